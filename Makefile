@@ -1,0 +1,214 @@
+# llm.cu: `make demo` and `make test` are all that a fresh machine needs; `make` lists the rest.
+#
+#   make train_gpt2cu PRECISION=FP32             fp32 instead of bf16
+#   make train_gpt2cu ARCHS="80 89 90a 100"      a binary for several GPU generations (default: this machine's GPUs)
+#   CUDA_HOME=/opt/cuda-12.8 make train_gpt2cu   a certain toolkit
+#   PYTHON=/usr/bin/python3.12 make demo         a certain Python, to make .venv with
+#
+# dev/doctor.py finds compiler, MPI, CUDA, cuBLAS and NCCL and writes build/config.mk; everything is rebuilt when its findings change.
+# Every product is written under another name and renamed when it is whole: stop make at any moment and call it again.
+
+PYTHON ?= python3
+PRECISION ?= BF16
+BUILD := build
+CONFIG := $(BUILD)/config.mk
+VENV_PYTHON := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SECONDARY:
+.SUFFIXES:
+SHELL := /bin/sh
+comma := ,
+space := $(subst ,, )
+
+ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
+  DETECTED := $(shell $(PYTHON) dev/doctor.py --make $(CONFIG) >&2 && echo ok)
+  ifneq ($(DETECTED),ok)
+    $(error dev/doctor.py did not run. Python 3.10 or newer is needed: make PYTHON=/path/to/python3)
+  endif
+  include $(CONFIG)
+endif
+
+ifeq ($(filter BF16 FP32,$(PRECISION)),)
+  $(error PRECISION=$(PRECISION) is not known: use BF16 or FP32)
+endif
+ARCHS ?= $(MACHINE_ARCHS)
+ARCHS := $(strip $(ARCHS))
+
+# Contraction and reassociation stay as the compiler's defaults; -ffast-math would break the NaN checks.
+REVISION_FLAGS := -DGIT_REVISION=git_revision -include $(BUILD)/revision.h
+OPTIMISE := -O3 $(HOST_FLAGS) -fno-math-errno -fno-trapping-math
+CFLAGS := -std=gnu11 $(OPTIMISE) -Wall -Wextra -pthread
+WARNINGS := -Wall -Wextra -Werror $(or $(OPENMP),-Wno-unknown-pragmas)
+TEST_CFLAGS := -std=gnu11 $(OPTIMISE) -O2 $(WARNINGS) -pthread -I.
+# Without MPI: one rank; without NCCL: one GPU. The programs say so when they are started as more.
+RANKS := $(if $(MPI_LIBS),-DUSE_MPI $(MPI_CFLAGS))
+GPU_RANKS := $(RANKS) $(if $(and $(MPI_LIBS),$(NCCL_LIBS)),-DUSE_NCCL $(NCCL_CFLAGS))
+ASAN_CFLAGS := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+
+# One build folder for each precision and list of architectures, so that switching between them rebuilds nothing.
+CU := $(BUILD)/$(if $(filter FP32,$(PRECISION)),fp32,bf16)-$(subst $(space),-,$(ARCHS))
+PTX := $(lastword $(filter-out %a,$(ARCHS)))
+GENCODE := $(foreach a,$(ARCHS),-gencode arch=compute_$a,code=sm_$a) $(if $(PTX),-gencode arch=compute_$(PTX)$(comma)code=compute_$(PTX))
+# OpenMP: a large model's random weights are drawn on the host.
+NVFLAGS := -std=c++17 -O3 --threads 0 $(if $(OPENMP),-Xcompiler $(OPENMP)) $(GENCODE) $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) -I. $(CUDA_CFLAGS)
+
+LADDERS := $(patsubst dev/cuda/%.cu,%,$(wildcard dev/cuda/*.cu))
+HOST_TESTS := $(patsubst dev/test/%.c,%,$(wildcard dev/test/test_*.c))
+HEADERS := $(notdir $(wildcard llmc/*.h llmc/*.cuh))
+
+# An unfinished dependency file would stop every later make, so it is renamed before the object it belongs to.
+keep = mv -f $@.d.partial $(basename $@).d && mv -f $@.partial $@
+depend = -MMD -MP -MT $@ -MF $@.d.partial
+install = @cmp -s $< $@ || { cp $< $@.partial && mv -f $@.partial $@; }
+
+.PHONY: help all demo test doctor headers ladders bench sanitize parity venv toolkit mpi clean FORCE \
+        train_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu host_tests
+FORCE:
+
+help:
+	@echo 'make demo          train a small GPT-2 on this machine, about two minutes'
+	@echo 'make test          every test that this machine can run'
+	@echo 'make doctor        what was found here, what is off, and how to turn it on'
+	@echo 'make train_gpt2    the CPU trainer'
+	@echo 'make train_gpt2cu  the GPU trainer (PRECISION=BF16|FP32, ARCHS="80 89 90a 100")'
+	@echo 'make test_gpt2cu   whole-model tests on a GPU'
+	@echo 'make bench         kernel ladders: speed of each kernel (GPU)'
+	@echo 'make parity        C, CUDA and PyTorch train the same steps; their loss curves in one picture'
+	@echo 'make sanitize      host tests under ASan and UBSan; compute-sanitizer on a GPU'
+	@echo 'make headers       each header compiles alone'
+	@echo 'make venv          .venv with everything the Python tools use;  make toolkit: CUDA, NCCL and MPI into .venv'
+	@echo 'make clean         removes build products, keeps .venv, data and logs'
+
+all: train_gpt2 $(if $(NVCC),train_gpt2cu test_gpt2cu)
+
+# ---- the trainers
+
+$(BUILD)/revision.h:
+	@mkdir -p $(@D)
+	@printf '#ifdef __cplusplus\nextern "C"\n#else\nextern\n#endif\nconst char git_revision[];\n' > $@.partial && mv -f $@.partial $@
+# Only this file knows the revision: a commit relinks, it does not recompile.
+$(BUILD)/revision.c: FORCE
+	@mkdir -p $(@D)
+	@printf 'const char git_revision[] = "%s";\n' "$$(git describe --always --dirty 2>/dev/null || echo unknown)" > $@.partial
+	@if cmp -s $@.partial $@; then rm $@.partial; else mv -f $@.partial $@; fi
+$(BUILD)/revision.o: $(BUILD)/revision.c $(BUILD)/revision.h
+	@$(CC) -c -include $(BUILD)/revision.h $< -o $@.partial && mv -f $@.partial $@
+
+$(BUILD)/train_gpt2.o: train_gpt2.c $(BUILD)/revision.h $(CONFIG) Makefile
+	$(if $(CC),,@echo 'error: no C compiler; run make doctor' >&2; exit 1;)
+	$(CC) $(CFLAGS) $(RANKS) $(REVISION_FLAGS) $(depend) -c $< -o $@.partial
+	@$(keep)
+$(BUILD)/train_gpt2: $(BUILD)/train_gpt2.o $(BUILD)/revision.o
+	$(CC) $(CFLAGS) $^ -o $@.partial -lm $(MPI_LIBS) && mv -f $@.partial $@
+train_gpt2: $(BUILD)/train_gpt2
+	$(install)
+# The same program with every access checked, for the tests of bad input; without MPI, whose own leaks are not ours.
+$(BUILD)/train_gpt2.asan: train_gpt2.c $(wildcard llmc/*.h) $(BUILD)/revision.o $(CONFIG) Makefile
+	$(CC) $(CFLAGS) $(ASAN_CFLAGS) $(REVISION_FLAGS) $< $(BUILD)/revision.o -o $@.partial -lm && mv -f $@.partial $@
+
+need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doctor shows what is missing; make toolkit puts one into .venv\n' '$(CUDA_OFF)' >&2; exit 1;)
+$(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
+	$(need_cuda)
+	@mkdir -p $(@D)
+	$(NVCC) $(NVFLAGS) $(if $(findstring dev/cuda,$<),,$(GPU_RANKS)) $(REVISION_FLAGS) $(depend) -c $< -o $@.partial
+	@$(keep)
+$(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
+	$(NVCC) $(NVFLAGS) $^ -o $@.partial $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.partial $@
+train_gpt2cu test_gpt2cu: %: $(CU)/%
+	$(install)
+# fp32 under a name of its own, to have both at once.
+FP32 := $(BUILD)/fp32-$(subst $(space),-,$(ARCHS))/train_gpt2cu
+train_gpt2fp32cu: FORCE
+	@$(MAKE) --no-print-directory PRECISION=FP32 $(FP32)
+	@cmp -s $(FP32) $@ || { cp $(FP32) $@.partial && mv -f $@.partial $@; }
+
+# ---- kernel ladders, host tests, headers
+
+ladders: $(LADDERS:%=$(CU)/dev/cuda/%)
+$(CU)/dev/cuda/%: $(CU)/dev/cuda/%.o $(BUILD)/revision.o
+	$(NVCC) $(NVFLAGS) $^ -o $@.partial $(CUDA_LIBS) && mv -f $@.partial $@
+
+host_tests: $(HOST_TESTS:%=$(BUILD)/test/%) $(HOST_TESTS:%=$(BUILD)/test/%.asan)
+$(BUILD)/test/%.o: dev/test/%.c $(CONFIG) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(TEST_CFLAGS) $(depend) -c $< -o $@.partial
+	@$(keep)
+$(BUILD)/test/%.asan.o: dev/test/%.c $(CONFIG) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(TEST_CFLAGS) $(ASAN_CFLAGS) $(depend) -c $< -o $@.partial
+	@$(keep)
+$(BUILD)/test/%.asan: $(BUILD)/test/%.asan.o
+	$(CC) $(TEST_CFLAGS) $(ASAN_CFLAGS) $< -o $@.partial -lm && mv -f $@.partial $@
+$(BUILD)/test/%.mpi: dev/test/%.c $(wildcard llmc/*.h) $(CONFIG) Makefile
+	@mkdir -p $(@D)
+	$(if $(MPI_LIBS),,@printf 'error: no MPI\n  hint: make doctor says how to turn it on\n' >&2; exit 1;)
+	$(CC) $(TEST_CFLAGS) $(RANKS) $< -o $@.partial -lm $(MPI_LIBS) && mv -f $@.partial $@
+$(BUILD)/test/%: $(BUILD)/test/%.o
+	$(CC) $(TEST_CFLAGS) $< -o $@.partial -lm && mv -f $@.partial $@
+
+# A header is included by a file that has nothing else (what comes after a backend: a Model and nothing else). C headers serve
+# C and C++; device code is compiled for one GPU only.
+AFTER_BACKEND := hf_weights checkpoint trainer
+headers: $(HEADERS:%=$(BUILD)/headers/%.ok)
+$(BUILD)/headers/%.h.ok: llmc/%.h $(wildcard llmc/*.h) $(CONFIG)
+	@mkdir -p $(@D)
+	@printf '$(if $(filter $*,$(AFTER_BACKEND)),#include "llmc/backend.h"\nstruct Model { Config config; ParamTable table; const Comm *comm; };\n)#include "llmc/$*.h"\n' > $(@:.ok=.c)
+	@$(CC) -std=gnu11 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c)
+	@$(if $(CXX),$(CXX) -x c++ -std=c++17 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c))
+	@touch $@ && echo 'ok llmc/$*.h'
+$(BUILD)/headers/%.cuh.ok: llmc/%.cuh $(wildcard llmc/*.h llmc/*.cuh) $(CONFIG)
+	$(need_cuda)
+	@mkdir -p $(@D)
+	@printf '#include "llmc/$*.cuh"\nint main() {}\n' > $(@:.ok=.cu)
+	@$(NVCC) -std=c++17 -I. $(CUDA_CFLAGS) -gencode arch=compute_90a,code=compute_90a --ptx $(@:.ok=.cu) -o $(@:.ok=.ptx)
+	@touch $@ && echo 'ok llmc/$*.cuh'
+
+# ---- what people call
+
+demo:
+	@$(PYTHON) dev/venv.py demo
+	@$(MAKE) --no-print-directory $(if $(and $(NVCC),$(filter-out 0,$(GPUS))),train_gpt2cu,train_gpt2)
+	@$(VENV_PYTHON) dev/demo.py ./$(if $(and $(NVCC),$(filter-out 0,$(GPUS))),train_gpt2cu,train_gpt2)
+
+test:
+	@$(PYTHON) dev/venv.py test
+	@$(if $(NVCC),,$(PYTHON) dev/venv.py toolkit || true)
+	@$(if $(MPI_LIBS),,$(PYTHON) dev/venv.py mpi || true)
+	@$(VENV_PYTHON) dev/test/run_tests.py
+
+doctor:
+	@$(PYTHON) dev/doctor.py
+venv:
+	@$(PYTHON) dev/venv.py test
+toolkit mpi:
+	@$(PYTHON) dev/venv.py $@
+
+parity: venv train_gpt2 $(if $(and $(NVCC),$(filter-out 0,$(GPUS))),train_gpt2cu train_gpt2fp32cu)
+	@$(VENV_PYTHON) dev/test/parity.py
+
+need_gpu = $(if $(filter-out 0,$(GPUS)),,@printf 'error: $@ needs a GPU and there is none here\n  hint: make doctor says what was looked for\n' >&2; exit 1;)
+bench:
+	$(need_gpu)
+	@$(MAKE) --no-print-directory ladders
+	@for ladder in $(LADDERS); do $(CU)/dev/cuda/$$ladder --bench || exit 1; done
+
+SMALL := $(BUILD)/sanitize/gpt2 $(BUILD)/sanitize/llama3
+sanitize: venv
+	@$(VENV_PYTHON) dev/test/run_tests.py --only asan
+ifneq ($(filter-out 0,$(GPUS)),)
+	$(if $(SANITIZER),,@printf 'error: no compute-sanitizer\n  hint: use a full CUDA toolkit: CUDA_HOME=... make sanitize\n' >&2; exit 1;)
+	@$(MAKE) --no-print-directory test_gpt2cu
+	@$(VENV_PYTHON) train_gpt2.py --write-debug $(BUILD)/sanitize/gpt2 --model d2,channels=128,vocab=256,seq=64 -b 2 -t 64
+	@$(VENV_PYTHON) train_gpt2.py --write-debug $(BUILD)/sanitize/llama3 --model llama3:8B,layers=2,channels=128,heads=2,kv_heads=1,vocab=256,seq=64 -b 2 -t 64
+	$(SANITIZER) --tool memcheck --error-exitcode 1 ./test_gpt2cu $(BUILD)/sanitize/out $(SMALL)
+	$(SANITIZER) --tool racecheck --error-exitcode 1 ./test_gpt2cu $(BUILD)/sanitize/out $(SMALL)
+else
+	@echo 'no GPU here: compute-sanitizer was not run'
+endif
+
+clean:
+	rm -rf $(BUILD) train_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu
+
+-include $(wildcard $(BUILD)/*.d $(BUILD)/test/*.d $(CU)/*.d $(CU)/dev/cuda/*.d)

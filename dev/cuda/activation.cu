@@ -1,0 +1,98 @@
+// Ladder for llmc/activation.cuh: GELU and SwiGLU, forward and backward.
+//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32] dev/cuda/activation.cu -o build/activation -lcublasLt -lcublas
+#define LLMC_ORACLE
+#include "../../train_gpt2.c"
+#include "../../llmc/activation.cuh"
+#include "common.cuh"
+
+// fp32: the special-function units give about 4 units in the last place. bf16: one rounding, 2^-9 at worst.
+static double error_bound(void) { return bound(4e-3, 5e-7); }  // bf16: half a step, 2^-8, where one large element is the whole norm
+static double worst_bound(void) { return bound(4.5e-3, 4e-6); }
+
+// Where exp overflows, underflows or cancels: mixed into the random numbers.
+static void add_hard_values(float *x, size_t n) {
+    const float hard[] = {0, -0.0f, 1e-30f, -1e-30f, 1e-3f, -1e-3f, 4.5f, -4.5f, 10, -10, 30, -30, 100, -100, 1e4f, -1e4f};
+    for (size_t i = 0; i < sizeof hard / sizeof *hard && i * 5 < n; i++) x[i * 5] = as_floatX(hard[i]);
+}
+
+static void check_gelu(size_t n) {
+    ladder_case("gelu n=%zu", n);
+    cudaStream_t stream = ladder.gpu.compute;
+    float *inp = host_normal(n, 1.5f), *dout = host_normal(n, 1.0f), *out = host_new<float>(n), *dinp = host_new<float>(n);
+    add_hard_values(inp, n);
+    gelu_forward_cpu(out, inp, n);
+    gelu_backward_cpu(dinp, dout, inp, n);
+    floatX *d_inp = upload<floatX>(inp, n), *d_dout = upload<floatX>(dout, n), *d_out = device_new<floatX>(n), *d_dinp = device_new<floatX>(n);
+    gelu_forward(d_out, d_inp, n, stream);
+    gelu_backward(d_dinp, d_dout, d_inp, n, stream);
+    check("out", d_out, out, 1, n, error_bound(), worst_bound());
+    check("dinp", d_dinp, dinp, 1, n, error_bound(), worst_bound());
+    gelu_backward(d_dout, d_dout, d_inp, n, stream);
+    check("dinp in place of dout", d_dout, dinp, 1, n, error_bound(), worst_bound());
+    check_same_bits("bits", {{d_out, n * sizeof(floatX)}}, [&] { gelu_forward(d_out, d_inp, n, stream); });
+}
+static void check_swiglu(int N, int F) {
+    ladder_case("swiglu N=%d F=%d", N, F);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t n = (size_t)N * F;
+    float *inp = host_normal(2 * n, 1.5f), *dout = host_normal(n, 1.0f), *out = host_new<float>(n), *dinp = host_new<float>(2 * n);
+    add_hard_values(inp, 2 * n);
+    swiglu_forward_cpu(out, inp, N, F);
+    swiglu_backward_cpu(dinp, dout, inp, N, F);
+    floatX *d_inp = upload<floatX>(inp, 2 * n), *d_dout = upload<floatX>(dout, n), *d_out = device_new<floatX>(n), *d_dinp = device_new<floatX>(2 * n);
+    swiglu_forward(d_out, d_inp, N, F, stream);
+    swiglu_backward(d_dinp, d_dout, d_inp, N, F, stream);
+    check("out", d_out, out, N, F, error_bound(), worst_bound());
+    check("dinp", d_dinp, dinp, N, 2 * F, error_bound(), worst_bound());
+    check_same_bits("bits", {{d_dinp, 2 * n * sizeof(floatX)}}, [&] { swiglu_backward(d_dinp, d_dout, d_inp, N, F, stream); });
+    swiglu_backward(d_inp, d_dout, d_inp, N, F, stream);
+    check("dinp in place of inp", d_inp, dinp, N, 2 * F, error_bound(), worst_bound());
+}
+static void check_not_finite(void) {
+    ladder_case("NaN and infinities");
+    float x[8] = {NAN, INFINITY, -INFINITY, 1, NAN, INFINITY, 2, 3};
+    floatX *d_x = upload<floatX>(x, 8), *d_y = device_new<floatX>(8);
+    gelu_forward(d_y, d_x, 8, ladder.gpu.compute);
+    const float *y = download(d_y, 8);
+    check_true(isnan(y[0]) && isnan(y[4]) && isinf(y[1]) && !isfinite(y[2]), "gelu of NaN, inf, -inf: %g %g %g", (double)y[0], (double)y[1], (double)y[2]);
+    gelu_backward(d_y, d_x, d_x, 8, ladder.gpu.compute);
+    check_true(isnan(download(d_y, 8)[0]), "NaN spreads through gelu's gradient");
+}
+
+static void bench_gelu(size_t n, const char *name) {
+    ladder_case("%s", name);
+    floatX *inp = device_normal<floatX>(n, 1.0f), *dout = device_normal<floatX>(n, 1.0f), *out = device_new<floatX>(n);
+    const double bytes = (double)n * sizeof(floatX);
+    bench("gelu forward", 2 * bytes, 0, [&] { gelu_forward(out, inp, n, ladder.gpu.compute); });
+    bench("gelu backward", 3 * bytes, 0, [&] { gelu_backward(out, dout, inp, n, ladder.gpu.compute); });
+    bench("gelu backward in place", 3 * bytes, 0, [&] { gelu_backward(dout, dout, inp, n, ladder.gpu.compute); });
+}
+static void bench_swiglu(int N, int F, const char *name) {
+    ladder_case("%s", name);
+    const size_t n = (size_t)N * F;
+    floatX *inp = device_normal<floatX>(2 * n, 1.0f), *dout = device_normal<floatX>(n, 1.0f), *out = device_new<floatX>(2 * n);
+    const double bytes = (double)n * sizeof(floatX);
+    bench("swiglu forward", 3 * bytes, 0, [&] { swiglu_forward(out, inp, N, F, ladder.gpu.compute); });
+    bench("swiglu backward", 5 * bytes, 0, [&] { swiglu_backward(out, dout, inp, N, F, ladder.gpu.compute); });
+}
+
+int main(int argc, char **argv) {
+    ladder_open("activation", argc, argv);
+    if (ladder.check) {
+        const size_t sizes[] = {8, 8 * 255, 8 * 1025, (1 << 20) + 8};
+        for (size_t n : sizes) check_gelu(n);
+        check_swiglu(1, 8);
+        check_swiglu(3, 24);
+        check_swiglu(129, 4864);
+        check_swiglu(64, 11008);
+        check_not_finite();
+    }
+    if (ladder.bench) {
+        bench_gelu((size_t)65536 * 3072, "GPT-2 124M, 65536 x 3072");
+        bench_gelu((size_t)16384 * 6400, "GPT-2 1558M, 16384 x 6400");
+        bench_swiglu(32768, 8192, "Llama-3.2-1B, 32768 x 8192");
+        bench_swiglu(8192, 14336, "Llama-3-8B, 8192 x 14336");
+        bench_swiglu(16384, 8960, "Qwen2.5-1.5B, 16384 x 8960");
+    }
+    return ladder_close();
+}

@@ -1,0 +1,280 @@
+// Ladder for llmc/attention.cuh, llmc/attention_hopper.cuh and llmc/tile.cuh: causal attention, forward and backward, against the
+// plain loops of train_gpt2.c, on every path that this GPU has. On Hopper first each primitive of tile.cuh alone, so that a
+// fault shows where it is, and several shapes of the forward kernel beside the chosen one.
+//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32] dev/cuda/attention.cu -o build/attention -lcublasLt -lcublas
+#define LLMC_ORACLE
+#include "../../train_gpt2.c"
+#include "../../llmc/attention.cuh"
+#include "common.cuh"
+
+typedef struct { int B, T, NH, NKV, HD; } Shape;
+
+template <typename X> static int num_paths_of(int HD) {
+    if constexpr (sizeof(X) == 2) return 1 + (HD == 64 && hopper_available<64>()) + (HD == 128 && hopper_available<128>());
+    return 1;
+}
+static int num_paths(int HD) { return num_paths_of<floatX>(HD); }
+static const char *path_name(int HD, const char *what) {  // three names may be in use at a time
+    static char names[4][64];
+    static int next;
+    const int hopper = attention_path == 0 && num_paths(HD) > 1;
+    snprintf(names[next++ % 4], sizeof names[0], "%s %s", sizeof(floatX) == 4 ? "fma" : hopper ? "wgmma" : "mma.sync", what);
+    return names[(next + 3) % 4];
+}
+
+// ---- Hopper's primitives
+
+// out = A B^T through everything: TMA loads, wgmma in one of its operand layouts, stores through a swizzled tile. Also A as
+// ordinary loads by the formula of the swizzle find it, and the fp32 accumulators.
+enum { A_SHARED, A_REGISTERS, A_MN_MAJOR };
+template <int N, int K, int A_KIND, int MN_B> __global__ void __launch_bounds__(WARPGROUP)
+tile_test(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const __grid_constant__ CUtensorMap out_map, bf16 *a_seen, float *accumulators) {
+    if constexpr (HOPPER_CODE) {
+        constexpr int A_ROWS = A_KIND == A_MN_MAJOR ? K : 64, A_COLUMNS = 64 * K / A_ROWS, B_ROWS = MN_B ? K : N, B_COLUMNS = N * K / B_ROWS;
+        __shared__ unsigned long long barriers[2];
+        extern __shared__ int4 shared[];
+        const unsigned a_tile = (shared_address(shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT, b_tile = a_tile + tile_bytes<64, K>, out_tile = b_tile + tile_bytes<N, K>;
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+        const Ring<1> ring(shared_address(barriers));
+        if (threadIdx.x == 0) { ring.init(1, 1); mbarrier_init_fence(); }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            const unsigned full = ring.acquire(0, tile_bytes<64, K> + tile_bytes<N, K>);
+            tile_fetch<A_ROWS, A_COLUMNS>(a_tile, &a_map, full, 0, 0, 0);
+            tile_fetch<B_ROWS, B_COLUMNS>(b_tile, &b_map, full, 0, 0, 0);
+        }
+        ring.wait(0);
+        for (int i = threadIdx.x; i < A_ROWS * A_COLUMNS; i += WARPGROUP) {
+            const int r = i / A_COLUMNS, c = i % A_COLUMNS;
+            unsigned short x;
+            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(a_tile + c / 64 * A_ROWS * 128 + r * 128 + ((c % 64 / 8) ^ (r % 8)) * 16 + c % 8 * 2));
+            *(unsigned short *)(a_seen + i) = x;
+        }
+        float d[N / 2];
+        unsigned a[K / 16][4];
+        if (A_KIND == A_REGISTERS)
+            #pragma unroll
+            for (int k = 0; k < K / 16; k++) ldmatrix(a[k], fragment_address<64>(a_tile, warp * 16, k));
+        wgmma_fence();
+        #pragma unroll
+        for (int k = 0; k < K / 16; k++) {
+            const unsigned long long b = MN_B ? operand_mn<B_ROWS>(b_tile, k) : operand_k<B_ROWS>(b_tile, k);
+            if constexpr (A_KIND == A_REGISTERS) wgmma<N, MN_B>(d, a[k], b, k > 0);
+            else if constexpr (A_KIND == A_MN_MAJOR) wgmma<N, 1, MN_B>(d, operand_mn<A_ROWS>(a_tile, k), b, k > 0);
+            else wgmma<N, 0, MN_B>(d, operand_k<A_ROWS>(a_tile, k), b, k > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_pin(d);
+        for (int n = 0; n < N / 8; n++)
+            for (int i = 0; i < 4; i++) accumulators[(warp * 16 + lane / 4 + i / 2 * 8) * N + n * 8 + lane % 4 * 2 + i % 2] = d[4 * n + i];
+        fragment_store<64, N>(out_tile, warp * 16, d, 1.0f, 1.0f);
+        fence_async();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            for (int c = 0; c < N / 64; c++) box_store(&out_map, out_tile + c * BOX_BYTES, c * 64, 0, 0, 0);
+            bulk_commit();
+            bulk_wait();
+        }
+    }
+}
+// `rows` below 64: TMA must fill the rest of A with zeros and leave out what would lie behind `out`.
+template <int N, int K, int A_KIND, int MN_B> static void check_tile(int rows = 64) {
+    ladder_case("tile N=%d K=%d A %s, B %s, %d rows", N, K, A_KIND == A_REGISTERS ? "in registers" : A_KIND == A_MN_MAJOR ? "MN-major" : "K-major", MN_B ? "MN-major" : "K-major", rows);
+    const int a_rows = A_KIND == A_MN_MAJOR ? K : rows, a_columns = A_KIND == A_MN_MAJOR ? 64 : K, b_rows = MN_B ? K : N, b_columns = MN_B ? N : K;
+    const int tile_rows = A_KIND == A_MN_MAJOR ? K : 64;
+    float *a = host_normal(tile_rows * a_columns, 1.0f), *b = host_normal(b_rows * b_columns, 1.0f), *ref = host_new<float>(64 * N);
+    for (int i = a_rows * a_columns; i < tile_rows * a_columns; i++) a[i] = 0;
+    for (int m = 0; m < 64; m++)
+        for (int n = 0; n < N; n++)
+            for (int k = 0; k < K; k++) ref[m * N + n] += (A_KIND == A_MN_MAJOR ? a[k * 64 + m] : a[m * K + k]) * (MN_B ? b[k * N + n] : b[n * K + k]);
+    bf16 *d_a = upload<bf16>(a, a_rows * a_columns), *d_b = upload<bf16>(b, b_rows * b_columns), *d_seen = device_new<bf16>(tile_rows * a_columns), *d_out = device_new<bf16>(rows * N);
+    float *d_accumulators = device_new<float>(64 * N);
+    const int bytes = TILE_ALIGNMENT + tile_bytes<64, K> + tile_bytes<N, K> + tile_bytes<64, N>;
+    cudaCheck(cudaFuncSetAttribute(tile_test<N, K, A_KIND, MN_B>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    tile_test<N, K, A_KIND, MN_B><<<1, WARPGROUP, bytes, ladder.gpu.compute>>>(tensor_map(d_a, 1, a_rows, 1, a_columns), tensor_map(d_b, 1, b_rows, 1, b_columns),
+                                                                              tensor_map(d_out, 1, rows, 1, N), d_seen, d_accumulators);
+    launchCheck();
+    check("A in the swizzled tile", d_seen, a, tile_rows, a_columns, 1e-9);
+    check("accumulators", d_accumulators, ref, 64, N, 1e-6);
+    check("stored through a tile", d_out, ref, rows, N, 4e-3);
+}
+template <typename X> static void check_tiles(void) {
+    if constexpr (sizeof(X) == 2)
+        if (hopper_available<64>()) {
+            check_tile<64, 64, A_SHARED, 0>();
+            check_tile<128, 64, A_SHARED, 0>();
+            check_tile<64, 128, A_SHARED, 0>();
+            check_tile<128, 128, A_SHARED, 0>();
+            check_tile<64, 64, A_SHARED, 1>();
+            check_tile<128, 128, A_SHARED, 1>();
+            check_tile<64, 64, A_REGISTERS, 0>();
+            check_tile<64, 128, A_REGISTERS, 1>();
+            check_tile<128, 64, A_REGISTERS, 1>();
+            check_tile<128, 128, A_REGISTERS, 1>();
+            check_tile<64, 128, A_MN_MAJOR, 1>();
+            check_tile<128, 64, A_MN_MAJOR, 1>();
+            check_tile<128, 128, A_SHARED, 0>(40);
+            check_tile<64, 64, A_REGISTERS, 1>(1);
+        }
+}
+
+// ---- other shapes of the Hopper kernels, each as one line. Forward: math warpgroups, keys per tile, stages, overlap, how many of
+// eight exponentials are polynomials. dQ: warpgroups, keys, stages of K, of V, Q in registers. dK and dV: warpgroups, queries, stages.
+
+#define FORWARD_VARIANTS_64(V) V(64, 3, 128, 4, true, 0) V(64, 3, 128, 4, false, 0)
+#define FORWARD_VARIANTS_128(V) V(128, 2, 128, 2, true, 0) V(128, 3, 64, 2, true, 0)
+#define Q_VARIANTS_64(V) V(64, 3, 64, 4, 4, false) V(64, 3, 64, 4, 4, true)
+#define Q_VARIANTS_128(V) V(128, 2, 64, 4, 2, false) V(128, 2, 64, 4, 2, true)
+#define KV_VARIANTS_64(V) V(64, 2, 128, 2)
+#define KV_VARIANTS_128(V) V(128, 2, 64, 2)
+
+// With references each variant is checked, without it is timed.
+template <typename X> struct Tensors { Shape s; X *out, *dqkv; const X *qkv, *dout; float *lse, *D; const float *ref_out, *ref_dqkv; double flops; };
+template <int HD, typename X> static void each_variant(const Tensors<X> &t) {
+    const Shape s = t.s;
+    const size_t rows = (size_t)s.B * s.T, width = (size_t)s.NH * s.HD, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD;
+    cudaStream_t stream = ladder.gpu.compute;
+    #define FORWARD(...) { \
+        auto run = [&] { attention_forward_hopper_launch<HopperForward<__VA_ARGS__>>(t.out, t.lse, t.qkv, s.B, s.T, s.NH, s.NKV, stream); }; \
+        if (!t.ref_out) bench("forward " #__VA_ARGS__, 0, t.flops, run); \
+        else { poison(t.out, rows * width); run(); check("forward " #__VA_ARGS__, t.out, t.ref_out, rows, width, 5e-3); } }
+    #define BACKWARD(name, flops, ...) { \
+        auto run = [&] { __VA_ARGS__; }; \
+        if (!t.ref_out) bench(name, 0, flops, run); \
+        else { run(); check(name, t.dqkv, t.ref_dqkv, rows, stride, 1e-2); } }
+    #define DQ(...) BACKWARD("dq " #__VA_ARGS__, 1.5 * t.flops, attention_backward_q_hopper_launch<HopperBackwardQ<__VA_ARGS__>>(t.dqkv, t.D, t.dout, t.qkv, t.out, t.lse, s.B, s.T, s.NH, s.NKV, stream))
+    #define DKV(...) BACKWARD("dkv " #__VA_ARGS__, 2 * t.flops, attention_backward_kv_hopper_launch<HopperBackwardKV<__VA_ARGS__>>(t.dqkv, t.D, t.dout, t.qkv, t.lse, s.B, s.T, s.NH, s.NKV, stream))
+    if constexpr (HD == 64) { FORWARD_VARIANTS_64(FORWARD) } else { FORWARD_VARIANTS_128(FORWARD) }
+    attention_backward(t.dqkv, t.dout, t.qkv, t.out, t.lse, s.B, s.T, s.NH, s.NKV, HD, t.D, stream);  // each variant then overwrites its part
+    if constexpr (HD == 64) { Q_VARIANTS_64(DQ) KV_VARIANTS_64(DKV) } else { Q_VARIANTS_128(DQ) KV_VARIANTS_128(DKV) }
+    #undef FORWARD
+    #undef BACKWARD
+    #undef DQ
+    #undef DKV
+}
+template <typename X> static void variants(const Tensors<X> &t) {
+    if constexpr (sizeof(X) == 2) {
+        if (num_paths(t.s.HD) < 2) return;
+        if (t.s.HD == 64) each_variant<64>(t); else each_variant<128>(t);
+    }
+}
+template <typename X> static void check_variants(Shape s) {
+    ladder_case("variants B=%d T=%d NH=%d NKV=%d HD=%d", s.B, s.T, s.NH, s.NKV, s.HD);
+    const size_t rows = (size_t)s.B * s.T, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD;
+    float *qkv = host_normal(rows * stride, 1.0f), *dout = host_normal(rows * width, 1.0f), *out = host_new<float>(rows * width), *lse = host_new<float>(rows * s.NH), *dqkv = host_new<float>(rows * stride);
+    attention_forward_cpu(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD);
+    for (size_t i = 0; i < rows * width; i++) out[i] = as_floatX(out[i]);
+    attention_backward_cpu(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD);
+    variants(Tensors<X>{s, device_new<X>(rows * width), device_new<X>(rows * stride), upload<X>(qkv, rows * stride), upload<X>(dout, rows * width), device_new<float>(rows * s.NH), device_new<float>(rows * s.NH), out, dqkv, 0});
+}
+
+// ---- attention
+
+// Relative error of q's, k's and v's part of a packed gradient: says which kernel is wrong when the whole fails.
+static void print_parts(const float *dqkv, const float *ref, Shape s) {
+    const int widths[3] = {s.NH * s.HD, s.NKV * s.HD, s.NKV * s.HD}, stride = (s.NH + 2 * s.NKV) * s.HD;
+    const char *names[3] = {"dq", "dk", "dv"};
+    printf("     ");
+    for (int part = 0, first = 0; part < 3; first += widths[part++]) {
+        double d2 = 0, r2 = 0;
+        for (size_t row = 0; row < (size_t)s.B * s.T; row++)
+            for (int c = first; c < first + widths[part]; c++) {
+                const double r = ref[row * stride + c], d = dqkv[row * stride + c] - r;
+                d2 += d * d; r2 += r * r;
+            }
+        printf(" %s %.2e", names[part], sqrt(d2 / (r2 + 1e-60)));
+    }
+    printf("\n");
+}
+
+// `std` of q, k, v: scores have a deviation of std^2; with 3 the softmax is nearly one-hot and the running maximum moves often.
+static void check_shape(Shape s, float std) {
+    ladder_case("B=%d T=%d NH=%d NKV=%d HD=%d std=%g", s.B, s.T, s.NH, s.NKV, s.HD, std);
+    const size_t rows = (size_t)s.B * s.T, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD, rows_lse = (size_t)s.B * s.NH;
+    float *qkv = host_normal(rows * stride, std), *dout = host_normal(rows * width, 1.0f);
+    float *out = host_new<float>(rows * width), *lse = host_new<float>(rows_lse * s.T), *dqkv = host_new<float>(rows * stride);
+    attention_forward_cpu(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD);
+    floatX *d_qkv = upload<floatX>(qkv, rows * stride), *d_out = device_new<floatX>(rows * width);
+    float *d_lse = device_new<float>(rows_lse * s.T);
+    cudaStream_t stream = ladder.gpu.compute;
+    auto forward = [&] { attention_forward(d_out, d_lse, d_qkv, s.B, s.T, s.NH, s.NKV, s.HD, stream); };
+    for (attention_path = 0; attention_path < num_paths(s.HD); attention_path++) {
+        poison(d_out, rows * width);
+        poison(d_lse, rows_lse * s.T);
+        forward();
+        check(path_name(s.HD, "out"), d_out, out, rows, width, bound(5e-3, 2e-6));
+        check(path_name(s.HD, "lse"), d_lse, lse, rows_lse, s.T, bound(1e-5, 2e-6), 1e-4);
+        check_same_bits(path_name(s.HD, "forward"), {{d_out, rows * width * sizeof(floatX)}, {d_lse, rows_lse * s.T * sizeof(float)}}, forward);
+    }
+
+    // Both backward passes read the oracle's out and lse, rounded alike, so that only the backward pass is judged.
+    for (size_t i = 0; i < rows * width; i++) out[i] = as_floatX(out[i]);
+    attention_backward_cpu(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD);
+    floatX *d_dout = upload<floatX>(dout, rows * width), *d_dqkv = device_new<floatX>(rows * stride);
+    upload_to(d_out, out, rows * width);
+    upload_to(d_lse, lse, rows_lse * s.T);
+    const size_t scratch_bytes = attention_backward_scratch_bytes(s.B, s.T, s.NH, s.NKV, s.HD);
+    char *scratch = device_new<char>(scratch_bytes);
+    auto backward = [&] {
+        cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
+        attention_backward(d_dqkv, d_dout, d_qkv, d_out, d_lse, s.B, s.T, s.NH, s.NKV, s.HD, scratch, stream);
+    };
+    for (attention_path = 0; attention_path < num_paths(s.HD); attention_path++) {
+        poison(d_dqkv, rows * stride);
+        backward();
+        check(path_name(s.HD, "dqkv"), d_dqkv, dqkv, rows, stride, bound(1e-2, 5e-6));
+        print_parts(download(d_dqkv, rows * stride), dqkv, s);
+        check_same_bits(path_name(s.HD, "backward"), {{d_dqkv, rows * stride * sizeof(floatX)}}, backward);
+    }
+    attention_path = 0;
+}
+
+static void bench_shape(Shape s) {
+    ladder_case("B=%d T=%d NH=%d NKV=%d HD=%d", s.B, s.T, s.NH, s.NKV, s.HD);
+    const size_t rows = (size_t)s.B * s.T, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD;
+    const double flops = 2.0 * s.B * s.NH * s.HD * (double)s.T * s.T;  // two products, half of each above the diagonal
+    const double bytes = (double)(rows * (stride + width) * sizeof(floatX) + rows * s.NH * sizeof(float));
+    floatX *qkv = device_normal<floatX>(rows * stride, 1.0f), *dout = device_normal<floatX>(rows * width, 1.0f);
+    floatX *out = device_new<floatX>(rows * width), *dqkv = device_new<floatX>(rows * stride);
+    float *lse = device_new<float>(rows * s.NH);
+    char *scratch = device_new<char>(attention_backward_scratch_bytes(s.B, s.T, s.NH, s.NKV, s.HD));
+    cudaStream_t stream = ladder.gpu.compute;
+    for (attention_path = 0; attention_path < num_paths(s.HD); attention_path++) {
+        bench(path_name(s.HD, "forward"), bytes, flops, [&] { attention_forward(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD, stream); });
+        bench(path_name(s.HD, "backward"), 0, 2.5 * flops, [&] { attention_backward(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD, scratch, stream); });
+    }
+    attention_path = 0;
+    for (hopper_group_mib = 4; hopper_group_mib <= 32; hopper_group_mib *= 2) {  // what may be streamed in L2 at a time
+        printf("groups of %d MiB\n", hopper_group_mib);
+        variants(Tensors<floatX>{s, out, dqkv, qkv, dout, lse, (float *)scratch, NULL, NULL, flops});
+    }
+    hopper_group_mib = 16;
+}
+
+int main(int argc, char **argv) {
+    ladder_open("attention", argc, argv);
+    if (ladder.check) {
+        check_tiles<floatX>();
+        const Shape shapes[] = {  // those with many heads have more pieces of work than a GPU has multiprocessors
+            {3, 1, 2, 2, 64}, {2, 17, 4, 1, 64}, {2, 64, 4, 2, 64}, {2, 100, 3, 3, 64}, {1, 257, 4, 1, 64}, {2, 512, 3, 3, 64}, {16, 193, 8, 8, 64},
+            {3, 1, 2, 1, 128}, {2, 17, 4, 1, 128}, {2, 64, 2, 2, 128}, {1, 100, 4, 2, 128}, {1, 257, 4, 1, 128}, {1, 512, 6, 2, 128}, {12, 257, 12, 6, 128},
+            {2, 100, 2, 2, 32}, {1, 257, 4, 2, 32}, {1, 257, 2, 1, 80}, {1, 300, 2, 2, 80}, {1, 257, 2, 1, 96}, {1, 129, 2, 2, 96},
+        };
+        for (const Shape &s : shapes) check_shape(s, 1.0f);
+        check_variants<floatX>({2, 700, 4, 2, 64});
+        check_variants<floatX>({1, 700, 4, 2, 128});
+        check_shape({1, 385, 2, 1, 64}, 3.0f);
+        check_shape({1, 385, 2, 1, 128}, 3.0f);
+    }
+    if (ladder.bench) {
+        bench_shape({64, 1024, 12, 12, 64});
+        if (sizeof(floatX) == 2) {
+            bench_shape({16, 1024, 25, 25, 64});
+            bench_shape({4, 8192, 32, 8, 64});
+            bench_shape({16, 1024, 12, 2, 128});
+            bench_shape({1, 8192, 32, 8, 128});
+        }
+    }
+    return ladder_close();
+}

@@ -1,0 +1,141 @@
+// Ladder for llmc/classifier.cuh: cross entropy, its gradient in place, and the sum of losses.
+//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32] dev/cuda/classifier.cu -o build/classifier -lcublasLt -lcublas
+#define LLMC_ORACLE
+#include "../../train_gpt2.c"
+#include "../../llmc/classifier.cuh"
+#include "common.cuh"
+
+// The losses are fp32 in both builds; the oracle's own sum over V terms is good to about 1e-6.
+static const double LOSS_BOUND = 3e-6, LOSS_WORST = 1e-5;
+static double dlogits_bound(void) { return bound(4e-3, 3e-6); }  // bf16: half a step, 2^-8, where one element is the whole norm
+static double dlogits_worst(void) { return bound(6e-3, 2e-5); }
+
+// Every fifth target is ignored, the first and last columns are hit, and the padding is full of NaN, which must not leak.
+static void check_shape(int N, int V, int Vp, float std) {
+    ladder_case("N=%d V=%d Vp=%d std=%g", N, V, Vp, (double)std);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t n = (size_t)N * Vp;
+    const float dloss = 1.0f / 16;
+    float *logits = host_normal(n, std), *losses = host_new<float>((size_t)N);
+    int *targets = host_ints((size_t)N, V);
+    for (int i = 0; i < N; i++) {
+        if (i % 5 == 4) targets[i] = -1;
+        if (i % 5 == 3) targets[i] = i % 2 ? V - 1 : 0;
+        for (int v = V; v < Vp; v++) logits[(size_t)i * Vp + v] = NAN;
+    }
+    floatX *d_given = upload<floatX>(logits, n), *d_logits = upload<floatX>(logits, n);
+    float *d_losses = device_new<float>((size_t)N);
+    int *d_targets = upload_ints(targets, (size_t)N);
+    classifier(d_logits, d_losses, d_targets, dloss, N, V, Vp, 0, stream);
+    const float *untouched = download(d_logits, n);
+    size_t changed = 0;
+    for (size_t i = 0; i < n; i++) changed += (int)(i % Vp) < V && untouched[i] != logits[i];
+    check_true(changed == 0, "%zu logits changed without write_dlogits", changed);
+    classifier_cpu(logits, losses, targets, dloss, N, V, Vp, 1);
+    check("losses, forward only", d_losses, losses, N, 1, LOSS_BOUND, LOSS_WORST);
+    poison(d_losses, N);
+    auto run = [&] {
+        cudaCheck(cudaMemcpyAsync(d_logits, d_given, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+        classifier(d_logits, d_losses, d_targets, dloss, N, V, Vp, 1, stream);
+    };
+    run();
+    check("losses", d_losses, losses, N, 1, LOSS_BOUND, LOSS_WORST);
+    check("dlogits", d_logits, logits, N, Vp, dlogits_bound(), dlogits_worst());
+    check_same_bits("bits", {{d_logits, n * sizeof(floatX)}, {d_losses, (size_t)N * sizeof(float)}}, run);
+}
+
+// One special logit in a row of ordinary ones, at the target or elsewhere.
+static void check_special(int V, int Vp) {
+    ladder_case("special values V=%d", V);
+    enum { ROWS = 8 };
+    float *logits = host_normal((size_t)ROWS * Vp, 1.0f);
+    int targets[ROWS] = {1, 1, 1, 1, 1, 1, V, 1};
+    float *row[ROWS];
+    for (int r = 0; r < ROWS; r++) row[r] = logits + (size_t)r * Vp;
+    row[0][5] = NAN; row[1][V - 1] = NAN; row[2][7] = INFINITY; row[3][7] = -INFINITY; row[4][1] = -INFINITY;
+    for (int v = 0; v < V; v++) row[5][v] = -INFINITY;
+    for (int v = 0; v < V; v++) row[7][v] = v == 1 ? 3e38f : -3e38f;
+    floatX *d_logits = upload<floatX>(logits, (size_t)ROWS * Vp);
+    float *d_losses = device_new<float>(ROWS);
+    classifier(d_logits, d_losses, upload_ints(targets, ROWS), 1, ROWS, V, Vp, 1, ladder.gpu.compute);
+    const float *loss = download(d_losses, ROWS), *d = download(d_logits, (size_t)ROWS * Vp);
+    check_true(isnan(loss[0]) && isnan(loss[1]), "NaN logit: loss %g, %g", (double)loss[0], (double)loss[1]);
+    check_true(isnan(loss[2]), "+inf logit: loss %g", (double)loss[2]);
+    check_true(isfinite(loss[3]) && d[3 * (size_t)Vp + 7] == 0, "-inf logit: loss %g, its gradient %g", (double)loss[3], (double)d[3 * (size_t)Vp + 7]);
+    check_true(isinf(loss[4]) && loss[4] > 0 && d[4 * (size_t)Vp + 1] == -1, "-inf at the target: loss %g, gradient %g", (double)loss[4], (double)d[4 * (size_t)Vp + 1]);
+    check_true(isnan(loss[5]), "all -inf: loss %g", (double)loss[5]);
+    check_true(isnan(loss[6]), "target outside the vocabulary: loss %g", (double)loss[6]);
+    check_true(loss[7] == 0 && d[7 * (size_t)Vp + 1] == 0, "3e38 against -3e38: loss %g", (double)loss[7]);
+}
+
+// More than 2^31 logits: the first and the last rows must be right.
+static void check_large(void) {
+    const int V = 50257, Vp = 50304, N = 42700, rows = 3;
+    ladder_case("N=%d V=%d: %.2f x 2^31 logits", N, V, (double)N * Vp / 0x1p31);
+    floatX *d_logits = device_normal<floatX>((size_t)N * Vp, 1.0f);
+    float *d_losses = device_new<float>((size_t)N);
+    int *targets = host_ints((size_t)N, V), *d_targets = upload_ints(targets, (size_t)N);
+    const int begins[] = {0, N - rows};
+    float *logits[2];
+    for (int i = 0; i < 2; i++) logits[i] = download(d_logits + (size_t)begins[i] * Vp, (size_t)rows * Vp);
+    classifier(d_logits, d_losses, d_targets, 1, N, V, Vp, 1, ladder.gpu.compute);
+    for (int i = 0; i < 2; i++) {
+        float losses[rows];
+        classifier_cpu(logits[i], losses, targets + begins[i], 1, rows, V, Vp, 1);
+        check(i ? "last rows' losses" : "first rows' losses", d_losses + begins[i], losses, rows, 1, LOSS_BOUND, LOSS_WORST);
+        check(i ? "last rows" : "first rows", d_logits + (size_t)begins[i] * Vp, logits[i], rows, Vp, dlogits_bound(), dlogits_worst());
+    }
+}
+
+static void check_loss_sum(int N) {
+    ladder_case("loss_sum N=%d", N);
+    float *losses = host_normal((size_t)N, 1.0f, 5.0f), *d_losses = upload<float>(losses, (size_t)N), start = 7, *d_total = upload<float>(&start, 1);
+    double sum = 0;
+    for (int i = 0; i < N; i++) sum += losses[i];
+    const float expected = (float)(7 + 0.25 * sum);
+    loss_sum(d_total, d_losses, N, 0.25f, ladder.gpu.compute);
+    check("total", d_total, &expected, 1, 1, 1e-6);
+    check_same_bits("bits", {{d_total, sizeof(float)}}, [&] {
+        cudaCheck(cudaMemsetAsync(d_total, 0, sizeof(float), ladder.gpu.compute));
+        loss_sum(d_total, d_losses, N, 0.25f, ladder.gpu.compute);
+    });
+}
+
+static void bench_shape(int N, int V, const char *name) {
+    const int Vp = (int)round_up((size_t)V, 128);
+    ladder_case("%s, %d x %d", name, N, Vp);
+    floatX *logits = device_normal<floatX>((size_t)N * Vp, 1.0f);
+    float *losses = device_new<float>((size_t)N), *total = device_normal<float>(1, 1.0f);
+    int *targets = upload_ints(host_ints((size_t)N, V), (size_t)N);
+    const double bytes = (double)N * Vp * sizeof(floatX);
+    bench("forward only", bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 0, ladder.gpu.compute); });
+    bench("forward and dlogits", 2 * bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
+    bench("loss_sum", (double)N * sizeof(float), 0, [&] { loss_sum(total, losses, N, 1, ladder.gpu.compute); });
+}
+
+int main(int argc, char **argv) {
+    ladder_open("classifier", argc, argv);
+    if (ladder.check) {
+        check_shape(1, 2, 8, 1);
+        check_shape(11, 256, 256, 1);
+        check_shape(7, 100, 128, 20);
+        check_shape(6, 32000, 32000, 3);
+        check_shape(9, 50257, 50304, 3);
+        check_shape(5, 128256, 128256, 3);
+        check_shape(5, 151936, 151936, 3);
+        check_shape(5, 152064, 152192, 3);
+        check_special(50257, 50304);
+        check_special(128256, 128256);
+        check_large();
+        check_loss_sum(1);
+        check_loss_sum(777);
+        check_loss_sum(65536);
+    }
+    if (ladder.bench) {
+        bench_shape(65536, 50257, "GPT-2");
+        bench_shape(16384, 50257, "GPT-2");
+        bench_shape(8192, 128256, "Llama 3");
+        bench_shape(16384, 151936, "Qwen2.5");
+    }
+    return ladder_close();
+}

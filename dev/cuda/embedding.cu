@@ -1,0 +1,114 @@
+// Ladder of llmc/embedding.cuh: the sort alone, forward, backward with rare, frequent and equal tokens, speed.
+// Build and run: make bench, or see dev/cuda/common.cuh.
+#include "common.cuh"
+#define LLMC_ORACLE
+#include "../../train_gpt2.c"
+#include "../../llmc/embedding.cuh"
+
+// Token frequencies of text are roughly 1/rank: V^u with u uniform. Skew 0: all words alike. Skew < 0: one word only.
+static int *random_tokens(size_t n, int V, double skew) {
+    int *tokens = host_ints(n, V);
+    uint64_t stream = rand_stream(RAND_SHUFFLE, ladder.draws++);
+    for (size_t i = 0; i < n && skew != 0; i++) {
+        int token = (int)pow(V, rand_uniform(ladder.seed, stream, i)) - 1;
+        tokens[i] = skew < 0 ? V - 1 : (int)((int64_t)token * 7919 % V);  // spread over the vocabulary
+    }
+    return tokens;
+}
+
+static void check_sort(int N, int Vp, double skew) {
+    ladder_case("sort N=%d Vp=%d skew %g", N, Vp, skew);
+    int *tokens = random_tokens(N, Vp, skew), *d_tokens = upload_ints(tokens, N);
+    Occurrence *expected = host_new<Occurrence>(N), *lists[2] = {device_new<Occurrence>(N), device_new<Occurrence>(N)};
+    for (int i = 0; i < N; i++) { expected[i].token = tokens[i]; expected[i].position = i; }
+    std::stable_sort(expected, expected + N, [](const Occurrence &a, const Occurrence &b) { return a.token < b.token; });
+    embedding_sort(lists, device_new<int>(SORT_TILES * RADIX), d_tokens, N, Vp, ladder.gpu.compute);
+    Occurrence *sorted = host_new<Occurrence>(N);
+    cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
+    cudaCheck(cudaMemcpy(sorted, lists[0], (size_t)N * sizeof *sorted, cudaMemcpyDeviceToHost));
+    int wrong = 0, first = -1;
+    for (int i = N; i-- > 0;)
+        if (memcmp(&sorted[i], &expected[i], sizeof *sorted)) { wrong++; first = i; }
+    if (!wrong) check_true(1, "the order of std::stable_sort");
+    else check_true(0, "%d elements wrong, first [%d]: token %d position %d, not token %d position %d", wrong, first, sorted[first].token,
+                    sorted[first].position, expected[first].token, expected[first].position);
+}
+
+static void check_embedding(int B, int T, int C, int Vp, double skew, int positions) {
+    ladder_case("B=%d T=%d C=%d Vp=%d skew %g%s", B, T, C, Vp, skew, positions ? "" : " no wpe");
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t N = (size_t)B * T, wte_size = (size_t)Vp * C, wpe_size = positions ? (size_t)T * C : 0;
+    int *tokens = random_tokens(N, Vp, skew), *d_tokens = upload_ints(tokens, N);
+    float *wte = host_normal(wte_size, 0.02f), *wpe = host_normal(wpe_size, 0.02f), *out = host_new<float>(N * C);
+    floatX *d_wte = upload<floatX>(wte, wte_size), *d_wpe = positions ? upload<floatX>(wpe, wpe_size) : NULL, *d_out = device_new<floatX>(N * C);
+    embedding_forward_cpu(out, tokens, wte, positions ? wpe : NULL, B, T, C);
+    embedding_forward(d_out, d_tokens, d_wte, d_wpe, B, T, C, stream);
+    check("out", d_out, out, N, C, bound(4e-3, 1e-7), bound(5e-3, 1e-6));
+
+    // Gradients are added to what is there: here the (random) weights.
+    const size_t scratch_bytes = embedding_backward_scratch_bytes(B, T, Vp);
+    float *dout = host_normal(N * C, 0.1f, 0.02f);
+    floatX *d_dout = upload<floatX>(dout, N * C), *d_dwte = device_new<floatX>(wte_size), *d_dwpe = positions ? device_new<floatX>(wpe_size) : NULL;
+    char *scratch = device_new<char>(scratch_bytes);
+    auto run = [&] {
+        cudaCheck(cudaMemcpyAsync(d_dwte, d_wte, wte_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+        if (positions) cudaCheck(cudaMemcpyAsync(d_dwpe, d_wpe, wpe_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+        cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
+        embedding_backward(d_dwte, d_dwpe, d_dout, d_tokens, B, T, C, Vp, scratch, stream);
+    };
+    run();
+    embedding_backward_cpu(wte, positions ? wpe : NULL, dout, tokens, B, T, C);
+    check("dwte", d_dwte, wte, Vp, C, bound(4e-3, 2e-5), bound(5e-3, 1e-3));
+    if (positions) check("dwpe", d_dwpe, wpe, T, C, bound(4e-3, 1e-6), bound(5e-3, 1e-4));
+    check_same_bits("dwte, dwpe", {{d_dwte, wte_size * sizeof(floatX)}, {d_dwpe, wpe_size * sizeof(floatX)}}, run);
+}
+
+static void bench_embedding(const char *name, int B, int T, int C, int Vp, double skew, int positions) {
+    ladder_case("%s B=%d T=%d C=%d Vp=%d", name, B, T, C, Vp);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t N = (size_t)B * T;
+    int *tokens = random_tokens(N, Vp, skew), *d_tokens = upload_ints(tokens, N), used = 0;
+    char *seen = host_new<char>(Vp);
+    for (size_t i = 0; i < N; i++) used += !seen[tokens[i]]++;
+    floatX *wte = device_normal<floatX>((size_t)Vp * C, 0.02f), *wpe = positions ? device_normal<floatX>((size_t)T * C, 0.02f) : NULL;
+    floatX *out = device_normal<floatX>(N * C, 0.02f);
+    char *scratch = device_new<char>(embedding_backward_scratch_bytes(B, T, Vp));
+    const double row = (double)C * sizeof(floatX);
+    bench("forward", row * (N + used + (positions ? T : 0)), 0, [&] { embedding_forward(out, d_tokens, wte, wpe, B, T, C, stream); });
+    bench("backward", row * ((positions ? 2 : 1) * N + 2.0 * used + (positions ? 2 * T : 0)), 0,
+          [&] { embedding_backward(wte, wpe, out, d_tokens, B, T, C, Vp, scratch, stream); });
+    Occurrence *lists[2] = {(Occurrence *)scratch, (Occurrence *)scratch + N};
+    int *counts = device_new<int>(SORT_TILES * RADIX);
+    bench("of that, the sort", 0, 0, [&] { embedding_sort(lists, counts, d_tokens, (int)N, Vp, stream); });
+}
+
+int main(int argc, char **argv) {
+    ladder_open("embedding", argc, argv);
+    if (ladder.check) {
+        const int sort_sizes[] = {1, 31, 257, 4096, 65536, 300001};
+        for (int N : sort_sizes)
+            for (int Vp : {128, 256, 50304, 151936, 1 << 24}) check_sort(N, Vp, N % 2);
+        check_sort(100000, 50304, -1);
+        check_embedding(1, 1, 8, 128, 0, 1);
+        check_embedding(4, 64, 768, 50304, 1, 1);
+        check_embedding(3, 77, 896, 151936, 1, 0);
+        check_embedding(2, 100, 1600, 50304, 1, 1);
+        check_embedding(8, 512, 384, 256, 1, 1);
+        check_embedding(5, 333, 136, 128, 0, 1);    // runs on both sides of LONG_RUN
+        check_embedding(64, 33, 256, 128, 0, 0);
+        check_embedding(4, 300, 640, 50304, -1, 1); // one word only
+        check_embedding(2, 40, 5120, 32000, 1, 0);
+        check_embedding(2, 40, 4104, 256, 1, 0);    // columns in several warps, the last one partly filled
+        check_embedding(64, 1024, 64, 50304, 1, 1);
+        check_embedding(1, 131072, 16, 256, 1, 0);
+    }
+    if (ladder.bench) {
+        bench_embedding("GPT-2 124M", 64, 1024, 768, 50304, 1, 1);
+        bench_embedding("bytes", 64, 1024, 768, 256, 1, 1);
+        bench_embedding("bytes, evenly", 64, 1024, 768, 256, 0, 1);
+        bench_embedding("GPT-2 1558M", 16, 1024, 1600, 50304, 1, 1);
+        bench_embedding("Llama-3 8B", 1, 8192, 4096, 128256, 1, 0);
+        bench_embedding("one word", 64, 1024, 768, 50304, -1, 1);
+    }
+    return ladder_close();
+}

@@ -1,0 +1,475 @@
+// Ladder for llmc/matmul.cuh. The lower rung is a matmul of one thread per output, checked against the loops of train_gpt2.c;
+// at sizes that the CPU cannot do it is the reference for cuBLASLt.
+//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32] dev/cuda/matmul.cu -o build/matmul -lcublasLt -lcublas
+#define LLMC_ORACLE
+#include "../../train_gpt2.c"
+#include "../../llmc/activation.cuh"
+#include "../../llmc/matmul.cuh"
+#include "common.cuh"
+
+// bf16: one rounding of the result, 1.7e-3 in the mean; partial sums in bf16 would give more.
+static double error_bound(void) { return bound(2.2e-3, 5e-6); }
+static double worst_bound(void) { return bound(6e-3, 5e-5); }
+static double tf32_bound(void) { return bound(2.2e-3, 1.5e-3); }
+
+static void *workspace;
+static Matmul open_matmul(int allow_tf32, int autotune) {
+    Matmul mm;
+    matmul_open(&mm, &ladder.gpu.prop, workspace, MATMUL_WORKSPACE_BYTES, allow_tf32, autotune);
+    return mm;
+}
+
+// ---- rung 1: out[r][c] = sum over k of a[r * a_row + k * a_step] * b[k * b_step + c * b_col], fp32
+__global__ void naive_matmul_kernel(float *out, const floatX *a, const floatX *b, int rows, int cols, int K, size_t a_row, size_t a_step, size_t b_step, size_t b_col) {
+    const int c = blockIdx.x * blockDim.x + threadIdx.x, r = blockIdx.y * blockDim.y + threadIdx.y;
+    if (r >= rows || c >= cols) return;
+    float sum = 0, part = 0;  // two levels, so that 65536 terms lose no digits
+    for (int k = 0; k < K; k++) {
+        part += (float)a[r * a_row + k * a_step] * (float)b[k * b_step + c * b_col];
+        if (k % 256 == 255) { sum += part; part = 0; }
+    }
+    out[(size_t)r * cols + c] = sum + part;
+}
+static void naive_matmul(float *out, const floatX *a, const floatX *b, int rows, int cols, int K, size_t a_row, size_t a_step, size_t b_step, size_t b_col) {
+    const dim3 threads(32, 8), blocks((unsigned)ceil_div((size_t)cols, 32), (unsigned)ceil_div((size_t)rows, 8));
+    naive_matmul_kernel<<<blocks, threads, 0, ladder.gpu.compute>>>(out, a, b, rows, cols, K, a_row, a_step, b_step, b_col);
+    launchCheck();
+}
+static void naive_forward(float *out, const floatX *inp, const floatX *weight, int N, int C, int OC) { naive_matmul(out, inp, weight, N, OC, C, C, 1, 1, C); }
+static void naive_backward_input(float *dinp, const floatX *dout, const floatX *weight, int N, int C, int OC) { naive_matmul(dinp, dout, weight, N, C, OC, OC, 1, C, 1); }
+static void naive_backward_weight(float *dweight, const floatX *dout, const floatX *inp, int N, int C, int OC) { naive_matmul(dweight, dout, inp, OC, C, N, 1, OC, C, 1); }
+
+// ---- checks
+
+static void check_gelu_epilogues(Matmul *mm, floatX *d_out, const floatX *d_inp, const floatX *d_weight, const floatX *d_bias, const float *x /*(N,OC)*/,
+                                 floatX *d_dinp, const floatX *d_dout, const float *dinp /*(N,C), plain*/, int N, int C, int OC) {
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t n = (size_t)N * OC, nc = (size_t)N * C;
+    floatX *d_pre = device_new<floatX>(n);
+    float *out = host_new<float>(n), *pre = host_normal(nc, 1.0f), *expected = host_new<float>(nc);
+    poison(d_out, n);
+    matmul_forward(mm, d_out, d_inp, d_weight, d_bias, d_pre, N, C, OC, stream);
+    gelu_forward_cpu(out, x, n);
+    check("pre_gelu", d_pre, x, N, OC, error_bound(), worst_bound());
+    check("out with gelu", d_out, out, N, OC, bound(2.5e-3, 5e-6), bound(1e-2, 5e-5));
+    check_same_bits("gelu bits", {{d_out, n * sizeof(floatX)}, {d_pre, n * sizeof(floatX)}}, [&] { matmul_forward(mm, d_out, d_inp, d_weight, d_bias, d_pre, N, C, OC, stream); });
+    poison(d_dinp, nc);
+    floatX *d_pre_inp = upload<floatX>(pre, nc);
+    gelu_backward_cpu(expected, dinp, pre, nc);
+    matmul_backward_input(mm, d_dinp, d_dout, d_weight, d_pre_inp, N, C, OC, stream);
+    check("dinp with gelu", d_dinp, expected, N, C, bound(3.5e-3, 5e-6), bound(1e-2, 5e-5));  // both factors are rounded
+}
+// dinp and the bias gradient of the layer below: with GELU, where our kernel may sum the columns in its epilogue, and without.
+static void check_bias_below(const floatX *d_weight, const floatX *d_dout, const float *dinp, int N, int C, int OC) {
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t ni = (size_t)N * C;
+    floatX *d_dinp = device_new<floatX>(ni), *d_below = device_new<floatX>((size_t)C);
+    float *pre = host_normal(ni, 1.0f), *given = host_normal((size_t)C, 10.0f);
+    floatX *d_pre = upload<floatX>(pre, ni);
+    char *scratch = device_new<char>(bias_backward_scratch_bytes(C));
+    Matmul mm = open_matmul(0, 1);
+    for (int gelu = 0; gelu <= matmul_can_fuse_gelu(&mm); gelu++) {
+        float *expected = host_copy(dinp, ni), *below = host_new<float>((size_t)C);
+        if (gelu) gelu_backward_cpu(expected, dinp, pre, ni);
+        bias_backward_cpu(below, expected, N, C);
+        for (int accumulate = 0; accumulate < 2; accumulate++) {
+            char text[64];
+            auto run = [&] {
+                upload_to(d_below, given, (size_t)C);
+                matmul_backward_input(&mm, d_dinp, d_below, d_dout, d_weight, gelu ? d_pre : NULL, N, C, OC, accumulate, scratch, stream);
+            };
+            poison(d_dinp, ni);
+            run();
+            for (int i = 0; i < C && accumulate; i++) below[i] += given[i];
+            #define named(name) (snprintf(text, sizeof text, "%s%s, dbias %s", name, gelu ? " with gelu" : "", accumulate ? "+=" : "="), text)
+            check(named("dinp"), d_dinp, expected, N, C, bound(3.5e-3, 5e-6), bound(1e-2, 5e-5));
+            check(named("dbias below"), d_below, below, 1, C, bound(4e-3, 5e-6), bound(1.5e-2, 5e-5));  // may be summed from rounded dinp
+            check_same_bits(named("bits"), {{d_below, (size_t)C * sizeof(floatX)}, {d_dinp, ni * sizeof(floatX)}}, run);
+            #undef named
+        }
+    }
+    matmul_close(&mm);
+}
+// Every launcher and the naive rung against the CPU.
+static void check_shape(int N, int C, int OC, int allow_tf32) {
+    ladder_case("N=%d C=%d OC=%d tf32=%d", N, C, OC, allow_tf32);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
+    const double error = allow_tf32 ? tf32_bound() : error_bound(), worst = allow_tf32 ? bound(6e-3, 1e-2) : worst_bound();
+    float *inp = host_normal(ni, 1.0f), *weight = host_normal(nw, 1.0f / sqrtf((float)C)), *bias = host_normal((size_t)OC, 1.0f), *dout = host_normal(no, 1.0f), *given = host_normal(nw, 10.0f);
+    float *x = host_new<float>(no), *out = host_new<float>(no), *dinp = host_new<float>(ni), *dweight = host_new<float>(nw), *dbias = host_new<float>((size_t)OC);
+    floatX *d_inp = upload<floatX>(inp, ni), *d_weight = upload<floatX>(weight, nw), *d_bias = upload<floatX>(bias, (size_t)OC), *d_dout = upload<floatX>(dout, no);
+    floatX *d_out = device_new<floatX>(no), *d_dinp = device_new<floatX>(ni), *d_dweight = device_new<floatX>(nw);
+    matmul_forward_cpu(x, inp, weight, bias, N, C, OC);
+    matmul_forward_cpu(out, inp, weight, NULL, N, C, OC);
+    matmul_backward_input_cpu(dinp, dout, weight, N, C, OC);
+    matmul_backward_weight_cpu(dweight, dout, inp, N, C, OC);
+
+    float *d_naive = device_new<float>(ni + nw + no);  // the lower rung, exact fp32 sums
+    naive_forward(d_naive, d_inp, d_weight, N, C, OC);
+    naive_backward_input(d_naive + no, d_dout, d_weight, N, C, OC);
+    naive_backward_weight(d_naive + no + ni, d_dout, d_inp, N, C, OC);
+    check("naive out", d_naive, out, N, OC, 3e-6, 3e-5);
+    check("naive dinp", d_naive + no, dinp, N, C, 3e-6, 3e-5);
+    check("naive dweight", d_naive + no + ni, dweight, OC, C, 3e-6, 3e-5);
+
+    Matmul mm = open_matmul(allow_tf32, 1);
+    matmul_forward(&mm, d_out, d_inp, d_weight, NULL, NULL, N, C, OC, stream);
+    check("out", d_out, out, N, OC, error, worst);
+    poison(d_out, no);
+    matmul_forward(&mm, d_out, d_inp, d_weight, d_bias, NULL, N, C, OC, stream);
+    check("out with bias", d_out, x, N, OC, error, worst);
+    matmul_backward_input(&mm, d_dinp, d_dout, d_weight, NULL, N, C, OC, stream);
+    check("dinp", d_dinp, dinp, N, C, error, worst);
+    matmul_backward_weight(&mm, d_dweight, d_dout, d_inp, N, C, OC, 0, stream);
+    check_bias_below(d_weight, d_dout, dinp, N, C, OC);
+    check("dweight =", d_dweight, dweight, OC, C, error, worst);
+    upload_to(d_dweight, given, nw);
+    matmul_backward_weight(&mm, d_dweight, d_dout, d_inp, N, C, OC, 1, stream);
+    for (size_t i = 0; i < nw; i++) dweight[i] += given[i];
+    const double twice = bound(3e-3, error), worst_twice = bound(8e-3, worst);  // split kernels round the product before they add
+    check("dweight +=", d_dweight, dweight, OC, C, twice, worst_twice);
+    Matmul fresh = open_matmul(allow_tf32, 1);  // "+=" as the very first call of a problem must be applied once only
+    upload_to(d_dweight, given, nw);
+    matmul_backward_weight(&fresh, d_dweight, d_dout, d_inp, N, C, OC, 1, stream);
+    check("dweight += first", d_dweight, dweight, OC, C, twice, worst_twice);
+    check_same_bits("bits", {{d_out, no * sizeof(floatX)}, {d_dinp, ni * sizeof(floatX)}, {d_dweight, nw * sizeof(floatX)}}, [&] {
+        matmul_forward(&mm, d_out, d_inp, d_weight, d_bias, NULL, N, C, OC, stream);
+        matmul_backward_input(&mm, d_dinp, d_dout, d_weight, NULL, N, C, OC, stream);
+        matmul_backward_weight(&mm, d_dweight, d_dout, d_inp, N, C, OC, 0, stream);
+    });
+    if (matmul_can_fuse_gelu(&mm)) check_gelu_epilogues(&mm, d_out, d_inp, d_weight, d_bias, x, d_dinp, d_dout, dinp, N, C, OC);
+    matmul_close(&fresh);
+    matmul_close(&mm);
+}
+
+static void check_bias(int N, int OC) {
+    ladder_case("bias N=%d OC=%d", N, OC);
+    cudaStream_t stream = ladder.gpu.compute;
+    float *dout = host_normal((size_t)N * OC, 1.0f, 0.5f), *dbias = host_new<float>((size_t)OC), *given = host_normal((size_t)OC, 10.0f);
+    floatX *d_dout = upload<floatX>(dout, (size_t)N * OC), *d_dbias = device_new<floatX>((size_t)OC);
+    char *scratch = device_new<char>(bias_backward_scratch_bytes(OC));
+    bias_backward_cpu(dbias, dout, N, OC);
+    bias_backward(d_dbias, d_dout, N, OC, 0, scratch, stream);
+    check("dbias =", d_dbias, dbias, 1, OC, bound(2.5e-3, 5e-6), bound(6e-3, 5e-5));
+    check_same_bits("bits", {{d_dbias, (size_t)OC * sizeof(floatX)}}, [&] { bias_backward(d_dbias, d_dout, N, OC, 0, scratch, stream); });
+    upload_to(d_dbias, given, (size_t)OC);
+    for (int i = 0; i < OC; i++) dbias[i] += given[i];
+    bias_backward(d_dbias, d_dout, N, OC, 1, scratch, stream);
+    check("dbias +=", d_dbias, dbias, 1, OC, bound(2.5e-3, 5e-6), bound(6e-3, 5e-5));
+}
+
+// From MATMUL_OWN_GELU_ROWS rows on, fused GELU has the bits of the plain product followed by activation.cuh, where our kernel runs.
+static void check_fusion_bits(const floatX *inp, const floatX *weight, const floatX *dout, const floatX *x /*(N,OC), plain*/, const floatX *dx /*(N,C), plain*/, int N, int C, int OC) {
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t ni = (size_t)N * C, no = (size_t)N * OC;
+    int own;
+    hopper_variants<sizeof(floatX) == 2>(&own);
+    if (!own || N < MATMUL_OWN_GELU_ROWS) return;
+    floatX *out = device_new<floatX>(no), *pre = device_new<floatX>(no), *apart = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dapart = device_new<floatX>(ni);
+    floatX *pre_inp = device_normal<floatX>(ni, 1.0f);
+    gelu_forward(apart, x, no, stream);
+    gelu_backward(dapart, dx, pre_inp, ni, stream);
+    const float *h_apart = download(apart, no), *h_dapart = download(dapart, ni), *h_x = download(x, no);
+    for (int autotune = 0; autotune < 2; autotune++) {
+        Matmul mm = open_matmul(0, autotune);
+        matmul_forward(&mm, out, inp, weight, NULL, pre, N, C, OC, stream);
+        matmul_backward_input(&mm, dinp, dout, weight, pre_inp, N, C, OC, stream);
+        check_true(!memcmp(download(out, no), h_apart, no * sizeof(float)), "autotune %d: out with gelu has the bits of two kernels", autotune);
+        check_true(!memcmp(download(pre, no), h_x, no * sizeof(float)), "autotune %d: pre_gelu has the bits of a plain product", autotune);
+        check_true(!memcmp(download(dinp, ni), h_dapart, ni * sizeof(float)), "autotune %d: dinp with gelu has the bits of two kernels", autotune);
+        matmul_report(&mm, stdout);
+        matmul_close(&mm);
+    }
+}
+// Training's sizes, where candidates are timed, against the naive rung; and autotuning must not change a bit.
+static void check_large(int N, int C, int OC) {
+    ladder_case("N=%d C=%d OC=%d", N, C, OC);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
+    floatX *inp = device_normal<floatX>(ni, 1.0f), *weight = device_normal<floatX>(nw, 0.02f), *dout = device_normal<floatX>(no, 1.0f);
+    floatX *out[3], *dinp[3], *dweight[3];
+    float *naive = device_new<float>(no > ni ? no : ni);
+    for (int autotune = 0; autotune < 3; autotune++) {
+        Matmul mm = open_matmul(0, autotune);
+        matmul_forward(&mm, out[autotune] = device_new<floatX>(no), inp, weight, NULL, NULL, N, C, OC, stream);
+        matmul_backward_input(&mm, dinp[autotune] = device_new<floatX>(ni), dout, weight, NULL, N, C, OC, stream);
+        matmul_backward_weight(&mm, dweight[autotune] = device_new<floatX>(nw), dout, inp, N, C, OC, 0, stream);
+        matmul_report(&mm, stdout);
+        matmul_close(&mm);
+    }
+    if (matmul_can_fuse_gelu(NULL)) check_fusion_bits(inp, weight, dout, out[0], dinp[0], N, C, OC);
+    floatX **results[] = {out, dinp, dweight};
+    const size_t sizes[] = {no, ni, nw};
+    const char *names[] = {"out", "dinp", "dweight"};
+    for (int i = 0; i < 3; i++) {
+        const float *first = download(results[i][0], sizes[i]), *tuned = download(results[i][1], sizes[i]);
+        check_true(memcmp(first, tuned, sizes[i] * sizeof(float)) == 0, "%s: autotuning keeps every bit", names[i]);
+    }
+    naive_forward(naive, inp, weight, N, C, OC);
+    check("out", out[1], download(naive, no), N, OC, error_bound(), worst_bound());
+    naive_backward_input(naive, dout, weight, N, C, OC);
+    check("dinp", dinp[1], download(naive, ni), N, C, error_bound(), worst_bound());
+    naive_backward_weight(naive, dout, inp, N, C, OC);
+    check("dweight", dweight[1], download(naive, nw), OC, C, error_bound(), worst_bound());
+    check("dweight, any candidate", dweight[2], download(naive, nw), OC, C, error_bound(), worst_bound());
+}
+
+// ---- the Hopper kernel: against the naive rung, against elementwise kernels in every bit, and against cuBLASLt
+
+enum Layout { TN, NN, NT };  // forward, backward_input, backward_weight
+static const char *layout_names[] = {"forward", "dinp", "dweight"}, *op_names[] = {"", " with gelu", " with gelu"};
+static const HopperVariant *own_matmuls;
+static int own_count;
+static int fits(const HopperVariant *v, Layout layout) { return v->mn_a == (layout == NT) && v->mn_b == (layout != TN); }
+
+// Every variant of the kernel that takes this layout.
+static void check_own(Layout layout, int M, int N, int K) {
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t n = (size_t)M * N;
+    ladder_case("own %s M=%d N=%d K=%d", layout_names[layout], M, N, K);
+    bf16 *a = device_normal<bf16>((size_t)M * K, 1.0f), *b = device_normal<bf16>((size_t)N * K, 1.0f / sqrtf((float)K)), *bias = device_normal<bf16>((size_t)N, 1.0f);
+    bf16 *given = device_normal<bf16>(n, 1.0f), *out = device_new<bf16>(n), *aux = device_new<bf16>(n), *plain = device_new<bf16>(n), *expected = device_new<bf16>(n);
+    float *naive = device_new<float>(n), *ref = host_new<float>(n), *applied = host_new<float>(n);
+    naive_matmul(naive, (const floatX *)a, (const floatX *)b, M, N, K, layout == NT ? 1 : K, layout == NT ? M : 1, layout == TN ? 1 : N, layout == TN ? K : 1);
+    const float *product = download(naive, n), *h_bias = download(bias, (size_t)N), *h_given = download(given, n);
+    float *sums = device_new<float>(ceil_div((size_t)M, BOX_ROWS) * (size_t)N);
+    floatX *dbias = device_new<floatX>((size_t)N);
+    for (int v = 0; v < own_count; v++) {
+        const HopperVariant &own = own_matmuls[v];
+        if (!fits(&own, layout)) continue;
+        char text[96];
+        #define named(what) (snprintf(text, sizeof text, "%d columns, cluster %d%s: %s", own.columns, own.cluster, op_names[own.op], what), text)
+        const bool backward = own.op == EPILOGUE_DGELU;
+        auto run = [&] { own.run(out, backward ? given : aux, a, b, backward ? NULL : bias, backward ? sums : NULL, M, N, K, stream); };
+        for (size_t i = 0; i < n; i++) applied[i] = ref[i] = product[i] + (backward ? 0 : h_bias[i % N]);
+        poison(out, n);
+        poison(aux, n);
+        run();
+        if (own.op == EPILOGUE_GELU) {
+            check(named("pre_gelu"), aux, ref, M, N, error_bound(), worst_bound());
+            gelu_forward_cpu(applied, ref, n);
+        } else if (backward) gelu_backward_cpu(applied, ref, h_given, n);
+        const int twice = own.op != EPILOGUE_PLAIN;  // rounded once more
+        check(named("out"), out, applied, M, N, twice ? 3.5e-3 : error_bound(), twice ? 1e-2 : worst_bound());
+        check_same_bits(named("bits"), {{out, n * sizeof(bf16)}}, run);
+        if (own.op == EPILOGUE_PLAIN) {
+            own.run(plain, NULL, a, b, NULL, NULL, M, N, K, stream);
+            check(named("no bias"), plain, product, M, N, error_bound(), worst_bound());
+            continue;
+        }
+        if (backward) {
+            float *columns = host_new<float>((size_t)N);
+            bias_finish(dbias, sums, (int)ceil_div((size_t)M, BOX_ROWS), N, 0, stream);
+            bias_backward_cpu(columns, applied, M, N);
+            check(named("dbias"), dbias, columns, 1, (size_t)N, 4e-3, 1.5e-2);
+            check_same_bits(named("partial sums"), {{sums, ceil_div((size_t)M, BOX_ROWS) * (size_t)N * sizeof(float)}}, run);
+            gelu_backward((floatX *)expected, (const floatX *)plain, (const floatX *)given, n, stream);
+        } else gelu_forward((floatX *)expected, (const floatX *)aux, n, stream);
+        const float *fused = download(out, n), *apart = download(expected, n);
+        check_true(memcmp(fused, apart, n * sizeof(float)) == 0, "%s", named("every bit as by a kernel of its own"));
+        #undef named
+    }
+}
+static void check_all_own(int M, int N, int K) {
+    check_own(TN, M, N, K);
+    check_own(NN, M, N, K);
+    if (M % 8 == 0) check_own(NT, M, N, K);
+}
+
+// How many elements differ, and the largest |x - y| / (|x| + |y| + 0.1).
+__global__ void compare_kernel(unsigned long long *count /*+=*/, unsigned *worst /*float bits, max=*/, const bf16 *x, const bf16 *y, size_t n) {
+    unsigned long long differ = 0;
+    float most = 0;
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        const float u = (float)x[i], v = (float)y[i], d = fabsf(u - v) / (fabsf(u) + fabsf(v) + 0.1f);
+        differ += u != v;
+        most = d <= most ? most : d < 1e9f ? d : 1e9f;  // NaN counts as huge
+    }
+    atomicAdd(count, differ);
+    atomicMax(worst, __float_as_uint(most));
+}
+static void compare(const char *what, const bf16 *x, const bf16 *y, size_t n, double worst_bound) {
+    struct { unsigned long long count; unsigned worst, unused; } *result = (decltype(result))device_new<char>(16), host;
+    cudaCheck(cudaMemsetAsync(result, 0, 16, ladder.gpu.compute));
+    compare_kernel<<<1024, 256, 0, ladder.gpu.compute>>>(&result->count, &result->worst, x, y, n);
+    launchCheck();
+    cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
+    cudaCheck(cudaMemcpy(&host, result, 16, cudaMemcpyDeviceToHost));
+    float worst;
+    memcpy(&worst, &host.worst, 4);
+    check_true(worst <= worst_bound, "%s: %llu of %zu elements differ from cuBLASLt's, by %.2e at most (bound %.1e)", what, host.count, n, (double)worst, worst_bound);
+}
+// cuBLASLt and every fitting variant in turns, so that all see the same clocks and the same temperature.
+static void bench_own(Layout layout, HopperEpilogue op, int M, int N, int K) {
+    enum { TURNS = 3, MOST = 8 };
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t n = (size_t)M * N;
+    ladder_case("%d x %d x %d", M, N, K);
+    bf16 *a = device_normal<bf16>((size_t)M * K, 1.0f), *b = device_normal<bf16>((size_t)N * K, 0.02f), *bias = layout == TN ? device_normal<bf16>((size_t)N, 0.02f) : NULL;
+    bf16 *out = device_new<bf16>(n), *aux = device_normal<bf16>(n, 1.0f), *theirs = device_new<bf16>(n);
+    char *scratch = device_new<char>(bias_backward_scratch_bytes(N));
+    floatX *dbias = device_new<floatX>((size_t)N);
+    float *sums = device_new<float>(ceil_div((size_t)M, BOX_ROWS) * (size_t)N);
+    Matmul mm = open_matmul(1, 3);  // cuBLASLt alone
+    auto vendor = [&] {
+        floatX *to = (floatX *)theirs, *pre = (floatX *)(op == EPILOGUE_PLAIN ? NULL : aux);
+        if (layout == TN) matmul_forward(&mm, to, (floatX *)a, (floatX *)b, (floatX *)bias, pre, M, K, N, stream);
+        else if (layout == NN) matmul_backward_input(&mm, to, pre ? dbias : NULL, (floatX *)a, (floatX *)b, pre, M, N, K, 0, scratch, stream);
+        else matmul_backward_weight(&mm, to, (floatX *)a, (floatX *)b, K, N, M, 0, stream);
+    };
+    auto ours = [&](const HopperVariant *v) {  // both with the bias gradient, where there is one
+        v->run(out, aux, a, b, bias, op == EPILOGUE_DGELU ? sums : NULL, M, N, K, stream);
+        if (op == EPILOGUE_DGELU) bias_finish(dbias, sums, (int)ceil_div((size_t)M, BOX_ROWS), N, 0, stream);
+    };
+    const HopperVariant *own[MOST];
+    int count = 0;
+    for (int v = 0; v < own_count; v++)
+        if (fits(&own_matmuls[v], layout) && own_matmuls[v].op == op && count < MOST) own[count++] = &own_matmuls[v];
+    const double flops = 2.0 * M * N * K;
+    double us[MOST + 1] = {};
+    for (int turn = 0; turn < TURNS; turn++) {
+        us[MOST] += time_us(vendor, 7) / TURNS;
+        for (int i = 0; i < count; i++) us[i] += time_us([&] { ours(own[i]); }, 7) / TURNS;
+    }
+    printf("pair matmul %s: %s%s: cuBLASLt %.1f us %.0f TFLOP/s", ladder.title, layout_names[layout], op == EPILOGUE_DGELU ? " with gelu and dbias" : op_names[op], us[MOST], flops / us[MOST] * 1e-6);
+    for (int i = 0; i < count; i++) printf(" | own %d/%d %.1f us %.0f TFLOP/s x%.3f", own[i]->columns, own[i]->cluster, us[i], flops / us[i] * 1e-6, us[MOST] / us[i]);
+    printf("\n");
+    enum { GROUPS = 5 };
+    const int groups[GROUPS] = {1024, 2048, 4096, 8192, 16384}, usual = hopper_group_rows;
+    if (N >= 2048) {
+        double grouped[MOST][GROUPS] = {};
+        for (int turn = 0; turn < TURNS; turn++)
+            for (int i = 0; i < count; i++)
+                for (int g = 0; g < GROUPS; g++) {
+                    hopper_group_rows = groups[g];
+                    grouped[i][g] += time_us([&] { ours(own[i]); }, 5) / TURNS;
+                }
+        hopper_group_rows = usual;
+        for (int i = 0; i < count; i++) {
+            printf("group matmul %s: %s%s: own %d/%d:", ladder.title, layout_names[layout], op_names[op], own[i]->columns, own[i]->cluster);
+            for (int g = 0; g < GROUPS; g++) printf("  %d rows %.1f us", groups[g], grouped[i][g]);
+            printf("\n");
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        poison(out, n);
+        ours(own[i]);
+        vendor();
+        compare(layout_names[layout], out, theirs, n, op == EPILOGUE_PLAIN ? 5e-3 : 2e-2);
+    }
+    matmul_close(&mm);
+}
+
+// ---- benchmarks: each direction with cuBLASLt's first choice, the tuned one, and the fastest whatever its bits
+
+static void bench_shape(int N, int C, int OC, int is_fc, int is_fcproj) {
+    ladder_case("%d x %d x %d", N, OC, C);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
+    floatX *inp = device_normal<floatX>(ni, 1.0f), *weight = device_normal<floatX>(nw, 0.02f), *bias = device_normal<floatX>((size_t)OC, 0.02f);
+    floatX *dout = device_normal<floatX>(no, 1.0f), *out = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dweight = device_new<floatX>(nw);
+    const double flops = 2.0 * N * C * OC;
+    Matmul mm[3] = {open_matmul(1, 0), open_matmul(1, 1), open_matmul(1, 2)};
+    const char *names[3] = {"first", "tuned", "fastest"};
+    char text[64];
+    for (int i = 0; i < 3; i++) {
+        snprintf(text, sizeof text, "forward, %s", names[i]);
+        bench(text, 0, flops, [&] { matmul_forward(&mm[i], out, inp, weight, bias, NULL, N, C, OC, stream); });
+        snprintf(text, sizeof text, "dinp, %s", names[i]);
+        bench(text, 0, flops, [&] { matmul_backward_input(&mm[i], dinp, dout, weight, NULL, N, C, OC, stream); });
+        snprintf(text, sizeof text, "dweight, %s", names[i]);
+        bench(text, 0, flops, [&] { matmul_backward_weight(&mm[i], dweight, dout, inp, N, C, OC, 0, stream); });
+    }
+    bench("dweight +=", 0, flops, [&] { matmul_backward_weight(&mm[1], dweight, dout, inp, N, C, OC, 1, stream); });
+    char *scratch = device_new<char>(bias_backward_scratch_bytes(OC));
+    bench("dbias", (double)no * sizeof(floatX), 0, [&] { bias_backward(bias, dout, N, OC, 0, scratch, stream); });
+    if (is_fc) {  // out = gelu(pre)
+        floatX *pre = dout;
+        bench("forward, then gelu", 0, flops, [&] { matmul_forward(&mm[1], pre, inp, weight, bias, NULL, N, C, OC, stream); gelu_forward(out, pre, no, stream); });
+        if (matmul_can_fuse_gelu(&mm[1])) bench("forward with gelu, tuned", 0, flops, [&] { matmul_forward(&mm[1], out, inp, weight, bias, pre, N, C, OC, stream); });
+        if (matmul_can_fuse_gelu(&mm[1])) bench("forward with gelu, fastest", 0, flops, [&] { matmul_forward(&mm[2], out, inp, weight, bias, pre, N, C, OC, stream); });
+    }
+    if (is_fcproj) {  // dinp times gelu'(inp)
+        bench("dinp, then gelu", 0, flops, [&] { matmul_backward_input(&mm[1], dinp, dout, weight, NULL, N, C, OC, stream); gelu_backward(dinp, dinp, inp, ni, stream); });
+        if (matmul_can_fuse_gelu(&mm[1])) bench("dinp with gelu, tuned", 0, flops, [&] { matmul_backward_input(&mm[1], dinp, dout, weight, inp, N, C, OC, stream); });
+        if (matmul_can_fuse_gelu(&mm[1])) {
+            char *wide_scratch = device_new<char>(bias_backward_scratch_bytes(C));
+            floatX *below = device_new<floatX>((size_t)C);
+            bench("dinp with gelu and dbias", 0, flops, [&] { matmul_backward_input(&mm[1], dinp, below, dout, weight, inp, N, C, OC, 0, wide_scratch, stream); });
+        }
+        if (matmul_can_fuse_gelu(&mm[1])) bench("dinp with gelu, fastest", 0, flops, [&] { matmul_backward_input(&mm[2], dinp, dout, weight, inp, N, C, OC, stream); });
+    }
+    for (int i = 1; i < 3; i++) matmul_report(&mm[i], stdout);
+    for (int i = 0; i < 3; i++) matmul_close(&mm[i]);
+}
+
+int main(int argc, char **argv) {
+    ladder_open("matmul", argc, argv);
+    own_matmuls = hopper_variants<sizeof(floatX) == 2>(&own_count);
+    cudaCheck(cudaMalloc(&workspace, MATMUL_WORKSPACE_BYTES));
+    if (ladder.check) {
+        if (own_count) {
+            check_all_own(1000, 768, 768);
+            check_all_own(77, 264, 136);
+            check_all_own(1, 8, 8);
+            check_all_own(264, 1600, 72);
+            check_all_own(4168, 2304, 200);
+            check_all_own(8192, 1600, 320);
+        }
+        check_shape(77, 136, 264, 0);
+        check_shape(512, 768, 768, 0);
+        check_shape(1000, 384, 1536, 0);
+        check_shape(512, 768, 2304, 1);
+        check_bias(1, 8);
+        check_bias(3, 768);
+        check_bias(1000, 264);
+        check_bias(5000, 3072);
+        check_large(16384, 768, 768);
+        check_large(8192, 1600, 1600);
+        check_large(8192, 768, 3072);
+        check_shape(1, 8, 8, 0);
+        check_shape(1, 64, 512, 0);
+        check_shape(3, 24, 40, 0);
+    }
+    if (ladder.bench) {
+        if (own_count) {
+            bench_own(TN, EPILOGUE_PLAIN, 65536, 50304, 768);
+            bench_own(TN, EPILOGUE_GELU, 65536, 3072, 768);
+            bench_own(NN, EPILOGUE_DGELU, 65536, 3072, 768);
+            bench_own(TN, EPILOGUE_PLAIN, 65536, 3072, 768);
+            bench_own(TN, EPILOGUE_PLAIN, 65536, 2304, 768);
+            bench_own(TN, EPILOGUE_PLAIN, 65536, 768, 768);
+            bench_own(TN, EPILOGUE_PLAIN, 65536, 768, 3072);
+            bench_own(NN, EPILOGUE_PLAIN, 65536, 768, 768);
+            bench_own(NN, EPILOGUE_PLAIN, 65536, 768, 2304);
+            bench_own(NN, EPILOGUE_PLAIN, 65536, 768, 3072);
+            bench_own(NN, EPILOGUE_PLAIN, 65536, 768, 50304);
+            bench_own(NT, EPILOGUE_PLAIN, 50304, 768, 65536);
+            bench_own(NT, EPILOGUE_PLAIN, 3072, 768, 65536);
+            bench_own(NT, EPILOGUE_PLAIN, 6400, 1600, 16384);
+            bench_own(TN, EPILOGUE_PLAIN, 16384, 50304, 1600);
+            bench_own(TN, EPILOGUE_PLAIN, 16384, 4800, 1600);
+            bench_own(TN, EPILOGUE_PLAIN, 16384, 1600, 1600);
+            bench_own(TN, EPILOGUE_GELU, 16384, 6400, 1600);
+            bench_own(TN, EPILOGUE_PLAIN, 16384, 1600, 6400);
+            bench_own(NN, EPILOGUE_DGELU, 16384, 6400, 1600);
+            bench_own(NN, EPILOGUE_PLAIN, 16384, 1600, 6400);
+            bench_own(TN, EPILOGUE_PLAIN, 8192, 28672, 4096);
+        }
+        const int sizes[2][2] = {{65536, 768}, {16384, 1600}};
+        for (int i = 0; i < 2; i++) {
+            const int N = sizes[i][0], C = sizes[i][1];
+            bench_shape(N, C, 3 * C, 0, 0);
+            bench_shape(N, C, C, 0, 0);
+            bench_shape(N, C, 4 * C, 1, 0);
+            bench_shape(N, 4 * C, C, 0, 1);
+            bench_shape(N, C, 50304, 0, 0);
+        }
+        bench_shape(8192, 4096, 6144, 0, 0);
+        bench_shape(8192, 4096, 28672, 0, 0);
+        bench_shape(8192, 14336, 4096, 0, 0);
+    }
+    cudaCheck(cudaFree(workspace));
+    return ladder_close();
+}

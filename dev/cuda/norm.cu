@@ -1,0 +1,151 @@
+// Ladder of llmc/norm.cuh: both norms, forward, forward with the residual sum, backward; every layout of a row; speed.
+// Build and run: make bench, or see dev/cuda/common.cuh.
+#include "common.cuh"
+#define LLMC_ORACLE
+#include "../../train_gpt2.c"
+#include "../../llmc/norm.cuh"
+
+static const char *kind_name(NormKind kind) { return kind == NORM_LAYER ? "LayerNorm" : "RMSNorm"; }
+
+// `center`: mean of the inputs in standard deviations. At 100 a variance computed as E[x^2] - mean^2 has lost four digits.
+static void check_norm(NormKind kind, int N, int C, int with_bias, int accumulate, float center) {
+    ladder_case("%s N=%d C=%d%s%s center %g", kind_name(kind), N, C, with_bias ? " bias" : "", accumulate ? " accumulate" : "", (double)center);
+    cudaStream_t stream = ladder.gpu.compute;
+    const float eps = 1e-5f;
+    const size_t n = (size_t)N * C;
+    const double fp32 = 2e-6 * (1 + 50 * (double)center), round = bound(4e-3, fp32), round_worst = bound(5e-3, 64 * fp32);
+    float *a = host_normal(n, 1.0f, center), *b = host_normal(n, 1.0f), *weight = host_normal(C, 0.3f, 1.0f);
+    float *bias = with_bias ? host_normal(C, 0.3f) : NULL, *residual = host_new<float>(n);
+    float *out = host_new<float>(n), *mean = kind == NORM_LAYER ? host_new<float>(N) : NULL, *rstd = host_new<float>(N);
+    floatX *d_a = upload<floatX>(a, n), *d_b = upload<floatX>(b, n), *d_weight = upload<floatX>(weight, C), *d_bias = with_bias ? upload<floatX>(bias, C) : NULL;
+    floatX *d_out = device_new<floatX>(n), *d_residual = device_new<floatX>(n);
+    float *d_mean = mean ? device_new<float>(N) : NULL, *d_rstd = device_new<float>(N);
+
+    norm_forward_cpu(kind, out, mean, rstd, a, weight, bias, N, C, eps);
+    norm_forward(kind, d_out, d_mean, d_rstd, d_a, d_weight, d_bias, N, C, eps, stream);
+    check("out", d_out, out, N, C, round, round_worst);
+    if (mean) check("mean", d_mean, mean, N, 1, 1e-5, 1e-3);
+    check("rstd", d_rstd, rstd, N, 1, 1e-5, 1e-3);
+
+    for (size_t i = 0; i < n; i++) residual[i] = as_floatX(a[i] + b[i]);  // what backward will read is what is normalised
+    norm_forward_cpu(kind, out, mean, rstd, residual, weight, bias, N, C, eps);
+    poison(d_out, n);
+    poison(d_rstd, N);
+    residual_norm_forward(kind, d_residual, d_out, d_mean, d_rstd, d_a, d_b, d_weight, d_bias, N, C, eps, stream);
+    check("residual", d_residual, residual, N, C, 1e-7, 1e-6);
+    check("out of the residual", d_out, out, N, C, round, round_worst);
+    check("rstd of the residual", d_rstd, rstd, N, 1, 1e-5, 1e-3);
+
+    float *dout = host_normal(n, 0.1f, 0.02f), *dinp = host_normal(n, 0.1f), *old_dweight = host_normal(C, 0.1f), *old_dbias = host_normal(C, 0.1f);
+    floatX *d_dout = upload<floatX>(dout, n), *d_dinp = device_new<floatX>(n), *d_old_dinp = upload<floatX>(dinp, n);
+    floatX *d_dweight = device_new<floatX>(C), *d_dbias = with_bias ? device_new<floatX>(C) : NULL;
+    floatX *d_dbelow = kind == NORM_LAYER && N % 2 ? device_new<floatX>(C) : NULL;  // with and without
+    char *scratch = device_new<char>(norm_backward_scratch_bytes(C));
+    auto run = [&] {
+        cudaCheck(cudaMemcpyAsync(d_dinp, d_old_dinp, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+        cudaCheck(cudaMemsetAsync(scratch, 0xff, norm_backward_scratch_bytes(C), stream));
+        norm_backward(kind, d_dinp, d_dweight, d_dbias, d_dbelow, d_dout, d_residual, d_weight, d_mean, d_rstd, N, C, accumulate, scratch, stream);
+    };
+    float *dweight = host_new<float>(C), *dbias = host_new<float>(C), *dbelow = host_new<float>(C);
+    if (accumulate) {
+        memcpy(dweight, old_dweight, C * sizeof(float));
+        memcpy(dbias, old_dbias, C * sizeof(float));
+        memcpy(dbelow, old_dbias, C * sizeof(float));
+        if (d_dbelow) upload_to(d_dbelow, dbelow, C);
+        upload_to(d_dweight, dweight, C);
+        if (with_bias) upload_to(d_dbias, dbias, C);
+    }
+    norm_backward_cpu(kind, dinp, dweight, with_bias ? dbias : NULL, dout, residual, weight, mean, rstd, N, C);
+    run();
+    bias_backward_cpu(dbelow, dinp, N, C);
+    if (d_dbelow) check("dbelow", d_dbelow, dbelow, 1, C, bound(1e-2, 1e-5), bound(1.5e-2, 6e-4));  // sums of rounded values that cancel
+    check("dinp", d_dinp, dinp, N, C, round, round_worst);
+    check("dweight", d_dweight, dweight, 1, C, bound(4e-3, 5e-6 + fp32), bound(5e-3, 64 * (5e-6 + fp32)));
+    if (with_bias) check("dbias", d_dbias, dbias, 1, C, bound(4e-3, 5e-6), bound(5e-3, 3e-4));
+    if (accumulate) return;  // check_same_bits fills the outputs with NaN first
+    check_same_bits("backward", {{d_dinp, n * sizeof(floatX)}, {d_dweight, C * sizeof(floatX)}, {d_dbias, with_bias ? C * sizeof(floatX) : 0},
+                                  {d_dbelow, d_dbelow ? C * sizeof(floatX) : 0}}, run);
+}
+
+static void bench_norm(const char *name, NormKind kind, int N, int C) {
+    ladder_case("%s %s N=%d C=%d", name, kind_name(kind), N, C);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t n = (size_t)N * C;
+    const double U = (double)n * sizeof(floatX), stats = (kind == NORM_LAYER ? 2.0 : 1.0) * N * sizeof(float);
+    floatX *a = device_normal<floatX>(n, 1), *b = device_normal<floatX>(n, 1), *out = device_new<floatX>(n), *residual = device_new<floatX>(n);
+    floatX *weight = device_normal<floatX>(C, 1), *bias = kind == NORM_LAYER ? device_normal<floatX>(C, 1) : NULL;
+    floatX *dweight = device_new<floatX>(C), *dbias = bias ? device_new<floatX>(C) : NULL, *dinp = device_normal<floatX>(n, 1);
+    float *mean = device_new<float>(N), *rstd = device_new<float>(N);
+    char *scratch = device_new<char>(norm_backward_scratch_bytes(C));
+    bench("forward", 2 * U + stats, 0, [&] { norm_forward(kind, out, mean, rstd, a, weight, bias, N, C, 1e-5f, stream); });
+    bench("forward with residual", 4 * U + stats, 0, [&] { residual_norm_forward(kind, residual, out, mean, rstd, a, b, weight, bias, N, C, 1e-5f, stream); });
+    bench("backward", 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, NULL, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
+    if (kind == NORM_LAYER) bench("backward with the bias gradient below", 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, dbias, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
+}
+
+// The backward pass in other layouts than the one it chooses, to see that the choice is right.
+static void bench_layouts(NormKind kind, int N, int C) {
+    ladder_case("layouts %s N=%d C=%d", kind_name(kind), N, C);
+    const size_t n = (size_t)N * C;
+    const int vecs = C / VecX::size;
+    floatX *dout = device_normal<floatX>(n, 1), *inp = device_normal<floatX>(n, 1), *dinp = device_normal<floatX>(n, 1), *weight = device_normal<floatX>(C, 1);
+    floatX *dweight = device_new<floatX>(C), *dbias = device_new<floatX>(C);
+    float *mean = device_normal<float>(N, 1), *rstd = device_normal<float>(N, 1), *partials = device_new<float>((size_t)NORM_MAX_SMS * 8 * 3 * C);
+    const NormBackwardPlan chosen = norm_backward_plan(C);
+    auto time = [&](NormBackwardPlan p) {
+        char name[64];
+        const int same = p.vecs_per_thread == chosen.vecs_per_thread && p.threads == chosen.threads && p.blocks_per_sm == chosen.blocks_per_sm;
+        snprintf(name, sizeof name, "%s %d vecs %3dx%d%s", p.shared_bytes ? "warp" : "block", p.vecs_per_thread, p.threads, p.blocks_per_sm, same ? " *" : "");
+        bench(name, 4.0 * (double)n * sizeof(floatX), 0, [&] {
+            const NormGradients gradients = {{dweight, kind == NORM_LAYER ? dbias : NULL, NULL}};
+            if (kind == NORM_LAYER) norm_backward_launch<NORM_LAYER, false>(p, dinp, gradients, dout, inp, weight, mean, rstd, N, C, 0, partials, ladder.gpu.compute);
+            else norm_backward_launch<NORM_RMS, false>(p, dinp, gradients, dout, inp, weight, mean, rstd, N, C, 0, partials, ladder.gpu.compute);
+        });
+    };
+    for (int v = 1; v <= 2; v++)
+        for (int blocks = 1; blocks <= 8; blocks++) {
+            NormBackwardPlan p = {v, (int)round_up(ceil_div((size_t)vecs, (size_t)v), WARP), blocks, 0};
+            if (p.threads <= 512 && p.threads * blocks <= (v == 1 ? 1024 : 512)) time(p);
+        }
+    for (int threads = 128; threads <= 512; threads += 64) {
+        NormBackwardPlan p = {(int)ceil_div((size_t)vecs, WARP), threads, 1, 3 * (size_t)C * sizeof(float)};
+        if (p.vecs_per_thread <= 4 && threads <= (p.vecs_per_thread <= 2 ? 512 : p.vecs_per_thread == 3 ? 384 : 256)) time(p);
+    }
+}
+
+int main(int argc, char **argv) {
+    ladder_open("norm", argc, argv);
+    if (ladder.check) {
+        const int widths[] = {8, 40, 256, 264, 384, 512, 640, 768, 896, 1024, 1032, 1280, 1536, 1600, 2048, 2056, 2560, 3072, 3584, 4096, 4104,
+                              5120, 8192, 8200, 12288, 16384, 32768, 65536};
+        for (int C : widths) {
+            check_norm(NORM_LAYER, C < 4096 ? 1000 : 37, C, 1, 0, 0.5f);
+            check_norm(NORM_RMS, C < 4096 ? 333 : 37, C, 0, 0, 0.5f);
+        }
+        check_norm(NORM_LAYER, 1, 768, 1, 0, 0.5f);
+        check_norm(NORM_LAYER, 4097, 768, 1, 1, 0.5f);
+        check_norm(NORM_LAYER, 1025, 1600, 1, 1, 0.5f);
+        check_norm(NORM_LAYER, 100, 768, 0, 0, 0.5f);
+        check_norm(NORM_RMS, 1, 2048, 0, 0, 0.5f);
+        check_norm(NORM_RMS, 2049, 2048, 0, 1, 0.5f);
+        check_norm(NORM_LAYER, 100, 768, 1, 0, 100);
+        check_norm(NORM_LAYER, 100, 4096, 1, 0, 100);
+    }
+    if (ladder.bench) {
+        bench_norm("GPT-2 124M", NORM_LAYER, 65536, 768);
+        bench_norm("GPT-2 350M", NORM_LAYER, 32768, 1024);
+        bench_norm("GPT-2 1558M", NORM_LAYER, 16384, 1600);
+        bench_norm("GPT-3 13B", NORM_LAYER, 8192, 5120);
+        bench_norm("Qwen2.5 0.5B", NORM_RMS, 32768, 896);
+        bench_norm("Qwen2.5 1.5B", NORM_RMS, 16384, 1536);
+        bench_norm("Llama-3.2 1B", NORM_RMS, 32768, 2048);
+        bench_norm("Llama-3 8B", NORM_RMS, 8192, 4096);
+        bench_norm("small d6", NORM_LAYER, 65536, 384);
+        bench_layouts(NORM_LAYER, 65536, 768);
+        bench_layouts(NORM_LAYER, 32768, 1024);
+        bench_layouts(NORM_LAYER, 16384, 1600);
+        bench_layouts(NORM_RMS, 32768, 2048);
+        bench_layouts(NORM_RMS, 8192, 4096);
+    }
+    return ladder_close();
+}

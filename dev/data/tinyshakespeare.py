@@ -1,0 +1,94 @@
+"""Tiny Shakespeare as token shards: 32,768 tokens for validation, 305,260 for training, as in llm.c.
+
+    python dev/data/tinyshakespeare.py                     GPT-2's tokens, in dev/data/tinyshakespeare
+    python dev/data/tinyshakespeare.py --tokenizer bytes   needs numpy only, in dev/data/tinyshakespeare_bytes
+    python dev/data/tinyshakespeare.py --file input.txt    without a download
+
+The text is cut at its blank lines; every piece (its blank line included) is one document behind an end-of-text token.
+"""
+import argparse
+import hashlib
+import http.client
+import os
+import time
+import urllib.request
+
+import numpy as np
+
+from data_common import KINDS, atomic_write, die, make_folder, make_tokenizer, write_shard
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+VAL_TOKENS = 32768
+
+
+def is_the_text(data):
+    return hashlib.sha256(data).hexdigest() == SHA256
+
+
+def download():
+    for attempt in range(3):
+        try:
+            data = urllib.request.urlopen(URL, timeout=20).read()
+        except (OSError, http.client.HTTPException) as e:
+            problem = str(e)
+        else:
+            if is_the_text(data):
+                return data
+            problem = f"{len(data)} bytes came that are not the text (sha256 differs)"
+        print(f"download of {URL}: {problem}; attempt {attempt + 1} of 3", flush=True)
+        time.sleep(attempt)
+    die("Tiny Shakespeare could not be downloaded",
+        "give the text with --file PATH, or make data without a download: python dev/data/prepare.py --python-stdlib --output dev/data/python --tokenizer bytes")
+
+
+def get_text(path, folder):
+    kept = os.path.join(folder, "tiny_shakespeare.txt")
+    if path is None and os.path.exists(kept):
+        data = open(kept, "rb").read()
+        if is_the_text(data):
+            return data
+    if path is None:
+        data = download()
+        atomic_write(kept, data)
+        return data
+    try:
+        data = open(path, "rb").read()
+        data.decode()
+    except OSError as e:
+        die(f"cannot read '{path}': {e.strerror}", "name the text file")
+    except UnicodeDecodeError as e:
+        die(f"'{path}' is not UTF-8: byte {e.start}", "name the text file")
+    if not is_the_text(data):
+        print(f"note: '{path}' is not the usual text (its sha256 differs)")
+    return data
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", choices=KINDS, default="gpt2")
+    parser.add_argument("--tokenizer-file", "--vocab-bpe", metavar="PATH", help="GPT-2's vocab.bpe, or Llama 3's tokenizer.model")
+    parser.add_argument("--file", metavar="PATH", help="the text, instead of a download")
+    parser.add_argument("--output", metavar="FOLDER")
+    args = parser.parse_args()
+    here = os.path.dirname(os.path.abspath(__file__))
+    folder = args.output or os.path.join(here, "tinyshakespeare" + ("" if args.tokenizer == "gpt2" else "_" + args.tokenizer))
+    make_folder(folder)
+    tokenizer = make_tokenizer(args.tokenizer, args.tokenizer_file)
+    sections = get_text(args.file, folder).split(b"\n\n")
+    eot = np.array([tokenizer.eot], tokenizer.dtype)
+    parts = []
+    for i, section in enumerate(sections):
+        parts += [eot, tokenizer.encode(section + b"\n\n" if i < len(sections) - 1 else section)]
+    tokens = np.concatenate(parts)
+    if len(tokens) <= VAL_TOKENS:
+        die(f"the text has {len(tokens):,} tokens, the validation set alone takes {VAL_TOKENS:,}", "give the whole text, or use dev/data/prepare.py")
+    tokenizer.write(folder)
+    for split, part in ("val", tokens[:VAL_TOKENS]), ("train", tokens[VAL_TOKENS:]):
+        path = os.path.join(folder, f"tiny_shakespeare_{split}.bin")
+        write_shard(path, part, tokenizer)
+        print(f"{path}: {len(part):,} tokens")
+
+
+if __name__ == "__main__":
+    main()

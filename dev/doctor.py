@@ -1,0 +1,379 @@
+"""What this machine has for llm.cu, what is off and why, and the command that turns it on.
+
+    make doctor                       prints the report
+    dev/doctor.py --make FILE         writes the same findings as Makefile variables (only when they changed)
+
+One place decides what the build uses; the Makefile includes its answer. Everything is looked for by file, because
+headers and libraries of one package may lie in different places (pip wheels, Debian packages, a module system), and
+what was found must then compile, link and start a small program before it counts as on. Only Python's standard library.
+"""
+import argparse
+import ctypes
+import glob
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FAT_ARCHS = ["80", "89", "90a", "100"]  # A100, L4/4090, H100/H200, B200: what a binary for "any" machine carries
+SYSTEM_LIBRARIES = [f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib"]  # the loader looks here anyway
+PACKAGES = ["numpy", "matplotlib", "torch", "tiktoken", "safetensors", "mpi4py", "pytest"]
+
+CUDA_PROBE = """
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <nvtx3/nvToolsExt.h>
+#include <cmath>
+#include <cstdio>
+__global__ void kernel(__nv_bfloat16 *x) { x[threadIdx.x] = __float2bfloat16(rsqrtf(2.0f)); }
+int main() { printf("%zu", cublasLtGetVersion()); }
+"""
+MPI_PROBE = """
+#include <mpi.h>
+#include <stdio.h>
+int main(void) { char text[MPI_MAX_LIBRARY_VERSION_STRING]; int n; return MPI_Get_library_version(text, &n) != MPI_SUCCESS || puts(text) < 0; }
+"""
+HOST_PROBE = """
+#include <math.h>
+#include <omp.h>
+int main(void) { int n = 0;
+#pragma omp parallel
+    n = omp_get_max_threads();
+    return n > 0 && sqrt(n) > 0 ? 0 : 1; }
+"""
+
+
+def run(command, **more):
+    """(exit status, stdout, stderr) of a command; a missing program or a hang is an exit status too."""
+    try:
+        p = subprocess.run(command, capture_output=True, text=True, timeout=120, **more)
+        return p.returncode, p.stdout.strip(), p.stderr.strip()
+    except (OSError, subprocess.TimeoutExpired) as e:
+        return 127, "", str(e)
+
+
+def probe(build, source, suffix, command):
+    """Compiles, links and runs a small program; (works, output or first error line). The answer is kept in build/probe
+    under a name that hashes everything it depends on, so that a second `make` asks no compiler."""
+    compiler = shutil.which(command[0]) or command[0]
+    stamp = [(p, os.stat(p).st_mtime_ns, os.stat(p).st_size) for p in [compiler, *command] if os.path.isfile(p)]
+    libraries = [(d, sorted(os.listdir(d))) for d in (a[2:] for a in command if a.startswith("-L")) if os.path.isdir(d)]
+    key = hashlib.sha256(repr((source, command, stamp, libraries, platform.libc_ver())).encode()).hexdigest()[:16]
+    folder = build / "probe"
+    answer = folder / f"{key}.txt"
+    if not answer.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        program = folder / f"{key}.{os.getpid()}"
+        code = program.with_suffix(f".{os.getpid()}{suffix}")
+        code.write_text(source)
+        status, out, err = run([command[0], str(code), "-o", str(program), *command[1:]])
+        if status == 0:
+            status, out, err = run([str(program)])
+        lines = [line for line in (err + "\n" + out).splitlines() if re.search(r"error|not found|cannot", line, re.I)]
+        text = "ok\n" + out if status == 0 else "off\n" + (lines or (err + out).splitlines() or ["it fails"])[0]
+        for leftover in (program, code):
+            leftover.unlink(missing_ok=True)
+        partial = folder / f"{key}.{os.getpid()}.partial"
+        partial.write_text(text)
+        partial.replace(answer)
+    verdict, _, rest = answer.read_text().partition("\n")
+    return verdict == "ok", rest.strip()
+
+
+# ---- host compiler
+
+def host_compiler(build):
+    """(compiler, its first version line, flags, whether OpenMP is on)."""
+    cc = os.environ.get("CC") or next((c for c in ("gcc", "clang", "cc") if shutil.which(c)), "")
+    if not cc or not shutil.which(shlex.split(cc)[0]):
+        return "", "", [], False
+    command = shlex.split(cc)
+    version = (run([*command, "--version"])[1].splitlines() or ["?"])[0]
+    for flags in (["-march=native", "-fopenmp"], ["-fopenmp"]):
+        if probe(build, HOST_PROBE, ".c", [*command, *flags, "-lm"])[0]:
+            return cc, version, flags, True
+    plain = "int main(void) { return 0; }\n"
+    flags = ["-march=native"] if probe(build, plain, ".c", [*command, "-march=native"])[0] else []
+    return cc, version, flags, False
+
+
+def cxx_compiler(build):
+    """The C++ compiler that nvcc and the header check need; "" where there is none."""
+    program = "#include <cmath>\nint main() { return 0; }\n"
+    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
+    return next((c for c in names if c and shutil.which(shlex.split(c)[0]) and probe(build, program, ".cpp", shlex.split(c))[0]), "")
+
+
+# ---- CUDA
+
+def site_packages():
+    """Every site-packages that may hold CUDA wheels: .venv's, then this Python's own and the user's."""
+    found = sorted(glob.glob(str(ROOT / ".venv/lib/python3*/site-packages")))
+    found += [sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
+    try:
+        import site
+        found += [*site.getsitepackages(), site.getusersitepackages()]
+    except AttributeError:
+        pass
+    return [Path(p) for p in dict.fromkeys(found) if os.path.isdir(p)]
+
+
+def toolkit_roots():
+    """Folders that may hold bin/nvcc, in the order in which they are preferred."""
+    roots = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    on_path = shutil.which("nvcc")
+    if on_path:
+        roots.append(os.path.dirname(os.path.dirname(os.path.realpath(on_path))))
+    roots += [str(p) for site in site_packages() for p in sorted(site.glob("nvidia/cu1[0-9]"), reverse=True)]
+    return [Path(r) for r in dict.fromkeys(roots) if r]
+
+
+def find_file(name, folders):
+    """The first folder that has it."""
+    return next((folder for folder in folders if (folder / name).exists()), None)
+
+
+def package_folders(kind, roots):
+    """Where an NVIDIA package may have put its headers ("include") or its libraries ("lib")."""
+    folders = []
+    for root in roots:
+        folders += [root / "include"] if kind == "include" else [root / "lib64", root / "lib"]
+        folders += sorted(root.glob(f"targets/*-linux/{kind}"))
+    for site in site_packages():
+        folders += sorted(site.glob(f"nvidia/*/{kind}"))
+    return folders + ([Path("/usr/include")] if kind == "include" else [Path(p) for p in SYSTEM_LIBRARIES])
+
+
+def find_library(headers, libraries, major, roots):
+    """Flags for libraries found by file; headers and libraries may come from different places, but every library must
+    have the major version that its headers were written for. Returns (compile flags, link flags, where, why it is off)."""
+    compile_flags, link_flags, missing, where = [], [], [], ""
+    for header in headers:
+        folder = find_file(header, package_folders("include", roots))
+        # -isystem: the toolkit's own headers, which nvcc adds with -I, must win over a second copy lying beside cuBLAS.
+        flags = ["-isystem", str(folder)] if folder and str(folder) != "/usr/include" else []
+        compile_flags += flags if str(folder) not in compile_flags else []
+        missing += [] if folder else [header]
+    for library in libraries:
+        name = f"{library}.so.{major}"  # wheels have no unversioned .so
+        folder = find_file(name, package_folders("lib", roots))
+        if folder:
+            where = where or str(folder / name)
+            path = linked(folder)
+            link_flags += [f"-l:{name}"] if path[0] in link_flags else [*path, f"-l:{name}"]
+        missing += [] if folder else [name]
+    return compile_flags, link_flags, where, "no " + ", no ".join(missing) if missing else ""
+
+
+def gpus():
+    """[(name, architecture)] as the driver reports them, the newest CUDA version it runs, and why there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return [], 0, "no NVIDIA driver (libcuda.so.1) on this machine"
+    status = driver.cuInit(0)
+    if status != 0:
+        return [], 0, f"the NVIDIA driver does not start (cuInit: error {status}); nvidia-smi may say more"
+    count, version, found = ctypes.c_int(), ctypes.c_int(), []
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    for i in range(count.value):
+        device, name, value = ctypes.c_int(), ctypes.create_string_buffer(100), [ctypes.c_int(), ctypes.c_int()]
+        driver.cuDeviceGet(ctypes.byref(device), i)
+        driver.cuDeviceGetName(name, 100, device)
+        for v, attribute in zip(value, (75, 76)):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+            driver.cuDeviceGetAttribute(ctypes.byref(v), attribute, device)
+        arch = f"{value[0].value}{value[1].value}"
+        found.append((name.value.decode(), "90a" if arch == "90" else arch))  # Hopper's wgmma needs the "a" code
+    return found, version.value // 1000, "" if found else "the driver shows no GPU (CUDA_VISIBLE_DEVICES may hide them)"
+
+
+def glibc_clash(cuda_version):
+    """glibc 2.41 and later declare functions (cospi, rsqrt, ...) that the headers of older toolkits declare differently."""
+    name, version = platform.libc_ver()
+    number = tuple(int(x) for x in re.findall(r"\d+", version)[:2])
+    if name == "glibc" and number >= (2, 41) and cuda_version <= (13, 0):
+        return f"glibc {version} clashes with the math headers of CUDA {cuda_version[0]}.{cuda_version[1]}: " \
+               "use a newer toolkit, or an image with glibc 2.40 or older"
+    return ""
+
+
+def try_toolkit(root, build, devices, driver_major):
+    """(what to build with, why this toolkit cannot be used): one of the two is empty."""
+    nvcc = root / "bin/nvcc"
+    if not nvcc.exists():
+        return None, f"CUDA_HOME={root} has no bin/nvcc" if str(root) == os.environ.get("CUDA_HOME") else ""
+    release = re.search(r"release (\d+)\.(\d+)", run([str(nvcc), "--version"])[1])
+    if not release:
+        return None, f"{nvcc} does not run"
+    version = (int(release[1]), int(release[2]))
+    if devices and version[0] > driver_major:
+        return None, f"{nvcc} is CUDA {version[0]}.{version[1]}, but the driver runs programs of CUDA {driver_major} at most"
+    cflags, libs, where, why = find_library(
+        ["cublasLt.h", "cublas_v2.h", "nvtx3/nvToolsExt.h"], ["libcublasLt", "libcublas"], version[0], [root])
+    if why:
+        return None, f"{nvcc} has {why}"
+    if (root / "lib/libcudart_static.a").exists():
+        libs.append(f"-L{root / 'lib'}")  # wheels have lib; nvcc itself searches lib64 only
+    known = set(re.findall(r"compute_(\w+)", run([str(nvcc), "--list-gpu-arch"])[1]))
+    wanted = list(dict.fromkeys(arch for _, arch in devices)) or FAT_ARCHS
+    archs = [a for a in wanted if a.rstrip("a") in known]
+    if not archs:
+        return None, f"{nvcc} does not know this machine's GPU (sm_{', sm_'.join(wanted)})"
+    generation = f"arch=compute_{archs[0]},code=sm_{archs[0]}"
+    works, text = probe(build, CUDA_PROBE, ".cu", [str(nvcc), "-std=c++17", "-gencode", generation, *cflags, *libs])
+    if not works:
+        return None, f"{nvcc} does not build a small program: " + (glibc_clash(version) or text)
+    sanitizers = [str(root / "bin/compute-sanitizer"), str(root / "compute-sanitizer/compute-sanitizer"), shutil.which("compute-sanitizer") or ""]
+    return {"nvcc": str(nvcc), "version": f"{version[0]}.{version[1]}", "cublas": where, "cflags": cflags, "libs": libs,
+            "archs": archs, "left_out": [a for a in wanted if a not in archs], "fat": [a for a in FAT_ARCHS if a.rstrip("a") in known],
+            "sanitizer": next((s for s in sanitizers if os.path.isfile(s)), "")}, ""
+
+
+def cuda_toolkit(build, devices, driver_major):
+    """The first toolkit that compiles, links and starts a cuBLASLt program (None: there is none), and why those before
+    it were passed over."""
+    passed = []
+    for root in toolkit_roots():
+        found, why = try_toolkit(root, build, devices, driver_major)
+        if found:
+            return found, passed
+        passed += [why] if why else []
+    return None, passed or ["no nvcc"]
+
+
+def linked(folder):
+    """Flags for libraries of a folder, as gcc and nvcc both take them: to link, and to find them when the program starts."""
+    return [f"-L{folder}"] if str(folder) in SYSTEM_LIBRARIES else [f"-L{folder}", "-Xlinker", f"-rpath={folder}"]
+
+
+def mpi(build):
+    """(what to build with: mpicc, version, cflags, libs, mpirun; why it is off): the first MPI whose small program works. The
+    compiler wrapper is asked for its flags and not used, so that one compiler builds everything."""
+    reasons = []
+    for mpicc in (shutil.which("mpicc") or "", str(ROOT / ".venv/bin/mpicc")):
+        if not mpicc or not os.path.exists(mpicc):
+            continue
+        status, out, error = run([mpicc, "--showme"])
+        status, out = (status, out) if status == 0 else run([mpicc, "-show"])[:2]  # Open MPI; MPICH
+        words = shlex.split(out) if status == 0 else []
+        cflags = [w for w in words if w.startswith("-I")]
+        libs = [f for w in words if w.startswith("-L") for f in linked(w[2:])] + [w for w in words if w.startswith("-l")]
+        cc = host_compiler(build)[0]
+        works, text = probe(build, MPI_PROBE, ".c", [*shlex.split(cc), *cflags, *libs]) if cc and libs else (False, error or "no answer")
+        if works:
+            return {"mpicc": mpicc, "version": text.split(",")[0], "cflags": cflags, "libs": libs, "mpirun": str(Path(mpicc).parent / "mpirun")}, ""
+        reasons.append(f"{mpicc}: {text}")
+    return None, "; ".join(reasons) or "no mpicc"
+
+
+def nccl(cuda):
+    """(compile flags, link flags, where, why it is off)."""
+    return find_library(["nccl.h"], ["libnccl"], 2, [Path(cuda["nvcc"]).parent.parent]) if cuda else ([], [], "", "needs CUDA")
+
+
+# ---- the two outputs
+
+def write_makefile(path):
+    build = path.parent
+    cc, _, flags, openmp = host_compiler(build)
+    devices, driver, _ = gpus()
+    cuda, passed = cuda_toolkit(build, devices, driver)
+    values = {"CC": cc, "CXX": cxx_compiler(build), "HOST_FLAGS": " ".join(flags), "OPENMP": "-fopenmp" if openmp else "", "GPUS": len(devices),
+              "NVCC": "", "CUDA_OFF": "" if cuda else "; ".join(passed).replace("#", "")}
+    ranks, _ = mpi(build)
+    if ranks:
+        values |= {"MPI_CFLAGS": shlex.join(ranks["cflags"]), "MPI_LIBS": shlex.join(ranks["libs"]), "MPIRUN": ranks["mpirun"]}
+    if cuda:
+        nccl_cflags, nccl_libs, _, off = nccl(cuda)
+        values |= {} if off else {"NCCL_CFLAGS": shlex.join(nccl_cflags), "NCCL_LIBS": shlex.join(nccl_libs)}
+        values |= {"NVCC": cuda["nvcc"], "CUDA_CFLAGS": shlex.join(cuda["cflags"]), "CUDA_LIBS": shlex.join(cuda["libs"]),
+                   "MACHINE_ARCHS": " ".join(cuda["archs"]),
+                   "FAT_ARCHS": " ".join(cuda["fat"]), "SANITIZER": cuda["sanitizer"]}
+    text = "# Written by dev/doctor.py on every make; touched only when its findings change.\n"
+    text += "".join(f"{k} := {v}\n".replace("$", "$$") for k, v in values.items())
+    if not path.exists() or path.read_text() != text:
+        build.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(text)
+        partial.replace(path)
+
+
+def package_versions():
+    """Versions of the Python packages in .venv where there is one, else in this Python."""
+    folders = [str(p) for p in site_packages()]
+    found = {}
+    for d in metadata.distributions(path=folders):
+        found.setdefault((d.metadata["Name"] or "").lower(), d.version)
+    return {p: found.get(p) for p in PACKAGES}
+
+
+def report(build):
+    rows, advice = [], []
+
+    def row(name, value, why="", command=""):
+        rows.append((name, value if not why else f"off: {why}"))
+        if why and command:
+            advice.append((name, command))
+
+    row("machine", f"{platform.platform()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores")
+    row("Python", f"{platform.python_version()} ({sys.executable})" + (", .venv is there" if (ROOT / ".venv/bin/python").exists() else ""))
+    cc, version, flags, openmp = host_compiler(build)
+    row("compiler", f"{version} ({cc} {' '.join(flags)})", "" if cc else "neither gcc nor clang is on PATH", "install gcc (Debian, Ubuntu: apt install build-essential)")
+    row("OpenMP", "on", "" if openmp else "the compiler does not link it: the CPU trainer would use one core", "install gcc, or libomp for clang, and set CC")
+    cxx = cxx_compiler(build)
+    row("C++", cxx, "" if cxx else "no g++ and no clang++ (nvcc needs one)", "install g++ (Debian, Ubuntu: apt install g++)")
+    devices, driver, no_gpu = gpus()
+    cuda, passed = cuda_toolkit(build, devices, driver)
+    row("CUDA", cuda and f"{cuda['version']} ({cuda['nvcc']}, for sm_{' sm_'.join(cuda['archs'])})",
+        "" if cuda else "no toolkit works", "make toolkit   (a CUDA toolkit in .venv, 1.1 GB, no root needed)")
+    rows.extend(("", f"passed over: {reason}") for reason in passed)
+    if cuda and cuda["left_out"]:
+        rows.append(("", f"this nvcc does not know sm_{' sm_'.join(cuda['left_out'])}"))
+    row("cuBLASLt", cuda and cuda["cublas"], "" if cuda else "needs CUDA")
+    ranks, why = mpi(build)
+    row("MPI", ranks and f"{ranks['version']} ({ranks['mpicc']})", why and f"{why}: the trainers run as one process", "make mpi   (or Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin)")
+    _, _, where, why = nccl(cuda)
+    row("NCCL", where, why and f"{why}: the GPU trainer uses one GPU", "make toolkit")
+    row("GPUs", ", ".join(f"{name} (sm_{arch})" for name, arch in devices) + f", driver for CUDA {driver}", no_gpu)
+    sanitizer = cuda["sanitizer"] if cuda else ""
+    row("sanitizer", sanitizer, "" if sanitizer else "no compute-sanitizer beside nvcc", "use a full CUDA toolkit (needed only for `make sanitize`)")
+    versions = package_versions()
+    row("packages", ", ".join(f"{p} {v}" for p, v in versions.items() if v) or "none yet")
+    missing = [p for p, v in versions.items() if not v]
+    if missing:
+        row("", "", f"{', '.join(missing)}", "make venv   (`make demo` installs numpy and matplotlib by itself)")
+    clash = glibc_clash((13, 0))
+    if clash:
+        rows.append(("warning", clash))
+    for name, value in rows:
+        print(f"{name:>10}  {value}")
+    if advice:
+        print("\nto turn on what is off:")
+        for name, command in advice:
+            print(f"{name or 'packages':>10}  {command}")
+    print(f"\n`make demo` will train on the {'GPU' if devices and cuda else 'CPU'}.")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--make", metavar="FILE", type=Path, help="write the findings as Makefile variables to FILE")
+    args = parser.parse_args()
+    if sys.version_info < (3, 10):
+        sys.exit(f"error: Python {platform.python_version()} is too old\n  hint: run make with PYTHON=/path/to/python3.10 or newer")
+    if args.make:
+        write_makefile(args.make)
+    else:
+        report(ROOT / "build")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+// Whole-model tests that need a backend and nothing else: test_gpt2.cu runs them on a GPU, dev/test/test_model.c on the CPU.
+//   reference   logits, loss, every gradient and ten training losses against PyTorch (a folder of train_gpt2.py --write-debug)
+//   accumulate  1 micro-step of B sequences = B micro-steps of 1, to rounding
+//   repeat      the same run twice: the same bits
+//   resume      save after 3 steps, load into a new model, go on: the same bits as never having stopped
+// A difference is measured twice: ||a - b|| / ||b||, and max|a - b| / max|b|. Each comparison is repeated with the largest
+// element negated and must then fail: a bound that cannot catch one wrong element is no test.
+#ifndef LLMC_MODEL_TEST_H
+#define LLMC_MODEL_TEST_H
+
+#include "../../llmc/backend.h"
+#include "../../llmc/checkpoint.h"
+#include "../../llmc/trainer.h"
+
+static int tests_passed, tests_failed;
+static const Comm one_rank = {0, 1, 0, 1, "this host"};
+
+static inline void check(int ok, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    printf("%s  ", ok ? "ok  " : "FAIL");
+    vprintf(format, args);
+    printf("\n");
+    va_end(args);
+    if (ok) tests_passed++;
+    else tests_failed++;
+    fflush(stdout);
+}
+
+typedef struct { double norm, largest; } Difference;
+static inline Difference difference(const float *a, const float *b, size_t n) {
+    double top = 0, bottom = 0, top_max = 0, bottom_max = 0;
+    for (size_t i = 0; i < n; i++) {
+        const double d = fabs((double)a[i] - b[i]);
+        if (!(d <= 1e300)) { Difference bad = {INFINITY, INFINITY}; return bad; }  // NaN or Inf is never close
+        top += d * d; bottom += (double)b[i] * b[i];
+        top_max = fmax(top_max, d); bottom_max = fmax(bottom_max, fabs((double)b[i]));
+    }
+    Difference r = {sqrt(top / fmax(bottom, 1e-300)), top_max / fmax(bottom_max, 1e-300)};
+    return r;
+}
+static inline int close_enough(Difference d, Difference bound) { return d.norm <= bound.norm && d.largest <= bound.largest; }
+
+// `a` is changed for a moment: its largest element is negated, and the comparison must notice.
+static inline void check_close(const char *name, float *a, const float *b, size_t n, Difference bound, Difference *worst) {
+    const Difference d = difference(a, b, n);
+    size_t k = 0;
+    for (size_t i = 1; i < n; i++) if (fabsf(a[i]) > fabsf(a[k])) k = i;
+    a[k] = -a[k];
+    const int bites = !close_enough(difference(a, b, n), bound);
+    a[k] = -a[k];
+    worst->norm = fmax(worst->norm, d.norm);
+    worst->largest = fmax(worst->largest, d.largest);
+    if (!close_enough(d, bound) || !bites)
+        check(0, "%s: difference %.2e (bound %.0e), largest %.2e (bound %.0e)%s", name, d.norm, bound.norm, d.largest, bound.largest, bites ? "" : "; A SPOILT ELEMENT PASSES");
+}
+
+// Bounds by dtype, each about three times the largest difference that was measured (dev/bench).
+typedef struct { Difference logits, gradients; double loss, losses; } Bounds;
+static inline Bounds bounds_of(const Model *m) {
+    const Bounds fp32 = {{6e-6, 8e-6}, {8e-6, 8e-6}, 3e-6, 1.6e-4}, bf16 = {{2.7e-2, 4.5e-2}, {5.4e-2, 5.4e-2}, 1e-3, 2.8e-2};
+    return strcmp(model_dtype(m), "fp32") ? bf16 : fp32;
+}
+
+typedef struct { StReader file; int B, T; int *tokens, *targets; } DebugFile;
+static inline DebugFile debug_open(const char *folder) {
+    DebugFile d;
+    char path[4200];
+    snprintf(path, sizeof path, "%s/debug.safetensors", folder);
+    st_open(&d.file, path);
+    const StTensor *x = st_find(&d.file, "tokens"), *y = st_find(&d.file, "targets");
+    require(x && y && x->dims == 2, "'%s' holds no tokens and targets\nwrite it with train_gpt2.py --write-debug", path);
+    d.B = (int)x->shape[0];
+    d.T = (int)x->shape[1];
+    d.tokens = (int *)malloc_or_die(x->count * sizeof(int));
+    d.targets = (int *)malloc_or_die(x->count * sizeof(int));
+    st_read_ints(&d.file, x, 0, x->count, d.tokens);
+    st_read_ints(&d.file, y, 0, x->count, d.targets);
+    return d;
+}
+static inline void debug_close(DebugFile *d) { st_close(&d->file); free(d->tokens); free(d->targets); }
+
+static inline float *debug_floats(const DebugFile *d, const char *name, size_t count) {
+    const StTensor *t = st_find(&d->file, name);
+    require(t && t->count == count, "the debug file has no '%s' of %zu values\nwrite it again with train_gpt2.py --write-debug", name, count);
+    float *values = (float *)malloc_or_die(count * sizeof(float));
+    st_read_floats(&d->file, t, 0, count, values);
+    return values;
+}
+
+static inline Options options_for(const char *folder, int B, int T) {
+    Options o = options_default();
+    o.model = folder;
+    o.batch_size = B;
+    o.seq_len = T;
+    o.autotune = 0;
+    return o;
+}
+static inline void open_reference(Model *m, const char *folder, const Options *o) {
+    const Config c = config_from_json(folder);
+    model_open(m, &c, o, &one_rank);
+    model_load_weights(m, folder);
+}
+
+// The update of the debug file's ten steps.
+static inline void debug_update(Model *m, float norm, int step) {
+    AdamWParams p;
+    p.lr = 1e-3f; p.beta1 = 0.9f; p.beta2 = 0.95f; p.eps = 1e-8f; p.weight_decay = 0.1f; p.step = step;
+    p.grad_scale = norm > 1 ? 1 / norm : 1;
+    model_update(m, &p);
+}
+
+static inline void test_reference(const char *folder, const Options *base) {
+    DebugFile d = debug_open(folder);
+    Options o = *base;
+    Model m;
+    open_reference(&m, folder, &o);
+    const Bounds bound = bounds_of(&m);
+    const int V = m.config.vocab_size, B = d.B, T = d.T;
+    Difference worst = {0, 0};
+    const int failed = tests_failed;
+
+    float *logits = debug_floats(&d, "logits", (size_t)B * T * V), *ours = (float *)malloc_or_die((size_t)V * sizeof(float));
+    for (int b = 0; b < B; b++)
+        for (int t = 0; t < T; t += t < 4 ? 1 : 7) {
+            char name[64];
+            snprintf(name, sizeof name, "logits of sequence %d after %d tokens", b, t + 1);
+            model_next_logits(&m, d.tokens + b * T, t + 1, ours);
+            check_close(name, ours, logits + ((size_t)b * T + t) * V, (size_t)V, bound.logits, &worst);
+        }
+    check(failed == tests_failed, "%s: logits, worst difference %.1e, largest element %.1e", folder, worst.norm, worst.largest);
+
+    float loss, norm, *reference = debug_floats(&d, "loss", 1), *losses = debug_floats(&d, "losses", 10);
+    model_micro_step(&m, d.tokens, d.targets, 0, 1);
+    model_loss_and_norm(&m, &loss, &norm);
+    check(fabs((double)loss - reference[0]) <= bound.loss, "%s: loss %.6f, PyTorch %.6f", folder, loss, reference[0]);
+
+    const int failed_gradients = tests_failed;
+    worst.norm = worst.largest = 0;
+    for (int i = 0; i < m.table.count; i++) {
+        const Param *p = &m.table.params[i];
+        char name[128];
+        snprintf(name, sizeof name, "grad.%s", p->name);
+        const StTensor *t = st_find(&d.file, name);
+        require(t, "the debug file has no '%s'\nwrite it again with train_gpt2.py --write-debug", name);
+        const size_t size = (size_t)p->file_rows * p->cols;
+        float *expected = (float *)malloc_or_die(p->size * sizeof(float)), *got = (float *)malloc_or_die(p->size * sizeof(float)), *scratch = (float *)malloc_or_die(p->size * sizeof(float));
+        param_read_rows(&d.file, t, p, 0, p->file_rows, expected, scratch);
+        model_read(&m, SLOT_GRAD, p->offset, p->size, got);
+        check_close(name, got, expected, size, bound.gradients, &worst);
+        for (size_t k = size; k < p->size; k++) if (got[k] != 0) { check(0, "%s: the vocabulary's padding has a gradient", name); break; }
+        free(expected); free(got); free(scratch);
+    }
+    check(failed_gradients == tests_failed, "%s: %d gradients, worst difference %.1e, largest element %.1e", folder, m.table.count, worst.norm, worst.largest);
+
+    double worst_loss = 0;
+    for (int step = 1; step <= 10; step++) {
+        model_micro_step(&m, d.tokens, d.targets, 0, 1);
+        model_loss_and_norm(&m, &loss, &norm);
+        worst_loss = fmax(worst_loss, fabs((double)loss - losses[step - 1]));
+        debug_update(&m, norm, step);
+    }
+    check(worst_loss <= bound.losses && fabs(losses[0] - losses[9]) > 20 * bound.losses, "%s: ten losses %.4f -> %.4f, worst difference from PyTorch %.1e", folder, losses[0], losses[9], worst_loss);
+    free(logits); free(ours); free(reference); free(losses);
+    model_close(&m);
+    debug_close(&d);
+}
+
+// `steps` training steps on the debug batch from its weights; returns all weights.
+static inline float *weights_after(const char *folder, const Options *o, int steps, int num_micro, float *last_loss) {
+    DebugFile d = debug_open(folder);
+    Model m;
+    float norm;
+    open_reference(&m, folder, o);
+    const int micro_B = d.B / num_micro;
+    for (int step = 1; step <= steps; step++) {
+        for (int k = 0; k < num_micro; k++) model_micro_step(&m, d.tokens + k * micro_B * d.T, d.targets + k * micro_B * d.T, k, num_micro);
+        model_loss_and_norm(&m, last_loss, &norm);
+        debug_update(&m, norm, step);
+    }
+    float *weights = (float *)malloc_or_die(m.table.total * sizeof(float));
+    model_read(&m, model_has_slot(&m, SLOT_MASTER) ? SLOT_MASTER : SLOT_WEIGHT, 0, m.table.total, weights);
+    weights = (float *)realloc(weights, (m.table.total + 1) * sizeof(float));
+    weights[m.table.total] = *last_loss;
+    model_close(&m);
+    debug_close(&d);
+    return weights;
+}
+static inline size_t weights_total(const char *folder) {
+    const Config c = config_from_json(folder);
+    ParamTable t = params_table(&c);
+    const size_t total = t.total;
+    params_free(&t);
+    return total;
+}
+
+// Two ways to compute the same run must give the same bits.
+static inline void test_same_bits(const char *folder, const Options *a, const Options *b, const char *what) {
+    float loss_a, loss_b;
+    const size_t n = weights_total(folder);
+    float *x = weights_after(folder, a, 3, 1, &loss_a), *y = weights_after(folder, b, 3, 1, &loss_b);
+    check(memcmp(x, y, n * sizeof(float)) == 0 && memcmp(&loss_a, &loss_b, sizeof loss_a) == 0, "%s: %s, the same bits (loss %.6f and %.6f)", folder, what, loss_a, loss_b);
+    free(x); free(y);
+}
+
+static inline void test_accumulation(const char *folder, const Options *whole, double bound) {
+    float loss_a, loss_b;
+    const size_t n = weights_total(folder);
+    Options parts = *whole;
+    parts.batch_size = 1;
+    float *x = weights_after(folder, whole, 3, 1, &loss_a), *y = weights_after(folder, &parts, 3, (int)whole->batch_size, &loss_b);
+    const double d = difference(x, y, n).norm;
+    check(d <= bound && fabs(loss_a - loss_b) <= 10 * bound, "%s: %lld micro-steps against one: weights differ by %.1e, loss by %.1e (bound %.0e)", folder, whole->batch_size, d, fabs((double)loss_a - loss_b), bound);
+    free(x); free(y);
+}
+
+static inline void test_resume(const char *folder, const Options *o, const char *output) {
+    DebugFile d = debug_open(folder);
+    Model m;
+    TrainState s;
+    float loss, norm, loss_straight;
+    char path[4300];
+    memset(&s, 0, sizeof s);
+    float *straight = weights_after(folder, o, 6, 1, &loss_straight);
+    open_reference(&m, folder, o);
+    for (int step = 1; step <= 6; step++) {
+        if (step == 4) {  // stop and go on in a new model
+            s.step = 3;
+            checkpoint_save(&m, output, &s, 0, 0);
+            model_close(&m);
+            require(checkpoint_latest(output, path, sizeof path), "no checkpoint in '%s'\ncheck the disk", output);
+            const Config c = config_from_json(path);
+            model_open(&m, &c, o, &one_rank);
+            checkpoint_load(&m, path, &s);
+        }
+        model_micro_step(&m, d.tokens, d.targets, 0, 1);
+        model_loss_and_norm(&m, &loss, &norm);
+        debug_update(&m, norm, step);
+    }
+    float *resumed = (float *)malloc_or_die(m.table.total * sizeof(float));
+    model_read(&m, model_has_slot(&m, SLOT_MASTER) ? SLOT_MASTER : SLOT_WEIGHT, 0, m.table.total, resumed);
+    check(s.step == 3 && memcmp(&loss, &loss_straight, sizeof loss) == 0 && memcmp(resumed, straight, m.table.total * sizeof(float)) == 0,
+          "%s: resumed after 3 of 6 steps, the same bits as a straight run (loss %.6f and %.6f)", folder, loss, loss_straight);
+    free(straight); free(resumed);
+    state_free(&s);
+    model_close(&m);
+    debug_close(&d);
+}
+
+static inline int report_tests(const char *name) {
+    printf("%s: %d passed, %d failed\n", name, tests_passed, tests_failed);
+    return tests_failed ? EXIT_FAILURE : EXIT_SUCCESS;
+}
+
+#endif

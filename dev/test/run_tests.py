@@ -1,0 +1,235 @@
+"""Builds and runs every test that this machine can run, and says which it could not; `make test` calls it.
+
+    .venv/bin/python dev/test/run_tests.py [--only PART]      PART: a word in the names of the tests to run
+
+Builds go in parallel, tests one after another. The output of each is kept in build/test/log/. The last line is
+"N passed, N failed, N skipped"; the exit status is 0 only if nothing failed.
+"""
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = ROOT / "build/test/log"
+PYTHON = sys.executable
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+TIMEOUT = 1200  # seconds for one test; none should come near it
+
+# One small model of every family, and what is awkward about each: head dimension 64 and 32, grouped queries, a vocabulary that
+# needs padding, tied and untied heads, scaled rope, a bias on q, k and v only. PyTorch writes logits, gradients and losses.
+MODELS = {
+    "gpt2": "d3,channels=192,vocab=500,seq=128",
+    "llama3": "llama3:8B,layers=3,channels=256,heads=4,kv_heads=2,vocab=512,seq=128",
+    "llama3.2": "llama3.2:1B,layers=2,channels=128,heads=4,kv_heads=1,vocab=300,seq=128",
+    "qwen2.5": "qwen2.5:1.5B,layers=2,channels=256,heads=4,kv_heads=2,vocab=400,seq=128",
+}
+ASAN_MODELS = {  # ten times smaller, because ASan makes a model many times slower
+    "gpt2-small": "d1,channels=64,vocab=100,seq=64",
+    "qwen2.5-small": "qwen2.5:1.5B,layers=2,channels=64,heads=2,kv_heads=1,vocab=100,seq=64",
+}
+DEBUG = ROOT / "build/test/debug"
+
+totals = {"passed": 0, "failed": 0, "skipped": 0}
+failures, not_run = [], []
+running = set()  # process groups to end when this program is stopped
+
+
+def end_all(signum, frame):
+    for group in list(running):
+        os.killpg(group, signal.SIGKILL)
+    os._exit(128 + signum)
+
+
+def read_config():
+    """What dev/doctor.py found, as the Makefile sees it."""
+    subprocess.run([PYTHON, "dev/doctor.py", "--make", "build/config.mk"], check=True)
+    lines = Path("build/config.mk").read_text().splitlines()
+    return dict(line.split(" := ", 1) for line in lines if " := " in line)
+
+
+def record(name, passed, failed, skipped, seconds, log=None):
+    for key, count in zip(totals, (passed, failed, skipped)):
+        totals[key] += count
+    counts = ", ".join(f"{n} {what}" for n, what in ((passed, "passed"), (failed, "failed"), (skipped, "skipped")) if n)
+    print(f"{'FAIL' if failed else 'ok' if passed else 'skip':<5}{name:<44}{counts or 'nothing to run':<28}{seconds:7.1f} s", flush=True)
+    if failed:
+        failures.append((name, log))
+        if log:
+            print("".join(f"      | {line}\n" for line in log.read_text(errors="replace").splitlines()[-40:]), flush=True)
+
+
+def skip(name, why):
+    not_run.append((name, why))
+    totals["skipped"] += 1
+
+
+def execute(name, command, log, env=None):
+    """Exit status and seconds; a test that hangs is ended with all that it started."""
+    begin = time.time()
+    # OpenMP's threads wait for each other by spinning; where others use the cores too, short spins make tests many times faster.
+    environment = {"GOMP_SPINCOUNT": "2000"} | {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")} | (env or {})
+    with open(log, "w") as f:
+        f.write("$ " + " ".join(map(str, command)) + "\n")
+        f.flush()
+        p = subprocess.Popen([str(c) for c in command], stdout=f, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        running.add(p.pid)
+        try:
+            status = p.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(p.pid, signal.SIGKILL)
+            p.wait()
+            f.write(f"\nstopped after {TIMEOUT} s\n")
+            status = 124
+        running.discard(p.pid)
+    return status, time.time() - begin
+
+
+def counts_of(status, log, xml):
+    """Counts from pytest's report or from a last line "name: N passed, M failed"; otherwise one test, by exit status."""
+    if xml and xml.exists():
+        suite = next(ElementTree.parse(xml).getroot().iter("testsuite"))
+        total, wrong, skipped = (int(suite.get(k, 0)) for k in ("tests", "failures", "skipped"))
+        wrong += int(suite.get("errors", 0))
+        for case in suite.iter("testcase"):
+            for s in case.iter("skipped"):
+                not_run.append((f"{case.get('classname')}.{case.get('name')}", s.get("message", "")))
+        passed, failed = total - wrong - skipped, wrong
+    else:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-3:])
+        found = re.search(r"(\d+) passed, (\d+) failed(?:, (\d+) skipped)?", tail)
+        passed, failed, skipped = (int(x or 0) for x in found.groups()) if found else (int(status == 0), int(status != 0), 0)
+    if status != 0 and status != 5 and not failed:  # a crash after the last line; pytest's 5 is "no tests in this file"
+        failed = 1
+    return passed, failed, skipped
+
+
+def test(name, command, env=None, xml=None):
+    log = LOGS / (re.sub(r"[^\w.-]+", "_", name) + ".txt")
+    if xml:
+        xml.unlink(missing_ok=True)
+    status, seconds = execute(name, command, log, env)
+    record(name, *counts_of(status, log, xml), seconds, log)
+    return status == 0
+
+
+def make(name, *arguments):
+    log = LOGS / (re.sub(r"[^\w.-]+", "_", name) + ".txt")
+    status, seconds = execute(name, ["make", "--no-print-directory", *arguments], log)
+    record(name, int(status == 0), int(status != 0), 0, seconds, log)
+    return status == 0
+
+
+def build_all(config, wanted):
+    """Compiles and links everything; returns the names that are good."""
+    fat = "ARCHS=" + config.get("FAT_ARCHS", "")
+    fat_folder = "build/{}-" + config.get("FAT_ARCHS", "").replace(" ", "-")
+    ladder_arch = config.get("MACHINE_ARCHS", "").split()[0] if config["GPUS"] != "0" else "90a"  # one: to save time
+    jobs = [("build train_gpt2", ["train_gpt2"]), ("build train_gpt2.asan", ["build/train_gpt2.asan"])]
+    jobs += [(f"build {t.stem}{kind}", [f"build/test/{t.stem}{kind}"]) for t in sorted(Path("dev/test").glob("test_*.c")) for kind in ("", ".asan")]
+    jobs += [("build test_comm.mpi", ["build/test/test_comm.mpi"])] if config.get("MPI_LIBS") and Path("dev/test/test_comm.c").exists() else []
+    headers = sorted(Path("llmc").glob("*.h"))
+    if config["NVCC"]:
+        for precision in ("bf16", "fp32"):
+            programs = [p for p in ("train_gpt2", "test_gpt2") if Path(p + ".cu").exists()]
+            jobs = [(f"build {p}cu {precision}", [f"{fat_folder.format(precision)}/{p}cu", fat, f"PRECISION={precision.upper()}"]) for p in programs] + jobs
+            jobs += [(f"build ladder {p.stem} {precision}", [f"build/{precision}-{ladder_arch}/dev/cuda/{p.stem}", f"ARCHS={ladder_arch}", f"PRECISION={precision.upper()}"])
+                     for p in sorted(Path("dev/cuda").glob("*.cu"))]
+        headers += sorted(Path("llmc").glob("*.cuh"))
+    jobs += [(f"header {h.name}", [f"build/headers/{h.name}.ok"]) for h in headers]
+    jobs = [job for job in jobs if wanted(job[0])]
+    with ThreadPoolExecutor(min(CORES, 32)) as pool:
+        results = pool.map(lambda job: make(job[0], *job[1]), jobs)
+        good = {job[0] for job, ok in zip(jobs, results) if ok}
+    return good, fat_folder, ladder_arch
+
+
+def host_tests(good, wanted, gpus):
+    """Tests in C, plain and under ASan; test_model runs on models that PyTorch wrote."""
+    models = MODELS if wanted("test_model") or gpus and wanted("test_gpt2cu") else {}
+    small = ASAN_MODELS if wanted("test_model.asan") else {}
+    for name, model in (models | small).items():
+        test(f"PyTorch writes {name}", [PYTHON, "train_gpt2.py", "--write-debug", DEBUG / name, "--model", model, "-b", "8", "-t", "64", "--threads", "1"])
+    for source in sorted(Path("dev/test").glob("test_*.c")):
+        for kind in ("", ".asan"):
+            name = source.stem + kind
+            folders = [LOGS / f"{name}.run", *(DEBUG / n for n in (small if kind else models))] if source.stem == "test_model" else []
+            if wanted(name) and f"build {name}" in good:
+                test(name, [f"build/test/{name}", *folders])
+
+
+def gpu_tests(config, good, fat_folder, ladder_arch, wanted):
+    """On one GPU, and on as many as there are: the largest power of two, because the ranks share batches of 8."""
+    gpus = int(config["GPUS"])
+    ranks = 1 << min(3, gpus.bit_length() - 1) if gpus else 0
+    ladders = sorted(p.stem for p in Path("dev/cuda").glob("*.cu"))
+    tests = []
+    for precision in ("bf16", "fp32"):
+        whole = lambda kind: [f"{fat_folder.format(precision)}/test_gpt2cu", LOGS / f"test_gpt2cu_{precision}{kind}.run", *(DEBUG / n for n in MODELS)]
+        needs = f"build test_gpt2cu {precision}"
+        tests += [(f"test_gpt2cu {precision}", needs, whole(""), None if gpus else "no GPU")]
+        tests += [(f"test_gpt2cu {precision}, {max(ranks, 2)} GPUs", needs, [config.get("MPIRUN"), "--oversubscribe", "-np", ranks, *whole("_ranks")],
+                   "fewer than two GPUs" if ranks < 2 else None if config.get("MPI_LIBS") and config.get("NCCL_LIBS") else "no MPI or no NCCL")]
+        tests += [(f"ladder {n} {precision}", f"build ladder {n} {precision}", [f"build/{precision}-{ladder_arch}/dev/cuda/{n}", "--check"], None if gpus else "no GPU")
+                  for n in ladders]
+    for name, needs, command, why_not in tests:
+        if not wanted(name):
+            continue
+        if why_not or needs not in good:
+            skip(name, why_not or "it was not built")
+        else:
+            test(name, command, env={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="PART", help="run the tests whose name contains PART")
+    args = parser.parse_args()
+    wanted = lambda name: args.only in name
+    os.chdir(ROOT)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, end_all)
+    LOGS.mkdir(parents=True, exist_ok=True)
+    begin = time.time()
+    config = read_config()
+    good, fat_folder, ladder_arch = build_all(config, wanted)
+    if not config["NVCC"] and wanted("CUDA toolkit"):
+        why = f"no CUDA toolkit: {config['CUDA_OFF']}"
+        if os.environ.get("CI"):  # CI exists to compile them
+            record("CUDA toolkit", 0, 1, 0, 0)
+        skip("every CUDA target: compiling and linking", why)
+    host_tests(good, wanted, config["GPUS"] != "0")
+    for source in sorted(Path("dev/test").glob("test_*.py")):
+        if wanted(source.name):
+            xml = LOGS / f"{source.stem}.xml"
+            test(source.name, [PYTHON, "-m", "pytest", "-q", "-rs", f"--junitxml={xml}", source], xml=xml)
+    if Path("dev/test/parity.py").exists() and wanted("parity"):
+        for program in ("train_gpt2cu", "train_gpt2fp32cu") if config["NVCC"] and config["GPUS"] != "0" else ():
+            make(f"install {program}", program, "ARCHS=" + config["FAT_ARCHS"])
+        test("parity", [PYTHON, "dev/test/parity.py"])
+    if wanted("demo"):
+        test("demo, a short one", [PYTHON, "dev/demo.py", "--seconds", "10", "--output", "build/test/demo", "./train_gpt2"])
+    if config["NVCC"]:
+        gpu_tests(config, good, fat_folder, ladder_arch, wanted)
+
+    if not_run:
+        print("\nnot run here:")
+        for name, why in not_run:
+            print(f"  {name}: {why}")
+    if failures:
+        print("\nfailed:")
+        for name, log in failures:
+            print(f"  {name}" + (f"  ({log.relative_to(ROOT)})" if log else ""))
+    print(f"\n{time.time() - begin:.0f} s on {CORES} cores")
+    print(f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
+    sys.exit(1 if totals["failed"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+// Says what the plain-C headers compute, for test_train_gpt2.py: say WHAT ARGUMENTS...
+#include "../../llmc/options.h"
+#include "../../llmc/dataloader.h"
+#include "../../llmc/params.h"
+#include "../../llmc/rope_table.h"
+#include "../../llmc/sampler.h"
+#include "../../llmc/schedule.h"
+int main(int argc, char **argv) {
+    (void)argc;
+    const char *what = argv[1];
+    Config c;
+    if (!strcmp(what, "table")) {  // of each model named
+        for (char **name = argv + 2; *name; name++) {
+            int vocab_given = config_parse(*name, &c);
+            ParamTable t = params_table(&c);
+            printf("= %s %d %s %d %d %d %d %d %d %d %d %.9g %d %.9g %.9g %.9g %.9g %d %d %d %d %d\n", *name, vocab_given, c.model_type, c.num_layers, c.channels, c.num_heads,
+                   c.num_kv_heads, c.ffn_dim, c.vocab_size, c.max_seq_len, c.norm == NORM_LAYER, (double)c.norm_eps, c.position == POSITION_LEARNED, (double)c.rope_theta,
+                   (double)c.rope_factor, (double)c.rope_low_freq_factor, (double)c.rope_high_freq_factor, c.rope_original_len, c.mlp == MLP_GELU, c.qkv_bias, c.linear_bias, c.tied);
+            for (int i = 0; i < t.count; i++) {
+                const Param *p = &t.params[i];
+                printf("%s %d %d %d %d %d %d %.9g\n", p->name, p->unit, p->file_rows, p->cols, p->is_vector, p->transposed, p->decay, (double)p->init_std);
+            }
+            params_free(&t);
+        }
+    } else if (!strcmp(what, "init")) {  // model, seed: all values of all tensors, those of the vocabulary's padding left out
+        config_parse(argv[2], &c);
+        ParamTable t = params_table(&c);
+        for (int i = 0; i < t.count; i++) {
+            size_t n = (size_t)t.params[i].file_rows * (size_t)t.params[i].cols;
+            float *values = (float *)malloc_or_die(n * sizeof(float));
+            param_init(&t, i, strtoull(argv[3], NULL, 10), 0, n, values);
+            fwrite(values, sizeof(float), n, stdout);
+            free(values);
+        }
+    } else if (!strcmp(what, "order")) {  // pattern, B, T, shuffle, seed, batches
+        DataLoader d;
+        int B = atoi(argv[3]), T = atoi(argv[4]);
+        dataloader_open(&d, argv[2], B, T, 0, 1, atoi(argv[5]), strtoull(argv[6], NULL, 10), 0);
+        for (int i = 0; i < atoi(argv[7]); i++) {
+            dataloader_next(&d);
+            fwrite(d.inputs, sizeof(int), (size_t)(B * T), stdout);
+            fwrite(d.targets, sizeof(int), (size_t)(B * T), stdout);
+        }
+    } else if (!strcmp(what, "lr")) {  // schedule, peak, warmup, final fraction, steps
+        for (int s = 0; s < atoi(argv[6]) + 3; s++)
+            printf("%.17g\n", learning_rate_at(argv[2], atof(argv[3]), atoi(argv[4]), atof(argv[5]), atoi(argv[6]), s));
+    } else if (!strcmp(what, "rope")) {  // model, T
+        config_parse(argv[2], &c);
+        int T = atoi(argv[3]);
+        float *cos_sin = (float *)malloc_or_die((size_t)T * (size_t)c.head_dim * sizeof(float));
+        rope_table(&c, T, cos_sin);
+        fwrite(cos_sin, sizeof(float), (size_t)T * (size_t)c.head_dim, stdout);
+    } else if (!strcmp(what, "sample")) {  // V, temperature, seed, step, draws; logits on stdin
+        int V = atoi(argv[2]);
+        float *logits = (float *)malloc_or_die((size_t)V * sizeof(float));
+        Candidate *scratch = (Candidate *)malloc_or_die((size_t)V * sizeof(Candidate));
+        require(fread(logits, sizeof(float), (size_t)V, stdin) == (size_t)V, "no logits\n-");
+        for (int i = 0; i < atoi(argv[6]); i++)
+            printf("%d\n", sample_token(logits, V, atof(argv[3]), 0, 1, rand_uniform(strtoull(argv[4], NULL, 10), rand_stream(RAND_SAMPLE, strtoull(argv[5], NULL, 10)), (uint64_t)i), scratch));
+    } else if (!strcmp(what, "options")) {
+        Options o = options_default();
+        for (int i = 0; i < NUM_OPTIONS; i++) {
+            char value[512];
+            if (option_table[i].kind == OPTION_SECTION) continue;
+            option_value(&o, &option_table[i], value, sizeof value);
+            printf("%s\t%s\t%s\n", option_table[i].name, option_table[i].letters, value);
+        }
+    }
+    return 0;
+}

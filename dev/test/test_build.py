@@ -1,0 +1,231 @@
+"""Rules of the house that a machine can check, and the build: what it makes, how it survives, what it finds."""
+import ast
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line) \
+    if (ROOT / "build/config.mk").exists() else {}
+
+
+def tracked(*suffixes):
+    """Files of the repository (relative paths); without git, everything that is not a product."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode == 0 and listing.stdout:
+        files = [Path(f) for f in listing.stdout.split("\0") if f]
+    else:
+        files = [p.relative_to(ROOT) for p in ROOT.rglob("*") if p.is_file()]
+        files = [f for f in files if f.parts[0] not in (".git", ".venv", "build")]
+    files = [f for f in files if (ROOT / f).exists()]
+    return [f for f in files if not suffixes or f.suffix in suffixes]
+
+
+def make(*arguments, cwd=ROOT, **more):
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    return subprocess.run(["make", f"PYTHON={sys.executable}", *arguments], cwd=cwd, env=environment, capture_output=True, text=True, **more)
+
+
+# ---- rules of the source
+
+def line_budget(f):
+    if f.name == "train_gpt2.c":
+        return 1150
+    return 800 if f.name.startswith("attention") else 220 if f.name == "Makefile" else 600
+
+
+def functions_of(text):
+    """(name, lines, is device code) of each C, C++ or CUDA function: from a line in the first column to its closing brace."""
+    start, found = None, []
+    for number, line in enumerate(text.splitlines()):
+        if re.match(r"[A-Za-z_]", line) and not line.startswith(("typedef", "struct", "enum", "namespace", "extern \"C\"")):
+            start = start if start is not None and not re.search(r"[;}]\s*(//.*)?$", previous) else number
+            opening = line if start == number else opening + line
+        elif line.startswith("}"):
+            if start is not None and "(" in opening and "=" not in opening.split("(")[0]:
+                device = re.search(r"__global__|__device__", opening)
+                found.append((opening.split("(")[0].split()[-1].lstrip("*"), number - start + 1, bool(device)))
+            start = None
+        previous = line
+    return found
+
+
+def test_function_counter():
+    text = "static int a(int x) {\n    return x;\n}\n\nint b(void) { return 1; }\n__global__ void c(int *p,\n                  int n) {\n    *p = n;\n\n}\n"
+    assert ("a", 3, False) in functions_of(text) and ("c", 5, True) in functions_of(text)
+
+
+def test_line_budget():
+    over = [f"{f}: {n} lines, {line_budget(f)} are allowed" for f in tracked(".c", ".h", ".cu", ".cuh", ".py", ".sh", "")
+            if f.suffix or f.name == "Makefile"
+            if (n := len((ROOT / f).read_text().splitlines())) > line_budget(f)]
+    for f in tracked(".c", ".h", ".cu", ".cuh"):
+        for name, lines, device in functions_of((ROOT / f).read_text()):
+            if not device and lines > (250 if name == "main" else 80):
+                over.append(f"{f}: {name}() has {lines} lines")
+    for f in tracked(".py"):
+        for node in ast.walk(ast.parse((ROOT / f).read_text())):
+            if isinstance(node, ast.FunctionDef) and (lines := node.end_lineno - node.lineno + 1) > (250 if node.name == "main" else 80):
+                over.append(f"{f}: {node.name}() has {lines} lines")
+    assert not over, "\n".join(over)
+
+
+def test_one_place_chooses_the_device():
+    places = [f"{f}:{n}" for f in tracked(".c", ".h", ".cu", ".cuh") for n, line in enumerate((ROOT / f).read_text().splitlines(), 1)
+              if "cudaSetDevice(" in line]
+    assert len(places) == 1, places
+
+
+def test_only_one_file_allocates_device_memory():
+    places = {str(f) for f in tracked(".cu", ".cuh") if f.parts[0] == "llmc" or f.name == "train_gpt2.cu"
+              if re.search(r"\bcudaMalloc(Async|Managed)?\s*\(", (ROOT / f).read_text())}
+    assert places <= {"llmc/memory.cuh"}, places
+
+
+def test_headers_are_guarded():
+    wrong = [str(f) for f in tracked(".h", ".cuh") if not re.search(r"^#ifndef \w+\n#define \w+$", (ROOT / f).read_text(), re.M)]
+    assert not wrong, wrong
+
+
+def test_no_package_index_is_named():
+    hosts = ["py" + "pi.org", "python" + "hosted.org", "download." + "pytorch.org", "py" + "pi.nvidia.com", "conda." + "anaconda.org"]
+    named = [f"{f}: {h}" for f in tracked() for h in hosts if h in (ROOT / f).read_bytes().decode("utf-8", "ignore")]
+    assert not named, named
+
+
+def test_no_large_file():
+    large = [f"{f}: {size} bytes" for f in tracked() if (size := (ROOT / f).stat().st_size) > 1 << 20]
+    assert not large, large
+
+
+# ---- the binaries
+
+def fatbin_contents(path):
+    """Architectures of a CUDA program: ({"80", "90a", ...} as machine code, {"100"} as PTX), from its fat binary: regions
+    of {magic, version, header bytes, payload bytes}, each a list of {kind 1 PTX or 2 code, ..., header bytes, payload bytes,
+    ..., arch at byte 28, ..., flags at byte 40 (bit 20: architecture-specific, the "a")}."""
+    data, at, code, ptx = path.read_bytes(), 0, set(), set()
+    while (at := data.find(struct.pack("<IH", 0xBA55ED50, 1), at)) >= 0:
+        header, size = struct.unpack_from("<HQ", data, at + 6)
+        entry, end = at + header, at + header + size
+        while entry < end:
+            kind, _, entry_header, payload = struct.unpack_from("<HHIQ", data, entry)
+            arch, flags = struct.unpack_from("<I", data, entry + 28)[0], struct.unpack_from("<Q", data, entry + 40)[0]
+            (ptx if kind == 1 else code).add(f"{arch}{'a' if flags >> 20 & 1 else ''}")
+            entry += entry_header + payload
+        at = max(end, at + 4)
+    return code, ptx
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("program", ["train_gpt2cu", "test_gpt2cu"])
+def test_binary_carries_every_architecture(program, precision):
+    fat = CONFIG.get("FAT_ARCHS", "").split()
+    path = ROOT / f"build/{precision}-{'-'.join(fat)}/{program}"
+    if not fat or not path.exists():
+        pytest.skip("not built here")
+    code, ptx = fatbin_contents(path)
+    assert code == set(fat)
+    assert ptx == {[a for a in fat if not a.endswith("a")][-1]}
+
+
+def tiny_run(folder):
+    """Arguments of a run of three steps on a shard of bytes written into `folder`."""
+    tokens = bytes(range(32, 127)) * 40
+    header = struct.pack("<256i", 20240520, 1, len(tokens), 256, 1, *[0] * 251)
+    (folder / "tiny.bin").write_bytes(header + struct.pack(f"<{len(tokens)}H", *tokens))
+    shard = str(folder / "tiny.bin")
+    return ["-e", "d2,channels=64,vocab=256", "-i", shard, "-j", shard, "-b", "2", "-t", "32", "-x", "3", "-v", "0", "-s", "0"]
+
+
+@pytest.mark.parametrize("program", ["train_gpt2", "train_gpt2cu"])
+def test_nothing_is_compiled_at_run_time(program, tmp_path):
+    path = ROOT / ("build/train_gpt2" if program == "train_gpt2" else f"build/bf16-{CONFIG.get('FAT_ARCHS', '').replace(' ', '-')}/train_gpt2cu")
+    if not path.exists() or program == "train_gpt2cu" and CONFIG.get("GPUS") == "0":
+        pytest.skip("not built here, or no GPU")
+    bare = {"PATH": "/nonexistent", "HOME": "/nonexistent", "CUDA_CACHE_DISABLE": "1"} | {k: v for k, v in os.environ.items() if k in ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")}
+    run = subprocess.run([path, *tiny_run(tmp_path)], cwd=tmp_path, env=bare, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    strace = shutil.which("strace")
+    if strace:
+        trace = tmp_path / "trace"
+        subprocess.run([strace, "-f", "-e", "trace=execve", "-o", trace, path, *tiny_run(tmp_path)], cwd=tmp_path, env=bare, check=True, capture_output=True)
+        started = [line for line in trace.read_text().splitlines() if "execve(" in line]
+        assert len(started) == 1, started  # the program itself
+
+
+# ---- the build itself
+
+def copy_tree(target):
+    """The working tree as git knows it: what a fresh clone would hold, with local changes."""
+    for f in tracked():
+        (target / f).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / f, target / f)
+    return target
+
+
+def test_make_survives_being_killed(tmp_path):
+    tree = copy_tree(tmp_path)
+    begin = time.time()
+    assert make("train_gpt2", cwd=tree).returncode == 0
+    whole = time.time() - begin
+    for share in (0.2, 0.6, 0.95):
+        assert make("clean", cwd=tree).returncode == 0
+        p = subprocess.Popen(["make", f"PYTHON={sys.executable}", "train_gpt2"], cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        time.sleep(share * whole)
+        os.killpg(p.pid, signal.SIGKILL)
+        p.wait()
+        again = make("train_gpt2", cwd=tree)
+        assert again.returncode == 0, again.stderr
+        run = subprocess.run(["./train_gpt2", *tiny_run(tree)], cwd=tree, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+    once_more = make("train_gpt2", cwd=tree)
+    assert " -c " not in once_more.stdout, "a second make compiled again: " + once_more.stdout
+
+
+def test_precision_and_architectures_have_their_own_folders():
+    if not CONFIG.get("NVCC"):
+        pytest.skip("no CUDA toolkit")
+    plan = make("-n", "-B", "train_gpt2cu", "PRECISION=FP32", "ARCHS=80 100").stdout
+    assert "-DPRECISION_FP32" in plan and "build/fp32-80-100/" in plan and "build/bf16" not in plan
+    assert plan.count("code=compute_") and "arch=compute_100,code=compute_100" in plan and "code=compute_80 " not in plan
+    assert "fast-math" not in plan
+    assert make("-n", "train_gpt2cu", "PRECISION=FP8").returncode != 0
+
+
+def test_doctor_says_what_is_off(tmp_path):
+    (tmp_path / "dev").mkdir()
+    shutil.copy(ROOT / "dev/doctor.py", tmp_path / "dev")
+    bare = {"PATH": "/nonexistent", "CUDA_HOME": "/nonexistent"}
+    report = subprocess.run([sys.executable, "-S", tmp_path / "dev/doctor.py"], env=bare, capture_output=True, text=True)
+    assert report.returncode == 0, report.stderr
+    assert "CUDA_HOME=/nonexistent has no bin/nvcc" in report.stdout
+    assert re.search(r"compiler +off", report.stdout) and re.search(r"CUDA +off", report.stdout)
+    assert "make toolkit" in report.stdout and "will train on the CPU" in report.stdout
+
+
+def test_cuda_targets_without_a_toolkit_say_so(tmp_path):
+    tree = copy_tree(tmp_path)
+    (tree / "dev/doctor.py").write_text("import sys; open(sys.argv[2], 'w').write('CC := gcc\\nGPUS := 0\\nCUDA_OFF := no nvcc\\n')")
+    (tree / "build").mkdir()
+    built = make("train_gpt2cu", "ARCHS=80", cwd=tree)
+    assert built.returncode != 0 and "no CUDA toolkit: no nvcc" in built.stderr and "hint:" in built.stderr
+
+
+def test_venv_refuses_a_folder_that_is_not_one(tmp_path):
+    (tmp_path / "dev").mkdir()
+    shutil.copy(ROOT / "dev/venv.py", tmp_path / "dev")
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/precious").write_text("mine")
+    run = subprocess.run([sys.executable, tmp_path / "dev/venv.py", "demo"], capture_output=True, text=True)
+    assert run.returncode != 0 and "hint:" in run.stderr
+    assert (tmp_path / ".venv/precious").read_text() == "mine"

@@ -1,0 +1,594 @@
+// hf_weights.h and checkpoint.h on a model that lives in memory and computes nothing: files and folders, bit-exact
+// resuming, kills at every moment of a save, full disks, and every refusal. test_checkpoint_hf.py runs the same program as
+//   test_checkpoint --write FOLDER MODEL DTYPE | --copy FROM TO     to compare with the safetensors package and transformers.
+#include "llmc/utils.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+// What a save does to the disk, in order: f file flushed, d folder flushed, r renamed, u removed. And where it is killed.
+static char disk_log[256];
+static int kill_at_rename = -1, kill_at_read = -1;  // before the n-th from now; -1: never
+static void note(char what);
+static int noted_fsync(int fd);
+static int noted_rename(const char *a, const char *b);
+static int noted_unlink(const char *path);
+#define fsync noted_fsync
+#define rename noted_rename
+#define unlink noted_unlink
+
+#define HF_PIECE ((size_t)512)  // many pieces even in small tensors
+#include "llmc/backend.h"
+struct Model { Config config; ParamTable table; const Comm *comm; float *slots[5]; int bf16, master; };
+#include "llmc/checkpoint.h"
+#undef fsync
+#undef rename
+#undef unlink
+
+#include "dev/test/check.h"
+
+static void note(char what) {
+    size_t n = strlen(disk_log);
+    if (n + 1 < sizeof disk_log) { disk_log[n] = what; disk_log[n + 1] = 0; }
+}
+static int noted_fsync(int fd) {
+    struct stat s;
+    note(fstat(fd, &s) == 0 && S_ISDIR(s.st_mode) ? 'd' : 'f');
+    return fsync(fd);
+}
+static int noted_rename(const char *a, const char *b) {
+    if (kill_at_rename >= 0 && kill_at_rename-- == 0) raise(SIGKILL);
+    note('r');
+    return rename(a, b);
+}
+static int noted_unlink(const char *path) {
+    note('u');
+    return unlink(path);
+}
+
+// ---- the model
+
+static float to_bf16(float x) { return st_float_of_bits((uint32_t)st_bf16(x) << 16); }
+static const Comm one_rank = {0, 1, 0, 1, "this host"};
+Span model_owned(const Model *m, Slot s, int unit) { (void)s; return param_unit(&m->table, unit); }
+int model_has_slot(const Model *m, Slot s) { return s != SLOT_MASTER || m->master; }
+const char *model_dtype(const Model *m) { return m->bf16 ? "bf16" : "fp32"; }
+void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
+    assert(model_has_slot(m, s) && offset <= m->table.total && count <= m->table.total - offset);
+    for (size_t i = 0; i < count; i++) {
+        m->slots[s][offset + i] = s == SLOT_WEIGHT && m->bf16 ? to_bf16(values[i]) : values[i];
+        if (s == SLOT_WEIGHT && m->master) m->slots[SLOT_MASTER][offset + i] = values[i];
+    }
+}
+void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    assert(model_has_slot(m, s) && offset <= m->table.total && count <= m->table.total - offset);
+    if (kill_at_read >= 0 && kill_at_read-- == 0) raise(SIGKILL);
+    memcpy(values, m->slots[s] + offset, count * sizeof(float));
+}
+static Model fake_open(const Config *c, int bf16, int master) {
+    Model m;
+    memset(&m, 0, sizeof m);
+    m.config = *c;
+    m.table = params_table(c);
+    m.comm = &one_rank;
+    m.bf16 = bf16;
+    m.master = master;
+    for (int s = 0; s < 5; s++) m.slots[s] = (float *)calloc_or_die(m.table.total * sizeof(float));
+    return m;
+}
+static void fake_close(Model *m) {
+    for (int s = 0; s < 5; s++) free(m->slots[s]);
+    params_free(&m->table);
+}
+// Weights that test_checkpoint_hf.py computes too: from the name and the place in memory, exact in fp32.
+static float pattern(const char *name, size_t element) {
+    uint64_t h = 7;
+    for (const char *p = name; *p; p++) h = (h * 31 + (uint64_t)(unsigned char)*p) % 65521;
+    return (float)((int)((h + element * 104729) % 65536) - 32768) * 0x1p-16f;
+}
+// Real values everywhere but in the padding of the vocabulary, which is zero as in a trainer.
+static void fake_fill(Model *m, uint64_t seed) {
+    float *values = (float *)malloc_or_die(m->table.total * sizeof(float));
+    for (int s = 0; s < 5; s++) {
+        if (!model_has_slot(m, (Slot)s)) continue;
+        for (int i = 0; i < m->table.count; i++) {
+            const Param *p = &m->table.params[i];
+            for (size_t k = 0; k < p->size; k++)
+                values[k] = k >= (size_t)p->file_rows * (size_t)p->cols ? 0 : seed ? rand_normal(seed, (uint64_t)s, p->offset + k) : pattern(p->name, k);
+            model_write(m, (Slot)s, p->offset, p->size, values);
+        }
+    }
+    free(values);
+}
+static void fake_spoil(Model *m) { for (int s = 0; s < 5; s++) for (size_t i = 0; i < m->table.total; i++) m->slots[s][i] = 123; }
+// Bit for bit over every tensor of a slot, its padding included; the gaps between units belong to nobody.
+static int same_slot(const Model *a, const Model *b, Slot s) {
+    for (int i = 0; i < a->table.count; i++) {
+        const Param *p = &a->table.params[i];
+        if (memcmp(a->slots[s] + p->offset, b->slots[s] + p->offset, p->size * sizeof(float)) != 0) return 0;
+    }
+    return 1;
+}
+static int same_training(const Model *a, const Model *b) {
+    return same_slot(a, b, SLOT_WEIGHT) && same_slot(a, b, SLOT_M) && same_slot(a, b, SLOT_V) && (!a->master || same_slot(a, b, SLOT_MASTER));
+}
+
+static const struct { const char *name, *config; } models[] = {
+    {"gpt2", "gpt2:124M,layers=2,channels=32,heads=2,vocab=300,seq=24"},
+    {"gpt2-untied", "gpt2:124M,layers=1,channels=32,heads=2,vocab=300,seq=24,tied=0"},
+    {"gpt2-odd", "gpt2:124M,layers=1,channels=40,heads=5,ffn=88,vocab=257,seq=7"},
+    {"llama3.1", "llama3.1:8B,layers=2,channels=64,heads=4,kv_heads=2,ffn=96,vocab=300,seq=64"},
+    {"llama3.2-tied", "llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=1,ffn=96,vocab=128,seq=64"},
+    {"llama2", "llama2:7B,layers=1,channels=32,heads=2,ffn=40,vocab=256,seq=64"},
+    {"qwen2.5", "qwen2.5:0.5B,layers=2,channels=64,heads=4,kv_heads=2,ffn=96,vocab=300,seq=64"},
+    {"qwen2.5-untied", "qwen2.5:7B,layers=1,channels=32,heads=2,kv_heads=2,ffn=40,vocab=300,seq=64"},
+};
+enum { NUM_MODELS = sizeof models / sizeof *models };
+static Config config_of(const char *name) {
+    Config c;
+    for (int i = 0; i < NUM_MODELS; i++) if (strcmp(models[i].name, name) == 0) { config_parse(models[i].config, &c); return c; }
+    die("no model '%s'\nuse a name of the table above", name);
+}
+
+static char root[] = "/tmp/test_checkpoint_XXXXXX";
+static char *at(const char *format, ...) {  // a path below root; good until the sixteenth call after it
+    static char paths[16][512];
+    static int next;
+    char *path = paths[next++ % 16];
+    int n = snprintf(path, 512, "%s/", root);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(path + n, 512 - (size_t)n, format, args);
+    va_end(args);
+    return path;
+}
+static void write_text(const char *path, const char *text) {
+    FILE *f = fopen_or_die(path, "wb", "check the disk");
+    fputs(text, f);
+    fclose(f);
+}
+
+// ---- weights
+
+static int same_config(const Config *a, const Config *b) {
+    char *x = config_text(a), *y = config_text(b);
+    const int same = strcmp(x, y) == 0 && a->padded_vocab_size == b->padded_vocab_size && a->qkv_bias == b->qkv_bias && a->linear_bias == b->linear_bias;
+    free(x);
+    free(y);
+    return same;
+}
+
+static void test_weights(void) {
+    for (int i = 0; i < NUM_MODELS; i++) {
+        Config c = config_of(models[i].name);
+        for (int bf16 = 0; bf16 < 2; bf16++) {
+            Model a = fake_open(&c, bf16, 0);
+            fake_fill(&a, 1 + (uint64_t)i);
+            model_save_weights(&a, at("weights"));
+            Config read = config_from_json(at("weights"));
+            Model b = fake_open(&read, bf16, 0);
+            fake_spoil(&b);
+            model_load_weights(&b, at("weights"));
+            StReader r;
+            st_open(&r, at("weights"));
+            check(same_config(&c, &read) && same_slot(&a, &b, SLOT_WEIGHT) && r.tensors[0].type == (bf16 ? ST_BF16 : ST_F32), "%s %s: weights and config written and read back, bit for bit, padding zero", models[i].name, model_dtype(&a));
+            st_close(&r);
+            fake_close(&a);
+            fake_close(&b);
+        }
+    }
+    Config c = config_of("gpt2-odd");
+    Model m = fake_open(&c, 0, 0);
+    StReader r;
+    fake_fill(&m, 0);
+    model_save_weights(&m, at("weights"));
+    st_open(&r, at("weights"));
+    const StTensor *fc = st_find(&r, "transformer.h.0.mlp.c_fc.weight"), *wte = st_find(&r, "transformer.wte.weight");
+    float x;
+    st_read_floats(&r, fc, 3 * 88 + 70, 1, &x);
+    check(fc->shape[0] == 40 && fc->shape[1] == 88 && x == pattern(fc->name, 70 * 40 + 3), "GPT-2's block matrices are (in, out) in files");
+    check(wte->shape[0] == 257 && wte->shape[1] == 40 && !st_find(&r, "lm_head.weight"), "padding of the vocabulary and a tied head are not written");
+    st_close(&r);
+    fake_close(&m);
+}
+
+// A folder of GPT-2 weights as others write it: names without "transformer.", masks, a copy of the head, some oddity.
+typedef enum { AS_IT_SHOULD, AS_HALF_NAMES, LACKS_ONE, HAS_MORE, OTHER_SHAPE, WHOLE_NUMBERS, ALL_WRONG } Oddity;
+static void write_foreign(const Model *m, Oddity odd) {
+    StWriter w;
+    st_create(&w, at("foreign.safetensors"));
+    for (int i = 0; i < m->table.count; i++) {
+        const Param *p = &m->table.params[i];
+        uint64_t shape[2];
+        const int dims = param_shape(p, shape);
+        if (odd == OTHER_SHAPE && i == 2) { uint64_t s = shape[0]; shape[0] = shape[1]; shape[1] = s; }
+        if (odd == LACKS_ONE && i == 3) continue;
+        const char *name = strncmp(p->name, "transformer.", 12) == 0 ? p->name + 12 : p->name;
+        st_declare(&w, odd == ALL_WRONG ? name + 1 : name, odd == WHOLE_NUMBERS && i == 4 ? ST_I32 : ST_F32, dims, shape);
+    }
+    const int real = w.count;
+    const uint64_t mask[4] = {1, 1, 24, 24}, head[2] = {(uint64_t)m->config.vocab_size, (uint64_t)m->config.channels};
+    st_declare(&w, "h.0.attn.bias", ST_U8, 4, mask);
+    st_declare(&w, "h.1.attn.masked_bias", ST_F32, 0, mask);
+    st_declare(&w, "lm_head.weight", ST_F32, 2, head);
+    if (odd == HAS_MORE) st_declare(&w, "h.0.attn.lora_A.weight", ST_F32, 1, mask + 2);
+    st_begin(&w, 1);
+    float *values = (float *)calloc_or_die(1 << 20), *scratch = (float *)calloc_or_die(1 << 20);
+    for (int i = 0; i < w.count; i++) {
+        const StTensor *t = &w.tensors[i];
+        if (i >= real || t->type != ST_F32 || odd != AS_HALF_NAMES) st_pwrite(w.fd, w.path, scratch, t->count * (uint64_t)st_types[t->type].bytes, t->begin);
+        else {
+            const Param *p = &m->table.params[i];
+            model_read(m, SLOT_WEIGHT, p->offset, p->size, values);
+            param_write_rows(&w, i, p, 0, (size_t)p->file_rows, values, scratch);
+            memset(scratch, 0, 1 << 20);
+        }
+    }
+    free(values);
+    free(scratch);
+    st_finish(&w);
+}
+static void load_foreign(void *config) {
+    Model m = fake_open((const Config *)config, 0, 0);
+    model_load_weights(&m, at("foreign.safetensors"));
+    fake_close(&m);
+}
+static void test_foreign(void) {
+    Config c = config_of("gpt2");
+    Model a = fake_open(&c, 0, 0), b = fake_open(&c, 0, 0);
+    fake_fill(&a, 5);
+    fake_spoil(&b);
+    write_foreign(&a, AS_HALF_NAMES);
+    model_load_weights(&b, at("foreign.safetensors"));
+    check(same_slot(&a, &b, SLOT_WEIGHT), "GPT-2 names without 'transformer.'; masks and a copied head are passed over");
+    const struct { Oddity odd; const char *name, *expected; } bad[] = {
+        {LACKS_ONE, "a tensor missing", "1 differences: no transformer.h.0.attn.c_proj.weight\n"}, {HAS_MORE, "a tensor too many", "1 differences: h.0.attn.lora_A.weight is not part of the model\n"},
+        {OTHER_SHAPE, "a transposed tensor", "1 differences: h.0.attn.c_attn.weight is (96, 32), not (32, 96)\n"}, {WHOLE_NUMBERS, "a tensor of whole numbers", "1 differences: h.0.mlp.c_fc.weight is I32\n"},
+        {ALL_WRONG, "another model: ten differences are named", "56 differences: no transformer.wte.weight; no transformer.wpe.weight; "}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        write_foreign(&a, bad[i].odd);
+        check_refused(bad[i].name, load_foreign, &c, bad[i].expected);
+    }
+    c.tied = 0;
+    write_foreign(&a, AS_IT_SHOULD);
+    Model untied = fake_open(&c, 0, 0);
+    fake_spoil(&untied);
+    model_load_weights(&untied, at("foreign.safetensors"));
+    check(untied.slots[SLOT_WEIGHT][param_at(&untied.table, 3, ROLE_HEADW)] == 0, "the head of an untied GPT-2 is read, not passed over");
+    fake_close(&untied);
+    fake_close(&a);
+    fake_close(&b);
+}
+// F16 weights and weights in several files.
+static void test_shards(void) {
+    Config c = config_of("qwen2.5");
+    Model a = fake_open(&c, 0, 0), b = fake_open(&c, 0, 0);
+    fake_fill(&a, 6);
+    fake_spoil(&b);
+    make_directory(at("shards"));
+    char index[20000] = "{\"weight_map\":{";
+    StWriter w[3];
+    for (int k = 0; k < 3; k++) st_create(&w[k], at("shards/part-%d.safetensors", k));
+    for (int i = 0; i < a.table.count; i++) {
+        uint64_t shape[2];
+        const int dims = param_shape(&a.table.params[i], shape), part = i < 5 ? 0 : 1 + i % 2;  // of unequal size
+        st_declare(&w[part], a.table.params[i].name, ST_F32, dims, shape);
+        sprintf(index + strlen(index), "%s\"%s\":\"part-%d.safetensors\"", i ? "," : "", a.table.params[i].name, part);
+    }
+    write_text(at("shards/model.safetensors.index.json"), strcat(index, "}}"));
+    for (int k = 0; k < 3; k++) {
+        st_begin(&w[k], 1);
+        for (int t = 0; t < w[k].count; t++)
+            for (int i = 0; i < a.table.count; i++)
+                if (strcmp(a.table.params[i].name, w[k].tensors[t].name) == 0) st_write_floats(&w[k], t, 0, w[k].tensors[t].count, a.slots[SLOT_WEIGHT] + a.table.params[i].offset);
+        st_finish(&w[k]);
+    }
+    model_load_weights(&b, at("shards"));
+    check(same_slot(&a, &b, SLOT_WEIGHT), "weights in three files of unequal size");
+    fake_close(&a);
+    fake_close(&b);
+}
+
+// ---- training state
+
+static TrainState example_state(int64_t step) {
+    TrainState s;
+    memset(&s, 0, sizeof s);
+    s.step = step; s.tokens = step * 524288; s.epoch = 3; s.row = 123456789012; s.seed = 1337;
+    s.loss.count = 1000;
+    s.norm.count = 5;
+    for (int i = 0; i < STATE_WINDOW; i++) s.loss.values[i] = 3 + rand_uniform(9, 0, (uint64_t)i);
+    for (int i = 0; i < 5; i++) s.norm.values[i] = 1.0 / (3 + i);
+    s.loss.values[7] = 5e-324;
+    s.loss.values[8] = -0.0;
+    s.loss.values[9] = 1.7976931348623157e308;
+    state_set_option(&s, "learning-rate", "0.0003");
+    state_set_option(&s, "train-data", "a \"quoted\"\n\xc3\xa9 name");
+    state_set_option(&s, "learning-rate", "0.0006");
+    return s;
+}
+static int same_state(const TrainState *a, const TrainState *b) {
+    int same = a->step == b->step && a->tokens == b->tokens && a->epoch == b->epoch && a->row == b->row && a->seed == b->seed && a->loss.count == b->loss.count && a->norm.count == b->norm.count
+        && memcmp(a->loss.values, b->loss.values, sizeof a->loss.values) == 0 && memcmp(a->norm.values, b->norm.values, sizeof a->norm.values) == 0 && a->num_options == b->num_options;
+    for (int i = 0; same && i < a->num_options; i++) same = state_option(b, a->options[i].name) && strcmp(state_option(b, a->options[i].name), a->options[i].value) == 0;
+    return same;
+}
+static void save(const Model *m, const char *output, int64_t step, int keep, int major) {
+    TrainState s = example_state(step);
+    checkpoint_save(m, output, &s, keep, major);
+    state_free(&s);
+}
+static int loads_exactly(const Model *m, const char *folder, int64_t step) {
+    TrainState s, expected = example_state(step);
+    Model b = fake_open(&m->config, m->bf16, m->master);
+    memset(&s, 0, sizeof s);
+    fake_spoil(&b);
+    checkpoint_load(&b, folder, &s);
+    const int same = same_training(m, &b) && same_state(&expected, &s) && strcmp(s.dtype, model_dtype(m)) == 0 && s.master == m->master;
+    fake_close(&b);
+    state_free(&s);
+    state_free(&expected);
+    return same;
+}
+static void test_state(void) {
+    const struct { int bf16, master; } kinds[] = {{0, 0}, {1, 1}, {1, 0}};
+    for (int i = 0; i < NUM_MODELS; i++)
+        for (int k = 0; k < 3; k++) {
+            Config c = config_of(models[i].name);
+            Model m = fake_open(&c, kinds[k].bf16, kinds[k].master);
+            fake_fill(&m, 40 + (uint64_t)i);
+            char folder[600];
+            save(&m, at("state/%s%d", models[i].name, k), 100, 0, 0);
+            const int found = checkpoint_latest(at("state/%s%d", models[i].name, k), folder, sizeof folder);
+            check(found && loads_exactly(&m, folder, 100), "%s %s, %s masters: weights, masters, m, v, windows and options resume bit for bit", models[i].name, model_dtype(&m), m.master ? "with" : "without");
+            if (i == 0 && k == 1) {
+                TrainState s = example_state(0);
+                checkpoint_load_state(folder, &s);
+                check(s.step == 100 && strcmp(state_option(&s, "learning-rate"), "0.0006") == 0 && !state_option(&s, "none"), "the state alone is read before a model is open");
+                state_free(&s);
+                check(rename(folder, at("best")) == 0 && loads_exactly(&m, at("best"), 100), "a checkpoint that was given another name still loads");
+            }
+            fake_close(&m);
+        }
+}
+
+typedef struct { Config config; int bf16, master; char folder[600]; } Attempt;
+static void load_attempt(void *argument) {
+    Attempt *a = (Attempt *)argument;
+    Model m = fake_open(&a->config, a->bf16, a->master);
+    TrainState s;
+    memset(&s, 0, sizeof s);
+    checkpoint_load(&m, a->folder, &s);
+}
+static void test_mismatch(void) {
+    Attempt a;
+    a.config = config_of("gpt2");
+    a.bf16 = a.master = 1;
+    Model m = fake_open(&a.config, 1, 1), without = fake_open(&a.config, 1, 0);
+    fake_fill(&m, 3);
+    fake_fill(&without, 3);
+    save(&m, at("mismatch"), 7, 0, 0);
+    snprintf(a.folder, sizeof a.folder, "%s", at("mismatch/step_00000007"));
+    a.master = 0;
+    check_refused("a state with masters into a run without", load_attempt, &a, "with fp32 masters, this program runs bf16 without");
+    a.bf16 = 0;
+    check_refused("a bf16 state into an fp32 run", load_attempt, &a, "is bf16 with fp32 masters, this program runs fp32");
+    a.bf16 = a.master = 1;
+    a.config.norm_eps = 1e-6f;
+    check_refused("a state of a model that differs in no shape", load_attempt, &a, "holds another model");
+    a.config = config_of("gpt2-odd");
+    check_refused("a state of another model", load_attempt, &a, "holds another model");
+    a.config = config_of("gpt2");
+    save(&without, at("mismatch"), 8, 0, 0);
+    snprintf(a.folder, sizeof a.folder, "%s", at("mismatch/step_00000008"));
+    check_refused("a state without masters into a run with", load_attempt, &a, "without fp32 masters, this program runs bf16 with");
+    require(rename(at("mismatch/step_00000008/optimizer.safetensors"), at("mismatch/step_00000007/optimizer.safetensors")) == 0, "cannot rename\ncheck the disk");
+    snprintf(a.folder, sizeof a.folder, "%s", at("mismatch/step_00000007"));
+    check_refused("an optimizer file of another size", load_attempt, &a, "optimizer.safetensors does not have the size that was written");
+    snprintf(a.folder, sizeof a.folder, "%s", at("nothing"));
+    check_refused("a folder that is not there", load_attempt, &a, "No such file");
+    fake_close(&m);
+    fake_close(&without);
+}
+
+// ---- the folder of a run
+
+static int latest_step(const char *output) {  // -1: none
+    char folder[600];
+    return checkpoint_latest(output, folder, sizeof folder) ? atoi(strrchr(folder, '_') + 1) : -1;
+}
+static void latest_of(void *output) { latest_step((const char *)output); }
+static void require_fresh(void *output) { checkpoint_require_fresh((const char *)output); }
+static int count_names(const char *output, const char *part) {
+    DIR *d = opendir(output);
+    int count = 0;
+    for (struct dirent *e; (e = readdir(d));) count += strstr(e->d_name, part) != NULL;
+    closedir(d);
+    return count;
+}
+// checkpoint_latest in a child, to read its warning.
+static int warns(const char *output, const char *expected) {
+    static char text[4096], copy[600];
+    snprintf(copy, sizeof copy, "%s", output);
+    return run_child(latest_of, copy, text, sizeof text) == 0 && strstr(text, "warning: ") && strstr(text, expected);
+}
+static void test_latest(Model *m) {
+    char run[600];
+    snprintf(run, sizeof run, "%s", at("run"));
+    check(latest_step(run) == -1, "no folder, no checkpoint");
+    checkpoint_require_fresh(run);
+    make_directory(run);
+    check(latest_step(run) == -1, "an empty folder has none");
+    checkpoint_require_fresh(run);
+    save(m, run, 9, 0, 0);
+    save(m, run, 20, 0, 0);
+    save(m, run, 100000000, 0, 0);
+    check(latest_step(run) == 100000000, "the newest by number, beyond eight digits too");
+    check_refused("a fresh run in the folder of another", require_fresh, run, "holds 3 checkpoints of another run, up to step_100000000");
+    require(rename(at("run/step_100000000"), at("run/step_00000030.tmp")) == 0, "cannot rename\ncheck the disk");
+    check(latest_step(run) == 20, "a .tmp folder is no checkpoint, however whole");
+    require(rename(at("run/step_00000030.tmp"), at("run/step_00000030")) == 0, "cannot rename\ncheck the disk");
+    check(latest_step(run) == 20 && warns(run, "its step is 100000000"), "a folder under another step's name is left out, with a warning");
+    save(m, run, 30, 0, 0);
+    require(truncate(at("run/step_00000030/model.safetensors"), 1000) == 0, "cannot truncate\ncheck the disk");
+    check(latest_step(run) == 20 && warns(run, "model.safetensors does not have the size"), "a truncated file");
+    unlink(at("run/step_00000030/optimizer.safetensors"));
+    save(m, run, 31, 0, 0);
+    unlink(at("run/step_00000031/train_state.json"));
+    check(latest_step(run) == 20 && warns(run, "train_state.json: No such file"), "a missing file");
+    save(m, run, 32, 0, 0);
+    write_text(at("run/step_00000032/train_state.json"), "{\"format\": 2, \"step\": 32}");
+    check(latest_step(run) == 20 && warns(run, "its format is not 1"), "another format");
+    write_text(at("run/step_00000032/train_state.json"), "{\"format\": 1, \"st");
+    check(latest_step(run) == 20 && warns(run, "train_state.json: "), "a state that is cut off");
+    make_directory(at("run/step_00000033"));
+    write_text(at("run/step_99999999"), "a file");
+    make_directory(at("run/step_abc"));
+    make_directory(at("run/step_5"));
+    make_directory(at("run/other"));
+    check(latest_step(run) == 20, "empty folders, files and other names");
+    save(m, run, 30, 0, 0);
+    check(latest_step(run) == 30 && loads_exactly(m, at("run/step_00000030"), 30) && count_names(run, ".tmp") == 0, "a broken checkpoint is replaced when its step is saved again");
+    fake_fill(m, 77);
+    save(m, run, 30, 0, 0);
+    check(loads_exactly(m, at("run/step_00000030"), 30) && count_names(run, ".tmp") == 0, "so is a whole one");
+    make_directory(at("broken/step_00000001"));
+    snprintf(run, sizeof run, "%s", at("broken"));
+    check_refused("to resume where no checkpoint is whole", latest_of, run, "none of the 1 checkpoints");
+}
+static void test_keep(Model *m) {
+    char run[600];
+    snprintf(run, sizeof run, "%s", at("keep"));
+    for (int step = 10; step <= 90; step += 10) save(m, run, step, 2, 40);
+    check(count_names(run, "step_") == 3 && is_directory(at("keep/step_00000040")) && is_directory(at("keep/step_00000080")) && is_directory(at("keep/step_00000090")),
+          "of nine checkpoints the newest two and the multiples of 40 stay");
+    check(latest_step(run) == 90 && loads_exactly(m, at("keep/step_00000040"), 40), "and those are whole");
+    make_directory(at("keep/step_00000095.tmp"));
+    write_text(at("keep/step_00000095.tmp/model.safetensors"), "half");
+    make_directory(at("keep/step_00000095.old.tmp"));
+    make_directory(at("keep/notes.tmp"));
+    disk_log[0] = 0;
+    save(m, run, 100, 2, 40);
+    check(count_names(run, "step_00000095") == 0 && is_directory(at("keep/notes.tmp")), "what a killed save left is removed by the next, other names stay");
+    disk_log[0] = 0;
+    save(m, run, 110, 2, 40);
+    check(strcmp(disk_log, "ffffdrdruuuu") == 0, "files flushed, folder flushed, renamed, parent flushed, and only then an old one removed: %s", disk_log);
+    write_text(at("keep/step_00000100/mine.txt"), "a user's own");
+    save(m, run, 120, 1, 0);
+    check(is_directory(at("keep/step_00000100.tmp")) && file_exists(at("keep/step_00000100.tmp/mine.txt")) && !file_exists(at("keep/step_00000100.tmp/model.safetensors")), "a user's file in an old checkpoint is not removed");
+}
+static void save_attempt(void *step) { save((const Model *)((void **)step)[0], (const char *)((void **)step)[1], 2, 1, 0); }
+static void save_on_full_disk(void *argument) {
+    struct rlimit limit;
+    limit.rlim_cur = limit.rlim_max = 100000;
+    signal(SIGXFSZ, SIG_IGN);
+    setrlimit(RLIMIT_FSIZE, &limit);
+    save_attempt(argument);
+}
+static void test_kill(Model *m) {
+    char run[600], text[4096];
+    snprintf(run, sizeof run, "%s", at("kill"));
+    Model newer = fake_open(&m->config, m->bf16, m->master);
+    fake_fill(&newer, 78);
+    save(m, run, 1, 1, 0);
+    void *argument[2] = {&newer, run};
+    int reads = 0, safe = 0, kills = 0;
+    for (int i = 0; i < newer.table.count; i++) {
+        const Param *p = &newer.table.params[i];
+        for (size_t at = 0, size = (size_t)p->file_rows * (size_t)p->cols; at < size; at += param_piece(p, at, size - at)) reads += 2 + 1 + newer.master;
+    }
+    for (int n = 0; n < reads; n += reads / 20) {
+        kill_at_read = n;
+        const int status = run_child(save_attempt, argument, text, sizeof text);
+        kill_at_read = -1;
+        kills += WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+        safe += latest_step(run) == 1 && count_names(run, ".tmp") == 1;
+    }
+    check(kills >= 20 && safe == kills && loads_exactly(m, at("kill/step_00000001"), 1), "killed at %d moments of writing: each time the old checkpoint is there and exact", kills);
+    kill_at_rename = 0;
+    run_child(save_attempt, argument, text, sizeof text);
+    check(latest_step(run) == 1, "killed before the rename: the old one");
+    kill_at_rename = 1;
+    run_child(save_attempt, argument, text, sizeof text);
+    kill_at_rename = -1;
+    check(latest_step(run) == 2 && is_directory(at("kill/step_00000001")) && loads_exactly(&newer, at("kill/step_00000002"), 2), "killed after the rename, before the old one is removed: the new one");
+    save(&newer, run, 3, 1, 0);
+    check(count_names(run, "step_") == 1 && latest_step(run) == 3, "the next save cleans up");
+    check_refused("a disk that is full", save_on_full_disk, argument, "File too large");
+    check(latest_step(run) == 3 && loads_exactly(&newer, at("kill/step_00000003"), 3), "and the old checkpoint is there and exact");
+    write_text(at("file"), "x");
+    snprintf(run, sizeof run, "%s", at("file"));
+    check_refused("an output that is a file", save_attempt, argument, "is not writable");
+    snprintf(run, sizeof run, "%s", at("file/below"));
+    check_refused("an output below a file", save_attempt, argument, "cannot make folder");
+    fake_close(&newer);
+}
+// A state of which one entry is wrong.
+static void test_damaged_state(Model *m) {
+    const char *edits[][3] = {{"\"tokens\": ", "\"tokens\": -", "tokens is missing or damaged"}, {"\"row\"", "\"raw\"", "row is missing or damaged"}, {"\"count\": 1000", "\"count\": 7", "loss_window is damaged"},
+                              {"\"count\": 5", "\"count\": -1", "norm_window is damaged"}, {"\"values\": [0.3333333333333333", "\"values\": [true", "norm_window is damaged"}, {"\"dtype\"", "\"type\"", "dtype or master is missing"},
+                              {"\"0.0006\"", "6e-4", "option learning-rate is not a text"}};
+    Attempt a;
+    a.config = m->config;
+    a.bf16 = m->bf16;
+    a.master = m->master;
+    for (size_t i = 0; i < sizeof edits / sizeof *edits; i++) {
+        char text[20000] = "", edited[20000];
+        save(m, at("damaged"), 1, 0, 0);
+        FILE *f = fopen_or_die(at("damaged/step_00000001/train_state.json"), "rb", "check the disk");
+        require(fread(text, 1, sizeof text - 1, f) > 0, "cannot read\ncheck the disk");
+        fclose(f);
+        char *place = strstr(text, edits[i][0]);
+        assert(place);
+        snprintf(edited, sizeof edited, "%.*s%s%s", (int)(place - text), text, edits[i][1], place + strlen(edits[i][0]));
+        write_text(at("damaged/step_00000001/train_state.json"), edited);
+        snprintf(a.folder, sizeof a.folder, "%s", at("damaged/step_00000001"));
+        check_refused(edits[i][2], load_attempt, &a, edits[i][2]);
+    }
+}
+
+static int write_for_python(const char *folder, const char *name, const char *dtype) {
+    Config c = config_of(name);
+    Model m = fake_open(&c, strcmp(dtype, "bf16") == 0, 0);
+    fake_fill(&m, 0);
+    save(&m, folder, 1, 0, 0);
+    fake_close(&m);
+    return 0;
+}
+static int copy_for_python(const char *from, const char *to) {
+    Config c = config_from_json(from);
+    Model m = fake_open(&c, 0, 0);
+    model_load_weights(&m, from);
+    model_save_weights(&m, to);
+    fake_close(&m);
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    if (argc == 5 && strcmp(argv[1], "--write") == 0) return write_for_python(argv[2], argv[3], argv[4]);
+    if (argc == 4 && strcmp(argv[1], "--copy") == 0) return copy_for_python(argv[2], argv[3]);
+    require(argc == 1, "usage: test_checkpoint [--write FOLDER MODEL DTYPE | --copy FROM TO]\nwithout arguments all checks run");
+    require(mkdtemp(root), "cannot make a folder in /tmp\ncheck the disk");
+    test_weights();
+    test_foreign();
+    test_shards();
+    test_state();
+    test_mismatch();
+    Config c = config_of("llama3.2-tied");
+    Model m = fake_open(&c, 1, 1);
+    fake_fill(&m, 76);
+    test_latest(&m);
+    test_keep(&m);
+    test_kill(&m);
+    test_damaged_state(&m);
+    fake_close(&m);
+    char remove[100];
+    snprintf(remove, sizeof remove, "rm -r '%s'", root);
+    if (system(remove) != 0) fprintf(stderr, "warning: '%s' is left\n", root);
+    return checks_report("test_checkpoint");
+}

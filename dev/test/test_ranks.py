@@ -1,0 +1,413 @@
+"""Several ranks under mpirun, on CPUs: the same code that trains on several GPUs, but for NCCL.
+
+Collectives bit for bit; training on 1, 3 and 4 ranks; resuming on other numbers of ranks; ranks that do not fit together; ranks
+that are stopped or killed at a random moment: the job must end in time with a non-zero status, name the rank, and leave no
+process, no shared memory and no broken checkpoint. LLMC_REPEAT=20 repeats the random ones more often than a suite has time for.
+"""
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line)
+MPIRUN = CONFIG.get("MPIRUN", "")
+COMM, TRAINER = ROOT / "build/test/test_comm.mpi", ROOT / "build/train_gpt2"
+REPEAT = int(os.environ.get("LLMC_REPEAT", "3"))
+TIMEOUT = 2     # --timeout of the jobs here, seconds
+MARGIN = 10     # all must be gone within the time-out and this
+# One host is all that is needed, and then MPI need not look for networks, which takes a second.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_"))} | {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^ofi", "OMP_NUM_THREADS": "1"}
+
+pytestmark = pytest.mark.skipif(not MPIRUN, reason="no MPI (make toolkit)")
+
+
+def shared_memory_in_use():
+    """Names in /dev/shm that some process has mapped."""
+    return {line.rsplit("/dev/shm/", 1)[1].split()[0] for p in os.listdir("/proc") if p.isdigit() for line in read(f"/proc/{p}/maps").splitlines() if "/dev/shm/" in line}
+
+
+class Job:
+    """mpirun of a program, or a program alone (ranks 0). Its output is collected while it runs; afterwards nothing of it may be left."""
+
+    def __init__(self, ranks, program, *arguments, cwd=ROOT / "build/test"):
+        self.memory = set(os.listdir("/dev/shm"))
+        self.mark = f"{time.time()}-{random.random()}"  # finds the job's processes, wherever they went
+        self.log = Path(cwd) / f"job-{self.mark}.txt"
+        self.begin = time.time()
+        launch = [MPIRUN, "--oversubscribe", "-np", str(ranks)] if ranks else []
+        with open(self.log, "wb") as f:
+            self.process = subprocess.Popen([*launch, str(program), *map(str, arguments)], cwd=cwd, stdout=f, stderr=subprocess.STDOUT,
+                                            env=ENVIRONMENT | {"LLMC_JOB": self.mark}, start_new_session=True)
+        self.program = str(program)
+
+    def text(self):
+        return self.log.read_text(errors="replace")
+
+    def ranks(self):
+        """{rank: pid} of the processes that run now."""
+        found = {}
+        for p in self.processes():
+            environment = read(f"/proc/{p}/environ")
+            rank = re.search(r"OMPI_COMM_WORLD_RANK=(\d+)", environment)
+            if rank and os.path.realpath(f"/proc/{p}/exe") == os.path.realpath(self.program):
+                found[int(rank[1])] = p
+        return found
+
+    def processes(self):
+        return [int(p) for p in os.listdir("/proc") if p.isdigit() and f"LLMC_JOB={self.mark}" in read(f"/proc/{p}/environ")]
+
+    def wait_for(self, words, seconds=60):
+        end = time.time() + seconds
+        while words not in self.text():
+            assert time.time() < end and self.process.poll() is None, f"'{words}' did not appear:\n{self.text()}"
+            time.sleep(0.02)
+        return self
+
+    def finish(self, seconds=60):
+        """Exit status and output; nothing may be left."""
+        try:
+            status = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {seconds} s:\n{self.text()[-6000:]}")
+        finally:
+            self.seconds = time.time() - self.begin
+            end = time.time() + 5
+            while (left := self.processes()) and self.process.poll() is not None and time.time() < end:
+                time.sleep(0.05)
+            for p in left:
+                try:
+                    os.kill(p, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            self.process.wait(20)
+        assert not left, f"processes stayed behind: {left}\n{self.text()}"
+        end = time.time() + 5  # other jobs of this machine come and go meanwhile; what they use is not ours
+        while (orphans := set(os.listdir("/dev/shm")) - self.memory - shared_memory_in_use()) and time.time() < end:
+            time.sleep(0.1)
+        assert not orphans, orphans
+        text = self.text()
+        self.log.unlink()
+        return status, text
+
+    def hit(self, rank, how):
+        """Sends a signal to a rank; the job must then end in time, with a message that names it."""
+        pid = self.ranks()[rank]
+        os.kill(pid, how)
+        begin = time.time()
+        status, text = self.finish(TIMEOUT + MARGIN)
+        assert status != 0 and time.time() - begin < TIMEOUT + MARGIN, text
+        return text, time.time() - begin
+
+
+def read(path):
+    try:
+        with open(path, "rb") as f:
+            return f.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def succeeds(job, seconds=60):
+    status, text = job.finish(seconds)
+    assert status == 0, text
+    return text
+
+
+@pytest.fixture(scope="session")
+def comm():
+    made = subprocess.run(["make", "--no-print-directory", str(COMM.relative_to(ROOT))], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    return COMM
+
+
+# ---- comm.h and watchdog.h
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_collectives(comm, ranks):
+    text = succeeds(Job(ranks, comm, "sums"))
+    assert len(re.findall(rf"^rank \d of {ranks}, local \d of {ranks}", text, re.M)) == ranks, text
+
+
+def test_ranks_that_fit_together(comm):
+    assert "all fit together" in succeeds(Job(3, comm, "handshake", "none"))
+
+
+@pytest.mark.parametrize("field, words", [
+    ("gpu", "ranks 1 and 2 on"), ("gpus", "rank 2 is process 3"), ("sm", "sm_80, rank 0"), ("build", "rank 2 on .* is build another, rank 0"),
+    ("config", "rank 2 on .* model configuration .* rank 0"), ("data", "rank 2 on .* data files .* rank 0"), ("options", "rank 2 on .* options .* rank 0")])
+def test_ranks_that_do_not_fit_together(comm, field, words):
+    job = Job(3, comm, "handshake", field)
+    status, text = job.finish(20)
+    assert status != 0 and job.seconds < 10
+    assert re.search(words, text) and "hint: " in text, text
+
+
+def test_one_rank_fails(comm):
+    status, text = Job(4, comm, "fail", 2).finish(20)
+    assert status != 0 and "[rank 2] error: this rank was told to fail" in text
+
+
+def test_one_rank_never_comes(comm):
+    """It is alive, but does not enter the collective in which the others wait."""
+    status, text = Job(4, comm, "late", 2, TIMEOUT).finish(TIMEOUT + MARGIN + 5)
+    assert status != 0
+    assert len(re.findall(r"rank 2 \(process \d+\) is behind: it began 1 collectives, others 2; it is at step 2, forward, layer 7", text)) == 4, text
+    assert len(re.findall(r"\[rank \d\]     #1 barrier 0 done \S+ \| #2 barrier 0 started", text)) == 3, text
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize("repeat", range(1 if REPEAT < 10 else REPEAT))
+def test_losing_a_rank(comm, how, repeat):
+    job = Job(4, comm, "loop", TIMEOUT).wait_for("started")
+    time.sleep(random.random())
+    rank = random.randrange(4)
+    text, seconds = job.hit(rank, how)
+    expected = rf"rank {rank} \(process \d+\) gives no sign of life" if how == signal.SIGSTOP else rf"rank {rank}\b.*(has ended: it was killed|signal 9|terminated)"
+    assert re.search(expected, text), text
+    print(f"rank {rank}, {how.name}: all ended after {seconds:.1f} s")
+
+
+def test_a_pause_is_no_hang(comm):
+    """A whole job that is suspended for longer than the time-out goes on afterwards."""
+    job = Job(3, comm, "loop", TIMEOUT).wait_for("started")
+    pids = list(job.ranks().values())
+    for p in pids:
+        os.kill(p, signal.SIGSTOP)
+    time.sleep(TIMEOUT + 1)
+    for p in pids:
+        os.kill(p, signal.SIGCONT)
+    time.sleep(2)
+    assert job.process.poll() is None and "error" not in job.text(), job.text()
+    os.kill(pids[0], signal.SIGKILL)
+    job.finish(TIMEOUT + MARGIN)
+
+
+# ---- the trainer
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A folder with shards that can be learned, and multiple-choice questions where the program looks for them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    r = random.Random(1)
+
+    def shard(name, count):
+        tokens = [r.randrange(256)]
+        while len(tokens) < count:
+            tokens.append((tokens[-1] * 31 + 7) % 251 if r.random() < 0.8 else r.randrange(256))
+        (folder / name).write_bytes(struct.pack("<256i", 20240520, 1, count, 256, 1, *[0] * 251) + struct.pack(f"<{count}H", *tokens))
+    shard("train_1.bin", 6000)  # of different sizes, an epoch shorter than a run
+    shard("train_2.bin", 3500)
+    shard("val.bin", 3000)
+    examples = b""
+    for i in range(11):
+        parts = [5, *(r.randrange(256) for _ in range(5))]
+        for _ in range(4):
+            n = r.randrange(1, 9)
+            parts += [n, *(r.randrange(256) for _ in range(n))]
+        words = [65535, 2 * (len(parts) + 5), i, r.randrange(4), 4, *parts]
+        examples += struct.pack(f"<{len(words)}H", *words)
+    (folder / "dev/data/hellaswag").mkdir(parents=True)
+    (folder / "dev/data/hellaswag/hellaswag_val.bin").write_bytes(struct.pack("<256i", 20240522, 1, 11, 100, *[0] * 252) + examples)
+    return folder
+
+
+@pytest.fixture
+def train(data, tmp_path):
+    """train(ranks, output, more options...): a run of steps of 12 sequences; returns a Job. then, change: how
+    mpirun starts more ranks, and options that they get besides."""
+    def start(ranks, output, *arguments, then=(), change=()):
+        options = {"-e": "d2,channels=64,vocab=256,seq=32", "-i": "train_*.bin", "-j": "val.bin", "-b": "1", "-t": "32", "-d": str(12 * 32), "-x": "12", "-v": "0", "-s": "0",
+                   "-l": "3e-3", "-z": "1", "--threads": "1", "--timeout": str(TIMEOUT), "-o": tmp_path / output}
+        words = [w for pair in (options | dict(zip(arguments[::2], arguments[1::2]))).items() for w in pair]
+        return Job(ranks, TRAINER, *words, *([":", *then, *words, *change] if then else []), cwd=data)
+    return start
+
+
+def events(folder, kind):
+    return [e for e in map(json.loads, (folder / "main.jsonl").read_text().splitlines()) if e["event"] == kind]
+
+
+def curve(folder):
+    return {e["step"]: (e["loss"], e["norm"]) for e in events(folder, "step")}
+
+
+def checkpoint(folder, step):
+    """Everything in a checkpoint but the options of the run."""
+    path = folder / f"step_{step:08d}"
+    state = json.loads((path / "train_state.json").read_text())
+    state.pop("options")
+    return state, {f.name: f.read_bytes() for f in path.iterdir() if f.suffix == ".safetensors"}
+
+
+def steps_saved(folder):
+    return sorted(int(p.name[5:]) for p in folder.glob("step_*[0-9]"))
+
+
+# Losses and norms of the same global batch on other numbers of ranks: fp32 sums in another order, twelve steps long. Measured 5e-6.
+BOUND = 2e-5
+
+
+def same_curve(a, b):
+    assert a.keys() == b.keys()
+    worst = max(abs(x - y) / abs(y) for step in a for x, y in zip(a[step], b[step]))
+    assert worst < BOUND, worst
+    return worst
+
+
+def test_any_number_of_ranks_trains_alike(train, tmp_path):
+    more = ["-v", "6", "-m", "-1", "-h", "1", "-n", "12"]
+    succeeds(train(0, "one", *more))
+    one = curve(tmp_path / "one")
+    assert len(one) == 12 and one[12][0] < one[1][0] - 0.05
+    for ranks in (3, 4):
+        runs = [f"{ranks}-zero1", f"{ranks}-again", f"{ranks}-zero0"]
+        for run, stage in zip(runs, (1, 1, 0)):
+            text = succeeds(train(ranks, run, "-z", stage, *more))
+            assert text.count("step     12/12") == 1 and f"ranks     {ranks}," in text  # one rank prints
+        first, again, stage0 = (tmp_path / r for r in runs)
+        assert curve(first) == curve(again) == curve(stage0)
+        assert checkpoint(first, 12) == checkpoint(again, 12) == checkpoint(stage0, 12)
+        print(f"{ranks} ranks: largest relative difference from one rank {same_curve(curve(first), one):.1e}")
+        for a, b in zip(events(first, "eval"), events(tmp_path / "one", "eval")):
+            assert abs(a["loss"] - b["loss"]) < BOUND
+        assert [(e["acc"], e["acc_norm"]) for e in events(first, "eval_choice")] == [(e["acc"], e["acc_norm"]) for e in events(tmp_path / "one", "eval_choice")] != []
+    changed = {step: (loss * (1 + 2 * BOUND), norm) for step, (loss, norm) in one.items()}
+    with pytest.raises(AssertionError):  # the bound bites
+        same_curve(changed, one)
+
+
+@pytest.mark.parametrize("model", ["d2,channels=64,vocab=256,seq=32", "llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,vocab=256,seq=32,tied=0"], ids=["gpt2", "llama"])
+def test_resume_on_other_numbers_of_ranks(train, tmp_path, model):
+    model = ["-e", model, "-n", "4"]
+    succeeds(train(0, "straight", *model))
+    succeeds(train(4, "run", *model, "-x", "4"))
+    text = succeeds(train(3, "run", *model, "-x", "8", "-y", "1", "-d", "-1"))  # the batch is the resumed run's
+    assert "4 micro-steps of 3 x 1 x 32" in text
+    succeeds(train(0, "run", *model, "-y", "1", "-z", "0"))
+    same_curve(curve(tmp_path / "run"), curve(tmp_path / "straight"))
+    for step in (4, 8, 12):  # the place in the data, exactly
+        a, b = (checkpoint(tmp_path / name, step)[0] for name in ("run", "straight"))
+        assert [a[k] for k in ("step", "tokens", "epoch", "row")] == [b[k] for k in ("step", "tokens", "epoch", "row")]
+    assert checkpoint(tmp_path / "straight", 12)[0]["epoch"] >= 0
+
+
+def test_resume_on_the_same_ranks_is_bitwise(train, tmp_path):
+    succeeds(train(3, "straight", "-n", "4"))
+    succeeds(train(3, "run", "-n", "4", "-x", "8"))
+    succeeds(train(3, "run", "-n", "4", "-y", "1", "-z", "0"))  # the stage does not matter either
+    assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "straight", 12)
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+
+
+def test_a_batch_that_ranks_cannot_share(train):
+    status, text = train(4, "run", "-d", 10 * 32).finish()
+    assert status != 0 and "is not a multiple of batch-size * seq-len * ranks = 128" in text
+
+
+def test_another_build_is_refused(train, tmp_path):
+    other = tmp_path / "train_gpt2"
+    other.write_bytes(TRAINER.read_bytes() + b"x")
+    other.chmod(0o755)
+    job = train(2, "run", then=["-np", 1, other])
+    status, text = job.finish(20)
+    assert status != 0 and job.seconds < 10
+    assert re.search("rank 2 on .* is build .*, rank 0 on .* is build", text) and "model configuration" not in text and "data files" not in text, text
+
+
+def test_other_data_are_refused(train, data, tmp_path):
+    for name in ("train_1.bin", "val.bin"):
+        shutil.copy(data / name, tmp_path)
+    job = train(2, "run", then=["-np", 1, "-wdir", tmp_path, TRAINER])
+    status, text = job.finish(20)
+    assert status != 0 and job.seconds < 10
+    assert re.search("rank 2 on .* has data files .*, rank 0 on", text) and "is build" not in text and "options" not in text.split("hint")[0], text
+
+
+def test_other_options_are_refused(train):
+    job = train(2, "run", then=["-np", 1, TRAINER], change=["-l", "1"])
+    status, text = job.finish(20)
+    assert status != 0 and job.seconds < 10
+    assert re.search("rank 2 on .* has options .*, rank 0 on", text) and "data files" not in text and "is build" not in text, text
+
+
+# ---- ranks that are lost, signals, disks
+
+LONG = ["-x", "100000", "-e", "d2,channels=128,vocab=256,seq=32"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize("repeat", range(REPEAT))
+def test_losing_a_rank_while_training(train, how, repeat):
+    job = train(4, "run", *LONG).wait_for("step      3/")
+    time.sleep(random.random())
+    rank = random.randrange(4)
+    text, seconds = job.hit(rank, how)
+    expected = rf"rank {rank} \(process \d+\) gives no sign of life" if how == signal.SIGSTOP else rf"rank {rank}\b.*(has ended: it was killed|signal 9|terminated)"
+    assert re.search(expected, text), text
+    print(f"rank {rank}, {how.name}: all ended after {seconds:.1f} s")
+
+
+def test_losing_a_rank_at_the_start(train):
+    job = train(4, "run", *LONG)
+    while len(job.ranks()) < 4:
+        time.sleep(0.01)
+    job.hit(random.randrange(4), signal.SIGKILL)
+
+
+def test_losing_the_launcher(train):
+    """mpirun killed: the ranks end by themselves. What Open MPI had in /dev/shm, mpirun would have removed."""
+    job = train(3, "run", *LONG).wait_for("step      3/")
+    job.process.kill()
+    job.process.wait()
+    end = time.time() + TIMEOUT + MARGIN
+    while job.processes() and time.time() < end:
+        time.sleep(0.05)
+    for name in set(os.listdir("/dev/shm")) - job.memory:
+        os.unlink(f"/dev/shm/{name}")
+    job.finish()
+
+
+@pytest.mark.parametrize("number, to", [(signal.SIGUSR1, "launcher"), (signal.SIGTERM, "rank"), (signal.SIGUSR1, "rank")])
+def test_a_signal_saves_and_stops(train, tmp_path, number, to):
+    job = train(3, "run", *LONG, "-n", "100000").wait_for("step      3/")
+    os.kill(job.process.pid if to == "launcher" else job.ranks()[random.randrange(3)], number)
+    text = succeeds(job, 20)
+    saved, steps = steps_saved(tmp_path / "run"), curve(tmp_path / "run")
+    assert saved == [max(steps)] and re.search(rf"stopped by .* after step {saved[0]}; --resume 1", text), text
+    text = succeeds(train(4, "run", *LONG, "-y", "1", "-n", "2", "-x", str(saved[0] + 2)))
+    assert f"step {saved[0] + 1:6d}/" in text
+
+
+@pytest.mark.parametrize("repeat", range(REPEAT))
+def test_kill_during_a_save(train, tmp_path, repeat):
+    """Most of the time goes into saving; whatever moment is hit, the newest checkpoint loads and no half one is in its way."""
+    job = train(3, "run", *LONG, "-n", "1", "-nk", "2").wait_for("checkpoint ")
+    time.sleep(0.5 * random.random())
+    job.hit(random.randrange(3), signal.SIGKILL)
+    newest = steps_saved(tmp_path / "run")[-1]
+    text = succeeds(train(4, "run", *LONG, "-n", "1", "-nk", "2", "-y", "1", "-x", str(newest + 2)))
+    assert f"step {newest + 1:6d}/" in text and "not whole" not in text and steps_saved(tmp_path / "run") == [newest + 1, newest + 2]
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_a_full_disk_during_a_save(train, tmp_path):
+    """One rank may not write beyond a size, as on a full disk: a clear message, all stop, the older checkpoint is as it was."""
+    job = train(3, "run", *LONG, "-n", "50").wait_for("checkpoint ")
+    before = checkpoint(tmp_path / "run", 50)
+    resource.prlimit(job.ranks()[2], resource.RLIMIT_FSIZE, (50000, 50000))
+    status, text = job.finish(60)
+    assert status != 0 and re.search(r"\[rank 2\] error: cannot write '.*\.safetensors': File too large", text) and "earlier checkpoints are untouched" in text, text
+    assert checkpoint(tmp_path / "run", 50) == before
+    newest = steps_saved(tmp_path / "run")[-1]
+    assert f"step {newest + 1:6d}/" in succeeds(train(3, "run", *LONG, "-n", "50", "-y", "1", "-x", str(newest + 1)))

@@ -1,0 +1,109 @@
+// Checkpoint files written and read in shards: what several ranks write together is byte for byte what one rank writes, and each
+// rank reads exactly its piece. The ranks take turns in this one process: without MPI a barrier does nothing, and rank 0, which
+// makes the file, comes first.
+#include "llmc/utils.h"
+
+#define HF_PIECE ((size_t)150)  // so little that pieces begin and end inside of rows
+#include "llmc/backend.h"
+struct Model { Config config; ParamTable table; const Comm *comm; float *slots[5]; };
+#include "llmc/checkpoint.h"
+
+#include "check.h"
+
+const char *model_dtype(const Model *m) { (void)m; return "fp32"; }
+int model_has_slot(const Model *m, Slot s) { return m->slots[s] != NULL; }
+Span model_owned(const Model *m, Slot s, int unit) { return s == SLOT_WEIGHT ? param_unit(&m->table, unit) : param_shard(&m->table, unit, m->comm->rank, m->comm->world); }
+static void check_owned(const Model *m, Slot s, size_t offset, size_t count) {
+    int u = 0;
+    while (offset >= m->table.unit_begin[u + 1]) u++;
+    assert(span_overlap(model_owned(m, s, u), offset, count).count == count);
+}
+void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
+    check_owned(m, s, offset, count);
+    memcpy(m->slots[s] + offset, values, count * sizeof(float));
+}
+void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    check_owned(m, s, offset, count);
+    memcpy(values, m->slots[s] + offset, count * sizeof(float));
+}
+
+static char folder[600];
+static const char *at(const char *name) {
+    static char paths[2][800];
+    static int turn;
+    snprintf(paths[turn ^= 1], sizeof *paths, "%s/%s", folder, name);
+    return paths[turn];
+}
+static int same_file(const char *a, const char *b) {
+    char command[2000];
+    snprintf(command, sizeof command, "cmp -s '%s' '%s'", a, b);
+    return system(command) == 0;
+}
+static void save_as(Model *m, int world, const char *path) {
+    for (int rank = 0; rank < world; rank++) {
+        const Comm comm = {rank, world, rank, world, "this host"};
+        m->comm = &comm;
+        save_slots(m, optimizer_slots, 2, ST_F32, path);
+    }
+}
+
+static void test_model(const char *text) {
+    Model m, copy;
+    memset(&m, 0, sizeof m);
+    require(config_parse(text, &m.config), "unknown model '%s'\n", text);
+    m.table = params_table(&m.config);
+    copy = m;
+    for (int s = 0; s < 5; s++) {
+        m.slots[s] = (float *)calloc_or_die(m.table.total * sizeof(float));
+        copy.slots[s] = (float *)malloc_or_die(m.table.total * sizeof(float));
+        for (int i = 0; i < m.table.count; i++) {
+            const Param *p = &m.table.params[i];  // zeros in the padding of the vocabulary, as in a trainer
+            for (size_t k = 0; k < (size_t)p->file_rows * (size_t)p->cols; k++) m.slots[s][p->offset + k] = rand_normal((uint64_t)s, 5, p->offset + k);
+        }
+    }
+    save_as(&m, 1, at("one"));
+    const int worlds[] = {2, 3, 7, 8};
+    for (int w = 0; w < 4; w++) {
+        const int world = worlds[w];
+        save_as(&m, world, at("several"));
+        check(same_file(at("one"), at("several")), "%s: %d ranks write what one writes", text, world);
+        for (int s = 0; s < 5; s++) memset(copy.slots[s], 0, m.table.total * sizeof(float));
+        for (int rank = 0; rank < world; rank++) {  // every rank reads its piece; together they have all
+            const Comm comm = {rank, world, rank, world, "this host"};
+            copy.comm = &comm;
+            load_slots(&copy, optimizer_slots, 2, at("one"));
+        }
+        int same = 1;
+        for (int i = 0; i < m.table.count; i++) {
+            const Param *p = &m.table.params[i];
+            for (int s = SLOT_M; s <= SLOT_V; s++) same &= memcmp(copy.slots[s] + p->offset, m.slots[s] + p->offset, p->size * sizeof(float)) == 0;
+        }
+        check(same, "%s: %d ranks read their pieces", text, world);
+    }
+    m.slots[SLOT_M][m.table.params[2].offset + 1] += 1;  // the comparison notices one element
+    save_as(&m, 3, at("several"));
+    check(!same_file(at("one"), at("several")), "%s: one other element is another file", text);
+    for (int s = 0; s < 5; s++) { free(m.slots[s]); free(copy.slots[s]); }
+    params_free(&m.table);
+}
+
+static void too_many_ranks(void *unused) {
+    (void)unused;
+    Config c;
+    config_parse("d1,channels=64,vocab=256", &c);
+    const ParamTable t = params_table(&c);
+    param_shard(&t, 0, 0, 11);
+}
+
+int main(void) {
+    snprintf(folder, sizeof folder, "%s/test_shards_XXXXXX", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp");
+    require(mkdtemp(folder), "cannot make a folder in /tmp\ncheck the disk");
+    test_model("gpt2:124M,layers=2,channels=32,heads=2,vocab=300,seq=24");  // matrices transposed in files
+    test_model("gpt2:124M,layers=1,channels=160,heads=2,ffn=96,vocab=257,seq=8");  // a row is more than a piece
+    test_model("llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,vocab=300,seq=64");
+    check_refused("a number of ranks that does not divide a unit", too_many_ranks, NULL, "11 ranks");
+    unlink(at("one"));
+    unlink(at("several"));
+    rmdir(folder);
+    return checks_report("test_shards");
+}

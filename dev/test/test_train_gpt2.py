@@ -1,0 +1,571 @@
+"""train_gpt2.py against the C headers it mirrors (say.c prints what they say), against plain numpy, against
+transformers where that is installed, and from the command line."""
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, ROOT)
+import train_gpt2 as ref  # noqa: E402
+
+torch.set_num_threads(1)  # models are tiny
+
+
+@pytest.fixture(scope="session")
+def c_program(tmp_path_factory):
+    """Runs say.c; returns its output as bytes."""
+    program = str(tmp_path_factory.mktemp("c") / "say")
+    subprocess.run([os.environ.get("CC", "gcc"), "-std=gnu11", "-O1", "-Wno-unknown-pragmas", os.path.join(ROOT, "dev/test/say.c"), "-o", program, "-lm"], check=True)
+
+    def run(*arguments, stdin=None):
+        return subprocess.run([program, *map(str, arguments)], check=True, stdout=subprocess.PIPE, input=stdin).stdout
+
+    return run
+
+
+DEPTHS = ["d1", "d6", "d12", "d24", "d36", "d48", "d60", "d72", "d84", "gpt2:d10"]
+OVERRIDDEN = ["d12,vocab=256,seq=64", "d4,channels=128", "d2,channels=96,heads=3,ffn=200", "llama3:8B,layers=2,channels=64,heads=8", "llama3:8B,channels=512",
+              "llama3.2:1B,layers=2,tied=0", "qwen2.5:0.5B,layers=1,channels=128,heads=4,kv_heads=4", "qwen2.5:7B,layers=2,channels=256", "gpt2:124M,tied=0,layers=1",
+              "qwen2.5:1.5B,channels=1000,heads=5"]
+SMALL = {"gpt2": "d2,channels=48,heads=3,vocab=97,seq=32", "llama": "llama3.1:8B,layers=2,channels=64,heads=4,kv_heads=2,ffn=88,vocab=97,seq=9000",
+         "qwen2": "qwen2.5:0.5B,layers=2,channels=64,heads=4,kv_heads=1,ffn=88,vocab=97,seq=64", "llama_tied": "llama3.2:1B,layers=2,channels=64,vocab=97",
+         "gpt2_untied": "d1,channels=64,heads=2,vocab=50,seq=16,tied=0"}
+
+
+def small_model(descriptor, seed=1, noise=0.05):
+    """Random weights everywhere: gains that are not 1 and biases that are not 0 show up in the output."""
+    model = ref.make_model(descriptor, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for w in model.parameters():
+            w += noise * torch.randn(w.shape, generator=generator)
+    return model
+
+
+def random_tokens(model, B, T, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, model.config.vocab_size, (B, T)))
+
+
+def logits_of(model, tokens):
+    with torch.no_grad():
+        return model(tokens, model.rope_table(tokens.shape[1], "cpu"))
+
+
+# ---- against the C headers
+
+
+@pytest.fixture(scope="session")
+def c_tables(c_program):
+    names = DEPTHS + list(ref.PRESETS) + OVERRIDDEN
+    blocks = c_program("table", *names).decode().split("= ")[1:]
+    return {name: [line.split() for line in block.splitlines()] for name, block in zip(names, blocks)}
+
+
+def test_presets_are_those_of_c(c_tables):
+    with open(os.path.join(ROOT, "llmc/config.h")) as f:
+        text = f.read()
+    assert len(c_tables) == len(DEPTHS) + len(ref.PRESETS) + len(OVERRIDDEN)
+    for name in ref.PRESETS:
+        assert name.startswith("gpt3") or f'{{"{name}", config_' in text
+    assert text.count('", config_') == sum(not n.startswith("gpt3") for n in ref.PRESETS)
+
+
+@pytest.mark.parametrize("name", DEPTHS + list(ref.PRESETS) + OVERRIDDEN)
+def test_config_and_weights_are_those_of_c(c_tables, name):
+    c, vocab_given = ref.config_parse(name)
+    head, *rows = c_tables[name]
+    theirs = [head[2]] + [float(x) for x in head[3:]]
+    rope = [c.rope_factor, c.rope_low_freq_factor, c.rope_high_freq_factor, c.rope_original_len] if c.rope_factor else [0, 0, 0, 0]
+    ours = [c.model_type, c.num_layers, c.channels, c.num_heads, c.num_kv_heads, c.ffn_dim, c.vocab_size, c.max_seq_len, c.norm == "layer", c.norm_eps,
+            c.position == "learned", c.rope_theta, *rope, c.mlp == "gelu", c.qkv_bias, c.linear_bias, c.tied]
+    assert [theirs[0], *ours[1:]] == [theirs[0], *(pytest.approx(x, rel=1e-7) for x in theirs[1:])]
+    assert (ours[0], vocab_given) == (theirs[0], head[1] == "1")
+    state = ref.Model(c, device="meta").state_dict()
+    assert sorted(state) == sorted(row[0] for row in rows)
+    for p, row in zip(ref.param_table(c), rows, strict=True):  # the order is part of it: initial values depend on the index
+        name, unit, file_rows, cols, is_vector, transposed, decay = [row[0], *map(int, row[1:7])]
+        shape = (cols,) if is_vector else (file_rows, cols)
+        assert (p.name, p.unit, p.shape, p.transposed, len(p.shape) > 1) == (name, unit, shape, bool(transposed), bool(decay))
+        assert p.std == pytest.approx(float(row[7]), rel=1e-7) and tuple(state[name].shape) == shape
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_initial_weights_are_those_of_c(c_program, kind):
+    values, at = np.frombuffer(c_program("init", SMALL[kind], 42), np.float32), 0
+    model = ref.make_model(SMALL[kind], 42)
+    for p in model.table:
+        ours = model.get_parameter(p.name).detach().numpy().ravel()
+        theirs = values[at : at + ours.size]
+        at += ours.size
+        np.testing.assert_allclose(ours, theirs, rtol=3e-7, atol=1e-9, err_msg=p.name)
+    assert at == values.size
+    other = np.frombuffer(c_program("init", SMALL[kind], 43), np.float32)
+    assert not np.allclose(other[:1000], values[:1000], atol=1e-3)
+
+
+def test_initial_weights_are_normal():
+    wte = ref.make_model("d1,vocab=4000", 7).get_parameter("transformer.wte.weight").detach().numpy().ravel() / 0.02
+    assert abs(wte.mean()) < 0.01 and abs(wte.std() - 1) < 0.01 and abs((wte**4).mean() - 3) < 0.1
+
+
+def write_shard(path, tokens, vocab=0, kind=0, eot=0):
+    header = np.zeros(256, "<i4")
+    header[:5], header[7] = [20240520, 1, len(tokens), vocab, kind], eot
+    with open(path, "wb") as f:
+        f.write(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
+
+
+@pytest.fixture()
+def shards(tmp_path):
+    """Three shards of unequal length whose tokens count up: every row is recognisable."""
+    begin = 0
+    for i, n in enumerate((203, 97, 151)):
+        write_shard(tmp_path / f"x_train_{i:06}.bin", np.arange(begin, begin + n))
+        begin += n
+    return str(tmp_path / "x_train_*.bin")
+
+
+@pytest.mark.parametrize("seed", [None, 5, 1337])
+def test_data_order_is_that_of_c(c_program, shards, seed):
+    B, T, batches = 5, 10, 31  # 43 rows an epoch: the batches cross epochs in the middle
+    out = np.frombuffer(c_program("order", shards, B, T, int(seed is not None), seed or 0, batches), np.int32).reshape(batches, 2, B, T)
+    stream = ref.rows(ref.open_shards(shards, T)[0], T, seed)
+    for i in range(batches):
+        inputs, targets = ref.batch(stream, B, "cpu", 1000)
+        assert np.array_equal(inputs, out[i, 0]) and np.array_equal(targets, out[i, 1]), f"batch {i}"
+
+
+def test_an_epoch_has_every_row_once(shards):
+    stream = ref.rows(ref.open_shards(shards, 10)[0], 10, seed=3)
+    first, second = ([int(next(stream)[0]) for _ in range(44)] for _ in range(2))
+    assert len(set(first)) == 44 and sorted(first) == sorted(second) and first != second and first != sorted(first)
+
+
+def test_wide_shards_and_damaged_ones(tmp_path, capsys):
+    header = np.zeros(256, "<i4")
+    header[:3] = [20240801, 7, 40]
+    (tmp_path / "wide.bin").write_bytes(header.tobytes() + (np.arange(40, dtype="<u4") + 100000).tobytes())
+    assert int(next(ref.rows(ref.open_shards(str(tmp_path / "wide.bin"), 4)[0], 4))[3]) == 100003
+    (tmp_path / "short.bin").write_bytes(header.tobytes() + bytes(156))
+    (tmp_path / "text.bin").write_bytes(b"to be or not to be" * 100)
+    for name, words in (("short.bin", "size"), ("text.bin", "not a token shard"), ("none.bin", "no file matches")):
+        with pytest.raises(SystemExit) as e:
+            ref.open_shards(str(tmp_path / name), 4)
+        assert e.value.code == 1 and words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        ref.open_shards(str(tmp_path / "wide.bin"), 40)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("warmup,final,steps", [(0, 0.0, 50), (7, 0.1, 50), (10, 1.0, 10), (3, 0.0, 1)])
+def test_learning_rates_are_those_of_c(c_program, schedule, warmup, final, steps):
+    theirs = [float(x) for x in c_program("lr", schedule, 6e-4, warmup, final, steps).split()]
+    o = argparse.Namespace(schedule=schedule, learning_rate=6e-4, warmup=warmup, final_lr_fraction=final)
+    assert [ref.learning_rate_at(o, steps, s) for s in range(steps + 3)] == [pytest.approx(x, rel=1e-12, abs=1e-18) for x in theirs]
+    if warmup == 7:
+        assert theirs[0] == pytest.approx(6e-4 / 7) and theirs[7] == pytest.approx(6e-4) and (schedule == "constant" or theirs[49] < 3e-4)
+
+
+@pytest.mark.parametrize("name", ["llama2:7B", "llama3:8B", "llama3.1:8B", "llama3.2:1B", "qwen2.5:7B"])
+def test_rope_is_that_of_c(c_program, name):
+    c = ref.config_parse(name)[0]
+    T = 700
+    theirs = np.frombuffer(c_program("rope", name, T), np.float32).reshape(T, c.head_dim // 2, 2)
+    model = ref.Model(c, device="meta")
+    for ours, k in zip(model.rope_table(T, "cpu"), (0, 1)):
+        np.testing.assert_allclose(ours.numpy(), theirs[:, :, k], atol=2e-7)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_samples_are_those_of_c(c_program, temperature):
+    V, seed, step, draws = 50, 11, 40, 60
+    logits = np.random.default_rng(0).normal(0, 2, V).astype(np.float32)
+    theirs = [int(x) for x in c_program("sample", V, temperature, seed, step, draws, stdin=logits.tobytes()).split()]
+
+    class Fixed(torch.nn.Module):  # a model whose next token does not depend on the text
+        config = argparse.Namespace(vocab_size=V)
+
+        def forward(self, window, rope):
+            return torch.from_numpy(logits).expand(1, window.shape[1], V)
+
+        def rope_table(self, T, device):
+            return None
+
+    trainer = ref.Trainer.__new__(ref.Trainer)
+    trainer.model, trainer.autocast = Fixed(), torch.autocast("cpu", enabled=False)
+    trainer.o = argparse.Namespace(sample_tokens=draws, seq_len=8, device="cpu", seed=seed, temperature=temperature)
+    assert trainer.sample(first=V, step=step) == theirs  # V never comes: no early end
+    assert len(set(theirs)) == 1 if temperature == 0 else len(set(theirs)) > 5
+
+
+def test_options_are_those_of_c(c_program):
+    theirs = {name: (letters, value) for name, letters, value in (line.split("\t") for line in c_program("options").decode().splitlines())}
+    assert set(ref.HONOURED) <= set(theirs)
+    ours = vars(ref.parse_options([]))
+    for name in ref.HONOURED:
+        letters, value = theirs[name]
+        key = name.replace("-", "_")
+        assert str(ours[key]) == value or float(ours[key]) == float(value), name
+        sample = {str: "linear", int: "1", float: "0.5"}[type(ours[key])]
+        for flag in [f"--{name}"] + [f"-{x}" for x in letters.split("|") if x]:
+            assert getattr(ref.parse_options([flag, sample]), key) == type(ours[key])(sample)
+
+
+# ---- the model against plain numpy, transformers, finite differences
+
+
+def numpy_logits(model, tokens):
+    """One sequence through the model in float64, head by head and position by position, from the table's weights by name."""
+    c, w = model.config, {name: p.detach().double().numpy() for name, p in model.named_parameters()}
+    is_gpt2, T, hd = c.model_type == "gpt2", len(tokens), c.head_dim
+
+    def norm(x, name):
+        if c.norm == "layer":
+            return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + c.norm_eps) * w[name + ".weight"] + w[name + ".bias"]
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.norm_eps) * w[name + ".weight"]
+
+    def linear(x, name):
+        return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
+
+    def rotate(x):  # (T, HD): the pair (i, i + HD/2) turns by position * theta^(-2i/HD), slowed down as Llama 3.1's paper says
+        out = x.copy()
+        for i in range(hd // 2):
+            freq = c.rope_theta ** (-2 * i / hd)
+            if c.rope_factor:
+                wavelength = 2 * np.pi / freq
+                blend = (c.rope_original_len / wavelength - c.rope_low_freq_factor) / (c.rope_high_freq_factor - c.rope_low_freq_factor)
+                blend = min(max(blend, 0), 1)
+                freq = (1 - blend) * freq / c.rope_factor + blend * freq
+            for t in range(T):
+                cos, sin = np.cos(t * freq), np.sin(t * freq)
+                a, b = x[t, i], x[t, i + hd // 2]
+                out[t, i], out[t, i + hd // 2] = a * cos - b * sin, a * sin + b * cos
+        return out
+
+    prefix = "transformer.h.{}." if is_gpt2 else "model.layers.{}."
+    x = w["transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight"][tokens]
+    x = x + w["transformer.wpe.weight"][:T] if c.position == "learned" else x
+    for l in range(c.num_layers):
+        p = prefix.format(l)
+        h = norm(x, p + ("ln_1" if is_gpt2 else "input_layernorm"))
+        if is_gpt2:
+            q, k, v = np.split(linear(h, p + "attn.c_attn"), 3, axis=-1)
+        else:
+            q, k, v = (linear(h, p + f"self_attn.{n}_proj") for n in "qkv")
+        out = np.zeros((T, c.channels))
+        for head in range(c.num_heads):
+            kv = head // (c.num_heads // c.num_kv_heads)
+            qh, kh, vh = q[:, head * hd : head * hd + hd], k[:, kv * hd : kv * hd + hd], v[:, kv * hd : kv * hd + hd]
+            if c.position == "rope":
+                qh, kh = rotate(qh), rotate(kh)
+            for t in range(T):
+                scores = qh[t] @ kh[: t + 1].T / np.sqrt(hd)
+                chances = np.exp(scores - scores.max())
+                out[t, head * hd : head * hd + hd] = chances / chances.sum() @ vh[: t + 1]
+        x = x + linear(out, p + ("attn.c_proj" if is_gpt2 else "self_attn.o_proj"))
+        h = norm(x, p + ("ln_2" if is_gpt2 else "post_attention_layernorm"))
+        if is_gpt2:
+            f = linear(h, p + "mlp.c_fc")
+            x = x + linear(0.5 * f * (1 + np.tanh(np.sqrt(2 / np.pi) * (f + 0.044715 * f**3))), p + "mlp.c_proj")
+        else:
+            gate = linear(h, p + "mlp.gate_proj")
+            x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, p + "mlp.up_proj"), p + "mlp.down_proj")
+    head = w.get("lm_head.weight", w["transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight"])
+    return norm(x, "transformer.ln_f" if is_gpt2 else "model.norm") @ head.T
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_logits_are_those_of_plain_numpy(kind):
+    model = small_model(SMALL[kind])
+    tokens = random_tokens(model, 2, 13)
+    ours = logits_of(model, tokens).numpy()
+    for b in range(2):
+        theirs = numpy_logits(model, tokens[b].numpy())
+        np.testing.assert_allclose(ours[b], theirs, atol=3e-6)
+    targets = random_tokens(model, 2, 13, seed=1)
+    loss = float(model(tokens, model.rope_table(13, "cpu"), targets).detach())
+    logs = torch.log_softmax(torch.from_numpy(ours).double(), -1)
+    assert loss == pytest.approx(-float(logs.gather(-1, targets[..., None]).mean()), abs=1e-6)
+    rng = np.random.default_rng(0)
+    for p in model.table:  # every tensor takes part: a changed one shows
+        w = model.get_parameter(p.name).data
+        saved = w.clone()
+        w += torch.from_numpy(rng.normal(0, 0.3, w.shape).astype(np.float32))
+        assert np.abs(logits_of(model, tokens).numpy() - ours).max() > 1e-3, p.name
+        w.copy_(saved)
+
+
+def test_a_token_sees_nothing_after_it():
+    for kind in SMALL:
+        model = small_model(SMALL[kind])
+        tokens = random_tokens(model, 1, 12)
+        changed = tokens.clone()
+        changed[0, 7] = (changed[0, 7] + 1) % model.config.vocab_size
+        difference = (logits_of(model, tokens) - logits_of(model, changed)).abs().amax(-1)[0]
+        assert difference[:7].max() == 0 and difference[7:].min() > 1e-4, kind
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_logits_are_those_of_transformers(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    model = small_model(SMALL[kind])
+    ref.write_weights(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).float()
+    tokens = random_tokens(model, 2, min(model.config.max_seq_len, 300))
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(model, tokens), theirs(tokens).logits, atol=5e-6, rtol=0)
+
+
+# ---- Hugging Face folders
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_folders_round_trip(kind, tmp_path):
+    model = small_model(SMALL[kind])
+    ref.write_weights(model, tmp_path)
+    again = ref.make_model(str(tmp_path), seed=0)
+    assert again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    stored = load_file(tmp_path / "model.safetensors")
+    assert set(stored) == set(model.state_dict())
+    for p in model.table:
+        ours = model.get_parameter(p.name).detach().numpy()
+        assert np.array_equal(stored[p.name], ours.T if p.transposed else ours)
+    assert any(p.transposed for p in model.table) == (model.config.model_type == "gpt2")
+    ref.write_weights(model, tmp_path, torch.bfloat16)
+    again = ref.make_model(str(tmp_path), seed=0)
+    assert all(torch.equal(a.bfloat16().float(), b) for a, b in zip(model.parameters(), again.parameters()))
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_folders_as_the_hub_has_them(tmp_path, capsys):
+    """Several files with an index, GPT-2's names without their prefix, its masks, a tied head stored twice; then damage."""
+    from safetensors.torch import save_file
+
+    model = small_model(SMALL["gpt2"])
+    ref.write_weights(model, tmp_path)
+    stored = {n.removeprefix("transformer."): torch.from_numpy(a) for n, a in load_file(tmp_path / "model.safetensors").items()}
+    stored |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "lm_head.weight": stored["wte.weight"].clone()}
+    os.remove(tmp_path / "model.safetensors")
+    names, where = sorted(stored), {}
+    for i, part in enumerate((names[:9], names[9:])):
+        save_file({n: stored[n].contiguous() for n in part}, tmp_path / f"model-{i}.safetensors")
+        where |= {n: f"model-{i}.safetensors" for n in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    again = ref.make_model(str(tmp_path), seed=0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, words in (({"n_layer": 3}, "lacks 12 tensors"), ({"n_inner": 200}, "do not belong together"), ({"model_type": "bert"}, "'bert'"),
+                          ({"activation_function": "relu"}, "tanh form")):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(SystemExit):
+            ref.make_model(str(tmp_path), seed=0)
+        assert words in capsys.readouterr().err
+    for change, words in (({"rope_scaling": {"rope_type": "yarn"}}, "yarn"), ({"head_dim": 4}, "head_dim"), ({"attention_bias": True}, "biases"),
+                          ({"use_sliding_window": True}, "sliding")):
+        with pytest.raises(SystemExit):
+            ref.config_from_hf(ref.config_to_hf(ref.config_parse(SMALL["llama"])[0]) | change, "x")
+        assert words in capsys.readouterr().err
+
+
+def test_unknown_models_are_refused(capsys):
+    for descriptor, words in (("d12,layer=3", "not key=value"), ("d12,layers=0", "out of range"), ("d12,tied=2", "out of range"), ("gpt2:125M,layers=1", "unknown model"),
+                              ("d0,layers=1", "unknown model"), ("d12,heads=7", "do not divide"), ("llama3:8B,kv_heads=5", "do not divide")):
+        with pytest.raises(SystemExit):
+            ref.config_parse(descriptor)
+        assert words in capsys.readouterr().err, descriptor
+    assert ref.make_model("d1,channels=64", 0, data_vocab=33).config.vocab_size == 33
+    assert ref.make_model("d1,channels=64,vocab=44", 0, data_vocab=33).config.vocab_size == 44
+
+
+# ---- steps
+
+
+def options(**changes):
+    return argparse.Namespace(**vars(ref.parse_options(["--device", "cpu", "--threads", "1"])) | changes)
+
+
+def adamw_by_hand(model, tokens, targets, steps, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0):
+    """The textbook's AdamW (Loshchilov, Hutter 2019), tensor by tensor in float64; the losses before each update."""
+    names = [n for n, _ in model.named_parameters()]
+    w = {n: p.detach().double().clone() for n, p in model.named_parameters()}
+    m, v, losses = {n: 0 for n in names}, {n: 0 for n in names}, []
+    for step in range(1, steps + 1):
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                p.copy_(w[n])
+        model.zero_grad()
+        loss = model(tokens, model.rope_table(tokens.shape[1], "cpu"), targets)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norm = sum(float((p.grad.double() ** 2).sum()) for p in model.parameters()) ** 0.5
+        for n, p in model.named_parameters():
+            g = p.grad.double() * min(1.0, clip / norm)
+            m[n], v[n] = beta1 * m[n] + (1 - beta1) * g, beta2 * v[n] + (1 - beta2) * g * g
+            update = (m[n] / (1 - beta1**step)) / ((v[n] / (1 - beta2**step)).sqrt() + eps)
+            w[n] = w[n] - lr * (update + (decay if p.dim() == 2 else 0) * w[n])
+    return losses
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_debug_files(kind, tmp_path):
+    B, T, folder = 2, 9, tmp_path / "debug"
+    ref.write_debug(options(model=SMALL[kind], batch_size=B, seq_len=T, write_debug=str(folder), seed=5))
+    debug, model = load_file(folder / "debug.safetensors"), ref.make_model(str(folder), 0)
+    V = model.config.vocab_size
+    shapes = {n: a.shape for n, a in load_file(folder / "model.safetensors").items()}
+    assert {n.removeprefix("grad."): a.shape for n, a in debug.items() if n.startswith("grad.")} == shapes
+    assert [(n, a.shape, a.dtype) for n, a in sorted(debug.items()) if not n.startswith("grad.")] == [
+        ("logits", (B, T, V), np.float32), ("loss", (1,), np.float32), ("losses", (10,), np.float32), ("targets", (B, T), np.int32), ("tokens", (B, T), np.int32)]
+    assert np.array_equal(debug["tokens"][:, 1:], debug["targets"][:, :-1]) and debug["tokens"].max() < V and len(np.unique(debug["tokens"])) > 5
+    tokens, targets = torch.from_numpy(debug["tokens"]).long(), torch.from_numpy(debug["targets"]).long()
+    np.testing.assert_allclose(logits_of(model, tokens).numpy(), debug["logits"], atol=1e-6)
+    model(tokens, model.rope_table(T, "cpu"), targets).backward()
+    for p in model.table:
+        g = model.get_parameter(p.name).grad.numpy()
+        np.testing.assert_allclose(debug["grad." + p.name], g.T if p.transposed else g, atol=1e-7)
+        assert np.abs(g).max() > 0
+    assert debug["losses"][0] == pytest.approx(debug["loss"][0], abs=1e-6)
+    np.testing.assert_allclose(debug["losses"], adamw_by_hand(model, tokens, targets, 10), atol=2e-5)
+    model = ref.make_model(str(folder), 0)
+    assert np.abs(debug["losses"] - adamw_by_hand(model, tokens, targets, 10, decay=0)).max() > 2e-4  # the bound bites
+    model = ref.make_model(str(folder), 0)
+    assert np.abs(debug["losses"] - adamw_by_hand(model, tokens, targets, 10, lr=1.01e-3)).max() > 2e-4
+
+
+def test_gradients_are_slopes():
+    model = small_model(SMALL["gpt2"]).double()
+    tokens, targets = random_tokens(model, 2, 7), random_tokens(model, 2, 7, seed=1)
+
+    def loss():
+        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    loss().backward()
+    rng = np.random.default_rng(0)
+    for p in model.table:
+        w, h = model.get_parameter(p.name), 1e-4
+        place = tuple(int(rng.integers(n)) for n in w.shape)
+        with torch.no_grad():
+            w[place] += h
+            above = float(loss())
+            w[place] -= 2 * h
+            below = float(loss())
+            w[place] += h
+        assert float(w.grad[place]) == pytest.approx((above - below) / (2 * h), abs=1e-7), p.name
+
+
+def test_accumulated_steps_are_whole_steps():
+    results = []
+    for micro in (1, 2, 4):
+        model = small_model(SMALL["llama"])
+        tokens, targets = random_tokens(model, 4, 8), random_tokens(model, 4, 8, seed=1)
+        trainer = ref.Trainer(model, options(weight_decay=0.1))
+        results.append([trainer.step(list(zip(tokens.chunk(micro), targets.chunk(micro))), 1e-2) for _ in range(4)])
+    np.testing.assert_allclose(results[1], results[0], rtol=2e-5)
+    np.testing.assert_allclose(results[2], results[0], rtol=2e-5)
+    assert results[0][3][0] < results[0][0][0] - 0.05
+
+
+def test_decay_is_for_matrices_and_clipping_for_the_whole_gradient():
+    model = small_model(SMALL["gpt2"])
+    trainer = ref.Trainer(model, options(weight_decay=0.5))
+    decays = {id(w): g["weight_decay"] for g in trainer.optimizer.param_groups for w in g["params"]}
+    assert all(decays[id(w)] == (0.5 if w.dim() == 2 else 0) for w in model.parameters()) and len(decays) == len(model.table)
+    seen = []
+    trainer.optimizer.step = lambda: seen.append(float(torch.nn.utils.get_total_norm([w.grad for w in model.parameters()])))
+    batches = [(random_tokens(model, 2, 8), random_tokens(model, 2, 8, seed=1))]
+    norm = trainer.step(batches, 1e-3)[1]
+    trainer.o.grad_clip = norm / 3
+    trainer.step(batches, 1e-3)
+    for trainer.o.grad_clip in (0, 2 * norm):  # off; larger than the norm
+        trainer.step(batches, 1e-3)
+    assert norm > 1 and seen == [pytest.approx(x, rel=1e-5) for x in (1.0, norm / 3, norm, norm)]
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = float("nan")
+    with pytest.raises(SystemExit):
+        trainer.step(batches, 1e-3)
+
+
+# ---- the program
+
+
+@pytest.fixture()
+def text_shards(tmp_path):
+    """Random words as bytes in two shards, with a tokenizer."""
+    words = np.random.default_rng(0).choice("the sea of a grey ship and no wind under it for seven long days".split(), 7000)
+    data = np.frombuffer(" ".join(words).encode(), np.uint8)
+    write_shard(tmp_path / "a_train_0.bin", data[4000:], vocab=256, kind=1)
+    write_shard(tmp_path / "a_val_0.bin", data[:4000], vocab=256, kind=1)
+    header = np.zeros(256, "<i4")
+    header[:5] = [20240328, 2, 256, 0, 1]
+    (tmp_path / "tokenizer.bin").write_bytes(header.tobytes() + b"".join(bytes([1, i]) for i in range(256)))
+    return ["--train-data", str(tmp_path / "a_train_*.bin"), "--val-data", str(tmp_path / "a_val_*.bin")]
+
+
+def test_a_run_from_the_command_line(text_shards, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, os.path.join(ROOT, "train_gpt2.py"), *text_shards, "--model", "d2,channels=64,seq=32", "--batch-size", "2", "--seq-len", "32", "--total-batch", "128",
+               "--max-steps", "24", "--learning-rate", "3e-3", "--warmup", "4", "--eval-every", "10", "--eval-steps", "5", "--sample-every", "20", "--sample-tokens", "9",
+               "--save-every", "20", "--output", str(out), "--device", "cpu", "--threads", "1"]
+    text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    log = [json.loads(line) for line in (out / "main.jsonl").read_text().splitlines()]
+    start, steps = log[0], [r for r in log if r["event"] == "step"]
+    assert start["event"] == "start" and start["options"]["batch-size"] == 2 and start["config"]["vocab_size"] == 256 and start["dtype"] == "fp32"
+    assert start["parameters"] == sum(w.numel() for w in ref.Model(ref.config_parse("d2,channels=64,seq=32,vocab=256")[0]).parameters())
+    assert [r["step"] for r in steps] == list(range(1, 25)) and [r["tokens"] for r in steps] == [128 * s for s in range(1, 25)]
+    assert set(steps[0]) == {"event", "step", "elapsed", "loss", "norm", "lr", "ms", "tok_s", "mfu", "tokens", "mem_gib"}
+    assert steps[0]["lr"] == pytest.approx(3e-3 / 4) and abs(steps[0]["loss"] - np.log(256)) < 0.3 and steps[-1]["loss"] < 4.5
+    evals = {r["step"]: r for r in log if r["event"] == "eval"}
+    assert sorted(evals) == [0, 10, 20, 24] and evals[24]["loss"] < evals[0]["loss"] - 1
+    assert [r["step"] for r in log if r["event"] == "sample"] == [20, 24] and log[-1]["event"] == "end"
+    assert "step     24/24 | loss" in text and "val loss" in text and "---- sample of step 24" in text
+    # the checkpoint holds the weights that the last evaluation saw
+    model = ref.make_model(str(out / "step_00000024"), 0)
+    trainer = ref.Trainer(model, options(batch_size=2, seq_len=32, eval_steps=5))
+    assert trainer.evaluate(ref.open_shards(text_shards[3], 32)[0]) == pytest.approx(evals[24]["loss"], abs=1e-6)
+
+
+def test_evaluation_counts_every_token_once(text_shards):
+    model = small_model("d1,channels=64,heads=2,vocab=256,seq=32")
+    shards = ref.open_shards(text_shards[3], 32)[0]
+    n = (len(shards[0]) - 1) // 32
+    assert n % 7 != 0
+    whole = [ref.Trainer(model, options(batch_size=B, seq_len=32, eval_steps=-1)).evaluate(shards) for B in (1, 7, 16)]
+    assert whole == [pytest.approx(whole[0], abs=1e-6)] * 3
+    rows = np.stack([shards[0][32 * r : 32 * r + 33] for r in range(n)]).astype(np.int64)
+    by_hand = float(model(torch.from_numpy(rows[:, :-1]), None, torch.from_numpy(rows[:, 1:])).detach())
+    assert whole[0] == pytest.approx(by_hand, abs=1e-6)
+    part = ref.Trainer(model, options(batch_size=4, seq_len=32, eval_steps=3)).evaluate(shards)
+    assert part == pytest.approx(float(model(torch.from_numpy(rows[:12, :-1]), None, torch.from_numpy(rows[:12, 1:])).detach()), abs=1e-6) and abs(part - by_hand) > 1e-4
+
+
+def test_overfit_takes_one_batch(text_shards, tmp_path):
+    o = options(train_data=text_shards[1], val_data=text_shards[3], model="d1,channels=64,heads=2,seq=32", batch_size=2, seq_len=32, total_batch=128, max_steps=12, overfit=1,
+                learning_rate=3e-3, eval_every=0, sample_every=0, output=str(tmp_path))
+    ref.train(o)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "main.jsonl").read_text().splitlines() if '"event": "step"' in line]
+    trainer = ref.Trainer(ref.make_model(o.model, o.seed, 256), o)
+    first = ref.batch(ref.rows(ref.open_shards(o.val_data, 32)[0], 32), 2, "cpu", 256)  # unshuffled, of the validation data
+    assert losses == [pytest.approx(trainer.step([first], 3e-3)[0], abs=1e-6) for _ in range(12)] and losses[-1] < losses[0] - 1
+
+
+def test_messages_for_the_user(text_shards, capsys):
+    for changes, words in (({"train_data": "/nowhere/*.bin"}, "tinyshakespeare.py"), ({"seq_len": 64}, "longer than the model's context"), ({"total_batch": 100}, "nearest: 64"),
+                           ({"model": "/nowhere/model"}, "no folder and no preset"), ({"model": "d1,channels=64,vocab=20"}, "the model 20 tokens")):
+        with pytest.raises(SystemExit) as e:
+            ref.train(options(**{"train_data": text_shards[1], "val_data": text_shards[3], "model": "d1,channels=64,seq=32", "batch_size": 2, "seq_len": 32, "max_steps": 1} | changes))
+        err = capsys.readouterr().err
+        assert e.value.code == 1 and words in err and "hint:" in err, changes
+    for arguments in (["--schedule", "step"], ["--batch-size", "0"], ["--max-steps", "0"], ["--batchsize", "3"], ["--learning-rate", "fast"]):
+        with pytest.raises(SystemExit) as e:
+            ref.parse_options(arguments)
+        assert e.value.code != 0

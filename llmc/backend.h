@@ -1,0 +1,62 @@
+// What a trainer needs of a model, whatever computes it. train_gpt2.c gives these functions on the CPU, model.cuh on a GPU;
+// trainer.h, checkpoint.h and the tests use nothing else. A backend defines `struct Model { Config config; ParamTable table;
+// const Comm *comm; ... }` and all functions below. Offsets and counts are elements of the parameter buffer that params.h lays out.
+//
+// All ranks of `comm` call these in the same order, with the same arguments but for the tokens. Each holds all weights; the
+// gradients of a unit are summed over ranks as soon as the last micro-step's backward has them. ZeRO 0: every rank has all m, v
+// and masters. ZeRO 1: rank k has those of param_shard(unit, k), updates these, and the weights are gathered afterwards.
+#ifndef LLMC_BACKEND_H
+#define LLMC_BACKEND_H
+
+#include "handshake.h"
+#include "options.h"
+#include "params.h"
+
+typedef struct Model Model;
+
+// The buffers that have the layout of the parameters.
+typedef enum {
+    SLOT_WEIGHT,  // the values that forward uses, in the build's dtype
+    SLOT_GRAD,
+    SLOT_M,       // AdamW's first and second moment, fp32
+    SLOT_V,
+    SLOT_MASTER   // fp32 weights that AdamW updates, where forward uses bf16
+} Slot;
+
+typedef struct {
+    float lr, beta1, beta2, eps, weight_decay;
+    float grad_scale;  // gradients are multiplied by this: clipping
+    int step;          // from 1, for the bias correction
+} AdamWParams;
+
+// Fills in what the handshake compares of this rank's device; allocates nothing.
+void model_identify(HandshakeRecord *r);
+// Allocates everything for micro-steps of (o->batch_size, o->seq_len) tokens of this rank. Weights are zero afterwards.
+void model_open(Model *m, const Config *c, const Options *o, const Comm *comm);
+void model_close(Model *m);
+const char *model_device(const Model *m);   // for people: "NVIDIA H200", "CPU, 2 threads"
+const char *model_dtype(const Model *m);    // "fp32" or "bf16"
+double model_peak_flops(const Model *m);    // FLOP/s of the hardware at that dtype, 0 if unknown
+double model_memory_gib(const Model *m);    // all that was allocated
+
+int model_has_slot(const Model *m, Slot s);
+// What this rank holds of a unit: all of it, or its piece. Gradients count after the last micro-step.
+Span model_owned(const Model *m, Slot s, int unit);
+// fp32 values in and out, whatever the slot stores; of what is owned only. Writing SLOT_WEIGHT sets the master too, unrounded.
+void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values);
+void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values);
+
+// One optimiser step = num_micro calls of model_micro_step, model_loss_and_norm, and then model_update or nothing.
+// inputs, targets (B,T). The gradient is that of the mean loss over all ranks' num_micro * B * T tokens; micro 0 overwrites it.
+void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro);
+// Waits for the device. Mean loss over the step's tokens and global norm of the gradient, the same bits on every rank; either
+// may be NaN or Inf.
+void model_loss_and_norm(Model *m, float *loss, float *norm);
+void model_update(Model *m, const AdamWParams *p);
+
+// Forward only and without the other ranks: the loss of each of the (B,T) tokens.
+void model_losses(Model *m, const int *inputs, const int *targets, float *losses);
+// Logits (V) that follow n tokens of one sequence, 1 <= n <= T.
+void model_next_logits(Model *m, const int *tokens, int n, float *logits);
+
+#endif

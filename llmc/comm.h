@@ -1,0 +1,198 @@
+// The ranks of a job and what they say to each other, over MPI. Everything is exact: sums run over ranks in their order, so
+// that all ranks hold the same bits and take the same decisions; sizes are bounded per message; the watchdog sees every call.
+//
+// MPI is used where the build has it (USE_MPI) and a launcher started the process (mpirun, srun --mpi=pmix). Otherwise the
+// job is one rank, and every function returns at once. A build without MPI that was started as several processes stops:
+// they would be as many trainers writing one folder. When one rank dies (die, require), all end with status 1.
+#ifndef LLMC_COMM_H
+#define LLMC_COMM_H
+
+#include "watchdog.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#ifdef USE_MPI
+#define OMPI_SKIP_MPICXX 1
+#define MPICH_SKIP_MPICXX 1
+#include <mpi.h>
+#endif
+
+typedef struct { int rank, world, local_rank, local_world; char host[64]; } Comm;  // local: among the ranks of this host
+
+enum { COMM_MESSAGE = 1 << 28, COMM_PIECE = 1 << 16 };  // bytes of a message at most; floats of a rank's piece that are summed at a time
+
+// How many processes the launcher says it started; 0: there was none. mpirun under a batch system comes first: its own variables
+// describe the job, the batch system's its daemons.
+static inline int comm_launched(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const char *value = getenv(names[i]);
+        if (value) return i < 3 || atoi(value) > 1 ? atoi(value) : 0;
+    }
+    return getenv("PMIX_RANK") ? 1 : 0;
+}
+
+// ---- all that is asked of MPI
+
+#ifdef USE_MPI
+#define mpiCheck(call) do { int s_ = (call); char t_[MPI_MAX_ERROR_STRING] = ""; int n_; if (s_ != MPI_SUCCESS) { MPI_Error_string(s_, t_, &n_); die("%s: %s\nsee what the other ranks say, and the network", #call, t_); } } while (0)
+static MPI_Comm comm_local;  // the ranks of this host
+
+static inline void mpi_open(Comm *c, int *argc, char ***argv) {
+    int level;
+    mpiCheck(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &level));  // the watchdog and other threads may abort
+    require(level == MPI_THREAD_MULTIPLE, "this MPI does not allow calls from several threads\nuse one built with MPI_THREAD_MULTIPLE, such as Open MPI 4 or newer");
+    mpiCheck(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN));
+    mpiCheck(MPI_Comm_rank(MPI_COMM_WORLD, &c->rank));
+    mpiCheck(MPI_Comm_size(MPI_COMM_WORLD, &c->world));
+    mpiCheck(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, c->rank, MPI_INFO_NULL, &comm_local));
+    mpiCheck(MPI_Comm_rank(comm_local, &c->local_rank));
+    mpiCheck(MPI_Comm_size(comm_local, &c->local_world));
+}
+static inline void mpi_close(void) { mpiCheck(MPI_Finalize()); }
+static inline void mpi_abort(void) { MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE); }
+static inline void mpi_barrier(int local) { mpiCheck(MPI_Barrier(local ? comm_local : MPI_COMM_WORLD)); }
+static inline void mpi_broadcast(int local, void *data, size_t bytes, int root) { mpiCheck(MPI_Bcast(data, (int)bytes, MPI_BYTE, root, local ? comm_local : MPI_COMM_WORLD)); }
+static inline void mpi_exchange(int to, const void *send, int from, void *receive, size_t bytes) {
+    mpiCheck(MPI_Sendrecv(send, (int)bytes, MPI_BYTE, to, 0, receive, (int)bytes, MPI_BYTE, from, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE));
+}
+#else
+static inline void mpi_open(Comm *c, int *argc, char ***argv) { (void)c; (void)argc; (void)argv; }
+static inline void mpi_close(void) {}
+static inline void mpi_abort(void) {}
+static inline void mpi_barrier(int local) { (void)local; }
+static inline void mpi_broadcast(int local, void *data, size_t bytes, int root) { (void)local; (void)data; (void)bytes; (void)root; }
+static inline void mpi_exchange(int to, const void *send, int from, void *receive, size_t bytes) { (void)to; (void)send; (void)from; (void)receive; (void)bytes; }
+#endif
+
+// ---- life
+
+static inline void comm_abort(void) {
+    watchdog_failed();
+    signal(SIGALRM, SIG_DFL);
+    alarm(5);  // should the launcher not answer
+    mpi_abort();
+}
+
+// Memory shared by the ranks of this host, zeros at first. It is the first local rank's open descriptor and has no name in
+// any folder: nothing can stay behind. NULL where that is not possible (ranks in different containers).
+static inline void *comm_share(const Comm *c, size_t bytes) {
+    int64_t where[3] = {(int64_t)getpid(), -1, (int64_t)(1e9 * now_seconds())};
+    char name[64], path[64], target[128] = "";
+    if (c->local_rank == 0) {
+        snprintf(name, sizeof name, "llmc-%llx", (long long)where[2]);
+        where[1] = memfd_create(name, MFD_CLOEXEC);
+        require(where[1] >= 0 && ftruncate((int)where[1], (off_t)bytes) == 0, "cannot make shared memory: %s\ncheck the memory limits of the job", strerror(errno));
+    }
+    if (c->local_world > 1) mpi_broadcast(1, where, sizeof where, 0);
+    snprintf(name, sizeof name, "/memfd:llmc-%llx", (long long)where[2]);
+    snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)where[0], (long long)where[1]);
+    const int known = readlink(path, target, sizeof target - 1) > 0 && strncmp(target, name, strlen(name)) == 0;
+    const int fd = known ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    void *memory = fd < 0 ? MAP_FAILED : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (c->local_world > 1) mpi_barrier(1);
+    if (fd >= 0) close(fd);
+    if (c->local_rank == 0) close((int)where[1]);
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
+// timeout: seconds without progress after which the watchdog ends the job.
+static inline Comm comm_open(int *argc, char ***argv, double timeout) {
+    Comm c;
+    memset(&c, 0, sizeof c);
+    c.world = c.local_world = 1;
+    gethostname(c.host, sizeof c.host - 1);
+    const int launched = comm_launched();
+    if (launched) mpi_open(&c, argc, argv);
+    if (c.world > 1) die_rank = c.rank;
+    require(launched <= c.world, "this program was started as %d processes, but they do not see each other\n%s", launched,
+            #ifdef USE_MPI
+            "start it with the mpirun of the MPI that it was built with, or srun --mpi=pmix");
+            #else
+            "this build has no MPI and trains on one rank: start it without mpirun; or install MPI, see make doctor, and build again");
+            #endif
+    if (launched) die_hook = comm_abort;
+    WatchdogSlot *slots = (WatchdogSlot *)comm_share(&c, (size_t)c.local_world * sizeof(WatchdogSlot));
+    if (slots) watchdog_start(slots, c.local_world, c.local_rank, c.rank, timeout, comm_abort);
+    else watchdog_start((WatchdogSlot *)calloc_or_die(sizeof(WatchdogSlot)), 1, 0, c.rank, timeout, comm_abort);
+    if (c.world > 1) mpi_barrier(1);  // every neighbour shows itself before anyone may be missed
+    return c;
+}
+static inline void comm_close(Comm *c) {
+    watchdog_beat(PHASE_END, -1);
+    if (comm_launched()) mpi_close();
+    die_hook = NULL;
+    watchdog_stop();
+    memset(c, 0, sizeof *c);
+}
+
+// ---- collectives: all ranks call them in the same order
+
+static inline size_t comm_part(size_t total, size_t at, size_t most) { return total - at < most ? total - at : most; }
+
+static inline void comm_barrier(const Comm *c) {
+    if (c->world == 1) return;
+    const uint64_t op = watchdog_op_begin("barrier", 0, OP_STARTED);
+    mpi_barrier(0);
+    watchdog_op_done(op);
+}
+static inline void comm_broadcast(const Comm *c, void *data, size_t bytes, int root) {
+    if (c->world == 1) return;
+    const uint64_t op = watchdog_op_begin("broadcast", bytes, OP_STARTED);
+    for (size_t at = 0; at < bytes; at += COMM_MESSAGE) mpi_broadcast(0, (char *)data + at, comm_part(bytes, at, COMM_MESSAGE), root);
+    watchdog_op_done(op);
+}
+// data: `world` pieces of which piece `rank` is mine; afterwards all are there. In each of world - 1 rounds everybody has another partner.
+static inline void comm_all_gather(const Comm *c, void *data, size_t bytes_per_rank) {
+    if (c->world == 1) return;
+    const uint64_t op = watchdog_op_begin("all_gather", bytes_per_rank * (size_t)c->world, OP_STARTED);
+    char *pieces = (char *)data;
+    for (int k = 1; k < c->world; k++) {
+        const int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
+        for (size_t at = 0; at < bytes_per_rank; at += COMM_MESSAGE)
+            mpi_exchange(to, pieces + (size_t)c->rank * bytes_per_rank + at, from, pieces + (size_t)from * bytes_per_rank + at, comm_part(bytes_per_rank, at, COMM_MESSAGE));
+    }
+    watchdog_op_done(op);
+}
+static inline void comm_gather_all(const Comm *c, const void *mine, size_t bytes, void *all /*world * bytes*/) {
+    memcpy((char *)all + (size_t)c->rank * bytes, mine, bytes);
+    comm_all_gather(c, all, bytes);
+}
+// data: `world` pieces; afterwards piece `rank` is the sum of that piece over ranks 0, 1, ... in this order; the others keep
+// their values. scratch: world * COMM_PIECE floats.
+static inline void comm_reduce_scatter(const Comm *c, float *data, size_t count_per_rank, float *scratch) {
+    if (c->world == 1) return;
+    const uint64_t op = watchdog_op_begin("reduce_scatter", count_per_rank * (size_t)c->world * sizeof(float), OP_STARTED);
+    float *mine = data + (size_t)c->rank * count_per_rank;
+    for (size_t at = 0; at < count_per_rank; at += COMM_PIECE) {
+        const size_t n = comm_part(count_per_rank, at, COMM_PIECE);
+        for (int k = 1; k < c->world; k++) {
+            const int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
+            mpi_exchange(to, data + (size_t)to * count_per_rank + at, from, scratch + (size_t)from * COMM_PIECE, n * sizeof(float));
+        }
+        memcpy(scratch + (size_t)c->rank * COMM_PIECE, mine + at, n * sizeof(float));
+        memcpy(mine + at, scratch, n * sizeof(float));
+        for (int r = 1; r < c->world; r++)
+            for (size_t i = 0; i < n; i++) mine[at + i] += scratch[(size_t)r * COMM_PIECE + i];
+    }
+    watchdog_op_done(op);
+}
+static inline double comm_sum(const Comm *c, double x) {  // in the order of ranks
+    double *all = (double *)malloc_or_die((size_t)c->world * sizeof x), sum = 0;
+    comm_gather_all(c, &x, sizeof x, all);
+    for (int r = 0; r < c->world; r++) sum += all[r];
+    free(all);
+    return sum;
+}
+static inline int comm_max(const Comm *c, int x) {  // any rank's flag becomes everyone's
+    int *all = (int *)malloc_or_die((size_t)c->world * sizeof x), most = x;
+    comm_gather_all(c, &x, sizeof x, all);
+    for (int r = 0; r < c->world; r++) most = all[r] > most ? all[r] : most;
+    free(all);
+    return most;
+}
+// For what all ranks find alike: rank 0 says it, all end.
+#define comm_require(c, condition, ...) do { if (!(condition)) { if ((c)->rank == 0) die(__VA_ARGS__); sleep(8); _exit(EXIT_FAILURE); } } while (0)
+
+#endif

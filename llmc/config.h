@@ -1,0 +1,179 @@
+// One description of every model family: sizes plus one flag for each architectural difference.
+// Nothing else in the project asks "is this GPT-2 or Llama?"; it asks for the flag.
+//   GPT-2 / GPT-3   LayerNorm, learned positions, GELU, biases everywhere, tied head
+//   Llama 2 / 3.x   RMSNorm, RoPE (3.1 scaling), SwiGLU, grouped-query attention, no bias, head untied or tied
+//   Qwen2.5         Llama with a bias on q, k and v
+// Sizes are those of the published config.json files; GPT-3's are from its paper (arXiv:2005.14165, table 2.1).
+#ifndef LLMC_CONFIG_H
+#define LLMC_CONFIG_H
+
+#include "utils.h"
+
+typedef enum { NORM_LAYER, NORM_RMS } NormKind;
+typedef enum { POSITION_LEARNED, POSITION_ROPE } PositionKind;
+typedef enum { MLP_GELU, MLP_SWIGLU } MlpKind;
+
+typedef struct {
+    char model_type[16];    // Hugging Face's name, for file names and tensor names only: gpt2, llama, qwen2
+    int vocab_size;         // V: token ids are 0..V-1
+    int padded_vocab_size;  // Vp: V rounded up to 128, so that the head's matmul has aligned rows; derived
+    int max_seq_len;        // longest T
+    int num_layers;         // L
+    int channels;           // C
+    int num_heads;          // NH
+    int num_kv_heads;       // NKV: NH of them, or fewer for grouped-query attention
+    int head_dim;           // HD = C / NH; derived
+    int ffn_dim;            // F: width of the MLP
+    NormKind norm;
+    float norm_eps;
+    PositionKind position;
+    float rope_theta;
+    float rope_factor, rope_low_freq_factor, rope_high_freq_factor;  // Llama-3.1 scaling; rope_factor 0: none
+    int rope_original_len;
+    MlpKind mlp;
+    int qkv_bias;           // bias on q, k, v
+    int linear_bias;        // bias on every other linear layer
+    int tied;               // the head shares the token embedding
+} Config;
+
+enum { VOCAB_GPT2 = 50257, VOCAB_LLAMA2 = 32000, VOCAB_LLAMA3 = 128256 };
+
+static inline Config config_gpt2(int layers, int channels, int heads, int max_seq_len) {
+    Config c;
+    memset(&c, 0, sizeof c);
+    strcpy(c.model_type, "gpt2");
+    c.vocab_size = VOCAB_GPT2; c.max_seq_len = max_seq_len; c.num_layers = layers; c.channels = channels;
+    c.num_heads = c.num_kv_heads = heads; c.ffn_dim = 4 * channels;
+    c.norm = NORM_LAYER; c.norm_eps = 1e-5f; c.position = POSITION_LEARNED; c.mlp = MLP_GELU;
+    c.qkv_bias = c.linear_bias = c.tied = 1;
+    return c;
+}
+// `rope_factor` > 0 switches on Llama-3.1 scaling with the constants that all 3.1-3.3 models share.
+static inline Config config_llama(int layers, int channels, int heads, int kv_heads, int ffn, int vocab, int max_seq_len,
+                           float theta, float rope_factor, int tied) {
+    Config c;
+    memset(&c, 0, sizeof c);
+    strcpy(c.model_type, "llama");
+    c.vocab_size = vocab; c.max_seq_len = max_seq_len; c.num_layers = layers; c.channels = channels;
+    c.num_heads = heads; c.num_kv_heads = kv_heads; c.ffn_dim = ffn;
+    c.norm = NORM_RMS; c.norm_eps = 1e-5f; c.position = POSITION_ROPE; c.rope_theta = theta; c.mlp = MLP_SWIGLU; c.tied = tied;
+    if (rope_factor > 0) {
+        c.rope_factor = rope_factor; c.rope_low_freq_factor = 1; c.rope_high_freq_factor = 4; c.rope_original_len = 8192;
+    }
+    return c;
+}
+static inline Config config_qwen2(int layers, int channels, int heads, int kv_heads, int ffn, int vocab, int tied) {
+    Config c = config_llama(layers, channels, heads, kv_heads, ffn, vocab, 32768, 1e6f, 0, tied);
+    strcpy(c.model_type, "qwen2");
+    c.norm_eps = 1e-6f; c.qkv_bias = 1;
+    return c;
+}
+
+// dN: GPT-2's published shape at depth N where there is one, otherwise 64 channels and one head for each layer.
+static inline Config config_gpt2_depth(int depth) {
+    static const int shapes[][3] = {{24, 1024, 16}, {36, 1280, 20}, {48, 1600, 25}, {60, 1920, 30}, {72, 2880, 30}, {84, 3456, 36}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        if (shapes[i][0] == depth) return config_gpt2(depth, shapes[i][1], shapes[i][2], 1024);
+    return config_gpt2(depth, 64 * depth, depth, 1024);
+}
+static inline int config_gpt3_width(int channels, Config *out) {
+    static const int shapes[][3] = {{384, 6, 64}, {768, 12, 64}, {1024, 24, 64}, {1536, 24, 96}, {2048, 24, 128},
+                                    {2560, 32, 80}, {4096, 32, 128}, {5120, 40, 128}, {12288, 96, 128}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        if (shapes[i][0] == channels) {
+            *out = config_gpt2(shapes[i][1], channels, channels / shapes[i][2], 2048);
+            return 1;
+        }
+    return 0;
+}
+
+#define CONFIG_PRESETS "dN, gpt2:{124M,350M,774M,1558M,dN}, gpt3:c{384,768,1024,1536,2048,2560,4096,5120,12288}, " \
+    "llama2:{7B,13B,70B}, llama3:{8B,70B}, llama3.1:{8B,70B}, llama3.2:{1B,3B}, qwen2.5:{0.5B,1.5B,3B,7B,14B,32B,72B}"
+
+static inline int config_preset(const char *name, Config *c) {
+    int n, end = 0;
+    if ((sscanf(name, "d%d%n", &n, &end) == 1 || sscanf(name, "gpt2:d%d%n", &n, &end) == 1) && !name[end] && n > 0 && n <= 1024) {
+        *c = config_gpt2_depth(n);
+        return 1;
+    }
+    if (sscanf(name, "gpt3:c%d%n", &n, &end) == 1 && !name[end]) return config_gpt3_width(n, c);
+    const struct { const char *name; Config config; } table[] = {
+        {"gpt2:124M", config_gpt2(12, 768, 12, 1024)},   {"gpt2:350M", config_gpt2(24, 1024, 16, 1024)},
+        {"gpt2:774M", config_gpt2(36, 1280, 20, 1024)},  {"gpt2:1558M", config_gpt2(48, 1600, 25, 1024)},
+        {"llama2:7B", config_llama(32, 4096, 32, 32, 11008, VOCAB_LLAMA2, 4096, 1e4f, 0, 0)},
+        {"llama2:13B", config_llama(40, 5120, 40, 40, 13824, VOCAB_LLAMA2, 4096, 1e4f, 0, 0)},
+        {"llama2:70B", config_llama(80, 8192, 64, 8, 28672, VOCAB_LLAMA2, 4096, 1e4f, 0, 0)},
+        {"llama3:8B", config_llama(32, 4096, 32, 8, 14336, VOCAB_LLAMA3, 8192, 5e5f, 0, 0)},
+        {"llama3:70B", config_llama(80, 8192, 64, 8, 28672, VOCAB_LLAMA3, 8192, 5e5f, 0, 0)},
+        {"llama3.1:8B", config_llama(32, 4096, 32, 8, 14336, VOCAB_LLAMA3, 131072, 5e5f, 8, 0)},
+        {"llama3.1:70B", config_llama(80, 8192, 64, 8, 28672, VOCAB_LLAMA3, 131072, 5e5f, 8, 0)},
+        {"llama3.2:1B", config_llama(16, 2048, 32, 8, 8192, VOCAB_LLAMA3, 131072, 5e5f, 32, 1)},
+        {"llama3.2:3B", config_llama(28, 3072, 24, 8, 8192, VOCAB_LLAMA3, 131072, 5e5f, 32, 1)},
+        {"qwen2.5:0.5B", config_qwen2(24, 896, 14, 2, 4864, 151936, 1)}, {"qwen2.5:1.5B", config_qwen2(28, 1536, 12, 2, 8960, 151936, 1)},
+        {"qwen2.5:3B", config_qwen2(36, 2048, 16, 2, 11008, 151936, 1)}, {"qwen2.5:7B", config_qwen2(28, 3584, 28, 4, 18944, 152064, 0)},
+        {"qwen2.5:14B", config_qwen2(48, 5120, 40, 8, 13824, 152064, 0)}, {"qwen2.5:32B", config_qwen2(64, 5120, 40, 8, 27648, 152064, 0)},
+        {"qwen2.5:72B", config_qwen2(80, 8192, 64, 8, 29568, 152064, 0)},
+    };
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++)
+        if (strcmp(table[i].name, name) == 0) { *c = table[i].config; return 1; }
+    return 0;
+}
+
+// Fills the derived fields and refuses sizes that no kernel can run. Call it after any change to a Config.
+static inline void config_finish(Config *c) {
+    require(c->num_layers > 0 && c->num_layers <= 1024, "a model of %d layers cannot be built\nuse 1 to 1024 layers", c->num_layers);
+    require(c->channels > 0 && c->channels % 8 == 0 && c->channels <= 65536, "%d channels: not a positive multiple of 8 up to 65536\nchange channels=", c->channels);
+    require(c->num_heads > 0 && c->channels % c->num_heads == 0, "%d channels do not divide into %d heads\nchange channels= or heads=", c->channels, c->num_heads);
+    c->head_dim = c->channels / c->num_heads;
+    require(c->head_dim % 8 == 0, "head dimension %d (= channels %d / heads %d) is not a multiple of 8\nchange heads=", c->head_dim, c->channels, c->num_heads);
+    require(c->num_kv_heads > 0 && c->num_heads % c->num_kv_heads == 0, "%d query heads do not divide over %d key/value heads\nchange kv_heads=", c->num_heads, c->num_kv_heads);
+    require(c->ffn_dim > 0 && c->ffn_dim % 8 == 0, "MLP width %d is not a positive multiple of 8\nchange ffn=", c->ffn_dim);
+    require(c->vocab_size > 1 && c->vocab_size <= (1 << 24), "vocabulary size %d is not between 2 and 2^24\nchange vocab=", c->vocab_size);
+    require(c->max_seq_len > 0 && c->max_seq_len <= (1 << 24), "context length %d is not between 1 and 2^24\nchange seq=", c->max_seq_len);
+    require(c->norm_eps > 0, "norm epsilon %g is not positive\ncheck config.json", (double)c->norm_eps);
+    require(c->position != POSITION_ROPE || c->rope_theta > 0, "rope theta %g is not positive\ncheck config.json", (double)c->rope_theta);
+    c->padded_vocab_size = (int)round_up((size_t)c->vocab_size, 128);
+}
+
+// "preset[,key=value...]", e.g. "d6,vocab=256" or "llama3.2:1B,layers=2,tied=0". Returns 1 when vocab= was given.
+// What an override leaves open follows it in the preset's proportions: heads by head dimension, ffn and kv heads by ratio.
+static inline int config_parse(const char *descriptor, Config *c) {
+    char text[512];
+    require(strlen(descriptor) < sizeof text, "model description is too long\nuse preset[,key=value...]");
+    strcpy(text, descriptor);
+    char *rest = strchr(text, ',');
+    if (rest) *rest++ = 0;
+    require(config_preset(text, c), "unknown model '%s'\nuse a checkpoint folder or one of " CONFIG_PRESETS, text);
+    const Config base = *c;
+    int heads = 0, kv_heads = 0, ffn = 0, vocab = 0;
+    const struct { const char *key; int *value; } keys[] = {
+        {"layers", &c->num_layers}, {"channels", &c->channels}, {"heads", &heads}, {"kv_heads", &kv_heads},
+        {"ffn", &ffn}, {"vocab", &vocab}, {"seq", &c->max_seq_len}, {"tied", &c->tied}};
+    while (rest) {
+        char *item = rest, *next = strchr(rest, ',');
+        if (next) *next++ = 0;
+        rest = next;
+        char *equals = strchr(item, '='), *end = NULL;
+        require(equals, "'%s' in model '%s' is not key=value\nkeys: layers channels heads kv_heads ffn vocab seq tied", item, descriptor);
+        *equals = 0;
+        size_t k = 0, num_keys = sizeof keys / sizeof *keys;
+        while (k < num_keys && strcmp(keys[k].key, item) != 0) k++;
+        require(k < num_keys, "unknown key '%s' in model '%s'\nkeys: layers channels heads kv_heads ffn vocab seq tied", item, descriptor);
+        long value = strtol(equals + 1, &end, 10);
+        int may_be_zero = keys[k].value == &c->tied;
+        require(end != equals + 1 && !*end && value >= !may_be_zero && value <= (may_be_zero ? 1 : 1 << 24),
+                "%s=%s in model '%s' is out of range\ngive a positive whole number (tied: 0 or 1)", item, equals + 1, descriptor);
+        *keys[k].value = (int)value;
+    }
+    if (vocab) c->vocab_size = vocab;
+    int base_head_dim = base.channels / base.num_heads;
+    c->num_heads = heads ? heads : c->channels % base_head_dim == 0 ? c->channels / base_head_dim : base.num_heads;
+    int group = base.num_heads / base.num_kv_heads;
+    c->num_kv_heads = kv_heads ? kv_heads : c->num_heads % group == 0 ? c->num_heads / group : c->num_heads;
+    if (c->channels != base.channels) c->ffn_dim = (int)round_up((size_t)c->channels * (size_t)base.ffn_dim / (size_t)base.channels, 8);
+    if (ffn) c->ffn_dim = ffn;
+    config_finish(c);
+    return vocab != 0;
+}
+
+#endif

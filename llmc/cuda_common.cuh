@@ -1,0 +1,138 @@
+// The CUDA ground: number types, checked calls, the Gpu (one device, two streams), 128-bit vectors, reductions.
+// The only file, with tile.cuh, where precision and architecture are decided by #if.
+#ifndef LLMC_CUDA_COMMON_CUH
+#define LLMC_CUDA_COMMON_CUH
+
+#include <cublasLt.h>
+#include <cublas_v2.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <nvtx3/nvToolsExt.h>
+
+#include "utils.h"
+
+// ---- numbers: floatX is what weights, activations and gradients are stored in; sums are always fp32
+#ifdef PRECISION_FP32
+typedef float floatX;
+#define FLOATX_NAME "fp32"
+#define CUDA_FLOATX CUDA_R_32F
+#else
+typedef __nv_bfloat16 floatX;
+#define FLOATX_NAME "bf16"
+#define CUDA_FLOATX CUDA_R_16BF
+#endif
+
+// ---- every call is checked; the message names the call and the place
+static inline void cuda_check(cudaError_t status, const char *call, const char *file, int line) {
+    if (status != cudaSuccess)
+        die_at(file, line, "CUDA: %s: %s\nfailed call: %s", cudaGetErrorName(status), cudaGetErrorString(status), call);
+}
+#define cudaCheck(call) cuda_check((call), #call, __FILE__, __LINE__)
+static inline void cublas_check(cublasStatus_t status, const char *call, const char *file, int line) {
+    if (status != CUBLAS_STATUS_SUCCESS)
+        die_at(file, line, "cuBLAS: %s\nfailed call: %s", cublasGetStatusString(status), call);
+}
+#define cublasCheck(call) cublas_check((call), #call, __FILE__, __LINE__)
+// After each kernel launch: a wrong launch is reported where it was made. Costs no synchronisation.
+#define launchCheck() cudaCheck(cudaGetLastError())
+
+// ---- the device of this process: that of its rank on this host. Nothing else in the source selects one.
+typedef struct {
+    int device;
+    cudaDeviceProp prop;
+    cudaStream_t compute, comm;  // all kernels and matmuls; all collectives and weight prefetches
+} Gpu;
+
+static inline Gpu gpu_open(int local_rank) {
+    Gpu g;
+    memset(&g, 0, sizeof g);
+    int count = 0;
+    cudaError_t status = cudaGetDeviceCount(&count);
+    require(status == cudaSuccess && count > 0, "no usable GPU: %s\nrun `make doctor`; without a GPU, `make train_gpt2` builds the CPU trainer", cudaGetErrorString(status));
+    require(local_rank < count, "local rank %d has no GPU: this machine shows %d\nstart at most %d ranks on it", local_rank, count, count);
+    g.device = local_rank;
+    cudaCheck(cudaSetDevice(g.device));
+    cudaCheck(cudaGetDeviceProperties(&g.prop, g.device));
+    cudaCheck(cudaStreamCreateWithFlags(&g.compute, cudaStreamNonBlocking));
+    cudaCheck(cudaStreamCreateWithFlags(&g.comm, cudaStreamNonBlocking));
+    return g;
+}
+// What ranks compare before any of them allocates: the UUID, architecture and driver of the device that gpu_open would select.
+// A rank without a device leaves uuid empty.
+static inline void gpu_identify(int local_rank, char *uuid, size_t size, int *devices, int *sm, int *driver) {
+    cudaDeviceProp prop;
+    *uuid = 0;
+    *devices = *sm = *driver = 0;
+    if (cudaGetDeviceCount(devices) != cudaSuccess || local_rank >= *devices) return;
+    cudaCheck(cudaGetDeviceProperties(&prop, local_rank));
+    cudaCheck(cudaDriverGetVersion(driver));
+    *sm = 10 * prop.major + prop.minor;
+    for (size_t i = 0; i < sizeof prop.uuid.bytes && 2 * i + 2 < size; i++) snprintf(uuid + 2 * i, 3, "%02x", (unsigned char)prop.uuid.bytes[i]);
+}
+static inline void gpu_close(Gpu *g) {
+    cudaCheck(cudaStreamDestroy(g->comm));
+    cudaCheck(cudaStreamDestroy(g->compute));
+}
+
+enum { WARP = 32 };
+
+// ---- 16-byte vectors: one load or store instruction for 8 bf16 or 4 floats
+template <typename T> struct alignas(16) Vec {
+    static constexpr int size = 16 / sizeof(T);
+    T v[size];
+    __device__ T &operator[](int i) { return v[i]; }
+    __device__ const T &operator[](int i) const { return v[i]; }
+};
+typedef Vec<floatX> VecX;
+template <typename T> __device__ inline Vec<T> vec_load(const T *p) { Vec<T> r; *(int4 *)r.v = *(const int4 *)p; return r; }
+template <typename T> __device__ inline void vec_store(T *p, const Vec<T> &x) { *(int4 *)p = *(const int4 *)x.v; }
+// Streaming forms: data that is not read again soon stays out of the way of data that is.
+template <typename T> __device__ inline Vec<T> vec_load_streaming(const T *p) { Vec<T> r; *(int4 *)r.v = __ldcs((const int4 *)p); return r; }
+template <typename T> __device__ inline void vec_store_streaming(T *p, const Vec<T> &x) { __stcs((int4 *)p, *(const int4 *)x.v); }
+
+// ---- reductions in a fixed order: a butterfly in the warp, then warp 0..n-1; every thread gets the result
+struct Sum { __device__ static float apply(float a, float b) { return a + b; } static constexpr float identity = 0; };
+struct Max { __device__ static float apply(float a, float b) { return fmaxf(a, b); } static constexpr float identity = -3.402823466e38f; };
+template <typename Op> __device__ inline float warp_reduce(float x) {
+    #pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    return x;
+}
+// All threads of the block must call it; blockDim.x is a multiple of 32. `shared` holds one float per warp and may be
+// reused after the call returns.
+template <typename Op> __device__ inline float block_reduce(float x, float *shared) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    x = warp_reduce<Op>(x);
+    if (lane == 0) shared[warp] = x;
+    __syncthreads();
+    x = lane < warps ? shared[lane] : Op::identity;
+    x = warp_reduce<Op>(x);
+    __syncthreads();
+    return x;
+}
+
+// ---- GELU, for its own kernel and for matmuls that apply it: x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), see activation.cuh
+
+// 1 / (1 + exp(-x)) to about 4 units in the last place of fp32: two special-function instructions. Denormals, flushed to zero
+// here, vanish beside the 1.
+__device__ inline float gpu_sigmoid(float x) {
+    float y;
+    asm("{ .reg .f32 e; ex2.approx.ftz.f32 e, %1; add.f32 e, e, 0f3f800000; rcp.approx.ftz.f32 %0, e; }" : "=f"(y) : "f"(x * -1.4426950216293335f));
+    return y;
+}
+struct Gelu {
+    static constexpr float scale = 2 * 0.79788456080286535588f, cubic = 0.044715f;  // 2 sqrt(2/pi)
+    __device__ static float forward(float x) { return x * gpu_sigmoid(scale * x * (1 + cubic * x * x)); }
+    __device__ static float backward(float dout, float x) {
+        const float s = gpu_sigmoid(scale * x * (1 + cubic * x * x));
+        return dout * (s + x * s * (1 - s) * scale * (1 + 3 * cubic * x * x));
+    }
+};
+
+// NVTX ranges name layers and phases for profilers; a scope ends with its block.
+struct Range {
+    explicit Range(const char *name) { nvtxRangePushA(name); }
+    ~Range() { nvtxRangePop(); }
+};
+
+#endif

@@ -1,0 +1,324 @@
+// Token shards -> batches, and multiple-choice files -> rows to score. Plain C, shared by both trainers.
+//
+//   dataloader_open(&d, "data/x_train_*.bin", B, T, rank, world, shuffle, seed, vocab_size);
+//   dataloader_next(&d);                       d.inputs, d.targets: this rank's next (B,T)
+//   dataloader_position / dataloader_seek      (epoch, row): where the next step begins, the same on every rank
+//
+// A shard is llm.c's: 256 int32 words {magic, version, tokens, vocab_size, tokenizer, hash_lo, hash_hi, eot, 0...} (the words
+// from vocab_size on may be zero: unknown), then the tokens: uint16 (magic 20240520, version 1) or uint32 (20240801, 7).
+// Row r of a shard is its tokens [r*T, r*T + T]: T inputs, and T targets one further on.
+// One epoch visits every row of every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard),
+// the rows of one in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of
+// dataloader_next takes the next world * B rows, rank k those from k * B on, so the global batch alone decides what a step
+// sees; the next epoch follows in the middle of a step. One shard is open at a time and a batch is read when asked for:
+// neither thousands of shards nor shards of many GiB cost memory or descriptors.
+#ifndef LLMC_DATALOADER_H
+#define LLMC_DATALOADER_H
+
+#include "rand.h"
+#include "tokenizer.h"
+#include <fcntl.h>
+#include <glob.h>
+
+enum { SHARD_MAGIC_16 = 20240520, SHARD_VERSION_16 = 1, SHARD_MAGIC_32 = 20240801, SHARD_VERSION_32 = 7, SHARD_HEADER_BYTES = 1024 };
+
+typedef struct { char *path; int64_t tokens, rows; } Shard;
+typedef struct { uint64_t key; int64_t index; } ShuffleKey;
+
+typedef struct DataLoader {
+    int B, T;
+    int *inputs, *targets;            // (B,T) each
+    // what the shards say
+    int num_shards;
+    int64_t num_tokens, rows_per_epoch;
+    int vocab_size;                   // 0: not said
+    TokenizerKind tokenizer;
+    uint64_t hash;                    // of the tokenizer's tokens, as in tokenizer.h; 0: not said
+    int eot;
+    // private
+    Shard *shards;
+    int token_bytes, rank, world, shuffle, check_vocab;
+    uint64_t seed;
+    int64_t epoch, row;               // where the next call begins, for all ranks together
+    int64_t order_epoch;              // the epoch of shard_order, -1: none yet
+    ShuffleKey *shard_order;          // [num_shards]
+    int64_t *slot_begin;              // [num_shards + 1] first row of the epoch that lies in the shard at this place of the order
+    int slot;
+    int open_shard, fd;               // -1: none
+    ShuffleKey *row_order;            // rows of the open shard, NULL: as they lie
+    void *raw;                        // (T + 1) tokens as they are in the file
+} DataLoader;
+
+// Stops with a message if anything is wrong with any shard. vocab_size > 0: every token id must be below it.
+static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, int rank, int world, int shuffle, uint64_t seed, int vocab_size);
+static inline void dataloader_next(DataLoader *d);
+static inline void dataloader_position(const DataLoader *d, int64_t *epoch, int64_t *row);
+static inline void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row);
+static inline void dataloader_reset(DataLoader *d);  // back to the first row of the first epoch
+static inline void dataloader_close(DataLoader *d);
+
+// ---- multiple choice: llm.c's HellaSwag file
+
+enum { EVAL_MAGIC = 20240522, EVAL_VERSION = 1, EVAL_MAX_CHOICES = 8 };
+typedef struct {
+    int index, label, num_choices;
+    int context_len, ending_len[EVAL_MAX_CHOICES];
+    const uint16_t *context, *ending[EVAL_MAX_CHOICES];
+} EvalExample;
+typedef struct EvalLoader {
+    int num_examples, T;
+    // private
+    uint16_t *stream;                 // the file without its header
+    size_t *example_begin;            // [num_examples] offsets into stream
+} EvalLoader;
+
+// Reads and checks the whole file: afterwards nothing below can fail. Every context + ending must fit into T + 1 tokens.
+static inline void eval_open(EvalLoader *e, const char *path, int T, int vocab_size);
+static inline void eval_example(const EvalLoader *e, int i, EvalExample *x);
+// One row (T): the context and ending of one choice. Only the ending is scored: every other target is -1.
+static inline void eval_row(const EvalLoader *e, const EvalExample *x, int choice, int *inputs, int *targets);
+static inline void eval_close(EvalLoader *e);
+
+// ---- shards
+
+#define DATA_HINT "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py"
+
+static inline int compare_paths(const void *a, const void *b) { return strcmp(((const Shard *)a)->path, ((const Shard *)b)->path); }
+static inline int compare_keys(const void *a, const void *b) {
+    const ShuffleKey *x = (const ShuffleKey *)a, *y = (const ShuffleKey *)b;
+    return x->key != y->key ? (x->key < y->key ? -1 : 1) : (x->index > y->index) - (x->index < y->index);
+}
+// 0..n-1 in the order of their random keys; in their own order if not shuffled.
+static inline void fill_order(ShuffleKey *order, int64_t n, int shuffle, uint64_t seed, uint64_t part) {
+    for (int64_t i = 0; i < n; i++) {
+        order[i].key = shuffle ? rand_u64(seed, rand_stream(RAND_SHUFFLE, part), (uint64_t)i) : 0;
+        order[i].index = i;
+    }
+    if (shuffle) qsort(order, (size_t)n, sizeof *order, compare_keys);
+}
+static inline int open_data_file(const char *path, int64_t *bytes) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    require(fd >= 0, "cannot open '%s': %s\n" DATA_HINT, path, strerror(errno));
+    struct stat s;
+    require(fstat(fd, &s) == 0 && S_ISREG(s.st_mode), "'%s' is not a regular file\nname the files themselves, e.g. 'folder/*_train_*.bin'", path);
+    *bytes = s.st_size;
+    return fd;
+}
+
+// Reads one shard's header into the loader's description (the first shard) or compares it with it (all others).
+static inline void shard_open(DataLoader *d, Shard *s, int first) {
+    int64_t bytes;
+    int32_t h[8];
+    int fd = open_data_file(s->path, &bytes);
+    require(bytes >= SHARD_HEADER_BYTES, "'%s' has %lld bytes: too short for a token shard\n" DATA_HINT, s->path, (long long)bytes);
+    pread_or_die(fd, h, sizeof h, 0, s->path);
+    close(fd);
+    require(h[0] == SHARD_MAGIC_16 || h[0] == SHARD_MAGIC_32, "'%s' is not a token shard (magic %d, not %d or %d)\n" DATA_HINT,
+            s->path, h[0], SHARD_MAGIC_16, SHARD_MAGIC_32);
+    const int version = h[0] == SHARD_MAGIC_16 ? SHARD_VERSION_16 : SHARD_VERSION_32, token_bytes = h[0] == SHARD_MAGIC_16 ? 2 : 4;
+    require(h[1] == version, "'%s' is a token shard of version %d, this program reads %d\n" DATA_HINT, s->path, h[1], version);
+    require(h[2] >= 0, "'%s': its header counts %d tokens: more than 2^31 - 1 do not fit into one shard\nmake smaller shards: --shard-tokens 100000000", s->path, h[2]);
+    const int64_t expected = SHARD_HEADER_BYTES + (int64_t)h[2] * token_bytes;
+    require(bytes >= expected, "'%s' is truncated: %lld bytes, its header promises %lld\nmake or download it again", s->path, (long long)bytes, (long long)expected);
+    require(bytes == expected, "'%s' is too long: %lld bytes, its header promises %lld\nmake or download it again", s->path, (long long)bytes, (long long)expected);
+    s->tokens = h[2];
+    s->rows = (s->tokens - 1) / d->T;
+    require(s->tokens > d->T, "'%s' has %lld tokens: too few for one row of T = %d (T + 1 are needed)\nuse a shorter --seq-len, or more text",
+            s->path, (long long)s->tokens, d->T);
+    const uint64_t hash = (uint64_t)(uint32_t)h[5] | (uint64_t)(uint32_t)h[6] << 32;
+    require(h[3] >= 0 && h[4] >= 0 && h[4] < NUM_TOKENIZERS && h[7] >= 0, "'%s': vocabulary size %d, tokenizer %d or end-of-text %d in its header is out of range\n" DATA_HINT,
+            s->path, h[3], h[4], h[7]);
+    if (first) {
+        d->token_bytes = token_bytes; d->vocab_size = h[3]; d->tokenizer = (TokenizerKind)h[4]; d->hash = hash; d->eot = h[7];
+    } else {
+        require(token_bytes == d->token_bytes && h[3] == d->vocab_size && h[4] == (int)d->tokenizer && hash == d->hash && h[7] == d->eot,
+                "'%s' and '%s' were made with different tokenizers\nname shards of one kind only", d->shards[0].path, s->path);
+    }
+}
+
+static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, int rank, int world, int shuffle, uint64_t seed, int vocab_size) {
+    memset(d, 0, sizeof *d);
+    require(B > 0, "batch size %d is not positive\nuse --batch-size 1 or more", B);
+    require(T > 0, "sequence length %d is not positive\nuse --seq-len 1 or more", T);
+    require((int64_t)B * T <= INT32_MAX / 4, "batch size %d times sequence length %d is too large\nuse a smaller --batch-size", B, T);
+    assert(0 <= rank && rank < world);
+    d->B = B; d->T = T; d->rank = rank; d->world = world; d->shuffle = shuffle; d->seed = seed; d->check_vocab = vocab_size;
+    glob_t found;
+    int status = glob(pattern, GLOB_TILDE | GLOB_BRACE | GLOB_NOSORT, NULL, &found);
+    require(status == 0 || status == GLOB_NOMATCH, "cannot list '%s': %s\ncheck the folder", pattern, strerror(errno));
+    require(status == 0 && found.gl_pathc > 0, "no file matches '%s'\n" DATA_HINT, pattern);
+    require(found.gl_pathc < (1 << 24) - 1, "%zu files match '%s': too many\nmake larger shards", found.gl_pathc, pattern);
+    d->num_shards = (int)found.gl_pathc;
+    d->shards = (Shard *)malloc_or_die((size_t)d->num_shards * sizeof(Shard));
+    for (int i = 0; i < d->num_shards; i++) require((d->shards[i].path = strdup(found.gl_pathv[i])), "out of memory\nuse fewer shards");
+    globfree(&found);
+    qsort(d->shards, (size_t)d->num_shards, sizeof(Shard), compare_paths);
+    for (int i = 0; i < d->num_shards; i++) {
+        shard_open(d, &d->shards[i], i == 0);
+        d->num_tokens += d->shards[i].tokens;
+        d->rows_per_epoch += d->shards[i].rows;
+    }
+    require(!vocab_size || d->vocab_size <= vocab_size, "'%s' was made with a vocabulary of %d tokens, the model has %d\nuse a model with that vocabulary, or other shards",
+            d->shards[0].path, d->vocab_size, vocab_size);
+    d->inputs = (int *)malloc_or_die((size_t)B * (size_t)T * sizeof(int));
+    d->targets = (int *)malloc_or_die((size_t)B * (size_t)T * sizeof(int));
+    d->raw = malloc_or_die((size_t)(T + 1) * (size_t)d->token_bytes);
+    d->shard_order = (ShuffleKey *)malloc_or_die((size_t)d->num_shards * sizeof(ShuffleKey));
+    d->slot_begin = (int64_t *)malloc_or_die((size_t)(d->num_shards + 1) * sizeof(int64_t));
+    d->order_epoch = d->open_shard = d->fd = -1;
+}
+
+// Turns (epoch, row of the epoch) into (open shard, row of the shard). Rows come in rising order but for a seek.
+static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t row) {
+    if (epoch != d->order_epoch) {
+        fill_order(d->shard_order, d->num_shards, d->shuffle, d->seed, (uint64_t)epoch);
+        d->slot_begin[0] = 0;
+        for (int i = 0; i < d->num_shards; i++) d->slot_begin[i + 1] = d->slot_begin[i] + d->shards[d->shard_order[i].index].rows;
+        d->order_epoch = epoch;
+        d->slot = 0;
+        d->open_shard = -1;
+    }
+    if (row < d->slot_begin[d->slot]) d->slot = 0;
+    while (row >= d->slot_begin[d->slot + 1]) d->slot++;
+    const int index = (int)d->shard_order[d->slot].index;
+    const Shard *s = &d->shards[index];
+    if (index != d->open_shard) {
+        int64_t bytes;
+        if (d->fd >= 0) close(d->fd);
+        d->fd = open_data_file(s->path, &bytes);
+        require(bytes == SHARD_HEADER_BYTES + s->tokens * d->token_bytes, "'%s' has changed while the program runs\ndo not rewrite shards in use", s->path);
+        d->open_shard = index;
+        if (d->shuffle) {
+            free(d->row_order);
+            d->row_order = (ShuffleKey *)malloc_or_die((size_t)s->rows * sizeof(ShuffleKey));
+            fill_order(d->row_order, s->rows, 1, d->seed, ((uint64_t)epoch << 24) + (uint64_t)index + 1);
+        }
+    }
+    const int64_t at = row - d->slot_begin[d->slot];
+    return d->shuffle ? d->row_order[at].index : at;
+}
+
+// Row `r` of the open shard as T inputs and T targets.
+static inline void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, int *targets) {
+    const Shard *s = &d->shards[d->open_shard];
+    const int T = d->T;
+    const uint16_t *raw16 = (const uint16_t *)d->raw;
+    const uint32_t *raw32 = (const uint32_t *)d->raw;
+    pread_or_die(d->fd, d->raw, (size_t)(T + 1) * (size_t)d->token_bytes, SHARD_HEADER_BYTES + (uint64_t)(r * T) * (uint64_t)d->token_bytes, s->path);
+    uint32_t highest = 0;
+    for (int t = 0; t <= T; t++) {
+        uint32_t id = d->token_bytes == 2 ? raw16[t] : raw32[t];
+        highest = id > highest ? id : highest;
+        if (t < T) inputs[t] = (int)id;
+        if (t > 0) targets[t - 1] = (int)id;
+    }
+    const uint32_t limit = d->check_vocab ? (uint32_t)d->check_vocab : d->vocab_size ? (uint32_t)d->vocab_size : INT32_MAX;
+    if (highest < limit) return;
+    for (int t = 0; t <= T; t++) {
+        uint32_t id = d->token_bytes == 2 ? raw16[t] : raw32[t];
+        require(id < limit, "'%s': token %lld is %u, outside the vocabulary of %u\nuse a model with the vocabulary that the shards were made for (--model ...,vocab=N)",
+                s->path, (long long)(r * T + t), id, limit);
+    }
+}
+
+// Reads this rank's B rows of the call that begins at (epoch, row). The only function that touches the disk after open.
+static inline void dataloader_read_batch(DataLoader *d, int64_t epoch, int64_t row, int *inputs, int *targets) {
+    for (int b = 0; b < d->B; b++) {
+        int64_t at = row + (int64_t)d->rank * d->B + b;
+        int64_t r = dataloader_locate(d, epoch + at / d->rows_per_epoch, at % d->rows_per_epoch);
+        dataloader_read_row(d, r, inputs + (size_t)b * (size_t)d->T, targets + (size_t)b * (size_t)d->T);
+    }
+}
+
+static inline void dataloader_next(DataLoader *d) {
+    dataloader_read_batch(d, d->epoch, d->row, d->inputs, d->targets);
+    dataloader_seek(d, d->epoch, d->row + (int64_t)d->world * d->B);
+}
+static inline void dataloader_position(const DataLoader *d, int64_t *epoch, int64_t *row) { *epoch = d->epoch; *row = d->row; }
+static inline void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row) {
+    require(epoch >= 0 && row >= 0, "epoch %lld, row %lld is no place in the data\nthe saved training state is damaged: use an older one", (long long)epoch, (long long)row);
+    d->epoch = epoch + row / d->rows_per_epoch;
+    d->row = row % d->rows_per_epoch;
+}
+static inline void dataloader_reset(DataLoader *d) { dataloader_seek(d, 0, 0); }
+static inline void dataloader_close(DataLoader *d) {
+    for (int i = 0; i < d->num_shards; i++) free(d->shards[i].path);
+    if (d->fd >= 0) close(d->fd);
+    free(d->shards); free(d->inputs); free(d->targets); free(d->raw); free(d->shard_order); free(d->slot_begin); free(d->row_order);
+    memset(d, 0, sizeof *d);
+}
+
+// ---- multiple choice: the file is {magic, version, examples, longest, 0...} (256 int32), then for each example uint16 words
+//      65535, bytes, index, label, choices, n, n context tokens, and for each choice m, m tokens; `bytes` counts all of these.
+
+// Splits one example of at most `words` words; returns NULL or what is wrong with it.
+static inline const char *eval_parse(const uint16_t *p, size_t words, EvalExample *x, size_t *used) {
+    if (words < 6 || p[0] != 65535) return "does not begin with an example's header";
+    if (p[1] % 2 || p[1] < 12 || (size_t)p[1] / 2 > words) return "is longer than the file";
+    const uint16_t *end = p + p[1] / 2;
+    x->index = p[2]; x->label = p[3]; x->num_choices = p[4]; x->context_len = p[5]; x->context = p + 6;
+    if (x->num_choices < 2 || x->num_choices > EVAL_MAX_CHOICES || x->label >= x->num_choices) return "has an impossible label or number of choices";
+    if (x->context_len < 1 || x->context_len > end - x->context) return "has a context of impossible length";
+    const uint16_t *next = x->context + x->context_len;
+    for (int c = 0; c < x->num_choices; c++) {
+        if (end - next < 1 || *next < 1 || *next > end - next - 1) return "has an ending of impossible length";
+        x->ending_len[c] = *next;
+        x->ending[c] = next + 1;
+        next += 1 + *next;
+    }
+    *used = (size_t)(end - p);
+    return next == end ? NULL : "does not fill its length";
+}
+
+static inline void eval_example(const EvalLoader *e, int i, EvalExample *x) {
+    size_t used;
+    assert(0 <= i && i < e->num_examples);
+    assert(!eval_parse(e->stream + e->example_begin[i], e->stream[e->example_begin[i] + 1] / 2, x, &used));
+}
+
+static inline void eval_open(EvalLoader *e, const char *path, int T, int vocab_size) {
+    #define EVAL_HINT "make it again with llm.c's dev/data/hellaswag.py, whose format it has"
+    memset(e, 0, sizeof *e);
+    int64_t bytes;
+    int32_t h[4];
+    int fd = open_data_file(path, &bytes);
+    require(bytes >= SHARD_HEADER_BYTES, "'%s' has %lld bytes: too short for a multiple-choice file\n" EVAL_HINT, path, (long long)bytes);
+    pread_or_die(fd, h, sizeof h, 0, path);
+    require(h[0] == EVAL_MAGIC, "'%s' is not a multiple-choice file (magic %d, not %d)\n" EVAL_HINT, path, h[0], EVAL_MAGIC);
+    require(h[1] == EVAL_VERSION, "'%s' has version %d, this program reads %d\n" EVAL_HINT, path, h[1], EVAL_VERSION);
+    const size_t words = (size_t)(bytes - SHARD_HEADER_BYTES) / 2;
+    require(bytes % 2 == 0 && h[2] > 0 && (size_t)h[2] <= words / 6, "'%s' is truncated: %d examples do not fit into %lld bytes\n" EVAL_HINT, path, h[2], (long long)bytes);
+    e->num_examples = h[2]; e->T = T;
+    e->stream = (uint16_t *)malloc_or_die(words * 2);
+    e->example_begin = (size_t *)malloc_or_die((size_t)h[2] * sizeof(size_t));
+    pread_or_die(fd, e->stream, words * 2, SHARD_HEADER_BYTES, path);
+    close(fd);
+    size_t at = 0, used = 0;
+    for (int i = 0; i < e->num_examples; i++, at += used) {
+        EvalExample x;
+        const char *wrong = eval_parse(e->stream + at, words - at, &x, &used);
+        require(!wrong, "'%s': example %d %s\n" EVAL_HINT, path, i, wrong);
+        e->example_begin[i] = at;
+        for (int c = 0; c < x.num_choices; c++) {
+            require(x.context_len + x.ending_len[c] <= T + 1, "'%s': example %d has %d tokens, too many for T = %d\nuse a longer --seq-len, or leave this evaluation out",
+                    path, i, x.context_len + x.ending_len[c], T);
+            for (int t = 0; vocab_size && t < x.context_len + x.ending_len[c]; t++) {
+                int id = t < x.context_len ? x.context[t] : x.ending[c][t - x.context_len];
+                require(id < vocab_size, "'%s': example %d holds token %d, outside the vocabulary of %d\nthis file is for GPT-2's tokenizer", path, i, id, vocab_size);
+            }
+        }
+    }
+    require(at == words, "'%s' is too long: %zu words follow the last example\n" EVAL_HINT, path, words - at);
+}
+
+static inline void eval_row(const EvalLoader *e, const EvalExample *x, int choice, int *inputs, int *targets) {
+    for (int t = 0; t < e->T; t++) { inputs[t] = 0; targets[t] = -1; }
+    for (int t = 0; t < x->context_len + x->ending_len[choice]; t++) {
+        int in_ending = t >= x->context_len, id = in_ending ? x->ending[choice][t - x->context_len] : x->context[t];
+        if (t < e->T) inputs[t] = id;
+        if (in_ending) targets[t - 1] = id;
+    }
+}
+static inline void eval_close(EvalLoader *e) { free(e->stream); free(e->example_begin); memset(e, 0, sizeof *e); }
+
+#endif

@@ -1,0 +1,104 @@
+// The square of the global gradient norm: out = sum over i of grads[i]^2, in fp32, for gradient clipping.
+//
+// grads (n) floatX, n up to 2^40. Each block sums a strided share of the vectors, eight running sums a thread so that no sum
+// grows long; the blocks' sums go to scratch, and one block adds those in order, in fp64. The order depends on n and the
+// number of SMs alone. Infinities and NaN come out as such: the caller sees a bad step. out may be summed over ranks.
+// Ladder: dev/cuda/global_norm.cu.
+#ifndef LLMC_GLOBAL_NORM_CUH
+#define LLMC_GLOBAL_NORM_CUH
+
+#include "cuda_common.cuh"
+#include "params.h"
+
+enum {
+    GLOBAL_NORM_THREADS = 512,
+    GLOBAL_NORM_MAX_BLOCKS = 1024,
+    GLOBAL_NORM_UNROLL = 4,  // vectors in flight per thread
+    GLOBAL_NORM_SPAN_BLOCKS = 64,
+};
+
+__global__ void __launch_bounds__(GLOBAL_NORM_THREADS)
+global_norm_blocks_kernel(float *__restrict__ partials, const floatX *__restrict__ grads, size_t n) {
+    __shared__ float shared[WARP];
+    const size_t vecs = n / VecX::size, stride = (size_t)gridDim.x * blockDim.x;
+    const size_t thread = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    float sums[VecX::size] = {};
+    size_t i = thread;
+    for (; i + (GLOBAL_NORM_UNROLL - 1) * stride < vecs; i += GLOBAL_NORM_UNROLL * stride) {
+        VecX x[GLOBAL_NORM_UNROLL];
+        #pragma unroll
+        for (int u = 0; u < GLOBAL_NORM_UNROLL; u++) x[u] = vec_load_streaming(grads + (i + u * stride) * VecX::size);
+        #pragma unroll
+        for (int u = 0; u < GLOBAL_NORM_UNROLL; u++)
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++) sums[k] += (float)x[u][k] * (float)x[u][k];
+    }
+    for (; i < vecs; i += stride) {
+        VecX x = vec_load_streaming(grads + i * VecX::size);
+        #pragma unroll
+        for (int k = 0; k < VecX::size; k++) sums[k] += (float)x[k] * (float)x[k];
+    }
+    float sum = 0;
+    #pragma unroll
+    for (int k = 0; k < VecX::size; k++) sum += sums[k];
+    if (thread < n % VecX::size) {  // what does not fill a vector
+        float x = (float)grads[vecs * VecX::size + thread];
+        sum += x * x;
+    }
+    sum = block_reduce<Sum>(sum, shared);
+    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+__global__ void global_norm_sum_kernel(float *__restrict__ out, const float *__restrict__ partials, int count) {
+    __shared__ double shared[WARP];
+    double sum = 0;
+    for (int i = threadIdx.x; i < count; i += WARP) sum += partials[i];
+    shared[threadIdx.x] = sum;
+    __syncwarp();
+    if (threadIdx.x > 0) return;
+    for (int i = 1; i < WARP; i++) sum += shared[i];
+    *out = (float)sum;
+}
+
+// The same over parts of the buffer: a row of blocks for each span.
+__global__ void __launch_bounds__(GLOBAL_NORM_THREADS)
+global_norm_spans_kernel(float *__restrict__ partials, const floatX *__restrict__ grads, const Span *__restrict__ spans) {
+    __shared__ float shared[WARP];
+    const Span span = spans[blockIdx.y];
+    const floatX *from = grads + span.begin;
+    float sum = 0;
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < span.count / VecX::size; i += (size_t)gridDim.x * blockDim.x) {
+        VecX x = vec_load_streaming(from + i * VecX::size);
+        #pragma unroll
+        for (int k = 0; k < VecX::size; k++) sum += (float)x[k] * (float)x[k];
+    }
+    sum = block_reduce<Sum>(sum, shared);
+    if (threadIdx.x == 0) partials[blockIdx.y * gridDim.x + blockIdx.x] = sum;
+}
+
+static inline size_t global_norm_scratch_bytes(int num_spans) {
+    const size_t spans = (size_t)num_spans * GLOBAL_NORM_SPAN_BLOCKS;
+    return (spans > GLOBAL_NORM_MAX_BLOCKS ? spans : (size_t)GLOBAL_NORM_MAX_BLOCKS) * sizeof(float);
+}
+// out (1) = sum of squares of grads (n)
+static inline void global_norm_squared(float *out, const floatX *grads, size_t n, void *scratch, cudaStream_t stream) {
+    require((uintptr_t)grads % 16 == 0 && n >> 40 == 0, "global norm of %zu gradients at %p\nalign them to 16 bytes", n, (const void *)grads);
+    int device = 0, sms = 0;
+    cudaCheck(cudaGetDevice(&device));
+    cudaCheck(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    const int full = 2048 / GLOBAL_NORM_THREADS * sms, blocks = full < GLOBAL_NORM_MAX_BLOCKS ? full : GLOBAL_NORM_MAX_BLOCKS;
+    global_norm_blocks_kernel<<<blocks, GLOBAL_NORM_THREADS, 0, stream>>>((float *)scratch, grads, n);
+    launchCheck();
+    global_norm_sum_kernel<<<1, WARP, 0, stream>>>(out, (const float *)scratch, blocks);
+    launchCheck();
+}
+// out (1) = sum of squares of grads over spans (device memory), each begin and count a multiple of a 16-byte vector
+static inline void global_norm_squared_spans(float *out, const floatX *grads, const Span *spans, int num_spans, void *scratch, cudaStream_t stream) {
+    require((uintptr_t)grads % 16 == 0 && num_spans > 0, "global norm of %d spans at %p\nalign them to 16 bytes", num_spans, (const void *)grads);
+    global_norm_spans_kernel<<<dim3(GLOBAL_NORM_SPAN_BLOCKS, (unsigned)num_spans), GLOBAL_NORM_THREADS, 0, stream>>>((float *)scratch, grads, spans);
+    launchCheck();
+    global_norm_sum_kernel<<<1, WARP, 0, stream>>>(out, (const float *)scratch, num_spans * GLOBAL_NORM_SPAN_BLOCKS);
+    launchCheck();
+}
+
+#endif

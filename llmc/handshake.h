@@ -1,0 +1,59 @@
+// Before anything is allocated every rank shows what it is, and all compare: two ranks on one GPU, more ranks on a host than it
+// has GPUs, or another build, model, data or options anywhere end the job at once, with a message that names both ranks.
+#ifndef LLMC_HANDSHAKE_H
+#define LLMC_HANDSHAKE_H
+
+#include "comm.h"
+
+typedef struct {
+    char host[64], device[48], build[96];  // device: UUID of the GPU, "" on a CPU
+    int local_rank, devices;               // devices: GPUs of this host, 0 on a CPU
+    int sm, driver;
+    uint64_t config, data, options;        // hashes
+} HandshakeRecord;
+
+#define COMM_HASH 0xcbf29ce484222325ull  // what a hash (FNV-1a) begins with
+static inline uint64_t comm_hash(uint64_t hash, const void *data, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * 0x100000001b3ull;
+    return hash;
+}
+// What is known without a model or a device. The build is the program file itself, whatever made it.
+static inline HandshakeRecord comm_record(const Comm *c) {
+    HandshakeRecord r;
+    memset(&r, 0, sizeof r);
+    snprintf(r.host, sizeof r.host, "%s", c->host);
+    r.local_rank = c->local_rank;
+    const int fd = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
+    struct stat s;
+    require(fd >= 0 && fstat(fd, &s) == 0, "cannot read the program's own file: %s\nis /proc mounted?", strerror(errno));
+    char *program = (char *)malloc_or_die((size_t)s.st_size);
+    pread_or_die(fd, program, (size_t)s.st_size, 0, "/proc/self/exe");
+    snprintf(r.build, sizeof r.build, "%s, file %016llx", GIT_REVISION, (unsigned long long)comm_hash(COMM_HASH, program, (size_t)s.st_size));
+    close(fd);
+    free(program);
+    return r;
+}
+static inline void comm_handshake(const Comm *c, const HandshakeRecord *mine) {
+    HandshakeRecord *all = (HandshakeRecord *)malloc_or_die((size_t)c->world * sizeof *all);
+    char text[1600] = "";
+    comm_gather_all(c, mine, sizeof *mine, all);
+    for (int k = 0; k < c->world && strlen(text) < 1200; k++) {
+        const HandshakeRecord *a = &all[0], *b = &all[k];
+        #define DIFFERS(field, format) do { if (a->field != b->field) watchdog_print(text, sizeof text, "; rank %d on %s has " format ", rank 0 on %s " format, k, b->host, b->field, a->host, a->field); } while (0)
+        if (strcmp(a->build, b->build) != 0) watchdog_print(text, sizeof text, "; rank %d on %s is build %s, rank 0 on %s is build %s", k, b->host, b->build, a->host, a->build);
+        DIFFERS(sm, "a GPU of sm_%d");
+        DIFFERS(driver, "GPU driver %d");
+        DIFFERS(config, "model configuration %016lx");
+        DIFFERS(data, "data files %016lx");
+        DIFFERS(options, "options %016lx");
+        #undef DIFFERS
+        if (b->devices > 0 && b->local_rank >= b->devices) watchdog_print(text, sizeof text, "; rank %d is process %d of host %s, which has %d GPUs", k, b->local_rank + 1, b->host, b->devices);
+        for (int i = 0; i < k; i++)
+            if (*b->device && strcmp(all[i].device, b->device) == 0 && strcmp(all[i].host, b->host) == 0)
+                watchdog_print(text, sizeof text, "; ranks %d and %d on %s have the same GPU %s", i, k, b->host, b->device);
+    }
+    comm_require(c, !*text, "the ranks do not fit together: %s\nstart the same program with the same options, model and data everywhere, one rank for each GPU", text + 2);
+    free(all);
+}
+
+#endif

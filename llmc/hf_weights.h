@@ -1,0 +1,216 @@
+// Parameters <-> safetensors files with Hugging Face's names, shapes and orientation: no padding of the vocabulary, GPT-2's
+// block matrices as (in, out). What transformers, vLLM and llama.cpp open; what they wrote, whole or in several files,
+// loads here, and a file that is not exactly this model is refused with what differs. Any slot of a backend can be
+// stored this way, with a prefix before the names: checkpoint.h does so with the optimiser's. Every rank writes its shard of
+// each unit into the one file, and reads what it owns. Host memory is bounded: tensors pass through two pieces.
+// Include this after a backend (backend.h).
+#ifndef LLMC_HF_WEIGHTS_H
+#define LLMC_HF_WEIGHTS_H
+
+#include "backend.h"
+#include "hf_config.h"
+#include "safetensors.h"
+
+#ifndef HF_PIECE
+#define HF_PIECE ((size_t)8 << 20)  // floats in each of the two pieces; tests make it small
+#endif
+
+static inline void transpose(float *out, const float *in, size_t rows, size_t cols) {  // in (rows, cols) -> out (cols, rows), by tiles that fit the cache
+    for (size_t c0 = 0; c0 < cols; c0 += 32)
+        for (size_t r0 = 0; r0 < rows; r0 += 32)
+            for (size_t c = c0; c < c0 + 32 && c < cols; c++)
+                for (size_t r = r0; r < r0 + 32 && r < rows; r++) out[c * rows + r] = in[r * cols + c];
+}
+// Rows [row, row + rows) of a parameter as memory has them, from its tensor in a file; `scratch` is as large as `out`.
+static inline void param_read_rows(const StReader *r, const StTensor *t, const Param *p, size_t row, size_t rows, float *out, float *scratch) {
+    const size_t cols = (size_t)p->cols, all = (size_t)p->file_rows;
+    if (!p->transposed) { st_read_floats(r, t, row * cols, rows * cols, out); return; }
+    if (rows == all) st_read_floats(r, t, 0, rows * cols, scratch);
+    else for (size_t c = 0; c < cols; c++) st_read_floats(r, t, c * all + row, rows, scratch + c * rows);
+    transpose(out, scratch, cols, rows);
+}
+static inline void param_write_rows(const StWriter *w, int tensor, const Param *p, size_t row, size_t rows, const float *in, float *scratch) {
+    const size_t cols = (size_t)p->cols, all = (size_t)p->file_rows;
+    if (!p->transposed) { st_write_floats(w, tensor, row * cols, rows * cols, in); return; }
+    transpose(scratch, in, rows, cols);
+    if (rows == all) st_write_floats(w, tensor, 0, rows * cols, scratch);
+    else for (size_t c = 0; c < cols; c++) st_write_floats(w, tensor, c * all + row, rows, scratch + c * rows);
+}
+// How many of the `left` elements from `at` on go together: what fits a piece; of a transposed tensor whole rows, or what is left of one.
+static inline size_t param_piece(const Param *p, size_t at, size_t left) {
+    const size_t cols = (size_t)p->cols, most = left < HF_PIECE ? left : HF_PIECE, rest = cols - at % cols;
+    if (!p->transposed) return most;
+    return rest < cols || most < cols ? (most < rest ? most : rest) : most / cols * cols;
+}
+// Elements [at, at + count) of a parameter, counted as memory has them; `count` as param_piece says.
+static inline void param_read(const StReader *r, const StTensor *t, const Param *p, size_t at, size_t count, float *out, float *scratch) {
+    const size_t cols = (size_t)p->cols, all = (size_t)p->file_rows;
+    if (!p->transposed) st_read_floats(r, t, at, count, out);
+    else if (count % cols == 0) param_read_rows(r, t, p, at / cols, count / cols, out, scratch);
+    else for (size_t i = at; i < at + count; i++) st_read_floats(r, t, i % cols * all + i / cols, 1, out++);  // part of a row, at the edge of a shard
+}
+static inline void param_write(const StWriter *w, int tensor, const Param *p, size_t at, size_t count, const float *in, float *scratch) {
+    const size_t cols = (size_t)p->cols, all = (size_t)p->file_rows;
+    if (!p->transposed) st_write_floats(w, tensor, at, count, in);
+    else if (count % cols == 0) param_write_rows(w, tensor, p, at / cols, count / cols, in, scratch);
+    else for (size_t i = at; i < at + count; i++) st_write_floats(w, tensor, i % cols * all + i / cols, 1, in++);
+}
+// The shape in files; returns the number of dimensions.
+static inline int param_shape(const Param *p, uint64_t *shape) {
+    const uint64_t rows = (uint64_t)p->file_rows, cols = (uint64_t)p->cols;
+    shape[0] = p->transposed || p->is_vector ? cols : rows;
+    shape[1] = p->transposed ? rows : cols;
+    return p->is_vector ? 1 : 2;
+}
+typedef struct { Slot slot; const char *prefix; } SlotName;
+static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}};
+
+static inline void save_slots(const Model *m, const SlotName *slots, int num_slots, StType type, const char *path) {
+    const ParamTable *table = &m->table;
+    float *piece = (float *)malloc_or_die(HF_PIECE * 4), *scratch = (float *)malloc_or_die(HF_PIECE * 4);
+    StWriter w;
+    st_create(&w, path);
+    for (int k = 0; k < num_slots; k++)
+        for (int i = 0; i < table->count; i++) {
+            uint64_t shape[2];
+            const int dims = param_shape(&table->params[i], shape);
+            char *name = st_text(slots[k].prefix, table->params[i].name, "");
+            st_declare(&w, name, type, dims, shape);
+            free(name);
+        }
+    if (m->comm->rank == 0) st_begin(&w, 1);
+    comm_barrier(m->comm);
+    if (m->comm->rank > 0) st_begin(&w, 0);
+    for (int k = 0; k < num_slots; k++)
+        for (int i = 0; i < table->count; i++) {
+            const Param *p = &table->params[i];
+            const Span mine = span_overlap(param_shard(table, p->unit, m->comm->rank, m->comm->world), p->offset, (size_t)p->file_rows * (size_t)p->cols);
+            for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {
+                watchdog_beat(PHASE_SAVE, p->unit - 1);
+                n = param_piece(p, at, end - at);
+                model_read(m, slots[k].slot, p->offset + at, n, piece);
+                param_write(&w, k * table->count + i, p, at, n, piece, scratch);
+            }
+        }
+    st_finish(&w);
+    free(piece);
+    free(scratch);
+}
+
+typedef struct { int count; char text[1536]; } Differences;
+__attribute__((format(printf, 2, 3)))
+static inline void differ(Differences *d, const char *format, ...) {
+    const size_t used = strlen(d->text);
+    va_list args;
+    va_start(args, format);
+    if (d->count++ < 10) vsnprintf(d->text + used, sizeof d->text - used, format, args);
+    va_end(args);
+}
+static inline const char *shape_text(int dims, const uint64_t *shape, char *out, size_t size) {
+    size_t used = (size_t)snprintf(out, size, "(");
+    for (int i = 0; i < dims && used < size; i++) used += (size_t)snprintf(out + used, size - used, "%s%llu", i ? ", " : "", (unsigned long long)shape[i]);
+    if (used < size) snprintf(out + used, size - used, ")");
+    return out;
+}
+// A tensor by its full name, or by GPT-2's without "transformer.", as the base model saves it.
+static inline const StTensor *find_param(const StReader *r, const char *prefix, const Param *p) {
+    char *name = st_text(prefix, p->name, "");
+    const StTensor *t = st_find(r, name);
+    if (!t && !*prefix && strncmp(p->name, "transformer.", 12) == 0) t = st_find(r, strcpy(name, p->name + 12));
+    free(name);
+    return t;
+}
+// What old files hold beside the weights: masks, rope tables, and the copy of a tied head.
+static inline int is_redundant(const char *name) {
+    static const char *const endings[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight"};
+    for (int i = 0; i < 4; i++) {
+        const size_t n = strlen(name), k = strlen(endings[i]);
+        if (n >= k && strcmp(name + n - k, endings[i]) == 0) return 1;
+    }
+    return 0;
+}
+// Stops unless the file holds exactly the tensors of these slots.
+static inline void require_same_tensors(const Model *m, const SlotName *slots, int num_slots, const StReader *r, const char *path) {
+    Differences d;
+    memset(&d, 0, sizeof d);
+    char *known = (char *)calloc_or_die((size_t)r->count);
+    for (int k = 0; k < num_slots; k++)
+        for (int i = 0; i < m->table.count; i++) {
+            const Param *p = &m->table.params[i];
+            const StTensor *t = find_param(r, slots[k].prefix, p);
+            if (!t) { differ(&d, "; no %s%s", slots[k].prefix, p->name); continue; }
+            known[t - r->tensors] = 1;
+            uint64_t shape[2];
+            char has[100], needs[100];
+            const int dims = param_shape(p, shape);
+            if (t->dims != dims || memcmp(t->shape, shape, (size_t)dims * sizeof *shape) != 0)
+                differ(&d, "; %s is %s, not %s", t->name, shape_text(t->dims, t->shape, has, sizeof has), shape_text(dims, shape, needs, sizeof needs));
+            else if (!st_is_float(t)) differ(&d, "; %s is %s", t->name, st_types[t->type].name);
+        }
+    for (int i = 0; i < r->count; i++)
+        if (!known[i] && !is_redundant(r->tensors[i].name)) differ(&d, "; %.80s is not part of the model", r->tensors[i].name);
+    require(d.count == 0, "'%s' does not hold this model, %d differences: %s%s\nuse the config.json that belongs to it", path, d.count, d.text + 2, d.count > 10 ? "; ..." : "");
+    free(known);
+}
+static inline void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path) {
+    float *piece = (float *)malloc_or_die(HF_PIECE * 4), *scratch = (float *)malloc_or_die(HF_PIECE * 4);
+    StReader r;
+    st_open(&r, path);
+    require_same_tensors(m, slots, num_slots, &r, path);
+    for (int k = 0; k < num_slots; k++)
+        for (int i = 0; i < m->table.count; i++) {
+            const Param *p = &m->table.params[i];
+            const StTensor *t = find_param(&r, slots[k].prefix, p);
+            const size_t real = (size_t)p->file_rows * (size_t)p->cols;
+            const Span mine = span_overlap(model_owned(m, slots[k].slot, p->unit), p->offset, p->size);
+            for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {
+                watchdog_beat(PHASE_LOAD, p->unit - 1);
+                n = param_piece(p, at, (at < real && real < end ? real : end) - at);
+                if (at < real) param_read(&r, t, p, at, n, piece, scratch);
+                else memset(piece, 0, n * sizeof(float));  // the padding of the vocabulary
+                model_write(m, slots[k].slot, p->offset + at, n, piece);
+            }
+        }
+    st_close(&r);
+    free(piece);
+    free(scratch);
+}
+
+// ---- folders
+
+// A small text file, flushed; `text` is an open_memstream's and is freed.
+static inline void write_text_file(const char *folder, const char *name, FILE *stream, char **text) {
+    require(fclose(stream) == 0, "out of memory for %s\nclose other programs", name);
+    char *path = st_text(folder, "/", name);
+    const int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    require(fd >= 0, "cannot write '%s': %s\nname a place that you may write to", path, strerror(errno));
+    st_pwrite(fd, path, *text, strlen(*text), 0);
+    require(fsync(fd) == 0 && close(fd) == 0, "cannot write '%s': %s\ncheck the disk", path, strerror(errno));
+    free(path);
+    free(*text);
+}
+static inline StType model_file_type(const Model *m) { return strcmp(model_dtype(m), "bf16") == 0 ? ST_BF16 : ST_F32; }
+
+static inline void write_config(const Model *m, const char *folder) {
+    char *text = NULL;
+    size_t length;
+    FILE *f = open_memstream(&text, &length);
+    require(f, "out of memory for config.json\nclose other programs");
+    config_write(&m->config, model_dtype(m), f, "\n  ");
+    fputc('\n', f);
+    write_text_file(folder, "config.json", f, &text);
+}
+// A folder that transformers opens, by all ranks together. Written in place: checkpoint_save writes a run's.
+static inline void model_save_weights(const Model *m, const char *folder) {
+    char *path = st_text(folder, "/", "model.safetensors");
+    if (m->comm->rank == 0) {
+        make_directory(folder);
+        write_config(m, folder);
+    }
+    save_slots(m, weight_slot, 1, model_file_type(m), path);
+    free(path);
+}
+// Weights (F32, BF16 or F16) of a Hugging Face folder or a safetensors file into a model of the same shape.
+static inline void model_load_weights(Model *m, const char *folder) { load_slots(m, weight_slot, 1, folder); }
+
+#endif

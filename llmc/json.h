@@ -1,0 +1,265 @@
+// JSON, as much as config.json, safetensors headers, run states and logs need: a strict reader that trusts nothing,
+// and writers for strings and numbers whose output is always valid JSON.
+//
+// The reader keeps one copy of the text and one flat array of tokens in document order. Strings are decoded in place
+// (they never grow) and end with a NUL, hence \u0000 is refused. A value is the number of its token; the root is 0 and
+// "there is none" is JSON_NONE, which every question accepts, so that lookups chain. Grammar: RFC 8259.
+#ifndef LLMC_JSON_H
+#define LLMC_JSON_H
+
+#include "utils.h"
+
+#include <math.h>
+
+typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT } JsonKind;
+typedef struct {
+    JsonKind kind;
+    int begin;  // of its text (strings: decoded)
+    int items;  // of an array or object
+    int next;   // the token after this value and all that it contains; of a key: after its value
+} JsonToken;
+typedef struct {
+    char *text;
+    JsonToken *tokens;
+    int count, capacity;
+    int at, length;    // while parsing
+    char error[128];   // of a failed parse
+} Json;
+enum { JSON_NONE = -1, JSON_MAX_DEPTH = 32, JSON_MAX_BYTES = 100 << 20 };
+
+// Bytes of the UTF-8 character at s, 0 if it is none; reads no further than a terminating NUL.
+static inline int utf8_length(const char *s) {
+    const unsigned char *p = (const unsigned char *)s;
+    int n = p[0] < 0x80 ? 1 : p[0] < 0xc2 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf5 ? 4 : 0;
+    for (int i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
+    const int overlong = (p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xf0 && p[1] < 0x90);
+    const int surrogate = p[0] == 0xed && p[1] >= 0xa0, beyond = p[0] == 0xf4 && p[1] >= 0x90;
+    return overlong || surrogate || beyond ? 0 : n;
+}
+
+// ---- reading
+
+static inline int json_fail(Json *j, const char *what) {
+    snprintf(j->error, sizeof j->error, "%s at byte %d", what, j->at);
+    return 0;
+}
+static inline void json_space(Json *j) { while (j->text[j->at] && strchr(" \t\r\n", j->text[j->at])) j->at++; }
+// The text ends with a NUL, which no rule below accepts: that is what keeps every loop inside it.
+static inline int json_digits(Json *j) {
+    int begin = j->at;
+    while (j->text[j->at] >= '0' && j->text[j->at] <= '9') j->at++;
+    return j->at > begin;
+}
+static inline int json_parse_number(Json *j) {
+    if (j->text[j->at] == '-') j->at++;
+    if (j->text[j->at] == '0') j->at++;
+    else if (!json_digits(j)) return json_fail(j, "not a JSON value");
+    if (j->text[j->at] == '.') {
+        j->at++;
+        if (!json_digits(j)) return json_fail(j, "a digit is missing");
+    }
+    if (j->text[j->at] == 'e' || j->text[j->at] == 'E') {
+        j->at++;
+        if (j->text[j->at] == '+' || j->text[j->at] == '-') j->at++;
+        if (!json_digits(j)) return json_fail(j, "a digit is missing");
+    }
+    return 1;
+}
+static inline int json_hex4(const char *s) {
+    int value = 0;
+    for (int i = 0; i < 4; i++) {
+        const int digit = s[i] >= '0' && s[i] <= '9', letter = (s[i] | 32) >= 'a' && (s[i] | 32) <= 'f';
+        if (!digit && !letter) return -1;
+        value = value * 16 + (digit ? s[i] - '0' : (s[i] | 32) - 'a' + 10);
+    }
+    return value;
+}
+// \uXXXX or a pair of them, `*in` behind the first u; writes UTF-8 to `out`, returns its length or 0.
+static inline int json_unicode(const char **in, char *out) {
+    int c = json_hex4(*in);
+    if (c <= 0 || (c >= 0xdc00 && c < 0xe000)) return 0;
+    *in += 4;
+    if (c >= 0xd800 && c < 0xdc00) {
+        int low = (*in)[0] == '\\' && (*in)[1] == 'u' ? json_hex4(*in + 2) : -1;
+        if (low < 0xdc00 || low >= 0xe000) return 0;
+        c = 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
+        *in += 6;
+    }
+    int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    static const int lead[] = {0, 0, 0xc0, 0xe0, 0xf0};
+    for (int i = n - 1; i > 0; i--, c >>= 6) out[i] = (char)(0x80 | (c & 0x3f));
+    out[0] = (char)(lead[n] | c);
+    return n;
+}
+static inline int json_parse_string(Json *j) {
+    const char *in = j->text + j->at + 1;
+    char *out = j->text + j->at + 1;
+    while (*in != '"') {
+        j->at = (int)(in - j->text);
+        if ((unsigned char)*in < 0x20) return json_fail(j, "a string is cut off or holds a control character");
+        int n = utf8_length(in);
+        if (n == 0) return json_fail(j, "a string is not UTF-8");
+        if (*in != '\\') { memmove(out, in, (size_t)n); in += n; out += n; continue; }
+        const char *names = "\"\\/bfnrt", *values = "\"\\/\b\f\n\r\t", *name = in[1] ? strchr(names, in[1]) : NULL;
+        in += 2;
+        if (name) { *out++ = values[name - names]; continue; }
+        if (in[-1] != 'u' || (n = json_unicode(&in, out)) == 0) return json_fail(j, "a string has a bad escape");
+        out += n;
+    }
+    *out = 0;
+    j->at = (int)(in + 1 - j->text);
+    return 1;
+}
+static inline int json_push(Json *j, JsonKind kind, int begin) {
+    if (j->count == j->capacity) {
+        j->capacity = j->capacity ? 2 * j->capacity : 64;
+        j->tokens = (JsonToken *)realloc(j->tokens, (size_t)j->capacity * sizeof(JsonToken));
+        require(j->tokens, "out of memory for JSON of %d bytes\ncheck that the file is what it should be", j->length);
+    }
+    JsonToken t;
+    t.kind = kind; t.begin = begin; t.items = 0; t.next = ++j->count;
+    j->tokens[j->count - 1] = t;
+    return j->count - 1;
+}
+static inline int json_parse_value(Json *j, int depth);
+static inline int json_parse_items(Json *j, int container, int depth) {
+    const int object = j->tokens[container].kind == JSON_OBJECT, close = object ? '}' : ']';
+    for (j->at++, json_space(j); j->text[j->at] != close; json_space(j)) {
+        if (j->tokens[container].items++ > 0) {
+            if (j->text[j->at] != ',') return json_fail(j, object ? "',' or '}' is missing" : "',' or ']' is missing");
+            j->at++;
+            json_space(j);
+        }
+        int key = JSON_NONE;
+        if (object) {
+            if (j->text[j->at] != '"') return json_fail(j, "a key is missing");
+            key = json_push(j, JSON_STRING, j->at + 1);
+            if (!json_parse_string(j)) return 0;
+            json_space(j);
+            if (j->text[j->at] != ':') return json_fail(j, "':' is missing");
+            j->at++;
+        }
+        if (!json_parse_value(j, depth)) return 0;
+        if (object) j->tokens[key].next = j->count;
+    }
+    j->at++;
+    j->tokens[container].next = j->count;
+    return 1;
+}
+static inline int json_parse_value(Json *j, int depth) {
+    json_space(j);
+    const char *s = j->text + j->at;
+    if (*s == '{' || *s == '[') {
+        if (depth == JSON_MAX_DEPTH) return json_fail(j, "nested too deeply");
+        return json_parse_items(j, json_push(j, *s == '{' ? JSON_OBJECT : JSON_ARRAY, j->at), depth + 1);
+    }
+    if (*s == '"') { json_push(j, JSON_STRING, j->at + 1); return json_parse_string(j); }
+    static const char *const literals[] = {"null", "true", "false"};
+    for (int i = 0; i < 3; i++)
+        if (strncmp(s, literals[i], strlen(literals[i])) == 0) {
+            json_push(j, i == 0 ? JSON_NULL : JSON_BOOL, j->at);
+            j->at += (int)strlen(literals[i]);
+            return 1;
+        }
+    json_push(j, JSON_NUMBER, j->at);
+    return json_parse_number(j);
+}
+static inline void json_free(Json *j) { free(j->text); free(j->tokens); memset(j, 0, sizeof *j); }
+
+// Takes `text`, which holds `length` bytes and one more, from malloc. 1; or 0 with the reason in j->error. json_free either way.
+static inline int json_parse_owned(Json *j, char *text, size_t length) {
+    memset(j, 0, sizeof *j);
+    j->text = text;
+    if (length > JSON_MAX_BYTES) return json_fail(j, "more than 100 MiB of JSON");
+    j->length = (int)length;
+    text[length] = 0;
+    if (!json_parse_value(j, 0)) return 0;
+    json_space(j);
+    return j->at == j->length ? 1 : json_fail(j, "something follows the JSON value");
+}
+static inline int json_parse(Json *j, const char *text, size_t length) {
+    return json_parse_owned(j, (char *)memcpy(malloc_or_die(length + 1), text, length), length);
+}
+// A whole file: 1; or 0 with the reason in j->error.
+static inline int json_load(Json *j, const char *path) {
+    memset(j, 0, sizeof *j);
+    FILE *f = fopen(path, "rb");
+    struct stat s;
+    if (!f || fstat(fileno(f), &s) != 0) snprintf(j->error, sizeof j->error, "%s", strerror(errno));
+    else if (!S_ISREG(s.st_mode)) snprintf(j->error, sizeof j->error, "not a file");
+    else if (s.st_size > JSON_MAX_BYTES) snprintf(j->error, sizeof j->error, "more than 100 MiB of JSON");
+    int good = f && !j->error[0];
+    if (good) {
+        char *text = (char *)malloc_or_die((size_t)s.st_size + 1);
+        good = json_parse_owned(j, text, fread(text, 1, (size_t)s.st_size, f));
+    }
+    if (f) fclose(f);
+    return good;
+}
+
+static inline int json_is(const Json *j, int value, JsonKind kind) { return value != JSON_NONE && j->tokens[value].kind == kind; }
+// A loop over the items of an array, or over the KEYS of an object (the value of key k is k + 1); none for anything else.
+#define JSON_EACH(j, v, container) for (int v = (container) + 1, v##_end = json_end((j), (container)); v < v##_end; v = (j)->tokens[v].next)
+static inline int json_end(const Json *j, int container) { return container == JSON_NONE ? 0 : j->tokens[container].next; }
+static inline int json_items(const Json *j, int container) { return container == JSON_NONE ? 0 : j->tokens[container].items; }
+static inline const char *json_string(const Json *j, int value) { return json_is(j, value, JSON_STRING) ? j->text + j->tokens[value].begin : NULL; }
+// The value of a key (of the first, should it come twice).
+static inline int json_get(const Json *j, int object, const char *key) {
+    if (json_is(j, object, JSON_OBJECT))
+        JSON_EACH(j, k, object) if (strcmp(json_string(j, k), key) == 0) return k + 1;
+    return JSON_NONE;
+}
+// These return 1 and set *out, or 0 if the value is of another kind or does not fit.
+static inline int json_int(const Json *j, int value, int64_t *out) {
+    if (!json_is(j, value, JSON_NUMBER)) return 0;
+    char *end;
+    errno = 0;
+    long long n = strtoll(j->text + j->tokens[value].begin, &end, 10);
+    if (errno || *end == '.' || *end == 'e' || *end == 'E') return 0;
+    *out = n;
+    return 1;
+}
+static inline int json_double(const Json *j, int value, double *out) {
+    if (!json_is(j, value, JSON_NUMBER)) return 0;
+    double x = strtod(j->text + j->tokens[value].begin, NULL);
+    if (!isfinite(x)) return 0;
+    *out = x;
+    return 1;
+}
+static inline int json_bool(const Json *j, int value, int *out) {
+    if (!json_is(j, value, JSON_BOOL)) return 0;
+    *out = j->text[j->tokens[value].begin] == 't';
+    return 1;
+}
+
+// ---- writing; for text in memory use open_memstream
+
+// Quoted and escaped. Bytes that are not UTF-8 (a sample may be cut inside a character) become U+FFFD.
+static inline void json_write_string(FILE *f, const char *s) {
+    fputc('"', f);
+    while (*s) {
+        int n = utf8_length(s);
+        const char *names = "\"\\nrt", *values = "\"\\\n\r\t", *special = strchr(values, *s);
+        if (n == 0) fputs("\\ufffd", f);
+        else if (special) fprintf(f, "\\%c", names[special - values]);
+        else if ((unsigned char)*s < 0x20) fprintf(f, "\\u%04x", *s);
+        else fwrite(s, 1, (size_t)n, f);
+        s += n ? n : 1;
+    }
+    fputc('"', f);
+}
+// The shortest text that reads back to the same double (or float); JSON has no NaN and no infinity: they become null.
+static inline void json_write_number(FILE *f, double x, int as_float) {
+    char text[40] = "null";
+    for (int digits = 6; isfinite(x) && digits <= 17; digits++) {
+        snprintf(text, sizeof text, "%.*g", digits, x);
+        double back = strtod(text, NULL);
+        if (as_float ? (float)back == (float)x : back == x) break;
+    }
+    if (isfinite(x) && !strpbrk(text, ".e")) strcat(text, ".0");
+    fputs(text, f);
+}
+static inline void json_write_double(FILE *f, double x) { json_write_number(f, x, 0); }
+static inline void json_write_float(FILE *f, float x) { json_write_number(f, x, 1); }
+
+#endif

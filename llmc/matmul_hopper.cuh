@@ -1,0 +1,396 @@
+// Matmul for Hopper: bf16 in and out, fp32 sums, whatever the rest of a linear layer needs in the epilogue.
+//   out (M,N) = op(a (M,K) b (K,N))      each of a, b row-major as written or stored transposed: a (K,M), b (N,K)
+//   op: PLAIN x + bias · GELU pre = x + bias, out = gelu(pre) · DGELU x * gelu'(aux)     (bias: NULL or (N); aux (M,N))
+// The sum of an element runs over k in steps of 16 from the first to the last in one fp32 register: no split, no atomics, so the
+// bits depend on K alone. The result is rounded to bf16 before GELU or its derivative is applied: the same bits as a plain
+// matmul followed by the elementwise kernel of activation.cuh.
+//
+// DGELU also sums the columns of what it writes, 64 rows at a time and before rounding: the bias gradient of the layer below.
+//
+// Blocks are persistent, one per multiprocessor: warpgroup 0 fetches by TMA into a ring of stages of 64 k, warpgroups 1 and 2
+// each own 64 of the 128 rows of a tile. With clusters of two blocks, 256 rows share their columns of b, of which each block
+// fetches half for both. With K = 768 a tile has twelve steps only, so the epilogue must cost the tensor cores nothing: after
+// the last step the sums are packed to bf16, which frees the accumulators, and the packed tile is finished and stored half a
+// column block at a time, between the steps of the next tile.
+// Tiles are walked in groups of rows, columns inside: a group's rows of a stay in L2 while b streams past.
+//
+// Sources: PTX ISA (wgmma, TMA, clusters); the persistent designs of CUTLASS, DeepGEMM and fast.cu. Ladder: dev/cuda/matmul.cu.
+// Not supported: N, K not multiples of 8 (tensor maps need 16-byte rows); fp32; GPUs other than sm_90a.
+#ifndef LLMC_MATMUL_HOPPER_CUH
+#define LLMC_MATMUL_HOPPER_CUH
+
+#include "tile.cuh"
+
+// ---- what tile.cuh does not have: wide wgmma, clusters
+
+#define MATMUL_D192 \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63," \
+    "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95}"
+#define MATMUL_D256 \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63," \
+    "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
+    "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}"
+
+// tile.cuh's wgmma, both operands in shared memory, up to 256 columns.
+template <int N, int MN_A, int MN_B> __device__ inline void wgmma_wide(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
+    static_assert(N == 128 || N == 192 || N == 256, "write the asm for this width");
+    if constexpr (N == 128) wgmma<N, MN_A, MN_B>(d, a, b, add);
+    else if constexpr (N == 192)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 " MATMUL_D192 ", %96, %97, p, 1, 1, %99, %100; }"
+                     : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64) : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B) : "memory");
+    else
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " MATMUL_D256 ", %128, %129, p, 1, 1, %131, %132; }"
+                     : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96) : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B) : "memory");
+}
+// The box lands at the same place in every block of the cluster, and each block's barrier of that place counts its bytes.
+__device__ inline void box_load_all(unsigned to, const CUtensorMap *map, unsigned barrier, int column, int row, unsigned short blocks) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %4}], [%2], %6;"
+                 ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(0), "r"(row), "h"(blocks) : "memory");
+}
+__device__ inline unsigned cluster_address(unsigned address, int block) {
+    unsigned there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    return there;
+}
+// Relaxed: what came before are reads by wgmma, complete once waited for. A release for the cluster would fence global memory.
+__device__ inline void cluster_arrive(unsigned there) { asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory"); }
+__device__ inline void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// ---- elementwise parts of the epilogues, on pairs
+
+__device__ inline float2 unpack_bf16(unsigned x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
+enum HopperEpilogue { EPILOGUE_PLAIN, EPILOGUE_GELU, EPILOGUE_DGELU };
+template <HopperEpilogue OP> __device__ inline float2 epilogue_pair(float2 x, float2 aux) {
+    if constexpr (OP == EPILOGUE_GELU) return make_float2(Gelu::forward(x.x), Gelu::forward(x.y));
+    else return make_float2(Gelu::backward(x.x, aux.x), Gelu::backward(x.y, aux.y));
+}
+// sums[8 columns] of each lane, added over the 8 lanes of equal lane % 4: every lane gets one column's total.
+__device__ inline float column_total(float (&sums)[8]) {
+    #pragma unroll
+    for (int n = 4; n > 0; n /= 2) {
+        const int other = 4 * n;
+        const bool upper = threadIdx.x & other;
+        #pragma unroll
+        for (int j = 0; j < n; j++) {
+            const float mine = upper ? sums[j + n] : sums[j], theirs = upper ? sums[j] : sums[j + n];
+            sums[j] = mine + __shfl_xor_sync(0xffffffffu, theirs, other);
+        }
+    }
+    return sums[0];
+}
+
+// ---- the kernel
+
+// COLUMNS per tile. MN_A: a is stored (K,M); MN_B: b is stored (K,N).
+template <int COLUMNS_, int CLUSTER_, int MN_A_, int MN_B_, HopperEpilogue OP_> struct HopperMatmul {
+    static constexpr int COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, MN_A = MN_A_, MN_B = MN_B_, ROWS = 128, THREADS = 3 * WARPGROUP;
+    static constexpr HopperEpilogue OP = OP_;
+    static constexpr bool READS_AUX = OP == EPILOGUE_DGELU;
+    static constexpr int A_BOXES = ROWS / BOX_ROWS, B_BOXES = COLUMNS / BOX_COLUMNS, STAGE_BYTES = (A_BOXES + B_BOXES) * BOX_BYTES;
+    static constexpr int STAGED_BOXES = OP == EPILOGUE_PLAIN ? 1 : 2;  // per math warpgroup, for the epilogue
+    static constexpr int ROOM = 232448 - TILE_ALIGNMENT - 2048 - 2 * STAGED_BOXES * BOX_BYTES, STAGES = ROOM / STAGE_BYTES;
+    static constexpr int BYTES = TILE_ALIGNMENT + STAGES * STAGE_BYTES + 2 * STAGED_BOXES * BOX_BYTES, BARRIERS = 2 * STAGES + 4;
+    static constexpr int SIDE_WORDS = OP == EPILOGUE_DGELU ? 2 * 3 * WARP : COLUMNS / 2;  // per math warpgroup: column sums or bias
+    static_assert(8 * BARRIERS + 2 * 4 * SIDE_WORDS <= 2048, "static shared memory");
+};
+struct HopperMatmulWork {
+    int M, N, K, row_tiles, column_tiles, group;  // row tiles of a whole cluster
+    const bf16 *bias;
+    float *column_sums;  // NULL or (ceil(M/64), N): DGELU's
+    struct Tile { int row, column; };
+    __device__ int tiles() const { return row_tiles * column_tiles; }
+    __device__ Tile tile(int i) const {
+        const int first = i / (group * column_tiles) * group, size = min(group, row_tiles - first), rest = i - first * column_tiles;
+        return {first + rest % size, rest / size};
+    }
+};
+// Position in the ring of stages; both sides walk it in step.
+template <int STAGES> struct RingPlace {
+    int stage = 0;
+    unsigned parity = 0;
+    __device__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
+};
+
+template <typename S> __device__ inline void hopper_matmul_fetch(const CUtensorMap *a_map, const CUtensorMap *b_map, const HopperMatmulWork &w, unsigned tiles, unsigned full, unsigned empty) {
+    const int rank = blockIdx.x % S::CLUSTER, clusters = gridDim.x / S::CLUSTER;
+    RingPlace<S::STAGES> ring;
+    tensor_map_prefetch(a_map);
+    tensor_map_prefetch(b_map);
+    for (int i = blockIdx.x / S::CLUSTER; i < w.tiles(); i += clusters) {
+        const HopperMatmulWork::Tile t = w.tile(i);
+        const int row = (t.row * S::CLUSTER + rank) * S::ROWS, column = t.column * S::COLUMNS;
+        for (int k = 0; k < w.K; k += 64, ring.next()) {
+            const unsigned a = tiles + ring.stage * S::STAGE_BYTES, b = a + S::A_BOXES * BOX_BYTES, barrier = full + 8 * ring.stage;
+            mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+            mbarrier_arrive_expect(barrier, S::STAGE_BYTES);  // the other block's share for us may already be on its way
+            #pragma unroll
+            for (int j = 0; j < S::A_BOXES; j++) {
+                const int at = row + j * BOX_ROWS;
+                box_load(a + j * BOX_BYTES, a_map, barrier, S::MN_A ? at : k, 0, S::MN_A ? k : at, 0);
+            }
+            for (int j = rank; j < S::B_BOXES; j += S::CLUSTER) {
+                const int at = column + j * BOX_COLUMNS;
+                if constexpr (S::CLUSTER > 1) box_load_all(b + j * BOX_BYTES, b_map, barrier, S::MN_B ? at : k, S::MN_B ? k : at, (1 << S::CLUSTER) - 1);
+                else box_load(b + j * BOX_BYTES, b_map, barrier, S::MN_B ? at : k, 0, S::MN_B ? k : at, 0);
+            }
+        }
+    }
+}
+
+// A finished tile of a math warpgroup on its way out: packed[2n + h] are columns 8n+2t,+1 of row g + 8h.
+template <typename S> struct HopperMatmulOut {
+    static constexpr int BLOCKS = S::B_BOXES;
+    const CUtensorMap *out_map, *aux_map;
+    unsigned boxes, aux_barriers;  // staged boxes of this warpgroup; a barrier for each
+    float *column_sums, *side;  // side: this warpgroup's words of shared memory
+    int warpgroup, M, N, row, column;
+    unsigned aux_parity;  // bit per box
+    bool storer;
+    unsigned packed[S::COLUMNS / 4];
+
+    __device__ void fetch_aux(int c) const {  // by the storer: the box is free once the store from it has read it
+        if (column + c * BOX_COLUMNS >= N) return;
+        bulk_wait_read();
+        mbarrier_arrive_expect(aux_barriers + c % 2 * 8, BOX_BYTES);
+        box_load(boxes + c % 2 * BOX_BYTES, aux_map, aux_barriers + c % 2 * 8, column + c * BOX_COLUMNS, 0, row, 0);
+    }
+    // Totals over the warpgroup's 64 rows: warp 0 adds those of the other warps to its own. The two halves use two places.
+    __device__ void sum_columns(int half, float (&sums)[8]) const {
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
+        float total = column_total(sums), *others = side + half % 2 * 3 * WARP;
+        if (warp > 0) others[(warp - 1) * WARP + lane] = total;
+        named_barrier(1 + warpgroup, WARPGROUP);
+        if (warp > 0 || row >= M) return;
+        #pragma unroll
+        for (int w = 0; w < 3; w++) total += others[w * WARP + lane];
+        const int at = column + half * 32 + lane / 4 % 2 * 16 + lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2;
+        if (at < N) column_sums[(size_t)(row / BOX_ROWS) * N + at] = total;
+    }
+    // 32 columns; the second half of a column block stores it.
+    __device__ void finish(int half) {
+        const int c = half / 2;
+        if (column + c * BOX_COLUMNS >= N) return;
+        const unsigned box = boxes + (S::READS_AUX ? c % 2 * BOX_BYTES : 0);
+        if (half % 2 == 0) {
+            if constexpr (S::READS_AUX) {
+                if (storer && c > 0 && c + 1 < BLOCKS) fetch_aux(c + 1);
+                mbarrier_wait(aux_barriers + c % 2 * 8, aux_parity >> c % 2 & 1);
+                aux_parity ^= 1u << c % 2;
+            } else {
+                if (storer) bulk_wait_read();
+                named_barrier(1 + warpgroup, WARPGROUP);
+            }
+        }
+        float sums[8] = {};  // DGELU: column 2t+e of 8-column group g of k is [4g + 2e + k]
+        #pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const unsigned at = fragment_address<BOX_ROWS>(box, threadIdx.x / WARP % 4 * 16, half % 2 * 2 + k);
+            unsigned x[4], aux[4] = {};
+            if constexpr (S::READS_AUX) ldmatrix(aux, at);
+            #pragma unroll
+            for (int i = 0; i < 4; i++) x[i] = packed[(half * 2 + k) * 4 + i];
+            if constexpr (S::OP == EPILOGUE_GELU) stmatrix(at + BOX_BYTES, x);
+            if constexpr (S::OP != EPILOGUE_PLAIN)
+                #pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float2 y = epilogue_pair<S::OP>(unpack_bf16(x[i]), unpack_bf16(aux[i]));
+                    sums[i / 2 * 4 + k] += y.x;
+                    sums[i / 2 * 4 + 2 + k] += y.y;
+                    x[i] = pack_bf16(y.x, y.y);
+                }
+            stmatrix(at, x);
+        }
+        if (S::OP == EPILOGUE_DGELU && column_sums) sum_columns(half, sums);
+        if (half % 2 == 0) return;
+        fence_async();
+        named_barrier(1 + warpgroup, WARPGROUP);
+        if (!storer) return;
+        box_store(out_map, box, column + c * BOX_COLUMNS, 0, row, 0);
+        if constexpr (S::OP == EPILOGUE_GELU) box_store(aux_map, box + BOX_BYTES, column + c * BOX_COLUMNS, 0, row, 0);
+        bulk_commit();
+    }
+};
+
+template <typename S> __device__ inline void hopper_matmul_math(HopperMatmulOut<S> &out, const HopperMatmulWork &w, unsigned tiles, unsigned full, unsigned empty) {
+    unsigned *bias_pairs = (unsigned *)out.side;
+    const int lane = threadIdx.x % WARP, rank = blockIdx.x % S::CLUSTER, clusters = gridDim.x / S::CLUSTER, steps = (w.K + 63) / 64;
+    const unsigned a_tiles = tiles + out.warpgroup * BOX_BYTES, b_tiles = tiles + S::A_BOXES * BOX_BYTES;
+    const unsigned empty_there = S::CLUSTER > 1 ? cluster_address(empty, lane % S::CLUSTER) : empty;
+    RingPlace<S::STAGES> ring;
+    float acc[S::COLUMNS / 2];
+    bool waiting = false;  // a packed tile has not been stored yet
+    unsigned last = 0;     // offset of the barrier of the step before
+    auto release = [&] {   // every warp tells every block that fetches for it
+        if constexpr (S::CLUSTER > 1) { if (lane < S::CLUSTER) cluster_arrive(empty_there + last); }
+        else if (lane == 0) mbarrier_arrive(empty + last);
+    };
+    auto step = [&](bool first) {
+        const unsigned a = a_tiles + ring.stage * S::STAGE_BYTES, b = b_tiles + ring.stage * S::STAGE_BYTES;
+        mbarrier_wait(full + 8 * ring.stage, ring.parity);
+        wgmma_fence();
+        #pragma unroll
+        for (int k = 0; k < 4; k++)
+            wgmma_wide<S::COLUMNS, S::MN_A, S::MN_B>(acc, S::MN_A ? operand_mn<BOX_ROWS>(a, k) : operand_k<BOX_ROWS>(a, k),
+                                                     S::MN_B ? operand_mn<BOX_ROWS>(b, k) : operand_k<BOX_ROWS>(b, k), !first || k > 0);
+        wgmma_commit();
+        if (!first) {
+            wgmma_wait<1>();
+            release();
+        }
+        last = 8 * ring.stage;
+        ring.next();
+    };
+    for (int i = blockIdx.x / S::CLUSTER; i < w.tiles(); i += clusters) {
+        #pragma unroll
+        for (int s = 0; s < 2 * S::B_BOXES; s++) {
+            if (s < steps) step(s == 0);
+            if (waiting) out.finish(s);
+        }
+        #pragma unroll 1
+        for (int s = 2 * S::B_BOXES; s < steps; s++) step(false);
+        const HopperMatmulWork::Tile t = w.tile(i);
+        const int thread = threadIdx.x % WARPGROUP;
+        out.row = (t.row * S::CLUSTER + rank) * S::ROWS + out.warpgroup * BOX_ROWS;
+        out.column = t.column * S::COLUMNS;
+        if (S::READS_AUX && out.storer) {  // needed a step or two into the next tile
+            out.fetch_aux(0);
+            out.fetch_aux(1);
+        }
+        if (!S::READS_AUX && w.bias) {
+            if (thread < S::COLUMNS / 2) bias_pairs[thread] = out.column + 2 * thread < w.N ? ((const unsigned *)(w.bias + out.column))[thread] : 0;
+            named_barrier(1 + out.warpgroup, WARPGROUP);
+        }
+        wgmma_wait<0>();
+        wgmma_pin(acc);
+        release();
+        #pragma unroll
+        for (int n = 0; n < S::COLUMNS / 8; n++) {
+            const float2 b = !S::READS_AUX && w.bias ? unpack_bf16(bias_pairs[4 * n + lane % 4]) : make_float2(0, 0);
+            out.packed[2 * n] = pack_bf16(acc[4 * n] + b.x, acc[4 * n + 1] + b.y);
+            out.packed[2 * n + 1] = pack_bf16(acc[4 * n + 2] + b.x, acc[4 * n + 3] + b.y);
+            asm volatile("" : "+r"(out.packed[2 * n]), "+r"(out.packed[2 * n + 1]));  // else halves are kept apart, and spill
+        }
+        waiting = true;
+    }
+    if (waiting)
+        #pragma unroll
+        for (int half = 0; half < 2 * S::B_BOXES; half++) out.finish(half);
+    if (out.storer) bulk_wait();
+}
+
+template <typename S> __device__ inline void hopper_matmul(const CUtensorMap *a_map, const CUtensorMap *b_map, const CUtensorMap *out_map, const CUtensorMap *aux_map, const HopperMatmulWork &w) {
+    __shared__ alignas(8) unsigned long long barriers[S::BARRIERS];
+    __shared__ float side[2][S::SIDE_WORDS];
+    extern __shared__ int4 matmul_shared[];
+    const unsigned tiles = (shared_address(matmul_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT, staged = tiles + S::STAGES * S::STAGE_BYTES;
+    const unsigned full = shared_address(barriers), empty = full + 8 * S::STAGES, aux_barriers = empty + 8 * S::STAGES;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < S::STAGES; i++) {
+            mbarrier_init(full + 8 * i, 1);
+            mbarrier_init(empty + 8 * i, 8 * S::CLUSTER);  // every math warp of the cluster
+        }
+        for (int i = 0; i < 4; i++) mbarrier_init(aux_barriers + 8 * i, 1);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (S::CLUSTER > 1) cluster_sync();
+    const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / WARPGROUP, 0) - 1;
+    if (warpgroup < 0) {
+        registers_lower<24>();
+        if (threadIdx.x == 0) hopper_matmul_fetch<S>(a_map, b_map, w, tiles, full, empty);
+    } else {
+        registers_raise<240>();
+        HopperMatmulOut<S> out;
+        out.out_map = out_map;
+        out.aux_map = aux_map;
+        out.boxes = staged + warpgroup * S::STAGED_BOXES * BOX_BYTES;
+        out.aux_barriers = aux_barriers + warpgroup * 16;
+        out.warpgroup = warpgroup;
+        out.column_sums = w.column_sums;
+        out.side = side[warpgroup];
+        out.M = w.M;
+        out.N = w.N;
+        out.aux_parity = 0;
+        out.storer = threadIdx.x % WARPGROUP == 0;
+        hopper_matmul_math<S>(out, w, tiles, full, empty);
+    }
+    if (S::CLUSTER > 1) cluster_sync();  // nobody leaves while the other may still write here
+}
+template <typename S> __global__ void __launch_bounds__(S::THREADS, 1)
+matmul_hopper_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const __grid_constant__ CUtensorMap out_map, const __grid_constant__ CUtensorMap aux_map, const HopperMatmulWork w) {
+    if constexpr (HOPPER_CODE) hopper_matmul<S>(&a_map, &b_map, &out_map, &aux_map, w);
+    else __trap();
+}
+
+// ---- launchers
+
+static inline CUtensorMap matrix_map(const bf16 *p, int rows, int columns) { return tensor_map(p, 1, rows, 1, columns); }
+
+static int hopper_group_rows = 2048;  // rows of a group of tiles; dev/cuda/matmul.cu times others
+// out (M,N) = op(a b); see the top. aux: GELU writes what goes into gelu, DGELU reads; NULL for PLAIN.
+typedef void HopperRun(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias /*NULL; not DGELU*/, float *column_sums /*NULL; DGELU*/, int M, int N, int K, cudaStream_t stream);
+template <int COLUMNS, int CLUSTER, int MN_A, int MN_B, HopperEpilogue OP>
+static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias, float *column_sums, int M, int N, int K, cudaStream_t stream) {
+    typedef HopperMatmul<COLUMNS, CLUSTER, MN_A, MN_B, OP> S;
+    require(M > 0 && N % 8 == 0 && K % 8 == 0 && (!MN_A || M % 8 == 0), "Hopper matmul of M %d N %d K %d\nrows of all matrices must be multiples of 16 bytes", M, N, K);
+    assert((!S::READS_AUX || !bias) && (OP == EPILOGUE_DGELU || !column_sums));
+    static int multiprocessors = 0;
+    if (!multiprocessors) {
+        int device;
+        cudaCheck(cudaGetDevice(&device));
+        cudaCheck(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+        cudaCheck(cudaFuncSetAttribute(matmul_hopper_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+    }
+    const int row_tiles = (int)ceil_div((size_t)M, (size_t)S::ROWS * CLUSTER), column_tiles = (int)ceil_div((size_t)N, (size_t)COLUMNS);
+    const HopperMatmulWork w = {M, N, K, row_tiles, column_tiles, (int)ceil_div((size_t)hopper_group_rows, (size_t)S::ROWS * CLUSTER), bias, column_sums};
+    const int tiles = row_tiles * column_tiles, most = multiprocessors / CLUSTER, rounds = (tiles + most - 1) / most;
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = CLUSTER;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = dim3((unsigned)((tiles + rounds - 1) / rounds * CLUSTER));  // no block works a round less than it could
+    launch.blockDim = dim3(S::THREADS);
+    launch.dynamicSmemBytes = S::BYTES;
+    launch.stream = stream;
+    launch.attrs = &attribute;
+    launch.numAttrs = CLUSTER > 1;
+    const CUtensorMap a_map = MN_A ? matrix_map(a, K, M) : matrix_map(a, M, K), b_map = MN_B ? matrix_map(b, K, N) : matrix_map(b, N, K);
+    const CUtensorMap out_map = matrix_map(out, M, N), aux_map = OP == EPILOGUE_PLAIN ? out_map : matrix_map(aux, M, N);
+    cudaCheck(cudaLaunchKernelEx(&launch, matmul_hopper_kernel<S>, a_map, b_map, out_map, aux_map, w));
+}
+
+// Every variant that exists; those of one kind of product give the same bits.
+typedef struct {
+    HopperRun *run;
+    int columns, cluster, mn_a, mn_b;
+    HopperEpilogue op;
+} HopperVariant;
+#define HOPPER_VARIANT(columns, cluster, mn_a, mn_b, op) {matmul_hopper<columns, cluster, mn_a, mn_b, op>, columns, cluster, mn_a, mn_b, op}
+#define HOPPER_VARIANTS(mn_a, mn_b, op) HOPPER_VARIANT(256, 1, mn_a, mn_b, op), HOPPER_VARIANT(256, 2, mn_a, mn_b, op)
+// BF16: whether to have any; a template, so that a build that does not call it compiles none.
+template <bool BF16> static inline const HopperVariant *hopper_variants(int *count) {
+    *count = 0;
+    if constexpr (BF16) {
+        static const HopperVariant variants[] = {
+            HOPPER_VARIANTS(0, 0, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 1, 0, 0, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 2, 0, 0, EPILOGUE_PLAIN), HOPPER_VARIANTS(0, 0, EPILOGUE_GELU),
+            HOPPER_VARIANTS(0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 1, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 2, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANTS(0, 1, EPILOGUE_DGELU),
+            HOPPER_VARIANTS(1, 1, EPILOGUE_PLAIN)};
+        static int available = -1;  // whether the code loaded for this GPU has the kernel: only then it has barriers in static shared memory
+        if (available < 0) {
+            cudaFuncAttributes attributes;
+            cudaCheck(cudaFuncGetAttributes(&attributes, matmul_hopper_kernel<HopperMatmul<256, 1, 0, 0, EPILOGUE_PLAIN>>));
+            available = attributes.sharedSizeBytes > 0;
+        }
+        if (available) *count = (int)(sizeof variants / sizeof *variants);
+        return variants;
+    }
+    return NULL;
+}
+
+#endif

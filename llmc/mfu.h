@@ -1,0 +1,25 @@
+// Peak rates of GPUs, so that every run can print its distance from the hardware's limit.
+// Dense matmul TFLOP/s with fp32 accumulation, from NVIDIA's datasheets; an unknown GPU gives 0 and no MFU is printed.
+#ifndef LLMC_MFU_H
+#define LLMC_MFU_H
+
+#include "utils.h"
+
+typedef enum { PEAK_BF16, PEAK_TF32, PEAK_FP32 } PeakKind;
+
+// FLOP/s of the device with this cudaDeviceProp name, or 0. The first entry whose text occurs in the name counts.
+static inline double peak_flops(const char *device, PeakKind kind) {
+    static const struct { const char *name; double bf16, tf32, fp32; } table[] = {
+        {"B200", 2250, 1100, 75}, {"H200 NVL", 835.5, 417.5, 60}, {"H200", 989.4, 494.7, 66.9}, {"GH200", 989.4, 494.7, 66.9},
+        {"H100 PCIe", 756, 378, 51}, {"H100 NVL", 835, 417.5, 60}, {"H100", 989.4, 494.7, 66.9}, {"A100", 312, 156, 19.5},
+        {"L40S", 362, 183, 91.6}, {"L40", 181, 90.5, 90.5}, {"L4", 121, 60, 30.3}, {"A40", 149.7, 74.8, 37.4}, {"A10G", 70, 35, 31.2},
+        {"A10", 125, 62.5, 31.2}, {"RTX A6000", 154.8, 77.4, 38.7}, {"RTX 6000 Ada", 364.2, 182.1, 91.1},
+        {"RTX 5090", 209.5, 104.8, 104.8}, {"RTX 4090", 165.2, 82.6, 82.6}, {"RTX 4080", 97.5, 48.7, 48.7}, {"RTX 3090", 71, 35.6, 35.6},
+        {"RTX 3080", 59.5, 29.8, 29.8},
+    };
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++)
+        if (strstr(device, table[i].name)) return 1e12 * (kind == PEAK_BF16 ? table[i].bf16 : kind == PEAK_TF32 ? table[i].tf32 : table[i].fp32);
+    return 0;
+}
+
+#endif

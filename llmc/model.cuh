@@ -1,0 +1,580 @@
+// The model on one GPU: buffers, forward, backward, update. The backend (backend.h) of train_gpt2.cu.
+//
+// One block, for every family (norm, position, activation are flags of Config that the launchers take or that branch here):
+//   x                              residual stream (B,T,C)
+//   h = norm1(x)                   -> qkv = h Wqkv^T + b -> rope(q, k) -> y = attention(qkv) -> x' = x + y Wproj^T + b
+//   h = norm2(x')                  -> f = h Wfc^T + b (SwiGLU: gate and up side by side) -> a = act(f) -> x'' = x' + a Wfcproj^T + b
+// The residual add is fused with the norm that follows it, so norm1 of block l+1 runs at the end of block l.
+//
+// Kept for backward, per layer: x', x'', h1, h2, qkv, y, lse, f, a and the norms' statistics: 12C + 4F (GELU) values a token.
+// --recompute 1 keeps a once and not per layer, 2 the same with h1 and h2; backward computes them again, bit for bit.
+// Gradients have the layout and the dtype of the weights. The first micro-step of a step overwrites them, the others add.
+//
+// Several ranks (zero.cuh): the last micro-step's backward hands each unit over to be reduced as soon as it is complete, forward
+// waits for each unit's gathered weights just before it uses them. With one rank these calls return at once.
+#ifndef LLMC_MODEL_CUH
+#define LLMC_MODEL_CUH
+
+#include "adamw.cuh"
+#include "activation.cuh"
+#include "attention.cuh"
+#include "backend.h"
+#include "classifier.cuh"
+#include "cuda_common.cuh"
+#include "embedding.cuh"
+#include "global_norm.cuh"
+#include "matmul.cuh"
+#include "memory.cuh"
+#include "mfu.h"
+#include "norm.cuh"
+#include "rope.cuh"
+#include "rope_table.h"
+#include "zero.cuh"
+
+// What one layer saves. `h1`, `h2`, `a` of all layers are the same buffer when they are recomputed.
+typedef struct {
+    floatX *h1, *qkv, *y, *x_mid, *h2, *f, *a, *x_out;
+    float *lse, *mean1, *rstd1, *mean2, *rstd2;
+} LayerActs;
+
+// A layer's weights or gradients: pointers into one parameter buffer; NULL where the family has none.
+typedef struct {
+    floatX *ln1w, *ln1b, *qkvw, *qkvb, *projw, *projb, *ln2w, *ln2b, *fcw, *fcb, *fcprojw, *fcprojb;
+} BlockParams;
+
+struct Model {
+    Config config;
+    ParamTable table;
+    Options options;
+    const Comm *comm;
+    Gpu gpu;
+    Memory memory;
+    Matmul matmul;
+    Zero zero;
+    int B, T;                // largest micro-step
+    int fuse_gelu;           // 0 no, 1 forward, 2 forward and backward
+    // parameters, all in the layout of the table
+    floatX *weights, *grads;
+    float *master, *m, *v;   // master: NULL in fp32 builds and with --master-weights 0. ZeRO 1: this rank's pieces, unit after unit
+    Span *shards;            // (units) of the gradients, this rank's pieces: what it adds to the norm
+    float *reduce_staging;   // --reduce-dtype fp32: a unit's gradients, widened
+    AdamChunk *chunks;
+    int num_chunks;
+    // activations
+    floatX *x_embedding, *h_final, *saved_x, *saved_layer, *shared_h, *shared_a;
+    float *saved_stats, *mean_final, *rstd_final;
+    LayerActs *layers;
+    float *cos_sin;
+    // scratch: logits and the block's backward are never alive together
+    char *region;
+    floatX *logits, *dqkv, *df, *da, *branch, *dx;
+    void *attention_scratch, *reduce_scratch, *matmul_workspace;
+    // tokens and losses
+    int *tokens, *targets, *host_tokens;  // host: two slots of (inputs, targets)
+    cudaEvent_t copied[2];
+    int slot;
+    float *losses, *loss_total, *norm_squared, *host_scalars;
+    float *host_floats;      // pinned: losses (B,T) or one row of logits, as fp32
+};
+
+static inline floatX *param_pointer(floatX *buffer, const ParamTable *t, int unit, Role role) {
+    size_t at = param_at(t, unit, role);
+    return at == NO_PARAM ? NULL : buffer + at;
+}
+static inline BlockParams block_params(floatX *buffer, const ParamTable *t, int layer) {
+    BlockParams p;
+    const int u = layer + 1;
+    p.ln1w = param_pointer(buffer, t, u, ROLE_LN1W);       p.ln1b = param_pointer(buffer, t, u, ROLE_LN1B);
+    p.qkvw = param_pointer(buffer, t, u, ROLE_QKVW);       p.qkvb = param_pointer(buffer, t, u, ROLE_QKVB);
+    p.projw = param_pointer(buffer, t, u, ROLE_PROJW);     p.projb = param_pointer(buffer, t, u, ROLE_PROJB);
+    p.ln2w = param_pointer(buffer, t, u, ROLE_LN2W);       p.ln2b = param_pointer(buffer, t, u, ROLE_LN2B);
+    p.fcw = param_pointer(buffer, t, u, ROLE_FCW);         p.fcb = param_pointer(buffer, t, u, ROLE_FCB);
+    p.fcprojw = param_pointer(buffer, t, u, ROLE_FCPROJW); p.fcprojb = param_pointer(buffer, t, u, ROLE_FCPROJB);
+    return p;
+}
+
+// ---- buffers
+
+// Widths of a token's rows.
+static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
+static inline int fc_width(const Config *c) { return c->mlp == MLP_SWIGLU ? 2 * c->ffn_dim : c->ffn_dim; }
+
+static inline size_t reduce_scratch_bytes(const Config *c, int B, int T) {
+    size_t most = global_norm_scratch_bytes(c->num_layers + 2), widest = (size_t)(fc_width(c) > qkv_width(c) ? fc_width(c) : qkv_width(c));
+    const size_t needs[] = {norm_backward_scratch_bytes(c->channels), bias_backward_scratch_bytes((int)widest),
+                            bias_backward_scratch_bytes(c->channels), bias_backward_scratch_bytes(qkv_width(c)),
+                            embedding_backward_scratch_bytes(B, T, c->padded_vocab_size)};
+    for (size_t i = 0; i < sizeof needs / sizeof *needs; i++) most = needs[i] > most ? needs[i] : most;
+    return most;
+}
+
+// Where the parts of the shared region begin: [dqkv | df | da | attention scratch] or [logits].
+typedef struct { size_t dqkv, df, da, attention, bytes; } RegionPlan;
+static inline RegionPlan region_plan(const Config *c, int B, int T) {
+    RegionPlan r;
+    const size_t N = (size_t)B * T, align = 1024;
+    r.dqkv = 0;
+    r.df = r.dqkv + round_up(N * qkv_width(c) * sizeof(floatX), align);
+    r.da = r.df + round_up(N * fc_width(c) * sizeof(floatX), align);
+    r.attention = r.da + round_up(c->mlp == MLP_SWIGLU ? N * c->ffn_dim * sizeof(floatX) : 0, align);
+    r.bytes = r.attention + attention_backward_scratch_bytes(B, T, c->num_heads, c->num_kv_heads, c->head_dim);
+    const size_t logits = N * c->padded_vocab_size * sizeof(floatX);
+    if (logits > r.bytes) r.bytes = logits;
+    return r;
+}
+
+// Floats of statistics that one layer saves: lse, and mean and 1/std of two norms.
+static inline size_t stats_size(const Config *c, size_t N) { return N * (size_t)c->num_heads + 4 * N; }
+// Elements that one layer saves under a recompute level.
+static inline size_t saved_layer_size(const Config *c, size_t N, int recompute) {
+    size_t size = N * (size_t)(qkv_width(c) + c->num_heads * c->head_dim + fc_width(c));
+    if (recompute < 1) size += N * (size_t)c->ffn_dim;
+    if (recompute < 2) size += 2 * N * (size_t)c->channels;
+    return size;
+}
+
+static inline int reduces_wide(const Model *m) { return !strcmp(m->options.reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float); }
+// ZeRO 1: optimiser states exist for this rank's pieces only.
+static inline int states_are_sharded(const Model *m) { return m->options.zero_stage > 0 && m->comm->world > 1; }
+static inline Span shard_of(const Model *m, int unit) { return param_shard(&m->table, unit, m->comm->rank, m->comm->world); }
+Span model_owned(const Model *m, Slot s, int unit) {
+    const int whole = s == SLOT_WEIGHT || m->comm->world == 1 || !states_are_sharded(m);
+    return whole ? param_unit(&m->table, unit) : shard_of(m, unit);
+}
+// Where the states of an element of `unit` lie. The pieces of one rank are packed, which is the unit's begin divided by the ranks.
+static inline size_t state_at(const Model *m, int unit, size_t offset) {
+    return states_are_sharded(m) ? m->table.unit_begin[unit] / (size_t)m->comm->world + offset - shard_of(m, unit).begin : offset;
+}
+
+// Names every buffer of a run with micro-steps of (B, T).
+static inline void model_request(Model *m, Memory *memory, int B, int T) {
+    const Config *c = &m->config;
+    const size_t N = (size_t)B * T, C = (size_t)c->channels, L = (size_t)c->num_layers, total = m->table.total;
+    const size_t states = states_are_sharded(m) ? total / (size_t)m->comm->world : total;
+    const int recompute = (int)m->options.recompute;
+    memory_request(memory, &m->weights, "parameters", "weights", total);
+    memory_request(memory, &m->grads, "parameters", "gradients", total);
+    if (m->comm->world > 1 && reduces_wide(m)) memory_request(memory, &m->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(&m->table));
+    if (sizeof(floatX) != sizeof(float) && m->options.master_weights) memory_request(memory, &m->master, "optimiser", "fp32 master weights", states);
+    memory_request(memory, &m->m, "optimiser", "AdamW m", states);
+    memory_request(memory, &m->v, "optimiser", "AdamW v", states);
+    memory_request(memory, &m->chunks, "optimiser", "chunk table", m->num_chunks);
+    memory_request(memory, &m->shards, "optimiser", "shard table", (size_t)m->table.num_units);
+    memory_request(memory, &m->x_embedding, "activations", "embedding (B,T,C)", N * C);
+    memory_request(memory, &m->saved_x, "activations", "residuals (L,2,B,T,C)", L * 2 * N * C);
+    memory_request(memory, &m->saved_layer, "activations", "qkv, y, f, h, a of all layers", L * saved_layer_size(c, N, recompute));
+    if (recompute >= 1) memory_request(memory, &m->shared_a, "activations", "a (B,T,F), recomputed", N * c->ffn_dim);
+    if (recompute >= 2) memory_request(memory, &m->shared_h, "activations", "h1, h2 (2,B,T,C), recomputed", 2 * N * C);
+    memory_request(memory, &m->saved_stats, "activations", "lse, mean, 1/std of all layers", L * stats_size(c, N));
+    memory_request(memory, &m->h_final, "activations", "final norm (B,T,C)", N * C);
+    memory_request(memory, &m->mean_final, "activations", "final mean (B,T)", N);
+    memory_request(memory, &m->rstd_final, "activations", "final 1/std (B,T)", N);
+    if (c->position == POSITION_ROPE) memory_request(memory, &m->cos_sin, "activations", "rope table (T,HD/2,2)", (size_t)T * c->head_dim);
+    memory_request(memory, &m->region, "scratch", "logits, or a block's backward", region_plan(c, B, T).bytes);
+    memory_alias(memory, &m->logits, "scratch", "logits (B,T,Vp)", &m->region, N * c->padded_vocab_size);
+    memory_alias(memory, &m->dqkv, "scratch", "dqkv; df, da, attention follow", &m->region, N * qkv_width(c));
+    memory_request(memory, &m->dx, "scratch", "residual gradient (B,T,C)", N * C);
+    memory_request(memory, &m->branch, "scratch", "branch and its gradient (B,T,C)", N * C);
+    memory_request(memory, (char **)&m->reduce_scratch, "scratch", "partial sums, sorting", reduce_scratch_bytes(c, B, T));
+    memory_request(memory, (char **)&m->matmul_workspace, "scratch", "matmul workspace", MATMUL_WORKSPACE_BYTES);
+    memory_request(memory, &m->tokens, "tokens", "inputs (B,T)", N);
+    memory_request(memory, &m->targets, "tokens", "targets (B,T)", N);
+    memory_request(memory, &m->losses, "tokens", "losses (B,T)", N);
+    memory_request(memory, &m->loss_total, "tokens", "loss of the step", 1);
+    memory_request(memory, &m->norm_squared, "tokens", "squared gradient norm", 1);
+    memory_request_pinned(memory, &m->host_tokens, "tokens", "two slots of inputs, targets", 4 * N);
+    memory_request_pinned(memory, &m->host_scalars, "tokens", "loss, norm", 2);
+    memory_request_pinned(memory, &m->host_floats, "tokens", "losses or a row of logits", N > (size_t)c->padded_vocab_size ? N : (size_t)c->padded_vocab_size);
+}
+
+// Memory is linear in B: from two sizes follows the largest B that fits.
+static void model_memory_hint(char *text, size_t size, size_t free_bytes, const Memory *, void *context) {
+    Model trial = *(const Model *)context;
+    size_t bytes[2];
+    for (int B = 1; B <= 2; B++) {
+        Memory memory = {};
+        model_request(&trial, &memory, B, trial.T);
+        bytes[B - 1] = memory.device_bytes;
+        free(memory.buffers);
+    }
+    if (bytes[0] > free_bytes) snprintf(text, size, "not even --batch-size 1 fits at --seq-len %d: use --recompute 2, a shorter --seq-len or a smaller model", trial.T);
+    else snprintf(text, size, "--batch-size %zu would fit at --seq-len %d (more with --recompute 1 or 2)", 1 + (free_bytes - bytes[0]) / (bytes[1] - bytes[0]), trial.T);
+}
+
+// Cuts the saved buffers into layers.
+static inline void model_place_layers(Model *m) {
+    const Config *c = &m->config;
+    const size_t N = (size_t)m->B * m->T, C = (size_t)c->channels;
+    const int recompute = (int)m->options.recompute;
+    m->layers = (LayerActs *)malloc_or_die((size_t)c->num_layers * sizeof(LayerActs));
+    floatX *next = m->saved_layer, *x = m->saved_x;
+    float *stats = m->saved_stats;
+    for (int l = 0; l < c->num_layers; l++) {
+        LayerActs *a = &m->layers[l];
+        a->x_mid = x;                x += N * C;
+        a->x_out = x;                x += N * C;
+        a->qkv = next;               next += N * qkv_width(c);
+        a->y = next;                 next += N * c->num_heads * c->head_dim;
+        a->f = next;                 next += N * fc_width(c);
+        a->a = recompute >= 1 ? m->shared_a : next;            next += recompute >= 1 ? 0 : N * c->ffn_dim;
+        a->h1 = recompute >= 2 ? m->shared_h : next;           next += recompute >= 2 ? 0 : N * C;
+        a->h2 = recompute >= 2 ? m->shared_h + N * C : next;   next += recompute >= 2 ? 0 : N * C;
+        a->lse = stats;              stats += N * c->num_heads;
+        a->mean1 = stats;            stats += N;
+        a->rstd1 = stats;            stats += N;
+        a->mean2 = stats;            stats += N;
+        a->rstd2 = stats;            stats += N;
+    }
+}
+
+// What this rank updates, in pieces of ADAM_CHUNK elements of one tensor; the padding between units is never touched.
+static inline int adam_chunks(const Model *m, AdamChunk *out) {
+    int count = 0;
+    for (int i = 0; i < m->table.count; i++) {
+        const Param *p = &m->table.params[i];
+        const Span mine = span_overlap(model_owned(m, SLOT_M, p->unit), p->offset, p->size);
+        for (size_t at = mine.begin; at < mine.begin + mine.count; at += ADAM_CHUNK, count++) {
+            if (!out) continue;
+            const size_t left = mine.begin + mine.count - at;
+            out[count].weight_offset = at;
+            out[count].state_offset = state_at(m, p->unit, at);
+            out[count].count = (int)(left < (size_t)ADAM_CHUNK ? left : (size_t)ADAM_CHUNK);
+            out[count].decay = p->decay;
+        }
+    }
+    return count;
+}
+
+// Host to device in the order of the compute stream, and complete on return. (A plain cudaMemcpy of less than 64 KiB may
+// return before the device has it, and does not order itself before a kernel of a non-blocking stream.)
+static inline void upload(const Model *m, void *to, const void *from, size_t bytes) {
+    cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, m->gpu.compute));
+    cudaCheck(cudaStreamSynchronize(m->gpu.compute));
+}
+// The tables that kernels read from device memory.
+static inline void upload_tables(Model *m) {
+    const Config *c = &m->config;
+    AdamChunk *chunks = (AdamChunk *)malloc_or_die((size_t)m->num_chunks * sizeof(AdamChunk));
+    adam_chunks(m, chunks);
+    upload(m, m->chunks, chunks, (size_t)m->num_chunks * sizeof(AdamChunk));
+    free(chunks);
+    Span *shards = (Span *)malloc_or_die((size_t)m->table.num_units * sizeof(Span));
+    for (int u = 0; u < m->table.num_units; u++) shards[u] = shard_of(m, u);
+    upload(m, m->shards, shards, (size_t)m->table.num_units * sizeof(Span));
+    free(shards);
+    if (c->position == POSITION_ROPE) {
+        const size_t count = (size_t)m->T * c->head_dim;
+        float *cos_sin = (float *)malloc_or_die(count * sizeof(float));
+        rope_table(c, m->T, cos_sin);
+        upload(m, m->cos_sin, cos_sin, count * sizeof(float));
+        free(cos_sin);
+    }
+}
+
+void model_identify(HandshakeRecord *r) { gpu_identify(r->local_rank, r->device, sizeof r->device, &r->devices, &r->sm, &r->driver); }
+
+void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
+    memset(m, 0, sizeof *m);
+    m->config = *c;
+    m->options = *o;
+    m->comm = comm;
+    m->table = params_table(c);
+    m->B = (int)o->batch_size;
+    m->T = (int)o->seq_len;
+    require(!strcmp(o->reduce_dtype, "fp32") || !strcmp(o->reduce_dtype, "bf16"), "unknown --reduce-dtype '%s'\nuse fp32 or bf16", o->reduce_dtype);
+    m->gpu = gpu_open(comm->local_rank);
+    m->num_chunks = adam_chunks(m, NULL);
+    model_request(m, &m->memory, m->B, m->T);
+    memory_allocate(&m->memory, comm->rank == 0, model_memory_hint, m);
+    const RegionPlan r = region_plan(c, m->B, m->T);
+    m->df = (floatX *)(m->region + r.df);
+    m->da = c->mlp == MLP_SWIGLU ? (floatX *)(m->region + r.da) : m->df;  // GELU's gradient is computed in place
+    m->attention_scratch = m->region + r.attention;
+    model_place_layers(m);
+    matmul_open(&m->matmul, &m->gpu.prop, m->matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
+    // Fused is faster on Hopper in both directions (dev/cuda/matmul.cu measures it); elsewhere nobody has measured.
+    // Recomputing needs the fused bits to be those of the separate kernels.
+    const int exact = matmul_gelu_is_exact(&m->matmul, m->B * m->T), fastest = m->gpu.prop.major == 9 && (o->recompute == 0 || exact) ? 2 : 0;
+    const int wanted = o->gelu_fusion >= 0 ? (int)o->gelu_fusion : fastest;
+    m->fuse_gelu = c->mlp == MLP_GELU && matmul_can_fuse_gelu(&m->matmul) ? wanted : 0;
+    require(!m->fuse_gelu || o->recompute == 0 || exact, "--recompute %lld with --gelu-fusion %lld: here what backward recomputes would differ from the fused forward in the last bit\nuse --gelu-fusion 0 with --recompute", o->recompute, o->gelu_fusion);
+    require(o->gelu_fusion <= 0 || m->fuse_gelu, "--gelu-fusion %lld needs a bf16 build and a model with GELU\nleave it out", o->gelu_fusion);
+    upload_tables(m);
+    for (int i = 0; i < 2; i++) cudaCheck(cudaEventCreateWithFlags(&m->copied[i], cudaEventDisableTiming));
+    m->zero = zero_open(comm, &m->table, &m->gpu, (int)o->zero_stage, reduces_wide(m), m->reduce_staging);
+}
+
+void model_close(Model *m) {
+    cudaCheck(cudaDeviceSynchronize());
+    zero_close(&m->zero);
+    for (int i = 0; i < 2; i++) cudaCheck(cudaEventDestroy(m->copied[i]));
+    matmul_close(&m->matmul);
+    memory_free(&m->memory);
+    free(m->layers);
+    params_free(&m->table);
+    gpu_close(&m->gpu);
+}
+
+const char *model_device(const Model *m) { return m->gpu.prop.name; }
+const char *model_dtype(const Model *) { return FLOATX_NAME; }
+double model_memory_gib(const Model *m) { return (double)m->memory.device_bytes / 1073741824.0; }
+double model_peak_flops(const Model *m) {
+    return peak_flops(m->gpu.prop.name, sizeof(floatX) == 2 ? PEAK_BF16 : m->options.tf32 ? PEAK_TF32 : PEAK_FP32);
+}
+
+// ---- reading and writing parameters
+
+static inline void *slot_pointer(const Model *m, Slot s) {
+    return s == SLOT_WEIGHT ? (void *)m->weights : s == SLOT_GRAD ? (void *)m->grads : s == SLOT_M ? (void *)m->m : s == SLOT_V ? (void *)m->v : (void *)m->master;
+}
+int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
+
+// The unit that holds all of [offset, offset + count), or the first one when every state is here.
+static inline int unit_of(const Model *m, Slot s, size_t offset, size_t count) {
+    int unit = 0;
+    while (m->table.unit_begin[unit + 1] <= offset) unit++;
+    assert(!states_are_sharded(m) || span_overlap(model_owned(m, s, unit), offset, count).count == count);
+    return unit;
+}
+void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
+    assert(model_has_slot(m, s) && offset + count <= m->table.total);
+    if (s == SLOT_WEIGHT || s == SLOT_GRAD) {
+        floatX *rounded = (floatX *)malloc_or_die(count * sizeof(floatX));
+        PARALLEL_FOR
+        for (size_t i = 0; i < count; i++) rounded[i] = (floatX)values[i];
+        upload(m, (floatX *)slot_pointer(m, s) + offset, rounded, count * sizeof(floatX));
+        free(rounded);
+    } else {
+        upload(m, (float *)slot_pointer(m, s) + state_at(m, unit_of(m, s, offset, count), offset), values, count * sizeof(float));
+    }
+    for (int u = 0; s == SLOT_WEIGHT && m->master && u < m->table.num_units; u++) {  // unrounded
+        const Span mine = span_overlap(model_owned(m, SLOT_MASTER, u), offset, count);
+        if (mine.count) upload(m, m->master + state_at(m, u, mine.begin), values + (mine.begin - offset), mine.count * sizeof(float));
+    }
+}
+void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    assert(model_has_slot(m, s) && offset + count <= m->table.total);
+    cudaCheck(cudaStreamSynchronize(m->gpu.compute));
+    cudaCheck(cudaStreamSynchronize(m->gpu.comm));
+    if (s == SLOT_WEIGHT || s == SLOT_GRAD) {
+        floatX *stored = (floatX *)malloc_or_die(count * sizeof(floatX));
+        cudaCheck(cudaMemcpy(stored, (const floatX *)slot_pointer(m, s) + offset, count * sizeof(floatX), cudaMemcpyDeviceToHost));
+        for (size_t i = 0; i < count; i++) values[i] = (float)stored[i];
+        free(stored);
+    } else {
+        cudaCheck(cudaMemcpy(values, (const float *)slot_pointer(m, s) + state_at(m, unit_of(m, s, offset, count), offset), count * sizeof(float), cudaMemcpyDeviceToHost));
+    }
+}
+
+// ---- forward
+
+static inline void activation_forward(const Model *m, floatX *a, const floatX *f, int N) {
+    if (m->config.mlp == MLP_SWIGLU) swiglu_forward(a, f, N, m->config.ffn_dim, m->gpu.compute);
+    else gelu_forward(a, f, (size_t)N * m->config.ffn_dim, m->gpu.compute);
+}
+
+// h1 of the layer is ready. `next_*`: the norm that follows the block, of layer l+1 or the final one.
+static inline void block_forward(Model *m, int l, const floatX *x, floatX *next_h, float *next_mean, float *next_rstd,
+                                 const floatX *next_w, const floatX *next_b, int B, int T) {
+    Range range("block");
+    watchdog_beat(PHASE_FORWARD, l);
+    const Config *c = &m->config;
+    const LayerActs a = m->layers[l];
+    const BlockParams w = block_params(m->weights, &m->table, l);
+    const int N = B * T, C = c->channels, Q = c->num_heads * c->head_dim;
+    cudaStream_t s = m->gpu.compute;
+    matmul_forward(&m->matmul, a.qkv, a.h1, w.qkvw, w.qkvb, NULL, N, C, qkv_width(c), s);
+    if (c->position == POSITION_ROPE) rope_forward(a.qkv, m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
+    attention_forward(a.y, a.lse, a.qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
+    matmul_forward(&m->matmul, m->branch, a.y, w.projw, w.projb, NULL, N, Q, C, s);
+    residual_norm_forward(c->norm, a.x_mid, a.h2, a.mean2, a.rstd2, x, m->branch, w.ln2w, w.ln2b, N, C, c->norm_eps, s);
+    if (m->fuse_gelu) {
+        matmul_forward(&m->matmul, a.a, a.h2, w.fcw, w.fcb, a.f, N, C, fc_width(c), s);
+    } else {
+        matmul_forward(&m->matmul, a.f, a.h2, w.fcw, w.fcb, NULL, N, C, fc_width(c), s);
+        activation_forward(m, a.a, a.f, N);
+    }
+    matmul_forward(&m->matmul, m->branch, a.a, w.fcprojw, w.fcprojb, NULL, N, c->ffn_dim, C, s);
+    zero_wait(&m->zero, l + 2);
+    residual_norm_forward(c->norm, a.x_out, next_h, next_mean, next_rstd, a.x_mid, m->branch, next_w, next_b, N, C, c->norm_eps, s);
+}
+
+static inline const floatX *layer_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->layers[l - 1].x_out; }
+static inline floatX *head_weight(const Model *m, floatX *buffer) {
+    return m->config.tied ? param_pointer(buffer, &m->table, 0, ROLE_WTE) : param_pointer(buffer, &m->table, m->config.num_layers + 1, ROLE_HEADW);
+}
+
+// m->tokens (B,T) -> m->h_final (B,T,C)
+static inline void model_forward(Model *m, int B, int T) {
+    Range range("forward");
+    const Config *c = &m->config;
+    const ParamTable *t = &m->table;
+    const int N = B * T, C = c->channels, L = c->num_layers;
+    cudaStream_t s = m->gpu.compute;
+    zero_wait(&m->zero, 0);
+    zero_wait(&m->zero, 1);
+    embedding_forward(m->x_embedding, m->tokens, param_pointer(m->weights, t, 0, ROLE_WTE), param_pointer(m->weights, t, 0, ROLE_WPE), B, T, C, s);
+    const BlockParams first = block_params(m->weights, t, 0);
+    norm_forward(c->norm, m->layers[0].h1, m->layers[0].mean1, m->layers[0].rstd1, m->x_embedding, first.ln1w, first.ln1b, N, C, c->norm_eps, s);
+    for (int l = 0; l < L; l++) {
+        if (l + 1 < L) {
+            const LayerActs next = m->layers[l + 1];
+            const BlockParams w = block_params(m->weights, t, l + 1);
+            block_forward(m, l, layer_input(m, l), next.h1, next.mean1, next.rstd1, w.ln1w, w.ln1b, B, T);
+        } else {
+            block_forward(m, l, layer_input(m, l), m->h_final, m->mean_final, m->rstd_final, param_pointer(m->weights, t, L + 1, ROLE_LNFW),
+                          param_pointer(m->weights, t, L + 1, ROLE_LNFB), B, T);
+        }
+    }
+}
+
+// m->h_final, m->targets -> m->losses, and in m->logits their gradient if asked
+static inline void head_forward(Model *m, int N, float dloss, int write_dlogits) {
+    Range range("head");
+    const Config *c = &m->config;
+    matmul_forward(&m->matmul, m->logits, m->h_final, head_weight(m, m->weights), NULL, NULL, N, c->channels, c->padded_vocab_size, m->gpu.compute);
+    classifier(m->logits, m->losses, m->targets, dloss, N, c->vocab_size, c->padded_vocab_size, write_dlogits, m->gpu.compute);
+}
+
+// ---- backward
+
+// m->dx is the gradient of the block's output on entry and of its input on return. The bias gradients of the two projections are
+// column sums of dx where it has just been computed: the norms' backward gives them, this block's own and the one of the block below.
+static inline void block_backward(Model *m, int l, int accumulate) {
+    Range range("block backward");
+    watchdog_beat(PHASE_BACKWARD, l);
+    const Config *c = &m->config;
+    const LayerActs a = m->layers[l];
+    const BlockParams w = block_params(m->weights, &m->table, l), g = block_params(m->grads, &m->table, l);
+    const int B = m->B, T = m->T, N = B * T, C = c->channels, F = c->ffn_dim, Q = c->num_heads * c->head_dim;
+    cudaStream_t s = m->gpu.compute;
+    Matmul *mm = &m->matmul;
+    void *scratch = m->reduce_scratch;
+    if (m->options.recompute >= 1) activation_forward(m, a.a, a.f, N);
+    if (m->options.recompute >= 2) norm_forward(c->norm, a.h2, a.mean2, a.rstd2, a.x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps, s);
+    // MLP
+    matmul_backward_weight(mm, g.fcprojw, m->dx, a.a, N, F, C, accumulate, s);
+    const int fused = m->fuse_gelu == 2;  // GELU's gradient, and the bias gradient, inside the matmul
+    matmul_backward_input(mm, m->da, fused ? g.fcb : NULL, m->dx, w.fcprojw, fused ? a.f : NULL, N, F, C, accumulate, scratch, s);
+    if (c->mlp == MLP_SWIGLU) swiglu_backward(m->df, m->da, a.f, N, F, s);
+    else if (!fused) gelu_backward(m->df, m->da, a.f, (size_t)N * F, s);
+    matmul_backward_weight(mm, g.fcw, m->df, a.h2, N, C, fc_width(c), accumulate, s);
+    if (g.fcb && !fused) bias_backward(g.fcb, m->df, N, fc_width(c), accumulate, scratch, s);
+    matmul_backward_input(mm, m->branch, m->df, w.fcw, NULL, N, C, fc_width(c), s);
+    norm_backward(c->norm, m->dx, g.ln2w, g.ln2b, g.projb, m->branch, a.x_mid, w.ln2w, a.mean2, a.rstd2, N, C, accumulate, scratch, s);
+    // attention
+    if (m->options.recompute >= 2) norm_forward(c->norm, a.h1, a.mean1, a.rstd1, layer_input(m, l), w.ln1w, w.ln1b, N, C, c->norm_eps, s);
+    matmul_backward_weight(mm, g.projw, m->dx, a.y, N, Q, C, accumulate, s);
+    matmul_backward_input(mm, m->branch, m->dx, w.projw, NULL, N, Q, C, s);
+    attention_backward(m->dqkv, m->branch, a.qkv, a.y, a.lse, B, T, c->num_heads, c->num_kv_heads, c->head_dim, m->attention_scratch, s);
+    if (c->position == POSITION_ROPE) rope_backward(m->dqkv, m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
+    matmul_backward_weight(mm, g.qkvw, m->dqkv, a.h1, N, C, qkv_width(c), accumulate, s);
+    if (g.qkvb) bias_backward(g.qkvb, m->dqkv, N, qkv_width(c), accumulate, scratch, s);
+    matmul_backward_input(mm, m->branch, m->dqkv, w.qkvw, NULL, N, C, qkv_width(c), s);
+    floatX *below = l > 0 ? block_params(m->grads, &m->table, l - 1).fcprojb : NULL;
+    norm_backward(c->norm, m->dx, g.ln1w, g.ln1b, below, m->branch, layer_input(m, l), w.ln1w, a.mean1, a.rstd1, N, C, accumulate, scratch, s);
+}
+
+// After head_forward with write_dlogits: all gradients of this micro-step. `last`: of the step, so that they are reduced.
+static inline void model_backward(Model *m, int accumulate, int last) {
+    Range range("backward");
+    const Config *c = &m->config;
+    const ParamTable *t = &m->table;
+    const int N = m->B * m->T, C = c->channels, L = c->num_layers;
+    cudaStream_t s = m->gpu.compute;
+    floatX *dwte = param_pointer(m->grads, t, 0, ROLE_WTE), *dwpe = param_pointer(m->grads, t, 0, ROLE_WPE);
+    if (!accumulate) {  // the embedding adds to these
+        if (!c->tied) cudaCheck(cudaMemsetAsync(dwte, 0, (size_t)c->padded_vocab_size * C * sizeof(floatX), s));
+        if (dwpe) cudaCheck(cudaMemsetAsync(dwpe, 0, (size_t)c->max_seq_len * C * sizeof(floatX), s));
+    }
+    matmul_backward_weight(&m->matmul, head_weight(m, m->grads), m->logits, m->h_final, N, C, c->padded_vocab_size, accumulate, s);
+    matmul_backward_input(&m->matmul, m->branch, m->logits, head_weight(m, m->weights), NULL, N, C, c->padded_vocab_size, s);
+    cudaCheck(cudaMemsetAsync(m->dx, 0, (size_t)N * C * sizeof(floatX), s));
+    norm_backward(c->norm, m->dx, param_pointer(m->grads, t, L + 1, ROLE_LNFW), param_pointer(m->grads, t, L + 1, ROLE_LNFB),
+                  block_params(m->grads, t, L - 1).fcprojb, m->branch, layer_input(m, L), param_pointer(m->weights, t, L + 1, ROLE_LNFW), m->mean_final, m->rstd_final, N, C, accumulate, m->reduce_scratch, s);
+    if (last) zero_reduce(&m->zero, m->grads, L + 1);
+    for (int l = L - 1; l >= 0; l--) {
+        block_backward(m, l, accumulate);
+        if (last) zero_reduce(&m->zero, m->grads, l + 1);
+    }
+    embedding_backward(dwte, dwpe, m->dx, m->tokens, m->B, m->T, C, c->padded_vocab_size, m->reduce_scratch, s);
+    if (last) zero_reduce(&m->zero, m->grads, 0);
+}
+
+// ---- the backend's entries
+
+// Copies tokens through one of two pinned slots, so that the host may refill the other at once.
+static inline void upload_tokens(Model *m, const int *inputs, const int *targets, size_t count) {
+    const size_t N = (size_t)m->B * m->T;
+    assert(count <= N);
+    m->slot ^= 1;
+    cudaCheck(cudaEventSynchronize(m->copied[m->slot]));
+    int *host = m->host_tokens + 2 * N * m->slot;
+    memcpy(host, inputs, count * sizeof(int));
+    cudaCheck(cudaMemcpyAsync(m->tokens, host, count * sizeof(int), cudaMemcpyHostToDevice, m->gpu.compute));
+    if (targets) {
+        memcpy(host + N, targets, count * sizeof(int));
+        cudaCheck(cudaMemcpyAsync(m->targets, host + N, count * sizeof(int), cudaMemcpyHostToDevice, m->gpu.compute));
+    }
+    cudaCheck(cudaEventRecord(m->copied[m->slot], m->gpu.compute));
+}
+
+void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
+    const int N = m->B * m->T;
+    const float share = 1.0f / ((float)N * (float)num_micro * (float)m->comm->world);
+    upload_tokens(m, inputs, targets, (size_t)N);
+    if (micro == 0) cudaCheck(cudaMemsetAsync(m->loss_total, 0, sizeof(float), m->gpu.compute));
+    model_forward(m, m->B, m->T);
+    head_forward(m, N, share, 1);
+    loss_sum(m->loss_total, m->losses, N, share, m->gpu.compute);
+    model_backward(m, micro > 0, micro == num_micro - 1);
+}
+
+void model_loss_and_norm(Model *m, float *loss, float *norm) {
+    cudaStream_t s = m->gpu.compute;
+    zero_wait_reduced(&m->zero);
+    if (m->comm->world == 1) global_norm_squared(m->norm_squared, m->grads, m->table.total, m->reduce_scratch, s);
+    else global_norm_squared_spans(m->norm_squared, m->grads, m->shards, m->table.num_units, m->reduce_scratch, s);
+    cudaCheck(cudaMemcpyAsync(&m->host_scalars[0], m->loss_total, sizeof(float), cudaMemcpyDeviceToHost, s));
+    cudaCheck(cudaMemcpyAsync(&m->host_scalars[1], m->norm_squared, sizeof(float), cudaMemcpyDeviceToHost, s));
+    cudaCheck(cudaStreamSynchronize(s));  // the one wait of a step
+    zero_all_done(&m->zero);
+    *loss = (float)comm_sum(m->comm, m->host_scalars[0]);
+    *norm = (float)sqrt(comm_sum(m->comm, m->host_scalars[1]));
+}
+
+void model_update(Model *m, const AdamWParams *p) {
+    Range range("update");
+    watchdog_beat(PHASE_UPDATE, -1);
+    adamw_update(m->weights, m->master, m->m, m->v, m->grads, m->chunks, m->num_chunks, p->lr, p->beta1, p->beta2, p->eps,
+                 p->weight_decay, p->grad_scale, p->step, (uint64_t)m->options.seed, m->gpu.compute);
+    zero_gather(&m->zero, m->weights);
+}
+
+void model_losses(Model *m, const int *inputs, const int *targets, float *losses) {
+    const int N = m->B * m->T;
+    upload_tokens(m, inputs, targets, (size_t)N);
+    model_forward(m, m->B, m->T);
+    head_forward(m, N, 0, 0);
+    cudaCheck(cudaMemcpyAsync(m->host_floats, m->losses, (size_t)N * sizeof(float), cudaMemcpyDeviceToHost, m->gpu.compute));
+    cudaCheck(cudaStreamSynchronize(m->gpu.compute));
+    memcpy(losses, m->host_floats, (size_t)N * sizeof(float));
+}
+
+// One sequence, filled up to T: attention is causal, so what follows the n tokens cannot change their logits.
+void model_next_logits(Model *m, const int *tokens, int n, float *logits) {
+    const Config *c = &m->config;
+    assert(n >= 1 && n <= m->T);
+    int *filled = (int *)calloc_or_die((size_t)m->T * sizeof(int));
+    memcpy(filled, tokens, (size_t)n * sizeof(int));
+    upload_tokens(m, filled, NULL, (size_t)m->T);
+    free(filled);
+    model_forward(m, 1, m->T);
+    matmul_forward(&m->matmul, m->logits, m->h_final + (size_t)(n - 1) * c->channels, head_weight(m, m->weights), NULL, NULL, 1, c->channels, c->padded_vocab_size, m->gpu.compute);
+    floatX *row = (floatX *)m->host_floats;
+    cudaCheck(cudaMemcpyAsync(row, m->logits, (size_t)c->vocab_size * sizeof(floatX), cudaMemcpyDeviceToHost, m->gpu.compute));
+    cudaCheck(cudaStreamSynchronize(m->gpu.compute));
+    for (int i = 0; i < c->vocab_size; i++) logits[i] = (float)row[i];
+}
+
+#endif

@@ -1,0 +1,365 @@
+// LayerNorm (Ba, Kiros, Hinton 2016, arXiv:1607.06450) and RMSNorm (Zhang, Sennrich 2019, arXiv:1910.07467).
+//
+//   forward    LayerNorm: out = (x - mean) * rstd * weight + bias      mean, rstd (N) fp32 are kept for backward
+//              RMSNorm:   out = x * rstd * weight                      rstd (N) fp32 is kept
+//   residual_norm_forward adds first: residual = a + b is rounded to floatX, stored and then normalised: a block's input
+//              is read once and its sum written once.
+//   backward   with n = (x - mean) * rstd (RMS: mean = 0) and g = dout * weight:
+//              dinp += rstd * (g - mean(g) - n * mean(g * n))          (RMS: without mean(g))
+//              dweight = sum over rows of dout * n,  dbias = sum over rows of dout
+//
+// x, out, dout, dinp (N,C) floatX; weight, bias (C) floatX. Sums are fp32; the variance is the mean of (x - mean)^2, never
+// E[x^2] - mean^2. A row lives in registers, so that it is read once: one warp holds a narrow row, one block a wide one.
+// dweight and dbias: each block keeps sums over its rows, writes them to scratch, and a second kernel adds the blocks
+// up in order. The order depends on N, C and the number of SMs alone.
+// C: any multiple of 8 up to 65536. Registers spill above 16384 forward and 8192 backward (fp32: above 8192 both): right
+// there, not fast.
+// Ladder: dev/cuda/norm.cu.
+#ifndef LLMC_NORM_CUH
+#define LLMC_NORM_CUH
+
+#include "config.h"
+#include "cuda_common.cuh"
+
+enum {
+    NORM_FORWARD_WARPS = 8,   // rows, one per warp, of a block of the forward kernel
+    NORM_MAX_SMS = 192,       // scratch of the backward pass is sized for this many
+};
+
+// The threads of one row are a warp (ROW_THREADS = WARP) or a block of at most ROW_THREADS; each holds VECS vectors,
+// strided so that neighbours read neighbouring 16 bytes.
+template <int ROW_THREADS> __device__ inline float norm_row_sum(float x, float *shared) {
+    if constexpr (ROW_THREADS == WARP) return warp_reduce<Sum>(x);
+    else return block_reduce<Sum>(x, shared);
+}
+
+template <NormKind KIND, bool RESIDUAL, int ROW_THREADS, int VECS>
+__global__ void __launch_bounds__(ROW_THREADS == WARP ? NORM_FORWARD_WARPS * WARP : ROW_THREADS)
+norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, float *__restrict__ mean, float *__restrict__ rstd,
+                    const floatX *__restrict__ a, const floatX *__restrict__ b, const floatX *__restrict__ weight,
+                    const floatX *__restrict__ bias, int N, int C, float eps) {
+    constexpr bool warp_row = ROW_THREADS == WARP;
+    __shared__ float shared[WARP];
+    const int thread = warp_row ? threadIdx.x % WARP : threadIdx.x, threads = warp_row ? WARP : blockDim.x;
+    const int row = warp_row ? blockIdx.x * NORM_FORWARD_WARPS + threadIdx.x / WARP : blockIdx.x;
+    if (row >= N) return;
+    const size_t start = (size_t)row * C;
+
+    VecX x[VECS];
+    float sum = 0;
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) {
+        const int c = (i * threads + thread) * VecX::size;
+        if (c < C) x[i] = vec_load_streaming(a + start + c);
+    }
+    if constexpr (RESIDUAL) {
+        VecX y[VECS];
+        #pragma unroll
+        for (int i = 0; i < VECS; i++) {
+            const int c = (i * threads + thread) * VecX::size;
+            if (c < C) y[i] = vec_load_streaming(b + start + c);
+        }
+        #pragma unroll
+        for (int i = 0; i < VECS; i++) {
+            const int c = (i * threads + thread) * VecX::size;
+            if (c >= C) continue;
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++) x[i][k] = (floatX)((float)x[i][k] + (float)y[i][k]);
+            vec_store_streaming(residual + start + c, x[i]);
+        }
+    }
+    float m = 0;
+    if constexpr (KIND == NORM_LAYER) {
+        #pragma unroll
+        for (int i = 0; i < VECS; i++) {
+            if ((i * threads + thread) * VecX::size >= C) continue;
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++) sum += (float)x[i][k];
+        }
+        m = norm_row_sum<ROW_THREADS>(sum, shared) / C;
+    }
+    float squares = 0;
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) {
+        if ((i * threads + thread) * VecX::size >= C) continue;
+        #pragma unroll
+        for (int k = 0; k < VecX::size; k++) { float d = (float)x[i][k] - m; squares += d * d; }
+    }
+    const float s = rsqrtf(norm_row_sum<ROW_THREADS>(squares, shared) / C + eps);
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) {
+        const int c = (i * threads + thread) * VecX::size;
+        if (c >= C) continue;
+        VecX w = vec_load(weight + c), o;
+        if (KIND == NORM_LAYER && bias) {
+            VecX shift = vec_load(bias + c);
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++) o[k] = (floatX)(((float)x[i][k] - m) * s * (float)w[k] + (float)shift[k]);
+        } else {
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++) o[k] = (floatX)(((float)x[i][k] - m) * s * (float)w[k]);
+        }
+        vec_store(out + start + c, o);
+    }
+    if (thread == 0) {
+        rstd[row] = s;
+        if (KIND == NORM_LAYER) mean[row] = m;
+    }
+}
+
+// ---- backward
+
+template <int VECS> struct NormOperands {
+    VecX dout[VECS], inp[VECS], dinp[VECS];
+    float mean, rstd;
+};
+// Columns beyond C are zeros: they add nothing to any sum.
+template <NormKind KIND, int VECS>
+__device__ inline void norm_load(NormOperands<VECS> &o, const floatX *dout, const floatX *inp, const floatX *dinp, const float *mean,
+                                 const float *rstd, int row, int C, int thread, int threads) {
+    const size_t start = (size_t)row * C;
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) {
+        const int c = (i * threads + thread) * VecX::size;
+        if (c < C) {
+            o.dout[i] = vec_load_streaming(dout + start + c);
+            o.inp[i] = vec_load_streaming(inp + start + c);
+            o.dinp[i] = vec_load_streaming(dinp + start + c);
+        } else {
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++) o.dout[i][k] = o.inp[i][k] = (floatX)0.0f;
+        }
+    }
+    o.mean = KIND == NORM_LAYER ? mean[row] : 0;
+    o.rstd = rstd[row];
+}
+
+// Between its two uses a row stays as it was loaded. Without this the compiler keeps the unpacked fp32 values instead,
+// twice the registers, and spills.
+template <int VECS> __device__ inline void norm_stay_packed(VecX (&x)[VECS]) {
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) {
+        int4 &p = *(int4 *)x[i].v;
+        asm volatile("" : "+r"(p.x), "+r"(p.y), "+r"(p.z), "+r"(p.w));
+    }
+}
+
+__device__ inline void norm_add_sums(float4 *to, const float (&x)[VecX::size], bool add) {
+    #pragma unroll
+    for (int k = 0; k < VecX::size; k += 4) {
+        const float4 old = add ? to[k / 4] : make_float4(0, 0, 0, 0);
+        to[k / 4] = make_float4(old.x + x[k], old.y + x[k + 1], old.z + x[k + 2], old.w + x[k + 3]);
+    }
+}
+
+// partials: [block][dweight, dbias (LayerNorm only), dbelow (BELOW only)][C] fp32. Dynamic shared memory when a warp holds a row:
+// one such entry.
+template <NormKind KIND, bool BELOW, int ROW_THREADS, int VECS, int MAX_THREADS, int MIN_BLOCKS>
+__global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
+norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *__restrict__ dout, const floatX *__restrict__ inp,
+                     const floatX *weight, const float *__restrict__ mean, const float *__restrict__ rstd, int N, int C) {
+    constexpr bool warp_row = ROW_THREADS == WARP, prefetch = !warp_row && VECS <= 2;
+    constexpr int sums = (KIND == NORM_LAYER ? 2 : 1) + BELOW;
+    __shared__ float2 shared[2][WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    const int thread = warp_row ? lane : threadIdx.x, threads = warp_row ? WARP : blockDim.x;
+    const int first = warp_row ? blockIdx.x * warps + warp : blockIdx.x, step = warp_row ? gridDim.x * warps : gridDim.x;
+
+    float dweight[VECS][VecX::size] = {}, dbias[VECS][VecX::size] = {}, dbelow[BELOW ? VECS : 1][VecX::size] = {};
+    NormOperands<VECS> now, next;
+    if (prefetch && first < N) norm_load<KIND>(now, dout, inp, dinp, mean, rstd, first, C, thread, threads);
+    for (int row = first, odd = 0; row < N; row += step, odd ^= 1) {
+        if (!prefetch) norm_load<KIND>(now, dout, inp, dinp, mean, rstd, row, C, thread, threads);
+        else if (row + step < N) norm_load<KIND>(next, dout, inp, dinp, mean, rstd, row + step, C, thread, threads);
+        float g_sum = 0, gn_sum = 0;
+        VecX w[VECS];
+        #pragma unroll
+        for (int i = 0; i < VECS; i++) {
+            const int c = (i * threads + thread) * VecX::size;
+            w[i] = vec_load(weight + (c < C ? c : 0));
+        }
+        norm_stay_packed(w);
+        #pragma unroll
+        for (int i = 0; i < VECS; i++) {
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++) {
+                float n = ((float)now.inp[i][k] - now.mean) * now.rstd, g = (float)now.dout[i][k] * (float)w[i][k];
+                if (KIND == NORM_LAYER) g_sum += g;
+                gn_sum += g * n;
+            }
+        }
+        if (KIND == NORM_LAYER) g_sum = warp_reduce<Sum>(g_sum);
+        gn_sum = warp_reduce<Sum>(gn_sum);
+        if (!warp_row) {  // two slots in turn: one barrier a row is enough
+            if (lane == 0) shared[odd][warp] = make_float2(g_sum, gn_sum);
+            __syncthreads();
+            float2 part = lane < warps ? shared[odd][lane] : make_float2(0, 0);
+            if (KIND == NORM_LAYER) g_sum = warp_reduce<Sum>(part.x);
+            gn_sum = warp_reduce<Sum>(part.y);
+        }
+        g_sum /= C;
+        gn_sum /= C;
+        norm_stay_packed(now.dout);
+        norm_stay_packed(now.inp);
+        norm_stay_packed(now.dinp);
+        norm_stay_packed(w);
+        #pragma unroll
+        for (int i = 0; i < VECS; i++) {
+            const int c = (i * threads + thread) * VecX::size;
+            if (c >= C) continue;
+            VecX o;
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++) {
+                float n = ((float)now.inp[i][k] - now.mean) * now.rstd, d = (float)now.dout[i][k], g = d * (float)w[i][k];
+                o[k] = (floatX)((float)now.dinp[i][k] + now.rstd * (g - g_sum - n * gn_sum));
+                dweight[i][k] += d * n;
+                if (KIND == NORM_LAYER) dbias[i][k] += d;
+                if constexpr (BELOW) dbelow[i][k] += (float)o[k];
+            }
+            vec_store(dinp + (size_t)row * C + c, o);
+        }
+        if (prefetch) now = next;
+    }
+
+    // The block's sums: a wide row's threads own their columns; warps that held a row each add theirs up in turn.
+    extern __shared__ float4 turn[];
+    float4 *to = warp_row ? turn : (float4 *)(partials + (size_t)blockIdx.x * sums * C);
+    for (int t = 0; t < (warp_row ? warps : 1); t++) {
+        #pragma unroll
+        for (int i = 0; i < VECS; i++) {
+            const int c = (i * threads + thread) * VecX::size;
+            if (c >= C || (warp_row && t != warp)) continue;
+            norm_add_sums(to + c / 4, dweight[i], t > 0);
+            if constexpr (KIND == NORM_LAYER) norm_add_sums(to + (C + c) / 4, dbias[i], t > 0);
+            if constexpr (BELOW) norm_add_sums(to + ((sums - 1) * C + c) / 4, dbelow[i], t > 0);
+        }
+        __syncthreads();
+    }
+    if constexpr (warp_row)
+        for (int i = threadIdx.x; i < sums * C / 4; i += blockDim.x) ((float4 *)(partials + (size_t)blockIdx.x * sums * C))[i] = turn[i];
+}
+
+// The gradients (three of C columns, in the order of the sums; NULL: not wanted) from the blocks' sums, always added in the
+// same order. A block of 32x32 threads takes 32 columns.
+struct NormGradients { floatX *of[3]; };
+__global__ void __launch_bounds__(1024) norm_backward_sum_kernel(NormGradients gradients, const float *__restrict__ partials,
+                                                                 int num_partials, int C, int columns, int accumulate) {
+    __shared__ float shared[WARP][WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, column = blockIdx.x * WARP + lane;
+    float sum = 0;
+    if (column < columns)
+        for (int p = warp; p < num_partials; p += WARP) sum += partials[(size_t)p * columns + column];
+    shared[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || column >= columns) return;
+    sum = 0;
+    for (int i = 0; i < WARP; i++) sum += shared[i][lane];
+    floatX *to = gradients.of[column / C];
+    if (to) to[column % C] = (floatX)(sum + (accumulate ? (float)to[column % C] : 0.0f));
+}
+
+// ---- launchers
+
+static inline void norm_require(const void *const *pointers, int count, int N, int C) {
+    require(N > 0 && C > 0 && C % 8 == 0 && C <= 65536, "norm: %d rows of %d channels\nchannels must be a multiple of 8 up to 65536", N, C);
+    for (int i = 0; i < count; i++) require((uintptr_t)pointers[i] % 16 == 0, "norm: argument %d is not aligned to 16 bytes\nalign every tensor", i);
+}
+
+template <NormKind KIND, bool RESIDUAL>
+static void norm_forward_launch(floatX *residual, floatX *out, float *mean, float *rstd, const floatX *a, const floatX *b, const floatX *weight,
+                                const floatX *bias, int N, int C, float eps, cudaStream_t stream) {
+    const void *pointers[] = {residual, out, a, b, weight, bias};
+    norm_require(pointers, 6, N, C);
+    const int vecs = C / VecX::size;
+    #define ARGUMENTS (residual, out, mean, rstd, a, b, weight, bias, N, C, eps)
+    #define WARP_ROW(VECS) case VECS: norm_forward_kernel<KIND, RESIDUAL, WARP, VECS> \
+        <<<(unsigned)ceil_div((size_t)N, NORM_FORWARD_WARPS), NORM_FORWARD_WARPS * WARP, 0, stream>>> ARGUMENTS; break;
+    #define BLOCK_ROW(THREADS, VECS) norm_forward_kernel<KIND, RESIDUAL, THREADS, VECS> \
+        <<<N, (unsigned)round_up(ceil_div((size_t)vecs, VECS), WARP), 0, stream>>> ARGUMENTS
+    if (vecs <= 8 * WARP) {
+        switch ((int)ceil_div((size_t)vecs, WARP)) { WARP_ROW(1) WARP_ROW(2) WARP_ROW(3) WARP_ROW(4) WARP_ROW(5) WARP_ROW(6) WARP_ROW(7) WARP_ROW(8) }
+    } else if (vecs <= 512 * 4) BLOCK_ROW(512, 4);
+    else if (vecs <= 1024 * 8) BLOCK_ROW(1024, 8);
+    else if constexpr (sizeof(floatX) == 4) BLOCK_ROW(1024, 16);
+    #undef ARGUMENTS
+    #undef WARP_ROW
+    #undef BLOCK_ROW
+    launchCheck();
+}
+// out (N,C), mean (N; NULL for RMSNorm), rstd (N) = norm of inp (N,C)
+static inline void norm_forward(NormKind kind, floatX *out, float *mean, float *rstd, const floatX *inp, const floatX *weight, const floatX *bias,
+                                int N, int C, float eps, cudaStream_t stream) {
+    if (kind == NORM_LAYER) norm_forward_launch<NORM_LAYER, false>(NULL, out, mean, rstd, inp, NULL, weight, bias, N, C, eps, stream);
+    else norm_forward_launch<NORM_RMS, false>(NULL, out, mean, rstd, inp, NULL, weight, bias, N, C, eps, stream);
+}
+// residual (N,C) = a + b, then as norm_forward of residual
+static inline void residual_norm_forward(NormKind kind, floatX *residual, floatX *out, float *mean, float *rstd, const floatX *a, const floatX *b,
+                                         const floatX *weight, const floatX *bias, int N, int C, float eps, cudaStream_t stream) {
+    if (kind == NORM_LAYER) norm_forward_launch<NORM_LAYER, true>(residual, out, mean, rstd, a, b, weight, bias, N, C, eps, stream);
+    else norm_forward_launch<NORM_RMS, true>(residual, out, mean, rstd, a, b, weight, bias, N, C, eps, stream);
+}
+
+// How a backward pass over rows of C is laid out. More blocks hide more latency but leave more sums to add up.
+typedef struct { int vecs_per_thread, threads, blocks_per_sm; size_t shared_bytes; } NormBackwardPlan;
+static inline NormBackwardPlan norm_backward_plan(int C) {
+    const int vecs = C / VecX::size;
+    NormBackwardPlan p = {(int)ceil_div((size_t)vecs, WARP), 512, 1, 3 * (size_t)C * sizeof(float)};  // a warp holds a row
+    if (p.vecs_per_thread >= 3) p.threads = p.vecs_per_thread == 3 ? 384 : 256;  // sums take registers
+    if (p.vecs_per_thread <= 4) return p;
+    p.shared_bytes = 0;
+    p.vecs_per_thread = vecs <= 512 ? 1 : vecs <= 1024 ? 2 : vecs <= 2048 ? 4 : vecs <= 8192 ? 8 : 16;
+    p.threads = (int)round_up(ceil_div((size_t)vecs, (size_t)p.vecs_per_thread), WARP);
+    if (p.vecs_per_thread == 1) p.blocks_per_sm = 1024 / p.threads < 4 ? 1024 / p.threads : 4;
+    return p;
+}
+static inline size_t norm_backward_scratch_bytes(int C) {
+    return (size_t)NORM_MAX_SMS * (size_t)norm_backward_plan(C).blocks_per_sm * 3 * (size_t)C * sizeof(float);
+}
+
+template <NormKind KIND, bool BELOW>
+static void norm_backward_launch(NormBackwardPlan plan, floatX *dinp, NormGradients gradients, const floatX *dout, const floatX *inp, const floatX *weight,
+                                 const float *mean, const float *rstd, int N, int C, int accumulate, float *partials, cudaStream_t stream) {
+    const void *pointers[] = {dinp, gradients.of[0], gradients.of[1], gradients.of[2], dout, inp, weight, partials};
+    norm_require(pointers, 8, N, C);
+    int device = 0, sms = 0;
+    cudaCheck(cudaGetDevice(&device));
+    cudaCheck(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    const int rows_per_block = plan.shared_bytes ? plan.threads / WARP : 1, columns = ((KIND == NORM_LAYER ? 2 : 1) + BELOW) * C;
+    const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * plan.blocks_per_sm, needed = (int)ceil_div((size_t)N, (size_t)rows_per_block);
+    const int blocks = needed < most ? needed : most;
+    #define KERNEL(ROW_THREADS, VECS, MAX_THREADS, MIN_BLOCKS) norm_backward_kernel<KIND, BELOW, ROW_THREADS, VECS, MAX_THREADS, MIN_BLOCKS> \
+        <<<blocks, plan.threads, plan.shared_bytes, stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C)
+    if (plan.shared_bytes) switch (plan.vecs_per_thread) {
+        case 1: KERNEL(WARP, 1, 512, 1); break;
+        case 2: KERNEL(WARP, 2, 512, 1); break;
+        case 3: KERNEL(WARP, 3, 384, 1); break;
+        case 4: KERNEL(WARP, 4, 256, 1); break;
+    } else switch (plan.vecs_per_thread) {
+        case 1: KERNEL(512, 1, 512, 2); break;
+        case 2: KERNEL(512, 2, 512, 1); break;
+        case 4: KERNEL(512, 4, 512, 1); break;
+        case 8: KERNEL(1024, 8, 1024, 1); break;
+        case 16: if constexpr (sizeof(floatX) == 4) KERNEL(1024, 16, 1024, 1); break;
+    }
+    #undef KERNEL
+    launchCheck();
+    norm_backward_sum_kernel<<<(unsigned)ceil_div((size_t)columns, WARP), 1024, 0, stream>>>(gradients, partials, blocks, C, columns, accumulate);
+    launchCheck();
+}
+// dinp (N,C) +=; dweight (C), dbias (C, or NULL) = or += by `accumulate`. dbelow (C, LayerNorm only, or NULL): the column sums of
+// dinp as it is afterwards, which is the bias gradient of the linear layer whose output was added to this norm's input.
+static inline void norm_backward(NormKind kind, floatX *dinp, floatX *dweight, floatX *dbias, floatX *dbelow, const floatX *dout, const floatX *inp,
+                                 const floatX *weight, const float *mean, const float *rstd, int N, int C, int accumulate, void *scratch, cudaStream_t stream) {
+    const NormBackwardPlan plan = norm_backward_plan(C);
+    float *partials = (float *)scratch;
+    require(kind == NORM_LAYER || !dbelow, "RMSNorm gives no bias gradient of the layer below\nuse bias_backward");
+    #define BACKWARD(KIND, BELOW, FIRST, SECOND, THIRD) do { \
+        const NormGradients gradients = {{FIRST, SECOND, THIRD}}; \
+        norm_backward_launch<KIND, BELOW>(plan, dinp, gradients, dout, inp, weight, mean, rstd, N, C, accumulate, partials, stream); } while (0)
+    if (kind == NORM_RMS) BACKWARD(NORM_RMS, false, dweight, NULL, NULL);
+    else if (dbelow) BACKWARD(NORM_LAYER, true, dweight, dbias, dbelow);
+    else BACKWARD(NORM_LAYER, false, dweight, dbias, NULL);
+    #undef BACKWARD
+}
+
+#endif

@@ -1,0 +1,40 @@
+// Counter-based random numbers: a value depends on (seed, stream, counter) alone, never on the order or the place in
+// which it is drawn, so that any sharding, any thread count and Python (train_gpt2.py has the same lines) agree.
+// The mixer is splitmix64's finaliser (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+#ifndef LLMC_RAND_H
+#define LLMC_RAND_H
+
+#include <math.h>
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#define RAND_FN __host__ __device__ static inline
+#else
+#define RAND_FN static inline
+#endif
+
+// Streams: what a number is for. Two purposes never share numbers.
+enum { RAND_INIT = 1, RAND_SHUFFLE = 2, RAND_SAMPLE = 3, RAND_ROUND = 4 };
+
+RAND_FN uint64_t rand_mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+// 64 random bits. `stream` names the purpose and its parts, e.g. rand_stream(RAND_INIT, tensor).
+RAND_FN uint64_t rand_u64(uint64_t seed, uint64_t stream, uint64_t counter) {
+    return rand_mix(rand_mix(rand_mix(seed + 0x9e3779b97f4a7c15ull) + stream) + counter * 0x9e3779b97f4a7c15ull);
+}
+RAND_FN uint64_t rand_stream(uint64_t purpose, uint64_t part) { return purpose << 56 ^ part; }
+// Uniform in [0, 1) with 53 bits.
+RAND_FN double rand_uniform(uint64_t seed, uint64_t stream, uint64_t counter) {
+    return (double)(rand_u64(seed, stream, counter) >> 11) * 0x1p-53;
+}
+// Standard normal (Box-Muller on the two halves of one draw: 32 bits each, never log(0)).
+static inline float rand_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
+    uint64_t r = rand_u64(seed, stream, counter);
+    double u = ((double)(uint32_t)(r >> 32) + 0.5) * 0x1p-32, v = (double)(uint32_t)r * 0x1p-32;
+    return (float)(sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v));
+}
+
+#endif

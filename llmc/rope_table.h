@@ -1,0 +1,34 @@
+// Rotary position embedding (Su et al., arXiv:2104.09864): the angles, once, for both trainers.
+// Frequencies in double; Llama 3.1 stretches the slow ones (wavelength beyond original_len / low_freq_factor) by `factor`,
+// leaves the fast ones, and blends between (Meta's published rule, in every 3.1+ config.json as rope_type "llama3").
+#ifndef LLMC_ROPE_TABLE_H
+#define LLMC_ROPE_TABLE_H
+
+#include <math.h>
+
+#include "config.h"
+
+static inline double rope_inv_freq(const Config *c, int i) {
+    const double pi = 3.14159265358979323846;
+    double freq = pow((double)c->rope_theta, -2.0 * i / c->head_dim);
+    if (c->rope_factor <= 0) return freq;
+    double wavelength = 2 * pi / freq, low = c->rope_original_len / (double)c->rope_low_freq_factor, high = c->rope_original_len / (double)c->rope_high_freq_factor;
+    if (wavelength < high) return freq;
+    if (wavelength > low) return freq / c->rope_factor;
+    double smooth = (c->rope_original_len / wavelength - c->rope_low_freq_factor) / ((double)c->rope_high_freq_factor - c->rope_low_freq_factor);
+    return (1 - smooth) * freq / c->rope_factor + smooth * freq;
+}
+
+// cos_sin (T, HD/2, 2): cosine and sine of position * frequency.
+static inline void rope_table(const Config *c, int T, float *cos_sin) {
+    const int half = c->head_dim / 2;
+    for (int i = 0; i < half; i++) {
+        double freq = rope_inv_freq(c, i);
+        for (int t = 0; t < T; t++) {
+            cos_sin[2 * ((size_t)t * half + i)] = (float)cos(t * freq);
+            cos_sin[2 * ((size_t)t * half + i) + 1] = (float)sin(t * freq);
+        }
+    }
+}
+
+#endif

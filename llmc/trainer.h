@@ -1,0 +1,506 @@
+// The training loop of both programs: options -> ranks -> data -> handshake -> model -> steps, evaluation, samples, checkpoints, log.
+// Include it last, after a backend (backend.h): it knows nothing of how the model is computed. Every rank runs it; rank 0 alone
+// prints and logs. What decides about the next call (skip, stop, save) is the same value on all ranks, or passed through comm_max.
+// Step s (from 1 in every message) takes the s-th global batch; evaluation and samples of "step s" see the weights after it.
+#ifndef LLMC_TRAINER_H
+#define LLMC_TRAINER_H
+
+#include "backend.h"
+#include "checkpoint.h"
+#include "dataloader.h"
+#include "logger.h"
+#include "sampler.h"
+#include "schedule.h"
+#include "tokenizer.h"
+
+typedef struct {
+    Options o;
+    Comm comm;
+    Config config;
+    Model model;
+    DataLoader train, val;
+    EvalLoader choice;       // multiple-choice set, if has_choice
+    int has_val, has_choice, has_tokenizer;
+    Tokenizer tokenizer;
+    Logger log;
+    TrainState state;        // what a checkpoint holds beside the parameters
+    int64_t steps;           // optimiser steps of the whole run
+    int num_micro;           // micro-steps in a step
+    char resumed_from[4300]; // checkpoint folder, "" for a fresh run
+    double step_seconds;     // smoothed time of a step; starts with the second one, since the first also warms up
+    int steps_timed;
+} Trainer;
+
+// SIGTERM or SIGUSR1 (preemption): save and end after this step. A second one ends the process at once.
+static volatile sig_atomic_t stop_signal;
+static inline void on_stop_signal(int number) { stop_signal = number; }
+static inline void catch_signals(void) {
+    struct sigaction a;
+    memset(&a, 0, sizeof a);
+    a.sa_handler = on_stop_signal;
+    a.sa_flags = (int)SA_RESETHAND | SA_RESTART;
+    sigaction(SIGTERM, &a, NULL);
+    sigaction(SIGUSR1, &a, NULL);
+    signal(SIGXFSZ, SIG_IGN);  // a file size limit is an error of write, with a message
+}
+
+// ---- set-up
+
+// Combinations that no single option can check.
+static inline void check_options(const Options *o) {
+    schedule_check(o->schedule);
+    require(!strcmp(o->on_nan, "stop") || !strcmp(o->on_nan, "skip"), "unknown --on-nan '%s'\nuse stop or skip", o->on_nan);
+    require(!strcmp(o->init_method, "mpi"), "ranks cannot find each other by '%s'\nuse mpirun or srun (--init-method mpi)", o->init_method);
+    require(o->zero_stage <= 1, "ZeRO stage %lld is not built yet\nuse --zero-stage 0 or 1", o->zero_stage);
+    require(*o->output || (!o->save_every && !o->resume), "checkpoints need a folder\nadd --output FOLDER");
+    require(o->total_batch == -1 || o->total_batch > 0, "--total-batch %lld is not a number of tokens\nleave it out or give B*T times a whole number", o->total_batch);
+    require(o->max_steps != 0 || o->generate, "--max-steps 0 trains nothing\ngive a number of steps, or -1 for one epoch");
+    require(o->eval_steps != 0 || !o->eval_every, "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
+    require(o->top_p > 0, "--top-p 0 leaves no token to sample\nuse a value in (0, 1], or --temperature 0 for the likeliest token");
+    require(o->log_gpu_every <= 0, "--log-gpu-every is not built yet\nleave it out (-1)");
+}
+
+// Model sizes: from the checkpoint that is resumed, a Hugging Face folder, or a preset. A preset without vocab= takes the
+// vocabulary that the training data names.
+static inline void choose_config(Trainer *t) {
+    const char *model = *t->resumed_from ? t->resumed_from : t->o.model;
+    size_t n = strlen(model);
+    require(n < 4 || strcmp(model + n - 4, ".bin") != 0, "'%s' looks like an llm.c checkpoint\ngive a Hugging Face folder (config.json, model.safetensors) or a preset such as gpt2:124M", model);
+    if (is_directory(model) || strchr(model, '/')) {
+        t->config = config_from_json(model);
+    } else if (!config_parse(model, &t->config) && !t->o.generate) {
+        DataLoader peek;
+        dataloader_open(&peek, t->o.overfit ? t->o.val_data : t->o.train_data, 1, 1, 0, 1, 0, 0, 0);
+        if (peek.vocab_size > 0) t->config.vocab_size = peek.vocab_size;
+        dataloader_close(&peek);
+        config_finish(&t->config);
+    }
+    require(t->o.seq_len <= t->config.max_seq_len, "--seq-len %lld is longer than the model's context of %d\nuse a shorter --seq-len, or a model with seq=%lld",
+            t->o.seq_len, t->config.max_seq_len, t->o.seq_len);
+}
+
+static inline void open_data(Trainer *t) {
+    Options *o = &t->o;
+    const int B = (int)o->batch_size, T = (int)o->seq_len, V = t->config.vocab_size, rank = t->comm.rank, world = t->comm.world;
+    dataloader_open(&t->train, o->overfit ? o->val_data : o->train_data, B, T, rank, world, !o->overfit, (uint64_t)o->seed, V);
+    t->has_val = o->eval_every > 0;
+    if (t->has_val) dataloader_open(&t->val, o->val_data, B, T, rank, world, 0, 0, V);
+    require(t->train.vocab_size <= V, "the training data has a vocabulary of %d and the model of %d\nuse data made with the model's tokenizer", t->train.vocab_size, V);
+    if (t->has_val && t->train.hash && t->val.hash) require(t->train.hash == t->val.hash, "training and validation data were made with different tokenizers\nmake both with one");
+    const int64_t micro_tokens = (int64_t)B * T * world;
+    const char *before = state_option(&t->state, "total-batch");  // a resumed run keeps its batch on any number of ranks
+    if (o->total_batch == -1) o->total_batch = before && atoll(before) > 0 ? atoll(before) : micro_tokens;
+    const int64_t total = o->total_batch;
+    require(total % micro_tokens == 0 && total / micro_tokens <= (1 << 20), "--total-batch %lld%s is not a multiple of batch-size * seq-len * ranks = %lld\nnearest: %lld; or choose another --batch-size",
+            (long long)total, before && atoll(before) == total ? " of the resumed run" : "", (long long)micro_tokens, (long long)(total < micro_tokens ? micro_tokens : total / micro_tokens * micro_tokens));
+    t->num_micro = (int)(total / micro_tokens);
+    t->steps = o->max_steps != -1 ? o->max_steps : t->train.rows_per_epoch / (total / T);
+    require(t->steps > 0, "the training data has %lld tokens, less than one step of %lld\nuse a smaller --total-batch or give --max-steps", (long long)t->train.num_tokens, (long long)total);
+    const char *hellaswag = "dev/data/hellaswag/hellaswag_val.bin";
+    t->has_choice = o->hellaswag && file_exists(hellaswag);
+    if (t->has_choice) eval_open(&t->choice, hellaswag, T, V);
+    else if (o->hellaswag) printf("HellaSwag is skipped: there is no %s\n", hellaswag);
+}
+
+// The tokenizer of the data: named, or the file that lies beside the training shards. Without one, samples print token ids.
+static inline void open_tokenizer(Trainer *t) {
+    char *path = *t->o.tokenizer ? strdup(t->o.tokenizer) : tokenizer_path(t->o.train_data);
+    t->has_tokenizer = *t->o.tokenizer || file_exists(path);
+    if (t->has_tokenizer) tokenizer_open(&t->tokenizer, path);
+    require(t->has_tokenizer || !*t->o.prompt, "a --prompt needs a tokenizer and there is no '%s'\ngive --tokenizer FILE", path);
+    require(!t->has_tokenizer || t->tokenizer.vocab_size <= t->config.vocab_size, "tokenizer '%s' has %d tokens, the model %d\ngive the model's own --tokenizer", path, t->tokenizer.vocab_size, t->config.vocab_size);
+    require(!t->has_tokenizer || !t->train.hash || t->tokenizer.hash == t->train.hash, "tokenizer '%s' is not the one that made the training data\ngive the data's own --tokenizer", path);
+    free(path);
+}
+
+static inline void init_weights(Model *m, uint64_t seed) {
+    const size_t PIECE = (size_t)1 << 22;
+    float *values = (float *)malloc_or_die(PIECE * sizeof(float));
+    for (int i = 0; i < m->table.count; i++) {
+        const Param *p = &m->table.params[i];
+        for (size_t at = 0; at < p->size; at += PIECE) {
+            const size_t count = p->size - at < PIECE ? p->size - at : PIECE;
+            param_init(&m->table, i, seed, at, count, values);
+            model_write(m, SLOT_WEIGHT, p->offset + at, count, values);
+        }
+    }
+    free(values);
+}
+
+// Hyper-parameters that a resumed run changes are said aloud: the curve will show it.
+static inline void report_changed_options(const Trainer *t) {
+    static const char *ignored[] = {"resume", "output", "model", "max-steps"};
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        char value[512];
+        if (option_table[i].kind == OPTION_SECTION) continue;
+        option_value(&t->o, &option_table[i], value, sizeof value);
+        const char *before = state_option(&t->state, option_table[i].name);
+        int skip = 0;
+        for (size_t k = 0; k < sizeof ignored / sizeof *ignored; k++) skip |= !strcmp(ignored[k], option_table[i].name);
+        if (!skip && before && strcmp(before, value) != 0) printf("changed since the checkpoint: --%s %s -> %s\n", option_table[i].name, before, value);
+    }
+}
+
+// Rank 0 looks, so that no two ranks see different folders.
+static inline void find_checkpoint(Trainer *t) {
+    const Options *o = &t->o;
+    if (t->comm.rank == 0) {
+        const int resumed = o->resume && checkpoint_latest(o->output, t->resumed_from, sizeof t->resumed_from);
+        if (!resumed && *o->output && o->save_every) checkpoint_require_fresh(o->output);
+        if (*o->output) make_directory(o->output);  // before the long part: an unwritable folder is found now
+    }
+    comm_broadcast(&t->comm, t->resumed_from, sizeof t->resumed_from, 0);
+    if (*t->resumed_from) checkpoint_load_state(t->resumed_from, &t->state);
+}
+
+static inline uint64_t hash_of_data(const DataLoader *d, uint64_t hash) {  // names without folders: hosts may keep their copies elsewhere
+    for (int i = 0; i < d->num_shards; i++) {
+        const char *slash = strrchr(d->shards[i].path, '/'), *name = slash ? slash + 1 : d->shards[i].path;
+        hash = comm_hash(comm_hash(hash, name, strlen(name) + 1), &d->shards[i].tokens, sizeof d->shards[i].tokens);
+    }
+    return hash;
+}
+static inline void handshake(const Trainer *t) {
+    HandshakeRecord r = comm_record(&t->comm);
+    char *config = config_text(&t->config), value[512];
+    r.config = comm_hash(COMM_HASH, config, strlen(config));
+    r.data = hash_of_data(&t->val, hash_of_data(&t->train, COMM_HASH));
+    r.options = COMM_HASH;
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        if (option_table[i].kind == OPTION_SECTION) continue;
+        option_value(&t->o, &option_table[i], value, sizeof value);
+        r.options = comm_hash(r.options, value, strlen(value) + 1);
+    }
+    model_identify(&r);
+    comm_handshake(&t->comm, &r);
+    free(config);
+}
+
+static inline void load_or_init(Trainer *t) {
+    watchdog_beat(PHASE_LOAD, -1);
+    if (*t->resumed_from) {
+        checkpoint_load(&t->model, t->resumed_from, &t->state);
+        report_changed_options(t);
+        dataloader_seek(&t->train, t->state.epoch, t->state.row);
+    } else {
+        if (is_directory(t->o.model)) model_load_weights(&t->model, t->o.model);
+        else init_weights(&t->model, (uint64_t)t->o.seed);
+        t->state.seed = (uint64_t)t->o.seed;
+    }
+}
+
+static inline void print_start(const Trainer *t) {
+    const Config *c = &t->config;
+    printf("llm.cu %s | %s | %s | %s\n", GIT_REVISION, model_device(&t->model), model_dtype(&t->model), t->o.model);
+    options_echo(&t->o, stdout);
+    printf("model     %s: %d layers, %d channels, %d heads (%d for keys and values), MLP %d, vocabulary %d, context %d: %.1fM parameters\n", c->model_type,
+           c->num_layers, c->channels, c->num_heads, c->num_kv_heads, c->ffn_dim, c->vocab_size, c->max_seq_len, 1e-6 * (double)t->model.table.num_weights);
+    printf("weights   %s\n", *t->resumed_from ? t->resumed_from : is_directory(t->o.model) ? t->o.model : "random");
+    printf("memory    %.2f GiB\n", model_memory_gib(&t->model));
+    if (t->comm.world > 1) printf("ranks     %d, %d of them on this host, ZeRO stage %lld\n", t->comm.world, t->comm.local_world, t->o.zero_stage);
+    if (t->o.generate) return;
+    printf("data      %lld tokens in %d shards, %lld sequences of %lld an epoch\n", (long long)t->train.num_tokens, t->train.num_shards, (long long)t->train.rows_per_epoch, t->o.seq_len);
+    printf("run       %lld steps of %lld tokens (%d micro-steps of %d x %lld x %lld): %.2f epochs\n\n", (long long)t->steps, t->o.total_batch,
+           t->num_micro, t->comm.world, t->o.batch_size, t->o.seq_len, (double)t->steps * (double)(t->o.total_batch / t->o.seq_len) / (double)t->train.rows_per_epoch);
+}
+static inline void log_start(Trainer *t) {
+    FILE *f = logger_begin(&t->log, "start", t->state.step);
+    if (!f) return;
+    fprintf(f, ",\"time\":%lld", (long long)time(NULL));
+    logger_text(f, "git", GIT_REVISION);
+    logger_text(f, "device", model_device(&t->model));
+    logger_text(f, "dtype", model_dtype(&t->model));
+    logger_text(f, "build", __VERSION__);
+    logger_text(f, "resumed_from", t->resumed_from);
+    fprintf(f, ",\"parameters\":%zu,\"steps\":%lld,\"num_micro\":%d,\"ranks\":%d", t->model.table.num_weights, (long long)t->steps, t->num_micro, t->comm.world);
+    logger_number(f, "memory_gib", model_memory_gib(&t->model));
+    logger_options(f, &t->o);
+    fputs(",\"config\":", f);
+    config_to_json(&t->config, model_dtype(&t->model), f);
+    logger_end(&t->log);
+}
+
+// ---- evaluation
+
+// Mean loss over the first sequences of the validation set: every token counts once, whatever the batch size. Ranks share them.
+static inline double validation_loss(Trainer *t) {
+    const int B = (int)t->o.batch_size, T = (int)t->o.seq_len, step = B * t->comm.world;
+    int64_t rows = t->val.rows_per_epoch;
+    if (t->o.eval_steps > 0 && t->o.eval_steps * step < rows) rows = t->o.eval_steps * step;
+    float *losses = (float *)malloc_or_die((size_t)B * T * sizeof(float));
+    double sum = 0;
+    dataloader_reset(&t->val);
+    for (int64_t row = 0; row < rows; row += step) {
+        const int64_t left = rows - row - (int64_t)t->comm.rank * B, counted = left < 0 ? 0 : left < B ? left : B;  // the last batch may run on into the next epoch
+        watchdog_beat(PHASE_EVALUATE, -1);
+        dataloader_next(&t->val);
+        model_losses(&t->model, t->val.inputs, t->val.targets, losses);
+        for (int64_t i = 0; i < counted * T; i++) sum += losses[i];
+    }
+    free(losses);
+    return comm_sum(&t->comm, sum) / ((double)rows * T);
+}
+
+// Accuracy on the multiple-choice set: the ending with the smallest loss (acc: summed, acc_norm: a token's mean). Every
+// world-th example is this rank's.
+static inline void choice_accuracy(Trainer *t, double *acc, double *acc_norm) {
+    const int B = (int)t->o.batch_size, T = (int)t->o.seq_len;
+    int *inputs = (int *)malloc_or_die((size_t)B * T * sizeof(int)), *targets = (int *)malloc_or_die((size_t)B * T * sizeof(int)), filled = 0;
+    float *losses = (float *)malloc_or_die((size_t)B * T * sizeof(float));
+    double *sums = (double *)calloc_or_die((size_t)t->choice.num_examples * EVAL_MAX_CHOICES * sizeof(double));
+    int *slots = (int *)malloc_or_die((size_t)B * sizeof(int));
+    EvalExample x;
+    const int rank = t->comm.rank, world = t->comm.world, count = t->choice.num_examples;
+    for (int e = rank; e < count; e += world) {
+        eval_example(&t->choice, e, &x);
+        watchdog_beat(PHASE_EVALUATE, -1);
+        for (int k = 0; k < x.num_choices; k++) {
+            eval_row(&t->choice, &x, k, inputs + (size_t)filled * T, targets + (size_t)filled * T);
+            slots[filled++] = e * EVAL_MAX_CHOICES + k;
+            if (filled < B && !(e + world >= count && k == x.num_choices - 1)) continue;
+            for (int b = filled; b < B; b++) {  // rows of an unfilled last batch are not counted
+                memcpy(inputs + (size_t)b * T, inputs, (size_t)T * sizeof(int));
+                memcpy(targets + (size_t)b * T, targets, (size_t)T * sizeof(int));
+            }
+            model_losses(&t->model, inputs, targets, losses);
+            for (int b = 0; b < filled; b++)
+                for (int i = 0; i < T; i++) sums[slots[b]] += losses[(size_t)b * T + i];  // 0 where nothing is scored
+            filled = 0;
+        }
+    }
+    int right = 0, right_norm = 0;
+    for (int e = rank; e < count; e += world) {
+        const double *s = sums + (size_t)e * EVAL_MAX_CHOICES;
+        int best = 0, best_norm = 0;
+        eval_example(&t->choice, e, &x);
+        for (int k = 1; k < x.num_choices; k++) {
+            if (s[k] < s[best]) best = k;
+            if (s[k] / x.ending_len[k] < s[best_norm] / x.ending_len[best_norm]) best_norm = k;
+        }
+        right += best == x.label;
+        right_norm += best_norm == x.label;
+    }
+    *acc = comm_sum(&t->comm, right) / count;
+    *acc_norm = comm_sum(&t->comm, right_norm) / count;
+    free(inputs); free(targets); free(losses); free(sums); free(slots);
+}
+
+static inline void evaluate(Trainer *t) {
+    const double begin = now_seconds(), loss = validation_loss(t);
+    printf("eval %6lld | val loss %.4f | %.1f s\n", (long long)t->state.step, loss, now_seconds() - begin);
+    fflush(stdout);
+    FILE *f = logger_begin(&t->log, "eval", t->state.step);
+    if (f) { logger_number(f, "loss", loss); fprintf(f, ",\"tokens\":%lld", (long long)t->state.tokens); logger_end(&t->log); }
+    if (!t->has_choice) return;
+    double acc, acc_norm;
+    choice_accuracy(t, &acc, &acc_norm);
+    printf("eval %6lld | HellaSwag acc %.4f, length-normalised %.4f of %d\n", (long long)t->state.step, acc, acc_norm, t->choice.num_examples);
+    if ((f = logger_begin(&t->log, "eval_choice", t->state.step))) {
+        logger_text(f, "name", "hellaswag");
+        logger_number(f, "acc", acc);
+        logger_number(f, "acc_norm", acc_norm);
+        logger_end(&t->log);
+    }
+}
+
+// ---- samples
+
+static inline int first_token(const Trainer *t) {
+    return t->has_tokenizer ? t->tokenizer.eot : t->train.num_tokens && t->train.vocab_size ? t->train.eot : t->config.vocab_size - 1;
+}
+
+// Prints the prompt and up to --sample-tokens tokens that the model puts after it. A window of the last T tokens is seen.
+static inline void sample(Trainer *t) {
+    const Options *o = &t->o;
+    const int V = t->config.vocab_size, T = (int)o->seq_len, prompt_bytes = (int)strlen(o->prompt);
+    int *tokens = (int *)malloc_or_die(((size_t)prompt_bytes + (size_t)o->sample_tokens + 1) * sizeof(int)), count = 0;
+    float *logits = (float *)malloc_or_die((size_t)V * sizeof(float));
+    Candidate *scratch = (Candidate *)malloc_or_die((size_t)V * sizeof(Candidate));
+    tokens[count++] = first_token(t);
+    if (prompt_bytes) count += tokenizer_encode(&t->tokenizer, o->prompt, prompt_bytes, tokens + count);
+    const int begin = count;
+    const double clock = now_seconds();
+    for (int64_t i = 0; i < o->sample_tokens; i++) {
+        const int seen = count < T ? count : T;
+        watchdog_beat(PHASE_SAMPLE, -1);
+        model_next_logits(&t->model, tokens + count - seen, seen, logits);
+        const double coin = rand_uniform((uint64_t)o->seed, rand_stream(RAND_SAMPLE, (uint64_t)t->state.step), (uint64_t)i);
+        const int id = sample_token(logits, V, o->temperature, (int)o->top_k, o->top_p, coin, scratch);
+        if (id == first_token(t)) break;  // end of text
+        tokens[count++] = id;
+    }
+    const double seconds = now_seconds() - clock;
+    char *text = NULL;
+    if (t->has_tokenizer) {
+        text = tokenizer_text(&t->tokenizer, tokens + 1, count - 1);
+    } else {  // ids
+        text = (char *)calloc_or_die((size_t)count * 12 + 1);
+        for (int i = 1; i < count; i++) sprintf(text + strlen(text), "%d ", tokens[i]);
+    }
+    printf("---- sample of step %lld (%d tokens, %.1f tokens/s)\n%s\n----\n", (long long)t->state.step, count - begin, (count - begin) / seconds, text);
+    fflush(stdout);
+    FILE *f = logger_begin(&t->log, "sample", t->state.step);
+    if (f) { logger_text(f, "text", text); logger_end(&t->log); }
+    free(text); free(tokens); free(logits); free(scratch);
+}
+
+// ---- checkpoints
+
+static inline void save(Trainer *t) {
+    const double begin = now_seconds();
+    watchdog_beat(PHASE_SAVE, -1);
+    char path[4300], value[512];
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        if (option_table[i].kind == OPTION_SECTION) continue;
+        option_value(&t->o, &option_table[i], value, sizeof value);
+        state_set_option(&t->state, option_table[i].name, value);
+    }
+    checkpoint_save(&t->model, t->o.output, &t->state, (int)t->o.save_keep, (int)t->o.save_major);
+    snprintf(path, sizeof path, "%s/step_%08lld", t->o.output, (long long)t->state.step);
+    printf("checkpoint %s | %.1f s\n", path, now_seconds() - begin);
+    FILE *f = logger_begin(&t->log, "checkpoint", t->state.step);
+    if (f) { logger_text(f, "path", path); logger_end(&t->log); }
+}
+
+// ---- one step
+
+// How many standard deviations x lies above the window's mean; NaN until the window is full. x then joins the window.
+static inline double window_zscore(StateWindow *w, double x) {
+    double mean = 0, variance = 0, z = NAN;
+    if (w->count >= STATE_WINDOW) {
+        for (int i = 0; i < STATE_WINDOW; i++) mean += w->values[i] / STATE_WINDOW;
+        for (int i = 0; i < STATE_WINDOW; i++) variance += (w->values[i] - mean) * (w->values[i] - mean) / STATE_WINDOW;
+        z = variance > 0 ? (x - mean) / sqrt(variance) : 0;
+    }
+    w->values[w->count++ % STATE_WINDOW] = x;
+    return z;
+}
+
+typedef struct { float loss, norm; double lr, loss_z, norm_z, seconds; const char *skipped; } StepReport;
+
+static inline void report_step(Trainer *t, const StepReport *r) {
+    const double tokens = (double)t->o.total_batch, peak = t->comm.world * model_peak_flops(&t->model), mfu = peak > 0 ? tokens * flops_per_token(&t->config, &t->model.table, (int)t->o.seq_len) / (r->seconds * peak) : NAN;
+    t->step_seconds = t->steps_timed++ < 2 ? r->seconds : 0.95 * t->step_seconds + 0.05 * r->seconds;
+    char eta[32], z[64] = "", share[32] = "";
+    if (!isnan(r->loss_z)) snprintf(z, sizeof z, " (z %+.2f, %+.2f)", r->loss_z, r->norm_z);
+    if (peak > 0) snprintf(share, sizeof share, " | %.1f%% MFU", 100 * mfu);
+    printf("step %6lld/%lld | loss %.4f | norm %.4f%s | lr %.2e | %.1f ms%s | %.0f tok/s | ETA %s%s%s\n", (long long)t->state.step, (long long)t->steps, r->loss, r->norm, z, r->lr,
+           1e3 * r->seconds, share, tokens / t->step_seconds, duration_text((double)(t->steps - t->state.step) * t->step_seconds, eta, sizeof eta), r->skipped ? " | update skipped: " : "", r->skipped ? r->skipped : "");
+    fflush(stdout);
+    FILE *f = logger_begin(&t->log, "step", t->state.step);
+    if (!f) return;
+    logger_number(f, "loss", r->loss);
+    logger_number(f, "norm", r->norm);
+    logger_number(f, "lr", r->lr);
+    logger_number(f, "ms", 1e3 * r->seconds);
+    logger_number(f, "tok_s", tokens / r->seconds);
+    logger_number(f, "mfu", mfu);
+    fprintf(f, ",\"tokens\":%lld", (long long)t->state.tokens);
+    logger_number(f, "mem_gib", model_memory_gib(&t->model));
+    if (r->skipped) logger_text(f, "skipped", r->skipped);
+    logger_end(&t->log);
+}
+
+// Why this step's update must not be applied; NULL if it may.
+static inline const char *reason_to_skip(const Options *o, const StepReport *r) {
+    if (!isfinite(r->loss) || !isfinite(r->norm)) return "loss or gradient norm is not finite";
+    if (o->skip_loss_z > 0 && r->loss_z > o->skip_loss_z) return "loss is an outlier";
+    if (o->skip_norm_z > 0 && r->norm_z > o->skip_norm_z) return "gradient norm is an outlier";
+    return NULL;
+}
+
+static inline void train_step(Trainer *t, double *clock) {
+    const Options *o = &t->o;
+    StepReport r;
+    memset(&r, 0, sizeof r);
+    watchdog_step(t->state.step + 1);
+    for (int micro = 0; micro < t->num_micro; micro++) {
+        watchdog_beat(PHASE_DATA, -1);
+        if (!o->overfit || (t->train.epoch == 0 && t->train.row == 0)) dataloader_next(&t->train);
+        model_micro_step(&t->model, t->train.inputs, t->train.targets, micro, t->num_micro);
+    }
+    model_loss_and_norm(&t->model, &r.loss, &r.norm);
+    r.lr = learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
+    const int finite = isfinite(r.loss) && isfinite(r.norm);
+    r.loss_z = finite ? window_zscore(&t->state.loss, r.loss) : NAN;   // what is not finite never enters the statistics
+    r.norm_z = finite ? window_zscore(&t->state.norm, r.norm) : NAN;
+    r.skipped = reason_to_skip(o, &r);
+    if (!finite && !strcmp(o->on_nan, "stop")) {
+        if (o->save_every) save(t);
+        comm_require(&t->comm, 0, "step %lld: loss %g, gradient norm %g; the weights are those of step %lld%s\nlower --learning-rate, or --on-nan skip to leave such steps out", (long long)t->state.step + 1,
+            (double)r.loss, (double)r.norm, (long long)t->state.step, o->save_every ? " and were saved" : "");
+    }
+    if (!r.skipped) {
+        AdamWParams p;
+        p.lr = (float)r.lr; p.beta1 = (float)o->beta1; p.beta2 = (float)o->beta2; p.eps = (float)o->adam_eps;
+        p.weight_decay = (float)o->weight_decay;
+        p.grad_scale = o->grad_clip > 0 && r.norm > o->grad_clip ? (float)(o->grad_clip / r.norm) : 1.0f;
+        p.step = (int)t->state.step + 1;
+        model_update(&t->model, &p);
+    }
+    t->state.step++;
+    t->state.tokens += o->total_batch;
+    dataloader_position(&t->train, &t->state.epoch, &t->state.row);
+    const double now = now_seconds();
+    r.seconds = now - *clock;
+    *clock = now;
+    report_step(t, &r);
+}
+
+static inline int due(int64_t every, int64_t step, int64_t last) { return every > 0 && (step % every == 0 || step == last); }
+
+static inline void train(Trainer *t) {
+    const Options *o = &t->o;
+    int stopped = 0;
+    if (t->has_val && t->state.step % (o->eval_every) == 0) evaluate(t);
+    double clock = now_seconds();
+    while (t->state.step < t->steps && !stopped) {
+        train_step(t, &clock);
+        const int64_t step = t->state.step;
+        stopped = comm_max(&t->comm, (int)stop_signal);  // the same step on every rank
+        if (t->has_val && due(o->eval_every, step, t->steps) && !stopped) evaluate(t);
+        if (due(o->sample_every, step, t->steps) && !stopped && t->comm.rank == 0) sample(t);
+        if (due(o->save_every, step, t->steps) || (stopped && o->save_every)) save(t);
+        clock = now_seconds();
+    }
+    if (stopped) printf("stopped by %s after step %lld%s\n", strsignal(stopped), (long long)t->state.step, o->save_every ? "; --resume 1 goes on" : "; nothing was saved (--save-every)");
+    FILE *f = logger_begin(&t->log, "end", t->state.step);
+    if (f) { logger_text(f, "reason", stopped ? strsignal(stopped) : "all steps done"); logger_end(&t->log); }
+}
+
+static inline int trainer_main(int argc, char **argv) {
+    Trainer *t = (Trainer *)calloc_or_die(sizeof(Trainer));
+    t->o = options_parse(argc, argv);
+    const Options *o = &t->o;
+    check_options(o);
+    t->comm = comm_open(&argc, &argv, o->timeout);
+    const Comm *comm = &t->comm;
+    comm_require(comm, o->num_processes == 1 || o->num_processes == comm->world, "this job was not started as %lld processes but as %d\nlet mpirun or srun start them", o->num_processes, comm->world);
+    comm_require(comm, comm->world == 1 || !o->generate, "--generate 1 needs one process, this job has %d\nstart it without mpirun", comm->world);
+    if (comm->rank > 0) require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\ncheck the machine", strerror(errno));  // rank 0 alone prints
+    catch_signals();
+    find_checkpoint(t);
+    choose_config(t);
+    if (!o->generate) open_data(t);
+    open_tokenizer(t);
+    handshake(t);
+    model_open(&t->model, &t->config, o, comm);
+    load_or_init(t);
+    print_start(t);
+    t->log = logger_open(o->generate || comm->rank > 0 ? "" : o->output, *t->resumed_from != 0);
+    log_start(t);
+    if (o->generate) sample(t);
+    else train(t);
+    logger_close(&t->log);
+    model_close(&t->model);
+    if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
+    if (t->has_choice) eval_close(&t->choice);
+    if (!o->generate) dataloader_close(&t->train);
+    if (t->has_val) dataloader_close(&t->val);
+    state_free(&t->state);
+    comm_close(&t->comm);
+    free(t);
+    return 0;
+}
+
+#endif

@@ -1,0 +1,201 @@
+// Never a silent hang. A thread in every rank looks twenty times a second whether the job still moves, and ends it with a
+// report if not:
+//   - no rank of this host has given a sign of progress (watchdog_beat, a collective) for the time-out; four times as long
+//     until the first step is done, because then files are read and plans are made;
+//   - a rank of this host shows no sign of life for the time-out: its own watchdog does not run (SIGSTOP, a hung driver);
+//   - a rank of this host has ended without saying good-bye (killed, crashed);
+//   - the hook (NCCL's asynchronous errors) found something.
+// The report of every rank names the rank that is behind, and shows where itself is and its last collectives. Ranks that can
+// no longer end by themselves are killed by their neighbours.
+//
+// Ranks of one host see each other through a page of shared memory that comm.h makes; each host judges by itself, no message
+// is sent, so a broken network is reported like anything else. A job that was suspended as a whole is no hang: a watchdog that
+// finds that it was itself asleep starts to count anew.
+#ifndef LLMC_WATCHDOG_H
+#define LLMC_WATCHDOG_H
+
+#include "utils.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+typedef enum { PHASE_START, PHASE_LOAD, PHASE_DATA, PHASE_FORWARD, PHASE_BACKWARD, PHASE_UPDATE, PHASE_EVALUATE, PHASE_SAMPLE, PHASE_SAVE, PHASE_END } Phase;
+static const char *const phase_names[] = {"start", "load", "data", "forward", "backward", "update", "evaluate", "sample", "save", "end"};
+typedef enum { OP_ENQUEUED, OP_STARTED, OP_DONE } OpState;
+static const char *const op_state_names[] = {"enqueued", "started", "done"};
+typedef enum { RANK_UNKNOWN, RANK_RUNNING, RANK_FAILED, RANK_REPORTED, RANK_ENDED } RankState;
+
+enum { WATCHDOG_RING = 64, WATCHDOG_TICK_MS = 50, WATCHDOG_GRACE_MS = 1500, WATCHDOG_PATIENCE = 4 };
+typedef struct { uint64_t number; const char *name; size_t bytes; int state; int64_t ms; } WatchdogOp;
+// What a rank shows to its neighbours, on cache lines of its own. Times are milliseconds of the host's monotonic clock.
+typedef struct {
+    int pid, rank, state, phase, layer;
+    int64_t step;
+    uint64_t ops;             // collectives begun: the same number on all ranks when they are in the same place
+    int64_t beat_ms, life_ms; // last sign of progress; last round of the watchdog
+    char unused[72];
+} WatchdogSlot;
+
+static WatchdogSlot watchdog_alone, *watchdog_mine = &watchdog_alone;  // beats before the start go nowhere
+static struct {
+    WatchdogSlot *slots;      // of this host's ranks
+    int count, running;
+    int64_t timeout_ms, first_step;
+    WatchdogOp ring[WATCHDOG_RING];  // operation n lies at n % WATCHDOG_RING; numbers begin at 1
+    int (*hook)(char *text, size_t size);
+    void (*abort_job)(void);
+    pthread_t thread;
+} watchdog;
+
+#define WATCHDOG_SET(place, value) __atomic_store_n(&(place), (value), __ATOMIC_RELAXED)
+#define WATCHDOG_GET(place) __atomic_load_n(&(place), __ATOMIC_RELAXED)
+static inline int64_t watchdog_now(void) { return (int64_t)(1e3 * now_seconds()); }
+
+// ---- what the program tells
+
+static inline void watchdog_beat(Phase phase, int layer) {
+    WATCHDOG_SET(watchdog_mine->phase, (int)phase);
+    WATCHDOG_SET(watchdog_mine->layer, layer);
+    WATCHDOG_SET(watchdog_mine->beat_ms, watchdog_now());
+}
+static inline void watchdog_step(int64_t step) {
+    if (watchdog_mine->step < 0) WATCHDOG_SET(watchdog.first_step, step);
+    WATCHDOG_SET(watchdog_mine->step, step);
+}
+// An operation that other ranks take part in.
+static inline void watchdog_op_state(uint64_t number, OpState state) {
+    WatchdogOp *op = &watchdog.ring[number % WATCHDOG_RING];
+    if (op->number != number) return;  // its place was needed by a later one
+    WATCHDOG_SET(op->ms, watchdog_now());
+    WATCHDOG_SET(op->state, (int)state);
+    WATCHDOG_SET(watchdog_mine->beat_ms, watchdog_now());
+}
+static inline uint64_t watchdog_op_begin(const char *name, size_t bytes, OpState state) {
+    const uint64_t number = watchdog_mine->ops + 1;
+    WatchdogOp *op = &watchdog.ring[number % WATCHDOG_RING];
+    op->number = number; op->name = name; op->bytes = bytes;
+    watchdog_op_state(number, state);
+    WATCHDOG_SET(watchdog_mine->ops, number);
+    return number;
+}
+static inline void watchdog_op_done(uint64_t number) { watchdog_op_state(number, OP_DONE); }
+
+// ---- the report
+
+__attribute__((format(printf, 3, 4)))
+static inline void watchdog_print(char *text, size_t size, const char *format, ...) {  // appends
+    const size_t used = strlen(text);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text + used, size - used, format, args);
+    va_end(args);
+}
+static inline int watchdog_is_gone(const WatchdogSlot *s) { return kill(WATCHDOG_GET(s->pid), 0) != 0 && errno == ESRCH; }
+
+// Which rank of this host the others wait for: one that ended, else one that is stopped, else the one with the fewest collectives.
+static inline void watchdog_name_culprit(char *text, size_t size, int64_t now) {
+    const WatchdogSlot *behind = NULL, *ahead = NULL, *asleep = NULL;
+    for (int i = 0; i < watchdog.count; i++) {
+        const WatchdogSlot *s = &watchdog.slots[i];
+        const int state = WATCHDOG_GET(s->state);
+        if (state == RANK_UNKNOWN || state == RANK_ENDED) continue;
+        if (state != RANK_REPORTED && watchdog_is_gone(s))
+            return watchdog_print(text, size, "rank %d has ended: %s", s->rank, state == RANK_FAILED ? "it stopped with an error, see its message" : "it was killed or it crashed");
+        if (state == RANK_RUNNING && (!asleep || WATCHDOG_GET(s->life_ms) < asleep->life_ms)) asleep = s;
+        if (!behind || s->ops < behind->ops) behind = s;
+        if (!ahead || s->ops > ahead->ops) ahead = s;
+    }
+    if (asleep && now - asleep->life_ms > 20 * WATCHDOG_TICK_MS)
+        watchdog_print(text, size, "rank %d (process %d) gives no sign of life since %.1f s: it was stopped (SIGSTOP) or its host hangs; it is at step %lld, %s, layer %d",
+                       asleep->rank, asleep->pid, 1e-3 * (double)(now - asleep->life_ms), (long long)asleep->step, phase_names[asleep->phase], asleep->layer);
+    else if (behind && behind->ops < ahead->ops)
+        watchdog_print(text, size, "rank %d (process %d) is behind: it began %llu collectives, others %llu; it is at step %lld, %s, layer %d", behind->rank, behind->pid,
+                       (unsigned long long)behind->ops, (unsigned long long)ahead->ops, (long long)behind->step, phase_names[behind->phase], behind->layer);
+    else if (watchdog.count > 1) watchdog_print(text, size, "no rank of this host is behind the others: see the reports of other hosts, and the network");
+    else watchdog_print(text, size, "this process makes no progress");
+}
+
+// Says all that is known in one write, waits until the neighbours had time for the same, and ends the process. Uses no
+// malloc and no stdio: the main thread may hang with their locks.
+__attribute__((noreturn)) static inline void watchdog_end(const char *why) {
+    static char text[16384];
+    const WatchdogSlot *me = watchdog_mine;
+    const int64_t now = watchdog_now();
+    char who[32] = "";
+    if (die_rank >= 0) snprintf(who, sizeof who, "[rank %d] ", die_rank);
+    snprintf(text, sizeof text, "\n%serror: %s: ", who, why);
+    watchdog_name_culprit(text, sizeof text, now);
+    watchdog_print(text, sizeof text, "\n%s  this rank: step %lld, %s, layer %d, last progress %.1f s ago; all processes of the job end\n%s  its last collectives (number name bytes state, age in s):",
+                   who, (long long)me->step, phase_names[me->phase], me->layer, 1e-3 * (double)(now - me->beat_ms), who);
+    const uint64_t last = me->ops, first = last >= WATCHDOG_RING ? last - WATCHDOG_RING + 1 : 1;
+    for (uint64_t n = first; n <= last; n++) {
+        const WatchdogOp *op = &watchdog.ring[n % WATCHDOG_RING];
+        if ((n - first) % 4 == 0) watchdog_print(text, sizeof text, "\n%s   ", who);
+        watchdog_print(text, sizeof text, "%s #%llu %s %zu %s %.1f", (n - first) % 4 ? " |" : "", (unsigned long long)n, op->name, op->bytes, op_state_names[op->state], 1e-3 * (double)(now - op->ms));
+    }
+    watchdog_print(text, sizeof text, "%s\n", last ? "" : " none");
+    if (write(STDERR_FILENO, text, strlen(text)) < 0) {}  // nobody is left to be told
+    WATCHDOG_SET(watchdog_mine->state, RANK_REPORTED);
+    for (int waiting = 1, i; waiting && watchdog_now() - now < WATCHDOG_GRACE_MS; usleep(1000 * WATCHDOG_TICK_MS))
+        for (waiting = i = 0; i < watchdog.count; i++) waiting |= WATCHDOG_GET(watchdog.slots[i].state) == RANK_RUNNING && !watchdog_is_gone(&watchdog.slots[i]);
+    for (int i = 0; i < watchdog.count; i++) {  // a stopped process hears nothing else
+        const int state = WATCHDOG_GET(watchdog.slots[i].state);
+        if ((state == RANK_RUNNING || state == RANK_FAILED) && watchdog.slots[i].pid > 0) kill(watchdog.slots[i].pid, SIGKILL);
+    }
+    signal(SIGALRM, SIG_DFL);
+    alarm(3);  // should the launcher not answer
+    if (watchdog.abort_job) watchdog.abort_job();
+    _exit(EXIT_FAILURE);
+}
+
+static inline void *watchdog_thread(void *unused) {
+    char why[512];
+    int64_t since = watchdog_now(), last_tick = since;
+    for (int tick = 0; WATCHDOG_GET(watchdog.running); tick++, usleep(1000 * WATCHDOG_TICK_MS)) {
+        const int64_t now = watchdog_now(), timeout = watchdog.timeout_ms;
+        if (now - last_tick > 20 * WATCHDOG_TICK_MS) since = now;  // this process was asleep
+        last_tick = now;
+        WATCHDOG_SET(watchdog_mine->life_ms, now);
+        if (WATCHDOG_GET(watchdog_mine->state) != RANK_RUNNING) continue;  // it has failed and is ending
+        if (tick % 10 == 0 && watchdog.hook && watchdog.hook(why, sizeof why)) watchdog_end(why);
+        int64_t progress = since;
+        for (int i = 0; i < watchdog.count; i++) {
+            const WatchdogSlot *s = &watchdog.slots[i];
+            const int state = WATCHDOG_GET(s->state);
+            const int64_t beat = WATCHDOG_GET(s->beat_ms), life = WATCHDOG_GET(s->life_ms);
+            if (state == RANK_UNKNOWN || state == RANK_ENDED) continue;
+            if (watchdog_is_gone(s)) watchdog_end("a rank is lost");
+            if (beat > progress) progress = beat;
+            if (state == RANK_RUNNING && timeout > 0 && now - (life > since ? life : since) > timeout) watchdog_end("a rank is lost");
+        }
+        const int patience = WATCHDOG_GET(watchdog_mine->step) > WATCHDOG_GET(watchdog.first_step) ? 1 : WATCHDOG_PATIENCE;
+        snprintf(why, sizeof why, "no progress for %.0f s (--timeout %.0f%s)", 1e-3 * (double)(now - progress), 1e-3 * (double)timeout, patience > 1 ? ", 4 times as long until the first step is done" : "");
+        if (timeout > 0 && now - progress > patience * timeout) watchdog_end(why);
+    }
+    return unused;
+}
+
+// ---- life
+
+static inline void watchdog_failed(void) { WATCHDOG_SET(watchdog_mine->state, RANK_FAILED); }  // die() prints, neighbours point there
+
+// slots: zeros at first, shared by the `count` ranks of this host; mine: which is this rank's. timeout 0: only lost ranks are noticed.
+static inline void watchdog_start(WatchdogSlot *slots, int count, int mine, int rank, double timeout, void (*abort_job)(void)) {
+    memset(&watchdog, 0, sizeof watchdog);
+    watchdog.slots = slots; watchdog.count = count; watchdog.running = 1;
+    watchdog.timeout_ms = (int64_t)(1e3 * timeout);
+    watchdog.abort_job = abort_job;
+    WatchdogSlot *s = watchdog_mine = &slots[mine];
+    s->pid = (int)getpid(); s->rank = rank; s->beat_ms = s->life_ms = watchdog_now();
+    s->step = watchdog.first_step = -1;
+    __atomic_store_n(&s->state, RANK_RUNNING, __ATOMIC_RELEASE);
+    require(pthread_create(&watchdog.thread, NULL, watchdog_thread, NULL) == 0, "cannot start the watchdog thread: %s\nraise the limit on processes (ulimit -u)", strerror(errno));
+}
+static inline void watchdog_stop(void) {
+    WATCHDOG_SET(watchdog_mine->state, RANK_ENDED);
+    WATCHDOG_SET(watchdog.running, 0);
+    pthread_join(watchdog.thread, NULL);
+    watchdog_mine = &watchdog_alone;
+}
+
+#endif

@@ -1,0 +1,134 @@
+// Data parallelism on GPUs, unit by unit (params.h: embedding, blocks, final), on the communication stream.
+//   backward  as soon as a unit's gradients are complete they are reduced and scattered: rank k keeps the sum of piece k
+//             (zero_reduce), while the compute stream works on the unit below
+//   update    every rank updates piece k of every unit; ZeRO 1 holds optimiser states for these pieces only
+//   forward   the updated pieces are gathered (zero_gather), unit by unit; a unit's first use waits for its own gather
+//             alone (zero_wait), so that all but the first hide under the next forward
+// ZeRO 0 differs in one thing: every rank holds all states, gathers the reduced gradients instead, and updates everything.
+// Sums: --reduce-dtype bf16 sends gradients as they are and NCCL rounds after each hop; fp32 sends them widened, so that the
+// sum is rounded once. With one rank every call returns at once.
+#ifndef LLMC_ZERO_CUH
+#define LLMC_ZERO_CUH
+
+#include "nccl.cuh"
+#include "params.h"
+
+enum { ZERO_MAX_CTAS = 16 };
+
+typedef struct {
+    Nccl nccl;
+    const ParamTable *table;
+    cudaStream_t compute, comm;
+    cudaEvent_t compute_done;   // recorded on compute, waited for by comm
+    cudaEvent_t reduced;        // recorded on comm after the last reduction
+    cudaEvent_t *gathered;      // per unit
+    int stage, wide;            // wide: reduce in fp32
+    uint64_t first_open;        // the watchdog's number of the oldest collective that may still run
+    uint64_t last;
+    float *staging;             // (largest unit) fp32, if wide
+} Zero;
+
+static inline size_t zero_largest_unit(const ParamTable *t) {
+    size_t most = 0;
+    for (int u = 0; u < t->num_units; u++) {
+        const size_t size = t->unit_begin[u + 1] - t->unit_begin[u];
+        most = size > most ? size : most;
+    }
+    return most;
+}
+
+static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide, float *staging) {
+    Zero z;
+    memset(&z, 0, sizeof z);
+    z.nccl = nccl_open(comm, ZERO_MAX_CTAS);
+    z.table = table;
+    z.compute = gpu->compute;
+    z.comm = gpu->comm;
+    z.stage = stage;
+    z.wide = wide;
+    z.staging = staging;
+    cudaCheck(cudaEventCreateWithFlags(&z.compute_done, cudaEventDisableTiming));
+    cudaCheck(cudaEventCreateWithFlags(&z.reduced, cudaEventDisableTiming));
+    z.gathered = (cudaEvent_t *)malloc_or_die((size_t)table->num_units * sizeof(cudaEvent_t));
+    for (int u = 0; u < table->num_units; u++) cudaCheck(cudaEventCreateWithFlags(&z.gathered[u], cudaEventDisableTiming));
+    return z;
+}
+static inline void zero_close(Zero *z) {
+    for (int u = 0; u < z->table->num_units; u++) cudaCheck(cudaEventDestroy(z->gathered[u]));
+    free(z->gathered);
+    cudaCheck(cudaEventDestroy(z->compute_done));
+    cudaCheck(cudaEventDestroy(z->reduced));
+    nccl_close(&z->nccl);
+}
+
+static __global__ void widen_kernel(float *__restrict__ to, const floatX *__restrict__ from, size_t vecs) {
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < vecs; i += (size_t)gridDim.x * blockDim.x) {
+        const VecX x = vec_load(from + i * VecX::size);
+        #pragma unroll
+        for (int k = 0; k < VecX::size; k++) to[i * VecX::size + k] = (float)x[k];
+    }
+}
+static __global__ void narrow_kernel(floatX *__restrict__ to, const float *__restrict__ from, size_t vecs) {
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < vecs; i += (size_t)gridDim.x * blockDim.x) {
+        VecX x;
+        #pragma unroll
+        for (int k = 0; k < VecX::size; k++) x[k] = (floatX)from[i * VecX::size + k];
+        vec_store(to + i * VecX::size, x);
+    }
+}
+
+// The watchdog shows what the communication stream was given. Whether it is done is known when the host has waited.
+static inline void zero_note(Zero *z, const char *name, size_t bytes) {
+    z->last = watchdog_op_begin(name, bytes, OP_ENQUEUED);
+    if (!z->first_open) z->first_open = z->last;
+}
+static inline void zero_all_done(Zero *z) {
+    for (uint64_t n = z->first_open; n && n <= z->last; n++) watchdog_op_done(n);
+    z->first_open = 0;
+}
+
+// The gradients of `unit` are complete on the compute stream. grads: the whole buffer.
+static inline void zero_reduce(Zero *z, floatX *grads, int unit) {
+    const int world = z->nccl.world;
+    if (world == 1) return;
+    floatX *data = grads + z->table->unit_begin[unit];
+    const size_t size = z->table->unit_begin[unit + 1] - z->table->unit_begin[unit], piece = size / world;
+    cudaCheck(cudaEventRecord(z->compute_done, z->compute));
+    cudaCheck(cudaStreamWaitEvent(z->comm, z->compute_done, 0));
+    zero_note(z, "reduce gradients", size * (z->wide ? sizeof(float) : sizeof(floatX)));
+    if (z->wide && sizeof(floatX) < sizeof(float)) {
+        const int threads = 256, blocks = 64;  // few: the multiprocessors belong to backward
+        widen_kernel<<<blocks, threads, 0, z->comm>>>(z->staging, data, size / VecX::size);
+        launchCheck();
+        nccl_reduce_scatter(&z->nccl, z->staging, piece, z->comm);
+        narrow_kernel<<<blocks, threads, 0, z->comm>>>(data + piece * z->nccl.rank, z->staging + piece * z->nccl.rank, piece / VecX::size);
+        launchCheck();
+    } else {
+        nccl_reduce_scatter(&z->nccl, data, piece, z->comm);
+    }
+    if (z->stage == 0) nccl_all_gather(&z->nccl, data, piece, z->comm);
+    cudaCheck(cudaEventRecord(z->reduced, z->comm));
+}
+// The compute stream goes on when every reduction is done.
+static inline void zero_wait_reduced(Zero *z) {
+    if (z->nccl.world > 1) cudaCheck(cudaStreamWaitEvent(z->compute, z->reduced, 0));
+}
+
+// The compute stream has updated this rank's pieces: gather all units, in the order in which forward needs them.
+static inline void zero_gather(Zero *z, floatX *weights) {
+    if (z->nccl.world == 1 || z->stage == 0) return;
+    cudaCheck(cudaEventRecord(z->compute_done, z->compute));
+    cudaCheck(cudaStreamWaitEvent(z->comm, z->compute_done, 0));
+    for (int u = 0; u < z->table->num_units; u++) {
+        const size_t begin = z->table->unit_begin[u];
+        zero_note(z, "gather weights", (z->table->unit_begin[u + 1] - begin) * sizeof(floatX));
+        nccl_all_gather(&z->nccl, weights + begin, (z->table->unit_begin[u + 1] - begin) / z->nccl.world, z->comm);
+        cudaCheck(cudaEventRecord(z->gathered[u], z->comm));
+    }
+}
+// Before the compute stream reads a unit's weights.
+static inline void zero_wait(const Zero *z, int unit) {
+    if (z->nccl.world > 1 && z->stage > 0) cudaCheck(cudaStreamWaitEvent(z->compute, z->gathered[unit], 0));
+}
+
+#endif

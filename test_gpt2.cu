@@ -1,0 +1,104 @@
+// Whole-model tests on GPUs: what train_gpt2.cu ships, against PyTorch and against itself.
+//   python train_gpt2.py --write-debug DIR ...; ./test_gpt2cu OUTPUT_FOLDER DIR...     (make test does both)
+//   mpirun -np N ./test_gpt2cu OUTPUT_FOLDER DIR...    the ranks share each DIR's batch: the same losses, the same bits everywhere
+#define TESTING
+#include "train_gpt2.cu"
+#include "dev/test/model_test.h"
+
+static void test_one_gpu(const char *folder, const char *output) {
+    DebugFile d = debug_open(folder);
+    Options o = options_for(folder, d.B, d.T);
+    debug_close(&d);
+    o.tf32 = 0;
+    o.gelu_fusion = 0;
+    test_reference(folder, &o);
+    if (config_from_json(folder).mlp == MLP_GELU && sizeof(floatX) == 2) {
+        Options fused = o;
+        fused.gelu_fusion = 2;
+        printf("with --gelu-fusion 2\n");
+        test_reference(folder, &fused);
+    }
+    test_accumulation(folder, &o, sizeof(floatX) == 2 ? 2e-3 : 2e-5);
+    test_same_bits(folder, &o, &o, "run twice");
+    for (int level = 1; level <= 2; level++) {
+        Options less = o;
+        less.recompute = level;
+        test_same_bits(folder, &o, &less, level == 1 ? "--recompute 1" : "--recompute 2");
+    }
+    test_resume(folder, &o, output);
+    if (sizeof(floatX) == 2) {
+        Options no_master = o;
+        no_master.master_weights = 0;
+        test_same_bits(folder, &no_master, &no_master, "stochastic rounding run twice");
+    }
+}
+
+// Ten steps of the debug batch, cut over the ranks. Returns the worst difference from PyTorch's losses and a hash of all weights.
+static double train_on_ranks(const char *folder, const Comm *comm, int stage, const char *reduce, uint64_t *hash) {
+    DebugFile d = debug_open(folder);
+    Options o = options_for(folder, d.B / comm->world, d.T);
+    const Config c = config_from_json(folder);
+    Model m;
+    float loss, norm, *losses = debug_floats(&d, "losses", 10);
+    double worst = 0;
+    o.zero_stage = stage;
+    o.reduce_dtype = reduce;
+    o.tf32 = 0;
+    model_open(&m, &c, &o, comm);
+    model_load_weights(&m, folder);
+    const size_t first = (size_t)comm->rank * m.B * m.T;
+    for (int step = 1; step <= 10; step++) {
+        model_micro_step(&m, d.tokens + first, d.targets + first, 0, 1);
+        model_loss_and_norm(&m, &loss, &norm);
+        worst = fmax(worst, fabs((double)loss - losses[step - 1]));
+        debug_update(&m, norm, step);
+    }
+    float *weights = (float *)malloc_or_die(m.table.total * sizeof(float));
+    model_read(&m, SLOT_WEIGHT, 0, m.table.total, weights);
+    *hash = comm_hash(COMM_HASH, weights, m.table.total * sizeof(float));
+    free(weights);
+    free(losses);
+    model_close(&m);
+    debug_close(&d);
+    return worst;
+}
+static void test_ranks(const char *folder, const Comm *comm) {
+    DebugFile d = debug_open(folder);
+    const int divides = d.B % comm->world == 0;
+    debug_close(&d);
+    if (!divides) {
+        if (comm->rank == 0) printf("skip %s: its batch does not divide over %d ranks\n", folder, comm->world);
+        return;
+    }
+    uint64_t *all = (uint64_t *)malloc_or_die((size_t)comm->world * sizeof *all);
+    for (const char *reduce : {"bf16", "fp32"}) {
+        uint64_t hashes[3];  // ZeRO 1, ZeRO 1 again, ZeRO 0
+        double worst = 0;
+        int alike = 1;
+        for (int run = 0; run < 3; run++) {
+            worst = fmax(worst, train_on_ranks(folder, comm, run < 2, reduce, &hashes[run]));
+            comm_gather_all(comm, &hashes[run], sizeof *hashes, all);
+            for (int k = 0; k < comm->world; k++) alike &= all[k] == hashes[run];
+        }
+        if (comm->rank > 0) continue;
+        const double bound = sizeof(floatX) == 2 ? 3e-2 : 2e-4;
+        check(worst <= bound, "%s: %d ranks, %s sums: ten losses, worst difference from PyTorch %.1e (bound %.0e)", folder, comm->world, reduce, worst, bound);
+        check(alike, "%s: %d ranks, %s sums: the same weights on every rank", folder, comm->world, reduce);
+        check(hashes[0] == hashes[1] && hashes[0] == hashes[2], "%s: %d ranks, %s sums: ZeRO 1, the same again and ZeRO 0 give the same bits", folder, comm->world, reduce);
+    }
+    free(all);
+}
+
+int main(int argc, char **argv) {
+    Comm comm = comm_open(&argc, &argv, 60);
+    require(argc >= 3, "usage: test_gpt2cu OUTPUT_FOLDER DEBUG_FOLDER...\nwrite the folders with train_gpt2.py --write-debug");
+    for (int i = 2; i < argc; i++) {
+        char output[4200];
+        snprintf(output, sizeof output, "%s/%d", argv[1], i);
+        if (comm.world > 1) test_ranks(argv[i], &comm);
+        else test_one_gpu(argv[i], output);
+    }
+    const int status = comm.rank == 0 ? report_tests("test_gpt2") : EXIT_SUCCESS;
+    comm_close(&comm);
+    return status;
+}

@@ -1,0 +1,852 @@
+// The CPU trainer: GPT-2, Llama 3 and Qwen2.5 in fp32, written to be read. One file has the whole story from token ids
+// to updated weights; its *_cpu functions are also the oracle against which every CUDA kernel is tested.
+//
+// Idea. A transformer is a list of few operations. Each is a function X_forward_cpu(outputs, inputs, sizes), with an
+// X_backward_cpu that turns the gradient of its outputs into gradients of its inputs (the chain rule, written out by hand).
+// Training = run the list downwards, then upwards in reverse, then AdamW. Model families differ by flags of Config alone.
+//
+// Data. All arrays are dense, row-major, fp32. B sequences of T tokens are N = B*T rows; C channels, NH query heads and NKV
+// key/value heads of HD channels, F = MLP width, V words (Vp with padding). Activations are (B, T, C) = (N, C); weights of a
+// linear layer are (out, in). q, k, v of a token lie packed in one row [q: NH*HD | k: NKV*HD | v: NKV*HD], and so do
+// SwiGLU's [gate: F | up: F]. `d` marks gradients; "=" or "+=" beside an output says whether it is overwritten or added to.
+//
+// Sums are taken in an order that depends on the shape alone, so results are bitwise equal for any number of threads.
+//
+// With LLMC_ORACLE defined only the *_cpu functions remain (that is how kernel tests include this file).
+#include "llmc/params.h"
+
+#include <math.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+// ---- exp as plain arithmetic, so that loops over it become vector code: exp(x) = 2^n exp(r), |r| <= ln(2)/2.
+// Relative error below 1e-7. Arguments are clamped to +-87 (results stay normal numbers); NaN gives NaN.
+static inline float fast_exp(float x) {
+    const float magic = 12582912.0f;                          // 1.5 * 2^23: adding it rounds to a whole number, kept in the low bits
+    x = x < -87.0f ? -87.0f : x > 87.0f ? 87.0f : x;
+    float shifted = x * 1.44269504f + magic, n = shifted - magic;
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;    // ln 2 in two parts: the first has few bits, so n times it is exact
+    float p = 1.0f / 5040;                                    // Taylor series of degree 7: at |r| <= 0.347 its rest is below 1e-8
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * (r * r) + r + 1.0f;
+    int32_t bits;
+    memcpy(&bits, &shifted, sizeof bits);
+    bits = (int32_t)((uint32_t)bits << 23) + 0x3f800000;      // 2^n: n becomes the exponent field
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
+
+// ---- matrix multiplication: nearly all of the time goes here, so this section is built for speed (after Goto and van de Geijn,
+// "Anatomy of high-performance matrix multiplication", 2008; the register tile follows BLIS).
+//
+//   c (M, N) = [init +] [bias +] a (M, K) b (K, N)
+//
+// The innermost loop keeps a tile of c, TILE_M rows by TILE_N columns, in vector registers and adds one outer product per k:
+// TILE_N / LANES vectors of b, each multiplied by TILE_M single elements of a. For that, b is copied ("packed") into panels
+// (K, TILE_N) that lie densely in the L2 cache, BLOCK_K deep and BLOCK_N wide at a time; a is read in place when its rows are
+// contiguous. Each element of c is summed by one thread in the order of k: how the work is split never changes the result.
+#if defined __AVX512F__
+enum { LANES = 16, TILE_N = 4 * LANES };  // 6 x 4 accumulators of 32 registers
+#elif defined __AVX__
+enum { LANES = 8, TILE_N = 2 * LANES };   // 6 x 2 of 16
+#else
+enum { LANES = 4, TILE_N = 2 * LANES };
+#endif
+enum { TILE_M = 6, BLOCK_M = 96, BLOCK_K = 384, BLOCK_N = 384 };
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));  // GCC's vector extension: + and * work on all lanes
+typedef int VectorIndex __attribute__((vector_size(4 * LANES)));
+
+// A view of a matrix: element (i, j) is at[i * row + j * col]. Swapping row and col transposes it.
+typedef struct { const float *at; size_t row, col; } Matrix;
+static inline Matrix matrix(const float *at, size_t row) { Matrix m = {at, row, 1}; return m; }
+static inline Matrix transposed(const float *at, size_t row) { Matrix m = {at, 1, row}; return m; }
+static inline Matrix submatrix(Matrix m, size_t i, size_t j) { m.at += i * m.row + j * m.col; return m; }
+static inline int min_int(int a, int b) { return a < b ? a : b; }
+
+// c (TILE_M, TILE_N) = [init +] [bias +] a (TILE_M, K) panel (K, TILE_N); init has the row stride of c.
+static inline void multiply_tile(float *c, size_t c_row, const float *init, const float *bias, Matrix a, const float *panel, int K) {
+    const Vector zero = {0};
+    Vector sum[TILE_M][TILE_N / LANES];
+    for (int i = 0; i < TILE_M; i++)
+        for (int j = 0; j < TILE_N / LANES; j++) {
+            sum[i][j] = init ? *(const Vector *)(init + i * c_row + j * LANES) : zero;
+            if (bias) sum[i][j] += *(const Vector *)(bias + j * LANES);
+        }
+    for (int k = 0; k < K; k++, a.at += a.col, panel += TILE_N)
+        for (int i = 0; i < TILE_M; i++)
+            for (int j = 0; j < TILE_N / LANES; j++) sum[i][j] += a.at[i * a.row] * *(const Vector *)(panel + j * LANES);
+    for (int i = 0; i < TILE_M; i++)
+        for (int j = 0; j < TILE_N / LANES; j++) *(Vector *)(c + i * c_row + j * LANES) = sum[i][j];
+}
+
+// One step of a transposition in registers: swaps the off-diagonal s x s corners of each 2s x 2s square.
+static inline void swap_corners(Vector r[LANES], int s) {
+    VectorIndex upper, lower;  // lane j is lane (index % LANES) of the first vector or, from LANES on, of the second
+    for (int j = 0; j < LANES; j++) { upper[j] = j & s ? (j ^ s) + LANES : j; lower[j] = j & s ? j + LANES : j ^ s; }
+    for (int i = 0; i < LANES; i++) {
+        if (i & s) continue;
+        const Vector a = r[i], b = r[i + s];
+        r[i] = __builtin_shuffle(a, b, upper);
+        r[i + s] = __builtin_shuffle(a, b, lower);
+    }
+}
+// out = in transposed, LANES x LANES. The steps are written out so that the compiler knows all indices.
+static inline void transpose_square(float *out, size_t out_row, const float *in, size_t in_row) {
+    Vector r[LANES];
+    for (int i = 0; i < LANES; i++) r[i] = *(const Vector *)(in + i * in_row);
+    if (LANES > 8) swap_corners(r, 8);
+    if (LANES > 4) swap_corners(r, 4);
+    swap_corners(r, 2);
+    swap_corners(r, 1);
+    for (int i = 0; i < LANES; i++) *(Vector *)(out + i * out_row) = r[i];
+}
+
+// panel (K, TILE_N) = the first `cols` columns of b, zeros beyond
+static void pack_panel(float *panel, Matrix b, int K, int cols) {
+    int k = 0;
+    if (cols == TILE_N && b.col == 1)
+        for (; k < K; k++) memcpy(panel + k * TILE_N, b.at + k * b.row, TILE_N * sizeof(float));
+    if (cols == TILE_N && b.row == 1)
+        for (; k + LANES <= K; k += LANES)
+            for (int j = 0; j < TILE_N; j += LANES) transpose_square(panel + k * TILE_N + j, TILE_N, b.at + k + j * b.col, b.col);
+    for (; k < K; k++)
+        for (int j = 0; j < TILE_N; j++) panel[k * TILE_N + j] = j < cols ? b.at[k * b.row + j * b.col] : 0;
+}
+// strips (rows / TILE_M, K, TILE_M) = the first `rows` rows of a, each strip transposed, zeros beyond
+static void pack_strips(float *strips, Matrix a, int rows, int K) {
+    const int whole = a.row == 1 ? rows / TILE_M * TILE_M : 0;
+    for (int k = 0; k < K; k++)
+        for (int i = 0; i < whole; i += TILE_M) memcpy(strips + i * K + k * TILE_M, a.at + k * a.col + i, TILE_M * sizeof(float));
+    for (int m = whole; m < rows; m += TILE_M)
+        for (int k = 0; k < K; k++)
+            for (int i = 0; i < TILE_M; i++) strips[m * K + k * TILE_M + i] = m + i < rows ? a.at[(m + i) * a.row + k * a.col] : 0;
+}
+
+// The whole product in the calling thread. Tiles at the edges of c are computed whole in `edge` and copied in part.
+static void multiply_serial(float *c, size_t c_row, const float *init, const float *bias, Matrix a, Matrix b, int M, int N, int K) {
+    static __thread float panels[BLOCK_K * BLOCK_N] __attribute__((aligned(64))), strips[BLOCK_K * BLOCK_M], edge[TILE_M * TILE_N], edge_bias[TILE_N];
+    for (int k0 = 0; k0 < K; k0 += BLOCK_K) {
+        const int depth = min_int(K - k0, BLOCK_K);
+        for (int n0 = 0; n0 < N; n0 += BLOCK_N) {
+            const int width = min_int(N - n0, BLOCK_N);
+            for (int n = 0; n < width; n += TILE_N) pack_panel(panels + n * depth, submatrix(b, k0, n0 + n), depth, min_int(width - n, TILE_N));
+            for (int m = 0; m < M; m += TILE_M) {
+                const int rows = min_int(M - m, TILE_M);
+                Matrix rows_of_a = submatrix(a, m, k0);
+                if (a.col != 1) {
+                    if (m % BLOCK_M == 0) pack_strips(strips, rows_of_a, min_int(M - m, BLOCK_M), depth);
+                    rows_of_a = transposed(strips + m % BLOCK_M * depth, TILE_M);
+                } else if (rows < TILE_M) {
+                    pack_strips(strips, rows_of_a, rows, depth);
+                    rows_of_a = transposed(strips, TILE_M);
+                }
+                for (int n = 0; n < width; n += TILE_N) {
+                    const int cols = min_int(width - n, TILE_N);
+                    float *out = c + m * c_row + n0 + n;
+                    const float *from = k0 > 0 ? out : init ? init + (out - c) : NULL, *bias_here = k0 == 0 && bias ? bias + n0 + n : NULL;
+                    if (rows == TILE_M && cols == TILE_N) {
+                        multiply_tile(out, c_row, from, bias_here, rows_of_a, panels + n * depth, depth);
+                        continue;
+                    }
+                    if (from) for (int i = 0; i < rows; i++) memcpy(edge + i * TILE_N, from + i * c_row, (size_t)cols * sizeof(float));
+                    if (bias_here) memcpy(edge_bias, bias_here, (size_t)cols * sizeof(float));
+                    multiply_tile(edge, TILE_N, from ? edge : NULL, bias_here ? edge_bias : NULL, rows_of_a, panels + n * depth, depth);
+                    for (int i = 0; i < rows; i++) memcpy(out + i * c_row, edge + i * TILE_N, (size_t)cols * sizeof(float));
+                }
+            }
+        }
+    }
+}
+
+// The same by all threads: of the ways to lay a grid of them over c, the one with the least work for the busiest thread.
+// A tile costs about 4 times as much as packing a strip of a, and as much as packing a panel of b.
+static void multiply(float *c, size_t c_row, const float *init, const float *bias, Matrix a, Matrix b, int M, int N, int K) {
+    const int64_t strips = (M + TILE_M - 1) / TILE_M, panels = (N + TILE_N - 1) / TILE_N;
+    int threads = 1, across = 1, down = 1;
+    #ifdef _OPENMP
+    threads = omp_get_max_threads();
+    #endif
+    for (int64_t x = 1, least = INT64_MAX; x <= threads; x++) {
+        const int64_t y = threads / x, wide = (panels + x - 1) / x, high = (strips + y - 1) / y, work = 4 * wide * high + 4 * wide + high;
+        if (work < least) { least = work; across = (int)x; down = (int)y; }
+    }
+    #pragma omp parallel for schedule(static)
+    for (int t = 0; t < across * down; t++) {
+        const int x = t % across, y = t / across;
+        const int m0 = (int)(strips * y / down) * TILE_M, m1 = min_int(M, (int)(strips * (y + 1) / down) * TILE_M);
+        const int n0 = (int)(panels * x / across) * TILE_N, n1 = min_int(N, (int)(panels * (x + 1) / across) * TILE_N);
+        const size_t corner = m0 * c_row + n0;
+        multiply_serial(c + corner, c_row, init ? init + corner : NULL, bias ? bias + n0 : NULL, submatrix(a, m0, 0), submatrix(b, 0, n0), m1 - m0, n1 - n0, K);
+    }
+}
+
+// ---- linear layers
+
+// out (N, OC) = inp (N, C) weight (OC, C)^T + bias (OC)
+void matmul_forward_cpu(float *out, const float *inp, const float *weight, const float *bias /*NULL: none*/, int N, int C, int OC) {
+    multiply(out, OC, NULL, bias, matrix(inp, C), transposed(weight, C), N, OC, C);
+}
+// dinp (N, C) = dout (N, OC) weight (OC, C)
+void matmul_backward_input_cpu(float *dinp /*=*/, const float *dout, const float *weight, int N, int C, int OC) {
+    multiply(dinp, C, NULL, NULL, matrix(dout, OC), matrix(weight, C), N, C, OC);
+}
+// dweight (OC, C) = or += dout (N, OC)^T inp (N, C)
+static inline void matmul_backward_weight(float *dweight, const float *dout, const float *inp, int N, int C, int OC, int accumulate) {
+    multiply(dweight, C, accumulate ? dweight : NULL, NULL, transposed(dout, OC), matrix(inp, C), OC, C, N);
+}
+void matmul_backward_weight_cpu(float *dweight /*+=*/, const float *dout, const float *inp, int N, int C, int OC) {
+    matmul_backward_weight(dweight, dout, inp, N, C, OC, 1);
+}
+// dbias (OC) += sum over rows of dout (N, OC)
+void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
+    enum { BLOCK = 128 };  // columns of one task
+    #pragma omp parallel for schedule(static)
+    for (int begin = 0; begin < OC; begin += BLOCK) {
+        const int size = OC - begin < BLOCK ? OC - begin : BLOCK;
+        float sum[BLOCK] = {0};
+        for (int n = 0; n < N; n++) {
+            const float *d = dout + (size_t)n * OC + begin;
+            #pragma omp simd
+            for (int i = 0; i < size; i++) sum[i] += d[i];
+        }
+        for (int i = 0; i < size; i++) dbias[begin + i] += sum[i];
+    }
+}
+
+// ---- embedding: out (B, T, C) = wte[token] + wpe[position]
+
+void embedding_forward_cpu(float *out, const int *tokens, const float *wte, const float *wpe /*NULL: none*/, int B, int T, int C) {
+    #pragma omp parallel for schedule(static)
+    for (int n = 0; n < B * T; n++) {
+        const float *word = wte + (size_t)tokens[n] * C, *position = wpe ? wpe + (size_t)(n % T) * C : NULL;
+        for (int c = 0; c < C; c++) out[(size_t)n * C + c] = position ? word[c] + position[c] : word[c];
+    }
+}
+// Tasks are blocks of channels: two positions with the same token never meet in two threads.
+void embedding_backward_cpu(float *dwte /*+=*/, float *dwpe /*+=, NULL: none*/, const float *dout, const int *tokens, int B, int T, int C) {
+    enum { BLOCK = 64 };
+    #pragma omp parallel for schedule(static)
+    for (int begin = 0; begin < C; begin += BLOCK) {
+        const int end = begin + BLOCK < C ? begin + BLOCK : C;
+        for (int n = 0; n < B * T; n++) {
+            const float *d = dout + (size_t)n * C;
+            float *word = dwte + (size_t)tokens[n] * C, *position = dwpe ? dwpe + (size_t)(n % T) * C : NULL;
+            for (int c = begin; c < end; c++) word[c] += d[c];
+            if (position) for (int c = begin; c < end; c++) position[c] += d[c];
+        }
+    }
+}
+
+// ---- normalisation of each row: out = (x - mean) * rstd * weight + bias (LayerNorm), out = x * rstd * weight (RMSNorm)
+
+void norm_forward_cpu(NormKind kind, float *out, float *mean /*NULL for RMS*/, float *rstd, const float *inp, const float *weight,
+                      const float *bias /*NULL: none*/, int N, int C, float eps) {
+    #pragma omp parallel for schedule(static)
+    for (int n = 0; n < N; n++) {
+        const float *x = inp + (size_t)n * C;
+        float m = 0, variance = 0;
+        if (kind == NORM_LAYER) {
+            #pragma omp simd reduction(+ : m)
+            for (int c = 0; c < C; c++) m += x[c];
+            m /= (float)C;
+        }
+        #pragma omp simd reduction(+ : variance)
+        for (int c = 0; c < C; c++) variance += (x[c] - m) * (x[c] - m);
+        const float s = 1.0f / sqrtf(variance / (float)C + eps);
+        for (int c = 0; c < C; c++) out[(size_t)n * C + c] = (x[c] - m) * s * weight[c] + (bias ? bias[c] : 0.0f);
+        if (mean) mean[n] = m;
+        rstd[n] = s;
+    }
+}
+// With xhat = (x - mean) * rstd and g = dout * weight:  dx = rstd * (g - avg(g) [LayerNorm only] - xhat * avg(g * xhat)),
+// dweight = sum over rows of dout * xhat, dbias = sum of dout: first over tasks of ROWS rows, then over tasks in order.
+void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight /*+=*/, float *dbias /*+=, NULL: none*/, const float *dout,
+                       const float *inp, const float *weight, const float *mean, const float *rstd, int N, int C) {
+    enum { ROWS = 32 };
+    const int tasks = (N + ROWS - 1) / ROWS;
+    float *sums = (float *)calloc_or_die((size_t)tasks * 2 * C * sizeof(float));
+    #pragma omp parallel for schedule(static)
+    for (int task = 0; task < tasks; task++) {
+        float *dw = sums + (size_t)task * 2 * C, *db = dw + C;
+        for (int n = task * ROWS; n < N && n < (task + 1) * ROWS; n++) {
+            const float *x = inp + (size_t)n * C, *d = dout + (size_t)n * C, m = kind == NORM_LAYER ? mean[n] : 0, s = rstd[n];
+            float *dx = dinp + (size_t)n * C, avg_g = 0, avg_gx = 0;
+            #pragma omp simd reduction(+ : avg_g, avg_gx)
+            for (int c = 0; c < C; c++) {
+                float xhat = (x[c] - m) * s, g = d[c] * weight[c];
+                avg_g += g;
+                avg_gx += g * xhat;
+                dw[c] += d[c] * xhat;
+                db[c] += d[c];
+            }
+            avg_g = kind == NORM_LAYER ? avg_g / (float)C : 0;
+            avg_gx /= (float)C;
+            for (int c = 0; c < C; c++) dx[c] += s * (d[c] * weight[c] - avg_g - (x[c] - m) * s * avg_gx);
+        }
+    }
+    for (int task = 0; task < tasks; task++)
+        for (int c = 0; c < C; c++) {
+            dweight[c] += sums[(size_t)task * 2 * C + c];
+            if (dbias) dbias[c] += sums[(size_t)task * 2 * C + C + c];
+        }
+    free(sums);
+}
+
+// ---- rotary positions: channels i and i + HD/2 of each q and k head are a point in the plane, turned by position * frequency_i
+
+static void rope_rotate(float *qkv /*in place*/, const float *cos_sin /*(T, HD/2, 2)*/, int B, int T, int NH, int NKV, int HD, float direction) {
+    const int half = HD / 2;
+    #pragma omp parallel for schedule(static)
+    for (int n = 0; n < B * T; n++) {
+        const float *table = cos_sin + (size_t)(n % T) * HD;
+        for (int h = 0; h < NH + NKV; h++) {
+            float *x = qkv + (size_t)n * (NH + 2 * NKV) * HD + (size_t)h * HD;
+            for (int i = 0; i < half; i++) {
+                float a = x[i], b = x[i + half], cosine = table[2 * i], sine = table[2 * i + 1] * direction;
+                x[i] = a * cosine - b * sine;
+                x[i + half] = b * cosine + a * sine;
+            }
+        }
+    }
+}
+void rope_forward_cpu(float *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD) { rope_rotate(qkv, cos_sin, B, T, NH, NKV, HD, 1); }
+void rope_backward_cpu(float *dqkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD) { rope_rotate(dqkv, cos_sin, B, T, NH, NKV, HD, -1); }
+
+// ---- causal attention: out_t = sum over s <= t of p_ts v_s, p_t = softmax(q_t k_s / sqrt(HD)); query head h reads key/value head h / (NH/NKV)
+
+enum { QUERIES = 64 };  // queries at a time: their scores against all keys up to the last of them are a (QUERIES, keys) matrix in the cache
+
+// The first row of one head in sequence b; of the heads in a packed row, q is h, k is NH + kv, v is NH + NKV + kv.
+static inline const float *head_of(const float *qkv, size_t b, int T, size_t row, int head, int HD) { return qkv + b * T * row + (size_t)head * HD; }
+
+void attention_forward_cpu(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const float *qkv, int B, int T, int NH, int NKV, int HD) {
+    const size_t row = (size_t)(NH + 2 * NKV) * HD, out_row = (size_t)NH * HD;
+    const float scale = 1.0f / sqrtf((float)HD);
+    #pragma omp parallel for schedule(dynamic)
+    for (int task = 0; task < B * NH; task++) {
+        const int b = task / NH, h = task % NH, kv = h / (NH / NKV);
+        const float *q = head_of(qkv, b, T, row, h, HD), *k = head_of(qkv, b, T, row, NH + kv, HD), *v = head_of(qkv, b, T, row, NH + NKV + kv, HD);
+        float *p = (float *)malloc_or_die((size_t)QUERIES * T * sizeof(float));  // (rows, keys)
+        for (int t0 = 0; t0 < T; t0 += QUERIES) {
+            const int rows = min_int(T - t0, QUERIES), keys = t0 + rows;
+            multiply_serial(p, keys, NULL, NULL, matrix(q + t0 * row, row), transposed(k, row), rows, keys, HD);
+            for (int i = 0; i < rows; i++) {
+                float *x = p + (size_t)i * keys, highest = -INFINITY, sum = 0;
+                const int seen = t0 + i + 1;
+                #pragma omp simd reduction(max : highest)
+                for (int s = 0; s < seen; s++) highest = x[s] > highest ? x[s] : highest;
+                #pragma omp simd reduction(+ : sum)
+                for (int s = 0; s < seen; s++) { x[s] = fast_exp((x[s] - highest) * scale); sum += x[s]; }
+                for (int s = 0; s < seen; s++) x[s] *= 1 / sum;
+                for (int s = seen; s < keys; s++) x[s] = 0;
+                lse[(size_t)task * T + t0 + i] = highest * scale + logf(sum);
+            }
+            multiply_serial(out + ((size_t)b * T + t0) * out_row + (size_t)h * HD, out_row, NULL, NULL, matrix(p, keys), matrix(v, row), rows, HD, keys);
+        }
+        free(p);
+    }
+}
+// p = exp(scale q k^T - lse);  dv = p^T dout;  dp = dout v^T;  ds = p (dp - rowsum(dout * out));  dq = scale ds k;  dk = scale ds^T q.
+// A task is one key/value head with its group of query heads, so that no two threads add to the same dk, dv.
+void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *qkv, const float *out, const float *lse, int B, int T, int NH, int NKV, int HD) {
+    const size_t row = (size_t)(NH + 2 * NKV) * HD, out_row = (size_t)NH * HD;
+    const float scale = 1.0f / sqrtf((float)HD);
+    #pragma omp parallel for schedule(dynamic)
+    for (int task = 0; task < B * NKV; task++) {
+        const int b = task / NKV, kv = task % NKV, group = NH / NKV;
+        const float *k = head_of(qkv, b, T, row, NH + kv, HD), *v = head_of(qkv, b, T, row, NH + NKV + kv, HD);
+        float *dk = dqkv + (k - qkv), *dv = dqkv + (v - qkv);
+        float *p = (float *)malloc_or_die((size_t)2 * QUERIES * T * sizeof(float)), *ds = p + (size_t)QUERIES * T;  // (rows, keys)
+        for (int t = 0; t < T; t++)
+            for (int i = 0; i < HD; i++) dk[t * row + i] = dv[t * row + i] = 0;
+        for (int step = 0; step < group * T; ) {
+            const int h = kv * group + step / T, t0 = step % T, rows = min_int(T - t0, QUERIES), keys = t0 + rows;
+            const float *q = head_of(qkv, b, T, row, h, HD) + t0 * row, *o = out + ((size_t)b * T + t0) * out_row + (size_t)h * HD, *d = dout + (o - out);
+            multiply_serial(p, keys, NULL, NULL, matrix(q, row), transposed(k, row), rows, keys, HD);
+            multiply_serial(ds, keys, NULL, NULL, matrix(d, out_row), transposed(v, row), rows, keys, HD);
+            for (int i = 0; i < rows; i++) {
+                float *x = p + (size_t)i * keys, *dx = ds + (size_t)i * keys, dot = 0;
+                const float log_sum = lse[((size_t)b * NH + h) * T + t0 + i];
+                const int seen = t0 + i + 1;
+                #pragma omp simd reduction(+ : dot)
+                for (int j = 0; j < HD; j++) dot += d[i * out_row + j] * o[i * out_row + j];
+                #pragma omp simd
+                for (int s = 0; s < seen; s++) {
+                    x[s] = fast_exp(x[s] * scale - log_sum);
+                    dx[s] = x[s] * (dx[s] - dot) * scale;
+                }
+                for (int s = seen; s < keys; s++) x[s] = dx[s] = 0;
+            }
+            multiply_serial(dqkv + (q - qkv), row, NULL, NULL, matrix(ds, keys), matrix(k, row), rows, HD, keys);
+            multiply_serial(dk, row, dk, NULL, transposed(ds, keys), matrix(q, row), keys, HD, rows);
+            multiply_serial(dv, row, dv, NULL, transposed(p, keys), matrix(d, out_row), keys, HD, rows);
+            step += rows;
+        }
+        free(p);
+    }
+}
+
+// ---- activations. sigmoid(x) = 1 / (1 + exp(-x)) has full relative accuracy everywhere, unlike 1 + tanh
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
+
+// GELU in its tanh form: x/2 (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
+void gelu_forward_cpu(float *out, const float *inp, size_t n) {
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) {
+        float x = inp[i];
+        out[i] = x * sigmoid(1.5957691216f * x * (1.0f + 0.044715f * x * x));
+    }
+}
+void gelu_backward_cpu(float *dinp /*=*/, const float *dout, const float *inp, size_t n) {
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) {
+        float x = inp[i], s = sigmoid(1.5957691216f * x * (1.0f + 0.044715f * x * x));
+        dinp[i] = dout[i] * s * (1.0f + x * (1.0f - s) * 1.5957691216f * (1.0f + 3 * 0.044715f * x * x));
+    }
+}
+// out (N, F) = silu(gate) * up, silu(x) = x sigmoid(x); gate_up (N, 2F) = [gate | up]
+void swiglu_forward_cpu(float *out, const float *gate_up, int N, int F) {
+    #pragma omp parallel for schedule(static)
+    for (int n = 0; n < N; n++) {
+        const float *gate = gate_up + (size_t)n * 2 * F, *up = gate + F;
+        #pragma omp simd
+        for (int f = 0; f < F; f++) out[(size_t)n * F + f] = gate[f] * sigmoid(gate[f]) * up[f];
+    }
+}
+void swiglu_backward_cpu(float *dgate_up /*=*/, const float *dout, const float *gate_up, int N, int F) {
+    #pragma omp parallel for schedule(static)
+    for (int n = 0; n < N; n++) {
+        const float *gate = gate_up + (size_t)n * 2 * F, *up = gate + F, *d = dout + (size_t)n * F;
+        float *dgate = dgate_up + (size_t)n * 2 * F, *dup = dgate + F;
+        #pragma omp simd
+        for (int f = 0; f < F; f++) {
+            float g = gate[f], s = sigmoid(g);
+            dgate[f] = d[f] * up[f] * s * (1.0f + g * (1.0f - s));
+            dup[f] = d[f] * g * s;
+        }
+    }
+}
+
+// ---- cross entropy over the first V of Vp columns: loss = logsumexp(logits) - logits[target]. If asked, logits become their own
+// gradient (softmax - onehot) * dloss with zeros in the padding. A target < 0 is ignored: loss 0, gradient 0.
+void classifier_cpu(float *logits, float *losses /*(N) =*/, const int *targets, float dloss, int N, int V, int Vp, int write_dlogits) {
+    enum { BLOCK = 256 };  // words that are summed apart: rounding errors of 50,000 summands in one chain would show
+    #pragma omp parallel for schedule(static)
+    for (int n = 0; n < N; n++) {
+        float *x = logits + (size_t)n * Vp, highest = -INFINITY, sum = 0;
+        const int target = targets[n];
+        #pragma omp simd reduction(max : highest)
+        for (int i = 0; i < V; i++) highest = x[i] > highest ? x[i] : highest;
+        for (int begin = 0; begin < V; begin += BLOCK) {
+            const int end = min_int(V, begin + BLOCK);
+            float part = 0;
+            #pragma omp simd reduction(+ : part)
+            for (int i = begin; i < end; i++) part += fast_exp(x[i] - highest);
+            sum += part;
+        }
+        losses[n] = target < 0 ? 0 : highest + logf(sum) - x[target];
+        if (!write_dlogits) continue;
+        const float factor = target < 0 ? 0 : dloss / sum;
+        #pragma omp simd
+        for (int i = 0; i < V; i++) x[i] = fast_exp(x[i] - highest) * factor;
+        if (target >= 0) x[target] -= dloss;
+        for (int i = V; i < Vp; i++) x[i] = 0;
+    }
+}
+
+// ---- AdamW (Loshchilov and Hutter, arXiv:1711.05101), one pass over memory
+void adamw_update_cpu(float *weight, float *m, float *v, const float *grad, size_t n, float lr, float beta1, float beta2, float eps,
+                      float weight_decay, float grad_scale, int step /*from 1*/) {
+    const float correct1 = (float)(1 - pow(beta1, step)), correct2 = (float)(1 - pow(beta2, step));
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) {
+        float g = grad[i] * grad_scale;
+        float mi = m[i] = beta1 * m[i] + (1 - beta1) * g;
+        float vi = v[i] = beta2 * v[i] + (1 - beta2) * g * g;
+        weight[i] -= lr * (mi / correct1 / (sqrtf(vi / correct2) + eps) + weight_decay * weight[i]);
+    }
+}
+
+// Sum over n values, in double over pieces whose order does not depend on the threads: for the global gradient norm.
+static inline double sum_of_squares(const float *x, size_t n) {
+    enum { PIECE = 1 << 14 };
+    const int64_t pieces = (int64_t)ceil_div(n, PIECE);
+    double total = 0, *sums = (double *)malloc_or_die((size_t)pieces * sizeof(double));
+    #pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < pieces; p++) {
+        const size_t begin = (size_t)p * PIECE, end = begin + PIECE < n ? begin + PIECE : n;
+        float sum = 0;
+        #pragma omp simd reduction(+ : sum)
+        for (size_t i = begin; i < end; i++) sum += x[i] * x[i];
+        sums[p] = sum;
+    }
+    for (int64_t p = 0; p < pieces; p++) total += sums[p];
+    free(sums);
+    return total;
+}
+
+#ifndef LLMC_ORACLE
+// ---- the model: buffers, forward, backward, update. The backend (llmc/backend.h) of the CPU trainer.
+//
+// One block, for every family (which norm, position and activation: flags of Config):
+//   h1 = norm(x);      qkv = h1 Wqkv^T + b; rope turns q and k; y = attention(qkv);     x_mid = x + y Wproj^T + b
+//   h2 = norm(x_mid);  f = h2 Wfc^T + b; a = gelu(f), or silu(gate) * up with f = [gate | up];  x_out = x_mid + a Wfcproj^T + b
+// All of these are kept for backward; --recompute 1 keeps one `a` for all layers, 2 also one h1 and h2: backward computes them again.
+#include <sys/mman.h>
+
+#include "llmc/backend.h"
+#include "llmc/rope_table.h"
+
+typedef struct {
+    float *h1, *mean1, *rstd1, *qkv, *y, *lse, *x_mid, *h2, *mean2, *rstd2, *f, *a, *x_out;
+} LayerActs;
+
+// A layer's weights, or their gradients: pointers into the parameter buffer, NULL where the family has none.
+typedef struct {
+    float *ln1w, *ln1b, *qkvw, *qkvb, *projw, *projb, *ln2w, *ln2b, *fcw, *fcb, *fcprojw, *fcprojb;
+} BlockParams;
+
+struct Model {
+    Config config;
+    ParamTable table;
+    const Comm *comm;
+    int B, T, recompute, zero_stage;
+    float *weights, *grads;                 // the layout of the table
+    float *m, *v;                           // the same; with ZeRO 1 this rank's pieces, one after another
+    float *exchange;                        // room for the other ranks' gradients
+    float *x_embedding, *h_final, *mean_final, *rstd_final, *losses, *cos_sin;
+    LayerActs *layers;
+    float *logits;                          // (head_rows, Vp): the head runs on so many rows at a time
+    int head_rows;
+    float *dx, *branch, *dqkv, *df, *da;    // backward: gradient of the residual stream, of a block's branch, and inside it
+    double loss;                            // sum over the step's micro-steps
+    void **owned;                           // what model_close frees
+    int num_owned;
+    size_t bytes;
+    char device[128];
+};
+
+static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
+static inline int fc_width(const Config *c) { return c->mlp == MLP_SWIGLU ? 2 * c->ffn_dim : c->ffn_dim; }
+
+static float *param_pointer(const Model *m, float *buffer, int unit, Role role) {
+    size_t at = param_at(&m->table, unit, role);
+    return at == NO_PARAM ? NULL : buffer + at;
+}
+static float *head_weight(const Model *m, float *buffer) {
+    return m->config.tied ? param_pointer(m, buffer, 0, ROLE_WTE) : param_pointer(m, buffer, m->config.num_layers + 1, ROLE_HEADW);
+}
+static BlockParams block_params(const Model *m, float *buffer, int layer) {
+    const int u = layer + 1;
+    BlockParams p;
+    p.ln1w = param_pointer(m, buffer, u, ROLE_LN1W);       p.ln1b = param_pointer(m, buffer, u, ROLE_LN1B);
+    p.qkvw = param_pointer(m, buffer, u, ROLE_QKVW);       p.qkvb = param_pointer(m, buffer, u, ROLE_QKVB);
+    p.projw = param_pointer(m, buffer, u, ROLE_PROJW);     p.projb = param_pointer(m, buffer, u, ROLE_PROJB);
+    p.ln2w = param_pointer(m, buffer, u, ROLE_LN2W);       p.ln2b = param_pointer(m, buffer, u, ROLE_LN2B);
+    p.fcw = param_pointer(m, buffer, u, ROLE_FCW);         p.fcb = param_pointer(m, buffer, u, ROLE_FCB);
+    p.fcprojw = param_pointer(m, buffer, u, ROLE_FCPROJW); p.fcprojb = param_pointer(m, buffer, u, ROLE_FCPROJB);
+    return p;
+}
+
+// ---- buffers
+
+static float *floats(Model *m, size_t count) {
+    m->owned = (void **)realloc(m->owned, (size_t)(m->num_owned + 1) * sizeof(void *));
+    require(m->owned, "out of memory for the list of buffers\nuse a smaller model");
+    const size_t bytes = round_up(count * sizeof(float), 64);
+    char *p = (char *)malloc_or_die(bytes);
+    char *page = (char *)round_up((size_t)p, 4096);
+    if (bytes > 1 << 22) madvise(page, (size_t)(p + bytes - page), MADV_HUGEPAGE);  // large pages: fewer address look-ups
+    m->bytes += bytes;
+    return (float *)(m->owned[m->num_owned++] = memset(p, 0, bytes));
+}
+
+static void describe_device(char *text, size_t size) {
+    char line[256], name[96] = "CPU";
+    FILE *f = fopen("/proc/cpuinfo", "r");
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "model name : %95[^\n]", name) == 1) break;
+    if (f) fclose(f);
+    int threads = 1;
+    #ifdef _OPENMP
+    threads = omp_get_max_threads();
+    #endif
+    snprintf(text, size, "%s, %d thread%s, %d-bit vectors", name, threads, threads == 1 ? "" : "s", 32 * LANES);
+}
+
+// Threads for this rank: the cores that the launcher bound it to, shared with the ranks that it bound to the same.
+static int threads_of_rank(const Comm *comm) {
+    typedef struct { char host[64]; cpu_set_t cores; } Place;
+    Place mine, *all = (Place *)malloc_or_die((size_t)comm->world * sizeof(Place));
+    int sharing = 0;
+    memset(&mine, 0, sizeof mine);
+    memcpy(mine.host, comm->host, sizeof mine.host);
+    if (sched_getaffinity(0, sizeof mine.cores, &mine.cores) != 0) CPU_SET(0, &mine.cores);
+    comm_gather_all(comm, &mine, sizeof mine, all);
+    for (int r = 0; r < comm->world; r++) sharing += memcmp(&all[r], &mine, sizeof mine) == 0;
+    free(all);
+    const int cores = CPU_COUNT(&mine.cores);
+    return cores > sharing ? cores / sharing : 1;
+}
+
+void model_identify(HandshakeRecord *r) { (void)r; }
+void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
+    memset(m, 0, sizeof *m);
+    m->config = *c;
+    m->table = params_table(c);
+    m->comm = comm;
+    m->zero_stage = comm->world > 1 ? (int)o->zero_stage : 0;
+    m->B = (int)o->batch_size; m->T = (int)o->seq_len; m->recompute = (int)o->recompute;
+    require((int64_t)m->B * m->T <= 1 << 28, "micro-steps of %d x %d tokens are too large\nuse a smaller --batch-size", m->B, m->T);
+    #ifdef _OPENMP
+    if (o->threads > 0) omp_set_num_threads((int)o->threads);
+    else if (comm->world > 1 && !getenv("OMP_NUM_THREADS")) omp_set_num_threads(threads_of_rank(comm));
+    #endif
+    describe_device(m->device, sizeof m->device);
+    const size_t N = (size_t)m->B * m->T, C = (size_t)c->channels, F = (size_t)c->ffn_dim, Vp = (size_t)c->padded_vocab_size, L = (size_t)c->num_layers;
+    m->weights = floats(m, m->table.total); m->grads = floats(m, m->table.total);
+    const size_t states = m->zero_stage ? m->table.total / (size_t)comm->world : m->table.total;
+    m->m = floats(m, states);          m->v = floats(m, states);
+    m->exchange = floats(m, comm->world > 1 ? (size_t)comm->world * COMM_PIECE : 0);
+    m->x_embedding = floats(m, N * C); m->h_final = floats(m, N * C);
+    m->mean_final = floats(m, N);      m->rstd_final = floats(m, N);
+    m->losses = floats(m, N);
+    m->cos_sin = floats(m, (size_t)m->T * c->head_dim);
+    if (c->position == POSITION_ROPE) rope_table(c, m->T, m->cos_sin);
+    const size_t room = (size_t)1 << 26;  // floats of logits that may be alive together
+    m->head_rows = (int)(N * Vp <= room ? N : room / Vp > 64 ? room / Vp : 64);
+    m->logits = floats(m, (size_t)m->head_rows * Vp);
+    m->dx = floats(m, N * C);   m->branch = floats(m, N * C);
+    m->dqkv = floats(m, N * qkv_width(c));
+    m->df = floats(m, N * fc_width(c));
+    m->da = c->mlp == MLP_SWIGLU ? floats(m, N * F) : m->df;  // GELU's backward works in place
+    m->layers = (LayerActs *)calloc_or_die(L * sizeof(LayerActs));
+    for (size_t l = 0; l < L; l++) {
+        LayerActs *a = &m->layers[l], *shared = m->layers;
+        a->a = m->recompute >= 1 && l > 0 ? shared->a : floats(m, N * F);
+        a->h1 = m->recompute >= 2 && l > 0 ? shared->h1 : floats(m, N * C);
+        a->h2 = m->recompute >= 2 && l > 0 ? shared->h2 : floats(m, N * C);
+        a->mean1 = floats(m, N); a->rstd1 = floats(m, N);
+        a->mean2 = floats(m, N); a->rstd2 = floats(m, N);
+        a->qkv = floats(m, N * qkv_width(c));
+        a->y = floats(m, N * C);
+        a->lse = floats(m, N * c->num_heads);
+        a->x_mid = floats(m, N * C);
+        a->f = floats(m, N * fc_width(c));
+        a->x_out = floats(m, N * C);
+    }
+}
+void model_close(Model *m) {
+    for (int i = 0; i < m->num_owned; i++) free(m->owned[i]);
+    free(m->owned);
+    free(m->layers);
+    params_free(&m->table);
+    memset(m, 0, sizeof *m);
+}
+
+const char *model_device(const Model *m) { return m->device; }
+const char *model_dtype(const Model *m) { (void)m; return "fp32"; }
+double model_peak_flops(const Model *m) { (void)m; return 0; }
+double model_memory_gib(const Model *m) { return (double)m->bytes / 1073741824.0; }
+
+static float *slot_pointer(const Model *m, Slot s) { return s == SLOT_WEIGHT ? m->weights : s == SLOT_GRAD ? m->grads : s == SLOT_M ? m->m : s == SLOT_V ? m->v : NULL; }
+int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
+Span model_owned(const Model *m, Slot s, int unit) {
+    return m->zero_stage && s != SLOT_WEIGHT ? param_shard(&m->table, unit, m->comm->rank, m->comm->world) : param_unit(&m->table, unit);
+}
+// Where elements [offset, offset + count) of a slot are.
+static float *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
+    assert(model_has_slot(m, s) && offset <= m->table.total && count <= m->table.total - offset);
+    if (!m->zero_stage || s == SLOT_WEIGHT) return slot_pointer(m, s) + offset;
+    int u = 0;
+    while (offset >= m->table.unit_begin[u + 1]) u++;
+    const Span own = model_owned(m, s, u);
+    assert(offset >= own.begin && offset + count <= own.begin + own.count);
+    return s == SLOT_GRAD ? m->grads + offset : slot_pointer(m, s) + m->table.unit_begin[u] / (size_t)m->comm->world + (offset - own.begin);
+}
+void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) { memcpy(slot_place(m, s, offset, count), values, count * sizeof(float)); }
+void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) { memcpy(values, slot_place(m, s, offset, count), count * sizeof(float)); }
+
+// ---- forward
+
+static const float *layer_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->layers[l - 1].x_out; }
+
+static void activation_forward(const Model *m, float *a, const float *f, int N) {
+    if (m->config.mlp == MLP_SWIGLU) swiglu_forward_cpu(a, f, N, m->config.ffn_dim);
+    else gelu_forward_cpu(a, f, (size_t)N * m->config.ffn_dim);
+}
+
+static void block_forward(Model *m, int l, int B, int T) {
+    const Config *c = &m->config;
+    const LayerActs *a = &m->layers[l];
+    const BlockParams w = block_params(m, m->weights, l);
+    const int N = B * T, C = c->channels, Q = c->num_heads * c->head_dim;
+    const float *x = layer_input(m, l);
+    watchdog_beat(PHASE_FORWARD, l);
+    norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, x, w.ln1w, w.ln1b, N, C, c->norm_eps);
+    matmul_forward_cpu(a->qkv, a->h1, w.qkvw, w.qkvb, N, C, qkv_width(c));
+    if (c->position == POSITION_ROPE) rope_forward_cpu(a->qkv, m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
+    attention_forward_cpu(a->y, a->lse, a->qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
+    multiply(a->x_mid, C, x, w.projb, matrix(a->y, Q), transposed(w.projw, Q), N, C, Q);  // with the residual added
+    norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps);
+    matmul_forward_cpu(a->f, a->h2, w.fcw, w.fcb, N, C, fc_width(c));
+    activation_forward(m, a->a, a->f, N);
+    multiply(a->x_out, C, a->x_mid, w.fcprojb, matrix(a->a, c->ffn_dim), transposed(w.fcprojw, c->ffn_dim), N, C, c->ffn_dim);
+}
+
+// tokens (B, T) -> m->h_final (B, T, C)
+static void model_forward(Model *m, const int *tokens, int B, int T) {
+    const Config *c = &m->config;
+    const int N = B * T, last = c->num_layers + 1;
+    for (int n = 0; n < N; n++)
+        require(tokens[n] >= 0 && tokens[n] < c->vocab_size, "token id %d is not in the vocabulary of %d\nuse data made with the model's tokenizer", tokens[n], c->vocab_size);
+    embedding_forward_cpu(m->x_embedding, tokens, param_pointer(m, m->weights, 0, ROLE_WTE), param_pointer(m, m->weights, 0, ROLE_WPE), B, T, c->channels);
+    for (int l = 0; l < c->num_layers; l++) block_forward(m, l, B, T);
+    norm_forward_cpu(c->norm, m->h_final, m->mean_final, m->rstd_final, layer_input(m, c->num_layers), param_pointer(m, m->weights, last, ROLE_LNFW),
+                     param_pointer(m, m->weights, last, ROLE_LNFB), N, c->channels, c->norm_eps);
+}
+
+// m->h_final -> m->losses and, if asked, the head's own backward: its weight gradient, and the gradient of h_final in m->branch.
+// Some rows at a time, so that the logits never fill the memory.
+static void head(Model *m, const int *targets, float dloss, int backward, int accumulate) {
+    const Config *c = &m->config;
+    const int N = m->B * m->T, C = c->channels, Vp = c->padded_vocab_size;
+    const float *w = head_weight(m, m->weights);
+    for (int n0 = 0; n0 < N; n0 += m->head_rows) {
+        const int rows = min_int(N - n0, m->head_rows);
+        watchdog_beat(PHASE_FORWARD, c->num_layers);
+        const float *h = m->h_final + (size_t)n0 * C;
+        matmul_forward_cpu(m->logits, h, w, NULL, rows, C, Vp);
+        classifier_cpu(m->logits, m->losses + n0, targets + n0, dloss, rows, c->vocab_size, Vp, backward);
+        if (!backward) continue;
+        matmul_backward_weight(head_weight(m, m->grads), m->logits, h, rows, C, Vp, accumulate || n0 > 0);
+        matmul_backward_input_cpu(m->branch + (size_t)n0 * C, m->logits, w, rows, C, Vp);
+    }
+}
+
+// ---- backward
+
+// m->dx is the gradient of the block's output on entry and of its input on return.
+static void block_backward(Model *m, int l, int accumulate) {
+    const Config *c = &m->config;
+    const LayerActs *a = &m->layers[l];
+    const BlockParams w = block_params(m, m->weights, l), g = block_params(m, m->grads, l);
+    const int N = m->B * m->T, C = c->channels, F = c->ffn_dim, Q = c->num_heads * c->head_dim;
+    watchdog_beat(PHASE_BACKWARD, l);
+    // MLP
+    if (m->recompute >= 1) activation_forward(m, a->a, a->f, N);
+    if (m->recompute >= 2) norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps);
+    matmul_backward_weight(g.fcprojw, m->dx, a->a, N, F, C, accumulate);
+    if (g.fcprojb) bias_backward_cpu(g.fcprojb, m->dx, N, C);
+    matmul_backward_input_cpu(m->da, m->dx, w.fcprojw, N, F, C);
+    if (c->mlp == MLP_SWIGLU) swiglu_backward_cpu(m->df, m->da, a->f, N, F);
+    else gelu_backward_cpu(m->df, m->da, a->f, (size_t)N * F);
+    matmul_backward_weight(g.fcw, m->df, a->h2, N, C, fc_width(c), accumulate);
+    if (g.fcb) bias_backward_cpu(g.fcb, m->df, N, fc_width(c));
+    matmul_backward_input_cpu(m->branch, m->df, w.fcw, N, C, fc_width(c));
+    norm_backward_cpu(c->norm, m->dx, g.ln2w, g.ln2b, m->branch, a->x_mid, w.ln2w, a->mean2, a->rstd2, N, C);
+    // attention
+    if (m->recompute >= 2) norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, layer_input(m, l), w.ln1w, w.ln1b, N, C, c->norm_eps);
+    matmul_backward_weight(g.projw, m->dx, a->y, N, Q, C, accumulate);
+    if (g.projb) bias_backward_cpu(g.projb, m->dx, N, C);
+    matmul_backward_input_cpu(m->branch, m->dx, w.projw, N, Q, C);
+    attention_backward_cpu(m->dqkv, m->branch, a->qkv, a->y, a->lse, m->B, m->T, c->num_heads, c->num_kv_heads, c->head_dim);
+    if (c->position == POSITION_ROPE) rope_backward_cpu(m->dqkv, m->cos_sin, m->B, m->T, c->num_heads, c->num_kv_heads, c->head_dim);
+    matmul_backward_weight(g.qkvw, m->dqkv, a->h1, N, C, qkv_width(c), accumulate);
+    if (g.qkvb) bias_backward_cpu(g.qkvb, m->dqkv, N, qkv_width(c));
+    matmul_backward_input_cpu(m->branch, m->dqkv, w.qkvw, N, C, qkv_width(c));
+    norm_backward_cpu(c->norm, m->dx, g.ln1w, g.ln1b, m->branch, layer_input(m, l), w.ln1w, a->mean1, a->rstd1, N, C);
+}
+
+// The gradients of a unit are complete on every rank: their sums, of this rank's piece or (ZeRO 0) of all.
+static void reduce_unit(Model *m, int unit) {
+    const Span all = param_unit(&m->table, unit);
+    const size_t piece = all.count / (size_t)m->comm->world;
+    comm_reduce_scatter(m->comm, m->grads + all.begin, piece, m->exchange);
+    if (!m->zero_stage) comm_all_gather(m->comm, m->grads + all.begin, piece * sizeof(float));
+}
+
+// The head's backward has run. Matrices know whether to overwrite; what can only be added to is zeroed first.
+static void model_backward(Model *m, const int *tokens, int accumulate, int reduce) {
+    const Config *c = &m->config;
+    const int C = c->channels, last = c->num_layers + 1;
+    for (int i = 0; i < m->table.count && !accumulate; i++) {
+        const Param *p = &m->table.params[i];
+        if (p->is_vector || p->role == ROLE_WPE || (p->role == ROLE_WTE && !c->tied)) memset(m->grads + p->offset, 0, p->size * sizeof(float));
+    }
+    watchdog_beat(PHASE_BACKWARD, c->num_layers);
+    memset(m->dx, 0, (size_t)m->B * m->T * C * sizeof(float));
+    norm_backward_cpu(c->norm, m->dx, param_pointer(m, m->grads, last, ROLE_LNFW), param_pointer(m, m->grads, last, ROLE_LNFB), m->branch, layer_input(m, c->num_layers),
+                      param_pointer(m, m->weights, last, ROLE_LNFW), m->mean_final, m->rstd_final, m->B * m->T, C);
+    if (reduce) reduce_unit(m, last);
+    for (int l = c->num_layers - 1; l >= 0; l--) {
+        block_backward(m, l, accumulate);
+        if (reduce) reduce_unit(m, l + 1);
+    }
+    embedding_backward_cpu(param_pointer(m, m->grads, 0, ROLE_WTE), param_pointer(m, m->grads, 0, ROLE_WPE), m->dx, tokens, m->B, m->T, C);
+    if (reduce) reduce_unit(m, 0);
+}
+
+// ---- the backend's entries
+
+void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
+    const int N = m->B * m->T;
+    const double tokens = (double)N * num_micro * m->comm->world;  // of the step
+    model_forward(m, inputs, m->B, m->T);
+    head(m, targets, (float)(1 / tokens), 1, micro > 0);
+    model_backward(m, inputs, micro > 0, micro == num_micro - 1 && m->comm->world > 1);
+    if (micro == 0) m->loss = 0;
+    for (int n = 0; n < N; n++) m->loss += m->losses[n] / tokens;
+}
+
+void model_loss_and_norm(Model *m, float *loss, float *norm) {
+    double squares = 0;
+    for (int u = 0; u < m->table.num_units; u++) {
+        const Span mine = param_shard(&m->table, u, m->comm->rank, m->comm->world);
+        squares += sum_of_squares(m->grads + mine.begin, mine.count);
+    }
+    *loss = (float)comm_sum(m->comm, m->loss);
+    *norm = (float)sqrt(comm_sum(m->comm, squares));
+}
+
+void model_update(Model *m, const AdamWParams *p) {
+    watchdog_beat(PHASE_UPDATE, -1);
+    for (int i = 0; i < m->table.count; i++) {
+        const Param *t = &m->table.params[i];
+        const Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
+        if (s.count == 0) continue;
+        adamw_update_cpu(m->weights + s.begin, slot_place(m, SLOT_M, s.begin, s.count), slot_place(m, SLOT_V, s.begin, s.count), m->grads + s.begin, s.count,
+                         p->lr, p->beta1, p->beta2, p->eps, t->decay ? p->weight_decay : 0, p->grad_scale, p->step);
+    }
+    for (int u = 0; u < m->table.num_units && m->zero_stage; u++) {
+        const Span all = param_unit(&m->table, u);
+        comm_all_gather(m->comm, m->weights + all.begin, all.count / (size_t)m->comm->world * sizeof(float));
+    }
+}
+
+void model_losses(Model *m, const int *inputs, const int *targets, float *losses) {
+    model_forward(m, inputs, m->B, m->T);
+    head(m, targets, 0, 0, 0);
+    memcpy(losses, m->losses, (size_t)m->B * m->T * sizeof(float));
+}
+
+void model_next_logits(Model *m, const int *tokens, int n, float *logits) {
+    const Config *c = &m->config;
+    assert(n >= 1 && n <= m->T);
+    model_forward(m, tokens, 1, n);
+    matmul_forward_cpu(logits, m->h_final + (size_t)(n - 1) * c->channels, head_weight(m, m->weights), NULL, 1, c->channels, c->vocab_size);
+}
+
+#ifndef LLMC_NO_MAIN  // test_model.c has its own
+#include "llmc/trainer.h"
+
+int main(int argc, char **argv) { return trainer_main(argc, argv); }
+#endif
+#endif

@@ -1,0 +1,598 @@
+"""PyTorch reference of llm.cu: the same models, data order, initial weights and options as train_gpt2.c and train_gpt2.cu.
+
+One class trains every family. As in llmc/params.h, the table of weights IS the model description: Config's flags make the
+table, the table makes the parameters, and forward asks for them by role. Names in files and state dict are Hugging Face's.
+
+  python train_gpt2.py                                          GPT-2 124M on tinyshakespeare
+  python train_gpt2.py --model d6,vocab=256 --device cpu ...    the options of ./train_gpt2 --help
+  python train_gpt2.py --model DIR                              start from a Hugging Face folder or a checkpoint of the C trainers
+  python train_gpt2.py --model d2,channels=64 --write-weights DIR    the initial weights as a Hugging Face folder
+  python train_gpt2.py --model d2,channels=64 --write-debug DIR      and logits, gradients, ten losses: the oracle of whole-model tests
+
+Left out: several GPUs, resuming the optimiser. The C trainers have them.
+"""
+import argparse
+import glob
+import json
+import math
+import os
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+def require(condition, what, hint):
+    """For everything a user can cause: what is wrong, what to do, exit status 1."""
+    if not condition:
+        sys.stdout.flush()
+        print(f"\nerror: {what}\n  hint: {hint}", file=sys.stderr)
+        sys.exit(1)
+
+# ---- random numbers: llmc/rand.h in numpy. A value depends on (seed, stream, counter) alone.
+RAND_INIT, RAND_SHUFFLE, RAND_SAMPLE = 1, 2, 3
+
+def rand_mix(z):
+    """splitmix64's finaliser on an array of uint64, which wraps around as C does."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+def rand_stream(purpose, part):
+    return (purpose << 56) ^ part
+
+def rand_u64(seed, stream, counters):
+    """counters: an array; returns an array of uint64."""
+    golden, word = np.uint64(0x9E3779B97F4A7C15), lambda x: np.array([x], np.uint64)
+    return rand_mix(rand_mix(rand_mix(word(seed) + golden) + word(stream)) + np.asarray(counters, np.uint64) * golden)
+
+def rand_normal(seed, stream, counters):
+    r = rand_u64(seed, stream, counters)
+    u, v = ((r >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32, (r & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32
+    return (np.sqrt(-2.0 * np.log(u)) * np.cos(6.283185307179586 * v)).astype(np.float32)
+
+# ---- Config: sizes plus one flag for each architectural difference (llmc/config.h)
+@dataclass
+class Config:
+    model_type: str  # Hugging Face's name: gpt2, llama, qwen2. Decides names and layouts in files, nothing else
+    num_layers: int
+    channels: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_dim: int
+    vocab_size: int
+    max_seq_len: int
+    norm: str = "rms"  # or "layer"
+    norm_eps: float = 1e-5
+    position: str = "rope"  # or "learned"
+    rope_theta: float = 0.0
+    rope_factor: float = 0.0  # > 0: Llama-3.1 scaling with the three numbers below
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_len: int = 8192
+    mlp: str = "swiglu"  # or "gelu"
+    qkv_bias: bool = False
+    linear_bias: bool = False
+    tied: bool = False
+
+    @property
+    def head_dim(self):
+        return self.channels // self.num_heads
+
+def gpt2(layers, channels, heads, max_seq_len=1024, vocab=50257, ffn=None):
+    return Config("gpt2", layers, channels, heads, heads, ffn or 4 * channels, vocab, max_seq_len, norm="layer", position="learned",
+                  mlp="gelu", qkv_bias=True, linear_bias=True, tied=True)
+
+def llama2(layers, channels, heads, kv_heads, ffn):
+    return Config("llama", layers, channels, heads, kv_heads, ffn, 32000, 4096, rope_theta=1e4)
+
+def llama3(layers, channels, heads, ffn, max_seq_len=8192, rope_factor=0.0, tied=False):
+    return Config("llama", layers, channels, heads, 8, ffn, 128256, max_seq_len, rope_theta=5e5, rope_factor=rope_factor, tied=tied)
+
+def qwen2(layers, channels, heads, kv_heads, ffn, vocab, tied):
+    return Config("qwen2", layers, channels, heads, kv_heads, ffn, vocab, 32768, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True, tied=tied)
+
+# channels and heads at a depth; layers and head dimension at a width
+GPT2_DEPTHS = {24: (1024, 16), 36: (1280, 20), 48: (1600, 25), 60: (1920, 30), 72: (2880, 30), 84: (3456, 36)}
+GPT3_WIDTHS = {384: (6, 64), 768: (12, 64), 1024: (24, 64), 1536: (24, 96), 2048: (24, 128), 2560: (32, 80), 4096: (32, 128), 5120: (40, 128), 12288: (96, 128)}
+PRESETS = {
+    "gpt2:124M": gpt2(12, 768, 12), "gpt2:350M": gpt2(24, 1024, 16), "gpt2:774M": gpt2(36, 1280, 20), "gpt2:1558M": gpt2(48, 1600, 25),
+    **{f"gpt3:c{c}": gpt2(layers, c, c // hd, 2048) for c, (layers, hd) in GPT3_WIDTHS.items()},
+    "llama2:7B": llama2(32, 4096, 32, 32, 11008), "llama2:13B": llama2(40, 5120, 40, 40, 13824), "llama2:70B": llama2(80, 8192, 64, 8, 28672),
+    "llama3:8B": llama3(32, 4096, 32, 14336), "llama3:70B": llama3(80, 8192, 64, 28672),
+    "llama3.1:8B": llama3(32, 4096, 32, 14336, 131072, 8), "llama3.1:70B": llama3(80, 8192, 64, 28672, 131072, 8),
+    "llama3.2:1B": llama3(16, 2048, 32, 8192, 131072, 32, True), "llama3.2:3B": llama3(28, 3072, 24, 8192, 131072, 32, True),
+    "qwen2.5:0.5B": qwen2(24, 896, 14, 2, 4864, 151936, True), "qwen2.5:1.5B": qwen2(28, 1536, 12, 2, 8960, 151936, True),
+    "qwen2.5:3B": qwen2(36, 2048, 16, 2, 11008, 151936, True), "qwen2.5:7B": qwen2(28, 3584, 28, 4, 18944, 152064, False),
+    "qwen2.5:14B": qwen2(48, 5120, 40, 8, 13824, 152064, False), "qwen2.5:32B": qwen2(64, 5120, 40, 8, 27648, 152064, False),
+    "qwen2.5:72B": qwen2(80, 8192, 64, 8, 29568, 152064, False),
+}
+OVERRIDES = {"layers": "num_layers", "channels": "channels", "heads": "num_heads", "kv_heads": "num_kv_heads", "ffn": "ffn_dim",
+             "vocab": "vocab_size", "seq": "max_seq_len", "tied": "tied"}
+
+def config_preset(name):
+    depth = name.removeprefix("gpt2:")[1:]
+    if name.removeprefix("gpt2:").startswith("d") and depth.isdigit() and 0 < int(depth) <= 1024:
+        n = int(depth)
+        return gpt2(n, *GPT2_DEPTHS.get(n, (64 * n, n)))
+    return PRESETS.get(name)
+
+def config_parse(descriptor):
+    """'preset[,key=value...]' -> (Config, whether vocab= was given). Open sizes follow the preset's proportions."""
+    name, *items = descriptor.split(",")
+    base = config_preset(name)
+    require(base, f"unknown model '{name}'", f"use a Hugging Face folder, dN, gpt2:dN or one of {', '.join(PRESETS)}")
+    given = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        require(equals and key in OVERRIDES, f"'{item}' in model '{descriptor}' is not key=value with a known key", f"keys: {' '.join(OVERRIDES)}")
+        ok = value.isdigit() and (int(value) <= 1 if key == "tied" else 0 < int(value) <= 1 << 24)
+        require(ok, f"{item} in model '{descriptor}' is out of range", "give a positive whole number (tied: 0 or 1)")
+        given[OVERRIDES[key]] = bool(int(value)) if key == "tied" else int(value)
+    c, group = replace(base, **given), base.num_heads // base.num_kv_heads
+    if "num_heads" not in given and c.channels % base.head_dim == 0:
+        c.num_heads = c.channels // base.head_dim
+    if "num_kv_heads" not in given:
+        c.num_kv_heads = c.num_heads // group if c.num_heads % group == 0 else c.num_heads
+    if "ffn_dim" not in given and c.channels != base.channels:
+        c.ffn_dim = -(-(c.channels * base.ffn_dim // base.channels) // 8) * 8
+    return config_check(c), "vocab_size" in given
+
+def config_check(c):
+    require(c.channels % 8 == 0 and c.channels % c.num_heads == 0 and c.head_dim % 8 == 0,
+            f"{c.channels} channels do not divide into {c.num_heads} heads of a multiple of 8", "change channels= or heads=")
+    require(c.num_heads % c.num_kv_heads == 0, f"{c.num_heads} query heads do not divide over {c.num_kv_heads} key/value heads", "change kv_heads=")
+    require(c.ffn_dim % 8 == 0, f"MLP width {c.ffn_dim} is not a multiple of 8", "change ffn=")
+    return c
+
+# Our fields -> keys of config.json, where RoPE's scaling is an object of its own.
+HF_GPT2 = {"num_layers": "n_layer", "channels": "n_embd", "num_heads": "n_head", "ffn_dim": "n_inner", "vocab_size": "vocab_size",
+           "max_seq_len": "n_positions", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings"}
+HF_LLAMA = {"num_layers": "num_hidden_layers", "channels": "hidden_size", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+            "ffn_dim": "intermediate_size", "vocab_size": "vocab_size", "max_seq_len": "max_position_embeddings", "norm_eps": "rms_norm_eps",
+            "rope_theta": "rope_theta", "tied": "tie_word_embeddings"}
+HF_ROPE = {"rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor",
+           "rope_original_len": "original_max_position_embeddings"}
+
+def config_to_hf(c):
+    """Config -> the dict of a Hugging Face config.json."""
+    name = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[c.model_type]
+    hf = {"architectures": [name], "model_type": c.model_type, "torch_dtype": "float32"}
+    hf |= {"activation_function": "gelu_new"} if c.model_type == "gpt2" else {"hidden_act": "silu"}
+    hf |= {theirs: getattr(c, ours) for ours, theirs in (HF_GPT2 if c.model_type == "gpt2" else HF_LLAMA).items()}
+    if c.rope_factor > 0:
+        hf["rope_scaling"] = {"rope_type": "llama3"} | {theirs: getattr(c, ours) for ours, theirs in HF_ROPE.items()}
+    return hf
+
+def config_from_hf(hf, where):
+    """The dict of a config.json -> Config. What this model cannot express is refused, not ignored."""
+    kind = hf.get("model_type")
+    require(kind in ("gpt2", "llama", "qwen2"), f"{where}: model_type {kind!r} is not gpt2, llama or qwen2", "use a model of one of these families")
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}  # transformers 5 moved theta and scaling into rope_parameters
+    rope_type, head_dims = rope.get("rope_type", rope.get("type", "default")), (None, hf.get("hidden_size", 0) // hf.get("num_attention_heads", 1))
+    require(hf.get("activation_function", "gelu_new") in ("gelu_new", "gelu_pytorch_tanh"), f"{where}: not the tanh form of GELU", "only gelu_new is built")
+    require(rope_type in ("default", "llama3"), f"{where}: rope scaling '{rope_type}' is not built", "use a model with default or llama3 scaling")
+    require(hf.get("head_dim") in head_dims, f"{where}: head_dim is not hidden_size / heads", "such models are not built")
+    require(not hf.get("mlp_bias") and not (kind == "llama" and hf.get("attention_bias")), f"{where}: biases beyond Qwen2's", "such models are not built")
+    require(not hf.get("use_sliding_window"), f"{where}: sliding-window attention is not built", "use a model without it")
+    base = gpt2(1, 64, 1) if kind == "gpt2" else Config(kind, 1, 64, 1, 0, 0, 2, 2048, norm_eps=1e-6, rope_theta=1e4, qkv_bias=kind == "qwen2")
+    keys, values = HF_GPT2 if kind == "gpt2" else HF_LLAMA, {**hf, **rope}
+    c = replace(base, **{ours: values[theirs] for ours, theirs in keys.items() if values.get(theirs) is not None})
+    c.num_kv_heads = c.num_kv_heads if values.get("num_key_value_heads") else c.num_heads
+    c.ffn_dim = c.ffn_dim if kind != "gpt2" or values.get("n_inner") else 4 * c.channels
+    return config_check(replace(c, **{ours: rope[theirs] for ours, theirs in HF_ROPE.items()}) if rope_type == "llama3" else c)
+
+# ---- the table of weights (llmc/params.h): order, names, shapes, initial values
+@dataclass
+class Param:
+    name: str  # Hugging Face's
+    role: str
+    unit: int  # 0 embedding, 1..L blocks, L+1 final norm and head
+    shape: tuple  # as here: (out, in) or (size,)
+    std: float  # initial values: > 0 normal, 0 zeros, -1 ones
+    transposed: bool = False  # GPT-2's files hold block matrices as (in, out)
+
+def param_table(c):
+    L, C, ffn, Q, KV = c.num_layers, c.channels, c.ffn_dim, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    is_gpt2, layer_norm = c.model_type == "gpt2", c.norm == "layer"
+    std, residual_std = 0.02, float(np.float32(0.02) / np.sqrt(np.float32(2 * L)))  # GPT-2: residual branches scaled by 1/sqrt(2L)
+    t = [Param("transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight", "wte", 0, (c.vocab_size, C), std)]
+    t += [Param("transformer.wpe.weight", "wpe", 0, (c.max_seq_len, C), std)] * (c.position == "learned")
+    if is_gpt2:
+        qkv, proj, fc, fcproj = [("attn.c_attn", Q + 2 * KV)], "attn.c_proj", ["mlp.c_fc"], "mlp.c_proj"
+    else:
+        qkv, proj = [("self_attn.q_proj", Q), ("self_attn.k_proj", KV), ("self_attn.v_proj", KV)], "self_attn.o_proj"
+        fc, fcproj = ["mlp.gate_proj", "mlp.up_proj"] if c.mlp == "swiglu" else ["mlp.up_proj"], "mlp.down_proj"
+    ln1, ln2 = ("ln_1", "ln_2") if is_gpt2 else ("input_layernorm", "post_attention_layernorm")
+    for l in range(L):
+        block = [(f"{n}.weight", "qkvw", (rows, C), std) for n, rows in qkv] + [(f"{proj}.weight", "projw", (C, Q), residual_std)]
+        block += [(f"{n}.weight", "fcw", (ffn, C), std) for n in fc] + [(f"{fcproj}.weight", "fcprojw", (C, ffn), residual_std)]
+        block += [(f"{ln1}.weight", "ln1w", (C,), -1)] + [(f"{ln1}.bias", "ln1b", (C,), 0)] * layer_norm
+        block += [(f"{n}.bias", "qkvb", (rows,), 0) for n, rows in qkv] * c.qkv_bias + [(f"{proj}.bias", "projb", (C,), 0)] * c.linear_bias
+        block += [(f"{ln2}.weight", "ln2w", (C,), -1)] + [(f"{ln2}.bias", "ln2b", (C,), 0)] * layer_norm
+        block += [(f"{n}.bias", "fcb", (ffn,), 0) for n in fc] * c.linear_bias + [(f"{fcproj}.bias", "fcprojb", (C,), 0)] * c.linear_bias
+        prefix = f"transformer.h.{l}." if is_gpt2 else f"model.layers.{l}."
+        t += [Param(prefix + name, role, l + 1, shape, s, is_gpt2 and len(shape) == 2) for name, role, shape, s in block]
+    norm = "transformer.ln_f" if is_gpt2 else "model.norm"
+    t += [Param("lm_head.weight", "headw", L + 1, (c.vocab_size, C), std)] * (not c.tied)
+    return t + [Param(norm + ".weight", "lnfw", L + 1, (C,), -1)] + [Param(norm + ".bias", "lnfb", L + 1, (C,), 0)] * layer_norm
+
+# ---- the model
+def rope_inv_freq(c):
+    """Frequencies (HD/2) in float64, with Llama 3.1's stretching of the slow ones (llmc/rope_table.h)."""
+    freq = c.rope_theta ** (-2.0 * np.arange(c.head_dim // 2) / c.head_dim)
+    if c.rope_factor <= 0:
+        return freq
+    turns = c.rope_original_len * freq / (2 * math.pi)  # full turns within the original context
+    smooth = np.clip((turns - c.rope_low_freq_factor) / (c.rope_high_freq_factor - c.rope_low_freq_factor), 0, 1)
+    return (1 - smooth) * freq / c.rope_factor + smooth * freq
+
+def rotate(x, cos, sin):
+    """x (B,NH,T,HD), cos and sin (T,HD/2): pairs i and i + HD/2, in fp32."""
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+class Model(nn.Module):
+    def __init__(self, config, device=None):
+        super().__init__()
+        self.config, self.table = config, param_table(config)
+        self.units = [{} for _ in range(config.num_layers + 2)]  # unit -> role -> its parameters: q, k, v share one role
+        for p in self.table:
+            parameter = nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device=device))
+            module, (*containers, leaf) = self, p.name.split(".")  # so that the state dict has the files' names
+            for name in containers:
+                module = module._modules.setdefault(name, nn.Module())
+            module.register_parameter(leaf, parameter)
+            self.units[p.unit].setdefault(p.role, []).append(parameter)
+        self.rope = ()  # cos, sin of the longest T so far
+
+    def norm(self, x, unit, name):
+        c, weight = self.config, unit[name + "w"][0]
+        if c.norm == "layer":
+            return F.layer_norm(x, (c.channels,), weight, unit[name + "b"][0], c.norm_eps)
+        return F.rms_norm(x, (c.channels,), weight, c.norm_eps)
+
+    def linear(self, x, unit, name):
+        """One output for each weight of this role."""
+        weights = unit[name + "w"]
+        return [F.linear(x, w, b) for w, b in zip(weights, unit.get(name + "b", [None] * len(weights)))]
+
+    def block(self, x, unit, rope):
+        c, (B, T, C) = self.config, x.shape
+        qkv = self.linear(self.norm(x, unit, "ln1"), unit, "qkv")
+        if len(qkv) == 1:
+            qkv = qkv[0].split([n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)], -1)
+        q, k, v = (y.reshape(B, T, -1, c.head_dim).transpose(1, 2) for y in qkv)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.num_kv_heads != c.num_heads)
+        x = x + self.linear(y.transpose(1, 2).reshape(B, T, C), unit, "proj")[0]
+        h = self.linear(self.norm(x, unit, "ln2"), unit, "fc")
+        h = F.silu(h[0]) * h[1] if c.mlp == "swiglu" else F.gelu(h[0], approximate="tanh")
+        return x + self.linear(h, unit, "fcproj")[0]
+
+    def rope_table(self, T, device):
+        if self.config.position != "rope":
+            return None
+        if not self.rope or len(self.rope[0]) < T or self.rope[0].device.type != torch.device(device).type:
+            angles = np.outer(np.arange(T), rope_inv_freq(self.config))
+            self.rope = tuple(torch.tensor(f(angles), dtype=torch.float32, device=device) for f in (np.cos, np.sin))
+        return tuple(table[:T] for table in self.rope)
+
+    def forward(self, tokens, rope=None, targets=None):
+        """tokens, targets (B,T) -> logits (B,T,V), or the mean loss. `rope`: rope_table(T), made outside of what is compiled."""
+        first, *blocks, last = self.units
+        x = F.embedding(tokens, first["wte"][0])
+        if self.config.position == "learned":
+            x = x + first["wpe"][0][: tokens.shape[1]]
+        for unit in blocks:
+            x = self.block(x, unit, rope)
+        logits = F.linear(self.norm(x, last, "lnf"), last.get("headw", first["wte"])[0])
+        return logits if targets is None else F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def init(self, seed):
+        """llmc/params.h's param_init: a value depends on (seed, place in the table, element)."""
+        def fill(job):
+            index, p, values, begin = job
+            part = values[begin : begin + (1 << 18)]
+            part[:] = np.float32(p.std) * rand_normal(seed, rand_stream(RAND_INIT, index), np.arange(begin, begin + part.size))
+
+        jobs = []
+        for index, p in enumerate(self.table):
+            values = self.get_parameter(p.name).fill_(max(-p.std, 0)).view(-1).numpy()
+            jobs += [(index, p, values, begin) for begin in range(0, values.size if p.std > 0 else 0, 1 << 18)]
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill, jobs))
+        return self
+
+# ---- Hugging Face folders
+def as_file(model, tensors):
+    """Tensors by name, as in memory -> as in files (GPT-2's block matrices transposed)."""
+    return {p.name: (tensors[p.name].T if p.transposed else tensors[p.name]).detach().cpu().contiguous() for p in model.table}
+
+def save_tensors(tensors, path):
+    from safetensors.torch import save_file
+    save_file(tensors, path + ".tmp", {"format": "pt"})
+    os.replace(path + ".tmp", path)  # a killed run leaves no half file under the real name
+
+def write_weights(model, folder, dtype=torch.float32):
+    """config.json + model.safetensors."""
+    os.makedirs(folder, exist_ok=True)
+    save_tensors(as_file(model, {p.name: model.get_parameter(p.name).to(dtype) for p in model.table}), os.path.join(folder, "model.safetensors"))
+    with open(os.path.join(folder, "config.json"), "w") as f:
+        json.dump(config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}, f, indent=2)
+
+@torch.no_grad()
+def load_weights(model, folder):
+    from safetensors import safe_open
+    index, files = os.path.join(folder, "model.safetensors.index.json"), ["model.safetensors"]
+    if os.path.exists(index):
+        with open(index) as f:
+            files = sorted(set(json.load(f)["weight_map"].values()))
+    missing = {p.name: p for p in model.table}
+    for path in (os.path.join(folder, name) for name in files):
+        require(os.path.exists(path), f"'{path}' does not exist", "name a folder with config.json and model.safetensors")
+        with safe_open(path, "pt") as f:
+            for name in f.keys():
+                full = name if name in missing else "transformer." + name  # the hub's gpt2 leaves the prefix out
+                if (p := missing.pop(full, None)) is None:
+                    continue  # masks of old files, a tied head's copy
+                tensor, parameter = f.get_tensor(name), model.get_parameter(full)
+                tensor = tensor.T if p.transposed else tensor
+                require(tensor.shape == parameter.shape, f"{path}: {name} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}",
+                        "config.json and weights do not belong together")
+                parameter.copy_(tensor)
+    require(not missing, f"{folder} lacks {len(missing)} tensors, e.g. {next(iter(missing), '')}", "config.json and weights do not belong together")
+    return model
+
+def hub_folder(name):
+    try:
+        from huggingface_hub import snapshot_download
+        return snapshot_download(name, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"])
+    except Exception as e:  # not installed, no network, no such model
+        require(False, f"'{name}' is no folder and no preset, and the hub cannot help: {str(e).strip().splitlines()[0]}", "--help lists the presets")
+
+def make_model(descriptor, seed, data_vocab=0):
+    """A folder, a name on the hub, or a preset; a preset without vocab= takes the vocabulary that the data names."""
+    if not os.path.isdir(descriptor) and ("/" not in descriptor and ("," in descriptor or config_preset(descriptor))):
+        config, has_vocab = config_parse(descriptor)
+        return Model(config if has_vocab or not data_vocab else replace(config, vocab_size=data_vocab)).init(seed)
+    folder = descriptor if os.path.isdir(descriptor) else hub_folder(descriptor)
+    path = os.path.join(folder, "config.json")
+    require(os.path.exists(path), f"'{path}' does not exist", "name a folder with config.json and model.safetensors")
+    with open(path) as f:
+        return load_weights(Model(config_from_hf(json.load(f), path)), folder)
+
+# ---- data: token shards and the order of rows (llmc/dataloader.h), tokenizer.bin
+def open_shards(pattern, T):
+    """llm.c's files: 256 int32 of header, then tokens. Returns (the shards' tokens in the order of their names, the first header)."""
+    paths, shards, headers = sorted(glob.glob(os.path.expanduser(pattern))), [], []
+    require(paths, f"no file matches '{pattern}'", "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py")
+    for path in paths:
+        headers.append(np.fromfile(path, "<i4", 256))
+        dtype = {(20240520, 1): "<u2", (20240801, 7): "<u4"}.get(tuple(headers[-1][:2].tolist()))
+        require(len(headers[-1]) == 256 and dtype, f"'{path}' is not a token shard", "make shards with dev/data/prepare.py")
+        n = int(headers[-1][2])
+        require(os.path.getsize(path) == 1024 + n * np.dtype(dtype).itemsize, f"'{path}' has not the size that its header states", "make it again")
+        require(n > T, f"'{path}' has {n} tokens: too few for one row of {T} + 1", "use a shorter --seq-len, or more text")
+        shards.append(np.memmap(path, dtype, "r", 1024, (n,)))
+    return shards, headers[0]
+
+def row_order(n, seed, part):
+    return np.arange(n) if seed is None else np.argsort(rand_u64(seed, rand_stream(RAND_SHUFFLE, part), np.arange(n)), kind="stable")
+
+def rows(shards, T, seed=None):
+    """Rows of T + 1 tokens, epoch after epoch without end; seed None: in the files' order."""
+    epoch = 0
+    while True:
+        for s in row_order(len(shards), seed, epoch).tolist():
+            for r in row_order((len(shards[s]) - 1) // T, seed, (epoch << 24) + s + 1).tolist():
+                yield shards[s][r * T : r * T + T + 1]
+        epoch += 1
+
+def batch(stream, B, device, vocab_size):
+    """The next B rows -> inputs, targets (B,T)."""
+    tokens = np.stack([next(stream) for _ in range(B)]).astype(np.int64)
+    require(tokens.max() < vocab_size, f"the data has token {tokens.max()}, the model {vocab_size} tokens", "use the model that the shards were made for (--model ...,vocab=N)")
+    tokens = torch.from_numpy(tokens).to(device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+def read_tokenizer(path):
+    """llm.c's tokenizer.bin -> (bytes of each token, id of end-of-text)."""
+    with open(path, "rb") as f:
+        data = f.read()
+    magic, version, count, eot = np.frombuffer(data, "<i4", 4).tolist()
+    require((magic, version) == (20240328, 2), f"'{path}' is not a tokenizer file", "make it with the script that made the shards")
+    tokens, at = [], 1024
+    for _ in range(count):
+        tokens.append(data[at + 1 : at + 1 + data[at]])
+        at += 1 + data[at]
+    return tokens, eot
+
+# ---- training
+HONOURED = """train-data val-data model output tokenizer batch-size seq-len total-batch max-steps overfit seed schedule learning-rate warmup
+    final-lr-fraction weight-decay grad-clip beta1 beta2 adam-eps eval-every eval-steps sample-every sample-tokens temperature save-every threads""".split()
+
+def parse_options(argv=None):
+    """llmc/options.h is the one table of options: names, llm.c's letters, defaults, ranges and help come from there."""
+    p = argparse.ArgumentParser(description=f"PyTorch reference of llm.cu. Presets: dN, gpt2:dN, {', '.join(PRESETS)}", allow_abbrev=False)
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "llmc", "options.h")) as f:
+        table = re.findall(r'^(STR|INT|FLT)\(\w+, "([\w-]+)", "([^"]*)", (?:"([^"]*)"|([^",]+)), (?:[^",]+, [^",]+, )?"([^"]*)"\)', f.read(), re.M)
+    for kind, name, letters, text, number, about in table:
+        if name in HONOURED:
+            of, flags = {"STR": str, "INT": int, "FLT": float}[kind], [f"-{x}" for x in letters.split("|") if x] + [f"--{name}"]
+            p.add_argument(*flags, type=of, default=of(text or number), metavar=kind, help=f"{about} (default: {text or number or 'none'})")
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16"], help="fp32, or bf16 autocast over fp32 weights (auto: bf16 on a GPU)")
+    p.add_argument("--compile", type=int, default=-1, choices=[-1, 0, 1], help="torch.compile (-1: on a GPU)")
+    p.add_argument("--write-weights", default="", metavar="DIR", help="write the initial weights as a Hugging Face folder and stop")
+    p.add_argument("--write-debug", default="", metavar="DIR", help="write weights, a batch, logits, gradients and ten losses for tests and stop")
+    o = p.parse_args(argv)
+    require(min(o.batch_size, o.seq_len) > 0 and o.max_steps and o.total_batch and o.eval_steps, "a batch, a length or a count is 0", "see --help")
+    require(o.schedule in ("cosine", "linear", "constant", "wsd"), f"unknown schedule '{o.schedule}'", "use cosine, linear, constant or wsd")
+    o.device = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
+    require(o.device == "cpu" or torch.cuda.is_available(), "this PyTorch finds no CUDA device", "use --device cpu, or install PyTorch for this GPU")
+    torch.set_num_threads(o.threads or torch.get_num_threads())
+    return o
+
+def learning_rate_at(o, steps, step):
+    """llmc/schedule.h; steps count from 0."""
+    if step < o.warmup:
+        return o.learning_rate * (step + 1) / o.warmup
+    begin = int(0.8 * steps) if o.schedule == "wsd" else o.warmup
+    if step < begin or o.schedule == "constant":
+        return o.learning_rate
+    progress = min((step - begin) / (steps - begin), 1.0) if steps > begin else 1.0
+    left = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - math.sqrt(progress), "linear": 1 - progress}[o.schedule]
+    low = o.learning_rate * o.final_lr_fraction
+    return low + left * (o.learning_rate - low)
+
+class Trainer:
+    """Model, optimiser and precision: what a step needs besides data."""
+
+    def __init__(self, model, o):
+        on_gpu = o.device == "cuda"
+        self.o, self.model, self.vocab_size = o, model.to(o.device), model.config.vocab_size
+        self.net = torch.compile(model) if o.compile == 1 or (o.compile < 0 and on_gpu) else model
+        self.dtype = ("bf16" if on_gpu else "fp32") if o.dtype == "auto" else o.dtype
+        self.autocast = torch.autocast(o.device, torch.bfloat16, enabled=self.dtype == "bf16")
+        matrices, vectors = ([w for w in model.parameters() if (w.dim() >= 2) == flag] for flag in (True, False))
+        self.optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": o.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+                                           lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.adam_eps, fused=True)
+
+    def loss(self, inputs, targets):
+        with self.autocast:
+            return self.net(inputs, self.model.rope_table(inputs.shape[1], inputs.device), targets)
+
+    def step(self, batches, lr):
+        """One optimiser step over a list of micro-batches. Returns mean loss and gradient norm."""
+        total = 0.0
+        for inputs, targets in batches:
+            loss = self.loss(inputs, targets) / len(batches)
+            loss.backward()
+            total += loss.detach()
+        grads = [w.grad for w in self.model.parameters()]
+        norm = torch.nn.utils.get_total_norm(grads)
+        require(torch.isfinite(total + norm), f"loss {total:g}, gradient norm {norm:g}", "lower --learning-rate")
+        if self.o.grad_clip > 0:
+            torch._foreach_mul_(grads, (self.o.grad_clip / norm).clamp(max=1.0))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(total), float(norm)
+
+    @torch.no_grad()
+    def evaluate(self, shards):
+        """Mean loss over the first --eval-steps batches of rows in the files' order (-1: all rows)."""
+        B, T = self.o.batch_size, self.o.seq_len
+        count = sum((len(s) - 1) // T for s in shards)
+        count = min(count, self.o.eval_steps * B) if self.o.eval_steps > 0 else count
+        stream, sizes = rows(shards, T), [min(B, count - at) for at in range(0, count, B)]
+        return sum(n * float(self.loss(*batch(stream, n, self.o.device, self.vocab_size))) for n in sizes) / count
+
+    @torch.no_grad()
+    def sample(self, first, step):
+        """Ids drawn as llmc/sampler.h draws them, until the end-of-text token `first` comes again."""
+        ids, o = [first], self.o
+        while len(ids) <= o.sample_tokens and (len(ids) == 1 or ids[-1] != first):
+            window = torch.tensor([ids[-o.seq_len :]], device=o.device)
+            with self.autocast:
+                logits = self.model(window, self.model.rope_table(window.shape[1], window.device))[0, -1].double().cpu().numpy()
+            sums = np.exp((logits - logits.max()) / max(o.temperature, 1e-9)).astype(np.float32).cumsum(dtype=np.float64)
+            coin = int(rand_u64(o.seed, rand_stream(RAND_SAMPLE, step), len(ids) - 1)[0] >> np.uint64(11)) * 2.0**-53  # rand.h's uniform
+            ids.append(int(np.searchsorted(sums, coin * sums[-1], side="right")))
+        return [i for i in ids[1:] if i != first]
+
+def train(o):
+    B, T = o.batch_size, o.seq_len
+    shards, header = open_shards(o.val_data if o.overfit else o.train_data, T)
+    val_shards = open_shards(o.val_data, T)[0] if o.eval_every > 0 else None
+    model = make_model(o.model, o.seed, int(header[3]))
+    c = model.config
+    require(T <= c.max_seq_len, f"--seq-len {T} is longer than the model's context of {c.max_seq_len}", f"use a shorter --seq-len, or a model with seq={T}")
+    total = B * T if o.total_batch < 0 else o.total_batch
+    require(total % (B * T) == 0, f"--total-batch {total} is not a multiple of batch-size * seq-len = {B * T}", f"nearest: {max(total // (B * T), 1) * B * T}")
+    steps = o.max_steps if o.max_steps > 0 else sum((len(s) - 1) // T for s in shards) * T // total
+    path = o.tokenizer or os.path.join(os.path.dirname(o.train_data), "tokenizer.bin")
+    names, eot = read_tokenizer(path) if o.tokenizer or os.path.exists(path) else (None, int(header[7]) if header[3] else c.vocab_size - 1)
+
+    trainer, stream = Trainer(model, o), rows(shards, T, None if o.overfit else o.seed)
+    parameters = sum(w.numel() for w in model.parameters())
+    device = torch.cuda.get_device_name() if o.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    started = time.perf_counter()
+    if o.output:
+        os.makedirs(o.output, exist_ok=True)
+    file = open(os.path.join(o.output, "main.jsonl") if o.output else os.devnull, "w")
+
+    def log(event, step, **fields):  # the schema of llmc/logger.h
+        print(json.dumps({"event": event, "step": step, "elapsed": round(time.perf_counter() - started, 3), **fields}), file=file, flush=True)
+
+    log("start", 0, time=int(time.time()), device=device, dtype=trainer.dtype, build=f"PyTorch {torch.__version__}", parameters=parameters, steps=steps,
+        num_micro=total // (B * T), options={k.replace("_", "-"): v for k, v in vars(o).items()}, config=config_to_hf(c))
+    print(f"train_gpt2.py | PyTorch {torch.__version__} | {device} | {trainer.dtype} | {o.model}: {1e-6 * parameters:.1f}M parameters, {steps} steps of {total} tokens")
+
+    def evaluate(step):
+        if val_shards and (step % o.eval_every == 0 or step == steps):
+            begin, loss = time.perf_counter(), trainer.evaluate(val_shards)
+            print(f"eval {step:6} | val loss {loss:.4f} | {time.perf_counter() - begin:.1f} s", flush=True)
+            log("eval", step, loss=loss, tokens=step * total)
+
+    evaluate(0)
+    batches = average = None
+    for step in range(1, steps + 1):
+        begin, lr = time.perf_counter(), learning_rate_at(o, steps, step - 1)
+        if not (o.overfit and batches):
+            batches = [batch(stream, B, o.device, c.vocab_size) for _ in range(1 if o.overfit else total // (B * T))]
+        loss, norm = trainer.step(batches, lr)
+        seconds = time.perf_counter() - begin
+        average = 0.95 * average + 0.05 * seconds if step > 2 else seconds  # the first step compiles
+        print(f"step {step:6}/{steps} | loss {loss:.4f} | norm {norm:.4f} | lr {lr:.2e} | {1e3 * seconds:.1f} ms | {total / average:.0f} tok/s | "
+              f"ETA {(steps - step) * average / 60:.1f}m", flush=True)
+        memory = torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else None
+        log("step", step, loss=loss, norm=norm, lr=lr, ms=1e3 * seconds, tok_s=total / seconds, mfu=None, tokens=step * total, mem_gib=memory)
+        evaluate(step)
+        if o.sample_every > 0 and (step % o.sample_every == 0 or step == steps):
+            ids = trainer.sample(eot, step)
+            text = b"".join(names[i] for i in ids).decode("utf-8", "replace") if names else " ".join(map(str, ids))
+            text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda m: f"\\x{ord(m[0]):02x}", text)  # nothing that a terminal would obey
+            print(f"---- sample of step {step} ({len(ids)} tokens)\n{text}\n----", flush=True)
+            log("sample", step, text=text)
+        if o.output and o.save_every > 0 and (step % o.save_every == 0 or step == steps):
+            write_weights(model, os.path.join(o.output, f"step_{step:08}"))
+            log("checkpoint", step, path=os.path.join(o.output, f"step_{step:08}"))
+    log("end", steps, reason="all steps done")
+
+def write_debug(o):
+    """Weights, one random batch, its logits, loss and gradients, and the losses of ten AdamW steps on it."""
+    model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
+    write_weights(model, folder)
+    ids = rand_u64(o.seed, rand_stream(RAND_SAMPLE, 0), np.arange(B * (T + 1))) % np.uint64(model.config.vocab_size)
+    ids = torch.from_numpy(ids.astype(np.int64)).view(B, T + 1)
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    logits = model(inputs, model.rope_table(T, "cpu"))
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    debug = {"tokens": inputs.int(), "targets": targets.int(), "logits": logits.detach(), "loss": loss.detach().view(1)}
+    debug |= {"grad." + name: grad for name, grad in as_file(model, {n: w.grad for n, w in model.named_parameters()}).items()}
+    model.zero_grad()
+    fixed = {"device": "cpu", "dtype": "fp32", "compile": 0, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "adam_eps": 1e-8, "grad_clip": 1.0}
+    trainer = Trainer(model, argparse.Namespace(**vars(o) | fixed))
+    debug["losses"] = torch.tensor([trainer.step([(inputs, targets)], 1e-3)[0] for _ in range(10)])
+    save_tensors(debug, os.path.join(folder, "debug.safetensors"))
+    print(f"wrote {folder}: loss {float(loss.detach()):.6f}, of the tenth step {float(debug['losses'][-1]):.6f}")
+
+if __name__ == "__main__":
+    options = parse_options()
+    if options.write_debug:
+        write_debug(options)
+    elif options.write_weights:
+        write_weights(make_model(options.model, options.seed), options.write_weights, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+    else:
+        train(options)
