@@ -7,8 +7,7 @@
 
 #include "backend.h"
 #include "checkpoint.h"
-#include "dataloader.h"
-#include "logger.h"
+#include "evaluate.h"
 #include "sampler.h"
 #include "schedule.h"
 #include "tokenizer.h"
@@ -18,9 +17,9 @@ typedef struct {
     Comm comm;
     Config config;
     Model model;
-    DataLoader train, val;
-    EvalLoader choice;       // multiple-choice set, if has_choice
-    int has_val, has_choice, has_tokenizer;
+    DataLoader train;
+    Evaluation eval;
+    int has_tokenizer;
     Tokenizer tokenizer;
     Logger log;
     TrainState state;        // what a checkpoint holds beside the parameters
@@ -83,10 +82,9 @@ static inline void open_data(Trainer *t) {
     Options *o = &t->o;
     const int B = (int)o->batch_size, T = (int)o->seq_len, V = t->config.vocab_size, rank = t->comm.rank, world = t->comm.world;
     dataloader_open(&t->train, o->overfit ? o->val_data : o->train_data, B, T, rank, world, !o->overfit, (uint64_t)o->seed, V);
-    t->has_val = o->eval_every > 0;
-    if (t->has_val) dataloader_open(&t->val, o->val_data, B, T, rank, world, 0, 0, V);
+    evaluation_open(&t->eval, o, &t->comm, V);
     require(t->train.vocab_size <= V, "the training data has a vocabulary of %d and the model of %d\nuse data made with the model's tokenizer", t->train.vocab_size, V);
-    if (t->has_val && t->train.hash && t->val.hash) require(t->train.hash == t->val.hash, "training and validation data were made with different tokenizers\nmake both with one");
+    if (t->train.hash && t->eval.val.hash) require(t->train.hash == t->eval.val.hash, "training and validation data were made with different tokenizers\nmake both with one");
     const int64_t micro_tokens = (int64_t)B * T * world;
     const char *before = state_option(&t->state, "total-batch");  // a resumed run keeps its batch on any number of ranks
     if (o->total_batch == -1) o->total_batch = before && atoll(before) > 0 ? atoll(before) : micro_tokens;
@@ -96,10 +94,6 @@ static inline void open_data(Trainer *t) {
     t->num_micro = (int)(total / micro_tokens);
     t->steps = o->max_steps != -1 ? o->max_steps : t->train.rows_per_epoch / (total / T);
     require(t->steps > 0, "the training data has %lld tokens, less than one step of %lld\nuse a smaller --total-batch or give --max-steps", (long long)t->train.num_tokens, (long long)total);
-    const char *hellaswag = "dev/data/hellaswag/hellaswag_val.bin";
-    t->has_choice = o->hellaswag && file_exists(hellaswag);
-    if (t->has_choice) eval_open(&t->choice, hellaswag, T, V);
-    else if (o->hellaswag) printf("HellaSwag is skipped: there is no %s\n", hellaswag);
 }
 
 // The tokenizer of the data: named, or the file that lies beside the training shards. Without one, samples print token ids.
@@ -164,7 +158,7 @@ static inline void handshake(const Trainer *t) {
     HandshakeRecord r = comm_record(&t->comm);
     char *config = config_text(&t->config), value[512];
     r.config = comm_hash(COMM_HASH, config, strlen(config));
-    r.data = hash_of_data(&t->val, hash_of_data(&t->train, COMM_HASH));
+    r.data = hash_of_data(&t->eval.val, hash_of_data(&t->train, COMM_HASH));
     r.options = COMM_HASH;
     for (int i = 0; i < NUM_OPTIONS; i++) {
         if (option_table[i].kind == OPTION_SECTION) continue;
@@ -220,88 +214,7 @@ static inline void log_start(Trainer *t) {
     logger_end(&t->log);
 }
 
-// ---- evaluation
-
-// Mean loss over the first sequences of the validation set: every token counts once, whatever the batch size. Ranks share them.
-static inline double validation_loss(Trainer *t) {
-    const int B = (int)t->o.batch_size, T = (int)t->o.seq_len, step = B * t->comm.world;
-    int64_t rows = t->val.rows_per_epoch;
-    if (t->o.eval_steps > 0 && t->o.eval_steps * step < rows) rows = t->o.eval_steps * step;
-    float *losses = (float *)malloc_or_die((size_t)B * T * sizeof(float));
-    double sum = 0;
-    dataloader_reset(&t->val);
-    for (int64_t row = 0; row < rows; row += step) {
-        const int64_t left = rows - row - (int64_t)t->comm.rank * B, counted = left < 0 ? 0 : left < B ? left : B;  // the last batch may run on into the next epoch
-        watchdog_beat(PHASE_EVALUATE, -1);
-        dataloader_next(&t->val);
-        model_losses(&t->model, t->val.inputs, t->val.targets, losses);
-        for (int64_t i = 0; i < counted * T; i++) sum += losses[i];
-    }
-    free(losses);
-    return comm_sum(&t->comm, sum) / ((double)rows * T);
-}
-
-// Accuracy on the multiple-choice set: the ending with the smallest loss (acc: summed, acc_norm: a token's mean). Every
-// world-th example is this rank's.
-static inline void choice_accuracy(Trainer *t, double *acc, double *acc_norm) {
-    const int B = (int)t->o.batch_size, T = (int)t->o.seq_len;
-    int *inputs = (int *)malloc_or_die((size_t)B * T * sizeof(int)), *targets = (int *)malloc_or_die((size_t)B * T * sizeof(int)), filled = 0;
-    float *losses = (float *)malloc_or_die((size_t)B * T * sizeof(float));
-    double *sums = (double *)calloc_or_die((size_t)t->choice.num_examples * EVAL_MAX_CHOICES * sizeof(double));
-    int *slots = (int *)malloc_or_die((size_t)B * sizeof(int));
-    EvalExample x;
-    const int rank = t->comm.rank, world = t->comm.world, count = t->choice.num_examples;
-    for (int e = rank; e < count; e += world) {
-        eval_example(&t->choice, e, &x);
-        watchdog_beat(PHASE_EVALUATE, -1);
-        for (int k = 0; k < x.num_choices; k++) {
-            eval_row(&t->choice, &x, k, inputs + (size_t)filled * T, targets + (size_t)filled * T);
-            slots[filled++] = e * EVAL_MAX_CHOICES + k;
-            if (filled < B && !(e + world >= count && k == x.num_choices - 1)) continue;
-            for (int b = filled; b < B; b++) {  // rows of an unfilled last batch are not counted
-                memcpy(inputs + (size_t)b * T, inputs, (size_t)T * sizeof(int));
-                memcpy(targets + (size_t)b * T, targets, (size_t)T * sizeof(int));
-            }
-            model_losses(&t->model, inputs, targets, losses);
-            for (int b = 0; b < filled; b++)
-                for (int i = 0; i < T; i++) sums[slots[b]] += losses[(size_t)b * T + i];  // 0 where nothing is scored
-            filled = 0;
-        }
-    }
-    int right = 0, right_norm = 0;
-    for (int e = rank; e < count; e += world) {
-        const double *s = sums + (size_t)e * EVAL_MAX_CHOICES;
-        int best = 0, best_norm = 0;
-        eval_example(&t->choice, e, &x);
-        for (int k = 1; k < x.num_choices; k++) {
-            if (s[k] < s[best]) best = k;
-            if (s[k] / x.ending_len[k] < s[best_norm] / x.ending_len[best_norm]) best_norm = k;
-        }
-        right += best == x.label;
-        right_norm += best_norm == x.label;
-    }
-    *acc = comm_sum(&t->comm, right) / count;
-    *acc_norm = comm_sum(&t->comm, right_norm) / count;
-    free(inputs); free(targets); free(losses); free(sums); free(slots);
-}
-
-static inline void evaluate(Trainer *t) {
-    const double begin = now_seconds(), loss = validation_loss(t);
-    printf("eval %6lld | val loss %.4f | %.1f s\n", (long long)t->state.step, loss, now_seconds() - begin);
-    fflush(stdout);
-    FILE *f = logger_begin(&t->log, "eval", t->state.step);
-    if (f) { logger_number(f, "loss", loss); fprintf(f, ",\"tokens\":%lld", (long long)t->state.tokens); logger_end(&t->log); }
-    if (!t->has_choice) return;
-    double acc, acc_norm;
-    choice_accuracy(t, &acc, &acc_norm);
-    printf("eval %6lld | HellaSwag acc %.4f, length-normalised %.4f of %d\n", (long long)t->state.step, acc, acc_norm, t->choice.num_examples);
-    if ((f = logger_begin(&t->log, "eval_choice", t->state.step))) {
-        logger_text(f, "name", "hellaswag");
-        logger_number(f, "acc", acc);
-        logger_number(f, "acc_norm", acc_norm);
-        logger_end(&t->log);
-    }
-}
+static inline void run_evaluation(Trainer *t) { evaluate(&t->eval, &t->model, &t->log, t->state.step, t->state.tokens); }
 
 // ---- samples
 
@@ -452,13 +365,13 @@ static inline int due(int64_t every, int64_t step, int64_t last) { return every 
 static inline void train(Trainer *t) {
     const Options *o = &t->o;
     int stopped = 0;
-    if (t->has_val && t->state.step % (o->eval_every) == 0) evaluate(t);
+    if (t->eval.has_val && t->state.step % (o->eval_every) == 0) run_evaluation(t);
     double clock = now_seconds();
     while (t->state.step < t->steps && !stopped) {
         train_step(t, &clock);
         const int64_t step = t->state.step;
         stopped = comm_max(&t->comm, (int)stop_signal);  // the same step on every rank
-        if (t->has_val && due(o->eval_every, step, t->steps) && !stopped) evaluate(t);
+        if (t->eval.has_val && due(o->eval_every, step, t->steps) && !stopped) run_evaluation(t);
         if (due(o->sample_every, step, t->steps) && !stopped && t->comm.rank == 0) sample(t);
         if (due(o->save_every, step, t->steps) || (stopped && o->save_every)) save(t);
         clock = now_seconds();
@@ -494,9 +407,8 @@ static inline int trainer_main(int argc, char **argv) {
     logger_close(&t->log);
     model_close(&t->model);
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
-    if (t->has_choice) eval_close(&t->choice);
+    evaluation_close(&t->eval);
     if (!o->generate) dataloader_close(&t->train);
-    if (t->has_val) dataloader_close(&t->val);
     state_free(&t->state);
     comm_close(&t->comm);
     free(t);
