@@ -1,0 +1,246 @@
+"""Files from the net, whole or not at all; the same calls read a local mirror instead (--local).
+
+    add_arguments(parser)                   --local and --cache, which get() and hub_files() look at
+    get(url, args, sha256)                  path of a single file: the mirror's, the cached one, or fetched now
+    hub_files(repo, folder, suffix, args)   the same for the files of a data set on the Hugging Face hub
+    fetch(url, path, size, sha256)          underneath: retries, goes on where it stopped, checks
+
+A file gets its name when its size and checksum were found right; before, it is <name>.partial, which a later run goes on with.
+HF_ENDPOINT names another hub; HF_TOKEN is sent to it, and to nobody it redirects to. Of several processes that want the same
+file one downloads it and the others wait.
+"""
+import concurrent.futures
+import fcntl
+import hashlib
+import http.client
+import json
+import os
+import re
+import sys
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+
+from data_common import atomic_write, die, make_folder
+
+ATTEMPTS, PAUSE = 6, 1.0  # a try that brought some bytes does not count; pauses double
+TIMEOUT = 30              # seconds of silence
+BLOCK = 1 << 20
+THREADS = 4               # downloads at a time
+OFFLINE = "without a network, copy the files here and name their folder with --local"
+stopping = threading.Event()
+
+
+class Refused(Exception):
+    """An answer that another try would not change."""
+
+
+def add_arguments(parser):
+    cache = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cache")
+    parser.add_argument("--local", metavar="DIR", help="read the files from this folder instead of downloading them")
+    parser.add_argument("--cache", metavar="DIR", default=cache, help="where downloads are kept (dev/data/cache)")
+
+
+def endpoint():
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def open_url(url, **headers):
+    request = urllib.request.Request(url, headers={"User-Agent": "llm.cu", **headers})
+    if url.startswith(endpoint() + "/") and os.environ.get("HF_TOKEN"):
+        request.add_unredirected_header("Authorization", f"Bearer {os.environ['HF_TOKEN']}")
+    try:
+        return urllib.request.urlopen(request, timeout=TIMEOUT)
+    except urllib.error.HTTPError as e:
+        if e.code in (401, 403):
+            raise Refused(f"the server answers {e.code} {e.reason}: perhaps it wants to know who asks (HF_TOKEN)") from None
+        if e.code in (400, 404, 405, 410):
+            raise Refused(f"the server answers {e.code} {e.reason}") from None
+        raise
+
+
+def retried(what, attempt):
+    """attempt(progress) until it returns; a try that called progress() was not in vain."""
+    failed = 0
+    while True:
+        moved = threading.Event()
+        try:
+            return attempt(moved.set)
+        except Refused as e:
+            die(f"{what}: {e}", OFFLINE)
+        except (OSError, http.client.HTTPException) as e:
+            failed = 1 if moved.is_set() else failed + 1
+            problem = str(getattr(e, "reason", None) or e) or type(e).__name__
+            if failed == ATTEMPTS:
+                die(f"{what}: {problem}, {ATTEMPTS} times", f"the same command goes on where this one stopped; {OFFLINE}")
+            asked = e.headers.get("Retry-After", "") if isinstance(e, urllib.error.HTTPError) else ""
+            pause = min(int(asked), 300) if asked.isdigit() else PAUSE * 2 ** (failed - 1)
+            print(f"{what}: {problem}; again in {pause:g} s", file=sys.stderr, flush=True)
+            if stopping.wait(pause):
+                raise KeyboardInterrupt from None
+
+
+def digest(path):
+    h = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(BLOCK):
+            h.update(block)
+    return h.hexdigest()
+
+
+class Partial:
+    """<path>.partial, locked: what has come so far, and what is known about the whole."""
+
+    def __init__(self, url, path, size, sha256):
+        self.url, self.path, self.size, self.sha256 = url, path, size, sha256
+        self.name, self.tag, self.damaged = path + ".partial", None, 0
+        self.file = open(self.name, "ab", buffering=0)
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def write(self, block):
+        view = memoryview(block)
+        try:
+            while view:
+                view = view[self.file.write(view):]
+        except OSError as e:  # no fault of the network: another try would not help
+            die(f"cannot write '{self.path}': {e.strerror}", "free some space and give the same command again, or name another folder with --cache")
+
+    def attempt(self, progress):
+        have = self.file.seek(0, os.SEEK_END)
+        if self.size is None or have < self.size:
+            have = self.receive(have, progress)
+        if self.size not in (None, have):
+            self.start_over(f"{have:,} bytes came instead of {self.size:,}")
+        if self.sha256 is not None and digest(self.name) != self.sha256:
+            self.start_over("what came is damaged (its sha256 differs)")
+
+    def start_over(self, why):
+        self.file.truncate(0)
+        self.damaged += 1
+        raise (Refused if self.damaged == 3 else OSError)(why)
+
+    def receive(self, have, progress):
+        """Appends what is missing. Without a checksum nothing but the server's tag can say that two parts belong together."""
+        if have and not (self.sha256 or self.tag):
+            self.file.truncate(have := 0)
+        headers = {"Range": f"bytes={have}-"} | ({"If-Range": self.tag} if self.tag else {}) if have else {}
+        try:
+            answer = open_url(self.url, **headers)
+        except urllib.error.HTTPError as e:
+            if e.code == 416:  # nothing is missing
+                return have
+            raise
+        with answer:
+            tag = answer.headers.get("ETag", "")
+            self.tag = tag if tag and not tag.startswith("W/") and not self.sha256 else None
+            part = re.match(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", "")) if answer.status == 206 else None
+            if answer.status == 206 and (not part or int(part[1]) != have):
+                raise OSError("the server sent another part than was asked for")
+            if not part:  # it sends the whole file
+                self.file.truncate(have := 0)
+            length = answer.headers.get("Content-Length", "")
+            total = int(part[2]) if part else int(length) if length.isdigit() else None
+            while block := answer.read(BLOCK):
+                if stopping.is_set():
+                    raise KeyboardInterrupt
+                self.write(block)
+                have += len(block)
+                progress()
+        if total is not None and have < total:
+            raise OSError(f"the connection ended after {have:,} of {total:,} bytes")
+        return have
+
+
+def is_there(path, size):
+    return os.path.exists(path) and size in (None, os.path.getsize(path))
+
+
+def fetch(url, path, size=None, sha256=None):
+    """Downloads url to path and returns path. A file that is there with the right size is kept: it was checked when it came."""
+    if is_there(path, size):
+        return path
+    make_folder(os.path.dirname(path) or ".")
+    try:
+        partial = Partial(url, path, size, sha256)
+        with partial.file:
+            if not is_there(path, size):  # else: another process was faster
+                retried(f"download of {url}", partial.attempt)
+                os.fsync(partial.file.fileno())
+                os.replace(partial.name, path)
+    except OSError as e:
+        die(f"cannot write '{path}': {e.strerror or e}", "name another folder with --cache")
+    return path
+
+
+def get(url, args, sha256=None):
+    """One file, by the last part of its URL."""
+    name = os.path.basename(urllib.parse.urlparse(url).path)
+    if not args.local:
+        return fetch(url, os.path.join(args.cache, name), sha256=sha256)
+    path = os.path.join(args.local, name)
+    if not os.path.isfile(path):
+        die(f"'{args.local}' does not hold {name}", f"--local names a folder with the file of {url}")
+    return path
+
+
+# ---- data sets on the Hugging Face hub
+
+def hub_list(repo, folder):
+    """(revision, [(path in the repository, size, sha256 or None)]) of a folder as it is now."""
+    def page(url):
+        def ask(progress):
+            with open_url(url) as answer:
+                return json.load(answer), re.search(r'<([^>]*)>;\s*rel="next"', answer.headers.get("Link", ""))
+        return retried(f"list of {repo}", ask)
+    try:
+        revision = page(f"{endpoint()}/api/datasets/{repo}/revision/main")[0]["sha"]
+        files, link = page(f"{endpoint()}/api/datasets/{repo}/tree/{revision}/{folder}")
+        while link:
+            more, link = page(link[1])
+            files += more
+        return revision, sorted((f["path"], f["size"], f.get("lfs", {}).get("oid")) for f in files if f["type"] == "file")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        die(f"the list of {repo} is not what the hub's interface promises", f"is {endpoint()} a Hugging Face hub? " + OFFLINE)
+
+
+def mirrored(repo, folder, suffix, local):
+    for place in (os.path.join(local, repo, folder), os.path.join(local, folder), local):
+        names = sorted(n for n in os.listdir(place) if n.endswith(suffix)) if os.path.isdir(place) else []
+        if names:
+            return [os.path.join(place, n) for n in names]
+    die(f"'{local}' holds no *{suffix}", f"it must hold the files of {repo}/{folder}, under their paths on the hub or all in one folder")
+
+
+def hub_files(repo, folder, suffix, args, share=lambda files: files):
+    """Paths of all files with this suffix in a folder of a data set. A mirror holds them under their paths on the hub, or
+    directly in --local. share() picks what this process downloads, when several work on one cache. What is listed once stays
+    that revision: cache/<repo>/<folder>/files.json, which can be deleted to ask again."""
+    if args.local:
+        return mirrored(repo, folder, suffix, args.local)
+    base = os.path.join(args.cache, repo)
+    listing = os.path.join(base, folder, "files.json")
+    try:
+        revision, files = json.load(open(listing))
+    except (OSError, ValueError):
+        revision, files = hub_list(repo, folder)
+        make_folder(os.path.dirname(listing))
+        atomic_write(listing, json.dumps([revision, files], indent=1).encode())
+    files = [f for f in files if f[0].endswith(suffix)]
+    if not files:
+        die(f"{repo}/{folder} has no *{suffix}", "has the data set moved? Look at its page on the hub")
+    wanted = [f for f in share(files) if not is_there(os.path.join(base, f[0]), f[1])]
+    if wanted:
+        print(f"downloading {len(wanted)} of {len(files)} files, {sum(f[1] for f in wanted) / 1e9:.2f} GB, from {repo}", flush=True)
+
+    def one(file):
+        path, size, sha256 = file
+        fetch(f"{endpoint()}/datasets/{repo}/resolve/{revision}/{urllib.parse.quote(path)}", os.path.join(base, path), size, sha256)
+        print(f"  {path}: {size / 1e6:,.1f} MB", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        try:
+            list(pool.map(one, wanted))
+        except BaseException:  # the other threads end soon, too
+            stopping.set()
+            raise
+    return [os.path.join(base, f[0]) for f in files]
