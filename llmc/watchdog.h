@@ -90,7 +90,10 @@ static inline void watchdog_print(char *text, size_t size, const char *format, .
     vsnprintf(text + used, size - used, format, args);
     va_end(args);
 }
-static inline int watchdog_is_gone(const WatchdogSlot *s) { return kill(WATCHDOG_GET(s->pid), 0) != 0 && errno == ESRCH; }
+// Ended without saying good-bye. The state is read after the process was found missing: a rank that ends well sets it first.
+static inline int watchdog_is_gone(const WatchdogSlot *s) {
+    return kill(WATCHDOG_GET(s->pid), 0) != 0 && errno == ESRCH && __atomic_load_n(&s->state, __ATOMIC_ACQUIRE) != RANK_ENDED;
+}
 
 // Which rank of this host the others wait for: one that ended, else one that is stopped, else the one with the fewest collectives.
 static inline void watchdog_name_culprit(char *text, size_t size, int64_t now) {

@@ -208,7 +208,7 @@ def main():
     for source in sorted(Path("dev/test").glob("test_*.py")):
         if wanted(source.name):
             xml = LOGS / f"{source.stem}.xml"
-            test(source.name, [PYTHON, "-m", "pytest", "-q", "-rs", f"--junitxml={xml}", source], xml=xml)
+            test(source.name, [PYTHON, "-m", "pytest", "-q", "-rfEs", "--tb=short", f"--junitxml={xml}", source], xml=xml)
     if Path("dev/test/parity.py").exists() and wanted("parity"):
         for program in ("train_gpt2cu", "train_gpt2fp32cu") if config["NVCC"] and config["GPUS"] != "0" else ():
             make(f"install {program}", program, "ARCHS=" + config["FAT_ARCHS"])

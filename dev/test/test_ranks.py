@@ -23,7 +23,7 @@ CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_
 MPIRUN = CONFIG.get("MPIRUN", "")
 COMM, TRAINER = ROOT / "build/test/test_comm.mpi", ROOT / "build/train_gpt2"
 REPEAT = int(os.environ.get("LLMC_REPEAT", "3"))
-TIMEOUT = 2     # --timeout of the jobs here, seconds
+TIMEOUT = 2     # --timeout of the jobs that lose a rank, seconds; jobs that must succeed have a minute, because a machine may be busy
 MARGIN = 10     # all must be gone within the time-out and this
 # One host is all that is needed, and then MPI need not look for networks, which takes a second.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_"))} | {
@@ -82,7 +82,7 @@ class Job:
             pytest.fail(f"still running after {seconds} s:\n{self.text()[-6000:]}")
         finally:
             self.seconds = time.time() - self.begin
-            end = time.time() + 5
+            end = time.time() + MARGIN
             while (left := self.processes()) and self.process.poll() is not None and time.time() < end:
                 time.sleep(0.05)
             for p in left:
@@ -92,7 +92,7 @@ class Job:
                     pass
             self.process.wait(20)
         assert not left, f"processes stayed behind: {left}\n{self.text()}"
-        end = time.time() + 5  # other jobs of this machine come and go meanwhile; what they use is not ours
+        end = time.time() + MARGIN  # other jobs of this machine come and go meanwhile; what they use is not ours
         while (orphans := set(os.listdir("/dev/shm")) - self.memory - shared_memory_in_use()) and time.time() < end:
             time.sleep(0.1)
         assert not orphans, orphans
@@ -228,7 +228,7 @@ def train(data, tmp_path):
     mpirun starts more ranks, and options that they get besides."""
     def start(ranks, output, *arguments, then=(), change=()):
         options = {"-e": "d2,channels=64,vocab=256,seq=32", "-i": "train_*.bin", "-j": "val.bin", "-b": "1", "-t": "32", "-d": str(12 * 32), "-x": "12", "-v": "0", "-s": "0",
-                   "-l": "3e-3", "-z": "1", "--threads": "1", "--timeout": str(TIMEOUT), "-o": tmp_path / output}
+                   "-l": "3e-3", "-z": "1", "--threads": "1", "--timeout": "60", "-o": tmp_path / output}
         words = [w for pair in (options | dict(zip(arguments[::2], arguments[1::2]))).items() for w in pair]
         return Job(ranks, TRAINER, *words, *([":", *then, *words, *change] if then else []), cwd=data)
     return start
@@ -344,12 +344,13 @@ def test_other_options_are_refused(train):
 # ---- ranks that are lost, signals, disks
 
 LONG = ["-x", "100000", "-e", "d2,channels=128,vocab=256,seq=32"]
+LOST = [*LONG, "--timeout", TIMEOUT]
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 @pytest.mark.parametrize("repeat", range(REPEAT))
 def test_losing_a_rank_while_training(train, how, repeat):
-    job = train(4, "run", *LONG).wait_for("step      3/")
+    job = train(4, "run", *LOST).wait_for("step      3/")
     time.sleep(random.random())
     rank = random.randrange(4)
     text, seconds = job.hit(rank, how)
@@ -359,7 +360,7 @@ def test_losing_a_rank_while_training(train, how, repeat):
 
 
 def test_losing_a_rank_at_the_start(train):
-    job = train(4, "run", *LONG)
+    job = train(4, "run", *LOST)
     while len(job.ranks()) < 4:
         time.sleep(0.01)
     job.hit(random.randrange(4), signal.SIGKILL)
@@ -367,7 +368,7 @@ def test_losing_a_rank_at_the_start(train):
 
 def test_losing_the_launcher(train):
     """mpirun killed: the ranks end by themselves. What Open MPI had in /dev/shm, mpirun would have removed."""
-    job = train(3, "run", *LONG).wait_for("step      3/")
+    job = train(3, "run", *LOST).wait_for("step      3/")
     job.process.kill()
     job.process.wait()
     end = time.time() + TIMEOUT + MARGIN
@@ -382,7 +383,7 @@ def test_losing_the_launcher(train):
 def test_a_signal_saves_and_stops(train, tmp_path, number, to):
     job = train(3, "run", *LONG, "-n", "100000").wait_for("step      3/")
     os.kill(job.process.pid if to == "launcher" else job.ranks()[random.randrange(3)], number)
-    text = succeeds(job, 20)
+    text = succeeds(job)
     saved, steps = steps_saved(tmp_path / "run"), curve(tmp_path / "run")
     assert saved == [max(steps)] and re.search(rf"stopped by .* after step {saved[0]}; --resume 1", text), text
     text = succeeds(train(4, "run", *LONG, "-y", "1", "-n", "2", "-x", str(saved[0] + 2)))
@@ -392,7 +393,7 @@ def test_a_signal_saves_and_stops(train, tmp_path, number, to):
 @pytest.mark.parametrize("repeat", range(REPEAT))
 def test_kill_during_a_save(train, tmp_path, repeat):
     """Most of the time goes into saving; whatever moment is hit, the newest checkpoint loads and no half one is in its way."""
-    job = train(3, "run", *LONG, "-n", "1", "-nk", "2").wait_for("checkpoint ")
+    job = train(3, "run", *LOST, "-n", "1", "-nk", "2").wait_for("checkpoint ")
     time.sleep(0.5 * random.random())
     job.hit(random.randrange(3), signal.SIGKILL)
     newest = steps_saved(tmp_path / "run")[-1]
