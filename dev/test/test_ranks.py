@@ -32,23 +32,20 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_",
 pytestmark = pytest.mark.skipif(not MPIRUN, reason="no MPI (make toolkit)")
 
 
-def shared_memory_in_use():
-    """Names in /dev/shm that some process has mapped."""
-    return {line.rsplit("/dev/shm/", 1)[1].split()[0] for p in os.listdir("/proc") if p.isdigit() for line in read(f"/proc/{p}/maps").splitlines() if "/dev/shm/" in line}
-
-
 class Job:
     """mpirun of a program, or a program alone (ranks 0). Its output is collected while it runs; afterwards nothing of it may be left."""
 
     def __init__(self, ranks, program, *arguments, cwd=ROOT / "build/test"):
-        self.memory = set(os.listdir("/dev/shm"))
         self.mark = f"{time.time()}-{random.random()}"  # finds the job's processes, wherever they went
+        self.memory = Path(f"/dev/shm/job-{self.mark}")  # what MPI shares between ranks lies here
+        self.memory.mkdir()
         self.log = Path(cwd) / f"job-{self.mark}.txt"
         self.begin = time.time()
         launch = [MPIRUN, "--oversubscribe", "-np", str(ranks)] if ranks else []
         with open(self.log, "wb") as f:
             self.process = subprocess.Popen([*launch, str(program), *map(str, arguments)], cwd=cwd, stdout=f, stderr=subprocess.STDOUT,
-                                            env=ENVIRONMENT | {"LLMC_JOB": self.mark}, start_new_session=True)
+                                            env=ENVIRONMENT | {"LLMC_JOB": self.mark, "OMPI_MCA_btl_sm_backing_directory": str(self.memory), "OMPI_MCA_btl_vader_backing_directory": str(self.memory)},
+                                            start_new_session=True)
         self.program = str(program)
 
     def text(self):
@@ -74,7 +71,7 @@ class Job:
             time.sleep(0.02)
         return self
 
-    def finish(self, seconds=60):
+    def finish(self, seconds=60, memory_may_stay=False):
         """Exit status and output; nothing may be left."""
         try:
             status = self.process.wait(seconds)
@@ -92,10 +89,9 @@ class Job:
                     pass
             self.process.wait(20)
         assert not left, f"processes stayed behind: {left}\n{self.text()}"
-        end = time.time() + MARGIN  # other jobs of this machine come and go meanwhile; what they use is not ours
-        while (orphans := set(os.listdir("/dev/shm")) - self.memory - shared_memory_in_use()) and time.time() < end:
-            time.sleep(0.1)
-        assert not orphans, orphans
+        orphans = os.listdir(self.memory)
+        shutil.rmtree(self.memory)
+        assert not orphans or memory_may_stay, orphans
         text = self.text()
         self.log.unlink()
         return status, text
@@ -374,9 +370,7 @@ def test_losing_the_launcher(train):
     end = time.time() + TIMEOUT + MARGIN
     while job.processes() and time.time() < end:
         time.sleep(0.05)
-    for name in set(os.listdir("/dev/shm")) - job.memory:
-        os.unlink(f"/dev/shm/{name}")
-    job.finish()
+    job.finish(memory_may_stay=True)
 
 
 @pytest.mark.parametrize("number, to", [(signal.SIGUSR1, "launcher"), (signal.SIGTERM, "rank"), (signal.SIGUSR1, "rank")])
