@@ -1,28 +1,48 @@
-"""Loss curves of one or several runs as a PNG, from the logs that the trainers write (--output DIR: DIR/main.jsonl).
+"""Curves of one or several runs as a PNG, from the logs that the trainers write (--output DIR: DIR/main.jsonl; llm.c's main.log).
 
-  python dev/plot.py out/a out/b -o curves.png                    folders or .jsonl files
-  python dev/plot.py out/* -o curves.png --x tokens --panels loss,norm,speed --labels "baseline,lr 6e-4"
+  python dev/plot.py out/a out/b -o curves.png                    folders or log files
+  python dev/plot.py out/* -o curves.png --x tokens --panels loss,accuracy,norm,speed,lr --labels "baseline,lr 6e-4"
+  python dev/plot.py out/a --reference gpt2:124M,gpt3:124M        with the figures of OpenAI's models
+  python dev/plot.py out/a --follow 10                            draws anew while the run goes, until it has ended
+  python dev/plot.py --bench -o bench.png                         the tables of dev/bench/*.md over their dates
 
 Training loss is drawn twice: every step, faint, and smoothed (an average whose weights halve every --smooth steps).
 Validation losses are points on a line, and the last one stands in the legend. A log may end in the middle of a line (the
 run was killed) and may go back to an earlier step (it was resumed): what was logged beyond that step no longer counts.
 """
 import argparse
-import json
+import glob
 import math
 import os
+import re
 import sys
+import time
+from datetime import date
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from run_log import RunLog, count_text, smooth
 
 COLOURS = ["#1f6fb4", "#d9541e", "#2e8b57", "#8e44ad", "#b8860b", "#c2185b", "#008b9a", "#5d6d7e", "#7b3f00", "#6b8e23"]
 X_LABELS = {"step": "step", "tokens": "training tokens", "time": "training time"}
-PANELS = {"loss": ("loss", "loss"), "norm": ("norm", "gradient norm"), "speed": ("tok_s", "tokens/s"), "lr": ("lr", "learning rate")}
+X_FIELDS = {"step": "step", "tokens": "tokens", "time": "elapsed"}
+PANELS = {"loss": ("loss", "loss"), "accuracy": ("acc_norm", "accuracy"), "norm": ("norm", "gradient norm"), "speed": ("tok_s", "tokens/s"), "lr": ("lr", "learning rate")}
+# (validation loss, HellaSwag accuracy). OpenAI's GPT-2 checkpoints on llm.c's FineWeb validation shard, and the accuracies that
+# the GPT-3 paper reports: llm.c, dev/vislog.ipynb at f1e2ace. On FineWeb-Edu's shard ("-edu"): build-nanogpt, play.ipynb at 136b65e.
+# A loss compares only with the same tokenizer and the same validation text.
+REFERENCES = {
+    "gpt2:124M": (3.424958, 0.294463), "gpt2:350M": (3.083089, 0.375224), "gpt2:774M": (3.000580, 0.431986), "gpt2:1558M": (2.831273, 0.488946),
+    "gpt2:124M-edu": (3.2924, 0.294463),
+    "gpt3:124M": (None, 0.337), "gpt3:350M": (None, 0.436), "gpt3:774M": (None, 0.510), "gpt3:1558M": (None, 0.547),
+}
+MARKERS = "osD^vPX*"  # of multiple-choice sets
+STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555", "axes.grid": True, "grid.color": "#e6e6e6",
+         "grid.linewidth": 0.8, "axes.axisbelow": True}
 
 
 def fail(what, hint):
@@ -30,127 +50,123 @@ def fail(what, hint):
     sys.exit(1)
 
 
-def number(value, default=math.nan):
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
-
-
 def read_log(path):
-    """A run's log -> {"start": its last start record, "step": [records], "eval": [records]}, each step once and in order."""
-    path = os.path.join(path, "main.jsonl") if os.path.isdir(path) else path
-    if not os.path.exists(path):
-        fail(f"no log '{path}'", "name a run's --output folder or its main.jsonl")
-    run, damaged, base, started = {"start": {}, "step": [], "eval": []}, 0, 0.0, False
-    with open(path, encoding="utf-8", errors="replace") as f:
-        for line in f:
-            try:
-                record = json.loads(line)
-                event = record["event"]
-                step = int(record["step"]) if event in ("step", "eval") else 0
-            except (ValueError, KeyError, TypeError):
-                damaged += bool(line.strip())
-                continue
-            if event == "start":
-                run["start"], started = record, True
-            if event not in ("step", "eval"):
-                continue
-            for kind in ("step", "eval"):  # the run went back: forget what came after
-                while run[kind] and run[kind][-1]["step"] >= step + (kind != event):
-                    run[kind].pop()
-            if started:  # clocks begin anew with each start
-                base, started = max((r[-1]["elapsed"] for r in (run["step"], run["eval"]) if r), default=0.0), False
-            record.update(step=step, loss=number(record.get("loss")), elapsed=base + number(record.get("elapsed"), 0.0))
-            run[event].append(record)
-    if damaged:
-        print(f"{path}: left out {damaged} damaged line{'s' * (damaged > 1)}", file=sys.stderr)
-    if not run["step"] and not run["eval"]:
-        fail(f"'{path}' has no step or eval lines", "let the run take at least one step")
+    run = RunLog(path)
+    if not os.path.exists(run.path):
+        fail(f"no log '{run.path}'", "name a run's --output folder or its main.jsonl")
+    run.poll(whole=True)
+    if run.damaged:
+        print(f"{run.path}: left out {run.damaged} damaged line{'s' * (run.damaged > 1)}", file=sys.stderr)
+    if not len(run.step) and not len(run.eval):
+        fail(f"'{run.path}' has no step or eval lines", "let the run take at least one step")
     return run
 
 
-def smooth(values, half_life):
-    """Exponential average; over a tenth of the values so far where that is shorter, so that it does not lag behind the steep
-    beginning. A value that is not finite is passed over."""
-    total, weight, count, out = 0.0, 0.0, 0, []
-    for v in values:
-        if math.isfinite(v):
-            keep = 0.5 ** (1 / min(half_life, count / 10)) if min(half_life, count) > 0 else 0.0
-            total, weight, count = keep * total + (1 - keep) * v, keep * weight + (1 - keep), count + 1
-        out.append(total / weight if weight else math.nan)
-    return out
+def x_values(run, series, kind):
+    """Tokens of a multiple-choice score: those of the step or evaluation at the same step."""
+    if X_FIELDS[kind] in series.columns:
+        return list(series[X_FIELDS[kind]])
+    known = {s: x for source in (run.step, run.eval) for s, x in zip(source["step"], source[X_FIELDS[kind]])}
+    return [known.get(s, math.nan) for s in series["step"]]
 
 
-def x_values(records, kind):
-    if kind == "time":
-        return [r["elapsed"] for r in records]
-    return [number(r.get("tokens" if kind == "tokens" else "step")) for r in records]
-
-
-def count_text(v, _=None):
-    """12500000 -> 12.5M"""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(v) >= size:
-            return f"{v / size:.4g}{unit}"
-    return f"{v:.4g}"
+def points(run, series, kind, field):
+    return [(x, y) for x, y in zip(x_values(run, series, kind), series[field]) if math.isfinite(y)]
 
 
 def time_text(v, _=None):
     return f"{v:.3g}s" if v < 120 else f"{v / 60:.3g}min" if v < 7200 else f"{v / 3600:.3g}h"
 
 
-def loss_range(runs, half_life):
+def loss_range(runs, half_life, references=()):
     """Limits that show the curves: neither single spikes nor, in a long run, the first steps decide the scale."""
     low, high = [], []
     for run in runs:
-        raw = sorted(r["loss"] for r in run["step"] if math.isfinite(r["loss"]))
-        curve = [v for v in smooth([r["loss"] for r in run["step"]], half_life) if math.isfinite(v)]
-        evals = [(r["step"], r["loss"]) for r in run["eval"] if math.isfinite(r["loss"])]
+        raw = sorted(v for v in run.step["loss"] if math.isfinite(v))
+        curve = [v for v in smooth(run.step["loss"], half_life) if math.isfinite(v)]
+        evals = [(s, v) for s, v in zip(run.eval["step"], run.eval["loss"]) if math.isfinite(v)]
         begin = len(curve) // 50 if len(curve) >= 200 else 0
         low += raw[len(raw) // 500 :][:1] + curve[begin:] + [v for _, v in evals]
-        high += curve[begin:] + ([v for step, v in evals if step > run["step"][begin]["step"]] if curve else [v for _, v in evals])
+        high += curve[begin:] + ([v for step, v in evals if step > run.step["step"][begin]] if curve else [v for _, v in evals])
     if not low or not high:
         return None
+    low, high = [*low, *references], [*high, *references]
     margin = 0.05 * (max(high) - min(low)) or 0.1
     return min(low) - margin, max(high) + margin
 
 
-def draw_loss(axis, run, colour, kind, half_life):
-    x, y = x_values(run["step"], kind), [r["loss"] for r in run["step"]]
+def draw_points(axis, where, marker="o", **style):
+    if where:
+        every = max(1, len(where) // 25)  # a marker for each of many evaluations hides the line
+        axis.plot(*zip(*where), linewidth=1.0, linestyle=(0, (4, 2)), marker=marker, markersize=4.5, markeredgecolor="white", markeredgewidth=0.7,
+                  markevery=list(range(len(where) - 1, -1, -every)), zorder=4, **style)
+
+
+def draw_run(axis, run, panel, colour, kind, half_life, sets):
+    field = PANELS[panel][0]
+    if panel == "accuracy":
+        for name, series in run.choices.items():
+            draw_points(axis, points(run, series, kind, field) or points(run, series, kind, "acc"), MARKERS[sets.index(name) % len(MARKERS)], color=colour)
+        return
+    x, y, width = x_values(run, run.step, kind), run.step[field], 1.6 if panel == "loss" else 1.2
     axis.plot(x, y, color=colour, linewidth=0.7, alpha=0.25, zorder=1)
-    axis.plot(x, smooth(y, half_life), color=colour, linewidth=1.6, zorder=3)
-    points = [(a, r["loss"]) for a, r in zip(x_values(run["eval"], kind), run["eval"]) if math.isfinite(r["loss"])]
-    if points:
-        every = max(1, len(points) // 25)  # a marker for each of many evaluations hides the line
-        axis.plot(*zip(*points), color=colour, linewidth=1.0, linestyle=(0, (4, 2)), marker="o", markersize=4.5, markeredgecolor="white",
-                  markeredgewidth=0.7, markevery=list(range(len(points) - 1, -1, -every)), zorder=4)
+    axis.plot(x, smooth(y, 0 if panel == "lr" else half_life), color=colour, linewidth=width, zorder=3)
+    if panel == "loss":
+        draw_points(axis, points(run, run.eval, kind, field), color=colour)
 
 
-def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, title="", log_y=False):
-    longest = max(len(run["step"]) for run in runs)
+def draw_references(axis, names, panel):
+    """Horizontal lines with their names on them."""
+    for name, value in references_of(names, panel):
+        axis.axhline(value, color="#444444", linewidth=1.0, linestyle=(0, (1, 2)), zorder=2)
+        axis.annotate(f"{name} {value:.4g}", (0.01, value), xycoords=axis.get_yaxis_transform(), xytext=(0, 2), textcoords="offset points", fontsize=8, color="#444444")
+
+
+def references_of(names, panel):
+    column = {"loss": 0, "accuracy": 1}.get(panel)
+    return [(name, REFERENCES[name][column]) for name in names if column is not None and REFERENCES[name][column] is not None]
+
+
+def save(figure, output):
+    """Under another name first: whoever looks at the picture while it is drawn anew sees a whole one."""
+    stem, extension = os.path.splitext(output)
+    partial = f"{stem}.{os.getpid()}.partial{extension or '.png'}"
+    try:
+        figure.savefig(partial, dpi=150)
+        os.replace(partial, output)
+    except (OSError, ValueError) as e:
+        fail(f"cannot write '{output}': {e}", "name a folder that exists and a format such as .png, .svg or .pdf")
+    finally:
+        plt.close(figure)
+        if os.path.exists(partial):
+            os.remove(partial)
+
+
+def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, title="", log_y=False, references=()):
+    longest = max(len(run.step) for run in runs)
     half_life = max(longest / 100, 2) if half_life is None else half_life
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555",
-                         "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.8, "axes.axisbelow": True})
-    heights = [3.0 if p == "loss" else 1.0 for p in panels]
+    sets = sorted({name for run in runs for name, series in run.choices.items() if len(series)})
+    plt.rcParams.update(STYLE)
+    heights = [3.0 if p == "loss" else 1.4 if p == "accuracy" else 1.0 for p in panels]
     figure, axes = plt.subplots(len(panels), 1, figsize=(9, 1.2 + 1.45 * sum(heights)), sharex=True, squeeze=False,
                                 gridspec_kw={"height_ratios": heights, "hspace": 0.09}, layout="constrained")
     for axis, panel in zip(axes[:, 0], panels):
-        field, axis_label = PANELS[panel]
         for i, run in enumerate(runs):
-            colour = COLOURS[i % len(COLOURS)]
-            if panel == "loss":
-                draw_loss(axis, run, colour, kind, half_life)
-            else:
-                y = [number(r.get(field)) for r in run["step"]]
-                axis.plot(x_values(run["step"], kind), y, color=colour, linewidth=0.7, alpha=0.25)
-                axis.plot(x_values(run["step"], kind), smooth(y, 0 if panel == "lr" else half_life), color=colour, linewidth=1.2)
-        axis.set_ylabel(axis_label)
-        if panel == "loss" and loss_range(runs, half_life):
-            axis.set_ylim(*loss_range(runs, half_life))
+            draw_run(axis, run, panel, COLOURS[i % len(COLOURS)], kind, half_life, sets)
+        if panel == "accuracy" and sets:
+            axis.legend(handles=[Line2D([], [], color="#777777", linewidth=1.0, marker=MARKERS[k % len(MARKERS)], markersize=4.5, label=name) for k, name in enumerate(sets)], loc="lower right", fontsize=8)
+        draw_references(axis, references, panel)
+        axis.set_ylabel(PANELS[panel][1])
+        limits = loss_range(runs, half_life, [v for _, v in references_of(references, "loss")]) if panel == "loss" else None
+        if limits:
+            axis.set_ylim(*limits)
             axis.set_yscale("log" if log_y else "linear")
         elif panel in ("speed", "norm"):
             axis.set_ylim(bottom=0)
         if panel == "speed":
             axis.yaxis.set_major_formatter(FuncFormatter(count_text))
-        axis.yaxis.set_major_locator(MaxNLocator(8 if panel == "loss" else 4, steps=[1, 2, 2.5, 5, 10])) if not (log_y and panel == "loss") else None
+        if not (log_y and panel == "loss"):
+            axis.yaxis.set_major_locator(MaxNLocator(8 if panel == "loss" else 4, steps=[1, 2, 2.5, 5, 10]))
     bottom = axes[-1, 0]
     bottom.set_xlabel(X_LABELS[kind])
     bottom.xaxis.set_major_formatter(FuncFormatter(time_text if kind == "time" else count_text))
@@ -158,26 +174,28 @@ def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, ti
     legend(axes[0, 0], runs, labels)
     if title:
         axes[0, 0].set_title(title, loc="left", fontsize=11, fontweight="bold")
-    figure.savefig(output, dpi=150)
-    plt.close(figure)
+    save(figure, output)
+
+
+def last_loss(run):
+    return next((v for v in reversed(run.eval["loss"]) if math.isfinite(v)), None)
 
 
 def legend(axis, runs, labels):
     """Name, last validation loss (or smoothed training loss) of each run; how the two kinds of line look."""
     handles = []
     for i, (run, label) in enumerate(zip(runs, labels)):
-        evals = [r["loss"] for r in run["eval"] if math.isfinite(r["loss"])]
-        text = f"{label}   val {evals[-1]:.4f}" if evals else label
+        text = label if last_loss(run) is None else f"{label}   val {last_loss(run):.4f}"
         handles.append(Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2.2, label=text))
     handles.append(Line2D([], [], color="#777777", linewidth=1.6, label="training (smoothed)"))
-    if any(run["eval"] for run in runs):
+    if any(len(run.eval) for run in runs):
         handles.append(Line2D([], [], color="#777777", linewidth=1.0, linestyle=(0, (4, 2)), marker="o", markersize=4.5, label="validation"))
     axis.legend(handles=handles, loc="upper right", frameon=True, framealpha=0.9, edgecolor="#dddddd", fontsize=9)
 
 
 def run_names(paths):
     """The shortest ends of the paths that tell the runs apart."""
-    parts = [os.path.normpath(p).removesuffix("main.jsonl").removesuffix(".jsonl").rstrip("/").split("/") for p in paths]
+    parts = [re.sub(r"(^|/)main\.(jsonl|log)$|\.jsonl$", "", os.path.normpath(p)).rstrip("/").split("/") for p in paths]
     for n in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-n:]) for p in parts]
         if len(set(names)) == len(names):
@@ -185,30 +203,160 @@ def run_names(paths):
     return [name or "run" for name in names]
 
 
-def main(argv=None):
+def follow(runs, seconds, redraw):
+    """Draws whenever a log has grown, until every run has ended; a log that is not there yet is waited for."""
+    drawn = None
+    try:
+        while True:
+            for run in runs:
+                run.poll()
+            state = [(run.generation, run.at) for run in runs]
+            if state != drawn and all(len(run.step) or len(run.eval) for run in runs):
+                redraw()
+                drawn = state
+            if all(run.end for run in runs):
+                return
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        print()
+
+
+# ---- bench tables
+
+def tables(text):
+    """The tables of a markdown text: (heading above, column names, rows of cells)."""
+    heading, found, rows = "", [], []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in line.strip().strip("|").split("|")])
+            continue
+        if len(rows) > 2 and all(set(cell) <= set("-: ") for cell in rows[1]):
+            found.append((heading, rows[0], [r for r in rows[2:] if len(r) == len(rows[0])]))
+        rows = []
+        heading = line.lstrip("# ") if line.startswith("#") else heading
+    return found
+
+
+def bench_points(paths):
+    """{(machine and heading, "ratio" or "tokens/s"): {row label: [(date, value)]}} of files named <machine>_<date>.md."""
+    series = {}
+    for path in sorted(paths):
+        name = re.fullmatch(r"(.+)_(\d{4})-(\d\d)-(\d\d)\.md", os.path.basename(path))
+        if not name:
+            continue
+        day = date(*map(int, name.groups()[1:]))
+        with open(path, encoding="utf-8") as f:
+            found = tables(f.read())
+        for heading, columns, rows in found:
+            heading = name[1] + (f": {heading.split(' (')[0]}" if str(day) not in heading else "")
+            for column, title in enumerate(columns):
+                for row in rows:
+                    rate = re.fullmatch(r"([\d.,]+)(k|M)?(?: (?:tok|tokens)/s)?", row[column])
+                    if not rate or column == 0:
+                        continue
+                    value = float(rate[1].replace(",", "")) * {None: 1, "k": 1e3, "M": 1e6}[rate[2]]
+                    if "ratio" in title:
+                        series.setdefault((heading, "ratio"), {}).setdefault(row[0], []).append((day, value))
+                    elif (rate[2] or re.search(r"tok(ens)?/s", title)) and "PyTorch" not in title + row[0] and "reach" not in title:
+                        label = row[0] + ("" if "llm.cu" in title else f", {title}")
+                        series.setdefault((heading, "tokens/s"), {}).setdefault(label, []).append((day, value))
+    return series
+
+
+def spread(values, gap):
+    """Positions near the values (ascending), `gap` apart: neighbours that are closer form a group around their middle."""
+    groups = []  # [sum of the values, count]
+    for v in values:
+        groups.append([v, 1])
+        while len(groups) > 1 and groups[-1][0] / groups[-1][1] - groups[-2][0] / groups[-2][1] < gap * (groups[-1][1] + groups[-2][1]) / 2:
+            total, count = groups.pop()
+            groups[-1] = [groups[-1][0] + total, groups[-1][1] + count]
+    return [total / count + gap * (i - (count - 1) / 2) for total, count in groups for i in range(count)]
+
+
+def draw_bench(paths, output):
+    series = bench_points(paths)
+    if not series:
+        fail("no table with a ratio or with tokens/s in " + (" ".join(paths) or "dev/bench/*.md"), "name files like dev/bench/h200_2026-11-20.md")
+    plt.rcParams.update(STYLE)
+    heights = [max(1.6, 0.24 * len(rows) + 0.6) for rows in series.values()]
+    figure, axes = plt.subplots(len(series), 1, figsize=(10, sum(heights) + 0.5), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}, layout="constrained")
+    for axis, height, ((heading, what), rows) in zip(axes[:, 0], heights, series.items()):
+        axis.set_title(f"{heading}: {what}", loc="left", fontsize=10, fontweight="bold")
+        values = [v for row in rows.values() for _, v in row]
+        if what == "ratio":
+            axis.axhline(1, color="#444444", linewidth=1.0, linestyle=(0, (1, 2)))
+            axis.set_ylim(min(*values, 0.95) - 0.05, max(*values, 1) + 0.05)
+        else:
+            axis.set_yscale("log")
+            axis.set_ylim(min(values) / 1.6, max(values) * 1.6)
+            axis.yaxis.set_major_formatter(FuncFormatter(count_text))
+            axis.yaxis.set_minor_formatter(NullFormatter())
+        ordered = sorted(rows.items(), key=lambda r: r[1][-1][1])
+        at = spread([float(axis.transLimits.transform((0, axis.get_yscale() == "log" and math.log10(r[-1][1]) or r[-1][1]))[1]) for _, r in ordered], 0.19 / height)
+        for i, ((label, row), y) in enumerate(zip(ordered, at)):
+            axis.plot(*zip(*row), color=COLOURS[i % len(COLOURS)], linewidth=1.4, marker="o", markersize=5)
+            axis.annotate(f"{row[-1][1]:.2f}  {label}" if what == "ratio" else f"{count_text(row[-1][1])}  {label}", row[-1], xytext=(1.02, y), textcoords="axes fraction",
+                          va="center", fontsize=8, color=COLOURS[i % len(COLOURS)], arrowprops={"arrowstyle": "-", "relpos": (0, 0.5), "color": COLOURS[i % len(COLOURS)], "linewidth": 0.5, "alpha": 0.6})
+    days = sorted({d for rows in series.values() for row in rows.values() for d, _ in row})
+    ticks = days[:: len(days) // 8 + 1]
+    axes[-1, 0].set_xticks(ticks, [str(d) for d in ticks])
+    save(figure, output)
+    print(f"{sum(map(len, series.values()))} rows of {len(series)} tables, {days[0]}{f' to {days[-1]}' * (len(days) > 1)}\nwrote {output}")
+
+
+def parse_arguments(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("runs", nargs="+", help="run folders or .jsonl files")
-    p.add_argument("-o", "--output", default="curves.png", help="PNG to write (default: curves.png)")
+    p.add_argument("runs", nargs="*", help="run folders or log files; with --bench: markdown files (default: dev/bench/*.md)")
+    p.add_argument("-o", "--output", default="curves.png", help="picture to write (default: curves.png)")
     p.add_argument("--x", choices=X_LABELS, default="step", help="horizontal axis (default: step)")
     p.add_argument("--panels", default="loss", help=f"comma-separated, of {', '.join(PANELS)} (default: loss)")
     p.add_argument("--labels", default="", help="comma-separated names of the runs (default: from the paths)")
+    p.add_argument("--reference", default="", metavar="NAMES", help=f"comma-separated lines to compare with: {', '.join(REFERENCES)}; losses are on FineWeb (-edu: FineWeb-Edu) with GPT-2's tokens")
     p.add_argument("--smooth", type=float, default=None, help="steps in which a weight of the average halves; 0: none (default: 1/100 of the longest run)")
     p.add_argument("--title", default="")
     p.add_argument("--log", action="store_true", help="logarithmic loss axis")
+    p.add_argument("--follow", type=float, default=None, metavar="SECONDS", help="look every SECONDS for new lines and draw anew, until every run has ended")
+    p.add_argument("--bench", action="store_true", help="draw the ratio and tokens/s columns of bench tables over time instead")
     a = p.parse_args(argv)
-    panels = a.panels.split(",")
-    if not set(panels) <= set(PANELS):
-        fail(f"unknown panel in '{a.panels}'", f"use {', '.join(PANELS)}")
+    a.panels, a.reference = a.panels.split(","), [name for name in a.reference.split(",") if name]
+    if not a.runs and not a.bench:
+        p.error("name at least one run")
+    if not set(a.panels) <= set(PANELS):
+        fail(f"unknown panel in '{','.join(a.panels)}'", f"use {', '.join(PANELS)}")
+    if not set(a.reference) <= set(REFERENCES):
+        fail(f"unknown reference in '{','.join(a.reference)}'", f"use {', '.join(REFERENCES)}")
+    if a.follow is not None and not a.follow > 0:
+        fail(f"--follow {a.follow:g} is no time", "give a number of seconds above 0")
+    return a
+
+
+def main(argv=None):
+    a = parse_arguments(argv)
+    if a.bench:
+        return draw_bench(a.runs or glob.glob(os.path.join(os.path.dirname(os.path.abspath(__file__)), "bench", "*.md")), a.output)
     labels = a.labels.split(",") if a.labels else run_names(a.runs)
     if len(labels) != len(a.runs):
         fail(f"{len(labels)} labels for {len(a.runs)} runs", "give one label for each run, separated by commas")
-    runs = [read_log(path) for path in a.runs]
-    draw(runs, labels, a.output, a.x, panels, a.smooth, a.title, a.log)
-    for label, run in zip(labels, runs):
-        last = run["step"][-1] if run["step"] else run["eval"][-1]
-        evals = f", val loss {run['eval'][-1]['loss']:.4f} at step {run['eval'][-1]['step']}" if run["eval"] else ""
-        print(f"{label}: {last['step']} steps, loss {last['loss']:.4f}{evals}")
-    print(f"wrote {a.output}")
+    runs = [RunLog(path) if a.follow else read_log(path) for path in a.runs]
+
+    def redraw():
+        without = [run.path for run in runs if not any(math.isfinite(x) for series in (run.step, run.eval) for x in x_values(run, series, a.x))]
+        if len(without) == len(runs):
+            fail(f"no {X_LABELS[a.x]} in {' '.join(without)}", "use --x step")
+        for path in without:
+            print(f"not drawn: {path} has no {X_LABELS[a.x]}", file=sys.stderr)
+        draw(runs, labels, a.output, a.x, a.panels, a.smooth, a.title, a.log, a.reference)
+        for label, run in zip(labels, runs):
+            last = run.step if len(run.step) else run.eval
+            evals = f", val loss {run.eval['loss'][-1]:.4f} at step {run.eval['step'][-1]:.0f}" if len(run.eval) else ""
+            print(f"{label}: {last['step'][-1]:.0f} steps, loss {last['loss'][-1]:.4f}{evals}")
+        print(f"wrote {a.output}", flush=True)
+
+    if a.follow:
+        follow(runs, a.follow, redraw)
+    else:
+        redraw()
 
 
 if __name__ == "__main__":

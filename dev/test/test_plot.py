@@ -1,4 +1,5 @@
 """dev/plot.py on synthetic logs: whole, cut off, resumed, damaged."""
+import glob
 import json
 import math
 import os
@@ -27,58 +28,115 @@ def evaluation(n, loss, elapsed=None):
     return {"event": "eval", "step": n, "elapsed": n * 0.5 if elapsed is None else elapsed, "loss": loss, "tokens": 512 * n}
 
 
+def choice(n, acc, name="hellaswag"):
+    return {"event": "eval_choice", "step": n, "elapsed": n * 0.5, "name": name, "acc": acc, "acc_norm": acc + 0.01}
+
+
 def write(folder, records, tail=""):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "main.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + tail)
     return str(folder)
 
 
-def ordinary(folder, n=120, shift=0.0, **more):
+def ordinary(folder, n=120, shift=0.0, choices=False, **more):
     records = [start(), evaluation(0, 7.0)]
     for i in range(1, n + 1):
         records.append(step(i, loss=3 + shift + 4 * math.exp(-i / 30) + 0.02 * math.sin(7 * i)))
         if i % 40 == 0:
             records.append(evaluation(i, 3.1 + shift + 4 * math.exp(-i / 30)))
+        if i % 40 == 0 and choices:
+            records.append(choice(i, 0.2 + i / 1000))
     return write(folder, records + [{"event": "end", "step": n, "reason": "all steps done"}], **more)
+
+
+def losses(series):
+    return list(zip(map(int, series["step"]), series["loss"]))
+
+
+def content(run):
+    return {name: {k: list(c) for k, c in series.columns.items()} for name, series in (("step", run.step), ("eval", run.eval), *run.choices.items())}
 
 
 def test_reads_a_whole_log(tmp_path):
     run = plot.read_log(ordinary(tmp_path / "a"))
-    assert [r["step"] for r in run["step"]] == list(range(1, 121)) and [r["step"] for r in run["eval"]] == [0, 40, 80, 120]
-    assert run["step"][9]["loss"] == pytest.approx(3 + 4 * math.exp(-1 / 3) + 0.02 * math.sin(70))
-    assert plot.x_values(run["step"], "tokens")[9] == 5120 and plot.x_values(run["step"], "time")[9] == 5 and plot.x_values(run["eval"], "step") == [0, 40, 80, 120]
-    assert plot.read_log(str(tmp_path / "a" / "main.jsonl")) == run
+    assert list(run.step["step"]) == list(range(1, 121)) and list(run.eval["step"]) == [0, 40, 80, 120]
+    assert run.step["loss"][9] == pytest.approx(3 + 4 * math.exp(-1 / 3) + 0.02 * math.sin(70))
+    assert plot.x_values(run, run.step, "tokens")[9] == 5120 and plot.x_values(run, run.step, "time")[9] == 5 and plot.x_values(run, run.eval, "step") == [0, 40, 80, 120]
+    assert run.end["reason"] == "all steps done" and math.isnan(run.step["mfu"][5]) and math.isnan(run.step["no such field"][119])
+    assert content(plot.read_log(str(tmp_path / "a" / "main.jsonl"))) == content(run)
 
 
 def test_a_log_that_ends_in_the_middle_of_a_line(tmp_path, capsys):
-    whole = plot.read_log(ordinary(tmp_path / "a"))
-    for tail in ('{"event":"step","step":121,"loss"', "{", '{"event":"step"}', "\x00\x00\x00\n", '"text"\n', '[1]\n{"event":"step","step":null}\n'):
+    whole = content(plot.read_log(ordinary(tmp_path / "a")))
+    for tail in ('{"event":"step","step":121,"loss"', "{", '{"event":"step"}', "\x00\x00\x00\n", '"text"\n', '[1]\n{"event":"step","step":null}\n', "[" * 100000, '{"event":"step","step":1e999}\n'):
         run = plot.read_log(ordinary(tmp_path / "b", tail=tail))
-        assert run == whole and "damaged" in capsys.readouterr().err, tail
+        assert content(run) == whole and "damaged" in capsys.readouterr().err, tail[:50]
     text = (tmp_path / "a" / "main.jsonl").read_bytes()
     (tmp_path / "a" / "main.jsonl").write_bytes(text[:2000] + b"\xff\xfe" + text[2100:])  # a hole in the middle: its neighbours stay
-    assert 110 <= len(plot.read_log(str(tmp_path / "a"))["step"]) < 120
+    assert 110 <= len(plot.read_log(str(tmp_path / "a")).step) < 120
+
+
+def test_a_run_that_goes_on_behind_half_a_line(tmp_path):
+    """Killed while it wrote; the resumed run's first record stands on the same line and counts."""
+    (tmp_path / "main.jsonl").write_text(json.dumps(step(1)) + '\n{"event":"step","step":2,"loss":4.' + json.dumps(start(steps=7)).replace('": ', '":') + "\n" + json.dumps(step(2, loss=2.0)) + "\n")
+    run = plot.read_log(str(tmp_path))
+    assert run.start["steps"] == 7 and losses(run.step)[1] == (2, 2.0) and run.damaged == 0
 
 
 def test_line_ends_inside_of_samples(tmp_path):
     (tmp_path / "main.jsonl").write_text(json.dumps(step(1)) + "\n" + json.dumps({"event": "sample", "step": 1, "text": "a\u2028b\x85c\rd"}, ensure_ascii=False) + "\n"
                                          + json.dumps(step(2)) + "\n", encoding="utf-8", newline="\n")
-    assert len(plot.read_log(str(tmp_path))["step"]) == 2
+    run = plot.read_log(str(tmp_path))
+    assert len(run.step) == 2 and run.sample["text"] == "a\u2028b\x85c\rd"
 
 
 def test_a_resumed_run_goes_back(tmp_path):
     """Killed after step 30, resumed from 20, now at 25: steps 26 to 30 of the first attempt no longer count."""
     first = [start()] + [step(i, loss=5.0) for i in range(1, 31)]
-    first[25:25] = [evaluation(24, 5.5)]
+    first[25:25] = [evaluation(24, 5.5), choice(20, 0.25), choice(24, 0.26), choice(20, 0.5, name="arc")]
     first += [evaluation(30, 5.6)]
-    second = [start(resumed_from="x"), evaluation(20, 4.5, elapsed=0.1)] + [step(i, loss=4.0, elapsed=(i - 20) * 0.5) for i in range(21, 26)]
+    second = [start(resumed_from="x"), evaluation(20, 4.5, elapsed=0.1), choice(20, 0.24)] + [step(i, loss=4.0, elapsed=(i - 20) * 0.5) for i in range(21, 26)]
     run = plot.read_log(write(tmp_path / "a", first + second))
-    assert [(r["step"], r["loss"]) for r in run["step"]] == [(i, 5.0 if i <= 20 else 4.0) for i in range(1, 26)]
-    assert [(r["step"], r["loss"]) for r in run["eval"]] == [(20, 4.5)]
-    times = plot.x_values(run["step"], "time")
+    assert losses(run.step) == [(i, 5.0 if i <= 20 else 4.0) for i in range(1, 26)] and losses(run.eval) == [(20, 4.5)] and run.starts == 2
+    assert list(run.choices["hellaswag"]["acc"]) == [0.24] and list(run.choices["arc"]["acc"]) == [0.5]
+    times = plot.x_values(run, run.step, "time")
     assert times[19] == 10 and times[24] == pytest.approx(12.5) and all(b > a for a, b in zip(times, times[1:]))
     run = plot.read_log(write(tmp_path / "a", first + second + [start()] + [step(1, loss=9.0)]))  # begun anew in the same folder
-    assert [(r["step"], r["loss"]) for r in run["step"]] == [(1, 9.0)] and not run["eval"]
+    assert losses(run.step) == [(1, 9.0)] and not len(run.eval)
+
+
+def test_a_log_that_grows(tmp_path):
+    """Read at any moment, in the middle of a line too, it is what reading it at once gives; a replaced log is read from its beginning."""
+    whole = plot.read_log(ordinary(tmp_path / "a"))
+    text = (tmp_path / "a" / "main.jsonl").read_bytes()
+    log = plot.RunLog(str(tmp_path / "b"))
+    assert log.poll() == []
+    (tmp_path / "b").mkdir()
+    log = plot.RunLog(str(tmp_path / "b"))
+    seen = []
+    with open(tmp_path / "b" / "main.jsonl", "wb", buffering=0) as f:
+        for at in range(0, len(text), 157):
+            f.write(text[at : at + 157])
+            seen += log.poll()
+    assert content(log) == content(whole) and log.generation == 0
+    assert [at for at, _ in seen] == [i + 1 for i, c in enumerate(text) if c == 10] and len(seen) == 120 + 4 + 2
+    write(tmp_path / "b", [start(time=1)] + [step(i, loss=1.0) for i in range(1, 200)])  # longer than before: only its beginning tells
+    log.poll()
+    assert log.generation == 1 and len(log.step) == 199 and not len(log.eval)
+    os.truncate(log.path, 300)
+    log.poll()
+    assert log.generation == 2 and 0 < len(log.step) < 3
+
+
+def test_llmc_logs(tmp_path):
+    """s:0 is what llm.c calls its first step; ours is the first one done."""
+    lines = "s:0 tel:11.0\n" + "".join(f"s:{i} trl:{11 - i / 10:.4f} lr:0.000600 norm:{1 + i:.2f}\n" for i in range(20)) + "s:20 tel:9.2\ns:20 eval:0.2471\ns:19 trl:nonsense lr:1 norm:2\n"
+    (tmp_path / "main.log").write_text(lines)
+    run = plot.read_log(str(tmp_path))
+    assert losses(run.step)[:2] == [(1, 11.0), (2, 10.9)] and len(run.step) == 20 and losses(run.eval) == [(0, 11.0), (20, 9.2)] and run.damaged == 1
+    assert run.step["norm"][3] == 4 and run.step["lr"][3] == 6e-4 and run.choices["hellaswag"]["acc_norm"][0] == 0.2471
+    plot.main([str(tmp_path), "-o", str(tmp_path / "x.png"), "--panels", "loss,accuracy,norm,lr", "--reference", "gpt2:124M"])
+    assert plot.run_names([str(tmp_path / "main.log")]) == [tmp_path.name]
 
 
 def test_smoothing():
@@ -132,7 +190,7 @@ def test_odd_logs_are_drawn(tmp_path):
            "strings": [step(1, loss="NaN"), step(2)]}
     folders = [write(tmp_path / name, [start()] + records) for name, records in odd.items()]
     for x, log in (("step", []), ("tokens", ["--log"]), ("time", [])):
-        plot.main([*folders, "-o", str(tmp_path / "odd.png"), "--x", x, "--panels", "loss,norm,speed,lr", *log])
+        plot.main([*folders, "-o", str(tmp_path / "odd.png"), "--x", x, "--panels", "loss,accuracy,norm,speed,lr", "--reference", "gpt2:124M", *log])
     colours_of(str(tmp_path / "odd.png"))
 
 
@@ -142,9 +200,99 @@ def test_messages(tmp_path, capsys):
         with pytest.raises(SystemExit) as e:
             plot.main([*arguments, "-o", str(tmp_path / "x.png")])
         assert e.value.code == 1 and words in capsys.readouterr().err
-    assert not (tmp_path / "x.png").exists()
+    llmc = tmp_path / "llmc.log"
+    llmc.write_text("s:1 trl:3.0 lr:0.1 norm:1.0\n")
+    for arguments, words in (([good, "--reference", "gpt2"], "unknown reference"), ([good, "--follow", "0"], "no time"), ([str(llmc), "--x", "time"], "use --x step"),
+                             ([good, "-o", str(tmp_path / "no" / "x.png")], "cannot write"), ([good, "-o", str(tmp_path / "x.xyz")], "cannot write"),
+                             (["--bench", str(tmp_path / "good" / "main.jsonl")], "no table")):
+        with pytest.raises(SystemExit) as e:
+            plot.main(["-o", str(tmp_path / "x.png"), *arguments])
+        assert e.value.code == 1 and words in capsys.readouterr().err, words
+    assert not list(tmp_path.glob("x.*"))
 
 
 def test_from_the_command_line(tmp_path):
     done = subprocess.run([sys.executable, os.path.join(ROOT, "dev/plot.py"), ordinary(tmp_path / "a"), "-o", str(tmp_path / "c.png"), "--title", "a title"], stdout=subprocess.PIPE, text=True, check=True)
     assert "wrote" in done.stdout and colours_of(str(tmp_path / "c.png"))(plot.COLOURS[0]) > 500
+
+
+def test_references_are_drawn_where_they_belong(tmp_path):
+    """The lines are inside of the limits; a model without a published loss has a line in the accuracy panel alone."""
+    run = plot.read_log(ordinary(tmp_path / "a", choices=True))
+    figure = {}
+    keep, plot.save = plot.save, lambda f, output: figure.update(f=f)
+    try:
+        plot.draw([run], ["a"], "", "tokens", ["loss", "accuracy"], references=["gpt2:1558M", "gpt3:1558M"])
+    finally:
+        plot.save = keep
+    above, below = figure["f"].axes
+    words = [[t.get_text() for t in axis.texts] for axis in (above, below)]
+    assert words == [["gpt2:1558M 2.831"], ["gpt2:1558M 0.4889", "gpt3:1558M 0.547"]]
+    assert above.get_ylim()[0] < 2.831 and below.get_ylim()[0] < 0.25 and below.get_ylim()[1] > 0.547
+    scores = [line for line in below.lines if len(line.get_xdata()) == 3][0]
+    assert list(scores.get_xdata()) == [512 * 40, 512 * 80, 512 * 120] and scores.get_ydata()[2] == pytest.approx(0.33)  # acc_norm; tokens are those of the evaluation
+    plot.plt.close(figure["f"])
+
+
+def test_follow_redraws_until_the_end(tmp_path):
+    """Begun before the run; every picture that is seen is whole; ends by itself when both runs have ended."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    p = subprocess.Popen([sys.executable, os.path.join(ROOT, "dev/plot.py"), *map(str, folders), "-o", str(tmp_path / "live.png"), "--follow", "0.05"], stdout=subprocess.PIPE, text=True)
+    try:
+        for folder in folders:
+            folder.mkdir()
+        with open(folders[0] / "main.jsonl", "w") as a, open(folders[1] / "main.jsonl", "w") as b:
+            for f in (a, b):
+                f.write(json.dumps(start()) + "\n" + json.dumps(step(1)) + "\n" + json.dumps(step(2))[:20])
+                f.flush()
+            assert p.stdout.readline().startswith("a: 1 steps") and p.stdout.readline().startswith("b: 1 steps") and "wrote" in p.stdout.readline()
+            first = colours_of(str(tmp_path / "live.png"))
+            for f in (a, b):
+                f.write(json.dumps(step(2))[20:] + "\n" + json.dumps({"event": "end", "step": 2, "reason": "all steps done"}) + "\n")
+                f.flush()
+        rest, _ = p.communicate(timeout=100)
+        assert p.returncode == 0 and "a: 2 steps" in rest and "b: 2 steps" in rest and first
+        assert [f.name for f in tmp_path.glob("*.png")] == ["live.png"]
+    finally:
+        p.kill()
+
+
+BENCH = """# NVIDIA X1, {day}
+
+Text | that | is no table
+
+| run | PyTorch | llm.cu | ratio | to reach |
+|---|---|---|---|---|
+| 124M | 500.0k tok/s | {speed}k | {ratio} | 700k |
+| 8B | | 9.5k | | 12k |
+
+## Four GPUs (a remark)
+
+| run | one GPU | four GPUs | share |
+|---|---|---|---|
+| 124M | 613.0k | 2,423.1k | 98.8% |
+| PyTorch | | 2013.0k | |
+| a | row | too | long | here |
+"""
+
+
+def test_bench_tables(tmp_path, capsys):
+    for day, speed, ratio in (("2026-11-20", "600.5", "1.20"), ("2026-12-01", "640", "1.25")):
+        (tmp_path / f"x1_{day}.md").write_text(BENCH.format(day=day, speed=speed, ratio=ratio))
+    (tmp_path / "notes.md").write_text(BENCH)
+    files = [str(f) for f in tmp_path.glob("*.md")]
+    days = [plot.date(2026, 11, 20), plot.date(2026, 12, 1)]
+    assert plot.bench_points(files) == {
+        ("x1", "tokens/s"): {"124M": [(days[0], 600500), (days[1], 640000)], "8B": [(days[0], 9500), (days[1], 9500)]}, ("x1", "ratio"): {"124M": [(days[0], 1.2), (days[1], 1.25)]},
+        ("x1: Four GPUs", "tokens/s"): {"124M, one GPU": [(days[0], 613e3), (days[1], 613e3)], "124M, four GPUs": [(days[0], 2423100), (days[1], 2423100)]}}
+    plot.main(["--bench", *files, "-o", str(tmp_path / "bench.png")])
+    assert "5 rows of 3 tables, 2026-11-20 to 2026-12-01" in capsys.readouterr().out and colours_of(str(tmp_path / "bench.png"))(plot.COLOURS[0]) > 100
+    ours = plot.bench_points(glob.glob(os.path.join(ROOT, "dev/bench/*.md")))
+    assert (plot.date(2026, 11, 20), 1.19) in ours["h200", "ratio"]["GPT-2 124M, B 64, T 1024, 524,288 tokens a step"]
+
+
+def test_labels_are_spread(tmp_path):
+    assert plot.spread([1.0], 1) == [1] and plot.spread([0, 10, 20], 5) == [0, 10, 20]
+    assert plot.spread([0, 0, 0], 2) == [-2, 0, 2]
+    at = plot.spread(sorted(np.random.default_rng(0).uniform(0, 1, 30)), 0.05)
+    assert min(b - a for a, b in zip(at, at[1:])) > 0.05 - 1e-9

@@ -1,0 +1,158 @@
+"""A run's log, read as it grows: main.jsonl of our trainers (llmc/logger.h), or llm.c's main.log. plot.py, watch.py and
+export_log.py all read through here. Standard library only.
+
+A log may end in the middle of a line (it is being written, or the run was killed), go on behind such a line (it was resumed),
+go back to an earlier step (then what was logged beyond that step no longer counts), or be begun anew under the same name.
+"""
+import json
+import math
+import os
+import re
+from array import array
+
+HEAD = 512  # bytes at the beginning that tell one log from another of the same name
+LLMC_FIELDS = {"trl": ("step", "loss"), "tel": ("eval", "loss"), "eval": ("eval_choice", "acc_norm")}
+
+
+def number(value, default=math.nan):
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+
+
+def log_path(path):
+    """A run's folder or a log file -> the log file."""
+    if not os.path.isdir(path):
+        return path
+    ours, llmc = (os.path.join(path, name) for name in ("main.jsonl", "main.log"))
+    return llmc if os.path.exists(llmc) and not os.path.exists(ours) else ours
+
+
+def parse(line):
+    """One line (bytes) -> its record, or None if it is damaged."""
+    text = line.decode("utf-8", "replace")
+    llmc = re.match(r"s:(-?\d+) (trl|tel|eval):(\S+)(?: lr:(\S+) norm:(\S+))?\s*$", text)
+    try:
+        if llmc:  # its training steps count from 0
+            step, kind, *values = llmc.groups()
+            event, field = LLMC_FIELDS[kind]
+            record = {"event": event, "step": int(step) + (event == "step"), field: float(values[0])}
+            return record | ({"lr": float(values[1]), "norm": float(values[2])} if values[1] else {"name": "hellaswag"} if kind == "eval" else {})
+        try:
+            record = json.loads(text)
+        except ValueError:  # behind what a killed run left unfinished, the resumed one's first record
+            record = json.loads(text[text.rindex('{"event":'):])
+        if record["event"] in ("step", "eval", "eval_choice"):
+            record["step"] = int(record["step"])
+        return record
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+class Series:
+    """The numbers of many records as columns, NaN where a record has none: a run may have half a million steps."""
+
+    def __init__(self):
+        self.columns = {"step": array("d")}
+
+    def append(self, record):
+        count = len(self)
+        for key, value in record.items():
+            if not math.isnan(number(value)) and key not in self.columns:
+                self.columns[key] = array("d", [math.nan]) * count
+        for key, column in self.columns.items():
+            column.append(number(record.get(key)))
+
+    def cut(self, step):
+        """Forgets the records from `step` on."""
+        while len(self) and self.columns["step"][-1] >= step:
+            for column in self.columns.values():
+                column.pop()
+
+    def __len__(self):
+        return len(self.columns["step"])
+
+    def __getitem__(self, key):
+        """A column by name, a record by index."""
+        if isinstance(key, str):
+            return self.columns[key] if key in self.columns else array("d", [math.nan]) * len(self)
+        return {name: column[key] for name, column in self.columns.items()}
+
+
+class RunLog:
+    """start, sample, checkpoint, end: the last record of that event, or None; step, eval, choices[name]: Series."""
+
+    def __init__(self, path):
+        self.path, self.generation = log_path(path), 0
+        self.clear()
+
+    def clear(self):
+        self.at, self.head, self.damaged, self.starts = 0, b"", 0, 0
+        self.base, self.started = 0.0, False
+        self.start, self.sample, self.checkpoint, self.end = {}, None, None, None
+        self.step, self.eval, self.choices = Series(), Series(), {}
+
+    def poll(self, whole=False):
+        """Reads what was added; [(position behind the line, record)]. whole: a last line without its end counts as a line."""
+        added = []
+        try:
+            f = open(self.path, "rb")
+        except FileNotFoundError:
+            return added
+        with f:
+            if f.read(len(self.head)) != self.head or os.fstat(f.fileno()).st_size < self.at:
+                self.generation += 1
+                self.clear()
+            f.seek(self.at)
+            for line in f:
+                if not line.endswith(b"\n") and not whole:
+                    break
+                self.at += len(line)
+                record = parse(line)
+                if record is None:
+                    self.damaged += bool(line.strip())
+                    continue
+                self.add(record)
+                added.append((self.at, record))
+            if len(self.head) < HEAD:
+                f.seek(0)
+                self.head = f.read(min(HEAD, self.at))
+        return added
+
+    def add(self, record):
+        event = record["event"]
+        if event == "start":
+            self.start, self.started, self.end = record, True, None
+            self.starts += 1
+        elif event in ("step", "eval", "eval_choice"):
+            own = self.choices.setdefault(str(record.get("name", "choice")), Series()) if event == "eval_choice" else getattr(self, event)
+            for series in (self.step, self.eval, *self.choices.values()):  # the run went back: forget what came after
+                series.cut(record["step"] + (series is not own))
+            if self.started:  # clocks begin anew with each start
+                self.base = max((s["elapsed"][-1] for s in (self.step, self.eval) if len(s)), default=0.0)
+                self.started = False
+            if "elapsed" in record:
+                record["elapsed"] = self.base + number(record["elapsed"], 0.0)
+            if "skipped" in record:
+                record["skipped"] = 1
+            own.append(record)
+        elif event in ("sample", "checkpoint", "end"):
+            setattr(self, event, record)
+
+
+def smooth(values, half_life):
+    """Exponential average; over a tenth of the values so far where that is shorter, so that it does not lag behind the steep
+    beginning. A value that is not finite is passed over."""
+    total, weight, count, out = 0.0, 0.0, 0, []
+    for v in values:
+        if math.isfinite(v):
+            keep = 0.5 ** (1 / min(half_life, count / 10)) if min(half_life, count) > 0 else 0.0
+            total, weight, count = keep * total + (1 - keep) * v, keep * weight + (1 - keep), count + 1
+        out.append(total / weight if weight else math.nan)
+    return out
+
+
+def count_text(v, _=None):
+    """12500000 -> 12.5M"""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(v) >= size:
+            return f"{v / size:.4g}{unit}"
+    return f"{v:.4g}"
