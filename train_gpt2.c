@@ -520,6 +520,7 @@ struct Model {
     int B, T, recompute, zero_stage;
     float *weights, *grads;                 // the layout of the table
     float *m, *v;                           // the same; with ZeRO 1 this rank's pieces, one after another
+    float *snapshots[NUM_SLOTS];            // --save-async: a copy of this rank's shards of a slot, unit after unit
     float *exchange;                        // room for the other ranks' gradients
     float *x_embedding, *h_final, *mean_final, *rstd_final, *losses, *cos_sin;
     LayerActs *layers;
@@ -614,6 +615,8 @@ void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
     m->weights = floats(m, m->table.total); m->grads = floats(m, m->table.total);
     const size_t states = m->zero_stage ? m->table.total / (size_t)comm->world : m->table.total;
     m->m = floats(m, states);          m->v = floats(m, states);
+    const Slot saved[] = {SLOT_WEIGHT, SLOT_M, SLOT_V};
+    for (int i = 0; i < 3 && o->save_every && o->save_async; i++) m->snapshots[saved[i]] = floats(m, m->table.total / (size_t)comm->world);
     m->exchange = floats(m, comm->world > 1 ? (size_t)comm->world * COMM_PIECE : 0);
     m->x_embedding = floats(m, N * C); m->h_final = floats(m, N * C);
     m->mean_final = floats(m, N);      m->rstd_final = floats(m, N);
@@ -665,14 +668,26 @@ Span model_owned(const Model *m, Slot s, int unit) {
 static float *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
     assert(model_has_slot(m, s) && offset <= m->table.total && count <= m->table.total - offset);
     if (!m->zero_stage || s == SLOT_WEIGHT) return slot_pointer(m, s) + offset;
-    int u = 0;
-    while (offset >= m->table.unit_begin[u + 1]) u++;
+    const int u = param_unit_of(&m->table, offset);
     const Span own = model_owned(m, s, u);
     assert(offset >= own.begin && offset + count <= own.begin + own.count);
     return s == SLOT_GRAD ? m->grads + offset : slot_pointer(m, s) + m->table.unit_begin[u] / (size_t)m->comm->world + (offset - own.begin);
 }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) { memcpy(slot_place(m, s, offset, count), values, count * sizeof(float)); }
 void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) { memcpy(values, slot_place(m, s, offset, count), count * sizeof(float)); }
+static float *snapshot_place(const Model *m, Slot s, int unit) { return m->snapshots[s] + m->table.unit_begin[unit] / (size_t)m->comm->world; }
+void model_snapshot(Model *m, Slot s) {
+    for (int u = 0; u < m->table.num_units; u++) {
+        const Span mine = param_shard(&m->table, u, m->comm->rank, m->comm->world);
+        memcpy(snapshot_place(m, s, u), slot_place(m, s, mine.begin, mine.count), mine.count * sizeof(float));
+    }
+}
+void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    const int u = param_unit_of(&m->table, offset);
+    const Span mine = param_shard(&m->table, u, m->comm->rank, m->comm->world);
+    assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);
+    memcpy(values, snapshot_place(m, s, u) + (offset - mine.begin), count * sizeof(float));
+}
 
 // ---- forward
 

@@ -20,7 +20,8 @@ typedef enum {
     SLOT_GRAD,
     SLOT_M,       // AdamW's first and second moment, fp32
     SLOT_V,
-    SLOT_MASTER   // fp32 weights that AdamW updates, where forward uses bf16
+    SLOT_MASTER,  // fp32 weights that AdamW updates, where forward uses bf16
+    NUM_SLOTS
 } Slot;
 
 typedef struct {
@@ -45,6 +46,10 @@ Span model_owned(const Model *m, Slot s, int unit);
 // fp32 values in and out, whatever the slot stores; of what is owned only. Writing SLOT_WEIGHT sets the master too, unrounded.
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values);
 void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values);
+// A copy in host memory of this rank's shard (param_shard) of every unit, for a checkpoint that is written while training goes on.
+// There is room for it where --save-every and --save-async ask for it. Reading touches no device and may be done by any thread.
+void model_snapshot(Model *m, Slot s);
+void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values);
 
 // One optimiser step = num_micro calls of model_micro_step, model_loss_and_norm, and then model_update or nothing.
 // inputs, targets (B,T). The gradient is that of the mean loss over all ranks' num_micro * B * T tokens; micro 0 overwrites it.

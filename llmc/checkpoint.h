@@ -7,6 +7,11 @@
 // Tensors have Hugging Face's names, shapes and orientation in both files: no padding, nothing that depends on the
 // number of ranks. A checkpoint is written under a .tmp name, flushed and renamed, so a folder named step_* is whole; the
 // sizes in train_state.json catch one that lost something later. Older ones are removed after the new one is on the disk.
+// The writing is done by a thread of each rank, from a copy in host memory, while training goes on:
+//
+//   checkpoint_begin(&c, m, output, &state, keep, major, 1);     every rank; returns as soon as the copy is made
+//   ... steps ..., until checkpoint_written(&c) on all ranks     asks nobody
+//   checkpoint_finish(&c);                                       every rank; now the folder has its name
 // Include this after a backend (backend.h).
 #ifndef LLMC_CHECKPOINT_H
 #define LLMC_CHECKPOINT_H
@@ -197,30 +202,93 @@ static inline void remove_leftovers(const char *output) {
     }
     free_names(names, leftovers);
 }
-// All ranks call it, with the same arguments. Rank 0 makes and renames the folder; every rank has flushed its part by then.
-static inline void checkpoint_save(const Model *m, const char *output, const TrainState *s, int keep, int major_every) {
-    char *folder = checkpoint_folder(output, s->step, ""), *writing = checkpoint_folder(output, s->step, ".tmp"), *replaced = checkpoint_folder(output, s->step, ".old.tmp");
-    char *optimizer = st_text(writing, "/", "optimizer.safetensors");
-    const int first = m->comm->rank == 0;
-    if (first) make_directory(output);
-    if (first) remove_leftovers(output);
-    model_save_weights(m, writing);
-    save_slots(m, optimizer_slots, model_has_slot(m, SLOT_MASTER) ? 3 : 2, ST_F32, optimizer);
-    comm_barrier(m->comm);
+// A checkpoint on its way to the disk. All zeros: none.
+typedef struct {
+    const Model *m;            // NULL: nothing is being written
+    char *output, *folder, *writing;
+    TrainState state;          // as it was; shares the options, which do not change during a run
+    int keep, major_every;
+    SlotFile weights, optimizer;
+    SlotReader *read;
+    int64_t progress;          // pieces written
+    int threaded, written;     // written: this rank's part is flushed
+    pthread_t thread;
+} Checkpoint;
+
+static inline void *checkpoint_write(void *checkpoint) {
+    Checkpoint *c = (Checkpoint *)checkpoint;
+    slots_write(&c->weights, c->m, c->read, &c->progress);
+    st_finish(&c->weights.file);
+    slots_write(&c->optimizer, c->m, c->read, &c->progress);
+    st_finish(&c->optimizer.file);
+    __atomic_store_n(&c->written, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+static inline int checkpoint_written(const Checkpoint *c) { return __atomic_load_n(&c->written, __ATOMIC_ACQUIRE); }
+
+// All ranks call it, with the same arguments. overlap: copy what this rank writes and let a thread write it; else all is written
+// when this returns.
+static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const TrainState *s, int keep, int major_every, int overlap) {
+    assert(!c->m);
+    memset(c, 0, sizeof *c);
+    c->m = m; c->state = *s; c->keep = keep; c->major_every = major_every; c->threaded = overlap;
+    c->read = overlap ? model_read_snapshot : model_read;
+    c->output = st_text(output, "", "");
+    c->folder = checkpoint_folder(output, s->step, "");
+    c->writing = checkpoint_folder(output, s->step, ".tmp");
+    const int num_states = model_has_slot(m, SLOT_MASTER) ? 3 : 2, first = m->comm->rank == 0;
+    char *weights = st_text(c->writing, "/", "model.safetensors"), *optimizer = st_text(c->writing, "/", "optimizer.safetensors");
+    slots_declare(&c->weights, m, weight_slot, 1, model_file_type(m), weights);
+    slots_declare(&c->optimizer, m, optimizer_slots, num_states, ST_F32, optimizer);
     if (first) {
-        write_train_state(m, writing, s);
-        sync_directory(writing);
-        const int again = file_exists(folder);  // saved twice at one step
-        require((!again || rename(folder, replaced) == 0) && rename(writing, folder) == 0, "cannot rename '%s': %s\ncheck the permissions of the folder", writing, strerror(errno));
-        sync_directory(output);
-        if (again) remove_checkpoint(replaced);
-        remove_old_checkpoints(output, s->step, keep, major_every);
+        make_directory(output);
+        remove_leftovers(output);
+        make_directory(c->writing);
+        write_config(m, c->writing);
+        st_begin(&c->weights.file, 1);
+        st_begin(&c->optimizer.file, 1);
     }
-    comm_barrier(m->comm);  // when this returns, the checkpoint is there
-    free(folder);
-    free(writing);
-    free(replaced);
+    comm_barrier(m->comm);
+    if (!first) st_begin(&c->weights.file, 0);
+    if (!first) st_begin(&c->optimizer.file, 0);
+    free(weights);
     free(optimizer);
+    if (!overlap) { checkpoint_write(c); return; }
+    model_snapshot(m, SLOT_WEIGHT);
+    for (int k = 0; k < num_states; k++) model_snapshot(m, optimizer_slots[k].slot);
+    require(pthread_create(&c->thread, NULL, checkpoint_write, c) == 0, "cannot start a thread for the checkpoint: %s\nraise the limit on processes (ulimit -u), or use --save-async 0", strerror(errno));
+}
+// All ranks call it. Waits for what is not yet written; rank 0 gives the folder its name when every rank has flushed its part.
+static inline void checkpoint_finish(Checkpoint *c) {
+    const Comm *comm = c->m->comm;
+    for (int64_t before = -1, now; !checkpoint_written(c); usleep(1000)) {
+        if ((now = __atomic_load_n(&c->progress, __ATOMIC_RELAXED)) != before) watchdog_beat(PHASE_SAVE, -1);
+        before = now;
+    }
+    if (c->threaded) pthread_join(c->thread, NULL);
+    comm_barrier(comm);
+    if (comm->rank == 0) {
+        char *replaced = checkpoint_folder(c->output, c->state.step, ".old.tmp");
+        write_train_state(c->m, c->writing, &c->state);
+        sync_directory(c->writing);
+        const int again = file_exists(c->folder);  // saved twice at one step
+        require((!again || rename(c->folder, replaced) == 0) && rename(c->writing, c->folder) == 0, "cannot rename '%s': %s\ncheck the permissions of the folder", c->writing, strerror(errno));
+        sync_directory(c->output);
+        if (again) remove_checkpoint(replaced);
+        remove_old_checkpoints(c->output, c->state.step, c->keep, c->major_every);
+        free(replaced);
+    }
+    comm_barrier(comm);  // when this returns, the checkpoint is there
+    free(c->output);
+    free(c->folder);
+    free(c->writing);
+    memset(c, 0, sizeof *c);
+}
+static inline void checkpoint_save(Model *m, const char *output, const TrainState *s, int keep, int major_every) {
+    Checkpoint c;
+    memset(&c, 0, sizeof c);
+    checkpoint_begin(&c, m, output, s, keep, major_every, 0);
+    checkpoint_finish(&c);
 }
 
 // ---- resuming

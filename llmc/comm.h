@@ -185,12 +185,12 @@ static inline double comm_sum(const Comm *c, double x) {  // in the order of ran
     free(all);
     return sum;
 }
-static inline int comm_max(const Comm *c, int x) {  // any rank's flag becomes everyone's
-    int *all = (int *)malloc_or_die((size_t)c->world * sizeof x), most = x;
-    comm_gather_all(c, &x, sizeof x, all);
-    for (int r = 0; r < c->world; r++) most = all[r] > most ? all[r] : most;
+static inline int comm_or(const Comm *c, int flags) {  // any rank's flags become everyone's
+    int *all = (int *)malloc_or_die((size_t)c->world * sizeof flags), together = flags;
+    comm_gather_all(c, &flags, sizeof flags, all);
+    for (int r = 0; r < c->world; r++) together |= all[r];
     free(all);
-    return most;
+    return together;
 }
 // For what all ranks find alike: rank 0 says it, all end.
 #define comm_require(c, condition, ...) do { if (!(condition)) { if ((c)->rank == 0) die(__VA_ARGS__); sleep(8); _exit(EXIT_FAILURE); } } while (0)

@@ -65,36 +65,51 @@ static inline int param_shape(const Param *p, uint64_t *shape) {
 typedef struct { Slot slot; const char *prefix; } SlotName;
 static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}};
 
-static inline void save_slots(const Model *m, const SlotName *slots, int num_slots, StType type, const char *path) {
-    const ParamTable *table = &m->table;
-    float *piece = (float *)malloc_or_die(HF_PIECE * 4), *scratch = (float *)malloc_or_die(HF_PIECE * 4);
-    StWriter w;
-    st_create(&w, path);
+// One file of slots, written by all ranks: open, write this rank's shards, st_finish.
+typedef void SlotReader(const Model *m, Slot s, size_t offset, size_t count, float *values);  // model_read or model_read_snapshot
+typedef struct { StWriter file; const SlotName *slots; int num_slots; } SlotFile;
+
+static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *slots, int num_slots, StType type, const char *path) {
+    f->slots = slots;
+    f->num_slots = num_slots;
+    st_create(&f->file, path);
     for (int k = 0; k < num_slots; k++)
-        for (int i = 0; i < table->count; i++) {
+        for (int i = 0; i < m->table.count; i++) {
             uint64_t shape[2];
-            const int dims = param_shape(&table->params[i], shape);
-            char *name = st_text(slots[k].prefix, table->params[i].name, "");
-            st_declare(&w, name, type, dims, shape);
+            const int dims = param_shape(&m->table.params[i], shape);
+            char *name = st_text(slots[k].prefix, m->table.params[i].name, "");
+            st_declare(&f->file, name, type, dims, shape);
             free(name);
         }
-    if (m->comm->rank == 0) st_begin(&w, 1);
-    comm_barrier(m->comm);
-    if (m->comm->rank > 0) st_begin(&w, 0);
-    for (int k = 0; k < num_slots; k++)
+}
+// progress counts the pieces that are written. Asks nothing of other ranks; with model_read_snapshot any thread may call it.
+static inline void slots_write(const SlotFile *f, const Model *m, SlotReader *read, int64_t *progress) {
+    const ParamTable *table = &m->table;
+    float *piece = (float *)malloc_or_die(HF_PIECE * 4), *scratch = (float *)malloc_or_die(HF_PIECE * 4);
+    for (int k = 0; k < f->num_slots; k++)
         for (int i = 0; i < table->count; i++) {
             const Param *p = &table->params[i];
             const Span mine = span_overlap(param_shard(table, p->unit, m->comm->rank, m->comm->world), p->offset, (size_t)p->file_rows * (size_t)p->cols);
             for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {
-                watchdog_beat(PHASE_SAVE, p->unit - 1);
                 n = param_piece(p, at, end - at);
-                model_read(m, slots[k].slot, p->offset + at, n, piece);
-                param_write(&w, k * table->count + i, p, at, n, piece, scratch);
+                read(m, f->slots[k].slot, p->offset + at, n, piece);
+                param_write(&f->file, k * table->count + i, p, at, n, piece, scratch);
+                __atomic_fetch_add(progress, 1, __ATOMIC_RELAXED);
+                if (read == model_read) watchdog_beat(PHASE_SAVE, p->unit - 1);  // a thread beside training must not beat for it
             }
         }
-    st_finish(&w);
     free(piece);
     free(scratch);
+}
+static inline void save_slots(const Model *m, const SlotName *slots, int num_slots, StType type, const char *path) {
+    SlotFile f;
+    int64_t progress = 0;
+    slots_declare(&f, m, slots, num_slots, type, path);
+    if (m->comm->rank == 0) st_begin(&f.file, 1);
+    comm_barrier(m->comm);
+    if (m->comm->rank > 0) st_begin(&f.file, 0);
+    slots_write(&f, m, model_read, &progress);
+    st_finish(&f.file);
 }
 
 typedef struct { int count; char text[1536]; } Differences;

@@ -57,6 +57,7 @@ struct Model {
     floatX *weights, *grads;
     float *master, *m, *v;   // master: NULL in fp32 builds and with --master-weights 0. ZeRO 1: this rank's pieces, unit after unit
     Span *shards;            // (units) of the gradients, this rank's pieces: what it adds to the norm
+    void *snapshots[NUM_SLOTS];  // --save-async: pinned copies of this rank's shards of a slot, unit after unit
     float *reduce_staging;   // --reduce-dtype fp32: a unit's gradients, widened
     AdamChunk *chunks;
     int num_chunks;
@@ -134,6 +135,7 @@ static inline size_t saved_layer_size(const Config *c, size_t N, int recompute) 
 }
 
 static inline int reduces_wide(const Model *m) { return !strcmp(m->options.reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float); }
+static inline int has_master(const Model *m) { return sizeof(floatX) != sizeof(float) && m->options.master_weights; }
 // ZeRO 1: optimiser states exist for this rank's pieces only.
 static inline int states_are_sharded(const Model *m) { return m->options.zero_stage > 0 && m->comm->world > 1; }
 static inline Span shard_of(const Model *m, int unit) { return param_shard(&m->table, unit, m->comm->rank, m->comm->world); }
@@ -155,11 +157,18 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
     memory_request(memory, &m->weights, "parameters", "weights", total);
     memory_request(memory, &m->grads, "parameters", "gradients", total);
     if (m->comm->world > 1 && reduces_wide(m)) memory_request(memory, &m->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(&m->table));
-    if (sizeof(floatX) != sizeof(float) && m->options.master_weights) memory_request(memory, &m->master, "optimiser", "fp32 master weights", states);
+    if (has_master(m)) memory_request(memory, &m->master, "optimiser", "fp32 master weights", states);
     memory_request(memory, &m->m, "optimiser", "AdamW m", states);
     memory_request(memory, &m->v, "optimiser", "AdamW v", states);
     memory_request(memory, &m->chunks, "optimiser", "chunk table", m->num_chunks);
     memory_request(memory, &m->shards, "optimiser", "shard table", (size_t)m->table.num_units);
+    if (m->options.save_every && m->options.save_async) {
+        const size_t shards = total / (size_t)m->comm->world;
+        memory_request_pinned(memory, (floatX **)&m->snapshots[SLOT_WEIGHT], "optimiser", "copy of weights, to be saved", shards);
+        memory_request_pinned(memory, (float **)&m->snapshots[SLOT_M], "optimiser", "copy of m, to be saved", shards);
+        memory_request_pinned(memory, (float **)&m->snapshots[SLOT_V], "optimiser", "copy of v, to be saved", shards);
+        if (has_master(m)) memory_request_pinned(memory, (float **)&m->snapshots[SLOT_MASTER], "optimiser", "copy of masters, to be saved", shards);
+    }
     memory_request(memory, &m->x_embedding, "activations", "embedding (B,T,C)", N * C);
     memory_request(memory, &m->saved_x, "activations", "residuals (L,2,B,T,C)", L * 2 * N * C);
     memory_request(memory, &m->saved_layer, "activations", "qkv, y, f, h, a of all layers", L * saved_layer_size(c, N, recompute));
@@ -327,18 +336,18 @@ double model_peak_flops(const Model *m) {
 static inline void *slot_pointer(const Model *m, Slot s) {
     return s == SLOT_WEIGHT ? (void *)m->weights : s == SLOT_GRAD ? (void *)m->grads : s == SLOT_M ? (void *)m->m : s == SLOT_V ? (void *)m->v : (void *)m->master;
 }
+static inline int is_floatX(Slot s) { return s == SLOT_WEIGHT || s == SLOT_GRAD; }
 int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
 
 // The unit that holds all of [offset, offset + count), or the first one when every state is here.
 static inline int unit_of(const Model *m, Slot s, size_t offset, size_t count) {
-    int unit = 0;
-    while (m->table.unit_begin[unit + 1] <= offset) unit++;
+    const int unit = param_unit_of(&m->table, offset);
     assert(!states_are_sharded(m) || span_overlap(model_owned(m, s, unit), offset, count).count == count);
     return unit;
 }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     assert(model_has_slot(m, s) && offset + count <= m->table.total);
-    if (s == SLOT_WEIGHT || s == SLOT_GRAD) {
+    if (is_floatX(s)) {
         floatX *rounded = (floatX *)malloc_or_die(count * sizeof(floatX));
         PARALLEL_FOR
         for (size_t i = 0; i < count; i++) rounded[i] = (floatX)values[i];
@@ -356,7 +365,7 @@ void model_read(const Model *m, Slot s, size_t offset, size_t count, float *valu
     assert(model_has_slot(m, s) && offset + count <= m->table.total);
     cudaCheck(cudaStreamSynchronize(m->gpu.compute));
     cudaCheck(cudaStreamSynchronize(m->gpu.comm));
-    if (s == SLOT_WEIGHT || s == SLOT_GRAD) {
+    if (is_floatX(s)) {
         floatX *stored = (floatX *)malloc_or_die(count * sizeof(floatX));
         cudaCheck(cudaMemcpy(stored, (const floatX *)slot_pointer(m, s) + offset, count * sizeof(floatX), cudaMemcpyDeviceToHost));
         for (size_t i = 0; i < count; i++) values[i] = (float)stored[i];
@@ -364,6 +373,26 @@ void model_read(const Model *m, Slot s, size_t offset, size_t count, float *valu
     } else {
         cudaCheck(cudaMemcpy(values, (const float *)slot_pointer(m, s) + state_at(m, unit_of(m, s, offset, count), offset), count * sizeof(float), cudaMemcpyDeviceToHost));
     }
+}
+// Where this rank's shard of a unit begins in the copy of a slot.
+static inline size_t snapshot_at(const Model *m, int unit) { return m->table.unit_begin[unit] / (size_t)m->comm->world; }
+void model_snapshot(Model *m, Slot s) {
+    const size_t element = is_floatX(s) ? sizeof(floatX) : sizeof(float);
+    cudaCheck(cudaStreamSynchronize(m->gpu.comm));  // weights are being gathered
+    for (int u = 0; u < m->table.num_units; u++) {
+        const Span mine = shard_of(m, u);
+        const size_t at = is_floatX(s) ? mine.begin : state_at(m, u, mine.begin);
+        cudaCheck(cudaMemcpyAsync((char *)m->snapshots[s] + snapshot_at(m, u) * element, (const char *)slot_pointer(m, s) + at * element, mine.count * element, cudaMemcpyDeviceToHost, m->gpu.compute));
+    }
+    cudaCheck(cudaStreamSynchronize(m->gpu.compute));
+}
+void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    const int u = param_unit_of(&m->table, offset);
+    const Span mine = shard_of(m, u);
+    assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);
+    const size_t at = snapshot_at(m, u) + (offset - mine.begin);
+    if (is_floatX(s)) for (size_t i = 0; i < count; i++) values[i] = (float)((const floatX *)m->snapshots[s])[at + i];
+    else memcpy(values, (const float *)m->snapshots[s] + at, count * sizeof(float));
 }
 
 // ---- forward

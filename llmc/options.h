@@ -53,6 +53,7 @@ SECTION("checkpoints (need --output)") \
 INT(save_every, "save-every", "n", 0, 0, 1 << 30, "write a checkpoint every N steps (0: none)") \
 INT(save_keep, "save-keep", "nk", 0, 0, 1 << 30, "keep the newest K checkpoints (0: all)") \
 INT(save_major, "save-major", "nm", 0, 0, 1 << 30, "checkpoints at multiples of N steps are never removed (0: off)") \
+INT(save_async, "save-async", "", 1, 0, 1, "1: train on while a checkpoint is written, from a copy in host memory; 0: wait for the disk") \
 INT(resume, "resume", "y", 0, 0, 1, "1: go on from the newest whole checkpoint in --output; 0: start anew") \
 SECTION("numbers and memory") \
 INT(tf32, "tf32", "f", 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \

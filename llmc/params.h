@@ -67,6 +67,11 @@ static inline Span param_unit(const ParamTable *t, int unit) {
     s.count = t->unit_begin[unit + 1] - t->unit_begin[unit];
     return s;
 }
+static inline int param_unit_of(const ParamTable *t, size_t offset) {
+    int u = 0;
+    while (offset >= t->unit_begin[u + 1]) u++;
+    return u;
+}
 // The piece of a unit that `rank` sums, updates and saves.
 static inline Span param_shard(const ParamTable *t, int unit, int rank, int world) {
     require(UNIT_ALIGN % (8 * world) == 0, "%d ranks cannot share units of a multiple of %d elements\nuse 1 to 8 ranks, or another divisor of %d", world, UNIT_ALIGN, UNIT_ALIGN / 8);

@@ -1,6 +1,6 @@
 // The training loop of both programs: options -> ranks -> data -> handshake -> model -> steps, evaluation, samples, checkpoints, log.
 // Include it last, after a backend (backend.h): it knows nothing of how the model is computed. Every rank runs it; rank 0 alone
-// prints and logs. What decides about the next call (skip, stop, save) is the same value on all ranks, or passed through comm_max.
+// prints and logs. What decides about the next call (skip, stop, save) is the same value on all ranks, or passed through comm_or.
 // Step s (from 1 in every message) takes the s-th global batch; evaluation and samples of "step s" see the weights after it.
 #ifndef LLMC_TRAINER_H
 #define LLMC_TRAINER_H
@@ -23,6 +23,8 @@ typedef struct {
     Tokenizer tokenizer;
     Logger log;
     TrainState state;        // what a checkpoint holds beside the parameters
+    Checkpoint saving;       // on its way to the disk
+    double save_begin, save_held;  // when it began; how long training stood still for it, seconds
     int64_t steps;           // optimiser steps of the whole run
     int num_micro;           // micro-steps in a step
     char resumed_from[4300]; // checkpoint folder, "" for a fresh run
@@ -259,20 +261,41 @@ static inline void sample(Trainer *t) {
 
 // ---- checkpoints
 
-static inline void save(Trainer *t) {
-    const double begin = now_seconds();
-    watchdog_beat(PHASE_SAVE, -1);
-    char path[4300], value[512];
+// The options that the next checkpoints record: those of this run from now on.
+static inline void record_options(Trainer *t) {
+    char value[512];
     for (int i = 0; i < NUM_OPTIONS; i++) {
         if (option_table[i].kind == OPTION_SECTION) continue;
         option_value(&t->o, &option_table[i], value, sizeof value);
         state_set_option(&t->state, option_table[i].name, value);
     }
-    checkpoint_save(&t->model, t->o.output, &t->state, (int)t->o.save_keep, (int)t->o.save_major);
-    snprintf(path, sizeof path, "%s/step_%08lld", t->o.output, (long long)t->state.step);
-    printf("checkpoint %s | %.1f s\n", path, now_seconds() - begin);
-    FILE *f = logger_begin(&t->log, "checkpoint", t->state.step);
-    if (f) { logger_text(f, "path", path); logger_end(&t->log); }
+}
+// All ranks: waits until the checkpoint that is being written, if any, is on the disk.
+static inline void save_finish(Trainer *t) {
+    if (!t->saving.m) return;
+    char path[4300];
+    const double begin = now_seconds();
+    snprintf(path, sizeof path, "%s", t->saving.folder);
+    const int64_t step = t->saving.state.step;
+    checkpoint_finish(&t->saving);
+    const double now = now_seconds(), held = t->save_held + now - begin;
+    printf("checkpoint %s | written in %.1f s, training stood still for %.2f s\n", path, now - t->save_begin, held);
+    fflush(stdout);
+    FILE *f = logger_begin(&t->log, "checkpoint", step);
+    if (!f) return;
+    logger_text(f, "path", path);
+    fprintf(f, ",\"at_step\":%lld", (long long)t->state.step);
+    logger_number(f, "seconds", now - t->save_begin);
+    logger_number(f, "held_seconds", held);
+    logger_end(&t->log);
+}
+static inline void save(Trainer *t) {
+    save_finish(t);
+    watchdog_beat(PHASE_SAVE, -1);
+    t->save_begin = now_seconds();
+    checkpoint_begin(&t->saving, &t->model, t->o.output, &t->state, (int)t->o.save_keep, (int)t->o.save_major, (int)t->o.save_async);
+    t->save_held = now_seconds() - t->save_begin;
+    if (!t->o.save_async) save_finish(t);
 }
 
 // ---- one step
@@ -340,6 +363,7 @@ static inline void train_step(Trainer *t, double *clock) {
     r.skipped = reason_to_skip(o, &r);
     if (!finite && !strcmp(o->on_nan, "stop")) {
         if (o->save_every) save(t);
+        save_finish(t);
         comm_require(&t->comm, 0, "step %lld: loss %g, gradient norm %g; the weights are those of step %lld%s\nlower --learning-rate, or --on-nan skip to leave such steps out", (long long)t->state.step + 1,
             (double)r.loss, (double)r.norm, (long long)t->state.step, o->save_every ? " and were saved" : "");
     }
@@ -360,6 +384,15 @@ static inline void train_step(Trainer *t, double *clock) {
     report_step(t, &r);
 }
 
+// What all ranks do after a step, because any of them saw a reason. Returns the signal that stops the run, or 0.
+static inline int agree(Trainer *t) {
+    enum { BY_SIGTERM = 1, BY_SIGUSR1 = 2, WRITING = 4 };  // WRITING: a part of the checkpoint is not on the disk yet
+    const int writing = t->saving.m && !checkpoint_written(&t->saving);
+    const int flags = comm_or(&t->comm, (stop_signal == SIGTERM ? BY_SIGTERM : stop_signal ? BY_SIGUSR1 : 0) | (writing ? WRITING : 0));
+    if (!(flags & WRITING)) save_finish(t);
+    return flags & BY_SIGTERM ? SIGTERM : flags & BY_SIGUSR1 ? SIGUSR1 : 0;
+}
+
 static inline int due(int64_t every, int64_t step, int64_t last) { return every > 0 && (step % every == 0 || step == last); }
 
 static inline void train(Trainer *t) {
@@ -370,12 +403,13 @@ static inline void train(Trainer *t) {
     while (t->state.step < t->steps && !stopped) {
         train_step(t, &clock);
         const int64_t step = t->state.step;
-        stopped = comm_max(&t->comm, (int)stop_signal);  // the same step on every rank
+        stopped = agree(t);
         if (t->eval.has_val && due(o->eval_every, step, t->steps) && !stopped) run_evaluation(t);
         if (due(o->sample_every, step, t->steps) && !stopped && t->comm.rank == 0) sample(t);
         if (due(o->save_every, step, t->steps) || (stopped && o->save_every)) save(t);
         clock = now_seconds();
     }
+    save_finish(t);
     if (stopped) printf("stopped by %s after step %lld%s\n", strsignal(stopped), (long long)t->state.step, o->save_every ? "; --resume 1 goes on" : "; nothing was saved (--save-every)");
     FILE *f = logger_begin(&t->log, "end", t->state.step);
     if (f) { logger_text(f, "reason", stopped ? strsignal(stopped) : "all steps done"); logger_end(&t->log); }
@@ -399,6 +433,7 @@ static inline int trainer_main(int argc, char **argv) {
     handshake(t);
     model_open(&t->model, &t->config, o, comm);
     load_or_init(t);
+    record_options(t);
     print_start(t);
     t->log = logger_open(o->generate || comm->rank > 0 ? "" : o->output, *t->resumed_from != 0);
     log_start(t);
