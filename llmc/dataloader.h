@@ -2,6 +2,7 @@
 //
 //   dataloader_open(&d, "data/x_train_*.bin", B, T, rank, world, shuffle, seed, vocab_size);
 //   dataloader_next(&d);                       d.inputs, d.targets: this rank's next (B,T)
+//   dataloader_read_ahead(&d);                 a thread reads what the next call will return, while these are used
 //   dataloader_position / dataloader_seek      (epoch, row): where the next step begins, the same on every rank
 //
 // A shard is llm.c's: 256 int32 words {magic, version, tokens, vocab_size, tokenizer, hash_lo, hash_hi, eot, 0...} (the words
@@ -10,7 +11,7 @@
 // One epoch visits every row of every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard),
 // the rows of one in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of
 // dataloader_next takes the next world * B rows, rank k those from k * B on, so the global batch alone decides what a step
-// sees; the next epoch follows in the middle of a step. One shard is open at a time and a batch is read when asked for:
+// sees; the next epoch follows in the middle of a step. One shard is open at a time and no more than one batch is read ahead:
 // neither thousands of shards nor shards of many GiB cost memory or descriptors.
 #ifndef LLMC_DATALOADER_H
 #define LLMC_DATALOADER_H
@@ -19,6 +20,7 @@
 #include "tokenizer.h"
 #include <fcntl.h>
 #include <glob.h>
+#include <pthread.h>
 
 enum { SHARD_MAGIC_16 = 20240520, SHARD_VERSION_16 = 1, SHARD_MAGIC_32 = 20240801, SHARD_VERSION_32 = 7, SHARD_HEADER_BYTES = 1024 };
 
@@ -47,11 +49,17 @@ typedef struct DataLoader {
     int open_shard, fd;               // -1: none
     ShuffleKey *row_order;            // rows of the open shard, NULL: as they lie
     void *raw;                        // (T + 1) tokens as they are in the file
+    // read ahead: while `reading` all of the above but epoch and row belongs to the thread
+    pthread_t thread;
+    int reading;
+    int *ahead_inputs, *ahead_targets;  // (B,T) each: the batch of
+    int64_t ahead_epoch, ahead_row;     // this place; -1: none
 } DataLoader;
 
 // Stops with a message if anything is wrong with any shard. vocab_size > 0: every token id must be below it.
 static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, int rank, int world, int shuffle, uint64_t seed, int vocab_size);
 static inline void dataloader_next(DataLoader *d);
+static inline void dataloader_read_ahead(DataLoader *d);
 static inline void dataloader_position(const DataLoader *d, int64_t *epoch, int64_t *row);
 static inline void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row);
 static inline void dataloader_reset(DataLoader *d);  // back to the first row of the first epoch
@@ -143,7 +151,10 @@ static inline void dataloader_open(DataLoader *d, const char *pattern, int B, in
     d->raw = malloc_or_die((size_t)(T + 1) * (size_t)d->token_bytes);
     d->shard_order = (ShuffleKey *)malloc_or_die((size_t)d->num_shards * sizeof(ShuffleKey));
     d->slot_begin = (int64_t *)malloc_or_die((size_t)(d->num_shards + 1) * sizeof(int64_t));
+    d->ahead_inputs = (int *)malloc_or_die((size_t)B * (size_t)T * sizeof(int));
+    d->ahead_targets = (int *)malloc_or_die((size_t)B * (size_t)T * sizeof(int));
     d->order_epoch = d->open_shard = d->fd = -1;
+    d->ahead_row = -1;
 }
 
 // Turns (epoch, row of the epoch) into (open shard, row of the shard). Rows come in rising order but for a seek.
@@ -208,8 +219,33 @@ static inline void dataloader_read_batch(DataLoader *d, int64_t epoch, int64_t r
     }
 }
 
+static inline void *dataloader_thread(void *loader) {
+    DataLoader *d = (DataLoader *)loader;
+    dataloader_read_batch(d, d->ahead_epoch, d->ahead_row, d->ahead_inputs, d->ahead_targets);
+    return NULL;
+}
+static inline void dataloader_wait(DataLoader *d) {
+    if (d->reading) pthread_join(d->thread, NULL);
+    d->reading = 0;
+}
+static inline void dataloader_read_ahead(DataLoader *d) {
+    dataloader_wait(d);
+    if (d->ahead_row == d->row && d->ahead_epoch == d->epoch) return;  // it is there
+    d->ahead_epoch = d->epoch;
+    d->ahead_row = d->row;
+    d->reading = pthread_create(&d->thread, NULL, dataloader_thread, d) == 0;
+    if (!d->reading) d->ahead_row = -1;  // no thread to be had: the next call reads by itself
+}
 static inline void dataloader_next(DataLoader *d) {
-    dataloader_read_batch(d, d->epoch, d->row, d->inputs, d->targets);
+    dataloader_wait(d);
+    if (d->ahead_row == d->row && d->ahead_epoch == d->epoch) {
+        int *inputs = d->inputs, *targets = d->targets;
+        d->inputs = d->ahead_inputs;   d->targets = d->ahead_targets;
+        d->ahead_inputs = inputs;      d->ahead_targets = targets;
+        d->ahead_row = -1;
+    } else {
+        dataloader_read_batch(d, d->epoch, d->row, d->inputs, d->targets);
+    }
     dataloader_seek(d, d->epoch, d->row + (int64_t)d->world * d->B);
 }
 static inline void dataloader_position(const DataLoader *d, int64_t *epoch, int64_t *row) { *epoch = d->epoch; *row = d->row; }
@@ -220,6 +256,8 @@ static inline void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row) {
 }
 static inline void dataloader_reset(DataLoader *d) { dataloader_seek(d, 0, 0); }
 static inline void dataloader_close(DataLoader *d) {
+    dataloader_wait(d);
+    free(d->ahead_inputs); free(d->ahead_targets);
     for (int i = 0; i < d->num_shards; i++) free(d->shards[i].path);
     if (d->fd >= 0) close(d->fd);
     free(d->shards); free(d->inputs); free(d->targets); free(d->raw); free(d->shard_order); free(d->slot_begin); free(d->row_order);

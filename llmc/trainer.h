@@ -353,6 +353,7 @@ static inline void train_step(Trainer *t, double *clock) {
     for (int micro = 0; micro < t->num_micro; micro++) {
         watchdog_beat(PHASE_DATA, -1);
         if (!o->overfit || (t->train.epoch == 0 && t->train.row == 0)) dataloader_next(&t->train);
+        if (!o->overfit && (micro + 1 < t->num_micro || t->state.step + 1 < t->steps)) dataloader_read_ahead(&t->train);
         model_micro_step(&t->model, t->train.inputs, t->train.targets, micro, t->num_micro);
     }
     model_loss_and_norm(&t->model, &r.loss, &r.norm);

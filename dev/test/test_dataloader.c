@@ -144,6 +144,27 @@ static void test_resume(void) {
     dataloader_close(&e);
 }
 
+static void test_read_ahead(void) {
+    DataLoader d, e;
+    int ok = 1, taken = 0;
+    dataloader_open(&d, in_folder("abc_train_*.bin"), 5, 4, 1, 2, 1, 3, 0);
+    dataloader_open(&e, in_folder("abc_train_*.bin"), 5, 4, 1, 2, 1, 3, 0);
+    for (int i = 0; i < 60; i++) {
+        if (i == 20) { dataloader_seek(&d, 2, 7); dataloader_seek(&e, 2, 7); }  // what was read ahead is of another place
+        if (i == 40) { dataloader_reset(&d); dataloader_reset(&e); }
+        dataloader_next(&d);
+        dataloader_next(&e);
+        if (i % 7 != 3) dataloader_read_ahead(&e);
+        if (i % 5 == 1) dataloader_read_ahead(&e);  // asking twice changes nothing
+        taken += e.ahead_row >= 0;
+        ok &= memcmp(d.inputs, e.inputs, 20 * sizeof(int)) == 0 && memcmp(d.targets, e.targets, 20 * sizeof(int)) == 0 && d.row == e.row && d.epoch == e.epoch;
+    }
+    check(ok && taken > 40, "batches that are read ahead are the same, also after a seek");
+    dataloader_read_ahead(&e);
+    dataloader_close(&e);  // while the thread reads
+    dataloader_close(&d);
+}
+
 static void test_wide_tokens(void) {
     DataLoader d;
     write_shard("wide.bin", SHARD_MAGIC_32, 7, 9, 9, 128000, 0);
@@ -283,6 +304,7 @@ int main(void) {
     test_shuffle();
     test_world_sizes();
     test_resume();
+    test_read_ahead();
     test_wide_tokens();
     test_many_shards();
     test_big_shards();
