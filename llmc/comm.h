@@ -10,8 +10,10 @@
 #include "watchdog.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #ifdef USE_MPI
 #define OMPI_SKIP_MPICXX 1
 #define MPICH_SKIP_MPICXX 1
@@ -41,6 +43,9 @@ static MPI_Comm comm_local;  // the ranks of this host
 
 static inline void mpi_open(Comm *c, int *argc, char ***argv) {
     int level;
+    const char *here = getenv("OMPI_COMM_WORLD_LOCAL_SIZE");
+    // Open MPI ends a rank that lost its connection to another host: a second later, so that there the watchdog speaks first.
+    if (!here || atoi(here) < comm_launched()) setenv("OMPI_MCA_mpi_abort_delay", "1", 0);
     mpiCheck(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &level));  // the watchdog and other threads may abort
     require(level == MPI_THREAD_MULTIPLE, "this MPI does not allow calls from several threads\nuse one built with MPI_THREAD_MULTIPLE, such as Open MPI 4 or newer");
     mpiCheck(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN));
@@ -54,8 +59,11 @@ static inline void mpi_close(void) { mpiCheck(MPI_Finalize()); }
 static inline void mpi_abort(void) { MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE); }
 static inline void mpi_barrier(int local) { mpiCheck(MPI_Barrier(local ? comm_local : MPI_COMM_WORLD)); }
 static inline void mpi_broadcast(int local, void *data, size_t bytes, int root) { mpiCheck(MPI_Bcast(data, (int)bytes, MPI_BYTE, root, local ? comm_local : MPI_COMM_WORLD)); }
+static inline void mpi_all_gather(const void *mine, size_t bytes, void *all) { mpiCheck(MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD)); }
 static inline void mpi_exchange(int to, const void *send, int from, void *receive, size_t bytes) {
+    watchdog_peers(to, from);
     mpiCheck(MPI_Sendrecv(send, (int)bytes, MPI_BYTE, to, 0, receive, (int)bytes, MPI_BYTE, from, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE));
+    watchdog_peers(-1, -1);
 }
 #else
 static inline void mpi_open(Comm *c, int *argc, char ***argv) { (void)c; (void)argc; (void)argv; }
@@ -63,15 +71,38 @@ static inline void mpi_close(void) {}
 static inline void mpi_abort(void) {}
 static inline void mpi_barrier(int local) { (void)local; }
 static inline void mpi_broadcast(int local, void *data, size_t bytes, int root) { (void)local; (void)data; (void)bytes; (void)root; }
+static inline void mpi_all_gather(const void *mine, size_t bytes, void *all) { memcpy(all, mine, bytes); }
 static inline void mpi_exchange(int to, const void *send, int from, void *receive, size_t bytes) { (void)to; (void)send; (void)from; (void)receive; (void)bytes; }
 #endif
 
 // ---- life
 
+// mpirun ends when the daemon on every host has answered: for ever not, if a host is lost or its network. A child in a session of
+// its own, which mpirun does not end together with this rank, gives it (or this host's daemon) time, and then ends it.
+// Nothing here needs a lock that a hanging thread may hold.
+static inline void comm_end_launcher(void) {
+    static const char *const names[] = {"prterun", "prted", "mpirun", "mpiexec", "orterun", "orted", "mpiexec.hydra", "hydra_pmi_proxy"};
+    char path[64], name[32] = "";
+    int known = 0;
+    const pid_t launcher = getppid();
+    snprintf(path, sizeof path, "/proc/%d/comm", (int)launcher);
+    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file >= 0 && read(file, name, sizeof name - 1) > 0) name[strcspn(name, "\n")] = 0;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) known |= strcmp(name, names[i]) == 0;
+    if (!known || syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0) != 0) return;
+    setsid();
+    for (int fd = 0; fd < 1 << 16; fd++) close(fd);
+    struct pollfd ended = {(int)syscall(SYS_pidfd_open, launcher, 0), POLLIN, 0};
+    const struct { int wait_ms, signal; } stages[] = {{4000, SIGTERM}, {500, SIGTERM}, {500, SIGTERM}, {1000, SIGKILL}};  // mpirun gives in at the third
+    for (int i = 0; i < 4 && ended.fd >= 0 && poll(&ended, 1, stages[i].wait_ms) == 0; i++) kill(launcher, stages[i].signal);
+    _exit(EXIT_SUCCESS);
+}
+
 static inline void comm_abort(void) {
     watchdog_failed();
     signal(SIGALRM, SIG_DFL);
     alarm(5);  // should the launcher not answer
+    if (watchdog.hosts) comm_end_launcher();
     mpi_abort();
 }
 
@@ -104,7 +135,18 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
     c.world = c.local_world = 1;
     gethostname(c.host, sizeof c.host - 1);
     const int launched = comm_launched();
-    if (launched) mpi_open(&c, argc, argv);
+    char (*hosts)[64] = NULL;
+    if (launched) {
+        WatchdogSlot alone;  // the neighbours are not known yet
+        memset(&alone, 0, sizeof alone);
+        watchdog_start(&alone, 1, 0, -1, timeout, NULL);
+        const uint64_t op = watchdog_op_begin("start of MPI", 0, OP_STARTED);
+        mpi_open(&c, argc, argv);
+        hosts = (char (*)[64])calloc_or_die((size_t)c.world * sizeof *hosts);
+        mpi_all_gather(c.host, sizeof c.host, hosts);
+        watchdog_op_done(op);
+        watchdog_stop();
+    }
     if (c.world > 1) die_rank = c.rank;
     require(launched <= c.world, "this program was started as %d processes, but they do not see each other\n%s", launched,
             #ifdef USE_MPI
@@ -116,6 +158,8 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
     WatchdogSlot *slots = (WatchdogSlot *)comm_share(&c, (size_t)c.local_world * sizeof(WatchdogSlot));
     if (slots) watchdog_start(slots, c.local_world, c.local_rank, c.rank, timeout, comm_abort);
     else watchdog_start((WatchdogSlot *)calloc_or_die(sizeof(WatchdogSlot)), 1, 0, c.rank, timeout, comm_abort);
+    if (watchdog.count < c.world) { watchdog.hosts = (const char (*)[64])hosts; watchdog.world = c.world; }
+    else free(hosts);
     if (c.world > 1) mpi_barrier(1);  // every neighbour shows itself before anyone may be missed
     return c;
 }
@@ -124,6 +168,8 @@ static inline void comm_close(Comm *c) {
     if (comm_launched()) mpi_close();
     die_hook = NULL;
     watchdog_stop();
+    free((void *)watchdog.hosts);
+    watchdog.hosts = NULL;
     memset(c, 0, sizeof *c);
 }
 

@@ -36,7 +36,9 @@ static inline void cublas_check(cublasStatus_t status, const char *call, const c
 // After each kernel launch: a wrong launch is reported where it was made. Costs no synchronisation.
 #define launchCheck() cudaCheck(cudaGetLastError())
 
-// ---- the device of this process: that of its rank on this host. Nothing else in the source selects one.
+// ---- the device of this process: that of its rank on this host, or the only one it is shown (srun --gpus-per-task=1). Nothing
+// else in the source selects one; whether two ranks have the same one, the handshake sees.
+static inline int gpu_of_rank(int local_rank, int devices) { return devices == 1 ? 0 : local_rank; }
 typedef struct {
     int device;
     cudaDeviceProp prop;
@@ -49,8 +51,8 @@ static inline Gpu gpu_open(int local_rank) {
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
     require(status == cudaSuccess && count > 0, "no usable GPU: %s\nrun `make doctor`; without a GPU, `make train_gpt2` builds the CPU trainer", cudaGetErrorString(status));
-    require(local_rank < count, "local rank %d has no GPU: this machine shows %d\nstart at most %d ranks on it", local_rank, count, count);
-    g.device = local_rank;
+    g.device = gpu_of_rank(local_rank, count);
+    require(g.device < count, "local rank %d has no GPU: this machine shows %d\nstart at most %d ranks on it", local_rank, count, count);
     cudaCheck(cudaSetDevice(g.device));
     cudaCheck(cudaGetDeviceProperties(&g.prop, g.device));
     cudaCheck(cudaStreamCreateWithFlags(&g.compute, cudaStreamNonBlocking));
@@ -63,8 +65,8 @@ static inline void gpu_identify(int local_rank, char *uuid, size_t size, int *de
     cudaDeviceProp prop;
     *uuid = 0;
     *devices = *sm = *driver = 0;
-    if (cudaGetDeviceCount(devices) != cudaSuccess || local_rank >= *devices) return;
-    cudaCheck(cudaGetDeviceProperties(&prop, local_rank));
+    if (cudaGetDeviceCount(devices) != cudaSuccess || *devices == 0 || gpu_of_rank(local_rank, *devices) >= *devices) return;
+    cudaCheck(cudaGetDeviceProperties(&prop, gpu_of_rank(local_rank, *devices)));
     cudaCheck(cudaDriverGetVersion(driver));
     *sm = 10 * prop.major + prop.minor;
     for (size_t i = 0; i < sizeof prop.uuid.bytes && 2 * i + 2 < size; i++) snprintf(uuid + 2 * i, 3, "%02x", (unsigned char)prop.uuid.bytes[i]);

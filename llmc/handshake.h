@@ -1,5 +1,5 @@
-// Before anything is allocated every rank shows what it is, and all compare: two ranks on one GPU, more ranks on a host than it
-// has GPUs, or another build, model, data or options anywhere end the job at once, with a message that names both ranks.
+// Before anything is allocated every rank shows what it is, and all compare: two ranks on one GPU, more ranks on a host than they
+// see GPUs, or another build, model, data or options anywhere end the job at once, with a message that names both ranks.
 #ifndef LLMC_HANDSHAKE_H
 #define LLMC_HANDSHAKE_H
 
@@ -7,7 +7,7 @@
 
 typedef struct {
     char host[64], device[48], build[96];  // device: UUID of the GPU, "" on a CPU
-    int local_rank, devices;               // devices: GPUs of this host, 0 on a CPU
+    int local_rank, devices;               // devices: GPUs that the rank is shown, 0 on a CPU
     int sm, driver;
     uint64_t config, data, options;        // hashes
 } HandshakeRecord;
@@ -47,10 +47,10 @@ static inline void comm_handshake(const Comm *c, const HandshakeRecord *mine) {
         DIFFERS(data, "data files %016lx");
         DIFFERS(options, "options %016lx");
         #undef DIFFERS
-        if (b->devices > 0 && b->local_rank >= b->devices) watchdog_print(text, sizeof text, "; rank %d is process %d of host %s, which has %d GPUs", k, b->local_rank + 1, b->host, b->devices);
+        if (b->devices > 1 && b->local_rank >= b->devices) watchdog_print(text, sizeof text, "; rank %d is process %d of host %s, which shows it %d GPUs", k, b->local_rank + 1, b->host, b->devices);
         for (int i = 0; i < k; i++)
-            if (*b->device && strcmp(all[i].device, b->device) == 0 && strcmp(all[i].host, b->host) == 0)
-                watchdog_print(text, sizeof text, "; ranks %d and %d on %s have the same GPU %s", i, k, b->host, b->device);
+            if (*b->device && strcmp(all[i].device, b->device) == 0)  // no two GPUs of the world have one UUID; containers give a host two names
+                watchdog_print(text, sizeof text, "; rank %d on %s and rank %d on %s have the same GPU %s", i, all[i].host, k, b->host, b->device);
     }
     comm_require(c, !*text, "the ranks do not fit together: %s\nstart the same program with the same options, model and data everywhere, one rank for each GPU", text + 2);
     free(all);

@@ -9,8 +9,9 @@
 // no longer end by themselves are killed by their neighbours.
 //
 // Ranks of one host see each other through a page of shared memory that comm.h makes; each host judges by itself, no message
-// is sent, so a broken network is reported like anything else. A job that was suspended as a whole is no hang: a watchdog that
-// finds that it was itself asleep starts to count anew.
+// is sent, so a broken network is reported like anything else. Of other hosts a rank knows the names, and with which rank it
+// exchanges data through MPI; not whom NCCL waits for. A host without a culprit says so, and lets the others speak before the
+// job ends. A job that was suspended as a whole is no hang: a watchdog that finds that it was itself asleep starts to count anew.
 #ifndef LLMC_WATCHDOG_H
 #define LLMC_WATCHDOG_H
 
@@ -31,15 +32,18 @@ typedef struct { uint64_t number; const char *name; size_t bytes; int state; int
 typedef struct {
     int pid, rank, state, phase, layer;
     int64_t step;
-    uint64_t ops;             // collectives begun: the same number on all ranks when they are in the same place
+    uint64_t ops, done;       // collectives begun: the same number on all ranks when they are in the same place; the last that ended
     int64_t beat_ms, life_ms; // last sign of progress; last round of the watchdog
-    char unused[72];
+    int peers[2];             // ranks that it sends to and receives from through MPI, plus 1; 0: none
+    char unused[56];
 } WatchdogSlot;
 
 static WatchdogSlot watchdog_alone, *watchdog_mine = &watchdog_alone;  // beats before the start go nowhere
 static struct {
     WatchdogSlot *slots;      // of this host's ranks
     int count, running;
+    const char (*hosts)[64];  // of all `world` ranks, if not all are on this host
+    int world;
     int64_t timeout_ms, first_step;
     WatchdogOp ring[WATCHDOG_RING];  // operation n lies at n % WATCHDOG_RING; numbers begin at 1
     int (*hook)(char *text, size_t size);
@@ -78,7 +82,14 @@ static inline uint64_t watchdog_op_begin(const char *name, size_t bytes, OpState
     WATCHDOG_SET(watchdog_mine->ops, number);
     return number;
 }
-static inline void watchdog_op_done(uint64_t number) { watchdog_op_state(number, OP_DONE); }
+static inline void watchdog_op_done(uint64_t number) {
+    watchdog_op_state(number, OP_DONE);
+    WATCHDOG_SET(watchdog_mine->done, number);
+}
+static inline void watchdog_peers(int to, int from) {
+    WATCHDOG_SET(watchdog_mine->peers[0], to + 1);
+    WATCHDOG_SET(watchdog_mine->peers[1], from + 1);
+}
 
 // ---- the report
 
@@ -95,30 +106,60 @@ static inline int watchdog_is_gone(const WatchdogSlot *s) {
     return kill(WATCHDOG_GET(s->pid), 0) != 0 && errno == ESRCH && __atomic_load_n(&s->state, __ATOMIC_ACQUIRE) != RANK_ENDED;
 }
 
-// Which rank of this host the others wait for: one that ended, else one that is stopped, else the one with the fewest collectives.
-static inline void watchdog_name_culprit(char *text, size_t size, int64_t now) {
+static inline int watchdog_is_here(int rank) {
+    int here = 0;
+    for (int i = 0; i < watchdog.count; i++) here |= watchdog.slots[i].rank == rank;
+    return here;
+}
+// Every rank of this host waits in a collective: for whom elsewhere, or, in NCCL, for some rank of these hosts.
+static inline void watchdog_name_others(char *text, size_t size) {
+    int known = 0;
+    for (int i = 0; i < 2 * watchdog.count; i++) {
+        const WatchdogSlot *s = &watchdog.slots[i / 2];
+        const int peer = WATCHDOG_GET(s->peers[i % 2]) - 1;
+        if (peer < 0 || peer >= watchdog.world || watchdog_is_here(peer) || (i % 2 && s->peers[0] == s->peers[1])) continue;
+        watchdog_print(text, size, "%s rank %d for rank %d on %s", known++ ? "," : "", s->rank, peer, watchdog.hosts[peer]);
+    }
+    for (int r = 0, end, listed = 0; !known && r < watchdog.world && listed < 32; r = end) {
+        for (end = r + 1; end < watchdog.world && strcmp(watchdog.hosts[end], watchdog.hosts[r]) == 0;) end++;
+        if (!watchdog_is_here(r)) watchdog_print(text, size, "%s ranks %d to %d on %s", listed++ ? "," : "", r, end - 1, watchdog.hosts[r]);
+    }
+}
+
+// Which rank of this host the others wait for: one that ended, else one that is stopped, else the one with the fewest collectives
+// (on several hosts: that does not wait in one itself, for another host). Returns 0 if it is none of this host, as far as is known.
+static inline int watchdog_name_culprit(char *text, size_t size, int64_t now) {
     const WatchdogSlot *behind = NULL, *ahead = NULL, *asleep = NULL;
+    int all_wait = watchdog.hosts != NULL;
     for (int i = 0; i < watchdog.count; i++) {
         const WatchdogSlot *s = &watchdog.slots[i];
         const int state = WATCHDOG_GET(s->state);
         if (state == RANK_UNKNOWN || state == RANK_ENDED) continue;
-        if (state != RANK_REPORTED && watchdog_is_gone(s))
-            return watchdog_print(text, size, "rank %d has ended: %s", s->rank, state == RANK_FAILED ? "it stopped with an error, see its message" : "it was killed or it crashed");
+        if (state != RANK_REPORTED && watchdog_is_gone(s)) {
+            watchdog_print(text, size, "rank %d has ended: %s", s->rank, state == RANK_FAILED ? "it stopped with an error, see its message" : "it was killed or it crashed");
+            return 1;
+        }
+        const int waits = WATCHDOG_GET(s->done) < WATCHDOG_GET(s->ops);
+        all_wait &= waits;
         if (state == RANK_RUNNING && (!asleep || WATCHDOG_GET(s->life_ms) < asleep->life_ms)) asleep = s;
-        if (!behind || s->ops < behind->ops) behind = s;
+        if (!(watchdog.hosts && waits) && (!behind || s->ops < behind->ops)) behind = s;
         if (!ahead || s->ops > ahead->ops) ahead = s;
     }
-    if (asleep && now - asleep->life_ms > 20 * WATCHDOG_TICK_MS)
+    const int stopped = asleep && now - asleep->life_ms > 20 * WATCHDOG_TICK_MS, late = !stopped && behind && behind->ops < ahead->ops;
+    if (stopped)
         watchdog_print(text, size, "rank %d (process %d) gives no sign of life since %.1f s: it was stopped (SIGSTOP) or its host hangs; it is at step %lld, %s, layer %d",
                        asleep->rank, asleep->pid, 1e-3 * (double)(now - asleep->life_ms), (long long)asleep->step, phase_names[asleep->phase], asleep->layer);
-    else if (behind && behind->ops < ahead->ops)
+    else if (late)
         watchdog_print(text, size, "rank %d (process %d) is behind: it began %llu collectives, others %llu; it is at step %lld, %s, layer %d", behind->rank, behind->pid,
                        (unsigned long long)behind->ops, (unsigned long long)ahead->ops, (long long)behind->step, phase_names[behind->phase], behind->layer);
-    else if (watchdog.count > 1) watchdog_print(text, size, "no rank of this host is behind the others: see the reports of other hosts, and the network");
+    else if (all_wait) watchdog_print(text, size, "every rank of this host waits for others:"), watchdog_name_others(text, size);
+    else if (watchdog.hosts) watchdog_print(text, size, "no rank of this host is behind the others: see the reports of other hosts, and the network");
+    else if (watchdog.count > 1) watchdog_print(text, size, "no rank is behind the others");
     else watchdog_print(text, size, "this process makes no progress");
+    return stopped || late || !watchdog.hosts;
 }
 
-// Says all that is known in one write, waits until the neighbours had time for the same, and ends the process. Uses no
+// Says all that is known in one write, waits until the neighbours (and other hosts) had time for the same, and ends the process. Uses no
 // malloc and no stdio: the main thread may hang with their locks.
 __attribute__((noreturn)) static inline void watchdog_end(const char *why) {
     static char text[16384];
@@ -127,7 +168,7 @@ __attribute__((noreturn)) static inline void watchdog_end(const char *why) {
     char who[32] = "";
     if (die_rank >= 0) snprintf(who, sizeof who, "[rank %d] ", die_rank);
     snprintf(text, sizeof text, "\n%serror: %s: ", who, why);
-    watchdog_name_culprit(text, sizeof text, now);
+    const int named = watchdog_name_culprit(text, sizeof text, now);
     watchdog_print(text, sizeof text, "\n%s  this rank: step %lld, %s, layer %d, last progress %.1f s ago; all processes of the job end\n%s  its last collectives (number name bytes state, age in s):",
                    who, (long long)me->step, phase_names[me->phase], me->layer, 1e-3 * (double)(now - me->beat_ms), who);
     const uint64_t last = me->ops, first = last >= WATCHDOG_RING ? last - WATCHDOG_RING + 1 : 1;
@@ -140,7 +181,7 @@ __attribute__((noreturn)) static inline void watchdog_end(const char *why) {
     if (write(STDERR_FILENO, text, strlen(text)) < 0) {}  // nobody is left to be told
     WATCHDOG_SET(watchdog_mine->state, RANK_REPORTED);
     for (int waiting = 1, i; waiting && watchdog_now() - now < WATCHDOG_GRACE_MS; usleep(1000 * WATCHDOG_TICK_MS))
-        for (waiting = i = 0; i < watchdog.count; i++) waiting |= WATCHDOG_GET(watchdog.slots[i].state) == RANK_RUNNING && !watchdog_is_gone(&watchdog.slots[i]);
+        for (waiting = !named, i = 0; i < watchdog.count; i++) waiting |= WATCHDOG_GET(watchdog.slots[i].state) == RANK_RUNNING && !watchdog_is_gone(&watchdog.slots[i]);
     for (int i = 0; i < watchdog.count; i++) {  // a stopped process hears nothing else
         const int state = WATCHDOG_GET(watchdog.slots[i].state);
         if ((state == RANK_RUNNING || state == RANK_FAILED) && watchdog.slots[i].pid > 0) kill(watchdog.slots[i].pid, SIGKILL);
@@ -192,6 +233,8 @@ static inline void watchdog_start(WatchdogSlot *slots, int count, int mine, int 
     s->pid = (int)getpid(); s->rank = rank; s->beat_ms = s->life_ms = watchdog_now();
     s->step = watchdog.first_step = -1;
     __atomic_store_n(&s->state, RANK_RUNNING, __ATOMIC_RELEASE);
+    static int known_to_exit;  // a library that ends the process has said why, like die()
+    if (!known_to_exit) known_to_exit = atexit(watchdog_failed) == 0;
     require(pthread_create(&watchdog.thread, NULL, watchdog_thread, NULL) == 0, "cannot start the watchdog thread: %s\nraise the limit on processes (ulimit -u)", strerror(errno));
 }
 static inline void watchdog_stop(void) {

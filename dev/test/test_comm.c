@@ -1,6 +1,6 @@
 // comm.h, handshake.h and watchdog.h. Without arguments: what one process can check alone. The rest is for mpirun; test_ranks.py calls it:
 //   test_comm sums                 collectives against a host reference, bit for bit
-//   test_comm handshake FIELD      the last rank differs in FIELD (none, gpu, gpus, sm, build, config, data, options)
+//   test_comm handshake FIELD      the last rank differs in FIELD (none, gpu, gpus, one, one-gpu, sm, build, config, data, options)
 //   test_comm loop TIMEOUT         collectives for ever: to be stopped or killed
 //   test_comm fail RANK            require() fails in one rank, the others wait in a collective
 //   test_comm late RANK TIMEOUT    one rank never comes to a collective although it is alive
@@ -50,8 +50,8 @@ static int test_sums(Comm *c) {
 static int test_handshake(Comm *c, const char *field) {
     HandshakeRecord r = comm_record(c);
     const int last = c->rank == c->world - 1;
-    r.sm = 90; r.devices = 8;
-    snprintf(r.device, sizeof r.device, "GPU-%d", c->local_rank - (last && !strcmp(field, "gpu")));
+    r.sm = 90; r.devices = strncmp(field, "one", 3) ? 8 : 1;  // one: each rank is shown one GPU
+    snprintf(r.device, sizeof r.device, "GPU-%.8s-%d", c->host, c->local_rank - (last && strstr(field, "gpu") && strcmp(field, "gpus")));
     if (last && !strcmp(field, "gpus")) r.devices = c->local_rank;
     if (last && !strcmp(field, "sm")) r.sm = 80;
     if (last && !strcmp(field, "build")) strcpy(r.build, "another");

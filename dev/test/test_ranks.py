@@ -135,12 +135,13 @@ def test_collectives(comm, ranks):
     assert len(re.findall(rf"^rank \d of {ranks}, local \d of {ranks}", text, re.M)) == ranks, text
 
 
-def test_ranks_that_fit_together(comm):
-    assert "all fit together" in succeeds(Job(3, comm, "handshake", "none"))
+@pytest.mark.parametrize("field", ["none", "one"])
+def test_ranks_that_fit_together(comm, field):
+    assert "all fit together" in succeeds(Job(3, comm, "handshake", field))
 
 
 @pytest.mark.parametrize("field, words", [
-    ("gpu", "ranks 1 and 2 on"), ("gpus", "rank 2 is process 3"), ("sm", "sm_80, rank 0"), ("build", "rank 2 on .* is build another, rank 0"),
+    ("gpu", r"rank 1 on \S+ and rank 2 on \S+ have the same GPU"), ("one-gpu", r"rank 1 on \S+ and rank 2 on \S+ have the same GPU"), ("gpus", "rank 2 is process 3 of host .* shows it 2 GPUs"), ("sm", "sm_80, rank 0"), ("build", "rank 2 on .* is build another, rank 0"),
     ("config", "rank 2 on .* model configuration .* rank 0"), ("data", "rank 2 on .* data files .* rank 0"), ("options", "rank 2 on .* options .* rank 0")])
 def test_ranks_that_do_not_fit_together(comm, field, words):
     job = Job(3, comm, "handshake", field)
