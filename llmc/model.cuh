@@ -580,10 +580,11 @@ void model_update(Model *m, const AdamWParams *p) {
     zero_gather(&m->zero, m->weights);
 }
 
-void model_losses(Model *m, const int *inputs, const int *targets, float *losses) {
+void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {
     const int N = m->B * m->T;
+    assert(T >= 1 && T <= m->T && N % T == 0);
     upload_tokens(m, inputs, targets, (size_t)N);
-    model_forward(m, m->B, m->T);
+    model_forward(m, N / T, T);
     head_forward(m, N, 0, 0);
     cudaCheck(cudaMemcpyAsync(m->host_floats, m->losses, (size_t)N * sizeof(float), cudaMemcpyDeviceToHost, m->gpu.compute));
     cudaCheck(cudaStreamSynchronize(m->gpu.compute));
