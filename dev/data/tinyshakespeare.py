@@ -67,7 +67,7 @@ def get_text(path, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", choices=KINDS, default="gpt2")
-    parser.add_argument("--tokenizer-file", "--vocab-bpe", metavar="PATH", help="GPT-2's vocab.bpe, or Llama 3's tokenizer.model")
+    parser.add_argument("--tokenizer-file", "--vocab-bpe", metavar="PATH", help="GPT-2's vocab.bpe, Llama 3's tokenizer.model, or a model's tokenizer.json")
     parser.add_argument("--file", metavar="PATH", help="the text, instead of a download")
     parser.add_argument("--output", metavar="FOLDER")
     args = parser.parse_args()
