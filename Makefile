@@ -108,6 +108,10 @@ train_gpt2: $(BUILD)/train_gpt2
 $(BUILD)/train_gpt2.asan: train_gpt2.c $(wildcard llmc/*.h) $(BUILD)/revision.o $(CONFIG) Makefile
 	$(CC) $(CFLAGS) $(ASAN_CFLAGS) $(REVISION_FLAGS) $< $(BUILD)/revision.o -o $@.partial -lm && mv -f $@.partial $@
 
+# What dev/eval/hf.py asks of the trainers' own readers.
+$(BUILD)/hf: dev/eval/hf.c train_gpt2.c $(wildcard llmc/*.h) $(CONFIG) Makefile
+	$(CC) $(CFLAGS) $< -o $@.partial -lm && mv -f $@.partial $@
+
 need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doctor shows what is missing; make toolkit puts one into .venv\n' '$(CUDA_OFF)' >&2; exit 1;)
 $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 	$(need_cuda)

@@ -1,7 +1,7 @@
 """Makes .venv and installs what one task needs, and nothing that is there already.
 
     dev/venv.py demo       numpy and matplotlib
-    dev/venv.py test       besides: torch, tiktoken, safetensors, pytest (requirements.txt)
+    dev/venv.py test       besides: torch, tiktoken, transformers, pytest and more (requirements.txt)
     dev/venv.py toolkit    a CUDA toolkit with cuBLASLt, NCCL and MPI, 1.1 GB, no root needed
     dev/venv.py mpi        MPI alone
 

@@ -186,16 +186,16 @@ def get(url, args, sha256=None):
 
 # ---- data sets on the Hugging Face hub
 
-def hub_list(repo, folder):
-    """(revision, [(path in the repository, size, sha256 or None)]) of a folder as it is now."""
+def hub_list(repo, folder, kind="datasets", revision="main"):
+    """(revision, [(path in the repository, size, sha256 or None)]) of a folder as it is now; kind: datasets or models."""
     def page(url):
         def ask(progress):
             with open_url(url) as answer:
                 return json.load(answer), re.search(r'<([^>]*)>;\s*rel="next"', answer.headers.get("Link", ""))
         return retried(f"list of {repo}", ask)
     try:
-        revision = page(f"{endpoint()}/api/datasets/{repo}/revision/main")[0]["sha"]
-        files, link = page(f"{endpoint()}/api/datasets/{repo}/tree/{revision}/{folder}")
+        revision = page(f"{endpoint()}/api/{kind}/{repo}/revision/{revision}")[0]["sha"]
+        files, link = page(f"{endpoint()}/api/{kind}/{repo}/tree/{revision}/{folder}".rstrip("/"))
         while link:
             more, link = page(link[1])
             files += more

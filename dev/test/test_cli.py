@@ -92,7 +92,7 @@ def test_good_input_trains(trainer):
     (["-e", "d2,channels=0"], ["channels=0"]),
     (["-e", "d2,channels=60"], ["60 channels"]),
     (["-e", "d2,heads=3"], ["3 heads"]),
-    (["-e", "gpt2_124M.bin"], ["llm.c checkpoint"]),
+    (["-e", "gpt2_124M.bin"], ["llm.c checkpoint", "python dev/eval/hf.py import gpt2_124M.bin FOLDER"]),
     (["-t", "128"], ["--seq-len 128", "context of 64"]),
     (["--prompt", "def"], ["prompt", "tokenizer"]),
 ])

@@ -22,7 +22,7 @@ import reader
 # ---- a hub on this machine
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Files of one data set. `faults` are used up by the answers to requests for files, in order: "cut N" ends the connection
+    """Files of one data set or model. `faults` are used up by the answers to requests for files, in order: "cut N" ends the connection
     after N bytes, a number is a status, "wrong" spoils a byte, "whole" knows no ranges, "elsewhere" sends another range."""
     daemon_threads = True
 
@@ -82,7 +82,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
             return self.reply(200, hub.listing)
         if path.endswith("/revision/main"):
             return self.reply(200, b'{"sha": "abc123"}')
-        names = sorted(n for n in hub.files if n.startswith(path.split("/tree/abc123/")[1].split("?")[0] + "/"))
+        folder = path.split("/tree/abc123")[1].split("?")[0].strip("/")
+        names = sorted(n for n in hub.files if n.startswith(folder + "/" if folder else ""))
         page = int(path.split("?page=")[1]) if "?page=" in path else 0
         entries = [{"type": "file", "path": n, "size": len(hub.files[n]), "oid": "0", "lfs": {"oid": hashlib.sha256(hub.files[n]).hexdigest(), "size": len(hub.files[n])}}
                    for n in names[2 * page:2 * page + 2]] + [{"type": "directory", "path": "x", "size": 0, "oid": "0"}]

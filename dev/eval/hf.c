@@ -1,0 +1,60 @@
+// What the trainers say of a Hugging Face folder: dev/eval/hf.py builds this program and asks it, so that there is one reader.
+//   hf config FOLDER DTYPE   its config.json as the trainers understand and write it, or why they refuse it
+//   hf table FOLDER          name and shape of each tensor that its weight files must hold
+//   hf check FOLDER          that they hold these, and nothing else; headers are read, not weights
+//   hf logits FOLDER         token ids (int32) from stdin -> logits (T, V) as fp32 to stdout, by the CPU trainer
+#define LLMC_NO_MAIN
+#include "../../train_gpt2.c"
+#include "../../llmc/hf_weights.h"
+
+static void print_table(const ParamTable *t) {
+    for (int i = 0; i < t->count; i++) {
+        uint64_t shape[2];
+        const int dims = param_shape(&t->params[i], shape);
+        printf("%s", t->params[i].name);
+        for (int d = 0; d < dims; d++) printf(" %llu", (unsigned long long)shape[d]);
+        printf("\n");
+    }
+}
+static void print_logits(const Config *c, const char *folder) {
+    int *tokens = (int *)malloc_or_die((size_t)c->max_seq_len * sizeof(int));
+    const int T = (int)fread(tokens, sizeof(int), (size_t)c->max_seq_len, stdin);
+    require(T > 0, "no token ids on standard input\ncall this through dev/eval/hf.py");
+    const Comm one_rank = {0, 1, 0, 1, "this host"};
+    Options o = options_default();
+    o.batch_size = 1; o.seq_len = T;
+    Model m;
+    model_open(&m, c, &o, &one_rank);
+    model_load_weights(&m, folder);
+    model_forward(&m, tokens, 1, T);
+    float *logits = (float *)malloc_or_die((size_t)T * (size_t)c->vocab_size * sizeof(float));
+    matmul_forward_cpu(logits, m.h_final, head_weight(&m, m.weights), NULL, T, c->channels, c->vocab_size);
+    fwrite(logits, sizeof(float), (size_t)T * (size_t)c->vocab_size, stdout);
+    free(logits);
+    free(tokens);
+    model_close(&m);
+}
+
+int main(int argc, char **argv) {
+    require(argc >= 3, "usage: hf config|table|check|logits FOLDER\ncall this through dev/eval/hf.py");
+    const char *what = argv[1], *folder = argv[2];
+    Model m;
+    memset(&m, 0, sizeof m);
+    m.config = config_from_json(folder);
+    m.table = params_table(&m.config);
+    if (!strcmp(what, "config")) {
+        config_write(&m.config, argc > 3 ? argv[3] : "fp32", stdout, "\n  ");
+        printf("\n");
+    } else if (!strcmp(what, "table")) {
+        print_table(&m.table);
+    } else if (!strcmp(what, "check")) {
+        StReader r;
+        st_open(&r, folder);
+        require_same_tensors(&m, weight_slot, 1, &r, folder);
+        st_close(&r);
+    } else if (!strcmp(what, "logits")) {
+        print_logits(&m.config, folder);
+    } else die("unknown question '%s'\ncall this through dev/eval/hf.py", what);
+    params_free(&m.table);
+    return ferror(stdout) || fflush(stdout) ? EXIT_FAILURE : 0;
+}

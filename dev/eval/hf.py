@@ -1,0 +1,249 @@
+"""Models in and out of Hugging Face's format, which is the trainers' own: a folder with config.json and safetensors.
+
+    hf.py import SOURCE FOLDER       SOURCE: a model of the hub (openai-community/gpt2), a folder, a checkpoint of a run, or llm.c's
+                                     .bin. FOLDER then opens by -e FOLDER and in transformers, and llama.cpp converts it
+    hf.py tokenizer FOLDER           tokenizer files and generation_config.json for a folder that has none
+    hf.py export FOLDER FILE.bin     llm.c's .bin (GPT-2; Llama 3.1 as the llama3 branch of llm.c reads it)
+    hf.py check FOLDER               whether the trainers open it, and if not, why
+    --verify                         with import and check: the CPU trainer's logits are those of transformers, or of train_gpt2.py
+
+Whether a model can be trained is asked of the trainers' own reader, of a model of the hub before its weights are downloaded.
+FOLDER has its name when it is whole; an interrupted download goes on. HF_TOKEN opens gated models, HF_ENDPOINT names another
+hub. Needs numpy, a C compiler and make; --verify needs torch, and 16 bytes of memory for each weight besides.
+"""
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+
+import numpy as np
+
+from weights import ROOT, ask, convert, model_weights, read_config, write_safetensors  # first: it finds dev/data
+import download
+from data_common import atomic_write, die, make_folder, make_tokenizer, open_tokenizer
+from llmc_bin import export_bin, import_bin
+from tokenizer_json import read_tokenizer_json, write_tokenizer_json
+
+DTYPES = {"fp32": "F32", "bf16": "BF16", None: None}
+OTHERS = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"]
+VERIFY_TOKENS, VERIFY_BOUND = 64, 1e-4  # the bound grows with logits above 1, as rounding does
+
+
+# ---- folders and the hub
+
+def read_json(folder, name):
+    with open(os.path.join(folder, name), encoding="utf-8") as f:
+        return json.load(f)
+
+
+def copy_files(names, source, folder):
+    for name in names:
+        if os.path.isfile(os.path.join(source, name)):
+            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+
+
+def import_folder(source, folder, to):
+    """One weight file with full names and nothing but the model. Bits stay, unless another dtype is asked for. config.json stays,
+    with what readers of other versions look for besides: rope_theta, which transformers 5 keeps elsewhere, or n_ctx."""
+    weights, original = model_weights(source), read_json(source, "config.json")
+    copy_files(["generation_config.json", "tokenizer.bin", *OTHERS], source, folder)
+    dtypes = {to or dtype for dtype, _ in weights.values()}
+    word = {"BF16": "bfloat16", "F16": "float16"}.get(dtypes.pop() if len(dtypes) == 1 else "F32", "float32")
+    config = read_config(source) | original | {key: word for key in ("torch_dtype", "dtype") if key == "torch_dtype" or key in original}
+    if config == original:
+        copy_files(["config.json"], source, folder)
+    else:
+        atomic_write(os.path.join(folder, "config.json"), (json.dumps(config, indent=2) + "\n").encode())
+    write_safetensors(os.path.join(folder, "model.safetensors"),
+                      {name: (to or dtype, array.shape, lambda array=array, dtype=dtype: convert(array, dtype, to or dtype)) for name, (dtype, array) in weights.items()})
+
+
+def import_hub(model, folder, revision):
+    """Downloads what is needed. What an earlier try left is kept only if it is what the hub has now."""
+    download.OFFLINE = "without a network, copy the model's files into a folder and import that"
+    commit, listed = download.hub_list(model, "", "models", revision)
+    files = {path: (size, sha256) for path, size, sha256 in listed}
+
+    def get(name):
+        if name not in files:
+            die(f"{model} has no {name} at {revision}", "weights that exist as .bin or .pth only must be converted to safetensors first")
+        path, (size, sha256) = os.path.join(folder, name), files[name]
+        if os.path.exists(path) and (sha256 is None or download.digest(path) != sha256):
+            os.remove(path)
+        return download.fetch(f"{download.endpoint()}/{model}/resolve/{commit}/{name}", path, size, sha256)
+
+    get("config.json")
+    read_config(folder)
+    index = "model.safetensors.index.json"
+    small = [name for name in ("generation_config.json", *OTHERS) if name in files]
+    if "model.safetensors" in files or index not in files:
+        weights = ["model.safetensors"]
+    else:
+        get(index)
+        weights = sorted(set(read_json(folder, index).get("weight_map", {}).values()))
+        small.append(index)
+    print(f"{model}: {sum(files[w][0] for w in weights if w in files) / 1e9:.2f} GB of weights in {len(weights)} files", flush=True)
+    for name in [*small, *weights]:
+        get(name)
+    for name in set(os.listdir(folder)) - {"config.json", *small, *weights}:
+        os.remove(os.path.join(folder, name))
+
+
+# ---- tokenizer and generation
+
+def find_tokenizer(folder, source):
+    """The tokenizer.bin in the folder, or the one that a run was trained with, as its checkpoint tells; None if there is none."""
+    options = read_json(source, "train_state.json").get("options", {}) if os.path.isfile(os.path.join(source, "train_state.json")) else {}
+    paths = [os.path.join(folder, "tokenizer.bin"), options.get("tokenizer"), options.get("train-data") and os.path.join(os.path.dirname(options["train-data"]), "tokenizer.bin")]
+    return next((path for path in paths if path and os.path.isfile(path)), None)
+
+
+def load_tokenizer(given):
+    """given: a tokenizer.bin, a tokenizer.json, GPT-2's vocab.bpe, Llama 3's tokenizer.model, or `gpt2`."""
+    if given.endswith(".json"):
+        return read_tokenizer_json(given)
+    if given.endswith(".bin"):
+        try:
+            return open_tokenizer(given)
+        except (OSError, ValueError) as e:
+            die(f"tokenizer '{given}' {getattr(e, 'strerror', None) or e}", "name a tokenizer.bin, a tokenizer.json, Llama 3's tokenizer.model, or gpt2")
+    return make_tokenizer("gpt2", None if given == "gpt2" else given) if given == "gpt2" or given.endswith(".bpe") else make_tokenizer("llama3", given)
+
+
+def add_tokenizer(folder, given, source):
+    """Tokenizer files for others, tokenizer.bin for the trainers, and generation_config.json. Returns what is missing."""
+    config, missing, tokenizer = read_config(folder), None, None
+    if given and os.path.isdir(given):
+        given = os.path.join(given, "tokenizer.json")
+    own = os.path.join(folder, "tokenizer.json")
+    given = given or (own if os.path.isfile(own) else find_tokenizer(folder, source))
+    if given is None:
+        missing = "no tokenizer: add one with hf.py tokenizer FOLDER --tokenizer gpt2, or a tokenizer.bin, a tokenizer.json or Llama 3's tokenizer.model"
+    elif given != own or not os.path.isfile(os.path.join(folder, "tokenizer.bin")):
+        try:
+            tokenizer = load_tokenizer(given)
+            if tokenizer.vocab_size > config["vocab_size"]:
+                die(f"tokenizer '{given}' has {tokenizer.vocab_size} tokens, the model {config['vocab_size']}", "give the model's own --tokenizer")
+        except SystemExit as e:
+            if given != own:
+                raise
+            missing = "no tokenizer.bin, so the trainers know ids only: " + str(e).removeprefix("error: ").splitlines()[0]
+    if tokenizer:
+        tokenizer.write(folder)
+        if not given.endswith(".json"):
+            write_tokenizer_json(tokenizer, folder, config.get("n_positions") or config["max_position_embeddings"])
+        elif given != own:
+            copy_files(OTHERS, os.path.dirname(given) or ".", folder)
+    add_generation_config(folder, config, tokenizer)
+    return missing
+
+
+def add_generation_config(folder, config, tokenizer):
+    """Generation ends at config.json's end-of-text and at the token that separates documents in our training data."""
+    ends = sorted({config["eos_token_id"], tokenizer.eot if tokenizer else None} - {None})
+    path = os.path.join(folder, "generation_config.json")
+    if ends and not os.path.exists(path):
+        bos = ends[0] if config["bos_token_id"] is None else config["bos_token_id"]
+        atomic_write(path, (json.dumps({"bos_token_id": bos, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": ends[-1]}, indent=2) + "\n").encode())
+
+
+# ---- logits
+
+def reference_logits(folder, tokens):
+    """(whose they are, logits (T, V) in fp32)"""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        import torch
+    except ImportError:
+        die("--verify needs torch", "make venv; source .venv/bin/activate")
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        try:
+            import transformers
+        except ImportError:
+            sys.path.insert(0, ROOT)
+            import train_gpt2
+            model = train_gpt2.make_model(folder, 0)
+            return "train_gpt2.py", model(ids, model.rope_table(len(tokens), "cpu"))[0].numpy()
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+        return f"transformers {transformers.__version__}", model(ids).logits[0].numpy()
+
+
+def verify(folder, reference=None):
+    """reference: another folder, for tests."""
+    config = read_config(folder)
+    T, V = min(VERIFY_TOKENS, config.get("n_positions") or config["max_position_embeddings"]), config["vocab_size"]
+    tokens = np.random.default_rng(1).integers(0, V, T)
+    ours = np.frombuffer(ask("logits", folder, data=tokens.astype("<i4").tobytes()), "<f4").reshape(T, V)
+    whose, theirs = reference_logits(reference or folder, tokens)
+    difference, largest = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
+    text = f"logits after {T} tokens by the CPU trainer and by {whose}: largest difference {difference:.2e}, of values up to {largest:.3g}"
+    if not difference <= VERIFY_BOUND * max(1.0, largest):  # a NaN is no agreement
+        die(f"'{folder}': {text}: they do not agree", "one of the two computes another model: please report it")
+    print(f"{text}: they agree")
+
+
+# ---- commands
+
+def import_model(args):
+    if os.path.exists(args.folder) and (not os.path.isdir(args.folder) or os.listdir(args.folder)):
+        die(f"'{args.folder}' is there already", "name a new folder")
+    partial, local = args.folder.rstrip("/") + ".partial", os.path.exists(args.source)
+    if not local and (args.source.endswith(".bin") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", args.source)):
+        die(f"'{args.source}' does not exist", "name a folder, a .bin of llm.c, or a model of the hub such as openai-community/gpt2")
+    if not local and args.dtype:
+        die("a model of the hub comes in its own dtype", "import it without --dtype, then import its folder with it")
+    if local:
+        shutil.rmtree(partial, ignore_errors=True)
+    make_folder(partial)
+    if not local:
+        import_hub(args.source, partial, args.revision)
+    else:
+        (import_folder if os.path.isdir(args.source) else import_bin)(args.source, partial, DTYPES[args.dtype])
+    model_weights(partial)
+    missing = add_tokenizer(partial, args.tokenizer, args.source)
+    if os.path.isdir(args.folder):
+        os.rmdir(args.folder)
+    os.rename(partial, args.folder)
+    return missing
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    p = {name: commands.add_parser(name) for name in ("import", "tokenizer", "export", "check")}
+    p["import"].add_argument("source")
+    for command in p.values():
+        command.add_argument("folder")
+    p["export"].add_argument("file")
+    for name in ("import", "tokenizer"):
+        p[name].add_argument("--tokenizer", metavar="FILE", help="tokenizer.bin, tokenizer.json or its folder, Llama 3's tokenizer.model, or gpt2 (default: the folder's, or that of the run)")
+    for name in ("import", "export"):
+        p[name].add_argument("--dtype", choices=("fp32", "bf16"), help="convert the weights (default: as they are)")
+    for name in ("import", "check"):
+        p[name].add_argument("--verify", action="store_true", help="compare logits with transformers or train_gpt2.py")
+    p["import"].add_argument("--revision", default="main", help="branch, tag or commit on the hub (main)")
+    args = parser.parse_args()
+    if args.command == "export":
+        export_bin(args.folder, args.file, DTYPES[args.dtype])
+        return
+    missing = None
+    if args.command == "import":
+        missing = import_model(args)
+    elif args.command == "tokenizer":
+        missing = add_tokenizer(args.folder, args.tokenizer, args.folder)
+        if missing and missing.startswith("no tokenizer:"):
+            die(f"'{args.folder}' has {missing.partition(':')[0]}", missing.partition(": ")[2])
+    else:
+        model_weights(args.folder)
+    print(f"{args.folder}: {', '.join(sorted(os.listdir(args.folder)))}" + (f"\n  {missing}" if missing else ""))
+    if getattr(args, "verify", False):
+        verify(args.folder)
+
+
+if __name__ == "__main__":
+    main()
