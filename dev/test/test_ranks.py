@@ -33,18 +33,19 @@ pytestmark = pytest.mark.skipif(not MPIRUN, reason="no MPI (make toolkit)")
 
 
 class Job:
-    """mpirun of a program, or a program alone (ranks 0). Its output is collected while it runs; afterwards nothing of it may be left."""
+    """mpirun of a program, or a program alone (ranks 0), or started by the words in `launch`. Its output is collected while it runs;
+    afterwards nothing of it may be left."""
 
-    def __init__(self, ranks, program, *arguments, cwd=ROOT / "build/test"):
+    def __init__(self, ranks, program, *arguments, cwd=ROOT / "build/test", launch=None, environment=()):
         self.mark = f"{time.time()}-{random.random()}"  # finds the job's processes, wherever they went
         self.memory = Path(f"/dev/shm/job-{self.mark}")  # what MPI shares between ranks lies here
         self.memory.mkdir()
         self.log = Path(cwd) / f"job-{self.mark}.txt"
         self.begin = time.time()
-        launch = [MPIRUN, "--oversubscribe", "-np", str(ranks)] if ranks else []
+        launch = launch or ([MPIRUN, "--oversubscribe", "-np", str(ranks)] if ranks else [])
         with open(self.log, "wb") as f:
             self.process = subprocess.Popen([*launch, str(program), *map(str, arguments)], cwd=cwd, stdout=f, stderr=subprocess.STDOUT,
-                                            env=ENVIRONMENT | {"LLMC_JOB": self.mark, "OMPI_MCA_btl_sm_backing_directory": str(self.memory), "OMPI_MCA_btl_vader_backing_directory": str(self.memory)},
+                                            env=ENVIRONMENT | {"LLMC_JOB": self.mark, "OMPI_MCA_btl_sm_backing_directory": str(self.memory), "OMPI_MCA_btl_vader_backing_directory": str(self.memory)} | dict(environment),
                                             start_new_session=True)
         self.program = str(program)
 
@@ -219,14 +220,18 @@ def data(tmp_path_factory):
     return folder
 
 
+def run_words(output, *arguments):
+    """Options of a run of steps of 12 sequences."""
+    options = {"-e": "d2,channels=64,vocab=256,seq=32", "-i": "train_*.bin", "-j": "val.bin", "-b": "1", "-t": "32", "-d": str(12 * 32), "-x": "12", "-v": "0", "-s": "0",
+               "-l": "3e-3", "-z": "1", "--threads": "1", "--timeout": "60", "-o": output}
+    return [w for pair in (options | dict(zip(arguments[::2], arguments[1::2]))).items() for w in pair]
+
+
 @pytest.fixture
 def train(data, tmp_path):
-    """train(ranks, output, more options...): a run of steps of 12 sequences; returns a Job. then, change: how
-    mpirun starts more ranks, and options that they get besides."""
+    """train(ranks, output, more options...) -> Job. then, change: how mpirun starts more ranks, and options that they get besides."""
     def start(ranks, output, *arguments, then=(), change=()):
-        options = {"-e": "d2,channels=64,vocab=256,seq=32", "-i": "train_*.bin", "-j": "val.bin", "-b": "1", "-t": "32", "-d": str(12 * 32), "-x": "12", "-v": "0", "-s": "0",
-                   "-l": "3e-3", "-z": "1", "--threads": "1", "--timeout": "60", "-o": tmp_path / output}
-        words = [w for pair in (options | dict(zip(arguments[::2], arguments[1::2]))).items() for w in pair]
+        words = run_words(tmp_path / output, *arguments)
         return Job(ranks, TRAINER, *words, *([":", *then, *words, *change] if then else []), cwd=data)
     return start
 
