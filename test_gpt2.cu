@@ -12,6 +12,7 @@ static void test_one_gpu(const char *folder, const char *output) {
     o.tf32 = 0;
     o.gelu_fusion = 0;
     test_reference(folder, &o);
+    test_short_rows(folder, &o);
     if (config_from_json(folder).mlp == MLP_GELU && sizeof(floatX) == 2) {
         Options fused = o;
         fused.gelu_fusion = 2;

@@ -27,6 +27,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from dev.eval.choices import open_sets
+
 def require(condition, what, hint):
     """For everything a user can cause: what is wrong, what to do, exit status 1."""
     if not condition:
@@ -415,13 +417,25 @@ def read_tokenizer(path):
         at += 1 + data[at]
     return tokens, eot
 
+def text_bytes(shards, T, count, names, eot):
+    """Bytes of the text that the targets of the first `count` rows stand for: none for end-of-text."""
+    lengths, total = np.array([len(name) for name in names]), 0
+    lengths[eot] = 0
+    for s in shards:
+        n = min((len(s) - 1) // T, count)
+        targets = s[1 : n * T + 1]
+        require(n == 0 or targets.max() < len(names), f"the data holds token {targets.max(initial=0)} and the tokenizer has {len(names)}", "give the data's own --tokenizer")
+        total, count = total + int(lengths[targets].sum()), count - n
+    return total
+
 # ---- training
 HONOURED = """train-data val-data model output tokenizer batch-size seq-len total-batch max-steps overfit seed schedule learning-rate warmup
-    final-lr-fraction weight-decay grad-clip beta1 beta2 adam-eps eval-every eval-steps sample-every sample-tokens temperature save-every threads""".split()
+    final-lr-fraction weight-decay grad-clip beta1 beta2 adam-eps eval-every eval-steps hellaswag choice-data evaluate sample-every sample-tokens temperature save-every threads""".split()
 
 def parse_options(argv=None):
     """llmc/options.h is the one table of options: names, llm.c's letters, defaults, ranges and help come from there."""
-    p = argparse.ArgumentParser(description=f"PyTorch reference of llm.cu. Presets: dN, gpt2:dN, {', '.join(PRESETS)}", allow_abbrev=False)
+    p = argparse.ArgumentParser(description=f"PyTorch reference of llm.cu. Presets: dN, gpt2:dN, {', '.join(PRESETS)}", allow_abbrev=False, add_help=False)
+    p.add_argument("--help", action="help")
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "llmc", "options.h")) as f:
         table = re.findall(r'^(STR|INT|FLT)\(\w+, "([\w-]+)", "([^"]*)", (?:"([^"]*)"|([^",]+)), (?:[^",]+, [^",]+, )?"([^"]*)"\)', f.read(), re.M)
     for kind, name, letters, text, number, about in table:
@@ -434,7 +448,7 @@ def parse_options(argv=None):
     p.add_argument("--write-weights", default="", metavar="DIR", help="write the initial weights as a Hugging Face folder and stop")
     p.add_argument("--write-debug", default="", metavar="DIR", help="write weights, a batch, logits, gradients and ten losses for tests and stop")
     o = p.parse_args(argv)
-    require(min(o.batch_size, o.seq_len) > 0 and o.max_steps and o.total_batch and o.eval_steps, "a batch, a length or a count is 0", "see --help")
+    require(min(o.batch_size, o.seq_len) > 0 and (o.max_steps or o.evaluate) and o.total_batch and o.eval_steps, "a batch, a length or a count is 0", "see --help")
     require(o.schedule in ("cosine", "linear", "constant", "wsd"), f"unknown schedule '{o.schedule}'", "use cosine, linear, constant or wsd")
     o.device = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
     require(o.device == "cpu" or torch.cuda.is_available(), "this PyTorch finds no CUDA device", "use --device cpu, or install PyTorch for this GPU")
@@ -488,14 +502,20 @@ class Trainer:
         self.optimizer.zero_grad()
         return float(total), float(norm)
 
+    def eval_rows(self, shards):
+        count = sum((len(s) - 1) // self.o.seq_len for s in shards)
+        return min(count, self.o.eval_steps * self.o.batch_size) if self.o.eval_steps > 0 else count
+
     @torch.no_grad()
     def evaluate(self, shards):
         """Mean loss over the first --eval-steps batches of rows in the files' order (-1: all rows)."""
-        B, T = self.o.batch_size, self.o.seq_len
-        count = sum((len(s) - 1) // T for s in shards)
-        count = min(count, self.o.eval_steps * B) if self.o.eval_steps > 0 else count
+        B, T, count = self.o.batch_size, self.o.seq_len, self.eval_rows(shards)
         stream, sizes = rows(shards, T), [min(B, count - at) for at in range(0, count, B)]
         return sum(n * float(self.loss(*batch(stream, n, self.o.device, self.vocab_size))) for n in sizes) / count
+
+    def logits(self, inputs):
+        with self.autocast:
+            return self.model(inputs, self.model.rope_table(inputs.shape[1], inputs.device))
 
     @torch.no_grad()
     def sample(self, first, step):
@@ -503,8 +523,7 @@ class Trainer:
         ids, o = [first], self.o
         while len(ids) <= o.sample_tokens and (len(ids) == 1 or ids[-1] != first):
             window = torch.tensor([ids[-o.seq_len :]], device=o.device)
-            with self.autocast:
-                logits = self.model(window, self.model.rope_table(window.shape[1], window.device))[0, -1].double().cpu().numpy()
+            logits = self.logits(window)[0, -1].double().cpu().numpy()
             sums = np.exp((logits - logits.max()) / max(o.temperature, 1e-9)).astype(np.float32).cumsum(dtype=np.float64)
             coin = int(rand_u64(o.seed, rand_stream(RAND_SAMPLE, step), len(ids) - 1)[0] >> np.uint64(11)) * 2.0**-53  # rand.h's uniform
             ids.append(int(np.searchsorted(sums, coin * sums[-1], side="right")))
@@ -512,16 +531,17 @@ class Trainer:
 
 def train(o):
     B, T = o.batch_size, o.seq_len
-    shards, header = open_shards(o.val_data if o.overfit else o.train_data, T)
-    val_shards = open_shards(o.val_data, T)[0] if o.eval_every > 0 else None
+    shards, header = open_shards(o.val_data if o.overfit else o.train_data, T) if not o.evaluate else open_shards(o.val_data, T) if o.val_data else ([], [0] * 256)
+    val_shards = open_shards(o.val_data, T)[0] if o.val_data and (o.eval_every > 0 or o.evaluate) else None
     model = make_model(o.model, o.seed, int(header[3]))
     c = model.config
     require(T <= c.max_seq_len, f"--seq-len {T} is longer than the model's context of {c.max_seq_len}", f"use a shorter --seq-len, or a model with seq={T}")
     total = B * T if o.total_batch < 0 else o.total_batch
     require(total % (B * T) == 0, f"--total-batch {total} is not a multiple of batch-size * seq-len = {B * T}", f"nearest: {max(total // (B * T), 1) * B * T}")
-    steps = o.max_steps if o.max_steps > 0 else sum((len(s) - 1) // T for s in shards) * T // total
-    path = o.tokenizer or os.path.join(os.path.dirname(o.train_data), "tokenizer.bin")
+    steps = 0 if o.evaluate else o.max_steps if o.max_steps > 0 else sum((len(s) - 1) // T for s in shards) * T // total
+    path = o.tokenizer or os.path.join(os.path.dirname(o.val_data if o.evaluate else o.train_data), "tokenizer.bin")
     names, eot = read_tokenizer(path) if o.tokenizer or os.path.exists(path) else (None, int(header[7]) if header[3] else c.vocab_size - 1)
+    sets = open_sets(o.hellaswag, o.choice_data, T, c.vocab_size)
 
     trainer, stream = Trainer(model, o), rows(shards, T, None if o.overfit else o.seed)
     parameters = sum(w.numel() for w in model.parameters())
@@ -529,7 +549,7 @@ def train(o):
     started = time.perf_counter()
     if o.output:
         os.makedirs(o.output, exist_ok=True)
-    file = open(os.path.join(o.output, "main.jsonl") if o.output else os.devnull, "w")
+    file = open(os.path.join(o.output, "evaluate.jsonl" if o.evaluate else "main.jsonl") if o.output else os.devnull, "a" if o.evaluate else "w")
 
     def log(event, step, **fields):  # the schema of llmc/logger.h
         print(json.dumps({"event": event, "step": step, "elapsed": round(time.perf_counter() - started, 3), **fields}), file=file, flush=True)
@@ -538,11 +558,25 @@ def train(o):
         num_micro=total // (B * T), options={k.replace("_", "-"): v for k, v in vars(o).items()}, config=config_to_hf(c))
     print(f"train_gpt2.py | PyTorch {torch.__version__} | {device} | {trainer.dtype} | {o.model}: {1e-6 * parameters:.1f}M parameters, {steps} steps of {total} tokens")
 
+    for s in sets:
+        print(f"choices   {s.name}: {s.count} examples, {len(s.rows)} choices" + f", {s.cut} choices lose the beginning of their context: longer than T = {T}" * (s.cut > 0))
+    count = trainer.eval_rows(val_shards or [])
+    bytes_per_token = text_bytes(val_shards, T, count, names, eot) / (count * T) if val_shards and names else 0
+
     def evaluate(step):
-        if val_shards and (step % o.eval_every == 0 or step == steps):
+        if not o.evaluate and (o.eval_every == 0 or (step % o.eval_every and step != steps)):
+            return
+        if val_shards:
             begin, loss = time.perf_counter(), trainer.evaluate(val_shards)
-            print(f"eval {step:6} | val loss {loss:.4f} | {time.perf_counter() - begin:.1f} s", flush=True)
-            log("eval", step, loss=loss, tokens=step * total)
+            bpb = {"bpb": loss / math.log(2) / bytes_per_token} if bytes_per_token else {}
+            print(f"eval {step:6} | val loss {loss:.4f}" + "".join(f" | {x:.4f} bits/byte" for x in bpb.values()) + f" | {time.perf_counter() - begin:.1f} s", flush=True)
+            log("eval", step, loss=loss, **bpb, tokens=step * total)
+        for s in sets:
+            begin, score = time.perf_counter(), s.score(s.losses(trainer.logits, B * T, o.device))
+            by_character = f", by character {score['acc_char']:.4f}" if "acc_char" in score else ""
+            print(f"eval {step:6} | {s.name} acc {score['acc']:.4f}, by token {score['acc_norm']:.4f}{by_character} of {s.count} | "
+                  f"loss {score['loss']:.4f} | {time.perf_counter() - begin:.1f} s", flush=True)
+            log("eval_choice", step, name=s.name, **score, tokens=step * total)
 
     evaluate(0)
     batches = average = None
@@ -567,6 +601,8 @@ def train(o):
         if o.output and o.save_every > 0 and (step % o.save_every == 0 or step == steps):
             write_weights(model, os.path.join(o.output, f"step_{step:08}"))
             log("checkpoint", step, path=os.path.join(o.output, f"step_{step:08}"))
+    if o.evaluate:
+        return
     log("end", steps, reason="all steps done")
 
 def write_debug(o):

@@ -59,8 +59,9 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
 void model_loss_and_norm(Model *m, float *loss, float *norm);
 void model_update(Model *m, const AdamWParams *p);
 
-// Forward only and without the other ranks: the loss of each of the (B,T) tokens.
-void model_losses(Model *m, const int *inputs, const int *targets, float *losses);
+// Forward only and without the other ranks: the loss of each of batch_size * seq_len tokens, in rows of T of them, 0 where the
+// target is -1. T is seq_len or, where rows are short, any smaller divisor of batch_size * seq_len: the same work for more rows.
+void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses);
 // Logits (V) that follow n tokens of one sequence, 1 <= n <= T.
 void model_next_logits(Model *m, const int *tokens, int n, float *logits);
 

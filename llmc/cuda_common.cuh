@@ -5,6 +5,7 @@
 
 #include <cublasLt.h>
 #include <cublas_v2.h>
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <nvtx3/nvToolsExt.h>
@@ -76,6 +77,27 @@ static inline void gpu_close(Gpu *g) {
     cudaCheck(cudaStreamDestroy(g->compute));
 }
 
+// A function of the loaded driver, so that programs need not link with libcuda.
+static inline void *driver_function(const char *name) {
+    void *found = NULL;
+    cudaDriverEntryPointQueryResult status;
+    #if CUDART_VERSION >= 12050
+    cudaCheck(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &status));
+    #else
+    cudaCheck(cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &status));
+    #endif
+    require(found && status == cudaDriverEntryPointSuccess, "the driver has no %s\na driver for CUDA 12 or later is needed", name);
+    return found;
+}
+// The stream writes a number into pinned host memory when it comes to this place: no kernel, no multiprocessor.
+static inline void stream_write(cudaStream_t stream, uint32_t *place, uint32_t number) {
+    typedef CUresult Write(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
+    static Write *write = NULL;
+    if (!write) write = (Write *)driver_function("cuStreamWriteValue32");
+    const CUresult result = write(stream, (CUdeviceptr)place, number, 0);
+    require(result == CUDA_SUCCESS, "cuStreamWriteValue32 failed with %d\nthis driver cannot report the progress of collectives", (int)result);
+}
+
 enum { WARP = 32 };
 
 // ---- 16-byte vectors: one load or store instruction for 8 bf16 or 4 floats
@@ -134,6 +156,11 @@ struct Gelu {
 // NVTX ranges name layers and phases for profilers; a scope ends with its block.
 struct Range {
     explicit Range(const char *name) { nvtxRangePushA(name); }
+    Range(const char *name, int layer) {
+        char text[64];
+        snprintf(text, sizeof text, "%s %d", name, layer);
+        nvtxRangePushA(text);
+    }
     ~Range() { nvtxRangePop(); }
 };
 

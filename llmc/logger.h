@@ -1,4 +1,5 @@
-// Seeing a run: one console line a step for people, and main.jsonl in the output folder for dev/plot.py.
+// Seeing a run: one console line a step for people, and main.jsonl in the output folder for dev/plot.py (evaluate.jsonl: of runs
+// that only evaluate).
 // JSONL events: start (options, config, git, device, ...), step, eval, eval_choice, sample, checkpoint, end; each a line, flushed.
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
@@ -13,16 +14,16 @@ typedef struct {
     double opened;    // now_seconds() at the start
 } Logger;
 
-// `resume` appends to an older log, otherwise an older log of the folder is replaced. folder "": no file.
-static inline Logger logger_open(const char *folder, int resume) {
+// `append` goes on with an older log, otherwise an older log of the folder is replaced. folder "": no file.
+static inline Logger logger_open(const char *folder, const char *name, int append) {
     Logger g;
     g.jsonl = NULL;
     g.opened = now_seconds();
     if (!*folder) return g;
     char path[4200];
     make_directory(folder);
-    snprintf(path, sizeof path, "%s/main.jsonl", folder);
-    g.jsonl = fopen_or_die(path, resume ? "a" : "w", "name another --output folder, or make this one writable");
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    g.jsonl = fopen_or_die(path, append ? "a" : "w", "name another --output folder, or make this one writable");
     return g;
 }
 static inline void logger_close(Logger *g) {

@@ -405,7 +405,7 @@ static inline void activation_forward(const Model *m, floatX *a, const floatX *f
 // h1 of the layer is ready. `next_*`: the norm that follows the block, of layer l+1 or the final one.
 static inline void block_forward(Model *m, int l, const floatX *x, floatX *next_h, float *next_mean, float *next_rstd,
                                  const floatX *next_w, const floatX *next_b, int B, int T) {
-    Range range("block");
+    Range range("block", l);
     watchdog_beat(PHASE_FORWARD, l);
     const Config *c = &m->config;
     const LayerActs a = m->layers[l];
@@ -470,7 +470,7 @@ static inline void head_forward(Model *m, int N, float dloss, int write_dlogits)
 // m->dx is the gradient of the block's output on entry and of its input on return. The bias gradients of the two projections are
 // column sums of dx where it has just been computed: the norms' backward gives them, this block's own and the one of the block below.
 static inline void block_backward(Model *m, int l, int accumulate) {
-    Range range("block backward");
+    Range range("block backward", l);
     watchdog_beat(PHASE_BACKWARD, l);
     const Config *c = &m->config;
     const LayerActs a = m->layers[l];
@@ -567,7 +567,6 @@ void model_loss_and_norm(Model *m, float *loss, float *norm) {
     cudaCheck(cudaMemcpyAsync(&m->host_scalars[0], m->loss_total, sizeof(float), cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaMemcpyAsync(&m->host_scalars[1], m->norm_squared, sizeof(float), cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaStreamSynchronize(s));  // the one wait of a step
-    zero_all_done(&m->zero);
     *loss = (float)comm_sum(m->comm, m->host_scalars[0]);
     *norm = (float)sqrt(comm_sum(m->comm, m->host_scalars[1]));
 }
@@ -580,10 +579,11 @@ void model_update(Model *m, const AdamWParams *p) {
     zero_gather(&m->zero, m->weights);
 }
 
-void model_losses(Model *m, const int *inputs, const int *targets, float *losses) {
+void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {
     const int N = m->B * m->T;
+    assert(T >= 1 && T <= m->T && N % T == 0);
     upload_tokens(m, inputs, targets, (size_t)N);
-    model_forward(m, m->B, m->T);
+    model_forward(m, N / T, T);
     head_forward(m, N, 0, 0);
     cudaCheck(cudaMemcpyAsync(m->host_floats, m->losses, (size_t)N * sizeof(float), cudaMemcpyDeviceToHost, m->gpu.compute));
     cudaCheck(cudaStreamSynchronize(m->gpu.compute));

@@ -43,6 +43,14 @@ static inline const char *nccl_failed(const Nccl *n) {
     return ncclGetErrorString(status);
 }
 
+// For the watchdog's thread.
+static Nccl nccl_watched;
+static inline int nccl_hook(char *text, size_t size) {
+    const char *error = nccl_failed(&nccl_watched);
+    if (error) snprintf(text, size, "NCCL: %s; NCCL_DEBUG=INFO says more", error);
+    return error != NULL;
+}
+
 template <typename T> inline ncclDataType_t nccl_type();
 template <> inline ncclDataType_t nccl_type<float>() { return ncclFloat; }
 template <> inline ncclDataType_t nccl_type<__nv_bfloat16>() { return ncclBfloat16; }
@@ -65,7 +73,8 @@ static inline Nccl nccl_open(const Comm *comm, int) {
     return n;
 }
 static inline void nccl_close(Nccl *) {}
-static inline const char *nccl_failed(const Nccl *) { return NULL; }
+static Nccl nccl_watched;
+static inline int nccl_hook(char *, size_t) { return 0; }
 template <typename T> inline void nccl_reduce_scatter(const Nccl *, T *, size_t, cudaStream_t) {}
 template <typename T> inline void nccl_all_gather(const Nccl *, T *, size_t, cudaStream_t) {}
 

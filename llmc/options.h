@@ -13,7 +13,7 @@
 #define LLMC_OPTIONS(SECTION, STR, INT, FLT) \
 SECTION("input and output") \
 STR(train_data, "train-data", "i", "dev/data/tinyshakespeare/tiny_shakespeare_train.bin", "token shards to train on (a file or a quoted glob)") \
-STR(val_data, "val-data", "j", "dev/data/tinyshakespeare/tiny_shakespeare_val.bin", "token shards for the validation loss") \
+STR(val_data, "val-data", "j", "dev/data/tinyshakespeare/tiny_shakespeare_val.bin", "token shards for the validation loss ('': none)") \
 STR(model, "model", "e", "gpt2:124M", "preset[,key=value...] with random weights, or a Hugging Face folder") \
 STR(output, "output", "o", "", "folder for the log and checkpoints (none: console only)") \
 STR(tokenizer, "tokenizer", "", "", "tokenizer.bin for samples (default: beside the training data)") \
@@ -39,9 +39,11 @@ FLT(skip_loss_z, "skip-loss-z", "sl", 0.0, 0, 1e30, "skip an update whose loss i
 FLT(skip_norm_z, "skip-norm-z", "sg", 0.0, 0, 1e30, "the same for the gradient norm") \
 STR(on_nan, "on-nan", "", "stop", "loss or gradient norm not finite: stop, or skip the update; weights stay untouched") \
 SECTION("evaluation and samples") \
-INT(eval_every, "eval-every", "v", 20, 0, 1 << 30, "validation loss every N steps (0: never)") \
+INT(eval_every, "eval-every", "v", 20, 0, 1 << 30, "evaluate every N steps, and at the end (0: never)") \
 INT(eval_steps, "eval-steps", "m", 20, -1, 1 << 30, "batches in a validation loss (-1: the whole set)") \
-INT(hellaswag, "hellaswag", "h", 0, 0, 1, "1: score dev/data/hellaswag/hellaswag_val.bin with every validation") \
+INT(hellaswag, "hellaswag", "h", 0, 0, 1, "1: score dev/data/hellaswag/hellaswag_val.bin with every evaluation") \
+STR(choice_data, "choice-data", "", "", "multiple-choice sets to score with every evaluation: files or quoted globs, with commas between") \
+INT(evaluate, "evaluate", "", 0, 0, 1, "1: evaluate the weights and stop; nothing is trained") \
 INT(sample_every, "sample-every", "s", 20, 0, 1 << 30, "print a sample every N steps and at the end (0: never)") \
 INT(sample_tokens, "sample-tokens", "g", 64, 1, 1 << 24, "tokens in a sample") \
 STR(prompt, "prompt", "", "", "text that samples begin with (default: the end-of-text token)") \

@@ -36,7 +36,7 @@ typedef struct {
     size_t size;        // rows * cols
 } Param;
 
-enum { UNIT_ALIGN = 8 * 5 * 7 * 3 * 8 * 4 };  // elements: divides over 1..8 ranks in whole 16-byte vectors of bf16 and 64-byte lines
+enum { UNIT_ALIGN = 8 * 5 * 7 * 3 * 128 };  // elements: divides over 1..8, 16, 24, 32, 48, 64 and 128 ranks in whole 16-byte vectors of bf16
 #define NO_PARAM ((size_t)-1)
 
 typedef struct {
@@ -74,7 +74,7 @@ static inline int param_unit_of(const ParamTable *t, size_t offset) {
 }
 // The piece of a unit that `rank` sums, updates and saves.
 static inline Span param_shard(const ParamTable *t, int unit, int rank, int world) {
-    require(UNIT_ALIGN % (8 * world) == 0, "%d ranks cannot share units of a multiple of %d elements\nuse 1 to 8 ranks, or another divisor of %d", world, UNIT_ALIGN, UNIT_ALIGN / 8);
+    require(UNIT_ALIGN % (8 * world) == 0, "%d ranks cannot share units of a multiple of %d elements\nuse 1 to 8, 16, 24, 32, 48, 64 or 128 ranks, or another divisor of %d", world, UNIT_ALIGN, UNIT_ALIGN / 8);
     Span s = param_unit(t, unit);
     s.count /= (size_t)world;
     s.begin += (size_t)rank * s.count;

@@ -14,7 +14,6 @@
 #ifndef LLMC_TILE_CUH
 #define LLMC_TILE_CUH
 
-#include <cuda.h>
 
 #include "cuda_common.cuh"
 
@@ -56,17 +55,7 @@ static inline CUtensorMap tensor_map(const void *base, int B, int T, int heads, 
     typedef CUresult Encode(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *, const cuuint32_t *, const cuuint32_t *,
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
     static Encode *encode = NULL;
-    if (!encode) {  // asked of the loaded driver, so that programs need not link with libcuda
-        void *found = NULL;
-        cudaDriverEntryPointQueryResult status;
-        #if CUDART_VERSION >= 12050
-        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status));
-        #else
-        cudaCheck(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &status));
-        #endif
-        require(found && status == cudaDriverEntryPointSuccess, "the driver has no cuTensorMapEncodeTiled\nHopper kernels need a driver for CUDA 12 or later");
-        encode = (Encode *)found;
-    }
+    if (!encode) encode = (Encode *)driver_function("cuTensorMapEncodeTiled");
     const cuuint64_t row = (cuuint64_t)heads * HD * sizeof(bf16);
     const cuuint64_t sizes[4] = {(cuuint64_t)HD, (cuuint64_t)heads, (cuuint64_t)T, (cuuint64_t)B}, strides[3] = {HD * sizeof(bf16), row, row * T};
     const cuuint32_t box[4] = {BOX_COLUMNS, 1, BOX_ROWS, 1}, steps[4] = {1, 1, 1, 1};

@@ -29,6 +29,7 @@ typedef struct Tokenizer {
 static inline void tokenizer_open(Tokenizer *t, const char *path);  // stops with a message if anything in the file is wrong
 static inline void tokenizer_close(Tokenizer *t);
 static inline const unsigned char *tokenizer_token(const Tokenizer *t, int id, int *length);  // the raw bytes of one token
+static inline int tokenizer_bytes(const Tokenizer *t, int id);  // of the text that the token stands for: none for end-of-text
 // Text of n ids that is safe to print and to log: valid UTF-8 (what is not becomes U+FFFD), control characters escaped. free() it.
 static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n);
 // Writes at most `bytes` ids and returns how many.
@@ -60,6 +61,12 @@ static inline const unsigned char *tokenizer_token(const Tokenizer *t, int id, i
     assert(0 <= id && id < t->vocab_size);
     *length = t->file[t->begin[id] - 1];
     return t->file + t->begin[id];
+}
+static inline int tokenizer_bytes(const Tokenizer *t, int id) {
+    int length = 0;
+    require(id < t->vocab_size, "the data holds token %d and the tokenizer has %d\ngive the data's own --tokenizer", id, t->vocab_size);
+    if (id != t->eot) tokenizer_token(t, id, &length);
+    return length;
 }
 
 static inline void tokenizer_open(Tokenizer *t, const char *path) {

@@ -55,8 +55,11 @@ static inline void check_options(const Options *o) {
     require(o->zero_stage <= 1, "ZeRO stage %lld is not built yet\nuse --zero-stage 0 or 1", o->zero_stage);
     require(*o->output || (!o->save_every && !o->resume), "checkpoints need a folder\nadd --output FOLDER");
     require(o->total_batch == -1 || o->total_batch > 0, "--total-batch %lld is not a number of tokens\nleave it out or give B*T times a whole number", o->total_batch);
-    require(o->max_steps != 0 || o->generate, "--max-steps 0 trains nothing\ngive a number of steps, or -1 for one epoch");
-    require(o->eval_steps != 0 || !o->eval_every, "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
+    require(o->max_steps != 0 || o->generate || o->evaluate, "--max-steps 0 trains nothing\ngive a number of steps, or -1 for one epoch; --evaluate 1 evaluates and stops");
+    require(!o->generate || !o->evaluate, "--generate 1 and --evaluate 1 are two runs\nleave one of them out");
+    require(!o->evaluate || *o->val_data || *o->choice_data || o->hellaswag, "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
+    require(!*o->choice_data || o->eval_every || o->evaluate || o->generate, "--eval-every 0 never scores --choice-data\ngive a number of steps, or leave --choice-data out");
+    require(o->eval_steps != 0 || (!o->eval_every && !o->evaluate), "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
     require(o->top_p > 0, "--top-p 0 leaves no token to sample\nuse a value in (0, 1], or --temperature 0 for the likeliest token");
     require(o->log_gpu_every <= 0, "--log-gpu-every is not built yet\nleave it out (-1)");
 }
@@ -71,7 +74,7 @@ static inline void choose_config(Trainer *t) {
         t->config = config_from_json(model);
     } else if (!config_parse(model, &t->config) && !t->o.generate) {
         DataLoader peek;
-        dataloader_open(&peek, t->o.overfit ? t->o.val_data : t->o.train_data, 1, 1, 0, 1, 0, 0, 0);
+        dataloader_open(&peek, t->o.overfit || t->o.evaluate ? t->o.val_data : t->o.train_data, 1, 1, 0, 1, 0, 0, 0);
         if (peek.vocab_size > 0) t->config.vocab_size = peek.vocab_size;
         dataloader_close(&peek);
         config_finish(&t->config);
@@ -83,10 +86,11 @@ static inline void choose_config(Trainer *t) {
 static inline void open_data(Trainer *t) {
     Options *o = &t->o;
     const int B = (int)o->batch_size, T = (int)o->seq_len, V = t->config.vocab_size, rank = t->comm.rank, world = t->comm.world;
+    if (o->evaluate) { evaluation_open(&t->eval, o, &t->comm, V); return; }
     dataloader_open(&t->train, o->overfit ? o->val_data : o->train_data, B, T, rank, world, !o->overfit, (uint64_t)o->seed, V);
     evaluation_open(&t->eval, o, &t->comm, V);
     require(t->train.vocab_size <= V, "the training data has a vocabulary of %d and the model of %d\nuse data made with the model's tokenizer", t->train.vocab_size, V);
-    if (t->train.hash && t->eval.val.hash) require(t->train.hash == t->eval.val.hash, "training and validation data were made with different tokenizers\nmake both with one");
+    if (t->train.hash && evaluation_tokenizer(&t->eval)) require(t->train.hash == evaluation_tokenizer(&t->eval), "training and evaluation data were made with different tokenizers\nmake both with one");
     const int64_t micro_tokens = (int64_t)B * T * world;
     const char *before = state_option(&t->state, "total-batch");  // a resumed run keeps its batch on any number of ranks
     if (o->total_batch == -1) o->total_batch = before && atoll(before) > 0 ? atoll(before) : micro_tokens;
@@ -100,12 +104,13 @@ static inline void open_data(Trainer *t) {
 
 // The tokenizer of the data: named, or the file that lies beside the training shards. Without one, samples print token ids.
 static inline void open_tokenizer(Trainer *t) {
-    char *path = *t->o.tokenizer ? strdup(t->o.tokenizer) : tokenizer_path(t->o.train_data);
+    char *path = *t->o.tokenizer ? strdup(t->o.tokenizer) : tokenizer_path(t->o.evaluate ? t->o.val_data : t->o.train_data);
+    const uint64_t hash = t->train.hash ? t->train.hash : evaluation_tokenizer(&t->eval);
     t->has_tokenizer = *t->o.tokenizer || file_exists(path);
     if (t->has_tokenizer) tokenizer_open(&t->tokenizer, path);
     require(t->has_tokenizer || !*t->o.prompt, "a --prompt needs a tokenizer and there is no '%s'\ngive --tokenizer FILE", path);
     require(!t->has_tokenizer || t->tokenizer.vocab_size <= t->config.vocab_size, "tokenizer '%s' has %d tokens, the model %d\ngive the model's own --tokenizer", path, t->tokenizer.vocab_size, t->config.vocab_size);
-    require(!t->has_tokenizer || !t->train.hash || t->tokenizer.hash == t->train.hash, "tokenizer '%s' is not the one that made the training data\ngive the data's own --tokenizer", path);
+    require(!t->has_tokenizer || !hash || t->tokenizer.hash == hash, "tokenizer '%s' is not the one that made the data\ngive the data's own --tokenizer", path);
     free(path);
 }
 
@@ -160,7 +165,7 @@ static inline void handshake(const Trainer *t) {
     HandshakeRecord r = comm_record(&t->comm);
     char *config = config_text(&t->config), value[512];
     r.config = comm_hash(COMM_HASH, config, strlen(config));
-    r.data = hash_of_data(&t->eval.val, hash_of_data(&t->train, COMM_HASH));
+    r.data = evaluation_hash(&t->eval, hash_of_data(&t->eval.val, hash_of_data(&t->train, COMM_HASH)));
     r.options = COMM_HASH;
     for (int i = 0; i < NUM_OPTIONS; i++) {
         if (option_table[i].kind == OPTION_SECTION) continue;
@@ -177,7 +182,7 @@ static inline void load_or_init(Trainer *t) {
     if (*t->resumed_from) {
         checkpoint_load(&t->model, t->resumed_from, &t->state);
         report_changed_options(t);
-        dataloader_seek(&t->train, t->state.epoch, t->state.row);
+        if (t->train.num_shards) dataloader_seek(&t->train, t->state.epoch, t->state.row);
     } else {
         if (is_directory(t->o.model)) model_load_weights(&t->model, t->o.model);
         else init_weights(&t->model, (uint64_t)t->o.seed);
@@ -195,6 +200,8 @@ static inline void print_start(const Trainer *t) {
     printf("memory    %.2f GiB\n", model_memory_gib(&t->model));
     if (t->comm.world > 1) printf("ranks     %d, %d of them on this host, ZeRO stage %lld\n", t->comm.world, t->comm.local_world, t->o.zero_stage);
     if (t->o.generate) return;
+    evaluation_print(&t->eval);
+    if (t->o.evaluate) return;
     printf("data      %lld tokens in %d shards, %lld sequences of %lld an epoch\n", (long long)t->train.num_tokens, t->train.num_shards, (long long)t->train.rows_per_epoch, t->o.seq_len);
     printf("run       %lld steps of %lld tokens (%d micro-steps of %d x %lld x %lld): %.2f epochs\n\n", (long long)t->steps, t->o.total_batch,
            t->num_micro, t->comm.world, t->o.batch_size, t->o.seq_len, (double)t->steps * (double)(t->o.total_batch / t->o.seq_len) / (double)t->train.rows_per_epoch);
@@ -216,7 +223,7 @@ static inline void log_start(Trainer *t) {
     logger_end(&t->log);
 }
 
-static inline void run_evaluation(Trainer *t) { evaluate(&t->eval, &t->model, &t->log, t->state.step, t->state.tokens); }
+static inline void run_evaluation(Trainer *t) { evaluate(&t->eval, &t->model, t->has_tokenizer ? &t->tokenizer : NULL, &t->log, t->state.step, t->state.tokens); }
 
 // ---- samples
 
@@ -399,13 +406,13 @@ static inline int due(int64_t every, int64_t step, int64_t last) { return every 
 static inline void train(Trainer *t) {
     const Options *o = &t->o;
     int stopped = 0;
-    if (t->eval.has_val && t->state.step % (o->eval_every) == 0) run_evaluation(t);
+    if (o->eval_every > 0 && t->state.step % o->eval_every == 0) run_evaluation(t);
     double clock = now_seconds();
     while (t->state.step < t->steps && !stopped) {
         train_step(t, &clock);
         const int64_t step = t->state.step;
         stopped = agree(t);
-        if (t->eval.has_val && due(o->eval_every, step, t->steps) && !stopped) run_evaluation(t);
+        if (due(o->eval_every, step, t->steps) && !stopped) run_evaluation(t);
         if (due(o->sample_every, step, t->steps) && !stopped && t->comm.rank == 0) sample(t);
         if (due(o->save_every, step, t->steps) || (stopped && o->save_every)) save(t);
         clock = now_seconds();
@@ -436,15 +443,16 @@ static inline int trainer_main(int argc, char **argv) {
     load_or_init(t);
     record_options(t);
     print_start(t);
-    t->log = logger_open(o->generate || comm->rank > 0 ? "" : o->output, *t->resumed_from != 0);
+    t->log = logger_open(o->generate || comm->rank > 0 ? "" : o->output, o->evaluate ? "evaluate.jsonl" : "main.jsonl", *t->resumed_from || o->evaluate);
     log_start(t);
     if (o->generate) sample(t);
+    else if (o->evaluate) run_evaluation(t);
     else train(t);
     logger_close(&t->log);
     model_close(&t->model);
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
     evaluation_close(&t->eval);
-    if (!o->generate) dataloader_close(&t->train);
+    if (!o->generate && !o->evaluate) dataloader_close(&t->train);
     state_free(&t->state);
     comm_close(&t->comm);
     free(t);

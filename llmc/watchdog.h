@@ -33,9 +33,10 @@ typedef struct {
     int pid, rank, state, phase, layer;
     int64_t step;
     uint64_t ops, done;       // collectives begun: the same number on all ranks when they are in the same place; the last that ended
+    uint64_t device_ops;      // the last one that the device has finished
     int64_t beat_ms, life_ms; // last sign of progress; last round of the watchdog
     int peers[2];             // ranks that it sends to and receives from through MPI, plus 1; 0: none
-    char unused[56];
+    char unused[48];
 } WatchdogSlot;
 
 static WatchdogSlot watchdog_alone, *watchdog_mine = &watchdog_alone;  // beats before the start go nowhere
@@ -47,6 +48,8 @@ static struct {
     int64_t timeout_ms, first_step;
     WatchdogOp ring[WATCHDOG_RING];  // operation n lies at n % WATCHDOG_RING; numbers begin at 1
     int (*hook)(char *text, size_t size);
+    const volatile uint32_t *device; // {started, done}: numbers of the operations that a device carries out in order; it writes them
+    pthread_mutex_t lock;            // of these two
     void (*abort_job)(void);
     pthread_t thread;
 } watchdog;
@@ -90,6 +93,13 @@ static inline void watchdog_peers(int to, int from) {
     WATCHDOG_SET(watchdog_mine->peers[0], to + 1);
     WATCHDOG_SET(watchdog_mine->peers[1], from + 1);
 }
+// What else is watched from now on; NULL: no more, and nobody is looking any longer when this returns.
+static inline void watchdog_watch(int (*hook)(char *text, size_t size), const volatile uint32_t *device) {
+    pthread_mutex_lock(&watchdog.lock);
+    watchdog.hook = hook;
+    watchdog.device = device;
+    pthread_mutex_unlock(&watchdog.lock);
+}
 
 // ---- the report
 
@@ -126,10 +136,16 @@ static inline void watchdog_name_others(char *text, size_t size) {
     }
 }
 
+// The state of an operation: what the host gave to a device is as far as the device says.
+static inline OpState watchdog_state_now(const WatchdogOp *op) {
+    if (op->state != OP_ENQUEUED || !watchdog.device) return (OpState)op->state;
+    return (int32_t)(watchdog.device[1] - (uint32_t)op->number) >= 0 ? OP_DONE : (int32_t)(watchdog.device[0] - (uint32_t)op->number) >= 0 ? OP_STARTED : OP_ENQUEUED;
+}
+
 // Which rank of this host the others wait for: one that ended, else one that is stopped, else the one with the fewest collectives
 // (on several hosts: that does not wait in one itself, for another host). Returns 0 if it is none of this host, as far as is known.
 static inline int watchdog_name_culprit(char *text, size_t size, int64_t now) {
-    const WatchdogSlot *behind = NULL, *ahead = NULL, *asleep = NULL;
+    const WatchdogSlot *behind = NULL, *ahead = NULL, *asleep = NULL, *slow = NULL, *fast = NULL;  // slow, fast: the device's
     int all_wait = watchdog.hosts != NULL;
     for (int i = 0; i < watchdog.count; i++) {
         const WatchdogSlot *s = &watchdog.slots[i];
@@ -144,19 +160,24 @@ static inline int watchdog_name_culprit(char *text, size_t size, int64_t now) {
         if (state == RANK_RUNNING && (!asleep || WATCHDOG_GET(s->life_ms) < asleep->life_ms)) asleep = s;
         if (!(watchdog.hosts && waits) && (!behind || s->ops < behind->ops)) behind = s;
         if (!ahead || s->ops > ahead->ops) ahead = s;
+        if (!slow || s->device_ops < slow->device_ops) slow = s;
+        if (!fast || s->device_ops > fast->device_ops) fast = s;
     }
     const int stopped = asleep && now - asleep->life_ms > 20 * WATCHDOG_TICK_MS, late = !stopped && behind && behind->ops < ahead->ops;
+    const int slow_gpu = !stopped && !late && slow && slow->device_ops < fast->device_ops;
     if (stopped)
         watchdog_print(text, size, "rank %d (process %d) gives no sign of life since %.1f s: it was stopped (SIGSTOP) or its host hangs; it is at step %lld, %s, layer %d",
                        asleep->rank, asleep->pid, 1e-3 * (double)(now - asleep->life_ms), (long long)asleep->step, phase_names[asleep->phase], asleep->layer);
     else if (late)
         watchdog_print(text, size, "rank %d (process %d) is behind: it began %llu collectives, others %llu; it is at step %lld, %s, layer %d", behind->rank, behind->pid,
                        (unsigned long long)behind->ops, (unsigned long long)ahead->ops, (long long)behind->step, phase_names[behind->phase], behind->layer);
+    else if (slow_gpu)
+        watchdog_print(text, size, "the GPU of rank %d (process %d) is behind: it finished collective %llu, others %llu", slow->rank, slow->pid, (unsigned long long)slow->device_ops, (unsigned long long)fast->device_ops);
     else if (all_wait) watchdog_print(text, size, "every rank of this host waits for others:"), watchdog_name_others(text, size);
     else if (watchdog.hosts) watchdog_print(text, size, "no rank of this host is behind the others: see the reports of other hosts, and the network");
     else if (watchdog.count > 1) watchdog_print(text, size, "no rank is behind the others");
     else watchdog_print(text, size, "this process makes no progress");
-    return stopped || late || !watchdog.hosts;
+    return stopped || late || slow_gpu || !watchdog.hosts;
 }
 
 // Says all that is known in one write, waits until the neighbours (and other hosts) had time for the same, and ends the process. Uses no
@@ -175,7 +196,7 @@ __attribute__((noreturn)) static inline void watchdog_end(const char *why) {
     for (uint64_t n = first; n <= last; n++) {
         const WatchdogOp *op = &watchdog.ring[n % WATCHDOG_RING];
         if ((n - first) % 4 == 0) watchdog_print(text, sizeof text, "\n%s   ", who);
-        watchdog_print(text, sizeof text, "%s #%llu %s %zu %s %.1f", (n - first) % 4 ? " |" : "", (unsigned long long)n, op->name, op->bytes, op_state_names[op->state], 1e-3 * (double)(now - op->ms));
+        watchdog_print(text, sizeof text, "%s #%llu %s %zu %s %.1f", (n - first) % 4 ? " |" : "", (unsigned long long)n, op->name, op->bytes, op_state_names[watchdog_state_now(op)], 1e-3 * (double)(now - op->ms));
     }
     watchdog_print(text, sizeof text, "%s\n", last ? "" : " none");
     if (write(STDERR_FILENO, text, strlen(text)) < 0) {}  // nobody is left to be told
@@ -201,7 +222,11 @@ static inline void *watchdog_thread(void *unused) {
         last_tick = now;
         WATCHDOG_SET(watchdog_mine->life_ms, now);
         if (WATCHDOG_GET(watchdog_mine->state) != RANK_RUNNING) continue;  // it has failed and is ending
-        if (tick % 10 == 0 && watchdog.hook && watchdog.hook(why, sizeof why)) watchdog_end(why);
+        pthread_mutex_lock(&watchdog.lock);
+        const int broken = tick % 10 == 0 && watchdog.hook && watchdog.hook(why, sizeof why);
+        if (watchdog.device) WATCHDOG_SET(watchdog_mine->device_ops, watchdog.device[1]);
+        pthread_mutex_unlock(&watchdog.lock);
+        if (broken) watchdog_end(why);
         int64_t progress = since;
         for (int i = 0; i < watchdog.count; i++) {
             const WatchdogSlot *s = &watchdog.slots[i];
@@ -226,6 +251,7 @@ static inline void watchdog_failed(void) { WATCHDOG_SET(watchdog_mine->state, RA
 // slots: zeros at first, shared by the `count` ranks of this host; mine: which is this rank's. timeout 0: only lost ranks are noticed.
 static inline void watchdog_start(WatchdogSlot *slots, int count, int mine, int rank, double timeout, void (*abort_job)(void)) {
     memset(&watchdog, 0, sizeof watchdog);
+    pthread_mutex_init(&watchdog.lock, NULL);
     watchdog.slots = slots; watchdog.count = count; watchdog.running = 1;
     watchdog.timeout_ms = (int64_t)(1e3 * timeout);
     watchdog.abort_job = abort_job;

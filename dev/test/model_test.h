@@ -2,6 +2,7 @@
 //   reference   logits, loss, every gradient and ten training losses against PyTorch (a folder of train_gpt2.py --write-debug)
 //   accumulate  1 micro-step of B sequences = B micro-steps of 1, to rounding
 //   repeat      the same run twice: the same bits
+//   short rows  model_losses of rows shorter than T = those of the same tokens in long rows
 //   resume      save after 3 steps, load into a new model, go on: the same bits as never having stopped
 // A difference is measured twice: ||a - b|| / ||b||, and max|a - b| / max|b|. Each comparison is repeated with the largest
 // element negated and must then fail: a bound that cannot catch one wrong element is no test.
@@ -162,6 +163,35 @@ static inline void test_reference(const char *folder, const Options *base) {
     }
     check(worst_loss <= bound.losses && fabs(losses[0] - losses[9]) > 20 * bound.losses, "%s: ten losses %.4f -> %.4f, worst difference from PyTorch %.1e", folder, losses[0], losses[9], worst_loss);
     free(logits); free(ours); free(reference); free(losses);
+    model_close(&m);
+    debug_close(&d);
+}
+
+// Each row's first half, twice, as rows of T/2: attention is causal, so the losses are those of the first halves of whole rows.
+static inline void test_short_rows(const char *folder, const Options *o) {
+    DebugFile d = debug_open(folder);
+    Model m;
+    open_reference(&m, folder, o);
+    const int B = d.B, T = d.T, H = T / 2, N = B * T;
+    int *tokens = (int *)malloc_or_die((size_t)N * sizeof(int)), *targets = (int *)malloc_or_die((size_t)N * sizeof(int));
+    float *whole = (float *)malloc_or_die((size_t)N * sizeof(float)), *halves = (float *)malloc_or_die((size_t)N * sizeof(float));
+    model_losses(&m, d.tokens, d.targets, T, whole);
+    for (int i = 0; i < N; i++) {
+        const int at = i / T * T + i % H;
+        tokens[i] = d.tokens[at];
+        targets[i] = i % 3 ? d.targets[at] : -1;
+    }
+    model_losses(&m, tokens, targets, H, halves);
+    double worst = 0, wrong_row = 0;
+    int unscored = 1;
+    for (int i = 0; i < N; i++) {
+        if (targets[i] < 0) { unscored &= halves[i] == 0; continue; }
+        worst = fmax(worst, fabs((double)halves[i] - whole[i / T * T + i % H]));
+        wrong_row = fmax(wrong_row, fabs((double)halves[i] - whole[(i / T + 1) % B * T + i % H]));
+    }
+    const double bound = strcmp(model_dtype(&m), "fp32") ? 2e-2 : 5e-6;
+    check(worst <= bound && unscored && wrong_row > 5 * bound, "%s: losses of rows of T/2, worst difference %.1e (bound %.0e; another row's: %.1e)", folder, worst, bound, wrong_row);
+    free(tokens); free(targets); free(whole); free(halves);
     model_close(&m);
     debug_close(&d);
 }

@@ -12,6 +12,7 @@ int main(int argc, char **argv) {
         debug_close(&d);
         snprintf(output, sizeof output, "%s/%d", argv[1], i);
         test_reference(argv[i], &o);
+        test_short_rows(argv[i], &o);
         test_accumulation(argv[i], &o, 2e-5);
         test_same_bits(argv[i], &o, &o, "run twice");
         test_resume(argv[i], &o, output);
