@@ -139,7 +139,9 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
     if (launched) {
         WatchdogSlot alone;  // the neighbours are not known yet
         memset(&alone, 0, sizeof alone);
-        watchdog_start(&alone, 1, 0, -1, timeout, NULL);
+        if (getenv("PMIX_RANK")) die_rank = atoi(getenv("PMIX_RANK"));
+        watchdog_start(&alone, 1, 0, die_rank, timeout, NULL);
+        WATCHDOG_SET(watchdog.first_step, -2);  // nothing here takes longer than a step may
         const uint64_t op = watchdog_op_begin("start of MPI", 0, OP_STARTED);
         mpi_open(&c, argc, argv);
         hosts = (char (*)[64])calloc_or_die((size_t)c.world * sizeof *hosts);
@@ -147,7 +149,7 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
         watchdog_op_done(op);
         watchdog_stop();
     }
-    if (c.world > 1) die_rank = c.rank;
+    die_rank = c.world > 1 ? c.rank : -1;
     require(launched <= c.world, "this program was started as %d processes, but they do not see each other\n%s", launched,
             #ifdef USE_MPI
             "start it with the mpirun of the MPI that it was built with, or srun --mpi=pmix");

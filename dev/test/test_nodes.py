@@ -66,11 +66,11 @@ exit $status
     def run(self, host, command):
         subprocess.run([*self.inside(host), "sh", "-c", command], check=True, capture_output=True, text=True)
 
-    def job(self, program, *arguments, **more):
+    def job(self, program, *arguments, environment=()):
         """mpirun of a program on both."""
         launch = [*self.inside(0), MPIRUN, "--hostfile", str(self.folder / "hosts"), "-np", "4"]
-        return Job(4, program, *arguments, launch=launch, **more, environment={
-            "TMPDIR": str(self.folder), "PRTE_MCA_plm_ssh_agent": str(self.folder / "ssh"), "OMPI_MCA_plm_rsh_agent": str(self.folder / "ssh")})
+        return Job(4, program, *arguments, launch=launch, environment={
+            "TMPDIR": str(self.folder), "PRTE_MCA_plm_ssh_agent": str(self.folder / "ssh"), "OMPI_MCA_plm_rsh_agent": str(self.folder / "ssh")} | dict(environment))
 
     def script(self, words, output, **variables):
         """scripts/multi_node/mpirun.sh on both."""
@@ -119,6 +119,15 @@ def test_ranks_know_their_hosts(comm, hosts):
     assert sorted(re.findall(r"rank (\d of 4, local \d of 2):", text)) == ["0 of 4, local 0 of 2", "1 of 4, local 1 of 2", "2 of 4, local 0 of 2", "3 of 4, local 1 of 2"], text
     status, text = hosts.job(COMM, "handshake", "build").finish()
     assert status != 0 and re.search("rank 3 on beta is build another, rank 0 on alpha is build", text), text
+
+
+@needs_mpi
+def test_hosts_without_a_way_between_them(comm, hosts):
+    """MPI is told to use an interface that does not lead to the other host: its start would hang."""
+    job = hosts.job(COMM, "loop", TIMEOUT, environment={"OMPI_MCA_btl_tcp_if_include": "lo"})
+    status, text = job.finish(TIMEOUT + MARGIN + 5)
+    assert status != 0 and job.seconds < TIMEOUT + MARGIN
+    assert re.search(r"\[rank \d\] error: no progress for 2 s .*\n.*\n.*last collectives.*\n.*#1 start of MPI 0 started", text), text
 
 
 @needs_mpi
