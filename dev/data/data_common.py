@@ -13,10 +13,12 @@ import glob
 import hashlib
 import http.client
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import types
 import unicodedata
 import urllib.request
 import zipfile
@@ -45,12 +47,14 @@ def make_folder(path):
 
 
 def atomic_write(path, *parts):
-    """Writes buffers to a temporary name and renames: whoever sees `path` sees all of it, even after a power cut."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    """Writes buffers to a temporary name and renames: whoever sees `path` sees all of it, even after a power cut. A part may
+    also be a generator of buffers, for what does not fit into memory."""
+    temporary = f"{path}.{socket.gethostname()}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb") as f:
             for part in parts:
-                f.write(part)
+                for buffer in part if isinstance(part, types.GeneratorType) else [part]:
+                    f.write(buffer)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -58,18 +62,29 @@ def atomic_write(path, *parts):
         os.fsync(folder)
         os.close(folder)
     except OSError as e:
+        die(f"cannot write '{path}': {e.strerror}", "free some space or name another folder")
+    finally:
         if os.path.exists(temporary):
             os.remove(temporary)
-        die(f"cannot write '{path}': {e.strerror}", "free some space or name another folder")
 
 
-def write_shard(path, tokens, tokenizer):
-    assert 0 < len(tokens) <= MAX_SHARD_TOKENS and tokens.dtype == tokenizer.dtype
+def write_shard(path, tokens, tokenizer, count=None):
+    """tokens: an array, or a generator of arrays that hold `count` tokens together."""
+    count = len(tokens) if count is None else count
+    assert 0 < count <= MAX_SHARD_TOKENS
     header = np.zeros(HEADER_WORDS, np.int32)
-    header[:5] = *SHARD_FORMATS[tokens.dtype], len(tokens), tokenizer.vocab_size, KINDS[tokenizer.kind]
+    header[:5] = *SHARD_FORMATS[tokenizer.dtype], count, tokenizer.vocab_size, KINDS[tokenizer.kind]
     header[5:7] = np.array([tokenizer.hash], np.uint64).view(np.int32)
     header[7] = tokenizer.eot
-    atomic_write(path, header.data, np.ascontiguousarray(tokens).data)
+
+    def checked():
+        written = 0
+        for part in tokens if isinstance(tokens, types.GeneratorType) else [tokens]:
+            assert part.dtype == tokenizer.dtype
+            written += len(part)
+            yield np.ascontiguousarray(part).data
+        assert written == count
+    atomic_write(path, header.data, checked())
 
 
 def read_shard(path):

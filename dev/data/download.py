@@ -2,7 +2,7 @@
 
     add_arguments(parser)                   --local and --cache, which get() and hub_files() look at
     get(url, args, sha256)                  path of a single file: the mirror's, the cached one, or fetched now
-    hub_files(repo, folder, suffix, args)   the same for the files of a data set on the Hugging Face hub
+    hub_files(repo, folder, suffix, args)   paths of the files of a data set on the Hugging Face hub, likewise
     fetch(url, path, size, sha256)          underneath: retries, goes on where it stopped, checks
 
 A file gets its name when its size and checksum were found right; before, it is <name>.partial, which a later run goes on with.
@@ -27,7 +27,7 @@ from data_common import atomic_write, die, make_folder
 ATTEMPTS, PAUSE = 6, 1.0  # a try that brought some bytes does not count; pauses double
 TIMEOUT = 30              # seconds of silence
 BLOCK = 1 << 20
-THREADS = 4               # downloads at a time
+THREADS, RANKS = 4, 8     # downloads at a time in a process; processes that download
 OFFLINE = "without a network, copy the files here and name their folder with --local"
 stopping = threading.Event()
 
@@ -174,14 +174,15 @@ def fetch(url, path, size=None, sha256=None):
 
 
 def get(url, args, sha256=None):
-    """One file, by the last part of its URL."""
-    name = os.path.basename(urllib.parse.urlparse(url).path)
+    """One file. The cache keeps it under its whole URL, because many are called test.jsonl; so may a mirror, or by its name alone."""
+    parts = urllib.parse.urlparse(url)
+    whole = os.path.join(parts.netloc, urllib.parse.unquote(parts.path).lstrip("/"))
     if not args.local:
-        return fetch(url, os.path.join(args.cache, name), sha256=sha256)
-    path = os.path.join(args.local, name)
-    if not os.path.isfile(path):
-        die(f"'{args.local}' does not hold {name}", f"--local names a folder with the file of {url}")
-    return path
+        return fetch(url, os.path.join(args.cache, whole), sha256=sha256)
+    for path in os.path.join(args.local, whole), os.path.join(args.local, os.path.basename(whole)):
+        if os.path.isfile(path):
+            return path
+    die(f"'{args.local}' does not hold {os.path.basename(whole)}", f"--local names a folder with the file of {url}")
 
 
 # ---- data sets on the Hugging Face hub
@@ -204,32 +205,43 @@ def hub_list(repo, folder, kind="datasets", revision="main"):
         die(f"the list of {repo} is not what the hub's interface promises", f"is {endpoint()} a Hugging Face hub? " + OFFLINE)
 
 
+def spelt(suffix):
+    return "*" + " *".join((suffix,) if isinstance(suffix, str) else suffix)
+
+
 def mirrored(repo, folder, suffix, local):
     for place in (os.path.join(local, repo, folder), os.path.join(local, folder), local):
         names = sorted(n for n in os.listdir(place) if n.endswith(suffix)) if os.path.isdir(place) else []
         if names:
             return [os.path.join(place, n) for n in names]
-    die(f"'{local}' holds no *{suffix}", f"it must hold the files of {repo}/{folder}, under their paths on the hub or all in one folder")
+    die(f"'{local}' holds no {spelt(suffix)}", f"it must hold the files of {repo}/{folder}, under their paths on the hub or all in one folder")
 
 
-def hub_files(repo, folder, suffix, args, share=lambda files: files):
-    """Paths of all files with this suffix in a folder of a data set. A mirror holds them under their paths on the hub, or
-    directly in --local. share() picks what this process downloads, when several work on one cache. What is listed once stays
-    that revision: cache/<repo>/<folder>/files.json, which can be deleted to ask again."""
+def listed(repo, folder, listing):
+    """hub_list(), kept in a file: what was listed once stays that revision."""
+    try:
+        return json.load(open(listing))
+    except (OSError, ValueError):
+        found = hub_list(repo, folder)
+        make_folder(os.path.dirname(listing))
+        atomic_write(listing, json.dumps(found, indent=1).encode())
+        return found
+
+
+def hub_files(repo, folder, suffix, args, ranks=None):
+    """Paths of all files with this suffix (or one of a tuple) in a folder of a data set. A mirror holds them under their paths
+    on the hub, or directly in --local. ranks: several processes (shards.py) that share the work and the cache. To look for a
+    newer revision delete cache/<repo>/<folder>/files.json."""
     if args.local:
         return mirrored(repo, folder, suffix, args.local)
     base = os.path.join(args.cache, repo)
-    listing = os.path.join(base, folder, "files.json")
-    try:
-        revision, files = json.load(open(listing))
-    except (OSError, ValueError):
-        revision, files = hub_list(repo, folder)
-        make_folder(os.path.dirname(listing))
-        atomic_write(listing, json.dumps([revision, files], indent=1).encode())
+    found = listed(repo, folder, os.path.join(base, folder, "files.json")) if not ranks or ranks.rank == 0 else None
+    revision, files = ranks.share(found) if ranks else found
     files = [f for f in files if f[0].endswith(suffix)]
     if not files:
-        die(f"{repo}/{folder} has no *{suffix}", "has the data set moved? Look at its page on the hub")
-    wanted = [f for f in share(files) if not is_there(os.path.join(base, f[0]), f[1])]
+        die(f"{repo}/{folder} has no {spelt(suffix)}", "has the data set moved? Look at its page on the hub")
+    mine = files if not ranks else files[ranks.rank::min(ranks.size, RANKS)] if ranks.rank < RANKS else []
+    wanted = [f for f in mine if not is_there(os.path.join(base, f[0]), f[1])]
     if wanted:
         print(f"downloading {len(wanted)} of {len(files)} files, {sum(f[1] for f in wanted) / 1e9:.2f} GB, from {repo}", flush=True)
 
@@ -243,4 +255,6 @@ def hub_files(repo, folder, suffix, args, share=lambda files: files):
         except BaseException:  # the other threads end soon, too
             stopping.set()
             raise
+    if ranks:
+        ranks.gather(None)  # all files are there
     return [os.path.join(base, f[0]) for f in files]

@@ -8,50 +8,20 @@ The text is cut at its blank lines; every piece (its blank line included) is one
 """
 import argparse
 import hashlib
-import http.client
 import os
-import time
-import urllib.request
 
 import numpy as np
 
-from data_common import KINDS, atomic_write, die, make_folder, make_tokenizer, write_shard
+import download
+from data_common import KINDS, die, make_folder, make_tokenizer, write_shard
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 VAL_TOKENS = 32768
 
 
-def is_the_text(data):
-    return hashlib.sha256(data).hexdigest() == SHA256
-
-
-def download():
-    for attempt in range(3):
-        try:
-            data = urllib.request.urlopen(URL, timeout=20).read()
-        except (OSError, http.client.HTTPException) as e:
-            problem = str(e)
-        else:
-            if is_the_text(data):
-                return data
-            problem = f"{len(data)} bytes came that are not the text (sha256 differs)"
-        print(f"download of {URL}: {problem}; attempt {attempt + 1} of 3", flush=True)
-        time.sleep(attempt)
-    die("Tiny Shakespeare could not be downloaded",
-        "give the text with --file PATH, or make data without a download: python dev/data/prepare.py --python-stdlib --output dev/data/python --tokenizer bytes")
-
-
-def get_text(path, folder):
-    kept = os.path.join(folder, "tiny_shakespeare.txt")
-    if path is None and os.path.exists(kept):
-        data = open(kept, "rb").read()
-        if is_the_text(data):
-            return data
-    if path is None:
-        data = download()
-        atomic_write(kept, data)
-        return data
+def get_text(args):
+    path = args.file or download.get(URL, args, SHA256)
     try:
         data = open(path, "rb").read()
         data.decode()
@@ -59,7 +29,7 @@ def get_text(path, folder):
         die(f"cannot read '{path}': {e.strerror}", "name the text file")
     except UnicodeDecodeError as e:
         die(f"'{path}' is not UTF-8: byte {e.start}", "name the text file")
-    if not is_the_text(data):
+    if hashlib.sha256(data).hexdigest() != SHA256:
         print(f"note: '{path}' is not the usual text (its sha256 differs)")
     return data
 
@@ -70,12 +40,13 @@ def main():
     parser.add_argument("--tokenizer-file", "--vocab-bpe", metavar="PATH", help="GPT-2's vocab.bpe, Llama 3's tokenizer.model, or a model's tokenizer.json")
     parser.add_argument("--file", metavar="PATH", help="the text, instead of a download")
     parser.add_argument("--output", metavar="FOLDER")
+    download.add_arguments(parser)
     args = parser.parse_args()
     here = os.path.dirname(os.path.abspath(__file__))
     folder = args.output or os.path.join(here, "tinyshakespeare" + ("" if args.tokenizer == "gpt2" else "_" + args.tokenizer))
     make_folder(folder)
     tokenizer = make_tokenizer(args.tokenizer, args.tokenizer_file)
-    sections = get_text(args.file, folder).split(b"\n\n")
+    sections = get_text(args).split(b"\n\n")
     eot = np.array([tokenizer.eot], tokenizer.dtype)
     parts = []
     for i, section in enumerate(sections):

@@ -1,20 +1,28 @@
 """Data sets: downloads from a hub that misbehaves, mirrors, and shards that are the same bits whoever makes them."""
 import argparse
 import contextlib
+import gzip
 import hashlib
 import http.server
+import importlib.util
 import json
+import lzma
 import os
+import resource
+import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.parse
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev/data"))
+import data_common
 import download
 import reader
 
@@ -233,8 +241,6 @@ def test_mirrors(tmp_path):
 
 
 def test_rows(tmp_path):
-    import gzip
-    import lzma
     lines = [{"a": 1, "b": ["x", "y\u2028z"]}, {"a": 2, "b": []}]
     data = "".join(json.dumps(r, ensure_ascii=False) + "\n\n" for r in lines).encode()
     for name, body in ("x.jsonl", data), ("x.jsonl.gz", gzip.compress(data)), ("x.jsonl.xz", lzma.compress(data)):
@@ -250,3 +256,228 @@ def test_rows(tmp_path):
     import pyarrow.parquet
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), tmp_path / "x.parquet")
     assert [r for r, _ in reader.rows(str(tmp_path / "x.parquet"))] == lines
+
+
+# ---- the same bits, whoever makes them
+
+CONFIG = ROOT / "build/config.mk"
+MPIRUN = dict(line.split(" := ", 1) for line in CONFIG.read_text().splitlines() if " := " in line).get("MPIRUN", "") if CONFIG.exists() else ""
+needs_mpi = pytest.mark.skipif(not MPIRUN or not importlib.util.find_spec("mpi4py"), reason="no MPI (make toolkit)")
+# One host is all that is needed, and then MPI need not look for networks, which takes a second.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_"))} | {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^ofi", "OMPI_MCA_mpi_yield_when_idle": "1"}
+
+
+def story(i):
+    rng = np.random.default_rng(i)
+    words = ["Once", "upon", "a", "time", "dragon", "café", "日本", "ran;", "x=f(y)", "\n", "don't", "17"]
+    return f"story {i}: " + " ".join(words[j] for j in rng.integers(0, len(words), rng.integers(0, 600))) + "  end"
+
+
+def write_rows(path, texts):
+    """What a data set's file looks like: .parquet where pyarrow is installed, and .jsonl."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts, "id": range(len(texts))}), path, row_group_size=64)
+        return
+    data = "".join(json.dumps({"text": t, "id": i}, ensure_ascii=False) + "\n" for i, t in enumerate(texts)).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+KINDS = ["jsonl", "jsonl.gz", pytest.param("parquet", marks=pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed"))]
+
+
+@pytest.fixture
+def fineweb(tmp_path):
+    """A mirror of FineWeb: four files, together large enough for several chunks."""
+    def make(kind):
+        for i in range(4):
+            write_rows(tmp_path / f"mirror/sample/10BT/{i:03d}_00000.{kind}", [story(n) for n in range(700 * i, 700 * i + 700)])
+        return ["--local", tmp_path / "mirror", "--tokenizer", "bytes", "-s", 400000]
+    return make
+
+
+def start(name, *args, ranks=0, **kwargs):
+    launch = [MPIRUN, "--oversubscribe", "-np", str(ranks)] if ranks else []
+    return subprocess.Popen([*launch, sys.executable, ROOT / "dev/data" / name, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env=ENVIRONMENT, **kwargs)
+
+
+def script(name, *args, fails=None, **kwargs):
+    process = start(name, *args, **kwargs)
+    out, _ = process.communicate(timeout=240)
+    assert (process.returncode == 0) == (fails is None), out
+    assert fails is None or fails in out and "hint: " in out and "Traceback" not in out, out
+    return out
+
+
+def bits(folder):
+    return {p.name: p.read_bytes() for p in sorted(Path(folder).glob("*.bin"))}
+
+
+def texts_of(folder):
+    """The documents of byte shards."""
+    parts = [data_common.read_shard(p)[1] for split in ("val", "train") for p in sorted(Path(folder).glob(f"*_{split}_*.bin"))]
+    return np.concatenate(parts).astype(np.uint8).tobytes().decode().split("\0")[1:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fineweb(fineweb, tmp_path, kind):
+    args = fineweb(kind)
+    for n in 1, 2, 3:
+        script("fineweb.py", *args, "--workers", n, "--output", tmp_path / str(n))
+    whole = bits(tmp_path / "1")
+    assert whole == bits(tmp_path / "2") == bits(tmp_path / "3")
+    assert list(whole)[:2] == ["fineweb_train_000001.bin", "fineweb_train_000002.bin"] and "fineweb_val_000000.bin" in whole and len(whole) > 5
+    assert len(whole["fineweb_val_000000.bin"]) == 1024 + 2 * 400000
+    texts = texts_of(tmp_path / "1")
+    assert sorted(texts) == sorted(story(n) for n in range(2800))
+    numbers = np.array([int(t[6:].split(":")[0]) for t in texts])
+    assert abs(np.corrcoef(numbers, np.arange(2800))[0, 1]) < 0.1  # shuffled over all files
+    script("fineweb.py", *args, "--seed", 7, "--output", tmp_path / "other")
+    assert bits(tmp_path / "other") != whole and sorted(texts_of(tmp_path / "other")) == sorted(texts)
+    script("fineweb.py", *args, "-t", "edu", "--output", tmp_path / "edu")
+    assert (tmp_path / "edu/edu_fineweb_train_000001.bin").read_bytes() == whole["fineweb_train_000001.bin"]
+
+
+@needs_mpi
+def test_fineweb_on_ranks(fineweb, tmp_path):
+    args = fineweb("jsonl")
+    script("fineweb.py", *args, "--output", tmp_path / "0")
+    for ranks, workers in (2, 1), (3, 1), (2, 2):
+        script("fineweb.py", *args, "--workers", workers, "--output", tmp_path / f"{ranks}{workers}", ranks=ranks)
+        assert bits(tmp_path / f"{ranks}{workers}") == bits(tmp_path / "0")
+        assert not list(tmp_path.glob(f"{ranks}{workers}/*_work*"))
+    assert "up to date" in script("fineweb.py", *args, "--output", tmp_path / "0", ranks=2)
+
+
+@needs_mpi
+def test_an_error_on_one_rank_ends_all(fineweb, tmp_path):
+    args = fineweb("jsonl")
+    for i in range(4):
+        path = tmp_path / f"mirror/sample/10BT/{i:03d}_00000.jsonl"
+        path.write_bytes(path.read_bytes() + b'{"text": "\xff"}\n' * (i == 3))
+    out = script("fineweb.py", *args, "--output", tmp_path / "out", ranks=3, fails="line 701: byte 10 is not UTF-8")
+    assert not list((tmp_path / "out").glob("fineweb*.bin")) and out.count("error: ") == 1
+
+
+def processes_with(word):
+    """{pid: command line} of the processes that have this word in theirs."""
+    lines = {}
+    for p in os.listdir("/proc"):
+        try:
+            lines[int(p)] = Path(f"/proc/{p}/cmdline").read_bytes().decode(errors="replace")
+        except (ValueError, OSError):
+            pass
+    return {p: line for p, line in lines.items() if word in line}
+
+
+@needs_mpi
+@pytest.mark.parametrize("victim", ["mpirun", "rank"])
+def test_killed_on_ranks(fineweb, tmp_path, victim):
+    """kill -9 in the middle; then the same command, on another number of ranks."""
+    args, out = fineweb("jsonl"), tmp_path / "out"
+    script("fineweb.py", *args, "--output", tmp_path / "whole")
+    process = start("fineweb.py", *args, "--output", out, ranks=2)
+    while process.poll() is None and not list(out.glob("fineweb_work/*.piece" if victim == "mpirun" else "*.bin")):
+        time.sleep(0.001)
+    os.kill(process.pid if victim == "mpirun" else max(p for p, line in processes_with(str(out)).items() if p != process.pid), signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode != 0 and (out / "fineweb_work").exists()
+    for path in out.glob("fineweb_*.bin"):
+        data_common.read_shard(path)
+    deadline = time.time() + 30
+    while processes_with(str(out)):
+        assert time.time() < deadline, "ranks outlive a killed mpirun"
+        time.sleep(0.05)
+    script("fineweb.py", *args, "--output", out, ranks=3)
+    assert bits(out) == bits(tmp_path / "whole") and not (out / "fineweb_work").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS[:1] + KINDS[2:])
+def test_tinystories(tmp_path, kind):
+    for i in range(2):
+        write_rows(tmp_path / f"mirror/train-{i:05d}-of-00002.{kind}", [story(n) for n in range(500 * i, 500 * i + 500)])
+    args = ["--local", tmp_path / "mirror", "--tokenizer", "bytes"]
+    script("tinystories.py", *args, "--output", tmp_path / "out", fails="none of the 2 files is called validation")
+    write_rows(tmp_path / f"mirror/validation-00000-of-00001.{kind}", [story(n) for n in range(5000, 5050)] + [""])
+    assert "1 empty documents" in script("tinystories.py", *args, "--output", tmp_path / "out", "-s", 300000)
+    texts = texts_of(tmp_path / "out")
+    assert sorted(texts[:50]) == sorted(story(n) for n in range(5000, 5050)) and sorted(texts[50:]) == sorted(story(n) for n in range(1000))
+    assert len(list((tmp_path / "out").glob("TinyStories_val_*.bin"))) == 1 and texts[:50] != [story(n) for n in range(5000, 5050)]
+
+
+def test_fineweb_from_the_hub(hub, tmp_path):
+    """All the way: list, download with a broken connection, tokenize; then a second time without a network."""
+    hub.files = {f"sample/10BT/{i}.jsonl": "".join(json.dumps({"text": story(n)}) + "\n" for n in range(i * 100, i * 100 + 100)).encode() for i in range(3)}
+    hub.faults = ["cut 1000", 503]
+    ENVIRONMENT.update(HF_ENDPOINT=hub.url, no_proxy="127.0.0.1,localhost")
+    args = ["--cache", tmp_path / "cache", "--tokenizer", "bytes", "-s", 50000]
+    out = script("fineweb.py", *args, "--output", tmp_path / "a")
+    assert "downloading 3 of 3 files" in out and sorted(texts_of(tmp_path / "a")) == sorted(story(n) for n in range(300))
+    asked = len(hub.asked)
+    hub.shutdown()
+    script("fineweb.py", *args, "--output", tmp_path / "b")
+    assert bits(tmp_path / "a") == bits(tmp_path / "b") and len(hub.asked) == asked
+    ENVIRONMENT.update(HF_ENDPOINT="http://127.0.0.1:9")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(download, "PAUSE", 0)
+        with dies("Connection refused, 6 times"):
+            patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+            download.hub_files("who/what", "x", ".parquet", options(cache=str(tmp_path / "none")))
+
+
+# ---- bad input
+
+def test_damaged_parquet(tmp_path):
+    pytest.importorskip("pyarrow")
+    args = ["--local", tmp_path / "mirror", "--tokenizer", "bytes", "-s", 2000, "--output", tmp_path / "out"]
+    path = tmp_path / "mirror/a.parquet"
+    write_rows(path, [story(n) for n in range(200)])
+    good = path.read_bytes()
+    for spoilt, words in ((good[:1000], "is not a good Parquet file"), (b"", "is not a good Parquet file"), (b"PAR1" + bytes(5000) + b"PAR1", "is not a good Parquet file"),
+                          (good[:2000] + os.urandom(3000) + good[5000:], "a.parquet'")):
+        path.write_bytes(spoilt)
+        script("fineweb.py", *args, fails=words)
+        assert not list((tmp_path / "out").glob("fineweb*.bin"))
+    import pyarrow
+    import pyarrow.parquet
+    bad = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"ab\xffc"]).buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), path)
+    script("fineweb.py", *args, fails="row 1: byte 2 is not UTF-8")
+    path.write_bytes(good)
+    script("fineweb.py", *args)
+
+
+def test_same_names_in_different_folders(tmp_path):
+    for i, folder in enumerate("ab"):
+        write_rows(tmp_path / folder / "part.jsonl", [story(n) for n in range(100 * i, 100 * i + 100)])
+    script("prepare.py", "--input", tmp_path / "a", tmp_path / "b", "--val-fraction", 0, "--tokenizer", "bytes", "--output", tmp_path / "out")
+    assert sorted(texts_of(tmp_path / "out")) == sorted(story(n) for n in range(200))
+    script("prepare.py", "--input", tmp_path / "a", "--val-input", tmp_path / "a/part.jsonl", "--tokenizer", "bytes", "--output", tmp_path / "out2", fails="both for training and for validation")
+
+
+def test_two_at_once(tmp_path):
+    write_rows(tmp_path / "in/a.jsonl", [story(n) for n in range(2000)])
+    args = ["prepare.py", "--input", tmp_path / "in", "--tokenizer", "bytes", "--shard-tokens", 5000, "--workers", 1, "--output", tmp_path / "out"]
+    first = start(*args)
+    while not list((tmp_path / "out").glob("out_*.bin")) and first.poll() is None:
+        time.sleep(0.001)
+    script(*args, fails="another process is making")
+    first.communicate()
+    assert first.returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+def test_memory_with_a_long_document(tmp_path, kind):
+    """100 MB in one document: peak memory of the process and its workers."""
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    text = story(1) * 30000
+    text = text[:100_000_000 - len(text.encode()) + len(text)]
+    write_rows(tmp_path / f"in/a.{kind}", ["short", text, "short"]) if kind != "txt" else (tmp_path / "a.txt").write_text(text)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    script("prepare.py", "--input", tmp_path / ("a.txt" if kind == "txt" else "in"), "--tokenizer", "bytes", "--output", tmp_path / "out")
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1.5e6, before
