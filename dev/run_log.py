@@ -15,7 +15,10 @@ LLMC_FIELDS = {"trl": ("step", "loss"), "tel": ("eval", "loss"), "eval": ("eval_
 
 
 def number(value, default=math.nan):
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+    try:
+        return float(value) if type(value) in (int, float) else default
+    except OverflowError:
+        return default
 
 
 def log_path(path):
@@ -29,7 +32,7 @@ def log_path(path):
 def parse(line):
     """One line (bytes) -> its record, or None if it is damaged."""
     text = line.decode("utf-8", "replace")
-    llmc = re.match(r"s:(-?\d+) (trl|tel|eval):(\S+)(?: lr:(\S+) norm:(\S+))?\s*$", text)
+    llmc = text.startswith("s:") and re.match(r"s:(-?\d+) (trl|tel|eval):(\S+)(?: lr:(\S+) norm:(\S+))?\s*$", text)
     try:
         if llmc:  # its training steps count from 0
             step, kind, *values = llmc.groups()
@@ -55,8 +58,8 @@ class Series:
 
     def append(self, record):
         count = len(self)
-        for key, value in record.items():
-            if not math.isnan(number(value)) and key not in self.columns:
+        for key in record.keys() - self.columns.keys():
+            if not math.isnan(number(record[key])):
                 self.columns[key] = array("d", [math.nan]) * count
         for key, column in self.columns.items():
             column.append(number(record.get(key)))
@@ -81,7 +84,7 @@ class RunLog:
     """start, sample, checkpoint, end: the last record of that event, or None; step, eval, choices[name]: Series."""
 
     def __init__(self, path):
-        self.path, self.generation = log_path(path), 0
+        self.given, self.path, self.generation = path, log_path(path), 0
         self.clear()
 
     def clear(self):
@@ -90,17 +93,21 @@ class RunLog:
         self.start, self.sample, self.checkpoint, self.end = {}, None, None, None
         self.step, self.eval, self.choices = Series(), Series(), {}
 
-    def poll(self, whole=False):
-        """Reads what was added; [(position behind the line, record)]. whole: a last line without its end counts as a line."""
-        added = []
+    def poll(self, whole=False, each=lambda at, record: None):
+        """Reads what was added, and calls each(position behind the line, record). whole: a last line without its end counts."""
+        if not self.at:  # the run may have made its folder since
+            self.path = log_path(self.given)
         try:
             f = open(self.path, "rb")
         except FileNotFoundError:
-            return added
+            return
         with f:
             if f.read(len(self.head)) != self.head or os.fstat(f.fileno()).st_size < self.at:
                 self.generation += 1
                 self.clear()
+            if len(self.head) < HEAD:
+                f.seek(0)
+                self.head = f.read(HEAD)
             f.seek(self.at)
             for line in f:
                 if not line.endswith(b"\n") and not whole:
@@ -111,11 +118,7 @@ class RunLog:
                     self.damaged += bool(line.strip())
                     continue
                 self.add(record)
-                added.append((self.at, record))
-            if len(self.head) < HEAD:
-                f.seek(0)
-                self.head = f.read(min(HEAD, self.at))
-        return added
+                each(self.at, record)
 
     def add(self, record):
         event = record["event"]

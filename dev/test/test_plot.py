@@ -110,14 +110,13 @@ def test_a_log_that_grows(tmp_path):
     whole = plot.read_log(ordinary(tmp_path / "a"))
     text = (tmp_path / "a" / "main.jsonl").read_bytes()
     log = plot.RunLog(str(tmp_path / "b"))
-    assert log.poll() == []
+    log.poll()
     (tmp_path / "b").mkdir()
-    log = plot.RunLog(str(tmp_path / "b"))
     seen = []
     with open(tmp_path / "b" / "main.jsonl", "wb", buffering=0) as f:
         for at in range(0, len(text), 157):
             f.write(text[at : at + 157])
-            seen += log.poll()
+            log.poll(each=lambda *one: seen.append(one))
     assert content(log) == content(whole) and log.generation == 0
     assert [at for at, _ in seen] == [i + 1 for i, c in enumerate(text) if c == 10] and len(seen) == 120 + 4 + 2
     write(tmp_path / "b", [start(time=1)] + [step(i, loss=1.0) for i in range(1, 200)])  # longer than before: only its beginning tells
@@ -187,7 +186,7 @@ def test_the_picture_has_every_run(tmp_path, x, capsys):
 def test_odd_logs_are_drawn(tmp_path):
     odd = {"one_step": [step(1)], "only_evals": [evaluation(5, 3.0), evaluation(9, 2.9)], "no_fields": [{"event": "step", "step": i, "loss": 3.0} for i in range(1, 9)],
            "nan": [step(i, loss=float("nan") if i > 3 else 4.0, norm=None) for i in range(1, 9)], "all_nan": [step(i, loss=float("nan")) for i in range(1, 4)],
-           "strings": [step(1, loss="NaN"), step(2)]}
+           "strings": [step(1, loss="NaN"), step(2)], "huge": [step(1, tokens=10**400), step(2)]}
     folders = [write(tmp_path / name, [start()] + records) for name, records in odd.items()]
     for x, log in (("step", []), ("tokens", ["--log"]), ("time", [])):
         plot.main([*folders, "-o", str(tmp_path / "odd.png"), "--x", x, "--panels", "loss,accuracy,norm,speed,lr", "--reference", "gpt2:124M", *log])
