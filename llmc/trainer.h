@@ -102,9 +102,14 @@ static inline void open_data(Trainer *t) {
     require(t->steps > 0, "the training data has %lld tokens, less than one step of %lld\nuse a smaller --total-batch or give --max-steps", (long long)t->train.num_tokens, (long long)total);
 }
 
-// The tokenizer of the data: named, or the file that lies beside the training shards. Without one, samples print token ids.
+// The tokenizer of the data: named, or the file that lies beside the shards; for --generate, the one in the model's folder before
+// that. Without one, samples print token ids.
 static inline void open_tokenizer(Trainer *t) {
-    char *path = *t->o.tokenizer ? strdup(t->o.tokenizer) : tokenizer_path(t->o.evaluate ? t->o.val_data : t->o.train_data);
+    char *path = st_text(*t->resumed_from ? t->resumed_from : t->o.model, "/", "tokenizer.bin");
+    if (*t->o.tokenizer || !t->o.generate || !file_exists(path)) {
+        free(path);
+        path = *t->o.tokenizer ? strdup(t->o.tokenizer) : tokenizer_path(t->o.evaluate ? t->o.val_data : t->o.train_data);
+    }
     const uint64_t hash = t->train.hash ? t->train.hash : evaluation_tokenizer(&t->eval);
     t->has_tokenizer = *t->o.tokenizer || file_exists(path);
     if (t->has_tokenizer) tokenizer_open(&t->tokenizer, path);

@@ -379,6 +379,10 @@ def test_a_run_is_imported_whole(program, tmp_path, monkeypatch):  # noqa: F811
         logits = np.frombuffer(hf.ask("logits", str(tmp_path / "new"), data=np.array(greedy, "<i4").tobytes()), "<f4").reshape(len(greedy), -1)
         greedy.append(int(logits[-1].argmax()))
     assert greedy == made and (len(made) == 15 or made[-1] == 0)
+    subprocess.run(["make", "--no-print-directory", "build/train_gpt2"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    sample = subprocess.run([ROOT / "build/train_gpt2", "-e", tmp_path / "new", "-t", "24", "--generate", "1", "--temperature", "0", "-g", "5", "--prompt", "def"],
+                            cwd=tmp_path, capture_output=True, text=True)
+    assert sample.returncode == 0 and "\ndef" in sample.stdout, sample.stderr
 
 
 @pytest.mark.parametrize("change, words", [
