@@ -217,7 +217,20 @@ static inline void st_read_floats(const StReader *r, const StTensor *t, uint64_t
         else for (uint64_t k = 0; k < n; k++) out[i + k] = st_float_of_half(raw[k]);
     }
 }
-// The same for whole numbers, e.g. tokens.
+// Whether two tensors hold the same bits.
+static inline int st_same(const StReader *r, const StTensor *a, const StTensor *b) {
+    const uint64_t bytes = a->count * (uint64_t)st_types[a->type].bytes;
+    char x[ST_PIECE_BYTES], y[ST_PIECE_BYTES];
+    int same = a->type == b->type && a->count == b->count;
+    for (uint64_t at = 0, n; at < bytes && same; at += n) {
+        n = bytes - at < ST_PIECE_BYTES ? bytes - at : ST_PIECE_BYTES;
+        pread_or_die(r->files[a->file].fd, x, n, a->begin + at, r->files[a->file].path);
+        pread_or_die(r->files[b->file].fd, y, n, b->begin + at, r->files[b->file].path);
+        same = memcmp(x, y, n) == 0;
+    }
+    return same;
+}
+// As st_read_floats, for whole numbers, e.g. tokens.
 static inline void st_read_ints(const StReader *r, const StTensor *t, uint64_t begin, uint64_t count, int *out) {
     const StFile *f = &r->files[t->file];
     require(t->type == ST_I32 || t->type == ST_I64, "'%s': tensor '%.100s' is %s\nI32 or I64 is needed", f->path, t->name, st_types[t->type].name);

@@ -60,11 +60,7 @@ def model_weights(folder):
     """{full name: (dtype, array)} of the model's tensors, without what old files hold beside them. Refuses what is not the model."""
     ask("check", folder)
     weights, table = read_weights(folder), tensor_names(folder)
-    model = {name: weights.get(name) or weights[name.removeprefix("transformer.")] for name in table}
-    head, embedding = weights.get("lm_head.weight"), model[table[0]]
-    if head and "lm_head.weight" not in model and (head[0] != embedding[0] or not np.array_equal(head[1], embedding[1])):
-        die(f"'{folder}': tie_word_embeddings is true, but lm_head.weight is not the embedding", "if the model has a head of its own, set it to false in config.json")
-    return model
+    return {name: weights.get(name) or weights[name.removeprefix("transformer.")] for name in table}
 
 
 def convert(array, dtype, to):

@@ -203,7 +203,7 @@ static void test_weights(void) {
 }
 
 // A folder of GPT-2 weights as others write it: names without "transformer.", masks, a copy of the head, some oddity.
-typedef enum { AS_IT_SHOULD, AS_HALF_NAMES, LACKS_ONE, HAS_MORE, OTHER_SHAPE, WHOLE_NUMBERS, ALL_WRONG } Oddity;
+typedef enum { AS_IT_SHOULD, AS_HALF_NAMES, OTHER_HEAD, LACKS_ONE, HAS_MORE, OTHER_SHAPE, WHOLE_NUMBERS, ALL_WRONG } Oddity;
 static void write_foreign(const Model *m, Oddity odd) {
     StWriter w;
     st_create(&w, at("foreign.safetensors"));
@@ -226,9 +226,9 @@ static void write_foreign(const Model *m, Oddity odd) {
     float *values = (float *)calloc_or_die(1 << 20), *scratch = (float *)calloc_or_die(1 << 20);
     for (int i = 0; i < w.count; i++) {
         const StTensor *t = &w.tensors[i];
-        if (i >= real || t->type != ST_F32 || odd != AS_HALF_NAMES) st_pwrite(w.fd, w.path, scratch, t->count * (uint64_t)st_types[t->type].bytes, t->begin);
+        if ((i >= real && t->name[0] != 'l') || t->type != ST_F32 || (odd != AS_HALF_NAMES && odd != OTHER_HEAD) || (odd == OTHER_HEAD && i >= real)) st_pwrite(w.fd, w.path, scratch, t->count * (uint64_t)st_types[t->type].bytes, t->begin);
         else {
-            const Param *p = &m->table.params[i];
+            const Param *p = &m->table.params[i < real ? i : 0];  // the head is the embedding again
             model_read(m, SLOT_WEIGHT, p->offset, p->size, values);
             param_write_rows(&w, i, p, 0, (size_t)p->file_rows, values, scratch);
             memset(scratch, 0, 1 << 20);
@@ -253,6 +253,7 @@ static void test_foreign(void) {
     check(same_slot(&a, &b, SLOT_WEIGHT), "GPT-2 names without 'transformer.'; masks and a copied head are passed over");
     const struct { Oddity odd; const char *name, *expected; } bad[] = {
         {LACKS_ONE, "a tensor missing", "1 differences: no transformer.h.0.attn.c_proj.weight\n"}, {HAS_MORE, "a tensor too many", "1 differences: h.0.attn.lora_A.weight is not part of the model\n"},
+        {OTHER_HEAD, "a head beside a tied one", "1 differences: lm_head.weight is not the embedding, as tie_word_embeddings says\n"},
         {OTHER_SHAPE, "a transposed tensor", "1 differences: h.0.attn.c_attn.weight is (96, 32), not (32, 96)\n"}, {WHOLE_NUMBERS, "a tensor of whole numbers", "1 differences: h.0.mlp.c_fc.weight is I32\n"},
         {ALL_WRONG, "another model: ten differences are named", "56 differences: no transformer.wte.weight; no transformer.wpe.weight; "}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
