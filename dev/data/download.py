@@ -29,7 +29,9 @@ TIMEOUT = 30              # seconds of silence
 BLOCK = 1 << 20
 THREADS, RANKS = 4, 8     # downloads at a time in a process; processes that download
 OFFLINE = "without a network, copy the files here and name their folder with --local"
+REPORT = 30               # seconds between lines that say how far it is
 stopping = threading.Event()
+received = 0              # bytes in this process, about
 
 
 class Refused(Exception):
@@ -146,6 +148,8 @@ class Partial:
                     raise KeyboardInterrupt
                 self.write(block)
                 have += len(block)
+                global received
+                received += len(block)
                 progress()
         if total is not None and have < total:
             raise OSError(f"the connection ended after {have:,} of {total:,} bytes")
@@ -242,8 +246,9 @@ def hub_files(repo, folder, suffix, args, ranks=None):
         die(f"{repo}/{folder} has no {spelt(suffix)}", "has the data set moved? Look at its page on the hub")
     mine = files if not ranks else files[ranks.rank::min(ranks.size, RANKS)] if ranks.rank < RANKS else []
     wanted = [f for f in mine if not is_there(os.path.join(base, f[0]), f[1])]
+    total = sum(f[1] for f in wanted)
     if wanted:
-        print(f"downloading {len(wanted)} of {len(files)} files, {sum(f[1] for f in wanted) / 1e9:.2f} GB, from {repo}", flush=True)
+        print(f"downloading {len(wanted)} of {len(files)} files, {total / 1e9:.2f} GB, from {repo}", flush=True)
 
     def one(file):
         path, size, sha256 = file
@@ -251,9 +256,16 @@ def hub_files(repo, folder, suffix, args, ranks=None):
         print(f"  {path}: {size / 1e6:,.1f} MB", flush=True)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         try:
-            list(pool.map(one, wanted))
+            waiting = [pool.submit(one, f) for f in wanted]
+            while waiting:
+                done, waiting = concurrent.futures.wait(waiting, REPORT, concurrent.futures.FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                if waiting:
+                    print(f"  {received / 1e9:.2f} of {total / 1e9:.2f} GB", flush=True)
         except BaseException:  # the other threads end soon, too
             stopping.set()
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
     if ranks:
         ranks.gather(None)  # all files are there

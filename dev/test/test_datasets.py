@@ -1,5 +1,6 @@
 """Data sets: downloads from a hub that misbehaves, mirrors, and shards that are the same bits whoever makes them."""
 import argparse
+import base64
 import contextlib
 import gzip
 import hashlib
@@ -262,6 +263,7 @@ def test_rows(tmp_path):
 
 CONFIG = ROOT / "build/config.mk"
 MPIRUN = dict(line.split(" := ", 1) for line in CONFIG.read_text().splitlines() if " := " in line).get("MPIRUN", "") if CONFIG.exists() else ""
+needs_tiktoken = pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="tiktoken is not installed")
 needs_mpi = pytest.mark.skipif(not MPIRUN or not importlib.util.find_spec("mpi4py"), reason="no MPI (make toolkit)")
 # One host is all that is needed, and then MPI need not look for networks, which takes a second.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_"))} | {
@@ -340,6 +342,17 @@ def test_fineweb(fineweb, tmp_path, kind):
     assert bits(tmp_path / "other") != whole and sorted(texts_of(tmp_path / "other")) == sorted(texts)
     script("fineweb.py", *args, "-t", "edu", "--output", tmp_path / "edu")
     assert (tmp_path / "edu/edu_fineweb_train_000001.bin").read_bytes() == whole["fineweb_train_000001.bin"]
+    script("fineweb.py", *args, "-v", "100B", "--output", tmp_path / "100B", fails="sample/100BT") if kind == "jsonl" else None
+
+
+@needs_tiktoken
+def test_fineweb_in_llama_tokens(fineweb, tmp_path):
+    (tmp_path / "ranks").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate([bytes([b]) for b in range(256)] + [b"on", b" time"])))
+    args = [*fineweb("jsonl"), "-m", "llama-3", "--tokenizer-file", tmp_path / "ranks"]
+    for n in 1, 3:
+        script("fineweb.py", *args, "--workers", n, "--output", tmp_path / str(n))
+    fields, tokens = data_common.read_shard(tmp_path / "1/fineweb_val_000000.bin")
+    assert bits(tmp_path / "1") == bits(tmp_path / "3") and fields["kind"] == 3 and fields["vocab_size"] == 258 + 256 and tokens[0] == fields["eot"] == 258
 
 
 @needs_mpi
@@ -468,6 +481,18 @@ def test_two_at_once(tmp_path):
     script(*args, fails="another process is making")
     first.communicate()
     assert first.returncode == 0
+
+
+def test_lost_worker(tmp_path):
+    """As when the kernel ends a process for want of memory."""
+    write_rows(tmp_path / "in/a.jsonl", [story(n) for n in range(5000)])
+    run = start("prepare.py", "--input", tmp_path / "in", "--tokenizer", "bytes", "--shard-tokens", 5000, "--workers", 2, "--output", tmp_path / "out")
+    while run.poll() is None and not list(tmp_path.glob("out/out_work/*.piece")):
+        time.sleep(0.001)
+    workers = [p for p in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split() if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    os.kill(int(workers[0]), signal.SIGKILL)
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == 1 and "a worker process died" in out and "hint: use fewer --workers" in out and "Traceback" not in out, out
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
