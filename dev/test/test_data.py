@@ -220,7 +220,7 @@ def test_killed_run_goes_on(tmp_path):
     folder.mkdir()
     for i in range(100):
         (folder / f"{i}.txt").write_text(text_of(i, 30000))
-    args = ["--input", folder, "--name", "x", "--shard-tokens", 60000, "--val-fraction", 0.05, "--processes", 2]
+    args = ["--input", folder, "--name", "x", "--shard-tokens", 150000, "--val-fraction", 0.05, "--processes", 2]
     prepare(*args, "--output", tmp_path / "whole")
     command = [sys.executable, ROOT / "dev/data/prepare.py", *map(str, args), "--tokenizer", "bytes", "--output", tmp_path / "killed"]
     made = lambda: (len(list(tmp_path.glob("killed/x_work/*.piece"))), len(list((tmp_path / "killed").glob("x_*.bin"))))

@@ -474,7 +474,7 @@ def test_same_names_in_different_folders(tmp_path):
 
 def test_two_at_once(tmp_path):
     write_rows(tmp_path / "in/a.jsonl", [story(n) for n in range(2000)])
-    args = ["prepare.py", "--input", tmp_path / "in", "--tokenizer", "bytes", "--shard-tokens", 5000, "--workers", 1, "--output", tmp_path / "out"]
+    args = ["prepare.py", "--input", tmp_path / "in", "--tokenizer", "bytes", "--shard-tokens", 20000, "--workers", 1, "--output", tmp_path / "out"]
     first = start(*args)
     while not list((tmp_path / "out").glob("out_*.bin")) and first.poll() is None:
         time.sleep(0.001)
@@ -486,7 +486,7 @@ def test_two_at_once(tmp_path):
 def test_lost_worker(tmp_path):
     """As when the kernel ends a process for want of memory."""
     write_rows(tmp_path / "in/a.jsonl", [story(n) for n in range(5000)])
-    run = start("prepare.py", "--input", tmp_path / "in", "--tokenizer", "bytes", "--shard-tokens", 5000, "--workers", 2, "--output", tmp_path / "out")
+    run = start("prepare.py", "--input", tmp_path / "in", "--tokenizer", "bytes", "--shard-tokens", 50000, "--workers", 2, "--output", tmp_path / "out")
     while run.poll() is None and not list(tmp_path.glob("out/out_work/*.piece")):
         time.sleep(0.001)
     workers = [p for p in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split() if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
