@@ -200,12 +200,17 @@ def import_model(args):
     if local:
         shutil.rmtree(partial, ignore_errors=True)
     make_folder(partial)
-    if not local:
-        import_hub(args.source, partial, args.revision)
-    else:
-        (import_folder if os.path.isdir(args.source) else import_bin)(args.source, partial, DTYPES[args.dtype])
-    model_weights(partial)
-    missing = add_tokenizer(partial, args.tokenizer, args.source)
+    try:
+        if not local:
+            import_hub(args.source, partial, args.revision)
+        else:
+            (import_folder if os.path.isdir(args.source) else import_bin)(args.source, partial, DTYPES[args.dtype])
+        ask("check", partial)
+        missing = add_tokenizer(partial, args.tokenizer, args.source)
+    except BaseException:
+        if local or not os.listdir(partial):  # what was downloaded stays, for the next try
+            shutil.rmtree(partial)
+        raise
     if os.path.isdir(args.folder):
         os.rmdir(args.folder)
     os.rename(partial, args.folder)
@@ -239,7 +244,7 @@ def main():
         if missing and missing.startswith("no tokenizer:"):
             die(f"'{args.folder}' has {missing.partition(':')[0]}", missing.partition(": ")[2])
     else:
-        model_weights(args.folder)
+        ask("check", args.folder)
     print(f"{args.folder}: {', '.join(sorted(os.listdir(args.folder)))}" + (f"\n  {missing}" if missing else ""))
     if getattr(args, "verify", False):
         verify(args.folder)

@@ -1,6 +1,7 @@
 """dev/eval/hf.py: models in and out, bit for bit, with transformers as the other side and a hub of this test's own. No network."""
 import json
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -26,9 +27,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 FAMILIES = ["gpt2", "llama3.1", "llama3.2-tied", "qwen2.5"]
 
 
-def run(*arguments, fails=None, env=None):
+def run(*arguments, fails=None, **how):
     """hf.py as a user starts it. fails: words of its error."""
-    result = subprocess.run([sys.executable, ROOT / "dev/eval/hf.py", *map(str, arguments)], capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=300)
+    result = subprocess.run([sys.executable, ROOT / "dev/eval/hf.py", *map(str, arguments)], capture_output=True, text=True, timeout=300, **how)
     text = result.stdout + result.stderr
     if fails is None:
         assert result.returncode == 0, text
@@ -153,7 +154,7 @@ def test_models_that_cannot_be_trained(program, tmp_path, monkeypatch, capfd, mo
     edit(folder / "config.json", change)
     refuses(monkeypatch, capfd, words, "check", folder)
     refuses(monkeypatch, capfd, words, "import", folder, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob("new*"))
 
 
 def test_damaged_files(program, tmp_path, monkeypatch, capfd):  # noqa: F811
@@ -182,18 +183,21 @@ def test_damaged_files(program, tmp_path, monkeypatch, capfd):  # noqa: F811
     refuses(monkeypatch, capfd, "neither model.safetensors nor model.safetensors.index.json", "check", folder)
 
 
-def test_commands(program, tmp_path):  # noqa: F811
-    """From any folder, as separate programs; a target is never overwritten."""
+def test_commands(program, tmp_path, monkeypatch, capfd):  # noqa: F811
+    """As programs of their own, from any folder, on a full disk; a target is never overwritten."""
     ours = write(program, tmp_path, "gpt2", "fp32")
-    assert f"{tmp_path}/new: config.json, model.safetensors" in run("import", ours, tmp_path / "new")
+    assert f"{tmp_path}/new: config.json, model.safetensors" in run("import", ours, tmp_path / "new", cwd=tmp_path)
     assert weights_of(tmp_path / "new") == weights_of(ours)
     assert (tmp_path / "new/config.json").read_bytes() == (ours / "config.json").read_bytes()
-    run("import", ours, tmp_path / "new", fails="is there already")
-    run("import", tmp_path / "none.bin", tmp_path / "other", fails="does not exist")
-    run("import", "some/long/path", tmp_path / "other", fails="does not exist")
-    run("check", tmp_path / "none", fails="cannot read")
-    run("tokenizer", tmp_path / "new", fails=["no tokenizer", "--tokenizer gpt2"])
-    assert not (tmp_path / "other").exists()
+    refuses(monkeypatch, capfd, "is there already", "import", ours, tmp_path / "new")
+    refuses(monkeypatch, capfd, "does not exist", "import", tmp_path / "none.bin", tmp_path / "other")
+    refuses(monkeypatch, capfd, "does not exist", "import", "some/long/path", tmp_path / "other")
+    refuses(monkeypatch, capfd, "cannot read", "check", tmp_path / "none")
+    refuses(monkeypatch, capfd, ["no tokenizer", "--tokenizer gpt2"], "tokenizer", tmp_path / "new")
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))  # as a full disk
+    run("import", ours, tmp_path / "other", fails=["cannot write", "free some space"], preexec_fn=limit)
+    run("export", tmp_path / "new", tmp_path / "other.bin", fails=["cannot write", "free some space"], preexec_fn=limit)
+    assert not list(tmp_path.glob("other*"))
 
 
 # ---- llm.c's .bin
@@ -293,7 +297,7 @@ def test_bad_llmc_bin(program, tmp_path, monkeypatch, capfd, model, spoil, words
     good = llmc_gpt2(folder, "fp32") if model == "gpt2" else llmc_llama(folder, "fp32", 96 / 170, 32)
     (tmp_path / "bad.bin").write_bytes(spoil(bytearray(good)))
     refuses(monkeypatch, capfd, words, "import", tmp_path / "bad.bin", tmp_path / "new")
-    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob("new*"))
 
 
 @pytest.mark.parametrize("model, words", [("gpt2-untied", "tie_word_embeddings false"), ("gpt2-odd", "n_inner"), ("qwen2.5", "model_type qwen2"),
