@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # GPT-2 124M from scratch on tinyshakespeare, until the validation loss turns: about 4.99 after 120 steps (dev/bench).
-# Under a minute on an H200. Data: 305,260 tokens for training, 32,768 for validation. Started again, it goes on where it stopped.
-#   scripts/run_tinyshakespeare.sh [more options of train_gpt2cu, e.g. -b 8 -d 32768 for a GPU with less memory]
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+#   data      python dev/data/tinyshakespeare.py: 305,260 tokens for training, 32,768 for validation (made by this script where it is missing)
+#   tokens    150 steps of 32,768 = 4.9M: sixteen times over
+#   expected  validation loss 4.99 (dev/bench/h200_2026-11-20.md)
+#   time      under a minute on an H200
+#   memory    not measured; if it does not fit, -b 8
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 data=dev/data/tinyshakespeare
-[ -f "$data/tiny_shakespeare_train.bin" ] || .venv/bin/python dev/data/tinyshakespeare.py
-[ -x ./train_gpt2cu ] || make train_gpt2cu
-out=log/tinyshakespeare
-./train_gpt2cu -i "$data/tiny_shakespeare_train.bin" -j "$data/tiny_shakespeare_val.bin" -e gpt2:124M -o "$out" \
-    -b 32 -t 1024 -d 32768 -l 0.0003 -u 20 -q 0.1 -c 0.1 -x 150 -v 10 -m -1 -s 150 -g 120 -n 50 -nk 1 -y 1 "$@"
-.venv/bin/python dev/plot.py "$out" -o "$out/loss.png"
+[ -n "${DRY_RUN:-}" ] || [ -f "$data/tiny_shakespeare_train.bin" ] || "$python" dev/data/tinyshakespeare.py
+choose_gpus  # a step is short: its sequences are split over the GPUs
+train ./train_gpt2cu -i "$data/tiny_shakespeare_train.bin" -j "$data/tiny_shakespeare_val.bin" -e gpt2:124M -o log/tinyshakespeare \
+    -b $((32 / GPUS)) -t 1024 -d 32768 -x 150 -l 0.0003 -u 20 -q 0.1 -c 0.1 -v 10 -m -1 -s 150 -g 120 -n 50 -nk 1 "$@"

@@ -1,0 +1,293 @@
+"""scripts/run_*.sh: what they say is what they do, the trainers accept every option, and they go on after a crash."""
+import glob
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(ROOT, "dev", "data"))
+import data_common  # noqa: E402
+
+PATIENCE = 600  # seconds: a loaded machine is no failure
+SCRIPTS = sorted(os.path.basename(f) for f in glob.glob(os.path.join(ROOT, "scripts", "*run_*.sh")))
+ON_GPUS = [s for s in SCRIPTS if s not in ("run_tiny_cpu.sh", "pyrun_gpt2_124M.sh")]
+SMALL = {"gpt2": "layers=1,channels=16,heads=2,vocab=256", "gpt3": "layers=1,channels=16,heads=2,vocab=256", "llama3": "layers=1,channels=32,heads=2,kv_heads=1,ffn=32,vocab=256",
+         "llama3.2": "layers=1,channels=32,heads=2,kv_heads=1,ffn=32,vocab=256", "d4": "layers=1,channels=16,heads=2"}
+
+
+def run(script, *arguments, **env):
+    """Started, not waited for. Its output goes to files: a pipe that nobody reads would stop a trainer that prints much."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("GPUS", "CUDA_VISIBLE_DEVICES", "DRY_RUN")} | {"RETRY_SECONDS": "0", "GOMP_SPINCOUNT": "2000", "OMP_NUM_THREADS": "2"} | env
+    files = [tempfile.TemporaryFile("a+") for _ in range(2)]
+    p = subprocess.Popen(["bash", os.path.join(ROOT, "scripts", script), *map(str, arguments)], env=environment, stdout=files[0], stderr=files[1], start_new_session=True)
+    p.files = files
+    started.append(p)
+    return p
+
+
+started = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_left_running():
+    yield
+    for p in started:
+        try:
+            os.killpg(p.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def finish(p):
+    """Its exit status, output and messages."""
+    p.wait(PATIENCE)
+    for f in p.files:
+        f.seek(0)
+    return p.returncode, p.files[0].read(), p.files[1].read()
+
+
+def dry_run(script, *arguments, gpus=None):
+    """The command's words, and all that was printed."""
+    p = run(script, *arguments, DRY_RUN="1", **({"GPUS": str(gpus)} if gpus else {}))
+    status, out, err = finish(p)
+    assert status == 0, err
+    return shlex.split(next(line for line in out.splitlines() if "train_gpt2" in line)), out
+
+
+def value(words, letter):
+    return words[len(words) - words[::-1].index("-" + letter)]
+
+
+def gpus_of(script):
+    return 1 if script.startswith("pyrun") else 2
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "common.sh"])
+def test_syntax(script):
+    subprocess.run(["bash", "-n", os.path.join(ROOT, "scripts", script)], check=True)
+    assert os.access(os.path.join(ROOT, "scripts", script), os.X_OK) == (script != "common.sh")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_header_states_the_run(script):
+    """Data, tokens, expectation and time stand in the first lines; tokens and hours are those of the options and the measured speeds."""
+    with open(os.path.join(ROOT, "scripts", script)) as f:
+        text = f.read()
+    head = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    for word in ("data", "tokens", "expected", "time"):
+        assert re.search(rf"^#   {word} ", head, re.M), word
+    words, _ = dry_run(script, gpus=gpus_of(script))
+    steps, batch = int(value(words, "x")), int(value(words, "d"))
+    tokens = f"{steps * batch / 1e9:.2f}B" if steps * batch > 1e8 else f"{steps * batch / 1e6:.1f}M"
+    assert f"{steps:,} steps of {batch:,} = {tokens}" in head
+    measured = re.search(r'measured="([^"]*)"', text)
+    for pair in measured[1].split() if measured else ():
+        gpus, speed = pair.split(":")
+        hours = f"{steps * batch / int(speed) / 3600:.1f}"
+        with open(os.path.join(ROOT, re.search(r"dev/bench/\S+\.md", head)[0])) as f:
+            assert f"{int(speed) / 1e3:g}k" in f.read(), "measured nowhere"
+        assert re.search(rf"\b{re.escape(hours)}\b", head) and f"{hours} hours" in dry_run(script, gpus=gpus)[1]
+    if not measured and script in ON_GPUS:
+        assert "not measured on 2 GPUs" in dry_run(script, gpus=2)[1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_data_commands(script):
+    """What the header says about data is a command that is there and takes these options, and makes the folder that the run reads."""
+    with open(os.path.join(ROOT, "scripts", script)) as f:
+        line = next(line for line in f if line.startswith("#   data "))
+    words, _ = dry_run(script, gpus=gpus_of(script))
+    folder = os.path.basename(os.path.dirname(value(words, "i")))
+    commands = re.findall(r"python (dev/data/\w+\.py)((?: --[\w-]+ [\w./]+| --python-stdlib)*)", line)
+    assert commands
+    for program, options in commands:
+        done = subprocess.run([sys.executable, program, *options.split(), "--help"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and all(o in done.stdout for o in options.split() if o.startswith("--")), done.stderr
+    if "fineweb.py" in line:
+        kind, size, tokenizer = (re.search(rf"--{o} (\w+)", line) for o in ("type", "version", "tokenizer"))
+        assert folder == ("edu_" if kind else "") + "fineweb" + size[1] + (f"_{tokenizer[1]}" if tokenizer else "")
+        assert os.path.basename(value(words, "i")) == ("edu_" if kind else "") + "fineweb_train_*.bin"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_trainer_accepts_the_command(script, tmp_path):
+    """All options are parsed (--help comes last); then the same command trains two steps of a small model of the same family on the CPU."""
+    words, _ = dry_run(script, gpus=gpus_of(script))
+    if words[0].endswith("mpirun"):
+        assert words[1:3] == ["-np", str(gpus_of(script))]
+        words = words[3:]
+    if script.startswith("pyrun"):
+        done = subprocess.run([sys.executable, *words[1:], "--help"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        twin, _ = dry_run("run_gpt2_124M.sh", gpus=1)
+        assert all(value(words, letter) == value(twin, letter) for letter in "ijebtdxluqcv")
+        return
+    assert "-y" in words and value(words, "y") == "1" and value(words, "o").startswith("log/")
+    command = [os.path.join(ROOT, "train_gpt2"), *words[1:]]
+    done = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+    model = value(words, "e")
+    family = re.split("[:,]", model)[0]
+    tokenizer = data_common.make_tokenizer("bytes")
+    for name in ("train", "val"):
+        data_common.write_shard(str(tmp_path / f"{name}.bin"), np.arange(2000, dtype=np.uint16) % 251, tokenizer)
+    small = ["-i", tmp_path / "train.bin", "-j", tmp_path / "val.bin", "-o", tmp_path / "out", "-e", f"{model},{SMALL[family]}", "-b", 2, "-t", 16, "-d", 64, "-x", 2, "-s", 0, "--threads", 2]
+    if "--prompt" in words:
+        tokenizer.write(str(tmp_path))
+    done = subprocess.run([*command, *map(str, small)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in open(tmp_path / "out" / "main.jsonl")]
+    assert [e["step"] for e in events if e["event"] == "step"] == [1, 2] and (tmp_path / "out" / "step_00000002").is_dir()
+
+
+@pytest.mark.parametrize("script", ON_GPUS)
+def test_any_number_of_gpus(script):
+    """The tokens of a step are a whole number of micro-steps on 1, 2, 4 and 8 GPUs, and only mpirun differs (and -b where a step is too short)."""
+    first = None
+    for n in (2, 4, 8) if script == "run_llama3_8B.sh" else (1, 2, 4, 8):
+        words, _ = dry_run(script, gpus=n)
+        assert n == 1 or words[0].endswith("mpirun") and words[1:3] == ["-np", str(n)]
+        words = words[3:] if n > 1 else words
+        assert words[0] == "./train_gpt2cu" and int(value(words, "d")) % (int(value(words, "b")) * int(value(words, "t")) * n) == 0
+        if script == "run_tinyshakespeare.sh":
+            words[words.index("-b") + 1] = "32"
+        first = first or words
+        assert words == first
+
+
+def test_memory_of_8B():
+    """What the header says follows from the number of parameters; two GPUs of 141 GB hold it, as does one of eight of 80 GB, but none alone."""
+    with open(os.path.join(ROOT, "scripts", "run_llama3_8B.sh")) as f:
+        text = f.read()
+    parameters, G = 8030261248, 2**30  # Meta-Llama-3-8B's model.safetensors.index.json: 16,060,522,496 bytes of bf16
+    sizes = [parameters * (4 + 12 / n) / G for n in (1, 2, 4, 8)]
+    assert "{:.1f} GiB on one GPU, {:.1f} on two, {:.1f} on four, {:.1f} on eight".format(*sizes) in text
+    activations = float(re.search(r"adds ([\d.]+) GiB", text)[1])
+    assert sizes[0] + activations > 141e9 / G > sizes[1] + activations and sizes[2] + activations > 80e9 / G > sizes[3] + activations
+
+
+def test_messages(tmp_path):
+    def message(script, *arguments, **env):
+        status, _, err = finish(run(script, *arguments, **env))
+        assert status == 1
+        return err
+
+    assert "no one GPU holds that" in message("run_llama3_8B.sh", DRY_RUN="1", GPUS="1")
+    assert "runs on one GPU, not on 2" in message("pyrun_gpt2_124M.sh", DRY_RUN="1", GPUS="2")
+    assert "'many' is not a number" in message("run_gpt2_124M.sh", DRY_RUN="1", GPUS="many")
+    if not glob.glob(os.path.join(ROOT, "dev/data/fineweb10B/fineweb_train_*.bin")):
+        assert "make it with: python dev/data/fineweb.py" in message("run_gpt2_124M.sh", GPUS="1")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'GPU 0: X (UUID: a)\\n  MIG 1g: (UUID: b)\\nGPU 1: X (UUID: c)\\nGPU 2: X (UUID: d)\\nGPU 3: X (UUID: e)\\n'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DRY_RUN": "1"}
+    for more, count in (({}, "-np 4"), ({"CUDA_VISIBLE_DEVICES": "0,2"}, "-np 2")):
+        assert count in finish(run("run_gpt2_124M.sh", **path, **more))[1]
+
+
+# ---- run_tiny_cpu.sh for real
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing disturbs: its options and its losses."""
+    folder = tmp_path_factory.mktemp("scripts")
+    tokenizer = data_common.make_tokenizer("bytes")
+    tokenizer.write(str(folder))
+    tokens = np.random.default_rng(0).integers(1, 256, 20000).astype(np.uint16)
+    for name in ("train", "val"):
+        data_common.write_shard(str(folder / f"{name}.bin"), tokens, tokenizer)
+    options = ["-i", folder / "train.bin", "-j", folder / "val.bin", "-e", "d1,channels=32,heads=2,vocab=256,seq=64", "-b", 4, "-d", 512, "-k", "constant", "-n", 10, "-v", 30, "-s", 0, "--threads", 1]
+    status, out, err = finish(run("run_tiny_cpu.sh", *options, "-o", folder / "whole", "-x", 60))
+    assert status == 0, err
+    assert (folder / "whole" / "loss.png").exists() and "wrote" in out
+    return [*options, "-x", 100000], steps(folder / "whole")
+
+
+def steps(folder):
+    """{step: loss}; a step that was repeated counts as it was the last time."""
+    events = [json.loads(line) for line in open(folder / "main.jsonl") if line.endswith("\n")]
+    return {e["step"]: e["loss"] for e in events if e["event"] == "step"}
+
+
+def starts(folder):
+    return sum('"event":"start"' in line for line in open(folder / "main.jsonl")) if (folder / "main.jsonl").exists() else 0
+
+
+def process_state(pid):
+    """(name, state, parent), or None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            name, rest = f.read().split("(", 1)[1].rsplit(")", 1)
+        return name, rest.split()[0], int(rest.split()[1])
+    except (OSError, IndexError):
+        return None
+
+
+def trainer_of(p, folder, step):
+    """The trainer's process, once it has a checkpoint of this step or a later one."""
+    end = time.time() + PATIENCE
+    while time.time() < end:
+        if max((int(f.name[5:]) for f in folder.glob("step_*") if f.name[5:].isdigit()), default=0) >= step:
+            children = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and (process_state(pid) or ("", "", 0))[::2] == ("train_gpt2", p.pid)]
+            if children:
+                return children[0]
+        assert p.poll() is None, finish(p)
+        time.sleep(0.02)
+    raise AssertionError("no checkpoint")
+
+
+def stop(p):
+    """SIGTERM saves and ends."""
+    p.send_signal(signal.SIGTERM)
+    status, out, err = finish(p)
+    assert status == 128 + signal.SIGTERM and "stopped by" in out and "resume 1 goes on" in out
+    return err
+
+
+def test_goes_on_after_a_crash(whole, tmp_path):
+    options, losses = whole
+    p = run("run_tiny_cpu.sh", *options, "-o", tmp_path / "out")
+    os.kill(trainer_of(p, tmp_path / "out", 10), signal.SIGKILL)
+    while starts(tmp_path / "out") < 2:
+        assert p.poll() is None
+        time.sleep(0.02)
+    trainer_of(p, tmp_path / "out", max(60, *steps(tmp_path / "out")) + 10)
+    assert "status 137; going on from step_000" in stop(p)
+    both = steps(tmp_path / "out")
+    assert {n: both[n] for n in losses} == losses and len(losses) == 60
+
+
+def test_goes_on_when_all_was_killed(whole, tmp_path):
+    """SIGKILL of the script leaves the trainer behind, which holds the folder's lock; when it is gone too, a new start goes on."""
+    options, losses = whole
+    first = run("run_tiny_cpu.sh", *options, "-o", tmp_path / "out")
+    trainer = trainer_of(first, tmp_path / "out", 10)
+    first.kill()
+    first.wait()
+    status, _, err = finish(run("run_tiny_cpu.sh", *options, "-o", tmp_path / "out"))
+    assert status == 1 and "another run writes to" in err
+    os.kill(trainer, signal.SIGKILL)
+    end = time.time() + PATIENCE
+    while (process_state(trainer) or ("", "Z"))[1] != "Z" and time.time() < end:
+        time.sleep(0.02)
+    before = max(steps(tmp_path / "out"))
+    third = run("run_tiny_cpu.sh", *options, "-o", tmp_path / "out")
+    trainer_of(third, tmp_path / "out", max(60, before) + 20)
+    stop(third)
+    both = steps(tmp_path / "out")
+    assert starts(tmp_path / "out") == 2 and {n: both[n] for n in losses} == losses
+
+
+def test_gives_up(whole, tmp_path):
+    """Twice without a new checkpoint: an option that the trainer refuses is not tried for ever."""
+    options, _ = whole
+    status, _, err = finish(run("run_tiny_cpu.sh", *options, "-o", tmp_path / "out", "-d", 2047))
+    assert status == 1 and err.count("not a multiple of") == 2 and "failed twice without a new checkpoint" in err

@@ -1,0 +1,126 @@
+# What the run_*.sh scripts share; they source it. Each of them:
+#   scripts/run_x.sh [more options of the trainer; the last of two counts]
+#   GPUS=4 scripts/run_x.sh       on so many GPUs (default: all); the tokens of a step stay the same, accumulation follows
+#   DRY_RUN=1 scripts/run_x.sh    prints the command and what it will take
+# Stopped, killed or crashed, start the same script again: it goes on from the newest checkpoint, on another number of GPUs too.
+# Ctrl-C or SIGTERM saves a checkpoint first. A crash is tried again at once, until two in a row have brought no new checkpoint.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=.venv/bin/python
+[ -x "$python" ] || python=python3
+
+# Sums by NVLink multicast (NVLS) were off in everything that dev/bench measured, and can fail at the start inside of a container. 1 tries them.
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+
+fail() { printf 'error: %s\n  hint: %s\n' "$1" "$2" >&2; exit 1; }
+
+# need_data GLOB COMMAND: files that the run reads, and what makes them
+need_data() {
+    [ -n "${DRY_RUN:-}" ] || compgen -G "$1" > /dev/null || fail "no file matches '$1'" "make it with: $2"
+}
+
+# last_value DEFAULT LETTER LONG OPTIONS...: the value of the last -LETTER or --LONG among the options
+last_value() {
+    local value=$1 letter=$2 long=$3; shift 3
+    while [ $# -gt 0 ]; do
+        case $1 in
+            -"$letter"|--"$long") value=${2:-}; shift;;
+            --"$long"=*) value=${1#*=};;
+            -*=*) ;;
+            -*) [ $# -eq 1 ] || shift;;
+        esac
+        shift
+    done
+    printf '%s\n' "$value"
+}
+
+# Sets GPUS: as given, or all that are there.
+choose_gpus() {
+    GPUS=${GPUS:-$(count_gpus)}
+    [ "$GPUS" != 0 ] || [ -z "${DRY_RUN:-}" ] || GPUS=1
+    [[ $GPUS =~ ^[1-9][0-9]*$ ]] || fail "no GPU was found, or GPUS='$GPUS' is not a number" "nvidia-smi must list GPUs; GPUS=N says how many to use"
+}
+count_gpus() {
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then awk -F, '{ print NF }' <<< "$CUDA_VISIBLE_DEVICES"
+    elif command -v nvidia-smi > /dev/null; then nvidia-smi -L 2> /dev/null | grep -c '^GPU ' || true
+    else echo 0; fi
+}
+
+# print_plan TOKENS: what a run takes at the speeds in $measured, "GPUs:tokens/s ..."; $where says what they were measured on
+print_plan() {
+    local pair speed=0
+    for pair in ${measured:-}; do [ "${pair%:*}" != "$GPUS" ] || speed=${pair#*:}; done
+    awk -v tokens="$1" -v speed="$speed" -v gpus="$GPUS" -v where="${where:-}" 'BEGIN {
+        printf tokens < 1e8 ? "tokens    %.1fM\n" : "tokens    %.2fB\n", tokens / (tokens < 1e8 ? 1e6 : 1e9)
+        hours = speed ? tokens / speed / 3600 : 0
+        if (speed) printf "time      %.1f hours%s at %.1fk tokens/s (%s)\n", hours, (hours > 48 ? sprintf(" = %.1f days", hours / 24) : ""), speed / 1e3, where
+        else printf "time      not measured on %s GPU%s\n", gpus, (gpus > 1 ? "s" : "")
+    }'
+}
+
+newest_checkpoint() { ls "$out" 2> /dev/null | grep -E '^step_[0-9]+$' | sort | tail -1 || true; }
+
+child= stopped=
+stop() {  # the trainer saves and ends on SIGUSR1, which mpirun passes on; a second one ends it at once
+    stopped=$1
+    [ -z "$child" ] || kill -USR1 "$child" 2> /dev/null || true
+}
+wait_for_child() {
+    local status
+    while true; do
+        status=0
+        wait "$child" || status=$?
+        kill -0 "$child" 2> /dev/null || return "$status"  # still there: a signal for us ended the wait
+    done
+}
+
+# Two trainers must not write to one folder. The trainer inherits the lock: it holds even when this script is killed and it is not.
+lock() {
+    command -v flock > /dev/null || return 0
+    mkdir -p "$out"
+    exec 9> "$out/.lock"
+    flock -n 9 || fail "another run writes to '$out'" "end it first (fuser '$out/.lock' names its processes), or give another -o FOLDER"
+}
+
+# keep_going COMMAND...: runs it until it ends well, or fails twice without a new checkpoint in $out
+keep_going() {
+    local before status=0 failures=0
+    lock
+    trap 'stop 130' INT
+    trap 'stop 143' TERM USR1
+    before=$(newest_checkpoint)
+    while true; do
+        "$@" & child=$!
+        status=0
+        wait_for_child || status=$?
+        child=
+        [ -z "$stopped" ] || exit "$stopped"
+        [ "$status" -ne 0 ] || break
+        failures=$((failures + 1))
+        [ "$(newest_checkpoint)" = "$before" ] || failures=0
+        before=$(newest_checkpoint)
+        [ "$failures" -lt 2 ] || fail "the trainer failed twice without a new checkpoint (status $status)" "its last message is above; start this script again to go on from ${before:-the beginning}"
+        echo "the trainer ended with status $status; going on from ${before:-the beginning}" >&2
+        sleep "${RETRY_SECONDS:-5}" & wait $! || true
+        [ -z "$stopped" ] || exit "$stopped"
+    done
+    trap - INT TERM USR1
+}
+
+# train PROGRAM OPTIONS...: the whole of it. PROGRAM ending in "cu" runs on GPUS GPUs, another one on the CPU.
+train() {
+    local program=$1 mpirun steps batch; shift
+    local -a command=("$program" -y 1 "$@")
+    if [[ $program == *cu ]]; then
+        choose_gpus
+        [ "$GPUS" = 1 ] || { mpirun=$(sed -n 's/^MPIRUN := //p' build/config.mk 2> /dev/null || true); command=("${mpirun:-mpirun}" -np "$GPUS" "${command[@]}"); }
+        steps=$(last_value '' x max-steps "$@") batch=$(last_value '' d total-batch "$@")
+        [[ ! $steps:$batch =~ ^[0-9]+:[0-9]+$ ]] || print_plan $((steps * batch))
+    fi
+    out=$(last_value '' o output "$@")
+    printf '%q ' "${command[@]}"; echo
+    [ -z "${DRY_RUN:-}" ] || return 0
+    [ -x "$program" ] || make "${program#./}"
+    keep_going "${command[@]}"
+    "$python" dev/plot.py "$out" -o "$out/loss.png" ${references:+--reference "$references"} || true
+}
