@@ -26,7 +26,7 @@ MAX_CHOICES = 64  # EVAL_MAX_CHOICES in llmc/eval_set.h
 
 def add_arguments(parser):
     parser.add_argument("--tokenizer", choices=KINDS, default="gpt2")
-    parser.add_argument("--tokenizer-file", "--vocab-bpe", metavar="PATH", help="GPT-2's vocab.bpe, or Llama 3's tokenizer.model")
+    parser.add_argument("--tokenizer-file", "--vocab-bpe", metavar="PATH", help="GPT-2's vocab.bpe, Llama 3's tokenizer.model, or a model's tokenizer.json")
     parser.add_argument("--output", metavar="FOLDER")
 
 

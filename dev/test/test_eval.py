@@ -1,6 +1,8 @@
 """Evaluation: multiple-choice files from real formats, and the trainers in C and PyTorch scoring them alike."""
 import base64
+import contextlib
 import csv
+import importlib
 import importlib.util
 import io
 import json
@@ -23,6 +25,7 @@ import train_gpt2 as ref
 from test_ranks import ENVIRONMENT, MPIRUN
 
 TRAINER = ROOT / "build/train_gpt2"
+CHECKED = ROOT / "build/train_gpt2.asan" if (ROOT / "build/train_gpt2.asan").exists() else TRAINER
 needs_trainer = pytest.mark.skipif(not TRAINER.exists(), reason="build/train_gpt2 is not built (make train_gpt2)")
 needs_tiktoken = pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="tiktoken is not installed")
 T = 64
@@ -37,12 +40,24 @@ def run(*command, fails=None, cwd=None, ranks=0, **env):
     if fails is None:
         assert result.returncode == 0, text
     else:
-        assert result.returncode == 1 and fails in result.stderr and "hint: " in result.stderr and "Traceback" not in text, text
+        assert result.returncode == 1 and fails in result.stderr and "hint: " in result.stderr and "Traceback" not in text and "Sanitizer" not in text, text
     return text
 
 
-def script(name, *arguments, **more):
-    return run(sys.executable, ROOT / "dev/data" / name, *arguments, **more)
+def script(name, *arguments, fails=None):
+    """Output of a data script, run in this process, which saves starting Python. fails: as above."""
+    said, argv = io.StringIO(), sys.argv
+    try:
+        sys.argv = [name, *map(str, arguments)]
+        with contextlib.redirect_stdout(said):
+            importlib.import_module(name.removesuffix(".py")).main()
+    except SystemExit as e:
+        assert fails is not None and fails in str(e.code) and "hint: " in str(e.code), e.code
+        return said.getvalue() + str(e.code)
+    finally:
+        sys.argv = argv
+    assert fails is None, said.getvalue()
+    return said.getvalue()
 
 
 def write_lines(path, examples):
@@ -228,9 +243,9 @@ def options(world, changes):
     return {"-e": "model", "-j": "a_val_*.bin", "--choice-data": "choice/*.bin", "-t": T, "-b": 3, "--evaluate": 1, "-m": -1, "--threads": 1} | changes
 
 
-def in_c(world, output, ranks=0, fails=None, **changes):
+def in_c(world, output, ranks=0, fails=None, program=TRAINER, **changes):
     words = [w for pair in options(world, {"-o": output} | changes).items() for w in pair]
-    return run(TRAINER, *words, cwd=world, ranks=ranks, fails=fails), events(Path(output) / "evaluate.jsonl")
+    return run(program, *words, cwd=world, ranks=ranks, fails=fails), events(Path(output) / "evaluate.jsonl")
 
 
 def in_pytorch(world, output, monkeypatch, **changes):
@@ -323,8 +338,8 @@ def test_bits_per_byte_of_words(tmp_path, monkeypatch):
     """Tokens of several bytes: the text's length is what counts."""
     document = "".join(f"{random.Random(i).choice(WORDS)} number {i}\n" for i in range(120))
     (tmp_path / "x.txt").write_text(document)
-    script("prepare.py", "--input", tmp_path / "x.txt", "--output", tmp_path, "--name", "x", "--val-tokens", "100", "--processes", "1")
-    train = data_common.read_shard(tmp_path / "x_train_000000.bin")[1]
+    run(sys.executable, ROOT / "dev/data/prepare.py", "--input", tmp_path / "x.txt", "--output", tmp_path, "--name", "x", "--val-tokens", "100", "--processes", "1")
+    train = data_common.read_shard(next(tmp_path.glob("x_train_*.bin")))[1]
     t = len(train) - 1  # one row: all tokens but the first are targets
     ref.write_weights(ref.make_model(f"d1,channels=64,seq={t}", 1, 50257), str(tmp_path / "model"))
     changes = {"-j": "x_train_*.bin", "--choice-data": "", "-t": t, "-b": 1}
@@ -363,14 +378,16 @@ def test_refusals(world, tmp_path, capsys, monkeypatch):
     (world / "twice/damaged.bin").write_bytes(damaged)
     for changes, words in (({"--choice-data": "choice/none_*.bin"}, "no file matches 'choice/none_*.bin'"), ({"--choice-data": "choice/mixed.bin,twice/mixed.bin"}, "name"),
                            ({"--choice-data": "a_val_0.bin"}, "is not a multiple-choice file"), ({"-t": 8}, "more than T = 8"), ({"--choice-data": "twice/damaged.bin"}, "twice/damaged.bin': example")):
-        in_c(world, tmp_path / "x", fails=words, **changes)
+        in_c(world, tmp_path / "x", fails=words, program=CHECKED, **changes)
         with pytest.raises(SystemExit) as e:
             in_pytorch(world, tmp_path / "x", monkeypatch, **changes)
         assert words in (capsys.readouterr().err + str(e.value)), changes
     for changes, words in (({"--choice-data": "", "-j": ""}, "nothing to evaluate"), ({"--evaluate": 0, "-v": 0}, "never scores"), ({"--generate": 1}, "are two runs"),
                            ({"--evaluate": 0, "-x": 0}, "--evaluate 1"), ({"--choice-data": "twice/other.bin"}, "different tokenizers"), ({"-m": 0}, "--eval-steps 0"),
                            ({"--tokenizer": "choice/mixed.bin"}, "is not a tokenizer file")):
-        in_c(world, tmp_path / "x", fails=words, **changes)
+        in_c(world, tmp_path / "x", fails=words, program=CHECKED, **changes)
+    said, one = in_c(world, tmp_path / "checked", program=CHECKED)  # and nothing wrong is done with good files
+    assert len(one) > 50 and "Sanitizer" not in said
     assert not (tmp_path / "x").exists() or not list((tmp_path / "x").glob("*"))
 
 
