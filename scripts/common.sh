@@ -2,6 +2,7 @@
 #   scripts/run_x.sh [more options of the trainer; the last of two counts]
 #   GPUS=4 scripts/run_x.sh       on so many GPUs (default: all); the tokens of a step stay the same, accumulation follows
 #   DRY_RUN=1 scripts/run_x.sh    prints the command and what it will take
+#   PROGRAM=./x scripts/run_x.sh  another build of the trainer (default: ./train_gpt2cu, which is made where it is missing)
 # Stopped, killed or crashed, start the same script again: it goes on from the newest checkpoint, on another number of GPUs too.
 # Ctrl-C or SIGTERM saves a checkpoint first. A crash is tried again at once, until two in a row have brought no new checkpoint.
 set -euo pipefail
@@ -14,9 +15,13 @@ export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 
 fail() { printf 'error: %s\n  hint: %s\n' "$1" "$2" >&2; exit 1; }
 
-# need_data GLOB COMMAND: files that the run reads, and what makes them
+# need_data OPTIONS...: the training data is there, or $make_data makes it: now if $small is set, else after a word from the user
 need_data() {
-    [ -n "${DRY_RUN:-}" ] || compgen -G "$1" > /dev/null || fail "no file matches '$1'" "make it with: $2"
+    local pattern
+    pattern=$(last_value '' i train-data "$@")
+    compgen -G "$pattern" > /dev/null && return
+    [ -n "${small:-}" ] || fail "no file matches '$pattern'" "make it with: $make_data"
+    "$python" ${make_data#python }
 }
 
 # last_value DEFAULT LETTER LONG OPTIONS...: the value of the last -LETTER or --LONG among the options
@@ -107,11 +112,12 @@ keep_going() {
     trap - INT TERM USR1
 }
 
-# train PROGRAM OPTIONS...: the whole of it. PROGRAM ending in "cu" runs on GPUS GPUs, another one on the CPU.
+# train gpu|cpu OPTIONS...: the whole of it, with PROGRAM; gpu: on GPUS GPUs, by mpirun if these are several
 train() {
-    local program=$1 mpirun steps batch; shift
+    local kind=$1 mpirun steps batch; shift
+    local program=${PROGRAM:-./train_gpt2$([ "$kind" = cpu ] || echo cu)}
     local -a command=("$program" -y 1 "$@")
-    if [[ $program == *cu ]]; then
+    if [ "$kind" = gpu ]; then
         choose_gpus
         [ "$GPUS" = 1 ] || { mpirun=$(sed -n 's/^MPIRUN := //p' build/config.mk 2> /dev/null || true); command=("${mpirun:-mpirun}" -np "$GPUS" "${command[@]}"); }
         steps=$(last_value '' x max-steps "$@") batch=$(last_value '' d total-batch "$@")
@@ -120,6 +126,7 @@ train() {
     out=$(last_value '' o output "$@")
     printf '%q ' "${command[@]}"; echo
     [ -z "${DRY_RUN:-}" ] || return 0
+    need_data "$@"
     [ -x "$program" ] || make "${program#./}"
     keep_going "${command[@]}"
     "$python" dev/plot.py "$out" -o "$out/loss.png" ${references:+--reference "$references"} || true

@@ -6,10 +6,11 @@
 #   expected  the curve of run_gpt2_124M.sh within the rounding of bf16
 #   time      5.1 hours on one H200 (535.8k tokens/s of compiled PyTorch, dev/bench/h200_2026-11-20.md: the same model in a leaner loop)
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-data=dev/data/fineweb10B out=log/py_gpt2_124M
+data=dev/data/fineweb10B out=log/py_gpt2_124M make_data="python dev/data/fineweb.py --version 10B"
 [ "${GPUS:-1}" = 1 ] || fail "train_gpt2.py runs on one GPU, not on $GPUS" "leave GPUS out; scripts/run_gpt2_124M.sh runs on several"
-need_data "$data/fineweb_train_*.bin" "python dev/data/fineweb.py --version 10B"
 command=("$python" train_gpt2.py -i "$data/fineweb_train_*.bin" -j "$data/fineweb_val_*.bin" -e gpt2:124M -o "$out"
     -b 64 -t 1024 -d 524288 -x 18865 -l 0.0006 -u 700 -q 0.0 -c 0.1 -v 250 -s 0 --dtype bf16 --compile 1 "$@")
 printf '%q ' "${command[@]}"; echo
-[ -n "${DRY_RUN:-}" ] || exec "${command[@]}"
+[ -z "${DRY_RUN:-}" ] || exit 0
+need_data "${command[@]:2}"
+exec "${command[@]}"

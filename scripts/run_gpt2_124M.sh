@@ -8,6 +8,6 @@
 #   memory    26.5 GiB on one GPU; with less, -b 32 or 16
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 data=dev/data/fineweb10B measured="1:638800 4:2423100" where="H200, dev/bench/h200_2026-11-20.md" references=gpt2:124M,gpt3:124M
-need_data "$data/fineweb_train_*.bin" "python dev/data/fineweb.py --version 10B"
-train ./train_gpt2cu -i "$data/fineweb_train_*.bin" -j "$data/fineweb_val_*.bin" -e gpt2:124M -o log/gpt2_124M \
+make_data="python dev/data/fineweb.py --version 10B"
+train gpu -i "$data/fineweb_train_*.bin" -j "$data/fineweb_val_*.bin" -e gpt2:124M -o log/gpt2_124M \
     -b 64 -t 1024 -d 524288 -x 18865 -l 0.0006 -u 700 -q 0.0 -c 0.1 -z 1 -v 250 -s 5000 -g 144 -h 1 -n 5000 "$@"

@@ -7,6 +7,6 @@
 #   memory    not measured; if it does not fit, -b 32 or 16
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 data=dev/data/fineweb100B references=gpt2:350M,gpt3:350M
-need_data "$data/fineweb_train_*.bin" "python dev/data/fineweb.py --version 100B"
-train ./train_gpt2cu -i "$data/fineweb_train_*.bin" -j "$data/fineweb_val_*.bin" -e gpt2:350M -o log/gpt2_350M \
+make_data="python dev/data/fineweb.py --version 100B"
+train gpu -i "$data/fineweb_train_*.bin" -j "$data/fineweb_val_*.bin" -e gpt2:350M -o log/gpt2_350M \
     -b 64 -t 1024 -d 524288 -x 60000 -l 0.0003 -u 700 -q 0.0 -c 0.1 -z 1 -v 250 -s 10000 -g 144 -h 1 -n 2000 -nk 5 -nm 20000 "$@"

@@ -7,6 +7,6 @@
 #   memory    not measured; if it does not fit, -b 16 or 8
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 data=dev/data/fineweb100B references=gpt2:774M,gpt3:774M
-need_data "$data/fineweb_train_*.bin" "python dev/data/fineweb.py --version 100B"
-train ./train_gpt2cu -i "$data/fineweb_train_*.bin" -j "$data/fineweb_val_*.bin" -e gpt2:774M -o log/gpt2_774M \
+make_data="python dev/data/fineweb.py --version 100B"
+train gpu -i "$data/fineweb_train_*.bin" -j "$data/fineweb_val_*.bin" -e gpt2:774M -o log/gpt2_774M \
     -b 32 -t 1024 -d 524288 -x 286102 -l 0.00025 -u 700 -q 0.0 -c 0.1 -z 1 -v 250 -s 20000 -g 144 -h 1 -n 4000 -nk 5 -nm 40000 "$@"

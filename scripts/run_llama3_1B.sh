@@ -8,6 +8,6 @@
 #   memory    67.8 GiB on one GPU, untied; with less, -b 2 or 1
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 data=dev/data/edu_fineweb10B_llama3 measured="1:60700" where="H200, untied, dev/bench/h200_2026-11-20.md"
-need_data "$data/edu_fineweb_train_*.bin" "python dev/data/fineweb.py --type edu --version 10B --tokenizer llama3 --tokenizer-file PATH"
-train ./train_gpt2cu -i "$data/edu_fineweb_train_*.bin" -j "$data/edu_fineweb_val_*.bin" -e llama3.2:1B -o log/llama3_1B \
+make_data="python dev/data/fineweb.py --type edu --version 10B --tokenizer llama3 --tokenizer-file PATH"
+train gpu -i "$data/edu_fineweb_train_*.bin" -j "$data/edu_fineweb_val_*.bin" -e llama3.2:1B -o log/llama3_1B \
     -b 4 -t 8192 -d 1048576 -x 9536 -l 0.0003 -u 200 -q 0.1 -c 0.1 -z 1 -v 250 -s 1000 -g 144 -n 500 -nk 3 "$@"

@@ -11,8 +11,8 @@
 #             need less, are not built yet.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 data=dev/data/edu_fineweb10B_llama3
+make_data="python dev/data/fineweb.py --type edu --version 10B --tokenizer llama3 --tokenizer-file PATH"
 choose_gpus
 [ "$GPUS" != 1 ] || fail "8B parameters and their optimiser states take 119.7 GiB, activations 25.6 more: no one GPU holds that" "GPUS=2 with 141 GB each, or GPUS=8 with 80 GB"
-need_data "$data/edu_fineweb_train_*.bin" "python dev/data/fineweb.py --type edu --version 10B --tokenizer llama3 --tokenizer-file PATH"
-train ./train_gpt2cu -i "$data/edu_fineweb_train_*.bin" -j "$data/edu_fineweb_val_*.bin" -e llama3:8B -o log/llama3_8B \
+train gpu -i "$data/edu_fineweb_train_*.bin" -j "$data/edu_fineweb_val_*.bin" -e llama3:8B -o log/llama3_8B \
     -b 1 -t 8192 -d 1048576 -x 1000 -l 0.0003 -u 200 -q 0.1 -c 0.1 -z 1 -r 2 -v 250 -s 500 -g 144 -n 250 -nk 2 "$@"

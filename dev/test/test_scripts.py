@@ -18,6 +18,8 @@ sys.path.insert(0, os.path.join(ROOT, "dev", "data"))
 import data_common  # noqa: E402
 
 PATIENCE = 600  # seconds: a loaded machine is no failure
+with open(os.path.join(ROOT, "build", "config.mk")) as config:
+    MPIRUN = re.search(r"^MPIRUN := (.*)$", config.read(), re.M)[1]
 SCRIPTS = sorted(os.path.basename(f) for f in glob.glob(os.path.join(ROOT, "scripts", "*run_*.sh")))
 ON_GPUS = [s for s in SCRIPTS if s not in ("run_tiny_cpu.sh", "pyrun_gpt2_124M.sh")]
 SMALL = {"gpt2": "layers=1,channels=16,heads=2,vocab=256", "gpt3": "layers=1,channels=16,heads=2,vocab=256", "llama3": "layers=1,channels=32,heads=2,kv_heads=1,ffn=32,vocab=256",
@@ -231,15 +233,16 @@ def process_state(pid):
         return None
 
 
-def trainer_of(p, folder, step):
-    """The trainer's process, once it has a checkpoint of this step or a later one."""
+def trainer_of(p, folder, step, names=("train_gpt2",), parent=None):
+    """Child of the script, or of `parent`, once there is a checkpoint of this step or a later one."""
     end = time.time() + PATIENCE
     while time.time() < end:
         if max((int(f.name[5:]) for f in folder.glob("step_*") if f.name[5:].isdigit()), default=0) >= step:
-            children = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and (process_state(pid) or ("", "", 0))[::2] == ("train_gpt2", p.pid)]
-            if children:
-                return children[0]
-        assert p.poll() is None, finish(p)
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                name, _, of = process_state(pid) or ("", "", 0)
+                if name in names and of == (parent or p.pid):
+                    return int(pid)
+        assert not p or p.poll() is None, finish(p)
         time.sleep(0.02)
     raise AssertionError("no checkpoint")
 
@@ -284,6 +287,24 @@ def test_goes_on_when_all_was_killed(whole, tmp_path):
     stop(third)
     both = steps(tmp_path / "out")
     assert starts(tmp_path / "out") == 2 and {n: both[n] for n in losses} == losses
+
+
+@pytest.mark.skipif(not MPIRUN, reason="no MPI")
+def test_two_ranks(whole, tmp_path):
+    """A run for GPUs with the CPU's trainer in their place: the loss of one rank; a lost rank starts both again; SIGTERM reaches them through mpirun."""
+    options, losses = whole
+    environment = {"PROGRAM": "./train_gpt2", "GPUS": "2", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^ofi",
+                   "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    p = run("run_gpt2_124M.sh", *options, "-t", 64, "-l", 0.003, "-u", 50, "-o", tmp_path / "out", **environment)
+    mpirun = trainer_of(p, tmp_path / "out", 10, names=("mpirun", "prterun", "orterun"))
+    os.kill(trainer_of(None, tmp_path / "out", 10, parent=mpirun), signal.SIGKILL)
+    while starts(tmp_path / "out") < 2:
+        assert p.poll() is None, finish(p)
+        time.sleep(0.02)
+    trainer_of(p, tmp_path / "out", max(60, *steps(tmp_path / "out")) + 10, names=("mpirun", "prterun", "orterun"))
+    assert "going on from step_000" in stop(p)
+    both = steps(tmp_path / "out")
+    assert all(abs(both[n] - losses[n]) < 1e-5 for n in losses) and len(losses) == 60
 
 
 def test_gives_up(whole, tmp_path):
