@@ -3,7 +3,7 @@
   python dev/plot.py out/a out/b -o curves.png                    folders or log files
   python dev/plot.py out/* -o curves.png --x tokens --panels loss,accuracy,norm,speed,lr --labels "baseline,lr 6e-4"
   python dev/plot.py out/a --reference gpt2:124M,gpt3:124M        with the figures of OpenAI's models
-  python dev/plot.py out/a --follow 10                            draws anew while the run goes, until it has ended
+  python dev/plot.py out/a --follow                               draws anew while the run goes, until it has ended
   python dev/plot.py --bench -o bench.png                         the tables of dev/bench/*.md over their dates
 
 Training loss is drawn twice: every step, faint, and smoothed (an average whose weights halve every --smooth steps).
@@ -316,7 +316,7 @@ def parse_arguments(argv):
     p.add_argument("--smooth", type=float, default=None, help="steps in which a weight of the average halves; 0: none (default: 1/100 of the longest run)")
     p.add_argument("--title", default="")
     p.add_argument("--log", action="store_true", help="logarithmic loss axis")
-    p.add_argument("--follow", type=float, default=None, metavar="SECONDS", help="look every SECONDS for new lines and draw anew, until every run has ended")
+    p.add_argument("--follow", type=float, nargs="?", const=10.0, metavar="SECONDS", help="look every SECONDS (10) for new lines and draw anew, until every run has ended")
     p.add_argument("--bench", action="store_true", help="draw the ratio and tokens/s columns of bench tables over time instead")
     a = p.parse_args(argv)
     a.panels, a.reference = a.panels.split(","), [name for name in a.reference.split(",") if name]
