@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT / "dev/data"))
 import data_common
 import download
 import reader
+import shards
 
 
 # ---- a hub on this machine
@@ -345,6 +346,39 @@ def test_fineweb(fineweb, tmp_path, kind):
     script("fineweb.py", *args, "-v", "100B", "--output", tmp_path / "100B", fails="sample/100BT") if kind == "jsonl" else None
 
 
+def build_here(monkeypatch, output, paths, constants, **kwargs):
+    """shards.build() in this process, with other constants."""
+    for name, value in constants.items():
+        monkeypatch.setattr(shards, name, value)
+    parser = argparse.ArgumentParser()
+    shards.add_arguments(parser)
+    args = parser.parse_args(["--output", str(output), "--tokenizer", "bytes", "--workers", "1", "-s", "20000"])
+    vars(args).update(name="x", val_tokens=30000, **kwargs)
+    shards.check_arguments(args)
+    shards.build(shards.Ranks(), args, paths)
+    return bits(output)
+
+
+def test_many_windows(tmp_path, monkeypatch):
+    """What takes gigabytes otherwise: many pieces, many windows, shards written in parts."""
+    for i in range(3):
+        write_rows(tmp_path / f"{i}.jsonl", [story(n) for n in range(300 * i, 300 * i + 300)])
+    paths = [str(tmp_path / f"{i}.jsonl") for i in range(3)]
+    tiny = dict(PIECE_TOKENS=5000, WINDOW_TOKENS=40000, MIN_TAIL=100, UNIT_TOKENS=700)
+    whole = build_here(monkeypatch, tmp_path / "a", paths, tiny)
+    assert len(whole) > 40 and whole == build_here(monkeypatch, tmp_path / "b", paths, dict(SLICE_TOKENS=1700, BLOCK_TOKENS=900))
+    assert whole != build_here(monkeypatch, tmp_path / "c", paths, dict(WINDOW_TOKENS=60000))
+    documents = [story(n).encode() for n in range(900)]
+    parts = [t.encode() for t in texts_of(tmp_path / "a")]
+    assert len(parts) == 900 and sorted(parts) == sorted(documents)  # none is as long as a piece of text, where alone documents are cut
+    order = [int(p[6:].split(b":")[0]) for p in parts]
+    near = np.mean(np.abs(np.diff(order)) < 30)  # neighbours in the input that are neighbours still
+    assert near < 0.25, near
+    kept = build_here(monkeypatch, tmp_path / "d", paths, {}, keep_order=True)
+    assert kept == build_here(monkeypatch, tmp_path / "e", paths, dict(SLICE_TOKENS=1 << 25, BLOCK_TOKENS=1 << 21, WINDOW_TOKENS=1 << 27, PIECE_TOKENS=1 << 23), keep_order=True)
+    assert [t.encode() for t in texts_of(tmp_path / "d")] == documents
+
+
 @needs_tiktoken
 def test_fineweb_in_llama_tokens(fineweb, tmp_path):
     (tmp_path / "ranks").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate([bytes([b]) for b in range(256)] + [b"on", b" time"])))
@@ -364,6 +398,13 @@ def test_fineweb_on_ranks(fineweb, tmp_path):
         assert bits(tmp_path / f"{ranks}{workers}") == bits(tmp_path / "0")
         assert not list(tmp_path.glob(f"{ranks}{workers}/*_work*"))
     assert "up to date" in script("fineweb.py", *args, "--output", tmp_path / "0", ranks=2)
+
+
+def test_ranks_without_mpi4py(fineweb, tmp_path):
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('not here')")
+    run = subprocess.run([sys.executable, ROOT / "dev/data/fineweb.py", *map(str, fineweb("jsonl"))], capture_output=True, text=True,
+                         env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path), "OMPI_COMM_WORLD_SIZE": "2"})
+    assert run.returncode == 1 and "several ranks need the package mpi4py (not here)" in run.stderr and "hint: " in run.stderr
 
 
 @needs_mpi
