@@ -1,0 +1,232 @@
+"""What README.md and doc/*.md say is true: their commands run or are understood, the files and names they mention exist, and the
+formula in doc/memory.md gives what the trainers print.
+
+A block ```sh is run, line by line, in a copy of the tree. Of blocks ```sh gpu and ```sh cluster, and of README's, which has
+the reader's own files, it is checked that the program exists and takes the options.
+"""
+import json
+import os
+import re
+import shlex
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line)
+TRAINER = ROOT / "build/train_gpt2"
+PAGES = sorted((ROOT / "doc").glob("*.md"))
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_", "MAKE", "MFLAGS"))} | {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+
+
+def blocks(page, start):
+    """(language, [command, ...]) of each code block whose first line matches `start`; lines that end in a backslash go on."""
+    text = page.read_text()
+    for language, block in re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text, re.M):
+        if re.match(start, block):
+            yield language, [line for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def tracked():
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
+    return [f for f in listing if f and (ROOT / f).is_file()]
+
+
+# ---- what is understood
+
+PARSES = """
+import argparse, os, runpy, sys
+original = argparse.ArgumentParser.parse_args
+def accept(self, *arguments, **more):
+    original(self, *arguments, **more)
+    print("accepted", flush=True)
+    os._exit(0)
+argparse.ArgumentParser.parse_args = accept
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def succeeds(*words, cwd=ROOT):
+    run = subprocess.run([str(w) for w in words], cwd=cwd, capture_output=True, text=True, env=ENVIRONMENT)
+    assert run.returncode == 0, f"{shlex.join(map(str, words))}\n{run.stdout[-2000:]}{run.stderr[-2000:]}"
+    return run.stdout
+
+
+def understand(words):
+    """Stops with an assertion if a command names a program or an option that does not exist."""
+    while re.match(r"\w+=", words[0]):
+        words = words[1:]
+    program, rest = words[0], [w for w in words[1:] if w != "..."]
+    if program == "make":
+        succeeds("make", "-n", f"PYTHON={sys.executable}", *rest)
+    elif program == "source":
+        assert rest == [".venv/bin/activate"]
+    elif program == "python":
+        assert "accepted" in succeeds(sys.executable, "-c", PARSES, *rest)
+    elif program == "mpirun":
+        understand(rest[next(i for i, w in enumerate(rest) if w.startswith("./") or w == "python"):])
+    elif program in ("./train_gpt2", "./train_gpt2cu"):
+        assert "usage:" in succeeds(TRAINER, *rest, "--help")
+    elif program == "sbatch":
+        understand(rest[next(i for i, w in enumerate(rest) if not w.startswith("-")):])
+    elif program.startswith("scripts/"):
+        assert os.access(ROOT / program, os.X_OK)
+        succeeds("bash", "-n", program)
+        succeeds(TRAINER, *rest, "--help")
+    elif program.startswith("dev/eval/") and program.endswith(".sh"):
+        succeeds("bash", "-n", program)
+    elif match := re.fullmatch(r"build/(?:bf16|fp32)-\w+/dev/cuda/(\w+)", program):
+        assert (ROOT / f"dev/cuda/{match[1]}.cu").exists() and set(rest) <= {"--check", "--bench", "--verbose"}
+    else:
+        raise AssertionError(f"nothing is known of '{program}'")
+
+
+README = [line for _, lines in blocks(ROOT / "README.md", r"(\w+=\S+ )*(make|python|mpirun|scripts/|\./train_gpt2)") for line in lines]
+
+
+@pytest.mark.parametrize("line", README, ids=[" ".join(line.split("#")[0].split())[:80] for line in README])
+def test_commands_of_the_readme(line):
+    understand(shlex.split(line, comments=True))
+
+
+ELSEWHERE = [(page, line) for page in PAGES for language, lines in blocks(page, "") if language in ("sh gpu", "sh cluster") for line in lines]
+
+
+@pytest.mark.parametrize("page, line", ELSEWHERE, ids=[f"{page.name}: {line[:70]}" for page, line in ELSEWHERE])
+def test_commands_for_other_machines(page, line):
+    understand(shlex.split(line, comments=True))
+
+
+def test_what_is_not_understood():
+    for line in ("./train_gpt2 --no-such-option 1", "python dev/plot.py --no-such-option", "make no_such_target", "python dev/no_such_file.py", "nosuchprogram", "scripts/none.sh"):
+        with pytest.raises(AssertionError):
+            understand(shlex.split(line))
+
+
+# ---- what runs
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of what git knows, with the programs that are built."""
+    folder = tmp_path_factory.mktemp("tree")
+    for f in tracked():
+        (folder / f).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f).write_bytes((ROOT / f).read_bytes())
+    (folder / "build/test").mkdir(parents=True)
+    (folder / "train_gpt2").symlink_to(TRAINER)
+    (folder / "build/train_gpt2").symlink_to(TRAINER)
+    (folder / "build/config.mk").write_bytes((ROOT / "build/config.mk").read_bytes())
+    succeeds("make", f"PYTHON={sys.executable}", "build/test/test_model")
+    (folder / "build/test/test_model").symlink_to(ROOT / "build/test/test_model")
+    tools = folder / "build/bin"
+    tools.mkdir()
+    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tools / "python").chmod(0o755)
+    return folder
+
+
+def run(tree, line):
+    words = shlex.split(line, comments=True)
+    if words[0] == "make":
+        return understand(words)
+    if words[0] == "mpirun" and not CONFIG.get("MPIRUN"):
+        return understand(words)
+    path = f"{tree}/build/bin:{os.path.dirname(CONFIG.get('MPIRUN', ''))}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-c", line], cwd=tree, env=ENVIRONMENT | {"PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
+def test_pages_run(tree, page):
+    lines = [line for language, lines in blocks(page, "") if language == "sh" for line in lines]
+    output = "".join(run(tree, line) or "" for line in lines)
+    for said in re.findall(r"prints `(.*?)`", page.read_text()):
+        assert said in re.sub(r" +", " ", output), (said, output)
+
+
+# ---- what is mentioned
+
+def test_files_and_names_exist():
+    files = set(tracked())
+    source = "\n".join((ROOT / f).read_text(errors="replace") for f in files if not f.endswith((".md", ".png")))
+    words, missing = set(re.findall(r"\w+", source)), []
+    for page in [*PAGES, ROOT / "README.md"]:
+        prose = re.sub(r"^```(.*\n)*?```$", "", page.read_text(), flags=re.M)
+        for name in re.findall(r"`([^`\n]+)`", prose):
+            if "X" in name:  # stands for a name
+                continue
+            if re.fullmatch(r"(llmc|dev|scripts|doc)/[\w./]*\w\.\w+|[\w]+\.(h|c|cu|cuh|py)", name):
+                if name not in files and not any(f.endswith("/" + name) for f in files):
+                    missing.append((page.name, name))
+            elif re.fullmatch(r"[a-z]+(_[a-z0-9]+)+|--[a-z][a-z-]+", name) and not set(name.lstrip("-").split("-")) <= words:
+                missing.append((page.name, name))
+    assert not missing
+
+
+def test_every_page_is_named_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    assert not [p.name for p in PAGES if p.name not in text]
+
+
+# ---- doc/memory.md
+
+def parameters(c):
+    """Sizes of a Config, from the JSON of a run's start; P with its padding."""
+    gpt2 = c["model_type"] == "gpt2"
+    get = lambda a, b: c[a if gpt2 else b]
+    L, C, NH, F = get("n_layer", "num_hidden_layers"), get("n_embd", "hidden_size"), get("n_head", "num_attention_heads"), get("n_inner", "intermediate_size")
+    up = lambda n, to: -(-n // to) * to
+    W, Vp = C + 2 * c.get("num_key_value_heads", NH) * (C // NH), up(c["vocab_size"], 128)
+    vectors = 6 * C + W + F if gpt2 else 2 * C + (W if c["model_type"] == "qwen2" else 0)  # norms and biases
+    block = W * C + C * C + (2 if gpt2 else 3) * F * C + vectors
+    unit = 8 * 5 * 7 * 3 * 128
+    P = up(Vp * C + (c["n_positions"] * C if gpt2 else 0), unit) + L * up(block, unit) + up((0 if c["tie_word_embeddings"] else Vp * C) + (2 if gpt2 else 1) * C, unit)
+    return dict(L=L, C=C, NH=NH, F=F, W=W, Vp=Vp, P=P, inside=W + (F if gpt2 else 3 * F), before=F if gpt2 else 2 * F)
+
+
+def memory(s, N, b, gpu, recompute=0, saves=False):
+    """GiB by the page, without what it calls small."""
+    layer = b * (2 * s["C"] + (2 * s["C"] if recompute < 2 else 0) + s["W"] + s["C"] + s["before"] + (s["F"] if recompute < 1 else 0)) + 4 * (s["NH"] + 4)
+    once = b * (4 * s["C"] + (s["F"] if recompute >= 1 else 0) + (2 * s["C"] if recompute >= 2 else 0))
+    inside, logits = N * (b * s["inside"] + (4 * s["NH"] if gpu else 0)), min(N * s["Vp"], N * s["Vp"] if gpu else 2**26) * b
+    return (16 * s["P"] + (12 * s["P"] if saves else 0) + N * (s["L"] * layer + once) + (max(inside, logits) if gpu else inside + logits)) / 2**30
+
+
+SMALL = {"gpt2": "d4,channels=256,vocab=1000,seq=128", "llama": "llama3:8B,layers=3,channels=256,heads=4,kv_heads=2,vocab=512,seq=128",
+         "llama tied": "llama3.2:1B,layers=2,channels=512,heads=8,kv_heads=2,vocab=300,seq=128", "qwen": "qwen2.5:1.5B,layers=2,channels=256,heads=4,kv_heads=2,vocab=400,seq=128"}
+
+
+def start_of(tmp_path, *words):
+    """What a run of one step logs at its start."""
+    (tmp_path / "tokens.bin").write_bytes(struct.pack("<256i", 20240520, 1, 40000, *[0] * 253) + bytes(80000))
+    succeeds(TRAINER, *words, "-i", tmp_path / "tokens.bin", "-x", 1, "-v", 0, "-s", 0, "-o", tmp_path / "run")
+    return json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize("model, recompute, saves", [(m, 0, 0) for m in SMALL] + [("gpt2", 1, 0), ("gpt2", 2, 1), ("llama", 2, 0)])
+def test_memory_on_the_cpu(tmp_path, model, recompute, saves):
+    start = start_of(tmp_path, "-e", SMALL[model], "-b", 8, "-t", 128, "-r", recompute, "-n", saves)
+    said = memory(parameters(start["config"]), 8 * 128, 4, False, recompute, saves)
+    assert said <= start["memory_gib"] <= 1.01 * said, (said, start["memory_gib"])
+
+
+def test_memory_on_a_gpu():
+    """The page's formula and the figures of dev/bench for four runs on one H200; the rest that the page calls small is below 0.1 GiB."""
+    gpt2 = dict(model_type="gpt2", n_positions=1024, vocab_size=50257, tie_word_embeddings=True)
+    llama = dict(model_type="llama", hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192, vocab_size=128256, tie_word_embeddings=False)
+    qwen = dict(model_type="qwen2", hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, intermediate_size=8960, vocab_size=151936, tie_word_embeddings=True)
+    runs = [("GPT-2 124M", gpt2 | dict(n_layer=12, n_embd=768, n_head=12, n_inner=3072), 64 * 1024), ("GPT-2 1558M", gpt2 | dict(n_layer=48, n_embd=1600, n_head=25, n_inner=6400), 16 * 1024),
+            ("Llama-3.2-1B", llama, 4 * 8192), ("Qwen2.5-1.5B", qwen, 16 * 1024)]
+    bench = (ROOT / "dev/bench/h200_2026-11-20.md").read_text()
+    for name, config, N in runs:
+        measured = float(re.search(rf"^\| {re.escape(name)}.*/ ([\d.]+) \|$", bench, re.M)[1])
+        assert 0 <= measured + 0.05 - memory(parameters(config), N, 2, True) <= 0.15, (name, measured)
+    s, text = parameters(runs[0][1]), (ROOT / "doc/memory.md").read_text()
+    assert f"P = {s['P']:,}" in text and f"Together {memory(s, 65536, 2, True):.2f} GiB" in text and f"{memory(s, 65536, 2, True) - memory(s, 65536, 2, True, 1):.1f} GiB" in text
