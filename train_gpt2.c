@@ -325,31 +325,52 @@ enum { QUERIES = 64 };  // queries at a time: their scores against all keys up t
 // The first row of one head in sequence b; of the heads in a packed row, q is h, k is NH + kv, v is NH + NKV + kv.
 static inline const float *head_of(const float *qkv, size_t b, int T, size_t row, int head, int HD) { return qkv + b * T * row + (size_t)head * HD; }
 
+// n queries of one head, the i-th of them at place at + i of its sequence, over the keys and values up to its own.
+static void attend(float *out, size_t out_row, float *lse /*(n)*/, const float *q, size_t q_row, const float *k, const float *v, size_t kv_row, int n, int at, int HD) {
+    const float scale = 1.0f / sqrtf((float)HD);
+    float *p = (float *)malloc_or_die((size_t)min_int(n, QUERIES) * (size_t)(at + n) * sizeof(float));  // (rows, keys)
+    for (int t0 = 0; t0 < n; t0 += QUERIES) {
+        const int rows = min_int(n - t0, QUERIES), keys = at + t0 + rows;
+        multiply_serial(p, keys, NULL, NULL, matrix(q + t0 * q_row, q_row), transposed(k, kv_row), rows, keys, HD);
+        for (int i = 0; i < rows; i++) {
+            float *x = p + (size_t)i * keys, highest = -INFINITY, sum = 0;
+            const int seen = at + t0 + i + 1;
+            #pragma omp simd reduction(max : highest)
+            for (int s = 0; s < seen; s++) highest = x[s] > highest ? x[s] : highest;
+            #pragma omp simd reduction(+ : sum)
+            for (int s = 0; s < seen; s++) { x[s] = fast_exp((x[s] - highest) * scale); sum += x[s]; }
+            for (int s = 0; s < seen; s++) x[s] *= 1 / sum;
+            for (int s = seen; s < keys; s++) x[s] = 0;
+            lse[t0 + i] = highest * scale + logf(sum);
+        }
+        multiply_serial(out + t0 * out_row, out_row, NULL, NULL, matrix(p, keys), matrix(v, kv_row), rows, HD, keys);
+    }
+    free(p);
+}
 void attention_forward_cpu(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const float *qkv, int B, int T, int NH, int NKV, int HD) {
     const size_t row = (size_t)(NH + 2 * NKV) * HD, out_row = (size_t)NH * HD;
-    const float scale = 1.0f / sqrtf((float)HD);
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < B * NH; task++) {
         const int b = task / NH, h = task % NH, kv = h / (NH / NKV);
-        const float *q = head_of(qkv, b, T, row, h, HD), *k = head_of(qkv, b, T, row, NH + kv, HD), *v = head_of(qkv, b, T, row, NH + NKV + kv, HD);
-        float *p = (float *)malloc_or_die((size_t)QUERIES * T * sizeof(float));  // (rows, keys)
-        for (int t0 = 0; t0 < T; t0 += QUERIES) {
-            const int rows = min_int(T - t0, QUERIES), keys = t0 + rows;
-            multiply_serial(p, keys, NULL, NULL, matrix(q + t0 * row, row), transposed(k, row), rows, keys, HD);
-            for (int i = 0; i < rows; i++) {
-                float *x = p + (size_t)i * keys, highest = -INFINITY, sum = 0;
-                const int seen = t0 + i + 1;
-                #pragma omp simd reduction(max : highest)
-                for (int s = 0; s < seen; s++) highest = x[s] > highest ? x[s] : highest;
-                #pragma omp simd reduction(+ : sum)
-                for (int s = 0; s < seen; s++) { x[s] = fast_exp((x[s] - highest) * scale); sum += x[s]; }
-                for (int s = 0; s < seen; s++) x[s] *= 1 / sum;
-                for (int s = seen; s < keys; s++) x[s] = 0;
-                lse[(size_t)task * T + t0 + i] = highest * scale + logf(sum);
-            }
-            multiply_serial(out + ((size_t)b * T + t0) * out_row + (size_t)h * HD, out_row, NULL, NULL, matrix(p, keys), matrix(v, row), rows, HD, keys);
-        }
-        free(p);
+        attend(out + (size_t)b * T * out_row + (size_t)h * HD, out_row, lse + (size_t)task * T, head_of(qkv, b, T, row, h, HD), row,
+               head_of(qkv, b, T, row, NH + kv, HD), head_of(qkv, b, T, row, NH + NKV + kv, HD), row, T, 0, HD);
+    }
+}
+// The same for n new tokens of each of S sequences that have `at` tokens already: their keys and values are put into the cache,
+// keys and values (S,NKV,room,HD) each, and the new queries see all of it up to themselves.
+void attention_decode_cpu(float *out /*(S,n,NH*HD)*/, float *lse /*(S,NH,n)*/, float *keys, float *values, const float *qkv /*(S,n,..)*/, int S, int n, int at, int room, int NH, int NKV, int HD) {
+    const size_t row = (size_t)(NH + 2 * NKV) * HD, out_row = (size_t)NH * HD;
+    for (int i = 0; i < S * NKV * n; i++) {
+        const int s = i / (NKV * n), kv = i / n % NKV, t = i % n;
+        const size_t place = ((size_t)(s * NKV + kv) * room + at + t) * HD;
+        memcpy(keys + place, head_of(qkv, s, n, row, NH + kv, HD) + t * row, (size_t)HD * sizeof(float));
+        memcpy(values + place, head_of(qkv, s, n, row, NH + NKV + kv, HD) + t * row, (size_t)HD * sizeof(float));
+    }
+    #pragma omp parallel for schedule(dynamic)
+    for (int task = 0; task < S * NH; task++) {
+        const int s = task / NH, h = task % NH, kv = h / (NH / NKV);
+        const size_t cached = (size_t)(s * NKV + kv) * room * HD;
+        attend(out + (size_t)s * n * out_row + (size_t)h * HD, out_row, lse + (size_t)task * n, head_of(qkv, s, n, row, h, HD), row, keys + cached, values + cached, HD, n, at, HD);
     }
 }
 // p = exp(scale q k^T - lse);  dv = p^T dout;  dp = dout v^T;  ds = p (dp - rowsum(dout * out));  dq = scale ds k;  dk = scale ds^T q.
@@ -513,6 +534,13 @@ typedef struct {
     float *ln1w, *ln1b, *qkvw, *qkvb, *projw, *projb, *ln2w, *ln2b, *fcw, *fcb, *fcprojw, *fcprojb;
 } BlockParams;
 
+// Keys and values of all tokens that generation has seen.
+typedef struct {
+    float *keys, *values;                   // (L,S,NKV,room,HD) each
+    float *cos_sin;                         // (room,HD/2,2)
+    int sequences, room, count;             // S; tokens of each that fit, and that are there
+} KvCache;
+
 struct Model {
     Config config;
     ParamTable table;
@@ -528,6 +556,7 @@ struct Model {
     int head_rows;
     float *dx, *branch, *dqkv, *df, *da;    // backward: gradient of the residual stream, of a block's branch, and inside it
     double loss;                            // sum over the step's micro-steps
+    KvCache cache;                          // empty unless something is generated
     void **owned;                           // what model_close frees
     int num_owned;
     size_t bytes;
@@ -612,9 +641,13 @@ void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
     #endif
     describe_device(m->device, sizeof m->device);
     const size_t N = (size_t)m->B * m->T, C = (size_t)c->channels, F = (size_t)c->ffn_dim, Vp = (size_t)c->padded_vocab_size, L = (size_t)c->num_layers;
-    m->weights = floats(m, m->table.total); m->grads = floats(m, m->table.total);
     const size_t states = m->zero_stage ? m->table.total / (size_t)comm->world : m->table.total;
-    m->m = floats(m, states);          m->v = floats(m, states);
+    m->weights = floats(m, m->table.total);
+    if (!forward_only(o)) {
+        m->grads = floats(m, m->table.total);
+        m->m = floats(m, states);
+        m->v = floats(m, states);
+    }
     const Slot saved[] = {SLOT_WEIGHT, SLOT_M, SLOT_V};
     for (int i = 0; i < 3 && o->save_every && o->save_async; i++) m->snapshots[saved[i]] = floats(m, m->table.total / (size_t)comm->world);
     m->exchange = floats(m, comm->world > 1 ? (size_t)comm->world * COMM_PIECE : 0);
@@ -698,7 +731,8 @@ static void activation_forward(const Model *m, float *a, const float *f, int N) 
     else gelu_forward_cpu(a, f, (size_t)N * m->config.ffn_dim);
 }
 
-static void block_forward(Model *m, int l, int B, int T) {
+// cache: NULL in training; else T new tokens follow those that it holds.
+static void block_forward(Model *m, int l, int B, int T, const KvCache *cache) {
     const Config *c = &m->config;
     const LayerActs *a = &m->layers[l];
     const BlockParams w = block_params(m, m->weights, l);
@@ -707,8 +741,13 @@ static void block_forward(Model *m, int l, int B, int T) {
     watchdog_beat(PHASE_FORWARD, l);
     norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, x, w.ln1w, w.ln1b, N, C, c->norm_eps);
     matmul_forward_cpu(a->qkv, a->h1, w.qkvw, w.qkvb, N, C, qkv_width(c));
-    if (c->position == POSITION_ROPE) rope_forward_cpu(a->qkv, m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
-    attention_forward_cpu(a->y, a->lse, a->qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
+    if (c->position == POSITION_ROPE) rope_forward_cpu(a->qkv, cache ? cache->cos_sin + (size_t)cache->count * c->head_dim : m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
+    if (cache) {
+        const size_t layer = (size_t)l * B * c->num_kv_heads * cache->room * c->head_dim;
+        attention_decode_cpu(a->y, a->lse, cache->keys + layer, cache->values + layer, a->qkv, B, T, cache->count, cache->room, c->num_heads, c->num_kv_heads, c->head_dim);
+    } else {
+        attention_forward_cpu(a->y, a->lse, a->qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
+    }
     multiply(a->x_mid, C, x, w.projb, matrix(a->y, Q), transposed(w.projw, Q), N, C, Q);  // with the residual added
     norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps);
     matmul_forward_cpu(a->f, a->h2, w.fcw, w.fcb, N, C, fc_width(c));
@@ -717,13 +756,14 @@ static void block_forward(Model *m, int l, int B, int T) {
 }
 
 // tokens (B, T) -> m->h_final (B, T, C)
-static void model_forward(Model *m, const int *tokens, int B, int T) {
+static void model_forward(Model *m, const int *tokens, int B, int T, const KvCache *cache) {
     const Config *c = &m->config;
     const int N = B * T, last = c->num_layers + 1;
+    const float *wpe = param_pointer(m, m->weights, 0, ROLE_WPE);
     for (int n = 0; n < N; n++)
         require(tokens[n] >= 0 && tokens[n] < c->vocab_size, "token id %d is not in the vocabulary of %d\nuse data made with the model's tokenizer", tokens[n], c->vocab_size);
-    embedding_forward_cpu(m->x_embedding, tokens, param_pointer(m, m->weights, 0, ROLE_WTE), param_pointer(m, m->weights, 0, ROLE_WPE), B, T, c->channels);
-    for (int l = 0; l < c->num_layers; l++) block_forward(m, l, B, T);
+    embedding_forward_cpu(m->x_embedding, tokens, param_pointer(m, m->weights, 0, ROLE_WTE), wpe && cache ? wpe + (size_t)cache->count * c->channels : wpe, B, T, c->channels);
+    for (int l = 0; l < c->num_layers; l++) block_forward(m, l, B, T, cache);
     norm_forward_cpu(c->norm, m->h_final, m->mean_final, m->rstd_final, layer_input(m, c->num_layers), param_pointer(m, m->weights, last, ROLE_LNFW),
                      param_pointer(m, m->weights, last, ROLE_LNFB), N, c->channels, c->norm_eps);
 }
@@ -814,7 +854,7 @@ static void model_backward(Model *m, const int *tokens, int accumulate, int redu
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
     const int N = m->B * m->T;
     const double tokens = (double)N * num_micro * m->comm->world;  // of the step
-    model_forward(m, inputs, m->B, m->T);
+    model_forward(m, inputs, m->B, m->T, NULL);
     head(m, targets, (float)(1 / tokens), 1, micro > 0);
     model_backward(m, inputs, micro > 0, micro == num_micro - 1 && m->comm->world > 1);
     if (micro == 0) m->loss = 0;
@@ -848,16 +888,38 @@ void model_update(Model *m, const AdamWParams *p) {
 
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {
     assert(T >= 1 && T <= m->T && m->B * m->T % T == 0);
-    model_forward(m, inputs, m->B * m->T / T, T);
+    model_forward(m, inputs, m->B * m->T / T, T, NULL);
     head(m, targets, 0, 0, 0);
     memcpy(losses, m->losses, (size_t)m->B * m->T * sizeof(float));
 }
 
-void model_next_logits(Model *m, const int *tokens, int n, float *logits) {
+void model_decode_open(Model *m, int sequences, int room) {
     const Config *c = &m->config;
-    assert(n >= 1 && n <= m->T);
-    model_forward(m, tokens, 1, n);
-    matmul_forward_cpu(logits, m->h_final + (size_t)(n - 1) * c->channels, head_weight(m, m->weights), NULL, 1, c->channels, c->vocab_size);
+    const size_t size = (size_t)c->num_layers * sequences * c->num_kv_heads * room * c->head_dim;
+    assert(!m->cache.keys && sequences <= m->B && room <= c->max_seq_len);
+    m->cache.keys = floats(m, size);
+    m->cache.values = floats(m, size);
+    m->cache.cos_sin = floats(m, (size_t)room * c->head_dim);
+    if (c->position == POSITION_ROPE) rope_table(c, room, m->cache.cos_sin);
+    m->cache.sequences = sequences;
+    m->cache.room = room;
+}
+void model_decode_reset(Model *m) { m->cache.count = 0; }
+void model_decode(Model *m, const int *tokens, int n, float *logits) {
+    const Config *c = &m->config;
+    KvCache *cache = &m->cache;
+    const int S = cache->sequences, most = m->B * m->T / S;
+    int *piece = (int *)malloc_or_die((size_t)S * min_int(n, most) * sizeof(int));
+    assert(n >= 1 && cache->count + n <= cache->room);
+    for (int t0 = 0, k; t0 < n; t0 += k) {
+        k = min_int(n - t0, most);
+        for (int s = 0; s < S; s++) memcpy(piece + s * k, tokens + (size_t)s * n + t0, (size_t)k * sizeof(int));
+        model_forward(m, piece, S, k, cache);
+        cache->count += k;
+        for (int s = 0; s < S && t0 + k == n; s++) memcpy(m->branch + (size_t)s * c->channels, m->h_final + (size_t)(s * k + k - 1) * c->channels, (size_t)c->channels * sizeof(float));
+    }
+    matmul_forward_cpu(logits, m->branch, head_weight(m, m->weights), NULL, S, c->channels, c->vocab_size);
+    free(piece);
 }
 
 #ifndef LLMC_NO_MAIN  // test_model.c has its own

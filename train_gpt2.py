@@ -520,9 +520,11 @@ class Trainer:
     @torch.no_grad()
     def sample(self, first, step):
         """Ids drawn as llmc/sampler.h draws them, until the end-of-text token `first` comes again."""
-        ids, o = [first], self.o
+        ids, o, begin = [first], self.o, 0
         while len(ids) <= o.sample_tokens and (len(ids) == 1 or ids[-1] != first):
-            window = torch.tensor([ids[-o.seq_len :]], device=o.device)
+            if len(ids) - begin > o.seq_len:  # the last half goes on as a new beginning, as in llmc/generate.h
+                begin = len(ids) - (o.seq_len + 1) // 2
+            window = torch.tensor([ids[begin:]], device=o.device)
             logits = self.logits(window)[0, -1].double().cpu().numpy()
             sums = np.exp((logits - logits.max()) / max(o.temperature, 1e-9)).astype(np.float32).cumsum(dtype=np.float64)
             coin = int(rand_u64(o.seed, rand_stream(RAND_SAMPLE, step), len(ids) - 1)[0] >> np.uint64(11)) * 2.0**-53  # rand.h's uniform

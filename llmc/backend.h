@@ -30,6 +30,9 @@ typedef struct {
     int step;          // from 1, for the bias correction
 } AdamWParams;
 
+// Runs that only go forward have no gradients and no optimiser states.
+static inline int forward_only(const Options *o) { return o->generate || o->evaluate; }
+
 // Fills in what the handshake compares of this rank's device; allocates nothing.
 void model_identify(HandshakeRecord *r);
 // Allocates everything for micro-steps of (o->batch_size, o->seq_len) tokens of this rank. Weights are zero afterwards.
@@ -62,7 +65,11 @@ void model_update(Model *m, const AdamWParams *p);
 // Forward only and without the other ranks: the loss of each of batch_size * seq_len tokens, in rows of T of them, 0 where the
 // target is -1. T is seq_len or, where rows are short, any smaller divisor of batch_size * seq_len: the same work for more rows.
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses);
-// Logits (V) that follow n tokens of one sequence, 1 <= n <= T.
-void model_next_logits(Model *m, const int *tokens, int n, float *logits);
+
+// Generation, by one rank without the others. The keys and values of `sequences` <= B sequences of up to `room` tokens are kept,
+// room <= the model's context; model_decode adds n tokens to each, tokens (S,n), and gives the logits (S,V) that follow the last.
+void model_decode_open(Model *m, int sequences, int room);  // once, before the first step
+void model_decode_reset(Model *m);                          // the sequences begin anew
+void model_decode(Model *m, const int *tokens, int n, float *logits);
 
 #endif

@@ -18,6 +18,7 @@
 #include "adamw.cuh"
 #include "activation.cuh"
 #include "attention.cuh"
+#include "attention_decode.cuh"
 #include "backend.h"
 #include "classifier.cuh"
 #include "cuda_common.cuh"
@@ -75,7 +76,8 @@ struct Model {
     cudaEvent_t copied[2];
     int slot;
     float *losses, *loss_total, *norm_squared, *host_scalars;
-    float *host_floats;      // pinned: losses (B,T) or one row of logits, as fp32
+    float *host_floats;      // pinned: losses (B,T)
+    KvCache cache;           // empty unless this rank samples
 };
 
 static inline floatX *param_pointer(floatX *buffer, const ParamTable *t, int unit, Role role) {
@@ -135,7 +137,7 @@ static inline size_t saved_layer_size(const Config *c, size_t N, int recompute) 
 }
 
 static inline int reduces_wide(const Model *m) { return !strcmp(m->options.reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float); }
-static inline int has_master(const Model *m) { return sizeof(floatX) != sizeof(float) && m->options.master_weights; }
+static inline int has_master(const Model *m) { return sizeof(floatX) != sizeof(float) && m->options.master_weights && !forward_only(&m->options); }
 // ZeRO 1: optimiser states exist for this rank's pieces only.
 static inline int states_are_sharded(const Model *m) { return m->options.zero_stage > 0 && m->comm->world > 1; }
 static inline Span shard_of(const Model *m, int unit) { return param_shard(&m->table, unit, m->comm->rank, m->comm->world); }
@@ -155,11 +157,12 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
     const size_t states = states_are_sharded(m) ? total / (size_t)m->comm->world : total;
     const int recompute = (int)m->options.recompute;
     memory_request(memory, &m->weights, "parameters", "weights", total);
-    memory_request(memory, &m->grads, "parameters", "gradients", total);
+    const int trains = !forward_only(&m->options);
+    if (trains) memory_request(memory, &m->grads, "parameters", "gradients", total);
     if (m->comm->world > 1 && reduces_wide(m)) memory_request(memory, &m->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(&m->table));
     if (has_master(m)) memory_request(memory, &m->master, "optimiser", "fp32 master weights", states);
-    memory_request(memory, &m->m, "optimiser", "AdamW m", states);
-    memory_request(memory, &m->v, "optimiser", "AdamW v", states);
+    if (trains) memory_request(memory, &m->m, "optimiser", "AdamW m", states);
+    if (trains) memory_request(memory, &m->v, "optimiser", "AdamW v", states);
     memory_request(memory, &m->chunks, "optimiser", "chunk table", m->num_chunks);
     memory_request(memory, &m->shards, "optimiser", "shard table", (size_t)m->table.num_units);
     if (m->options.save_every && m->options.save_async) {
@@ -193,7 +196,7 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
     memory_request(memory, &m->norm_squared, "tokens", "squared gradient norm", 1);
     memory_request_pinned(memory, &m->host_tokens, "tokens", "two slots of inputs, targets", 4 * N);
     memory_request_pinned(memory, &m->host_scalars, "tokens", "loss, norm", 2);
-    memory_request_pinned(memory, &m->host_floats, "tokens", "losses or a row of logits", N > (size_t)c->padded_vocab_size ? N : (size_t)c->padded_vocab_size);
+    memory_request_pinned(memory, &m->host_floats, "tokens", "losses", N);
 }
 
 // Memory is linear in B: from two sizes follows the largest B that fits.
@@ -260,6 +263,13 @@ static inline void upload(const Model *m, void *to, const void *from, size_t byt
     cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, m->gpu.compute));
     cudaCheck(cudaStreamSynchronize(m->gpu.compute));
 }
+static inline void upload_rope_table(const Model *m, float *to, int T) {
+    const size_t count = (size_t)T * m->config.head_dim;
+    float *cos_sin = (float *)malloc_or_die(count * sizeof(float));
+    rope_table(&m->config, T, cos_sin);
+    upload(m, to, cos_sin, count * sizeof(float));
+    free(cos_sin);
+}
 // The tables that kernels read from device memory.
 static inline void upload_tables(Model *m) {
     const Config *c = &m->config;
@@ -271,13 +281,7 @@ static inline void upload_tables(Model *m) {
     for (int u = 0; u < m->table.num_units; u++) shards[u] = shard_of(m, u);
     upload(m, m->shards, shards, (size_t)m->table.num_units * sizeof(Span));
     free(shards);
-    if (c->position == POSITION_ROPE) {
-        const size_t count = (size_t)m->T * c->head_dim;
-        float *cos_sin = (float *)malloc_or_die(count * sizeof(float));
-        rope_table(c, m->T, cos_sin);
-        upload(m, m->cos_sin, cos_sin, count * sizeof(float));
-        free(cos_sin);
-    }
+    if (c->position == POSITION_ROPE) upload_rope_table(m, m->cos_sin, m->T);
 }
 
 void model_identify(HandshakeRecord *r) { gpu_identify(r->local_rank, r->device, sizeof r->device, &r->devices, &r->sm, &r->driver); }
@@ -319,6 +323,7 @@ void model_close(Model *m) {
     for (int i = 0; i < 2; i++) cudaCheck(cudaEventDestroy(m->copied[i]));
     matmul_close(&m->matmul);
     memory_free(&m->memory);
+    memory_free(&m->cache.memory);
     free(m->layers);
     params_free(&m->table);
     gpu_close(&m->gpu);
@@ -326,7 +331,7 @@ void model_close(Model *m) {
 
 const char *model_device(const Model *m) { return m->gpu.prop.name; }
 const char *model_dtype(const Model *) { return FLOATX_NAME; }
-double model_memory_gib(const Model *m) { return (double)m->memory.device_bytes / 1073741824.0; }
+double model_memory_gib(const Model *m) { return (double)(m->memory.device_bytes + m->cache.memory.device_bytes) / 1073741824.0; }
 double model_peak_flops(const Model *m) {
     return peak_flops(m->gpu.prop.name, sizeof(floatX) == 2 ? PEAK_BF16 : m->options.tf32 ? PEAK_TF32 : PEAK_FP32);
 }
@@ -402,9 +407,10 @@ static inline void activation_forward(const Model *m, floatX *a, const floatX *f
     else gelu_forward(a, f, (size_t)N * m->config.ffn_dim, m->gpu.compute);
 }
 
-// h1 of the layer is ready. `next_*`: the norm that follows the block, of layer l+1 or the final one.
+// h1 of the layer is ready. `next_*`: the norm that follows the block, of layer l+1 or the final one. cache: NULL in training; else T
+// new tokens follow those that it holds.
 static inline void block_forward(Model *m, int l, const floatX *x, floatX *next_h, float *next_mean, float *next_rstd,
-                                 const floatX *next_w, const floatX *next_b, int B, int T) {
+                                 const floatX *next_w, const floatX *next_b, int B, int T, const KvCache *cache) {
     Range range("block", l);
     watchdog_beat(PHASE_FORWARD, l);
     const Config *c = &m->config;
@@ -413,11 +419,16 @@ static inline void block_forward(Model *m, int l, const floatX *x, floatX *next_
     const int N = B * T, C = c->channels, Q = c->num_heads * c->head_dim;
     cudaStream_t s = m->gpu.compute;
     matmul_forward(&m->matmul, a.qkv, a.h1, w.qkvw, w.qkvb, NULL, N, C, qkv_width(c), s);
-    if (c->position == POSITION_ROPE) rope_forward(a.qkv, m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
-    attention_forward(a.y, a.lse, a.qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
+    if (c->position == POSITION_ROPE) rope_forward(a.qkv, cache ? cache->cos_sin + (size_t)cache->count * c->head_dim : m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
+    if (cache) {
+        const size_t layer = (size_t)l * B * c->num_kv_heads * cache->room * c->head_dim;
+        attention_decode(a.y, cache->keys + layer, cache->values + layer, a.qkv, B, T, cache->count, cache->room, c->num_heads, c->num_kv_heads, c->head_dim, s);
+    } else {
+        attention_forward(a.y, a.lse, a.qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
+    }
     matmul_forward(&m->matmul, m->branch, a.y, w.projw, w.projb, NULL, N, Q, C, s);
     residual_norm_forward(c->norm, a.x_mid, a.h2, a.mean2, a.rstd2, x, m->branch, w.ln2w, w.ln2b, N, C, c->norm_eps, s);
-    if (m->fuse_gelu) {
+    if (m->fuse_gelu && !cache) {
         matmul_forward(&m->matmul, a.a, a.h2, w.fcw, w.fcb, a.f, N, C, fc_width(c), s);
     } else {
         matmul_forward(&m->matmul, a.f, a.h2, w.fcw, w.fcb, NULL, N, C, fc_width(c), s);
@@ -434,7 +445,7 @@ static inline floatX *head_weight(const Model *m, floatX *buffer) {
 }
 
 // m->tokens (B,T) -> m->h_final (B,T,C)
-static inline void model_forward(Model *m, int B, int T) {
+static inline void model_forward(Model *m, int B, int T, const KvCache *cache) {
     Range range("forward");
     const Config *c = &m->config;
     const ParamTable *t = &m->table;
@@ -442,17 +453,18 @@ static inline void model_forward(Model *m, int B, int T) {
     cudaStream_t s = m->gpu.compute;
     zero_wait(&m->zero, 0);
     zero_wait(&m->zero, 1);
-    embedding_forward(m->x_embedding, m->tokens, param_pointer(m->weights, t, 0, ROLE_WTE), param_pointer(m->weights, t, 0, ROLE_WPE), B, T, C, s);
+    const floatX *wpe = param_pointer(m->weights, t, 0, ROLE_WPE);
+    embedding_forward(m->x_embedding, m->tokens, param_pointer(m->weights, t, 0, ROLE_WTE), wpe && cache ? wpe + (size_t)cache->count * C : wpe, B, T, C, s);
     const BlockParams first = block_params(m->weights, t, 0);
     norm_forward(c->norm, m->layers[0].h1, m->layers[0].mean1, m->layers[0].rstd1, m->x_embedding, first.ln1w, first.ln1b, N, C, c->norm_eps, s);
     for (int l = 0; l < L; l++) {
         if (l + 1 < L) {
             const LayerActs next = m->layers[l + 1];
             const BlockParams w = block_params(m->weights, t, l + 1);
-            block_forward(m, l, layer_input(m, l), next.h1, next.mean1, next.rstd1, w.ln1w, w.ln1b, B, T);
+            block_forward(m, l, layer_input(m, l), next.h1, next.mean1, next.rstd1, w.ln1w, w.ln1b, B, T, cache);
         } else {
             block_forward(m, l, layer_input(m, l), m->h_final, m->mean_final, m->rstd_final, param_pointer(m->weights, t, L + 1, ROLE_LNFW),
-                          param_pointer(m->weights, t, L + 1, ROLE_LNFB), B, T);
+                          param_pointer(m->weights, t, L + 1, ROLE_LNFB), B, T, cache);
         }
     }
 }
@@ -553,7 +565,7 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     const float share = 1.0f / ((float)N * (float)num_micro * (float)m->comm->world);
     upload_tokens(m, inputs, targets, (size_t)N);
     if (micro == 0) cudaCheck(cudaMemsetAsync(m->loss_total, 0, sizeof(float), m->gpu.compute));
-    model_forward(m, m->B, m->T);
+    model_forward(m, m->B, m->T, NULL);
     head_forward(m, N, share, 1);
     loss_sum(m->loss_total, m->losses, N, share, m->gpu.compute);
     model_backward(m, micro > 0, micro == num_micro - 1);
@@ -583,27 +595,11 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     const int N = m->B * m->T;
     assert(T >= 1 && T <= m->T && N % T == 0);
     upload_tokens(m, inputs, targets, (size_t)N);
-    model_forward(m, N / T, T);
+    model_forward(m, N / T, T, NULL);
     head_forward(m, N, 0, 0);
     cudaCheck(cudaMemcpyAsync(m->host_floats, m->losses, (size_t)N * sizeof(float), cudaMemcpyDeviceToHost, m->gpu.compute));
     cudaCheck(cudaStreamSynchronize(m->gpu.compute));
     memcpy(losses, m->host_floats, (size_t)N * sizeof(float));
-}
-
-// One sequence, filled up to T: attention is causal, so what follows the n tokens cannot change their logits.
-void model_next_logits(Model *m, const int *tokens, int n, float *logits) {
-    const Config *c = &m->config;
-    assert(n >= 1 && n <= m->T);
-    int *filled = (int *)calloc_or_die((size_t)m->T * sizeof(int));
-    memcpy(filled, tokens, (size_t)n * sizeof(int));
-    upload_tokens(m, filled, NULL, (size_t)m->T);
-    free(filled);
-    model_forward(m, 1, m->T);
-    matmul_forward(&m->matmul, m->logits, m->h_final + (size_t)(n - 1) * c->channels, head_weight(m, m->weights), NULL, NULL, 1, c->channels, c->padded_vocab_size, m->gpu.compute);
-    floatX *row = (floatX *)m->host_floats;
-    cudaCheck(cudaMemcpyAsync(row, m->logits, (size_t)c->vocab_size * sizeof(floatX), cudaMemcpyDeviceToHost, m->gpu.compute));
-    cudaCheck(cudaStreamSynchronize(m->gpu.compute));
-    for (int i = 0; i < c->vocab_size; i++) logits[i] = (float)row[i];
 }
 
 #endif

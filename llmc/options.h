@@ -50,7 +50,9 @@ STR(prompt, "prompt", "", "", "text that samples begin with (default: the end-of
 FLT(temperature, "temperature", "", 1.0, 0, 100, "sampling temperature (0: always the likeliest token)") \
 INT(top_k, "top-k", "", 0, 0, 1 << 24, "sample from the k likeliest tokens (0: all)") \
 FLT(top_p, "top-p", "", 1.0, 0, 1, "sample from the likeliest tokens that together have this probability") \
-INT(generate, "generate", "", 0, 0, 1, "1: print a sample of --sample-tokens and stop; nothing is trained") \
+INT(samples, "samples", "", 1, 1, 1024, "samples that are printed at a time (at most --batch-size while training)") \
+INT(kv_cache, "kv-cache", "", 1, 0, 1, "keep keys and values of earlier tokens while sampling; 0: compute them anew for every token") \
+INT(generate, "generate", "", 0, 0, 1, "1: print samples of --sample-tokens and stop; nothing is trained") \
 SECTION("checkpoints (need --output)") \
 INT(save_every, "save-every", "n", 0, 0, 1 << 30, "write a checkpoint every N steps (0: none)") \
 INT(save_keep, "save-keep", "nk", 0, 0, 1 << 30, "keep the newest K checkpoints (0: all)") \
@@ -145,7 +147,7 @@ static inline Options options_default(void) {
 }
 
 static inline void options_help(const char *program, FILE *f) {
-    fprintf(f, "usage: %s [options]      every option takes one value: --name value, --name=value or llm.c's -x value\n", program);
+    fprintf(f, "usage: %s [options]      every option takes one value: --name value, --name=value or llm.c's -x value;\n       one that is 0 or 1 may stand alone for 1\n", program);
     for (int i = 0; i < NUM_OPTIONS; i++) {
         const OptionInfo *p = &option_table[i];
         if (p->kind == OPTION_SECTION) { fprintf(f, "\n%s\n", p->name); continue; }
@@ -209,6 +211,8 @@ static inline Options options_parse(int argc, char **argv) {
         const OptionInfo *p = option_find(argument, length);
         if (!p && argument[1] == '-') die("unknown option '%.*s'\ndid you mean --%s? %s --help lists all", (int)length, argument, option_nearest(argument + 2, length - 2), argv[0]);
         require(p, "unknown option '%s'\n%s --help lists all", argument, argv[0]);
+        const int is_switch = p->kind == OPTION_INT && p->low == 0 && p->high == 1;  // alone it means 1
+        if (is_switch && !argument[length] && (i + 1 == argc || argv[i + 1][0] == '-')) { option_set(&o, p, "1"); continue; }
         if (!argument[length]) require(i + 1 < argc, "option %s needs a value\n%s", argument, p->help);
         option_set(&o, p, argument[length] ? argument + length + 1 : argv[++i]);
     }

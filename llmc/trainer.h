@@ -8,7 +8,7 @@
 #include "backend.h"
 #include "checkpoint.h"
 #include "evaluate.h"
-#include "sampler.h"
+#include "generate.h"
 #include "schedule.h"
 #include "tokenizer.h"
 
@@ -20,6 +20,7 @@ typedef struct {
     DataLoader train;
     Evaluation eval;
     int has_tokenizer;
+    int window;              // tokens that a sample sees at a time
     Tokenizer tokenizer;
     Logger log;
     TrainState state;        // what a checkpoint holds beside the parameters
@@ -61,6 +62,7 @@ static inline void check_options(const Options *o) {
     require(!*o->choice_data || o->eval_every || o->evaluate || o->generate, "--eval-every 0 never scores --choice-data\ngive a number of steps, or leave --choice-data out");
     require(o->eval_steps != 0 || (!o->eval_every && !o->evaluate), "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
     require(o->top_p > 0, "--top-p 0 leaves no token to sample\nuse a value in (0, 1], or --temperature 0 for the likeliest token");
+    require(o->samples <= o->batch_size || o->generate || !o->sample_every, "--samples %lld is more than --batch-size %lld\nsample fewer at a time while training", o->samples, o->batch_size);
     require(o->log_gpu_every <= 0, "--log-gpu-every is not built yet\nleave it out (-1)");
 }
 
@@ -79,7 +81,7 @@ static inline void choose_config(Trainer *t) {
         dataloader_close(&peek);
         config_finish(&t->config);
     }
-    require(t->o.seq_len <= t->config.max_seq_len, "--seq-len %lld is longer than the model's context of %d\nuse a shorter --seq-len, or a model with seq=%lld",
+    require(t->o.generate || t->o.seq_len <= t->config.max_seq_len, "--seq-len %lld is longer than the model's context of %d\nuse a shorter --seq-len, or a model with seq=%lld",
             t->o.seq_len, t->config.max_seq_len, t->o.seq_len);
 }
 
@@ -184,7 +186,9 @@ static inline void handshake(const Trainer *t) {
 
 static inline void load_or_init(Trainer *t) {
     watchdog_beat(PHASE_LOAD, -1);
-    if (*t->resumed_from) {
+    if (*t->resumed_from && forward_only(&t->o)) {
+        model_load_weights(&t->model, t->resumed_from);
+    } else if (*t->resumed_from) {
         checkpoint_load(&t->model, t->resumed_from, &t->state);
         report_changed_options(t);
         if (t->train.num_shards) dataloader_seek(&t->train, t->state.epoch, t->state.row);
@@ -236,39 +240,23 @@ static inline int first_token(const Trainer *t) {
     return t->has_tokenizer ? t->tokenizer.eot : t->train.num_tokens && t->train.vocab_size ? t->train.eot : t->config.vocab_size - 1;
 }
 
-// Prints the prompt and up to --sample-tokens tokens that the model puts after it. A window of the last T tokens is seen.
+// Generation alone needs little room: the samples side by side, a prompt in pieces.
+static inline Options options_of_model(Trainer *t) {
+    enum { PIECE = 256 };
+    Options o = t->o;
+    const int64_t longest = generation_longest(&o), most = o.seq_len < t->config.max_seq_len ? o.seq_len : t->config.max_seq_len;
+    t->window = (int)(longest < most ? longest : most);
+    if (!o.generate) return o;
+    o.batch_size = o.samples;
+    o.seq_len = t->window < PIECE ? t->window : PIECE;
+    return o;
+}
 static inline void sample(Trainer *t) {
-    const Options *o = &t->o;
-    const int V = t->config.vocab_size, T = (int)o->seq_len, prompt_bytes = (int)strlen(o->prompt);
-    int *tokens = (int *)malloc_or_die(((size_t)prompt_bytes + (size_t)o->sample_tokens + 1) * sizeof(int)), count = 0;
-    float *logits = (float *)malloc_or_die((size_t)V * sizeof(float));
-    Candidate *scratch = (Candidate *)malloc_or_die((size_t)V * sizeof(Candidate));
-    tokens[count++] = first_token(t);
-    if (prompt_bytes) count += tokenizer_encode(&t->tokenizer, o->prompt, prompt_bytes, tokens + count);
-    const int begin = count;
-    const double clock = now_seconds();
-    for (int64_t i = 0; i < o->sample_tokens; i++) {
-        const int seen = count < T ? count : T;
-        watchdog_beat(PHASE_SAMPLE, -1);
-        model_next_logits(&t->model, tokens + count - seen, seen, logits);
-        const double coin = rand_uniform((uint64_t)o->seed, rand_stream(RAND_SAMPLE, (uint64_t)t->state.step), (uint64_t)i);
-        const int id = sample_token(logits, V, o->temperature, (int)o->top_k, o->top_p, coin, scratch);
-        if (id == first_token(t)) break;  // end of text
-        tokens[count++] = id;
-    }
-    const double seconds = now_seconds() - clock;
-    char *text = NULL;
-    if (t->has_tokenizer) {
-        text = tokenizer_text(&t->tokenizer, tokens + 1, count - 1);
-    } else {  // ids
-        text = (char *)calloc_or_die((size_t)count * 12 + 1);
-        for (int i = 1; i < count; i++) sprintf(text + strlen(text), "%d ", tokens[i]);
-    }
-    printf("---- sample of step %lld (%d tokens, %.1f tokens/s)\n%s\n----\n", (long long)t->state.step, count - begin, (count - begin) / seconds, text);
-    fflush(stdout);
+    const Generation g = {first_token(t), t->window, t->has_tokenizer ? &t->tokenizer : NULL};
+    char *text = generate(&g, &t->model, &t->o, t->state.step, t->o.generate);
     FILE *f = logger_begin(&t->log, "sample", t->state.step);
     if (f) { logger_text(f, "text", text); logger_end(&t->log); }
-    free(text); free(tokens); free(logits); free(scratch);
+    free(text);
 }
 
 // ---- checkpoints
@@ -444,7 +432,9 @@ static inline int trainer_main(int argc, char **argv) {
     if (!o->generate) open_data(t);
     open_tokenizer(t);
     handshake(t);
-    model_open(&t->model, &t->config, o, comm);
+    const Options model_options = options_of_model(t);
+    model_open(&t->model, &t->config, &model_options, comm);
+    if (comm->rank == 0 && (o->generate || (o->sample_every && !o->evaluate))) model_decode_open(&t->model, (int)o->samples, t->window);
     load_or_init(t);
     record_options(t);
     print_start(t);

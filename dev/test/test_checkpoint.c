@@ -24,7 +24,7 @@ static int noted_unlink(const char *path);
 
 #define HF_PIECE ((size_t)512)  // many pieces even in small tensors
 #include "llmc/backend.h"
-struct Model { Config config; ParamTable table; const Comm *comm; float *slots[5], *copies[5]; int bf16, master; };
+struct Model { Config config; ParamTable table; const Comm *comm; float *slots[5]; int bf16, master; };
 #include "llmc/checkpoint.h"
 #undef fsync
 #undef rename
@@ -70,11 +70,8 @@ void model_read(const Model *m, Slot s, size_t offset, size_t count, float *valu
     if (kill_at_read >= 0 && kill_at_read-- == 0) raise(SIGKILL);
     memcpy(values, m->slots[s] + offset, count * sizeof(float));
 }
-void model_snapshot(Model *m, Slot s) { memcpy(m->copies[s], m->slots[s], m->table.total * sizeof(float)); }
-void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
-    usleep(200);  // a slow disk
-    memcpy(values, m->copies[s] + offset, count * sizeof(float));
-}
+void model_snapshot(Model *m, Slot s) { (void)m; (void)s; }  // test_shards.c saves beside training
+void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) { model_read(m, s, offset, count, values); }
 static Model fake_open(const Config *c, int bf16, int master) {
     Model m;
     memset(&m, 0, sizeof m);
@@ -83,11 +80,11 @@ static Model fake_open(const Config *c, int bf16, int master) {
     m.comm = &one_rank;
     m.bf16 = bf16;
     m.master = master;
-    for (int s = 0; s < 5; s++) m.slots[s] = (float *)calloc_or_die(m.table.total * sizeof(float)), m.copies[s] = (float *)calloc_or_die(m.table.total * sizeof(float));
+    for (int s = 0; s < 5; s++) m.slots[s] = (float *)calloc_or_die(m.table.total * sizeof(float));
     return m;
 }
 static void fake_close(Model *m) {
-    for (int s = 0; s < 5; s++) free(m->slots[s]), free(m->copies[s]);
+    for (int s = 0; s < 5; s++) free(m->slots[s]);
     params_free(&m->table);
 }
 // Weights that test_checkpoint_hf.py computes too: from the name and the place in memory, exact in fp32.
@@ -417,28 +414,6 @@ static int count_names(const char *output, const char *part) {
     closedir(d);
     return count;
 }
-// The model goes on changing while a thread writes: the files hold the moment at which the save began.
-static void test_overlap(void) {
-    const Config c = config_of("gpt2");
-    Model m = fake_open(&c, 1, 1), then = fake_open(&c, 1, 1);
-    fake_fill(&m, 77);
-    fake_fill(&then, 77);
-    TrainState s = example_state(5);
-    Checkpoint saving;
-    memset(&saving, 0, sizeof saving);
-    checkpoint_begin(&saving, &m, at("overlap"), &s, 0, 0, 1);
-    s.step = 6;
-    s.loss.values[0] = 1e9;
-    const int at_once = !checkpoint_written(&saving), changed = m.slots[SLOT_M][3] != 123;
-    fake_spoil(&m);
-    check(at_once && changed && count_names(at("overlap"), "step_00000005.tmp") == 1 && latest_step(at("overlap")) == -1, "while a checkpoint is written training goes on, and no folder has its name");
-    checkpoint_finish(&saving);
-    check(!saving.m && latest_step(at("overlap")) == 5 && loads_exactly(&then, at("overlap/step_00000005"), 5), "it holds the moment of the save");
-    state_free(&s);
-    fake_close(&m);
-    fake_close(&then);
-}
-
 // checkpoint_latest in a child, to read its warning.
 static int warns(const char *output, const char *expected) {
     static char text[4096], copy[600];
@@ -606,7 +581,6 @@ int main(int argc, char **argv) {
     test_foreign();
     test_shards();
     test_state();
-    test_overlap();
     test_mismatch();
     Config c = config_of("llama3.2-tied");
     Model m = fake_open(&c, 1, 1);

@@ -5,7 +5,7 @@
 
 #define HF_PIECE ((size_t)150)  // so little that pieces begin and end inside of rows
 #include "llmc/backend.h"
-struct Model { Config config; ParamTable table; const Comm *comm; float *slots[5]; };
+struct Model { Config config; ParamTable table; const Comm *comm; float *slots[5], *copies[5]; };
 #include "llmc/checkpoint.h"
 
 #include "check.h"
@@ -26,8 +26,11 @@ void model_read(const Model *m, Slot s, size_t offset, size_t count, float *valu
     check_owned(m, s, offset, count);
     memcpy(values, m->slots[s] + offset, count * sizeof(float));
 }
-void model_snapshot(Model *m, Slot s) { (void)m; (void)s; }
-void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) { model_read(m, s, offset, count, values); }
+void model_snapshot(Model *m, Slot s) { memcpy(m->copies[s], m->slots[s], m->table.total * sizeof(float)); }
+void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    usleep(200);  // a slow disk
+    memcpy(values, m->copies[s] + offset, count * sizeof(float));
+}
 
 static char folder[600];
 static const char *at(const char *name) {
@@ -89,6 +92,51 @@ static void test_model(const char *text) {
     params_free(&m.table);
 }
 
+// The model goes on changing while a thread writes: the files hold the moment at which the save began.
+static void test_overlap(void) {
+    const Comm alone = {0, 1, 0, 1, "this host"};
+    Model m;
+    TrainState s;
+    Checkpoint saving;
+    memset(&m, 0, sizeof m);
+    memset(&s, 0, sizeof s);
+    memset(&saving, 0, sizeof saving);
+    require(config_parse("gpt2:124M,layers=2,channels=32,heads=2,vocab=300,seq=24", &m.config), "unknown model\n");
+    m.table = params_table(&m.config);
+    m.comm = &alone;
+    const size_t bytes = m.table.total * sizeof(float);
+    for (int k = 0; k < 4; k++) {
+        m.slots[k] = (float *)calloc_or_die(bytes);
+        m.copies[k] = (float *)calloc_or_die(bytes);
+        for (int i = 0; i < m.table.count; i++)
+            for (size_t j = 0; j < (size_t)m.table.params[i].file_rows * (size_t)m.table.params[i].cols; j++) m.slots[k][m.table.params[i].offset + j] = rand_normal((uint64_t)k, 9, m.table.params[i].offset + j);
+    }
+    s.step = 5;
+    checkpoint_begin(&saving, &m, at("run"), &s, 0, 0, 1);
+    s.step = 6;
+    const int under_way = !checkpoint_written(&saving) && is_directory(at("run/step_00000005.tmp")) && !is_directory(at("run/step_00000005"));
+    float *then[4];
+    for (int k = 0; k < 4; k++) {
+        then[k] = (float *)memcpy(malloc_or_die(bytes), m.slots[k], bytes);
+        memset(m.slots[k], 0x40, bytes);
+    }
+    check(under_way, "while a checkpoint is written training goes on, and no folder has its name");
+    checkpoint_finish(&saving);
+    memset(m.slots[SLOT_WEIGHT], 0, bytes);
+    memset(m.slots[SLOT_M], 0, bytes);
+    memset(m.slots[SLOT_V], 0, bytes);
+    checkpoint_load(&m, at("run/step_00000005"), &s);
+    int same = s.step == 5 && !saving.m;
+    const Slot saved[] = {SLOT_WEIGHT, SLOT_M, SLOT_V};
+    for (int i = 0; i < 3; i++) same &= memcmp(m.slots[saved[i]], then[saved[i]], bytes) == 0;
+    check(same, "it holds the moment of the save, bit for bit");
+    remove_checkpoint(at("run/step_00000005"));
+    rmdir(at("run"));
+    for (int k = 0; k < 4; k++) { free(m.slots[k]); free(m.copies[k]); free(then[k]); }
+    state_free(&s);
+    params_free(&m.table);
+}
+
 static void too_many_ranks(void *unused) {
     (void)unused;
     Config c;
@@ -103,6 +151,7 @@ int main(void) {
     test_model("gpt2:124M,layers=2,channels=32,heads=2,vocab=300,seq=24");  // matrices transposed in files
     test_model("gpt2:124M,layers=1,channels=160,heads=2,ffn=96,vocab=257,seq=8");  // a row is more than a piece
     test_model("llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,vocab=300,seq=64");
+    test_overlap();
     check_refused("a number of ranks that does not divide a unit", too_many_ranks, NULL, "11 ranks");
     unlink(at("one"));
     unlink(at("several"));

@@ -1,0 +1,89 @@
+// Causal attention while text is generated: n new tokens of each of S sequences over all keys and values that came before.
+//   qkv (S,n,(NH+2*NKV)*HD), rotated: the keys and values go into the cache, keys and values (S,NKV,room,HD) each, at places
+//   at .. at+n-1;   out (S,n,NH*HD): query t of a sequence sees places 0 .. at+t
+// One block per query and head; its warps take turns over the keys and keep a running maximum and sum each (online softmax,
+// Milakov and Gimelshein, arXiv:1805.02867), which are joined in the order of the warps: the same bits in every run. Bound by
+// reading the cache once. The prompt comes this way too, in pieces; attention.cuh would be faster for a long one.
+// Ladder: dev/cuda/attention_decode.cu. Not supported: HD above 256 or not a multiple of a 16-byte vector.
+#ifndef LLMC_ATTENTION_DECODE_CUH
+#define LLMC_ATTENTION_DECODE_CUH
+
+#include "memory.cuh"
+
+// Keys and values of all tokens that generation has seen. A table of its own: only the rank that samples has it.
+typedef struct {
+    Memory memory;
+    floatX *keys, *values;       // (L,S,NKV,room,HD) each
+    float *cos_sin;              // (room,HD/2,2)
+    floatX *last, *host_logits;  // (S,C): what the head sees; pinned (S,Vp)
+    int sequences, room, count;  // S; tokens of each that fit, and that are there
+} KvCache;
+
+enum { DECODE_WARPS = 8, DECODE_THREADS = DECODE_WARPS * WARP };
+
+// Block: one token.
+__global__ void __launch_bounds__(DECODE_THREADS)
+kv_append_kernel(floatX *keys, floatX *values, const floatX *qkv, int n, int at, int room, int NH, int NKV, int HD) {
+    const int s = blockIdx.x / n, t = blockIdx.x % n, vectors = NKV * HD / VecX::size;
+    const floatX *k = qkv + (size_t)blockIdx.x * (NH + 2 * NKV) * HD + (size_t)NH * HD, *v = k + (size_t)NKV * HD;
+    for (int i = threadIdx.x; i < vectors; i += DECODE_THREADS) {
+        const int from = i * VecX::size, head = from / HD;
+        const size_t to = ((size_t)(s * NKV + head) * room + at + t) * HD + from % HD;
+        vec_store(keys + to, vec_load(k + from));
+        vec_store(values + to, vec_load(v + from));
+    }
+}
+// Block: one query of one head. A lane holds elements lane, lane + 32, ... of the head: PER_LANE of them, zeros beyond HD.
+template <int PER_LANE> __global__ void __launch_bounds__(DECODE_THREADS)
+attention_decode_kernel(floatX *out, const floatX *keys, const floatX *values, const floatX *qkv, int n, int at, int room, int NH, int NKV, int HD, float scale /*times log2 e*/) {
+    __shared__ float shared_max[DECODE_WARPS], shared_sum[DECODE_WARPS], shared_acc[DECODE_WARPS][PER_LANE * WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int h = blockIdx.x % NH, token = blockIdx.x / NH, s = token / n, seen = at + token % n + 1;
+    const size_t cached = (size_t)(s * NKV + h / (NH / NKV)) * room * HD;
+    const floatX *q = qkv + (size_t)token * (NH + 2 * NKV) * HD + (size_t)h * HD;
+    float query[PER_LANE], acc[PER_LANE] = {}, highest = -INFINITY, sum = 0;
+    #pragma unroll
+    for (int r = 0; r < PER_LANE; r++) query[r] = lane + r * WARP < HD ? (float)q[lane + r * WARP] * scale : 0;
+    for (int j = warp; j < seen; j += DECODE_WARPS) {
+        const floatX *k = keys + cached + (size_t)j * HD, *v = values + cached + (size_t)j * HD;
+        float dot = 0;
+        #pragma unroll
+        for (int r = 0; r < PER_LANE; r++) if (lane + r * WARP < HD) dot += query[r] * (float)k[lane + r * WARP];
+        dot = warp_reduce<Sum>(dot);
+        const float now = fmaxf(highest, dot), keep = exp2f(highest - now), p = exp2f(dot - now);
+        #pragma unroll
+        for (int r = 0; r < PER_LANE; r++) acc[r] = acc[r] * keep + (lane + r * WARP < HD ? p * (float)v[lane + r * WARP] : 0);
+        sum = sum * keep + p;
+        highest = now;
+    }
+    #pragma unroll
+    for (int r = 0; r < PER_LANE; r++) shared_acc[warp][lane + r * WARP] = acc[r];
+    if (lane == 0) { shared_max[warp] = highest; shared_sum[warp] = sum; }
+    __syncthreads();
+    float top = -INFINITY, total = 0;
+    for (int w = 0; w < DECODE_WARPS; w++) top = fmaxf(top, shared_max[w]);  // warp 0 has a key, so this is finite
+    for (int w = 0; w < DECODE_WARPS; w++) total += shared_sum[w] * exp2f(shared_max[w] - top);
+    for (int d = threadIdx.x; d < HD; d += DECODE_THREADS) {
+        float x = 0;
+        for (int w = 0; w < DECODE_WARPS; w++) x += shared_acc[w][d] * exp2f(shared_max[w] - top);
+        out[((size_t)token * NH + h) * HD + d] = (floatX)(x / total);
+    }
+}
+
+// out (S,n,NH*HD) =, keys and values (S,NKV,room,HD): places at .. at+n-1 =
+static inline void attention_decode(floatX *out, floatX *keys, floatX *values, const floatX *qkv, int S, int n, int at, int room, int NH, int NKV, int HD, cudaStream_t stream) {
+    require(HD % VecX::size == 0 && HD <= 256, "generation needs a head dimension that is a multiple of %d and at most 256, not %d\nchange heads=", VecX::size, HD);
+    assert(NH % NKV == 0 && at >= 0 && n >= 1 && at + n <= room);
+    const float scale = 1.4426950408889634f / sqrtf((float)HD);
+    kv_append_kernel<<<(unsigned)(S * n), DECODE_THREADS, 0, stream>>>(keys, values, qkv, n, at, room, NH, NKV, HD);
+    launchCheck();
+    const unsigned blocks = (unsigned)(S * n) * (unsigned)NH;
+    #define DECODE(lanes) attention_decode_kernel<lanes><<<blocks, DECODE_THREADS, 0, stream>>>(out, keys, values, qkv, n, at, room, NH, NKV, HD, scale)
+    if (HD <= 64) DECODE(2);
+    else if (HD <= 128) DECODE(4);
+    else DECODE(8);
+    #undef DECODE
+    launchCheck();
+}
+
+#endif
