@@ -223,7 +223,7 @@ static inline int st_same(const StReader *r, const StTensor *a, const StTensor *
     char x[ST_PIECE_BYTES], y[ST_PIECE_BYTES];
     int same = a->type == b->type && a->count == b->count;
     for (uint64_t at = 0, n; at < bytes && same; at += n) {
-        n = bytes - at < ST_PIECE_BYTES ? bytes - at : ST_PIECE_BYTES;
+        n = bytes - at < ST_PIECE_BYTES ? bytes - at : (uint64_t)ST_PIECE_BYTES;
         pread_or_die(r->files[a->file].fd, x, n, a->begin + at, r->files[a->file].path);
         pread_or_die(r->files[b->file].fd, y, n, b->begin + at, r->files[b->file].path);
         same = memcmp(x, y, n) == 0;
