@@ -58,6 +58,11 @@ def succeeds(*words, cwd=ROOT):
     return run.stdout
 
 
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    succeeds("make", f"PYTHON={sys.executable}", "build/train_gpt2", "build/test/test_model")
+
+
 def understand(words):
     """Stops with an assertion if a command names a program or an option that does not exist."""
     while re.match(r"\w+=", words[0]):
@@ -122,7 +127,6 @@ def tree(tmp_path_factory):
     (folder / "train_gpt2").symlink_to(TRAINER)
     (folder / "build/train_gpt2").symlink_to(TRAINER)
     (folder / "build/config.mk").write_bytes((ROOT / "build/config.mk").read_bytes())
-    succeeds("make", f"PYTHON={sys.executable}", "build/test/test_model")
     (folder / "build/test/test_model").symlink_to(ROOT / "build/test/test_model")
     tools = folder / "build/bin"
     tools.mkdir()
