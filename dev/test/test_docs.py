@@ -195,12 +195,12 @@ def parameters(c):
     return dict(L=L, C=C, NH=NH, F=F, W=W, Vp=Vp, P=P, inside=W + (F if gpt2 else 3 * F), before=F if gpt2 else 2 * F)
 
 
-def memory(s, N, b, gpu, recompute=0, saves=False):
+def memory(s, N, b, gpu, recompute=0, saves=False, cached=0):
     """GiB by the page, without what it calls small."""
     layer = b * (2 * s["C"] + (2 * s["C"] if recompute < 2 else 0) + s["W"] + s["C"] + s["before"] + (s["F"] if recompute < 1 else 0)) + 4 * (s["NH"] + 4)
     once = b * (4 * s["C"] + (s["F"] if recompute >= 1 else 0) + (2 * s["C"] if recompute >= 2 else 0))
     inside, logits = N * (b * s["inside"] + (4 * s["NH"] if gpu else 0)), min(N * s["Vp"], N * s["Vp"] if gpu else 2**26) * b
-    return (16 * s["P"] + (12 * s["P"] if saves else 0) + N * (s["L"] * layer + once) + (max(inside, logits) if gpu else inside + logits)) / 2**30
+    return (16 * s["P"] + cached * s["L"] * (s["W"] - s["C"]) * b + (12 * s["P"] if saves else 0) + N * (s["L"] * layer + once) + (max(inside, logits) if gpu else inside + logits)) / 2**30
 
 
 SMALL = {"gpt2": "d4,channels=256,vocab=1000,seq=128", "llama": "llama3:8B,layers=3,channels=256,heads=4,kv_heads=2,vocab=512,seq=128",
@@ -210,14 +210,14 @@ SMALL = {"gpt2": "d4,channels=256,vocab=1000,seq=128", "llama": "llama3:8B,layer
 def start_of(tmp_path, *words):
     """What a run of one step logs at its start."""
     (tmp_path / "tokens.bin").write_bytes(struct.pack("<256i", 20240520, 1, 40000, *[0] * 253) + bytes(80000))
-    succeeds(TRAINER, *words, "-i", tmp_path / "tokens.bin", "-x", 1, "-v", 0, "-s", 0, "-o", tmp_path / "run")
+    succeeds(TRAINER, "-s", 0, *words, "-i", tmp_path / "tokens.bin", "-x", 1, "-v", 0, "-o", tmp_path / "run")
     return json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[0])
 
 
 @pytest.mark.parametrize("model, recompute, saves", [(m, 0, 0) for m in SMALL] + [("gpt2", 1, 0), ("gpt2", 2, 1), ("llama", 2, 0)])
 def test_memory_on_the_cpu(tmp_path, model, recompute, saves):
-    start = start_of(tmp_path, "-e", SMALL[model], "-b", 8, "-t", 128, "-r", recompute, "-n", saves)
-    said = memory(parameters(start["config"]), 8 * 128, 4, False, recompute, saves)
+    start = start_of(tmp_path, "-e", SMALL[model], "-b", 8, "-t", 128, "-r", recompute, "-n", saves, *(["-s", 1, "-g", 100, "--samples", 8] if saves else []))
+    said = memory(parameters(start["config"]), 8 * 128, 4, False, recompute, saves, 8 * 101 if saves else 0)
     assert said <= start["memory_gib"] <= 1.01 * said, (said, start["memory_gib"])
 
 
