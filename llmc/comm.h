@@ -140,7 +140,7 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
         WatchdogSlot alone;  // the neighbours are not known yet
         memset(&alone, 0, sizeof alone);
         if (getenv("PMIX_RANK")) die_rank = atoi(getenv("PMIX_RANK"));
-        watchdog_start(&alone, 1, 0, die_rank, timeout, NULL);
+        watchdog_start(&alone, 1, 0, die_rank, timeout, comm_end_launcher);
         const uint64_t op = watchdog_op_begin("start of MPI", 0, OP_STARTED);
         mpi_open(&c, argc, argv);
         hosts = (char (*)[64])calloc_or_die((size_t)c.world * sizeof *hosts);

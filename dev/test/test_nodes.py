@@ -124,12 +124,16 @@ def test_ranks_know_their_hosts(comm, hosts):
 
 @needs_mpi
 def test_hosts_without_a_way_between_them(comm, hosts):
-    """MPI is told to use an interface from which nothing reaches the other host: its start would hang."""
+    """MPI is told to use an interface from which nothing reaches the other host: its start would hang. And then mpirun has no way either."""
     for host, other in ((0, 1), (1, 0)):
         hosts.run(host, f"ip link add nowhere type veth peer name wall && ip addr add 10.88.0.{host + 1}/24 dev nowhere && ip link set nowhere up && ip link set wall up && "
                         f"ip neigh add 10.88.0.{other + 1} lladdr 02:00:00:00:00:01 dev nowhere")
     job = hosts.job(COMM, "loop", TIMEOUT, environment={"OMPI_MCA_btl_tcp_if_include": "nowhere"})
-    status, text = job.finish(4 * TIMEOUT + MARGIN + 5)
+    while len(job.ranks()) < 4:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    hosts.run(1, "ip link set cable down")
+    status, text = job.finish(4 * TIMEOUT + MARGIN + 5, memory_may_stay=True)
     assert status != 0 and job.seconds < 4 * TIMEOUT + MARGIN
     assert re.search(r"\[rank \d\] error: no progress for 8 s .*\n.*\n.*last collectives.*\n.*#1 start of MPI 0 started", text), text
 
