@@ -21,12 +21,27 @@ static void test_one_gpu(const char *folder, const char *output) {
     }
     test_accumulation(folder, &o, sizeof(floatX) == 2 ? 2e-3 : 2e-5);
     test_same_bits(folder, &o, &o, "run twice");
-    for (int level = 1; level <= 2; level++) {
-        Options less = o;
-        less.recompute = level;
-        test_same_bits(folder, &o, &less, level == 1 ? "--recompute 1" : "--recompute 2");
+    test_recompute(folder, &o);
+    if (config_from_json(folder).mlp == MLP_GELU && sizeof(floatX) == 2) {
+        Options fused = o, whole;
+        fused.gelu_fusion = 2;
+        whole = fused;
+        whole.recompute = 3;
+        test_same_bits(folder, &fused, &whole, "--recompute 3 with --gelu-fusion 2");
     }
+    test_head_chunks(folder, &o, sizeof(floatX) == 2, sizeof(floatX) == 2 ? 1e-2 : 1e-5);
+    test_bf16_states(folder, &o, sizeof(floatX) == 2 ? 1e-1 : 2e-2);
+    test_memory(folder, &o, 512, 10 << 20);
     test_resume(folder, &o, output);
+    Options least = o;  // everything that saves memory at once
+    least.state_dtype = "bf16";
+    least.master_weights = 0;
+    least.recompute = 3;
+    least.head_chunks = 3;
+    char least_output[4200];
+    snprintf(least_output, sizeof least_output, "%s-least", output);
+    test_same_bits(folder, &least, &least, "all that saves memory, run twice");
+    test_resume(folder, &least, least_output);
     if (sizeof(floatX) == 2) {
         Options no_master = o;
         no_master.master_weights = 0;

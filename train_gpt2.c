@@ -13,6 +13,7 @@
 // Sums are taken in an order that depends on the shape alone, so results are bitwise equal for any number of threads.
 //
 // With LLMC_ORACLE defined only the *_cpu functions remain (that is how kernel tests include this file).
+#include "llmc/bf16.h"
 #include "llmc/params.h"
 
 #include <math.h>
@@ -483,15 +484,34 @@ void classifier_cpu(float *logits, float *losses /*(N) =*/, const int *targets, 
 }
 
 // ---- AdamW (Loshchilov and Hutter, arXiv:1711.05101), one pass over memory
+
+typedef struct { float lr, beta1, beta2, eps, weight_decay, grad_scale, correct1, correct2; } AdamW;
+static inline float adamw_step(float weight, float *m, float *v, float grad, AdamW a) {
+    const float g = grad * a.grad_scale;
+    *m = a.beta1 * *m + (1 - a.beta1) * g;
+    *v = a.beta2 * *v + (1 - a.beta2) * g * g;
+    return weight - a.lr * (*m / a.correct1 / (sqrtf(*v / a.correct2) + a.eps) + a.weight_decay * weight);
+}
 void adamw_update_cpu(float *weight, float *m, float *v, const float *grad, size_t n, float lr, float beta1, float beta2, float eps,
                       float weight_decay, float grad_scale, int step /*from 1*/) {
-    const float correct1 = (float)(1 - pow(beta1, step)), correct2 = (float)(1 - pow(beta2, step));
+    const AdamW a = {lr, beta1, beta2, eps, weight_decay, grad_scale, (float)(1 - pow(beta1, step)), (float)(1 - pow(beta2, step))};
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) weight[i] = adamw_step(weight[i], &m[i], &v[i], grad[i], a);
+}
+// The same with m and v in bf16, rounded stochastically when they are stored (llmc/bf16.h says why). The random bits belong to
+// (seed, step, element): `first` is the place of element 0 in the parameter buffer. The weight's own rounding (llmc/adamw.cuh)
+// has bits 0 to 15 of the element's number, m 16 to 31, v 32 to 47.
+void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float *grad, size_t n, float lr, float beta1, float beta2, float eps,
+                           float weight_decay, float grad_scale, int step, uint64_t seed, size_t first) {
+    const AdamW a = {lr, beta1, beta2, eps, weight_decay, grad_scale, (float)(1 - pow(beta1, step)), (float)(1 - pow(beta2, step))};
+    const uint64_t stream = rand_stream(RAND_ROUND, (uint64_t)step);
     #pragma omp parallel for simd schedule(static)
     for (size_t i = 0; i < n; i++) {
-        float g = grad[i] * grad_scale;
-        float mi = m[i] = beta1 * m[i] + (1 - beta1) * g;
-        float vi = v[i] = beta2 * v[i] + (1 - beta2) * g * g;
-        weight[i] -= lr * (mi / correct1 / (sqrtf(vi / correct2) + eps) + weight_decay * weight[i]);
+        const uint64_t random = rand_u64(seed, stream, first + i);
+        float mi = bf16_widen(m[i]), vi = bf16_widen(v[i]);
+        weight[i] = adamw_step(weight[i], &mi, &vi, grad[i], a);
+        m[i] = bf16_stochastic(mi, (uint32_t)(random >> 16));
+        v[i] = bf16_stochastic(vi, (uint32_t)(random >> 32));
     }
 }
 
@@ -519,7 +539,8 @@ static inline double sum_of_squares(const float *x, size_t n) {
 // One block, for every family (which norm, position and activation: flags of Config):
 //   h1 = norm(x);      qkv = h1 Wqkv^T + b; rope turns q and k; y = attention(qkv);     x_mid = x + y Wproj^T + b
 //   h2 = norm(x_mid);  f = h2 Wfc^T + b; a = gelu(f), or silu(gate) * up with f = [gate | up];  x_out = x_mid + a Wfcproj^T + b
-// All of these are kept for backward; --recompute 1 keeps one `a` for all layers, 2 also one h1 and h2: backward computes them again.
+// All of these are kept for backward; --recompute 1 keeps one `a` for all layers, 2 also one h1 and h2, 3 one of everything but x_out:
+// backward computes them again.
 #include <sys/mman.h>
 
 #include "llmc/backend.h"
@@ -547,8 +568,10 @@ struct Model {
     const Comm *comm;
     int B, T, recompute, zero_stage;
     float *weights, *grads;                 // the layout of the table
-    float *m, *v;                           // the same; with ZeRO 1 this rank's pieces, one after another
-    float *snapshots[NUM_SLOTS];            // --save-async: a copy of this rank's shards of a slot, unit after unit
+    void *m, *v;                            // the same, fp32 or bf16 (uint16_t); with ZeRO 1 this rank's pieces, one after another
+    int bf16_states;
+    uint64_t seed;                          // of the states' stochastic rounding
+    char *snapshots[NUM_SLOTS];             // --save-async: a copy of this rank's shards of a slot, unit after unit
     float *exchange;                        // room for the other ranks' gradients
     float *x_embedding, *h_final, *mean_final, *rstd_final, *losses, *cos_sin;
     LayerActs *layers;
@@ -587,16 +610,17 @@ static BlockParams block_params(const Model *m, float *buffer, int layer) {
 
 // ---- buffers
 
-static float *floats(Model *m, size_t count) {
+static void *room(Model *m, size_t size) {
     m->owned = (void **)realloc(m->owned, (size_t)(m->num_owned + 1) * sizeof(void *));
     require(m->owned, "out of memory for the list of buffers\nuse a smaller model");
-    const size_t bytes = round_up(count * sizeof(float), 64);
+    const size_t bytes = round_up(size, 64);
     char *p = (char *)malloc_or_die(bytes);
     char *page = (char *)round_up((size_t)p, 4096);
     if (bytes > 1 << 22) madvise(page, (size_t)(p + bytes - page), MADV_HUGEPAGE);  // large pages: fewer address look-ups
     m->bytes += bytes;
-    return (float *)(m->owned[m->num_owned++] = memset(p, 0, bytes));
+    return m->owned[m->num_owned++] = memset(p, 0, bytes);
 }
+static float *floats(Model *m, size_t count) { return (float *)room(m, count * sizeof(float)); }
 
 static void describe_device(char *text, size_t size) {
     char line[256], name[96] = "CPU";
@@ -626,6 +650,9 @@ static int threads_of_rank(const Comm *comm) {
     return cores > sharing ? cores / sharing : 1;
 }
 
+int model_slot_is_bf16(const Model *m, Slot s) { return m->bf16_states && (s == SLOT_M || s == SLOT_V); }
+static size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? sizeof(uint16_t) : sizeof(float); }  // of an element
+
 void model_identify(HandshakeRecord *r) { (void)r; }
 void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
     memset(m, 0, sizeof *m);
@@ -642,22 +669,24 @@ void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
     describe_device(m->device, sizeof m->device);
     const size_t N = (size_t)m->B * m->T, C = (size_t)c->channels, F = (size_t)c->ffn_dim, Vp = (size_t)c->padded_vocab_size, L = (size_t)c->num_layers;
     const size_t states = m->zero_stage ? m->table.total / (size_t)comm->world : m->table.total;
+    m->bf16_states = !strcmp(o->state_dtype, "bf16");
+    m->seed = (uint64_t)o->seed;
     m->weights = floats(m, m->table.total);
     if (!forward_only(o)) {
         m->grads = floats(m, m->table.total);
-        m->m = floats(m, states);
-        m->v = floats(m, states);
+        m->m = room(m, states * slot_bytes(m, SLOT_M));
+        m->v = room(m, states * slot_bytes(m, SLOT_V));
     }
     const Slot saved[] = {SLOT_WEIGHT, SLOT_M, SLOT_V};
-    for (int i = 0; i < 3 && o->save_every && o->save_async; i++) m->snapshots[saved[i]] = floats(m, m->table.total / (size_t)comm->world);
+    for (int i = 0; i < 3 && o->save_every && o->save_async; i++) m->snapshots[saved[i]] = (char *)room(m, m->table.total / (size_t)comm->world * slot_bytes(m, saved[i]));
     m->exchange = floats(m, comm->world > 1 ? (size_t)comm->world * COMM_PIECE : 0);
     m->x_embedding = floats(m, N * C); m->h_final = floats(m, N * C);
     m->mean_final = floats(m, N);      m->rstd_final = floats(m, N);
     m->losses = floats(m, N);
     m->cos_sin = floats(m, (size_t)m->T * c->head_dim);
     if (c->position == POSITION_ROPE) rope_table(c, m->T, m->cos_sin);
-    const size_t room = (size_t)1 << 26;  // floats of logits that may be alive together
-    m->head_rows = (int)(N * Vp <= room ? N : room / Vp > 64 ? room / Vp : 64);
+    const size_t most = (size_t)1 << 26;  // floats of logits that may be alive together, if nothing is asked for
+    m->head_rows = (int)(o->head_chunks ? head_rows(o, m->B, m->T) : N * Vp <= most ? N : most / Vp > 64 ? most / Vp : 64);
     m->logits = floats(m, (size_t)m->head_rows * Vp);
     m->dx = floats(m, N * C);   m->branch = floats(m, N * C);
     m->dqkv = floats(m, N * qkv_width(c));
@@ -666,6 +695,11 @@ void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
     m->layers = (LayerActs *)calloc_or_die(L * sizeof(LayerActs));
     for (size_t l = 0; l < L; l++) {
         LayerActs *a = &m->layers[l], *shared = m->layers;
+        if (m->recompute >= 3 && l > 0) {
+            *a = *shared;
+            a->x_out = floats(m, N * C);
+            continue;
+        }
         a->a = m->recompute >= 1 && l > 0 ? shared->a : floats(m, N * F);
         a->h1 = m->recompute >= 2 && l > 0 ? shared->h1 : floats(m, N * C);
         a->h2 = m->recompute >= 2 && l > 0 ? shared->h2 : floats(m, N * C);
@@ -692,34 +726,43 @@ const char *model_dtype(const Model *m) { (void)m; return "fp32"; }
 double model_peak_flops(const Model *m) { (void)m; return 0; }
 double model_memory_gib(const Model *m) { return (double)m->bytes / 1073741824.0; }
 
-static float *slot_pointer(const Model *m, Slot s) { return s == SLOT_WEIGHT ? m->weights : s == SLOT_GRAD ? m->grads : s == SLOT_M ? m->m : s == SLOT_V ? m->v : NULL; }
+static void *slot_pointer(const Model *m, Slot s) { return s == SLOT_WEIGHT ? m->weights : s == SLOT_GRAD ? m->grads : s == SLOT_M ? m->m : s == SLOT_V ? m->v : NULL; }
 int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
 Span model_owned(const Model *m, Slot s, int unit) {
     return m->zero_stage && s != SLOT_WEIGHT ? param_shard(&m->table, unit, m->comm->rank, m->comm->world) : param_unit(&m->table, unit);
 }
 // Where elements [offset, offset + count) of a slot are.
-static float *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
+static void *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
     assert(model_has_slot(m, s) && offset <= m->table.total && count <= m->table.total - offset);
-    if (!m->zero_stage || s == SLOT_WEIGHT) return slot_pointer(m, s) + offset;
+    char *begin = (char *)slot_pointer(m, s);
+    if (!m->zero_stage || s == SLOT_WEIGHT) return begin + offset * slot_bytes(m, s);
     const int u = param_unit_of(&m->table, offset);
     const Span own = model_owned(m, s, u);
     assert(offset >= own.begin && offset + count <= own.begin + own.count);
-    return s == SLOT_GRAD ? m->grads + offset : slot_pointer(m, s) + m->table.unit_begin[u] / (size_t)m->comm->world + (offset - own.begin);
+    return begin + (s == SLOT_GRAD ? offset : m->table.unit_begin[u] / (size_t)m->comm->world + (offset - own.begin)) * slot_bytes(m, s);
 }
-void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) { memcpy(slot_place(m, s, offset, count), values, count * sizeof(float)); }
-void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) { memcpy(values, slot_place(m, s, offset, count), count * sizeof(float)); }
-static float *snapshot_place(const Model *m, Slot s, int unit) { return m->snapshots[s] + m->table.unit_begin[unit] / (size_t)m->comm->world; }
+static void widen(const Model *m, Slot s, float *values, const void *stored, size_t count) {
+    if (!model_slot_is_bf16(m, s)) { memcpy(values, stored, count * sizeof(float)); return; }
+    for (size_t i = 0; i < count; i++) values[i] = bf16_widen(((const uint16_t *)stored)[i]);
+}
+void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
+    void *place = slot_place(m, s, offset, count);
+    if (!model_slot_is_bf16(m, s)) { memcpy(place, values, count * sizeof(float)); return; }
+    for (size_t i = 0; i < count; i++) ((uint16_t *)place)[i] = bf16_nearest(values[i]);
+}
+void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) { widen(m, s, values, slot_place(m, s, offset, count), count); }
+static char *snapshot_place(const Model *m, Slot s, int unit) { return m->snapshots[s] + m->table.unit_begin[unit] / (size_t)m->comm->world * slot_bytes(m, s); }
 void model_snapshot(Model *m, Slot s) {
     for (int u = 0; u < m->table.num_units; u++) {
         const Span mine = param_shard(&m->table, u, m->comm->rank, m->comm->world);
-        memcpy(snapshot_place(m, s, u), slot_place(m, s, mine.begin, mine.count), mine.count * sizeof(float));
+        memcpy(snapshot_place(m, s, u), slot_place(m, s, mine.begin, mine.count), mine.count * slot_bytes(m, s));
     }
 }
 void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
     const int u = param_unit_of(&m->table, offset);
     const Span mine = param_shard(&m->table, u, m->comm->rank, m->comm->world);
     assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);
-    memcpy(values, snapshot_place(m, s, u) + (offset - mine.begin), count * sizeof(float));
+    widen(m, s, values, snapshot_place(m, s, u) + (offset - mine.begin) * slot_bytes(m, s), count);
 }
 
 // ---- forward
@@ -731,14 +774,14 @@ static void activation_forward(const Model *m, float *a, const float *f, int N) 
     else gelu_forward_cpu(a, f, (size_t)N * m->config.ffn_dim);
 }
 
-// cache: NULL in training; else T new tokens follow those that it holds.
-static void block_forward(Model *m, int l, int B, int T, const KvCache *cache) {
+// All of a block but its output. Recomputing it in backward, which needs no output, is this again. cache: NULL in training; else T new
+// tokens follow those that it holds.
+static void block_inside(Model *m, int l, int B, int T, const KvCache *cache) {
     const Config *c = &m->config;
     const LayerActs *a = &m->layers[l];
     const BlockParams w = block_params(m, m->weights, l);
     const int N = B * T, C = c->channels, Q = c->num_heads * c->head_dim;
     const float *x = layer_input(m, l);
-    watchdog_beat(PHASE_FORWARD, l);
     norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, x, w.ln1w, w.ln1b, N, C, c->norm_eps);
     matmul_forward_cpu(a->qkv, a->h1, w.qkvw, w.qkvb, N, C, qkv_width(c));
     if (c->position == POSITION_ROPE) rope_forward_cpu(a->qkv, cache ? cache->cos_sin + (size_t)cache->count * c->head_dim : m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
@@ -752,7 +795,14 @@ static void block_forward(Model *m, int l, int B, int T, const KvCache *cache) {
     norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps);
     matmul_forward_cpu(a->f, a->h2, w.fcw, w.fcb, N, C, fc_width(c));
     activation_forward(m, a->a, a->f, N);
-    multiply(a->x_out, C, a->x_mid, w.fcprojb, matrix(a->a, c->ffn_dim), transposed(w.fcprojw, c->ffn_dim), N, C, c->ffn_dim);
+}
+static void block_forward(Model *m, int l, int B, int T, const KvCache *cache) {
+    const LayerActs *a = &m->layers[l];
+    const BlockParams w = block_params(m, m->weights, l);
+    const int C = m->config.channels, F = m->config.ffn_dim;
+    watchdog_beat(PHASE_FORWARD, l);
+    block_inside(m, l, B, T, cache);
+    multiply(a->x_out, C, a->x_mid, w.fcprojb, matrix(a->a, F), transposed(w.fcprojw, F), B * T, C, F);
 }
 
 // tokens (B, T) -> m->h_final (B, T, C)
@@ -769,7 +819,8 @@ static void model_forward(Model *m, const int *tokens, int B, int T, const KvCac
 }
 
 // m->h_final -> m->losses and, if asked, the head's own backward: its weight gradient, and the gradient of h_final in m->branch.
-// Some rows at a time, so that the logits never fill the memory.
+// Some rows at a time, so that the logits never fill the memory. (Each sum over rows goes on where the chunk before ended: the bits
+// do not depend on the chunks.)
 static void head(Model *m, const int *targets, float dloss, int backward, int accumulate) {
     const Config *c = &m->config;
     const int N = m->B * m->T, C = c->channels, Vp = c->padded_vocab_size;
@@ -796,8 +847,9 @@ static void block_backward(Model *m, int l, int accumulate) {
     const int N = m->B * m->T, C = c->channels, F = c->ffn_dim, Q = c->num_heads * c->head_dim;
     watchdog_beat(PHASE_BACKWARD, l);
     // MLP
-    if (m->recompute >= 1) activation_forward(m, a->a, a->f, N);
-    if (m->recompute >= 2) norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps);
+    if (m->recompute >= 3 && l + 1 < c->num_layers) block_inside(m, l, m->B, m->T, NULL);  // the last block's values are still there
+    if (m->recompute == 1 || m->recompute == 2) activation_forward(m, a->a, a->f, N);
+    if (m->recompute == 2) norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps);
     matmul_backward_weight(g.fcprojw, m->dx, a->a, N, F, C, accumulate);
     if (g.fcprojb) bias_backward_cpu(g.fcprojb, m->dx, N, C);
     matmul_backward_input_cpu(m->da, m->dx, w.fcprojw, N, F, C);
@@ -808,7 +860,7 @@ static void block_backward(Model *m, int l, int accumulate) {
     matmul_backward_input_cpu(m->branch, m->df, w.fcw, N, C, fc_width(c));
     norm_backward_cpu(c->norm, m->dx, g.ln2w, g.ln2b, m->branch, a->x_mid, w.ln2w, a->mean2, a->rstd2, N, C);
     // attention
-    if (m->recompute >= 2) norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, layer_input(m, l), w.ln1w, w.ln1b, N, C, c->norm_eps);
+    if (m->recompute == 2) norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, layer_input(m, l), w.ln1w, w.ln1b, N, C, c->norm_eps);
     matmul_backward_weight(g.projw, m->dx, a->y, N, Q, C, accumulate);
     if (g.projb) bias_backward_cpu(g.projb, m->dx, N, C);
     matmul_backward_input_cpu(m->branch, m->dx, w.projw, N, Q, C);
@@ -877,8 +929,10 @@ void model_update(Model *m, const AdamWParams *p) {
         const Param *t = &m->table.params[i];
         const Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
         if (s.count == 0) continue;
-        adamw_update_cpu(m->weights + s.begin, slot_place(m, SLOT_M, s.begin, s.count), slot_place(m, SLOT_V, s.begin, s.count), m->grads + s.begin, s.count,
-                         p->lr, p->beta1, p->beta2, p->eps, t->decay ? p->weight_decay : 0, p->grad_scale, p->step);
+        float *weight = m->weights + s.begin, decay = t->decay ? p->weight_decay : 0;
+        void *mine[] = {slot_place(m, SLOT_M, s.begin, s.count), slot_place(m, SLOT_V, s.begin, s.count)};
+        if (m->bf16_states) adamw_update_bf16_cpu(weight, (uint16_t *)mine[0], (uint16_t *)mine[1], m->grads + s.begin, s.count, p->lr, p->beta1, p->beta2, p->eps, decay, p->grad_scale, p->step, m->seed, s.begin);
+        else adamw_update_cpu(weight, (float *)mine[0], (float *)mine[1], m->grads + s.begin, s.count, p->lr, p->beta1, p->beta2, p->eps, decay, p->grad_scale, p->step);
     }
     for (int u = 0; u < m->table.num_units && m->zero_stage; u++) {
         const Span all = param_unit(&m->table, u);

@@ -4,15 +4,18 @@
 //   m = beta1 m + (1 - beta1) g                 v = beta2 v + (1 - beta2) g^2
 //   w = w - rate (m' / (sqrt(v') + eps) + weight_decay w)      m' = m / (1 - beta1^step), v' = v / (1 - beta2^step)
 //
-// weights, grads floatX, addressed by a chunk's weight_offset; master, m, v fp32, by its state_offset (a rank may hold a
-// share of the states). With a master, w is the fp32 master and the weight its value rounded to nearest. Without one, the
+// weights, grads floatX, addressed by a chunk's weight_offset; master fp32, m, v fp32 or bf16, by its state_offset (a rank may
+// hold a share of the states). With a master, w is the fp32 master and the weight its value rounded to nearest. Without one, the
 // weight itself is updated and rounded stochastically: up with the probability of the part cut off, so that updates
-// smaller than a bf16 step are kept in expectation. The random bits depend on (seed, step, weight index) alone.
-// Traffic per weight in bf16: 28 bytes with a master, 22 without. One block takes one chunk; a thread four weights at a time,
-// so that a warp's fp32 loads and stores are whole 512-byte lines. Ladder: dev/cuda/adamw.cu.
+// smaller than a bf16 step are kept in expectation. So are m and v in bf16, when they are stored: the weight sees them unrounded.
+// bf16.h says why, and what it costs. The random bits depend on (seed, step, weight index) alone: one number for each weight, of
+// which the weight takes bits 0 to 15, m 16 to 31 and v 32 to 47; so any sharding gives the same bits, as does adamw_update_bf16_cpu.
+// Traffic per weight in bf16: 28 bytes with a master, 22 without; with m and v in bf16 20 and 14. One block takes one chunk; a thread
+// four weights at a time, so that a warp's fp32 loads and stores are whole 512-byte lines. Ladder: dev/cuda/adamw.cu.
 #ifndef LLMC_ADAMW_CUH
 #define LLMC_ADAMW_CUH
 
+#include "bf16.h"
 #include "cuda_common.cuh"
 #include "rand.h"
 
@@ -25,26 +28,25 @@ typedef struct { float rate, beta1, beta2, eps, weight_decay, grad_scale, correc
 
 template <typename T> struct alignas(4 * sizeof(T)) AdamFour { T v[4]; };
 
-// Unbiased rounding of a finite x: one of the two neighbours, cut at a random place. Infinities and NaN stay what they are.
-__device__ inline void adamw_round(__nv_bfloat16 *to, float x, uint64_t random) {
-    if (isfinite(x)) x = __uint_as_float((__float_as_uint(x) + (unsigned)(random & 0xffff)) & 0xffff0000u);
-    *to = __float2bfloat16(x);
-}
+__device__ inline void adamw_round(__nv_bfloat16 *to, float x, uint64_t random) { *to = __ushort_as_bfloat16(bf16_stochastic(x, (uint32_t)random)); }
 __device__ inline void adamw_round(float *to, float x, uint64_t) { *to = x; }
 
 __device__ inline float adamw_step(float w, float &m, float &v, float grad, const AdamConstants &a, float weight_decay) {
     const float g = grad * a.grad_scale;
-    m = a.beta1 * m + (1 - a.beta1) * g;
-    v = a.beta2 * v + (1 - a.beta2) * g * g;
-    return w - a.rate * (m * a.correction1 / (sqrtf(v * a.correction2) + a.eps) + weight_decay * w);
+    m = fmaf(a.beta1, m, (1 - a.beta1) * g);
+    v = fmaf((1 - a.beta2) * g, g, a.beta2 * v);
+    return fmaf(-a.rate, fmaf(weight_decay, w, m * a.correction1 / (sqrtf(v * a.correction2) + a.eps)), w);
 }
 
-template <bool MASTER>
+// S: what m and v are stored in
+template <bool MASTER, typename S>
 __global__ void __launch_bounds__(ADAM_THREADS)
-adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, float *__restrict__ m, float *__restrict__ v,
+adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__restrict__ m, S *__restrict__ v,
              const floatX *__restrict__ grads, const AdamChunk *__restrict__ chunks, AdamConstants a) {
     typedef AdamFour<float> F4;
     typedef AdamFour<floatX> X4;
+    typedef AdamFour<S> S4;
+    constexpr bool random_bits = !MASTER || sizeof(S) < sizeof(float);
     const AdamChunk chunk = chunks[blockIdx.x];
     const float weight_decay = chunk.decay ? a.weight_decay : 0;
     weights += chunk.weight_offset; grads += chunk.weight_offset;
@@ -52,30 +54,40 @@ adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, float *__
     #pragma unroll 2
     for (int i = threadIdx.x * 4; i + 4 <= chunk.count; i += ADAM_THREADS * 4) {
         const X4 g = *(const X4 *)(grads + i);
-        F4 m4 = *(const F4 *)(m + i), v4 = *(const F4 *)(v + i), w4;
+        S4 m4 = *(const S4 *)(m + i), v4 = *(const S4 *)(v + i);
+        F4 w4;
         X4 x4;
         if (MASTER) w4 = *(const F4 *)(master + i);
         else x4 = *(const X4 *)(weights + i);
         #pragma unroll
         for (int k = 0; k < 4; k++) {
-            float w = adamw_step(MASTER ? w4.v[k] : (float)x4.v[k], m4.v[k], v4.v[k], (float)g.v[k], a, weight_decay);
+            const uint64_t random = random_bits ? rand_u64(a.seed, a.stream, chunk.weight_offset + (size_t)(i + k)) : 0;
+            float mk = (float)m4.v[k], vk = (float)v4.v[k];
+            float w = adamw_step(MASTER ? w4.v[k] : (float)x4.v[k], mk, vk, (float)g.v[k], a, weight_decay);
             if (MASTER) { w4.v[k] = w; x4.v[k] = (floatX)w; }
-            else adamw_round(&x4.v[k], w, rand_u64(a.seed, a.stream, chunk.weight_offset + (size_t)(i + k)));
+            else adamw_round(&x4.v[k], w, random);
+            adamw_round(&m4.v[k], mk, random >> 16);
+            adamw_round(&v4.v[k], vk, random >> 32);
         }
         *(X4 *)(weights + i) = x4;
-        *(F4 *)(m + i) = m4;
-        *(F4 *)(v + i) = v4;
+        *(S4 *)(m + i) = m4;
+        *(S4 *)(v + i) = v4;
         if (MASTER) *(F4 *)(master + i) = w4;
     }
     const int i = chunk.count / 4 * 4 + (int)threadIdx.x;  // what does not fill a vector
     if (i >= chunk.count) return;
-    float w = adamw_step(MASTER ? master[i] : (float)weights[i], m[i], v[i], (float)grads[i], a, weight_decay);
+    const uint64_t random = random_bits ? rand_u64(a.seed, a.stream, chunk.weight_offset + (size_t)i) : 0;
+    float mk = (float)m[i], vk = (float)v[i];
+    float w = adamw_step(MASTER ? master[i] : (float)weights[i], mk, vk, (float)grads[i], a, weight_decay);
     if (MASTER) { master[i] = w; weights[i] = (floatX)w; }
-    else adamw_round(&weights[i], w, rand_u64(a.seed, a.stream, chunk.weight_offset + (size_t)i));
+    else adamw_round(&weights[i], w, random);
+    adamw_round(&m[i], mk, random >> 16);
+    adamw_round(&v[i], vk, random >> 32);
 }
 
-// Updates weights, master (NULL: none), m and v in place. chunks (num_chunks) lies in device memory.
-static inline void adamw_update(floatX *weights, float *master, float *m, float *v, const floatX *grads, const AdamChunk *chunks, int num_chunks,
+// Updates weights, master (NULL: none), m and v (S: float or bf16) in place. chunks (num_chunks) lies in device memory.
+template <typename S>
+static inline void adamw_update(floatX *weights, float *master, S *m, S *v, const floatX *grads, const AdamChunk *chunks, int num_chunks,
                                 float lr, float beta1, float beta2, float eps, float weight_decay, float grad_scale, int step, uint64_t seed,
                                 cudaStream_t stream) {
     const void *pointers[] = {weights, master, m, v, grads};
@@ -84,8 +96,8 @@ static inline void adamw_update(floatX *weights, float *master, float *m, float 
     if (num_chunks == 0) return;  // a rank may own nothing
     AdamConstants a = {lr, beta1, beta2, eps, weight_decay, grad_scale, (float)(1 / (1 - pow((double)beta1, step))), (float)(1 / (1 - pow((double)beta2, step))),
                        seed, rand_stream(RAND_ROUND, (uint64_t)step)};
-    if (master) adamw_kernel<true><<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a);
-    else adamw_kernel<false><<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a);
+    if (master) adamw_kernel<true, S><<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a);
+    else adamw_kernel<false, S><<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a);
     launchCheck();
 }
 

@@ -18,7 +18,7 @@ typedef struct Model Model;
 typedef enum {
     SLOT_WEIGHT,  // the values that forward uses, in the build's dtype
     SLOT_GRAD,
-    SLOT_M,       // AdamW's first and second moment, fp32
+    SLOT_M,       // AdamW's first and second moment, fp32 or bf16 (--state-dtype)
     SLOT_V,
     SLOT_MASTER,  // fp32 weights that AdamW updates, where forward uses bf16
     NUM_SLOTS
@@ -30,6 +30,11 @@ typedef struct {
     int step;          // from 1, for the bias correction
 } AdamWParams;
 
+// Rows of the B*T that the head runs on at a time: a part of --head-chunks, and no fewer than the B sequences that may be sampled together.
+static inline size_t head_rows(const Options *o, int B, int T) {
+    const size_t rows = ceil_div((size_t)B * (size_t)T, o->head_chunks ? (size_t)o->head_chunks : 1);
+    return rows > (size_t)B ? rows : (size_t)B;
+}
 // Runs that only go forward have no gradients and no optimiser states.
 static inline int forward_only(const Options *o) { return o->generate || o->evaluate; }
 
@@ -44,6 +49,7 @@ double model_peak_flops(const Model *m);    // FLOP/s of the hardware at that dt
 double model_memory_gib(const Model *m);    // all that was allocated
 
 int model_has_slot(const Model *m, Slot s);
+int model_slot_is_bf16(const Model *m, Slot s);  // what it stores; else fp32
 // What this rank holds of a unit: all of it, or its piece. Gradients count after the last micro-step.
 Span model_owned(const Model *m, Slot s, int unit);
 // fp32 values in and out, whatever the slot stores; of what is owned only. Writing SLOT_WEIGHT sets the master too, unrounded.

@@ -1,7 +1,7 @@
 // Checkpoints: a Hugging Face folder (config.json, model.safetensors) plus what training needs to go on bit for bit.
 //
 //   <output>/step_00000100/   config.json, model.safetensors    as transformers, vLLM and llama.cpp open it
-//                             optimizer.safetensors             m.<name>, v.<name>, and master.<name> where the build has masters; F32
+//                             optimizer.safetensors             m.<name>, v.<name> (F32, or BF16 with --state-dtype bf16), and master.<name> where there are masters (F32)
 //                             train_state.json                  step, tokens, place in the data, windows, options, sizes of the other files
 //
 // Tensors have Hugging Face's names, shapes and orientation in both files: no padding, nothing that depends on the
@@ -34,7 +34,8 @@ typedef struct {
     int num_options;
     StateOption *options;      // the run's options as text, to compare or to restore
     char dtype[8];             // of the checkpoint, set by loading: "fp32" or "bf16",
-    int master;                // and whether it has fp32 masters
+    int master;                // whether it has fp32 masters,
+    char states[8];            // and what it stores m and v in
 } TrainState;
 
 static inline const char *state_option(const TrainState *s, const char *name) {
@@ -85,6 +86,7 @@ static inline void write_window(FILE *f, const char *name, const StateWindow *w)
     }
     fputs("]},\n", f);
 }
+static inline const char *states_dtype(const Model *m) { return model_slot_is_bf16(m, SLOT_M) ? "bf16" : "fp32"; }
 static inline void write_train_state(const Model *m, const char *folder, const TrainState *s) {
     char *text = NULL;
     size_t length;
@@ -92,7 +94,7 @@ static inline void write_train_state(const Model *m, const char *folder, const T
     require(f, "out of memory for train_state.json\nclose other programs");
     fprintf(f, "{\n  \"format\": %d,\n  \"step\": %lld,\n  \"tokens\": %lld,\n  \"epoch\": %lld,\n  \"row\": %lld,\n  \"seed\": %llu,\n", STATE_FORMAT,
             (long long)s->step, (long long)s->tokens, (long long)s->epoch, (long long)s->row, (unsigned long long)s->seed);
-    fprintf(f, "  \"parameters\": %zu,\n  \"dtype\": \"%s\",\n  \"master\": %s,\n", m->table.num_weights, model_dtype(m), model_has_slot(m, SLOT_MASTER) ? "true" : "false");
+    fprintf(f, "  \"parameters\": %zu,\n  \"dtype\": \"%s\",\n  \"master\": %s,\n  \"states\": \"%s\",\n", m->table.num_weights, model_dtype(m), model_has_slot(m, SLOT_MASTER) ? "true" : "false", states_dtype(m));
     write_window(f, "loss_window", &s->loss);
     write_window(f, "norm_window", &s->norm);
     fputs("  \"options\": {", f);
@@ -238,8 +240,8 @@ static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output,
     c->writing = checkpoint_folder(output, s->step, ".tmp");
     const int num_states = model_has_slot(m, SLOT_MASTER) ? 3 : 2, first = m->comm->rank == 0;
     char *weights = st_text(c->writing, "/", "model.safetensors"), *optimizer = st_text(c->writing, "/", "optimizer.safetensors");
-    slots_declare(&c->weights, m, weight_slot, 1, model_file_type(m), weights);
-    slots_declare(&c->optimizer, m, optimizer_slots, num_states, ST_F32, optimizer);
+    slots_declare(&c->weights, m, weight_slot, 1, weights);
+    slots_declare(&c->optimizer, m, optimizer_slots, num_states, optimizer);
     if (first) {
         make_directory(output);
         remove_leftovers(output);
@@ -316,9 +318,10 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
     for (int i = 0; i < 5; i++)
         require(json_int(&j, json_get(&j, 0, numbers[i].key), numbers[i].value) && *numbers[i].value >= 0, "'%s': %s is missing or damaged\nresume from another checkpoint", path, numbers[i].key);
     s->seed = (uint64_t)seed;
-    const char *dtype = json_string(&j, json_get(&j, 0, "dtype"));
+    const char *dtype = json_string(&j, json_get(&j, 0, "dtype")), *states = json_string(&j, json_get(&j, 0, "states"));
     require(dtype && json_bool(&j, json_get(&j, 0, "master"), &s->master), "'%s': dtype or master is missing\nresume from another checkpoint", path);
     snprintf(s->dtype, sizeof s->dtype, "%s", dtype);
+    snprintf(s->states, sizeof s->states, "%s", states ? states : "fp32");  // checkpoints of before --state-dtype
     read_window(&j, path, "loss_window", &s->loss);
     read_window(&j, path, "norm_window", &s->norm);
     const int options = json_get(&j, 0, "options");
@@ -338,12 +341,14 @@ static inline char *config_text(const Config *c) {
     require(fclose(f) == 0, "out of memory for config.json\nclose other programs");
     return text;
 }
-// Weights, masters, m, v and state, bit for bit: hence only into the model, dtype and kind of masters that were saved.
+// Weights, masters, m, v and state, bit for bit: hence only into the model, dtypes and kind of masters that were saved.
 static inline void checkpoint_load(Model *m, const char *folder, TrainState *s) {
     checkpoint_load_state(folder, s);
     const int master = model_has_slot(m, SLOT_MASTER);
     require(strcmp(s->dtype, model_dtype(m)) == 0 && s->master == master, "checkpoint '%s' is %s with%s fp32 masters, this program runs %s with%s\nresume with the same; or start a new run from its weights with --model %s",
             folder, s->dtype, s->master ? "" : "out", model_dtype(m), master ? "" : "out", folder);
+    require(strcmp(s->states, states_dtype(m)) == 0, "checkpoint '%s' has m and v in %s, this run keeps them in %s\nresume with --state-dtype %s; or start a new run from its weights, with m and v of zero, with --model %s",
+            folder, s->states, states_dtype(m), s->states, folder);
     const Config saved = config_from_json(folder);
     char *a = config_text(&saved), *b = config_text(&m->config), *optimizer = st_text(folder, "/", "optimizer.safetensors");
     require(strcmp(a, b) == 0, "checkpoint '%s' holds another model than this run's\nleave out --model when resuming, or name the run's own", folder);

@@ -69,7 +69,7 @@ static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}};
 typedef void SlotReader(const Model *m, Slot s, size_t offset, size_t count, float *values);  // model_read or model_read_snapshot
 typedef struct { StWriter file; const SlotName *slots; int num_slots; } SlotFile;
 
-static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *slots, int num_slots, StType type, const char *path) {
+static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *slots, int num_slots, const char *path) {
     f->slots = slots;
     f->num_slots = num_slots;
     st_create(&f->file, path);
@@ -78,7 +78,7 @@ static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *sl
             uint64_t shape[2];
             const int dims = param_shape(&m->table.params[i], shape);
             char *name = st_text(slots[k].prefix, m->table.params[i].name, "");
-            st_declare(&f->file, name, type, dims, shape);
+            st_declare(&f->file, name, model_slot_is_bf16(m, slots[k].slot) ? ST_BF16 : ST_F32, dims, shape);
             free(name);
         }
 }
@@ -101,10 +101,10 @@ static inline void slots_write(const SlotFile *f, const Model *m, SlotReader *re
     free(piece);
     free(scratch);
 }
-static inline void save_slots(const Model *m, const SlotName *slots, int num_slots, StType type, const char *path) {
+static inline void save_slots(const Model *m, const SlotName *slots, int num_slots, const char *path) {
     SlotFile f;
     int64_t progress = 0;
-    slots_declare(&f, m, slots, num_slots, type, path);
+    slots_declare(&f, m, slots, num_slots, path);
     if (m->comm->rank == 0) st_begin(&f.file, 1);
     comm_barrier(m->comm);
     if (m->comm->rank > 0) st_begin(&f.file, 0);
@@ -206,7 +206,6 @@ static inline void write_text_file(const char *folder, const char *name, FILE *s
     free(path);
     free(*text);
 }
-static inline StType model_file_type(const Model *m) { return strcmp(model_dtype(m), "bf16") == 0 ? ST_BF16 : ST_F32; }
 
 static inline void write_config(const Model *m, const char *folder) {
     char *text = NULL;
@@ -224,7 +223,7 @@ static inline void model_save_weights(const Model *m, const char *folder) {
         make_directory(folder);
         write_config(m, folder);
     }
-    save_slots(m, weight_slot, 1, model_file_type(m), path);
+    save_slots(m, weight_slot, 1, path);
     free(path);
 }
 // Weights (F32, BF16 or F16) of a Hugging Face folder or a safetensors file into a model of the same shape.

@@ -7,7 +7,9 @@
 // The residual add is fused with the norm that follows it, so norm1 of block l+1 runs at the end of block l.
 //
 // Kept for backward, per layer: x', x'', h1, h2, qkv, y, lse, f, a and the norms' statistics: 12C + 4F (GELU) values a token.
-// --recompute 1 keeps a once and not per layer, 2 the same with h1 and h2; backward computes them again, bit for bit.
+// --recompute 1 keeps a once and not per layer, 2 the same with h1 and h2, 3 with all but x'': backward computes them again, by the same
+// kernels and bit for bit. The head runs in --head-chunks parts, forward and backward of each before the next: losses and the gradient
+// of h are those of one part, bit for bit; the head's weight gradient is added up in floatX, part after part, as over micro-steps.
 // Gradients have the layout and the dtype of the weights. The first micro-step of a step overwrites them, the others add.
 //
 // Several ranks (zero.cuh): the last micro-step's backward hands each unit over to be reduced as soon as it is complete, forward
@@ -15,28 +17,17 @@
 #ifndef LLMC_MODEL_CUH
 #define LLMC_MODEL_CUH
 
+#include "activations.cuh"
 #include "adamw.cuh"
-#include "activation.cuh"
-#include "attention.cuh"
 #include "attention_decode.cuh"
 #include "backend.h"
 #include "classifier.cuh"
 #include "cuda_common.cuh"
-#include "embedding.cuh"
-#include "global_norm.cuh"
-#include "matmul.cuh"
 #include "memory.cuh"
 #include "mfu.h"
-#include "norm.cuh"
 #include "rope.cuh"
 #include "rope_table.h"
 #include "zero.cuh"
-
-// What one layer saves. `h1`, `h2`, `a` of all layers are the same buffer when they are recomputed.
-typedef struct {
-    floatX *h1, *qkv, *y, *x_mid, *h2, *f, *a, *x_out;
-    float *lse, *mean1, *rstd1, *mean2, *rstd2;
-} LayerActs;
 
 // A layer's weights or gradients: pointers into one parameter buffer; NULL where the family has none.
 typedef struct {
@@ -54,9 +45,11 @@ struct Model {
     Zero zero;
     int B, T;                // largest micro-step
     int fuse_gelu;           // 0 no, 1 forward, 2 forward and backward
+    int head_rows;           // the head runs on so many rows at a time
     // parameters, all in the layout of the table
     floatX *weights, *grads;
-    float *master, *m, *v;   // master: NULL in fp32 builds and with --master-weights 0. ZeRO 1: this rank's pieces, unit after unit
+    float *master;           // NULL in fp32 builds and with --master-weights 0. ZeRO 1: this rank's pieces, unit after unit
+    void *m, *v;             // the same; fp32 or bf16
     Span *shards;            // (units) of the gradients, this rank's pieces: what it adds to the norm
     void *snapshots[NUM_SLOTS];  // --save-async: pinned copies of this rank's shards of a slot, unit after unit
     float *reduce_staging;   // --reduce-dtype fp32: a unit's gradients, widened
@@ -98,45 +91,8 @@ static inline BlockParams block_params(floatX *buffer, const ParamTable *t, int 
 
 // ---- buffers
 
-// Widths of a token's rows.
-static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
-static inline int fc_width(const Config *c) { return c->mlp == MLP_SWIGLU ? 2 * c->ffn_dim : c->ffn_dim; }
-
-static inline size_t reduce_scratch_bytes(const Config *c, int B, int T) {
-    size_t most = global_norm_scratch_bytes(c->num_layers + 2), widest = (size_t)(fc_width(c) > qkv_width(c) ? fc_width(c) : qkv_width(c));
-    const size_t needs[] = {norm_backward_scratch_bytes(c->channels), bias_backward_scratch_bytes((int)widest),
-                            bias_backward_scratch_bytes(c->channels), bias_backward_scratch_bytes(qkv_width(c)),
-                            embedding_backward_scratch_bytes(B, T, c->padded_vocab_size)};
-    for (size_t i = 0; i < sizeof needs / sizeof *needs; i++) most = needs[i] > most ? needs[i] : most;
-    return most;
-}
-
-// Where the parts of the shared region begin: [dqkv | df | da | attention scratch] or [logits].
-typedef struct { size_t dqkv, df, da, attention, bytes; } RegionPlan;
-static inline RegionPlan region_plan(const Config *c, int B, int T) {
-    RegionPlan r;
-    const size_t N = (size_t)B * T, align = 1024;
-    r.dqkv = 0;
-    r.df = r.dqkv + round_up(N * qkv_width(c) * sizeof(floatX), align);
-    r.da = r.df + round_up(N * fc_width(c) * sizeof(floatX), align);
-    r.attention = r.da + round_up(c->mlp == MLP_SWIGLU ? N * c->ffn_dim * sizeof(floatX) : 0, align);
-    r.bytes = r.attention + attention_backward_scratch_bytes(B, T, c->num_heads, c->num_kv_heads, c->head_dim);
-    const size_t logits = N * c->padded_vocab_size * sizeof(floatX);
-    if (logits > r.bytes) r.bytes = logits;
-    return r;
-}
-
-// Floats of statistics that one layer saves: lse, and mean and 1/std of two norms.
-static inline size_t stats_size(const Config *c, size_t N) { return N * (size_t)c->num_heads + 4 * N; }
-// Elements that one layer saves under a recompute level.
-static inline size_t saved_layer_size(const Config *c, size_t N, int recompute) {
-    size_t size = N * (size_t)(qkv_width(c) + c->num_heads * c->head_dim + fc_width(c));
-    if (recompute < 1) size += N * (size_t)c->ffn_dim;
-    if (recompute < 2) size += 2 * N * (size_t)c->channels;
-    return size;
-}
-
 static inline int reduces_wide(const Model *m) { return !strcmp(m->options.reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float); }
+static inline int bf16_states(const Model *m) { return !strcmp(m->options.state_dtype, "bf16"); }
 static inline int has_master(const Model *m) { return sizeof(floatX) != sizeof(float) && m->options.master_weights && !forward_only(&m->options); }
 // ZeRO 1: optimiser states exist for this rank's pieces only.
 static inline int states_are_sharded(const Model *m) { return m->options.zero_stage > 0 && m->comm->world > 1; }
@@ -150,40 +106,47 @@ static inline size_t state_at(const Model *m, int unit, size_t offset) {
     return states_are_sharded(m) ? m->table.unit_begin[unit] / (size_t)m->comm->world + offset - shard_of(m, unit).begin : offset;
 }
 
+// What a slot stores: bf16 or fp32.
+int model_slot_is_bf16(const Model *m, Slot s) {
+    return s == SLOT_WEIGHT || s == SLOT_GRAD ? sizeof(floatX) == 2 : (s == SLOT_M || s == SLOT_V) && bf16_states(m);
+}
+static inline size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? sizeof(__nv_bfloat16) : sizeof(float); }  // of an element
+
 // Names every buffer of a run with micro-steps of (B, T).
 static inline void model_request(Model *m, Memory *memory, int B, int T) {
     const Config *c = &m->config;
     const size_t N = (size_t)B * T, C = (size_t)c->channels, L = (size_t)c->num_layers, total = m->table.total;
     const size_t states = states_are_sharded(m) ? total / (size_t)m->comm->world : total;
     const int recompute = (int)m->options.recompute;
+    const size_t inside = recompute >= 3 ? 1 : L;  // layers whose inner values are alive together
     memory_request(memory, &m->weights, "parameters", "weights", total);
     const int trains = !forward_only(&m->options);
     if (trains) memory_request(memory, &m->grads, "parameters", "gradients", total);
     if (m->comm->world > 1 && reduces_wide(m)) memory_request(memory, &m->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(&m->table));
     if (has_master(m)) memory_request(memory, &m->master, "optimiser", "fp32 master weights", states);
-    if (trains) memory_request(memory, &m->m, "optimiser", "AdamW m", states);
-    if (trains) memory_request(memory, &m->v, "optimiser", "AdamW v", states);
+    if (trains) memory_request(memory, (char **)&m->m, "optimiser", bf16_states(m) ? "AdamW m, bf16" : "AdamW m", states * slot_bytes(m, SLOT_M));
+    if (trains) memory_request(memory, (char **)&m->v, "optimiser", bf16_states(m) ? "AdamW v, bf16" : "AdamW v", states * slot_bytes(m, SLOT_V));
     memory_request(memory, &m->chunks, "optimiser", "chunk table", m->num_chunks);
     memory_request(memory, &m->shards, "optimiser", "shard table", (size_t)m->table.num_units);
     if (m->options.save_every && m->options.save_async) {
         const size_t shards = total / (size_t)m->comm->world;
         memory_request_pinned(memory, (floatX **)&m->snapshots[SLOT_WEIGHT], "optimiser", "copy of weights, to be saved", shards);
-        memory_request_pinned(memory, (float **)&m->snapshots[SLOT_M], "optimiser", "copy of m, to be saved", shards);
-        memory_request_pinned(memory, (float **)&m->snapshots[SLOT_V], "optimiser", "copy of v, to be saved", shards);
+        memory_request_pinned(memory, (char **)&m->snapshots[SLOT_M], "optimiser", "copy of m, to be saved", shards * slot_bytes(m, SLOT_M));
+        memory_request_pinned(memory, (char **)&m->snapshots[SLOT_V], "optimiser", "copy of v, to be saved", shards * slot_bytes(m, SLOT_V));
         if (has_master(m)) memory_request_pinned(memory, (float **)&m->snapshots[SLOT_MASTER], "optimiser", "copy of masters, to be saved", shards);
     }
     memory_request(memory, &m->x_embedding, "activations", "embedding (B,T,C)", N * C);
-    memory_request(memory, &m->saved_x, "activations", "residuals (L,2,B,T,C)", L * 2 * N * C);
-    memory_request(memory, &m->saved_layer, "activations", "qkv, y, f, h, a of all layers", L * saved_layer_size(c, N, recompute));
+    memory_request(memory, &m->saved_x, "activations", recompute >= 3 ? "residuals (L+1,B,T,C)" : "residuals (L,2,B,T,C)", (L + inside) * N * C);
+    memory_request(memory, &m->saved_layer, "activations", recompute >= 3 ? "qkv, y, f, recomputed" : "qkv, y, f, h, a of all layers", inside * saved_layer_size(c, N, recompute));
     if (recompute >= 1) memory_request(memory, &m->shared_a, "activations", "a (B,T,F), recomputed", N * c->ffn_dim);
     if (recompute >= 2) memory_request(memory, &m->shared_h, "activations", "h1, h2 (2,B,T,C), recomputed", 2 * N * C);
-    memory_request(memory, &m->saved_stats, "activations", "lse, mean, 1/std of all layers", L * stats_size(c, N));
+    memory_request(memory, &m->saved_stats, "activations", recompute >= 3 ? "lse, mean, 1/std, recomputed" : "lse, mean, 1/std of all layers", inside * stats_size(c, N));
     memory_request(memory, &m->h_final, "activations", "final norm (B,T,C)", N * C);
     memory_request(memory, &m->mean_final, "activations", "final mean (B,T)", N);
     memory_request(memory, &m->rstd_final, "activations", "final 1/std (B,T)", N);
     if (c->position == POSITION_ROPE) memory_request(memory, &m->cos_sin, "activations", "rope table (T,HD/2,2)", (size_t)T * c->head_dim);
-    memory_request(memory, &m->region, "scratch", "logits, or a block's backward", region_plan(c, B, T).bytes);
-    memory_alias(memory, &m->logits, "scratch", "logits (B,T,Vp)", &m->region, N * c->padded_vocab_size);
+    memory_request(memory, &m->region, "scratch", "logits, or a block's backward", region_plan(c, &m->options, B, T).bytes);
+    memory_alias(memory, &m->logits, "scratch", m->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)", &m->region, head_rows(&m->options, B, T) * c->padded_vocab_size);
     memory_alias(memory, &m->dqkv, "scratch", "dqkv; df, da, attention follow", &m->region, N * qkv_width(c));
     memory_request(memory, &m->dx, "scratch", "residual gradient (B,T,C)", N * C);
     memory_request(memory, &m->branch, "scratch", "branch and its gradient (B,T,C)", N * C);
@@ -199,18 +162,37 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
     memory_request_pinned(memory, &m->host_floats, "tokens", "losses", N);
 }
 
+static inline size_t model_bytes(const Model *m, const Options *o, int B) {
+    Model trial = *m;
+    Memory memory = {};
+    trial.options = *o;
+    model_request(&trial, &memory, B, trial.T);
+    free(memory.buffers);
+    return memory.device_bytes;
+}
+// Options that save memory, each added to those before until batch B fits: the cheap ones first, last what changes the numbers.
+static inline int options_that_fit(const Model *m, Options *o, size_t free_bytes, int B) {
+    for (int i = 0; i < 6 && model_bytes(m, o, B) > free_bytes; i++) {
+        if ((i < 2 && o->recompute <= i) || i == 3) o->recompute = i < 2 ? i + 1 : 3;
+        if (i == 2 && o->head_chunks <= 1) o->head_chunks = 8;
+        if (i == 4) o->state_dtype = "bf16";
+        if (i == 5 && has_master(m)) o->master_weights = 0;
+    }
+    return model_bytes(m, o, B) <= free_bytes;
+}
 // Memory is linear in B: from two sizes follows the largest B that fits.
 static void model_memory_hint(char *text, size_t size, size_t free_bytes, const Memory *, void *context) {
-    Model trial = *(const Model *)context;
-    size_t bytes[2];
-    for (int B = 1; B <= 2; B++) {
-        Memory memory = {};
-        model_request(&trial, &memory, B, trial.T);
-        bytes[B - 1] = memory.device_bytes;
-        free(memory.buffers);
-    }
-    if (bytes[0] > free_bytes) snprintf(text, size, "not even --batch-size 1 fits at --seq-len %d: use --recompute 2, a shorter --seq-len or a smaller model", trial.T);
-    else snprintf(text, size, "--batch-size %zu would fit at --seq-len %d (more with --recompute 1 or 2)", 1 + (free_bytes - bytes[0]) / (bytes[1] - bytes[0]), trial.T);
+    const Model *m = (const Model *)context;
+    Options this_batch = m->options, one = m->options;
+    const size_t bytes = model_bytes(m, &m->options, 1), more = model_bytes(m, &m->options, 2) - bytes;
+    const int fits = options_that_fit(m, &this_batch, free_bytes, m->B), one_fits = options_that_fit(m, &one, free_bytes, 1);
+    char with[128], one_with[128];
+    options_that_differ(&this_batch, &m->options, with, sizeof with);
+    options_that_differ(&one, &m->options, one_with, sizeof one_with);
+    if (bytes <= free_bytes && fits) snprintf(text, size, "--batch-size %zu would fit at --seq-len %d; or this one with%s", 1 + (free_bytes - bytes) / more, m->T, with);
+    else if (bytes <= free_bytes) snprintf(text, size, "--batch-size %zu would fit at --seq-len %d (more with --recompute 1, 2 or 3)", 1 + (free_bytes - bytes) / more, m->T);
+    else if (fits || one_fits) snprintf(text, size, "--batch-size %d would fit at --seq-len %d with%s", fits ? m->B : 1, m->T, fits ? with : one_with);
+    else snprintf(text, size, "not even --batch-size 1 fits at --seq-len %d, with any option: use a shorter --seq-len or a smaller model%s", m->T, m->options.zero_stage == 0 ? ", or several GPUs with --zero-stage 1" : "");
 }
 
 // Cuts the saved buffers into layers.
@@ -223,6 +205,11 @@ static inline void model_place_layers(Model *m) {
     float *stats = m->saved_stats;
     for (int l = 0; l < c->num_layers; l++) {
         LayerActs *a = &m->layers[l];
+        if (recompute >= 3 && l > 0) {  // all but x'' are those of layer 0
+            *a = m->layers[0];
+            a->x_out = x;            x += N * C;
+            continue;
+        }
         a->x_mid = x;                x += N * C;
         a->x_out = x;                x += N * C;
         a->qkv = next;               next += N * qkv_width(c);
@@ -299,18 +286,19 @@ void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
     m->num_chunks = adam_chunks(m, NULL);
     model_request(m, &m->memory, m->B, m->T);
     memory_allocate(&m->memory, comm->rank == 0, model_memory_hint, m);
-    const RegionPlan r = region_plan(c, m->B, m->T);
+    const RegionPlan r = region_plan(c, o, m->B, m->T);
+    m->head_rows = (int)head_rows(o, m->B, m->T);
     m->df = (floatX *)(m->region + r.df);
     m->da = c->mlp == MLP_SWIGLU ? (floatX *)(m->region + r.da) : m->df;  // GELU's gradient is computed in place
     m->attention_scratch = m->region + r.attention;
     model_place_layers(m);
     matmul_open(&m->matmul, &m->gpu.prop, m->matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
     // Fused is faster on Hopper in both directions (dev/cuda/matmul.cu measures it); elsewhere nobody has measured.
-    // Recomputing needs the fused bits to be those of the separate kernels.
-    const int exact = matmul_gelu_is_exact(&m->matmul, m->B * m->T), fastest = m->gpu.prop.major == 9 && (o->recompute == 0 || exact) ? 2 : 0;
+    // Recomputing the activation alone needs the fused bits to be those of the separate kernels; whole blocks run the fused one again.
+    const int exact = matmul_gelu_is_exact(&m->matmul, m->B * m->T) || o->recompute == 0 || o->recompute == 3, fastest = m->gpu.prop.major == 9 && exact ? 2 : 0;
     const int wanted = o->gelu_fusion >= 0 ? (int)o->gelu_fusion : fastest;
     m->fuse_gelu = c->mlp == MLP_GELU && matmul_can_fuse_gelu(&m->matmul) ? wanted : 0;
-    require(!m->fuse_gelu || o->recompute == 0 || exact, "--recompute %lld with --gelu-fusion %lld: here what backward recomputes would differ from the fused forward in the last bit\nuse --gelu-fusion 0 with --recompute", o->recompute, o->gelu_fusion);
+    require(!m->fuse_gelu || exact, "--recompute %lld with --gelu-fusion %lld: here what backward recomputes would differ from the fused forward in the last bit\nuse --gelu-fusion 0 with --recompute", o->recompute, o->gelu_fusion);
     require(o->gelu_fusion <= 0 || m->fuse_gelu, "--gelu-fusion %lld needs a bf16 build and a model with GELU\nleave it out", o->gelu_fusion);
     upload_tables(m);
     for (int i = 0; i < 2; i++) cudaCheck(cudaEventCreateWithFlags(&m->copied[i], cudaEventDisableTiming));
@@ -341,7 +329,6 @@ double model_peak_flops(const Model *m) {
 static inline void *slot_pointer(const Model *m, Slot s) {
     return s == SLOT_WEIGHT ? (void *)m->weights : s == SLOT_GRAD ? (void *)m->grads : s == SLOT_M ? (void *)m->m : s == SLOT_V ? (void *)m->v : (void *)m->master;
 }
-static inline int is_floatX(Slot s) { return s == SLOT_WEIGHT || s == SLOT_GRAD; }
 int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
 
 // The unit that holds all of [offset, offset + count), or the first one when every state is here.
@@ -350,16 +337,27 @@ static inline int unit_of(const Model *m, Slot s, size_t offset, size_t count) {
     assert(!states_are_sharded(m) || span_overlap(model_owned(m, s, unit), offset, count).count == count);
     return unit;
 }
-void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
+// Where elements [offset, offset + count) of a slot are.
+static inline char *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
     assert(model_has_slot(m, s) && offset + count <= m->table.total);
-    if (is_floatX(s)) {
-        floatX *rounded = (floatX *)malloc_or_die(count * sizeof(floatX));
+    const size_t at = s == SLOT_WEIGHT || s == SLOT_GRAD ? offset : state_at(m, unit_of(m, s, offset, count), offset);
+    return (char *)slot_pointer(m, s) + at * slot_bytes(m, s);
+}
+// From what a slot stores, in host memory, to fp32.
+static inline void widen_slot(const Model *m, Slot s, float *values, const void *stored, size_t count) {
+    if (model_slot_is_bf16(m, s)) for (size_t i = 0; i < count; i++) values[i] = (float)((const __nv_bfloat16 *)stored)[i];
+    else memcpy(values, stored, count * sizeof(float));
+}
+void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
+    char *place = slot_place(m, s, offset, count);
+    if (model_slot_is_bf16(m, s)) {
+        __nv_bfloat16 *rounded = (__nv_bfloat16 *)malloc_or_die(count * sizeof *rounded);
         PARALLEL_FOR
-        for (size_t i = 0; i < count; i++) rounded[i] = (floatX)values[i];
-        upload(m, (floatX *)slot_pointer(m, s) + offset, rounded, count * sizeof(floatX));
+        for (size_t i = 0; i < count; i++) rounded[i] = __float2bfloat16(values[i]);
+        upload(m, place, rounded, count * sizeof *rounded);
         free(rounded);
     } else {
-        upload(m, (float *)slot_pointer(m, s) + state_at(m, unit_of(m, s, offset, count), offset), values, count * sizeof(float));
+        upload(m, place, values, count * sizeof(float));
     }
     for (int u = 0; s == SLOT_WEIGHT && m->master && u < m->table.num_units; u++) {  // unrounded
         const Span mine = span_overlap(model_owned(m, SLOT_MASTER, u), offset, count);
@@ -367,27 +365,21 @@ void model_write(Model *m, Slot s, size_t offset, size_t count, const float *val
     }
 }
 void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {
-    assert(model_has_slot(m, s) && offset + count <= m->table.total);
+    void *stored = malloc_or_die(count * slot_bytes(m, s));
     cudaCheck(cudaStreamSynchronize(m->gpu.compute));
     cudaCheck(cudaStreamSynchronize(m->gpu.comm));
-    if (is_floatX(s)) {
-        floatX *stored = (floatX *)malloc_or_die(count * sizeof(floatX));
-        cudaCheck(cudaMemcpy(stored, (const floatX *)slot_pointer(m, s) + offset, count * sizeof(floatX), cudaMemcpyDeviceToHost));
-        for (size_t i = 0; i < count; i++) values[i] = (float)stored[i];
-        free(stored);
-    } else {
-        cudaCheck(cudaMemcpy(values, (const float *)slot_pointer(m, s) + state_at(m, unit_of(m, s, offset, count), offset), count * sizeof(float), cudaMemcpyDeviceToHost));
-    }
+    cudaCheck(cudaMemcpy(stored, slot_place(m, s, offset, count), count * slot_bytes(m, s), cudaMemcpyDeviceToHost));
+    widen_slot(m, s, values, stored, count);
+    free(stored);
 }
 // Where this rank's shard of a unit begins in the copy of a slot.
 static inline size_t snapshot_at(const Model *m, int unit) { return m->table.unit_begin[unit] / (size_t)m->comm->world; }
 void model_snapshot(Model *m, Slot s) {
-    const size_t element = is_floatX(s) ? sizeof(floatX) : sizeof(float);
+    const size_t element = slot_bytes(m, s);
     cudaCheck(cudaStreamSynchronize(m->gpu.comm));  // weights are being gathered
     for (int u = 0; u < m->table.num_units; u++) {
         const Span mine = shard_of(m, u);
-        const size_t at = is_floatX(s) ? mine.begin : state_at(m, u, mine.begin);
-        cudaCheck(cudaMemcpyAsync((char *)m->snapshots[s] + snapshot_at(m, u) * element, (const char *)slot_pointer(m, s) + at * element, mine.count * element, cudaMemcpyDeviceToHost, m->gpu.compute));
+        cudaCheck(cudaMemcpyAsync((char *)m->snapshots[s] + snapshot_at(m, u) * element, slot_place(m, s, mine.begin, mine.count), mine.count * element, cudaMemcpyDeviceToHost, m->gpu.compute));
     }
     cudaCheck(cudaStreamSynchronize(m->gpu.compute));
 }
@@ -395,9 +387,7 @@ void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, fl
     const int u = param_unit_of(&m->table, offset);
     const Span mine = shard_of(m, u);
     assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);
-    const size_t at = snapshot_at(m, u) + (offset - mine.begin);
-    if (is_floatX(s)) for (size_t i = 0; i < count; i++) values[i] = (float)((const floatX *)m->snapshots[s])[at + i];
-    else memcpy(values, (const float *)m->snapshots[s] + at, count * sizeof(float));
+    widen_slot(m, s, values, (const char *)m->snapshots[s] + (snapshot_at(m, u) + (offset - mine.begin)) * slot_bytes(m, s), count);
 }
 
 // ---- forward
@@ -407,12 +397,9 @@ static inline void activation_forward(const Model *m, floatX *a, const floatX *f
     else gelu_forward(a, f, (size_t)N * m->config.ffn_dim, m->gpu.compute);
 }
 
-// h1 of the layer is ready. `next_*`: the norm that follows the block, of layer l+1 or the final one. cache: NULL in training; else T
-// new tokens follow those that it holds.
-static inline void block_forward(Model *m, int l, const floatX *x, floatX *next_h, float *next_mean, float *next_rstd,
-                                 const floatX *next_w, const floatX *next_b, int B, int T, const KvCache *cache) {
-    Range range("block", l);
-    watchdog_beat(PHASE_FORWARD, l);
+// From h1 of the layer to a: all that backward reads and that --recompute 3 computes again. cache: NULL in training; else T new tokens
+// follow those that it holds.
+static inline void block_inside(Model *m, int l, const floatX *x, int B, int T, const KvCache *cache) {
     const Config *c = &m->config;
     const LayerActs a = m->layers[l];
     const BlockParams w = block_params(m->weights, &m->table, l);
@@ -434,6 +421,18 @@ static inline void block_forward(Model *m, int l, const floatX *x, floatX *next_
         matmul_forward(&m->matmul, a.f, a.h2, w.fcw, w.fcb, NULL, N, C, fc_width(c), s);
         activation_forward(m, a.a, a.f, N);
     }
+}
+// h1 of the layer is ready. `next_*`: the norm that follows the block, of layer l+1 or the final one.
+static inline void block_forward(Model *m, int l, const floatX *x, floatX *next_h, float *next_mean, float *next_rstd,
+                                 const floatX *next_w, const floatX *next_b, int B, int T, const KvCache *cache) {
+    Range range("block", l);
+    watchdog_beat(PHASE_FORWARD, l);
+    const Config *c = &m->config;
+    const LayerActs a = m->layers[l];
+    const BlockParams w = block_params(m->weights, &m->table, l);
+    const int N = B * T, C = c->channels;
+    cudaStream_t s = m->gpu.compute;
+    block_inside(m, l, x, B, T, cache);
     matmul_forward(&m->matmul, m->branch, a.a, w.fcprojw, w.fcprojb, NULL, N, c->ffn_dim, C, s);
     zero_wait(&m->zero, l + 2);
     residual_norm_forward(c->norm, a.x_out, next_h, next_mean, next_rstd, a.x_mid, m->branch, next_w, next_b, N, C, c->norm_eps, s);
@@ -469,12 +468,23 @@ static inline void model_forward(Model *m, int B, int T, const KvCache *cache) {
     }
 }
 
-// m->h_final, m->targets -> m->losses, and in m->logits their gradient if asked
-static inline void head_forward(Model *m, int N, float dloss, int write_dlogits) {
+// m->h_final, m->targets -> m->losses and, if asked, the head's own backward: its weight gradient, and the gradient of h_final in
+// m->branch. head_rows rows at a time: their logits become their own gradient, which is consumed at once.
+static inline void head(Model *m, int N, float dloss, int backward, int accumulate) {
     Range range("head");
     const Config *c = &m->config;
-    matmul_forward(&m->matmul, m->logits, m->h_final, head_weight(m, m->weights), NULL, NULL, N, c->channels, c->padded_vocab_size, m->gpu.compute);
-    classifier(m->logits, m->losses, m->targets, dloss, N, c->vocab_size, c->padded_vocab_size, write_dlogits, m->gpu.compute);
+    const int C = c->channels, Vp = c->padded_vocab_size;
+    const floatX *w = head_weight(m, m->weights);
+    cudaStream_t s = m->gpu.compute;
+    for (int n0 = 0; n0 < N; n0 += m->head_rows) {
+        const int rows = N - n0 < m->head_rows ? N - n0 : m->head_rows;
+        const floatX *h = m->h_final + (size_t)n0 * C;
+        matmul_forward(&m->matmul, m->logits, h, w, NULL, NULL, rows, C, Vp, s);
+        classifier(m->logits, m->losses + n0, m->targets + n0, dloss, rows, c->vocab_size, Vp, backward, s);
+        if (!backward) continue;
+        matmul_backward_weight(&m->matmul, head_weight(m, m->grads), m->logits, h, rows, C, Vp, accumulate || n0 > 0, s);
+        matmul_backward_input(&m->matmul, m->branch + (size_t)n0 * C, m->logits, w, NULL, rows, C, Vp, s);
+    }
 }
 
 // ---- backward
@@ -491,8 +501,12 @@ static inline void block_backward(Model *m, int l, int accumulate) {
     cudaStream_t s = m->gpu.compute;
     Matmul *mm = &m->matmul;
     void *scratch = m->reduce_scratch;
-    if (m->options.recompute >= 1) activation_forward(m, a.a, a.f, N);
-    if (m->options.recompute >= 2) norm_forward(c->norm, a.h2, a.mean2, a.rstd2, a.x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps, s);
+    const int again = (int)m->options.recompute;
+    const floatX *x = layer_input(m, l);
+    if (again == 2 || (again == 3 && l + 1 < c->num_layers)) norm_forward(c->norm, a.h1, a.mean1, a.rstd1, x, w.ln1w, w.ln1b, N, C, c->norm_eps, s);
+    if (again == 3 && l + 1 < c->num_layers) block_inside(m, l, x, B, T, NULL);  // the last block's values are still there
+    if (again == 1 || again == 2) activation_forward(m, a.a, a.f, N);
+    if (again == 2) norm_forward(c->norm, a.h2, a.mean2, a.rstd2, a.x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps, s);
     // MLP
     matmul_backward_weight(mm, g.fcprojw, m->dx, a.a, N, F, C, accumulate, s);
     const int fused = m->fuse_gelu == 2;  // GELU's gradient, and the bias gradient, inside the matmul
@@ -504,7 +518,6 @@ static inline void block_backward(Model *m, int l, int accumulate) {
     matmul_backward_input(mm, m->branch, m->df, w.fcw, NULL, N, C, fc_width(c), s);
     norm_backward(c->norm, m->dx, g.ln2w, g.ln2b, g.projb, m->branch, a.x_mid, w.ln2w, a.mean2, a.rstd2, N, C, accumulate, scratch, s);
     // attention
-    if (m->options.recompute >= 2) norm_forward(c->norm, a.h1, a.mean1, a.rstd1, layer_input(m, l), w.ln1w, w.ln1b, N, C, c->norm_eps, s);
     matmul_backward_weight(mm, g.projw, m->dx, a.y, N, Q, C, accumulate, s);
     matmul_backward_input(mm, m->branch, m->dx, w.projw, NULL, N, Q, C, s);
     attention_backward(m->dqkv, m->branch, a.qkv, a.y, a.lse, B, T, c->num_heads, c->num_kv_heads, c->head_dim, m->attention_scratch, s);
@@ -513,10 +526,10 @@ static inline void block_backward(Model *m, int l, int accumulate) {
     if (g.qkvb) bias_backward(g.qkvb, m->dqkv, N, qkv_width(c), accumulate, scratch, s);
     matmul_backward_input(mm, m->branch, m->dqkv, w.qkvw, NULL, N, C, qkv_width(c), s);
     floatX *below = l > 0 ? block_params(m->grads, &m->table, l - 1).fcprojb : NULL;
-    norm_backward(c->norm, m->dx, g.ln1w, g.ln1b, below, m->branch, layer_input(m, l), w.ln1w, a.mean1, a.rstd1, N, C, accumulate, scratch, s);
+    norm_backward(c->norm, m->dx, g.ln1w, g.ln1b, below, m->branch, x, w.ln1w, a.mean1, a.rstd1, N, C, accumulate, scratch, s);
 }
 
-// After head_forward with write_dlogits: all gradients of this micro-step. `last`: of the step, so that they are reduced.
+// The head's backward has run: all other gradients of this micro-step. `last`: of the step, so that they are reduced.
 static inline void model_backward(Model *m, int accumulate, int last) {
     Range range("backward");
     const Config *c = &m->config;
@@ -528,8 +541,6 @@ static inline void model_backward(Model *m, int accumulate, int last) {
         if (!c->tied) cudaCheck(cudaMemsetAsync(dwte, 0, (size_t)c->padded_vocab_size * C * sizeof(floatX), s));
         if (dwpe) cudaCheck(cudaMemsetAsync(dwpe, 0, (size_t)c->max_seq_len * C * sizeof(floatX), s));
     }
-    matmul_backward_weight(&m->matmul, head_weight(m, m->grads), m->logits, m->h_final, N, C, c->padded_vocab_size, accumulate, s);
-    matmul_backward_input(&m->matmul, m->branch, m->logits, head_weight(m, m->weights), NULL, N, C, c->padded_vocab_size, s);
     cudaCheck(cudaMemsetAsync(m->dx, 0, (size_t)N * C * sizeof(floatX), s));
     norm_backward(c->norm, m->dx, param_pointer(m->grads, t, L + 1, ROLE_LNFW), param_pointer(m->grads, t, L + 1, ROLE_LNFB),
                   block_params(m->grads, t, L - 1).fcprojb, m->branch, layer_input(m, L), param_pointer(m->weights, t, L + 1, ROLE_LNFW), m->mean_final, m->rstd_final, N, C, accumulate, m->reduce_scratch, s);
@@ -566,7 +577,7 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     upload_tokens(m, inputs, targets, (size_t)N);
     if (micro == 0) cudaCheck(cudaMemsetAsync(m->loss_total, 0, sizeof(float), m->gpu.compute));
     model_forward(m, m->B, m->T, NULL);
-    head_forward(m, N, share, 1);
+    head(m, N, share, 1, micro > 0);
     loss_sum(m->loss_total, m->losses, N, share, m->gpu.compute);
     model_backward(m, micro > 0, micro == num_micro - 1);
 }
@@ -586,8 +597,12 @@ void model_loss_and_norm(Model *m, float *loss, float *norm) {
 void model_update(Model *m, const AdamWParams *p) {
     Range range("update");
     watchdog_beat(PHASE_UPDATE, -1);
-    adamw_update(m->weights, m->master, m->m, m->v, m->grads, m->chunks, m->num_chunks, p->lr, p->beta1, p->beta2, p->eps,
-                 p->weight_decay, p->grad_scale, p->step, (uint64_t)m->options.seed, m->gpu.compute);
+    auto update = [&](auto *states_m, auto *states_v) {
+        adamw_update(m->weights, m->master, states_m, states_v, m->grads, m->chunks, m->num_chunks, p->lr, p->beta1, p->beta2, p->eps,
+                     p->weight_decay, p->grad_scale, p->step, (uint64_t)m->options.seed, m->gpu.compute);
+    };
+    if (bf16_states(m)) update((__nv_bfloat16 *)m->m, (__nv_bfloat16 *)m->v);
+    else update((float *)m->m, (float *)m->v);
     zero_gather(&m->zero, m->weights);
 }
 
@@ -596,7 +611,7 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     assert(T >= 1 && T <= m->T && N % T == 0);
     upload_tokens(m, inputs, targets, (size_t)N);
     model_forward(m, N / T, T, NULL);
-    head_forward(m, N, 0, 0);
+    head(m, N, 0, 0, 0);
     cudaCheck(cudaMemcpyAsync(m->host_floats, m->losses, (size_t)N * sizeof(float), cudaMemcpyDeviceToHost, m->gpu.compute));
     cudaCheck(cudaStreamSynchronize(m->gpu.compute));
     memcpy(losses, m->host_floats, (size_t)N * sizeof(float));

@@ -62,8 +62,10 @@ INT(resume, "resume", "y", 0, 0, 1, "1: go on from the newest whole checkpoint i
 SECTION("numbers and memory") \
 INT(tf32, "tf32", "f", 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \
 INT(master_weights, "master-weights", "w", 1, 0, 1, "keep an fp32 copy of bf16 weights; 0: stochastic rounding instead") \
+STR(state_dtype, "state-dtype", "", "fp32", "AdamW's m and v: fp32, or bf16 with stochastic rounding, half the bytes") \
 INT(gelu_fusion, "gelu-fusion", "ge", -1, -1, 2, "GELU inside the matmul: 0 no, 1 forward, 2 forward and backward (-1: what is fastest)") \
-INT(recompute, "recompute", "r", 0, 0, 2, "less memory, more time: 0 keep all, 1 recompute the activation function, 2 and the norms") \
+INT(recompute, "recompute", "r", 0, 0, 3, "less memory, more time: 0 keep all, 1 recompute the activation function, 2 and the norms, 3 whole blocks") \
+INT(head_chunks, "head-chunks", "", 0, 0, 1 << 20, "parts, up to --seq-len, in which the LM head runs: 1/N of the logits in memory (0: 1 on a GPU; on a CPU what fits 256 MiB)") \
 INT(autotune, "autotune", "", 1, 0, 1, "time cuBLASLt's candidates at start; 0: take its first choice") \
 SECTION("processes") \
 INT(threads, "threads", "", 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
@@ -229,6 +231,20 @@ static inline void options_echo(const Options *o, FILE *f) {
         option_value(&d, &option_table[i], standard, sizeof standard);
         if (strcmp(value, standard) != 0) fprintf(f, "  --%-18s %s\n", option_table[i].name, value);
     }
+}
+
+// " --name value" of each option in which a differs from b.
+static inline char *options_that_differ(const Options *a, const Options *b, char *text, size_t size) {
+    size_t used = 0;
+    *text = 0;
+    for (int i = 0; i < NUM_OPTIONS && used < size; i++) {
+        char x[64], y[64];
+        if (option_table[i].kind == OPTION_SECTION) continue;
+        option_value(a, &option_table[i], x, sizeof x);
+        option_value(b, &option_table[i], y, sizeof y);
+        if (strcmp(x, y) != 0) used += (size_t)snprintf(text + used, size - used, " --%s %s", option_table[i].name, x);
+    }
+    return text;
 }
 
 #endif

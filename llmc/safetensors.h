@@ -6,6 +6,7 @@
 #ifndef LLMC_SAFETENSORS_H
 #define LLMC_SAFETENSORS_H
 
+#include "bf16.h"
 #include "json.h"
 
 #include <fcntl.h>
@@ -53,12 +54,6 @@ static inline char *st_text(const char *a, const char *b, const char *c) {
 
 // ---- conversions
 
-static inline uint16_t st_bf16(float x) {  // round to nearest, ties to even; a NaN stays one
-    uint32_t u;
-    memcpy(&u, &x, 4);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40);
-    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-}
 static inline float st_float_of_bits(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
 static inline float st_float_of_half(uint16_t h) {
     const uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 0x3ff;
@@ -213,7 +208,7 @@ static inline void st_read_floats(const StReader *r, const StTensor *t, uint64_t
     for (uint64_t i = 0, n; i < count; i += n) {
         n = count - i < ST_PIECE_BYTES / 2 ? count - i : ST_PIECE_BYTES / 2;
         pread_or_die(f->fd, raw, n * 2, t->begin + (begin + i) * 2, f->path);
-        if (t->type == ST_BF16) for (uint64_t k = 0; k < n; k++) out[i + k] = st_float_of_bits((uint32_t)raw[k] << 16);
+        if (t->type == ST_BF16) for (uint64_t k = 0; k < n; k++) out[i + k] = bf16_widen(raw[k]);
         else for (uint64_t k = 0; k < n; k++) out[i + k] = st_float_of_half(raw[k]);
     }
 }
@@ -310,7 +305,7 @@ static inline void st_write_floats(const StWriter *w, int tensor, uint64_t begin
     uint16_t raw[ST_PIECE_BYTES / 2];
     for (uint64_t i = 0, n; i < count; i += n) {
         n = count - i < ST_PIECE_BYTES / 2 ? count - i : ST_PIECE_BYTES / 2;
-        for (uint64_t k = 0; k < n; k++) raw[k] = st_bf16(source[i + k]);
+        for (uint64_t k = 0; k < n; k++) raw[k] = bf16_nearest(source[i + k]);
         st_pwrite(w->fd, w->path, raw, n * 2, t->begin + (begin + i) * 2);
     }
 }

@@ -53,6 +53,7 @@ static inline void check_options(const Options *o) {
     schedule_check(o->schedule);
     require(!strcmp(o->on_nan, "stop") || !strcmp(o->on_nan, "skip"), "unknown --on-nan '%s'\nuse stop or skip", o->on_nan);
     require(!strcmp(o->init_method, "mpi"), "ranks cannot find each other by '%s'\nuse mpirun or srun (--init-method mpi)", o->init_method);
+    require(!strcmp(o->state_dtype, "fp32") || !strcmp(o->state_dtype, "bf16"), "unknown --state-dtype '%s'\nuse fp32 or bf16", o->state_dtype);
     require(o->zero_stage <= 1, "ZeRO stage %lld is not built yet\nuse --zero-stage 0 or 1", o->zero_stage);
     require(*o->output || (!o->save_every && !o->resume), "checkpoints need a folder\nadd --output FOLDER");
     require(o->total_batch == -1 || o->total_batch > 0, "--total-batch %lld is not a number of tokens\nleave it out or give B*T times a whole number", o->total_batch);

@@ -1,4 +1,5 @@
-// Ladder of llmc/adamw.cuh: chunks of all lengths with and without an fp32 master, stochastic rounding, NaN, speed.
+// Ladder of llmc/adamw.cuh: chunks of all lengths with and without an fp32 master, m and v in fp32 and bf16, stochastic rounding, to
+// the bit where the arithmetic is exact, NaN, speed.
 // Build and run: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
 #define LLMC_ORACLE
@@ -7,14 +8,23 @@
 
 static const float lr = 1e-3f, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f, grad_scale = 0.37f;
 
-// Stochastic rounding once more, on the host.
+typedef __nv_bfloat16 bf16;
+template <typename S> static const char *state_name(void) { return sizeof(S) == 2 ? "bf16" : "fp32"; }
+static float *device_master(int with_master, const float *x, size_t n) { return with_master ? upload<float>(x, n) : NULL; }
+
+// The weight's own rounding where there is no master.
 static float round_stochastic(float x, int step, uint64_t seed, size_t index) {
-    if (sizeof(floatX) == 4 || !isfinite(x)) return x;
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    bits = (bits + (uint32_t)(rand_u64(seed, rand_stream(RAND_ROUND, (uint64_t)step), index) & 0xffff)) & 0xffff0000u;
-    memcpy(&x, &bits, sizeof x);
-    return x;
+    return sizeof(floatX) == 4 ? x : bf16_widen(bf16_stochastic(x, (uint32_t)rand_u64(seed, rand_stream(RAND_ROUND, (uint64_t)step), index)));
+}
+// The oracle for either kind of states; m and v are fp32 values here.
+typedef struct { float lr, beta1, beta2, eps, weight_decay, grad_scale; } Settings;
+template <typename S> static void oracle(float *w, float *m, float *v, const float *grad, size_t n, Settings a, int step, uint64_t seed, size_t first) {
+    if (sizeof(S) == 4) { adamw_update_cpu(w, m, v, grad, n, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, step); return; }
+    uint16_t *m16 = (uint16_t *)malloc_or_die(2 * n * sizeof *m16), *v16 = m16 + n;
+    for (size_t i = 0; i < n; i++) { m16[i] = bf16_nearest(m[i]); v16[i] = bf16_nearest(v[i]); }
+    adamw_update_bf16_cpu(w, m16, v16, grad, n, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, step, seed, first);
+    for (size_t i = 0; i < n; i++) { m[i] = bf16_widen(m16[i]); v[i] = bf16_widen(v16[i]); }
+    free(m16);
 }
 
 static AdamChunk *upload_chunks(const AdamChunk *chunks, int count) {
@@ -24,8 +34,8 @@ static AdamChunk *upload_chunks(const AdamChunk *chunks, int count) {
 }
 
 // Chunks with gaps between them, states packed elsewhere than weights. What no chunk covers must stay as it was.
-static void check_adamw(int with_master, int step) {
-    ladder_case("%s master, step %d", with_master ? "with" : "no", step);
+template <typename S> static void check_adamw(int with_master, int step) {
+    ladder_case("%s master, states %s, step %d", with_master ? "with" : "no", state_name<S>(), step);
     cudaStream_t stream = ladder.gpu.compute;
     const int counts[] = {ADAM_CHUNK, 8, 1, ADAM_CHUNK - 3, 1024, 4097, 768, ADAM_CHUNK, 3};
     enum { NUM = sizeof counts / sizeof *counts };
@@ -39,32 +49,86 @@ static void check_adamw(int with_master, int step) {
     }
     float *weight = host_normal(n, 0.02f), *grad = host_normal(n, 0.01f), *master = host_normal(states, 0.02f), *m = host_normal(states, 0.01f), *v = host_normal(states, 0.01f);
     for (size_t i = 0; i < states; i++) { v[i] *= v[i]; master[i] += 1e-6f * (float)i / (float)states; }  // masters are no bf16 numbers
+    if (sizeof(S) == 2) for (size_t i = 0; i < states; i++) { m[i] = bf16_widen(bf16_nearest(m[i])); v[i] = bf16_widen(bf16_nearest(v[i])); }
     floatX *d_weight = upload<floatX>(weight, n), *d_grad = upload<floatX>(grad, n), *d_old_weight = upload<floatX>(weight, n);
-    float *d_master = with_master ? upload<float>(master, states) : NULL, *d_m = upload<float>(m, states), *d_v = upload<float>(v, states);
-    float *d_old[3] = {with_master ? upload<float>(master, states) : NULL, upload<float>(m, states), upload<float>(v, states)};
+    float *d_master = device_master(with_master, master, states), *d_old_master = device_master(with_master, master, states);
+    S *d_m = upload<S>(m, states), *d_v = upload<S>(v, states), *d_old_m = upload<S>(m, states), *d_old_v = upload<S>(v, states);
     AdamChunk *d_chunks = upload_chunks(chunks, NUM);
     const uint64_t seed = rand_u64(ladder.seed, 2, ladder.draws++);
-    const size_t state_bytes = states * sizeof(float);
+    const Settings settings = {lr, beta1, beta2, eps, weight_decay, grad_scale}, no_decay = {lr, beta1, beta2, eps, 0, grad_scale};
     auto run = [&] {
         cudaCheck(cudaMemcpyAsync(d_weight, d_old_weight, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
-        if (with_master) cudaCheck(cudaMemcpyAsync(d_master, d_old[0], state_bytes, cudaMemcpyDeviceToDevice, stream));
-        cudaCheck(cudaMemcpyAsync(d_m, d_old[1], state_bytes, cudaMemcpyDeviceToDevice, stream));
-        cudaCheck(cudaMemcpyAsync(d_v, d_old[2], state_bytes, cudaMemcpyDeviceToDevice, stream));
+        if (with_master) cudaCheck(cudaMemcpyAsync(d_master, d_old_master, states * sizeof(float), cudaMemcpyDeviceToDevice, stream));
+        cudaCheck(cudaMemcpyAsync(d_m, d_old_m, states * sizeof(S), cudaMemcpyDeviceToDevice, stream));
+        cudaCheck(cudaMemcpyAsync(d_v, d_old_v, states * sizeof(S), cudaMemcpyDeviceToDevice, stream));
         adamw_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, stream);
     };
     run();
     for (int i = 0; i < NUM; i++) {
         const size_t w = chunks[i].weight_offset, s = chunks[i].state_offset, count = (size_t)chunks[i].count;
         float *to = with_master ? master + s : weight + w;
-        adamw_update_cpu(to, m + s, v + s, grad + w, count, lr, beta1, beta2, eps, chunks[i].decay ? weight_decay : 0, grad_scale, step);
+        oracle<S>(to, m + s, v + s, grad + w, count, chunks[i].decay ? settings : no_decay, step, seed, w);
         for (size_t k = 0; k < count; k++) weight[w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed, w + k);
     }
-    check("m", d_m, m, 1, states, 1e-6);
-    check("v", d_v, v, 1, states, 1e-6);
+    // The last bit of an fp32 sum may tip a stochastic rounding: a few bf16 numbers may differ by one step.
+    const double states_error = sizeof(S) == 2 ? 2e-4 : 1e-6, states_worst = sizeof(S) == 2 ? 1e-2 : 64e-6;
+    check("m", d_m, m, 1, states, states_error, states_worst);
+    check("v", d_v, v, 1, states, states_error, states_worst);
     if (with_master) check("master", d_master, master, 1, states, 1e-6);
-    // The last bit of an fp32 sum may tip a rounding: a few weights may differ by one step of bf16.
     check("weights", d_weight, weight, 1, n, bound(1e-4, 1e-6), bound(1e-2, 64e-6));
-    check_same_bits("weights", {{d_weight, n * sizeof(floatX)}}, run);
+    check_same_bits("weights", {{d_weight, n * sizeof(floatX)}, {d_m, states * sizeof(S)}, {d_v, states * sizeof(S)}}, run);
+}
+
+// Numbers with so few digits that no fp32 operation rounds, so that nothing but the rounding to bf16 is left: kernel and oracle
+// must agree in every bit, and with another seed they must not.
+//   states   m, v, grad of 0.5 to 2, betas 1/2 and 3/4, rate 0: m and v
+//   weights  m = v = 0 at step 1: the update is 2^-10 (grad/|grad| + weight/8): v and the weights
+template <typename S> static void check_exact(int with_master, int of_weights) {
+    ladder_case("exact %s, %s master, states %s", of_weights ? "weights" : "states", with_master ? "with" : "no", state_name<S>());
+    enum { NUM = 5, ROOM = ADAM_CHUNK + 64, TOTAL = NUM * ROOM };
+    const Settings a = {of_weights ? 1.0f / 1024 : 0, 0.5f, 0.75f, 0, 0.125f, 1};
+    const uint64_t seed = rand_u64(ladder.seed, 3, ladder.draws++);
+    const int step = of_weights ? 1 : 4;
+    AdamChunk chunks[NUM];
+    for (int i = 0; i < NUM; i++) {
+        AdamChunk c = {(size_t)i * ROOM + 8, (size_t)i * ROOM, ADAM_CHUNK - 3 * i, 1};
+        chunks[i] = c;
+    }
+    float *start[4], *weight[2], *master[2], *m[2], *v[2];  // of the two seeds
+    for (int k = 0; k < 4; k++) {  // weight, m, v, grad: 8 digits, 0.5 <= |x| < 2
+        start[k] = host_new<float>(TOTAL);
+        const uint64_t stream = rand_stream(RAND_INIT, ladder.draws++);
+        for (size_t i = 0; i < TOTAL; i++) {
+            const uint64_t r = rand_u64(ladder.seed, stream, i);
+            start[k][i] = (float)(128 + (r & 127)) / (r & 128 ? 128 : 256) * (r & 256 && k != 2 ? -1.0f : 1.0f) * (of_weights && (k == 1 || k == 2) ? 0.0f : 1.0f);
+        }
+    }
+    floatX *d_weight = upload<floatX>(start[0], TOTAL), *d_grad = upload<floatX>(start[3], TOTAL);
+    float *d_master = device_master(with_master, start[0], TOTAL);
+    S *d_m = upload<S>(start[1], TOTAL), *d_v = upload<S>(start[2], TOTAL);
+    adamw_update(d_weight, d_master, d_m, d_v, d_grad, upload_chunks(chunks, NUM), NUM, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, step, seed, ladder.gpu.compute);
+    for (int other = 0; other < 2; other++) {
+        weight[other] = host_copy(start[0], TOTAL); master[other] = host_copy(start[0], TOTAL);
+        m[other] = host_copy(start[1], TOTAL); v[other] = host_copy(start[2], TOTAL);
+        for (int i = 0; i < NUM; i++) {
+            const size_t w = chunks[i].weight_offset, s = chunks[i].state_offset, count = (size_t)chunks[i].count;
+            float *to = with_master ? master[other] + s : weight[other] + w;
+            oracle<S>(to, m[other] + s, v[other] + s, start[3] + w, count, a, step, seed + other, w);
+            for (size_t k = 0; k < count; k++) weight[other][w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed + other, w + k);
+        }
+    }
+    const struct { const char *name; const float *got, *const *expected; int random; } results[] = {
+        {"weights", download(d_weight, TOTAL), weight, of_weights && !with_master && sizeof(floatX) == 2}, {"master", with_master ? download(d_master, TOTAL) : NULL, master, 0},
+        {"m", download(d_m, TOTAL), m, !of_weights && sizeof(S) == 2}, {"v", download(d_v, TOTAL), v, sizeof(S) == 2}};
+    for (int k = 0; k < 4; k++) {
+        if (!results[k].got) continue;
+        size_t wrong = 0, other = 0;
+        for (size_t i = 0; i < TOTAL; i++) {
+            wrong += memcmp(&results[k].got[i], &results[k].expected[0][i], sizeof(float)) != 0;
+            other += results[k].got[i] != results[k].expected[1][i];
+        }
+        check_true(wrong == 0 && (results[k].random ? other > TOTAL / 20 : other == 0), "%s: %zu of %d differ from the oracle, %zu from another seed's", results[k].name, wrong, (int)TOTAL, other);
+    }
 }
 
 // One million weights of 1, each to become 1 - 1/1024, an eighth of the way to the next bf16 number: the mean must arrive
@@ -91,24 +155,25 @@ static void check_rounding(void) {
 }
 
 // A gradient of NaN or infinity must not end as an ordinary weight.
-static void check_nan(int with_master) {
-    ladder_case("NaN, %s master", with_master ? "with" : "no");
+template <typename S> static void check_nan(int with_master) {
+    ladder_case("NaN, %s master, states %s", with_master ? "with" : "no", state_name<S>());
     AdamChunk chunk = {0, 0, 64, 1};
     float *x = host_normal(64, 1.0f), *v = host_new<float>(64);
     const float bad[] = {NAN, INFINITY, -INFINITY};
     for (int i = 0; i < 64; i++) v[i] = 1;
     floatX *weights = upload<floatX>(x, 64), *grads = upload<floatX>(x, 64);
     for (int i = 0; i < 48; i++) upload_to(grads + i, &bad[i % 3], 1);
-    adamw_update(weights, with_master ? upload<float>(x, 64) : NULL, upload<float>(v, 64), upload<float>(v, 64), grads, upload_chunks(&chunk, 1), 1, lr,
+    S *m = upload<S>(v, 64);
+    adamw_update(weights, device_master(with_master, x, 64), m, upload<S>(v, 64), grads, upload_chunks(&chunk, 1), 1, lr,
                  beta1, beta2, eps, weight_decay, 1, 2, ladder.seed, ladder.gpu.compute);
-    float *got = download(weights, 64);
+    const float *got = download(weights, 64), *got_m = download(m, 64);
     int wrong = 0;
-    for (int i = 0; i < 64; i++) wrong += isfinite(got[i]) != (i >= 48);
-    check_true(!wrong, "%d of 64 weights finite or not against their gradients", wrong);
+    for (int i = 0; i < 64; i++) wrong += isfinite(got[i]) != (i >= 48) || isfinite(got_m[i]) != (i >= 48);
+    check_true(!wrong, "%d of 64 weights or m finite or not against their gradients", wrong);
 }
 
-static void bench_adamw(const char *name, size_t n, int with_master) {
-    ladder_case("%s, %s master, n=%zu", name, with_master ? "with" : "no", n);
+template <typename S> static void bench_adamw(const char *name, size_t n, int with_master) {
+    ladder_case("%s, %s master, states %s, n=%zu", name, with_master ? "with" : "no", state_name<S>(), n);
     const int num = (int)ceil_div(n, ADAM_CHUNK);
     AdamChunk *chunks = host_new<AdamChunk>(num);
     for (int i = 0; i < num; i++) {
@@ -118,30 +183,41 @@ static void bench_adamw(const char *name, size_t n, int with_master) {
     }
     AdamChunk *d_chunks = upload_chunks(chunks, num);
     floatX *weights = device_normal<floatX>(n, 0.02f), *grads = device_normal<floatX>(n, 1e-3f);
-    float *master = with_master ? device_normal<float>(n, 0.02f) : NULL, *m = device_normal<float>(n, 1e-3f), *v = device_new<float>(n);
-    cudaCheck(cudaMemset(v, 0x36, n * sizeof(float)));  // some 2.7e-6 each
-    const double per_weight = 4 * 4 + 2.0 * sizeof(floatX) + (with_master ? 8 : sizeof(floatX));
+    float *master = with_master ? device_normal<float>(n, 0.02f) : NULL;
+    S *m = device_normal<S>(n, 1e-3f), *v = device_new<S>(n);
+    cudaCheck(cudaMemset(v, 0x36, n * sizeof(S)));  // some 2.7e-6 each
+    const double per_weight = 4.0 * sizeof(S) + 2.0 * sizeof(floatX) + (with_master ? 8 : sizeof(floatX));
     bench("update", per_weight * (double)n, 0, [&] {
         adamw_update(weights, master, m, v, grads, d_chunks, num, lr, beta1, beta2, eps, weight_decay, 1, 10, 1, ladder.gpu.compute);
     });
 }
 
+template <typename S> static void check_all(void) {
+    for (int with_master = 0; with_master < 2; with_master++) {
+        check_adamw<S>(with_master, 1);
+        check_adamw<S>(with_master, 7);
+        check_adamw<S>(with_master, 100000);
+        check_exact<S>(with_master, 0);
+        check_exact<S>(with_master, 1);
+        check_nan<S>(with_master);
+    }
+}
+
 int main(int argc, char **argv) {
     ladder_open("adamw", argc, argv);
     if (ladder.check) {
-        for (int with_master = 0; with_master < 2; with_master++) {
-            check_adamw(with_master, 1);
-            check_adamw(with_master, 7);
-            check_adamw(with_master, 100000);
-            check_nan(with_master);
-        }
+        check_all<float>();
+        check_all<bf16>();
         check_rounding();
     }
     if (ladder.bench) {
-        bench_adamw("GPT-2 124M", 124475904, 1);
-        bench_adamw("GPT-2 124M", 124475904, 0);
-        bench_adamw("GPT-2 124M, an eighth", 15559488, 1);
-        bench_adamw("GPT-2 1558M", 1557686400, 1);
+        bench_adamw<float>("GPT-2 124M", 124475904, 1);
+        bench_adamw<float>("GPT-2 124M", 124475904, 0);
+        bench_adamw<float>("GPT-2 124M, an eighth", 15559488, 1);
+        bench_adamw<float>("GPT-2 1558M", 1557686400, 1);
+        bench_adamw<bf16>("GPT-2 124M", 124475904, 1);
+        bench_adamw<bf16>("GPT-2 124M", 124475904, 0);
+        bench_adamw<bf16>("GPT-2 1558M", 1557686400, 0);
     }
     return ladder_close();
 }

@@ -4,6 +4,10 @@
 //   repeat      the same run twice: the same bits
 //   short rows  model_losses of rows shorter than T = those of the same tokens in long rows
 //   resume      save after 3 steps, load into a new model, go on: the same bits as never having stopped
+//   recompute   every level gives the bits of keeping everything
+//   head        the LM head in parts: the same losses to the bit, the same gradients but for the order of a sum over parts
+//   states      m and v in bf16: near the run with fp32 ones
+//   memory      each of these options saves the bytes that the shapes say
 // A difference is measured twice: ||a - b|| / ||b||, and max|a - b| / max|b|. Each comparison is repeated with the largest
 // element negated and must then fail: a bound that cannot catch one wrong element is no test.
 #ifndef LLMC_MODEL_TEST_H
@@ -246,6 +250,112 @@ static inline void test_accumulation(const char *folder, const Options *whole, d
     const double d = difference(x, y, n).norm;
     check(d <= bound && fabs(loss_a - loss_b) <= 10 * bound, "%s: %lld micro-steps against one: weights differ by %.1e, loss by %.1e (bound %.0e)", folder, whole->batch_size, d, fabs((double)loss_a - loss_b), bound);
     free(x); free(y);
+}
+
+static inline void test_recompute(const char *folder, const Options *o) {
+    const size_t n = weights_total(folder);
+    float loss, loss_less, *all = weights_after(folder, o, 3, 1, &loss);
+    for (int level = 1; level <= 3; level++) {
+        Options less = *o;
+        less.recompute = level;
+        float *x = weights_after(folder, &less, 3, 1, &loss_less);
+        check(memcmp(x, all, n * sizeof(float)) == 0 && memcmp(&loss, &loss_less, sizeof loss) == 0, "%s: --recompute %d, the same bits (loss %.6f and %.6f)", folder, level, loss_less, loss);
+        free(x);
+    }
+    free(all);
+}
+
+// The head on parts of the rows. All losses and every gradient have the same bits, but for the head's weight: its gradient is a sum
+// over parts, rounded after each. bound: 0 where the sum goes on in the same precision (CPU). exact: 0 where a matmul's order of
+// summation may depend on the number of rows (cuBLASLt in fp32); then losses and other gradients keep the bound too.
+static inline void test_head_chunks(const char *folder, const Options *whole, int exact, double bound) {
+    DebugFile d = debug_open(folder);
+    Options o = *whole;
+    const size_t N = (size_t)d.B * d.T, total = weights_total(folder);
+    float *losses[2], *grads[2], loss[2], norm, worst = 0;
+    for (int i = 0; i < 2; i++) {
+        losses[i] = (float *)malloc_or_die(N * sizeof(float));
+        grads[i] = (float *)malloc_or_die(total * sizeof(float));
+    }
+    const long long chunks[] = {1, 3, 8};
+    for (int k = 0; k < 3; k++) {
+        Model m;
+        const int i = k > 0;
+        o.head_chunks = chunks[k];
+        open_reference(&m, folder, &o);
+        model_losses(&m, d.tokens, d.targets, d.T, losses[i]);
+        model_micro_step(&m, d.tokens, d.targets, 0, 2);  // twice: the second adds to the first
+        model_micro_step(&m, d.tokens, d.targets, 1, 2);
+        model_loss_and_norm(&m, &loss[i], &norm);
+        model_read(&m, SLOT_GRAD, 0, total, grads[i]);
+        const Role head = m.config.tied ? ROLE_WTE : ROLE_HEADW;
+        int same = exact ? memcmp(losses[0], losses[i], N * sizeof(float)) == 0 && memcmp(&loss[0], &loss[i], sizeof(float)) == 0 : difference(losses[i], losses[0], N).norm <= bound, first_wrong = -1;
+        for (int p = 0; p < m.table.count && i; p++) {
+            const Param *t = &m.table.params[p];
+            if (t->role == head) {
+                worst = fmaxf(worst, (float)difference(grads[1] + t->offset, grads[0] + t->offset, t->size).norm);
+                grads[1][t->offset] += 100 * fabsf(grads[1][t->offset]) + 1;
+                same &= difference(grads[1] + t->offset, grads[0] + t->offset, t->size).norm > bound;  // the bound bites
+            } else if ((exact ? memcmp(grads[0] + t->offset, grads[1] + t->offset, t->size * sizeof(float)) != 0 : difference(grads[1] + t->offset, grads[0] + t->offset, t->size).norm > bound) && first_wrong < 0) first_wrong = p;
+        }
+        if (i) check(same && first_wrong < 0, "%s: --head-chunks %lld: %s losses, and gradients but the head's%s%s", folder, chunks[k], exact ? "the bits of all" : "near enough", first_wrong < 0 ? "" : "; differs: ", first_wrong < 0 ? "" : m.table.params[first_wrong].name);
+        model_close(&m);
+    }
+    check(worst <= bound, "%s: --head-chunks: the head's gradient differs by %.1e at most (bound %.1e)", folder, worst, bound);
+    for (int i = 0; i < 2; i++) { free(losses[i]); free(grads[i]); }
+    debug_close(&d);
+}
+
+// Six steps with m and v in bf16 against fp32 ones: the distance of the weights, as a share of how far training has moved them.
+static inline void test_bf16_states(const char *folder, const Options *o, double bound) {
+    Options less = *o;
+    less.state_dtype = "bf16";
+    float loss_a = 0, loss_b = 0;
+    const size_t n = weights_total(folder);
+    float *start = weights_after(folder, o, 0, 1, &loss_a), *x = weights_after(folder, o, 6, 1, &loss_a), *y = weights_after(folder, &less, 6, 1, &loss_b);
+    for (size_t i = 0; i < n; i++) { x[i] -= start[i]; y[i] -= start[i]; }
+    const double d = difference(y, x, n).norm;
+    check(d > 1e-4 && d <= bound && difference(start, x, n).norm > bound && fabs(loss_a - loss_b) <= bound, "%s: m and v in bf16: after six steps the weights are off by %.1e of their way (bound %.0e), the loss %.4f, with fp32 %.4f", folder, d, bound, loss_b, loss_a);
+    free(start); free(x); free(y);
+}
+
+static inline double bytes_of_run(const Config *c, const Options *o) {
+    Model m;
+    model_open(&m, c, o, &one_rank);
+    const double bytes = model_memory_gib(&m) * 1073741824.0;
+    model_close(&m);
+    return bytes;
+}
+// slack: what rounding up the size of buffers can make of a difference.
+static inline void test_memory(const char *folder, const Options *base, int B, double slack) {
+    const Config c = config_from_json(folder);
+    Options o = *base, less;
+    o.batch_size = B;
+    o.head_chunks = 1;
+    Model m;
+    model_open(&m, &c, &o, &one_rank);
+    const double all = model_memory_gib(&m) * 1073741824.0, value = strcmp(model_dtype(&m), "fp32") ? 2 : 4, total = (double)m.table.total;
+    model_close(&m);
+    const double N = (double)B * (double)o.seq_len, others = c.num_layers - 1, Q = c.num_heads * c.head_dim, KV = c.num_kv_heads * c.head_dim, F = c.ffn_dim, C = c.channels;
+    double expected = 0;
+    const double more[] = {F * value, 2 * C * value, (2 * Q + 2 * KV + (c.mlp == MLP_SWIGLU ? 2 : 1) * F + C) * value + (c.num_heads + 4) * 4.0};  // a token's; each level saves these besides
+    for (int level = 1; level <= 3; level++) {
+        less = o;
+        less.recompute = level;
+        expected += others * N * more[level - 1];
+        const double saved = all - bytes_of_run(&c, &less);
+        check(fabs(saved - expected) <= slack && (!others || expected > 2 * slack), "%s: --recompute %d saves %.2f MiB of %.2f, as the shapes say: %.2f", folder, level, saved / 1048576, all / 1048576, expected / 1048576);
+    }
+    less = o;
+    less.state_dtype = "bf16";
+    const double saved_states = all - bytes_of_run(&c, &less);
+    check(fabs(saved_states - 4 * total) <= slack, "%s: --state-dtype bf16 saves %.2f MiB, 4 bytes a parameter: %.2f", folder, saved_states / 1048576, 4 * total / 1048576);
+    less = o;
+    less.head_chunks = 8;
+    const double saved_head = all - bytes_of_run(&c, &less);
+    less.head_chunks = (long long)N;
+    const double most = all - bytes_of_run(&c, &less), seven = N * 7 / 8 * c.padded_vocab_size * value;  // on a GPU the logits share their place with a block's backward
+    check(fabs(saved_head - fmin(seven, most)) <= slack && (saved_head > slack || most <= slack), "%s: --head-chunks 8 saves %.2f MiB; seven eighths of the logits: %.2f, what is left at most: %.2f", folder, saved_head / 1048576, seven / 1048576, most / 1048576);
 }
 
 static inline void test_resume(const char *folder, const Options *o, const char *output) {

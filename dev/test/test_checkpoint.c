@@ -24,7 +24,7 @@ static int noted_unlink(const char *path);
 
 #define HF_PIECE ((size_t)512)  // many pieces even in small tensors
 #include "llmc/backend.h"
-struct Model { Config config; ParamTable table; const Comm *comm; float *slots[5]; int bf16, master; };
+struct Model { Config config; ParamTable table; const Comm *comm; float *slots[5]; int bf16, master, bf16_states; };
 #include "llmc/checkpoint.h"
 #undef fsync
 #undef rename
@@ -53,15 +53,16 @@ static int noted_unlink(const char *path) {
 
 // ---- the model
 
-static float to_bf16(float x) { return st_float_of_bits((uint32_t)st_bf16(x) << 16); }
+static float to_bf16(float x) { return bf16_widen(bf16_nearest(x)); }
 static const Comm one_rank = {0, 1, 0, 1, "this host"};
 Span model_owned(const Model *m, Slot s, int unit) { (void)s; return param_unit(&m->table, unit); }
 int model_has_slot(const Model *m, Slot s) { return s != SLOT_MASTER || m->master; }
 const char *model_dtype(const Model *m) { return m->bf16 ? "bf16" : "fp32"; }
+int model_slot_is_bf16(const Model *m, Slot s) { return s == SLOT_M || s == SLOT_V ? m->bf16_states : s != SLOT_MASTER && m->bf16; }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     assert(model_has_slot(m, s) && offset <= m->table.total && count <= m->table.total - offset);
     for (size_t i = 0; i < count; i++) {
-        m->slots[s][offset + i] = s == SLOT_WEIGHT && m->bf16 ? to_bf16(values[i]) : values[i];
+        m->slots[s][offset + i] = model_slot_is_bf16(m, s) ? to_bf16(values[i]) : values[i];
         if (s == SLOT_WEIGHT && m->master) m->slots[SLOT_MASTER][offset + i] = values[i];
     }
 }
@@ -329,6 +330,7 @@ static void save(Model *m, const char *output, int64_t step, int keep, int major
 static int loads_exactly(const Model *m, const char *folder, int64_t step) {
     TrainState s, expected = example_state(step);
     Model b = fake_open(&m->config, m->bf16, m->master);
+    b.bf16_states = m->bf16_states;
     memset(&s, 0, sizeof s);
     fake_spoil(&b);
     checkpoint_load(&b, folder, &s);
@@ -339,16 +341,25 @@ static int loads_exactly(const Model *m, const char *folder, int64_t step) {
     return same;
 }
 static void test_state(void) {
-    const struct { int bf16, master; } kinds[] = {{0, 0}, {1, 1}, {1, 0}};
+    const struct { int bf16, master, bf16_states; } kinds[] = {{0, 0, 0}, {1, 1, 0}, {1, 0, 0}, {0, 0, 1}, {1, 1, 1}, {1, 0, 1}};
     for (int i = 0; i < NUM_MODELS; i++)
-        for (int k = 0; k < 3; k++) {
+        for (int k = 0; k < 6; k++) {
+            if (k > 2 && i % 3) continue;
             Config c = config_of(models[i].name);
             Model m = fake_open(&c, kinds[k].bf16, kinds[k].master);
+            m.bf16_states = kinds[k].bf16_states;
             fake_fill(&m, 40 + (uint64_t)i);
             char folder[600];
             save(&m, at("state/%s%d", models[i].name, k), 100, 0, 0);
             const int found = checkpoint_latest(at("state/%s%d", models[i].name, k), folder, sizeof folder);
-            check(found && loads_exactly(&m, folder, 100), "%s %s, %s masters: weights, masters, m, v, windows and options resume bit for bit", models[i].name, model_dtype(&m), m.master ? "with" : "without");
+            StReader r;
+            char path[700];
+            snprintf(path, sizeof path, "%s/optimizer.safetensors", folder);
+            st_open(&r, path);
+            int types = 1;
+            for (int t = 0; t < r.count; t++) types &= r.tensors[t].type == (*r.tensors[t].name == 'm' && r.tensors[t].name[1] == 'a' ? ST_F32 : m.bf16_states ? ST_BF16 : ST_F32);
+            st_close(&r);
+            check(found && types && loads_exactly(&m, folder, 100), "%s %s, %s masters, states %s: weights, masters, m, v, windows and options resume bit for bit", models[i].name, model_dtype(&m), m.master ? "with" : "without", states_dtype(&m));
             if (i == 0 && k == 1) {
                 TrainState s = example_state(0);
                 checkpoint_load_state(folder, &s);
@@ -360,10 +371,11 @@ static void test_state(void) {
         }
 }
 
-typedef struct { Config config; int bf16, master; char folder[600]; } Attempt;
+typedef struct { Config config; int bf16, master, bf16_states; char folder[600]; } Attempt;
 static void load_attempt(void *argument) {
     Attempt *a = (Attempt *)argument;
     Model m = fake_open(&a->config, a->bf16, a->master);
+    m.bf16_states = a->bf16_states;
     TrainState s;
     memset(&s, 0, sizeof s);
     checkpoint_load(&m, a->folder, &s);
@@ -371,6 +383,7 @@ static void load_attempt(void *argument) {
 static void test_mismatch(void) {
     Attempt a;
     a.config = config_of("gpt2");
+    a.bf16_states = 0;
     a.bf16 = a.master = 1;
     Model m = fake_open(&a.config, 1, 1), without = fake_open(&a.config, 1, 0);
     fake_fill(&m, 3);
@@ -381,12 +394,19 @@ static void test_mismatch(void) {
     check_refused("a state with masters into a run without", load_attempt, &a, "with fp32 masters, this program runs bf16 without");
     a.bf16 = 0;
     check_refused("a bf16 state into an fp32 run", load_attempt, &a, "is bf16 with fp32 masters, this program runs fp32");
-    a.bf16 = a.master = 1;
+    a.bf16 = a.master = a.bf16_states = 1;
+    check_refused("fp32 states into a run with bf16 ones", load_attempt, &a, "has m and v in fp32, this run keeps them in bf16");
+    a.bf16_states = 0;
     a.config.norm_eps = 1e-6f;
     check_refused("a state of a model that differs in no shape", load_attempt, &a, "holds another model");
     a.config = config_of("gpt2-odd");
     check_refused("a state of another model", load_attempt, &a, "holds another model");
     a.config = config_of("gpt2");
+    m.bf16_states = 1;
+    fake_fill(&m, 3);
+    save(&m, at("mismatch"), 9, 0, 0);
+    snprintf(a.folder, sizeof a.folder, "%s", at("mismatch/step_00000009"));
+    check_refused("bf16 states into a run with fp32 ones", load_attempt, &a, "resume with --state-dtype bf16");
     save(&without, at("mismatch"), 8, 0, 0);
     snprintf(a.folder, sizeof a.folder, "%s", at("mismatch/step_00000008"));
     check_refused("a state without masters into a run with", load_attempt, &a, "without fp32 masters, this program runs bf16 with");
@@ -537,6 +557,7 @@ static void test_damaged_state(Model *m) {
                               {"\"count\": 5", "\"count\": -1", "norm_window is damaged"}, {"\"values\": [0.3333333333333333", "\"values\": [true", "norm_window is damaged"}, {"\"dtype\"", "\"type\"", "dtype or master is missing"},
                               {"\"0.0006\"", "6e-4", "option learning-rate is not a text"}};
     Attempt a;
+    a.bf16_states = 0;
     a.config = m->config;
     a.bf16 = m->bf16;
     a.master = m->master;

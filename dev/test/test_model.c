@@ -15,7 +15,15 @@ int main(int argc, char **argv) {
         test_short_rows(argv[i], &o);
         test_accumulation(argv[i], &o, 2e-5);
         test_same_bits(argv[i], &o, &o, "run twice");
+        test_recompute(argv[i], &o);
+        test_head_chunks(argv[i], &o, 1, 0);
+        test_bf16_states(argv[i], &o, 2e-2);
+        test_memory(argv[i], &o, 4, 8192);
         test_resume(argv[i], &o, output);
+        Options bf16_states = o;
+        bf16_states.state_dtype = "bf16";
+        strcat(output, "-bf16");
+        test_resume(argv[i], &bf16_states, output);
     }
     return report_tests("test_model");
 }

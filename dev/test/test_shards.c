@@ -11,6 +11,7 @@ struct Model { Config config; ParamTable table; const Comm *comm; float *slots[5
 #include "check.h"
 
 const char *model_dtype(const Model *m) { (void)m; return "fp32"; }
+int model_slot_is_bf16(const Model *m, Slot s) { (void)m; (void)s; return 0; }
 int model_has_slot(const Model *m, Slot s) { return m->slots[s] != NULL; }
 Span model_owned(const Model *m, Slot s, int unit) { return s == SLOT_WEIGHT ? param_unit(&m->table, unit) : param_shard(&m->table, unit, m->comm->rank, m->comm->world); }
 static void check_owned(const Model *m, Slot s, size_t offset, size_t count) {
@@ -48,7 +49,7 @@ static void save_as(Model *m, int world, const char *path) {
     for (int rank = 0; rank < world; rank++) {
         const Comm comm = {rank, world, rank, world, "this host"};
         m->comm = &comm;
-        save_slots(m, optimizer_slots, 2, ST_F32, path);
+        save_slots(m, optimizer_slots, 2, path);
     }
 }
 

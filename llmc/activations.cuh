@@ -1,0 +1,58 @@
+// What a run keeps of a forward pass, by the sizes of Config and the options that save memory: the table of a layer's values, their
+// sizes under each --recompute level, and the region that logits and a block's backward share. Launches nothing.
+#ifndef LLMC_ACTIVATIONS_CUH
+#define LLMC_ACTIVATIONS_CUH
+
+#include "activation.cuh"
+#include "attention.cuh"
+#include "backend.h"
+#include "embedding.cuh"
+#include "global_norm.cuh"
+#include "matmul.cuh"
+#include "norm.cuh"
+
+// What one layer saves. What is recomputed is the same buffer in all layers.
+typedef struct {
+    floatX *h1, *qkv, *y, *x_mid, *h2, *f, *a, *x_out;
+    float *lse, *mean1, *rstd1, *mean2, *rstd2;
+} LayerActs;
+
+// Widths of a token's rows.
+static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
+static inline int fc_width(const Config *c) { return c->mlp == MLP_SWIGLU ? 2 * c->ffn_dim : c->ffn_dim; }
+
+static inline size_t reduce_scratch_bytes(const Config *c, int B, int T) {
+    size_t most = global_norm_scratch_bytes(c->num_layers + 2), widest = (size_t)(fc_width(c) > qkv_width(c) ? fc_width(c) : qkv_width(c));
+    const size_t needs[] = {norm_backward_scratch_bytes(c->channels), bias_backward_scratch_bytes((int)widest),
+                            bias_backward_scratch_bytes(c->channels), bias_backward_scratch_bytes(qkv_width(c)),
+                            embedding_backward_scratch_bytes(B, T, c->padded_vocab_size)};
+    for (size_t i = 0; i < sizeof needs / sizeof *needs; i++) most = needs[i] > most ? needs[i] : most;
+    return most;
+}
+
+// Where the parts of the shared region begin: [dqkv | df | da | attention scratch] or [logits].
+typedef struct { size_t dqkv, df, da, attention, bytes; } RegionPlan;
+static inline RegionPlan region_plan(const Config *c, const Options *o, int B, int T) {
+    RegionPlan r;
+    const size_t N = (size_t)B * T, align = 1024;
+    r.dqkv = 0;
+    r.df = r.dqkv + round_up(N * qkv_width(c) * sizeof(floatX), align);
+    r.da = r.df + round_up(N * fc_width(c) * sizeof(floatX), align);
+    r.attention = r.da + round_up(c->mlp == MLP_SWIGLU ? N * c->ffn_dim * sizeof(floatX) : 0, align);
+    r.bytes = r.attention + attention_backward_scratch_bytes(B, T, c->num_heads, c->num_kv_heads, c->head_dim);
+    const size_t logits = head_rows(o, B, T) * c->padded_vocab_size * sizeof(floatX);
+    if (logits > r.bytes) r.bytes = logits;
+    return r;
+}
+
+// Floats of statistics that one layer saves: lse, and mean and 1/std of two norms.
+static inline size_t stats_size(const Config *c, size_t N) { return N * (size_t)c->num_heads + 4 * N; }
+// Elements that one layer saves under a recompute level.
+static inline size_t saved_layer_size(const Config *c, size_t N, int recompute) {
+    size_t size = N * (size_t)(qkv_width(c) + c->num_heads * c->head_dim + fc_width(c));
+    if (recompute < 1) size += N * (size_t)c->ffn_dim;
+    if (recompute < 2) size += 2 * N * (size_t)c->channels;
+    return size;
+}
+
+#endif
