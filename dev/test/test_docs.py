@@ -11,12 +11,11 @@ import shlex
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line)
+from test_build import CONFIG, ROOT, copy_tree, tracked
+
 TRAINER = ROOT / "build/train_gpt2"
 PAGES = sorted((ROOT / "doc").glob("*.md"))
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_", "MAKE", "MFLAGS"))} | {
@@ -29,11 +28,6 @@ def blocks(page, start):
     for language, block in re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text, re.M):
         if re.match(start, block):
             yield language, [line for line in block.replace("\\\n", " ").splitlines() if line.strip()]
-
-
-def tracked():
-    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
-    return [f for f in listing if f and (ROOT / f).is_file()]
 
 
 # ---- what is understood
@@ -120,9 +114,7 @@ def test_what_is_not_understood():
 def tree(tmp_path_factory):
     """A copy of what git knows, with the programs that are built."""
     folder = tmp_path_factory.mktemp("tree")
-    for f in tracked():
-        (folder / f).parent.mkdir(parents=True, exist_ok=True)
-        (folder / f).write_bytes((ROOT / f).read_bytes())
+    copy_tree(folder)
     (folder / "build/test").mkdir(parents=True)
     (folder / "train_gpt2").symlink_to(TRAINER)
     (folder / "build/train_gpt2").symlink_to(TRAINER)
@@ -158,7 +150,7 @@ def test_pages_run(tree, page):
 # ---- what is mentioned
 
 def test_files_and_names_exist():
-    files = set(tracked())
+    files = set(map(str, tracked()))
     source = "\n".join((ROOT / f).read_text(errors="replace") for f in files if not f.endswith((".md", ".png")))
     words, missing = set(re.findall(r"\w+", source)), []
     for page in [*PAGES, ROOT / "README.md"]:
