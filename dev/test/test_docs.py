@@ -187,12 +187,14 @@ def parameters(c):
     return dict(L=L, C=C, NH=NH, F=F, W=W, Vp=Vp, P=P, inside=W + (F if gpt2 else 3 * F), before=F if gpt2 else 2 * F)
 
 
-def memory(s, N, b, gpu, recompute=0, saves=False, cached=0):
-    """GiB by the page, without what it calls small."""
-    layer = b * (2 * s["C"] + (2 * s["C"] if recompute < 2 else 0) + s["W"] + s["C"] + s["before"] + (s["F"] if recompute < 1 else 0)) + 4 * (s["NH"] + 4)
-    once = b * (4 * s["C"] + (s["F"] if recompute >= 1 else 0) + (2 * s["C"] if recompute >= 2 else 0))
-    inside, logits = N * (b * s["inside"] + (4 * s["NH"] if gpu else 0)), min(N * s["Vp"], N * s["Vp"] if gpu else 2**26) * b
-    return (16 * s["P"] + cached * s["L"] * (s["W"] - s["C"]) * b + (12 * s["P"] if saves else 0) + N * (s["L"] * layer + once) + (max(inside, logits) if gpu else inside + logits)) / 2**30
+def memory(s, N, b, gpu, recompute=0, saves=0, cached=0, chunks=0, state=4):
+    """GiB by the page, without what it calls small. cached: tokens of all samples; state: bytes of a number in m and v."""
+    layer = lambda r: b * (4 * s["C"] + s["W"] + s["C"] + s["before"] + s["F"] - (s["F"] if r >= 1 else 0) - (2 * s["C"] if r >= 2 else 0)) + 4 * (s["NH"] + 4)
+    layers = s["L"] * layer(recompute) + layer(0) - layer(recompute) if recompute < 3 else s["L"] * b * s["C"] + layer(0) - b * s["C"]
+    inside = N * (b * s["inside"] + (4 * s["NH"] if gpu else 0))
+    logits = b * (N * s["Vp"] / chunks if chunks else N * s["Vp"] if gpu else min(N * s["Vp"], 2**26))
+    copies = 4 + 2 * state if saves else 0
+    return ((8 + 2 * state + copies) * s["P"] + cached * s["L"] * (s["W"] - s["C"]) * b + N * (layers + 4 * b * s["C"]) + (max(inside, logits) if gpu else inside + logits)) / 2**30
 
 
 SMALL = {"gpt2": "d4,channels=256,vocab=1000,seq=128", "llama": "llama3:8B,layers=3,channels=256,heads=4,kv_heads=2,vocab=512,seq=128",
@@ -206,10 +208,13 @@ def start_of(tmp_path, *words):
     return json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[0])
 
 
-@pytest.mark.parametrize("model, recompute, saves", [(m, 0, 0) for m in SMALL] + [("gpt2", 1, 0), ("gpt2", 2, 1), ("llama", 2, 0)])
-def test_memory_on_the_cpu(tmp_path, model, recompute, saves):
-    start = start_of(tmp_path, "-e", SMALL[model], "-b", 8, "-t", 128, "-r", recompute, "-n", saves, *(["-s", 1, "-g", 100, "--samples", 8] if saves else []))
-    said = memory(parameters(start["config"]), 8 * 128, 4, False, recompute, saves, 8 * 101 if saves else 0)
+@pytest.mark.parametrize("model, more", [(m, {}) for m in SMALL] + [
+    ("gpt2", {"recompute": 1}), ("llama", {"recompute": 2}), ("gpt2", {"recompute": 3, "chunks": 4}), ("qwen", {"recompute": 3}),
+    ("gpt2", {"saves": 1, "cached": 8 * 101}), ("llama", {"saves": 1, "state": 2})])
+def test_memory_on_the_cpu(tmp_path, model, more):
+    options = {"recompute": "-r {}", "chunks": "--head-chunks {}", "saves": "-n {}", "cached": "-s 1 -g 100 --samples 8", "state": "--state-dtype bf16"}
+    start = start_of(tmp_path, "-e", SMALL[model], "-b", 8, "-t", 128, *(w for k, v in more.items() for w in options[k].format(v).split()))
+    said = memory(parameters(start["config"]), 8 * 128, 4, False, **more)
     assert said <= start["memory_gib"] <= 1.01 * said, (said, start["memory_gib"])
 
 
@@ -224,5 +229,7 @@ def test_memory_on_a_gpu():
     for name, config, N in runs:
         measured = float(re.search(rf"^\| {re.escape(name)}.*/ ([\d.]+) \|$", bench, re.M)[1])
         assert 0 <= measured + 0.05 - memory(parameters(config), N, 2, True) <= 0.15, (name, measured)
-    s, text = parameters(runs[0][1]), (ROOT / "doc/memory.md").read_text()
-    assert f"P = {s['P']:,}" in text and f"Together {memory(s, 65536, 2, True):.2f} GiB" in text and f"{memory(s, 65536, 2, True) - memory(s, 65536, 2, True, 1):.1f} GiB" in text
+    s, text = parameters(runs[0][1]), " ".join((ROOT / "doc/memory.md").read_text().split())
+    whole, least = memory(s, 65536, 2, True), float(re.search(r"chunks 8` leaves ([\d.]+) GiB", text)[1])
+    assert f"P = {s['P']:,}" in text and f"Together {whole:.2f} GiB" in text and f"{whole - memory(s, 65536, 2, True, 1):.1f} GiB" in text
+    assert 0 <= least - memory(s, 65536, 2, True, 3, chunks=8) < 0.1
