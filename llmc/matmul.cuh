@@ -104,13 +104,13 @@ static inline void matmul_set_pointers(MatmulPlan *p, const void *bias, const vo
     if (bias) matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     if (aux) matmulSet(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux);
 }
-// Our variants for this problem. What cuBLASLt calls m are our columns.
+// Our variants for this problem: none if a sum is no multiple of 8 long. What cuBLASLt calls m are our columns.
 static inline int matmul_own_candidates(const MatmulProblem *q, MatmulCandidate *candidates, int room) {
     const int gelu = q->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || q->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
     const HopperEpilogue op = gelu ? EPILOGUE_GELU : q->epilogue == CUBLASLT_EPILOGUE_DGELU ? EPILOGUE_DGELU : EPILOGUE_PLAIN;
     int count, found = 0;
     const HopperVariant *variants = hopper_variants<sizeof(floatX) == 2>(&count);
-    for (int i = 0; i < count && found < room; i++)
+    for (int i = 0; i < count && found < room && q->k % 8 == 0; i++)
         if (variants[i].op == op && variants[i].mn_a == q->transpose_b && variants[i].mn_b == !q->transpose_a) candidates[found++].own = &variants[i];
     return found;
 }
