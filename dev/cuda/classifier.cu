@@ -42,6 +42,11 @@ static void check_shape(int N, int V, int Vp, float std) {
     check("losses", d_losses, losses, N, 1, LOSS_BOUND, LOSS_WORST);
     check("dlogits", d_logits, logits, N, Vp, dlogits_bound(), dlogits_worst());
     check_same_bits("bits", {{d_logits, n * sizeof(floatX)}, {d_losses, (size_t)N * sizeof(float)}}, run);
+    check_same_bits("whole and in parts", {{d_logits, n * sizeof(floatX)}, {d_losses, (size_t)N * sizeof(float)}}, [&, parts = 0]() mutable {  // as --head-chunks does
+        cudaCheck(cudaMemcpyAsync(d_logits, d_given, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+        for (int n0 = 0, step = parts++ % 2 ? (N + 2) / 3 : N; n0 < N; n0 += step)
+            classifier(d_logits + (size_t)n0 * Vp, d_losses + n0, d_targets + n0, dloss, N - n0 < step ? N - n0 : step, V, Vp, 1, stream);
+    });
 }
 
 // One special logit in a row of ordinary ones, at the target or elsewhere.

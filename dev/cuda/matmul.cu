@@ -215,6 +215,36 @@ static void check_large(int N, int C, int OC) {
     check("dweight, any candidate", dweight[2], download(naive, nw), OC, C, error_bound(), worst_bound());
 }
 
+// A layer on parts of its rows (--head-chunks): the rows of out and dinp have the bits of the whole product; dweight is added up part
+// after part and rounded each time. In fp32 cuBLASLt may sum in another order for another number of rows.
+static void check_parts(int N, int rows, int C, int OC) {
+    ladder_case("N=%d C=%d OC=%d in parts of %d", N, C, OC, rows);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
+    floatX *inp = device_normal<floatX>(ni, 1.0f), *weight = device_normal<floatX>(nw, 0.02f), *dout = device_normal<floatX>(no, 1.0f);
+    floatX *out[2], *dinp[2], *dweight[2];
+    Matmul mm = open_matmul(0, 1);
+    for (int parts = 0; parts < 2; parts++) {
+        out[parts] = device_new<floatX>(no); dinp[parts] = device_new<floatX>(ni); dweight[parts] = device_new<floatX>(nw);
+        for (int n0 = 0, step = parts ? rows : N; n0 < N; n0 += step) {
+            const int n = N - n0 < step ? N - n0 : step;
+            const size_t i = (size_t)n0 * C, o = (size_t)n0 * OC;
+            matmul_forward(&mm, out[parts] + o, inp + i, weight, NULL, NULL, n, C, OC, stream);
+            matmul_backward_input(&mm, dinp[parts] + i, dout + o, weight, NULL, n, C, OC, stream);
+            matmul_backward_weight(&mm, dweight[parts], dout + o, inp + i, n, C, OC, n0 > 0, stream);
+        }
+    }
+    matmul_close(&mm);
+    floatX **results[] = {out, dinp};
+    const size_t sizes[] = {no, ni};
+    for (int i = 0; i < 2; i++) {
+        const float *whole = download(results[i][0], sizes[i]), *parts = download(results[i][1], sizes[i]);
+        const Difference d = difference(parts, whole, sizes[i], 0.5);
+        check_true(sizeof(floatX) == 2 ? memcmp(whole, parts, sizes[i] * sizeof(float)) == 0 : d.error <= 1e-6, "%s in parts: error %.1e", i ? "dinp" : "out", d.error);
+    }
+    check("dweight", dweight[1], download(dweight[0], nw), OC, C, bound(1e-2, 5e-6), bound(4e-2, 5e-5));
+}
+
 // ---- the Hopper kernel: against the naive rung, against elementwise kernels in every bit, and against cuBLASLt
 
 enum Layout { TN, NN, NT };  // forward, backward_input, backward_weight
@@ -428,6 +458,9 @@ int main(int argc, char **argv) {
         check_large(16384, 768, 768);
         check_large(8192, 1600, 1600);
         check_large(8192, 768, 3072);
+        check_parts(4096, 512, 768, 8192);
+        check_parts(3000, 1001, 1600, 4096);  // sums over 1001 and 998 rows
+        check_parts(512, 171, 192, 512);
         check_shape(1, 8, 8, 0);
         check_shape(1, 64, 512, 0);
         check_shape(3, 24, 40, 0);
