@@ -724,6 +724,9 @@ void model_close(Model *m) {
 const char *model_device(const Model *m) { return m->device; }
 const char *model_dtype(const Model *m) { (void)m; return "fp32"; }
 double model_peak_flops(const Model *m) { (void)m; return 0; }
+double model_peak_bytes(const Model *m) { (void)m; return 0; }
+void model_timing_begin(Model *m) { (void)m; timing_start(); }
+void model_timing_end(Model *m) { (void)m; timing.on = 0; }
 double model_memory_gib(const Model *m) { return (double)m->bytes / 1073741824.0; }
 
 static void *slot_pointer(const Model *m, Slot s) { return s == SLOT_WEIGHT ? m->weights : s == SLOT_GRAD ? m->grads : s == SLOT_M ? m->m : s == SLOT_V ? m->v : NULL; }
@@ -783,7 +786,9 @@ static void block_inside(Model *m, int l, int B, int T, const KvCache *cache) {
     const int N = B * T, C = c->channels, Q = c->num_heads * c->head_dim;
     const float *x = layer_input(m, l);
     norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, x, w.ln1w, w.ln1b, N, C, c->norm_eps);
+    timing_clock_lap("norm", 0, 0);
     matmul_forward_cpu(a->qkv, a->h1, w.qkvw, w.qkvb, N, C, qkv_width(c));
+    timing_clock_lap("matmul", 2.0 * N * C * qkv_width(c), 0);
     if (c->position == POSITION_ROPE) rope_forward_cpu(a->qkv, cache ? cache->cos_sin + (size_t)cache->count * c->head_dim : m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
     if (cache) {
         const size_t layer = (size_t)l * B * c->num_kv_heads * cache->room * c->head_dim;
@@ -791,10 +796,15 @@ static void block_inside(Model *m, int l, int B, int T, const KvCache *cache) {
     } else {
         attention_forward_cpu(a->y, a->lse, a->qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
     }
+    timing_clock_lap("attention", 2.0 * B * T * T * Q, 0);
     multiply(a->x_mid, C, x, w.projb, matrix(a->y, Q), transposed(w.projw, Q), N, C, Q);  // with the residual added
+    timing_clock_lap("matmul", 2.0 * N * C * Q, 0);
     norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps);
+    timing_clock_lap("norm", 0, 0);
     matmul_forward_cpu(a->f, a->h2, w.fcw, w.fcb, N, C, fc_width(c));
+    timing_clock_lap("matmul", 2.0 * N * C * fc_width(c), 0);
     activation_forward(m, a->a, a->f, N);
+    timing_clock_lap("activation", 0, 0);
 }
 static void block_forward(Model *m, int l, int B, int T, const KvCache *cache) {
     const LayerActs *a = &m->layers[l];
@@ -803,6 +813,7 @@ static void block_forward(Model *m, int l, int B, int T, const KvCache *cache) {
     watchdog_beat(PHASE_FORWARD, l);
     block_inside(m, l, B, T, cache);
     multiply(a->x_out, C, a->x_mid, w.fcprojb, matrix(a->a, F), transposed(w.fcprojw, F), B * T, C, F);
+    timing_clock_lap("matmul", 2.0 * B * T * C * F, 0);
 }
 
 // tokens (B, T) -> m->h_final (B, T, C)
@@ -813,9 +824,11 @@ static void model_forward(Model *m, const int *tokens, int B, int T, const KvCac
     for (int n = 0; n < N; n++)
         require(tokens[n] >= 0 && tokens[n] < c->vocab_size, "token id %d is not in the vocabulary of %d\nuse data made with the model's tokenizer", tokens[n], c->vocab_size);
     embedding_forward_cpu(m->x_embedding, tokens, param_pointer(m, m->weights, 0, ROLE_WTE), wpe && cache ? wpe + (size_t)cache->count * c->channels : wpe, B, T, c->channels);
+    timing_clock_lap("embedding", 0, 0);
     for (int l = 0; l < c->num_layers; l++) block_forward(m, l, B, T, cache);
     norm_forward_cpu(c->norm, m->h_final, m->mean_final, m->rstd_final, layer_input(m, c->num_layers), param_pointer(m, m->weights, last, ROLE_LNFW),
                      param_pointer(m, m->weights, last, ROLE_LNFB), N, c->channels, c->norm_eps);
+    timing_clock_lap("norm", 0, 0);
 }
 
 // m->h_final -> m->losses and, if asked, the head's own backward: its weight gradient, and the gradient of h_final in m->branch.
@@ -830,10 +843,13 @@ static void head(Model *m, const int *targets, float dloss, int backward, int ac
         watchdog_beat(PHASE_FORWARD, c->num_layers);
         const float *h = m->h_final + (size_t)n0 * C;
         matmul_forward_cpu(m->logits, h, w, NULL, rows, C, Vp);
+        timing_clock_lap("head", 2.0 * rows * C * Vp, 0);
         classifier_cpu(m->logits, m->losses + n0, targets + n0, dloss, rows, c->vocab_size, Vp, backward);
+        timing_clock_lap("classifier", 0, 0);
         if (!backward) continue;
         matmul_backward_weight(head_weight(m, m->grads), m->logits, h, rows, C, Vp, accumulate || n0 > 0);
         matmul_backward_input_cpu(m->branch + (size_t)n0 * C, m->logits, w, rows, C, Vp);
+        timing_clock_lap("head backward", 4.0 * rows * C * Vp, 0);
     }
 }
 
@@ -864,12 +880,15 @@ static void block_backward(Model *m, int l, int accumulate) {
     matmul_backward_weight(g.projw, m->dx, a->y, N, Q, C, accumulate);
     if (g.projb) bias_backward_cpu(g.projb, m->dx, N, C);
     matmul_backward_input_cpu(m->branch, m->dx, w.projw, N, Q, C);
+    timing_clock_lap("block backward", 4.0 * N * C * (F + fc_width(c) + Q), 0);
     attention_backward_cpu(m->dqkv, m->branch, a->qkv, a->y, a->lse, m->B, m->T, c->num_heads, c->num_kv_heads, c->head_dim);
+    timing_clock_lap("attention backward", 5.0 * N * m->T * Q, 0);
     if (c->position == POSITION_ROPE) rope_backward_cpu(m->dqkv, m->cos_sin, m->B, m->T, c->num_heads, c->num_kv_heads, c->head_dim);
     matmul_backward_weight(g.qkvw, m->dqkv, a->h1, N, C, qkv_width(c), accumulate);
     if (g.qkvb) bias_backward_cpu(g.qkvb, m->dqkv, N, qkv_width(c));
     matmul_backward_input_cpu(m->branch, m->dqkv, w.qkvw, N, C, qkv_width(c));
     norm_backward_cpu(c->norm, m->dx, g.ln1w, g.ln1b, m->branch, layer_input(m, l), w.ln1w, a->mean1, a->rstd1, N, C);
+    timing_clock_lap("block backward", 4.0 * N * C * qkv_width(c), 0);
 }
 
 // The gradients of a unit are complete on every rank: their sums, of this rank's piece or (ZeRO 0) of all.
@@ -878,6 +897,7 @@ static void reduce_unit(Model *m, int unit) {
     const size_t piece = all.count / (size_t)m->comm->world;
     comm_reduce_scatter(m->comm, m->grads + all.begin, piece, m->exchange);
     if (!m->zero_stage) comm_all_gather(m->comm, m->grads + all.begin, piece * sizeof(float));
+    timing_clock_lap(TIMING_RANKS, 0, 0);
 }
 
 // The head's backward has run. Matrices know whether to overwrite; what can only be added to is zeroed first.
@@ -892,12 +912,14 @@ static void model_backward(Model *m, const int *tokens, int accumulate, int redu
     memset(m->dx, 0, (size_t)m->B * m->T * C * sizeof(float));
     norm_backward_cpu(c->norm, m->dx, param_pointer(m, m->grads, last, ROLE_LNFW), param_pointer(m, m->grads, last, ROLE_LNFB), m->branch, layer_input(m, c->num_layers),
                       param_pointer(m, m->weights, last, ROLE_LNFW), m->mean_final, m->rstd_final, m->B * m->T, C);
+    timing_clock_lap("norm backward", 0, 0);
     if (reduce) reduce_unit(m, last);
     for (int l = c->num_layers - 1; l >= 0; l--) {
         block_backward(m, l, accumulate);
         if (reduce) reduce_unit(m, l + 1);
     }
     embedding_backward_cpu(param_pointer(m, m->grads, 0, ROLE_WTE), param_pointer(m, m->grads, 0, ROLE_WPE), m->dx, tokens, m->B, m->T, C);
+    timing_clock_lap("embedding backward", 0, 0);
     if (reduce) reduce_unit(m, 0);
 }
 
@@ -919,8 +941,10 @@ void model_loss_and_norm(Model *m, float *loss, float *norm) {
         const Span mine = param_shard(&m->table, u, m->comm->rank, m->comm->world);
         squares += sum_of_squares(m->grads + mine.begin, mine.count);
     }
+    timing_clock_lap("gradient norm", 0, 0);
     *loss = (float)comm_sum(m->comm, m->loss);
     *norm = (float)sqrt(comm_sum(m->comm, squares));
+    if (m->comm->world > 1) timing_clock_lap(TIMING_RANKS, 0, 0);
 }
 
 void model_update(Model *m, const AdamWParams *p) {
@@ -934,10 +958,12 @@ void model_update(Model *m, const AdamWParams *p) {
         if (m->bf16_states) adamw_update_bf16_cpu(weight, (uint16_t *)mine[0], (uint16_t *)mine[1], m->grads + s.begin, s.count, p->lr, p->beta1, p->beta2, p->eps, decay, p->grad_scale, p->step, m->seed, s.begin);
         else adamw_update_cpu(weight, (float *)mine[0], (float *)mine[1], m->grads + s.begin, s.count, p->lr, p->beta1, p->beta2, p->eps, decay, p->grad_scale, p->step);
     }
+    timing_clock_lap("AdamW", 0, 0);
     for (int u = 0; u < m->table.num_units && m->zero_stage; u++) {
         const Span all = param_unit(&m->table, u);
         comm_all_gather(m->comm, m->weights + all.begin, all.count / (size_t)m->comm->world * sizeof(float));
     }
+    if (m->zero_stage) timing_clock_lap(TIMING_RANKS, 0, 0);
 }
 
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {

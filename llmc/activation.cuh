@@ -122,6 +122,7 @@ static inline void gelu_forward(floatX *out, const floatX *inp, size_t n, cudaSt
     const size_t vectors = n / VecX::size;
     gelu_forward_kernel<<<activation_blocks(vectors, ACTIVATION_UNROLL), ACTIVATION_THREADS, 0, stream>>>(out, inp, vectors);
     launchCheck();
+    timing_lap("activation", 0, 2.0 * (double)n * sizeof(floatX), stream);
 }
 // dinp (n) = dout (n) * gelu'(inp (n)); dinp may be dout
 static inline void gelu_backward(floatX *dinp, const floatX *dout, const floatX *inp, size_t n, cudaStream_t stream) {
@@ -130,6 +131,7 @@ static inline void gelu_backward(floatX *dinp, const floatX *dout, const floatX 
     const size_t vectors = n / VecX::size;
     gelu_backward_kernel<<<activation_blocks(vectors, ACTIVATION_UNROLL), ACTIVATION_THREADS, 0, stream>>>(dinp, dout, inp, vectors);
     launchCheck();
+    timing_lap("activation backward", 0, 3.0 * (double)n * sizeof(floatX), stream);
 }
 static inline unsigned swiglu_vectors(int N, int F) {
     require(F % VecX::size == 0, "MLP width %d is not a multiple of %d\nchange ffn=", F, VecX::size);
@@ -143,6 +145,7 @@ static inline void swiglu_forward(floatX *out, const floatX *gate_up, int N, int
     activation_require_aligned(out, gate_up, NULL);
     swiglu_forward_kernel<<<activation_blocks(vectors, 2), ACTIVATION_THREADS, 0, stream>>>(out, gate_up, vectors, (unsigned)(F / VecX::size));
     launchCheck();
+    timing_lap("activation", 0, 3.0 * N * F * sizeof(floatX), stream);
 }
 // dgate_up (N,2F) from dout (N,F) and gate_up (N,2F); dgate_up may be gate_up
 static inline void swiglu_backward(floatX *dgate_up, const floatX *dout, const floatX *gate_up, int N, int F, cudaStream_t stream) {
@@ -150,6 +153,7 @@ static inline void swiglu_backward(floatX *dgate_up, const floatX *dout, const f
     activation_require_aligned(dgate_up, dout, gate_up);
     swiglu_backward_kernel<<<activation_blocks(vectors, 2), ACTIVATION_THREADS, 0, stream>>>(dgate_up, dout, gate_up, vectors, (unsigned)(F / VecX::size));
     launchCheck();
+    timing_lap("activation backward", 0, 5.0 * N * F * sizeof(floatX), stream);
 }
 
 #endif

@@ -99,6 +99,7 @@ static inline void adamw_update(floatX *weights, float *master, S *m, S *v, cons
     if (master) adamw_kernel<true, S><<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a);
     else adamw_kernel<false, S><<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a);
     launchCheck();
+    timing_lap("AdamW", 0, 0, stream);
 }
 
 #endif

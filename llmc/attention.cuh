@@ -709,6 +709,7 @@ static inline void attention_forward(floatX *out, float *lse, const floatX *qkv,
     #define call(HD) attention_forward_hd<HD>(out, lse, qkv, B, T, NH, NKV, stream)
     ATTENTION_DISPATCH(HD, call)
     #undef call
+    timing_lap("attention", 2.0 * B * NH * T * T * HD, (double)B * T * (2.0 * NH + 2.0 * NKV) * HD * sizeof(floatX), stream);
 }
 
 // D, one float per query row and head
@@ -724,6 +725,7 @@ static inline void attention_backward(floatX *dqkv, const floatX *dout, const fl
     #define call(HD) attention_backward_hd<HD>(dqkv, (float *)scratch, dout, qkv, out, lse, B, T, NH, NKV, stream)
     ATTENTION_DISPATCH(HD, call)
     #undef call
+    timing_lap("attention backward", 5.0 * B * NH * T * T * HD, (double)B * T * (4.0 * NH + 4.0 * NKV) * HD * sizeof(floatX), stream);
 }
 
 #endif

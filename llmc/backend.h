@@ -11,6 +11,7 @@
 #include "handshake.h"
 #include "options.h"
 #include "params.h"
+#include "timing.h"
 
 typedef struct Model Model;
 
@@ -46,6 +47,7 @@ void model_close(Model *m);
 const char *model_device(const Model *m);   // for people: "NVIDIA H200", "CPU, 2 threads"
 const char *model_dtype(const Model *m);    // "fp32" or "bf16"
 double model_peak_flops(const Model *m);    // FLOP/s of the hardware at that dtype, 0 if unknown
+double model_peak_bytes(const Model *m);    // bytes/s of its memory, 0 if unknown
 double model_memory_gib(const Model *m);    // all that was allocated
 
 int model_has_slot(const Model *m, Slot s);
@@ -67,6 +69,9 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
 // may be NaN or Inf.
 void model_loss_and_norm(Model *m, float *loss, float *norm);
 void model_update(Model *m, const AdamWParams *p);
+// Between these two every lap of a step is timed (timing.h holds the result); the numbers stay the same.
+void model_timing_begin(Model *m);
+void model_timing_end(Model *m);
 
 // Forward only and without the other ranks: the loss of each of batch_size * seq_len tokens, in rows of T of them, 0 where the
 // target is -1. T is seq_len or, where rows are short, any smaller divisor of batch_size * seq_len: the same work for more rows.

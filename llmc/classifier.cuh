@@ -148,6 +148,7 @@ static inline void classifier(floatX *logits, float *losses, const int *targets,
         classifier_launch<1024>(logits, losses, targets, dloss, N, V, Vp, (int)cached, stream);
     }
     launchCheck();
+    timing_lap("classifier", 0, (write_dlogits ? 2.0 : 1.0) * N * Vp * sizeof(floatX), stream);
 }
 // total (1) += scale * sum of losses (N)
 static inline void loss_sum(float *total, const float *losses, int N, float scale, cudaStream_t stream) {

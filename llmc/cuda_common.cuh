@@ -10,7 +10,7 @@
 #include <cuda_runtime.h>
 #include <nvtx3/nvToolsExt.h>
 
-#include "utils.h"
+#include "timing.h"
 
 // ---- numbers: floatX is what weights, activations and gradients are stored in; sums are always fp32
 #ifdef PRECISION_FP32
@@ -96,6 +96,36 @@ static inline void stream_write(cudaStream_t stream, uint32_t *place, uint32_t n
     if (!write) write = (Write *)driver_function("cuStreamWriteValue32");
     const CUresult result = write(stream, (CUdeviceptr)place, number, 0);
     require(result == CUDA_SUCCESS, "cuStreamWriteValue32 failed with %d\nthis driver cannot report the progress of collectives", (int)result);
+}
+
+// ---- laps of the compute stream (timing.h): an event at the end of each, read when the step is over
+enum { TIMING_LAPS = 1 << 16 };
+typedef struct { cudaEvent_t event; const char *name; double flops, bytes; } TimingLap;
+static struct { TimingLap *laps; int count, made; } timing_laps;
+
+static inline void timing_lap(const char *name, double flops, double bytes, cudaStream_t stream) {
+    if (!timing.on) return;
+    require(timing_laps.count < TIMING_LAPS, "--timing: a step has more than %d laps\nuse fewer micro-steps", TIMING_LAPS);
+    if (!timing_laps.laps) timing_laps.laps = (TimingLap *)malloc_or_die(TIMING_LAPS * sizeof(TimingLap));
+    TimingLap *l = &timing_laps.laps[timing_laps.count];
+    if (timing_laps.count++ == timing_laps.made) { cudaCheck(cudaEventCreate(&l->event)); timing_laps.made++; }
+    l->name = name; l->flops = flops; l->bytes = bytes;
+    cudaCheck(cudaEventRecord(l->event, stream));
+}
+static inline void timing_begin(cudaStream_t stream) {
+    timing_start();
+    timing_laps.count = 0;
+    timing_lap("", 0, 0, stream);
+}
+static inline void timing_end(cudaStream_t stream) {
+    cudaCheck(cudaStreamSynchronize(stream));
+    timing.on = 0;
+    for (int i = 1; i < timing_laps.count; i++) {
+        const TimingLap *l = &timing_laps.laps[i];
+        float ms;
+        cudaCheck(cudaEventElapsedTime(&ms, l[-1].event, l->event));
+        timing_add(l->name, 1e-3 * (double)ms, l->flops, l->bytes);
+    }
 }
 
 enum { WARP = 32 };

@@ -233,6 +233,7 @@ static inline void embedding_forward(floatX *out, const int *tokens, const float
     const size_t N = (size_t)B * T;
     embedding_forward_kernel<<<(unsigned)ceil_div(N, EMBEDDING_THREADS / WARP), EMBEDDING_THREADS, 0, stream>>>(out, tokens, wte, wpe, (int)N, T, C);
     launchCheck();
+    timing_lap("embedding", 0, 2.0 * (double)N * C * sizeof(floatX), stream);
 }
 
 // Scratch: two lists of occurrences, the runs, the counts of a sorting pass.
@@ -269,10 +270,12 @@ static inline void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *
     launchCheck();
     embedding_long_runs_kernel<<<LONG_RUN_BLOCKS, LONG_RUN_THREADS, 0, stream>>>(dwte, long_runs, dout, lists[0], runs, C);
     launchCheck();
+    timing_lap("embedding backward", 0, 2.0 * N * C * sizeof(floatX), stream);
     if (!dwpe) return;
     const size_t TC = (size_t)T * C;
     embedding_positions_kernel<<<(unsigned)ceil_div(TC / VecX::size, EMBEDDING_THREADS), EMBEDDING_THREADS, 0, stream>>>(dwpe, dout, B, TC);
     launchCheck();
+    timing_lap("embedding backward", 0, (double)N * C * sizeof(floatX), stream);
 }
 
 #endif

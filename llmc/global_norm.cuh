@@ -91,6 +91,7 @@ static inline void global_norm_squared(float *out, const floatX *grads, size_t n
     launchCheck();
     global_norm_sum_kernel<<<1, WARP, 0, stream>>>(out, (const float *)scratch, blocks);
     launchCheck();
+    timing_lap("gradient norm", 0, (double)n * sizeof(floatX), stream);
 }
 // out (1) = sum of squares of grads over spans (device memory), each begin and count a multiple of a 16-byte vector
 static inline void global_norm_squared_spans(float *out, const floatX *grads, const Span *spans, int num_spans, void *scratch, cudaStream_t stream) {
@@ -99,6 +100,7 @@ static inline void global_norm_squared_spans(float *out, const floatX *grads, co
     launchCheck();
     global_norm_sum_kernel<<<1, WARP, 0, stream>>>(out, (const float *)scratch, num_spans * GLOBAL_NORM_SPAN_BLOCKS);
     launchCheck();
+    timing_lap("gradient norm", 0, 0, stream);  // how much it reads stands on the device
 }
 
 #endif

@@ -301,6 +301,8 @@ static inline int matmul_run(Matmul *mm, const MatmulProblem *q, const MatmulOpe
     if (mm->autotune && !p->tuned && worth_it) matmul_tune(mm, p, x, stream);
     const MatmulCandidate *use = beta != 0 ? &p->vendor : &p->use;
     cublasCheck(matmul_launch(mm, p, use, x, beta, column_sums, stream));
+    timing_lap(q->transpose_b ? "matmul, weight grad" : q->transpose_a ? "matmul" : "matmul, input grad", 2.0 * q->m * q->n * q->k,
+               ((double)q->m * q->k + (double)q->k * q->n + (double)q->m * q->n) * sizeof(floatX), stream);
     return use->own && column_sums;
 }
 static inline void matmul_require_sizes(const Matmul *mm, int C, int OC, int gelu) {
@@ -380,6 +382,7 @@ static inline void bias_backward(floatX *dbias, const floatX *dout, int N, int O
     bias_partial_kernel<<<blocks, BIAS_THREADS, 0, stream>>>((float *)scratch, dout, N, OC, (int)ceil_div((size_t)N, (size_t)slices));
     launchCheck();
     bias_finish(dbias, (const float *)scratch, slices, OC, accumulate, stream);
+    timing_lap("bias gradient", 0, (double)N * OC * sizeof(floatX), stream);
 }
 
 // ---- backward_input, which may take the bias gradient of the layer below along

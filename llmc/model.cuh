@@ -320,6 +320,14 @@ void model_close(Model *m) {
 const char *model_device(const Model *m) { return m->gpu.prop.name; }
 const char *model_dtype(const Model *) { return FLOATX_NAME; }
 double model_memory_gib(const Model *m) { return (double)(m->memory.device_bytes + m->cache.memory.device_bytes) / 1073741824.0; }
+double model_peak_bytes(const Model *m) {
+    int clock = 0, bits = 0;  // kHz; two transfers a cycle
+    cudaCheck(cudaDeviceGetAttribute(&clock, cudaDevAttrMemoryClockRate, m->gpu.device));
+    cudaCheck(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, m->gpu.device));
+    return 2.0 * 1e3 * clock * bits / 8;
+}
+void model_timing_begin(Model *m) { timing_begin(m->gpu.compute); }
+void model_timing_end(Model *m) { timing_end(m->gpu.compute); }
 double model_peak_flops(const Model *m) {
     return peak_flops(m->gpu.prop.name, sizeof(floatX) == 2 ? PEAK_BF16 : m->options.tf32 ? PEAK_TF32 : PEAK_FP32);
 }

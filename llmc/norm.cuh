@@ -285,6 +285,7 @@ static void norm_forward_launch(floatX *residual, floatX *out, float *mean, floa
     #undef WARP_ROW
     #undef BLOCK_ROW
     launchCheck();
+    timing_lap("norm", 0, (residual ? 4.0 : 2.0) * N * C * sizeof(floatX), stream);
 }
 // out (N,C), mean (N; NULL for RMSNorm), rstd (N) = norm of inp (N,C)
 static inline void norm_forward(NormKind kind, floatX *out, float *mean, float *rstd, const floatX *inp, const floatX *weight, const floatX *bias,
@@ -345,6 +346,7 @@ static void norm_backward_launch(NormBackwardPlan plan, floatX *dinp, NormGradie
     launchCheck();
     norm_backward_sum_kernel<<<(unsigned)ceil_div((size_t)columns, WARP), 1024, 0, stream>>>(gradients, partials, blocks, C, columns, accumulate);
     launchCheck();
+    timing_lap("norm backward", 0, 4.0 * N * C * sizeof(floatX), stream);
 }
 // dinp (N,C) +=; dweight (C), dbias (C, or NULL) = or += by `accumulate`. dbelow (C, LayerNorm only, or NULL): the column sums of
 // dinp as it is afterwards, which is the bias gradient of the linear layer whose output was added to this norm's input.

@@ -68,6 +68,7 @@ INT(recompute, "recompute", "r", 0, 0, 3, "less memory, more time: 0 keep all, 1
 INT(head_chunks, "head-chunks", "", 0, 0, 1 << 20, "parts, up to --seq-len, in which the LM head runs: 1/N of the logits in memory (0: 1 on a GPU; on a CPU what fits 256 MiB)") \
 INT(autotune, "autotune", "", 1, 0, 1, "time cuBLASLt's candidates at start; 0: take its first choice") \
 SECTION("processes") \
+INT(timing, "timing", "", 0, 0, 1 << 30, "print where the time goes, of every N-th step (0: never)") \
 INT(threads, "threads", "", 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
 FLT(timeout, "timeout", "", 300, 0, 1e9, "seconds without progress after which every rank reports and ends (0: never; 4 times as long until the first step is done)") \
 INT(zero_stage, "zero-stage", "z", 0, 0, 3, "shard optimiser states over ranks: 0 no, 1 yes (2 and 3 are not built yet)") \

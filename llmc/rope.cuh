@@ -48,6 +48,7 @@ static inline void rope_launch(floatX *qkv, const float *cos_sin, int B, int T, 
     const dim3 threads((unsigned)lanes, (unsigned)((heads + passes - 1) / passes));  // every pass as full as the others
     rope_kernel<<<(unsigned)(B * T), threads, 0, stream>>>(qkv, cos_sin, T, heads, HD, (NH + 2 * NKV) * HD, sign);
     launchCheck();
+    timing_lap(sign > 0 ? "rope" : "rope backward", 0, 2.0 * B * T * heads * HD * sizeof(floatX), stream);
 }
 
 // qkv (B,T,(NH+2*NKV)*HD), in place

@@ -338,6 +338,25 @@ static inline void report_step(Trainer *t, const StepReport *r) {
     logger_end(&t->log);
 }
 
+// Of rank 0's step. What it waited for other ranks is the communication that nothing hid.
+static inline void report_timing(Trainer *t) {
+    model_timing_end(&t->model);
+    const double flops = model_peak_flops(&t->model), bytes = model_peak_bytes(&t->model);
+    timing_print(stdout, (long long)t->state.step, flops, bytes);
+    FILE *f = logger_begin(&t->log, "timing", t->state.step);
+    if (!f) return;
+    fputs(",\"groups\":{", f);
+    for (int i = 0; i < timing.count; i++) {
+        const TimingName *n = &timing.names[i];
+        fprintf(f, "%s\"%s\":{\"laps\":%d", i ? "," : "", n->name, n->laps);
+        logger_number(f, "ms", 1e3 * n->seconds);
+        logger_number(f, "floor_ms", 1e3 * timing_floor(n, flops, bytes));
+        fputc('}', f);
+    }
+    fputc('}', f);
+    logger_end(&t->log);
+}
+
 // Why this step's update must not be applied; NULL if it may.
 static inline const char *reason_to_skip(const Options *o, const StepReport *r) {
     if (!isfinite(r->loss) || !isfinite(r->norm)) return "loss or gradient norm is not finite";
@@ -351,6 +370,8 @@ static inline void train_step(Trainer *t, double *clock) {
     StepReport r;
     memset(&r, 0, sizeof r);
     watchdog_step(t->state.step + 1);
+    const int timed = o->timing > 0 && (t->state.step + 1) % o->timing == 0;
+    if (timed) model_timing_begin(&t->model);
     for (int micro = 0; micro < t->num_micro; micro++) {
         watchdog_beat(PHASE_DATA, -1);
         if (!o->overfit || (t->train.epoch == 0 && t->train.row == 0)) dataloader_next(&t->train);
@@ -379,6 +400,7 @@ static inline void train_step(Trainer *t, double *clock) {
     }
     t->state.step++;
     t->state.tokens += o->total_batch;
+    if (timed) report_timing(t);
     dataloader_position(&t->train, &t->state.epoch, &t->state.row);
     const double now = now_seconds();
     r.seconds = now - *clock;

@@ -116,7 +116,10 @@ static inline void zero_reduce(Zero *z, floatX *grads, int unit) {
 }
 // The compute stream goes on when every reduction is done.
 static inline void zero_wait_reduced(Zero *z) {
-    if (z->nccl.world > 1) cudaCheck(cudaStreamWaitEvent(z->compute, z->reduced, 0));
+    if (z->nccl.world == 1) return;
+    timing_lap("other", 0, 0, z->compute);
+    cudaCheck(cudaStreamWaitEvent(z->compute, z->reduced, 0));
+    timing_lap(TIMING_RANKS, 0, 0, z->compute);
 }
 
 // The compute stream has updated this rank's pieces: gather all units, in the order in which forward needs them.
@@ -134,7 +137,10 @@ static inline void zero_gather(Zero *z, floatX *weights) {
 }
 // Before the compute stream reads a unit's weights.
 static inline void zero_wait(const Zero *z, int unit) {
-    if (z->nccl.world > 1 && z->stage > 0) cudaCheck(cudaStreamWaitEvent(z->compute, z->gathered[unit], 0));
+    if (z->nccl.world == 1 || z->stage == 0) return;
+    timing_lap("other", 0, 0, z->compute);
+    cudaCheck(cudaStreamWaitEvent(z->compute, z->gathered[unit], 0));
+    timing_lap(TIMING_RANKS, 0, 0, z->compute);
 }
 
 #endif

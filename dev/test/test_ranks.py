@@ -336,6 +336,19 @@ def test_bf16_states_on_any_number_of_ranks(train, tmp_path):
     assert status != 0 and "has m and v in fp32, this run keeps them in bf16" in text and "--state-dtype fp32" in text
 
 
+def test_timing_shows_what_ranks_wait_for(train, tmp_path):
+    text = succeeds(train(3, "timed", "--timing", "4", "-x", "8"))
+    succeeds(train(3, "plain", "-x", "8"))
+    assert curve(tmp_path / "timed") == curve(tmp_path / "plain")
+    timed = events(tmp_path / "timed", "timing")
+    assert [e["step"] for e in timed] == [4, 8] and text.count("waiting for ranks") == 2
+    for e in timed:
+        step = next(s for s in events(tmp_path / "timed", "step") if s["step"] == e["step"])
+        total = sum(g["ms"] for g in e["groups"].values())
+        assert 0.5 * step["ms"] < total <= step["ms"] and e["groups"]["waiting for ranks"]["ms"] > 0
+        assert e["groups"]["matmul"]["laps"] == 4 * 2 * 4  # products of two layers in four micro-steps
+
+
 def test_a_batch_that_ranks_cannot_share(train):
     status, text = train(4, "run", "-d", 10 * 32).finish()
     assert status != 0 and "is not a multiple of batch-size * seq-len * ranks = 128" in text

@@ -1,0 +1,74 @@
+// Where a step's time goes (--timing N): work is timed in laps, each of which ends what began with the one before, under a name.
+// The name's floor is what its arithmetic and its traffic with memory take at least on the hardware's published peaks.
+// A backend ends its laps by a clock, or on a GPU by events on the compute stream (cuda_common.cuh).
+#ifndef LLMC_TIMING_H
+#define LLMC_TIMING_H
+
+#include "utils.h"
+
+enum { TIMING_NAMES = 40 };
+typedef struct { const char *name; double seconds, flops, bytes; int laps; } TimingName;
+static struct {
+    int on, count;               // laps are taken; names
+    TimingName names[TIMING_NAMES];
+    double last;                 // a clock's last lap
+} timing;
+
+// Communication that nothing hides has this name.
+#define TIMING_RANKS "waiting for ranks"
+
+static inline void timing_add(const char *name, double seconds, double flops, double bytes) {
+    int i = 0;
+    while (i < timing.count && strcmp(timing.names[i].name, name) != 0) i++;
+    assert(i < TIMING_NAMES);
+    if (i == timing.count) { memset(&timing.names[i], 0, sizeof *timing.names); timing.names[timing.count++].name = name; }
+    timing.names[i].seconds += seconds;
+    timing.names[i].flops += flops;
+    timing.names[i].bytes += bytes;
+    timing.names[i].laps++;
+}
+static inline void timing_start(void) {
+    timing.on = 1;
+    timing.count = 0;
+    timing.last = now_seconds();
+}
+static inline void timing_clock_lap(const char *name, double flops, double bytes) {
+    if (!timing.on) return;
+    const double now = now_seconds();
+    timing_add(name, now - timing.last, flops, bytes);
+    timing.last = now;
+}
+static inline double timing_total(void) {
+    double total = 0;
+    for (int i = 0; i < timing.count; i++) total += timing.names[i].seconds;
+    return total;
+}
+// Seconds that a name takes at least; 0: not known.
+static inline double timing_floor(const TimingName *n, double peak_flops, double peak_bytes) {
+    const double compute = peak_flops > 0 ? n->flops / peak_flops : 0, memory = peak_bytes > 0 ? n->bytes / peak_bytes : 0;
+    return compute > memory ? compute : memory;
+}
+// peaks: FLOP/s and bytes/s, 0 where they are not known
+static inline void timing_print(FILE *f, long long step, double peak_flops, double peak_bytes) {
+    const double total = timing_total();
+    double floor = 0;
+    fprintf(f, "---- time of step %lld\n  %-22s %6s %9s %6s %9s %7s %9s %8s\n", step, "", "laps", "ms", "share", "floor ms", "floor", "GFLOP/s", "GB/s");
+    for (int i = 0; i < timing.count; i++) {
+        const TimingName *n = &timing.names[i];
+        const double least = timing_floor(n, peak_flops, peak_bytes);
+        floor += least;
+        fprintf(f, "  %-22s %6d %9.2f %5.1f%%", n->name, n->laps, 1e3 * n->seconds, 100 * n->seconds / total);
+        if (least > 0) fprintf(f, " %9.2f %6.1f%%", 1e3 * least, 100 * least / n->seconds);
+        else fprintf(f, " %9s %7s", "", "");
+        if (n->flops > 0) fprintf(f, " %9.1f", 1e-9 * n->flops / n->seconds);
+        else fprintf(f, " %9s", "");
+        if (n->bytes > 0) fprintf(f, " %8.0f", 1e-9 * n->bytes / n->seconds);
+        fputc('\n', f);
+    }
+    fprintf(f, "  %-22s %6s %9.2f", "sum", "", 1e3 * total);
+    if (floor > 0) fprintf(f, " %6s %9.2f %6.1f%%", "", 1e3 * floor, 100 * floor / total);
+    fprintf(f, "\n----\n");
+    fflush(f);
+}
+
+#endif
