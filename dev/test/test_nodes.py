@@ -70,12 +70,12 @@ exit $status
         """mpirun of a program on both."""
         launch = [*self.inside(0), MPIRUN, "--hostfile", str(self.folder / "hosts"), "-np", "4"]
         return Job(4, program, *arguments, launch=launch, environment={
-            "TMPDIR": str(self.folder), "PRTE_MCA_plm_ssh_agent": str(self.folder / "ssh"), "OMPI_MCA_plm_rsh_agent": str(self.folder / "ssh")} | dict(environment))
+            "TMPDIR": str(self.folder), "OMPI_MCA_mpi_yield_when_idle": "1", "PRTE_MCA_plm_ssh_agent": str(self.folder / "ssh"), "OMPI_MCA_plm_rsh_agent": str(self.folder / "ssh")} | dict(environment))
 
     def script(self, words, output, **variables):
         """scripts/multi_node/mpirun.sh on both."""
         job = Job(4, SCRIPTS / "mpirun.sh", *words, launch=self.inside(0), environment={
-            "TMPDIR": str(self.folder), "HOSTFILE": str(self.folder / "hosts"), "PROGRAM": str(TRAINER), "MPIRUN": MPIRUN, "SSH": f"{self.folder}/ssh -o BatchMode=yes", "INTERFACE": "cable",
+            "TMPDIR": str(self.folder), "OMPI_MCA_mpi_yield_when_idle": "1", "HOSTFILE": str(self.folder / "hosts"), "PROGRAM": str(TRAINER), "MPIRUN": MPIRUN, "SSH": f"{self.folder}/ssh -o BatchMode=yes", "INTERFACE": "cable",
             "OUTPUT": str(output)} | variables)
         job.program = str(TRAINER)
         return job
