@@ -49,6 +49,33 @@ static void test_one_gpu(const char *folder, const char *output) {
     }
 }
 
+// What a run that does not fit is told, on the tables of large models: no device is asked. bf16 builds only, for the sizes' sake.
+static void test_memory_hint(void) {
+    const Comm alone = {0, 1, 0, 1, "this host"};
+    const struct { const char *model; int B, T, free_gib; const char *hint; } cases[] = {
+        {"gpt2:124M", 64, 1024, 23, "; or this one with --recompute 1"},
+        {"llama3:8B", 1, 8192, 139, " with --recompute 3 --head-chunks 8"},
+        {"llama3:8B", 2, 8192, 78, " with --master-weights 0 --state-dtype bf16 --recompute 3 --head-chunks 8"},
+        {"llama3:8B", 1, 8192, 60, ", with any option: use a shorter --seq-len or a smaller model, or several GPUs with --zero-stage 1"},
+    };
+    for (const auto &c : cases) {
+        Model m;
+        char text[256];
+        const size_t free_bytes = (size_t)c.free_gib << 30;
+        memset(&m, 0, sizeof m);
+        config_parse(c.model, &m.config);
+        m.options = options_default();
+        m.comm = &alone; m.B = c.B; m.T = c.T;
+        m.table = params_table(&m.config);
+        m.num_chunks = adam_chunks(&m, NULL);
+        model_memory_hint(text, sizeof text, free_bytes, NULL, &m);
+        const size_t bytes = model_bytes(&m, &m.options, c.B), named = (size_t)atoi(strstr(text, "--batch-size") + 13);
+        const int largest = c.B < 64 || (model_bytes(&m, &m.options, (int)named) <= free_bytes && model_bytes(&m, &m.options, (int)named + 1) > free_bytes);
+        check(bytes > free_bytes && largest && strlen(text) > strlen(c.hint) && strcmp(text + strlen(text) - strlen(c.hint), c.hint) == 0, "%s, B %d, %.1f GiB where %d are free: %s", c.model, c.B, (double)bytes / 1073741824.0, c.free_gib, text);
+        params_free(&m.table);
+    }
+}
+
 // Ten steps of the debug batch, cut over the ranks. Returns the worst difference from PyTorch's losses and a hash of all weights.
 static double train_on_ranks(const char *folder, const Comm *comm, int stage, const char *reduce, const char *states, uint64_t *hash) {
     DebugFile d = debug_open(folder);
@@ -113,6 +140,7 @@ static void test_ranks(const char *folder, const Comm *comm) {
 int main(int argc, char **argv) {
     Comm comm = comm_open(&argc, &argv, 60);
     require(argc >= 3, "usage: test_gpt2cu OUTPUT_FOLDER DEBUG_FOLDER...\nwrite the folders with train_gpt2.py --write-debug");
+    if (comm.world == 1 && sizeof(floatX) == 2) test_memory_hint();
     for (int i = 2; i < argc; i++) {
         char output[4200];
         snprintf(output, sizeof output, "%s/%d", argv[1], i);
