@@ -1,0 +1,386 @@
+// The model's buffers on one GPU: what is allocated, how it is opened, and how parameters and states come and go. model.cuh computes.
+#ifndef LLMC_MODEL_BUFFERS_CUH
+#define LLMC_MODEL_BUFFERS_CUH
+
+#include "activations.cuh"
+#include "adamw.cuh"
+#include "attention_decode.cuh"
+#include "backend.h"
+#include "classifier.cuh"
+#include "cuda_common.cuh"
+#include "memory.cuh"
+#include "mfu.h"
+#include "rope.cuh"
+#include "rope_table.h"
+#include "zero.cuh"
+
+// A layer's weights or gradients: pointers into one parameter buffer; NULL where the family has none.
+typedef struct {
+    floatX *ln1w, *ln1b, *qkvw, *qkvb, *projw, *projb, *ln2w, *ln2b, *fcw, *fcb, *fcprojw, *fcprojb;
+} BlockParams;
+
+struct Model {
+    Config config;
+    ParamTable table;
+    Options options;
+    const Comm *comm;
+    Gpu gpu;
+    Memory memory;
+    Matmul matmul;
+    Zero zero;
+    int B, T;                // largest micro-step
+    int fuse_gelu;           // 0 no, 1 forward, 2 forward and backward
+    int head_rows;           // the head runs on so many rows at a time
+    // parameters, all in the layout of the table
+    floatX *weights, *grads;
+    float *master;           // NULL in fp32 builds and with --master-weights 0. ZeRO 1: this rank's pieces, unit after unit
+    void *m, *v;             // the same; fp32 or bf16
+    Span *shards;            // (units) of the gradients, this rank's pieces: what it adds to the norm
+    void *snapshots[NUM_SLOTS];  // --save-async: pinned copies of this rank's shards of a slot, unit after unit
+    float *reduce_staging;   // --reduce-dtype fp32: a unit's gradients, widened
+    AdamChunk *chunks;
+    int num_chunks;
+    // activations
+    floatX *x_embedding, *h_final, *saved_x, *saved_layer, *shared_h, *shared_a;
+    float *saved_stats, *mean_final, *rstd_final;
+    LayerActs *layers;
+    float *cos_sin;
+    // scratch: logits and the block's backward are never alive together
+    char *region;
+    floatX *logits, *dqkv, *df, *da, *branch, *dx;
+    void *attention_scratch, *reduce_scratch, *matmul_workspace;
+    // tokens and losses
+    int *tokens, *targets, *host_tokens;  // host: two slots of (inputs, targets)
+    cudaEvent_t copied[2];
+    int slot;
+    float *losses, *loss_total, *norm_squared, *host_scalars;
+    float *host_floats;      // pinned: losses (B,T)
+    KvCache cache;           // empty unless this rank samples
+};
+
+static inline floatX *param_pointer(floatX *buffer, const ParamTable *t, int unit, Role role) {
+    size_t at = param_at(t, unit, role);
+    return at == NO_PARAM ? NULL : buffer + at;
+}
+static inline BlockParams block_params(floatX *buffer, const ParamTable *t, int layer) {
+    BlockParams p;
+    const int u = layer + 1;
+    p.ln1w = param_pointer(buffer, t, u, ROLE_LN1W);       p.ln1b = param_pointer(buffer, t, u, ROLE_LN1B);
+    p.qkvw = param_pointer(buffer, t, u, ROLE_QKVW);       p.qkvb = param_pointer(buffer, t, u, ROLE_QKVB);
+    p.projw = param_pointer(buffer, t, u, ROLE_PROJW);     p.projb = param_pointer(buffer, t, u, ROLE_PROJB);
+    p.ln2w = param_pointer(buffer, t, u, ROLE_LN2W);       p.ln2b = param_pointer(buffer, t, u, ROLE_LN2B);
+    p.fcw = param_pointer(buffer, t, u, ROLE_FCW);         p.fcb = param_pointer(buffer, t, u, ROLE_FCB);
+    p.fcprojw = param_pointer(buffer, t, u, ROLE_FCPROJW); p.fcprojb = param_pointer(buffer, t, u, ROLE_FCPROJB);
+    return p;
+}
+
+// ---- buffers
+
+static inline int reduces_wide(const Model *m) { return !strcmp(m->options.reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float); }
+static inline int bf16_states(const Model *m) { return !strcmp(m->options.state_dtype, "bf16"); }
+static inline int has_master(const Model *m) { return sizeof(floatX) != sizeof(float) && m->options.master_weights && !forward_only(&m->options); }
+// ZeRO 1: optimiser states exist for this rank's pieces only.
+static inline int states_are_sharded(const Model *m) { return m->options.zero_stage > 0 && m->comm->world > 1; }
+static inline Span shard_of(const Model *m, int unit) { return param_shard(&m->table, unit, m->comm->rank, m->comm->world); }
+Span model_owned(const Model *m, Slot s, int unit) {
+    const int whole = s == SLOT_WEIGHT || m->comm->world == 1 || !states_are_sharded(m);
+    return whole ? param_unit(&m->table, unit) : shard_of(m, unit);
+}
+// Where the states of an element of `unit` lie. The pieces of one rank are packed, which is the unit's begin divided by the ranks.
+static inline size_t state_at(const Model *m, int unit, size_t offset) {
+    return states_are_sharded(m) ? m->table.unit_begin[unit] / (size_t)m->comm->world + offset - shard_of(m, unit).begin : offset;
+}
+
+// What a slot stores: bf16 or fp32.
+int model_slot_is_bf16(const Model *m, Slot s) {
+    return s == SLOT_WEIGHT || s == SLOT_GRAD ? sizeof(floatX) == 2 : (s == SLOT_M || s == SLOT_V) && bf16_states(m);
+}
+static inline size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? sizeof(__nv_bfloat16) : sizeof(float); }  // of an element
+
+// Names every buffer of a run with micro-steps of (B, T).
+static inline void model_request(Model *m, Memory *memory, int B, int T) {
+    const Config *c = &m->config;
+    const size_t N = (size_t)B * T, C = (size_t)c->channels, L = (size_t)c->num_layers, total = m->table.total;
+    const size_t states = states_are_sharded(m) ? total / (size_t)m->comm->world : total;
+    const int recompute = (int)m->options.recompute;
+    const size_t inside = recompute >= 3 ? 1 : L;  // layers whose inner values are alive together
+    memory_request(memory, &m->weights, "parameters", "weights", total);
+    const int trains = !forward_only(&m->options);
+    if (trains) memory_request(memory, &m->grads, "parameters", "gradients", total);
+    if (m->comm->world > 1 && reduces_wide(m)) memory_request(memory, &m->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(&m->table));
+    if (has_master(m)) memory_request(memory, &m->master, "optimiser", "fp32 master weights", states);
+    if (trains) memory_request(memory, (char **)&m->m, "optimiser", bf16_states(m) ? "AdamW m, bf16" : "AdamW m", states * slot_bytes(m, SLOT_M));
+    if (trains) memory_request(memory, (char **)&m->v, "optimiser", bf16_states(m) ? "AdamW v, bf16" : "AdamW v", states * slot_bytes(m, SLOT_V));
+    memory_request(memory, &m->chunks, "optimiser", "chunk table", m->num_chunks);
+    memory_request(memory, &m->shards, "optimiser", "shard table", (size_t)m->table.num_units);
+    if (m->options.save_every && m->options.save_async) {
+        const size_t shards = total / (size_t)m->comm->world;
+        memory_request_pinned(memory, (floatX **)&m->snapshots[SLOT_WEIGHT], "optimiser", "copy of weights, to be saved", shards);
+        memory_request_pinned(memory, (char **)&m->snapshots[SLOT_M], "optimiser", "copy of m, to be saved", shards * slot_bytes(m, SLOT_M));
+        memory_request_pinned(memory, (char **)&m->snapshots[SLOT_V], "optimiser", "copy of v, to be saved", shards * slot_bytes(m, SLOT_V));
+        if (has_master(m)) memory_request_pinned(memory, (float **)&m->snapshots[SLOT_MASTER], "optimiser", "copy of masters, to be saved", shards);
+    }
+    memory_request(memory, &m->x_embedding, "activations", "embedding (B,T,C)", N * C);
+    memory_request(memory, &m->saved_x, "activations", recompute >= 3 ? "residuals (L+1,B,T,C)" : "residuals (L,2,B,T,C)", (L + inside) * N * C);
+    memory_request(memory, &m->saved_layer, "activations", recompute >= 3 ? "qkv, y, f, recomputed" : "qkv, y, f, h, a of all layers", inside * saved_layer_size(c, N, recompute));
+    if (recompute >= 1) memory_request(memory, &m->shared_a, "activations", "a (B,T,F), recomputed", N * c->ffn_dim);
+    if (recompute >= 2) memory_request(memory, &m->shared_h, "activations", "h1, h2 (2,B,T,C), recomputed", 2 * N * C);
+    memory_request(memory, &m->saved_stats, "activations", recompute >= 3 ? "lse, mean, 1/std, recomputed" : "lse, mean, 1/std of all layers", inside * stats_size(c, N));
+    memory_request(memory, &m->h_final, "activations", "final norm (B,T,C)", N * C);
+    memory_request(memory, &m->mean_final, "activations", "final mean (B,T)", N);
+    memory_request(memory, &m->rstd_final, "activations", "final 1/std (B,T)", N);
+    if (c->position == POSITION_ROPE) memory_request(memory, &m->cos_sin, "activations", "rope table (T,HD/2,2)", (size_t)T * c->head_dim);
+    memory_request(memory, &m->region, "scratch", "logits, or a block's backward", region_plan(c, &m->options, B, T).bytes);
+    memory_alias(memory, &m->logits, "scratch", m->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)", &m->region, head_rows(&m->options, B, T) * c->padded_vocab_size);
+    memory_alias(memory, &m->dqkv, "scratch", "dqkv; df, da, attention follow", &m->region, N * qkv_width(c));
+    memory_request(memory, &m->dx, "scratch", "residual gradient (B,T,C)", N * C);
+    memory_request(memory, &m->branch, "scratch", "branch and its gradient (B,T,C)", N * C);
+    memory_request(memory, (char **)&m->reduce_scratch, "scratch", "partial sums, sorting", reduce_scratch_bytes(c, B, T));
+    memory_request(memory, (char **)&m->matmul_workspace, "scratch", "matmul workspace", MATMUL_WORKSPACE_BYTES);
+    memory_request(memory, &m->tokens, "tokens", "inputs (B,T)", N);
+    memory_request(memory, &m->targets, "tokens", "targets (B,T)", N);
+    memory_request(memory, &m->losses, "tokens", "losses (B,T)", N);
+    memory_request(memory, &m->loss_total, "tokens", "loss of the step", 1);
+    memory_request(memory, &m->norm_squared, "tokens", "squared gradient norm", 1);
+    memory_request_pinned(memory, &m->host_tokens, "tokens", "two slots of inputs, targets", 4 * N);
+    memory_request_pinned(memory, &m->host_scalars, "tokens", "loss, norm", 2);
+    memory_request_pinned(memory, &m->host_floats, "tokens", "losses", N);
+}
+
+static inline size_t model_bytes(const Model *m, const Options *o, int B) {
+    Model trial = *m;
+    Memory memory = {};
+    trial.options = *o;
+    model_request(&trial, &memory, B, trial.T);
+    free(memory.buffers);
+    return memory.device_bytes;
+}
+// Options that save memory, each added to those before until batch B fits: the cheap ones first, last what changes the numbers.
+static inline int options_that_fit(const Model *m, Options *o, size_t free_bytes, int B) {
+    for (int i = 0; i < 6 && model_bytes(m, o, B) > free_bytes; i++) {
+        if ((i < 2 && o->recompute <= i) || i == 3) o->recompute = i < 2 ? i + 1 : 3;
+        if (i == 2 && o->head_chunks <= 1) o->head_chunks = 8;
+        if (i == 4) o->state_dtype = "bf16";
+        if (i == 5 && has_master(m)) o->master_weights = 0;
+    }
+    return model_bytes(m, o, B) <= free_bytes;
+}
+// Memory is linear in B: from two sizes follows the largest B that fits.
+static void model_memory_hint(char *text, size_t size, size_t free_bytes, const Memory *, void *context) {
+    const Model *m = (const Model *)context;
+    Options this_batch = m->options, one = m->options;
+    const size_t bytes = model_bytes(m, &m->options, 1), more = model_bytes(m, &m->options, 2) - bytes;
+    const int fits = options_that_fit(m, &this_batch, free_bytes, m->B), one_fits = options_that_fit(m, &one, free_bytes, 1);
+    char with[128], one_with[128];
+    options_that_differ(&this_batch, &m->options, with, sizeof with);
+    options_that_differ(&one, &m->options, one_with, sizeof one_with);
+    if (bytes <= free_bytes && fits) snprintf(text, size, "--batch-size %zu would fit at --seq-len %d; or this one with%s", 1 + (free_bytes - bytes) / more, m->T, with);
+    else if (bytes <= free_bytes) snprintf(text, size, "--batch-size %zu would fit at --seq-len %d (more with --recompute 1, 2 or 3)", 1 + (free_bytes - bytes) / more, m->T);
+    else if (fits || one_fits) snprintf(text, size, "--batch-size %d would fit at --seq-len %d with%s", fits ? m->B : 1, m->T, fits ? with : one_with);
+    else snprintf(text, size, "not even --batch-size 1 fits at --seq-len %d, with any option: use a shorter --seq-len or a smaller model%s", m->T, m->options.zero_stage == 0 ? ", or several GPUs with --zero-stage 1" : "");
+}
+
+// Cuts the saved buffers into layers.
+static inline void model_place_layers(Model *m) {
+    const Config *c = &m->config;
+    const size_t N = (size_t)m->B * m->T, C = (size_t)c->channels;
+    const int recompute = (int)m->options.recompute;
+    m->layers = (LayerActs *)malloc_or_die((size_t)c->num_layers * sizeof(LayerActs));
+    floatX *next = m->saved_layer, *x = m->saved_x;
+    float *stats = m->saved_stats;
+    for (int l = 0; l < c->num_layers; l++) {
+        LayerActs *a = &m->layers[l];
+        if (recompute >= 3 && l > 0) {  // all but x'' are those of layer 0
+            *a = m->layers[0];
+            a->x_out = x;            x += N * C;
+            continue;
+        }
+        a->x_mid = x;                x += N * C;
+        a->x_out = x;                x += N * C;
+        a->qkv = next;               next += N * qkv_width(c);
+        a->y = next;                 next += N * c->num_heads * c->head_dim;
+        a->f = next;                 next += N * fc_width(c);
+        a->a = recompute >= 1 ? m->shared_a : next;            next += recompute >= 1 ? 0 : N * c->ffn_dim;
+        a->h1 = recompute >= 2 ? m->shared_h : next;           next += recompute >= 2 ? 0 : N * C;
+        a->h2 = recompute >= 2 ? m->shared_h + N * C : next;   next += recompute >= 2 ? 0 : N * C;
+        a->lse = stats;              stats += N * c->num_heads;
+        a->mean1 = stats;            stats += N;
+        a->rstd1 = stats;            stats += N;
+        a->mean2 = stats;            stats += N;
+        a->rstd2 = stats;            stats += N;
+    }
+}
+
+// What this rank updates, in pieces of ADAM_CHUNK elements of one tensor; the padding between units is never touched.
+static inline int adam_chunks(const Model *m, AdamChunk *out) {
+    int count = 0;
+    for (int i = 0; i < m->table.count; i++) {
+        const Param *p = &m->table.params[i];
+        const Span mine = span_overlap(model_owned(m, SLOT_M, p->unit), p->offset, p->size);
+        for (size_t at = mine.begin; at < mine.begin + mine.count; at += ADAM_CHUNK, count++) {
+            if (!out) continue;
+            const size_t left = mine.begin + mine.count - at;
+            out[count].weight_offset = at;
+            out[count].state_offset = state_at(m, p->unit, at);
+            out[count].count = (int)(left < (size_t)ADAM_CHUNK ? left : (size_t)ADAM_CHUNK);
+            out[count].decay = p->decay;
+        }
+    }
+    return count;
+}
+
+// Host to device in the order of the compute stream, and complete on return. (A plain cudaMemcpy of less than 64 KiB may
+// return before the device has it, and does not order itself before a kernel of a non-blocking stream.)
+static inline void upload(const Model *m, void *to, const void *from, size_t bytes) {
+    cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, m->gpu.compute));
+    cudaCheck(cudaStreamSynchronize(m->gpu.compute));
+}
+static inline void upload_rope_table(const Model *m, float *to, int T) {
+    const size_t count = (size_t)T * m->config.head_dim;
+    float *cos_sin = (float *)malloc_or_die(count * sizeof(float));
+    rope_table(&m->config, T, cos_sin);
+    upload(m, to, cos_sin, count * sizeof(float));
+    free(cos_sin);
+}
+// The tables that kernels read from device memory.
+static inline void upload_tables(Model *m) {
+    const Config *c = &m->config;
+    AdamChunk *chunks = (AdamChunk *)malloc_or_die((size_t)m->num_chunks * sizeof(AdamChunk));
+    adam_chunks(m, chunks);
+    upload(m, m->chunks, chunks, (size_t)m->num_chunks * sizeof(AdamChunk));
+    free(chunks);
+    Span *shards = (Span *)malloc_or_die((size_t)m->table.num_units * sizeof(Span));
+    for (int u = 0; u < m->table.num_units; u++) shards[u] = shard_of(m, u);
+    upload(m, m->shards, shards, (size_t)m->table.num_units * sizeof(Span));
+    free(shards);
+    if (c->position == POSITION_ROPE) upload_rope_table(m, m->cos_sin, m->T);
+}
+
+void model_identify(HandshakeRecord *r) { gpu_identify(r->local_rank, r->device, sizeof r->device, &r->devices, &r->sm, &r->driver); }
+
+void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
+    memset(m, 0, sizeof *m);
+    m->config = *c;
+    m->options = *o;
+    m->comm = comm;
+    m->table = params_table(c);
+    m->B = (int)o->batch_size;
+    m->T = (int)o->seq_len;
+    require(!strcmp(o->reduce_dtype, "fp32") || !strcmp(o->reduce_dtype, "bf16"), "unknown --reduce-dtype '%s'\nuse fp32 or bf16", o->reduce_dtype);
+    m->gpu = gpu_open(comm->local_rank);
+    m->num_chunks = adam_chunks(m, NULL);
+    model_request(m, &m->memory, m->B, m->T);
+    memory_allocate(&m->memory, comm->rank == 0, model_memory_hint, m);
+    const RegionPlan r = region_plan(c, o, m->B, m->T);
+    m->head_rows = (int)head_rows(o, m->B, m->T);
+    m->df = (floatX *)(m->region + r.df);
+    m->da = c->mlp == MLP_SWIGLU ? (floatX *)(m->region + r.da) : m->df;  // GELU's gradient is computed in place
+    m->attention_scratch = m->region + r.attention;
+    model_place_layers(m);
+    matmul_open(&m->matmul, &m->gpu.prop, m->matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
+    // Fused is faster on Hopper in both directions (dev/cuda/matmul.cu measures it); elsewhere nobody has measured.
+    // Recomputing the activation alone needs the fused bits to be those of the separate kernels; whole blocks run the fused one again.
+    const int exact = matmul_gelu_is_exact(&m->matmul, m->B * m->T) || o->recompute == 0 || o->recompute == 3, fastest = m->gpu.prop.major == 9 && exact ? 2 : 0;
+    const int wanted = o->gelu_fusion >= 0 ? (int)o->gelu_fusion : fastest;
+    m->fuse_gelu = c->mlp == MLP_GELU && matmul_can_fuse_gelu(&m->matmul) ? wanted : 0;
+    require(!m->fuse_gelu || exact, "--recompute %lld with --gelu-fusion %lld: here what backward recomputes would differ from the fused forward in the last bit\nuse --gelu-fusion 0 with --recompute", o->recompute, o->gelu_fusion);
+    require(o->gelu_fusion <= 0 || m->fuse_gelu, "--gelu-fusion %lld needs a bf16 build and a model with GELU\nleave it out", o->gelu_fusion);
+    upload_tables(m);
+    for (int i = 0; i < 2; i++) cudaCheck(cudaEventCreateWithFlags(&m->copied[i], cudaEventDisableTiming));
+    m->zero = zero_open(comm, &m->table, &m->gpu, (int)o->zero_stage, reduces_wide(m), m->reduce_staging);
+}
+
+void model_close(Model *m) {
+    cudaCheck(cudaDeviceSynchronize());
+    zero_close(&m->zero);
+    for (int i = 0; i < 2; i++) cudaCheck(cudaEventDestroy(m->copied[i]));
+    matmul_close(&m->matmul);
+    memory_free(&m->memory);
+    memory_free(&m->cache.memory);
+    free(m->layers);
+    params_free(&m->table);
+    gpu_close(&m->gpu);
+}
+
+const char *model_device(const Model *m) { return m->gpu.prop.name; }
+const char *model_dtype(const Model *) { return FLOATX_NAME; }
+double model_memory_gib(const Model *m) { return (double)(m->memory.device_bytes + m->cache.memory.device_bytes) / 1073741824.0; }
+double model_peak_bytes(const Model *m) {
+    int clock = 0, bits = 0;  // kHz; two transfers a cycle
+    cudaCheck(cudaDeviceGetAttribute(&clock, cudaDevAttrMemoryClockRate, m->gpu.device));
+    cudaCheck(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, m->gpu.device));
+    return 2.0 * 1e3 * clock * bits / 8;
+}
+void model_timing_begin(Model *m) { timing_begin(m->gpu.compute); }
+void model_timing_end(Model *m) { timing_end(m->gpu.compute); }
+double model_peak_flops(const Model *m) {
+    return peak_flops(m->gpu.prop.name, sizeof(floatX) == 2 ? PEAK_BF16 : m->options.tf32 ? PEAK_TF32 : PEAK_FP32);
+}
+
+// ---- reading and writing parameters
+
+static inline void *slot_pointer(const Model *m, Slot s) {
+    return s == SLOT_WEIGHT ? (void *)m->weights : s == SLOT_GRAD ? (void *)m->grads : s == SLOT_M ? (void *)m->m : s == SLOT_V ? (void *)m->v : (void *)m->master;
+}
+int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
+
+// The unit that holds all of [offset, offset + count), or the first one when every state is here.
+static inline int unit_of(const Model *m, Slot s, size_t offset, size_t count) {
+    const int unit = param_unit_of(&m->table, offset);
+    assert(!states_are_sharded(m) || span_overlap(model_owned(m, s, unit), offset, count).count == count);
+    return unit;
+}
+// Where elements [offset, offset + count) of a slot are.
+static inline char *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
+    assert(model_has_slot(m, s) && offset + count <= m->table.total);
+    const size_t at = s == SLOT_WEIGHT || s == SLOT_GRAD ? offset : state_at(m, unit_of(m, s, offset, count), offset);
+    return (char *)slot_pointer(m, s) + at * slot_bytes(m, s);
+}
+// From what a slot stores, in host memory, to fp32.
+static inline void widen_slot(const Model *m, Slot s, float *values, const void *stored, size_t count) {
+    if (model_slot_is_bf16(m, s)) for (size_t i = 0; i < count; i++) values[i] = (float)((const __nv_bfloat16 *)stored)[i];
+    else memcpy(values, stored, count * sizeof(float));
+}
+void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
+    char *place = slot_place(m, s, offset, count);
+    if (model_slot_is_bf16(m, s)) {
+        __nv_bfloat16 *rounded = (__nv_bfloat16 *)malloc_or_die(count * sizeof *rounded);
+        PARALLEL_FOR
+        for (size_t i = 0; i < count; i++) rounded[i] = __float2bfloat16(values[i]);
+        upload(m, place, rounded, count * sizeof *rounded);
+        free(rounded);
+    } else {
+        upload(m, place, values, count * sizeof(float));
+    }
+    for (int u = 0; s == SLOT_WEIGHT && m->master && u < m->table.num_units; u++) {  // unrounded
+        const Span mine = span_overlap(model_owned(m, SLOT_MASTER, u), offset, count);
+        if (mine.count) upload(m, m->master + state_at(m, u, mine.begin), values + (mine.begin - offset), mine.count * sizeof(float));
+    }
+}
+void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    void *stored = malloc_or_die(count * slot_bytes(m, s));
+    cudaCheck(cudaStreamSynchronize(m->gpu.compute));
+    cudaCheck(cudaStreamSynchronize(m->gpu.comm));
+    cudaCheck(cudaMemcpy(stored, slot_place(m, s, offset, count), count * slot_bytes(m, s), cudaMemcpyDeviceToHost));
+    widen_slot(m, s, values, stored, count);
+    free(stored);
+}
+// Where this rank's shard of a unit begins in the copy of a slot.
+static inline size_t snapshot_at(const Model *m, int unit) { return m->table.unit_begin[unit] / (size_t)m->comm->world; }
+void model_snapshot(Model *m, Slot s) {
+    const size_t element = slot_bytes(m, s);
+    cudaCheck(cudaStreamSynchronize(m->gpu.comm));  // weights are being gathered
+    for (int u = 0; u < m->table.num_units; u++) {
+        const Span mine = shard_of(m, u);
+        cudaCheck(cudaMemcpyAsync((char *)m->snapshots[s] + snapshot_at(m, u) * element, slot_place(m, s, mine.begin, mine.count), mine.count * element, cudaMemcpyDeviceToHost, m->gpu.compute));
+    }
+    cudaCheck(cudaStreamSynchronize(m->gpu.compute));
+}
+void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    const int u = param_unit_of(&m->table, offset);
+    const Span mine = shard_of(m, u);
+    assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);
+    widen_slot(m, s, values, (const char *)m->snapshots[s] + (snapshot_at(m, u) + (offset - mine.begin)) * slot_bytes(m, s), count);
+}
+
+#endif
