@@ -1,0 +1,170 @@
+"""The GPU trainer as a user starts it, on one GPU and on as many as there are: the stages of ZeRO and repeated runs agree, jobs resume on
+other numbers of GPUs, lost ranks end the job and are named, no two ranks share a GPU, and what saves memory changes no bit.
+
+test_gpt2.cu compares the same program with PyTorch; test_ranks.py has more of this on CPUs. To try these tests without a GPU:
+LLMC_GPU_PROGRAM=build/train_gpt2 LLMC_GPUS=4.
+"""
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from test_generate import MODELS, samples
+from test_ranks import CONFIG, MARGIN, MPIRUN, ROOT, Job, checkpoint, curve, data, events, steps_saved, succeeds  # noqa: F401  (data is a fixture)
+
+STAND_IN = os.environ.get("LLMC_GPU_PROGRAM")
+GPUS = int(os.environ.get("LLMC_GPUS", CONFIG["GPUS"]))
+WORLD = 1 << min(3, GPUS.bit_length() - 1) if GPUS else 0  # 1, 2, 4 or 8: what shares the batch below
+MULTI = MPIRUN and (STAND_IN or CONFIG.get("NCCL_LIBS"))
+PROGRAMS = {p: Path(STAND_IN).resolve() if STAND_IN else ROOT / f"build/{p}-{CONFIG.get('FAT_ARCHS', '').replace(' ', '-')}/train_gpt2cu" for p in ("bf16", "fp32")}
+TIMEOUT = 5
+
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU")
+several = pytest.mark.skipif(WORLD < 2 or not MULTI, reason="fewer than two GPUs, or no MPI or NCCL")
+
+
+@pytest.fixture
+def train(data, tmp_path):  # noqa: F811
+    """train(ranks, output, options...): steps of 16 sequences of 64 tokens; ranks 0: started without mpirun."""
+    def start(ranks, output, *arguments, precision="bf16", **job):
+        options = {"-e": "d3,channels=128,heads=2,vocab=256,seq=64", "-i": "train_*.bin", "-j": "val.bin", "-b": "2", "-t": "64", "-d": str(16 * 64), "-x": "12", "-v": "0", "-s": "0",
+                   "-l": "3e-3", "-z": "1", "--tf32": "0", "--timeout": "120", "-o": tmp_path / output}
+        words = [w for pair in (options | dict(zip(arguments[::2], arguments[1::2]))).items() for w in pair]
+        return Job(ranks, PROGRAMS[precision], *words, cwd=data, environment={"NCCL_NVLS_ENABLE": "0"} | job.pop("environment", {}), **job)
+    return start
+
+
+def close(a, b, bound):
+    assert a.keys() == b.keys()
+    worst = max(abs(x - y) / abs(y) for step in a for x, y in zip(a[step], b[step]))
+    print(f"largest relative difference {worst:.1e}")
+    assert worst < bound, worst
+
+
+LONG = ["-x", "100000", "-n", "100000", "--timeout", TIMEOUT]
+
+
+# ---- one GPU
+
+@pytest.mark.parametrize("option", ["--recompute=1", "--recompute=2", "--recompute=3"])
+def test_recomputing_changes_no_bit(train, tmp_path, option):
+    name, value = option.split("=")
+    succeeds(train(0, "plain", "-n", "12", "--gelu-fusion", "0"), 300)
+    succeeds(train(0, "less", "-n", "12", "--gelu-fusion", "0", name, value), 300)
+    assert curve(tmp_path / "plain") == curve(tmp_path / "less") and checkpoint(tmp_path / "plain", 12) == checkpoint(tmp_path / "less", 12)
+
+
+def test_saving_beside_training_saves_the_same(train, tmp_path):
+    for name, value in (("beside", 1), ("waiting", 0)):
+        succeeds(train(0, name, "-n", "5", "--save-async", value), 300)
+    for step in (5, 10, 12):
+        assert checkpoint(tmp_path / "beside", step) == checkpoint(tmp_path / "waiting", step)
+    assert curve(tmp_path / "beside") == curve(tmp_path / "waiting")
+
+
+def test_resuming_is_bitwise(train, tmp_path):
+    for more in ([], ["--state-dtype", "bf16", "--master-weights", "0"]):
+        kind = "bf16" if more else "fp32"
+        succeeds(train(0, f"straight-{kind}", "-n", "6", *more), 300)
+        succeeds(train(0, f"run-{kind}", "-n", "6", "-x", "6", *more), 300)
+        succeeds(train(0, f"run-{kind}", "-n", "6", "-y", "1", *more), 300)
+        assert checkpoint(tmp_path / f"run-{kind}", 12) == checkpoint(tmp_path / f"straight-{kind}", 12)
+
+
+def test_timing_adds_up(train, tmp_path):
+    succeeds(train(0, "timed", "--timing", "6"), 300)
+    succeeds(train(0, "plain"), 300)
+    assert curve(tmp_path / "timed") == curve(tmp_path / "plain")
+    for e in events(tmp_path / "timed", "timing"):
+        step = next(s for s in events(tmp_path / "timed", "step") if s["step"] == e["step"])
+        total = sum(g["ms"] for g in e["groups"].values())
+        assert 0.3 * step["ms"] < total <= 1.05 * step["ms"] and {"matmul", "attention", "AdamW"} <= e["groups"].keys()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_cache_changes_no_token(model):
+    options = ["-e", MODELS[model].replace("channels=64", "channels=128"), "--generate", "-g", "100", "--tf32", "0", "--seed", "3"]
+    run = lambda *more: samples(succeeds(Job(0, PROGRAMS["fp32"], *options, *more, cwd=ROOT), 300))  # noqa: E731
+    cached = run()
+    assert cached == run("--kv-cache", "0") and len(cached[0].split()) > 10
+    assert len(run("--samples", "3")) == 3
+
+
+# ---- several
+
+@several
+def test_stages_and_repeated_runs_give_the_same_bits(train, tmp_path):
+    for name, stage in (("first", 1), ("again", 1), ("stage0", 0)):
+        text = succeeds(train(WORLD, name, "-z", stage, "-n", "12"), 300)
+        assert f"ranks     {WORLD}," in text
+    assert curve(tmp_path / "first") == curve(tmp_path / "again") == curve(tmp_path / "stage0")
+    assert checkpoint(tmp_path / "first", 12) == checkpoint(tmp_path / "again", 12) == checkpoint(tmp_path / "stage0", 12)
+
+
+@several
+def test_several_train_as_one(train, tmp_path):
+    """fp32: sums in another order, twelve steps long."""
+    succeeds(train(0, "one", precision="fp32"), 300)
+    succeeds(train(WORLD, "several", "--reduce-dtype", "fp32", precision="fp32"), 300)
+    close(curve(tmp_path / "several"), curve(tmp_path / "one"), 1e-4)
+
+
+@several
+def test_resume_on_other_numbers_of_gpus(train, tmp_path):
+    succeeds(train(0, "straight", "-n", "4", precision="fp32"), 300)
+    succeeds(train(WORLD, "run", "-n", "4", "-x", "4", precision="fp32"), 300)
+    succeeds(train(WORLD // 2 if WORLD > 2 else 0, "run", "-n", "4", "-x", "8", "-y", "1", precision="fp32"), 300)
+    succeeds(train(0, "run", "-n", "4", "-y", "1", precision="fp32"), 300)
+    close(curve(tmp_path / "run"), curve(tmp_path / "straight"), 1e-4)
+    for step in (4, 8, 12):  # the place in the data, exactly
+        a, b = (checkpoint(tmp_path / name, step)[0] for name in ("run", "straight"))
+        assert [a[k] for k in ("step", "tokens", "epoch", "row")] == [b[k] for k in ("step", "tokens", "epoch", "row")]
+
+
+@several
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_losing_a_rank(train, how):
+    job = train(WORLD, "run", *LONG).wait_for("step      3/", 300)
+    time.sleep(random.random())
+    rank = random.randrange(WORLD)
+    os.kill(job.ranks()[rank], how)
+    begin = time.time()
+    status, text = job.finish(TIMEOUT + MARGIN)
+    assert status != 0
+    expected = rf"rank {rank} \(process \d+\) gives no sign of life" if how == signal.SIGSTOP else rf"rank {rank}\b.*(has ended: it was killed|signal 9|terminated)"
+    assert re.search(expected, text), text
+    print(f"rank {rank}, {how.name}: all ended after {time.time() - begin:.1f} s")
+
+
+@several
+def test_a_signal_saves_and_stops(train, tmp_path):
+    job = train(WORLD, "run", *LONG).wait_for("step      3/", 300)
+    os.kill(job.ranks()[WORLD - 1], signal.SIGUSR1)
+    succeeds(job, 120)
+    saved = steps_saved(tmp_path / "run")
+    assert saved == [max(curve(tmp_path / "run"))]
+    assert f"step {saved[0] + 1:6d}/" in succeeds(train(WORLD, "run", *LONG, "-y", "1", "-x", str(saved[0] + 2)), 300)
+
+
+@several
+@pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has no GPU")
+def test_two_ranks_on_one_gpu_are_refused(train):
+    job = train(2, "run", environment={"CUDA_VISIBLE_DEVICES": "0"})
+    status, text = job.finish(60)
+    assert status != 0 and job.seconds < 20 and re.search("rank 0 on .* and rank 1 on .* have the same GPU", text), text
+
+
+@several
+@pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has no GPU")
+def test_more_ranks_than_gpus_are_refused(train):
+    status, text = train(GPUS + 1, "run", "-d", "-1").finish(60)
+    assert status != 0 and re.search(rf"rank {GPUS} is process {GPUS + 1} of host .*, which shows it {GPUS} GPUs", text), text
+
+
+@several
+def test_timing_shows_what_ranks_wait_for(train, tmp_path):
+    assert "waiting for ranks" in succeeds(train(WORLD, "timed", "--timing", "6"), 300)
+    assert all(e["groups"]["waiting for ranks"]["ms"] >= 0 for e in events(tmp_path / "timed", "timing"))
