@@ -101,12 +101,12 @@ $(BUILD)/train_gpt2.o: train_gpt2.c $(BUILD)/revision.h $(CONFIG) Makefile
 	$(CC) $(CFLAGS) $(RANKS) $(REVISION_FLAGS) $(depend) -c $< -o $@.partial
 	@$(keep)
 $(BUILD)/train_gpt2: $(BUILD)/train_gpt2.o $(BUILD)/revision.o
-	$(CC) $(CFLAGS) $^ -o $@.partial -lm $(MPI_LIBS) && mv -f $@.partial $@
+	$(CC) $(CFLAGS) $^ -o $@.partial -lm -ldl $(MPI_LIBS) && mv -f $@.partial $@
 train_gpt2: $(BUILD)/train_gpt2
 	$(install)
 # The same program with every access checked, for the tests of bad input; without MPI, whose own leaks are not ours.
 $(BUILD)/train_gpt2.asan: train_gpt2.c $(wildcard llmc/*.h) $(BUILD)/revision.o $(CONFIG) Makefile
-	$(CC) $(CFLAGS) $(ASAN_CFLAGS) $(REVISION_FLAGS) $< $(BUILD)/revision.o -o $@.partial -lm && mv -f $@.partial $@
+	$(CC) $(CFLAGS) $(ASAN_CFLAGS) $(REVISION_FLAGS) $< $(BUILD)/revision.o -o $@.partial -lm -ldl && mv -f $@.partial $@
 
 # What dev/eval/hf.py asks of the trainers' own readers.
 $(BUILD)/hf: dev/eval/hf.c train_gpt2.c $(wildcard llmc/*.h) $(CONFIG) Makefile

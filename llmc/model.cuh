@@ -6,7 +6,7 @@
 //   h = norm2(x')                  -> f = h Wfc^T + b (SwiGLU: gate and up side by side) -> a = act(f) -> x'' = x' + a Wfcproj^T + b
 // The residual add is fused with the norm that follows it, so norm1 of block l+1 runs at the end of block l.
 //
-// Kept for backward, per layer: x', x'', h1, h2, qkv, y, lse, f, a and the norms' statistics: 12C + 4F (GELU) values a token.
+// Kept for backward, per layer: x', x'', h1, h2, qkv, y, lse, f, a and the norms' statistics: 8C + 2F (GELU) values a token.
 // --recompute 1 keeps a once and not per layer, 2 the same with h1 and h2, 3 with all but x'': backward computes them again, by the same
 // kernels and bit for bit. The head runs in --head-chunks parts, forward and backward of each before the next: losses and the gradient
 // of h are those of one part, bit for bit; the head's weight gradient is added up in floatX, part after part, as over micro-steps.

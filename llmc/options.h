@@ -17,7 +17,7 @@ STR(val_data, "val-data", "j", "dev/data/tinyshakespeare/tiny_shakespeare_val.bi
 STR(model, "model", "e", "gpt2:124M", "preset[,key=value...] with random weights, or a Hugging Face folder") \
 STR(output, "output", "o", "", "folder for the log and checkpoints (none: console only)") \
 STR(tokenizer, "tokenizer", "", "", "tokenizer.bin for samples (default: beside the training data)") \
-INT(log_gpu_every, "log-gpu-every", "lg", -1, -1, 1 << 30, "print GPU clocks, power and temperature every N steps (-1: never)") \
+INT(log_gpu_every, "log-gpu-every", "lg", -1, -1, 1 << 30, "print the GPU's clocks, power and temperature every N steps (-1: never)") \
 SECTION("batch and length of the run") \
 INT(batch_size, "batch-size", "b", 4, 1, 1 << 20, "sequences in a micro-step of one rank (B)") \
 INT(seq_len, "seq-len", "t", 1024, 1, 1 << 24, "tokens in a sequence (T)") \

@@ -9,6 +9,7 @@
 #include "checkpoint.h"
 #include "evaluate.h"
 #include "generate.h"
+#include "gpu_monitor.h"
 #include "schedule.h"
 #include "tokenizer.h"
 
@@ -64,7 +65,6 @@ static inline void check_options(const Options *o) {
     require(o->eval_steps != 0 || (!o->eval_every && !o->evaluate), "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
     require(o->top_p > 0, "--top-p 0 leaves no token to sample\nuse a value in (0, 1], or --temperature 0 for the likeliest token");
     require(o->samples <= o->batch_size || o->generate || !o->sample_every, "--samples %lld is more than --batch-size %lld\nsample fewer at a time while training", o->samples, o->batch_size);
-    require(o->log_gpu_every <= 0, "--log-gpu-every is not built yet\nleave it out (-1)");
 }
 
 // Model sizes: from the checkpoint that is resumed, a Hugging Face folder, or a preset. A preset without vocab= takes the
@@ -182,6 +182,7 @@ static inline void handshake(const Trainer *t) {
     }
     model_identify(&r);
     comm_handshake(&t->comm, &r);
+    if (t->o.log_gpu_every > 0 && t->comm.rank == 0) gpu_monitor_open(r.device);
     free(config);
 }
 
@@ -230,6 +231,17 @@ static inline void log_start(Trainer *t) {
     logger_options(f, &t->o);
     fputs(",\"config\":", f);
     config_to_json(&t->config, model_dtype(&t->model), f);
+    logger_end(&t->log);
+}
+
+static inline void report_gpu(Trainer *t) {
+    const GpuState s = gpu_monitor_read();
+    char text[256];
+    gpu_monitor_print(stdout, &s);
+    FILE *f = logger_begin(&t->log, "gpu", t->state.step);
+    if (!f) return;
+    fprintf(f, ",\"sm_mhz\":%u,\"memory_mhz\":%u,\"watts\":%.1f,\"celsius\":%u", s.sm_mhz, s.memory_mhz, 1e-3 * s.milliwatts, s.celsius);
+    logger_text(f, "held_back_by", gpu_held_back(s.held_back, text, sizeof text));
     logger_end(&t->log);
 }
 
@@ -427,6 +439,7 @@ static inline void train(Trainer *t) {
     while (t->state.step < t->steps && !stopped) {
         train_step(t, &clock);
         const int64_t step = t->state.step;
+        if (o->log_gpu_every > 0 && step % o->log_gpu_every == 0 && t->comm.rank == 0) report_gpu(t);
         stopped = agree(t);
         if (due(o->eval_every, step, t->steps) && !stopped) run_evaluation(t);
         if (due(o->sample_every, step, t->steps) && !stopped && t->comm.rank == 0) sample(t);

@@ -1,6 +1,7 @@
 // Says what the plain-C headers compute, for test_train_gpt2.py: say WHAT ARGUMENTS...
 #include "../../llmc/options.h"
 #include "../../llmc/dataloader.h"
+#include "../../llmc/gpu_monitor.h"
 #include "../../llmc/params.h"
 #include "../../llmc/rope_table.h"
 #include "../../llmc/sampler.h"
@@ -57,6 +58,10 @@ int main(int argc, char **argv) {
         require(fread(logits, sizeof(float), (size_t)V, stdin) == (size_t)V, "no logits\n-");
         for (int i = 0; i < atoi(argv[6]); i++)
             printf("%d\n", sample_token(logits, V, atof(argv[3]), 0, 1, rand_uniform(strtoull(argv[4], NULL, 10), rand_stream(RAND_SAMPLE, strtoull(argv[5], NULL, 10)), (uint64_t)i), scratch));
+    } else if (!strcmp(what, "gpu")) {  // uuid
+        gpu_monitor_open(argv[2]);
+        const GpuState s = gpu_monitor_read();
+        gpu_monitor_print(stdout, &s);
     } else if (!strcmp(what, "options")) {
         Options o = options_default();
         for (int i = 0; i < NUM_OPTIONS; i++) {

@@ -22,7 +22,7 @@ torch.set_num_threads(1)  # models are tiny
 def c_program(tmp_path_factory):
     """Runs say.c; returns its output as bytes."""
     program = str(tmp_path_factory.mktemp("c") / "say")
-    subprocess.run([os.environ.get("CC", "gcc"), "-std=gnu11", "-O1", "-Wno-unknown-pragmas", os.path.join(ROOT, "dev/test/say.c"), "-o", program, "-lm"], check=True)
+    subprocess.run([os.environ.get("CC", "gcc"), "-std=gnu11", "-O1", "-Wno-unknown-pragmas", os.path.join(ROOT, "dev/test/say.c"), "-o", program, "-lm", "-ldl"], check=True)
 
     def run(*arguments, stdin=None):
         return subprocess.run([program, *map(str, arguments)], check=True, stdout=subprocess.PIPE, input=stdin).stdout
