@@ -13,7 +13,7 @@ typedef struct {
 } GpuState;
 
 static struct {
-    void *library, *device;
+    void *nvml, *device;
     int (*clock)(void *, int, unsigned *), (*clock_most)(void *, int, unsigned *), (*power)(void *, unsigned *), (*power_most)(void *, unsigned *);
     int (*temperature)(void *, int, unsigned *), (*held_back)(void *, unsigned long long *);
 } gpu_monitor;
@@ -25,10 +25,10 @@ static inline void gpu_monitor_open(const char *uuid) {
     int (*init)(void), (*find)(const char *, void **);
     require(strlen(uuid) == 32, "--log-gpu-every: this run has no GPU\nleave it out");
     snprintf(name, sizeof name, "GPU-%.8s-%.4s-%.4s-%.4s-%.12s", uuid, uuid + 8, uuid + 12, uuid + 16, uuid + 20);
-    gpu_monitor.library = dlopen("libnvidia-ml.so.1", RTLD_NOW);
-    require(gpu_monitor.library, "--log-gpu-every: %s\n" NVML_HINT, dlerror());
+    gpu_monitor.nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+    require(gpu_monitor.nvml, "--log-gpu-every: %s\n" NVML_HINT, dlerror());
     #define NVML_FUNCTION(pointer, symbol) do { \
-        void *found = dlsym(gpu_monitor.library, symbol); \
+        void *found = dlsym(gpu_monitor.nvml, symbol); \
         require(found, "--log-gpu-every: the management library has no " symbol "\n" NVML_HINT); \
         memcpy(&(pointer), &found, sizeof found); } while (0)
     NVML_FUNCTION(init, "nvmlInit_v2");
