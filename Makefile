@@ -154,7 +154,7 @@ $(BUILD)/test/%: $(BUILD)/test/%.o
 
 # A header is included by a file that has nothing else (what comes after a backend: a Model and nothing else). C headers serve
 # C and C++; device code is compiled for one GPU only.
-AFTER_BACKEND := hf_weights checkpoint evaluate trainer
+AFTER_BACKEND := hf_weights checkpoint evaluate generate trainer
 headers: $(HEADERS:%=$(BUILD)/headers/%.ok)
 $(BUILD)/headers/%.h.ok: llmc/%.h $(wildcard llmc/*.h) $(CONFIG)
 	@mkdir -p $(@D)

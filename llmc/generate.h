@@ -1,6 +1,6 @@
 // Text from a model: --samples sequences at a time after one prompt, with a cache of keys and values (backend.h).
 // When a sequence is longer than the window, its last half goes on as a new beginning, so that positions never leave what the
-// model was trained on. --kv-cache 0 computes everything anew for each token: the same tokens, slowly.
+// model was trained on. --kv-cache 0 computes everything anew for each token: the same tokens, slowly. Include this after a backend.
 #ifndef LLMC_GENERATE_H
 #define LLMC_GENERATE_H
 
