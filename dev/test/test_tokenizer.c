@@ -58,11 +58,11 @@ static void test_encode(void) {
 }
 
 // `expected`: the chunks of `text` with '|' between them.
-static int splits(const char *text, int llama3, const char *expected) {
+static int splits(const char *text, TokenizerKind kind, const char *expected) {
     char joined[512], *to = joined;
     const unsigned char *p = (const unsigned char *)text, *end = p + strlen(text);
     while (p < end) {
-        const unsigned char *next = chunk_end(p, end, llama3);
+        const unsigned char *next = chunk_end(p, end, kind);
         if (to > joined) *to++ = '|';
         memcpy(to, p, (size_t)(next - p));
         to += next - p;
@@ -73,14 +73,15 @@ static int splits(const char *text, int llama3, const char *expected) {
     return strcmp(joined, expected) == 0;
 }
 static void test_split(void) {
-    check(splits("I'll go  now\n\n x='5", 0, "I|'ll| go| | now|\n\n| x|='|5"), "GPT-2: contractions, spaces before words");
-    check(splits("it'S we'RE 's't", 0, "it|'|S| we|'|RE| '|s|'t"), "GPT-2: contractions are lower case, and only at the start of a chunk");
-    check(splits("12345 678\t\t9 ", 0, "12345| 678|\t|\t|9| "), "GPT-2: numbers whole; the last of several spaces stands alone");
-    check(splits("I'LL 12345 a.b\n\nc", 1, "I|'LL| |123|45| a|.b|\n\n|c"), "Llama 3: contractions in capitals, three digits, a mark before a word");
-    check(splits("x);\n\n  y \n z", 1, "x|);\n\n| | y| \n| z"), "Llama 3: newlines go with marks and with spaces before them");
-    check(splits("a\xe2\x80\x94" "b\xe2\x80\x99s \xc3\xa9t\xc3\xa9\xc2\xa0!", 0,
+    check(splits("I'll go  now\n\n x='5", TOKENIZER_GPT2, "I|'ll| go| | now|\n\n| x|='|5"), "GPT-2: contractions, spaces before words");
+    check(splits("it'S we'RE 's't", TOKENIZER_GPT2, "it|'|S| we|'|RE| '|s|'t"), "GPT-2: contractions are lower case, and only at the start of a chunk");
+    check(splits("12345 678\t\t9 ", TOKENIZER_GPT2, "12345| 678|\t|\t|9| "), "GPT-2: numbers whole; the last of several spaces stands alone");
+    check(splits("I'LL 12345 a.b\n\nc", TOKENIZER_LLAMA3, "I|'LL| |123|45| a|.b|\n\n|c"), "Llama 3: contractions in capitals, three digits, a mark before a word");
+    check(splits("x);\n\n  y \n z", TOKENIZER_LLAMA3, "x|);\n\n| | y| \n| z"), "Llama 3: newlines go with marks and with spaces before them");
+    check(splits("I'LL 12345 a.b\n\nc", TOKENIZER_QWEN2, "I|'LL| |1|2|3|4|5| a|.b|\n\n|c"), "Qwen2.5: as Llama 3, but digits one by one");
+    check(splits("a\xe2\x80\x94" "b\xe2\x80\x99s \xc3\xa9t\xc3\xa9\xc2\xa0!", TOKENIZER_GPT2,
                  "a|\xe2\x80\x94|b|\xe2\x80\x99|s| \xc3\xa9t\xc3\xa9|\xc2\xa0|!"), "dash, curly quote, accents, no-break space");
-    check(splits("\xe4\xbd\xa0\xe5\xa5\xbd\xe3\x80\x82\xf0\x9f\x98\x80", 0, "\xe4\xbd\xa0\xe5\xa5\xbd|\xe3\x80\x82\xf0\x9f\x98\x80"), "Chinese, its full stop, an emoji");
+    check(splits("\xe4\xbd\xa0\xe5\xa5\xbd\xe3\x80\x82\xf0\x9f\x98\x80", TOKENIZER_GPT2, "\xe4\xbd\xa0\xe5\xa5\xbd|\xe3\x80\x82\xf0\x9f\x98\x80"), "Chinese, its full stop, an emoji");
 }
 
 static int prints(const Tokenizer *t, const char *raw, const char *expected) {
