@@ -85,16 +85,17 @@ all: train_gpt2 $(if $(NVCC),train_gpt2cu test_gpt2cu)
 
 # ---- the trainers
 
+# Two makes may run beside each other (run_tests.py starts them), so these have partial files of their own.
 $(BUILD)/revision.h:
 	@mkdir -p $(@D)
-	@printf '#ifdef __cplusplus\nextern "C"\n#else\nextern\n#endif\nconst char git_revision[];\n' > $@.partial && mv -f $@.partial $@
+	@p=$@.$$$$.partial; printf '#ifdef __cplusplus\nextern "C"\n#else\nextern\n#endif\nconst char git_revision[];\n' > $$p && mv -f $$p $@
 # Only this file knows the revision: a commit relinks, it does not recompile.
 $(BUILD)/revision.c: FORCE
 	@mkdir -p $(@D)
-	@printf 'const char git_revision[] = "%s";\n' "$$(git describe --always --dirty 2>/dev/null || echo unknown)" > $@.partial
-	@if cmp -s $@.partial $@; then rm $@.partial; else mv -f $@.partial $@; fi
+	@p=$@.$$$$.partial; printf 'const char git_revision[] = "%s";\n' "$$(git describe --always --dirty 2>/dev/null || echo unknown)" > $$p; \
+	if cmp -s $$p $@; then rm $$p; else mv -f $$p $@; fi
 $(BUILD)/revision.o: $(BUILD)/revision.c $(BUILD)/revision.h
-	@$(CC) -c -include $(BUILD)/revision.h $< -o $@.partial && mv -f $@.partial $@
+	@p=$@.$$$$.partial; $(CC) -c -include $(BUILD)/revision.h $< -o $$p && mv -f $$p $@
 
 $(BUILD)/train_gpt2.o: train_gpt2.c $(BUILD)/revision.h $(CONFIG) Makefile
 	$(if $(CC),,@echo 'error: no C compiler; run make doctor' >&2; exit 1;)
