@@ -678,7 +678,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
         m->v = room(m, states * slot_bytes(m, SLOT_V));
     }
     const Slot saved[] = {SLOT_WEIGHT, SLOT_M, SLOT_V};
-    for (int i = 0; i < 3 && o->save_every && o->save_async; i++) m->snapshots[saved[i]] = (char *)room(m, m->table.total / (size_t)comm->world * slot_bytes(m, saved[i]));
+    for (int i = 0; i < 3 && o->save_every && o->save_async && !forward_only(o); i++) m->snapshots[saved[i]] = (char *)room(m, m->table.total / (size_t)comm->world * slot_bytes(m, saved[i]));
     m->exchange = floats(m, comm->world > 1 ? (size_t)comm->world * COMM_PIECE : 0);
     m->x_embedding = floats(m, N * C); m->h_final = floats(m, N * C);
     m->mean_final = floats(m, N);      m->rstd_final = floats(m, N);

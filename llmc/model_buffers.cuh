@@ -113,7 +113,7 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
     if (trains) memory_request(memory, (char **)&m->v, "optimiser", bf16_states(m) ? "AdamW v, bf16" : "AdamW v", states * slot_bytes(m, SLOT_V));
     memory_request(memory, &m->chunks, "optimiser", "chunk table", m->num_chunks);
     memory_request(memory, &m->shards, "optimiser", "shard table", (size_t)m->table.num_units);
-    if (m->options.save_every && m->options.save_async) {
+    if (trains && m->options.save_every && m->options.save_async) {
         const size_t shards = total / (size_t)m->comm->world;
         memory_request_pinned(memory, (floatX **)&m->snapshots[SLOT_WEIGHT], "optimiser", "copy of weights, to be saved", shards);
         memory_request_pinned(memory, (char **)&m->snapshots[SLOT_M], "optimiser", "copy of m, to be saved", shards * slot_bytes(m, SLOT_M));
