@@ -7,12 +7,8 @@
 The context is `ctx` as it stands, an ending is a space and one of `endings` as it stands (lm-eval rewrites both, so that its
 figures differ).
 """
-import argparse
-import os
-
-import download
-from data_common import die, make_tokenizer
-from multiple_choice import add_arguments, encode, output_folder, write_set
+from data_common import die
+from multiple_choice import encode, convert_download
 from reader import rows
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -29,15 +25,7 @@ def example(tokenizer, record, where):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    download.add_arguments(parser)
-    args = parser.parse_args()
-    path, tokenizer = download.get(URL, args), make_tokenizer(args.tokenizer, args.tokenizer_file)
-    examples = [example(tokenizer, record, where) for record, where in rows(path)]
-    if not examples:
-        die(f"'{path}' holds no examples", "get it again")
-    write_set(os.path.join(output_folder(args, "hellaswag"), "hellaswag_val.bin"), examples, tokenizer, version=1 if args.tokenizer == "gpt2" else 2)
+    convert_download(__doc__, URL, "hellaswag", "hellaswag_val.bin", rows, example, lambda args: 1 if args.tokenizer == "gpt2" else 2)
 
 
 if __name__ == "__main__":

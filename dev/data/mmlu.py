@@ -6,15 +6,12 @@ r"""MMLU (https://github.com/hendrycks/test, Hendrycks et al. 2021): 14,042 test
 As in llm.c's mmlu.py, the context is "Question: ...\n\nAnswer:" and an ending is a space and the text of an answer, not its letter
 (which lm-eval scores, so that its figures differ). Subjects come in alphabetical order.
 """
-import argparse
 import csv
 import io
-import os
 import tarfile
 
-import download
-from data_common import die, make_tokenizer
-from multiple_choice import add_arguments, encode, output_folder, write_set
+from data_common import die
+from multiple_choice import encode, convert_download
 
 URL = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"
 FOLDER = "data/test/"
@@ -25,6 +22,8 @@ def records(path):
     try:
         with tarfile.open(path) as tar:
             members = [m for m in tar.getmembers() if m.isfile() and m.name.startswith(FOLDER) and m.name.endswith(".csv")]
+            if not members:
+                die(f"'{path}' holds no {FOLDER}*.csv", "delete it and get MMLU's data.tar again")
             for member in sorted(members, key=lambda m: m.name):
                 reader = csv.reader(io.TextIOWrapper(tar.extractfile(member), "utf-8", newline=""))
                 for row in reader:
@@ -40,15 +39,7 @@ def example(tokenizer, row, where):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    download.add_arguments(parser)
-    args = parser.parse_args()
-    path, tokenizer = download.get(URL, args), make_tokenizer(args.tokenizer, args.tokenizer_file)
-    examples = [example(tokenizer, row, where) for row, where in records(path)]
-    if not examples:
-        die(f"'{path}' holds no {FOLDER}*.csv", "delete it and get MMLU's data.tar again")
-    write_set(os.path.join(output_folder(args, "mmlu"), "mmlu.bin"), examples, tokenizer)
+    convert_download(__doc__, URL, "mmlu", "mmlu.bin", records, example, lambda args: 2)
 
 
 if __name__ == "__main__":

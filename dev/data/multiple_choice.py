@@ -16,6 +16,7 @@ import os
 
 import numpy as np
 
+import download
 from data_common import HEADER_WORDS, KINDS, atomic_write, die, make_folder, make_tokenizer
 from reader import base_name, rows
 
@@ -71,6 +72,20 @@ def write_set(path, examples, tokenizer, version=2):
     counts = sorted({len(e[1]) for e in examples})
     tokens = max(len(context) + max(map(len, endings)) for context, endings, _, _ in examples)
     print(f"{path}: {len(words):,} examples, {' or '.join(map(str, counts))} choices, the longest of {tokens} tokens")
+
+
+def convert_download(doc, url, name, file, records, example, versions):
+    """What a script for the set at `url` does: records(path) gives (record, where), example(tokenizer, record, where) an encoded one;
+    versions(args): the file's."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    download.add_arguments(parser)
+    args = parser.parse_args()
+    path, tokenizer = download.get(url, args), make_tokenizer(args.tokenizer, args.tokenizer_file)
+    examples = [example(tokenizer, record, where) for record, where in records(path)]
+    if not examples:
+        die(f"'{path}' holds no examples", "delete it and get it again")
+    write_set(os.path.join(output_folder(args, name), file), examples, tokenizer, version=versions(args))
 
 
 def check(record, where):
