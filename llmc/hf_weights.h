@@ -86,6 +86,7 @@ static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *sl
 static inline void slots_write(const SlotFile *f, const Model *m, SlotReader *read, int64_t *progress) {
     const ParamTable *table = &m->table;
     float *piece = (float *)malloc_or_die(HF_PIECE * 4), *scratch = (float *)malloc_or_die(HF_PIECE * 4);
+    size_t unflushed = 0;
     for (int k = 0; k < f->num_slots; k++)
         for (int i = 0; i < table->count; i++) {
             const Param *p = &table->params[i];
@@ -94,6 +95,10 @@ static inline void slots_write(const SlotFile *f, const Model *m, SlotReader *re
                 n = param_piece(p, at, end - at);
                 read(m, f->slots[k].slot, p->offset + at, n, piece);
                 param_write(&f->file, k * table->count + i, p, at, n, piece, scratch);
+                if ((unflushed += n * sizeof(float)) >= (size_t)1 << 30) {  // a slow disk shows progress, and the last flush is short
+                    require(fdatasync(f->file.fd) == 0, "cannot write '%s': %s\ncheck the disk; earlier checkpoints are untouched", f->file.path, strerror(errno));
+                    unflushed = 0;
+                }
                 __atomic_fetch_add(progress, 1, __ATOMIC_RELAXED);
                 if (read == model_read) watchdog_beat(PHASE_SAVE, p->unit - 1);  // a thread beside training must not beat for it
             }
