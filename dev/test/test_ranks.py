@@ -33,6 +33,9 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_",
 pytestmark = pytest.mark.skipif(not MPIRUN, reason="no MPI (make toolkit)")
 
 
+LAUNCHER_FAILED = "The PMIx server's listener thread failed to start"
+
+
 class Job:
     """mpirun of a program, or a program alone (ranks 0), or started by the words in `launch`. Its output is collected while it runs;
     afterwards nothing of it may be left."""
@@ -43,12 +46,20 @@ class Job:
         self.memory.mkdir()
         self.log = Path(cwd) / f"job-{self.mark}.txt"
         self.begin = time.time()
+        own = launch is None and ranks > 0
         launch = launch or ([MPIRUN, "--oversubscribe", "-np", str(ranks)] if ranks else [])
-        with open(self.log, "wb") as f:
-            self.process = subprocess.Popen([*launch, str(program), *map(str, arguments)], cwd=cwd, stdout=f, stderr=subprocess.STDOUT,
-                                            env=ENVIRONMENT | {"LLMC_JOB": self.mark, "OMPI_MCA_btl_sm_backing_directory": str(self.memory), "OMPI_MCA_btl_vader_backing_directory": str(self.memory)} | dict(environment),
-                                            start_new_session=True)
         self.program = str(program)
+        for _ in range(3):
+            self.begin = time.time()
+            with open(self.log, "wb") as f:
+                self.process = subprocess.Popen([*launch, str(program), *map(str, arguments)], cwd=cwd, stdout=f, stderr=subprocess.STDOUT,
+                                                env=ENVIRONMENT | {"LLMC_JOB": self.mark, "OMPI_MCA_btl_sm_backing_directory": str(self.memory), "OMPI_MCA_btl_vader_backing_directory": str(self.memory)} | dict(environment),
+                                                start_new_session=True)
+            while own and self.process.poll() is None and not self.ranks() and time.time() < self.begin + 10:
+                time.sleep(0.01)
+            if not own or LAUNCHER_FAILED not in self.text():  # now and then Open MPI 5 does not start its own server; no rank has run then
+                break
+            self.process.wait()
 
     def text(self):
         return self.log.read_text(errors="replace")
