@@ -341,6 +341,8 @@ def report(build):
     row("cuBLASLt", cuda and cuda["cublas"], "" if cuda else "needs CUDA")
     ranks, why = mpi(build)
     row("MPI", ranks and f"{ranks['version']} ({ranks['mpicc']})", why and f"{why}: the trainers run as one process", "make mpi   (or Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin)")
+    if ranks and re.search(r"Open MPI v?[1-4]\.", ranks["version"]) and not shutil.which("ssh") and not shutil.which("rsh"):
+        rows.append(("", "no ssh: this mpirun may refuse to start ranks, even on this machine alone, without: export OMPI_MCA_plm_rsh_agent=false"))
     _, _, where, why = nccl(cuda)
     row("NCCL", where, why and f"{why}: the GPU trainer uses one GPU", "make toolkit")
     row("GPUs", ", ".join(f"{name} (sm_{arch})" for name, arch in devices) + f", driver for CUDA {driver}", no_gpu)

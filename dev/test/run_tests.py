@@ -1,8 +1,8 @@
 """Builds and runs every test that this machine can run, and says which it could not; `make test` calls it.
 
-    .venv/bin/python dev/test/run_tests.py [--only PART]      PART: a word in the names of the tests to run
+    .venv/bin/python dev/test/run_tests.py [--only PART ...]      PART: a word in the names of the tests to run
 
-Builds go in parallel, tests one after another. The output of each is kept in build/test/log/. The last line is
+Builds go in parallel, tests one after another; where there are many cores, a few of those in Python beside each other. The output of each is kept in build/test/log/. The last line is
 "N passed, N failed, N skipped"; the exit status is 0 only if nothing failed.
 """
 import argparse
@@ -15,6 +15,9 @@ import time
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
+
+from launcher import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "build/test/log"
@@ -38,6 +41,7 @@ DEBUG = ROOT / "build/test/debug"
 
 totals = {"passed": 0, "failed": 0, "skipped": 0}
 failures, not_run = [], []
+reporting = Lock()
 running = set()  # process groups to end when this program is stopped
 
 
@@ -55,6 +59,11 @@ def read_config():
 
 
 def record(name, passed, failed, skipped, seconds, log=None):
+    with reporting:
+        report(name, passed, failed, skipped, seconds, log)
+
+
+def report(name, passed, failed, skipped, seconds, log):
     for key, count in zip(totals, (passed, failed, skipped)):
         totals[key] += count
     counts = ", ".join(f"{n} {what}" for n, what in ((passed, "passed"), (failed, "failed"), (skipped, "skipped")) if n)
@@ -184,14 +193,14 @@ def gpu_tests(config, good, fat_folder, ladder_arch, wanted):
         if why_not or needs not in good:
             skip(name, why_not or "it was not built")
         else:
-            test(name, command, env={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+            test(name, command, env={k: v for k, v in ENVIRONMENT.items() if k.startswith("OMPI_")})
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="PART", help="run the tests whose name contains PART")
+    parser.add_argument("--only", action="append", metavar="PART", help="run the tests whose name contains PART, or any of several")
     args = parser.parse_args()
-    wanted = lambda name: args.only in name
+    wanted = lambda name: not args.only or any(part in name for part in args.only)
     os.chdir(ROOT)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, end_all)
@@ -205,10 +214,11 @@ def main():
             record("CUDA toolkit", 0, 1, 0, 0)
         skip("every CUDA target: compiling and linking", why)
     host_tests(good, wanted, config["GPUS"] != "0")
-    for source in sorted(Path("dev/test").glob("test_*.py")):
-        if wanted(source.name):
-            xml = LOGS / f"{source.stem}.xml"
-            test(source.name, [PYTHON, "-m", "pytest", "-q", "-rfEs", "--tb=short", f"--junitxml={xml}", source], xml=xml)
+    with ThreadPoolExecutor(max(1, CORES // 4)) as pool:  # they wait for time-outs more than they compute
+        for source in sorted(Path("dev/test").glob("test_*.py")):
+            if wanted(source.name):
+                xml = LOGS / f"{source.stem}.xml"
+                pool.submit(test, source.name, [PYTHON, "-m", "pytest", "-q", "-rfEs", "--tb=short", f"--junitxml={xml}", source], xml=xml)
     if Path("dev/test/parity.py").exists() and wanted("parity"):
         for program in ("train_gpt2cu", "train_gpt2fp32cu") if config["NVCC"] and config["GPUS"] != "0" else ():
             make(f"install {program}", program, "ARCHS=" + config["FAT_ARCHS"])

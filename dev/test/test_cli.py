@@ -4,11 +4,11 @@ Every case runs the CPU trainer built with ASan and UBSan (so that hostile files
 GPU trainer where there is a GPU: both share options.h, trainer.h, dataloader.h, safetensors.h and checkpoint.h.
 """
 import json
-import os
 import struct
 import subprocess
 from pathlib import Path
 
+import launcher
 import numpy as np
 import pytest
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line)
 GPU_PROGRAM = ROOT / f"build/bf16-{CONFIG.get('FAT_ARCHS', '').replace(' ', '-')}/train_gpt2cu"
 PROGRAMS = [ROOT / "build/train_gpt2.asan"] + ([GPU_PROGRAM] if CONFIG["GPUS"] != "0" and GPU_PROGRAM.exists() else [])
-ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI_", "SLURM_"))} | {"OMP_NUM_THREADS": "2"}
+ENVIRONMENT = launcher.ENVIRONMENT | {"OMP_NUM_THREADS": "2"}
 
 pytestmark = pytest.mark.skipif(not PROGRAMS[0].exists(), reason="build/train_gpt2.asan is not built (make build/train_gpt2.asan)")
 

@@ -12,14 +12,14 @@ import struct
 import subprocess
 import sys
 
+import launcher
 import pytest
 
 from test_build import CONFIG, ROOT, copy_tree, tracked
 
 TRAINER = ROOT / "build/train_gpt2"
 PAGES = sorted((ROOT / "doc").glob("*.md"))
-ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_", "MAKE", "MFLAGS"))} | {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {k: v for k, v in launcher.ENVIRONMENT.items() if not k.startswith(("MAKE", "MFLAGS"))}
 
 
 def blocks(page, start):
@@ -135,6 +135,8 @@ def run(tree, line):
         return understand(words)
     path = f"{tree}/build/bin:{os.path.dirname(CONFIG.get('MPIRUN', ''))}:{os.environ['PATH']}"
     done = subprocess.run(["bash", "-c", line], cwd=tree, env=ENVIRONMENT | {"PATH": path}, capture_output=True, text=True)
+    if "GPT-2's vocab.bpe was not found" in done.stderr:
+        pytest.skip("GPT-2's vocab.bpe is not to be had here")
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
 

@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "dev/data"), str(ROOT / "dev/test")]
 import data_common
 import train_gpt2 as ref
-from test_ranks import ENVIRONMENT, MPIRUN
+from launcher import ENVIRONMENT
+from test_ranks import MPIRUN
 
 TRAINER = ROOT / "build/train_gpt2"
 CHECKED = ROOT / "build/train_gpt2.asan" if (ROOT / "build/train_gpt2.asan").exists() else TRAINER

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launcher import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line)
@@ -26,9 +27,6 @@ COMM, TRAINER = ROOT / "build/test/test_comm.mpi", ROOT / "build/train_gpt2"
 REPEAT = int(os.environ.get("LLMC_REPEAT", "3"))
 TIMEOUT = 2     # --timeout of the jobs that lose a rank, seconds; jobs that must succeed have a minute, because a machine may be busy
 MARGIN = 10     # all must be gone within the time-out and this
-# One host is all that is needed, and then MPI need not look for networks, which takes a second.
-ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_"))} | {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^ofi", "OMP_NUM_THREADS": "1"}
 
 pytestmark = pytest.mark.skipif(not MPIRUN, reason="no MPI (make toolkit)")
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 
+import launcher
 import numpy as np
 import pytest
 
@@ -28,7 +29,7 @@ SMALL = {"gpt2": "layers=1,channels=16,heads=2,vocab=256", "gpt3": "layers=1,cha
 
 def run(script, *arguments, **env):
     """Started, not waited for. Its output goes to files: a pipe that nobody reads would stop a trainer that prints much."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("GPUS", "CUDA_VISIBLE_DEVICES", "DRY_RUN")} | {"RETRY_SECONDS": "0", "GOMP_SPINCOUNT": "2000", "OMP_NUM_THREADS": "2"} | env
+    environment = {k: v for k, v in launcher.ENVIRONMENT.items() if k not in ("GPUS", "CUDA_VISIBLE_DEVICES", "DRY_RUN")} | {"RETRY_SECONDS": "0", "GOMP_SPINCOUNT": "2000", "OMP_NUM_THREADS": "2"} | env
     files = [tempfile.TemporaryFile("a+") for _ in range(2)]
     p = subprocess.Popen(["bash", os.path.join(ROOT, "scripts", script), *map(str, arguments)], env=environment, stdout=files[0], stderr=files[1], start_new_session=True)
     p.files = files
@@ -293,7 +294,7 @@ def test_goes_on_when_all_was_killed(whole, tmp_path):
 def test_two_ranks(whole, tmp_path):
     """A run for GPUs with the CPU's trainer in their place: the loss of one rank; a lost rank starts both again; SIGTERM reaches them through mpirun."""
     options, losses = whole
-    environment = {"PROGRAM": "./train_gpt2", "GPUS": "2", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^ofi",
+    environment = {"PROGRAM": "./train_gpt2", "GPUS": "2",
                    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     p = run("run_gpt2_124M.sh", *options, "-t", 64, "-l", 0.003, "-u", 50, "-o", tmp_path / "out", **environment)
     mpirun = trainer_of(p, tmp_path / "out", 10, names=("mpirun", "prterun", "orterun"))
