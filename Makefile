@@ -74,7 +74,7 @@ help:
 	@echo 'make train_gpt2    the CPU trainer'
 	@echo 'make train_gpt2cu  the GPU trainer (PRECISION=BF16|FP32, ARCHS="80 89 90a 100")'
 	@echo 'make test_gpt2cu   whole-model tests on a GPU'
-	@echo 'make bench         kernel ladders: speed of each kernel (GPU)'
+	@echo 'make bench         one table: each kernel beside what this GPU gives and the vendor'\''s (ONLY=attention OUTPUT=kernels.md)'
 	@echo 'make parity        C, CUDA and PyTorch train the same steps; their loss curves in one picture'
 	@echo 'make sanitize      host tests under ASan and UBSan; compute-sanitizer on a GPU'
 	@echo 'make headers       each header compiles alone'
@@ -197,7 +197,7 @@ need_gpu = $(if $(filter-out 0,$(GPUS)),,@printf 'error: $@ needs a GPU and ther
 bench:
 	$(need_gpu)
 	@$(MAKE) --no-print-directory ladders
-	@for ladder in $(LADDERS); do $(CU)/dev/cuda/$$ladder --bench || exit 1; done
+	@$(if $(wildcard $(VENV_PYTHON)),$(VENV_PYTHON),$(PYTHON)) dev/bench/kernels.py --build $(CU) $(if $(ONLY),--only $(ONLY)) $(if $(OUTPUT),--output $(OUTPUT))
 
 SMALL := $(BUILD)/sanitize/gpt2 $(BUILD)/sanitize/llama3
 sanitize: venv

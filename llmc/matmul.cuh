@@ -22,8 +22,8 @@
 // whose result differs from the first's in any bit are dropped, and the fastest of the rest is kept (small problems are not
 // timed); so the choice, which depends on noise, does not change a run's numbers on the same GPU and cuBLAS. (The bits are
 // compared on that one data set: equal bits there mean the same order of summation.) autotune = 2 drops none, autotune = 3
-// leaves our kernel out: for benchmarks. autotune = 0 takes the first candidate untimed. Only backward_weight, whose output is small and whose sum is long, may be
-// split along k, and only with fp32 partial sums in the workspace, added in a fixed order.
+// leaves our kernel out, 4 does both: for benchmarks. autotune = 0 takes the first candidate untimed. Only backward_weight, whose
+// output is small and whose sum is long, may be split along k, and only with fp32 partial sums in the workspace, added in a fixed order.
 //
 // Ladder: dev/cuda/matmul.cu. Not supported: N = 0; C, OC not a multiple of a 16-byte vector; two streams with one Matmul (the
 // workspace is shared); a problem first met while a CUDA graph is captured; GELU epilogues in the fp32 build.
@@ -142,7 +142,7 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
     for (int i = 0; i < found; i++)
         if (results[i].state == CUBLAS_STATUS_SUCCESS) candidates[count++].algo = results[i].algo;
     require(count > 0, "none of cuBLASLt's kernels for m %d n %d k %d can run\ncheck driver and cuBLAS versions: make doctor", p->problem.m, p->problem.n, p->problem.k);
-    return own_first || mm->autotune == 3 ? count : count + matmul_own_candidates(&p->problem, candidates + count, MATMUL_CANDIDATES - count);
+    return own_first || mm->autotune >= 3 ? count : count + matmul_own_candidates(&p->problem, candidates + count, MATMUL_CANDIDATES - count);
 }
 static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const void *bias, const void *aux) {
     for (int i = 0; i < mm->count; i++)

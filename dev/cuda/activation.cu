@@ -59,16 +59,17 @@ static void check_not_finite(void) {
     check_true(isnan(download(d_y, 8)[0]), "NaN spreads through gelu's gradient");
 }
 
-static void bench_gelu(size_t n, const char *name) {
-    ladder_case("%s", name);
+static void bench_gelu(const char *name, int N, int F) {
+    ladder_case("%s, N=%d F=%d", name, N, F);
+    const size_t n = (size_t)N * F;
     floatX *inp = device_normal<floatX>(n, 1.0f), *dout = device_normal<floatX>(n, 1.0f), *out = device_new<floatX>(n);
     const double bytes = (double)n * sizeof(floatX);
     bench("gelu forward", 2 * bytes, 0, [&] { gelu_forward(out, inp, n, ladder.gpu.compute); });
     bench("gelu backward", 3 * bytes, 0, [&] { gelu_backward(out, dout, inp, n, ladder.gpu.compute); });
     bench("gelu backward in place", 3 * bytes, 0, [&] { gelu_backward(dout, dout, inp, n, ladder.gpu.compute); });
 }
-static void bench_swiglu(int N, int F, const char *name) {
-    ladder_case("%s", name);
+static void bench_swiglu(const char *name, int N, int F) {
+    ladder_case("%s, N=%d F=%d", name, N, F);
     const size_t n = (size_t)N * F;
     floatX *inp = device_normal<floatX>(2 * n, 1.0f), *dout = device_normal<floatX>(n, 1.0f), *out = device_new<floatX>(2 * n);
     const double bytes = (double)n * sizeof(floatX);
@@ -88,11 +89,11 @@ int main(int argc, char **argv) {
         check_not_finite();
     }
     if (ladder.bench) {
-        bench_gelu((size_t)65536 * 3072, "GPT-2 124M, 65536 x 3072");
-        bench_gelu((size_t)16384 * 6400, "GPT-2 1558M, 16384 x 6400");
-        bench_swiglu(32768, 8192, "Llama-3.2-1B, 32768 x 8192");
-        bench_swiglu(8192, 14336, "Llama-3-8B, 8192 x 14336");
-        bench_swiglu(16384, 8960, "Qwen2.5-1.5B, 16384 x 8960");
+        bench_gelu("GPT-2 124M", 65536, 3072);
+        bench_gelu("GPT-2 1558M", 16384, 6400);
+        bench_swiglu("Llama-3.2-1B", 32768, 8192);
+        bench_swiglu("Llama-3-8B", 8192, 14336);
+        bench_swiglu("Qwen2.5-1.5B", 16384, 8960);
     }
     return ladder_close();
 }

@@ -173,7 +173,7 @@ template <typename S> static void check_nan(int with_master) {
 }
 
 template <typename S> static void bench_adamw(const char *name, size_t n, int with_master) {
-    ladder_case("%s, %s master, states %s, n=%zu", name, with_master ? "with" : "no", state_name<S>(), n);
+    ladder_case("%s, n=%zu master=%d state_bytes=%d", name, n, with_master, (int)sizeof(S));
     const int num = (int)ceil_div(n, ADAM_CHUNK);
     AdamChunk *chunks = host_new<AdamChunk>(num);
     for (int i = 0; i < num; i++) {

@@ -230,22 +230,21 @@ static void check_shape(Shape s, float std) {
     attention_path = 0;
 }
 
-static void bench_shape(Shape s) {
-    ladder_case("B=%d T=%d NH=%d NKV=%d HD=%d", s.B, s.T, s.NH, s.NKV, s.HD);
+static void bench_shape(const char *name, Shape s) {
+    ladder_case("%s, B=%d T=%d NH=%d NKV=%d HD=%d", name, s.B, s.T, s.NH, s.NKV, s.HD);
     const size_t rows = (size_t)s.B * s.T, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD;
     const double flops = 2.0 * s.B * s.NH * s.HD * (double)s.T * s.T;  // two products, half of each above the diagonal
-    const double bytes = (double)(rows * (stride + width) * sizeof(floatX) + rows * s.NH * sizeof(float));
     floatX *qkv = device_normal<floatX>(rows * stride, 1.0f), *dout = device_normal<floatX>(rows * width, 1.0f);
     floatX *out = device_new<floatX>(rows * width), *dqkv = device_new<floatX>(rows * stride);
     float *lse = device_new<float>(rows * s.NH);
     char *scratch = device_new<char>(attention_backward_scratch_bytes(s.B, s.T, s.NH, s.NKV, s.HD));
     cudaStream_t stream = ladder.gpu.compute;
-    for (attention_path = 0; attention_path < num_paths(s.HD); attention_path++) {
-        bench(path_name(s.HD, "forward"), bytes, flops, [&] { attention_forward(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD, stream); });
+    for (attention_path = 0; ladder.bench && attention_path < num_paths(s.HD); attention_path++) {
+        bench(path_name(s.HD, "forward"), 0, flops, [&] { attention_forward(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD, stream); });
         bench(path_name(s.HD, "backward"), 0, 2.5 * flops, [&] { attention_backward(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD, scratch, stream); });
     }
     attention_path = 0;
-    for (hopper_group_mib = 4; hopper_group_mib <= 32; hopper_group_mib *= 2) {  // what may be streamed in L2 at a time
+    for (hopper_group_mib = 4; ladder.variants && hopper_group_mib <= 32; hopper_group_mib *= 2) {  // what may be streamed in L2 at a time
         printf("groups of %d MiB\n", hopper_group_mib);
         variants(Tensors<floatX>{s, out, dqkv, qkv, dout, lse, (float *)scratch, NULL, NULL, flops});
     }
@@ -267,13 +266,13 @@ int main(int argc, char **argv) {
         check_shape({1, 385, 2, 1, 64}, 3.0f);
         check_shape({1, 385, 2, 1, 128}, 3.0f);
     }
-    if (ladder.bench) {
-        bench_shape({64, 1024, 12, 12, 64});
+    if (ladder.bench || ladder.variants) {
+        bench_shape("GPT-2 124M", {64, 1024, 12, 12, 64});
         if (sizeof(floatX) == 2) {
-            bench_shape({16, 1024, 25, 25, 64});
-            bench_shape({4, 8192, 32, 8, 64});
-            bench_shape({16, 1024, 12, 2, 128});
-            bench_shape({1, 8192, 32, 8, 128});
+            bench_shape("GPT-2 1558M", {16, 1024, 25, 25, 64});
+            bench_shape("Llama-3.2-1B", {4, 8192, 32, 8, 64});
+            bench_shape("Qwen2.5-1.5B", {16, 1024, 12, 2, 128});
+            bench_shape("Llama-3-8B", {1, 8192, 32, 8, 128});
         }
     }
     return ladder_close();

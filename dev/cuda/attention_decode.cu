@@ -28,7 +28,7 @@ static void check_shape(int S, int room, int NH, int NKV, int HD) {
     check_same_bits("bits", {{d_out, (size_t)S * NH * HD * sizeof(floatX)}}, [&] { attention_decode(d_out, d_keys, d_values, d_qkv, S, 1, room - 1, room, NH, NKV, HD, stream); });
 }
 static void bench_shape(int S, int at, int NH, int NKV, int HD, const char *name) {
-    ladder_case("%s, S=%d, %d tokens", name, S, at);
+    ladder_case("%s, S=%d T=%d NH=%d NKV=%d HD=%d", name, S, at + 1, NH, NKV, HD);
     const size_t cache = (size_t)S * NKV * (at + 1) * HD;
     floatX *keys = device_normal<floatX>(cache, 1.0f), *values = device_normal<floatX>(cache, 1.0f), *qkv = device_normal<floatX>((size_t)S * (NH + 2 * NKV) * HD, 1.0f), *out = device_new<floatX>((size_t)S * NH * HD);
     bench("one token", 2.0 * (double)cache * sizeof(floatX), 0, [&] { attention_decode(out, keys, values, qkv, S, 1, at, at + 1, NH, NKV, HD, ladder.gpu.compute); });

@@ -108,7 +108,7 @@ static void check_loss_sum(int N) {
 
 static void bench_shape(int N, int V, const char *name) {
     const int Vp = (int)round_up((size_t)V, 128);
-    ladder_case("%s, %d x %d", name, N, Vp);
+    ladder_case("%s, N=%d V=%d Vp=%d", name, N, V, Vp);
     floatX *logits = device_normal<floatX>((size_t)N * Vp, 1.0f);
     float *losses = device_new<float>((size_t)N), *total = device_normal<float>(1, 1.0f);
     int *targets = upload_ints(host_ints((size_t)N, V), (size_t)N);

@@ -2,7 +2,7 @@
 // bites, determinism, timing with a cold L2, and the count of what passed.
 //
 //   int main(int argc, char **argv) {
-//       ladder_open("gelu", argc, argv);                    // --check, --bench (neither: both), --seed N, --verbose
+//       ladder_open("gelu", argc, argv);                    // --check, --bench (neither: both), --variants, --seed N, --verbose
 //       if (ladder.check) {
 //           ladder_case("n=%zu", n);                        // names the case; frees the buffers of the one before
 //           float *inp = host_normal(n, 1.0f);              // fresh random values that floatX holds exactly
@@ -11,12 +11,15 @@
 //           check("out", d_out, ref, 1, n, bound(4e-3, 1e-6));
 //           check_same_bits("out", {{d_out, n * sizeof(floatX)}}, [&] { gelu_forward(...); });
 //       }
-//       if (ladder.bench) bench("forward", bytes, flops, [&] { gelu_forward(...); });
+//       if (ladder.bench) {
+//           ladder_case("GPT-2 124M, N=%d F=%d", N, F);       // sizes as name=number: dev/bench/kernels.py reads them
+//           bench("forward", bytes, flops, [&] { gelu_forward(...); });
+//       }
 //       return ladder_close();                              // prints "gelu: N passed, M failed"; status 1 if any failed
 //   }
 //
 // What fails is printed at once, what passes as one line a case, with the check that came closest to its bound; --verbose
-// prints each check.
+// prints each check. --bench times what ships, --variants what was not chosen: other layouts, tiles, plans.
 // Every buffer comes from device_new/upload/host_new and is freed with its case. Behind each device buffer lies a strip of
 // known bytes; a kernel that writes past its output is reported when the case ends.
 #ifndef DEV_CUDA_COMMON_CUH
@@ -29,15 +32,12 @@
 #include "../../llmc/cuda_common.cuh"
 #include "../../llmc/rand.h"
 
-// What one H200 gives in practice: the limits that results are printed against.
-static const double COPY_GBS = 4230, MATMUL_TFLOPS = 790;
-
-enum { MAX_BUFFERS = 128, GUARD_BYTES = 1024, GUARD_VALUE = 0xA5, BENCH_RUNS = 25 };
+enum { MAX_BUFFERS = 128, GUARD_BYTES = 1024, GUARD_VALUE = 0xA5, BENCH_RUNS = 25, BENCH_LEAST_RUNS = 5, BENCH_MS = 100 };
 static const size_t FLUSH_BYTES = (size_t)256 << 20;  // five times the L2 of an H200
 
 static struct {
     const char *name;
-    int check, bench, verbose, passed, failed;
+    int check, bench, variants, verbose, passed, failed;
     int case_passed;          // and of this case, what came closest to its bound:
     double closest;
     char closest_text[128];
@@ -45,6 +45,7 @@ static struct {
     Gpu gpu;
     char title[256];
     void *flush;
+    double copy_gbs, matmul_tflops;  // what this device gives: the limits that results are printed against
     struct { char *p; size_t bytes; } device[MAX_BUFFERS];
     void *host[MAX_BUFFERS];
     int num_device, num_host;
@@ -253,7 +254,7 @@ template <typename F> static void check_same_bits(const char *what, std::initial
 // ---- timing
 
 // Median time of `run` with a cold L2: before each run 256 MiB are written. As in training, the kernel finds the cache
-// full of somebody else's dirty lines.
+// full of somebody else's dirty lines. What takes long runs fewer times.
 template <typename F> static double time_us(F run, int runs = BENCH_RUNS) {
     float us[256];
     require(runs <= 256, "at most 256 timed runs\nask for fewer");
@@ -269,21 +270,59 @@ template <typename F> static double time_us(F run, int runs = BENCH_RUNS) {
         float ms = 0;
         cudaCheck(cudaEventElapsedTime(&ms, begin, end));
         if (r >= 0) us[r] = ms * 1e3f;
+        else if (r == -1) runs = std::min(runs, std::max((int)BENCH_LEAST_RUNS, (int)(BENCH_MS / ms)));
     }
     cudaCheck(cudaEventDestroy(begin));
     cudaCheck(cudaEventDestroy(end));
     std::sort(us, us + runs);
     return us[runs / 2];
 }
-// `bytes` moved at least and `flops` done by one run; 0 leaves that column out. Returns the median in microseconds.
-template <typename F> static double bench(const char *what, double bytes, double flops, F run) {
-    double us = time_us(run), gbs = bytes / us * 1e-3, tflops = flops / us * 1e-6;
-    printf("time %s %s: %-24s %10.1f us", ladder.name, ladder.title, what, us);
-    if (bytes > 0) printf("  %7.0f GB/s %5.1f%% of copy", gbs, 100 * gbs / COPY_GBS);
-    if (flops > 0) printf("  %7.1f TFLOP/s %5.1f%% of matmul", tflops, 100 * tflops / MATMUL_TFLOPS);
+// One line of fields between bars: kernel, case, time, speed, share of the limit and, where `vendor` is named, the vendor's time.
+// dev/bench/kernels.py makes a table of them.
+static inline void bench_print(const char *what, double us, double bytes, double flops, const char *vendor, double vendor_us) {
+    const double gbs = bytes / us * 1e-3, tflops = flops / us * 1e-6;
+    printf("time %s | %-28s | %s | %.1f us", ladder.name, what, ladder.title, us);
+    if (flops > 0) printf(" | %.1f TFLOP/s | %.1f%% of matmul", tflops, 100 * tflops / ladder.matmul_tflops);
+    else if (bytes > 0) printf(" | %.0f GB/s | %.1f%% of copy", gbs, 100 * gbs / ladder.copy_gbs);
+    if (vendor) printf(" | %s %.1f us | x%.3f", vendor, vendor_us, vendor_us / us);
     printf("\n");
     fflush(stdout);
+}
+// `flops` done by one run or, with 0, `bytes` moved at least: its speed is printed beside the device's own. Returns microseconds.
+template <typename F> static double bench(const char *what, double bytes, double flops, F run) {
+    const double us = time_us(run);
+    bench_print(what, us, bytes, flops, NULL, 0);
     return us;
+}
+// With the vendor's kernel for the same work, in turns, so that both see the same clocks and the same temperature.
+template <typename F, typename G> static void bench_beside(const char *what, double bytes, double flops, F run, const char *vendor, G vendor_run) {
+    enum { TURNS = 3 };
+    double us = 0, vendor_us = 0;
+    for (int turn = 0; turn < TURNS; turn++) {
+        us += time_us(run, BENCH_RUNS / TURNS) / TURNS;
+        vendor_us += time_us(vendor_run, BENCH_RUNS / TURNS) / TURNS;
+    }
+    bench_print(what, us, bytes, flops, vendor, vendor_us);
+}
+
+// What this device copies, and what cuBLAS multiplies (fp32 build: in TF32), on random numbers.
+static inline void measure_limits(void) {
+    const size_t bytes = (size_t)512 << 20;
+    const int n = 8192;
+    const float one = 1, zero = 0;
+    ladder_case("limits");
+    char *from = device_new<char>(bytes), *to = device_new<char>(bytes);
+    floatX *a = device_normal<floatX>((size_t)n * n, 1.0f), *b = device_normal<floatX>((size_t)n * n, 1.0f), *c = device_new<floatX>((size_t)n * n);
+    cublasHandle_t handle;
+    cublasCheck(cublasCreate(&handle));
+    cublasCheck(cublasSetStream(handle, ladder.gpu.compute));
+    ladder.copy_gbs = 2.0 * (double)bytes / time_us([&] { cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, ladder.gpu.compute)); }) * 1e-3;
+    ladder.matmul_tflops = 2.0 * n * n * n * 1e-6 / time_us([&] {
+        cublasCheck(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &one, a, CUDA_FLOATX, n, b, CUDA_FLOATX, n, &zero, c, CUDA_FLOATX, n,
+                                 sizeof(floatX) == 4 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+    });
+    cublasCheck(cublasDestroy(handle));
+    printf("limit %s | copy | %.0f GB/s\nlimit %s | matmul | %.1f TFLOP/s\n", ladder.name, ladder.copy_gbs, ladder.name, ladder.matmul_tflops);
 }
 
 // ---- start and end
@@ -294,19 +333,17 @@ static inline void ladder_open(const char *name, int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--check")) ladder.check = 1;
         else if (!strcmp(argv[i], "--bench")) ladder.bench = 1;
+        else if (!strcmp(argv[i], "--variants")) ladder.variants = 1;
         else if (!strcmp(argv[i], "--verbose")) ladder.verbose = 1;
         else if (!strcmp(argv[i], "--seed") && i + 1 < argc) ladder.seed = strtoull(argv[++i], NULL, 10);
-        else die("unknown argument '%s'\nuse --check, --bench, --verbose, --seed N; without the first two both run", argv[i]);
+        else die("unknown argument '%s'\nuse --check, --bench, --variants, --verbose, --seed N; without the first three the first two run", argv[i]);
     }
-    if (!ladder.check && !ladder.bench) ladder.check = ladder.bench = 1;
+    if (!ladder.check && !ladder.bench && !ladder.variants) ladder.check = ladder.bench = 1;
     ladder.gpu = gpu_open(0);
     printf("%s: %s on %s, seed %llu\n", name, FLOATX_NAME, ladder.gpu.prop.name, (unsigned long long)ladder.seed);
-    if (!ladder.bench) return;
+    if (!ladder.bench && !ladder.variants) return;
     cudaCheck(cudaMalloc(&ladder.flush, FLUSH_BYTES));
-    snprintf(ladder.title, sizeof ladder.title, "(this device)");
-    const size_t bytes = (size_t)512 << 20;
-    char *from = device_new<char>(bytes), *to = device_new<char>(bytes);
-    bench("cudaMemcpy 512 MiB", 2.0 * (double)bytes, 0, [&] { cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, ladder.gpu.compute)); });
+    measure_limits();
 }
 static inline int ladder_close(void) {
     ladder_case("end");

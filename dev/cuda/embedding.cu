@@ -64,7 +64,7 @@ static void check_embedding(int B, int T, int C, int Vp, double skew, int positi
 }
 
 static void bench_embedding(const char *name, int B, int T, int C, int Vp, double skew, int positions) {
-    ladder_case("%s B=%d T=%d C=%d Vp=%d", name, B, T, C, Vp);
+    ladder_case("%s, B=%d T=%d C=%d Vp=%d skew=%g positions=%d", name, B, T, C, Vp, skew, positions);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t N = (size_t)B * T;
     int *tokens = random_tokens(N, Vp, skew), *d_tokens = upload_ints(tokens, N), used = 0;
@@ -77,6 +77,7 @@ static void bench_embedding(const char *name, int B, int T, int C, int Vp, doubl
     bench("forward", row * (N + used + (positions ? T : 0)), 0, [&] { embedding_forward(out, d_tokens, wte, wpe, B, T, C, stream); });
     bench("backward", row * ((positions ? 2 : 1) * N + 2.0 * used + (positions ? 2 * T : 0)), 0,
           [&] { embedding_backward(wte, wpe, out, d_tokens, B, T, C, Vp, scratch, stream); });
+    if (!ladder.variants) return;
     Occurrence *lists[2] = {(Occurrence *)scratch, (Occurrence *)scratch + N};
     int *counts = device_new<int>(SORT_TILES * RADIX);
     bench("of that, the sort", 0, 0, [&] { embedding_sort(lists, counts, d_tokens, (int)N, Vp, stream); });
@@ -102,12 +103,12 @@ int main(int argc, char **argv) {
         check_embedding(64, 1024, 64, 50304, 1, 1);
         check_embedding(1, 131072, 16, 256, 1, 0);
     }
-    if (ladder.bench) {
+    if (ladder.bench || ladder.variants) {
         bench_embedding("GPT-2 124M", 64, 1024, 768, 50304, 1, 1);
         bench_embedding("bytes", 64, 1024, 768, 256, 1, 1);
         bench_embedding("bytes, evenly", 64, 1024, 768, 256, 0, 1);
         bench_embedding("GPT-2 1558M", 16, 1024, 1600, 50304, 1, 1);
-        bench_embedding("Llama-3 8B", 1, 8192, 4096, 128256, 1, 0);
+        bench_embedding("Llama-3-8B", 1, 8192, 4096, 128256, 1, 0);
         bench_embedding("one word", 64, 1024, 768, 50304, -1, 1);
     }
     return ladder_close();

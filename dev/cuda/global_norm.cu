@@ -77,7 +77,7 @@ static void check_large(size_t n) {
 }
 
 static void bench_sum(const char *name, size_t n) {
-    ladder_case("%s n=%zu", name, n);
+    ladder_case("%s, n=%zu", name, n);
     floatX *grads = device_normal<floatX>(n, 1e-3f);
     float *out = device_new<float>(1);
     char *scratch = device_new<char>(global_norm_scratch_bytes(1));

@@ -391,45 +391,70 @@ static void bench_own(Layout layout, HopperEpilogue op, int M, int N, int K) {
     matmul_close(&mm);
 }
 
-// ---- benchmarks: each direction with cuBLASLt's first choice, the tuned one, and the fastest whatever its bits
+// ---- benchmarks
 
-static void bench_shape(int N, int C, int OC, int is_fc, int is_fcproj) {
-    ladder_case("%d x %d x %d", N, OC, C);
+// What a trainer runs, beside the fastest of cuBLASLt's kernels whatever its bits.
+static void bench_layer(const char *model, const char *layer, int N, int C, int OC, int with_bias, int gelu_after, int gelu_before) {
+    ladder_case("%s %s, N=%d C=%d OC=%d", model, layer, N, C, OC);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
+    floatX *inp = device_normal<floatX>(ni, 1.0f), *weight = device_normal<floatX>(nw, 0.02f), *bias = with_bias ? device_normal<floatX>((size_t)OC, 0.02f) : NULL;
+    floatX *dout = device_normal<floatX>(no, 1.0f), *out = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dweight = device_new<floatX>(nw), *below = device_new<floatX>((size_t)C);
+    char *scratch = device_new<char>(bias_backward_scratch_bytes(C > OC ? C : OC));
+    Matmul mm[2] = {open_matmul(1, 1), open_matmul(1, 4)};
+    auto beside = [&](const char *what, const char *vendor, auto run) { bench_beside(what, 0, 2.0 * N * C * OC, [&] { run(&mm[0]); }, vendor, [&] { run(&mm[1]); }); };
+    beside("forward", "cuBLASLt", [&](Matmul *m) { matmul_forward(m, out, inp, weight, bias, NULL, N, C, OC, stream); });
+    beside("dX", "cuBLASLt", [&](Matmul *m) { matmul_backward_input(m, dinp, dout, weight, NULL, N, C, OC, stream); });
+    beside("dW", "cuBLASLt", [&](Matmul *m) { matmul_backward_weight(m, dweight, dout, inp, N, C, OC, 0, stream); });
+    if (with_bias) bench("dbias", (double)no * sizeof(floatX), 0, [&] { bias_backward(bias, dout, N, OC, 0, scratch, stream); });
+    if (gelu_before && matmul_can_fuse_gelu(mm))  // here inp stands for what GELU was given
+        beside("dX with gelu and dbias", "cuBLASLt, dbias apart", [&](Matmul *m) { matmul_backward_input(m, dinp, below, dout, weight, inp, N, C, OC, 0, scratch, stream); });
+    if (gelu_after && matmul_can_fuse_gelu(mm))
+        beside("forward with gelu", "cuBLASLt", [&](Matmul *m) { matmul_forward(m, out, inp, weight, bias, dout, N, C, OC, stream); });
+    for (int i = 0; i < 2; i++) matmul_close(&mm[i]);
+}
+static void bench_models(void) {
+    static const struct { const char *name; int N, C, qkv, F, V, gpt2, qkv_bias; } models[] = {
+        {"GPT-2 124M", 65536, 768, 2304, 3072, 50304, 1, 1},
+        {"GPT-2 1558M", 16384, 1600, 4800, 6400, 50304, 1, 1},
+        {"Llama-3.2-1B", 32768, 2048, 3072, 8192, 128256, 0, 0},
+        {"Llama-3-8B", 8192, 4096, 6144, 14336, 128256, 0, 0},
+        {"Qwen2.5-1.5B", 16384, 1536, 2048, 8960, 151936, 0, 1},
+    };
+    for (const auto &m : models) {
+        bench_layer(m.name, "qkv", m.N, m.C, m.qkv, m.qkv_bias, 0, 0);
+        bench_layer(m.name, "projection", m.N, m.C, m.C, m.gpt2, 0, 0);
+        bench_layer(m.name, m.gpt2 ? "up" : "gate and up", m.N, m.C, m.gpt2 ? m.F : 2 * m.F, m.gpt2, m.gpt2, 0);
+        bench_layer(m.name, "down", m.N, m.F, m.C, m.gpt2, 0, m.gpt2);
+        bench_layer(m.name, "head", m.N, m.C, m.V, 0, 0, 0);
+    }
+}
+
+// Each direction with cuBLASLt's first choice, the tuned one, and the fastest whatever its bits.
+static void bench_plans(int N, int C, int OC, int gelu_after, int gelu_before) {
+    ladder_case("N=%d C=%d OC=%d", N, C, OC);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
     floatX *inp = device_normal<floatX>(ni, 1.0f), *weight = device_normal<floatX>(nw, 0.02f), *bias = device_normal<floatX>((size_t)OC, 0.02f);
-    floatX *dout = device_normal<floatX>(no, 1.0f), *out = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dweight = device_new<floatX>(nw);
+    floatX *dout = device_normal<floatX>(no, 1.0f), *out = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dweight = device_new<floatX>(nw), *pre = dout;
     const double flops = 2.0 * N * C * OC;
     Matmul mm[3] = {open_matmul(1, 0), open_matmul(1, 1), open_matmul(1, 2)};
     const char *names[3] = {"first", "tuned", "fastest"};
     char text[64];
+    #define named(what) (snprintf(text, sizeof text, "%s, %s", what, names[i]), text)
     for (int i = 0; i < 3; i++) {
-        snprintf(text, sizeof text, "forward, %s", names[i]);
-        bench(text, 0, flops, [&] { matmul_forward(&mm[i], out, inp, weight, bias, NULL, N, C, OC, stream); });
-        snprintf(text, sizeof text, "dinp, %s", names[i]);
-        bench(text, 0, flops, [&] { matmul_backward_input(&mm[i], dinp, dout, weight, NULL, N, C, OC, stream); });
-        snprintf(text, sizeof text, "dweight, %s", names[i]);
-        bench(text, 0, flops, [&] { matmul_backward_weight(&mm[i], dweight, dout, inp, N, C, OC, 0, stream); });
+        bench(named("forward"), 0, flops, [&] { matmul_forward(&mm[i], out, inp, weight, bias, NULL, N, C, OC, stream); });
+        bench(named("dX"), 0, flops, [&] { matmul_backward_input(&mm[i], dinp, dout, weight, NULL, N, C, OC, stream); });
+        bench(named("dW"), 0, flops, [&] { matmul_backward_weight(&mm[i], dweight, dout, inp, N, C, OC, 0, stream); });
     }
-    bench("dweight +=", 0, flops, [&] { matmul_backward_weight(&mm[1], dweight, dout, inp, N, C, OC, 1, stream); });
-    char *scratch = device_new<char>(bias_backward_scratch_bytes(OC));
-    bench("dbias", (double)no * sizeof(floatX), 0, [&] { bias_backward(bias, dout, N, OC, 0, scratch, stream); });
-    if (is_fc) {  // out = gelu(pre)
-        floatX *pre = dout;
-        bench("forward, then gelu", 0, flops, [&] { matmul_forward(&mm[1], pre, inp, weight, bias, NULL, N, C, OC, stream); gelu_forward(out, pre, no, stream); });
-        if (matmul_can_fuse_gelu(&mm[1])) bench("forward with gelu, tuned", 0, flops, [&] { matmul_forward(&mm[1], out, inp, weight, bias, pre, N, C, OC, stream); });
-        if (matmul_can_fuse_gelu(&mm[1])) bench("forward with gelu, fastest", 0, flops, [&] { matmul_forward(&mm[2], out, inp, weight, bias, pre, N, C, OC, stream); });
+    bench("dW +=", 0, flops, [&] { matmul_backward_weight(&mm[1], dweight, dout, inp, N, C, OC, 1, stream); });
+    if (gelu_after) bench("forward, then gelu", 0, flops, [&] { matmul_forward(&mm[1], pre, inp, weight, bias, NULL, N, C, OC, stream); gelu_forward(out, pre, no, stream); });
+    if (gelu_before) bench("dX, then gelu", 0, flops, [&] { matmul_backward_input(&mm[1], dinp, dout, weight, NULL, N, C, OC, stream); gelu_backward(dinp, dinp, inp, ni, stream); });
+    for (int i = 1; i < 3 && matmul_can_fuse_gelu(&mm[i]); i++) {
+        if (gelu_after) bench(named("forward with gelu"), 0, flops, [&] { matmul_forward(&mm[i], out, inp, weight, bias, pre, N, C, OC, stream); });
+        if (gelu_before) bench(named("dX with gelu"), 0, flops, [&] { matmul_backward_input(&mm[i], dinp, dout, weight, inp, N, C, OC, stream); });
     }
-    if (is_fcproj) {  // dinp times gelu'(inp)
-        bench("dinp, then gelu", 0, flops, [&] { matmul_backward_input(&mm[1], dinp, dout, weight, NULL, N, C, OC, stream); gelu_backward(dinp, dinp, inp, ni, stream); });
-        if (matmul_can_fuse_gelu(&mm[1])) bench("dinp with gelu, tuned", 0, flops, [&] { matmul_backward_input(&mm[1], dinp, dout, weight, inp, N, C, OC, stream); });
-        if (matmul_can_fuse_gelu(&mm[1])) {
-            char *wide_scratch = device_new<char>(bias_backward_scratch_bytes(C));
-            floatX *below = device_new<floatX>((size_t)C);
-            bench("dinp with gelu and dbias", 0, flops, [&] { matmul_backward_input(&mm[1], dinp, below, dout, weight, inp, N, C, OC, 0, wide_scratch, stream); });
-        }
-        if (matmul_can_fuse_gelu(&mm[1])) bench("dinp with gelu, fastest", 0, flops, [&] { matmul_backward_input(&mm[2], dinp, dout, weight, inp, N, C, OC, stream); });
-    }
+    #undef named
     for (int i = 1; i < 3; i++) matmul_report(&mm[i], stdout);
     for (int i = 0; i < 3; i++) matmul_close(&mm[i]);
 }
@@ -465,7 +490,8 @@ int main(int argc, char **argv) {
         check_shape(1, 64, 512, 0);
         check_shape(3, 24, 40, 0);
     }
-    if (ladder.bench) {
+    if (ladder.bench) bench_models();
+    if (ladder.variants) {
         if (own_count) {
             bench_own(TN, EPILOGUE_PLAIN, 65536, 50304, 768);
             bench_own(TN, EPILOGUE_GELU, 65536, 3072, 768);
@@ -490,18 +516,14 @@ int main(int argc, char **argv) {
             bench_own(NN, EPILOGUE_PLAIN, 16384, 1600, 6400);
             bench_own(TN, EPILOGUE_PLAIN, 8192, 28672, 4096);
         }
-        const int sizes[2][2] = {{65536, 768}, {16384, 1600}};
         for (int i = 0; i < 2; i++) {
-            const int N = sizes[i][0], C = sizes[i][1];
-            bench_shape(N, C, 3 * C, 0, 0);
-            bench_shape(N, C, C, 0, 0);
-            bench_shape(N, C, 4 * C, 1, 0);
-            bench_shape(N, 4 * C, C, 0, 1);
-            bench_shape(N, C, 50304, 0, 0);
+            const int N = i ? 16384 : 65536, C = i ? 1600 : 768;
+            bench_plans(N, C, 3 * C, 0, 0);
+            bench_plans(N, C, C, 0, 0);
+            bench_plans(N, C, 4 * C, 1, 0);
+            bench_plans(N, 4 * C, C, 0, 1);
+            bench_plans(N, C, 50304, 0, 0);
         }
-        bench_shape(8192, 4096, 6144, 0, 0);
-        bench_shape(8192, 4096, 28672, 0, 0);
-        bench_shape(8192, 14336, 4096, 0, 0);
     }
     cudaCheck(cudaFree(workspace));
     return ladder_close();

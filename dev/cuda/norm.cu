@@ -68,7 +68,7 @@ static void check_norm(NormKind kind, int N, int C, int with_bias, int accumulat
 }
 
 static void bench_norm(const char *name, NormKind kind, int N, int C) {
-    ladder_case("%s %s N=%d C=%d", name, kind_name(kind), N, C);
+    ladder_case("%s, N=%d C=%d", name, N, C);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)N * C;
     const double U = (double)n * sizeof(floatX), stats = (kind == NORM_LAYER ? 2.0 : 1.0) * N * sizeof(float);
@@ -77,10 +77,13 @@ static void bench_norm(const char *name, NormKind kind, int N, int C) {
     floatX *dweight = device_new<floatX>(C), *dbias = bias ? device_new<floatX>(C) : NULL, *dinp = device_normal<floatX>(n, 1);
     float *mean = device_new<float>(N), *rstd = device_new<float>(N);
     char *scratch = device_new<char>(norm_backward_scratch_bytes(C));
-    bench("forward", 2 * U + stats, 0, [&] { norm_forward(kind, out, mean, rstd, a, weight, bias, N, C, 1e-5f, stream); });
-    bench("forward with residual", 4 * U + stats, 0, [&] { residual_norm_forward(kind, residual, out, mean, rstd, a, b, weight, bias, N, C, 1e-5f, stream); });
-    bench("backward", 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, NULL, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
-    if (kind == NORM_LAYER) bench("backward with the bias gradient below", 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, dbias, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
+    char text[64];
+    #define named(what) (snprintf(text, sizeof text, "%s %s", kind_name(kind), what), text)
+    bench(named("forward"), 2 * U + stats, 0, [&] { norm_forward(kind, out, mean, rstd, a, weight, bias, N, C, 1e-5f, stream); });
+    bench(named("forward with residual"), 4 * U + stats, 0, [&] { residual_norm_forward(kind, residual, out, mean, rstd, a, b, weight, bias, N, C, 1e-5f, stream); });
+    bench(named("backward"), 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, NULL, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
+    if (kind == NORM_LAYER) bench(named("backward, bias gradient below"), 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, dbias, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
+    #undef named
 }
 
 // The backward pass in other layouts than the one it chooses, to see that the choice is right.
@@ -133,13 +136,15 @@ int main(int argc, char **argv) {
     }
     if (ladder.bench) {
         bench_norm("GPT-2 124M", NORM_LAYER, 65536, 768);
-        bench_norm("GPT-2 350M", NORM_LAYER, 32768, 1024);
         bench_norm("GPT-2 1558M", NORM_LAYER, 16384, 1600);
+        bench_norm("Llama-3.2-1B", NORM_RMS, 32768, 2048);
+        bench_norm("Llama-3-8B", NORM_RMS, 8192, 4096);
+        bench_norm("Qwen2.5-1.5B", NORM_RMS, 16384, 1536);
+    }
+    if (ladder.variants) {
+        bench_norm("GPT-2 350M", NORM_LAYER, 32768, 1024);
         bench_norm("GPT-3 13B", NORM_LAYER, 8192, 5120);
-        bench_norm("Qwen2.5 0.5B", NORM_RMS, 32768, 896);
-        bench_norm("Qwen2.5 1.5B", NORM_RMS, 16384, 1536);
-        bench_norm("Llama-3.2 1B", NORM_RMS, 32768, 2048);
-        bench_norm("Llama-3 8B", NORM_RMS, 8192, 4096);
+        bench_norm("Qwen2.5-0.5B", NORM_RMS, 32768, 896);
         bench_norm("small d6", NORM_LAYER, 65536, 384);
         bench_layouts(NORM_LAYER, 65536, 768);
         bench_layouts(NORM_LAYER, 32768, 1024);

@@ -40,7 +40,7 @@ static void check_shape(int B, int T, int NH, int NKV, int HD) {
 }
 
 static void bench_shape(int B, int T, int NH, int NKV, int HD, const char *name) {
-    ladder_case("%s, B=%d T=%d", name, B, T);
+    ladder_case("%s, B=%d T=%d NH=%d NKV=%d HD=%d", name, B, T, NH, NKV, HD);
     const size_t rows = (size_t)B * T, width = (size_t)(NH + 2 * NKV) * HD;
     floatX *qkv = device_normal<floatX>(rows * width, 1.0f);
     float *cos_sin = upload<float>(host_table(T, HD), (size_t)T * HD);

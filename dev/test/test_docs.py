@@ -81,7 +81,7 @@ def understand(words):
     elif program.startswith("dev/eval/") and program.endswith(".sh"):
         succeeds("bash", "-n", program)
     elif match := re.fullmatch(r"build/(?:bf16|fp32)-\w+/dev/cuda/(\w+)", program):
-        assert (ROOT / f"dev/cuda/{match[1]}.cu").exists() and set(rest) <= {"--check", "--bench", "--verbose"}
+        assert (ROOT / f"dev/cuda/{match[1]}.cu").exists() and set(rest) <= {"--check", "--bench", "--variants", "--verbose"}
     else:
         raise AssertionError(f"nothing is known of '{program}'")
 
