@@ -270,7 +270,7 @@ template <typename F> static double time_us(F run, int runs = BENCH_RUNS) {
         float ms = 0;
         cudaCheck(cudaEventElapsedTime(&ms, begin, end));
         if (r >= 0) us[r] = ms * 1e3f;
-        else if (r == -1) runs = std::min(runs, std::max((int)BENCH_LEAST_RUNS, (int)(BENCH_MS / ms)));
+        else if (r == -1) runs = (int)fmin(runs, fmax(BENCH_LEAST_RUNS, BENCH_MS / ms));
     }
     cudaCheck(cudaEventDestroy(begin));
     cudaCheck(cudaEventDestroy(end));
