@@ -21,6 +21,11 @@ static void test_one_gpu(const char *folder, const char *output) {
     }
     test_accumulation(folder, &o, sizeof(floatX) == 2 ? 2e-3 : 2e-5);
     test_same_bits(folder, &o, &o, "run twice");
+    Options kernels = o, parts = o;  // steps 2 and 3 are graphs
+    kernels.cuda_graphs = 0;
+    test_same_bits(folder, &o, &kernels, "--cuda-graphs 0");
+    parts.batch_size = kernels.batch_size = 1;
+    test_same_bits(folder, &parts, &kernels, "--cuda-graphs 0 and micro-steps");
     test_recompute(folder, &o);
     if (config_from_json(folder).mlp == MLP_GELU && sizeof(floatX) == 2) {
         Options fused = o, whole;

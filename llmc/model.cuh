@@ -14,6 +14,7 @@
 //
 // Several ranks (zero.cuh): the last micro-step's backward hands each unit over to be reduced as soon as it is complete, forward
 // waits for each unit's gathered weights just before it uses them. With one rank these calls return at once.
+// A micro-step that does neither is one launch (graph.cuh): of each kind, the first of a step and those that follow, one graph.
 #ifndef LLMC_MODEL_CUH
 #define LLMC_MODEL_CUH
 
@@ -201,14 +202,21 @@ static inline void upload_tokens(Model *m, const int *inputs, const int *targets
 }
 
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
-    const int N = m->B * m->T;
+    Range range("micro-step", micro);
+    watchdog_beat(PHASE_MICRO_STEP, -1);  // a replay says no more of where it is
+    const int N = m->B * m->T, last = micro == num_micro - 1;
     const float share = 1.0f / ((float)N * (float)num_micro * (float)m->comm->world);
     upload_tokens(m, inputs, targets, (size_t)N);
-    if (micro == 0) cudaCheck(cudaMemsetAsync(m->loss_total, 0, sizeof(float), m->gpu.compute));
-    model_forward(m, m->B, m->T, NULL);
-    head(m, N, share, 1, micro > 0);
-    loss_sum(m->loss_total, m->losses, N, share, m->gpu.compute);
-    model_backward(m, micro > 0, micro == num_micro - 1);
+    auto work = [&] {
+        if (micro == 0) cudaCheck(cudaMemsetAsync(m->loss_total, 0, sizeof(float), m->gpu.compute));
+        model_forward(m, m->B, m->T, NULL);
+        head(m, N, share, 1, micro > 0);
+        loss_sum(m->loss_total, m->losses, N, share, m->gpu.compute);
+        model_backward(m, micro > 0, last);
+    };
+    const int meets_ranks = m->comm->world > 1 && (last || !zero_all_arrived(&m->zero));
+    if (!m->options.cuda_graphs || timing.on || meets_ranks) work();
+    else graph_run(&m->graphs[micro > 0], num_micro, m->gpu.compute, work);
 }
 
 void model_loss_and_norm(Model *m, float *loss, float *norm) {

@@ -8,6 +8,7 @@
 #include "backend.h"
 #include "classifier.cuh"
 #include "cuda_common.cuh"
+#include "graph.cuh"
 #include "memory.cuh"
 #include "mfu.h"
 #include "rope.cuh"
@@ -28,6 +29,7 @@ struct Model {
     Memory memory;
     Matmul matmul;
     Zero zero;
+    Graph graphs[2];         // of the first micro-step of a step, and of those that follow
     int B, T;                // largest micro-step
     int fuse_gelu;           // 0 no, 1 forward, 2 forward and backward
     int head_rows;           // the head runs on so many rows at a time
@@ -293,7 +295,10 @@ void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
 void model_close(Model *m) {
     cudaCheck(cudaDeviceSynchronize());
     zero_close(&m->zero);
-    for (int i = 0; i < 2; i++) cudaCheck(cudaEventDestroy(m->copied[i]));
+    for (int i = 0; i < 2; i++) {
+        graph_close(&m->graphs[i]);
+        cudaCheck(cudaEventDestroy(m->copied[i]));
+    }
     matmul_close(&m->matmul);
     memory_free(&m->memory);
     memory_free(&m->cache.memory);

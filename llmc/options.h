@@ -67,6 +67,7 @@ INT(gelu_fusion, "gelu-fusion", "ge", -1, -1, 2, "GELU inside the matmul: 0 no, 
 INT(recompute, "recompute", "r", 0, 0, 3, "less memory, more time: 0 keep all, 1 recompute the activation function, 2 and the norms, 3 whole blocks") \
 INT(head_chunks, "head-chunks", "", 0, 0, 1 << 20, "parts, up to --seq-len, in which the LM head runs: 1/N of the logits in memory (0: 1 on a GPU; on a CPU what fits 256 MiB)") \
 INT(autotune, "autotune", "", 1, 0, 1, "time cuBLASLt's candidates at start; 0: take its first choice") \
+INT(cuda_graphs, "cuda-graphs", "", 1, 0, 1, "on a GPU: launch a micro-step as one CUDA graph, but those that are timed or meet other ranks; 0: kernel by kernel") \
 SECTION("processes") \
 INT(timing, "timing", "", 0, 0, 1 << 30, "print where the time goes, of every N-th step (0: never)") \
 INT(threads, "threads", "", 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \

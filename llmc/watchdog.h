@@ -20,8 +20,8 @@
 #include <pthread.h>
 #include <signal.h>
 
-typedef enum { PHASE_START, PHASE_LOAD, PHASE_DATA, PHASE_FORWARD, PHASE_BACKWARD, PHASE_UPDATE, PHASE_EVALUATE, PHASE_SAMPLE, PHASE_SAVE, PHASE_END } Phase;
-static const char *const phase_names[] = {"start", "load", "data", "forward", "backward", "update", "evaluate", "sample", "save", "end"};
+typedef enum { PHASE_START, PHASE_LOAD, PHASE_DATA, PHASE_MICRO_STEP, PHASE_FORWARD, PHASE_BACKWARD, PHASE_UPDATE, PHASE_EVALUATE, PHASE_SAMPLE, PHASE_SAVE, PHASE_END } Phase;
+static const char *const phase_names[] = {"start", "load", "data", "forward and backward", "forward", "backward", "update", "evaluate", "sample", "save", "end"};
 typedef enum { OP_ENQUEUED, OP_STARTED, OP_DONE } OpState;
 static const char *const op_state_names[] = {"enqueued", "started", "done"};
 typedef enum { RANK_UNKNOWN, RANK_RUNNING, RANK_FAILED, RANK_REPORTED, RANK_ENDED } RankState;

@@ -22,6 +22,7 @@ typedef struct {
     cudaEvent_t compute_done;   // recorded on compute, waited for by comm
     cudaEvent_t reduced;        // recorded on comm after the last reduction
     cudaEvent_t *gathered;      // per unit
+    int arrived;                // the compute stream has waited for the weights of so many units, from the first, since they were last gathered
     int stage, wide;            // wide: reduce in fp32
     uint32_t *progress;         // pinned {started, done}: the watchdog's numbers of collectives, written by the comm stream
     float *staging;             // (largest unit) fp32, if wide
@@ -41,6 +42,7 @@ static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gp
     memset(&z, 0, sizeof z);
     z.nccl = nccl_open(comm, ZERO_MAX_CTAS);
     z.table = table;
+    z.arrived = table->num_units;
     z.compute = gpu->compute;
     z.comm = gpu->comm;
     z.stage = stage;
@@ -125,6 +127,7 @@ static inline void zero_wait_reduced(Zero *z) {
 // The compute stream has updated this rank's pieces: gather all units, in the order in which forward needs them.
 static inline void zero_gather(Zero *z, floatX *weights) {
     if (z->nccl.world == 1 || z->stage == 0) return;
+    z->arrived = 0;
     cudaCheck(cudaEventRecord(z->compute_done, z->compute));
     cudaCheck(cudaStreamWaitEvent(z->comm, z->compute_done, 0));
     for (int u = 0; u < z->table->num_units; u++) {
@@ -135,12 +138,15 @@ static inline void zero_gather(Zero *z, floatX *weights) {
         cudaCheck(cudaEventRecord(z->gathered[u], z->comm));
     }
 }
-// Before the compute stream reads a unit's weights.
-static inline void zero_wait(const Zero *z, int unit) {
-    if (z->nccl.world == 1 || z->stage == 0) return;
+// Before the compute stream reads a unit's weights, in the order of the units. Once after each gather: what it reads later comes later.
+static inline void zero_wait(Zero *z, int unit) {
+    if (unit < z->arrived) return;
+    assert(unit == z->arrived);
+    z->arrived++;
     timing_lap("other", 0, 0, z->compute);
     cudaCheck(cudaStreamWaitEvent(z->compute, z->gathered[unit], 0));
     timing_lap(TIMING_RANKS, 0, 0, z->compute);
 }
+static inline int zero_all_arrived(const Zero *z) { return z->arrived == z->table->num_units; }
 
 #endif

@@ -204,13 +204,13 @@ static inline void test_short_rows(const char *folder, const Options *o) {
     debug_close(&d);
 }
 
-// `steps` training steps on the debug batch from its weights; returns all weights.
-static inline float *weights_after(const char *folder, const Options *o, int steps, int num_micro, float *last_loss) {
+// `steps` training steps on the debug batch, in micro-steps of o->batch_size, from its weights; returns all weights.
+static inline float *weights_after(const char *folder, const Options *o, int steps, float *last_loss) {
     DebugFile d = debug_open(folder);
     Model m;
     float norm;
     open_reference(&m, folder, o);
-    const int micro_B = d.B / num_micro;
+    const int micro_B = (int)o->batch_size, num_micro = d.B / micro_B;
     for (int step = 1; step <= steps; step++) {
         for (int k = 0; k < num_micro; k++) model_micro_step(&m, d.tokens + k * micro_B * d.T, d.targets + k * micro_B * d.T, k, num_micro);
         model_loss_and_norm(&m, last_loss, &norm);
@@ -236,7 +236,7 @@ static inline size_t weights_total(const char *folder) {
 static inline void test_same_bits(const char *folder, const Options *a, const Options *b, const char *what) {
     float loss_a, loss_b;
     const size_t n = weights_total(folder);
-    float *x = weights_after(folder, a, 3, 1, &loss_a), *y = weights_after(folder, b, 3, 1, &loss_b);
+    float *x = weights_after(folder, a, 3, &loss_a), *y = weights_after(folder, b, 3, &loss_b);
     check(memcmp(x, y, n * sizeof(float)) == 0 && memcmp(&loss_a, &loss_b, sizeof loss_a) == 0, "%s: %s, the same bits (loss %.6f and %.6f)", folder, what, loss_a, loss_b);
     free(x); free(y);
 }
@@ -246,7 +246,7 @@ static inline void test_accumulation(const char *folder, const Options *whole, d
     const size_t n = weights_total(folder);
     Options parts = *whole;
     parts.batch_size = 1;
-    float *x = weights_after(folder, whole, 3, 1, &loss_a), *y = weights_after(folder, &parts, 3, (int)whole->batch_size, &loss_b);
+    float *x = weights_after(folder, whole, 3, &loss_a), *y = weights_after(folder, &parts, 3, &loss_b);
     const double d = difference(x, y, n).norm;
     check(d <= bound && fabs(loss_a - loss_b) <= 10 * bound, "%s: %lld micro-steps against one: weights differ by %.1e, loss by %.1e (bound %.0e)", folder, whole->batch_size, d, fabs((double)loss_a - loss_b), bound);
     free(x); free(y);
@@ -254,11 +254,11 @@ static inline void test_accumulation(const char *folder, const Options *whole, d
 
 static inline void test_recompute(const char *folder, const Options *o) {
     const size_t n = weights_total(folder);
-    float loss, loss_less, *all = weights_after(folder, o, 3, 1, &loss);
+    float loss, loss_less, *all = weights_after(folder, o, 3, &loss);
     for (int level = 1; level <= 3; level++) {
         Options less = *o;
         less.recompute = level;
-        float *x = weights_after(folder, &less, 3, 1, &loss_less);
+        float *x = weights_after(folder, &less, 3, &loss_less);
         check(memcmp(x, all, n * sizeof(float)) == 0 && memcmp(&loss, &loss_less, sizeof loss) == 0, "%s: --recompute %d, the same bits (loss %.6f and %.6f)", folder, level, loss_less, loss);
         free(x);
     }
@@ -312,7 +312,7 @@ static inline void test_bf16_states(const char *folder, const Options *o, double
     less.state_dtype = "bf16";
     float loss_a = 0, loss_b = 0;
     const size_t n = weights_total(folder);
-    float *start = weights_after(folder, o, 0, 1, &loss_a), *x = weights_after(folder, o, 6, 1, &loss_a), *y = weights_after(folder, &less, 6, 1, &loss_b);
+    float *start = weights_after(folder, o, 0, &loss_a), *x = weights_after(folder, o, 6, &loss_a), *y = weights_after(folder, &less, 6, &loss_b);
     for (size_t i = 0; i < n; i++) { x[i] -= start[i]; y[i] -= start[i]; }
     const double d = difference(y, x, n).norm;
     check(d > 1e-4 && d <= bound && difference(start, x, n).norm > bound && fabs(loss_a - loss_b) <= bound, "%s: m and v in bf16: after six steps the weights are off by %.1e of their way (bound %.0e), the loss %.4f, with fp32 %.4f", folder, d, bound, loss_b, loss_a);
@@ -365,7 +365,7 @@ static inline void test_resume(const char *folder, const Options *o, const char 
     float loss, norm, loss_straight;
     char path[4300];
     memset(&s, 0, sizeof s);
-    float *straight = weights_after(folder, o, 6, 1, &loss_straight);
+    float *straight = weights_after(folder, o, 6, &loss_straight);
     open_reference(&m, folder, o);
     for (int step = 1; step <= 6; step++) {
         if (step == 4) {  // stop and go on in a new model

@@ -57,6 +57,31 @@ def test_recomputing_changes_no_bit(train, tmp_path, option):
     assert curve(tmp_path / "plain") == curve(tmp_path / "less") and checkpoint(tmp_path / "plain", 12) == checkpoint(tmp_path / "less", 12)
 
 
+GRAPHS = {
+    "micro-steps": [],
+    "one micro-step": ["-b", "16"],
+    "least memory": ["--recompute", "3", "--head-chunks", "3", "--state-dtype", "bf16", "--master-weights", "0"],
+    "llama3.2": ["-e", "llama3.2:1B,layers=2,channels=256,heads=4,kv_heads=2,vocab=256,seq=64"],
+}
+
+
+def same_run(a, b):
+    """Losses, norms, evaluations, samples and what is saved, of twelve steps."""
+    for kind, value in (("eval", "loss"), ("sample", "text")):
+        of_a, of_b = ([(e["step"], e[value]) for e in events(folder, kind)] for folder in (a, b))
+        assert of_a == of_b and len(of_a) >= 3
+    assert curve(a) == curve(b) and len(curve(a)) == 12 and checkpoint(a, 12) == checkpoint(b, 12)
+
+
+@pytest.mark.parametrize("precision", PROGRAMS)
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_graphs_change_no_bit(train, tmp_path, kind, precision):
+    """Other work on the same buffers comes between steps: evaluation, samples, and steps that are timed, so not replayed."""
+    for name, value in (("graphs", 1), ("kernels", 0)):
+        succeeds(train(0, name, "-n", "12", "-v", "3", "-m", "2", "-s", "4", "-g", "20", "--timing", "5", "--cuda-graphs", value, *GRAPHS[kind], precision=precision), 300)
+    same_run(tmp_path / "graphs", tmp_path / "kernels")
+
+
 def test_saving_beside_training_saves_the_same(train, tmp_path):
     for name, value in (("beside", 1), ("waiting", 0)):
         succeeds(train(0, name, "-n", "5", "--save-async", value), 300)
@@ -102,6 +127,15 @@ def test_stages_and_repeated_runs_give_the_same_bits(train, tmp_path):
         assert f"ranks     {WORLD}," in text
     assert curve(tmp_path / "first") == curve(tmp_path / "again") == curve(tmp_path / "stage0")
     assert checkpoint(tmp_path / "first", 12) == checkpoint(tmp_path / "again", 12) == checkpoint(tmp_path / "stage0", 12)
+
+
+@several
+@pytest.mark.parametrize("stage", [0, 1])
+def test_graphs_change_no_bit_between_ranks(train, tmp_path, stage):
+    """At least four micro-steps: the first and the last of a step meet other ranks, those between are graphs."""
+    for name, value in (("graphs", 1), ("kernels", 0)):
+        succeeds(train(WORLD, name, "-z", stage, "-d", 4 * WORLD * 2 * 64, "-n", "12", "-v", "3", "-m", "2", "-s", "4", "-g", "20", "--cuda-graphs", value), 300)
+    same_run(tmp_path / "graphs", tmp_path / "kernels")
 
 
 @several

@@ -1,0 +1,51 @@
+// A stretch of work on one stream as a CUDA graph: one launch instead of hundreds. The same kernels run on the same operands in the
+// same order, so the bits are the same.
+//
+// The first run of a graph is not captured: matmuls choose their plans then (matmul.cuh), and the driver loads kernels. The second is
+// captured and replayed at once; from then on it is only replayed. So what the host passes to its launches must stay what it was:
+// pointers, sizes, scales, plans. No launcher of ours keeps host state from call to call but what its first call finds out about the GPU.
+// What changes goes through device memory, before: tokens are uploaded from one of two pinned places. What the host does besides
+// launching is not replayed: beats of the watchdog, names for profilers, laps of --timing.
+//
+// Not supported: work that waits for another stream, whose events a capture cannot see. The driver's memory for a graph (some KB a
+// kernel) is not in the table of memory.cuh.
+#ifndef LLMC_GRAPH_CUH
+#define LLMC_GRAPH_CUH
+
+#include "cuda_common.cuh"
+
+typedef struct {
+    cudaGraphExec_t exec;  // NULL: not captured yet
+    int key, warm;         // warm: has run once
+} Graph;
+
+static inline void graph_close(Graph *g) {
+    if (g->exec) cudaCheck(cudaGraphExecDestroy(g->exec));  // one in flight comes to its end
+    memset(g, 0, sizeof *g);
+}
+
+static inline void graph_check(cudaError_t status, const char *what) {
+    require(status == cudaSuccess, "a CUDA graph cannot be %s: %s: %s\n--cuda-graphs 0 runs without graphs", what, cudaGetErrorName(status), cudaGetErrorString(status));
+}
+
+// work() launches on `stream` alone, the same for the same key; with another key the graph is made anew.
+template <typename Work> static inline void graph_run(Graph *g, int key, cudaStream_t stream, Work work) {
+    if (g->key != key) graph_close(g);
+    g->key = key;
+    if (!g->warm) {
+        g->warm = 1;
+        work();
+        return;
+    }
+    if (!g->exec) {
+        cudaGraph_t graph;
+        cudaCheck(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));  // other threads may go on calling CUDA
+        work();
+        graph_check(cudaStreamEndCapture(stream, &graph), "captured");
+        graph_check(cudaGraphInstantiate(&g->exec, graph, 0), "made");
+        cudaCheck(cudaGraphDestroy(graph));
+    }
+    graph_check(cudaGraphLaunch(g->exec, stream), "launched");
+}
+
+#endif
