@@ -1,9 +1,55 @@
 // Whole-model tests on GPUs: what train_gpt2.cu ships, against PyTorch and against itself.
 //   python train_gpt2.py --write-debug DIR ...; ./test_gpt2cu OUTPUT_FOLDER DIR...     (make test does both)
+//   ./test_gpt2cu --brief OUTPUT_FOLDER DIR...         every kernel a few times: for compute-sanitizer, which is slow (make sanitize)
 //   mpirun -np N ./test_gpt2cu OUTPUT_FOLDER DIR...    the ranks share each DIR's batch: the same losses, the same bits everywhere
 #define TESTING
 #include "train_gpt2.cu"
 #include "dev/test/model_test.h"
+
+// Two micro-steps, an update, losses and a token after a prompt: each kernel of a path, the adding and the overwriting forms.
+static void test_one_step(const char *folder, const Options *o, const char *name) {
+    DebugFile d = debug_open(folder);
+    Model m;
+    open_reference(&m, folder, o);
+    const size_t N = (size_t)d.B * d.T;
+    float loss, norm, *reference = debug_floats(&d, "loss", 1), *values = (float *)malloc_or_die((N > (size_t)m.config.vocab_size ? N : (size_t)m.config.vocab_size) * sizeof(float));
+    for (int micro = 0; micro < 2; micro++) model_micro_step(&m, d.tokens, d.targets, micro, 2);
+    model_loss_and_norm(&m, &loss, &norm);
+    debug_update(&m, norm, 1);
+    check(fabs((double)loss - reference[0]) <= bounds_of(&m).loss && isfinite(norm), "%s, %s: loss %.6f, PyTorch %.6f", folder, name, loss, reference[0]);
+    double after = 0;
+    model_losses(&m, d.tokens, d.targets, d.T / 2, values);
+    for (size_t i = 0; i < N; i++) after += values[i] / (double)N;
+    model_decode_open(&m, 1, d.T);
+    model_decode_reset(&m);
+    model_decode(&m, d.tokens, d.T - 1, values);
+    model_decode(&m, d.tokens + d.T - 1, 1, values);
+    int finite = 1;
+    for (int i = 0; i < m.config.vocab_size; i++) finite &= isfinite(values[i]) != 0;
+    check(after < reference[0] && finite, "%s, %s: loss %.6f after the update, logits are finite", folder, name, after);
+    free(reference); free(values);
+    model_close(&m);
+    debug_close(&d);
+}
+// All that saves memory at once.
+static Options least_memory(Options o) {
+    o.state_dtype = "bf16";
+    o.master_weights = 0;
+    o.recompute = 3;
+    o.head_chunks = 3;
+    return o;
+}
+static void test_brief(const char *folder) {
+    DebugFile d = debug_open(folder);
+    Options o = options_for(folder, d.B, d.T);
+    debug_close(&d);
+    o.tf32 = o.gelu_fusion = 0;
+    const Options least = least_memory(o);
+    test_one_step(folder, &o, "plain");
+    test_one_step(folder, &least, "least memory");
+    o.gelu_fusion = 2;
+    if (config_from_json(folder).mlp == MLP_GELU && sizeof(floatX) == 2) test_one_step(folder, &o, "GELU in the matmuls");
+}
 
 static void test_one_gpu(const char *folder, const char *output) {
     DebugFile d = debug_open(folder);
@@ -38,11 +84,7 @@ static void test_one_gpu(const char *folder, const char *output) {
     test_bf16_states(folder, &o, sizeof(floatX) == 2 ? 1e-1 : 2e-2);
     test_memory(folder, &o, 512, 10 << 20);
     test_resume(folder, &o, output);
-    Options least = o;  // everything that saves memory at once
-    least.state_dtype = "bf16";
-    least.master_weights = 0;
-    least.recompute = 3;
-    least.head_chunks = 3;
+    const Options least = least_memory(o);
     char least_output[4200];
     snprintf(least_output, sizeof least_output, "%s-least", output);
     test_same_bits(folder, &least, &least, "all that saves memory, run twice");
@@ -144,12 +186,16 @@ static void test_ranks(const char *folder, const Comm *comm) {
 
 int main(int argc, char **argv) {
     Comm comm = comm_open(&argc, &argv, 60);
-    require(argc >= 3, "usage: test_gpt2cu OUTPUT_FOLDER DEBUG_FOLDER...\nwrite the folders with train_gpt2.py --write-debug");
-    if (comm.world == 1 && sizeof(floatX) == 2) test_memory_hint();
+    const int brief = argc > 1 && !strcmp(argv[1], "--brief");
+    argc -= brief;
+    argv += brief;
+    require(argc >= 3, "usage: test_gpt2cu [--brief] OUTPUT_FOLDER DEBUG_FOLDER...\nwrite the folders with train_gpt2.py --write-debug");
+    if (comm.world == 1 && sizeof(floatX) == 2 && !brief) test_memory_hint();
     for (int i = 2; i < argc; i++) {
         char output[4200];
         snprintf(output, sizeof output, "%s/%d", argv[1], i);
         if (comm.world > 1) test_ranks(argv[i], &comm);
+        else if (brief) test_brief(argv[i]);
         else test_one_gpu(argv[i], output);
     }
     const int status = comm.rank == 0 ? report_tests("test_gpt2") : EXIT_SUCCESS;
