@@ -171,6 +171,7 @@ template <typename S> __device__ inline void hopper_forward(const CUtensorMap *q
         for (int i = 0;; i++) {
             q_ring.wait(i);
             const HopperPiece piece = pieces[q_ring.stage(i)];
+            __syncwarp();  // one lane gives the place back for all
             if (piece.head < 0) break;
             const int block_row = w.first_row<S::ROWS>(piece.tile), row0 = block_row + warpgroup * 64, row = row0 + warp * 16 + lane / 4;
             const int block_n = (min(w.T, block_row + S::ROWS) + KEYS - 1) / KEYS, n = row0 >= 0 ? (min(w.T, row0 + 64) + KEYS - 1) / KEYS : 0;
@@ -275,10 +276,7 @@ template <typename S> __device__ inline void hopper_forward(const CUtensorMap *q
                         box_store(out_map, out_tile + warpgroup * BOX_BYTES + c * (S::ROWS * 128), c * BOX_COLUMNS, piece.h, row0, piece.b);
                     bulk_commit();
                 }
-            } else {
-                __syncwarp();  // all lanes have read `piece`
-                if (lane == 0) q_ring.release(i);
-            }
+            } else if (lane == 0) q_ring.release(i);
         }
         if (threadIdx.x % WARPGROUP == 0) bulk_wait();
     }
@@ -628,6 +626,7 @@ template <typename S> __device__ inline void hopper_backward_kv(const CUtensorMa
                 for (int k = 0; k < WIDTH / 16; k++) wgmma<HD, 1>(dk, ds[k], operand_mn<QUERIES>(q_tile + SKIP * 128, k), 1);
                 wgmma_commit();
                 wgmma_wait<0>();
+                __syncwarp();  // all lanes have read their columns
                 if (lane == 0) ring.release(use);
                 use++;
             };
