@@ -499,19 +499,24 @@ void adamw_update_cpu(float *weight, float *m, float *v, const float *grad, size
     for (size_t i = 0; i < n; i++) weight[i] = adamw_step(weight[i], &m[i], &v[i], grad[i], a);
 }
 // The same with m and v in bf16, rounded stochastically when they are stored (llmc/bf16.h says why). The random bits belong to
-// (seed, step, element): `first` is the place of element 0 in the parameter buffer. The weight's own rounding (llmc/adamw.cuh)
-// has bits 0 to 15 of the element's number, m 16 to 31, v 32 to 47.
+// (seed, step, element): `first` is the place of element 0 in the parameter buffer. The first of an element's three numbers is for the
+// weight's own rounding (llmc/adamw.cuh), the others for m and v.
 void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float *grad, size_t n, float lr, float beta1, float beta2, float eps,
                            float weight_decay, float grad_scale, int step, uint64_t seed, size_t first) {
     const AdamW a = {lr, beta1, beta2, eps, weight_decay, grad_scale, (float)(1 - pow(beta1, step)), (float)(1 - pow(beta2, step))};
     const uint64_t stream = rand_stream(RAND_ROUND, (uint64_t)step);
-    #pragma omp parallel for simd schedule(static)
-    for (size_t i = 0; i < n; i++) {
-        const uint64_t random = rand_u64(seed, stream, first + i);
-        float mi = bf16_widen(m[i]), vi = bf16_widen(v[i]);
-        weight[i] = adamw_step(weight[i], &mi, &vi, grad[i], a);
-        m[i] = bf16_stochastic(mi, (uint32_t)(random >> 16));
-        v[i] = bf16_stochastic(vi, (uint32_t)(random >> 32));
+    for (size_t begin = 0, end; begin < n; begin = end) {  // a key serves 2^32 elements
+        const size_t rest = ((size_t)1 << 32) - (uint32_t)(first + begin);
+        const uint64_t key = rand_u64(seed, stream, (first + begin) >> 32);
+        end = n - begin < rest ? n : begin + rest;
+        #pragma omp parallel for simd schedule(static)
+        for (size_t i = begin; i < end; i++) {
+            const Rand3 random = rand_three(key, (uint32_t)(first + i));
+            float mi = bf16_widen(m[i]), vi = bf16_widen(v[i]);
+            weight[i] = adamw_step(weight[i], &mi, &vi, grad[i], a);
+            m[i] = bf16_stochastic(mi, random.b);
+            v[i] = bf16_stochastic(vi, random.c);
+        }
     }
 }
 
@@ -949,16 +954,19 @@ void model_loss_and_norm(Model *m, float *loss, float *norm) {
 
 void model_update(Model *m, const AdamWParams *p) {
     watchdog_beat(PHASE_UPDATE, -1);
+    size_t updated = 0;
     for (int i = 0; i < m->table.count; i++) {
         const Param *t = &m->table.params[i];
         const Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
         if (s.count == 0) continue;
+        updated += s.count;
         float *weight = m->weights + s.begin, decay = t->decay ? p->weight_decay : 0;
         void *mine[] = {slot_place(m, SLOT_M, s.begin, s.count), slot_place(m, SLOT_V, s.begin, s.count)};
         if (m->bf16_states) adamw_update_bf16_cpu(weight, (uint16_t *)mine[0], (uint16_t *)mine[1], m->grads + s.begin, s.count, p->lr, p->beta1, p->beta2, p->eps, decay, p->grad_scale, p->step, m->seed, s.begin);
         else adamw_update_cpu(weight, (float *)mine[0], (float *)mine[1], m->grads + s.begin, s.count, p->lr, p->beta1, p->beta2, p->eps, decay, p->grad_scale, p->step);
     }
-    timing_clock_lap("AdamW", 0, 0);
+    const double state_bytes = m->bf16_states ? sizeof(uint16_t) : sizeof(float);
+    timing_clock_lap("AdamW", 0, (double)updated * (4 * state_bytes + 3 * sizeof(float)));  // m, v and the weight read and written, the gradient read
     for (int u = 0; u < m->table.num_units && m->zero_stage; u++) {
         const Span all = param_unit(&m->table, u);
         comm_all_gather(m->comm, m->weights + all.begin, all.count / (size_t)m->comm->world * sizeof(float));

@@ -8,10 +8,11 @@
 // hold a share of the states). With a master, w is the fp32 master and the weight its value rounded to nearest. Without one, the
 // weight itself is updated and rounded stochastically: up with the probability of the part cut off, so that updates
 // smaller than a bf16 step are kept in expectation. So are m and v in bf16, when they are stored: the weight sees them unrounded.
-// bf16.h says why, and what it costs. The random bits depend on (seed, step, weight index) alone: one number for each weight, of
-// which the weight takes bits 0 to 15, m 16 to 31 and v 32 to 47; so any sharding gives the same bits, as does adamw_update_bf16_cpu.
+// bf16.h says why, and what it costs. The random bits depend on (seed, step, weight index) alone: rand_three's
+// first number for the weight, its second for m, its third for v; so any sharding gives the same bits, as does adamw_update_bf16_cpu.
 // Traffic per weight in bf16: 28 bytes with a master, 22 without; with m and v in bf16 20 and 14. One block takes one chunk; a thread
-// four weights at a time, so that a warp's fp32 loads and stores are whole 512-byte lines. Ladder: dev/cuda/adamw.cu.
+// four weights at a time, eight where all is bf16, so that the widest of a warp's loads and stores are whole 512-byte lines. With nothing but
+// bf16 some 65 instructions a weight are issued in the time of 14 bytes, which leaves room for about 100. Ladder: dev/cuda/adamw.cu.
 #ifndef LLMC_ADAMW_CUH
 #define LLMC_ADAMW_CUH
 
@@ -26,10 +27,10 @@ typedef struct { size_t weight_offset, state_offset; int count; int decay; } Ada
 
 typedef struct { float rate, beta1, beta2, eps, weight_decay, grad_scale, correction1, correction2; uint64_t seed, stream; } AdamConstants;
 
-template <typename T> struct alignas(4 * sizeof(T)) AdamFour { T v[4]; };
+template <typename T, int N> struct alignas(N * sizeof(T)) AdamVec { T v[N]; };
 
-__device__ inline void adamw_round(__nv_bfloat16 *to, float x, uint64_t random) { *to = __ushort_as_bfloat16(bf16_stochastic(x, (uint32_t)random)); }
-__device__ inline void adamw_round(float *to, float x, uint64_t) { *to = x; }
+__device__ inline void adamw_round(__nv_bfloat16 *to, float x, uint32_t random) { *to = __ushort_as_bfloat16(bf16_stochastic(x, random)); }
+__device__ inline void adamw_round(float *to, float x, uint32_t) { *to = x; }
 
 __device__ inline float adamw_step(float w, float &m, float &v, float grad, const AdamConstants &a, float weight_decay) {
     const float g = grad * a.grad_scale;
@@ -38,56 +39,72 @@ __device__ inline float adamw_step(float w, float &m, float &v, float grad, cons
     return fmaf(-a.rate, fmaf(weight_decay, w, m * a.correction1 / (sqrtf(v * a.correction2) + a.eps)), w);
 }
 
+// The random bits of weight `index`. `key` serves those with the same upper half, of which a chunk has one, rarely two.
+struct AdamRandom {
+    uint64_t seed, stream, key;
+    uint32_t upper;
+    __device__ AdamRandom(const AdamConstants &a, size_t index) : seed(a.seed), stream(a.stream) { turn(index); }
+    __device__ void turn(size_t index) { upper = (uint32_t)(index >> 32); key = rand_u64(seed, stream, upper); }
+    __device__ Rand3 draw(size_t index) const { return rand_three(key, (uint32_t)index); }
+};
+
 // S: what m and v are stored in
 template <bool MASTER, typename S>
 __global__ void __launch_bounds__(ADAM_THREADS)
 adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__restrict__ m, S *__restrict__ v,
              const floatX *__restrict__ grads, const AdamChunk *__restrict__ chunks, AdamConstants a) {
-    typedef AdamFour<float> F4;
-    typedef AdamFour<floatX> X4;
-    typedef AdamFour<S> S4;
     constexpr bool random_bits = !MASTER || sizeof(S) < sizeof(float);
+    constexpr int N = MASTER || sizeof(S) + sizeof(floatX) > 4 ? 4 : 8;
+    typedef AdamVec<float, N> VecF;
+    typedef AdamVec<floatX, N> VecW;
+    typedef AdamVec<S, N> VecS;
     const AdamChunk chunk = chunks[blockIdx.x];
     const float weight_decay = chunk.decay ? a.weight_decay : 0;
+    AdamRandom random(a, chunk.weight_offset);
     weights += chunk.weight_offset; grads += chunk.weight_offset;
     master += MASTER ? chunk.state_offset : 0; m += chunk.state_offset; v += chunk.state_offset;
-    #pragma unroll 2
-    for (int i = threadIdx.x * 4; i + 4 <= chunk.count; i += ADAM_THREADS * 4) {
-        const X4 g = *(const X4 *)(grads + i);
-        S4 m4 = *(const S4 *)(m + i), v4 = *(const S4 *)(v + i);
-        F4 w4;
-        X4 x4;
-        if (MASTER) w4 = *(const F4 *)(master + i);
-        else x4 = *(const X4 *)(weights + i);
+    #pragma unroll (N == 4 ? 2 : 1)
+    for (int i = threadIdx.x * N; i + N <= chunk.count; i += ADAM_THREADS * N) {
+        const VecW g = *(const VecW *)(grads + i);
+        VecS mv = *(const VecS *)(m + i), vv = *(const VecS *)(v + i);
+        VecF w;
+        VecW x;
+        if (MASTER) w = *(const VecF *)(master + i);
+        else x = *(const VecW *)(weights + i);
+        const size_t index = chunk.weight_offset + (size_t)i;  // a multiple of N: the upper half is the vector's
+        if (random_bits && (uint32_t)(index >> 32) != random.upper) random.turn(index);
         #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const uint64_t random = random_bits ? rand_u64(a.seed, a.stream, chunk.weight_offset + (size_t)(i + k)) : 0;
-            float mk = (float)m4.v[k], vk = (float)v4.v[k];
-            float w = adamw_step(MASTER ? w4.v[k] : (float)x4.v[k], mk, vk, (float)g.v[k], a, weight_decay);
-            if (MASTER) { w4.v[k] = w; x4.v[k] = (floatX)w; }
-            else adamw_round(&x4.v[k], w, random);
-            adamw_round(&m4.v[k], mk, random >> 16);
-            adamw_round(&v4.v[k], vk, random >> 32);
+        for (int k = 0; k < N; k++) {
+            const Rand3 r = random_bits ? random.draw(index + (size_t)k) : Rand3{0, 0, 0};
+            float mk = (float)mv.v[k], vk = (float)vv.v[k];
+            float wk = adamw_step(MASTER ? w.v[k] : (float)x.v[k], mk, vk, (float)g.v[k], a, weight_decay);
+            if (MASTER) { w.v[k] = wk; x.v[k] = (floatX)wk; }
+            else adamw_round(&x.v[k], wk, r.a);
+            adamw_round(&mv.v[k], mk, r.b);
+            adamw_round(&vv.v[k], vk, r.c);
         }
-        *(X4 *)(weights + i) = x4;
-        *(S4 *)(m + i) = m4;
-        *(S4 *)(v + i) = v4;
-        if (MASTER) *(F4 *)(master + i) = w4;
+        *(VecW *)(weights + i) = x;
+        *(VecS *)(m + i) = mv;
+        *(VecS *)(v + i) = vv;
+        if (MASTER) *(VecF *)(master + i) = w;
     }
-    const int i = chunk.count / 4 * 4 + (int)threadIdx.x;  // what does not fill a vector
+    const int i = chunk.count / N * N + (int)threadIdx.x;  // what does not fill a vector
     if (i >= chunk.count) return;
-    const uint64_t random = random_bits ? rand_u64(a.seed, a.stream, chunk.weight_offset + (size_t)i) : 0;
+    const size_t index = chunk.weight_offset + (size_t)i;
+    if (random_bits) random.turn(index);
+    const Rand3 r = random_bits ? random.draw(index) : Rand3{0, 0, 0};
     float mk = (float)m[i], vk = (float)v[i];
     float w = adamw_step(MASTER ? master[i] : (float)weights[i], mk, vk, (float)grads[i], a, weight_decay);
     if (MASTER) { master[i] = w; weights[i] = (floatX)w; }
-    else adamw_round(&weights[i], w, random);
-    adamw_round(&m[i], mk, random >> 16);
-    adamw_round(&v[i], vk, random >> 32);
+    else adamw_round(&weights[i], w, r.a);
+    adamw_round(&m[i], mk, r.b);
+    adamw_round(&v[i], vk, r.c);
 }
 
-// Updates weights, master (NULL: none), m and v (S: float or bf16) in place. chunks (num_chunks) lies in device memory.
+// Updates weights, master (NULL: none), m and v (S: float or bf16) in place. chunks (num_chunks) lies in device memory and covers
+// `count` weights, which only the timing asks for.
 template <typename S>
-static inline void adamw_update(floatX *weights, float *master, S *m, S *v, const floatX *grads, const AdamChunk *chunks, int num_chunks,
+static inline void adamw_update(floatX *weights, float *master, S *m, S *v, const floatX *grads, const AdamChunk *chunks, int num_chunks, size_t count,
                                 float lr, float beta1, float beta2, float eps, float weight_decay, float grad_scale, int step, uint64_t seed,
                                 cudaStream_t stream) {
     const void *pointers[] = {weights, master, m, v, grads};
@@ -99,7 +116,7 @@ static inline void adamw_update(floatX *weights, float *master, S *m, S *v, cons
     if (master) adamw_kernel<true, S><<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a);
     else adamw_kernel<false, S><<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a);
     launchCheck();
-    timing_lap("AdamW", 0, 0, stream);
+    timing_lap("AdamW", 0, (double)count * (4.0 * sizeof(S) + 2.0 * sizeof(floatX) + (master ? 2 * sizeof(float) : sizeof(floatX))), stream);
 }
 
 #endif

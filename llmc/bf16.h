@@ -35,12 +35,12 @@ BF16_FN uint16_t bf16_nearest(float x) {
     if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40);
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
-// The low 16 bits of `random` count. Infinities and NaN stay what they are; the largest finite numbers may become infinite.
+// The low 16 bits of `random` count. Infinities stay what they are, because their low bits are 0, and NaN stays NaN; the largest finite
+// numbers may become infinite.
 BF16_FN uint16_t bf16_stochastic(float x, uint32_t random) {
     uint32_t u;
     memcpy(&u, &x, 4);
-    const uint32_t finite = (u & 0x7f800000u) != 0x7f800000u, nan = (u & 0x7fffffffu) > 0x7f800000u;
-    return (uint16_t)((u + (finite ? random & 0xffff : 0)) >> 16 | (nan ? 0x40 : 0));
+    return (uint16_t)((x == x ? u + (random & 0xffff) : u | 0x400000) >> 16);
 }
 
 #endif

@@ -235,7 +235,7 @@ void model_update(Model *m, const AdamWParams *p) {
     Range range("update");
     watchdog_beat(PHASE_UPDATE, -1);
     auto update = [&](auto *states_m, auto *states_v) {
-        adamw_update(m->weights, m->master, states_m, states_v, m->grads, m->chunks, m->num_chunks, p->lr, p->beta1, p->beta2, p->eps,
+        adamw_update(m->weights, m->master, states_m, states_v, m->grads, m->chunks, m->num_chunks, m->num_updated, p->lr, p->beta1, p->beta2, p->eps,
                      p->weight_decay, p->grad_scale, p->step, (uint64_t)m->options.seed, m->gpu.compute);
     };
     if (bf16_states(m)) update((__nv_bfloat16 *)m->m, (__nv_bfloat16 *)m->v);

@@ -42,6 +42,7 @@ struct Model {
     float *reduce_staging;   // --reduce-dtype fp32: a unit's gradients, widened
     AdamChunk *chunks;
     int num_chunks;
+    size_t num_updated;      // weights in the chunks
     // activations
     floatX *x_embedding, *h_final, *saved_x, *saved_layer, *shared_h, *shared_a;
     float *saved_stats, *mean_final, *rstd_final;
@@ -249,6 +250,7 @@ static inline void upload_tables(Model *m) {
     const Config *c = &m->config;
     AdamChunk *chunks = (AdamChunk *)malloc_or_die((size_t)m->num_chunks * sizeof(AdamChunk));
     adam_chunks(m, chunks);
+    for (int i = 0; i < m->num_chunks; i++) m->num_updated += (size_t)chunks[i].count;
     upload(m, m->chunks, chunks, (size_t)m->num_chunks * sizeof(AdamChunk));
     free(chunks);
     Span *shards = (Span *)malloc_or_die((size_t)m->table.num_units * sizeof(Span));

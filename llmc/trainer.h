@@ -363,6 +363,7 @@ static inline void report_timing(Trainer *t) {
         fprintf(f, "%s\"%s\":{\"laps\":%d", i ? "," : "", n->name, n->laps);
         logger_number(f, "ms", 1e3 * n->seconds);
         logger_number(f, "floor_ms", 1e3 * timing_floor(n, flops, bytes));
+        logger_number(f, "bytes", n->bytes);
         fputc('}', f);
     }
     fputc('}', f);

@@ -14,7 +14,7 @@ static float *device_master(int with_master, const float *x, size_t n) { return 
 
 // The weight's own rounding where there is no master.
 static float round_stochastic(float x, int step, uint64_t seed, size_t index) {
-    return sizeof(floatX) == 4 ? x : bf16_widen(bf16_stochastic(x, (uint32_t)rand_u64(seed, rand_stream(RAND_ROUND, (uint64_t)step), index)));
+    return sizeof(floatX) == 4 ? x : bf16_widen(bf16_stochastic(x, rand_three(rand_u64(seed, rand_stream(RAND_ROUND, (uint64_t)step), index >> 32), (uint32_t)index).a));
 }
 // The oracle for either kind of states; m and v are fp32 values here.
 typedef struct { float lr, beta1, beta2, eps, weight_decay, grad_scale; } Settings;
@@ -61,7 +61,7 @@ template <typename S> static void check_adamw(int with_master, int step) {
         if (with_master) cudaCheck(cudaMemcpyAsync(d_master, d_old_master, states * sizeof(float), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemcpyAsync(d_m, d_old_m, states * sizeof(S), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemcpyAsync(d_v, d_old_v, states * sizeof(S), cudaMemcpyDeviceToDevice, stream));
-        adamw_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, stream);
+        adamw_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, states, lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, stream);
     };
     run();
     for (int i = 0; i < NUM; i++) {
@@ -83,15 +83,17 @@ template <typename S> static void check_adamw(int with_master, int step) {
 // must agree in every bit, and with another seed they must not.
 //   states   m, v, grad of 0.5 to 2, betas 1/2 and 3/4, rate 0: m and v
 //   weights  m = v = 0 at step 1: the update is 2^-10 (grad/|grad| + weight/8): v and the weights
+// The weights are those around the 2^32nd of a large model, where the random numbers change their key within a chunk.
 template <typename S> static void check_exact(int with_master, int of_weights) {
     ladder_case("exact %s, %s master, states %s", of_weights ? "weights" : "states", with_master ? "with" : "no", state_name<S>());
     enum { NUM = 5, ROOM = ADAM_CHUNK + 64, TOTAL = NUM * ROOM };
     const Settings a = {of_weights ? 1.0f / 1024 : 0, 0.5f, 0.75f, 0, 0.125f, 1};
     const uint64_t seed = rand_u64(ladder.seed, 3, ladder.draws++);
     const int step = of_weights ? 1 : 4;
+    const size_t base = ((size_t)1 << 32) - 2 * ROOM - ADAM_CHUNK / 2;
     AdamChunk chunks[NUM];
     for (int i = 0; i < NUM; i++) {
-        AdamChunk c = {(size_t)i * ROOM + 8, (size_t)i * ROOM, ADAM_CHUNK - 3 * i, 1};
+        AdamChunk c = {base + (size_t)i * ROOM + 8, (size_t)i * ROOM, ADAM_CHUNK - 3 * i, 1};
         chunks[i] = c;
     }
     float *start[4], *weight[2], *master[2], *m[2], *v[2];  // of the two seeds
@@ -106,15 +108,16 @@ template <typename S> static void check_exact(int with_master, int of_weights) {
     floatX *d_weight = upload<floatX>(start[0], TOTAL), *d_grad = upload<floatX>(start[3], TOTAL);
     float *d_master = device_master(with_master, start[0], TOTAL);
     S *d_m = upload<S>(start[1], TOTAL), *d_v = upload<S>(start[2], TOTAL);
-    adamw_update(d_weight, d_master, d_m, d_v, d_grad, upload_chunks(chunks, NUM), NUM, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, step, seed, ladder.gpu.compute);
+    auto from_base = [&](floatX *p) { return (floatX *)((uintptr_t)p - base * sizeof(floatX)); };
+    adamw_update(from_base(d_weight), d_master, d_m, d_v, from_base(d_grad), upload_chunks(chunks, NUM), NUM, (size_t)TOTAL, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, step, seed, ladder.gpu.compute);
     for (int other = 0; other < 2; other++) {
         weight[other] = host_copy(start[0], TOTAL); master[other] = host_copy(start[0], TOTAL);
         m[other] = host_copy(start[1], TOTAL); v[other] = host_copy(start[2], TOTAL);
         for (int i = 0; i < NUM; i++) {
-            const size_t w = chunks[i].weight_offset, s = chunks[i].state_offset, count = (size_t)chunks[i].count;
+            const size_t w = chunks[i].weight_offset - base, s = chunks[i].state_offset, count = (size_t)chunks[i].count;
             float *to = with_master ? master[other] + s : weight[other] + w;
-            oracle<S>(to, m[other] + s, v[other] + s, start[3] + w, count, a, step, seed + other, w);
-            for (size_t k = 0; k < count; k++) weight[other][w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed + other, w + k);
+            oracle<S>(to, m[other] + s, v[other] + s, start[3] + w, count, a, step, seed + other, base + w);
+            for (size_t k = 0; k < count; k++) weight[other][w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed + other, base + w + k);
         }
     }
     const struct { const char *name; const float *got, *const *expected; int random; } results[] = {
@@ -145,7 +148,7 @@ static void check_rounding(void) {
     for (int i = 0; i < N; i++) ones[i] = 1;
     floatX *weights = upload<floatX>(ones, N), *grads = upload<floatX>(ones, N);
     float *m = upload<float>(zeros, N), *v = upload<float>(zeros, N);
-    adamw_update(weights, NULL, m, v, grads, upload_chunks(chunks, NUM), NUM, 1.0f / 1024, beta1, beta2, 0, 0, 1, 1, ladder.seed, ladder.gpu.compute);
+    adamw_update(weights, NULL, m, v, grads, upload_chunks(chunks, NUM), NUM, N, 1.0f / 1024, beta1, beta2, 0, 0, 1, 1, ladder.seed, ladder.gpu.compute);
     float *got = download(weights, N);
     double sum = 0, lower = sizeof(floatX) == 2 ? 1 - 1.0 / 256 : 1 - 1.0 / 1024;
     int strange = 0;
@@ -164,7 +167,7 @@ template <typename S> static void check_nan(int with_master) {
     floatX *weights = upload<floatX>(x, 64), *grads = upload<floatX>(x, 64);
     for (int i = 0; i < 48; i++) upload_to(grads + i, &bad[i % 3], 1);
     S *m = upload<S>(v, 64);
-    adamw_update(weights, device_master(with_master, x, 64), m, upload<S>(v, 64), grads, upload_chunks(&chunk, 1), 1, lr,
+    adamw_update(weights, device_master(with_master, x, 64), m, upload<S>(v, 64), grads, upload_chunks(&chunk, 1), 1, 64, lr,
                  beta1, beta2, eps, weight_decay, 1, 2, ladder.seed, ladder.gpu.compute);
     const float *got = download(weights, 64), *got_m = download(m, 64);
     int wrong = 0;
@@ -188,7 +191,7 @@ template <typename S> static void bench_adamw(const char *name, size_t n, int wi
     cudaCheck(cudaMemset(v, 0x36, n * sizeof(S)));  // some 2.7e-6 each
     const double per_weight = 4.0 * sizeof(S) + 2.0 * sizeof(floatX) + (with_master ? 8 : sizeof(floatX));
     bench("update", per_weight * (double)n, 0, [&] {
-        adamw_update(weights, master, m, v, grads, d_chunks, num, lr, beta1, beta2, eps, weight_decay, 1, 10, 1, ladder.gpu.compute);
+        adamw_update(weights, master, m, v, grads, d_chunks, num, n, lr, beta1, beta2, eps, weight_decay, 1, 10, 1, ladder.gpu.compute);
     });
 }
 
@@ -218,6 +221,7 @@ int main(int argc, char **argv) {
         bench_adamw<bf16>("GPT-2 124M", 124475904, 1);
         bench_adamw<bf16>("GPT-2 124M", 124475904, 0);
         bench_adamw<bf16>("GPT-2 1558M", 1557686400, 0);
+        bench_adamw<bf16>("7.4 thousand million", 7390000000, 0);
     }
     return ladder_close();
 }

@@ -1,4 +1,4 @@
-// bf16.h, and AdamW with m and v in bf16: what stochastic rounding promises, and that the bits belong to the element.
+// bf16.h, rand_three, and AdamW with m and v in bf16: what stochastic rounding promises, and that the bits belong to the element.
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "check.h"
@@ -25,6 +25,112 @@ static void test_rounding(void) {
     for (uint32_t r = 0; r < 65536; r += 5)
         same &= bf16_stochastic(INFINITY, r) == 0x7f80 && bf16_stochastic(-INFINITY, r) == 0xff80 && isnan(bf16_widen(bf16_stochastic(NAN, r))) && isnan(bf16_widen(bf16_stochastic(of_bits(0x7f800001u), r)));
     check(same && bf16_stochastic(-0.0f, 65535) == 0x8000, "infinities, NaN and -0 stay");
+}
+
+// ---- rand_three: its numbers are uniform, and unrelated to each other and to those of other elements, steps and seeds
+
+enum { DRAWS = 1 << 20, FURTHEST = 1 << 16, STEPS = 4 };
+
+typedef Rand3 Draw(uint64_t key, uint32_t counter);
+// What the checks must catch.
+static Rand3 parts(uint32_t x) { Rand3 r = {x & 0xffff, x >> 16, x * 0xadb4a92du >> 16}; return r; }
+static Rand3 draw_counter(uint64_t key, uint32_t counter) { return parts(((uint32_t)key ^ counter) * 0x9e3779b9u); }
+static Rand3 draw_without_products(uint64_t key, uint32_t counter) {
+    uint32_t x = counter ^ (uint32_t)key;
+    x = (x ^ x >> 16) * 0x21f0aaadu;
+    x = (x ^ x >> 15 ^ (uint32_t)(key >> 32)) * 0xd35a2d97u;
+    return parts(x ^ x >> 15);
+}
+static Rand3 draw_v_as_weight(uint64_t key, uint32_t counter) { Rand3 r = rand_three(key, counter); r.c = r.a; return r; }
+static Rand3 draw_without_key(uint64_t key, uint32_t counter) { (void)key; return rand_three(5, counter); }
+static Rand3 draw_biased(uint64_t key, uint32_t counter) { Rand3 r = rand_three(key, counter); if (r.a < 131) r.a |= 0x8000; return r; }  // by 0.1% of a step
+
+// In standard deviations of independent uniform numbers: the worst mean, correlation of a pair, and sum of squares over the 65536
+// cells of the upper bytes of a pair.
+typedef struct { double mean, pair, cells; } Deviations;
+static void add_pair(Deviations *d, const uint16_t *x, const uint16_t *y) {
+    static int cells[65536];
+    double sum = 0, squares = 0;
+    memset(cells, 0, sizeof cells);
+    for (int i = 0; i < DRAWS; i++) {
+        sum += (x[i] - 32767.5) * (y[i] - 32767.5);
+        cells[(x[i] & 0xff00) | y[i] >> 8]++;
+    }
+    const double variance = 65536.0 * 65536.0 / 12, expected = DRAWS / 65536.0;
+    for (int i = 0; i < 65536; i++) squares += (cells[i] - expected) * (cells[i] - expected) / expected;
+    d->pair = fmax(d->pair, fabs(sum) / variance / sqrt(DRAWS));
+    d->cells = fmax(d->cells, fabs(squares - 65535) / sqrt(2 * 65535.0));
+}
+static Deviations deviations(Draw *draw) {
+    Deviations d = {0, 0, 0};
+    uint16_t *x[2 * STEPS][3];  // two seeds, successive steps; weight, m, v
+    for (int t = 0; t < 2 * STEPS; t++) {
+        for (int k = 0; k < 3; k++) x[t][k] = (uint16_t *)malloc_or_die((DRAWS + FURTHEST) * sizeof(uint16_t));
+        const uint64_t upper = t % STEPS == STEPS - 1, key = rand_u64(42 + (uint64_t)(t / STEPS), rand_stream(RAND_ROUND, (uint64_t)(7 + t % STEPS)), upper);
+        double sum[3] = {0, 0, 0};
+        for (int i = 0; i < DRAWS + FURTHEST; i++) {
+            const Rand3 r = draw(key, 123456 + (uint32_t)i);
+            const uint32_t all[] = {r.a, r.b, r.c};
+            for (int k = 0; k < 3; k++) { x[t][k][i] = (uint16_t)all[k]; sum[k] += i < DRAWS ? all[k] - 32767.5 : 0; }
+        }
+        for (int k = 0; k < 3; k++) d.mean = fmax(d.mean, fabs(sum[k]) / 65536 / sqrt(DRAWS / 12.0));
+    }
+    for (int k = 0; k < 3; k++) {
+        for (int t = 0; t < 2 * STEPS; t++) {
+            add_pair(&d, x[t][k], x[t][(k + 1) % 3]);
+            add_pair(&d, x[t][k], x[(t + 1) % (2 * STEPS)][k]);
+            if (t < STEPS) add_pair(&d, x[t][k], x[t + STEPS][k]);
+        }
+        const int apart[] = {1, 2, 3, 4, 8, 32, 64, 256, 768, 4096, 8192, FURTHEST};
+        for (int j = 0; j < 12; j++) {
+            add_pair(&d, x[0][k], x[0][k] + apart[j]);
+            add_pair(&d, x[0][k], x[0][(k + 1) % 3] + apart[j]);
+        }
+    }
+    for (int t = 0; t < 2 * STEPS; t++) for (int k = 0; k < 3; k++) free(x[t][k]);
+    return d;
+}
+static void test_draws(void) {
+    const double most = 5;  // of 24 means and 132 pairs
+    const Deviations good = deviations(rand_three);
+    check(good.mean < most && good.pair < most && good.cells < most, "random bits: means, correlations, pairs at most %.1f, %.1f, %.1f standard deviations off", good.mean, good.pair, good.cells);
+    const struct { const char *name; Draw *draw; } bad[] = {{"a multiplied counter", draw_counter}, {"the hash without the products", draw_without_products}, {"v with the weight's bits", draw_v_as_weight}, {"steps without a key", draw_without_key}};
+    for (int i = 0; i < 4; i++) {
+        const Deviations d = deviations(bad[i].draw);
+        check(d.pair > 2 * most || d.cells > 2 * most, "%s would be seen: %.1f, %.1f, %.1f", bad[i].name, d.mean, d.pair, d.cells);
+    }
+    double sum[3] = {0, 0, 0}, biased = 0;
+    const uint64_t n = 1 << 25;
+    uint64_t key = 0;
+    for (uint64_t i = 0; i < n; i++) {  // 65536 elements, one step after the other
+        if (i % 65536 == 0) key = rand_u64(1, rand_stream(RAND_ROUND, i / 65536), 0);
+        const Rand3 r = rand_three(key, (uint32_t)(i % 65536));
+        sum[0] += r.a - 32767.5; sum[1] += r.b - 32767.5; sum[2] += r.c - 32767.5;
+        biased += draw_biased(key, (uint32_t)(i % 65536)).a - 32767.5;
+    }
+    const double step = 65536.0 * (double)n, off = fmax(fabs(sum[0]), fmax(fabs(sum[1]), fabs(sum[2]))) / step, sigma = 1 / sqrt(12.0 * (double)n);
+    check(off < 5 * sigma && fabs(biased) / step > 10 * sigma, "2^25 draws: bias at most %.1e of a step (sigma %.1e); one of %.1e would be seen", off, sigma, fabs(biased) / step);
+}
+
+// Each bit of the counter and of the key changes each bit of the result half of the time.
+static void test_avalanche(void) {
+    enum { TRIES = 1 << 13 };
+    double worst = 0, without = 0;
+    Draw *draws[] = {rand_three, draw_counter};
+    for (int other = 0; other < 2; other++)
+        for (int bit = 0; bit < 64; bit++) {  // 32 of the counter, 32 of the key's first half
+            int changed[48] = {0};
+            for (uint64_t i = 0; i < TRIES; i++) {
+                const uint64_t key = rand_u64(9, (uint64_t)bit, i);
+                const uint32_t counter = (uint32_t)rand_u64(10, (uint64_t)bit, i), flip = 1u << bit % 32;
+                const Rand3 r = draws[other](key, counter), s = bit < 32 ? draws[other](key, counter ^ flip) : draws[other](key ^ flip, counter);
+                const uint64_t x = (uint64_t)(r.a ^ s.a) | (uint64_t)(r.b ^ s.b) << 16 | (uint64_t)(r.c ^ s.c) << 32;
+                for (int k = 0; k < 48; k++) changed[k] += (int)(x >> k & 1);
+            }
+            double *to = other ? &without : &worst;
+            for (int k = 0; k < 48; k++) *to = fmax(*to, fabs(changed[k] / (double)TRIES - 0.5));
+        }
+    check(worst < 0.03 && without > 0.3, "a bit of the counter or the key changes each bit half of the time: %.3f off at most; a multiplied counter's %.3f", worst, without);
 }
 
 enum { N = 40001 };
@@ -72,6 +178,19 @@ static void test_update(void) {
         update16(c, begin, count, 5, 42);
     }
     check(same_bits(b, c), "in pieces of another size: the same bits");
+    // elements around the 2^32nd, where the key changes: in one call and in two
+    States *f = states_new(), *g = states_new();
+    const size_t place = ((size_t)1 << 32) - 12345;
+    adamw_update_bf16_cpu(f->weight, f->m16, f->v16, f->grad, N, lr, beta1, beta2, eps, decay, scale, 5, 42, place);
+    adamw_update_bf16_cpu(g->weight, g->m16, g->v16, g->grad, 12000, lr, beta1, beta2, eps, decay, scale, 5, 42, place);
+    adamw_update_bf16_cpu(g->weight + 12000, g->m16 + 12000, g->v16 + 12000, g->grad + 12000, N - 12000, lr, beta1, beta2, eps, decay, scale, 5, 42, place + 12000);
+    check(same_bits(f, g), "around element 2^32: the same bits");
+    States *h = states_new();
+    adamw_update_bf16_cpu(h->weight, h->m16, h->v16, h->grad, N, lr, beta1, beta2, eps, decay, scale, 5, 42, (size_t)1 << 32);
+    States *k = states_new();
+    adamw_update_bf16_cpu(k->weight, k->m16, k->v16, k->grad, N, lr, beta1, beta2, eps, decay, scale, 5, 42, 0);
+    check(memcmp(h->m16, k->m16, sizeof h->m16), "element 2^32 + i has other bits than element i");
+    free(f); free(g); free(h); free(k);
     States *d = states_new(), *e = states_new();
     update16(d, 0, N, 6, 42);
     update16(e, 0, N, 5, 43);
@@ -97,6 +216,8 @@ static void test_stagnation(void) {
 
 int main(void) {
     test_rounding();
+    test_draws();
+    test_avalanche();
     test_update();
     test_stagnation();
     return checks_report("test_adamw");

@@ -358,6 +358,16 @@ def test_timing_shows_what_ranks_wait_for(train, tmp_path):
         assert e["groups"]["matmul"]["laps"] == 4 * 2 * 4  # products of two layers in four micro-steps
 
 
+@pytest.mark.parametrize("ranks, share, more, per_weight", [(0, 1, [], 28), (0, 1, ["--state-dtype", "bf16"], 20), (2, 2, [], 28), (2, 1, ["-z", "0"], 28)],
+                         ids=["alone", "bf16", "shared", "copied"])
+def test_timing_counts_the_bytes_of_what_a_rank_updates(train, tmp_path, ranks, share, more, per_weight):
+    text = succeeds(train(ranks, "timed", "-e", "d2,channels=256,vocab=4096,seq=32", "--timing", "2", "-x", "2", *more))
+    weights, counted = events(tmp_path / "timed", "start")[0]["parameters"], events(tmp_path / "timed", "timing")[0]["groups"]["AdamW"]["bytes"]
+    assert abs(counted * share / per_weight / weights - 1) < 0.1  # the last of the shards has the padding
+    assert share > 1 or counted == weights * per_weight
+    assert re.search(r"AdamW +1 .* \d+\n", text)  # and GB/s are printed
+
+
 def test_a_batch_that_ranks_cannot_share(train):
     status, text = train(4, "run", "-d", 10 * 32).finish()
     assert status != 0 and "is not a multiple of batch-size * seq-len * ranks = 128" in text
