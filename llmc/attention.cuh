@@ -31,16 +31,6 @@ template <typename X> __device__ inline PackedHead<X> packed_head(X *qkv, int b,
 
 enum { ATTENTION_THREADS = 128 };  // 4 warps; two blocks per multiprocessor overlap each other's products and exponentials
 
-// 16 or 4 bytes from global to shared memory without passing registers; zeros where there is no row.
-__device__ inline void copy_async_16(unsigned to, const void *from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-__device__ inline void copy_async_4(unsigned to, const void *from, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
-}
-__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> __device__ inline void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
-
 __device__ inline void ldmatrix_transposed(unsigned (&r)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));
 }

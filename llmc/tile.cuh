@@ -34,6 +34,15 @@ __device__ inline unsigned pack_bf16(float low, float high) {
     __nv_bfloat162 p = __floats2bfloat162_rn(low, high);
     return *(unsigned *)&p;
 }
+// 16 or 4 bytes from global to shared memory without passing registers; zeros where there is no row.
+__device__ inline void copy_async_16(unsigned to, const void *from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+__device__ inline void copy_async_4(unsigned to, const void *from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ inline void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 // Four 8x8 matrices; lane i gives the address of row i%8 of matrix i/8.
 __device__ inline void ldmatrix(unsigned (&r)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));

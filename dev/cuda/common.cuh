@@ -32,7 +32,7 @@
 #include "../../llmc/cuda_common.cuh"
 #include "../../llmc/rand.h"
 
-enum { MAX_BUFFERS = 128, GUARD_BYTES = 1024, GUARD_VALUE = 0xA5, BENCH_RUNS = 25, BENCH_LEAST_RUNS = 5, BENCH_MS = 100 };
+enum { MAX_BUFFERS = 256, GUARD_BYTES = 1024, GUARD_VALUE = 0xA5, BENCH_RUNS = 25, BENCH_LEAST_RUNS = 5, BENCH_MS = 100 };
 static const size_t FLUSH_BYTES = (size_t)256 << 20;  // five times the L2 of an H200
 
 static struct {
