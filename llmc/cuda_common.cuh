@@ -130,6 +130,19 @@ static inline void timing_end(cudaStream_t stream) {
 
 enum { WARP = 32 };
 
+// Programmatic dependent launch: a kernel launched with cudaLaunchAttributeProgrammaticStreamSerialization may begin when all blocks of
+// the one before have called the first, and sees its results after the second. Without the attribute, or before sm_90, both do nothing.
+__device__ inline void next_kernel_early() {
+    #if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    #endif
+}
+__device__ inline void wait_for_previous_kernel() {
+    #if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    #endif
+}
+
 // ---- 16-byte vectors: one load or store instruction for 8 bf16 or 4 floats
 template <typename T> struct alignas(16) Vec {
     static constexpr int size = 16 / sizeof(T);

@@ -127,7 +127,11 @@ enum {
 // Keeps a value in its register: the compiler would rather make it again from what it was made from, row for row.
 __device__ inline void norm_stay(float &x) { asm volatile("" : "+f"(x)); }
 __device__ inline void norm_stay(unsigned &x) { asm volatile("" : "+r"(x)); }
-__device__ inline void norm_stay(const floatX *&x) { asm volatile("" : "+l"(x)); }
+__device__ inline void norm_stay(const floatX *&x) {
+    size_t global = __cvta_generic_to_global(x);  // stays known as an address of global memory
+    asm volatile("" : "+l"(global));
+    x = (const floatX *)__cvta_global_to_generic(global);
+}
 
 template <NormKind KIND, bool BELOW, int VECS, int WARPS, int MAX_THREADS, int STAGES>
 __global__ void __launch_bounds__(MAX_THREADS, 1)
@@ -157,13 +161,14 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *d
     const unsigned vec_bytes = blockDim.x * NORM_OPERAND_BYTES, ring_begin = shared_address(ring) + threadIdx.x * NORM_OPERAND_BYTES;
     unsigned place = ring_begin, ring_end = ring_begin + STAGES * VECS * vec_bytes;
     norm_stay(ring_end);
+    const uint64_t policy = copy_policy_streaming();
     auto fetch = [&](int row) {
         #pragma unroll
         for (int i = 0; i < VECS; i++) {
             const bool valid = row < N && c + i * apart < C;
-            copy_async_16(place + i * vec_bytes, next_dout + i * apart, valid);
-            copy_async_16(place + i * vec_bytes + 16, next_inp + i * apart, valid);
-            copy_async_16(place + i * vec_bytes + 32, next_dinp + i * apart, valid);
+            copy_async_16(place + i * vec_bytes, next_dout + i * apart, valid, policy);
+            copy_async_16(place + i * vec_bytes + 16, next_inp + i * apart, valid, policy);
+            copy_async_16(place + i * vec_bytes + 32, next_dinp + i * apart, valid, policy);
         }
         copy_async_commit();
         place += VECS * vec_bytes;
@@ -189,6 +194,10 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *d
         vec_unpack(x, v);
     };
 
+    for (int s = 0; s < STAGES - 1; s++) {
+        fetch(first + s * step);
+        advance();
+    }
     float dweight[VECS][S] = {}, dbias[VECS][S] = {}, dbelow[BELOW ? VECS : 1][S] = {}, w[keep_weight ? VECS : 1][S];
     if constexpr (keep_weight) {
         #pragma unroll
@@ -197,10 +206,6 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *d
             #pragma unroll
             for (int k = 0; k < S; k++) norm_stay(w[i][k]);
         }
-    }
-    for (int s = 0; s < STAGES - 1; s++) {
-        fetch(first + s * step);
-        advance();
     }
     float next_mean = KIND == NORM_LAYER && first < N ? mean[first] : 0, next_rstd = first < N ? rstd[first] : 0;
     const float per_channel = 1.0f / (float)C;
@@ -272,6 +277,7 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *d
         advance();
     }
 
+    next_kernel_early();
     // The block's sums: the threads of each row leave theirs in the ring, and all add them up in the order of the rows.
     if constexpr (ringed) {
         copy_async_wait<0>();
@@ -306,6 +312,7 @@ __global__ void __launch_bounds__(1024) norm_backward_sum_kernel(NormGradients g
     __shared__ float shared[WARP][WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, column = blockIdx.x * WARP + lane;
     float sum = 0;
+    wait_for_previous_kernel();
     if (column < columns)
         for (int p = warp; p < num_partials; p += WARP) sum += partials[(size_t)p * columns + column];
     shared[warp][lane] = sum;
@@ -360,13 +367,14 @@ static inline void residual_norm_forward(NormKind kind, floatX *residual, floatX
 }
 
 // How a backward pass over rows of C is laid out: one block on each multiprocessor takes `rows` at a time, each in `row_threads` threads.
-typedef struct { int vecs, row_threads, rows, ringed; } NormBackwardPlan;
+// `early`: the second kernel is launched while the first one ends (from sm_90 on).
+typedef struct { int vecs, row_threads, rows, ringed, early; } NormBackwardPlan;
 static inline NormBackwardPlan norm_backward_layout(NormKind kind, int C, int vecs) {
     int device = 0, shared = 0;
     cudaCheck(cudaGetDevice(&device));
     cudaCheck(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     const int most_threads = vecs > 4 ? 1024 : vecs > 1 ? 512 : kind == NORM_LAYER ? NORM_LAYER_THREADS : 1024;
-    NormBackwardPlan p = {vecs, (int)round_up(ceil_div((size_t)C / VecX::size, (size_t)vecs), WARP), 0, 1};
+    NormBackwardPlan p = {vecs, (int)round_up(ceil_div((size_t)C / VecX::size, (size_t)vecs), WARP), 0, 1, 0};
     const int fit = (shared - 1024) / (p.row_threads * vecs * NORM_RING_STAGES * NORM_OPERAND_BYTES);
     p.rows = most_threads / p.row_threads < NORM_MOST_ROWS ? most_threads / p.row_threads : NORM_MOST_ROWS;
     if (p.rows > fit) p.rows = fit;
@@ -389,6 +397,7 @@ static void norm_backward_launch(NormBackwardPlan plan, floatX *dinp, NormGradie
     cudaCheck(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
     const int columns = ((KIND == NORM_LAYER ? 2 : 1) + BELOW) * C, most = sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS;
     const int needed = (int)ceil_div((size_t)N, (size_t)plan.rows), blocks = needed < most ? needed : most;
+    assert(plan.ringed || plan.vecs > 1);  // 99 KB, which every GPU from sm_80 on has, hold a row of one vector a thread
     constexpr int THREADS = KIND == NORM_LAYER ? NORM_LAYER_THREADS : 1024, R = NORM_RING_STAGES;
     auto kernel = &norm_backward_kernel<KIND, BELOW, 1, 4, THREADS, R>;  // a row of at most four warps
     switch (plan.vecs) {
@@ -405,8 +414,16 @@ static void norm_backward_launch(NormBackwardPlan plan, floatX *dinp, NormGradie
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     kernel<<<blocks, threads, bytes, stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C, plan.row_threads);
     launchCheck();
-    norm_backward_sum_kernel<<<(unsigned)ceil_div((size_t)columns, WARP), 1024, 0, stream>>>(gradients, partials, blocks, C, columns, accumulate);
-    launchCheck();
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)ceil_div((size_t)columns, WARP));
+    config.blockDim = dim3(1024);
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = (unsigned)plan.early;
+    cudaCheck(cudaLaunchKernelEx(&config, norm_backward_sum_kernel, gradients, (const float *)partials, blocks, C, columns, accumulate));
     timing_lap("norm backward", 0, 4.0 * N * C * sizeof(floatX), stream);
 }
 // dinp (N,C) +=; dweight (C), dbias (C, or NULL) = or += by `accumulate`. dbelow (C, LayerNorm only, or NULL): the column sums of

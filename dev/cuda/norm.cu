@@ -7,7 +7,8 @@
 
 static const char *kind_name(NormKind kind) { return kind == NORM_LAYER ? "LayerNorm" : "RMSNorm"; }
 
-// The backward pass's own choice first, then what it could have chosen: the vectors of a thread, fewer rows at a time, no ring.
+// The backward pass's own choice first, then what it could have chosen: the second kernel early, the vectors of a thread,
+// fewer rows at a time, no ring.
 enum { MAX_PLANS = 24 };
 static int backward_plans(NormBackwardPlan *plans, NormKind kind, int C) {
     int count = 0;
@@ -16,6 +17,9 @@ static int backward_plans(NormBackwardPlan *plans, NormKind kind, int C) {
         for (int i = 0; i < count; i++) if (!memcmp(&plans[i], &p, sizeof p)) return;
         plans[count++] = p;
     };
+    NormBackwardPlan other = chosen;
+    other.early = !other.early;
+    add(other);
     for (int vecs = 1; vecs <= 4 && chosen.vecs <= 4; vecs *= 2) {
         NormBackwardPlan p = norm_backward_layout(kind, C, vecs);
         if (p.row_threads > 512) continue;
@@ -86,7 +90,7 @@ static void check_norm(NormKind kind, int N, int C, int with_bias, int accumulat
     for (int i = 0; i < num_plans; i++) {
         const NormBackwardPlan p = plans[i];
         char name[64];
-        #define named(what) (snprintf(name, sizeof name, "%s (%d vecs, %d x %d%s)", what, p.vecs, p.rows, p.row_threads, p.ringed ? "" : ", no ring"), name)
+        #define named(what) (snprintf(name, sizeof name, "%s (%d vecs, %d x %d%s%s)", what, p.vecs, p.rows, p.row_threads, p.ringed ? "" : ", no ring", p.early ? ", early" : ""), name)
         if (!accumulate && i > 0) { poison(d_dweight, C); if (with_bias) poison(d_dbias, C); if (d_dbelow) poison(d_dbelow, C); }
         run(p);
         if (d_dbelow) check(named("dbelow"), d_dbelow, dbelow, 1, C, bound(1e-2, 1e-5), bound(1.5e-2, 6e-4));  // sums of rounded values that cancel
@@ -132,7 +136,7 @@ static void bench_layouts(NormKind kind, int N, int C) {
     for (int i = 0; i < num_plans; i++) {
         const NormBackwardPlan p = plans[i];
         char name[64];
-        snprintf(name, sizeof name, "%d vecs %2d x %d%s%s", p.vecs, p.rows, p.row_threads, p.ringed ? "" : " no ring", i ? "" : " *");
+        snprintf(name, sizeof name, "%d vecs %2d x %d%s%s%s", p.vecs, p.rows, p.row_threads, p.ringed ? "" : " no ring", p.early ? " early" : "", i ? "" : " *");
         bench(name, 4.0 * (double)n * sizeof(floatX), 0, [&] { norm_backward_by(p, kind, dinp, dweight, dbias, dbelow, dout, inp, weight, mean, rstd, N, C, 0, scratch, ladder.gpu.compute); });
     }
 }
