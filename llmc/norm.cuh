@@ -176,7 +176,7 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *d
         norm_stay(place);
     };
     auto advance = [&] {
-        next_dout += stride; norm_stay(next_dout);
+        norm_stay(next_dout += stride);
         norm_stay(next_inp += stride);
         norm_stay(next_dinp += stride);
     };
