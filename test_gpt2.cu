@@ -31,6 +31,11 @@ static void test_one_step(const char *folder, const Options *o, const char *name
     model_close(&m);
     debug_close(&d);
 }
+// Whether --gelu-fusion 2 works for this model, build and GPU.
+static int can_fuse(const char *folder) {
+    const Config c = config_from_json(folder);
+    return c.mlp == MLP_SWIGLU ? matmul_can_fuse_swiglu(c.ffn_dim) : sizeof(floatX) == 2;
+}
 // All that saves memory at once.
 static Options least_memory(Options o) {
     o.state_dtype = "bf16";
@@ -48,7 +53,7 @@ static void test_brief(const char *folder) {
     test_one_step(folder, &o, "plain");
     test_one_step(folder, &least, "least memory");
     o.gelu_fusion = 2;
-    if (config_from_json(folder).mlp == MLP_GELU && sizeof(floatX) == 2) test_one_step(folder, &o, "GELU in the matmuls");
+    if (can_fuse(folder)) test_one_step(folder, &o, "activation in the matmuls");
 }
 
 static void test_one_gpu(const char *folder, const char *output) {
@@ -59,7 +64,7 @@ static void test_one_gpu(const char *folder, const char *output) {
     o.gelu_fusion = 0;
     test_reference(folder, &o);
     test_short_rows(folder, &o);
-    if (config_from_json(folder).mlp == MLP_GELU && sizeof(floatX) == 2) {
+    if (can_fuse(folder)) {
         Options fused = o;
         fused.gelu_fusion = 2;
         printf("with --gelu-fusion 2\n");
@@ -73,12 +78,13 @@ static void test_one_gpu(const char *folder, const char *output) {
     parts.batch_size = kernels.batch_size = 1;
     test_same_bits(folder, &parts, &kernels, "--cuda-graphs 0 and micro-steps");
     test_recompute(folder, &o);
-    if (config_from_json(folder).mlp == MLP_GELU && sizeof(floatX) == 2) {
+    if (can_fuse(folder)) {
         Options fused = o, whole;
         fused.gelu_fusion = 2;
         whole = fused;
         whole.recompute = 3;
         test_same_bits(folder, &fused, &whole, "--recompute 3 with --gelu-fusion 2");
+        if (config_from_json(folder).mlp == MLP_SWIGLU) test_same_bits(folder, &o, &fused, "--gelu-fusion 2");
     }
     test_head_chunks(folder, &o, sizeof(floatX) == 2, sizeof(floatX) == 2 ? 1e-2 : 1e-5);
     test_bf16_states(folder, &o, sizeof(floatX) == 2 ? 1e-1 : 2e-2);

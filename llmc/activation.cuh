@@ -70,10 +70,7 @@ swiglu_forward_kernel(floatX *out, const floatX *gate_up, unsigned vectors, unsi
     for (int u = 0; u < unroll; u++) {
         const unsigned i = first + u * ACTIVATION_THREADS;
         #pragma unroll
-        for (int k = 0; k < VecX::size; k++) {
-            const float g = (float)gate[u][k];
-            gate[u][k] = (floatX)(g * gpu_sigmoid(g) * (float)up[u][k]);
-        }
+        for (int k = 0; k < VecX::size; k++) gate[u][k] = (floatX)Swiglu::forward((float)gate[u][k], (float)up[u][k]);
         if (i < vectors) vec_store(out + (size_t)i * VecX::size, gate[u]);
     }
 }
@@ -97,9 +94,10 @@ swiglu_backward_kernel(floatX *dgate_up, const floatX *dout, const floatX *gate_
         const unsigned i = first + u * ACTIVATION_THREADS;
         #pragma unroll
         for (int k = 0; k < VecX::size; k++) {
-            const float g = (float)gate[u][k], dh = (float)d[u][k], s = gpu_sigmoid(g);
-            gate[u][k] = (floatX)(dh * (float)up[u][k] * s * (1 + g * (1 - s)));
-            up[u][k] = (floatX)(dh * g * s);
+            float dgate, dup;
+            Swiglu::backward(&dgate, &dup, (float)d[u][k], (float)gate[u][k], (float)up[u][k]);
+            gate[u][k] = (floatX)dgate;
+            up[u][k] = (floatX)dup;
         }
         if (i >= vectors) continue;
         floatX *p = dgate_up + ((size_t)i + (size_t)(i / row_vectors) * row_vectors) * VecX::size;

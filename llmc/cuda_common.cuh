@@ -204,7 +204,8 @@ template <typename Op> __device__ inline float block_reduce(float x, float *shar
     return x;
 }
 
-// ---- GELU, for its own kernel and for matmuls that apply it: x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), see activation.cuh
+// ---- activations, for their own kernels and for matmuls that apply them, see activation.cuh
+// GELU: x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)); SwiGLU: gate sigmoid(gate) up
 
 // 1 / (1 + exp(-x)) to about 4 units in the last place of fp32: two special-function instructions. Denormals, flushed to zero
 // here, vanish beside the 1.
@@ -219,6 +220,14 @@ struct Gelu {
     __device__ static float backward(float dout, float x) {
         const float s = gpu_sigmoid(scale * x * (1 + cubic * x * x));
         return dout * (s + x * s * (1 - s) * scale * (1 + 3 * cubic * x * x));
+    }
+};
+struct Swiglu {
+    __device__ static float forward(float gate, float up) { return gate * gpu_sigmoid(gate) * up; }
+    __device__ static void backward(float *dgate, float *dup, float dout, float gate, float up) {
+        const float s = gpu_sigmoid(gate);
+        *dgate = dout * up * s * (1 + gate * (1 - s));
+        *dup = dout * gate * s;
     }
 };
 

@@ -2,6 +2,8 @@
 //   forward          out (N,OC)    = inp (N,C) weight (OC,C)^T + bias (OC);  with pre_gelu: pre_gelu = that, out = gelu(that)
 //   backward_input   dinp (N,C)    = dout (N,OC) weight (OC,C);              with pre_gelu: times gelu'(pre_gelu)
 //                    and, if asked, the bias gradient of the layer below:    dbias (C) (+)= sum over n of that dinp
+//   swiglu_forward   gate_up (N,2F) = inp (N,C) weight (2F,C)^T, out (N,F) = silu(gate) up;      on Hopper only
+//   swiglu_backward  dgate_up (N,2F) from dout (N,C), weight (C,F) and gate_up (N,2F)
 //   backward_weight  dweight (OC,C) (+)= dout (N,OC)^T inp (N,C)
 //   bias_backward    dbias (OC)    (+)= sum over n of dout (N,OC)
 // floatX in and out, fp32 sums. fp32 build: true fp32, or TF32 inputs (10-bit mantissa) if allow_tf32.
@@ -95,6 +97,13 @@ static inline int matmul_gelu_is_exact(const Matmul *mm, int N) {
     int own;
     hopper_variants<sizeof(floatX) == 2>(&own);
     return own && N >= MATMUL_OWN_GELU_ROWS && mm->autotune < 2;  // a benchmark chooses freely
+}
+
+// Whether swiglu_forward and swiglu_backward are there: our kernel alone has them. Their bits are those of matmul first, then swiglu.
+static inline int matmul_can_fuse_swiglu(int F) {
+    int own;
+    hopper_variants<sizeof(floatX) == 2>(&own);
+    return own && F % BOX_COLUMNS == 0;
 }
 
 // ---- plans
@@ -402,6 +411,27 @@ static inline void matmul_backward_input(Matmul *mm, floatX *dinp, floatX *dbias
 }
 static inline void matmul_backward_input(Matmul *mm, floatX *dinp, const floatX *dout, const floatX *weight, const floatX *pre_gelu, int N, int C, int OC, cudaStream_t stream) {
     matmul_backward_input(mm, dinp, NULL, dout, weight, pre_gelu, N, C, OC, 0, NULL, stream);
+}
+
+// ---- SwiGLU: no plans, because there is one kernel for each
+
+static inline HopperRun *matmul_gated(HopperEpilogue op, int F) {
+    int count;
+    const HopperVariant *v = hopper_variants<sizeof(floatX) == 2>(&count);
+    require(matmul_can_fuse_swiglu(F), "SwiGLU of width %d cannot be part of a matmul here\nuse --gelu-fusion 0", F);
+    while (v->op != op) v++;
+    return v->run;
+}
+// gate_up (N,2F) = inp (N,C) weight (2F,C)^T; out (N,F) = silu(gate) * up
+static inline void matmul_swiglu_forward(floatX *out, floatX *gate_up, const floatX *inp, const floatX *weight, int N, int C, int F, cudaStream_t stream) {
+    matmul_gated(EPILOGUE_SWIGLU, F)((bf16 *)out, (bf16 *)gate_up, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, N, F, C, stream);
+    timing_lap("matmul", 4.0 * N * F * C, ((double)N * C + 2.0 * F * C + 3.0 * N * F) * sizeof(floatX), stream);
+}
+// dgate_up (N,2F): dout (N,C) weight (C,F) is the gradient of silu(gate) * up
+static inline void matmul_swiglu_backward(floatX *dgate_up, const floatX *dout, const floatX *weight, const floatX *gate_up, int N, int C, int F, cudaStream_t stream) {
+    assert(dgate_up != dout && dgate_up != gate_up);
+    matmul_gated(EPILOGUE_DSWIGLU, F)((bf16 *)dgate_up, (bf16 *)gate_up, (const bf16 *)dout, (const bf16 *)weight, NULL, NULL, N, F, C, stream);
+    timing_lap("matmul, input grad", 2.0 * N * F * C, ((double)N * C + (double)F * C + 4.0 * N * F) * sizeof(floatX), stream);
 }
 
 #endif

@@ -1,8 +1,10 @@
 // Matmul for Hopper: bf16 in and out, fp32 sums, whatever the rest of a linear layer needs in the epilogue.
 //   out (M,N) = op(a (M,K) b (K,N))      each of a, b row-major as written or stored transposed: a (K,M), b (N,K)
 //   op: PLAIN x + bias · GELU pre = x + bias, out = gelu(pre) · DGELU x * gelu'(aux)     (bias: NULL or (N); aux (M,N))
+//       SWIGLU b is (2N,K), aux (M,2N) = a b^T = gate and up side by side, out = silu(gate) up · DSWIGLU out (M,2N) = the gradient of
+//       aux (M,2N), gate and up, where x is that of silu(gate) up
 // The sum of an element runs over k in steps of 16 from the first to the last in one fp32 register: no split, no atomics, so the
-// bits depend on K alone. The result is rounded to bf16 before GELU or its derivative is applied: the same bits as a plain
+// bits depend on K alone. The result is rounded to bf16 before an activation or its derivative is applied: the same bits as a plain
 // matmul followed by the elementwise kernel of activation.cuh.
 //
 // DGELU also sums the columns of what it writes, 64 rows at a time and before rounding: the bias gradient of the layer below.
@@ -64,7 +66,7 @@ __device__ inline void cluster_sync() {
 // ---- elementwise parts of the epilogues, on pairs
 
 __device__ inline float2 unpack_bf16(unsigned x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
-enum HopperEpilogue { EPILOGUE_PLAIN, EPILOGUE_GELU, EPILOGUE_DGELU };
+enum HopperEpilogue { EPILOGUE_PLAIN, EPILOGUE_GELU, EPILOGUE_DGELU, EPILOGUE_SWIGLU, EPILOGUE_DSWIGLU };
 template <HopperEpilogue OP> __device__ inline float2 epilogue_pair(float2 x, float2 aux) {
     if constexpr (OP == EPILOGUE_GELU) return make_float2(Gelu::forward(x.x), Gelu::forward(x.y));
     else return make_float2(Gelu::backward(x.x, aux.x), Gelu::backward(x.y, aux.y));
@@ -90,7 +92,9 @@ __device__ inline float column_total(float (&sums)[8]) {
 template <int COLUMNS_, int CLUSTER_, int MN_A_, int MN_B_, HopperEpilogue OP_> struct HopperMatmul {
     static constexpr int COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, MN_A = MN_A_, MN_B = MN_B_, ROWS = 128, THREADS = 3 * WARPGROUP;
     static constexpr HopperEpilogue OP = OP_;
-    static constexpr bool READS_AUX = OP == EPILOGUE_DGELU;
+    static constexpr bool GATED = OP == EPILOGUE_SWIGLU || OP == EPILOGUE_DSWIGLU, READS_AUX = OP == EPILOGUE_DGELU || OP == EPILOGUE_DSWIGLU;
+    static constexpr int OUT_COLUMNS = OP == EPILOGUE_SWIGLU ? COLUMNS / 2 : COLUMNS;  // a SWIGLU tile is half gate, half up
+    static constexpr int SLOTS = OP == EPILOGUE_DSWIGLU ? COLUMNS / 16 : COLUMNS / 32;   // parts in which a tile is finished
     static constexpr int A_BOXES = ROWS / BOX_ROWS, B_BOXES = COLUMNS / BOX_COLUMNS, STAGE_BYTES = (A_BOXES + B_BOXES) * BOX_BYTES;
     static constexpr int STAGED_BOXES = OP == EPILOGUE_PLAIN ? 1 : 2;  // per math warpgroup, for the epilogue
     static constexpr int ROOM = 232448 - TILE_ALIGNMENT - 2048 - 2 * STAGED_BOXES * BOX_BYTES, STAGES = ROOM / STAGE_BYTES;
@@ -99,7 +103,7 @@ template <int COLUMNS_, int CLUSTER_, int MN_A_, int MN_B_, HopperEpilogue OP_> 
     static_assert(8 * BARRIERS + 2 * 4 * SIDE_WORDS <= 2048, "static shared memory");
 };
 struct HopperMatmulWork {
-    int M, N, K, row_tiles, column_tiles, group;  // row tiles of a whole cluster
+    int M, N, K, row_tiles, column_tiles, group;  // row tiles of a whole cluster; N: one half of what is gated
     const bf16 *bias;
     float *column_sums;  // NULL or (ceil(M/64), N): DGELU's
     struct Tile { int row, column; };
@@ -123,7 +127,7 @@ template <typename S> __device__ inline void hopper_matmul_fetch(const CUtensorM
     tensor_map_prefetch(b_map);
     for (int i = blockIdx.x / S::CLUSTER; i < w.tiles(); i += clusters) {
         const HopperMatmulWork::Tile t = w.tile(i);
-        const int row = (t.row * S::CLUSTER + rank) * S::ROWS, column = t.column * S::COLUMNS;
+        const int row = (t.row * S::CLUSTER + rank) * S::ROWS, column = t.column * S::OUT_COLUMNS;
         for (int k = 0; k < w.K; k += 64, ring.next()) {
             const unsigned a = tiles + ring.stage * S::STAGE_BYTES, b = a + S::A_BOXES * BOX_BYTES, barrier = full + 8 * ring.stage;
             mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
@@ -134,7 +138,8 @@ template <typename S> __device__ inline void hopper_matmul_fetch(const CUtensorM
                 box_load(a + j * BOX_BYTES, a_map, barrier, S::MN_A ? at : k, 0, S::MN_A ? k : at, 0);
             }
             for (int j = rank; j < S::B_BOXES; j += S::CLUSTER) {
-                const int at = column + j * BOX_COLUMNS;
+                constexpr int HALF = S::OP == EPILOGUE_SWIGLU ? S::B_BOXES / 2 : S::B_BOXES;
+                const int at = j / HALF * w.N + column + j % HALF * BOX_COLUMNS;
                 if constexpr (S::CLUSTER > 1) box_load_all(b + j * BOX_BYTES, b_map, barrier, S::MN_B ? at : k, S::MN_B ? k : at, (1 << S::CLUSTER) - 1);
                 else box_load(b + j * BOX_BYTES, b_map, barrier, S::MN_B ? at : k, 0, S::MN_B ? k : at, 0);
             }
@@ -156,8 +161,13 @@ template <typename S> struct HopperMatmulOut {
     __device__ void fetch_aux(int c) const {  // by the storer: the box is free once the store from it has read it
         if (column + c * BOX_COLUMNS >= N) return;
         bulk_wait_read();
-        mbarrier_arrive_expect(aux_barriers + c % 2 * 8, BOX_BYTES);
-        box_load(boxes + c % 2 * BOX_BYTES, aux_map, aux_barriers + c % 2 * 8, column + c * BOX_COLUMNS, 0, row, 0);
+        if constexpr (S::OP == EPILOGUE_DSWIGLU) {
+            mbarrier_arrive_expect(aux_barriers, 2 * BOX_BYTES);
+            for (int up = 0; up < 2; up++) box_load(boxes + up * BOX_BYTES, aux_map, aux_barriers, up * N + column + c * BOX_COLUMNS, 0, row, 0);
+        } else {
+            mbarrier_arrive_expect(aux_barriers + c % 2 * 8, BOX_BYTES);
+            box_load(boxes + c % 2 * BOX_BYTES, aux_map, aux_barriers + c % 2 * 8, column + c * BOX_COLUMNS, 0, row, 0);
+        }
     }
     // Totals over the warpgroup's 64 rows: warp 0 adds those of the other warps to its own. The two halves use two places.
     __device__ void sum_columns(int half, float (&sums)[8]) const {
@@ -171,8 +181,81 @@ template <typename S> struct HopperMatmulOut {
         const int at = column + half * 32 + lane / 4 % 2 * 16 + lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2;
         if (at < N) column_sums[(size_t)(row / BOX_ROWS) * N + at] = total;
     }
+    // What is done between two steps of the next tile; `slot` is known at compile time.
+    __device__ void finish(int slot) {
+        if constexpr (S::OP == EPILOGUE_SWIGLU) finish_swiglu(slot / 4, slot / 2 % 2, slot % 2);
+        else if constexpr (S::OP == EPILOGUE_DSWIGLU) {  // a column block has four: aux is on its way, and then here
+            if (slot % 4 == 0 && slot > 0 && storer) fetch_aux(slot / 4);
+            if (slot % 4 >= 2) finish_dswiglu(slot / 4, slot % 2);
+        } else finish_half(slot);
+    }
+    __device__ void box_free() const {
+        if (storer) bulk_wait_read();
+        named_barrier(1 + warpgroup, WARPGROUP);
+    }
+    __device__ void box_full() const {
+        fence_async();
+        named_barrier(1 + warpgroup, WARPGROUP);
+    }
+    // 32 columns of gate and of up: first both as they are, then what silu makes of them.
+    __device__ void finish_swiglu(int c, int apply, int half) {
+        if (column + c * BOX_COLUMNS >= N) return;
+        if (half == 0) box_free();
+        #pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const unsigned at = fragment_address<BOX_ROWS>(boxes, threadIdx.x / WARP % 4 * 16, half * 2 + k);
+            unsigned gate[4], up[4];
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                gate[i] = packed[(c * 4 + half * 2 + k) * 4 + i];
+                up[i] = packed[S::COLUMNS / 8 + (c * 4 + half * 2 + k) * 4 + i];
+                if (!apply) continue;
+                const float2 g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
+                gate[i] = pack_bf16(Swiglu::forward(g.x, u.x), Swiglu::forward(g.y, u.y));
+            }
+            stmatrix(at, gate);
+            if (!apply) stmatrix(at + BOX_BYTES, up);
+        }
+        if (half == 0) return;
+        box_full();
+        if (!storer) return;
+        box_store(apply ? out_map : aux_map, boxes, column + c * BOX_COLUMNS, 0, row, 0);
+        if (!apply) box_store(aux_map, boxes + BOX_BYTES, N + column + c * BOX_COLUMNS, 0, row, 0);
+        bulk_commit();
+    }
+    // 32 columns of gate and up become their gradients, in place.
+    __device__ void finish_dswiglu(int c, int half) {
+        if (column + c * BOX_COLUMNS >= N) return;
+        if (half == 0) {
+            mbarrier_wait(aux_barriers, aux_parity);
+            aux_parity ^= 1;
+        }
+        #pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const unsigned at = fragment_address<BOX_ROWS>(boxes, threadIdx.x / WARP % 4 * 16, half * 2 + k);
+            unsigned gate[4], up[4];
+            ldmatrix(gate, at);
+            ldmatrix(up, at + BOX_BYTES);
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 d = unpack_bf16(packed[(c * 4 + half * 2 + k) * 4 + i]), g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
+                float2 dg, du;
+                Swiglu::backward(&dg.x, &du.x, d.x, g.x, u.x);
+                Swiglu::backward(&dg.y, &du.y, d.y, g.y, u.y);
+                gate[i] = pack_bf16(dg.x, dg.y);
+                up[i] = pack_bf16(du.x, du.y);
+            }
+            stmatrix(at, gate);
+            stmatrix(at + BOX_BYTES, up);
+        }
+        if (half == 0) return;
+        box_full();
+        if (!storer) return;
+        for (int part = 0; part < 2; part++) box_store(out_map, boxes + part * BOX_BYTES, part * N + column + c * BOX_COLUMNS, 0, row, 0);
+        bulk_commit();
+    }
     // 32 columns; the second half of a column block stores it.
-    __device__ void finish(int half) {
+    __device__ void finish_half(int half) {
         const int c = half / 2;
         if (column + c * BOX_COLUMNS >= N) return;
         const unsigned box = boxes + (S::READS_AUX ? c % 2 * BOX_BYTES : 0);
@@ -181,10 +264,7 @@ template <typename S> struct HopperMatmulOut {
                 if (storer && c > 0 && c + 1 < BLOCKS) fetch_aux(c + 1);
                 mbarrier_wait(aux_barriers + c % 2 * 8, aux_parity >> c % 2 & 1);
                 aux_parity ^= 1u << c % 2;
-            } else {
-                if (storer) bulk_wait_read();
-                named_barrier(1 + warpgroup, WARPGROUP);
-            }
+            } else box_free();
         }
         float sums[8] = {};  // DGELU: column 2t+e of 8-column group g of k is [4g + 2e + k]
         #pragma unroll
@@ -207,8 +287,7 @@ template <typename S> struct HopperMatmulOut {
         }
         if (S::OP == EPILOGUE_DGELU && column_sums) sum_columns(half, sums);
         if (half % 2 == 0) return;
-        fence_async();
-        named_barrier(1 + warpgroup, WARPGROUP);
+        box_full();
         if (!storer) return;
         box_store(out_map, box, column + c * BOX_COLUMNS, 0, row, 0);
         if constexpr (S::OP == EPILOGUE_GELU) box_store(aux_map, box + BOX_BYTES, column + c * BOX_COLUMNS, 0, row, 0);
@@ -247,19 +326,19 @@ template <typename S> __device__ inline void hopper_matmul_math(HopperMatmulOut<
     };
     for (int i = blockIdx.x / S::CLUSTER; i < w.tiles(); i += clusters) {
         #pragma unroll
-        for (int s = 0; s < 2 * S::B_BOXES; s++) {
+        for (int s = 0; s < S::SLOTS; s++) {
             if (s < steps) step(s == 0);
             if (waiting) out.finish(s);
         }
         #pragma unroll 1
-        for (int s = 2 * S::B_BOXES; s < steps; s++) step(false);
+        for (int s = S::SLOTS; s < steps; s++) step(false);
         const HopperMatmulWork::Tile t = w.tile(i);
         const int thread = threadIdx.x % WARPGROUP;
         out.row = (t.row * S::CLUSTER + rank) * S::ROWS + out.warpgroup * BOX_ROWS;
-        out.column = t.column * S::COLUMNS;
+        out.column = t.column * S::OUT_COLUMNS;
         if (S::READS_AUX && out.storer) {  // needed a step or two into the next tile
             out.fetch_aux(0);
-            out.fetch_aux(1);
+            if (!S::GATED) out.fetch_aux(1);
         }
         if (!S::READS_AUX && w.bias) {
             if (thread < S::COLUMNS / 2) bias_pairs[thread] = out.column + 2 * thread < w.N ? ((const unsigned *)(w.bias + out.column))[thread] : 0;
@@ -279,7 +358,7 @@ template <typename S> __device__ inline void hopper_matmul_math(HopperMatmulOut<
     }
     if (waiting)
         #pragma unroll
-        for (int half = 0; half < 2 * S::B_BOXES; half++) out.finish(half);
+        for (int slot = 0; slot < S::SLOTS; slot++) out.finish(slot);
     if (out.storer) bulk_wait();
 }
 
@@ -332,13 +411,13 @@ matmul_hopper_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_con
 static inline CUtensorMap matrix_map(const bf16 *p, int rows, int columns) { return tensor_map(p, 1, rows, 1, columns); }
 
 static int hopper_group_rows = 2048;  // rows of a group of tiles; dev/cuda/matmul.cu times others
-// out (M,N) = op(a b); see the top. aux: GELU writes what goes into gelu, DGELU reads; NULL for PLAIN.
-typedef void HopperRun(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias /*NULL; not DGELU*/, float *column_sums /*NULL; DGELU*/, int M, int N, int K, cudaStream_t stream);
+// out (M,N) = op(a b); see the top. aux: GELU and SWIGLU write what goes into the activation, DGELU and DSWIGLU read it; NULL for PLAIN.
+typedef void HopperRun(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias /*NULL; PLAIN, GELU*/, float *column_sums /*NULL; DGELU*/, int M, int N, int K, cudaStream_t stream);
 template <int COLUMNS, int CLUSTER, int MN_A, int MN_B, HopperEpilogue OP>
 static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias, float *column_sums, int M, int N, int K, cudaStream_t stream) {
     typedef HopperMatmul<COLUMNS, CLUSTER, MN_A, MN_B, OP> S;
     require(M > 0 && N % 8 == 0 && K % 8 == 0 && (!MN_A || M % 8 == 0), "Hopper matmul of M %d N %d K %d\nrows of all matrices must be multiples of 16 bytes", M, N, K);
-    assert((!S::READS_AUX || !bias) && (OP == EPILOGUE_DGELU || !column_sums));
+    assert((!(S::READS_AUX || S::GATED) || !bias) && (OP == EPILOGUE_DGELU || !column_sums) && (!S::GATED || N % BOX_COLUMNS == 0));
     static int multiprocessors = 0;
     if (!multiprocessors) {
         int device;
@@ -346,7 +425,7 @@ static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, co
         cudaCheck(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
         cudaCheck(cudaFuncSetAttribute(matmul_hopper_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     }
-    const int row_tiles = (int)ceil_div((size_t)M, (size_t)S::ROWS * CLUSTER), column_tiles = (int)ceil_div((size_t)N, (size_t)COLUMNS);
+    const int row_tiles = (int)ceil_div((size_t)M, (size_t)S::ROWS * CLUSTER), column_tiles = (int)ceil_div((size_t)N, (size_t)S::OUT_COLUMNS);
     const HopperMatmulWork w = {M, N, K, row_tiles, column_tiles, (int)ceil_div((size_t)hopper_group_rows, (size_t)S::ROWS * CLUSTER), bias, column_sums};
     const int tiles = row_tiles * column_tiles, most = multiprocessors / CLUSTER, rounds = (tiles + most - 1) / most;
     cudaLaunchAttribute attribute;
@@ -360,8 +439,8 @@ static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, co
     launch.stream = stream;
     launch.attrs = &attribute;
     launch.numAttrs = CLUSTER > 1;
-    const CUtensorMap a_map = MN_A ? matrix_map(a, K, M) : matrix_map(a, M, K), b_map = MN_B ? matrix_map(b, K, N) : matrix_map(b, N, K);
-    const CUtensorMap out_map = matrix_map(out, M, N), aux_map = OP == EPILOGUE_PLAIN ? out_map : matrix_map(aux, M, N);
+    const CUtensorMap a_map = MN_A ? matrix_map(a, K, M) : matrix_map(a, M, K), b_map = MN_B ? matrix_map(b, K, N) : matrix_map(b, OP == EPILOGUE_SWIGLU ? 2 * N : N, K);
+    const CUtensorMap out_map = matrix_map(out, M, OP == EPILOGUE_DSWIGLU ? 2 * N : N), aux_map = OP == EPILOGUE_PLAIN ? out_map : matrix_map(aux, M, S::GATED ? 2 * N : N);
     cudaCheck(cudaLaunchKernelEx(&launch, matmul_hopper_kernel<S>, a_map, b_map, out_map, aux_map, w));
 }
 
@@ -380,7 +459,7 @@ template <bool BF16> static inline const HopperVariant *hopper_variants(int *cou
         static const HopperVariant variants[] = {
             HOPPER_VARIANTS(0, 0, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 1, 0, 0, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 2, 0, 0, EPILOGUE_PLAIN), HOPPER_VARIANTS(0, 0, EPILOGUE_GELU),
             HOPPER_VARIANTS(0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 1, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 2, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANTS(0, 1, EPILOGUE_DGELU),
-            HOPPER_VARIANTS(1, 1, EPILOGUE_PLAIN)};
+            HOPPER_VARIANTS(1, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(256, 1, 0, 0, EPILOGUE_SWIGLU), HOPPER_VARIANT(256, 1, 0, 1, EPILOGUE_DSWIGLU)};
         static int available = -1;  // whether the code loaded for this GPU has the kernel: only then it has barriers in static shared memory
         if (available < 0) {
             cudaFuncAttributes attributes;

@@ -45,8 +45,9 @@ static inline void block_inside(Model *m, int l, const floatX *x, int B, int T, 
     }
     matmul_forward(&m->matmul, m->branch, a.y, w.projw, w.projb, NULL, N, Q, C, s);
     residual_norm_forward(c->norm, a.x_mid, a.h2, a.mean2, a.rstd2, x, m->branch, w.ln2w, w.ln2b, N, C, c->norm_eps, s);
-    if (m->fuse_gelu && !cache) {
-        matmul_forward(&m->matmul, a.a, a.h2, w.fcw, w.fcb, a.f, N, C, fc_width(c), s);
+    if (m->fuse_activation && !cache) {
+        if (c->mlp == MLP_SWIGLU) matmul_swiglu_forward(a.a, a.f, a.h2, w.fcw, N, C, c->ffn_dim, s);
+        else matmul_forward(&m->matmul, a.a, a.h2, w.fcw, w.fcb, a.f, N, C, fc_width(c), s);
     } else {
         matmul_forward(&m->matmul, a.f, a.h2, w.fcw, w.fcb, NULL, N, C, fc_width(c), s);
         activation_forward(m, a.a, a.f, N);
@@ -139,9 +140,10 @@ static inline void block_backward(Model *m, int l, int accumulate) {
     if (again == 2) norm_forward(c->norm, a.h2, a.mean2, a.rstd2, a.x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps, s);
     // MLP
     matmul_backward_weight(mm, g.fcprojw, m->dx, a.a, N, F, C, accumulate, s);
-    const int fused = m->fuse_gelu == 2;  // GELU's gradient, and the bias gradient, inside the matmul
-    matmul_backward_input(mm, m->da, fused ? g.fcb : NULL, m->dx, w.fcprojw, fused ? a.f : NULL, N, F, C, accumulate, scratch, s);
-    if (c->mlp == MLP_SWIGLU) swiglu_backward(m->df, m->da, a.f, N, F, s);
+    const int fused = m->fuse_activation == 2, gated = c->mlp == MLP_SWIGLU;  // the activation's gradient, and GELU's bias gradient, inside the matmul
+    if (fused && gated) matmul_swiglu_backward(m->df, m->dx, w.fcprojw, a.f, N, C, F, s);
+    else matmul_backward_input(mm, m->da, fused ? g.fcb : NULL, m->dx, w.fcprojw, fused ? a.f : NULL, N, F, C, accumulate, scratch, s);
+    if (gated && !fused) swiglu_backward(m->df, m->da, a.f, N, F, s);
     else if (!fused) gelu_backward(m->df, m->da, a.f, (size_t)N * F, s);
     matmul_backward_weight(mm, g.fcw, m->df, a.h2, N, C, fc_width(c), accumulate, s);
     if (g.fcb && !fused) bias_backward(g.fcb, m->df, N, fc_width(c), accumulate, scratch, s);

@@ -31,7 +31,7 @@ struct Model {
     Zero zero;
     Graph graphs[2];         // of the first micro-step of a step, and of those that follow
     int B, T;                // largest micro-step
-    int fuse_gelu;           // 0 no, 1 forward, 2 forward and backward
+    int fuse_activation;     // GELU or SwiGLU in the matmul: 0 no, 1 forward, 2 forward and backward
     int head_rows;           // the head runs on so many rows at a time
     // parameters, all in the layout of the table
     floatX *weights, *grads;
@@ -284,11 +284,12 @@ void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
     matmul_open(&m->matmul, &m->gpu.prop, m->matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
     // Fused is faster on Hopper in both directions (dev/cuda/matmul.cu measures it); elsewhere nobody has measured.
     // Recomputing the activation alone needs the fused bits to be those of the separate kernels; whole blocks run the fused one again.
-    const int exact = matmul_gelu_is_exact(&m->matmul, m->B * m->T) || o->recompute == 0 || o->recompute == 3, fastest = m->gpu.prop.major == 9 && exact ? 2 : 0;
+    const int gated = c->mlp == MLP_SWIGLU, exact = gated || matmul_gelu_is_exact(&m->matmul, m->B * m->T) || o->recompute == 0 || o->recompute == 3;
+    const int fastest = m->gpu.prop.major == 9 && exact && (!gated || m->B * m->T >= MATMUL_OWN_GELU_ROWS) ? 2 : 0;
     const int wanted = o->gelu_fusion >= 0 ? (int)o->gelu_fusion : fastest;
-    m->fuse_gelu = c->mlp == MLP_GELU && matmul_can_fuse_gelu(&m->matmul) ? wanted : 0;
-    require(!m->fuse_gelu || exact, "--recompute %lld with --gelu-fusion %lld: here what backward recomputes would differ from the fused forward in the last bit\nuse --gelu-fusion 0 with --recompute", o->recompute, o->gelu_fusion);
-    require(o->gelu_fusion <= 0 || m->fuse_gelu, "--gelu-fusion %lld needs a bf16 build and a model with GELU\nleave it out", o->gelu_fusion);
+    m->fuse_activation = (gated ? matmul_can_fuse_swiglu(c->ffn_dim) : matmul_can_fuse_gelu(&m->matmul)) ? wanted : 0;
+    require(!m->fuse_activation || exact, "--recompute %lld with --gelu-fusion %lld: here what backward recomputes would differ from the fused forward in the last bit\nuse --gelu-fusion 0 with --recompute", o->recompute, o->gelu_fusion);
+    require(o->gelu_fusion <= 0 || m->fuse_activation, "--gelu-fusion %lld needs a bf16 build; with SwiGLU a Hopper GPU too, and an MLP width that is a multiple of %d\nleave it out", o->gelu_fusion, BOX_COLUMNS);
     upload_tables(m);
     for (int i = 0; i < 2; i++) cudaCheck(cudaEventCreateWithFlags(&m->copied[i], cudaEventDisableTiming));
     m->zero = zero_open(comm, &m->table, &m->gpu, (int)o->zero_stage, reduces_wide(m), m->reduce_staging);

@@ -267,7 +267,7 @@ static void check_own(Layout layout, int M, int N, int K) {
     floatX *dbias = device_new<floatX>((size_t)N);
     for (int v = 0; v < own_count; v++) {
         const HopperVariant &own = own_matmuls[v];
-        if (!fits(&own, layout)) continue;
+        if (!fits(&own, layout) || own.op == EPILOGUE_SWIGLU || own.op == EPILOGUE_DSWIGLU) continue;
         char text[96];
         #define named(what) (snprintf(text, sizeof text, "%d columns, cluster %d%s: %s", own.columns, own.cluster, op_names[own.op], what), text)
         const bool backward = own.op == EPILOGUE_DGELU;
@@ -300,6 +300,36 @@ static void check_own(Layout layout, int M, int N, int K) {
         check_true(memcmp(fused, apart, n * sizeof(float)) == 0, "%s", named("every bit as by a kernel of its own"));
         #undef named
     }
+}
+// SwiGLU of width N in the matmul: against the naive rung and the CPU, and in every bit the plain kernel followed by activation.cuh.
+static void check_gated(int M, int N, int K) {
+    if (!matmul_can_fuse_swiglu(N)) return;
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t n = (size_t)M * N;
+    ladder_case("swiglu M=%d N=%d K=%d", M, N, K);
+    floatX *inp = device_normal<floatX>((size_t)M * K, 1.0f), *weight = device_normal<floatX>(2 * (size_t)N * K, 1.0f / sqrtf((float)K)), *down = device_normal<floatX>((size_t)N * K, 1.0f / sqrtf((float)K));
+    floatX *gate_up = device_new<floatX>(2 * n), *out = device_new<floatX>(n), *apart = device_new<floatX>(n), *d = device_new<floatX>(n), *dgate_up = device_new<floatX>(2 * n), *dapart = device_new<floatX>(2 * n);
+    float *naive = device_new<float>(2 * n), *expected = host_new<float>(2 * n);
+    auto forward = [&] { matmul_swiglu_forward(out, gate_up, inp, weight, M, K, N, stream); };
+    auto backward = [&] { matmul_swiglu_backward(dgate_up, inp, down, gate_up, M, K, N, stream); };
+    forward();
+    naive_forward(naive, inp, weight, M, K, 2 * N);
+    check("gate and up", gate_up, download(naive, 2 * n), M, 2 * (size_t)N, error_bound(), worst_bound());
+    const float *both = download(gate_up, 2 * n);
+    swiglu_forward_cpu(expected, both, M, N);
+    check("out", out, expected, M, N, 3.5e-3, 1e-2);
+    backward();
+    naive_backward_input(naive, inp, down, M, N, K);
+    swiglu_backward_cpu(expected, download(naive, n), both, M, N);
+    check("dgate and dup", dgate_up, expected, M, 2 * (size_t)N, 3.5e-3, 1e-2);
+    swiglu_forward(apart, gate_up, M, N, stream);
+    check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "out: every bit as by a kernel of its own");
+    int plain = 0;
+    while (plain < own_count && !(fits(&own_matmuls[plain], NN) && own_matmuls[plain].op == EPILOGUE_PLAIN)) plain++;
+    own_matmuls[plain].run((bf16 *)d, NULL, (const bf16 *)inp, (const bf16 *)down, NULL, NULL, M, N, K, stream);
+    swiglu_backward(dapart, d, gate_up, M, N, stream);
+    check_true(!memcmp(download(dgate_up, 2 * n), download(dapart, 2 * n), 2 * n * sizeof(float)), "dgate and dup: every bit as by a kernel of its own");
+    check_same_bits("bits", {{out, n * sizeof(floatX)}, {gate_up, 2 * n * sizeof(floatX)}, {dgate_up, 2 * n * sizeof(floatX)}}, [&] { forward(); backward(); });
 }
 static void check_all_own(int M, int N, int K) {
     check_own(TN, M, N, K);
@@ -471,6 +501,12 @@ int main(int argc, char **argv) {
             check_all_own(264, 1600, 72);
             check_all_own(4168, 2304, 200);
             check_all_own(8192, 1600, 320);
+            check_gated(1000, 768, 768);
+            check_gated(77, 64, 136);
+            check_gated(1, 192, 8);
+            check_gated(264, 1600, 72);
+            check_gated(2048, 8960, 320);
+            check_gated(4168, 704, 1544);
         }
         check_shape(77, 136, 264, 0);
         check_shape(512, 768, 768, 0);
