@@ -2,22 +2,46 @@
 //   losses[n] = lse - x[target],  lse = log(sum over v < V of exp(x[v]));  logits[v] <- (exp(x[v] - lse) - [v = target]) * dloss
 // logits (N,Vp) floatX, in place; losses (N) fp32; targets (N), < 0: ignored (loss 0, gradient 0). Columns V..Vp-1 are padding:
 // whatever they hold is left out of the sum and their gradient is 0.
-// One block per row. The first pass keeps an online maximum and sum (Milakov and Gimelshein, arXiv:1805.02867) while it puts
-// the row into shared memory, as much of it as fits; the second pass takes it from there, and what did not fit from L2. So
-// each logit is read from memory once and its gradient written once. Where a row fits twice on an SM (50304 bf16 on Hopper),
-// two blocks of 512 threads overlap each other's phases; longer rows get one block of 1024.
-// A NaN or +inf logit makes the loss NaN, a -inf one has probability 0; a target >= V gives NaN. Sums are fp32, in fixed order.
+// One pass over a row finds its maximum and sum, online (Milakov and Gimelshein, arXiv:1805.02867), a second one writes the gradient. Each logit
+// is read from memory once: what the first pass has seen waits in shared memory for the second.
+//   Hopper, long rows: one persistent block on each multiprocessor, whose shared memory is a ring of stages that a producer warp fills by
+//     TMA, row after row. A stage is free when the second pass has read it, so that the next row comes in while this one is computed and
+//     written: memory is never left idle by the two phases. Long rows are shared by the two blocks of a cluster, which exchange maxima and sums.
+//   else: one block per row, with as much of it in shared memory as fits; the second pass takes the rest from L2. Where a row fits twice
+//     on an SM (50304 bf16 on Hopper) two blocks of 512 threads overlap each other's phases; longer rows get one block of 1024.
+// A NaN or +inf logit makes the loss NaN, as does a row whose largest logit is not between -1e8 and 1e8; a -inf one has probability 0; a target >= V gives NaN. Sums are fp32, in fixed order.
 // Ladder: dev/cuda/classifier.cu. Not supported: label smoothing, z-loss; Vp not a multiple of a 16-byte vector.
 #ifndef LLMC_CLASSIFIER_CUH
 #define LLMC_CLASSIFIER_CUH
 
-#include "cuda_common.cuh"
+#include "tile.cuh"
 
-// exp(x) in one special-function instruction; results below 2^-126 become 0.
-__device__ inline float exp_flushed(float x) {
+// Two passes of 50304 elements leave an SM of Hopper 11,000 cycles a row at copy speed, of which 6,300 go to the special-function unit at one
+// exponential in each pass. So the rest is kept short: maxima of pairs in bf16, widening by a shift or a mask, one fma for an exponent.
+
+constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
+
+__device__ inline float exp2_flushed(float x) {  // one instruction; results below 2^-126 become 0
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504088896341f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+__device__ inline void vec_widen(float (&to)[VecX::size], const VecX &x) {
+    #pragma unroll
+    for (int k = 0; k < VecX::size; k++) {
+        if constexpr (sizeof(floatX) == 4) to[k] = (float)x[k];
+        else {
+            const unsigned pair = ((const unsigned *)x.v)[k / 2];
+            to[k] = __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16);
+        }
+    }
+}
+__device__ inline float vec_max(const VecX &x) {
+    if constexpr (sizeof(floatX) == 4) return fmaxf(fmaxf((float)x[0], (float)x[1]), fmaxf((float)x[2], (float)x[3]));
+    else {
+        const __nv_bfloat162 *pairs = (const __nv_bfloat162 *)x.v, m = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+        return fmaxf(__low2float(m), __high2float(m));
+    }
 }
 // x is the vector that begins at column i: its padding columns become -inf.
 __device__ inline void mask_padding(VecX &x, int i, int V) {
@@ -26,24 +50,45 @@ __device__ inline void mask_padding(VecX &x, int i, int V) {
     for (int k = 0; k < VecX::size; k++)
         if (i + k >= V) x[k] = (floatX)-INFINITY;
 }
+// sum of exp(x) = 2^offset sum; offset is max log2(e), rounded: off by at most 9 where |max| < MOST_LOGIT, so that nothing overflows.
+constexpr float MOST_LOGIT = 1e8f;
+__device__ inline float offset_of(float max) { return __fmul_rn(max, LOG2_E); }  // never part of an fma: everywhere the same number
 struct OnlineSum {
-    float max = Max::identity, sum = 0;  // a finite start: -inf - max must not be NaN
+    float max = -MOST_LOGIT, offset = -MOST_LOGIT * LOG2_E, sum = 0;  // a finite start: -inf - offset must not be NaN
     __device__ void add(const VecX &x) {
-        float e[VecX::size], m = (float)x[0];
-        #pragma unroll
-        for (int k = 1; k < VecX::size; k++) m = fmaxf(m, (float)x[k]);
+        float e[VecX::size];
+        const float m = vec_max(x);
         if (m > max) {  // rare after the first few vectors
-            sum *= exp_flushed(max - m);
+            sum *= exp2_flushed(offset - offset_of(m));
             max = m;
+            offset = offset_of(m);
         }
+        vec_widen(e, x);
         #pragma unroll
-        for (int k = 0; k < VecX::size; k++) e[k] = exp_flushed((float)x[k] - max);
+        for (int k = 0; k < VecX::size; k++) e[k] = exp2_flushed(fmaf(e[k], LOG2_E, -offset));
         #pragma unroll
         for (int half = VecX::size / 2; half > 0; half /= 2) {
             #pragma unroll
             for (int k = 0; k < half; k++) e[k] += e[k + half];
         }
         sum += e[0];
+    }
+};
+// The whole row's.
+struct RowSum {
+    float max, offset, sum;
+    __device__ float loss(float target_logit) const {  // what rounding has done to the offset is taken out again
+        return fabsf(max) < MOST_LOGIT ? max - target_logit + logf(sum) - LN_2 * fmaf(max, LOG2_E, -offset) : NAN;
+    }
+    // The logit's gradient where it is not the target's; factor: dloss / sum
+    __device__ float gradient(float logit, float factor) const { return exp2_flushed(fmaf(logit, LOG2_E, -offset)) * factor; }
+    __device__ VecX gradient(const VecX &x, float factor) const {
+        float p[VecX::size];
+        VecX d;
+        vec_widen(p, x);
+        #pragma unroll
+        for (int k = 0; k < VecX::size; k++) d[k] = (floatX)gradient(p[k], factor);
+        return d;
     }
 };
 
@@ -68,7 +113,6 @@ classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss
         return;
     }
     const float target_logit = target < V ? (float)row[target] : NAN;  // before the second pass overwrites it
-
     OnlineSum online;
     for (int first = mine; first < Vp; first += unroll * stride) {
         VecX x[unroll];
@@ -86,11 +130,13 @@ classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss
             online.add(x[u]);
         }
     }
-    const float max = block_reduce<Max>(online.max, scratch);
-    const float sum = block_reduce<Sum>(online.sum * exp_flushed(online.max - max), scratch);
-    if (threadIdx.x == 0) losses[blockIdx.x] = max - target_logit + logf(sum);
+    RowSum all;
+    all.max = block_reduce<Max>(online.max, scratch);
+    all.offset = offset_of(all.max);
+    all.sum = block_reduce<Sum>(online.sum * exp2_flushed(online.offset - all.offset), scratch);
+    if (threadIdx.x == 0) losses[blockIdx.x] = all.loss(target_logit);
     if constexpr (WRITE_DLOGITS) {
-        const float factor = dloss / sum;  // exp(x - max) / sum keeps more digits than exp(x - lse)
+        const float factor = dloss / all.sum;
         #pragma unroll 2
         for (int i = mine; i < Vp; i += stride) {  // every thread meets its own vectors again
             VecX x;
@@ -99,13 +145,145 @@ classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss
                 x = vec_load_streaming(row + i);
                 mask_padding(x, i, V);
             }
-            #pragma unroll
-            for (int k = 0; k < VecX::size; k++) x[k] = (floatX)(exp_flushed((float)x[k] - max) * factor);
-            vec_store_streaming(row + i, x);
+            vec_store_streaming(row + i, all.gradient(x, factor));
         }
         if (target < V && target / VecX::size % THREADS == threadIdx.x)  // the thread that wrote the target's vector
-            row[target] = (floatX)(exp_flushed(target_logit - max) * factor - dloss);
+            row[target] = (floatX)(all.gradient(target_logit, factor) - dloss);
     }
+}
+
+// ---- Hopper: rows through a ring
+
+// MATH threads compute, each VECTORS vectors of a stage; CLUSTER blocks share a row.
+template <int MATH_, int VECTORS_, int CLUSTER_> struct ClassifierRing {
+    static constexpr int MATH = MATH_, VECTORS = VECTORS_, CLUSTER = CLUSTER_, THREADS = MATH + WARP, WARPS = MATH / WARP;
+    static constexpr int STAGE = MATH * VECTORS * VecX::size, STAGE_BYTES = STAGE * (int)sizeof(floatX);  // elements
+    static constexpr int SHARED = 227 * 1024, STATIC = 2048, STAGES = (SHARED - STATIC) / STAGE_BYTES, BYTES = STAGES * STAGE_BYTES;
+};
+template <typename S> struct RingPlace {  // where a stage is, and the parity of its current use
+    int stage = 0;
+    unsigned phase = 0;
+    __device__ void next() { if (++stage == S::STAGES) { stage = 0; phase ^= 1; } }
+};
+
+template <typename S> __device__ inline void classifier_ring(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp) {
+    extern __shared__ int4 shared_row[];
+    __shared__ uint64_t barriers[2 * S::STAGES + 2];
+    __shared__ float2 pairs[2][S::WARPS * S::CLUSTER];  // maximum and sum of each warp that has a part of the row; of two rows in turns
+    static_assert(sizeof barriers + sizeof pairs <= S::STATIC, "the stages do not leave room");
+    const unsigned full = shared_address(barriers), empty = full + 8 * S::STAGES, known = empty + 8 * S::STAGES;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, block = (int)blockIdx.x % S::CLUSTER;
+    const int first_row = (int)blockIdx.x / S::CLUSTER, row_step = (int)gridDim.x / S::CLUSTER;
+    const int part = (Vp / VecX::size + S::CLUSTER - 1) / S::CLUSTER * VecX::size, begin = block * part, end = min(Vp, begin + part);  // of each row, in this block
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < S::STAGES; i++) { mbarrier_init(full + 8 * i, 1); mbarrier_init(empty + 8 * i, S::WARPS); }
+        for (int i = 0; i < 2; i++) mbarrier_init(known + 8 * i, S::CLUSTER > 1 ? 1 : S::WARPS);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (S::CLUSTER > 1) cluster_sync();  // before anything is sent
+
+    RingPlace<S> place;
+    int target = first_row < N ? targets[first_row] : -1;
+    if (warp == S::WARPS) {  // the producer
+        for (int n = first_row; lane == 0 && n < N; n += row_step) {
+            const int next_target = n + row_step < N ? targets[n + row_step] : -1;
+            const floatX *row = logits + (size_t)n * (size_t)Vp;
+            for (int i = begin; target >= 0 && i < end; i += S::STAGE, place.next()) {
+                const int bytes = min(S::STAGE, end - i) * (int)sizeof(floatX);
+                mbarrier_wait(empty + 8 * place.stage, place.phase ^ 1);
+                mbarrier_arrive_expect(full + 8 * place.stage, bytes);
+                bulk_load(shared_address(shared_row) + place.stage * S::STAGE_BYTES, row + i, bytes, full + 8 * place.stage);
+            }
+            target = next_target;
+        }
+    } else {
+        const int mine = (int)threadIdx.x * VecX::size;
+        unsigned uses = 0;  // rows that went through the ring
+        for (int n = first_row; n < N; n += row_step) {
+            const int next_target = n + row_step < N ? targets[n + row_step] : -1;
+            floatX *row = logits + (size_t)n * (size_t)Vp;
+            if (target < 0) {
+                if (block == 0 && threadIdx.x == 0) losses[n] = 0;
+                VecX zero;
+                #pragma unroll
+                for (int k = 0; k < VecX::size; k++) zero[k] = (floatX)0.0f;
+                for (int i = begin + mine; i < end; i += S::MATH * VecX::size) vec_store_streaming(row + i, zero);
+                target = next_target;
+                continue;
+            }
+            const unsigned turn = uses & 1, barrier = known + 8 * turn;
+            if (S::CLUSTER > 1 && threadIdx.x == 0) mbarrier_arrive_expect(barrier, (int)sizeof pairs[0]);
+            RingPlace<S> again = place;
+            OnlineSum online;
+            for (int i = begin; i < end; i += S::STAGE, place.next()) {
+                const floatX *stage = (const floatX *)shared_row + place.stage * S::STAGE;
+                mbarrier_wait(full + 8 * place.stage, place.phase);
+                #pragma unroll
+                for (int u = 0; u < S::VECTORS; u++) {
+                    const int at = u * S::MATH * VecX::size + mine;
+                    if (i + at >= end) break;
+                    VecX x = vec_load(stage + at);
+                    mask_padding(x, i + at, V);
+                    online.add(x);
+                }
+            }
+            // Every warp gets the pairs of all warps, and adds them up in the same order.
+            RowSum all;
+            all.max = warp_reduce<Max>(online.max);
+            all.sum = warp_reduce<Sum>(online.sum * exp2_flushed(online.offset - offset_of(all.max)));
+            float2 *pair = &pairs[turn][block * S::WARPS + warp];
+            if constexpr (S::CLUSTER == 1) {
+                if (lane == 0) { *pair = make_float2(all.max, all.sum); mbarrier_arrive(barrier); }
+            } else if (lane < S::CLUSTER)
+                cluster_send(cluster_address(shared_address(pair), lane), make_float2(all.max, all.sum), cluster_address(barrier, lane));
+            mbarrier_wait(barrier, uses / 2 & 1);
+            uses++;
+            for (int j = lane; j < S::WARPS * S::CLUSTER; j += WARP) all.max = fmaxf(all.max, pairs[turn][j].x);
+            all.max = warp_reduce<Max>(all.max);
+            all.offset = offset_of(all.max);
+            all.sum = 0;
+            for (int j = lane; j < S::WARPS * S::CLUSTER; j += WARP) all.sum += pairs[turn][j].y * exp2_flushed(offset_of(pairs[turn][j].x) - all.offset);
+            all.sum = warp_reduce<Sum>(all.sum);
+            if (target >= V && block == 0 && threadIdx.x == 0) losses[n] = NAN;
+
+            const int written_target = target < V ? target : -VecX::size;  // never in a vector
+            const float factor = dloss / all.sum;
+            for (int i = begin; i < end; i += S::STAGE, again.next()) {
+                const floatX *stage = (const floatX *)shared_row + again.stage * S::STAGE;
+                VecX x[S::VECTORS];
+                #pragma unroll
+                for (int u = 0; u < S::VECTORS; u++) {
+                    const int at = u * S::MATH * VecX::size + mine;
+                    if (i + at < end) x[u] = vec_load(stage + at);
+                }
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(empty + 8 * again.stage);
+                #pragma unroll
+                for (int u = 0; u < S::VECTORS; u++) {
+                    const int at = i + u * S::MATH * VecX::size + mine;
+                    if (at >= end) break;
+                    mask_padding(x[u], at, V);
+                    vec_store_streaming(row + at, all.gradient(x[u], factor));
+                    if ((unsigned)(written_target - at) < (unsigned)VecX::size) {
+                        float target_logit = 0;
+                        #pragma unroll
+                        for (int k = 0; k < VecX::size; k++)
+                            if (at + k == target) target_logit = (float)x[u][k];
+                        losses[n] = all.loss(target_logit);
+                        row[target] = (floatX)(all.gradient(target_logit, factor) - dloss);
+                    }
+                }
+            }
+            target = next_target;
+        }
+    }
+    if (S::CLUSTER > 1) cluster_sync();  // nobody leaves while the other may still send
+}
+template <typename S> __global__ void __launch_bounds__(S::THREADS, 1)
+classifier_ring_kernel(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp) {
+    if constexpr (HOPPER_CODE) classifier_ring<S>(logits, losses, targets, dloss, N, V, Vp);
+    else __trap();
 }
 
 // Deterministic sum of the losses in one block: a fixed number of threads, each over a fixed stride.
@@ -132,6 +310,44 @@ template <int THREADS> static inline void classifier_launch(floatX *logits, floa
     cudaCheck(cudaFuncSetAttribute(classifier_kernel<THREADS, true>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
     classifier_kernel<THREADS, true><<<(unsigned)N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, V, Vp, cached);
 }
+template <typename S> static inline void classifier_ring_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, cudaStream_t stream) {
+    cudaCheck(cudaFuncSetAttribute(classifier_ring_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+    const int most = classifier_device_attribute(cudaDevAttrMultiProcessorCount) / S::CLUSTER;
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = S::CLUSTER;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = dim3((unsigned)((N < most ? N : most) * S::CLUSTER));
+    launch.blockDim = dim3(S::THREADS);
+    launch.dynamicSmemBytes = S::BYTES;
+    launch.stream = stream;
+    launch.attrs = &attribute;
+    launch.numAttrs = S::CLUSTER > 1;
+    cudaCheck(cudaLaunchKernelEx(&launch, classifier_ring_kernel<S>, logits, losses, targets, dloss, N, V, Vp));
+}
+// A row alone in a ring leaves some of its stages to the next one; else two blocks share it. False if it is too long or too short even so,
+// or the code that was loaded for this GPU is not Hopper's: only that has barriers in static shared memory.
+template <int MATH, int VECTORS> static inline bool classifier_ring_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, cudaStream_t stream) {
+    enum { RING_LEAST = 16384 };
+    typedef ClassifierRing<MATH, VECTORS, 1> Alone;
+    typedef ClassifierRing<MATH, VECTORS, 2> Shared;
+    static int available = -1;
+    if (available < 0) {
+        cudaFuncAttributes attributes;
+        cudaCheck(cudaFuncGetAttributes(&attributes, classifier_ring_kernel<Alone>));
+        available = attributes.sharedSizeBytes > 0;
+    }
+    const int stages = (Vp + Alone::STAGE - 1) / Alone::STAGE, half_stages = (Vp / 2 + VecX::size + Alone::STAGE - 1) / Alone::STAGE;
+    if (!available || Vp < RING_LEAST || half_stages > Shared::STAGES) return false;
+    if (4 * stages <= 3 * Alone::STAGES) classifier_ring_launch<Alone>(logits, losses, targets, dloss, N, V, Vp, stream);
+    else classifier_ring_launch<Shared>(logits, losses, targets, dloss, N, V, Vp, stream);
+    return true;
+}
+
+// 0: what is chosen below; others are for dev/cuda/classifier.cu. 1: never a ring, 2: a ring for 768 threads of one vector
+inline int classifier_path = 0;
+
 // logits (N,Vp) become their own gradient if write_dlogits, else they are only read; losses (N) "="
 static inline void classifier(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, int write_dlogits, cudaStream_t stream) {
     require(V > 0 && V <= Vp && Vp % VecX::size == 0, "%d logits in rows of %d\nrows must be padded to a multiple of %d", V, Vp, VecX::size);
@@ -141,7 +357,10 @@ static inline void classifier(floatX *logits, float *losses, const int *targets,
     const int per_block = classifier_device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     const size_t row_bytes = (size_t)Vp * sizeof(floatX);
     const int room = per_block - (int)sizeof(float) * WARP;
-    if (!write_dlogits) classifier_kernel<512, false><<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, V, Vp, 0);
+    const bool ring = write_dlogits && (classifier_path == 0 ? classifier_ring_run<640, 2>(logits, losses, targets, dloss, N, V, Vp, stream)
+                                      : classifier_path == 2 ? classifier_ring_run<768, 1>(logits, losses, targets, dloss, N, V, Vp, stream) : false);
+    if (ring) ;
+    else if (!write_dlogits) classifier_kernel<512, false><<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, V, Vp, 0);
     else if (row_bytes + reserved <= (size_t)per_sm / 2) classifier_launch<512>(logits, losses, targets, dloss, N, V, Vp, Vp, stream);
     else {
         const size_t cached = row_bytes < (size_t)room ? (size_t)Vp : (size_t)(room / 16 * VecX::size);

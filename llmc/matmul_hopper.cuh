@@ -23,7 +23,7 @@
 
 #include "tile.cuh"
 
-// ---- what tile.cuh does not have: wide wgmma, clusters
+// ---- what tile.cuh does not have: wide wgmma, multicast
 
 #define MATMUL_D192 \
     "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
@@ -50,17 +50,6 @@ template <int N, int MN_A, int MN_B> __device__ inline void wgmma_wide(float (&d
 __device__ inline void box_load_all(unsigned to, const CUtensorMap *map, unsigned barrier, int column, int row, unsigned short blocks) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %4}], [%2], %6;"
                  ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(0), "r"(row), "h"(blocks) : "memory");
-}
-__device__ inline unsigned cluster_address(unsigned address, int block) {
-    unsigned there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
-    return there;
-}
-// Relaxed: what came before are reads by wgmma, complete once waited for. A release for the cluster would fence global memory.
-__device__ inline void cluster_arrive(unsigned there) { asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory"); }
-__device__ inline void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // ---- elementwise parts of the epilogues, on pairs

@@ -114,6 +114,25 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
     }
 }
 
+// ---- clusters: blocks that reach each other's shared memory
+
+// The same place in another block of the cluster.
+__device__ inline unsigned cluster_address(unsigned address, int block) {
+    unsigned there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    return there;
+}
+// Relaxed: what came before are reads by wgmma, complete once waited for. A release for the cluster would fence global memory.
+__device__ inline void cluster_arrive(unsigned there) { asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory"); }
+__device__ inline void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+// Two numbers into a block of the cluster, whose barrier counts their 8 bytes. Unlike a store and a release it waits for nothing.
+__device__ inline void cluster_send(unsigned there, float2 x, unsigned barrier_there) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(there), "f"(x.x), "f"(x.y), "r"(barrier_there) : "memory");
+}
+
 // A ring of shared-memory stages between producer and consumers: full and empty barriers of 8 bytes each, stage by stage.
 // Both sides count their uses from 0; use u has stage u % STAGES.
 template <int STAGES> struct Ring {
@@ -154,6 +173,10 @@ template <int ROWS, int HD> __device__ inline void tile_fetch(unsigned to, const
         #pragma unroll
         for (int r = 0; r < ROWS / BOX_ROWS; r++)
             box_load(to + (c * (ROWS / BOX_ROWS) + r) * BOX_BYTES, map, barrier, c * BOX_COLUMNS, head, row + r * BOX_ROWS, b);
+}
+// Whole 16 bytes of global memory, as they are.
+__device__ inline void bulk_load(unsigned to, const void *from, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // shared memory may be reused

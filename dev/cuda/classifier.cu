@@ -12,7 +12,7 @@ static double dlogits_worst(void) { return bound(6e-3, 2e-5); }
 
 // Every fifth target is ignored, the first and last columns are hit, and the padding is full of NaN, which must not leak.
 static void check_shape(int N, int V, int Vp, float std) {
-    ladder_case("N=%d V=%d Vp=%d std=%g", N, V, Vp, (double)std);
+    ladder_case("path %d, N=%d V=%d Vp=%d std=%g", classifier_path, N, V, Vp, (double)std);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)N * Vp;
     const float dloss = 1.0f / 16;
@@ -51,15 +51,16 @@ static void check_shape(int N, int V, int Vp, float std) {
 
 // One special logit in a row of ordinary ones, at the target or elsewhere.
 static void check_special(int V, int Vp) {
-    ladder_case("special values V=%d", V);
-    enum { ROWS = 8 };
+    ladder_case("path %d, special values V=%d", classifier_path, V);
+    enum { ROWS = 9 };
     float *logits = host_normal((size_t)ROWS * Vp, 1.0f);
-    int targets[ROWS] = {1, 1, 1, 1, 1, 1, V, 1};
+    int targets[ROWS] = {1, 1, 1, 1, 1, 1, V, 1, 1};
     float *row[ROWS];
     for (int r = 0; r < ROWS; r++) row[r] = logits + (size_t)r * Vp;
     row[0][5] = NAN; row[1][V - 1] = NAN; row[2][7] = INFINITY; row[3][7] = -INFINITY; row[4][1] = -INFINITY;
     for (int v = 0; v < V; v++) row[5][v] = -INFINITY;
-    for (int v = 0; v < V; v++) row[7][v] = v == 1 ? 3e38f : -3e38f;
+    for (int v = 0; v < V; v++) row[7][v] = v == 1 ? 5e7f : -3e38f;
+    row[8][7] = 3e38f;
     floatX *d_logits = upload<floatX>(logits, (size_t)ROWS * Vp);
     float *d_losses = device_new<float>(ROWS);
     classifier(d_logits, d_losses, upload_ints(targets, ROWS), 1, ROWS, V, Vp, 1, ladder.gpu.compute);
@@ -70,7 +71,8 @@ static void check_special(int V, int Vp) {
     check_true(isinf(loss[4]) && loss[4] > 0 && d[4 * (size_t)Vp + 1] == -1, "-inf at the target: loss %g, gradient %g", (double)loss[4], (double)d[4 * (size_t)Vp + 1]);
     check_true(isnan(loss[5]), "all -inf: loss %g", (double)loss[5]);
     check_true(isnan(loss[6]), "target outside the vocabulary: loss %g", (double)loss[6]);
-    check_true(loss[7] == 0 && d[7 * (size_t)Vp + 1] == 0, "3e38 against -3e38: loss %g", (double)loss[7]);
+    check_true(fabsf(loss[7]) < 1e-6f && fabsf(d[7 * (size_t)Vp + 1]) < 1e-6f, "5e7 against -3e38: loss %g, gradient %g", (double)loss[7], (double)d[7 * (size_t)Vp + 1]);
+    check_true(isnan(loss[8]), "3e38: loss %g", (double)loss[8]);
 }
 
 // More than 2^31 logits: the first and the last rows must be right.
@@ -113,6 +115,13 @@ static void bench_shape(int N, int V, const char *name) {
     float *losses = device_new<float>((size_t)N), *total = device_normal<float>(1, 1.0f);
     int *targets = upload_ints(host_ints((size_t)N, V), (size_t)N);
     const double bytes = (double)N * Vp * sizeof(floatX);
+    if (ladder.variants) {  // how rows come into shared memory
+        const char *names[] = {"ring, 640 threads of 2", "rows by blocks", "ring, 768 threads of 1"};
+        for (classifier_path = 0; classifier_path < 3; classifier_path++)
+            bench(names[classifier_path], 2 * bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
+        classifier_path = 0;
+    }
+    if (!ladder.bench) return;
     bench("forward only", bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 0, ladder.gpu.compute); });
     bench("forward and dlogits", 2 * bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
     bench("loss_sum", (double)N * sizeof(float), 0, [&] { loss_sum(total, losses, N, 1, ladder.gpu.compute); });
@@ -121,25 +130,32 @@ static void bench_shape(int N, int V, const char *name) {
 int main(int argc, char **argv) {
     ladder_open("classifier", argc, argv);
     if (ladder.check) {
-        check_shape(1, 2, 8, 1);
-        check_shape(11, 256, 256, 1);
-        check_shape(7, 100, 128, 20);
-        check_shape(6, 32000, 32000, 3);
-        check_shape(9, 50257, 50304, 3);
-        check_shape(5, 128256, 128256, 3);
-        check_shape(5, 151936, 151936, 3);
-        check_shape(5, 152064, 152192, 3);
-        check_special(50257, 50304);
-        check_special(128256, 128256);
+        for (classifier_path = 0; classifier_path < 3; classifier_path++) {
+            check_shape(1, 2, 8, 1);
+            check_shape(11, 256, 256, 1);
+            check_shape(7, 100, 128, 20);
+            check_shape(6, 32000, 32000, 3);
+            check_shape(9, 50257, 50304, 3);
+            check_shape(5, 128256, 128256, 3);
+            check_shape(5, 151936, 151936, 3);
+            check_shape(5, 152064, 152192, 3);
+            check_shape(3, 250000, 250112, 3);
+            check_shape(500, 50257, 50304, 3);  // several rows for each block
+            check_shape(150, 128000, 128256, 3);
+            check_shape(150, 151665, 151936, 3);
+            check_special(50257, 50304);
+            check_special(128256, 128256);
+        }
+        classifier_path = 0;
         check_large();
         check_loss_sum(1);
         check_loss_sum(777);
         check_loss_sum(65536);
     }
-    if (ladder.bench) {
+    if (ladder.bench || ladder.variants) {
         bench_shape(65536, 50257, "GPT-2");
         bench_shape(16384, 50257, "GPT-2");
-        bench_shape(8192, 128256, "Llama 3");
+        bench_shape(32768, 128256, "Llama 3");
         bench_shape(16384, 151936, "Qwen2.5");
     }
     return ladder_close();
