@@ -160,7 +160,7 @@ template <int MATH_, int VECTORS_, int CLUSTER_> struct ClassifierRing {
     static constexpr int STAGE = MATH * VECTORS * VecX::size, STAGE_BYTES = STAGE * (int)sizeof(floatX);  // elements
     static constexpr int SHARED = 227 * 1024, STATIC = 2048, STAGES = (SHARED - STATIC) / STAGE_BYTES, BYTES = STAGES * STAGE_BYTES;
 };
-template <typename S> struct RingPlace {  // where a stage is, and the parity of its current use
+template <typename S> struct ClassifierPlace {  // where a stage is, and the parity of its current use
     int stage = 0;
     unsigned phase = 0;
     __device__ void next() { if (++stage == S::STAGES) { stage = 0; phase ^= 1; } }
@@ -183,7 +183,7 @@ template <typename S> __device__ inline void classifier_ring(floatX *logits, flo
     __syncthreads();
     if (S::CLUSTER > 1) cluster_sync();  // before anything is sent
 
-    RingPlace<S> place;
+    ClassifierPlace<S> place;
     int target = first_row < N ? targets[first_row] : -1;
     if (warp == S::WARPS) {  // the producer
         for (int n = first_row; lane == 0 && n < N; n += row_step) {
@@ -214,7 +214,7 @@ template <typename S> __device__ inline void classifier_ring(floatX *logits, flo
             }
             const unsigned turn = uses & 1, barrier = known + 8 * turn;
             if (S::CLUSTER > 1 && threadIdx.x == 0) mbarrier_arrive_expect(barrier, (int)sizeof pairs[0]);
-            RingPlace<S> again = place;
+            ClassifierPlace<S> again = place;
             OnlineSum online;
             for (int i = begin; i < end; i += S::STAGE, place.next()) {
                 const floatX *stage = (const floatX *)shared_row + place.stage * S::STAGE;
