@@ -160,11 +160,6 @@ template <int MATH_, int VECTORS_, int CLUSTER_> struct ClassifierRing {
     static constexpr int STAGE = MATH * VECTORS * VecX::size, STAGE_BYTES = STAGE * (int)sizeof(floatX);  // elements
     static constexpr int SHARED = 227 * 1024, STATIC = 2048, STAGES = (SHARED - STATIC) / STAGE_BYTES, BYTES = STAGES * STAGE_BYTES;
 };
-template <typename S> struct ClassifierPlace {  // where a stage is, and the parity of its current use
-    int stage = 0;
-    unsigned phase = 0;
-    __device__ void next() { if (++stage == S::STAGES) { stage = 0; phase ^= 1; } }
-};
 
 template <typename S> __device__ inline void classifier_ring(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp) {
     extern __shared__ int4 shared_row[];
@@ -183,7 +178,7 @@ template <typename S> __device__ inline void classifier_ring(floatX *logits, flo
     __syncthreads();
     if (S::CLUSTER > 1) cluster_sync();  // before anything is sent
 
-    ClassifierPlace<S> place;
+    RingPlace<S::STAGES> place;
     int target = first_row < N ? targets[first_row] : -1;
     if (warp == S::WARPS) {  // the producer
         for (int n = first_row; lane == 0 && n < N; n += row_step) {
@@ -191,7 +186,7 @@ template <typename S> __device__ inline void classifier_ring(floatX *logits, flo
             const floatX *row = logits + (size_t)n * (size_t)Vp;
             for (int i = begin; target >= 0 && i < end; i += S::STAGE, place.next()) {
                 const int bytes = min(S::STAGE, end - i) * (int)sizeof(floatX);
-                mbarrier_wait(empty + 8 * place.stage, place.phase ^ 1);
+                mbarrier_wait(empty + 8 * place.stage, place.parity ^ 1);
                 mbarrier_arrive_expect(full + 8 * place.stage, bytes);
                 bulk_load(shared_address(shared_row) + place.stage * S::STAGE_BYTES, row + i, bytes, full + 8 * place.stage);
             }
@@ -214,11 +209,11 @@ template <typename S> __device__ inline void classifier_ring(floatX *logits, flo
             }
             const unsigned turn = uses & 1, barrier = known + 8 * turn;
             if (S::CLUSTER > 1 && threadIdx.x == 0) mbarrier_arrive_expect(barrier, (int)sizeof pairs[0]);
-            ClassifierPlace<S> again = place;
+            RingPlace<S::STAGES> again = place;
             OnlineSum online;
             for (int i = begin; i < end; i += S::STAGE, place.next()) {
                 const floatX *stage = (const floatX *)shared_row + place.stage * S::STAGE;
-                mbarrier_wait(full + 8 * place.stage, place.phase);
+                mbarrier_wait(full + 8 * place.stage, place.parity);
                 #pragma unroll
                 for (int u = 0; u < S::VECTORS; u++) {
                     const int at = u * S::MATH * VecX::size + mine;

@@ -102,13 +102,6 @@ struct HopperMatmulWork {
         return {first + rest % size, rest / size};
     }
 };
-// Position in the ring of stages; both sides walk it in step.
-template <int STAGES> struct RingPlace {
-    int stage = 0;
-    unsigned parity = 0;
-    __device__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
-};
-
 template <typename S> __device__ inline void hopper_matmul_fetch(const CUtensorMap *a_map, const CUtensorMap *b_map, const HopperMatmulWork &w, unsigned tiles, unsigned full, unsigned empty) {
     const int rank = blockIdx.x % S::CLUSTER, clusters = gridDim.x / S::CLUSTER;
     RingPlace<S::STAGES> ring;

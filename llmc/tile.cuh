@@ -154,6 +154,12 @@ template <int STAGES> struct Ring {
     __device__ void release(unsigned use) const { mbarrier_arrive(empty + 8 * stage(use)); }              // consumer: this arrival has read it
 };
 template <int STAGES> constexpr int ring_barriers = 2 * STAGES;
+// A ring of any number of stages: where a side is; both sides walk it in step.
+template <int STAGES> struct RingPlace {
+    int stage = 0;
+    unsigned parity = 0;
+    __device__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
+};
 
 // ---- TMA: one thread starts the copy of boxes; coordinates are those of tensor_map
 
