@@ -424,7 +424,7 @@ static void bench_own(Layout layout, HopperEpilogue op, int M, int N, int K) {
 // ---- benchmarks
 
 // What a trainer runs, beside the fastest of cuBLASLt's kernels whatever its bits.
-static void bench_layer(const char *model, const char *layer, int N, int C, int OC, int with_bias, int gelu_after, int gelu_before) {
+static void bench_layer(const char *model, const char *layer, int N, int C, int OC, int with_bias, int gelu_after, int gelu_before, int swiglu_after, int swiglu_before) {
     ladder_case("%s %s, N=%d C=%d OC=%d", model, layer, N, C, OC);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
@@ -441,6 +441,20 @@ static void bench_layer(const char *model, const char *layer, int N, int C, int 
         beside("dX with gelu and dbias", "cuBLASLt, dbias apart", [&](Matmul *m) { matmul_backward_input(m, dinp, below, dout, weight, inp, N, C, OC, 0, scratch, stream); });
     if (gelu_after && matmul_can_fuse_gelu(mm))
         beside("forward with gelu", "cuBLASLt", [&](Matmul *m) { matmul_forward(m, out, inp, weight, bias, dout, N, C, OC, stream); });
+    if (swiglu_after && matmul_can_fuse_swiglu(OC / 2))
+        beside("forward with swiglu", "cuBLASLt, swiglu apart", [&](Matmul *m) {
+            if (m == mm) { matmul_swiglu_forward(dout, out, inp, weight, N, C, OC / 2, stream); return; }
+            matmul_forward(m, out, inp, weight, NULL, NULL, N, C, OC, stream);
+            swiglu_forward(dout, out, N, OC / 2, stream);
+        });
+    if (swiglu_before && matmul_can_fuse_swiglu(C)) {
+        floatX *gate_up = device_normal<floatX>(2 * ni, 1.0f), *dgate_up = device_new<floatX>(2 * ni);
+        beside("dX with swiglu", "cuBLASLt, swiglu apart", [&](Matmul *m) {
+            if (m == mm) { matmul_swiglu_backward(dgate_up, dout, weight, gate_up, N, OC, C, stream); return; }
+            matmul_backward_input(m, dinp, dout, weight, NULL, N, C, OC, stream);
+            swiglu_backward(dgate_up, dinp, gate_up, N, C, stream);
+        });
+    }
     for (int i = 0; i < 2; i++) matmul_close(&mm[i]);
 }
 static void bench_models(void) {
@@ -452,11 +466,11 @@ static void bench_models(void) {
         {"Qwen2.5-1.5B", 16384, 1536, 2048, 8960, 151936, 0, 1},
     };
     for (const auto &m : models) {
-        bench_layer(m.name, "qkv", m.N, m.C, m.qkv, m.qkv_bias, 0, 0);
-        bench_layer(m.name, "projection", m.N, m.C, m.C, m.gpt2, 0, 0);
-        bench_layer(m.name, m.gpt2 ? "up" : "gate and up", m.N, m.C, m.gpt2 ? m.F : 2 * m.F, m.gpt2, m.gpt2, 0);
-        bench_layer(m.name, "down", m.N, m.F, m.C, m.gpt2, 0, m.gpt2);
-        bench_layer(m.name, "head", m.N, m.C, m.V, 0, 0, 0);
+        bench_layer(m.name, "qkv", m.N, m.C, m.qkv, m.qkv_bias, 0, 0, 0, 0);
+        bench_layer(m.name, "projection", m.N, m.C, m.C, m.gpt2, 0, 0, 0, 0);
+        bench_layer(m.name, m.gpt2 ? "up" : "gate and up", m.N, m.C, m.gpt2 ? m.F : 2 * m.F, m.gpt2, m.gpt2, 0, !m.gpt2, 0);
+        bench_layer(m.name, "down", m.N, m.F, m.C, m.gpt2, 0, m.gpt2, 0, !m.gpt2);
+        bench_layer(m.name, "head", m.N, m.C, m.V, 0, 0, 0, 0, 0);
     }
 }
 
