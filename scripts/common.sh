@@ -13,6 +13,11 @@ python=.venv/bin/python
 # Sums by NVLink multicast (NVLS) were off in everything that dev/bench measured, and can fail at the start inside of a container. 1 tries them.
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 
+# What mpirun needs. It asks hwloc for the machine's devices, and OpenCL drivers that contain LLVM then take SIGUSR1 away from it: ranks would
+# not be told to save. And Open MPI 4 starts nothing, not even ranks on this host, where there is no ssh.
+export HWLOC_COMPONENTS=${HWLOC_COMPONENTS:--opencl}
+command -v ssh > /dev/null || command -v rsh > /dev/null || export OMPI_MCA_plm_rsh_agent=${OMPI_MCA_plm_rsh_agent:-false}
+
 fail() { printf 'error: %s\n  hint: %s\n' "$1" "$2" >&2; exit 1; }
 
 # need_data OPTIONS...: the training data is there, or $make_data makes it: now if $small is set, else after a word from the user

@@ -2,10 +2,19 @@
 import os
 import shutil
 
+import pytest
+
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_"))} | {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^ofi",  # one host is all that is needed, and then MPI need not look for networks, which takes a second
+    "HWLOC_COMPONENTS": "-opencl",  # as scripts/common.sh has it, which says why
     "OMP_NUM_THREADS": "1"}
 # Debian's Open MPI 4 starts nothing on a machine that has neither ssh nor rsh, not even ranks on this host; it asks only whether the program exists.
 if not shutil.which("ssh") and not shutil.which("rsh"):
     ENVIRONMENT["OMPI_MCA_plm_rsh_agent"] = "false"
+
+
+def skip_without_vocab_bpe(text):
+    """text: what a program said that failed."""
+    if "GPT-2's vocab.bpe was not found" in text:
+        pytest.skip("GPT-2's vocab.bpe is not to be had here")

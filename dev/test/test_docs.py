@@ -135,8 +135,7 @@ def run(tree, line):
         return understand(words)
     path = f"{tree}/build/bin:{os.path.dirname(CONFIG.get('MPIRUN', ''))}:{os.environ['PATH']}"
     done = subprocess.run(["bash", "-c", line], cwd=tree, env=ENVIRONMENT | {"PATH": path}, capture_output=True, text=True)
-    if "GPT-2's vocab.bpe was not found" in done.stderr:
-        pytest.skip("GPT-2's vocab.bpe is not to be had here")
+    launcher.skip_without_vocab_bpe(done.stderr)
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
 

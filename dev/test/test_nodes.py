@@ -215,7 +215,7 @@ def test_scripts_are_bash(name):
 RECORDER = f"""#!{sys.executable}
 import os, sys
 with open(os.environ["RECORD"], "a") as f:
-    f.write(repr((os.path.basename(sys.argv[0]), sys.argv[1:], {{k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "OMPI_MCA_", "PRTE_MCA_", "OMP_"))}})) + "\\n")
+    f.write(repr((os.path.basename(sys.argv[0]), sys.argv[1:], {{k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "OMPI_MCA_", "PRTE_MCA_", "OMP_", "HWLOC_"))}})) + "\\n")
 words = sys.argv[1:]
 if sys.argv[0].endswith("srun") and os.environ.get("RUN"):
     while words[0].startswith("-"):
@@ -237,7 +237,7 @@ def recorded(tmp_path):
     def run(*command, **variables):
         record = tmp_path / "record"
         record.unlink(missing_ok=True)
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "OMPI_", "PRTE_", "SLURM_"))}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "OMPI_", "PRTE_", "SLURM_", "HWLOC_"))}
         p = subprocess.run([str(c) for c in command], cwd=ROOT, capture_output=True, text=True,
                            env=environment | {"PATH": f"{tools}:{os.environ['PATH']}", "RECORD": str(record)} | {k: str(v) for k, v in variables.items()})
         return p.returncode, p.stdout + p.stderr, [eval(line) for line in record.read_text().splitlines()] if record.exists() else []
@@ -294,5 +294,5 @@ def test_what_mpirun_is_asked(recorded, tmp_path):
     passed = {words[i + 1] for i, w in enumerate(words) if w == "-x" and not words[i + 1].isdigit()}
     assert {"NCCL_NVLS_ENABLE", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"} <= passed
     assert environment["NCCL_NVLS_ENABLE"] == "0" and environment["NCCL_SOCKET_IFNAME"] == environment["OMPI_MCA_btl_tcp_if_include"] == "eth0"
-    assert "ServerAliveInterval" in environment["PRTE_MCA_plm_ssh_agent"]
+    assert "ServerAliveInterval" in environment["PRTE_MCA_plm_ssh_agent"] and environment["HWLOC_COMPONENTS"] == "-opencl"
     accepts(TRAINER, words[words.index("./train_gpt2cu") + 1:])

@@ -446,6 +446,16 @@ def test_a_signal_saves_and_stops(train, tmp_path, number, to):
     assert f"step {saved[0] + 1:6d}/" in text
 
 
+def test_sigterm_to_the_launcher(train, tmp_path):
+    """mpirun then ends its ranks, whether they have saved or not: the job is over, and the newest whole checkpoint loads."""
+    job = train(3, "run", *LONG, "-n", "5").wait_for("checkpoint ")
+    os.kill(job.process.pid, signal.SIGTERM)
+    status, text = job.finish(MARGIN, memory_may_stay=True)
+    assert status != 0, text
+    newest = steps_saved(tmp_path / "run")[-1]
+    assert f"step {newest + 1:6d}/" in succeeds(train(3, "run", *LONG, "-n", "5", "-y", "1", "-x", str(newest + 1)))
+
+
 @pytest.mark.parametrize("repeat", range(REPEAT))
 def test_kill_during_a_save(train, tmp_path, repeat):
     """Most of the time goes into saving; whatever moment is hit, the newest checkpoint loads and no half one is in its way."""

@@ -29,7 +29,7 @@ SMALL = {"gpt2": "layers=1,channels=16,heads=2,vocab=256", "gpt3": "layers=1,cha
 
 def run(script, *arguments, **env):
     """Started, not waited for. Its output goes to files: a pipe that nobody reads would stop a trainer that prints much."""
-    environment = {k: v for k, v in launcher.ENVIRONMENT.items() if k not in ("GPUS", "CUDA_VISIBLE_DEVICES", "DRY_RUN")} | {"RETRY_SECONDS": "0", "GOMP_SPINCOUNT": "2000", "OMP_NUM_THREADS": "2"} | env
+    environment = {k: v for k, v in launcher.ENVIRONMENT.items() if k not in ("GPUS", "CUDA_VISIBLE_DEVICES", "DRY_RUN", "HWLOC_COMPONENTS", "OMPI_MCA_plm_rsh_agent")} | {"RETRY_SECONDS": "0", "GOMP_SPINCOUNT": "2000", "OMP_NUM_THREADS": "2"} | env
     files = [tempfile.TemporaryFile("a+") for _ in range(2)]
     p = subprocess.Popen(["bash", os.path.join(ROOT, "scripts", script), *map(str, arguments)], env=environment, stdout=files[0], stderr=files[1], start_new_session=True)
     p.files = files

@@ -32,6 +32,8 @@ export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 if [ -n "$INTERFACE" ]; then
     export NCCL_SOCKET_IFNAME=$INTERFACE OMPI_MCA_btl_tcp_if_include=$INTERFACE PRTE_MCA_prte_if_include=$INTERFACE
 fi
+# mpirun asks hwloc for the machine's devices, and OpenCL drivers that contain LLVM then take SIGUSR1 away from it: ranks would not be told to save.
+export HWLOC_COMPONENTS=${HWLOC_COMPONENTS:--opencl}
 export PRTE_MCA_plm_ssh_agent=$SSH OMPI_MCA_plm_rsh_agent=$SSH  # Open MPI 5 and 4
 for open_mpi in PRTE OMPI; do
     export "${open_mpi}_MCA_oob_tcp_keepalive_time=$KEEPALIVE" "${open_mpi}_MCA_oob_tcp_keepalive_intvl=5" "${open_mpi}_MCA_oob_tcp_keepalive_probes=3"
