@@ -323,8 +323,8 @@ template <typename S> static inline void classifier_ring_launch(floatX *logits, 
 }
 // A row alone in a ring leaves some of its stages to the next one; else two blocks share it. False if it is too long or too short even so,
 // or the code that was loaded for this GPU is not Hopper's: only that has barriers in static shared memory.
-template <int MATH, int VECTORS> static inline bool classifier_ring_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, cudaStream_t stream) {
-    enum { RING_LEAST = 16384 };
+static inline bool classifier_ring_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, cudaStream_t stream) {
+    enum { RING_LEAST = 16384, MATH = 640, VECTORS = 2 };  // 768 threads of one vector: 10% slower
     typedef ClassifierRing<MATH, VECTORS, 1> Alone;
     typedef ClassifierRing<MATH, VECTORS, 2> Shared;
     static int available = -1;
@@ -340,8 +340,7 @@ template <int MATH, int VECTORS> static inline bool classifier_ring_run(floatX *
     return true;
 }
 
-// 0: what is chosen below; others are for dev/cuda/classifier.cu. 1: never a ring, 2: a ring for 768 threads of one vector
-inline int classifier_path = 0;
+inline bool classifier_rings = true;  // false: as on GPUs without them, for dev/cuda/classifier.cu
 
 // logits (N,Vp) become their own gradient if write_dlogits, else they are only read; losses (N) "="
 static inline void classifier(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, int write_dlogits, cudaStream_t stream) {
@@ -352,9 +351,7 @@ static inline void classifier(floatX *logits, float *losses, const int *targets,
     const int per_block = classifier_device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     const size_t row_bytes = (size_t)Vp * sizeof(floatX);
     const int room = per_block - (int)sizeof(float) * WARP;
-    const bool ring = write_dlogits && (classifier_path == 0 ? classifier_ring_run<640, 2>(logits, losses, targets, dloss, N, V, Vp, stream)
-                                      : classifier_path == 2 ? classifier_ring_run<768, 1>(logits, losses, targets, dloss, N, V, Vp, stream) : false);
-    if (ring) ;
+    if (write_dlogits && classifier_rings && classifier_ring_run(logits, losses, targets, dloss, N, V, Vp, stream)) ;
     else if (!write_dlogits) classifier_kernel<512, false><<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, V, Vp, 0);
     else if (row_bytes + reserved <= (size_t)per_sm / 2) classifier_launch<512>(logits, losses, targets, dloss, N, V, Vp, Vp, stream);
     else {

@@ -130,19 +130,6 @@ static inline void timing_end(cudaStream_t stream) {
 
 enum { WARP = 32 };
 
-// Programmatic dependent launch: a kernel launched with cudaLaunchAttributeProgrammaticStreamSerialization may begin when all blocks of
-// the one before have called the first, and sees its results after the second. Without the attribute, or before sm_90, both do nothing.
-__device__ inline void next_kernel_early() {
-    #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    #endif
-}
-__device__ inline void wait_for_previous_kernel() {
-    #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    #endif
-}
-
 // ---- 16-byte vectors: one load or store instruction for 8 bf16 or 4 floats
 template <typename T> struct alignas(16) Vec {
     static constexpr int size = 16 / sizeof(T);
@@ -156,32 +143,6 @@ template <typename T> __device__ inline void vec_store(T *p, const Vec<T> &x) { 
 // Streaming forms: data that is not read again soon stays out of the way of data that is.
 template <typename T> __device__ inline Vec<T> vec_load_streaming(const T *p) { Vec<T> r; *(int4 *)r.v = __ldcs((const int4 *)p); return r; }
 template <typename T> __device__ inline void vec_store_streaming(T *p, const Vec<T> &x) { __stcs((int4 *)p, *(const int4 *)x.v); }
-
-// To fp32 and back, two bf16 at a time: a shift and a mask, one conversion. Element by element the compiler takes twice the instructions.
-__device__ inline void vec_unpack(float (&to)[VecX::size], const VecX &x) {
-    if constexpr (sizeof(floatX) == 2) {
-        const int4 p = *(const int4 *)x.v;
-        const unsigned pairs[4] = {(unsigned)p.x, (unsigned)p.y, (unsigned)p.z, (unsigned)p.w};
-        #pragma unroll
-        for (int k = 0; k < VecX::size; k += 2) { to[k] = __uint_as_float(pairs[k / 2] << 16); to[k + 1] = __uint_as_float(pairs[k / 2] & 0xffff0000u); }
-    } else {
-        #pragma unroll
-        for (int k = 0; k < VecX::size; k++) to[k] = (float)x[k];
-    }
-}
-__device__ inline VecX vec_pack(const float (&x)[VecX::size]) {
-    VecX r;
-    if constexpr (sizeof(floatX) == 2) {
-        unsigned pairs[4];
-        #pragma unroll
-        for (int k = 0; k < VecX::size; k += 2) { const __nv_bfloat162 pair = __floats2bfloat162_rn(x[k], x[k + 1]); pairs[k / 2] = *(const unsigned *)&pair; }
-        *(int4 *)r.v = make_int4((int)pairs[0], (int)pairs[1], (int)pairs[2], (int)pairs[3]);
-    } else {
-        #pragma unroll
-        for (int k = 0; k < VecX::size; k++) r[k] = (floatX)x[k];
-    }
-    return r;
-}
 
 // ---- reductions in a fixed order: a butterfly in the warp, then warp 0..n-1; every thread gets the result
 struct Sum { __device__ static float apply(float a, float b) { return a + b; } static constexpr float identity = 0; };

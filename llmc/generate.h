@@ -42,7 +42,7 @@ static inline char *generate(const Generation *g, Model *m, const Options *o, in
     int *tokens = (int *)malloc_or_die((size_t)(S * longest) * sizeof(int)), *piece = (int *)malloc_or_die((size_t)S * (size_t)window * sizeof(int));
     int *length = (int *)calloc_or_die((size_t)S * sizeof(int)), count = 0, begin = 0, cached = 0, running = S, made = 0, printed = 1;
     float *logits = (float *)malloc_or_die((size_t)S * (size_t)V * sizeof(float));
-    Candidate *scratch = (Candidate *)malloc_or_die((size_t)V * sizeof(Candidate));
+    Candidate *scratch = (Candidate *)malloc_or_die((size_t)S * (size_t)V * sizeof(Candidate));
     tokens[count++] = g->eot;
     if (*o->prompt) count += tokenizer_encode(g->tokenizer, o->prompt, (int)strlen(o->prompt), tokens + count);
     for (int s = 1; s < S; s++) memcpy(tokens + s * longest, tokens, (size_t)count * sizeof(int));
@@ -61,10 +61,13 @@ static inline char *generate(const Generation *g, Model *m, const Options *o, in
         model_decode(m, piece, n, logits);
         cached = count;
         if (i == 0) { prompt_seconds = now_seconds() - clock; clock += prompt_seconds; }
+        PARALLEL_FOR  // a large vocabulary takes as long as a small model on a GPU
         for (int s = 0; s < S; s++) {
             const double coin = rand_uniform((uint64_t)o->seed, rand_stream(RAND_SAMPLE, (uint64_t)step), (uint64_t)s << 32 | (uint64_t)i);
-            int id = sample_token(logits + (size_t)s * (size_t)V, known, o->temperature, (int)o->top_k, o->top_p, coin, scratch);
-            tokens[s * longest + count] = id;
+            tokens[s * longest + count] = sample_token(logits + (size_t)s * (size_t)V, known, o->temperature, (int)o->top_k, o->top_p, coin, scratch + (size_t)s * (size_t)V);
+        }
+        for (int s = 0; s < S; s++) {
+            const int id = tokens[s * longest + count];
             if (length[s]) continue;  // has ended; goes on unseen beside the others
             made += id != g->eot;
             if (id == g->eot) { length[s] = count; running--; }

@@ -233,7 +233,7 @@ static inline int matmul_same_bits(Matmul *mm, MatmulPlan *p, const MatmulCandid
 // Leaves the fastest candidate in the plan. In every round each is run once, so that clocks and temperature treat all alike;
 // the best time counts. The first candidate is kept unless another is more than 1% faster.
 static inline void matmul_tune(Matmul *mm, MatmulPlan *p, const MatmulOperands *x, cudaStream_t stream) {
-    enum { ROUNDS = 6 };
+    enum { ROUNDS = 6, LEAST_ROUNDS = 2, ENOUGH_MS = 20 };  // long products need no repeating, and would hold up the first step
     const double begin_seconds = now_seconds();
     cudaStreamCaptureStatus capture;
     cudaCheck(cudaStreamIsCapturing(stream, &capture));
@@ -246,7 +246,7 @@ static inline void matmul_tune(Matmul *mm, MatmulPlan *p, const MatmulOperands *
     p->same_bits = matmul_same_bits(mm, p, candidates, alive, x, stream);
     for (int i = 0; i <= p->found; i++) cudaCheck(cudaEventCreate(&events[i]));
     for (int i = 0; i < p->found; i++) best[i] = INFINITY;
-    for (int round = 0; round < ROUNDS; round++) {
+    for (int round = 0; round < ROUNDS && (round < LEAST_ROUNDS || (float)round * fastest < ENOUGH_MS); round++) {
         cudaCheck(cudaEventRecord(events[0], stream));
         for (int i = 0; i < p->found; i++) {
             if (alive[i]) cublasCheck(matmul_launch(mm, p, &candidates[i], x, 0, NULL, stream));

@@ -9,9 +9,9 @@
 //              dweight = sum over rows of dout * n,  dbias = sum over rows of dout
 //
 // x, out, dout, dinp (N,C) floatX; weight, bias (C) floatX. Sums are fp32; the variance is the mean of (x - mean)^2, never
-// E[x^2] - mean^2. Forward, a row lives in registers, so that it is read once: one warp holds a narrow row, one block a wide one.
+// E[x^2] - mean^2. A row lives in registers, so that it is read once: one warp holds a narrow row, one block a wide one.
 // dweight and dbias: each block keeps sums over its rows, writes them to scratch, and a second kernel adds the blocks
-// up in order. The order depends on N, C and the device (its multiprocessors, and how much shared memory a block may have) alone.
+// up in order. The order depends on N, C and the number of SMs alone.
 // C: any multiple of 8 up to 65536. Registers spill above 16384 forward and 8192 backward (fp32: above 8192 both): right
 // there, not fast.
 // Ladder: dev/cuda/norm.cu.
@@ -20,7 +20,6 @@
 
 #include "config.h"
 #include "cuda_common.cuh"
-#include "tile.cuh"
 
 enum {
     NORM_FORWARD_WARPS = 8,   // rows, one per warp, of a block of the forward kernel
@@ -110,198 +109,134 @@ norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, flo
 
 // ---- backward
 
-// A block stays on its multiprocessor and takes several rows at a time: `row_threads` threads, at most WARPS whole warps, hold a row, VECS
-// vectors each. A thread copies what it will read of its next rows into its own part of a ring of STAGES in shared memory (cp.async): loads
-// are under way however long sums and barriers take, no register waits for them, and no barrier guards them. The next limit is
-// arithmetic: weights and sums of columns stay in registers in fp32, numbers are converted by pairs, addresses move by constants.
-// STAGES 0, for rows that a ring cannot hold: straight from memory, twice.
-//
-// partials: [block][dweight, dbias (LayerNorm only), dbelow (BELOW only)][C] fp32.
-enum {
-    NORM_RING_STAGES = 4,
-    NORM_OPERAND_BYTES = 3 * 16,  // of a thread's vector: dout, inp, dinp
-    NORM_LAYER_THREADS = 768,     // of a block: three sums of columns take 80 registers; RMSNorm has one and takes 1024 threads
-    NORM_MOST_ROWS = 15,          // of a block: each has one of the barriers 1 to 15
+template <int VECS> struct NormOperands {
+    VecX dout[VECS], inp[VECS], dinp[VECS];
+    float mean, rstd;
 };
-
-// Keeps a value in its register: the compiler would rather make it again from what it was made from, row for row.
-__device__ inline void norm_stay(float &x) { asm volatile("" : "+f"(x)); }
-__device__ inline void norm_stay(unsigned &x) { asm volatile("" : "+r"(x)); }
-__device__ inline void norm_stay(const floatX *&x) {
-    size_t global = __cvta_generic_to_global(x);  // stays known as an address of global memory
-    asm volatile("" : "+l"(global));
-    x = (const floatX *)__cvta_global_to_generic(global);
-}
-
-template <NormKind KIND, bool BELOW, int VECS, int WARPS, int MAX_THREADS, int STAGES>
-__global__ void __launch_bounds__(MAX_THREADS, 1)
-norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *dout, const floatX *inp, const floatX *weight,
-                     const float *__restrict__ mean, const float *__restrict__ rstd, int N, int C, int row_threads) {
-    constexpr int S = VecX::size, sums = (KIND == NORM_LAYER ? 2 : 1) + BELOW;
-    constexpr bool ringed = STAGES > 0, keep = VECS == 1;  // keep n and g of a row until its sums are known; else they are made again
-    constexpr bool keep_weight = VECS <= 2;
-    constexpr int PARTS = WARP + 1;
-    extern __shared__ int4 ring[];        // [stage][VECS][thread][dout, inp, dinp]: 48 bytes from thread to thread, no two in the same banks
-    __shared__ float2 parts[2][PARTS];    // of a row's two sums, by warp, and a zero; two slots in turn: one barrier a row is enough
-    const int group = threadIdx.x / row_threads, thread = threadIdx.x % row_threads, rows = blockDim.x / row_threads;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row_warps = row_threads / WARP;
-    const int first = blockIdx.x * rows + group, step = gridDim.x * rows, c = thread * S, apart = row_threads * S;  // columns c, c + apart, ...
-    const bool upper = lane >= WARP / 2;
-    unsigned part_to = shared_address(&parts[0][warp]) + upper * 4;
-    unsigned part_from = shared_address(&parts[0][lane % WARPS < row_warps ? group * row_warps + lane % WARPS : WARP]);
-    norm_stay(part_to);
-    norm_stay(part_from);
-    if (threadIdx.x < 2) parts[threadIdx.x][WARP] = make_float2(0, 0);
-    __syncthreads();
-
-    // The ring is filled STAGES - 1 rows ahead; `place` is this thread's in the next stage to fill, and after that the oldest.
-    // What lies beyond C or N is zeros: it adds nothing to any sum.
-    const size_t stride = (size_t)step * C, start = (size_t)first * C + c;
-    const floatX *next_dout = dout + start, *next_inp = inp + start, *next_dinp = dinp + start;
-    const unsigned vec_bytes = blockDim.x * NORM_OPERAND_BYTES, ring_begin = shared_address(ring) + threadIdx.x * NORM_OPERAND_BYTES;
-    unsigned place = ring_begin, ring_end = ring_begin + STAGES * VECS * vec_bytes;
-    norm_stay(ring_end);
-    const uint64_t policy = copy_policy_streaming();
-    auto fetch = [&](int row) {
-        #pragma unroll
-        for (int i = 0; i < VECS; i++) {
-            const bool valid = row < N && c + i * apart < C;
-            copy_async_16(place + i * vec_bytes, next_dout + i * apart, valid, policy);
-            copy_async_16(place + i * vec_bytes + 16, next_inp + i * apart, valid, policy);
-            copy_async_16(place + i * vec_bytes + 32, next_dinp + i * apart, valid, policy);
-        }
-        copy_async_commit();
-        place += VECS * vec_bytes;
-        if (place == ring_end) place -= STAGES * VECS * vec_bytes;
-        norm_stay(place);
-    };
-    auto advance = [&] {
-        norm_stay(next_dout += stride);
-        norm_stay(next_inp += stride);
-        norm_stay(next_dinp += stride);
-    };
-    auto operand = [&](float (&x)[S], int which, int i) {
-        VecX v = {};
-        if constexpr (ringed) {
-            int4 &p = *(int4 *)v.v;
-            asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(p.x), "=r"(p.y), "=r"(p.z), "=r"(p.w) : "r"(place + i * vec_bytes + which * 16) : "memory");
-        } else if (c + i * apart < C) v = vec_load((which == 0 ? next_dout : which == 1 ? next_inp : next_dinp) + i * apart);
-        vec_unpack(x, v);
-    };
-    auto weights = [&](float (&x)[S], int i) {
-        VecX v = {};
-        if (c + i * apart < C) v = vec_load(weight + c + i * apart);
-        vec_unpack(x, v);
-    };
-
-    for (int s = 0; s < STAGES - 1; s++) {
-        fetch(first + s * step);
-        advance();
-    }
-    float dweight[VECS][S] = {}, dbias[VECS][S] = {}, dbelow[BELOW ? VECS : 1][S] = {}, w[keep_weight ? VECS : 1][S];
-    if constexpr (keep_weight) {
-        #pragma unroll
-        for (int i = 0; i < VECS; i++) {
-            weights(w[i], i);
-            #pragma unroll
-            for (int k = 0; k < S; k++) norm_stay(w[i][k]);
-        }
-    }
-    float next_mean = KIND == NORM_LAYER && first < N ? mean[first] : 0, next_rstd = first < N ? rstd[first] : 0;
-    const float per_channel = 1.0f / (float)C;
-    unsigned odd = 0;
-    for (int row = first; row < N; row += step, odd ^= PARTS * sizeof(float2)) {
-        if constexpr (ringed) {
-            fetch(row + (STAGES - 1) * step);
-            copy_async_wait<STAGES - 1>();
-        }
-        const float scale = next_rstd, shift = -next_mean * next_rstd;  // n = x * scale + shift
-        if (row + step < N) {
-            if (KIND == NORM_LAYER) next_mean = mean[row + step];
-            next_rstd = rstd[row + step];
-        }
-        float n[S], g[S], d[S], g_sum = 0, gn_sum = 0;
-        auto normalise = [&](int i) {
-            operand(d, 0, i);
-            operand(n, 1, i);
-            if constexpr (!keep_weight) weights(w[0], i);
-            #pragma unroll
-            for (int k = 0; k < S; k++) {
-                n[k] = KIND == NORM_LAYER ? fmaf(n[k], scale, shift) : n[k] * scale;
-                g[k] = d[k] * w[keep_weight ? i : 0][k];
-                if constexpr (keep) { norm_stay(n[k]); norm_stay(g[k]); }
-            }
-        };
-        #pragma unroll
-        for (int i = 0; i < VECS; i++) {
-            normalise(i);
-            #pragma unroll
-            for (int k = 0; k < S; k++) {
-                if (KIND == NORM_LAYER) { g_sum += g[k]; dbias[i][k] += d[k]; }
-                gn_sum = fmaf(g[k], n[k], gn_sum);
-                dweight[i][k] = fmaf(d[k], n[k], dweight[i][k]);
-            }
-        }
-
-        // Both sums in one butterfly: the lower half of the warp goes on with the first, the upper half with the second. Then the warps.
-        float sum = KIND == NORM_LAYER ? (upper ? gn_sum : g_sum) : gn_sum;
-        sum += __shfl_xor_sync(0xffffffffu, KIND == NORM_LAYER ? (upper ? g_sum : gn_sum) : gn_sum, WARP / 2);
-        #pragma unroll
-        for (int offset = WARP / 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-        if (lane % (WARP / 2) == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(part_to + odd), "f"(sum) : "memory");
-        named_barrier(1 + group, row_threads);
-        float2 part;
-        asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(part.x), "=f"(part.y) : "r"(part_from + odd) : "memory");
-        #pragma unroll
-        for (int offset = WARPS / 2; offset > 0; offset /= 2) {
-            if (KIND == NORM_LAYER) part.x += __shfl_xor_sync(0xffffffffu, part.x, offset);
-            part.y += __shfl_xor_sync(0xffffffffu, part.y, offset);
-        }
-        // dinp += rstd * (g - mean(g) - n * mean(g * n)), with the factors of the row taken together
-        const float by_one = -scale * per_channel * part.x, by_n = -scale * per_channel * part.y;
-        #pragma unroll
-        for (int i = 0; i < VECS; i++) {
-            if constexpr (!keep) normalise(i);
-            float o[S];
-            operand(o, 2, i);
-            #pragma unroll
-            for (int k = 0; k < S; k++) o[k] = fmaf(n[k], by_n, fmaf(g[k], scale, KIND == NORM_LAYER ? o[k] + by_one : o[k]));
-            const VecX rounded = vec_pack(o);
-            if (c + i * apart < C) vec_store((floatX *)next_dinp - (ringed ? STAGES - 1 : 0) * stride + i * apart, rounded);
-            if constexpr (BELOW) {
-                vec_unpack(o, rounded);
-                #pragma unroll
-                for (int k = 0; k < S; k++) dbelow[i][k] += o[k];
-            }
-        }
-        advance();
-    }
-
-    next_kernel_early();
-    // The block's sums: the threads of each row leave theirs in the ring, and all add them up in the order of the rows.
-    if constexpr (ringed) {
-        copy_async_wait<0>();
-        __syncthreads();
-    }
-    float *const block_sums = partials + (size_t)blockIdx.x * sums * C, *const row_sums = rows > 1 ? (float *)ring + group * sums * C : block_sums;
+// Columns beyond C are zeros: they add nothing to any sum.
+template <NormKind KIND, int VECS>
+__device__ inline void norm_load(NormOperands<VECS> &o, const floatX *dout, const floatX *inp, const floatX *dinp, const float *mean,
+                                 const float *rstd, int row, int C, int thread, int threads) {
+    const size_t start = (size_t)row * C;
     #pragma unroll
     for (int i = 0; i < VECS; i++) {
-        if (c + i * apart >= C) continue;
-        #pragma unroll
-        for (int k = 0; k < S; k += 4) {
-            float *p = row_sums + c + i * apart + k;
-            *(float4 *)p = make_float4(dweight[i][k], dweight[i][k + 1], dweight[i][k + 2], dweight[i][k + 3]);
-            if constexpr (KIND == NORM_LAYER) *(float4 *)(p + C) = make_float4(dbias[i][k], dbias[i][k + 1], dbias[i][k + 2], dbias[i][k + 3]);
-            if constexpr (BELOW) *(float4 *)(p + (sums - 1) * C) = make_float4(dbelow[i][k], dbelow[i][k + 1], dbelow[i][k + 2], dbelow[i][k + 3]);
+        const int c = (i * threads + thread) * VecX::size;
+        if (c < C) {
+            o.dout[i] = vec_load_streaming(dout + start + c);
+            o.inp[i] = vec_load_streaming(inp + start + c);
+            o.dinp[i] = vec_load_streaming(dinp + start + c);
+        } else {
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++) o.dout[i][k] = o.inp[i][k] = (floatX)0.0f;
         }
     }
-    if (rows == 1) return;
-    __syncthreads();
-    for (int i = threadIdx.x; i < sums * C; i += blockDim.x) {
-        float sum = 0;
-        for (int r = 0; r < rows; r++) sum += ((const float *)ring)[r * sums * C + i];
-        block_sums[i] = sum;
+    o.mean = KIND == NORM_LAYER ? mean[row] : 0;
+    o.rstd = rstd[row];
+}
+
+// Between its two uses a row stays as it was loaded. Without this the compiler keeps the unpacked fp32 values instead,
+// twice the registers, and spills.
+template <int VECS> __device__ inline void norm_stay_packed(VecX (&x)[VECS]) {
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) {
+        int4 &p = *(int4 *)x[i].v;
+        asm volatile("" : "+r"(p.x), "+r"(p.y), "+r"(p.z), "+r"(p.w));
     }
+}
+
+__device__ inline void norm_add_sums(float4 *to, const float (&x)[VecX::size], bool add) {
+    #pragma unroll
+    for (int k = 0; k < VecX::size; k += 4) {
+        const float4 old = add ? to[k / 4] : make_float4(0, 0, 0, 0);
+        to[k / 4] = make_float4(old.x + x[k], old.y + x[k + 1], old.z + x[k + 2], old.w + x[k + 3]);
+    }
+}
+
+// partials: [block][dweight, dbias (LayerNorm only), dbelow (BELOW only)][C] fp32. Dynamic shared memory when a warp holds a row:
+// one such entry.
+template <NormKind KIND, bool BELOW, int ROW_THREADS, int VECS, int MAX_THREADS, int MIN_BLOCKS>
+__global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
+norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *__restrict__ dout, const floatX *__restrict__ inp,
+                     const floatX *weight, const float *__restrict__ mean, const float *__restrict__ rstd, int N, int C) {
+    constexpr bool warp_row = ROW_THREADS == WARP, prefetch = !warp_row && VECS <= 2;
+    constexpr int sums = (KIND == NORM_LAYER ? 2 : 1) + BELOW;
+    __shared__ float2 shared[2][WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    const int thread = warp_row ? lane : threadIdx.x, threads = warp_row ? WARP : blockDim.x;
+    const int first = warp_row ? blockIdx.x * warps + warp : blockIdx.x, step = warp_row ? gridDim.x * warps : gridDim.x;
+
+    float dweight[VECS][VecX::size] = {}, dbias[VECS][VecX::size] = {}, dbelow[BELOW ? VECS : 1][VecX::size] = {};
+    NormOperands<VECS> now, next;
+    if (prefetch && first < N) norm_load<KIND>(now, dout, inp, dinp, mean, rstd, first, C, thread, threads);
+    for (int row = first, odd = 0; row < N; row += step, odd ^= 1) {
+        if (!prefetch) norm_load<KIND>(now, dout, inp, dinp, mean, rstd, row, C, thread, threads);
+        else if (row + step < N) norm_load<KIND>(next, dout, inp, dinp, mean, rstd, row + step, C, thread, threads);
+        float g_sum = 0, gn_sum = 0;
+        VecX w[VECS];
+        #pragma unroll
+        for (int i = 0; i < VECS; i++) {
+            const int c = (i * threads + thread) * VecX::size;
+            w[i] = vec_load(weight + (c < C ? c : 0));
+        }
+        norm_stay_packed(w);
+        #pragma unroll
+        for (int i = 0; i < VECS; i++) {
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++) {
+                float n = ((float)now.inp[i][k] - now.mean) * now.rstd, g = (float)now.dout[i][k] * (float)w[i][k];
+                if (KIND == NORM_LAYER) g_sum += g;
+                gn_sum += g * n;
+            }
+        }
+        if (KIND == NORM_LAYER) g_sum = warp_reduce<Sum>(g_sum);
+        gn_sum = warp_reduce<Sum>(gn_sum);
+        if (!warp_row) {  // two slots in turn: one barrier a row is enough
+            if (lane == 0) shared[odd][warp] = make_float2(g_sum, gn_sum);
+            __syncthreads();
+            float2 part = lane < warps ? shared[odd][lane] : make_float2(0, 0);
+            if (KIND == NORM_LAYER) g_sum = warp_reduce<Sum>(part.x);
+            gn_sum = warp_reduce<Sum>(part.y);
+        }
+        g_sum /= C;
+        gn_sum /= C;
+        norm_stay_packed(now.dout);
+        norm_stay_packed(now.inp);
+        norm_stay_packed(now.dinp);
+        norm_stay_packed(w);
+        #pragma unroll
+        for (int i = 0; i < VECS; i++) {
+            const int c = (i * threads + thread) * VecX::size;
+            if (c >= C) continue;
+            VecX o;
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++) {
+                float n = ((float)now.inp[i][k] - now.mean) * now.rstd, d = (float)now.dout[i][k], g = d * (float)w[i][k];
+                o[k] = (floatX)((float)now.dinp[i][k] + now.rstd * (g - g_sum - n * gn_sum));
+                dweight[i][k] += d * n;
+                if (KIND == NORM_LAYER) dbias[i][k] += d;
+                if constexpr (BELOW) dbelow[i][k] += (float)o[k];
+            }
+            vec_store(dinp + (size_t)row * C + c, o);
+        }
+        if (prefetch) now = next;
+    }
+
+    // The block's sums: a wide row's threads own their columns; warps that held a row each add theirs up in turn.
+    extern __shared__ float4 turn[];
+    float4 *to = warp_row ? turn : (float4 *)(partials + (size_t)blockIdx.x * sums * C);
+    for (int t = 0; t < (warp_row ? warps : 1); t++) {
+        #pragma unroll
+        for (int i = 0; i < VECS; i++) {
+            const int c = (i * threads + thread) * VecX::size;
+            if (c >= C || (warp_row && t != warp)) continue;
+            norm_add_sums(to + c / 4, dweight[i], t > 0);
+            if constexpr (KIND == NORM_LAYER) norm_add_sums(to + (C + c) / 4, dbias[i], t > 0);
+            if constexpr (BELOW) norm_add_sums(to + ((sums - 1) * C + c) / 4, dbelow[i], t > 0);
+        }
+        __syncthreads();
+    }
+    if constexpr (warp_row)
+        for (int i = threadIdx.x; i < sums * C / 4; i += blockDim.x) ((float4 *)(partials + (size_t)blockIdx.x * sums * C))[i] = turn[i];
 }
 
 // The gradients (three of C columns, in the order of the sums; NULL: not wanted) from the blocks' sums, always added in the
@@ -312,7 +247,6 @@ __global__ void __launch_bounds__(1024) norm_backward_sum_kernel(NormGradients g
     __shared__ float shared[WARP][WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, column = blockIdx.x * WARP + lane;
     float sum = 0;
-    wait_for_previous_kernel();
     if (column < columns)
         for (int p = warp; p < num_partials; p += WARP) sum += partials[(size_t)p * columns + column];
     shared[warp][lane] = sum;
@@ -366,26 +300,22 @@ static inline void residual_norm_forward(NormKind kind, floatX *residual, floatX
     else norm_forward_launch<NORM_RMS, true>(residual, out, mean, rstd, a, b, weight, bias, N, C, eps, stream);
 }
 
-// How a backward pass over rows of C is laid out: one block on each multiprocessor takes `rows` at a time, each in `row_threads` threads.
-// `early`: the second kernel is launched while the first one ends (from sm_90 on).
-typedef struct { int vecs, row_threads, rows, ringed, early; } NormBackwardPlan;
-static inline NormBackwardPlan norm_backward_layout(NormKind kind, int C, int vecs) {
-    int device = 0, shared = 0;
-    cudaCheck(cudaGetDevice(&device));
-    cudaCheck(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    const int most_threads = vecs > 4 ? 1024 : vecs > 1 ? 512 : kind == NORM_LAYER ? NORM_LAYER_THREADS : 1024;
-    NormBackwardPlan p = {vecs, (int)round_up(ceil_div((size_t)C / VecX::size, (size_t)vecs), WARP), 0, 1, 0};
-    const int fit = (shared - 1024) / (p.row_threads * vecs * NORM_RING_STAGES * NORM_OPERAND_BYTES);
-    p.rows = most_threads / p.row_threads < NORM_MOST_ROWS ? most_threads / p.row_threads : NORM_MOST_ROWS;
-    if (p.rows > fit) p.rows = fit;
-    if (p.rows == 0 || vecs > 2) p.rows = 1, p.ringed = 0;
+// How a backward pass over rows of C is laid out. More blocks hide more latency but leave more sums to add up.
+typedef struct { int vecs_per_thread, threads, blocks_per_sm; size_t shared_bytes; } NormBackwardPlan;
+static inline NormBackwardPlan norm_backward_plan(int C) {
+    const int vecs = C / VecX::size;
+    NormBackwardPlan p = {(int)ceil_div((size_t)vecs, WARP), 512, 1, 3 * (size_t)C * sizeof(float)};  // a warp holds a row
+    if (p.vecs_per_thread >= 3) p.threads = p.vecs_per_thread == 3 ? 384 : 256;  // sums take registers
+    if (p.vecs_per_thread <= 4) return p;
+    p.shared_bytes = 0;
+    p.vecs_per_thread = vecs <= 512 ? 1 : vecs <= 1024 ? 2 : vecs <= 2048 ? 4 : vecs <= 8192 ? 8 : 16;
+    p.threads = (int)round_up(ceil_div((size_t)vecs, (size_t)p.vecs_per_thread), WARP);
+    if (p.vecs_per_thread == 1) p.blocks_per_sm = 1024 / p.threads < 4 ? 1024 / p.threads : 4;
     return p;
 }
-static inline NormBackwardPlan norm_backward_plan(NormKind kind, int C) {
-    const int vecs = C / VecX::size;
-    return norm_backward_layout(kind, C, vecs <= 512 ? 1 : vecs <= 1024 ? 2 : vecs <= 2048 ? 4 : vecs <= 8192 ? 8 : 16);
+static inline size_t norm_backward_scratch_bytes(int C) {
+    return (size_t)NORM_MAX_SMS * (size_t)norm_backward_plan(C).blocks_per_sm * 3 * (size_t)C * sizeof(float);
 }
-static inline size_t norm_backward_scratch_bytes(int C) { return (size_t)NORM_MAX_SMS * 3 * (size_t)C * sizeof(float); }
 
 template <NormKind KIND, bool BELOW>
 static void norm_backward_launch(NormBackwardPlan plan, floatX *dinp, NormGradients gradients, const floatX *dout, const floatX *inp, const floatX *weight,
@@ -395,41 +325,34 @@ static void norm_backward_launch(NormBackwardPlan plan, floatX *dinp, NormGradie
     int device = 0, sms = 0;
     cudaCheck(cudaGetDevice(&device));
     cudaCheck(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-    const int columns = ((KIND == NORM_LAYER ? 2 : 1) + BELOW) * C, most = sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS;
-    const int needed = (int)ceil_div((size_t)N, (size_t)plan.rows), blocks = needed < most ? needed : most;
-    assert(plan.ringed || plan.vecs > 1);  // 99 KB, which every GPU from sm_80 on has, hold a row of one vector a thread
-    constexpr int THREADS = KIND == NORM_LAYER ? NORM_LAYER_THREADS : 1024, R = NORM_RING_STAGES;
-    auto kernel = &norm_backward_kernel<KIND, BELOW, 1, 4, THREADS, R>;  // a row of at most four warps
-    switch (plan.vecs) {
-        case 1:
-            if (plan.row_threads > 8 * WARP) kernel = norm_backward_kernel<KIND, BELOW, 1, 16, THREADS, R>;
-            else if (plan.row_threads > 4 * WARP) kernel = norm_backward_kernel<KIND, BELOW, 1, 8, THREADS, R>;
-            break;
-        case 2: kernel = plan.ringed ? norm_backward_kernel<KIND, BELOW, 2, 16, 512, R> : norm_backward_kernel<KIND, BELOW, 2, 16, 512, 0>; break;
-        case 4: kernel = norm_backward_kernel<KIND, BELOW, 4, 16, 512, 0>; break;
-        case 8: kernel = norm_backward_kernel<KIND, BELOW, 8, 32, 1024, 0>; break;
-        default: if constexpr (sizeof(floatX) == 4) kernel = norm_backward_kernel<KIND, BELOW, 16, 32, 1024, 0>;
+    const int rows_per_block = plan.shared_bytes ? plan.threads / WARP : 1, columns = ((KIND == NORM_LAYER ? 2 : 1) + BELOW) * C;
+    const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * plan.blocks_per_sm, needed = (int)ceil_div((size_t)N, (size_t)rows_per_block);
+    const int blocks = needed < most ? needed : most;
+    #define KERNEL(ROW_THREADS, VECS, MAX_THREADS, MIN_BLOCKS) norm_backward_kernel<KIND, BELOW, ROW_THREADS, VECS, MAX_THREADS, MIN_BLOCKS> \
+        <<<blocks, plan.threads, plan.shared_bytes, stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C)
+    if (plan.shared_bytes) switch (plan.vecs_per_thread) {
+        case 1: KERNEL(WARP, 1, 512, 1); break;
+        case 2: KERNEL(WARP, 2, 512, 1); break;
+        case 3: KERNEL(WARP, 3, 384, 1); break;
+        case 4: KERNEL(WARP, 4, 256, 1); break;
+    } else switch (plan.vecs_per_thread) {
+        case 1: KERNEL(512, 1, 512, 2); break;
+        case 2: KERNEL(512, 2, 512, 1); break;
+        case 4: KERNEL(512, 4, 512, 1); break;
+        case 8: KERNEL(1024, 8, 1024, 1); break;
+        case 16: if constexpr (sizeof(floatX) == 4) KERNEL(1024, 16, 1024, 1); break;
     }
-    const int threads = plan.rows * plan.row_threads, bytes = plan.ringed ? threads * plan.vecs * NORM_RING_STAGES * NORM_OPERAND_BYTES : 0;
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    kernel<<<blocks, threads, bytes, stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C, plan.row_threads);
+    #undef KERNEL
     launchCheck();
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)ceil_div((size_t)columns, WARP));
-    config.blockDim = dim3(1024);
-    config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = (unsigned)plan.early;
-    cudaCheck(cudaLaunchKernelEx(&config, norm_backward_sum_kernel, gradients, (const float *)partials, blocks, C, columns, accumulate));
+    norm_backward_sum_kernel<<<(unsigned)ceil_div((size_t)columns, WARP), 1024, 0, stream>>>(gradients, partials, blocks, C, columns, accumulate);
+    launchCheck();
     timing_lap("norm backward", 0, 4.0 * N * C * sizeof(floatX), stream);
 }
 // dinp (N,C) +=; dweight (C), dbias (C, or NULL) = or += by `accumulate`. dbelow (C, LayerNorm only, or NULL): the column sums of
 // dinp as it is afterwards, which is the bias gradient of the linear layer whose output was added to this norm's input.
-static inline void norm_backward_by(NormBackwardPlan plan, NormKind kind, floatX *dinp, floatX *dweight, floatX *dbias, floatX *dbelow, const floatX *dout,
-                                    const floatX *inp, const floatX *weight, const float *mean, const float *rstd, int N, int C, int accumulate, void *scratch, cudaStream_t stream) {
+static inline void norm_backward(NormKind kind, floatX *dinp, floatX *dweight, floatX *dbias, floatX *dbelow, const floatX *dout, const floatX *inp,
+                                 const floatX *weight, const float *mean, const float *rstd, int N, int C, int accumulate, void *scratch, cudaStream_t stream) {
+    const NormBackwardPlan plan = norm_backward_plan(C);
     float *partials = (float *)scratch;
     require(kind == NORM_LAYER || !dbelow, "RMSNorm gives no bias gradient of the layer below\nuse bias_backward");
     #define BACKWARD(KIND, BELOW, FIRST, SECOND, THIRD) do { \
@@ -439,10 +362,6 @@ static inline void norm_backward_by(NormBackwardPlan plan, NormKind kind, floatX
     else if (dbelow) BACKWARD(NORM_LAYER, true, dweight, dbias, dbelow);
     else BACKWARD(NORM_LAYER, false, dweight, dbias, NULL);
     #undef BACKWARD
-}
-static inline void norm_backward(NormKind kind, floatX *dinp, floatX *dweight, floatX *dbias, floatX *dbelow, const floatX *dout, const floatX *inp,
-                                 const floatX *weight, const float *mean, const float *rstd, int N, int C, int accumulate, void *scratch, cudaStream_t stream) {
-    norm_backward_by(norm_backward_plan(kind, C), kind, dinp, dweight, dbias, dbelow, dout, inp, weight, mean, rstd, N, C, accumulate, scratch, stream);
 }
 
 #endif

@@ -10,9 +10,11 @@ static const double LOSS_BOUND = 3e-6, LOSS_WORST = 1e-5;
 static double dlogits_bound(void) { return bound(4e-3, 3e-6); }  // bf16: half a step, 2^-8, where one element is the whole norm
 static double dlogits_worst(void) { return bound(6e-3, 2e-5); }
 
+static const char *rows_come(void) { return classifier_rings ? "rings" : "rows by blocks"; }
+
 // Every fifth target is ignored, the first and last columns are hit, and the padding is full of NaN, which must not leak.
 static void check_shape(int N, int V, int Vp, float std) {
-    ladder_case("path %d, N=%d V=%d Vp=%d std=%g", classifier_path, N, V, Vp, (double)std);
+    ladder_case("%s, N=%d V=%d Vp=%d std=%g", rows_come(), N, V, Vp, (double)std);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)N * Vp;
     const float dloss = 1.0f / 16;
@@ -51,7 +53,7 @@ static void check_shape(int N, int V, int Vp, float std) {
 
 // One special logit in a row of ordinary ones, at the target or elsewhere.
 static void check_special(int V, int Vp) {
-    ladder_case("path %d, special values V=%d", classifier_path, V);
+    ladder_case("%s, special values V=%d", rows_come(), V);
     enum { ROWS = 9 };
     float *logits = host_normal((size_t)ROWS * Vp, 1.0f);
     int targets[ROWS] = {1, 1, 1, 1, 1, 1, V, 1, 1};
@@ -116,10 +118,10 @@ static void bench_shape(int N, int V, const char *name) {
     int *targets = upload_ints(host_ints((size_t)N, V), (size_t)N);
     const double bytes = (double)N * Vp * sizeof(floatX);
     if (ladder.variants) {  // how rows come into shared memory
-        const char *names[] = {"ring, 640 threads of 2", "rows by blocks", "ring, 768 threads of 1"};
-        for (classifier_path = 0; classifier_path < 3; classifier_path++)
-            bench(names[classifier_path], 2 * bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
-        classifier_path = 0;
+        for (int rings = 0; rings < 2; rings++) {
+            classifier_rings = rings;
+            bench(rows_come(), 2 * bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
+        }
     }
     if (!ladder.bench) return;
     bench("forward only", bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 0, ladder.gpu.compute); });
@@ -130,7 +132,8 @@ static void bench_shape(int N, int V, const char *name) {
 int main(int argc, char **argv) {
     ladder_open("classifier", argc, argv);
     if (ladder.check) {
-        for (classifier_path = 0; classifier_path < 3; classifier_path++) {
+        for (int rings = 0; rings < 2; rings++) {
+            classifier_rings = rings;
             check_shape(1, 2, 8, 1);
             check_shape(11, 256, 256, 1);
             check_shape(7, 100, 128, 20);
@@ -146,7 +149,6 @@ int main(int argc, char **argv) {
             check_special(50257, 50304);
             check_special(128256, 128256);
         }
-        classifier_path = 0;
         check_large();
         check_loss_sum(1);
         check_loss_sum(777);
