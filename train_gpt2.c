@@ -732,6 +732,7 @@ double model_peak_flops(const Model *m) { (void)m; return 0; }
 double model_peak_bytes(const Model *m) { (void)m; return 0; }
 void model_timing_begin(Model *m) { (void)m; timing_start(); }
 void model_timing_end(Model *m) { (void)m; timing.on = 0; }
+void model_report(const Model *m, FILE *f) { (void)m; (void)f; }  // products have one way here
 double model_memory_gib(const Model *m) { return (double)m->bytes / 1073741824.0; }
 
 static void *slot_pointer(const Model *m, Slot s) { return s == SLOT_WEIGHT ? m->weights : s == SLOT_GRAD ? m->grads : s == SLOT_M ? m->m : s == SLOT_V ? m->v : NULL; }

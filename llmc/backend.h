@@ -72,6 +72,8 @@ void model_update(Model *m, const AdamWParams *p);
 // Between these two every lap of a step is timed (timing.h holds the result); the numbers stay the same.
 void model_timing_begin(Model *m);
 void model_timing_end(Model *m);
+// What the first steps chose by measuring, a line each, a summary first. Nothing if nothing was chosen.
+void model_report(const Model *m, FILE *f);
 
 // Forward only and without the other ranks: the loss of each of batch_size * seq_len tokens, in rows of T of them, 0 where the
 // target is -1. T is seq_len or, where rows are short, any smaller divisor of batch_size * seq_len: the same work for more rows.

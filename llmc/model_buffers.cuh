@@ -321,6 +321,7 @@ double model_peak_bytes(const Model *m) {
 }
 void model_timing_begin(Model *m) { timing_begin(m->gpu.compute); }
 void model_timing_end(Model *m) { timing_end(m->gpu.compute); }
+void model_report(const Model *m, FILE *f) { if (m->options.autotune) matmul_report(&m->matmul, f); }
 double model_peak_flops(const Model *m) {
     return peak_flops(m->gpu.prop.name, sizeof(floatX) == 2 ? PEAK_BF16 : m->options.tf32 ? PEAK_TF32 : PEAK_FP32);
 }

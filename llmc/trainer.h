@@ -350,6 +350,23 @@ static inline void report_step(Trainer *t, const StepReport *r) {
     logger_end(&t->log);
 }
 
+// After the first step: what it chose goes to the log, and how long choosing took to the console.
+static inline void report_choices(Trainer *t) {
+    char *text = NULL;
+    size_t size = 0;
+    FILE *memory = open_memstream(&text, &size);
+    require(memory, "out of memory\nclose other programs");
+    model_report(&t->model, memory);
+    fclose(memory);
+    if (size) printf("%.*s\n", (int)strcspn(text, "\n"), text);
+    FILE *f = size ? logger_begin(&t->log, "choices", t->state.step) : NULL;
+    if (f) {
+        logger_text(f, "text", text);
+        logger_end(&t->log);
+    }
+    free(text);
+}
+
 // Of rank 0's step. What it waited for other ranks is the communication that nothing hid.
 static inline void report_timing(Trainer *t) {
     model_timing_end(&t->model);
@@ -434,12 +451,14 @@ static inline int due(int64_t every, int64_t step, int64_t last) { return every 
 
 static inline void train(Trainer *t) {
     const Options *o = &t->o;
+    const int64_t first = t->state.step;
     int stopped = 0;
     if (o->eval_every > 0 && t->state.step % o->eval_every == 0) run_evaluation(t);
     double clock = now_seconds();
     while (t->state.step < t->steps && !stopped) {
         train_step(t, &clock);
         const int64_t step = t->state.step;
+        if (step == first + 1) report_choices(t);
         if (o->log_gpu_every > 0 && step % o->log_gpu_every == 0 && t->comm.rank == 0) report_gpu(t);
         stopped = agree(t);
         if (due(o->eval_every, step, t->steps) && !stopped) run_evaluation(t);

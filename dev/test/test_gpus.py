@@ -103,6 +103,8 @@ def test_timing_adds_up(train, tmp_path):
     succeeds(train(0, "timed", "--timing", "6"), 300)
     succeeds(train(0, "plain"), 300)
     assert curve(tmp_path / "timed") == curve(tmp_path / "plain")
+    choices = events(tmp_path / "plain", "choices")
+    assert STAND_IN or len(choices) == 1 and choices[0]["text"].startswith("matmul plans: ") and " k " in choices[0]["text"]
     for e in events(tmp_path / "timed", "timing"):
         step = next(s for s in events(tmp_path / "timed", "step") if s["step"] == e["step"])
         total = sum(g["ms"] for g in e["groups"].values())
