@@ -96,6 +96,7 @@ static inline ValScore validation_score(Evaluation *e, Model *m, const Tokenizer
         const int64_t left = rows - row - (int64_t)m->comm->rank * B, counted = left < 0 ? 0 : left < B ? left : B;  // the last batch may run on into the next epoch
         watchdog_beat(PHASE_EVALUATE, -1);
         dataloader_next(&e->val);
+        if (row + step < rows) dataloader_read_ahead(&e->val);
         model_losses(m, e->val.inputs, e->val.targets, T, losses);
         for (int64_t i = 0; i < counted * T; i++) sum += losses[i];
         for (int64_t i = 0; i < counted * T && tokenizer; i++) bytes += tokenizer_bytes(tokenizer, e->val.targets[i]);

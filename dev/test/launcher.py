@@ -1,8 +1,12 @@
 """The environment in which tests start programs and jobs: nothing of a job around the tests reaches them."""
 import os
 import shutil
+import subprocess
 
 import pytest
+
+# Now and then Open MPI 5 does not start its own server, and ends before a rank has run. Then, and only then, tests start it again.
+FAILED = "The PMIx server's listener thread failed to start"
 
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_"))} | {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -18,3 +22,12 @@ def skip_without_vocab_bpe(text):
     """text: what a program said that failed."""
     if "GPT-2's vocab.bpe was not found" in text:
         pytest.skip("GPT-2's vocab.bpe is not to be had here")
+
+
+def run(command, **options):
+    """subprocess.run of a command that may be or start mpirun, with its output as text."""
+    for _ in range(3):
+        done = subprocess.run([str(c) for c in command], capture_output=True, text=True, **options)
+        if FAILED not in done.stdout + done.stderr:
+            break
+    return done

@@ -2,7 +2,8 @@
 
     .venv/bin/python dev/test/run_tests.py [--only PART ...]      PART: a word in the names of the tests to run
 
-Builds go in parallel, tests one after another; where there are many cores, a few of those in Python beside each other. The output of each is kept in build/test/log/. The last line is
+Builds go in parallel, tests one after another but for those in Python, of which two or more run beside each other. The output
+of each is kept in build/test/log/. The last line is
 "N passed, N failed, N skipped"; the exit status is 0 only if nothing failed.
 """
 import argparse
@@ -146,8 +147,9 @@ def build_all(config, wanted):
     headers = sorted(Path("llmc").glob("*.h"))
     if config["NVCC"]:
         for precision in ("bf16", "fp32"):
-            programs = [p for p in ("train_gpt2", "test_gpt2") if Path(p + ".cu").exists()]
-            jobs = [(f"build {p}cu {precision}", [f"{fat_folder.format(precision)}/{p}cu", fat, f"PRECISION={precision.upper()}"]) for p in programs] + jobs
+            ships = (f"build train_gpt2cu {precision}", [f"{fat_folder.format(precision)}/train_gpt2cu", fat, f"PRECISION={precision.upper()}"])
+            tests = (f"build test_gpt2cu {precision}", [f"build/{precision}-{ladder_arch}/test_gpt2cu", f"ARCHS={ladder_arch}", f"PRECISION={precision.upper()}"])
+            jobs = [ships, tests] + jobs
             jobs += [(f"build ladder {p.stem} {precision}", [f"build/{precision}-{ladder_arch}/dev/cuda/{p.stem}", f"ARCHS={ladder_arch}", f"PRECISION={precision.upper()}"])
                      for p in sorted(Path("dev/cuda").glob("*.cu"))]
         headers += sorted(Path("llmc").glob("*.cuh"))
@@ -156,7 +158,7 @@ def build_all(config, wanted):
     with ThreadPoolExecutor(min(CORES, 32)) as pool:
         results = pool.map(lambda job: make(job[0], *job[1]), jobs)
         good = {job[0] for job, ok in zip(jobs, results) if ok}
-    return good, fat_folder, ladder_arch
+    return good, ladder_arch
 
 
 def host_tests(good, wanted, gpus):
@@ -173,14 +175,14 @@ def host_tests(good, wanted, gpus):
                 test(name, [f"build/test/{name}", *folders])
 
 
-def gpu_tests(config, good, fat_folder, ladder_arch, wanted):
+def gpu_tests(config, good, ladder_arch, wanted):
     """On one GPU, and on as many as there are: the largest power of two, because the ranks share batches of 8."""
     gpus = int(config["GPUS"])
     ranks = 1 << min(3, gpus.bit_length() - 1) if gpus else 0
     ladders = sorted(p.stem for p in Path("dev/cuda").glob("*.cu"))
     tests = []
     for precision in ("bf16", "fp32"):
-        whole = lambda kind: [f"{fat_folder.format(precision)}/test_gpt2cu", LOGS / f"test_gpt2cu_{precision}{kind}.run", *(DEBUG / n for n in MODELS)]
+        whole = lambda kind: [f"build/{precision}-{ladder_arch}/test_gpt2cu", LOGS / f"test_gpt2cu_{precision}{kind}.run", *(DEBUG / n for n in MODELS)]
         needs = f"build test_gpt2cu {precision}"
         tests += [(f"test_gpt2cu {precision}", needs, whole(""), None if gpus else "no GPU")]
         tests += [(f"test_gpt2cu {precision}, {max(ranks, 2)} GPUs", needs, [config.get("MPIRUN"), "--oversubscribe", "-np", ranks, *whole("_ranks")],
@@ -207,14 +209,14 @@ def main():
     LOGS.mkdir(parents=True, exist_ok=True)
     begin = time.time()
     config = read_config()
-    good, fat_folder, ladder_arch = build_all(config, wanted)
+    good, ladder_arch = build_all(config, wanted)
     if not config["NVCC"] and wanted("CUDA toolkit"):
         why = f"no CUDA toolkit: {config['CUDA_OFF']}"
         if os.environ.get("CI"):  # CI exists to compile them
             record("CUDA toolkit", 0, 1, 0, 0)
         skip("every CUDA target: compiling and linking", why)
     host_tests(good, wanted, config["GPUS"] != "0")
-    with ThreadPoolExecutor(max(1, CORES // 4)) as pool:  # they wait for time-outs more than they compute
+    with ThreadPoolExecutor(max(2, CORES // 4)) as pool:  # they wait for time-outs more than they compute
         for source in sorted(Path("dev/test").glob("test_*.py")):
             if wanted(source.name):
                 xml = LOGS / f"{source.stem}.xml"
@@ -226,7 +228,7 @@ def main():
     if wanted("demo"):
         test("demo, a short one", [PYTHON, "dev/demo.py", "--seconds", "10", "--output", "build/test/demo", "./train_gpt2"])
     if config["NVCC"]:
-        gpu_tests(config, good, fat_folder, ladder_arch, wanted)
+        gpu_tests(config, good, ladder_arch, wanted)
 
     if not_run:
         print("\nnot run here:")

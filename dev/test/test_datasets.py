@@ -308,8 +308,11 @@ def start(name, *args, ranks=0, **kwargs):
 
 
 def script(name, *args, fails=None, **kwargs):
-    process = start(name, *args, **kwargs)
-    out, _ = process.communicate(timeout=240)
+    for _ in range(3):
+        process = start(name, *args, **kwargs)
+        out, _ = process.communicate(timeout=240)
+        if launcher.FAILED not in out:
+            break
     assert (process.returncode == 0) == (fails is None), out
     assert fails is None or fails in out and "hint: " in out and "Traceback" not in out, out
     return out

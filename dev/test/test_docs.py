@@ -134,7 +134,7 @@ def run(tree, line):
     if words[0] == "mpirun" and not CONFIG.get("MPIRUN"):
         return understand(words)
     path = f"{tree}/build/bin:{os.path.dirname(CONFIG.get('MPIRUN', ''))}:{os.environ['PATH']}"
-    done = subprocess.run(["bash", "-c", line], cwd=tree, env=ENVIRONMENT | {"PATH": path}, capture_output=True, text=True)
+    done = launcher.run(["bash", "-c", line], cwd=tree, env=ENVIRONMENT | {"PATH": path})
     launcher.skip_without_vocab_bpe(done.stderr)
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout

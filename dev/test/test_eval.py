@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "dev/data"), str(ROOT / "dev/test")]
 import data_common
 import train_gpt2 as ref
+import launcher
 from launcher import ENVIRONMENT, skip_without_vocab_bpe
 from test_ranks import MPIRUN
 
@@ -36,7 +37,7 @@ WORDS = "the cell of a plant takes light and water, which animals do not; n√©e Ê
 def run(*command, fails=None, cwd=None, ranks=0, **env):
     """Output of a program. fails: words of its error; it must then end with status 1."""
     command = ([MPIRUN, "--oversubscribe", "-np", ranks] if ranks else []) + list(command)
-    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=300, cwd=cwd, env=ENVIRONMENT | env)
+    result = launcher.run(command, timeout=300, cwd=cwd, env=ENVIRONMENT | env)
     text = result.stdout + result.stderr
     if fails is None:
         skip_without_vocab_bpe(text)

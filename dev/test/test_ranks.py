@@ -16,6 +16,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import launcher
 import numpy as np
 import pytest
 from launcher import ENVIRONMENT
@@ -29,9 +30,6 @@ TIMEOUT = 2     # --timeout of the jobs that lose a rank, seconds; jobs that mus
 MARGIN = 10     # all must be gone within the time-out and this
 
 pytestmark = pytest.mark.skipif(not MPIRUN, reason="no MPI (make toolkit)")
-
-
-LAUNCHER_FAILED = "The PMIx server's listener thread failed to start"
 
 
 class Job:
@@ -55,7 +53,7 @@ class Job:
                                                 start_new_session=True)
             while own and self.process.poll() is None and not self.ranks() and time.time() < self.begin + 10:
                 time.sleep(0.01)
-            if not own or LAUNCHER_FAILED not in self.text():  # now and then Open MPI 5 does not start its own server; no rank has run then
+            if not own or launcher.FAILED not in self.text():
                 break
             self.process.wait()
 
