@@ -15,6 +15,27 @@ static inline int compare_candidates(const void *a, const void *b) {
     return x->p != y->p ? (x->p < y->p ? 1 : -1) : (x->id > y->id) - (x->id < y->id);
 }
 
+// Moves the k likeliest of n to the front, in no order: they are a heap whose root is the least likely of them.
+static inline void sift_down(Candidate *c, int k, int at) {
+    for (int child; (child = 2 * at + 1) < k; at = child) {
+        if (child + 1 < k && compare_candidates(&c[child + 1], &c[child]) > 0) child++;
+        if (compare_candidates(&c[child], &c[at]) < 0) return;
+        const Candidate parent = c[at];
+        c[at] = c[child];
+        c[child] = parent;
+    }
+}
+static inline void keep_likeliest(Candidate *c, int n, int k) {
+    for (int at = k / 2 - 1; at >= 0; at--) sift_down(c, k, at);
+    for (int i = k; i < n; i++) {
+        if (compare_candidates(&c[i], &c[0]) > 0) continue;
+        const Candidate out = c[0];
+        c[0] = c[i];
+        c[i] = out;
+        sift_down(c, k, 0);
+    }
+}
+
 // logits (V) -> a token. temperature 0: the likeliest. top_k 0 and top_p 1: no limit. `coin` is uniform in [0, 1).
 // `scratch` (V). Keeps at least one candidate; NaN logits are never chosen unless all are NaN (then token 0).
 static inline int sample_token(const float *logits, int V, double temperature, int top_k, double top_p, double coin, Candidate *scratch) {
@@ -30,13 +51,21 @@ static inline int sample_token(const float *logits, int V, double temperature, i
         total += scratch[i].p;
     }
     int count = V;
-    if ((top_k > 0 && top_k < V) || top_p < 1) {
-        qsort(scratch, (size_t)V, sizeof *scratch, compare_candidates);
-        if (top_k > 0 && top_k < V) count = top_k;
-        double kept = 0, limit = 0;
-        for (int i = 0; i < count; i++) limit += scratch[i].p;  // top-p counts within top-k
+    const int ranked = top_k > 0 && top_k < V;
+    if (ranked || top_p < 1) {  // only what may be kept is sorted: sorting all takes longer than a small model on a GPU
+        if (ranked) {
+            keep_likeliest(scratch, V, count = top_k);
+        } else {
+            const double least = (1 - top_p) * total / V;  // those below it have less than 1 - top_p together
+            count = 0;
+            for (int i = 0; i < V; i++) if (scratch[i].p >= least) scratch[count++] = scratch[i];
+        }
+        qsort(scratch, (size_t)count, sizeof *scratch, compare_candidates);
+        if (ranked) total = 0;
+        for (int i = 0; i < count && ranked; i++) total += scratch[i].p;  // top-p counts within top-k
+        double kept = 0;
         int n = 0;
-        while (n < count && (n == 0 || kept < top_p * limit)) kept += scratch[n++].p;
+        while (n < count && (n == 0 || kept < top_p * total)) kept += scratch[n++].p;
         count = n;
         total = kept;
     }
