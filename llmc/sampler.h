@@ -56,7 +56,7 @@ static inline int sample_token(const float *logits, int V, double temperature, i
         if (ranked) {
             keep_likeliest(scratch, V, count = top_k);
         } else {
-            const double least = (1 - top_p) * total / V;  // those below it have less than 1 - top_p together
+            const double least = (1 - top_p) * total / V;  // those below it have less than 1 - top_p together (llama2.c)
             count = 0;
             for (int i = 0; i < V; i++) if (scratch[i].p >= least) scratch[count++] = scratch[i];
         }
