@@ -21,11 +21,6 @@
 
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
-__device__ inline float exp2_flushed(float x) {  // one instruction; results below 2^-126 become 0
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ inline void vec_widen(float (&to)[VecX::size], const VecX &x) {
     #pragma unroll
     for (int k = 0; k < VecX::size; k++) {
@@ -59,13 +54,13 @@ struct OnlineSum {
         float e[VecX::size];
         const float m = vec_max(x);
         if (m > max) {  // rare after the first few vectors
-            sum *= exp2_flushed(offset - offset_of(m));
+            sum *= exp2_approx(offset - offset_of(m));
             max = m;
             offset = offset_of(m);
         }
         vec_widen(e, x);
         #pragma unroll
-        for (int k = 0; k < VecX::size; k++) e[k] = exp2_flushed(fmaf(e[k], LOG2_E, -offset));
+        for (int k = 0; k < VecX::size; k++) e[k] = exp2_approx(fmaf(e[k], LOG2_E, -offset));
         #pragma unroll
         for (int half = VecX::size / 2; half > 0; half /= 2) {
             #pragma unroll
@@ -81,7 +76,7 @@ struct RowSum {
         return fabsf(max) < MOST_LOGIT ? max - target_logit + logf(sum) - LN_2 * fmaf(max, LOG2_E, -offset) : NAN;
     }
     // The logit's gradient where it is not the target's; factor: dloss / sum
-    __device__ float gradient(float logit, float factor) const { return exp2_flushed(fmaf(logit, LOG2_E, -offset)) * factor; }
+    __device__ float gradient(float logit, float factor) const { return exp2_approx(fmaf(logit, LOG2_E, -offset)) * factor; }
     __device__ VecX gradient(const VecX &x, float factor) const {
         float p[VecX::size];
         VecX d;
@@ -133,7 +128,7 @@ classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss
     RowSum all;
     all.max = block_reduce<Max>(online.max, scratch);
     all.offset = offset_of(all.max);
-    all.sum = block_reduce<Sum>(online.sum * exp2_flushed(online.offset - all.offset), scratch);
+    all.sum = block_reduce<Sum>(online.sum * exp2_approx(online.offset - all.offset), scratch);
     if (threadIdx.x == 0) losses[blockIdx.x] = all.loss(target_logit);
     if constexpr (WRITE_DLOGITS) {
         const float factor = dloss / all.sum;
@@ -226,7 +221,7 @@ template <typename S> __device__ inline void classifier_ring(floatX *logits, flo
             // Every warp gets the pairs of all warps, and adds them up in the same order.
             RowSum all;
             all.max = warp_reduce<Max>(online.max);
-            all.sum = warp_reduce<Sum>(online.sum * exp2_flushed(online.offset - offset_of(all.max)));
+            all.sum = warp_reduce<Sum>(online.sum * exp2_approx(online.offset - offset_of(all.max)));
             float2 *pair = &pairs[turn][block * S::WARPS + warp];
             if constexpr (S::CLUSTER == 1) {
                 if (lane == 0) { *pair = make_float2(all.max, all.sum); mbarrier_arrive(barrier); }
@@ -238,7 +233,7 @@ template <typename S> __device__ inline void classifier_ring(floatX *logits, flo
             all.max = warp_reduce<Max>(all.max);
             all.offset = offset_of(all.max);
             all.sum = 0;
-            for (int j = lane; j < S::WARPS * S::CLUSTER; j += WARP) all.sum += pairs[turn][j].y * exp2_flushed(offset_of(pairs[turn][j].x) - all.offset);
+            for (int j = lane; j < S::WARPS * S::CLUSTER; j += WARP) all.sum += pairs[turn][j].y * exp2_approx(offset_of(pairs[turn][j].x) - all.offset);
             all.sum = warp_reduce<Sum>(all.sum);
             if (target >= V && block == 0 && threadIdx.x == 0) losses[n] = NAN;
 
