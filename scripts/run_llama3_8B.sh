@@ -9,6 +9,8 @@
 #             on two, 52.4 on four, 41.1 on eight. One sequence of 8192 at -r 2 adds 25.6 GiB of activations. So: two GPUs of 141 GB, or eight of 80 GB.
 #             One GPU keeps m and v in bf16 and no masters, 8 bytes a parameter: 96.2 GiB with all activations. Computed; measured: 90.2 GiB at
 #             a vocabulary of 50257, as computed.
+#             A run that began on one GPU goes on with these options on any number, and on one GPU only with them:
+#             GPUS=2 scripts/run_llama3_8B.sh --state-dtype bf16 --master-weights 0
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 data=dev/data/edu_fineweb10B_llama3
 make_data="python dev/data/fineweb.py --type edu --version 10B --tokenizer llama3 --tokenizer-file PATH"
