@@ -21,16 +21,6 @@
 
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
-__device__ inline void vec_widen(float (&to)[VecX::size], const VecX &x) {
-    #pragma unroll
-    for (int k = 0; k < VecX::size; k++) {
-        if constexpr (sizeof(floatX) == 4) to[k] = (float)x[k];
-        else {
-            const unsigned pair = ((const unsigned *)x.v)[k / 2];
-            to[k] = __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16);
-        }
-    }
-}
 __device__ inline float vec_max(const VecX &x) {
     if constexpr (sizeof(floatX) == 4) return fmaxf(fmaxf((float)x[0], (float)x[1]), fmaxf((float)x[2], (float)x[3]));
     else {

@@ -140,6 +140,26 @@ template <typename T> struct alignas(16) Vec {
 typedef Vec<floatX> VecX;
 template <typename T> __device__ inline Vec<T> vec_load(const T *p) { Vec<T> r; *(int4 *)r.v = *(const int4 *)p; return r; }
 template <typename T> __device__ inline void vec_store(T *p, const Vec<T> &x) { *(int4 *)p = *(const int4 *)x.v; }
+// To and from fp32 in one instruction for one element and for two: what the compiler makes of casts element by element takes two each.
+__device__ inline void vec_widen(float (&to)[VecX::size], const VecX &x) {
+    #pragma unroll
+    for (int k = 0; k < VecX::size; k++) {
+        if constexpr (sizeof(floatX) == 4) to[k] = (float)x[k];
+        else {
+            const unsigned pair = ((const unsigned *)x.v)[k / 2];
+            to[k] = __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16);
+        }
+    }
+}
+__device__ inline VecX vec_narrow(const float (&x)[VecX::size]) {
+    VecX to;
+    #pragma unroll
+    for (int k = 0; k < VecX::size; k += 2) {
+        if constexpr (sizeof(floatX) == 4) { to[k] = (floatX)x[k]; to[k + 1] = (floatX)x[k + 1]; }
+        else ((__nv_bfloat162 *)to.v)[k / 2] = __floats2bfloat162_rn(x[k], x[k + 1]);
+    }
+    return to;
+}
 // Streaming forms: data that is not read again soon stays out of the way of data that is.
 template <typename T> __device__ inline Vec<T> vec_load_streaming(const T *p) { Vec<T> r; *(int4 *)r.v = __ldcs((const int4 *)p); return r; }
 template <typename T> __device__ inline void vec_store_streaming(T *p, const Vec<T> &x) { __stcs((int4 *)p, *(const int4 *)x.v); }
@@ -168,27 +188,30 @@ template <typename Op> __device__ inline float block_reduce(float x, float *shar
 // ---- activations, for their own kernels and for matmuls that apply them, see activation.cuh
 // GELU: x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)); SwiGLU: gate sigmoid(gate) up
 
-// 1 / (1 + exp(-x)) to about 4 units in the last place of fp32: two special-function instructions. Denormals, flushed to zero
-// here, vanish beside the 1.
-__device__ inline float gpu_sigmoid(float x) {
+// 1 / (1 + 2^x) to about 4 units in the last place of fp32: two special-function instructions. Denormals, flushed to zero here,
+// vanish beside the 1.
+__device__ inline float gpu_sigmoid2(float x) {
     float y;
-    asm("{ .reg .f32 e; ex2.approx.ftz.f32 e, %1; add.f32 e, e, 0f3f800000; rcp.approx.ftz.f32 %0, e; }" : "=f"(y) : "f"(x * -1.4426950216293335f));
+    asm("{ .reg .f32 e; ex2.approx.ftz.f32 e, %1; add.f32 e, e, 0f3f800000; rcp.approx.ftz.f32 %0, e; }" : "=f"(y) : "f"(x));
     return y;
 }
+// Inside a matmul these run between two steps of tensor cores, and every instruction more is time in which those wait.
 struct Gelu {
-    static constexpr float scale = 2 * 0.79788456080286535588f, cubic = 0.044715f;  // 2 sqrt(2/pi)
-    __device__ static float forward(float x) { return x * gpu_sigmoid(scale * x * (1 + cubic * x * x)); }
+    static constexpr float scale = 2 * 0.79788456080286535588f, cubic = 0.044715f, log2e = 1.4426950408889634f;  // 2 sqrt(2/pi)
+    __device__ static float sigmoid(float x, float x2) { return gpu_sigmoid2(x * fmaf(-log2e * scale * cubic, x2, -log2e * scale)); }
+    __device__ static float forward(float x) { return x * sigmoid(x, x * x); }
     __device__ static float backward(float dout, float x) {
-        const float s = gpu_sigmoid(scale * x * (1 + cubic * x * x));
-        return dout * (s + x * s * (1 - s) * scale * (1 + 3 * cubic * x * x));
+        const float x2 = x * x, s = sigmoid(x, x2);
+        return dout * fmaf(x * fmaf(3 * cubic * scale, x2, scale), fmaf(-s, s, s), s);
     }
 };
 struct Swiglu {
-    __device__ static float forward(float gate, float up) { return gate * gpu_sigmoid(gate) * up; }
+    __device__ static float sigmoid(float x) { return gpu_sigmoid2(-Gelu::log2e * x); }
+    __device__ static float forward(float gate, float up) { return gate * sigmoid(gate) * up; }
     __device__ static void backward(float *dgate, float *dup, float dout, float gate, float up) {
-        const float s = gpu_sigmoid(gate);
-        *dgate = dout * up * s * (1 + gate * (1 - s));
-        *dup = dout * gate * s;
+        const float s = sigmoid(gate), silu = gate * s;
+        *dgate = dout * up * fmaf(silu, 1 - s, s);
+        *dup = dout * silu;
     }
 };
 

@@ -45,61 +45,56 @@ norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, flo
     if (row >= N) return;
     const size_t start = (size_t)row * C;
 
-    VecX x[VECS];
-    float sum = 0;
-    #pragma unroll
-    for (int i = 0; i < VECS; i++) {
-        const int c = (i * threads + thread) * VecX::size;
-        if (c < C) x[i] = vec_load_streaming(a + start + c);
-    }
-    if constexpr (RESIDUAL) {
-        VecX y[VECS];
+    float x[VECS][VecX::size], sum = 0;
+    {
+        VecX first[VECS], second[RESIDUAL ? VECS : 1];
         #pragma unroll
         for (int i = 0; i < VECS; i++) {
             const int c = (i * threads + thread) * VecX::size;
-            if (c < C) y[i] = vec_load_streaming(b + start + c);
+            if (c >= C) continue;
+            first[i] = vec_load_streaming(a + start + c);
+            if constexpr (RESIDUAL) second[i] = vec_load_streaming(b + start + c);
         }
         #pragma unroll
         for (int i = 0; i < VECS; i++) {
             const int c = (i * threads + thread) * VecX::size;
             if (c >= C) continue;
+            vec_widen(x[i], first[i]);
+            if constexpr (RESIDUAL) {
+                float y[VecX::size];
+                vec_widen(y, second[i]);
+                #pragma unroll
+                for (int k = 0; k < VecX::size; k++) x[i][k] += y[k];
+                const VecX rounded = vec_narrow(x[i]);
+                vec_store_streaming(residual + start + c, rounded);
+                vec_widen(x[i], rounded);
+            }
             #pragma unroll
-            for (int k = 0; k < VecX::size; k++) x[i][k] = (floatX)((float)x[i][k] + (float)y[i][k]);
-            vec_store_streaming(residual + start + c, x[i]);
+            for (int k = 0; k < VecX::size; k++) sum += x[i][k];
         }
     }
-    float m = 0;
-    if constexpr (KIND == NORM_LAYER) {
-        #pragma unroll
-        for (int i = 0; i < VECS; i++) {
-            if ((i * threads + thread) * VecX::size >= C) continue;
-            #pragma unroll
-            for (int k = 0; k < VecX::size; k++) sum += (float)x[i][k];
-        }
-        m = norm_row_sum<ROW_THREADS>(sum, shared) / C;
-    }
+    const float m = KIND == NORM_LAYER ? norm_row_sum<ROW_THREADS>(sum, shared) / C : 0;
     float squares = 0;
     #pragma unroll
     for (int i = 0; i < VECS; i++) {
         if ((i * threads + thread) * VecX::size >= C) continue;
         #pragma unroll
-        for (int k = 0; k < VecX::size; k++) { float d = (float)x[i][k] - m; squares += d * d; }
+        for (int k = 0; k < VecX::size; k++) {
+            x[i][k] -= m;
+            squares += x[i][k] * x[i][k];
+        }
     }
     const float s = rsqrtf(norm_row_sum<ROW_THREADS>(squares, shared) / C + eps);
     #pragma unroll
     for (int i = 0; i < VECS; i++) {
         const int c = (i * threads + thread) * VecX::size;
         if (c >= C) continue;
-        VecX w = vec_load(weight + c), o;
-        if (KIND == NORM_LAYER && bias) {
-            VecX shift = vec_load(bias + c);
-            #pragma unroll
-            for (int k = 0; k < VecX::size; k++) o[k] = (floatX)(((float)x[i][k] - m) * s * (float)w[k] + (float)shift[k]);
-        } else {
-            #pragma unroll
-            for (int k = 0; k < VecX::size; k++) o[k] = (floatX)(((float)x[i][k] - m) * s * (float)w[k]);
-        }
-        vec_store(out + start + c, o);
+        float w[VecX::size], shift[VecX::size] = {};
+        vec_widen(w, vec_load(weight + c));
+        if (KIND == NORM_LAYER && bias) vec_widen(shift, vec_load(bias + c));
+        #pragma unroll
+        for (int k = 0; k < VecX::size; k++) x[i][k] = x[i][k] * s * w[k] + shift[k];
+        vec_store(out + start + c, vec_narrow(x[i]));
     }
     if (thread == 0) {
         rstd[row] = s;
@@ -109,39 +104,46 @@ norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, flo
 
 // ---- backward
 
-template <int VECS> struct NormOperands {
-    VecX dout[VECS], inp[VECS], dinp[VECS];
-    float mean, rstd;
-};
-// Columns beyond C are zeros: they add nothing to any sum.
-template <NormKind KIND, int VECS>
-__device__ inline void norm_load(NormOperands<VECS> &o, const floatX *dout, const floatX *inp, const floatX *dinp, const float *mean,
-                                 const float *rstd, int row, int C, int thread, int threads) {
-    const size_t start = (size_t)row * C;
+// K values in each lane, a power of two: the totals over the warp of all of them, value lane / (32 / K) in each lane. Half of what is left
+// of them goes to the other half of the lanes in each step, so that all take about as many instructions as one.
+template <int K> __device__ inline float warp_totals(float (&x)[K]) {
     #pragma unroll
-    for (int i = 0; i < VECS; i++) {
-        const int c = (i * threads + thread) * VecX::size;
-        if (c < C) {
-            o.dout[i] = vec_load_streaming(dout + start + c);
-            o.inp[i] = vec_load_streaming(inp + start + c);
-            o.dinp[i] = vec_load_streaming(dinp + start + c);
-        } else {
-            #pragma unroll
-            for (int k = 0; k < VecX::size; k++) o.dout[i][k] = o.inp[i][k] = (floatX)0.0f;
+    for (int n = K / 2, offset = WARP / 2; offset > 0; n /= 2, offset /= 2) {
+        if (n == 0) {
+            x[0] += __shfl_xor_sync(0xffffffffu, x[0], offset);
+            continue;
+        }
+        const bool upper = threadIdx.x & offset;
+        #pragma unroll
+        for (int j = 0; j < n; j++) {
+            const float mine = upper ? x[j + n] : x[j], theirs = upper ? x[j] : x[j + n];
+            x[j] = mine + __shfl_xor_sync(0xffffffffu, theirs, offset);
         }
     }
-    o.mean = KIND == NORM_LAYER ? mean[row] : 0;
-    o.rstd = rstd[row];
+    return x[0];
+}
+// x becomes the totals over the threads of a row. `shared` has a place for each value and warp; it may be used again after the next
+// barrier but one.
+template <int ROW_THREADS, int K> __device__ inline void norm_row_totals(float (&x)[K], float (*shared)[WARP]) {
+    constexpr int share = WARP / K;  // lanes of a value
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    float total = warp_totals<K>(x);
+    if constexpr (ROW_THREADS != WARP) {
+        if (lane % share == 0) shared[lane / share][warp] = total;
+        __syncthreads();
+        total = 0;
+        for (int w = lane % share; w < warps; w += share) total += shared[lane / share][w];
+        #pragma unroll
+        for (int offset = share / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
+    }
+    #pragma unroll
+    for (int j = 0; j < K; j++) x[j] = __shfl_sync(0xffffffffu, total, j * share);
 }
 
-// Between its two uses a row stays as it was loaded. Without this the compiler keeps the unpacked fp32 values instead,
-// twice the registers, and spills.
-template <int VECS> __device__ inline void norm_stay_packed(VecX (&x)[VECS]) {
-    #pragma unroll
-    for (int i = 0; i < VECS; i++) {
-        int4 &p = *(int4 *)x[i].v;
-        asm volatile("" : "+r"(p.x), "+r"(p.y), "+r"(p.z), "+r"(p.w));
-    }
+// Keeps the compiler from widening what was loaded before it is needed: twice the registers.
+__device__ inline void norm_stay_packed(VecX &x) {
+    int4 &p = *(int4 *)x.v;
+    asm volatile("" : "+r"(p.x), "+r"(p.y), "+r"(p.z), "+r"(p.w));
 }
 
 __device__ inline void norm_add_sums(float4 *to, const float (&x)[VecX::size], bool add) {
@@ -153,72 +155,90 @@ __device__ inline void norm_add_sums(float4 *to, const float (&x)[VecX::size], b
 }
 
 // partials: [block][dweight, dbias (LayerNorm only), dbelow (BELOW only)][C] fp32. Dynamic shared memory when a warp holds a row:
-// one such entry.
-template <NormKind KIND, bool BELOW, int ROW_THREADS, int VECS, int MAX_THREADS, int MIN_BLOCKS>
+// one such entry. ROWS rows are under way at a time: their loads wait together, and their sums cost little more than one row's.
+// In a step's clock (1.5 GHz) an instruction an element costs 1.3% of the time at copy speed and there were 56 at C = 1600: so n and g stay
+// in registers between the two passes, the constants of a row are folded, and numbers are widened and rounded by vec_widen and vec_narrow.
+template <NormKind KIND, bool BELOW, int ROW_THREADS, int VECS, int ROWS, int MAX_THREADS, int MIN_BLOCKS>
 __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
 norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *__restrict__ dout, const floatX *__restrict__ inp,
-                     const floatX *weight, const float *__restrict__ mean, const float *__restrict__ rstd, int N, int C) {
-    constexpr bool warp_row = ROW_THREADS == WARP, prefetch = !warp_row && VECS <= 2;
-    constexpr int sums = (KIND == NORM_LAYER ? 2 : 1) + BELOW;
-    __shared__ float2 shared[2][WARP];
+                     const floatX *__restrict__ weight, const float *__restrict__ mean, const float *__restrict__ rstd, int N, int C) {
+    constexpr bool warp_row = ROW_THREADS == WARP;
+    constexpr int sums = (KIND == NORM_LAYER ? 2 : 1) + BELOW, VALUES = KIND == NORM_LAYER ? 2 : 1;  // of a row: the sums of g n, of g
+    __shared__ float shared[2][ROWS * VALUES][WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int thread = warp_row ? lane : threadIdx.x, threads = warp_row ? WARP : blockDim.x;
     const int first = warp_row ? blockIdx.x * warps + warp : blockIdx.x, step = warp_row ? gridDim.x * warps : gridDim.x;
+    const float scale = 1.0f / C;
 
     float dweight[VECS][VecX::size] = {}, dbias[VECS][VecX::size] = {}, dbelow[BELOW ? VECS : 1][VecX::size] = {};
-    NormOperands<VECS> now, next;
-    if (prefetch && first < N) norm_load<KIND>(now, dout, inp, dinp, mean, rstd, first, C, thread, threads);
-    for (int row = first, odd = 0; row < N; row += step, odd ^= 1) {
-        if (!prefetch) norm_load<KIND>(now, dout, inp, dinp, mean, rstd, row, C, thread, threads);
-        else if (row + step < N) norm_load<KIND>(next, dout, inp, dinp, mean, rstd, row + step, C, thread, threads);
-        float g_sum = 0, gn_sum = 0;
-        VecX w[VECS];
+    VecX w[VECS];
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) {
+        const int c = (i * threads + thread) * VecX::size;
+        w[i] = vec_load(weight + (c < C ? c : 0));
+    }
+    for (int row = first * ROWS, odd = 0; row < N; row += step * ROWS, odd ^= 1) {
+        VecX d[ROWS][VECS], x[ROWS][VECS], old[ROWS][VECS];
+        float scales[ROWS], shifts[ROWS], totals[ROWS * VALUES] = {};
         #pragma unroll
-        for (int i = 0; i < VECS; i++) {
-            const int c = (i * threads + thread) * VecX::size;
-            w[i] = vec_load(weight + (c < C ? c : 0));
-        }
-        norm_stay_packed(w);
-        #pragma unroll
-        for (int i = 0; i < VECS; i++) {
+        for (int r = 0; r < ROWS; r++) {
+            const int at = min(row + r, N - 1);  // rows and columns that are not there count as zeros
             #pragma unroll
-            for (int k = 0; k < VecX::size; k++) {
-                float n = ((float)now.inp[i][k] - now.mean) * now.rstd, g = (float)now.dout[i][k] * (float)w[i][k];
-                if (KIND == NORM_LAYER) g_sum += g;
-                gn_sum += g * n;
+            for (int i = 0; i < VECS; i++) {
+                const int c = (i * threads + thread) * VecX::size;
+                const size_t from = (size_t)at * C + c;
+                d[r][i] = x[r][i] = VecX();
+                if (c >= C) continue;
+                if (ROWS == 1 || row + r < N) d[r][i] = vec_load_streaming(dout + from);
+                x[r][i] = vec_load_streaming(inp + from);
+                old[r][i] = vec_load_streaming(dinp + from);
+            }
+            scales[r] = rstd[at];
+            shifts[r] = KIND == NORM_LAYER ? -mean[at] * scales[r] : 0;
+        }
+        float n[ROWS][VECS][VecX::size], g[ROWS][VECS][VecX::size];
+        #pragma unroll
+        for (int i = 0; i < VECS; i++) {
+            float weights[VecX::size];
+            if (VECS > 1) norm_stay_packed(w[i]);
+            vec_widen(weights, w[i]);
+            #pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                vec_widen(n[r][i], x[r][i]);
+                vec_widen(g[r][i], d[r][i]);
+                #pragma unroll
+                for (int k = 0; k < VecX::size; k++) {
+                    n[r][i][k] = fmaf(n[r][i][k], scales[r], shifts[r]);
+                    dweight[i][k] += g[r][i][k] * n[r][i][k];
+                    if (KIND == NORM_LAYER) dbias[i][k] += g[r][i][k];
+                    g[r][i][k] *= weights[k];
+                    totals[r * VALUES] += g[r][i][k] * n[r][i][k];
+                    if (KIND == NORM_LAYER) totals[r * VALUES + 1] += g[r][i][k];
+                }
             }
         }
-        if (KIND == NORM_LAYER) g_sum = warp_reduce<Sum>(g_sum);
-        gn_sum = warp_reduce<Sum>(gn_sum);
-        if (!warp_row) {  // two slots in turn: one barrier a row is enough
-            if (lane == 0) shared[odd][warp] = make_float2(g_sum, gn_sum);
-            __syncthreads();
-            float2 part = lane < warps ? shared[odd][lane] : make_float2(0, 0);
-            if (KIND == NORM_LAYER) g_sum = warp_reduce<Sum>(part.x);
-            gn_sum = warp_reduce<Sum>(part.y);
-        }
-        g_sum /= C;
-        gn_sum /= C;
-        norm_stay_packed(now.dout);
-        norm_stay_packed(now.inp);
-        norm_stay_packed(now.dinp);
-        norm_stay_packed(w);
+        norm_row_totals<ROW_THREADS>(totals, shared[odd]);
         #pragma unroll
-        for (int i = 0; i < VECS; i++) {
-            const int c = (i * threads + thread) * VecX::size;
-            if (c >= C) continue;
-            VecX o;
+        for (int r = 0; r < ROWS; r++) {
+            const float by_n = -scales[r] * scale * totals[r * VALUES], by_one = KIND == NORM_LAYER ? -scales[r] * scale * totals[r * VALUES + 1] : 0;
             #pragma unroll
-            for (int k = 0; k < VecX::size; k++) {
-                float n = ((float)now.inp[i][k] - now.mean) * now.rstd, d = (float)now.dout[i][k], g = d * (float)w[i][k];
-                o[k] = (floatX)((float)now.dinp[i][k] + now.rstd * (g - g_sum - n * gn_sum));
-                dweight[i][k] += d * n;
-                if (KIND == NORM_LAYER) dbias[i][k] += d;
-                if constexpr (BELOW) dbelow[i][k] += (float)o[k];
+            for (int i = 0; i < VECS; i++) {
+                const int c = (i * threads + thread) * VecX::size;
+                if (c >= C || row + r >= N) continue;
+                float o[VecX::size];
+                norm_stay_packed(old[r][i]);
+                vec_widen(o, old[r][i]);
+                #pragma unroll
+                for (int k = 0; k < VecX::size; k++) o[k] = fmaf(n[r][i][k], by_n, fmaf(g[r][i][k], scales[r], o[k])) + by_one;
+                const VecX rounded = vec_narrow(o);
+                vec_store(dinp + (size_t)(row + r) * C + c, rounded);
+                if constexpr (BELOW) {
+                    vec_widen(o, rounded);
+                    #pragma unroll
+                    for (int k = 0; k < VecX::size; k++) dbelow[i][k] += o[k];
+                }
             }
-            vec_store(dinp + (size_t)row * C + c, o);
         }
-        if (prefetch) now = next;
     }
 
     // The block's sums: a wide row's threads own their columns; warps that held a row each add theirs up in turn.
@@ -301,16 +321,19 @@ static inline void residual_norm_forward(NormKind kind, floatX *residual, floatX
 }
 
 // How a backward pass over rows of C is laid out. More blocks hide more latency but leave more sums to add up.
-typedef struct { int vecs_per_thread, threads, blocks_per_sm; size_t shared_bytes; } NormBackwardPlan;
+typedef struct { int vecs_per_thread, rows, threads, blocks_per_sm; size_t shared_bytes; } NormBackwardPlan;
 static inline NormBackwardPlan norm_backward_plan(int C) {
     const int vecs = C / VecX::size;
-    NormBackwardPlan p = {(int)ceil_div((size_t)vecs, WARP), 512, 1, 3 * (size_t)C * sizeof(float)};  // a warp holds a row
+    NormBackwardPlan p = {(int)ceil_div((size_t)vecs, WARP), 1, 512, 1, 3 * (size_t)C * sizeof(float)};  // a warp holds a row
     if (p.vecs_per_thread >= 3) p.threads = p.vecs_per_thread == 3 ? 384 : 256;  // sums take registers
     if (p.vecs_per_thread <= 4) return p;
     p.shared_bytes = 0;
     p.vecs_per_thread = vecs <= 512 ? 1 : vecs <= 1024 ? 2 : vecs <= 2048 ? 4 : vecs <= 8192 ? 8 : 16;
     p.threads = (int)round_up(ceil_div((size_t)vecs, (size_t)p.vecs_per_thread), WARP);
-    if (p.vecs_per_thread == 1) p.blocks_per_sm = 1024 / p.threads < 4 ? 1024 / p.threads : 4;
+    if (p.vecs_per_thread == 1) {
+        p.rows = 4;
+        p.blocks_per_sm = p.threads <= 512 / 3 ? 3 : p.threads <= 256 ? 2 : 1;
+    }
     return p;
 }
 static inline size_t norm_backward_scratch_bytes(int C) {
@@ -325,22 +348,25 @@ static void norm_backward_launch(NormBackwardPlan plan, floatX *dinp, NormGradie
     int device = 0, sms = 0;
     cudaCheck(cudaGetDevice(&device));
     cudaCheck(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-    const int rows_per_block = plan.shared_bytes ? plan.threads / WARP : 1, columns = ((KIND == NORM_LAYER ? 2 : 1) + BELOW) * C;
+    const int rows_per_block = plan.shared_bytes ? plan.threads / WARP : plan.rows, columns = ((KIND == NORM_LAYER ? 2 : 1) + BELOW) * C;
     const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * plan.blocks_per_sm, needed = (int)ceil_div((size_t)N, (size_t)rows_per_block);
     const int blocks = needed < most ? needed : most;
-    #define KERNEL(ROW_THREADS, VECS, MAX_THREADS, MIN_BLOCKS) norm_backward_kernel<KIND, BELOW, ROW_THREADS, VECS, MAX_THREADS, MIN_BLOCKS> \
+    #define KERNEL(ROW_THREADS, VECS, ROWS, MAX_THREADS, MIN_BLOCKS) norm_backward_kernel<KIND, BELOW, ROW_THREADS, VECS, ROWS, MAX_THREADS, MIN_BLOCKS> \
         <<<blocks, plan.threads, plan.shared_bytes, stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C)
     if (plan.shared_bytes) switch (plan.vecs_per_thread) {
-        case 1: KERNEL(WARP, 1, 512, 1); break;
-        case 2: KERNEL(WARP, 2, 512, 1); break;
-        case 3: KERNEL(WARP, 3, 384, 1); break;
-        case 4: KERNEL(WARP, 4, 256, 1); break;
+        case 1: KERNEL(WARP, 1, 1, 512, 1); break;
+        case 2: KERNEL(WARP, 2, 1, 512, 1); break;
+        case 3: KERNEL(WARP, 3, 1, 384, 1); break;
+        case 4: KERNEL(WARP, 4, 1, 256, 1); break;
+    } else if (plan.vecs_per_thread == 1) switch (plan.rows) {
+        case 1: KERNEL(512, 1, 1, 512, 2); break;
+        case 2: if (plan.threads <= 256) KERNEL(256, 1, 2, 256, 3); else KERNEL(512, 1, 2, 512, 1); break;
+        case 4: if (plan.threads <= 256) KERNEL(256, 1, 4, 256, 2); else KERNEL(512, 1, 4, 512, 1); break;
     } else switch (plan.vecs_per_thread) {
-        case 1: KERNEL(512, 1, 512, 2); break;
-        case 2: KERNEL(512, 2, 512, 1); break;
-        case 4: KERNEL(512, 4, 512, 1); break;
-        case 8: KERNEL(1024, 8, 1024, 1); break;
-        case 16: if constexpr (sizeof(floatX) == 4) KERNEL(1024, 16, 1024, 1); break;
+        case 2: KERNEL(512, 2, 1, 512, 1); break;
+        case 4: KERNEL(512, 4, 1, 512, 1); break;
+        case 8: KERNEL(1024, 8, 1, 1024, 1); break;
+        case 16: if constexpr (sizeof(floatX) == 4) KERNEL(1024, 16, 1, 1024, 1); break;
     }
     #undef KERNEL
     launchCheck();

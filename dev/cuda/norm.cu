@@ -97,8 +97,8 @@ static void bench_layouts(NormKind kind, int N, int C) {
     const NormBackwardPlan chosen = norm_backward_plan(C);
     auto time = [&](NormBackwardPlan p) {
         char name[64];
-        const int same = p.vecs_per_thread == chosen.vecs_per_thread && p.threads == chosen.threads && p.blocks_per_sm == chosen.blocks_per_sm;
-        snprintf(name, sizeof name, "%s %d vecs %3dx%d%s", p.shared_bytes ? "warp" : "block", p.vecs_per_thread, p.threads, p.blocks_per_sm, same ? " *" : "");
+        const int same = p.vecs_per_thread == chosen.vecs_per_thread && p.rows == chosen.rows && p.threads == chosen.threads && p.blocks_per_sm == chosen.blocks_per_sm;
+        snprintf(name, sizeof name, "%s %d vecs %d rows %3dx%d%s", p.shared_bytes ? "warp" : "block", p.vecs_per_thread, p.rows, p.threads, p.blocks_per_sm, same ? " *" : "");
         bench(name, 4.0 * (double)n * sizeof(floatX), 0, [&] {
             const NormGradients gradients = {{dweight, kind == NORM_LAYER ? dbias : NULL, NULL}};
             if (kind == NORM_LAYER) norm_backward_launch<NORM_LAYER, false>(p, dinp, gradients, dout, inp, weight, mean, rstd, N, C, 0, partials, ladder.gpu.compute);
@@ -106,12 +106,13 @@ static void bench_layouts(NormKind kind, int N, int C) {
         });
     };
     for (int v = 1; v <= 2; v++)
-        for (int blocks = 1; blocks <= 8; blocks++) {
-            NormBackwardPlan p = {v, (int)round_up(ceil_div((size_t)vecs, (size_t)v), WARP), blocks, 0};
-            if (p.threads <= 512 && p.threads * blocks <= (v == 1 ? 1024 : 512)) time(p);
-        }
+        for (int rows = 1; rows <= (v == 1 ? 4 : 1); rows *= 2)
+            for (int blocks = 1; blocks <= 8; blocks++) {
+                NormBackwardPlan p = {v, rows, (int)round_up(ceil_div((size_t)vecs, (size_t)v), WARP), blocks, 0};
+                if (p.threads <= 512 && p.threads * blocks <= (v == 2 || rows == 4 ? 512 : rows == 2 ? 768 : 1024)) time(p);
+            }
     for (int threads = 128; threads <= 512; threads += 64) {
-        NormBackwardPlan p = {(int)ceil_div((size_t)vecs, WARP), threads, 1, 3 * (size_t)C * sizeof(float)};
+        NormBackwardPlan p = {(int)ceil_div((size_t)vecs, WARP), 1, threads, 1, 3 * (size_t)C * sizeof(float)};
         if (p.vecs_per_thread <= 4 && threads <= (p.vecs_per_thread <= 2 ? 512 : p.vecs_per_thread == 3 ? 384 : 256)) time(p);
     }
 }
