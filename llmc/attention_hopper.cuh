@@ -42,6 +42,13 @@ static __device__ HopperTickets hopper_tickets;
 // A piece as the producer leaves it for the math warpgroups: head among all, tile, and what head / heads_per_sequence gives.
 struct alignas(16) HopperPiece { int head, tile, b, h; };  // head -1: no more
 
+// Read by the lane that gives the place back: an arrival of one lane does not stand for what the others have read.
+__device__ inline HopperPiece warp_piece(const HopperPiece &from) {
+    HopperPiece p = {};
+    if (threadIdx.x % WARP == 0) p = from;
+    return {__shfl_sync(0xffffffffu, p.head, 0), __shfl_sync(0xffffffffu, p.tile, 0), __shfl_sync(0xffffffffu, p.b, 0), __shfl_sync(0xffffffffu, p.h, 0)};
+}
+
 // What a Hopper kernel gets to know about the problem.
 struct HopperWork {
     int T, NH, NKV, heads, tiles, group;
@@ -170,8 +177,7 @@ template <typename S> __device__ inline void hopper_forward(const CUtensorMap *q
         unsigned use = 0;
         for (int i = 0;; i++) {
             q_ring.wait(i);
-            const HopperPiece piece = pieces[q_ring.stage(i)];
-            __syncwarp();  // one lane gives the place back for all
+            const HopperPiece piece = warp_piece(pieces[q_ring.stage(i)]);
             if (piece.head < 0) break;
             const int block_row = w.first_row<S::ROWS>(piece.tile), row0 = block_row + warpgroup * 64, row = row0 + warp * 16 + lane / 4;
             const int block_n = (min(w.T, block_row + S::ROWS) + KEYS - 1) / KEYS, n = row0 >= 0 ? (min(w.T, row0 + 64) + KEYS - 1) / KEYS : 0;

@@ -141,21 +141,21 @@ typedef Vec<floatX> VecX;
 template <typename T> __device__ inline Vec<T> vec_load(const T *p) { Vec<T> r; *(int4 *)r.v = *(const int4 *)p; return r; }
 template <typename T> __device__ inline void vec_store(T *p, const Vec<T> &x) { *(int4 *)p = *(const int4 *)x.v; }
 // To and from fp32 in one instruction for one element and for two: what the compiler makes of casts element by element takes two each.
-__device__ inline void vec_widen(float (&to)[VecX::size], const VecX &x) {
+template <typename T> __device__ inline void vec_widen(float (&to)[Vec<T>::size], const Vec<T> &x) {
     #pragma unroll
-    for (int k = 0; k < VecX::size; k++) {
-        if constexpr (sizeof(floatX) == 4) to[k] = (float)x[k];
+    for (int k = 0; k < Vec<T>::size; k++) {
+        if constexpr (sizeof(T) == 4) to[k] = x[k];
         else {
             const unsigned pair = ((const unsigned *)x.v)[k / 2];
             to[k] = __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16);
         }
     }
 }
-__device__ inline VecX vec_narrow(const float (&x)[VecX::size]) {
-    VecX to;
+template <typename T = floatX> __device__ inline Vec<T> vec_narrow(const float (&x)[Vec<T>::size]) {
+    Vec<T> to;
     #pragma unroll
-    for (int k = 0; k < VecX::size; k += 2) {
-        if constexpr (sizeof(floatX) == 4) { to[k] = (floatX)x[k]; to[k + 1] = (floatX)x[k + 1]; }
+    for (int k = 0; k < Vec<T>::size; k += 2) {
+        if constexpr (sizeof(T) == 4) { to[k] = x[k]; to[k + 1] = x[k + 1]; }
         else ((__nv_bfloat162 *)to.v)[k / 2] = __floats2bfloat162_rn(x[k], x[k + 1]);
     }
     return to;

@@ -12,8 +12,8 @@
 // Blocks are persistent, one per multiprocessor: warpgroup 0 fetches by TMA into a ring of stages of 64 k, warpgroups 1 and 2
 // each own 64 of the 128 rows of a tile. With clusters of two blocks, 256 rows share their columns of b, of which each block
 // fetches half for both. With K = 768 a tile has twelve steps only, so the epilogue must cost the tensor cores nothing: after
-// the last step the sums are packed to bf16, which frees the accumulators, and the packed tile is finished and stored half a
-// column block at a time, between the steps of the next tile.
+// the last step the sums are packed to bf16, which frees the accumulators, and the packed tile is finished and stored 32 columns
+// at a time between the steps of the next tile; with GELU 16 columns, which a step of both warpgroups hides (DGELU is no faster so).
 // Tiles are walked in groups of rows, columns inside: a group's rows of a stay in L2 while b streams past.
 //
 // Sources: PTX ISA (wgmma, TMA, clusters); the persistent designs of CUTLASS, DeepGEMM and fast.cu. Ladder: dev/cuda/matmul.cu.
@@ -83,7 +83,7 @@ template <int COLUMNS_, int CLUSTER_, int MN_A_, int MN_B_, HopperEpilogue OP_> 
     static constexpr HopperEpilogue OP = OP_;
     static constexpr bool GATED = OP == EPILOGUE_SWIGLU || OP == EPILOGUE_DSWIGLU, READS_AUX = OP == EPILOGUE_DGELU || OP == EPILOGUE_DSWIGLU;
     static constexpr int OUT_COLUMNS = OP == EPILOGUE_SWIGLU ? COLUMNS / 2 : COLUMNS;  // a SWIGLU tile is half gate, half up
-    static constexpr int SLOTS = OP == EPILOGUE_DSWIGLU ? COLUMNS / 16 : COLUMNS / 32;   // parts in which a tile is finished
+    static constexpr int SLOTS = OP == EPILOGUE_GELU || OP == EPILOGUE_DSWIGLU ? COLUMNS / 16 : COLUMNS / 32;   // parts in which a tile is finished
     static constexpr int A_BOXES = ROWS / BOX_ROWS, B_BOXES = COLUMNS / BOX_COLUMNS, STAGE_BYTES = (A_BOXES + B_BOXES) * BOX_BYTES;
     static constexpr int STAGED_BOXES = OP == EPILOGUE_PLAIN ? 1 : 2;  // per math warpgroup, for the epilogue
     static constexpr int ROOM = 232448 - TILE_ALIGNMENT - 2048 - 2 * STAGED_BOXES * BOX_BYTES, STAGES = ROOM / STAGE_BYTES;
@@ -169,7 +169,7 @@ template <typename S> struct HopperMatmulOut {
         else if constexpr (S::OP == EPILOGUE_DSWIGLU) {  // a column block has four: aux is on its way, and then here
             if (slot % 4 == 0 && slot > 0 && storer) fetch_aux(slot / 4);
             if (slot % 4 >= 2) finish_dswiglu(slot / 4, slot % 2);
-        } else finish_half(slot);
+        } else finish_part(slot);
     }
     __device__ void box_free() const {
         if (storer) bulk_wait_read();
@@ -236,39 +236,42 @@ template <typename S> struct HopperMatmulOut {
         for (int part = 0; part < 2; part++) box_store(out_map, boxes + part * BOX_BYTES, part * N + column + c * BOX_COLUMNS, 0, row, 0);
         bulk_commit();
     }
-    // 32 columns; the second half of a column block stores it.
-    __device__ void finish_half(int half) {
-        const int c = half / 2;
+    // 32 or 16 columns; the last part of a column block stores it.
+    __device__ void finish_part(int part) {
+        constexpr int STEPS = S::COLUMNS / 16 / S::SLOTS;  // of 16 columns
+        const int c = part * STEPS / 4, begin = part * STEPS % 4;
         if (column + c * BOX_COLUMNS >= N) return;
         const unsigned box = boxes + (S::READS_AUX ? c % 2 * BOX_BYTES : 0);
-        if (half % 2 == 0) {
+        if (begin == 0) {
             if constexpr (S::READS_AUX) {
                 if (storer && c > 0 && c + 1 < BLOCKS) fetch_aux(c + 1);
                 mbarrier_wait(aux_barriers + c % 2 * 8, aux_parity >> c % 2 & 1);
                 aux_parity ^= 1u << c % 2;
             } else box_free();
         }
-        float sums[8] = {};  // DGELU: column 2t+e of 8-column group g of k is [4g + 2e + k]
+        float sums[8];  // DGELU: column 2t+e of 8-column group g of the k-th 16 is [4g + 2e + k]
         #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const unsigned at = fragment_address<BOX_ROWS>(box, threadIdx.x / WARP % 4 * 16, half % 2 * 2 + k);
+        for (int k = begin; k < begin + STEPS; k++) {
+            const unsigned at = fragment_address<BOX_ROWS>(box, threadIdx.x / WARP % 4 * 16, k);
             unsigned x[4], aux[4] = {};
             if constexpr (S::READS_AUX) ldmatrix(aux, at);
             #pragma unroll
-            for (int i = 0; i < 4; i++) x[i] = packed[(half * 2 + k) * 4 + i];
+            for (int i = 0; i < 4; i++) x[i] = packed[(c * 4 + k) * 4 + i];
             if constexpr (S::OP == EPILOGUE_GELU) stmatrix(at + BOX_BYTES, x);
             if constexpr (S::OP != EPILOGUE_PLAIN)
                 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const float2 y = epilogue_pair<S::OP>(unpack_bf16(x[i]), unpack_bf16(aux[i]));
-                    sums[i / 2 * 4 + k] += y.x;
-                    sums[i / 2 * 4 + 2 + k] += y.y;
+                    float &even = sums[i / 2 * 4 + k % 2], &odd = sums[i / 2 * 4 + 2 + k % 2];
+                    even = i % 2 ? even + y.x : y.x;
+                    odd = i % 2 ? odd + y.y : y.y;
                     x[i] = pack_bf16(y.x, y.y);
                 }
             stmatrix(at, x);
         }
-        if (S::OP == EPILOGUE_DGELU && column_sums) sum_columns(half, sums);
-        if (half % 2 == 0) return;
+        if constexpr (S::OP == EPILOGUE_DGELU)
+            if (column_sums) sum_columns(part, sums);
+        if (begin + STEPS < 4) return;
         box_full();
         if (!storer) return;
         box_store(out_map, box, column + c * BOX_COLUMNS, 0, row, 0);
@@ -312,16 +315,16 @@ template <typename S> __device__ inline void hopper_matmul_math(HopperMatmulOut<
             if (s < steps) step(s == 0);
             if (waiting) out.finish(s);
         }
-        #pragma unroll 1
-        for (int s = S::SLOTS; s < steps; s++) step(false);
         const HopperMatmulWork::Tile t = w.tile(i);
         const int thread = threadIdx.x % WARPGROUP;
         out.row = (t.row * S::CLUSTER + rank) * S::ROWS + out.warpgroup * BOX_ROWS;
         out.column = t.column * S::OUT_COLUMNS;
-        if (S::READS_AUX && out.storer) {  // needed a step or two into the next tile
+        if (S::READS_AUX && out.storer) {  // comes from memory while the steps that are left run: needed a step into the next tile
             out.fetch_aux(0);
             if (!S::GATED) out.fetch_aux(1);
         }
+        #pragma unroll 1
+        for (int s = S::SLOTS; s < steps; s++) step(false);
         if (!S::READS_AUX && w.bias) {
             if (thread < S::COLUMNS / 2) bias_pairs[thread] = out.column + 2 * thread < w.N ? ((const unsigned *)(w.bias + out.column))[thread] : 0;
             named_barrier(1 + out.warpgroup, WARPGROUP);

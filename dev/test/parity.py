@@ -137,7 +137,7 @@ def draw(results, path):
             below.plot(x, [max(v, 1e-8) for v in differences(control, reference)["losses"]], linewidth=1.3, color=grey, label=f"PyTorch, {CONTROL_RATES[dtype]}x rate")
         for dtype in controls:
             below.axhline(BOUNDS[dtype][0], color="#c0392b", linewidth=0.9, linestyle=(0, (4, 3)))
-            below.text(len(reference["steps"]), BOUNDS[dtype][0] * 1.2, f"bound, {dtype}", color="#c0392b", fontsize=8, ha="right")
+            below.text(0, BOUNDS[dtype][0] * 1.2, f"bound, {dtype}", color="#c0392b", fontsize=8)
         above.set_title(model, fontsize=11)
         below.set_yscale("log")
         below.set_xlabel("step")

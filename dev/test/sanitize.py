@@ -1,0 +1,50 @@
+"""compute-sanitizer over test_gpt2cu; make sanitize calls it.
+
+    .venv/bin/python dev/test/sanitize.py SANITIZER PROGRAM OUTPUT_FOLDER DEBUG_FOLDER...
+
+memcheck must find nothing, racecheck no hazard between accesses of ours: it reports many inside cuBLAS's own kernels (nvjet), which use barriers
+that it does not know. They cannot be left out by name: with some kernels instrumented and others not, CUDA 13.0's racecheck ends with an internal error.
+"""
+import re
+import subprocess
+import sys
+
+THEIRS = "nvjet"
+
+
+def hazards(report):
+    """The reports of racecheck, each a list of the kernels' accesses."""
+    found = []
+    for line in report.splitlines():
+        text = line.removeprefix("=========").strip()
+        if "hazard" in text and re.match(r"(Error|Warning|Info).*(Race reported|Potential)", text) or text.startswith("Error: Race reported"):
+            found.append([text])
+        elif found and text.startswith("and "):
+            found[-1].append(text)
+    return found
+
+
+def main(sanitizer, program, *arguments):
+    failed = []
+    for tool, options in (("memcheck", ["--error-exitcode", "1"]), ("racecheck", ["--print-limit", "0", "--error-exitcode", "0"])):
+        command = [sanitizer, "--tool", tool, *options, program, "--brief", *arguments]
+        print(" ".join(command), flush=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        report = done.stdout
+        races = hazards(report) if tool == "racecheck" else []
+        ours = [race for race in races if not all(THEIRS in access for access in race)]
+        ended = re.search(r"test_gpt2: (\d+) passed, 0 failed", report)
+        bad = done.returncode or not ended or ours or "Internal Sanitizer Error" in report
+        if bad:
+            failed.append(tool)
+            print("\n".join("\n    ".join(race) for race in ours[:50]) or "\n".join(report.splitlines()[-40:]))
+        summary = next((line for line in reversed(report.splitlines()) if "SUMMARY" in line), "no summary")
+        print(f"{tool}: {'FAILED' if bad else 'passed'}: {ended[0] if ended else 'the program did not end well'}; {summary.removeprefix('=========').strip()}"
+              + (f"; {len(races) - len(ours)} reports about cuBLAS's kernels, {len(ours)} about ours" if tool == "racecheck" else ""), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 5:
+        sys.exit(__doc__)
+    sys.exit(main(*sys.argv[1:]))
