@@ -199,18 +199,12 @@ bench:
 	@$(MAKE) --no-print-directory ladders
 	@$(if $(wildcard $(VENV_PYTHON)),$(VENV_PYTHON),$(PYTHON)) dev/bench/kernels.py --build $(CU) $(if $(ONLY),--only $(ONLY)) $(if $(OUTPUT),--output $(OUTPUT))
 
-# wide, gated: enough rows for our own matmuls with GELU and with SwiGLU
-SMALL := $(addprefix $(BUILD)/sanitize/,gpt2 llama3 wide gated)
 sanitize: venv
 	@$(VENV_PYTHON) dev/test/run_tests.py --only asan
 ifneq ($(filter-out 0,$(GPUS)),)
 	$(if $(SANITIZER),,@printf 'error: no compute-sanitizer\n  hint: use a full CUDA toolkit: CUDA_HOME=... make sanitize\n' >&2; exit 1;)
 	@$(MAKE) --no-print-directory test_gpt2cu
-	@$(VENV_PYTHON) train_gpt2.py --write-debug $(BUILD)/sanitize/gpt2 --model d2,channels=128,vocab=256,seq=192 -b 2 -t 192
-	@$(VENV_PYTHON) train_gpt2.py --write-debug $(BUILD)/sanitize/llama3 --model llama3:8B,layers=2,channels=128,heads=2,kv_heads=1,vocab=256,seq=64 -b 2 -t 64
-	@$(VENV_PYTHON) train_gpt2.py --write-debug $(BUILD)/sanitize/wide --model d1,channels=128,vocab=256,seq=64 -b 64 -t 64
-	@$(VENV_PYTHON) train_gpt2.py --write-debug $(BUILD)/sanitize/gated --model llama3:8B,layers=1,channels=128,heads=2,kv_heads=1,vocab=256,seq=64 -b 64 -t 64
-	@$(VENV_PYTHON) dev/test/sanitize.py $(SANITIZER) ./test_gpt2cu $(BUILD)/sanitize/out $(SMALL)
+	@$(VENV_PYTHON) dev/test/sanitize.py $(SANITIZER) ./test_gpt2cu $(BUILD)/sanitize
 else
 	@echo 'no GPU here: compute-sanitizer was not run'
 endif

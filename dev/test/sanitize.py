@@ -1,6 +1,6 @@
 """compute-sanitizer over test_gpt2cu; make sanitize calls it.
 
-    .venv/bin/python dev/test/sanitize.py SANITIZER PROGRAM OUTPUT_FOLDER DEBUG_FOLDER...
+    .venv/bin/python dev/test/sanitize.py SANITIZER PROGRAM OUTPUT_FOLDER [DEBUG_FOLDER...]    without folders, PyTorch writes MODELS there
 
 memcheck must find nothing, racecheck no hazard between accesses of ours: it reports many inside cuBLAS's own kernels (nvjet), which use barriers
 that it does not know. They cannot be left out by name: with some kernels instrumented and others not, CUDA 13.0's racecheck ends with an internal error.
@@ -10,6 +10,13 @@ import subprocess
 import sys
 
 THEIRS = "nvjet"
+# Two layers and several tiles of a sequence; then enough rows for our own matmuls with GELU and with SwiGLU.
+MODELS = {
+    "gpt2": ("d2,channels=128,vocab=256,seq=192", 2, 192),
+    "llama3": ("llama3:8B,layers=2,channels=128,heads=2,kv_heads=1,vocab=256,seq=64", 2, 64),
+    "wide": ("d1,channels=128,vocab=256,seq=64", 64, 64),
+    "gated": ("llama3:8B,layers=1,channels=128,heads=2,kv_heads=1,vocab=256,seq=64", 64, 64),
+}
 
 
 def hazards(report):
@@ -24,8 +31,15 @@ def hazards(report):
     return found
 
 
-def main(sanitizer, program, *arguments):
-    failed = []
+def write_models(output):
+    folders = [f"{output}/{name}" for name in MODELS]
+    for folder, (model, batch, length) in zip(folders, MODELS.values()):
+        subprocess.run([sys.executable, "train_gpt2.py", "--write-debug", folder, "--model", model, "-b", str(batch), "-t", str(length)], check=True)
+    return folders
+
+
+def main(sanitizer, program, output, *folders):
+    failed, arguments = [], [f"{output}/out", *(folders or write_models(output))]
     for tool, options in (("memcheck", ["--error-exitcode", "1"]), ("racecheck", ["--print-limit", "0", "--error-exitcode", "0"])):
         command = [sanitizer, "--tool", tool, *options, program, "--brief", *arguments]
         print(" ".join(command), flush=True)
@@ -45,6 +59,6 @@ def main(sanitizer, program, *arguments):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 5:
+    if len(sys.argv) < 4:
         sys.exit(__doc__)
     sys.exit(main(*sys.argv[1:]))

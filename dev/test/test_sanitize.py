@@ -50,3 +50,12 @@ def test_what_fails_racecheck(tmp_path, what):
 def test_what_fails_memcheck(tmp_path, text, code):
     status, output = run(tmp_path, (text, code), report(PASSED))
     assert status == 1 and "memcheck: FAILED" in output and "racecheck: passed" in output
+
+
+def test_writes_its_models(tmp_path, monkeypatch):
+    import sanitize
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sanitize, "MODELS", {"tiny": ("d1,channels=64,vocab=100,seq=32", 1, 32)})
+    folder, = sanitize.write_models(tmp_path)
+    assert {p.name for p in Path(folder).iterdir()} == {"config.json", "debug.safetensors", "model.safetensors"}
