@@ -172,6 +172,25 @@ template <typename Op> __device__ inline float warp_reduce(float x) {
     for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
     return x;
 }
+// K values in each lane, a power of two: the totals over the lanes of equal lane % STRIDE of all of them, value lane / (32 / K) in each lane.
+// Half of what is left of them goes to the other half of the lanes in each step, so that all take about as many instructions as one.
+template <int K, int STRIDE = 1> __device__ inline float warp_totals(float (&x)[K]) {
+    static_assert(K * STRIDE <= WARP, "each value needs a lane");
+    #pragma unroll
+    for (int n = K / 2, offset = WARP / 2; offset >= STRIDE; n /= 2, offset /= 2) {
+        if (n == 0) {
+            x[0] += __shfl_xor_sync(0xffffffffu, x[0], offset);
+            continue;
+        }
+        const bool upper = threadIdx.x & offset;
+        #pragma unroll
+        for (int j = 0; j < n; j++) {
+            const float mine = upper ? x[j + n] : x[j], theirs = upper ? x[j] : x[j + n];
+            x[j] = mine + __shfl_xor_sync(0xffffffffu, theirs, offset);
+        }
+    }
+    return x[0];
+}
 // All threads of the block must call it; blockDim.x is a multiple of 32. `shared` holds one float per warp and may be
 // reused after the call returns.
 template <typename Op> __device__ inline float block_reduce(float x, float *shared) {

@@ -60,21 +60,6 @@ template <HopperEpilogue OP> __device__ inline float2 epilogue_pair(float2 x, fl
     if constexpr (OP == EPILOGUE_GELU) return make_float2(Gelu::forward(x.x), Gelu::forward(x.y));
     else return make_float2(Gelu::backward(x.x, aux.x), Gelu::backward(x.y, aux.y));
 }
-// sums[8 columns] of each lane, added over the 8 lanes of equal lane % 4: every lane gets one column's total.
-__device__ inline float column_total(float (&sums)[8]) {
-    #pragma unroll
-    for (int n = 4; n > 0; n /= 2) {
-        const int other = 4 * n;
-        const bool upper = threadIdx.x & other;
-        #pragma unroll
-        for (int j = 0; j < n; j++) {
-            const float mine = upper ? sums[j + n] : sums[j], theirs = upper ? sums[j] : sums[j + n];
-            sums[j] = mine + __shfl_xor_sync(0xffffffffu, theirs, other);
-        }
-    }
-    return sums[0];
-}
-
 // ---- the kernel
 
 // COLUMNS per tile. MN_A: a is stored (K,M); MN_B: b is stored (K,N).
@@ -154,7 +139,7 @@ template <typename S> struct HopperMatmulOut {
     // Totals over the warpgroup's 64 rows: warp 0 adds those of the other warps to its own. The two halves use two places.
     __device__ void sum_columns(int half, float (&sums)[8]) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
-        float total = column_total(sums), *others = side + half % 2 * 3 * WARP;
+        float total = warp_totals<8, 4>(sums), *others = side + half % 2 * 3 * WARP;
         if (warp > 0) others[(warp - 1) * WARP + lane] = total;
         named_barrier(1 + warpgroup, WARPGROUP);
         if (warp > 0 || row >= M) return;

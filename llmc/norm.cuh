@@ -104,24 +104,6 @@ norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, flo
 
 // ---- backward
 
-// K values in each lane, a power of two: the totals over the warp of all of them, value lane / (32 / K) in each lane. Half of what is left
-// of them goes to the other half of the lanes in each step, so that all take about as many instructions as one.
-template <int K> __device__ inline float warp_totals(float (&x)[K]) {
-    #pragma unroll
-    for (int n = K / 2, offset = WARP / 2; offset > 0; n /= 2, offset /= 2) {
-        if (n == 0) {
-            x[0] += __shfl_xor_sync(0xffffffffu, x[0], offset);
-            continue;
-        }
-        const bool upper = threadIdx.x & offset;
-        #pragma unroll
-        for (int j = 0; j < n; j++) {
-            const float mine = upper ? x[j + n] : x[j], theirs = upper ? x[j] : x[j + n];
-            x[j] = mine + __shfl_xor_sync(0xffffffffu, theirs, offset);
-        }
-    }
-    return x[0];
-}
 // x becomes the totals over the threads of a row. `shared` has a place for each value and warp; it may be used again after the next
 // barrier but one.
 template <int ROW_THREADS, int K> __device__ inline void norm_row_totals(float (&x)[K], float (*shared)[WARP]) {
