@@ -31,8 +31,9 @@ def run(tmp_path, memcheck, racecheck):
     return done.returncode, done.stdout
 
 
-def report(*parts, status=0):
-    return "\n".join(("========= COMPUTE-SANITIZER", *parts, "========= RACECHECK SUMMARY: some")), status
+def report(*parts, hazards=None):
+    count = sum("Race reported" in part for part in parts) if hazards is None else hazards
+    return "\n".join(("========= COMPUTE-SANITIZER", *parts, f"========= RACECHECK SUMMARY: {count} hazards displayed ({count} errors, 0 warnings)")), 0
 
 
 def test_hazards_of_cublas_are_counted_and_pass(tmp_path):
@@ -44,6 +45,12 @@ def test_hazards_of_cublas_are_counted_and_pass(tmp_path):
 def test_what_fails_racecheck(tmp_path, what):
     status, output = run(tmp_path, (f"{PASSED}\n{CLEAN[0]}", 0), report(*what))
     assert status == 1 and "racecheck: FAILED" in output and "memcheck: passed" in output
+
+
+@pytest.mark.parametrize("racecheck", [report(CUBLAS, PASSED, hazards=2), report("========= Error: Potential RAW hazard detected in norm_kernel", PASSED, hazards=1), (PASSED, 0)])
+def test_hazards_that_were_not_read_fail(tmp_path, racecheck):
+    status, output = run(tmp_path, (f"{PASSED}\n{CLEAN[0]}", 0), racecheck)
+    assert status == 1 and "racecheck: FAILED" in output
 
 
 @pytest.mark.parametrize("text, code", [(f"{PASSED}\n{CLEAN[0]}", 1), (CLEAN[0], 0), (f"test_gpt2: 3 passed, 1 failed\n{CLEAN[0]}", 0)])
