@@ -52,6 +52,10 @@ __device__ inline HopperPiece warp_piece(const HopperPiece &from) {
 // What a Hopper kernel gets to know about the problem.
 struct HopperWork {
     int T, NH, NKV, heads, tiles, group;
+    float *column_sums;  // backward: NULL, or (B ceil(T/64), (NH + 2 NKV) HD), the sums of 64 rows of dqkv
+    template <int HD> __device__ float *sums_of(int head, int row, int b) const {
+        return column_sums ? column_sums + ((size_t)b * ((T + 63) / 64) + row / 64) * (NH + 2 * NKV) * HD + head * HD : NULL;
+    }
     // One thread of each block draws one ticket after the other, in time to have it when it is needed; the first is blockIdx.x.
     __device__ unsigned draw() const { return gridDim.x + atomicAdd(&hopper_tickets.taken, 1u); }
     __device__ HopperPiece piece(unsigned ticket, int heads_per_sequence) const {
@@ -295,9 +299,28 @@ attention_forward_hopper(const __grid_constant__ CUtensorMap qkv_map, const __gr
 
 // ---- backward
 
+// sums (64) = column sums of 64 x 64 bf16 in shared memory, by a warpgroup: a thread takes two columns of every fourth row; of the eight
+// 16-byte pieces of each row that a warp reads together, no two lie in the same banks.
+__device__ inline void column_sums_of_box(float *sums, unsigned box) {
+    const int lane = threadIdx.x % WARP, pair = threadIdx.x % WARPGROUP / WARP * 8 + lane % 8, rows = lane / 8 * 2;
+    float even = 0, odd = 0;
+    #pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const int row = rows + i % 2;  // of 8; the swizzle sees no more of it
+        unsigned x;
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(box + (i / 2 * 8 + row) * 128 + ((pair / 4) ^ row) * 16 + pair % 4 * 4));
+        even += __uint_as_float(x << 16);
+        odd += __uint_as_float(x & 0xffff0000u);
+    }
+    for (int other = 8; other <= 16; other *= 2) {
+        even += __shfl_xor_sync(0xffffffffu, even, other);
+        odd += __shfl_xor_sync(0xffffffffu, odd, other);
+    }
+    if (lane < 8) *(float2 *)(sums + 2 * pair) = make_float2(even, odd);
+}
 // Stores scale * d as 64 rows of a head through the warpgroup's own rows of a tile, which nobody else reads; then the tile may
-// be reused. All threads of the warpgroup call it.
-template <int ROWS, int HD> __device__ inline void store_through(const CUtensorMap *map, unsigned tile, int warpgroup, const float (&d)[HD / 2], float scale, int head, int row, int b) {
+// be reused. All threads of the warpgroup call it. sums: NULL, or where the HD column sums of what was stored go.
+template <int ROWS, int HD> __device__ inline void store_through(const CUtensorMap *map, unsigned tile, int warpgroup, const float (&d)[HD / 2], float scale, int head, int row, int b, float *sums) {
     fragment_store<ROWS, HD>(tile + warpgroup * BOX_BYTES, threadIdx.x / WARP % 4 * 16, d, scale, scale);
     fence_async();
     named_barrier(1 + warpgroup, WARPGROUP);
@@ -306,6 +329,11 @@ template <int ROWS, int HD> __device__ inline void store_through(const CUtensorM
         for (int c = 0; c < HD / BOX_COLUMNS; c++) box_store(map, tile + warpgroup * BOX_BYTES + c * (ROWS * 128), c * BOX_COLUMNS, head, row, b);
         bulk_commit();
     }
+    if constexpr (HD == 64)
+        if (sums) {
+            column_sums_of_box(sums, tile + warpgroup * BOX_BYTES);
+            named_barrier(1 + warpgroup, WARPGROUP);  // all have read it
+        }
 }
 // The lane's share of the row's dout * out: 16-byte pieces lane%4, lane%4 + 4, ...
 template <int HD> struct RowPair { int4 x[HD / 32], y[HD / 32]; };
@@ -468,7 +496,7 @@ template <typename S> __device__ inline void hopper_backward_q(const CUtensorMap
                 wgmma_pin(dq);
                 if (lane == 0) k_ring.release(first_use + n - 1);
                 named_barrier(1 + warpgroup, WARPGROUP);  // all four warps have read their queries
-                store_through<S::ROWS, HD>(dqkv_map, q_tile - warpgroup * BOX_BYTES, warpgroup, dq, scale, h, row0, b);
+                store_through<S::ROWS, HD>(dqkv_map, q_tile - warpgroup * BOX_BYTES, warpgroup, dq, scale, h, row0, b, w.sums_of<HD>(h, row0, b));
                 if (storer) bulk_wait_read();
             } else
                 named_barrier(1 + warpgroup, WARPGROUP);  // all have read `piece`
@@ -650,8 +678,8 @@ template <typename S> __device__ inline void hopper_backward_kv(const CUtensorMa
             wgmma_pin(dv);
             named_barrier(1 + warpgroup, WARPGROUP);  // all four warps have read `piece` and their keys and values
             if (key0 < w.T) {
-                store_through<S::ROWS, HD>(dqkv_map, k_tile, warpgroup, dk, scale, w.NH + piece.h, key0, piece.b);
-                store_through<S::ROWS, HD>(dqkv_map, v_tile, warpgroup, dv, 1.0f, w.NH + w.NKV + piece.h, key0, piece.b);
+                store_through<S::ROWS, HD>(dqkv_map, k_tile, warpgroup, dk, scale, w.NH + piece.h, key0, piece.b, w.sums_of<HD>(w.NH + piece.h, key0, piece.b));
+                store_through<S::ROWS, HD>(dqkv_map, v_tile, warpgroup, dv, 1.0f, w.NH + w.NKV + piece.h, key0, piece.b, w.sums_of<HD>(w.NH + w.NKV + piece.h, key0, piece.b));
                 if (storer) bulk_wait_read();
             }
             if (storer) kv_ring.release(i);
@@ -689,16 +717,16 @@ static inline int hopper_group(int T, int HD) {
     return pair > budget ? 1 : (int)(budget / pair);
 }
 template <typename S> static void attention_forward_hopper_launch(bf16 *out, float *lse, const bf16 *qkv, int B, int T, int NH, int NKV, cudaStream_t stream) {
-    const HopperWork w = {T, NH, NKV, B * NH, ((T + 63) / 64 * 64 + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD) * (NH / NKV)};
+    const HopperWork w = {T, NH, NKV, B * NH, ((T + 63) / 64 * 64 + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD) * (NH / NKV), NULL};
     hopper_launch<S>(attention_forward_hopper<S>, w, stream, tensor_map(qkv, B, T, NH + 2 * NKV, S::HD), tensor_map(out, B, T, NH, S::HD), lse);
 }
 // D (B,NH,T) is written by the first and read by the second.
-template <typename S> static void attention_backward_q_hopper_launch(bf16 *dqkv, float *D, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, int B, int T, int NH, int NKV, cudaStream_t stream) {
-    const HopperWork w = {T, NH, NKV, B * NH, ((T + 63) / 64 * 64 + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD) * (NH / NKV)};
+template <typename S> static void attention_backward_q_hopper_launch(bf16 *dqkv, float *D, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, int B, int T, int NH, int NKV, float *column_sums, cudaStream_t stream) {
+    const HopperWork w = {T, NH, NKV, B * NH, ((T + 63) / 64 * 64 + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD) * (NH / NKV), column_sums};
     hopper_launch<S>(attention_backward_q_hopper<S>, w, stream, tensor_map(qkv, B, T, NH + 2 * NKV, S::HD), tensor_map(dout, B, T, NH, S::HD), tensor_map(dqkv, B, T, NH + 2 * NKV, S::HD), D, dout, out, lse);
 }
-template <typename S> static void attention_backward_kv_hopper_launch(bf16 *dqkv, const float *D, const bf16 *dout, const bf16 *qkv, const float *lse, int B, int T, int NH, int NKV, cudaStream_t stream) {
-    const HopperWork w = {T, NH, NKV, B * NKV, (T + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD)};
+template <typename S> static void attention_backward_kv_hopper_launch(bf16 *dqkv, const float *D, const bf16 *dout, const bf16 *qkv, const float *lse, int B, int T, int NH, int NKV, float *column_sums, cudaStream_t stream) {
+    const HopperWork w = {T, NH, NKV, B * NKV, (T + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD), column_sums};
     hopper_launch<S>(attention_backward_kv_hopper<S>, w, stream, tensor_map(qkv, B, T, NH + 2 * NKV, S::HD), tensor_map(dout, B, T, NH, S::HD), tensor_map(dqkv, B, T, NH + 2 * NKV, S::HD), D, lse);
 }
 // What an H200 runs fastest.

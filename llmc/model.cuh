@@ -152,10 +152,13 @@ static inline void block_backward(Model *m, int l, int accumulate) {
     // attention
     matmul_backward_weight(mm, g.projw, m->dx, a.y, N, Q, C, accumulate, s);
     matmul_backward_input(mm, m->branch, m->dx, w.projw, NULL, N, Q, C, s);
-    attention_backward(m->dqkv, m->branch, a.qkv, a.y, a.lse, B, T, c->num_heads, c->num_kv_heads, c->head_dim, m->attention_scratch, s);
+    const int slices = B * ((T + 63) / 64), fits = (size_t)slices * qkv_width(c) * sizeof(float) <= mm->workspace_bytes;
+    float *sums = g.qkvb && c->position != POSITION_ROPE && fits ? (float *)mm->workspace : NULL;  // until the next matmul
+    const int summed = attention_backward(m->dqkv, m->branch, a.qkv, a.y, a.lse, B, T, c->num_heads, c->num_kv_heads, c->head_dim, m->attention_scratch, s, sums);
+    if (summed) bias_finish(g.qkvb, sums, slices, qkv_width(c), accumulate, s);
     if (c->position == POSITION_ROPE) rope_backward(m->dqkv, m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
     matmul_backward_weight(mm, g.qkvw, m->dqkv, a.h1, N, C, qkv_width(c), accumulate, s);
-    if (g.qkvb) bias_backward(g.qkvb, m->dqkv, N, qkv_width(c), accumulate, scratch, s);
+    if (g.qkvb && !summed) bias_backward(g.qkvb, m->dqkv, N, qkv_width(c), accumulate, scratch, s);
     matmul_backward_input(mm, m->branch, m->dqkv, w.qkvw, NULL, N, C, qkv_width(c), s);
     floatX *below = l > 0 ? block_params(m->grads, &m->table, l - 1).fcprojb : NULL;
     norm_backward(c->norm, m->dx, g.ln1w, g.ln1b, below, m->branch, x, w.ln1w, a.mean1, a.rstd1, N, C, accumulate, scratch, s);
