@@ -34,7 +34,7 @@ static void test_one_step(const char *folder, const Options *o, const char *name
 // Whether --gelu-fusion 2 works for this model, build and GPU.
 static int can_fuse(const char *folder) {
     const Config c = config_from_json(folder);
-    return c.mlp == MLP_SWIGLU ? matmul_can_fuse_swiglu(c.ffn_dim) : sizeof(floatX) == 2;
+    return matmul_can_fuse(c.mlp == MLP_SWIGLU, c.ffn_dim);
 }
 // All that saves memory at once.
 static Options least_memory(Options o) {
@@ -79,10 +79,12 @@ static void test_one_gpu(const char *folder, const char *output) {
     test_same_bits(folder, &parts, &kernels, "--cuda-graphs 0 and micro-steps");
     test_recompute(folder, &o);
     if (can_fuse(folder)) {
-        Options fused = o, whole;
+        Options fused = o, part, whole;
         fused.gelu_fusion = 2;
-        whole = fused;
+        part = whole = fused;
+        part.recompute = 2;
         whole.recompute = 3;
+        test_same_bits(folder, &fused, &part, "--recompute 2 with --gelu-fusion 2");
         test_same_bits(folder, &fused, &whole, "--recompute 3 with --gelu-fusion 2");
         if (config_from_json(folder).mlp == MLP_SWIGLU) test_same_bits(folder, &o, &fused, "--gelu-fusion 2");
     }

@@ -217,20 +217,20 @@ __device__ inline float gpu_sigmoid2(float x) {
 // Inside a matmul these run between two steps of tensor cores, and every instruction more is time in which those wait.
 struct Gelu {
     static constexpr float scale = 2 * 0.79788456080286535588f, cubic = 0.044715f, log2e = 1.4426950408889634f;  // 2 sqrt(2/pi)
-    __device__ static float sigmoid(float x, float x2) { return gpu_sigmoid2(x * fmaf(-log2e * scale * cubic, x2, -log2e * scale)); }
-    __device__ static float forward(float x) { return x * sigmoid(x, x * x); }
-    __device__ static float backward(float dout, float x) {
-        const float x2 = x * x, s = sigmoid(x, x2);
-        return dout * fmaf(x * fmaf(3 * cubic * scale, x2, scale), fmaf(-s, s, s), s);
+    // gelu(x); slope = gelu'(x)
+    __device__ static float apply(float *slope, float x) {
+        const float x2 = x * x, s = gpu_sigmoid2(x * fmaf(-log2e * scale * cubic, x2, -log2e * scale)), y = x * s;
+        *slope = fmaf(fmaf(-y, s, y), fmaf(3 * cubic * scale, x2, scale), s);
+        return y;
     }
 };
 struct Swiglu {
-    __device__ static float sigmoid(float x) { return gpu_sigmoid2(-Gelu::log2e * x); }
-    __device__ static float forward(float gate, float up) { return gate * sigmoid(gate) * up; }
-    __device__ static void backward(float *dgate, float *dup, float dout, float gate, float up) {
-        const float s = sigmoid(gate), silu = gate * s;
-        *dgate = dout * up * fmaf(silu, 1 - s, s);
-        *dup = dout * silu;
+    // silu(gate) up, and its slopes by gate and by up
+    __device__ static float apply(float *by_gate, float *by_up, float gate, float up) {
+        const float s = gpu_sigmoid2(-Gelu::log2e * gate), silu = gate * s;
+        *by_gate = up * fmaf(silu, 1 - s, s);
+        *by_up = silu;
+        return silu * up;
     }
 };
 

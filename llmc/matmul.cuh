@@ -1,9 +1,9 @@
 // Linear layers through cuBLASLt and, on Hopper, our own kernel; and the bias gradient.
-//   forward          out (N,OC)    = inp (N,C) weight (OC,C)^T + bias (OC);  with pre_gelu: pre_gelu = that, out = gelu(that)
-//   backward_input   dinp (N,C)    = dout (N,OC) weight (OC,C);              with pre_gelu: times gelu'(pre_gelu)
+//   forward          out (N,OC)    = inp (N,C) weight (OC,C)^T + bias (OC);  with slopes: out = gelu(that), slopes = gelu'(that)
+//   backward_input   dinp (N,C)    = dout (N,OC) weight (OC,C);              with slopes: times those
 //                    and, if asked, the bias gradient of the layer below:    dbias (C) (+)= sum over n of that dinp
-//   swiglu_forward   gate_up (N,2F) = inp (N,C) weight (2F,C)^T, out (N,F) = silu(gate) up;      on Hopper only
-//   swiglu_backward  dgate_up (N,2F) from dout (N,C), weight (C,F) and gate_up (N,2F)
+//   swiglu_forward   gate, up (N,F) = inp (N,C) weight (2F,C)^T, out (N,F) = silu(gate) up, slopes (N,2F) of out by gate and by up
+//   swiglu_backward  dgate_up (N,2F) = dout (N,C) weight (C,F), times each half of slopes
 //   backward_weight  dweight (OC,C) (+)= dout (N,OC)^T inp (N,C)
 //   bias_backward    dbias (OC)    (+)= sum over n of dout (N,OC)
 // floatX in and out, fp32 sums. fp32 build: true fp32, or TF32 inputs (10-bit mantissa) if allow_tf32.
@@ -17,8 +17,8 @@
 // Plans. A problem (m, n, k, transpositions, epilogue) is planned once and kept. Its candidates are cuBLASLt's best and, in
 // bf16 on Hopper, the variants of matmul_hopper.cuh. Nothing else determines them: every pointer is only promised 16 bytes of
 // alignment, whatever it has, and cuBLASLt does not look at beta. The first candidate fixes which bits come out. That is
-// cuBLASLt's, but for large products with GELU our own kernel's: there the bits are those of a plain product followed by
-// activation.cuh, so that a block gives the same numbers with and without fusion, and so when it is computed a second time.
+// cuBLASLt's. Activations are left to our kernel, with the bits of a plain product followed by activation.cuh, so that a block gives
+// the same numbers with and without fusion, and so when it is computed a second time.
 // (All kernels that sum k in one go agree: plain products of ours equal cuBLASLt's bit for bit.) With autotune = 1 all
 // candidates are run on the caller's own operands, the result is what the caller asked for anyway ("=" calls only), those
 // whose result differs from the first's in any bit are dropped, and the fastest of the rest is kept (small problems are not
@@ -28,7 +28,7 @@
 // output is small and whose sum is long, may be split along k, and only with fp32 partial sums in the workspace, added in a fixed order.
 //
 // Ladder: dev/cuda/matmul.cu. Not supported: N = 0; C, OC not a multiple of a 16-byte vector; two streams with one Matmul (the
-// workspace is shared); a problem first met while a CUDA graph is captured; GELU epilogues in the fp32 build.
+// workspace is shared); a problem first met while a CUDA graph is captured; activations in the fp32 build or without Hopper.
 #ifndef LLMC_MATMUL_CUH
 #define LLMC_MATMUL_CUH
 
@@ -38,9 +38,9 @@
 enum { MATMUL_WORKSPACE_BYTES = 32 << 20, MATMUL_VENDOR = 16, MATMUL_CANDIDATES = 24 /*vendor's and own*/, MATMUL_ALIGNMENT = 16 };
 static const double MATMUL_TUNE_FLOPS = 1e9;  // smaller ones are bound by their launch
 
-enum { MATMUL_OWN_GELU_ROWS = 4096 };  // from here on our kernel fuses GELU
+enum { MATMUL_FUSION_ROWS = 4096 };  // from here on activations in the matmul are faster
 typedef struct {  // ints only: compared as bytes
-    int m, n, k, transpose_a, transpose_b, epilogue;
+    int m, n, k, transpose_a, transpose_b, bias, op /*HopperEpilogue*/;
 } MatmulProblem;
 typedef struct {
     const HopperVariant *own;  // NULL: cuBLASLt runs `algo`
@@ -89,38 +89,22 @@ static inline void matmul_close(Matmul *mm) {
     cublasCheck(cublasLtDestroy(mm->handle));
     memset(mm, 0, sizeof *mm);
 }
-// Whether forward and backward_input accept pre_gelu. If not: matmul first, then gelu of activation.cuh.
-static inline int matmul_can_fuse_gelu(const Matmul *mm) { (void)mm; return sizeof(floatX) == 2; }
-
-// Whether fusion over N rows gives the bits of matmul first, then gelu: then what was fused may be recomputed apart.
-static inline int matmul_gelu_is_exact(const Matmul *mm, int N) {
+// Whether GELU (gated 0) or SwiGLU (1) over F channels can be part of a matmul. If not: matmul first, then activation.cuh.
+static inline int matmul_can_fuse(int gated, int F) {
     int own;
     hopper_variants<sizeof(floatX) == 2>(&own);
-    return own && N >= MATMUL_OWN_GELU_ROWS && mm->autotune < 2;  // a benchmark chooses freely
-}
-
-// Whether swiglu_forward and swiglu_backward are there: our kernel alone has them. Their bits are those of matmul first, then swiglu.
-static inline int matmul_can_fuse_swiglu(int F) {
-    int own;
-    hopper_variants<sizeof(floatX) == 2>(&own);
-    return own && F % BOX_COLUMNS == 0;
+    return own && F % (gated ? BOX_COLUMNS : VecX::size) == 0;
 }
 
 // ---- plans
 
 #define matmulSet(desc, name, value) cublasCheck(cublasLtMatmulDescSetAttribute((desc), (name), &(value), sizeof(value)))
-static inline void matmul_set_pointers(MatmulPlan *p, const void *bias, const void *aux) {
-    if (bias) matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
-    if (aux) matmulSet(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux);
-}
 // Our variants for this problem: none if a sum is no multiple of 8 long. What cuBLASLt calls m are our columns.
 static inline int matmul_own_candidates(const MatmulProblem *q, MatmulCandidate *candidates, int room) {
-    const int gelu = q->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || q->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
-    const HopperEpilogue op = gelu ? EPILOGUE_GELU : q->epilogue == CUBLASLT_EPILOGUE_DGELU ? EPILOGUE_DGELU : EPILOGUE_PLAIN;
     int count, found = 0;
     const HopperVariant *variants = hopper_variants<sizeof(floatX) == 2>(&count);
     for (int i = 0; i < count && found < room && q->k % 8 == 0; i++)
-        if (variants[i].op == op && variants[i].mn_a == q->transpose_b && variants[i].mn_b == !q->transpose_a) candidates[found++].own = &variants[i];
+        if (variants[i].op == q->op && variants[i].mn_a == q->transpose_b && variants[i].mn_b == !q->transpose_a) candidates[found++].own = &variants[i];
     return found;
 }
 // All candidates, the one that fixes the bits first, cuBLASLt's in the order of its own estimate.
@@ -130,7 +114,9 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
     const uint32_t reductions = is_weight_gradient ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE;
     cublasLtMatmulPreference_t preference;
     cublasLtMatmulHeuristicResult_t results[MATMUL_VENDOR];
-    int found = 0;
+    int found = 0, count = 0;
+    memset(candidates, 0, MATMUL_CANDIDATES * sizeof *candidates);
+    if (p->problem.op != EPILOGUE_PLAIN) return matmul_own_candidates(&p->problem, candidates, MATMUL_CANDIDATES);
     cublasCheck(cublasLtMatmulPreferenceCreate(&preference));
     #define matmulPrefer(name, value) cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, name, &(value), sizeof(value)))
     matmulPrefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, mm->workspace_bytes);
@@ -142,21 +128,16 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
     #undef matmulPrefer
     cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(mm->handle, p->desc, p->a, p->b, p->d, p->d, preference, MATMUL_VENDOR, results, &found);
     cublasCheck(cublasLtMatmulPreferenceDestroy(preference));
-    require(status == CUBLAS_STATUS_SUCCESS && found > 0, "cuBLASLt has no kernel for m %d n %d k %d, epilogue %d: %s\nwith a GELU epilogue, try --gelu-fusion 0",
-            p->problem.m, p->problem.n, p->problem.k, p->problem.epilogue, cublasGetStatusString(status));
-    memset(candidates, 0, MATMUL_CANDIDATES * sizeof *candidates);
-    const int gelu = p->problem.epilogue != CUBLASLT_EPILOGUE_DEFAULT && p->problem.epilogue != CUBLASLT_EPILOGUE_BIAS;
-    const int own_first = gelu && matmul_gelu_is_exact(mm, p->problem.n);
-    int own = own_first ? matmul_own_candidates(&p->problem, candidates, MATMUL_CANDIDATES - MATMUL_VENDOR) : 0, count = own;
+    require(status == CUBLAS_STATUS_SUCCESS && found > 0, "cuBLASLt has no kernel for m %d n %d k %d: %s\ncheck driver and cuBLAS versions: make doctor", p->problem.m, p->problem.n, p->problem.k, cublasGetStatusString(status));
     for (int i = 0; i < found; i++)
         if (results[i].state == CUBLAS_STATUS_SUCCESS) candidates[count++].algo = results[i].algo;
     require(count > 0, "none of cuBLASLt's kernels for m %d n %d k %d can run\ncheck driver and cuBLAS versions: make doctor", p->problem.m, p->problem.n, p->problem.k);
-    return own_first || mm->autotune >= 3 ? count : count + matmul_own_candidates(&p->problem, candidates + count, MATMUL_CANDIDATES - count);
+    return mm->autotune >= 3 ? count : count + matmul_own_candidates(&p->problem, candidates + count, MATMUL_CANDIDATES - count);
 }
-static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const void *bias, const void *aux) {
+static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const void *bias) {
     for (int i = 0; i < mm->count; i++)
         if (memcmp(&mm->plans[i].problem, q, sizeof *q) == 0) {
-            matmul_set_pointers(&mm->plans[i], bias, aux);
+            if (bias) matmulSet(mm->plans[i].desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
             return &mm->plans[i];
         }
     if (mm->count % 64 == 0) mm->plans = (MatmulPlan *)realloc(mm->plans, (size_t)(mm->count + 64) * sizeof(MatmulPlan));
@@ -165,22 +146,20 @@ static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const 
     memset(p, 0, sizeof *p);
     p->problem = *q;
     const cublasOperation_t op_a = q->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, op_b = q->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
-    const cublasLtEpilogue_t epilogue = (cublasLtEpilogue_t)q->epilogue;
+    const cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
     const cudaDataType_t type = CUDA_FLOATX;
     cublasCheck(cublasLtMatmulDescCreate(&p->desc, mm->compute, CUDA_R_32F));
     matmulSet(p->desc, CUBLASLT_MATMUL_DESC_TRANSA, op_a);
     matmulSet(p->desc, CUBLASLT_MATMUL_DESC_TRANSB, op_b);
     matmulSet(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
-    if (bias) matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type);
-    if (aux) {
-        const int64_t row = q->m;
-        matmulSet(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, row);
+    if (bias) {
+        matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type);
+        matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     }
     const uint64_t m = (uint64_t)q->m, n = (uint64_t)q->n, k = (uint64_t)q->k;
     cublasCheck(cublasLtMatrixLayoutCreate(&p->a, type, q->transpose_a ? k : m, q->transpose_a ? m : k, q->transpose_a ? q->k : q->m));
     cublasCheck(cublasLtMatrixLayoutCreate(&p->b, type, q->transpose_b ? n : k, q->transpose_b ? k : n, q->transpose_b ? q->n : q->k));
     cublasCheck(cublasLtMatrixLayoutCreate(&p->d, type, m, n, q->m));
-    matmul_set_pointers(p, bias, aux);
     MatmulCandidate candidates[MATMUL_CANDIDATES];
     p->found = matmul_candidates(mm, p, candidates);
     p->use = p->vendor = candidates[0];
@@ -281,7 +260,7 @@ static inline void matmul_report(const Matmul *mm, FILE *f) {
     for (int i = 0; i < mm->count; i++) {
         const MatmulPlan *p = &mm->plans[i];
         const MatmulProblem *q = &p->problem;
-        fprintf(f, "  %c%c m %6d n %6d k %6d epilogue %3d: ", q->transpose_a ? 'T' : 'N', q->transpose_b ? 'T' : 'N', q->m, q->n, q->k, q->epilogue);
+        fprintf(f, "  %c%c m %6d n %6d k %6d %s%s: ", q->transpose_a ? 'T' : 'N', q->transpose_b ? 'T' : 'N', q->m, q->n, q->k, q->bias ? "bias" : "    ", q->op == EPILOGUE_PLAIN ? "      " : " gelu ");
         if (p->use.own) fprintf(f, "own kernel, %d columns, clusters of %d", p->use.own->columns, p->use.own->cluster);
         else {
             int id = 0, tile = 0, stages = 0, split = 0;
@@ -305,7 +284,7 @@ static inline int matmul_run(Matmul *mm, const MatmulProblem *q, const MatmulOpe
     require(q->m > 0 && q->n > 0 && q->k > 0, "matmul of m %d n %d k %d\nsizes must be positive", q->m, q->n, q->k);
     require(((uintptr_t)x->d | (uintptr_t)x->a | (uintptr_t)x->b | (uintptr_t)x->bias | (uintptr_t)x->aux) % MATMUL_ALIGNMENT == 0,
             "a matmul operand does not begin on %d bytes\nallocate it with memory_request", MATMUL_ALIGNMENT);
-    MatmulPlan *p = matmul_plan(mm, q, x->bias, x->aux);
+    MatmulPlan *p = matmul_plan(mm, q, x->bias);
     const int worth_it = 2.0 * q->m * q->n * q->k >= MATMUL_TUNE_FLOPS && beta == 0;  // a "+=" call must not run twice
     if (mm->autotune && !p->tuned && worth_it) matmul_tune(mm, p, x, stream);
     const MatmulCandidate *use = beta != 0 ? &p->vendor : &p->use;
@@ -314,22 +293,21 @@ static inline int matmul_run(Matmul *mm, const MatmulProblem *q, const MatmulOpe
                ((double)q->m * q->k + (double)q->k * q->n + (double)q->m * q->n) * sizeof(floatX), stream);
     return use->own && column_sums;
 }
-static inline void matmul_require_sizes(const Matmul *mm, int C, int OC, int gelu) {
+static inline void matmul_require_sizes(int C, int OC, int gelu) {
     require(C % VecX::size == 0 && OC % VecX::size == 0, "matmul of %d to %d channels\nboth must be multiples of %d", C, OC, VecX::size);
-    require(!gelu || matmul_can_fuse_gelu(mm), "GELU cannot be part of an fp32 matmul\nuse --gelu-fusion 0");
+    require(!gelu || matmul_can_fuse(0, VecX::size), "GELU cannot be part of a matmul here: that takes a bf16 build and a Hopper GPU\nuse --gelu-fusion 0");
 }
-// out (N,OC) = inp (N,C) weight (OC,C)^T + bias (OC, NULL: none). With pre_gelu (N,OC): pre_gelu = that, out = gelu(that).
-static inline void matmul_forward(Matmul *mm, floatX *out, const floatX *inp, const floatX *weight, const floatX *bias, floatX *pre_gelu, int N, int C, int OC, cudaStream_t stream) {
-    matmul_require_sizes(mm, C, OC, pre_gelu != NULL);
-    const int epilogue = pre_gelu ? bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX : bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-    const MatmulProblem q = {OC, N, C, 1, 0, epilogue};
-    const MatmulOperands x = {out, weight, inp, bias, pre_gelu};
+// out (N,OC) = inp (N,C) weight (OC,C)^T + bias (OC, NULL: none). With slopes (N,OC; NULL: none): out = gelu(that), slopes = gelu'(that).
+static inline void matmul_forward(Matmul *mm, floatX *out, const floatX *inp, const floatX *weight, const floatX *bias, floatX *slopes, int N, int C, int OC, cudaStream_t stream) {
+    matmul_require_sizes(C, OC, slopes != NULL);
+    const MatmulProblem q = {OC, N, C, 1, 0, bias != NULL, slopes ? EPILOGUE_GELU : EPILOGUE_PLAIN};
+    const MatmulOperands x = {out, weight, inp, bias, slopes};
     matmul_run(mm, &q, &x, 0, NULL, stream);
 }
 // dweight (OC,C) = or (accumulate) += dout (N,OC)^T inp (N,C)
 static inline void matmul_backward_weight(Matmul *mm, floatX *dweight, const floatX *dout, const floatX *inp, int N, int C, int OC, int accumulate, cudaStream_t stream) {
-    matmul_require_sizes(mm, C, OC, 0);
-    const MatmulProblem q = {C, OC, N, 0, 1, CUBLASLT_EPILOGUE_DEFAULT};
+    matmul_require_sizes(C, OC, 0);
+    const MatmulProblem q = {C, OC, N, 0, 1, 0, EPILOGUE_PLAIN};
     const MatmulOperands x = {dweight, inp, dout, NULL, NULL};
     matmul_run(mm, &q, &x, accumulate ? 1.0f : 0.0f, NULL, stream);
 }
@@ -396,21 +374,21 @@ static inline void bias_backward(floatX *dbias, const floatX *dout, int N, int O
 
 // ---- backward_input, which may take the bias gradient of the layer below along
 
-// dinp (N,C) = dout (N,OC) weight (OC,C). With pre_gelu (N,C): times gelu'(pre_gelu). dinp overlaps no input.
-// dbias (C, NULL: none) = or (accumulate) += column sums of dinp: from the epilogue where our kernel applies GELU, its partial
-// sums in the workspace; else by reading dinp again, with `scratch` of bias_backward_scratch_bytes(C).
-static inline void matmul_backward_input(Matmul *mm, floatX *dinp, floatX *dbias, const floatX *dout, const floatX *weight, const floatX *pre_gelu, int N, int C, int OC, int accumulate, void *scratch, cudaStream_t stream) {
-    matmul_require_sizes(mm, C, OC, pre_gelu != NULL);
-    assert(dinp != dout && dinp != pre_gelu);
-    const MatmulProblem q = {C, N, OC, 0, 0, pre_gelu ? CUBLASLT_EPILOGUE_DGELU : CUBLASLT_EPILOGUE_DEFAULT};
-    const MatmulOperands x = {dinp, weight, dout, NULL, (void *)pre_gelu};
+// dinp (N,C) = dout (N,OC) weight (OC,C). With slopes (N,C; NULL: none): times those. dinp overlaps no input.
+// dbias (C, NULL: none) = or (accumulate) += column sums of dinp: with slopes from the epilogue, its partial sums in the workspace if
+// they fit; else by reading dinp again, with `scratch` of bias_backward_scratch_bytes(C).
+static inline void matmul_backward_input(Matmul *mm, floatX *dinp, floatX *dbias, const floatX *dout, const floatX *weight, const floatX *slopes, int N, int C, int OC, int accumulate, void *scratch, cudaStream_t stream) {
+    matmul_require_sizes(C, OC, slopes != NULL);
+    assert(dinp != dout && dinp != slopes);
+    const MatmulProblem q = {C, N, OC, 0, 0, 0, slopes ? EPILOGUE_DGELU : EPILOGUE_PLAIN};
+    const MatmulOperands x = {dinp, weight, dout, NULL, (void *)slopes};
     const int slices = (int)ceil_div((size_t)N, BOX_ROWS), fits = (size_t)slices * (size_t)C * sizeof(float) <= mm->workspace_bytes;
-    const int summed = matmul_run(mm, &q, &x, 0, dbias && pre_gelu && fits ? (float *)mm->workspace : NULL, stream);
+    const int summed = matmul_run(mm, &q, &x, 0, dbias && slopes && fits ? (float *)mm->workspace : NULL, stream);
     if (summed) bias_finish(dbias, (const float *)mm->workspace, slices, C, accumulate, stream);
     else if (dbias) bias_backward(dbias, dinp, N, C, accumulate, scratch, stream);
 }
-static inline void matmul_backward_input(Matmul *mm, floatX *dinp, const floatX *dout, const floatX *weight, const floatX *pre_gelu, int N, int C, int OC, cudaStream_t stream) {
-    matmul_backward_input(mm, dinp, NULL, dout, weight, pre_gelu, N, C, OC, 0, NULL, stream);
+static inline void matmul_backward_input(Matmul *mm, floatX *dinp, const floatX *dout, const floatX *weight, const floatX *slopes, int N, int C, int OC, cudaStream_t stream) {
+    matmul_backward_input(mm, dinp, NULL, dout, weight, slopes, N, C, OC, 0, NULL, stream);
 }
 
 // ---- SwiGLU: no plans, because there is one kernel for each
@@ -418,19 +396,19 @@ static inline void matmul_backward_input(Matmul *mm, floatX *dinp, const floatX 
 static inline HopperRun *matmul_gated(HopperEpilogue op, int F) {
     int count;
     const HopperVariant *v = hopper_variants<sizeof(floatX) == 2>(&count);
-    require(matmul_can_fuse_swiglu(F), "SwiGLU of width %d cannot be part of a matmul here\nuse --gelu-fusion 0", F);
+    require(matmul_can_fuse(1, F), "SwiGLU of width %d cannot be part of a matmul here\nuse --gelu-fusion 0", F);
     while (v->op != op) v++;
     return v->run;
 }
-// gate_up (N,2F) = inp (N,C) weight (2F,C)^T; out (N,F) = silu(gate) * up
-static inline void matmul_swiglu_forward(floatX *out, floatX *gate_up, const floatX *inp, const floatX *weight, int N, int C, int F, cudaStream_t stream) {
-    matmul_gated(EPILOGUE_SWIGLU, F)((bf16 *)out, (bf16 *)gate_up, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, N, F, C, stream);
+// gate, up (N,F) = inp (N,C) weight (2F,C)^T; out (N,F) = silu(gate) * up, slopes (N,2F) = d out / d gate and d out / d up
+static inline void matmul_swiglu_forward(floatX *out, floatX *slopes, const floatX *inp, const floatX *weight, int N, int C, int F, cudaStream_t stream) {
+    matmul_gated(EPILOGUE_SWIGLU, F)((bf16 *)out, (bf16 *)slopes, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, N, F, C, stream);
     timing_lap("matmul", 4.0 * N * F * C, ((double)N * C + 2.0 * F * C + 3.0 * N * F) * sizeof(floatX), stream);
 }
-// dgate_up (N,2F): dout (N,C) weight (C,F) is the gradient of silu(gate) * up
-static inline void matmul_swiglu_backward(floatX *dgate_up, const floatX *dout, const floatX *weight, const floatX *gate_up, int N, int C, int F, cudaStream_t stream) {
-    assert(dgate_up != dout && dgate_up != gate_up);
-    matmul_gated(EPILOGUE_DSWIGLU, F)((bf16 *)dgate_up, (bf16 *)gate_up, (const bf16 *)dout, (const bf16 *)weight, NULL, NULL, N, F, C, stream);
+// dgate_up (N,2F) = dout (N,C) weight (C,F), times each half of slopes (N,2F)
+static inline void matmul_swiglu_backward(floatX *dgate_up, const floatX *dout, const floatX *weight, const floatX *slopes, int N, int C, int F, cudaStream_t stream) {
+    assert(dgate_up != dout && dgate_up != slopes);
+    matmul_gated(EPILOGUE_DSWIGLU, F)((bf16 *)dgate_up, (bf16 *)slopes, (const bf16 *)dout, (const bf16 *)weight, NULL, NULL, N, F, C, stream);
     timing_lap("matmul, input grad", 2.0 * N * F * C, ((double)N * C + (double)F * C + 4.0 * N * F) * sizeof(floatX), stream);
 }
 

@@ -1,11 +1,12 @@
 // Matmul for Hopper: bf16 in and out, fp32 sums, whatever the rest of a linear layer needs in the epilogue.
 //   out (M,N) = op(a (M,K) b (K,N))      each of a, b row-major as written or stored transposed: a (K,M), b (N,K)
-//   op: PLAIN x + bias · GELU pre = x + bias, out = gelu(pre) · DGELU x * gelu'(aux)     (bias: NULL or (N); aux (M,N))
-//       SWIGLU b is (2N,K), aux (M,2N) = a b^T = gate and up side by side, out = silu(gate) up · DSWIGLU out (M,2N) = the gradient of
-//       aux (M,2N), gate and up, where x is that of silu(gate) up
+//   op: PLAIN x + bias · GELU out = gelu(x + bias), aux = gelu'(x + bias) · DGELU x * aux     (bias: NULL or (N); aux (M,N))
+//       SWIGLU b is (2N,K), a b^T = gate and up side by side, out = silu(gate) up, aux (M,2N) = its slopes by gate and by up
+//       DSWIGLU out (M,2N) = x times each half of aux (M,2N): the gradients of gate and up
 // The sum of an element runs over k in steps of 16 from the first to the last in one fp32 register: no split, no atomics, so the
-// bits depend on K alone. The result is rounded to bf16 before an activation or its derivative is applied: the same bits as a plain
-// matmul followed by the elementwise kernel of activation.cuh.
+// bits depend on K alone. The result is rounded to bf16 before an activation or its slopes are applied, and so are the slopes: the same
+// bits as a plain matmul followed by the elementwise kernel of activation.cuh. What is kept for backward is the slope and not the input:
+// forward has its sigmoid at hand, and backward's epilogue is left with a product.
 //
 // DGELU also sums the columns of what it writes, 64 rows at a time and before rounding: the bias gradient of the layer below.
 //
@@ -56,10 +57,6 @@ __device__ inline void box_load_all(unsigned to, const CUtensorMap *map, unsigne
 
 __device__ inline float2 unpack_bf16(unsigned x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
 enum HopperEpilogue { EPILOGUE_PLAIN, EPILOGUE_GELU, EPILOGUE_DGELU, EPILOGUE_SWIGLU, EPILOGUE_DSWIGLU };
-template <HopperEpilogue OP> __device__ inline float2 epilogue_pair(float2 x, float2 aux) {
-    if constexpr (OP == EPILOGUE_GELU) return make_float2(Gelu::forward(x.x), Gelu::forward(x.y));
-    else return make_float2(Gelu::backward(x.x, aux.x), Gelu::backward(x.y, aux.y));
-}
 // ---- the kernel
 
 // COLUMNS per tile. MN_A: a is stored (K,M); MN_B: b is stored (K,N).
@@ -164,30 +161,33 @@ template <typename S> struct HopperMatmulOut {
         fence_async();
         named_barrier(1 + warpgroup, WARPGROUP);
     }
-    // 32 columns of gate and of up: first both as they are, then what silu makes of them.
-    __device__ void finish_swiglu(int c, int apply, int half) {
+    // 32 columns of gate and of up: what silu makes of them and the slope by up, while that by gate takes the gate's place; then that.
+    __device__ void finish_swiglu(int c, int rest, int half) {
         if (column + c * BOX_COLUMNS >= N) return;
         if (half == 0) box_free();
         #pragma unroll
         for (int k = 0; k < 2; k++) {
             const unsigned at = fragment_address<BOX_ROWS>(boxes, threadIdx.x / WARP % 4 * 16, half * 2 + k);
-            unsigned gate[4], up[4];
+            unsigned first[4], by_up[4];
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                gate[i] = packed[(c * 4 + half * 2 + k) * 4 + i];
-                up[i] = packed[S::COLUMNS / 8 + (c * 4 + half * 2 + k) * 4 + i];
-                if (!apply) continue;
-                const float2 g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
-                gate[i] = pack_bf16(Swiglu::forward(g.x, u.x), Swiglu::forward(g.y, u.y));
+                unsigned &gate = packed[(c * 4 + half * 2 + k) * 4 + i];
+                first[i] = gate;
+                if (rest) continue;
+                const float2 g = unpack_bf16(gate), u = unpack_bf16(packed[S::COLUMNS / 8 + (c * 4 + half * 2 + k) * 4 + i]);
+                float2 slope_gate, slope_up;
+                first[i] = pack_bf16(Swiglu::apply(&slope_gate.x, &slope_up.x, g.x, u.x), Swiglu::apply(&slope_gate.y, &slope_up.y, g.y, u.y));
+                gate = pack_bf16(slope_gate.x, slope_gate.y);
+                by_up[i] = pack_bf16(slope_up.x, slope_up.y);
             }
-            stmatrix(at, gate);
-            if (!apply) stmatrix(at + BOX_BYTES, up);
+            stmatrix(at, first);
+            if (!rest) stmatrix(at + BOX_BYTES, by_up);
         }
         if (half == 0) return;
         box_full();
         if (!storer) return;
-        box_store(apply ? out_map : aux_map, boxes, column + c * BOX_COLUMNS, 0, row, 0);
-        if (!apply) box_store(aux_map, boxes + BOX_BYTES, N + column + c * BOX_COLUMNS, 0, row, 0);
+        box_store(rest ? aux_map : out_map, boxes, column + c * BOX_COLUMNS, 0, row, 0);
+        if (!rest) box_store(aux_map, boxes + BOX_BYTES, N + column + c * BOX_COLUMNS, 0, row, 0);
         bulk_commit();
     }
     // 32 columns of gate and up become their gradients, in place.
@@ -206,11 +206,8 @@ template <typename S> struct HopperMatmulOut {
             #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float2 d = unpack_bf16(packed[(c * 4 + half * 2 + k) * 4 + i]), g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
-                float2 dg, du;
-                Swiglu::backward(&dg.x, &du.x, d.x, g.x, u.x);
-                Swiglu::backward(&dg.y, &du.y, d.y, g.y, u.y);
-                gate[i] = pack_bf16(dg.x, dg.y);
-                up[i] = pack_bf16(du.x, du.y);
+                gate[i] = pack_bf16(d.x * g.x, d.y * g.y);
+                up[i] = pack_bf16(d.x * u.x, d.y * u.y);
             }
             stmatrix(at, gate);
             stmatrix(at + BOX_BYTES, up);
@@ -242,17 +239,25 @@ template <typename S> struct HopperMatmulOut {
             if constexpr (S::READS_AUX) ldmatrix(aux, at);
             #pragma unroll
             for (int i = 0; i < 4; i++) x[i] = packed[(c * 4 + k) * 4 + i];
-            if constexpr (S::OP == EPILOGUE_GELU) stmatrix(at + BOX_BYTES, x);
             if constexpr (S::OP != EPILOGUE_PLAIN)
                 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const float2 y = epilogue_pair<S::OP>(unpack_bf16(x[i]), unpack_bf16(aux[i]));
+                    const float2 v = unpack_bf16(x[i]);
+                    float2 y, slope;
+                    if constexpr (S::OP == EPILOGUE_GELU) {
+                        y = make_float2(Gelu::apply(&slope.x, v.x), Gelu::apply(&slope.y, v.y));
+                        aux[i] = pack_bf16(slope.x, slope.y);
+                    } else {
+                        slope = unpack_bf16(aux[i]);
+                        y = make_float2(v.x * slope.x, v.y * slope.y);
+                    }
                     float &even = sums[i / 2 * 4 + k % 2], &odd = sums[i / 2 * 4 + 2 + k % 2];
                     even = i % 2 ? even + y.x : y.x;
                     odd = i % 2 ? odd + y.y : y.y;
                     x[i] = pack_bf16(y.x, y.y);
                 }
             stmatrix(at, x);
+            if constexpr (S::OP == EPILOGUE_GELU) stmatrix(at + BOX_BYTES, aux);
         }
         if constexpr (S::OP == EPILOGUE_DGELU)
             if (column_sums) sum_columns(part, sums);
@@ -381,7 +386,7 @@ matmul_hopper_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_con
 static inline CUtensorMap matrix_map(const bf16 *p, int rows, int columns) { return tensor_map(p, 1, rows, 1, columns); }
 
 static int hopper_group_rows = 2048;  // rows of a group of tiles; dev/cuda/matmul.cu times others
-// out (M,N) = op(a b); see the top. aux: GELU and SWIGLU write what goes into the activation, DGELU and DSWIGLU read it; NULL for PLAIN.
+// out (M,N) = op(a b); see the top. aux: GELU and SWIGLU write the slopes, DGELU and DSWIGLU read them; NULL for PLAIN.
 typedef void HopperRun(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias /*NULL; PLAIN, GELU*/, float *column_sums /*NULL; DGELU*/, int M, int N, int K, cudaStream_t stream);
 template <int COLUMNS, int CLUSTER, int MN_A, int MN_B, HopperEpilogue OP>
 static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias, float *column_sums, int M, int N, int K, cudaStream_t stream) {

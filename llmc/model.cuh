@@ -6,9 +6,9 @@
 //   h = norm2(x')                  -> f = h Wfc^T + b (SwiGLU: gate and up side by side) -> a = act(f) -> x'' = x' + a Wfcproj^T + b
 // The residual add is fused with the norm that follows it, so norm1 of block l+1 runs at the end of block l.
 //
-// Kept for backward, per layer: x', x'', h1, h2, qkv, y, lse, f, a and the norms' statistics: 8C + 2F (GELU) values a token.
-// --recompute 1 keeps a once and not per layer, 2 the same with h1 and h2, 3 with all but x'': backward computes them again, by the same
-// kernels and bit for bit. The head runs in --head-chunks parts, forward and backward of each before the next: losses and the gradient
+// Kept for backward, per layer: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms' statistics: 8C + 2F
+// (GELU) values a token. --recompute 1 keeps f, and a once and not per layer, 2 the same with h1 and h2, 3 with all but x'': backward computes
+// them again, bit for bit. The head runs in --head-chunks parts, forward and backward of each before the next: losses and the gradient
 // of h are those of one part, bit for bit; the head's weight gradient is added up in floatX, part after part, as over micro-steps.
 // Gradients have the layout and the dtype of the weights. The first micro-step of a step overwrites them, the others add.
 //
@@ -22,10 +22,13 @@
 
 // ---- forward
 
-static inline void activation_forward(const Model *m, floatX *a, const floatX *f, int N) {
-    if (m->config.mlp == MLP_SWIGLU) swiglu_forward(a, f, N, m->config.ffn_dim, m->gpu.compute);
-    else gelu_forward(a, f, (size_t)N * m->config.ffn_dim, m->gpu.compute);
+// slopes: whether they take the place of f.
+static inline void activation_forward(const Model *m, floatX *a, floatX *f, int N, int slopes) {
+    if (m->config.mlp == MLP_SWIGLU) swiglu_forward(a, slopes ? f : NULL, f, N, m->config.ffn_dim, m->gpu.compute);
+    else gelu_forward(a, slopes ? f : NULL, f, N, m->config.ffn_dim, m->gpu.compute);
 }
+// Whether backward computes a again, from f.
+static inline int recomputes_activation(const Model *m) { return m->options.recompute == 1 || m->options.recompute == 2; }
 
 // From h1 of the layer to a: all that backward reads and that --recompute 3 computes again. cache: NULL in training; else T new tokens
 // follow those that it holds.
@@ -45,12 +48,12 @@ static inline void block_inside(Model *m, int l, const floatX *x, int B, int T, 
     }
     matmul_forward(&m->matmul, m->branch, a.y, w.projw, w.projb, NULL, N, Q, C, s);
     residual_norm_forward(c->norm, a.x_mid, a.h2, a.mean2, a.rstd2, x, m->branch, w.ln2w, w.ln2b, N, C, c->norm_eps, s);
-    if (m->fuse_activation && !cache) {
+    if (m->fuse_activation && !cache && !recomputes_activation(m)) {
         if (c->mlp == MLP_SWIGLU) matmul_swiglu_forward(a.a, a.f, a.h2, w.fcw, N, C, c->ffn_dim, s);
         else matmul_forward(&m->matmul, a.a, a.h2, w.fcw, w.fcb, a.f, N, C, fc_width(c), s);
     } else {
         matmul_forward(&m->matmul, a.f, a.h2, w.fcw, w.fcb, NULL, N, C, fc_width(c), s);
-        activation_forward(m, a.a, a.f, N);
+        activation_forward(m, a.a, a.f, N, !cache && !recomputes_activation(m));
     }
 }
 // h1 of the layer is ready. `next_*`: the norm that follows the block, of layer l+1 or the final one.
@@ -136,7 +139,7 @@ static inline void block_backward(Model *m, int l, int accumulate) {
     const floatX *x = layer_input(m, l);
     if (again == 2 || (again == 3 && l + 1 < c->num_layers)) norm_forward(c->norm, a.h1, a.mean1, a.rstd1, x, w.ln1w, w.ln1b, N, C, c->norm_eps, s);
     if (again == 3 && l + 1 < c->num_layers) block_inside(m, l, x, B, T, NULL);  // the last block's values are still there
-    if (again == 1 || again == 2) activation_forward(m, a.a, a.f, N);
+    if (recomputes_activation(m)) activation_forward(m, a.a, a.f, N, 1);
     if (again == 2) norm_forward(c->norm, a.h2, a.mean2, a.rstd2, a.x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps, s);
     // MLP
     matmul_backward_weight(mm, g.fcprojw, m->dx, a.a, N, F, C, accumulate, s);
@@ -144,7 +147,7 @@ static inline void block_backward(Model *m, int l, int accumulate) {
     if (fused && gated) matmul_swiglu_backward(m->df, m->dx, w.fcprojw, a.f, N, C, F, s);
     else matmul_backward_input(mm, m->da, fused ? g.fcb : NULL, m->dx, w.fcprojw, fused ? a.f : NULL, N, F, C, accumulate, scratch, s);
     if (gated && !fused) swiglu_backward(m->df, m->da, a.f, N, F, s);
-    else if (!fused) gelu_backward(m->df, m->da, a.f, (size_t)N * F, s);
+    else if (!fused) gelu_backward(m->df, m->da, a.f, N, F, s);
     matmul_backward_weight(mm, g.fcw, m->df, a.h2, N, C, fc_width(c), accumulate, s);
     if (g.fcb && !fused) bias_backward(g.fcb, m->df, N, fc_width(c), accumulate, scratch, s);
     matmul_backward_input(mm, m->branch, m->df, w.fcw, NULL, N, C, fc_width(c), s);

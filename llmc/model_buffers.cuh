@@ -282,14 +282,11 @@ void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
     m->attention_scratch = m->region + r.attention;
     model_place_layers(m);
     matmul_open(&m->matmul, &m->gpu.prop, m->matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
-    // Fused is faster on Hopper in both directions (dev/cuda/matmul.cu measures it); elsewhere nobody has measured.
-    // Recomputing the activation alone needs the fused bits to be those of the separate kernels; whole blocks run the fused one again.
-    const int gated = c->mlp == MLP_SWIGLU, exact = gated || matmul_gelu_is_exact(&m->matmul, m->B * m->T) || o->recompute == 0 || o->recompute == 3;
-    const int fastest = m->gpu.prop.major == 9 && exact && (!gated || m->B * m->T >= MATMUL_OWN_GELU_ROWS) ? 2 : 0;
-    const int wanted = o->gelu_fusion >= 0 ? (int)o->gelu_fusion : fastest;
-    m->fuse_activation = (gated ? matmul_can_fuse_swiglu(c->ffn_dim) : matmul_can_fuse_gelu(&m->matmul)) ? wanted : 0;
-    require(!m->fuse_activation || exact, "--recompute %lld with --gelu-fusion %lld: here what backward recomputes would differ from the fused forward in the last bit\nuse --gelu-fusion 0 with --recompute", o->recompute, o->gelu_fusion);
-    require(o->gelu_fusion <= 0 || m->fuse_activation, "--gelu-fusion %lld needs a bf16 build; with SwiGLU a Hopper GPU too, and an MLP width that is a multiple of %d\nleave it out", o->gelu_fusion, BOX_COLUMNS);
+    // Our kernel, on Hopper, gives the bits of a matmul with the activation apart and is faster in both directions (dev/cuda/matmul.cu
+    // measures it). Where backward recomputes the activation, forward has it apart: it keeps no slopes yet.
+    const int can_fuse = matmul_can_fuse(c->mlp == MLP_SWIGLU, c->ffn_dim), fastest = can_fuse && m->B * m->T >= MATMUL_FUSION_ROWS ? 2 : 0;
+    m->fuse_activation = o->gelu_fusion >= 0 ? (int)o->gelu_fusion : fastest;
+    require(!m->fuse_activation || can_fuse, "--gelu-fusion %lld needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of %d\nleave it out", o->gelu_fusion, BOX_COLUMNS);
     upload_tables(m);
     for (int i = 0; i < 2; i++) cudaCheck(cudaEventCreateWithFlags(&m->copied[i], cudaEventDisableTiming));
     m->zero = zero_open(comm, &m->table, &m->gpu, (int)o->zero_stage, reduces_wide(m), m->reduce_staging);

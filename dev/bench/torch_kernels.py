@@ -75,13 +75,13 @@ def bias_gradient(s, compiled):
     return lambda: dout.sum(0)
 
 
-@peer(r"activation gelu (forward|backward)(?: in place)?")
+@peer(r"activation gelu (forward|backward)(?: in place| with slopes)?")
 def gelu(s, compiled, way):
     x, dout = normal(s.N, s.F), normal(s.N, s.F)
     return (lambda: F.gelu(x, approximate="tanh")) if way == "forward" else lambda: torch.ops.aten.gelu_backward(dout, x, approximate="tanh")
 
 
-@peer(r"activation swiglu (forward|backward)")
+@peer(r"activation swiglu (forward|backward)(?: with slopes)?")
 def swiglu(s, compiled, way):
     @compiled
     def f(x):

@@ -7,7 +7,7 @@
 //           ladder_case("n=%zu", n);                        // names the case; frees the buffers of the one before
 //           float *inp = host_normal(n, 1.0f);              // fresh random values that floatX holds exactly
 //           floatX *d_inp = upload<floatX>(inp, n), *d_out = device_new<floatX>(n);   // new buffers are full of NaN
-//           gelu_forward_cpu(ref, inp, n);  gelu_forward(d_out, d_inp, n, ladder.gpu.compute);
+//           gelu_forward_cpu(ref, inp, n);  gelu_forward(d_out, NULL, d_inp, 1, n, ladder.gpu.compute);
 //           check("out", d_out, ref, 1, n, bound(4e-3, 1e-6));
 //           check_same_bits("out", {{d_out, n * sizeof(floatX)}}, [&] { gelu_forward(...); });
 //       }

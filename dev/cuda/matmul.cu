@@ -42,44 +42,48 @@ static void naive_backward_weight(float *dweight, const floatX *dout, const floa
 
 // ---- checks
 
-static void check_gelu_epilogues(Matmul *mm, floatX *d_out, const floatX *d_inp, const floatX *d_weight, const floatX *d_bias, const float *x /*(N,OC)*/,
-                                 floatX *d_dinp, const floatX *d_dout, const float *dinp /*(N,C), plain*/, int N, int C, int OC) {
+// What forward keeps of n values for backward, on the CPU.
+static float *gelu_slopes(const float *x, size_t n) {
+    float *slopes = host_new<float>(n), *ones = host_new<float>(n);
+    for (size_t i = 0; i < n; i++) ones[i] = 1;
+    gelu_backward_cpu(slopes, ones, x, n);
+    return slopes;
+}
+static void multiply_cpu(float *x /*=*/, const float *a, const float *b, size_t n) {
+    for (size_t i = 0; i < n; i++) x[i] = a[i] * b[i];
+}
+static void check_gelu_epilogue(Matmul *mm, floatX *d_out, const floatX *d_inp, const floatX *d_weight, const floatX *d_bias, const float *x /*(N,OC)*/, int N, int C, int OC) {
     cudaStream_t stream = ladder.gpu.compute;
-    const size_t n = (size_t)N * OC, nc = (size_t)N * C;
-    const double few = error_bound(n < nc ? n : nc) / error_bound();
-    floatX *d_pre = device_new<floatX>(n);
-    float *out = host_new<float>(n), *pre = host_normal(nc, 1.0f), *expected = host_new<float>(nc);
+    const size_t n = (size_t)N * OC;
+    const double few = error_bound(n) / error_bound();
+    floatX *d_slopes = device_new<floatX>(n);
+    float *out = host_new<float>(n);
     poison(d_out, n);
-    matmul_forward(mm, d_out, d_inp, d_weight, d_bias, d_pre, N, C, OC, stream);
+    matmul_forward(mm, d_out, d_inp, d_weight, d_bias, d_slopes, N, C, OC, stream);
     gelu_forward_cpu(out, x, n);
-    check("pre_gelu", d_pre, x, N, OC, few * error_bound(), worst_bound());
+    check("slopes", d_slopes, gelu_slopes(x, n), N, OC, few * bound(3.5e-3, 5e-6), bound(1e-2, 5e-5));
     check("out with gelu", d_out, out, N, OC, few * bound(2.5e-3, 5e-6), bound(1e-2, 5e-5));
-    check_same_bits("gelu bits", {{d_out, n * sizeof(floatX)}, {d_pre, n * sizeof(floatX)}}, [&] { matmul_forward(mm, d_out, d_inp, d_weight, d_bias, d_pre, N, C, OC, stream); });
-    poison(d_dinp, nc);
-    floatX *d_pre_inp = upload<floatX>(pre, nc);
-    gelu_backward_cpu(expected, dinp, pre, nc);
-    matmul_backward_input(mm, d_dinp, d_dout, d_weight, d_pre_inp, N, C, OC, stream);
-    check("dinp with gelu", d_dinp, expected, N, C, few * bound(3.5e-3, 5e-6), bound(1e-2, 5e-5));  // both factors are rounded
+    check_same_bits("gelu bits", {{d_out, n * sizeof(floatX)}, {d_slopes, n * sizeof(floatX)}}, [&] { matmul_forward(mm, d_out, d_inp, d_weight, d_bias, d_slopes, N, C, OC, stream); });
 }
 // dinp and the bias gradient of the layer below: with GELU, where our kernel may sum the columns in its epilogue, and without.
 static void check_bias_below(const floatX *d_weight, const floatX *d_dout, const float *dinp, int N, int C, int OC) {
     cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C;
     floatX *d_dinp = device_new<floatX>(ni), *d_below = device_new<floatX>((size_t)C);
-    float *pre = host_normal(ni, 1.0f), *given = host_normal((size_t)C, 10.0f);
-    floatX *d_pre = upload<floatX>(pre, ni);
+    float *slopes = host_normal(ni, 1.0f), *given = host_normal((size_t)C, 10.0f);
+    floatX *d_slopes = upload<floatX>(slopes, ni);
     char *scratch = device_new<char>(bias_backward_scratch_bytes(C));
     const double few = error_bound((size_t)C) / error_bound();
     Matmul mm = open_matmul(0, 1);
-    for (int gelu = 0; gelu <= matmul_can_fuse_gelu(&mm); gelu++) {
+    for (int gelu = 0; gelu <= matmul_can_fuse(0, C); gelu++) {
         float *expected = host_copy(dinp, ni), *below = host_new<float>((size_t)C);
-        if (gelu) gelu_backward_cpu(expected, dinp, pre, ni);
+        if (gelu) multiply_cpu(expected, dinp, slopes, ni);
         bias_backward_cpu(below, expected, N, C);
         for (int accumulate = 0; accumulate < 2; accumulate++) {
             char text[64];
             auto run = [&] {
                 upload_to(d_below, given, (size_t)C);
-                matmul_backward_input(&mm, d_dinp, d_below, d_dout, d_weight, gelu ? d_pre : NULL, N, C, OC, accumulate, scratch, stream);
+                matmul_backward_input(&mm, d_dinp, d_below, d_dout, d_weight, gelu ? d_slopes : NULL, N, C, OC, accumulate, scratch, stream);
             };
             poison(d_dinp, ni);
             run();
@@ -141,7 +145,7 @@ static void check_shape(int N, int C, int OC, int allow_tf32) {
         matmul_backward_input(&mm, d_dinp, d_dout, d_weight, NULL, N, C, OC, stream);
         matmul_backward_weight(&mm, d_dweight, d_dout, d_inp, N, C, OC, 0, stream);
     });
-    if (matmul_can_fuse_gelu(&mm)) check_gelu_epilogues(&mm, d_out, d_inp, d_weight, d_bias, x, d_dinp, d_dout, dinp, N, C, OC);
+    if (matmul_can_fuse(0, OC)) check_gelu_epilogue(&mm, d_out, d_inp, d_weight, d_bias, x, N, C, OC);
     matmul_close(&fresh);
     matmul_close(&mm);
 }
@@ -162,24 +166,21 @@ static void check_bias(int N, int OC) {
     check("dbias +=", d_dbias, dbias, 1, OC, bound(2.5e-3, 5e-6), bound(6e-3, 5e-5));
 }
 
-// From MATMUL_OWN_GELU_ROWS rows on, fused GELU has the bits of the plain product followed by activation.cuh, where our kernel runs.
+// Fused GELU has the bits of the plain product followed by activation.cuh.
 static void check_fusion_bits(const floatX *inp, const floatX *weight, const floatX *dout, const floatX *x /*(N,OC), plain*/, const floatX *dx /*(N,C), plain*/, int N, int C, int OC) {
     cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C, no = (size_t)N * OC;
-    int own;
-    hopper_variants<sizeof(floatX) == 2>(&own);
-    if (!own || N < MATMUL_OWN_GELU_ROWS) return;
-    floatX *out = device_new<floatX>(no), *pre = device_new<floatX>(no), *apart = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dapart = device_new<floatX>(ni);
-    floatX *pre_inp = device_normal<floatX>(ni, 1.0f);
-    gelu_forward(apart, x, no, stream);
-    gelu_backward(dapart, dx, pre_inp, ni, stream);
-    const float *h_apart = download(apart, no), *h_dapart = download(dapart, ni), *h_x = download(x, no);
+    floatX *out = device_new<floatX>(no), *slopes = device_new<floatX>(no), *apart = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dapart = device_new<floatX>(ni);
+    floatX *slopes_apart = device_new<floatX>(no), *given = device_normal<floatX>(ni, 1.0f);
+    gelu_forward(apart, slopes_apart, x, N, OC, stream);
+    gelu_backward(dapart, dx, given, N, C, stream);
+    const float *h_apart = download(apart, no), *h_dapart = download(dapart, ni), *h_slopes = download(slopes_apart, no);
     for (int autotune = 0; autotune < 2; autotune++) {
         Matmul mm = open_matmul(0, autotune);
-        matmul_forward(&mm, out, inp, weight, NULL, pre, N, C, OC, stream);
-        matmul_backward_input(&mm, dinp, dout, weight, pre_inp, N, C, OC, stream);
+        matmul_forward(&mm, out, inp, weight, NULL, slopes, N, C, OC, stream);
+        matmul_backward_input(&mm, dinp, dout, weight, given, N, C, OC, stream);
         check_true(!memcmp(download(out, no), h_apart, no * sizeof(float)), "autotune %d: out with gelu has the bits of two kernels", autotune);
-        check_true(!memcmp(download(pre, no), h_x, no * sizeof(float)), "autotune %d: pre_gelu has the bits of a plain product", autotune);
+        check_true(!memcmp(download(slopes, no), h_slopes, no * sizeof(float)), "autotune %d: slopes have the bits of two kernels", autotune);
         check_true(!memcmp(download(dinp, ni), h_dapart, ni * sizeof(float)), "autotune %d: dinp with gelu has the bits of two kernels", autotune);
         matmul_report(&mm, stdout);
         matmul_close(&mm);
@@ -201,7 +202,7 @@ static void check_large(int N, int C, int OC) {
         matmul_report(&mm, stdout);
         matmul_close(&mm);
     }
-    if (matmul_can_fuse_gelu(NULL)) check_fusion_bits(inp, weight, dout, out[0], dinp[0], N, C, OC);
+    if (matmul_can_fuse(0, OC)) check_fusion_bits(inp, weight, dout, out[0], dinp[0], N, C, OC);
     floatX **results[] = {out, dinp, dweight};
     const size_t sizes[] = {no, ni, nw};
     const char *names[] = {"out", "dinp", "dweight"};
@@ -251,7 +252,7 @@ static void check_parts(int N, int rows, int C, int OC) {
 // ---- the Hopper kernel: against the naive rung, against elementwise kernels in every bit, and against cuBLASLt
 
 enum Layout { TN, NN, NT };  // forward, backward_input, backward_weight
-static const char *layout_names[] = {"forward", "dinp", "dweight"}, *op_names[] = {"", " with gelu", " with gelu"};
+static const char *layout_names[] = {"forward", "dinp", "dweight"}, *op_names[] = {"", " with gelu", " with slopes"};
 static const HopperVariant *own_matmuls;
 static int own_count;
 static int fits(const HopperVariant *v, Layout layout) { return v->mn_a == (layout == NT) && v->mn_b == (layout != TN); }
@@ -262,7 +263,7 @@ static void check_own(Layout layout, int M, int N, int K) {
     const size_t n = (size_t)M * N;
     ladder_case("own %s M=%d N=%d K=%d", layout_names[layout], M, N, K);
     bf16 *a = device_normal<bf16>((size_t)M * K, 1.0f), *b = device_normal<bf16>((size_t)N * K, 1.0f / sqrtf((float)K)), *bias = device_normal<bf16>((size_t)N, 1.0f);
-    bf16 *given = device_normal<bf16>(n, 1.0f), *out = device_new<bf16>(n), *aux = device_new<bf16>(n), *plain = device_new<bf16>(n), *expected = device_new<bf16>(n);
+    bf16 *given = device_normal<bf16>(n, 1.0f), *out = device_new<bf16>(n), *aux = device_new<bf16>(n), *plain = device_new<bf16>(n), *biased = device_new<bf16>(n), *expected = device_new<bf16>(n), *slopes = device_new<bf16>(n);
     float *naive = device_new<float>(n), *ref = host_new<float>(n), *applied = host_new<float>(n);
     naive_matmul(naive, (const floatX *)a, (const floatX *)b, M, N, K, layout == NT ? 1 : K, layout == NT ? M : 1, layout == TN ? 1 : N, layout == TN ? K : 1);
     const float *product = download(naive, n), *h_bias = download(bias, (size_t)N), *h_given = download(given, n);
@@ -280,13 +281,14 @@ static void check_own(Layout layout, int M, int N, int K) {
         poison(aux, n);
         run();
         if (own.op == EPILOGUE_GELU) {
-            check(named("pre_gelu"), aux, ref, M, N, error_bound(n), worst_bound());
+            check(named("slopes"), aux, gelu_slopes(ref, n), M, N, 1.6 * error_bound(n), 1e-2);
             gelu_forward_cpu(applied, ref, n);
-        } else if (backward) gelu_backward_cpu(applied, ref, h_given, n);
+        } else if (backward) multiply_cpu(applied, ref, h_given, n);
         const int twice = own.op != EPILOGUE_PLAIN;  // rounded once more
         check(named("out"), out, applied, M, N, twice ? 1.6 * error_bound(n) : error_bound(n), twice ? 1e-2 : worst_bound());
         check_same_bits(named("bits"), {{out, n * sizeof(bf16)}}, run);
         if (own.op == EPILOGUE_PLAIN) {
+            cudaCheck(cudaMemcpyAsync(biased, out, n * sizeof(bf16), cudaMemcpyDeviceToDevice, stream));
             own.run(plain, NULL, a, b, NULL, NULL, M, N, K, stream);
             check(named("no bias"), plain, product, M, N, error_bound(n), worst_bound());
             continue;
@@ -297,8 +299,11 @@ static void check_own(Layout layout, int M, int N, int K) {
             bias_backward_cpu(columns, applied, M, N);
             check(named("dbias"), dbias, columns, 1, (size_t)N, 4e-3, 1.5e-2);
             check_same_bits(named("partial sums"), {{sums, ceil_div((size_t)M, BOX_ROWS) * (size_t)N * sizeof(float)}}, run);
-            gelu_backward((floatX *)expected, (const floatX *)plain, (const floatX *)given, n, stream);
-        } else gelu_forward((floatX *)expected, (const floatX *)aux, n, stream);
+            gelu_backward((floatX *)expected, (const floatX *)plain, (const floatX *)given, M, N, stream);
+        } else {
+            gelu_forward((floatX *)expected, (floatX *)slopes, (const floatX *)biased, M, N, stream);
+            check_true(memcmp(download(aux, n), download(slopes, n), n * sizeof(float)) == 0, "%s", named("slopes: every bit as by a kernel of its own"));
+        }
         const float *fused = download(out, n), *apart = download(expected, n);
         check_true(memcmp(fused, apart, n * sizeof(float)) == 0, "%s", named("every bit as by a kernel of its own"));
         #undef named
@@ -306,33 +311,42 @@ static void check_own(Layout layout, int M, int N, int K) {
 }
 // SwiGLU of width N in the matmul: against the naive rung and the CPU, and in every bit the plain kernel followed by activation.cuh.
 static void check_gated(int M, int N, int K) {
-    if (!matmul_can_fuse_swiglu(N)) return;
+    if (!matmul_can_fuse(1, N)) return;
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)M * N;
     ladder_case("swiglu M=%d N=%d K=%d", M, N, K);
     floatX *inp = device_normal<floatX>((size_t)M * K, 1.0f), *weight = device_normal<floatX>(2 * (size_t)N * K, 1.0f / sqrtf((float)K)), *down = device_normal<floatX>((size_t)N * K, 1.0f / sqrtf((float)K));
-    floatX *gate_up = device_new<floatX>(2 * n), *out = device_new<floatX>(n), *apart = device_new<floatX>(n), *d = device_new<floatX>(n), *dgate_up = device_new<floatX>(2 * n), *dapart = device_new<floatX>(2 * n);
-    float *naive = device_new<float>(2 * n), *expected = host_new<float>(2 * n);
-    auto forward = [&] { matmul_swiglu_forward(out, gate_up, inp, weight, M, K, N, stream); };
-    auto backward = [&] { matmul_swiglu_backward(dgate_up, inp, down, gate_up, M, K, N, stream); };
+    floatX *slopes = device_new<floatX>(2 * n), *out = device_new<floatX>(n), *gate_up = device_new<floatX>(2 * n), *apart = device_new<floatX>(n), *d = device_new<floatX>(n);
+    floatX *dgate_up = device_new<floatX>(2 * n), *dapart = device_new<floatX>(2 * n);
+    float *naive = device_new<float>(2 * n), *ones = host_new<float>(n), *expected = host_new<float>(2 * n);
+    auto forward = [&] { matmul_swiglu_forward(out, slopes, inp, weight, M, K, N, stream); };
+    auto backward = [&] { matmul_swiglu_backward(dgate_up, inp, down, slopes, M, K, N, stream); };
     forward();
     naive_forward(naive, inp, weight, M, K, 2 * N);
-    check("gate and up", gate_up, download(naive, 2 * n), M, 2 * (size_t)N, error_bound(), worst_bound());
-    const float *both = download(gate_up, 2 * n);
+    const float *both = download(naive, 2 * n);
+    for (size_t i = 0; i < n; i++) ones[i] = 1;
+    swiglu_backward_cpu(expected, ones, both, M, N);
+    check("slopes", slopes, expected, M, 2 * (size_t)N, 3.5e-3, 1e-2);
     swiglu_forward_cpu(expected, both, M, N);
     check("out", out, expected, M, N, 3.5e-3, 1e-2);
     backward();
+    const float *kept = download(slopes, 2 * n);
     naive_backward_input(naive, inp, down, M, N, K);
-    swiglu_backward_cpu(expected, download(naive, n), both, M, N);
+    const float *dproduct = download(naive, n);
+    for (size_t i = 0; i < 2 * n; i++) expected[i] = kept[i] * dproduct[i / (2 * (size_t)N) * (size_t)N + i % (size_t)N];
     check("dgate and dup", dgate_up, expected, M, 2 * (size_t)N, 3.5e-3, 1e-2);
-    swiglu_forward(apart, gate_up, M, N, stream);
+    const HopperVariant *plain[2] = {};  // the products apart
+    for (int v = 0; v < own_count; v++)
+        for (int layout = TN; layout <= NN; layout++)
+            if (fits(&own_matmuls[v], (Layout)layout) && own_matmuls[v].op == EPILOGUE_PLAIN) plain[layout] = &own_matmuls[v];
+    plain[TN]->run((bf16 *)gate_up, NULL, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, M, 2 * N, K, stream);
+    swiglu_forward(apart, gate_up, gate_up, M, N, stream);
     check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "out: every bit as by a kernel of its own");
-    int plain = 0;
-    while (plain < own_count && !(fits(&own_matmuls[plain], NN) && own_matmuls[plain].op == EPILOGUE_PLAIN)) plain++;
-    own_matmuls[plain].run((bf16 *)d, NULL, (const bf16 *)inp, (const bf16 *)down, NULL, NULL, M, N, K, stream);
-    swiglu_backward(dapart, d, gate_up, M, N, stream);
+    check_true(!memcmp(kept, download(gate_up, 2 * n), 2 * n * sizeof(float)), "slopes: every bit as by a kernel of its own");
+    plain[NN]->run((bf16 *)d, NULL, (const bf16 *)inp, (const bf16 *)down, NULL, NULL, M, N, K, stream);
+    swiglu_backward(dapart, d, slopes, M, N, stream);
     check_true(!memcmp(download(dgate_up, 2 * n), download(dapart, 2 * n), 2 * n * sizeof(float)), "dgate and dup: every bit as by a kernel of its own");
-    check_same_bits("bits", {{out, n * sizeof(floatX)}, {gate_up, 2 * n * sizeof(floatX)}, {dgate_up, 2 * n * sizeof(floatX)}}, [&] { forward(); backward(); });
+    check_same_bits("bits", {{out, n * sizeof(floatX)}, {slopes, 2 * n * sizeof(floatX)}, {dgate_up, 2 * n * sizeof(floatX)}}, [&] { forward(); backward(); });
 }
 static void check_all_own(int M, int N, int K) {
     check_own(TN, M, N, K);
@@ -376,10 +390,14 @@ static void bench_own(Layout layout, HopperEpilogue op, int M, int N, int K) {
     float *sums = device_new<float>(ceil_div((size_t)M, BOX_ROWS) * (size_t)N);
     Matmul mm = open_matmul(1, 3);  // cuBLASLt alone
     auto vendor = [&] {
-        floatX *to = (floatX *)theirs, *pre = (floatX *)(op == EPILOGUE_PLAIN ? NULL : aux);
-        if (layout == TN) matmul_forward(&mm, to, (floatX *)a, (floatX *)b, (floatX *)bias, pre, M, K, N, stream);
-        else if (layout == NN) matmul_backward_input(&mm, to, pre ? dbias : NULL, (floatX *)a, (floatX *)b, pre, M, N, K, 0, scratch, stream);
+        floatX *to = (floatX *)theirs, *slopes = (floatX *)aux;
+        if (layout == TN) matmul_forward(&mm, to, (floatX *)a, (floatX *)b, (floatX *)bias, NULL, M, K, N, stream);
+        else if (layout == NN) matmul_backward_input(&mm, to, (floatX *)a, (floatX *)b, NULL, M, N, K, stream);
         else matmul_backward_weight(&mm, to, (floatX *)a, (floatX *)b, K, N, M, 0, stream);
+        if (op == EPILOGUE_GELU) gelu_forward(to, slopes, to, M, N, stream);
+        if (op != EPILOGUE_DGELU) return;
+        gelu_backward(to, to, slopes, M, N, stream);
+        bias_backward(dbias, to, M, N, 0, scratch, stream);
     };
     auto ours = [&](const HopperVariant *v) {  // both with the bias gradient, where there is one
         v->run(out, aux, a, b, bias, op == EPILOGUE_DGELU ? sums : NULL, M, N, K, stream);
@@ -395,7 +413,7 @@ static void bench_own(Layout layout, HopperEpilogue op, int M, int N, int K) {
         us[MOST] += time_us(vendor, 7) / TURNS;
         for (int i = 0; i < count; i++) us[i] += time_us([&] { ours(own[i]); }, 7) / TURNS;
     }
-    printf("pair matmul %s: %s%s: cuBLASLt %.1f us %.0f TFLOP/s", ladder.title, layout_names[layout], op == EPILOGUE_DGELU ? " with gelu and dbias" : op_names[op], us[MOST], flops / us[MOST] * 1e-6);
+    printf("pair matmul %s: %s%s: cuBLASLt %.1f us %.0f TFLOP/s", ladder.title, layout_names[layout], op == EPILOGUE_DGELU ? " with slopes and dbias" : op_names[op], us[MOST], flops / us[MOST] * 1e-6);
     for (int i = 0; i < count; i++) printf(" | own %d/%d %.1f us %.0f TFLOP/s x%.3f", own[i]->columns, own[i]->cluster, us[i], flops / us[i] * 1e-6, us[MOST] / us[i]);
     printf("\n");
     enum { GROUPS = 5 };
@@ -440,22 +458,30 @@ static void bench_layer(const char *model, const char *layer, int N, int C, int 
     beside("dX", "cuBLASLt", [&](Matmul *m) { matmul_backward_input(m, dinp, dout, weight, NULL, N, C, OC, stream); });
     beside("dW", "cuBLASLt", [&](Matmul *m) { matmul_backward_weight(m, dweight, dout, inp, N, C, OC, 0, stream); });
     if (with_bias) bench("dbias", (double)no * sizeof(floatX), 0, [&] { bias_backward(bias, dout, N, OC, 0, scratch, stream); });
-    if (gelu_before && matmul_can_fuse_gelu(mm))  // here inp stands for what GELU was given
-        beside("dX with gelu and dbias", "cuBLASLt, dbias apart", [&](Matmul *m) { matmul_backward_input(m, dinp, below, dout, weight, inp, N, C, OC, 0, scratch, stream); });
-    if (gelu_after && matmul_can_fuse_gelu(mm))
-        beside("forward with gelu", "cuBLASLt", [&](Matmul *m) { matmul_forward(m, out, inp, weight, bias, dout, N, C, OC, stream); });
-    if (swiglu_after && matmul_can_fuse_swiglu(OC / 2))
+    if (gelu_before && matmul_can_fuse(0, C))  // here inp stands for the slopes
+        beside("dX with gelu and dbias", "cuBLASLt, gelu and dbias apart", [&](Matmul *m) {
+            if (m == mm) { matmul_backward_input(m, dinp, below, dout, weight, inp, N, C, OC, 0, scratch, stream); return; }
+            matmul_backward_input(m, dinp, dout, weight, NULL, N, C, OC, stream);
+            gelu_backward(dinp, dinp, inp, N, C, stream);
+            bias_backward(below, dinp, N, C, 0, scratch, stream);
+        });
+    if (gelu_after && matmul_can_fuse(0, OC))
+        beside("forward with gelu", "cuBLASLt, gelu apart", [&](Matmul *m) {
+            matmul_forward(m, out, inp, weight, bias, m == mm ? dout : NULL, N, C, OC, stream);
+            if (m != mm) gelu_forward(out, dout, out, N, OC, stream);
+        });
+    if (swiglu_after && matmul_can_fuse(1, OC / 2))
         beside("forward with swiglu", "cuBLASLt, swiglu apart", [&](Matmul *m) {
             if (m == mm) { matmul_swiglu_forward(dout, out, inp, weight, N, C, OC / 2, stream); return; }
             matmul_forward(m, out, inp, weight, NULL, NULL, N, C, OC, stream);
-            swiglu_forward(dout, out, N, OC / 2, stream);
+            swiglu_forward(dout, out, out, N, OC / 2, stream);
         });
-    if (swiglu_before && matmul_can_fuse_swiglu(C)) {
-        floatX *gate_up = device_normal<floatX>(2 * ni, 1.0f), *dgate_up = device_new<floatX>(2 * ni);
+    if (swiglu_before && matmul_can_fuse(1, C)) {
+        floatX *slopes = device_normal<floatX>(2 * ni, 1.0f), *dgate_up = device_new<floatX>(2 * ni);
         beside("dX with swiglu", "cuBLASLt, swiglu apart", [&](Matmul *m) {
-            if (m == mm) { matmul_swiglu_backward(dgate_up, dout, weight, gate_up, N, OC, C, stream); return; }
+            if (m == mm) { matmul_swiglu_backward(dgate_up, dout, weight, slopes, N, OC, C, stream); return; }
             matmul_backward_input(m, dinp, dout, weight, NULL, N, C, OC, stream);
-            swiglu_backward(dgate_up, dinp, gate_up, N, C, stream);
+            swiglu_backward(dgate_up, dinp, slopes, N, C, stream);
         });
     }
     for (int i = 0; i < 2; i++) matmul_close(&mm[i]);
@@ -478,12 +504,12 @@ static void bench_models(void) {
 }
 
 // Each direction with cuBLASLt's first choice, the tuned one, and the fastest whatever its bits.
-static void bench_plans(int N, int C, int OC, int gelu_after, int gelu_before) {
+static void bench_plans(int N, int C, int OC) {
     ladder_case("N=%d C=%d OC=%d", N, C, OC);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
     floatX *inp = device_normal<floatX>(ni, 1.0f), *weight = device_normal<floatX>(nw, 0.02f), *bias = device_normal<floatX>((size_t)OC, 0.02f);
-    floatX *dout = device_normal<floatX>(no, 1.0f), *out = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dweight = device_new<floatX>(nw), *pre = dout;
+    floatX *dout = device_normal<floatX>(no, 1.0f), *out = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dweight = device_new<floatX>(nw);
     const double flops = 2.0 * N * C * OC;
     Matmul mm[3] = {open_matmul(1, 0), open_matmul(1, 1), open_matmul(1, 2)};
     const char *names[3] = {"first", "tuned", "fastest"};
@@ -495,12 +521,6 @@ static void bench_plans(int N, int C, int OC, int gelu_after, int gelu_before) {
         bench(named("dW"), 0, flops, [&] { matmul_backward_weight(&mm[i], dweight, dout, inp, N, C, OC, 0, stream); });
     }
     bench("dW +=", 0, flops, [&] { matmul_backward_weight(&mm[1], dweight, dout, inp, N, C, OC, 1, stream); });
-    if (gelu_after) bench("forward, then gelu", 0, flops, [&] { matmul_forward(&mm[1], pre, inp, weight, bias, NULL, N, C, OC, stream); gelu_forward(out, pre, no, stream); });
-    if (gelu_before) bench("dX, then gelu", 0, flops, [&] { matmul_backward_input(&mm[1], dinp, dout, weight, NULL, N, C, OC, stream); gelu_backward(dinp, dinp, inp, ni, stream); });
-    for (int i = 1; i < 3 && matmul_can_fuse_gelu(&mm[i]); i++) {
-        if (gelu_after) bench(named("forward with gelu"), 0, flops, [&] { matmul_forward(&mm[i], out, inp, weight, bias, pre, N, C, OC, stream); });
-        if (gelu_before) bench(named("dX with gelu"), 0, flops, [&] { matmul_backward_input(&mm[i], dinp, dout, weight, inp, N, C, OC, stream); });
-    }
     #undef named
     for (int i = 1; i < 3; i++) matmul_report(&mm[i], stdout);
     for (int i = 0; i < 3; i++) matmul_close(&mm[i]);
@@ -571,11 +591,8 @@ int main(int argc, char **argv) {
         }
         for (int i = 0; i < 2; i++) {
             const int N = i ? 16384 : 65536, C = i ? 1600 : 768;
-            bench_plans(N, C, 3 * C, 0, 0);
-            bench_plans(N, C, C, 0, 0);
-            bench_plans(N, C, 4 * C, 1, 0);
-            bench_plans(N, 4 * C, C, 0, 1);
-            bench_plans(N, C, 50304, 0, 0);
+            for (int OC : {3 * C, C, 4 * C, 50304}) bench_plans(N, C, OC);
+            bench_plans(N, 4 * C, C);
         }
     }
     cudaCheck(cudaFree(workspace));

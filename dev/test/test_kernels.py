@@ -111,7 +111,7 @@ def test_options(tmp_path):
 HEADS = dict(B=2, T=16, NH=4, NKV=2, HD=16)
 TOKENS = dict(B=2, T=8, C=16, Vp=50)
 KERNELS = [(f"attention {path} {way}", HEADS) for path in ("wgmma", "mma.sync") for way in ("forward", "backward")] + [("attention_decode one token", HEADS | {"S": 2})] \
-    + [("matmul dbias", dict(N=8, C=8, OC=16))] + [(f"activation {what}", dict(N=8, F=16)) for what in ("gelu forward", "gelu backward", "gelu backward in place", "swiglu forward", "swiglu backward")] \
+    + [("matmul dbias", dict(N=8, C=8, OC=16))] + [(f"activation {what}", dict(N=8, F=16)) for what in ("gelu forward", "gelu forward with slopes", "gelu backward", "gelu backward in place", "swiglu forward", "swiglu forward with slopes", "swiglu backward")] \
     + [(f"norm {kind} {what}", dict(N=8, C=16)) for kind in ("LayerNorm", "RMSNorm") for what in ("forward", "forward with residual", "backward")] + [("norm LayerNorm backward, bias gradient below", dict(N=8, C=16))] \
     + [(f"rope {way}", HEADS) for way in ("forward", "backward")] + [(f"classifier {what}", dict(N=8, V=50, Vp=64)) for what in ("forward only", "forward and dlogits", "loss_sum")] \
     + [(f"embedding {way}", TOKENS | dict(skew=skew, positions=positions)) for way in ("forward", "backward") for skew, positions in ((1, 1), (0, 0), (-1, 1))] \
