@@ -159,7 +159,7 @@ AFTER_BACKEND := hf_weights checkpoint evaluate generate trainer
 headers: $(HEADERS:%=$(BUILD)/headers/%.ok)
 $(BUILD)/headers/%.h.ok: llmc/%.h $(wildcard llmc/*.h) $(CONFIG)
 	@mkdir -p $(@D)
-	@printf '$(if $(filter $*,$(AFTER_BACKEND)),#include "llmc/backend.h"\nstruct Model { Config config; ParamTable table; const Comm *comm; };\n)#include "llmc/$*.h"\n' > $(@:.ok=.c)
+	@printf '$(if $(filter $*,$(AFTER_BACKEND)),#include "llmc/backend.h"\nstruct Model { Config config; ParamTable table; const Mesh *mesh; };\n)#include "llmc/$*.h"\n' > $(@:.ok=.c)
 	@$(CC) -std=gnu11 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c)
 	@$(if $(CXX),$(CXX) -x c++ -std=c++17 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c))
 	@touch $@ && echo 'ok llmc/$*.h'

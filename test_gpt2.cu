@@ -106,7 +106,7 @@ static void test_one_gpu(const char *folder, const char *output) {
 
 // What a run that does not fit is told, on the tables of large models: no device is asked. bf16 builds only, for the sizes' sake.
 static void test_memory_hint(void) {
-    const Comm alone = {0, 1, 0, 1, "this host"};
+    const Comm alone = COMM_ALONE;
     const struct { const char *model; int B, T, free_gib; const char *hint; } cases[] = {
         {"gpt2:124M", 64, 1024, 23, "; or this one with --recompute 1"},
         {"llama3:8B", 1, 8192, 139, " with --recompute 3 --head-chunks 8"},
@@ -144,7 +144,8 @@ static double train_on_ranks(const char *folder, const Comm *comm, int stage, co
     o.state_dtype = states;
     o.master_weights = !strcmp(states, "fp32");
     o.tf32 = 0;
-    model_open(&m, &c, &o, comm);
+    const Mesh mesh = mesh_open(comm, 1);
+    model_open(&m, &c, &o, &mesh);
     model_load_weights(&m, folder);
     const size_t first = (size_t)comm->rank * m.B * m.T;
     for (int step = 1; step <= 10; step++) {

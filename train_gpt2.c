@@ -570,7 +570,7 @@ typedef struct {
 struct Model {
     Config config;
     ParamTable table;
-    const Comm *comm;
+    const Mesh *mesh;
     int B, T, recompute, zero_stage;
     float *weights, *grads;                 // the layout of the table
     void *m, *v;                            // the same, fp32 or bf16 (uint16_t); with ZeRO 1 this rank's pieces, one after another
@@ -659,21 +659,23 @@ int model_slot_is_bf16(const Model *m, Slot s) { return m->bf16_states && (s == 
 static size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? sizeof(uint16_t) : sizeof(float); }  // of an element
 
 void model_identify(HandshakeRecord *r) { (void)r; }
-void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
+void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
+    const Comm *dp = &mesh->dp;
+    comm_require(&mesh->job, mesh->tp.world == 1, "--tp %d: tensor parallelism is not built yet\nleave --tp out", mesh->tp.world);
     memset(m, 0, sizeof *m);
     m->config = *c;
     m->table = params_table(c);
-    m->comm = comm;
-    m->zero_stage = comm->world > 1 ? (int)o->zero_stage : 0;
+    m->mesh = mesh;
+    m->zero_stage = dp->world > 1 ? (int)o->zero_stage : 0;
     m->B = (int)o->batch_size; m->T = (int)o->seq_len; m->recompute = (int)o->recompute;
     require((int64_t)m->B * m->T <= 1 << 28, "micro-steps of %d x %d tokens are too large\nuse a smaller --batch-size", m->B, m->T);
     #ifdef _OPENMP
     if (o->threads > 0) omp_set_num_threads((int)o->threads);
-    else if (comm->world > 1 && !getenv("OMP_NUM_THREADS")) omp_set_num_threads(threads_of_rank(comm));
+    else if (mesh->job.world > 1 && !getenv("OMP_NUM_THREADS")) omp_set_num_threads(threads_of_rank(&mesh->job));
     #endif
     describe_device(m->device, sizeof m->device);
     const size_t N = (size_t)m->B * m->T, C = (size_t)c->channels, F = (size_t)c->ffn_dim, Vp = (size_t)c->padded_vocab_size, L = (size_t)c->num_layers;
-    const size_t states = m->zero_stage ? m->table.total / (size_t)comm->world : m->table.total;
+    const size_t states = m->zero_stage ? m->table.total / (size_t)dp->world : m->table.total;
     m->bf16_states = !strcmp(o->state_dtype, "bf16");
     m->seed = (uint64_t)o->seed;
     m->weights = floats(m, m->table.total);
@@ -683,8 +685,8 @@ void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
         m->v = room(m, states * slot_bytes(m, SLOT_V));
     }
     const Slot saved[] = {SLOT_WEIGHT, SLOT_M, SLOT_V};
-    for (int i = 0; i < 3 && o->save_every && o->save_async && !forward_only(o); i++) m->snapshots[saved[i]] = (char *)room(m, m->table.total / (size_t)comm->world * slot_bytes(m, saved[i]));
-    m->exchange = floats(m, comm->world > 1 ? (size_t)comm->world * COMM_PIECE : 0);
+    for (int i = 0; i < 3 && o->save_every && o->save_async && !forward_only(o); i++) m->snapshots[saved[i]] = (char *)room(m, m->table.total / (size_t)dp->world * slot_bytes(m, saved[i]));
+    m->exchange = floats(m, dp->world > 1 ? (size_t)dp->world * COMM_PIECE : 0);
     m->x_embedding = floats(m, N * C); m->h_final = floats(m, N * C);
     m->mean_final = floats(m, N);      m->rstd_final = floats(m, N);
     m->losses = floats(m, N);
@@ -738,7 +740,7 @@ double model_memory_gib(const Model *m) { return (double)m->bytes / 1073741824.0
 static void *slot_pointer(const Model *m, Slot s) { return s == SLOT_WEIGHT ? m->weights : s == SLOT_GRAD ? m->grads : s == SLOT_M ? m->m : s == SLOT_V ? m->v : NULL; }
 int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
 Span model_owned(const Model *m, Slot s, int unit) {
-    return m->zero_stage && s != SLOT_WEIGHT ? param_shard(&m->table, unit, m->comm->rank, m->comm->world) : param_unit(&m->table, unit);
+    return m->zero_stage && s != SLOT_WEIGHT ? param_shard(&m->table, unit, m->mesh->dp.rank, m->mesh->dp.world) : param_unit(&m->table, unit);
 }
 // Where elements [offset, offset + count) of a slot are.
 static void *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
@@ -748,7 +750,7 @@ static void *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
     const int u = param_unit_of(&m->table, offset);
     const Span own = model_owned(m, s, u);
     assert(offset >= own.begin && offset + count <= own.begin + own.count);
-    return begin + (s == SLOT_GRAD ? offset : m->table.unit_begin[u] / (size_t)m->comm->world + (offset - own.begin)) * slot_bytes(m, s);
+    return begin + (s == SLOT_GRAD ? offset : m->table.unit_begin[u] / (size_t)m->mesh->dp.world + (offset - own.begin)) * slot_bytes(m, s);
 }
 static void widen(const Model *m, Slot s, float *values, const void *stored, size_t count) {
     if (!model_slot_is_bf16(m, s)) { memcpy(values, stored, count * sizeof(float)); return; }
@@ -760,16 +762,16 @@ void model_write(Model *m, Slot s, size_t offset, size_t count, const float *val
     for (size_t i = 0; i < count; i++) ((uint16_t *)place)[i] = bf16_nearest(values[i]);
 }
 void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) { widen(m, s, values, slot_place(m, s, offset, count), count); }
-static char *snapshot_place(const Model *m, Slot s, int unit) { return m->snapshots[s] + m->table.unit_begin[unit] / (size_t)m->comm->world * slot_bytes(m, s); }
+static char *snapshot_place(const Model *m, Slot s, int unit) { return m->snapshots[s] + m->table.unit_begin[unit] / (size_t)m->mesh->dp.world * slot_bytes(m, s); }
 void model_snapshot(Model *m, Slot s) {
     for (int u = 0; u < m->table.num_units; u++) {
-        const Span mine = param_shard(&m->table, u, m->comm->rank, m->comm->world);
+        const Span mine = param_shard(&m->table, u, m->mesh->dp.rank, m->mesh->dp.world);
         memcpy(snapshot_place(m, s, u), slot_place(m, s, mine.begin, mine.count), mine.count * slot_bytes(m, s));
     }
 }
 void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
     const int u = param_unit_of(&m->table, offset);
-    const Span mine = param_shard(&m->table, u, m->comm->rank, m->comm->world);
+    const Span mine = param_shard(&m->table, u, m->mesh->dp.rank, m->mesh->dp.world);
     assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);
     widen(m, s, values, snapshot_place(m, s, u) + (offset - mine.begin) * slot_bytes(m, s), count);
 }
@@ -900,9 +902,9 @@ static void block_backward(Model *m, int l, int accumulate) {
 // The gradients of a unit are complete on every rank: their sums, of this rank's piece or (ZeRO 0) of all.
 static void reduce_unit(Model *m, int unit) {
     const Span all = param_unit(&m->table, unit);
-    const size_t piece = all.count / (size_t)m->comm->world;
-    comm_reduce_scatter(m->comm, m->grads + all.begin, piece, m->exchange);
-    if (!m->zero_stage) comm_all_gather(m->comm, m->grads + all.begin, piece * sizeof(float));
+    const size_t piece = all.count / (size_t)m->mesh->dp.world;
+    comm_reduce_scatter(&m->mesh->dp, m->grads + all.begin, piece, m->exchange);
+    if (!m->zero_stage) comm_all_gather(&m->mesh->dp, m->grads + all.begin, piece * sizeof(float));
     timing_clock_lap(TIMING_RANKS, 0, 0);
 }
 
@@ -933,10 +935,10 @@ static void model_backward(Model *m, const int *tokens, int accumulate, int redu
 
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
     const int N = m->B * m->T;
-    const double tokens = (double)N * num_micro * m->comm->world;  // of the step
+    const double tokens = (double)N * num_micro * m->mesh->dp.world;  // of the step
     model_forward(m, inputs, m->B, m->T, NULL);
     head(m, targets, (float)(1 / tokens), 1, micro > 0);
-    model_backward(m, inputs, micro > 0, micro == num_micro - 1 && m->comm->world > 1);
+    model_backward(m, inputs, micro > 0, micro == num_micro - 1 && m->mesh->dp.world > 1);
     if (micro == 0) m->loss = 0;
     for (int n = 0; n < N; n++) m->loss += m->losses[n] / tokens;
 }
@@ -944,13 +946,13 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
 void model_loss_and_norm(Model *m, float *loss, float *norm) {
     double squares = 0;
     for (int u = 0; u < m->table.num_units; u++) {
-        const Span mine = param_shard(&m->table, u, m->comm->rank, m->comm->world);
+        const Span mine = param_shard(&m->table, u, m->mesh->dp.rank, m->mesh->dp.world);
         squares += sum_of_squares(m->grads + mine.begin, mine.count);
     }
     timing_clock_lap("gradient norm", 0, 0);
-    *loss = (float)comm_sum(m->comm, m->loss);
-    *norm = (float)sqrt(comm_sum(m->comm, squares));
-    if (m->comm->world > 1) timing_clock_lap(TIMING_RANKS, 0, 0);
+    *loss = (float)comm_sum(&m->mesh->dp, m->loss);
+    *norm = (float)sqrt(comm_sum(&m->mesh->dp, squares));
+    if (m->mesh->dp.world > 1) timing_clock_lap(TIMING_RANKS, 0, 0);
 }
 
 void model_update(Model *m, const AdamWParams *p) {
@@ -970,7 +972,7 @@ void model_update(Model *m, const AdamWParams *p) {
     timing_clock_lap("AdamW", 0, (double)updated * (4 * state_bytes + 3 * sizeof(float)));  // m, v and the weight read and written, the gradient read
     for (int u = 0; u < m->table.num_units && m->zero_stage; u++) {
         const Span all = param_unit(&m->table, u);
-        comm_all_gather(m->comm, m->weights + all.begin, all.count / (size_t)m->comm->world * sizeof(float));
+        comm_all_gather(&m->mesh->dp, m->weights + all.begin, all.count / (size_t)m->mesh->dp.world * sizeof(float));
     }
     if (m->zero_stage) timing_clock_lap(TIMING_RANKS, 0, 0);
 }

@@ -1,10 +1,12 @@
 // What a trainer needs of a model, whatever computes it. train_gpt2.c gives these functions on the CPU, model.cuh on a GPU;
 // trainer.h, checkpoint.h and the tests use nothing else. A backend defines `struct Model { Config config; ParamTable table;
-// const Comm *comm; ... }` and all functions below. Offsets and counts are elements of the parameter buffer that params.h lays out.
+// const Mesh *mesh; ... }` and all functions below. `config` is the whole model's; the table, and so every offset and count of elements,
+// is that of what this rank has of it (params_of_rank).
 //
-// All ranks of `comm` call these in the same order, with the same arguments but for the tokens. Each holds all weights; the
-// gradients of a unit are summed over ranks as soon as the last micro-step's backward has them. ZeRO 0: every rank has all m, v
-// and masters. ZeRO 1: rank k has those of param_shard(unit, k), updates these, and the weights are gathered afterwards.
+// All ranks of the mesh call these in the same order, with the same arguments but for the tokens, which are the same in a tensor-parallel
+// group. Each group holds all weights; the gradients of a unit are summed over the data-parallel ranks as soon as the last micro-step's
+// backward has them. ZeRO 0: every rank has m, v and masters of all its weights. ZeRO 1: data-parallel rank k has those of
+// param_shard(unit, k), updates these, and the weights are gathered afterwards.
 #ifndef LLMC_BACKEND_H
 #define LLMC_BACKEND_H
 
@@ -12,6 +14,7 @@
 #include "options.h"
 #include "params.h"
 #include "timing.h"
+#include "tp.h"
 
 typedef struct Model Model;
 
@@ -42,7 +45,7 @@ static inline int forward_only(const Options *o) { return o->generate || o->eval
 // Fills in what the handshake compares of this rank's device; allocates nothing.
 void model_identify(HandshakeRecord *r);
 // Allocates everything for micro-steps of (o->batch_size, o->seq_len) tokens of this rank. Weights are zero afterwards.
-void model_open(Model *m, const Config *c, const Options *o, const Comm *comm);
+void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh);
 void model_close(Model *m);
 const char *model_device(const Model *m);   // for people: "NVIDIA H200", "CPU, 2 threads"
 const char *model_dtype(const Model *m);    // "fp32" or "bf16"
@@ -65,7 +68,7 @@ void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, fl
 // One optimiser step = num_micro calls of model_micro_step, model_loss_and_norm, and then model_update or nothing.
 // inputs, targets (B,T). The gradient is that of the mean loss over all ranks' num_micro * B * T tokens; micro 0 overwrites it.
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro);
-// Waits for the device. Mean loss over the step's tokens and global norm of the gradient, the same bits on every rank; either
+// Waits for the device. Mean loss over the step's tokens and global norm of the gradient, in which every weight counts once, the same bits on every rank; either
 // may be NaN or Inf.
 void model_loss_and_norm(Model *m, float *loss, float *norm);
 void model_update(Model *m, const AdamWParams *p);
@@ -75,7 +78,7 @@ void model_timing_end(Model *m);
 // What the first steps chose by measuring, a line each, a summary first. Nothing if nothing was chosen.
 void model_report(const Model *m, FILE *f);
 
-// Forward only and without the other ranks: the loss of each of batch_size * seq_len tokens, in rows of T of them, 0 where the
+// Forward only and without other tensor-parallel groups: the loss of each of batch_size * seq_len tokens, in rows of T of them, 0 where the
 // target is -1. T is seq_len or, where rows are short, any smaller divisor of batch_size * seq_len: the same work for more rows.
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses);
 

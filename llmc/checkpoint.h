@@ -238,7 +238,7 @@ static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output,
     c->output = st_text(output, "", "");
     c->folder = checkpoint_folder(output, s->step, "");
     c->writing = checkpoint_folder(output, s->step, ".tmp");
-    const int num_states = model_has_slot(m, SLOT_MASTER) ? 3 : 2, first = m->comm->rank == 0;
+    const int num_states = model_has_slot(m, SLOT_MASTER) ? 3 : 2, first = m->mesh->job.rank == 0;
     char *weights = st_text(c->writing, "/", "model.safetensors"), *optimizer = st_text(c->writing, "/", "optimizer.safetensors");
     slots_declare(&c->weights, m, weight_slot, 1, weights);
     slots_declare(&c->optimizer, m, optimizer_slots, num_states, optimizer);
@@ -250,7 +250,7 @@ static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output,
         st_begin(&c->weights.file, 1);
         st_begin(&c->optimizer.file, 1);
     }
-    comm_barrier(m->comm);
+    comm_barrier(&m->mesh->job);
     if (!first) st_begin(&c->weights.file, 0);
     if (!first) st_begin(&c->optimizer.file, 0);
     free(weights);
@@ -262,7 +262,7 @@ static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output,
 }
 // All ranks call it. Waits for what is not yet written; rank 0 gives the folder its name when every rank has flushed its part.
 static inline void checkpoint_finish(Checkpoint *c) {
-    const Comm *comm = c->m->comm;
+    const Comm *comm = &c->m->mesh->job;
     for (int64_t before = -1, now; !checkpoint_written(c); usleep(1000)) {
         if ((now = __atomic_load_n(&c->progress, __ATOMIC_RELAXED)) != before) watchdog_beat(PHASE_SAVE, -1);
         before = now;

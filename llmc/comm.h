@@ -1,5 +1,6 @@
 // The ranks of a job and what they say to each other, over MPI. Everything is exact: sums run over ranks in their order, so
 // that all ranks hold the same bits and take the same decisions; sizes are bounded per message; the watchdog sees every call.
+// A Comm is a group of ranks: the whole job, or (comm_split) a part of it that speaks among itself.
 //
 // MPI is used where the build has it (USE_MPI) and a launcher started the process (mpirun, srun --mpi=pmix). Otherwise the
 // job is one rank, and every function returns at once. A build without MPI that was started as several processes stops:
@@ -20,7 +21,13 @@
 #include <mpi.h>
 #endif
 
-typedef struct { int rank, world, local_rank, local_world; char host[64]; } Comm;  // local: among the ranks of this host
+typedef struct {
+    int rank, world;              // in the group
+    int local_rank, local_world;  // among the job's ranks on this host
+    char host[64];
+    int group, first, stride;     // MPI's communicator; the group's rank k is rank first + k * stride of the job
+} Comm;
+#define COMM_ALONE {0, 1, 0, 1, "this host", 0, 0, 1}  // one rank, no job
 
 enum { COMM_MESSAGE = 1 << 28, COMM_PIECE = 1 << 16 };  // bytes of a message at most; floats of a rank's piece that are summed at a time
 
@@ -39,7 +46,9 @@ static inline int comm_launched(void) {
 
 #ifdef USE_MPI
 #define mpiCheck(call) do { int s_ = (call); char t_[MPI_MAX_ERROR_STRING] = ""; int n_; if (s_ != MPI_SUCCESS) { MPI_Error_string(s_, t_, &n_); die("%s: %s\nsee what the other ranks say, and the network", #call, t_); } } while (0)
-static MPI_Comm comm_local;  // the ranks of this host
+enum { COMM_MAX_GROUPS = 8 };
+static MPI_Comm comm_groups[COMM_MAX_GROUPS];  // the job, the ranks of this host, what was split
+static int comm_num_groups = 2;
 
 static inline void mpi_open(Comm *c, int *argc, char ***argv) {
     int level;
@@ -51,28 +60,35 @@ static inline void mpi_open(Comm *c, int *argc, char ***argv) {
     mpiCheck(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN));
     mpiCheck(MPI_Comm_rank(MPI_COMM_WORLD, &c->rank));
     mpiCheck(MPI_Comm_size(MPI_COMM_WORLD, &c->world));
-    mpiCheck(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, c->rank, MPI_INFO_NULL, &comm_local));
-    mpiCheck(MPI_Comm_rank(comm_local, &c->local_rank));
-    mpiCheck(MPI_Comm_size(comm_local, &c->local_world));
+    comm_groups[0] = MPI_COMM_WORLD;
+    mpiCheck(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, c->rank, MPI_INFO_NULL, &comm_groups[1]));
+    mpiCheck(MPI_Comm_rank(comm_groups[1], &c->local_rank));
+    mpiCheck(MPI_Comm_size(comm_groups[1], &c->local_world));
+}
+static inline int mpi_split(int color, int rank) {
+    assert(comm_num_groups < COMM_MAX_GROUPS);
+    mpiCheck(MPI_Comm_split(MPI_COMM_WORLD, color, rank, &comm_groups[comm_num_groups]));
+    return comm_num_groups++;
 }
 static inline void mpi_close(void) { mpiCheck(MPI_Finalize()); }
 static inline void mpi_abort(void) { MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE); }
-static inline void mpi_barrier(int local) { mpiCheck(MPI_Barrier(local ? comm_local : MPI_COMM_WORLD)); }
-static inline void mpi_broadcast(int local, void *data, size_t bytes, int root) { mpiCheck(MPI_Bcast(data, (int)bytes, MPI_BYTE, root, local ? comm_local : MPI_COMM_WORLD)); }
+static inline void mpi_barrier(int group) { mpiCheck(MPI_Barrier(comm_groups[group])); }
+static inline void mpi_broadcast(int group, void *data, size_t bytes, int root) { mpiCheck(MPI_Bcast(data, (int)bytes, MPI_BYTE, root, comm_groups[group])); }
 static inline void mpi_all_gather(const void *mine, size_t bytes, void *all) { mpiCheck(MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD)); }
-static inline void mpi_exchange(int to, const void *send, int from, void *receive, size_t bytes) {
-    watchdog_peers(to, from);
-    mpiCheck(MPI_Sendrecv(send, (int)bytes, MPI_BYTE, to, 0, receive, (int)bytes, MPI_BYTE, from, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE));
+static inline void mpi_exchange(const Comm *c, int to, const void *send, int from, void *receive, size_t bytes) {
+    watchdog_peers(c->first + to * c->stride, c->first + from * c->stride);
+    mpiCheck(MPI_Sendrecv(send, (int)bytes, MPI_BYTE, to, 0, receive, (int)bytes, MPI_BYTE, from, 0, comm_groups[c->group], MPI_STATUS_IGNORE));
     watchdog_peers(-1, -1);
 }
 #else
 static inline void mpi_open(Comm *c, int *argc, char ***argv) { (void)c; (void)argc; (void)argv; }
 static inline void mpi_close(void) {}
 static inline void mpi_abort(void) {}
-static inline void mpi_barrier(int local) { (void)local; }
-static inline void mpi_broadcast(int local, void *data, size_t bytes, int root) { (void)local; (void)data; (void)bytes; (void)root; }
+static inline int mpi_split(int color, int rank) { (void)color; (void)rank; return 0; }
+static inline void mpi_barrier(int group) { (void)group; }
+static inline void mpi_broadcast(int group, void *data, size_t bytes, int root) { (void)group; (void)data; (void)bytes; (void)root; }
 static inline void mpi_all_gather(const void *mine, size_t bytes, void *all) { memcpy(all, mine, bytes); }
-static inline void mpi_exchange(int to, const void *send, int from, void *receive, size_t bytes) { (void)to; (void)send; (void)from; (void)receive; (void)bytes; }
+static inline void mpi_exchange(const Comm *c, int to, const void *send, int from, void *receive, size_t bytes) { (void)c; (void)to; (void)send; (void)from; (void)receive; (void)bytes; }
 #endif
 
 // ---- life
@@ -132,7 +148,7 @@ static inline void *comm_share(const Comm *c, size_t bytes) {
 static inline Comm comm_open(int *argc, char ***argv, double timeout) {
     Comm c;
     memset(&c, 0, sizeof c);
-    c.world = c.local_world = 1;
+    c.world = c.local_world = c.stride = 1;
     gethostname(c.host, sizeof c.host - 1);
     const int launched = comm_launched();
     char (*hosts)[64] = NULL;
@@ -174,20 +190,30 @@ static inline void comm_close(Comm *c) {
     memset(c, 0, sizeof *c);
 }
 
-// ---- collectives: all ranks call them in the same order
+// The group of this rank when all ranks of the job fall into groups of `world`, each of them rank first, first + stride, ... of the job.
+// All ranks call it alike; what they name differs in `first` alone.
+static inline Comm comm_split(const Comm *job, int first, int stride, int world) {
+    Comm c = *job;
+    c.rank = (job->rank - first) / stride; c.world = world; c.first = first; c.stride = stride;
+    assert(c.rank >= 0 && c.rank < world && first + c.rank * stride == job->rank);
+    if (world > 1 && world < job->world) c.group = mpi_split(first, c.rank);
+    return c;
+}
+
+// ---- collectives: all ranks of a group call them in the same order
 
 static inline size_t comm_part(size_t total, size_t at, size_t most) { return total - at < most ? total - at : most; }
 
 static inline void comm_barrier(const Comm *c) {
     if (c->world == 1) return;
     const uint64_t op = watchdog_op_begin("barrier", 0, OP_STARTED);
-    mpi_barrier(0);
+    mpi_barrier(c->group);
     watchdog_op_done(op);
 }
 static inline void comm_broadcast(const Comm *c, void *data, size_t bytes, int root) {
     if (c->world == 1) return;
     const uint64_t op = watchdog_op_begin("broadcast", bytes, OP_STARTED);
-    for (size_t at = 0; at < bytes; at += COMM_MESSAGE) mpi_broadcast(0, (char *)data + at, comm_part(bytes, at, COMM_MESSAGE), root);
+    for (size_t at = 0; at < bytes; at += COMM_MESSAGE) mpi_broadcast(c->group, (char *)data + at, comm_part(bytes, at, COMM_MESSAGE), root);
     watchdog_op_done(op);
 }
 // data: `world` pieces of which piece `rank` is mine; afterwards all are there. In each of world - 1 rounds everybody has another partner.
@@ -198,7 +224,7 @@ static inline void comm_all_gather(const Comm *c, void *data, size_t bytes_per_r
     for (int k = 1; k < c->world; k++) {
         const int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
         for (size_t at = 0; at < bytes_per_rank; at += COMM_MESSAGE)
-            mpi_exchange(to, pieces + (size_t)c->rank * bytes_per_rank + at, from, pieces + (size_t)from * bytes_per_rank + at, comm_part(bytes_per_rank, at, COMM_MESSAGE));
+            mpi_exchange(c, to, pieces + (size_t)c->rank * bytes_per_rank + at, from, pieces + (size_t)from * bytes_per_rank + at, comm_part(bytes_per_rank, at, COMM_MESSAGE));
     }
     watchdog_op_done(op);
 }
@@ -216,7 +242,7 @@ static inline void comm_reduce_scatter(const Comm *c, float *data, size_t count_
         const size_t n = comm_part(count_per_rank, at, COMM_PIECE);
         for (int k = 1; k < c->world; k++) {
             const int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
-            mpi_exchange(to, data + (size_t)to * count_per_rank + at, from, scratch + (size_t)from * COMM_PIECE, n * sizeof(float));
+            mpi_exchange(c, to, data + (size_t)to * count_per_rank + at, from, scratch + (size_t)from * COMM_PIECE, n * sizeof(float));
         }
         memcpy(scratch + (size_t)c->rank * COMM_PIECE, mine + at, n * sizeof(float));
         memcpy(mine + at, scratch, n * sizeof(float));
@@ -238,6 +264,16 @@ static inline int comm_or(const Comm *c, int flags) {  // any rank's flags becom
     for (int r = 0; r < c->world; r++) together |= all[r];
     free(all);
     return together;
+}
+// Parts of the job met unequally often: from here on all ranks count alike again, because the watchdog knows by the number who is behind.
+static inline void comm_align(const Comm *job) {
+    if (job->world == 1) return;
+    uint64_t *all = (uint64_t *)malloc_or_die((size_t)job->world * sizeof *all), mine = watchdog_mine->ops, most = 0;
+    comm_gather_all(job, &mine, sizeof mine, all);
+    for (int r = 0; r < job->world; r++) most = all[r] > most ? all[r] : most;
+    WATCHDOG_SET(watchdog_mine->done, most + 1);
+    WATCHDOG_SET(watchdog_mine->ops, most + 1);
+    free(all);
 }
 // For what all ranks find alike: rank 0 says it, all end.
 #define comm_require(c, condition, ...) do { if (!(condition)) { if ((c)->rank == 0) die(__VA_ARGS__); sleep(8); _exit(EXIT_FAILURE); } } while (0)

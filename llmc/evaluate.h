@@ -86,14 +86,14 @@ static inline uint64_t evaluation_hash(const Evaluation *e, uint64_t hash) {
 // Over the first sequences of the validation set: every token counts once, whatever the batch size. Ranks share them. Bits per
 // byte of the text that these tokens stand for (end-of-text for none) compare models with different tokenizers.
 static inline ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *tokenizer) {
-    const int B = e->B, T = e->T, step = B * m->comm->world;
+    const int B = e->B, T = e->T, step = B * m->mesh->dp.world;
     int64_t rows = e->val.rows_per_epoch, bytes = 0;
     if (e->val_batches > 0 && e->val_batches * step < rows) rows = e->val_batches * step;
     float *losses = (float *)malloc_or_die((size_t)B * T * sizeof(float));
     double sum = 0;
     dataloader_reset(&e->val);
     for (int64_t row = 0; row < rows; row += step) {
-        const int64_t left = rows - row - (int64_t)m->comm->rank * B, counted = left < 0 ? 0 : left < B ? left : B;  // the last batch may run on into the next epoch
+        const int64_t left = rows - row - (int64_t)m->mesh->dp.rank * B, counted = left < 0 ? 0 : left < B ? left : B;  // the last batch may run on into the next epoch
         watchdog_beat(PHASE_EVALUATE, -1);
         dataloader_next(&e->val);
         if (row + step < rows) dataloader_read_ahead(&e->val);
@@ -102,7 +102,7 @@ static inline ValScore validation_score(Evaluation *e, Model *m, const Tokenizer
         for (int64_t i = 0; i < counted * T && tokenizer; i++) bytes += tokenizer_bytes(tokenizer, e->val.targets[i]);
     }
     free(losses);
-    const double total = comm_sum(m->comm, sum), text = comm_sum(m->comm, (double)bytes);
+    const double total = comm_sum(&m->mesh->dp, sum), text = comm_sum(&m->mesh->dp, (double)bytes);
     const ValScore r = {total / ((double)rows * T), text > 0 ? total / log(2) / text : NAN};
     return r;
 }
@@ -132,7 +132,7 @@ static inline void choice_losses(const Evaluation *e, const EvalSet *s, Model *m
         last = b.T % 2 || b.T / 2 < SHORTEST;
         for (int k = 0; k < s->num_choices; k++) {
             const int length = eval_row_length(s, k, e->T);
-            if (s->choices[k].example % m->comm->world != m->comm->rank || length > b.T || (!last && length <= b.T / 2)) continue;
+            if (s->choices[k].example % m->mesh->dp.world != m->mesh->dp.rank || length > b.T || (!last && length <= b.T / 2)) continue;
             eval_row(s, k, b.T, b.inputs + (size_t)b.filled * b.T, b.targets + (size_t)b.filled * b.T);
             b.choice[b.filled++] = k;
             if (b.filled == b.rows) choice_flush(&b, sums);
@@ -151,7 +151,7 @@ static inline int choice_is_right(const EvalExample *x, const double *measure) {
 static inline ChoiceScore choice_score(const Evaluation *e, const EvalSet *s, Model *m) {
     double *sums = (double *)calloc_or_die((size_t)s->num_choices * sizeof(double)), total[5] = {0};  // right by each measure; loss and tokens of right choices
     choice_losses(e, s, m, sums);
-    for (int i = m->comm->rank; i < s->num_examples; i += m->comm->world) {
+    for (int i = m->mesh->dp.rank; i < s->num_examples; i += m->mesh->dp.world) {
         const EvalExample *x = &s->examples[i];
         const EvalChoice *choices = &s->choices[x->first_choice];
         double by_token[EVAL_MAX_CHOICES], by_character[EVAL_MAX_CHOICES], *sum = &sums[x->first_choice];
@@ -165,7 +165,8 @@ static inline ChoiceScore choice_score(const Evaluation *e, const EvalSet *s, Mo
         total[3] += sum[x->label];
         total[4] += choices[x->label].length;
     }
-    for (int k = 0; k < 5; k++) total[k] = comm_sum(m->comm, total[k]);
+    if (m->mesh->tp.world > 1) comm_align(&m->mesh->job);  // groups had unequally many rows
+    for (int k = 0; k < 5; k++) total[k] = comm_sum(&m->mesh->dp, total[k]);
     free(sums);
     ChoiceScore r = {total[0] / s->num_examples, total[1] / s->num_examples, s->choices->characters ? total[2] / s->num_examples : NAN, total[3] / total[4]};
     return r;

@@ -2,7 +2,8 @@
 // block matrices as (in, out). What transformers, vLLM and llama.cpp open; what they wrote, whole or in several files,
 // loads here, and a file that is not exactly this model is refused with what differs. Any slot of a backend can be
 // stored this way, with a prefix before the names: checkpoint.h does so with the optimiser's. Every rank writes its shard of
-// each unit into the one file, and reads what it owns. Host memory is bounded: tensors pass through two pieces.
+// each unit into the one file, and reads what it owns; with tensor parallelism that is of each tensor what params.h says it has, and of
+// copies the first is written. Host memory is bounded: tensors pass through two pieces.
 // Include this after a backend (backend.h).
 #ifndef LLMC_HF_WEIGHTS_H
 #define LLMC_HF_WEIGHTS_H
@@ -21,43 +22,52 @@ static inline void transpose(float *out, const float *in, size_t rows, size_t co
             for (size_t c = c0; c < c0 + 32 && c < cols; c++)
                 for (size_t r = r0; r < r0 + 32 && r < rows; r++) out[c * rows + r] = in[r * cols + c];
 }
-// Rows [row, row + rows) of a parameter as memory has them, from its tensor in a file; `scratch` is as large as `out`.
-static inline void param_read_rows(const StReader *r, const StTensor *t, const Param *p, size_t row, size_t rows, float *out, float *scratch) {
-    const size_t cols = (size_t)p->cols, all = (size_t)p->file_rows;
-    if (!p->transposed) { st_read_floats(r, t, row * cols, rows * cols, out); return; }
-    if (rows == all) st_read_floats(r, t, 0, rows * cols, scratch);
-    else for (size_t c = 0; c < cols; c++) st_read_floats(r, t, c * all + row, rows, scratch + c * rows);
-    transpose(out, scratch, cols, rows);
+// A tensor of a file that is read or written.
+typedef struct { const StReader *reader; const StTensor *from; const StWriter *writer; int to; } ParamFile;
+static inline void param_file_span(const ParamFile *f, size_t begin, size_t count, float *values) {
+    if (f->reader) st_read_floats(f->reader, f->from, begin, count, values);
+    else st_write_floats(f->writer, f->to, begin, count, values);
 }
-static inline void param_write_rows(const StWriter *w, int tensor, const Param *p, size_t row, size_t rows, const float *in, float *scratch) {
-    const size_t cols = (size_t)p->cols, all = (size_t)p->file_rows;
-    if (!p->transposed) { st_write_floats(w, tensor, row * cols, rows * cols, in); return; }
-    transpose(scratch, in, rows, cols);
-    if (rows == all) st_write_floats(w, tensor, 0, rows * cols, scratch);
-    else for (size_t c = 0; c < cols; c++) st_write_floats(w, tensor, c * all + row, rows, scratch + c * rows);
-}
-// How many of the `left` elements from `at` on go together: what fits a piece; of a transposed tensor whole rows, or what is left of one.
+// How many of the `left` elements of a rank's tensor from `at` on go together: of one part, what fits a piece; of a transposed tensor whole
+// rows, or what is left of one.
 static inline size_t param_piece(const Param *p, size_t at, size_t left) {
-    const size_t cols = (size_t)p->cols, most = left < HF_PIECE ? left : HF_PIECE, rest = cols - at % cols;
+    const ParamPart *q = param_part_at(p, at);
+    size_t most = left < HF_PIECE ? left : HF_PIECE;
+    if (!q) return most;
+    if (q->begin + q->count - at < most) most = q->begin + q->count - at;
+    const size_t cols = param_width(p, q), rest = cols - (at - q->begin) % cols;
     if (!p->transposed) return most;
     return rest < cols || most < cols ? (most < rest ? most : rest) : most / cols * cols;
 }
-// Elements [at, at + count) of a parameter, counted as memory has them; `count` as param_piece says.
-static inline void param_read(const StReader *r, const StTensor *t, const Param *p, size_t at, size_t count, float *out, float *scratch) {
-    const size_t cols = (size_t)p->cols, all = (size_t)p->file_rows;
-    if (!p->transposed) st_read_floats(r, t, at, count, out);
-    else if (count % cols == 0) param_read_rows(r, t, p, at / cols, count / cols, out, scratch);
-    else for (size_t i = at; i < at + count; i++) st_read_floats(r, t, i % cols * all + i / cols, 1, out++);  // part of a row, at the edge of a shard
+// Elements [at, at + count) of a rank's tensor between memory and the file; `count` as param_piece says; `scratch` is as large as `values`.
+static inline void param_move(const ParamFile *f, const Param *p, size_t at, size_t count, float *values, float *scratch) {
+    const ParamPart *q = param_part_at(p, at);
+    const size_t cols = param_width(p, q), all = (size_t)p->file_rows, row = (size_t)q->row + (at - q->begin) / cols, col = (size_t)q->col + (at - q->begin) % cols, rows = count / cols;
+    if (!p->transposed) {  // whole rows of a column split lie apart in the file
+        for (size_t done = 0, n; done < count; done += n) {
+            const size_t rest = param_is_dense(p) ? count : cols - (at + done - q->begin) % cols;
+            n = rest < count - done ? rest : count - done;
+            param_file_span(f, param_whole(p, q, at + done), n, values + done);
+        }
+    } else if (count % cols == 0) {
+        if (f->writer) transpose(scratch, values, rows, cols);
+        if (rows == all) param_file_span(f, col * all, rows * cols, scratch);
+        else for (size_t c = 0; c < cols; c++) param_file_span(f, (col + c) * all + row, rows, scratch + c * rows);
+        if (f->reader) transpose(values, scratch, cols, rows);
+    } else for (size_t i = 0; i < count; i++) param_file_span(f, (col + i) * all + row, 1, values + i);  // part of a row, at the edge of a shard
 }
-static inline void param_write(const StWriter *w, int tensor, const Param *p, size_t at, size_t count, const float *in, float *scratch) {
-    const size_t cols = (size_t)p->cols, all = (size_t)p->file_rows;
-    if (!p->transposed) st_write_floats(w, tensor, at, count, in);
-    else if (count % cols == 0) param_write_rows(w, tensor, p, at / cols, count / cols, in, scratch);
-    else for (size_t i = at; i < at + count; i++) st_write_floats(w, tensor, i % cols * all + i / cols, 1, in++);
+static inline void param_read(const StReader *r, const StTensor *t, const Param *p, size_t at, size_t count, float *out, float *scratch) {
+    const ParamFile f = {r, t, NULL, 0};
+    if (param_part_at(p, at)) param_move(&f, p, at, count, out, scratch);
+    else memset(out, 0, count * sizeof(float));  // the padding of the vocabulary
+}
+static inline void param_write(const StWriter *w, int tensor, const Param *p, size_t at, size_t count, float *in, float *scratch) {
+    const ParamFile f = {NULL, NULL, w, tensor};
+    param_move(&f, p, at, count, in, scratch);
 }
 // The shape in files; returns the number of dimensions.
 static inline int param_shape(const Param *p, uint64_t *shape) {
-    const uint64_t rows = (uint64_t)p->file_rows, cols = (uint64_t)p->cols;
+    const uint64_t rows = (uint64_t)p->file_rows, cols = (uint64_t)p->file_cols;
     shape[0] = p->transposed || p->is_vector ? cols : rows;
     shape[1] = p->transposed ? rows : cols;
     return p->is_vector ? 1 : 2;
@@ -90,9 +100,11 @@ static inline void slots_write(const SlotFile *f, const Model *m, SlotReader *re
     for (int k = 0; k < f->num_slots; k++)
         for (int i = 0; i < table->count; i++) {
             const Param *p = &table->params[i];
-            const Span mine = span_overlap(param_shard(table, p->unit, m->comm->rank, m->comm->world), p->offset, (size_t)p->file_rows * (size_t)p->cols);
+            const Span mine = span_overlap(param_shard(table, p->unit, m->mesh->dp.rank, m->mesh->dp.world), p->offset, p->size);
             for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {
+                const ParamPart *q = param_part_at(p, at);
                 n = param_piece(p, at, end - at);
+                if (!q || q->copy) continue;  // padding, and what another rank has too and writes
                 read(m, f->slots[k].slot, p->offset + at, n, piece);
                 param_write(&f->file, k * table->count + i, p, at, n, piece, scratch);
                 if ((unflushed += n * sizeof(float)) >= (size_t)1 << 30) {  // a slow disk shows progress, and the last flush is short
@@ -110,9 +122,9 @@ static inline void save_slots(const Model *m, const SlotName *slots, int num_slo
     SlotFile f;
     int64_t progress = 0;
     slots_declare(&f, m, slots, num_slots, path);
-    if (m->comm->rank == 0) st_begin(&f.file, 1);
-    comm_barrier(m->comm);
-    if (m->comm->rank > 0) st_begin(&f.file, 0);
+    if (m->mesh->job.rank == 0) st_begin(&f.file, 1);
+    comm_barrier(&m->mesh->job);
+    if (m->mesh->job.rank > 0) st_begin(&f.file, 0);
     slots_write(&f, m, model_read, &progress);
     st_finish(&f.file);
 }
@@ -183,13 +195,11 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
         for (int i = 0; i < m->table.count; i++) {
             const Param *p = &m->table.params[i];
             const StTensor *t = find_param(&r, slots[k].prefix, p);
-            const size_t real = (size_t)p->file_rows * (size_t)p->cols;
             const Span mine = span_overlap(model_owned(m, slots[k].slot, p->unit), p->offset, p->size);
             for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {
                 watchdog_beat(PHASE_LOAD, p->unit - 1);
-                n = param_piece(p, at, (at < real && real < end ? real : end) - at);
-                if (at < real) param_read(&r, t, p, at, n, piece, scratch);
-                else memset(piece, 0, n * sizeof(float));  // the padding of the vocabulary
+                n = param_piece(p, at, end - at);
+                param_read(&r, t, p, at, n, piece, scratch);
                 model_write(m, slots[k].slot, p->offset + at, n, piece);
             }
         }
@@ -224,7 +234,7 @@ static inline void write_config(const Model *m, const char *folder) {
 // A folder that transformers opens, by all ranks together. Written in place: checkpoint_save writes a run's.
 static inline void model_save_weights(const Model *m, const char *folder) {
     char *path = st_text(folder, "/", "model.safetensors");
-    if (m->comm->rank == 0) {
+    if (m->mesh->job.rank == 0) {
         make_directory(folder);
         write_config(m, folder);
     }

@@ -24,7 +24,8 @@ struct Model {
     Config config;
     ParamTable table;
     Options options;
-    const Comm *comm;
+    const Mesh *mesh;
+    const Comm *comm;        // the mesh's data-parallel group
     Gpu gpu;
     Memory memory;
     Matmul matmul;
@@ -262,10 +263,13 @@ static inline void upload_tables(Model *m) {
 
 void model_identify(HandshakeRecord *r) { gpu_identify(r->local_rank, r->device, sizeof r->device, &r->devices, &r->sm, &r->driver); }
 
-void model_open(Model *m, const Config *c, const Options *o, const Comm *comm) {
+void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
+    const Comm *comm = &mesh->dp;
+    comm_require(&mesh->job, mesh->tp.world == 1, "--tp %d: tensor parallelism is not built for GPUs yet\nleave --tp out; the CPU trainer train_gpt2 has it", mesh->tp.world);
     memset(m, 0, sizeof *m);
     m->config = *c;
     m->options = *o;
+    m->mesh = mesh;
     m->comm = comm;
     m->table = params_table(c);
     m->B = (int)o->batch_size;

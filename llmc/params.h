@@ -7,6 +7,12 @@
 // in memory, hence one packed (rows, cols) matrix to the trainers and separate tensors in files.
 //
 // All matrices are (rows = out, cols = in), row-major. GPT-2's files hold its block matrices as (in, out): `transposed`.
+//
+// Tensor parallelism is a column of the table: `split` says along what a tensor is divided over the ranks of a group, and the table
+// of one rank (params_of_rank) has that rank's sizes and offsets. What computes knows nothing else of it. The parts of a tensor
+// say which elements of the whole one, as it lies in files, the rank has: of the rows of a packed q, k, v three stretches. Initial
+// values, checkpoints and Hugging Face's files go by these, so weights are the same for any layout of ranks. A part may have copies on
+// other ranks: norms, biases that are added to a sum over ranks, and keys and values where there are fewer heads than ranks.
 #ifndef LLMC_PARAMS_H
 #define LLMC_PARAMS_H
 
@@ -22,18 +28,33 @@ typedef enum {
     NUM_ROLES
 } Role;
 
+// Which dimension of a tensor is divided over the ranks of a tensor-parallel group.
+typedef enum { SPLIT_NONE, SPLIT_ROWS, SPLIT_COLS } Split;
+
+// Whole rows of a rank's tensor that belong together in the whole one. No part covers the padding of the vocabulary.
+typedef struct {
+    size_t begin, count;  // elements of the rank's tensor
+    int row, col;         // where its first element lies in the whole tensor; all its rows begin at column `col`
+    int copy, copies;     // `copies` neighbouring ranks have it; this one is number `copy` of them
+} ParamPart;
+
 typedef struct {
     char name[80];      // Hugging Face's name
     Role role;
     int unit;
-    int rows, cols;     // as in memory: (out, in); a vector has rows = 1
-    int file_rows;      // rows that exist in files: V of the Vp rows of the embedding and the head, else rows
+    int rows, cols;     // as in this rank's memory: (out, in); a vector has rows = 1
+    int file_rows;      // of the whole tensor, as many as exist in files: V of the Vp rows of the embedding and the head
+    int file_cols;
+    Split split;
+    int num_parts;      // 1; 3 of a split q, k, v in one tensor; 0 where a rank has nothing but padding
+    ParamPart parts[3];
     int is_vector;      // 1-dimensional in files
     int transposed;     // files hold (cols, rows)
     int decay;          // weight decay applies (matrices)
     float init_std;     // > 0: normal; 0: zeros; < 0: ones
     size_t offset;      // first element, counted from the start of the parameter buffer
     size_t size;        // rows * cols
+    size_t whole_offset, whole_size;  // of the whole tensor, in the table of a single rank
 } Param;
 
 enum { UNIT_ALIGN = 8 * 5 * 7 * 3 * 128 };  // elements: divides over 1..8, 16, 24, 32, 48, 64 and 128 ranks in whole 16-byte vectors of bf16
@@ -88,11 +109,19 @@ static inline void params_push(ParamTable *t, const Param *p) {
     }
     t->params[t->count++] = *p;
 }
+// How a role's tensors are split: q, k, v, gate and up by what they give, projections by what they take, the vocabulary by words.
+static inline Split split_of(Role role) {
+    switch (role) {
+    case ROLE_WTE: case ROLE_HEADW: case ROLE_QKVW: case ROLE_QKVB: case ROLE_FCW: case ROLE_FCB: return SPLIT_ROWS;
+    case ROLE_PROJW: case ROLE_FCPROJW: return SPLIT_COLS;
+    default: return SPLIT_NONE;
+    }
+}
 static inline Param param_matrix(Role role, int unit, int rows, int cols, float std, const char *name) {
     Param p;
     memset(&p, 0, sizeof p);
     snprintf(p.name, sizeof p.name, "%s.weight", name);
-    p.role = role; p.unit = unit; p.rows = p.file_rows = rows; p.cols = cols; p.init_std = std; p.decay = 1;
+    p.role = role; p.unit = unit; p.rows = p.file_rows = rows; p.cols = p.file_cols = cols; p.init_std = std; p.decay = 1; p.split = split_of(role);
     return p;
 }
 static inline Param param_vector(Role role, int unit, int size, float init, const char *name, const char *suffix) {
@@ -102,7 +131,30 @@ static inline Param param_vector(Role role, int unit, int size, float init, cons
     return p;
 }
 
-static inline ParamTable params_table(const Config *c) {
+// Rows of the embedding and the head that each of tp ranks has: all alike, the last ones with padding.
+static inline int vocab_rows(const Config *c, int tp) { return (int)round_up((size_t)c->vocab_size, 128 * (size_t)tp) / tp; }
+// From the whole tensor to what rank `index` of tp has of it: stretches of equal size, in the order of the ranks. A head is not divided;
+// of fewer heads than ranks there are copies, and of what is not split at all.
+static inline void param_split(Param *p, const Config *c, int tp, int index) {
+    const int Q = c->num_heads * c->head_dim, KV = c->num_kv_heads * c->head_dim, heads = p->role == ROLE_QKVW || p->role == ROLE_QKVB;
+    const int by_rows = !p->is_vector && p->split != SPLIT_COLS, words = p->file_rows < p->rows || p->role == ROLE_WTE || p->role == ROLE_HEADW;
+    int *along = by_rows ? &p->rows : &p->cols, sizes[3] = {words ? p->file_rows : *along, 0, 0};
+    if (heads && *along == Q + 2 * KV) { sizes[0] = Q; sizes[1] = sizes[2] = KV; }
+    *along = 0;
+    for (int i = 0, first = 0; i < 3 && sizes[i]; first += sizes[i++]) {
+        const int pieces = p->split == SPLIT_NONE ? 1 : heads ? sizes[i] / c->head_dim : sizes[i], copies = words || pieces >= tp ? 1 : tp / pieces;
+        const int share = words ? vocab_rows(c, tp) : sizes[i] / (tp / copies), begin = index / copies * share;
+        const int mine = sizes[i] - begin < share ? sizes[i] - begin : share;
+        assert(words || (sizes[i] % (tp / copies) == 0 && tp % copies == 0));
+        const size_t across = (size_t)(by_rows ? p->cols : p->rows);
+        const ParamPart part = {(size_t)*along * across, (size_t)mine * across, by_rows ? first + begin : 0, by_rows ? 0 : first + begin, index % copies, copies};
+        if (mine > 0) p->parts[p->num_parts++] = part;
+        *along += share;
+    }
+}
+
+// The table of rank `index` of a tensor-parallel group of tp.
+static inline ParamTable params_of_rank(const Config *c, int tp, int index) {
     ParamTable t;
     memset(&t, 0, sizeof t);
     const int L = c->num_layers, C = c->channels, F = c->ffn_dim, Q = c->num_heads * c->head_dim, KV = c->num_kv_heads * c->head_dim;
@@ -159,31 +211,53 @@ static inline ParamTable params_table(const Config *c) {
     t.first = (size_t *)malloc_or_die((size_t)t.num_units * NUM_ROLES * sizeof(size_t));
     for (int i = 0; i < t.num_units * NUM_ROLES; i++) t.first[i] = NO_PARAM;
     t.unit_begin[0] = 0;
+    size_t whole = 0;
     for (int i = 0; i < t.count; i++) {
         Param *q = &t.params[i];
-        if (i > 0 && q->unit != q[-1].unit) t.unit_begin[q->unit] = t.total = round_up(t.total, UNIT_ALIGN);
+        if (i > 0 && q->unit != q[-1].unit) {
+            t.unit_begin[q->unit] = t.total = round_up(t.total, UNIT_ALIGN);
+            whole = round_up(whole, UNIT_ALIGN);
+        }
+        q->whole_size = (size_t)q->rows * (size_t)q->cols;
+        q->whole_offset = whole;
+        whole += q->whole_size;
+        param_split(q, c, tp, index);
         q->size = (size_t)q->rows * (size_t)q->cols;
         q->offset = t.total;
         t.total += q->size;
-        t.num_weights += (size_t)q->file_rows * (size_t)q->cols;
+        t.num_weights += (size_t)q->file_rows * (size_t)q->file_cols;
         size_t *first = &t.first[q->unit * NUM_ROLES + q->role];
         if (*first == NO_PARAM) *first = q->offset;
     }
     t.unit_begin[t.num_units] = t.total = round_up(t.total, UNIT_ALIGN);
     return t;
 }
+static inline ParamTable params_table(const Config *c) { return params_of_rank(c, 1, 0); }
 static inline void params_free(ParamTable *t) { free(t->params); free(t->unit_begin); free(t->first); memset(t, 0, sizeof *t); }
 
-// Initial values of elements [begin, begin + count) of one tensor, keyed by (seed, tensor index, element): the same for
-// any sharding. Rows beyond file_rows (the vocabulary's padding) are zeros.
+// The part that has an element of a rank's tensor; NULL: padding.
+static inline const ParamPart *param_part_at(const Param *p, size_t element) {
+    for (int i = 0; i < p->num_parts; i++) if (element - p->parts[i].begin < p->parts[i].count) return &p->parts[i];
+    return NULL;
+}
+static inline size_t param_width(const Param *p, const ParamPart *q) { return p->is_vector ? q->count : (size_t)p->cols; }  // of a part's rows
+// Whether neighbours in a part are neighbours in the whole tensor.
+static inline int param_is_dense(const Param *p) { return p->is_vector || p->cols == p->file_cols; }
+// Which element of the whole tensor, as (file_rows, file_cols), the one at `element` of the rank's tensor is.
+static inline size_t param_whole(const Param *p, const ParamPart *q, size_t element) {
+    const size_t i = element - q->begin, width = param_width(p, q), corner = (size_t)q->row * (size_t)p->file_cols + (size_t)q->col;
+    return corner + (param_is_dense(p) ? i : i / width * (size_t)p->file_cols + i % width);
+}
+
+// Initial values of elements [begin, begin + count) of a rank's tensor, keyed by (seed, tensor index, element of the whole tensor): the
+// same for any sharding. Rows beyond file_rows (the vocabulary's padding) are zeros.
 static inline void param_init(const ParamTable *t, int index, uint64_t seed, size_t begin, size_t count, float *out) {
     const Param *p = &t->params[index];
-    const size_t real = (size_t)p->file_rows * (size_t)p->cols;
     PARALLEL_FOR
     for (int64_t k = 0; k < (int64_t)count; k++) {
-        size_t i = begin + (size_t)k;
-        out[k] = i >= real ? 0 : p->init_std < 0 ? 1 : p->init_std == 0 ? 0
-               : p->init_std * rand_normal(seed, rand_stream(RAND_INIT, (uint64_t)index), i);
+        const ParamPart *q = param_part_at(p, begin + (size_t)k);
+        out[k] = !q ? 0 : p->init_std < 0 ? 1 : p->init_std == 0 ? 0
+               : p->init_std * rand_normal(seed, rand_stream(RAND_INIT, (uint64_t)index), param_whole(p, q, begin + (size_t)k));
     }
 }
 
@@ -194,7 +268,7 @@ static inline double flops_per_token(const Config *c, const ParamTable *t, int T
     for (int i = 0; i < t->count; i++) {
         const Param *p = &t->params[i];
         int multiplies = !p->is_vector && p->role != ROLE_WPE && !(p->role == ROLE_WTE && !c->tied);
-        if (multiplies) weights += (double)p->rows * p->cols;
+        if (multiplies) weights += (double)p->whole_size;
     }
     return 6 * weights + 6.0 * c->num_layers * c->channels * T;
 }

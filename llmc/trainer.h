@@ -15,7 +15,8 @@
 
 typedef struct {
     Options o;
-    Comm comm;
+    Comm comm;               // the job
+    Mesh mesh;
     Config config;
     Model model;
     DataLoader train;
@@ -88,18 +89,18 @@ static inline void choose_config(Trainer *t) {
 
 static inline void open_data(Trainer *t) {
     Options *o = &t->o;
-    const int B = (int)o->batch_size, T = (int)o->seq_len, V = t->config.vocab_size, rank = t->comm.rank, world = t->comm.world;
-    if (o->evaluate) { evaluation_open(&t->eval, o, &t->comm, V); return; }
+    const int B = (int)o->batch_size, T = (int)o->seq_len, V = t->config.vocab_size, rank = t->mesh.dp.rank, world = t->mesh.dp.world;
+    if (o->evaluate) { evaluation_open(&t->eval, o, &t->mesh.dp, V); return; }
     dataloader_open(&t->train, o->overfit ? o->val_data : o->train_data, B, T, rank, world, !o->overfit, (uint64_t)o->seed, V);
-    evaluation_open(&t->eval, o, &t->comm, V);
+    evaluation_open(&t->eval, o, &t->mesh.dp, V);
     require(t->train.vocab_size <= V, "the training data has a vocabulary of %d and the model of %d\nuse data made with the model's tokenizer", t->train.vocab_size, V);
     if (t->train.hash && evaluation_tokenizer(&t->eval)) require(t->train.hash == evaluation_tokenizer(&t->eval), "training and evaluation data were made with different tokenizers\nmake both with one");
     const int64_t micro_tokens = (int64_t)B * T * world;
     const char *before = state_option(&t->state, "total-batch");  // a resumed run keeps its batch on any number of ranks
     if (o->total_batch == -1) o->total_batch = before && atoll(before) > 0 ? atoll(before) : micro_tokens;
     const int64_t total = o->total_batch;
-    require(total % micro_tokens == 0 && total / micro_tokens <= (1 << 20), "--total-batch %lld%s is not a multiple of batch-size * seq-len * ranks = %lld\nnearest: %lld; or choose another --batch-size",
-            (long long)total, before && atoll(before) == total ? " of the resumed run" : "", (long long)micro_tokens, (long long)(total < micro_tokens ? micro_tokens : total / micro_tokens * micro_tokens));
+    require(total % micro_tokens == 0 && total / micro_tokens <= (1 << 20), "--total-batch %lld%s is not a multiple of batch-size * seq-len * ranks%s = %lld\nnearest: %lld; or choose another --batch-size",
+            (long long)total, before && atoll(before) == total ? " of the resumed run" : "", o->tp > 1 ? " / tp" : "", (long long)micro_tokens, (long long)(total < micro_tokens ? micro_tokens : total / micro_tokens * micro_tokens));
     t->num_micro = (int)(total / micro_tokens);
     t->steps = o->max_steps != -1 ? o->max_steps : t->train.rows_per_epoch / (total / T);
     require(t->steps > 0, "the training data has %lld tokens, less than one step of %lld\nuse a smaller --total-batch or give --max-steps", (long long)t->train.num_tokens, (long long)total);
@@ -210,12 +211,13 @@ static inline void print_start(const Trainer *t) {
     printf("weights   %s\n", *t->resumed_from ? t->resumed_from : is_directory(t->o.model) ? t->o.model : "random");
     printf("memory    %.2f GiB\n", model_memory_gib(&t->model));
     if (t->comm.world > 1) printf("ranks     %d, %d of them on this host, ZeRO stage %lld\n", t->comm.world, t->comm.local_world, t->o.zero_stage);
+    if (t->o.tp > 1) printf("mesh      %d data-parallel x %d tensor-parallel\n", t->mesh.dp.world, t->mesh.tp.world);
     if (t->o.generate) return;
     evaluation_print(&t->eval);
     if (t->o.evaluate) return;
     printf("data      %lld tokens in %d shards, %lld sequences of %lld an epoch\n", (long long)t->train.num_tokens, t->train.num_shards, (long long)t->train.rows_per_epoch, t->o.seq_len);
     printf("run       %lld steps of %lld tokens (%d micro-steps of %d x %lld x %lld): %.2f epochs\n\n", (long long)t->steps, t->o.total_batch,
-           t->num_micro, t->comm.world, t->o.batch_size, t->o.seq_len, (double)t->steps * (double)(t->o.total_batch / t->o.seq_len) / (double)t->train.rows_per_epoch);
+           t->num_micro, t->mesh.dp.world, t->o.batch_size, t->o.seq_len, (double)t->steps * (double)(t->o.total_batch / t->o.seq_len) / (double)t->train.rows_per_epoch);
 }
 static inline void log_start(Trainer *t) {
     FILE *f = logger_begin(&t->log, "start", t->state.step);
@@ -226,7 +228,7 @@ static inline void log_start(Trainer *t) {
     logger_text(f, "dtype", model_dtype(&t->model));
     logger_text(f, "build", __VERSION__);
     logger_text(f, "resumed_from", t->resumed_from);
-    fprintf(f, ",\"parameters\":%zu,\"steps\":%lld,\"num_micro\":%d,\"ranks\":%d", t->model.table.num_weights, (long long)t->steps, t->num_micro, t->comm.world);
+    fprintf(f, ",\"parameters\":%zu,\"steps\":%lld,\"num_micro\":%d,\"ranks\":%d,\"tp\":%d", t->model.table.num_weights, (long long)t->steps, t->num_micro, t->comm.world, t->mesh.tp.world);
     logger_number(f, "memory_gib", model_memory_gib(&t->model));
     logger_options(f, &t->o);
     fputs(",\"config\":", f);
@@ -483,13 +485,15 @@ static inline int trainer_main(int argc, char **argv) {
     comm_require(comm, comm->world == 1 || !o->generate, "--generate 1 needs one process, this job has %d\nstart it without mpirun", comm->world);
     if (comm->rank > 0) require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\ncheck the machine", strerror(errno));  // rank 0 alone prints
     catch_signals();
+    t->mesh = mesh_open(comm, (int)o->tp);
     find_checkpoint(t);
     choose_config(t);
+    tp_check(&t->config, t->mesh.tp.world, o->batch_size * o->seq_len);
     if (!o->generate) open_data(t);
     open_tokenizer(t);
     handshake(t);
     const Options model_options = options_of_model(t);
-    model_open(&t->model, &t->config, &model_options, comm);
+    model_open(&t->model, &t->config, &model_options, &t->mesh);
     if (comm->rank == 0 && (o->generate || (o->sample_every && !o->evaluate))) model_decode_open(&t->model, (int)o->samples, t->window);
     load_or_init(t);
     record_options(t);

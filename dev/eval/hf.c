@@ -20,7 +20,7 @@ static void print_logits(const Config *c, const char *folder) {
     int *tokens = (int *)malloc_or_die((size_t)c->max_seq_len * sizeof(int));
     const int T = (int)fread(tokens, sizeof(int), (size_t)c->max_seq_len, stdin);
     require(T > 0, "no token ids on standard input\ncall this through dev/eval/hf.py");
-    const Comm one_rank = {0, 1, 0, 1, "this host"};
+    const Mesh one_rank = MESH_ALONE;
     Options o = options_default();
     o.batch_size = 1; o.seq_len = T;
     Model m;

@@ -3,7 +3,7 @@
 #define DEV_TEST_FAKE_MODEL_H
 
 static float to_bf16(float x) { return bf16_widen(bf16_nearest(x)); }
-static const Comm one_rank = {0, 1, 0, 1, "this host"};
+static const Mesh one_rank = MESH_ALONE;
 Span model_owned(const Model *m, Slot s, int unit) { (void)s; return param_unit(&m->table, unit); }
 int model_has_slot(const Model *m, Slot s) { return s != SLOT_MASTER || m->master; }
 const char *model_dtype(const Model *m) { return m->bf16 ? "bf16" : "fp32"; }
@@ -27,7 +27,7 @@ static Model fake_open(const Config *c, int bf16, int master) {
     memset(&m, 0, sizeof m);
     m.config = *c;
     m.table = params_table(c);
-    m.comm = &one_rank;
+    m.mesh = &one_rank;
     m.bf16 = bf16;
     m.master = master;
     for (int s = 0; s < 5; s++) m.slots[s] = (float *)calloc_or_die(m.table.total * sizeof(float));

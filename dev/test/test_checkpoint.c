@@ -24,7 +24,7 @@ static int noted_unlink(const char *path);
 
 #define HF_PIECE ((size_t)512)  // many pieces even in small tensors
 #include "llmc/backend.h"
-struct Model { Config config; ParamTable table; const Comm *comm; float *slots[5]; int bf16, master, bf16_states; };  // fake_model.h
+struct Model { Config config; ParamTable table; const Mesh *mesh; float *slots[5]; int bf16, master, bf16_states; };  // fake_model.h
 #include "llmc/checkpoint.h"
 #undef fsync
 #undef rename
@@ -160,7 +160,7 @@ static void write_foreign(const Model *m, Oddity odd) {
         else {
             const Param *p = &m->table.params[i < real ? i : 0];  // the head is the embedding again
             model_read(m, SLOT_WEIGHT, p->offset, p->size, values);
-            param_write_rows(&w, i, p, 0, (size_t)p->file_rows, values, scratch);
+            param_write(&w, i, p, 0, (size_t)p->file_rows * (size_t)p->cols, values, scratch);
             memset(scratch, 0, 1 << 20);
         }
     }

@@ -5,7 +5,7 @@
 
 #define HF_PIECE ((size_t)150)  // so little that pieces begin and end inside of rows
 #include "llmc/backend.h"
-struct Model { Config config; ParamTable table; const Comm *comm; float *slots[5], *copies[5]; };
+struct Model { Config config; ParamTable table; const Mesh *mesh; float *slots[5], *copies[5]; };
 #include "llmc/checkpoint.h"
 
 #include "check.h"
@@ -13,7 +13,7 @@ struct Model { Config config; ParamTable table; const Comm *comm; float *slots[5
 const char *model_dtype(const Model *m) { (void)m; return "fp32"; }
 int model_slot_is_bf16(const Model *m, Slot s) { (void)m; (void)s; return 0; }
 int model_has_slot(const Model *m, Slot s) { return m->slots[s] != NULL; }
-Span model_owned(const Model *m, Slot s, int unit) { return s == SLOT_WEIGHT ? param_unit(&m->table, unit) : param_shard(&m->table, unit, m->comm->rank, m->comm->world); }
+Span model_owned(const Model *m, Slot s, int unit) { return s == SLOT_WEIGHT ? param_unit(&m->table, unit) : param_shard(&m->table, unit, m->mesh->dp.rank, m->mesh->dp.world); }
 static void check_owned(const Model *m, Slot s, size_t offset, size_t count) {
     int u = 0;
     while (offset >= m->table.unit_begin[u + 1]) u++;
@@ -45,10 +45,15 @@ static int same_file(const char *a, const char *b) {
     snprintf(command, sizeof command, "cmp -s '%s' '%s'", a, b);
     return system(command) == 0;
 }
+static Mesh mesh_turn(int rank, int world) {
+    const Comm job = {rank, world, rank, world, "this host", 0, 0, 1}, alone = COMM_ALONE;
+    const Mesh m = {job, job, alone};
+    return m;
+}
 static void save_as(Model *m, int world, const char *path) {
     for (int rank = 0; rank < world; rank++) {
-        const Comm comm = {rank, world, rank, world, "this host"};
-        m->comm = &comm;
+        const Mesh mesh = mesh_turn(rank, world);
+        m->mesh = &mesh;
         save_slots(m, optimizer_slots, 2, path);
     }
 }
@@ -75,8 +80,8 @@ static void test_model(const char *text) {
         check(same_file(at("one"), at("several")), "%s: %d ranks write what one writes", text, world);
         for (int s = 0; s < 5; s++) memset(copy.slots[s], 0, m.table.total * sizeof(float));
         for (int rank = 0; rank < world; rank++) {  // every rank reads its piece; together they have all
-            const Comm comm = {rank, world, rank, world, "this host"};
-            copy.comm = &comm;
+            const Mesh mesh = mesh_turn(rank, world);
+            copy.mesh = &mesh;
             load_slots(&copy, optimizer_slots, 2, at("one"));
         }
         int same = 1;
@@ -95,7 +100,7 @@ static void test_model(const char *text) {
 
 // The model goes on changing while a thread writes: the files hold the moment at which the save began.
 static void test_overlap(void) {
-    const Comm alone = {0, 1, 0, 1, "this host"};
+    const Mesh alone = MESH_ALONE;
     Model m;
     TrainState s;
     Checkpoint saving;
@@ -104,7 +109,7 @@ static void test_overlap(void) {
     memset(&saving, 0, sizeof saving);
     require(config_parse("gpt2:124M,layers=2,channels=32,heads=2,vocab=300,seq=24", &m.config), "unknown model\n");
     m.table = params_table(&m.config);
-    m.comm = &alone;
+    m.mesh = &alone;
     const size_t bytes = m.table.total * sizeof(float);
     for (int k = 0; k < 4; k++) {
         m.slots[k] = (float *)calloc_or_die(bytes);
