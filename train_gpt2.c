@@ -220,13 +220,14 @@ void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
     }
 }
 
-// ---- embedding: out (B, T, C) = wte[token] + wpe[position]
+// ---- embedding: out (B, T, C) = wte[token] + wpe[position]; 0 for a token < 0, and no gradient: its word is another rank's
 
 void embedding_forward_cpu(float *out, const int *tokens, const float *wte, const float *wpe /*NULL: none*/, int B, int T, int C) {
     #pragma omp parallel for schedule(static)
     for (int n = 0; n < B * T; n++) {
         const float *word = wte + (size_t)tokens[n] * C, *position = wpe ? wpe + (size_t)(n % T) * C : NULL;
-        for (int c = 0; c < C; c++) out[(size_t)n * C + c] = position ? word[c] + position[c] : word[c];
+        if (tokens[n] < 0) memset(out + (size_t)n * C, 0, (size_t)C * sizeof(float));
+        else for (int c = 0; c < C; c++) out[(size_t)n * C + c] = position ? word[c] + position[c] : word[c];
     }
 }
 // Tasks are blocks of channels: two positions with the same token never meet in two threads.
@@ -238,7 +239,7 @@ void embedding_backward_cpu(float *dwte /*+=*/, float *dwpe /*+=, NULL: none*/, 
         for (int n = 0; n < B * T; n++) {
             const float *d = dout + (size_t)n * C;
             float *word = dwte + (size_t)tokens[n] * C, *position = dwpe ? dwpe + (size_t)(n % T) * C : NULL;
-            for (int c = begin; c < end; c++) word[c] += d[c];
+            if (tokens[n] >= 0) for (int c = begin; c < end; c++) word[c] += d[c];
             if (position) for (int c = begin; c < end; c++) position[c] += d[c];
         }
     }
@@ -458,28 +459,53 @@ void swiglu_backward_cpu(float *dgate_up /*=*/, const float *dout, const float *
 
 // ---- cross entropy over the first V of Vp columns: loss = logsumexp(logits) - logits[target]. If asked, logits become their own
 // gradient (softmax - onehot) * dloss with zeros in the padding. A target < 0 is ignored: loss 0, gradient 0.
-void classifier_cpu(float *logits, float *losses /*(N) =*/, const int *targets, float dloss, int N, int V, int Vp, int write_dlogits) {
+typedef struct { float highest, sum, target; } LogitSums;  // of some words: their largest logit, sum of exp(logit - largest), the target's logit
+static inline LogitSums classifier_sums(const float *x, int target /*< 0: none of these*/, int V) {
     enum { BLOCK = 256 };  // words that are summed apart: rounding errors of 50,000 summands in one chain would show
+    float highest = -INFINITY, sum = 0;
+    #pragma omp simd reduction(max : highest)
+    for (int i = 0; i < V; i++) highest = x[i] > highest ? x[i] : highest;
+    for (int begin = 0; begin < V; begin += BLOCK) {
+        const int end = min_int(V, begin + BLOCK);
+        float part = 0;
+        #pragma omp simd reduction(+ : part)
+        for (int i = begin; i < end; i++) part += fast_exp(x[i] - highest);
+        sum += part;
+    }
+    const LogitSums s = {highest, sum, target < 0 ? 0 : x[target]};
+    return s;
+}
+static inline void classifier_gradient(float *x, LogitSums all, float dloss /*0: ignored*/, int target /*< 0: none of these*/, int V, int Vp) {
+    const float factor = dloss / all.sum;
+    #pragma omp simd
+    for (int i = 0; i < V; i++) x[i] = fast_exp(x[i] - all.highest) * factor;
+    if (target >= 0) x[target] -= dloss;
+    for (int i = V; i < Vp; i++) x[i] = 0;
+}
+void classifier_cpu(float *logits, float *losses /*(N) =*/, const int *targets, float dloss, int N, int V, int Vp, int write_dlogits) {
     #pragma omp parallel for schedule(static)
     for (int n = 0; n < N; n++) {
-        float *x = logits + (size_t)n * Vp, highest = -INFINITY, sum = 0;
-        const int target = targets[n];
-        #pragma omp simd reduction(max : highest)
-        for (int i = 0; i < V; i++) highest = x[i] > highest ? x[i] : highest;
-        for (int begin = 0; begin < V; begin += BLOCK) {
-            const int end = min_int(V, begin + BLOCK);
-            float part = 0;
-            #pragma omp simd reduction(+ : part)
-            for (int i = begin; i < end; i++) part += fast_exp(x[i] - highest);
-            sum += part;
-        }
-        losses[n] = target < 0 ? 0 : highest + logf(sum) - x[target];
-        if (!write_dlogits) continue;
-        const float factor = target < 0 ? 0 : dloss / sum;
-        #pragma omp simd
-        for (int i = 0; i < V; i++) x[i] = fast_exp(x[i] - highest) * factor;
-        if (target >= 0) x[target] -= dloss;
-        for (int i = V; i < Vp; i++) x[i] = 0;
+        float *x = logits + (size_t)n * Vp;
+        const LogitSums s = classifier_sums(x, targets[n], V);
+        losses[n] = targets[n] < 0 ? 0 : s.highest + logf(s.sum) - s.target;
+        if (write_dlogits) classifier_gradient(x, s, targets[n] < 0 ? 0 : dloss, targets[n], V, Vp);
+    }
+}
+// The same where each of `ranks` has Vp words' places, the last ones padding: first what each says of its own words, sums (rank, N),
+// which they exchange, then together. `rank` has V words here.
+void classifier_sums_cpu(LogitSums *sums /*(N) =*/, const float *logits, const int *targets, int rank, int N, int V, int Vp) {
+    #pragma omp parallel for schedule(static)
+    for (int n = 0; n < N; n++) sums[n] = classifier_sums(logits + (size_t)n * Vp, targets[n] >= 0 && targets[n] / Vp == rank ? targets[n] % Vp : -1, V);
+}
+void classifier_ranks_cpu(float *logits, float *losses /*(N) =*/, const LogitSums *sums, const int *targets, float dloss, int ranks, int rank, int N, int V, int Vp, int write_dlogits) {
+    #pragma omp parallel for schedule(static)
+    for (int n = 0; n < N; n++) {
+        const int target = targets[n], owner = target < 0 ? 0 : target / Vp;
+        LogitSums all = {-INFINITY, 0, sums[(size_t)owner * N + n].target};
+        for (int r = 0; r < ranks; r++) all.highest = sums[(size_t)r * N + n].highest > all.highest ? sums[(size_t)r * N + n].highest : all.highest;
+        for (int r = 0; r < ranks; r++) all.sum += sums[(size_t)r * N + n].sum * fast_exp(sums[(size_t)r * N + n].highest - all.highest);
+        losses[n] = target < 0 ? 0 : all.highest + logf(all.sum) - all.target;
+        if (write_dlogits) classifier_gradient(logits + (size_t)n * Vp, all, target < 0 ? 0 : dloss, target >= 0 && owner == rank ? target % Vp : -1, V, Vp);
     }
 }
 
@@ -546,6 +572,9 @@ static inline double sum_of_squares(const float *x, size_t n) {
 //   h2 = norm(x_mid);  f = h2 Wfc^T + b; a = gelu(f), or silu(gate) * up with f = [gate | up];  x_out = x_mid + a Wfcproj^T + b
 // All of these are kept for backward; --recompute 1 keeps one `a` for all layers, 2 also one h1 and h2, 3 one of everything but x_out:
 // backward computes them again.
+//
+// With --tp (llmc/tp.h) `local` are this rank's sizes. x, h and their statistics are N/tp rows of N, everything else all rows of some
+// heads, of a stretch of F or of some words; gather_rows and scatter_rows lie between. With one rank both do nothing.
 #include <sys/mman.h>
 
 #include "llmc/backend.h"
@@ -568,7 +597,7 @@ typedef struct {
 } KvCache;
 
 struct Model {
-    Config config;
+    Config config, local;                   // the whole model's; with the sizes of this rank
     ParamTable table;
     const Mesh *mesh;
     int B, T, recompute, zero_stage;
@@ -578,6 +607,10 @@ struct Model {
     uint64_t seed;                          // of the states' stochastic rounding
     char *snapshots[NUM_SLOTS];             // --save-async: a copy of this rank's shards of a slot, unit after unit
     float *exchange;                        // room for the other ranks' gradients
+    int spread;                             // ranks that the rows of the residual stream are spread over: tp, but 1 while decoding
+    float *gathered, *partial;              // tp: all rows (B*T,C) of what is spread; gradients of which all ranks have parts, (tp, ..)
+    LogitSums *logit_sums;                  // tp: (tp, head_rows)
+    int *words;                             // tp: (B,T) tokens as rows of this rank's embedding
     float *x_embedding, *h_final, *mean_final, *rstd_final, *losses, *cos_sin;
     LayerActs *layers;
     float *logits;                          // (head_rows, Vp): the head runs on so many rows at a time
@@ -594,6 +627,7 @@ struct Model {
 static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
 static inline int fc_width(const Config *c) { return c->mlp == MLP_SWIGLU ? 2 * c->ffn_dim : c->ffn_dim; }
 
+static size_t rows_here(const Model *m, int N) { return (size_t)N / (size_t)m->spread; }
 static float *param_pointer(const Model *m, float *buffer, int unit, Role role) {
     size_t at = param_at(&m->table, unit, role);
     return at == NO_PARAM ? NULL : buffer + at;
@@ -659,22 +693,38 @@ int model_slot_is_bf16(const Model *m, Slot s) { return m->bf16_states && (s == 
 static size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? sizeof(uint16_t) : sizeof(float); }  // of an element
 
 void model_identify(HandshakeRecord *r) { (void)r; }
+static void open_tp(Model *m) {
+    const Comm *tp = &m->mesh->tp;
+    size_t most = 0;
+    if (tp->world == 1) return;
+    for (int u = 0; u < m->table.num_units; u++) {
+        const size_t count = tp_num_partial(&m->table, u);
+        most = count > most ? count : most;
+    }
+    m->gathered = floats(m, (size_t)m->B * m->T * m->config.channels);
+    m->partial = floats(m, (size_t)tp->world * most);
+    m->logit_sums = (LogitSums *)room(m, (size_t)tp->world * m->head_rows * sizeof(LogitSums));
+    m->words = (int *)room(m, (size_t)m->B * m->T * sizeof(int));
+}
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     const Comm *dp = &mesh->dp;
-    comm_require(&mesh->job, mesh->tp.world == 1, "--tp %d: tensor parallelism is not built yet\nleave --tp out", mesh->tp.world);
     memset(m, 0, sizeof *m);
     m->config = *c;
-    m->table = params_table(c);
+    m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
     m->mesh = mesh;
+    m->local = tp_config(c, &mesh->tp);
+    m->spread = mesh->tp.world;
+    c = &m->local;
     m->zero_stage = dp->world > 1 ? (int)o->zero_stage : 0;
     m->B = (int)o->batch_size; m->T = (int)o->seq_len; m->recompute = (int)o->recompute;
+    tp_check(&mesh->job, &m->config, m->spread, (int64_t)m->B * m->T);
     require((int64_t)m->B * m->T <= 1 << 28, "micro-steps of %d x %d tokens are too large\nuse a smaller --batch-size", m->B, m->T);
     #ifdef _OPENMP
     if (o->threads > 0) omp_set_num_threads((int)o->threads);
     else if (mesh->job.world > 1 && !getenv("OMP_NUM_THREADS")) omp_set_num_threads(threads_of_rank(&mesh->job));
     #endif
     describe_device(m->device, sizeof m->device);
-    const size_t N = (size_t)m->B * m->T, C = (size_t)c->channels, F = (size_t)c->ffn_dim, Vp = (size_t)c->padded_vocab_size, L = (size_t)c->num_layers;
+    const size_t N = (size_t)m->B * m->T, rows = rows_here(m, m->B * m->T), C = (size_t)c->channels, Q = (size_t)c->num_heads * c->head_dim, F = (size_t)c->ffn_dim, Vp = (size_t)c->padded_vocab_size, L = (size_t)c->num_layers;
     const size_t states = m->zero_stage ? m->table.total / (size_t)dp->world : m->table.total;
     m->bf16_states = !strcmp(o->state_dtype, "bf16");
     m->seed = (uint64_t)o->seed;
@@ -686,16 +736,17 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     }
     const Slot saved[] = {SLOT_WEIGHT, SLOT_M, SLOT_V};
     for (int i = 0; i < 3 && o->save_every && o->save_async && !forward_only(o); i++) m->snapshots[saved[i]] = (char *)room(m, m->table.total / (size_t)dp->world * slot_bytes(m, saved[i]));
-    m->exchange = floats(m, dp->world > 1 ? (size_t)dp->world * COMM_PIECE : 0);
-    m->x_embedding = floats(m, N * C); m->h_final = floats(m, N * C);
-    m->mean_final = floats(m, N);      m->rstd_final = floats(m, N);
+    const size_t others = (size_t)(dp->world > m->spread ? dp->world : m->spread);
+    m->exchange = floats(m, others > 1 ? others * COMM_PIECE : 0);
+    m->x_embedding = floats(m, rows * C); m->h_final = floats(m, rows * C);
+    m->mean_final = floats(m, rows);      m->rstd_final = floats(m, rows);
     m->losses = floats(m, N);
     m->cos_sin = floats(m, (size_t)m->T * c->head_dim);
     if (c->position == POSITION_ROPE) rope_table(c, m->T, m->cos_sin);
     const size_t most = (size_t)1 << 26;  // floats of logits that may be alive together, if nothing is asked for
     m->head_rows = (int)(o->head_chunks ? head_rows(o, m->B, m->T) : N * Vp <= most ? N : most / Vp > 64 ? most / Vp : 64);
     m->logits = floats(m, (size_t)m->head_rows * Vp);
-    m->dx = floats(m, N * C);   m->branch = floats(m, N * C);
+    m->dx = floats(m, rows * C);   m->branch = floats(m, N * C);
     m->dqkv = floats(m, N * qkv_width(c));
     m->df = floats(m, N * fc_width(c));
     m->da = c->mlp == MLP_SWIGLU ? floats(m, N * F) : m->df;  // GELU's backward works in place
@@ -704,21 +755,22 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
         LayerActs *a = &m->layers[l], *shared = m->layers;
         if (m->recompute >= 3 && l > 0) {
             *a = *shared;
-            a->x_out = floats(m, N * C);
+            a->x_out = floats(m, rows * C);
             continue;
         }
         a->a = m->recompute >= 1 && l > 0 ? shared->a : floats(m, N * F);
-        a->h1 = m->recompute >= 2 && l > 0 ? shared->h1 : floats(m, N * C);
-        a->h2 = m->recompute >= 2 && l > 0 ? shared->h2 : floats(m, N * C);
-        a->mean1 = floats(m, N); a->rstd1 = floats(m, N);
-        a->mean2 = floats(m, N); a->rstd2 = floats(m, N);
+        a->h1 = m->recompute >= 2 && l > 0 ? shared->h1 : floats(m, rows * C);
+        a->h2 = m->recompute >= 2 && l > 0 ? shared->h2 : floats(m, rows * C);
+        a->mean1 = floats(m, rows); a->rstd1 = floats(m, rows);
+        a->mean2 = floats(m, rows); a->rstd2 = floats(m, rows);
         a->qkv = floats(m, N * qkv_width(c));
-        a->y = floats(m, N * C);
+        a->y = floats(m, N * Q);
         a->lse = floats(m, N * c->num_heads);
-        a->x_mid = floats(m, N * C);
+        a->x_mid = floats(m, rows * C);
         a->f = floats(m, N * fc_width(c));
-        a->x_out = floats(m, N * C);
+        a->x_out = floats(m, rows * C);
     }
+    open_tp(m);
 }
 void model_close(Model *m) {
     for (int i = 0; i < m->num_owned; i++) free(m->owned[i]);
@@ -776,26 +828,72 @@ void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, fl
     widen(m, s, values, snapshot_place(m, s, u) + (offset - mine.begin) * slot_bytes(m, s), count);
 }
 
+// ---- rows of the residual stream, spread over the tensor-parallel group
+
+// All N rows of what this rank has some of. Good until the next call.
+static const float *gather_rows(Model *m, const float *mine, int N) {
+    if (m->spread == 1) return mine;
+    const size_t piece = rows_here(m, N) * (size_t)m->config.channels;
+    memcpy(m->gathered + (size_t)m->mesh->tp.rank * piece, mine, piece * sizeof(float));
+    comm_all_gather(&m->mesh->tp, m->gathered, piece * sizeof(float));
+    timing_clock_lap(TIMING_RANKS, 0, 0);
+    return m->gathered;
+}
+// Every rank has a part of the sum of all (N,C): this rank's rows of the sum, in place. Rows that are not spread are summed on every rank.
+static const float *scatter_rows(Model *m, float *parts, int N) {
+    const Comm *tp = &m->mesh->tp;
+    const size_t piece = rows_here(m, N) * (size_t)m->config.channels;
+    if (tp->world == 1) return parts;
+    if (m->spread > 1) {
+        comm_reduce_scatter(tp, parts, piece, m->exchange);
+        parts += (size_t)tp->rank * piece;
+    } else {
+        comm_gather_all(tp, parts, piece * sizeof(float), m->gathered);
+        memcpy(parts, m->gathered, piece * sizeof(float));
+        for (int r = 1; r < tp->world; r++)
+            for (size_t i = 0; i < piece; i++) parts[i] += m->gathered[(size_t)r * piece + i];
+    }
+    timing_clock_lap(TIMING_RANKS, 0, 0);
+    return parts;
+}
+// The second layer of a branch: out (N,C) = residual + bias + a (N,K) w (C,K)^T, of whose columns every rank has some.
+static void project(Model *m, float *out, const float *residual, const float *bias, const float *a, const float *w, int N, int K) {
+    const int C = m->config.channels, alone = m->mesh->tp.world == 1;
+    multiply(alone ? out : m->branch, C, alone ? residual : NULL, alone ? bias : NULL, matrix(a, K), transposed(w, K), N, C, K);
+    timing_clock_lap("matmul", 2.0 * N * C * K, 0);
+    if (alone) return;
+    const float *sum = scatter_rows(m, m->branch, N);
+    for (size_t n = 0; n < rows_here(m, N); n++)
+        for (size_t i = n * (size_t)C, c = 0; c < (size_t)C; i++, c++) out[i] = residual[i] + (bias ? bias[c] : 0) + sum[i];
+}
+// Tokens as rows of this rank's embedding; < 0: another rank has the word.
+static const int *words_here(const Model *m, const int *tokens, int N) {
+    if (m->mesh->tp.world == 1) return tokens;
+    const int first = m->mesh->tp.rank * m->local.padded_vocab_size;
+    for (int n = 0; n < N; n++) m->words[n] = tokens[n] >= first && tokens[n] - first < m->local.vocab_size ? tokens[n] - first : -1;
+    return m->words;
+}
+
 // ---- forward
 
 static const float *layer_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->layers[l - 1].x_out; }
 
 static void activation_forward(const Model *m, float *a, const float *f, int N) {
-    if (m->config.mlp == MLP_SWIGLU) swiglu_forward_cpu(a, f, N, m->config.ffn_dim);
-    else gelu_forward_cpu(a, f, (size_t)N * m->config.ffn_dim);
+    if (m->config.mlp == MLP_SWIGLU) swiglu_forward_cpu(a, f, N, m->local.ffn_dim);
+    else gelu_forward_cpu(a, f, (size_t)N * m->local.ffn_dim);
 }
 
 // All of a block but its output. Recomputing it in backward, which needs no output, is this again. cache: NULL in training; else T new
 // tokens follow those that it holds.
 static void block_inside(Model *m, int l, int B, int T, const KvCache *cache) {
-    const Config *c = &m->config;
+    const Config *c = &m->local;
     const LayerActs *a = &m->layers[l];
     const BlockParams w = block_params(m, m->weights, l);
-    const int N = B * T, C = c->channels, Q = c->num_heads * c->head_dim;
+    const int N = B * T, rows = (int)rows_here(m, N), C = c->channels, Q = c->num_heads * c->head_dim;
     const float *x = layer_input(m, l);
-    norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, x, w.ln1w, w.ln1b, N, C, c->norm_eps);
+    norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, x, w.ln1w, w.ln1b, rows, C, c->norm_eps);
     timing_clock_lap("norm", 0, 0);
-    matmul_forward_cpu(a->qkv, a->h1, w.qkvw, w.qkvb, N, C, qkv_width(c));
+    matmul_forward_cpu(a->qkv, gather_rows(m, a->h1, N), w.qkvw, w.qkvb, N, C, qkv_width(c));
     timing_clock_lap("matmul", 2.0 * N * C * qkv_width(c), 0);
     if (c->position == POSITION_ROPE) rope_forward_cpu(a->qkv, cache ? cache->cos_sin + (size_t)cache->count * c->head_dim : m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
     if (cache) {
@@ -805,11 +903,10 @@ static void block_inside(Model *m, int l, int B, int T, const KvCache *cache) {
         attention_forward_cpu(a->y, a->lse, a->qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
     }
     timing_clock_lap("attention", 2.0 * B * T * T * Q, 0);
-    multiply(a->x_mid, C, x, w.projb, matrix(a->y, Q), transposed(w.projw, Q), N, C, Q);  // with the residual added
-    timing_clock_lap("matmul", 2.0 * N * C * Q, 0);
-    norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps);
+    project(m, a->x_mid, x, w.projb, a->y, w.projw, N, Q);
+    norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, rows, C, c->norm_eps);
     timing_clock_lap("norm", 0, 0);
-    matmul_forward_cpu(a->f, a->h2, w.fcw, w.fcb, N, C, fc_width(c));
+    matmul_forward_cpu(a->f, gather_rows(m, a->h2, N), w.fcw, w.fcb, N, C, fc_width(c));
     timing_clock_lap("matmul", 2.0 * N * C * fc_width(c), 0);
     activation_forward(m, a->a, a->f, N);
     timing_clock_lap("activation", 0, 0);
@@ -817,42 +914,53 @@ static void block_inside(Model *m, int l, int B, int T, const KvCache *cache) {
 static void block_forward(Model *m, int l, int B, int T, const KvCache *cache) {
     const LayerActs *a = &m->layers[l];
     const BlockParams w = block_params(m, m->weights, l);
-    const int C = m->config.channels, F = m->config.ffn_dim;
     watchdog_beat(PHASE_FORWARD, l);
     block_inside(m, l, B, T, cache);
-    multiply(a->x_out, C, a->x_mid, w.fcprojb, matrix(a->a, F), transposed(w.fcprojw, F), B * T, C, F);
-    timing_clock_lap("matmul", 2.0 * B * T * C * F, 0);
+    project(m, a->x_out, a->x_mid, w.fcprojb, a->a, w.fcprojw, B * T, m->local.ffn_dim);
 }
 
 // tokens (B, T) -> m->h_final (B, T, C)
 static void model_forward(Model *m, const int *tokens, int B, int T, const KvCache *cache) {
     const Config *c = &m->config;
-    const int N = B * T, last = c->num_layers + 1;
+    const int N = B * T, C = c->channels, last = c->num_layers + 1, alone = m->mesh->tp.world == 1, rows = (int)rows_here(m, N);
     const float *wpe = param_pointer(m, m->weights, 0, ROLE_WPE);
     for (int n = 0; n < N; n++)
         require(tokens[n] >= 0 && tokens[n] < c->vocab_size, "token id %d is not in the vocabulary of %d\nuse data made with the model's tokenizer", tokens[n], c->vocab_size);
-    embedding_forward_cpu(m->x_embedding, tokens, param_pointer(m, m->weights, 0, ROLE_WTE), wpe && cache ? wpe + (size_t)cache->count * c->channels : wpe, B, T, c->channels);
+    if (wpe && cache) wpe += (size_t)cache->count * C;
+    embedding_forward_cpu(alone ? m->x_embedding : m->branch, words_here(m, tokens, N), param_pointer(m, m->weights, 0, ROLE_WTE), alone ? wpe : NULL, B, T, C);
     timing_clock_lap("embedding", 0, 0);
+    if (!alone) {  // the word is one rank's, the others give zeros
+        const int first = m->spread > 1 ? m->mesh->tp.rank * rows : 0;
+        const float *words = scatter_rows(m, m->branch, N);
+        for (int n = 0; n < rows; n++)
+            for (int i = 0; i < C; i++) m->x_embedding[(size_t)n * C + i] = words[(size_t)n * C + i] + (wpe ? wpe[(size_t)((first + n) % T) * C + i] : 0);
+    }
     for (int l = 0; l < c->num_layers; l++) block_forward(m, l, B, T, cache);
     norm_forward_cpu(c->norm, m->h_final, m->mean_final, m->rstd_final, layer_input(m, c->num_layers), param_pointer(m, m->weights, last, ROLE_LNFW),
-                     param_pointer(m, m->weights, last, ROLE_LNFB), N, c->channels, c->norm_eps);
+                     param_pointer(m, m->weights, last, ROLE_LNFB), rows, C, c->norm_eps);
     timing_clock_lap("norm", 0, 0);
 }
 
 // m->h_final -> m->losses and, if asked, the head's own backward: its weight gradient, and the gradient of h_final in m->branch.
 // Some rows at a time, so that the logits never fill the memory. (Each sum over rows goes on where the chunk before ended: the bits
-// do not depend on the chunks.)
+// do not depend on the chunks.) With tp the gradient of h_final is a part of a sum.
 static void head(Model *m, const int *targets, float dloss, int backward, int accumulate) {
-    const Config *c = &m->config;
+    const Config *c = &m->local;
+    const Comm *tp = &m->mesh->tp;
     const int N = m->B * m->T, C = c->channels, Vp = c->padded_vocab_size;
-    const float *w = head_weight(m, m->weights);
+    const float *w = head_weight(m, m->weights), *h_all = gather_rows(m, m->h_final, N);
     for (int n0 = 0; n0 < N; n0 += m->head_rows) {
         const int rows = min_int(N - n0, m->head_rows);
         watchdog_beat(PHASE_FORWARD, c->num_layers);
-        const float *h = m->h_final + (size_t)n0 * C;
+        const float *h = h_all + (size_t)n0 * C;
         matmul_forward_cpu(m->logits, h, w, NULL, rows, C, Vp);
         timing_clock_lap("head", 2.0 * rows * C * Vp, 0);
-        classifier_cpu(m->logits, m->losses + n0, targets + n0, dloss, rows, c->vocab_size, Vp, backward);
+        if (tp->world == 1) classifier_cpu(m->logits, m->losses + n0, targets + n0, dloss, rows, c->vocab_size, Vp, backward);
+        else {
+            classifier_sums_cpu(m->logit_sums + (size_t)tp->rank * rows, m->logits, targets + n0, tp->rank, rows, c->vocab_size, Vp);
+            comm_all_gather(tp, m->logit_sums, (size_t)rows * sizeof(LogitSums));
+            classifier_ranks_cpu(m->logits, m->losses + n0, m->logit_sums, targets + n0, dloss, tp->world, tp->rank, rows, c->vocab_size, Vp, backward);
+        }
         timing_clock_lap("classifier", 0, 0);
         if (!backward) continue;
         matmul_backward_weight(head_weight(m, m->grads), m->logits, h, rows, C, Vp, accumulate || n0 > 0);
@@ -865,43 +973,46 @@ static void head(Model *m, const int *targets, float dloss, int backward, int ac
 
 // m->dx is the gradient of the block's output on entry and of its input on return.
 static void block_backward(Model *m, int l, int accumulate) {
-    const Config *c = &m->config;
+    const Config *c = &m->local;
     const LayerActs *a = &m->layers[l];
     const BlockParams w = block_params(m, m->weights, l), g = block_params(m, m->grads, l);
-    const int N = m->B * m->T, C = c->channels, F = c->ffn_dim, Q = c->num_heads * c->head_dim;
+    const int N = m->B * m->T, rows = (int)rows_here(m, N), C = c->channels, F = c->ffn_dim, Q = c->num_heads * c->head_dim;
     watchdog_beat(PHASE_BACKWARD, l);
     // MLP
     if (m->recompute >= 3 && l + 1 < c->num_layers) block_inside(m, l, m->B, m->T, NULL);  // the last block's values are still there
     if (m->recompute == 1 || m->recompute == 2) activation_forward(m, a->a, a->f, N);
-    if (m->recompute == 2) norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps);
-    matmul_backward_weight(g.fcprojw, m->dx, a->a, N, F, C, accumulate);
-    if (g.fcprojb) bias_backward_cpu(g.fcprojb, m->dx, N, C);
-    matmul_backward_input_cpu(m->da, m->dx, w.fcprojw, N, F, C);
+    if (m->recompute == 2) norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, rows, C, c->norm_eps);
+    const float *dx = gather_rows(m, m->dx, N);
+    matmul_backward_weight(g.fcprojw, dx, a->a, N, F, C, accumulate);
+    if (g.fcprojb) bias_backward_cpu(g.fcprojb, m->dx, rows, C);
+    matmul_backward_input_cpu(m->da, dx, w.fcprojw, N, F, C);
     if (c->mlp == MLP_SWIGLU) swiglu_backward_cpu(m->df, m->da, a->f, N, F);
     else gelu_backward_cpu(m->df, m->da, a->f, (size_t)N * F);
-    matmul_backward_weight(g.fcw, m->df, a->h2, N, C, fc_width(c), accumulate);
+    matmul_backward_weight(g.fcw, m->df, gather_rows(m, a->h2, N), N, C, fc_width(c), accumulate);
     if (g.fcb) bias_backward_cpu(g.fcb, m->df, N, fc_width(c));
     matmul_backward_input_cpu(m->branch, m->df, w.fcw, N, C, fc_width(c));
-    norm_backward_cpu(c->norm, m->dx, g.ln2w, g.ln2b, m->branch, a->x_mid, w.ln2w, a->mean2, a->rstd2, N, C);
+    norm_backward_cpu(c->norm, m->dx, g.ln2w, g.ln2b, scatter_rows(m, m->branch, N), a->x_mid, w.ln2w, a->mean2, a->rstd2, rows, C);
     // attention
-    if (m->recompute == 2) norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, layer_input(m, l), w.ln1w, w.ln1b, N, C, c->norm_eps);
-    matmul_backward_weight(g.projw, m->dx, a->y, N, Q, C, accumulate);
-    if (g.projb) bias_backward_cpu(g.projb, m->dx, N, C);
-    matmul_backward_input_cpu(m->branch, m->dx, w.projw, N, Q, C);
+    if (m->recompute == 2) norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, layer_input(m, l), w.ln1w, w.ln1b, rows, C, c->norm_eps);
+    dx = gather_rows(m, m->dx, N);
+    matmul_backward_weight(g.projw, dx, a->y, N, Q, C, accumulate);
+    if (g.projb) bias_backward_cpu(g.projb, m->dx, rows, C);
+    matmul_backward_input_cpu(m->branch, dx, w.projw, N, Q, C);
     timing_clock_lap("block backward", 4.0 * N * C * (F + fc_width(c) + Q), 0);
     attention_backward_cpu(m->dqkv, m->branch, a->qkv, a->y, a->lse, m->B, m->T, c->num_heads, c->num_kv_heads, c->head_dim);
     timing_clock_lap("attention backward", 5.0 * N * m->T * Q, 0);
     if (c->position == POSITION_ROPE) rope_backward_cpu(m->dqkv, m->cos_sin, m->B, m->T, c->num_heads, c->num_kv_heads, c->head_dim);
-    matmul_backward_weight(g.qkvw, m->dqkv, a->h1, N, C, qkv_width(c), accumulate);
+    matmul_backward_weight(g.qkvw, m->dqkv, gather_rows(m, a->h1, N), N, C, qkv_width(c), accumulate);
     if (g.qkvb) bias_backward_cpu(g.qkvb, m->dqkv, N, qkv_width(c));
     matmul_backward_input_cpu(m->branch, m->dqkv, w.qkvw, N, C, qkv_width(c));
-    norm_backward_cpu(c->norm, m->dx, g.ln1w, g.ln1b, m->branch, layer_input(m, l), w.ln1w, a->mean1, a->rstd1, N, C);
+    norm_backward_cpu(c->norm, m->dx, g.ln1w, g.ln1b, scatter_rows(m, m->branch, N), layer_input(m, l), w.ln1w, a->mean1, a->rstd1, rows, C);
     timing_clock_lap("block backward", 4.0 * N * C * qkv_width(c), 0);
 }
 
 // The gradients of a unit are complete on every rank: their sums, of this rank's piece or (ZeRO 0) of all.
 static void reduce_unit(Model *m, int unit) {
     const Span all = param_unit(&m->table, unit);
+    tp_sum_partial(&m->mesh->tp, &m->table, unit, m->grads, m->partial);
     const size_t piece = all.count / (size_t)m->mesh->dp.world;
     comm_reduce_scatter(&m->mesh->dp, m->grads + all.begin, piece, m->exchange);
     if (!m->zero_stage) comm_all_gather(&m->mesh->dp, m->grads + all.begin, piece * sizeof(float));
@@ -911,22 +1022,22 @@ static void reduce_unit(Model *m, int unit) {
 // The head's backward has run. Matrices know whether to overwrite; what can only be added to is zeroed first.
 static void model_backward(Model *m, const int *tokens, int accumulate, int reduce) {
     const Config *c = &m->config;
-    const int C = c->channels, last = c->num_layers + 1;
+    const int N = m->B * m->T, C = c->channels, last = c->num_layers + 1;
     for (int i = 0; i < m->table.count && !accumulate; i++) {
         const Param *p = &m->table.params[i];
         if (p->is_vector || p->role == ROLE_WPE || (p->role == ROLE_WTE && !c->tied)) memset(m->grads + p->offset, 0, p->size * sizeof(float));
     }
     watchdog_beat(PHASE_BACKWARD, c->num_layers);
-    memset(m->dx, 0, (size_t)m->B * m->T * C * sizeof(float));
-    norm_backward_cpu(c->norm, m->dx, param_pointer(m, m->grads, last, ROLE_LNFW), param_pointer(m, m->grads, last, ROLE_LNFB), m->branch, layer_input(m, c->num_layers),
-                      param_pointer(m, m->weights, last, ROLE_LNFW), m->mean_final, m->rstd_final, m->B * m->T, C);
+    memset(m->dx, 0, rows_here(m, N) * (size_t)C * sizeof(float));
+    norm_backward_cpu(c->norm, m->dx, param_pointer(m, m->grads, last, ROLE_LNFW), param_pointer(m, m->grads, last, ROLE_LNFB), scatter_rows(m, m->branch, N), layer_input(m, c->num_layers),
+                      param_pointer(m, m->weights, last, ROLE_LNFW), m->mean_final, m->rstd_final, (int)rows_here(m, N), C);
     timing_clock_lap("norm backward", 0, 0);
     if (reduce) reduce_unit(m, last);
     for (int l = c->num_layers - 1; l >= 0; l--) {
         block_backward(m, l, accumulate);
         if (reduce) reduce_unit(m, l + 1);
     }
-    embedding_backward_cpu(param_pointer(m, m->grads, 0, ROLE_WTE), param_pointer(m, m->grads, 0, ROLE_WPE), m->dx, tokens, m->B, m->T, C);
+    embedding_backward_cpu(param_pointer(m, m->grads, 0, ROLE_WTE), param_pointer(m, m->grads, 0, ROLE_WPE), gather_rows(m, m->dx, N), words_here(m, tokens, N), m->B, m->T, C);
     timing_clock_lap("embedding backward", 0, 0);
     if (reduce) reduce_unit(m, 0);
 }
@@ -938,7 +1049,7 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     const double tokens = (double)N * num_micro * m->mesh->dp.world;  // of the step
     model_forward(m, inputs, m->B, m->T, NULL);
     head(m, targets, (float)(1 / tokens), 1, micro > 0);
-    model_backward(m, inputs, micro > 0, micro == num_micro - 1 && m->mesh->dp.world > 1);
+    model_backward(m, inputs, micro > 0, micro == num_micro - 1 && m->mesh->job.world > 1);
     if (micro == 0) m->loss = 0;
     for (int n = 0; n < N; n++) m->loss += m->losses[n] / tokens;
 }
@@ -946,13 +1057,14 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
 void model_loss_and_norm(Model *m, float *loss, float *norm) {
     double squares = 0;
     for (int u = 0; u < m->table.num_units; u++) {
-        const Span mine = param_shard(&m->table, u, m->mesh->dp.rank, m->mesh->dp.world);
-        squares += sum_of_squares(m->grads + mine.begin, mine.count);
+        Span spans[TP_MAX_SPANS];
+        const int count = tp_counted(&m->mesh->dp, &m->table, u, spans);
+        for (int i = 0; i < count; i++) squares += sum_of_squares(m->grads + spans[i].begin, spans[i].count);
     }
     timing_clock_lap("gradient norm", 0, 0);
     *loss = (float)comm_sum(&m->mesh->dp, m->loss);
-    *norm = (float)sqrt(comm_sum(&m->mesh->dp, squares));
-    if (m->mesh->dp.world > 1) timing_clock_lap(TIMING_RANKS, 0, 0);
+    *norm = (float)sqrt(comm_sum(&m->mesh->job, squares));
+    if (m->mesh->job.world > 1) timing_clock_lap(TIMING_RANKS, 0, 0);
 }
 
 void model_update(Model *m, const AdamWParams *p) {
@@ -965,8 +1077,14 @@ void model_update(Model *m, const AdamWParams *p) {
         updated += s.count;
         float *weight = m->weights + s.begin, decay = t->decay ? p->weight_decay : 0;
         void *mine[] = {slot_place(m, SLOT_M, s.begin, s.count), slot_place(m, SLOT_V, s.begin, s.count)};
-        if (m->bf16_states) adamw_update_bf16_cpu(weight, (uint16_t *)mine[0], (uint16_t *)mine[1], m->grads + s.begin, s.count, p->lr, p->beta1, p->beta2, p->eps, decay, p->grad_scale, p->step, m->seed, s.begin);
-        else adamw_update_cpu(weight, (float *)mine[0], (float *)mine[1], m->grads + s.begin, s.count, p->lr, p->beta1, p->beta2, p->eps, decay, p->grad_scale, p->step);
+        if (!m->bf16_states) adamw_update_cpu(weight, (float *)mine[0], (float *)mine[1], m->grads + s.begin, s.count, p->lr, p->beta1, p->beta2, p->eps, decay, p->grad_scale, p->step);
+        else for (size_t at = 0, n; at < s.count; at += n) {  // the random bits belong to the element of the whole tensor
+            const size_t element = s.begin - t->offset + at;
+            const ParamPart *part = param_part_at(t, element);
+            n = param_run(t, element, s.count - at);
+            adamw_update_bf16_cpu(weight + at, (uint16_t *)mine[0] + at, (uint16_t *)mine[1] + at, m->grads + s.begin + at, n, p->lr, p->beta1, p->beta2, p->eps, decay, p->grad_scale, p->step, m->seed,
+                                  t->whole_offset + (part ? param_whole(t, part, element) : element));
+        }
     }
     const double state_bytes = m->bf16_states ? sizeof(uint16_t) : sizeof(float);
     timing_clock_lap("AdamW", 0, (double)updated * (4 * state_bytes + 3 * sizeof(float)));  // m, v and the weight read and written, the gradient read
@@ -985,9 +1103,10 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
 }
 
 void model_decode_open(Model *m, int sequences, int room) {
-    const Config *c = &m->config;
+    const Config *c = &m->local;
     const size_t size = (size_t)c->num_layers * sequences * c->num_kv_heads * room * c->head_dim;
     assert(!m->cache.keys && sequences <= m->B && room <= c->max_seq_len);
+    require((size_t)sequences <= rows_here(m, m->B * m->T), "%d samples at a time are more than the %zu rows of a micro-step that a rank has with --tp\nsample fewer, or use a longer --seq-len", sequences, rows_here(m, m->B * m->T));
     m->cache.keys = floats(m, size);
     m->cache.values = floats(m, size);
     m->cache.cos_sin = floats(m, (size_t)room * c->head_dim);
@@ -997,11 +1116,13 @@ void model_decode_open(Model *m, int sequences, int room) {
 }
 void model_decode_reset(Model *m) { m->cache.count = 0; }
 void model_decode(Model *m, const int *tokens, int n, float *logits) {
-    const Config *c = &m->config;
+    const Config *c = &m->local;
+    const Comm *tp = &m->mesh->tp;
     KvCache *cache = &m->cache;
-    const int S = cache->sequences, most = m->B * m->T / S;
+    const int S = cache->sequences, most = (int)rows_here(m, m->B * m->T) / S, Vp = c->padded_vocab_size, V = m->config.vocab_size;
     int *piece = (int *)malloc_or_die((size_t)S * min_int(n, most) * sizeof(int));
     assert(n >= 1 && cache->count + n <= cache->room);
+    m->spread = 1;  // few rows: every rank has them all
     for (int t0 = 0, k; t0 < n; t0 += k) {
         k = min_int(n - t0, most);
         for (int s = 0; s < S; s++) memcpy(piece + s * k, tokens + (size_t)s * n + t0, (size_t)k * sizeof(int));
@@ -1009,8 +1130,15 @@ void model_decode(Model *m, const int *tokens, int n, float *logits) {
         cache->count += k;
         for (int s = 0; s < S && t0 + k == n; s++) memcpy(m->branch + (size_t)s * c->channels, m->h_final + (size_t)(s * k + k - 1) * c->channels, (size_t)c->channels * sizeof(float));
     }
-    matmul_forward_cpu(logits, m->branch, head_weight(m, m->weights), NULL, S, c->channels, c->vocab_size);
+    m->spread = tp->world;
     free(piece);
+    if (tp->world == 1) { matmul_forward_cpu(logits, m->branch, head_weight(m, m->weights), NULL, S, c->channels, V); return; }
+    float *all = (float *)malloc_or_die((size_t)tp->world * S * Vp * sizeof(float));  // (rank, S, Vp)
+    matmul_forward_cpu(all + (size_t)tp->rank * S * Vp, m->branch, head_weight(m, m->weights), NULL, S, c->channels, Vp);
+    comm_all_gather(tp, all, (size_t)S * Vp * sizeof(float));
+    for (int s = 0; s < S; s++)
+        for (int v = 0; v < V; v++) logits[(size_t)s * V + v] = all[((size_t)(v / Vp) * S + s) * Vp + v % Vp];
+    free(all);
 }
 
 #ifndef LLMC_NO_MAIN  // test_model.c has its own

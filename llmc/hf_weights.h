@@ -45,8 +45,7 @@ static inline void param_move(const ParamFile *f, const Param *p, size_t at, siz
     const size_t cols = param_width(p, q), all = (size_t)p->file_rows, row = (size_t)q->row + (at - q->begin) / cols, col = (size_t)q->col + (at - q->begin) % cols, rows = count / cols;
     if (!p->transposed) {  // whole rows of a column split lie apart in the file
         for (size_t done = 0, n; done < count; done += n) {
-            const size_t rest = param_is_dense(p) ? count : cols - (at + done - q->begin) % cols;
-            n = rest < count - done ? rest : count - done;
+            n = param_run(p, at + done, count - done);
             param_file_span(f, param_whole(p, q, at + done), n, values + done);
         }
     } else if (count % cols == 0) {

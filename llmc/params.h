@@ -249,6 +249,14 @@ static inline size_t param_whole(const Param *p, const ParamPart *q, size_t elem
     return corner + (param_is_dense(p) ? i : i / width * (size_t)p->file_cols + i % width);
 }
 
+// How many of the `left` elements from `at` on are neighbours in the whole tensor too, or all padding.
+static inline size_t param_run(const Param *p, size_t at, size_t left) {
+    const ParamPart *q = param_part_at(p, at);
+    if (!q) return left;
+    const size_t width = param_width(p, q), run = param_is_dense(p) ? q->begin + q->count - at : width - (at - q->begin) % width;
+    return run < left ? run : left;
+}
+
 // Initial values of elements [begin, begin + count) of a rank's tensor, keyed by (seed, tensor index, element of the whole tensor): the
 // same for any sharding. Rows beyond file_rows (the vocabulary's padding) are zeros.
 static inline void param_init(const ParamTable *t, int index, uint64_t seed, size_t begin, size_t count, float *out) {

@@ -34,11 +34,11 @@ static inline Mesh mesh_open(const Comm *job, int tp) {
 }
 
 // What cannot be split stops with a message. rows: of a micro-step.
-static inline void tp_check(const Config *c, int tp, int64_t rows) {
-    require(c->num_heads % tp == 0, "%d heads do not divide over --tp %d ranks\nuse another --tp", c->num_heads, tp);
-    require(c->num_kv_heads % tp == 0 || tp % c->num_kv_heads == 0, "%d heads of keys and values neither divide over --tp %d ranks, nor do the ranks over them\nuse another --tp", c->num_kv_heads, tp);
-    require(c->ffn_dim % (8 * tp) == 0, "an MLP of width %d does not divide over --tp %d ranks in multiples of 8\nuse another --tp", c->ffn_dim, tp);
-    require(rows % tp == 0, "a micro-step of %lld tokens does not divide over --tp %d ranks\nuse another --batch-size or --seq-len", (long long)rows, tp);
+static inline void tp_check(const Comm *job, const Config *c, int tp, int64_t rows) {
+    comm_require(job, c->num_heads % tp == 0, "%d heads do not divide over --tp %d ranks\nuse another --tp", c->num_heads, tp);
+    comm_require(job, c->num_kv_heads % tp == 0 || tp % c->num_kv_heads == 0, "%d heads of keys and values do not divide over --tp %d ranks, nor the ranks over them\nuse another --tp", c->num_kv_heads, tp);
+    comm_require(job, c->ffn_dim % (8 * tp) == 0, "an MLP of width %d does not divide over --tp %d ranks in multiples of 8\nuse another --tp", c->ffn_dim, tp);
+    comm_require(job, rows % tp == 0, "a micro-step of %lld tokens does not divide over --tp %d ranks\nuse another --batch-size or --seq-len", (long long)rows, tp);
 }
 // The sizes of one rank's share. Channels stay: the residual stream is split by rows.
 static inline Config tp_config(const Config *c, const Comm *tp) {
@@ -50,6 +50,56 @@ static inline Config tp_config(const Config *c, const Comm *tp) {
     local.padded_vocab_size = vocab_rows(c, tp->world);
     local.vocab_size = words < 0 ? 0 : words < local.padded_vocab_size ? words : local.padded_vocab_size;
     return local;
+}
+
+// Whether a rank's gradient of a part is that of its own rows, or query heads, alone: its copies must be added up. (Of positions every
+// rank sees all rows: the embedding's backward needs them for the words.)
+static inline int tp_is_partial(const Param *p, const ParamPart *q) { return q->copies > 1 && p->role != ROLE_WPE; }
+static inline size_t tp_num_partial(const ParamTable *t, int unit) {  // elements of a unit
+    size_t count = 0;
+    for (int i = 0; i < t->count; i++)
+        for (int k = 0; k < t->params[i].num_parts && t->params[i].unit == unit; k++) count += tp_is_partial(&t->params[i], &t->params[i].parts[k]) ? t->params[i].parts[k].count : 0;
+    return count;
+}
+
+// Adds up the copies of a unit's gradients over the group, each in the order of the ranks that have it: the same bits on all of them.
+// scratch: group * tp_num_partial floats.
+static inline void tp_sum_partial(const Comm *tp, const ParamTable *t, int unit, float *grads, float *scratch) {
+    const size_t all = tp_num_partial(t, unit);
+    for (int back = 0; back < 2 && tp->world > 1; back++) {
+        float *mine = scratch + (size_t)tp->rank * all;
+        for (int i = 0; i < t->count; i++)
+            for (int k = 0; k < t->params[i].num_parts && t->params[i].unit == unit; k++) {
+                const ParamPart *q = &t->params[i].parts[k];
+                float *grad = grads + t->params[i].offset + q->begin;
+                if (!tp_is_partial(&t->params[i], q)) continue;
+                if (!back) memcpy(mine, grad, q->count * sizeof(float));
+                for (int r = 0; r < q->copies && back; r++) {
+                    const float *theirs = mine + (int64_t)all * (r - q->copy);
+                    for (size_t j = 0; j < q->count; j++) grad[j] = r ? grad[j] + theirs[j] : theirs[j];
+                }
+                mine += q->count;
+            }
+        if (!back) comm_all_gather(tp, scratch, all * sizeof(float));
+    }
+}
+// The spans of this rank's shard of a unit that count in the norm: all but copies that another rank counts. Returns how many.
+enum { TP_MAX_SPANS = 64 };
+static inline int tp_counted(const Comm *dp, const ParamTable *t, int unit, Span *spans) {
+    Span rest = param_shard(t, unit, dp->rank, dp->world);
+    int count = 0;
+    for (int i = 0; i < t->count; i++)
+        for (int k = 0; k < t->params[i].num_parts && t->params[i].unit == unit; k++) {
+            const ParamPart *q = &t->params[i].parts[k];
+            const Span out = span_overlap(rest, t->params[i].offset + q->begin, q->copy ? q->count : 0);
+            if (out.count == 0) continue;
+            assert(count + 1 < TP_MAX_SPANS);
+            spans[count].begin = rest.begin; spans[count++].count = out.begin - rest.begin;
+            rest.count -= out.begin + out.count - rest.begin;
+            rest.begin = out.begin + out.count;
+        }
+    spans[count++] = rest;
+    return count;
 }
 
 #endif

@@ -263,7 +263,7 @@ static inline Options options_of_model(Trainer *t) {
     t->window = (int)(longest < most ? longest : most);
     if (!o.generate) return o;
     o.batch_size = o.samples;
-    o.seq_len = t->window < PIECE ? t->window : PIECE;
+    o.seq_len = (long long)round_up((size_t)(t->window < PIECE ? t->window : PIECE), (size_t)o.tp);
     return o;
 }
 static inline void sample(Trainer *t) {
@@ -464,7 +464,9 @@ static inline void train(Trainer *t) {
         if (o->log_gpu_every > 0 && step % o->log_gpu_every == 0 && t->comm.rank == 0) report_gpu(t);
         stopped = agree(t);
         if (due(o->eval_every, step, t->steps) && !stopped) run_evaluation(t);
-        if (due(o->sample_every, step, t->steps) && !stopped && t->comm.rank == 0) sample(t);
+        const int samples = due(o->sample_every, step, t->steps) && !stopped;
+        if (samples && t->mesh.dp.rank == 0) sample(t);
+        if (samples && t->mesh.tp.world > 1) comm_align(&t->comm);  // the first group alone has met
         if (due(o->save_every, step, t->steps) || (stopped && o->save_every)) save(t);
         clock = now_seconds();
     }
@@ -482,19 +484,19 @@ static inline int trainer_main(int argc, char **argv) {
     t->comm = comm_open(&argc, &argv, o->timeout);
     const Comm *comm = &t->comm;
     comm_require(comm, o->num_processes == 1 || o->num_processes == comm->world, "this job was not started as %lld processes but as %d\nlet mpirun or srun start them", o->num_processes, comm->world);
-    comm_require(comm, comm->world == 1 || !o->generate, "--generate 1 needs one process, this job has %d\nstart it without mpirun", comm->world);
+    comm_require(comm, comm->world == o->tp || !o->generate, "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun", comm->world);
     if (comm->rank > 0) require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\ncheck the machine", strerror(errno));  // rank 0 alone prints
     catch_signals();
     t->mesh = mesh_open(comm, (int)o->tp);
     find_checkpoint(t);
     choose_config(t);
-    tp_check(&t->config, t->mesh.tp.world, o->batch_size * o->seq_len);
+    tp_check(comm, &t->config, t->mesh.tp.world, o->generate ? o->tp : o->batch_size * o->seq_len);
     if (!o->generate) open_data(t);
     open_tokenizer(t);
     handshake(t);
     const Options model_options = options_of_model(t);
     model_open(&t->model, &t->config, &model_options, &t->mesh);
-    if (comm->rank == 0 && (o->generate || (o->sample_every && !o->evaluate))) model_decode_open(&t->model, (int)o->samples, t->window);
+    if (t->mesh.dp.rank == 0 && (o->generate || (o->sample_every && !o->evaluate))) model_decode_open(&t->model, (int)o->samples, t->window);
     load_or_init(t);
     record_options(t);
     print_start(t);

@@ -45,14 +45,14 @@ static int same_file(const char *a, const char *b) {
     snprintf(command, sizeof command, "cmp -s '%s' '%s'", a, b);
     return system(command) == 0;
 }
-static Mesh mesh_turn(int rank, int world) {
-    const Comm job = {rank, world, rank, world, "this host", 0, 0, 1}, alone = COMM_ALONE;
-    const Mesh m = {job, job, alone};
+static Mesh mesh_turn(int rank, int dp, int tp) {  // of dp x tp ranks, rank's turn
+    const Comm all = {rank, dp * tp, rank, dp * tp, "this host", 0, 0, 1}, alike = {rank / tp, dp, rank, dp * tp, "this host", 0, rank % tp, tp}, group = {rank % tp, tp, rank, dp * tp, "this host", 0, rank / tp * tp, 1};
+    const Mesh m = {all, alike, group};
     return m;
 }
 static void save_as(Model *m, int world, const char *path) {
     for (int rank = 0; rank < world; rank++) {
-        const Mesh mesh = mesh_turn(rank, world);
+        const Mesh mesh = mesh_turn(rank, world, 1);
         m->mesh = &mesh;
         save_slots(m, optimizer_slots, 2, path);
     }
@@ -80,7 +80,7 @@ static void test_model(const char *text) {
         check(same_file(at("one"), at("several")), "%s: %d ranks write what one writes", text, world);
         for (int s = 0; s < 5; s++) memset(copy.slots[s], 0, m.table.total * sizeof(float));
         for (int rank = 0; rank < world; rank++) {  // every rank reads its piece; together they have all
-            const Mesh mesh = mesh_turn(rank, world);
+            const Mesh mesh = mesh_turn(rank, world, 1);
             copy.mesh = &mesh;
             load_slots(&copy, optimizer_slots, 2, at("one"));
         }
@@ -96,6 +96,61 @@ static void test_model(const char *text) {
     check(!same_file(at("one"), at("several")), "%s: one other element is another file", text);
     for (int s = 0; s < 5; s++) { free(m.slots[s]); free(copy.slots[s]); }
     params_free(&m.table);
+}
+
+// The values of a rank's tensors, from those of a model on one rank.
+static void take(Model *m, const Model *whole, Slot s) {
+    for (int i = 0; i < m->table.count; i++) {
+        const Param *p = &m->table.params[i];
+        for (size_t e = 0; e < p->size; e++) {
+            const ParamPart *q = param_part_at(p, e);
+            m->slots[s][p->offset + e] = q ? whole->slots[s][whole->table.params[i].offset + param_whole(p, q, e)] : 0;
+        }
+    }
+}
+// Tensor-parallel ranks, with shards of their own if there are more: the files are those of one rank, and each reads what it has.
+static void test_layout(const char *text, int dp, int tp) {
+    Model whole;
+    memset(&whole, 0, sizeof whole);
+    require(config_parse(text, &whole.config), "unknown model '%s'\n", text);
+    whole.table = params_table(&whole.config);
+    for (int s = 0; s < 5; s++) {
+        whole.slots[s] = (float *)calloc_or_die(whole.table.total * sizeof(float));
+        for (int i = 0; i < whole.table.count; i++) {
+            const Param *p = &whole.table.params[i];
+            for (size_t k = 0; k < (size_t)p->file_rows * (size_t)p->cols; k++) whole.slots[s][p->offset + k] = rand_normal((uint64_t)s, 5, p->offset + k);
+        }
+    }
+    save_as(&whole, 1, at("one"));
+    int same = 1;
+    for (int reading = 0; reading < 2; reading++)
+        for (int rank = 0; rank < dp * tp; rank++) {
+            const Mesh mesh = mesh_turn(rank, dp, tp);
+            Model m = whole, read;
+            m.mesh = &mesh;
+            m.table = params_of_rank(&m.config, tp, rank % tp);
+            read = m;
+            for (int s = SLOT_M; s <= SLOT_V; s++) {
+                m.slots[s] = (float *)calloc_or_die(m.table.total * sizeof(float));
+                read.slots[s] = (float *)calloc_or_die(m.table.total * sizeof(float));
+                take(&m, &whole, (Slot)s);
+                for (size_t e = 0; e < m.table.total; e++) read.slots[s][e] = 123;
+            }
+            if (!reading) save_slots(&m, optimizer_slots, 2, at("several"));
+            else load_slots(&read, optimizer_slots, 2, at("several"));
+            for (int i = 0; i < 2 * m.table.count && reading; i++) {
+                const Param *p = &m.table.params[i / 2];
+                const Slot s = i % 2 ? SLOT_M : SLOT_V;
+                const Span mine = span_overlap(model_owned(&m, s, p->unit), p->offset, p->size);
+                same &= memcmp(m.slots[s] + mine.begin, read.slots[s] + mine.begin, mine.count * sizeof(float)) == 0;
+            }
+            for (int s = SLOT_M; s <= SLOT_V; s++) { free(m.slots[s]); free(read.slots[s]); }
+            params_free(&m.table);
+        }
+    check(same_file(at("one"), at("several")), "%s: %d x %d ranks write what one writes", text, dp, tp);
+    check(same, "%s: %d x %d ranks read what they have", text, dp, tp);
+    for (int s = 0; s < 5; s++) free(whole.slots[s]);
+    params_free(&whole.table);
 }
 
 // The model goes on changing while a thread writes: the files hold the moment at which the save began.
@@ -157,6 +212,10 @@ int main(void) {
     test_model("gpt2:124M,layers=2,channels=32,heads=2,vocab=300,seq=24");  // matrices transposed in files
     test_model("gpt2:124M,layers=1,channels=160,heads=2,ffn=96,vocab=257,seq=8");  // a row is more than a piece
     test_model("llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,vocab=300,seq=64");
+    test_layout("gpt2:124M,layers=2,channels=32,heads=4,vocab=300,seq=24", 1, 2);
+    test_layout("gpt2:124M,layers=1,channels=160,heads=4,ffn=96,vocab=257,seq=8", 3, 4);
+    test_layout("llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,ffn=96,vocab=300,seq=64,tied=0", 2, 4);
+    test_layout("qwen2.5:1.5B,layers=1,channels=48,heads=6,kv_heads=1,ffn=96,vocab=500,seq=64", 1, 3);
     test_overlap();
     check_refused("a number of ranks that does not divide a unit", too_many_ranks, NULL, "11 ranks");
     unlink(at("one"));
