@@ -115,7 +115,7 @@ static void test_classifier(void) {
     static LogitSums sums[RANKS * N];
     int targets[N];
     double worst = 0, worst_loss = 0;
-    for (int i = 0; i < N * Vp; i++) logits[i] = same[i] = parts[i % Vp / (Vp / RANKS)][i / Vp * (Vp / RANKS) + i % (Vp / RANKS)] = i % Vp < V ? 5 * rand_normal(3, 1, (uint64_t)i) : 0;
+    for (int i = 0; i < N * Vp; i++) logits[i] = same[i] = parts[i % Vp / (Vp / RANKS)][i / Vp * (Vp / RANKS) + i % (Vp / RANKS)] = i % Vp < V ? (i / Vp % 2 ? 5 : 60) * rand_normal(3, 1, (uint64_t)i) : 0;  // so large that the wrong maximum would overflow
     for (int n = 0; n < N; n++) targets[n] = n % 7 == 3 ? -1 : (n * 131) % V;
     classifier_cpu(logits, losses, targets, 0.3f, N, V, Vp, 1);
     classifier_sums_cpu(sums, same, targets, 0, N, V, Vp);
@@ -127,7 +127,7 @@ static void test_classifier(void) {
         for (int n = 0; n < N; n++) worst_loss = fmax(worst_loss, fabs(losses[n] - losses_three[n]));
         for (int i = 0; i < N * Vp / RANKS; i++) worst = fmax(worst, fabs(parts[r][i] - logits[i / (Vp / RANKS) * Vp + r * (Vp / RANKS) + i % (Vp / RANKS)]));
     }
-    check(worst_loss < 5e-6 && worst < 1e-6, "on three ranks: losses differ by %.1e, gradients by %.1e", worst_loss, worst);
+    check(worst_loss < 4e-5 && worst < 1e-6, "on three ranks: losses differ by %.1e, gradients by %.1e", worst_loss, worst);
 }
 
 typedef struct { const char *model; int tp; int64_t rows; } Refused;

@@ -108,13 +108,15 @@ static Run train_steps(const Config *c, const Options *o, const Mesh *mesh, Mode
     model_close(&m);
     return r;
 }
-// Weights that ranks have copies of, and what they decided by.
+// Weights that ranks have copies of, and what they decided by; with states in bf16, whose rounding must be the same too.
 static void check_copies(const Config *c, const Options *o, const Mesh *mesh, const char *name) {
     Model m;
+    Options bf16_states = *o;
     int tokens[64 * T], targets[64 * T], same = 1, copies = 0;
     Run r;
     memset(&r, 0, sizeof r);
-    model_open(&m, c, o, mesh);
+    bf16_states.state_dtype = "bf16";
+    model_open(&m, c, &bf16_states, mesh);
     init_weights(&m, SEED);
     for (int step = 0; step < 2; step++) {
         fill_tokens(tokens, targets, mesh->dp.world * B, c->vocab_size, step);
