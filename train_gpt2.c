@@ -695,14 +695,9 @@ static size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, 
 void model_identify(HandshakeRecord *r) { (void)r; }
 static void open_tp(Model *m) {
     const Comm *tp = &m->mesh->tp;
-    size_t most = 0;
     if (tp->world == 1) return;
-    for (int u = 0; u < m->table.num_units; u++) {
-        const size_t count = tp_num_partial(&m->table, u);
-        most = count > most ? count : most;
-    }
     m->gathered = floats(m, (size_t)m->B * m->T * m->config.channels);
-    m->partial = floats(m, (size_t)tp->world * most);
+    m->partial = floats(m, (size_t)tp->world * tp_most_partial(&m->table));
     m->logit_sums = (LogitSums *)room(m, (size_t)tp->world * m->head_rows * sizeof(LogitSums));
     m->words = (int *)room(m, (size_t)m->B * m->T * sizeof(int));
 }
@@ -958,7 +953,9 @@ static void head(Model *m, const int *targets, float dloss, int backward, int ac
         if (tp->world == 1) classifier_cpu(m->logits, m->losses + n0, targets + n0, dloss, rows, c->vocab_size, Vp, backward);
         else {
             classifier_sums_cpu(m->logit_sums + (size_t)tp->rank * rows, m->logits, targets + n0, tp->rank, rows, c->vocab_size, Vp);
+            timing_clock_lap("classifier", 0, 0);
             comm_all_gather(tp, m->logit_sums, (size_t)rows * sizeof(LogitSums));
+            timing_clock_lap(TIMING_RANKS, 0, 0);
             classifier_ranks_cpu(m->logits, m->losses + n0, m->logit_sums, targets + n0, dloss, tp->world, tp->rank, rows, c->vocab_size, Vp, backward);
         }
         timing_clock_lap("classifier", 0, 0);

@@ -79,8 +79,7 @@ STR(init_method, "init-method", "pi|pm", "mpi", "how ranks find each other: mpi 
 INT(num_processes, "num-processes", "pn", 1, 1, 1 << 20, "llm.c's; mpirun sets it") \
 INT(process_rank, "process-rank", "pr", 0, 0, 1 << 20, "llm.c's; mpirun sets it") \
 INT(gpus_per_node, "gpus-per-node", "pg", 8, 1, 1024, "llm.c's; the node-local rank of MPI decides") \
-STR(server_ip, "server-ip", "ps", "", "llm.c's, for tcp") \
-STR(fs_path, "fs-path", "pf|pp", "", "llm.c's, for fs")
+STR(server_ip, "server-ip", "ps", "", "llm.c's, for tcp") STR(fs_path, "fs-path", "pf|pp", "", "llm.c's, for fs")
 
 typedef struct {
     #define NOTHING(...)

@@ -7,7 +7,7 @@
 // (projections) need these columns and give sums of which every rank has a part. Between them the residual stream, norms and their
 // statistics exist once in the group: of N rows, rank k has N/tp from k * N/tp on (Korthikanti et al., arXiv:2205.05198). So a block
 // meets the others four times in each direction, and nowhere else:
-//   rows gathered   before q,k,v and before the MLP                 backward: their gradient is summed and scattered
+//   rows gathered   before q,k,v and before the MLP                 backward: gathered again, their gradient summed and scattered
 //   rows scattered  what the projections give, summed over ranks    backward: their gradient is gathered
 // Sums run over ranks in their order, in fp32. With tp 1 every group of this kind is one rank, and none of these calls does anything.
 #ifndef LLMC_TP_H
@@ -62,6 +62,11 @@ static inline size_t tp_num_partial(const ParamTable *t, int unit) {  // element
     return count;
 }
 
+static inline size_t tp_most_partial(const ParamTable *t) {  // of any unit
+    size_t most = 0;
+    for (int u = 0; u < t->num_units; u++) most = tp_num_partial(t, u) > most ? tp_num_partial(t, u) : most;
+    return most;
+}
 // Adds up the copies of a unit's gradients over the group, each in the order of the ranks that have it: the same bits on all of them.
 // scratch: group * tp_num_partial floats.
 static inline void tp_sum_partial(const Comm *tp, const ParamTable *t, int unit, float *grads, float *scratch) {

@@ -1,5 +1,5 @@
 // comm.h, handshake.h and watchdog.h. Without arguments: what one process can check alone. The rest is for mpirun; test_ranks.py calls it:
-//   test_comm sums                 collectives against a host reference, bit for bit
+//   test_comm sums                 collectives against a host reference, bit for bit; in groups too
 //   test_comm handshake FIELD      the last rank differs in FIELD (none, gpu, gpus, one, one-gpu, sm, build, config, data, options)
 //   test_comm loop TIMEOUT         collectives for ever: to be stopped or killed
 //   test_comm fail RANK            require() fails in one rank, the others wait in a collective
@@ -43,6 +43,20 @@ static int test_sums(Comm *c) {
     }
     comm_barrier(c);
     free(scratch);
+    return 0;
+}
+// The same in groups of neighbours and of ranks that are apart. A group that meets once more must not count as ahead for ever.
+static int test_groups(Comm *c) {
+    const int halves = c->world % 2 ? c->world : c->world / 2;
+    Comm near = comm_split(c, c->rank / halves * halves, 1, halves), far = comm_split(c, c->rank % halves, halves, c->world / halves);
+    test_sums(&near);
+    test_sums(&far);
+    if (c->rank < halves) comm_barrier(&near);
+    comm_align(c);
+    uint64_t *all = (uint64_t *)malloc_or_die((size_t)c->world * sizeof *all), mine = watchdog_mine->ops;
+    comm_gather_all(c, &mine, sizeof mine, all);
+    for (int r = 0; r < c->world; r++) require(all[r] == mine, "ranks count differently\n");
+    free(all);
     printf("rank %d of %d, local %d of %d: %llu collectives\n", c->rank, c->world, c->local_rank, c->local_world, (unsigned long long)watchdog_mine->ops);
     return 0;
 }
@@ -161,7 +175,7 @@ int main(int argc, char **argv) {
     Comm c = comm_open(&argc, &argv, timeout > 0 ? timeout : 20);
     int status = 0;
     if (argc == 1) status = test_alone(&c);
-    else if (!strcmp(argv[1], "sums")) status = test_sums(&c);
+    else if (!strcmp(argv[1], "sums")) status = test_sums(&c) || test_groups(&c);
     else if (!strcmp(argv[1], "handshake")) status = test_handshake(&c, argv[2]);
     else if (!strcmp(argv[1], "loop")) status = test_loop(&c);
     else if (!strcmp(argv[1], "late")) status = test_late(&c, atoi(argv[2]));

@@ -115,7 +115,7 @@ static void test_classifier(void) {
     static LogitSums sums[RANKS * N];
     int targets[N];
     double worst = 0, worst_loss = 0;
-    for (int i = 0; i < N * Vp; i++) logits[i] = same[i] = parts[i % Vp / (Vp / RANKS)][i / Vp * (Vp / RANKS) + i % (Vp / RANKS)] = i % Vp < V ? (i / Vp % 2 ? 5 : 60) * rand_normal(3, 1, (uint64_t)i) : 0;  // so large that the wrong maximum would overflow
+    for (int i = 0; i < N * Vp; i++) logits[i] = same[i] = parts[i % Vp / (Vp / RANKS)][i / Vp * (Vp / RANKS) + i % (Vp / RANKS)] = i % Vp < V ? 5 * rand_normal(3, 1, (uint64_t)i) + (i / Vp % 2 && i % Vp >= Vp / RANKS ? 150 : 0) : 0;  // another maximum than that of all would overflow
     for (int n = 0; n < N; n++) targets[n] = n % 7 == 3 ? -1 : (n * 131) % V;
     classifier_cpu(logits, losses, targets, 0.3f, N, V, Vp, 1);
     classifier_sums_cpu(sums, same, targets, 0, N, V, Vp);
