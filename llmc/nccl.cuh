@@ -9,6 +9,7 @@
 
 #ifdef USE_NCCL
 #include <nccl.h>
+enum { NCCL_BUILT = 1 };
 
 typedef struct {
     ncclComm_t handle;  // NULL: one rank
@@ -55,6 +56,10 @@ template <typename T> inline ncclDataType_t nccl_type();
 template <> inline ncclDataType_t nccl_type<float>() { return ncclFloat; }
 template <> inline ncclDataType_t nccl_type<__nv_bfloat16>() { return ncclBfloat16; }
 
+// data (count) becomes the sum over ranks, in place.
+template <typename T> inline void nccl_all_reduce(const Nccl *n, T *data, size_t count, cudaStream_t stream) {
+    if (n->world > 1) ncclCheck(ncclAllReduce(data, data, count, nccl_type<T>(), ncclSum, n->handle, stream));
+}
 // data (world * count): piece `rank` becomes the sum over ranks, in place; the other pieces are left undefined.
 template <typename T> inline void nccl_reduce_scatter(const Nccl *n, T *data, size_t count, cudaStream_t stream) {
     if (n->world > 1) ncclCheck(ncclReduceScatter(data, data + (size_t)n->rank * count, count, nccl_type<T>(), ncclSum, n->handle, stream));
@@ -66,6 +71,7 @@ template <typename T> inline void nccl_all_gather(const Nccl *n, T *data, size_t
 
 #else
 
+enum { NCCL_BUILT = 0 };
 typedef struct { int rank, world; } Nccl;
 static inline Nccl nccl_open(const Comm *comm, int) {
     require(comm->world == 1, "this build has no NCCL and was started as %d ranks\ninstall NCCL (make doctor says how) and build again, or start one rank", comm->world);
@@ -75,6 +81,7 @@ static inline Nccl nccl_open(const Comm *comm, int) {
 static inline void nccl_close(Nccl *) {}
 static Nccl nccl_watched;
 static inline int nccl_hook(char *, size_t) { return 0; }
+template <typename T> inline void nccl_all_reduce(const Nccl *, T *, size_t, cudaStream_t) {}
 template <typename T> inline void nccl_reduce_scatter(const Nccl *, T *, size_t, cudaStream_t) {}
 template <typename T> inline void nccl_all_gather(const Nccl *, T *, size_t, cudaStream_t) {}
 
