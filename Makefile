@@ -54,6 +54,8 @@ GENCODE := $(foreach a,$(ARCHS),-gencode arch=compute_$a,code=sm_$a) $(if $(PTX)
 # OpenMP: a large model's random weights are drawn on the host.
 NVFLAGS := -std=c++17 -O3 --threads 0 $(if $(OPENMP),-Xcompiler $(OPENMP)) $(GENCODE) $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) -I. $(CUDA_CFLAGS)
 
+# Of the ladders, one is for several ranks.
+RANKED := dev/cuda/p2p.cu
 LADDERS := $(patsubst dev/cuda/%.cu,%,$(wildcard dev/cuda/*.cu))
 HOST_TESTS := $(patsubst dev/test/%.c,%,$(wildcard dev/test/test_*.c))
 HEADERS := $(notdir $(wildcard llmc/*.h llmc/*.cuh))
@@ -117,7 +119,7 @@ need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doct
 $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 	$(need_cuda)
 	@mkdir -p $(@D)
-	$(NVCC) $(NVFLAGS) $(if $(findstring dev/cuda,$<),,$(GPU_RANKS)) $(REVISION_FLAGS) $(depend) -c $< -o $@.partial
+	$(NVCC) $(NVFLAGS) $(if $(filter-out $(RANKED),$(filter dev/cuda/%,$<)),,$(GPU_RANKS)) $(REVISION_FLAGS) $(depend) -c $< -o $@.partial
 	@$(keep)
 $(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
 	$(NVCC) $(NVFLAGS) $^ -o $@.partial $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.partial $@
@@ -133,7 +135,7 @@ train_gpt2fp32cu: FORCE
 
 ladders: $(LADDERS:%=$(CU)/dev/cuda/%)
 $(CU)/dev/cuda/%: $(CU)/dev/cuda/%.o $(BUILD)/revision.o
-	$(NVCC) $(NVFLAGS) $^ -o $@.partial $(CUDA_LIBS) && mv -f $@.partial $@
+	$(NVCC) $(NVFLAGS) $^ -o $@.partial $(CUDA_LIBS) $(if $(filter $(RANKED),dev/cuda/$*.cu),$(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS))) && mv -f $@.partial $@
 
 host_tests: $(HOST_TESTS:%=$(BUILD)/test/%) $(HOST_TESTS:%=$(BUILD)/test/%.asan)
 $(BUILD)/test/%.o: dev/test/%.c $(CONFIG) Makefile

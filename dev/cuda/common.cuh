@@ -327,7 +327,7 @@ static inline void measure_limits(void) {
 
 // ---- start and end
 
-static inline void ladder_open(const char *name, int argc, char **argv) {
+static inline void ladder_open(const char *name, int argc, char **argv, int local_rank = 0) {
     ladder.name = name;
     ladder.seed = (uint64_t)time(NULL);
     for (int i = 1; i < argc; i++) {
@@ -339,7 +339,7 @@ static inline void ladder_open(const char *name, int argc, char **argv) {
         else die("unknown argument '%s'\nuse --check, --bench, --variants, --verbose, --seed N; without the first three the first two run", argv[i]);
     }
     if (!ladder.check && !ladder.bench && !ladder.variants) ladder.check = ladder.bench = 1;
-    ladder.gpu = gpu_open(0);
+    ladder.gpu = gpu_open(local_rank);
     printf("%s: %s on %s, seed %llu\n", name, FLOATX_NAME, ladder.gpu.prop.name, (unsigned long long)ladder.seed);
     if (!ladder.bench && !ladder.variants) return;
     cudaCheck(cudaMalloc(&ladder.flush, FLUSH_BYTES));
