@@ -54,8 +54,8 @@ GENCODE := $(foreach a,$(ARCHS),-gencode arch=compute_$a,code=sm_$a) $(if $(PTX)
 # OpenMP: a large model's random weights are drawn on the host.
 NVFLAGS := -std=c++17 -O3 --threads 0 $(if $(OPENMP),-Xcompiler $(OPENMP)) $(GENCODE) $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) -I. $(CUDA_CFLAGS)
 
-# Of the ladders, one is for several ranks.
 RANKED := dev/cuda/p2p.cu
+nvflags = $(NVFLAGS) $(if $(filter-out $(RANKED),$(filter dev/cuda/%,$<)),,$(GPU_RANKS)) $(REVISION_FLAGS)
 LADDERS := $(patsubst dev/cuda/%.cu,%,$(wildcard dev/cuda/*.cu))
 HOST_TESTS := $(patsubst dev/test/%.c,%,$(wildcard dev/test/test_*.c))
 HEADERS := $(notdir $(wildcard llmc/*.h llmc/*.cuh))
@@ -119,8 +119,11 @@ need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doct
 $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 	$(need_cuda)
 	@mkdir -p $(@D)
-	$(NVCC) $(NVFLAGS) $(if $(filter-out $(RANKED),$(filter dev/cuda/%,$<)),,$(GPU_RANKS)) $(REVISION_FLAGS) $(depend) -c $< -o $@.partial
+	$(NVCC) $(nvflags) $(depend) -c $< -o $@.partial
 	@$(keep)
+# Tests where no GPU can run them: as far as PTX only and not optimised (-G), a tenth of the time.
+$(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(wildcard llmc/*.h llmc/*.cuh dev/cuda/*.cuh dev/test/*.h) $(BUILD)/revision.h $(CONFIG) Makefile
+	mkdir -p $(@D) && $(NVCC) $(subst code=sm_,code=compute_,$(nvflags)) -G --ptx $< -o $@.partial && mv -f $@.partial $@
 $(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
 	$(NVCC) $(NVFLAGS) $^ -o $@.partial $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.partial $@
 train_gpt2cu test_gpt2cu: %: $(CU)/%

@@ -146,12 +146,11 @@ def build_all(config, wanted):
     jobs += [("build test_comm.mpi", ["build/test/test_comm.mpi"])] if config.get("MPI_LIBS") and Path("dev/test/test_comm.c").exists() else []
     headers = sorted(Path("llmc").glob("*.h"))
     if config["NVCC"]:
-        for precision in ("bf16", "fp32"):
-            ships = (f"build train_gpt2cu {precision}", [f"{fat_folder.format(precision)}/train_gpt2cu", fat, f"PRECISION={precision.upper()}"])
-            tests = (f"build test_gpt2cu {precision}", [f"build/{precision}-{ladder_arch}/test_gpt2cu", f"ARCHS={ladder_arch}", f"PRECISION={precision.upper()}"])
-            jobs = [ships, tests] + jobs
-            jobs += [(f"build ladder {p.stem} {precision}", [f"build/{precision}-{ladder_arch}/dev/cuda/{p.stem}", f"ARCHS={ladder_arch}", f"PRECISION={precision.upper()}"])
-                     for p in sorted(Path("dev/cuda").glob("*.cu"))]
+        runs = config["GPUS"] != "0"  # what cannot run is compiled only: the trainers have the same kernels, and link
+        targets = {"test_gpt2cu": ("test_gpt2.ptx", "test_gpt2cu")} | {f"ladder {p.stem}": (f"dev/cuda/{p.stem}.ptx", f"dev/cuda/{p.stem}") for p in sorted(Path("dev/cuda").glob("*.cu"))}
+        both = [(p, f"PRECISION={p.upper()}") for p in ("bf16", "fp32")]
+        jobs = [(f"build train_gpt2cu {p}", [f"{fat_folder.format(p)}/train_gpt2cu", fat, option]) for p, option in both] \
+            + [(f"{'build' if runs else 'compile'} {name} {p}", [f"build/{p}-{ladder_arch}/{target[runs]}", f"ARCHS={ladder_arch}", option]) for p, option in both for name, target in targets.items()] + jobs
         headers += sorted(Path("llmc").glob("*.cuh"))
     jobs += [(f"header {h.name}", [f"build/headers/{h.name}.ok"]) for h in headers]
     jobs = [job for job in jobs if wanted(job[0])]
