@@ -225,8 +225,8 @@ void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
 void embedding_forward_cpu(float *out, const int *tokens, const float *wte, const float *wpe /*NULL: none*/, int B, int T, int C) {
     #pragma omp parallel for schedule(static)
     for (int n = 0; n < B * T; n++) {
-        const float *word = wte + (size_t)tokens[n] * C, *position = wpe ? wpe + (size_t)(n % T) * C : NULL;
-        if (tokens[n] < 0) memset(out + (size_t)n * C, 0, (size_t)C * sizeof(float));
+        const float *word = tokens[n] < 0 ? NULL : wte + (size_t)tokens[n] * C, *position = wpe ? wpe + (size_t)(n % T) * C : NULL;
+        if (!word) memset(out + (size_t)n * C, 0, (size_t)C * sizeof(float));
         else for (int c = 0; c < C; c++) out[(size_t)n * C + c] = position ? word[c] + position[c] : word[c];
     }
 }
@@ -238,8 +238,8 @@ void embedding_backward_cpu(float *dwte /*+=*/, float *dwpe /*+=, NULL: none*/, 
         const int end = begin + BLOCK < C ? begin + BLOCK : C;
         for (int n = 0; n < B * T; n++) {
             const float *d = dout + (size_t)n * C;
-            float *word = dwte + (size_t)tokens[n] * C, *position = dwpe ? dwpe + (size_t)(n % T) * C : NULL;
-            if (tokens[n] >= 0) for (int c = begin; c < end; c++) word[c] += d[c];
+            float *word = tokens[n] < 0 ? NULL : dwte + (size_t)tokens[n] * C, *position = dwpe ? dwpe + (size_t)(n % T) * C : NULL;
+            if (word) for (int c = begin; c < end; c++) word[c] += d[c];
             if (position) for (int c = begin; c < end; c++) position[c] += d[c];
         }
     }
@@ -703,6 +703,7 @@ static void open_tp(Model *m) {
 }
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     const Comm *dp = &mesh->dp;
+    tp_check(&mesh->job, c, mesh->tp.world, o->batch_size * o->seq_len);
     memset(m, 0, sizeof *m);
     m->config = *c;
     m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
@@ -712,7 +713,6 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     c = &m->local;
     m->zero_stage = dp->world > 1 ? (int)o->zero_stage : 0;
     m->B = (int)o->batch_size; m->T = (int)o->seq_len; m->recompute = (int)o->recompute;
-    tp_check(&mesh->job, &m->config, m->spread, (int64_t)m->B * m->T);
     require((int64_t)m->B * m->T <= 1 << 28, "micro-steps of %d x %d tokens are too large\nuse a smaller --batch-size", m->B, m->T);
     #ifdef _OPENMP
     if (o->threads > 0) omp_set_num_threads((int)o->threads);

@@ -490,7 +490,6 @@ static inline int trainer_main(int argc, char **argv) {
     t->mesh = mesh_open(comm, (int)o->tp);
     find_checkpoint(t);
     choose_config(t);
-    tp_check(comm, &t->config, t->mesh.tp.world, o->generate ? o->tp : o->batch_size * o->seq_len);
     if (!o->generate) open_data(t);
     open_tokenizer(t);
     handshake(t);
