@@ -27,13 +27,14 @@ static const char *const op_state_names[] = {"enqueued", "started", "done"};
 typedef enum { RANK_UNKNOWN, RANK_RUNNING, RANK_FAILED, RANK_REPORTED, RANK_ENDED } RankState;
 
 enum { WATCHDOG_RING = 64, WATCHDOG_TICK_MS = 50, WATCHDOG_GRACE_MS = 1500, WATCHDOG_PATIENCE = 4 };
-typedef struct { uint64_t number; const char *name; size_t bytes; int state; int64_t ms; } WatchdogOp;
+enum { WATCHDOG_LANES = 2 };  // streams of the device, each of which carries out its own operations in order
+typedef struct { uint64_t number; const char *name; size_t bytes; int state, lane; int64_t ms; } WatchdogOp;
 // What a rank shows to its neighbours, on cache lines of its own. Times are milliseconds of the host's monotonic clock.
 typedef struct {
     int pid, rank, state, phase, layer;
     int64_t step;
     uint64_t ops, done;       // collectives begun: the same number on all ranks when they are in the same place; the last that ended
-    uint64_t device_ops;      // the last one that the device has finished
+    uint64_t device_ops;      // the last one that the device has finished; with several lanes the sum of theirs
     int64_t beat_ms, life_ms; // last sign of progress; last round of the watchdog
     int peers[2];             // ranks that it sends to and receives from through MPI, plus 1; 0: none
     char unused[48];
@@ -48,7 +49,7 @@ static struct {
     int64_t timeout_ms, first_step;
     WatchdogOp ring[WATCHDOG_RING];  // operation n lies at n % WATCHDOG_RING; numbers begin at 1
     int (*hook)(char *text, size_t size);
-    const volatile uint32_t *device; // {started, done}: numbers of the operations that a device carries out in order; it writes them
+    const volatile uint32_t *device; // {started, done} of each lane: numbers of the operations that the device carries out; it writes them
     pthread_mutex_t lock;            // of these two
     void (*abort_job)(void);
     pthread_t thread;
@@ -80,9 +81,15 @@ static inline void watchdog_op_state(uint64_t number, OpState state) {
 static inline uint64_t watchdog_op_begin(const char *name, size_t bytes, OpState state) {
     const uint64_t number = watchdog_mine->ops + 1;
     WatchdogOp *op = &watchdog.ring[number % WATCHDOG_RING];
-    op->number = number; op->name = name; op->bytes = bytes;
+    op->number = number; op->name = name; op->bytes = bytes; op->lane = 0;
     watchdog_op_state(number, state);
     WATCHDOG_SET(watchdog_mine->ops, number);
+    return number;
+}
+// One that a stream of the device will carry out.
+static inline uint64_t watchdog_op_enqueue(const char *name, size_t bytes, int lane) {
+    const uint64_t number = watchdog_op_begin(name, bytes, OP_ENQUEUED);
+    watchdog.ring[number % WATCHDOG_RING].lane = lane;
     return number;
 }
 static inline void watchdog_op_done(uint64_t number) {
@@ -139,7 +146,8 @@ static inline void watchdog_name_others(char *text, size_t size) {
 // The state of an operation: what the host gave to a device is as far as the device says.
 static inline OpState watchdog_state_now(const WatchdogOp *op) {
     if (op->state != OP_ENQUEUED || !watchdog.device) return (OpState)op->state;
-    return (int32_t)(watchdog.device[1] - (uint32_t)op->number) >= 0 ? OP_DONE : (int32_t)(watchdog.device[0] - (uint32_t)op->number) >= 0 ? OP_STARTED : OP_ENQUEUED;
+    const volatile uint32_t *lane = watchdog.device + 2 * op->lane;
+    return (int32_t)(lane[1] - (uint32_t)op->number) >= 0 ? OP_DONE : (int32_t)(lane[0] - (uint32_t)op->number) >= 0 ? OP_STARTED : OP_ENQUEUED;
 }
 
 // Which rank of this host the others wait for: one that ended, else one that is stopped, else the one with the fewest collectives
@@ -225,7 +233,9 @@ static inline void *watchdog_thread(void *unused) {
         if (WATCHDOG_GET(watchdog_mine->state) != RANK_RUNNING) continue;  // it has failed and is ending
         pthread_mutex_lock(&watchdog.lock);
         const int broken = tick % 10 == 0 && watchdog.hook && watchdog.hook(why, sizeof why);
-        if (watchdog.device) WATCHDOG_SET(watchdog_mine->device_ops, watchdog.device[1]);
+        uint64_t finished = 0;
+        for (int i = 0; i < WATCHDOG_LANES && watchdog.device; i++) finished += watchdog.device[2 * i + 1];
+        if (watchdog.device) WATCHDOG_SET(watchdog_mine->device_ops, finished);
         pthread_mutex_unlock(&watchdog.lock);
         if (broken) watchdog_end(why);
         int64_t progress = since;

@@ -24,7 +24,6 @@ typedef struct {
     cudaEvent_t *gathered;      // per unit
     int arrived;                // the compute stream has waited for the weights of so many units, from the first, since they were last gathered
     int stage, wide;            // wide: reduce in fp32
-    uint32_t *progress;         // pinned {started, done}: the watchdog's numbers of collectives, written by the comm stream
     float *staging;             // (largest unit) fp32, if wide
 } Zero;
 
@@ -40,7 +39,7 @@ static inline size_t zero_largest_unit(const ParamTable *t) {
 static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide, float *staging) {
     Zero z;
     memset(&z, 0, sizeof z);
-    z.nccl = nccl_open(comm, ZERO_MAX_CTAS);
+    z.nccl = nccl_open(comm, ZERO_MAX_CTAS, 0);
     z.table = table;
     z.arrived = table->num_units;
     z.compute = gpu->compute;
@@ -52,21 +51,14 @@ static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gp
     cudaCheck(cudaEventCreateWithFlags(&z.reduced, cudaEventDisableTiming));
     z.gathered = (cudaEvent_t *)malloc_or_die((size_t)table->num_units * sizeof(cudaEvent_t));
     for (int u = 0; u < table->num_units; u++) cudaCheck(cudaEventCreateWithFlags(&z.gathered[u], cudaEventDisableTiming));
-    if (comm->world == 1) return z;
-    cudaCheck(cudaMallocHost(&z.progress, 2 * sizeof *z.progress));
-    z.progress[0] = z.progress[1] = 0;
-    nccl_watched = z.nccl;
-    watchdog_watch(nccl_hook, z.progress);
     return z;
 }
 static inline void zero_close(Zero *z) {
-    watchdog_watch(NULL, NULL);
-    if (z->progress) cudaCheck(cudaFreeHost(z->progress));
+    nccl_close(&z->nccl);
     for (int u = 0; u < z->table->num_units; u++) cudaCheck(cudaEventDestroy(z->gathered[u]));
     free(z->gathered);
     cudaCheck(cudaEventDestroy(z->compute_done));
     cudaCheck(cudaEventDestroy(z->reduced));
-    nccl_close(&z->nccl);
 }
 
 static __global__ void widen_kernel(float *__restrict__ to, const floatX *__restrict__ from, size_t vecs) {
@@ -85,14 +77,6 @@ static __global__ void narrow_kernel(floatX *__restrict__ to, const float *__res
     }
 }
 
-// Around a collective: the watchdog's ring has it, and the comm stream itself says when it begins and when it is done.
-static inline uint32_t zero_begin(Zero *z, const char *name, size_t bytes) {
-    const uint32_t number = (uint32_t)watchdog_op_begin(name, bytes, OP_ENQUEUED);
-    stream_write(z->comm, &z->progress[0], number);
-    return number;
-}
-static inline void zero_end(Zero *z, uint32_t number) { stream_write(z->comm, &z->progress[1], number); }
-
 // The gradients of `unit` are complete on the compute stream. grads: the whole buffer.
 static inline void zero_reduce(Zero *z, floatX *grads, int unit) {
     const int world = z->nccl.world;
@@ -101,7 +85,7 @@ static inline void zero_reduce(Zero *z, floatX *grads, int unit) {
     const size_t size = z->table->unit_begin[unit + 1] - z->table->unit_begin[unit], piece = size / world;
     cudaCheck(cudaEventRecord(z->compute_done, z->compute));
     cudaCheck(cudaStreamWaitEvent(z->comm, z->compute_done, 0));
-    const uint32_t number = zero_begin(z, "reduce gradients", size * (z->wide ? sizeof(float) : sizeof(floatX)));
+    const uint32_t number = nccl_begin(&z->nccl, "reduce gradients", size * (z->wide ? sizeof(float) : sizeof(floatX)), z->comm);
     if (z->wide && sizeof(floatX) < sizeof(float)) {
         const int threads = 256, blocks = 64;  // few: the multiprocessors belong to backward
         widen_kernel<<<blocks, threads, 0, z->comm>>>(z->staging, data, size / VecX::size);
@@ -113,7 +97,7 @@ static inline void zero_reduce(Zero *z, floatX *grads, int unit) {
         nccl_reduce_scatter(&z->nccl, data, piece, z->comm);
     }
     if (z->stage == 0) nccl_all_gather(&z->nccl, data, piece, z->comm);
-    zero_end(z, number);
+    nccl_end(&z->nccl, number, z->comm);
     cudaCheck(cudaEventRecord(z->reduced, z->comm));
 }
 // The compute stream goes on when every reduction is done.
@@ -132,9 +116,9 @@ static inline void zero_gather(Zero *z, floatX *weights) {
     cudaCheck(cudaStreamWaitEvent(z->comm, z->compute_done, 0));
     for (int u = 0; u < z->table->num_units; u++) {
         const size_t begin = z->table->unit_begin[u];
-        const uint32_t number = zero_begin(z, "gather weights", (z->table->unit_begin[u + 1] - begin) * sizeof(floatX));
+        const uint32_t number = nccl_begin(&z->nccl, "gather weights", (z->table->unit_begin[u + 1] - begin) * sizeof(floatX), z->comm);
         nccl_all_gather(&z->nccl, weights + begin, (z->table->unit_begin[u + 1] - begin) / z->nccl.world, z->comm);
-        zero_end(z, number);
+        nccl_end(&z->nccl, number, z->comm);
         cudaCheck(cudaEventRecord(z->gathered[u], z->comm));
     }
 }

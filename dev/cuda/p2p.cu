@@ -436,7 +436,7 @@ static double bench_kind(P2pKind kind, size_t count) {
 static void bench_ranks(void) {
     Nccl nccl = {};
     group_open(group.comm.world, LARGEST, PATIENCE);
-    if (NCCL_BUILT) nccl = nccl_open(&group.comm, 32);
+    if (NCCL_BUILT) nccl = nccl_open(&group.comm, 32, 0);
     printf("microseconds in a graph of %d calls, %d GPUs, %s; p2p: the kind that is taken; NCCL %s\n",
            BENCH_CALLS, group.world, FLOATX_NAME, NCCL_BUILT ? "in a graph of as many" : "is not in this build");
     for (size_t bytes : {1 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20}) {

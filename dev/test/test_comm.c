@@ -123,11 +123,12 @@ static void hang_with_hook(void *unused) {
 }
 static void hang_of_a_device(void *unused) {
     (void)unused;
-    static const volatile uint32_t device[2] = {3, 2};
+    static const volatile uint32_t device[2 * WATCHDOG_LANES] = {3, 2, 6, 5};  // of operations 1 to 4, and of 5 to 7
     watchdog_start((WatchdogSlot *)calloc_or_die(sizeof(WatchdogSlot)), 1, 0, 3, 0.2, NULL);
     watchdog_watch(NULL, device);
     watchdog_step(1); watchdog_step(2);
-    for (int i = 1; i <= 4; i++) watchdog_op_begin("reduce gradients", (size_t)i, OP_ENQUEUED);
+    for (int i = 1; i <= 4; i++) watchdog_op_enqueue("reduce gradients", (size_t)i, 0);
+    for (int i = 5; i <= 7; i++) watchdog_op_enqueue("gather rows", (size_t)i, 1);
     sleep(30);
 }
 static void too_many(void *unused) {
@@ -160,7 +161,8 @@ static int test_alone(Comm *c) {
     status = run_child(hang_with_hook, NULL, text, sizeof text);
     check(WIFEXITED(status) && WEXITSTATUS(status) == EXIT_FAILURE && strstr(text, "NCCL: unhandled cuda error"), "what the hook finds ends the process");
     status = run_child(hang_of_a_device, NULL, text, sizeof text);
-    check(strstr(text, "#2 reduce gradients 2 done") && strstr(text, "#3 reduce gradients 3 started") && strstr(text, "#4 reduce gradients 4 enqueued"),
+    check(strstr(text, "#2 reduce gradients 2 done") && strstr(text, "#3 reduce gradients 3 started") && strstr(text, "#4 reduce gradients 4 enqueued")
+          && strstr(text, "#5 gather rows 5 done") && strstr(text, "#6 gather rows 6 started") && strstr(text, "#7 gather rows 7 enqueued"),
           "what a device was given is shown as far as the device says");
     #ifndef USE_MPI
     check_refused("four processes of a build without MPI", too_many, NULL, "started as 4");
