@@ -10,6 +10,8 @@
 //   else: one block per row, with as much of it in shared memory as fits; the second pass takes the rest from L2. Where a row fits twice
 //     on an SM (50304 bf16 on Hopper) two blocks of 512 threads overlap each other's phases; longer rows get one block of 1024.
 // A NaN or +inf logit makes the loss NaN, as does a row whose largest logit is not between -1e8 and 1e8; a -inf one has probability 0; a target >= V gives NaN. Sums are fp32, in fixed order.
+// Where ranks share the words (tp.h), classifier_parts finds of each row what the rank's own words say, (rank, row) maximum, sum and the target's
+// logit; when these were exchanged, classifier_ranks takes them together in the order of the ranks, as above a row's warps, and goes on.
 // Ladder: dev/cuda/classifier.cu. Not supported: label smoothing, z-loss; Vp not a multiple of a 16-byte vector.
 #ifndef LLMC_CLASSIFIER_CUH
 #define LLMC_CLASSIFIER_CUH
@@ -266,6 +268,74 @@ classifier_ring_kernel(floatX *logits, float *losses, const int *targets, float 
     else __trap();
 }
 
+// ---- words shared by ranks
+
+// Of a row, by one rank's words: their largest logit, the sum of 2^(logit log2(e) - offset_of(that)), the target's logit if it is one of them.
+typedef struct { float max, sum, target; } ClassifierPart;
+
+// Rank `rank` has the words from rank * Vp on; V of its Vp columns are words, which may be none.
+template <int THREADS> __global__ void __launch_bounds__(THREADS)
+classifier_parts_kernel(ClassifierPart *__restrict__ parts, const floatX *__restrict__ logits, const int *__restrict__ targets, int rank, int V, int Vp) {
+    constexpr int stride = THREADS * VecX::size, unroll = 4;
+    __shared__ float scratch[WARP];
+    const floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
+    const int target = targets[blockIdx.x];
+    if (target < 0) return;  // nobody asks
+    OnlineSum online;
+    for (int first = threadIdx.x * VecX::size; first < V; first += unroll * stride) {
+        VecX x[unroll];
+        #pragma unroll
+        for (int u = 0; u < unroll; u++)
+            if (first + u * stride < V) x[u] = vec_load(row + first + u * stride);
+        #pragma unroll
+        for (int u = 0; u < unroll; u++) {
+            const int i = first + u * stride;
+            if (i >= V) break;
+            mask_padding(x[u], i, V);
+            online.add(x[u]);
+        }
+    }
+    ClassifierPart part;
+    part.max = block_reduce<Max>(online.max, scratch);
+    part.sum = block_reduce<Sum>(online.sum * exp2_approx(online.offset - offset_of(part.max)), scratch);
+    const int mine = target / Vp == rank ? target % Vp : -1;
+    part.target = mine < 0 ? 0 : mine < V ? (float)row[mine] : NAN;
+    if (threadIdx.x == 0) parts[blockIdx.x] = part;
+}
+// parts (ranks,N), the same on all of them
+template <int THREADS> __global__ void __launch_bounds__(THREADS)
+classifier_ranks_kernel(floatX *logits, float *__restrict__ losses, const ClassifierPart *__restrict__ parts, const int *__restrict__ targets, float dloss,
+                        int ranks, int rank, int N, int V, int Vp, int write_dlogits) {
+    constexpr int stride = THREADS * VecX::size;
+    floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
+    const int target = targets[blockIdx.x], owner = target < 0 ? 0 : target / Vp, mine = owner == rank && target >= 0 && target % Vp < V ? target % Vp : -1;
+    RowSum all = {-MOST_LOGIT, 0, 0};
+    parts += blockIdx.x;
+    if (target >= 0) {
+        for (int r = 0; r < ranks; r++) all.max = fmaxf(all.max, parts[(size_t)r * N].max);
+        all.offset = offset_of(all.max);
+        for (int r = 0; r < ranks; r++) all.sum += parts[(size_t)r * N].sum * exp2_approx(offset_of(parts[(size_t)r * N].max) - all.offset);
+    }
+    if (threadIdx.x == 0) losses[blockIdx.x] = target < 0 ? 0 : owner < ranks ? all.loss(parts[(size_t)owner * N].target) : NAN;
+    if (!write_dlogits) return;
+    const float factor = dloss / all.sum;
+    #pragma unroll 2
+    for (int i = threadIdx.x * VecX::size; i < Vp; i += stride) {
+        VecX d;
+        #pragma unroll
+        for (int k = 0; k < VecX::size; k++) d[k] = (floatX)0.0f;
+        if (target >= 0 && i < V) {
+            VecX x = vec_load_streaming(row + i);
+            mask_padding(x, i, V);
+            d = all.gradient(x, factor);
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++)
+                if (i + k == mine) d[k] = (floatX)(all.gradient((float)x[k], factor) - dloss);
+        }
+        vec_store(row + i, d);
+    }
+}
+
 // Deterministic sum of the losses in one block: a fixed number of threads, each over a fixed stride.
 __global__ void __launch_bounds__(1024) loss_sum_kernel(float *total, const float *losses, int N, float scale) {
     __shared__ float scratch[WARP];
@@ -345,6 +415,20 @@ static inline void classifier(floatX *logits, float *losses, const int *targets,
     }
     launchCheck();
     timing_lap("classifier", 0, (write_dlogits ? 2.0 : 1.0) * N * Vp * sizeof(floatX), stream);
+}
+// parts (N) of this rank = ; logits (N,Vp), of which V columns are words
+static inline void classifier_parts(ClassifierPart *parts, const floatX *logits, const int *targets, int rank, int N, int V, int Vp, cudaStream_t stream) {
+    require(V >= 0 && V <= Vp && Vp % VecX::size == 0 && (uintptr_t)logits % 16 == 0, "%d logits in rows of %d\nrows must be padded to a multiple of %d and begin on 16 bytes", V, Vp, VecX::size);
+    classifier_parts_kernel<512><<<(unsigned)N, 512, 0, stream>>>(parts, logits, targets, rank, V, Vp);
+    launchCheck();
+    timing_lap("classifier", 0, (double)N * V * sizeof(floatX), stream);
+}
+// losses (N) "=", and logits become their own gradient if write_dlogits. parts (ranks,N): of all ranks
+static inline void classifier_ranks(floatX *logits, float *losses, const ClassifierPart *parts, const int *targets, float dloss, int ranks, int rank, int N, int V, int Vp,
+                                    int write_dlogits, cudaStream_t stream) {
+    classifier_ranks_kernel<512><<<(unsigned)N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, ranks, rank, N, V, Vp, write_dlogits);
+    launchCheck();
+    timing_lap("classifier", 0, write_dlogits ? 2.0 * N * Vp * sizeof(floatX) : 0, stream);
 }
 // total (1) += scale * sum of losses (N)
 static inline void loss_sum(float *total, const float *losses, int N, float scale, cudaStream_t stream) {

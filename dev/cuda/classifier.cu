@@ -77,6 +77,95 @@ static void check_special(int V, int Vp) {
     check_true(isnan(loss[8]), "3e38: loss %g", (double)loss[8]);
 }
 
+// ---- words shared by ranks, which run one after the other here
+
+typedef struct { int ranks, N, V, Vp; floatX *given[8], *logits[8]; float *losses[8]; ClassifierPart *parts; int *targets; } Shared;
+static int words_of(const Shared *s, int r) {
+    const int left = s->V - r * s->Vp;
+    return left < 0 ? 0 : left < s->Vp ? left : s->Vp;
+}
+// logits (N, V); the padding is full of NaN.
+static Shared share(int ranks, int N, int V, const float *logits, const int *targets) {
+    Shared s = {ranks, N, V, (int)round_up((size_t)V, 128 * (size_t)ranks) / ranks, {}, {}, {}, device_new<ClassifierPart>((size_t)ranks * N), upload_ints(targets, (size_t)N)};
+    const size_t n = (size_t)N * s.Vp;
+    for (int r = 0; r < ranks; r++) {
+        float *mine = host_new<float>(n);
+        for (size_t i = 0; i < n; i++) mine[i] = (int)(i % s.Vp) < words_of(&s, r) ? logits[i / s.Vp * V + r * s.Vp + i % s.Vp] : NAN;
+        s.given[r] = upload<floatX>(mine, n);
+        s.logits[r] = device_new<floatX>(n);
+        s.losses[r] = device_new<float>((size_t)N);
+    }
+    return s;
+}
+static void run_shared(const Shared *s, float dloss, int write, int rows) {  // rows at a time, as --head-chunks does
+    cudaStream_t stream = ladder.gpu.compute;
+    for (int r = 0; r < s->ranks; r++) cudaCheck(cudaMemcpyAsync(s->logits[r], s->given[r], (size_t)s->N * s->Vp * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+    for (int n0 = 0, n; n0 < s->N; n0 += n) {
+        n = s->N - n0 < rows ? s->N - n0 : rows;
+        for (int r = 0; r < s->ranks; r++) classifier_parts(s->parts + (size_t)r * n, s->logits[r] + (size_t)n0 * s->Vp, s->targets + n0, r, n, words_of(s, r), s->Vp, stream);
+        for (int r = 0; r < s->ranks; r++)
+            classifier_ranks(s->logits[r] + (size_t)n0 * s->Vp, s->losses[r] + n0, s->parts, s->targets + n0, dloss, s->ranks, r, n, words_of(s, r), s->Vp, write, stream);
+    }
+}
+static void check_shared(int ranks, int N, int V, float std) {
+    ladder_case("%d ranks, N=%d V=%d std=%g", ranks, N, V, (double)std);
+    const float dloss = 1.0f / 16;
+    float *logits = host_normal((size_t)N * V, std), *losses = host_new<float>((size_t)N);
+    int *targets = host_ints((size_t)N, V);
+    for (int i = 0; i < N; i++) targets[i] = i % 5 == 4 ? -1 : i % 5 == 3 ? (i % 2 ? V - 1 : 0) : targets[i];
+    const Shared s = share(ranks, N, V, logits, targets);
+    const size_t n = (size_t)N * s.Vp;
+    classifier_cpu(logits, losses, targets, dloss, N, V, V, 1);
+    run_shared(&s, dloss, 0, N);
+    for (int r = 0; r < ranks; r++) {
+        const float *before = download(s.given[r], n), *after = download(s.logits[r], n);
+        size_t changed = 0;
+        for (size_t i = 0; i < n; i++) changed += (int)(i % s.Vp) < words_of(&s, r) && before[i] != after[i];
+        check_true(changed == 0, "rank %d: %zu logits changed without write_dlogits", r, changed);
+        check("losses, forward only", s.losses[r], losses, N, 1, LOSS_BOUND, LOSS_WORST);
+        poison(s.losses[r], N);
+    }
+    run_shared(&s, dloss, 1, N);
+    const float *first = download(s.losses[0], N);
+    for (int r = 0; r < ranks; r++) {
+        float *mine = host_new<float>(n);
+        for (size_t i = 0; i < n; i++) mine[i] = (int)(i % s.Vp) < words_of(&s, r) ? logits[i / s.Vp * V + r * s.Vp + i % s.Vp] : 0;
+        check("losses", s.losses[r], losses, N, 1, LOSS_BOUND, LOSS_WORST);
+        check_true(memcmp(first, download(s.losses[r], N), (size_t)N * sizeof(float)) == 0, "rank %d: the bits of rank 0's losses", r);
+        check("dlogits", s.logits[r], mine, N, s.Vp, dlogits_bound(), dlogits_worst());
+        check_same_bits("whole and in parts", {{s.logits[r], n * sizeof(floatX)}, {s.losses[r], (size_t)N * sizeof(float)}}, [&, parts = 0]() mutable { run_shared(&s, dloss, 1, parts++ % 2 ? (N + 2) / 3 : N); });
+    }
+}
+// As check_special, the strange logits on one rank and the target on the same or another one. The last rank has no words at all.
+static void check_special_shared(void) {
+    enum { ROWS = 10, RANKS = 4, V = 300 };  // 128 columns each
+    ladder_case("special values, %d ranks", RANKS);
+    float *logits = host_normal((size_t)ROWS * V, 1.0f), *row[ROWS];
+    int targets[ROWS] = {1, 1, 1, 1, 1, 1, V, 1, 1, 100000};
+    for (int r = 0; r < ROWS; r++) row[r] = logits + (size_t)r * V;
+    row[0][5] = NAN; row[1][V - 1] = NAN; row[2][200] = INFINITY; row[3][200] = -INFINITY; row[4][1] = -INFINITY;
+    for (int v = 0; v < V; v++) row[5][v] = -INFINITY;
+    for (int v = 0; v < V; v++) row[7][v] = v == 1 ? 5e7f : -3e38f;
+    row[8][290] = 3e38f;
+    const Shared s = share(RANKS, ROWS, V, logits, targets);
+    run_shared(&s, 1, 1, ROWS);
+    const float *d[3] = {download(s.logits[0], (size_t)ROWS * s.Vp), download(s.logits[1], (size_t)ROWS * s.Vp), download(s.logits[3], (size_t)ROWS * s.Vp)};
+    for (int r = 0; r < RANKS; r++) {
+        const float *loss = download(s.losses[r], ROWS);
+        check_true(isnan(loss[0]) && isnan(loss[1]), "NaN logit: loss %g, %g", (double)loss[0], (double)loss[1]);
+        check_true(isnan(loss[2]), "+inf logit: loss %g", (double)loss[2]);
+        check_true(isfinite(loss[3]) && d[1][3 * (size_t)s.Vp + 200 - 128] == 0, "-inf logit: loss %g", (double)loss[3]);
+        check_true(isinf(loss[4]) && loss[4] > 0 && d[0][4 * (size_t)s.Vp + 1] == -1, "-inf at the target: loss %g", (double)loss[4]);
+        check_true(isnan(loss[5]), "all -inf: loss %g", (double)loss[5]);
+        check_true(isnan(loss[6]) && isnan(loss[9]), "targets outside the vocabulary: loss %g, %g", (double)loss[6], (double)loss[9]);
+        check_true(fabsf(loss[7]) < 1e-6f && fabsf(d[0][7 * (size_t)s.Vp + 1]) < 1e-6f, "5e7 against -3e38: loss %g", (double)loss[7]);
+        check_true(isnan(loss[8]), "3e38: loss %g", (double)loss[8]);
+    }
+    float largest = 0;
+    for (int i = 0; i < 5 * s.Vp; i++) largest = fmaxf(largest, fabsf(d[2][i]));
+    check_true(largest == 0, "gradient %g of a rank without words", (double)largest);
+}
+
 // More than 2^31 logits: the first and the last rows must be right.
 static void check_large(void) {
     const int V = 50257, Vp = 50304, N = 42700, rows = 3;
@@ -149,6 +238,12 @@ int main(int argc, char **argv) {
             check_special(50257, 50304);
             check_special(128256, 128256);
         }
+        check_shared(2, 9, 50257, 3);
+        check_shared(3, 7, 1001, 20);
+        check_shared(4, 6, 300, 1);  // the last rank has no words
+        check_shared(8, 11, 128256, 3);
+        check_shared(2, 1, 2, 1);
+        check_special_shared();
         check_large();
         check_loss_sum(1);
         check_loss_sum(777);
