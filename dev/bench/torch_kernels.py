@@ -162,6 +162,12 @@ def global_norm(s, compiled):
     return lambda: torch.linalg.vector_norm(gradients, dtype=torch.float32)
 
 
+@peer(r"tp sum of parts")
+def sum_of_parts(s, compiled):
+    parts, bias = normal(s.ranks, s.rows, s.C), normal(s.C)
+    return lambda: torch.sum(parts, 0).add_(bias)
+
+
 @peer(r"adamw update", "PyTorch, fused")
 def adamw(s, compiled):
     kind = torch.float32 if s.master else dtype

@@ -115,7 +115,7 @@ KERNELS = [(f"attention {path} {way}", HEADS) for path in ("wgmma", "mma.sync") 
     + [(f"norm {kind} {what}", dict(N=8, C=16)) for kind in ("LayerNorm", "RMSNorm") for what in ("forward", "forward with residual", "backward")] + [("norm LayerNorm backward, bias gradient below", dict(N=8, C=16))] \
     + [(f"rope {way}", HEADS) for way in ("forward", "backward")] + [(f"classifier {what}", dict(N=8, V=50, Vp=64)) for what in ("forward only", "forward and dlogits", "loss_sum")] \
     + [(f"embedding {way}", TOKENS | dict(skew=skew, positions=positions)) for way in ("forward", "backward") for skew, positions in ((1, 1), (0, 0), (-1, 1))] \
-    + [("global_norm sum of squares", dict(n=100))] + [("adamw update", dict(n=100, master=master, state_bytes=4 if master else 2)) for master in (0, 1)]
+    + [("global_norm sum of squares", dict(n=100)), ("tp sum of parts", dict(ranks=3, rows=4, C=16))] + [("adamw update", dict(n=100, master=master, state_bytes=4 if master else 2)) for master in (0, 1)]
 
 
 @pytest.fixture
