@@ -2,9 +2,12 @@
 //   python train_gpt2.py --write-debug DIR ...; ./test_gpt2cu OUTPUT_FOLDER DIR...     (make test does both)
 //   ./test_gpt2cu --brief OUTPUT_FOLDER DIR...         every kernel a few times: for compute-sanitizer, which is slow (make sanitize)
 //   mpirun -np N ./test_gpt2cu OUTPUT_FOLDER DIR...    the ranks share each DIR's batch: the same losses, the same bits everywhere
+//   mpirun -np N ./test_gpt2cu --tp [MODEL...]         tensor parallelism of 2, 4, ... N ranks (N a power of 2), the others data parallel, against one rank
+//   mpirun -np N ./test_gpt2cu --tp --one-gpu [MODEL...]   the same with all ranks on one GPU, which exchange through host memory
 #define TESTING
 #include "train_gpt2.cu"
 #include "dev/test/model_test.h"
+#include "dev/test/tp_test.h"
 
 // Two micro-steps, an update, losses and a token after a prompt: each kernel of a path, the adding and the overwriting forms.
 static void test_one_step(const char *folder, const Options *o, const char *name) {
@@ -120,7 +123,7 @@ static void test_memory_hint(void) {
         memset(&m, 0, sizeof m);
         config_parse(c.model, &m.config);
         m.options = options_default();
-        m.comm = &alone; m.B = c.B; m.T = c.T;
+        m.mesh = &one_rank; m.comm = &alone; m.local = m.config; m.spread = 1; m.B = c.B; m.T = c.T;
         m.table = params_table(&m.config);
         m.num_chunks = adam_chunks(&m, NULL);
         model_memory_hint(text, sizeof text, free_bytes, NULL, &m);
@@ -193,8 +196,89 @@ static void test_ranks(const char *folder, const Comm *comm) {
     free(all);
 }
 
+// ---- tensor parallelism
+
+static void logits_of(const Model *m, int rows, float *out) {
+    const size_t count = (size_t)rows * m->local.padded_vocab_size;
+    floatX *stored = (floatX *)malloc_or_die(count * sizeof(floatX));
+    cudaCheck(cudaStreamSynchronize(m->gpu.compute));
+    cudaCheck(cudaMemcpy(stored, m->logits, count * sizeof(floatX), cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < count; i++) out[i] = (float)stored[i];
+    free(stored);
+}
+// Eight heads; fewer heads of keys and values than ranks, so that they are copied; words that are not all ranks'.
+static const char *const tp_models[] = {
+    "d2,channels=512,heads=8,vocab=300,seq=24",
+    "gpt2:124M,layers=2,channels=512,heads=8,vocab=257,seq=24,tied=0",
+    "llama3:8B,layers=2,channels=512,heads=8,kv_heads=4,vocab=500,ffn=512,seq=24",
+    "llama3.2:1B,layers=2,channels=512,heads=8,kv_heads=1,vocab=1000,ffn=1024,seq=24",
+    "qwen2.5:1.5B,layers=2,channels=512,heads=8,kv_heads=2,vocab=300,ffn=512,seq=24",
+};
+// Other ways to the same numbers: activations inside the matmuls, data-parallel sums in fp32, and all that saves memory.
+static void test_tp_options(const char *model, const Mesh *mesh, const TpBounds *bound, const Options *base) {
+    Config c;
+    config_parse(model, &c);
+    const Config local = tp_config(&c, &mesh->tp);
+    Options o = *base, fused, wide;
+    o.seq_len = TP_T; o.batch_size = TP_B; o.zero_stage = 1;
+    fused = wide = o;
+    fused.gelu_fusion = 2;
+    wide.reduce_dtype = "fp32";
+    const TpRun plain = train_steps(&c, &o, mesh, NULL, bound, model), summed = train_steps(&c, &wide, mesh, NULL, bound, model);
+    check(near_run(&plain, &summed, bound), "%d x %d, %s: --reduce-dtype fp32: near enough (loss %.6f and %.6f)", mesh->dp.world, mesh->tp.world, model, summed.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
+    if (matmul_can_fuse(c.mlp == MLP_SWIGLU, local.ffn_dim)) {
+        const TpRun run = train_steps(&c, &fused, mesh, NULL, bound, model), again = train_steps(&c, &fused, mesh, NULL, bound, model);
+        const int same = c.mlp == MLP_SWIGLU ? same_run(&plain, &run) : near_run(&plain, &run, bound);
+        check(same && same_run(&run, &again), "%d x %d, %s: --gelu-fusion 2: %s (loss %.6f and %.6f), and again", mesh->dp.world, mesh->tp.world, model, c.mlp == MLP_SWIGLU ? "the same bits" : "near enough", run.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
+    }
+    Options least = least_memory(o);
+    const TpRun run = train_steps(&c, &least, mesh, NULL, bound, model), again = train_steps(&c, &least, mesh, NULL, bound, model);
+    check(same_run(&run, &again) && fabs(run.losses[0] / plain.losses[0] - 1) < bound->losses, "%d x %d, %s: all that saves memory: the same bits again (first loss %.6f, plain %.6f)", mesh->dp.world, mesh->tp.world, model, run.losses[0], plain.losses[0]);
+}
+// About three times what may be expected: in bf16 of the differences from PyTorch, in fp32 of sums in another order.
+static TpBounds tp_bounds(void) {
+    const TpBounds fp32 = {{1e-5, 1e-5}, {2e-5, 2e-5}, 1e-5, 0}, bf16 = {{2.7e-2, 4.5e-2}, {5.4e-2, 5.4e-2}, 1e-2, 0};
+    return sizeof(floatX) == 2 ? bf16 : fp32;
+}
+static int test_tp_all(const Comm *comm, int count, char **models) {
+    const TpBounds bound = tp_bounds();
+    Options o = options_default();
+    o.autotune = o.tf32 = o.gelu_fusion = 0;
+    for (int tp = 2; tp <= comm->world; tp *= 2) {
+        const Mesh mesh = mesh_open(comm, tp);
+        const int own = count == 0, n = own ? (int)(sizeof tp_models / sizeof *tp_models) : count;
+        for (int i = 0; i < n; i++) {
+            const char *model = own ? tp_models[i] : models[i];
+            test_tp(model, &mesh, &bound, &o);
+            test_tp_options(model, &mesh, &bound, &o);
+        }
+    }
+    char name[64];
+    snprintf(name, sizeof name, "test_gpt2, rank %d", comm->rank);
+    const int failed = comm_or(comm, report_tests(name) != EXIT_SUCCESS);
+    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+}
+
+static int argument(int *argc, char **argv, const char *name) {  // takes it away
+    for (int i = 1; i < *argc; i++) {
+        if (strcmp(argv[i], name) != 0) continue;
+        memmove(argv + i, argv + i + 1, (size_t)(--*argc - i) * sizeof *argv);
+        return 1;
+    }
+    return 0;
+}
+
 int main(int argc, char **argv) {
+    const int tp = argument(&argc, argv, "--tp");
+    nccl_through_host = argument(&argc, argv, "--one-gpu");
+    if (nccl_through_host) setenv("CUDA_VISIBLE_DEVICES", "0", 1);
     Comm comm = comm_open(&argc, &argv, 60);
+    require(!nccl_through_host || tp, "--one-gpu is for --tp\n-");
+    if (tp) {
+        const int status = test_tp_all(&comm, argc - 1, argv + 1);
+        comm_close(&comm);
+        return status;
+    }
     const int brief = argc > 1 && !strcmp(argv[1], "--brief");
     argc -= brief;
     argv += brief;

@@ -21,11 +21,12 @@ typedef struct {
 static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
 static inline int fc_width(const Config *c) { return c->mlp == MLP_SWIGLU ? 2 * c->ffn_dim : c->ffn_dim; }
 
-static inline size_t reduce_scratch_bytes(const Config *c, int B, int T) {
-    size_t most = global_norm_scratch_bytes(c->num_layers + 2), widest = (size_t)(fc_width(c) > qkv_width(c) ? fc_width(c) : qkv_width(c));
+// c: of this rank (tp.h), which shares the words with others if `split`; spans: of the gradients that it adds to the norm.
+static inline size_t reduce_scratch_bytes(const Config *c, int B, int T, int split, int spans) {
+    size_t most = global_norm_scratch_bytes(spans), widest = (size_t)(fc_width(c) > qkv_width(c) ? fc_width(c) : qkv_width(c));
     const size_t needs[] = {norm_backward_scratch_bytes(c->channels), bias_backward_scratch_bytes((int)widest),
                             bias_backward_scratch_bytes(c->channels), bias_backward_scratch_bytes(qkv_width(c)),
-                            embedding_backward_scratch_bytes(B, T, c->padded_vocab_size)};
+                            embedding_backward_scratch_bytes(B, T, c->padded_vocab_size, split ? c->padded_vocab_size : 0)};
     for (size_t i = 0; i < sizeof needs / sizeof *needs; i++) most = needs[i] > most ? needs[i] : most;
     return most;
 }
@@ -45,13 +46,13 @@ static inline RegionPlan region_plan(const Config *c, const Options *o, int B, i
     return r;
 }
 
-// Floats of statistics that one layer saves: lse, and mean and 1/std of two norms.
-static inline size_t stats_size(const Config *c, size_t N) { return N * (size_t)c->num_heads + 4 * N; }
+// Floats of statistics that one layer saves: lse of N tokens, and mean and 1/std of two norms of those `rows` that are this rank's.
+static inline size_t stats_size(const Config *c, size_t N, size_t rows) { return N * (size_t)c->num_heads + 4 * rows; }
 // Elements that one layer saves under a recompute level.
-static inline size_t saved_layer_size(const Config *c, size_t N, int recompute) {
+static inline size_t saved_layer_size(const Config *c, size_t N, size_t rows, int recompute) {
     size_t size = N * (size_t)(qkv_width(c) + c->num_heads * c->head_dim + fc_width(c));
     if (recompute < 1) size += N * (size_t)c->ffn_dim;
-    if (recompute < 2) size += 2 * N * (size_t)c->channels;
+    if (recompute < 2) size += 2 * rows * (size_t)c->channels;
     return size;
 }
 

@@ -8,7 +8,7 @@
 // hold a share of the states). With a master, w is the fp32 master and the weight its value rounded to nearest. Without one, the
 // weight itself is updated and rounded stochastically: up with the probability of the part cut off, so that updates
 // smaller than a bf16 step are kept in expectation. So are m and v in bf16, when they are stored: the weight sees them unrounded.
-// bf16.h says why, and what it costs. The random bits depend on (seed, step, weight index) alone: rand_three's
+// bf16.h says why, and what it costs. The random bits depend on (seed, step, the weight's index in the whole model) alone: rand_three's
 // first number for the weight, its second for m, its third for v; so any sharding gives the same bits, as does adamw_update_bf16_cpu.
 // Traffic per weight in bf16: 28 bytes with a master, 22 without; with m and v in bf16 20 and 14. One block takes one chunk; a thread
 // four weights at a time, eight where all is bf16, so that the widest of a warp's loads and stores are whole 512-byte lines. With nothing but
@@ -22,8 +22,9 @@
 
 enum { ADAM_CHUNK = 8192, ADAM_THREADS = 256 };  // most weights of a chunk; ADAM_CHUNK is a multiple of 4 * ADAM_THREADS
 
-// Weights [weight_offset, weight_offset + count), their states from state_offset. Offsets are multiples of 8; decay: 0 or 1.
-typedef struct { size_t weight_offset, state_offset; int count; int decay; } AdamChunk;
+// Weights [weight_offset, weight_offset + count), their states from state_offset; decay: 0 or 1. Rounding knows them by key, key + 1, ...:
+// their place in the model, which is another than in a rank's memory if tensors are split over ranks. All three are multiples of 8.
+typedef struct { size_t weight_offset, state_offset, key; int count; int decay; } AdamChunk;
 
 typedef struct { float rate, beta1, beta2, eps, weight_decay, grad_scale, correction1, correction2; uint64_t seed, stream; } AdamConstants;
 
@@ -60,7 +61,7 @@ adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__rest
     typedef AdamVec<S, N> VecS;
     const AdamChunk chunk = chunks[blockIdx.x];
     const float weight_decay = chunk.decay ? a.weight_decay : 0;
-    AdamRandom random(a, chunk.weight_offset);
+    AdamRandom random(a, chunk.key);
     weights += chunk.weight_offset; grads += chunk.weight_offset;
     master += MASTER ? chunk.state_offset : 0; m += chunk.state_offset; v += chunk.state_offset;
     #pragma unroll (N == 4 ? 2 : 1)
@@ -71,7 +72,7 @@ adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__rest
         VecW x;
         if (MASTER) w = *(const VecF *)(master + i);
         else x = *(const VecW *)(weights + i);
-        const size_t index = chunk.weight_offset + (size_t)i;  // a multiple of N: the upper half is the vector's
+        const size_t index = chunk.key + (size_t)i;  // a multiple of N: the upper half is the vector's
         if (random_bits && (uint32_t)(index >> 32) != random.upper) random.turn(index);
         #pragma unroll
         for (int k = 0; k < N; k++) {
@@ -90,7 +91,7 @@ adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__rest
     }
     const int i = chunk.count / N * N + (int)threadIdx.x;  // what does not fill a vector
     if (i >= chunk.count) return;
-    const size_t index = chunk.weight_offset + (size_t)i;
+    const size_t index = chunk.key + (size_t)i;
     if (random_bits) random.turn(index);
     const Rand3 r = random_bits ? random.draw(index) : Rand3{0, 0, 0};
     float mk = (float)m[i], vk = (float)v[i];

@@ -15,7 +15,8 @@ typedef struct {
     Memory memory;
     floatX *keys, *values;       // (L,S,NKV,room,HD) each
     float *cos_sin;              // (room,HD/2,2)
-    floatX *last, *host_logits;  // (S,C): what the head sees; pinned (S,Vp)
+    floatX *last, *host_logits;  // (S,C): what the head sees; pinned (S,Vp), with --tp of each rank
+    floatX *logits;              // the same on the device, with --tp
     int sequences, room, count;  // S; tokens of each that fit, and that are there
 } KvCache;
 

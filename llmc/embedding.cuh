@@ -3,7 +3,8 @@
 //   forward    out[b,t,:] = wte[tokens[b,t],:] + wpe[t,:]        (wpe NULL: models with rotary positions)
 //   backward   dwte[v,:] += sum of dout[b,t,:] over all (b,t) with token v;   dwpe[t,:] += sum over b of dout[b,t,:]
 //
-// wte, dwte (Vp,C); wpe, dwpe (at least T,C); out, dout (B,T,C) floatX; tokens (B,T) int32 in 0..Vp-1.
+// wte, dwte (Vp,C); wpe, dwpe (at least T,C); out, dout (B,T,C) floatX; tokens (B,T) int32 in 0..Vp-1. A rank that has some of the words
+// (tp.h) makes rows of its own wte of them first (embedding_words); Vp then stands for the others': zeros, and no gradient for wte.
 // Backward is deterministic, without floating-point atomics: the positions are sorted by token with a stable radix sort
 // (8 bits a pass), so that each token owns one run of positions in ascending order. A short run is summed by one warp, one
 // position after the other; a long run (frequent tokens, small vocabularies) by one block per 128 bytes of columns, its
@@ -27,19 +28,30 @@ enum {
     ROWS_IN_FLIGHT = 4,      // rows of dout that a thread reads before it adds the first
 };
 
+// ---- words of one rank of several
+
+// words (N) = tokens, first being 0 and so on; Vp if it is none of `count`
+__global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_words_kernel(int *words, const int *__restrict__ tokens, int first, int count, int Vp, int N) {
+    const int i = blockIdx.x * EMBEDDING_THREADS + threadIdx.x;
+    if (i < N) words[i] = tokens[i] >= first && tokens[i] - first < count ? tokens[i] - first : Vp;
+}
+
 // ---- forward: a warp copies a row
 
+// others: Vp, or 0 where every token is a row of wte
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
 embedding_forward_kernel(floatX *__restrict__ out, const int *__restrict__ tokens, const floatX *__restrict__ wte, const floatX *__restrict__ wpe,
-                         int N, int T, int C) {
+                         int N, int T, int C, int others) {
     const int row = blockIdx.x * (EMBEDDING_THREADS / WARP) + threadIdx.x / WARP;
     if (row >= N) return;
     out += (size_t)row * C;
     wte += (size_t)tokens[row] * C;
     wpe += wpe ? (size_t)(row % T) * C : 0;
+    const bool mine = !others || tokens[row] != others;
     #pragma unroll 4
     for (int c = threadIdx.x % WARP * VecX::size; c < C; c += WARP * VecX::size) {
-        VecX x = vec_load(wte + c);
+        VecX x = {};
+        if (mine) x = vec_load(wte + c);
         if (wpe) {
             VecX y = vec_load(wpe + c);
             #pragma unroll
@@ -162,12 +174,12 @@ __device__ inline void embedding_sum_rows(float (&sum)[VecX::size], const floatX
 // A warp for each sorted element; it works if a short run begins there, and reports a long one.
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
 embedding_short_runs_kernel(floatX *__restrict__ dwte, LongRuns *__restrict__ long_runs, const floatX *__restrict__ dout,
-                            const Occurrence *__restrict__ sorted, const Run *__restrict__ runs, int N, int C) {
+                            const Occurrence *__restrict__ sorted, const Run *__restrict__ runs, int N, int C, int Vp) {
     const int i = blockIdx.x * (EMBEDDING_THREADS / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (i >= N) return;
     const int token = sorted[i].token;
     const Run run = runs[token];
-    if (run.begin != i) return;
+    if (run.begin != i || token == Vp) return;
     if (run.end - run.begin > LONG_RUN) {  // the list's order may vary from run to run; it decides nothing but who comes first
         if (lane == 0 && blockIdx.y == 0) long_runs->tokens[atomicAdd(&long_runs->count, 1)] = token;
         return;
@@ -227,18 +239,24 @@ static inline void embedding_require(const floatX *activations, const floatX *wt
     require(B > 0 && T > 0 && C > 0 && C % 8 == 0 && (int64_t)B * T <= 1 << 30, "embedding: B %d, T %d, C %d\nC must be a multiple of 8, B*T at most 2^30", B, T, C);
     require(((uintptr_t)activations | (uintptr_t)wte | (uintptr_t)wpe) % 16 == 0, "embedding: a tensor is not aligned to 16 bytes\nalign every tensor");
 }
-// out (B,T,C) =
-static inline void embedding_forward(floatX *out, const int *tokens, const floatX *wte, const floatX *wpe, int B, int T, int C, cudaStream_t stream) {
+// words (N) = what the other functions take where a rank has the words [first, first + count) of the vocabulary, in Vp rows
+static inline void embedding_words(int *words, const int *tokens, int first, int count, int Vp, int N, cudaStream_t stream) {
+    require(count >= 0 && count <= Vp, "embedding: %d words in %d rows\npad the rows", count, Vp);
+    embedding_words_kernel<<<(unsigned)ceil_div((size_t)N, EMBEDDING_THREADS), EMBEDDING_THREADS, 0, stream>>>(words, tokens, first, count, Vp, N);
+    launchCheck();
+}
+// out (B,T,C) =. others: 0, or Vp: tokens are what embedding_words gives.
+static inline void embedding_forward(floatX *out, const int *tokens, const floatX *wte, const floatX *wpe, int B, int T, int C, int others, cudaStream_t stream) {
     embedding_require(out, wte, wpe, B, T, C);
     const size_t N = (size_t)B * T;
-    embedding_forward_kernel<<<(unsigned)ceil_div(N, EMBEDDING_THREADS / WARP), EMBEDDING_THREADS, 0, stream>>>(out, tokens, wte, wpe, (int)N, T, C);
+    embedding_forward_kernel<<<(unsigned)ceil_div(N, EMBEDDING_THREADS / WARP), EMBEDDING_THREADS, 0, stream>>>(out, tokens, wte, wpe, (int)N, T, C, others);
     launchCheck();
     timing_lap("embedding", 0, 2.0 * (double)N * C * sizeof(floatX), stream);
 }
 
-// Scratch: two lists of occurrences, the runs, the counts of a sorting pass.
-static inline size_t embedding_backward_scratch_bytes(int B, int T, int Vp) {
-    return 2 * (size_t)B * T * sizeof(Occurrence) + (size_t)Vp * sizeof(Run) + SORT_TILES * RADIX * sizeof(int);
+// Scratch: two lists of occurrences, the runs, the counts of a sorting pass. others: 0, or Vp, as below.
+static inline size_t embedding_backward_scratch_bytes(int B, int T, int Vp, int others) {
+    return 2 * (size_t)B * T * sizeof(Occurrence) + (size_t)(Vp + (others > 0)) * sizeof(Run) + SORT_TILES * RADIX * sizeof(int);
 }
 // Sorts the occurrences by token, then by position, into lists[0] (N); lists[1] (N) is free afterwards.
 static inline void embedding_sort(Occurrence *lists[2], int *counts, const int *tokens, int N, int Vp, cudaStream_t stream) {
@@ -254,19 +272,20 @@ static inline void embedding_sort(Occurrence *lists[2], int *counts, const int *
         from = lists[0] = sorted;
     }
 }
-// dwte (Vp,C) +=, dwpe (T,C) += or NULL
-static inline void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, const int *tokens, int B, int T, int C, int Vp, void *scratch,
+// dwte (Vp,C) +=, dwpe (T,C) += or NULL. others: 0, or Vp: tokens are what embedding_words gives.
+static inline void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, const int *tokens, int B, int T, int C, int Vp, int others, void *scratch,
                                       cudaStream_t stream) {
     embedding_require(dout, dwte, dwpe, B, T, C);
-    const int N = B * T, vecs = C / VecX::size;
+    assert(others == 0 || others == Vp);
+    const int N = B * T, vecs = C / VecX::size, ids = Vp + (others > 0);
     Occurrence *lists[2] = {(Occurrence *)scratch, (Occurrence *)scratch + N};
     Run *runs = (Run *)(lists[1] + N);
-    embedding_sort(lists, (int *)(runs + Vp), tokens, N, Vp, stream);
+    embedding_sort(lists, (int *)(runs + ids), tokens, N, ids, stream);
     LongRuns *long_runs = (LongRuns *)lists[1];
     embedding_runs_kernel<<<(unsigned)ceil_div((size_t)N, EMBEDDING_THREADS), EMBEDDING_THREADS, 0, stream>>>(runs, long_runs, lists[0], N);
     launchCheck();
     const dim3 warps((unsigned)ceil_div((size_t)N, EMBEDDING_THREADS / WARP), (unsigned)ceil_div((size_t)vecs, SHORT_RUN_VECS * WARP));
-    embedding_short_runs_kernel<<<warps, EMBEDDING_THREADS, 0, stream>>>(dwte, long_runs, dout, lists[0], runs, N, C);
+    embedding_short_runs_kernel<<<warps, EMBEDDING_THREADS, 0, stream>>>(dwte, long_runs, dout, lists[0], runs, N, C, Vp);
     launchCheck();
     embedding_long_runs_kernel<<<LONG_RUN_BLOCKS, LONG_RUN_THREADS, 0, stream>>>(dwte, long_runs, dout, lists[0], runs, C);
     launchCheck();

@@ -12,20 +12,40 @@
 // of h are those of one part, bit for bit; the head's weight gradient is added up in floatX, part after part, as over micro-steps.
 // Gradients have the layout and the dtype of the weights. The first micro-step of a step overwrites them, the others add.
 //
+// With --tp (tp.cuh) `local` are this rank's sizes. x, h and their statistics are N/tp rows of N, everything else all rows of some heads, of a
+// stretch of F or of some words; gather_rows and scatter_rows lie between, and in front of norms. With one rank both do nothing.
 // Several ranks (zero.cuh): the last micro-step's backward hands each unit over to be reduced as soon as it is complete, forward
 // waits for each unit's gathered weights just before it uses them. With one rank these calls return at once.
-// A micro-step that does neither is one launch (graph.cuh): of each kind, the first of a step and those that follow, one graph.
+// A micro-step that meets no other rank is one launch (graph.cuh): of each kind, the first of a step and those that follow, one graph.
 #ifndef LLMC_MODEL_CUH
 #define LLMC_MODEL_CUH
 
 #include "model_buffers.cuh"
 
+// ---- rows of the residual stream, spread over the tensor-parallel group
+
+// All N rows of what this rank has some of. Good until the next call of either of these.
+static inline const floatX *gather_rows(Model *m, const floatX *mine, int N) {
+    return m->spread == 1 ? mine : tp_gather_rows(&m->tp, mine, rows_here(m, (size_t)N) * m->config.channels);
+}
+// Every rank has a part of the sum of all (N,C): this rank's rows of the sum, in parts. add (period,C; NULL: none): to row n its row n % period.
+static inline floatX *scatter_rows(Model *m, floatX *parts, int N, const floatX *add, int period) {
+    if (!is_split(m)) return parts;
+    const int rows = (int)rows_here(m, (size_t)N), C = m->config.channels;
+    return m->spread == 1 ? tp_sum_rows(&m->tp, parts, rows, C, add, period) : tp_scatter_rows(&m->tp, parts, rows, C, add, period);
+}
+// The second layer of a branch: this rank's rows of a (N,K) w (C,K)^T + bias, of whose K columns every rank has some.
+static inline const floatX *project(Model *m, const floatX *a, const floatX *w, const floatX *bias, int N, int K) {
+    matmul_forward(&m->matmul, m->branch, a, w, is_split(m) ? NULL : bias, NULL, N, K, m->config.channels, m->gpu.compute);
+    return scatter_rows(m, m->branch, N, bias, 1);
+}
+
 // ---- forward
 
 // slopes: whether they take the place of f.
 static inline void activation_forward(const Model *m, floatX *a, floatX *f, int N, int slopes) {
-    if (m->config.mlp == MLP_SWIGLU) swiglu_forward(a, slopes ? f : NULL, f, N, m->config.ffn_dim, m->gpu.compute);
-    else gelu_forward(a, slopes ? f : NULL, f, N, m->config.ffn_dim, m->gpu.compute);
+    if (m->config.mlp == MLP_SWIGLU) swiglu_forward(a, slopes ? f : NULL, f, N, m->local.ffn_dim, m->gpu.compute);
+    else gelu_forward(a, slopes ? f : NULL, f, N, m->local.ffn_dim, m->gpu.compute);
 }
 // Whether backward computes a again, from f.
 static inline int recomputes_activation(const Model *m) { return m->options.recompute == 1 || m->options.recompute == 2; }
@@ -33,12 +53,12 @@ static inline int recomputes_activation(const Model *m) { return m->options.reco
 // From h1 of the layer to a: all that backward reads and that --recompute 3 computes again. cache: NULL in training; else T new tokens
 // follow those that it holds.
 static inline void block_inside(Model *m, int l, const floatX *x, int B, int T, const KvCache *cache) {
-    const Config *c = &m->config;
+    const Config *c = &m->local;
     const LayerActs a = m->layers[l];
     const BlockParams w = block_params(m->weights, &m->table, l);
-    const int N = B * T, C = c->channels, Q = c->num_heads * c->head_dim;
+    const int N = B * T, rows = (int)rows_here(m, (size_t)N), C = c->channels, Q = c->num_heads * c->head_dim;
     cudaStream_t s = m->gpu.compute;
-    matmul_forward(&m->matmul, a.qkv, a.h1, w.qkvw, w.qkvb, NULL, N, C, qkv_width(c), s);
+    matmul_forward(&m->matmul, a.qkv, gather_rows(m, a.h1, N), w.qkvw, w.qkvb, NULL, N, C, qkv_width(c), s);
     if (c->position == POSITION_ROPE) rope_forward(a.qkv, cache ? cache->cos_sin + (size_t)cache->count * c->head_dim : m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
     if (cache) {
         const size_t layer = (size_t)l * B * c->num_kv_heads * cache->room * c->head_dim;
@@ -46,13 +66,14 @@ static inline void block_inside(Model *m, int l, const floatX *x, int B, int T, 
     } else {
         attention_forward(a.y, a.lse, a.qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
     }
-    matmul_forward(&m->matmul, m->branch, a.y, w.projw, w.projb, NULL, N, Q, C, s);
-    residual_norm_forward(c->norm, a.x_mid, a.h2, a.mean2, a.rstd2, x, m->branch, w.ln2w, w.ln2b, N, C, c->norm_eps, s);
+    const floatX *branch = project(m, a.y, w.projw, w.projb, N, Q);
+    residual_norm_forward(c->norm, a.x_mid, a.h2, a.mean2, a.rstd2, x, branch, w.ln2w, w.ln2b, rows, C, c->norm_eps, s);
+    const floatX *h2 = gather_rows(m, a.h2, N);
     if (m->fuse_activation && !cache && !recomputes_activation(m)) {
-        if (c->mlp == MLP_SWIGLU) matmul_swiglu_forward(a.a, a.f, a.h2, w.fcw, N, C, c->ffn_dim, s);
-        else matmul_forward(&m->matmul, a.a, a.h2, w.fcw, w.fcb, a.f, N, C, fc_width(c), s);
+        if (c->mlp == MLP_SWIGLU) matmul_swiglu_forward(a.a, a.f, h2, w.fcw, N, C, c->ffn_dim, s);
+        else matmul_forward(&m->matmul, a.a, h2, w.fcw, w.fcb, a.f, N, C, fc_width(c), s);
     } else {
-        matmul_forward(&m->matmul, a.f, a.h2, w.fcw, w.fcb, NULL, N, C, fc_width(c), s);
+        matmul_forward(&m->matmul, a.f, h2, w.fcw, w.fcb, NULL, N, C, fc_width(c), s);
         activation_forward(m, a.a, a.f, N, !cache && !recomputes_activation(m));
     }
 }
@@ -61,15 +82,14 @@ static inline void block_forward(Model *m, int l, const floatX *x, floatX *next_
                                  const floatX *next_w, const floatX *next_b, int B, int T, const KvCache *cache) {
     Range range("block", l);
     watchdog_beat(PHASE_FORWARD, l);
-    const Config *c = &m->config;
+    const Config *c = &m->local;
     const LayerActs a = m->layers[l];
     const BlockParams w = block_params(m->weights, &m->table, l);
     const int N = B * T, C = c->channels;
-    cudaStream_t s = m->gpu.compute;
     block_inside(m, l, x, B, T, cache);
-    matmul_forward(&m->matmul, m->branch, a.a, w.fcprojw, w.fcprojb, NULL, N, c->ffn_dim, C, s);
+    const floatX *branch = project(m, a.a, w.fcprojw, w.fcprojb, N, c->ffn_dim);
     zero_wait(&m->zero, l + 2);
-    residual_norm_forward(c->norm, a.x_out, next_h, next_mean, next_rstd, a.x_mid, m->branch, next_w, next_b, N, C, c->norm_eps, s);
+    residual_norm_forward(c->norm, a.x_out, next_h, next_mean, next_rstd, a.x_mid, branch, next_w, next_b, (int)rows_here(m, (size_t)N), C, c->norm_eps, m->gpu.compute);
 }
 
 static inline const floatX *layer_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->layers[l - 1].x_out; }
@@ -77,19 +97,33 @@ static inline floatX *head_weight(const Model *m, floatX *buffer) {
     return m->config.tied ? param_pointer(buffer, &m->table, 0, ROLE_WTE) : param_pointer(buffer, &m->table, m->config.num_layers + 1, ROLE_HEADW);
 }
 
+// m->tokens (B,T) -> m->x_embedding (B,T,C)
+static inline void embed(Model *m, int B, int T, const KvCache *cache) {
+    const int N = B * T, C = m->config.channels, Vp = m->local.padded_vocab_size;
+    cudaStream_t s = m->gpu.compute;
+    const floatX *wte = param_pointer(m->weights, &m->table, 0, ROLE_WTE), *wpe = param_pointer(m->weights, &m->table, 0, ROLE_WPE);
+    if (wpe && cache) wpe += (size_t)cache->count * C;
+    if (!is_split(m)) {
+        embedding_forward(m->x_embedding, m->tokens, wte, wpe, B, T, C, 0, s);
+        return;
+    }
+    embedding_words(m->words, m->tokens, m->mesh->tp.rank * Vp, m->local.vocab_size, Vp, N, s);  // each word is one rank's, the others give zeros
+    embedding_forward(m->branch, m->words, wte, NULL, B, T, C, Vp, s);
+    const floatX *x = scatter_rows(m, m->branch, N, wpe, T);
+    cudaCheck(cudaMemcpyAsync(m->x_embedding, x, rows_here(m, (size_t)N) * C * sizeof(floatX), cudaMemcpyDeviceToDevice, s));
+}
 // m->tokens (B,T) -> m->h_final (B,T,C)
 static inline void model_forward(Model *m, int B, int T, const KvCache *cache) {
     Range range("forward");
     const Config *c = &m->config;
     const ParamTable *t = &m->table;
-    const int N = B * T, C = c->channels, L = c->num_layers;
+    const int rows = (int)rows_here(m, (size_t)B * T), C = c->channels, L = c->num_layers;
     cudaStream_t s = m->gpu.compute;
     zero_wait(&m->zero, 0);
     zero_wait(&m->zero, 1);
-    const floatX *wpe = param_pointer(m->weights, t, 0, ROLE_WPE);
-    embedding_forward(m->x_embedding, m->tokens, param_pointer(m->weights, t, 0, ROLE_WTE), wpe && cache ? wpe + (size_t)cache->count * C : wpe, B, T, C, s);
+    embed(m, B, T, cache);
     const BlockParams first = block_params(m->weights, t, 0);
-    norm_forward(c->norm, m->layers[0].h1, m->layers[0].mean1, m->layers[0].rstd1, m->x_embedding, first.ln1w, first.ln1b, N, C, c->norm_eps, s);
+    norm_forward(c->norm, m->layers[0].h1, m->layers[0].mean1, m->layers[0].rstd1, m->x_embedding, first.ln1w, first.ln1b, rows, C, c->norm_eps, s);
     for (int l = 0; l < L; l++) {
         if (l + 1 < L) {
             const LayerActs next = m->layers[l + 1];
@@ -102,19 +136,28 @@ static inline void model_forward(Model *m, int B, int T, const KvCache *cache) {
     }
 }
 
+// Losses of rows from n0 on, and the gradient of their logits, of whose columns every rank has some.
+static inline void head_losses(Model *m, int n0, int rows, float dloss, int backward) {
+    const int rank = m->mesh->tp.rank, V = m->local.vocab_size, Vp = m->local.padded_vocab_size;
+    ClassifierPart *parts = m->parts + (size_t)rank * rows;
+    classifier_parts(parts, m->logits, m->targets + n0, rank, rows, V, Vp, m->gpu.compute);
+    tp_gather(&m->tp, (float *)m->parts, (size_t)rows * (sizeof *parts / sizeof(float)));
+    classifier_ranks(m->logits, m->losses + n0, m->parts, m->targets + n0, dloss, m->mesh->tp.world, rank, rows, V, Vp, backward, m->gpu.compute);
+}
 // m->h_final, m->targets -> m->losses and, if asked, the head's own backward: its weight gradient, and the gradient of h_final in
-// m->branch. head_rows rows at a time: their logits become their own gradient, which is consumed at once.
+// m->branch: with --tp this rank's part of a sum. head_rows rows at a time: their logits become their own gradient, which is consumed at once.
 static inline void head(Model *m, int N, float dloss, int backward, int accumulate) {
     Range range("head");
-    const Config *c = &m->config;
+    const Config *c = &m->local;
     const int C = c->channels, Vp = c->padded_vocab_size;
-    const floatX *w = head_weight(m, m->weights);
+    const floatX *w = head_weight(m, m->weights), *h_all = gather_rows(m, m->h_final, N);
     cudaStream_t s = m->gpu.compute;
     for (int n0 = 0; n0 < N; n0 += m->head_rows) {
         const int rows = N - n0 < m->head_rows ? N - n0 : m->head_rows;
-        const floatX *h = m->h_final + (size_t)n0 * C;
+        const floatX *h = h_all + (size_t)n0 * C;
         matmul_forward(&m->matmul, m->logits, h, w, NULL, NULL, rows, C, Vp, s);
-        classifier(m->logits, m->losses + n0, m->targets + n0, dloss, rows, c->vocab_size, Vp, backward, s);
+        if (is_split(m)) head_losses(m, n0, rows, dloss, backward);
+        else classifier(m->logits, m->losses + n0, m->targets + n0, dloss, rows, c->vocab_size, Vp, backward, s);
         if (!backward) continue;
         matmul_backward_weight(&m->matmul, head_weight(m, m->grads), m->logits, h, rows, C, Vp, accumulate || n0 > 0, s);
         matmul_backward_input(&m->matmul, m->branch + (size_t)n0 * C, m->logits, w, NULL, rows, C, Vp, s);
@@ -128,67 +171,73 @@ static inline void head(Model *m, int N, float dloss, int backward, int accumula
 static inline void block_backward(Model *m, int l, int accumulate) {
     Range range("block backward", l);
     watchdog_beat(PHASE_BACKWARD, l);
-    const Config *c = &m->config;
+    const Config *c = &m->local;
     const LayerActs a = m->layers[l];
     const BlockParams w = block_params(m->weights, &m->table, l), g = block_params(m->grads, &m->table, l);
-    const int B = m->B, T = m->T, N = B * T, C = c->channels, F = c->ffn_dim, Q = c->num_heads * c->head_dim;
+    const int B = m->B, T = m->T, N = B * T, rows = (int)rows_here(m, (size_t)N), C = c->channels, F = c->ffn_dim, Q = c->num_heads * c->head_dim;
     cudaStream_t s = m->gpu.compute;
     Matmul *mm = &m->matmul;
     void *scratch = m->reduce_scratch;
     const int again = (int)m->options.recompute;
     const floatX *x = layer_input(m, l);
-    if (again == 2 || (again == 3 && l + 1 < c->num_layers)) norm_forward(c->norm, a.h1, a.mean1, a.rstd1, x, w.ln1w, w.ln1b, N, C, c->norm_eps, s);
+    if (again == 2 || (again == 3 && l + 1 < c->num_layers)) norm_forward(c->norm, a.h1, a.mean1, a.rstd1, x, w.ln1w, w.ln1b, rows, C, c->norm_eps, s);
     if (again == 3 && l + 1 < c->num_layers) block_inside(m, l, x, B, T, NULL);  // the last block's values are still there
     if (recomputes_activation(m)) activation_forward(m, a.a, a.f, N, 1);
-    if (again == 2) norm_forward(c->norm, a.h2, a.mean2, a.rstd2, a.x_mid, w.ln2w, w.ln2b, N, C, c->norm_eps, s);
+    if (again == 2) norm_forward(c->norm, a.h2, a.mean2, a.rstd2, a.x_mid, w.ln2w, w.ln2b, rows, C, c->norm_eps, s);
     // MLP
-    matmul_backward_weight(mm, g.fcprojw, m->dx, a.a, N, F, C, accumulate, s);
+    const floatX *dx = gather_rows(m, m->dx, N);
+    matmul_backward_weight(mm, g.fcprojw, dx, a.a, N, F, C, accumulate, s);
     const int fused = m->fuse_activation == 2, gated = c->mlp == MLP_SWIGLU;  // the activation's gradient, and GELU's bias gradient, inside the matmul
-    if (fused && gated) matmul_swiglu_backward(m->df, m->dx, w.fcprojw, a.f, N, C, F, s);
-    else matmul_backward_input(mm, m->da, fused ? g.fcb : NULL, m->dx, w.fcprojw, fused ? a.f : NULL, N, F, C, accumulate, scratch, s);
+    if (fused && gated) matmul_swiglu_backward(m->df, dx, w.fcprojw, a.f, N, C, F, s);
+    else matmul_backward_input(mm, m->da, fused ? g.fcb : NULL, dx, w.fcprojw, fused ? a.f : NULL, N, F, C, accumulate, scratch, s);
     if (gated && !fused) swiglu_backward(m->df, m->da, a.f, N, F, s);
     else if (!fused) gelu_backward(m->df, m->da, a.f, N, F, s);
-    matmul_backward_weight(mm, g.fcw, m->df, a.h2, N, C, fc_width(c), accumulate, s);
+    matmul_backward_weight(mm, g.fcw, m->df, gather_rows(m, a.h2, N), N, C, fc_width(c), accumulate, s);
     if (g.fcb && !fused) bias_backward(g.fcb, m->df, N, fc_width(c), accumulate, scratch, s);
     matmul_backward_input(mm, m->branch, m->df, w.fcw, NULL, N, C, fc_width(c), s);
-    norm_backward(c->norm, m->dx, g.ln2w, g.ln2b, g.projb, m->branch, a.x_mid, w.ln2w, a.mean2, a.rstd2, N, C, accumulate, scratch, s);
+    norm_backward(c->norm, m->dx, g.ln2w, g.ln2b, g.projb, scatter_rows(m, m->branch, N, NULL, 1), a.x_mid, w.ln2w, a.mean2, a.rstd2, rows, C, accumulate, scratch, s);
     // attention
-    matmul_backward_weight(mm, g.projw, m->dx, a.y, N, Q, C, accumulate, s);
-    matmul_backward_input(mm, m->branch, m->dx, w.projw, NULL, N, Q, C, s);
+    dx = gather_rows(m, m->dx, N);
+    matmul_backward_weight(mm, g.projw, dx, a.y, N, Q, C, accumulate, s);
+    matmul_backward_input(mm, m->branch, dx, w.projw, NULL, N, Q, C, s);
     const int slices = B * ((T + 63) / 64), fits = (size_t)slices * qkv_width(c) * sizeof(float) <= mm->workspace_bytes;
     float *sums = g.qkvb && c->position != POSITION_ROPE && fits ? (float *)mm->workspace : NULL;  // until the next matmul
     const int summed = attention_backward(m->dqkv, m->branch, a.qkv, a.y, a.lse, B, T, c->num_heads, c->num_kv_heads, c->head_dim, m->attention_scratch, s, sums);
     if (summed) bias_finish(g.qkvb, sums, slices, qkv_width(c), accumulate, s);
     if (c->position == POSITION_ROPE) rope_backward(m->dqkv, m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
-    matmul_backward_weight(mm, g.qkvw, m->dqkv, a.h1, N, C, qkv_width(c), accumulate, s);
+    matmul_backward_weight(mm, g.qkvw, m->dqkv, gather_rows(m, a.h1, N), N, C, qkv_width(c), accumulate, s);
     if (g.qkvb && !summed) bias_backward(g.qkvb, m->dqkv, N, qkv_width(c), accumulate, scratch, s);
     matmul_backward_input(mm, m->branch, m->dqkv, w.qkvw, NULL, N, C, qkv_width(c), s);
     floatX *below = l > 0 ? block_params(m->grads, &m->table, l - 1).fcprojb : NULL;
-    norm_backward(c->norm, m->dx, g.ln1w, g.ln1b, below, m->branch, x, w.ln1w, a.mean1, a.rstd1, N, C, accumulate, scratch, s);
+    norm_backward(c->norm, m->dx, g.ln1w, g.ln1b, below, scatter_rows(m, m->branch, N, NULL, 1), x, w.ln1w, a.mean1, a.rstd1, rows, C, accumulate, scratch, s);
 }
 
 // The head's backward has run: all other gradients of this micro-step. `last`: of the step, so that they are reduced.
 static inline void model_backward(Model *m, int accumulate, int last) {
     Range range("backward");
-    const Config *c = &m->config;
+    const Config *c = &m->local;
     const ParamTable *t = &m->table;
-    const int N = m->B * m->T, C = c->channels, L = c->num_layers;
+    const int N = m->B * m->T, rows = (int)rows_here(m, (size_t)N), C = c->channels, L = c->num_layers, Vp = c->padded_vocab_size;
     cudaStream_t s = m->gpu.compute;
     floatX *dwte = param_pointer(m->grads, t, 0, ROLE_WTE), *dwpe = param_pointer(m->grads, t, 0, ROLE_WPE);
     if (!accumulate) {  // the embedding adds to these
-        if (!c->tied) cudaCheck(cudaMemsetAsync(dwte, 0, (size_t)c->padded_vocab_size * C * sizeof(floatX), s));
+        if (!c->tied) cudaCheck(cudaMemsetAsync(dwte, 0, (size_t)Vp * C * sizeof(floatX), s));
         if (dwpe) cudaCheck(cudaMemsetAsync(dwpe, 0, (size_t)c->max_seq_len * C * sizeof(floatX), s));
     }
-    cudaCheck(cudaMemsetAsync(m->dx, 0, (size_t)N * C * sizeof(floatX), s));
+    cudaCheck(cudaMemsetAsync(m->dx, 0, (size_t)rows * C * sizeof(floatX), s));
     norm_backward(c->norm, m->dx, param_pointer(m->grads, t, L + 1, ROLE_LNFW), param_pointer(m->grads, t, L + 1, ROLE_LNFB),
-                  block_params(m->grads, t, L - 1).fcprojb, m->branch, layer_input(m, L), param_pointer(m->weights, t, L + 1, ROLE_LNFW), m->mean_final, m->rstd_final, N, C, accumulate, m->reduce_scratch, s);
+                  block_params(m->grads, t, L - 1).fcprojb, scatter_rows(m, m->branch, N, NULL, 1), layer_input(m, L), param_pointer(m->weights, t, L + 1, ROLE_LNFW), m->mean_final, m->rstd_final, rows, C, accumulate,
+                  m->reduce_scratch, s);
     if (last) zero_reduce(&m->zero, m->grads, L + 1);
     for (int l = L - 1; l >= 0; l--) {
         block_backward(m, l, accumulate);
         if (last) zero_reduce(&m->zero, m->grads, l + 1);
     }
-    embedding_backward(dwte, dwpe, m->dx, m->tokens, m->B, m->T, C, c->padded_vocab_size, m->reduce_scratch, s);
+    embedding_backward(dwte, dwpe, gather_rows(m, m->dx, N), is_split(m) ? m->words : m->tokens, m->B, m->T, C, Vp, is_split(m) ? Vp : 0, m->reduce_scratch, s);
     if (last) zero_reduce(&m->zero, m->grads, 0);
+    if (!last || !is_split(m)) return;
+    zero_wait_reduced(&m->zero);
+    tp_sum_copies(&m->tp, m->grads, m->copies, m->num_copied, TP_BATCH_MOST);
 }
 
 // ---- the backend's entries
@@ -222,7 +271,7 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
         loss_sum(m->loss_total, m->losses, N, share, m->gpu.compute);
         model_backward(m, micro > 0, last);
     };
-    const int meets_ranks = m->comm->world > 1 && (last || !zero_all_arrived(&m->zero));
+    const int meets_ranks = is_split(m) || (m->comm->world > 1 && (last || !zero_all_arrived(&m->zero)));
     if (!m->options.cuda_graphs || timing.on || meets_ranks) work();
     else graph_run(&m->graphs[micro > 0], num_micro, m->gpu.compute, work);
 }
@@ -230,13 +279,13 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
 void model_loss_and_norm(Model *m, float *loss, float *norm) {
     cudaStream_t s = m->gpu.compute;
     zero_wait_reduced(&m->zero);
-    if (m->comm->world == 1) global_norm_squared(m->norm_squared, m->grads, m->table.total, m->reduce_scratch, s);
-    else global_norm_squared_spans(m->norm_squared, m->grads, m->shards, m->table.num_units, m->reduce_scratch, s);
+    if (m->mesh->job.world == 1) global_norm_squared(m->norm_squared, m->grads, m->table.total, m->reduce_scratch, s);
+    else global_norm_squared_spans(m->norm_squared, m->grads, m->shards, m->num_shards, m->reduce_scratch, s);
     cudaCheck(cudaMemcpyAsync(&m->host_scalars[0], m->loss_total, sizeof(float), cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaMemcpyAsync(&m->host_scalars[1], m->norm_squared, sizeof(float), cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaStreamSynchronize(s));  // the one wait of a step
     *loss = (float)comm_sum(m->comm, m->host_scalars[0]);
-    *norm = (float)sqrt(comm_sum(m->comm, m->host_scalars[1]));
+    *norm = (float)sqrt(comm_sum(&m->mesh->job, m->host_scalars[1]));
 }
 
 void model_update(Model *m, const AdamWParams *p) {

@@ -1,4 +1,5 @@
 // The model's buffers on one GPU: what is allocated, how it is opened, and how parameters and states come and go. model.cuh computes.
+// With --tp (tp.h) all sizes are this rank's: table and `local` say so.
 #ifndef LLMC_MODEL_BUFFERS_CUH
 #define LLMC_MODEL_BUFFERS_CUH
 
@@ -13,6 +14,7 @@
 #include "mfu.h"
 #include "rope.cuh"
 #include "rope_table.h"
+#include "tp.cuh"
 #include "zero.cuh"
 
 // A layer's weights or gradients: pointers into one parameter buffer; NULL where the family has none.
@@ -21,15 +23,19 @@ typedef struct {
 } BlockParams;
 
 struct Model {
-    Config config;
-    ParamTable table;
+    Config config, local;    // the whole model's; with the sizes of this rank
+    ParamTable table;        // of this rank
     Options options;
     const Mesh *mesh;
     const Comm *comm;        // the mesh's data-parallel group
+    int spread;              // ranks that the rows of the residual stream are spread over: the tensor-parallel group, but 1 while decoding
     Gpu gpu;
     Memory memory;
     Matmul matmul;
     Zero zero;
+    Tp tp;
+    TpCopy *copies;          // tp: in host memory; gradients that ranks of the group have parts of,
+    size_t num_copied;       // so many elements
     Graph graphs[2];         // of the first micro-step of a step, and of those that follow
     int B, T;                // largest micro-step
     int fuse_activation;     // GELU or SwiGLU in the matmul: 0 no, 1 forward, 2 forward and backward
@@ -38,7 +44,8 @@ struct Model {
     floatX *weights, *grads;
     float *master;           // NULL in fp32 builds and with --master-weights 0. ZeRO 1: this rank's pieces, unit after unit
     void *m, *v;             // the same; fp32 or bf16
-    Span *shards;            // (units) of the gradients, this rank's pieces: what it adds to the norm
+    Span *shards;            // of the gradients, this rank's pieces: what it adds to the norm
+    int num_shards;
     void *snapshots[NUM_SLOTS];  // --save-async: pinned copies of this rank's shards of a slot, unit after unit
     float *reduce_staging;   // --reduce-dtype fp32: a unit's gradients, widened
     AdamChunk *chunks;
@@ -55,6 +62,8 @@ struct Model {
     void *attention_scratch, *reduce_scratch, *matmul_workspace;
     // tokens and losses
     int *tokens, *targets, *host_tokens;  // host: two slots of (inputs, targets)
+    int *words;              // tp: tokens as rows of this rank's embedding
+    ClassifierPart *parts;   // tp: (ranks, head_rows)
     cudaEvent_t copied[2];
     int slot;
     float *losses, *loss_total, *norm_squared, *host_scalars;
@@ -80,6 +89,8 @@ static inline BlockParams block_params(floatX *buffer, const ParamTable *t, int 
 
 // ---- buffers
 
+static inline int is_split(const Model *m) { return m->mesh->tp.world > 1; }
+static inline size_t rows_here(const Model *m, size_t N) { return N / (size_t)m->spread; }  // of the residual stream
 static inline int reduces_wide(const Model *m) { return !strcmp(m->options.reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float); }
 static inline int bf16_states(const Model *m) { return !strcmp(m->options.state_dtype, "bf16"); }
 static inline int has_master(const Model *m) { return sizeof(floatX) != sizeof(float) && m->options.master_weights && !forward_only(&m->options); }
@@ -101,10 +112,45 @@ int model_slot_is_bf16(const Model *m, Slot s) {
 }
 static inline size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? sizeof(__nv_bfloat16) : sizeof(float); }  // of an element
 
+// The parts of the gradients that this rank adds to the norm: its shards, but for copies that another rank of its tensor-parallel group
+// counts. Each begins on 16 bytes and fills them. out NULL: how many.
+static inline int norm_spans(const Model *m, Span *out) {
+    Span spans[TP_MAX_SPANS];
+    int count = 0;
+    for (int u = 0; u < m->table.num_units; u++) {
+        const int n = tp_counted(m->comm, &m->table, u, spans);
+        for (int i = 0; i < n; i++) assert(spans[i].begin % 8 == 0 && spans[i].count % 8 == 0);
+        if (out) memcpy(out + count, spans, (size_t)n * sizeof(Span));
+        count += n;
+    }
+    return count;
+}
+// Gradients that ranks of the tensor-parallel group have copies of.
+static inline int model_copies(const Model *m, TpCopy *out, size_t *total) {
+    Span *owned = (Span *)malloc_or_die((size_t)m->table.num_units * sizeof(Span));
+    for (int u = 0; u < m->table.num_units; u++) owned[u] = model_owned(m, SLOT_GRAD, u);
+    const int count = tp_list_copies(m->mesh, &m->table, owned, TP_BATCH_MOST, out, total);
+    free(owned);
+    return count;
+}
+
+// What a tensor-parallel group needs besides.
+static inline void model_request_tp(Model *m, Memory *memory, int B, int T) {
+    const size_t N = (size_t)B * T, ranks = (size_t)m->mesh->tp.world;
+    size_t copied;
+    const int copies = model_copies(m, NULL, &copied);
+    memory_request(memory, &m->tp.gathered, "tensor parallel", "all rows, or parts of a sum (B,T,C)", N * m->local.channels);
+    memory_request(memory, &m->words, "tensor parallel", "words (B,T)", N);
+    memory_request(memory, &m->parts, "tensor parallel", "classifier's sums (ranks,rows,3)", ranks * head_rows(&m->options, B, T));
+    if (forward_only(&m->options)) return;
+    memory_request(memory, &m->tp.batch, "tensor parallel", "gradients of copies", ranks * (copied < TP_BATCH_MOST ? copied : (size_t)TP_BATCH_MOST));
+    memory_request(memory, &m->tp.copies, "tensor parallel", "table of copies", (size_t)copies);
+}
+
 // Names every buffer of a run with micro-steps of (B, T).
 static inline void model_request(Model *m, Memory *memory, int B, int T) {
-    const Config *c = &m->config;
-    const size_t N = (size_t)B * T, C = (size_t)c->channels, L = (size_t)c->num_layers, total = m->table.total;
+    const Config *c = &m->local;
+    const size_t N = (size_t)B * T, rows = rows_here(m, N), C = (size_t)c->channels, L = (size_t)c->num_layers, total = m->table.total;
     const size_t states = states_are_sharded(m) ? total / (size_t)m->comm->world : total;
     const int recompute = (int)m->options.recompute;
     const size_t inside = recompute >= 3 ? 1 : L;  // layers whose inner values are alive together
@@ -116,7 +162,7 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
     if (trains) memory_request(memory, (char **)&m->m, "optimiser", bf16_states(m) ? "AdamW m, bf16" : "AdamW m", states * slot_bytes(m, SLOT_M));
     if (trains) memory_request(memory, (char **)&m->v, "optimiser", bf16_states(m) ? "AdamW v, bf16" : "AdamW v", states * slot_bytes(m, SLOT_V));
     memory_request(memory, &m->chunks, "optimiser", "chunk table", m->num_chunks);
-    memory_request(memory, &m->shards, "optimiser", "shard table", (size_t)m->table.num_units);
+    memory_request(memory, &m->shards, "optimiser", "shard table", (size_t)norm_spans(m, NULL));
     if (trains && m->options.save_every && m->options.save_async) {
         const size_t shards = total / (size_t)m->comm->world;
         memory_request_pinned(memory, (floatX **)&m->snapshots[SLOT_WEIGHT], "optimiser", "copy of weights, to be saved", shards);
@@ -124,22 +170,22 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
         memory_request_pinned(memory, (char **)&m->snapshots[SLOT_V], "optimiser", "copy of v, to be saved", shards * slot_bytes(m, SLOT_V));
         if (has_master(m)) memory_request_pinned(memory, (float **)&m->snapshots[SLOT_MASTER], "optimiser", "copy of masters, to be saved", shards);
     }
-    memory_request(memory, &m->x_embedding, "activations", "embedding (B,T,C)", N * C);
-    memory_request(memory, &m->saved_x, "activations", recompute >= 3 ? "residuals (L+1,B,T,C)" : "residuals (L,2,B,T,C)", (L + inside) * N * C);
-    memory_request(memory, &m->saved_layer, "activations", recompute >= 3 ? "qkv, y, f, recomputed" : "qkv, y, f, h, a of all layers", inside * saved_layer_size(c, N, recompute));
+    memory_request(memory, &m->x_embedding, "activations", "embedding (B,T,C)", rows * C);
+    memory_request(memory, &m->saved_x, "activations", recompute >= 3 ? "residuals (L+1,B,T,C)" : "residuals (L,2,B,T,C)", (L + inside) * rows * C);
+    memory_request(memory, &m->saved_layer, "activations", recompute >= 3 ? "qkv, y, f, recomputed" : "qkv, y, f, h, a of all layers", inside * saved_layer_size(c, N, rows, recompute));
     if (recompute >= 1) memory_request(memory, &m->shared_a, "activations", "a (B,T,F), recomputed", N * c->ffn_dim);
-    if (recompute >= 2) memory_request(memory, &m->shared_h, "activations", "h1, h2 (2,B,T,C), recomputed", 2 * N * C);
-    memory_request(memory, &m->saved_stats, "activations", recompute >= 3 ? "lse, mean, 1/std, recomputed" : "lse, mean, 1/std of all layers", inside * stats_size(c, N));
-    memory_request(memory, &m->h_final, "activations", "final norm (B,T,C)", N * C);
-    memory_request(memory, &m->mean_final, "activations", "final mean (B,T)", N);
-    memory_request(memory, &m->rstd_final, "activations", "final 1/std (B,T)", N);
+    if (recompute >= 2) memory_request(memory, &m->shared_h, "activations", "h1, h2 (2,B,T,C), recomputed", 2 * rows * C);
+    memory_request(memory, &m->saved_stats, "activations", recompute >= 3 ? "lse, mean, 1/std, recomputed" : "lse, mean, 1/std of all layers", inside * stats_size(c, N, rows));
+    memory_request(memory, &m->h_final, "activations", "final norm (B,T,C)", rows * C);
+    memory_request(memory, &m->mean_final, "activations", "final mean (B,T)", rows);
+    memory_request(memory, &m->rstd_final, "activations", "final 1/std (B,T)", rows);
     if (c->position == POSITION_ROPE) memory_request(memory, &m->cos_sin, "activations", "rope table (T,HD/2,2)", (size_t)T * c->head_dim);
     memory_request(memory, &m->region, "scratch", "logits, or a block's backward", region_plan(c, &m->options, B, T).bytes);
     memory_alias(memory, &m->logits, "scratch", m->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)", &m->region, head_rows(&m->options, B, T) * c->padded_vocab_size);
     memory_alias(memory, &m->dqkv, "scratch", "dqkv; df, da, attention follow", &m->region, N * qkv_width(c));
-    memory_request(memory, &m->dx, "scratch", "residual gradient (B,T,C)", N * C);
+    memory_request(memory, &m->dx, "scratch", "residual gradient (B,T,C)", rows * C);
     memory_request(memory, &m->branch, "scratch", "branch and its gradient (B,T,C)", N * C);
-    memory_request(memory, (char **)&m->reduce_scratch, "scratch", "partial sums, sorting", reduce_scratch_bytes(c, B, T));
+    memory_request(memory, (char **)&m->reduce_scratch, "scratch", "partial sums, sorting", reduce_scratch_bytes(c, B, T, is_split(m), norm_spans(m, NULL)));
     memory_request(memory, (char **)&m->matmul_workspace, "scratch", "matmul workspace", MATMUL_WORKSPACE_BYTES);
     memory_request(memory, &m->tokens, "tokens", "inputs (B,T)", N);
     memory_request(memory, &m->targets, "tokens", "targets (B,T)", N);
@@ -149,6 +195,7 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
     memory_request_pinned(memory, &m->host_tokens, "tokens", "two slots of inputs, targets", 4 * N);
     memory_request_pinned(memory, &m->host_scalars, "tokens", "loss, norm", 2);
     memory_request_pinned(memory, &m->host_floats, "tokens", "losses", N);
+    if (is_split(m)) model_request_tp(m, memory, B, T);
 }
 
 static inline size_t model_bytes(const Model *m, const Options *o, int B) {
@@ -186,8 +233,8 @@ static void model_memory_hint(char *text, size_t size, size_t free_bytes, const 
 
 // Cuts the saved buffers into layers.
 static inline void model_place_layers(Model *m) {
-    const Config *c = &m->config;
-    const size_t N = (size_t)m->B * m->T, C = (size_t)c->channels;
+    const Config *c = &m->local;
+    const size_t N = (size_t)m->B * m->T, rows = rows_here(m, N), C = (size_t)c->channels;
     const int recompute = (int)m->options.recompute;
     m->layers = (LayerActs *)malloc_or_die((size_t)c->num_layers * sizeof(LayerActs));
     floatX *next = m->saved_layer, *x = m->saved_x;
@@ -196,38 +243,41 @@ static inline void model_place_layers(Model *m) {
         LayerActs *a = &m->layers[l];
         if (recompute >= 3 && l > 0) {  // all but x'' are those of layer 0
             *a = m->layers[0];
-            a->x_out = x;            x += N * C;
+            a->x_out = x;            x += rows * C;
             continue;
         }
-        a->x_mid = x;                x += N * C;
-        a->x_out = x;                x += N * C;
+        a->x_mid = x;                x += rows * C;
+        a->x_out = x;                x += rows * C;
         a->qkv = next;               next += N * qkv_width(c);
         a->y = next;                 next += N * c->num_heads * c->head_dim;
         a->f = next;                 next += N * fc_width(c);
         a->a = recompute >= 1 ? m->shared_a : next;            next += recompute >= 1 ? 0 : N * c->ffn_dim;
-        a->h1 = recompute >= 2 ? m->shared_h : next;           next += recompute >= 2 ? 0 : N * C;
-        a->h2 = recompute >= 2 ? m->shared_h + N * C : next;   next += recompute >= 2 ? 0 : N * C;
+        a->h1 = recompute >= 2 ? m->shared_h : next;           next += recompute >= 2 ? 0 : rows * C;
+        a->h2 = recompute >= 2 ? m->shared_h + rows * C : next;   next += recompute >= 2 ? 0 : rows * C;
         a->lse = stats;              stats += N * c->num_heads;
-        a->mean1 = stats;            stats += N;
-        a->rstd1 = stats;            stats += N;
-        a->mean2 = stats;            stats += N;
-        a->rstd2 = stats;            stats += N;
+        a->mean1 = stats;            stats += rows;
+        a->rstd1 = stats;            stats += rows;
+        a->mean2 = stats;            stats += rows;
+        a->rstd2 = stats;            stats += rows;
     }
 }
 
-// What this rank updates, in pieces of ADAM_CHUNK elements of one tensor; the padding between units is never touched.
+// What this rank updates, in pieces of ADAM_CHUNK elements of one tensor; the padding between units is never touched. Where something is rounded
+// stochastically, a piece's elements are neighbours in the whole tensor too.
 static inline int adam_chunks(const Model *m, AdamChunk *out) {
+    const int by_runs = is_split(m) && (bf16_states(m) || (sizeof(floatX) == 2 && !has_master(m)));
     int count = 0;
     for (int i = 0; i < m->table.count; i++) {
         const Param *p = &m->table.params[i];
         const Span mine = span_overlap(model_owned(m, SLOT_M, p->unit), p->offset, p->size);
-        for (size_t at = mine.begin; at < mine.begin + mine.count; at += ADAM_CHUNK, count++) {
+        for (size_t at = mine.begin, n; at < mine.begin + mine.count; at += n, count++) {
+            const size_t left = mine.begin + mine.count - at, element = at - p->offset;
+            n = left < (size_t)ADAM_CHUNK ? left : (size_t)ADAM_CHUNK;
+            if (by_runs) n = param_run(p, element, n);
             if (!out) continue;
-            const size_t left = mine.begin + mine.count - at;
-            out[count].weight_offset = at;
-            out[count].state_offset = state_at(m, p->unit, at);
-            out[count].count = (int)(left < (size_t)ADAM_CHUNK ? left : (size_t)ADAM_CHUNK);
-            out[count].decay = p->decay;
+            const ParamPart *part = param_part_at(p, element);
+            const AdamChunk chunk = {at, state_at(m, p->unit, at), p->whole_offset + (part ? param_whole(p, part, element) : element), (int)n, p->decay};
+            out[count] = chunk;
         }
     }
     return count;
@@ -254,10 +304,17 @@ static inline void upload_tables(Model *m) {
     for (int i = 0; i < m->num_chunks; i++) m->num_updated += (size_t)chunks[i].count;
     upload(m, m->chunks, chunks, (size_t)m->num_chunks * sizeof(AdamChunk));
     free(chunks);
-    Span *shards = (Span *)malloc_or_die((size_t)m->table.num_units * sizeof(Span));
-    for (int u = 0; u < m->table.num_units; u++) shards[u] = shard_of(m, u);
-    upload(m, m->shards, shards, (size_t)m->table.num_units * sizeof(Span));
+    m->num_shards = norm_spans(m, NULL);
+    Span *shards = (Span *)malloc_or_die((size_t)m->num_shards * sizeof(Span));
+    norm_spans(m, shards);
+    upload(m, m->shards, shards, (size_t)m->num_shards * sizeof(Span));
     free(shards);
+    const int copies = is_split(m) && !forward_only(&m->options) ? model_copies(m, NULL, &m->num_copied) : 0;
+    if (copies) {
+        m->copies = (TpCopy *)malloc_or_die((size_t)copies * sizeof(TpCopy));
+        model_copies(m, m->copies, &m->num_copied);
+        upload(m, m->tp.copies, m->copies, (size_t)copies * sizeof(TpCopy));
+    }
     if (c->position == POSITION_ROPE) upload_rope_table(m, m->cos_sin, m->T);
 }
 
@@ -265,22 +322,27 @@ void model_identify(HandshakeRecord *r) { gpu_identify(r->local_rank, r->device,
 
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     const Comm *comm = &mesh->dp;
-    comm_require(&mesh->job, mesh->tp.world == 1, "--tp %d: tensor parallelism is not built for GPUs yet\nleave --tp out; the CPU trainer train_gpt2 has it", mesh->tp.world);
     memset(m, 0, sizeof *m);
     m->config = *c;
     m->options = *o;
     m->mesh = mesh;
     m->comm = comm;
-    m->table = params_table(c);
     m->B = (int)o->batch_size;
     m->T = (int)o->seq_len;
+    tp_check(&mesh->job, c, mesh->tp.world, (int64_t)m->B * m->T);
+    tp_require_one_host(mesh);
+    m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
+    m->local = tp_config(c, &mesh->tp);
+    m->spread = mesh->tp.world;
+    c = &m->local;
     require(!strcmp(o->reduce_dtype, "fp32") || !strcmp(o->reduce_dtype, "bf16"), "unknown --reduce-dtype '%s'\nuse fp32 or bf16", o->reduce_dtype);
     m->gpu = gpu_open(comm->local_rank);
     m->num_chunks = adam_chunks(m, NULL);
-    model_request(m, &m->memory, m->B, m->T);
-    memory_allocate(&m->memory, comm->rank == 0, model_memory_hint, m);
-    const RegionPlan r = region_plan(c, o, m->B, m->T);
     m->head_rows = (int)head_rows(o, m->B, m->T);
+    m->tp = tp_open(&mesh->tp, m->gpu.compute);
+    model_request(m, &m->memory, m->B, m->T);
+    memory_allocate(&m->memory, mesh->job.rank == 0, model_memory_hint, m);
+    const RegionPlan r = region_plan(c, o, m->B, m->T);
     m->df = (floatX *)(m->region + r.df);
     m->da = c->mlp == MLP_SWIGLU ? (floatX *)(m->region + r.da) : m->df;  // GELU's gradient is computed in place
     m->attention_scratch = m->region + r.attention;
@@ -299,6 +361,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
 void model_close(Model *m) {
     cudaCheck(cudaDeviceSynchronize());
     zero_close(&m->zero);
+    tp_close(&m->tp);
     for (int i = 0; i < 2; i++) {
         graph_close(&m->graphs[i]);
         cudaCheck(cudaEventDestroy(m->copied[i]));
@@ -307,6 +370,7 @@ void model_close(Model *m) {
     memory_free(&m->memory);
     memory_free(&m->cache.memory);
     free(m->layers);
+    free(m->copies);
     params_free(&m->table);
     gpu_close(&m->gpu);
 }

@@ -67,13 +67,13 @@ INT(gelu_fusion, "gelu-fusion", "ge", -1, -1, 2, "GELU or SwiGLU inside the matm
 INT(recompute, "recompute", "r", 0, 0, 3, "less memory, more time: 0 keep all, 1 recompute the activation function, 2 and the norms, 3 whole blocks") \
 INT(head_chunks, "head-chunks", "", 0, 0, 1 << 20, "parts, up to --seq-len, in which the LM head runs: 1/N of the logits in memory (0: 1 on a GPU; on a CPU what fits 256 MiB)") \
 INT(autotune, "autotune", "", 1, 0, 1, "time cuBLASLt's candidates at start; 0: take its first choice") \
-INT(cuda_graphs, "cuda-graphs", "", 1, 0, 1, "on a GPU: launch a micro-step as one CUDA graph, but those that are timed or meet other ranks; 0: kernel by kernel") \
+INT(cuda_graphs, "cuda-graphs", "", 1, 0, 1, "on a GPU: launch a micro-step as one CUDA graph, but those that are timed or meet other ranks (with --tp all do); 0: kernel by kernel") \
 SECTION("processes") \
 INT(timing, "timing", "", 0, 0, 1 << 30, "print where the time goes, of every N-th step (0: never)") \
 INT(threads, "threads", "", 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
 FLT(timeout, "timeout", "", 300, 0, 1e9, "seconds without progress after which every rank reports and ends (0: never; 4 times as long until the first step is done)") \
 INT(zero_stage, "zero-stage", "z", 0, 0, 3, "shard optimiser states over ranks: 0 no, 1 yes (2 and 3 are not built yet)") \
-INT(tp, "tp", "", 1, 1, 128, "tensor parallelism: N neighbouring ranks hold one model together (train_gpt2 only so far)") \
+INT(tp, "tp", "", 1, 1, 128, "tensor parallelism: N neighbouring ranks hold one model together") \
 STR(reduce_dtype, "reduce-dtype", "", "bf16", "what ranks add gradients in, on GPUs: bf16, or fp32 for one rounding in all (twice the bytes)") \
 STR(init_method, "init-method", "pi|pm", "mpi", "how ranks find each other: mpi (llm.c's tcp and fs are not supported)") \
 INT(num_processes, "num-processes", "pn", 1, 1, 1 << 20, "llm.c's; mpirun sets it") \

@@ -40,6 +40,18 @@ static inline void tp_check(const Comm *job, const Config *c, int tp, int64_t ro
     comm_require(job, c->ffn_dim % (8 * tp) == 0, "an MLP of width %d does not divide over --tp %d ranks in multiples of 8\nuse another --tp", c->ffn_dim, tp);
     comm_require(job, rows % tp == 0, "a micro-step of %lld tokens does not divide over --tp %d ranks\nuse another --batch-size or --seq-len", (long long)rows, tp);
 }
+// GPUs of a group write into each other's memory or exchange so much that a network between them would be all that one sees of them.
+static inline void tp_require_one_host(const Mesh *m) {
+    const Comm *tp = &m->tp;
+    if (tp->world == 1) return;
+    char (*hosts)[sizeof tp->host] = (char (*)[sizeof tp->host])malloc_or_die((size_t)tp->world * sizeof *hosts);
+    int apart = 0;
+    comm_gather_all(tp, tp->host, sizeof *hosts, hosts);
+    for (int r = 1; r < tp->world; r++) apart |= strcmp(hosts[r], hosts[0]) != 0;
+    free(hosts);
+    apart = comm_or(&m->job, apart);
+    comm_require(&m->job, !apart, "a group of --tp %d ranks lies on several hosts\nuse a --tp that divides the number of ranks on each host, and place neighbouring ranks together", tp->world);
+}
 // The sizes of one rank's share. Channels stay: the residual stream is split by rows.
 static inline Config tp_config(const Config *c, const Comm *tp) {
     Config local = *c;

@@ -42,7 +42,7 @@ template <typename S> static void check_adamw(int with_master, int step) {
     AdamChunk chunks[NUM];
     size_t n = 16, states = 8;
     for (int i = 0; i < NUM; i++) {
-        AdamChunk c = {n, states, counts[i], i % 3 != 1};
+        AdamChunk c = {n, states, 8 * (size_t)i + 3 * n, counts[i], i % 3 != 1};  // as of a larger model
         chunks[i] = c;
         n += round_up(counts[i], 8) + 24;
         states += round_up(counts[i], 8);
@@ -67,8 +67,8 @@ template <typename S> static void check_adamw(int with_master, int step) {
     for (int i = 0; i < NUM; i++) {
         const size_t w = chunks[i].weight_offset, s = chunks[i].state_offset, count = (size_t)chunks[i].count;
         float *to = with_master ? master + s : weight + w;
-        oracle<S>(to, m + s, v + s, grad + w, count, chunks[i].decay ? settings : no_decay, step, seed, w);
-        for (size_t k = 0; k < count; k++) weight[w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed, w + k);
+        oracle<S>(to, m + s, v + s, grad + w, count, chunks[i].decay ? settings : no_decay, step, seed, chunks[i].key);
+        for (size_t k = 0; k < count; k++) weight[w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed, chunks[i].key + k);
     }
     // The last bit of an fp32 sum may tip a stochastic rounding: a few bf16 numbers may differ by one step.
     const double states_error = sizeof(S) == 2 ? 2e-4 : 1e-6, states_worst = sizeof(S) == 2 ? 1e-2 : 64e-6;
@@ -90,10 +90,10 @@ template <typename S> static void check_exact(int with_master, int of_weights) {
     const Settings a = {of_weights ? 1.0f / 1024 : 0, 0.5f, 0.75f, 0, 0.125f, 1};
     const uint64_t seed = rand_u64(ladder.seed, 3, ladder.draws++);
     const int step = of_weights ? 1 : 4;
-    const size_t base = ((size_t)1 << 32) - 2 * ROOM - ADAM_CHUNK / 2;
+    const size_t base = ((size_t)1 << 32) - 2 * ROOM - ADAM_CHUNK / 2, part = 3 * 8;  // part: of a model that ranks share, further on
     AdamChunk chunks[NUM];
     for (int i = 0; i < NUM; i++) {
-        AdamChunk c = {base + (size_t)i * ROOM + 8, (size_t)i * ROOM, ADAM_CHUNK - 3 * i, 1};
+        AdamChunk c = {base + (size_t)i * ROOM + 8, (size_t)i * ROOM, base + part + (size_t)i * ROOM + 8, ADAM_CHUNK - 3 * i, 1};
         chunks[i] = c;
     }
     float *start[4], *weight[2], *master[2], *m[2], *v[2];  // of the two seeds
@@ -116,8 +116,8 @@ template <typename S> static void check_exact(int with_master, int of_weights) {
         for (int i = 0; i < NUM; i++) {
             const size_t w = chunks[i].weight_offset - base, s = chunks[i].state_offset, count = (size_t)chunks[i].count;
             float *to = with_master ? master[other] + s : weight[other] + w;
-            oracle<S>(to, m[other] + s, v[other] + s, start[3] + w, count, a, step, seed + other, base + w);
-            for (size_t k = 0; k < count; k++) weight[other][w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed + other, base + w + k);
+            oracle<S>(to, m[other] + s, v[other] + s, start[3] + w, count, a, step, seed + other, base + part + w);
+            for (size_t k = 0; k < count; k++) weight[other][w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed + other, base + part + w + k);
         }
     }
     const struct { const char *name; const float *got, *const *expected; int random; } results[] = {
@@ -141,7 +141,7 @@ static void check_rounding(void) {
     enum { NUM = 128, N = NUM * ADAM_CHUNK };
     AdamChunk chunks[NUM];
     for (int i = 0; i < NUM; i++) {
-        AdamChunk c = {(size_t)i * ADAM_CHUNK, (size_t)i * ADAM_CHUNK, ADAM_CHUNK, 0};
+        AdamChunk c = {(size_t)i * ADAM_CHUNK, (size_t)i * ADAM_CHUNK, (size_t)i * ADAM_CHUNK, ADAM_CHUNK, 0};
         chunks[i] = c;
     }
     float *ones = host_new<float>(N), *zeros = host_new<float>(N);
@@ -160,7 +160,7 @@ static void check_rounding(void) {
 // A gradient of NaN or infinity must not end as an ordinary weight.
 template <typename S> static void check_nan(int with_master) {
     ladder_case("NaN, %s master, states %s", with_master ? "with" : "no", state_name<S>());
-    AdamChunk chunk = {0, 0, 64, 1};
+    AdamChunk chunk = {0, 0, 0, 64, 1};
     float *x = host_normal(64, 1.0f), *v = host_new<float>(64);
     const float bad[] = {NAN, INFINITY, -INFINITY};
     for (int i = 0; i < 64; i++) v[i] = 1;
@@ -181,7 +181,7 @@ template <typename S> static void bench_adamw(const char *name, size_t n, int wi
     AdamChunk *chunks = host_new<AdamChunk>(num);
     for (int i = 0; i < num; i++) {
         size_t at = (size_t)i * ADAM_CHUNK;
-        AdamChunk c = {at, at, (int)(n - at < ADAM_CHUNK ? n - at : ADAM_CHUNK), 1};
+        AdamChunk c = {at, at, at, (int)(n - at < ADAM_CHUNK ? n - at : ADAM_CHUNK), 1};
         chunks[i] = c;
     }
     AdamChunk *d_chunks = upload_chunks(chunks, num);

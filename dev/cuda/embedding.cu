@@ -42,11 +42,11 @@ static void check_embedding(int B, int T, int C, int Vp, double skew, int positi
     float *wte = host_normal(wte_size, 0.02f), *wpe = host_normal(wpe_size, 0.02f), *out = host_new<float>(N * C);
     floatX *d_wte = upload<floatX>(wte, wte_size), *d_wpe = positions ? upload<floatX>(wpe, wpe_size) : NULL, *d_out = device_new<floatX>(N * C);
     embedding_forward_cpu(out, tokens, wte, positions ? wpe : NULL, B, T, C);
-    embedding_forward(d_out, d_tokens, d_wte, d_wpe, B, T, C, stream);
+    embedding_forward(d_out, d_tokens, d_wte, d_wpe, B, T, C, 0, stream);
     check("out", d_out, out, N, C, bound(4e-3, 1e-7), bound(5e-3, 1e-6));
 
     // Gradients are added to what is there: here the (random) weights.
-    const size_t scratch_bytes = embedding_backward_scratch_bytes(B, T, Vp);
+    const size_t scratch_bytes = embedding_backward_scratch_bytes(B, T, Vp, 0);
     float *dout = host_normal(N * C, 0.1f, 0.02f);
     floatX *d_dout = upload<floatX>(dout, N * C), *d_dwte = device_new<floatX>(wte_size), *d_dwpe = positions ? device_new<floatX>(wpe_size) : NULL;
     char *scratch = device_new<char>(scratch_bytes);
@@ -54,13 +54,55 @@ static void check_embedding(int B, int T, int C, int Vp, double skew, int positi
         cudaCheck(cudaMemcpyAsync(d_dwte, d_wte, wte_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
         if (positions) cudaCheck(cudaMemcpyAsync(d_dwpe, d_wpe, wpe_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
-        embedding_backward(d_dwte, d_dwpe, d_dout, d_tokens, B, T, C, Vp, scratch, stream);
+        embedding_backward(d_dwte, d_dwpe, d_dout, d_tokens, B, T, C, Vp, 0, scratch, stream);
     };
     run();
     embedding_backward_cpu(wte, positions ? wpe : NULL, dout, tokens, B, T, C);
     check("dwte", d_dwte, wte, Vp, C, bound(4e-3, 2e-5), bound(5e-3, 1e-3));
     if (positions) check("dwpe", d_dwpe, wpe, T, C, bound(4e-3, 1e-6), bound(5e-3, 1e-4));
     check_same_bits("dwte, dwpe", {{d_dwte, wte_size * sizeof(floatX)}, {d_dwpe, wpe_size * sizeof(floatX)}}, run);
+}
+
+// V words shared by ranks, Vp rows each, of which the last ones may have none that is a word: one rank after the other.
+static void check_ranks(int B, int T, int C, int V, int Vp, int ranks, double skew, int positions) {
+    ladder_case("%d ranks, B=%d T=%d C=%d V=%d Vp=%d skew %g%s", ranks, B, T, C, V, Vp, skew, positions ? "" : " no wpe");
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t N = (size_t)B * T, wte_size = (size_t)Vp * C, wpe_size = positions ? (size_t)T * C : 0, scratch_bytes = embedding_backward_scratch_bytes(B, T, Vp, Vp);
+    int *tokens = random_tokens(N, V, skew), *d_tokens = upload_ints(tokens, N), *d_words = device_new<int>(N), *words = host_new<int>(N), *mine = host_new<int>(N), known = 0;
+    float *dout = host_normal(N * C, 0.1f, 0.02f), *wte = host_normal(wte_size, 0.02f), *wpe = host_normal(wpe_size, 0.02f), *out = host_new<float>(N * C);
+    floatX *d_dout = upload<floatX>(dout, N * C), *d_wte = upload<floatX>(wte, wte_size), *d_wpe = positions ? upload<floatX>(wpe, wpe_size) : NULL;
+    floatX *d_out = device_new<floatX>(N * C), *d_dwte = device_new<floatX>(wte_size), *d_dwpe = positions ? device_new<floatX>(wpe_size) : NULL;
+    char *scratch = device_new<char>(scratch_bytes);
+    for (int r = 0; r < ranks; r++) {
+        const int left = V - r * Vp, count = left < 0 ? 0 : left < Vp ? left : Vp;
+        size_t wrong = 0;
+        embedding_words(d_words, d_tokens, r * Vp, count, Vp, (int)N, stream);
+        cudaCheck(cudaStreamSynchronize(stream));
+        cudaCheck(cudaMemcpy(words, d_words, N * sizeof(int), cudaMemcpyDeviceToHost));
+        for (size_t i = 0; i < N; i++) {
+            mine[i] = tokens[i] / Vp == r ? tokens[i] % Vp : -1;
+            wrong += words[i] != (mine[i] < 0 ? Vp : mine[i]);
+            known += mine[i] >= 0;
+        }
+        check_true(wrong == 0, "rank %d: %zu words wrong", r, wrong);
+        embedding_forward_cpu(out, mine, wte, NULL, B, T, C);
+        poison(d_out, N * C);
+        embedding_forward(d_out, d_words, d_wte, NULL, B, T, C, Vp, stream);
+        check("out", d_out, out, N, C, 1e-7, 1e-6);
+        float *dwte = host_copy(wte, wte_size), *dwpe = positions ? host_copy(wpe, wpe_size) : NULL;
+        auto run = [&] {
+            cudaCheck(cudaMemcpyAsync(d_dwte, d_wte, wte_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+            if (positions) cudaCheck(cudaMemcpyAsync(d_dwpe, d_wpe, wpe_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+            cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
+            embedding_backward(d_dwte, d_dwpe, d_dout, d_words, B, T, C, Vp, Vp, scratch, stream);
+        };
+        run();
+        embedding_backward_cpu(dwte, dwpe, dout, mine, B, T, C);
+        check("dwte", d_dwte, dwte, Vp, C, bound(4e-3, 2e-5), bound(5e-3, 1e-3));
+        if (positions) check("dwpe", d_dwpe, dwpe, T, C, bound(4e-3, 1e-6), bound(5e-3, 1e-4));
+        check_same_bits("dwte, dwpe", {{d_dwte, wte_size * sizeof(floatX)}, {d_dwpe, wpe_size * sizeof(floatX)}}, run);
+    }
+    check_true(known == (int)N, "%d of %zu words are some rank's", known, N);
 }
 
 static void bench_embedding(const char *name, int B, int T, int C, int Vp, double skew, int positions) {
@@ -72,11 +114,11 @@ static void bench_embedding(const char *name, int B, int T, int C, int Vp, doubl
     for (size_t i = 0; i < N; i++) used += !seen[tokens[i]]++;
     floatX *wte = device_normal<floatX>((size_t)Vp * C, 0.02f), *wpe = positions ? device_normal<floatX>((size_t)T * C, 0.02f) : NULL;
     floatX *out = device_normal<floatX>(N * C, 0.02f);
-    char *scratch = device_new<char>(embedding_backward_scratch_bytes(B, T, Vp));
+    char *scratch = device_new<char>(embedding_backward_scratch_bytes(B, T, Vp, 0));
     const double row = (double)C * sizeof(floatX);
-    bench("forward", row * (N + used + (positions ? T : 0)), 0, [&] { embedding_forward(out, d_tokens, wte, wpe, B, T, C, stream); });
+    bench("forward", row * (N + used + (positions ? T : 0)), 0, [&] { embedding_forward(out, d_tokens, wte, wpe, B, T, C, 0, stream); });
     bench("backward", row * ((positions ? 2 : 1) * N + 2.0 * used + (positions ? 2 * T : 0)), 0,
-          [&] { embedding_backward(wte, wpe, out, d_tokens, B, T, C, Vp, scratch, stream); });
+          [&] { embedding_backward(wte, wpe, out, d_tokens, B, T, C, Vp, 0, scratch, stream); });
     if (!ladder.variants) return;
     Occurrence *lists[2] = {(Occurrence *)scratch, (Occurrence *)scratch + N};
     int *counts = device_new<int>(SORT_TILES * RADIX);
@@ -102,6 +144,12 @@ int main(int argc, char **argv) {
         check_embedding(2, 40, 4104, 256, 1, 0);    // columns in several warps, the last one partly filled
         check_embedding(64, 1024, 64, 50304, 1, 1);
         check_embedding(1, 131072, 16, 256, 1, 0);
+        check_ranks(4, 64, 768, 50257, 25216, 2, 1, 1);
+        check_ranks(2, 128, 512, 128256, 16128, 8, 1, 0);  // the last rank's rows are not all words
+        check_ranks(8, 512, 136, 300, 128, 4, 0, 1);       // one rank has none; others' words make a run of thousands
+        check_ranks(4, 100, 64, 1000, 256, 4, 1, 1);       // the id of others' words needs a sorting pass more
+        check_ranks(3, 77, 264, 131072, 65536, 2, 1, 0);
+        check_ranks(2, 300, 640, 50257, 25216, 2, -1, 1);  // one word only
     }
     if (ladder.bench || ladder.variants) {
         bench_embedding("GPT-2 124M", 64, 1024, 768, 50304, 1, 1);
