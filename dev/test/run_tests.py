@@ -186,6 +186,9 @@ def gpu_tests(config, good, ladder_arch, wanted):
         tests += [(f"test_gpt2cu {precision}", needs, whole(""), None if gpus else "no GPU")]
         tests += [(f"test_gpt2cu {precision}, {max(ranks, 2)} GPUs", needs, [config.get("MPIRUN"), "--oversubscribe", "-np", ranks, *whole("_ranks")],
                    "fewer than two GPUs" if ranks < 2 else None if config.get("MPI_LIBS") and config.get("NCCL_LIBS") else "no MPI or no NCCL")]
+        for where, count, options in (("one GPU", 4, ["--one-gpu"]), (f"{max(ranks, 2)} GPUs", ranks, [])):
+            tests += [(f"test_gpt2cu {precision}, tensor parallel on {where}", needs, [config.get("MPIRUN"), "--oversubscribe", "-np", count, whole("")[0], "--tp", *options],
+                       "no GPU" if not gpus else "fewer than two GPUs" if count < 2 else None if config.get("MPI_LIBS") and config.get("NCCL_LIBS") else "no MPI or no NCCL")]
         tests += [(f"ladder {n} {precision}", f"build ladder {n} {precision}", [f"build/{precision}-{ladder_arch}/dev/cuda/{n}", "--check"], None if gpus else "no GPU")
                   for n in ladders]
         tests += [(f"ladder p2p {precision}, {max(ranks, 2)} GPUs", f"build ladder p2p {precision}", [config.get("MPIRUN"), "--oversubscribe", "-np", ranks, f"build/{precision}-{ladder_arch}/dev/cuda/p2p", "--check"],

@@ -1,12 +1,14 @@
-// comm.h, handshake.h and watchdog.h. Without arguments: what one process can check alone. The rest is for mpirun; test_ranks.py calls it:
+// comm.h, handshake.h, watchdog.h and the mesh of tp.h. Without arguments: what one process can check alone. The rest is for mpirun; test_ranks.py calls it:
 //   test_comm sums                 collectives against a host reference, bit for bit; in groups too
 //   test_comm handshake FIELD      the last rank differs in FIELD (none, gpu, gpus, one, one-gpu, sm, build, config, data, options)
+//   test_comm mesh TP              tensor-parallel groups that must each be on one host
 //   test_comm loop TIMEOUT         collectives for ever: to be stopped or killed
 //   test_comm fail RANK            require() fails in one rank, the others wait in a collective
 //   test_comm late RANK TIMEOUT    one rank never comes to a collective although it is alive
 #include "check.h"
 #include "llmc/handshake.h"
 #include "llmc/rand.h"
+#include "llmc/tp.h"
 
 static float value(int rank, size_t i) { return (float)(rand_uniform(7, (uint64_t)rank, i) - 0.5) * (i % 5 ? 1.0f : 1e6f); }  // order of adding shows
 
@@ -179,7 +181,11 @@ int main(int argc, char **argv) {
     if (argc == 1) status = test_alone(&c);
     else if (!strcmp(argv[1], "sums")) status = test_sums(&c) || test_groups(&c);
     else if (!strcmp(argv[1], "handshake")) status = test_handshake(&c, argv[2]);
-    else if (!strcmp(argv[1], "loop")) status = test_loop(&c);
+    else if (!strcmp(argv[1], "mesh")) {
+        const Mesh mesh = mesh_open(&c, atoi(argv[2]));
+        tp_require_one_host(&mesh);
+        printf("rank %d: the group is on %s\n", c.rank, c.host);
+    } else if (!strcmp(argv[1], "loop")) status = test_loop(&c);
     else if (!strcmp(argv[1], "late")) status = test_late(&c, atoi(argv[2]));
     else if (!strcmp(argv[1], "fail")) {
         require(c.rank != atoi(argv[2]), "this rank was told to fail\nask for another");

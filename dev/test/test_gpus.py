@@ -160,10 +160,73 @@ def test_resume_on_other_numbers_of_gpus(train, tmp_path):
         assert [a[k] for k in ("step", "tokens", "epoch", "row")] == [b[k] for k in ("step", "tokens", "epoch", "row")]
 
 
+TENSOR = [tp for tp in (2, 4, 8) if tp <= WORLD]
+SHARED = {  # what eight ranks can share; of the second one's heads of keys and values there are copies
+    "gpt2": ["-e", "d3,channels=512,heads=8,vocab=256,seq=64"],
+    "llama3.2": ["-e", "llama3.2:1B,layers=2,channels=512,heads=8,kv_heads=2,vocab=256,ffn=512,seq=64"],
+}
+
+
 @several
+@pytest.mark.parametrize("tp", TENSOR)
+@pytest.mark.parametrize("kind", SHARED)
+def test_tensor_parallel_ranks_train_as_one(train, tmp_path, kind, tp):
+    """fp32: sums in another order, twelve steps long; a group's samples are those of one GPU."""
+    more = [*SHARED[kind], "-v", "6", "-m", "2", "-s", "6", "-g", "20", "--temperature", "0"]
+    succeeds(train(0, "one", *more, precision="fp32"), 300)
+    text = succeeds(train(WORLD, "mesh", *more, "--tp", tp, "--reduce-dtype", "fp32", precision="fp32"), 300)
+    assert f"mesh      {WORLD // tp} data-parallel x {tp} tensor-parallel" in text
+    close(curve(tmp_path / "mesh"), curve(tmp_path / "one"), 1e-4)
+    a, b = ({e["step"]: (e["loss"],) for e in events(tmp_path / name, "eval")} for name in ("mesh", "one"))
+    close(a, b, 1e-4)
+    assert [e["text"] for e in events(tmp_path / "mesh", "sample")] == [e["text"] for e in events(tmp_path / "one", "sample")]
+
+
+@several
+@pytest.mark.parametrize("tp", TENSOR)
+@pytest.mark.parametrize("kind", SHARED)
+def test_tensor_parallel_runs_repeat(train, tmp_path, kind, tp):
+    """bf16: near one GPU; again, with the other stage of ZeRO and whatever is recomputed: the same bits. Stopped and resumed, too."""
+    more = [*SHARED[kind], "-n", "6", "--gelu-fusion", "0"]
+    succeeds(train(0, "one", *more), 300)
+    succeeds(train(WORLD, "mesh", *more, "--tp", tp), 300)
+    close(curve(tmp_path / "mesh"), curve(tmp_path / "one"), 2e-2)
+    for name, others in {"again": ["-z", "0"], "1": ["--recompute", "1"], "2": ["--recompute", "2"], "3": ["--recompute", "3", "--timing", "5"]}.items():
+        succeeds(train(WORLD, name, *more, "--tp", tp, *others), 300)
+        assert curve(tmp_path / name) == curve(tmp_path / "mesh") and checkpoint(tmp_path / name, 12) == checkpoint(tmp_path / "mesh", 12)
+    for steps, go_on in ((6, 0), (12, 1)):
+        succeeds(train(WORLD, "run", *more, "--tp", tp, "-x", steps, "-y", go_on), 300)
+    assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "mesh", 12)
+
+
+@several
+def test_stochastic_rounding_repeats_on_resume(train, tmp_path):
+    more = [*SHARED["llama3.2"], "-n", "6", "--tp", WORLD, "--state-dtype", "bf16", "--master-weights", "0", "--head-chunks", "3"]
+    succeeds(train(WORLD, "straight", *more), 300)
+    for steps, go_on in ((6, 0), (12, 1)):
+        succeeds(train(WORLD, "run", *more, "-x", steps, "-y", go_on), 300)
+    assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "straight", 12)
+
+
+@several
+def test_resume_on_other_layouts(train, tmp_path):
+    """Data parallel, then one group, then (where there are four) both, then one GPU."""
+    model = SHARED["llama3.2"] + ["-n", "3"]
+    succeeds(train(0, "straight", *model, precision="fp32"), 300)
+    for ranks, tp, steps in ((WORLD, 1, 3), (WORLD, WORLD, 6), (WORLD, 2, 9), (0, 1, 12)):
+        succeeds(train(ranks, "run", *model, "--tp", tp, "-x", steps, "-y", int(steps > 3), precision="fp32"), 300)
+    close(curve(tmp_path / "run"), curve(tmp_path / "straight"), 1e-4)
+    for step in (3, 6, 9, 12):
+        (a, files), (b, others) = (checkpoint(tmp_path / name, step) for name in ("run", "straight"))
+        assert [a[k] for k in ("step", "tokens", "epoch", "row")] == [b[k] for k in ("step", "tokens", "epoch", "row")]
+        assert files.keys() == others.keys() and all(len(files[n]) == len(others[n]) for n in files if n.endswith(".safetensors"))
+
+
+@several
+@pytest.mark.parametrize("tp", [1, WORLD], ids=["data", "tensor"])
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
-def test_losing_a_rank(train, how):
-    job = train(WORLD, "run", *LONG).wait_for("step      3/", 300)
+def test_losing_a_rank(train, how, tp):
+    job = train(WORLD, "run", *LONG, *SHARED["gpt2"], "--tp", tp).wait_for("step      3/", 300)
     time.sleep(random.random())
     rank = random.randrange(WORLD)
     os.kill(job.ranks()[rank], how)

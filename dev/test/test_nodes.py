@@ -123,6 +123,15 @@ def test_ranks_know_their_hosts(comm, hosts):
 
 
 @needs_mpi
+def test_a_group_on_two_hosts_is_refused(comm, hosts):
+    """What a build for GPUs asks for; on CPUs it may be."""
+    text = succeeds(hosts.job(COMM, "mesh", 2))
+    assert sorted(re.findall(r"rank (\d): the group is on (\w+)", text)) == [("0", "alpha"), ("1", "alpha"), ("2", "beta"), ("3", "beta")], text
+    status, text = hosts.job(COMM, "mesh", 4).finish(20)
+    assert status != 0 and "a group of --tp 4 ranks lies on several hosts" in text and "hint: " in text, text
+
+
+@needs_mpi
 def test_hosts_without_a_way_between_them(comm, hosts):
     """MPI is told to use an interface from which nothing reaches the other host: its start would hang. And then mpirun has no way either."""
     for host, other in ((0, 1), (1, 0)):
