@@ -664,6 +664,7 @@ template <int HD> static bool attention_on_hopper(void) {
     return false;
 }
 
+enum { ATTENTION_SUMMED = 1, ATTENTION_ROTATED = 2 };
 // The element type chooses the kernels, so that a build holds only those of its precision.
 template <int HD, typename X> static void attention_forward_hd(X *out, float *lse, const X *qkv, int B, int T, int NH, int NKV, cudaStream_t stream) {
     const int heads = B * NH, group = attention_group(T, HD, sizeof(X));
@@ -674,7 +675,7 @@ template <int HD, typename X> static void attention_forward_hd(X *out, float *ls
     } else
         attention_launch(attention_forward_bf16<HD>, heads, T, ForwardShape<HD>::FIXED, ATTENTION_THREADS, ForwardShape<HD>::BYTES, stream, out, lse, qkv, T, NH, NKV, heads, group);
 }
-template <int HD, typename X> static int attention_backward_hd(X *dqkv, float *D, const X *dout, const X *qkv, const X *out, const float *lse, int B, int T, int NH, int NKV, float *column_sums, cudaStream_t stream) {
+template <int HD, typename X> static int attention_backward_hd(X *dqkv, float *D, const X *dout, const X *qkv, const X *out, const float *lse, int B, int T, int NH, int NKV, float *column_sums, const float *cos_sin, cudaStream_t stream) {
     const int heads = B * NH, kv_heads = B * NKV, group = attention_group(T, HD, sizeof(X)), kv_group = (group * NKV + NH - 1) / NH;
     if constexpr (std::is_same<X, float>::value) {
         const int bytes = 2 * (FP32_ROWS + WARP) * fp32_row<HD> * (int)sizeof(float);
@@ -683,9 +684,9 @@ template <int HD, typename X> static int attention_backward_hd(X *dqkv, float *D
     } else if (attention_on_hopper<HD>()) {
         if constexpr (HD == 64 || HD == 128) {
             typedef HopperChoice<HD> Choice;
-            attention_backward_q_hopper_launch<typename Choice::BackwardQ>(dqkv, D, dout, qkv, out, lse, B, T, NH, NKV, column_sums, stream);
-            attention_backward_kv_hopper_launch<typename Choice::BackwardKV>(dqkv, D, dout, qkv, lse, B, T, NH, NKV, column_sums, stream);
-            return HD == 64 && column_sums;
+            attention_backward_q_hopper_launch<typename Choice::BackwardQ>(dqkv, D, dout, qkv, out, lse, B, T, NH, NKV, column_sums, cos_sin, stream);
+            attention_backward_kv_hopper_launch<typename Choice::BackwardKV>(dqkv, D, dout, qkv, lse, B, T, NH, NKV, column_sums, cos_sin, stream);
+            return (HD == 64 && column_sums ? ATTENTION_SUMMED : 0) | (cos_sin ? ATTENTION_ROTATED : 0);
         }
     } else {
         typedef BackwardShape<HD> S;
@@ -709,18 +710,19 @@ static inline size_t attention_backward_scratch_bytes(int B, int T, int NH, int 
     (void)NKV; (void)HD;
     return (size_t)B * NH * T * sizeof(float);
 }
-// dqkv = gradient of everything in the packed rows. column_sums: NULL, or room for (B ceil(T/64), (NH + 2 NKV) HD): where Hopper's kernels of
-// head dimension 64 leave the sums of every 64 rows, from which the bias gradient comes. Returns whether they did.
+// dqkv = gradient of everything in the packed rows. What Hopper's kernels do besides, where they store it: cos_sin (T,HD/2,2; NULL: none),
+// rope_backward of rope.cuh; column_sums (NULL, or B ceil(T/64), (NH + 2 NKV) HD), of head dimension 64 the sums of every 64 rows, from which
+// the bias gradient comes. Returns what of it they did.
 static inline int attention_backward(floatX *dqkv, const floatX *dout, const floatX *qkv, const floatX *out, const float *lse,
-                                     int B, int T, int NH, int NKV, int HD, void *scratch, cudaStream_t stream, float *column_sums = NULL) {
+                                     int B, int T, int NH, int NKV, int HD, void *scratch, cudaStream_t stream, float *column_sums = NULL, const float *cos_sin = NULL) {
     attention_require(dqkv, dout, qkv, B, T, NH, NKV, HD);
     attention_require(out, lse, scratch, B, T, NH, NKV, HD);
-    int summed = 0;
-    #define call(HD) summed = attention_backward_hd<HD>(dqkv, (float *)scratch, dout, qkv, out, lse, B, T, NH, NKV, column_sums, stream)
+    int done = 0;
+    #define call(HD) done = attention_backward_hd<HD>(dqkv, (float *)scratch, dout, qkv, out, lse, B, T, NH, NKV, column_sums, cos_sin, stream)
     ATTENTION_DISPATCH(HD, call)
     #undef call
     timing_lap("attention backward", 5.0 * B * NH * T * T * HD, (double)B * T * (4.0 * NH + 4.0 * NKV) * HD * sizeof(floatX), stream);
-    return summed;
+    return done;
 }
 
 #endif

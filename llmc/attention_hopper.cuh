@@ -53,6 +53,7 @@ __device__ inline HopperPiece warp_piece(const HopperPiece &from) {
 struct HopperWork {
     int T, NH, NKV, heads, tiles, group;
     float *column_sums;  // backward: NULL, or (B ceil(T/64), (NH + 2 NKV) HD), the sums of 64 rows of dqkv
+    const float *cos_sin;  // backward: NULL, or (T,HD/2,2) of rope.cuh: the gradients of q and k are rotated back
     template <int HD> __device__ float *sums_of(int head, int row, int b) const {
         return column_sums ? column_sums + ((size_t)b * ((T + 63) / 64) + row / 64) * (NH + 2 * NKV) * HD + head * HD : NULL;
     }
@@ -318,6 +319,22 @@ __device__ inline void column_sums_of_box(float *sums, unsigned box) {
     }
     if (lane < 8) *(float2 *)(sums + 2 * pair) = make_float2(even, odd);
 }
+// What rope_backward of rope.cuh does, before the gradient is rounded: both columns of a pair are the same thread's. row: of the 64.
+template <int HD> __device__ inline void rotate_back(float (&d)[HD / 2], const float *cos_sin, int row, int T) {
+    row += threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
+    #pragma unroll
+    for (int r = 0; r < 4; r += 2, row += 8) {
+        if (row < 0 || row >= T) continue;
+        const float4 *table = (const float4 *)(cos_sin + (size_t)row * HD) + threadIdx.x % 4;  // (cos, sin, cos, sin)
+        #pragma unroll
+        for (int n = 0; n < HD / 16; n++) {
+            const float4 f = __ldg(table + 4 * n);
+            float *low = d + 4 * n + r, *high = low + HD / 4;
+            rotate_pair(low[0], high[0], f.x, -f.y);
+            rotate_pair(low[1], high[1], f.z, -f.w);
+        }
+    }
+}
 // Stores scale * d as 64 rows of a head through the warpgroup's own rows of a tile, which nobody else reads; then the tile may
 // be reused. All threads of the warpgroup call it. sums: NULL, or where the HD column sums of what was stored go.
 template <int ROWS, int HD> __device__ inline void store_through(const CUtensorMap *map, unsigned tile, int warpgroup, const float (&d)[HD / 2], float scale, int head, int row, int b, float *sums) {
@@ -496,6 +513,7 @@ template <typename S> __device__ inline void hopper_backward_q(const CUtensorMap
                 wgmma_pin(dq);
                 if (lane == 0) k_ring.release(first_use + n - 1);
                 named_barrier(1 + warpgroup, WARPGROUP);  // all four warps have read their queries
+                if (w.cos_sin) rotate_back<HD>(dq, w.cos_sin, row0, w.T);
                 store_through<S::ROWS, HD>(dqkv_map, q_tile - warpgroup * BOX_BYTES, warpgroup, dq, scale, h, row0, b, w.sums_of<HD>(h, row0, b));
                 if (storer) bulk_wait_read();
             } else
@@ -678,6 +696,7 @@ template <typename S> __device__ inline void hopper_backward_kv(const CUtensorMa
             wgmma_pin(dv);
             named_barrier(1 + warpgroup, WARPGROUP);  // all four warps have read `piece` and their keys and values
             if (key0 < w.T) {
+                if (w.cos_sin) rotate_back<HD>(dk, w.cos_sin, key0, w.T);
                 store_through<S::ROWS, HD>(dqkv_map, k_tile, warpgroup, dk, scale, w.NH + piece.h, key0, piece.b, w.sums_of<HD>(w.NH + piece.h, key0, piece.b));
                 store_through<S::ROWS, HD>(dqkv_map, v_tile, warpgroup, dv, 1.0f, w.NH + w.NKV + piece.h, key0, piece.b, w.sums_of<HD>(w.NH + w.NKV + piece.h, key0, piece.b));
                 if (storer) bulk_wait_read();
@@ -717,16 +736,16 @@ static inline int hopper_group(int T, int HD) {
     return pair > budget ? 1 : (int)(budget / pair);
 }
 template <typename S> static void attention_forward_hopper_launch(bf16 *out, float *lse, const bf16 *qkv, int B, int T, int NH, int NKV, cudaStream_t stream) {
-    const HopperWork w = {T, NH, NKV, B * NH, ((T + 63) / 64 * 64 + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD) * (NH / NKV), NULL};
+    const HopperWork w = {T, NH, NKV, B * NH, ((T + 63) / 64 * 64 + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD) * (NH / NKV), NULL, NULL};
     hopper_launch<S>(attention_forward_hopper<S>, w, stream, tensor_map(qkv, B, T, NH + 2 * NKV, S::HD), tensor_map(out, B, T, NH, S::HD), lse);
 }
 // D (B,NH,T) is written by the first and read by the second.
-template <typename S> static void attention_backward_q_hopper_launch(bf16 *dqkv, float *D, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, int B, int T, int NH, int NKV, float *column_sums, cudaStream_t stream) {
-    const HopperWork w = {T, NH, NKV, B * NH, ((T + 63) / 64 * 64 + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD) * (NH / NKV), column_sums};
+template <typename S> static void attention_backward_q_hopper_launch(bf16 *dqkv, float *D, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, int B, int T, int NH, int NKV, float *column_sums, const float *cos_sin, cudaStream_t stream) {
+    const HopperWork w = {T, NH, NKV, B * NH, ((T + 63) / 64 * 64 + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD) * (NH / NKV), column_sums, cos_sin};
     hopper_launch<S>(attention_backward_q_hopper<S>, w, stream, tensor_map(qkv, B, T, NH + 2 * NKV, S::HD), tensor_map(dout, B, T, NH, S::HD), tensor_map(dqkv, B, T, NH + 2 * NKV, S::HD), D, dout, out, lse);
 }
-template <typename S> static void attention_backward_kv_hopper_launch(bf16 *dqkv, const float *D, const bf16 *dout, const bf16 *qkv, const float *lse, int B, int T, int NH, int NKV, float *column_sums, cudaStream_t stream) {
-    const HopperWork w = {T, NH, NKV, B * NKV, (T + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD), column_sums};
+template <typename S> static void attention_backward_kv_hopper_launch(bf16 *dqkv, const float *D, const bf16 *dout, const bf16 *qkv, const float *lse, int B, int T, int NH, int NKV, float *column_sums, const float *cos_sin, cudaStream_t stream) {
+    const HopperWork w = {T, NH, NKV, B * NKV, (T + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD), column_sums, cos_sin};
     hopper_launch<S>(attention_backward_kv_hopper<S>, w, stream, tensor_map(qkv, B, T, NH + 2 * NKV, S::HD), tensor_map(dout, B, T, NH, S::HD), tensor_map(dqkv, B, T, NH + 2 * NKV, S::HD), D, lse);
 }
 // What an H200 runs fastest.

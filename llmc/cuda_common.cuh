@@ -234,6 +234,14 @@ struct Swiglu {
     }
 };
 
+// Rotary embedding of a pair by the angle of cosine c and sine s, for its own kernel and for the matmul before it, see rope.cuh. Spelt out,
+// so that both round alike.
+__device__ inline void rotate_pair(float &a, float &b, float c, float s) {
+    const float x = fmaf(a, c, -(b * s));
+    b = fmaf(b, c, a * s);
+    a = x;
+}
+
 // NVTX ranges name layers and phases for profilers; a scope ends with its block.
 struct Range {
     explicit Range(const char *name) { nvtxRangePushA(name); }

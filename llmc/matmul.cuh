@@ -2,6 +2,7 @@
 //   forward          out (N,OC)    = inp (N,C) weight (OC,C)^T + bias (OC);  with slopes: out = gelu(that), slopes = gelu'(that)
 //   backward_input   dinp (N,C)    = dout (N,OC) weight (OC,C);              with slopes: times those
 //                    and, if asked, the bias gradient of the layer below:    dbias (C) (+)= sum over n of that dinp
+//   forward_rope     the same, of q, k, v, q and k rotated (rope.cuh); heads of 64, because with 128 it was slower (dev/LOG.md)
 //   swiglu_forward   gate, up (N,F) = inp (N,C) weight (2F,C)^T, out (N,F) = silu(gate) up, slopes (N,2F) of out by gate and by up
 //   swiglu_backward  dgate_up (N,2F) = dout (N,C) weight (C,F), times each half of slopes
 //   backward_weight  dweight (OC,C) (+)= dout (N,OC)^T inp (N,C)
@@ -166,13 +167,13 @@ static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const 
     for (int i = 0; i < p->found && p->vendor.own; i++) p->vendor = candidates[i];
     return p;
 }
-typedef struct { void *d; const void *a, *b, *bias, *aux; } MatmulOperands;
+typedef struct { void *d; const void *a, *b, *bias, *aux; const HopperRope *rope; } MatmulOperands;
 // beta: 1 adds to d; only cuBLASLt can. column_sums: of our DGELU, NULL for none.
 static inline cublasStatus_t matmul_launch(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *c, const MatmulOperands *x, float beta, float *column_sums, cudaStream_t stream) {
     const float alpha = 1;
     if (!c->own) return cublasLtMatmul(mm->handle, p->desc, &alpha, x->a, p->a, x->b, p->b, &beta, x->d, p->d, x->d, p->d, &c->algo, mm->workspace, mm->workspace_bytes, stream);
     assert(beta == 0);
-    c->own->run((bf16 *)x->d, (bf16 *)x->aux, (const bf16 *)x->b, (const bf16 *)x->a, (const bf16 *)x->bias, column_sums, p->problem.n, p->problem.m, p->problem.k, stream);
+    c->own->run((bf16 *)x->d, (bf16 *)x->aux, (const bf16 *)x->b, (const bf16 *)x->a, (const bf16 *)x->bias, column_sums, x->rope, p->problem.n, p->problem.m, p->problem.k, stream);
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -260,7 +261,7 @@ static inline void matmul_report(const Matmul *mm, FILE *f) {
     for (int i = 0; i < mm->count; i++) {
         const MatmulPlan *p = &mm->plans[i];
         const MatmulProblem *q = &p->problem;
-        fprintf(f, "  %c%c m %6d n %6d k %6d %s%s: ", q->transpose_a ? 'T' : 'N', q->transpose_b ? 'T' : 'N', q->m, q->n, q->k, q->bias ? "bias" : "    ", q->op == EPILOGUE_PLAIN ? "      " : " gelu ");
+        fprintf(f, "  %c%c m %6d n %6d k %6d %s%s: ", q->transpose_a ? 'T' : 'N', q->transpose_b ? 'T' : 'N', q->m, q->n, q->k, q->bias ? "bias" : "    ", q->op == EPILOGUE_PLAIN ? "      " : q->op == EPILOGUE_ROPE ? " rope " : " gelu ");
         if (p->use.own) fprintf(f, "own kernel, %d columns, clusters of %d", p->use.own->columns, p->use.own->cluster);
         else {
             int id = 0, tile = 0, stages = 0, split = 0;
@@ -301,14 +302,26 @@ static inline void matmul_require_sizes(int C, int OC, int gelu) {
 static inline void matmul_forward(Matmul *mm, floatX *out, const floatX *inp, const floatX *weight, const floatX *bias, floatX *slopes, int N, int C, int OC, cudaStream_t stream) {
     matmul_require_sizes(C, OC, slopes != NULL);
     const MatmulProblem q = {OC, N, C, 1, 0, bias != NULL, slopes ? EPILOGUE_GELU : EPILOGUE_PLAIN};
-    const MatmulOperands x = {out, weight, inp, bias, slopes};
+    const MatmulOperands x = {out, weight, inp, bias, slopes, NULL};
+    matmul_run(mm, &q, &x, 0, NULL, stream);
+}
+// Whether the q, k, v product can rotate heads of HD.
+static inline int matmul_can_rotate(int HD) { return HD == BOX_COLUMNS && matmul_can_fuse(0, HD); }
+// out (N,OC) = inp (N,C) weight (OC,C)^T + bias (OC, NULL: none), of which rope_forward of rope.cuh.
+static inline void matmul_forward_rope(Matmul *mm, floatX *out, const floatX *inp, const floatX *weight, const floatX *bias, const float *cos_sin, int B, int T, int NH, int NKV, int HD, int C, cudaStream_t stream) {
+    const int OC = (NH + 2 * NKV) * HD;
+    matmul_require_sizes(C, OC, 0);
+    require(matmul_can_rotate(HD) && (uintptr_t)cos_sin % 16 == 0, "heads of %d cannot be rotated in a matmul here\nuse rope_forward", HD);
+    const HopperRope rope = {cos_sin, T, (NH + NKV) * HD};
+    const MatmulProblem q = {OC, B * T, C, 1, 0, bias != NULL, EPILOGUE_ROPE};
+    const MatmulOperands x = {out, weight, inp, bias, NULL, &rope};
     matmul_run(mm, &q, &x, 0, NULL, stream);
 }
 // dweight (OC,C) = or (accumulate) += dout (N,OC)^T inp (N,C)
 static inline void matmul_backward_weight(Matmul *mm, floatX *dweight, const floatX *dout, const floatX *inp, int N, int C, int OC, int accumulate, cudaStream_t stream) {
     matmul_require_sizes(C, OC, 0);
     const MatmulProblem q = {C, OC, N, 0, 1, 0, EPILOGUE_PLAIN};
-    const MatmulOperands x = {dweight, inp, dout, NULL, NULL};
+    const MatmulOperands x = {dweight, inp, dout, NULL, NULL, NULL};
     matmul_run(mm, &q, &x, accumulate ? 1.0f : 0.0f, NULL, stream);
 }
 
@@ -381,7 +394,7 @@ static inline void matmul_backward_input(Matmul *mm, floatX *dinp, floatX *dbias
     matmul_require_sizes(C, OC, slopes != NULL);
     assert(dinp != dout && dinp != slopes);
     const MatmulProblem q = {C, N, OC, 0, 0, 0, slopes ? EPILOGUE_DGELU : EPILOGUE_PLAIN};
-    const MatmulOperands x = {dinp, weight, dout, NULL, (void *)slopes};
+    const MatmulOperands x = {dinp, weight, dout, NULL, (void *)slopes, NULL};
     const int slices = (int)ceil_div((size_t)N, BOX_ROWS), fits = (size_t)slices * (size_t)C * sizeof(float) <= mm->workspace_bytes;
     const int summed = matmul_run(mm, &q, &x, 0, dbias && slopes && fits ? (float *)mm->workspace : NULL, stream);
     if (summed) bias_finish(dbias, (const float *)mm->workspace, slices, C, accumulate, stream);
@@ -402,13 +415,13 @@ static inline HopperRun *matmul_gated(HopperEpilogue op, int F) {
 }
 // gate, up (N,F) = inp (N,C) weight (2F,C)^T; out (N,F) = silu(gate) * up, slopes (N,2F) = d out / d gate and d out / d up
 static inline void matmul_swiglu_forward(floatX *out, floatX *slopes, const floatX *inp, const floatX *weight, int N, int C, int F, cudaStream_t stream) {
-    matmul_gated(EPILOGUE_SWIGLU, F)((bf16 *)out, (bf16 *)slopes, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, N, F, C, stream);
+    matmul_gated(EPILOGUE_SWIGLU, F)((bf16 *)out, (bf16 *)slopes, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, NULL, N, F, C, stream);
     timing_lap("matmul", 4.0 * N * F * C, ((double)N * C + 2.0 * F * C + 3.0 * N * F) * sizeof(floatX), stream);
 }
 // dgate_up (N,2F) = dout (N,C) weight (C,F), times each half of slopes (N,2F)
 static inline void matmul_swiglu_backward(floatX *dgate_up, const floatX *dout, const floatX *weight, const floatX *slopes, int N, int C, int F, cudaStream_t stream) {
     assert(dgate_up != dout && dgate_up != slopes);
-    matmul_gated(EPILOGUE_DSWIGLU, F)((bf16 *)dgate_up, (bf16 *)slopes, (const bf16 *)dout, (const bf16 *)weight, NULL, NULL, N, F, C, stream);
+    matmul_gated(EPILOGUE_DSWIGLU, F)((bf16 *)dgate_up, (bf16 *)slopes, (const bf16 *)dout, (const bf16 *)weight, NULL, NULL, NULL, N, F, C, stream);
     timing_lap("matmul, input grad", 2.0 * N * F * C, ((double)N * C + (double)F * C + 4.0 * N * F) * sizeof(floatX), stream);
 }
 

@@ -3,6 +3,7 @@
 //   op: PLAIN x + bias · GELU out = gelu(x + bias), aux = gelu'(x + bias) · DGELU x * aux     (bias: NULL or (N); aux (M,N))
 //       SWIGLU b is (2N,K), a b^T = gate and up side by side, out = silu(gate) up, aux (M,2N) = its slopes by gate and by up
 //       DSWIGLU out (M,2N) = x times each half of aux (M,2N): the gradients of gate and up
+//       ROPE     x + bias, rotated as in rope.cuh: heads of 64 columns
 // The sum of an element runs over k in steps of 16 from the first to the last in one fp32 register: no split, no atomics, so the
 // bits depend on K alone. The result is rounded to bf16 before an activation or its slopes are applied, and so are the slopes: the same
 // bits as a plain matmul followed by the elementwise kernel of activation.cuh. What is kept for backward is the slope and not the input:
@@ -56,7 +57,9 @@ __device__ inline void box_load_all(unsigned to, const CUtensorMap *map, unsigne
 // ---- elementwise parts of the epilogues, on pairs
 
 __device__ inline float2 unpack_bf16(unsigned x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
-enum HopperEpilogue { EPILOGUE_PLAIN, EPILOGUE_GELU, EPILOGUE_DGELU, EPILOGUE_SWIGLU, EPILOGUE_DSWIGLU };
+enum HopperEpilogue { EPILOGUE_PLAIN, EPILOGUE_GELU, EPILOGUE_DGELU, EPILOGUE_SWIGLU, EPILOGUE_DSWIGLU, EPILOGUE_ROPE };
+// Rows are tokens of sequences of T, the first `columns` are rotated; cos_sin (T,HD/2,2).
+typedef struct { const float *cos_sin; int T, columns; } HopperRope;
 // ---- the kernel
 
 // COLUMNS per tile. MN_A: a is stored (K,M); MN_B: b is stored (K,N).
@@ -67,7 +70,8 @@ template <int COLUMNS_, int CLUSTER_, int MN_A_, int MN_B_, HopperEpilogue OP_> 
     static constexpr int OUT_COLUMNS = OP == EPILOGUE_SWIGLU ? COLUMNS / 2 : COLUMNS;  // a SWIGLU tile is half gate, half up
     static constexpr int SLOTS = OP == EPILOGUE_GELU || OP == EPILOGUE_DSWIGLU ? COLUMNS / 16 : COLUMNS / 32;   // parts in which a tile is finished
     static constexpr int A_BOXES = ROWS / BOX_ROWS, B_BOXES = COLUMNS / BOX_COLUMNS, STAGE_BYTES = (A_BOXES + B_BOXES) * BOX_BYTES;
-    static constexpr int STAGED_BOXES = OP == EPILOGUE_PLAIN ? 1 : 2;  // per math warpgroup, for the epilogue
+    static constexpr bool ROTATED = OP == EPILOGUE_ROPE, ALONE = OP == EPILOGUE_PLAIN || ROTATED /*no aux*/;
+    static constexpr int STAGED_BOXES = ALONE ? 1 : 2;  // per math warpgroup, for the epilogue
     static constexpr int ROOM = 232448 - TILE_ALIGNMENT - 2048 - 2 * STAGED_BOXES * BOX_BYTES, STAGES = ROOM / STAGE_BYTES;
     static constexpr int BYTES = TILE_ALIGNMENT + STAGES * STAGE_BYTES + 2 * STAGED_BOXES * BOX_BYTES, BARRIERS = 2 * STAGES + 4;
     static constexpr int SIDE_WORDS = OP == EPILOGUE_DGELU ? 2 * 3 * WARP : COLUMNS / 2;  // per math warpgroup: column sums or bias
@@ -77,6 +81,7 @@ struct HopperMatmulWork {
     int M, N, K, row_tiles, column_tiles, group;  // row tiles of a whole cluster; N: one half of what is gated
     const bf16 *bias;
     float *column_sums;  // NULL or (ceil(M/64), N): DGELU's
+    HopperRope rope;
     struct Tile { int row, column; };
     __device__ int tiles() const { return row_tiles * column_tiles; }
     __device__ Tile tile(int i) const {
@@ -115,6 +120,7 @@ template <typename S> __device__ inline void hopper_matmul_fetch(const CUtensorM
 template <typename S> struct HopperMatmulOut {
     static constexpr int BLOCKS = S::B_BOXES;
     const CUtensorMap *out_map, *aux_map;
+    const HopperRope *rope;
     unsigned boxes, aux_barriers;  // staged boxes of this warpgroup; a barrier for each
     float *column_sums, *side;  // side: this warpgroup's words of shared memory
     int warpgroup, M, N, row, column;
@@ -218,6 +224,26 @@ template <typename S> struct HopperMatmulOut {
         for (int part = 0; part < 2; part++) box_store(out_map, boxes + part * BOX_BYTES, part * N + column + c * BOX_COLUMNS, 0, row, 0);
         bulk_commit();
     }
+    // A column block is a head. Both columns of a pair lie in the same thread.
+    __device__ void rotate(int c) {
+        constexpr int HALF = BOX_COLUMNS / 2, APART = HALF / 4;  // words between the two
+        if (column + c * BOX_COLUMNS >= rope->columns) return;
+        const int first = row + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float4 *table = (const float4 *)(rope->cos_sin + (size_t)((first + 8 * h) % rope->T) * BOX_COLUMNS) + threadIdx.x % 4;  // (cos, sin, cos, sin)
+            #pragma unroll
+            for (int n = 0; n < HALF / 8; n++) {
+                const float4 f = __ldg(table + 4 * n);
+                unsigned &low = packed[c * 16 + 2 * n + h], &high = packed[c * 16 + 2 * n + h + APART];
+                float2 a = unpack_bf16(low), b = unpack_bf16(high);
+                rotate_pair(a.x, b.x, f.x, f.y);
+                rotate_pair(a.y, b.y, f.z, f.w);
+                low = pack_bf16(a.x, a.y);
+                high = pack_bf16(b.x, b.y);
+            }
+        }
+    }
     // 32 or 16 columns; the last part of a column block stores it.
     __device__ void finish_part(int part) {
         constexpr int STEPS = S::COLUMNS / 16 / S::SLOTS;  // of 16 columns
@@ -230,6 +256,7 @@ template <typename S> struct HopperMatmulOut {
                 mbarrier_wait(aux_barriers + c % 2 * 8, aux_parity >> c % 2 & 1);
                 aux_parity ^= 1u << c % 2;
             } else box_free();
+            if constexpr (S::ROTATED) rotate(c);
         }
         float sums[8];  // DGELU: column 2t+e of 8-column group g of the k-th 16 is [4g + 2e + k]
         #pragma unroll
@@ -239,7 +266,7 @@ template <typename S> struct HopperMatmulOut {
             if constexpr (S::READS_AUX) ldmatrix(aux, at);
             #pragma unroll
             for (int i = 0; i < 4; i++) x[i] = packed[(c * 4 + k) * 4 + i];
-            if constexpr (S::OP != EPILOGUE_PLAIN)
+            if constexpr (!S::ALONE)
                 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const float2 v = unpack_bf16(x[i]);
@@ -366,6 +393,7 @@ template <typename S> __device__ inline void hopper_matmul(const CUtensorMap *a_
         out.aux_barriers = aux_barriers + warpgroup * 16;
         out.warpgroup = warpgroup;
         out.column_sums = w.column_sums;
+        out.rope = &w.rope;
         out.side = side[warpgroup];
         out.M = w.M;
         out.N = w.N;
@@ -386,13 +414,14 @@ matmul_hopper_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_con
 static inline CUtensorMap matrix_map(const bf16 *p, int rows, int columns) { return tensor_map(p, 1, rows, 1, columns); }
 
 static int hopper_group_rows = 2048;  // rows of a group of tiles; dev/cuda/matmul.cu times others
-// out (M,N) = op(a b); see the top. aux: GELU and SWIGLU write the slopes, DGELU and DSWIGLU read them; NULL for PLAIN.
-typedef void HopperRun(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias /*NULL; PLAIN, GELU*/, float *column_sums /*NULL; DGELU*/, int M, int N, int K, cudaStream_t stream);
+// out (M,N) = op(a b); see the top. aux: GELU and SWIGLU write the slopes, DGELU and DSWIGLU read them; NULL for the others.
+typedef void HopperRun(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias /*NULL; PLAIN, GELU, ROPE*/, float *column_sums /*NULL; DGELU*/, const HopperRope *rope /*NULL; ROPE*/,
+                       int M, int N, int K, cudaStream_t stream);
 template <int COLUMNS, int CLUSTER, int MN_A, int MN_B, HopperEpilogue OP>
-static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias, float *column_sums, int M, int N, int K, cudaStream_t stream) {
+static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias, float *column_sums, const HopperRope *rope, int M, int N, int K, cudaStream_t stream) {
     typedef HopperMatmul<COLUMNS, CLUSTER, MN_A, MN_B, OP> S;
     require(M > 0 && N % 8 == 0 && K % 8 == 0 && (!MN_A || M % 8 == 0), "Hopper matmul of M %d N %d K %d\nrows of all matrices must be multiples of 16 bytes", M, N, K);
-    assert((!(S::READS_AUX || S::GATED) || !bias) && (OP == EPILOGUE_DGELU || !column_sums) && (!S::GATED || N % BOX_COLUMNS == 0));
+    assert((!(S::READS_AUX || S::GATED) || !bias) && (OP == EPILOGUE_DGELU || !column_sums) && (!S::GATED || N % BOX_COLUMNS == 0) && S::ROTATED == (rope != NULL));
     static int multiprocessors = 0;
     if (!multiprocessors) {
         int device;
@@ -401,7 +430,7 @@ static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, co
         cudaCheck(cudaFuncSetAttribute(matmul_hopper_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     }
     const int row_tiles = (int)ceil_div((size_t)M, (size_t)S::ROWS * CLUSTER), column_tiles = (int)ceil_div((size_t)N, (size_t)S::OUT_COLUMNS);
-    const HopperMatmulWork w = {M, N, K, row_tiles, column_tiles, (int)ceil_div((size_t)hopper_group_rows, (size_t)S::ROWS * CLUSTER), bias, column_sums};
+    const HopperMatmulWork w = {M, N, K, row_tiles, column_tiles, (int)ceil_div((size_t)hopper_group_rows, (size_t)S::ROWS * CLUSTER), bias, column_sums, rope ? *rope : HopperRope{NULL, 1, 0}};
     const int tiles = row_tiles * column_tiles, most = multiprocessors / CLUSTER, rounds = (tiles + most - 1) / most;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -415,7 +444,7 @@ static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, co
     launch.attrs = &attribute;
     launch.numAttrs = CLUSTER > 1;
     const CUtensorMap a_map = MN_A ? matrix_map(a, K, M) : matrix_map(a, M, K), b_map = MN_B ? matrix_map(b, K, N) : matrix_map(b, OP == EPILOGUE_SWIGLU ? 2 * N : N, K);
-    const CUtensorMap out_map = matrix_map(out, M, OP == EPILOGUE_DSWIGLU ? 2 * N : N), aux_map = OP == EPILOGUE_PLAIN ? out_map : matrix_map(aux, M, S::GATED ? 2 * N : N);
+    const CUtensorMap out_map = matrix_map(out, M, OP == EPILOGUE_DSWIGLU ? 2 * N : N), aux_map = S::ALONE ? out_map : matrix_map(aux, M, S::GATED ? 2 * N : N);
     cudaCheck(cudaLaunchKernelEx(&launch, matmul_hopper_kernel<S>, a_map, b_map, out_map, aux_map, w));
 }
 
@@ -433,6 +462,7 @@ template <bool BF16> static inline const HopperVariant *hopper_variants(int *cou
     if constexpr (BF16) {
         static const HopperVariant variants[] = {
             HOPPER_VARIANTS(0, 0, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 1, 0, 0, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 2, 0, 0, EPILOGUE_PLAIN), HOPPER_VARIANTS(0, 0, EPILOGUE_GELU),
+            HOPPER_VARIANTS(0, 0, EPILOGUE_ROPE),
             HOPPER_VARIANTS(0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 1, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 2, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANTS(0, 1, EPILOGUE_DGELU),
             HOPPER_VARIANTS(1, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(256, 1, 0, 0, EPILOGUE_SWIGLU), HOPPER_VARIANT(256, 1, 0, 1, EPILOGUE_DSWIGLU)};
         static int available = -1;  // whether the code loaded for this GPU has the kernel: only then it has barriers in static shared memory

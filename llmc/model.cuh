@@ -58,8 +58,11 @@ static inline void block_inside(Model *m, int l, const floatX *x, int B, int T, 
     const BlockParams w = block_params(m->weights, &m->table, l);
     const int N = B * T, rows = (int)rows_here(m, (size_t)N), C = c->channels, Q = c->num_heads * c->head_dim;
     cudaStream_t s = m->gpu.compute;
-    matmul_forward(&m->matmul, a.qkv, gather_rows(m, a.h1, N), w.qkvw, w.qkvb, NULL, N, C, qkv_width(c), s);
-    if (c->position == POSITION_ROPE) rope_forward(a.qkv, cache ? cache->cos_sin + (size_t)cache->count * c->head_dim : m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
+    const int rotate = c->position == POSITION_ROPE, fused = rotate && m->fuse_rope && !cache;
+    const floatX *h1 = gather_rows(m, a.h1, N);
+    if (fused) matmul_forward_rope(&m->matmul, a.qkv, h1, w.qkvw, w.qkvb, m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, C, s);
+    else matmul_forward(&m->matmul, a.qkv, h1, w.qkvw, w.qkvb, NULL, N, C, qkv_width(c), s);
+    if (rotate && !fused) rope_forward(a.qkv, cache ? cache->cos_sin + (size_t)cache->count * c->head_dim : m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
     if (cache) {
         const size_t layer = (size_t)l * B * c->num_kv_heads * cache->room * c->head_dim;
         attention_decode(a.y, cache->keys + layer, cache->values + layer, a.qkv, B, T, cache->count, cache->room, c->num_heads, c->num_kv_heads, c->head_dim, s);
@@ -201,10 +204,12 @@ static inline void block_backward(Model *m, int l, int accumulate) {
     matmul_backward_weight(mm, g.projw, dx, a.y, N, Q, C, accumulate, s);
     matmul_backward_input(mm, m->branch, dx, w.projw, NULL, N, Q, C, s);
     const int slices = B * ((T + 63) / 64), fits = (size_t)slices * qkv_width(c) * sizeof(float) <= mm->workspace_bytes;
-    float *sums = g.qkvb && c->position != POSITION_ROPE && fits ? (float *)mm->workspace : NULL;  // until the next matmul
-    const int summed = attention_backward(m->dqkv, m->branch, a.qkv, a.y, a.lse, B, T, c->num_heads, c->num_kv_heads, c->head_dim, m->attention_scratch, s, sums);
+    float *sums = g.qkvb && fits ? (float *)mm->workspace : NULL;  // until the next matmul
+    const float *rope = c->position == POSITION_ROPE ? m->cos_sin : NULL;
+    const int done = attention_backward(m->dqkv, m->branch, a.qkv, a.y, a.lse, B, T, c->num_heads, c->num_kv_heads, c->head_dim, m->attention_scratch, s, sums, rope);
+    const int summed = done & ATTENTION_SUMMED && (!rope || done & ATTENTION_ROTATED);
     if (summed) bias_finish(g.qkvb, sums, slices, qkv_width(c), accumulate, s);
-    if (c->position == POSITION_ROPE) rope_backward(m->dqkv, m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
+    if (rope && !(done & ATTENTION_ROTATED)) rope_backward(m->dqkv, rope, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
     matmul_backward_weight(mm, g.qkvw, m->dqkv, gather_rows(m, a.h1, N), N, C, qkv_width(c), accumulate, s);
     if (g.qkvb && !summed) bias_backward(g.qkvb, m->dqkv, N, qkv_width(c), accumulate, scratch, s);
     matmul_backward_input(mm, m->branch, m->dqkv, w.qkvw, NULL, N, C, qkv_width(c), s);

@@ -39,6 +39,7 @@ struct Model {
     Graph graphs[2];         // of the first micro-step of a step, and of those that follow
     int B, T;                // largest micro-step
     int fuse_activation;     // GELU or SwiGLU in the matmul: 0 no, 1 forward, 2 forward and backward
+    int fuse_rope;           // the q, k, v product rotates
     int head_rows;           // the head runs on so many rows at a time
     // parameters, all in the layout of the table
     floatX *weights, *grads;
@@ -352,6 +353,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     // measures it). Where backward recomputes the activation, forward has it apart: it keeps no slopes yet.
     const int can_fuse = matmul_can_fuse(c->mlp == MLP_SWIGLU, c->ffn_dim), fastest = can_fuse && m->B * m->T >= MATMUL_FUSION_ROWS ? 2 : 0;
     m->fuse_activation = o->gelu_fusion >= 0 ? (int)o->gelu_fusion : fastest;
+    m->fuse_rope = matmul_can_rotate(c->head_dim) && m->B * m->T >= MATMUL_FUSION_ROWS;
     require(!m->fuse_activation || can_fuse, "--gelu-fusion %lld needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of %d\nleave it out", o->gelu_fusion, BOX_COLUMNS);
     upload_tables(m);
     for (int i = 0; i < 2; i++) cudaCheck(cudaEventCreateWithFlags(&m->copied[i], cudaEventDisableTiming));

@@ -1,7 +1,8 @@
 // Rotary position embedding on packed q, k, v rows, in place (Su et al., arXiv:2104.09864; Hugging Face's rotate_half form).
 //   qkv (B,T,(NH+2*NKV)*HD): q and k heads are rotated, v is left alone. For i < HD/2, with c, s = cos_sin[t][i]:
 //     x[i], x[i+HD/2] = x[i] c - x[i+HD/2] s, x[i+HD/2] c + x[i] s;   backward rotates by the opposite angle: s -> -s
-// cos_sin (T,HD/2,2) fp32, from rope_table.h. Nothing is saved for backward.
+// cos_sin (T,HD/2,2) fp32, from rope_table.h. Nothing is saved for backward. On Hopper the matmul before rotates (matmul.cuh), with the same bits,
+// and attention's backward rotates back.
 // Bound by memory: a block takes one token, a thread the same 16-byte vector of both halves in one or more heads, so that its
 // part of the table sits in registers. Ladder: dev/cuda/rope.cu.
 // Not supported: HD/2 not a multiple of a 16-byte vector (8 bf16); more than 2^31 tokens.
@@ -29,9 +30,10 @@ rope_kernel(floatX *qkv, const float *cos_sin, int T, int heads, int HD, int row
         VecX low = vec_load(p), high = vec_load(p + half);
         #pragma unroll
         for (int k = 0; k < VecX::size; k++) {
-            const float a = (float)low[k], b = (float)high[k];
-            low[k] = (floatX)(a * c[k] - b * s[k]);
-            high[k] = (floatX)(b * c[k] + a * s[k]);
+            float a = (float)low[k], b = (float)high[k];
+            rotate_pair(a, b, c[k], s[k]);
+            low[k] = (floatX)a;
+            high[k] = (floatX)b;
         }
         vec_store(p, low);
         vec_store(p + half, high);

@@ -143,8 +143,8 @@ template <int HD, typename X> static void each_variant(const Tensors<X> &t) {
         auto run = [&] { __VA_ARGS__; }; \
         if (!t.ref_out) bench(name, 0, flops, run); \
         else { run(); check(name, t.dqkv, t.ref_dqkv, rows, stride, 1e-2); } }
-    #define DQ(...) BACKWARD("dq " #__VA_ARGS__, 1.5 * t.flops, attention_backward_q_hopper_launch<HopperBackwardQ<__VA_ARGS__>>(t.dqkv, t.D, t.dout, t.qkv, t.out, t.lse, s.B, s.T, s.NH, s.NKV, NULL, stream))
-    #define DKV(...) BACKWARD("dkv " #__VA_ARGS__, 2 * t.flops, attention_backward_kv_hopper_launch<HopperBackwardKV<__VA_ARGS__>>(t.dqkv, t.D, t.dout, t.qkv, t.lse, s.B, s.T, s.NH, s.NKV, NULL, stream))
+    #define DQ(...) BACKWARD("dq " #__VA_ARGS__, 1.5 * t.flops, attention_backward_q_hopper_launch<HopperBackwardQ<__VA_ARGS__>>(t.dqkv, t.D, t.dout, t.qkv, t.out, t.lse, s.B, s.T, s.NH, s.NKV, NULL, NULL, stream))
+    #define DKV(...) BACKWARD("dkv " #__VA_ARGS__, 2 * t.flops, attention_backward_kv_hopper_launch<HopperBackwardKV<__VA_ARGS__>>(t.dqkv, t.D, t.dout, t.qkv, t.lse, s.B, s.T, s.NH, s.NKV, NULL, NULL, stream))
     if constexpr (HD == 64) { FORWARD_VARIANTS_64(FORWARD) } else { FORWARD_VARIANTS_128(FORWARD) }
     attention_backward(t.dqkv, t.dout, t.qkv, t.out, t.lse, s.B, s.T, s.NH, s.NKV, HD, t.D, stream);  // each variant then overwrites its part
     if constexpr (HD == 64) { Q_VARIANTS_64(DQ) KV_VARIANTS_64(DKV) } else { Q_VARIANTS_128(DQ) KV_VARIANTS_128(DKV) }
@@ -218,25 +218,32 @@ static void check_shape(Shape s, float std) {
     char *scratch = device_new<char>(scratch_bytes);
     const size_t slices = (size_t)s.B * ceil_div((size_t)s.T, 64);
     float *d_sums = device_new<float>(slices * stride), *columns = host_new<float>(stride), *totals = host_new<float>(stride);
-    int summed = 0;
-    auto backward = [&] {
-        cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
-        summed = attention_backward(d_dqkv, d_dout, d_qkv, d_out, d_lse, s.B, s.T, s.NH, s.NKV, s.HD, scratch, stream, d_sums);
-    };
-    bias_backward_cpu(columns, dqkv, (int)rows, (int)stride);
-    for (attention_path = 0; attention_path < num_paths(s.HD); attention_path++) {
-        poison(d_dqkv, rows * stride);
-        backward();
-        check(path_name(s.HD, "dqkv"), d_dqkv, dqkv, rows, stride, bound(1e-2, 5e-6));
-        print_parts(download(d_dqkv, rows * stride), dqkv, s);
-        if (summed) {
-            const float *sums = download(d_sums, slices * stride);
-            memset(totals, 0, stride * sizeof *totals);
-            for (size_t i = 0; i < slices * stride; i++) totals[i % stride] += sums[i];
-            check(path_name(s.HD, "column sums"), upload<float>(totals, stride), columns, 1, stride, 1e-2);
-            check_same_bits(path_name(s.HD, "column sums"), {{d_sums, slices * stride * sizeof(float)}}, backward);
+    float *angles = host_normal((size_t)s.T * s.HD, 1.0f);  // stand for cosines and sines: what is linear needs no more
+    const float *d_angles = upload<float>(angles, (size_t)s.T * s.HD);
+    for (int rotate = 0; rotate < 2; rotate++) {
+        int done = 0;
+        auto backward = [&] {
+            cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
+            done = attention_backward(d_dqkv, d_dout, d_qkv, d_out, d_lse, s.B, s.T, s.NH, s.NKV, s.HD, scratch, stream, d_sums, rotate ? d_angles : NULL);
+        };
+        if (rotate) rope_backward_cpu(dqkv, angles, s.B, s.T, s.NH, s.NKV, s.HD);
+        memset(columns, 0, stride * sizeof *columns);
+        bias_backward_cpu(columns, dqkv, (int)rows, (int)stride);
+        for (attention_path = 0; attention_path < num_paths(s.HD); attention_path++) {
+            poison(d_dqkv, rows * stride);
+            backward();
+            if (rotate && !(done & ATTENTION_ROTATED)) continue;
+            check(path_name(s.HD, rotate ? "dqkv, rotated" : "dqkv"), d_dqkv, dqkv, rows, stride, bound(1e-2, 5e-6));
+            print_parts(download(d_dqkv, rows * stride), dqkv, s);
+            if (done & ATTENTION_SUMMED) {
+                const float *sums = download(d_sums, slices * stride);
+                memset(totals, 0, stride * sizeof *totals);
+                for (size_t i = 0; i < slices * stride; i++) totals[i % stride] += sums[i];
+                check(path_name(s.HD, "column sums"), upload<float>(totals, stride), columns, 1, stride, 1e-2);
+                check_same_bits(path_name(s.HD, "column sums"), {{d_sums, slices * stride * sizeof(float)}}, backward);
+            }
+            check_same_bits(path_name(s.HD, rotate ? "backward, rotated" : "backward"), {{d_dqkv, rows * stride * sizeof(floatX)}}, backward);
         }
-        check_same_bits(path_name(s.HD, "backward"), {{d_dqkv, rows * stride * sizeof(floatX)}}, backward);
     }
     attention_path = 0;
 }

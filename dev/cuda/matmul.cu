@@ -271,11 +271,11 @@ static void check_own(Layout layout, int M, int N, int K) {
     floatX *dbias = device_new<floatX>((size_t)N);
     for (int v = 0; v < own_count; v++) {
         const HopperVariant &own = own_matmuls[v];
-        if (!fits(&own, layout) || own.op == EPILOGUE_SWIGLU || own.op == EPILOGUE_DSWIGLU) continue;
+        if (!fits(&own, layout) || own.op >= EPILOGUE_SWIGLU) continue;
         char text[96];
         #define named(what) (snprintf(text, sizeof text, "%d columns, cluster %d%s: %s", own.columns, own.cluster, op_names[own.op], what), text)
         const bool backward = own.op == EPILOGUE_DGELU;
-        auto run = [&] { own.run(out, backward ? given : aux, a, b, backward ? NULL : bias, backward ? sums : NULL, M, N, K, stream); };
+        auto run = [&] { own.run(out, backward ? given : aux, a, b, backward ? NULL : bias, backward ? sums : NULL, NULL, M, N, K, stream); };
         for (size_t i = 0; i < n; i++) applied[i] = ref[i] = product[i] + (backward ? 0 : h_bias[i % N]);
         poison(out, n);
         poison(aux, n);
@@ -289,7 +289,7 @@ static void check_own(Layout layout, int M, int N, int K) {
         check_same_bits(named("bits"), {{out, n * sizeof(bf16)}}, run);
         if (own.op == EPILOGUE_PLAIN) {
             cudaCheck(cudaMemcpyAsync(biased, out, n * sizeof(bf16), cudaMemcpyDeviceToDevice, stream));
-            own.run(plain, NULL, a, b, NULL, NULL, M, N, K, stream);
+            own.run(plain, NULL, a, b, NULL, NULL, NULL, M, N, K, stream);
             check(named("no bias"), plain, product, M, N, error_bound(n), worst_bound());
             continue;
         }
@@ -339,11 +339,11 @@ static void check_gated(int M, int N, int K) {
     for (int v = 0; v < own_count; v++)
         for (int layout = TN; layout <= NN; layout++)
             if (fits(&own_matmuls[v], (Layout)layout) && own_matmuls[v].op == EPILOGUE_PLAIN) plain[layout] = &own_matmuls[v];
-    plain[TN]->run((bf16 *)gate_up, NULL, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, M, 2 * N, K, stream);
+    plain[TN]->run((bf16 *)gate_up, NULL, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, NULL, M, 2 * N, K, stream);
     swiglu_forward(apart, gate_up, gate_up, M, N, stream);
     check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "out: every bit as by a kernel of its own");
     check_true(!memcmp(kept, download(gate_up, 2 * n), 2 * n * sizeof(float)), "slopes: every bit as by a kernel of its own");
-    plain[NN]->run((bf16 *)d, NULL, (const bf16 *)inp, (const bf16 *)down, NULL, NULL, M, N, K, stream);
+    plain[NN]->run((bf16 *)d, NULL, (const bf16 *)inp, (const bf16 *)down, NULL, NULL, NULL, M, N, K, stream);
     swiglu_backward(dapart, d, slopes, M, N, stream);
     check_true(!memcmp(download(dgate_up, 2 * n), download(dapart, 2 * n), 2 * n * sizeof(float)), "dgate and dup: every bit as by a kernel of its own");
     check_same_bits("bits", {{out, n * sizeof(floatX)}, {slopes, 2 * n * sizeof(floatX)}, {dgate_up, 2 * n * sizeof(floatX)}}, [&] { forward(); backward(); });
@@ -400,7 +400,7 @@ static void bench_own(Layout layout, HopperEpilogue op, int M, int N, int K) {
         bias_backward(dbias, to, M, N, 0, scratch, stream);
     };
     auto ours = [&](const HopperVariant *v) {  // both with the bias gradient, where there is one
-        v->run(out, aux, a, b, bias, op == EPILOGUE_DGELU ? sums : NULL, M, N, K, stream);
+        v->run(out, aux, a, b, bias, op == EPILOGUE_DGELU ? sums : NULL, NULL, M, N, K, stream);
         if (op == EPILOGUE_DGELU) bias_finish(dbias, sums, (int)ceil_div((size_t)M, BOX_ROWS), N, 0, stream);
     };
     const HopperVariant *own[MOST];

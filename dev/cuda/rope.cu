@@ -1,7 +1,8 @@
-// Ladder for llmc/rope.cuh: rotary embedding in place on packed q, k, v rows.
+// Ladder for llmc/rope.cuh: rotary embedding in place on packed q, k, v rows, and inside the product that makes them.
 //   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32] dev/cuda/rope.cu -o build/rope -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
+#include "../../llmc/matmul.cuh"
 #include "../../llmc/rope.cuh"
 #include "../../llmc/rope_table.h"
 #include "common.cuh"
@@ -39,6 +40,30 @@ static void check_shape(int B, int T, int NH, int NKV, int HD) {
     });
 }
 
+// In the product: every bit as by two kernels.
+static void check_product(int B, int T, int NH, int NKV, int HD, int C, int with_bias) {
+    if (!matmul_can_rotate(HD)) return;
+    ladder_case("product B=%d T=%d NH=%d NKV=%d HD=%d C=%d bias=%d", B, T, NH, NKV, HD, C, with_bias);
+    cudaStream_t stream = ladder.gpu.compute;
+    const int N = B * T, OC = (NH + 2 * NKV) * HD;
+    const size_t n = (size_t)N * OC;
+    floatX *inp = device_normal<floatX>((size_t)N * C, 1.0f), *weight = device_normal<floatX>((size_t)OC * C, 1.0f / sqrtf((float)C)), *bias = with_bias ? device_normal<floatX>((size_t)OC, 1.0f) : NULL;
+    floatX *out = device_new<floatX>(n), *apart = device_new<floatX>(n);
+    float *cos_sin = upload<float>(host_table(T, HD), (size_t)T * HD);
+    for (int autotune = 0; autotune < 2; autotune++) {
+        Matmul mm;
+        matmul_open(&mm, &ladder.gpu.prop, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, autotune);
+        matmul_forward(&mm, apart, inp, weight, bias, NULL, N, C, OC, stream);
+        rope_forward(apart, cos_sin, B, T, NH, NKV, HD, stream);
+        auto product = [&] { matmul_forward_rope(&mm, out, inp, weight, bias, cos_sin, B, T, NH, NKV, HD, C, stream); };
+        poison(out, n);
+        product();
+        check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "autotune %d: every bit as by two kernels", autotune);
+        check_same_bits("bits", {{out, n * sizeof(floatX)}}, product);
+        matmul_close(&mm);
+    }
+}
+
 static void bench_shape(int B, int T, int NH, int NKV, int HD, const char *name) {
     ladder_case("%s, B=%d T=%d NH=%d NKV=%d HD=%d", name, B, T, NH, NKV, HD);
     const size_t rows = (size_t)B * T, width = (size_t)(NH + 2 * NKV) * HD;
@@ -61,6 +86,11 @@ int main(int argc, char **argv) {
         check_shape(1, 40, 64, 8, 128);
         check_shape(1, 9, 4, 2, 256);
         check_shape(1, 4099, 2, 1, 64);
+        check_product(1, 1, 1, 1, 64, 8, 0);
+        check_product(3, 100, 6, 2, 64, 192, 1);
+        check_product(2, 77, 3, 1, 64, 136, 1);
+        check_product(4, 1024, 32, 8, 64, 2048, 0);
+        check_product(5, 1000, 24, 4, 64, 1536, 1);
     }
     if (ladder.bench) {
         bench_shape(4, 8192, 32, 8, 64, "Llama-3.2-1B");
