@@ -62,7 +62,7 @@ static void check_gelu_epilogue(Matmul *mm, floatX *d_out, const floatX *d_inp, 
     matmul_forward(mm, d_out, d_inp, d_weight, d_bias, d_slopes, N, C, OC, stream);
     gelu_forward_cpu(out, x, n);
     check("slopes", d_slopes, gelu_slopes(x, n), N, OC, few * bound(3.5e-3, 5e-6), bound(1e-2, 5e-5));
-    check("out with gelu", d_out, out, N, OC, few * bound(2.5e-3, 5e-6), bound(1e-2, 5e-5));
+    check("out with gelu", d_out, out, N, OC, few * bound(3.4e-3, 5e-6), bound(1e-2, 5e-5));  // rounded twice: 2.6e-3 of a thousand, 3.3e-3 of few hundred at worst
     check_same_bits("gelu bits", {{d_out, n * sizeof(floatX)}, {d_slopes, n * sizeof(floatX)}}, [&] { matmul_forward(mm, d_out, d_inp, d_weight, d_bias, d_slopes, N, C, OC, stream); });
 }
 // dinp and the bias gradient of the layer below: with GELU, where our kernel may sum the columns in its epilogue, and without.

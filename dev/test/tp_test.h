@@ -166,11 +166,12 @@ static inline int near_run(const TpRun *a, const TpRun *b, const TpBounds *bound
 
 // All of it, for one model. base: options that all runs share.
 static inline void test_tp(const char *model, const Mesh *mesh, const TpBounds *bound, const Options *base) {
-    static const Mesh alone = MESH_ALONE;
+    Mesh alone = MESH_ALONE;
     Config c;
     Model one;
     Options o = *base;
     char name[512];
+    alone.dp.local_rank = mesh->job.local_rank;  // one process, one GPU
     config_parse(model, &c);
     snprintf(name, sizeof name, "%d x %d, %s", mesh->dp.world, mesh->tp.world, model);
     o.seq_len = TP_T; o.head_chunks = 1; o.batch_size = TP_B * mesh->dp.world;
