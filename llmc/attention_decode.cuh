@@ -1,9 +1,9 @@
 // Causal attention while text is generated: n new tokens of each of S sequences over all keys and values that came before.
 //   qkv (S,n,(NH+2*NKV)*HD), rotated: the keys and values go into the cache, keys and values (S,NKV,room,HD) each, at places
 //   at .. at+n-1;   out (S,n,NH*HD): query t of a sequence sees places 0 .. at+t
-// One block per query and head; its warps take turns over the keys and keep a running maximum and sum each (online softmax,
-// Milakov and Gimelshein, arXiv:1805.02867), which are joined in the order of the warps: the same bits in every run. Bound by
-// reading the cache once. The prompt comes this way too, in pieces; attention.cuh would be faster for a long one.
+// One block per query and head; its warps take turns over the keys, DECODE_KEYS at a time so that their loads and sums overlap, and keep a
+// running maximum and sum each (online softmax, Milakov and Gimelshein, arXiv:1805.02867), which are joined in the order of the warps: the
+// same bits in every run. The prompt comes this way too, in pieces; attention.cuh would be faster for a long one.
 // Ladder: dev/cuda/attention_decode.cu. Not supported: HD above 256 or not a multiple of a 16-byte vector.
 #ifndef LLMC_ATTENTION_DECODE_CUH
 #define LLMC_ATTENTION_DECODE_CUH
@@ -20,7 +20,7 @@ typedef struct {
     int sequences, room, count;  // S; tokens of each that fit, and that are there
 } KvCache;
 
-enum { DECODE_WARPS = 8, DECODE_THREADS = DECODE_WARPS * WARP };
+enum { DECODE_WARPS = 16, DECODE_THREADS = DECODE_WARPS * WARP, DECODE_KEYS = 8 };
 
 // Block: one token.
 __global__ void __launch_bounds__(DECODE_THREADS)
@@ -34,31 +34,58 @@ kv_append_kernel(floatX *keys, floatX *values, const floatX *qkv, int n, int at,
         vec_store(values + to, vec_load(v + from));
     }
 }
-// Block: one query of one head. A lane holds elements lane, lane + 32, ... of the head: PER_LANE of them, zeros beyond HD.
+// What a lane holds of a head: elements lane * N, ...; of one instruction or two.
+template <int N> struct alignas(sizeof(floatX) * N < 16 ? sizeof(floatX) * N : 16) DecodeLane { floatX x[N]; };
+
+// Block: one query of one head. A lane beyond HD holds zeros.
 template <int PER_LANE> __global__ void __launch_bounds__(DECODE_THREADS)
 attention_decode_kernel(floatX *out, const floatX *keys, const floatX *values, const floatX *qkv, int n, int at, int room, int NH, int NKV, int HD, float scale /*times log2 e*/) {
+    typedef DecodeLane<PER_LANE> Lane;
     __shared__ float shared_max[DECODE_WARPS], shared_sum[DECODE_WARPS], shared_acc[DECODE_WARPS][PER_LANE * WARP];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = lane * PER_LANE;
     const int h = blockIdx.x % NH, token = blockIdx.x / NH, s = token / n, seen = at + token % n + 1;
-    const size_t cached = (size_t)(s * NKV + h / (NH / NKV)) * room * HD;
-    const floatX *q = qkv + (size_t)token * (NH + 2 * NKV) * HD + (size_t)h * HD;
+    const bool here = first < HD;
+    const size_t cached = (size_t)(s * NKV + h / (NH / NKV)) * room * HD + (here ? first : 0);
+    const floatX *q = qkv + (size_t)token * (NH + 2 * NKV) * HD + (size_t)h * HD + first;
     float query[PER_LANE], acc[PER_LANE] = {}, highest = -INFINITY, sum = 0;
     #pragma unroll
-    for (int r = 0; r < PER_LANE; r++) query[r] = lane + r * WARP < HD ? (float)q[lane + r * WARP] * scale : 0;
-    for (int j = warp; j < seen; j += DECODE_WARPS) {
-        const floatX *k = keys + cached + (size_t)j * HD, *v = values + cached + (size_t)j * HD;
-        float dot = 0;
+    for (int r = 0; r < PER_LANE; r++) query[r] = here ? (float)q[r] * scale : 0;
+    for (int j0 = warp * DECODE_KEYS; j0 < seen; j0 += DECODE_WARPS * DECODE_KEYS) {
+        Lane k[DECODE_KEYS], v[DECODE_KEYS];
+        float dot[DECODE_KEYS], now = highest;
         #pragma unroll
-        for (int r = 0; r < PER_LANE; r++) if (lane + r * WARP < HD) dot += query[r] * (float)k[lane + r * WARP];
-        dot = warp_reduce<Sum>(dot);
-        const float now = fmaxf(highest, dot), keep = exp2f(highest - now), p = exp2f(dot - now);
+        for (int i = 0; i < DECODE_KEYS; i++) {
+            const size_t key = cached + (size_t)min(j0 + i, seen - 1) * HD;
+            k[i] = *(const Lane *)(keys + key);
+            v[i] = *(const Lane *)(values + key);
+        }
         #pragma unroll
-        for (int r = 0; r < PER_LANE; r++) acc[r] = acc[r] * keep + (lane + r * WARP < HD ? p * (float)v[lane + r * WARP] : 0);
-        sum = sum * keep + p;
+        for (int i = 0; i < DECODE_KEYS; i++) {
+            dot[i] = 0;
+            #pragma unroll
+            for (int r = 0; r < PER_LANE; r++) dot[i] += query[r] * (float)k[i].x[r];
+        }
+        #pragma unroll
+        for (int i = 0; i < DECODE_KEYS; i++) {
+            dot[i] = warp_reduce<Sum>(dot[i]);
+            if (j0 + i >= seen) dot[i] = -INFINITY;
+            now = fmaxf(now, dot[i]);
+        }
+        const float keep = exp2f(highest - now);
+        sum *= keep;
+        #pragma unroll
+        for (int r = 0; r < PER_LANE; r++) acc[r] *= keep;
+        #pragma unroll
+        for (int i = 0; i < DECODE_KEYS; i++) {
+            const float p = exp2f(dot[i] - now);
+            sum += p;
+            #pragma unroll
+            for (int r = 0; r < PER_LANE; r++) acc[r] += p * (float)v[i].x[r];
+        }
         highest = now;
     }
     #pragma unroll
-    for (int r = 0; r < PER_LANE; r++) shared_acc[warp][lane + r * WARP] = acc[r];
+    for (int r = 0; r < PER_LANE; r++) shared_acc[warp][first + r] = acc[r];
     if (lane == 0) { shared_max[warp] = highest; shared_sum[warp] = sum; }
     __syncthreads();
     float top = -INFINITY, total = 0;

@@ -256,10 +256,13 @@ static void bench_shape(const char *name, Shape s) {
     floatX *out = device_new<floatX>(rows * width), *dqkv = device_new<floatX>(rows * stride);
     float *lse = device_new<float>(rows * s.NH);
     char *scratch = device_new<char>(attention_backward_scratch_bytes(s.B, s.T, s.NH, s.NKV, s.HD));
+    float *cos_sin = device_normal<float>((size_t)s.T * s.HD, 1.0f);
     cudaStream_t stream = ladder.gpu.compute;
     for (attention_path = 0; ladder.bench && attention_path < num_paths(s.HD); attention_path++) {
         bench(path_name(s.HD, "forward"), 0, flops, [&] { attention_forward(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD, stream); });
         bench(path_name(s.HD, "backward"), 0, 2.5 * flops, [&] { attention_backward(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD, scratch, stream); });
+        if (attention_path == 0 && num_paths(s.HD) == 2)
+            bench(path_name(s.HD, "backward, rotated"), 0, 2.5 * flops, [&] { attention_backward(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD, scratch, stream, NULL, cos_sin); });
     }
     attention_path = 0;
     for (hopper_group_mib = 4; ladder.variants && hopper_group_mib <= 32; hopper_group_mib *= 2) {  // what may be streamed in L2 at a time

@@ -64,7 +64,24 @@ static void check_product(int B, int T, int NH, int NKV, int HD, int C, int with
     }
 }
 
-static void bench_shape(int B, int T, int NH, int NKV, int HD, const char *name) {
+static void bench_product(int B, int T, int NH, int NKV, int HD, int C, const char *name) {
+    if (!matmul_can_rotate(HD)) return;
+    ladder_case("%s, B=%d T=%d NH=%d NKV=%d HD=%d C=%d", name, B, T, NH, NKV, HD, C);
+    cudaStream_t stream = ladder.gpu.compute;
+    const int N = B * T, OC = (NH + 2 * NKV) * HD;
+    floatX *inp = device_normal<floatX>((size_t)N * C, 1.0f), *weight = device_normal<floatX>((size_t)OC * C, 0.02f), *out = device_new<floatX>((size_t)N * OC);
+    float *cos_sin = upload<float>(host_table(T, HD), (size_t)T * HD);
+    Matmul mm;
+    matmul_open(&mm, &ladder.gpu.prop, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, 1);
+    auto apart = [&] { matmul_forward(&mm, out, inp, weight, NULL, NULL, N, C, OC, stream); rope_forward(out, cos_sin, B, T, NH, NKV, HD, stream); };
+    auto product = [&] { matmul_forward_rope(&mm, out, inp, weight, NULL, cos_sin, B, T, NH, NKV, HD, C, stream); };
+    apart();
+    product();
+    bench("q, k, v product, then forward", 0, 2.0 * N * OC * C, apart);
+    bench("q, k, v product, rotated", 0, 2.0 * N * OC * C, product);
+    matmul_close(&mm);
+}
+static void bench_shape(int B, int T, int NH, int NKV, int HD, int C, const char *name) {
     ladder_case("%s, B=%d T=%d NH=%d NKV=%d HD=%d", name, B, T, NH, NKV, HD);
     const size_t rows = (size_t)B * T, width = (size_t)(NH + 2 * NKV) * HD;
     floatX *qkv = device_normal<floatX>(rows * width, 1.0f);
@@ -72,6 +89,7 @@ static void bench_shape(int B, int T, int NH, int NKV, int HD, const char *name)
     const double bytes = 2.0 * (double)rows * (NH + NKV) * HD * sizeof(floatX);
     bench("forward", bytes, 0, [&] { rope_forward(qkv, cos_sin, B, T, NH, NKV, HD, ladder.gpu.compute); });
     bench("backward", bytes, 0, [&] { rope_backward(qkv, cos_sin, B, T, NH, NKV, HD, ladder.gpu.compute); });
+    bench_product(B, T, NH, NKV, HD, C, name);
 }
 
 int main(int argc, char **argv) {
@@ -93,9 +111,9 @@ int main(int argc, char **argv) {
         check_product(5, 1000, 24, 4, 64, 1536, 1);
     }
     if (ladder.bench) {
-        bench_shape(4, 8192, 32, 8, 64, "Llama-3.2-1B");
-        bench_shape(1, 8192, 32, 8, 128, "Llama-3-8B");
-        bench_shape(16, 1024, 12, 2, 128, "Qwen2.5-1.5B");
+        bench_shape(4, 8192, 32, 8, 64, 2048, "Llama-3.2-1B");
+        bench_shape(1, 8192, 32, 8, 128, 4096, "Llama-3-8B");
+        bench_shape(16, 1024, 12, 2, 128, 1536, "Qwen2.5-1.5B");
     }
     return ladder_close();
 }
