@@ -777,6 +777,7 @@ void model_close(Model *m) {
 
 const char *model_device(const Model *m) { return m->device; }
 const char *model_dtype(const Model *m) { (void)m; return "fp32"; }
+const char *model_carriers(const Model *m) { (void)m; return ""; }  // MPI
 double model_peak_flops(const Model *m) { (void)m; return 0; }
 double model_peak_bytes(const Model *m) { (void)m; return 0; }
 void model_timing_begin(Model *m) { (void)m; timing_start(); }

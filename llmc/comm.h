@@ -258,6 +258,15 @@ static inline double comm_sum(const Comm *c, double x) {  // in the order of ran
     free(all);
     return sum;
 }
+static inline void comm_sum_floats(const Comm *c, float *x, int count) {  // the same in fp32: the bits of p2p_all_reduce
+    float *all = (float *)malloc_or_die((size_t)c->world * (size_t)count * sizeof *x);
+    comm_gather_all(c, x, (size_t)count * sizeof *x, all);
+    for (int i = 0; i < count; i++) {
+        x[i] = all[i];
+        for (int r = 1; r < c->world; r++) x[i] += all[r * count + i];
+    }
+    free(all);
+}
 static inline int comm_or(const Comm *c, int flags) {  // any rank's flags become everyone's
     int *all = (int *)malloc_or_die((size_t)c->world * sizeof flags), together = flags;
     comm_gather_all(c, &flags, sizeof flags, all);

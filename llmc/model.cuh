@@ -282,15 +282,29 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
 }
 
 void model_loss_and_norm(Model *m, float *loss, float *norm) {
+    const Mesh *mesh = m->mesh;
+    const P2p *p2p = &m->p2p[SHORT_LOSS];
     cudaStream_t s = m->gpu.compute;
+    for (int k = 0; k < NUM_SHORT; k++) p2p_patience(&m->p2p[k], p2p_seconds());  // less from the second step on
     zero_wait_reduced(&m->zero);
-    if (m->mesh->job.world == 1) global_norm_squared(m->norm_squared, m->grads, m->table.total, m->reduce_scratch, s);
-    else global_norm_squared_spans(m->norm_squared, m->grads, m->shards, m->num_shards, m->reduce_scratch, s);
-    cudaCheck(cudaMemcpyAsync(&m->host_scalars[0], m->loss_total, sizeof(float), cudaMemcpyDeviceToHost, s));
-    cudaCheck(cudaMemcpyAsync(&m->host_scalars[1], m->norm_squared, sizeof(float), cudaMemcpyDeviceToHost, s));
+    if (mesh->job.world == 1) global_norm_squared(m->loss_norm + 1, m->grads, m->table.total, m->reduce_scratch, s);
+    else global_norm_squared_spans(m->loss_norm + 1, m->grads, m->shards, m->num_shards, m->reduce_scratch, s);
+    // The ranks of a tensor-parallel group have the same loss: the first one's counts.
+    if (mesh->tp.rank == 0) cudaCheck(cudaMemcpyAsync(m->loss_norm, m->loss_total, sizeof(float), cudaMemcpyDeviceToDevice, s));
+    else cudaCheck(cudaMemsetAsync(m->loss_norm, 0, sizeof(float), s));
+    if (p2p->opened) {
+        const uint32_t number = nccl_begin(&m->tp.nccl, "loss and norm", 2 * sizeof(float), s);
+        p2p_all_reduce(p2p, m->loss_norm, 2, s);
+        nccl_end(&m->tp.nccl, number, s);
+        timing_lap(TIMING_RANKS, 0, 0, s);
+    }
+    cudaCheck(cudaMemcpyAsync(m->host_scalars, m->loss_norm, 2 * sizeof(float), cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaStreamSynchronize(s));  // the one wait of a step
-    *loss = (float)comm_sum(m->comm, m->host_scalars[0]);
-    *norm = (float)sqrt(comm_sum(&m->mesh->job, m->host_scalars[1]));
+    // Both ways in fp32, over ranks in their order: the same bits. Sums of W ranks are rounded W - 1 times, to 2^-24 of them each; in double it would be
+    // once in all, but what ranks give is rounded to fp32 already.
+    if (!p2p->opened) comm_sum_floats(&mesh->job, m->host_scalars, 2);
+    *loss = m->host_scalars[0];
+    *norm = (float)sqrt((double)m->host_scalars[1]);
 }
 
 void model_update(Model *m, const AdamWParams *p) {

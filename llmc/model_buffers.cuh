@@ -22,6 +22,8 @@ typedef struct {
     floatX *ln1w, *ln1b, *qkvw, *qkvb, *projw, *projb, *ln2w, *ln2b, *fcw, *fcb, *fcprojw, *fcprojb;
 } BlockParams;
 
+enum { SHORT_LOSS, SHORT_DATA, SHORT_TENSOR, NUM_SHORT };  // see short_messages
+
 struct Model {
     Config config, local;    // the whole model's; with the sizes of this rank
     ParamTable table;        // of this rank
@@ -34,6 +36,8 @@ struct Model {
     Matmul matmul;
     Zero zero;
     Tp tp;
+    P2p p2p[NUM_SHORT];      // workspaces of short messages
+    char carriers[768];      // who carries these, for people
     TpCopy *copies;          // tp: in host memory; gradients that ranks of the group have parts of,
     size_t num_copied;       // so many elements
     Graph graphs[2];         // of the first micro-step of a step, and of those that follow
@@ -67,7 +71,7 @@ struct Model {
     ClassifierPart *parts;   // tp: (ranks, head_rows)
     cudaEvent_t copied[2];
     int slot;
-    float *losses, *loss_total, *norm_squared, *host_scalars;
+    float *losses, *loss_total, *loss_norm, *host_scalars;  // loss_norm: of this rank, then of all: the loss, the norm's square
     float *host_floats;      // pinned: losses (B,T)
     KvCache cache;           // empty unless this rank samples
 };
@@ -148,6 +152,25 @@ static inline void model_request_tp(Model *m, Memory *memory, int B, int T) {
     memory_request(memory, &m->tp.copies, "tensor parallel", "table of copies", (size_t)copies);
 }
 
+// Short messages between ranks: whose, on which stream, and what of them goes peer to peer (p2p.cuh), in bytes of all pieces.
+typedef struct { const char *name, *otherwise; const Comm *comm; cudaStream_t stream; size_t bytes; } ShortMessages;
+static inline ShortMessages short_messages(const Model *m, int which) {
+    const Mesh *mesh = m->mesh;
+    const ShortMessages all[NUM_SHORT] = {{"loss and norm", "MPI", &mesh->job, m->gpu.compute, 2 * sizeof(float)}, {"data parallel", "NCCL", &mesh->dp, m->gpu.comm, P2P_DATA_BYTES},
+                                          {"tensor parallel", "NCCL", &mesh->tp, m->gpu.compute, P2P_TENSOR_BYTES}};
+    return all[which];
+}
+// Why others carry them, as far as one rank knows; NULL: p2p_open finds out.
+static inline const char *why_not_p2p(const Model *m, const Comm *group) {
+    return !m->options.p2p ? "--p2p 0" : nccl_through_host ? "ranks may share a GPU" : group->world > P2P_RANKS ? "more than 8 ranks" : NULL;
+}
+static inline void model_request_p2p(Model *m, Memory *memory) {
+    for (int k = 0; k < NUM_SHORT; k++) {
+        const ShortMessages s = short_messages(m, k);
+        if (!why_not_p2p(m, s.comm)) p2p_request(&m->p2p[k], memory, s.comm->world, s.bytes);
+    }
+}
+
 // Names every buffer of a run with micro-steps of (B, T).
 static inline void model_request(Model *m, Memory *memory, int B, int T) {
     const Config *c = &m->local;
@@ -192,11 +215,12 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
     memory_request(memory, &m->targets, "tokens", "targets (B,T)", N);
     memory_request(memory, &m->losses, "tokens", "losses (B,T)", N);
     memory_request(memory, &m->loss_total, "tokens", "loss of the step", 1);
-    memory_request(memory, &m->norm_squared, "tokens", "squared gradient norm", 1);
+    memory_request(memory, &m->loss_norm, "tokens", "loss, squared gradient norm", 2);
     memory_request_pinned(memory, &m->host_tokens, "tokens", "two slots of inputs, targets", 4 * N);
     memory_request_pinned(memory, &m->host_scalars, "tokens", "loss, norm", 2);
     memory_request_pinned(memory, &m->host_floats, "tokens", "losses", N);
     if (is_split(m)) model_request_tp(m, memory, B, T);
+    model_request_p2p(m, memory);
 }
 
 static inline size_t model_bytes(const Model *m, const Options *o, int B) {
@@ -319,6 +343,26 @@ static inline void upload_tables(Model *m) {
     if (c->position == POSITION_ROPE) upload_rope_table(m, m->cos_sin, m->T);
 }
 
+// A wait ends before the watchdog's time-out, because it can say whom it was for.
+static inline double p2p_seconds(void) { return 0.8e-3 * (double)watchdog.timeout_ms * watchdog_patience(); }
+// After NCCL, whose hook lets the watchdog know why a wait has ended.
+static inline void model_open_p2p(Model *m) {
+    for (int k = 0; k < NUM_SHORT; k++) {
+        const ShortMessages s = short_messages(m, k);
+        const size_t used = strlen(m->carriers);
+        char why[256] = "", limit[64] = "";
+        if (s.comm->world == 1) continue;
+        const char *not_tried = why_not_p2p(m, s.comm);
+        const int open = !not_tried && p2p_open(&m->p2p[k], s.comm, s.stream, p2p_seconds(), why, sizeof why);
+        if (k != SHORT_LOSS) snprintf(limit, sizeof limit, " up to %zu KiB", s.bytes >> 10);
+        snprintf(m->carriers + used, sizeof m->carriers - used, "%s%s: %s%s%s%s", used ? "; " : "", s.name, open ? "peer to peer" : s.otherwise, open ? limit : " (",
+                 open ? "" : not_tried ? not_tried : why, open ? "" : ")");
+    }
+    nccl_shorten(&m->zero.nccl, &m->p2p[SHORT_DATA]);
+    nccl_shorten(&m->tp.nccl, &m->p2p[SHORT_TENSOR]);
+    comm_align(&m->mesh->job);  // groups may have come to unequal answers
+}
+
 void model_identify(HandshakeRecord *r) { gpu_identify(r->local_rank, r->device, sizeof r->device, &r->devices, &r->sm, &r->driver); }
 
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
@@ -358,10 +402,12 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     upload_tables(m);
     for (int i = 0; i < 2; i++) cudaCheck(cudaEventCreateWithFlags(&m->copied[i], cudaEventDisableTiming));
     m->zero = zero_open(comm, &m->table, &m->gpu, (int)o->zero_stage, reduces_wide(m), m->reduce_staging);
+    model_open_p2p(m);
 }
 
 void model_close(Model *m) {
     cudaCheck(cudaDeviceSynchronize());
+    for (int k = 0; k < NUM_SHORT; k++) p2p_close(&m->p2p[k]);
     zero_close(&m->zero);
     tp_close(&m->tp);
     for (int i = 0; i < 2; i++) {
@@ -379,6 +425,7 @@ void model_close(Model *m) {
 
 const char *model_device(const Model *m) { return m->gpu.prop.name; }
 const char *model_dtype(const Model *) { return FLOATX_NAME; }
+const char *model_carriers(const Model *m) { return m->carriers; }
 double model_memory_gib(const Model *m) { return (double)(m->memory.device_bytes + m->cache.memory.device_bytes) / 1073741824.0; }
 double model_peak_bytes(const Model *m) {
     int clock = 0, bits = 0;  // kHz; two transfers a cycle

@@ -1,11 +1,12 @@
 // NCCL over MPI: a communicator of a group of ranks, used by one stream. The only file where a build with and without NCCL differ;
 // without it there is one rank, and every collective has nothing to do.
+// Short messages go peer to peer (p2p.cuh) where nccl_shorten gave a communicator a workspace of the same group and stream. What is gathered is the
+// same; a sum that NCCL rounds to bf16 after each hop is there one in fp32 over ranks 0, 1, ... and rounded once: the same bits for two ranks.
 // Every collective is recorded with the watchdog (nccl_begin, nccl_end), which also asks for errors: one of a peer ends the job, not a silence.
 #ifndef LLMC_NCCL_CUH
 #define LLMC_NCCL_CUH
 
-#include "comm.h"
-#include "cuda_common.cuh"
+#include "p2p.cuh"
 
 #ifdef USE_NCCL
 #include <nccl.h>
@@ -14,6 +15,7 @@ enum { NCCL_BUILT = 1 };
 typedef struct {
     ncclComm_t handle;   // NULL: one rank, or through_host
     const Comm *through; // through_host: the group
+    const P2p *p2p;      // open: takes what fits into it; or NULL
     int rank, world, lane;
 } Nccl;
 
@@ -28,6 +30,10 @@ static inline void nccl_check(ncclResult_t status, const char *call, const char 
 // ---- what the watchdog's thread sees: communicators, and in pinned memory {started, done} of each one's stream, written by the stream
 static struct { Nccl lanes[WATCHDOG_LANES]; uint32_t *progress; } nccl_watched;
 
+// Takes messages that fit from now on, if it is open: of the same ranks, on the stream of this communicator. It must not move.
+static inline void nccl_shorten(Nccl *n, const P2p *p) { n->p2p = p->opened ? p : NULL; }
+static inline int nccl_is_short(const Nccl *n, size_t bytes) { return n->p2p && bytes <= p2p_max_bytes(n->p2p); }
+
 // 0, or why the communicator is broken. Safe to call from another thread.
 static inline const char *nccl_failed(const Nccl *n) {
     ncclResult_t status = ncclSuccess;
@@ -36,6 +42,7 @@ static inline const char *nccl_failed(const Nccl *n) {
 }
 static inline int nccl_hook(char *text, size_t size) {
     const char *error = NULL;
+    if (p2p_hook(text, size)) return 1;  // knows which rank did not come
     for (int i = 0; i < WATCHDOG_LANES && !error; i++) error = nccl_failed(&nccl_watched.lanes[i]);
     if (error) snprintf(text, size, "NCCL: %s; NCCL_DEBUG=INFO says more", error);
     return error != NULL;
@@ -69,7 +76,7 @@ static inline void nccl_end(const Nccl *n, uint32_t number, cudaStream_t stream)
 // The group's first rank makes the id, MPI carries it: no file, no address, nothing stale. `max_ctas` leaves the other multiprocessors to
 // matmuls. lane: another one for each communicator of a process. comm must not move.
 static inline Nccl nccl_open(const Comm *comm, int max_ctas, int lane) {
-    Nccl n = {NULL, NULL, comm->rank, comm->world, lane};
+    Nccl n = {NULL, NULL, NULL, comm->rank, comm->world, lane};
     if (comm->world == 1) return n;
     if (nccl_through_host) n.through = comm;
     else {
@@ -118,6 +125,10 @@ template <typename T> inline void nccl_all_reduce(const Nccl *n, T *data, size_t
 // data (world * count): piece `rank` becomes the sum over ranks, in place; the other pieces are left undefined.
 template <typename T> inline void nccl_reduce_scatter(const Nccl *n, T *data, size_t count, cudaStream_t stream) {
     const size_t mine = (size_t)n->rank * count, all = (size_t)n->world * count;
+    if (nccl_is_short(n, all * sizeof(T))) {
+        p2p_reduce_scatter(n->p2p, data, count, stream);
+        return;
+    }
     if (n->handle) ncclCheck(ncclReduceScatter(data, data + mine, count, nccl_type<T>(), ncclSum, n->handle, stream));
     if (!n->through) return;
     T *parts = (T *)nccl_host_gather(n, data, all * sizeof(T), stream);
@@ -131,6 +142,10 @@ template <typename T> inline void nccl_reduce_scatter(const Nccl *n, T *data, si
 }
 // to (world, count): every rank's `mine` (count), which may be its place in `to`
 template <typename T> inline void nccl_all_gather(const Nccl *n, T *to, const T *mine, size_t count, cudaStream_t stream) {
+    if (nccl_is_short(n, (size_t)n->world * count * sizeof(T))) {
+        p2p_all_gather(n->p2p, to, count, stream, mine);
+        return;
+    }
     if (n->handle) ncclCheck(ncclAllGather(mine, to, count, nccl_type<T>(), n->handle, stream));
     if (!n->through) return;
     char *all = nccl_host_gather(n, mine, count * sizeof(T), stream);
@@ -171,6 +186,8 @@ static inline Nccl nccl_open(const Comm *comm, int, int lane) {
     return n;
 }
 static inline void nccl_close(Nccl *) {}
+static inline void nccl_shorten(Nccl *, const P2p *) {}
+static inline int nccl_is_short(const Nccl *, size_t) { return 0; }
 template <typename T> inline void nccl_all_reduce(const Nccl *, T *, size_t, cudaStream_t) {}
 static inline uint32_t nccl_begin(const Nccl *, const char *, size_t, cudaStream_t) { return 0; }
 static inline void nccl_end(const Nccl *, uint32_t, cudaStream_t) {}

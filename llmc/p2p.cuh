@@ -26,7 +26,7 @@
 // peers, or thread 0 of the first does. It needs no fixed grid: an end of a kernel joins all its blocks.
 // What differs from rank to rank where it must not (kind, type, count) is seen, because it is in the flag; with lines only in that a wait ends.
 // Blocks wait only for blocks of the same number; all of them fit on the GPU at once beside what else runs there. Their waits are bounded:
-// see p2p_stop. No multicast, no virtual memory: cudaIpc on plain allocations. Ladder: dev/cuda/p2p.cu.
+// see p2p_stop. The trainer's calls come through nccl.cuh, but for loss and norm. No multicast, no virtual memory: cudaIpc on plain allocations. Ladder: dev/cuda/p2p.cu.
 #ifndef LLMC_P2P_CUH
 #define LLMC_P2P_CUH
 
@@ -51,6 +51,10 @@ enum { P2P_LINES_SENT = 512 << 10, P2P_ONE_SHOT_MEETING = 1 << 20 };
 static inline size_t p2p_lines_bytes(int world) { return (size_t)P2P_LINES_SENT / (size_t)(world - 1) / 16 * 16; }
 static inline size_t p2p_one_shot_bytes(int world) { return world == 2 ? SIZE_MAX : (size_t)P2P_ONE_SHOT_MEETING * (size_t)world / (size_t)((world - 1) * (world - 2)); }
 
+// The trainer's workspaces, in bytes of all pieces, above which a message is NCCL's: of a tensor-parallel group, where the stream that computes waits,
+// and of a data-parallel one, whose blocks take multiprocessors from backward for as long as the slowest rank takes to come. From a count too.
+enum { P2P_TENSOR_BYTES = 4 << 20, P2P_DATA_BYTES = 256 << 10 };
+
 enum P2pKind { P2P_LINES, P2P_ONE_SHOT, P2P_TWO_SHOTS, P2P_REDUCE_SCATTER, P2P_ALL_GATHER, P2P_KINDS };
 static const char *const p2p_names[] = {"all-reduce (lines)", "all-reduce (one shot)", "all-reduce (two shots)", "reduce-scatter", "all-gather", "?", "?", "?"};
 
@@ -70,6 +74,7 @@ typedef struct {
     int rank, peer, kind, other, block, meeting;  // ranks in the group
     unsigned long long bytes, elapsed_ns;
     int first, stride;  // rank k of the group is rank first + k stride of the job
+    uint32_t beats;     // of p2p_hook; 0: nobody watches
 } P2pRecord;
 
 // What kernels get.
@@ -154,14 +159,17 @@ static __device__ __noinline__ void p2p_stop(const P2pView &v, const P2pCall &ca
     for (const uint64_t begin = p2p_clock(); p2p_clock() - begin < 1000000000ull;) __nanosleep(1000000);
     __trap();
 }
-// missing() looks once more, and says for which peers it must go on, a bit for each.
+// missing() looks once more, and says for which peers it must go on, a bit for each. The watchdog asks p2p_hook twice a second: while it does not, this
+// process is suspended, and the peers maybe too. So there must have been a beat for each second of the budget, too.
 template <typename Missing> __device__ inline void p2p_wait(const P2pView &v, const P2pCall &call, Missing missing) {
     uint64_t begin = 0;
+    uint32_t beats = 0;
+    const volatile uint32_t *beat = &v.record->beats;
     for (unsigned looks = 1, peers; (peers = missing()) != 0; looks++) {
         if (looks % 256) continue;
         const uint64_t now = p2p_clock();
-        if (!begin) begin = now;
-        if (now - begin >= v.budget_ns) p2p_stop(v, call, P2P_LATE, __ffs((int)peers) - 1, 0, now - begin);
+        if (!begin) { begin = now; beats = *beat; }
+        if (now - begin >= v.budget_ns && (!beats || *beat - beats >= v.budget_ns >> 30)) p2p_stop(v, call, P2P_LATE, __ffs((int)peers) - 1, 0, now - begin);
     }
 }
 // What this block has stored is in the peers' memory, what their blocks of this number have stored is here. Threads' stores come before
@@ -231,9 +239,9 @@ template <typename T, typename Pack> __device__ inline Pack p2p_sum(const P2pVie
 __device__ inline int p2p_peer(const P2pView &v, int k) { return v.rank + k < v.world ? v.rank + k : v.rank + k - v.world; }  // the k-th after this rank: all begin elsewhere
 
 // A message is `world` pieces, of which block b has the same part in each; by one shot each piece is the whole of it. What is read
-// and written of `data` at a place is read and written by one thread.
+// and written of `data` at a place is read and written by one thread. from: see p2p_all_gather.
 template <typename T, P2pKind KIND, typename Hook> __global__ void __launch_bounds__(P2P_THREADS)
-p2p_kernel(const __grid_constant__ P2pView v, T *data, unsigned count) {
+p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned count) {
     constexpr bool one_shot = KIND == P2P_ONE_SHOT, reduces = KIND != P2P_ALL_GATHER, gathers = KIND == P2P_ALL_GATHER || KIND == P2P_TWO_SHOTS;
     constexpr unsigned size = sizeof(int4) / sizeof(T);
     P2pCall call = {KIND, p2p_epoch(v), 0, count * sizeof(T)};
@@ -267,7 +275,8 @@ p2p_kernel(const __grid_constant__ P2pView v, T *data, unsigned count) {
     }
     for (unsigned i = first + threadIdx.x; i < last; i += P2P_THREADS) {
         const P2pPiece<T> mine = piece_of(v.rank);
-        int4 own = p2p_read<int4>(mine, i);
+        int4 own = p2p_read<int4>(!reduces && from ? P2pPiece<T>{(T *)from, count} : mine, i);
+        if (!reduces && from) p2p_write(mine, i, own);
         if (reduces) {
             #pragma unroll
             for (int r = 0; r < P2P_RANKS; r++)
@@ -347,22 +356,22 @@ static inline size_t p2p_limit(const P2p *p, P2pKind kind) {
     return kind == P2P_LINES ? lines : kind == P2P_ONE_SHOT && one_shot < p->max_bytes ? one_shot : p->max_bytes;
 }
 // All ranks of the group: the same kind, type and count.
-template <typename T, typename Hook = P2pNoHook> static inline void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, cudaStream_t stream) {
+template <typename T, typename Hook = P2pNoHook> static inline void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, cudaStream_t stream, const T *from = NULL) {
     const P2pView &v = p->view;
     const bool whole = kind <= P2P_TWO_SHOTS;
     const size_t bytes = (whole ? 1 : (size_t)v.world) * count * sizeof(T);
     if (v.world == 1 || count == 0) return;
-    assert(stream == p->stream && (uintptr_t)data % sizeof(T) == 0);
+    assert(stream == p->stream && ((uintptr_t)data | (uintptr_t)from) % sizeof(T) == 0 && (!from || kind == P2P_ALL_GATHER));
     require(bytes <= p2p_limit(p, kind), "a peer-to-peer %s of %zu bytes, and the workspace is for %zu\nask NCCL, or p2p_request for more",
             p2p_names[kind], bytes, p2p_limit(p, kind));
     const size_t block = kind == P2P_LINES ? 8 * P2P_LINE_THREADS : (kind == P2P_TWO_SHOTS ? (size_t)v.world : 1) * 16 * P2P_BLOCK_VECS;  // bytes of data that are worth one
     const size_t work = ceil_div(count * sizeof(T), block);
     const unsigned blocks = work < (size_t)p->blocks ? (unsigned)work : (unsigned)p->blocks;
     if (kind == P2P_LINES) p2p_lines_kernel<T, Hook><<<blocks, P2P_LINE_THREADS + WARP, 0, stream>>>(v, data, (unsigned)count);
-    else if (kind == P2P_ONE_SHOT) p2p_kernel<T, P2P_ONE_SHOT, Hook><<<blocks, P2P_THREADS, 0, stream>>>(v, data, (unsigned)count);
-    else if (kind == P2P_TWO_SHOTS) p2p_kernel<T, P2P_TWO_SHOTS, Hook><<<blocks, P2P_THREADS, 0, stream>>>(v, data, (unsigned)count);
-    else if (kind == P2P_REDUCE_SCATTER) p2p_kernel<T, P2P_REDUCE_SCATTER, Hook><<<blocks, P2P_THREADS, 0, stream>>>(v, data, (unsigned)count);
-    else p2p_kernel<T, P2P_ALL_GATHER, Hook><<<blocks, P2P_THREADS, 0, stream>>>(v, data, (unsigned)count);
+    else if (kind == P2P_ONE_SHOT) p2p_kernel<T, P2P_ONE_SHOT, Hook><<<blocks, P2P_THREADS, 0, stream>>>(v, data, from, (unsigned)count);
+    else if (kind == P2P_TWO_SHOTS) p2p_kernel<T, P2P_TWO_SHOTS, Hook><<<blocks, P2P_THREADS, 0, stream>>>(v, data, from, (unsigned)count);
+    else if (kind == P2P_REDUCE_SCATTER) p2p_kernel<T, P2P_REDUCE_SCATTER, Hook><<<blocks, P2P_THREADS, 0, stream>>>(v, data, from, (unsigned)count);
+    else p2p_kernel<T, P2P_ALL_GATHER, Hook><<<blocks, P2P_THREADS, 0, stream>>>(v, data, from, (unsigned)count);
     launchCheck();
 }
 static inline P2pKind p2p_choose(const P2p *p, size_t bytes) {
@@ -375,12 +384,12 @@ template <typename T> static inline void p2p_all_reduce(const P2p *p, T *data, s
 }
 // data (world * count): piece `rank` = the sum of that piece over ranks; the others keep what they hold
 template <typename T> static inline void p2p_reduce_scatter(const P2p *p, T *data, size_t count, cudaStream_t stream) { p2p_run(p, P2P_REDUCE_SCATTER, data, count, stream); }
-// data (world * count): piece k = rank k's
-template <typename T> static inline void p2p_all_gather(const P2p *p, T *data, size_t count, cudaStream_t stream) { p2p_run(p, P2P_ALL_GATHER, data, count, stream); }
+// data (world * count): piece k = rank k's; from (count): where this rank's lies, in its place or outside data; NULL: in its place
+template <typename T> static inline void p2p_all_gather(const P2p *p, T *data, size_t count, cudaStream_t stream, const T *from = NULL) { p2p_run(p, P2P_ALL_GATHER, data, count, stream, from); }
 
 // ---- what the watchdog says
 
-static struct { pthread_mutex_t lock; const P2pRecord *records[P2P_WORKSPACES]; } p2p_watched = {PTHREAD_MUTEX_INITIALIZER, {NULL}};
+static struct { pthread_mutex_t lock; P2pRecord *records[P2P_WORKSPACES]; } p2p_watched = {PTHREAD_MUTEX_INITIALIZER, {NULL}};
 
 static inline int p2p_describe(const P2pRecord *r, char *text, size_t size) {
     const uint32_t state = __atomic_load_n(&r->state, __ATOMIC_ACQUIRE);
@@ -397,11 +406,15 @@ static inline int p2p_describe(const P2pRecord *r, char *text, size_t size) {
 static inline int p2p_hook(char *text, size_t size) {
     int found = 0;
     pthread_mutex_lock(&p2p_watched.lock);
-    for (int i = 0; i < P2P_WORKSPACES && !found; i++) found = p2p_watched.records[i] && p2p_describe(p2p_watched.records[i], text, size);
+    for (int i = 0; i < P2P_WORKSPACES; i++) {
+        P2pRecord *r = p2p_watched.records[i];
+        if (r && !found) found = p2p_describe(r, text, size);
+        if (r) __atomic_fetch_add(&r->beats, 1, __ATOMIC_RELAXED);
+    }
     pthread_mutex_unlock(&p2p_watched.lock);
     return found;
 }
-static inline void p2p_watch(const P2pRecord *from, const P2pRecord *to) {
+static inline void p2p_watch(const P2pRecord *from, P2pRecord *to) {
     int i = 0;
     pthread_mutex_lock(&p2p_watched.lock);
     while (i < P2P_WORKSPACES && p2p_watched.records[i] != from) i++;
@@ -426,13 +439,15 @@ static inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes) {
     memory_request(m, &p->signals, "peer-to-peer", "flags and lines", round_up(sizeof(P2pSignals) + 2 * (size_t)world * p->view.line_slot, P2P_ALLOCATION));
     memory_request_pinned(m, &p->record, "peer-to-peer", "record", 1);
 }
+// How long waits of later calls may last, in seconds; 0: for ever.
+static inline void p2p_patience(P2p *p, double seconds) { p->view.budget_ns = seconds > 0 ? (uint64_t)(1e9 * seconds) : UINT64_MAX; }
 // This rank's side. Flags are zero when it returns.
 static inline void p2p_prepare(P2p *p, const Comm *comm, int blocks, cudaStream_t stream, double timeout) {
     P2pView *v = &p->view;
     require(blocks > 0 && blocks <= P2P_BLOCKS, "%d blocks for peer-to-peer collectives\n1 to %d", blocks, P2P_BLOCKS);
     v->rank = comm->rank;
     v->record = p->record;
-    v->budget_ns = timeout > 0 ? (uint64_t)(1e9 * timeout) : UINT64_MAX;
+    p2p_patience(p, timeout);
     p->blocks = blocks;
     p->stream = stream;
     p->comm = comm;

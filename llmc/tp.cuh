@@ -4,12 +4,13 @@
 //   tp_gather_rows    all rows, of which each rank has some
 //   tp_scatter_rows   this rank's rows of a sum over ranks. Each rank sends what it has of the others' rows; the owner adds the parts up in
 //                     the order of the ranks, in fp32, with the bias or the positions that belong to the sum, and rounds once: the same bits
-//                     whatever carries them, and for one part those of a matmul that adds the bias itself
+//                     whatever carries them (short ones without a bias p2p.cuh, which adds the same way), and for one part those of a matmul that
+//                     adds the bias itself
 //   tp_sum_copies     gradients of norms, biases and, where there are fewer heads than ranks, keys and values: packed, gathered, added in the
 //                     order of the ranks that have them. It comes after the data-parallel sum, whose order may differ between groups: so
 //                     copies stay copies, bit for bit. (Of positions each rank has all of the sum already: the first one's is taken.)
 //
-// The first two are all that a block knows of other ranks; other ways to carry rows (peer-to-peer) take their place here.
+// The first two are all that a block knows of other ranks; other ways to carry rows take their place here.
 // Ladder: dev/cuda/tp.cu.
 #ifndef LLMC_TP_CUH
 #define LLMC_TP_CUH
@@ -52,7 +53,7 @@ tp_sum_kernel(floatX *out, const floatX *__restrict__ slots, const floatX *__res
             float part[VecX::size];
             vec_widen(part, x[k]);
             #pragma unroll
-            for (int j = 0; j < VecX::size; j++) sum[j] += part[j];
+            for (int j = 0; j < VecX::size; j++) sum[j] = r0 + k ? sum[j] + part[j] : part[j];
         }
     }
     if (add) {
@@ -148,13 +149,15 @@ static inline const floatX *tp_gather_rows(Tp *tp, const floatX *mine, size_t co
 // row (n + their first row) % period of add (period,C; NULL: none) added.
 static inline floatX *tp_scatter_rows(Tp *tp, floatX *parts, int rows, int C, const floatX *add, int period) {
     const int rank = tp->nccl.rank, world = tp->nccl.world;
-    const size_t piece = (size_t)rows * C;
+    const size_t piece = (size_t)rows * C, bytes = piece * (size_t)world * sizeof(floatX);
+    const bool added = !add && nccl_is_short(&tp->nccl, bytes);
     timing_lap("other", 0, 0, tp->stream);
-    const uint32_t number = nccl_begin(&tp->nccl, "scatter rows", piece * (size_t)world * sizeof(floatX), tp->stream);
-    nccl_exchange(&tp->nccl, tp->gathered, parts, piece, tp->stream);
+    const uint32_t number = nccl_begin(&tp->nccl, "scatter rows", bytes, tp->stream);
+    if (added) nccl_reduce_scatter(&tp->nccl, parts, piece, tp->stream);
+    else nccl_exchange(&tp->nccl, tp->gathered, parts, piece, tp->stream);
     nccl_end(&tp->nccl, number, tp->stream);
     timing_lap(TIMING_RANKS, 0, 0, tp->stream);
-    tp_sum(parts + (size_t)rank * piece, tp->gathered, add, world, rank, rows, C, rank * rows, period, tp->stream);
+    if (!added) tp_sum(parts + (size_t)rank * piece, tp->gathered, add, world, rank, rows, C, rank * rows, period, tp->stream);
     return parts + (size_t)rank * piece;
 }
 // The same for rows (rows,C) that every rank has: all of them, on every rank, in place.

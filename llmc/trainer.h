@@ -211,6 +211,7 @@ static inline void print_start(const Trainer *t) {
     printf("weights   %s\n", *t->resumed_from ? t->resumed_from : is_directory(t->o.model) ? t->o.model : "random");
     printf("memory    %.2f GiB\n", model_memory_gib(&t->model));
     if (t->comm.world > 1) printf("ranks     %d, %d of them on this host, ZeRO stage %lld\n", t->comm.world, t->comm.local_world, t->o.zero_stage);
+    if (*model_carriers(&t->model)) printf("messages  %s\n", model_carriers(&t->model));
     if (t->o.tp > 1) printf("mesh      %d data-parallel x %d tensor-parallel\n", t->mesh.dp.world, t->mesh.tp.world);
     if (t->o.generate) return;
     evaluation_print(&t->eval);
@@ -226,6 +227,7 @@ static inline void log_start(Trainer *t) {
     logger_text(f, "git", GIT_REVISION);
     logger_text(f, "device", model_device(&t->model));
     logger_text(f, "dtype", model_dtype(&t->model));
+    logger_text(f, "messages", model_carriers(&t->model));
     logger_text(f, "build", __VERSION__);
     logger_text(f, "resumed_from", t->resumed_from);
     fprintf(f, ",\"parameters\":%zu,\"steps\":%lld,\"num_micro\":%d,\"ranks\":%d,\"tp\":%d", t->model.table.num_weights, (long long)t->steps, t->num_micro, t->comm.world, t->mesh.tp.world);
@@ -466,7 +468,7 @@ static inline void train(Trainer *t) {
         if (due(o->eval_every, step, t->steps) && !stopped) run_evaluation(t);
         const int samples = due(o->sample_every, step, t->steps) && !stopped;
         if (samples && t->mesh.dp.rank == 0) sample(t);
-        if (samples && t->mesh.tp.world > 1) comm_align(&t->comm);  // the first group alone has met
+        if (samples) comm_align(&t->comm);  // the first group alone has met; and others wait here, not in a collective of the device, whose waits are bounded
         if (due(o->save_every, step, t->steps) || (stopped && o->save_every)) save(t);
         clock = now_seconds();
     }

@@ -70,6 +70,8 @@ static inline void watchdog_step(int64_t step) {
     if (watchdog_mine->step < 0) WATCHDOG_SET(watchdog.first_step, step);
     WATCHDOG_SET(watchdog_mine->step, step);
 }
+// So many times the time-out may pass without progress: more until the first step is done.
+static inline int watchdog_patience(void) { return WATCHDOG_GET(watchdog_mine->step) > WATCHDOG_GET(watchdog.first_step) ? 1 : WATCHDOG_PATIENCE; }
 // An operation that other ranks take part in.
 static inline void watchdog_op_state(uint64_t number, OpState state) {
     WatchdogOp *op = &watchdog.ring[number % WATCHDOG_RING];
@@ -248,7 +250,7 @@ static inline void *watchdog_thread(void *unused) {
             if (beat > progress) progress = beat;
             if (state == RANK_RUNNING && timeout > 0 && now - (life > since ? life : since) > timeout) watchdog_end("a rank is lost");
         }
-        const int patience = WATCHDOG_GET(watchdog_mine->step) > WATCHDOG_GET(watchdog.first_step) ? 1 : WATCHDOG_PATIENCE;
+        const int patience = watchdog_patience();
         snprintf(why, sizeof why, "no progress for %.0f s (--timeout %.0f%s)", 1e-3 * (double)(now - progress), 1e-3 * (double)timeout, patience > 1 ? ", 4 times as long until the first step is done" : "");
         if (timeout > 0 && now - progress > patience * timeout) watchdog_end(why);
     }

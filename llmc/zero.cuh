@@ -6,7 +6,7 @@
 //             alone (zero_wait), so that all but the first hide under the next forward
 // ZeRO 0 differs in one thing: every rank holds all states, gathers the reduced gradients instead, and updates everything.
 // Sums: --reduce-dtype bf16 sends gradients as they are and NCCL rounds after each hop; fp32 sends them widened, so that the
-// sum is rounded once. With one rank every call returns at once.
+// sum is rounded once. Units that fit p2p.cuh's workspace (the final norm's) are rounded once in both. With one rank every call returns at once.
 #ifndef LLMC_ZERO_CUH
 #define LLMC_ZERO_CUH
 

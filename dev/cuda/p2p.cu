@@ -35,6 +35,7 @@ typedef struct {
     P2pKind kind;
     int wide, shift;   // fp32; elements from a multiple of 16 bytes
     size_t count;
+    int apart;         // of all-gather: this rank's piece lies elsewhere
     int spoilt, first; // a rank whose result is made wrong in one bit, or -1; with which rank sums are expected to begin
 } Case;
 static inline const char *case_type(const Case *c) { return c->wide ? "fp32" : "bf16"; }
@@ -99,7 +100,7 @@ typedef struct {
     Memory memory;
     P2p p2p;
     cudaStream_t stream;
-    char *data;
+    char *data, *from;
     Progress *progress;
 } Member;
 static struct {
@@ -128,6 +129,7 @@ static void group_open(int world, size_t max_bytes, double timeout) {
         m->comm.world = world;
         p2p_request(&m->p2p, &m->memory, world, max_bytes);
         memory_request(&m->memory, &m->data, "test", "data", max_bytes + (2 * STRIP + SHIFTS) * sizeof(float));
+        memory_request(&m->memory, &m->from, "test", "a piece", max_bytes / (size_t)world + SHIFTS * sizeof(float));
         memory_request(&m->memory, &m->progress, "test", "progress", 1);
         memory_allocate(&m->memory, 0, NULL, NULL);
         cudaCheck(cudaStreamCreateWithFlags(&m->stream, cudaStreamNonBlocking));
@@ -161,7 +163,12 @@ template <typename T> static void enqueue_as(Member *m, const Case *c) {
     const unsigned first = c->kind == P2P_ALL_GATHER ? m->rank * count : 0, last = c->kind == P2P_ALL_GATHER ? first + count : total;
     fill_kernel<T><<<blocks, VERIFY_THREADS, 0, m->stream>>>(data, total, first, last, m->progress, ladder.seed, m->rank);
     launchCheck();
-    p2p_run<T, Delays>(&m->p2p, c->kind, data, c->count, m->stream);
+    T *from = c->apart ? (T *)m->from + c->shift : NULL;
+    if (from) {  // and NaN in its place
+        cudaCheck(cudaMemcpyAsync(from, data + first, count * sizeof(T), cudaMemcpyDeviceToDevice, m->stream));
+        cudaCheck(cudaMemsetAsync(data + first, 0xff, count * sizeof(T), m->stream));
+    }
+    p2p_run<T, Delays>(&m->p2p, c->kind, data, c->count, m->stream, from);
     if (c->spoilt == m->rank) spoil_kernel<T><<<1, 1, 0, m->stream>>>(data + (c->kind == P2P_REDUCE_SCATTER ? m->rank * count : 0) + count / 2);
     verify_kernel<T><<<blocks, VERIFY_THREADS, 0, m->stream>>>(data, total, *c, m->progress, ladder.seed, m->rank, group.world);
     tick_kernel<<<1, 1, 0, m->stream>>>(m->progress);
@@ -179,7 +186,7 @@ static double draw(void) { return rand_uniform(ladder.seed, 77, ladder.draws++);
 static Case random_case(size_t most_bytes) {
     const P2p *p = &group.members[0].p2p;
     const int pick = (int)(draw() * (P2P_KINDS + 1)), choose = pick == P2P_KINDS;
-    Case c = {choose ? P2P_TWO_SHOTS : (P2pKind)pick, draw() < 0.5, draw() < 0.5 ? 0 : (int)(draw() * SHIFTS), 0, -1, 0};
+    Case c = {choose ? P2P_TWO_SHOTS : (P2pKind)pick, draw() < 0.5, draw() < 0.5 ? 0 : (int)(draw() * SHIFTS), 0, pick == P2P_ALL_GATHER && draw() < 0.5, -1, 0};
     const size_t limit = p2p_limit(p, c.kind) < most_bytes ? p2p_limit(p, c.kind) : most_bytes, size = c.wide ? sizeof(float) : sizeof(bf16);
     const size_t most = limit / size / (c.kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world), count = (size_t)exp2(draw() * log2((double)most + 1));
     c.count = count < 1 ? 1 : count > most ? most : count;
@@ -239,7 +246,7 @@ static void check_kinds(void) {
     for (int kind = 0; kind < P2P_KINDS; kind++)
         for (int wide = 0; wide < 2; wide++)
             for (size_t count : {1, 2, 7, 8, 9, 1000, 4099, 16384}) {
-                const Case c = {(P2pKind)kind, wide, count == 1000 || count == 16384 ? 0 : (int)(count % SHIFTS), count, -1, 0};
+                const Case c = {(P2pKind)kind, wide, count == 1000 || count == 16384 ? 0 : (int)(count % SHIFTS), count, kind == P2P_ALL_GATHER && count % 2, -1, 0};
                 if (wide) check_on_host<float>(&c); else check_on_host<bf16>(&c);
                 buffers_free();
             }
@@ -249,7 +256,7 @@ static void check_bites(void) {
     ladder_case("%d ranks, the comparison bites", group.world);
     for (int kind = 0; kind < P2P_KINDS; kind++)
         for (int wide = 0; wide < 2; wide++) {
-            Case c = {(P2pKind)kind, wide, 3, 5001, group.world - 1, 0};
+            Case c = {(P2pKind)kind, wide, 3, 5001, 0, group.world - 1, 0};
             call_all(&c);
             Outcome o = outcome();
             check_true(o.wrong == 1 && (!o.same || kind == P2P_REDUCE_SCATTER), "%s, %s: one bit spoilt, %llu found, hashes %s",
@@ -270,7 +277,7 @@ static void check_limits(void) {
         for (int wide = 0; wide < 2; wide++) {
             const size_t most = p2p_limit(p, (P2pKind)kind) / (wide ? 4 : 2) / (kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world), size = wide ? 4 : 2;
             for (size_t count : {most, most - 1, most - 16, most / 2 + 1, (size_t)group.world * 16 / size, (size_t)group.world * 16 / size + 1}) {
-                const Case c = {(P2pKind)kind, wide, (int)(count % 2), count, -1, 0};
+                const Case c = {(P2pKind)kind, wide, (int)(count % 2), count, kind == P2P_ALL_GATHER && count % 2, -1, 0};
                 call_all(&c);
             }
         }
@@ -356,7 +363,7 @@ static int expire(const char *how) {
     require(apart || trap || !strcmp(how, "skip"), "unknown --expire %s\nuse skip, apart or trap", how);
     group_open(group.comm.world > 1 ? group.comm.world : 3, 1 << 20, SHORT_PATIENCE);
     if (!trap) watchdog_watch(p2p_hook, NULL);
-    Case c = {apart ? P2P_ONE_SHOT : P2P_LINES, 1, 0, 1000, -1, 0}, other = {P2P_REDUCE_SCATTER, 1, 0, 100, -1, 0};
+    Case c = {apart ? P2P_ONE_SHOT : P2P_LINES, 1, 0, 1000, 0, -1, 0}, other = {P2P_REDUCE_SCATTER, 1, 0, 100, 0, -1, 0};
     for (int n = 0; n < 5; n++) call_all(&c);
     wait_all();
     for (int k = 0; k < group.here; k++) {
