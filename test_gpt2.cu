@@ -134,15 +134,17 @@ static void test_memory_hint(void) {
     }
 }
 
-// Ten steps of the debug batch, cut over the ranks. Returns the worst difference from PyTorch's losses and a hash of all weights.
-static double train_on_ranks(const char *folder, const Comm *comm, int stage, const char *reduce, const char *states, uint64_t *hash) {
+// Ten steps of the debug batch, cut over the ranks. Returns the worst difference from PyTorch's losses and a hash of all weights and norms.
+static double train_on_ranks(const char *folder, const Comm *comm, int stage, int p2p, const char *reduce, const char *states, uint64_t *hash) {
     DebugFile d = debug_open(folder);
     Options o = options_for(folder, d.B / comm->world, d.T);
     const Config c = config_from_json(folder);
     Model m;
     float loss, norm, *losses = debug_floats(&d, "losses", 10);
     double worst = 0;
+    *hash = COMM_HASH;
     o.zero_stage = stage;
+    o.p2p = p2p;
     o.reduce_dtype = reduce;
     o.state_dtype = states;
     o.master_weights = !strcmp(states, "fp32");
@@ -155,11 +157,12 @@ static double train_on_ranks(const char *folder, const Comm *comm, int stage, co
         model_micro_step(&m, d.tokens + first, d.targets + first, 0, 1);
         model_loss_and_norm(&m, &loss, &norm);
         worst = fmax(worst, fabs((double)loss - losses[step - 1]));
+        *hash = comm_hash(comm_hash(*hash, &loss, sizeof loss), &norm, sizeof norm);
         debug_update(&m, norm, step);
     }
     float *weights = (float *)malloc_or_die(m.table.total * sizeof(float));
     model_read(&m, SLOT_WEIGHT, 0, m.table.total, weights);
-    *hash = comm_hash(COMM_HASH, weights, m.table.total * sizeof(float));
+    *hash = comm_hash(*hash, weights, m.table.total * sizeof(float));
     free(weights);
     free(losses);
     model_close(&m);
@@ -178,11 +181,11 @@ static void test_ranks(const char *folder, const Comm *comm) {
     const struct { const char *reduce, *states; } kinds[] = {{"bf16", "fp32"}, {"fp32", "fp32"}, {"bf16", "bf16"}};  // bf16 states: no masters either
     for (const auto &kind : kinds) {
         const char *reduce = kind.reduce;
-        uint64_t hashes[3];  // ZeRO 1, ZeRO 1 again, ZeRO 0
+        uint64_t hashes[5];  // ZeRO 1, ZeRO 1 again, ZeRO 0; short messages through NCCL and MPI: ZeRO 1, ZeRO 0
         double worst = 0;
         int alike = 1;
-        for (int run = 0; run < 3; run++) {
-            worst = fmax(worst, train_on_ranks(folder, comm, run < 2, reduce, kind.states, &hashes[run]));
+        for (int run = 0; run < 5; run++) {
+            worst = fmax(worst, train_on_ranks(folder, comm, run < 2 || run == 3, run < 3, reduce, kind.states, &hashes[run]));
             comm_gather_all(comm, &hashes[run], sizeof *hashes, all);
             for (int k = 0; k < comm->world; k++) alike &= all[k] == hashes[run];
         }
@@ -192,6 +195,8 @@ static void test_ranks(const char *folder, const Comm *comm) {
         check(worst <= bound, "%s: %d ranks, %s sums, %s states: ten losses, worst difference from PyTorch %.1e (bound %.0e)", folder, comm->world, reduce, kind.states, worst, bound);
         check(alike, "%s: %d ranks, %s sums, %s states: the same weights on every rank", folder, comm->world, reduce, kind.states);
         check(hashes[0] == hashes[1] && hashes[0] == hashes[2], "%s: %d ranks, %s sums, %s states: ZeRO 1, the same again and ZeRO 0 give the same bits", folder, comm->world, reduce, kind.states);
+        const int as_p2p = comm->world > 2 || hashes[3] == hashes[0];  // of two numbers there is one sum
+        check(hashes[3] == hashes[4] && as_p2p, "%s: %d ranks, %s sums, %s states: the same bits with --p2p 0%s", folder, comm->world, reduce, kind.states, comm->world > 2 ? ", ZeRO 1 and ZeRO 0" : "");
     }
     free(all);
 }
@@ -214,18 +219,22 @@ static const char *const tp_models[] = {
     "llama3.2:1B,layers=2,channels=512,heads=8,kv_heads=1,vocab=1000,ffn=1024,seq=24",
     "qwen2.5:1.5B,layers=2,channels=512,heads=8,kv_heads=2,vocab=300,ffn=512,seq=24",
 };
-// Other ways to the same numbers: activations inside the matmuls, data-parallel sums in fp32, and all that saves memory.
+// Other ways to the same numbers: activations inside the matmuls, data-parallel sums in fp32, no messages peer to peer, and all that saves memory.
 static void test_tp_options(const char *model, const Mesh *mesh, const TpBounds *bound, const Options *base) {
     Config c;
     config_parse(model, &c);
     const Config local = tp_config(&c, &mesh->tp);
-    Options o = *base, fused, wide;
+    Options o = *base, fused, wide, far;
     o.seq_len = TP_T; o.batch_size = TP_B; o.zero_stage = 1;
-    fused = wide = o;
+    fused = wide = far = o;
+    far.p2p = 0;
     fused.gelu_fusion = 2;
     wide.reduce_dtype = "fp32";
     const TpRun plain = train_steps(&c, &o, mesh, NULL, bound, model), summed = train_steps(&c, &wide, mesh, NULL, bound, model);
     check(near_run(&plain, &summed, bound), "%d x %d, %s: --reduce-dtype fp32: near enough (loss %.6f and %.6f)", mesh->dp.world, mesh->tp.world, model, summed.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
+    const TpRun through = train_steps(&c, &far, mesh, NULL, bound, model);
+    const int exact = mesh->dp.world <= 2;  // data-parallel sums of more ranks are NCCL's in another order
+    check(exact ? same_run(&plain, &through) : near_run(&plain, &through, bound), "%d x %d, %s: --p2p 0: %s (loss %.6f and %.6f)", mesh->dp.world, mesh->tp.world, model, exact ? "the same bits" : "near enough", through.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
     if (matmul_can_fuse(c.mlp == MLP_SWIGLU, local.ffn_dim)) {
         const TpRun run = train_steps(&c, &fused, mesh, NULL, bound, model), again = train_steps(&c, &fused, mesh, NULL, bound, model);
         const int same = c.mlp == MLP_SWIGLU ? same_run(&plain, &run) : near_run(&plain, &run, bound);

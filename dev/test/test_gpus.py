@@ -1,5 +1,6 @@
 """The GPU trainer as a user starts it, on one GPU and on as many as there are: the stages of ZeRO and repeated runs agree, jobs resume on
-other numbers of GPUs, lost ranks end the job and are named, no two ranks share a GPU, and what saves memory changes no bit.
+other numbers of GPUs, lost ranks end the job and are named, no two ranks share a GPU, and neither what saves memory nor what carries short
+messages changes a bit.
 
 test_gpt2.cu compares the same program with PyTorch; test_ranks.py has more of this on CPUs. To try these tests without a GPU:
 LLMC_GPU_PROGRAM=build/train_gpt2 LLMC_GPUS=4.
@@ -237,6 +238,56 @@ def test_losing_a_rank(train, how, tp):
     expected = rf"rank {rank} \(process \d+\) gives no sign of life" if how == signal.SIGSTOP else rf"rank {rank}\b.*(has ended: it was killed|signal 9|terminated)"
     assert re.search(expected, text), text
     print(f"rank {rank}, {how.name}: all ended after {time.time() - begin:.1f} s")
+
+
+@several
+@pytest.mark.parametrize("tp", [1, *TENSOR])
+def test_short_messages_peer_to_peer_change_no_bit(train, tmp_path, tp):
+    """Of more than two numbers NCCL's sums of gradients are in another order."""
+    for name, value in (("near", 1), ("far", 0)):
+        text = succeeds(train(WORLD, name, *SHARED["llama3.2"], "--tp", tp, "-n", "12", "-v", "6", "-m", "2", "-s", "6", "-g", "20", "--p2p", value), 300)
+        assert STAND_IN or re.search(r"messages  loss and norm: " + ("peer to peer[;\n]" if value else r"MPI \(--p2p 0\)"), text), text
+    if WORLD // tp <= 2:
+        assert curve(tmp_path / "near") == curve(tmp_path / "far") and checkpoint(tmp_path / "near", 12) == checkpoint(tmp_path / "far", 12)
+    else:
+        close(curve(tmp_path / "near"), curve(tmp_path / "far"), 2e-2)
+
+
+@several
+@pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has no GPU")
+@pytest.mark.parametrize("tp", [1, WORLD], ids=["data", "tensor"])
+def test_a_wait_says_whom_it_was_for(train, tp):
+    """Many micro-steps: the rank stops in one of them, hardly ever where others wait for it through MPI, which has less to say."""
+    for _ in range(4):
+        job = train(WORLD, "run", *LONG, *SHARED["gpt2"], "--timeout", "10", "--tp", tp, "-d", 64 * WORLD // tp * 2 * 64).wait_for("step      3/", 300)
+        time.sleep(random.random())
+        rank = random.randrange(WORLD)
+        os.kill(job.ranks()[rank], signal.SIGSTOP)
+        status, text = job.finish(10 + MARGIN)
+        assert status != 0 and re.search(rf"rank {rank} \(process \d+\) gives no sign of life", text), text
+        if wait := re.search(r"peer-to-peer .* of \d+ bytes, epoch \d+: rank \d+ waited [\d.]+ s for rank (\d+), which has not come", text):
+            assert int(wait[1]) == rank, text
+            return
+    pytest.fail(f"no wait was reported:\n{text}")
+
+
+@several
+@pytest.mark.skipif(bool(STAND_IN), reason="test_ranks.py has it on CPUs")
+def test_a_pause_is_no_hang(train):
+    """A job that is suspended for longer than the time-out, maybe while a GPU waits for another, goes on afterwards."""
+    job = train(WORLD, "run", *LONG).wait_for("step      3/", 300)
+    pids = list(job.ranks().values())
+    for p in pids:
+        os.kill(p, signal.SIGSTOP)
+        time.sleep(0.01)
+    time.sleep(TIMEOUT + 1)
+    for p in pids:
+        os.kill(p, signal.SIGCONT)
+    steps = job.text().count("step ")
+    time.sleep(2)
+    assert job.process.poll() is None and "error" not in job.text() and job.text().count("step ") > steps, job.text()
+    os.kill(pids[0], signal.SIGKILL)
+    assert job.finish(TIMEOUT + MARGIN)[0] != 0
 
 
 @several
