@@ -353,7 +353,8 @@ static inline void model_open_p2p(Model *m) {
         char why[256] = "", limit[64] = "";
         if (s.comm->world == 1) continue;
         const char *not_tried = why_not_p2p(m, s.comm);
-        const int open = !not_tried && p2p_open(&m->p2p[k], s.comm, s.stream, p2p_seconds(), why, sizeof why);
+        const int open = !not_tried && p2p_open(&m->p2p[k], s.comm, s.stream, 30 /*all begin its trial together*/, why, sizeof why);
+        p2p_patience(&m->p2p[k], p2p_seconds());
         if (k != SHORT_LOSS) snprintf(limit, sizeof limit, " up to %zu KiB", s.bytes >> 10);
         snprintf(m->carriers + used, sizeof m->carriers - used, "%s%s: %s%s%s%s", used ? "; " : "", s.name, open ? "peer to peer" : s.otherwise, open ? limit : " (",
                  open ? "" : not_tried ? not_tried : why, open ? "" : ")");

@@ -395,8 +395,9 @@ static inline int p2p_describe(const P2pRecord *r, char *text, size_t size) {
     const uint32_t state = __atomic_load_n(&r->state, __ATOMIC_ACQUIRE);
     const int rank = r->first + r->rank * r->stride, peer = r->first + r->peer * r->stride;
     if (state == P2P_LATE)
-        snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)",
-                 p2p_names[r->kind & 7], r->bytes, r->epoch, rank, 1e-9 * (double)r->elapsed_ns, peer, r->block, r->meeting);
+        snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)%s",
+                 p2p_names[r->kind & 7], r->bytes, r->epoch, rank, 1e-9 * (double)r->elapsed_ns, peer, r->block, r->meeting,
+                 r->epoch <= P2P_KINDS ? "; a first trial: maybe what they store for each other does not arrive, look for IOMMU and PCIe ACS, or use --p2p 0" : "");
     if (state == P2P_APART)
         snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: rank %d met rank %d in another one: %s, or another count or type (block %d)",
                  p2p_names[r->kind & 7], r->bytes, r->epoch, rank, peer, p2p_names[r->other & 7], r->block);
