@@ -193,10 +193,10 @@ static void test_ranks(const char *folder, const Comm *comm) {
         const int rounded = !strcmp(kind.states, "bf16");
         const double bound = sizeof(floatX) == 2 ? (rounded ? 6e-2 : 3e-2) : rounded ? 1e-3 : 2e-4;
         check(worst <= bound, "%s: %d ranks, %s sums, %s states: ten losses, worst difference from PyTorch %.1e (bound %.0e)", folder, comm->world, reduce, kind.states, worst, bound);
-        check(alike, "%s: %d ranks, %s sums, %s states: the same weights on every rank", folder, comm->world, reduce, kind.states);
+        check(alike, "%s: %d ranks, %s sums, %s states: the same losses, norms and weights on every rank", folder, comm->world, reduce, kind.states);
         check(hashes[0] == hashes[1] && hashes[0] == hashes[2], "%s: %d ranks, %s sums, %s states: ZeRO 1, the same again and ZeRO 0 give the same bits", folder, comm->world, reduce, kind.states);
         const int as_p2p = comm->world > 2 || hashes[3] == hashes[0];  // of two numbers there is one sum
-        check(hashes[3] == hashes[4] && as_p2p, "%s: %d ranks, %s sums, %s states: the same bits with --p2p 0%s", folder, comm->world, reduce, kind.states, comm->world > 2 ? ", ZeRO 1 and ZeRO 0" : "");
+        check(hashes[3] == hashes[4] && as_p2p, "%s: %d ranks, %s sums, %s states: --p2p 0, ZeRO 1 and ZeRO 0 give the same bits%s", folder, comm->world, reduce, kind.states, comm->world > 2 ? "" : " as without it");
     }
     free(all);
 }
