@@ -460,7 +460,7 @@ static void bench_ranks(void) {
         fflush(stdout);
     }
     for (int kind = P2P_REDUCE_SCATTER; kind <= P2P_ALL_GATHER; kind++)
-        for (size_t bytes : {64 << 10, 1 << 20, 4 << 20, 16 << 20}) {  // of all pieces
+        for (size_t bytes : {64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20}) {  // of all pieces
             const size_t count = bytes / sizeof(floatX) / (size_t)group.world;
             const double us = bench_kind((P2pKind)kind, count);
             printf("%s %6zu KiB | p2p %6.2f", p2p_names[kind], bytes >> 10, us);
