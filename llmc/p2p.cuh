@@ -45,15 +45,19 @@ enum {
     P2P_ALLOCATION = 2 << 20, // what cudaIpc shares is a whole allocation of the driver: nothing else shall be in it
 };
 // Where one kind of all-reduce gives way to the next, in bytes. Of n bytes lines send 2 (W - 1) n and one shot (W - 1) n, with a fence and a flag:
-// the first constant is what is sent meanwhile. Two shots send 2 (W - 1) / W n and meet twice: the second is what is sent during a meeting.
-// From a count of what each step takes; the ladder's --bench times all kinds at all sizes.
-enum { P2P_LINES_SENT = 512 << 10, P2P_ONE_SHOT_MEETING = 1 << 20 };
+// the first constant is what is sent meanwhile. Two shots send 2 (W - 1) / W n and meet twice, and add less: the second is what is sent during a
+// meeting, the third where adding decides. For two GPUs measured (dev/bench/h200_2026-11-22_tp.md), from there for more by these counts.
+enum { P2P_LINES_SENT = 192 << 10, P2P_ONE_SHOT_MEETING = 1 << 20, P2P_ONE_SHOT_MOST = 2 << 20 };
 static inline size_t p2p_lines_bytes(int world) { return (size_t)P2P_LINES_SENT / (size_t)(world - 1) / 16 * 16; }
-static inline size_t p2p_one_shot_bytes(int world) { return world == 2 ? SIZE_MAX : (size_t)P2P_ONE_SHOT_MEETING * (size_t)world / (size_t)((world - 1) * (world - 2)); }
+static inline size_t p2p_one_shot_bytes(int world) {
+    const size_t meeting = world == 2 ? SIZE_MAX : (size_t)P2P_ONE_SHOT_MEETING * (size_t)world / (size_t)((world - 1) * (world - 2));
+    return meeting < P2P_ONE_SHOT_MOST ? meeting : P2P_ONE_SHOT_MOST;
+}
 
-// The trainer's workspaces, in bytes of all pieces, above which a message is NCCL's: of a tensor-parallel group, where the stream that computes waits,
-// and of a data-parallel one, whose blocks take multiprocessors from backward for as long as the slowest rank takes to come. From a count too.
-enum { P2P_TENSOR_BYTES = 4 << 20, P2P_DATA_BYTES = 256 << 10 };
+// The trainer's workspaces, in bytes of all pieces, above which a message is NCCL's: of a tensor-parallel group, where the stream that computes
+// waits (two GPUs break even at 8 to 16 MiB), and of a data-parallel one, whose blocks take multiprocessors from backward for as long as the
+// slowest rank takes to come (a guess).
+enum { P2P_TENSOR_BYTES = 8 << 20, P2P_DATA_BYTES = 256 << 10 };
 
 enum P2pKind { P2P_LINES, P2P_ONE_SHOT, P2P_TWO_SHOTS, P2P_REDUCE_SCATTER, P2P_ALL_GATHER, P2P_KINDS };
 static const char *const p2p_names[] = {"all-reduce (lines)", "all-reduce (one shot)", "all-reduce (two shots)", "reduce-scatter", "all-gather", "?", "?", "?"};
