@@ -50,17 +50,29 @@ def backward(outputs, inputs):
 
 # ---- what each ladder has
 
-def attention(s, compiled, way, backend):
-    q, k, v = (normal(s.B, s.T, heads, s.HD).transpose(1, 2).requires_grad_() for heads in (s.NH, s.NKV, s.NKV))
+def rotation(s):
+    """A function that rotates heads, (B, T, heads, HD)."""
+    angles = torch.rand(s.T, 1, s.HD // 2, device=DEVICE)
+    cos, sin = angles.cos(), angles.sin()
+
+    def rotate(x):
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    return rotate
+
+
+def attention(s, compiled, way, rotated, backend):
+    q, k, v = (normal(s.B, s.T, heads, s.HD).requires_grad_() for heads in (s.NH, s.NKV, s.NKV))
+    rotate = compiled(rotation(s)) if rotated else lambda x: x
 
     def forward():
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=s.NKV != s.NH)
+            return F.scaled_dot_product_attention(rotate(q).transpose(1, 2), rotate(k).transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=s.NKV != s.NH)
     return forward if way == "forward" else backward([forward()], [q, k, v])
 
 
 for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention-2", SDPBackend.FLASH_ATTENTION)):
-    peer(r"attention \S+ (forward|backward)", name)(functools.partial(attention, backend=backend))
+    peer(r"attention \S+ (forward|backward)(, rotated)?", name)(functools.partial(attention, backend=backend))
 
 
 @peer(r"attention_decode one token")
@@ -117,15 +129,21 @@ def residual_norm(s, compiled, kind, what):
 
 @peer(r"rope (forward|backward)")
 def rope(s, compiled, way):
-    angles = torch.rand(s.T, 1, s.HD // 2, device=DEVICE)
-    cos, sin = angles.cos(), angles.sin()
-
-    @compiled
-    def f(x):
-        a, b = x.float().chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    f = compiled(rotation(s))
     x = normal(s.B, s.T, s.NH + s.NKV, s.HD).requires_grad_()
     return (lambda: f(x)) if way == "forward" else backward([f(x)], [x])
+
+
+@peer(r"rope q, k, v product, (?:then forward|rotated)")
+def rotated_product(s, compiled):
+    rotate = rotation(s)
+
+    @compiled
+    def f(x, weight):
+        qkv = F.linear(x, weight).unflatten(-1, (-1, s.HD))
+        return torch.cat((rotate(qkv[:, :, :s.NH + s.NKV]), qkv[:, :, s.NH + s.NKV:]), 2)
+    x, weight = normal(s.B, s.T, s.C), normal((s.NH + 2 * s.NKV) * s.HD, s.C)
+    return lambda: f(x, weight)
 
 
 @peer(r"classifier (forward only|forward and dlogits)")

@@ -110,10 +110,10 @@ def test_options(tmp_path):
 # What the ladders time, at sizes that a CPU does at once.
 HEADS = dict(B=2, T=16, NH=4, NKV=2, HD=16)
 TOKENS = dict(B=2, T=8, C=16, Vp=50)
-KERNELS = [(f"attention {path} {way}", HEADS) for path in ("wgmma", "mma.sync") for way in ("forward", "backward")] + [("attention_decode one token", HEADS | {"S": 2})] \
+KERNELS = [(f"attention {path} {way}", HEADS) for path in ("wgmma", "mma.sync") for way in ("forward", "backward")] + [("attention wgmma backward, rotated", HEADS), ("attention_decode one token", HEADS | {"S": 2})] \
     + [("matmul dbias", dict(N=8, C=8, OC=16))] + [(f"activation {what}", dict(N=8, F=16)) for what in ("gelu forward", "gelu forward with slopes", "gelu backward", "gelu backward in place", "swiglu forward", "swiglu forward with slopes", "swiglu backward")] \
     + [(f"norm {kind} {what}", dict(N=8, C=16)) for kind in ("LayerNorm", "RMSNorm") for what in ("forward", "forward with residual", "backward")] + [("norm LayerNorm backward, bias gradient below", dict(N=8, C=16))] \
-    + [(f"rope {way}", HEADS) for way in ("forward", "backward")] + [(f"classifier {what}", dict(N=8, V=50, Vp=64)) for what in ("forward only", "forward and dlogits", "loss_sum")] \
+    + [(f"rope {way}", HEADS) for way in ("forward", "backward")] + [(f"rope q, k, v product, {how}", HEADS | {"C": 16}) for how in ("then forward", "rotated")] + [(f"classifier {what}", dict(N=8, V=50, Vp=64)) for what in ("forward only", "forward and dlogits", "loss_sum")] \
     + [(f"embedding {way}", TOKENS | dict(skew=skew, positions=positions)) for way in ("forward", "backward") for skew, positions in ((1, 1), (0, 0), (-1, 1))] \
     + [("global_norm sum of squares", dict(n=100)), ("tp sum of parts", dict(ranks=3, rows=4, C=16))] + [("adamw update", dict(n=100, master=master, state_bytes=4 if master else 2)) for master in (0, 1)]
 
