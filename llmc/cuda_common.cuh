@@ -89,13 +89,14 @@ static inline void *driver_function(const char *name) {
     require(found && status == cudaDriverEntryPointSuccess, "the driver has no %s\na driver for CUDA 12 or later is needed", name);
     return found;
 }
-// The stream writes a number into pinned host memory when it comes to this place: no kernel, no multiprocessor.
+// The stream writes a number into pinned host memory, or into a GPU's, when it comes to this place and all before it can be seen there: no kernel,
+// no multiprocessor.
 static inline void stream_write(cudaStream_t stream, uint32_t *place, uint32_t number) {
     typedef CUresult Write(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
     static Write *write = NULL;
     if (!write) write = (Write *)driver_function("cuStreamWriteValue32");
     const CUresult result = write(stream, (CUdeviceptr)place, number, 0);
-    require(result == CUDA_SUCCESS, "cuStreamWriteValue32 failed with %d\nthis driver cannot report the progress of collectives", (int)result);
+    require(result == CUDA_SUCCESS, "cuStreamWriteValue32 failed with %d\nthis driver cannot report the progress of collectives, nor that of --tp-overlap", (int)result);
 }
 
 // ---- laps of the compute stream (timing.h): an event at the end of each, read when the step is over

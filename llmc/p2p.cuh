@@ -59,8 +59,9 @@ static inline size_t p2p_one_shot_bytes(int world) {
 // slowest rank takes to come (a guess).
 enum { P2P_TENSOR_BYTES = 8 << 20, P2P_DATA_BYTES = 256 << 10 };
 
-enum P2pKind { P2P_LINES, P2P_ONE_SHOT, P2P_TWO_SHOTS, P2P_REDUCE_SCATTER, P2P_ALL_GATHER, P2P_KINDS };
-static const char *const p2p_names[] = {"all-reduce (lines)", "all-reduce (one shot)", "all-reduce (two shots)", "reduce-scatter", "all-gather", "?", "?", "?"};
+// Behind the kinds that are carried out here: what is pushed by others that wait as these do (tp_overlap.cuh).
+enum P2pKind { P2P_LINES, P2P_ONE_SHOT, P2P_TWO_SHOTS, P2P_REDUCE_SCATTER, P2P_ALL_GATHER, P2P_KINDS, P2P_PUSHED = P2P_KINDS };
+static const char *const p2p_names[] = {"all-reduce (lines)", "all-reduce (one shot)", "all-reduce (two shots)", "reduce-scatter", "all-gather", "push of rows", "push of rows for weight gradients", "push of parts of sums"};
 
 // All that is compared with epochs, in an allocation of its own; the lines follow: [parity][rank][line] of 16 bytes.
 typedef struct {
@@ -401,7 +402,7 @@ static inline int p2p_describe(const P2pRecord *r, char *text, size_t size) {
     if (state == P2P_LATE)
         snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)%s",
                  p2p_names[r->kind & 7], r->bytes, r->epoch, rank, 1e-9 * (double)r->elapsed_ns, peer, r->block, r->meeting,
-                 r->epoch <= P2P_KINDS ? "; a first trial: maybe what they store for each other does not arrive, look for IOMMU and PCIe ACS, or use --p2p 0" : "");
+                 r->kind < P2P_KINDS && r->epoch <= P2P_KINDS ? "; a first trial: maybe what they store for each other does not arrive, look for IOMMU and PCIe ACS, or use --p2p 0" : "");
     if (state == P2P_APART)
         snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: rank %d met rank %d in another one: %s, or another count or type (block %d)",
                  p2p_names[r->kind & 7], r->bytes, r->epoch, rank, peer, p2p_names[r->other & 7], r->block);
@@ -482,6 +483,8 @@ static inline int p2p_agree(const P2p *p, const P2pCard *mine, P2pCard *all, cha
         if (*all[r].why) { snprintf(why, size, "%s", all[r].why); return 0; }
     return 1;
 }
+// True: ranks may share a GPU, where their kernels take turns. For tests: slow.
+inline bool p2p_one_gpu = false;
 // Whether this rank's GPU may reach the others'. Those that this process is not shown are left to cudaIpc, which knows them all the same.
 static inline void p2p_reach(const P2p *p, const P2pCard *all, P2pCard *mine) {
     int devices = 0, device, can = 1;
@@ -492,10 +495,11 @@ static inline void p2p_reach(const P2p *p, const P2pCard *all, P2pCard *mine) {
         const int me = p2p_job_rank(p, p->view.rank), other = p2p_job_rank(p, r);
         if (other == me) continue;
         if (strcmp(all[r].host, mine->host) != 0) snprintf(mine->why, sizeof mine->why, "ranks %d and %d are on two hosts, %.60s and %.60s", me, other, mine->host, all[r].host);
-        else if (memcmp(&all[r].gpu, &mine->gpu, sizeof mine->gpu) == 0) snprintf(mine->why, sizeof mine->why, "ranks %d and %d have the same GPU", me, other);
+        else if (!p2p_one_gpu && memcmp(&all[r].gpu, &mine->gpu, sizeof mine->gpu) == 0) snprintf(mine->why, sizeof mine->why, "ranks %d and %d have the same GPU", me, other);
         else if (all[r].max_bytes != mine->max_bytes)
             snprintf(mine->why, sizeof mine->why, "ranks %d and %d have workspaces for %zu and %zu bytes", me, other, mine->max_bytes, all[r].max_bytes);
         for (int d = 0; d < devices && !*mine->why; d++) {
+            if (d == device) continue;
             cudaCheck(cudaGetDeviceProperties(&prop, d));
             if (memcmp(&prop.uuid, &all[r].gpu, sizeof prop.uuid) != 0) continue;
             cudaCheck(cudaDeviceCanAccessPeer(&can, device, d));
@@ -513,13 +517,11 @@ static inline void *p2p_map(const P2p *p, cudaIpcMemHandle_t handle, int r, P2pC
              p2p_job_rank(p, p->view.rank), p2p_job_rank(p, r), cudaGetErrorString(status));
     return NULL;
 }
-static inline void p2p_unmap(P2p *p) {
+template <typename T> inline void p2p_unmap(const P2p *p, T **mapped) {
     for (int r = 0; r < p->view.world; r++) {
         if (r == p->view.rank) continue;
-        if (p->view.payload[r]) cudaCheck(cudaIpcCloseMemHandle(p->view.payload[r]));
-        if (p->view.signals[r]) cudaCheck(cudaIpcCloseMemHandle(p->view.signals[r]));
-        p->view.payload[r] = NULL;
-        p->view.signals[r] = NULL;
+        if (mapped[r]) cudaCheck(cudaIpcCloseMemHandle(mapped[r]));
+        mapped[r] = NULL;
     }
 }
 // Known numbers through every kind: there are hosts on which stores to a peer end elsewhere.
@@ -577,7 +579,8 @@ static inline int p2p_open(P2p *p, const Comm *comm, cudaStream_t stream, double
     good = good && p2p_agree(p, &mine, all, why, size);
     p->opened = good;
     if (!good) {
-        p2p_unmap(p);
+        p2p_unmap(p, v->payload);
+        p2p_unmap(p, v->signals);
         p2p_watch(p->record, NULL);
     }
     return good;
@@ -587,7 +590,8 @@ static inline void p2p_close(P2p *p) {
     if (!p->opened) return;
     cudaCheck(cudaStreamSynchronize(p->stream));
     comm_barrier(p->comm);
-    p2p_unmap(p);
+    p2p_unmap(p, p->view.payload);
+    p2p_unmap(p, p->view.signals);
     comm_barrier(p->comm);
     p2p_watch(p->record, NULL);
     p->opened = 0;

@@ -27,7 +27,7 @@ static const char *const op_state_names[] = {"enqueued", "started", "done"};
 typedef enum { RANK_UNKNOWN, RANK_RUNNING, RANK_FAILED, RANK_REPORTED, RANK_ENDED } RankState;
 
 enum { WATCHDOG_RING = 64, WATCHDOG_TICK_MS = 50, WATCHDOG_GRACE_MS = 1500, WATCHDOG_PATIENCE = 4 };
-enum { WATCHDOG_LANES = 2 };  // streams of the device, each of which carries out its own operations in order
+enum { WATCHDOG_LANES = 5 };  // streams of the device, each of which carries out its own operations in order
 typedef struct { uint64_t number; const char *name; size_t bytes; int state, lane; int64_t ms; } WatchdogOp;
 // What a rank shows to its neighbours, on cache lines of its own. Times are milliseconds of the host's monotonic clock.
 typedef struct {
