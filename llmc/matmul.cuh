@@ -62,6 +62,7 @@ typedef struct Matmul {
     uint64_t *hashes;  // the last bytes of the workspace
     cublasComputeType_t compute;
     int autotune, count;
+    int part_rows, whole_rows;  // 0, or: products of a multiple of so many rows are parts of one of so many, and give its bits
     double tune_seconds;
     MatmulPlan *plans;
 } Matmul;
@@ -108,10 +109,15 @@ static inline int matmul_own_candidates(const MatmulProblem *q, MatmulCandidate 
         if (variants[i].op == q->op && variants[i].mn_a == q->transpose_b && variants[i].mn_b == !q->transpose_a) candidates[found++].own = &variants[i];
     return found;
 }
+static inline void matmul_set_rows(const MatmulPlan *p, int rows) {  // of a product whose rows are those of inp or dout
+    const uint64_t columns = (uint64_t)rows;
+    cublasCheck(cublasLtMatrixLayoutSetAttribute(p->b, CUBLASLT_MATRIX_LAYOUT_COLS, &columns, sizeof columns));
+    cublasCheck(cublasLtMatrixLayoutSetAttribute(p->d, CUBLASLT_MATRIX_LAYOUT_COLS, &columns, sizeof columns));
+}
 // All candidates, the one that fixes the bits first, cuBLASLt's in the order of its own estimate.
 static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, MatmulCandidate *candidates) {
     const uint32_t alignment = MATMUL_ALIGNMENT;
-    const int is_weight_gradient = p->problem.transpose_b;
+    const int is_weight_gradient = p->problem.transpose_b, is_part = mm->part_rows && p->problem.n % mm->part_rows == 0 && p->problem.n < mm->whole_rows && !is_weight_gradient;
     const uint32_t reductions = is_weight_gradient ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE;
     cublasLtMatmulPreference_t preference;
     cublasLtMatmulHeuristicResult_t results[MATMUL_VENDOR];
@@ -127,11 +133,16 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
     matmulPrefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment);
     matmulPrefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment);
     #undef matmulPrefer
+    if (is_part) matmul_set_rows(p, mm->whole_rows);  // asked for fewer rows, cuBLASLt may choose a kernel that adds in another order
     cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(mm->handle, p->desc, p->a, p->b, p->d, p->d, preference, MATMUL_VENDOR, results, &found);
+    if (is_part) matmul_set_rows(p, p->problem.n);
     cublasCheck(cublasLtMatmulPreferenceDestroy(preference));
     require(status == CUBLAS_STATUS_SUCCESS && found > 0, "cuBLASLt has no kernel for m %d n %d k %d: %s\ncheck driver and cuBLAS versions: make doctor", p->problem.m, p->problem.n, p->problem.k, cublasGetStatusString(status));
-    for (int i = 0; i < found; i++)
+    for (int i = 0; i < found; i++) {
+        cublasLtMatmulHeuristicResult_t part;
+        if (is_part && cublasLtMatmulAlgoCheck(mm->handle, p->desc, p->a, p->b, p->d, p->d, &results[i].algo, &part) != CUBLAS_STATUS_SUCCESS) continue;
         if (results[i].state == CUBLAS_STATUS_SUCCESS) candidates[count++].algo = results[i].algo;
+    }
     require(count > 0, "none of cuBLASLt's kernels for m %d n %d k %d can run\ncheck driver and cuBLAS versions: make doctor", p->problem.m, p->problem.n, p->problem.k);
     return mm->autotune >= 3 ? count : count + matmul_own_candidates(&p->problem, candidates + count, MATMUL_CANDIDATES - count);
 }
@@ -188,6 +199,16 @@ __global__ void __launch_bounds__(256) matmul_hash_kernel(uint64_t *hash /*+=*/,
     }
     for (int offset = WARP / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     if (threadIdx.x % WARP == 0) atomicAdd((unsigned long long *)hash, sum);
+}
+// Of a buffer that another one may equal in every bit; waits for it.
+static inline uint64_t matmul_hash(const Matmul *mm, const floatX *data, size_t count, cudaStream_t stream) {
+    uint64_t hash;
+    cudaCheck(cudaMemsetAsync(mm->hashes, 0, sizeof hash, stream));
+    matmul_hash_kernel<<<1024, 256, 0, stream>>>(mm->hashes, (const uint4 *)data, count * sizeof(floatX) / sizeof(uint4));
+    launchCheck();
+    cudaCheck(cudaMemcpyAsync(&hash, mm->hashes, sizeof hash, cudaMemcpyDeviceToHost, stream));
+    cudaCheck(cudaStreamSynchronize(stream));
+    return hash;
 }
 // Runs every candidate once and marks those that work and give the first's bits (autotune 2: that work). Returns their number.
 static inline int matmul_same_bits(Matmul *mm, MatmulPlan *p, const MatmulCandidate *candidates, int *alive, const MatmulOperands *x, cudaStream_t stream) {
@@ -307,13 +328,13 @@ static inline void matmul_forward(Matmul *mm, floatX *out, const floatX *inp, co
 }
 // Whether the q, k, v product can rotate heads of HD.
 static inline int matmul_can_rotate(int HD) { return HD == BOX_COLUMNS && matmul_can_fuse(0, HD); }
-// out (N,OC) = inp (N,C) weight (OC,C)^T + bias (OC, NULL: none), of which rope_forward of rope.cuh.
-static inline void matmul_forward_rope(Matmul *mm, floatX *out, const floatX *inp, const floatX *weight, const floatX *bias, const float *cos_sin, int B, int T, int NH, int NKV, int HD, int C, cudaStream_t stream) {
+// out (N,OC) = inp (N,C) weight (OC,C)^T + bias (OC, NULL: none), of which rope_forward of rope.cuh: rows first, ... of those of sequences of T.
+static inline void matmul_forward_rope(Matmul *mm, floatX *out, const floatX *inp, const floatX *weight, const floatX *bias, const float *cos_sin, int N, int first, int T, int NH, int NKV, int HD, int C, cudaStream_t stream) {
     const int OC = (NH + 2 * NKV) * HD;
     matmul_require_sizes(C, OC, 0);
     require(matmul_can_rotate(HD) && (uintptr_t)cos_sin % 16 == 0, "heads of %d cannot be rotated in a matmul here\nuse rope_forward", HD);
-    const HopperRope rope = {cos_sin, T, (NH + NKV) * HD};
-    const MatmulProblem q = {OC, B * T, C, 1, 0, bias != NULL, EPILOGUE_ROPE};
+    const HopperRope rope = {cos_sin, first % T, T, (NH + NKV) * HD};
+    const MatmulProblem q = {OC, N, C, 1, 0, bias != NULL, EPILOGUE_ROPE};
     const MatmulOperands x = {out, weight, inp, bias, NULL, &rope};
     matmul_run(mm, &q, &x, 0, NULL, stream);
 }

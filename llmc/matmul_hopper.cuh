@@ -58,8 +58,8 @@ __device__ inline void box_load_all(unsigned to, const CUtensorMap *map, unsigne
 
 __device__ inline float2 unpack_bf16(unsigned x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
 enum HopperEpilogue { EPILOGUE_PLAIN, EPILOGUE_GELU, EPILOGUE_DGELU, EPILOGUE_SWIGLU, EPILOGUE_DSWIGLU, EPILOGUE_ROPE };
-// Rows are tokens of sequences of T, the first `columns` are rotated; cos_sin (T,HD/2,2).
-typedef struct { const float *cos_sin; int T, columns; } HopperRope;
+// Rows are tokens of sequences of T, the first of them token `first`; the first `columns` are rotated; cos_sin (T,HD/2,2).
+typedef struct { const float *cos_sin; int first, T, columns; } HopperRope;
 // ---- the kernel
 
 // COLUMNS per tile. MN_A: a is stored (K,M); MN_B: b is stored (K,N).
@@ -228,7 +228,7 @@ template <typename S> struct HopperMatmulOut {
     __device__ void rotate(int c) {
         constexpr int HALF = BOX_COLUMNS / 2, APART = HALF / 4;  // words between the two
         if (column + c * BOX_COLUMNS >= rope->columns) return;
-        const int first = row + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
+        const int first = rope->first + row + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float4 *table = (const float4 *)(rope->cos_sin + (size_t)((first + 8 * h) % rope->T) * BOX_COLUMNS) + threadIdx.x % 4;  // (cos, sin, cos, sin)
@@ -430,7 +430,7 @@ static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, co
         cudaCheck(cudaFuncSetAttribute(matmul_hopper_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     }
     const int row_tiles = (int)ceil_div((size_t)M, (size_t)S::ROWS * CLUSTER), column_tiles = (int)ceil_div((size_t)N, (size_t)S::OUT_COLUMNS);
-    const HopperMatmulWork w = {M, N, K, row_tiles, column_tiles, (int)ceil_div((size_t)hopper_group_rows, (size_t)S::ROWS * CLUSTER), bias, column_sums, rope ? *rope : HopperRope{NULL, 1, 0}};
+    const HopperMatmulWork w = {M, N, K, row_tiles, column_tiles, (int)ceil_div((size_t)hopper_group_rows, (size_t)S::ROWS * CLUSTER), bias, column_sums, rope ? *rope : HopperRope{NULL, 0, 1, 0}};
     const int tiles = row_tiles * column_tiles, most = multiprocessors / CLUSTER, rounds = (tiles + most - 1) / most;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;

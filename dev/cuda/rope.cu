@@ -55,11 +55,16 @@ static void check_product(int B, int T, int NH, int NKV, int HD, int C, int with
         matmul_open(&mm, &ladder.gpu.prop, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, autotune);
         matmul_forward(&mm, apart, inp, weight, bias, NULL, N, C, OC, stream);
         rope_forward(apart, cos_sin, B, T, NH, NKV, HD, stream);
-        auto product = [&] { matmul_forward_rope(&mm, out, inp, weight, bias, cos_sin, B, T, NH, NKV, HD, C, stream); };
+        auto product = [&] { matmul_forward_rope(&mm, out, inp, weight, bias, cos_sin, B * T, 0, T, NH, NKV, HD, C, stream); };
         poison(out, n);
         product();
         check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "autotune %d: every bit as by two kernels", autotune);
         check_same_bits("bits", {{out, n * sizeof(floatX)}}, product);
+        const int cut = (N + 2) / 3;  // rows that do not begin a sequence
+        poison(out, n);
+        matmul_forward_rope(&mm, out, inp, weight, bias, cos_sin, cut, 0, T, NH, NKV, HD, C, stream);
+        if (cut < N) matmul_forward_rope(&mm, out + (size_t)cut * OC, inp + (size_t)cut * C, weight, bias, cos_sin, N - cut, cut, T, NH, NKV, HD, C, stream);
+        check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "autotune %d: every bit in two parts", autotune);
         matmul_close(&mm);
     }
 }
