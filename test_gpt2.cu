@@ -244,6 +244,34 @@ static void test_tp_options(const char *model, const Mesh *mesh, const TpBounds 
     const TpRun run = train_steps(&c, &least, mesh, NULL, bound, model), again = train_steps(&c, &least, mesh, NULL, bound, model);
     check(same_run(&run, &again) && fabs(run.losses[0] / plain.losses[0] - 1) < bound->losses, "%d x %d, %s: all that saves memory: the same bits again (first loss %.6f, plain %.6f)", mesh->dp.world, mesh->tp.world, model, run.losses[0], plain.losses[0]);
 }
+// Rows that travel under products: every bit of the run without, each time, and as often as the layers say. -1 measures first.
+static void test_tp_overlap(const char *model, const Mesh *mesh, const Options *base) {
+    Config c;
+    config_parse(model, &c);
+    const int L = c.num_layers, gated = c.mlp == MLP_SWIGLU, can = matmul_can_fuse(gated, tp_config(&c, &mesh->tp).ffn_dim);
+    Options o = *base;
+    o.seq_len = TP_T; o.batch_size = TP_B;
+    const struct { int zero, recompute, fusion, often; } ways[] = {{0, 0, 0, 1}, {1, 0, 2, 0}, {1, 1, 0, 0}, {0, 2, 0, 0}, {1, 3, 0, 1}, {0, 3, 2, 0}};
+    for (const auto &way : ways) {
+        if ((way.fusion && !can) || (nccl_through_host && !way.often)) continue;  // ranks on one GPU take turns at every wait: slow
+        o.zero_stage = way.zero; o.recompute = way.recompute; o.gelu_fusion = way.fusion;
+        const int again = way.recompute == 3 ? L - 1 : 0, whole = way.fusion && !gated ? L : 0;  // layers computed again; whose GELU is not computed in parts
+        const OverlapCounts expected = {2 * (6 * L + 2 * again - whole), 2 * (4 * L + again), 2 * (4 + whole)};  // two micro-steps; apart are the embedding's and the head's
+        o.tp_overlap = 0;
+        const TpRun plain = train_steps(&c, &o, mesh, NULL, NULL, model);
+        int same = 1;
+        for (int run = 0; run < 2 + (&way == ways); run++) {
+            o.tp_overlap = run < 2 ? 1 : -1;
+            const TpRun over = train_steps(&c, &o, mesh, NULL, NULL, model);
+            same &= same_run(&plain, &over) && plain.gradients == over.gradients;
+            if (run == 0) check(memcmp(&over.met, &expected, sizeof expected) == 0, "%d x %d, %s: %d gathers, %d scatters overlap, %d are apart; expected %d, %d, %d", mesh->dp.world, mesh->tp.world, model,
+                                over.met.gathers, over.met.scatters, over.met.apart, expected.gathers, expected.scatters, expected.apart);
+        }
+        const int met = plain.met.gathers + plain.met.scatters, all = expected.gathers + expected.scatters + expected.apart;
+        check(same && met == 0 && plain.met.apart == all, "%d x %d, %s: --tp-overlap 1 twice%s, --zero-stage %d --recompute %d --gelu-fusion %d: the same bits as 0, which overlaps %d of %d",
+              mesh->dp.world, mesh->tp.world, model, &way == ways ? " and -1" : "", way.zero, way.recompute, way.fusion, met, all);
+    }
+}
 // About three times what may be expected: in bf16 of the differences from PyTorch, in fp32 of sums in another order.
 static TpBounds tp_bounds(void) {
     const TpBounds fp32 = {{1e-5, 1e-5}, {2e-5, 2e-5}, 1e-5, 0}, bf16 = {{2.7e-2, 4.5e-2}, {5.4e-2, 5.4e-2}, 1e-2, 0};
@@ -252,7 +280,7 @@ static TpBounds tp_bounds(void) {
 static int test_tp_all(const Comm *comm, int count, char **models) {
     const TpBounds bound = tp_bounds();
     Options o = options_default();
-    o.autotune = o.tf32 = o.gelu_fusion = 0;
+    o.autotune = o.tf32 = o.gelu_fusion = o.tp_overlap = 0;
     for (int tp = 2; tp <= comm->world; tp *= 2) {
         const Mesh mesh = mesh_open(comm, tp);
         const int own = count == 0, n = own ? (int)(sizeof tp_models / sizeof *tp_models) : count;
@@ -260,6 +288,7 @@ static int test_tp_all(const Comm *comm, int count, char **models) {
             const char *model = own ? tp_models[i] : models[i];
             test_tp(model, &mesh, &bound, &o);
             test_tp_options(model, &mesh, &bound, &o);
+            test_tp_overlap(model, &mesh, &o);
         }
     }
     char name[64];
@@ -279,7 +308,7 @@ static int argument(int *argc, char **argv, const char *name) {  // takes it awa
 
 int main(int argc, char **argv) {
     const int tp = argument(&argc, argv, "--tp");
-    nccl_through_host = argument(&argc, argv, "--one-gpu");
+    nccl_through_host = p2p_one_gpu = argument(&argc, argv, "--one-gpu");
     if (nccl_through_host) setenv("CUDA_VISIBLE_DEVICES", "0", 1);
     Comm comm = comm_open(&argc, &argv, 60);
     require(!nccl_through_host || tp, "--one-gpu is for --tp\n-");

@@ -704,6 +704,7 @@ static void open_tp(Model *m) {
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     const Comm *dp = &mesh->dp;
     tp_check(&mesh->job, c, mesh->tp.world, o->batch_size * o->seq_len);
+    comm_require(&mesh->job, o->tp_overlap < 1, "--tp-overlap 1 needs GPUs: there is nobody here to carry rows while all compute\nleave it out");
     memset(m, 0, sizeof *m);
     m->config = *c;
     m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
@@ -783,6 +784,7 @@ double model_peak_bytes(const Model *m) { (void)m; return 0; }
 void model_timing_begin(Model *m) { (void)m; timing_start(); }
 void model_timing_end(Model *m) { (void)m; timing.on = 0; }
 void model_report(const Model *m, FILE *f) { (void)m; (void)f; }  // products have one way here
+OverlapCounts model_overlap(const Model *m) { (void)m; return (OverlapCounts){0, 0, 0}; }  // counted on GPUs
 double model_memory_gib(const Model *m) { return (double)m->bytes / 1073741824.0; }
 
 static void *slot_pointer(const Model *m, Slot s) { return s == SLOT_WEIGHT ? m->weights : s == SLOT_GRAD ? m->grads : s == SLOT_M ? m->m : s == SLOT_V ? m->v : NULL; }

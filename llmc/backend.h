@@ -76,6 +76,9 @@ void model_update(Model *m, const AdamWParams *p);
 // Between these two every lap of a step is timed (timing.h holds the result); the numbers stay the same.
 void model_timing_begin(Model *m);
 void model_timing_end(Model *m);
+// How often rows met the rows of other tensor-parallel ranks in the last step: under products, and with nothing else to do.
+typedef struct { int gathers, scatters, apart; } OverlapCounts;
+OverlapCounts model_overlap(const Model *m);
 // What the first steps chose by measuring, a line each, a summary first. Nothing if nothing was chosen.
 void model_report(const Model *m, FILE *f);
 

@@ -13,7 +13,8 @@
 // Gradients have the layout and the dtype of the weights. The first micro-step of a step overwrites them, the others add.
 //
 // With --tp (tp.cuh) `local` are this rank's sizes. x, h and their statistics are N/tp rows of N, everything else all rows of some heads, of a
-// stretch of F or of some words; gather_rows and scatter_rows lie between, and in front of norms. With one rank both do nothing.
+// stretch of F or of some words; gather_rows and scatter_rows lie between, and in front of norms. With one rank both do nothing. Where --tp-overlap
+// says so, products begin with the rows that are here and hand over those that others wait for (over_gathered, over_scattered): the same bits.
 // Several ranks (zero.cuh): the last micro-step's backward hands each unit over to be reduced as soon as it is complete, forward
 // waits for each unit's gathered weights just before it uses them. With one rank these calls return at once.
 // A micro-step that meets no other rank is one launch (graph.cuh): of each kind, the first of a step and those that follow, one graph.
@@ -26,18 +27,102 @@
 
 // All N rows of what this rank has some of. Good until the next call of either of these.
 static inline const floatX *gather_rows(Model *m, const floatX *mine, int N) {
+    m->met.apart += m->spread > 1;
     return m->spread == 1 ? mine : tp_gather_rows(&m->tp, mine, rows_here(m, (size_t)N) * m->config.channels);
 }
 // Every rank has a part of the sum of all (N,C): this rank's rows of the sum, in parts. add (period,C; NULL: none): to row n its row n % period.
 static inline floatX *scatter_rows(Model *m, floatX *parts, int N, const floatX *add, int period) {
     if (!is_split(m)) return parts;
     const int rows = (int)rows_here(m, (size_t)N), C = m->config.channels;
+    m->met.apart += m->spread > 1;
     return m->spread == 1 ? tp_sum_rows(&m->tp, parts, rows, C, add, period) : tp_scatter_rows(&m->tp, parts, rows, C, add, period);
 }
+static inline int overlaps(const Model *m, OverlapKind kind) { return m->spread > 1 && m->overlap.on[kind]; }
+// body(rows, first, count) computes from rows first, ..., first + count - 1 of the N, of which this rank has `mine`: from all of them at once or,
+// overlapped, from those that are here, then from those of groups of ranks as they come. Returns all rows where they are gathered, or asked for
+// (`whole`), good until the next call.
+template <typename Body> static inline const floatX *over_gathered(Model *m, OverlapKind kind, const floatX *mine, int N, int whole, Body body) {
+    const int rows = (int)rows_here(m, (size_t)N), rank = m->mesh->tp.rank, ranks = m->mesh->tp.world;
+    const size_t piece = (size_t)rows * m->config.channels;
+    const floatX *all;
+    over_begin(&m->overlap, kind, m->gpu.compute);
+    if (overlaps(m, kind)) {
+        m->met.gathers++;
+        all = (const floatX *)tp_push_rows(&m->push, TP_ROWS, mine, piece * sizeof(floatX), whole);
+        auto part = [&](int from, int to) {  // ranks from, ..., to - 1
+            if (from == to) return;
+            tp_wait_for(&m->push, TP_ROWS, (1u << to) - (1u << from));
+            body(all + from * piece, from * rows, (to - from) * rows);
+        };
+        const int group = m->overlap.on[kind], first = rank / group * group;
+        body(mine, rank * rows, rows);  // the others in the order in which they push to this one
+        part(first, rank);
+        for (int k = group; k < ranks; k += group) part((first + ranks - k) % ranks, (first + ranks - k) % ranks + group);
+        part(rank + 1, first + group);
+        tp_end(&m->push, TP_ROWS);
+    } else {
+        all = gather_rows(m, mine, N);
+        body(all, 0, N);
+    }
+    over_end(&m->overlap, m->gpu.compute);
+    return all;
+}
+// For a weight gradient: the same rows, which come while something else is computed. `again` is where they will be, NULL if not overlapped.
+static inline const floatX *gather_begin(Model *m, OverlapKind kind, const floatX *mine, int N) {
+    if (!overlaps(m, kind)) return NULL;
+    m->met.gathers++;
+    return (const floatX *)tp_push_rows(&m->push, TP_ROWS_AGAIN, mine, rows_here(m, (size_t)N) * m->config.channels * sizeof(floatX), 1);
+}
+static inline const floatX *gather_end(Model *m, const floatX *again, const floatX *mine, int N) {
+    if (!again) return gather_rows(m, mine, N);
+    tp_wait_for(&m->push, TP_ROWS_AGAIN, tp_peers(&m->push));
+    tp_end(&m->push, TP_ROWS_AGAIN);
+    return again;
+}
+// body(first, count) computes rows first, ... of m->branch (N,C), this rank's part of a sum over ranks: all of them at once or, overlapped, those of
+// a group of ranks, which are pushed there while the next are computed, this rank's own at the end. over_sum must follow; what lies between hides the rest.
+template <typename Body> static inline void over_scattered(Model *m, OverlapKind kind, int N, Body body) {
+    const int rows = (int)rows_here(m, (size_t)N), rank = m->mesh->tp.rank, ranks = m->mesh->tp.world;
+    const size_t piece = (size_t)rows * m->config.channels;
+    over_begin(&m->overlap, kind, m->gpu.compute);
+    if (!overlaps(m, kind)) {
+        body(0, N);
+        return;
+    }
+    m->met.scatters++;
+    tp_begin(&m->push, TP_PARTS);
+    auto part = [&](int from, int to) {
+        if (from == to) return;
+        body(from * rows, (to - from) * rows);
+        for (int r = from; r < to; r++) tp_push_part(&m->push, r, m->branch + r * piece, piece * sizeof(floatX));
+    };
+    const int group = m->overlap.on[kind], first = rank / group * group;
+    part(rank + 1, first + group);
+    for (int k = group; k < ranks; k += group) part((first + k) % ranks, (first + k) % ranks + group);
+    part(first, rank);
+    body(rank * rows, rows);
+}
+// This rank's rows of the sum, as of scatter_rows.
+static inline floatX *over_sum(Model *m, OverlapKind kind, int N, const floatX *add) {
+    floatX *mine = m->branch + m->mesh->tp.rank * rows_here(m, (size_t)N) * m->config.channels;
+    if (overlaps(m, kind)) {
+        const int rows = (int)rows_here(m, (size_t)N), rank = m->mesh->tp.rank;
+        tp_wait_for(&m->push, TP_PARTS, tp_peers(&m->push));
+        tp_sum(mine, (const floatX *)tp_buffer(&m->push, TP_PARTS, m->push.memory), add, m->spread, rank, rows, m->config.channels, rank * rows, 1, m->gpu.compute);
+        tp_end(&m->push, TP_PARTS);
+    } else {
+        mine = scatter_rows(m, m->branch, N, add, 1);
+    }
+    over_end(&m->overlap, m->gpu.compute);
+    return mine;
+}
 // The second layer of a branch: this rank's rows of a (N,K) w (C,K)^T + bias, of whose K columns every rank has some.
-static inline const floatX *project(Model *m, const floatX *a, const floatX *w, const floatX *bias, int N, int K) {
-    matmul_forward(&m->matmul, m->branch, a, w, is_split(m) ? NULL : bias, NULL, N, K, m->config.channels, m->gpu.compute);
-    return scatter_rows(m, m->branch, N, bias, 1);
+static inline const floatX *project(Model *m, OverlapKind kind, const floatX *a, const floatX *w, const floatX *bias, int N, int K) {
+    const int C = m->config.channels;
+    over_scattered(m, kind, N, [&](int first, int count) {
+        matmul_forward(&m->matmul, m->branch + (size_t)first * C, a + (size_t)first * K, w, is_split(m) ? NULL : bias, NULL, count, K, C, m->gpu.compute);
+    });
+    return over_sum(m, kind, N, bias);
 }
 
 // ---- forward
@@ -56,12 +141,14 @@ static inline void block_inside(Model *m, int l, const floatX *x, int B, int T, 
     const Config *c = &m->local;
     const LayerActs a = m->layers[l];
     const BlockParams w = block_params(m->weights, &m->table, l);
-    const int N = B * T, rows = (int)rows_here(m, (size_t)N), C = c->channels, Q = c->num_heads * c->head_dim;
+    const int N = B * T, rows = (int)rows_here(m, (size_t)N), C = c->channels, F = c->ffn_dim, Q = c->num_heads * c->head_dim;
     cudaStream_t s = m->gpu.compute;
     const int rotate = c->position == POSITION_ROPE, fused = rotate && m->fuse_rope && !cache;
-    const floatX *h1 = gather_rows(m, a.h1, N);
-    if (fused) matmul_forward_rope(&m->matmul, a.qkv, h1, w.qkvw, w.qkvb, m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, C, s);
-    else matmul_forward(&m->matmul, a.qkv, h1, w.qkvw, w.qkvb, NULL, N, C, qkv_width(c), s);
+    over_gathered(m, OVER_QKV, a.h1, N, 0, [&](const floatX *h, int first, int count) {
+        floatX *qkv = a.qkv + (size_t)first * qkv_width(c);
+        if (fused) matmul_forward_rope(&m->matmul, qkv, h, w.qkvw, w.qkvb, m->cos_sin, count, first, T, c->num_heads, c->num_kv_heads, c->head_dim, C, s);
+        else matmul_forward(&m->matmul, qkv, h, w.qkvw, w.qkvb, NULL, count, C, qkv_width(c), s);
+    });
     if (rotate && !fused) rope_forward(a.qkv, cache ? cache->cos_sin + (size_t)cache->count * c->head_dim : m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
     if (cache) {
         const size_t layer = (size_t)l * B * c->num_kv_heads * cache->room * c->head_dim;
@@ -69,16 +156,16 @@ static inline void block_inside(Model *m, int l, const floatX *x, int B, int T, 
     } else {
         attention_forward(a.y, a.lse, a.qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
     }
-    const floatX *branch = project(m, a.y, w.projw, w.projb, N, Q);
+    const floatX *branch = project(m, OVER_PROJ, a.y, w.projw, w.projb, N, Q);
     residual_norm_forward(c->norm, a.x_mid, a.h2, a.mean2, a.rstd2, x, branch, w.ln2w, w.ln2b, rows, C, c->norm_eps, s);
-    const floatX *h2 = gather_rows(m, a.h2, N);
-    if (m->fuse_activation && !cache && !recomputes_activation(m)) {
-        if (c->mlp == MLP_SWIGLU) matmul_swiglu_forward(a.a, a.f, h2, w.fcw, N, C, c->ffn_dim, s);
-        else matmul_forward(&m->matmul, a.a, h2, w.fcw, w.fcb, a.f, N, C, fc_width(c), s);
-    } else {
-        matmul_forward(&m->matmul, a.f, h2, w.fcw, w.fcb, NULL, N, C, fc_width(c), s);
-        activation_forward(m, a.a, a.f, N, !cache && !recomputes_activation(m));
-    }
+    const int inside = m->fuse_activation && !cache && !recomputes_activation(m);  // the activation, in the product
+    over_gathered(m, OVER_FC, a.h2, N, 0, [&](const floatX *h, int first, int count) {
+        floatX *f = a.f + (size_t)first * fc_width(c), *act = a.a + (size_t)first * F;
+        if (inside && c->mlp == MLP_SWIGLU) matmul_swiglu_forward(act, f, h, w.fcw, count, C, F, s);
+        else if (inside) matmul_forward(&m->matmul, act, h, w.fcw, w.fcb, f, count, C, F, s);
+        else matmul_forward(&m->matmul, f, h, w.fcw, w.fcb, NULL, count, C, fc_width(c), s);
+    });
+    if (!inside) activation_forward(m, a.a, a.f, N, !cache && !recomputes_activation(m));
 }
 // h1 of the layer is ready. `next_*`: the norm that follows the block, of layer l+1 or the final one.
 static inline void block_forward(Model *m, int l, const floatX *x, floatX *next_h, float *next_mean, float *next_rstd,
@@ -90,7 +177,7 @@ static inline void block_forward(Model *m, int l, const floatX *x, floatX *next_
     const BlockParams w = block_params(m->weights, &m->table, l);
     const int N = B * T, C = c->channels;
     block_inside(m, l, x, B, T, cache);
-    const floatX *branch = project(m, a.a, w.fcprojw, w.fcprojb, N, c->ffn_dim);
+    const floatX *branch = project(m, OVER_FCPROJ, a.a, w.fcprojw, w.fcprojb, N, c->ffn_dim);
     zero_wait(&m->zero, l + 2);
     residual_norm_forward(c->norm, a.x_out, next_h, next_mean, next_rstd, a.x_mid, branch, next_w, next_b, (int)rows_here(m, (size_t)N), C, c->norm_eps, m->gpu.compute);
 }
@@ -187,22 +274,29 @@ static inline void block_backward(Model *m, int l, int accumulate) {
     if (again == 3 && l + 1 < c->num_layers) block_inside(m, l, x, B, T, NULL);  // the last block's values are still there
     if (recomputes_activation(m)) activation_forward(m, a.a, a.f, N, 1);
     if (again == 2) norm_forward(c->norm, a.h2, a.mean2, a.rstd2, a.x_mid, w.ln2w, w.ln2b, rows, C, c->norm_eps, s);
-    // MLP
-    const floatX *dx = gather_rows(m, m->dx, N);
-    matmul_backward_weight(mm, g.fcprojw, dx, a.a, N, F, C, accumulate, s);
+    // MLP. Weight gradients come last: they hide what is on its way to and from other ranks.
     const int fused = m->fuse_activation == 2, gated = c->mlp == MLP_SWIGLU;  // the activation's gradient, and GELU's bias gradient, inside the matmul
-    if (fused && gated) matmul_swiglu_backward(m->df, dx, w.fcprojw, a.f, N, C, F, s);
-    else matmul_backward_input(mm, m->da, fused ? g.fcb : NULL, dx, w.fcprojw, fused ? a.f : NULL, N, F, C, accumulate, scratch, s);
+    const floatX *dx = over_gathered(m, OVER_D_FCPROJ, m->dx, N, 1, [&](const floatX *d, int first, int count) {
+        const size_t at = (size_t)first * F;
+        if (fused && gated) matmul_swiglu_backward(m->df + 2 * at, d, w.fcprojw, a.f + 2 * at, count, C, F, s);
+        else matmul_backward_input(mm, m->da + at, fused ? g.fcb : NULL, d, w.fcprojw, fused ? a.f + at : NULL, count, F, C, accumulate, scratch, s);
+    });
+    const floatX *h2 = gather_begin(m, OVER_D_FC, a.h2, N);
+    matmul_backward_weight(mm, g.fcprojw, dx, a.a, N, F, C, accumulate, s);
     if (gated && !fused) swiglu_backward(m->df, m->da, a.f, N, F, s);
     else if (!fused) gelu_backward(m->df, m->da, a.f, N, F, s);
-    matmul_backward_weight(mm, g.fcw, m->df, gather_rows(m, a.h2, N), N, C, fc_width(c), accumulate, s);
+    over_scattered(m, OVER_D_FC, N, [&](int first, int count) {
+        matmul_backward_input(mm, m->branch + (size_t)first * C, m->df + (size_t)first * fc_width(c), w.fcw, NULL, count, C, fc_width(c), s);
+    });
+    matmul_backward_weight(mm, g.fcw, m->df, gather_end(m, h2, a.h2, N), N, C, fc_width(c), accumulate, s);
     if (g.fcb && !fused) bias_backward(g.fcb, m->df, N, fc_width(c), accumulate, scratch, s);
-    matmul_backward_input(mm, m->branch, m->df, w.fcw, NULL, N, C, fc_width(c), s);
-    norm_backward(c->norm, m->dx, g.ln2w, g.ln2b, g.projb, scatter_rows(m, m->branch, N, NULL, 1), a.x_mid, w.ln2w, a.mean2, a.rstd2, rows, C, accumulate, scratch, s);
+    norm_backward(c->norm, m->dx, g.ln2w, g.ln2b, g.projb, over_sum(m, OVER_D_FC, N, NULL), a.x_mid, w.ln2w, a.mean2, a.rstd2, rows, C, accumulate, scratch, s);
     // attention
-    dx = gather_rows(m, m->dx, N);
+    dx = over_gathered(m, OVER_D_PROJ, m->dx, N, 1, [&](const floatX *d, int first, int count) {
+        matmul_backward_input(mm, m->branch + (size_t)first * Q, d, w.projw, NULL, count, Q, C, s);
+    });
+    const floatX *h1 = gather_begin(m, OVER_D_QKV, a.h1, N);
     matmul_backward_weight(mm, g.projw, dx, a.y, N, Q, C, accumulate, s);
-    matmul_backward_input(mm, m->branch, dx, w.projw, NULL, N, Q, C, s);
     const int slices = B * ((T + 63) / 64), fits = (size_t)slices * qkv_width(c) * sizeof(float) <= mm->workspace_bytes;
     float *sums = g.qkvb && fits ? (float *)mm->workspace : NULL;  // until the next matmul
     const float *rope = c->position == POSITION_ROPE ? m->cos_sin : NULL;
@@ -210,11 +304,13 @@ static inline void block_backward(Model *m, int l, int accumulate) {
     const int summed = done & ATTENTION_SUMMED && (!rope || done & ATTENTION_ROTATED);
     if (summed) bias_finish(g.qkvb, sums, slices, qkv_width(c), accumulate, s);
     if (rope && !(done & ATTENTION_ROTATED)) rope_backward(m->dqkv, rope, B, T, c->num_heads, c->num_kv_heads, c->head_dim, s);
-    matmul_backward_weight(mm, g.qkvw, m->dqkv, gather_rows(m, a.h1, N), N, C, qkv_width(c), accumulate, s);
+    over_scattered(m, OVER_D_QKV, N, [&](int first, int count) {
+        matmul_backward_input(mm, m->branch + (size_t)first * C, m->dqkv + (size_t)first * qkv_width(c), w.qkvw, NULL, count, C, qkv_width(c), s);
+    });
+    matmul_backward_weight(mm, g.qkvw, m->dqkv, gather_end(m, h1, a.h1, N), N, C, qkv_width(c), accumulate, s);
     if (g.qkvb && !summed) bias_backward(g.qkvb, m->dqkv, N, qkv_width(c), accumulate, scratch, s);
-    matmul_backward_input(mm, m->branch, m->dqkv, w.qkvw, NULL, N, C, qkv_width(c), s);
     floatX *below = l > 0 ? block_params(m->grads, &m->table, l - 1).fcprojb : NULL;
-    norm_backward(c->norm, m->dx, g.ln1w, g.ln1b, below, scatter_rows(m, m->branch, N, NULL, 1), x, w.ln1w, a.mean1, a.rstd1, rows, C, accumulate, scratch, s);
+    norm_backward(c->norm, m->dx, g.ln1w, g.ln1b, below, over_sum(m, OVER_D_QKV, N, NULL), x, w.ln1w, a.mean1, a.rstd1, rows, C, accumulate, scratch, s);
 }
 
 // The head's backward has run: all other gradients of this micro-step. `last`: of the step, so that they are reduced.
@@ -263,19 +359,49 @@ static inline void upload_tokens(Model *m, const int *inputs, const int *targets
     cudaCheck(cudaEventRecord(m->copied[m->slot], m->gpu.compute));
 }
 
+// --tp-overlap -1: the first micro-step, on its own tokens, with nothing and with everything overlapped, in parts of all sizes. work() leaves gradients that the real one
+// overwrites. Its first run of each makes the matmuls' plans.
+template <typename Work> static inline void measure_overlap(Model *m, Work work) {
+    OverlapChoice *o = &m->overlap;
+    const int timed = timing.on;
+    int other_bits = 0;
+    uint64_t synchronous = 0;
+    timing.on = 0;
+    o->ways = over_ways(m->mesh->tp.world);
+    for (o->way = 0; o->way < o->ways; o->way++) {
+        over_set(o, o->way);
+        for (int repeat = -1; repeat < OVER_REPEATS; repeat++) {
+            o->measures = repeat >= 0;
+            o->regions = 0;
+            work();
+            if (repeat >= 0) over_read(o, repeat, m->gpu.compute);
+        }
+        const uint64_t hash = matmul_hash(&m->matmul, m->grads, m->table.total, m->gpu.compute);
+        if (o->way == 0) synchronous = hash;
+        other_bits |= hash != synchronous;
+    }
+    o->measures = m->measures_overlap = 0;
+    over_decide(o, &m->mesh->job, comm_or(&m->mesh->job, other_bits));
+    if (m->mesh->job.rank == 0) over_print(o, stdout);
+    if (timed) timing_begin(m->gpu.compute);
+}
+
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
     Range range("micro-step", micro);
     watchdog_beat(PHASE_MICRO_STEP, -1);  // a replay says no more of where it is
     const int N = m->B * m->T, last = micro == num_micro - 1;
     const float share = 1.0f / ((float)N * (float)num_micro * (float)m->comm->world);
     upload_tokens(m, inputs, targets, (size_t)N);
-    auto work = [&] {
+    auto run = [&](int reduce) {
         if (micro == 0) cudaCheck(cudaMemsetAsync(m->loss_total, 0, sizeof(float), m->gpu.compute));
         model_forward(m, m->B, m->T, NULL);
         head(m, N, share, 1, micro > 0);
         loss_sum(m->loss_total, m->losses, N, share, m->gpu.compute);
-        model_backward(m, micro > 0, last);
+        model_backward(m, micro > 0, reduce);
     };
+    auto work = [&] { run(last); };
+    if (m->measures_overlap && micro == 0) measure_overlap(m, [&] { run(0); });
+    if (micro == 0) memset(&m->met, 0, sizeof m->met);
     const int meets_ranks = is_split(m) || (m->comm->world > 1 && (last || !zero_all_arrived(&m->zero)));
     if (!m->options.cuda_graphs || timing.on || meets_ranks) work();
     else graph_run(&m->graphs[micro > 0], num_micro, m->gpu.compute, work);
@@ -286,6 +412,7 @@ void model_loss_and_norm(Model *m, float *loss, float *norm) {
     const P2p *p2p = &m->p2p[SHORT_LOSS];
     cudaStream_t s = m->gpu.compute;
     for (int k = 0; k < NUM_SHORT; k++) p2p_patience(&m->p2p[k], p2p_seconds());  // less from the second step on
+    p2p_patience(&m->push.p2p, p2p_seconds());
     zero_wait_reduced(&m->zero);
     if (mesh->job.world == 1) global_norm_squared(m->loss_norm + 1, m->grads, m->table.total, m->reduce_scratch, s);
     else global_norm_squared_spans(m->loss_norm + 1, m->grads, m->shards, m->num_shards, m->reduce_scratch, s);
@@ -300,6 +427,7 @@ void model_loss_and_norm(Model *m, float *loss, float *norm) {
     }
     cudaCheck(cudaMemcpyAsync(m->host_scalars, m->loss_norm, 2 * sizeof(float), cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaStreamSynchronize(s));  // the one wait of a step
+    m->met_in_step = m->met;
     // Both ways in fp32, over ranks in their order: the same bits. Sums of W ranks are rounded W - 1 times, to 2^-24 of them each; in double it would be
     // once in all, but what ranks give is rounded to fp32 already.
     if (!p2p->opened) comm_sum_floats(&mesh->job, m->host_scalars, 2);

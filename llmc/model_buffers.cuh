@@ -15,6 +15,7 @@
 #include "rope.cuh"
 #include "rope_table.h"
 #include "tp.cuh"
+#include "tp_overlap.cuh"
 #include "zero.cuh"
 
 // A layer's weights or gradients: pointers into one parameter buffer; NULL where the family has none.
@@ -38,6 +39,10 @@ struct Model {
     Tp tp;
     P2p p2p[NUM_SHORT];      // workspaces of short messages
     char carriers[768];      // who carries these, for people
+    TpOverlap push;
+    OverlapChoice overlap;   // by kind of operation
+    int measures_overlap;    // not yet done
+    OverlapCounts met, met_in_step;  // since the step began; in the last one
     TpCopy *copies;          // tp: in host memory; gradients that ranks of the group have parts of,
     size_t num_copied;       // so many elements
     Graph graphs[2];         // of the first micro-step of a step, and of those that follow
@@ -95,6 +100,8 @@ static inline BlockParams block_params(floatX *buffer, const ParamTable *t, int 
 // ---- buffers
 
 static inline int is_split(const Model *m) { return m->mesh->tp.world > 1; }
+// Whether --tp-overlap may be used. Measuring takes training.
+static inline int may_overlap(const Model *m) { return is_split(m) && (m->options.tp_overlap > 0 || (m->options.tp_overlap < 0 && !forward_only(&m->options))); }
 static inline size_t rows_here(const Model *m, size_t N) { return N / (size_t)m->spread; }  // of the residual stream
 static inline int reduces_wide(const Model *m) { return !strcmp(m->options.reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float); }
 static inline int bf16_states(const Model *m) { return !strcmp(m->options.state_dtype, "bf16"); }
@@ -145,6 +152,7 @@ static inline void model_request_tp(Model *m, Memory *memory, int B, int T) {
     size_t copied;
     const int copies = model_copies(m, NULL, &copied);
     memory_request(memory, &m->tp.gathered, "tensor parallel", "all rows, or parts of a sum (B,T,C)", N * m->local.channels);
+    if (may_overlap(m) && ranks <= P2P_RANKS) tp_overlap_request(&m->push, memory, (int)ranks, N * m->local.channels * sizeof(floatX));
     memory_request(memory, &m->words, "tensor parallel", "words (B,T)", N);
     memory_request(memory, &m->parts, "tensor parallel", "classifier's sums (ranks,rows,3)", ranks * head_rows(&m->options, B, T));
     if (forward_only(&m->options)) return;
@@ -366,6 +374,26 @@ static inline void model_open_p2p(Model *m) {
 
 void model_identify(HandshakeRecord *r) { gpu_identify(r->local_rank, r->device, sizeof r->device, &r->devices, &r->sm, &r->driver); }
 
+// --tp-overlap: all groups of the job alike.
+static inline void model_open_overlap(Model *m) {
+    const Options *o = &m->options;
+    const Comm *job = &m->mesh->job, *tp = &m->mesh->tp;
+    char why[256] = "";
+    if (!may_overlap(m)) return;
+    if (tp->world > P2P_RANKS) snprintf(why, sizeof why, "%d ranks are more than %d", tp->world, P2P_RANKS);
+    else tp_overlap_open(&m->push, tp, m->gpu.compute, 30 /*for its trial*/, why, sizeof why);
+    p2p_patience(&m->push.p2p, p2p_seconds());
+    const int failed = comm_or(job, *why != 0);
+    if (failed && m->push.opened) tp_overlap_close(&m->push);
+    if (failed && !*why) snprintf(why, sizeof why, "another group of ranks cannot push rows");
+    comm_require(job, !failed || o->tp_overlap < 0, "--tp-overlap 1: %s\nleave it out: ranks then exchange rows through NCCL", why);
+    if (failed && job->rank == 0) printf("rows between tensor-parallel ranks: synchronous: %s\n", why);
+    if (failed) return;
+    m->overlap.never[OVER_D_FCPROJ] = m->fuse_activation == 2 && m->config.mlp != MLP_SWIGLU;  // GELU's bias gradient
+    m->measures_overlap = o->tp_overlap < 0;
+    over_set(&m->overlap, o->tp_overlap > 0);
+}
+
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     const Comm *comm = &mesh->dp;
     memset(m, 0, sizeof *m);
@@ -394,6 +422,10 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     m->attention_scratch = m->region + r.attention;
     model_place_layers(m);
     matmul_open(&m->matmul, &m->gpu.prop, m->matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
+    if (is_split(m)) {  // overlapped or not, the same plans
+        m->matmul.whole_rows = m->B * m->T;
+        m->matmul.part_rows = m->matmul.whole_rows / mesh->tp.world;
+    }
     // Our kernel, on Hopper, gives the bits of a matmul with the activation apart and is faster in both directions (dev/cuda/matmul.cu
     // measures it). Where backward recomputes the activation, forward has it apart: it keeps no slopes yet.
     const int can_fuse = matmul_can_fuse(c->mlp == MLP_SWIGLU, c->ffn_dim), fastest = can_fuse && m->B * m->T >= MATMUL_FUSION_ROWS ? 2 : 0;
@@ -404,12 +436,15 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     for (int i = 0; i < 2; i++) cudaCheck(cudaEventCreateWithFlags(&m->copied[i], cudaEventDisableTiming));
     m->zero = zero_open(comm, &m->table, &m->gpu, (int)o->zero_stage, reduces_wide(m), m->reduce_staging);
     model_open_p2p(m);
+    model_open_overlap(m);
 }
 
 void model_close(Model *m) {
     cudaCheck(cudaDeviceSynchronize());
     for (int k = 0; k < NUM_SHORT; k++) p2p_close(&m->p2p[k]);
     zero_close(&m->zero);
+    tp_overlap_close(&m->push);
+    over_close(&m->overlap);
     tp_close(&m->tp);
     for (int i = 0; i < 2; i++) {
         graph_close(&m->graphs[i]);
@@ -436,7 +471,11 @@ double model_peak_bytes(const Model *m) {
 }
 void model_timing_begin(Model *m) { timing_begin(m->gpu.compute); }
 void model_timing_end(Model *m) { timing_end(m->gpu.compute); }
-void model_report(const Model *m, FILE *f) { if (m->options.autotune) matmul_report(&m->matmul, f); }
+void model_report(const Model *m, FILE *f) {
+    if (m->options.autotune) matmul_report(&m->matmul, f);
+    if (m->push.opened) over_print(&m->overlap, f);
+}
+OverlapCounts model_overlap(const Model *m) { return m->met_in_step; }
 double model_peak_flops(const Model *m) {
     return peak_flops(m->gpu.prop.name, sizeof(floatX) == 2 ? PEAK_BF16 : m->options.tf32 ? PEAK_TF32 : PEAK_FP32);
 }

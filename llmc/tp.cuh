@@ -10,7 +10,7 @@
 //                     order of the ranks that have them. It comes after the data-parallel sum, whose order may differ between groups: so
 //                     copies stay copies, bit for bit. (Of positions each rank has all of the sum already: the first one's is taken.)
 //
-// The first two are all that a block knows of other ranks; other ways to carry rows take their place here.
+// The first two are all that a block knows of other ranks; tp_overlap.cuh carries the same rows under products instead.
 // Ladder: dev/cuda/tp.cu.
 #ifndef LLMC_TP_CUH
 #define LLMC_TP_CUH

@@ -56,6 +56,7 @@ static inline void check_options(const Options *o) {
     require(!strcmp(o->on_nan, "stop") || !strcmp(o->on_nan, "skip"), "unknown --on-nan '%s'\nuse stop or skip", o->on_nan);
     require(!strcmp(o->init_method, "mpi"), "ranks cannot find each other by '%s'\nuse mpirun or srun (--init-method mpi)", o->init_method);
     require(!strcmp(o->state_dtype, "fp32") || !strcmp(o->state_dtype, "bf16"), "unknown --state-dtype '%s'\nuse fp32 or bf16", o->state_dtype);
+    require(o->tp_overlap < 1 || o->tp > 1, "--tp-overlap 1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
     require(o->zero_stage <= 1, "ZeRO stage %lld is not built yet\nuse --zero-stage 0 or 1", o->zero_stage);
     require(*o->output || (!o->save_every && !o->resume), "checkpoints need a folder\nadd --output FOLDER");
     require(o->total_batch == -1 || o->total_batch > 0, "--total-batch %lld is not a number of tokens\nleave it out or give B*T times a whole number", o->total_batch);
@@ -371,6 +372,17 @@ static inline void report_choices(Trainer *t) {
     free(text);
 }
 
+// How often the step's products and the exchange of rows between tensor-parallel ranks ran at once.
+static inline void report_overlap(Trainer *t) {
+    const OverlapCounts n = model_overlap(&t->model);
+    if (n.gathers + n.scatters + n.apart == 0) return;
+    printf("rows met those of other ranks %d times: %d gathers and %d scatters under products, %d apart\n", n.gathers + n.scatters + n.apart, n.gathers, n.scatters, n.apart);
+    FILE *f = logger_begin(&t->log, "overlap", t->state.step);
+    if (!f) return;
+    fprintf(f, ",\"gathers\":%d,\"scatters\":%d,\"apart\":%d", n.gathers, n.scatters, n.apart);
+    logger_end(&t->log);
+}
+
 // Of rank 0's step. What it waited for other ranks is the communication that nothing hid.
 static inline void report_timing(Trainer *t) {
     model_timing_end(&t->model);
@@ -434,7 +446,10 @@ static inline void train_step(Trainer *t, double *clock) {
     }
     t->state.step++;
     t->state.tokens += o->total_batch;
-    if (timed) report_timing(t);
+    if (timed) {
+        report_timing(t);
+        report_overlap(t);
+    }
     dataloader_position(&t->train, &t->state.epoch, &t->state.row);
     const double now = now_seconds();
     r.seconds = now - *clock;
@@ -462,7 +477,10 @@ static inline void train(Trainer *t) {
     while (t->state.step < t->steps && !stopped) {
         train_step(t, &clock);
         const int64_t step = t->state.step;
-        if (step == first + 1) report_choices(t);
+        if (step == first + 1) {
+            report_choices(t);
+            report_overlap(t);
+        }
         if (o->log_gpu_every > 0 && step % o->log_gpu_every == 0 && t->comm.rank == 0) report_gpu(t);
         stopped = agree(t);
         if (due(o->eval_every, step, t->steps) && !stopped) run_evaluation(t);

@@ -79,7 +79,7 @@ static void bench_product(int B, int T, int NH, int NKV, int HD, int C, const ch
     Matmul mm;
     matmul_open(&mm, &ladder.gpu.prop, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, 1);
     auto apart = [&] { matmul_forward(&mm, out, inp, weight, NULL, NULL, N, C, OC, stream); rope_forward(out, cos_sin, B, T, NH, NKV, HD, stream); };
-    auto product = [&] { matmul_forward_rope(&mm, out, inp, weight, NULL, cos_sin, B, T, NH, NKV, HD, C, stream); };
+    auto product = [&] { matmul_forward_rope(&mm, out, inp, weight, NULL, cos_sin, B * T, 0, T, NH, NKV, HD, C, stream); };
     apart();
     product();
     bench("q, k, v product, then forward", 0, 2.0 * N * OC * C, apart);

@@ -1,8 +1,15 @@
-// Ladder of llmc/tp.cuh: sums of parts to the bit, with a bias or positions; gradients of copies on meshes whose ranks run one after another
-// here, as batches of all sizes; speed. What carries the parts from GPU to GPU is not tested here: test_gpt2.cu --tp does that.
-// Build and run: make bench, or see dev/cuda/common.cuh.
+// Ladder of llmc/tp.cuh and tp_overlap.cuh.
+//   tp --check, --bench                  sums of parts to the bit, with a bias or positions; gradients of copies on meshes whose ranks run one after
+//                                        another here, as batches of all sizes; speed of sums
+//   mpirun -np W tp --check, --bench     a GPU for each rank: what is pushed, with delays, comes whole and in time; products with rows that are gathered
+//                                        before or scattered behind them, by NCCL and overlapped, on the shapes of Llama-3-8B
+//   mpirun -np W tp --one-gpu --check    the same on one GPU
+//   mpirun -np W tp --expire             rank 1 does not push: the job must end with a message that names it
+// What carries rows by NCCL is not tested here: test_gpt2.cu --tp does that. Build: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
+#include "../../llmc/matmul.cuh"
 #include "../../llmc/tp.cuh"
+#include "../../llmc/tp_overlap.cuh"
 
 // Exact: fp32 sums in the order of the ranks, one rounding. In another order many of the sums are other numbers.
 static void check_sum(int ranks, int rows, int C, int period, int own_in_place) {
@@ -121,8 +128,263 @@ static void bench_sum(const char *name, int ranks, int rows, int C) {
     bench("sum of parts", (ranks + 1.0) * (double)piece * sizeof(floatX), 0, [&] { tp_sum(out, slots, bias, ranks, 0, rows, C, 0, 1, ladder.gpu.compute); });
 }
 
+// ---- ranks: what is pushed
+
+static struct {
+    Comm comm;
+    Memory memory;
+    Nccl nccl;
+    TpOverlap push;
+    Matmul matmul;
+    size_t bytes;        // of all rows
+    char *mine, *rows, *workspace;
+    unsigned long long *wrong;
+} group;
+static void group_open(size_t bytes, double patience) {
+    char why[256];
+    memset(&group.memory, 0, sizeof group.memory);
+    memset(&group.push, 0, sizeof group.push);
+    group.bytes = bytes;
+    group.nccl = nccl_open(&group.comm, TP_MAX_CTAS, 1);
+    tp_overlap_request(&group.push, &group.memory, group.comm.world, bytes);
+    memory_request(&group.memory, &group.mine, "test", "rows, or parts", bytes);
+    memory_request(&group.memory, &group.rows, "test", "rows, or slots, of NCCL", bytes);
+    memory_request(&group.memory, &group.workspace, "test", "matmul workspace", MATMUL_WORKSPACE_BYTES);
+    memory_request(&group.memory, &group.wrong, "test", "wrong words", 1);
+    memory_allocate(&group.memory, 0, NULL, NULL);
+    require(tp_overlap_open(&group.push, &group.comm, ladder.gpu.compute, patience, why, sizeof why), "%s\nstart this on GPUs that reach each other, one for each rank", why);
+}
+static void group_close(void) {
+    tp_overlap_close(&group.push);
+    nccl_close(&group.nccl);
+    memory_free(&group.memory);
+}
+// What `rank` has for `to` in a call: a key of words.
+static uint64_t key_of(int call, TpClass c, int rank, int to) { return rand_u64(ladder.seed, (uint64_t)call << 2 | c, (uint64_t)rank << 8 | to); }
+__global__ void fill_kernel(uint32_t *words, size_t count, uint64_t key) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x) words[i] = (uint32_t)rand_mix(key + i);
+}
+__global__ void compare_kernel(unsigned long long *wrong, const uint32_t *words, size_t count, uint64_t key) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x)
+        if (words[i] != (uint32_t)rand_mix(key + i)) atomicAdd(wrong, 1ull);
+}
+__global__ void sleep_kernel(uint64_t ns) { for (const uint64_t begin = p2p_clock(); p2p_clock() - begin < ns;) __nanosleep(1000); }
+static void fill(void *to, size_t bytes, uint64_t key) { fill_kernel<<<64, 256, 0, ladder.gpu.compute>>>((uint32_t *)to, bytes / sizeof(uint32_t), key); launchCheck(); }
+static void compare(const void *words, size_t bytes, uint64_t key) { compare_kernel<<<64, 256, 0, ladder.gpu.compute>>>(group.wrong, (const uint32_t *)words, bytes / sizeof(uint32_t), key); launchCheck(); }
+// One call in four of this rank is up to a millisecond late, at each of its places.
+static void delay(int call, int place) {
+    const uint64_t r = rand_u64(ladder.seed, 99 + (uint64_t)group.comm.rank, (uint64_t)call << 8 | place);
+    if (r % 4 == 0) sleep_kernel<<<1, 1, 0, ladder.gpu.compute>>>((r >> 8) % 1000000);
+}
+
+// Calls of all classes, one inside another as in a block's backward; what was pushed is overwritten as soon as that is allowed.
+static void check_pushes(int calls, int spoil) {
+    const int rank = group.comm.rank, world = group.comm.world;
+    const size_t piece = group.bytes / (size_t)world / 16 * 16;
+    cudaStream_t s = ladder.gpu.compute;
+    TpOverlap *t = &group.push;
+    ladder_case("%d calls, %d ranks, %zu bytes", calls, world, group.bytes);
+    cudaCheck(cudaMemsetAsync(group.wrong, 0, sizeof *group.wrong, s));
+    for (int call = 0; call < calls; call++) {
+        const size_t bytes = call % 3 ? piece / 16 * (1 + rand_u64(ladder.seed, 7, (uint64_t)call) % 16) / 16 * 16 : piece;
+        char *again = group.rows, *mine = group.mine;
+        fill(again, bytes, key_of(call, TP_ROWS_AGAIN, rank, 0));
+        const char *late = tp_push_rows(t, TP_ROWS_AGAIN, again, bytes, 1);
+        delay(call, 0);
+        fill(mine, bytes, key_of(call, TP_ROWS, rank, 0));
+        const char *rows = tp_push_rows(t, TP_ROWS, mine, bytes, call % 2);
+        for (int k = 1; k < world; k++) {
+            const int from = (rank + world - k) % world;
+            tp_wait_for(t, TP_ROWS, 1u << from);
+            delay(call, k);
+            compare(rows + from * bytes, bytes, key_of(call, TP_ROWS, from, 0) + (spoil && call == calls / 2));
+        }
+        tp_end(t, TP_ROWS);
+        if (call % 2) compare(rows + rank * bytes, bytes, key_of(call, TP_ROWS, rank, 0));
+        fill(mine, bytes, 0);
+        tp_begin(t, TP_PARTS);
+        for (int k = 1; k < world; k++) {
+            const int to = (rank + k) % world;
+            fill(mine + to * bytes, bytes, key_of(call, TP_PARTS, rank, to));
+            delay(call, 16 + k);
+            tp_push_part(t, to, mine + to * bytes, bytes);
+        }
+        tp_wait_for(t, TP_ROWS_AGAIN, tp_peers(t));
+        tp_end(t, TP_ROWS_AGAIN);
+        fill(again, bytes, 1);
+        for (int r = 0; r < world; r++) compare(late + r * bytes, bytes, key_of(call, TP_ROWS_AGAIN, r, 0));
+        delay(call, 32);
+        tp_wait_for(t, TP_PARTS, tp_peers(t));
+        for (int r = 0; r < world; r++)
+            if (r != rank) compare(tp_buffer(t, TP_PARTS, t->memory) + r * bytes, bytes, key_of(call, TP_PARTS, r, rank));
+        tp_end(t, TP_PARTS);
+        fill(mine, group.bytes, 2);
+    }
+    unsigned long long wrong;
+    cudaCheck(cudaMemcpyAsync(&wrong, group.wrong, sizeof wrong, cudaMemcpyDeviceToHost, s));
+    cudaCheck(cudaStreamSynchronize(s));
+    check_true(spoil ? wrong > 0 : wrong == 0, "%llu words wrong%s", wrong, spoil ? " of a call that was compared with others" : "");
+}
+
+// ---- ranks: products with an exchange before or behind them
+
+// Microseconds of work() on the slowest rank, the best of some turns.
+template <typename Work> static double slowest_us(Work work) {
+    enum { TURNS = 6, RUNS = 10 };
+    double best = INFINITY, all[P2P_RANKS];
+    cudaEvent_t events[2];
+    for (cudaEvent_t &e : events) cudaCheck(cudaEventCreate(&e));
+    for (int turn = -1; turn < TURNS; turn++) {  // plans are made in the first
+        float ms;
+        cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
+        comm_barrier(&group.comm);
+        cudaCheck(cudaEventRecord(events[0], ladder.gpu.compute));
+        for (int i = 0; i < RUNS; i++) work();
+        cudaCheck(cudaEventRecord(events[1], ladder.gpu.compute));
+        cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
+        cudaCheck(cudaEventElapsedTime(&ms, events[0], events[1]));
+        const double us = 1e3 * (double)ms / RUNS;
+        comm_gather_all(&group.comm, &us, sizeof us, all);
+        double slowest = 0;
+        for (int r = 0; r < group.comm.world; r++) slowest = fmax(slowest, all[r]);
+        if (turn >= 0) best = fmin(best, slowest);
+    }
+    for (cudaEvent_t e : events) cudaCheck(cudaEventDestroy(e));
+    return best;
+}
+enum Exchange { NONE, ALONE, SYNCHRONOUS, OVERLAPPED };
+// body(rows, first, count) after a gather of rows (N,C), as over_gathered of model.cuh
+template <typename Body> static void gathered(Exchange how, int N, int C, Body body) {
+    const int rank = group.comm.rank, world = group.comm.world, rows = N / world;
+    const size_t piece = (size_t)rows * C;
+    const floatX *mine = (const floatX *)group.mine;
+    if (how == ALONE || how == SYNCHRONOUS) nccl_all_gather(&group.nccl, (floatX *)group.rows, mine, piece, ladder.gpu.compute);
+    if (how == NONE || how == SYNCHRONOUS) body((const floatX *)group.rows, 0, N);
+    if (how != OVERLAPPED) return;
+    const floatX *all = (const floatX *)tp_push_rows(&group.push, TP_ROWS, mine, piece * sizeof(floatX), 0);
+    body(mine, rank * rows, rows);
+    for (int k = 1; k < world; k++) {
+        const int from = (rank + world - k) % world;
+        tp_wait_for(&group.push, TP_ROWS, 1u << from);
+        body(all + from * piece, from * rows, rows);
+    }
+    tp_end(&group.push, TP_ROWS);
+}
+// body(first, count) computes rows of group.mine (N,C), which are then scattered and added up; hides() has nothing to do with them. As over_scattered
+template <typename Body, typename Hides> static void scattered(Exchange how, int N, int C, Body body, Hides hides) {
+    const int rank = group.comm.rank, world = group.comm.world, rows = N / world;
+    const size_t piece = (size_t)rows * C;
+    floatX *parts = (floatX *)group.mine, *slots = (floatX *)group.rows;
+    if (how == OVERLAPPED) {
+        tp_begin(&group.push, TP_PARTS);
+        for (int k = 1; k < world; k++) {
+            const int to = (rank + k) % world;
+            body(to * rows, rows);
+            tp_push_part(&group.push, to, parts + to * piece, piece * sizeof(floatX));
+        }
+        body(rank * rows, rows);
+    } else if (how != ALONE) body(0, N);
+    if (how != ALONE) hides();
+    if (how == ALONE || how == SYNCHRONOUS) nccl_exchange(&group.nccl, slots, parts, piece, ladder.gpu.compute);
+    if (how == OVERLAPPED) {
+        tp_wait_for(&group.push, TP_PARTS, tp_peers(&group.push));
+        slots = (floatX *)tp_buffer(&group.push, TP_PARTS, group.push.memory);
+    }
+    if (how != NONE) tp_sum(parts + rank * piece, slots, NULL, world, rank, rows, C, rank * rows, 1, ladder.gpu.compute);
+    if (how == OVERLAPPED) tp_end(&group.push, TP_PARTS);
+}
+// run(how) leaves `count` elements at `out`.
+template <typename Run> static void bench_exchange(const char *name, const floatX *out, size_t count, Run run) {
+    double us[4];
+    uint64_t hashes[4];
+    run(ALONE);  // products of zeros would take less power
+    for (int how = NONE; how <= OVERLAPPED; how++) {
+        us[how] = slowest_us([&] { run((Exchange)how); });
+        hashes[how] = matmul_hash(&group.matmul, out, count, ladder.gpu.compute);
+    }
+    printf("%-44s product %8.1f us | exchange %8.1f | synchronous %8.1f | overlapped %8.1f | x%.2f, %3.0f%% of the exchange hidden\n", name, us[NONE], us[ALONE], us[SYNCHRONOUS], us[OVERLAPPED],
+           us[SYNCHRONOUS] / us[OVERLAPPED], 100 * (us[SYNCHRONOUS] - us[OVERLAPPED]) / (us[SYNCHRONOUS] - us[NONE]));
+    fflush(stdout);
+    check_true(hashes[SYNCHRONOUS] == hashes[OVERLAPPED], "%s: overlapped and synchronous give the same bits", name);
+}
+static void bench_ranks(int N, int C, int F, int heads, int kv_heads, int HD) {
+    const int world = group.comm.world, rank = group.comm.rank, Q = heads * HD / world, QKV = (heads + 2 * kv_heads) * HD / world, FW = F / world;
+    cudaStream_t s = ladder.gpu.compute;
+    Matmul *mm = &group.matmul;
+    group_open((size_t)N * C * sizeof(floatX), 20);
+    ladder_case("Llama-3-8B, N=%d C=%d F=%d, %d ranks", N, C, F, world);
+    matmul_open(mm, &ladder.gpu.prop, group.workspace, MATMUL_WORKSPACE_BYTES, 0, 1);
+    mm->part_rows = N / world;
+    mm->whole_rows = N;
+    floatX *w = device_normal<floatX>((size_t)C * 2 * FW, 0.02f), *a = device_normal<floatX>((size_t)N * 2 * FW, 1.0f), *dw = device_new<floatX>((size_t)C * 2 * FW), *first = device_normal<floatX>((size_t)N * C, 1.0f);
+    auto rows_again = [&] { cudaCheck(cudaMemcpyAsync(group.mine, first, group.bytes, cudaMemcpyDeviceToDevice, s)); };
+    const struct { const char *name; int width; } gathers[] = {{"rows gathered, then q,k,v", QKV}, {"rows gathered, then gate, up", 2 * FW}};
+    for (const auto &g : gathers) {
+        rows_again();
+        bench_exchange(g.name, a, (size_t)N * g.width, [&](Exchange how) {
+            gathered(how, N, C, [&](const floatX *h, int n0, int count) { matmul_forward(mm, a + (size_t)n0 * g.width, h, w, NULL, NULL, count, C, g.width, s); });
+        });
+    }
+    rows_again();
+    bench_exchange("rows gathered, then backward of down", a, (size_t)N * FW, [&](Exchange how) {
+        gathered(how, N, C, [&](const floatX *d, int n0, int count) { matmul_backward_input(mm, a + (size_t)n0 * FW, d, w, NULL, count, FW, C, s); });
+    });
+    const floatX *mine = (const floatX *)group.mine + (size_t)rank * (N / world) * C;
+    const size_t own = (size_t)(N / world) * C;
+    const struct { const char *name; int width; } scatters[] = {{"projection, then parts scattered", Q}, {"down, then parts scattered", FW}};
+    for (const auto &x : scatters)
+        bench_exchange(x.name, mine, own, [&](Exchange how) {
+            scattered(how, N, C, [&](int n0, int count) { matmul_forward(mm, (floatX *)group.mine + (size_t)n0 * C, a + (size_t)n0 * x.width, w, NULL, NULL, count, x.width, C, s); }, [] {});
+        });
+    bench_exchange("backward of gate, up, then parts scattered", mine, own, [&](Exchange how) {
+        scattered(how, N, C, [&](int n0, int count) { matmul_backward_input(mm, (floatX *)group.mine + (size_t)n0 * C, a + (size_t)n0 * 2 * FW, w, NULL, count, C, 2 * FW, s); },
+                  [&] { matmul_backward_weight(mm, dw, a, first, N, C, 2 * FW, 0, s); });
+    });
+    matmul_close(mm);
+    group_close();
+}
+static int expire(void) {
+    group_open(1 << 20, 1);
+    check_pushes(10, 0);
+    if (group.comm.rank == 1) comm_barrier(&group.comm);
+    tp_push_rows(&group.push, TP_ROWS, group.mine, 1 << 10, 0);
+    tp_wait_for(&group.push, TP_ROWS, tp_peers(&group.push));
+    cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
+    die("rank %d did not wait for rank 1\nlook at tp_wait_kernel", group.comm.rank);
+}
+static int main_ranks(int expires) {
+    require(group.comm.world <= P2P_RANKS, "%d ranks\nat most %d", group.comm.world, P2P_RANKS);
+    if (expires) return expire();
+    if (ladder.check) {
+        for (size_t bytes : {4096, 1 << 20, 64 << 20}) {
+            group_open(bytes, 20);
+            check_pushes(bytes < (64 << 20) ? 400 : 60, 0);
+            check_pushes(10, 1);
+            group_close();
+        }
+    }
+    if (ladder.bench && !p2p_one_gpu) bench_ranks(16384, 4096, 14336, 32, 8, 128);
+    const int status = ladder_close();
+    comm_close(&group.comm);
+    return status;
+}
+
 int main(int argc, char **argv) {
-    ladder_open("tp", argc, argv);
+    int expires = 0;
+    for (int i = argc - 1; i > 0; i--) {
+        const int one_gpu = !strcmp(argv[i], "--one-gpu"), late = !strcmp(argv[i], "--expire");
+        if (one_gpu) {
+            nccl_through_host = p2p_one_gpu = true;
+            setenv("CUDA_VISIBLE_DEVICES", "0", 1);
+        }
+        expires |= late;
+        if (one_gpu || late) memmove(argv + i, argv + i + 1, (size_t)(argc-- - i) * sizeof *argv);
+    }
+    group.comm = comm_open(&argc, &argv, 0);
+    if (group.comm.rank > 0) require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\nis /dev mounted?", strerror(errno));
+    ladder_open("tp", argc, argv, group.comm.local_rank);
+    comm_broadcast(&group.comm, &ladder.seed, sizeof ladder.seed, 0);
+    if (group.comm.world > 1) return main_ranks(expires);
     if (ladder.check) {
         for (int ranks : {2, 3, 4, 5, 8}) {
             check_sum(ranks, 1, 8, 0, 1);
@@ -148,5 +410,6 @@ int main(int argc, char **argv) {
         bench_sum("Llama-3-8B", 2, 8192, 4096);
         bench_sum("GPT-2 124M", 2, 32768, 768);
     }
+    comm_close(&group.comm);
     return ladder_close();
 }

@@ -191,8 +191,8 @@ def gpu_tests(config, good, ladder_arch, wanted):
                        "no GPU" if not gpus else "fewer than two GPUs" if count < 2 else None if config.get("MPI_LIBS") and config.get("NCCL_LIBS") else "no MPI or no NCCL")]
         tests += [(f"ladder {n} {precision}", f"build ladder {n} {precision}", [f"build/{precision}-{ladder_arch}/dev/cuda/{n}", "--check"], None if gpus else "no GPU")
                   for n in ladders]
-        tests += [(f"ladder p2p {precision}, {max(ranks, 2)} GPUs", f"build ladder p2p {precision}", [config.get("MPIRUN"), "--oversubscribe", "-np", ranks, f"build/{precision}-{ladder_arch}/dev/cuda/p2p", "--check"],
-                   "fewer than two GPUs" if ranks < 2 else None if config.get("MPI_LIBS") else "no MPI")]
+        tests += [(f"ladder {n} {precision}, {max(ranks, 2)} GPUs", f"build ladder {n} {precision}", [config.get("MPIRUN"), "--oversubscribe", "-np", ranks, f"build/{precision}-{ladder_arch}/dev/cuda/{n}", "--check"],
+                   "fewer than two GPUs" if ranks < 2 else None if config.get("MPI_LIBS") and config.get("NCCL_LIBS") else "no MPI or no NCCL") for n in ("p2p", "tp")]
     for name, needs, command, why_not in tests:
         if not wanted(name):
             continue

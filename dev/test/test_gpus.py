@@ -8,6 +8,7 @@ LLMC_GPU_PROGRAM=build/train_gpt2 LLMC_GPUS=4.
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -184,6 +185,44 @@ def test_tensor_parallel_ranks_train_as_one(train, tmp_path, kind, tp):
     assert [e["text"] for e in events(tmp_path / "mesh", "sample")] == [e["text"] for e in events(tmp_path / "one", "sample")]
 
 
+def overlaps(text):
+    """Skips the test where ranks cannot push rows to each other."""
+    said = re.search("^rows between tensor-parallel ranks: (.*)$", text, re.M)
+    if not said or said[1].startswith("synchronous: "):
+        pytest.skip(said[1] if said else "a stand-in without GPUs")
+
+
+@several
+@pytest.mark.parametrize("tp", TENSOR)
+@pytest.mark.parametrize("kind", SHARED)
+def test_rows_that_travel_under_products_change_no_bit(train, tmp_path, kind, tp):
+    """Measured, never and always, the last two twice, with and without recomputed blocks: each run as the first; and as often as the layers say."""
+    more, layers, micro = [*SHARED[kind], "-n", "12", "--tp", tp], 3 if kind == "gpt2" else 2, 8 * tp // WORLD
+    overlaps(succeeds(train(WORLD, "first", *more), 300))
+    for recompute in (0, 3):
+        again = layers - 1 if recompute else 0
+        met = {"gathers": micro * (6 * layers + 2 * again), "scatters": micro * (4 * layers + again), "apart": 4 * micro}
+        for overlap in (0, 1, 0, 1):
+            name = f"{recompute}-{overlap}"
+            text = succeeds(train(WORLD, name, *more, "--recompute", recompute, "--tp-overlap", overlap), 300)
+            assert curve(tmp_path / name) == curve(tmp_path / "first") and checkpoint(tmp_path / name, 12) == checkpoint(tmp_path / "first", 12)
+            counts = met if overlap else {"gathers": 0, "scatters": 0, "apart": sum(met.values())}
+            logged = events(tmp_path / name, "overlap")
+            assert [{k: e[k] for k in met} for e in logged] == [counts] and logged[0]["step"] == 1
+            assert f"{counts['gathers']} gathers and {counts['scatters']} scatters under products, {counts['apart']} apart" in text
+            shutil.rmtree(tmp_path / name)
+
+
+@several
+def test_rows_under_products_that_rotate_change_no_bit(train, tmp_path):
+    """Enough rows that, on Hopper, the q, k, v product rotates and the MLP's have the activation inside."""
+    more = [*SHARED["llama3.2"], "-n", "4", "-x", "4", "--tp", WORLD, "-b", "64", "-d", 64 * 64]
+    overlaps(succeeds(train(WORLD, "measured", *more), 300))
+    for overlap in (0, 1):
+        succeeds(train(WORLD, f"{overlap}", *more, "--tp-overlap", overlap), 300)
+        assert curve(tmp_path / f"{overlap}") == curve(tmp_path / "measured") and checkpoint(tmp_path / f"{overlap}", 4) == checkpoint(tmp_path / "measured", 4)
+
+
 @several
 @pytest.mark.parametrize("tp", TENSOR)
 @pytest.mark.parametrize("kind", SHARED)
@@ -225,10 +264,12 @@ def test_resume_on_other_layouts(train, tmp_path):
 
 
 @several
-@pytest.mark.parametrize("tp", [1, WORLD], ids=["data", "tensor"])
+@pytest.mark.parametrize("tp, overlap", [(1, -1), (WORLD, 0), (WORLD, 1)], ids=["data", "tensor", "overlapped"])
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
-def test_losing_a_rank(train, how, tp):
-    job = train(WORLD, "run", *LONG, *SHARED["gpt2"], "--tp", tp).wait_for("step      3/", 300)
+def test_losing_a_rank(train, how, tp, overlap):
+    if overlap == 1:
+        overlaps(succeeds(train(WORLD, "first", *SHARED["gpt2"], "--tp", tp, "-x", "1"), 300))
+    job = train(WORLD, "run", *LONG, *SHARED["gpt2"], "--tp", tp, "--tp-overlap", overlap).wait_for("step      3/", 300)
     time.sleep(random.random())
     rank = random.randrange(WORLD)
     os.kill(job.ranks()[rank], how)

@@ -13,13 +13,24 @@ typedef struct { Difference logits, gradients; double losses; int exact_chunks; 
 // The backend's: the logits of all rows, (rows, words of this rank), after model_losses with the head in one part.
 static void logits_of(const Model *m, int rows, float *out);
 
-typedef struct { float losses[TP_STEPS], norms[TP_STEPS]; uint64_t weights; } TpRun;
+typedef struct { float losses[TP_STEPS], norms[TP_STEPS]; uint64_t weights, gradients /*what this rank owns*/; OverlapCounts met; } TpRun;
 
 static inline void fill_tokens(int *tokens, int *targets, int rows, int vocab, int step) {
     for (int i = 0; i < rows * TP_T; i++) {
         tokens[i] = (int)(rand_u64(TP_SEED, (uint64_t)step, (uint64_t)i) % (uint64_t)vocab);
         targets[i] = i % 9 == 4 ? -1 : (int)(rand_u64(TP_SEED, 100 + (uint64_t)step, (uint64_t)i) % (uint64_t)vocab);
     }
+}
+static inline uint64_t hash_of_gradients(const Model *m) {
+    float *values = (float *)malloc_or_die(m->table.total * sizeof(float));
+    uint64_t hash = COMM_HASH;
+    for (int u = 0; u < m->table.num_units; u++) {
+        const Span mine = model_owned(m, SLOT_GRAD, u);
+        model_read(m, SLOT_GRAD, mine.begin, mine.count, values);
+        hash = comm_hash(hash, values, mine.count * sizeof(float));
+    }
+    free(values);
+    return hash;
 }
 static inline float *weights_of(const Model *m) {
     float *weights = (float *)malloc_or_die(m->table.total * sizeof(float));
@@ -112,6 +123,8 @@ static inline TpRun train_steps(const Config *c, const Options *o, const Mesh *m
         }
         debug_update(&m, r.norms[step], step + 1);
     }
+    r.gradients = hash_of_gradients(&m);
+    r.met = model_overlap(&m);
     float *weights = weights_of(&m);
     r.weights = comm_hash(COMM_HASH, weights, m.table.total * sizeof(float));
     free(weights);
