@@ -152,7 +152,7 @@ static inline void model_request_tp(Model *m, Memory *memory, int B, int T) {
     size_t copied;
     const int copies = model_copies(m, NULL, &copied);
     memory_request(memory, &m->tp.gathered, "tensor parallel", "all rows, or parts of a sum (B,T,C)", N * m->local.channels);
-    if (may_overlap(m) && ranks <= P2P_RANKS) tp_overlap_request(&m->push, memory, (int)ranks, N * m->local.channels * sizeof(floatX));
+    if (may_overlap(m) && m->options.p2p && ranks <= P2P_RANKS) tp_overlap_request(&m->push, memory, (int)ranks, N * m->local.channels * sizeof(floatX));
     memory_request(memory, &m->words, "tensor parallel", "words (B,T)", N);
     memory_request(memory, &m->parts, "tensor parallel", "classifier's sums (ranks,rows,3)", ranks * head_rows(&m->options, B, T));
     if (forward_only(&m->options)) return;
@@ -380,7 +380,8 @@ static inline void model_open_overlap(Model *m) {
     const Comm *job = &m->mesh->job, *tp = &m->mesh->tp;
     char why[256] = "";
     if (!may_overlap(m)) return;
-    if (tp->world > P2P_RANKS) snprintf(why, sizeof why, "%d ranks are more than %d", tp->world, P2P_RANKS);
+    if (!o->p2p) snprintf(why, sizeof why, "--p2p 0");
+    else if (tp->world > P2P_RANKS) snprintf(why, sizeof why, "%d ranks are more than %d", tp->world, P2P_RANKS);
     else tp_overlap_open(&m->push, tp, m->gpu.compute, 30 /*for its trial*/, why, sizeof why);
     p2p_patience(&m->push.p2p, p2p_seconds());
     const int failed = comm_or(job, *why != 0);

@@ -77,7 +77,7 @@ INT(tp, "tp", "", 1, 1, 128, "tensor parallelism: N neighbouring ranks hold one 
 INT(tp_overlap, "tp-overlap", "", -1, -1, 1, "on GPUs: tensor-parallel ranks exchange rows while they multiply: 0 no, 1 always (-1: where it was measured faster)") \
 STR(reduce_dtype, "reduce-dtype", "", "bf16", "what ranks add gradients in, on GPUs: bf16, or fp32 for one rounding in all (twice the bytes)") \
 STR(init_method, "init-method", "pi|pm", "mpi", "how ranks find each other: mpi (llm.c's tcp and fs are not supported)") \
-INT(p2p, "p2p", "", 1, 0, 1, "GPUs of one host, at most 8: write short messages into each other's memory, where they can; 0: NCCL and MPI carry those too") \
+INT(p2p, "p2p", "", 1, 0, 1, "GPUs of one host, at most 8: write short messages into each other's memory, where they can; 0: NCCL and MPI carry those too, nothing overlaps") \
 INT(num_processes, "num-processes", "pn", 1, 1, 1 << 20, "llm.c's; mpirun sets it") INT(process_rank, "process-rank", "pr", 0, 0, 1 << 20, "llm.c's; mpirun sets it") \
 INT(gpus_per_node, "gpus-per-node", "pg", 8, 1, 1024, "llm.c's; the node-local rank of MPI decides") STR(server_ip, "server-ip", "ps", "", "llm.c's, for tcp") STR(fs_path, "fs-path", "pf|pp", "", "llm.c's, for fs")
 
