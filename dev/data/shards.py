@@ -104,21 +104,30 @@ class Ranks:
 
 def run(main):
     """Runs main(ranks). An error on one rank ends all; Ctrl-C says how to go on."""
-    ranks, status = None, 0
+    ranks, status, interrupted = None, 0, False
+
+    def interrupt(*_):
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         ranks = Ranks()
         main(ranks)
     except KeyboardInterrupt:
-        status = "\ninterrupted: the same command goes on where this one stopped"
+        interrupted = True
     except OSError as e:
         status = f"error: '{e.filename}': {e.strerror or e}\n  hint: check that the file is there and may be read"
     except SystemExit as e:
         status = e.code
     except Exception:
-        if not ranks or not ranks.comm:
+        if not interrupted and (not ranks or not ranks.comm):
             raise
         import traceback
         status = traceback.format_exc()
+    if interrupted:  # C code in whose middle it came may have made another error of it
+        status = "\ninterrupted: the same command goes on where this one stopped"
     if status and ranks and ranks.comm:
         print(f"rank {ranks.rank}: {status}", file=sys.stderr, flush=True)
         ranks.comm.Abort(1)

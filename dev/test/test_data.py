@@ -286,6 +286,17 @@ def test_interrupt(corpus, tmp_path):
     run.send_signal(signal.SIGINT)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 1 and "interrupted: the same command goes on" in errors and "Traceback" not in errors
+    # C code in whose middle it comes may raise something else.
+    program = """import os, shards, signal, time
+def main(ranks):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+    except KeyboardInterrupt as error:
+        raise SystemError("a result with an exception set") from error
+shards.run(main)"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT / "dev/data", stderr=subprocess.PIPE, text=True)
+    assert run.returncode == 1 and "interrupted: the same command goes on" in run.stderr and "Traceback" not in run.stderr
 
 
 # ---- bad input
