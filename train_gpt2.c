@@ -674,21 +674,6 @@ static void describe_device(char *text, size_t size) {
     snprintf(text, size, "%s, %d thread%s, %d-bit vectors", name, threads, threads == 1 ? "" : "s", 32 * LANES);
 }
 
-// Threads for this rank: the cores that the launcher bound it to, shared with the ranks that it bound to the same.
-static int threads_of_rank(const Comm *comm) {
-    typedef struct { char host[64]; cpu_set_t cores; } Place;
-    Place mine, *all = (Place *)malloc_or_die((size_t)comm->world * sizeof(Place));
-    int sharing = 0;
-    memset(&mine, 0, sizeof mine);
-    memcpy(mine.host, comm->host, sizeof mine.host);
-    if (sched_getaffinity(0, sizeof mine.cores, &mine.cores) != 0) CPU_SET(0, &mine.cores);
-    comm_gather_all(comm, &mine, sizeof mine, all);
-    for (int r = 0; r < comm->world; r++) sharing += memcmp(&all[r], &mine, sizeof mine) == 0;
-    free(all);
-    const int cores = CPU_COUNT(&mine.cores);
-    return cores > sharing ? cores / sharing : 1;
-}
-
 int model_slot_is_bf16(const Model *m, Slot s) { return m->bf16_states && (s == SLOT_M || s == SLOT_V); }
 static size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? sizeof(uint16_t) : sizeof(float); }  // of an element
 
@@ -715,10 +700,6 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     m->zero_stage = dp->world > 1 ? (int)o->zero_stage : 0;
     m->B = (int)o->batch_size; m->T = (int)o->seq_len; m->recompute = (int)o->recompute;
     require((int64_t)m->B * m->T <= 1 << 28, "micro-steps of %d x %d tokens are too large\nuse a smaller --batch-size", m->B, m->T);
-    #ifdef _OPENMP
-    if (o->threads > 0) omp_set_num_threads((int)o->threads);
-    else if (mesh->job.world > 1 && !getenv("OMP_NUM_THREADS")) omp_set_num_threads(threads_of_rank(&mesh->job));
-    #endif
     describe_device(m->device, sizeof m->device);
     const size_t N = (size_t)m->B * m->T, rows = rows_here(m, m->B * m->T), C = (size_t)c->channels, Q = (size_t)c->num_heads * c->head_dim, F = (size_t)c->ffn_dim, Vp = (size_t)c->padded_vocab_size, L = (size_t)c->num_layers;
     const size_t states = m->zero_stage ? m->table.total / (size_t)dp->world : m->table.total;

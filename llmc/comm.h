@@ -20,6 +20,9 @@
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
 #endif
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 typedef struct {
     int rank, world;              // in the group
@@ -286,5 +289,50 @@ static inline void comm_align(const Comm *job) {
 }
 // For what all ranks find alike: rank 0 says it, all end.
 #define comm_require(c, condition, ...) do { if (!(condition)) { if ((c)->rank == 0) die(__VA_ARGS__); sleep(8); _exit(EXIT_FAILURE); } } while (0)
+
+// ---- cores
+
+// Open MPI binds each of one or two ranks to one core, although a rank has several threads. One that is bound so, and whose share of what this
+// host lets it use is larger, gets its share: the ranks of a host one stretch after another. Returns its cores then, 0 if nothing was changed.
+static inline int comm_spread(const Comm *c) {
+    cpu_set_t bound, all, mine;
+    memset(&all, 0xff, sizeof all);
+    CPU_ZERO(&mine);
+    if (sched_getaffinity(0, sizeof bound, &bound) != 0 || CPU_COUNT(&bound) > 2 /*two threads of one core*/) return 0;
+    if (sched_setaffinity(0, sizeof all, &all) != 0 || sched_getaffinity(0, sizeof all, &all) != 0) return 0;
+    const int share = CPU_COUNT(&all) / c->local_world, wider = share > CPU_COUNT(&bound);
+    for (int core = 0, seen = 0; core < CPU_SETSIZE && wider; core++)
+        if (CPU_ISSET(core, &all) && seen++ / share == c->local_rank) CPU_SET(core, &mine);
+    return sched_setaffinity(0, sizeof bound, wider ? &mine : &bound) == 0 && wider ? share : 0;
+}
+// Its cores, shared with the ranks that the launcher bound to the same.
+static inline int comm_threads(const Comm *c) {
+    typedef struct { char host[64]; cpu_set_t cores; } Place;
+    Place mine, *all = (Place *)malloc_or_die((size_t)c->world * sizeof(Place));
+    int sharing = 0;
+    memset(&mine, 0, sizeof mine);
+    memcpy(mine.host, c->host, sizeof mine.host);
+    if (sched_getaffinity(0, sizeof mine.cores, &mine.cores) != 0) CPU_SET(0, &mine.cores);
+    comm_gather_all(c, &mine, sizeof mine, all);
+    for (int r = 0; r < c->world; r++) sharing += memcmp(&all[r], &mine, sizeof mine) == 0;
+    free(all);
+    const int cores = CPU_COUNT(&mine.cores);
+    return cores > sharing ? cores / sharing : 1;
+}
+// All ranks of the job, before they start threads. threads: what the user wants, or 0. Then, if OMP_NUM_THREADS is not set either, a rank that mpirun or
+// srun started takes what cores it can.
+static inline void comm_use_cores(const Comm *c, int threads) {
+    const int asked = threads > 0 || getenv("OMP_NUM_THREADS");
+    if (!asked && comm_launched()) {
+        const int share = comm_spread(c);
+        if (share) printf("cores     %d for each rank; it was bound to one\n", share);
+        threads = comm_threads(c);
+    }
+    #ifdef _OPENMP
+    if (threads > 0) omp_set_num_threads(threads);
+    #else
+    (void)threads;
+    #endif
+}
 
 #endif

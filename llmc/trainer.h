@@ -507,6 +507,7 @@ static inline int trainer_main(int argc, char **argv) {
     comm_require(comm, comm->world == o->tp || !o->generate, "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun", comm->world);
     if (comm->rank > 0) require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\ncheck the machine", strerror(errno));  // rank 0 alone prints
     catch_signals();
+    comm_use_cores(comm, (int)o->threads);
     t->mesh = mesh_open(comm, (int)o->tp);
     find_checkpoint(t);
     choose_config(t);

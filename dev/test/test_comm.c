@@ -147,8 +147,35 @@ static void too_many(void *unused) {
     comm_open(NULL, NULL, 1);
 }
 
+// A rank that is bound to one core; as many ranks on this host as there are cores, one more or one less.
+static void test_cores(void) {
+    cpu_set_t before, all, one;
+    Comm c = COMM_ALONE;
+    CPU_ZERO(&one);
+    memset(&all, 0xff, sizeof all);
+    sched_getaffinity(0, sizeof before, &before);
+    sched_setaffinity(0, sizeof all, &all);
+    sched_getaffinity(0, sizeof all, &all);
+    const int cores = CPU_COUNT(&all);
+    int first = 0;
+    while (!CPU_ISSET(first, &all)) first++;
+    CPU_SET(first, &one);
+    for (int ranks = 1; ranks <= cores + 1; ranks += ranks < cores ? cores - 1 : 1)
+        for (int rank = 0; rank < ranks; rank += ranks > 1 ? ranks - 1 : 1) {
+            c.local_world = ranks;
+            c.local_rank = rank;
+            sched_setaffinity(0, sizeof one, &one);
+            const int share = comm_spread(&c);
+            cpu_set_t now;
+            sched_getaffinity(0, sizeof now, &now);
+            const int wanted = cores / ranks > 1 ? cores / ranks : 0;
+            check(share == wanted && CPU_COUNT(&now) == (wanted ? wanted : 1) && (wanted || CPU_EQUAL(&now, &one)), "rank %d of %d on %d cores, bound to one: %d", rank, ranks, cores, CPU_COUNT(&now));
+        }
+    sched_setaffinity(0, sizeof before, &before);
+}
 static int test_alone(Comm *c) {
     static char text[1 << 16];
+    test_cores();
     float data[3] = {1, 2, 3}, *scratch = (float *)malloc_or_die(COMM_PIECE * sizeof(float));
     comm_reduce_scatter(c, data, 3, scratch);
     free(scratch);
