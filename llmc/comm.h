@@ -292,18 +292,17 @@ static inline void comm_align(const Comm *job) {
 
 // ---- cores
 
-// Open MPI binds each of one or two ranks to one core, although a rank has several threads. One that is bound so, and whose share of what this
-// host lets it use is larger, gets its share: the ranks of a host one stretch after another. Returns its cores then, 0 if nothing was changed.
-static inline int comm_spread(const Comm *c) {
+// Open MPI binds each of one or two ranks to one core, although a rank has several threads. One that is bound so, and whose share of the cores that
+// the launcher itself may use is larger, gets its share: the ranks of a host one stretch after another. Returns its cores then, 0 if nothing changed.
+static inline int comm_spread(const Comm *c, pid_t launcher) {
     cpu_set_t bound, all, mine;
-    memset(&all, 0xff, sizeof all);
     CPU_ZERO(&mine);
-    if (sched_getaffinity(0, sizeof bound, &bound) != 0 || CPU_COUNT(&bound) > 2 /*two threads of one core*/) return 0;
-    if (sched_setaffinity(0, sizeof all, &all) != 0 || sched_getaffinity(0, sizeof all, &all) != 0) return 0;
-    const int share = CPU_COUNT(&all) / c->local_world, wider = share > CPU_COUNT(&bound);
-    for (int core = 0, seen = 0; core < CPU_SETSIZE && wider; core++)
+    if (sched_getaffinity(0, sizeof bound, &bound) != 0 || CPU_COUNT(&bound) > 2 /*two threads of one core*/ || sched_getaffinity(launcher, sizeof all, &all) != 0) return 0;
+    const int share = CPU_COUNT(&all) / c->local_world;
+    if (share <= CPU_COUNT(&bound)) return 0;
+    for (int core = 0, seen = 0; core < CPU_SETSIZE; core++)
         if (CPU_ISSET(core, &all) && seen++ / share == c->local_rank) CPU_SET(core, &mine);
-    return sched_setaffinity(0, sizeof bound, wider ? &mine : &bound) == 0 && wider ? share : 0;
+    return sched_setaffinity(0, sizeof mine, &mine) == 0 ? share : 0;
 }
 // Its cores, shared with the ranks that the launcher bound to the same.
 static inline int comm_threads(const Comm *c) {
@@ -319,12 +318,12 @@ static inline int comm_threads(const Comm *c) {
     const int cores = CPU_COUNT(&mine.cores);
     return cores > sharing ? cores / sharing : 1;
 }
-// All ranks of the job, before they start threads. threads: what the user wants, or 0. Then, if OMP_NUM_THREADS is not set either, a rank that mpirun or
-// srun started takes what cores it can.
+// All ranks of the job, before they start threads. threads: what the user wants, or 0. Then, if OMP_NUM_THREADS is not set either, a rank that a
+// launcher started computes with all its cores. Only Open MPI's mpirun is known to bind unasked: a batch system's binding is an allocation.
 static inline void comm_use_cores(const Comm *c, int threads) {
     const int asked = threads > 0 || getenv("OMP_NUM_THREADS");
     if (!asked && comm_launched()) {
-        const int share = comm_spread(c);
+        const int share = getenv("OMPI_COMM_WORLD_LOCAL_SIZE") ? comm_spread(c, getppid()) : 0;
         if (share) printf("cores     %d for each rank; it was bound to one\n", share);
         threads = comm_threads(c);
     }

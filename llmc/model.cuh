@@ -359,8 +359,8 @@ static inline void upload_tokens(Model *m, const int *inputs, const int *targets
     cudaCheck(cudaEventRecord(m->copied[m->slot], m->gpu.compute));
 }
 
-// --tp-overlap -1: the first micro-step, on its own tokens, with nothing and with everything overlapped, in parts of all sizes. work() leaves gradients that the real one
-// overwrites. Its first run of each makes the matmuls' plans.
+// --tp-overlap -1: the first micro-step, on its own tokens, with nothing and with everything overlapped, in parts of all sizes. work() leaves
+// gradients that the real one overwrites. Its first run of each makes the matmuls' plans.
 template <typename Work> static inline void measure_overlap(Model *m, Work work) {
     OverlapChoice *o = &m->overlap;
     const int timed = timing.on;
