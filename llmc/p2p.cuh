@@ -40,14 +40,14 @@ enum {
     P2P_BLOCK_VECS = 128,     // a block more for so many vectors of 16 bytes
     P2P_LINE_THREADS = 256,   // and a warp that counts
     P2P_WORKSPACES = 16,      // of a process
-    P2P_TEST = 1000,
+    P2P_TEST = 1000, P2P_LEAST_BYTES = 2 * P2P_TEST * P2P_RANKS,  // floats of the trial; one shot cuts both halves of a workspace into pieces for all ranks
     P2P_MOST_BYTES = 1 << 29, // of a message: offsets are 32 bits
     P2P_ALLOCATION = 2 << 20, // what cudaIpc shares is a whole allocation of the driver: nothing else shall be in it
 };
 // Where one kind of all-reduce gives way to the next, in bytes. Of n bytes lines send 2 (W - 1) n and one shot (W - 1) n, with a fence and a flag:
 // the first constant is what is sent meanwhile. Two shots send 2 (W - 1) / W n and meet twice, and add less: the second is what is sent during a
-// meeting, the third where adding decides. For two GPUs measured (dev/bench/h200_2026-11-22_tp.md), from there for more by these counts.
-enum { P2P_LINES_SENT = 192 << 10, P2P_ONE_SHOT_MEETING = 1 << 20, P2P_ONE_SHOT_MOST = 2 << 20 };
+// meeting, the third where adding decides. Measured on two and four GPUs (dev/bench/h200_2026-11-22_tp.md), from there for more by these counts.
+enum { P2P_LINES_SENT = 192 << 10, P2P_ONE_SHOT_MEETING = 640 << 10, P2P_ONE_SHOT_MOST = 2 << 20 };
 static inline size_t p2p_lines_bytes(int world) { return (size_t)P2P_LINES_SENT / (size_t)(world - 1) / 16 * 16; }
 static inline size_t p2p_one_shot_bytes(int world) {
     const size_t meeting = world == 2 ? SIZE_MAX : (size_t)P2P_ONE_SHOT_MEETING * (size_t)world / (size_t)((world - 1) * (world - 2));
@@ -436,7 +436,7 @@ static inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes) {
     require(world <= P2P_RANKS && max_bytes <= P2P_MOST_BYTES, "peer-to-peer collectives of %zu bytes among %d ranks\nat most %d bytes, %d ranks",
             max_bytes, world, P2P_MOST_BYTES, P2P_RANKS);
     memset(p, 0, sizeof *p);
-    p->max_bytes = round_up(max_bytes > sizeof(float) * P2P_TEST ? max_bytes : sizeof(float) * P2P_TEST, 16);
+    p->max_bytes = round_up(max_bytes > P2P_LEAST_BYTES ? max_bytes : P2P_LEAST_BYTES, 16);
     p->view.world = world;
     if (world == 1) return;
     p->view.half = (unsigned)round_up(p->max_bytes + 16 * P2P_RANKS, 512);

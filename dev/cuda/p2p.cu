@@ -285,6 +285,13 @@ static void check_limits(void) {
     const size_t lines = p2p_lines_bytes(group.world);
     check_true(p2p_choose(p, lines) == P2P_LINES && p2p_choose(p, lines + 1) != P2P_LINES && p2p_max_bytes(p) == p->max_bytes, "lines up to %zu bytes, then %s, then %s", lines,
                p2p_names[p2p_choose(p, lines + 1)], p2p_names[p2p_choose(p, p2p_max_bytes(p))]);
+    Memory memory = {};
+    P2p small;
+    size_t least = SIZE_MAX;
+    p2p_request(&small, &memory, group.world, 0);
+    for (int kind = 0; kind < P2P_KINDS; kind++) least = std::min(least, p2p_limit(&small, (P2pKind)kind));
+    memory_free(&memory);
+    check_true(least >= P2P_TEST * sizeof(float), "the smallest workspace holds %zu bytes of every kind, which p2p_open's trial needs", least);
 }
 static void set_delays(int on) {
     const uint64_t seed = on ? ladder.seed | 1 : 0;
