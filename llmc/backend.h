@@ -49,7 +49,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh);
 void model_close(Model *m);
 const char *model_device(const Model *m);   // for people: "NVIDIA H200", "CPU, 2 threads"
 const char *model_dtype(const Model *m);    // "fp32" or "bf16"
-const char *model_carriers(const Model *m); // for people: what carries short messages between ranks; "": there is no choice
+const char *model_carriers(const Model *m); // for people: what carries messages between ranks; "": there is no choice
 double model_peak_flops(const Model *m);    // FLOP/s of the hardware at that dtype, 0 if unknown
 double model_peak_bytes(const Model *m);    // bytes/s of its memory, 0 if unknown
 double model_memory_gib(const Model *m);    // all that was allocated

@@ -367,6 +367,9 @@ static inline void model_open_p2p(Model *m) {
         snprintf(m->carriers + used, sizeof m->carriers - used, "%s%s: %s%s%s%s", used ? "; " : "", s.name, open ? "peer to peer" : s.otherwise, open ? limit : " (",
                  open ? "" : not_tried ? not_tried : why, open ? "" : ")");
     }
+    const size_t used = strlen(m->carriers);
+    if (m->comm->world > 1 && used)
+        snprintf(m->carriers + used, sizeof m->carriers - used, "; gradients: NCCL, %s", m->zero.at_once ? "all at once after backward" : "unit by unit under backward");
     nccl_shorten(&m->zero.nccl, &m->p2p[SHORT_DATA]);
     nccl_shorten(&m->tp.nccl, &m->p2p[SHORT_TENSOR]);
     comm_align(&m->mesh->job);  // groups may have come to unequal answers
@@ -435,7 +438,8 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     require(!m->fuse_activation || can_fuse, "--gelu-fusion %lld needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of %d\nleave it out", o->gelu_fusion, BOX_COLUMNS);
     upload_tables(m);
     for (int i = 0; i < 2; i++) cudaCheck(cudaEventCreateWithFlags(&m->copied[i], cudaEventDisableTiming));
-    m->zero = zero_open(comm, &m->table, &m->gpu, (int)o->zero_stage, reduces_wide(m), m->reduce_staging);
+    const int wide = reduces_wide(m), at_once = zero_at_once(comm, (int)o->dp_overlap, wide, (size_t)m->B * m->T);
+    m->zero = zero_open(comm, &m->table, &m->gpu, (int)o->zero_stage, wide, at_once, m->reduce_staging);
     model_open_p2p(m);
     model_open_overlap(m);
 }

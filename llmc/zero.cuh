@@ -1,6 +1,6 @@
 // Data parallelism on GPUs, unit by unit (params.h: embedding, blocks, final), on the communication stream.
 //   backward  as soon as a unit's gradients are complete they are reduced and scattered: rank k keeps the sum of piece k
-//             (zero_reduce), while the compute stream works on the unit below
+//             (zero_reduce), while the compute stream works on the unit below; or all units at once when all are complete
 //   update    every rank updates piece k of every unit; ZeRO 1 holds optimiser states for these pieces only
 //   forward   the updated pieces are gathered (zero_gather), unit by unit; a unit's first use waits for its own gather
 //             alone (zero_wait), so that all but the first hide under the next forward
@@ -13,7 +13,10 @@
 #include "nccl.cuh"
 #include "params.h"
 
-enum { ZERO_MAX_CTAS = 16 };
+// Under backward, reductions take multiprocessors and keep links awake (50 ms after each message, on an H200), whose power matmuls then lack: all of
+// backward is 3% slower. At once they take 643 / (B T) of its time and nothing hides them (bf16 over NVLink, whatever the model): from so many tokens
+// on that is less. Four GPUs, GPT-2 124M: 96.1% and 98.2% of four (dev/bench/h200_2026-11-22_tp.md).
+enum { ZERO_CTAS = 16, ZERO_CTAS_AT_ONCE = 32, ZERO_AT_ONCE_TOKENS = 32768 };
 
 typedef struct {
     Nccl nccl;
@@ -23,7 +26,7 @@ typedef struct {
     cudaEvent_t reduced;        // recorded on comm after the last reduction
     cudaEvent_t *gathered;      // per unit
     int arrived;                // the compute stream has waited for the weights of so many units, from the first, since they were last gathered
-    int stage, wide;            // wide: reduce in fp32
+    int stage, wide, at_once;   // wide: reduce in fp32; at_once: all units after backward
     float *staging;             // (largest unit) fp32, if wide
 } Zero;
 
@@ -36,16 +39,42 @@ static inline size_t zero_largest_unit(const ParamTable *t) {
     return most;
 }
 
-static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide, float *staging) {
+// Whether NVLink joins the GPUs of all ranks: atomics are native over nothing else. 0 as well where ranks are not shown each other's GPUs.
+static inline int zero_linked(const Comm *comm) {
+    int devices, device, apart = 0;
+    cudaDeviceProp prop;
+    cudaUUID_t *all = (cudaUUID_t *)malloc_or_die((size_t)comm->world * sizeof(cudaUUID_t));
+    cudaCheck(cudaGetDevice(&device));
+    cudaCheck(cudaGetDeviceCount(&devices));
+    cudaCheck(cudaGetDeviceProperties(&prop, device));
+    comm_gather_all(comm, &prop.uuid, sizeof prop.uuid, all);
+    for (int r = 0; r < comm->world; r++) {
+        int linked = r == comm->rank;
+        for (int d = 0; d < devices && !linked; d++) {
+            cudaCheck(cudaGetDeviceProperties(&prop, d));
+            if (d != device && memcmp(&prop.uuid, &all[r], sizeof prop.uuid) == 0) cudaCheck(cudaDeviceGetP2PAttribute(&linked, cudaDevP2PAttrNativeAtomicSupported, device, d));
+        }
+        apart |= !linked;
+    }
+    free(all);
+    return !comm_or(comm, apart);
+}
+// tokens: of a rank's micro-step. overlap: --dp-overlap.
+static inline int zero_at_once(const Comm *comm, int overlap, int wide, size_t tokens) {
+    if (comm->world == 1 || overlap >= 0) return comm->world > 1 && overlap == 0;
+    return zero_linked(comm) && tokens >= (wide ? 2 : 1) * (size_t)ZERO_AT_ONCE_TOKENS;
+}
+static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide, int at_once, float *staging) {
     Zero z;
     memset(&z, 0, sizeof z);
-    z.nccl = nccl_open(comm, ZERO_MAX_CTAS, 0);
+    z.nccl = nccl_open(comm, at_once ? ZERO_CTAS_AT_ONCE : ZERO_CTAS, 0);
     z.table = table;
     z.arrived = table->num_units;
     z.compute = gpu->compute;
     z.comm = gpu->comm;
     z.stage = stage;
     z.wide = wide;
+    z.at_once = at_once;
     z.staging = staging;
     cudaCheck(cudaEventCreateWithFlags(&z.compute_done, cudaEventDisableTiming));
     cudaCheck(cudaEventCreateWithFlags(&z.reduced, cudaEventDisableTiming));
@@ -77,27 +106,36 @@ static __global__ void narrow_kernel(floatX *__restrict__ to, const float *__res
     }
 }
 
-// The gradients of `unit` are complete on the compute stream. grads: the whole buffer.
+// The sums over ranks of the gradients of units first..last: piece k on rank k, with ZeRO 0 all pieces everywhere.
+static inline void zero_sum(Zero *z, floatX *grads, int first, int last) {
+    const size_t *begin = z->table->unit_begin;
+    const uint32_t number = nccl_begin(&z->nccl, "reduce gradients", (begin[last + 1] - begin[first]) * (z->wide ? sizeof(float) : sizeof(floatX)), z->comm);
+    for (int gathers = 0; gathers <= (z->stage == 0); gathers++) {
+        if (!z->wide) ncclCheck(ncclGroupStart());  // one kernel for all of them
+        for (int u = last; u >= first; u--) {
+            floatX *data = grads + begin[u];
+            const size_t size = begin[u + 1] - begin[u], piece = size / (size_t)z->nccl.world, mine = piece * (size_t)z->nccl.rank;
+            if (gathers) nccl_all_gather(&z->nccl, data, piece, z->comm);
+            else if (!z->wide) nccl_reduce_scatter(&z->nccl, data, piece, z->comm);
+            else {
+                const int threads = 256, blocks = 64;  // few: the multiprocessors belong to backward
+                widen_kernel<<<blocks, threads, 0, z->comm>>>(z->staging, data, size / VecX::size);
+                launchCheck();
+                nccl_reduce_scatter(&z->nccl, z->staging, piece, z->comm);
+                narrow_kernel<<<blocks, threads, 0, z->comm>>>(data + mine, z->staging + mine, piece / VecX::size);
+                launchCheck();
+            }
+        }
+        if (!z->wide) ncclCheck(ncclGroupEnd());
+    }
+    nccl_end(&z->nccl, number, z->comm);
+}
+// The gradients of `unit` are complete on the compute stream; the embedding's are the last. grads: the whole buffer.
 static inline void zero_reduce(Zero *z, floatX *grads, int unit) {
-    const int world = z->nccl.world;
-    if (world == 1) return;
-    floatX *data = grads + z->table->unit_begin[unit];
-    const size_t size = z->table->unit_begin[unit + 1] - z->table->unit_begin[unit], piece = size / world;
+    if (z->nccl.world == 1 || (z->at_once && unit > 0)) return;
     cudaCheck(cudaEventRecord(z->compute_done, z->compute));
     cudaCheck(cudaStreamWaitEvent(z->comm, z->compute_done, 0));
-    const uint32_t number = nccl_begin(&z->nccl, "reduce gradients", size * (z->wide ? sizeof(float) : sizeof(floatX)), z->comm);
-    if (z->wide && sizeof(floatX) < sizeof(float)) {
-        const int threads = 256, blocks = 64;  // few: the multiprocessors belong to backward
-        widen_kernel<<<blocks, threads, 0, z->comm>>>(z->staging, data, size / VecX::size);
-        launchCheck();
-        nccl_reduce_scatter(&z->nccl, z->staging, piece, z->comm);
-        narrow_kernel<<<blocks, threads, 0, z->comm>>>(data + piece * z->nccl.rank, z->staging + piece * z->nccl.rank, piece / VecX::size);
-        launchCheck();
-    } else {
-        nccl_reduce_scatter(&z->nccl, data, piece, z->comm);
-    }
-    if (z->stage == 0) nccl_all_gather(&z->nccl, data, piece, z->comm);
-    nccl_end(&z->nccl, number, z->comm);
+    zero_sum(z, grads, unit, z->at_once ? z->table->num_units - 1 : unit);
     cudaCheck(cudaEventRecord(z->reduced, z->comm));
 }
 // The compute stream goes on when every reduction is done.

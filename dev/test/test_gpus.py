@@ -143,6 +143,19 @@ def test_graphs_change_no_bit_between_ranks(train, tmp_path, stage):
 
 
 @several
+@pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has no GPU")
+@pytest.mark.parametrize("more", [["-z", "0"], ["-z", "1"], ["-z", "1", "--reduce-dtype", "fp32"]], ids=["stage0", "stage1", "fp32"])
+def test_gradients_reduced_at_once(train, tmp_path, more):
+    """Again: the same bits. Two ranks: those of a reduction under backward, too; among more, NCCL may take another order."""
+    for name, overlap, how in (("under", 1, "unit by unit under backward"), ("once", 0, "all at once after backward"), ("again", 0, "all at once after backward")):
+        assert f"gradients: NCCL, {how}\n" in succeeds(train(WORLD, name, *more, "-n", "12", "--dp-overlap", overlap), 300)
+    assert curve(tmp_path / "once") == curve(tmp_path / "again") and checkpoint(tmp_path / "once", 12) == checkpoint(tmp_path / "again", 12)
+    if WORLD == 2:
+        assert curve(tmp_path / "once") == curve(tmp_path / "under") and checkpoint(tmp_path / "once", 12) == checkpoint(tmp_path / "under", 12)
+    close(curve(tmp_path / "once"), curve(tmp_path / "under"), 2e-2)
+
+
+@several
 def test_several_train_as_one(train, tmp_path):
     """fp32: sums in another order, twelve steps long."""
     succeeds(train(0, "one", precision="fp32"), 300)

@@ -96,7 +96,8 @@ def test_samples_and_choices(train, data, tmp_path):
 @pytest.mark.parametrize("ranks, more, words", [
     (3, ["--tp", "2"], "3 ranks are not groups of --tp 2"), (3, ["--tp", "3"], "2 heads do not divide over --tp 3 ranks"), (2, ["--tp", "2", "-t", "31", "-d", "31"], "a micro-step of 31 tokens does not divide over --tp 2 ranks"),
     (4, ["--tp", "2", "-d", 3 * 32], "is not a multiple of batch-size * seq-len * ranks / tp = 64"), (0, ["--tp", "2"], "1 ranks are not groups of --tp 2"),
-    (2, ["--tp", "2", "--tp-overlap", "1"], "--tp-overlap 1 needs GPUs"), (2, ["--tp-overlap", "1"], "--tp-overlap 1 has nothing to overlap with --tp 1")])
+    (2, ["--tp", "2", "--tp-overlap", "1"], "--tp-overlap 1 needs GPUs"), (2, ["--tp-overlap", "1"], "--tp-overlap 1 has nothing to overlap with --tp 1"),
+    (2, ["--dp-overlap", "0"], "--dp-overlap 0 needs GPUs")])
 def test_refusals(train, ranks, more, words):
     status, text = train(ranks, "run", "-e", "d2,channels=64,heads=2,vocab=256,seq=32", *more).finish(20)
     assert status != 0 and words in text and "hint: " in text, text
