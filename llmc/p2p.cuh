@@ -46,7 +46,7 @@ enum {
 };
 // Where one kind of all-reduce gives way to the next, in bytes. Of n bytes lines send 2 (W - 1) n and one shot (W - 1) n, with a fence and a flag:
 // the first constant is what is sent meanwhile. Two shots send 2 (W - 1) / W n and meet twice, and add less: the second is what is sent during a
-// meeting, the third where adding decides. Measured on two and four GPUs (dev/bench/h200_2026-11-22_tp.md), from there for more by these counts.
+// meeting, the third where adding decides. Measured on two and four GPUs (dev/bench/h200_2026-11-22_x4.md), from there for more by these counts.
 enum { P2P_LINES_SENT = 192 << 10, P2P_ONE_SHOT_MEETING = 640 << 10, P2P_ONE_SHOT_MOST = 2 << 20 };
 static inline size_t p2p_lines_bytes(int world) { return (size_t)P2P_LINES_SENT / (size_t)(world - 1) / 16 * 16; }
 static inline size_t p2p_one_shot_bytes(int world) {

@@ -13,10 +13,10 @@
 #include "nccl.cuh"
 #include "params.h"
 
-// Under backward, reductions take multiprocessors and keep links awake (50 ms after each message, on an H200), whose power matmuls then lack: all of
-// backward is 3% slower. At once they take 643 / (B T) of its time and nothing hides them (bf16 over NVLink, whatever the model): from so many tokens
-// on that is less. Four GPUs, GPT-2 124M: 96.1% and 98.2% of four (dev/bench/h200_2026-11-22_tp.md).
-enum { ZERO_CTAS = 16, ZERO_CTAS_AT_ONCE = 32, ZERO_AT_ONCE_TOKENS = 32768 };
+// Under backward, reductions take multiprocessors and keep links awake (50 ms after each message, on an H200), whose power matmuls then lack. At once
+// nothing hides them: they take 643 / (B T) of backward's time (bf16 over NVLink, whatever the model). Four GPUs, 65,536 tokens a rank: 98.4% of four
+// at once, 97.0% under backward; in fp32 97.2% and 94.0%; 16,384 tokens, bf16: 1.7% faster at once (dev/bench/h200_2026-11-22_x4.md).
+enum { ZERO_CTAS = 16, ZERO_CTAS_AT_ONCE = 32, ZERO_AT_ONCE_TOKENS = 16384 };
 
 typedef struct {
     Nccl nccl;

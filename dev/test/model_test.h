@@ -392,8 +392,8 @@ static inline void test_resume(const char *folder, const Options *o, const char 
 }
 
 static inline int report_tests(const char *name) {
-    printf("%s: %d passed, %d failed\n", name, tests_passed, tests_failed);
-    return tests_failed ? EXIT_FAILURE : EXIT_SUCCESS;
+    printf("%s: %d passed, %d failed%s\n", name, tests_passed, tests_failed, tests_passed + tests_failed ? "" : ": nothing was checked");
+    return tests_failed || !tests_passed ? EXIT_FAILURE : EXIT_SUCCESS;
 }
 
 #endif
