@@ -117,6 +117,9 @@ static inline void nccl_host_upload(void *to, char *from, size_t bytes, cudaStre
     cudaCheck(cudaStreamSynchronize(stream));
 }
 
+// What NCCL is asked for between these two is one kernel.
+static inline void nccl_group_begin(const Nccl *n) { if (n->handle) ncclCheck(ncclGroupStart()); }
+static inline void nccl_group_end(const Nccl *n) { if (n->handle) ncclCheck(ncclGroupEnd()); }
 // data (count) becomes the sum over ranks, in place.
 template <typename T> inline void nccl_all_reduce(const Nccl *n, T *data, size_t count, cudaStream_t stream) {
     assert(!n->through);
@@ -188,6 +191,8 @@ static inline Nccl nccl_open(const Comm *comm, int, int lane) {
 static inline void nccl_close(Nccl *) {}
 static inline void nccl_shorten(Nccl *, const P2p *) {}
 static inline int nccl_is_short(const Nccl *, size_t) { return 0; }
+static inline void nccl_group_begin(const Nccl *) {}
+static inline void nccl_group_end(const Nccl *) {}
 template <typename T> inline void nccl_all_reduce(const Nccl *, T *, size_t, cudaStream_t) {}
 static inline uint32_t nccl_begin(const Nccl *, const char *, size_t, cudaStream_t) { return 0; }
 static inline void nccl_end(const Nccl *, uint32_t, cudaStream_t) {}

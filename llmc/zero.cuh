@@ -111,7 +111,7 @@ static inline void zero_sum(Zero *z, floatX *grads, int first, int last) {
     const size_t *begin = z->table->unit_begin;
     const uint32_t number = nccl_begin(&z->nccl, "reduce gradients", (begin[last + 1] - begin[first]) * (z->wide ? sizeof(float) : sizeof(floatX)), z->comm);
     for (int gathers = 0; gathers <= (z->stage == 0); gathers++) {
-        if (!z->wide) ncclCheck(ncclGroupStart());  // one kernel for all of them
+        if (!z->wide) nccl_group_begin(&z->nccl);
         for (int u = last; u >= first; u--) {
             floatX *data = grads + begin[u];
             const size_t size = begin[u + 1] - begin[u], piece = size / (size_t)z->nccl.world, mine = piece * (size_t)z->nccl.rank;
@@ -126,7 +126,7 @@ static inline void zero_sum(Zero *z, floatX *grads, int first, int last) {
                 launchCheck();
             }
         }
-        if (!z->wide) ncclCheck(ncclGroupEnd());
+        if (!z->wide) nccl_group_end(&z->nccl);
     }
     nccl_end(&z->nccl, number, z->comm);
 }
