@@ -112,6 +112,7 @@ static void test_memory_hint(void) {
     const Comm alone = COMM_ALONE;
     const struct { const char *model; int B, T, free_gib; const char *hint; } cases[] = {
         {"gpt2:124M", 64, 1024, 23, "; or this one with --recompute 1"},
+        {"gpt2:124M", 8192, 64, 139, "; or this one with --recompute 2 --head-chunks 8"},
         {"llama3:8B", 1, 8192, 139, " with --recompute 3 --head-chunks 8"},
         {"llama3:8B", 2, 8192, 78, " with --master-weights 0 --state-dtype bf16 --recompute 3 --head-chunks 8"},
         {"llama3:8B", 1, 8192, 60, ", with any option: use a shorter --seq-len or a smaller model, or several GPUs with --zero-stage 1"},

@@ -249,17 +249,25 @@ static inline int options_that_fit(const Model *m, Options *o, size_t free_bytes
     }
     return model_bytes(m, o, B) <= free_bytes;
 }
-// Memory is linear in B: from two sizes follows the largest B that fits.
+// The largest batch that fits, below this run's; one sequence does. Searched for, because each buffer is rounded up: no line through two sizes tells.
+static inline int batch_that_fits(const Model *m, size_t free_bytes) {
+    int fits = 1, too_large = m->B;
+    while (too_large - fits > 1) {
+        const int B = fits + (too_large - fits) / 2;
+        *(model_bytes(m, &m->options, B) <= free_bytes ? &fits : &too_large) = B;
+    }
+    return fits;
+}
 static void model_memory_hint(char *text, size_t size, size_t free_bytes, const Memory *, void *context) {
     const Model *m = (const Model *)context;
     Options this_batch = m->options, one = m->options;
-    const size_t bytes = model_bytes(m, &m->options, 1), more = model_bytes(m, &m->options, 2) - bytes;
+    const int part_fits = model_bytes(m, &m->options, 1) <= free_bytes, B = part_fits ? batch_that_fits(m, free_bytes) : 0;
     const int fits = options_that_fit(m, &this_batch, free_bytes, m->B), one_fits = options_that_fit(m, &one, free_bytes, 1);
     char with[128], one_with[128];
     options_that_differ(&this_batch, &m->options, with, sizeof with);
     options_that_differ(&one, &m->options, one_with, sizeof one_with);
-    if (bytes <= free_bytes && fits) snprintf(text, size, "--batch-size %zu would fit at --seq-len %d; or this one with%s", 1 + (free_bytes - bytes) / more, m->T, with);
-    else if (bytes <= free_bytes) snprintf(text, size, "--batch-size %zu would fit at --seq-len %d (more with --recompute 1, 2 or 3)", 1 + (free_bytes - bytes) / more, m->T);
+    if (part_fits && fits) snprintf(text, size, "--batch-size %d would fit at --seq-len %d; or this one with%s", B, m->T, with);
+    else if (part_fits) snprintf(text, size, "--batch-size %d would fit at --seq-len %d (more with --recompute 1, 2 or 3)", B, m->T);
     else if (fits || one_fits) snprintf(text, size, "--batch-size %d would fit at --seq-len %d with%s", fits ? m->B : 1, m->T, fits ? with : one_with);
     else snprintf(text, size, "not even --batch-size 1 fits at --seq-len %d, with any option: use a shorter --seq-len or a smaller model%s", m->T, m->options.zero_stage == 0 ? ", or several GPUs with --zero-stage 1" : "");
 }
