@@ -60,10 +60,11 @@ LADDERS := $(patsubst dev/cuda/%.cu,%,$(wildcard dev/cuda/*.cu))
 HOST_TESTS := $(patsubst dev/test/%.c,%,$(wildcard dev/test/test_*.c))
 HEADERS := $(notdir $(wildcard llmc/*.h llmc/*.cuh))
 
-# An unfinished dependency file would stop every later make, so it is renamed before the object it belongs to.
-keep = mv -f $@.d.partial $(basename $@).d && mv -f $@.partial $@
-depend = -MMD -MP -MT $@ -MF $@.d.partial
-install = @cmp -s $< $@ || { cp $< $@.partial && mv -f $@.partial $@; }
+# An unfinished dependency file would stop every later make, so it is renamed before its object. Makes may run beside each other: each has its own partial files.
+PARTIAL := $(shell echo $$PPID).partial
+keep = mv -f $@.d.$(PARTIAL) $(basename $@).d && mv -f $@.$(PARTIAL) $@
+depend = -MMD -MP -MT $@ -MF $@.d.$(PARTIAL)
+install = @cmp -s $< $@ || { cp $< $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@; }
 
 .PHONY: help all demo test doctor headers ladders bench sanitize parity venv toolkit mpi clean FORCE \
         train_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu host_tests
@@ -87,76 +88,75 @@ all: train_gpt2 $(if $(NVCC),train_gpt2cu test_gpt2cu)
 
 # ---- the trainers
 
-# Two makes may run beside each other (run_tests.py starts them), so these have partial files of their own.
 $(BUILD)/revision.h:
 	@mkdir -p $(@D)
-	@p=$@.$$$$.partial; printf '#ifdef __cplusplus\nextern "C"\n#else\nextern\n#endif\nconst char git_revision[];\n' > $$p && mv -f $$p $@
+	@p=$@.$(PARTIAL); printf '#ifdef __cplusplus\nextern "C"\n#else\nextern\n#endif\nconst char git_revision[];\n' > $$p && mv -f $$p $@
 # Only this file knows the revision: a commit relinks, it does not recompile.
 $(BUILD)/revision.c: FORCE
 	@mkdir -p $(@D)
-	@p=$@.$$$$.partial; printf 'const char git_revision[] = "%s";\n' "$$(git describe --always --dirty 2>/dev/null || echo unknown)" > $$p; \
+	@p=$@.$(PARTIAL); printf 'const char git_revision[] = "%s";\n' "$$(git describe --always --dirty 2>/dev/null || echo unknown)" > $$p; \
 	if cmp -s $$p $@; then rm $$p; else mv -f $$p $@; fi
 $(BUILD)/revision.o: $(BUILD)/revision.c $(BUILD)/revision.h
-	@p=$@.$$$$.partial; $(CC) -c -include $(BUILD)/revision.h $< -o $$p && mv -f $$p $@
+	@p=$@.$(PARTIAL); $(CC) -c -include $(BUILD)/revision.h $< -o $$p && mv -f $$p $@
 
 $(BUILD)/train_gpt2.o: train_gpt2.c $(BUILD)/revision.h $(CONFIG) Makefile
 	$(if $(CC),,@echo 'error: no C compiler; run make doctor' >&2; exit 1;)
-	$(CC) $(CFLAGS) $(RANKS) $(REVISION_FLAGS) $(depend) -c $< -o $@.partial
+	$(CC) $(CFLAGS) $(RANKS) $(REVISION_FLAGS) $(depend) -c $< -o $@.$(PARTIAL)
 	@$(keep)
 $(BUILD)/train_gpt2: $(BUILD)/train_gpt2.o $(BUILD)/revision.o
-	$(CC) $(CFLAGS) $^ -o $@.partial -lm -ldl $(MPI_LIBS) && mv -f $@.partial $@
+	$(CC) $(CFLAGS) $^ -o $@.$(PARTIAL) -lm -ldl $(MPI_LIBS) && mv -f $@.$(PARTIAL) $@
 train_gpt2: $(BUILD)/train_gpt2
 	$(install)
 # The same program with every access checked, for the tests of bad input; without MPI, whose own leaks are not ours.
 $(BUILD)/train_gpt2.asan: train_gpt2.c $(wildcard llmc/*.h) $(BUILD)/revision.o $(CONFIG) Makefile
-	$(CC) $(CFLAGS) $(ASAN_CFLAGS) $(REVISION_FLAGS) $< $(BUILD)/revision.o -o $@.partial -lm -ldl && mv -f $@.partial $@
+	$(CC) $(CFLAGS) $(ASAN_CFLAGS) $(REVISION_FLAGS) $< $(BUILD)/revision.o -o $@.$(PARTIAL) -lm -ldl && mv -f $@.$(PARTIAL) $@
 
 # What dev/eval/hf.py asks of the trainers' own readers.
 $(BUILD)/hf: dev/eval/hf.c train_gpt2.c $(wildcard llmc/*.h) $(CONFIG) Makefile
-	$(CC) $(CFLAGS) $< -o $@.partial -lm && mv -f $@.partial $@
+	$(CC) $(CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
 
 need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doctor shows what is missing; make toolkit puts one into .venv\n' '$(CUDA_OFF)' >&2; exit 1;)
 $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 	$(need_cuda)
 	@mkdir -p $(@D)
-	$(NVCC) $(nvflags) $(depend) -c $< -o $@.partial
+	$(NVCC) $(nvflags) $(depend) -c $< -o $@.$(PARTIAL)
 	@$(keep)
 # Tests where no GPU can run them: as far as PTX only and not optimised (-G), a tenth of the time.
 $(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(wildcard llmc/*.h llmc/*.cuh dev/cuda/*.cuh dev/test/*.h) $(BUILD)/revision.h $(CONFIG) Makefile
-	mkdir -p $(@D) && $(NVCC) $(subst code=sm_,code=compute_,$(nvflags)) -G --ptx $< -o $@.partial && mv -f $@.partial $@
+	mkdir -p $(@D) && $(NVCC) $(subst code=sm_,code=compute_,$(nvflags)) -G --ptx $< -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
 $(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
-	$(NVCC) $(NVFLAGS) $^ -o $@.partial $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.partial $@
+	$(NVCC) $(NVFLAGS) $^ -o $@.$(PARTIAL) $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.$(PARTIAL) $@
 train_gpt2cu test_gpt2cu: %: $(CU)/%
 	$(install)
 # fp32 under a name of its own, to have both at once.
 FP32 := $(BUILD)/fp32-$(subst $(space),-,$(ARCHS))/train_gpt2cu
 train_gpt2fp32cu: FORCE
 	@$(MAKE) --no-print-directory PRECISION=FP32 $(FP32)
-	@cmp -s $(FP32) $@ || { cp $(FP32) $@.partial && mv -f $@.partial $@; }
+	@cmp -s $(FP32) $@ || { cp $(FP32) $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@; }
 
 # ---- kernel ladders, host tests, headers
 
 ladders: $(LADDERS:%=$(CU)/dev/cuda/%)
 $(CU)/dev/cuda/%: $(CU)/dev/cuda/%.o $(BUILD)/revision.o
-	$(NVCC) $(NVFLAGS) $^ -o $@.partial $(CUDA_LIBS) $(if $(filter $(RANKED),dev/cuda/$*.cu),$(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS))) && mv -f $@.partial $@
+	$(NVCC) $(NVFLAGS) $^ -o $@.$(PARTIAL) $(CUDA_LIBS) $(if $(filter $(RANKED),dev/cuda/$*.cu),$(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS))) && mv -f $@.$(PARTIAL) $@
 
 host_tests: $(HOST_TESTS:%=$(BUILD)/test/%) $(HOST_TESTS:%=$(BUILD)/test/%.asan)
 $(BUILD)/test/%.o: dev/test/%.c $(CONFIG) Makefile
 	@mkdir -p $(@D)
-	$(CC) $(TEST_CFLAGS) $(depend) -c $< -o $@.partial
+	$(CC) $(TEST_CFLAGS) $(depend) -c $< -o $@.$(PARTIAL)
 	@$(keep)
 $(BUILD)/test/%.asan.o: dev/test/%.c $(CONFIG) Makefile
 	@mkdir -p $(@D)
-	$(CC) $(TEST_CFLAGS) $(ASAN_CFLAGS) $(depend) -c $< -o $@.partial
+	$(CC) $(TEST_CFLAGS) $(ASAN_CFLAGS) $(depend) -c $< -o $@.$(PARTIAL)
 	@$(keep)
 $(BUILD)/test/%.asan: $(BUILD)/test/%.asan.o
-	$(CC) $(TEST_CFLAGS) $(ASAN_CFLAGS) $< -o $@.partial -lm && mv -f $@.partial $@
+	$(CC) $(TEST_CFLAGS) $(ASAN_CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
 $(BUILD)/test/%.mpi: dev/test/%.c $(wildcard llmc/*.h) $(CONFIG) Makefile
 	@mkdir -p $(@D)
 	$(if $(MPI_LIBS),,@printf 'error: no MPI\n  hint: make doctor says how to turn it on\n' >&2; exit 1;)
-	$(CC) $(TEST_CFLAGS) $(RANKS) $< -o $@.partial -lm $(MPI_LIBS) && mv -f $@.partial $@
+	$(CC) $(TEST_CFLAGS) $(RANKS) $< -o $@.$(PARTIAL) -lm $(MPI_LIBS) && mv -f $@.$(PARTIAL) $@
 $(BUILD)/test/%: $(BUILD)/test/%.o
-	$(CC) $(TEST_CFLAGS) $< -o $@.partial -lm && mv -f $@.partial $@
+	$(CC) $(TEST_CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
 
 # A header is included by a file that has nothing else (what comes after a backend: a Model and nothing else). C headers serve
 # C and C++; device code is compiled for one GPU only, and not optimised (-G), which would take six times as long.

@@ -19,12 +19,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FAT_ARCHS = ["80", "89", "90a", "100"]  # A100, L4/4090, H100/H200, B200: what a binary for "any" machine carries
 SYSTEM_LIBRARIES = [f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib"]  # the loader looks here anyway
+failure_holds = 60  # seconds: what a probe lacked may have been installed since, and run_tests.py calls make a hundred times
 PACKAGES = ["numpy", "matplotlib", "torch", "tiktoken", "safetensors", "mpi4py", "pytest"]
 
 CUDA_PROBE = """
@@ -62,14 +64,15 @@ def run(command, **more):
 
 def probe(build, source, suffix, command):
     """Compiles, links and runs a small program; (works, output or first error line). The answer is kept in build/probe
-    under a name that hashes everything it depends on, so that a second `make` asks no compiler."""
+    under a name that hashes what it depends on as far as that is known, so that a second `make` asks no compiler."""
     compiler = shutil.which(command[0]) or command[0]
     stamp = [(p, os.stat(p).st_mtime_ns, os.stat(p).st_size) for p in [compiler, *command] if os.path.isfile(p)]
     libraries = [(d, sorted(os.listdir(d))) for d in (a[2:] for a in command if a.startswith("-L")) if os.path.isdir(d)]
     key = hashlib.sha256(repr((source, command, stamp, libraries, platform.libc_ver())).encode()).hexdigest()[:16]
     folder = build / "probe"
     answer = folder / f"{key}.txt"
-    if not answer.exists():
+    known = answer.exists() and (answer.read_text().startswith("ok") or time.time() - answer.stat().st_mtime < failure_holds)
+    if not known:
         folder.mkdir(parents=True, exist_ok=True)
         program = folder / f"{key}.{os.getpid()}"
         code = program.with_suffix(f".{os.getpid()}{suffix}")
@@ -317,6 +320,8 @@ def package_versions():
 
 
 def report(build):
+    global failure_holds
+    failure_holds = 0
     rows, advice = [], []
 
     def row(name, value, why="", command=""):

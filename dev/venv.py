@@ -9,6 +9,7 @@ Packages that the machine's own Python has are used, not downloaded again: where
 asked for, .venv sees its packages, and then no package index is needed. An installation that was interrupted leaves
 .venv-unfinished behind; the next call starts afresh instead of trusting what is there. Only Python's standard library.
 """
+import fcntl
 import json
 import os
 import re
@@ -116,6 +117,11 @@ def main():
     if sys.version_info < (3, 10):
         stop(f"Python {sys.version.split()[0]} is too old", "run make with PYTHON=/path/to/python3.10 or newer")
     os.environ.pop("PYTHONHOME", None)
+    lock = os.open(ROOT, os.O_RDONLY)  # of two makes beside each other one installs, and the other finds what it needs
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        pass  # a file system without locks
     wanted = requirements(sys.argv[1])
     if UNFINISHED.exists() or not runs(PYTHON, "-c", ""):
         make_venv(wanted)

@@ -306,8 +306,8 @@ class Reader:
             left = BLOCK_BYTES if end is None else min(BLOCK_BYTES, end - start - len(text))
             block = stream.read(left)
             text, start, at = text[at:] + block, start + at, 0
-            if first and start == 0:
-                text = text.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
+            if first and start == 0 and text.startswith(b"\xef\xbb\xbf"):  # the byte order mark that some editors write
+                text, start = text[3:], 3
             while at < len(text) and (stop := cut(text, at, not block)):
                 yield first, self.checked(text[at:stop], where, start + at)
                 at, first = stop, False

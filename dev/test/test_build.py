@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,19 @@ def test_make_survives_being_killed(tmp_path):
     assert " -c " not in once_more.stdout, "a second make compiled again: " + once_more.stdout
 
 
+def test_two_makes_beside_each_other(tmp_path, monkeypatch):
+    """Their partial files, which this compiler leaves lying for a while, do not meet."""
+    tree = copy_tree(tmp_path)
+    (tree / "slow_cc").write_text('#!/bin/sh\ngcc "$@" && case "$*" in *test_json*) sleep 1;; esac\n')
+    (tree / "slow_cc").chmod(0o755)
+    monkeypatch.setenv("CC", str(tree / "slow_cc"))
+    assert make("build/revision.h", cwd=tree).returncode == 0
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: make("build/test/test_json", cwd=tree), range(2)))
+    assert [b.returncode for b in both] == [0, 0], both[0].stderr + both[1].stderr
+    assert not list((tree / "build").rglob("*.partial"))
+
+
 def test_precision_and_architectures_have_their_own_folders():
     if not CONFIG.get("NVCC"):
         pytest.skip("no CUDA toolkit")
@@ -211,12 +225,38 @@ def test_doctor_says_what_is_off(tmp_path):
     assert "make toolkit" in report.stdout and "will train on the CPU" in report.stdout
 
 
+def test_what_was_missing_is_looked_for_again(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    import doctor
+    there = tmp_path / "libomp"
+    (tmp_path / "cc").write_text(f'#!/bin/sh\ncase "$*" in *fopenmp*) [ -e {there} ] || {{ echo "error: no -lomp" >&2; exit 1; }};; esac\nexec gcc "$@"\n')
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    assert not doctor.host_compiler(tmp_path)[3]
+    there.touch()
+    assert not doctor.host_compiler(tmp_path)[3]  # the answer is new: make does not ask the compiler each time
+    for answer in (tmp_path / "probe").glob("*.txt"):
+        os.utime(answer, (0, time.time() - 100))
+    assert doctor.host_compiler(tmp_path)[3]
+
+
 def test_cuda_targets_without_a_toolkit_say_so(tmp_path):
     tree = copy_tree(tmp_path)
     (tree / "dev/doctor.py").write_text("import sys; open(sys.argv[2], 'w').write('CC := gcc\\nGPUS := 0\\nCUDA_OFF := no nvcc\\n')")
     (tree / "build").mkdir()
     built = make("train_gpt2cu", "ARCHS=80", cwd=tree)
     assert built.returncode != 0 and "no CUDA toolkit: no nvcc" in built.stderr and "hint:" in built.stderr
+
+
+def test_two_makes_share_one_venv(tmp_path):
+    (tmp_path / "dev").mkdir()
+    shutil.copy(ROOT / "dev/venv.py", tmp_path / "dev")
+    (tmp_path / "requirements.txt").write_text("# demo: nothing\n")
+    command = [sys.executable, tmp_path / "dev/venv.py", "demo"]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    said = [run.communicate()[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0] and sorted(map(bool, said)) == [False, True], said
+    assert not (tmp_path / ".venv-unfinished").exists()
 
 
 def test_venv_refuses_a_folder_that_is_not_one(tmp_path):

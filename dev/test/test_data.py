@@ -182,10 +182,10 @@ def test_one_long_document(tmp_path):
 
 
 def test_large_files_are_read_in_parts(tmp_path):
-    """A text file and a .jsonl file are split among processes at any byte, and come out whole."""
+    """A text file (with a byte order mark) and a .jsonl file are split among processes at any byte, and come out whole."""
     text, lines = text_of(5, 900000).encode(), [json.dumps({"text": f"{i} " + "é" * (i * 7919 % 5000)}, ensure_ascii=False) for i in range(2000)]
     lines[1000] = json.dumps({"text": "long " + "x" * 3_000_000})
-    (tmp_path / "a.txt").write_bytes(text)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text)
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     assert len(reader.plan([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")])) > 10
     prepare("--input", tmp_path / "a.txt", tmp_path / "b.jsonl", "--output", tmp_path / "out", "--keep-order", "--workers", 2)
