@@ -13,6 +13,8 @@
 #include "schedule.h"
 #include "tokenizer.h"
 
+#include <sys/file.h>
+
 typedef struct {
     Options o;
     Comm comm;               // the job
@@ -31,20 +33,30 @@ typedef struct {
     int64_t steps;           // optimiser steps of the whole run
     int num_micro;           // micro-steps in a step
     char resumed_from[4300]; // checkpoint folder, "" for a fresh run
+    int lock;                // rank 0's, on the output folder; 0: none
     double step_seconds;     // smoothed time of a step; starts with the second one, since the first also warms up
     int steps_timed;
 } Trainer;
 
-// SIGTERM or SIGUSR1 (preemption): save and end after this step. A second one ends the process at once.
+// SIGTERM or SIGUSR1 (preemption): save and end after this step. The same one again ends the process at once, but not within a second:
+// timeout(1) and launchers signal a process and its group, which comes twice. Runs that only go forward have nothing to save and end as ever.
 static volatile sig_atomic_t stop_signal;
-static inline void on_stop_signal(int number) { stop_signal = number; }
-static inline void catch_signals(void) {
+static inline void on_stop_signal(int number) {
+    static volatile double first[NSIG];
+    const double now = now_seconds();
+    if (first[number] == 0) first[number] = now;
+    stop_signal = number;
+    if (now - first[number] < 1) return;
+    signal(number, SIG_DFL);
+    raise(number);
+}
+static inline void catch_signals(int forward_only) {
     struct sigaction a;
     memset(&a, 0, sizeof a);
     a.sa_handler = on_stop_signal;
-    a.sa_flags = (int)SA_RESETHAND | SA_RESTART;
-    sigaction(SIGTERM, &a, NULL);
-    sigaction(SIGUSR1, &a, NULL);
+    a.sa_flags = SA_RESTART;
+    if (!forward_only) sigaction(SIGTERM, &a, NULL);
+    if (!forward_only) sigaction(SIGUSR1, &a, NULL);
     signal(SIGXFSZ, SIG_IGN);  // a file size limit is an error of write, with a message
 }
 
@@ -69,6 +81,20 @@ static inline void check_options(const Options *o) {
     require(o->samples <= o->batch_size || o->generate || !o->sample_every, "--samples %lld is more than --batch-size %lld\nsample fewer at a time while training", o->samples, o->batch_size);
 }
 
+// A --model that a resumed run names must be the checkpoint's: that is what goes on. (Left out, it has the default's text.)
+static inline void require_resumed_model(const Trainer *t) {
+    const char *model = t->o.model, *before = state_option(&t->state, "model");
+    const Options standard = options_default();
+    if (!strcmp(model, standard.model) || (before && !strcmp(model, before))) return;
+    const int folder = is_directory(model) || strchr(model, '/');
+    Config named;
+    if (folder) named = config_from_json(model);
+    else if (!config_parse(model, &named)) { named.vocab_size = t->config.vocab_size; config_finish(&named); }  // the data's
+    char *a = config_text(&named), *b = config_text(&t->config);
+    require(!strcmp(a, b), "checkpoint '%s' is not of the model '%s' but of '%s'\nleave out --model when resuming, or start a new run with another --output", t->resumed_from, model, before ? before : "another");
+    free(a);
+    free(b);
+}
 // Model sizes: from the checkpoint that is resumed, a Hugging Face folder, or a preset. A preset without vocab= takes the
 // vocabulary that the training data names.
 static inline void choose_config(Trainer *t) {
@@ -77,6 +103,7 @@ static inline void choose_config(Trainer *t) {
     require(n < 4 || strcmp(model + n - 4, ".bin") != 0, "'%s' is an llm.c checkpoint\nmake a folder of it: python dev/eval/hf.py import %s FOLDER, then --model FOLDER", model, model);
     if (is_directory(model) || strchr(model, '/')) {
         t->config = config_from_json(model);
+        if (*t->resumed_from) require_resumed_model(t);
     } else if (!config_parse(model, &t->config) && !t->o.generate) {
         DataLoader peek;
         dataloader_open(&peek, t->o.overfit || t->o.evaluate ? t->o.val_data : t->o.train_data, 1, 1, 0, 1, 0, 0, 0);
@@ -113,7 +140,8 @@ static inline void open_tokenizer(Trainer *t) {
     char *path = st_text(*t->resumed_from ? t->resumed_from : t->o.model, "/", "tokenizer.bin");
     if (*t->o.tokenizer || !t->o.generate || !file_exists(path)) {
         free(path);
-        path = *t->o.tokenizer ? strdup(t->o.tokenizer) : tokenizer_path(t->o.evaluate ? t->o.val_data : t->o.train_data);
+        const DataLoader *data = t->o.evaluate ? &t->eval.val : &t->train;
+        path = *t->o.tokenizer ? strdup(t->o.tokenizer) : tokenizer_path(data->num_shards ? data->shards[0].path : t->o.evaluate ? t->o.val_data : t->o.train_data);
     }
     const uint64_t hash = t->train.hash ? t->train.hash : evaluation_tokenizer(&t->eval);
     t->has_tokenizer = *t->o.tokenizer || file_exists(path);
@@ -152,13 +180,24 @@ static inline void report_changed_options(const Trainer *t) {
     }
 }
 
+// One job at a time trains into a folder: two would write over each other's log and into each other's checkpoints. The lock is the kernel's and
+// ends with the process, however that ends; where a file system has no locks, nothing is held.
+static inline int lock_output(const char *folder) {
+    char *path = st_text(folder, "/", "main.jsonl");
+    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    require(fd >= 0, "cannot open '%s': %s\nname another --output folder, or make this one writable", path, strerror(errno));
+    require(flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK, "another run writes to '%s'\nend it first, or name another folder with --output", folder);
+    free(path);
+    return fd;
+}
 // Rank 0 looks, so that no two ranks see different folders.
 static inline void find_checkpoint(Trainer *t) {
     const Options *o = &t->o;
     if (t->comm.rank == 0) {
-        const int resumed = o->resume && checkpoint_latest(o->output, t->resumed_from, sizeof t->resumed_from);
-        if (!resumed && *o->output && o->save_every) checkpoint_require_fresh(o->output);
         if (*o->output) make_directory(o->output);  // before the long part: an unwritable folder is found now
+        if (*o->output && !forward_only(o)) t->lock = lock_output(o->output);
+        const int resumed = o->resume && checkpoint_latest(o->output, t->resumed_from, sizeof t->resumed_from);
+        if (!resumed && *o->output && !forward_only(o)) checkpoint_require_fresh(o->output);  // nor would its log be left
     }
     comm_broadcast(&t->comm, t->resumed_from, sizeof t->resumed_from, 0);
     if (*t->resumed_from) checkpoint_load_state(t->resumed_from, &t->state);
@@ -188,6 +227,13 @@ static inline void handshake(const Trainer *t) {
     free(config);
 }
 
+// The checkpoint's place in the data, in rows of this run's length.
+static inline int64_t row_of_state(const Trainer *t) {
+    const char *before = state_option(&t->state, "seq-len");
+    const int64_t T = before ? atoll(before) : 0;
+    if (T < 1 || T == t->o.seq_len) return t->state.row;
+    return t->state.row > INT64_MAX / T ? -1 : t->state.row * T / t->o.seq_len;
+}
 static inline void load_or_init(Trainer *t) {
     watchdog_beat(PHASE_LOAD, -1);
     if (*t->resumed_from && forward_only(&t->o)) {
@@ -195,7 +241,7 @@ static inline void load_or_init(Trainer *t) {
     } else if (*t->resumed_from) {
         checkpoint_load(&t->model, t->resumed_from, &t->state);
         report_changed_options(t);
-        if (t->train.num_shards) dataloader_seek(&t->train, t->state.epoch, t->state.row);
+        if (t->train.num_shards && !t->o.overfit) dataloader_seek(&t->train, t->state.epoch, row_of_state(t));  // --overfit takes the first batch, always
     } else {
         if (is_directory(t->o.model)) model_load_weights(&t->model, t->o.model);
         else init_weights(&t->model, (uint64_t)t->o.seed);
@@ -506,7 +552,7 @@ static inline int trainer_main(int argc, char **argv) {
     comm_require(comm, o->num_processes == 1 || o->num_processes == comm->world, "this job was not started as %lld processes but as %d\nlet mpirun or srun start them", o->num_processes, comm->world);
     comm_require(comm, comm->world == o->tp || !o->generate, "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun", comm->world);
     if (comm->rank > 0) require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\ncheck the machine", strerror(errno));  // rank 0 alone prints
-    catch_signals();
+    catch_signals(forward_only(o));
     comm_use_cores(comm, (int)o->threads);
     t->mesh = mesh_open(comm, (int)o->tp);
     find_checkpoint(t);
@@ -526,6 +572,7 @@ static inline int trainer_main(int argc, char **argv) {
     else if (o->evaluate) run_evaluation(t);
     else train(t);
     logger_close(&t->log);
+    if (t->lock) close(t->lock);
     model_close(&t->model);
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
     evaluation_close(&t->eval);

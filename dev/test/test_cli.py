@@ -4,8 +4,10 @@ Every case runs the CPU trainer built with ASan and UBSan (so that hostile files
 GPU trainer where there is a GPU: both share options.h, trainer.h, dataloader.h, safetensors.h and checkpoint.h.
 """
 import json
+import signal
 import struct
 import subprocess
+import time
 from pathlib import Path
 
 import launcher
@@ -26,13 +28,25 @@ def trainer(request, tmp_path):
     """Runs the program on a good tiny shard; a test replaces the options that it is about."""
     good = shard(tmp_path / "good.bin")
 
-    def run(*arguments, **more):
+    def words(*arguments):
         options = {"-e": "d2,channels=64,vocab=256,seq=64", "-i": good, "-j": good, "-b": "2", "-t": "32", "-x": "2", "-v": "0", "-s": "0"}
         names = arguments[::2]
         options = {k: v for k, v in options.items() if k not in names}
-        words = [str(w) for pair in options.items() for w in pair] + [str(a) for a in arguments]
-        return subprocess.run([request.param, *words], cwd=tmp_path, capture_output=True, text=True, errors="replace", timeout=300, env=ENVIRONMENT | more)
-    return run
+        return [request.param, *(str(w) for pair in options.items() for w in pair), *(str(a) for a in arguments)]
+
+    def run(*arguments, **more):
+        return subprocess.run(words(*arguments), cwd=tmp_path, capture_output=True, text=True, errors="replace", timeout=300, env=ENVIRONMENT | more)
+    started = []
+
+    def start(*arguments):
+        """The same, left running."""
+        started.append(subprocess.Popen(words(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=ENVIRONMENT))
+        return started[-1]
+    run.start = start
+    yield run
+    for p in started:
+        p.kill()
+        p.communicate()
 
 
 def shard(path, tokens=None, magic=20240520, version=1, count=None, vocab=256, tail=b""):
@@ -232,6 +246,102 @@ def test_damaged_training_state(trainer, checkpoint, tmp_path):
     for step in (2, 4):
         (tmp_path / f"run/step_{step:08d}/train_state.json").write_text("{")
     fails(trainer("-o", tmp_path / "run", "-y", "1", "-n", "2", "-x", "6"), "train_state.json")
+
+
+# ---- runs that go on, and what is in their way
+
+def events(folder, kind):
+    return [e for e in map(json.loads, (folder / "main.jsonl").read_text().splitlines()) if e["event"] == kind]
+
+
+def test_overfit_goes_on_with_its_batch(trainer, tmp_path):
+    succeeds(trainer("-o", tmp_path / "straight", "-a", "1", "-x", "4"))
+    succeeds(trainer("-o", tmp_path / "run", "-a", "1", "-n", "2", "-x", "2"))
+    succeeds(trainer("-o", tmp_path / "run", "-a", "1", "-n", "2", "-x", "4", "-y", "1"))
+    straight, run = ([e["loss"] for e in events(tmp_path / name, "step")] for name in ("straight", "run"))
+    assert len(run) == 4 and run == straight
+
+
+@pytest.mark.parametrize("T, row", [(8, 163), (64, 20)])
+def test_other_sequences_begin_where_the_checkpoint_was(trainer, tmp_path, T, row):
+    """40 rows of 32 tokens were read: 1280 tokens; then one step of 64 or, of T = 8, 3 * 8."""
+    succeeds(trainer("-o", tmp_path / "run", "-n", "20", "-x", "20"))
+    B = 1 if T == 64 else 3
+    succeeds(trainer("-o", tmp_path / "run", "-n", "1", "-x", "21", "-y", "1", "-t", T, "-b", B, "-d", B * T))
+    state = json.loads((tmp_path / "run/step_00000021/train_state.json").read_text())
+    assert (state["epoch"], state["row"]) == (0, row + (T == 64))
+
+
+def test_a_resumed_model_is_the_one_that_was_asked_for(trainer, tmp_path):
+    model = "d2,channels=64,vocab=256,seq=64"
+    succeeds(trainer("-o", tmp_path / "run", "-n", "2"))
+    for same in (model, "d2,channels=64,heads=1,seq=64", tmp_path / "run/step_00000002", "gpt2:124M"):  # the last: as if left out
+        succeeds(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-e", same))
+    fails(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-x", "4", "-e", "d4,channels=128,seq=64"), "is not of the model 'd4,channels=128,seq=64' but of", "leave out --model")
+    assert [p.name for p in tmp_path.glob("run/step_*")] == ["step_00000002"]
+
+
+def test_a_run_that_saves_nothing_leaves_the_log_of_one_that_did(trainer, tmp_path):
+    succeeds(trainer("-o", tmp_path / "run", "-n", "2"))
+    before = (tmp_path / "run/main.jsonl").read_bytes()
+    fails(trainer("-o", tmp_path / "run", "-e", tmp_path / "run/step_00000002"), "holds 1 checkpoints of another run")
+    assert (tmp_path / "run/main.jsonl").read_bytes() == before
+    succeeds(trainer("-o", tmp_path / "run", "-e", tmp_path / "run/step_00000002", "-n", "2", "--evaluate", "1"))  # writes elsewhere
+    assert (tmp_path / "run/main.jsonl").read_bytes() == before
+
+
+ENDLESS = ["-d", 2**20 * 64]  # one step of hours
+
+
+def wait_for_start(process, log):
+    while not log.exists() or '"event":"start"' not in log.read_text():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def test_two_runs_in_one_folder(trainer, tmp_path):
+    log = tmp_path / "run/main.jsonl"
+    first = trainer.start("-o", tmp_path / "run", *ENDLESS)
+    wait_for_start(first, log)
+    before = log.read_bytes()
+    for resume in "01":
+        fails(trainer("-o", tmp_path / "run", "-n", "1", "-y", resume), "another run writes to")
+    assert log.read_bytes() == before and first.poll() is None
+    succeeds(trainer("-o", tmp_path / "run", "--evaluate", "1"))  # disturbs nobody
+    first.kill()
+    first.wait()
+    succeeds(trainer("-o", tmp_path / "run"))  # the lock went with the process
+
+
+def test_a_signal_that_comes_twice_at_once(trainer, tmp_path):
+    """As from timeout(1), which signals a process and its group; a second one later on ends the process."""
+    process = trainer.start("-o", tmp_path / "run", "-n", "1", *ENDLESS)
+    wait_for_start(process, tmp_path / "run/main.jsonl")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
+
+
+def test_a_signal_ends_generation(trainer):
+    process = trainer.start("--generate", "1", "-g", 1 << 23, "--temperature", "0")
+    while "---- sample" not in process.stdout.readline():
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGTERM)
+    process.stdout.close()
+    assert process.wait(60) == -signal.SIGTERM
+
+
+def test_the_tokenizer_lies_beside_the_first_shard(trainer, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        shard(tmp_path / name / "x.bin")
+    (tmp_path / "one/tokenizer.bin").write_bytes(struct.pack("<256i", 20240328, 2, 256, 0, 1, *[0] * 251) + b"".join(bytes([1, i]) for i in range(256)))
+    assert "bits/byte" in succeeds(trainer("-i", tmp_path / "{one,two}/x.bin", "-v", "2")).stdout
+    assert "bits/byte" in succeeds(trainer("-i", "~/one/x.bin", "-v", "2", HOME=str(tmp_path))).stdout
 
 
 # ---- a loss that is not a number
