@@ -37,7 +37,7 @@ last_value() {
             -"$letter"|--"$long") value=${2:-}; shift;;
             --"$long"=*) value=${1#*=};;
             -*=*) ;;
-            -*) [ $# -eq 1 ] || shift;;
+            -*) [[ $# -eq 1 || $2 == -[!0-9]* ]] || shift;;  # one that is 0 or 1 may stand alone
         esac
         shift
     done

@@ -291,6 +291,18 @@ def test_slurm_saves_and_goes_on(sbatch, data, tmp_path):
     assert status != 0 and [c[0] for c in calls] == ["srun"], text
 
 
+@pytest.mark.parametrize("given", [["-o", "{}"], ["--output", "{}"], ["--output={}"], ["-o", "elsewhere", "--output={}"]])
+def test_the_log_is_looked_for_where_the_run_writes(sbatch, recorded, data, tmp_path, given):
+    """Its last line says whether the run came to its end."""
+    (tmp_path / "hosts").write_text("a\n")
+    for k, start in enumerate((sbatch, lambda *words, **more: recorded(SCRIPTS / "mpirun.sh", *words, HOSTFILE=tmp_path / "hosts", MPIRUN="mpirun", **more))):
+        folder = tmp_path / f"run{k}"
+        folder.mkdir()
+        (folder / "main.jsonl").write_text('{"event":"end","step":1}\n')
+        status, text, calls = start("-x", "1", *(w.format(folder) for w in given), "-b", "1", OUTPUT=tmp_path / "none")
+        assert status == 0 and len(calls) == 1, text
+
+
 def test_what_mpirun_is_asked(recorded, tmp_path):
     script = SCRIPTS / "mpirun.sh"
     status, text, calls = recorded(script, HOSTFILE=tmp_path / "none")

@@ -184,6 +184,13 @@ def test_memory_of_8B():
     assert sizes[0] + activations > 141e9 / G > sizes[1] + activations and sizes[2] + activations > 80e9 / G > sizes[3] + activations
 
 
+@pytest.mark.parametrize("words, found", [("-o a", "a"), ("-o a --output=b", "b"), ("-o a --overfit -o b", "b"), ("--overfit -y -o b", "b"), ("-o a -x -1 -o b", "b"), ("-y 1 -o a -x -1", "a"), ("-o a -y", "a"), ("", "none")])
+def test_the_last_of_two_options_counts(words, found):
+    """As for the trainer, for which one that is 0 or 1 may stand alone: the lock and the plot belong to the run's own folder."""
+    command = f"source scripts/common.sh; last_value none o output {words}"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout == found + "\n"
+
+
 def test_messages(tmp_path):
     def message(script, *arguments, **env):
         status, _, err = finish(run(script, *arguments, **env))

@@ -20,7 +20,7 @@ TIMEOUT=${TIMEOUT:-300}                   # seconds without progress after which
 KEEPALIVE=${KEEPALIVE:-30}                # seconds without an answer after which mpirun asks whether a host is still there; gone 15 s later
 SSH=${SSH:-ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=3}
 MPIRUN=${MPIRUN:-$(sed -n 's/^MPIRUN := //p' build/config.mk 2> /dev/null || true)}  # that of the build
-previous=; for word in "$@"; do case $previous in -o|--output) OUTPUT=$word;; esac; previous=$word; done  # -o counts as well
+previous=; for word in "$@"; do case $previous in -o|--output) OUTPUT=$word;; esac; case $word in --output=*) OUTPUT=${word#*=};; esac; previous=$word; done  # -o counts as well
 options=(-e gpt2:1558M -i "$DATA/edu_fineweb_train_*.bin" -j "$DATA/edu_fineweb_val_*.bin" -o "$OUTPUT" --timeout "$TIMEOUT"
     -b 16 -t 1024 -d 1048576 -x 32000 -k cosine -l 0.0006 -u 700 -q 0.1 -c 0.1 -z 1 -v 250 -s 4000 -n 2000 -nk 3 -y 1 "$@")
 
