@@ -46,6 +46,17 @@ typedef struct {
     cudaStream_t compute, comm;  // all kernels and matmuls; all collectives and weight prefetches
 } Gpu;
 
+// Does nothing: a program that has code for a GPU has this one.
+__global__ void gpu_code_kernel() {}
+static inline void gpu_require_code(const cudaDeviceProp *prop) {
+    const int built[] = {__CUDA_ARCH_LIST__};
+    char list[128] = "";
+    cudaFuncAttributes attributes;
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, gpu_code_kernel);
+    for (int arch : built) snprintf(list + strlen(list), sizeof list - strlen(list), " sm_%d", arch / 10);
+    require(status == cudaSuccess, "this program was built for%s and has no code for %s, which is sm_%d%d: %s\nbuild it on this machine, or with make's ARCHS=%d%d%s", list, prop->name,
+            prop->major, prop->minor, cudaGetErrorString(status), prop->major, prop->minor, prop->major == 9 ? "a" : "");
+}
 static inline Gpu gpu_open(int local_rank) {
     Gpu g;
     memset(&g, 0, sizeof g);
@@ -56,6 +67,7 @@ static inline Gpu gpu_open(int local_rank) {
     require(g.device < count, "local rank %d has no GPU: this machine shows %d\nstart at most %d ranks on it", local_rank, count, count);
     cudaCheck(cudaSetDevice(g.device));
     cudaCheck(cudaGetDeviceProperties(&g.prop, g.device));
+    gpu_require_code(&g.prop);
     cudaCheck(cudaStreamCreateWithFlags(&g.compute, cudaStreamNonBlocking));
     cudaCheck(cudaStreamCreateWithFlags(&g.comm, cudaStreamNonBlocking));
     return g;
