@@ -86,7 +86,8 @@ static inline void memory_allocate(Memory *m, int verbose, MemoryHint *hint, voi
         Buffer *b = &m->buffers[i];
         if (b->kind == MEMORY_ALIAS) b->pointer = m->buffers[b->alias_of].pointer;
         if (b->kind == MEMORY_PINNED) {
-            cudaCheck(cudaMallocHost(&b->pointer, b->bytes));
+            const cudaError_t status = cudaMallocHost(&b->pointer, b->bytes);
+            require(status == cudaSuccess, "no %.0f MiB of host memory for '%s': %s\nclose other programs; checkpoints need no copies in host memory with --save-async 0", (double)b->bytes / 1048576.0, b->name, cudaGetErrorString(status));
             memset(b->pointer, 0, b->bytes);
         }
         if (b->kind == MEMORY_DEVICE) {  // "free" counts fragments too, so the device has the last word
