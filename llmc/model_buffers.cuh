@@ -397,6 +397,7 @@ static inline void model_open_overlap(Model *m) {
     p2p_patience(&m->push.p2p, p2p_seconds());
     const int failed = comm_or(job, *why != 0);
     if (failed && m->push.opened) tp_overlap_close(&m->push);
+    comm_align(job);
     if (failed && !*why) snprintf(why, sizeof why, "another group of ranks cannot push rows");
     comm_require(job, !failed || o->tp_overlap < 0, "--tp-overlap 1: %s\nleave it out: ranks then exchange rows through NCCL", why);
     if (failed && job->rank == 0) printf("rows between tensor-parallel ranks: synchronous: %s\n", why);
@@ -446,7 +447,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     require(!m->fuse_activation || can_fuse, "--gelu-fusion %lld needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of %d\nleave it out", o->gelu_fusion, BOX_COLUMNS);
     upload_tables(m);
     for (int i = 0; i < 2; i++) cudaCheck(cudaEventCreateWithFlags(&m->copied[i], cudaEventDisableTiming));
-    const int wide = reduces_wide(m), at_once = zero_at_once(comm, (int)o->dp_overlap, wide, (size_t)m->B * m->T);
+    const int wide = reduces_wide(m), at_once = zero_at_once(comm, &mesh->job, (int)o->dp_overlap, wide, (size_t)m->B * m->T);
     m->zero = zero_open(comm, &m->table, &m->gpu, (int)o->zero_stage, wide, at_once, m->reduce_staging);
     model_open_p2p(m);
     model_open_overlap(m);

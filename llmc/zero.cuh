@@ -39,8 +39,9 @@ static inline size_t zero_largest_unit(const ParamTable *t) {
     return most;
 }
 
-// Whether NVLink joins the GPUs of all ranks: atomics are native over nothing else. 0 as well where ranks are not shown each other's GPUs.
-static inline int zero_linked(const Comm *comm) {
+// Whether NVLink joins the GPUs of all ranks, in every such group of the job: atomics are native over nothing else. 0 as well where ranks are not shown
+// each other's GPUs. (Groups that differ would begin unequally many collectives, by whose number the watchdog knows who is behind.)
+static inline int zero_linked(const Comm *comm, const Comm *job) {
     int devices, device, apart = 0;
     cudaDeviceProp prop;
     cudaUUID_t *all = (cudaUUID_t *)malloc_or_die((size_t)comm->world * sizeof(cudaUUID_t));
@@ -57,12 +58,12 @@ static inline int zero_linked(const Comm *comm) {
         apart |= !linked;
     }
     free(all);
-    return !comm_or(comm, apart);
+    return !comm_or(job, apart);
 }
 // tokens: of a rank's micro-step. overlap: --dp-overlap.
-static inline int zero_at_once(const Comm *comm, int overlap, int wide, size_t tokens) {
+static inline int zero_at_once(const Comm *comm, const Comm *job, int overlap, int wide, size_t tokens) {
     if (comm->world == 1 || overlap >= 0) return comm->world > 1 && overlap == 0;
-    return zero_linked(comm) && tokens >= (wide ? 2 : 1) * (size_t)ZERO_AT_ONCE_TOKENS;
+    return zero_linked(comm, job) && tokens >= (wide ? 2 : 1) * (size_t)ZERO_AT_ONCE_TOKENS;
 }
 static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide, int at_once, float *staging) {
     Zero z;
