@@ -25,6 +25,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from dev.data.data_common import fnv1a
 from dev.data.rows import RAND_INIT, RAND_SAMPLE, open_shards, rand_normal, rand_stream, rand_u64, read_tokenizer, require, rows, text_bytes
 from dev.eval.choices import open_sets
 
@@ -352,23 +353,39 @@ def batch(stream, B, device, vocab_size):
 HONOURED = """train-data val-data model output tokenizer batch-size seq-len total-batch max-steps overfit seed schedule learning-rate warmup
     final-lr-fraction weight-decay grad-clip beta1 beta2 adam-eps eval-every eval-steps hellaswag choice-data evaluate sample-every sample-tokens temperature save-every threads""".split()
 
+def in_range(of, low, high):
+    """The type of an option; low and high as options.h spells them: -1, 1e30, 1 << 20, 1ll << 40."""
+    low, high = (of(x) << int(shift or 0) if of is int else of(x) for x, _, shift in (text.replace("ll", "").partition(" << ") for text in (low, high)))
+
+    def number(text):
+        if not low <= of(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text} is outside {low:.10g} to {high:.10g}")
+        return of(text)
+    number.__name__ = of.__name__  # for argparse's message
+    return number
+
 def parse_options(argv=None):
     """llmc/options.h is the one table of options: names, llm.c's letters, defaults, ranges and help come from there."""
     p = argparse.ArgumentParser(description=f"PyTorch reference of llm.cu. Presets: dN, gpt2:dN, {', '.join(PRESETS)}", allow_abbrev=False, add_help=False)
     p.add_argument("--help", action="help")
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "llmc", "options.h")) as f:
-        table = re.findall(r'^(STR|INT|FLT)\(\w+, "([\w-]+)", "([^"]*)", (?:"([^"]*)"|([^",]+)), (?:[^",]+, [^",]+, )?"([^"]*)"\)', f.read(), re.M)
-    for kind, name, letters, text, number, about in table:
+        table = re.findall(r'^(STR|INT|FLT)\(\w+, "([\w-]+)", "([^"]*)", (?:"([^"]*)"|([^",]+)), (?:([^",]+), ([^",]+), )?"([^"]*)"\)', f.read(), re.M)
+    for kind, name, letters, text, number, low, high, about in table:
         if name in HONOURED:
             of, flags = {"STR": str, "INT": int, "FLT": float}[kind], [f"-{x}" for x in letters.split("|") if x] + [f"--{name}"]
-            p.add_argument(*flags, type=of, default=of(text or number), metavar=kind, help=f"{about} (default: {text or number or 'none'})")
+            alone = {"nargs": "?", "const": 1} if (kind, low, high) == ("INT", "0", "1") else {}  # means 1
+            p.add_argument(*flags, type=in_range(of, low, high) if low else of, default=of(text or number), metavar=kind,
+                           help=f"{about} (default: {text or number or 'none'})", **alone)
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16"], help="fp32, or bf16 autocast over fp32 weights (auto: bf16 on a GPU)")
     p.add_argument("--compile", type=int, default=-1, choices=[-1, 0, 1], help="torch.compile (-1: on a GPU)")
     p.add_argument("--write-weights", default="", metavar="DIR", help="write the initial weights as a Hugging Face folder and stop")
     p.add_argument("--write-debug", default="", metavar="DIR", help="write weights, a batch, logits, gradients and ten losses for tests and stop")
     o = p.parse_args(argv)
-    require(min(o.batch_size, o.seq_len) > 0 and (o.max_steps or o.evaluate) and o.total_batch and o.eval_steps, "a batch, a length or a count is 0", "see --help")
+    require(o.total_batch and (o.max_steps or o.evaluate), "--total-batch 0 or --max-steps 0 trains nothing", "leave it out, or give a number")
+    require(o.eval_steps or not (o.eval_every or o.evaluate), "--eval-steps 0 measures nothing", "use --eval-every 0 to leave evaluation out, -1 for the whole set")
+    require(not o.evaluate or o.val_data or o.choice_data or o.hellaswag, "--evaluate 1 has nothing to evaluate", "give --val-data or --choice-data")
+    require(not o.choice_data or o.eval_every or o.evaluate, "--eval-every 0 never scores --choice-data", "give a number of steps, or leave --choice-data out")
     require(o.schedule in ("cosine", "linear", "constant", "wsd"), f"unknown schedule '{o.schedule}'", "use cosine, linear, constant or wsd")
     o.device = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
     require(o.device == "cpu" or torch.cuda.is_available(), "this PyTorch finds no CUDA device", "use --device cpu, or install PyTorch for this GPU")
@@ -438,14 +455,14 @@ class Trainer:
             return self.model(inputs, self.model.rope_table(inputs.shape[1], inputs.device))
 
     @torch.no_grad()
-    def sample(self, first, step):
-        """Ids drawn as llmc/sampler.h draws them, until the end-of-text token `first` comes again."""
+    def sample(self, first, step, known=None):
+        """Ids (below `known`) drawn as llmc/sampler.h draws them, until the end-of-text token `first` comes again."""
         ids, o, begin = [first], self.o, 0
         while len(ids) <= o.sample_tokens and (len(ids) == 1 or ids[-1] != first):
             if len(ids) - begin > o.seq_len:  # the last half goes on as a new beginning, as in llmc/generate.h
                 begin = len(ids) - (o.seq_len + 1) // 2
             window = torch.tensor([ids[begin:]], device=o.device)
-            logits = self.logits(window)[0, -1].double().cpu().numpy()
+            logits = self.logits(window)[0, -1, :known].double().cpu().numpy()
             sums = np.exp((logits - logits.max()) / max(o.temperature, 1e-9)).astype(np.float32).cumsum(dtype=np.float64)
             coin = int(rand_u64(o.seed, rand_stream(RAND_SAMPLE, step), len(ids) - 1)[0] >> np.uint64(11)) * 2.0**-53  # rand.h's uniform
             ids.append(int(np.searchsorted(sums, coin * sums[-1], side="right")))
@@ -453,6 +470,7 @@ class Trainer:
 
 def train(o):
     B, T = o.batch_size, o.seq_len
+    require(o.output or not o.save_every, "checkpoints need a folder", "add --output FOLDER")
     shards, header = open_shards(o.val_data if o.overfit else o.train_data, T) if not o.evaluate else open_shards(o.val_data, T) if o.val_data else ([], [0] * 256)
     val_shards = open_shards(o.val_data, T)[0] if o.val_data and (o.eval_every > 0 or o.evaluate) else None
     model = make_model(o.model, o.seed, int(header[3]))
@@ -461,8 +479,11 @@ def train(o):
     total = B * T if o.total_batch < 0 else o.total_batch
     require(total % (B * T) == 0, f"--total-batch {total} is not a multiple of batch-size * seq-len = {B * T}", f"nearest: {max(total // (B * T), 1) * B * T}")
     steps = 0 if o.evaluate else o.max_steps if o.max_steps > 0 else sum((len(s) - 1) // T for s in shards) * T // total
+    require(steps or o.evaluate, f"the training data has less than one step of {total} tokens", "use a smaller --total-batch or give --max-steps")
     path = o.tokenizer or os.path.join(os.path.dirname(o.val_data if o.evaluate else o.train_data), "tokenizer.bin")
-    names, eot = read_tokenizer(path) if o.tokenizer or os.path.exists(path) else (None, int(header[7]) if header[3] else c.vocab_size - 1)
+    names, eot, body = read_tokenizer(path) if o.tokenizer or os.path.exists(path) else (None, int(header[7]) if header[3] else c.vocab_size - 1, None)
+    known, made_with = min(len(names or []) or c.vocab_size, c.vocab_size), int(np.array(header[5:7], np.int32).view(np.uint64)[0])
+    require(not names or not made_with or made_with == fnv1a(body), f"tokenizer '{path}' is not the one that made the data", "give the data's own --tokenizer")
     sets = open_sets(o.hellaswag, o.choice_data, T, c.vocab_size)
 
     trainer, stream = Trainer(model, o), rows(shards, T, None if o.overfit else o.seed)
@@ -471,6 +492,8 @@ def train(o):
     started = time.perf_counter()
     if o.output:
         os.makedirs(o.output, exist_ok=True)
+        older = o.save_every and not o.evaluate and sorted(name for name in os.listdir(o.output) if re.fullmatch(r"step_\d+", name))
+        require(not older, f"folder '{o.output}' holds checkpoints of another run", "name another folder with --output; this program does not resume")
     file = open(os.path.join(o.output, "evaluate.jsonl" if o.evaluate else "main.jsonl") if o.output else os.devnull, "a" if o.evaluate else "w")
 
     def log(event, step, **fields):  # the schema of llmc/logger.h
@@ -515,7 +538,7 @@ def train(o):
         log("step", step, loss=loss, norm=norm, lr=lr, ms=1e3 * seconds, tok_s=total / seconds, mfu=None, tokens=step * total, mem_gib=memory)
         evaluate(step)
         if o.sample_every > 0 and (step % o.sample_every == 0 or step == steps):
-            ids = trainer.sample(eot, step)
+            ids = trainer.sample(eot, step, known)
             text = b"".join(names[i] for i in ids).decode("utf-8", "replace") if names else " ".join(map(str, ids))
             text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda m: f"\\x{ord(m[0]):02x}", text)  # nothing that a terminal would obey
             print(f"---- sample of step {step} ({len(ids)} tokens)\n{text}\n----", flush=True)
@@ -548,9 +571,13 @@ def write_debug(o):
 
 if __name__ == "__main__":
     options = parse_options()
-    if options.write_debug:
-        write_debug(options)
-    elif options.write_weights:
-        write_weights(make_model(options.model, options.seed), options.write_weights, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
-    else:
-        train(options)
+    try:
+        if options.write_debug:
+            write_debug(options)
+        elif options.write_weights:
+            write_weights(make_model(options.model, options.seed), options.write_weights, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+        else:
+            train(options)
+    except OSError as e:
+        require(not e.filename, f"'{e.filename}': {e.strerror}", "name files that are there, and folders that you may write to")
+        raise

@@ -73,16 +73,15 @@ def rows(shards, T, seed=None):
 
 
 def read_tokenizer(path):
-    """llm.c's tokenizer.bin -> (bytes of each token, id of end-of-text)."""
+    """llm.c's tokenizer.bin -> (bytes of each token, id of end-of-text, the file behind its header, whose hash the shards carry)."""
     with open(path, "rb") as f:
-        data = f.read()
-    magic, version, count, eot = np.frombuffer(data, "<i4", 4).tolist()
-    require((magic, version) == (20240328, 2), f"'{path}' is not a tokenizer file", "make it with the script that made the shards")
-    tokens, at = [], 1024
-    for _ in range(count):
-        tokens.append(data[at + 1 : at + 1 + data[at]])
-        at += 1 + data[at]
-    return tokens, eot
+        header, body = np.frombuffer(f.read(1024).ljust(16, b"\0"), "<i4", 4).tolist(), f.read()
+    tokens, at = [], 0
+    while at < len(body):
+        tokens.append(body[at + 1 : at + 1 + body[at]])
+        at += 1 + body[at]
+    require(header[:3] == [20240328, 2, len(tokens)] and at == len(body), f"'{path}' is not a whole tokenizer file", "make it with the script that made the shards")
+    return tokens, header[3], body
 
 
 def text_bytes(shards, T, count, names, eot):

@@ -53,7 +53,8 @@ def functions_of(text):
         elif line.startswith("}"):
             if start is not None and "(" in opening and "=" not in opening.split("(")[0]:
                 device = re.search(r"__global__|__device__", opening)
-                found.append((opening.split("(")[0].split()[-1].lstrip("*"), number - start + 1, bool(device)))
+                name = opening.split("(")[0].split()[-1].lstrip("*")
+                found += [(name, number - start + 1, bool(device))] * (not name.isupper())  # a table of macros is no function
             start = None
         previous = line
     return found

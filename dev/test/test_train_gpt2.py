@@ -558,14 +558,32 @@ def test_overfit_takes_one_batch(text_shards, tmp_path):
     assert losses == [pytest.approx(trainer.step([first], 3e-3)[0], abs=1e-6) for _ in range(12)] and losses[-1] < losses[0] - 1
 
 
-def test_messages_for_the_user(text_shards, capsys):
+def test_a_vocabulary_may_be_rounded_up(text_shards, capsys):
+    """As in the C trainers, samples are then of the tokenizer's tokens."""
+    ref.train(options(train_data=text_shards[1], val_data="", model="d1,channels=64,vocab=4096,seq=32", batch_size=1, seq_len=32, max_steps=1, eval_every=0, sample_every=1, sample_tokens=40))
+    assert "---- sample of step 1 (" in capsys.readouterr().out
+
+
+def test_messages_for_the_user(text_shards, tmp_path, capsys):
+    (tmp_path / "used/step_00000005").mkdir(parents=True)
+    tokenizer = (tmp_path / "tokenizer.bin").read_bytes()
+    (tmp_path / "part.bin").write_bytes(tokenizer[:-1])
+    (tmp_path / "other.bin").write_bytes(tokenizer[:-1] + b"x")
+    shard = bytearray((tmp_path / "a_train_0.bin").read_bytes())
+    shard[20:28] = ref.fnv1a(tokenizer[1024:]).to_bytes(8, "little")
+    (tmp_path / "hashed.bin").write_bytes(shard)
     for changes, words in (({"train_data": "/nowhere/*.bin"}, "tinyshakespeare.py"), ({"seq_len": 64}, "longer than the model's context"), ({"total_batch": 100}, "nearest: 64"),
-                           ({"model": "/nowhere/model"}, "no folder and no preset"), ({"model": "d1,channels=64,vocab=20"}, "the model 20 tokens")):
+                           ({"model": "/nowhere/model"}, "no folder and no preset"), ({"model": "d1,channels=64,vocab=20"}, "the model 20 tokens"),
+                           ({"save_every": 1}, "checkpoints need a folder"), ({"save_every": 1, "output": str(tmp_path / "used")}, "holds checkpoints of another run"),
+                           ({"max_steps": -1, "total_batch": 1 << 20}, "less than one step"), ({"tokenizer": str(tmp_path / "part.bin")}, "not a whole tokenizer file"),
+                           ({"train_data": str(tmp_path / "hashed.bin"), "tokenizer": str(tmp_path / "other.bin")}, "is not the one that made the data")):
         with pytest.raises(SystemExit) as e:
             ref.train(options(**{"train_data": text_shards[1], "val_data": text_shards[3], "model": "d1,channels=64,seq=32", "batch_size": 2, "seq_len": 32, "max_steps": 1} | changes))
         err = capsys.readouterr().err
         assert e.value.code == 1 and words in err and "hint:" in err, changes
-    for arguments in (["--schedule", "step"], ["--batch-size", "0"], ["--max-steps", "0"], ["--batchsize", "3"], ["--learning-rate", "fast"]):
+    for arguments in (["--schedule", "step"], ["--batch-size", "0"], ["--max-steps", "0"], ["--batchsize", "3"], ["--learning-rate", "fast"], ["--learning-rate", "nan"], ["--max-steps", "-5"], ["--seed", "-1"], ["--overfit", "2"],
+                      ["--evaluate", "--val-data", ""], ["--total-batch", str((1 << 40) + 1)]):
         with pytest.raises(SystemExit) as e:
             ref.parse_options(arguments)
         assert e.value.code != 0
+    assert ref.parse_options(["--overfit", "--max-steps", "3"]).overfit == 1  # a switch alone means 1, as in C
