@@ -468,6 +468,15 @@ class Trainer:
             ids.append(int(np.searchsorted(sums, coin * sums[-1], side="right")))
         return [i for i in ids[1:] if i != first]
 
+def open_log(o):
+    """In a folder where no checkpoints of another run would mix with those of this one."""
+    if not o.output:
+        return open(os.devnull, "w")
+    os.makedirs(o.output, exist_ok=True)
+    older = o.save_every and not o.evaluate and any(re.fullmatch(r"step_\d+", name) for name in os.listdir(o.output))
+    require(not older, f"folder '{o.output}' holds checkpoints of another run", "name another folder with --output; this program does not resume")
+    return open(os.path.join(o.output, "evaluate.jsonl" if o.evaluate else "main.jsonl"), "a" if o.evaluate else "w")
+
 def train(o):
     B, T = o.batch_size, o.seq_len
     require(o.output or not o.save_every, "checkpoints need a folder", "add --output FOLDER")
@@ -490,11 +499,7 @@ def train(o):
     parameters = sum(w.numel() for w in model.parameters())
     device = torch.cuda.get_device_name() if o.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     started = time.perf_counter()
-    if o.output:
-        os.makedirs(o.output, exist_ok=True)
-        older = o.save_every and not o.evaluate and sorted(name for name in os.listdir(o.output) if re.fullmatch(r"step_\d+", name))
-        require(not older, f"folder '{o.output}' holds checkpoints of another run", "name another folder with --output; this program does not resume")
-    file = open(os.path.join(o.output, "evaluate.jsonl" if o.evaluate else "main.jsonl") if o.output else os.devnull, "a" if o.evaluate else "w")
+    file = open_log(o)
 
     def log(event, step, **fields):  # the schema of llmc/logger.h
         print(json.dumps({"event": event, "step": step, "elapsed": round(time.perf_counter() - started, 3), **fields}), file=file, flush=True)
