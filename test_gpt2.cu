@@ -110,12 +110,14 @@ static void test_one_gpu(const char *folder, const char *output) {
 // What a run that does not fit is told, on the tables of large models: no device is asked. bf16 builds only, for the sizes' sake.
 static void test_memory_hint(void) {
     const Comm alone = COMM_ALONE;
-    const struct { const char *model; int B, T, free_gib; const char *hint; } cases[] = {
+    const struct { const char *model; int B, T, free_gib; const char *hint; int generate; } cases[] = {
         {"gpt2:124M", 64, 1024, 23, "; or this one with --recompute 1"},
         {"gpt2:124M", 8192, 64, 139, "; or this one with --recompute 2 --head-chunks 8"},
         {"llama3:8B", 1, 8192, 139, " with --recompute 3 --head-chunks 8"},
         {"llama3:8B", 2, 8192, 78, " with --master-weights 0 --state-dtype bf16 --recompute 3 --head-chunks 8"},
         {"llama3:8B", 1, 8192, 60, ", with any option: use a shorter --seq-len or a smaller model, or several GPUs with --zero-stage 1"},
+        {"llama3:70B", 1, 1024, 139, ", or several GPUs with --tp"},  // weights and gradients alone are 282 GB
+        {"llama3:8B", 1024, 256, 30, " would fit (more with --recompute 3 --head-chunks 8)", 1},
     };
     for (const auto &c : cases) {
         Model m;
@@ -124,11 +126,12 @@ static void test_memory_hint(void) {
         memset(&m, 0, sizeof m);
         config_parse(c.model, &m.config);
         m.options = options_default();
+        m.options.generate = c.generate;
         m.mesh = &one_rank; m.comm = &alone; m.local = m.config; m.spread = 1; m.B = c.B; m.T = c.T;
         m.table = params_table(&m.config);
         m.num_chunks = adam_chunks(&m, NULL);
         model_memory_hint(text, sizeof text, free_bytes, NULL, &m);
-        const size_t bytes = model_bytes(&m, &m.options, c.B), named = (size_t)atoi(strstr(text, "--batch-size") + 13);
+        const size_t bytes = model_bytes(&m, &m.options, c.B), named = (size_t)atoi(text + strcspn(text, "0123456789"));
         const int largest = c.B < 64 || (model_bytes(&m, &m.options, (int)named) <= free_bytes && model_bytes(&m, &m.options, (int)named + 1) > free_bytes);
         check(bytes > free_bytes && largest && strlen(text) > strlen(c.hint) && strcmp(text + strlen(text) - strlen(c.hint), c.hint) == 0, "%s, B %d, %.1f GiB where %d are free: %s", c.model, c.B, (double)bytes / 1073741824.0, c.free_gib, text);
         params_free(&m.table);

@@ -5,6 +5,10 @@
 
 #include "model.cuh"
 
+static void decode_memory_hint(char *text, size_t size, size_t, const Memory *, void *context) {
+    const int generates = (int)((const Model *)context)->options.generate;
+    snprintf(text, size, "this is beside the model, for samples alone: use fewer --samples or --sample-tokens, or %s", generates ? "a shorter --seq-len" : "a smaller --batch-size");
+}
 void model_decode_open(Model *m, int sequences, int room) {
     const Config *c = &m->local;
     KvCache *cache = &m->cache;
@@ -19,7 +23,7 @@ void model_decode_open(Model *m, int sequences, int room) {
     if (c->position == POSITION_ROPE) memory_request(&cache->memory, &cache->cos_sin, "samples", "rope table (room,HD/2,2)", (size_t)room * c->head_dim);
     if (is_split(m)) memory_request(&cache->memory, &cache->logits, "samples", "logits (ranks,S,Vp)", ranks * S * c->padded_vocab_size);
     memory_request_pinned(&cache->memory, &cache->host_logits, "samples", is_split(m) ? "logits (ranks,S,Vp)" : "logits (S,Vp)", ranks * S * c->padded_vocab_size);
-    memory_allocate(&cache->memory, 1, NULL, NULL);
+    memory_allocate(&cache->memory, 1, decode_memory_hint, m);
     if (c->position == POSITION_ROPE) upload_rope_table(m, cache->cos_sin, room);
 }
 void model_decode_reset(Model *m) { m->cache.count = 0; }

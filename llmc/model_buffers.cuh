@@ -231,11 +231,12 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
     model_request_p2p(m, memory);
 }
 
-static inline size_t model_bytes(const Model *m, const Options *o, int B) {
+static inline size_t model_bytes(const Model *m, const Options *o, int B, size_t *states = NULL /*of that, what ZeRO 1 shards*/) {
     Model trial = *m;
     Memory memory = {};
     trial.options = *o;
     model_request(&trial, &memory, B, trial.T);
+    if (states) *states = memory_group_bytes(&memory, "optimiser");
     free(memory.buffers);
     return memory.device_bytes;
 }
@@ -244,7 +245,7 @@ static inline int options_that_fit(const Model *m, Options *o, size_t free_bytes
     for (int i = 0; i < 6 && model_bytes(m, o, B) > free_bytes; i++) {
         if ((i < 2 && o->recompute <= i) || i == 3) o->recompute = i < 2 ? i + 1 : 3;
         if (i == 2 && o->head_chunks <= 1) o->head_chunks = 8;
-        if (i == 4) o->state_dtype = "bf16";
+        if (i == 4 && !forward_only(o)) o->state_dtype = "bf16";
         if (i == 5 && has_master(m)) o->master_weights = 0;
     }
     return model_bytes(m, o, B) <= free_bytes;
@@ -263,13 +264,21 @@ static void model_memory_hint(char *text, size_t size, size_t free_bytes, const 
     Options this_batch = m->options, one = m->options;
     const int part_fits = model_bytes(m, &m->options, 1) <= free_bytes, B = part_fits ? batch_that_fits(m, free_bytes) : 0;
     const int fits = options_that_fit(m, &this_batch, free_bytes, m->B), one_fits = options_that_fit(m, &one, free_bytes, 1);
-    char with[128], one_with[128];
+    const int generates = (int)m->options.generate;  // B is --samples then, and T nothing that was asked for
+    const char *what = generates ? "--samples" : "--batch-size";
+    char with[128], one_with[128], at[32] = "";
     options_that_differ(&this_batch, &m->options, with, sizeof with);
     options_that_differ(&one, &m->options, one_with, sizeof one_with);
-    if (part_fits && fits) snprintf(text, size, "--batch-size %d would fit at --seq-len %d; or this one with%s", B, m->T, with);
-    else if (part_fits) snprintf(text, size, "--batch-size %d would fit at --seq-len %d (more with --recompute 1, 2 or 3)", B, m->T);
-    else if (fits || one_fits) snprintf(text, size, "--batch-size %d would fit at --seq-len %d with%s", fits ? m->B : 1, m->T, fits ? with : one_with);
-    else snprintf(text, size, "not even --batch-size 1 fits at --seq-len %d, with any option: use a shorter --seq-len or a smaller model%s", m->T, m->options.zero_stage == 0 ? ", or several GPUs with --zero-stage 1" : "");
+    if (!generates) snprintf(at, sizeof at, " at --seq-len %d", m->T);
+    if (part_fits && fits) snprintf(text, size, "%s %d would fit%s; or this one with%s", what, B, at, with);
+    else if (part_fits) snprintf(text, size, "%s %d would fit%s%s%s%s", what, B, at, *with ? " (more with" : "", with, *with ? ")" : "");
+    else if (fits || one_fits) snprintf(text, size, "%s %d would fit%s with%s", what, fits ? m->B : 1, at, fits ? with : one_with);
+    else {
+        size_t states;
+        const int shards = model_bytes(m, &one, 1, &states) <= free_bytes + states && !states_are_sharded(m);  // weights and gradients stay whole
+        snprintf(text, size, "not even %s 1 fits%s, with any option: use a %ssmaller model, or %s", what, at, generates ? "" : "shorter --seq-len or a ",
+                 shards ? "several GPUs with --zero-stage 1" : is_split(m) ? "a larger --tp" : "several GPUs with --tp");
+    }
 }
 
 // Cuts the saved buffers into layers.
