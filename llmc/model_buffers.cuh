@@ -275,7 +275,8 @@ static void model_memory_hint(char *text, size_t size, size_t free_bytes, const 
     else if (fits || one_fits) snprintf(text, size, "%s %d would fit%s with%s", what, fits ? m->B : 1, at, fits ? with : one_with);
     else {
         size_t states;
-        const int shards = model_bytes(m, &one, 1, &states) <= free_bytes + states && !states_are_sharded(m);  // weights and gradients stay whole
+        const size_t least = model_bytes(m, &one, 1, &states);
+        const int shards = least - states <= free_bytes && !states_are_sharded(m);  // weights and gradients stay whole
         snprintf(text, size, "not even %s 1 fits%s, with any option: use a %ssmaller model, or %s", what, at, generates ? "" : "shorter --seq-len or a ",
                  shards ? "several GPUs with --zero-stage 1" : is_split(m) ? "a larger --tp" : "several GPUs with --tp");
     }
