@@ -584,5 +584,4 @@ if __name__ == "__main__":
         else:
             train(options)
     except OSError as e:
-        require(not e.filename, f"'{e.filename}': {e.strerror}", "name files that are there, and folders that you may write to")
-        raise
+        require(False, f"'{e.filename or options.output}': {e.strerror or e}", "name files that are there, and a folder that you may write to and that has room")

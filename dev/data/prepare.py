@@ -51,8 +51,8 @@ def check(pattern):
             first = first or (path, same)
             if same != first[1]:
                 raise ValueError(f"was made with another tokenizer than '{first[0]}'")
-            print(f"{path}: {len(tokens):,} tokens, ids {low}..{high}, tokenizer {kind}, vocabulary {fields['vocab_size'] or 'unknown'}, "
-                  f"{documents:,} end-of-text = {100 * documents / len(tokens):.3f}%")
+            print(f"{path}: {len(tokens):,} tokens, ids {low}..{high}, tokenizer {kind}, vocabulary {fields['vocab_size'] or 'unknown'}"
+                  + f", {documents:,} end-of-text = {100 * documents / len(tokens):.3f}%" * (fields["vocab_size"] > 0))  # llm.c's shards name none
             print(f"    {excerpt(path, tokens[:40])}")
         except (OSError, ValueError) as e:
             failed += 1
@@ -84,8 +84,8 @@ def parse_args():
         return args
     if not args.output or not (args.input or args.python_stdlib):
         die("--output and one of --input, --python-stdlib are needed", "see --help")
-    if not 0 <= args.val_fraction < 1 or (args.val_tokens or 0) < 0:
-        die("--val-fraction must be in [0, 1) and --val-tokens not negative", "leave both out for one per cent")
+    if not 0 <= args.val_fraction < 1 or not 0 <= (args.val_tokens or 0) < 2**53:
+        die("--val-fraction must be in [0, 1) and --val-tokens in [0, 2^53)", "leave both out for one per cent")
     args.val_tokens = None if args.val_tokens is None else int(args.val_tokens)
     check_arguments(args)
     return args

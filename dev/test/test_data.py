@@ -342,6 +342,8 @@ def test_missing_inputs(tmp_path):
     (tmp_path / "empty/dangling.txt").symlink_to(tmp_path / "nowhere")
     prepare("--input", tmp_path / "empty", "--output", tmp_path / "out", fails="No such file")
     prepare("--input", tmp_path, fails="--output and one of")
+    for count in "-1", "nan", "inf":
+        prepare("--input", tmp_path / "empty", "--output", tmp_path / "out", "--val-tokens", count, fails="--val-tokens in [0, 2^53)")
 
 
 def test_encoding_errors_replace(tmp_path):
@@ -395,6 +397,8 @@ def test_check(corpus, tmp_path):
     for words in "too short", "not a token shard", "its header promises", "holds token 256 at 49999, outside":
         assert words in run.stdout
     script("prepare.py", "--check", tmp_path / "nothing*", fails="no file matches")
+    (tmp_path / "llmc.bin").write_bytes(np.array([20240520, 1, 3] + [0] * 253, np.int32).tobytes() + np.array([50256, 0, 0], np.uint16).tobytes())
+    assert "end-of-text" not in script("prepare.py", "--check", tmp_path / "llmc.bin")  # no word in it says which token that is
 
 
 # ---- what a bare machine can do
