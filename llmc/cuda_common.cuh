@@ -49,13 +49,17 @@ typedef struct {
 // Does nothing: a program that has code for a GPU has this one.
 __global__ void gpu_code_kernel() {}
 static inline void gpu_require_code(const cudaDeviceProp *prop) {
+    require(prop->major >= 8, "%s has compute capability %d.%d\nbf16 and TF32 matmuls need 8.0 or newer", prop->name, prop->major, prop->minor);
     const int built[] = {__CUDA_ARCH_LIST__};
     char list[128] = "";
     cudaFuncAttributes attributes;
     const cudaError_t status = cudaFuncGetAttributes(&attributes, gpu_code_kernel);
     for (int arch : built) snprintf(list + strlen(list), sizeof list - strlen(list), " sm_%d", arch / 10);
-    require(status == cudaSuccess, "this program was built for%s and has no code for %s, which is sm_%d%d: %s\nbuild it on this machine, or with make's ARCHS=%d%d%s", list, prop->name,
+    const int missing = status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction || status == cudaErrorInvalidKernelImage || status == cudaErrorUnsupportedPtxVersion
+                        || status == cudaErrorJitCompilationDisabled;
+    require(!missing, "this program was built for%s and has no code for %s, which is sm_%d%d: %s\nbuild it on this machine, or with make's ARCHS=%d%d%s", list, prop->name,
             prop->major, prop->minor, cudaGetErrorString(status), prop->major, prop->minor, prop->major == 9 ? "a" : "");
+    cuda_check(status, "cudaFuncGetAttributes", __FILE__, __LINE__);
 }
 static inline Gpu gpu_open(int local_rank) {
     Gpu g;

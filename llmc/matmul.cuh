@@ -68,9 +68,8 @@ typedef struct Matmul {
 } Matmul;
 
 // `workspace`: device memory, used by one stream only. autotune: see above.
-static inline void matmul_open(Matmul *mm, const cudaDeviceProp *prop, void *workspace, size_t workspace_bytes, int allow_tf32, int autotune = 1) {
+static inline void matmul_open(Matmul *mm, void *workspace, size_t workspace_bytes, int allow_tf32, int autotune = 1) {
     memset(mm, 0, sizeof *mm);
-    require(prop->major >= 8, "%s has compute capability %d.%d\nbf16 and TF32 matmuls need 8.0 or newer", prop->name, prop->major, prop->minor);
     const size_t reserved = 256;
     assert(workspace_bytes > reserved && (uintptr_t)workspace % 256 == 0 && MATMUL_CANDIDATES * sizeof(uint64_t) <= reserved);
     mm->workspace = workspace;

@@ -444,7 +444,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     m->da = c->mlp == MLP_SWIGLU ? (floatX *)(m->region + r.da) : m->df;  // GELU's gradient is computed in place
     m->attention_scratch = m->region + r.attention;
     model_place_layers(m);
-    matmul_open(&m->matmul, &m->gpu.prop, m->matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
+    matmul_open(&m->matmul, m->matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
     if (is_split(m)) {  // overlapped or not, the same plans
         m->matmul.whole_rows = m->B * m->T;
         m->matmul.part_rows = m->matmul.whole_rows / mesh->tp.world;

@@ -52,7 +52,7 @@ static void check_product(int B, int T, int NH, int NKV, int HD, int C, int with
     float *cos_sin = upload<float>(host_table(T, HD), (size_t)T * HD);
     for (int autotune = 0; autotune < 2; autotune++) {
         Matmul mm;
-        matmul_open(&mm, &ladder.gpu.prop, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, autotune);
+        matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, autotune);
         matmul_forward(&mm, apart, inp, weight, bias, NULL, N, C, OC, stream);
         rope_forward(apart, cos_sin, B, T, NH, NKV, HD, stream);
         auto product = [&] { matmul_forward_rope(&mm, out, inp, weight, bias, cos_sin, B * T, 0, T, NH, NKV, HD, C, stream); };
@@ -77,7 +77,7 @@ static void bench_product(int B, int T, int NH, int NKV, int HD, int C, const ch
     floatX *inp = device_normal<floatX>((size_t)N * C, 1.0f), *weight = device_normal<floatX>((size_t)OC * C, 0.02f), *out = device_new<floatX>((size_t)N * OC);
     float *cos_sin = upload<float>(host_table(T, HD), (size_t)T * HD);
     Matmul mm;
-    matmul_open(&mm, &ladder.gpu.prop, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, 1);
+    matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, 1);
     auto apart = [&] { matmul_forward(&mm, out, inp, weight, NULL, NULL, N, C, OC, stream); rope_forward(out, cos_sin, B, T, NH, NKV, HD, stream); };
     auto product = [&] { matmul_forward_rope(&mm, out, inp, weight, NULL, cos_sin, B * T, 0, T, NH, NKV, HD, C, stream); };
     apart();
