@@ -19,6 +19,7 @@
 #include "hf_weights.h"
 
 #include <dirent.h>
+#include <sys/syscall.h>
 
 enum { STATE_FORMAT = 1, STATE_WINDOW = 128 };
 
@@ -156,10 +157,16 @@ static inline int checkpoint_is_whole(const char *folder, int64_t expected, char
     free(path);
     return !*why;
 }
+// The checkpoints of a run by their steps; none where there is no such folder. One that cannot be read is not taken for an empty one.
+static inline int list_checkpoints(const char *output, struct dirent ***names) {
+    const int count = scandir(output, names, is_step_name, by_step);
+    require(count >= 0 || errno == ENOENT, "cannot list folder '%s': %s\ncheck its permissions", output, strerror(errno));
+    return count;
+}
 // The newest whole checkpoint of a run: 1 and its folder, or 0 if there is no checkpoint at all.
 static inline int checkpoint_latest(const char *output, char *folder, size_t size) {
     struct dirent **names = NULL;
-    const int count = scandir(output, &names, is_step_name, by_step);
+    const int count = list_checkpoints(output, &names);
     int found = 0;
     for (int i = count - 1; i >= 0 && !found; i--) {
         char why[256], *path = st_text(output, "/", names[i]->d_name);
@@ -175,7 +182,7 @@ static inline int checkpoint_latest(const char *output, char *folder, size_t siz
 // For a run that does not resume: its checkpoints must not mix with those of an earlier one.
 static inline void checkpoint_require_fresh(const char *output) {
     struct dirent **names = NULL;
-    const int count = scandir(output, &names, is_step_name, by_step);
+    const int count = list_checkpoints(output, &names);
     require(count <= 0, "folder '%s' holds %d checkpoints of another run, up to %s\nresume it with --resume 1, or name another folder with --output", output, count, names[count - 1]->d_name);
     free_names(names, count);
 }
@@ -273,10 +280,11 @@ static inline void checkpoint_finish(Checkpoint *c) {
         char *replaced = checkpoint_folder(c->output, c->state.step, ".old.tmp");
         write_train_state(c->m, c->writing, &c->state);
         sync_directory(c->writing);
-        const int again = file_exists(c->folder);  // saved twice at one step
-        require((!again || rename(c->folder, replaced) == 0) && rename(c->writing, c->folder) == 0, "cannot rename '%s': %s\ncheck the permissions of the folder", c->writing, strerror(errno));
+        const int again = file_exists(c->folder);  // saved twice at one step: they change places, so that one is there at every moment,
+        const int exchanged = again && syscall(SYS_renameat2, AT_FDCWD, c->writing, AT_FDCWD, c->folder, 2 /*RENAME_EXCHANGE*/) == 0;  // where the file system can
+        require(exchanged || ((!again || rename(c->folder, replaced) == 0) && rename(c->writing, c->folder) == 0), "cannot rename '%s': %s\ncheck the permissions of the folder", c->writing, strerror(errno));
         sync_directory(c->output);
-        if (again) remove_checkpoint(replaced);
+        if (again) remove_checkpoint(exchanged ? c->writing : replaced);
         remove_old_checkpoints(c->output, c->state.step, c->keep, c->major_every);
         free(replaced);
     }

@@ -112,7 +112,7 @@ static inline void shard_open(DataLoader *d, Shard *s, int first) {
     require(s->tokens > d->T, "'%s' has %lld tokens: too few for one row of T = %d (T + 1 are needed)\nuse a shorter --seq-len, or more text",
             s->path, (long long)s->tokens, d->T);
     const uint64_t hash = (uint64_t)(uint32_t)h[5] | (uint64_t)(uint32_t)h[6] << 32;
-    require(h[3] >= 0 && h[4] >= 0 && h[4] < NUM_TOKENIZERS && h[7] >= 0, "'%s': vocabulary size %d, tokenizer %d or end-of-text %d in its header is out of range\n" DATA_HINT,
+    require(h[3] >= 0 && h[4] >= 0 && h[4] < NUM_TOKENIZERS && h[7] >= 0 && (h[3] == 0 || h[7] < h[3]), "'%s': vocabulary size %d, tokenizer %d or end-of-text %d in its header is out of range\n" DATA_HINT,
             s->path, h[3], h[4], h[7]);
     if (first) {
         d->token_bytes = token_bytes; d->vocab_size = h[3]; d->tokenizer = (TokenizerKind)h[4]; d->hash = hash; d->eot = h[7];

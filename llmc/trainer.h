@@ -101,12 +101,14 @@ static inline void choose_config(Trainer *t) {
     const char *model = *t->resumed_from ? t->resumed_from : t->o.model;
     size_t n = strlen(model);
     require(n < 4 || strcmp(model + n - 4, ".bin") != 0, "'%s' is an llm.c checkpoint\nmake a folder of it: python dev/eval/hf.py import %s FOLDER, then --model FOLDER", model, model);
-    if (is_directory(model) || strchr(model, '/')) {
+    require(!strchr(model, '/') || is_directory(model), "'%s' is no folder\nname the Hugging Face folder that holds config.json and model.safetensors", model);
+    const char *data = t->o.overfit || t->o.evaluate ? t->o.val_data : t->o.train_data;
+    if (is_directory(model)) {
         t->config = config_from_json(model);
         if (*t->resumed_from) require_resumed_model(t);
-    } else if (!config_parse(model, &t->config) && !t->o.generate) {
+    } else if (!config_parse(model, &t->config) && !t->o.generate && (*data || !t->o.evaluate)) {
         DataLoader peek;
-        dataloader_open(&peek, t->o.overfit || t->o.evaluate ? t->o.val_data : t->o.train_data, 1, 1, 0, 1, 0, 0, 0);
+        dataloader_open(&peek, data, 1, 1, 0, 1, 0, 0, 0);
         if (peek.vocab_size > 0) t->config.vocab_size = peek.vocab_size;
         dataloader_close(&peek);
         config_finish(&t->config);
@@ -197,6 +199,7 @@ static inline void find_checkpoint(Trainer *t) {
         if (*o->output) make_directory(o->output);  // before the long part: an unwritable folder is found now
         if (*o->output && !forward_only(o)) t->lock = lock_output(o->output);
         const int resumed = o->resume && checkpoint_latest(o->output, t->resumed_from, sizeof t->resumed_from);
+        require(resumed || !o->resume || !forward_only(o), "there is no checkpoint in '%s' to resume\nname the run's --output, or leave --resume out to use --model", o->output);
         if (!resumed && *o->output && !forward_only(o)) checkpoint_require_fresh(o->output);  // nor would its log be left
     }
     comm_broadcast(&t->comm, t->resumed_from, sizeof t->resumed_from, 0);
@@ -537,6 +540,7 @@ static inline void train(Trainer *t) {
         clock = now_seconds();
     }
     save_finish(t);
+    if (first >= t->steps) printf("nothing was left to train: the run has %lld steps, as --max-steps or the data say, and the checkpoint is of step %lld\n", (long long)t->steps, (long long)first);
     if (stopped) printf("stopped by %s after step %lld%s\n", strsignal(stopped), (long long)t->state.step, o->save_every ? "; --resume 1 goes on" : "; nothing was saved (--save-every)");
     FILE *f = logger_begin(&t->log, "end", t->state.step);
     if (f) { logger_text(f, "reason", stopped ? strsignal(stopped) : "all steps done"); logger_end(&t->log); }

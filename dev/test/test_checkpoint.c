@@ -437,6 +437,7 @@ static void test_keep(Model *m) {
     save(m, run, 120, 1, 0);
     check(is_directory(at("keep/step_00000100.tmp")) && file_exists(at("keep/step_00000100.tmp/mine.txt")) && !file_exists(at("keep/step_00000100.tmp/model.safetensors")), "a user's file in an old checkpoint is not removed");
 }
+static void save_third_attempt(void *step) { save((Model *)((void **)step)[0], (const char *)((void **)step)[1], 3, 1, 0); }
 static void save_attempt(void *step) { save((Model *)((void **)step)[0], (const char *)((void **)step)[1], 2, 1, 0); }
 static void save_on_full_disk(void *argument) {
     struct rlimit limit;
@@ -474,6 +475,12 @@ static void test_kill(Model *m) {
     check(latest_step(run) == 2 && is_directory(at("kill/step_00000001")) && loads_exactly(&newer, at("kill/step_00000002"), 2), "killed after the rename, before the old one is removed: the new one");
     save(&newer, run, 3, 1, 0);
     check(count_names(run, "step_") == 1 && latest_step(run) == 3, "the next save cleans up");
+    for (int n = 0; n < 2; n++) {
+        kill_at_rename = n;
+        run_child(save_third_attempt, argument, text, sizeof text);
+        kill_at_rename = -1;
+        check(count_names(run, "step_00000003") > 0 && latest_step(run) == 3 && loads_exactly(&newer, at("kill/step_00000003"), 3), "its step saved again, killed before rename %d: it is there", n);
+    }
     check_refused("a disk that is full", save_on_full_disk, argument, "File too large");
     check(latest_step(run) == 3 && loads_exactly(&newer, at("kill/step_00000003"), 3), "and the old checkpoint is there and exact");
     write_text(at("file"), "x");

@@ -4,9 +4,12 @@ Every case runs the CPU trainer built with ASan and UBSan (so that hostile files
 GPU trainer where there is a GPU: both share options.h, trainer.h, dataloader.h, safetensors.h and checkpoint.h.
 """
 import json
+import os
+import shutil
 import signal
 import struct
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -42,16 +45,16 @@ def trainer(request, tmp_path):
         """The same, left running."""
         started.append(subprocess.Popen(words(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=ENVIRONMENT))
         return started[-1]
-    run.start = start
+    run.start, run.program = start, request.param
     yield run
     for p in started:
         p.kill()
         p.communicate()
 
 
-def shard(path, tokens=None, magic=20240520, version=1, count=None, vocab=256, tail=b""):
+def shard(path, tokens=None, magic=20240520, version=1, count=None, vocab=256, tail=b"", eot=0):
     tokens = np.arange(4000) % 90 + 32 if tokens is None else tokens
-    header = [magic, version, len(tokens) if count is None else count, vocab, 1] + [0] * 251
+    header = [magic, version, len(tokens) if count is None else count, vocab, 1, 0, 0, eot] + [0] * 248
     path.write_bytes(struct.pack("<256i", *header) + np.asarray(tokens, "<u2").tobytes() + tail)
     return path
 
@@ -145,8 +148,9 @@ def test_help_lists_every_letter_of_llm_c(trainer):
     (lambda p: shard(p, tokens=[65] * 200 + [300] + [65] * 200), ["token 200 is 300", "vocabulary of 256"]),
     (lambda p: shard(p, vocab=50257), ["50257", "256"]),
     (lambda p: shard(p, vocab=-1), ["out of range"]),
+    (lambda p: shard(p, eot=256), ["out of range"]),
 ], ids=["missing", "folder", "empty", "short", "magic", "version", "truncated", "over-long", "over-2GiB", "count", "shorter-than-T", "no-token",
-        "token-outside", "other-vocabulary", "negative-vocabulary"])
+        "token-outside", "other-vocabulary", "negative-vocabulary", "end-of-text-outside"])
 @pytest.mark.parametrize("option", ["-i", "-j"])
 def test_bad_shard(trainer, tmp_path, make, words, option):
     # A whole epoch of either: a bad token is found when its row is read.
@@ -288,6 +292,49 @@ def test_a_run_that_saves_nothing_leaves_the_log_of_one_that_did(trainer, tmp_pa
     assert (tmp_path / "run/main.jsonl").read_bytes() == before
     succeeds(trainer("-o", tmp_path / "run", "-e", tmp_path / "run/step_00000002", "-n", "2", "--evaluate", "1"))  # writes elsewhere
     assert (tmp_path / "run/main.jsonl").read_bytes() == before
+
+
+def test_nothing_left_to_train(trainer, tmp_path):
+    succeeds(trainer("-o", tmp_path / "run", "-n", "4", "-x", "4"))
+    for steps, said in (("2", "the run has 2 steps"), ("4", "the run has 4 steps"), ("5", None)):
+        text = succeeds(trainer("-o", tmp_path / "run", "-n", "4", "-x", steps, "-y", "1")).stdout
+        assert (f"nothing was left to train: {said}" if said else "step      5/5") in text and ("nothing was left" in text) == (said is not None)
+
+
+def test_a_model_that_is_no_folder(trainer, checkpoint):
+    folder, _, _ = checkpoint
+    for path in (folder / "config.json", folder / "model.safetensors", folder / "none"):
+        fails(trainer("-e", path), f"'{path}' is no folder")
+
+
+def test_choices_alone_are_evaluated_by_a_preset(trainer, tmp_path):
+    words = [65535, 26, 0, 1, 2, 2, 10, 11, 2, 1, 2, 1, 3]
+    (tmp_path / "choice.bin").write_bytes(struct.pack("<256i", 20240522, 1, 1, 26, *[0] * 252) + struct.pack("<13H", *words))
+    for model in ("d1,channels=64,seq=64,vocab=256", "d1,channels=64,seq=64"):
+        assert "choice acc" in succeeds(trainer("-e", model, "-j", "", "--evaluate", "1", "--choice-data", "choice.bin")).stdout
+
+
+def test_nothing_to_resume_for_evaluation(trainer, tmp_path):
+    fails(trainer("-o", tmp_path / "typo", "-y", "1", "--evaluate", "1"), "no checkpoint in", "typo")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be someone else")
+def test_a_folder_that_cannot_be_listed_is_not_empty(trainer, tmp_path):
+    """Its checkpoints must neither be passed over nor replaced. The program gets the folder open, because parents of tmp_path are not."""
+    if "train_gpt2cu" in str(trainer.program):
+        pytest.skip("the rule is the same, and a GPU may not be open to all")
+    succeeds(trainer("-o", tmp_path / "run", "-n", "1"))
+    with tempfile.TemporaryDirectory() as open_folder:
+        os.chmod(open_folder, 0o755)
+        run = Path(shutil.move(tmp_path / "run", open_folder + "/run"))
+        for path in (run, *run.rglob("*")):
+            shutil.chown(path, 65534)
+        program = shutil.copy(trainer.program, open_folder)
+        good = shard(Path(open_folder) / "good.bin")
+        run.chmod(0o300)
+        p = subprocess.run(["setpriv", "--reuid=65534", "--clear-groups", program, "-e", "d2,channels=64,seq=64", "-i", good, "-j", good, "-b", "2", "-t", "32", "-x", "3", "-v", "0", "-s", "0", "-n", "1", "-y", "1", "-o", run],
+                           cwd=open_folder, capture_output=True, text=True, env=ENVIRONMENT)
+        fails(p, "cannot list folder")
 
 
 ENDLESS = ["-d", 2**20 * 64]  # one step of hours
