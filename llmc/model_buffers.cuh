@@ -270,7 +270,7 @@ static void model_memory_hint(char *text, size_t size, size_t free_bytes, const 
     options_that_differ(&this_batch, &m->options, with, sizeof with);
     options_that_differ(&one, &m->options, one_with, sizeof one_with);
     if (!generates) snprintf(at, sizeof at, " at --seq-len %d", m->T);
-    if (part_fits && fits) snprintf(text, size, "%s %d would fit%s; or this one with%s", what, B, at, with);
+    if (part_fits && fits && *with) snprintf(text, size, "%s %d would fit%s; or this one with%s", what, B, at, with);
     else if (part_fits) snprintf(text, size, "%s %d would fit%s%s%s%s", what, B, at, *with ? " (more with" : "", with, *with ? ")" : "");
     else if (fits || one_fits) snprintf(text, size, "%s %d would fit%s with%s", what, fits ? m->B : 1, at, fits ? with : one_with);
     else {
