@@ -234,7 +234,8 @@ def try_toolkit(root, build, devices, driver_major):
     generation = f"arch=compute_{archs[0]},code=sm_{archs[0]}"
     works, text = probe(build, CUDA_PROBE, ".cu", [str(nvcc), "-std=c++17", "-gencode", generation, *cflags, *libs])
     if not works:
-        return None, f"{nvcc} does not build a small program: " + (glibc_clash(version) or text)
+        spaced = next((f"nvcc takes no path with a space, such as {f[f.index('/'):]}" for f in [*cflags, *libs] if " " in f), "")
+        return None, f"{nvcc} does not build a small program: " + (spaced or glibc_clash(version) or text)
     sanitizers = [str(root / "bin/compute-sanitizer"), str(root / "compute-sanitizer/compute-sanitizer"), shutil.which("compute-sanitizer") or ""]
     return {"nvcc": str(nvcc), "version": f"{version[0]}.{version[1]}", "cublas": where, "cflags": cflags, "libs": libs,
             "archs": archs, "left_out": [a for a in wanted if a not in archs], "fat": [a for a in FAT_ARCHS if a.rstrip("a") in known],
@@ -291,7 +292,7 @@ def write_makefile(path):
     devices, driver, _ = gpus()
     cuda, passed = cuda_toolkit(build, devices, driver)
     values = {"CC": cc, "CXX": cxx_compiler(build), "HOST_FLAGS": " ".join(flags), "OPENMP": "-fopenmp" if openmp else "", "GPUS": len(devices),
-              "NVCC": "", "CUDA_OFF": "" if cuda else "; ".join(passed).replace("#", "")}
+              "NVCC": "", "CUDA_OFF": "" if cuda else re.sub("[#']", "", "; ".join(passed))}
     ranks, _ = mpi(build)
     if ranks:
         values |= {"MPI_CFLAGS": shlex.join(ranks["cflags"]), "MPI_LIBS": shlex.join(ranks["libs"]), "MPIRUN": ranks["mpirun"]}
@@ -355,9 +356,10 @@ def report(build):
     row("sanitizer", sanitizer, "" if sanitizer else "no compute-sanitizer beside nvcc", "use a full CUDA toolkit (needed only for `make sanitize`)")
     versions = package_versions()
     row("packages", ", ".join(f"{p} {v}" for p, v in versions.items() if v) or "none yet")
-    missing = [p for p, v in versions.items() if not v]
-    if missing:
-        row("", "", f"{', '.join(missing)}", "make venv   (`make demo` installs numpy and matplotlib by itself)")
+    for missing, command in (([p for p, v in versions.items() if not v and p != "mpi4py"], "make venv   (`make demo` installs numpy and matplotlib by itself)"),
+                             ([p for p, v in versions.items() if not v and p == "mpi4py"], "make mpi   (needed only for data tools under mpirun)")):
+        if missing:
+            row("", "", f"{', '.join(missing)}", command)
     clash = glibc_clash((13, 0))
     if clash:
         rows.append(("warning", clash))
