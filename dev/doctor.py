@@ -268,7 +268,7 @@ def mpi(build):
             continue
         status, out, error = run([mpicc, "--showme"])
         status, out = (status, out) if status == 0 else run([mpicc, "-show"])[:2]  # Open MPI; MPICH
-        words = shlex.split(out) if status == 0 else []
+        words = shlex.split(out.replace(str(ROOT), shlex.quote(str(ROOT)))) if status == 0 else []  # it quotes no spaces
         cflags = [w for w in words if w.startswith("-I")]
         libs = [f for w in words if w.startswith("-L") for f in linked(w[2:])] + [w for w in words if w.startswith("-l")]
         cc = host_compiler(build)[0]
