@@ -140,14 +140,22 @@ static inline void open_data(Trainer *t) {
 // that. Without one, samples print token ids.
 static inline void open_tokenizer(Trainer *t) {
     char *path = st_text(*t->resumed_from ? t->resumed_from : t->o.model, "/", "tokenizer.bin");
+    int guessed = 0;  // beside data that nobody named: for a model that was read from elsewhere it must at least have the same words
     if (*t->o.tokenizer || !t->o.generate || !file_exists(path)) {
+        const Options standard = options_default();
         free(path);
+        guessed = t->o.generate && !*t->o.tokenizer && !strcmp(t->o.train_data, standard.train_data);
         const DataLoader *data = t->o.evaluate ? &t->eval.val : &t->train;
         path = *t->o.tokenizer ? strdup(t->o.tokenizer) : tokenizer_path(data->num_shards ? data->shards[0].path : t->o.evaluate ? t->o.val_data : t->o.train_data);
     }
     const uint64_t hash = t->train.hash ? t->train.hash : evaluation_tokenizer(&t->eval);
     t->has_tokenizer = *t->o.tokenizer || file_exists(path);
     if (t->has_tokenizer) tokenizer_open(&t->tokenizer, path);
+    if (t->has_tokenizer && guessed && t->tokenizer.vocab_size != t->config.vocab_size) {
+        require(!*t->o.prompt, "a --prompt needs the model's tokenizer: '%s' has %d tokens, the model %d\ngive --tokenizer FILE", path, t->tokenizer.vocab_size, t->config.vocab_size);
+        tokenizer_close(&t->tokenizer);
+        t->has_tokenizer = 0;
+    }
     require(t->has_tokenizer || !*t->o.prompt, "a --prompt needs a tokenizer and there is no '%s'\ngive --tokenizer FILE", path);
     require(!t->has_tokenizer || t->tokenizer.vocab_size <= t->config.vocab_size, "tokenizer '%s' has %d tokens, the model %d\ngive the model's own --tokenizer", path, t->tokenizer.vocab_size, t->config.vocab_size);
     require(!t->has_tokenizer || !hash || t->tokenizer.hash == hash, "tokenizer '%s' is not the one that made the data\ngive the data's own --tokenizer", path);

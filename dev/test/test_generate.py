@@ -75,6 +75,20 @@ def test_the_text_comes_as_it_is_made():
     assert p.wait() == 0 and re.search(rb"---- \d+ tokens, [\d.]+ tokens/s; prompt of 0 tokens", rest)
 
 
+def test_a_tokenizer_that_nobody_named_is_that_of_the_model_or_none(bytes_tokenizer, tmp_path):
+    """The default training data's tokenizer lies there; the model has another vocabulary."""
+    (tmp_path / "dev/data/tinyshakespeare").mkdir(parents=True)
+    (tmp_path / "dev/data/tinyshakespeare/tokenizer.bin").write_bytes(bytes_tokenizer.read_bytes())
+
+    def start(vocab, *more):
+        return subprocess.run([TRAINER, "-e", f"d1,channels=64,seq=64,vocab={vocab}", "--generate", "-g", "5", *more], cwd=tmp_path, capture_output=True, text=True)
+    other = start(300, "--prompt", "Hi")
+    assert other.returncode == 1 and "has 257 tokens, the model 300" in other.stderr and "give --tokenizer FILE" in other.stderr
+    assert re.fullmatch(r"(\d+ )*", samples(start(300).stdout + "\n")[0] + " ")  # ids
+    assert samples(start(257, "--prompt", "Hi").stdout)[0].startswith("Hi")
+    assert samples(start(300, "--prompt", "Hi", "--tokenizer", str(bytes_tokenizer)).stdout)[0].startswith("Hi")
+
+
 def test_refused():
     assert "--prompt needs a tokenizer" in run("-e", MODELS["gpt2"], "--generate", "--prompt", "x", status=1)
     assert "--samples" in run("-e", MODELS["gpt2"], "--generate", "--samples", 0, status=1)
