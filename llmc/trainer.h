@@ -191,12 +191,20 @@ static inline void report_changed_options(const Trainer *t) {
 }
 
 // One job at a time trains into a folder: two would write over each other's log and into each other's checkpoints. The lock is the kernel's and
-// ends with the process, however that ends; where a file system has no locks, nothing is held.
-static inline int lock_output(const char *folder) {
+// ends with the process, however that ends; where a file system has no locks, nothing is held. A file server keeps those of a host that was lost
+// until its lease is over (90 s of NFS): a job on several hosts, which may have been started again because of that, waits.
+static inline int lock_output(const Comm *c, const char *folder, double timeout) {
+    const int most = c->local_world == c->world ? 0 : timeout > 0 && timeout < 60 ? (int)(2 * timeout) : 120;  // seconds
     char *path = st_text(folder, "/", "main.jsonl");
     const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     require(fd >= 0, "cannot open '%s': %s\nname another --output folder, or make this one writable", path, strerror(errno));
-    require(flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK, "another run writes to '%s'\nend it first, or name another folder with --output", folder);
+    for (int waited = 0; flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; waited++) {
+        require(waited < most, "another run writes to '%s'\nend it first, or name another folder with --output", folder);
+        if (waited == 0) printf("waiting up to %d s: another run, or one whose host was lost, holds '%s'\n", most, folder);
+        fflush(stdout);
+        watchdog_beat(PHASE_START, -1);
+        sleep(1);
+    }
     free(path);
     return fd;
 }
@@ -205,7 +213,7 @@ static inline void find_checkpoint(Trainer *t) {
     const Options *o = &t->o;
     if (t->comm.rank == 0) {
         if (*o->output) make_directory(o->output);  // before the long part: an unwritable folder is found now
-        if (*o->output && !forward_only(o)) t->lock = lock_output(o->output);
+        if (*o->output && !forward_only(o)) t->lock = lock_output(&t->comm, o->output, o->timeout);
         const int resumed = o->resume && checkpoint_latest(o->output, t->resumed_from, sizeof t->resumed_from);
         require(resumed || !o->resume || !forward_only(o), "there is no checkpoint in '%s' to resume\nname the run's --output, or leave --resume out to use --model", o->output);
         if (!resumed && *o->output && !forward_only(o)) checkpoint_require_fresh(o->output);  // nor would its log be left

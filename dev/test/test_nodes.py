@@ -4,6 +4,7 @@ Two hosts are made inside this machine: network namespaces with names of their o
 users may make namespaces). mpirun reaches the second one through a stand-in for ssh. They share the kernel and the file system, as
 hosts of a cluster share the latter. Slurm is a stand-in too: what it would be asked is recorded, and one task is run.
 """
+import fcntl
 import os
 import re
 import shutil
@@ -231,6 +232,16 @@ if sys.argv[0].endswith("srun") and os.environ.get("RUN"):
         words.pop(0)
     os.execvp(words[0], words)
 """
+
+
+@needs_mpi
+def test_a_lost_host_s_lock_is_waited_for(hosts, data, tmp_path):
+    """As a file server keeps it for a while: a job on several hosts goes on when it is gone."""
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run/main.jsonl", "w") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        job = hosts.job(TRAINER, *run_words(tmp_path / "run", "-i", data / "train_*.bin", "-j", data / "val.bin", "-x", "2")).wait_for("waiting up to 120 s: another run")
+    assert "step      2/2" in succeeds(job)
 
 
 @pytest.fixture
