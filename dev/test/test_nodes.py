@@ -306,12 +306,15 @@ def test_slurm_saves_and_goes_on(sbatch, data, tmp_path):
 def test_the_log_is_looked_for_where_the_run_writes(sbatch, recorded, data, tmp_path, given):
     """Its last line says whether the run came to its end."""
     (tmp_path / "hosts").write_text("a\n")
-    for k, start in enumerate((sbatch, lambda *words, **more: recorded(SCRIPTS / "mpirun.sh", *words, HOSTFILE=tmp_path / "hosts", MPIRUN="mpirun", **more))):
+    for k, start in enumerate((sbatch, lambda *words, **more: recorded(SCRIPTS / "mpirun.sh", *words, HOSTFILE=tmp_path / "hosts", **more | {"MPIRUN": more["PROGRAM"]}))):
         folder = tmp_path / f"run{k}"
         folder.mkdir()
-        (folder / "main.jsonl").write_text('{"event":"end","step":1}\n')
-        status, text, calls = start("-x", "1", *(w.format(folder) for w in given), "-b", "1", OUTPUT=tmp_path / "none")
-        assert status == 0 and len(calls) == 1, text
+        (folder / "main.jsonl").write_text('{"event":"end","step":1}\n')  # an earlier run's
+        (tmp_path / "logs").write_text(f"#!/bin/sh\n[ $LOGS = 0 ] || echo '{{\"event\":\"end\",\"step\":2}}' >> {folder}/main.jsonl\n")
+        (tmp_path / "logs").chmod(0o755)
+        for logs in 0, 1:
+            status, text, _ = start("-x", "1", *(w.format(folder) for w in given), "-b", "1", OUTPUT=tmp_path / "none", RUN=1, PROGRAM=tmp_path / "logs", LOGS=logs)
+            assert status == 1 - logs and ("did not come to its end" in text) == (logs == 0), text
 
 
 def test_what_mpirun_is_asked(recorded, tmp_path):
