@@ -92,7 +92,7 @@ static inline int config_int(const ConfigFile *f, int object, const char *key, i
 static inline float config_float(const ConfigFile *f, int object, const char *key, double fallback) {
     double x = fallback;
     const int value = config_key(f, object, key, fallback == CONFIG_NEEDED);
-    require(value == JSON_NONE || json_double(&f->json, value, &x), "'%s': %s is not a number\ncorrect it", f->path, key);
+    require(value == JSON_NONE || (json_double(&f->json, value, &x) && isfinite((float)x)), "'%s': %s is not a number of fp32\ncorrect it", f->path, key);
     return (float)x;
 }
 static inline int config_bool(const ConfigFile *f, const char *key, int fallback) {
@@ -114,6 +114,7 @@ static inline void config_require_text(const ConfigFile *f, int object, const ch
 static inline void config_read_rope(const ConfigFile *f, Config *c) {
     int rope = config_key(f, 0, "rope_parameters", 0);
     if (rope == JSON_NONE) rope = config_key(f, 0, "rope_scaling", 0);
+    require(rope == JSON_NONE || json_is(&f->json, rope, JSON_OBJECT), "'%s': the rope settings are no object\ncorrect rope_scaling or rope_parameters, or leave them out", f->path);
     JSON_EACH(&f->json, key, rope)
         require(!json_items(&f->json, key + 1), "'%s': rope differs between layers, which is not supported\nuse a Llama or Qwen2.5 model", f->path);
     c->rope_theta = config_float(f, rope, "rope_theta", config_float(f, 0, "rope_theta", 10000));

@@ -63,6 +63,8 @@ static void test_refused(void) {
         {"MLP bias", "{" LLAMA ",\"mlp_bias\":true}", "mlp_bias is true"}, {"sliding window", "{" QWEN2 ",\"use_sliding_window\":true}", "use_sliding_window is true"},
         {"sliding window by layer", "{" QWEN2 ",\"layer_types\":[\"full_attention\",\"sliding_attention\"]}", "layer_types names 'sliding_attention'"},
         {"unknown rope scaling", "{" QWEN2 ",\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0}}", "type is 'yarn'"}, {"unknown rope type", "{" LLAMA ",\"rope_parameters\":{\"rope_type\":\"linear\",\"factor\":4.0}}", "rope_type is 'linear'"},
+        {"rope scaling by name alone", "{" LLAMA ",\"rope_scaling\":\"linear\"}", "the rope settings are no object"}, {"a list for rope scaling", "{" LLAMA ",\"rope_scaling\":[1]}", "the rope settings are no object"},
+        {"a number beyond fp32", "{" LLAMA ",\"rope_theta\":1e39}", "rope_theta is not a number of fp32"},
         {"rope scaling without a factor", "{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"llama3\"}}", "has no factor"},
         {"impossible rope scaling", "{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":4,\"high_freq_factor\":1,\"original_max_position_embeddings\":8192}}", "makes no sense"},
         {"rope by layer", "{" LLAMA ",\"rope_parameters\":{\"full_attention\":{\"rope_type\":\"default\"}}}", "rope differs between layers"},
