@@ -212,10 +212,11 @@ static inline int lock_output(const Comm *c, const char *folder, double timeout)
 static inline void find_checkpoint(Trainer *t) {
     const Options *o = &t->o;
     if (t->comm.rank == 0) {
-        if (*o->output) make_directory(o->output);  // before the long part: an unwritable folder is found now
+        if (*o->output && !forward_only(o)) make_directory(o->output);  // before the long part: an unwritable folder is found now
         if (*o->output && !forward_only(o)) t->lock = lock_output(&t->comm, o->output, o->timeout);
         const int resumed = o->resume && checkpoint_latest(o->output, t->resumed_from, sizeof t->resumed_from);
         require(resumed || !o->resume || !forward_only(o), "there is no checkpoint in '%s' to resume\nname the run's --output, or leave --resume out to use --model", o->output);
+        if (*o->output && o->evaluate) make_directory(o->output);  // a folder that --generate reads may be another's
         if (!resumed && *o->output && !forward_only(o)) checkpoint_require_fresh(o->output);  // nor would its log be left
     }
     comm_broadcast(&t->comm, t->resumed_from, sizeof t->resumed_from, 0);

@@ -316,6 +316,8 @@ def test_choices_alone_are_evaluated_by_a_preset(trainer, tmp_path):
 
 def test_nothing_to_resume_for_evaluation(trainer, tmp_path):
     fails(trainer("-o", tmp_path / "typo", "-y", "1", "--evaluate", "1"), "no checkpoint in", "typo")
+    succeeds(trainer("-o", tmp_path / "typo", "--generate", "1", "-g", "2"))
+    assert not (tmp_path / "typo").exists()  # nothing is written, so a folder that one may only read will do
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be someone else")
