@@ -34,6 +34,11 @@ static inline int generation_stream(const Generation *g, const int *tokens, int 
     return whole ? count : 0;
 }
 
+// While a group of ranks samples, maybe for longer than the time-out, the job's other ranks wait here: on a host where nobody samples the watchdog would
+// see no progress. Every rank of the job is in one of the two: those that sample say each time that they go on, and then that they are done.
+enum { GENERATE_MEETING = 32 /*tokens*/ };
+static inline void generate_elsewhere(const Comm *job) { while (comm_or(job, 0)) {} }
+
 // step: names the samples and, with --seed, decides them. Prints them, one alone as it comes if `stream`; returns the first's text.
 static inline char *generate(const Generation *g, Model *m, const Options *o, int64_t step, int stream) {
     const int S = (int)o->samples, V = m->config.vocab_size, window = g->window;
@@ -73,8 +78,10 @@ static inline char *generate(const Generation *g, Model *m, const Options *o, in
             if (id == g->eot) { length[s] = count; running--; }
         }
         count++;
+        if (i % GENERATE_MEETING == GENERATE_MEETING - 1) comm_or(&m->mesh->job, 1);
         if (stream && !length[0]) printed += generation_stream(g, tokens + printed, count - printed);
     }
+    comm_or(&m->mesh->job, 0);
     const double seconds = now_seconds() - clock, rate = made > S ? (made - S) / seconds : 0;  // the first token of each is the prompt's
     char *first = NULL;
     for (int s = 0; s < S; s++) {

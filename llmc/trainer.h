@@ -552,6 +552,7 @@ static inline void train(Trainer *t) {
         if (due(o->eval_every, step, t->steps) && !stopped) run_evaluation(t);
         const int samples = due(o->sample_every, step, t->steps) && !stopped;
         if (samples && t->mesh.dp.rank == 0) sample(t);
+        else if (samples) generate_elsewhere(&t->comm);
         if (samples) comm_align(&t->comm);  // the first group alone has met; and others wait here, not in a collective of the device, whose waits are bounded
         if (due(o->save_every, step, t->steps) || (stopped && o->save_every)) save(t);
         clock = now_seconds();

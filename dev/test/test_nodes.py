@@ -166,6 +166,17 @@ def test_two_hosts_train_as_one(train, hosts, data, tmp_path):
 
 
 @needs_mpi
+def test_a_long_sample_is_no_hang(hosts, data, tmp_path):
+    """Of another host: longer than the time-out."""
+    words = run_words(tmp_path / "run", "-e", "d2,channels=64,vocab=256,seq=256", "-d", str(4 * 32), "-x", "2", "-s", "2", "-g", "10000", "--temperature", "0", "--kv-cache", "0", "--timeout", "2",
+                      "-i", data / "train_*.bin", "-j", data / "val.bin")
+    begin = time.time()
+    text = succeeds(hosts.job(TRAINER, *words))
+    assert "(10000 tokens, " in text, text
+    print(f"{time.time() - begin:.1f} s")
+
+
+@needs_mpi
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_losing_a_rank_of_another_host(comm, hosts, how):
     job = hosts.job(COMM, "loop", TIMEOUT).wait_for("started")
