@@ -545,7 +545,7 @@ def train(o):
         if o.sample_every > 0 and (step % o.sample_every == 0 or step == steps):
             ids = trainer.sample(eot, step, known)
             text = b"".join(names[i] for i in ids).decode("utf-8", "replace") if names else " ".join(map(str, ids))
-            text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda m: f"\\x{ord(m[0]):02x}", text)  # nothing that a terminal would obey
+            text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)  # nothing that a terminal would obey
             print(f"---- sample of step {step} ({len(ids)} tokens)\n{text}\n----", flush=True)
             log("sample", step, text=text)
         if o.output and o.save_every > 0 and (step % o.save_every == 0 or step == steps):
