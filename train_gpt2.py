@@ -290,8 +290,12 @@ def as_file(model, tensors):
     return {p.name: (tensors[p.name].T if p.transposed else tensors[p.name]).detach().cpu().contiguous() for p in model.table}
 
 def save_tensors(tensors, path):
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
-    save_file(tensors, path + ".tmp", {"format": "pt"})
+    try:
+        save_file(tensors, path + ".tmp", {"format": "pt"})
+    except SafetensorError as e:
+        raise OSError(0, str(e), path) from None
     os.replace(path + ".tmp", path)  # a killed run leaves no half file under the real name
 
 def write_weights(model, folder, dtype=torch.float32):
@@ -303,7 +307,7 @@ def write_weights(model, folder, dtype=torch.float32):
 
 @torch.no_grad()
 def load_weights(model, folder):
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     index, files = os.path.join(folder, "model.safetensors.index.json"), ["model.safetensors"]
     if os.path.exists(index):
         with open(index) as f:
@@ -311,7 +315,11 @@ def load_weights(model, folder):
     missing = {p.name: p for p in model.table}
     for path in (os.path.join(folder, name) for name in files):
         require(os.path.exists(path), f"'{path}' does not exist", "name a folder with config.json and model.safetensors")
-        with safe_open(path, "pt") as f:
+        try:
+            opened = safe_open(path, "pt")
+        except SafetensorError as e:
+            require(False, f"'{path}': {e}", "it is damaged: make or download it again")
+        with opened as f:
             for name in f.keys():
                 full = name if name in missing else "transformer." + name  # the hub's gpt2 leaves the prefix out
                 if (p := missing.pop(full, None)) is None:

@@ -581,6 +581,11 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
             ref.train(options(**{"train_data": text_shards[1], "val_data": text_shards[3], "model": "d1,channels=64,seq=32", "batch_size": 2, "seq_len": 32, "max_steps": 1} | changes))
         err = capsys.readouterr().err
         assert e.value.code == 1 and words in err and "hint:" in err, changes
+    ref.write_weights(small_model("d1,channels=64,heads=2,vocab=256,seq=32"), str(tmp_path / "cut"))
+    os.truncate(tmp_path / "cut/model.safetensors", 3000)
+    with pytest.raises(SystemExit):
+        ref.make_model(str(tmp_path / "cut"), 0)
+    assert "it is damaged" in capsys.readouterr().err
     for arguments in (["--schedule", "step"], ["--batch-size", "0"], ["--max-steps", "0"], ["--batchsize", "3"], ["--learning-rate", "fast"], ["--learning-rate", "nan"], ["--max-steps", "-5"], ["--seed", "-1"], ["--overfit", "2"],
                       ["--evaluate", "--val-data", ""], ["--total-batch", str((1 << 40) + 1)]):
         with pytest.raises(SystemExit) as e:
