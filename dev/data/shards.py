@@ -435,7 +435,10 @@ class Job:
 def write_tokenizer(tokenizer, folder, overwrite):
     path = os.path.join(folder, "tokenizer.bin")
     try:
-        if os.path.exists(path) and read_tokenizer(path)[1] != tokenizer.tokens and not overwrite:
+        there = os.path.exists(path) and read_tokenizer(path)
+        if there == (KINDS[tokenizer.kind], tokenizer.tokens):
+            return
+        if there and there[1] != tokenizer.tokens and not overwrite:
             die(f"'{folder}' holds the tokenizer.bin of another tokenizer", "one folder, one tokenizer: name another --output, or add --overwrite")
     except ValueError:
         pass  # a damaged one is replaced
@@ -455,6 +458,7 @@ def begin(job, ranks, workers):
     """What rank 0 decides for all: the tokenizer and the chunks; None if there is nothing to do."""
     make_folder(job.args.output)
     if job.resume():
+        write_tokenizer(job.tokenizer, job.args.output, False)  # it may have been lost since
         print(f"{job.prefix}_*.bin are up to date")
         return None
     write_tokenizer(job.tokenizer, job.args.output, job.args.overwrite)

@@ -244,6 +244,8 @@ def main():
             print(f"  {name}" + (f"  ({log.relative_to(ROOT)})" if log else ""))
     print(f"\n{time.time() - begin:.0f} s on {CORES} cores")
     print(f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
+    if not any(totals.values()):
+        sys.exit(f"error: no test has {' or '.join(args.only)} in its name\n  hint: names are those of files in dev/test, and of the builds that a whole run lists")
     sys.exit(1 if totals["failed"] else 0)
 
 

@@ -241,6 +241,11 @@ def test_what_was_missing_is_looked_for_again(tmp_path, monkeypatch):
     assert doctor.host_compiler(tmp_path)[3]
 
 
+def test_a_run_of_no_test_is_no_success():
+    run = subprocess.run([sys.executable, "dev/test/run_tests.py", "--only", "no_such_test"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1 and "no test has no_such_test in its name" in run.stderr
+
+
 def test_cuda_targets_without_a_toolkit_say_so(tmp_path):
     tree = copy_tree(tmp_path)
     (tree / "dev/doctor.py").write_text("import sys; open(sys.argv[2], 'w').write('CC := gcc\\nGPUS := 0\\nCUDA_OFF := no nvcc\\n')")

@@ -259,7 +259,8 @@ def test_repeated_and_changed_runs(corpus, tmp_path):
     args = ["--input", corpus, "--output", tmp_path / "out", "--shard-tokens", 50000]
     prepare(*args)
     first, before = bits(tmp_path / "out"), os.stat(shards(tmp_path / "out", "train")[0]).st_mtime_ns
-    assert "up to date" in prepare(*args)
+    (tmp_path / "out/tokenizer.bin").unlink()
+    assert "up to date" in prepare(*args) and bits(tmp_path / "out") == first  # the tokenizer is there again
     assert os.stat(shards(tmp_path / "out", "train")[0]).st_mtime_ns == before
     prepare(*args, "--seed", 7, fails="was made with another seed")
     (corpus / "file0.txt").write_text("changed")
