@@ -19,6 +19,7 @@
 #include "hf_weights.h"
 
 #include <dirent.h>
+#include <sys/file.h>
 #include <sys/syscall.h>
 
 enum { STATE_FORMAT = 1, STATE_WINDOW = 128 };
@@ -42,6 +43,13 @@ typedef struct {
 static inline const char *state_option(const TrainState *s, const char *name) {
     for (int i = 0; i < s->num_options; i++) if (strcmp(s->options[i].name, name) == 0) return s->options[i].value;
     return NULL;
+}
+// The checkpoint's place in the data, in rows of `seq_len` tokens.
+static inline int64_t state_row(const TrainState *s, int64_t seq_len) {
+    const char *before = state_option(s, "seq-len");
+    const int64_t T = before ? atoll(before) : 0;
+    if (T < 1 || T == seq_len) return s->row;
+    return s->row > INT64_MAX / T ? -1 : s->row * T / seq_len;
 }
 static inline void state_set_option(TrainState *s, const char *name, const char *value) {
     int i = 0;
@@ -178,6 +186,24 @@ static inline int checkpoint_latest(const char *output, char *folder, size_t siz
     require(found || count <= 0, "none of the %d checkpoints in '%s' is whole\nrestore one or start anew in another folder", count, output);
     free_names(names, count);
     return found;
+}
+// One job at a time trains into a folder: two would write over each other's log and into each other's checkpoints. The lock is the kernel's and
+// ends with the process, however that ends; where a file system has no locks, nothing is held. A file server keeps those of a host that was lost
+// until its lease is over (90 s of NFS): a job on several hosts, which may have been started again because of that, waits.
+static inline int checkpoint_lock(const Comm *c, const char *folder, double timeout) {
+    const int most = c->local_world == c->world ? 0 : timeout > 0 && timeout < 60 ? (int)(2 * timeout) : 120;  // seconds
+    char *path = st_text(folder, "/", "main.jsonl");
+    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    require(fd >= 0, "cannot open '%s': %s\nname another --output folder, or make this one writable", path, strerror(errno));
+    for (int waited = 0; flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; waited++) {
+        require(waited < most, "another run writes to '%s'\nend it first, or name another folder with --output", folder);
+        if (waited == 0) printf("waiting up to %d s: another run, or one whose host was lost, holds '%s'\n", most, folder);
+        fflush(stdout);
+        watchdog_beat(PHASE_START, -1);
+        sleep(1);
+    }
+    free(path);
+    return fd;
 }
 // For a run that does not resume: its checkpoints must not mix with those of an earlier one.
 static inline void checkpoint_require_fresh(const char *output) {

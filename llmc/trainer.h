@@ -13,8 +13,6 @@
 #include "schedule.h"
 #include "tokenizer.h"
 
-#include <sys/file.h>
-
 typedef struct {
     Options o;
     Comm comm;               // the job
@@ -190,30 +188,12 @@ static inline void report_changed_options(const Trainer *t) {
     }
 }
 
-// One job at a time trains into a folder: two would write over each other's log and into each other's checkpoints. The lock is the kernel's and
-// ends with the process, however that ends; where a file system has no locks, nothing is held. A file server keeps those of a host that was lost
-// until its lease is over (90 s of NFS): a job on several hosts, which may have been started again because of that, waits.
-static inline int lock_output(const Comm *c, const char *folder, double timeout) {
-    const int most = c->local_world == c->world ? 0 : timeout > 0 && timeout < 60 ? (int)(2 * timeout) : 120;  // seconds
-    char *path = st_text(folder, "/", "main.jsonl");
-    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-    require(fd >= 0, "cannot open '%s': %s\nname another --output folder, or make this one writable", path, strerror(errno));
-    for (int waited = 0; flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; waited++) {
-        require(waited < most, "another run writes to '%s'\nend it first, or name another folder with --output", folder);
-        if (waited == 0) printf("waiting up to %d s: another run, or one whose host was lost, holds '%s'\n", most, folder);
-        fflush(stdout);
-        watchdog_beat(PHASE_START, -1);
-        sleep(1);
-    }
-    free(path);
-    return fd;
-}
 // Rank 0 looks, so that no two ranks see different folders.
 static inline void find_checkpoint(Trainer *t) {
     const Options *o = &t->o;
     if (t->comm.rank == 0) {
         if (*o->output && !forward_only(o)) make_directory(o->output);  // before the long part: an unwritable folder is found now
-        if (*o->output && !forward_only(o)) t->lock = lock_output(&t->comm, o->output, o->timeout);
+        if (*o->output && !forward_only(o)) t->lock = checkpoint_lock(&t->comm, o->output, o->timeout);
         const int resumed = o->resume && checkpoint_latest(o->output, t->resumed_from, sizeof t->resumed_from);
         require(resumed || !o->resume || !forward_only(o), "there is no checkpoint in '%s' to resume\nname the run's --output, or leave --resume out to use --model", o->output);
         if (*o->output && o->evaluate) make_directory(o->output);  // a folder that --generate reads may be another's
@@ -247,13 +227,6 @@ static inline void handshake(const Trainer *t) {
     free(config);
 }
 
-// The checkpoint's place in the data, in rows of this run's length.
-static inline int64_t row_of_state(const Trainer *t) {
-    const char *before = state_option(&t->state, "seq-len");
-    const int64_t T = before ? atoll(before) : 0;
-    if (T < 1 || T == t->o.seq_len) return t->state.row;
-    return t->state.row > INT64_MAX / T ? -1 : t->state.row * T / t->o.seq_len;
-}
 static inline void load_or_init(Trainer *t) {
     watchdog_beat(PHASE_LOAD, -1);
     if (*t->resumed_from && forward_only(&t->o)) {
@@ -261,7 +234,7 @@ static inline void load_or_init(Trainer *t) {
     } else if (*t->resumed_from) {
         checkpoint_load(&t->model, t->resumed_from, &t->state);
         report_changed_options(t);
-        if (t->train.num_shards && !t->o.overfit) dataloader_seek(&t->train, t->state.epoch, row_of_state(t));  // --overfit takes the first batch, always
+        if (t->train.num_shards && !t->o.overfit) dataloader_seek(&t->train, t->state.epoch, state_row(&t->state, t->o.seq_len));  // --overfit takes the first batch, always
     } else {
         if (is_directory(t->o.model)) model_load_weights(&t->model, t->o.model);
         else init_weights(&t->model, (uint64_t)t->o.seed);
