@@ -61,6 +61,17 @@ static inline void gpu_require_code(const cudaDeviceProp *prop) {
             prop->major, prop->minor, cudaGetErrorString(status), prop->major, prop->minor, prop->major == 9 ? "a" : "");
     cuda_check(status, "cudaFuncGetAttributes", __FILE__, __LINE__);
 }
+// The device with this id; -1 where this process is not shown it.
+static inline int gpu_find(const cudaUUID_t *id) {
+    int devices = 0;
+    cudaDeviceProp prop;
+    cudaCheck(cudaGetDeviceCount(&devices));
+    for (int d = 0; d < devices; d++) {
+        cudaCheck(cudaGetDeviceProperties(&prop, d));
+        if (memcmp(&prop.uuid, id, sizeof prop.uuid) == 0) return d;
+    }
+    return -1;
+}
 static inline Gpu gpu_open(int local_rank) {
     Gpu g;
     memset(&g, 0, sizeof g);

@@ -73,7 +73,7 @@ INT(timing, "timing", "", 0, 0, 1 << 30, "print where the time goes, of every N-
 INT(threads, "threads", "", 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
 FLT(timeout, "timeout", "", 300, 0, 1e9, "seconds without progress after which every rank reports and ends (0: never; 4 times as long until the first step is done)") \
 INT(zero_stage, "zero-stage", "z", 0, 0, 3, "shard optimiser states over ranks: 0 no, 1 yes (2 and 3 are not built yet)") \
-INT(dp_overlap, "dp-overlap", "", -1, -1, 1, "on GPUs: reduce gradients 1 under backward, 0 at once after it (-1: at once over NVLink, if a rank's micro-step has 16384 tokens)") \
+INT(dp_overlap, "dp-overlap", "", -1, -1, 1, "on GPUs: reduce gradients 1 under backward, 0 at once after it (-1: at once over NVLink, if a rank's micro-step has 16384 tokens, in fp32 twice that)") \
 INT(tp, "tp", "", 1, 1, 128, "tensor parallelism: N neighbouring ranks hold one model together") \
 INT(tp_overlap, "tp-overlap", "", -1, -1, 1, "on GPUs: tensor-parallel ranks exchange rows while they multiply: 0 no, 1 always (-1: where it was measured faster)") \
 STR(reduce_dtype, "reduce-dtype", "", "bf16", "what ranks add gradients in, on GPUs: bf16, or fp32 for one rounding in all (twice the bytes)") \

@@ -46,7 +46,7 @@ enum {
 };
 // Where one kind of all-reduce gives way to the next, in bytes. Of n bytes lines send 2 (W - 1) n and one shot (W - 1) n, with a fence and a flag:
 // the first constant is what is sent meanwhile. Two shots send 2 (W - 1) / W n and meet twice, and add less: the second is what is sent during a
-// meeting, the third where adding decides. Measured on two and four GPUs (dev/bench/h200_2026-11-22_x4.md), from there for more by these counts.
+// meeting, the third where adding decides. Measured on two and four GPUs (dev/bench/h200_2026-11-22_tp.md, _x4.md), from there for more by these counts.
 enum { P2P_LINES_SENT = 192 << 10, P2P_ONE_SHOT_MEETING = 640 << 10, P2P_ONE_SHOT_MOST = 2 << 20 };
 static inline size_t p2p_lines_bytes(int world) { return (size_t)P2P_LINES_SENT / (size_t)(world - 1) / 16 * 16; }
 static inline size_t p2p_one_shot_bytes(int world) {
@@ -487,9 +487,7 @@ static inline int p2p_agree(const P2p *p, const P2pCard *mine, P2pCard *all, cha
 inline bool p2p_one_gpu = false;
 // Whether this rank's GPU may reach the others'. Those that this process is not shown are left to cudaIpc, which knows them all the same.
 static inline void p2p_reach(const P2p *p, const P2pCard *all, P2pCard *mine) {
-    int devices = 0, device, can = 1;
-    cudaDeviceProp prop;
-    cudaCheck(cudaGetDeviceCount(&devices));
+    int device, can = 1;
     cudaCheck(cudaGetDevice(&device));
     for (int r = 0; r < p->view.world; r++) {
         const int me = p2p_job_rank(p, p->view.rank), other = p2p_job_rank(p, r);
@@ -498,11 +496,9 @@ static inline void p2p_reach(const P2p *p, const P2pCard *all, P2pCard *mine) {
         else if (!p2p_one_gpu && memcmp(&all[r].gpu, &mine->gpu, sizeof mine->gpu) == 0) snprintf(mine->why, sizeof mine->why, "ranks %d and %d have the same GPU", me, other);
         else if (all[r].max_bytes != mine->max_bytes)
             snprintf(mine->why, sizeof mine->why, "ranks %d and %d have workspaces for %zu and %zu bytes", me, other, mine->max_bytes, all[r].max_bytes);
-        for (int d = 0; d < devices && !*mine->why; d++) {
-            if (d == device) continue;
-            cudaCheck(cudaGetDeviceProperties(&prop, d));
-            if (memcmp(&prop.uuid, &all[r].gpu, sizeof prop.uuid) != 0) continue;
-            cudaCheck(cudaDeviceCanAccessPeer(&can, device, d));
+        const int peer = *mine->why ? -1 : gpu_find(&all[r].gpu);
+        if (peer >= 0 && peer != device) {
+            cudaCheck(cudaDeviceCanAccessPeer(&can, device, peer));
             if (!can) snprintf(mine->why, sizeof mine->why, "the GPU of rank %d cannot access that of rank %d (cudaDeviceCanAccessPeer)", me, other);
         }
     }

@@ -42,19 +42,16 @@ static inline size_t zero_largest_unit(const ParamTable *t) {
 // Whether NVLink joins the GPUs of all ranks, in every such group of the job: atomics are native over nothing else. 0 as well where ranks are not shown
 // each other's GPUs. (Groups that differ would begin unequally many collectives, by whose number the watchdog knows who is behind.)
 static inline int zero_linked(const Comm *comm, const Comm *job) {
-    int devices, device, apart = 0;
+    int device, apart = 0;
     cudaDeviceProp prop;
     cudaUUID_t *all = (cudaUUID_t *)malloc_or_die((size_t)comm->world * sizeof(cudaUUID_t));
     cudaCheck(cudaGetDevice(&device));
-    cudaCheck(cudaGetDeviceCount(&devices));
     cudaCheck(cudaGetDeviceProperties(&prop, device));
     comm_gather_all(comm, &prop.uuid, sizeof prop.uuid, all);
     for (int r = 0; r < comm->world; r++) {
+        const int peer = r == comm->rank ? -1 : gpu_find(&all[r]);
         int linked = r == comm->rank;
-        for (int d = 0; d < devices && !linked; d++) {
-            cudaCheck(cudaGetDeviceProperties(&prop, d));
-            if (d != device && memcmp(&prop.uuid, &all[r], sizeof prop.uuid) == 0) cudaCheck(cudaDeviceGetP2PAttribute(&linked, cudaDevP2PAttrNativeAtomicSupported, device, d));
-        }
+        if (peer >= 0 && peer != device) cudaCheck(cudaDeviceGetP2PAttribute(&linked, cudaDevP2PAttrNativeAtomicSupported, device, peer));
         apart |= !linked;
     }
     free(all);
