@@ -6,12 +6,14 @@
 #include "backend.h"
 #include "eval_set.h"
 #include "logger.h"
+#include "stop.h"
 
 typedef struct {
     int B, T, has_val, num_sets;
     int64_t val_batches;     // in a validation loss, of each rank; -1: the whole set
     DataLoader val;          // if has_val
     EvalSet *sets;           // multiple choice
+    int stopped;             // a signal came: what was counted is no result
 } Evaluation;
 
 typedef struct { double loss, bpb; } ValScore;  // nats a token; bits a byte, NAN without a tokenizer
@@ -81,6 +83,20 @@ static inline uint64_t evaluation_hash(const Evaluation *e, uint64_t hash) {
     return hash;
 }
 
+// ---- ends early
+
+// Before each batch: a job that is told to stop has seconds, and an evaluation may have an hour. The ranks of a tensor-parallel group end at one batch.
+static inline int evaluation_goes_on(Evaluation *e, const Model *m) {
+    watchdog_beat(PHASE_EVALUATE, -1);
+    if (!e->stopped) e->stopped = comm_or(&m->mesh->tp, stop_signal != 0);
+    return !e->stopped;
+}
+// After the last: all ranks come to know whether any of them ended early.
+static inline void evaluation_meet(Evaluation *e, const Model *m) {
+    if (m->mesh->tp.world > 1) comm_align(&m->mesh->job);  // groups had unequally many batches
+    e->stopped = comm_or(&m->mesh->job, e->stopped);
+}
+
 // ---- validation set
 
 // Over the first sequences of the validation set: every token counts once, whatever the batch size. Ranks share them. Bits per
@@ -92,9 +108,8 @@ static inline ValScore validation_score(Evaluation *e, Model *m, const Tokenizer
     float *losses = (float *)malloc_or_die((size_t)B * T * sizeof(float));
     double sum = 0;
     dataloader_reset(&e->val);
-    for (int64_t row = 0; row < rows; row += step) {
+    for (int64_t row = 0; row < rows && evaluation_goes_on(e, m); row += step) {
         const int64_t left = rows - row - (int64_t)m->mesh->dp.rank * B, counted = left < 0 ? 0 : left < B ? left : B;  // the last batch may run on into the next epoch
-        watchdog_beat(PHASE_EVALUATE, -1);
         dataloader_next(&e->val);
         if (row + step < rows) dataloader_read_ahead(&e->val);
         model_losses(m, e->val.inputs, e->val.targets, T, losses);
@@ -102,6 +117,7 @@ static inline ValScore validation_score(Evaluation *e, Model *m, const Tokenizer
         for (int64_t i = 0; i < counted * T && tokenizer; i++) bytes += tokenizer_bytes(tokenizer, e->val.targets[i]);
     }
     free(losses);
+    evaluation_meet(e, m);
     const double total = comm_sum(&m->mesh->dp, sum), text = comm_sum(&m->mesh->dp, (double)bytes);
     const ValScore r = {total / ((double)rows * T), text > 0 ? total / log(2) / text : NAN};
     return r;
@@ -112,19 +128,19 @@ static inline ValScore validation_score(Evaluation *e, Model *m, const Tokenizer
 // Rows that wait for the model: as many as make up its B * T tokens.
 typedef struct { Model *m; int T, rows, filled, *inputs, *targets, *choice; float *losses; } ChoiceBatch;
 
-static inline void choice_flush(ChoiceBatch *b, double *sums) {
+static inline void choice_flush(ChoiceBatch *b, Evaluation *e, double *sums) {
     if (b->filled == 0) return;
     const size_t used = (size_t)b->filled * b->T, all = (size_t)b->rows * b->T;
-    watchdog_beat(PHASE_EVALUATE, -1);
+    b->filled = 0;
+    if (!evaluation_goes_on(e, b->m)) return;
     memset(b->inputs + used, 0, (all - used) * sizeof(int));
     memset(b->targets + used, -1, (all - used) * sizeof(int));
     model_losses(b->m, b->inputs, b->targets, b->T, b->losses);
     for (size_t i = 0; i < used; i++) sums[b->choice[i / (size_t)b->T]] += b->losses[i];  // 0 where nothing is scored
-    b->filled = 0;
 }
 // sums[choice]: the loss of its ending, for the examples of this rank: every world-th. Rows of up to T/2, T/4, ... tokens go by
 // themselves, more of them at a time: most questions are much shorter than T. A row's length alone decides about its company.
-static inline void choice_losses(const Evaluation *e, const EvalSet *s, Model *m, double *sums) {
+static inline void choice_losses(Evaluation *e, const EvalSet *s, Model *m, double *sums) {
     enum { SHORTEST = 16 };
     const size_t N = (size_t)e->B * e->T;
     ChoiceBatch b = {m, e->T, e->B, 0, (int *)malloc_or_die(N * sizeof(int)), (int *)malloc_or_die(N * sizeof(int)), (int *)malloc_or_die(N * sizeof(int)), (float *)malloc_or_die(N * sizeof(float))};
@@ -135,9 +151,9 @@ static inline void choice_losses(const Evaluation *e, const EvalSet *s, Model *m
             if (s->choices[k].example % m->mesh->dp.world != m->mesh->dp.rank || length > b.T || (!last && length <= b.T / 2)) continue;
             eval_row(s, k, b.T, b.inputs + (size_t)b.filled * b.T, b.targets + (size_t)b.filled * b.T);
             b.choice[b.filled++] = k;
-            if (b.filled == b.rows) choice_flush(&b, sums);
+            if (b.filled == b.rows) choice_flush(&b, e, sums);
         }
-        choice_flush(&b, sums);
+        choice_flush(&b, e, sums);
     }
     free(b.inputs); free(b.targets); free(b.choice); free(b.losses);
 }
@@ -148,7 +164,7 @@ static inline int choice_is_right(const EvalExample *x, const double *measure) {
     for (int c = 1; c < x->num_choices; c++) if (measure[c] < measure[best]) best = c;
     return best == x->label;
 }
-static inline ChoiceScore choice_score(const Evaluation *e, const EvalSet *s, Model *m) {
+static inline ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
     double *sums = (double *)calloc_or_die((size_t)s->num_choices * sizeof(double)), total[5] = {0};  // right by each measure; loss and tokens of right choices
     choice_losses(e, s, m, sums);
     for (int i = m->mesh->dp.rank; i < s->num_examples; i += m->mesh->dp.world) {
@@ -165,7 +181,7 @@ static inline ChoiceScore choice_score(const Evaluation *e, const EvalSet *s, Mo
         total[3] += sum[x->label];
         total[4] += choices[x->label].length;
     }
-    if (m->mesh->tp.world > 1) comm_align(&m->mesh->job);  // groups had unequally many rows
+    evaluation_meet(e, m);
     for (int k = 0; k < 5; k++) total[k] = comm_sum(&m->mesh->dp, total[k]);
     free(sums);
     ChoiceScore r = {total[0] / s->num_examples, total[1] / s->num_examples, s->choices->characters ? total[2] / s->num_examples : NAN, total[3] / total[4]};
@@ -174,12 +190,13 @@ static inline ChoiceScore choice_score(const Evaluation *e, const EvalSet *s, Mo
 
 // ---- everything
 
-// After `step` optimiser steps and `tokens`. tokenizer: of the data, or NULL.
+// After `step` optimiser steps and `tokens`. tokenizer: of the data, or NULL. What a signal ends is not reported.
 static inline void evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, int64_t step, int64_t tokens) {
     FILE *f;
     if (e->has_val) {
         const double begin = now_seconds();
         const ValScore v = validation_score(e, m, tokenizer);
+        if (e->stopped) return;
         printf("eval %6lld | val loss %.4f", (long long)step, v.loss);
         if (!isnan(v.bpb)) printf(" | %.4f bits/byte", v.bpb);
         printf(" | %.1f s\n", now_seconds() - begin);
@@ -195,6 +212,7 @@ static inline void evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer,
         const EvalSet *s = &e->sets[i];
         const double begin = now_seconds();
         const ChoiceScore c = choice_score(e, s, m);
+        if (e->stopped) return;
         printf("eval %6lld | %s acc %.4f, by token %.4f", (long long)step, s->name, c.acc, c.acc_norm);
         if (!isnan(c.acc_char)) printf(", by character %.4f", c.acc_char);
         printf(" of %d | loss %.4f | %.1f s\n", s->num_examples, c.loss, now_seconds() - begin);

@@ -11,6 +11,7 @@
 #include "generate.h"
 #include "gpu_monitor.h"
 #include "schedule.h"
+#include "stop.h"
 #include "tokenizer.h"
 
 typedef struct {
@@ -35,28 +36,6 @@ typedef struct {
     double step_seconds;     // smoothed time of a step; starts with the second one, since the first also warms up
     int steps_timed;
 } Trainer;
-
-// SIGTERM or SIGUSR1 (preemption): save and end after this step. The same one again ends the process at once, but not within a second:
-// timeout(1) and launchers signal a process and its group, which comes twice. Runs that only go forward have nothing to save and end as ever.
-static volatile sig_atomic_t stop_signal;
-static inline void on_stop_signal(int number) {
-    static volatile double first[NSIG];
-    const double now = now_seconds();
-    if (first[number] == 0) first[number] = now;
-    stop_signal = number;
-    if (now - first[number] < 1) return;
-    signal(number, SIG_DFL);
-    raise(number);
-}
-static inline void catch_signals(int forward_only) {
-    struct sigaction a;
-    memset(&a, 0, sizeof a);
-    a.sa_handler = on_stop_signal;
-    a.sa_flags = SA_RESTART;
-    if (!forward_only) sigaction(SIGTERM, &a, NULL);
-    if (!forward_only) sigaction(SIGUSR1, &a, NULL);
-    signal(SIGXFSZ, SIG_IGN);  // a file size limit is an error of write, with a message
-}
 
 // ---- set-up
 
@@ -511,7 +490,10 @@ static inline void train(Trainer *t) {
     const Options *o = &t->o;
     const int64_t first = t->state.step;
     int stopped = 0;
-    if (o->eval_every > 0 && t->state.step % o->eval_every == 0) run_evaluation(t);
+    if (due(o->eval_every, t->state.step, t->steps)) {
+        run_evaluation(t);
+        stopped = agree(t);
+    }
     double clock = now_seconds();
     while (t->state.step < t->steps && !stopped) {
         train_step(t, &clock);
@@ -522,11 +504,17 @@ static inline void train(Trainer *t) {
         }
         if (o->log_gpu_every > 0 && step % o->log_gpu_every == 0 && t->comm.rank == 0) report_gpu(t);
         stopped = agree(t);
-        if (due(o->eval_every, step, t->steps) && !stopped) run_evaluation(t);
+        if (due(o->eval_every, step, t->steps) && !stopped) {
+            run_evaluation(t);
+            stopped = agree(t);
+        }
         const int samples = due(o->sample_every, step, t->steps) && !stopped;
         if (samples && t->mesh.dp.rank == 0) sample(t);
         else if (samples) generate_elsewhere(&t->comm);
-        if (samples) comm_align(&t->comm);  // the first group alone has met; and others wait here, not in a collective of the device, whose waits are bounded
+        if (samples) {
+            comm_align(&t->comm);  // the first group alone has met; and others wait here, not in a collective of the device, whose waits are bounded
+            stopped = agree(t);
+        }
         if (due(o->save_every, step, t->steps) || (stopped && o->save_every)) save(t);
         clock = now_seconds();
     }

@@ -444,6 +444,36 @@ def test_a_signal_saves_and_stops(train, tmp_path, number, to):
     assert f"step {saved[0] + 1:6d}/" in text
 
 
+@pytest.fixture(scope="session")
+def endless(data):
+    """Options of what takes minutes between two steps: a validation set, questions, a sample."""
+    (data / "long.bin").write_bytes(struct.pack("<256i", 20240520, 1, 1 << 24, 256, 1, *[0] * 251) + bytes(2 << 24))
+    count, words = 1 << 16, [65535, 68, 0, 0, 2, 24, *range(24), 1, 4, 1, 5]
+    questions = np.tile(np.array(words, np.uint16), (count, 1))
+    questions[:, 2] = range(count)
+    (data / "questions.bin").write_bytes(struct.pack("<256i", 20240522, 1, count, 68, *[0] * 252) + questions.tobytes())
+    return {"loss": ["-v", "3", "-m", "-1", "-j", "long.bin"], "questions": ["-v", "3", "-j", "", "--choice-data", "questions.bin"], "sample": ["-s", "3", "-g", str(1 << 20), "--temperature", "0"]}
+
+
+@pytest.mark.parametrize("what", ["loss", "questions", "sample"])
+@pytest.mark.parametrize("ranks, tp", [(0, 1), (3, 1), (4, 2)])
+def test_a_signal_between_steps(train, tmp_path, endless, what, ranks, tp):
+    """What takes long ends early and counts for nothing; the run goes on as if nothing had been."""
+    options = ["-e", "d2,channels=64,heads=4,vocab=256,seq=32", "--tp", tp]
+    succeeds(train(ranks, "straight", *options, "-x", "5", "-n", "5"))
+    succeeds(train(ranks, "run", *options, "-x", "2", "-n", "2"))
+    job = train(ranks, "run", *options, *endless[what], "-x", "100", "-n", "100", "-y", "1").wait_for("step      3/")
+    time.sleep(0.5)
+    os.kill(job.process.pid, signal.SIGUSR1)
+    begin = time.time()
+    text = succeeds(job, 20)
+    print(f"ended after {time.time() - begin:.1f} s")
+    assert "stopped by User defined signal 1 after step 3; --resume 1 goes on" in text and "eval      3" not in text, text
+    assert steps_saved(tmp_path / "run")[-1] == 3 and not events(tmp_path / "run", "eval") + events(tmp_path / "run", "eval_choice")
+    succeeds(train(ranks, "run", *options, "-x", "5", "-y", "1", "-n", "5"))
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight") and checkpoint(tmp_path / "run", 5) == checkpoint(tmp_path / "straight", 5)
+
+
 def test_sigterm_to_the_launcher(train, tmp_path):
     """mpirun then ends its ranks, whether they have saved or not: the job is over, and the newest whole checkpoint loads."""
     job = train(3, "run", *LONG, "-n", "5").wait_for("checkpoint ")

@@ -1,0 +1,31 @@
+// Signals that ask a run to save and end. Steps look after each one; what lasts longer, evaluation and samples, looks in between.
+#ifndef LLMC_STOP_H
+#define LLMC_STOP_H
+
+#include <signal.h>
+
+#include "utils.h"
+
+// SIGTERM or SIGUSR1 (preemption): save and end. The same one again ends the process at once, but not within a second:
+// timeout(1) and launchers signal a process and its group, which comes twice. Runs that only go forward have nothing to save and end as ever.
+static volatile sig_atomic_t stop_signal;
+static inline void on_stop_signal(int number) {
+    static volatile double first[NSIG];
+    const double now = now_seconds();
+    if (first[number] == 0) first[number] = now;
+    stop_signal = number;
+    if (now - first[number] < 1) return;
+    signal(number, SIG_DFL);
+    raise(number);
+}
+static inline void catch_signals(int forward_only) {
+    struct sigaction a;
+    memset(&a, 0, sizeof a);
+    a.sa_handler = on_stop_signal;
+    a.sa_flags = SA_RESTART;
+    if (!forward_only) sigaction(SIGTERM, &a, NULL);
+    if (!forward_only) sigaction(SIGUSR1, &a, NULL);
+    signal(SIGXFSZ, SIG_IGN);  // a file size limit is an error of write, with a message
+}
+
+#endif
