@@ -181,6 +181,9 @@ static void call_all(const Case *c) {
     if (group.calls % 50000 == 0) { printf("   %llu collectives on %d ranks\n", (unsigned long long)group.calls, group.world); fflush(stdout); }
 }
 
+// The most elements that a call of a kind takes.
+static size_t longest(const P2p *p, P2pKind kind, int wide) { return p2p_limit(p, kind) / (wide ? sizeof(float) : sizeof(bf16)) / (kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world); }
+
 static double draw(void) { return rand_uniform(ladder.seed, 77, ladder.draws++); }
 // Any kind and type, sizes evenly by their logarithm up to `most_bytes`, half of them on 16 bytes.
 static Case random_case(size_t most_bytes) {
@@ -245,8 +248,9 @@ static void check_kinds(void) {
     ladder_case("%d ranks, against the host", group.world);
     for (int kind = 0; kind < P2P_KINDS; kind++)
         for (int wide = 0; wide < 2; wide++)
-            for (size_t count : {1, 2, 7, 8, 9, 1000, 4099, 16384}) {
-                const Case c = {(P2pKind)kind, wide, count == 1000 || count == 16384 ? 0 : (int)(count % SHIFTS), count, kind == P2P_ALL_GATHER && count % 2, -1, 0};
+            for (size_t asked : {1, 2, 7, 8, 9, 1000, 4099, 16384}) {
+                const size_t most = longest(&group.members[0].p2p, (P2pKind)kind, wide), count = std::min(asked, most);
+                const Case c = {(P2pKind)kind, wide, asked == 1000 || asked == 16384 ? 0 : (int)(count % SHIFTS), count, kind == P2P_ALL_GATHER && count % 2, -1, 0};
                 if (wide) check_on_host<float>(&c); else check_on_host<bf16>(&c);
                 buffers_free();
             }
@@ -275,7 +279,7 @@ static void check_limits(void) {
     const P2p *p = &group.members[0].p2p;
     for (int kind = 0; kind < P2P_KINDS; kind++)
         for (int wide = 0; wide < 2; wide++) {
-            const size_t most = p2p_limit(p, (P2pKind)kind) / (wide ? 4 : 2) / (kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world), size = wide ? 4 : 2;
+            const size_t most = longest(p, (P2pKind)kind, wide), size = wide ? sizeof(float) : sizeof(bf16);
             for (size_t count : {most, most - 1, most - 16, most / 2 + 1, (size_t)group.world * 16 / size, (size_t)group.world * 16 / size + 1}) {
                 const Case c = {(P2pKind)kind, wide, (int)(count % 2), count, kind == P2P_ALL_GATHER && count % 2, -1, 0};
                 call_all(&c);
@@ -516,6 +520,7 @@ int main(int argc, char **argv) {
     group.comm = comm_open(&argc, &argv, 0);
     require(group.comm.world <= P2P_RANKS && only <= P2P_RANKS && (only == 0 || only > 1), "%d ranks\n2 to %d", only ? only : group.comm.world, P2P_RANKS);
     if (group.comm.rank > 0) require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\nis /dev mounted?", strerror(errno));
+    comm_use_cores(&group.comm, 0);
     if (how && others == 1) rest[others++] = (char *)"--check";
     ladder_open("p2p", others, rest, group.comm.local_rank);
     comm_broadcast(&group.comm, &ladder.seed, sizeof ladder.seed, 0);

@@ -382,6 +382,7 @@ int main(int argc, char **argv) {
     }
     group.comm = comm_open(&argc, &argv, 0);
     if (group.comm.rank > 0) require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\nis /dev mounted?", strerror(errno));
+    comm_use_cores(&group.comm, 0);
     ladder_open("tp", argc, argv, group.comm.local_rank);
     comm_broadcast(&group.comm, &ladder.seed, sizeof ladder.seed, 0);
     if (group.comm.world > 1) return main_ranks(expires);
