@@ -313,6 +313,7 @@ static int argument(int *argc, char **argv, const char *name) {  // takes it awa
 int main(int argc, char **argv) {
     const int tp = argument(&argc, argv, "--tp");
     nccl_through_host = p2p_one_gpu = argument(&argc, argv, "--one-gpu");
+    nccl_keeps = true;
     if (nccl_through_host) setenv("CUDA_VISIBLE_DEVICES", "0", 1);
     Comm comm = comm_open(&argc, &argv, 60);
     require(!nccl_through_host || tp, "--one-gpu is for --tp\n-");

@@ -17,10 +17,13 @@ typedef struct {
     const Comm *through; // through_host: the group
     const P2p *p2p;      // open: takes what fits into it; or NULL
     int rank, world, lane;
+    int first, stride, max_ctas;
 } Nccl;
 
 // True: ranks exchange through MPI and host memory instead, so that they may share a GPU, which NCCL does not allow. For tests: slow.
 inline bool nccl_through_host = false;
+// True: a communicator that is closed waits for the process's next model of the same ranks. For tests, which open hundreds: NCCL takes half a second.
+inline bool nccl_keeps = false;
 
 static inline void nccl_check(ncclResult_t status, const char *call, const char *file, int line) {
     if (status != ncclSuccess) die_at(file, line, "NCCL: %s (%s)\nfailed call: %s; NCCL_DEBUG=INFO says more", ncclGetErrorString(status), ncclGetLastError(NULL), call);
@@ -73,13 +76,25 @@ static inline void nccl_end(const Nccl *n, uint32_t number, cudaStream_t stream)
 
 // ---- life
 
+static Nccl *nccl_idle;  // if nccl_keeps
+static int nccl_num_idle;
+static inline ncclComm_t nccl_take_idle(const Nccl *n) {  // all ranks of the group have one, or none
+    for (int i = 0; i < nccl_num_idle; i++) {
+        const Nccl *k = &nccl_idle[i];
+        if (k->first != n->first || k->stride != n->stride || k->world != n->world || k->max_ctas != n->max_ctas || k->lane != n->lane) continue;
+        const ncclComm_t handle = k->handle;
+        nccl_idle[i] = nccl_idle[--nccl_num_idle];
+        return handle;
+    }
+    return NULL;
+}
 // The group's first rank makes the id, MPI carries it: no file, no address, nothing stale. `max_ctas` leaves the other multiprocessors to
 // matmuls. lane: another one for each communicator of a process. comm must not move.
 static inline Nccl nccl_open(const Comm *comm, int max_ctas, int lane) {
-    Nccl n = {NULL, NULL, NULL, comm->rank, comm->world, lane};
+    Nccl n = {NULL, NULL, NULL, comm->rank, comm->world, lane, comm->first, comm->stride, max_ctas};
     if (comm->world == 1) return n;
     if (nccl_through_host) n.through = comm;
-    else {
+    else if (!(n.handle = nccl_take_idle(&n))) {
         ncclUniqueId id;
         if (comm->rank == 0) ncclCheck(ncclGetUniqueId(&id));
         comm_broadcast(comm, &id, sizeof id, 0);
@@ -93,7 +108,12 @@ static inline Nccl nccl_open(const Comm *comm, int max_ctas, int lane) {
 static inline void nccl_close(Nccl *n) {
     if (n->world == 1) return;
     nccl_watch(n, 0);
-    if (n->handle) ncclCheck(ncclCommDestroy(n->handle));
+    if (n->handle && !nccl_keeps) ncclCheck(ncclCommDestroy(n->handle));
+    if (n->handle && nccl_keeps) {
+        nccl_idle = (Nccl *)realloc(nccl_idle, (size_t)(nccl_num_idle + 1) * sizeof *nccl_idle);
+        require(nccl_idle, "out of memory\nclose other programs");
+        nccl_idle[nccl_num_idle++] = *n;
+    }
     memset(n, 0, sizeof *n);
     n->world = 1;
 }
@@ -182,7 +202,7 @@ template <typename T> inline void nccl_exchange(const Nccl *n, T *slots, const T
 
 enum { NCCL_BUILT = 0 };
 typedef struct { int rank, world, lane; } Nccl;
-inline bool nccl_through_host = false;
+inline bool nccl_through_host = false, nccl_keeps = false;
 static inline Nccl nccl_open(const Comm *comm, int, int lane) {
     require(comm->world == 1, "this build has no NCCL and was started as %d ranks\ninstall NCCL (make doctor says how) and build again, or start one rank", comm->world);
     Nccl n = {0, 1, lane};
