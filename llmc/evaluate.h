@@ -85,16 +85,17 @@ static inline uint64_t evaluation_hash(const Evaluation *e, uint64_t hash) {
 
 // ---- ends early
 
-// Before each batch: a job that is told to stop has seconds, and an evaluation may have an hour. The ranks of a tensor-parallel group end at one batch.
-static inline int evaluation_goes_on(Evaluation *e, const Model *m) {
+// Before each batch, with MEET_ON: a job that is told to stop has seconds, and an evaluation may have an hour. All ranks end at one batch.
+static inline int evaluation_goes_on(Evaluation *e, const Model *m, int on) {
     watchdog_beat(PHASE_EVALUATE, -1);
-    if (!e->stopped) e->stopped = comm_or(&m->mesh->tp, stop_signal != 0);
-    return !e->stopped;
+    const int all = e->stopped ? MEET_ON | MEET_STOP : stop_meet(&m->mesh->job, on);
+    e->stopped = all == (MEET_ON | MEET_STOP);
+    return all == MEET_ON;
 }
-// After the last: all ranks come to know whether any of them ended early.
-static inline void evaluation_meet(Evaluation *e, const Model *m) {
+// After its last batch a rank meets those that have more.
+static inline void evaluation_end(Evaluation *e, const Model *m) {
+    while (evaluation_goes_on(e, m, 0)) {}
     if (m->mesh->tp.world > 1) comm_align(&m->mesh->job);  // groups had unequally many batches
-    e->stopped = comm_or(&m->mesh->job, e->stopped);
 }
 
 // ---- validation set
@@ -108,7 +109,7 @@ static inline ValScore validation_score(Evaluation *e, Model *m, const Tokenizer
     float *losses = (float *)malloc_or_die((size_t)B * T * sizeof(float));
     double sum = 0;
     dataloader_reset(&e->val);
-    for (int64_t row = 0; row < rows && evaluation_goes_on(e, m); row += step) {
+    for (int64_t row = 0; row < rows && evaluation_goes_on(e, m, MEET_ON); row += step) {
         const int64_t left = rows - row - (int64_t)m->mesh->dp.rank * B, counted = left < 0 ? 0 : left < B ? left : B;  // the last batch may run on into the next epoch
         dataloader_next(&e->val);
         if (row + step < rows) dataloader_read_ahead(&e->val);
@@ -117,7 +118,7 @@ static inline ValScore validation_score(Evaluation *e, Model *m, const Tokenizer
         for (int64_t i = 0; i < counted * T && tokenizer; i++) bytes += tokenizer_bytes(tokenizer, e->val.targets[i]);
     }
     free(losses);
-    evaluation_meet(e, m);
+    evaluation_end(e, m);
     const double total = comm_sum(&m->mesh->dp, sum), text = comm_sum(&m->mesh->dp, (double)bytes);
     const ValScore r = {total / ((double)rows * T), text > 0 ? total / log(2) / text : NAN};
     return r;
@@ -132,7 +133,7 @@ static inline void choice_flush(ChoiceBatch *b, Evaluation *e, double *sums) {
     if (b->filled == 0) return;
     const size_t used = (size_t)b->filled * b->T, all = (size_t)b->rows * b->T;
     b->filled = 0;
-    if (!evaluation_goes_on(e, b->m)) return;
+    if (!evaluation_goes_on(e, b->m, MEET_ON)) return;
     memset(b->inputs + used, 0, (all - used) * sizeof(int));
     memset(b->targets + used, -1, (all - used) * sizeof(int));
     model_losses(b->m, b->inputs, b->targets, b->T, b->losses);
@@ -181,7 +182,7 @@ static inline ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m
         total[3] += sum[x->label];
         total[4] += choices[x->label].length;
     }
-    evaluation_meet(e, m);
+    evaluation_end(e, m);
     for (int k = 0; k < 5; k++) total[k] = comm_sum(&m->mesh->dp, total[k]);
     free(sums);
     ChoiceScore r = {total[0] / s->num_examples, total[1] / s->num_examples, s->choices->characters ? total[2] / s->num_examples : NAN, total[3] / total[4]};

@@ -35,12 +35,9 @@ static inline int generation_stream(const Generation *g, const int *tokens, int 
     return whole ? count : 0;
 }
 
-// While a group of ranks samples, maybe for longer than the time-out, the job's other ranks wait here: on a host where nobody samples the watchdog would
-// see no progress. Every rank of the job is in one of the two: those that sample say each time that they go on, and then that they are done. Whoever was
-// told to stop says so too, which ends the samples.
-enum { GENERATE_MEETING = 32 /*tokens*/, GENERATE_ON = 1, GENERATE_STOP = 2 };
-static inline int generate_meet(const Comm *job, int on) { return comm_or(job, on | (stop_signal ? GENERATE_STOP : 0)); }
-static inline void generate_elsewhere(const Comm *job) { while (generate_meet(job, 0) & GENERATE_ON) {} }
+// While a group of ranks samples, the job's other ranks meet it here.
+enum { GENERATE_MEETING = 32 /*tokens*/ };
+static inline void generate_elsewhere(const Comm *job) { while (stop_meet(job, 0) & MEET_ON) {} }
 
 // step: names the samples and, with --seed, decides them. Prints them, one alone as it comes if `stream`; returns the first's text.
 static inline char *generate(const Generation *g, Model *m, const Options *o, int64_t step, int stream) {
@@ -81,10 +78,10 @@ static inline char *generate(const Generation *g, Model *m, const Options *o, in
             if (id == g->eot) { length[s] = count; running--; }
         }
         count++;
-        if (i % GENERATE_MEETING == GENERATE_MEETING - 1 && generate_meet(&m->mesh->job, GENERATE_ON) & GENERATE_STOP) break;
+        if (i % GENERATE_MEETING == GENERATE_MEETING - 1 && stop_meet(&m->mesh->job, MEET_ON) & MEET_STOP) break;
         if (stream && !length[0]) printed += generation_stream(g, tokens + printed, count - printed);
     }
-    generate_meet(&m->mesh->job, 0);
+    stop_meet(&m->mesh->job, 0);
     const double seconds = now_seconds() - clock, rate = made > S ? (made - S) / seconds : 0;  // the first token of each is the prompt's
     char *first = NULL;
     for (int s = 0; s < S; s++) {

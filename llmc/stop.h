@@ -2,9 +2,7 @@
 #ifndef LLMC_STOP_H
 #define LLMC_STOP_H
 
-#include <signal.h>
-
-#include "utils.h"
+#include "comm.h"
 
 // SIGTERM or SIGUSR1 (preemption): save and end. The same one again ends the process at once, but not within a second:
 // timeout(1) and launchers signal a process and its group, which comes twice. Runs that only go forward have nothing to save and end as ever.
@@ -27,5 +25,11 @@ static inline void catch_signals(int forward_only) {
     if (!forward_only) sigaction(SIGUSR1, &a, NULL);
     signal(SIGXFSZ, SIG_IGN);  // a file size limit is an error of write, with a message
 }
+
+// Between two parts of what takes long, all ranks of the job say whether they go on and whether they were told to stop, and learn whether any of them
+// does, or was. Those that are done, or have no part in it, meet the others until none goes on: on a host where nobody works the watchdog would see
+// no progress, and one rank that was told is enough.
+enum { MEET_ON = 1, MEET_STOP = 2 };
+static inline int stop_meet(const Comm *job, int on) { return comm_or(job, on | (stop_signal ? MEET_STOP : 0)); }
 
 #endif
