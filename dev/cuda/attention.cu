@@ -196,7 +196,7 @@ static void check_shape(Shape s, float std) {
     float *out = host_new<float>(rows * width), *lse = host_new<float>(rows_lse * s.T), *dqkv = host_new<float>(rows * stride);
     attention_forward_cpu(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD);
     floatX *d_qkv = upload<floatX>(qkv, rows * stride), *d_out = device_new<floatX>(rows * width);
-    float *d_lse = device_new<float>(rows_lse * s.T);
+    float *d_lse = device_new<float>(rows_lse * s.T + 1) + 1;  // on 4 bytes only, as a layer's may
     cudaStream_t stream = ladder.gpu.compute;
     auto forward = [&] { attention_forward(d_out, d_lse, d_qkv, s.B, s.T, s.NH, s.NKV, s.HD, stream); };
     for (attention_path = 0; attention_path < num_paths(s.HD); attention_path++) {

@@ -64,6 +64,7 @@ GRAPHS = {
     "one micro-step": ["-b", "16"],
     "least memory": ["--recompute", "3", "--head-chunks", "3", "--state-dtype", "bf16", "--master-weights", "0"],
     "llama3.2": ["-e", "llama3.2:1B,layers=2,channels=256,heads=4,kv_heads=2,vocab=256,seq=64"],
+    "odd sizes": ["-e", "qwen2.5:0.5B,layers=3,channels=192,heads=3,kv_heads=1,vocab=257,seq=64", "-b", "1", "-t", "7", "-d", "21"],
 }
 
 
