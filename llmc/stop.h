@@ -12,6 +12,7 @@ static inline void on_stop_signal(int number) {
     const double now = now_seconds();
     if (first[number] == 0) first[number] = now;
     stop_signal = number;
+    signal(SIGPIPE, SIG_IGN);  // Ctrl-C ends the tee that reads our output, too
     if (now - first[number] < 1) return;
     signal(number, SIG_DFL);
     raise(number);

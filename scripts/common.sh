@@ -4,7 +4,7 @@
 #   DRY_RUN=1 scripts/run_x.sh    prints the command and what it will take
 #   PROGRAM=./x scripts/run_x.sh  another build of the trainer (default: ./train_gpt2cu, which is made where it is missing)
 # Stopped, killed or crashed, start the same script again: it goes on from the newest checkpoint, on another number of GPUs too.
-# Ctrl-C or SIGTERM saves a checkpoint first. A crash is tried again at once, until two in a row have brought no new checkpoint.
+# Ctrl-C, SIGTERM or a closed terminal saves a checkpoint first. A crash is tried again at once, until two in a row have brought no new checkpoint.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
@@ -96,11 +96,12 @@ lock() {
 keep_going() {
     local before status=0 failures=0
     lock
+    trap 'stop 129' HUP
     trap 'stop 130' INT
     trap 'stop 143' TERM USR1
     before=$(newest_checkpoint)
     while true; do
-        "$@" & child=$!
+        $(command -v setsid || true) "$@" & child=$!  # Ctrl-C and timeout(1) signal our whole process group, and mpirun would end its ranks at once, saved or not
         status=0
         wait_for_child || status=$?
         child=
@@ -114,7 +115,7 @@ keep_going() {
         sleep "${RETRY_SECONDS:-5}" & wait $! || true
         [ -z "$stopped" ] || exit "$stopped"
     done
-    trap - INT TERM USR1
+    trap - HUP INT TERM USR1
 }
 
 # train gpu|cpu OPTIONS...: the whole of it, with PROGRAM; gpu: on GPUS GPUs, by mpirun if these are several

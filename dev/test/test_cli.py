@@ -375,6 +375,15 @@ def test_a_signal_that_comes_twice_at_once(trainer, tmp_path):
     assert process.wait(60) == -signal.SIGTERM
 
 
+def test_a_signal_together_with_the_end_of_the_output(trainer, tmp_path):
+    """As Ctrl-C does to `run_x.sh | tee log`: the checkpoint is saved all the same."""
+    process = trainer.start("-o", tmp_path / "run", "-n", "1000000", "-x", "1000000")
+    wait_for_start(process, tmp_path / "run/main.jsonl")
+    process.send_signal(signal.SIGUSR1)
+    process.stdout.close()
+    assert process.wait(60) == 0 and list((tmp_path / "run").glob("step_*"))
+
+
 def test_a_signal_ends_generation(trainer):
     process = trainer.start("--generate", "1", "-g", 1 << 23, "--temperature", "0")
     while "---- sample" not in process.stdout.readline():

@@ -150,7 +150,7 @@ def test_hosts_without_a_way_between_them(comm, hosts):
 
 @needs_mpi
 def test_two_hosts_train_as_one(train, hosts, data, tmp_path):
-    """By the script, into one folder: the same bits as four ranks of one host. SIGTERM to the script saves and stops; started again, it goes on."""
+    """By the script, into one folder: the same bits as four ranks of one host. SIGTERM to the script's process group, as from timeout(1), saves and stops; started again, it goes on."""
     succeeds(train(4, "one", "-n", "6", "-u", "700", "-q", "0.1", "-c", "0.1", "-sl", "0"))
     words = run_words(tmp_path / "two", "-n", "6", "-i", data / "train_*.bin", "-j", data / "val.bin")
     text = succeeds(hosts.script(words, tmp_path / "two"))
@@ -158,7 +158,7 @@ def test_two_hosts_train_as_one(train, hosts, data, tmp_path):
     assert curve(tmp_path / "two") == curve(tmp_path / "one") and checkpoint(tmp_path / "two", 12) == checkpoint(tmp_path / "one", 12)
     again = ["-y", "1", "-x"]
     job = hosts.script([*words, *again, "1000000"], tmp_path / "two").wait_for("step     14/")
-    os.kill(job.process.pid, signal.SIGTERM)
+    os.killpg(job.process.pid, signal.SIGTERM)
     text = succeeds(job)
     saved = steps_saved(tmp_path / "two")[-1]
     assert re.search(rf"stopped by .* after step {saved}; --resume 1", text) and saved >= 14

@@ -29,24 +29,25 @@ SMALL = {"gpt2": "layers=1,channels=16,heads=2,vocab=256", "gpt3": "layers=1,cha
 
 def run(script, *arguments, **env):
     """Started, not waited for. Its output goes to files: a pipe that nobody reads would stop a trainer that prints much."""
-    environment = {k: v for k, v in launcher.ENVIRONMENT.items() if k not in ("GPUS", "CUDA_VISIBLE_DEVICES", "DRY_RUN", "HWLOC_COMPONENTS", "OMPI_MCA_plm_rsh_agent")} | {"RETRY_SECONDS": "0", "GOMP_SPINCOUNT": "2000", "OMP_NUM_THREADS": "2"} | env
+    environment = {k: v for k, v in launcher.ENVIRONMENT.items() if k not in ("GPUS", "CUDA_VISIBLE_DEVICES", "DRY_RUN", "HWLOC_COMPONENTS", "OMPI_MCA_plm_rsh_agent")} | {"RETRY_SECONDS": "0", "GOMP_SPINCOUNT": "2000", "OMP_NUM_THREADS": "2", "LLMC_JOB": MARK} | env
     files = [tempfile.TemporaryFile("a+") for _ in range(2)]
     p = subprocess.Popen(["bash", os.path.join(ROOT, "scripts", script), *map(str, arguments)], env=environment, stdout=files[0], stderr=files[1], start_new_session=True)
     p.files = files
-    started.append(p)
     return p
 
 
-started = []
+MARK = f"scripts-{os.getpid()}"
 
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_is_left_running():
     yield
-    for p in started:
+    for p in filter(str.isdigit, os.listdir("/proc")):
         try:
-            os.killpg(p.pid, signal.SIGKILL)
-        except ProcessLookupError:
+            with open(f"/proc/{p}/environ") as f:
+                if f"LLMC_JOB={MARK}\0" in f.read():
+                    os.kill(int(p), signal.SIGKILL)
+        except OSError:
             pass
 
 
@@ -261,8 +262,8 @@ def trainer_of(p, folder, step, names=("train_gpt2",), parent=None):
 
 
 def stop(p):
-    """SIGTERM saves and ends."""
-    p.send_signal(signal.SIGTERM)
+    """SIGTERM to the process group, as timeout(1) does it, saves and ends."""
+    os.killpg(p.pid, signal.SIGTERM)
     status, out, err = finish(p)
     assert status == 128 + signal.SIGTERM and "stopped by" in out and "resume 1 goes on" in out
     return err
