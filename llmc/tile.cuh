@@ -113,8 +113,14 @@ __device__ inline unsigned cluster_address(unsigned address, int block) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
     return there;
 }
-// Relaxed: what came before are reads by wgmma, complete once waited for. A release for the cluster would fence global memory.
-__device__ inline void cluster_arrive(unsigned there) { asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory"); }
+// Relaxed, which the assembler knows since CUDA 12.8: what came before are reads by wgmma, complete once waited for. A release for the cluster fences
+// global memory.
+#if CUDART_VERSION >= 12080
+#define CLUSTER_ARRIVE "mbarrier.arrive.relaxed.cluster"
+#else
+#define CLUSTER_ARRIVE "mbarrier.arrive.release.cluster"
+#endif
+__device__ inline void cluster_arrive(unsigned there) { asm volatile(CLUSTER_ARRIVE ".shared::cluster.b64 _, [%0];" ::"r"(there) : "memory"); }
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
