@@ -24,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LEAST_CUDA = (12, 1)  # st.async of Hopper's clusters
 FAT_ARCHS = ["80", "89", "90a", "100"]  # A100, L4/4090, H100/H200, B200: what a binary for "any" machine carries
 SYSTEM_LIBRARIES = [f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib"]  # the loader looks here anyway
 failure_holds = 60  # seconds: what a probe lacked may have been installed since, and run_tests.py calls make a hundred times
@@ -196,7 +197,9 @@ def gpus():
             driver.cuDeviceGetAttribute(ctypes.byref(v), attribute, device)
         arch = f"{value[0].value}{value[1].value}"
         found.append((name.value.decode(), "90a" if arch == "90" else arch))  # Hopper's wgmma needs the "a" code
-    return found, version.value // 1000, "" if found else "the driver shows no GPU (CUDA_VISIBLE_DEVICES may hide them)"
+    usable = [(name, arch) for name, arch in found if int(arch.rstrip("a")) >= 80]  # what gpu_require_code lets pass
+    old = ", ".join(f"{name} is sm_{arch}" for name, arch in found if (name, arch) not in usable)
+    return usable, version.value // 1000, "" if usable else f"{old}, and bf16 needs sm_80 or newer" if old else "the driver shows no GPU (CUDA_VISIBLE_DEVICES may hide them)"
 
 
 def glibc_clash(cuda_version):
@@ -218,6 +221,8 @@ def try_toolkit(root, build, devices, driver_major):
     if not release:
         return None, f"{nvcc} does not run"
     version = (int(release[1]), int(release[2]))
+    if version < LEAST_CUDA:
+        return None, f"{nvcc} is CUDA {release[1]}.{release[2]}, and {LEAST_CUDA[0]}.{LEAST_CUDA[1]} is the oldest that can build this"
     if devices and version[0] > driver_major:
         return None, f"{nvcc} is CUDA {version[0]}.{version[1]}, but the driver runs programs of CUDA {driver_major} at most"
     cflags, libs, where, why = find_library(

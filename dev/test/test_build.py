@@ -226,6 +226,37 @@ def test_doctor_says_what_is_off(tmp_path):
     assert "make toolkit" in report.stdout and "will train on the CPU" in report.stdout
 
 
+@pytest.mark.parametrize("release, old", [("11.8", True), ("12.0", True), ("12.1", False)])
+def test_a_toolkit_that_is_too_old_is_named(tmp_path, release, old):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "bin").mkdir()
+    shutil.copy(ROOT / "dev/doctor.py", tmp_path / "dev")
+    (tmp_path / "bin/nvcc").write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.89'\n")
+    (tmp_path / "bin/nvcc").chmod(0o755)
+    report = subprocess.run([sys.executable, "-S", tmp_path / "dev/doctor.py"], env={"PATH": "/nonexistent", "CUDA_HOME": str(tmp_path)}, capture_output=True, text=True)
+    assert report.returncode == 0, report.stderr
+    assert (f"{tmp_path}/bin/nvcc is CUDA {release}, and 12.1 is the oldest that can build this" in report.stdout) == old, report.stdout
+
+
+DRIVER = """
+#include <string.h>
+int cuInit(unsigned f) { (void)f; return 0; }
+int cuDriverGetVersion(int *v) { *v = 12040; return 0; }
+int cuDeviceGetCount(int *n) { *n = COUNT; return 0; }
+int cuDeviceGet(int *device, int i) { *device = i; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { static const char *names[] = {"Tesla T4", "NVIDIA H100", "GeForce RTX 3090"}; strncpy(name, names[device], size); return 0; }
+int cuDeviceGetAttribute(int *v, int attribute, int device) { static const int sm[] = {75, 90, 86}; *v = attribute == 75 ? sm[device] / 10 : sm[device] % 10; return 0; }
+"""
+
+
+def test_gpus_that_are_too_old_do_not_count(tmp_path):
+    (tmp_path / "driver.c").write_text(DRIVER)
+    for count, found in ((0, "[], 12, 'the driver shows no GPU"), (1, "[], 12, 'Tesla T4 is sm_75, and bf16 needs sm_80 or newer'"), (3, "[('NVIDIA H100', '90a'), ('GeForce RTX 3090', '86')], 12, ''")):
+        subprocess.run(["gcc", "-shared", "-fPIC", f"-DCOUNT={count}", "driver.c", "-o", "libcuda.so.1"], cwd=tmp_path, check=True)
+        run = subprocess.run([sys.executable, "-c", "import doctor; print(doctor.gpus())"], cwd=ROOT / "dev", env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}, capture_output=True, text=True)
+        assert found in run.stdout, run.stdout + run.stderr
+
+
 def test_what_was_missing_is_looked_for_again(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "dev")
     import doctor
