@@ -3,11 +3,14 @@
 #ifndef LLMC_MFU_H
 #define LLMC_MFU_H
 
+#include <ctype.h>
+
 #include "utils.h"
 
 typedef enum { PEAK_BF16, PEAK_TF32, PEAK_FP32 } PeakKind;
 
-// FLOP/s of the device with this cudaDeviceProp name, or 0. The first entry whose text occurs in the name counts.
+// FLOP/s of the device with this cudaDeviceProp name, or 0. The first entry whose text occurs in the name, and is not the beginning of another
+// (A40 of A4000), counts, unless the name says that it is another chip of that number, or a slice of it.
 static inline double peak_flops(const char *device, PeakKind kind) {
     static const struct { const char *name; double bf16, tf32, fp32; } table[] = {
         {"B200", 2250, 1100, 75}, {"H200 NVL", 835.5, 417.5, 60}, {"H200", 989.4, 494.7, 66.9}, {"GH200", 989.4, 494.7, 66.9},
@@ -17,8 +20,12 @@ static inline double peak_flops(const char *device, PeakKind kind) {
         {"RTX 5090", 209.5, 104.8, 104.8}, {"RTX 4090", 165.2, 82.6, 82.6}, {"RTX 4080", 97.5, 48.7, 48.7}, {"RTX 3090", 71, 35.6, 35.6},
         {"RTX 3080", 59.5, 29.8, 29.8},
     };
-    for (size_t i = 0; i < sizeof table / sizeof *table; i++)
-        if (strstr(device, table[i].name)) return 1e12 * (kind == PEAK_BF16 ? table[i].bf16 : kind == PEAK_TF32 ? table[i].tf32 : table[i].fp32);
+    static const char *const others[] = {" MIG ", " Laptop", " Ti", " SUPER", " D"};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) if (strstr(device, others[i])) return 0;
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        const char *found = strstr(device, table[i].name);
+        if (found && !isalnum((unsigned char)found[strlen(table[i].name)])) return 1e12 * (kind == PEAK_BF16 ? table[i].bf16 : kind == PEAK_TF32 ? table[i].tf32 : table[i].fp32);
+    }
     return 0;
 }
 

@@ -2,6 +2,7 @@
 #include "../../llmc/options.h"
 #include "../../llmc/dataloader.h"
 #include "../../llmc/gpu_monitor.h"
+#include "../../llmc/mfu.h"
 #include "../../llmc/params.h"
 #include "../../llmc/rope_table.h"
 #include "../../llmc/sampler.h"
@@ -62,6 +63,8 @@ int main(int argc, char **argv) {
         gpu_monitor_open(argv[2]);
         const GpuState s = gpu_monitor_read();
         gpu_monitor_print(stdout, &s);
+    } else if (!strcmp(what, "peak")) {  // of each GPU named
+        for (char **name = argv + 2; *name; name++) printf("%g\n", 1e-12 * peak_flops(*name, PEAK_BF16));
     } else if (!strcmp(what, "options")) {
         Options o = options_default();
         for (int i = 0; i < NUM_OPTIONS; i++) {
