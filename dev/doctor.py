@@ -25,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_CUDA = (12, 1)  # st.async of Hopper's clusters
+VENV_CUDA = 13  # what make toolkit installs; CUDA 12's nvcc is not among pip's packages
 FAT_ARCHS = ["80", "89", "90a", "100"]  # A100, L4/4090, H100/H200, B200: what a binary for "any" machine carries
 SYSTEM_LIBRARIES = [f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib"]  # the loader looks here anyway
 failure_holds = 60  # seconds: what a probe lacked may have been installed since, and run_tests.py calls make a hundred times
@@ -247,6 +248,13 @@ def try_toolkit(root, build, devices, driver_major):
             "sanitizer": next((s for s in sanitizers if os.path.isfile(s)), "")}, ""
 
 
+def no_toolkit_for(devices, driver_major):
+    """Why make toolkit's CUDA would be of no use here; "" where it runs."""
+    if not devices or driver_major >= VENV_CUDA:
+        return ""
+    return f"make toolkit installs CUDA {VENV_CUDA}, and this driver runs programs of CUDA {driver_major} at most"
+
+
 def cuda_toolkit(build, devices, driver_major):
     """The first toolkit that compiles, links and starts a cuBLASLt program (None: there is none), and why those before
     it were passed over."""
@@ -344,8 +352,10 @@ def report(build):
     row("C++", cxx, "" if cxx else "no g++ and no clang++ (nvcc needs one)", "install g++ (Debian, Ubuntu: apt install g++)")
     devices, driver, no_gpu = gpus()
     cuda, passed = cuda_toolkit(build, devices, driver)
+    useless = no_toolkit_for(devices, driver)
     row("CUDA", cuda and f"{cuda['version']} ({cuda['nvcc']}, for sm_{' sm_'.join(cuda['archs'])})",
-        "" if cuda else "no toolkit works", "make toolkit   (a CUDA toolkit in .venv, 1.1 GB, no root needed)")
+        "" if cuda else "no toolkit works", f"{useless}: install a newer driver" + f", or a toolkit of CUDA {driver}, 12.1 or newer, and set CUDA_HOME" * (driver >= LEAST_CUDA[0]) if useless
+        else "make toolkit   (a CUDA toolkit in .venv, 1.1 GB, no root needed)")
     rows.extend(("", f"passed over: {reason}") for reason in passed)
     if cuda and cuda["left_out"]:
         rows.append(("", f"this nvcc does not know sm_{' sm_'.join(cuda['left_out'])}"))
@@ -355,7 +365,7 @@ def report(build):
     if ranks and re.search(r"Open MPI v?[1-4]\.", ranks["version"]) and not shutil.which("ssh") and not shutil.which("rsh"):
         rows.append(("", "no ssh: this mpirun may refuse to start ranks, even on this machine alone, without: export OMPI_MCA_plm_rsh_agent=false"))
     _, _, where, why = nccl(cuda)
-    row("NCCL", where, why and f"{why}: the GPU trainer uses one GPU", "make toolkit")
+    row("NCCL", where, why and f"{why}: the GPU trainer uses one GPU", f".venv/bin/pip install nvidia-nccl-cu{driver}" if useless else "make toolkit")
     row("GPUs", ", ".join(f"{name} (sm_{arch})" for name, arch in devices) + f", driver for CUDA {driver}", no_gpu)
     sanitizer = cuda["sanitizer"] if cuda else ""
     row("sanitizer", sanitizer, "" if sanitizer else "no compute-sanitizer beside nvcc", "use a full CUDA toolkit (needed only for `make sanitize`)")

@@ -116,6 +116,11 @@ def main():
         sys.exit(__doc__)
     if sys.version_info < (3, 10):
         stop(f"Python {sys.version.split()[0]} is too old", "run make with PYTHON=/path/to/python3.10 or newer")
+    if sys.argv[1] == "toolkit":
+        import doctor
+        devices, driver, _ = doctor.gpus()
+        if useless := doctor.no_toolkit_for(devices, driver):
+            stop(useless, "install a toolkit that the driver runs and set CUDA_HOME, or a newer driver: make doctor says more")
     os.environ.pop("PYTHONHOME", None)
     lock = os.open(ROOT, os.O_RDONLY)  # of two makes beside each other one installs, and the other finds what it needs
     try:

@@ -249,12 +249,31 @@ int cuDeviceGetAttribute(int *v, int attribute, int device) { static const int s
 """
 
 
+def driver_in(folder, count):
+    """An environment in which a driver for CUDA 12.4 shows `count` GPUs."""
+    (folder / "driver.c").write_text(DRIVER)
+    subprocess.run(["gcc", "-shared", "-fPIC", f"-DCOUNT={count}", "driver.c", "-o", "libcuda.so.1"], cwd=folder, check=True)
+    return os.environ | {"LD_LIBRARY_PATH": str(folder)}
+
+
 def test_gpus_that_are_too_old_do_not_count(tmp_path):
-    (tmp_path / "driver.c").write_text(DRIVER)
     for count, found in ((0, "[], 12, 'the driver shows no GPU"), (1, "[], 12, 'Tesla T4 is sm_75, and bf16 needs sm_80 or newer'"), (3, "[('NVIDIA H100', '90a'), ('GeForce RTX 3090', '86')], 12, ''")):
-        subprocess.run(["gcc", "-shared", "-fPIC", f"-DCOUNT={count}", "driver.c", "-o", "libcuda.so.1"], cwd=tmp_path, check=True)
-        run = subprocess.run([sys.executable, "-c", "import doctor; print(doctor.gpus())"], cwd=ROOT / "dev", env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}, capture_output=True, text=True)
+        run = subprocess.run([sys.executable, "-c", "import doctor; print(doctor.gpus())"], cwd=ROOT / "dev", env=driver_in(tmp_path, count), capture_output=True, text=True)
         assert found in run.stdout, run.stdout + run.stderr
+
+
+def test_a_toolkit_that_the_driver_cannot_run_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    import doctor
+    assert f"-cu{doctor.VENV_CUDA}==" in (ROOT / "dev/venv.py").read_text()
+    (tmp_path / "dev").mkdir()
+    for name in ("doctor.py", "venv.py"):
+        shutil.copy(ROOT / "dev" / name, tmp_path / "dev")
+    environment = driver_in(tmp_path, 2) | {"PATH": "/nonexistent", "CUDA_HOME": "/nonexistent"}
+    install = subprocess.run([sys.executable, "dev/venv.py", "toolkit"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert install.returncode != 0 and "this driver runs programs of CUDA 12 at most" in install.stderr and not (tmp_path / ".venv").exists(), install.stdout + install.stderr
+    report = subprocess.run([sys.executable, "-S", "dev/doctor.py"], cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
+    assert "install a newer driver, or a toolkit of CUDA 12, 12.1 or newer, and set CUDA_HOME" in report, report
 
 
 def test_what_was_missing_is_looked_for_again(tmp_path, monkeypatch):
