@@ -296,12 +296,13 @@ static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output,
 // All ranks call it. Waits for what is not yet written; rank 0 gives the folder its name when every rank has flushed its part.
 static inline void checkpoint_finish(Checkpoint *c) {
     const Comm *comm = &c->m->mesh->job;
-    for (int64_t before = -1, now; !checkpoint_written(c); usleep(1000)) {
-        if ((now = __atomic_load_n(&c->progress, __ATOMIC_RELAXED)) != before) watchdog_beat(PHASE_SAVE, -1);
+    int64_t before = -1, now;
+    do {  // ranks that have written meet those whose disk is slow, not one whose disk hangs
+        while ((now = __atomic_load_n(&c->progress, __ATOMIC_RELAXED)) == before && !checkpoint_written(c)) usleep(1000);
         before = now;
-    }
+        watchdog_beat(PHASE_SAVE, -1);
+    } while (comm_or(comm, !checkpoint_written(c)));
     if (c->threaded) pthread_join(c->thread, NULL);
-    comm_barrier(comm);
     if (comm->rank == 0) {
         char *replaced = checkpoint_folder(c->output, c->state.step, ".old.tmp");
         write_train_state(c->m, c->writing, &c->state);

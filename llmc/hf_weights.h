@@ -91,7 +91,13 @@ static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *sl
             free(name);
         }
 }
-// progress counts the pieces that are written. Asks nothing of other ranks; with model_read_snapshot any thread may call it.
+// While all ranks write their pieces, those that have no more wait for the others here: on a host that is done the watchdog would see no progress.
+static inline int slots_meet(const Model *m, int on) {
+    watchdog_beat(PHASE_SAVE, -1);
+    return comm_or(&m->mesh->job, on);
+}
+// progress counts the pieces that are written. All ranks call it; a thread beside training, which reads with model_read_snapshot, asks nothing of
+// other ranks and does not beat for training. With model_read_snapshot any thread may call it.
 static inline void slots_write(const SlotFile *f, const Model *m, SlotReader *read, int64_t *progress) {
     const ParamTable *table = &m->table;
     float *piece = (float *)malloc_or_die(HF_PIECE * 4), *scratch = (float *)malloc_or_die(HF_PIECE * 4);
@@ -111,9 +117,10 @@ static inline void slots_write(const SlotFile *f, const Model *m, SlotReader *re
                     unflushed = 0;
                 }
                 __atomic_fetch_add(progress, 1, __ATOMIC_RELAXED);
-                if (read == model_read) watchdog_beat(PHASE_SAVE, p->unit - 1);  // a thread beside training must not beat for it
+                if (read == model_read) slots_meet(m, 1);
             }
         }
+    while (read == model_read && slots_meet(m, 0)) {}
     free(piece);
     free(scratch);
 }
