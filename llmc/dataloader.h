@@ -82,6 +82,16 @@ static inline void fill_order(ShuffleKey *order, int64_t n, int shuffle, uint64_
     }
     if (shuffle) qsort(order, (size_t)n, sizeof *order, compare_keys);
 }
+// glob(), sorted; but the name of a file that is there means that file, whatever characters it has.
+static inline int find_files(const char *pattern, glob_t *found) {
+    const int literal = file_exists(pattern);
+    char *escaped = (char *)malloc_or_die(2 * strlen(pattern) + 1), *to = escaped;
+    for (const char *from = pattern; *from; *to++ = *from++) if (literal && strchr("\\*?[{~", *from)) *to++ = '\\';
+    *to = 0;
+    const int status = glob(escaped, GLOB_TILDE | GLOB_BRACE, NULL, found);
+    free(escaped);
+    return status;
+}
 static inline int open_data_file(const char *path, int64_t *bytes) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     require(fd >= 0, "cannot open '%s': %s\n" DATA_HINT, path, strerror(errno));
@@ -130,7 +140,7 @@ static inline void dataloader_open(DataLoader *d, const char *pattern, int B, in
     assert(0 <= rank && rank < world);
     d->B = B; d->T = T; d->rank = rank; d->world = world; d->shuffle = shuffle; d->seed = seed; d->check_vocab = vocab_size;
     glob_t found;
-    int status = glob(pattern, GLOB_TILDE | GLOB_BRACE | GLOB_NOSORT, NULL, &found);
+    int status = find_files(pattern, &found);
     require(status == 0 || status == GLOB_NOMATCH, "cannot list '%s': %s\ncheck the folder", pattern, strerror(errno));
     require(status == 0 && found.gl_pathc > 0, "no file matches '%s'\n" DATA_HINT, pattern);
     require(found.gl_pathc < (1 << 24) - 1, "%zu files match '%s': too many\nmake larger shards", found.gl_pathc, pattern);

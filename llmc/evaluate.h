@@ -33,7 +33,7 @@ static inline void evaluation_add_sets(Evaluation *e, const char *patterns, int 
     for (char *pattern; (pattern = strsep(&rest, ","));) {
         glob_t found;
         if (!*pattern) continue;
-        require(glob(pattern, GLOB_TILDE, NULL, &found) == 0 && found.gl_pathc > 0, "no file matches '%s'\nmake multiple-choice sets with: python dev/data/multiple_choice.py", pattern);
+        require(find_files(pattern, &found) == 0 && found.gl_pathc > 0, "no file matches '%s'\nmake multiple-choice sets with: python dev/data/multiple_choice.py", pattern);
         e->sets = (EvalSet *)realloc(e->sets, ((size_t)e->num_sets + found.gl_pathc) * sizeof(EvalSet));
         require(e->sets, "out of memory\nname fewer sets");
         for (size_t i = 0; i < found.gl_pathc; i++, e->num_sets++) {

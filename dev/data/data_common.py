@@ -37,6 +37,11 @@ def die(what, hint):
     sys.exit(f"error: {what}\n  hint: {hint}")
 
 
+def find_files(pattern):
+    """What a glob matches, sorted; but the name of something that is there means just that, whatever characters it has."""
+    return [pattern] if os.path.exists(pattern) else sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+
+
 # ---- files: whole or not at all
 
 def make_folder(path):

@@ -13,14 +13,13 @@ The shards are the same bits for any number of processes and ranks. A run that w
 command is given again.
 """
 import argparse
-import glob
 import os
 import sys
 import sysconfig
 
 import numpy as np
 
-from data_common import KINDS, die, read_shard, read_tokenizer
+from data_common import KINDS, die, find_files, read_shard, read_tokenizer
 from reader import find_inputs, walk
 from shards import add_arguments, build, check_arguments, run
 
@@ -36,7 +35,7 @@ def python_stdlib():
 # ---- --check
 
 def check(pattern):
-    paths = sorted(p for p in glob.glob(os.path.expanduser(pattern)) if os.path.basename(p) != "tokenizer.bin")
+    paths = [p for p in find_files(pattern) if os.path.basename(p) != "tokenizer.bin"]
     if not paths:
         die(f"no file matches '{pattern}'", "quote the glob: --check 'folder/*.bin'")
     failed, first = 0, None

@@ -9,7 +9,6 @@ A span is (path, begin, end): bytes of .txt .md .py and .jsonl, row groups of .p
 from its beginning and is one span. Nothing here depends on how many processes there are.
 """
 import functools
-import glob
 import gzip
 import json
 import lzma
@@ -17,7 +16,7 @@ import os
 import re
 import zlib
 
-from data_common import die
+from data_common import die, find_files
 
 TEXT, SUFFIXES = (".txt", ".md", ".py"), (".txt", ".md", ".py", ".jsonl", ".parquet")
 ROWS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.xz")
@@ -50,7 +49,7 @@ def walk(folder, skip=()):
 def find_inputs(patterns):
     found = []
     for pattern in patterns:
-        names = [pattern] if os.path.exists(pattern) else sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        names = find_files(pattern)
         if not names:
             die(f"no file matches '{pattern}'", f"name files, folders or quoted globs of {KNOWN}")
         for name in names:

@@ -1,10 +1,11 @@
 """What the trainers draw and read, in numpy: random numbers (llmc/rand.h), token shards and the order of their rows
 (llmc/dataloader.h), tokenizer.bin (llmc/tokenizer.h). The PyTorch reference stands on it."""
-import glob
 import os
 import sys
 
 import numpy as np
+
+from dev.data.data_common import find_files
 
 
 def require(condition, what, hint):
@@ -45,7 +46,7 @@ def rand_normal(seed, stream, counters):
 # ---- data: token shards and the order of rows (llmc/dataloader.h), tokenizer.bin
 def open_shards(pattern, T):
     """llm.c's files: 256 int32 of header, then tokens. Returns (the shards' tokens in the order of their names, the first header)."""
-    paths, shards, headers = sorted(glob.glob(os.path.expanduser(pattern))), [], []
+    paths, shards, headers = find_files(pattern), [], []
     require(paths, f"no file matches '{pattern}'", "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py")
     for path in paths:
         headers.append(np.fromfile(path, "<i4", 256))

@@ -506,7 +506,7 @@ def build(ranks, args, paths, val_paths=()):
     job.finish([(path, count) for path, _, count in shards])
     for name, count in ("train", total - val), ("val", val):
         number = sum(f"_{name}_" in os.path.basename(path) for path, _, _ in shards)
-        print(f"{name}: {count:,} tokens in {number} shard{'s' * (number != 1)}  {job.prefix}_{name}_*.bin")
+        print(f"{name}: {count:,} tokens in {number} shard{'s' * (number != 1)}  {glob.escape(job.prefix)}_{name}_*.bin")
     if empty := sum(r[0] for r in results.values()):
         print(f"note: {empty:,} empty documents left out")
     seconds = time.time() - start

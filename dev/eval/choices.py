@@ -1,5 +1,4 @@
 """Multiple-choice sets for train_gpt2.py: llmc/eval_set.h and llmc/evaluate.h in PyTorch, with the same figures."""
-import glob
 import os
 from collections import namedtuple
 
@@ -7,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dev.data.data_common import die
+from dev.data.data_common import die, find_files
 
 HELLASWAG = "dev/data/hellaswag/hellaswag_val.bin"  # -h 1
 WORDS = {(20240522, 1): np.dtype("<u2"), (20240522, 2): np.dtype("<u4")}
@@ -81,7 +80,7 @@ def open_sets(hellaswag, patterns, T, vocab_size):
     if hellaswag and not paths:
         print(f"HellaSwag is skipped: there is no {HELLASWAG}\nmake it with: python dev/data/hellaswag.py")
     for pattern in filter(None, patterns.split(",")):
-        found = sorted(glob.glob(os.path.expanduser(pattern)))
+        found = find_files(pattern)
         if not found:
             die(f"no file matches '{pattern}'", "make multiple-choice sets with: python dev/data/multiple_choice.py")
         paths += found

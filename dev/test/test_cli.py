@@ -402,6 +402,17 @@ def test_the_tokenizer_lies_beside_the_first_shard(trainer, tmp_path):
     assert "bits/byte" in succeeds(trainer("-i", "~/one/x.bin", "-v", "2", HOME=str(tmp_path))).stdout
 
 
+def test_a_name_with_brackets_is_that_file(trainer, tmp_path):
+    """A name that is there is no pattern, not even where it would match another file."""
+    (tmp_path / "a[1]").mkdir()
+    (tmp_path / "a1").mkdir()
+    data = shard(tmp_path / "a[1]/x{2,3}.bin")
+    shard(tmp_path / "a1/x2.bin", tokens=np.zeros(3))
+    assert "4000 tokens in 1 shards" in succeeds(trainer("-i", data, "-j", data, "-v", "2")).stdout
+    fails(trainer("-i", str(data).replace("{2,3}", "2")), "too few for one row")  # which is a pattern, and matches a1/x2.bin
+    succeeds(trainer("-i", tmp_path / "a[[]1]/*.bin"))
+
+
 # ---- a loss that is not a number
 
 @pytest.fixture

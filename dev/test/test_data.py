@@ -398,6 +398,10 @@ def test_check(corpus, tmp_path):
     for words in "too short", "not a token shard", "its header promises", "holds token 256 at 49999, outside":
         assert words in run.stdout
     script("prepare.py", "--check", tmp_path / "nothing*", fails="no file matches")
+    for line in prepare("--input", corpus, "--output", tmp_path / "with [1]").splitlines():
+        if line.startswith(("train: ", "val: ")):  # the patterns that it prints match what it made, and the names themselves are no patterns
+            assert "shards are good" in script("prepare.py", "--check", line.split("  ")[1])
+    assert "1 of 1 shards are good" in script("prepare.py", "--check", shards(tmp_path / "with [1]", "val")[0])
     (tmp_path / "llmc.bin").write_bytes(np.array([20240520, 1, 3] + [0] * 253, np.int32).tobytes() + np.array([50256, 0, 0], np.uint16).tobytes())
     assert "end-of-text" not in script("prepare.py", "--check", tmp_path / "llmc.bin")  # no word in it says which token that is
 
