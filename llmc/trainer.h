@@ -32,6 +32,7 @@ typedef struct {
     int64_t steps;           // optimiser steps of the whole run
     int num_micro;           // micro-steps in a step
     char resumed_from[4300]; // checkpoint folder, "" for a fresh run
+    char begun_as[512];      // the --model of a resumed run
     int lock;                // rank 0's, on the output folder; 0: none
     double step_seconds;     // smoothed time of a step; starts with the second one, since the first also warms up
     int steps_timed;
@@ -58,10 +59,15 @@ static inline void check_options(const Options *o) {
     require(o->samples <= o->batch_size || o->generate || !o->sample_every, "--samples %lld is more than --batch-size %lld\nsample fewer at a time while training", o->samples, o->batch_size);
 }
 
-// A --model that a resumed run names must be the checkpoint's: that is what goes on. (Left out, it has the default's text.)
-static inline void require_resumed_model(const Trainer *t) {
+// A --model that a resumed run names must be the checkpoint's: that is what goes on, under the name that the run began with.
+// (Left out, it has the default's text.)
+static inline void require_resumed_model(Trainer *t) {
     const char *model = t->o.model, *before = state_option(&t->state, "model");
     const Options standard = options_default();
+    if (before) {
+        snprintf(t->begun_as, sizeof t->begun_as, "%s", before);  // the state's own text moves
+        t->o.model = t->begun_as;
+    }
     if (!strcmp(model, standard.model) || (before && !strcmp(model, before))) return;
     const int folder = is_directory(model) || strchr(model, '/');
     Config named;

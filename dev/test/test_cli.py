@@ -283,6 +283,9 @@ def test_a_resumed_model_is_the_one_that_was_asked_for(trainer, tmp_path):
         succeeds(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-e", same))
     fails(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-x", "4", "-e", "d4,channels=128,seq=64"), "is not of the model 'd4,channels=128,seq=64' but of", "leave out --model")
     assert [p.name for p in tmp_path.glob("run/step_*")] == ["step_00000002"]
+    left_out = succeeds(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-x", "4", "-e", "gpt2:124M"))
+    assert f"| {model}\n" in left_out.stdout and [e["options"]["model"] for e in events(tmp_path / "run", "start")] == [model] * 6
+    fails(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-x", "6", "-e", "d4,channels=128,seq=64"), f"but of '{model}'")
 
 
 def test_a_run_that_saves_nothing_leaves_the_log_of_one_that_did(trainer, tmp_path):
