@@ -497,7 +497,7 @@ def train(o):
     require(total % (B * T) == 0, f"--total-batch {total} is not a multiple of batch-size * seq-len = {B * T}", f"nearest: {max(total // (B * T), 1) * B * T}")
     steps = 0 if o.evaluate else o.max_steps if o.max_steps > 0 else sum((len(s) - 1) // T for s in shards) * T // total
     require(steps or o.evaluate, f"the training data has less than one step of {total} tokens", "use a smaller --total-batch or give --max-steps")
-    path = o.tokenizer or os.path.join(os.path.dirname(o.val_data if o.evaluate else o.train_data), "tokenizer.bin")
+    path = o.tokenizer or os.path.join(os.path.dirname(shards[0].filename if shards else ""), "tokenizer.bin")
     names, eot, body = read_tokenizer(path) if o.tokenizer or os.path.exists(path) else (None, int(header[7]) if header[3] else c.vocab_size - 1, None)
     known, made_with = min(len(names or []) or c.vocab_size, c.vocab_size), int(np.array(header[5:7], np.int32).view(np.uint64)[0])
     require(not names or not made_with or made_with == fnv1a(body), f"tokenizer '{path}' is not the one that made the data", "give the data's own --tokenizer")
