@@ -251,4 +251,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as e:
+        die(f"'{e.filename2 or e.filename or 'output'}': {e.strerror or e}", "name files that are there and may be read, and a folder that you may write to and that has room")
