@@ -78,8 +78,8 @@ def time_text(v, _=None):
     return f"{v:.3g}s" if v < 120 else f"{v / 60:.3g}min" if v < 7200 else f"{v / 3600:.3g}h"
 
 
-def loss_range(runs, half_life, references=()):
-    """Limits that show the curves: neither single spikes nor, in a long run, the first steps decide the scale."""
+def loss_range(runs, half_life, references=(), log_y=False):
+    """Limits that show the curves, as far from them on either axis: neither single spikes nor, in a long run, the first steps decide the scale."""
     low, high = [], []
     for run in runs:
         raw = sorted(v for v in run.step["loss"] if math.isfinite(v))
@@ -88,11 +88,13 @@ def loss_range(runs, half_life, references=()):
         begin = len(curve) // 50 if len(curve) >= 200 else 0
         low += raw[len(raw) // 500 :][:1] + curve[begin:] + [v for _, v in evals]
         high += curve[begin:] + ([v for step, v in evals if step > run.step["step"][begin]] if curve else [v for _, v in evals])
+    low, high = ([math.log(v) if log_y else v for v in values if v > 0 or not log_y] for values in (low, high))
     if not low or not high:
         return None
-    low, high = [*low, *references], [*high, *references]
-    margin = 0.05 * (max(high) - min(low)) or 0.1
-    return min(low) - margin, max(high) + margin
+    references = [math.log(v) if log_y else v for v in references]
+    low, high = min(low + references), max(high + references)
+    margin = 0.05 * (high - low) or 0.1
+    return (math.exp(low - margin), math.exp(high + margin)) if log_y else (low - margin, high + margin)
 
 
 def draw_points(axis, where, marker="o", **style):
@@ -157,7 +159,7 @@ def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, ti
             axis.legend(handles=[Line2D([], [], color="#777777", linewidth=1.0, marker=MARKERS[k % len(MARKERS)], markersize=4.5, label=name) for k, name in enumerate(sets)], loc="lower right", fontsize=8)
         draw_references(axis, references, panel)
         axis.set_ylabel(PANELS[panel][1])
-        limits = loss_range(runs, half_life, [v for _, v in references_of(references, "loss")]) if panel == "loss" else None
+        limits = loss_range(runs, half_life, [v for _, v in references_of(references, "loss")], log_y) if panel == "loss" else None
         if limits:
             axis.set_ylim(*limits)
             axis.set_yscale("log" if log_y else "linear")

@@ -164,6 +164,9 @@ def test_the_scale_shows_the_curve(tmp_path):
     low, high = plot.loss_range([run], 10)
     assert 2.7 < low < 3.01 and high < 8
     assert plot.loss_range([plot.read_log(write(tmp_path / "b", [step(1, loss=float("nan"))]))], 1) is None
+    overfit = plot.read_log(write(tmp_path / "c", [start()] + [step(i, loss=5.0 * 0.9**i if i < 100 else 0.0) for i in range(101)]))
+    low, high = plot.loss_range([overfit], 0, [2.0], log_y=True)  # as near on a logarithmic axis, where there is no zero
+    assert 5e-5 < low < 5.0 * 0.9**99 and 5.0 < high < 10
 
 
 def colours_of(path):
