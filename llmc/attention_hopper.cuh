@@ -29,9 +29,11 @@ __device__ inline AttentionWork attention_work(int piece, int heads, int tiles, 
     const int size = min(group, heads - first), rest = piece - first * tiles;
     return {first + rest % size, rest / size};
 }
-// `heads` streamed tensor pairs of T rows per head; 16 MiB leave room in the L2 of any data-centre GPU.
+// How many heads: what they stream (two tensors of T rows each) should stay in L2 until the last piece has passed. 16 MiB leave room in that of any
+// data-centre GPU; the ladder varies it.
+static int attention_group_mib = 16;
 static inline int attention_group(int T, int HD, int element_bytes) {
-    const size_t pair = (size_t)T * HD * 2 * element_bytes, budget = (size_t)16 << 20;
+    const size_t pair = (size_t)T * HD * 2 * element_bytes, budget = (size_t)attention_group_mib << 20;
     return pair > budget ? 1 : (int)(budget / pair);
 }
 // Pieces that have been taken beyond each block's first, and blocks that found none left. The last of these leaves zeros for the
@@ -78,17 +80,9 @@ template <int WGS> constexpr int producer_registers = WGS == 2 ? 40 : WGS == 3 ?
 
 // ---- softmax of a 64 x KEYS tile of scores held by a warpgroup; a lane has two rows, four lanes share a row
 
-// 2^x for x <= 0 on the FMA pipes, relative error 3e-6: relieves the MUFU pipe, which is as busy as the tensor cores at HD 64.
-__device__ inline float exp2_polynomial(float x) {
-    x = fmaxf(x, -126.0f);
-    const float t = x + 12582912.0f;  // 1.5 * 2^23: the nearest whole number is in the last bits
-    const float f = x - (t - 12582912.0f);
-    const float y = fmaf(fmaf(fmaf(fmaf(9.5701e-3f, f, 5.591786e-2f), f, 0.24024745f), f, 0.69312181f), f, 0.99999926f);
-    return __uint_as_float(__float_as_uint(y) + (__float_as_uint(t) << 23));
-}
-// Scores become probabilities relative to the running maximum; fade is what earlier sums must be multiplied by. Of every eight
-// exponentials POLYNOMIAL go to the FMA pipes. Returns whether a maximum of the warp has moved.
-template <int KEYS, int POLYNOMIAL> __device__ inline bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], float (&row_sum)[2], float (&fade)[2], float scale2) {
+// Scores become probabilities relative to the running maximum; fade is what earlier sums must be multiplied by. Returns whether a maximum
+// of the warp has moved.
+template <int KEYS> __device__ inline bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], float (&row_sum)[2], float (&fade)[2], float scale2) {
     bool moved = false;
     #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -108,8 +102,7 @@ template <int KEYS, int POLYNOMIAL> __device__ inline bool softmax_tile(float (&
     for (int n = 0; n < KEYS / 2; n += 4)
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float x = fmaf(s[n + i], scale2, i < 2 ? -shift0 : -shift1);
-            s[n + i] = (n + i) * 5 % 8 < POLYNOMIAL ? exp2_polynomial(x) : exp2_approx(x);
+            s[n + i] = exp2_approx(fmaf(s[n + i], scale2, i < 2 ? -shift0 : -shift1));
             sum[i] += s[n + i];
         }
     #pragma unroll
@@ -127,8 +120,8 @@ template <int KEYS> __device__ inline void mask_tile(float (&s)[KEYS / 2], int r
 // ---- forward
 
 // WGS math warpgroups of 64 rows each; STAGES key and value tiles of KEYS rows in flight.
-template <int HD_, int WGS_, int KEYS_, int STAGES_, bool OVERLAP_, int POLYNOMIAL_> struct HopperForward {
-    static constexpr int HD = HD_, WGS = WGS_, KEYS = KEYS_, STAGES = STAGES_, POLYNOMIAL = POLYNOMIAL_, ROWS = 64 * WGS, THREADS = WARPGROUP * (WGS + 1), Q_STAGES = 2;
+template <int HD_, int WGS_, int KEYS_, int STAGES_, bool OVERLAP_> struct HopperForward {
+    static constexpr int HD = HD_, WGS = WGS_, KEYS = KEYS_, STAGES = STAGES_, ROWS = 64 * WGS, THREADS = WARPGROUP * (WGS + 1), Q_STAGES = 2;
     static constexpr bool OVERLAP = OVERLAP_;
     static constexpr int Q_BYTES = tile_bytes<ROWS, HD>, KV_BYTES = tile_bytes<KEYS, HD>;
     static constexpr int BYTES = TILE_ALIGNMENT + (Q_STAGES + 1) * Q_BYTES + 2 * STAGES * KV_BYTES, BARRIERS = ring_barriers<Q_STAGES> + 2 * ring_barriers<STAGES>;
@@ -218,7 +211,7 @@ template <typename S> __device__ inline void hopper_forward(const CUtensorMap *q
                 wgmma_pin(x);
                 if (lane == 0) k_ring.release(use);
                 mask_tile<WIDTH>(x, row, (n - 1) * KEYS);
-                softmax_tile<WIDTH, S::POLYNOMIAL>(x, row_max, row_sum, fade, scale2);
+                softmax_tile<WIDTH>(x, row_max, row_sum, fade, scale2);
                 fragment_round<WIDTH>((unsigned (&)[WIDTH / 16][4])p, x);
                 #pragma unroll
                 for (int k = WIDTH / 4; k < KEYS / 4; k++) p[k / 4][k % 4] = 0;
@@ -249,7 +242,7 @@ template <typename S> __device__ inline void hopper_forward(const CUtensorMap *q
                     }
                     wgmma_pin(s);
                     if (lane == 0) k_ring.release(use);
-                    const bool moved = softmax_tile<KEYS, S::POLYNOMIAL>(s, row_max, row_sum, fade, scale2);
+                    const bool moved = softmax_tile<KEYS>(s, row_max, row_sum, fade, scale2);
                     if constexpr (S::OVERLAP) {
                         wgmma_hold(row_sum[0] + row_sum[1]);
                         wgmma_wait<0>();
@@ -729,34 +722,28 @@ template <typename S, typename Kernel, typename... Args> static void hopper_laun
     kernel<<<(unsigned)(pieces < (size_t)blocks ? pieces : (size_t)blocks), S::THREADS, S::BYTES, stream>>>(args..., w);
     launchCheck();
 }
-// KV heads in a group: what they stream should stay in L2 until the last piece has passed. The ladder varies the budget.
-static int hopper_group_mib = 16;
-static inline int hopper_group(int T, int HD) {
-    const size_t pair = (size_t)T * HD * 2 * sizeof(bf16), budget = (size_t)hopper_group_mib << 20;
-    return pair > budget ? 1 : (int)(budget / pair);
-}
 template <typename S> static void attention_forward_hopper_launch(bf16 *out, float *lse, const bf16 *qkv, int B, int T, int NH, int NKV, cudaStream_t stream) {
-    const HopperWork w = {T, NH, NKV, B * NH, ((T + 63) / 64 * 64 + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD) * (NH / NKV), NULL, NULL};
+    const HopperWork w = {T, NH, NKV, B * NH, ((T + 63) / 64 * 64 + S::ROWS - 1) / S::ROWS, attention_group(T, S::HD, sizeof(bf16)) * (NH / NKV), NULL, NULL};
     hopper_launch<S>(attention_forward_hopper<S>, w, stream, tensor_map(qkv, B, T, NH + 2 * NKV, S::HD), tensor_map(out, B, T, NH, S::HD), lse);
 }
 // D (B,NH,T) is written by the first and read by the second.
 template <typename S> static void attention_backward_q_hopper_launch(bf16 *dqkv, float *D, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, int B, int T, int NH, int NKV, float *column_sums, const float *cos_sin, cudaStream_t stream) {
-    const HopperWork w = {T, NH, NKV, B * NH, ((T + 63) / 64 * 64 + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD) * (NH / NKV), column_sums, cos_sin};
+    const HopperWork w = {T, NH, NKV, B * NH, ((T + 63) / 64 * 64 + S::ROWS - 1) / S::ROWS, attention_group(T, S::HD, sizeof(bf16)) * (NH / NKV), column_sums, cos_sin};
     hopper_launch<S>(attention_backward_q_hopper<S>, w, stream, tensor_map(qkv, B, T, NH + 2 * NKV, S::HD), tensor_map(dout, B, T, NH, S::HD), tensor_map(dqkv, B, T, NH + 2 * NKV, S::HD), D, dout, out, lse);
 }
 template <typename S> static void attention_backward_kv_hopper_launch(bf16 *dqkv, const float *D, const bf16 *dout, const bf16 *qkv, const float *lse, int B, int T, int NH, int NKV, float *column_sums, const float *cos_sin, cudaStream_t stream) {
-    const HopperWork w = {T, NH, NKV, B * NKV, (T + S::ROWS - 1) / S::ROWS, hopper_group(T, S::HD), column_sums, cos_sin};
+    const HopperWork w = {T, NH, NKV, B * NKV, (T + S::ROWS - 1) / S::ROWS, attention_group(T, S::HD, sizeof(bf16)), column_sums, cos_sin};
     hopper_launch<S>(attention_backward_kv_hopper<S>, w, stream, tensor_map(qkv, B, T, NH + 2 * NKV, S::HD), tensor_map(dout, B, T, NH, S::HD), tensor_map(dqkv, B, T, NH + 2 * NKV, S::HD), D, lse);
 }
 // What an H200 runs fastest.
 template <int HD> struct HopperChoice;
 template <> struct HopperChoice<64> {
-    typedef HopperForward<64, 3, 128, 4, true, 0> Forward;
+    typedef HopperForward<64, 3, 128, 4, true> Forward;
     typedef HopperBackwardQ<64, 3, 64, 4, 4, false> BackwardQ;
     typedef HopperBackwardKV<64, 2, 128, 2> BackwardKV;
 };
 template <> struct HopperChoice<128> {
-    typedef HopperForward<128, 2, 128, 2, true, 0> Forward;
+    typedef HopperForward<128, 2, 128, 2, true> Forward;
     typedef HopperBackwardQ<128, 2, 64, 4, 2, false> BackwardQ;
     typedef HopperBackwardKV<128, 2, 64, 2> BackwardKV;
 };

@@ -119,11 +119,11 @@ template <typename X> static void check_tiles(void) {
         }
 }
 
-// ---- other shapes of the Hopper kernels, each as one line. Forward: math warpgroups, keys per tile, stages, overlap, how many of
-// eight exponentials are polynomials. dQ: warpgroups, keys, stages of K, of V, Q in registers. dK and dV: warpgroups, queries, stages.
+// ---- other shapes of the Hopper kernels, each as one line. Forward: math warpgroups, keys per tile, stages, overlap. dQ:
+// warpgroups, keys, stages of K, of V, Q in registers. dK and dV: warpgroups, queries, stages.
 
-#define FORWARD_VARIANTS_64(V) V(64, 3, 128, 4, true, 0) V(64, 3, 128, 4, false, 0)
-#define FORWARD_VARIANTS_128(V) V(128, 2, 128, 2, true, 0) V(128, 3, 64, 2, true, 0)
+#define FORWARD_VARIANTS_64(V) V(64, 3, 128, 4, true) V(64, 3, 128, 4, false)
+#define FORWARD_VARIANTS_128(V) V(128, 2, 128, 2, true) V(128, 3, 64, 2, true)
 #define Q_VARIANTS_64(V) V(64, 3, 64, 4, 4, false) V(64, 3, 64, 4, 4, true)
 #define Q_VARIANTS_128(V) V(128, 2, 64, 4, 2, false) V(128, 2, 64, 4, 2, true)
 #define KV_VARIANTS_64(V) V(64, 2, 128, 2)
@@ -265,11 +265,11 @@ static void bench_shape(const char *name, Shape s) {
             bench(path_name(s.HD, "backward, rotated"), 0, 2.5 * flops, [&] { attention_backward(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD, scratch, stream, NULL, cos_sin); });
     }
     attention_path = 0;
-    for (hopper_group_mib = 4; ladder.variants && hopper_group_mib <= 32; hopper_group_mib *= 2) {  // what may be streamed in L2 at a time
-        printf("groups of %d MiB\n", hopper_group_mib);
+    for (attention_group_mib = 4; ladder.variants && attention_group_mib <= 32; attention_group_mib *= 2) {  // what may be streamed in L2 at a time
+        printf("groups of %d MiB\n", attention_group_mib);
         variants(Tensors<floatX>{s, out, dqkv, qkv, dout, lse, (float *)scratch, NULL, NULL, flops});
     }
-    hopper_group_mib = 16;
+    attention_group_mib = 16;
 }
 
 int main(int argc, char **argv) {

@@ -197,6 +197,7 @@ def test_commands(program, tmp_path, monkeypatch, capfd):  # noqa: F811
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))  # as a full disk
     run("import", ours, tmp_path / "other", fails=["cannot write", "free some space"], preexec_fn=limit)
     run("export", tmp_path / "new", tmp_path / "other.bin", fails=["cannot write", "free some space"], preexec_fn=limit)
+    run("import", ours, tmp_path / "other", fails=["config.json': File too large", "has room"], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))
     assert not list(tmp_path.glob("other*"))
 
 
