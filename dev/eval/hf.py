@@ -22,7 +22,7 @@ import numpy as np
 
 from weights import ROOT, ask, convert, model_weights, read_config, write_safetensors  # first: it finds dev/data
 import download
-from data_common import atomic_write, die, make_folder, make_tokenizer, open_tokenizer
+from data_common import atomic_write, die, find_files, make_folder, make_tokenizer, open_tokenizer
 from llmc_bin import export_bin, import_bin
 from tokenizer_json import read_tokenizer_json, write_tokenizer_json
 
@@ -96,7 +96,8 @@ def import_hub(model, folder, revision):
 def find_tokenizer(folder, source):
     """The tokenizer.bin in the folder, or the one that a run was trained with, as its checkpoint tells; None if there is none."""
     options = read_json(source, "train_state.json").get("options", {}) if os.path.isfile(os.path.join(source, "train_state.json")) else {}
-    paths = [os.path.join(folder, "tokenizer.bin"), options.get("tokenizer"), options.get("train-data") and os.path.join(os.path.dirname(options["train-data"]), "tokenizer.bin")]
+    data = options.get("train-data") or ""
+    paths = [os.path.join(folder, "tokenizer.bin"), options.get("tokenizer"), data and os.path.join(os.path.dirname((find_files(data) or [data])[0]), "tokenizer.bin")]
     return next((path for path in paths if path and os.path.isfile(path)), None)
 
 

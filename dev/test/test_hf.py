@@ -373,7 +373,12 @@ def test_a_run_is_imported_whole(program, tmp_path, monkeypatch):  # noqa: F811
     state = json.loads((run_folder / "train_state.json").read_text())
     state["options"] |= {"train-data": str(data / "x_train_*.bin"), "tokenizer": ""}
     (run_folder / "train_state.json").write_text(json.dumps(state))
+    main(monkeypatch, "import", run_folder, tmp_path / "from_no_data")
+    (data / "x_train_1.bin").write_bytes(b"")
+    state["options"] |= {"train-data": str(tmp_path / "d*/x_train_*.bin")}  # beside the first shard, as in the trainers
+    (run_folder / "train_state.json").write_text(json.dumps(state))
     main(monkeypatch, "import", run_folder, tmp_path / "new")
+    assert (tmp_path / "from_no_data/tokenizer.bin").read_bytes() == (tmp_path / "new/tokenizer.bin").read_bytes()
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.bin", "tokenizer.json", "tokenizer_config.json"]
     auto = transformers()
     tokenizer, model = auto.AutoTokenizer.from_pretrained(tmp_path / "new"), auto.AutoModelForCausalLM.from_pretrained(tmp_path / "new").float()
