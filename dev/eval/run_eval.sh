@@ -54,7 +54,7 @@ done
 import glob, json, sys
 folder, *tasks = sys.argv[1:]
 for task in tasks:
-    path = max(glob.glob(f"{folder}/lm_eval/{task}/**/results*.json", recursive=True))
+    path = max(glob.glob(f"{glob.escape(folder)}/lm_eval/{task}/**/results*.json", recursive=True))
     for name, result in json.load(open(path))["results"].items():
         print(f"{name:<32}" + "  ".join(f"{key.split(',')[0]} {value:.4f}" for key, value in result.items() if isinstance(value, float) and "stderr" not in key))
 EOF

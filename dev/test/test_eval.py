@@ -441,3 +441,5 @@ def test_run_eval(tmp_path):
     os.utime(folder / "model.safetensors", (1, 1))  # other weights
     run_eval("model", "arc_easy", **more)
     assert len(asked()) == 5
+    folder.rename(tmp_path / "a [1]")  # which as a pattern is another folder
+    assert "acc 0.2500  acc_norm 0.5000" in run_eval("a [1]", "piqa", **more)
