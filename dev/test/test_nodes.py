@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -321,12 +322,15 @@ def test_what_slurm_is_asked(sbatch, tmp_path):
 
 
 def test_slurm_saves_and_goes_on(sbatch, data, tmp_path):
-    """The time limit comes (srun's task gets SIGUSR1): saved and queued again; that job ends the run and is not."""
+    """The time limit comes (srun's task gets SIGUSR1): saved and queued again; that job ends the run and is not, nor one that made no step."""
     words = run_words(tmp_path / "run", "-n", "100000", "-i", data / "train_*.bin", "-j", data / "val.bin")
     slow = tmp_path / "slow"
-    slow.write_text(f"#!/bin/sh\n{TRAINER} \"$@\" -x 1000000 &\nwhile ! grep -q '\"step\":5,' '{tmp_path}/run/main.jsonl' 2> /dev/null; do sleep 0.05; done\nkill -USR1 $!; wait $!\n")
+    slow.write_text(f"#!/bin/sh\n{TRAINER} \"$@\" -x 1000000 $MORE &\nwhile ! grep -q \"$UNTIL\" '{tmp_path}/run/main.jsonl' 2> /dev/null; do sleep 0.05; done\nkill -USR1 $!; wait $!\n")
     slow.chmod(0o755)
-    status, text, calls = sbatch(*words, RUN=1, PROGRAM=slow)
+    (tmp_path / "long.bin").write_bytes(struct.pack("<256i", 20240520, 1, 1 << 24, 256, 1, *[0] * 251) + bytes(2 << 24))
+    status, text, calls = sbatch(*words, RUN=1, PROGRAM=slow, MORE=f"-v 1 -m -1 -j {tmp_path}/long.bin", UNTIL="start")  # in an evaluation that takes longer than the limit
+    assert status == 1 and [c[0] for c in calls] == ["srun"] and "before the first step" in text, text
+    status, text, calls = sbatch(*words, RUN=1, PROGRAM=slow, MORE="", UNTIL='"step":5,')
     assert status == 0 and [c[0] for c in calls] == ["srun", "scontrol"] and calls[1][1] == ["requeue", "42"], text
     saved = steps_saved(tmp_path / "run")[-1]
     status, text, calls = sbatch(*words, "-x", saved + 2, RUN=1, OUTPUT=tmp_path / "run", PROGRAM=TRAINER)
