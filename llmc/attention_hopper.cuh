@@ -710,12 +710,7 @@ attention_backward_kv_hopper(const __grid_constant__ CUtensorMap qkv_map, const 
 
 // One block per multiprocessor, or fewer when there is less work.
 template <typename S, typename Kernel, typename... Args> static void hopper_launch(Kernel kernel, HopperWork w, cudaStream_t stream, Args... args) {
-    static int blocks = 0;
-    if (!blocks) {
-        int device;
-        cudaCheck(cudaGetDevice(&device));
-        cudaCheck(cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device));
-    }
+    static const int blocks = device_attribute(cudaDevAttrMultiProcessorCount);
     const size_t pieces = (size_t)w.heads * w.tiles;
     require(pieces + 2 * blocks < (size_t)1 << 31, "attention: %zu pieces of work are too many for one launch\nuse a smaller batch", pieces);
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
@@ -748,14 +743,9 @@ template <> struct HopperChoice<128> {
     typedef HopperBackwardKV<128, 2, 64, 2> BackwardKV;
 };
 
-// Whether the code that was loaded for this GPU has the Hopper kernels: only they have barriers in static shared memory.
+// Whether this GPU runs these kernels.
 template <int HD> static bool hopper_available(void) {
-    static int available = -1;
-    if (available < 0) {
-        cudaFuncAttributes attributes;
-        cudaCheck(cudaFuncGetAttributes(&attributes, attention_forward_hopper<typename HopperChoice<HD>::Forward>));
-        available = attributes.sharedSizeBytes > 0;
-    }
+    static const bool available = has_hopper_code(attention_forward_hopper<typename HopperChoice<HD>::Forward>);
     return available;
 }
 

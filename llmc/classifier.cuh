@@ -348,12 +348,6 @@ __global__ void __launch_bounds__(1024) loss_sum_kernel(float *total, const floa
 
 // ---- launchers
 
-static inline int classifier_device_attribute(cudaDeviceAttr attribute) {
-    int device, value;
-    cudaCheck(cudaGetDevice(&device));
-    cudaCheck(cudaDeviceGetAttribute(&value, attribute, device));
-    return value;
-}
 template <int THREADS> static inline void classifier_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, int cached, cudaStream_t stream) {
     const size_t bytes = (size_t)cached * sizeof(floatX);
     cudaCheck(cudaFuncSetAttribute(classifier_kernel<THREADS, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
@@ -362,7 +356,7 @@ template <int THREADS> static inline void classifier_launch(floatX *logits, floa
 }
 template <typename S> static inline void classifier_ring_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, cudaStream_t stream) {
     cudaCheck(cudaFuncSetAttribute(classifier_ring_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
-    const int most = classifier_device_attribute(cudaDevAttrMultiProcessorCount) / S::CLUSTER;
+    const int most = device_attribute(cudaDevAttrMultiProcessorCount) / S::CLUSTER;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = S::CLUSTER;
@@ -377,17 +371,12 @@ template <typename S> static inline void classifier_ring_launch(floatX *logits, 
     cudaCheck(cudaLaunchKernelEx(&launch, classifier_ring_kernel<S>, logits, losses, targets, dloss, N, V, Vp));
 }
 // A row alone in a ring leaves some of its stages to the next one; else two blocks share it. False if it is too long or too short even so,
-// or the code that was loaded for this GPU is not Hopper's: only that has barriers in static shared memory.
+// or the code that was loaded for this GPU is not Hopper's.
 static inline bool classifier_ring_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, cudaStream_t stream) {
     enum { RING_LEAST = 16384, MATH = 640, VECTORS = 2 };  // 768 threads of one vector: 10% slower
     typedef ClassifierRing<MATH, VECTORS, 1> Alone;
     typedef ClassifierRing<MATH, VECTORS, 2> Shared;
-    static int available = -1;
-    if (available < 0) {
-        cudaFuncAttributes attributes;
-        cudaCheck(cudaFuncGetAttributes(&attributes, classifier_ring_kernel<Alone>));
-        available = attributes.sharedSizeBytes > 0;
-    }
+    static const bool available = has_hopper_code(classifier_ring_kernel<Alone>);
     const int stages = (Vp + Alone::STAGE - 1) / Alone::STAGE, half_stages = (Vp / 2 + VecX::size + Alone::STAGE - 1) / Alone::STAGE;
     if (!available || Vp < RING_LEAST || half_stages > Shared::STAGES) return false;
     if (4 * stages <= 3 * Alone::STAGES) classifier_ring_launch<Alone>(logits, losses, targets, dloss, N, V, Vp, stream);
@@ -402,8 +391,8 @@ static inline void classifier(floatX *logits, float *losses, const int *targets,
     require(V > 0 && V <= Vp && Vp % VecX::size == 0, "%d logits in rows of %d\nrows must be padded to a multiple of %d", V, Vp, VecX::size);
     require((uintptr_t)logits % 16 == 0, "logits do not begin on 16 bytes\nallocate them with memory_request");
     const int reserved = 2048;  // the kernel's own shared memory and the driver's, per block
-    const int per_sm = classifier_device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    const int per_block = classifier_device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    const int per_sm = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    const int per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     const size_t row_bytes = (size_t)Vp * sizeof(floatX);
     const int room = per_block - (int)sizeof(float) * WARP;
     if (write_dlogits && classifier_rings && classifier_ring_run(logits, losses, targets, dloss, N, V, Vp, stream)) ;

@@ -99,6 +99,13 @@ static inline void gpu_identify(int local_rank, char *uuid, size_t size, int *de
     *sm = 10 * prop.major + prop.minor;
     for (size_t i = 0; i < sizeof prop.uuid.bytes && 2 * i + 2 < size; i++) snprintf(uuid + 2 * i, 3, "%02x", (unsigned char)prop.uuid.bytes[i]);
 }
+// Of the device that is selected.
+static inline int device_attribute(cudaDeviceAttr attribute) {
+    int device, value;
+    cudaCheck(cudaGetDevice(&device));
+    cudaCheck(cudaDeviceGetAttribute(&value, attribute, device));
+    return value;
+}
 static inline void gpu_close(Gpu *g) {
     cudaCheck(cudaStreamDestroy(g->comm));
     cudaCheck(cudaStreamDestroy(g->compute));

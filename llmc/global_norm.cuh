@@ -83,10 +83,7 @@ static inline size_t global_norm_scratch_bytes(int num_spans) {
 // out (1) = sum of squares of grads (n)
 static inline void global_norm_squared(float *out, const floatX *grads, size_t n, void *scratch, cudaStream_t stream) {
     require((uintptr_t)grads % 16 == 0 && n >> 40 == 0, "global norm of %zu gradients at %p\nalign them to 16 bytes", n, (const void *)grads);
-    int device = 0, sms = 0;
-    cudaCheck(cudaGetDevice(&device));
-    cudaCheck(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-    const int full = 2048 / GLOBAL_NORM_THREADS * sms, blocks = full < GLOBAL_NORM_MAX_BLOCKS ? full : GLOBAL_NORM_MAX_BLOCKS;
+    const int full = 2048 / GLOBAL_NORM_THREADS * device_attribute(cudaDevAttrMultiProcessorCount), blocks = full < GLOBAL_NORM_MAX_BLOCKS ? full : GLOBAL_NORM_MAX_BLOCKS;
     global_norm_blocks_kernel<<<blocks, GLOBAL_NORM_THREADS, 0, stream>>>((float *)scratch, grads, n);
     launchCheck();
     global_norm_sum_kernel<<<1, WARP, 0, stream>>>(out, (const float *)scratch, blocks);

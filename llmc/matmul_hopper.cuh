@@ -424,9 +424,7 @@ static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, co
     assert((!(S::READS_AUX || S::GATED) || !bias) && (OP == EPILOGUE_DGELU || !column_sums) && (!S::GATED || N % BOX_COLUMNS == 0) && S::ROTATED == (rope != NULL));
     static int multiprocessors = 0;
     if (!multiprocessors) {
-        int device;
-        cudaCheck(cudaGetDevice(&device));
-        cudaCheck(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+        multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
         cudaCheck(cudaFuncSetAttribute(matmul_hopper_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     }
     const int row_tiles = (int)ceil_div((size_t)M, (size_t)S::ROWS * CLUSTER), column_tiles = (int)ceil_div((size_t)N, (size_t)S::OUT_COLUMNS);
@@ -465,12 +463,7 @@ template <bool BF16> static inline const HopperVariant *hopper_variants(int *cou
             HOPPER_VARIANTS(0, 0, EPILOGUE_ROPE),
             HOPPER_VARIANTS(0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 1, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 2, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANTS(0, 1, EPILOGUE_DGELU),
             HOPPER_VARIANTS(1, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(256, 1, 0, 0, EPILOGUE_SWIGLU), HOPPER_VARIANT(256, 1, 0, 1, EPILOGUE_DSWIGLU)};
-        static int available = -1;  // whether the code loaded for this GPU has the kernel: only then it has barriers in static shared memory
-        if (available < 0) {
-            cudaFuncAttributes attributes;
-            cudaCheck(cudaFuncGetAttributes(&attributes, matmul_hopper_kernel<HopperMatmul<256, 1, 0, 0, EPILOGUE_PLAIN>>));
-            available = attributes.sharedSizeBytes > 0;
-        }
+        static const bool available = has_hopper_code(matmul_hopper_kernel<HopperMatmul<256, 1, 0, 0, EPILOGUE_PLAIN>>);
         if (available) *count = (int)(sizeof variants / sizeof *variants);
         return variants;
     }

@@ -327,10 +327,7 @@ static void norm_backward_launch(NormBackwardPlan plan, floatX *dinp, NormGradie
                                  const float *mean, const float *rstd, int N, int C, int accumulate, float *partials, cudaStream_t stream) {
     const void *pointers[] = {dinp, gradients.of[0], gradients.of[1], gradients.of[2], dout, inp, weight, partials};
     norm_require(pointers, 8, N, C);
-    int device = 0, sms = 0;
-    cudaCheck(cudaGetDevice(&device));
-    cudaCheck(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-    const int rows_per_block = plan.shared_bytes ? plan.threads / WARP : plan.rows, columns = ((KIND == NORM_LAYER ? 2 : 1) + BELOW) * C;
+    const int sms = device_attribute(cudaDevAttrMultiProcessorCount), rows_per_block = plan.shared_bytes ? plan.threads / WARP : plan.rows, columns = ((KIND == NORM_LAYER ? 2 : 1) + BELOW) * C;
     const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * plan.blocks_per_sm, needed = (int)ceil_div((size_t)N, (size_t)rows_per_block);
     const int blocks = needed < most ? needed : most;
     #define KERNEL(ROW_THREADS, VECS, ROWS, MAX_THREADS, MIN_BLOCKS) norm_backward_kernel<KIND, BELOW, ROW_THREADS, VECS, ROWS, MAX_THREADS, MIN_BLOCKS> \

@@ -57,6 +57,13 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
+// Whether the code that was loaded for this GPU has a Hopper kernel: only then it has barriers in static shared memory.
+template <typename Kernel> static inline bool has_hopper_code(Kernel kernel) {
+    cudaFuncAttributes attributes;
+    cudaCheck(cudaFuncGetAttributes(&attributes, kernel));
+    return attributes.sharedSizeBytes > 0;
+}
+
 // ---- tensor maps: how TMA sees a packed bf16 tensor (B, T, heads, HD) of contiguous rows
 
 // Rows are counted per sequence, so that what lies before row 0 or from row T on is read as zero and never written.
