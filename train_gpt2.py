@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -584,6 +585,7 @@ def write_debug(o):
 
 if __name__ == "__main__":
     options = parse_options()
+    sys.stdout.reconfigure(errors="replace")  # a sample may have characters that the terminal has not
     try:
         if options.write_debug:
             write_debug(options)
