@@ -118,7 +118,7 @@ def figures(log):
     left = [f"loss       {value_text(now['loss'], '.4f')}, smoothed {value_text(smoothed, '.4f')}", f"norm       {value_text(now['norm'], '.4f')}", f"rate       {value_text(now['lr'], '.2e')}"]
     right = [f"speed    {count_text(speed) if math.isfinite(speed) else '-'} tokens/s{mfu}", f"step     {value_text(now['ms'], '.1f')} ms, {count_text(now['tokens']) if math.isfinite(now['tokens']) else '-'} tokens so far",
              f"memory   {f'{memory:.2f} GiB' if memory > 0 else '-'}{f' on each of {ranks} ranks' if ranks > 1 else ', 1 rank'}"]
-    return [f"{a:<40}{b}" for a, b in zip(left, right)]
+    return [f"{a:<39} {b}" for a, b in zip(left, right)]
 
 
 def frame(log, width, height, now, changed, blocks=BLOCKS):

@@ -86,6 +86,7 @@ def test_a_resumed_run(tmp_path):
 def test_odd_logs(tmp_path):
     assert "step 0 of 1000" in picture(tmp_path, [start()]) and "step 0" in picture(tmp_path, [{"event": "sample", "step": 0, "text": "x"}])
     text = picture(tmp_path, [start(), step(1, loss=None), step(2, loss=float("nan"), norm=None, tok_s=None, ms=None, mfu=None, skipped="loss is an outlier")], tail='{"event":"step","st')
+    assert "4321.5000 speed" in picture(tmp_path, [start(), step(1, loss=87654321.5), step(2, loss=87654321.5)])  # a run that went astray
     assert "loss       -, smoothed" in text and "1 updates skipped" in text and "ETA" in text
     assert "1 damaged lines" in picture(tmp_path, [start(), step(1)], tail="nonsense\n")
     picture(tmp_path, [{"event": "start"}, {"event": "step", "step": 1}, {"event": "eval", "step": 1}, {"event": "eval_choice", "step": 1}, {"event": "end", "step": 1}])
