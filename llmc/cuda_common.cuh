@@ -25,6 +25,8 @@ typedef __nv_bfloat16 floatX;
 
 // ---- every call is checked; the message names the call and the place
 static inline void cuda_check(cudaError_t status, const char *call, const char *file, int line) {
+    if (status == cudaErrorMemoryAllocation)
+        die_at(file, line, "CUDA: %s: %s\nkernels and graphs need some memory beside the buffers: use a smaller batch, or end what else uses this GPU; failed call: %s", cudaGetErrorName(status), cudaGetErrorString(status), call);
     if (status != cudaSuccess)
         die_at(file, line, "CUDA: %s: %s\nfailed call: %s", cudaGetErrorName(status), cudaGetErrorString(status), call);
 }
