@@ -531,7 +531,15 @@ static inline void train(Trainer *t) {
     if (f) { logger_text(f, "reason", stopped ? strsignal(stopped) : "all steps done"); logger_end(&t->log); }
 }
 
+// A program may be started with its output closed (>&-): the first file that is opened, the log, would then get what is printed.
+static inline void open_standard_streams(void) {
+    int fd;
+    do fd = open("/dev/null", O_RDWR); while (fd >= 0 && fd <= STDERR_FILENO);
+    if (fd >= 0) close(fd);
+}
+
 static inline int trainer_main(int argc, char **argv) {
+    open_standard_streams();
     Trainer *t = (Trainer *)calloc_or_die(sizeof(Trainer));
     t->o = options_parse(argc, argv);
     const Options *o = &t->o;

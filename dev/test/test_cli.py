@@ -416,6 +416,14 @@ def test_a_name_with_brackets_is_that_file(trainer, tmp_path):
     succeeds(trainer("-i", tmp_path / "a[[]1]/*.bin"))
 
 
+def test_closed_output_does_not_become_the_log(trainer, tmp_path):
+    data = shard(tmp_path / "x.bin")
+    run = ["sh", "-c", 'exec "$0" "$@" >&- 2>&-', trainer.program, "-e", "d1,channels=64,vocab=256", "-i", data, "-j", "", "-b", "1", "-t", "8", "-x", "2", "-n", "2", "-v", "0", "-o", tmp_path / "run"]
+    subprocess.run([str(w) for w in run], check=True, env=ENVIRONMENT, timeout=300)
+    logged = [json.loads(line)["event"] for line in (tmp_path / "run/main.jsonl").read_text().splitlines()]
+    assert (logged[0], logged.count("step"), logged[-1]) == ("start", 2, "end")
+
+
 # ---- a loss that is not a number
 
 @pytest.fixture
