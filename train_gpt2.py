@@ -585,7 +585,8 @@ def write_debug(o):
 
 if __name__ == "__main__":
     options = parse_options()
-    sys.stdout.reconfigure(errors="replace")  # a sample may have characters that the terminal has not
+    if sys.stdout:  # not where it is closed
+        sys.stdout.reconfigure(errors="replace")  # a sample may have characters that the terminal has not
     try:
         if options.write_debug:
             write_debug(options)

@@ -579,6 +579,7 @@ def test_samples_on_a_terminal_without_their_characters(text_shards):
     command = [sys.executable, os.path.join(ROOT, "train_gpt2.py"), *text_shards, "--model", "d1,channels=64,seq=32", "-b", "1", "-t", "32", "-x", "1", "-v", "0", "-s", "1", "--device", "cpu", "--threads", "1"]
     text = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "ascii"}).stdout.decode("ascii")
     assert "?" in text.split("---- sample of step 1")[1]  # random bytes: most are no UTF-8, hence U+FFFD
+    subprocess.run(["sh", "-c", 'exec "$0" "$@" >&-', *command], check=True)  # nor has a closed one any
 
 
 def test_messages_for_the_user(text_shards, tmp_path, capsys):
