@@ -318,7 +318,7 @@ class Reader:
         for record, where in json_rows(stream, path, self.errors, begin, end):
             text = record.get(self.field) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                fields = ", ".join(k for k, v in record.items() if isinstance(v, str)) if isinstance(record, dict) else "none"
+                fields = ", ".join(k for k, v in (record.items() if isinstance(record, dict) else ()) if isinstance(v, str)) or "none"
                 die(f"{where()} has no text in field '{self.field}'", f"choose a field with --text-field; text is in: {fields}")
             record = None  # a long one would be in memory once more
             try:

@@ -318,6 +318,7 @@ REFUSALS = [
     ("a.txt.xz", lzma.compress(b"abc" * 1000)[:-10], [], "cannot be unpacked"),
     ("a.txt.xz", b"no xz at all", [], "cannot be unpacked"),
     ("a.txt", b"", [], "the inputs hold no text"),
+    ("a.jsonl", b'{"text": null}', [], "text is in: none"),
     ("a.txt", b"short", ["--val-tokens", "1000"], "no text is left for training"),
     ("a.pdf", b"%PDF", [], "is of an unknown kind"),
     ("a.txt", b"abc", ["--shard-tokens", "10"], "--shard-tokens 10 is not between"),
