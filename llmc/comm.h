@@ -155,17 +155,16 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
     gethostname(c.host, sizeof c.host - 1);
     const int launched = comm_launched();
     char (*hosts)[64] = NULL;
+    WatchdogSlot alone;  // the neighbours are not known yet
+    uint64_t op = 0;
     if (launched) {
-        WatchdogSlot alone;  // the neighbours are not known yet
         memset(&alone, 0, sizeof alone);
         if (getenv("PMIX_RANK")) die_rank = atoi(getenv("PMIX_RANK"));
         watchdog_start(&alone, 1, 0, die_rank, timeout, comm_end_launcher);
-        const uint64_t op = watchdog_op_begin("start of MPI", 0, OP_STARTED);
+        op = watchdog_op_begin("start of MPI", 0, OP_STARTED);
         mpi_open(&c, argc, argv);
         hosts = (char (*)[64])calloc_or_die((size_t)c.world * sizeof *hosts);
         mpi_all_gather(c.host, sizeof c.host, hosts);
-        watchdog_op_done(op);
-        watchdog_stop();
     }
     die_rank = c.world > 1 ? c.rank : -1;
     require(launched <= c.world, "this program was started as %d processes, but they do not see each other\n%s", launched,
@@ -176,6 +175,10 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
             #endif
     if (launched) die_hook = comm_abort;
     WatchdogSlot *slots = (WatchdogSlot *)comm_share(&c, (size_t)c.local_world * sizeof(WatchdogSlot));
+    if (launched) {
+        watchdog_op_done(op);
+        watchdog_stop();
+    }
     if (slots) watchdog_start(slots, c.local_world, c.local_rank, c.rank, timeout, comm_abort);
     else watchdog_start((WatchdogSlot *)calloc_or_die(sizeof(WatchdogSlot)), 1, 0, c.rank, timeout, comm_abort);
     if (watchdog.count < c.world) { watchdog.hosts = (const char (*)[64])hosts; watchdog.world = c.world; }

@@ -184,6 +184,14 @@ def test_losing_a_rank(comm, how, repeat):
     print(f"rank {rank}, {how.name}: all ended after {seconds:.1f} s")
 
 
+def test_a_rank_that_stops_at_the_start(comm, tmp_path):
+    """After MPI's own start, before the ranks of the host see each other."""
+    source = '#include <signal.h>\nint memfd_create(const char *name, unsigned flags) { (void)name; (void)flags; raise(SIGSTOP); return -1; }'
+    subprocess.run([CONFIG["CC"], "-shared", "-fPIC", "-o", tmp_path / "stop.so", "-x", "c", "-"], input=source, text=True, check=True)
+    status, text = Job(3, comm, "loop", TIMEOUT, environment={"LD_PRELOAD": str(tmp_path / "stop.so")}).finish(4 * TIMEOUT + MARGIN + 5, memory_may_stay=True)
+    assert status != 0 and len(re.findall(r"error: no progress for 8 s .*\n.*\n.*last collectives.*\n.*#1 start of MPI 0 started", text)) == 2, text
+
+
 def test_a_pause_is_no_hang(comm):
     """A whole job that is suspended for longer than the time-out goes on afterwards."""
     job = Job(3, comm, "loop", TIMEOUT).wait_for("started")
