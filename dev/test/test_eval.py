@@ -443,3 +443,15 @@ def test_run_eval(tmp_path):
     assert len(asked()) == 5
     folder.rename(tmp_path / "a [1]")  # which as a pattern is another folder
     assert "acc 0.2500  acc_norm 0.5000" in run_eval("a [1]", "piqa", **more)
+
+
+def test_data_and_output_of_odd_kinds(tmp_path):
+    """The tokenizer lies beside the first shard, however that was named, as in the C trainers; a terminal may lack U+FFFD, or be closed."""
+    (tmp_path / "[1]").mkdir()
+    header = np.array([20240520, 1, 200, 256, 1] + [0] * 251, "<i4").tobytes()
+    (tmp_path / "[1]/a*.bin").write_bytes(header + np.full(200, 97, "<u2").tobytes())
+    (tmp_path / "[1]/tokenizer.bin").write_bytes(np.array([20240328, 2, 256, 0, 1] + [0] * 251, "<i4").tobytes() + b"".join(bytes([1, i]) for i in range(256)))
+    for data, shell in ((tmp_path / "[1]/a*.bin", '"$@"'), ("~/[[]1]/a*.bin", '"$@"'), (tmp_path / "[[]*/a*.bin", '"$@"; "$@" >&-')):
+        text = subprocess.run(["sh", "-ec", shell, "sh", sys.executable, ROOT / "train_gpt2.py", "-i", data, "-j", data, *"-e d1,channels=64,seq=32 -b 1 -t 32 -x 1 -v 1 -m 1 -s 1 --device cpu".split()],
+                              check=True, stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "ascii", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}).stdout.decode("ascii")
+        assert "bits/byte" in text and "?" in text.split("---- sample of step 1")[1]  # random bytes: most are no UTF-8

@@ -564,24 +564,6 @@ def test_a_vocabulary_may_be_rounded_up(text_shards, capsys):
     assert "---- sample of step 1 (" in capsys.readouterr().out
 
 
-def test_the_tokenizer_lies_beside_the_first_shard(text_shards, tmp_path, monkeypatch, capsys):
-    """However the shards were named: as in the C trainers."""
-    monkeypatch.setenv("HOME", str(tmp_path.parent))
-    (tmp_path / "[1]").mkdir()
-    (tmp_path / "a_train_0.bin").rename(tmp_path / "[1]/a*.bin")
-    (tmp_path / "tokenizer.bin").rename(tmp_path / "[1]/tokenizer.bin")
-    for data in (tmp_path / "[1]/a*.bin", f"~/{tmp_path.name}/[[]1]/a*.bin", tmp_path / "[[]*/a*.bin"):
-        ref.train(options(train_data=str(data), val_data=str(tmp_path / "a_val_0.bin"), model="d1,channels=64,seq=32", batch_size=1, seq_len=32, max_steps=1, eval_every=1, eval_steps=1, sample_every=0))
-        assert "bits/byte" in capsys.readouterr().out
-
-
-def test_samples_on_a_terminal_without_their_characters(text_shards):
-    command = [sys.executable, os.path.join(ROOT, "train_gpt2.py"), *text_shards, "--model", "d1,channels=64,seq=32", "-b", "1", "-t", "32", "-x", "1", "-v", "0", "-s", "1", "--device", "cpu", "--threads", "1"]
-    text = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "ascii"}).stdout.decode("ascii")
-    assert "?" in text.split("---- sample of step 1")[1]  # random bytes: most are no UTF-8, hence U+FFFD
-    subprocess.run(["sh", "-c", 'exec "$0" "$@" >&-', *command], check=True)  # nor has a closed one any
-
-
 def test_messages_for_the_user(text_shards, tmp_path, capsys):
     (tmp_path / "used/step_00000005").mkdir(parents=True)
     tokenizer = (tmp_path / "tokenizer.bin").read_bytes()
