@@ -648,6 +648,13 @@ static inline void attention_require(const void *a, const void *b, const void *c
         default: die("attention has no kernel for head dimension %d\nchoose heads so that channels / heads is 32, 64, 80, 96 or 128", HD); \
     }
 
+// Before anything is allocated: whether there are kernels for heads of HD.
+static inline void attention_require_head(int HD) {
+    #define call(HD) ((void)0)
+    ATTENTION_DISPATCH(HD, call)
+    #undef call
+}
+
 // One block per head and tile of `rows` rows.
 template <typename Kernel, typename... Args>
 static void attention_launch(Kernel kernel, int heads, int T, int rows, int threads, int shared_bytes, cudaStream_t stream, Args... args) {

@@ -432,6 +432,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     m->local = tp_config(c, &mesh->tp);
     m->spread = mesh->tp.world;
     c = &m->local;
+    attention_require_head(c->head_dim);
     require(!strcmp(o->reduce_dtype, "fp32") || !strcmp(o->reduce_dtype, "bf16"), "unknown --reduce-dtype '%s'\nuse fp32 or bf16", o->reduce_dtype);
     m->gpu = gpu_open(comm->local_rank);
     m->num_chunks = adam_chunks(m, NULL);
