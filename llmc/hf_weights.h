@@ -96,8 +96,8 @@ static inline int slots_meet(const Model *m, int on) {
     watchdog_beat(PHASE_SAVE, -1);
     return comm_or(&m->mesh->job, on);
 }
-// progress counts the pieces that are written. All ranks call it; a thread beside training, which reads with model_read_snapshot, asks nothing of
-// other ranks and does not beat for training. With model_read_snapshot any thread may call it.
+// progress counts the pieces that are written. All ranks call it; with model_read_snapshot any thread may, which then asks nothing of other ranks and
+// does not beat for training.
 static inline void slots_write(const SlotFile *f, const Model *m, SlotReader *read, int64_t *progress) {
     const ParamTable *table = &m->table;
     float *piece = (float *)malloc_or_die(HF_PIECE * 4), *scratch = (float *)malloc_or_die(HF_PIECE * 4);

@@ -274,7 +274,7 @@ static inline void report_gpu(Trainer *t) {
     logger_end(&t->log);
 }
 
-static inline void run_evaluation(Trainer *t) { evaluate(&t->eval, &t->model, t->has_tokenizer ? &t->tokenizer : NULL, &t->log, t->state.step, t->state.tokens); }
+static inline void score(Trainer *t) { evaluate(&t->eval, &t->model, t->has_tokenizer ? &t->tokenizer : NULL, &t->log, t->state.step, t->state.tokens); }
 
 // ---- samples
 
@@ -490,16 +490,19 @@ static inline int agree(Trainer *t) {
     return flags & BY_SIGTERM ? SIGTERM : flags & BY_SIGUSR1 ? SIGUSR1 : 0;
 }
 
+// An evaluation between steps, which a signal may have ended early.
+static inline int score_and_agree(Trainer *t) {
+    score(t);
+    return agree(t);
+}
+
 static inline int due(int64_t every, int64_t step, int64_t last) { return every > 0 && (step % every == 0 || step == last); }
 
 static inline void train(Trainer *t) {
     const Options *o = &t->o;
     const int64_t first = t->state.step;
     int stopped = 0;
-    if (due(o->eval_every, t->state.step, t->steps)) {
-        run_evaluation(t);
-        stopped = agree(t);
-    }
+    if (due(o->eval_every, t->state.step, t->steps)) stopped = score_and_agree(t);
     double clock = now_seconds();
     while (t->state.step < t->steps && !stopped) {
         train_step(t, &clock);
@@ -510,10 +513,7 @@ static inline void train(Trainer *t) {
         }
         if (o->log_gpu_every > 0 && step % o->log_gpu_every == 0 && t->comm.rank == 0) report_gpu(t);
         stopped = agree(t);
-        if (due(o->eval_every, step, t->steps) && !stopped) {
-            run_evaluation(t);
-            stopped = agree(t);
-        }
+        if (due(o->eval_every, step, t->steps) && !stopped) stopped = score_and_agree(t);
         const int samples = due(o->sample_every, step, t->steps) && !stopped;
         if (samples && t->mesh.dp.rank == 0) sample(t);
         else if (samples) generate_elsewhere(&t->comm);
@@ -566,7 +566,7 @@ static inline int trainer_main(int argc, char **argv) {
     t->log = logger_open(o->generate || comm->rank > 0 ? "" : o->output, o->evaluate ? "evaluate.jsonl" : "main.jsonl", *t->resumed_from || o->evaluate);
     log_start(t);
     if (o->generate) sample(t);
-    else if (o->evaluate) run_evaluation(t);
+    else if (o->evaluate) score(t);
     else train(t);
     logger_close(&t->log);
     if (t->lock) close(t->lock);
