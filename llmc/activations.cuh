@@ -17,6 +17,15 @@ typedef struct {
     float *lse, *mean1, *rstd1, *mean2, *rstd2;
 } LayerActs;
 
+// Whether backward computes the activation again, from f: the same buffer in all layers, and in none of them while the head computes.
+static inline int recomputes_activation(const Options *o) { return o->recompute == 1 || o->recompute == 2; }
+// Where the activation is part of a matmul: 0 nowhere, 1 in forward, 2 in backward too. Our kernel, on Hopper, gives the bits of a matmul with the
+// activation apart and is faster in both directions (dev/cuda/matmul.cu measures it).
+static inline int fusion_of_activation(const Config *c, const Options *o, int B, int T) {
+    if (o->gelu_fusion >= 0) return (int)o->gelu_fusion;
+    return (size_t)B * T >= MATMUL_FUSION_ROWS && matmul_can_fuse(c->mlp == MLP_SWIGLU, c->ffn_dim) ? 2 : 0;
+}
+
 // Widths of a token's rows.
 static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
 static inline int fc_width(const Config *c) { return c->mlp == MLP_SWIGLU ? 2 * c->ffn_dim : c->ffn_dim; }
@@ -31,18 +40,19 @@ static inline size_t reduce_scratch_bytes(const Config *c, int B, int T, int spl
     return most;
 }
 
-// Where the parts of the shared region begin: [dqkv | df | da | attention scratch] or [logits].
-typedef struct { size_t dqkv, df, da, attention, bytes; } RegionPlan;
+// What is never alive together shares one region: [logits], [df | da | a], of the MLP, and [dqkv | attention's scratch]. Where a part begins, in bytes.
+typedef struct { size_t da, a, attention, bytes; } RegionPlan;
 static inline RegionPlan region_plan(const Config *c, const Options *o, int B, int T) {
     RegionPlan r;
-    const size_t N = (size_t)B * T, align = 1024;
-    r.dqkv = 0;
-    r.df = r.dqkv + round_up(N * qkv_width(c) * sizeof(floatX), align);
-    r.da = r.df + round_up(N * fc_width(c) * sizeof(floatX), align);
-    r.attention = r.da + round_up(c->mlp == MLP_SWIGLU ? N * c->ffn_dim * sizeof(floatX) : 0, align);
-    r.bytes = r.attention + attention_backward_scratch_bytes(B, T, c->num_heads, c->num_kv_heads, c->head_dim);
-    const size_t logits = head_rows(o, B, T) * c->padded_vocab_size * sizeof(floatX);
-    if (logits > r.bytes) r.bytes = logits;
+    const size_t N = (size_t)B * T, align = 1024, width = round_up(N * (size_t)c->ffn_dim * sizeof(floatX), align);
+    const int gated = c->mlp == MLP_SWIGLU, apart = gated && fusion_of_activation(c, o, B, T) < 2;  // GELU's da is df; SwiGLU's is inside a product, or apart
+    r.da = round_up(N * fc_width(c) * sizeof(floatX), align);
+    r.a = r.da + (apart ? width : 0);
+    r.attention = round_up(N * qkv_width(c) * sizeof(floatX), align);
+    const size_t parts[] = {r.a + (recomputes_activation(o) ? width : 0), r.attention + attention_backward_scratch_bytes(B, T, c->num_heads, c->num_kv_heads, c->head_dim),
+                            head_rows(o, B, T) * c->padded_vocab_size * sizeof(floatX)};
+    r.bytes = 0;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) r.bytes = parts[i] > r.bytes ? parts[i] : r.bytes;
     return r;
 }
 
@@ -51,7 +61,7 @@ static inline size_t stats_size(const Config *c, size_t N, size_t rows) { return
 // Elements that one layer saves under a recompute level.
 static inline size_t saved_layer_size(const Config *c, size_t N, size_t rows, int recompute) {
     size_t size = N * (size_t)(qkv_width(c) + c->num_heads * c->head_dim + fc_width(c));
-    if (recompute < 1) size += N * (size_t)c->ffn_dim;
+    if (recompute < 1 || recompute > 2) size += N * (size_t)c->ffn_dim;
     if (recompute < 2) size += 2 * rows * (size_t)c->channels;
     return size;
 }

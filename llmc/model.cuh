@@ -132,8 +132,6 @@ static inline void activation_forward(const Model *m, floatX *a, floatX *f, int 
     if (m->config.mlp == MLP_SWIGLU) swiglu_forward(a, slopes ? f : NULL, f, N, m->local.ffn_dim, m->gpu.compute);
     else gelu_forward(a, slopes ? f : NULL, f, N, m->local.ffn_dim, m->gpu.compute);
 }
-// Whether backward computes a again, from f.
-static inline int recomputes_activation(const Model *m) { return m->options.recompute == 1 || m->options.recompute == 2; }
 
 // From h1 of the layer to a: all that backward reads and that --recompute 3 computes again. cache: NULL in training; else T new tokens
 // follow those that it holds.
@@ -158,14 +156,14 @@ static inline void block_inside(Model *m, int l, const floatX *x, int B, int T, 
     }
     const floatX *branch = project(m, OVER_PROJ, a.y, w.projw, w.projb, N, Q);
     residual_norm_forward(c->norm, a.x_mid, a.h2, a.mean2, a.rstd2, x, branch, w.ln2w, w.ln2b, rows, C, c->norm_eps, s);
-    const int inside = m->fuse_activation && !cache && !recomputes_activation(m);  // the activation, in the product
+    const int inside = m->fuse_activation && !cache && !recomputes_activation(&m->options);  // the activation, in the product
     over_gathered(m, OVER_FC, a.h2, N, 0, [&](const floatX *h, int first, int count) {
         floatX *f = a.f + (size_t)first * fc_width(c), *act = a.a + (size_t)first * F;
         if (inside && c->mlp == MLP_SWIGLU) matmul_swiglu_forward(act, f, h, w.fcw, count, C, F, s);
         else if (inside) matmul_forward(&m->matmul, act, h, w.fcw, w.fcb, f, count, C, F, s);
         else matmul_forward(&m->matmul, f, h, w.fcw, w.fcb, NULL, count, C, fc_width(c), s);
     });
-    if (!inside) activation_forward(m, a.a, a.f, N, !cache && !recomputes_activation(m));
+    if (!inside) activation_forward(m, a.a, a.f, N, !cache && !recomputes_activation(&m->options));
 }
 // h1 of the layer is ready. `next_*`: the norm that follows the block, of layer l+1 or the final one.
 static inline void block_forward(Model *m, int l, const floatX *x, floatX *next_h, float *next_mean, float *next_rstd,
@@ -272,7 +270,7 @@ static inline void block_backward(Model *m, int l, int accumulate) {
     const floatX *x = layer_input(m, l);
     if (again == 2 || (again == 3 && l + 1 < c->num_layers)) norm_forward(c->norm, a.h1, a.mean1, a.rstd1, x, w.ln1w, w.ln1b, rows, C, c->norm_eps, s);
     if (again == 3 && l + 1 < c->num_layers) block_inside(m, l, x, B, T, NULL);  // the last block's values are still there
-    if (recomputes_activation(m)) activation_forward(m, a.a, a.f, N, 1);
+    if (recomputes_activation(&m->options)) activation_forward(m, a.a, a.f, N, 1);
     if (again == 2) norm_forward(c->norm, a.h2, a.mean2, a.rstd2, a.x_mid, w.ln2w, w.ln2b, rows, C, c->norm_eps, s);
     // MLP. Weight gradients come last: they hide what is on its way to and from other ranks.
     const int fused = m->fuse_activation == 2, gated = c->mlp == MLP_SWIGLU;  // the activation's gradient, and GELU's bias gradient, inside the matmul

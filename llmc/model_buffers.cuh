@@ -62,7 +62,7 @@ struct Model {
     int num_chunks;
     size_t num_updated;      // weights in the chunks
     // activations
-    floatX *x_embedding, *h_final, *saved_x, *saved_layer, *shared_h, *shared_a;
+    floatX *x_embedding, *h_final, *saved_x, *saved_layer, *shared_h;
     float *saved_stats, *mean_final, *rstd_final;
     LayerActs *layers;
     float *cos_sin;
@@ -204,8 +204,7 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
     }
     memory_request(memory, &m->x_embedding, "activations", "embedding (B,T,C)", rows * C);
     memory_request(memory, &m->saved_x, "activations", recompute >= 3 ? "residuals (L+1,B,T,C)" : "residuals (L,2,B,T,C)", (L + inside) * rows * C);
-    memory_request(memory, &m->saved_layer, "activations", recompute >= 3 ? "qkv, y, f, recomputed" : "qkv, y, f, h, a of all layers", inside * saved_layer_size(c, N, rows, recompute));
-    if (recompute >= 1) memory_request(memory, &m->shared_a, "activations", "a (B,T,F), recomputed", N * c->ffn_dim);
+    memory_request(memory, &m->saved_layer, "activations", recompute >= 3 ? "qkv, y, f, a, recomputed" : recompute == 2 ? "qkv, y, f of all layers" : recompute ? "qkv, y, f, h of all layers" : "qkv, y, f, h, a of all layers", inside * saved_layer_size(c, N, rows, recompute));
     if (recompute >= 2) memory_request(memory, &m->shared_h, "activations", "h1, h2 (2,B,T,C), recomputed", 2 * rows * C);
     memory_request(memory, &m->saved_stats, "activations", recompute >= 3 ? "lse, mean, 1/std, recomputed" : "lse, mean, 1/std of all layers", inside * stats_size(c, N, rows));
     memory_request(memory, &m->h_final, "activations", "final norm (B,T,C)", rows * C);
@@ -214,7 +213,8 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
     if (c->position == POSITION_ROPE) memory_request(memory, &m->cos_sin, "activations", "rope table (T,HD/2,2)", (size_t)T * c->head_dim);
     memory_request(memory, &m->region, "scratch", "logits, or a block's backward", region_plan(c, &m->options, B, T).bytes);
     memory_alias(memory, &m->logits, "scratch", m->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)", &m->region, head_rows(&m->options, B, T) * c->padded_vocab_size);
-    memory_alias(memory, &m->dqkv, "scratch", "dqkv; df, da, attention follow", &m->region, N * qkv_width(c));
+    memory_alias(memory, &m->dqkv, "scratch", "dqkv; attention follows", &m->region, N * qkv_width(c));
+    memory_alias(memory, &m->df, "scratch", recomputes_activation(&m->options) ? "df; da, a follow" : "df; da follows", &m->region, N * fc_width(c));
     memory_request(memory, &m->dx, "scratch", "residual gradient (B,T,C)", rows * C);
     memory_request(memory, &m->branch, "scratch", "branch and its gradient (B,T,C)", N * C);
     memory_request(memory, (char **)&m->reduce_scratch, "scratch", "partial sums, sorting", reduce_scratch_bytes(c, B, T, is_split(m), norm_spans(m, NULL)));
@@ -286,7 +286,8 @@ static void model_memory_hint(char *text, size_t size, size_t free_bytes, const 
 static inline void model_place_layers(Model *m) {
     const Config *c = &m->local;
     const size_t N = (size_t)m->B * m->T, rows = rows_here(m, N), C = (size_t)c->channels;
-    const int recompute = (int)m->options.recompute;
+    const int recompute = (int)m->options.recompute, again = recomputes_activation(&m->options);
+    floatX *const shared_a = (floatX *)(m->region + region_plan(c, &m->options, m->B, m->T).a);
     m->layers = (LayerActs *)malloc_or_die((size_t)c->num_layers * sizeof(LayerActs));
     floatX *next = m->saved_layer, *x = m->saved_x;
     float *stats = m->saved_stats;
@@ -302,7 +303,7 @@ static inline void model_place_layers(Model *m) {
         a->qkv = next;               next += N * qkv_width(c);
         a->y = next;                 next += N * c->num_heads * c->head_dim;
         a->f = next;                 next += N * fc_width(c);
-        a->a = recompute >= 1 ? m->shared_a : next;            next += recompute >= 1 ? 0 : N * c->ffn_dim;
+        a->a = again ? shared_a : next;                        next += again ? 0 : N * c->ffn_dim;
         a->h1 = recompute >= 2 ? m->shared_h : next;           next += recompute >= 2 ? 0 : rows * C;
         a->h2 = recompute >= 2 ? m->shared_h + rows * C : next;   next += recompute >= 2 ? 0 : rows * C;
         a->lse = stats;              stats += N * c->num_heads;
@@ -441,7 +442,6 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     model_request(m, &m->memory, m->B, m->T);
     memory_allocate(&m->memory, mesh->job.rank == 0, model_memory_hint, m);
     const RegionPlan r = region_plan(c, o, m->B, m->T);
-    m->df = (floatX *)(m->region + r.df);
     m->da = c->mlp == MLP_SWIGLU ? (floatX *)(m->region + r.da) : m->df;  // GELU's gradient is computed in place
     m->attention_scratch = m->region + r.attention;
     model_place_layers(m);
@@ -450,12 +450,9 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
         m->matmul.whole_rows = m->B * m->T;
         m->matmul.part_rows = m->matmul.whole_rows / mesh->tp.world;
     }
-    // Our kernel, on Hopper, gives the bits of a matmul with the activation apart and is faster in both directions (dev/cuda/matmul.cu
-    // measures it). Where backward recomputes the activation, forward has it apart: it keeps no slopes yet.
-    const int can_fuse = matmul_can_fuse(c->mlp == MLP_SWIGLU, c->ffn_dim), fastest = can_fuse && m->B * m->T >= MATMUL_FUSION_ROWS ? 2 : 0;
-    m->fuse_activation = o->gelu_fusion >= 0 ? (int)o->gelu_fusion : fastest;
+    m->fuse_activation = fusion_of_activation(c, o, m->B, m->T);
     m->fuse_rope = matmul_can_rotate(c->head_dim) && m->B * m->T >= MATMUL_FUSION_ROWS;
-    require(!m->fuse_activation || can_fuse, "--gelu-fusion %lld needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of %d\nleave it out", o->gelu_fusion, BOX_COLUMNS);
+    require(!m->fuse_activation || matmul_can_fuse(c->mlp == MLP_SWIGLU, c->ffn_dim), "--gelu-fusion %lld needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of %d\nleave it out", o->gelu_fusion, BOX_COLUMNS);
     upload_tables(m);
     for (int i = 0; i < 2; i++) cudaCheck(cudaEventCreateWithFlags(&m->copied[i], cudaEventDisableTiming));
     const int wide = reduces_wide(m), at_once = zero_at_once(comm, &mesh->job, (int)o->dp_overlap, wide, (size_t)m->B * m->T);
