@@ -107,7 +107,7 @@ static void test_one_gpu(const char *folder, const char *output) {
     }
 }
 
-// What a run that does not fit is told, on the tables of large models: no device is asked. bf16 builds only, for the sizes' sake.
+// What a run that does not fit is told, on the tables of large models, which no device holds. bf16 builds only, for the sizes' sake.
 static void test_memory_hint(void) {
     const Comm alone = COMM_ALONE;
     const struct { const char *model; int B, T, free_gib; const char *hint; int generate; } cases[] = {

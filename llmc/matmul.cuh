@@ -1,9 +1,9 @@
 // Linear layers through cuBLASLt and, on Hopper, our own kernel; and the bias gradient.
-//   forward          out (N,OC)    = inp (N,C) weight (OC,C)^T + bias (OC);  with slopes: out = gelu(that), slopes = gelu'(that)
+//   forward          out (N,OC)    = inp (N,C) weight (OC,C)^T + bias (OC);  with aux: out = gelu(that), aux = gelu'(that) or that
 //   backward_input   dinp (N,C)    = dout (N,OC) weight (OC,C);              with slopes: times those
 //                    and, if asked, the bias gradient of the layer below:    dbias (C) (+)= sum over n of that dinp
 //   forward_rope     the same, of q, k, v, q and k rotated (rope.cuh); heads of 64, because with 128 it was slower (dev/LOG.md)
-//   swiglu_forward   gate, up (N,F) = inp (N,C) weight (2F,C)^T, out (N,F) = silu(gate) up, slopes (N,2F) of out by gate and by up
+//   swiglu_forward   gate, up (N,F) = inp (N,C) weight (2F,C)^T, out (N,F) = silu(gate) up, aux (N,2F) the slopes of out by both, or both
 //   swiglu_backward  dgate_up (N,2F) = dout (N,C) weight (C,F), times each half of slopes
 //   backward_weight  dweight (OC,C) (+)= dout (N,OC)^T inp (N,C)
 //   bias_backward    dbias (OC)    (+)= sum over n of dout (N,OC)
@@ -318,11 +318,11 @@ static inline void matmul_require_sizes(int C, int OC, int gelu) {
     require(C % VecX::size == 0 && OC % VecX::size == 0, "matmul of %d to %d channels\nboth must be multiples of %d", C, OC, VecX::size);
     require(!gelu || matmul_can_fuse(0, VecX::size), "GELU cannot be part of a matmul here: that takes a bf16 build and a Hopper GPU\nuse --gelu-fusion 0");
 }
-// out (N,OC) = inp (N,C) weight (OC,C)^T + bias (OC, NULL: none). With slopes (N,OC; NULL: none): out = gelu(that), slopes = gelu'(that).
-static inline void matmul_forward(Matmul *mm, floatX *out, const floatX *inp, const floatX *weight, const floatX *bias, floatX *slopes, int N, int C, int OC, cudaStream_t stream) {
-    matmul_require_sizes(C, OC, slopes != NULL);
-    const MatmulProblem q = {OC, N, C, 1, 0, bias != NULL, slopes ? EPILOGUE_GELU : EPILOGUE_PLAIN};
-    const MatmulOperands x = {out, weight, inp, bias, slopes, NULL};
+// out (N,OC) = inp (N,C) weight (OC,C)^T + bias (OC, NULL: none). With aux (N,OC; NULL: none): out = gelu(that), aux = gelu'(that), or that itself.
+static inline void matmul_forward(Matmul *mm, floatX *out, const floatX *inp, const floatX *weight, const floatX *bias, floatX *aux, int N, int C, int OC, cudaStream_t stream, int keeps_input = 0) {
+    matmul_require_sizes(C, OC, aux != NULL);
+    const MatmulProblem q = {OC, N, C, 1, 0, bias != NULL, !aux ? EPILOGUE_PLAIN : keeps_input ? EPILOGUE_GELU_INPUT : EPILOGUE_GELU};
+    const MatmulOperands x = {out, weight, inp, bias, aux, NULL};
     matmul_run(mm, &q, &x, 0, NULL, stream);
 }
 // Whether the q, k, v product can rotate heads of HD.
@@ -433,9 +433,9 @@ static inline HopperRun *matmul_gated(HopperEpilogue op, int F) {
     while (v->op != op) v++;
     return v->run;
 }
-// gate, up (N,F) = inp (N,C) weight (2F,C)^T; out (N,F) = silu(gate) * up, slopes (N,2F) = d out / d gate and d out / d up
-static inline void matmul_swiglu_forward(floatX *out, floatX *slopes, const floatX *inp, const floatX *weight, int N, int C, int F, cudaStream_t stream) {
-    matmul_gated(EPILOGUE_SWIGLU, F)((bf16 *)out, (bf16 *)slopes, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, NULL, N, F, C, stream);
+// gate, up (N,F) = inp (N,C) weight (2F,C)^T; out (N,F) = silu(gate) * up, aux (N,2F) = d out / d gate and d out / d up, or gate and up themselves
+static inline void matmul_swiglu_forward(floatX *out, floatX *aux, const floatX *inp, const floatX *weight, int N, int C, int F, cudaStream_t stream, int keeps_input = 0) {
+    matmul_gated(keeps_input ? EPILOGUE_SWIGLU_INPUT : EPILOGUE_SWIGLU, F)((bf16 *)out, (bf16 *)aux, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, NULL, N, F, C, stream);
     timing_lap("matmul", 4.0 * N * F * C, ((double)N * C + 2.0 * F * C + 3.0 * N * F) * sizeof(floatX), stream);
 }
 // dgate_up (N,2F) = dout (N,C) weight (C,F), times each half of slopes (N,2F)

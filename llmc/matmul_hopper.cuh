@@ -2,12 +2,13 @@
 //   out (M,N) = op(a (M,K) b (K,N))      each of a, b row-major as written or stored transposed: a (K,M), b (N,K)
 //   op: PLAIN x + bias · GELU out = gelu(x + bias), aux = gelu'(x + bias) · DGELU x * aux     (bias: NULL or (N); aux (M,N))
 //       SWIGLU b is (2N,K), a b^T = gate and up side by side, out = silu(gate) up, aux (M,2N) = its slopes by gate and by up
+//       GELU_INPUT, SWIGLU_INPUT the same out; aux is what it was made of: x + bias, gate and up
 //       DSWIGLU out (M,2N) = x times each half of aux (M,2N): the gradients of gate and up
 //       ROPE     x + bias, rotated as in rope.cuh: heads of 64 columns
 // The sum of an element runs over k in steps of 16 from the first to the last in one fp32 register: no split, no atomics, so the
 // bits depend on K alone. The result is rounded to bf16 before an activation or its slopes are applied, and so are the slopes: the same
 // bits as a plain matmul followed by the elementwise kernel of activation.cuh. What is kept for backward is the slope and not the input:
-// forward has its sigmoid at hand, and backward's epilogue is left with a product.
+// forward has its sigmoid at hand, and backward's epilogue is left with a product. Where backward computes the activation again, it is the input.
 //
 // DGELU also sums the columns of what it writes, 64 rows at a time and before rounding: the bias gradient of the layer below.
 //
@@ -57,7 +58,7 @@ __device__ inline void box_load_all(unsigned to, const CUtensorMap *map, unsigne
 // ---- elementwise parts of the epilogues, on pairs
 
 __device__ inline float2 unpack_bf16(unsigned x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
-enum HopperEpilogue { EPILOGUE_PLAIN, EPILOGUE_GELU, EPILOGUE_DGELU, EPILOGUE_SWIGLU, EPILOGUE_DSWIGLU, EPILOGUE_ROPE };
+enum HopperEpilogue { EPILOGUE_PLAIN, EPILOGUE_GELU, EPILOGUE_GELU_INPUT, EPILOGUE_DGELU, EPILOGUE_SWIGLU, EPILOGUE_SWIGLU_INPUT, EPILOGUE_DSWIGLU, EPILOGUE_ROPE };
 // Rows are tokens of sequences of T, the first of them token `first`; the first `columns` are rotated; cos_sin (T,HD/2,2).
 typedef struct { const float *cos_sin; int first, T, columns; } HopperRope;
 // ---- the kernel
@@ -66,9 +67,11 @@ typedef struct { const float *cos_sin; int first, T, columns; } HopperRope;
 template <int COLUMNS_, int CLUSTER_, int MN_A_, int MN_B_, HopperEpilogue OP_> struct HopperMatmul {
     static constexpr int COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, MN_A = MN_A_, MN_B = MN_B_, ROWS = 128, THREADS = 3 * WARPGROUP;
     static constexpr HopperEpilogue OP = OP_;
-    static constexpr bool GATED = OP == EPILOGUE_SWIGLU || OP == EPILOGUE_DSWIGLU, READS_AUX = OP == EPILOGUE_DGELU || OP == EPILOGUE_DSWIGLU;
-    static constexpr int OUT_COLUMNS = OP == EPILOGUE_SWIGLU ? COLUMNS / 2 : COLUMNS;  // a SWIGLU tile is half gate, half up
-    static constexpr int SLOTS = OP == EPILOGUE_GELU || OP == EPILOGUE_DSWIGLU ? COLUMNS / 16 : COLUMNS / 32;   // parts in which a tile is finished
+    static constexpr bool KEEPS_INPUT = OP == EPILOGUE_GELU_INPUT || OP == EPILOGUE_SWIGLU_INPUT, GELU = OP == EPILOGUE_GELU || OP == EPILOGUE_GELU_INPUT;
+    static constexpr bool SWIGLU = OP == EPILOGUE_SWIGLU || OP == EPILOGUE_SWIGLU_INPUT, GATED = SWIGLU || OP == EPILOGUE_DSWIGLU;
+    static constexpr bool READS_AUX = OP == EPILOGUE_DGELU || OP == EPILOGUE_DSWIGLU;
+    static constexpr int OUT_COLUMNS = SWIGLU ? COLUMNS / 2 : COLUMNS;  // a SWIGLU tile is half gate, half up
+    static constexpr int SLOTS = GELU || OP == EPILOGUE_DSWIGLU ? COLUMNS / 16 : COLUMNS / 32;   // parts in which a tile is finished
     static constexpr int A_BOXES = ROWS / BOX_ROWS, B_BOXES = COLUMNS / BOX_COLUMNS, STAGE_BYTES = (A_BOXES + B_BOXES) * BOX_BYTES;
     static constexpr bool ROTATED = OP == EPILOGUE_ROPE, ALONE = OP == EPILOGUE_PLAIN || ROTATED /*no aux*/;
     static constexpr int STAGED_BOXES = ALONE ? 1 : 2;  // per math warpgroup, for the epilogue
@@ -107,7 +110,7 @@ template <typename S> __device__ inline void hopper_matmul_fetch(const CUtensorM
                 box_load(a + j * BOX_BYTES, a_map, barrier, S::MN_A ? at : k, 0, S::MN_A ? k : at, 0);
             }
             for (int j = rank; j < S::B_BOXES; j += S::CLUSTER) {
-                constexpr int HALF = S::OP == EPILOGUE_SWIGLU ? S::B_BOXES / 2 : S::B_BOXES;
+                constexpr int HALF = S::SWIGLU ? S::B_BOXES / 2 : S::B_BOXES;
                 const int at = j / HALF * w.N + column + j % HALF * BOX_COLUMNS;
                 if constexpr (S::CLUSTER > 1) box_load_all(b + j * BOX_BYTES, b_map, barrier, S::MN_B ? at : k, S::MN_B ? k : at, (1 << S::CLUSTER) - 1);
                 else box_load(b + j * BOX_BYTES, b_map, barrier, S::MN_B ? at : k, 0, S::MN_B ? k : at, 0);
@@ -153,7 +156,7 @@ template <typename S> struct HopperMatmulOut {
     }
     // What is done between two steps of the next tile; `slot` is known at compile time.
     __device__ void finish(int slot) {
-        if constexpr (S::OP == EPILOGUE_SWIGLU) finish_swiglu(slot / 4, slot / 2 % 2, slot % 2);
+        if constexpr (S::SWIGLU) finish_swiglu(slot / 4, slot / 2 % 2, slot % 2);
         else if constexpr (S::OP == EPILOGUE_DSWIGLU) {  // a column block has four: aux is on its way, and then here
             if (slot % 4 == 0 && slot > 0 && storer) fetch_aux(slot / 4);
             if (slot % 4 >= 2) finish_dswiglu(slot / 4, slot % 2);
@@ -167,7 +170,7 @@ template <typename S> struct HopperMatmulOut {
         fence_async();
         named_barrier(1 + warpgroup, WARPGROUP);
     }
-    // 32 columns of gate and of up: what silu makes of them and the slope by up, while that by gate takes the gate's place; then that.
+    // 32 columns of gate and of up: what silu makes of them and the slope by up, while that by gate takes the gate's place; then that. Or up, and gate.
     __device__ void finish_swiglu(int c, int rest, int half) {
         if (column + c * BOX_COLUMNS >= N) return;
         if (half == 0) box_free();
@@ -180,11 +183,12 @@ template <typename S> struct HopperMatmulOut {
                 unsigned &gate = packed[(c * 4 + half * 2 + k) * 4 + i];
                 first[i] = gate;
                 if (rest) continue;
-                const float2 g = unpack_bf16(gate), u = unpack_bf16(packed[S::COLUMNS / 8 + (c * 4 + half * 2 + k) * 4 + i]);
+                const unsigned up = packed[S::COLUMNS / 8 + (c * 4 + half * 2 + k) * 4 + i];
+                const float2 g = unpack_bf16(gate), u = unpack_bf16(up);
                 float2 slope_gate, slope_up;
                 first[i] = pack_bf16(Swiglu::apply(&slope_gate.x, &slope_up.x, g.x, u.x), Swiglu::apply(&slope_gate.y, &slope_up.y, g.y, u.y));
-                gate = pack_bf16(slope_gate.x, slope_gate.y);
-                by_up[i] = pack_bf16(slope_up.x, slope_up.y);
+                if (!S::KEEPS_INPUT) gate = pack_bf16(slope_gate.x, slope_gate.y);
+                by_up[i] = S::KEEPS_INPUT ? up : pack_bf16(slope_up.x, slope_up.y);
             }
             stmatrix(at, first);
             if (!rest) stmatrix(at + BOX_BYTES, by_up);
@@ -271,9 +275,9 @@ template <typename S> struct HopperMatmulOut {
                 for (int i = 0; i < 4; i++) {
                     const float2 v = unpack_bf16(x[i]);
                     float2 y, slope;
-                    if constexpr (S::OP == EPILOGUE_GELU) {
+                    if constexpr (S::GELU) {
                         y = make_float2(Gelu::apply(&slope.x, v.x), Gelu::apply(&slope.y, v.y));
-                        aux[i] = pack_bf16(slope.x, slope.y);
+                        aux[i] = S::KEEPS_INPUT ? x[i] : pack_bf16(slope.x, slope.y);
                     } else {
                         slope = unpack_bf16(aux[i]);
                         y = make_float2(v.x * slope.x, v.y * slope.y);
@@ -284,7 +288,7 @@ template <typename S> struct HopperMatmulOut {
                     x[i] = pack_bf16(y.x, y.y);
                 }
             stmatrix(at, x);
-            if constexpr (S::OP == EPILOGUE_GELU) stmatrix(at + BOX_BYTES, aux);
+            if constexpr (S::GELU) stmatrix(at + BOX_BYTES, aux);
         }
         if constexpr (S::OP == EPILOGUE_DGELU)
             if (column_sums) sum_columns(part, sums);
@@ -292,7 +296,7 @@ template <typename S> struct HopperMatmulOut {
         box_full();
         if (!storer) return;
         box_store(out_map, box, column + c * BOX_COLUMNS, 0, row, 0);
-        if constexpr (S::OP == EPILOGUE_GELU) box_store(aux_map, box + BOX_BYTES, column + c * BOX_COLUMNS, 0, row, 0);
+        if constexpr (S::GELU) box_store(aux_map, box + BOX_BYTES, column + c * BOX_COLUMNS, 0, row, 0);
         bulk_commit();
     }
 };
@@ -414,8 +418,8 @@ matmul_hopper_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_con
 static inline CUtensorMap matrix_map(const bf16 *p, int rows, int columns) { return tensor_map(p, 1, rows, 1, columns); }
 
 static int hopper_group_rows = 2048;  // rows of a group of tiles; dev/cuda/matmul.cu times others
-// out (M,N) = op(a b); see the top. aux: GELU and SWIGLU write the slopes, DGELU and DSWIGLU read them; NULL for the others.
-typedef void HopperRun(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias /*NULL; PLAIN, GELU, ROPE*/, float *column_sums /*NULL; DGELU*/, const HopperRope *rope /*NULL; ROPE*/,
+// out (M,N) = op(a b); see the top. aux: GELU and SWIGLU write it, DGELU and DSWIGLU read slopes there; NULL for the others.
+typedef void HopperRun(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias /*NULL; PLAIN, GELU*, ROPE*/, float *column_sums /*NULL; DGELU*/, const HopperRope *rope /*NULL; ROPE*/,
                        int M, int N, int K, cudaStream_t stream);
 template <int COLUMNS, int CLUSTER, int MN_A, int MN_B, HopperEpilogue OP>
 static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias, float *column_sums, const HopperRope *rope, int M, int N, int K, cudaStream_t stream) {
@@ -441,7 +445,7 @@ static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, co
     launch.stream = stream;
     launch.attrs = &attribute;
     launch.numAttrs = CLUSTER > 1;
-    const CUtensorMap a_map = MN_A ? matrix_map(a, K, M) : matrix_map(a, M, K), b_map = MN_B ? matrix_map(b, K, N) : matrix_map(b, OP == EPILOGUE_SWIGLU ? 2 * N : N, K);
+    const CUtensorMap a_map = MN_A ? matrix_map(a, K, M) : matrix_map(a, M, K), b_map = MN_B ? matrix_map(b, K, N) : matrix_map(b, S::SWIGLU ? 2 * N : N, K);
     const CUtensorMap out_map = matrix_map(out, M, OP == EPILOGUE_DSWIGLU ? 2 * N : N), aux_map = S::ALONE ? out_map : matrix_map(aux, M, S::GATED ? 2 * N : N);
     cudaCheck(cudaLaunchKernelEx(&launch, matmul_hopper_kernel<S>, a_map, b_map, out_map, aux_map, w));
 }
@@ -460,6 +464,7 @@ template <bool BF16> static inline const HopperVariant *hopper_variants(int *cou
     if constexpr (BF16) {
         static const HopperVariant variants[] = {
             HOPPER_VARIANTS(0, 0, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 1, 0, 0, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 2, 0, 0, EPILOGUE_PLAIN), HOPPER_VARIANTS(0, 0, EPILOGUE_GELU),
+            HOPPER_VARIANTS(0, 0, EPILOGUE_GELU_INPUT), HOPPER_VARIANT(256, 1, 0, 0, EPILOGUE_SWIGLU_INPUT),
             HOPPER_VARIANTS(0, 0, EPILOGUE_ROPE),
             HOPPER_VARIANTS(0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 1, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 2, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANTS(0, 1, EPILOGUE_DGELU),
             HOPPER_VARIANTS(1, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(256, 1, 0, 0, EPILOGUE_SWIGLU), HOPPER_VARIANT(256, 1, 0, 1, EPILOGUE_DSWIGLU)};

@@ -7,7 +7,7 @@
 // The residual add is fused with the norm that follows it, so norm1 of block l+1 runs at the end of block l.
 //
 // Kept for backward, per layer: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms' statistics: 8C + 2F
-// (GELU) values a token. --recompute 1 keeps f, and a once and not per layer, 2 the same with h1 and h2, 3 with all but x'': backward computes
+// (GELU) values a token. --recompute 1 keeps f, and a where the logits will be, 2 h1 and h2 once and not per layer, 3 all but x'': backward computes
 // them again, bit for bit. The head runs in --head-chunks parts, forward and backward of each before the next: losses and the gradient
 // of h are those of one part, bit for bit; the head's weight gradient is added up in floatX, part after part, as over micro-steps.
 // Gradients have the layout and the dtype of the weights. The first micro-step of a step overwrites them, the others add.
@@ -156,14 +156,14 @@ static inline void block_inside(Model *m, int l, const floatX *x, int B, int T, 
     }
     const floatX *branch = project(m, OVER_PROJ, a.y, w.projw, w.projb, N, Q);
     residual_norm_forward(c->norm, a.x_mid, a.h2, a.mean2, a.rstd2, x, branch, w.ln2w, w.ln2b, rows, C, c->norm_eps, s);
-    const int inside = m->fuse_activation && !cache && !recomputes_activation(&m->options);  // the activation, in the product
+    const int inside = m->fuse_activation && !cache, keeps_input = recomputes_activation(&m->options);  // the activation, in the product
     over_gathered(m, OVER_FC, a.h2, N, 0, [&](const floatX *h, int first, int count) {
         floatX *f = a.f + (size_t)first * fc_width(c), *act = a.a + (size_t)first * F;
-        if (inside && c->mlp == MLP_SWIGLU) matmul_swiglu_forward(act, f, h, w.fcw, count, C, F, s);
-        else if (inside) matmul_forward(&m->matmul, act, h, w.fcw, w.fcb, f, count, C, F, s);
+        if (inside && c->mlp == MLP_SWIGLU) matmul_swiglu_forward(act, f, h, w.fcw, count, C, F, s, keeps_input);
+        else if (inside) matmul_forward(&m->matmul, act, h, w.fcw, w.fcb, f, count, C, F, s, keeps_input);
         else matmul_forward(&m->matmul, f, h, w.fcw, w.fcb, NULL, count, C, fc_width(c), s);
     });
-    if (!inside) activation_forward(m, a.a, a.f, N, !cache && !recomputes_activation(&m->options));
+    if (!inside) activation_forward(m, a.a, a.f, N, !cache && !keeps_input);
 }
 // h1 of the layer is ready. `next_*`: the norm that follows the block, of layer l+1 or the final one.
 static inline void block_forward(Model *m, int l, const floatX *x, floatX *next_h, float *next_mean, float *next_rstd,

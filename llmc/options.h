@@ -63,7 +63,7 @@ SECTION("numbers and memory") \
 INT(tf32, "tf32", "f", 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \
 INT(master_weights, "master-weights", "w", 1, 0, 1, "keep an fp32 copy of bf16 weights; 0: stochastic rounding instead") \
 STR(state_dtype, "state-dtype", "", "fp32", "AdamW's m and v: fp32, or bf16 with stochastic rounding, half the bytes") \
-INT(gelu_fusion, "gelu-fusion", "ge", -1, -1, 2, "GELU or SwiGLU inside the matmul: 0 no, 1 forward (not with --recompute 1, 2), 2 and backward (-1: what is fastest)") \
+INT(gelu_fusion, "gelu-fusion", "ge", -1, -1, 2, "GELU or SwiGLU inside the matmul: 0 no, 1 forward, 2 and backward (-1: what is fastest)") \
 INT(recompute, "recompute", "r", 0, 0, 3, "less memory, more time: 0 keep all, 1 recompute the activation function, 2 and the norms, 3 whole blocks") \
 INT(head_chunks, "head-chunks", "", 0, 0, 1 << 20, "parts, up to --seq-len, in which the LM head runs: 1/N of the logits in memory (0: 1 on a GPU; on a CPU what fits 256 MiB)") \
 INT(autotune, "autotune", "", 1, 0, 1, "time cuBLASLt's candidates at start; 0: take its first choice") \

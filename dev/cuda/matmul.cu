@@ -182,6 +182,8 @@ static void check_fusion_bits(const floatX *inp, const floatX *weight, const flo
         check_true(!memcmp(download(out, no), h_apart, no * sizeof(float)), "autotune %d: out with gelu has the bits of two kernels", autotune);
         check_true(!memcmp(download(slopes, no), h_slopes, no * sizeof(float)), "autotune %d: slopes have the bits of two kernels", autotune);
         check_true(!memcmp(download(dinp, ni), h_dapart, ni * sizeof(float)), "autotune %d: dinp with gelu has the bits of two kernels", autotune);
+        matmul_forward(&mm, out, inp, weight, NULL, slopes, N, C, OC, stream, 1);
+        check_true(!memcmp(download(out, no), h_apart, no * sizeof(float)) && !memcmp(download(slopes, no), download(x, no), no * sizeof(float)), "autotune %d: gelu that keeps its input has the bits of two kernels", autotune);
         matmul_report(&mm, stdout);
         matmul_close(&mm);
     }
@@ -253,7 +255,7 @@ static void check_parts(int N, int rows, int C, int OC, int told) {
 // ---- the Hopper kernel: against the naive rung, against elementwise kernels in every bit, and against cuBLASLt
 
 enum Layout { TN, NN, NT };  // forward, backward_input, backward_weight
-static const char *layout_names[] = {"forward", "dinp", "dweight"}, *op_names[] = {"", " with gelu", " with slopes"};
+static const char *layout_names[] = {"forward", "dinp", "dweight"}, *op_names[] = {"", " with gelu", " with gelu, keeping its input", " with slopes"};
 static const HopperVariant *own_matmuls;
 static int own_count;
 static int fits(const HopperVariant *v, Layout layout) { return v->mn_a == (layout == NT) && v->mn_b == (layout != TN); }
@@ -284,7 +286,8 @@ static void check_own(Layout layout, int M, int N, int K) {
         if (own.op == EPILOGUE_GELU) {
             check(named("slopes"), aux, gelu_slopes(ref, n), M, N, 1.6 * error_bound(n), 1e-2);
             gelu_forward_cpu(applied, ref, n);
-        } else if (backward) multiply_cpu(applied, ref, h_given, n);
+        } else if (own.op == EPILOGUE_GELU_INPUT) gelu_forward_cpu(applied, ref, n);
+        else if (backward) multiply_cpu(applied, ref, h_given, n);
         const int twice = own.op != EPILOGUE_PLAIN;  // rounded once more
         check(named("out"), out, applied, M, N, twice ? 1.6 * error_bound(n) : error_bound(n), twice ? 1e-2 : worst_bound());
         check_same_bits(named("bits"), {{out, n * sizeof(bf16)}}, run);
@@ -303,7 +306,8 @@ static void check_own(Layout layout, int M, int N, int K) {
             gelu_backward((floatX *)expected, (const floatX *)plain, (const floatX *)given, M, N, stream);
         } else {
             gelu_forward((floatX *)expected, (floatX *)slopes, (const floatX *)biased, M, N, stream);
-            check_true(memcmp(download(aux, n), download(slopes, n), n * sizeof(float)) == 0, "%s", named("slopes: every bit as by a kernel of its own"));
+            const int input = own.op == EPILOGUE_GELU_INPUT;
+            check_true(memcmp(download(aux, n), download(input ? biased : slopes, n), n * sizeof(float)) == 0, "%s", named(input ? "input: every bit of the plain product" : "slopes: every bit as by a kernel of its own"));
         }
         const float *fused = download(out, n), *apart = download(expected, n);
         check_true(memcmp(fused, apart, n * sizeof(float)) == 0, "%s", named("every bit as by a kernel of its own"));
@@ -341,6 +345,9 @@ static void check_gated(int M, int N, int K) {
         for (int layout = TN; layout <= NN; layout++)
             if (fits(&own_matmuls[v], (Layout)layout) && own_matmuls[v].op == EPILOGUE_PLAIN) plain[layout] = &own_matmuls[v];
     plain[TN]->run((bf16 *)gate_up, NULL, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, NULL, M, 2 * N, K, stream);
+    matmul_swiglu_forward(apart, (floatX *)dapart, inp, weight, M, K, N, stream, 1);
+    check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "keeping gate and up: the same out");
+    check_true(!memcmp(download(dapart, 2 * n), download(gate_up, 2 * n), 2 * n * sizeof(float)), "keeping gate and up: every bit of the plain product");
     swiglu_forward(apart, gate_up, gate_up, M, N, stream);
     check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "out: every bit as by a kernel of its own");
     check_true(!memcmp(kept, download(gate_up, 2 * n), 2 * n * sizeof(float)), "slopes: every bit as by a kernel of its own");
