@@ -88,9 +88,9 @@ static inline uint64_t evaluation_hash(const Evaluation *e, uint64_t hash) {
 // Before each batch, with MEET_ON: a job that is told to stop has seconds, and an evaluation may have an hour. All ranks end at one batch.
 static inline int evaluation_goes_on(Evaluation *e, const Model *m, int on) {
     watchdog_beat(PHASE_EVALUATE, -1);
-    const int all = e->stopped ? MEET_ON | MEET_STOP : stop_meet(&m->mesh->job, on);
-    e->stopped = all == (MEET_ON | MEET_STOP);
-    return all == MEET_ON;
+    const int all = e->stopped ? 0 : stop_meet(&m->mesh->job, on);
+    e->stopped |= all & MEET_ON && all & MEET_STOP;
+    return all & MEET_ON && !e->stopped;
 }
 // After its last batch a rank meets those that have more.
 static inline void evaluation_end(Evaluation *e, const Model *m) {

@@ -39,13 +39,14 @@ static inline int generation_stream(const Generation *g, const int *tokens, int 
 enum { GENERATE_MEETING = 32 /*tokens*/ };
 static inline void generate_elsewhere(const Comm *job) { while (stop_meet(job, 0) & MEET_ON) {} }
 
-// step: names the samples and, with --seed, decides them. Prints them, one alone as it comes if `stream`; returns the first's text.
+// step: names the samples and, with --seed, decides them. Prints them, one alone as it comes if `stream`; returns the first's text. NULL, and
+// nothing is printed: a signal ended them.
 static inline char *generate(const Generation *g, Model *m, const Options *o, int64_t step, int stream) {
     const int S = (int)o->samples, V = m->config.vocab_size, window = g->window;
     const int known = g->tokenizer && g->tokenizer->vocab_size < V ? g->tokenizer->vocab_size : V;  // a model's vocabulary may be rounded up
     const int64_t longest = generation_longest(o);
     int *tokens = (int *)malloc_or_die((size_t)(S * longest) * sizeof(int)), *piece = (int *)malloc_or_die((size_t)S * (size_t)window * sizeof(int));
-    int *length = (int *)calloc_or_die((size_t)S * sizeof(int)), count = 0, begin = 0, cached = 0, running = S, made = 0, printed = 1;
+    int *length = (int *)calloc_or_die((size_t)S * sizeof(int)), count = 0, begin = 0, cached = 0, running = S, made = 0, printed = 1, stopped = 0;
     float *logits = (float *)malloc_or_die((size_t)S * (size_t)V * sizeof(float));
     Candidate *scratch = (Candidate *)malloc_or_die((size_t)S * (size_t)V * sizeof(Candidate));
     tokens[count++] = g->eot;
@@ -55,7 +56,7 @@ static inline char *generate(const Generation *g, Model *m, const Options *o, in
     stream &= S == 1;
     if (stream) printf("---- sample of step %lld\n", (long long)step);
     double clock = now_seconds(), prompt_seconds = 0;
-    for (int64_t i = 0; i < o->sample_tokens && running; i++) {
+    for (int64_t i = 0; i < o->sample_tokens && running && !stopped; i++) {
         const int slide = count - begin > window, anew = slide || !o->kv_cache || i == 0;
         if (slide) begin = count - (window + 1) / 2;
         if (anew) model_decode_reset(m);
@@ -78,13 +79,13 @@ static inline char *generate(const Generation *g, Model *m, const Options *o, in
             if (id == g->eot) { length[s] = count; running--; }
         }
         count++;
-        if (i % GENERATE_MEETING == GENERATE_MEETING - 1 && stop_meet(&m->mesh->job, MEET_ON) & MEET_STOP) break;
+        if (i % GENERATE_MEETING == GENERATE_MEETING - 1 && running && i + 1 < o->sample_tokens) stopped = (stop_meet(&m->mesh->job, MEET_ON) & MEET_STOP) != 0;
         if (stream && !length[0]) printed += generation_stream(g, tokens + printed, count - printed);
     }
     stop_meet(&m->mesh->job, 0);
     const double seconds = now_seconds() - clock, rate = made > S ? (made - S) / seconds : 0;  // the first token of each is the prompt's
     char *first = NULL;
-    for (int s = 0; s < S; s++) {
+    for (int s = 0; s < S && !stopped; s++) {
         char *text = generation_text(g, tokens + s * longest + 1, (length[s] ? length[s] : count) - 1), which[48] = "";
         if (S > 1) snprintf(which, sizeof which, ", %d of %d", s + 1, S);
         if (!stream) printf("---- sample of step %lld%s (%d tokens, %.1f tokens/s)\n%s\n", (long long)step, which, (length[s] ? length[s] : count) - 1 - prompt, rate / S, text);
@@ -95,7 +96,8 @@ static inline char *generate(const Generation *g, Model *m, const Options *o, in
         char *rest = generation_text(g, tokens + printed, (length[0] ? length[0] : count) - printed);
         printf("%s\n---- %d tokens, %.1f tokens/s; prompt of %d tokens %.0f ms\n", rest, made, rate, prompt, 1e3 * prompt_seconds);
         free(rest);
-    } else if (S > 1) printf("---- %d tokens in all, %.1f tokens/s\n", made, rate);
+    } else if (stopped) printf("---- the sample of step %lld was ended by a signal\n", (long long)step);
+    else if (S > 1) printf("---- %d tokens in all, %.1f tokens/s\n", made, rate);
     else printf("----\n");
     fflush(stdout);
     free(tokens); free(piece); free(length); free(logits); free(scratch);

@@ -1,4 +1,5 @@
-// Signals that ask a run to save and end. Steps look after each one; what lasts longer, evaluation and samples, looks in between.
+// Signals that ask a run to save and end, and what ranks do beside their work. Steps look after each one; what lasts longer, evaluation and
+// samples, looks in between.
 #ifndef LLMC_STOP_H
 #define LLMC_STOP_H
 
@@ -27,10 +28,18 @@ static inline void catch_signals(int forward_only) {
     signal(SIGXFSZ, SIG_IGN);  // a file size limit is an error of write, with a message
 }
 
-// Between two parts of what takes long, all ranks of the job say whether they go on and whether they were told to stop, and learn whether any of them
-// does, or was. Those that are done, or have no part in it, meet the others until none goes on: on a host where nobody works the watchdog would see
-// no progress, and one rank that was told is enough.
-enum { MEET_ON = 1, MEET_STOP = 2 };
-static inline int stop_meet(const Comm *job, int on) { return comm_or(job, on | (stop_signal ? MEET_STOP : 0)); }
+// What ranks do in the background (a checkpoint on its way to the disk) and end together, at the first meeting that finds none of them busy with it.
+static struct { int (*busy)(void *); void (*end)(void *); void *of; } background;
+
+// After a step, and between two parts of what takes long, all ranks of the job say whether they go on and whether they were told to stop, and learn
+// whether any of them does, or was. Those that are done, or have no part in it, meet the others until none goes on: on a host where nobody works the
+// watchdog would see no progress, and one rank that was told is enough.
+enum { MEET_ON = 1, MEET_SIGTERM = 2, MEET_SIGUSR1 = 4, MEET_STOP = MEET_SIGTERM | MEET_SIGUSR1, MEET_BUSY = 8 };
+static inline int stop_meet(const Comm *job, int on) {
+    const int told = stop_signal == SIGTERM ? MEET_SIGTERM : stop_signal ? MEET_SIGUSR1 : 0, busy = background.busy && background.busy(background.of) ? MEET_BUSY : 0;
+    const int all = comm_or(job, on | told | busy);
+    if (background.end && !(all & MEET_BUSY)) background.end(background.of);
+    return all;
+}
 
 #endif

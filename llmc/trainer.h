@@ -296,7 +296,7 @@ static inline Options options_of_model(Trainer *t) {
 static inline void sample(Trainer *t) {
     const Generation g = {first_token(t), t->window, t->has_tokenizer ? &t->tokenizer : NULL};
     char *text = generate(&g, &t->model, &t->o, t->state.step, t->o.generate);
-    FILE *f = logger_begin(&t->log, "sample", t->state.step);
+    FILE *f = text ? logger_begin(&t->log, "sample", t->state.step) : NULL;
     if (f) { logger_text(f, "text", text); logger_end(&t->log); }
     free(text);
 }
@@ -312,8 +312,13 @@ static inline void record_options(Trainer *t) {
         state_set_option(&t->state, option_table[i].name, value);
     }
 }
+static inline int save_is_busy(void *trainer) {
+    const Checkpoint *c = &((const Trainer *)trainer)->saving;
+    return c->m && !checkpoint_written(c);
+}
 // All ranks: waits until the checkpoint that is being written, if any, is on the disk.
-static inline void save_finish(Trainer *t) {
+static inline void save_finish(void *trainer) {
+    Trainer *t = (Trainer *)trainer;
     if (!t->saving.m) return;
     char path[4300];
     const double begin = now_seconds();
@@ -481,13 +486,10 @@ static inline void train_step(Trainer *t, double *clock) {
     report_step(t, &r);
 }
 
-// What all ranks do after a step, because any of them saw a reason. Returns the signal that stops the run, or 0.
-static inline int agree(Trainer *t) {
-    enum { BY_SIGTERM = 1, BY_SIGUSR1 = 2, WRITING = 4 };  // WRITING: a part of the checkpoint is not on the disk yet
-    const int writing = t->saving.m && !checkpoint_written(&t->saving);
-    const int flags = comm_or(&t->comm, (stop_signal == SIGTERM ? BY_SIGTERM : stop_signal ? BY_SIGUSR1 : 0) | (writing ? WRITING : 0));
-    if (!(flags & WRITING)) save_finish(t);
-    return flags & BY_SIGTERM ? SIGTERM : flags & BY_SIGUSR1 ? SIGUSR1 : 0;
+// After a step all ranks meet. Returns the signal that stops the run, because any of them got it, or 0.
+static inline int agree(const Trainer *t) {
+    const int all = stop_meet(&t->comm, 0);
+    return all & MEET_SIGTERM ? SIGTERM : all & MEET_SIGUSR1 ? SIGUSR1 : 0;
 }
 
 // An evaluation between steps, which a signal may have ended early.
@@ -502,6 +504,9 @@ static inline void train(Trainer *t) {
     const Options *o = &t->o;
     const int64_t first = t->state.step;
     int stopped = 0;
+    background.busy = save_is_busy;
+    background.end = save_finish;
+    background.of = t;
     if (due(o->eval_every, t->state.step, t->steps)) stopped = score_and_agree(t);
     double clock = now_seconds();
     while (t->state.step < t->steps && !stopped) {

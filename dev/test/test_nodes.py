@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from test_ranks import COMM, CONFIG, MARGIN, MPIRUN, ROOT, TIMEOUT, TRAINER, Job, checkpoint, comm, curve, data, read, run_words, steps_saved, succeeds, train  # noqa: F401
+from test_ranks import COMM, CONFIG, MARGIN, MPIRUN, ROOT, TIMEOUT, TRAINER, Job, checkpoint, comm, curve, data, read, run_words, slow_disk, steps_saved, succeeds, train  # noqa: F401
 
 SCRIPTS = ROOT / "scripts/multi_node"
 LONG = ["-n", "100000", "-x", "1000000"]
@@ -177,25 +177,13 @@ def test_a_long_sample_is_no_hang(hosts, data, tmp_path):
     print(f"{time.time() - begin:.1f} s")
 
 
-SLOW_DISK = """
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <unistd.h>
-ssize_t pwrite(int fd, const void *from, size_t bytes, off_t offset) {
-    const char *rank = getenv("OMPI_COMM_WORLD_RANK");
-    if (rank && atoi(rank) < 2) usleep(40000);
-    return ((ssize_t (*)(int, const void *, size_t, off_t))dlsym(RTLD_NEXT, "pwrite"))(fd, from, bytes, offset);
-}"""
-
-
 @needs_mpi
 @pytest.mark.parametrize("save_async", [0, 1])
-def test_a_slow_disk_is_no_hang(hosts, data, tmp_path, save_async):
+def test_a_slow_disk_is_no_hang(hosts, data, slow_disk, tmp_path, save_async):
     """Of one host: it writes for longer than the time-out after the other."""
-    subprocess.run([CONFIG["CC"], "-D_GNU_SOURCE", "-shared", "-fPIC", "-o", tmp_path / "slow.so", "-x", "c", "-", "-ldl"], input=SLOW_DISK, text=True, check=True)
     words = run_words(tmp_path / "run", "-e", "llama3.2:1B,layers=6,channels=64,heads=4,kv_heads=2,vocab=256,seq=32", "-d", str(4 * 32), "-x", "2", "-n", "2", "--save-async", save_async, "--timeout", TIMEOUT,
                       "-i", data / "train_*.bin", "-j", data / "val.bin")
-    text = succeeds(hosts.job(TRAINER, *words, environment={"LD_PRELOAD": str(tmp_path / "slow.so")}))
+    text = succeeds(hosts.job(TRAINER, *words, environment=slow_disk))
     assert float(re.search(r"checkpoint .* written in ([\d.]+) s", text)[1]) > 1.2 * TIMEOUT, text
 
 

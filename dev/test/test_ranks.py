@@ -246,10 +246,29 @@ def run_words(output, *arguments):
 @pytest.fixture
 def train(data, tmp_path):
     """train(ranks, output, more options...) -> Job. then, change: how mpirun starts more ranks, and options that they get besides."""
-    def start(ranks, output, *arguments, then=(), change=()):
+    def start(ranks, output, *arguments, then=(), change=(), environment=()):
         words = run_words(tmp_path / output, *arguments)
-        return Job(ranks, TRAINER, *words, *([":", *then, *words, *change] if then else []), cwd=data)
+        return Job(ranks, TRAINER, *words, *([":", *then, *words, *change] if then else []), cwd=data, environment=environment)
     return start
+
+
+SLOW_DISK = """
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <unistd.h>
+ssize_t pwrite(int fd, const void *from, size_t bytes, off_t offset) {
+    const char *rank = getenv("OMPI_COMM_WORLD_RANK");
+    if (rank && atoi(rank) < 2) usleep(40000);
+    return ((ssize_t (*)(int, const void *, size_t, off_t))dlsym(RTLD_NEXT, "pwrite"))(fd, from, bytes, offset);
+}"""
+
+
+@pytest.fixture(scope="session")
+def slow_disk(tmp_path_factory):
+    """The environment of a job whose first two ranks write slowly."""
+    library = tmp_path_factory.mktemp("slow") / "slow.so"
+    subprocess.run([CONFIG["CC"], "-D_GNU_SOURCE", "-shared", "-fPIC", "-o", library, "-x", "c", "-", "-ldl"], input=SLOW_DISK, text=True, check=True)
+    return {"LD_PRELOAD": str(library)}
 
 
 def events(folder, kind):
@@ -477,9 +496,23 @@ def test_a_signal_between_steps(train, tmp_path, endless, what, ranks, tp):
     text = succeeds(job, 20)
     print(f"ended after {time.time() - begin:.1f} s")
     assert "stopped by User defined signal 1 after step 3; --resume 1 goes on" in text and "eval      3" not in text, text
-    assert steps_saved(tmp_path / "run")[-1] == 3 and not events(tmp_path / "run", "eval") + events(tmp_path / "run", "eval_choice")
+    assert steps_saved(tmp_path / "run")[-1] == 3 and not [e for kind in ("eval", "eval_choice", "sample") for e in events(tmp_path / "run", kind)]
+    assert text.count("---- ") == text.count("---- the sample of step 3 was ended by a signal") == (what == "sample"), text
     succeeds(train(ranks, "run", *options, "-x", "5", "-y", "1", "-n", "5"))
     assert curve(tmp_path / "run") == curve(tmp_path / "straight") and checkpoint(tmp_path / "run", 5) == checkpoint(tmp_path / "straight", 5)
+
+
+@pytest.mark.parametrize("what", ["loss", "questions"])
+def test_a_checkpoint_gets_its_name_between_steps(train, tmp_path, endless, slow_disk, what):
+    """Its disk is slow, and what follows takes long: a job that is killed then goes on from there."""
+    options = ["-e", "llama3.2:1B,layers=3,channels=64,heads=4,kv_heads=2,vocab=256,seq=32", "-n", "2", "-x"]
+    succeeds(train(3, "run", *options, "1"))
+    job = train(3, "run", *options, "100", "-y", "1", *endless[what], environment=slow_disk)
+    job.wait_for("step      3/").wait_for(f"checkpoint {tmp_path}/run/step_00000002 | written")
+    assert "eval      3" not in job.text()
+    job.hit(random.randrange(3), signal.SIGKILL)
+    assert steps_saved(tmp_path / "run") == [1, 2] and [e["at_step"] for e in events(tmp_path / "run", "checkpoint")] == [1, 3]
+    assert "step      3/" in succeeds(train(3, "run", *options, "3", "-y", "1"))
 
 
 def test_sigterm_to_the_launcher(train, tmp_path):
