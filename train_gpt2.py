@@ -26,7 +26,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dev.data.data_common import fnv1a
+from dev.data.data_common import fnv1a, outlive_reader, reader_is_gone
 from dev.data.rows import RAND_INIT, RAND_SAMPLE, open_shards, rand_normal, rand_stream, rand_u64, read_tokenizer, require, rows, text_bytes
 from dev.eval.choices import open_sets
 
@@ -557,12 +557,13 @@ def train(o):
             text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)  # nothing that a terminal would obey
             print(f"---- sample of step {step} ({len(ids)} tokens)\n{text}\n----", flush=True)
             log("sample", step, text=text)
-        if o.output and o.save_every > 0 and (step % o.save_every == 0 or step == steps):
+        if o.output and o.save_every > 0 and (step % o.save_every == 0 or step == steps or reader_is_gone()):
             write_weights(model, os.path.join(o.output, f"step_{step:08}"))
             log("checkpoint", step, path=os.path.join(o.output, f"step_{step:08}"))
-    if o.evaluate:
-        return
-    log("end", steps, reason="all steps done")
+        if reader_is_gone():  # as in llmc/stop.h
+            break
+    if not o.evaluate:
+        log("end", step, reason="all steps done" if step == steps else "Broken pipe")
 
 def write_debug(o):
     """Weights, one random batch, its logits, loss and gradients, and the losses of ten AdamW steps on it."""
@@ -584,6 +585,7 @@ def write_debug(o):
     print(f"wrote {folder}: loss {float(loss.detach()):.6f}, of the tenth step {float(debug['losses'][-1]):.6f}")
 
 if __name__ == "__main__":
+    outlive_reader()
     options = parse_options()
     if sys.stdout:  # not where it is closed
         sys.stdout.reconfigure(errors="replace")  # a sample may have characters that the terminal has not

@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from tool_output import end_with_reader
+
 ROOT = Path(__file__).resolve().parent.parent
 DATA = "dev/data/python"
 PROBE_STEPS = 20
@@ -103,4 +105,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

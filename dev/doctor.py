@@ -23,6 +23,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from tool_output import end_with_reader
+
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_CUDA = (12, 1)  # st.async of Hopper's clusters
 VENV_CUDA = 13  # what make toolkit installs; CUDA 12's nvcc is not among pip's packages
@@ -400,4 +402,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

@@ -17,6 +17,7 @@ import sys
 import time
 
 from run_log import RunLog, number
+from tool_output import outlive_reader
 
 GROUPS = {"step": "train", "eval": "val"}
 UNPLOTTED = {"step", "elapsed"}
@@ -196,4 +197,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    outlive_reader()
     main()

@@ -27,6 +27,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from run_log import RunLog, count_text, smooth
+from tool_output import outlive_reader
 
 COLOURS = ["#1f6fb4", "#d9541e", "#2e8b57", "#8e44ad", "#b8860b", "#c2185b", "#008b9a", "#5d6d7e", "#7b3f00", "#6b8e23"]
 X_LABELS = {"step": "step", "tokens": "training tokens", "time": "training time"}
@@ -362,4 +363,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    outlive_reader()
     main()

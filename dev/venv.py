@@ -18,6 +18,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from tool_output import outlive_reader
+
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin/python"
@@ -137,4 +139,5 @@ def main():
 
 
 if __name__ == "__main__":
+    outlive_reader()
     main()

@@ -17,6 +17,7 @@ import time
 import unicodedata
 
 from run_log import RunLog, count_text, number, smooth
+from tool_output import end_with_reader
 
 BLOCKS, PLAIN_BLOCKS = " ▁▂▃▄▅▆▇█", " ..:-=+*#"
 RECENT = 200  # steps that the smoothed figures look back on
@@ -217,13 +218,11 @@ def main():
         width, height = shutil.get_terminal_size()
         text = "\n".join(frame(log, width, height - 1, time.time(), changed_at(log), blocks)) + "\n"
         sys.stdout.write(text.encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii"))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as e:
         print(f"error: cannot read '{log.path}': {e.strerror}\n  hint: name a run's --output folder or its main.jsonl", file=sys.stderr)
         return 1
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

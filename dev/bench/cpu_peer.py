@@ -21,6 +21,7 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
 import train_gpt2 as ref  # noqa: E402
+from dev.tool_output import end_with_reader  # noqa: E402
 
 
 def write_shard(path, vocab_size, tokens):
@@ -87,4 +88,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

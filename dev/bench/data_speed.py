@@ -19,6 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tool_output import end_with_reader  # noqa: E402
+
 PREPARE = Path(__file__).resolve().parents[1] / "data/prepare.py"
 
 
@@ -85,4 +88,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_with_reader()
     main()

@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "dev"))
+from tool_output import end_with_reader  # noqa: E402
+
 TIMEOUT = 300  # seconds for one ladder; matmul's, the longest, needs a third of it
 HEAD = re.compile(r"\w+: (bf16|fp32) on (.+), seed \d+")
 LIMIT = re.compile(r"limit \w+ \| (copy|matmul) \| ([\d.]+) (\S+)")
@@ -172,4 +175,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

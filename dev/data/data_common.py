@@ -25,6 +25,9 @@ import zipfile
 
 import numpy as np
 
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from tool_output import end_with_reader, outlive_reader, reader_is_gone  # noqa: E402,F401
+
 HEADER_WORDS = 256
 HEADER_BYTES = 4 * HEADER_WORDS
 SHARD_FORMATS = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}

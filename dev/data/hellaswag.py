@@ -7,7 +7,7 @@
 The context is `ctx` as it stands, an ending is a space and one of `endings` as it stands (lm-eval rewrites both, so that its
 figures differ).
 """
-from data_common import die
+from data_common import die, outlive_reader
 from multiple_choice import encode, convert_download
 from reader import rows
 
@@ -29,4 +29,5 @@ def main():
 
 
 if __name__ == "__main__":
+    outlive_reader()
     main()

@@ -10,7 +10,7 @@ import csv
 import io
 import tarfile
 
-from data_common import die
+from data_common import die, outlive_reader
 from multiple_choice import encode, convert_download
 
 URL = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"
@@ -43,4 +43,5 @@ def main():
 
 
 if __name__ == "__main__":
+    outlive_reader()
     main()

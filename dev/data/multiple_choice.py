@@ -17,7 +17,7 @@ import os
 import numpy as np
 
 import download
-from data_common import HEADER_WORDS, KINDS, atomic_write, die, make_folder, make_tokenizer
+from data_common import HEADER_WORDS, KINDS, atomic_write, die, make_folder, make_tokenizer, outlive_reader
 from reader import base_name, rows
 
 MAGIC = 20240522
@@ -129,4 +129,5 @@ def main():
 
 
 if __name__ == "__main__":
+    outlive_reader()
     main()

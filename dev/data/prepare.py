@@ -19,7 +19,7 @@ import sysconfig
 
 import numpy as np
 
-from data_common import KINDS, die, find_files, read_shard, read_tokenizer
+from data_common import KINDS, die, end_with_reader, find_files, read_shard, read_tokenizer
 from reader import find_inputs, walk
 from shards import add_arguments, build, check_arguments, run
 
@@ -93,6 +93,7 @@ def parse_args():
 def main(ranks):
     args = parse_args()
     if args.check:
+        end_with_reader()
         return check(args.check)
     build(ranks, args, (python_stdlib() if args.python_stdlib else []) + find_inputs(args.input), find_inputs(args.val_input))
 

@@ -31,7 +31,8 @@ import time
 
 import numpy as np
 
-from data_common import (HEADER_BYTES, KINDS, MAX_SHARD_TOKENS, Progress, atomic_write, die, fnv1a, make_folder, make_tokenizer, read_tokenizer, write_shard)
+from data_common import (HEADER_BYTES, KINDS, MAX_SHARD_TOKENS, Progress, atomic_write, die, fnv1a, make_folder, make_tokenizer, outlive_reader, read_tokenizer,
+                         write_shard)
 from reader import Reader, once, plan
 
 FORMAT = 2                   # raise it when the same settings give other shards
@@ -105,6 +106,7 @@ class Ranks:
 def run(main):
     """Runs main(ranks). An error on one rank ends all; Ctrl-C says how to go on."""
     ranks, status, interrupted = None, 0, False
+    outlive_reader()
 
     def interrupt(*_):
         nonlocal interrupted

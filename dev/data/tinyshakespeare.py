@@ -13,7 +13,7 @@ import os
 import numpy as np
 
 import download
-from data_common import KINDS, die, make_folder, make_tokenizer, write_shard
+from data_common import KINDS, die, make_folder, make_tokenizer, outlive_reader, write_shard
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -62,4 +62,5 @@ def main():
 
 
 if __name__ == "__main__":
+    outlive_reader()
     main()

@@ -22,7 +22,7 @@ import numpy as np
 
 from weights import ROOT, ask, convert, model_weights, read_config, write_safetensors  # first: it finds dev/data
 import download
-from data_common import atomic_write, die, find_files, make_folder, make_tokenizer, open_tokenizer
+from data_common import atomic_write, die, find_files, make_folder, make_tokenizer, open_tokenizer, outlive_reader
 from llmc_bin import export_bin, import_bin
 from tokenizer_json import read_tokenizer_json, write_tokenizer_json
 
@@ -252,6 +252,7 @@ def main():
 
 
 if __name__ == "__main__":
+    outlive_reader()
     try:
         main()
     except OSError as e:

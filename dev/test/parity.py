@@ -23,6 +23,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.append(os.path.join(ROOT, "dev"))
+from tool_output import outlive_reader  # noqa: E402
+
 MODELS = {"gpt2": "d4,channels=128,vocab=256,seq=128", "llama": "llama3.1:8B,layers=4,channels=128,heads=2,kv_heads=1,ffn=344,vocab=256,seq=16384",
           "qwen2": "qwen2.5:0.5B,layers=4,channels=128,heads=2,kv_heads=1,ffn=384,vocab=256,seq=128"}
 B, T, MICRO_STEPS, RATE = 4, 64, 2, 4e-4
@@ -184,4 +187,5 @@ def main():
 
 
 if __name__ == "__main__":
+    outlive_reader()
     sys.exit(main())

@@ -21,6 +21,9 @@ from threading import Lock
 from launcher import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "dev"))
+from tool_output import outlive_reader  # noqa: E402
+
 LOGS = ROOT / "build/test/log"
 PYTHON = sys.executable
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -250,4 +253,5 @@ def main():
 
 
 if __name__ == "__main__":
+    outlive_reader()
     main()

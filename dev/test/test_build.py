@@ -215,9 +215,14 @@ def test_precision_and_architectures_have_their_own_folders():
     assert make("-n", "train_gpt2cu", "PRECISION=FP8").returncode != 0
 
 
+def copy_tools(folder, *names):
+    for name in ("tool_output.py", *names):
+        shutil.copy(ROOT / "dev" / name, folder / "dev")
+
+
 def test_doctor_says_what_is_off(tmp_path):
     (tmp_path / "dev").mkdir()
-    shutil.copy(ROOT / "dev/doctor.py", tmp_path / "dev")
+    copy_tools(tmp_path, "doctor.py")
     bare = {"PATH": "/nonexistent", "CUDA_HOME": "/nonexistent"}
     report = subprocess.run([sys.executable, "-S", tmp_path / "dev/doctor.py"], env=bare, capture_output=True, text=True)
     assert report.returncode == 0, report.stderr
@@ -230,7 +235,7 @@ def test_doctor_says_what_is_off(tmp_path):
 def test_a_toolkit_that_is_too_old_is_named(tmp_path, release, old):
     (tmp_path / "dev").mkdir()
     (tmp_path / "bin").mkdir()
-    shutil.copy(ROOT / "dev/doctor.py", tmp_path / "dev")
+    copy_tools(tmp_path, "doctor.py")
     (tmp_path / "bin/nvcc").write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.89'\n")
     (tmp_path / "bin/nvcc").chmod(0o755)
     report = subprocess.run([sys.executable, "-S", tmp_path / "dev/doctor.py"], env={"PATH": "/nonexistent", "CUDA_HOME": str(tmp_path)}, capture_output=True, text=True)
@@ -267,8 +272,7 @@ def test_a_toolkit_that_the_driver_cannot_run_is_not_installed(tmp_path, monkeyp
     import doctor
     assert f"-cu{doctor.VENV_CUDA}==" in (ROOT / "dev/venv.py").read_text()
     (tmp_path / "dev").mkdir()
-    for name in ("doctor.py", "venv.py"):
-        shutil.copy(ROOT / "dev" / name, tmp_path / "dev")
+    copy_tools(tmp_path, "doctor.py", "venv.py")
     environment = driver_in(tmp_path, 2) | {"PATH": "/nonexistent", "CUDA_HOME": "/nonexistent"}
     install = subprocess.run([sys.executable, "dev/venv.py", "toolkit"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert install.returncode != 0 and "this driver runs programs of CUDA 12 at most" in install.stderr and not (tmp_path / ".venv").exists(), install.stdout + install.stderr
@@ -306,7 +310,7 @@ def test_cuda_targets_without_a_toolkit_say_so(tmp_path):
 
 def test_two_makes_share_one_venv(tmp_path):
     (tmp_path / "dev").mkdir()
-    shutil.copy(ROOT / "dev/venv.py", tmp_path / "dev")
+    copy_tools(tmp_path, "venv.py")
     (tmp_path / "requirements.txt").write_text("# demo: nothing\n")
     command = [sys.executable, tmp_path / "dev/venv.py", "demo"]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
@@ -317,7 +321,7 @@ def test_two_makes_share_one_venv(tmp_path):
 
 def test_venv_refuses_a_folder_that_is_not_one(tmp_path):
     (tmp_path / "dev").mkdir()
-    shutil.copy(ROOT / "dev/venv.py", tmp_path / "dev")
+    copy_tools(tmp_path, "venv.py")
     shutil.copy(ROOT / "requirements.txt", tmp_path)
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv/precious").write_text("mine")

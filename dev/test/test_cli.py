@@ -387,6 +387,17 @@ def test_a_signal_together_with_the_end_of_the_output(trainer, tmp_path):
     assert process.wait(60) == 0 and list((tmp_path / "run").glob("step_*"))
 
 
+def test_nobody_reads_the_output(trainer, tmp_path):
+    """As in `train_gpt2 ... | head`: the run is saved and ends."""
+    process = trainer.start("-o", tmp_path / "run", "-n", "1000000", "-x", "1000000")
+    while "step      1/" not in process.stdout.readline():
+        assert process.poll() is None, process.communicate()
+    process.stdout.close()
+    assert process.wait(60) == 0 and process.stderr.read() == ""
+    end = json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[-1])
+    assert end["reason"] == "Broken pipe" and (tmp_path / f"run/step_{end['step']:08}").exists()
+
+
 def test_a_signal_ends_generation(trainer):
     process = trainer.start("--generate", "1", "-g", 1 << 23, "--temperature", "0")
     while "---- sample" not in process.stdout.readline():

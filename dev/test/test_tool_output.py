@@ -1,0 +1,80 @@
+"""Tools whose reader goes away (dev/tool_output.py), as with `| head -1`: no traceback, and what they make is made. For the C trainers: test_cli.py."""
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_build import ROOT, tracked
+
+WITHOUT_HELP = {"dev/venv.py", "dev/test/sanitize.py"}  # make calls them
+TOOLS = [str(f) for f in tracked(".py") if '\nif __name__ == "__main__":' in (ROOT / f).read_text() and str(f) not in WITHOUT_HELP]
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"OMP_NUM_THREADS": "1"}
+SIGPIPE_STATUS = 128 + signal.SIGPIPE
+
+
+def unread(*command, lines=0, errors=False, **more):
+    """Runs a tool whose reader leaves after so many lines: (its status, what it wrote to stderr). errors: stderr goes the same way."""
+    environment = ENVIRONMENT | more
+    begin, end = os.pipe()
+    with subprocess.Popen([sys.executable, *map(str, command)], stdout=end, stderr=end if errors else subprocess.PIPE, cwd=ROOT, env=environment, text=True) as p:
+        os.close(end)
+        with os.fdopen(begin) as reader:
+            for _ in range(lines):
+                assert reader.readline(), p.stderr.read()
+        said = "" if errors else p.stderr.read()
+    return p.returncode, said
+
+
+def test_every_tool_is_looked_at():
+    assert {"train_gpt2.py", "dev/plot.py", "dev/data/prepare.py", "dev/eval/hf.py", "dev/bench/kernels.py"} < set(TOOLS) and len(TOOLS) >= 17
+
+
+def test_help():
+    with ThreadPoolExecutor(2) as pool:
+        results = zip(TOOLS, pool.map(lambda tool: unread(tool, "--help"), TOOLS))
+    assert not [result for result in results if result[1] not in ((0, ""), (SIGPIPE_STATUS, ""))]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_only_tells_ends(tmp_path, unbuffered):
+    """Before it has seen everything: the last shard is damaged, which would be another status."""
+    tokens = np.arange(1000, dtype=np.uint16) % 256
+    header = np.array([20240520, 1, len(tokens), 256, 1] + [0] * 251, np.int32)
+    for i in range(200):
+        (tmp_path / f"x_{i:03}.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    (tmp_path / "x_200.bin").write_bytes(b"damaged")
+    check = ("dev/data/prepare.py", "--check", tmp_path / "x_*.bin")
+    assert unread(*check, lines=1, PYTHONUNBUFFERED=unbuffered) == (SIGPIPE_STATUS, "")
+    assert unread(*check, PYTHONUNBUFFERED=unbuffered, errors=True) == (SIGPIPE_STATUS, "")
+    assert unread("dev/doctor.py", PYTHONUNBUFFERED="1") == (SIGPIPE_STATUS, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_makes_something_makes_it(tmp_path, unbuffered):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} " * 500)
+    for name, unread_too in (("read", False), ("unread", True), ("silent", True)):
+        command = ["dev/data/prepare.py", "--tokenizer", "bytes", "--output", tmp_path / name, "--name", "x", "--input", *sorted(tmp_path.glob("*.txt"))]
+        if unread_too:
+            assert unread(*command, errors=name == "silent", PYTHONUNBUFFERED=unbuffered) == (0, "")
+        else:
+            subprocess.run([sys.executable, *map(str, command)], check=True, cwd=ROOT, env=ENVIRONMENT, capture_output=True)
+    shards = {f.name: f.read_bytes() for f in (tmp_path / "read").glob("*.bin")}
+    assert len(shards) == 3
+    for name in ("unread", "silent"):
+        assert {f.name: f.read_bytes() for f in (tmp_path / name).glob("*.bin")} == shards
+
+
+def test_a_training_run_is_saved_and_ends(tmp_path):
+    data = tmp_path / "x.bin"
+    data.write_bytes(np.array([20240520, 1, 4000, 256, 1] + [0] * 251, np.int32).tobytes() + (np.arange(4000) % 90 + 32).astype(np.uint16).tobytes())
+    run = ("train_gpt2.py", "-e", "d1,channels=64,vocab=256,seq=64", "-i", data, "-j", "", "-b", 2, "-t", 32, "-v", 0, "-s", 0, "--device", "cpu", "-n", 1000000, "-o", tmp_path / "run")
+    assert unread(*run, "-x", 1000000, lines=3) == (0, "")
+    end = json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[-1])
+    assert end["event"] == "end" and end["reason"] == "Broken pipe" and 2 <= end["step"] < 1000000
+    assert (tmp_path / f"run/step_{end['step']:08}/model.safetensors").exists()

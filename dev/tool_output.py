@@ -1,0 +1,61 @@
+"""What a tool does when nobody reads what it prints any more, as behind `| head -1`. Left alone, Python ends with a traceback or, where the
+last words were still in a buffer, with "Exception ignored" and status 120. The signal's default, an end at once, is not for tools that
+download or start processes: a server that hangs up would be their end, too.
+
+    end_with_reader()    of a tool that only tells: ends without a word, with the status that a shell gives to what SIGPIPE ended
+    outlive_reader()     of one that makes something: goes on to its end without a word
+
+Either is called once, where a program starts. Standard library only.
+"""
+import os
+import signal
+import sys
+
+
+class Output:
+    """stdout or stderr. gone: its reader was, and what is written since goes nowhere."""
+
+    def __init__(self, stream):
+        self.stream, self.end, self.gone = stream, False, False
+
+    def attempt(self, call, *arguments):
+        try:
+            return call(*arguments)
+        except BrokenPipeError:
+            self.gone = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())  # what the buffer still holds must go somewhere, too
+            os.close(nowhere)
+            if self.end and not sys.is_finalizing():  # with nothing but the last words unread, the status is the tool's own
+                sys.exit(128 + signal.SIGPIPE)
+
+    def write(self, text):
+        return self.attempt(self.stream.write, text)
+
+    def flush(self):
+        self.attempt(self.stream.flush)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def reader_may_leave(end):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Output):  # None: closed
+            stream = Output(stream)
+            setattr(sys, name, stream)
+        if stream is not None:
+            stream.end = end
+
+
+def end_with_reader():
+    reader_may_leave(True)
+
+
+def outlive_reader():
+    reader_may_leave(False)
+
+
+def reader_is_gone():
+    return getattr(sys.stdout, "gone", False)
