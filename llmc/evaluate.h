@@ -77,7 +77,14 @@ static inline void evaluation_print(const Evaluation *e) {
         printf("\n");
     }
 }
-// For the handshake: ranks that would score different files must not begin.
+// For the handshake: ranks that would read or score different files must not begin.
+static inline uint64_t hash_of_data(const DataLoader *d, uint64_t hash) {  // names without folders: hosts may keep their copies elsewhere
+    for (int i = 0; i < d->num_shards; i++) {
+        const char *slash = strrchr(d->shards[i].path, '/'), *name = slash ? slash + 1 : d->shards[i].path;
+        hash = comm_hash(comm_hash(hash, name, strlen(name) + 1), &d->shards[i].tokens, sizeof d->shards[i].tokens);
+    }
+    return hash;
+}
 static inline uint64_t evaluation_hash(const Evaluation *e, uint64_t hash) {
     for (int i = 0; i < e->num_sets; i++) hash = comm_hash(comm_hash(hash, e->sets[i].name, strlen(e->sets[i].name)), e->sets[i].stream, e->sets[i].words * sizeof *e->sets[i].stream);
     return hash;

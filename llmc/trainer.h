@@ -33,6 +33,7 @@ typedef struct {
     int num_micro;           // micro-steps in a step
     char resumed_from[4300]; // checkpoint folder, "" for a fresh run
     char begun_as[512];      // the --model of a resumed run
+    char data_changed[400];  // what became of its data; "": nothing
     int lock;                // rank 0's, on the output folder; 0: none
     double step_seconds;     // smoothed time of a step; starts with the second one, since the first also warms up
     int steps_timed;
@@ -188,12 +189,17 @@ static inline void find_checkpoint(Trainer *t) {
     if (*t->resumed_from) checkpoint_load_state(t->resumed_from, &t->state);
 }
 
-static inline uint64_t hash_of_data(const DataLoader *d, uint64_t hash) {  // names without folders: hosts may keep their copies elsewhere
-    for (int i = 0; i < d->num_shards; i++) {
-        const char *slash = strrchr(d->shards[i].path, '/'), *name = slash ? slash + 1 : d->shards[i].path;
-        hash = comm_hash(comm_hash(hash, name, strlen(name) + 1), &d->shards[i].tokens, sizeof d->shards[i].tokens);
+// The place in the data is a row of an epoch, and the epoch's order that of all its shards: with other shards it is another place.
+static inline void compare_data(Trainer *t) {
+    const DataLoader *d = &t->train;
+    TrainState *s = &t->state;
+    const uint64_t hash = hash_of_data(d, COMM_HASH);
+    if (s->data_tokens && s->data_hash != hash) {
+        snprintf(t->data_changed, sizeof t->data_changed, "%lld tokens in %lld shards -> %lld in %d; sequences come in another order now: from number %lld of %lld, where this run goes on, "
+                 "to the end of the epoch some come again, and some that did not come are left out", (long long)s->data_tokens, (long long)s->data_shards, (long long)d->num_tokens, d->num_shards, (long long)d->row, (long long)d->rows_per_epoch);
+        printf("changed since the checkpoint: the training data, %s\n", t->data_changed);
     }
-    return hash;
+    s->data_tokens = d->num_tokens; s->data_shards = d->num_shards; s->data_hash = hash;
 }
 static inline void handshake(const Trainer *t) {
     HandshakeRecord r = comm_record(&t->comm);
@@ -225,6 +231,7 @@ static inline void load_or_init(Trainer *t) {
         else init_weights(&t->model, (uint64_t)t->o.seed);
         t->state.seed = (uint64_t)t->o.seed;
     }
+    if (t->train.num_shards && !t->o.overfit) compare_data(t);
 }
 
 static inline void print_start(const Trainer *t) {
@@ -255,6 +262,7 @@ static inline void log_start(Trainer *t) {
     logger_text(f, "messages", model_carriers(&t->model));
     logger_text(f, "build", __VERSION__);
     logger_text(f, "resumed_from", t->resumed_from);
+    if (*t->data_changed) logger_text(f, "data_changed", t->data_changed);
     fprintf(f, ",\"parameters\":%zu,\"steps\":%lld,\"num_micro\":%d,\"ranks\":%d,\"tp\":%d", t->model.table.num_weights, (long long)t->steps, t->num_micro, t->comm.world, t->mesh.tp.world);
     logger_number(f, "memory_gib", model_memory_gib(&t->model));
     logger_options(f, &t->o);

@@ -236,6 +236,7 @@ static TrainState example_state(int64_t step) {
     TrainState s;
     memset(&s, 0, sizeof s);
     s.step = step; s.tokens = step * 524288; s.epoch = 3; s.row = 123456789012; s.seed = 1337;
+    s.data_tokens = 10000000000; s.data_shards = 103; s.data_hash = 0xfedcba9876543210;
     s.loss.count = 1000;
     s.norm.count = 5;
     for (int i = 0; i < STATE_WINDOW; i++) s.loss.values[i] = 3 + rand_uniform(9, 0, (uint64_t)i);
@@ -249,7 +250,8 @@ static TrainState example_state(int64_t step) {
     return s;
 }
 static int same_state(const TrainState *a, const TrainState *b) {
-    int same = a->step == b->step && a->tokens == b->tokens && a->epoch == b->epoch && a->row == b->row && a->seed == b->seed && a->loss.count == b->loss.count && a->norm.count == b->norm.count
+    int same = a->step == b->step && a->tokens == b->tokens && a->epoch == b->epoch && a->row == b->row && a->seed == b->seed && a->data_tokens == b->data_tokens && a->data_shards == b->data_shards
+        && a->data_hash == b->data_hash && a->loss.count == b->loss.count && a->norm.count == b->norm.count
         && memcmp(a->loss.values, b->loss.values, sizeof a->loss.values) == 0 && memcmp(a->norm.values, b->norm.values, sizeof a->norm.values) == 0 && a->num_options == b->num_options;
     for (int i = 0; same && i < a->num_options; i++) same = state_option(b, a->options[i].name) && strcmp(state_option(b, a->options[i].name), a->options[i].value) == 0;
     return same;
@@ -494,6 +496,7 @@ static void test_kill(Model *m) {
 static void test_damaged_state(Model *m) {
     const char *edits[][3] = {{"\"tokens\": ", "\"tokens\": -", "tokens is missing or damaged"}, {"\"row\"", "\"raw\"", "row is missing or damaged"}, {"\"count\": 1000", "\"count\": 7", "loss_window is damaged"},
                               {"\"count\": 5", "\"count\": -1", "norm_window is damaged"}, {"\"values\": [0.3333333333333333", "\"values\": [true", "norm_window is damaged"}, {"\"dtype\"", "\"type\"", "dtype or master is missing"},
+                              {"\"shards\"", "\"shard\"", "data is damaged"}, {"\"hash\"", "\"hush\"", "data is damaged"},
                               {"\"0.0006\"", "6e-4", "option learning-rate is not a text"}};
     Attempt a;
     a.bf16_states = 0;

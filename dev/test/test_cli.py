@@ -5,6 +5,7 @@ GPU trainer where there is a GPU: both share options.h, trainer.h, dataloader.h,
 """
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -385,6 +386,41 @@ def test_a_signal_together_with_the_end_of_the_output(trainer, tmp_path):
     process.send_signal(signal.SIGUSR1)
     process.stdout.close()
     assert process.wait(60) == 0 and list((tmp_path / "run").glob("step_*"))
+
+
+def test_a_resumed_run_says_that_its_data_changed(trainer, tmp_path):
+    """Once, in the console and in the log; the run goes on. A checkpoint of before data were recorded has nothing to compare."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    for i in range(2):
+        shard(data / f"x{i}.bin")
+
+    def resume(steps, folder=data):
+        before = {p.name for p in run.glob("step_*")}
+        said = succeeds(trainer("-i", folder / "x*.bin", "-o", run, "-n", "1", "-y", "1", "-x", steps)).stdout
+        assert {p.name for p in run.glob("step_*")} > before
+        starts = [e for e in map(json.loads, (run / "main.jsonl").read_text().splitlines()) if e["event"] == "start"]
+        logged = starts[-1].get("data_changed", "")
+        assert said.count("the training data") == (logged != "") and logged in said
+        return logged
+
+    assert resume(2) == resume(3) == ""
+    shard(data / "x2.bin", np.arange(1000) % 90)  # 2 * 124 rows of 32, and 31; three steps took 6
+    assert re.match("8000 tokens in 2 shards -> 9000 in 3; .* from number 6 of 279,", resume(4))
+    shutil.copytree(data, tmp_path / "moved")
+    assert resume(5, tmp_path / "moved") == ""  # the same data elsewhere
+    (data / "x0.bin").rename(data / "x9.bin")  # another order
+    assert resume(6).startswith("9000 tokens in 3 shards -> 9000 in 3; ")
+    (data / "x1.bin").unlink()
+    (data / "x9.bin").unlink()
+    assert resume(7).startswith("9000 tokens in 3 shards -> 1000 in 1; ")
+    state = json.loads((run / "step_00000007/train_state.json").read_text())
+    del state["data"]
+    (run / "step_00000007/train_state.json").write_text(json.dumps(state))
+    shard(data / "x3.bin")
+    assert resume(8) == ""
+    shard(data / "x4.bin")
+    assert resume(9).startswith("5000 tokens in 2 shards -> 9000 in 3; ")
 
 
 def test_nobody_reads_the_output(trainer, tmp_path):
