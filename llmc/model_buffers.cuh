@@ -179,6 +179,27 @@ static inline void model_request_p2p(Model *m, Memory *memory) {
     }
 }
 
+// What this rank updates, in pieces of ADAM_CHUNK elements of one tensor; the padding between units is never touched. Where something is rounded
+// stochastically, a piece's elements are neighbours in the whole tensor too.
+static inline int adam_chunks(const Model *m, AdamChunk *out) {
+    const int by_runs = is_split(m) && (bf16_states(m) || (sizeof(floatX) == 2 && !has_master(m)));
+    int count = 0;
+    for (int i = 0; i < m->table.count; i++) {
+        const Param *p = &m->table.params[i];
+        const Span mine = span_overlap(model_owned(m, SLOT_M, p->unit), p->offset, p->size);
+        for (size_t at = mine.begin, n; at < mine.begin + mine.count; at += n, count++) {
+            const size_t left = mine.begin + mine.count - at, element = at - p->offset;
+            n = left < (size_t)ADAM_CHUNK ? left : (size_t)ADAM_CHUNK;
+            if (by_runs) n = param_run(p, element, n);
+            if (!out) continue;
+            const ParamPart *part = param_part_at(p, element);
+            const AdamChunk chunk = {at, state_at(m, p->unit, at), p->whole_offset + (part ? param_whole(p, part, element) : element), (int)n, p->decay};
+            out[count] = chunk;
+        }
+    }
+    return count;
+}
+
 // Names every buffer of a run with micro-steps of (B, T).
 static inline void model_request(Model *m, Memory *memory, int B, int T) {
     const Config *c = &m->local;
@@ -235,6 +256,7 @@ static inline size_t model_bytes(const Model *m, const Options *o, int B, size_t
     Model trial = *m;
     Memory memory = {};
     trial.options = *o;
+    trial.num_chunks = adam_chunks(&trial, NULL);  // more where something is rounded stochastically
     model_request(&trial, &memory, B, trial.T);
     if (states) *states = memory_group_bytes(&memory, "optimiser");
     free(memory.buffers);
@@ -312,27 +334,6 @@ static inline void model_place_layers(Model *m) {
         a->mean2 = stats;            stats += rows;
         a->rstd2 = stats;            stats += rows;
     }
-}
-
-// What this rank updates, in pieces of ADAM_CHUNK elements of one tensor; the padding between units is never touched. Where something is rounded
-// stochastically, a piece's elements are neighbours in the whole tensor too.
-static inline int adam_chunks(const Model *m, AdamChunk *out) {
-    const int by_runs = is_split(m) && (bf16_states(m) || (sizeof(floatX) == 2 && !has_master(m)));
-    int count = 0;
-    for (int i = 0; i < m->table.count; i++) {
-        const Param *p = &m->table.params[i];
-        const Span mine = span_overlap(model_owned(m, SLOT_M, p->unit), p->offset, p->size);
-        for (size_t at = mine.begin, n; at < mine.begin + mine.count; at += n, count++) {
-            const size_t left = mine.begin + mine.count - at, element = at - p->offset;
-            n = left < (size_t)ADAM_CHUNK ? left : (size_t)ADAM_CHUNK;
-            if (by_runs) n = param_run(p, element, n);
-            if (!out) continue;
-            const ParamPart *part = param_part_at(p, element);
-            const AdamChunk chunk = {at, state_at(m, p->unit, at), p->whole_offset + (part ? param_whole(p, part, element) : element), (int)n, p->decay};
-            out[count] = chunk;
-        }
-    }
-    return count;
 }
 
 // Host to device in the order of the compute stream, and complete on return. (A plain cudaMemcpy of less than 64 KiB may

@@ -220,6 +220,14 @@ def test_memory_on_the_cpu(tmp_path, model, more):
     assert said <= start["memory_gib"] <= 1.01 * said, (said, start["memory_gib"])
 
 
+@pytest.mark.skipif(not CONFIG.get("NVCC"), reason="no CUDA toolkit (make toolkit)")
+def test_the_gpu_trainers_table(tmp_path):
+    """Needs no GPU: which buffers share bytes, what they add up to, and whether what a hint says would fit does."""
+    words = {name: shlex.split(CONFIG[name]) for name in ("NVCC", "CUDA_CFLAGS", "CUDA_LIBS")}
+    succeeds(*words["NVCC"], "-std=c++17", "-G", "-Xcompiler", "-O1", "-gencode", "arch=compute_80,code=compute_80", "-I.", *words["CUDA_CFLAGS"], "dev/test/memory_plan.cu", "-o", tmp_path / "memory_plan", *words["CUDA_LIBS"])
+    assert "5 passed, 0 failed" in succeeds(tmp_path / "memory_plan")
+
+
 def test_memory_on_a_gpu():
     """The page's formula and the figures of dev/bench for four runs on one H200; the rest that the page calls small is below 0.1 GiB."""
     gpt2 = dict(model_type="gpt2", n_positions=1024, vocab_size=50257, tie_word_embeddings=True)
