@@ -281,8 +281,12 @@ static inline int batch_that_fits(const Model *m, size_t free_bytes) {
     }
     return fits;
 }
+// What a hint leaves to others, who take theirs when the table has been allocated, and nobody knows how much: cuBLASLt's kernels and graphs, and what
+// NCCL takes for a group (544 MB of two A100s, 688 of more: NVIDIA/nccl issue 964). A run that has been asked for may try with less.
+static inline size_t model_reserve(const Model *m) { return ((size_t)512 << 20) + (size_t)((m->comm->world > 1) + is_split(m)) * ((size_t)768 << 20); }
 static void model_memory_hint(char *text, size_t size, size_t free_bytes, const Memory *, void *context) {
     const Model *m = (const Model *)context;
+    free_bytes -= model_reserve(m) < free_bytes ? model_reserve(m) : free_bytes;
     Options this_batch = m->options, one = m->options;
     const int part_fits = model_bytes(m, &m->options, 1) <= free_bytes, B = part_fits ? batch_that_fits(m, free_bytes) : 0;
     const int fits = options_that_fit(m, &this_batch, free_bytes, m->B), one_fits = options_that_fit(m, &one, free_bytes, 1);
