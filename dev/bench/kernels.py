@@ -7,7 +7,7 @@
 The ladders of dev/cuda time our kernels and, beside its own, cuBLASLt's matmuls; what they print says what else is timed: right after
 each ladder PyTorch's kernels for its shapes (dev/bench/torch_kernels.py). All with a cold L2, medians. Each ladder also measures
 the limits: a copy, and an 8192 x 8192 x 8192 matmul. The ratio is the time of the fastest of the vendor's kernels by ours. The exit status
-is 1 if a ladder failed.
+is 1 if a ladder failed. Shapes that do not fit into this GPU are skipped, by name.
 """
 import argparse
 import re
@@ -25,6 +25,7 @@ TIMEOUT = 300  # seconds for one ladder; matmul's, the longest, needs a third of
 HEAD = re.compile(r"\w+: (bf16|fp32) on (.+), seed \d+")
 LIMIT = re.compile(r"limit \w+ \| (copy|matmul) \| ([\d.]+) (\S+)")
 TIME = re.compile(r"time \w+ \| (.+?) *\| (.+?) \| ([\d.]+) us(?: \| ([\d.]+ \S+) \| ([\d.]+)% of (copy|matmul))?(?: \| (.+) ([\d.]+) us \| x[\d.]+)?")
+SKIP = re.compile(r"skip (\w+) \| (.+) \| (needs .+)")
 COLUMNS = ["kernel", "shape", "us", "speed", "of the limit", "vendor", "vendor us", "ratio", "others"]
 
 
@@ -55,6 +56,7 @@ class Ladder:
     gpu: str = ""
     limits: dict = field(default_factory=dict)  # copy, matmul: (number, unit)
     rows: list = field(default_factory=list)
+    skipped: list = field(default_factory=list)  # what was not timed, and why
 
 
 def parse(name, text):
@@ -64,6 +66,8 @@ def parse(name, text):
             ladder.dtype, ladder.gpu = head.groups()
         elif limit := LIMIT.fullmatch(line):
             ladder.limits[limit[1]] = (float(limit[2]), limit[3])
+        elif skip := SKIP.fullmatch(line):
+            ladder.skipped.append(f"not timed: {skip[1]}, {skip[2]}: {skip[3]}")
         elif line.startswith(("time ", "limit ")):
             t = TIME.fullmatch(line)
             if not t:
@@ -85,7 +89,7 @@ def run_ladder(name, folder):
         ladder = parse(name, text)
     except ValueError as error:
         ladder, failure = Ladder(name), f"{failure + ', ' if failure else ''}{error}"
-    if not failure and not ladder.rows:
+    if not failure and not ladder.rows and not ladder.skipped:
         failure = "it timed nothing"
     said = [line for line in text.splitlines() if not line.startswith(("time ", "limit "))]
     return ladder, failure and "\n".join([f"{name} failed: {failure}"] + [f"    {line}" for line in said[-10:]])
@@ -134,6 +138,7 @@ def report(ladders, failures, about, seconds, markdown):
     compared = [min(row.vendors.values()) / row.us for ladder in ladders for row in ladder.rows if row.vendors]
     foot = (f"{dtype}; copy {spread(ladders, 'copy')}, matmul {spread(ladders, 'matmul')}, as each ladder measured them; {about}; {seconds:.0f} s. "
             f"{sum(ratio >= 1 for ratio in compared)} of {len(compared)} kernels are as fast as the vendor's or faster. A cold L2, medians.")
+    failures = [line for ladder in ladders for line in ladder.skipped] + failures
     if markdown:
         lines = ["| " + " | ".join(cells) + " |" for cells in table]
         lines.insert(1, "|" + "---|" * len(COLUMNS))

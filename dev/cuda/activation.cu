@@ -75,7 +75,7 @@ static void check_not_finite(void) {
     check_true(isnan(download(d_y, 8)[0]), "NaN spreads through gelu's gradient");
 }
 
-static void bench_gelu(const char *name, int N, int F) {
+static void bench_gelu(const char *name, int N, int F) try {
     ladder_case("%s, N=%d F=%d", name, N, F);
     const size_t n = (size_t)N * F;
     floatX *inp = device_normal<floatX>(n, 1.0f), *dout = device_normal<floatX>(n, 1.0f), *out = device_new<floatX>(n);
@@ -84,8 +84,8 @@ static void bench_gelu(const char *name, int N, int F) {
     bench("gelu forward with slopes", 3 * bytes, 0, [&] { gelu_forward(out, dout, inp, N, F, ladder.gpu.compute); });
     bench("gelu backward", 3 * bytes, 0, [&] { gelu_backward(out, dout, inp, N, F, ladder.gpu.compute); });
     bench("gelu backward in place", 3 * bytes, 0, [&] { gelu_backward(dout, dout, inp, N, F, ladder.gpu.compute); });
-}
-static void bench_swiglu(const char *name, int N, int F) {
+} catch (const NoRoom &no) { ladder_skip(no); }
+static void bench_swiglu(const char *name, int N, int F) try {
     ladder_case("%s, N=%d F=%d", name, N, F);
     const size_t n = (size_t)N * F;
     floatX *inp = device_normal<floatX>(2 * n, 1.0f), *dout = device_normal<floatX>(n, 1.0f), *out = device_new<floatX>(2 * n);
@@ -93,7 +93,7 @@ static void bench_swiglu(const char *name, int N, int F) {
     bench("swiglu forward", 3 * bytes, 0, [&] { swiglu_forward(out, NULL, inp, N, F, ladder.gpu.compute); });
     bench("swiglu forward with slopes", 5 * bytes, 0, [&] { swiglu_forward(dout, out, inp, N, F, ladder.gpu.compute); });
     bench("swiglu backward", 5 * bytes, 0, [&] { swiglu_backward(out, dout, inp, N, F, ladder.gpu.compute); });
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {
     ladder_open("activation", argc, argv);

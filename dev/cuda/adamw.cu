@@ -175,7 +175,7 @@ template <typename S> static void check_nan(int with_master) {
     check_true(!wrong, "%d of 64 weights or m finite or not against their gradients", wrong);
 }
 
-template <typename S> static void bench_adamw(const char *name, size_t n, int with_master) {
+template <typename S> static void bench_adamw(const char *name, size_t n, int with_master) try {
     ladder_case("%s, n=%zu master=%d state_bytes=%d", name, n, with_master, (int)sizeof(S));
     const int num = (int)ceil_div(n, ADAM_CHUNK);
     AdamChunk *chunks = host_new<AdamChunk>(num);
@@ -193,7 +193,7 @@ template <typename S> static void bench_adamw(const char *name, size_t n, int wi
     bench("update", per_weight * (double)n, 0, [&] {
         adamw_update(weights, master, m, v, grads, d_chunks, num, n, lr, beta1, beta2, eps, weight_decay, 1, 10, 1, ladder.gpu.compute);
     });
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 template <typename S> static void check_all(void) {
     for (int with_master = 0; with_master < 2; with_master++) {

@@ -248,7 +248,7 @@ static void check_shape(Shape s, float std) {
     attention_path = 0;
 }
 
-static void bench_shape(const char *name, Shape s) {
+static void bench_shape(const char *name, Shape s) try {
     ladder_case("%s, B=%d T=%d NH=%d NKV=%d HD=%d", name, s.B, s.T, s.NH, s.NKV, s.HD);
     const size_t rows = (size_t)s.B * s.T, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD;
     const double flops = 2.0 * s.B * s.NH * s.HD * (double)s.T * s.T;  // two products, half of each above the diagonal
@@ -270,7 +270,7 @@ static void bench_shape(const char *name, Shape s) {
         variants(Tensors<floatX>{s, out, dqkv, qkv, dout, lse, (float *)scratch, NULL, NULL, flops});
     }
     attention_group_mib = 16;
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {
     ladder_open("attention", argc, argv);

@@ -27,12 +27,12 @@ static void check_shape(int S, int room, int NH, int NKV, int HD) {
     check("values", d_values, values, (size_t)S * NKV * room, (size_t)HD, 0, 0);
     check_same_bits("bits", {{d_out, (size_t)S * NH * HD * sizeof(floatX)}}, [&] { attention_decode(d_out, d_keys, d_values, d_qkv, S, 1, room - 1, room, NH, NKV, HD, stream); });
 }
-static void bench_shape(int S, int at, int NH, int NKV, int HD, const char *name) {
+static void bench_shape(int S, int at, int NH, int NKV, int HD, const char *name) try {
     ladder_case("%s, S=%d T=%d NH=%d NKV=%d HD=%d", name, S, at + 1, NH, NKV, HD);
     const size_t cache = (size_t)S * NKV * (at + 1) * HD;
     floatX *keys = device_normal<floatX>(cache, 1.0f), *values = device_normal<floatX>(cache, 1.0f), *qkv = device_normal<floatX>((size_t)S * (NH + 2 * NKV) * HD, 1.0f), *out = device_new<floatX>((size_t)S * NH * HD);
     bench("one token", 2.0 * (double)cache * sizeof(floatX), 0, [&] { attention_decode(out, keys, values, qkv, S, 1, at, at + 1, NH, NKV, HD, ladder.gpu.compute); });
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {
     ladder_open("attention_decode", argc, argv);

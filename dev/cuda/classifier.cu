@@ -167,7 +167,7 @@ static void check_special_shared(void) {
 }
 
 // More than 2^31 logits: the first and the last rows must be right.
-static void check_large(void) {
+static void check_large(void) try {
     const int V = 50257, Vp = 50304, N = 42700, rows = 3;
     ladder_case("N=%d V=%d: %.2f x 2^31 logits", N, V, (double)N * Vp / 0x1p31);
     floatX *d_logits = device_normal<floatX>((size_t)N * Vp, 1.0f);
@@ -183,7 +183,7 @@ static void check_large(void) {
         check(i ? "last rows' losses" : "first rows' losses", d_losses + begins[i], losses, rows, 1, LOSS_BOUND, LOSS_WORST);
         check(i ? "last rows" : "first rows", d_logits + (size_t)begins[i] * Vp, logits[i], rows, Vp, dlogits_bound(), dlogits_worst());
     }
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 static void check_loss_sum(int N) {
     ladder_case("loss_sum N=%d", N);
@@ -199,7 +199,7 @@ static void check_loss_sum(int N) {
     });
 }
 
-static void bench_shape(int N, int V, const char *name) {
+static void bench_shape(int N, int V, const char *name) try {
     const int Vp = (int)round_up((size_t)V, 128);
     ladder_case("%s, N=%d V=%d Vp=%d", name, N, V, Vp);
     floatX *logits = device_normal<floatX>((size_t)N * Vp, 1.0f);
@@ -216,7 +216,7 @@ static void bench_shape(int N, int V, const char *name) {
     bench("forward only", bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 0, ladder.gpu.compute); });
     bench("forward and dlogits", 2 * bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
     bench("loss_sum", (double)N * sizeof(float), 0, [&] { loss_sum(total, losses, N, 1, ladder.gpu.compute); });
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {
     ladder_open("classifier", argc, argv);

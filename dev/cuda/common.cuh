@@ -21,11 +21,15 @@
 // What fails is printed at once, what passes as one line a case, with the check that came closest to its bound; --verbose
 // prints each check. --bench times what ships, --variants what was not chosen: other layouts, tiles, plans.
 // Every buffer comes from device_new/upload/host_new and is freed with its case. Behind each device buffer lies a strip of
-// known bytes; a kernel that writes past its output is reported when the case ends.
+// known bytes; a kernel that writes past its output is reported when the case ends. A case whose buffers do not fit into this GPU is
+// skipped, by name, where its function says so:
+//
+//   static void bench_gelu(...) try { ladder_case(...); ... } catch (const NoRoom &no) { ladder_skip(no); }
 #ifndef DEV_CUDA_COMMON_CUH
 #define DEV_CUDA_COMMON_CUH
 
 #include <algorithm>
+#include <exception>
 #include <initializer_list>
 #include <math.h>
 
@@ -34,10 +38,11 @@
 
 enum { MAX_BUFFERS = 256, GUARD_BYTES = 1024, GUARD_VALUE = 0xA5, BENCH_RUNS = 25, BENCH_LEAST_RUNS = 5, BENCH_MS = 100 };
 static const size_t FLUSH_BYTES = (size_t)256 << 20;  // five times the L2 of an H200
+static const size_t SPARE_BYTES = (size_t)512 << 20;  // for what is allocated beside a case's buffers: kernels when they are first launched, the vendor's workspaces
 
 static struct {
     const char *name;
-    int check, bench, variants, verbose, passed, failed;
+    int check, bench, variants, verbose, passed, failed, skipped;
     int case_passed;          // and of this case, what came closest to its bound:
     double closest;
     char closest_text[128];
@@ -83,11 +88,25 @@ template <typename T> static T *host_new(size_t n) {
 }
 static inline float *host_copy(const float *from, size_t n) { return (float *)memcpy(host_new<float>(n), from, n * sizeof(float)); }
 
+// What the case's buffers so far and the next one need, and what was free for them.
+struct NoRoom : std::exception {
+    size_t needed, available;
+    NoRoom(size_t n, size_t a) : needed(n), available(a) {}
+    const char *what() const noexcept override { return "a case that no function skips has no room on this GPU"; }
+};
+static inline void ladder_skip(const NoRoom &no) {
+    printf("skip %s | %s | needs %.1f GiB or more, %.1f GiB are free\n", ladder.name, ladder.title, (double)no.needed / 0x1p30, (double)no.available / 0x1p30);
+    fflush(stdout);
+    ladder.skipped++;
+}
 // Full of NaN (0xff in every byte), with a guard strip behind it.
 template <typename T> static T *device_new(size_t n) {
     require(ladder.num_device < MAX_BUFFERS, "more than %d device buffers in one case\nraise MAX_BUFFERS", MAX_BUFFERS);
     char *p = NULL;
-    size_t bytes = n * sizeof(T);
+    size_t bytes = n * sizeof(T), available = 0, total = 0, before = 0;
+    cudaCheck(cudaMemGetInfo(&available, &total));
+    for (int i = 0; i < ladder.num_device; i++) before += ladder.device[i].bytes;
+    if (available < bytes + SPARE_BYTES) throw NoRoom(before + bytes + SPARE_BYTES, before + available);
     cudaCheck(cudaMalloc((void **)&p, bytes + GUARD_BYTES));
     cudaCheck(cudaMemset(p, 0xff, bytes));
     cudaCheck(cudaMemset(p + bytes, GUARD_VALUE, GUARD_BYTES));
@@ -349,7 +368,7 @@ static inline int ladder_close(void) {
     ladder_case("end");
     if (ladder.flush) cudaCheck(cudaFree(ladder.flush));
     gpu_close(&ladder.gpu);
-    printf("%s: %d passed, %d failed\n", ladder.name, ladder.passed, ladder.failed);
+    printf("%s: %d passed, %d failed, %d skipped\n", ladder.name, ladder.passed, ladder.failed, ladder.skipped);
     return ladder.failed ? 1 : 0;
 }
 

@@ -105,7 +105,7 @@ static void check_ranks(int B, int T, int C, int V, int Vp, int ranks, double sk
     check_true(known == (int)N, "%d of %zu words are some rank's", known, N);
 }
 
-static void bench_embedding(const char *name, int B, int T, int C, int Vp, double skew, int positions) {
+static void bench_embedding(const char *name, int B, int T, int C, int Vp, double skew, int positions) try {
     ladder_case("%s, B=%d T=%d C=%d Vp=%d skew=%g positions=%d", name, B, T, C, Vp, skew, positions);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t N = (size_t)B * T;
@@ -123,7 +123,7 @@ static void bench_embedding(const char *name, int B, int T, int C, int Vp, doubl
     Occurrence *lists[2] = {(Occurrence *)scratch, (Occurrence *)scratch + N};
     int *counts = device_new<int>(SORT_TILES * RADIX);
     bench("of that, the sort", 0, 0, [&] { embedding_sort(lists, counts, d_tokens, (int)N, Vp, stream); });
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {
     ladder_open("embedding", argc, argv);

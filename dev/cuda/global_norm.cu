@@ -59,14 +59,8 @@ static void check_spans(int num_spans, size_t longest) {
     check_same_bits("sum of squares", {{out, sizeof(float)}}, run);
 }
 
-static void check_large(size_t n) {
-    size_t available = 0, total = 0;
+static void check_large(size_t n) try {
     ladder_case("n=%zu", n);
-    cudaCheck(cudaMemGetInfo(&available, &total));
-    if (available < n * sizeof(floatX) + ((size_t)1 << 30)) {
-        printf("skip %s n=%zu: needs %.1f GiB of free device memory\n", ladder.name, n, (double)(n * sizeof(floatX)) / 0x1p30);
-        return;
-    }
     floatX *grads = device_new<floatX>(n);
     cudaCheck(cudaMemsetAsync(grads, 0, n * sizeof(floatX), ladder.gpu.compute));
     const float values[] = {1, 2, 4, 8};
@@ -74,15 +68,15 @@ static void check_large(size_t n) {
     for (int i = 0; i < 4; i++) upload_to(grads + places[i], &values[i], 1);
     float got = norm_squared(grads, n);
     check_true(got == 85, "1, 2, 4, 8 at far places give %g, not 85", (double)got);
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
-static void bench_sum(const char *name, size_t n) {
+static void bench_sum(const char *name, size_t n) try {
     ladder_case("%s, n=%zu", name, n);
     floatX *grads = device_normal<floatX>(n, 1e-3f);
     float *out = device_new<float>(1);
     char *scratch = device_new<char>(global_norm_scratch_bytes(1));
     bench("sum of squares", (double)n * sizeof(floatX), 0, [&] { global_norm_squared(out, grads, n, scratch, ladder.gpu.compute); });
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {
     ladder_open("global_norm", argc, argv);

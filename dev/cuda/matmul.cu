@@ -386,7 +386,7 @@ static void compare(const char *what, const bf16 *x, const bf16 *y, size_t n, do
     check_true(worst <= worst_bound, "%s: %llu of %zu elements differ from cuBLASLt's, by %.2e at most (bound %.1e)", what, host.count, n, (double)worst, worst_bound);
 }
 // cuBLASLt and every fitting variant in turns, so that all see the same clocks and the same temperature.
-static void bench_own(Layout layout, HopperEpilogue op, int M, int N, int K) {
+static void bench_own(Layout layout, HopperEpilogue op, int M, int N, int K) try {
     enum { TURNS = 3, MOST = 8 };
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)M * N;
@@ -448,12 +448,12 @@ static void bench_own(Layout layout, HopperEpilogue op, int M, int N, int K) {
         compare(layout_names[layout], out, theirs, n, op == EPILOGUE_PLAIN ? 5e-3 : 2e-2);
     }
     matmul_close(&mm);
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 // ---- benchmarks
 
 // What a trainer runs, beside the fastest of cuBLASLt's kernels whatever its bits.
-static void bench_layer(const char *model, const char *layer, int N, int C, int OC, int with_bias, int gelu_after, int gelu_before, int swiglu_after, int swiglu_before) {
+static void bench_layer(const char *model, const char *layer, int N, int C, int OC, int with_bias, int gelu_after, int gelu_before, int swiglu_after, int swiglu_before) try {
     ladder_case("%s %s, N=%d C=%d OC=%d", model, layer, N, C, OC);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
@@ -493,7 +493,7 @@ static void bench_layer(const char *model, const char *layer, int N, int C, int 
         });
     }
     for (int i = 0; i < 2; i++) matmul_close(&mm[i]);
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 static void bench_models(void) {
     static const struct { const char *name; int N, C, qkv, F, V, gpt2, qkv_bias; } models[] = {
         {"GPT-2 124M", 65536, 768, 2304, 3072, 50304, 1, 1},
@@ -512,7 +512,7 @@ static void bench_models(void) {
 }
 
 // Each direction with cuBLASLt's first choice, the tuned one, and the fastest whatever its bits.
-static void bench_plans(int N, int C, int OC) {
+static void bench_plans(int N, int C, int OC) try {
     ladder_case("N=%d C=%d OC=%d", N, C, OC);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
@@ -532,7 +532,7 @@ static void bench_plans(int N, int C, int OC) {
     #undef named
     for (int i = 1; i < 3; i++) matmul_report(&mm[i], stdout);
     for (int i = 0; i < 3; i++) matmul_close(&mm[i]);
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {
     ladder_open("matmul", argc, argv);

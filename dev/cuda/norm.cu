@@ -67,7 +67,7 @@ static void check_norm(NormKind kind, int N, int C, int with_bias, int accumulat
                                   {d_dbelow, d_dbelow ? C * sizeof(floatX) : 0}}, run);
 }
 
-static void bench_norm(const char *name, NormKind kind, int N, int C) {
+static void bench_norm(const char *name, NormKind kind, int N, int C) try {
     ladder_case("%s, N=%d C=%d", name, N, C);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)N * C;
@@ -84,10 +84,10 @@ static void bench_norm(const char *name, NormKind kind, int N, int C) {
     bench(named("backward"), 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, NULL, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
     if (kind == NORM_LAYER) bench(named("backward, bias gradient below"), 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, dbias, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
     #undef named
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 // The backward pass in other layouts than the one it chooses, to see that the choice is right.
-static void bench_layouts(NormKind kind, int N, int C) {
+static void bench_layouts(NormKind kind, int N, int C) try {
     ladder_case("layouts %s N=%d C=%d", kind_name(kind), N, C);
     const size_t n = (size_t)N * C;
     const int vecs = C / VecX::size;
@@ -115,7 +115,7 @@ static void bench_layouts(NormKind kind, int N, int C) {
         NormBackwardPlan p = {(int)ceil_div((size_t)vecs, WARP), 1, threads, 1, 3 * (size_t)C * sizeof(float)};
         if (p.vecs_per_thread <= 4 && threads <= (p.vecs_per_thread <= 2 ? 512 : p.vecs_per_thread == 3 ? 384 : 256)) time(p);
     }
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {
     ladder_open("norm", argc, argv);

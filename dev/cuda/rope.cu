@@ -69,7 +69,7 @@ static void check_product(int B, int T, int NH, int NKV, int HD, int C, int with
     }
 }
 
-static void bench_product(int B, int T, int NH, int NKV, int HD, int C, const char *name) {
+static void bench_product(int B, int T, int NH, int NKV, int HD, int C, const char *name) try {
     if (!matmul_can_rotate(HD)) return;
     ladder_case("%s, B=%d T=%d NH=%d NKV=%d HD=%d C=%d", name, B, T, NH, NKV, HD, C);
     cudaStream_t stream = ladder.gpu.compute;
@@ -85,8 +85,8 @@ static void bench_product(int B, int T, int NH, int NKV, int HD, int C, const ch
     bench("q, k, v product, then forward", 0, 2.0 * N * OC * C, apart);
     bench("q, k, v product, rotated", 0, 2.0 * N * OC * C, product);
     matmul_close(&mm);
-}
-static void bench_shape(int B, int T, int NH, int NKV, int HD, int C, const char *name) {
+} catch (const NoRoom &no) { ladder_skip(no); }
+static void bench_shape(int B, int T, int NH, int NKV, int HD, int C, const char *name) try {
     ladder_case("%s, B=%d T=%d NH=%d NKV=%d HD=%d", name, B, T, NH, NKV, HD);
     const size_t rows = (size_t)B * T, width = (size_t)(NH + 2 * NKV) * HD;
     floatX *qkv = device_normal<floatX>(rows * width, 1.0f);
@@ -95,7 +95,7 @@ static void bench_shape(int B, int T, int NH, int NKV, int HD, int C, const char
     bench("forward", bytes, 0, [&] { rope_forward(qkv, cos_sin, B, T, NH, NKV, HD, ladder.gpu.compute); });
     bench("backward", bytes, 0, [&] { rope_backward(qkv, cos_sin, B, T, NH, NKV, HD, ladder.gpu.compute); });
     bench_product(B, T, NH, NKV, HD, C, name);
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {
     ladder_open("rope", argc, argv);

@@ -121,12 +121,12 @@ static void check_copies(const char *model, int dp, int dp_rank, int tp, int sha
     for (int r = 0; r < tp; r++) params_free(&tables[r]);
 }
 
-static void bench_sum(const char *name, int ranks, int rows, int C) {
+static void bench_sum(const char *name, int ranks, int rows, int C) try {
     ladder_case("%s, ranks=%d rows=%d C=%d", name, ranks, rows, C);
     const size_t piece = (size_t)rows * C;
     floatX *slots = device_normal<floatX>((size_t)ranks * piece, 1), *out = device_normal<floatX>(piece, 1), *bias = device_normal<floatX>(C, 1);
     bench("sum of parts", (ranks + 1.0) * (double)piece * sizeof(floatX), 0, [&] { tp_sum(out, slots, bias, ranks, 0, rows, C, 0, 1, ladder.gpu.compute); });
-}
+} catch (const NoRoom &no) { ladder_skip(no); }
 
 // ---- ranks: what is pushed
 
