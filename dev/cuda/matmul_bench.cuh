@@ -1,0 +1,88 @@
+// What --bench of dev/cuda/matmul.cu times: every layer of the models that dev/bench has rows for; and its --variants, plans.
+// Included by that file, whose matmuls and workspace these are.
+#ifndef MATMUL_BENCH_CUH
+#define MATMUL_BENCH_CUH
+
+// What a trainer runs, beside the fastest of cuBLASLt's kernels whatever its bits.
+static void bench_layer(const char *model, const char *layer, int N, int C, int OC, int with_bias, int gelu_after, int gelu_before, int swiglu_after, int swiglu_before) try {
+    ladder_case("%s %s, N=%d C=%d OC=%d", model, layer, N, C, OC);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
+    floatX *inp = device_normal<floatX>(ni, 1.0f), *weight = device_normal<floatX>(nw, 0.02f), *bias = with_bias ? device_normal<floatX>((size_t)OC, 0.02f) : NULL;
+    floatX *dout = device_normal<floatX>(no, 1.0f), *out = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dweight = device_new<floatX>(nw), *below = device_new<floatX>((size_t)C);
+    char *scratch = device_new<char>(bias_backward_scratch_bytes(C > OC ? C : OC));
+    Matmul mm[2] = {open_matmul(1, 1), open_matmul(1, 4)};
+    auto beside = [&](const char *what, const char *vendor, auto run) { bench_beside(what, 0, 2.0 * N * C * OC, [&] { run(&mm[0]); }, vendor, [&] { run(&mm[1]); }); };
+    beside("forward", "cuBLASLt", [&](Matmul *m) { matmul_forward(m, out, inp, weight, bias, NULL, N, C, OC, stream); });
+    beside("dX", "cuBLASLt", [&](Matmul *m) { matmul_backward_input(m, dinp, dout, weight, NULL, N, C, OC, stream); });
+    beside("dW", "cuBLASLt", [&](Matmul *m) { matmul_backward_weight(m, dweight, dout, inp, N, C, OC, 0, stream); });
+    if (with_bias) bench("dbias", (double)no * sizeof(floatX), 0, [&] { bias_backward(bias, dout, N, OC, 0, scratch, stream); });
+    if (gelu_before && matmul_can_fuse(0, C))  // here inp stands for the slopes
+        beside("dX with gelu and dbias", "cuBLASLt, gelu and dbias apart", [&](Matmul *m) {
+            if (m == mm) { matmul_backward_input(m, dinp, below, dout, weight, inp, N, C, OC, 0, scratch, stream); return; }
+            matmul_backward_input(m, dinp, dout, weight, NULL, N, C, OC, stream);
+            gelu_backward(dinp, dinp, inp, N, C, stream);
+            bias_backward(below, dinp, N, C, 0, scratch, stream);
+        });
+    if (gelu_after && matmul_can_fuse(0, OC))
+        beside("forward with gelu", "cuBLASLt, gelu apart", [&](Matmul *m) {
+            matmul_forward(m, out, inp, weight, bias, m == mm ? dout : NULL, N, C, OC, stream);
+            if (m != mm) gelu_forward(out, dout, out, N, OC, stream);
+        });
+    if (swiglu_after && matmul_can_fuse(1, OC / 2))
+        beside("forward with swiglu", "cuBLASLt, swiglu apart", [&](Matmul *m) {
+            if (m == mm) { matmul_swiglu_forward(dout, out, inp, weight, N, C, OC / 2, stream); return; }
+            matmul_forward(m, out, inp, weight, NULL, NULL, N, C, OC, stream);
+            swiglu_forward(dout, out, out, N, OC / 2, stream);
+        });
+    if (swiglu_before && matmul_can_fuse(1, C)) {
+        floatX *slopes = device_normal<floatX>(2 * ni, 1.0f), *dgate_up = device_new<floatX>(2 * ni);
+        beside("dX with swiglu", "cuBLASLt, swiglu apart", [&](Matmul *m) {
+            if (m == mm) { matmul_swiglu_backward(dgate_up, dout, weight, slopes, N, OC, C, stream); return; }
+            matmul_backward_input(m, dinp, dout, weight, NULL, N, C, OC, stream);
+            swiglu_backward(dgate_up, dinp, slopes, N, C, stream);
+        });
+    }
+    for (int i = 0; i < 2; i++) matmul_close(&mm[i]);
+} catch (const NoRoom &no) { ladder_skip(no); }
+static void bench_models(void) {
+    static const struct { const char *name; int N, C, qkv, F, V, gpt2, qkv_bias; } models[] = {
+        {"GPT-2 124M", 65536, 768, 2304, 3072, 50304, 1, 1},
+        {"GPT-2 1558M", 16384, 1600, 4800, 6400, 50304, 1, 1},
+        {"Llama-3.2-1B", 32768, 2048, 3072, 8192, 128256, 0, 0},
+        {"Llama-3-8B", 8192, 4096, 6144, 14336, 128256, 0, 0},
+        {"Qwen2.5-1.5B", 16384, 1536, 2048, 8960, 151936, 0, 1},
+    };
+    for (const auto &m : models) {
+        bench_layer(m.name, "qkv", m.N, m.C, m.qkv, m.qkv_bias, 0, 0, 0, 0);
+        bench_layer(m.name, "projection", m.N, m.C, m.C, m.gpt2, 0, 0, 0, 0);
+        bench_layer(m.name, m.gpt2 ? "up" : "gate and up", m.N, m.C, m.gpt2 ? m.F : 2 * m.F, m.gpt2, m.gpt2, 0, !m.gpt2, 0);
+        bench_layer(m.name, "down", m.N, m.F, m.C, m.gpt2, 0, m.gpt2, 0, !m.gpt2);
+        bench_layer(m.name, "head", m.N, m.C, m.V, 0, 0, 0, 0, 0);
+    }
+}
+
+// Each direction with cuBLASLt's first choice, the tuned one, and the fastest whatever its bits.
+static void bench_plans(int N, int C, int OC) try {
+    ladder_case("N=%d C=%d OC=%d", N, C, OC);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
+    floatX *inp = device_normal<floatX>(ni, 1.0f), *weight = device_normal<floatX>(nw, 0.02f), *bias = device_normal<floatX>((size_t)OC, 0.02f);
+    floatX *dout = device_normal<floatX>(no, 1.0f), *out = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dweight = device_new<floatX>(nw);
+    const double flops = 2.0 * N * C * OC;
+    Matmul mm[3] = {open_matmul(1, 0), open_matmul(1, 1), open_matmul(1, 2)};
+    const char *names[3] = {"first", "tuned", "fastest"};
+    char text[64];
+    #define named(what) (snprintf(text, sizeof text, "%s, %s", what, names[i]), text)
+    for (int i = 0; i < 3; i++) {
+        bench(named("forward"), 0, flops, [&] { matmul_forward(&mm[i], out, inp, weight, bias, NULL, N, C, OC, stream); });
+        bench(named("dX"), 0, flops, [&] { matmul_backward_input(&mm[i], dinp, dout, weight, NULL, N, C, OC, stream); });
+        bench(named("dW"), 0, flops, [&] { matmul_backward_weight(&mm[i], dweight, dout, inp, N, C, OC, 0, stream); });
+    }
+    bench("dW +=", 0, flops, [&] { matmul_backward_weight(&mm[1], dweight, dout, inp, N, C, OC, 1, stream); });
+    #undef named
+    for (int i = 1; i < 3; i++) matmul_report(&mm[i], stdout);
+    for (int i = 0; i < 3; i++) matmul_close(&mm[i]);
+} catch (const NoRoom &no) { ladder_skip(no); }
+
+#endif
