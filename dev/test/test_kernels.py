@@ -16,6 +16,11 @@ from torch_kernels import torch
 FORMATS = re.findall(r'printf\("([^"]*)"', (ROOT / "dev/cuda/common.cuh").read_text())
 
 
+def ladder_sources():
+    """(ladder, text) of each file with a ladder's cases: what a ladder times may have a file of its own."""
+    return [(path.stem.removesuffix("_bench"), path.read_text()) for path in sorted((ROOT / "dev/cuda").glob("*.cu*")) if path.name != "common.cuh"]
+
+
 def form(begin):
     """What the ladders hand to printf: Python formats the same way."""
     return next(f for f in FORMATS if f.startswith(begin)).replace("\\n", "\n").replace("%llu", "%d")
@@ -113,11 +118,11 @@ def test_what_does_not_fit_is_said(ladder, tmp_path):
 
 def test_what_may_not_fit_can_be_skipped():
     """Every function of a ladder that times shapes of real models, and those that check more than 2^31 elements. bench_ranks: a rank must not skip alone."""
-    heads = [(path.stem, head) for path in (ROOT / "dev/cuda").glob("*.cu") for head in re.findall(r"^.*\bstatic \w+ ((?:bench_|check_large).*)$", path.read_text(), re.M)]
+    heads = [(ladder, head) for ladder, text in ladder_sources() for head in re.findall(r"^.*\bstatic \w+ ((?:bench_|check_large).*)$", text, re.M)]
     allocate = [(ladder, head) for ladder, head in heads if not re.match(r"bench_(models|ranks|kind|alone|exchange)\(", head) and (ladder, head.split("(")[0]) != ("matmul", "check_large")]
     assert len(allocate) >= 18 and not [case for case in allocate if not case[1].endswith(") try {")]
-    for path in (ROOT / "dev/cuda").glob("*.cu"):
-        assert path.read_text().count(") try {\n") == path.read_text().count("\n} catch (const NoRoom &no) { ladder_skip(no); }\n")
+    for _, text in ladder_sources():
+        assert text.count(") try {\n") == text.count("\n} catch (const NoRoom &no) { ladder_skip(no); }\n")
 
 
 def test_options(tmp_path):
@@ -156,8 +161,8 @@ def test_pytorch_has_it(kernel, sizes, on_cpu):
 
 def test_every_timed_kernel_is_known():
     """The names that the ladders hand to bench, up to what is filled in when they run."""
-    names = [(path.stem, name) for path in sorted((ROOT / "dev/cuda").glob("*.cu")) for name in
-             re.findall(r'\bbench\((?:named\(|path_name\(s\.HD, )?"([^"]+)"', re.sub(r"static void (bench_plans|bench_layouts)\(.*?\n}[^\n]*\n|if \(!ladder.variants\).*?\n}\n", "", path.read_text(), flags=re.S))]
+    names = [(ladder, name) for ladder, text in ladder_sources() for name in
+             re.findall(r'\bbench\((?:named\(|path_name\(s\.HD, )?"([^"]+)"', re.sub(r"static void (bench_plans|bench_layouts)\(.*?\n}[^\n]*\n|if \(!ladder.variants\).*?\n}\n", "", text, flags=re.S))]
     names = [(ladder, name) for ladder, name in names if not name.startswith("forward ") or ladder != "attention" or name == "forward"]
     known = {kernel for kernel, _ in KERNELS}
     missing = [(ladder, name) for ladder, name in names if not any(k.startswith(ladder + " ") and k.endswith(name) for k in known)]
