@@ -41,12 +41,13 @@ static inline size_t reduce_scratch_bytes(const Config *c, int B, int T, int spl
 }
 
 // What is never alive together shares one region: [logits], [df | da | a], of the MLP, and [dqkv | attention's scratch]. Where a part begins, in bytes.
-typedef struct { size_t da, a, attention, bytes; } RegionPlan;
+// With the activation computed again inside the gradient's matmul df takes f's place, and a is alone.
+typedef struct { size_t da /*0: df is not here*/, a, attention, bytes; } RegionPlan;
 static inline RegionPlan region_plan(const Config *c, const Options *o, int B, int T) {
     RegionPlan r;
     const size_t N = (size_t)B * T, align = 1024, width = round_up(N * (size_t)c->ffn_dim * sizeof(floatX), align);
-    const int gated = c->mlp == MLP_SWIGLU, apart = gated && fusion_of_activation(c, o, B, T) < 2;  // GELU's da is df; SwiGLU's is inside a product, or apart
-    r.da = round_up(N * fc_width(c) * sizeof(floatX), align);
+    const int fused = fusion_of_activation(c, o, B, T) == 2, apart = c->mlp == MLP_SWIGLU && !fused;  // GELU's da is df; SwiGLU's is inside a product, or apart
+    r.da = fused && recomputes_activation(o) ? 0 : round_up(N * fc_width(c) * sizeof(floatX), align);
     r.a = r.da + (apart ? width : 0);
     r.attention = round_up(N * qkv_width(c) * sizeof(floatX), align);
     const size_t parts[] = {r.a + (recomputes_activation(o) ? width : 0), r.attention + attention_backward_scratch_bytes(B, T, c->num_heads, c->num_kv_heads, c->head_dim),

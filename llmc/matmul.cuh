@@ -177,13 +177,13 @@ static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const 
     for (int i = 0; i < p->found && p->vendor.own; i++) p->vendor = candidates[i];
     return p;
 }
-typedef struct { void *d; const void *a, *b, *bias, *aux; const HopperRope *rope; } MatmulOperands;
+typedef struct { void *d; const void *a, *b, *bias, *aux; const HopperRope *rope; int again; } MatmulOperands;  // again: DGELU, from its input
 // beta: 1 adds to d; only cuBLASLt can. column_sums: of our DGELU, NULL for none.
 static inline cublasStatus_t matmul_launch(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *c, const MatmulOperands *x, float beta, float *column_sums, cudaStream_t stream) {
     const float alpha = 1;
     if (!c->own) return cublasLtMatmul(mm->handle, p->desc, &alpha, x->a, p->a, x->b, p->b, &beta, x->d, p->d, x->d, p->d, &c->algo, mm->workspace, mm->workspace_bytes, stream);
     assert(beta == 0);
-    c->own->run((bf16 *)x->d, (bf16 *)x->aux, (const bf16 *)x->b, (const bf16 *)x->a, (const bf16 *)x->bias, column_sums, x->rope, p->problem.n, p->problem.m, p->problem.k, stream);
+    (x->again ? c->own->again : c->own->run)((bf16 *)x->d, (bf16 *)x->aux, (const bf16 *)x->b, (const bf16 *)x->a, (const bf16 *)x->bias, column_sums, x->rope, p->problem.n, p->problem.m, p->problem.k, stream);
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -307,7 +307,9 @@ static inline int matmul_run(Matmul *mm, const MatmulProblem *q, const MatmulOpe
             "a matmul operand does not begin on %d bytes\nallocate it with memory_request", MATMUL_ALIGNMENT);
     MatmulPlan *p = matmul_plan(mm, q, x->bias);
     const int worth_it = 2.0 * q->m * q->n * q->k >= MATMUL_TUNE_FLOPS && beta == 0;  // a "+=" call must not run twice
-    if (mm->autotune && !p->tuned && worth_it) matmul_tune(mm, p, x, stream);
+    MatmulOperands trial = *x;
+    trial.again = 0;  // which would write over its input: what is faster with slopes is so without
+    if (mm->autotune && !p->tuned && worth_it) matmul_tune(mm, p, &trial, stream);
     const MatmulCandidate *use = beta != 0 ? &p->vendor : &p->use;
     cublasCheck(matmul_launch(mm, p, use, x, beta, column_sums, stream));
     timing_lap(q->transpose_b ? "matmul, weight grad" : q->transpose_a ? "matmul" : "matmul, input grad", 2.0 * q->m * q->n * q->k,
@@ -408,41 +410,44 @@ static inline void bias_backward(floatX *dbias, const floatX *dout, int N, int O
 // ---- backward_input, which may take the bias gradient of the layer below along
 
 // dinp (N,C) = dout (N,OC) weight (OC,C). With slopes (N,C; NULL: none): times those. dinp overlaps no input.
+// again: `slopes` is what GELU was made of, and that product takes its place; dinp is what GELU makes of it.
 // dbias (C, NULL: none) = or (accumulate) += column sums of dinp: with slopes from the epilogue, its partial sums in the workspace if
 // they fit; else by reading dinp again, with `scratch` of bias_backward_scratch_bytes(C).
-static inline void matmul_backward_input(Matmul *mm, floatX *dinp, floatX *dbias, const floatX *dout, const floatX *weight, const floatX *slopes, int N, int C, int OC, int accumulate, void *scratch, cudaStream_t stream) {
+static inline void matmul_backward_input(Matmul *mm, floatX *dinp, floatX *dbias, const floatX *dout, const floatX *weight, floatX *slopes, int N, int C, int OC, int accumulate, void *scratch, cudaStream_t stream, int again = 0) {
     matmul_require_sizes(C, OC, slopes != NULL);
     assert(dinp != dout && dinp != slopes);
     const MatmulProblem q = {C, N, OC, 0, 0, 0, slopes ? EPILOGUE_DGELU : EPILOGUE_PLAIN};
-    const MatmulOperands x = {dinp, weight, dout, NULL, (void *)slopes, NULL};
+    const MatmulOperands x = {dinp, weight, dout, NULL, slopes, NULL, again};
     const int slices = (int)ceil_div((size_t)N, BOX_ROWS), fits = (size_t)slices * (size_t)C * sizeof(float) <= mm->workspace_bytes;
     const int summed = matmul_run(mm, &q, &x, 0, dbias && slopes && fits ? (float *)mm->workspace : NULL, stream);
     if (summed) bias_finish(dbias, (const float *)mm->workspace, slices, C, accumulate, stream);
-    else if (dbias) bias_backward(dbias, dinp, N, C, accumulate, scratch, stream);
+    else if (dbias) bias_backward(dbias, again ? slopes : dinp, N, C, accumulate, scratch, stream);
 }
-static inline void matmul_backward_input(Matmul *mm, floatX *dinp, const floatX *dout, const floatX *weight, const floatX *slopes, int N, int C, int OC, cudaStream_t stream) {
+static inline void matmul_backward_input(Matmul *mm, floatX *dinp, const floatX *dout, const floatX *weight, floatX *slopes, int N, int C, int OC, cudaStream_t stream) {
     matmul_backward_input(mm, dinp, NULL, dout, weight, slopes, N, C, OC, 0, NULL, stream);
 }
 
 // ---- SwiGLU: no plans, because there is one kernel for each
 
-static inline HopperRun *matmul_gated(HopperEpilogue op, int F) {
+static inline const HopperVariant *matmul_gated(HopperEpilogue op, int F) {
     int count;
     const HopperVariant *v = hopper_variants<sizeof(floatX) == 2>(&count);
     require(matmul_can_fuse(1, F), "SwiGLU of width %d cannot be part of a matmul here\nuse --gelu-fusion 0", F);
     while (v->op != op) v++;
-    return v->run;
+    return v;
 }
 // gate, up (N,F) = inp (N,C) weight (2F,C)^T; out (N,F) = silu(gate) * up, aux (N,2F) = d out / d gate and d out / d up, or gate and up themselves
 static inline void matmul_swiglu_forward(floatX *out, floatX *aux, const floatX *inp, const floatX *weight, int N, int C, int F, cudaStream_t stream, int keeps_input = 0) {
-    matmul_gated(keeps_input ? EPILOGUE_SWIGLU_INPUT : EPILOGUE_SWIGLU, F)((bf16 *)out, (bf16 *)aux, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, NULL, N, F, C, stream);
+    matmul_gated(keeps_input ? EPILOGUE_SWIGLU_INPUT : EPILOGUE_SWIGLU, F)->run((bf16 *)out, (bf16 *)aux, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, NULL, N, F, C, stream);
     timing_lap("matmul", 4.0 * N * F * C, ((double)N * C + 2.0 * F * C + 3.0 * N * F) * sizeof(floatX), stream);
 }
 // dgate_up (N,2F) = dout (N,C) weight (C,F), times each half of slopes (N,2F)
-static inline void matmul_swiglu_backward(floatX *dgate_up, const floatX *dout, const floatX *weight, const floatX *slopes, int N, int C, int F, cudaStream_t stream) {
+// again: `slopes` is gate and up, and that product takes its place; dgate_up is not that but what SwiGLU makes of them, (N,F).
+static inline void matmul_swiglu_backward(floatX *dgate_up, const floatX *dout, const floatX *weight, floatX *slopes, int N, int C, int F, cudaStream_t stream, int again = 0) {
     assert(dgate_up != dout && dgate_up != slopes);
-    matmul_gated(EPILOGUE_DSWIGLU, F)((bf16 *)dgate_up, (bf16 *)slopes, (const bf16 *)dout, (const bf16 *)weight, NULL, NULL, NULL, N, F, C, stream);
-    timing_lap("matmul, input grad", 2.0 * N * F * C, ((double)N * C + (double)F * C + 4.0 * N * F) * sizeof(floatX), stream);
+    const HopperVariant *v = matmul_gated(EPILOGUE_DSWIGLU, F);
+    (again ? v->again : v->run)((bf16 *)dgate_up, (bf16 *)slopes, (const bf16 *)dout, (const bf16 *)weight, NULL, NULL, NULL, N, F, C, stream);
+    timing_lap("matmul, input grad", 2.0 * N * F * C, ((double)N * C + (double)F * C + (again ? 5.0 : 4.0) * N * F) * sizeof(floatX), stream);
 }
 
 #endif

@@ -4,6 +4,7 @@
 //       SWIGLU b is (2N,K), a b^T = gate and up side by side, out = silu(gate) up, aux (M,2N) = its slopes by gate and by up
 //       GELU_INPUT, SWIGLU_INPUT the same out; aux is what it was made of: x + bias, gate and up
 //       DSWIGLU out (M,2N) = x times each half of aux (M,2N): the gradients of gate and up
+//       DGELU_INPUT, DSWIGLU_INPUT aux is what GELU_INPUT, SWIGLU_INPUT left there; its gradient takes its place, out (M,N) is the activation, again
 //       ROPE     x + bias, rotated as in rope.cuh: heads of 64 columns
 // The sum of an element runs over k in steps of 16 from the first to the last in one fp32 register: no split, no atomics, so the
 // bits depend on K alone. The result is rounded to bf16 before an activation or its slopes are applied, and so are the slopes: the same
@@ -58,7 +59,10 @@ __device__ inline void box_load_all(unsigned to, const CUtensorMap *map, unsigne
 // ---- elementwise parts of the epilogues, on pairs
 
 __device__ inline float2 unpack_bf16(unsigned x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
-enum HopperEpilogue { EPILOGUE_PLAIN, EPILOGUE_GELU, EPILOGUE_GELU_INPUT, EPILOGUE_DGELU, EPILOGUE_SWIGLU, EPILOGUE_SWIGLU_INPUT, EPILOGUE_DSWIGLU, EPILOGUE_ROPE };
+enum HopperEpilogue {
+    EPILOGUE_PLAIN, EPILOGUE_GELU, EPILOGUE_GELU_INPUT, EPILOGUE_DGELU, EPILOGUE_DGELU_INPUT,
+    EPILOGUE_SWIGLU, EPILOGUE_SWIGLU_INPUT, EPILOGUE_DSWIGLU, EPILOGUE_DSWIGLU_INPUT, EPILOGUE_ROPE
+};
 // Rows are tokens of sequences of T, the first of them token `first`; the first `columns` are rotated; cos_sin (T,HD/2,2).
 typedef struct { const float *cos_sin; int first, T, columns; } HopperRope;
 // ---- the kernel
@@ -68,16 +72,17 @@ template <int COLUMNS_, int CLUSTER_, int MN_A_, int MN_B_, HopperEpilogue OP_> 
     static constexpr int COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, MN_A = MN_A_, MN_B = MN_B_, ROWS = 128, THREADS = 3 * WARPGROUP;
     static constexpr HopperEpilogue OP = OP_;
     static constexpr bool KEEPS_INPUT = OP == EPILOGUE_GELU_INPUT || OP == EPILOGUE_SWIGLU_INPUT, GELU = OP == EPILOGUE_GELU || OP == EPILOGUE_GELU_INPUT;
-    static constexpr bool SWIGLU = OP == EPILOGUE_SWIGLU || OP == EPILOGUE_SWIGLU_INPUT, GATED = SWIGLU || OP == EPILOGUE_DSWIGLU;
-    static constexpr bool READS_AUX = OP == EPILOGUE_DGELU || OP == EPILOGUE_DSWIGLU;
+    static constexpr bool AGAIN = OP == EPILOGUE_DGELU_INPUT || OP == EPILOGUE_DSWIGLU_INPUT, DGELU = OP == EPILOGUE_DGELU || OP == EPILOGUE_DGELU_INPUT;
+    static constexpr bool SWIGLU = OP == EPILOGUE_SWIGLU || OP == EPILOGUE_SWIGLU_INPUT, DSWIGLU = OP == EPILOGUE_DSWIGLU || OP == EPILOGUE_DSWIGLU_INPUT;
+    static constexpr bool GATED = SWIGLU || DSWIGLU, READS_AUX = DGELU || DSWIGLU, ALTERNATES = OP == EPILOGUE_DGELU;  // its aux, between two boxes
     static constexpr int OUT_COLUMNS = SWIGLU ? COLUMNS / 2 : COLUMNS;  // a SWIGLU tile is half gate, half up
-    static constexpr int SLOTS = GELU || OP == EPILOGUE_DSWIGLU ? COLUMNS / 16 : COLUMNS / 32;   // parts in which a tile is finished
+    static constexpr int SLOTS = OP == EPILOGUE_DSWIGLU_INPUT ? COLUMNS / 64 * 5 : GELU || DSWIGLU || AGAIN ? COLUMNS / 16 : COLUMNS / 32;  // parts in which a tile is finished
     static constexpr int A_BOXES = ROWS / BOX_ROWS, B_BOXES = COLUMNS / BOX_COLUMNS, STAGE_BYTES = (A_BOXES + B_BOXES) * BOX_BYTES;
     static constexpr bool ROTATED = OP == EPILOGUE_ROPE, ALONE = OP == EPILOGUE_PLAIN || ROTATED /*no aux*/;
     static constexpr int STAGED_BOXES = ALONE ? 1 : 2;  // per math warpgroup, for the epilogue
     static constexpr int ROOM = 232448 - TILE_ALIGNMENT - 2048 - 2 * STAGED_BOXES * BOX_BYTES, STAGES = ROOM / STAGE_BYTES;
     static constexpr int BYTES = TILE_ALIGNMENT + STAGES * STAGE_BYTES + 2 * STAGED_BOXES * BOX_BYTES, BARRIERS = 2 * STAGES + 4;
-    static constexpr int SIDE_WORDS = OP == EPILOGUE_DGELU ? 2 * 3 * WARP : COLUMNS / 2;  // per math warpgroup: column sums or bias
+    static constexpr int SIDE_WORDS = DGELU ? 2 * 3 * WARP : COLUMNS / 2;  // per math warpgroup: column sums or bias
     static_assert(8 * BARRIERS + 2 * 4 * SIDE_WORDS <= 2048, "static shared memory");
 };
 struct HopperMatmulWork {
@@ -134,13 +139,15 @@ template <typename S> struct HopperMatmulOut {
     __device__ void fetch_aux(int c) const {  // by the storer: the box is free once the store from it has read it
         if (column + c * BOX_COLUMNS >= N) return;
         bulk_wait_read();
-        if constexpr (S::OP == EPILOGUE_DSWIGLU) {
-            mbarrier_arrive_expect(aux_barriers, 2 * BOX_BYTES);
-            for (int up = 0; up < 2; up++) box_load(boxes + up * BOX_BYTES, aux_map, aux_barriers, up * N + column + c * BOX_COLUMNS, 0, row, 0);
-        } else {
-            mbarrier_arrive_expect(aux_barriers + c % 2 * 8, BOX_BYTES);
-            box_load(boxes + c % 2 * BOX_BYTES, aux_map, aux_barriers + c % 2 * 8, column + c * BOX_COLUMNS, 0, row, 0);
-        }
+        constexpr int PARTS = S::GATED ? 2 : 1;
+        const int box = S::ALTERNATES ? c % 2 : 0;
+        mbarrier_arrive_expect(aux_barriers + box * 8, PARTS * BOX_BYTES);
+        for (int part = 0; part < PARTS; part++) box_load(boxes + (box + part) * BOX_BYTES, aux_map, aux_barriers + box * 8, part * N + column + c * BOX_COLUMNS, 0, row, 0);
+    }
+    __device__ void wait_aux(int c) {
+        const int box = S::ALTERNATES ? c % 2 : 0;
+        mbarrier_wait(aux_barriers + box * 8, aux_parity >> box & 1);
+        aux_parity ^= 1u << box;
     }
     // Totals over the warpgroup's 64 rows: warp 0 adds those of the other warps to its own. The two halves use two places.
     __device__ void sum_columns(int half, float (&sums)[8]) const {
@@ -157,9 +164,13 @@ template <typename S> struct HopperMatmulOut {
     // What is done between two steps of the next tile; `slot` is known at compile time.
     __device__ void finish(int slot) {
         if constexpr (S::SWIGLU) finish_swiglu(slot / 4, slot / 2 % 2, slot % 2);
-        else if constexpr (S::OP == EPILOGUE_DSWIGLU) {  // a column block has four: aux is on its way, and then here
-            if (slot % 4 == 0 && slot > 0 && storer) fetch_aux(slot / 4);
-            if (slot % 4 >= 2) finish_dswiglu(slot / 4, slot % 2);
+        else if constexpr (S::DSWIGLU || S::AGAIN) {  // slots of a column block: aux is on its way in the first two, and then here
+            constexpr int EACH = S::SLOTS / BLOCKS;
+            const int c = slot / EACH, turn = slot % EACH;
+            if (turn == 0 && c > 0 && storer) fetch_aux(c);
+            if (turn == 4) finish_activation(c);
+            else if (turn >= 2 && S::DSWIGLU) finish_dswiglu(c, turn - 2);
+            else if (turn >= 2) finish_part(2 * c + turn - 2);
         } else finish_part(slot);
     }
     __device__ void box_free() const {
@@ -200,13 +211,10 @@ template <typename S> struct HopperMatmulOut {
         if (!rest) box_store(aux_map, boxes + BOX_BYTES, N + column + c * BOX_COLUMNS, 0, row, 0);
         bulk_commit();
     }
-    // 32 columns of gate and up become their gradients, in place.
+    // 32 columns of gate and up, or of their slopes, become their gradients, in place. What silu makes of them takes d's place until the boxes are free.
     __device__ void finish_dswiglu(int c, int half) {
         if (column + c * BOX_COLUMNS >= N) return;
-        if (half == 0) {
-            mbarrier_wait(aux_barriers, aux_parity);
-            aux_parity ^= 1;
-        }
+        if (half == 0) wait_aux(c);
         #pragma unroll
         for (int k = 0; k < 2; k++) {
             const unsigned at = fragment_address<BOX_ROWS>(boxes, threadIdx.x / WARP % 4 * 16, half * 2 + k);
@@ -215,7 +223,15 @@ template <typename S> struct HopperMatmulOut {
             ldmatrix(up, at + BOX_BYTES);
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float2 d = unpack_bf16(packed[(c * 4 + half * 2 + k) * 4 + i]), g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
+                unsigned &product = packed[(c * 4 + half * 2 + k) * 4 + i];
+                const float2 d = unpack_bf16(product);
+                float2 g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
+                if constexpr (S::AGAIN) {
+                    float2 by_gate, by_up;
+                    product = pack_bf16(Swiglu::apply(&by_gate.x, &by_up.x, g.x, u.x), Swiglu::apply(&by_gate.y, &by_up.y, g.y, u.y));
+                    g = unpack_bf16(pack_bf16(by_gate.x, by_gate.y));
+                    u = unpack_bf16(pack_bf16(by_up.x, by_up.y));
+                }
                 gate[i] = pack_bf16(d.x * g.x, d.y * g.y);
                 up[i] = pack_bf16(d.x * u.x, d.y * u.y);
             }
@@ -225,7 +241,22 @@ template <typename S> struct HopperMatmulOut {
         if (half == 0) return;
         box_full();
         if (!storer) return;
-        for (int part = 0; part < 2; part++) box_store(out_map, boxes + part * BOX_BYTES, part * N + column + c * BOX_COLUMNS, 0, row, 0);
+        for (int part = 0; part < 2; part++) box_store(S::AGAIN ? aux_map : out_map, boxes + part * BOX_BYTES, part * N + column + c * BOX_COLUMNS, 0, row, 0);
+        bulk_commit();
+    }
+    __device__ void finish_activation(int c) {
+        if (column + c * BOX_COLUMNS >= N) return;
+        box_free();
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+            unsigned x[4];
+            #pragma unroll
+            for (int i = 0; i < 4; i++) x[i] = packed[(c * 4 + k) * 4 + i];
+            stmatrix(fragment_address<BOX_ROWS>(boxes, threadIdx.x / WARP % 4 * 16, k), x);
+        }
+        box_full();
+        if (!storer) return;
+        box_store(out_map, boxes, column + c * BOX_COLUMNS, 0, row, 0);
         bulk_commit();
     }
     // A column block is a head. Both columns of a pair lie in the same thread.
@@ -250,15 +281,14 @@ template <typename S> struct HopperMatmulOut {
     }
     // 32 or 16 columns; the last part of a column block stores it.
     __device__ void finish_part(int part) {
-        constexpr int STEPS = S::COLUMNS / 16 / S::SLOTS;  // of 16 columns
+        constexpr int STEPS = S::GELU ? 1 : 2;  // of 16 columns
         const int c = part * STEPS / 4, begin = part * STEPS % 4;
         if (column + c * BOX_COLUMNS >= N) return;
-        const unsigned box = boxes + (S::READS_AUX ? c % 2 * BOX_BYTES : 0);
+        const unsigned box = boxes + (S::ALTERNATES ? c % 2 * BOX_BYTES : 0);
         if (begin == 0) {
             if constexpr (S::READS_AUX) {
-                if (storer && c > 0 && c + 1 < BLOCKS) fetch_aux(c + 1);
-                mbarrier_wait(aux_barriers + c % 2 * 8, aux_parity >> c % 2 & 1);
-                aux_parity ^= 1u << c % 2;
+                if (S::ALTERNATES && storer && c > 0 && c + 1 < BLOCKS) fetch_aux(c + 1);
+                wait_aux(c);
             } else box_free();
             if constexpr (S::ROTATED) rotate(c);
         }
@@ -280,6 +310,11 @@ template <typename S> struct HopperMatmulOut {
                         aux[i] = S::KEEPS_INPUT ? x[i] : pack_bf16(slope.x, slope.y);
                     } else {
                         slope = unpack_bf16(aux[i]);
+                        if constexpr (S::AGAIN) {  // it is x, and makes place for what GELU makes of it
+                            const float2 given = slope;
+                            aux[i] = pack_bf16(Gelu::apply(&slope.x, given.x), Gelu::apply(&slope.y, given.y));
+                            slope = unpack_bf16(pack_bf16(slope.x, slope.y));
+                        }
                         y = make_float2(v.x * slope.x, v.y * slope.y);
                     }
                     float &even = sums[i / 2 * 4 + k % 2], &odd = sums[i / 2 * 4 + 2 + k % 2];
@@ -288,15 +323,15 @@ template <typename S> struct HopperMatmulOut {
                     x[i] = pack_bf16(y.x, y.y);
                 }
             stmatrix(at, x);
-            if constexpr (S::GELU) stmatrix(at + BOX_BYTES, aux);
+            if constexpr (S::GELU || S::AGAIN) stmatrix(at + BOX_BYTES, aux);
         }
-        if constexpr (S::OP == EPILOGUE_DGELU)
+        if constexpr (S::DGELU)
             if (column_sums) sum_columns(part, sums);
         if (begin + STEPS < 4) return;
         box_full();
         if (!storer) return;
-        box_store(out_map, box, column + c * BOX_COLUMNS, 0, row, 0);
-        if constexpr (S::GELU) box_store(aux_map, box + BOX_BYTES, column + c * BOX_COLUMNS, 0, row, 0);
+        box_store(S::AGAIN ? aux_map : out_map, box, column + c * BOX_COLUMNS, 0, row, 0);
+        if constexpr (S::GELU || S::AGAIN) box_store(S::AGAIN ? out_map : aux_map, box + BOX_BYTES, column + c * BOX_COLUMNS, 0, row, 0);
         bulk_commit();
     }
 };
@@ -342,7 +377,7 @@ template <typename S> __device__ inline void hopper_matmul_math(HopperMatmulOut<
         out.column = t.column * S::OUT_COLUMNS;
         if (S::READS_AUX && out.storer) {  // comes from memory while the steps that are left run: needed a step into the next tile
             out.fetch_aux(0);
-            if (!S::GATED) out.fetch_aux(1);
+            if (S::ALTERNATES) out.fetch_aux(1);
         }
         #pragma unroll 1
         for (int s = S::SLOTS; s < steps; s++) step(false);
@@ -418,14 +453,14 @@ matmul_hopper_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_con
 static inline CUtensorMap matrix_map(const bf16 *p, int rows, int columns) { return tensor_map(p, 1, rows, 1, columns); }
 
 static int hopper_group_rows = 2048;  // rows of a group of tiles; dev/cuda/matmul.cu times others
-// out (M,N) = op(a b); see the top. aux: GELU and SWIGLU write it, DGELU and DSWIGLU read slopes there; NULL for the others.
+// out (M,N) = op(a b); see the top. aux: GELU and SWIGLU write it, DGELU and DSWIGLU read it, and write it if it is the input; NULL for the others.
 typedef void HopperRun(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias /*NULL; PLAIN, GELU*, ROPE*/, float *column_sums /*NULL; DGELU*/, const HopperRope *rope /*NULL; ROPE*/,
                        int M, int N, int K, cudaStream_t stream);
 template <int COLUMNS, int CLUSTER, int MN_A, int MN_B, HopperEpilogue OP>
 static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias, float *column_sums, const HopperRope *rope, int M, int N, int K, cudaStream_t stream) {
     typedef HopperMatmul<COLUMNS, CLUSTER, MN_A, MN_B, OP> S;
     require(M > 0 && N % 8 == 0 && K % 8 == 0 && (!MN_A || M % 8 == 0), "Hopper matmul of M %d N %d K %d\nrows of all matrices must be multiples of 16 bytes", M, N, K);
-    assert((!(S::READS_AUX || S::GATED) || !bias) && (OP == EPILOGUE_DGELU || !column_sums) && (!S::GATED || N % BOX_COLUMNS == 0) && S::ROTATED == (rope != NULL));
+    assert((!(S::READS_AUX || S::GATED) || !bias) && (S::DGELU || !column_sums) && (!S::GATED || N % BOX_COLUMNS == 0) && S::ROTATED == (rope != NULL));
     static int multiprocessors = 0;
     if (!multiprocessors) {
         multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
@@ -452,11 +487,12 @@ static void matmul_hopper(bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, co
 
 // Every variant that exists; those of one kind of product give the same bits.
 typedef struct {
-    HopperRun *run;
+    HopperRun *run, *again;  // again: of DGELU and DSWIGLU, from the input
     int columns, cluster, mn_a, mn_b;
     HopperEpilogue op;
 } HopperVariant;
-#define HOPPER_VARIANT(columns, cluster, mn_a, mn_b, op) {matmul_hopper<columns, cluster, mn_a, mn_b, op>, columns, cluster, mn_a, mn_b, op}
+#define HOPPER_VARIANT(columns, cluster, mn_a, mn_b, op) {matmul_hopper<columns, cluster, mn_a, mn_b, op>, NULL, columns, cluster, mn_a, mn_b, op}
+#define HOPPER_BACKWARD(cluster, op) {matmul_hopper<256, cluster, 0, 1, op>, matmul_hopper<256, cluster, 0, 1, op##_INPUT>, 256, cluster, 0, 1, op}
 #define HOPPER_VARIANTS(mn_a, mn_b, op) HOPPER_VARIANT(256, 1, mn_a, mn_b, op), HOPPER_VARIANT(256, 2, mn_a, mn_b, op)
 // BF16: whether to have any; a template, so that a build that does not call it compiles none.
 template <bool BF16> static inline const HopperVariant *hopper_variants(int *count) {
@@ -466,8 +502,8 @@ template <bool BF16> static inline const HopperVariant *hopper_variants(int *cou
             HOPPER_VARIANTS(0, 0, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 1, 0, 0, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 2, 0, 0, EPILOGUE_PLAIN), HOPPER_VARIANTS(0, 0, EPILOGUE_GELU),
             HOPPER_VARIANTS(0, 0, EPILOGUE_GELU_INPUT), HOPPER_VARIANT(256, 1, 0, 0, EPILOGUE_SWIGLU_INPUT),
             HOPPER_VARIANTS(0, 0, EPILOGUE_ROPE),
-            HOPPER_VARIANTS(0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 1, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 2, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANTS(0, 1, EPILOGUE_DGELU),
-            HOPPER_VARIANTS(1, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(256, 1, 0, 0, EPILOGUE_SWIGLU), HOPPER_VARIANT(256, 1, 0, 1, EPILOGUE_DSWIGLU)};
+            HOPPER_VARIANTS(0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 1, 0, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(192, 2, 0, 1, EPILOGUE_PLAIN), HOPPER_BACKWARD(1, EPILOGUE_DGELU), HOPPER_BACKWARD(2, EPILOGUE_DGELU),
+            HOPPER_VARIANTS(1, 1, EPILOGUE_PLAIN), HOPPER_VARIANT(256, 1, 0, 0, EPILOGUE_SWIGLU), HOPPER_BACKWARD(1, EPILOGUE_DSWIGLU)};
         static const bool available = has_hopper_code(matmul_hopper_kernel<HopperMatmul<256, 1, 0, 0, EPILOGUE_PLAIN>>);
         if (available) *count = (int)(sizeof variants / sizeof *variants);
         return variants;

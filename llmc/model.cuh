@@ -7,7 +7,7 @@
 // The residual add is fused with the norm that follows it, so norm1 of block l+1 runs at the end of block l.
 //
 // Kept for backward, per layer: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms' statistics: 8C + 2F
-// (GELU) values a token. --recompute 1 keeps f, and a where the logits will be, 2 h1 and h2 once and not per layer, 3 all but x'': backward computes
+// (GELU) values a token. --recompute 1 keeps f and no a, 2 h1 and h2 once and not per layer, 3 all but x'': backward computes
 // them again, bit for bit. The head runs in --head-chunks parts, forward and backward of each before the next: losses and the gradient
 // of h are those of one part, bit for bit; the head's weight gradient is added up in floatX, part after part, as over micro-steps.
 // Gradients have the layout and the dtype of the weights. The first micro-step of a step overwrites them, the others add.
@@ -270,24 +270,26 @@ static inline void block_backward(Model *m, int l, int accumulate) {
     const floatX *x = layer_input(m, l);
     if (again == 2 || (again == 3 && l + 1 < c->num_layers)) norm_forward(c->norm, a.h1, a.mean1, a.rstd1, x, w.ln1w, w.ln1b, rows, C, c->norm_eps, s);
     if (again == 3 && l + 1 < c->num_layers) block_inside(m, l, x, B, T, NULL);  // the last block's values are still there
-    if (recomputes_activation(&m->options)) activation_forward(m, a.a, a.f, N, 1);
+    const int fused = m->fuse_activation == 2, gated = c->mlp == MLP_SWIGLU;  // the activation's gradient, and GELU's bias gradient, inside the matmul
+    const int inside = fused && recomputes_activation(&m->options);            // and the activation, computed again
+    if (recomputes_activation(&m->options) && !inside) activation_forward(m, a.a, a.f, N, 1);
     if (again == 2) norm_forward(c->norm, a.h2, a.mean2, a.rstd2, a.x_mid, w.ln2w, w.ln2b, rows, C, c->norm_eps, s);
     // MLP. Weight gradients come last: they hide what is on its way to and from other ranks.
-    const int fused = m->fuse_activation == 2, gated = c->mlp == MLP_SWIGLU;  // the activation's gradient, and GELU's bias gradient, inside the matmul
+    floatX *df = inside ? a.f : m->df;
     const floatX *dx = over_gathered(m, OVER_D_FCPROJ, m->dx, N, 1, [&](const floatX *d, int first, int count) {
         const size_t at = (size_t)first * F;
-        if (fused && gated) matmul_swiglu_backward(m->df + 2 * at, d, w.fcprojw, a.f + 2 * at, count, C, F, s);
-        else matmul_backward_input(mm, m->da + at, fused ? g.fcb : NULL, d, w.fcprojw, fused ? a.f + at : NULL, count, F, C, accumulate, scratch, s);
+        if (fused && gated) matmul_swiglu_backward(inside ? a.a + at : df + 2 * at, d, w.fcprojw, a.f + 2 * at, count, C, F, s, inside);
+        else matmul_backward_input(mm, (inside ? a.a : m->da) + at, fused ? g.fcb : NULL, d, w.fcprojw, fused ? a.f + at : NULL, count, F, C, accumulate, scratch, s, inside);
     });
     const floatX *h2 = gather_begin(m, OVER_D_FC, a.h2, N);
     matmul_backward_weight(mm, g.fcprojw, dx, a.a, N, F, C, accumulate, s);
-    if (gated && !fused) swiglu_backward(m->df, m->da, a.f, N, F, s);
-    else if (!fused) gelu_backward(m->df, m->da, a.f, N, F, s);
+    if (gated && !fused) swiglu_backward(df, m->da, a.f, N, F, s);
+    else if (!fused) gelu_backward(df, m->da, a.f, N, F, s);
     over_scattered(m, OVER_D_FC, N, [&](int first, int count) {
-        matmul_backward_input(mm, m->branch + (size_t)first * C, m->df + (size_t)first * fc_width(c), w.fcw, NULL, count, C, fc_width(c), s);
+        matmul_backward_input(mm, m->branch + (size_t)first * C, df + (size_t)first * fc_width(c), w.fcw, NULL, count, C, fc_width(c), s);
     });
-    matmul_backward_weight(mm, g.fcw, m->df, gather_end(m, h2, a.h2, N), N, C, fc_width(c), accumulate, s);
-    if (g.fcb && !fused) bias_backward(g.fcb, m->df, N, fc_width(c), accumulate, scratch, s);
+    matmul_backward_weight(mm, g.fcw, df, gather_end(m, h2, a.h2, N), N, C, fc_width(c), accumulate, s);
+    if (g.fcb && !fused) bias_backward(g.fcb, df, N, fc_width(c), accumulate, scratch, s);
     norm_backward(c->norm, m->dx, g.ln2w, g.ln2b, g.projb, over_sum(m, OVER_D_FC, N, NULL), a.x_mid, w.ln2w, a.mean2, a.rstd2, rows, C, accumulate, scratch, s);
     // attention
     dx = over_gathered(m, OVER_D_PROJ, m->dx, N, 1, [&](const floatX *d, int first, int count) {

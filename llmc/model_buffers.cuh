@@ -232,10 +232,11 @@ static inline void model_request(Model *m, Memory *memory, int B, int T) {
     memory_request(memory, &m->mean_final, "activations", "final mean (B,T)", rows);
     memory_request(memory, &m->rstd_final, "activations", "final 1/std (B,T)", rows);
     if (c->position == POSITION_ROPE) memory_request(memory, &m->cos_sin, "activations", "rope table (T,HD/2,2)", (size_t)T * c->head_dim);
-    memory_request(memory, &m->region, "scratch", "logits, or a block's backward", region_plan(c, &m->options, B, T).bytes);
+    const RegionPlan region = region_plan(c, &m->options, B, T);
+    memory_request(memory, &m->region, "scratch", "logits, or a block's backward", region.bytes);
     memory_alias(memory, &m->logits, "scratch", m->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)", &m->region, head_rows(&m->options, B, T) * c->padded_vocab_size);
     memory_alias(memory, &m->dqkv, "scratch", "dqkv; attention follows", &m->region, N * qkv_width(c));
-    memory_alias(memory, &m->df, "scratch", recomputes_activation(&m->options) ? "df; da, a follow" : "df; da follows", &m->region, N * fc_width(c));
+    memory_alias(memory, &m->df, "scratch", !region.da ? "a, recomputed" : recomputes_activation(&m->options) ? "df; da, a follow" : "df; da follows", &m->region, N * (region.da ? fc_width(c) : c->ffn_dim));
     memory_request(memory, &m->dx, "scratch", "residual gradient (B,T,C)", rows * C);
     memory_request(memory, &m->branch, "scratch", "branch and its gradient (B,T,C)", N * C);
     memory_request(memory, (char **)&m->reduce_scratch, "scratch", "partial sums, sorting", reduce_scratch_bytes(c, B, T, is_split(m), norm_spans(m, NULL)));

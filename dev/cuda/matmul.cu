@@ -171,12 +171,17 @@ static void check_fusion_bits(const floatX *inp, const floatX *weight, const flo
     cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C, no = (size_t)N * OC;
     floatX *out = device_new<floatX>(no), *slopes = device_new<floatX>(no), *apart = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dapart = device_new<floatX>(ni);
-    floatX *slopes_apart = device_new<floatX>(no), *given = device_normal<floatX>(ni, 1.0f);
+    floatX *slopes_apart = device_new<floatX>(no), *given = device_normal<floatX>(ni, 1.0f), *again = device_new<floatX>(ni), *gradient = device_new<floatX>(ni), *f = device_new<floatX>(ni);
+    gelu_forward(again, f, given, N, C, stream);
+    gelu_backward(gradient, dx, f, N, C, stream);
     gelu_forward(apart, slopes_apart, x, N, OC, stream);
     gelu_backward(dapart, dx, given, N, C, stream);
     const float *h_apart = download(apart, no), *h_dapart = download(dapart, ni), *h_slopes = download(slopes_apart, no);
     for (int autotune = 0; autotune < 2; autotune++) {
         Matmul mm = open_matmul(0, autotune);
+        cudaCheck(cudaMemcpyAsync(f, given, ni * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+        matmul_backward_input(&mm, dinp, NULL, dout, weight, f, N, C, OC, 0, NULL, stream, 1);  // first: tuning must leave f alone
+        check_true(!memcmp(download(dinp, ni), download(again, ni), ni * sizeof(float)) && !memcmp(download(f, ni), download(gradient, ni), ni * sizeof(float)), "autotune %d: gelu from its input, backward, has the bits of three kernels", autotune);
         matmul_forward(&mm, out, inp, weight, NULL, slopes, N, C, OC, stream);
         matmul_backward_input(&mm, dinp, dout, weight, given, N, C, OC, stream);
         check_true(!memcmp(download(out, no), h_apart, no * sizeof(float)), "autotune %d: out with gelu has the bits of two kernels", autotune);
@@ -311,6 +316,22 @@ static void check_own(Layout layout, int M, int N, int K) {
         }
         const float *fused = download(out, n), *apart = download(expected, n);
         check_true(memcmp(fused, apart, n * sizeof(float)) == 0, "%s", named("every bit as by a kernel of its own"));
+        if (!backward) continue;
+        // From GELU's input: the same as with its slopes, and its output.
+        const size_t partial = ceil_div((size_t)M, BOX_ROWS) * (size_t)N;
+        gelu_forward((floatX *)expected, (floatX *)slopes, (const floatX *)given, M, N, stream);
+        own.run(out, slopes, a, b, NULL, sums, NULL, M, N, K, stream);
+        const float *gradient = download(out, n), *columns = download(sums, partial);
+        auto again = [&] {
+            cudaCheck(cudaMemcpyAsync(slopes, given, n * sizeof(bf16), cudaMemcpyDeviceToDevice, stream));
+            own.again(out, slopes, a, b, NULL, sums, NULL, M, N, K, stream);
+        };
+        poison(out, n);
+        again();
+        check_true(!memcmp(download(out, n), download(expected, n), n * sizeof(float)), "%s", named("GELU again: every bit as by a kernel of its own"));
+        check_true(!memcmp(download(slopes, n), gradient, n * sizeof(float)), "%s", named("from its input: every bit as with slopes"));
+        check_true(!memcmp(download(sums, partial), columns, partial * sizeof(float)), "%s", named("from its input: partial sums as with slopes"));
+        check_same_bits(named("from its input: bits"), {{out, n * sizeof(bf16)}, {slopes, n * sizeof(bf16)}}, again);
         #undef named
     }
 }
@@ -354,6 +375,15 @@ static void check_gated(int M, int N, int K) {
     plain[NN]->run((bf16 *)d, NULL, (const bf16 *)inp, (const bf16 *)down, NULL, NULL, NULL, M, N, K, stream);
     swiglu_backward(dapart, d, slopes, M, N, stream);
     check_true(!memcmp(download(dgate_up, 2 * n), download(dapart, 2 * n), 2 * n * sizeof(float)), "dgate and dup: every bit as by a kernel of its own");
+    auto again = [&] {
+        plain[TN]->run((bf16 *)gate_up, NULL, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, NULL, M, 2 * N, K, stream);
+        matmul_swiglu_backward(apart, inp, down, gate_up, M, K, N, stream, 1);
+    };
+    poison(apart, n);
+    again();
+    check_true(!memcmp(download(gate_up, 2 * n), download(dapart, 2 * n), 2 * n * sizeof(float)), "dgate and dup from gate and up: every bit as from slopes");
+    check_true(!memcmp(download(apart, n), download(out, n), n * sizeof(float)), "and out, again: every bit as in forward");
+    check_same_bits("bits from gate and up", {{apart, n * sizeof(floatX)}, {gate_up, 2 * n * sizeof(floatX)}}, again);
     check_same_bits("bits", {{out, n * sizeof(floatX)}, {slopes, 2 * n * sizeof(floatX)}, {dgate_up, 2 * n * sizeof(floatX)}}, [&] { forward(); backward(); });
 }
 static void check_all_own(int M, int N, int K) {

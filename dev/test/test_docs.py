@@ -189,11 +189,11 @@ def parameters(c):
 
 
 def memory(s, N, b, gpu, recompute=0, saves=0, cached=0, chunks=0, state=4):
-    """GiB by the page, without what it calls small; on a GPU with SwiGLU inside the matmul. cached: tokens of all samples; state: bytes of a number in m and v."""
+    """GiB by the page, without what it calls small; on a GPU with the activation inside the matmul. cached: tokens of all samples; state: bytes of a number in m and v."""
     again = s["F"] if gpu and recompute in (1, 2) else 0
     layer = lambda r: b * (4 * s["C"] + s["W"] + s["C"] + s["before"] + s["F"] - (s["F"] if r >= 1 else 0) - (2 * s["C"] if r >= 2 else 0)) + 4 * (s["NH"] + 4)
     layers = s["L"] * layer(recompute) + layer(0) - layer(recompute) if recompute < 3 else s["L"] * b * s["C"] + layer(0) - b * s["C"]
-    inside = N * (max(b * (s["before"] + again), b * s["W"] + 4 * s["NH"]) if gpu else b * s["inside"])
+    inside = N * (max(b * (again or s["before"]), b * s["W"] + 4 * s["NH"]) if gpu else b * s["inside"])
     logits = b * (N * s["Vp"] / chunks if chunks else N * s["Vp"] if gpu else min(N * s["Vp"], 2**26))
     copies = 4 + 2 * state if saves else 0
     return ((8 + 2 * state + copies) * s["P"] + cached * s["L"] * (s["W"] - s["C"]) * b + N * (layers + b * (4 * s["C"] - again)) + (max(inside, logits) if gpu else inside + logits)) / 2**30
