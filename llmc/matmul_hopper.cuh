@@ -76,7 +76,8 @@ template <int COLUMNS_, int CLUSTER_, int MN_A_, int MN_B_, HopperEpilogue OP_> 
     static constexpr bool SWIGLU = OP == EPILOGUE_SWIGLU || OP == EPILOGUE_SWIGLU_INPUT, DSWIGLU = OP == EPILOGUE_DSWIGLU || OP == EPILOGUE_DSWIGLU_INPUT;
     static constexpr bool GATED = SWIGLU || DSWIGLU, READS_AUX = DGELU || DSWIGLU, ALTERNATES = OP == EPILOGUE_DGELU;  // its aux, between two boxes
     static constexpr int OUT_COLUMNS = SWIGLU ? COLUMNS / 2 : COLUMNS;  // a SWIGLU tile is half gate, half up
-    static constexpr int SLOTS = OP == EPILOGUE_DSWIGLU_INPUT ? COLUMNS / 64 * 5 : GELU || DSWIGLU || AGAIN ? COLUMNS / 16 : COLUMNS / 32;  // parts in which a tile is finished
+    static constexpr int STEPS = GELU || AGAIN ? 1 : 2;  // of 16 columns, that are finished together
+    static constexpr int SLOTS = AGAIN ? COLUMNS / BOX_COLUMNS * (GATED ? 7 : 6) : GELU || DSWIGLU ? COLUMNS / 16 : COLUMNS / 32;  // parts in which a tile is finished
     static constexpr int A_BOXES = ROWS / BOX_ROWS, B_BOXES = COLUMNS / BOX_COLUMNS, STAGE_BYTES = (A_BOXES + B_BOXES) * BOX_BYTES;
     static constexpr bool ROTATED = OP == EPILOGUE_ROPE, ALONE = OP == EPILOGUE_PLAIN || ROTATED /*no aux*/;
     static constexpr int STAGED_BOXES = ALONE ? 1 : 2;  // per math warpgroup, for the epilogue
@@ -135,6 +136,7 @@ template <typename S> struct HopperMatmulOut {
     unsigned aux_parity;  // bit per box
     bool storer;
     unsigned packed[S::COLUMNS / 4];
+    float sums[8];  // DGELU, of 32 columns: column 2t+e of 8-column group g of the k-th 16 is [4g + 2e + k]
 
     __device__ void fetch_aux(int c) const {  // by the storer: the box is free once the store from it has read it
         if (column + c * BOX_COLUMNS >= N) return;
@@ -150,9 +152,12 @@ template <typename S> struct HopperMatmulOut {
         aux_parity ^= 1u << box;
     }
     // Totals over the warpgroup's 64 rows: warp 0 adds those of the other warps to its own. The two halves use two places.
-    __device__ void sum_columns(int half, float (&sums)[8]) const {
+    __device__ void sum_columns(int half, const float (&sums)[8]) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
-        float total = warp_totals<8, 4>(sums), *others = side + half % 2 * 3 * WARP;
+        float mine[8];
+        #pragma unroll
+        for (int i = 0; i < 8; i++) mine[i] = sums[i];
+        float total = warp_totals<8, 4>(mine), *others = side + half % 2 * 3 * WARP;
         if (warp > 0) others[(warp - 1) * WARP + lane] = total;
         named_barrier(1 + warpgroup, WARPGROUP);
         if (warp > 0 || row >= M) return;
@@ -168,10 +173,10 @@ template <typename S> struct HopperMatmulOut {
             constexpr int EACH = S::SLOTS / BLOCKS;
             const int c = slot / EACH, turn = slot % EACH;
             if (turn == 0 && c > 0 && storer) fetch_aux(c);
-            if (turn == 4) finish_activation(c);
-            else if (turn >= 2 && S::DSWIGLU) finish_dswiglu(c, turn - 2);
-            else if (turn >= 2) finish_part(2 * c + turn - 2);
-        } else finish_part(slot);
+            if (turn == 6) finish_activation(c);
+            else if (turn >= 2 && S::DSWIGLU) finish_dswiglu(c, (turn - 2) * S::STEPS);
+            else if (turn >= 2) finish_part(c, (turn - 2) * S::STEPS);
+        } else finish_part(slot * S::STEPS / 4, slot * S::STEPS % 4);
     }
     __device__ void box_free() const {
         if (storer) bulk_wait_read();
@@ -211,19 +216,19 @@ template <typename S> struct HopperMatmulOut {
         if (!rest) box_store(aux_map, boxes + BOX_BYTES, N + column + c * BOX_COLUMNS, 0, row, 0);
         bulk_commit();
     }
-    // 32 columns of gate and up, or of their slopes, become their gradients, in place. What silu makes of them takes d's place until the boxes are free.
-    __device__ void finish_dswiglu(int c, int half) {
+    // 32 or 16 columns of gate and up, or of their slopes, become their gradients, in place. What silu makes of them takes d's place until the boxes are free.
+    __device__ void finish_dswiglu(int c, int begin) {
         if (column + c * BOX_COLUMNS >= N) return;
-        if (half == 0) wait_aux(c);
+        if (begin == 0) wait_aux(c);
         #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const unsigned at = fragment_address<BOX_ROWS>(boxes, threadIdx.x / WARP % 4 * 16, half * 2 + k);
+        for (int k = begin; k < begin + S::STEPS; k++) {
+            const unsigned at = fragment_address<BOX_ROWS>(boxes, threadIdx.x / WARP % 4 * 16, k);
             unsigned gate[4], up[4];
             ldmatrix(gate, at);
             ldmatrix(up, at + BOX_BYTES);
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                unsigned &product = packed[(c * 4 + half * 2 + k) * 4 + i];
+                unsigned &product = packed[(c * 4 + k) * 4 + i];
                 const float2 d = unpack_bf16(product);
                 float2 g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
                 if constexpr (S::AGAIN) {
@@ -238,7 +243,7 @@ template <typename S> struct HopperMatmulOut {
             stmatrix(at, gate);
             stmatrix(at + BOX_BYTES, up);
         }
-        if (half == 0) return;
+        if (begin + S::STEPS < 4) return;
         box_full();
         if (!storer) return;
         for (int part = 0; part < 2; part++) box_store(S::AGAIN ? aux_map : out_map, boxes + part * BOX_BYTES, part * N + column + c * BOX_COLUMNS, 0, row, 0);
@@ -280,9 +285,7 @@ template <typename S> struct HopperMatmulOut {
         }
     }
     // 32 or 16 columns; the last part of a column block stores it.
-    __device__ void finish_part(int part) {
-        constexpr int STEPS = S::GELU ? 1 : 2;  // of 16 columns
-        const int c = part * STEPS / 4, begin = part * STEPS % 4;
+    __device__ void finish_part(int c, int begin) {
         if (column + c * BOX_COLUMNS >= N) return;
         const unsigned box = boxes + (S::ALTERNATES ? c % 2 * BOX_BYTES : 0);
         if (begin == 0) {
@@ -292,9 +295,8 @@ template <typename S> struct HopperMatmulOut {
             } else box_free();
             if constexpr (S::ROTATED) rotate(c);
         }
-        float sums[8];  // DGELU: column 2t+e of 8-column group g of the k-th 16 is [4g + 2e + k]
         #pragma unroll
-        for (int k = begin; k < begin + STEPS; k++) {
+        for (int k = begin; k < begin + S::STEPS; k++) {
             const unsigned at = fragment_address<BOX_ROWS>(box, threadIdx.x / WARP % 4 * 16, k);
             unsigned x[4], aux[4] = {};
             if constexpr (S::READS_AUX) ldmatrix(aux, at);
@@ -326,8 +328,8 @@ template <typename S> struct HopperMatmulOut {
             if constexpr (S::GELU || S::AGAIN) stmatrix(at + BOX_BYTES, aux);
         }
         if constexpr (S::DGELU)
-            if (column_sums) sum_columns(part, sums);
-        if (begin + STEPS < 4) return;
+            if (column_sums && (begin + S::STEPS) % 2 == 0) sum_columns(2 * c + begin / 2, sums);
+        if (begin + S::STEPS < 4) return;
         box_full();
         if (!storer) return;
         box_store(S::AGAIN ? aux_map : out_map, box, column + c * BOX_COLUMNS, 0, row, 0);
