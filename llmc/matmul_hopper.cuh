@@ -367,12 +367,14 @@ template <typename S> __device__ inline void hopper_matmul_math(HopperMatmulOut<
         last = 8 * ring.stage;
         ring.next();
     };
-    for (int i = blockIdx.x / S::CLUSTER; i < w.tiles(); i += clusters) {
+    for (int i = blockIdx.x / S::CLUSTER;; i += clusters) {
+        const int here = i < w.tiles() ? steps : 0;  // in the last round the tile before is finished, by the same code
         #pragma unroll
         for (int s = 0; s < S::SLOTS; s++) {
-            if (s < steps) step(s == 0);
+            if (s < here) step(s == 0);
             if (waiting) out.finish(s);
         }
+        if (!here) break;
         const HopperMatmulWork::Tile t = w.tile(i);
         const int thread = threadIdx.x % WARPGROUP;
         out.row = (t.row * S::CLUSTER + rank) * S::ROWS + out.warpgroup * BOX_ROWS;
@@ -399,9 +401,6 @@ template <typename S> __device__ inline void hopper_matmul_math(HopperMatmulOut<
         }
         waiting = true;
     }
-    if (waiting)
-        #pragma unroll
-        for (int slot = 0; slot < S::SLOTS; slot++) out.finish(slot);
     if (out.storer) bulk_wait();
 }
 
