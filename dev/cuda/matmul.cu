@@ -354,7 +354,7 @@ static void check_gated(int M, int N, int K) {
     swiglu_backward_cpu(expected, ones, both, M, N);
     check("slopes", slopes, expected, M, 2 * (size_t)N, 3.5e-3, 1e-2);
     swiglu_forward_cpu(expected, both, M, N);
-    check("out", out, expected, M, N, 3.5e-3, 1e-2);
+    check("out", out, expected, M, N, 3.5e-3, 1.2e-2);  // gate, up and out rounded, 2^-8 at most each
     backward();
     const float *kept = download(slopes, 2 * n);
     naive_backward_input(naive, inp, down, M, N, K);
