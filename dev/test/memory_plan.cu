@@ -49,7 +49,7 @@ static void check_layout(Model *m) {
     m->attention_scratch = m->region + r.attention;
     model_place_layers(m);
     const Part region = part("region", m->region, r.bytes / sizeof(floatX)), logits = part("logits", m->logits, head_rows(o, m->B, m->T) * (size_t)c->padded_vocab_size);
-    const Part df = part("df", m->df, N * (size_t)fc_width(c)), da = part("da", m->da, da_apart ? N * F : 0), a = part("a", m->layers[0].a, again ? N * F : 0);
+    const Part df = part("df", m->df, r.da ? N * (size_t)fc_width(c) : 0), da = part("da", m->da, da_apart ? N * F : 0), a = part("a", m->layers[0].a, again ? N * F : 0);
     const Part dqkv = part("dqkv", m->dqkv, N * (size_t)qkv_width(c)), D = part("attention", m->attention_scratch, N * (size_t)c->num_heads * sizeof(float) / sizeof(floatX));
     for (const Part *p : {&logits, &df, &da, &a, &dqkv, &D})
         fault_unless(p->begin == p->end || (p->begin >= region.begin && p->end <= region.end && p->begin % 16 == 0), o, p->name);
@@ -77,9 +77,10 @@ static double sum_of_sizes(const Model *m) {
     const double b = sizeof(floatX), N = (double)m->B * m->T, tp = mesh.tp.world, states = (double)m->table.total / (o->zero_stage ? mesh.dp.world : 1), L = c->num_layers, C = c->channels, F = c->ffn_dim;
     const double W = qkv_width(c), before = fc_width(c), heads = c->num_heads, H = heads * c->head_dim, inside = o->recompute == 3 ? 1 : L, again = o->recompute == 1 || o->recompute == 2 ? F : 0;
     const int da_apart = c->mlp == MLP_SWIGLU && (o->gelu_fusion >= 0 ? o->gelu_fusion < 2 : N < MATMUL_FUSION_ROWS || b == 4 || c->ffn_dim % 64);
+    const int in_place = again && (o->gelu_fusion >= 0 ? o->gelu_fusion == 2 : N >= MATMUL_FUSION_ROWS && b == 2 && c->ffn_dim % (c->mlp == MLP_SWIGLU ? 64 : 8) == 0);  // df takes f's place
     double bytes = 2 * b * (double)m->table.total + states * (2 * (strcmp(o->state_dtype, "bf16") ? 4 : 2) + (b == 2 && o->master_weights ? 4 : 0));
     bytes += b * N * C / tp * (3 + L + inside + 2 * (o->recompute < 2 ? L : 1)) + b * N * C + inside * (b * N * (W + H + before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
-    bytes += fmax(b * (double)head_rows(o, m->B, m->T) * c->padded_vocab_size, N * fmax(b * (before + da_apart * F + again), b * W + 4 * heads));
+    bytes += fmax(b * (double)head_rows(o, m->B, m->T) * c->padded_vocab_size, N * fmax(b * ((in_place ? 0 : before) + da_apart * F + again), b * W + 4 * heads));
     if (tp > 1) bytes += b * N * C * (o->tp_overlap ? 7 : 1) + 4 * N;
     if (mesh.dp.world > 1) bytes += 4 * (double)zero_largest_unit(&m->table);
     return bytes + MATMUL_WORKSPACE_BYTES + 12 * N;
