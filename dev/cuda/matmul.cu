@@ -340,6 +340,7 @@ static void check_gated(int M, int N, int K) {
     if (!matmul_can_fuse(1, N)) return;
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)M * N;
+    const double error = (n < 1000 ? 2 : 1) * 3.5e-3;  // up to three roundings: 3.1e-3 of many, at worst 6.3e-3 in 4000 draws of 192
     ladder_case("swiglu M=%d N=%d K=%d", M, N, K);
     floatX *inp = device_normal<floatX>((size_t)M * K, 1.0f), *weight = device_normal<floatX>(2 * (size_t)N * K, 1.0f / sqrtf((float)K)), *down = device_normal<floatX>((size_t)N * K, 1.0f / sqrtf((float)K));
     floatX *slopes = device_new<floatX>(2 * n), *out = device_new<floatX>(n), *gate_up = device_new<floatX>(2 * n), *apart = device_new<floatX>(n), *d = device_new<floatX>(n);
@@ -352,15 +353,15 @@ static void check_gated(int M, int N, int K) {
     const float *both = download(naive, 2 * n);
     for (size_t i = 0; i < n; i++) ones[i] = 1;
     swiglu_backward_cpu(expected, ones, both, M, N);
-    check("slopes", slopes, expected, M, 2 * (size_t)N, 3.5e-3, 1e-2);
+    check("slopes", slopes, expected, M, 2 * (size_t)N, error, 1e-2);
     swiglu_forward_cpu(expected, both, M, N);
-    check("out", out, expected, M, N, 3.5e-3, 1.2e-2);  // gate, up and out rounded, 2^-8 at most each
+    check("out", out, expected, M, N, error, 1.2e-2);  // gate, up and out rounded, 2^-8 at most each
     backward();
     const float *kept = download(slopes, 2 * n);
     naive_backward_input(naive, inp, down, M, N, K);
     const float *dproduct = download(naive, n);
     for (size_t i = 0; i < 2 * n; i++) expected[i] = kept[i] * dproduct[i / (2 * (size_t)N) * (size_t)N + i % (size_t)N];
-    check("dgate and dup", dgate_up, expected, M, 2 * (size_t)N, 3.5e-3, 1e-2);
+    check("dgate and dup", dgate_up, expected, M, 2 * (size_t)N, error, 1e-2);
     const HopperVariant *plain[2] = {};  // the products apart
     for (int v = 0; v < own_count; v++)
         for (int layout = TN; layout <= NN; layout++)
