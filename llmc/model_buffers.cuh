@@ -442,6 +442,9 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     attention_require_head(c->head_dim);
     require(!strcmp(o->reduce_dtype, "fp32") || !strcmp(o->reduce_dtype, "bf16"), "unknown --reduce-dtype '%s'\nuse fp32 or bf16", o->reduce_dtype);
     m->gpu = gpu_open(comm->local_rank);
+    m->fuse_activation = fusion_of_activation(c, o, m->B, m->T);
+    m->fuse_rope = matmul_can_rotate(c->head_dim) && m->B * m->T >= MATMUL_FUSION_ROWS;
+    require(!m->fuse_activation || matmul_can_fuse(c->mlp == MLP_SWIGLU, c->ffn_dim), "--gelu-fusion %lld needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of %d\nleave it out", o->gelu_fusion, BOX_COLUMNS);
     m->num_chunks = adam_chunks(m, NULL);
     m->head_rows = (int)head_rows(o, m->B, m->T);
     m->tp = tp_open(&mesh->tp, m->gpu.compute);
@@ -456,9 +459,6 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
         m->matmul.whole_rows = m->B * m->T;
         m->matmul.part_rows = m->matmul.whole_rows / mesh->tp.world;
     }
-    m->fuse_activation = fusion_of_activation(c, o, m->B, m->T);
-    m->fuse_rope = matmul_can_rotate(c->head_dim) && m->B * m->T >= MATMUL_FUSION_ROWS;
-    require(!m->fuse_activation || matmul_can_fuse(c->mlp == MLP_SWIGLU, c->ffn_dim), "--gelu-fusion %lld needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of %d\nleave it out", o->gelu_fusion, BOX_COLUMNS);
     upload_tables(m);
     for (int i = 0; i < 2; i++) cudaCheck(cudaEventCreateWithFlags(&m->copied[i], cudaEventDisableTiming));
     const int wide = reduces_wide(m), at_once = zero_at_once(comm, &mesh->job, (int)o->dp_overlap, wide, (size_t)m->B * m->T);
