@@ -17,25 +17,10 @@
 #ifndef LLMC_ATTENTION_HOPPER_CUH
 #define LLMC_ATTENTION_HOPPER_CUH
 
-#include "tile.cuh"
+#include "attention_work.cuh"
 
-// ---- which (head, tile) a block works on, common to all attention kernels
+// ---- pieces of work, taken as blocks finish
 
-// Heads are taken in groups whose streamed tensors fit into L2 together. Inside a group the longest walks come first, so
-// that short ones fill the gaps that long ones leave at the end.
-struct AttentionWork { int head, tile; };  // tile 0 is the longest
-__device__ inline AttentionWork attention_work(int piece, int heads, int tiles, int group) {
-    const int first = piece / (group * tiles) * group;
-    const int size = min(group, heads - first), rest = piece - first * tiles;
-    return {first + rest % size, rest / size};
-}
-// How many heads: what they stream (two tensors of T rows each) should stay in L2 until the last piece has passed. 16 MiB leave room in that of any
-// data-centre GPU; the ladder varies it.
-static int attention_group_mib = 16;
-static inline int attention_group(int T, int HD, int element_bytes) {
-    const size_t pair = (size_t)T * HD * 2 * element_bytes, budget = (size_t)attention_group_mib << 20;
-    return pair > budget ? 1 : (int)(budget / pair);
-}
 // Pieces that have been taken beyond each block's first, and blocks that found none left. The last of these leaves zeros for the
 // next launch, so there must be one Hopper attention kernel at a time on a GPU: all run in one stream.
 struct HopperTickets { unsigned taken, finished; };

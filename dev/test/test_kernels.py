@@ -1,4 +1,5 @@
-"""dev/bench/kernels.py: what ladders print becomes a table, and what fails is said. No GPU: scripts stand in for the ladders."""
+"""dev/bench/kernels.py: what ladders print becomes a table, and what fails is said. No GPU: scripts stand in for the ladders, and for attention's
+kernels on mma.sync a CPU plays the threads of a block."""
 import os
 import re
 import subprocess
@@ -12,6 +13,8 @@ sys.path.insert(0, str(ROOT / "dev/bench"))
 import kernels
 import torch_kernels
 from torch_kernels import torch
+
+from test_build import CONFIG
 
 FORMATS = re.findall(r'printf\("([^"]*)"', (ROOT / "dev/cuda/common.cuh").read_text())
 
@@ -178,3 +181,11 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **more: f)
     torch_kernels.time_peer.cache_clear()
     assert torch_kernels.time_peers("rope forward", HEADS) == ({"PyTorch, compiled": 5.0}, [])
+
+
+@pytest.mark.skipif(not CONFIG.get("CXX") or sys.platform != "linux", reason="no C++ compiler, or no Linux")
+def test_attention_on_mma_sync_without_a_gpu(tmp_path):
+    build = subprocess.run([CONFIG["CXX"], "-std=c++17", "-O2", "-I.", "dev/test/attention_mma.cpp", "-o", tmp_path / "attention_mma", "-lm"], cwd=ROOT, capture_output=True, text=True)
+    assert build.returncode == 0, build.stderr[-3000:]
+    run = subprocess.run([tmp_path / "attention_mma"], capture_output=True, text=True)
+    assert run.returncode == 0 and "44 passed, 0 failed" in run.stdout, run.stdout + run.stderr

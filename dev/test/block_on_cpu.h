@@ -1,0 +1,187 @@
+// A block of a CUDA kernel on a CPU: its threads are fibers that take turns, warp-wide instructions wait for all 32 lanes. For kernels that use no
+// more of cuda_common.cuh and tile.cuh than stands here, which takes the place of both. It shows what a kernel computes and whether
+// its barriers and waits suffice: asynchronous copies arrive at once, or as late as their wait allows. It does not run threads beside each other.
+// SHARED_MEMORY, defined before: the name under which the kernels declare theirs.
+#ifndef BLOCK_ON_CPU_H
+#define BLOCK_ON_CPU_H
+#define LLMC_CUDA_COMMON_CUH
+#define LLMC_TILE_CUH
+
+#include <algorithm>
+#include <deque>
+#include <functional>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __launch_bounds__(...)
+#define __shared__
+using std::min;
+enum { WARP = 32 };
+struct int4 { int x, y, z, w; };
+struct float2 { float x, y; };
+
+static inline float float_of_bits(uint32_t bits) { float x; memcpy(&x, &bits, sizeof x); return x; }
+struct bf16 {
+    uint16_t bits;
+    bf16() = default;
+    bf16(float x) {  // to nearest, ties to even
+        uint32_t u;
+        memcpy(&u, &x, sizeof u);
+        bits = (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+    }
+    operator float() const { return float_of_bits((uint32_t)bits << 16); }
+};
+static inline unsigned pack_bf16(float low, float high) { return bf16(low).bits | (unsigned)bf16(high).bits << 16; }
+template <typename T> struct Vec { static constexpr int size = 16 / sizeof(T); T v[size]; T operator[](int i) const { return v[i]; } };
+template <typename T> static inline Vec<T> vec_load(const T *p) { Vec<T> r; memcpy(r.v, p, sizeof r); return r; }
+static inline float exp2_approx(float x) { return exp2f(x); }
+static inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+static inline float __uint_as_float(unsigned u) { return float_of_bits(u); }
+
+// ---- fibers
+
+struct AsyncCopy { unsigned to; const void *from; size_t bytes; bool valid; };
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    int index;
+    bool ended;
+    std::deque<std::vector<AsyncCopy>> groups;  // committed and not yet waited for
+    std::vector<AsyncCopy> open;
+    uint32_t words[6];  // what the lane hands to the others of its warp
+};
+struct Meeting { int arrived; unsigned round; };
+static std::vector<Fiber> fibers;
+static Fiber *fiber;  // that runs
+static ucontext_t scheduler;
+static Meeting block_meeting, warp_meetings[32];
+static bool copies_late;
+static std::function<void()> fiber_body;
+struct Index { int x; };
+static Index blockIdx;
+#define threadIdx (Index{fiber->index})
+enum { SHARED_BYTES = 1 << 18 };
+alignas(1024) int4 SHARED_MEMORY[SHARED_BYTES / sizeof(int4)];
+static char *const shared_memory = (char *)SHARED_MEMORY;
+
+static inline void meet(Meeting *m, int count) {
+    const unsigned round = m->round;
+    if (++m->arrived == count) { m->arrived = 0; m->round++; return; }
+    for (Fiber *me = fiber; m->round == round; fiber = me) swapcontext(&me->context, &scheduler);
+}
+static inline void __syncthreads() { meet(&block_meeting, (int)fibers.size()); }
+static inline void __syncwarp() { meet(&warp_meetings[fiber->index / WARP], WARP); }
+static inline const uint32_t *words_of(int lane) { return fibers[fiber->index / WARP * WARP + lane].words; }
+static void fiber_entry() {
+    fiber_body();
+    fiber->ended = true;
+    swapcontext(&fiber->context, &scheduler);
+}
+// Blocks one after another; shared memory and registers begin as NaN and garbage.
+static void launch_on_cpu(int blocks, int threads, bool late, std::function<void()> body) {
+    copies_late = late;
+    fiber_body = body;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+        memset(shared_memory, 0xff, SHARED_BYTES);
+        memset(&block_meeting, 0, sizeof block_meeting);
+        memset(warp_meetings, 0, sizeof warp_meetings);
+        fibers.resize((size_t)threads);
+        for (int i = 0; i < threads; i++) {
+            Fiber *f = &fibers[(size_t)i];
+            f->index = i;
+            f->ended = false;
+            f->groups.clear();
+            f->open.clear();
+            f->stack.resize(1 << 17);
+            getcontext(&f->context);
+            f->context.uc_stack.ss_sp = f->stack.data();
+            f->context.uc_stack.ss_size = f->stack.size();
+            makecontext(&f->context, fiber_entry, 0);
+        }
+        for (int running = threads; running;)
+            for (Fiber &f : fibers) {
+                if (f.ended) continue;
+                fiber = &f;
+                swapcontext(&scheduler, &f.context);
+                running -= f.ended;
+            }
+    }
+}
+
+// ---- what warps do together
+
+static inline float __shfl_xor_sync(unsigned, float x, int mask) {
+    memcpy(fiber->words, &x, sizeof x);
+    __syncwarp();
+    const float other = float_of_bits(words_of(fiber->index % WARP ^ mask)[0]);
+    __syncwarp();
+    return other;
+}
+static inline bool __any_sync(unsigned, bool x) {
+    fiber->words[0] = x;
+    __syncwarp();
+    bool any = false;
+    for (int i = 0; i < WARP; i++) any |= words_of(i)[0] != 0;
+    __syncwarp();
+    return any;
+}
+static inline uint32_t shared_address(const void *p) { return (uint32_t)((const char *)p - shared_memory); }
+static inline void matrices(unsigned (&r)[4], unsigned row, bool transposed) {
+    fiber->words[0] = row;
+    __syncwarp();
+    const int lane = fiber->index % WARP, g = lane / 4, t = lane % 4 * 2;
+    for (int m = 0; m < 4; m++) {
+        uint16_t pair[2];
+        for (int e = 0; e < 2; e++) {
+            const uint32_t at = words_of(m * 8 + (transposed ? t + e : g))[0] + (uint32_t)(transposed ? g : t + e) * 2;
+            if (words_of(m * 8 + g)[0] % 16 || at >= SHARED_BYTES) { printf("ldmatrix: no row begins at byte %u\n", at); exit(EXIT_FAILURE); }
+            memcpy(&pair[e], shared_memory + at, 2);
+        }
+        r[m] = pair[0] | (unsigned)pair[1] << 16;
+    }
+    __syncwarp();
+}
+static inline void ldmatrix(unsigned (&r)[4], unsigned row) { matrices(r, row, false); }
+static inline void ldmatrix_transposed(unsigned (&r)[4], unsigned row) { matrices(r, row, true); }
+static inline float half_of(uint32_t word, int upper) { return float_of_bits(upper ? word & 0xffff0000u : word << 16); }
+static inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    memcpy(fiber->words, a, sizeof a);
+    fiber->words[4] = b0;
+    fiber->words[5] = b1;
+    __syncwarp();
+    const int lane = fiber->index % WARP, g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 16; k++)
+            c[i] += half_of(words_of(g * 4 + k % 8 / 2)[i / 2 + k / 8 * 2], k % 2) * half_of(words_of((2 * t + i % 2) * 4 + k % 8 / 2)[4 + k / 8], k % 2);
+    __syncwarp();
+}
+
+// ---- asynchronous copies
+
+static inline void copy_now(const AsyncCopy &c) {
+    if (c.valid) memcpy(shared_memory + c.to, c.from, c.bytes);
+    else memset(shared_memory + c.to, 0, c.bytes);
+}
+static inline void copy_async(const AsyncCopy &c) {
+    if (copies_late) fiber->open.push_back(c);
+    else copy_now(c);
+}
+static inline void copy_async_16(unsigned to, const void *from, bool valid) { copy_async({to, from, 16, valid}); }
+static inline void copy_async_4(unsigned to, const void *from, bool valid) { copy_async({to, from, 4, valid}); }
+static inline void copy_async_commit() {
+    fiber->groups.push_back(fiber->open);
+    fiber->open.clear();
+}
+template <int PENDING> static inline void copy_async_wait() {
+    for (; fiber->groups.size() > PENDING; fiber->groups.pop_front())
+        for (const AsyncCopy &c : fiber->groups.front()) copy_now(c);
+}
+
+#endif
