@@ -49,6 +49,11 @@ template <int HD, int MT> struct RegisterRows {
     }
 };
 
+// Two neighbouring 8-wide tiles of c += a b; b as ldmatrix gives 16 by 16 of it.
+__device__ inline void mma_pair(float (*c)[4], const unsigned (&a)[4], const unsigned (&b)[4]) {
+    mma_m16n8k16(c[0], a, b[0], b[1]);
+    mma_m16n8k16(c[1], a, b[2], b[3]);
+}
 // c(16*MT, 8*NT) = A B^T, both with HD along their rows; B: 8*NT rows of a tile.
 template <int HD, int MT, int NT, typename Rows> __device__ inline void product_abt(float (&c)[MT][NT][4], const Rows &rows, const bf16 *tile) {
     const int lane = threadIdx.x % WARP;
@@ -69,10 +74,7 @@ template <int HD, int MT, int NT, typename Rows> __device__ inline void product_
             unsigned b[4];
             ldmatrix(b, p + n * 16 * tile_row_bytes<HD> + k * 32);
             #pragma unroll
-            for (int m = 0; m < MT; m++) {
-                mma_m16n8k16(c[m][2 * n], a[m], b[0], b[1]);
-                mma_m16n8k16(c[m][2 * n + 1], a[m], b[2], b[3]);
-            }
+            for (int m = 0; m < MT; m++) mma_pair(&c[m][2 * n], a[m], b);
         }
     }
 }
@@ -97,10 +99,7 @@ template <int HD, int MT, int KT> __device__ inline void product_ab(float (&c)[M
             unsigned b[4];
             ldmatrix_transposed(b, p + k * 16 * tile_row_bytes<HD> + n * 32);
             #pragma unroll
-            for (int m = 0; m < MT; m++) {
-                mma_m16n8k16(c[m][2 * n], P[m][k], b[0], b[1]);
-                mma_m16n8k16(c[m][2 * n + 1], P[m][k], b[2], b[3]);
-            }
+            for (int m = 0; m < MT; m++) mma_pair(&c[m][2 * n], P[m][k], b);
         }
 }
 

@@ -308,7 +308,7 @@ static inline int matmul_run(Matmul *mm, const MatmulProblem *q, const MatmulOpe
     MatmulPlan *p = matmul_plan(mm, q, x->bias);
     const int worth_it = 2.0 * q->m * q->n * q->k >= MATMUL_TUNE_FLOPS && beta == 0;  // a "+=" call must not run twice
     MatmulOperands trial = *x;
-    trial.again = 0;  // which would write over its input: what is faster with slopes is so without
+    trial.again = 0;  // which would write over its input; the choice made with slopes holds for both
     if (mm->autotune && !p->tuned && worth_it) matmul_tune(mm, p, &trial, stream);
     const MatmulCandidate *use = beta != 0 ? &p->vendor : &p->use;
     cublasCheck(matmul_launch(mm, p, use, x, beta, column_sums, stream));
