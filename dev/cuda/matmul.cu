@@ -158,12 +158,12 @@ static void check_bias(int N, int OC) {
     char *scratch = device_new<char>(bias_backward_scratch_bytes(OC));
     bias_backward_cpu(dbias, dout, N, OC);
     bias_backward(d_dbias, d_dout, N, OC, 0, scratch, stream);
-    check("dbias =", d_dbias, dbias, 1, OC, bound(2.5e-3, 5e-6), bound(6e-3, 5e-5));
+    check("dbias =", d_dbias, dbias, 1, OC, error_bound((size_t)OC), worst_bound());
     check_same_bits("bits", {{d_dbias, (size_t)OC * sizeof(floatX)}}, [&] { bias_backward(d_dbias, d_dout, N, OC, 0, scratch, stream); });
     upload_to(d_dbias, given, (size_t)OC);
     for (int i = 0; i < OC; i++) dbias[i] += given[i];
     bias_backward(d_dbias, d_dout, N, OC, 1, scratch, stream);
-    check("dbias +=", d_dbias, dbias, 1, OC, bound(2.5e-3, 5e-6), bound(6e-3, 5e-5));
+    check("dbias +=", d_dbias, dbias, 1, OC, error_bound((size_t)OC), worst_bound());
 }
 
 // Fused GELU has the bits of the plain product followed by activation.cuh.
