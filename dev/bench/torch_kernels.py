@@ -61,6 +61,18 @@ def rotation(s):
     return rotate
 
 
+def in_fixed_order(f):
+    """f, with the algorithms whose results repeat."""
+    def run():
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # or new tensors are filled with NaN, in the time measured
+        try:
+            return f()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    return run
+
+
 def attention(s, compiled, way, rotated, backend):
     q, k, v = (normal(s.B, s.T, heads, s.HD).requires_grad_() for heads in (s.NH, s.NKV, s.NKV))
     rotate = compiled(rotation(s)) if rotated else lambda x: x
@@ -73,6 +85,11 @@ def attention(s, compiled, way, rotated, backend):
 
 for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention-2", SDPBackend.FLASH_ATTENTION)):
     peer(r"attention \S+ (forward|backward)(, rotated)?", name)(functools.partial(attention, backend=backend))
+
+
+@peer(r"attention \S+ backward", "FlashAttention-2 in a fixed order")  # cuDNN's repeats its bits neither way
+def attention_repeated(s, compiled):
+    return in_fixed_order(attention(s, compiled, "backward", None, SDPBackend.FLASH_ATTENTION))
 
 
 @peer(r"attention_decode one token")
