@@ -260,9 +260,10 @@ template <int HD, typename X> static int attention_backward_hd(X *dqkv, float *D
             return (HD == 64 && column_sums ? ATTENTION_SUMMED : 0) | (cos_sin ? ATTENTION_ROTATED : 0);
         }
     } else {
-        typedef BackwardShape<HD> S;
-        attention_launch(attention_backward_q_bf16<HD>, heads, T, S::FIXED, ATTENTION_THREADS, S::BYTES, stream, dqkv, D, dout, qkv, out, lse, T, NH, NKV, heads, group);
-        attention_launch(attention_backward_kv_bf16<HD>, kv_heads, T, S::FIXED, ATTENTION_THREADS, S::BYTES, stream, dqkv, D, dout, qkv, lse, T, NH, NKV, kv_heads, kv_group);
+        typedef BackwardQShape<HD> Q;
+        typedef BackwardKVShape<HD> KV;
+        attention_launch(attention_backward_q_bf16<HD>, heads, T, Q::FIXED, ATTENTION_THREADS, Q::BYTES, stream, dqkv, D, dout, qkv, out, lse, T, NH, NKV, heads, group);
+        attention_launch(attention_backward_kv_bf16<HD>, kv_heads, T, KV::FIXED, ATTENTION_THREADS, KV::BYTES, stream, dqkv, D, dout, qkv, lse, T, NH, NKV, kv_heads, kv_group);
     }
     return 0;
 }

@@ -157,7 +157,8 @@ def on_cpu(monkeypatch):
 def test_pytorch_has_it(kernel, sizes, on_cpu):
     times, notes = torch_kernels.time_peers(kernel, sizes)
     if kernel.startswith("attention "):
-        assert times == {"FlashAttention-2": 5.0} and len(notes) == 1 and notes[0].startswith("cuDNN: ")
+        repeated = {"FlashAttention-2 in a fixed order": 5.0} if kernel.endswith("backward") else {}
+        assert times == {"FlashAttention-2": 5.0} | repeated and len(notes) == 1 and notes[0].startswith("cuDNN: ")
     else:
         assert list(times.values()) == [5.0] and not notes
 
@@ -188,4 +189,4 @@ def test_attention_on_mma_sync_without_a_gpu(tmp_path):
     build = subprocess.run([CONFIG["CXX"], "-std=c++17", "-O2", "-I.", "dev/test/attention_mma.cpp", "-o", tmp_path / "attention_mma", "-lm"], cwd=ROOT, capture_output=True, text=True)
     assert build.returncode == 0, build.stderr[-3000:]
     run = subprocess.run([tmp_path / "attention_mma"], capture_output=True, text=True)
-    assert run.returncode == 0 and "44 passed, 0 failed" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 0 and "52 passed, 0 failed" in run.stdout, run.stdout + run.stderr
