@@ -118,9 +118,9 @@ template <typename S> __device__ inline void hopper_forward(const CUtensorMap *q
     __shared__ alignas(8) unsigned long long barriers[S::BARRIERS];
     __shared__ HopperPiece pieces[S::Q_STAGES];
     extern __shared__ int4 attention_shared[];
-    const unsigned q_tiles = (shared_address(attention_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT, out_tile = q_tiles + S::Q_STAGES * S::Q_BYTES;
+    const unsigned q_tiles = (shared_address_once(attention_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT, out_tile = q_tiles + S::Q_STAGES * S::Q_BYTES;
     const unsigned k_tiles = out_tile + S::Q_BYTES, v_tiles = k_tiles + S::STAGES * S::KV_BYTES;
-    const Ring<S::Q_STAGES> q_ring(shared_address(barriers));
+    const Ring<S::Q_STAGES> q_ring(shared_address_once(barriers));
     const Ring<S::STAGES> k_ring(q_ring.full + 8 * ring_barriers<S::Q_STAGES>), v_ring(k_ring.full + 8 * ring_barriers<S::STAGES>);
     if (threadIdx.x == 0) {
         q_ring.init(1, 4 * S::WGS);  // every math warp arrives for itself
@@ -368,9 +368,9 @@ template <typename S> __device__ inline void hopper_backward_q(const CUtensorMap
     __shared__ alignas(8) unsigned long long barriers[S::BARRIERS];
     __shared__ HopperPiece pieces[S::Q_STAGES];
     extern __shared__ int4 attention_shared[];
-    const unsigned q_tiles = (shared_address(attention_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT, do_tiles = q_tiles + S::Q_STAGES * S::Q_BYTES;
+    const unsigned q_tiles = (shared_address_once(attention_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT, do_tiles = q_tiles + S::Q_STAGES * S::Q_BYTES;
     const unsigned k_tiles = do_tiles + S::Q_STAGES * S::Q_BYTES, v_tiles = k_tiles + S::STAGES * S::KV_BYTES;
-    const Ring<S::Q_STAGES> q_ring(shared_address(barriers));
+    const Ring<S::Q_STAGES> q_ring(shared_address_once(barriers));
     const Ring<S::STAGES> k_ring(q_ring.full + 8 * ring_barriers<S::Q_STAGES>);
     const Ring<S::V_STAGES> v_ring(k_ring.full + 8 * ring_barriers<S::STAGES>);
     if (threadIdx.x == 0) {
@@ -530,9 +530,9 @@ template <typename S> __device__ inline void hopper_backward_kv(const CUtensorMa
     __shared__ HopperPiece pieces[S::KV_STAGES];
     __shared__ alignas(8) float columns[S::STAGES][2][QUERIES];  // lse * log2(e) and D of the streamed queries
     extern __shared__ int4 attention_shared[];
-    const unsigned k_tiles = (shared_address(attention_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT, v_tiles = k_tiles + S::KV_STAGES * S::KV_BYTES;
+    const unsigned k_tiles = (shared_address_once(attention_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT, v_tiles = k_tiles + S::KV_STAGES * S::KV_BYTES;
     const unsigned q_tiles = v_tiles + S::KV_STAGES * S::KV_BYTES, do_tiles = q_tiles + S::STAGES * S::Q_BYTES;
-    const Ring<S::KV_STAGES> kv_ring(shared_address(barriers));
+    const Ring<S::KV_STAGES> kv_ring(shared_address_once(barriers));
     const Ring<S::STAGES> ring(kv_ring.full + 8 * ring_barriers<S::KV_STAGES>);
     if (threadIdx.x == 0) {
         kv_ring.init(1, S::WGS);  // one thread per warpgroup, after its results have left the tiles

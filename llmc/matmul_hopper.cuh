@@ -408,8 +408,8 @@ template <typename S> __device__ inline void hopper_matmul(const CUtensorMap *a_
     __shared__ alignas(8) unsigned long long barriers[S::BARRIERS];
     __shared__ float side[2][S::SIDE_WORDS];
     extern __shared__ int4 matmul_shared[];
-    const unsigned tiles = (shared_address(matmul_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT, staged = tiles + S::STAGES * S::STAGE_BYTES;
-    const unsigned full = shared_address(barriers), empty = full + 8 * S::STAGES, aux_barriers = empty + 8 * S::STAGES;
+    const unsigned tiles = (shared_address_once(matmul_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT, staged = tiles + S::STAGES * S::STAGE_BYTES;
+    const unsigned full = shared_address_once(barriers), empty = full + 8 * S::STAGES, aux_barriers = empty + 8 * S::STAGES;
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::STAGES; i++) {
             mbarrier_init(full + 8 * i, 1);

@@ -30,6 +30,13 @@ enum { WARPGROUP = 128, BOX_ROWS = 64, BOX_COLUMNS = 64, BOX_BYTES = BOX_ROWS * 
 
 // Shared memory is addressed by 32-bit byte offsets: half the registers of a pointer.
 __device__ inline unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
+// The same, computed here and once: the compiler takes the address of a variable for a constant and computes it anew at every use, which in a kernel
+// of sm_90 needs the block's place in its cluster, a slow instruction before a tile's first product.
+__device__ inline unsigned shared_address_once(const void *p) {
+    unsigned address = shared_address(p);
+    asm volatile("" : "+r"(address));
+    return address;
+}
 __device__ inline unsigned pack_bf16(float low, float high) {
     __nv_bfloat162 p = __floats2bfloat162_rn(low, high);
     return *(unsigned *)&p;
