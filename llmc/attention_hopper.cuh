@@ -66,19 +66,21 @@ template <int WGS> constexpr int producer_registers = WGS == 2 ? 40 : WGS == 3 ?
 // ---- softmax of a 64 x KEYS tile of scores held by a warpgroup; a lane has two rows, four lanes share a row
 
 // Scores become probabilities relative to the running maximum; fade is what earlier sums must be multiplied by. Returns whether a maximum
-// of the warp has moved.
-template <int KEYS> __device__ inline bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], float (&row_sum)[2], float (&fade)[2], float scale2) {
+// of the warp has moved. LAZY: with SOFTMAX_SLACK.
+template <int KEYS, bool LAZY> __device__ inline bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], float (&row_sum)[2], float (&fade)[2], float scale2) {
+    const float slack = SOFTMAX_SLACK / scale2;
     bool moved = false;
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float x = fmaxf(row_max[r], s[2 * r]), y = s[2 * r + 1];  // two chains each: latency counts with so few warps
+        float x = s[2 * r], y = s[2 * r + 1];  // two chains each: latency counts with so few warps
         #pragma unroll
         for (int n = 4 + 2 * r; n < KEYS / 2; n += 4) { x = fmaxf(x, s[n]); y = fmaxf(y, s[n + 1]); }
         x = fmaxf(x, y);
         x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
         x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+        x = LAZY ? (x - slack > row_max[r] ? x : row_max[r]) : fmaxf(x, row_max[r]);
         fade[r] = exp2_approx((row_max[r] - x) * scale2);
-        moved |= x > row_max[r];
+        moved |= x != row_max[r];
         row_max[r] = x;
     }
     const float shift0 = row_max[0] * scale2, shift1 = row_max[1] * scale2;
@@ -107,7 +109,7 @@ template <int KEYS> __device__ inline void mask_tile(float (&s)[KEYS / 2], int r
 // WGS math warpgroups of 64 rows each; STAGES key and value tiles of KEYS rows in flight.
 template <int HD_, int WGS_, int KEYS_, int STAGES_, bool OVERLAP_> struct HopperForward {
     static constexpr int HD = HD_, WGS = WGS_, KEYS = KEYS_, STAGES = STAGES_, ROWS = 64 * WGS, THREADS = WARPGROUP * (WGS + 1), Q_STAGES = 2;
-    static constexpr bool OVERLAP = OVERLAP_;
+    static constexpr bool OVERLAP = OVERLAP_, LAZY = HD == 128;  // narrow heads lose more by the comparison than by what it saves
     static constexpr int Q_BYTES = tile_bytes<ROWS, HD>, KV_BYTES = tile_bytes<KEYS, HD>;
     static constexpr int BYTES = TILE_ALIGNMENT + (Q_STAGES + 1) * Q_BYTES + 2 * STAGES * KV_BYTES, BARRIERS = ring_barriers<Q_STAGES> + 2 * ring_barriers<STAGES>;
     static_assert(BYTES + 8 * BARRIERS <= 232448, "Hopper has 227 KiB per block");
@@ -183,7 +185,7 @@ template <typename S> __device__ inline void hopper_forward(const CUtensorMap *q
                 for (int k = 0; k < KEYS / 16; k++) wgmma<HD, 1>(o, p[k], operand_mn<KEYS>(v_tile, k), 1);
                 wgmma_commit();
             };
-            auto fade_out = [&](bool moved) {  // late tiles seldom move a maximum; a factor of 1 may be left out
+            auto fade_out = [&](bool moved) {  // a factor of 1 may be left out
                 if (!moved) return;
                 #pragma unroll
                 for (int k = 0; k < HD / 2; k++) o[k] *= fade[k / 2 % 2];
@@ -196,7 +198,7 @@ template <typename S> __device__ inline void hopper_forward(const CUtensorMap *q
                 wgmma_pin(x);
                 if (lane == 0) k_ring.release(use);
                 mask_tile<WIDTH>(x, row, (n - 1) * KEYS);
-                softmax_tile<WIDTH>(x, row_max, row_sum, fade, scale2);
+                softmax_tile<WIDTH, S::LAZY>(x, row_max, row_sum, fade, scale2);
                 fragment_round<WIDTH>((unsigned (&)[WIDTH / 16][4])p, x);
                 #pragma unroll
                 for (int k = WIDTH / 4; k < KEYS / 4; k++) p[k / 4][k % 4] = 0;
@@ -227,7 +229,7 @@ template <typename S> __device__ inline void hopper_forward(const CUtensorMap *q
                     }
                     wgmma_pin(s);
                     if (lane == 0) k_ring.release(use);
-                    const bool moved = softmax_tile<KEYS>(s, row_max, row_sum, fade, scale2);
+                    const bool moved = softmax_tile<KEYS, S::LAZY>(s, row_max, row_sum, fade, scale2);
                     if constexpr (S::OVERLAP) {
                         wgmma_hold(row_sum[0] + row_sum[1]);
                         wgmma_wait<0>();

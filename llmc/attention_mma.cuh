@@ -156,10 +156,6 @@ template <typename S> __device__ inline void store_rows(bf16 *head, int stride, 
 
 // ---- bf16 forward
 
-// Weights may refer to any number near a row's maximum. The running one, and the sums that refer to it, move only when a score exceeds it by more than
-// this many powers of two (as in FlashAttention-4): seldom, and weights stay below 2^8. On wgmma it gained nothing (dev/LOG.md).
-constexpr float SOFTMAX_SLACK = 8;
-
 // Scores p become weights relative to row_max. Where a score exceeds that by more than SOFTMAX_SLACK it moves, and row_sum and o with it;
 // lanes that share a row (four) meet only then.
 template <int MT, int NT, int ND> __device__ inline void online_softmax(float (&p)[MT][NT][4], float (&o)[MT][ND][4], float (&row_max)[MT][2], float (&row_sum)[MT][2], float scale2) {

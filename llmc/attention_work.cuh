@@ -27,4 +27,8 @@ static inline int attention_group(int T, int HD, int element_bytes) {
     return pair > budget ? 1 : (int)(budget / pair);
 }
 
+// Weights may refer to any number near a row's maximum. The running one, and the sums that refer to it, move only when a score exceeds it by more than
+// this many powers of two (as in FlashAttention-4): seldom, and weights stay below 2^8.
+constexpr float SOFTMAX_SLACK = 8;
+
 #endif
