@@ -1,4 +1,5 @@
-// Which rows of which head a block of attention works on, and where a head lies in the packed rows of q, k, v: the same for all kernels of attention.
+// Which rows of which head a block of attention works on, where a head lies in the packed rows of q, k, v, and when a row's maximum moves: the same for all
+// kernels of attention.
 #ifndef LLMC_ATTENTION_WORK_CUH
 #define LLMC_ATTENTION_WORK_CUH
 
