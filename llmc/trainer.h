@@ -495,10 +495,7 @@ static inline void train_step(Trainer *t, double *clock) {
 }
 
 // After a step all ranks meet. Returns the signal that stops the run, because any of them got it, or 0.
-static inline int agree(const Trainer *t) {
-    const int all = stop_meet(&t->comm, 0);
-    return all & MEET_SIGTERM ? SIGTERM : all & MEET_SIGUSR1 ? SIGUSR1 : all & MEET_SIGPIPE ? SIGPIPE : 0;
-}
+static inline int agree(const Trainer *t) { return stop_signal_of(stop_meet(&t->comm, 0)); }
 
 // An evaluation between steps, which a signal may have ended early.
 static inline int score_and_agree(Trainer *t) {

@@ -3,14 +3,17 @@
 Every case runs the CPU trainer built with ASan and UBSan (so that hostile files are caught reading out of bounds), and the
 GPU trainer where there is a GPU: both share options.h, trainer.h, dataloader.h, safetensors.h and checkpoint.h.
 """
+import fcntl
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import struct
 import subprocess
 import tempfile
+import termios
 import time
 from pathlib import Path
 
@@ -42,9 +45,10 @@ def trainer(request, tmp_path):
         return subprocess.run(words(*arguments), cwd=tmp_path, capture_output=True, text=True, errors="replace", timeout=300, env=ENVIRONMENT | more)
     started = []
 
-    def start(*arguments):
+    def start(*arguments, **more):
         """The same, left running."""
-        started.append(subprocess.Popen(words(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=ENVIRONMENT))
+        more = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
+        started.append(subprocess.Popen(words(*arguments), cwd=tmp_path, text=True, errors="replace", env=ENVIRONMENT, **more))
         return started[-1]
     run.start, run.program = start, request.param
     yield run
@@ -386,6 +390,29 @@ def test_a_signal_together_with_the_end_of_the_output(trainer, tmp_path):
     process.send_signal(signal.SIGUSR1)
     process.stdout.close()
     assert process.wait(60) == 0 and list((tmp_path / "run").glob("step_*"))
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_the_terminal_is_closed(trainer, tmp_path, nohup):
+    """Saved; behind nohup the run goes on."""
+    ours, theirs = pty.openpty()
+
+    def begin():
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+
+    process = trainer.start("-o", tmp_path / "run", "-n", "1000000", "-x", "1000000", stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=begin)
+    os.close(theirs)
+    wait_for_start(process, tmp_path / "run/main.jsonl")
+    os.close(ours)
+    if nohup:
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    end = json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[-1])
+    assert end["reason"] == ("Terminated" if nohup else "Hangup") and (tmp_path / f"run/step_{end['step']:08}").exists()
 
 
 def test_a_resumed_run_says_that_its_data_changed(trainer, tmp_path):
