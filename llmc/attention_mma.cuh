@@ -44,6 +44,13 @@ template <typename S> struct TileCopy {
             if (ROWS % PASS == 0 || row + i * PASS < ROWS)
                 copy_async_16(tile + to + i * PASS * S::ROW, mine + (unsigned)(i * PASS * stride), first + row + i * PASS < T);
     }
+    // The j-th streamed tile of both, into its stage.
+    __device__ void keys_and_values(unsigned stages, const PackedHead<const bf16> &in, int j, int T) const {
+        const unsigned tile = stages + j % 2 * S::STAGE;
+        rows<S::STREAMED>(tile, in.k, j * S::STREAMED, T);
+        rows<S::STREAMED>(tile + S::STREAMED_TILE, in.v, j * S::STREAMED, T);
+        copy_async_commit();
+    }
 };
 
 // Where a lane reads 16 by 16 elements for ldmatrix: four matrices of 8 by 8, columns by columns (a first operand, and a transposed second one) or
@@ -214,15 +221,9 @@ attention_forward_bf16(bf16 *out, float *lse, const bf16 *qkv, int T, int NH, in
 
     const TileCopy<S> copy(stride);
     const unsigned place = lane_place<S>(), second = lane_place_second<S>();
-    auto load = [&](int j) {
-        const unsigned k_tile = stages + j % 2 * S::STAGE;
-        copy.template rows<S::STREAMED>(k_tile, in.k, j * S::STREAMED, T);
-        copy.template rows<S::STREAMED>(k_tile + S::STREAMED_TILE, in.v, j * S::STREAMED, T);
-        copy_async_commit();
-    };
     copy.template rows<S::FIXED>(q_tile, in.q, block_row, T);
     copy_async_commit();
-    load(0);
+    copy.keys_and_values(stages, in, 0, T);
     copy_async_wait<1>();
     __syncthreads();
     const OwnRows<S> q(q_tile + place + warp * 16 * MT * S::ROW);
@@ -234,7 +235,7 @@ attention_forward_bf16(bf16 *out, float *lse, const bf16 *qkv, int T, int NH, in
     for (int j = 0; j < tiles; j++) {
         copy_async_wait<0>();
         __syncthreads();  // tile j has arrived for all warps, and all have left the stage that is filled next
-        if (j + 1 < tiles) load(j + 1);
+        if (j + 1 < tiles) copy.keys_and_values(stages, in, j + 1, T);
         const int key0 = j * S::STREAMED;
         if (key0 > row0 + 16 * MT - 1) continue;  // all masked for this warp
         const unsigned k_tile = stages + j % 2 * S::STAGE;
@@ -282,19 +283,13 @@ attention_backward_q_bf16(bf16 *dqkv, float *D, const bf16 *dout, const bf16 *qk
 
     const TileCopy<S> copy(stride);
     const unsigned place = lane_place<S>(), second = lane_place_second<S>();
-    auto load = [&](int j) {
-        const unsigned k_tile = stages + j % 2 * S::STAGE;
-        copy.template rows<S::STREAMED>(k_tile, in.k, j * S::STREAMED, T);
-        copy.template rows<S::STREAMED>(k_tile + S::STREAMED_TILE, in.v, j * S::STREAMED, T);
-        copy_async_commit();
-    };
     static_assert(2 * S::STREAMED >= S::FIXED, "out passes through the second stage while the first one fills");
     const TileCopy<S> copy_out(NH * HD);
     copy.template rows<S::FIXED>(q_tile, in.q, block_row, T);
     copy_out.template rows<S::FIXED>(do_tile, dout + out_head, block_row, T);
     copy_out.template rows<S::FIXED>(stages + S::STAGE, out + out_head, block_row, T);
     copy_async_commit();
-    load(0);
+    copy.keys_and_values(stages, in, 0, T);
     copy_async_wait<1>();
     __syncthreads();
     if (threadIdx.x < S::FIXED) {  // one thread per row
@@ -324,7 +319,7 @@ attention_backward_q_bf16(bf16 *dqkv, float *D, const bf16 *dout, const bf16 *qk
     for (int j = 0; j < tiles; j++) {
         copy_async_wait<0>();
         __syncthreads();
-        if (j + 1 < tiles) load(j + 1);
+        if (j + 1 < tiles) copy.keys_and_values(stages, in, j + 1, T);
         unsigned k_part = stages + j % 2 * S::STAGE;
         #pragma unroll 1
         for (int key0 = j * S::STREAMED; key0 < (j + 1) * S::STREAMED && key0 < row0 + 16 * MT; key0 += 8 * NT, k_part += 8 * NT * S::ROW) {
