@@ -17,8 +17,7 @@ static void test_one_step(const char *folder, const Options *o, const char *name
     const size_t N = (size_t)d.B * d.T;
     float loss, norm, *reference = debug_floats(&d, "loss", 1), *values = (float *)malloc_or_die((N > (size_t)m.config.vocab_size ? N : (size_t)m.config.vocab_size) * sizeof(float));
     for (int micro = 0; micro < 2; micro++) model_micro_step(&m, d.tokens, d.targets, micro, 2);
-    model_loss_and_norm(&m, &loss, &norm);
-    debug_update(&m, norm, 1);
+    debug_step(&m, &loss, &norm, 1);
     check(fabs((double)loss - reference[0]) <= bounds_of(&m).loss && isfinite(norm), "%s, %s: loss %.6f, PyTorch %.6f", folder, name, loss, reference[0]);
     double after = 0;
     model_losses(&m, d.tokens, d.targets, d.T / 2, values);
@@ -97,6 +96,7 @@ static void test_one_gpu(const char *folder, const char *output) {
     test_head_chunks(folder, &o, sizeof(floatX) == 2, sizeof(floatX) == 2 ? 1e-2 : 1e-5);
     test_bf16_states(folder, &o, sizeof(floatX) == 2 ? 1e-1 : 2e-2);
     test_memory(folder, &o, 512, 10 << 20);
+    test_verdict(folder, &o);
     test_resume(folder, &o, output);
     const Options least = least_memory(o);
     char least_output[4200];
@@ -112,7 +112,6 @@ static void test_one_gpu(const char *folder, const char *output) {
 
 // What a run that does not fit is told, on the tables of large models, which no device holds. bf16 builds only, for the sizes' sake.
 static void test_memory_hint(void) {
-    const Comm alone = COMM_ALONE;
     const struct { const char *model; int B, T, free_gib; const char *hint; int generate; } cases[] = {
         {"gpt2:124M", 64, 1024, 23, "; or this one with --recompute 1"},
         {"gpt2:124M", 8192, 64, 139, "; or this one with --recompute 2 --head-chunks 8"},
@@ -123,21 +122,21 @@ static void test_memory_hint(void) {
         {"llama3:8B", 1024, 256, 30, " would fit (more with --recompute 3 --head-chunks 8)", 1},
     };
     for (const auto &c : cases) {
-        Model m;
         char text[256];
+        Config config;
         const size_t free_bytes = (size_t)c.free_gib << 30;
-        memset(&m, 0, sizeof m);
-        config_parse(c.model, &m.config);
-        m.options = options_default();
-        m.options.generate = c.generate;
-        m.mesh = &one_rank; m.comm = &alone; m.local = m.config; m.spread = 1; m.B = c.B; m.T = c.T;
-        m.table = params_table(&m.config);
-        m.num_chunks = adam_chunks(&m, NULL);
-        model_memory_hint(text, sizeof text, free_bytes, NULL, &m);
-        const size_t bytes = model_bytes(&m, &m.options, c.B), named = (size_t)atoi(text + strcspn(text, "0123456789")), room = free_bytes - model_reserve(&m);
-        const int largest = c.B < 64 || (model_bytes(&m, &m.options, (int)named) <= room && model_bytes(&m, &m.options, (int)named + 1) > room);
-        check(bytes > free_bytes && largest && strlen(text) > strlen(c.hint) && strcmp(text + strlen(text) - strlen(c.hint), c.hint) == 0, "%s, B %d, %.1f GiB where %d are free: %s", c.model, c.B, (double)bytes / 1073741824.0, c.free_gib, text);
-        params_free(&m.table);
+        Options o = options_default();
+        config_parse(c.model, &config);
+        o.generate = c.generate;
+        o.batch_size = c.B;
+        o.seq_len = c.T;
+        ParamTable table = params_table(&config);
+        Plan p = plan_make(&config, &o, &one_rank, &table);
+        run_memory_hint(text, sizeof text, free_bytes, NULL, &p);
+        const size_t bytes = run_bytes(&p, &o, c.B), named = (size_t)atoi(text + strcspn(text, "0123456789")), room = free_bytes - run_reserve(&p);
+        const int is_largest = c.B < 64 || (run_bytes(&p, &o, (int)named) <= room && run_bytes(&p, &o, (int)named + 1) > room);
+        check(bytes > free_bytes && is_largest && strlen(text) > strlen(c.hint) && strcmp(text + strlen(text) - strlen(c.hint), c.hint) == 0, "%s, B %d, %.1f GiB where %d are free: %s", c.model, c.B, (double)bytes / 1073741824.0, c.free_gib, text);
+        params_free(&table);
     }
 }
 
@@ -159,13 +158,12 @@ static double train_on_ranks(const char *folder, const Comm *comm, int stage, in
     const Mesh mesh = mesh_open(comm, 1);
     model_open(&m, &c, &o, &mesh);
     model_load_weights(&m, folder);
-    const size_t first = (size_t)comm->rank * m.B * m.T;
+    const size_t first = (size_t)comm->rank * m.plan.N;
     for (int step = 1; step <= 10; step++) {
         model_micro_step(&m, d.tokens + first, d.targets + first, 0, 1);
-        model_loss_and_norm(&m, &loss, &norm);
+        debug_step(&m, &loss, &norm, step);
         worst = fmax(worst, fabs((double)loss - losses[step - 1]));
         *hash = comm_hash(comm_hash(*hash, &loss, sizeof loss), &norm, sizeof norm);
-        debug_update(&m, norm, step);
     }
     float *weights = (float *)malloc_or_die(m.table.total * sizeof(float));
     model_read(&m, SLOT_WEIGHT, 0, m.table.total, weights);
@@ -210,11 +208,13 @@ static void test_ranks(const char *folder, const Comm *comm) {
 
 // ---- tensor parallelism
 
+static const Config *local_config(const Model *m) { return &m->plan.local; }
+static int batch_of(const Model *m) { return m->plan.B; }
 static void logits_of(const Model *m, int rows, float *out) {
-    const size_t count = (size_t)rows * m->local.padded_vocab_size;
+    const size_t count = (size_t)rows * m->plan.local.padded_vocab_size;
     floatX *stored = (floatX *)malloc_or_die(count * sizeof(floatX));
     cudaCheck(cudaStreamSynchronize(m->gpu.compute));
-    cudaCheck(cudaMemcpy(stored, m->logits, count * sizeof(floatX), cudaMemcpyDeviceToHost));
+    cudaCheck(cudaMemcpy(stored, m->b.logits, count * sizeof(floatX), cudaMemcpyDeviceToHost));
     for (size_t i = 0; i < count; i++) out[i] = (float)stored[i];
     free(stored);
 }

@@ -766,6 +766,11 @@ double model_peak_bytes(const Model *m) { (void)m; return 0; }
 void model_timing_begin(Model *m) { (void)m; timing_start(); }
 void model_timing_end(Model *m) { (void)m; timing.on = 0; }
 void model_report(const Model *m, FILE *f) { (void)m; (void)f; }  // products have one way here
+void model_tune(Model *m) { (void)m; }
+void model_print_plan(const Model *m, FILE *f) {
+    static const char *const recompute[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
+    fprintf(f, "plan      products and sums fp32 | backward recomputes %s | head on %d rows at a time | m and v %s\n", recompute[m->recompute], m->head_rows, m->bf16_states ? "bf16" : "fp32");
+}
 OverlapCounts model_overlap(const Model *m) { (void)m; return (OverlapCounts){0, 0, 0}; }  // counted on GPUs
 double model_memory_gib(const Model *m) { return (double)m->bytes / 1073741824.0; }
 
@@ -1036,7 +1041,7 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     for (int n = 0; n < N; n++) m->loss += m->losses[n] / tokens;
 }
 
-void model_loss_and_norm(Model *m, float *loss, float *norm) {
+static void loss_and_norm(Model *m, float *loss, float *norm) {
     double squares = 0;
     for (int u = 0; u < m->table.num_units; u++) {
         Span spans[TP_MAX_SPANS];
@@ -1049,7 +1054,7 @@ void model_loss_and_norm(Model *m, float *loss, float *norm) {
     if (m->mesh->job.world > 1) timing_clock_lap(TIMING_RANKS, 0, 0);
 }
 
-void model_update(Model *m, const AdamWParams *p) {
+static void update_weights(Model *m, const UpdateParams *p, float grad_scale) {
     watchdog_beat(PHASE_UPDATE, -1);
     size_t updated = 0;
     for (int i = 0; i < m->table.count; i++) {
@@ -1057,14 +1062,14 @@ void model_update(Model *m, const AdamWParams *p) {
         const Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
         if (s.count == 0) continue;
         updated += s.count;
-        float *weight = m->weights + s.begin, decay = t->decay ? p->weight_decay : 0;
+        float *weight = m->weights + s.begin, lr = t->rate * p->lr, decay = t->decay * p->weight_decay;
         void *mine[] = {slot_place(m, SLOT_M, s.begin, s.count), slot_place(m, SLOT_V, s.begin, s.count)};
-        if (!m->bf16_states) adamw_update_cpu(weight, (float *)mine[0], (float *)mine[1], m->grads + s.begin, s.count, p->lr, p->beta1, p->beta2, p->eps, decay, p->grad_scale, p->step);
+        if (!m->bf16_states) adamw_update_cpu(weight, (float *)mine[0], (float *)mine[1], m->grads + s.begin, s.count, lr, p->beta1, p->beta2, p->eps, decay, grad_scale, p->step);
         else for (size_t at = 0, n; at < s.count; at += n) {  // the random bits belong to the element of the whole tensor
             const size_t element = s.begin - t->offset + at;
             const ParamPart *part = param_part_at(t, element);
             n = param_run(t, element, s.count - at);
-            adamw_update_bf16_cpu(weight + at, (uint16_t *)mine[0] + at, (uint16_t *)mine[1] + at, m->grads + s.begin + at, n, p->lr, p->beta1, p->beta2, p->eps, decay, p->grad_scale, p->step, m->seed,
+            adamw_update_bf16_cpu(weight + at, (uint16_t *)mine[0] + at, (uint16_t *)mine[1] + at, m->grads + s.begin + at, n, lr, p->beta1, p->beta2, p->eps, decay, grad_scale, p->step, m->seed,
                                   t->whole_offset + (part ? param_whole(t, part, element) : element));
         }
     }
@@ -1075,6 +1080,14 @@ void model_update(Model *m, const AdamWParams *p) {
         comm_all_gather(&m->mesh->dp, m->weights + all.begin, all.count / (size_t)m->mesh->dp.world * sizeof(float));
     }
     if (m->zero_stage) timing_clock_lap(TIMING_RANKS, 0, 0);
+}
+
+StepResult model_update(Model *m, const UpdateParams *p) {
+    StepResult r;
+    loss_and_norm(m, &r.loss, &r.norm);
+    r.verdict = step_verdict(r.loss, r.norm, p->most_loss, p->most_norm);
+    if (r.verdict == STEP_APPLIED) update_weights(m, p, step_grad_scale(r.norm, p->clip));
+    return r;
 }
 
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {

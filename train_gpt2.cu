@@ -1,6 +1,607 @@
-// Trains GPT-2, Llama 3 and Qwen2.5 on a GPU. The model is llmc/model.cuh, the loop llmc/trainer.h, all options --help.
+// GPT-2, Llama 3 and Qwen2.5 on GPUs: what a model keeps, block, forward, backward, update, in the order of train_gpt2.c, which computes the same
+// in plain loops. Below each call lies one header: a kernel (llmc/kernels), a linear layer with all that belongs to it (llmc/ranks/linear.cuh), a
+// decision that was taken before the first step (llmc/model/plan.cuh). The training loop is llmc/trainer.h, all options are --help.
 //   make train_gpt2cu && ./train_gpt2cu -i "data/*_train_*.bin" -j "data/*_val_*.bin" -e gpt2:124M -b 64 -d 524288 -o out
-#include "llmc/decode.cuh"
+//
+// One block, for every family:
+//   h1 = norm1(x)     q,k,v = rope(h1 Wqkv^T + b)     y = attention(q,k,v)     x' = x + y Wproj^T + b
+//   h2 = norm2(x')    f = h2 Wfc^T + b                a = activation(f)        x'' = x' + a Wfcproj^T + b
+// The sum x + branch is taken by the norm that reads it: the stream travels with the branch that it has not added yet.
+//
+// The first micro-step of a step overwrites gradients, the others add. The head runs in --head-chunks parts, forward and backward of each before
+// the next: losses and the gradient of h are those of one part, bit for bit.
+#include "llmc/graph.cuh"
+#include "llmc/mfu.h"
+#include "llmc/model/hints.cuh"
+#include "llmc/model/parameters.cuh"
+
+// ---- what is kept
+
+struct Model {
+    Config config;         // of the whole model
+    ParamTable table;      // of this rank
+    const Mesh *mesh;
+    Plan plan, decoding;   // of training and evaluation; of generation
+    Gpu gpu;
+    Memory memory;
+    Buffers b;
+    Links links;
+    Matmul matmul, decode_matmul;
+    KvCache cache;         // empty unless this rank samples
+    Graph graphs[2];       // of the first micro-step of a step, and of those that follow
+    OverlapCounts met;     // in the last step
+    size_t num_updated;    // weights that this rank updates
+    cudaEvent_t copied[2]; // tokens of either slot
+    int slot;
+};
+
+// A norm's weights, their gradients, and what it keeps of its rows.
+typedef struct {
+    const floatX *weight, *bias;
+    floatX *dweight, *dbias;
+    float *mean, *rstd;
+    const floatX *x;  // what it reads: the stream
+} Norm;
+
+// A block as one pass sees it.
+typedef struct {
+    Norm norm1, norm2;
+    Linear qkv, proj, fc, fcproj;
+    floatX *h1, *q_k_v, *y, *x_mid, *h2, *a, *x_out;
+    float *lse;
+    ActivationGradient activation;
+} Block;
+
+// The residual stream on its way: x, and a branch that is not added yet (NULL: none).
+typedef struct { const floatX *x, *branch; } Residual;
+
+// ---- units: weights are there between get and release; gradients go to other ranks when they are released
+
+static floatX *param_pointer(floatX *buffer, const ParamTable *t, int unit, Role role) {
+    const size_t at = param_at(t, unit, role);
+    return at == NO_PARAM || !buffer ? NULL : buffer + at;
+}
+static floatX *unit_get(Model *m, int unit) {
+    zero_wait(&m->links.zero, unit);
+    return m->b.weights;
+}
+static void unit_release(Model *m, const Pass *p, int unit) {
+    if (p->reduce) zero_reduce(&m->links.zero, m->b.grads, unit);
+}
+static Norm norm_of(Model *m, floatX *weights, int unit, Role weight, Role bias, float *mean, float *rstd, const floatX *x) {
+    const ParamTable *t = &m->table;
+    return {param_pointer(weights, t, unit, weight), param_pointer(weights, t, unit, bias), param_pointer(m->b.grads, t, unit, weight),
+            param_pointer(m->b.grads, t, unit, bias), mean, rstd, x};
+}
+static Linear linear_of(Model *m, floatX *weights, const Linear *planned, int unit, Role weight, Role bias, ColumnSums sums) {
+    const ParamTable *t = &m->table;
+    Linear l = *planned;
+    l.weight = param_pointer(weights, t, unit, weight);
+    l.bias = param_pointer(weights, t, unit, bias);
+    l.dweight = param_pointer(m->b.grads, t, unit, weight);
+    l.dbias = param_pointer(m->b.grads, t, unit, bias);
+    l.sums = sums;
+    return l;
+}
+static const floatX *block_input(const Model *m, int l) { return l == 0 ? m->b.x_embedding : m->b.blocks[l - 1].x_out; }
+static Block block_get(Model *m, const Pass *p, int l) {
+    const Plan *plan = p->cache ? &m->decoding : &m->plan;
+    const BlockActs *a = &m->b.blocks[l];
+    const int u = l + 1;
+    floatX *w = unit_get(m, u);
+    const ColumnSums stream = {m->b.stream_sums, 1}, none = {NULL, 0};
+    const ColumnSums gelu = {m->b.column_sums, plan->fcproj.gradient_fused ? (int)ceil_div((size_t)p->N, BOX_ROWS) : 0};
+    Block b;
+    b.norm1 = norm_of(m, w, u, ROLE_LN1W, ROLE_LN1B, a->mean1, a->rstd1, block_input(m, l));
+    b.norm2 = norm_of(m, w, u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
+    b.qkv = linear_of(m, w, &plan->qkv, u, ROLE_QKVW, ROLE_QKVB, none);
+    b.proj = linear_of(m, w, &plan->proj, u, ROLE_PROJW, ROLE_PROJB, stream);
+    b.fc = linear_of(m, w, &plan->fc, u, ROLE_FCW, ROLE_FCB, gelu);
+    b.fcproj = linear_of(m, w, &plan->fcproj, u, ROLE_FCPROJW, ROLE_FCPROJB, stream);
+    b.h1 = a->h1;
+    b.q_k_v = a->qkv;
+    b.y = a->y;
+    b.x_mid = a->x_mid;
+    b.h2 = a->h2;
+    b.a = a->a;
+    b.x_out = a->x_out;
+    b.lse = a->lse;
+    b.fc.aux = a->f;
+    b.activation.slopes = a->f;
+    b.activation.out = plan->fcproj.gradient_fused && plan->recomputes_activation ? a->f : m->b.df;
+    b.activation.activated = a->a;
+    b.activation.apart = m->b.da;
+    b.activation.sums = gelu;
+    return b;
+}
+
+// ---- forward
+
+// The norm of the stream, which it adds up on the way and keeps in `sum`.
+static void residual_norm(const Model *m, const Pass *p, const Norm *n, floatX *out, floatX *sum, Residual *r) {
+    const Config *c = &m->config;
+    if (!r->branch) {
+        norm_forward(c->norm, out, n->mean, n->rstd, r->x, n->weight, n->bias, p->rows, p->C, c->norm_eps, p->stream);
+        return;
+    }
+    residual_norm_forward(c->norm, sum, out, n->mean, n->rstd, r->x, r->branch, n->weight, n->bias, p->rows, p->C, c->norm_eps, p->stream);
+    *r = {sum, NULL};
+}
+static void attend(const Model *m, const Pass *p, const Block *b, int l) {
+    const Config *c = &m->plan.local;
+    const int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
+    if (!p->cache) {
+        attention_forward(b->y, b->lse, b->q_k_v, p->B, p->T, NH, NKV, HD, p->stream);
+        return;
+    }
+    const KvCache *k = p->cache;
+    const size_t layer = (size_t)l * p->B * NKV * k->room * HD;
+    attention_decode(b->y, k->keys + layer, k->values + layer, b->q_k_v, p->B, p->T, k->count, k->room, NH, NKV, HD, p->stream);
+}
+// A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
+static void block_inside(const Model *m, const Pass *p, const Block *b, int l, Residual *x) {
+    residual_norm(m, p, &b->norm1, b->h1, l ? m->b.blocks[l - 1].x_out : NULL, x);
+    linear_forward(p, &b->qkv, b->q_k_v, b->h1);
+    attend(m, p, b, l);
+    x->branch = linear_project(p, &b->proj, b->y);
+    residual_norm(m, p, &b->norm2, b->h2, b->x_mid, x);
+    linear_forward(p, &b->fc, b->a, b->h2);
+}
+static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
+    Range range("block", l);
+    watchdog_beat(PHASE_FORWARD, l);
+    const Block b = block_get(m, p, l);
+    block_inside(m, p, &b, l, x);
+    x->branch = linear_project(p, &b.fcproj, b.a);
+}
+
+// m->b.tokens (B,T) -> the stream, m->b.x_embedding (rows,C)
+static void embed(Model *m, const Pass *p) {
+    const int Vp = m->plan.local.padded_vocab_size, first_word = m->mesh->tp.rank * Vp;
+    floatX *w = unit_get(m, 0), *wte = param_pointer(w, &m->table, 0, ROLE_WTE), *wpe = param_pointer(w, &m->table, 0, ROLE_WPE);
+    if (wpe && p->cache) wpe += (size_t)p->cache->count * p->C;
+    if (!pass_is_split(p)) {
+        embedding_forward(m->b.x_embedding, m->b.tokens, wte, wpe, p->B, p->T, p->C, 0, p->stream);
+        return;
+    }
+    embedding_words(m->b.words, m->b.tokens, first_word, m->plan.local.vocab_size, Vp, p->N, p->stream);  // the others give zeros
+    embedding_forward(p->branch, m->b.words, wte, NULL, p->B, p->T, p->C, Vp, p->stream);
+    const floatX *x = rows_scatter(p, p->branch, wpe, p->T);
+    cudaCheck(cudaMemcpyAsync(m->b.x_embedding, x, pass_piece(p) * sizeof(floatX), cudaMemcpyDeviceToDevice, p->stream));
+}
+static Norm final_norm(Model *m) {
+    const int L = m->config.num_layers;
+    return norm_of(m, unit_get(m, L + 1), L + 1, ROLE_LNFW, ROLE_LNFB, m->b.mean_final, m->b.rstd_final, block_input(m, L));
+}
+// m->b.tokens (B,T) -> m->b.h_final (rows,C)
+static void model_forward(Model *m, const Pass *p) {
+    Range range("forward");
+    const int L = m->config.num_layers;
+    embed(m, p);
+    Residual x = {m->b.x_embedding, NULL};
+    for (int l = 0; l < L; l++) block_forward(m, p, l, &x);
+    const Norm norm = final_norm(m);
+    residual_norm(m, p, &norm, m->b.h_final, m->b.blocks[L - 1].x_out, &x);
+}
+
+// ---- head: forward and its own backward
+
+static floatX *head_weight(const Model *m, floatX *buffer) {
+    return m->config.tied ? param_pointer(buffer, &m->table, 0, ROLE_WTE) : param_pointer(buffer, &m->table, m->config.num_layers + 1, ROLE_HEADW);
+}
+// Losses of rows from n0 on; m->b.logits becomes their gradient. Of several ranks each has some of the columns.
+static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, int backward) {
+    const int rank = m->mesh->tp.rank, ranks = m->mesh->tp.world, V = m->plan.local.vocab_size, Vp = m->plan.local.padded_vocab_size;
+    Buffers *b = &m->b;
+    if (ranks == 1) {
+        classifier(b->logits, b->losses + n0, b->targets + n0, dloss, rows, V, Vp, backward, p->stream);
+        return;
+    }
+    classifier_parts(b->parts + (size_t)rank * rows, b->logits, b->targets + n0, rank, rows, V, Vp, p->stream);
+    tp_gather(&p->exchange->tp, (float *)b->parts, (size_t)rows * (sizeof *b->parts / sizeof(float)));
+    classifier_ranks(b->logits, b->losses + n0, b->parts, b->targets + n0, dloss, ranks, rank, rows, V, Vp, backward, p->stream);
+}
+// m->b.h_final, m->b.targets -> m->b.losses; backward: the head's weight gradient, and that of h_final in p->branch (a part of a sum over ranks).
+static void head(Model *m, const Pass *p, float dloss, int backward) {
+    Range range("head");
+    const int C = p->C, Vp = m->plan.local.padded_vocab_size;
+    const floatX *w = head_weight(m, m->b.weights), *h_all = rows_gather(p, m->b.h_final);
+    for (int n0 = 0; n0 < p->N; n0 += m->plan.head_rows) {
+        const int rows = p->N - n0 < m->plan.head_rows ? p->N - n0 : m->plan.head_rows;
+        const floatX *h = h_all + (size_t)n0 * C;
+        matmul_forward(p->matmul, m->b.logits, h, w, NULL, NULL, rows, C, Vp, p->stream);
+        head_losses(m, p, n0, rows, dloss, backward);
+        if (!backward) continue;
+        matmul_backward_weight(p->matmul, head_weight(m, m->b.grads), m->b.logits, h, rows, C, Vp, p->accumulate || n0 > 0, p->stream);
+        matmul_backward_input(p->matmul, p->branch + (size_t)n0 * C, m->b.logits, w, NULL, rows, C, Vp, p->stream);
+    }
+}
+
+// ---- backward
+
+// The gradient of the stream, m->b.dx, goes on through a norm. Its column sums are left for the bias of the projection that made the norm's input.
+static void norm_gradient(Model *m, const Pass *p, const Norm *n, const floatX *dout) {
+    float *sums = m->config.linear_bias ? m->b.stream_sums : NULL;
+    norm_backward(m->config.norm, m->b.dx, n->dweight, n->dbias, sums, dout, n->x, n->weight, n->mean, n->rstd, p->rows, p->C, p->accumulate, p->scratch, p->stream);
+}
+// dqkv from the gradient of y in p->branch, before the rotation.
+static void attend_backward(Model *m, const Pass *p, Block *b) {
+    const Config *c = &m->plan.local;
+    const int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim, rope = c->position == POSITION_ROPE;
+    const int done = attention_backward(m->b.dqkv, p->branch, b->q_k_v, b->y, b->lse, p->B, p->T, NH, NKV, HD, m->b.attention, p->stream,
+                                        b->qkv.dbias ? m->b.column_sums : NULL, rope ? p->cos_sin : NULL);
+    if (rope && !(done & ATTENTION_ROTATED)) rope_backward(m->b.dqkv, p->cos_sin, p->B, p->T, NH, NKV, HD, p->stream);
+    b->qkv.sums = {m->b.column_sums, done & ATTENTION_SUMMED && (!rope || done & ATTENTION_ROTATED) ? p->B * ((p->T + 63) / 64) : 0};
+}
+// What the plan did not keep of a block.
+static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
+    const Plan *plan = &m->plan;
+    Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
+    if (plan->recomputes_blocks && l + 1 < m->config.num_layers) block_inside(m, p, b, l, &x);  // the last block's values are still there
+    if (plan->recomputes_norms) {
+        residual_norm(m, p, &b->norm1, b->h1, NULL, &x);
+        residual_norm(m, p, &b->norm2, b->h2, NULL, &x_mid);
+    }
+    if (plan->recomputes_activation && !plan->fcproj.gradient_fused)  // else in the gradient's product
+        activation_forward(m->config.mlp, b->a, b->fc.aux, 1, p->N, m->plan.local.ffn_dim, p->stream);
+}
+// m->b.dx is the gradient of the block's output on entry and of its input on return. Weight gradients hide what is on its way between ranks.
+static void block_backward(Model *m, const Pass *p, int l) {
+    Range range("block backward", l);
+    watchdog_beat(PHASE_BACKWARD, l);
+    Block b = block_get(m, p, l);
+    block_recompute(m, p, &b, l);
+    linear_backward_activation(p, &b.fcproj, &b.activation, m->b.dx);
+    linear_fetch_input(p, &b.fc, b.h2);
+    linear_backward_weight(p, &b.fcproj, m->b.dx, b.a);
+    linear_backward_input(p, &b.fc, b.activation.out);
+    linear_backward_weight(p, &b.fc, b.activation.out, b.h2);
+    norm_gradient(m, p, &b.norm2, linear_input_gradient(p, &b.fc));
+    linear_backward_project(p, &b.proj, p->branch, m->b.dx);
+    linear_fetch_input(p, &b.qkv, b.h1);
+    linear_backward_weight(p, &b.proj, m->b.dx, b.y);
+    attend_backward(m, p, &b);
+    linear_backward_input(p, &b.qkv, m->b.dqkv);
+    linear_backward_weight(p, &b.qkv, m->b.dqkv, b.h1);
+    norm_gradient(m, p, &b.norm1, linear_input_gradient(p, &b.qkv));
+    unit_release(m, p, l + 1);
+}
+
+// dx (rows,C) -> the embedding's gradients, which are added to.
+static void embed_backward(Model *m, const Pass *p) {
+    const int Vp = m->plan.local.padded_vocab_size, split = pass_is_split(p);
+    floatX *dwte = param_pointer(m->b.grads, &m->table, 0, ROLE_WTE), *dwpe = param_pointer(m->b.grads, &m->table, 0, ROLE_WPE);
+    const int *words = split ? m->b.words : m->b.tokens;
+    embedding_backward(dwte, dwpe, rows_gather(p, m->b.dx), words, p->B, p->T, p->C, Vp, split ? Vp : 0, p->scratch, p->stream);
+}
+// Zeros where something is added: the stream's gradient, and the embedding's before the first micro-step.
+static void clear_gradients(Model *m, const Pass *p) {
+    floatX *dwte = param_pointer(m->b.grads, &m->table, 0, ROLE_WTE), *dwpe = param_pointer(m->b.grads, &m->table, 0, ROLE_WPE);
+    const size_t row = (size_t)p->C * sizeof(floatX);
+    cudaCheck(cudaMemsetAsync(m->b.dx, 0, (size_t)p->rows * row, p->stream));
+    if (p->accumulate) return;
+    if (!m->config.tied) cudaCheck(cudaMemsetAsync(dwte, 0, (size_t)m->plan.local.padded_vocab_size * row, p->stream));
+    if (dwpe) cudaCheck(cudaMemsetAsync(dwpe, 0, (size_t)m->config.max_seq_len * row, p->stream));
+}
+// The head's backward has run: all other gradients of this micro-step.
+static void model_backward(Model *m, const Pass *p) {
+    Range range("backward");
+    const int L = m->config.num_layers;
+    const Norm norm = final_norm(m);
+    clear_gradients(m, p);
+    norm_gradient(m, p, &norm, rows_scatter(p, p->branch, NULL, 1));
+    unit_release(m, p, L + 1);
+    for (int l = L - 1; l >= 0; l--) block_backward(m, p, l);
+    embed_backward(m, p);
+    unit_release(m, p, 0);
+    if (!p->reduce || !pass_is_split(p)) return;
+    zero_wait_reduced(&m->links.zero);
+    tp_sum_copies(&m->links.rows.tp, m->b.grads, m->links.copies, m->links.num_copied, TP_BATCH_MOST);
+}
+
+// ---- one step
+
+static Pass pass_of(Model *m, int B, int T) {
+    Pass p = {};
+    p.B = B;
+    p.T = T;
+    p.N = B * T;
+    p.spread = m->mesh->tp.world;
+    p.rows = p.N / p.spread;
+    p.C = m->config.channels;
+    p.cos_sin = m->b.cos_sin;
+    p.matmul = &m->matmul;
+    p.exchange = &m->links.rows;
+    p.branch = m->b.branch;
+    p.scratch = m->b.reduce;
+    p.stream = m->gpu.compute;
+    return p;
+}
+// Copies tokens through one of two pinned slots, so that the host may refill the other at once.
+static void upload_tokens(Model *m, const int *inputs, const int *targets, size_t count) {
+    const size_t N = m->plan.N;
+    cudaStream_t s = m->gpu.compute;
+    assert(count <= N);
+    m->slot ^= 1;
+    cudaCheck(cudaEventSynchronize(m->copied[m->slot]));
+    int *host = m->b.host_tokens + 2 * N * m->slot;
+    memcpy(host, inputs, count * sizeof(int));
+    cudaCheck(cudaMemcpyAsync(m->b.tokens, host, count * sizeof(int), cudaMemcpyHostToDevice, s));
+    if (targets) {
+        memcpy(host + N, targets, count * sizeof(int));
+        cudaCheck(cudaMemcpyAsync(m->b.targets, host + N, count * sizeof(int), cudaMemcpyHostToDevice, s));
+    }
+    cudaCheck(cudaEventRecord(m->copied[m->slot], s));
+}
+// Forward and backward of the tokens that were uploaded. share: of one token in the step's loss.
+static void micro_step(Model *m, int accumulate, int reduce, float share) {
+    Pass p = pass_of(m, m->plan.B, m->plan.T);
+    p.accumulate = accumulate;
+    p.reduce = reduce;
+    if (!accumulate) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
+    model_forward(m, &p);
+    head(m, &p, share, 1);
+    loss_sum(&m->b.step->loss, m->b.losses, p.N, share, p.stream);
+    model_backward(m, &p);
+}
+void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
+    Range range("micro-step", micro);
+    watchdog_beat(PHASE_MICRO_STEP, -1);  // a replay says no more of where it is
+    const int dp = m->mesh->dp.world, last = micro == num_micro - 1, reduces = last && dp * m->mesh->tp.world > 1;
+    const float share = 1.0f / ((float)m->plan.N * (float)num_micro * (float)dp);
+    auto work = [&] { micro_step(m, micro > 0, reduces, share); };
+    upload_tokens(m, inputs, targets, m->plan.N);
+    if (micro == 0) memset(&m->links.rows.met, 0, sizeof m->links.rows.met);
+    const int meets_ranks = m->mesh->tp.world > 1 || (dp > 1 && (last || !zero_all_arrived(&m->links.zero)));
+    if (!m->plan.options.cuda_graphs || timing.on || meets_ranks) work();
+    else graph_run(&m->graphs[micro > 0], num_micro, m->gpu.compute, work);
+}
+
+// The step's loss and the square of its gradient's norm, of all ranks, in m->b.step. (A tensor-parallel group has one loss: its first rank's counts.)
+static void sum_over_ranks(Model *m) {
+    const Mesh *mesh = m->mesh;
+    StepScalars *step = m->b.step;
+    cudaStream_t s = m->gpu.compute;
+    if (mesh->job.world == 1) return;
+    if (mesh->tp.rank > 0) cudaCheck(cudaMemsetAsync(&step->loss, 0, sizeof step->loss, s));
+    if (m->links.p2p[SHORT_LOSS].opened) {
+        const uint32_t number = nccl_begin(&m->links.rows.tp.nccl, "loss and norm", 2 * sizeof(float), s);
+        p2p_all_reduce(&m->links.p2p[SHORT_LOSS], &step->loss, 2, s);
+        nccl_end(&m->links.rows.tp.nccl, number, s);
+    } else {
+        const Nccl *groups[] = {&m->links.rows.tp.nccl, &m->links.zero.nccl};
+        for (const Nccl *group : groups) {
+            if (group->world <= 1) continue;
+            const uint32_t number = nccl_begin(group, "loss and norm", 2 * sizeof(float) * (size_t)group->world, s);
+            nccl_all_gather(group, m->b.gathered_step, &step->loss, 2, s);
+            nccl_end(group, number, s);
+            step_sum(step, m->b.gathered_step, group->world, s);
+        }
+    }
+    timing_lap(TIMING_RANKS, 0, 0, s);
+}
+static void queue_norm(Model *m) {
+    cudaStream_t s = m->gpu.compute;
+    zero_wait_reduced(&m->links.zero);
+    if (m->mesh->job.world == 1) global_norm_squared(&m->b.step->norm_squared, m->b.grads, m->table.total, m->b.reduce, s);
+    else global_norm_squared_spans(&m->b.step->norm_squared, m->b.grads, m->b.shards, m->b.num_shards, m->b.reduce, s);
+    sum_over_ranks(m);
+}
+static void queue_adamw(Model *m, const UpdateParams *p) {
+    Buffers *b = &m->b;
+    auto update = [&](auto *states_m, auto *states_v) {
+        adamw_update(b->weights, b->master, states_m, states_v, b->grads, b->chunks, b->num_chunks, m->num_updated, p->lr, p->beta1, p->beta2, p->eps,
+                     p->weight_decay, b->step, p->step, (uint64_t)m->plan.options.seed, m->gpu.compute);
+    };
+    if (m->plan.bf16_states) update((__nv_bfloat16 *)b->m, (__nv_bfloat16 *)b->v);
+    else update((float *)b->m, (float *)b->v);
+}
+// Norm, clipping, the decision and the update are queued; then the host waits for the result.
+StepResult model_update(Model *m, const UpdateParams *p) {
+    Range range("update");
+    watchdog_beat(PHASE_UPDATE, -1);
+    cudaStream_t s = m->gpu.compute;
+    links_patience(&m->links);
+    queue_norm(m);
+    step_decide(m->b.step, p, s);
+    queue_adamw(m, p);
+    cudaCheck(cudaMemcpyAsync(m->b.host_step, m->b.step, sizeof *m->b.step, cudaMemcpyDeviceToHost, s));
+    zero_gather(&m->links.zero, m->b.weights);
+    cudaCheck(cudaStreamSynchronize(s));  // the one wait of a step
+    m->met = m->links.rows.met;
+    return {m->b.host_step->loss, m->b.host_step->norm, (StepVerdict)m->b.host_step->verdict};
+}
+
+// ---- evaluation and generation
+
+void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {
+    const size_t N = m->plan.N;
+    assert(T >= 1 && T <= m->plan.T && N % (size_t)T == 0);
+    const Pass p = pass_of(m, (int)N / T, T);
+    upload_tokens(m, inputs, targets, N);
+    model_forward(m, &p);
+    head(m, &p, 0, 0);
+    cudaCheck(cudaMemcpyAsync(m->b.host_losses, m->b.losses, N * sizeof(float), cudaMemcpyDeviceToHost, p.stream));
+    cudaCheck(cudaStreamSynchronize(p.stream));
+    memcpy(losses, m->b.host_losses, N * sizeof(float));
+}
+
+static void decode_memory_hint(char *text, size_t size, size_t, const Memory *, void *model) {
+    const char *less = ((const Model *)model)->plan.options.generate ? "a shorter --seq-len" : "a smaller --batch-size";
+    snprintf(text, size, "this is beside the model, for samples alone: use fewer --samples or --sample-tokens, or %s", less);
+}
+void model_decode_open(Model *m, int sequences, int room) {
+    const Config *c = &m->plan.local;
+    KvCache *k = &m->cache;
+    const int split = m->mesh->tp.world > 1;
+    const size_t S = (size_t)sequences, ranks = (size_t)m->mesh->tp.world, logits = ranks * S * (size_t)c->padded_vocab_size;
+    const size_t size = (size_t)c->num_layers * S * (size_t)c->num_kv_heads * (size_t)room * (size_t)c->head_dim;
+    assert(!k->keys && sequences <= m->plan.B && room <= c->max_seq_len);
+    require(S <= m->plan.rows, "%zu samples at a time are more than the %zu rows of a micro-step that a rank has with --tp\nsample fewer, or use a longer --seq-len", S, m->plan.rows);
+    k->sequences = sequences;
+    k->room = room;
+    memory_request(&k->memory, &k->keys, "samples", "keys (L,S,NKV,room,HD)", size);
+    memory_request(&k->memory, &k->values, "samples", "values (L,S,NKV,room,HD)", size);
+    memory_request(&k->memory, &k->last, "samples", "last tokens (S,C)", S * (size_t)c->channels);
+    if (c->position == POSITION_ROPE) memory_request(&k->memory, &k->cos_sin, "samples", "rope table (room,HD/2,2)", (size_t)room * (size_t)c->head_dim);
+    if (split) memory_request(&k->memory, &k->logits, "samples", "logits (ranks,S,Vp)", logits);
+    memory_request_pinned(&k->memory, &k->host_logits, "samples", split ? "logits (ranks,S,Vp)" : "logits (S,Vp)", logits);
+    memory_allocate(&k->memory, 1, decode_memory_hint, m);
+    if (c->position == POSITION_ROPE) upload_rope_table(c, k->cos_sin, room, m->gpu.compute);
+}
+void model_decode_reset(Model *m) { m->cache.count = 0; }
+
+// n more tokens of each of the S sequences, n of them at a time as fit: m->b.h_final. Every rank has all rows.
+static void decode_forward(Model *m, const int *tokens, int n) {
+    KvCache *k = &m->cache;
+    const int C = m->config.channels, S = k->sequences, most = (int)m->plan.rows / S;
+    const size_t row = (size_t)C * sizeof(floatX);
+    int *piece = (int *)malloc_or_die((size_t)S * (size_t)(n < most ? n : most) * sizeof(int));
+    for (int t0 = 0, count; t0 < n; t0 += count) {
+        count = n - t0 < most ? n - t0 : most;
+        for (int i = 0; i < S; i++) memcpy(piece + i * count, tokens + (size_t)i * n + t0, (size_t)count * sizeof(int));
+        Pass p = pass_of(m, S, count);
+        p.spread = 1;
+        p.rows = p.N;
+        p.cache = k;
+        p.matmul = &m->decode_matmul;
+        p.cos_sin = k->cos_sin ? k->cos_sin + (size_t)k->count * m->config.head_dim : NULL;
+        upload_tokens(m, piece, NULL, (size_t)p.N);
+        model_forward(m, &p);
+        k->count += count;
+        if (t0 + count == n) cudaCheck(cudaMemcpy2DAsync(k->last, row, m->b.h_final + (size_t)(count - 1) * C, (size_t)count * row, row, (size_t)S, cudaMemcpyDeviceToDevice, p.stream));
+    }
+    free(piece);
+}
+void model_decode(Model *m, const int *tokens, int n, float *logits) {
+    KvCache *k = &m->cache;
+    const int S = k->sequences, ranks = m->mesh->tp.world, V = m->config.vocab_size, Vp = m->plan.local.padded_vocab_size;
+    const size_t share = (size_t)S * Vp;
+    cudaStream_t s = m->gpu.compute;
+    floatX *all = ranks > 1 ? k->logits : m->b.logits;  // (ranks,S,Vp)
+    assert(n >= 1 && k->count + n <= k->room);
+    decode_forward(m, tokens, n);
+    matmul_forward(&m->decode_matmul, all + (size_t)m->mesh->tp.rank * share, k->last, head_weight(m, m->b.weights), NULL, NULL, S, m->config.channels, Vp, s);
+    if (ranks > 1) tp_gather(&m->links.rows.tp, all, share);
+    cudaCheck(cudaMemcpyAsync(k->host_logits, all, (size_t)ranks * share * sizeof(floatX), cudaMemcpyDeviceToHost, s));
+    cudaCheck(cudaStreamSynchronize(s));
+    for (int i = 0; i < S; i++)
+        for (int v = 0; v < V; v++) logits[(size_t)i * V + v] = (float)k->host_logits[(size_t)(v / Vp) * share + (size_t)i * Vp + v % Vp];
+}
+
+// ---- life
+
+void model_identify(HandshakeRecord *r) { gpu_identify(r->local_rank, r->device, sizeof r->device, &r->devices, &r->sm, &r->driver); }
+
+static void open_links(Model *m) {
+    const Plan *p = &m->plan;
+    const Options *o = &p->options;
+    Links *k = &m->links;
+    const int at_once = zero_at_once(&m->mesh->dp, &m->mesh->job, (int)o->dp_overlap, p->reduces_in_fp32, p->N);
+    k->mesh = m->mesh;
+    k->zero = zero_open(&m->mesh->dp, &m->table, &m->gpu, (int)o->zero_stage, p->reduces_in_fp32, at_once, m->b.reduce_staging);
+    links_open_short(k, o, &m->gpu);
+    if (p->may_overlap) links_open_overlap(k, o, m->gpu.compute, p->activation_fused == 2 && p->local.mlp == MLP_GELU /*its bias gradient*/);
+    links_patience(k);
+    const int copies = plan_is_split(p) && p->trains ? gradient_copies(p, NULL, &k->num_copied) : 0;
+    if (!copies) return;
+    k->copies = (TpCopy *)malloc_or_die((size_t)copies * sizeof(TpCopy));
+    gradient_copies(p, k->copies, &k->num_copied);
+    upload(k->rows.tp.copies, k->copies, (size_t)copies * sizeof(TpCopy), m->gpu.compute);
+}
+void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
+    memset(m, 0, sizeof *m);
+    m->config = *c;
+    m->mesh = mesh;
+    tp_check(&mesh->job, c, mesh->tp.world, o->batch_size * o->seq_len);
+    tp_require_one_host(mesh);
+    m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
+    m->gpu = gpu_open(mesh->dp.local_rank);
+    m->plan = plan_make(c, o, mesh, &m->table);
+    m->decoding = plan_decode(&m->plan);
+    m->links.rows.rank = mesh->tp.rank;
+    m->links.rows.ranks = mesh->tp.world;
+    Tp *tp = &m->links.rows.tp;
+    *tp = tp_open(&mesh->tp, m->gpu.compute);
+    run_request(&m->plan, &m->b, &m->links, &m->memory);
+    memory_allocate(&m->memory, mesh->job.rank == 0, run_memory_hint, &m->plan);
+    buffers_place(&m->plan, &m->b);
+    matmul_open(&m->matmul, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
+    matmul_open(&m->decode_matmul, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, 0);
+    if (plan_is_split(&m->plan)) {  // overlapped or not, the same kernels
+        m->matmul.whole_rows = (int)m->plan.N;
+        m->matmul.part_rows = (int)m->plan.rows;
+    }
+    m->num_updated = buffers_upload_tables(&m->plan, &m->b, m->gpu.compute);
+    for (cudaEvent_t &e : m->copied) cudaCheck(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
+    open_links(m);
+}
+// --tp-overlap -1: a micro-step with nothing and with everything overlapped, in parts of all sizes. Its tokens are any; gradients are overwritten
+// later. The first run of each makes the matmuls' plans.
+static void measure_overlap(Model *m) {
+    OverlapChoice *o = &m->links.rows.overlap;
+    const Comm *job = &m->mesh->job;
+    int *tokens = (int *)malloc_or_die(m->plan.N * sizeof(int)), other_bits = 0;
+    uint64_t synchronous = 0;
+    for (size_t i = 0; i < m->plan.N; i++) tokens[i] = (int)(rand_u64((uint64_t)m->plan.options.seed, (uint64_t)m->mesh->dp.rank, i) % (uint64_t)m->config.vocab_size);
+    o->ways = over_ways(m->mesh->tp.world);
+    for (o->way = 0; o->way < o->ways; o->way++) {
+        over_set(o, o->way);
+        for (int repeat = -1; repeat < OVER_REPEATS; repeat++) {
+            o->measures = repeat >= 0;
+            o->regions = 0;
+            upload_tokens(m, tokens, tokens, m->plan.N);
+            micro_step(m, 0, 0, 1.0f / (float)m->plan.N);
+            if (repeat >= 0) over_read(o, repeat, m->gpu.compute);
+        }
+        const uint64_t hash = matmul_hash(&m->matmul, m->b.grads, m->table.total, m->gpu.compute);
+        if (o->way == 0) synchronous = hash;
+        other_bits |= hash != synchronous;
+    }
+    free(tokens);
+    o->measures = 0;
+    over_decide(o, job, comm_or(job, other_bits));
+    if (job->rank == 0) over_print(o, stdout);
+}
+void model_tune(Model *m) { if (m->plan.measures_overlap && m->links.rows.push.opened) measure_overlap(m); }
+void model_close(Model *m) {
+    cudaCheck(cudaDeviceSynchronize());
+    links_close(&m->links);
+    for (Graph &g : m->graphs) graph_close(&g);
+    for (cudaEvent_t e : m->copied) cudaCheck(cudaEventDestroy(e));
+    matmul_close(&m->matmul);
+    matmul_close(&m->decode_matmul);
+    memory_free(&m->memory);
+    memory_free(&m->cache.memory);
+    free(m->b.blocks);
+    params_free(&m->table);
+    gpu_close(&m->gpu);
+}
+
+// ---- what the training loop asks (backend.h)
+
+const char *model_device(const Model *m) { return m->gpu.prop.name; }
+const char *model_dtype(const Model *) { return FLOATX_NAME; }
+const char *model_carriers(const Model *m) { return m->links.carriers; }
+double model_memory_gib(const Model *m) { return (double)(m->memory.device_bytes + m->cache.memory.device_bytes) / 1073741824.0; }
+double model_peak_bytes(const Model *m) { return gpu_peak_bytes(&m->gpu); }
+double model_peak_flops(const Model *m) { return peak_flops(m->gpu.prop.name, sizeof(floatX) == 2 ? PEAK_BF16 : m->plan.options.tf32 ? PEAK_TF32 : PEAK_FP32); }
+void model_timing_begin(Model *m) { timing_begin(m->gpu.compute); }
+void model_timing_end(Model *m) { timing_end(m->gpu.compute); }
+OverlapCounts model_overlap(const Model *m) { return m->met; }
+void model_print_plan(const Model *m, FILE *f) { plan_print(&m->plan, f); }
+void model_report(const Model *m, FILE *f) {
+    if (m->plan.options.autotune) matmul_report(&m->matmul, f);
+    if (m->links.rows.push.opened) over_print(&m->links.rows.overlap, f);
+}
+
+int model_has_slot(const Model *m, Slot s) { return slot_pointer(&m->b, s) != NULL; }
+int model_slot_is_bf16(const Model *m, Slot s) { return plan_slot_is_bf16(&m->plan, s); }
+Span model_owned(const Model *m, Slot s, int unit) { return plan_owned(&m->plan, s, unit); }
+void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) { slot_write(&m->plan, &m->b, s, offset, count, values, m->gpu.compute); }
+void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) { slot_read(&m->plan, &m->b, s, offset, count, values, &m->gpu); }
+void model_snapshot(Model *m, Slot s) { slot_snapshot(&m->plan, &m->b, s, &m->gpu); }
+void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) { slot_read_snapshot(&m->plan, &m->b, s, offset, count, values); }
 
 #ifndef TESTING  // test_gpt2.cu includes this file: what is tested is what ships
 #include "llmc/trainer.h"

@@ -18,15 +18,16 @@
 
 #include "bf16.h"
 #include "cuda_common.cuh"
+#include "global_norm.cuh"
 #include "rand.h"
 
 enum { ADAM_CHUNK = 8192, ADAM_THREADS = 256 };  // most weights of a chunk; ADAM_CHUNK is a multiple of 4 * ADAM_THREADS
 
-// Weights [weight_offset, weight_offset + count), their states from state_offset; decay: 0 or 1. Rounding knows them by key, key + 1, ...:
+// Weights [weight_offset, weight_offset + count), their states from state_offset; rate, decay: of the learning rate and the weight decay. Rounding knows them by key, key + 1, ...:
 // their place in the model, which is another than in a rank's memory if tensors are split over ranks. All three are multiples of 8.
-typedef struct { size_t weight_offset, state_offset, key; int count; int decay; } AdamChunk;
+typedef struct { size_t weight_offset, state_offset, key; int count; float rate, decay; } AdamChunk;
 
-typedef struct { float rate, beta1, beta2, eps, weight_decay, grad_scale, correction1, correction2; uint64_t seed, stream; } AdamConstants;
+typedef struct { float rate, beta1, beta2, eps, weight_decay, grad_scale, correction1, correction2; uint64_t seed, stream; } AdamConstants;  // grad_scale: read from the device
 
 template <typename T, int N> struct alignas(N * sizeof(T)) AdamVec { T v[N]; };
 
@@ -53,14 +54,17 @@ struct AdamRandom {
 template <bool MASTER, typename S>
 __global__ void __launch_bounds__(ADAM_THREADS)
 adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__restrict__ m, S *__restrict__ v,
-             const floatX *__restrict__ grads, const AdamChunk *__restrict__ chunks, AdamConstants a) {
+             const floatX *__restrict__ grads, const AdamChunk *__restrict__ chunks, AdamConstants a, const StepScalars *__restrict__ step) {
+    if (step->verdict != STEP_APPLIED) return;
+    a.grad_scale = step->grad_scale;
     constexpr bool random_bits = !MASTER || sizeof(S) < sizeof(float);
     constexpr int N = MASTER || sizeof(S) + sizeof(floatX) > 4 ? 4 : 8;
     typedef AdamVec<float, N> VecF;
     typedef AdamVec<floatX, N> VecW;
     typedef AdamVec<S, N> VecS;
     const AdamChunk chunk = chunks[blockIdx.x];
-    const float weight_decay = chunk.decay ? a.weight_decay : 0;
+    const float weight_decay = chunk.decay * a.weight_decay;
+    a.rate *= chunk.rate;
     AdamRandom random(a, chunk.key);
     weights += chunk.weight_offset; grads += chunk.weight_offset;
     master += MASTER ? chunk.state_offset : 0; m += chunk.state_offset; v += chunk.state_offset;
@@ -103,19 +107,19 @@ adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__rest
 }
 
 // Updates weights, master (NULL: none), m and v (S: float or bf16) in place. chunks (num_chunks) lies in device memory and covers
-// `count` weights, which only the timing asks for.
+// `count` weights, which only the timing asks for. scalars (device memory): how gradients are scaled, and whether anything is done at all.
 template <typename S>
 static inline void adamw_update(floatX *weights, float *master, S *m, S *v, const floatX *grads, const AdamChunk *chunks, int num_chunks, size_t count,
-                                float lr, float beta1, float beta2, float eps, float weight_decay, float grad_scale, int step, uint64_t seed,
+                                float lr, float beta1, float beta2, float eps, float weight_decay, const StepScalars *scalars, int step, uint64_t seed,
                                 cudaStream_t stream) {
     const void *pointers[] = {weights, master, m, v, grads};
     for (int i = 0; i < 5; i++) require((uintptr_t)pointers[i] % 16 == 0, "AdamW: argument %d is not aligned to 16 bytes\nalign every buffer", i);
     require(step >= 1 && num_chunks >= 0, "AdamW: step %d, %d chunks\nsteps count from 1", step, num_chunks);
     if (num_chunks == 0) return;  // a rank may own nothing
-    AdamConstants a = {lr, beta1, beta2, eps, weight_decay, grad_scale, (float)(1 / (1 - pow((double)beta1, step))), (float)(1 / (1 - pow((double)beta2, step))),
+    AdamConstants a = {lr, beta1, beta2, eps, weight_decay, 1, (float)(1 / (1 - pow((double)beta1, step))), (float)(1 / (1 - pow((double)beta2, step))),
                        seed, rand_stream(RAND_ROUND, (uint64_t)step)};
-    if (master) adamw_kernel<true, S><<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a);
-    else adamw_kernel<false, S><<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a);
+    if (master) adamw_kernel<true, S><<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a, scalars);
+    else adamw_kernel<false, S><<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a, scalars);
     launchCheck();
     timing_lap("AdamW", 0, (double)count * (4.0 * sizeof(S) + 2.0 * sizeof(floatX) + (master ? 2 * sizeof(float) : sizeof(floatX))), stream);
 }

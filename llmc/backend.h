@@ -13,6 +13,7 @@
 #include "handshake.h"
 #include "options.h"
 #include "params.h"
+#include "step.h"
 #include "timing.h"
 #include "tp.h"
 
@@ -27,12 +28,6 @@ typedef enum {
     SLOT_MASTER,  // fp32 weights that AdamW updates, where forward uses bf16
     NUM_SLOTS
 } Slot;
-
-typedef struct {
-    float lr, beta1, beta2, eps, weight_decay;
-    float grad_scale;  // gradients are multiplied by this: clipping
-    int step;          // from 1, for the bias correction
-} AdamWParams;
 
 // Rows of the B*T that the head runs on at a time: a part of --head-chunks, and no fewer than the B sequences that may be sampled together.
 static inline size_t head_rows(const Options *o, int B, int T) {
@@ -66,19 +61,22 @@ void model_read(const Model *m, Slot s, size_t offset, size_t count, float *valu
 void model_snapshot(Model *m, Slot s);
 void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values);
 
-// One optimiser step = num_micro calls of model_micro_step, model_loss_and_norm, and then model_update or nothing.
+// Once, when the weights are there and before the first step: chooses what can only be chosen by measuring. Leaves no trace.
+void model_tune(Model *m);
+// One optimiser step = num_micro calls of model_micro_step, then model_update.
 // inputs, targets (B,T). The gradient is that of the mean loss over all ranks' num_micro * B * T tokens; micro 0 overwrites it.
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro);
-// Waits for the device. Mean loss over the step's tokens and global norm of the gradient, in which every weight counts once, the same bits on every rank; either
-// may be NaN or Inf.
-void model_loss_and_norm(Model *m, float *loss, float *norm);
-void model_update(Model *m, const AdamWParams *p);
+// Mean loss over the step's tokens and global norm of the gradient, in which every weight counts once; either may be NaN or Inf. Then the update,
+// unless the verdict is against it. The same bits on every rank. Waits for the device once, when all of it has been queued.
+StepResult model_update(Model *m, const UpdateParams *p);
 // Between these two every lap of a step is timed (timing.h holds the result); the numbers stay the same.
 void model_timing_begin(Model *m);
 void model_timing_end(Model *m);
 // How often rows met the rows of other tensor-parallel ranks in the last step: under products, and with nothing else to do.
 typedef struct { int gathers, scatters, apart; } OverlapCounts;
 OverlapCounts model_overlap(const Model *m);
+// What was decided before the first step, a line a subject.
+void model_print_plan(const Model *m, FILE *f);
 // What the first steps chose by measuring, a line each, a summary first. Nothing if nothing was chosen.
 void model_report(const Model *m, FILE *f);
 

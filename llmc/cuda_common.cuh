@@ -108,6 +108,13 @@ static inline int device_attribute(cudaDeviceAttr attribute) {
     cudaCheck(cudaDeviceGetAttribute(&value, attribute, device));
     return value;
 }
+// Bytes a second of its memory, from the clock and the bus.
+static inline double gpu_peak_bytes(const Gpu *g) {
+    int clock = 0, bits = 0;  // kHz; two transfers a cycle
+    cudaCheck(cudaDeviceGetAttribute(&clock, cudaDevAttrMemoryClockRate, g->device));
+    cudaCheck(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, g->device));
+    return 2.0 * 1e3 * clock * bits / 8;
+}
 static inline void gpu_close(Gpu *g) {
     cudaCheck(cudaStreamDestroy(g->comm));
     cudaCheck(cudaStreamDestroy(g->compute));

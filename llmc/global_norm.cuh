@@ -9,6 +9,7 @@
 
 #include "cuda_common.cuh"
 #include "params.h"
+#include "step.h"
 
 enum {
     GLOBAL_NORM_THREADS = 512,
@@ -98,6 +99,37 @@ static inline void global_norm_squared_spans(float *out, const floatX *grads, co
     global_norm_sum_kernel<<<1, WARP, 0, stream>>>(out, (const float *)scratch, num_spans * GLOBAL_NORM_SPAN_BLOCKS);
     launchCheck();
     timing_lap("gradient norm", 0, 0, stream);  // how much it reads stands on the device
+}
+
+// ---- what becomes of the step, decided where the update reads it
+
+typedef struct {
+    float loss, norm_squared;  // of this rank, then of all
+    float norm, grad_scale;    // gradients are multiplied by grad_scale
+    int verdict;               // StepVerdict; unless it is STEP_APPLIED the update does nothing
+} StepScalars;
+
+// of_ranks (ranks, 2): loss and squared norm of each rank, added in the order of the ranks in fp32.
+static __global__ void step_sum_kernel(StepScalars *s, const float *of_ranks, int ranks) {
+    s->loss = of_ranks[0];
+    s->norm_squared = of_ranks[1];
+    for (int r = 1; r < ranks; r++) {
+        s->loss += of_ranks[2 * r];
+        s->norm_squared += of_ranks[2 * r + 1];
+    }
+}
+static __global__ void step_decide_kernel(StepScalars *s, double clip, double most_loss, double most_norm) {
+    s->norm = (float)sqrt((double)s->norm_squared);
+    s->grad_scale = step_grad_scale(s->norm, clip);
+    s->verdict = step_verdict(s->loss, s->norm, most_loss, most_norm);
+}
+static inline void step_decide(StepScalars *s, const UpdateParams *p, cudaStream_t stream) {
+    step_decide_kernel<<<1, 1, 0, stream>>>(s, p->clip, p->most_loss, p->most_norm);
+    launchCheck();
+}
+static inline void step_sum(StepScalars *s, const float *of_ranks, int ranks, cudaStream_t stream) {
+    step_sum_kernel<<<1, 1, 0, stream>>>(s, of_ranks, ranks);
+    launchCheck();
 }
 
 #endif

@@ -241,9 +241,9 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *_
         for (int i = threadIdx.x; i < sums * C / 4; i += blockDim.x) ((float4 *)(partials + (size_t)blockIdx.x * sums * C))[i] = turn[i];
 }
 
-// The gradients (three of C columns, in the order of the sums; NULL: not wanted) from the blocks' sums, always added in the
-// same order. A block of 32x32 threads takes 32 columns.
-struct NormGradients { floatX *of[3]; };
+// The gradients (two of C columns, in the order of the sums; NULL: not wanted) and behind them the column sums (C) of dinp, from the blocks' sums,
+// always added in the same order. A block of 32x32 threads takes 32 columns.
+struct NormGradients { floatX *of[2]; float *stream_sums; };
 __global__ void __launch_bounds__(1024) norm_backward_sum_kernel(NormGradients gradients, const float *__restrict__ partials,
                                                                  int num_partials, int C, int columns, int accumulate) {
     __shared__ float shared[WARP][WARP];
@@ -256,7 +256,9 @@ __global__ void __launch_bounds__(1024) norm_backward_sum_kernel(NormGradients g
     if (warp > 0 || column >= columns) return;
     sum = 0;
     for (int i = 0; i < WARP; i++) sum += shared[i][lane];
-    floatX *to = gradients.of[column / C];
+    const int which = column / C;
+    if (which == 2) gradients.stream_sums[column % C] = sum;
+    floatX *to = which < 2 ? gradients.of[which] : NULL;
     if (to) to[column % C] = (floatX)(sum + (accumulate ? (float)to[column % C] : 0.0f));
 }
 
@@ -325,7 +327,7 @@ static inline size_t norm_backward_scratch_bytes(int C) {
 template <NormKind KIND, bool BELOW>
 static void norm_backward_launch(NormBackwardPlan plan, floatX *dinp, NormGradients gradients, const floatX *dout, const floatX *inp, const floatX *weight,
                                  const float *mean, const float *rstd, int N, int C, int accumulate, float *partials, cudaStream_t stream) {
-    const void *pointers[] = {dinp, gradients.of[0], gradients.of[1], gradients.of[2], dout, inp, weight, partials};
+    const void *pointers[] = {dinp, gradients.of[0], gradients.of[1], gradients.stream_sums, dout, inp, weight, partials};
     norm_require(pointers, 8, N, C);
     const int sms = device_attribute(cudaDevAttrMultiProcessorCount), rows_per_block = plan.shared_bytes ? plan.threads / WARP : plan.rows, columns = ((KIND == NORM_LAYER ? 2 : 1) + BELOW) * C;
     const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * plan.blocks_per_sm, needed = (int)ceil_div((size_t)N, (size_t)rows_per_block);
@@ -353,18 +355,18 @@ static void norm_backward_launch(NormBackwardPlan plan, floatX *dinp, NormGradie
     launchCheck();
     timing_lap("norm backward", 0, 4.0 * N * C * sizeof(floatX), stream);
 }
-// dinp (N,C) +=; dweight (C), dbias (C, or NULL) = or += by `accumulate`. dbelow (C, LayerNorm only, or NULL): the column sums of
-// dinp as it is afterwards, which is the bias gradient of the linear layer whose output was added to this norm's input.
-static inline void norm_backward(NormKind kind, floatX *dinp, floatX *dweight, floatX *dbias, floatX *dbelow, const floatX *dout, const floatX *inp,
+// dinp (N,C) +=; dweight (C), dbias (C, or NULL) = or += by `accumulate`. stream_sums (C, LayerNorm only, or NULL) = the column
+// sums of dinp as it is afterwards: the bias gradient of the linear layer whose output was added to this norm's input.
+static inline void norm_backward(NormKind kind, floatX *dinp, floatX *dweight, floatX *dbias, float *stream_sums, const floatX *dout, const floatX *inp,
                                  const floatX *weight, const float *mean, const float *rstd, int N, int C, int accumulate, void *scratch, cudaStream_t stream) {
     const NormBackwardPlan plan = norm_backward_plan(C);
     float *partials = (float *)scratch;
-    require(kind == NORM_LAYER || !dbelow, "RMSNorm gives no bias gradient of the layer below\nuse bias_backward");
+    require(kind == NORM_LAYER || !stream_sums, "RMSNorm gives no bias gradient of the layer below\nuse bias_backward");
     #define BACKWARD(KIND, BELOW, FIRST, SECOND, THIRD) do { \
-        const NormGradients gradients = {{FIRST, SECOND, THIRD}}; \
+        const NormGradients gradients = {{FIRST, SECOND}, THIRD}; \
         norm_backward_launch<KIND, BELOW>(plan, dinp, gradients, dout, inp, weight, mean, rstd, N, C, accumulate, partials, stream); } while (0)
     if (kind == NORM_RMS) BACKWARD(NORM_RMS, false, dweight, NULL, NULL);
-    else if (dbelow) BACKWARD(NORM_LAYER, true, dweight, dbias, dbelow);
+    else if (stream_sums) BACKWARD(NORM_LAYER, true, dweight, dbias, stream_sums);
     else BACKWARD(NORM_LAYER, false, dweight, dbias, NULL);
     #undef BACKWARD
 }

@@ -28,6 +28,9 @@ typedef enum {
     NUM_ROLES
 } Role;
 
+// What updates a tensor, and the states that it keeps of each element beside the weight.
+typedef enum { OPTIMISER_ADAMW /*m and v*/ } OptimiserKind;
+
 // Which dimension of a tensor is divided over the ranks of a tensor-parallel group.
 typedef enum { SPLIT_NONE, SPLIT_ROWS, SPLIT_COLS } Split;
 
@@ -50,7 +53,9 @@ typedef struct {
     ParamPart parts[3];
     int is_vector;      // 1-dimensional in files
     int transposed;     // files hold (cols, rows)
-    int decay;          // weight decay applies (matrices)
+    // How it is trained: the column of the optimiser.
+    OptimiserKind optimiser;
+    float rate, decay;  // of the learning rate and of the weight decay: decay 1 for matrices, 0 for vectors
     float init_std;     // > 0: normal; 0: zeros; < 0: ones
     size_t offset;      // first element, counted from the start of the parameter buffer
     size_t size;        // rows * cols
@@ -121,7 +126,7 @@ static inline Param param_matrix(Role role, int unit, int rows, int cols, float 
     Param p;
     memset(&p, 0, sizeof p);
     snprintf(p.name, sizeof p.name, "%s.weight", name);
-    p.role = role; p.unit = unit; p.rows = p.file_rows = rows; p.cols = p.file_cols = cols; p.init_std = std; p.decay = 1; p.split = split_of(role);
+    p.role = role; p.unit = unit; p.rows = p.file_rows = rows; p.cols = p.file_cols = cols; p.init_std = std; p.optimiser = OPTIMISER_ADAMW; p.rate = p.decay = 1; p.split = split_of(role);
     return p;
 }
 static inline Param param_vector(Role role, int unit, int size, float init, const char *name, const char *suffix) {

@@ -242,6 +242,7 @@ static inline void print_start(const Trainer *t) {
            c->num_layers, c->channels, c->num_heads, c->num_kv_heads, c->ffn_dim, c->vocab_size, c->max_seq_len, 1e-6 * (double)t->model.table.num_weights);
     printf("weights   %s\n", *t->resumed_from ? t->resumed_from : is_directory(t->o.model) ? t->o.model : "random");
     printf("memory    %.2f GiB\n", model_memory_gib(&t->model));
+    model_print_plan(&t->model, stdout);
     if (t->comm.world > 1) printf("ranks     %d, %d of them on this host, ZeRO stage %lld\n", t->comm.world, t->comm.local_world, t->o.zero_stage);
     if (*model_carriers(&t->model)) printf("messages  %s\n", model_carriers(&t->model));
     if (t->o.tp > 1) printf("mesh      %d data-parallel x %d tensor-parallel\n", t->mesh.dp.world, t->mesh.tp.world);
@@ -355,16 +356,27 @@ static inline void save(Trainer *t) {
 
 // ---- one step
 
+// Of a full window.
+static inline int window_moments(const StateWindow *w, double *mean, double *deviation) {
+    double variance = 0;
+    *mean = 0;
+    if (w->count < STATE_WINDOW) return 0;
+    for (int i = 0; i < STATE_WINDOW; i++) *mean += w->values[i] / STATE_WINDOW;
+    for (int i = 0; i < STATE_WINDOW; i++) variance += (w->values[i] - *mean) * (w->values[i] - *mean) / STATE_WINDOW;
+    *deviation = sqrt(variance);
+    return 1;
+}
 // How many standard deviations x lies above the window's mean; NaN until the window is full. x then joins the window.
 static inline double window_zscore(StateWindow *w, double x) {
-    double mean = 0, variance = 0, z = NAN;
-    if (w->count >= STATE_WINDOW) {
-        for (int i = 0; i < STATE_WINDOW; i++) mean += w->values[i] / STATE_WINDOW;
-        for (int i = 0; i < STATE_WINDOW; i++) variance += (w->values[i] - mean) * (w->values[i] - mean) / STATE_WINDOW;
-        z = variance > 0 ? (x - mean) / sqrt(variance) : 0;
-    }
+    double mean, deviation, z = NAN;
+    if (window_moments(w, &mean, &deviation)) z = deviation > 0 ? (x - mean) / deviation : 0;
     w->values[w->count++ % STATE_WINDOW] = x;
     return z;
+}
+// What is more than z standard deviations above the mean; z 0, or the window is not full: nothing is.
+static inline double window_limit(const StateWindow *w, double z) {
+    double mean, deviation;
+    return z > 0 && window_moments(w, &mean, &deviation) && deviation > 0 ? mean + z * deviation : INFINITY;
 }
 
 typedef struct { float loss, norm; double lr, loss_z, norm_z, seconds; const char *skipped; } StepReport;
@@ -440,12 +452,22 @@ static inline void report_timing(Trainer *t) {
     logger_end(&t->log);
 }
 
-// Why this step's update must not be applied; NULL if it may.
-static inline const char *reason_to_skip(const Options *o, const StepReport *r) {
-    if (!isfinite(r->loss) || !isfinite(r->norm)) return "loss or gradient norm is not finite";
-    if (o->skip_loss_z > 0 && r->loss_z > o->skip_loss_z) return "loss is an outlier";
-    if (o->skip_norm_z > 0 && r->norm_z > o->skip_norm_z) return "gradient norm is an outlier";
-    return NULL;
+// Why an update was not applied; NULL if it was.
+static const char *const verdict_names[] = {NULL, "loss or gradient norm is not finite", "loss is an outlier", "gradient norm is an outlier"};
+
+static inline UpdateParams update_params(const Trainer *t) {
+    const Options *o = &t->o;
+    UpdateParams p;
+    p.lr = (float)learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
+    p.beta1 = (float)o->beta1;
+    p.beta2 = (float)o->beta2;
+    p.eps = (float)o->adam_eps;
+    p.weight_decay = (float)o->weight_decay;
+    p.clip = o->grad_clip;
+    p.most_loss = window_limit(&t->state.loss, o->skip_loss_z);
+    p.most_norm = window_limit(&t->state.norm, o->skip_norm_z);
+    p.step = (int)t->state.step + 1;
+    return p;
 }
 
 static inline void train_step(Trainer *t, double *clock) {
@@ -461,25 +483,20 @@ static inline void train_step(Trainer *t, double *clock) {
         if (!o->overfit && (micro + 1 < t->num_micro || t->state.step + 1 < t->steps)) dataloader_read_ahead(&t->train);
         model_micro_step(&t->model, t->train.inputs, t->train.targets, micro, t->num_micro);
     }
-    model_loss_and_norm(&t->model, &r.loss, &r.norm);
+    const UpdateParams p = update_params(t);
+    const StepResult result = model_update(&t->model, &p);
+    const int finite = result.verdict != STEP_NOT_FINITE;
+    r.loss = result.loss;
+    r.norm = result.norm;
     r.lr = learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
-    const int finite = isfinite(r.loss) && isfinite(r.norm);
+    r.skipped = verdict_names[result.verdict];
     r.loss_z = finite ? window_zscore(&t->state.loss, r.loss) : NAN;   // what is not finite never enters the statistics
     r.norm_z = finite ? window_zscore(&t->state.norm, r.norm) : NAN;
-    r.skipped = reason_to_skip(o, &r);
     if (!finite && !strcmp(o->on_nan, "stop")) {
         if (o->save_every) save(t);
         save_finish(t);
         comm_require(&t->comm, 0, "step %lld: loss %g, gradient norm %g; the weights are those of step %lld%s\nlower --learning-rate, or --on-nan skip to leave such steps out", (long long)t->state.step + 1,
             (double)r.loss, (double)r.norm, (long long)t->state.step, o->save_every ? " and were saved" : "");
-    }
-    if (!r.skipped) {
-        AdamWParams p;
-        p.lr = (float)r.lr; p.beta1 = (float)o->beta1; p.beta2 = (float)o->beta2; p.eps = (float)o->adam_eps;
-        p.weight_decay = (float)o->weight_decay;
-        p.grad_scale = o->grad_clip > 0 && r.norm > o->grad_clip ? (float)(o->grad_clip / r.norm) : 1.0f;
-        p.step = (int)t->state.step + 1;
-        model_update(&t->model, &p);
     }
     t->state.step++;
     t->state.tokens += o->total_batch;
@@ -571,6 +588,7 @@ static inline int trainer_main(int argc, char **argv) {
     model_open(&t->model, &t->config, &model_options, &t->mesh);
     if (t->mesh.dp.rank == 0 && (o->generate || (o->sample_every && !o->evaluate))) model_decode_open(&t->model, (int)o->samples, t->window);
     load_or_init(t);
+    if (!forward_only(o)) model_tune(&t->model);
     record_options(t);
     print_start(t);
     t->log = logger_open(o->generate || comm->rank > 0 ? "" : o->output, o->evaluate ? "evaluate.jsonl" : "main.jsonl", *t->resumed_from || o->evaluate);

@@ -27,6 +27,14 @@ template <typename S> static void oracle(float *w, float *m, float *v, const flo
     free(m16);
 }
 
+// The step's decision, as step_decide leaves it.
+static StepScalars *upload_step(float scale, StepVerdict verdict = STEP_APPLIED) {
+    const StepScalars host = {1, 1, 1, scale, verdict};
+    StepScalars *p = device_new<StepScalars>(1);
+    cudaCheck(cudaMemcpy(p, &host, sizeof host, cudaMemcpyHostToDevice));
+    return p;
+}
+
 static AdamChunk *upload_chunks(const AdamChunk *chunks, int count) {
     AdamChunk *p = device_new<AdamChunk>(count);
     cudaCheck(cudaMemcpy(p, chunks, count * sizeof *chunks, cudaMemcpyHostToDevice));
@@ -42,7 +50,7 @@ template <typename S> static void check_adamw(int with_master, int step) {
     AdamChunk chunks[NUM];
     size_t n = 16, states = 8;
     for (int i = 0; i < NUM; i++) {
-        AdamChunk c = {n, states, 8 * (size_t)i + 3 * n, counts[i], i % 3 != 1};  // as of a larger model
+        AdamChunk c = {n, states, 8 * (size_t)i + 3 * n, counts[i], 1, i % 3 != 1 ? 1.0f : 0.0f};  // as of a larger model
         chunks[i] = c;
         n += round_up(counts[i], 8) + 24;
         states += round_up(counts[i], 8);
@@ -56,18 +64,22 @@ template <typename S> static void check_adamw(int with_master, int step) {
     AdamChunk *d_chunks = upload_chunks(chunks, NUM);
     const uint64_t seed = rand_u64(ladder.seed, 2, ladder.draws++);
     const Settings settings = {lr, beta1, beta2, eps, weight_decay, grad_scale}, no_decay = {lr, beta1, beta2, eps, 0, grad_scale};
+    const StepScalars *d_step = upload_step(grad_scale);
     auto run = [&] {
         cudaCheck(cudaMemcpyAsync(d_weight, d_old_weight, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
         if (with_master) cudaCheck(cudaMemcpyAsync(d_master, d_old_master, states * sizeof(float), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemcpyAsync(d_m, d_old_m, states * sizeof(S), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemcpyAsync(d_v, d_old_v, states * sizeof(S), cudaMemcpyDeviceToDevice, stream));
-        adamw_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, states, lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, stream);
+        adamw_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, states, lr, beta1, beta2, eps, weight_decay, d_step, step, seed, stream);
     };
     run();
+    float *applied = download(d_weight, n);
+    adamw_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, states, lr, beta1, beta2, eps, weight_decay, upload_step(grad_scale, STEP_LOSS_HIGH), step, seed, stream);
+    check_true(memcmp(applied, download(d_weight, n), n * sizeof(float)) == 0, "a step that is left out changes no weight");
     for (int i = 0; i < NUM; i++) {
         const size_t w = chunks[i].weight_offset, s = chunks[i].state_offset, count = (size_t)chunks[i].count;
         float *to = with_master ? master + s : weight + w;
-        oracle<S>(to, m + s, v + s, grad + w, count, chunks[i].decay ? settings : no_decay, step, seed, chunks[i].key);
+        oracle<S>(to, m + s, v + s, grad + w, count, chunks[i].decay > 0 ? settings : no_decay, step, seed, chunks[i].key);
         for (size_t k = 0; k < count; k++) weight[w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed, chunks[i].key + k);
     }
     // The last bit of an fp32 sum may tip a stochastic rounding: a few bf16 numbers may differ by one step.
@@ -93,7 +105,7 @@ template <typename S> static void check_exact(int with_master, int of_weights) {
     const size_t base = ((size_t)1 << 32) - 2 * ROOM - ADAM_CHUNK / 2, part = 3 * 8;  // part: of a model that ranks share, further on
     AdamChunk chunks[NUM];
     for (int i = 0; i < NUM; i++) {
-        AdamChunk c = {base + (size_t)i * ROOM + 8, (size_t)i * ROOM, base + part + (size_t)i * ROOM + 8, ADAM_CHUNK - 3 * i, 1};
+        AdamChunk c = {base + (size_t)i * ROOM + 8, (size_t)i * ROOM, base + part + (size_t)i * ROOM + 8, ADAM_CHUNK - 3 * i, 1, 1};
         chunks[i] = c;
     }
     float *start[4], *weight[2], *master[2], *m[2], *v[2];  // of the two seeds
@@ -109,7 +121,7 @@ template <typename S> static void check_exact(int with_master, int of_weights) {
     float *d_master = device_master(with_master, start[0], TOTAL);
     S *d_m = upload<S>(start[1], TOTAL), *d_v = upload<S>(start[2], TOTAL);
     auto from_base = [&](floatX *p) { return (floatX *)((uintptr_t)p - base * sizeof(floatX)); };
-    adamw_update(from_base(d_weight), d_master, d_m, d_v, from_base(d_grad), upload_chunks(chunks, NUM), NUM, (size_t)TOTAL, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, step, seed, ladder.gpu.compute);
+    adamw_update(from_base(d_weight), d_master, d_m, d_v, from_base(d_grad), upload_chunks(chunks, NUM), NUM, (size_t)TOTAL, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, upload_step(a.grad_scale), step, seed, ladder.gpu.compute);
     for (int other = 0; other < 2; other++) {
         weight[other] = host_copy(start[0], TOTAL); master[other] = host_copy(start[0], TOTAL);
         m[other] = host_copy(start[1], TOTAL); v[other] = host_copy(start[2], TOTAL);
@@ -141,14 +153,14 @@ static void check_rounding(void) {
     enum { NUM = 128, N = NUM * ADAM_CHUNK };
     AdamChunk chunks[NUM];
     for (int i = 0; i < NUM; i++) {
-        AdamChunk c = {(size_t)i * ADAM_CHUNK, (size_t)i * ADAM_CHUNK, (size_t)i * ADAM_CHUNK, ADAM_CHUNK, 0};
+        AdamChunk c = {(size_t)i * ADAM_CHUNK, (size_t)i * ADAM_CHUNK, (size_t)i * ADAM_CHUNK, ADAM_CHUNK, 1, 0};
         chunks[i] = c;
     }
     float *ones = host_new<float>(N), *zeros = host_new<float>(N);
     for (int i = 0; i < N; i++) ones[i] = 1;
     floatX *weights = upload<floatX>(ones, N), *grads = upload<floatX>(ones, N);
     float *m = upload<float>(zeros, N), *v = upload<float>(zeros, N);
-    adamw_update(weights, NULL, m, v, grads, upload_chunks(chunks, NUM), NUM, N, 1.0f / 1024, beta1, beta2, 0, 0, 1, 1, ladder.seed, ladder.gpu.compute);
+    adamw_update(weights, NULL, m, v, grads, upload_chunks(chunks, NUM), NUM, N, 1.0f / 1024, beta1, beta2, 0, 0, upload_step(1), 1, ladder.seed, ladder.gpu.compute);
     float *got = download(weights, N);
     double sum = 0, lower = sizeof(floatX) == 2 ? 1 - 1.0 / 256 : 1 - 1.0 / 1024;
     int strange = 0;
@@ -160,7 +172,7 @@ static void check_rounding(void) {
 // A gradient of NaN or infinity must not end as an ordinary weight.
 template <typename S> static void check_nan(int with_master) {
     ladder_case("NaN, %s master, states %s", with_master ? "with" : "no", state_name<S>());
-    AdamChunk chunk = {0, 0, 0, 64, 1};
+    AdamChunk chunk = {0, 0, 0, 64, 1, 1};
     float *x = host_normal(64, 1.0f), *v = host_new<float>(64);
     const float bad[] = {NAN, INFINITY, -INFINITY};
     for (int i = 0; i < 64; i++) v[i] = 1;
@@ -168,7 +180,7 @@ template <typename S> static void check_nan(int with_master) {
     for (int i = 0; i < 48; i++) upload_to(grads + i, &bad[i % 3], 1);
     S *m = upload<S>(v, 64);
     adamw_update(weights, device_master(with_master, x, 64), m, upload<S>(v, 64), grads, upload_chunks(&chunk, 1), 1, 64, lr,
-                 beta1, beta2, eps, weight_decay, 1, 2, ladder.seed, ladder.gpu.compute);
+                 beta1, beta2, eps, weight_decay, upload_step(1), 2, ladder.seed, ladder.gpu.compute);
     const float *got = download(weights, 64), *got_m = download(m, 64);
     int wrong = 0;
     for (int i = 0; i < 64; i++) wrong += isfinite(got[i]) != (i >= 48) || isfinite(got_m[i]) != (i >= 48);
@@ -181,7 +193,7 @@ template <typename S> static void bench_adamw(const char *name, size_t n, int wi
     AdamChunk *chunks = host_new<AdamChunk>(num);
     for (int i = 0; i < num; i++) {
         size_t at = (size_t)i * ADAM_CHUNK;
-        AdamChunk c = {at, at, at, (int)(n - at < ADAM_CHUNK ? n - at : ADAM_CHUNK), 1};
+        AdamChunk c = {at, at, at, (int)(n - at < ADAM_CHUNK ? n - at : ADAM_CHUNK), 1, 1};
         chunks[i] = c;
     }
     AdamChunk *d_chunks = upload_chunks(chunks, num);
@@ -190,8 +202,9 @@ template <typename S> static void bench_adamw(const char *name, size_t n, int wi
     S *m = device_normal<S>(n, 1e-3f), *v = device_new<S>(n);
     cudaCheck(cudaMemset(v, 0x36, n * sizeof(S)));  // some 2.7e-6 each
     const double per_weight = 4.0 * sizeof(S) + 2.0 * sizeof(floatX) + (with_master ? 8 : sizeof(floatX));
+    const StepScalars *step = upload_step(1);
     bench("update", per_weight * (double)n, 0, [&] {
-        adamw_update(weights, master, m, v, grads, d_chunks, num, n, lr, beta1, beta2, eps, weight_decay, 1, 10, 1, ladder.gpu.compute);
+        adamw_update(weights, master, m, v, grads, d_chunks, num, n, lr, beta1, beta2, eps, weight_decay, step, 10, 1, ladder.gpu.compute);
     });
 } catch (const NoRoom &no) { ladder_skip(no); }
 

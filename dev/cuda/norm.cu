@@ -39,32 +39,30 @@ static void check_norm(NormKind kind, int N, int C, int with_bias, int accumulat
     float *dout = host_normal(n, 0.1f, 0.02f), *dinp = host_normal(n, 0.1f), *old_dweight = host_normal(C, 0.1f), *old_dbias = host_normal(C, 0.1f);
     floatX *d_dout = upload<floatX>(dout, n), *d_dinp = device_new<floatX>(n), *d_old_dinp = upload<floatX>(dinp, n);
     floatX *d_dweight = device_new<floatX>(C), *d_dbias = with_bias ? device_new<floatX>(C) : NULL;
-    floatX *d_dbelow = kind == NORM_LAYER && N % 2 ? device_new<floatX>(C) : NULL;  // with and without
+    float *d_sums = kind == NORM_LAYER && N % 2 ? device_new<float>(C) : NULL;  // of the columns of dinp, with and without
     char *scratch = device_new<char>(norm_backward_scratch_bytes(C));
     auto run = [&] {
         cudaCheck(cudaMemcpyAsync(d_dinp, d_old_dinp, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemsetAsync(scratch, 0xff, norm_backward_scratch_bytes(C), stream));
-        norm_backward(kind, d_dinp, d_dweight, d_dbias, d_dbelow, d_dout, d_residual, d_weight, d_mean, d_rstd, N, C, accumulate, scratch, stream);
+        norm_backward(kind, d_dinp, d_dweight, d_dbias, d_sums, d_dout, d_residual, d_weight, d_mean, d_rstd, N, C, accumulate, scratch, stream);
     };
-    float *dweight = host_new<float>(C), *dbias = host_new<float>(C), *dbelow = host_new<float>(C);
+    float *dweight = host_new<float>(C), *dbias = host_new<float>(C), *sums = host_new<float>(C);
     if (accumulate) {
         memcpy(dweight, old_dweight, C * sizeof(float));
         memcpy(dbias, old_dbias, C * sizeof(float));
-        memcpy(dbelow, old_dbias, C * sizeof(float));
-        if (d_dbelow) upload_to(d_dbelow, dbelow, C);
         upload_to(d_dweight, dweight, C);
         if (with_bias) upload_to(d_dbias, dbias, C);
     }
     norm_backward_cpu(kind, dinp, dweight, with_bias ? dbias : NULL, dout, residual, weight, mean, rstd, N, C);
     run();
-    bias_backward_cpu(dbelow, dinp, N, C);
-    if (d_dbelow) check("dbelow", d_dbelow, dbelow, 1, C, bound(1e-2, 1e-5), bound(1.5e-2, 6e-4));  // sums of rounded values that cancel
+    bias_backward_cpu(sums, dinp, N, C);
+    if (d_sums) check("column sums of dinp", d_sums, sums, 1, C, bound(1e-2, 1e-5), bound(1.5e-2, 6e-4));  // sums of rounded values that cancel
     check("dinp", d_dinp, dinp, N, C, round, round_worst);
     check("dweight", d_dweight, dweight, 1, C, bound(4e-3, 5e-6 + fp32), bound(5e-3, 64 * (5e-6 + fp32)));
     if (with_bias) check("dbias", d_dbias, dbias, 1, C, bound(4e-3, 5e-6), bound(5e-3, 3e-4));
     if (accumulate) return;  // check_same_bits fills the outputs with NaN first
     check_same_bits("backward", {{d_dinp, n * sizeof(floatX)}, {d_dweight, C * sizeof(floatX)}, {d_dbias, with_bias ? C * sizeof(floatX) : 0},
-                                  {d_dbelow, d_dbelow ? C * sizeof(floatX) : 0}}, run);
+                                  {d_sums, d_sums ? C * sizeof(float) : 0}}, run);
 }
 
 static void bench_norm(const char *name, NormKind kind, int N, int C) try {
@@ -75,14 +73,14 @@ static void bench_norm(const char *name, NormKind kind, int N, int C) try {
     floatX *a = device_normal<floatX>(n, 1), *b = device_normal<floatX>(n, 1), *out = device_new<floatX>(n), *residual = device_new<floatX>(n);
     floatX *weight = device_normal<floatX>(C, 1), *bias = kind == NORM_LAYER ? device_normal<floatX>(C, 1) : NULL;
     floatX *dweight = device_new<floatX>(C), *dbias = bias ? device_new<floatX>(C) : NULL, *dinp = device_normal<floatX>(n, 1);
-    float *mean = device_new<float>(N), *rstd = device_new<float>(N);
+    float *mean = device_new<float>(N), *rstd = device_new<float>(N), *sums = device_new<float>(C);
     char *scratch = device_new<char>(norm_backward_scratch_bytes(C));
     char text[64];
     #define named(what) (snprintf(text, sizeof text, "%s %s", kind_name(kind), what), text)
     bench(named("forward"), 2 * U + stats, 0, [&] { norm_forward(kind, out, mean, rstd, a, weight, bias, N, C, 1e-5f, stream); });
     bench(named("forward with residual"), 4 * U + stats, 0, [&] { residual_norm_forward(kind, residual, out, mean, rstd, a, b, weight, bias, N, C, 1e-5f, stream); });
     bench(named("backward"), 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, NULL, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
-    if (kind == NORM_LAYER) bench(named("backward, bias gradient below"), 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, dbias, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
+    if (kind == NORM_LAYER) bench(named("backward with column sums"), 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, sums, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
     #undef named
 } catch (const NoRoom &no) { ladder_skip(no); }
 
@@ -100,7 +98,7 @@ static void bench_layouts(NormKind kind, int N, int C) try {
         const int same = p.vecs_per_thread == chosen.vecs_per_thread && p.rows == chosen.rows && p.threads == chosen.threads && p.blocks_per_sm == chosen.blocks_per_sm;
         snprintf(name, sizeof name, "%s %d vecs %d rows %3dx%d%s", p.shared_bytes ? "warp" : "block", p.vecs_per_thread, p.rows, p.threads, p.blocks_per_sm, same ? " *" : "");
         bench(name, 4.0 * (double)n * sizeof(floatX), 0, [&] {
-            const NormGradients gradients = {{dweight, kind == NORM_LAYER ? dbias : NULL, NULL}};
+            const NormGradients gradients = {{dweight, kind == NORM_LAYER ? dbias : NULL}, NULL};
             if (kind == NORM_LAYER) norm_backward_launch<NORM_LAYER, false>(p, dinp, gradients, dout, inp, weight, mean, rstd, N, C, 0, partials, ladder.gpu.compute);
             else norm_backward_launch<NORM_RMS, false>(p, dinp, gradients, dout, inp, weight, mean, rstd, N, C, 0, partials, ladder.gpu.compute);
         });

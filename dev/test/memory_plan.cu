@@ -3,7 +3,7 @@
 #include <cuda_runtime.h>
 // Asked whether a kernel has Hopper's code: yes, so that activations may be part of matmuls.
 #define cudaFuncGetAttributes(a, kernel) (memset((a), 0, sizeof *(a)), (a)->sharedSizeBytes = 1, cudaSuccess)
-#include "llmc/model.cuh"
+#include "llmc/model/hints.cuh"
 #include "dev/test/check.h"
 
 typedef struct { const char *name; size_t begin, end; } Part;  // bytes
@@ -20,89 +20,89 @@ static void fault_unless(int condition, const Options *o, const char *what) {
 static int apart(const Part *a, const Part *b) { return a->end <= b->begin || b->end <= a->begin || a->begin == a->end || b->begin == b->end; }
 static Part part(const char *name, const void *begin, size_t elements) { return {name, (size_t)begin, (size_t)begin + elements * sizeof(floatX)}; }
 
+typedef struct { ParamTable table; Plan plan; Buffers b; Links links; Memory memory; } Planned;
 // As model_open up to where it allocates; then at addresses far apart.
-static void begin(Model *m, const Options *o) {
-    memset(m, 0, sizeof *m);
-    m->config = config; m->options = *o; m->mesh = &mesh; m->comm = &mesh.dp; m->spread = mesh.tp.world;
-    m->B = (int)o->batch_size; m->T = (int)o->seq_len;
-    m->table = params_of_rank(&config, mesh.tp.world, mesh.tp.rank);
-    m->local = tp_config(&config, &mesh.tp);
-    m->num_chunks = adam_chunks(m, NULL);
-    model_request(m, &m->memory, m->B, m->T);
-    for (int i = 0; i < m->memory.count; i++) {
-        Buffer *b = &m->memory.buffers[i];
-        b->pointer = b->kind == MEMORY_ALIAS ? m->memory.buffers[b->alias_of].pointer : (void *)((size_t)(i + 1) << 44);
+static void begin(Planned *r, const Options *o) {
+    memset(r, 0, sizeof *r);
+    r->table = params_of_rank(&config, mesh.tp.world, mesh.tp.rank);
+    r->plan = plan_make(&config, o, &mesh, &r->table);
+    run_request(&r->plan, &r->b, &r->links, &r->memory);
+    for (int i = 0; i < r->memory.count; i++) {
+        Buffer *b = &r->memory.buffers[i];
+        b->pointer = b->kind == MEMORY_ALIAS ? r->memory.buffers[b->alias_of].pointer : (void *)((size_t)(i + 1) << 44);
         memcpy(b->where, &b->pointer, sizeof(void *));
     }
 }
-static void end(Model *m) { free(m->memory.buffers); free(m->layers); params_free(&m->table); }
+static void end(Planned *r) { free(r->memory.buffers); free(r->b.blocks); params_free(&r->table); }
 
 // What is alive together does not overlap, and lies inside; what is saved fills its buffer to the last element.
-static void check_layout(Model *m) {
-    const Options *o = &m->options;
-    const Config *c = &m->local;
-    const size_t N = (size_t)m->B * m->T, rows = N / (size_t)m->spread, F = (size_t)c->ffn_dim, C = (size_t)c->channels;
-    const RegionPlan r = region_plan(c, o, m->B, m->T);
+static void check_layout(Planned *run) {
+    const Plan *p = &run->plan;
+    const Options *o = &p->options;
+    const Config *c = &p->local;
+    Buffers *m = &run->b;
+    const size_t N = p->N, rows = N / (size_t)mesh.tp.world, F = (size_t)c->ffn_dim, C = (size_t)c->channels;
+    const Region r = region_of(p);
     const int again = o->recompute == 1 || o->recompute == 2, inside = o->recompute == 3 ? 1 : c->num_layers;
-    const int da_apart = c->mlp == MLP_SWIGLU && fusion_of_activation(c, o, m->B, m->T) < 2;
-    m->da = c->mlp == MLP_SWIGLU ? (floatX *)(m->region + r.da) : m->df;  // as in model_open
-    m->attention_scratch = m->region + r.attention;
-    model_place_layers(m);
-    const Part region = part("region", m->region, r.bytes / sizeof(floatX)), logits = part("logits", m->logits, head_rows(o, m->B, m->T) * (size_t)c->padded_vocab_size);
-    const Part df = part("df", m->df, r.da ? N * (size_t)fc_width(c) : 0), da = part("da", m->da, da_apart ? N * F : 0), a = part("a", m->layers[0].a, again ? N * F : 0);
-    const Part dqkv = part("dqkv", m->dqkv, N * (size_t)qkv_width(c)), D = part("attention", m->attention_scratch, N * (size_t)c->num_heads * sizeof(float) / sizeof(floatX));
+    const int da_apart = c->mlp == MLP_SWIGLU && p->activation_fused < 2;
+    buffers_place(p, m);
+    const Part region = part("region", m->region, r.bytes / sizeof(floatX)), logits = part("logits", m->logits, head_rows(o, p->B, p->T) * (size_t)c->padded_vocab_size);
+    const Part df = part("df", m->df, r.da ? N * (size_t)fc_width(c) : 0), da = part("da", m->da, da_apart ? N * F : 0), a = part("a", m->blocks[0].a, again ? N * F : 0);
+    const Part dqkv = part("dqkv", m->dqkv, N * (size_t)qkv_width(c)), D = part("attention", m->attention, N * (size_t)c->num_heads * sizeof(float) / sizeof(floatX));
     for (const Part *p : {&logits, &df, &da, &a, &dqkv, &D})
         fault_unless(p->begin == p->end || (p->begin >= region.begin && p->end <= region.end && p->begin % 16 == 0), o, p->name);
     fault_unless(apart(&df, &da) && apart(&df, &a) && apart(&da, &a), o, "df, da, a overlap");
     fault_unless(apart(&dqkv, &D), o, "dqkv and attention's scratch overlap");
     size_t used = 0;
     for (int l = 0; l < inside; l++) {
-        const LayerActs *y = &m->layers[l];
+        const BlockActs *y = &m->blocks[l];
         const Part saved[] = {part("qkv", y->qkv, N * (size_t)qkv_width(c)), part("y", y->y, N * (size_t)(c->num_heads * c->head_dim)), part("f", y->f, N * (size_t)fc_width(c)),
-                              part("a", y->a, again ? 0 : N * F), part("h1", y->h1, o->recompute < 2 ? rows * C : 0), part("h2", y->h2, o->recompute < 2 ? rows * C : 0)};
+                              part("a", y->a, again ? 0 : N * F), part("h1", y->h1, o->recompute != 2 ? rows * C : 0), part("h2", y->h2, o->recompute != 2 ? rows * C : 0)};
         for (const Part &p : saved) {
-            fault_unless(p.begin == p.end || (p.begin == (size_t)m->saved_layer + used && p.begin % 16 == 0), o, p.name);
+            fault_unless(p.begin == p.end || (p.begin == (size_t)m->saved_block + used && p.begin % 16 == 0), o, p.name);
             used += p.end - p.begin;
         }
     }
-    fault_unless(used == (size_t)inside * saved_layer_size(c, N, rows, (int)o->recompute) * sizeof(floatX), o, "saved layers have another size");
-    fault_unless(m->layers[c->num_layers - 1].x_out == m->saved_x + ((size_t)(c->num_layers + inside) - 1) * rows * C, o, "residuals have another size");
+    fault_unless(used == (size_t)inside * saved_block_size(p) * sizeof(floatX), o, "saved layers have another size");
+    fault_unless(m->blocks[c->num_layers - 1].x_out == m->saved_x + ((size_t)(c->num_layers + inside) - 1) * rows * C, o, "residuals have another size");
     layouts++;
 }
 
 // All bytes but tables, sums in parts and messages, which are small.
-static double sum_of_sizes(const Model *m) {
-    const Options *o = &m->options;
-    const Config *c = &m->local;
-    const double b = sizeof(floatX), N = (double)m->B * m->T, tp = mesh.tp.world, states = (double)m->table.total / (o->zero_stage ? mesh.dp.world : 1), L = c->num_layers, C = c->channels, F = c->ffn_dim;
+static double sum_of_sizes(const Planned *r) {
+    const Plan *p = &r->plan;
+    const Options *o = &p->options;
+    const Config *c = &p->local;
+    const double b = sizeof(floatX), N = (double)p->N, tp = mesh.tp.world, states = (double)r->table.total / (o->zero_stage ? mesh.dp.world : 1), L = c->num_layers, C = c->channels, F = c->ffn_dim;
     const double W = qkv_width(c), before = fc_width(c), heads = c->num_heads, H = heads * c->head_dim, inside = o->recompute == 3 ? 1 : L, again = o->recompute == 1 || o->recompute == 2 ? F : 0;
     const int da_apart = c->mlp == MLP_SWIGLU && (o->gelu_fusion >= 0 ? o->gelu_fusion < 2 : N < MATMUL_FUSION_ROWS || b == 4 || c->ffn_dim % 64);
     const int in_place = again && (o->gelu_fusion >= 0 ? o->gelu_fusion == 2 : N >= MATMUL_FUSION_ROWS && b == 2 && c->ffn_dim % (c->mlp == MLP_SWIGLU ? 64 : 8) == 0);  // df takes f's place
-    double bytes = 2 * b * (double)m->table.total + states * (2 * (strcmp(o->state_dtype, "bf16") ? 4 : 2) + (b == 2 && o->master_weights ? 4 : 0));
+    double bytes = 2 * b * (double)r->table.total + states * (2 * (strcmp(o->state_dtype, "bf16") ? 4 : 2) + (b == 2 && o->master_weights ? 4 : 0));
     bytes += b * N * C / tp * (3 + L + inside + 2 * (o->recompute < 2 ? L : 1)) + b * N * C + inside * (b * N * (W + H + before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
-    bytes += fmax(b * (double)head_rows(o, m->B, m->T) * c->padded_vocab_size, N * fmax(b * ((in_place ? 0 : before) + da_apart * F + again), b * W + 4 * heads));
+    bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size, N * fmax(b * ((in_place ? 0 : before) + da_apart * F + again), b * W + 4 * heads));
     if (tp > 1) bytes += b * N * C * (o->tp_overlap ? 7 : 1) + 4 * N;
-    if (mesh.dp.world > 1) bytes += 4 * (double)zero_largest_unit(&m->table);
+    if (mesh.dp.world > 1) bytes += 4 * (double)zero_largest_unit(&r->table);
     return bytes + MATMUL_WORKSPACE_BYTES + 12 * N;
 }
-static void check_sum(const Model *m) {
-    const double have = (double)m->memory.device_bytes, sum = sum_of_sizes(m), small = 40e6 * mesh.tp.world + 80e6 + 40.0 * m->num_chunks;
-    fault_unless(have >= sum && have <= sum + small, &m->options, "the table's sum is not that of the sizes");
+static void check_sum(const Planned *r) {
+    const double have = (double)r->memory.device_bytes, sum = sum_of_sizes(r), small = 40e6 * mesh.tp.world + 80e6 + 40.0 * r->b.num_chunks;
+    fault_unless(have >= sum && have <= sum + small, &r->plan.options, "the table's sum is not that of the sizes");
 }
 
 // A run that is started as the hint says needs no more than there is.
-static void check_hints(const Model *m, const Options *o, double share) {
-    const size_t free_bytes = (size_t)(share * (double)m->memory.device_bytes);
+static void check_hints(const Planned *r, const Options *o, double share) {
+    const Plan *p = &r->plan;
+    const size_t free_bytes = (size_t)(share * (double)r->memory.device_bytes);
     Options batch = *o, options = *o;
-    Model said;
-    if (model_bytes(m, o, 1) <= free_bytes) {
-        batch.batch_size = batch_that_fits(m, free_bytes);
+    static Planned said;
+    if (run_bytes(p, o, 1) <= free_bytes) {
+        batch.batch_size = batch_that_fits(p, free_bytes);
         begin(&said, &batch);
-        fault_unless(said.memory.device_bytes <= free_bytes && model_bytes(m, o, (int)batch.batch_size + 1) > free_bytes, &batch, "is not the largest batch that fits");
+        fault_unless(said.memory.device_bytes <= free_bytes && run_bytes(p, o, (int)batch.batch_size + 1) > free_bytes, &batch, "is not the largest batch that fits");
         end(&said);
         hints++;
     }
-    if (options_that_fit(m, &options, free_bytes, m->B)) {
+    if (options_that_fit(p, &options, free_bytes, p->B)) {
         begin(&said, &options);
         fault_unless(said.memory.device_bytes <= free_bytes, &options, "was said to fit, and does not");
         end(&said);
@@ -122,7 +122,7 @@ static void check_model(const char *name, int tp, int dp) {
         o.tp = tp; o.tp_overlap = tp > 1 ? way % 3 - 1 : -1; o.zero_stage = way % 2; o.reduce_dtype = sizeof(floatX) == 2 ? "fp32" : "bf16";
         o.state_dtype = way % 5 ? "fp32" : "bf16"; o.master_weights = way % 7 != 0;
         if (o.gelu_fusion > 0 && !matmul_can_fuse(config.mlp == MLP_SWIGLU, config.ffn_dim / tp)) continue;
-        Model m;
+        static Planned m;
         begin(&m, &o);
         check_layout(&m);
         check_sum(&m);

@@ -8,6 +8,7 @@
 //   head        the LM head in parts: the same losses to the bit, the same gradients but for the order of a sum over parts
 //   states      m and v in bf16: near the run with fp32 ones
 //   memory      each of these options saves the bytes that the shapes say
+//   verdict     a step whose loss or norm is above its limit, or not finite, changes no bit of weights and states
 // A difference is measured twice: ||a - b|| / ||b||, and max|a - b| / max|b|. Each comparison is repeated with the largest
 // element negated and must then fail: a bound that cannot catch one wrong element is no test.
 #ifndef LLMC_MODEL_TEST_H
@@ -107,13 +108,24 @@ static inline void open_reference(Model *m, const char *folder, const Options *o
     model_load_weights(m, folder);
 }
 
-// The update of the debug file's ten steps.
-static inline void debug_update(Model *m, float norm, int step) {
-    AdamWParams p;
+// Loss and norm of a step, and the update of the debug file's ten steps.
+static inline StepVerdict debug_update(Model *m, float *loss, float *norm, int step, double most_loss) {
+    UpdateParams p;
     p.lr = 1e-3f; p.beta1 = 0.9f; p.beta2 = 0.95f; p.eps = 1e-8f; p.weight_decay = 0.1f; p.step = step;
-    p.grad_scale = norm > 1 ? 1 / norm : 1;
-    model_update(m, &p);
+    p.clip = 1;
+    p.most_loss = most_loss;
+    p.most_norm = INFINITY;
+    const StepResult r = model_update(m, &p);
+    *loss = r.loss;
+    *norm = r.norm;
+    return r.verdict;
 }
+static inline void debug_step(Model *m, float *loss, float *norm, int step) {
+    const StepVerdict verdict = debug_update(m, loss, norm, step, INFINITY);
+    require(verdict == STEP_APPLIED, "step %d was not applied: verdict %d\n-", step, (int)verdict);
+}
+// Without an update: the loss is above what is allowed.
+static inline void debug_measure(Model *m, float *loss, float *norm) { debug_update(m, loss, norm, 1, -INFINITY); }
 
 static inline void test_reference(const char *folder, const Options *base) {
     DebugFile d = debug_open(folder);
@@ -141,7 +153,7 @@ static inline void test_reference(const char *folder, const Options *base) {
 
     float loss, norm, *reference = debug_floats(&d, "loss", 1), *losses = debug_floats(&d, "losses", 10);
     model_micro_step(&m, d.tokens, d.targets, 0, 1);
-    model_loss_and_norm(&m, &loss, &norm);
+    debug_measure(&m, &loss, &norm);
     check(fabs((double)loss - reference[0]) <= bound.loss, "%s: loss %.6f, PyTorch %.6f", folder, loss, reference[0]);
 
     const int failed_gradients = tests_failed;
@@ -165,9 +177,8 @@ static inline void test_reference(const char *folder, const Options *base) {
     double worst_loss = 0;
     for (int step = 1; step <= 10; step++) {
         model_micro_step(&m, d.tokens, d.targets, 0, 1);
-        model_loss_and_norm(&m, &loss, &norm);
+        debug_step(&m, &loss, &norm, step);
         worst_loss = fmax(worst_loss, fabs((double)loss - losses[step - 1]));
-        debug_update(&m, norm, step);
     }
     check(worst_loss <= bound.losses && fabs(losses[0] - losses[9]) > 20 * bound.losses, "%s: ten losses %.4f -> %.4f, worst difference from PyTorch %.1e", folder, losses[0], losses[9], worst_loss);
     free(logits); free(ours); free(reference); free(losses);
@@ -213,8 +224,7 @@ static inline float *weights_after(const char *folder, const Options *o, int ste
     const int micro_B = (int)o->batch_size, num_micro = d.B / micro_B;
     for (int step = 1; step <= steps; step++) {
         for (int k = 0; k < num_micro; k++) model_micro_step(&m, d.tokens + k * micro_B * d.T, d.targets + k * micro_B * d.T, k, num_micro);
-        model_loss_and_norm(&m, last_loss, &norm);
-        debug_update(&m, norm, step);
+        debug_step(&m, last_loss, &norm, step);
     }
     float *weights = (float *)malloc_or_die(m.table.total * sizeof(float));
     model_read(&m, model_has_slot(&m, SLOT_MASTER) ? SLOT_MASTER : SLOT_WEIGHT, 0, m.table.total, weights);
@@ -286,7 +296,7 @@ static inline void test_head_chunks(const char *folder, const Options *whole, in
         model_losses(&m, d.tokens, d.targets, d.T, losses[i]);
         model_micro_step(&m, d.tokens, d.targets, 0, 2);  // twice: the second adds to the first
         model_micro_step(&m, d.tokens, d.targets, 1, 2);
-        model_loss_and_norm(&m, &loss[i], &norm);
+        debug_measure(&m, &loss[i], &norm);
         model_read(&m, SLOT_GRAD, 0, total, grads[i]);
         const Role head = m.config.tied ? ROLE_WTE : ROLE_HEADW;
         int same = exact ? memcmp(losses[0], losses[i], N * sizeof(float)) == 0 && memcmp(&loss[0], &loss[i], sizeof(float)) == 0 : difference(losses[i], losses[0], N).norm <= bound, first_wrong = -1;
@@ -358,6 +368,37 @@ static inline void test_memory(const char *folder, const Options *base, int B, d
     check(fabs(saved_head - fmin(seven, most)) <= slack && (saved_head > slack || most <= slack), "%s: --head-chunks 8 saves %.2f MiB; seven eighths of the logits: %.2f, what is left at most: %.2f", folder, saved_head / 1048576, seven / 1048576, most / 1048576);
 }
 
+// What must not be applied leaves everything as it was, and what may is applied after it.
+static inline void test_verdict(const char *folder, const Options *o) {
+    DebugFile d = debug_open(folder);
+    Model m;
+    float loss, norm;
+    open_reference(&m, folder, o);
+    const size_t n = m.table.total;
+    const Slot slot = model_has_slot(&m, SLOT_MASTER) ? SLOT_MASTER : SLOT_WEIGHT;
+    float *before[2] = {(float *)malloc_or_die(n * sizeof(float)), (float *)malloc_or_die(n * sizeof(float))}, *after = (float *)malloc_or_die(n * sizeof(float));
+    model_micro_step(&m, d.tokens, d.targets, 0, 1);
+    debug_step(&m, &loss, &norm, 1);
+    model_read(&m, slot, 0, n, before[0]);
+    model_read(&m, SLOT_M, 0, n, before[1]);
+    const struct { double most_loss, most_norm; StepVerdict expected; } cases[] = {{0.5, INFINITY, STEP_LOSS_HIGH}, {INFINITY, 1e-6, STEP_NORM_HIGH}, {INFINITY, INFINITY, STEP_APPLIED}};
+    for (int i = 0; i < 3; i++) {
+        UpdateParams p = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, cases[i].most_loss, cases[i].most_norm, 2};
+        model_micro_step(&m, d.tokens, d.targets, 0, 1);
+        const StepResult r = model_update(&m, &p);
+        model_read(&m, slot, 0, n, after);
+        int same = memcmp(after, before[0], n * sizeof(float)) == 0;
+        model_read(&m, SLOT_M, 0, n, after);
+        same &= memcmp(after, before[1], n * sizeof(float)) == 0;
+        check(r.verdict == cases[i].expected && same == (r.verdict != STEP_APPLIED), "%s: loss %.4f of at most %g, norm %.4f of at most %g: verdict %d, weights and m are %s", folder, r.loss, cases[i].most_loss, r.norm,
+              cases[i].most_norm, (int)r.verdict, same ? "as before" : "updated");
+    }
+    check(step_verdict(NAN, 1, INFINITY, INFINITY) == STEP_NOT_FINITE && step_verdict(1, INFINITY, INFINITY, INFINITY) == STEP_NOT_FINITE, "what is not finite is not applied");
+    free(before[0]); free(before[1]); free(after);
+    model_close(&m);
+    debug_close(&d);
+}
+
 static inline void test_resume(const char *folder, const Options *o, const char *output) {
     DebugFile d = debug_open(folder);
     Model m;
@@ -378,8 +419,7 @@ static inline void test_resume(const char *folder, const Options *o, const char 
             checkpoint_load(&m, path, &s);
         }
         model_micro_step(&m, d.tokens, d.targets, 0, 1);
-        model_loss_and_norm(&m, &loss, &norm);
-        debug_update(&m, norm, step);
+        debug_step(&m, &loss, &norm, step);
     }
     float *resumed = (float *)malloc_or_die(m.table.total * sizeof(float));
     model_read(&m, model_has_slot(&m, SLOT_MASTER) ? SLOT_MASTER : SLOT_WEIGHT, 0, m.table.total, resumed);

@@ -19,6 +19,7 @@ int main(int argc, char **argv) {
         test_head_chunks(argv[i], &o, 1, 0);
         test_bf16_states(argv[i], &o, 2e-2);
         test_memory(argv[i], &o, 4, 8192);
+        test_verdict(argv[i], &o);
         test_resume(argv[i], &o, output);
         Options bf16_states = o;
         bf16_states.state_dtype = "bf16";

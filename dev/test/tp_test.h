@@ -10,7 +10,9 @@ enum { TP_STEPS = 3, TP_SEED = 11, TP_B = 2, TP_T = 24 };  // B of each tensor-p
 // What fp32 sums in another order, or values rounded to bf16, may make of a number. exact_chunks: --head-chunks changes no bit.
 typedef struct { Difference logits, gradients; double losses; int exact_chunks; } TpBounds;
 
-// The backend's: the logits of all rows, (rows, words of this rank), after model_losses with the head in one part.
+// The backend's: the sizes of this rank, the sequences of a micro-step, and the logits of all rows, (rows, words of this rank), after model_losses with the head in one part.
+static const Config *local_config(const Model *m);
+static int batch_of(const Model *m);
 static void logits_of(const Model *m, int rows, float *out);
 
 typedef struct { float losses[TP_STEPS], norms[TP_STEPS]; uint64_t weights, gradients /*what this rank owns*/; OverlapCounts met; } TpRun;
@@ -68,7 +70,7 @@ static inline void compare_gradients(const Model *m, const Model *one, const TpB
 }
 static inline void compare_logits(Model *m, Model *one, const int *tokens, const int *targets, const TpBounds *bound, const char *name) {
     const Comm *dp = &m->mesh->dp, *tp = &m->mesh->tp;
-    const int N = TP_B * TP_T, all = N * dp->world, V = m->local.vocab_size, Vp = m->local.padded_vocab_size, Vp_one = one->config.padded_vocab_size, first = tp->rank * Vp;
+    const int N = TP_B * TP_T, all = N * dp->world, V = local_config(m)->vocab_size, Vp = local_config(m)->padded_vocab_size, Vp_one = one->config.padded_vocab_size, first = tp->rank * Vp;
     float *losses = (float *)malloc_or_die((size_t)all * sizeof(float)), *losses_one = (float *)malloc_or_die((size_t)all * sizeof(float)), *expected = (float *)malloc_or_die((size_t)all * Vp_one * sizeof(float));
     float *ours = (float *)malloc_or_die((size_t)N * Vp_one * sizeof(float)), *ours_rows = (float *)malloc_or_die((size_t)N * Vp * sizeof(float)), *rows_one = (float *)malloc_or_die((size_t)all * Vp_one * sizeof(float));
     Difference worst = {0, 0};
@@ -102,26 +104,25 @@ static inline TpRun train_steps(const Config *c, const Options *o, const Mesh *m
     TpRun r;
     Model m;
     int tokens[64 * TP_T], targets[64 * TP_T];
-    const int groups = one ? one->B / TP_B : mesh->dp.world, first = mesh->dp.rank * TP_B * TP_T;
+    const int groups = one ? batch_of(one) / TP_B : mesh->dp.world, first = mesh->dp.rank * TP_B * TP_T;
     memset(&r, 0, sizeof r);
     model_open(&m, c, o, mesh);
     init_weights(&m, TP_SEED);
+    model_tune(&m);
     for (int step = 0; step < TP_STEPS; step++) {
         float loss, norm;
         fill_tokens(tokens, targets, groups * TP_B, c->vocab_size, step);
         if (one && step == 0) model_decode_open(&m, 2, TP_T);
         if (one && step == 0) compare_logits(&m, one, tokens, targets, bound, name);
         for (int micro = 0; micro < 2; micro++) model_micro_step(&m, tokens + first, targets + first, micro, 2);  // twice: the second adds to the first
-        model_loss_and_norm(&m, &r.losses[step], &r.norms[step]);
+        debug_step(&m, &r.losses[step], &r.norms[step], step + 1);
         for (int micro = 0; micro < 2 && one; micro++) model_micro_step(one, tokens, targets, micro, 2);
         if (one) {
-            model_loss_and_norm(one, &loss, &norm);
+            debug_step(one, &loss, &norm, step + 1);
             if (step == 0) compare_gradients(&m, one, bound, name);
             check(fabs(r.losses[step] / loss - 1) < bound->losses && fabs(r.norms[step] / norm - 1) < bound->losses, "%s: step %d, loss %.6f and %.6f (%.1e), norm %.6f and %.6f (%.1e)", name, step + 1,
                   r.losses[step], loss, fabs(r.losses[step] / loss - 1), r.norms[step], norm, fabs(r.norms[step] / norm - 1));
-            debug_update(one, norm, step + 1);
         }
-        debug_update(&m, r.norms[step], step + 1);
     }
     r.gradients = hash_of_gradients(&m);
     r.met = model_overlap(&m);
@@ -145,8 +146,7 @@ static inline void check_copies(const Config *c, const Options *o, const Mesh *m
     for (int step = 0; step < 2; step++) {
         fill_tokens(tokens, targets, mesh->dp.world * TP_B, c->vocab_size, step);
         model_micro_step(&m, tokens + mesh->dp.rank * TP_B * TP_T, targets + mesh->dp.rank * TP_B * TP_T, 0, 1);
-        model_loss_and_norm(&m, &r.losses[step], &r.norms[step]);
-        debug_update(&m, r.norms[step], step + 1);
+        debug_step(&m, &r.losses[step], &r.norms[step], step + 1);
     }
     uint64_t *all = (uint64_t *)malloc_or_die((size_t)mesh->job.world * sizeof *all);
     float *weights = weights_of(&m);

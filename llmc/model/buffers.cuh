@@ -1,0 +1,314 @@
+// The buffers of a run on one GPU, by subject: parameters and optimiser states, what forward keeps for backward, scratch, tokens. buffers_request
+// names them all from a plan; memory.cuh prints the table and allocates.
+//
+// Kept for backward, per block: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms' statistics: 8C + 2F (GELU)
+// values a token. --recompute 1 keeps f and no a, 2 h1 and h2 once and not per block, 3 all but x''.
+#ifndef LLMC_BUFFERS_CUH
+#define LLMC_BUFFERS_CUH
+
+#include "../adamw.cuh"
+#include "../classifier.cuh"
+#include "../embedding.cuh"
+#include "../global_norm.cuh"
+#include "../memory.cuh"
+#include "../norm.cuh"
+#include "../rope_table.h"
+#include "../zero.cuh"
+#include "plan.cuh"
+
+// What one block keeps: f is what the activation reads or its slopes, a what it gives. What is recomputed is one buffer for all blocks.
+typedef struct {
+    floatX *h1, *qkv, *y, *x_mid, *h2, *f, *a, *x_out;
+    float *lse, *mean1, *rstd1, *mean2, *rstd2;
+} BlockActs;
+
+typedef struct {
+    // parameters, all in the layout of the table
+    floatX *weights, *grads;
+    float *master;                // ZeRO 1: this rank's pieces, unit after unit
+    void *m, *v;                  // the same
+    void *snapshots[NUM_SLOTS];   // --save-async: pinned copies of this rank's shards of a slot, unit after unit
+    float *reduce_staging;        // a unit's gradients in fp32
+    AdamChunk *chunks;
+    int num_chunks;
+    Span *shards;                 // of the gradients: what this rank adds to the norm
+    int num_shards;
+    // activations
+    floatX *x_embedding, *h_final, *saved_x, *saved_block, *shared_h;
+    float *saved_stats, *mean_final, *rstd_final;
+    float *cos_sin;
+    BlockActs *blocks;            // host memory
+    // scratch
+    char *region;                 // see Region
+    floatX *logits, *dqkv, *df, *da;
+    void *attention;
+    floatX *dx, *branch;
+    float *stream_sums;           // (C) column sums of dx
+    float *column_sums;           // partial sums of the columns of df or dqkv
+    void *reduce, *matmul_workspace;
+    // tokens and losses
+    int *tokens, *targets, *host_tokens;  // host: two slots of (inputs, targets)
+    int *words;                   // tp: tokens as rows of this rank's embedding
+    ClassifierPart *parts;        // tp: (ranks, head_rows)
+    float *losses, *host_losses;  // (B,T)
+    StepScalars *step, *host_step;
+    float *gathered_step;         // (ranks, 2) loss and squared norm of all
+} Buffers;
+
+// What is never alive together shares one region: [logits], [df | da | a] of the MLP's backward, [dqkv | attention's scratch]. Where a part begins,
+// in bytes. With the activation computed again inside the gradient's product df takes f's place, and a is alone.
+typedef struct { size_t da /*0: df is not here*/, a, attention, bytes; } Region;
+static inline size_t largest(const size_t *sizes, size_t count) {
+    size_t most = 0;
+    for (size_t i = 0; i < count; i++) most = sizes[i] > most ? sizes[i] : most;
+    return most;
+}
+#define LARGEST(sizes) largest((sizes), sizeof (sizes) / sizeof *(sizes))
+static inline Region region_of(const Plan *p) {
+    enum { ALIGN = 1024 };
+    const Config *c = &p->local;
+    const int fused = p->activation_fused == 2, apart = c->mlp == MLP_SWIGLU && !fused;  // GELU's da is df; SwiGLU's is in a product, or apart
+    const size_t width = round_up(p->N * (size_t)c->ffn_dim * sizeof(floatX), ALIGN);
+    Region r;
+    r.da = fused && p->recomputes_activation ? 0 : round_up(p->N * (size_t)fc_width(c) * sizeof(floatX), ALIGN);
+    r.a = r.da + (apart ? width : 0);
+    r.attention = round_up(p->N * (size_t)qkv_width(c) * sizeof(floatX), ALIGN);
+    const size_t parts[] = {
+        r.a + (p->recomputes_activation ? width : 0),
+        r.attention + attention_backward_scratch_bytes(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim),
+        (size_t)p->head_rows * (size_t)c->padded_vocab_size * sizeof(floatX),
+    };
+    r.bytes = LARGEST(parts);
+    return r;
+}
+
+// ---- sizes
+
+// Elements that a block keeps.
+static inline size_t saved_block_size(const Plan *p) {
+    const Config *c = &p->local;
+    size_t size = p->N * (size_t)(qkv_width(c) + c->num_heads * c->head_dim + fc_width(c));
+    if (!p->recomputes_activation) size += p->N * (size_t)c->ffn_dim;
+    if (!p->recomputes_norms) size += 2 * p->rows * (size_t)c->channels;
+    return size;
+}
+// Floats of statistics: lse, and mean and 1/std of two norms.
+static inline size_t saved_stats_size(const Plan *p) { return p->N * (size_t)p->local.num_heads + 4 * p->rows; }
+static inline size_t reduce_bytes(const Plan *p, int spans) {
+    const Config *c = &p->local;
+    const int split_words = plan_is_split(p) ? c->padded_vocab_size : 0;
+    const size_t needs[] = {
+        global_norm_scratch_bytes(spans), norm_backward_scratch_bytes(c->channels), bias_backward_scratch_bytes(c->channels),
+        bias_backward_scratch_bytes(fc_width(c)), bias_backward_scratch_bytes(qkv_width(c)),
+        embedding_backward_scratch_bytes(p->B, p->T, c->padded_vocab_size, split_words),
+    };
+    return LARGEST(needs);
+}
+// Floats of partial column sums: GELU's of every 64 rows of df, attention's of dqkv.
+static inline size_t column_sums_size(const Plan *p) {
+    const Config *c = &p->local;
+    const size_t needs[] = {
+        c->linear_bias ? ceil_div(p->N, BOX_ROWS) * (size_t)c->ffn_dim : 0,
+        c->qkv_bias ? (size_t)p->B * ceil_div((size_t)p->T, 64) * (size_t)qkv_width(c) : 0,
+    };
+    return LARGEST(needs);
+}
+
+// ---- who has what of the parameters
+
+static inline Span plan_shard(const Plan *p, int unit) { return param_shard(p->table, unit, p->mesh->dp.rank, p->mesh->dp.world); }
+static inline Span plan_owned(const Plan *p, Slot s, int unit) {
+    const int whole = s == SLOT_WEIGHT || p->mesh->dp.world == 1 || !p->shards_states;
+    return whole ? param_unit(p->table, unit) : plan_shard(p, unit);
+}
+// Where the states of an element of `unit` lie. The pieces of one rank are packed: unit_begin divided by the ranks.
+static inline size_t plan_state_at(const Plan *p, int unit, size_t offset) {
+    return p->shards_states ? p->table->unit_begin[unit] / (size_t)p->mesh->dp.world + offset - plan_shard(p, unit).begin : offset;
+}
+static inline int plan_slot_is_bf16(const Plan *p, Slot s) {
+    return s == SLOT_WEIGHT || s == SLOT_GRAD ? sizeof(floatX) == 2 : (s == SLOT_M || s == SLOT_V) && p->bf16_states;
+}
+static inline size_t plan_slot_bytes(const Plan *p, Slot s) { return plan_slot_is_bf16(p, s) ? sizeof(__nv_bfloat16) : sizeof(float); }
+// The parts of the gradients that this rank adds to the norm: its shards, without copies that another rank of its tensor-parallel group counts.
+// Each is whole 16-byte vectors. out NULL: how many.
+static inline int norm_spans(const Plan *p, Span *out) {
+    Span spans[TP_MAX_SPANS];
+    int count = 0;
+    for (int u = 0; u < p->table->num_units; u++) {
+        const int n = tp_counted(&p->mesh->dp, p->table, u, spans);
+        for (int i = 0; i < n; i++) assert(spans[i].begin % 8 == 0 && spans[i].count % 8 == 0);
+        if (out) memcpy(out + count, spans, (size_t)n * sizeof(Span));
+        count += n;
+    }
+    return count;
+}
+// Gradients that ranks of the tensor-parallel group have copies of. *total: their elements.
+static inline int gradient_copies(const Plan *p, TpCopy *out, size_t *total) {
+    Span *owned = (Span *)malloc_or_die((size_t)p->table->num_units * sizeof(Span));
+    for (int u = 0; u < p->table->num_units; u++) owned[u] = plan_owned(p, SLOT_GRAD, u);
+    const int count = tp_list_copies(p->mesh, p->table, owned, TP_BATCH_MOST, out, total);
+    free(owned);
+    return count;
+}
+// What this rank updates, in pieces of at most ADAM_CHUNK elements of one tensor; the padding between units is never touched. Where something is
+// rounded stochastically, a piece's elements are neighbours in the whole tensor too. out NULL: how many.
+static inline int adam_chunks(const Plan *p, AdamChunk *out) {
+    const int by_runs = plan_is_split(p) && (p->bf16_states || (sizeof(floatX) == 2 && !p->has_master));
+    int count = 0;
+    for (int i = 0; i < p->table->count; i++) {
+        const Param *q = &p->table->params[i];
+        const Span mine = span_overlap(plan_owned(p, SLOT_M, q->unit), q->offset, q->size);
+        for (size_t at = mine.begin, n; at < mine.begin + mine.count; at += n, count++) {
+            const size_t left = mine.begin + mine.count - at, element = at - q->offset;
+            n = left < (size_t)ADAM_CHUNK ? left : (size_t)ADAM_CHUNK;
+            if (by_runs) n = param_run(q, element, n);
+            if (!out) continue;
+            const ParamPart *part = param_part_at(q, element);
+            const size_t key = q->whole_offset + (part ? param_whole(q, part, element) : element);
+            const AdamChunk chunk = {at, plan_state_at(p, q->unit, at), key, (int)n, q->rate, q->decay};
+            out[count] = chunk;
+        }
+    }
+    return count;
+}
+
+// ---- the table
+
+static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
+    const size_t total = p->table->total, world = (size_t)p->mesh->dp.world, states = p->shards_states ? total / world : total;
+    b->num_chunks = adam_chunks(p, NULL);
+    b->num_shards = norm_spans(p, NULL);
+    memory_request(m, &b->weights, "parameters", "weights", total);
+    memory_request(m, &b->chunks, "optimiser", "chunk table", (size_t)b->num_chunks);
+    memory_request(m, &b->shards, "optimiser", "shard table", (size_t)b->num_shards);
+    if (!p->trains) return;
+    memory_request(m, &b->grads, "parameters", "gradients", total);
+    if (world > 1 && p->reduces_in_fp32) memory_request(m, &b->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(p->table));
+    if (p->has_master) memory_request(m, &b->master, "optimiser", "fp32 master weights", states);
+    memory_request(m, (char **)&b->m, "optimiser", p->bf16_states ? "AdamW m, bf16" : "AdamW m", states * plan_slot_bytes(p, SLOT_M));
+    memory_request(m, (char **)&b->v, "optimiser", p->bf16_states ? "AdamW v, bf16" : "AdamW v", states * plan_slot_bytes(p, SLOT_V));
+    if (!p->options.save_every || !p->options.save_async) return;
+    static const struct { Slot slot; const char *name; } copies[] = {
+        {SLOT_WEIGHT, "copy of weights, to be saved"}, {SLOT_M, "copy of m, to be saved"},
+        {SLOT_V, "copy of v, to be saved"}, {SLOT_MASTER, "copy of masters, to be saved"},
+    };
+    for (const auto &copy : copies)
+        if (copy.slot != SLOT_MASTER || p->has_master)
+            memory_request_pinned(m, (char **)&b->snapshots[copy.slot], "optimiser", copy.name, total / world * plan_slot_bytes(p, copy.slot));
+}
+static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
+    const Config *c = &p->local;
+    const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers, kept = p->recomputes_blocks ? 1 : L;
+    const char *names[] = {"qkv, y, f, h, a of all layers", "qkv, y, f, h of all layers", "qkv, y, f of all layers", "qkv, y, f, a, recomputed"};
+    memory_request(m, &b->x_embedding, "activations", "embedding (B,T,C)", rows * C);
+    memory_request(m, &b->saved_x, "activations", p->recomputes_blocks ? "residuals (L+1,B,T,C)" : "residuals (L,2,B,T,C)", (L + kept) * rows * C);
+    memory_request(m, &b->saved_block, "activations", names[p->options.recompute], kept * saved_block_size(p));
+    if (p->recomputes_norms) memory_request(m, &b->shared_h, "activations", "h1, h2 (2,B,T,C), recomputed", 2 * rows * C);
+    memory_request(m, &b->saved_stats, "activations", "lse, mean, 1/std", kept * saved_stats_size(p));
+    memory_request(m, &b->h_final, "activations", "final norm (B,T,C)", rows * C);
+    memory_request(m, &b->mean_final, "activations", "final mean (B,T)", rows);
+    memory_request(m, &b->rstd_final, "activations", "final 1/std (B,T)", rows);
+    if (c->position == POSITION_ROPE) memory_request(m, &b->cos_sin, "activations", "rope table (T,HD/2,2)", (size_t)p->T * (size_t)c->head_dim);
+}
+static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
+    const Config *c = &p->local;
+    const Region region = region_of(p);
+    const char *df = !region.da ? "a, recomputed" : p->recomputes_activation ? "df; da, a follow" : "df; da follows";
+    memory_request(m, &b->region, "scratch", "logits, or a block's backward", region.bytes);
+    memory_alias(m, &b->logits, "scratch", p->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)", &b->region, (size_t)p->head_rows * (size_t)c->padded_vocab_size);
+    memory_alias(m, &b->dqkv, "scratch", "dqkv; attention follows", &b->region, p->N * (size_t)qkv_width(c));
+    memory_alias(m, &b->df, "scratch", df, &b->region, p->N * (size_t)(region.da ? fc_width(c) : c->ffn_dim));
+    memory_request(m, &b->dx, "scratch", "residual gradient (B,T,C)", p->rows * (size_t)c->channels);
+    memory_request(m, &b->branch, "scratch", "branch and its gradient (B,T,C)", p->N * (size_t)c->channels);
+    memory_request(m, &b->stream_sums, "scratch", "column sums of the residual gradient", (size_t)c->channels);
+    if (p->trains) memory_request(m, &b->column_sums, "scratch", "partial column sums", column_sums_size(p));
+    memory_request(m, (char **)&b->reduce, "scratch", "partial sums, sorting", reduce_bytes(p, b->num_shards));
+    memory_request(m, (char **)&b->matmul_workspace, "scratch", "matmul workspace", MATMUL_WORKSPACE_BYTES);
+}
+static inline void request_tokens(const Plan *p, Buffers *b, Memory *m) {
+    const size_t ranks = (size_t)p->mesh->tp.world, world = (size_t)p->mesh->dp.world;
+    memory_request(m, &b->tokens, "tokens", "inputs (B,T)", p->N);
+    memory_request(m, &b->targets, "tokens", "targets (B,T)", p->N);
+    memory_request(m, &b->losses, "tokens", "losses (B,T)", p->N);
+    memory_request(m, &b->step, "tokens", "loss, norm, clipping", 1);
+    memory_request(m, &b->gathered_step, "tokens", "loss, norm of all ranks", 2 * (ranks > world ? ranks : world));
+    memory_request_pinned(m, &b->host_tokens, "tokens", "two slots of inputs, targets", 4 * p->N);
+    memory_request_pinned(m, &b->host_step, "tokens", "loss, norm, clipping", 1);
+    memory_request_pinned(m, &b->host_losses, "tokens", "losses", p->N);
+    if (ranks == 1) return;
+    memory_request(m, &b->words, "tensor parallel", "words (B,T)", p->N);
+    memory_request(m, &b->parts, "tensor parallel", "classifier's sums (ranks,rows,3)", ranks * (size_t)p->head_rows);
+}
+// Names every buffer; the pointers are filled when memory_allocate is called, so b must not move.
+static inline void buffers_request(const Plan *p, Buffers *b, Memory *m) {
+    request_parameters(p, b, m);
+    request_activations(p, b, m);
+    request_scratch(p, b, m);
+    request_tokens(p, b, m);
+}
+
+// ---- after the allocation
+
+// Cuts the saved buffers into blocks and the region into its parts.
+static inline void buffers_place(const Plan *p, Buffers *b) {
+    const Config *c = &p->local;
+    const Region region = region_of(p);
+    const size_t N = p->N, rows = p->rows, C = (size_t)c->channels;
+    floatX *next = b->saved_block, *x = b->saved_x;
+    float *stats = b->saved_stats;
+    auto values = [](auto *&from, size_t count) { auto *p = from; from += count; return p; };
+    b->da = c->mlp == MLP_SWIGLU ? (floatX *)(b->region + region.da) : b->df;  // GELU's gradient is computed in place
+    b->attention = b->region + region.attention;
+    b->blocks = (BlockActs *)malloc_or_die((size_t)c->num_layers * sizeof(BlockActs));
+    for (int l = 0; l < c->num_layers; l++) {
+        BlockActs *a = &b->blocks[l];
+        if (p->recomputes_blocks && l > 0) {  // all but x'' are those of block 0
+            *a = b->blocks[0];
+            a->x_out = values(x, rows * C);
+            continue;
+        }
+        a->x_mid = values(x, rows * C);
+        a->x_out = values(x, rows * C);
+        a->qkv = values(next, N * (size_t)qkv_width(c));
+        a->y = values(next, N * (size_t)(c->num_heads * c->head_dim));
+        a->f = values(next, N * (size_t)fc_width(c));
+        a->a = p->recomputes_activation ? (floatX *)(b->region + region.a) : values(next, N * (size_t)c->ffn_dim);
+        a->h1 = p->recomputes_norms ? b->shared_h : values(next, rows * C);
+        a->h2 = p->recomputes_norms ? b->shared_h + rows * C : values(next, rows * C);
+        a->lse = values(stats, N * (size_t)c->num_heads);
+        a->mean1 = values(stats, rows);
+        a->rstd1 = values(stats, rows);
+        a->mean2 = values(stats, rows);
+        a->rstd2 = values(stats, rows);
+    }
+}
+// Host to device in the order of a stream, and complete on return. (A plain cudaMemcpy of less than 64 KiB may return before the device has it,
+// and does not order itself before a kernel of a non-blocking stream.)
+static inline void upload(void *to, const void *from, size_t bytes, cudaStream_t stream) {
+    cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
+    cudaCheck(cudaStreamSynchronize(stream));
+}
+static inline void upload_rope_table(const Config *c, float *to, int T, cudaStream_t stream) {
+    const size_t count = (size_t)T * (size_t)c->head_dim;
+    float *cos_sin = (float *)malloc_or_die(count * sizeof(float));
+    rope_table(c, T, cos_sin);
+    upload(to, cos_sin, count * sizeof(float), stream);
+    free(cos_sin);
+}
+// The tables that kernels read. Returns how many weights this rank updates.
+static inline size_t buffers_upload_tables(const Plan *p, Buffers *b, cudaStream_t stream) {
+    size_t updated = 0;
+    AdamChunk *chunks = (AdamChunk *)malloc_or_die((size_t)b->num_chunks * sizeof(AdamChunk));
+    Span *shards = (Span *)malloc_or_die((size_t)b->num_shards * sizeof(Span));
+    adam_chunks(p, chunks);
+    norm_spans(p, shards);
+    for (int i = 0; i < b->num_chunks; i++) updated += (size_t)chunks[i].count;
+    upload(b->chunks, chunks, (size_t)b->num_chunks * sizeof(AdamChunk), stream);
+    upload(b->shards, shards, (size_t)b->num_shards * sizeof(Span), stream);
+    free(chunks);
+    free(shards);
+    if (p->local.position == POSITION_ROPE) upload_rope_table(&p->local, b->cos_sin, p->T, stream);
+    return updated;
+}
+
+#endif

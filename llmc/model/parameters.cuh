@@ -1,0 +1,74 @@
+// Parameters and optimiser states from host memory and back, for checkpoints and tests: slots of backend.h. fp32 values, whatever a slot stores.
+#ifndef LLMC_PARAMETERS_CUH
+#define LLMC_PARAMETERS_CUH
+
+#include "buffers.cuh"
+
+static inline void *slot_pointer(const Buffers *b, Slot s) {
+    switch (s) {
+    case SLOT_WEIGHT: return b->weights;
+    case SLOT_GRAD: return b->grads;
+    case SLOT_M: return b->m;
+    case SLOT_V: return b->v;
+    default: return b->master;
+    }
+}
+// Where elements [offset, offset + count) of a slot are. This rank has all of them.
+static inline char *slot_place(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count) {
+    assert(slot_pointer(b, s) && offset + count <= p->table->total);
+    const int unit = param_unit_of(p->table, offset), sharded = s != SLOT_WEIGHT && s != SLOT_GRAD;
+    assert(!sharded || !p->shards_states || span_overlap(plan_owned(p, s, unit), offset, count).count == count);
+    return (char *)slot_pointer(b, s) + (sharded ? plan_state_at(p, unit, offset) : offset) * plan_slot_bytes(p, s);
+}
+// From what a slot stores, in host memory, to fp32.
+static inline void slot_widen(const Plan *p, Slot s, float *values, const void *stored, size_t count) {
+    if (!plan_slot_is_bf16(p, s)) memcpy(values, stored, count * sizeof(float));
+    else for (size_t i = 0; i < count; i++) values[i] = (float)((const __nv_bfloat16 *)stored)[i];
+}
+static inline void slot_write(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, const float *values, cudaStream_t stream) {
+    char *place = slot_place(p, b, s, offset, count);
+    if (plan_slot_is_bf16(p, s)) {
+        __nv_bfloat16 *rounded = (__nv_bfloat16 *)malloc_or_die(count * sizeof *rounded);
+        PARALLEL_FOR
+        for (size_t i = 0; i < count; i++) rounded[i] = __float2bfloat16(values[i]);
+        upload(place, rounded, count * sizeof *rounded, stream);
+        free(rounded);
+    } else {
+        upload(place, values, count * sizeof(float), stream);
+    }
+    for (int u = 0; s == SLOT_WEIGHT && b->master && u < p->table->num_units; u++) {  // unrounded
+        const Span mine = span_overlap(plan_owned(p, SLOT_MASTER, u), offset, count);
+        if (mine.count) upload(b->master + plan_state_at(p, u, mine.begin), values + (mine.begin - offset), mine.count * sizeof(float), stream);
+    }
+}
+// Waits for both streams.
+static inline void slot_read(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, float *values, const Gpu *gpu) {
+    const size_t bytes = count * plan_slot_bytes(p, s);
+    void *stored = malloc_or_die(bytes);
+    cudaCheck(cudaStreamSynchronize(gpu->compute));
+    cudaCheck(cudaStreamSynchronize(gpu->comm));
+    cudaCheck(cudaMemcpy(stored, slot_place(p, b, s, offset, count), bytes, cudaMemcpyDeviceToHost));
+    slot_widen(p, s, values, stored, count);
+    free(stored);
+}
+// Where this rank's shard of a unit begins in the copy of a slot.
+static inline char *snapshot_place(const Plan *p, const Buffers *b, Slot s, int unit) {
+    return (char *)b->snapshots[s] + p->table->unit_begin[unit] / (size_t)p->mesh->dp.world * plan_slot_bytes(p, s);
+}
+static inline void slot_snapshot(const Plan *p, const Buffers *b, Slot s, const Gpu *gpu) {
+    cudaCheck(cudaStreamSynchronize(gpu->comm));  // weights are being gathered
+    for (int u = 0; u < p->table->num_units; u++) {
+        const Span mine = plan_shard(p, u);
+        const char *from = slot_place(p, b, s, mine.begin, mine.count);
+        cudaCheck(cudaMemcpyAsync(snapshot_place(p, b, s, u), from, mine.count * plan_slot_bytes(p, s), cudaMemcpyDeviceToHost, gpu->compute));
+    }
+    cudaCheck(cudaStreamSynchronize(gpu->compute));
+}
+static inline void slot_read_snapshot(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, float *values) {
+    const int u = param_unit_of(p->table, offset);
+    const Span mine = plan_shard(p, u);
+    assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);
+    slot_widen(p, s, values, snapshot_place(p, b, s, u) + (offset - mine.begin) * plan_slot_bytes(p, s), count);
+}
+
+#endif

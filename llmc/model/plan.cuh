@@ -1,0 +1,129 @@
+// Everything that a run never changes, decided once from the model, the options, the ranks and the GPU: plan_make. It is printed at the start
+// and logged. What computes reads the plan and asks no option again.
+#ifndef LLMC_PLAN_CUH
+#define LLMC_PLAN_CUH
+
+#include "../attention.cuh"
+#include "../ranks/linear.cuh"
+
+typedef struct {
+    Options options;         // what plan_make read
+    const Mesh *mesh;
+    const ParamTable *table; // of this rank
+    Config config, local;    // the whole model's sizes; this rank's
+    int B, T;                // of a micro-step
+    size_t N, rows;          // its tokens; rows of the residual stream that are here
+    int trains;              // has gradients and optimiser states
+    // numbers
+    int bf16_states;         // AdamW's m and v; else fp32
+    int has_master;          // fp32 copies of bf16 weights
+    int reduces_in_fp32;     // sums of gradients over ranks; else in floatX
+    // memory
+    int shards_states;       // a rank has the optimiser states of its pieces only
+    int recomputes_activation;  // backward makes the activation again, from what it read
+    int recomputes_norms;       // and h1, h2
+    int recomputes_blocks;      // all of a block but its input
+    int head_rows;           // the head runs on so many rows at a time
+    // speed
+    int activation_fused;    // in the products: 0 not, 1 forward, 2 forward and backward
+    int rope_fused;          // in the q,k,v product
+    int may_overlap;         // rows may travel under products
+    int measures_overlap;    // where they do is measured before the first step
+    Linear qkv, proj, fc, fcproj;  // of every block, without its weights and buffers
+} Plan;
+
+// Widths of a token's rows.
+static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
+static inline int fc_width(const Config *c) { return c->mlp == MLP_SWIGLU ? 2 * c->ffn_dim : c->ffn_dim; }
+static inline int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
+
+// Where the activation is part of a product. Our kernel has the bits of a product with the activation apart and is faster (dev/cuda/matmul.cu).
+static inline int plan_activation_fused(const Plan *p) {
+    const int can = matmul_can_fuse(p->local.mlp == MLP_SWIGLU, p->local.ffn_dim);
+    const int asked = (int)p->options.gelu_fusion;
+    require(asked <= 0 || can, "--gelu-fusion %d needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of %d\nleave it out", asked, BOX_COLUMNS);
+    if (asked >= 0) return asked;
+    return can && p->N >= MATMUL_FUSION_ROWS ? 2 : 0;
+}
+static inline void plan_layers(Plan *p) {
+    const Config *c = &p->local;
+    const int C = c->channels, Q = c->num_heads * c->head_dim;
+    Linear common = {};
+    common.mlp = c->mlp;
+    common.keeps_input = p->recomputes_activation;
+    common.heads = c->num_heads;
+    common.kv_heads = c->num_kv_heads;
+    common.head_dim = c->head_dim;
+    p->qkv = p->proj = p->fc = p->fcproj = common;
+    p->qkv.in = C;             p->qkv.out = qkv_width(c);
+    p->qkv.split = LINEAR_COLUMNS;
+    p->qkv.forward = OVER_QKV; p->qkv.backward = OVER_D_QKV;
+    p->qkv.output = c->position == POSITION_ROPE ? LINEAR_ROPE : LINEAR_PLAIN;
+    p->qkv.output_fused = p->rope_fused;
+    p->proj.in = Q;            p->proj.out = C;
+    p->proj.split = LINEAR_ROWS;
+    p->proj.forward = OVER_PROJ; p->proj.backward = OVER_D_PROJ;
+    p->fc.in = C;              p->fc.out = fc_width(c);
+    p->fc.split = LINEAR_COLUMNS;
+    p->fc.forward = OVER_FC;   p->fc.backward = OVER_D_FC;
+    p->fc.output = LINEAR_ACTIVATION;
+    p->fc.output_fused = p->activation_fused > 0;
+    p->fcproj.in = c->ffn_dim; p->fcproj.out = C;
+    p->fcproj.split = LINEAR_ROWS;
+    p->fcproj.forward = OVER_FCPROJ; p->fcproj.backward = OVER_D_FCPROJ;
+    p->fcproj.gradient_fused = p->activation_fused == 2;
+}
+// table, mesh: must outlive the plan. Sizes that cannot be computed stop with a message; nothing is allocated.
+static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const ParamTable *table) {
+    Plan p = {};
+    const int ranks = mesh->tp.world;
+    p.options = *o;
+    p.mesh = mesh;
+    p.table = table;
+    p.config = *c;
+    p.local = tp_config(c, &mesh->tp);
+    p.B = (int)o->batch_size;
+    p.T = (int)o->seq_len;
+    p.N = (size_t)p.B * (size_t)p.T;
+    p.rows = p.N / (size_t)ranks;
+    p.trains = !forward_only(o);
+    require(!strcmp(o->reduce_dtype, "fp32") || !strcmp(o->reduce_dtype, "bf16"), "unknown --reduce-dtype '%s'\nuse fp32 or bf16", o->reduce_dtype);
+    attention_require_head(p.local.head_dim);
+    p.bf16_states = !strcmp(o->state_dtype, "bf16");
+    p.has_master = sizeof(floatX) != sizeof(float) && o->master_weights && p.trains;
+    p.reduces_in_fp32 = !strcmp(o->reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float);
+    p.shards_states = o->zero_stage > 0 && mesh->dp.world > 1;
+    p.recomputes_activation = o->recompute == 1 || o->recompute == 2;
+    p.recomputes_norms = o->recompute == 2;
+    p.recomputes_blocks = o->recompute == 3;
+    p.head_rows = (int)head_rows(o, p.B, p.T);
+    p.activation_fused = plan_activation_fused(&p);
+    p.rope_fused = p.local.position == POSITION_ROPE && matmul_can_rotate(p.local.head_dim) && p.N >= MATMUL_FUSION_ROWS;
+    p.may_overlap = ranks > 1 && (o->tp_overlap > 0 || (o->tp_overlap < 0 && p.trains));
+    p.measures_overlap = p.may_overlap && o->tp_overlap < 0;
+    plan_layers(&p);
+    return p;
+}
+// Generation: few rows of shapes that come once, so nothing is in an epilogue and nothing is kept for backward.
+static inline Plan plan_decode(const Plan *trained) {
+    Plan p = *trained;
+    p.activation_fused = p.rope_fused = 0;
+    p.recomputes_activation = 1;  // the activation's input stays as it is
+    plan_layers(&p);
+    return p;
+}
+
+// A line a subject, for the console and the log.
+static inline void plan_print(const Plan *p, FILE *f) {
+    static const char *const fused[] = {"of its own", "in the forward product", "in the products"};
+    static const char *const recompute[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
+    const int rope = p->local.position == POSITION_ROPE;
+    fprintf(f, "plan      products %s, sums fp32 | activation %s", FLOATX_NAME, fused[p->activation_fused]);
+    if (rope) fprintf(f, " | rope %s", fused[2 * p->rope_fused]);
+    if (!p->trains) { fprintf(f, "\n"); return; }
+    fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | weights %s%s, gradients %s, m and v %s%s\n", recompute[p->options.recompute], ceil_div(p->N, (size_t)p->head_rows),
+            ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", FLOATX_NAME, p->has_master ? " and fp32" : "", FLOATX_NAME, p->bf16_states ? "bf16" : "fp32",
+            p->shards_states ? ", a share of them on each rank" : "");
+}
+
+#endif

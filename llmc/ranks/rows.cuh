@@ -1,0 +1,153 @@
+// Rows of the residual stream between the ranks of a tensor-parallel group, one after the other or under products.
+//
+// A rank has N / ranks of the N rows of the stream. Products that read whole rows need those of all ranks: rows are gathered. Products that
+// read some columns give parts of a sum: parts are scattered, and each rank adds up those of its own rows. With one rank every call here
+// returns what it was given.
+//
+// Under products (--tp-overlap) the product itself is cut by rows. It begins with the rows that are here, and goes on with those of other
+// ranks as they arrive (rows_gather_under); or it begins with the rows that others wait for, which leave while the next are computed
+// (rows_scatter_under). The bits are those of one product.
+#ifndef LLMC_ROWS_CUH
+#define LLMC_ROWS_CUH
+
+#include "../attention_decode.cuh"
+#include "../backend.h"
+#include "../matmul.cuh"
+#include "../tp.cuh"
+#include "../tp_overlap.cuh"
+
+// How a rank exchanges rows with its group.
+typedef struct {
+    Tp tp;                  // one after the other, on the compute stream
+    TpOverlap push;         // under products, by copy engine
+    OverlapChoice overlap;  // which kinds of operation do
+    OverlapCounts met;      // since the step began
+    int rank, ranks;        // this rank of the group
+} RowExchange;
+
+// One pass over N = B T tokens: all that the calls of a block share.
+typedef struct {
+    int B, T, N;            // sequences, tokens of each, all of them
+    int rows;               // of the residual stream that are here: N / spread
+    int spread;             // ranks that these rows are spread over: the tensor-parallel group; 1 while decoding, where all have all
+    int C;                  // channels
+    int accumulate;         // backward adds to the gradients instead of writing them
+    int reduce;             // backward hands over each unit's gradients when they are complete
+    const float *cos_sin;   // rotary angles of the T positions (T,HD/2,2)
+    KvCache *cache;         // decoding: keys and values of the tokens before; NULL otherwise
+    Matmul *matmul;
+    RowExchange *exchange;
+    floatX *branch;         // (N,C) what a branch adds to the stream; backward: the gradient of its input
+    void *scratch;          // of reductions
+    cudaStream_t stream;
+} Pass;
+
+static inline int pass_is_split(const Pass *p) { return p->exchange->ranks > 1; }
+static inline size_t pass_piece(const Pass *p) { return (size_t)p->rows * (size_t)p->C; }  // elements of the stream that are here
+static inline int rows_overlap(const Pass *p, OverlapKind kind) { return p->spread > 1 && p->exchange->overlap.on[kind]; }
+
+// All N rows of which this rank has `mine`. Good until the next exchange.
+static inline const floatX *rows_gather(const Pass *p, const floatX *mine) {
+    if (p->spread == 1) return mine;
+    p->exchange->met.apart++;
+    return tp_gather_rows(&p->exchange->tp, mine, pass_piece(p));
+}
+// parts (N,C): this rank's part of a sum over ranks. Returns this rank's rows of the sum, in place. add (period,C; NULL: none): to row n of the
+// N its row n % period.
+static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *add, int period) {
+    RowExchange *x = p->exchange;
+    if (x->ranks == 1) return parts;
+    x->met.apart += p->spread > 1;
+    if (p->spread == 1) return tp_sum_rows(&x->tp, parts, p->rows, p->C, add, period);
+    return tp_scatter_rows(&x->tp, parts, p->rows, p->C, add, period);
+}
+
+// body(rows, first, count) computes from rows first, ..., first + count - 1 of the N. Returns all rows if they were gathered at once or `whole`
+// asks for them; good until the next exchange.
+template <typename Body>
+static inline const floatX *rows_gather_under(const Pass *p, OverlapKind kind, const floatX *mine, int whole, Body body) {
+    RowExchange *x = p->exchange;
+    over_begin(&x->overlap, kind, p->stream);
+    if (!rows_overlap(p, kind)) {
+        const floatX *all = rows_gather(p, mine);
+        body(all, 0, p->N);
+        over_end(&x->overlap, p->stream);
+        return all;
+    }
+    x->met.gathers++;
+    const floatX *all = (const floatX *)tp_push_rows(&x->push, TP_ROWS, mine, pass_piece(p) * sizeof(floatX), whole);
+    auto part = [&](int from, int to) {  // the rows of ranks from, ..., to - 1
+        if (from == to) return;
+        tp_wait_for(&x->push, TP_ROWS, (1u << to) - (1u << from));
+        body(all + from * pass_piece(p), from * p->rows, (to - from) * p->rows);
+    };
+    const int group = x->overlap.on[kind], first = x->rank / group * group;
+    body(mine, x->rank * p->rows, p->rows);  // the others in the order in which they push to this one
+    part(first, x->rank);
+    for (int k = group; k < x->ranks; k += group) {
+        const int from = (first + x->ranks - k) % x->ranks;
+        part(from, from + group);
+    }
+    part(x->rank + 1, first + group);
+    tp_end(&x->push, TP_ROWS);
+    over_end(&x->overlap, p->stream);
+    return all;
+}
+
+// body(first, count) computes rows first, ... of p->branch (N,C), this rank's part of a sum over ranks. rows_scatter_end must follow; what lies
+// between hides the rest of the exchange.
+template <typename Body> static inline void rows_scatter_under(const Pass *p, OverlapKind kind, Body body) {
+    RowExchange *x = p->exchange;
+    over_begin(&x->overlap, kind, p->stream);
+    if (!rows_overlap(p, kind)) {
+        body(0, p->N);
+        return;
+    }
+    x->met.scatters++;
+    tp_begin(&x->push, TP_PARTS);
+    auto part = [&](int from, int to) {
+        if (from == to) return;
+        body(from * p->rows, (to - from) * p->rows);
+        for (int r = from; r < to; r++) tp_push_part(&x->push, r, p->branch + r * pass_piece(p), pass_piece(p) * sizeof(floatX));
+    };
+    const int group = x->overlap.on[kind], first = x->rank / group * group;
+    part(x->rank + 1, first + group);
+    for (int k = group; k < x->ranks; k += group) {
+        const int from = (first + k) % x->ranks;
+        part(from, from + group);
+    }
+    part(first, x->rank);
+    body(x->rank * p->rows, p->rows);  // this rank's own, which nobody waits for
+}
+// This rank's rows of the sum, as rows_scatter gives them. add (C; NULL: none) is added to each.
+static inline floatX *rows_scatter_end(const Pass *p, OverlapKind kind, const floatX *add) {
+    RowExchange *x = p->exchange;
+    floatX *mine = p->branch + x->rank * pass_piece(p);
+    if (rows_overlap(p, kind)) {
+        const floatX *others = (const floatX *)tp_buffer(&x->push, TP_PARTS, x->push.memory);
+        tp_wait_for(&x->push, TP_PARTS, tp_peers(&x->push));
+        tp_sum(mine, others, add, p->spread, x->rank, p->rows, p->C, x->rank * p->rows, 1, p->stream);
+        tp_end(&x->push, TP_PARTS);
+    } else {
+        mine = rows_scatter(p, p->branch, add, 1);
+    }
+    over_end(&x->overlap, p->stream);
+    return mine;
+}
+
+// For a weight gradient: rows that arrive while something else is computed. Begin and end go together.
+static inline void rows_fetch_begin(const Pass *p, OverlapKind kind, const floatX *mine) {
+    if (!rows_overlap(p, kind)) return;
+    p->exchange->met.gathers++;
+    tp_push_rows(&p->exchange->push, TP_ROWS_AGAIN, mine, pass_piece(p) * sizeof(floatX), 1);
+}
+static inline const floatX *rows_fetch_end(const Pass *p, OverlapKind kind, const floatX *mine) {
+    TpOverlap *push = &p->exchange->push;
+    if (!rows_overlap(p, kind)) return rows_gather(p, mine);
+    const floatX *all = (const floatX *)tp_buffer(push, TP_ROWS_AGAIN, push->memory);
+    tp_wait_for(push, TP_ROWS_AGAIN, tp_peers(push));
+    tp_end(push, TP_ROWS_AGAIN);
+    return all;
+}
+
+#endif
