@@ -32,6 +32,7 @@ struct Model {
     OverlapCounts met;     // in the last step
     size_t num_updated;    // weights that this rank updates
     cudaEvent_t copied[2]; // tokens of either slot
+    cudaEvent_t decided;   // the step's result is in host memory
     int slot;
 };
 
@@ -396,7 +397,7 @@ static void queue_adamw(Model *m, const UpdateParams *p) {
     if (m->plan.bf16_states) update((__nv_bfloat16 *)b->m, (__nv_bfloat16 *)b->v);
     else update((float *)b->m, (float *)b->v);
 }
-// Norm, clipping, the decision and the update are queued; then the host waits for the result.
+// Norm, clipping, the decision and the update are queued; then the host waits for the result, the one wait of a step.
 StepResult model_update(Model *m, const UpdateParams *p) {
     Range range("update");
     watchdog_beat(PHASE_UPDATE, -1);
@@ -404,10 +405,11 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     links_patience(&m->links);
     queue_norm(m);
     step_decide(m->b.step, p, s);
-    queue_adamw(m, p);
     cudaCheck(cudaMemcpyAsync(m->b.host_step, m->b.step, sizeof *m->b.step, cudaMemcpyDeviceToHost, s));
+    cudaCheck(cudaEventRecord(m->decided, s));
+    queue_adamw(m, p);
     zero_gather(&m->links.zero, m->b.weights);
-    cudaCheck(cudaStreamSynchronize(s));  // the one wait of a step
+    cudaCheck(cudaEventSynchronize(m->decided));  // the device goes on with the update
     m->met = m->links.rows.met;
     return {m->b.host_step->loss, m->b.host_step->norm, (StepVerdict)m->b.host_step->verdict};
 }
@@ -533,7 +535,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
         m->matmul.part_rows = (int)m->plan.rows;
     }
     m->num_updated = buffers_upload_tables(&m->plan, &m->b, m->gpu.compute);
-    for (cudaEvent_t &e : m->copied) cudaCheck(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
+    for (cudaEvent_t *e : {&m->copied[0], &m->copied[1], &m->decided}) cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming));
     open_links(m);
 }
 // --tp-overlap -1: a micro-step with nothing and with everything overlapped, in parts of all sizes. Its tokens are any; gradients are overwritten
@@ -568,7 +570,7 @@ void model_close(Model *m) {
     cudaCheck(cudaDeviceSynchronize());
     links_close(&m->links);
     for (Graph &g : m->graphs) graph_close(&g);
-    for (cudaEvent_t e : m->copied) cudaCheck(cudaEventDestroy(e));
+    for (cudaEvent_t e : {m->copied[0], m->copied[1], m->decided}) cudaCheck(cudaEventDestroy(e));
     matmul_close(&m->matmul);
     matmul_close(&m->decode_matmul);
     memory_free(&m->memory);
