@@ -21,10 +21,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+import dev.missing_package  # before numpy
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from dev.data.data_common import fnv1a, outlive_reader, reader_is_gone
 from dev.data.rows import RAND_INIT, RAND_SAMPLE, open_shards, rand_normal, rand_stream, rand_u64, read_tokenizer, require, rows, text_bytes
@@ -291,8 +295,6 @@ def as_file(model, tensors):
     return {p.name: (tensors[p.name].T if p.transposed else tensors[p.name]).detach().cpu().contiguous() for p in model.table}
 
 def save_tensors(tensors, path):
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
     try:
         save_file(tensors, path + ".tmp", {"format": "pt"})
     except SafetensorError as e:
@@ -308,7 +310,6 @@ def write_weights(model, folder, dtype=torch.float32):
 
 @torch.no_grad()
 def load_weights(model, folder):
-    from safetensors import SafetensorError, safe_open
     index, files = os.path.join(folder, "model.safetensors.index.json"), ["model.safetensors"]
     if os.path.exists(index):
         with open(index) as f:

@@ -19,6 +19,8 @@ import sys
 import time
 from datetime import date
 
+import missing_package  # noqa: F401, before matplotlib
+
 import matplotlib
 
 matplotlib.use("Agg")

@@ -15,11 +15,13 @@ import sys
 import tempfile
 import time
 
-import numpy as np
-import torch
-
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
+import dev.missing_package  # noqa: E402,F401, before numpy
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
 import train_gpt2 as ref  # noqa: E402
 from dev.tool_output import end_with_reader  # noqa: E402
 

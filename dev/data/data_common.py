@@ -23,9 +23,11 @@ import unicodedata
 import urllib.request
 import zipfile
 
-import numpy as np
-
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import missing_package  # noqa: E402, before numpy
+
+import numpy as np  # noqa: E402
+
 from tool_output import end_with_reader, outlive_reader, reader_is_gone  # noqa: E402,F401
 
 HEADER_WORDS = 256
@@ -189,7 +191,7 @@ def import_tiktoken():
     try:
         import tiktoken
     except ImportError:
-        die("the package tiktoken is not installed", "pip install tiktoken, or use --tokenizer bytes, which needs no package")
+        die("the package tiktoken is not installed", f"{missing_package.HINT}; or use --tokenizer bytes, which needs no package")
     return tiktoken
 
 

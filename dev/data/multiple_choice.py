@@ -14,9 +14,10 @@ The trainers cut contexts that are too long for --seq-len at their beginning. Th
 import argparse
 import os
 
+import download  # first: what if numpy is missing
+
 import numpy as np
 
-import download
 from data_common import HEADER_WORDS, KINDS, atomic_write, die, make_folder, make_tokenizer, outlive_reader
 from reader import base_name, rows
 

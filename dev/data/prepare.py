@@ -17,9 +17,10 @@ import os
 import sys
 import sysconfig
 
+from data_common import KINDS, die, end_with_reader, find_files, read_shard, read_tokenizer  # first: what if numpy is missing
+
 import numpy as np
 
-from data_common import KINDS, die, end_with_reader, find_files, read_shard, read_tokenizer
 from reader import find_inputs, walk
 from shards import add_arguments, build, check_arguments, run
 

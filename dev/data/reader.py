@@ -17,6 +17,7 @@ import re
 import zlib
 
 from data_common import die, find_files
+from missing_package import HINT
 
 TEXT, SUFFIXES = (".txt", ".md", ".py"), (".txt", ".md", ".py", ".jsonl", ".parquet")
 ROWS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.xz")
@@ -210,7 +211,7 @@ def parquet_file(stream, path):
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        die(f"'{path}': reading .parquet needs the package pyarrow", "pip install pyarrow")
+        die(f"'{path}': reading .parquet needs the package pyarrow", HINT)
     try:
         return pyarrow.parquet.ParquetFile(stream)
     except (pyarrow.ArrowException, OSError) as e:

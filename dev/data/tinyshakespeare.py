@@ -10,9 +10,10 @@ import argparse
 import hashlib
 import os
 
+import download  # first: what if numpy is missing
+
 import numpy as np
 
-import download
 from data_common import KINDS, die, make_folder, make_tokenizer, outlive_reader, write_shard
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

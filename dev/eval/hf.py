@@ -18,9 +18,10 @@ import re
 import shutil
 import sys
 
+from weights import ROOT, ask, convert, model_weights, read_config, write_safetensors  # first: it finds dev/data
+
 import numpy as np
 
-from weights import ROOT, ask, convert, model_weights, read_config, write_safetensors  # first: it finds dev/data
 import download
 from data_common import atomic_write, die, find_files, make_folder, make_tokenizer, open_tokenizer, outlive_reader
 from llmc_bin import export_bin, import_bin

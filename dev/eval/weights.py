@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 
-import numpy as np
-
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "dev/data"))
-from data_common import die  # noqa: E402
+from data_common import die  # noqa: E402, first: what if numpy is missing
+
+import numpy as np  # noqa: E402
 
 DTYPES = {"F32": np.dtype("<u4"), "BF16": np.dtype("<u2"), "F16": np.dtype("<f2")}
 built = False

@@ -17,13 +17,15 @@ import subprocess
 import sys
 import time
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.append(os.path.join(ROOT, "dev"))
+import missing_package  # noqa: E402,F401, before matplotlib
+
+import matplotlib  # noqa: E402
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
 from tool_output import outlive_reader  # noqa: E402
 
 MODELS = {"gpt2": "d4,channels=128,vocab=256,seq=128", "llama": "llama3.1:8B,layers=4,channels=128,heads=2,kv_heads=1,ffn=344,vocab=256,seq=16384",

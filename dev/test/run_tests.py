@@ -18,10 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
-from launcher import ENVIRONMENT
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "dev"))
+import missing_package  # noqa: E402,F401, before pytest
+
+from launcher import ENVIRONMENT  # noqa: E402
 from tool_output import outlive_reader  # noqa: E402
 
 LOGS = ROOT / "build/test/log"

@@ -135,7 +135,7 @@ def test_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     if importlib.util.find_spec("pyarrow") is None:
         path.write_bytes(b"PAR1")
-        assert "pip install pyarrow" in prepare("--input", path, "--output", tmp_path / "out", fails="needs the package pyarrow")
+        assert "make venv" in prepare("--input", path, "--output", tmp_path / "out", fails="needs the package pyarrow")
         pytest.skip("pyarrow is not installed: only its absence was tested")
     import pyarrow
     import pyarrow.parquet
@@ -418,7 +418,7 @@ def test_python_stdlib_with_numpy_only(tmp_path):
     out = script("prepare.py", "--python-stdlib", "--tokenizer", "bytes", "--output", tmp_path / "out", env={"PYTHONPATH": str(blocked)})
     assert time.time() - start < 10, out
     assert len(stream(tmp_path / "out", "train")) > 5e6 and len(stream(tmp_path / "out", "val")) > 5e4
-    script("prepare.py", "--python-stdlib", "--output", tmp_path / "out2", env={"PYTHONPATH": str(blocked)}, fails="pip install tiktoken, or use --tokenizer bytes")
+    script("prepare.py", "--python-stdlib", "--output", tmp_path / "out2", env={"PYTHONPATH": str(blocked)}, fails="make venv; source .venv/bin/activate; or use --tokenizer bytes")
 
 
 def test_tinyshakespeare_with_another_text(tmp_path):

@@ -1,6 +1,7 @@
 """Tools whose reader goes away (dev/tool_output.py), as with `| head -1`: no traceback, and what they make is made. For the C trainers: test_cli.py."""
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,3 +79,17 @@ def test_a_training_run_is_saved_and_ends(tmp_path):
     end = json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[-1])
     assert end["event"] == "end" and end["reason"] == "Broken pipe" and 2 <= end["step"] < 1000000
     assert (tmp_path / f"run/step_{end['step']:08}/model.safetensors").exists()
+
+
+def test_a_missing_package_is_named():
+    """Without site-packages (-S) a tool works, or says what it lacks and what to do."""
+    environment = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONPATH"}
+    run = lambda tool: subprocess.run([sys.executable, "-S", tool, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    with ThreadPoolExecutor(2) as pool:
+        results = dict(zip(TOOLS, pool.map(run, TOOLS)))
+    failed = {tool: done for tool, done in results.items() if done.returncode}
+    for tool, done in failed.items():
+        said = r"error: the package (numpy|matplotlib|pytest) is not installed for \S+\n  hint: make venv; source .venv/bin/activate\n"
+        assert done.returncode == 1 and re.fullmatch(said, done.stderr), (tool, done.stderr)
+    assert {"train_gpt2.py", "dev/plot.py", "dev/data/prepare.py", "dev/eval/hf.py", "dev/test/run_tests.py"} < set(failed)
+    assert not {"dev/watch.py", "dev/demo.py", "dev/doctor.py", "dev/export_log.py"} & set(failed)
