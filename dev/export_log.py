@@ -184,6 +184,8 @@ def main(argv=None):
     try:
         while True:
             exporter.poll()
+            if exporter.log.no_log():
+                fail(f"'{exporter.log.path}' is no run's log", "name a run's --output folder or its main.jsonl")
             if a.once or exporter.log.end:
                 break
             time.sleep(max(a.interval, 0.05))

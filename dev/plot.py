@@ -26,7 +26,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from run_log import RunLog, count_text, smooth
 from tool_output import outlive_reader
@@ -53,11 +53,17 @@ def fail(what, hint):
     sys.exit(1)
 
 
+def require_log(run):
+    if run.no_log():
+        fail(f"'{run.path}' is no run's log", "name a run's --output folder or its main.jsonl")
+
+
 def read_log(path):
     run = RunLog(path)
     if not os.path.exists(run.path):
         fail(f"no log '{run.path}'", "name a run's --output folder or its main.jsonl")
     run.poll(whole=True)
+    require_log(run)
     if run.damaged:
         print(f"{run.path}: left out {run.damaged} damaged line{'s' * (run.damaged > 1)}", file=sys.stderr)
     if not len(run.step) and not len(run.eval):
@@ -98,6 +104,30 @@ def loss_range(runs, half_life, references=(), log_y=False):
     low, high = min(low + references), max(high + references)
     margin = 0.05 * (high - low) or 0.1
     return (math.exp(low - margin), math.exp(high + margin)) if log_y else (low - margin, high + margin)
+
+
+def log_ticks(low, high, most=9):
+    """At most so many round values for a logarithmic axis; evenly spaced ones where its ends are near each other."""
+    if high < 5 * low:
+        return [v for v in MaxNLocator(most - 1, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if low <= v <= high]
+    powers = [10.0**k for k in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    for digits in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
+        ticks = [digit * power for power in powers for digit in digits if low <= digit * power <= high]
+        if len(ticks) <= most:
+            return ticks
+    return ticks[:: math.ceil(len(ticks) / most)]
+
+
+def scale_loss(axis, limits, log_y):
+    """limits: None where no loss is finite."""
+    if limits:
+        axis.set_ylim(*limits)
+    if not limits or not log_y:
+        return axis.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(FixedLocator(log_ticks(*limits)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.10g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def draw_points(axis, where, marker="o", **style):
@@ -162,16 +192,14 @@ def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, ti
             axis.legend(handles=[Line2D([], [], color="#777777", linewidth=1.0, marker=MARKERS[k % len(MARKERS)], markersize=4.5, label=name) for k, name in enumerate(sets)], loc="lower right", fontsize=8)
         draw_references(axis, references, panel)
         axis.set_ylabel(PANELS[panel][1])
-        limits = loss_range(runs, half_life, [v for _, v in references_of(references, "loss")], log_y) if panel == "loss" else None
-        if limits:
-            axis.set_ylim(*limits)
-            axis.set_yscale("log" if log_y else "linear")
-        elif panel in ("speed", "norm"):
+        if panel == "loss":
+            scale_loss(axis, loss_range(runs, half_life, [v for _, v in references_of(references, "loss")], log_y), log_y)
+            continue
+        axis.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+        if panel in ("speed", "norm"):
             axis.set_ylim(bottom=0)
         if panel == "speed":
             axis.yaxis.set_major_formatter(FuncFormatter(count_text))
-        if not (log_y and panel == "loss"):
-            axis.yaxis.set_major_locator(MaxNLocator(8 if panel == "loss" else 4, steps=[1, 2, 2.5, 5, 10]))
     bottom = axes[-1, 0]
     bottom.set_xlabel(X_LABELS[kind])
     bottom.xaxis.set_major_formatter(FuncFormatter(time_text if kind == "time" else count_text))
@@ -215,6 +243,7 @@ def follow(runs, seconds, redraw):
         while True:
             for run in runs:
                 run.poll()
+                require_log(run)
             state = [(run.generation, run.at) for run in runs]
             if state != drawn and all(len(run.step) or len(run.eval) for run in runs):
                 redraw()
@@ -242,30 +271,38 @@ def tables(text):
     return found
 
 
-def bench_points(paths):
-    """{(machine and heading, "ratio" or "tokens/s"): {row label: [(date, value)]}} of files named <machine>_<date>.md."""
-    series = {}
+def bench_figures(paths):
+    """(machine, "ratio" or "tokens/s"), row label, date, value: every figure of files named <machine>_<date>.md."""
     for path in sorted(paths):
-        name = re.fullmatch(r"(.+)_(\d{4})-(\d\d)-(\d\d)\.md", os.path.basename(path))
+        name = re.fullmatch(r"(.+)_(\d{4}-\d\d-\d\d)\.md", os.path.basename(path))
         if not name:
             continue
-        day = date(*map(int, name.groups()[1:]))
         with open(path, encoding="utf-8") as f:
             found = tables(f.read())
         for heading, columns, rows in found:
-            heading = name[1] + (f": {heading.split(' (')[0]}" if str(day) not in heading else "")
+            day = date.fromisoformat(re.search(r"\d{4}-\d\d-\d\d|$", heading)[0] or name[2])
             for column, title in enumerate(columns):
                 for row in rows:
                     rate = re.fullmatch(r"([\d.,]+)(k|M)?(?: (?:tok|tokens)/s)?", row[column])
-                    if not rate or column == 0:
+                    if not rate or column == 0 or row[0].startswith("the same"):
                         continue
                     value = float(rate[1].replace(",", "")) * {None: 1, "k": 1e3, "M": 1e6}[rate[2]]
                     if "ratio" in title:
-                        series.setdefault((heading, "ratio"), {}).setdefault(row[0], []).append((day, value))
+                        yield (name[1], "ratio"), row[0], day, value
                     elif (rate[2] or re.search(r"tok(ens)?/s", title)) and "PyTorch" not in title + row[0] and "reach" not in title:
-                        label = row[0] + ("" if "llm.cu" in title else f", {title}")
-                        series.setdefault((heading, "tokens/s"), {}).setdefault(label, []).append((day, value))
-    return series
+                        yield (name[1], "tokens/s"), row[0] + ("" if "llm.cu" in title else f", {title}"), day, value
+
+
+def bench_lines(paths):
+    """{(machine, quantity): {row label: [(date, mean of that day)]}} of what was measured on several days; how much was not."""
+    days = {}
+    for subject, label, day, value in bench_figures(paths):
+        days.setdefault((subject, label), {}).setdefault(day, []).append(value)
+    series = {}
+    for (subject, label), row in days.items():
+        if len(row) > 1:
+            series.setdefault(subject, {})[label] = [(day, sum(values) / len(values)) for day, values in sorted(row.items())]
+    return series, sum(len(row) == 1 for row in days.values())
 
 
 def spread(values, gap):
@@ -280,9 +317,9 @@ def spread(values, gap):
 
 
 def draw_bench(paths, output):
-    series = bench_points(paths)
+    series, once = bench_lines(paths)
     if not series:
-        fail("no table with a ratio or with tokens/s in " + (" ".join(paths) or "dev/bench/*.md"), "name files like dev/bench/h200_2026-11-20.md")
+        fail("no ratio and no tokens/s of several days in " + (" ".join(paths) or "dev/bench/*.md"), "name files like dev/bench/h200_2026-11-20.md with the same rows")
     plt.rcParams.update(STYLE)
     heights = [max(1.6, 0.24 * len(rows) + 0.6) for rows in series.values()]
     figure, axes = plt.subplots(len(series), 1, figsize=(10, sum(heights) + 0.5), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}, layout="constrained")
@@ -295,6 +332,7 @@ def draw_bench(paths, output):
         else:
             axis.set_yscale("log")
             axis.set_ylim(min(values) / 1.6, max(values) * 1.6)
+            axis.yaxis.set_major_locator(FixedLocator(log_ticks(*axis.get_ylim(), most=5)))
             axis.yaxis.set_major_formatter(FuncFormatter(count_text))
             axis.yaxis.set_minor_formatter(NullFormatter())
         ordered = sorted(rows.items(), key=lambda r: r[1][-1][1])
@@ -307,7 +345,7 @@ def draw_bench(paths, output):
     ticks = days[:: len(days) // 8 + 1]
     axes[-1, 0].set_xticks(ticks, [str(d) for d in ticks])
     save(figure, output)
-    print(f"{sum(map(len, series.values()))} rows of {len(series)} tables, {days[0]}{f' to {days[-1]}' * (len(days) > 1)}\nwrote {output}")
+    print(f"{sum(map(len, series.values()))} rows, {days[0]} to {days[-1]}; not drawn: {once} rows of one day\nwrote {output}")
 
 
 def parse_arguments(argv):
@@ -322,7 +360,7 @@ def parse_arguments(argv):
     p.add_argument("--title", default="")
     p.add_argument("--log", action="store_true", help="logarithmic loss axis")
     p.add_argument("--follow", type=float, nargs="?", const=10.0, metavar="SECONDS", help="look every SECONDS (10) for new lines and draw anew, until every run has ended")
-    p.add_argument("--bench", action="store_true", help="draw the ratio and tokens/s columns of bench tables over time instead")
+    p.add_argument("--bench", action="store_true", help="draw the ratio and tokens/s columns of bench tables over time instead: rows that several days have")
     a = p.parse_args(argv)
     a.panels, a.reference = a.panels.split(","), [name for name in a.reference.split(",") if name]
     if not a.runs and not a.bench:

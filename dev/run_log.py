@@ -88,10 +88,14 @@ class RunLog:
         self.clear()
 
     def clear(self):
-        self.at, self.head, self.damaged, self.starts = 0, b"", 0, 0
+        self.at, self.head, self.records, self.damaged, self.starts = 0, b"", 0, 0, 0
         self.base, self.started = 0.0, False
         self.start, self.sample, self.checkpoint, self.end = {}, None, None, None
         self.step, self.eval, self.choices = Series(), Series(), {}
+
+    def no_log(self):
+        """Whether the file has lines, and none of them is a record."""
+        return self.damaged > 0 and not self.records
 
     def poll(self, whole=False, each=lambda at, record: None):
         """Reads what was added, and calls each(position behind the line, record). whole: a last line without its end counts."""
@@ -117,6 +121,7 @@ class RunLog:
                 if record is None:
                     self.damaged += bool(line.strip())
                     continue
+                self.records += 1
                 self.add(record)
                 each(self.at, record)
 

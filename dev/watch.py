@@ -173,6 +173,8 @@ def watch(log, interval, blocks):
     try:
         while True:
             log.poll()
+            if log.no_log():
+                break
             width, height = shutil.get_terminal_size()
             lines = frame(log, width, height - 1, time.time(), changed_at(log), blocks) if log.at else [cut(f"waiting for {log.path}", width)]
             screen = [*lines, *[""] * (height - 1 - len(lines)), cut("q leaves".rjust(width - 1), width)]
@@ -198,6 +200,11 @@ def leave(signum, _):
     sys.exit(128 + signum)
 
 
+def not_a_log(log):
+    print(f"error: '{log.path}' is no run's log\n  hint: name a run's --output folder or its main.jsonl", file=sys.stderr)
+    return 1
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("run", help="run folder or log file")
@@ -210,8 +217,11 @@ def main():
         signal.signal(signum, leave)
     try:
         if sys.stdout.isatty() and not a.once:
-            return watch(log, max(a.interval, 0.05), blocks)
+            watch(log, max(a.interval, 0.05), blocks)
+            return not_a_log(log) if log.no_log() else 0
         log.poll()
+        if log.no_log():
+            return not_a_log(log)
         if not log.at:
             print(f"error: no log '{log.path}', or nothing in it yet\n  hint: name a run's --output folder; on a terminal, without --once, it is waited for", file=sys.stderr)
             return 1

@@ -108,6 +108,9 @@ def test_wandb(export):
 
 def test_messages(export, tmp_path):
     assert "no log" in export("tensorboard", "--once", status=1)[1]
+    for once in ([], ["--once"]):
+        done = subprocess.run([*PROGRAM, "tensorboard", __file__, *once], capture_output=True, text=True)
+        assert done.returncode == 1 and "is no run's log" in done.stderr and "hint:" in done.stderr
     export.append(start(), step(1))
     state = tmp_path / "run" / "main.jsonl.wandb.json"
     state.write_text("{")

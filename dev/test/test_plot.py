@@ -169,6 +169,32 @@ def test_the_scale_shows_the_curve(tmp_path):
     assert 5e-5 < low < 5.0 * 0.9**99 and 5.0 < high < 10
 
 
+def test_ticks_of_a_logarithmic_axis(tmp_path):
+    """4 to 9 of them that can be told apart, and never a wide stretch without one, whatever the losses."""
+    assert plot.log_ticks(1.3, 11) == [1.5, 2, 3, 4, 5, 6, 8, 10]
+    rng = np.random.default_rng(0)
+    for low, ratio in zip(10 ** rng.uniform(-6, 3, 5000), 10 ** 10 ** rng.uniform(-2.5, 1, 5000)):
+        ticks = plot.log_ticks(low, low * ratio)
+        gaps = [math.log(b / a) / math.log(ratio) for a, b in zip(ticks, ticks[1:])]
+        assert 4 <= len(ticks) <= 9 and low <= ticks[0] and ticks[-1] <= low * ratio and min(gaps) > 0.03 and max(gaps) < 0.5, (low, ratio)
+    run = plot.read_log(write(tmp_path / "a", [step(i, loss=1.4 + 9.6 * math.exp(-i / 40)) for i in range(400)]))
+    axis = drawn([run], log_y=True)[0]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["1.5", "2", "3", "4", "5", "6", "8", "10"]
+
+
+def drawn(runs, **options):
+    """The axes of a picture that is not saved."""
+    figure = {}
+    keep, plot.save = plot.save, lambda f, output: figure.update(f=f)
+    try:
+        plot.draw(runs, ["a"] * len(runs), "", **options)
+    finally:
+        plot.save = keep
+    figure["f"].canvas.draw()
+    plot.plt.close(figure["f"])
+    return figure["f"].axes
+
+
 def colours_of(path):
     image = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int)
     assert image.shape[0] > 500 and image.shape[1] > 800
@@ -206,7 +232,7 @@ def test_messages(tmp_path, capsys):
     llmc.write_text("s:1 trl:3.0 lr:0.1 norm:1.0\n")
     for arguments, words in (([good, "--reference", "gpt2"], "unknown reference"), ([good, "--follow", "0"], "no time"), ([str(llmc), "--x", "time"], "use --x step"),
                              ([good, "-o", str(tmp_path / "no" / "x.png")], "cannot write"), ([good, "-o", str(tmp_path / "x.xyz")], "cannot write"),
-                             (["--bench", str(tmp_path / "good" / "main.jsonl")], "no table")):
+                             (["--bench", str(tmp_path / "good" / "main.jsonl")], "no ratio and no tokens/s"), ([__file__], "is no run's log"), ([__file__, "--follow"], "is no run's log")):
         with pytest.raises(SystemExit) as e:
             plot.main(["-o", str(tmp_path / "x.png"), *arguments])
         assert e.value.code == 1 and words in capsys.readouterr().err, words
@@ -221,19 +247,12 @@ def test_from_the_command_line(tmp_path):
 def test_references_are_drawn_where_they_belong(tmp_path):
     """The lines are inside of the limits; a model without a published loss has a line in the accuracy panel alone."""
     run = plot.read_log(ordinary(tmp_path / "a", choices=True))
-    figure = {}
-    keep, plot.save = plot.save, lambda f, output: figure.update(f=f)
-    try:
-        plot.draw([run], ["a"], "", "tokens", ["loss", "accuracy"], references=["gpt2:1558M", "gpt3:1558M"])
-    finally:
-        plot.save = keep
-    above, below = figure["f"].axes
+    above, below = drawn([run], kind="tokens", panels=["loss", "accuracy"], references=["gpt2:1558M", "gpt3:1558M"])
     words = [[t.get_text() for t in axis.texts] for axis in (above, below)]
     assert words == [["gpt2:1558M 2.831"], ["gpt2:1558M 0.4889", "gpt3:1558M 0.547"]]
     assert above.get_ylim()[0] < 2.831 and below.get_ylim()[0] < 0.25 and below.get_ylim()[1] > 0.547
     scores = [line for line in below.lines if len(line.get_xdata()) == 3][0]
     assert list(scores.get_xdata()) == [512 * 40, 512 * 80, 512 * 120] and scores.get_ydata()[2] == pytest.approx(0.33)  # acc_norm; tokens are those of the evaluation
-    plot.plt.close(figure["f"])
 
 
 def test_follow_redraws_until_the_end(tmp_path):
@@ -266,31 +285,53 @@ Text | that | is no table
 | run | PyTorch | llm.cu | ratio | to reach |
 |---|---|---|---|---|
 | 124M | 500.0k tok/s | {speed}k | {ratio} | 700k |
+| the same, hot | | 1.0k | 1.00 | |
 | 8B | | 9.5k | | 12k |
 
-## Four GPUs (a remark)
+## Two GPUs (a remark)
 
-| run | one GPU | four GPUs | share |
-|---|---|---|---|
-| 124M | 613.0k | 2,423.1k | 98.8% |
-| PyTorch | | 2013.0k | |
-| a | row | too | long | here |
+| run | one GPU | two GPU |
+|---|---|---|
+| 124M | 613.0k | 1,203.1k |
+| PyTorch | | 2013.0k |
+| only on {day} | | 1.0k |
+| a | row | too | long |
+
+## Once more
+
+| run | llm.cu |
+|---|---|
+| 8B | 8.5k |
 """
 
 
 def test_bench_tables(tmp_path, capsys):
     for day, speed, ratio in (("2026-11-20", "600.5", "1.20"), ("2026-12-01", "640", "1.25")):
-        (tmp_path / f"x1_{day}.md").write_text(BENCH.format(day=day, speed=speed, ratio=ratio))
+        text = BENCH.format(day=day, speed=speed, ratio=ratio)
+        (tmp_path / f"x1_{day}.md").write_text(text if day < "2026-12" else text.replace(f"| only on {day} | | 1.0k |\n", ""))
     (tmp_path / "notes.md").write_text(BENCH)
-    files = [str(f) for f in tmp_path.glob("*.md")]
+    files = sorted(str(f) for f in tmp_path.glob("*.md"))
     days = [plot.date(2026, 11, 20), plot.date(2026, 12, 1)]
-    assert plot.bench_points(files) == {
-        ("x1", "tokens/s"): {"124M": [(days[0], 600500), (days[1], 640000)], "8B": [(days[0], 9500), (days[1], 9500)]}, ("x1", "ratio"): {"124M": [(days[0], 1.2), (days[1], 1.25)]},
-        ("x1: Four GPUs", "tokens/s"): {"124M, one GPU": [(days[0], 613e3), (days[1], 613e3)], "124M, four GPUs": [(days[0], 2423100), (days[1], 2423100)]}}
+    # 8B has two figures a day: its own and the one under a later heading
+    lines = {("x1", "tokens/s"): {"124M": [(days[0], 600500), (days[1], 640000)], "8B": [(days[0], 9000), (days[1], 9000)]},
+             ("x1", "ratio"): {"124M": [(days[0], 1.2), (days[1], 1.25)]}}
+    lines["x1", "tokens/s"] |= {f"124M, {gpus} GPU": [(day, rate) for day in days] for gpus, rate in (("one", 613e3), ("two", 1203100))}
+    assert plot.bench_lines(files) == (lines, 1)
     plot.main(["--bench", *files, "-o", str(tmp_path / "bench.png")])
-    assert "5 rows of 3 tables, 2026-11-20 to 2026-12-01" in capsys.readouterr().out and colours_of(str(tmp_path / "bench.png"))(plot.COLOURS[0]) > 100
-    ours = plot.bench_points(glob.glob(os.path.join(ROOT, "dev/bench/*.md")))
-    assert (plot.date(2026, 11, 20), 1.19) in ours["h200", "ratio"]["GPT-2 124M, B 64, T 1024, 524,288 tokens a step"]
+    assert "5 rows, 2026-11-20 to 2026-12-01; not drawn: 1 rows of one day" in capsys.readouterr().out
+    assert colours_of(str(tmp_path / "bench.png"))(plot.COLOURS[0]) > 100
+    with pytest.raises(SystemExit):
+        plot.main(["--bench", files[-1], "-o", str(tmp_path / "one_day.png")])
+    assert "of several days" in capsys.readouterr().err and not (tmp_path / "one_day.png").exists()
+
+
+def test_our_bench_tables_fit_a_screen(tmp_path):
+    ours, _ = plot.bench_lines(glob.glob(os.path.join(ROOT, "dev/bench/*.md")))
+    assert ours["h200", "ratio"]["GPT-2 124M, B 64, T 1024, 524,288 tokens a step"][0] == (plot.date(2026, 11, 20), 1.19)
+    assert ours["cpu", "ratio"]["GPT-2 124M, B 4, T 64"][1] == (plot.date(2026, 11, 22), 2.05)  # a date in a heading counts
+    assert all(len({day for day, _ in row}) > 1 for rows in ours.values() for row in rows.values())
+    plot.main(["--bench", "-o", str(tmp_path / "bench.png")])
+    assert 500 < matplotlib.image.imread(str(tmp_path / "bench.png")).shape[0] < 2000
 
 
 def test_labels_are_spread(tmp_path):

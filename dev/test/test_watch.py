@@ -117,6 +117,9 @@ def test_once_and_pipes(tmp_path):
     assert plain.isascii() and b"#####" in plain
     done = run(str(tmp_path / "none"), "--once")
     assert done.returncode == 1 and b"no log" in done.stderr and b"hint:" in done.stderr
+    for arguments in ([__file__, "--once"], [__file__]):
+        done = run(*arguments)
+        assert done.returncode == 1 and b"is no run's log" in done.stderr and b"hint:" in done.stderr and not done.stdout
     p = subprocess.Popen([*PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     p.stdout.close()  # as with `| head -0`
     assert b"Traceback" not in p.stderr.read()
@@ -201,6 +204,11 @@ def test_on_a_terminal(tmp_path):
         t.type(b"xq")
         assert t.leave() == (0, True, True)
         assert "step 2 of 88" in t.output[t.output.rindex("\x1b[?1049l"):]  # the last picture stays
+
+
+def test_a_file_that_is_no_log_on_a_terminal():
+    with Terminal(__file__) as t:
+        assert t.leave() == (1, True, True) and "is no run's log" in t.output
 
 
 @pytest.mark.parametrize("how, status", [(b"\x03", 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
