@@ -7,7 +7,7 @@
 
 A file gets its name when its size and checksum were found right; before, it is <name>.partial, which a later run goes on with.
 HF_ENDPOINT names another hub; HF_TOKEN is sent to it, and to nobody it redirects to. Of several processes that want the same
-file one downloads it and the others wait.
+file one downloads it and the others wait. A hub's names are joined to folders only where plain_name() allows it.
 """
 import concurrent.futures
 import fcntl
@@ -49,6 +49,8 @@ def endpoint():
 
 
 def open_url(url, **headers):
+    if not url.startswith(("http://", "https://")):  # urllib would open local files, too
+        raise Refused("is no address of a web server")
     request = urllib.request.Request(url, headers={"User-Agent": "llm.cu", **headers})
     if url.startswith(endpoint() + "/") and os.environ.get("HF_TOKEN"):
         request.add_unredirected_header("Authorization", f"Bearer {os.environ['HF_TOKEN']}")
@@ -191,6 +193,21 @@ def get(url, args, sha256=None):
 
 # ---- data sets on the Hugging Face hub
 
+def plain_name(name):
+    """Whether a name that came from outside stays below the folder it is joined to, and is printed as it is."""
+    return isinstance(name, str) and name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
+
+
+def checked_list(revision, files):
+    """What it was given, or ValueError: for a list from the net or from a file."""
+    for path, size, sha256 in files:
+        if not plain_name(path):
+            raise ValueError(f"it names {str(path)[:200]!a}, which is no file of a folder")
+        if type(size) is not int or size < 0 or not isinstance(sha256, str | None):
+            raise ValueError(f"size or checksum of {path} make no sense")
+    return revision, files
+
+
 def hub_list(repo, folder, kind="datasets", revision="main"):
     """(revision, [(path in the repository, size, sha256 or None)]) of a folder as it is now; kind: datasets or models."""
     def page(url):
@@ -204,9 +221,9 @@ def hub_list(repo, folder, kind="datasets", revision="main"):
         while link:
             more, link = page(link[1])
             files += more
-        return revision, sorted((f["path"], f["size"], f.get("lfs", {}).get("oid")) for f in files if f["type"] == "file")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        die(f"the list of {repo} is not what the hub's interface promises", f"is {endpoint()} a Hugging Face hub? " + OFFLINE)
+        return checked_list(revision, sorted((f["path"], f["size"], f.get("lfs", {}).get("oid")) for f in files if f["type"] == "file"))
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        die(f"the list of {repo} is not what the hub's interface promises: {e}", f"is {endpoint()} a Hugging Face hub? " + OFFLINE)
 
 
 def spelt(suffix):
@@ -224,8 +241,9 @@ def mirrored(repo, folder, suffix, local):
 def listed(repo, folder, listing):
     """hub_list(), kept in a file: what was listed once stays that revision."""
     try:
-        return json.load(open(listing))
-    except (OSError, ValueError):
+        with open(listing) as f:
+            return checked_list(*json.load(f))
+    except (OSError, ValueError, TypeError):
         found = hub_list(repo, folder)
         make_folder(os.path.dirname(listing))
         atomic_write(listing, json.dumps(found, indent=1).encode())

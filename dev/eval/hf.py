@@ -65,11 +65,14 @@ def import_hub(model, folder, revision):
     """Downloads what is needed. What an earlier try left is kept only if it is what the hub has now."""
     download.OFFLINE = "without a network, copy the model's files into a folder and import that"
     commit, listed = download.hub_list(model, "", "models", revision)
-    files = {path: (size, sha256) for path, size, sha256 in listed}
+    files = {path: (size, sha256) for path, size, sha256 in listed}  # every name is plain
+
+    def require_file(name):
+        if name not in files:
+            die(f"{model} has no {name!a} at {revision}", "weights that exist as .bin or .pth only must be converted to safetensors first")
 
     def get(name):
-        if name not in files:
-            die(f"{model} has no {name} at {revision}", "weights that exist as .bin or .pth only must be converted to safetensors first")
+        require_file(name)
         path, (size, sha256) = os.path.join(folder, name), files[name]
         if os.path.exists(path) and (sha256 is None or download.digest(path) != sha256):
             os.remove(path)
@@ -83,9 +86,16 @@ def import_hub(model, folder, revision):
         weights = ["model.safetensors"]
     else:
         get(index)
-        weights = sorted(set(read_json(folder, index).get("weight_map", {}).values()))
+        try:
+            weights = sorted(set(read_json(folder, index)["weight_map"].values()))
+            if any("/" in name for name in weights):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError):
+            die(f"{model}: {index} is damaged", "its weight_map must name, for every tensor, a file beside it")
         small.append(index)
-    print(f"{model}: {sum(files[w][0] for w in weights if w in files) / 1e9:.2f} GB of weights in {len(weights)} files", flush=True)
+    for name in weights:
+        require_file(name)
+    print(f"{model}: {sum(files[w][0] for w in weights) / 1e9:.2f} GB of weights in {len(weights)} files", flush=True)
     for name in [*small, *weights]:
         get(name)
     for name in set(os.listdir(folder)) - {"config.json", *small, *weights}:
