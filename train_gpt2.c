@@ -60,8 +60,9 @@ enum { LANES = 8, TILE_N = 2 * LANES };   // 6 x 2 of 16
 enum { LANES = 4, TILE_N = 2 * LANES };
 #endif
 enum { TILE_M = 6, BLOCK_M = 96, BLOCK_K = 384, BLOCK_N = 384 };
-typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));  // GCC's vector extension: + and * work on all lanes
-typedef int VectorIndex __attribute__((vector_size(4 * LANES)));
+// Vectors of GCC and Clang: + and * work on all lanes.
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 // A view of a matrix: element (i, j) is at[i * row + j * col]. Swapping row and col transposes it.
 typedef struct { const float *at; size_t row, col; } Matrix;
@@ -86,26 +87,11 @@ static inline void multiply_tile(float *c, size_t c_row, const float *init, cons
         for (int j = 0; j < TILE_N / LANES; j++) *(Vector *)(c + i * c_row + j * LANES) = sum[i][j];
 }
 
-// One step of a transposition in registers: swaps the off-diagonal s x s corners of each 2s x 2s square.
-static inline void swap_corners(Vector r[LANES], int s) {
-    VectorIndex upper, lower;  // lane j is lane (index % LANES) of the first vector or, from LANES on, of the second
-    for (int j = 0; j < LANES; j++) { upper[j] = j & s ? (j ^ s) + LANES : j; lower[j] = j & s ? j + LANES : j ^ s; }
-    for (int i = 0; i < LANES; i++) {
-        if (i & s) continue;
-        const Vector a = r[i], b = r[i + s];
-        r[i] = __builtin_shuffle(a, b, upper);
-        r[i + s] = __builtin_shuffle(a, b, lower);
-    }
-}
-// out = in transposed, LANES x LANES. The steps are written out so that the compiler knows all indices.
+// out = in transposed, 4 x 4: compilers make shuffles of it
 static inline void transpose_square(float *out, size_t out_row, const float *in, size_t in_row) {
-    Vector r[LANES];
-    for (int i = 0; i < LANES; i++) r[i] = *(const Vector *)(in + i * in_row);
-    if (LANES > 8) swap_corners(r, 8);
-    if (LANES > 4) swap_corners(r, 4);
-    swap_corners(r, 2);
-    swap_corners(r, 1);
-    for (int i = 0; i < LANES; i++) *(Vector *)(out + i * out_row) = r[i];
+    const Four a = *(const Four *)in, b = *(const Four *)(in + in_row);
+    const Four c = *(const Four *)(in + 2 * in_row), d = *(const Four *)(in + 3 * in_row);
+    for (int j = 0; j < 4; j++) *(Four *)(out + j * out_row) = (Four){a[j], b[j], c[j], d[j]};
 }
 
 // panel (K, TILE_N) = the first `cols` columns of b, zeros beyond
@@ -114,8 +100,10 @@ static void pack_panel(float *panel, Matrix b, int K, int cols) {
     if (cols == TILE_N && b.col == 1)
         for (; k < K; k++) memcpy(panel + k * TILE_N, b.at + k * b.row, TILE_N * sizeof(float));
     if (cols == TILE_N && b.row == 1)
-        for (; k + LANES <= K; k += LANES)
-            for (int j = 0; j < TILE_N; j += LANES) transpose_square(panel + k * TILE_N + j, TILE_N, b.at + k + j * b.col, b.col);
+        for (; k + 16 <= K; k += 16)  // a cache line of each column of b
+            for (int j = 0; j < TILE_N; j += 4)
+                for (int i = k; i < k + 16; i += 4)
+                    transpose_square(panel + i * TILE_N + j, TILE_N, b.at + i + j * b.col, b.col);
     for (; k < K; k++)
         for (int j = 0; j < TILE_N; j++) panel[k * TILE_N + j] = j < cols ? b.at[k * b.row + j * b.col] : 0;
 }
