@@ -22,13 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import dev.missing_package  # before numpy
-
 import numpy as np
+import safetensors.torch
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from dev.data.data_common import fnv1a, outlive_reader, reader_is_gone
 from dev.data.rows import RAND_INIT, RAND_SAMPLE, open_shards, rand_normal, rand_stream, rand_u64, read_tokenizer, require, rows, text_bytes
@@ -296,8 +294,8 @@ def as_file(model, tensors):
 
 def save_tensors(tensors, path):
     try:
-        save_file(tensors, path + ".tmp", {"format": "pt"})
-    except SafetensorError as e:
+        safetensors.torch.save_file(tensors, path + ".tmp", {"format": "pt"})
+    except safetensors.SafetensorError as e:
         raise OSError(0, str(e), path) from None
     os.replace(path + ".tmp", path)  # a killed run leaves no half file under the real name
 
@@ -319,8 +317,8 @@ def load_weights(model, folder):
     for path in (os.path.join(folder, name) for name in files):
         require(os.path.exists(path), f"'{path}' does not exist", "name a folder with config.json and model.safetensors")
         try:
-            opened = safe_open(path, "pt")
-        except SafetensorError as e:
+            opened = safetensors.safe_open(path, "pt")
+        except safetensors.SafetensorError as e:
             require(False, f"'{path}': {e}", "it is damaged: make or download it again")
         with opened as f:
             for name in f.keys():

@@ -1,5 +1,6 @@
 """Rules of the house that a machine can check, and the build: what it makes, how it survives, what it finds."""
 import ast
+import json
 import os
 import re
 import shutil
@@ -190,6 +191,27 @@ def test_make_survives_being_killed(tmp_path):
         assert run.returncode == 0, run.stderr
     once_more = make("train_gpt2", cwd=tree)
     assert " -c " not in once_more.stdout, "a second make compiled again: " + once_more.stdout
+
+
+CLANG = next((name for name in ("clang", *(f"clang-{n}" for n in range(30, 11, -1))) if shutil.which(name)), None)
+
+
+@pytest.mark.skipif(not CLANG or not shutil.which("gcc"), reason="gcc or clang is not installed")
+def test_gcc_and_clang_compute_the_same(tmp_path, monkeypatch):
+    """Without a warning. They add in another order here and there, so that the last of fp32's digits may differ."""
+    tree, figures = copy_tree(tmp_path), {}
+    for compiler in ("gcc", CLANG):
+        monkeypatch.setenv("CC", compiler)
+        built = make("train_gpt2", cwd=tree)
+        assert built.returncode == 0 and "warning" not in built.stderr and f"{compiler} -std" in built.stdout, built.stdout + built.stderr
+        for model in ("d2,channels=64,vocab=256", "llama3.2:1B,layers=2,channels=128,heads=2,kv_heads=1,ffn=344,vocab=256"):
+            folder = tmp_path / f"{compiler}_{model[:2]}"
+            run = ["./train_gpt2", *tiny_run(tree), "-e", model, "-x", "10", "-v", "5", "-o", folder]
+            done = subprocess.run(run, cwd=tree, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            records = [json.loads(line) for line in (folder / "main.jsonl").read_text().splitlines()]
+            figures.setdefault(compiler, []).extend(r[k] for r in records if r["event"] in ("step", "eval") for k in ("loss", "norm") if k in r)
+    assert len(figures["gcc"]) == 2 * (2 * 10 + 3) and figures[CLANG] == pytest.approx(figures["gcc"], rel=3e-6)
 
 
 def test_two_makes_beside_each_other(tmp_path, monkeypatch):
