@@ -32,7 +32,7 @@ typedef struct {
     int64_t step, tokens;      // done so far
     int64_t epoch, row;        // of the data: the next row to train on
     int64_t data_tokens, data_shards;  // that this place is in, 0: not known (checkpoints of before these were kept);
-    uint64_t data_hash;                // of the shards' names and sizes
+    uint64_t data_hash;                // of the shards' names and samples of their content, 0: not known
     uint64_t seed;
     StateWindow loss, norm;    // for the z-scores
     int num_options;
@@ -106,7 +106,7 @@ static inline void write_train_state(const Model *m, const char *folder, const T
     fprintf(f, "{\n  \"format\": %d,\n  \"step\": %lld,\n  \"tokens\": %lld,\n  \"epoch\": %lld,\n  \"row\": %lld,\n  \"seed\": %llu,\n", STATE_FORMAT,
             (long long)s->step, (long long)s->tokens, (long long)s->epoch, (long long)s->row, (unsigned long long)s->seed);
     fprintf(f, "  \"parameters\": %zu,\n  \"dtype\": \"%s\",\n  \"master\": %s,\n  \"states\": \"%s\",\n", m->table.num_weights, model_dtype(m), model_has_slot(m, SLOT_MASTER) ? "true" : "false", states_dtype(m));
-    if (s->data_tokens) fprintf(f, "  \"data\": {\"tokens\": %lld, \"shards\": %lld, \"hash\": \"%016llx\"},\n", (long long)s->data_tokens, (long long)s->data_shards, (unsigned long long)s->data_hash);
+    if (s->data_tokens) fprintf(f, "  \"data\": {\"tokens\": %lld, \"shards\": %lld, \"content\": \"%016llx\"},\n", (long long)s->data_tokens, (long long)s->data_shards, (unsigned long long)s->data_hash);
     write_window(f, "loss_window", &s->loss);
     write_window(f, "norm_window", &s->norm);
     fputs("  \"options\": {", f);
@@ -357,9 +357,10 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
         require(json_int(&j, json_get(&j, 0, numbers[i].key), numbers[i].value) && *numbers[i].value >= 0, "'%s': %s is missing or damaged\nresume from another checkpoint", path, numbers[i].key);
     s->seed = (uint64_t)seed;
     const int data = json_get(&j, 0, "data");
-    const char *hash = json_string(&j, json_get(&j, data, "hash"));
-    if (hash) s->data_hash = strtoull(hash, NULL, 16);
-    require(data < 0 || (hash && json_int(&j, json_get(&j, data, "tokens"), &s->data_tokens) && json_int(&j, json_get(&j, data, "shards"), &s->data_shards)),
+    const char *content = json_string(&j, json_get(&j, data, "content"));
+    const int older = json_get(&j, data, "hash") >= 0;  // a hash of names and sizes: nothing to compare with
+    if (content) s->data_hash = strtoull(content, NULL, 16);
+    require(data < 0 || ((content || older) && json_int(&j, json_get(&j, data, "tokens"), &s->data_tokens) && json_int(&j, json_get(&j, data, "shards"), &s->data_shards)),
             "'%s': data is damaged\nresume from another checkpoint", path);
     const char *dtype = json_string(&j, json_get(&j, 0, "dtype")), *states = json_string(&j, json_get(&j, 0, "states"));
     require(dtype && json_bool(&j, json_get(&j, 0, "master"), &s->master), "'%s': dtype or master is missing\nresume from another checkpoint", path);

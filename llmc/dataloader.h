@@ -13,6 +13,8 @@
 // dataloader_next takes the next world * B rows, rank k those from k * B on, so the global batch alone decides what a step
 // sees; the next epoch follows in the middle of a step. One shard is open at a time and no more than one batch is read ahead:
 // neither thousands of shards nor shards of many GiB cost memory or descriptors.
+// A shard is known by a hash of 64 KiB of it (shard_hash), which the handshake and a resumed run compare. It is checked
+// again when the shard is opened once more, and when it was written to while open: no batch of a changed shard is used.
 #ifndef LLMC_DATALOADER_H
 #define LLMC_DATALOADER_H
 
@@ -23,8 +25,9 @@
 #include <pthread.h>
 
 enum { SHARD_MAGIC_16 = 20240520, SHARD_VERSION_16 = 1, SHARD_MAGIC_32 = 20240801, SHARD_VERSION_32 = 7, SHARD_HEADER_BYTES = 1024 };
+enum { SHARD_SAMPLES = 16, SHARD_SAMPLE_BYTES = 4096 };
 
-typedef struct { char *path; int64_t tokens, rows; } Shard;
+typedef struct { char *path; int64_t tokens, rows; uint64_t hash; } Shard;
 typedef struct { uint64_t key; int64_t index; } ShuffleKey;
 
 typedef struct DataLoader {
@@ -47,6 +50,7 @@ typedef struct DataLoader {
     int64_t *slot_begin;              // [num_shards + 1] first row of the epoch that lies in the shard at this place of the order
     int slot;
     int open_shard, fd;               // -1: none
+    struct timespec modified;         // when the open shard was last written to
     ShuffleKey *row_order;            // rows of the open shard, NULL: as they lie
     void *raw;                        // (T + 1) tokens as they are in the file
     // read ahead: while `reading` all of the above but epoch and row belongs to the thread
@@ -101,6 +105,44 @@ static inline int open_data_file(const char *path, int64_t *bytes) {
     return fd;
 }
 
+// Tells a shard from another one of the same name and size: FNV-1a of 16 blocks of 4 KiB at equal distances. The first
+// begins with the header, the last ends with the file. A file of up to 64 KiB is read whole.
+static inline uint64_t shard_hash(int fd, int64_t bytes, const char *path) {
+    unsigned char samples[SHARD_SAMPLES * SHARD_SAMPLE_BYTES];
+    int64_t at[SHARD_SAMPLES];
+    const int64_t block = bytes < (int64_t)SHARD_SAMPLE_BYTES ? bytes : (int64_t)SHARD_SAMPLE_BYTES;
+    posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);  // else the system reads up to megabytes around each block
+    for (int i = 0; i < SHARD_SAMPLES; i++) {
+        at[i] = i * (bytes - block) / (SHARD_SAMPLES - 1);
+        posix_fadvise(fd, at[i], block, POSIX_FADV_WILLNEED);  // a network disk then fetches all blocks at once
+    }
+    for (int i = 0; i < SHARD_SAMPLES; i++) pread_or_die(fd, samples + i * block, (size_t)block, (uint64_t)at[i], path);
+    posix_fadvise(fd, 0, 0, POSIX_FADV_NORMAL);
+    return fnv1a(samples, (size_t)(SHARD_SAMPLES * block));
+}
+// The open shard must be the file that was there at the start.
+static inline void shard_require_same(DataLoader *d) {
+    const Shard *s = &d->shards[d->open_shard];
+    struct stat now;
+    require(fstat(d->fd, &now) == 0, "cannot look at '%s': %s\ncheck the disk", s->path, strerror(errno));
+    const int64_t bytes = SHARD_HEADER_BYTES + s->tokens * d->token_bytes;
+    require(now.st_size == bytes && shard_hash(d->fd, bytes, s->path) == s->hash,
+            "'%s' holds other tokens than at the start of this run\n"
+            "leave shards alone while a run reads them; bring this one back and resume, or start anew", s->path);
+    d->modified = now.st_mtim;
+}
+// After reading: nothing may be used that was written since the last check.
+static inline void shard_require_unchanged(DataLoader *d) {
+    struct stat now;
+    if (fstat(d->fd, &now) != 0 || memcmp(&now.st_mtim, &d->modified, sizeof now.st_mtim) != 0) shard_require_same(d);
+}
+static inline void shard_leave(DataLoader *d) {
+    if (d->open_shard < 0) return;
+    shard_require_unchanged(d);
+    close(d->fd);
+    d->open_shard = d->fd = -1;
+}
+
 // Reads one shard's header into the loader's description (the first shard) or compares it with it (all others).
 static inline void shard_open(DataLoader *d, Shard *s, int first) {
     int64_t bytes;
@@ -108,7 +150,6 @@ static inline void shard_open(DataLoader *d, Shard *s, int first) {
     int fd = open_data_file(s->path, &bytes);
     require(bytes >= SHARD_HEADER_BYTES, "'%s' has %lld bytes: too short for a token shard\n" DATA_HINT, s->path, (long long)bytes);
     pread_or_die(fd, h, sizeof h, 0, s->path);
-    close(fd);
     require(h[0] == SHARD_MAGIC_16 || h[0] == SHARD_MAGIC_32, "'%s' is not a token shard (magic %d, not %d or %d)\n" DATA_HINT,
             s->path, h[0], SHARD_MAGIC_16, SHARD_MAGIC_32);
     const int version = h[0] == SHARD_MAGIC_16 ? SHARD_VERSION_16 : SHARD_VERSION_32, token_bytes = h[0] == SHARD_MAGIC_16 ? 2 : 4;
@@ -121,6 +162,8 @@ static inline void shard_open(DataLoader *d, Shard *s, int first) {
     s->rows = (s->tokens - 1) / d->T;
     require(s->tokens > d->T, "'%s' has %lld tokens: too few for one row of T = %d (T + 1 are needed)\nuse a shorter --seq-len, or more text",
             s->path, (long long)s->tokens, d->T);
+    s->hash = shard_hash(fd, bytes, s->path);
+    close(fd);
     const uint64_t hash = (uint64_t)(uint32_t)h[5] | (uint64_t)(uint32_t)h[6] << 32;
     require(h[3] >= 0 && h[4] >= 0 && h[4] < NUM_TOKENIZERS && h[7] >= 0 && (h[3] == 0 || h[7] < h[3]), "'%s': vocabulary size %d, tokenizer %d or end-of-text %d in its header is out of range\n" DATA_HINT,
             s->path, h[3], h[4], h[7]);
@@ -175,7 +218,7 @@ static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t ro
         for (int i = 0; i < d->num_shards; i++) d->slot_begin[i + 1] = d->slot_begin[i] + d->shards[d->shard_order[i].index].rows;
         d->order_epoch = epoch;
         d->slot = 0;
-        d->open_shard = -1;
+        shard_leave(d);
     }
     if (row < d->slot_begin[d->slot]) d->slot = 0;
     while (row >= d->slot_begin[d->slot + 1]) d->slot++;
@@ -183,10 +226,10 @@ static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t ro
     const Shard *s = &d->shards[index];
     if (index != d->open_shard) {
         int64_t bytes;
-        if (d->fd >= 0) close(d->fd);
+        shard_leave(d);
         d->fd = open_data_file(s->path, &bytes);
-        require(bytes == SHARD_HEADER_BYTES + s->tokens * d->token_bytes, "'%s' has changed while the program runs\ndo not rewrite shards in use", s->path);
         d->open_shard = index;
+        shard_require_same(d);
         if (d->shuffle) {
             free(d->row_order);
             d->row_order = (ShuffleKey *)malloc_or_die((size_t)s->rows * sizeof(ShuffleKey));
@@ -227,6 +270,7 @@ static inline void dataloader_read_batch(DataLoader *d, int64_t epoch, int64_t r
         int64_t r = dataloader_locate(d, epoch + at / d->rows_per_epoch, at % d->rows_per_epoch);
         dataloader_read_row(d, r, inputs + (size_t)b * (size_t)d->T, targets + (size_t)b * (size_t)d->T);
     }
+    shard_require_unchanged(d);
 }
 
 static inline void *dataloader_thread(void *loader) {

@@ -77,17 +77,20 @@ static inline void evaluation_print(const Evaluation *e) {
         printf("\n");
     }
 }
-// For the handshake: ranks that would read or score different files must not begin.
-static inline uint64_t hash_of_data(const DataLoader *d, uint64_t hash) {  // names without folders: hosts may keep their copies elsewhere
+// For the handshake: ranks that would read or score different files must not begin. Returns how many files there are.
+static inline int list_shards(const DataLoader *d, DataFile *files) {
     for (int i = 0; i < d->num_shards; i++) {
-        const char *slash = strrchr(d->shards[i].path, '/'), *name = slash ? slash + 1 : d->shards[i].path;
-        hash = comm_hash(comm_hash(hash, name, strlen(name) + 1), &d->shards[i].tokens, sizeof d->shards[i].tokens);
+        const char *path = d->shards[i].path, *slash = strrchr(path, '/');
+        files[i] = (DataFile){slash ? slash + 1 : path, d->shards[i].hash};
     }
-    return hash;
+    return d->num_shards;
 }
-static inline uint64_t evaluation_hash(const Evaluation *e, uint64_t hash) {
-    for (int i = 0; i < e->num_sets; i++) hash = comm_hash(comm_hash(hash, e->sets[i].name, strlen(e->sets[i].name)), e->sets[i].stream, e->sets[i].words * sizeof *e->sets[i].stream);
-    return hash;
+static inline int list_sets(const Evaluation *e, DataFile *files) {
+    for (int i = 0; i < e->num_sets; i++) {
+        const EvalSet *s = &e->sets[i];
+        files[i] = (DataFile){s->name, comm_hash(COMM_HASH, s->stream, s->words * sizeof *s->stream)};
+    }
+    return e->num_sets;
 }
 
 // ---- ends early

@@ -11,6 +11,7 @@ typedef struct {
     int sm, driver;
     uint64_t config, data, options;        // hashes
 } HandshakeRecord;
+typedef struct { const char *name; uint64_t hash; } DataFile;  // name: without folders, copies may lie elsewhere
 
 #define COMM_HASH 0xcbf29ce484222325ull  // what a hash (FNV-1a) begins with
 static inline uint64_t comm_hash(uint64_t hash, const void *data, size_t bytes) {
@@ -33,10 +34,42 @@ static inline HandshakeRecord comm_record(const Comm *c) {
     free(program);
     return r;
 }
-static inline void comm_handshake(const Comm *c, const HandshakeRecord *mine) {
+static inline uint64_t hash_of_files(const DataFile *files, int count) {
+    uint64_t hash = COMM_HASH;
+    for (int i = 0; i < count; i++) {
+        hash = comm_hash(hash, files[i].name, strlen(files[i].name) + 1);
+        hash = comm_hash(hash, &files[i].hash, sizeof files[i].hash);
+    }
+    return hash;
+}
+// Every rank's first file that rank 0 does not have, in words.
+typedef struct { char text[256]; } OtherFile;
+static inline OtherFile *find_other_files(const Comm *c, const DataFile *files, int count) {
+    OtherFile mine, *all = (OtherFile *)malloc_or_die((size_t)c->world * sizeof *all);
+    int first = count, i = 0;
+    comm_broadcast(c, &first, sizeof first, 0);
+    uint64_t *hashes = (uint64_t *)malloc_or_die((size_t)first * sizeof *hashes);
+    for (int k = 0; k < first && c->rank == 0; k++) hashes[k] = hash_of_files(files + k, 1);
+    comm_broadcast(c, hashes, (size_t)first * sizeof *hashes, 0);
+    memset(&mine, 0, sizeof mine);
+    while (i < count && i < first && hash_of_files(files + i, 1) == hashes[i]) i++;
+    if (count != first) watchdog_print(mine.text, sizeof mine.text, "its %d data files are not the %d", count, first);
+    else if (i < count)
+        watchdog_print(mine.text, sizeof mine.text, "data file %d of %d, '%.150s', is not that", i + 1, count,
+                       files[i].name);
+    comm_gather_all(c, &mine, sizeof mine, all);
+    free(hashes);
+    return all;
+}
+// files: all that this rank reads, in its order.
+static inline void comm_handshake(const Comm *c, HandshakeRecord *mine, const DataFile *files, int count) {
     HandshakeRecord *all = (HandshakeRecord *)malloc_or_die((size_t)c->world * sizeof *all);
+    OtherFile *others = NULL;
     char text[1600] = "";
+    mine->data = hash_of_files(files, count);
     comm_gather_all(c, mine, sizeof *mine, all);
+    for (int k = 1; k < c->world && !others; k++)
+        if (all[k].data != all[0].data) others = find_other_files(c, files, count);
     for (int k = 0; k < c->world && strlen(text) < 1200; k++) {
         const HandshakeRecord *a = &all[0], *b = &all[k];
         #define DIFFERS(field, format) do { if (a->field != b->field) watchdog_print(text, sizeof text, "; rank %d on %s has " format ", rank 0 on %s " format, k, b->host, b->field, a->host, a->field); } while (0)
@@ -44,15 +77,18 @@ static inline void comm_handshake(const Comm *c, const HandshakeRecord *mine) {
         DIFFERS(sm, "a GPU of sm_%d");
         DIFFERS(driver, "GPU driver %d");
         DIFFERS(config, "model configuration %016lx");
-        DIFFERS(data, "data files %016lx");
         DIFFERS(options, "options %016lx");
         #undef DIFFERS
+        if (a->data != b->data)
+            watchdog_print(text, sizeof text, "; rank %d on %s: %s of rank 0 on %s", k, b->host, others[k].text,
+                           a->host);
         if (b->devices > 1 && b->local_rank >= b->devices) watchdog_print(text, sizeof text, "; rank %d is process %d of host %s, which shows it %d GPUs", k, b->local_rank + 1, b->host, b->devices);
         for (int i = 0; i < k; i++)
             if (*b->device && strcmp(all[i].device, b->device) == 0)  // no two GPUs of the world have one UUID; containers give a host two names
                 watchdog_print(text, sizeof text, "; rank %d on %s and rank %d on %s have the same GPU %s", i, all[i].host, k, b->host, b->device);
     }
     comm_require(c, !*text, "the ranks do not fit together: %s\nstart the same program with the same options, model and data everywhere, one rank for each GPU", text + 2);
+    free(others);
     free(all);
 }
 

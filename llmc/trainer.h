@@ -193,10 +193,17 @@ static inline void find_checkpoint(Trainer *t) {
 static inline void compare_data(Trainer *t) {
     const DataLoader *d = &t->train;
     TrainState *s = &t->state;
-    const uint64_t hash = hash_of_data(d, COMM_HASH);
-    if (s->data_tokens && s->data_hash != hash) {
-        snprintf(t->data_changed, sizeof t->data_changed, "%lld tokens in %lld shards -> %lld in %d; sequences come in another order now: from number %lld of %lld, where this run goes on, "
-                 "to the end of the epoch some come again, and some that did not come are left out", (long long)s->data_tokens, (long long)s->data_shards, (long long)d->num_tokens, d->num_shards, (long long)d->row, (long long)d->rows_per_epoch);
+    DataFile *files = (DataFile *)malloc_or_die((size_t)d->num_shards * sizeof *files);
+    const uint64_t hash = hash_of_files(files, list_shards(d, files));
+    free(files);
+    const int same_size = s->data_tokens == d->num_tokens && s->data_shards == d->num_shards;
+    if (s->data_tokens && (!same_size || (s->data_hash && s->data_hash != hash))) {
+        snprintf(t->data_changed, sizeof t->data_changed,
+                 "%lld tokens in %lld shards -> %lld in %d%s; sequences come in another order now: from number "
+                 "%lld of %lld, where this run goes on, to the end of the epoch some come again, and some that did not "
+                 "come are left out", (long long)s->data_tokens, (long long)s->data_shards, (long long)d->num_tokens,
+                 d->num_shards, same_size ? ", with other names or other tokens" : "", (long long)d->row,
+                 (long long)d->rows_per_epoch);
         printf("changed since the checkpoint: the training data, %s\n", t->data_changed);
     }
     s->data_tokens = d->num_tokens; s->data_shards = d->num_shards; s->data_hash = hash;
@@ -205,7 +212,6 @@ static inline void handshake(const Trainer *t) {
     HandshakeRecord r = comm_record(&t->comm);
     char *config = config_text(&t->config), value[512];
     r.config = comm_hash(COMM_HASH, config, strlen(config));
-    r.data = evaluation_hash(&t->eval, hash_of_data(&t->eval.val, hash_of_data(&t->train, COMM_HASH)));
     r.options = COMM_HASH;
     for (int i = 0; i < NUM_OPTIONS; i++) {
         if (option_table[i].kind == OPTION_SECTION) continue;
@@ -213,7 +219,14 @@ static inline void handshake(const Trainer *t) {
         r.options = comm_hash(r.options, value, strlen(value) + 1);
     }
     model_identify(&r);
-    comm_handshake(&t->comm, &r);
+    const Evaluation *e = &t->eval;
+    const int most = t->train.num_shards + e->val.num_shards + e->num_sets;
+    DataFile *files = (DataFile *)malloc_or_die((size_t)most * sizeof *files);
+    int count = list_shards(&t->train, files);
+    count += list_shards(&e->val, files + count);
+    count += list_sets(e, files + count);
+    comm_handshake(&t->comm, &r, files, count);
+    free(files);
     if (t->o.log_gpu_every > 0 && t->comm.rank == 0) gpu_monitor_open(r.device);
     free(config);
 }

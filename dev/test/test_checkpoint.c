@@ -496,7 +496,7 @@ static void test_kill(Model *m) {
 static void test_damaged_state(Model *m) {
     const char *edits[][3] = {{"\"tokens\": ", "\"tokens\": -", "tokens is missing or damaged"}, {"\"row\"", "\"raw\"", "row is missing or damaged"}, {"\"count\": 1000", "\"count\": 7", "loss_window is damaged"},
                               {"\"count\": 5", "\"count\": -1", "norm_window is damaged"}, {"\"values\": [0.3333333333333333", "\"values\": [true", "norm_window is damaged"}, {"\"dtype\"", "\"type\"", "dtype or master is missing"},
-                              {"\"shards\"", "\"shard\"", "data is damaged"}, {"\"hash\"", "\"hush\"", "data is damaged"},
+                              {"\"shards\"", "\"shard\"", "data is damaged"}, {"\"content\"", "\"contents\"", "data is damaged"},
                               {"\"0.0006\"", "6e-4", "option learning-rate is not a text"}};
     Attempt a;
     a.bf16_states = 0;

@@ -437,17 +437,25 @@ def test_a_resumed_run_says_that_its_data_changed(trainer, tmp_path):
     shutil.copytree(data, tmp_path / "moved")
     assert resume(5, tmp_path / "moved") == ""  # the same data elsewhere
     (data / "x0.bin").rename(data / "x9.bin")  # another order
-    assert resume(6).startswith("9000 tokens in 3 shards -> 9000 in 3; ")
+    assert resume(6).startswith("9000 tokens in 3 shards -> 9000 in 3, with other names or other tokens; ")
+    tokens = bytearray((data / "x9.bin").read_bytes())
+    tokens[-2] ^= 1  # one other token in a file of the same name and size
+    (data / "x9.bin").write_bytes(tokens)
+    assert resume(7).startswith("9000 tokens in 3 shards -> 9000 in 3, with other names or other tokens; ")
+    state = json.loads((run / "step_00000007/train_state.json").read_text())
+    state["data"]["hash"] = state["data"].pop("content")  # as it was before shards were sampled
+    (run / "step_00000007/train_state.json").write_text(json.dumps(state))
+    assert resume(8) == ""
     (data / "x1.bin").unlink()
     (data / "x9.bin").unlink()
-    assert resume(7).startswith("9000 tokens in 3 shards -> 1000 in 1; ")
-    state = json.loads((run / "step_00000007/train_state.json").read_text())
+    assert resume(9).startswith("9000 tokens in 3 shards -> 1000 in 1; ")
+    state = json.loads((run / "step_00000009/train_state.json").read_text())
     del state["data"]
-    (run / "step_00000007/train_state.json").write_text(json.dumps(state))
+    (run / "step_00000009/train_state.json").write_text(json.dumps(state))
     shard(data / "x3.bin")
-    assert resume(8) == ""
+    assert resume(10) == ""
     shard(data / "x4.bin")
-    assert resume(9).startswith("5000 tokens in 2 shards -> 9000 in 3; ")
+    assert resume(11).startswith("5000 tokens in 2 shards -> 9000 in 3; ")
 
 
 def test_nobody_reads_the_output(trainer, tmp_path):

@@ -1,6 +1,7 @@
 // comm.h, handshake.h, watchdog.h and the mesh of tp.h. Without arguments: what one process can check alone. The rest is for mpirun; test_ranks.py calls it:
 //   test_comm sums                 collectives against a host reference, bit for bit; in groups too
-//   test_comm handshake FIELD      the last rank differs in FIELD (none, gpu, gpus, one, one-gpu, sm, build, config, data, options)
+//   test_comm handshake FIELD      the last rank differs in FIELD (none, gpu, gpus, one, one-gpu, sm, build, config,
+//                                  data, fewer, options)
 //   test_comm mesh TP              tensor-parallel groups that must each be on one host
 //   test_comm loop TIMEOUT         collectives for ever: to be stopped or killed
 //   test_comm fail RANK            require() fails in one rank, the others wait in a collective
@@ -80,9 +81,10 @@ static int test_handshake(Comm *c, const char *field) {
     if (last && !strcmp(field, "sm")) r.sm = 80;
     if (last && !strcmp(field, "build")) strcpy(r.build, "another");
     if (last && !strcmp(field, "config")) r.config = 1;
-    if (last && !strcmp(field, "data")) r.data = 1;
     if (last && !strcmp(field, "options")) r.options = 1;
-    comm_handshake(c, &r);
+    DataFile files[] = {{"train_0.bin", 7}, {"train_1.bin", 8}, {"val.bin", 7}};
+    if (last && !strcmp(field, "data")) files[1].hash = 9;
+    comm_handshake(c, &r, files, last && !strcmp(field, "fewer") ? 2 : 3);
     if (c->rank == 0) printf("all fit together\n");
     return 0;
 }
@@ -182,7 +184,7 @@ static int test_alone(Comm *c) {
     comm_barrier(c);
     check(data[0] == 1 && data[2] == 3 && comm_sum(c, 0.5) == 0.5 && comm_or(c, 5) == 5, "one rank: every collective leaves the data as they are");
     HandshakeRecord r = comm_record(c);
-    comm_handshake(c, &r);
+    comm_handshake(c, &r, NULL, 0);
     check(strstr(r.build, GIT_REVISION) && *r.host, "one rank: handshake, build %s on %s", r.build, r.host);
     check(comm_hash(comm_hash(COMM_HASH, "ab", 2), "c", 1) == 0xe71fa2190541574bull, "hash is FNV-1a of the parts in order");
     // ASan hangs in a child that is forked while another thread is being started: wait until the watchdog runs.

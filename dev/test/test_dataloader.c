@@ -200,6 +200,73 @@ static void test_many_shards(void) {
     check(run_child(many_shards_child, NULL, text, sizeof text) == 0, "1500 shards are read with 32 file descriptors");
 }
 
+// Sets one token. in_place: the file is written to; otherwise another file, good but for this token, gets its name.
+static void write_changed(const char *name, int tokens, int at, int token, int in_place) {
+    const char *other = in_place ? name : "other.bin";
+    if (!in_place) write_good(other, tokens, 0);
+    const int fd = open(in_folder(other), O_WRONLY);
+    const uint16_t word = (uint16_t)token;
+    require(pwrite(fd, &word, 2, SHARD_HEADER_BYTES + 2 * (off_t)at) == 2 && close(fd) == 0, "cannot write\n.");
+    if (!in_place) require(rename(in_folder(other), in_folder(name)) == 0, "cannot rename\n.");
+}
+enum { LARGE = 200000 };
+static uint64_t hash_with(int at, int token) {
+    DataLoader d;
+    write_good("large.bin", LARGE, 0);
+    write_changed("large.bin", LARGE, at, token, 1);
+    dataloader_open(&d, in_folder("large.bin"), 1, 4, 0, 1, 0, 1, 0);
+    const uint64_t hash = d.shards[0].hash;
+    dataloader_close(&d);
+    return hash;
+}
+// The hash is that of 16 blocks of 4 KiB, computed the slow way; a token that is not in a block does not change it.
+static void test_hash(void) {
+    static unsigned char file[SHARD_HEADER_BYTES + 2 * LARGE];
+    unsigned char samples[SHARD_SAMPLES * SHARD_SAMPLE_BYTES];
+    const uint64_t whole = hash_with(0, 0);
+    FILE *f = fopen_or_die(in_folder("large.bin"), "rb", ".");
+    require(fread(file, 1, sizeof file, f) == sizeof file, "cannot read\n.");
+    fclose(f);
+    for (size_t i = 0; i < SHARD_SAMPLES; i++) {
+        const size_t at = i * (sizeof file - SHARD_SAMPLE_BYTES) / (SHARD_SAMPLES - 1);
+        memcpy(samples + i * SHARD_SAMPLE_BYTES, file + at, SHARD_SAMPLE_BYTES);
+    }
+    check(whole == fnv1a(samples, sizeof samples), "a shard's hash is that of 64 KiB of it");
+    check(hash_with(0, 1) != whole, "the first token changes it");
+    check(hash_with(LARGE - 1, 1) != whole, "the last token changes it");
+    check(hash_with(LARGE / 3, 1) != whole, "a token of a block in the middle changes it");
+    check(hash_with(4000, 1) == whole, "a token between two blocks does not");
+}
+static int swap_in_place, swap_to;
+// Four epochs of a shard of 7 rows; in the second, the token `swap_to` of it becomes 1.
+static void swapped(void *unused) {
+    (void)unused;
+    DataLoader d;
+    write_good("swap.bin", 29, 0);
+    dataloader_open(&d, in_folder("swap.bin"), 1, 4, 0, 1, 1, 1, 0);
+    for (int i = 0; i < 28; i++) {
+        dataloader_next(&d);
+        require(row_is(&d, 0, d.inputs[0]), "a batch of the other tokens was returned\n.");
+        if (i % 2) dataloader_read_ahead(&d);
+        if (i == 9) usleep(20000);  // times of files move in ticks of up to 10 ms
+        if (i == 9) write_changed("swap.bin", 29, swap_to, 1, swap_in_place);
+    }
+    dataloader_close(&d);
+}
+static void test_swapped(void) {
+    char text[4096];
+    for (swap_in_place = 0; swap_in_place < 2; swap_in_place++) {
+        const char *how = swap_in_place ? "written over" : "replaced";
+        for (swap_to = 0; swap_to < 29; swap_to += 14) {
+            char name[100];
+            snprintf(name, sizeof name, "a shard that is %s while it is used, with another token %d", how, swap_to);
+            check_refused(name, swapped, NULL, "swap.bin' holds other tokens than at the start of this run");
+        }
+        swap_to = 1;  // token 1 is 1
+        check(run_child(swapped, NULL, text, sizeof text) == 0, "a shard that is %s by the same tokens goes on", how);
+    }
+}
+
 // Files with holes: they take no room on the disk.
 static void test_big_shards(void) {
     static const int tokens[2] = {1200000000, INT32_MAX};
@@ -293,7 +360,7 @@ static void test_refusals(void) {
     REFUSES(other_vocab, "a vocabulary of 50257 tokens, the model has 256");
     REFUSES(bad_header, "is out of range");
     REFUSES(bad_seek, "is no place in the data");
-    REFUSES(shrunk, "bytes too early");
+    REFUSES(shrunk, "holds other tokens than at the start of this run");
 }
 
 int main(void) {
@@ -307,6 +374,8 @@ int main(void) {
     test_read_ahead();
     test_wide_tokens();
     test_many_shards();
+    test_hash();
+    test_swapped();
     test_big_shards();
     test_refusals();
     char command[96];

@@ -151,7 +151,9 @@ def test_ranks_that_fit_together(comm, field):
 
 @pytest.mark.parametrize("field, words", [
     ("gpu", r"rank 1 on \S+ and rank 2 on \S+ have the same GPU"), ("one-gpu", r"rank 1 on \S+ and rank 2 on \S+ have the same GPU"), ("gpus", "rank 2 is process 3 of host .* shows it 2 GPUs"), ("sm", "sm_80, rank 0"), ("build", "rank 2 on .* is build another, rank 0"),
-    ("config", "rank 2 on .* model configuration .* rank 0"), ("data", "rank 2 on .* data files .* rank 0"), ("options", "rank 2 on .* options .* rank 0")])
+    ("config", "rank 2 on .* model configuration .* rank 0"), ("options", "rank 2 on .* options .* rank 0"),
+    ("data", r"rank 2 on \S+: data file 2 of 3, 'train_1.bin', is not that of rank 0 on \S+\n"),
+    ("fewer", r"rank 2 on \S+: its 2 data files are not the 3 of rank 0 on \S+\n")])
 def test_ranks_that_do_not_fit_together(comm, field, words):
     job = Job(3, comm, "handshake", field)
     status, text = job.finish(20)
@@ -405,23 +407,33 @@ def test_another_build_is_refused(train, tmp_path):
     job = train(2, "run", then=["-np", 1, other])
     status, text = job.finish(20)
     assert status != 0 and job.seconds < 10
-    assert re.search("rank 2 on .* is build .*, rank 0 on .* is build", text) and "model configuration" not in text and "data files" not in text, text
+    assert re.search("rank 2 on .* is build .*, rank 0 on .* is build", text) and "model configuration" not in text and "data file" not in text, text
 
 
-def test_other_data_are_refused(train, data, tmp_path):
-    for name in ("train_1.bin", "val.bin"):
-        shutil.copy(data / name, tmp_path)
-    job = train(2, "run", then=["-np", 1, "-wdir", tmp_path, TRAINER])
+@pytest.mark.parametrize("spoilt, words", [
+    ("train_2.bin", r"data file 2 of 4, 'train_2.bin', is not that"), ("val.bin", r"data file 3 of 4, 'val.bin', is not that"),
+    (None, "its 3 data files are not the 4")])
+def test_other_data_are_refused(train, data, tmp_path, spoilt, words):
+    """One other token in a shard of the same name and size, or a shard that is not there."""
+    theirs = shutil.copytree(data, tmp_path / "theirs")
+    if spoilt:
+        shard = bytearray((theirs / spoilt).read_bytes())
+        shard[-2] ^= 1
+        (theirs / spoilt).write_bytes(shard)
+    else:
+        (theirs / "train_2.bin").unlink()
+    job = train(2, "run", "-v", "5", "-h", "1", then=["-np", 1, "-wdir", theirs, TRAINER])
     status, text = job.finish(20)
     assert status != 0 and job.seconds < 10
-    assert re.search("rank 2 on .* has data files .*, rank 0 on", text) and "is build" not in text and "options" not in text.split("hint")[0], text
+    assert re.search(rf"rank 2 on \S+: {words} of rank 0 on \S+\n", text), text
+    assert "is build" not in text and "options" not in text.split("hint")[0], text
 
 
 def test_other_options_are_refused(train):
     job = train(2, "run", then=["-np", 1, TRAINER], change=["-l", "1"])
     status, text = job.finish(20)
     assert status != 0 and job.seconds < 10
-    assert re.search("rank 2 on .* has options .*, rank 0 on", text) and "data files" not in text and "is build" not in text, text
+    assert re.search("rank 2 on .* has options .*, rank 0 on", text) and "data file" not in text and "is build" not in text, text
 
 
 # ---- ranks that are lost, signals, disks
