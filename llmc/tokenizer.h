@@ -88,6 +88,8 @@ static inline void tokenizer_open(Tokenizer *t, const char *path) {
             "'%s': vocabulary size %d, end-of-text %d or kind %d is out of range\n" TOKENIZER_HINT, path, h[2], h[3], h[4]);
     t->vocab_size = h[2]; t->eot = h[3]; t->kind = (TokenizerKind)h[4];
     if (t->kind == TOKENIZER_UNKNOWN && t->vocab_size == 50257) t->kind = TOKENIZER_GPT2;  // written by llm.c
+    require((size_t)t->vocab_size <= (size - TOKENIZER_HEADER_BYTES) / 2,  // before memory for so many is taken
+            "'%s' is truncated: %zu bytes do not hold %d tokens\n" TOKENIZER_HINT, path, size, t->vocab_size);
     t->hash = fnv1a(t->file + TOKENIZER_HEADER_BYTES, size - TOKENIZER_HEADER_BYTES);
     t->map_mask = 1;
     while (t->map_mask < 2 * (uint32_t)t->vocab_size) t->map_mask = 2 * t->map_mask + 1;
@@ -232,36 +234,65 @@ static inline const unsigned char *chunk_end(const unsigned char *p, const unsig
     #undef IS_NEWLINE
 }
 
-// Merges one chunk of n bytes; scratch has 2 * (n + 1) ints.
-static inline int encode_chunk(const Tokenizer *t, const unsigned char *p, int n, int *scratch, int *ids) {
-    if ((ids[0] = tokenizer_find(t, p, n)) >= 0) return 1;
-    int *start = scratch, *joined = scratch + n + 1, parts = n;  // part i is [start[i], start[i+1]); joined[i]: id of part i with the next
-    for (int i = 0; i <= n; i++) start[i] = i;
-    for (int i = 0; i + 1 < n; i++) joined[i] = tokenizer_find(t, p + i, 2);
-    for (;;) {
-        int best = -1;
-        for (int i = 0; i + 1 < parts; i++) if (joined[i] >= 0 && (best < 0 || joined[i] < joined[best])) best = i;
-        if (best < 0) break;
-        memmove(start + best + 1, start + best + 2, (size_t)(parts - best - 1) * sizeof *start);
-        memmove(joined + best, joined + best + 1, (size_t)(parts - best - 2) * sizeof *joined);
-        parts--;
-        for (int i = best > 0 ? best - 1 : 0; i <= best && i + 1 < parts; i++)
-            joined[i] = tokenizer_find(t, p + start[i], start[i + 2] - start[i]);
+// Possible merges, a binary heap of id << 32 | start: the lowest id comes first, of equal ones the leftmost.
+static inline void merge_push(uint64_t *heap, int *count, uint64_t merge) {
+    int i = (*count)++;
+    for (; i > 0 && heap[(i - 1) / 2] > merge; i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
+    heap[i] = merge;
+}
+static inline uint64_t merge_pop(uint64_t *heap, int *count) {
+    const uint64_t first = heap[0], last = heap[--*count];
+    int i = 0;
+    for (int child; (child = 2 * i + 1) < *count; i = child) {
+        child += child + 1 < *count && heap[child + 1] < heap[child];
+        if (heap[child] >= last) break;
+        heap[i] = heap[child];
     }
-    for (int i = 0; i < parts; i++) ids[i] = tokenizer_find(t, p + start[i], start[i + 1] - start[i]);
-    return parts;
+    heap[i] = last;
+    return first;
+}
+// A chunk while it is merged. The part that begins at i ends at end[i], 0: none does.
+// before[i]: where the part before it begins.
+typedef struct { const unsigned char *text; int bytes, *end, *before; uint64_t *heap; int count; } Merging;
+static inline void merge_offer(const Tokenizer *t, Merging *m, int start) {  // the part at start with the next one
+    const int middle = start < 0 ? m->bytes : m->end[start];
+    const int id = middle < m->bytes ? tokenizer_find(t, m->text + start, m->end[middle] - start) : -1;
+    if (id >= 0) merge_push(m->heap, &m->count, (uint64_t)id << 32 | (uint64_t)start);
+}
+static inline int encode_chunk(const Tokenizer *t, Merging *m, int *ids) {
+    int n = 0, length;
+    if ((ids[0] = tokenizer_find(t, m->text, m->bytes)) >= 0) return 1;
+    for (int i = 0; i < m->bytes; i++) { m->end[i] = i + 1; m->before[i] = i - 1; }
+    for (int i = 0; i < m->bytes; i++) merge_offer(t, m, i);
+    while (m->count) {
+        const uint64_t merge = merge_pop(m->heap, &m->count);
+        const int start = (int)(uint32_t)merge, middle = m->end[start];
+        tokenizer_token(t, (int)(merge >> 32), &length);
+        if (!middle || middle == m->bytes || m->end[middle] != start + length) continue;  // a part was merged before
+        const int end = m->end[start] = m->end[middle];
+        m->end[middle] = 0;
+        if (end < m->bytes) m->before[end] = start;
+        merge_offer(t, m, m->before[start]);
+        merge_offer(t, m, start);
+    }
+    for (int i = 0; i < m->bytes; i = m->end[i]) ids[n++] = tokenizer_find(t, m->text + i, m->end[i] - i);
+    return n;
 }
 
 static inline int tokenizer_encode(const Tokenizer *t, const char *text, int bytes, int *ids) {
     require(t->kind != TOKENIZER_UNKNOWN, "this tokenizer file does not say how to split text\nmake tokenizer.bin again with dev/data/prepare.py");
-    const unsigned char *p = (const unsigned char *)text, *end = p + bytes;
-    int *scratch = (int *)malloc_or_die(2 * ((size_t)bytes + 1) * sizeof *scratch), n = 0;
-    while (p < end) {
-        const unsigned char *next = t->kind == TOKENIZER_BYTES ? p + 1 : chunk_end(p, end, t->kind);
-        n += encode_chunk(t, p, (int)(next - p), scratch, ids + n);
-        p = next;
+    const unsigned char *end = (const unsigned char *)text + bytes;
+    Merging m = {(const unsigned char *)text, 0, NULL, NULL, NULL, 0};
+    m.heap = (uint64_t *)malloc_or_die(2 * (size_t)bytes * sizeof *m.heap);  // each merge takes one and offers two
+    m.end = (int *)malloc_or_die(2 * (size_t)bytes * sizeof *m.end);
+    m.before = m.end + bytes;
+    int n = 0;
+    for (; m.text < end; m.text += m.bytes) {
+        m.bytes = t->kind == TOKENIZER_BYTES ? 1 : (int)(chunk_end(m.text, end, t->kind) - m.text);
+        n += encode_chunk(t, &m, ids + n);
     }
-    free(scratch);
+    free(m.heap);
+    free(m.end);
     return n;
 }
 

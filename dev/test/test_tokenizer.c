@@ -1,5 +1,6 @@
 // Tests of llmc/tokenizer.h. With arguments it is a tool for test_data.py, which compares with tiktoken:
 //   test_tokenizer TOKENIZER.BIN TEXT    the ids of TEXT, one a line; fails if they do not decode to TEXT again
+#include "llmc/rand.h"
 #include "llmc/tokenizer.h"
 
 #include "dev/test/check.h"
@@ -54,6 +55,56 @@ static void test_encode(void) {
     tokenizer_open(&t, path);
     static const int bytes[] = {'h', 'e', 0xc3, 0xa9, '\n'};
     check(encodes(&t, "he\xc3\xa9\n", 5, bytes), "the tokenizer bytes");
+    tokenizer_close(&t);
+}
+
+// One chunk the slow way: of all neighbours that can be joined those with the lowest id first, of several the leftmost.
+static int merge_slowly(const Tokenizer *t, const char *text, int bytes, int *ids) {
+    int begin[65], parts = bytes;
+    for (int i = 0; i <= bytes; i++) begin[i] = i;
+    for (;;) {
+        int best = -1, best_id = INT_MAX;
+        for (int i = 0; i + 1 < parts; i++) {
+            const int id = tokenizer_find(t, (const unsigned char *)text + begin[i], begin[i + 2] - begin[i]);
+            if (id >= 0 && id < best_id) { best = i; best_id = id; }
+        }
+        if (best < 0) break;
+        for (int i = best + 1; i < parts; i++) begin[i] = begin[i + 1];
+        parts--;
+    }
+    for (int i = 0; i < parts; i++)
+        ids[i] = tokenizer_find(t, (const unsigned char *)text + begin[i], begin[i + 1] - begin[i]);
+    return parts;
+}
+static void letters(char *text, int bytes, uint64_t seed) {
+    for (int i = 0; i < bytes; i++) text[i] = "helorwd"[rand_u64(seed, 0, (uint64_t)i) % 7];
+}
+static void encode_letters(void *tokenizer) {
+    enum { BYTES = 1 << 20 };
+    char *text = (char *)malloc_or_die(BYTES);
+    int *ids = (int *)malloc_or_die(BYTES * sizeof *ids);
+    letters(text, BYTES, 0);
+    alarm(20);  // below a second; minutes if the time grows with the square of the length
+    const int n = tokenizer_encode((const Tokenizer *)tokenizer, text, BYTES, ids);
+    require(n > BYTES / 2 && n < BYTES, "%d ids\n.", n);
+    _exit(0);
+}
+static void test_merge(void) {
+    static char message[4096];
+    Tokenizer t;
+    int same = 1;
+    write_good(TOKENIZER_GPT2);
+    tokenizer_open(&t, path);
+    for (int round = 0; round < 20000; round++) {  // letters only, so that a text is one chunk
+        char text[64];
+        int ids[64], slow[64];
+        const int bytes = 2 + round % 63;
+        letters(text, bytes, (uint64_t)round);
+        const int n = tokenizer_encode(&t, text, bytes, ids);
+        same &= n == merge_slowly(&t, text, bytes, slow) && memcmp(ids, slow, (size_t)n * sizeof *ids) == 0;
+    }
+    check(same, "merges happen in the order of ids, from left to right");
+    check(run_child(encode_letters, &t, message, sizeof message) == 0, "a word of 1 MiB takes seconds at most");
     tokenizer_close(&t);
 }
 
@@ -137,6 +188,8 @@ static void test_refusals(void) {
         snprintf(name, sizeof name, "header word %d = %d", words[i].word, words[i].value);
         check_refused(name, open_it, NULL, words[i].expected);
     }
+    write_file(TOKENIZER_GPT2, 1 << 24, EOT, 0, 0, -1, NULL);
+    check_refused("more tokens than bytes", open_it, NULL, "bytes do not hold 16777216 tokens");
     write_file(TOKENIZER_GPT2, VOCAB, EOT, 1, 0, -1, NULL);
     check_refused("a truncated file", open_it, NULL, "is truncated: it ends in token 267 of 268");
     write_file(TOKENIZER_GPT2, VOCAB, EOT, 0, 5, -1, NULL);
@@ -179,6 +232,7 @@ int main(int argc, char **argv) {
     require(fd >= 0, "cannot make a file in /tmp\ntests need one");
     close(fd);
     test_encode();
+    test_merge();
     test_split();
     test_text();
     test_refusals();
