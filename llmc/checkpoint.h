@@ -2,11 +2,13 @@
 //
 //   <output>/step_00000100/   config.json, model.safetensors    as transformers, vLLM and llama.cpp open it
 //                             optimizer.safetensors             m.<name>, v.<name> (F32, or BF16 with --state-dtype bf16), and master.<name> where there are masters (F32)
-//                             train_state.json                  step, tokens, place in the data, windows, options, sizes of the other files
+//                             train_state.json                  step, tokens, place in the data, windows, options, sizes and checksums of the other
+//                                                               files; its last line is its own checksum
 //
 // Tensors have Hugging Face's names, shapes and orientation in both files: no padding, nothing that depends on the
 // number of ranks. A checkpoint is written under a .tmp name, flushed and renamed, so a folder named step_* is whole; the
-// sizes in train_state.json catch one that lost something later. Older ones are removed after the new one is on the disk.
+// checksums (hash.h) show what changed later. They are made from what is written, in memory, and all is read and compared
+// before anything of a checkpoint is used. Older checkpoints are removed after the new one is on the disk.
 // The writing is done by a thread of each rank, from a copy in host memory, while training goes on:
 //
 //   checkpoint_begin(&c, m, output, &state, keep, major, 1);     every rank; returns as soon as the copy is made
@@ -22,7 +24,8 @@
 #include <sys/file.h>
 #include <sys/syscall.h>
 
-enum { STATE_FORMAT = 1, STATE_WINDOW = 128 };
+// Format 1 had no checksums. At most so many options, of so many bytes, are read.
+enum { STATE_FORMAT = 2, STATE_WINDOW = 128, STATE_MAX_OPTIONS = 1024, STATE_MAX_TEXT = 4096 };
 
 // The latest values of a statistic, a ring: the i-th value ever pushed lies at i % STATE_WINDOW.
 typedef struct { int64_t count; double values[STATE_WINDOW]; } StateWindow;
@@ -73,7 +76,7 @@ static inline void state_free(TrainState *s) {
 // ---- writing
 
 static const char *const checkpoint_files[] = {"config.json", "model.safetensors", "optimizer.safetensors", "train_state.json"};  // in the order of writing
-enum { NUM_CHECKPOINT_FILES = 4 };
+enum { NUM_CHECKPOINT_FILES = 4, NUM_SUMMED_FILES = 3 };  // train_state.json has the checksums of the others
 static const SlotName optimizer_slots[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};  // the last only where there are masters
 
 static inline char *checkpoint_folder(const char *output, int64_t step, const char *suffix) {
@@ -97,8 +100,19 @@ static inline void write_window(FILE *f, const char *name, const StateWindow *w)
     }
     fputs("]},\n", f);
 }
+// The last line of a state, which is its own checksum.
+static inline int state_seal(const char *text, size_t length, char *seal, size_t size) {
+    return snprintf(seal, size, "  \"checksum\": \"%016llx\"\n}\n", (unsigned long long)checksum(text, length, 0));
+}
+static inline int state_is_sealed(const char *text, size_t length) {
+    char seal[64];
+    const size_t size = (size_t)state_seal("", 0, seal, sizeof seal);
+    if (length < size) return 0;
+    state_seal(text, length - size, seal, sizeof seal);
+    return memcmp(text + length - size, seal, size) == 0;
+}
 static inline const char *states_dtype(const Model *m) { return model_slot_is_bf16(m, SLOT_M) ? "bf16" : "fp32"; }
-static inline void write_train_state(const Model *m, const char *folder, const TrainState *s) {
+static inline void write_train_state(const Model *m, const char *folder, const TrainState *s, const uint64_t *sums) {
     char *text = NULL;
     size_t length;
     FILE *f = open_memstream(&text, &length);
@@ -117,9 +131,16 @@ static inline void write_train_state(const Model *m, const char *folder, const T
         json_write_string(f, s->options[i].value);
     }
     fputs("\n  },\n  \"files\": {", f);
-    for (int i = 0; i < NUM_CHECKPOINT_FILES - 1; i++)
+    for (int i = 0; i < NUM_SUMMED_FILES; i++)
         fprintf(f, "%s\"%s\": %lld", i ? ", " : "", checkpoint_files[i], (long long)file_bytes(folder, checkpoint_files[i]));
-    fputs("}\n}\n", f);
+    fputs("},\n  \"checksums\": {", f);
+    for (int i = 0; i < NUM_SUMMED_FILES; i++)
+        fprintf(f, "%s\"%s\": \"%016llx\"", i ? ", " : "", checkpoint_files[i], (unsigned long long)sums[i]);
+    fputs("},\n", f);
+    char seal[64];
+    require(fflush(f) == 0, "out of memory for train_state.json\nclose other programs");
+    state_seal(text, length, seal, sizeof seal);
+    fputs(seal, f);
     write_text_file(folder, "train_state.json", f, &text);
 }
 
@@ -152,41 +173,165 @@ static inline void free_names(struct dirent **names, int count) {
     for (int i = 0; i < count; i++) free(names[i]);
     free(names);
 }
-// 1; or 0 and `why`. expected: the step in the folder's name, -1 for a folder of any name.
-static inline int checkpoint_is_whole(const char *folder, int64_t expected, char *why, size_t size) {
+// train_state.json: its format; or 0 and `why`. json_free either way.
+static inline int state_open(Json *j, const char *folder, char *why, size_t size) {
     char *path = st_text(folder, "/", "train_state.json");
-    int64_t format = 0, step = -1, bytes = -1;
-    Json j;
-    *why = 0;
-    if (!json_load(&j, path)) snprintf(why, size, "train_state.json: %s", j.error);
-    else if (!json_int(&j, json_get(&j, 0, "format"), &format) || format != STATE_FORMAT) snprintf(why, size, "its format is not %d", STATE_FORMAT);
-    else if (!json_int(&j, json_get(&j, 0, "step"), &step) || (expected >= 0 && step != expected)) snprintf(why, size, "its step is %lld", (long long)step);
-    for (int i = 0; !*why && i < NUM_CHECKPOINT_FILES - 1; i++)
-        if (!json_int(&j, json_get(&j, json_get(&j, 0, "files"), checkpoint_files[i]), &bytes) || file_bytes(folder, checkpoint_files[i]) != bytes)
-            snprintf(why, size, "%s does not have the size that was written", checkpoint_files[i]);
-    json_free(&j);
+    size_t length = 0;
+    int64_t format = 0;
+    char *text = json_read(j, path, &length);
+    const int sealed = text && state_is_sealed(text, length);
     free(path);
+    *why = 0;
+    if (!text || !json_parse_owned(j, text, length)) snprintf(why, size, "train_state.json: %s", j->error);
+    else if (!json_int(j, json_get(j, 0, "format"), &format) || format < 1 || format > STATE_FORMAT)
+        snprintf(why, size, "its format is not 1 to %d", STATE_FORMAT);
+    else if (format > 1 && !sealed) snprintf(why, size, "train_state.json is not what was written: damaged or edited");
+    return *why ? 0 : (int)format;
+}
+// Whether the first `files` of checkpoint_files have the sizes that a state names; else `why` not.
+static inline int state_has_sizes(const Json *j, const char *folder, int files, int64_t *bytes, char *why, size_t size) {
+    for (int i = 0; i < files && !*why; i++) {
+        const int known = json_int(j, json_get(j, json_get(j, 0, "files"), checkpoint_files[i]), &bytes[i]);
+        if (!known || file_bytes(folder, checkpoint_files[i]) != bytes[i]) snprintf(why, size, "%s does not have the size that was written", checkpoint_files[i]);
+    }
     return !*why;
 }
+// 1; or 0 and `why`. expected: the step in the folder's name, -1 for a folder of any name. Of the other files the sizes alone.
+static inline int checkpoint_is_whole(const char *folder, int64_t expected, char *why, size_t size) {
+    int64_t step = -1, bytes[NUM_SUMMED_FILES];
+    Json j;
+    if (!state_open(&j, folder, why, size)) {}
+    else if (!json_int(&j, json_get(&j, 0, "step"), &step) || (expected >= 0 && step != expected)) snprintf(why, size, "its step is %lld", (long long)step);
+    if (!*why) state_has_sizes(&j, folder, NUM_SUMMED_FILES, bytes, why, size);
+    json_free(&j);
+    return !*why;
+}
+
+// ---- checksums: all ranks call these alike
+
+// What the ranks have of some checksums becomes the whole ones, everywhere.
+static inline void comm_add_sums(const Comm *c, uint64_t *sums, int count) {
+    uint64_t *all = (uint64_t *)malloc_or_die((size_t)(c->world * count) * sizeof *all);
+    comm_gather_all(c, sums, (size_t)count * sizeof *sums, all);
+    for (int i = 0; i < count; i++) {
+        sums[i] = 0;
+        for (int r = 0; r < c->world; r++) sums[i] += all[r * count + i];
+    }
+    free(all);
+}
+// Adds the checksum of bytes [begin, end) of a file to *sum. Returns 0, or the error of reading.
+static inline int checksum_span(int fd, int64_t begin, int64_t end, uint64_t *sum) {
+    char buffer[1 << 17];
+    for (ssize_t n = 0; begin < end; begin += n) {
+        const size_t left = (size_t)(end - begin);
+        n = pread(fd, buffer, left < sizeof buffer ? left : sizeof buffer, (off_t)begin);
+        if (n < 0 && errno == EINTR) n = 0;
+        else if (n <= 0) return n < 0 ? errno : ENODATA;
+        else *sum += checksum(buffer, (size_t)n, (uint64_t)begin);
+    }
+    return 0;
+}
+// Whether a file has this checksum. The ranks share its bytes, and the threads of each.
+static inline int file_has_checksum(const Comm *c, const char *path, int64_t bytes, uint64_t expected) {
+    enum { PIECE = 1 << 20, PIECES = 64 };  // bytes that a thread reads; how many before the next rank's
+    const int64_t stretch = (int64_t)PIECES * PIECE;
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    uint64_t sum = 0;
+    int failed = fd < 0 ? errno : 0;
+    for (int64_t begin = c->rank * stretch; begin < bytes && !failed; begin += c->world * stretch) {
+        uint64_t sums[PIECES] = {0};
+        int errors[PIECES];
+        watchdog_beat(PHASE_LOAD, -1);
+        PARALLEL_FOR
+        for (int k = 0; k < PIECES; k++) {
+            const int64_t from = begin + (int64_t)k * PIECE;
+            errors[k] = checksum_span(fd, from, from + PIECE < bytes ? from + PIECE : bytes, &sums[k]);
+        }
+        for (int k = 0; k < PIECES; k++) {
+            sum += sums[k];
+            failed = failed ? failed : errors[k];
+        }
+    }
+    if (failed) fprintf(stderr, "warning: cannot read '%s' on %s: %s\n", path, c->host, strerror(failed));
+    if (fd >= 0) close(fd);
+    comm_add_sums(c, &sum, 1);
+    return !comm_or(c, failed != 0) && sum == expected;
+}
+// The first `files` of checkpoint_files, 2 without the optimiser's. What rank 0 reads of train_state.json counts.
+typedef struct { int files; int64_t bytes[NUM_SUMMED_FILES]; uint64_t sums[NUM_SUMMED_FILES]; } CheckpointSums;
+static inline CheckpointSums checkpoint_sums(const char *folder, int files, char *why, size_t size) {
+    CheckpointSums s;
+    Json j;
+    memset(&s, 0, sizeof s);
+    if (state_open(&j, folder, why, size) > 1 && state_has_sizes(&j, folder, files, s.bytes, why, size)) s.files = files;
+    for (int i = 0; i < s.files; i++) {
+        const char *text = json_string(&j, json_get(&j, json_get(&j, 0, "checksums"), checkpoint_files[i]));
+        s.sums[i] = text ? strtoull(text, NULL, 16) : 0;
+        if (!text) snprintf(why, size, "train_state.json has no checksum of %s", checkpoint_files[i]);
+    }
+    if (*why) s.files = -1;
+    json_free(&j);
+    return s;
+}
+// Whether the files hold what was written; else `why` not. Checkpoints of before there were checksums count as such that do.
+static inline int checkpoint_is_intact(const Comm *c, const char *folder, int files, char *why, size_t size) {
+    CheckpointSums s;
+    memset(&s, 0, sizeof s);
+    *why = 0;
+    if (c->rank == 0) s = checkpoint_sums(folder, files, why, size);
+    comm_broadcast(c, &s, sizeof s, 0);
+    const double begin = now_seconds();
+    int64_t bytes = 0;
+    int intact = s.files >= 0;
+    for (int i = 0; i < s.files && intact; i++) {
+        char *path = st_text(folder, "/", checkpoint_files[i]);
+        intact = file_has_checksum(c, path, s.bytes[i], s.sums[i]);
+        bytes += s.bytes[i];
+        if (!intact) snprintf(why, size, "%s is not what was written: damaged or edited", checkpoint_files[i]);
+        free(path);
+    }
+    if (intact && s.files) printf("checked   %s: %.2f GB have their checksums, %.1f s\n", folder, 1e-9 * (double)bytes, now_seconds() - begin);
+    return intact;
+}
+// A folder that --model names: a checkpoint of ours must be what was written, of others there is nothing to compare.
+static inline void checkpoint_require_intact(const Comm *c, const char *folder, int files) {
+    char why[256], *state = st_text(folder, "/", "train_state.json");
+    int ours = file_exists(state);
+    comm_broadcast(c, &ours, sizeof ours, 0);
+    comm_require(c, !ours || checkpoint_is_intact(c, folder, files, why, sizeof why), "checkpoint '%s': %s\nname another checkpoint; if you edited it, copy config.json and "
+        "model.safetensors to a new folder and name that", folder, why);
+    free(state);
+}
+
+// ---- the folder of a run
+
 // The checkpoints of a run by their steps; none where there is no such folder. One that cannot be read is not taken for an empty one.
 static inline int list_checkpoints(const char *output, struct dirent ***names) {
     const int count = scandir(output, names, is_step_name, by_step);
     require(count >= 0 || errno == ENOENT, "cannot list folder '%s': %s\ncheck its permissions", output, strerror(errno));
     return count;
 }
-// The newest whole checkpoint of a run: 1 and its folder, or 0 if there is no checkpoint at all.
-static inline int checkpoint_latest(const char *output, char *folder, size_t size) {
+// The newest whole checkpoint of a run: 1 and its folder, or 0 if there is no checkpoint at all. All ranks call it; rank 0 looks, so
+// that no two see different folders. files: how many of checkpoint_files the caller will use.
+static inline int checkpoint_latest(const Comm *c, const char *output, int files, char *folder, size_t size) {
     struct dirent **names = NULL;
-    const int count = list_checkpoints(output, &names);
+    const int count = c->rank == 0 ? list_checkpoints(output, &names) : 0;
+    char why[256] = "";
     int found = 0;
-    for (int i = count - 1; i >= 0 && !found; i--) {
-        char why[256], *path = st_text(output, "/", names[i]->d_name);
-        found = checkpoint_is_whole(path, atoll(names[i]->d_name + 5), why, sizeof why);
-        if (!found) fprintf(stderr, "warning: checkpoint '%s' is not whole and is left out: %s\n", path, why);
-        else require((size_t)snprintf(folder, size, "%s", path) < size, "folder name '%s' is too long\nuse a shorter output folder", path);
-        free(path);
+    for (int left = count; !found; ) {
+        *folder = 0;
+        if (left > 0) {
+            const struct dirent *e = names[--left];
+            require((size_t)snprintf(folder, size, "%s/%s", output, e->d_name) < size, "folder name '%s/%s' is too long\nuse a shorter output folder", output, e->d_name);
+            checkpoint_is_whole(folder, atoll(e->d_name + 5), why, sizeof why);
+        }
+        comm_broadcast(c, folder, size, 0);
+        comm_broadcast(c, why, sizeof why, 0);
+        if (!*folder) break;
+        found = !*why && checkpoint_is_intact(c, folder, files, why, sizeof why);
+        if (!found && c->rank == 0) fprintf(stderr, "warning: checkpoint '%s' is not whole and is left out: %s\n", folder, why);
     }
-    require(found || count <= 0, "none of the %d checkpoints in '%s' is whole\nrestore one or start anew in another folder", count, output);
+    require(found || count <= 0, "none of the %d checkpoints in '%s' is whole\nput back what was damaged or edited, or start anew in another folder; the warnings above name the files", count, output);
     free_names(names, count);
     return found;
 }
@@ -248,6 +393,7 @@ typedef struct {
     int keep, major_every;
     SlotFile weights, optimizer;
     SlotReader *read;
+    uint64_t sums[NUM_SUMMED_FILES];  // checksums of what this rank wrote
     int64_t progress;          // pieces written
     int threaded, written;     // written: this rank's part is flushed
     pthread_t thread;
@@ -256,9 +402,9 @@ typedef struct {
 static inline void *checkpoint_write(void *checkpoint) {
     Checkpoint *c = (Checkpoint *)checkpoint;
     slots_write(&c->weights, c->m, c->read, &c->progress);
-    st_finish(&c->weights.file);
+    c->sums[1] = st_finish(&c->weights.file);
     slots_write(&c->optimizer, c->m, c->read, &c->progress);
-    st_finish(&c->optimizer.file);
+    c->sums[2] = st_finish(&c->optimizer.file);
     __atomic_store_n(&c->written, 1, __ATOMIC_RELEASE);
     return NULL;
 }
@@ -282,7 +428,7 @@ static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output,
         make_directory(output);
         remove_leftovers(output);
         make_directory(c->writing);
-        write_config(m, c->writing);
+        c->sums[0] = write_config(m, c->writing);
         st_begin(&c->weights.file, 1);
         st_begin(&c->optimizer.file, 1);
     }
@@ -306,9 +452,10 @@ static inline void checkpoint_finish(Checkpoint *c) {
         watchdog_beat(PHASE_SAVE, -1);
     } while (comm_or(comm, !checkpoint_written(c)));
     if (c->threaded) pthread_join(c->thread, NULL);
+    comm_add_sums(comm, c->sums, NUM_SUMMED_FILES);
     if (comm->rank == 0) {
         char *replaced = checkpoint_folder(c->output, c->state.step, ".old.tmp");
-        write_train_state(c->m, c->writing, &c->state);
+        write_train_state(c->m, c->writing, &c->state, c->sums);
         sync_directory(c->writing);
         const int again = file_exists(c->folder);  // saved twice at one step: they change places, so that one is there at every moment,
         const int exchanged = again && syscall(SYS_renameat2, AT_FDCWD, c->writing, AT_FDCWD, c->folder, 2 /*RENAME_EXCHANGE*/) == 0;  // where the file system can
@@ -333,46 +480,65 @@ static inline void checkpoint_save(Model *m, const char *output, const TrainStat
 
 // ---- resuming
 
+#define STATE_DAMAGED "\nresume from another checkpoint"
+// A number from 0 to `most`: far above what a run can have, and so that nothing overflows that it is added to or multiplied with.
+static inline int state_number(const Json *j, int object, const char *key, int64_t most, int64_t *value) {
+    return json_int(j, json_get(j, object, key), value) && *value >= 0 && *value <= most;
+}
 static inline void read_window(const Json *j, const char *path, const char *name, StateWindow *w) {
     const int window = json_get(j, 0, name), values = json_get(j, window, "values");
-    require(json_int(j, json_get(j, window, "count"), &w->count) && w->count >= 0 && json_items(j, values) == window_values(w),
-            "'%s': %s is damaged\nresume from another checkpoint", path, name);
+    require(state_number(j, window, "count", 1ll << 40, &w->count) && json_is(j, values, JSON_ARRAY) && json_items(j, values) == window_values(w),
+            "'%s': %s is damaged" STATE_DAMAGED, path, name);
     int i = 0;
     JSON_EACH(j, v, values) {
         w->values[i] = NAN;  // null: was not finite
-        require(json_is(j, v, JSON_NULL) || json_double(j, v, &w->values[i]), "'%s': %s is damaged\nresume from another checkpoint", path, name);
+        require(json_is(j, v, JSON_NULL) || json_double(j, v, &w->values[i]), "'%s': %s is damaged" STATE_DAMAGED, path, name);
         i++;
+    }
+}
+static inline void read_data_place(const Json *j, const char *path, TrainState *s) {
+    const int data = json_get(j, 0, "data");
+    if (data == JSON_NONE) return;  // not known
+    const char *content = json_string(j, json_get(j, data, "content"));
+    const int older = json_get(j, data, "content") == JSON_NONE && json_get(j, data, "hash") != JSON_NONE;  // of names and sizes: nothing to compare with
+    const int good = older || (content && strlen(content) == 16 && strspn(content, "0123456789abcdef") == 16);
+    require(good && state_number(j, data, "tokens", 1ll << 60, &s->data_tokens) && state_number(j, data, "shards", 1 << 24, &s->data_shards),
+            "'%s': data is damaged" STATE_DAMAGED, path);
+    if (content) s->data_hash = strtoull(content, NULL, 16);
+}
+static inline void read_options(const Json *j, const char *path, TrainState *s) {
+    const int options = json_get(j, 0, "options");
+    require(json_is(j, options, JSON_OBJECT) && json_items(j, options) <= STATE_MAX_OPTIONS, "'%s': options are no list of at most %d" STATE_DAMAGED, path, STATE_MAX_OPTIONS);
+    JSON_EACH(j, key, options) {
+        const char *name = json_string(j, key), *value = json_string(j, key + 1);
+        require(value && strlen(value) < STATE_MAX_TEXT, "'%s': option %.100s is not a text of less than %d bytes" STATE_DAMAGED, path, name, STATE_MAX_TEXT);
+        state_set_option(s, name, value);
     }
 }
 // train_state.json alone, e.g. to know the options before the model is opened. `s` is zeroed or was used before.
 static inline void checkpoint_load_state(const char *folder, TrainState *s) {
     state_free(s);
     char why[256], *path = st_text(folder, "/", "train_state.json");
-    require(checkpoint_is_whole(folder, -1, why, sizeof why), "checkpoint '%s' is not whole: %s\nresume from another one", folder, why);
     Json j;
-    require(json_load(&j, path), "cannot read '%s': %s\nresume from another checkpoint", path, j.error);
+    require(checkpoint_is_whole(folder, -1, why, sizeof why), "checkpoint '%s' is not whole: %s" STATE_DAMAGED, folder, why);
+    require(state_open(&j, folder, why, sizeof why), "cannot read '%s': %s" STATE_DAMAGED, path, why);
     int64_t seed = 0;
-    const struct { const char *key; int64_t *value; } numbers[] = {{"step", &s->step}, {"tokens", &s->tokens}, {"epoch", &s->epoch}, {"row", &s->row}, {"seed", &seed}};
+    const struct { const char *key; int64_t *value, most; } numbers[] = {{"step", &s->step, 1 << 30}, {"tokens", &s->tokens, 1ll << 60}, {"epoch", &s->epoch, 1ll << 40},
+                                                                         {"row", &s->row, 1ll << 55}, {"seed", &seed, INT64_MAX}};
     for (int i = 0; i < 5; i++)
-        require(json_int(&j, json_get(&j, 0, numbers[i].key), numbers[i].value) && *numbers[i].value >= 0, "'%s': %s is missing or damaged\nresume from another checkpoint", path, numbers[i].key);
+        require(state_number(&j, 0, numbers[i].key, numbers[i].most, numbers[i].value), "'%s': %s is missing or damaged" STATE_DAMAGED, path, numbers[i].key);
     s->seed = (uint64_t)seed;
-    const int data = json_get(&j, 0, "data");
-    const char *content = json_string(&j, json_get(&j, data, "content"));
-    const int older = json_get(&j, data, "hash") >= 0;  // a hash of names and sizes: nothing to compare with
-    if (content) s->data_hash = strtoull(content, NULL, 16);
-    require(data < 0 || ((content || older) && json_int(&j, json_get(&j, data, "tokens"), &s->data_tokens) && json_int(&j, json_get(&j, data, "shards"), &s->data_shards)),
-            "'%s': data is damaged\nresume from another checkpoint", path);
-    const char *dtype = json_string(&j, json_get(&j, 0, "dtype")), *states = json_string(&j, json_get(&j, 0, "states"));
-    require(dtype && json_bool(&j, json_get(&j, 0, "master"), &s->master), "'%s': dtype or master is missing\nresume from another checkpoint", path);
-    snprintf(s->dtype, sizeof s->dtype, "%s", dtype);
-    snprintf(s->states, sizeof s->states, "%s", states ? states : "fp32");  // checkpoints of before --state-dtype
+    read_data_place(&j, path, s);
+    const char *texts[] = {json_string(&j, json_get(&j, 0, "dtype")), json_string(&j, json_get(&j, 0, "states"))};
+    if (json_get(&j, 0, "states") == JSON_NONE) texts[1] = "fp32";  // checkpoints of before --state-dtype
+    for (int i = 0; i < 2; i++)
+        require(texts[i] && (!strcmp(texts[i], "fp32") || !strcmp(texts[i], "bf16")), "'%s': %s is neither fp32 nor bf16" STATE_DAMAGED, path, i ? "states" : "dtype");
+    require(json_bool(&j, json_get(&j, 0, "master"), &s->master), "'%s': master is missing" STATE_DAMAGED, path);
+    snprintf(s->dtype, sizeof s->dtype, "%s", texts[0]);
+    snprintf(s->states, sizeof s->states, "%s", texts[1]);
     read_window(&j, path, "loss_window", &s->loss);
     read_window(&j, path, "norm_window", &s->norm);
-    const int options = json_get(&j, 0, "options");
-    JSON_EACH(&j, key, options) {
-        require(json_string(&j, key + 1), "'%s': option %s is not a text\nresume from another checkpoint", path, json_string(&j, key));
-        state_set_option(s, json_string(&j, key), json_string(&j, key + 1));
-    }
+    read_options(&j, path, s);
     json_free(&j);
     free(path);
 }

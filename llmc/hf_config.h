@@ -173,7 +173,7 @@ static inline Config config_from_json(const char *path) {
     snprintf(in_folder, sizeof in_folder, "%s/config.json", path);
     ConfigFile f;
     f.path = is_directory(path) ? in_folder : path;
-    require(json_load(&f.json, f.path), "cannot read '%s': %s\nname a Hugging Face folder", f.path, f.json.error);
+    require(json_load(&f.json, f.path), "cannot read '%s': %s\nname a Hugging Face folder; of a run, another checkpoint", f.path, f.json.error);
     const char *type = json_string(&f.json, json_get(&f.json, 0, "model_type"));
     const int gpt2 = type && strcmp(type, "gpt2") == 0, llama = type && strcmp(type, "llama") == 0, qwen2 = type && strcmp(type, "qwen2") == 0;
     require(gpt2 || llama || qwen2, "'%s': model_type is '%.40s'\nonly gpt2, llama and qwen2 can be used", f.path, type ? type : "missing");

@@ -23,7 +23,7 @@ static inline void transpose(float *out, const float *in, size_t rows, size_t co
                 for (size_t r = r0; r < r0 + 32 && r < rows; r++) out[c * rows + r] = in[r * cols + c];
 }
 // A tensor of a file that is read or written.
-typedef struct { const StReader *reader; const StTensor *from; const StWriter *writer; int to; } ParamFile;
+typedef struct { const StReader *reader; const StTensor *from; StWriter *writer; int to; } ParamFile;
 static inline void param_file_span(const ParamFile *f, size_t begin, size_t count, float *values) {
     if (f->reader) st_read_floats(f->reader, f->from, begin, count, values);
     else st_write_floats(f->writer, f->to, begin, count, values);
@@ -60,7 +60,7 @@ static inline void param_read(const StReader *r, const StTensor *t, const Param 
     if (param_part_at(p, at)) param_move(&f, p, at, count, out, scratch);
     else memset(out, 0, count * sizeof(float));  // the padding of the vocabulary
 }
-static inline void param_write(const StWriter *w, int tensor, const Param *p, size_t at, size_t count, float *in, float *scratch) {
+static inline void param_write(StWriter *w, int tensor, const Param *p, size_t at, size_t count, float *in, float *scratch) {
     const ParamFile f = {NULL, NULL, w, tensor};
     param_move(&f, p, at, count, in, scratch);
 }
@@ -98,7 +98,7 @@ static inline int slots_meet(const Model *m, int on) {
 }
 // progress counts the pieces that are written. All ranks call it; with model_read_snapshot any thread may, which then asks nothing of other ranks and
 // does not beat for training.
-static inline void slots_write(const SlotFile *f, const Model *m, SlotReader *read, int64_t *progress) {
+static inline void slots_write(SlotFile *f, const Model *m, SlotReader *read, int64_t *progress) {
     const ParamTable *table = &m->table;
     float *piece = (float *)malloc_or_die(HF_PIECE * 4), *scratch = (float *)malloc_or_die(HF_PIECE * 4);
     size_t unflushed = 0;
@@ -216,26 +216,28 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
 
 // ---- folders
 
-// A small text file, flushed; `text` is an open_memstream's and is freed.
-static inline void write_text_file(const char *folder, const char *name, FILE *stream, char **text) {
+// A small text file, flushed; `text` is an open_memstream's and is freed. Returns its checksum.
+static inline uint64_t write_text_file(const char *folder, const char *name, FILE *stream, char **text) {
     require(fclose(stream) == 0, "out of memory for %s\nclose other programs", name);
     char *path = st_text(folder, "/", name);
     const int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     require(fd >= 0, "cannot write '%s': %s\nname a place that you may write to", path, strerror(errno));
+    const uint64_t sum = checksum(*text, strlen(*text), 0);
     st_pwrite(fd, path, *text, strlen(*text), 0);
     require(fsync(fd) == 0 && close(fd) == 0, "cannot write '%s': %s\ncheck the disk", path, strerror(errno));
     free(path);
     free(*text);
+    return sum;
 }
 
-static inline void write_config(const Model *m, const char *folder) {
+static inline uint64_t write_config(const Model *m, const char *folder) {
     char *text = NULL;
     size_t length;
     FILE *f = open_memstream(&text, &length);
     require(f, "out of memory for config.json\nclose other programs");
     config_write(&m->config, model_dtype(m), f, "\n  ");
     fputc('\n', f);
-    write_text_file(folder, "config.json", f, &text);
+    return write_text_file(folder, "config.json", f, &text);
 }
 // A folder that transformers opens, by all ranks together. Written in place: checkpoint_save writes a run's.
 static inline void model_save_weights(const Model *m, const char *folder) {

@@ -180,21 +180,27 @@ static inline int json_parse_owned(Json *j, char *text, size_t length) {
 static inline int json_parse(Json *j, const char *text, size_t length) {
     return json_parse_owned(j, (char *)memcpy(malloc_or_die(length + 1), text, length), length);
 }
-// A whole file: 1; or 0 with the reason in j->error.
-static inline int json_load(Json *j, const char *path) {
+// The text of a whole file, for json_parse_owned; NULL with the reason in j->error.
+static inline char *json_read(Json *j, const char *path, size_t *length) {
     memset(j, 0, sizeof *j);
     FILE *f = fopen(path, "rb");
     struct stat s;
+    char *text = NULL;
     if (!f || fstat(fileno(f), &s) != 0) snprintf(j->error, sizeof j->error, "%s", strerror(errno));
     else if (!S_ISREG(s.st_mode)) snprintf(j->error, sizeof j->error, "not a file");
     else if (s.st_size > JSON_MAX_BYTES) snprintf(j->error, sizeof j->error, "more than 100 MiB of JSON");
-    int good = f && !j->error[0];
-    if (good) {
-        char *text = (char *)malloc_or_die((size_t)s.st_size + 1);
-        good = json_parse_owned(j, text, fread(text, 1, (size_t)s.st_size, f));
+    else {
+        text = (char *)malloc_or_die((size_t)s.st_size + 1);
+        *length = fread(text, 1, (size_t)s.st_size, f);
     }
     if (f) fclose(f);
-    return good;
+    return text;
+}
+// A whole file: 1; or 0 with the reason in j->error.
+static inline int json_load(Json *j, const char *path) {
+    size_t length = 0;
+    char *text = json_read(j, path, &length);
+    return text && json_parse_owned(j, text, length);
 }
 
 static inline int json_is(const Json *j, int value, JsonKind kind) { return value != JSON_NONE && j->tokens[value].kind == kind; }

@@ -7,6 +7,7 @@
 #define LLMC_SAFETENSORS_H
 
 #include "bf16.h"
+#include "hash.h"
 #include "json.h"
 
 #include <fcntl.h>
@@ -37,6 +38,7 @@ typedef struct {
     char *path;
     int fd, count, capacity;
     StTensor *tensors;  // as declared
+    uint64_t sum;       // checksum of what this process wrote; those of all ranks add up to the file's
 } StWriter;
 
 static inline void st_push(StTensor **tensors, int *count, int *capacity, const StTensor *t) {
@@ -63,7 +65,7 @@ static inline float st_float_of_half(uint16_t h) {
 
 // ---- reader
 
-#define ST_BROKEN "\nthe file is damaged or no safetensors file: make or download it again"
+#define ST_BROKEN "\nthe file is damaged or no safetensors file: use another copy of it or, of a run, another checkpoint"
 
 static inline int st_by_name(const void *a, const void *b) { return strcmp(((const StTensor *)a)->name, ((const StTensor *)b)->name); }
 static inline int st_by_begin(const void *a, const void *b) {
@@ -146,7 +148,7 @@ static inline const StTensor *st_find(const StReader *r, const char *name) {
 static inline void st_open_indexed(StReader *r, const char *folder, const char *index_path, Json *index) {
     require(json_load(index, index_path), "'%s' is not JSON: %s\nmake or download it again", index_path, index->error);
     const int map = json_get(index, 0, "weight_map");
-    require(json_items(index, map) > 0, "'%s' has no weight_map\nmake or download it again", index_path);
+    require(json_is(index, map, JSON_OBJECT) && json_items(index, map) > 0, "'%s' has no weight_map\nmake or download it again", index_path);
     JSON_EACH(index, key, map) {
         const char *name = json_string(index, key + 1);
         require(name && *name && *name != '.' && !strchr(name, '/'), "'%s': tensor '%.100s' lies in no plain file name\nmake or download it again", index_path, json_string(index, key));
@@ -265,6 +267,10 @@ static inline void st_pwrite(int fd, const char *path, const void *source, uint6
         from += n; bytes -= (uint64_t)n; offset += (uint64_t)n;
     }
 }
+static inline void st_write(StWriter *w, const void *source, uint64_t bytes, uint64_t offset) {
+    st_pwrite(w->fd, w->path, source, bytes, offset);
+    __atomic_fetch_add(&w->sum, checksum(source, bytes, offset), __ATOMIC_RELAXED);
+}
 // After the last declaration: makes the file and writes its header. create = 0: another rank has done that with the same
 // declarations; open its file.
 static inline void st_begin(StWriter *w, int create) {
@@ -292,31 +298,33 @@ static inline void st_begin(StWriter *w, int create) {
     w->fd = open(w->path, create ? O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC : O_WRONLY | O_CLOEXEC, 0666);
     require(w->fd >= 0, "cannot write '%s': %s\nname a place that you may write to", w->path, strerror(errno));
     if (create) {
-        st_pwrite(w->fd, w->path, &header, 8, 0);
-        st_pwrite(w->fd, w->path, text, header, 8);
+        st_write(w, &header, 8, 0);
+        st_write(w, text, header, 8);
     }
     free(text);
 }
-static inline void st_write_floats(const StWriter *w, int tensor, uint64_t begin, uint64_t count, const float *source) {
+static inline void st_write_floats(StWriter *w, int tensor, uint64_t begin, uint64_t count, const float *source) {
     const StTensor *t = &w->tensors[tensor];
     st_check_span(t, begin, count);
-    if (t->type == ST_F32) { st_pwrite(w->fd, w->path, source, count * 4, t->begin + begin * 4); return; }
+    if (t->type == ST_F32) { st_write(w, source, count * 4, t->begin + begin * 4); return; }
     assert(t->type == ST_BF16);
     uint16_t raw[ST_PIECE_BYTES / 2];
     for (uint64_t i = 0, n; i < count; i += n) {
         n = count - i < ST_PIECE_BYTES / 2 ? count - i : ST_PIECE_BYTES / 2;
         for (uint64_t k = 0; k < n; k++) raw[k] = bf16_nearest(source[i + k]);
-        st_pwrite(w->fd, w->path, raw, n * 2, t->begin + (begin + i) * 2);
+        st_write(w, raw, n * 2, t->begin + (begin + i) * 2);
     }
 }
-// On the disk, not in a cache, when this returns.
-static inline void st_finish(StWriter *w) {
+// On the disk, not in a cache, when this returns: the checksum of what was written.
+static inline uint64_t st_finish(StWriter *w) {
+    const uint64_t sum = w->sum;
     const int failed = fsync(w->fd) != 0;
     require(close(w->fd) == 0 && !failed, "cannot write '%s': %s\ncheck the disk; earlier checkpoints are untouched", w->path, strerror(errno));
     for (int i = 0; i < w->count; i++) free((void *)w->tensors[i].name);
     free(w->tensors);
     free(w->path);
     memset(w, 0, sizeof *w);
+    return sum;
 }
 
 #endif

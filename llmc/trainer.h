@@ -67,7 +67,7 @@ static inline void require_resumed_model(Trainer *t) {
     const Options standard = options_default();
     if (before) {
         snprintf(t->begun_as, sizeof t->begun_as, "%s", before);  // the state's own text moves
-        t->o.model = t->begun_as;
+        t->o.model = printable(t->begun_as, "");
     }
     if (!strcmp(model, standard.model) || (before && !strcmp(model, before))) return;
     const int folder = is_directory(model) || strchr(model, '/');
@@ -88,6 +88,7 @@ static inline void choose_config(Trainer *t) {
     require(!strchr(model, '/') || is_directory(model), "'%s' is no folder\nname the Hugging Face folder that holds config.json and model.safetensors", model);
     const char *data = t->o.overfit || t->o.evaluate ? t->o.val_data : t->o.train_data;
     if (is_directory(model)) {
+        if (!*t->resumed_from) checkpoint_require_intact(&t->comm, model, 2);
         t->config = config_from_json(model);
         if (*t->resumed_from) require_resumed_model(t);
     } else if (!config_parse(model, &t->config) && !t->o.generate && (*data || !t->o.evaluate)) {
@@ -170,22 +171,25 @@ static inline void report_changed_options(const Trainer *t) {
         const char *before = state_option(&t->state, option_table[i].name);
         int skip = 0;
         for (size_t k = 0; k < sizeof ignored / sizeof *ignored; k++) skip |= !strcmp(ignored[k], option_table[i].name);
-        if (!skip && before && strcmp(before, value) != 0) printf("changed since the checkpoint: --%s %s -> %s\n", option_table[i].name, before, value);
+        if (skip || !before || strcmp(before, value) == 0) continue;
+        char *was = printable(st_text(before, "", ""), "\n");
+        printf("changed since the checkpoint: --%s %s -> %s\n", option_table[i].name, was, value);
+        free(was);
     }
 }
 
-// Rank 0 looks, so that no two ranks see different folders.
 static inline void find_checkpoint(Trainer *t) {
     const Options *o = &t->o;
     if (t->comm.rank == 0) {
         if (*o->output && !forward_only(o)) make_directory(o->output);  // before the long part: an unwritable folder is found now
         if (*o->output && !forward_only(o)) t->lock = checkpoint_lock(&t->comm, o->output, o->timeout);
-        const int resumed = o->resume && checkpoint_latest(o->output, t->resumed_from, sizeof t->resumed_from);
+    }
+    const int resumed = checkpoint_latest(&t->comm, o->resume ? o->output : "", forward_only(o) ? 2 : 3, t->resumed_from, sizeof t->resumed_from);
+    if (t->comm.rank == 0) {
         require(resumed || !o->resume || !forward_only(o), "there is no checkpoint in '%s' to resume\nname the run's --output, or leave --resume out to use --model", o->output);
         if (*o->output && o->evaluate) make_directory(o->output);  // a folder that --generate reads may be another's
         if (!resumed && *o->output && !forward_only(o)) checkpoint_require_fresh(o->output);  // nor would its log be left
     }
-    comm_broadcast(&t->comm, t->resumed_from, sizeof t->resumed_from, 0);
     if (*t->resumed_from) checkpoint_load_state(t->resumed_from, &t->state);
 }
 

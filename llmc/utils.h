@@ -30,17 +30,33 @@
 static int die_rank = -1;
 static void (*die_hook)(void) = NULL;
 
+// Names and texts of files go to terminals, which obey what is written there: control characters (those of UTF-8, too) become '?'.
+__attribute__((unused))
+static char *printable(char *text, const char *except) {
+    for (unsigned char *p = (unsigned char *)text; *p; p++) {
+        if (*p == 0xc2 && p[1] >= 0x80 && p[1] < 0xa0) *p = p[1] = '?';
+        if ((*p < ' ' || *p == 0x7f) && !strchr(except, *p)) *p = '?';
+    }
+    return text;
+}
+
 __attribute__((unused, noreturn, cold, format(printf, 3, 4)))
 static void die_at(const char *file, int line, const char *format, ...) {
-    char text[2048];
-    va_list args;
+    char text[2048], what[2048];
+    va_list args, again;
     va_start(args, format);
+    va_copy(again, args);
     vsnprintf(text, sizeof text, format, args);
+    snprintf(what, sizeof what, "%.*s", (int)strcspn(format, "\n"), format);
+    const int length = vsnprintf(NULL, 0, what, again);  // where the format's own end of line stands, not one of a name
     va_end(args);
+    va_end(again);
     char rank[32] = "";
     if (die_rank >= 0) snprintf(rank, sizeof rank, "[rank %d] ", die_rank);
-    char *hint = strchr(text, '\n');  // first line: what; second line: what to do
+    char *hint = length < (int)sizeof text && text[length] ? text + length : NULL;  // first line: what; second line: what to do
     if (hint) *hint++ = 0;
+    printable(text, "");
+    if (hint) printable(hint, "\n");
     fflush(stdout);
     fprintf(stderr, "\n%serror: %s\n", rank, text);
     if (hint) fprintf(stderr, "%s  hint: %s\n", rank, hint);

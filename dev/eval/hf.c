@@ -1,11 +1,11 @@
 // What the trainers say of a Hugging Face folder: dev/eval/hf.py builds this program and asks it, so that there is one reader.
 //   hf config FOLDER DTYPE   its config.json as the trainers understand and write it, or why they refuse it
 //   hf table FOLDER          name and shape of each tensor that its weight files must hold
-//   hf check FOLDER          that they hold these, and nothing else; headers are read, not weights
+//   hf check FOLDER          that they hold these, and nothing else; of our checkpoints every byte is read, of others the headers
 //   hf logits FOLDER         token ids (int32) from stdin -> logits (T, V) as fp32 to stdout, by the CPU trainer
 #define LLMC_NO_MAIN
 #include "../../train_gpt2.c"
-#include "../../llmc/hf_weights.h"
+#include "../../llmc/checkpoint.h"
 
 static void print_table(const ParamTable *t) {
     for (int i = 0; i < t->count; i++) {
@@ -40,6 +40,10 @@ int main(int argc, char **argv) {
     const char *what = argv[1], *folder = argv[2];
     Model m;
     memset(&m, 0, sizeof m);
+    if (!strcmp(what, "check")) {
+        const Comm alone = COMM_ALONE;
+        checkpoint_require_intact(&alone, folder, file_bytes(folder, "optimizer.safetensors") < 0 ? 2 : 3);
+    }
     m.config = config_from_json(folder);
     m.table = params_table(&m.config);
     if (!strcmp(what, "config")) {

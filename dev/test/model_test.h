@@ -413,7 +413,7 @@ static inline void test_resume(const char *folder, const Options *o, const char 
             s.step = 3;
             checkpoint_save(&m, output, &s, 0, 0);
             model_close(&m);
-            require(checkpoint_latest(output, path, sizeof path), "no checkpoint in '%s'\ncheck the disk", output);
+            require(checkpoint_latest(&one_rank.job, output, 3, path, sizeof path), "no checkpoint in '%s'\ncheck the disk", output);
             const Config c = config_from_json(path);
             model_open(&m, &c, o, &one_rank);
             checkpoint_load(&m, path, &s);

@@ -285,7 +285,7 @@ static void test_state(void) {
             fake_fill(&m, 40 + (uint64_t)i);
             char folder[600];
             save(&m, at("state/%s%d", models[i].name, k), 100, 0, 0);
-            const int found = checkpoint_latest(at("state/%s%d", models[i].name, k), folder, sizeof folder);
+            const int found = checkpoint_latest(&one_rank.job, at("state/%s%d", models[i].name, k), 3, folder, sizeof folder);
             StReader r;
             char path[700];
             snprintf(path, sizeof path, "%s/optimizer.safetensors", folder);
@@ -357,7 +357,7 @@ static void test_mismatch(void) {
 
 static int latest_step(const char *output) {  // -1: none
     char folder[600];
-    return checkpoint_latest(output, folder, sizeof folder) ? atoi(strrchr(folder, '_') + 1) : -1;
+    return checkpoint_latest(&one_rank.job, output, 3, folder, sizeof folder) ? atoi(strrchr(folder, '_') + 1) : -1;
 }
 static void latest_of(void *output) { latest_step((const char *)output); }
 static void require_fresh(void *output) { checkpoint_require_fresh((const char *)output); }
@@ -539,6 +539,9 @@ int main(int argc, char **argv) {
     if (argc == 5 && strcmp(argv[1], "--write") == 0) return write_for_python(argv[2], argv[3], argv[4]);
     if (argc == 4 && strcmp(argv[1], "--copy") == 0) return copy_for_python(argv[2], argv[3]);
     require(argc == 1, "usage: test_checkpoint [--write FOLDER MODEL DTYPE | --copy FROM TO]\nwithout arguments all checks run");
+    #ifdef _OPENMP
+    omp_set_num_threads(1);  // checks of refusals fork, and a forked process has no threads
+    #endif
     require(mkdtemp(root), "cannot make a folder in /tmp\ncheck the disk");
     test_weights();
     test_foreign();
