@@ -280,6 +280,7 @@ static inline int checkpoint_is_intact(const Comm *c, const char *folder, int fi
     *why = 0;
     if (c->rank == 0) s = checkpoint_sums(folder, files, why, size);
     comm_broadcast(c, &s, sizeof s, 0);
+    const char *hint = " (edited: copy it and model.safetensors to a new folder, and start from that with --model)";
     const double begin = now_seconds();
     int64_t bytes = 0;
     int intact = s.files >= 0;
@@ -287,7 +288,7 @@ static inline int checkpoint_is_intact(const Comm *c, const char *folder, int fi
         char *path = st_text(folder, "/", checkpoint_files[i]);
         intact = file_has_checksum(c, path, s.bytes[i], s.sums[i]);
         bytes += s.bytes[i];
-        if (!intact) snprintf(why, size, "%s is not what was written: damaged or edited", checkpoint_files[i]);
+        if (!intact) snprintf(why, size, "%s is not what was written: damaged or edited%s", checkpoint_files[i], i == 0 ? hint : "");
         free(path);
     }
     if (intact && s.files) printf("checked   %s: %.2f GB have their checksums, %.1f s\n", folder, 1e-9 * (double)bytes, now_seconds() - begin);
@@ -298,8 +299,8 @@ static inline void checkpoint_require_intact(const Comm *c, const char *folder, 
     char why[256], *state = st_text(folder, "/", "train_state.json");
     int ours = file_exists(state);
     comm_broadcast(c, &ours, sizeof ours, 0);
-    comm_require(c, !ours || checkpoint_is_intact(c, folder, files, why, sizeof why), "checkpoint '%s': %s\nname another checkpoint; if you edited it, copy config.json and "
-        "model.safetensors to a new folder and name that", folder, why);
+    comm_require(c, !ours || checkpoint_is_intact(c, folder, files, why, sizeof why), "checkpoint '%s': %s\nname another checkpoint of the run",
+                 folder, why);
     free(state);
 }
 

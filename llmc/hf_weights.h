@@ -124,7 +124,7 @@ static inline void slots_write(SlotFile *f, const Model *m, SlotReader *read, in
     free(piece);
     free(scratch);
 }
-static inline void save_slots(const Model *m, const SlotName *slots, int num_slots, const char *path) {
+static inline uint64_t save_slots(const Model *m, const SlotName *slots, int num_slots, const char *path) {
     SlotFile f;
     int64_t progress = 0;
     slots_declare(&f, m, slots, num_slots, path);
@@ -132,7 +132,7 @@ static inline void save_slots(const Model *m, const SlotName *slots, int num_slo
     comm_barrier(&m->mesh->job);
     if (m->mesh->job.rank > 0) st_begin(&f.file, 0);
     slots_write(&f, m, model_read, &progress);
-    st_finish(&f.file);
+    return st_finish(&f.file);
 }
 
 typedef struct { int count; char text[1536]; } Differences;

@@ -1,6 +1,7 @@
 // hf_weights.h and checkpoint.h on a model that lives in memory and computes nothing: files and folders, bit-exact
 // resuming, kills at every moment of a save, full disks, and every refusal. test_checkpoint_hf.py runs the same program as
 //   test_checkpoint --write FOLDER MODEL DTYPE | --copy FROM TO     to compare with the safetensors package and transformers.
+//   test_checkpoint --flip CHECKPOINT                               flips 50 bits of each of its files: all must be noticed
 #include "llmc/utils.h"
 
 #include <dirent.h>
@@ -399,8 +400,10 @@ static void test_latest(Model *m) {
     unlink(at("run/step_00000031/train_state.json"));
     check(latest_step(run) == 20 && warns(run, "train_state.json: No such file"), "a missing file");
     save(m, run, 32, 0, 0);
+    write_text(at("run/step_00000032/train_state.json"), "{\"format\": 3, \"step\": 32}");
+    check(latest_step(run) == 20 && warns(run, "its format is not 1 to 2"), "another format");
     write_text(at("run/step_00000032/train_state.json"), "{\"format\": 2, \"step\": 32}");
-    check(latest_step(run) == 20 && warns(run, "its format is not 1"), "another format");
+    check(latest_step(run) == 20 && warns(run, "train_state.json is not what was written"), "a state without its checksum");
     write_text(at("run/step_00000032/train_state.json"), "{\"format\": 1, \"st");
     check(latest_step(run) == 20 && warns(run, "train_state.json: "), "a state that is cut off");
     make_directory(at("run/step_00000033"));
@@ -418,6 +421,141 @@ static void test_latest(Model *m) {
     snprintf(run, sizeof run, "%s", at("broken"));
     check_refused("to resume where no checkpoint is whole", latest_of, run, "none of the 1 checkpoints");
 }
+
+// ---- damage of the same size
+
+static void flip(const char *path, int64_t bit) {
+    char byte;
+    const int fd = open(path, O_RDWR);
+    require(fd >= 0 && pread(fd, &byte, 1, bit / 8) == 1, "cannot read '%s'\ncheck the disk", path);
+    byte = (char)(byte ^ 1 << bit % 8);
+    require(pwrite(fd, &byte, 1, bit / 8) == 1 && close(fd) == 0, "cannot write '%s'\ncheck the disk", path);
+}
+static int is_good(const char *folder, int files) {
+    char why[256];
+    return checkpoint_is_whole(folder, -1, why, sizeof why) && checkpoint_is_intact(&one_rank.job, folder, files, why, sizeof why);
+}
+// How many of 50 single flipped bits of a file are noticed: the first and the last one, and others anywhere.
+static int flips_noticed(const char *folder, int file) {
+    char *path = st_text(folder, "/", checkpoint_files[file]);
+    const int64_t bits = 8 * file_bytes(folder, checkpoint_files[file]);
+    int noticed = 0;
+    for (int i = 0; i < 50; i++) {
+        const int64_t bit = i == 0 ? 0 : i == 1 ? bits - 1 : (int64_t)(rand_u64(41, (uint64_t)file, (uint64_t)i) % (uint64_t)bits);
+        flip(path, bit);
+        noticed += !is_good(folder, 3);
+        flip(path, bit);
+    }
+    free(path);
+    return noticed;
+}
+static int flip_for_python(const char *folder) {
+    int all = is_good(folder, 3);
+    for (int file = 0; file < NUM_CHECKPOINT_FILES; file++) {
+        const int noticed = flips_noticed(folder, file);
+        printf("%s: %d of 50 flipped bits are noticed\n", checkpoint_files[file], noticed);
+        all &= noticed == 50;
+    }
+    return all && is_good(folder, 3) ? 0 : EXIT_FAILURE;
+}
+static void test_flips(void) {
+    const struct { int bf16, master, bf16_states; const char *model; } kinds[] = {{0, 0, 0, "gpt2"}, {1, 1, 0, "llama3.2-tied"}, {1, 0, 1, "gpt2-odd"}};
+    for (int k = 0; k < 3; k++) {
+        Config c = config_of(kinds[k].model);
+        Model m = fake_open(&c, kinds[k].bf16, kinds[k].master);
+        m.bf16_states = kinds[k].bf16_states;
+        fake_fill(&m, 50);
+        save(&m, at("flips%d", k), 1, 0, 0);
+        const char *folder = at("flips%d/step_00000001", k);
+        check(is_good(folder, 3), "%s %s: nothing flipped, nothing noticed", kinds[k].model, model_dtype(&m));
+        for (int file = 0; file < NUM_CHECKPOINT_FILES; file++) {
+            const int noticed = flips_noticed(folder, file);
+            check(noticed == 50, "%s %s: %d of 50 bits flipped in %s are noticed", kinds[k].model, model_dtype(&m), noticed, checkpoint_files[file]);
+        }
+        fake_close(&m);
+    }
+    const char *folder = at("flips0/step_00000001"), *state = at("flips0/step_00000001/train_state.json");
+    const int64_t size = file_bytes(folder, "train_state.json");
+    int missed = 0;
+    for (int64_t byte = 0; byte < size; byte++) {  // every byte: what says that there is a checksum is no weak place
+        if (byte > 100 && byte < size - 400) continue;
+        for (int bit = 0; bit < 8; bit++) {
+            flip(state, 8 * byte + bit);
+            missed += is_good(folder, 3);
+            flip(state, 8 * byte + bit);
+        }
+    }
+    check(missed == 0 && is_good(folder, 3), "nor is any bit missed at the beginning and the end of train_state.json");
+    flip(at("flips0/step_00000001/optimizer.safetensors"), 80001);
+    check(is_good(folder, 2) && !is_good(folder, 3), "who uses the weights alone does not mind the optimiser's file");
+}
+static void require_intact(void *folder) { checkpoint_require_intact(&one_rank.job, (const char *)folder, 2); }
+// The newest checkpoint that holds what was written is taken, with a word about those that do not.
+static void test_damage(Model *m) {
+    char run[600], folder[600];
+    snprintf(run, sizeof run, "%s", at("damage"));
+    for (int step = 1; step <= 5; step++) save(m, run, step, 0, 0);
+    flip(at("damage/step_00000005/config.json"), 300);
+    check(latest_step(run) == 4 && warns(run, "step_00000005' is not whole and is left out: config.json is not what was written: damaged or edited")
+          && warns(run, "(edited: copy it and model.safetensors to a new folder, and start from that with --model)"), "a bit of config.json: back to the one before");
+    flip(at("damage/step_00000004/model.safetensors"), 70001);
+    check(latest_step(run) == 3 && warns(run, "model.safetensors is not what was written"), "a bit of the weights");
+    flip(at("damage/step_00000003/optimizer.safetensors"), 70001);
+    check(latest_step(run) == 2 && warns(run, "optimizer.safetensors is not what was written"), "a bit of the optimiser's states");
+    const int fd = open(at("damage/step_00000002/model.safetensors"), O_WRONLY);
+    char zeros[4096] = "";
+    for (int64_t left = file_bytes(at("damage/step_00000002"), "model.safetensors"), n; left > 0; left -= n) {
+        n = left < (int64_t)sizeof zeros ? left : (int64_t)sizeof zeros;
+        require(write(fd, zeros, (size_t)n) == n, "cannot write\ncheck the disk");
+    }
+    close(fd);
+    check(latest_step(run) == 1 && loads_exactly(m, at("damage/step_00000001"), 1), "weights that are all zeros, header and all");
+    flip(at("damage/step_00000001/train_state.json"), 2000);
+    check_refused("to resume where every checkpoint is damaged", latest_of, run, "none of the 5 checkpoints in");
+    check_refused("hints that fit", latest_of, run, "hint: put back what was damaged or edited, or start anew in another folder");
+    snprintf(folder, sizeof folder, "%s", at("damage/step_00000004"));
+    check_refused("weights of a damaged checkpoint for a new run", require_intact, folder, "model.safetensors is not what was written");
+    snprintf(folder, sizeof folder, "%s", at("damage/step_00000005"));
+    check_refused("an edited config.json says what to do", require_intact, folder, "copy it and model.safetensors to a new folder, and start from that");
+    unlink(at("damage/step_00000005/train_state.json"));
+    checkpoint_require_intact(&one_rank.job, folder, 2);
+    check(1, "a folder without train_state.json is one of others");
+}
+// As they were written before there were checksums.
+static void test_old_format(Model *m) {
+    char text[20000] = "";
+    save(m, at("old"), 1, 0, 0);
+    FILE *f = fopen_or_die(at("old/step_00000001/train_state.json"), "rb", "check the disk");
+    require(fread(text, 1, sizeof text - 1, f) > 0, "cannot read\ncheck the disk");
+    fclose(f);
+    char *end = strstr(text, ",\n  \"checksums\""), *format = strstr(text, "\"format\": 2");
+    assert(end && format);
+    strcpy(end, "\n}\n");
+    format[10] = '1';
+    write_text(at("old/step_00000001/train_state.json"), text);
+    char folder[600];
+    check(checkpoint_latest(&one_rank.job, at("old"), 3, folder, sizeof folder) && loads_exactly(m, folder, 1), "a checkpoint of before there were checksums resumes");
+    checkpoint_require_intact(&one_rank.job, folder, 3);
+}
+// Not a bound, for a machine may be busy: the report of what it costs.
+static void test_speed(void) {
+    const size_t bytes = (size_t)256 << 20;
+    char *path = at("speed"), *piece = (char *)calloc_or_die(1 << 20);
+    const int fd = open(path, O_RDWR | O_CREAT, 0666);
+    uint64_t sum = 0, again = 0;
+    for (size_t i = 0; i < 1 << 20; i++) piece[i] = (char)rand_u64(51, 0, i);
+    double begin = now_seconds();
+    for (size_t done = 0; done < bytes; done += 1 << 20) sum += checksum(piece, 1 << 20, done);
+    const double memory = now_seconds() - begin;
+    for (size_t done = 0; done < bytes; done += 1 << 20) st_pwrite(fd, path, piece, 1 << 20, done);
+    begin = now_seconds();
+    const int good = file_has_checksum(&one_rank.job, path, (int64_t)bytes, sum), read = !checksum_span(fd, 0, (int64_t)bytes, &again);
+    check(good && read && again == sum, "checksums: %.1f GB/s of memory, %.1f GB/s of a file that was just written, by one thread", 1e-9 * (double)bytes / memory, 2e-9 * (double)bytes / (now_seconds() - begin));
+    close(fd);
+    unlink(path);
+    free(piece);
+}
+
 static void test_keep(Model *m) {
     char run[600];
     snprintf(run, sizeof run, "%s", at("keep"));
@@ -492,12 +630,38 @@ static void test_kill(Model *m) {
     check_refused("an output below a file", save_attempt, argument, "cannot make folder");
     fake_close(&newer);
 }
-// A state of which one entry is wrong.
+// A state with the checksum that belongs to it.
+static void write_sealed(const char *path, char *text) {
+    char seal[64], *last = strstr(text, "  \"checksum\": ");
+    assert(last);
+    *last = 0;
+    state_seal(text, strlen(text), seal, sizeof seal);
+    strcpy(last, seal);
+    write_text(path, text);
+}
+// A state of which one entry is wrong, but its checksum is right: nothing that somebody wrote there leads out of bounds.
 static void test_damaged_state(Model *m) {
-    const char *edits[][3] = {{"\"tokens\": ", "\"tokens\": -", "tokens is missing or damaged"}, {"\"row\"", "\"raw\"", "row is missing or damaged"}, {"\"count\": 1000", "\"count\": 7", "loss_window is damaged"},
-                              {"\"count\": 5", "\"count\": -1", "norm_window is damaged"}, {"\"values\": [0.3333333333333333", "\"values\": [true", "norm_window is damaged"}, {"\"dtype\"", "\"type\"", "dtype or master is missing"},
-                              {"\"shards\"", "\"shard\"", "data is damaged"}, {"\"content\"", "\"contents\"", "data is damaged"},
-                              {"\"0.0006\"", "6e-4", "option learning-rate is not a text"}};
+    const char *edits[][3] = {
+        {"\"tokens\": ", "\"tokens\": -", "tokens is missing or damaged"}, {"\"row\"", "\"raw\"", "row is missing or damaged"}, {"\"count\": 1000", "\"count\": 7", "loss_window is damaged"},
+        {"\"count\": 5", "\"count\": -1", "norm_window is damaged"}, {"\"values\": [0.3333333333333333", "\"values\": [true", "norm_window is damaged"},
+        {"\"count\": 1000", "\"count\": 9223372036854775807", "loss_window is damaged"}, {"\"count\": 1000", "\"count\": 1099511627777", "loss_window is damaged"},
+        {"\"count\": 1000", "\"count\": 1e3", "loss_window is damaged"}, {"\"norm_window\"", "\"norm_windows\"", "norm_window is damaged"},
+        {"\"count\": 5, \"values\": [", "\"count\": 2, \"values\": {\"a\": 1, \"b\": 2}, \"v\": [", "norm_window is damaged"},
+        {"\"values\": [0.3333333333333333", "\"values\": [1e999", "norm_window is damaged"},
+        {"\"step\": 1,", "\"step\": 1073741825,", "step is missing or damaged"}, {"\"step\": 1,", "\"step\": 9223372036854775807,", "step is missing or damaged"},
+        {"\"tokens\": 524288", "\"tokens\": 9223372036854775807", "tokens is missing or damaged"}, {"\"tokens\": 524288", "\"tokens\": 1152921504606846977", "tokens is missing or damaged"},
+        {"\"epoch\": 3", "\"epoch\": 9223372036854775807", "epoch is missing or damaged"}, {"\"epoch\": 3", "\"epoch\": 1099511627777", "epoch is missing or damaged"},
+        {"\"row\": 123456789012", "\"row\": 9223372036854775807", "row is missing or damaged"}, {"\"row\": 123456789012", "\"row\": -1", "row is missing or damaged"},
+        {"\"seed\": 1337", "\"seed\": -1337", "seed is missing or damaged"}, {"\"seed\": 1337", "\"seed\": 99999999999999999999", "seed is missing or damaged"},
+        {"\"dtype\"", "\"type\"", "dtype is neither fp32 nor bf16"}, {"\"dtype\": \"bf16\"", "\"dtype\": \"\\u001b[2J\"", "dtype is neither fp32 nor bf16"},
+        {"\"states\": \"fp32\"", "\"states\": \"fp8\"", "states is neither fp32 nor bf16"}, {"\"states\": \"fp32\"", "\"states\": 32", "states is neither fp32 nor bf16"},
+        {"\"master\": true", "\"master\": 1", "master is missing"},
+        {"\"shards\"", "\"shard\"", "data is damaged"}, {"\"content\"", "\"contents\"", "data is damaged"}, {"\"shards\": 103", "\"shards\": 16777217", "data is damaged"},
+        {"\"data\": {\"tokens\": 10000000000", "\"data\": {\"tokens\": 9223372036854775807", "data is damaged"}, {"\"data\": {\"tokens\": 1", "\"data\": {\"tokens\": -1", "data is damaged"},
+        {"fedcba9876543210", "fedcba987654321g", "data is damaged"}, {"fedcba9876543210", "fedcba987654321", "data is damaged"}, {"\"data\": {", "\"data\": 7, \"date\": {", "data is damaged"},
+        {"\"0.0006\"", "6e-4", "option learning-rate is not a text"}, {"\"learning-rate\": ", "\"\\u001b]0;x\\u0007\": 6e-4, \"x\": ", "option ?]0;x? is not a text"},
+        {"\"options\": {", "\"options\": [\"a\"], \"o\": {", "options are no list"}, {"\"options\": {", "\"options\": null, \"o\": {", "options are no list"},
+        {"\"model.safetensors\": ", "\"model.safetensors\": 9", "model.safetensors does not have the size"}, {"\"files\"", "\"file\"", "config.json does not have the size"}};
     Attempt a;
     a.bf16_states = 0;
     a.config = m->config;
@@ -512,10 +676,39 @@ static void test_damaged_state(Model *m) {
         char *place = strstr(text, edits[i][0]);
         assert(place);
         snprintf(edited, sizeof edited, "%.*s%s%s", (int)(place - text), text, edits[i][1], place + strlen(edits[i][0]));
-        write_text(at("damaged/step_00000001/train_state.json"), edited);
+        write_sealed(at("damaged/step_00000001/train_state.json"), edited);
         snprintf(a.folder, sizeof a.folder, "%s", at("damaged/step_00000001"));
         check_refused(edits[i][2], load_attempt, &a, edits[i][2]);
     }
+}
+
+static void load_options(void *folder) {
+    TrainState s;
+    memset(&s, 0, sizeof s);
+    checkpoint_load_state((const char *)folder, &s);
+}
+// Options are looked up by walking over them: their number is bounded, or 80,000 would take a minute.
+static void test_many_options(Model *m) {
+    char *text = (char *)calloc_or_die(4 << 20), folder[600];
+    save(m, at("many"), 1, 0, 0);
+    snprintf(folder, sizeof folder, "%s", at("many/step_00000001"));
+    FILE *f = fopen_or_die(at("many/step_00000001/train_state.json"), "rb", "check the disk");
+    require(fread(text, 1, 1 << 20, f) > 0, "cannot read\ncheck the disk");
+    fclose(f);
+    char *options = strstr(text, "\"options\": {") + 12, *rest = st_text(options, "", ""), *to = options;
+    for (int i = 0; i < 80000; i++) to += sprintf(to, "\"option-%d\": \"%d\",", i, i);
+    strcpy(to, rest);
+    write_sealed(at("many/step_00000001/train_state.json"), text);
+    const double begin = now_seconds();
+    check_refused("80,000 options", load_options, folder, "options are no list of at most 1024");
+    check(now_seconds() - begin < 10, "in %.2f s", now_seconds() - begin);
+    to = options + sprintf(options, "\"long\": \"");
+    memset(to, 'x', 5000);
+    sprintf(to + 5000, "\",%s", rest);
+    write_sealed(at("many/step_00000001/train_state.json"), text);
+    check_refused("an option of 5000 bytes", load_options, folder, "option long is not a text of less than 4096 bytes");
+    free(rest);
+    free(text);
 }
 
 static int write_for_python(const char *folder, const char *name, const char *dtype) {
@@ -537,8 +730,9 @@ static int copy_for_python(const char *from, const char *to) {
 
 int main(int argc, char **argv) {
     if (argc == 5 && strcmp(argv[1], "--write") == 0) return write_for_python(argv[2], argv[3], argv[4]);
+    if (argc == 3 && strcmp(argv[1], "--flip") == 0) return flip_for_python(argv[2]);
     if (argc == 4 && strcmp(argv[1], "--copy") == 0) return copy_for_python(argv[2], argv[3]);
-    require(argc == 1, "usage: test_checkpoint [--write FOLDER MODEL DTYPE | --copy FROM TO]\nwithout arguments all checks run");
+    require(argc == 1, "usage: test_checkpoint [--write FOLDER MODEL DTYPE | --copy FROM TO | --flip CHECKPOINT]\nwithout arguments all checks run");
     #ifdef _OPENMP
     omp_set_num_threads(1);  // checks of refusals fork, and a forked process has no threads
     #endif
@@ -552,9 +746,14 @@ int main(int argc, char **argv) {
     Model m = fake_open(&c, 1, 1);
     fake_fill(&m, 76);
     test_latest(&m);
+    test_flips();
+    test_damage(&m);
+    test_old_format(&m);
+    test_speed();
     test_keep(&m);
     test_kill(&m);
     test_damaged_state(&m);
+    test_many_options(&m);
     fake_close(&m);
     char remove[100];
     snprintf(remove, sizeof remove, "rm -r '%s'", root);

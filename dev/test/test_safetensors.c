@@ -47,9 +47,57 @@ static void test_conversions(void) {
     check(wrong == 0, "all 65536 halves to float");
 }
 
+// ---- checksums
+
+static unsigned char sum_data[40000];
+static uint64_t sum_by_definition(size_t bytes) {  // as hash.h has it, a byte at a time
+    uint64_t sum = 0;
+    for (size_t i = 0; i < bytes; i++) sum += ((uint64_t)sum_data[i] << 8 * (i % 4)) * checksum_odd(i / 4 % 1024 + 1) * checksum_odd(~(i / 4096));
+    return sum;
+}
+static void test_checksum(void) {
+    const size_t N = sizeof sum_data;
+    for (size_t i = 0; i < N; i++) sum_data[i] = (unsigned char)rand_u64(31, 0, i);
+    const uint64_t whole = checksum(sum_data, N, 0);
+    check(whole == sum_by_definition(N) && checksum("123456789", 9, 0) == 0xe66a88b7bc5fdb27ull, "the checksum is what its definition says, and what it was: %016llx", (unsigned long long)checksum("123456789", 9, 0));
+    int same = 1, bits = 0, missed = 0;
+    for (uint64_t round = 0; round < 50; round++) {
+        uint64_t sum = 0;
+        for (size_t end = N, n; end > 0; end -= n) {  // backwards, and of any size
+            n = 1 + rand_u64(32, round, end) % (round % 2 ? 9 : 9000);
+            n = n < end ? n : end;
+            sum += checksum(sum_data + end - n, n, end - n);
+        }
+        same &= sum == whole;
+    }
+    check(same, "stretches of any size in any order add up to it");
+    for (size_t bit = 0; bit < 8 * N; bit += 13, bits++) {
+        sum_data[bit / 8] ^= (unsigned char)(1 << bit % 8);
+        missed += checksum(sum_data, N, 0) == whole;
+        sum_data[bit / 8] ^= (unsigned char)(1 << bit % 8);
+    }
+    check(missed == 0 && bits > 20000, "%d single bits flipped: all noticed", bits);
+    for (uint64_t i = 0; i < 10000; i++) {  // the same bit of two words; two words in each other's place
+        const size_t a = rand_u64(33, 0, i) % N / 4 * 4, b = rand_u64(33, 1, i) % N / 4 * 4;
+        unsigned char one[4], two[4];
+        if (a == b) continue;
+        sum_data[a + 3] ^= 0x80; sum_data[b + 3] ^= 0x80;
+        missed += checksum(sum_data, N, 0) == whole;
+        sum_data[a + 3] ^= 0x80; sum_data[b + 3] ^= 0x80;
+        memcpy(one, sum_data + a, 4); memcpy(two, sum_data + b, 4);
+        memcpy(sum_data + a, two, 4); memcpy(sum_data + b, one, 4);
+        missed += checksum(sum_data, N, 0) == whole && memcmp(one, two, 4) != 0;
+        memcpy(sum_data + a, one, 4); memcpy(sum_data + b, two, 4);
+    }
+    missed += checksum(sum_data + 1, N - 1, 0) == whole;
+    missed += checksum(sum_data + 4096, 4096, 0) + checksum(sum_data, 4096, 4096) == checksum(sum_data, 8192, 0);
+    missed += checksum(sum_data, N - 4096, 0) == whole;  // what follows is zeros
+    check(missed == 0, "20000 pairs of words, a shift by one byte, blocks in each other's place and a block of zeros: all noticed");
+}
+
 // ---- good files
 
-static void write_example(const char *path, int create, int part, int parts) {
+static uint64_t write_example(const char *path, int create, int part, int parts) {  // the checksum of this part
     static const uint64_t shapes[][3] = {{300, 257}, {1}, {5, 0}, {0}, {70001}};
     StWriter w;
     st_create(&w, path);
@@ -70,7 +118,7 @@ static void write_example(const char *path, int create, int part, int parts) {
         }
         free(values);
     }
-    st_finish(&w);
+    return st_finish(&w);
 }
 static int example_is_right(const char *path) {
     StReader r;
@@ -98,6 +146,14 @@ static int example_is_right(const char *path) {
     st_close(&r);
     return good;
 }
+static uint64_t file_sum(const char *path) {
+    static char bytes[1 << 19];
+    FILE *f = fopen_or_die(path, "rb", "check the disk");
+    const size_t size = fread(bytes, 1, sizeof bytes, f);
+    require(size > 0 && size < sizeof bytes, "'%s' has %zu bytes\nadapt the test", path, size);
+    fclose(f);
+    return checksum(bytes, size, 0);
+}
 static const char *shared_path;
 static void write_part_1(void *parts) { write_example(shared_path, 0, 1, *(int *)parts); }
 static void write_part_2(void *parts) { write_example(shared_path, 0, 2, *(int *)parts); }
@@ -113,6 +169,9 @@ static void test_round_trip(void) {
     text[header] = 0;
     close(fd);
     check(header % 8 == 0 && strncmp(text, "{\"__metadata__\":{\"format\":\"pt\"},", 32) == 0, "data begin at a multiple of 8; the metadata name the format");
+    check(write_example(path, 1, 0, 1) == file_sum(path), "and their checksum is that of the file");
+    const uint64_t first = write_example(in_folder("sums.safetensors"), 1, 0, 3), second = write_example(in_folder("sums.safetensors"), 0, 1, 3);
+    check(first + second + write_example(in_folder("sums.safetensors"), 0, 2, 3) == file_sum(path) && first && second, "checksums of parts add up to the file's");
     int parts = 3, good = 1;
     shared_path = path = in_folder("b.safetensors");
     write_example(path, 1, 0, parts);
@@ -171,6 +230,7 @@ static void test_hostile(void) {
         {"a hole between tensors", "{\"a\":" T_("F32", "[1]", "0", "4") ",\"b\":" T_("F32", "[1]", "8", "12") "}", "follow a hole", 12, -1},
         {"a hole at the start", "{\"a\":" T_("F32", "[1]", "4", "8") "}", "follow a hole", 8, -1},
         {"bytes behind the last tensor", "{\"a\":" T_("F32", "[1]", "0", "4") "}", "1 bytes behind its last tensor", 5, -1},
+        {"a name that commands the terminal", "{\"\\u001b[2J\\u0007\\nhint: \\u009b31m\":{}}", "tensor '?[2J??hint: \?\?31m' has no dtype", 0, -1},
         {"a name twice", "{\"a\":" T_("F32", "[1]", "0", "4") ",\"a\":" T_("F32", "[1]", "4", "8") "}", "twice", 8, -1},
     };
     char *path = in_folder("hostile.safetensors");
@@ -294,6 +354,7 @@ static void test_folder(void) {
     const struct { const char *name, *index, *expected; } bad[] = {
         {"an index that is not JSON", "{", "is not JSON"},
         {"an index without weight_map", "{}", "has no weight_map"},
+        {"an index whose weight_map is a list", "{\"weight_map\":[\"one.safetensors\"]}", "has no weight_map"},
         {"an index that leaves its folder", "{\"weight_map\":{\"a\":\"../one.safetensors\"}}", "lies in no plain file name"},
         {"an index that names a file below its folder", "{\"weight_map\":{\"a\":\"x/one.safetensors\"}}", "lies in no plain file name"},
         {"an index with a number for a file", "{\"weight_map\":{\"a\":1}}", "lies in no plain file name"},
@@ -320,6 +381,7 @@ static void write_to(void *path) { write_example((const char *)path, 1, 0, 1); }
 int main(void) {
     require(mkdtemp(folder), "cannot make a folder in /tmp\ncheck the disk");
     test_conversions();
+    test_checksum();
     test_round_trip();
     test_hostile();
     test_random_damage();

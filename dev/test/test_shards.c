@@ -50,12 +50,14 @@ static Mesh mesh_turn(int rank, int dp, int tp) {  // of dp x tp ranks, rank's t
     const Mesh m = {all, alike, group};
     return m;
 }
-static void save_as(Model *m, int world, const char *path) {
+static uint64_t save_as(Model *m, int world, const char *path) {  // the checksums of all ranks together
+    uint64_t sum = 0;
     for (int rank = 0; rank < world; rank++) {
         const Mesh mesh = mesh_turn(rank, world, 1);
         m->mesh = &mesh;
-        save_slots(m, optimizer_slots, 2, path);
+        sum += save_slots(m, optimizer_slots, 2, path);
     }
+    return sum;
 }
 
 static void test_model(const char *text) {
@@ -72,12 +74,14 @@ static void test_model(const char *text) {
             for (size_t k = 0; k < (size_t)p->file_rows * (size_t)p->cols; k++) m.slots[s][p->offset + k] = rand_normal((uint64_t)s, 5, p->offset + k);
         }
     }
-    save_as(&m, 1, at("one"));
+    const uint64_t sum = save_as(&m, 1, at("one"));
+    const Comm alone = COMM_ALONE;
+    check(file_has_checksum(&alone, at("one"), file_bytes(folder, "one"), sum) && !file_has_checksum(&alone, at("one"), file_bytes(folder, "one"), sum + 1), "%s: the checksum is the file's", text);
     const int worlds[] = {2, 3, 7, 8};
     for (int w = 0; w < 4; w++) {
         const int world = worlds[w];
-        save_as(&m, world, at("several"));
-        check(same_file(at("one"), at("several")), "%s: %d ranks write what one writes", text, world);
+        const int same_sum = save_as(&m, world, at("several")) == sum;
+        check(same_sum && same_file(at("one"), at("several")), "%s: %d ranks write what one writes, and their checksums add up to the same", text, world);
         for (int s = 0; s < 5; s++) memset(copy.slots[s], 0, m.table.total * sizeof(float));
         for (int rank = 0; rank < world; rank++) {  // every rank reads its piece; together they have all
             const Mesh mesh = mesh_turn(rank, world, 1);
@@ -121,7 +125,8 @@ static void test_layout(const char *text, int dp, int tp) {
             for (size_t k = 0; k < (size_t)p->file_rows * (size_t)p->cols; k++) whole.slots[s][p->offset + k] = rand_normal((uint64_t)s, 5, p->offset + k);
         }
     }
-    save_as(&whole, 1, at("one"));
+    const uint64_t sum = save_as(&whole, 1, at("one"));
+    uint64_t together = 0;
     int same = 1;
     for (int reading = 0; reading < 2; reading++)
         for (int rank = 0; rank < dp * tp; rank++) {
@@ -136,7 +141,7 @@ static void test_layout(const char *text, int dp, int tp) {
                 take(&m, &whole, (Slot)s);
                 for (size_t e = 0; e < m.table.total; e++) read.slots[s][e] = 123;
             }
-            if (!reading) save_slots(&m, optimizer_slots, 2, at("several"));
+            if (!reading) together += save_slots(&m, optimizer_slots, 2, at("several"));
             else load_slots(&read, optimizer_slots, 2, at("several"));
             for (int i = 0; i < 2 * m.table.count && reading; i++) {
                 const Param *p = &m.table.params[i / 2];
@@ -147,7 +152,7 @@ static void test_layout(const char *text, int dp, int tp) {
             for (int s = SLOT_M; s <= SLOT_V; s++) { free(m.slots[s]); free(read.slots[s]); }
             params_free(&m.table);
         }
-    check(same_file(at("one"), at("several")), "%s: %d x %d ranks write what one writes", text, dp, tp);
+    check(together == sum && same_file(at("one"), at("several")), "%s: %d x %d ranks write what one writes, and their checksums add up to the same", text, dp, tp);
     check(same, "%s: %d x %d ranks read what they have", text, dp, tp);
     for (int s = 0; s < 5; s++) free(whole.slots[s]);
     params_free(&whole.table);
