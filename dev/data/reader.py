@@ -14,6 +14,7 @@ import json
 import lzma
 import os
 import re
+import unicodedata
 import zlib
 
 from data_common import die, find_files
@@ -23,6 +24,7 @@ TEXT, SUFFIXES = (".txt", ".md", ".py"), (".txt", ".md", ".py", ".jsonl", ".parq
 ROWS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.xz")
 KNOWN = " ".join(SUFFIXES) + ", also with .gz or .xz"
 PIECE_BYTES = 1 << 15        # long documents are tokenized in pieces of this size
+LONGEST_PIECE = 1 << 18      # where a text may be cut nowhere: tiktoken fails on a run of 2^20 spaces
 BLOCK_BYTES = 1 << 20        # what is read at a time
 LINE_BYTES = 128 << 20       # a row must fit into memory several times
 MIN_CHUNK, MAX_CHUNK, CHUNKS = 1 << 20, 64 << 20, 256
@@ -114,20 +116,43 @@ def plan(paths):
 
 # ---- pieces: where a long text may be cut
 
-# Where both split patterns begin a new chunk in any case, so that cutting there changes no token: between lines that neither
-# end nor begin with a space; where there is none (indented code), before a word; or else between a word and punctuation.
-CLEAN_CUTS = re.compile(rb"[!-~]\n(?=[!-~])"), re.compile(rb"[A-Za-z](?= [A-Za-z])"), re.compile(rb"[A-Za-z](?=[.,:;=_(])")
+# Where every tokenizer's pattern begins a new chunk whatever stands around, so that cutting there changes no token:
+# between two lines that neither end nor begin with a space; else before a space; else between a word and punctuation.
+CLEAN_CUTS = [re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?=[ \t\u3000])"), re.compile(r"(?<=[^\W_])(?=[^\w\s])")]
+
+
+def is_clean(window, at):
+    """Python and the tokenizers may know different versions of Unicode, and Qwen2.5 splits what NFC has made of a text.
+    So a word ends only before what has long been punctuation or a symbol, and never behind a letter that NFC takes apart."""
+    before, after = window[at - 1], window[at]
+    if before == "\n":
+        return not "\ud800" <= after <= "\udfff"  # half a character, where the window ends
+    return after.isspace() or unicodedata.category(after)[0] in "PS" and unicodedata.is_normalized("NFC", before)
+
+
+def clean_cut(text, begin, end):
+    """Where bytes begin..end-1 of a text may be cut so that no token changes; None: nowhere."""
+    while begin < min(end, len(text)) and text[begin] & 0xC0 == 0x80:  # inside a character
+        begin += 1
+    window = text[begin:end].decode("utf-8", "surrogateescape")
+    for pattern in CLEAN_CUTS:
+        for found in pattern.finditer(window):
+            if is_clean(window, found.start()):
+                return begin + len(window[:found.start()].encode("utf-8", "surrogateescape"))
+    return None
 
 
 def cut(text, begin, at_end):
     """Where the piece that begins at `begin` ends; None: not before more text has been read."""
-    least, most = begin + PIECE_BYTES, begin + 2 * PIECE_BYTES
-    if len(text) <= most:
-        return len(text) if at_end else None
-    for pattern in CLEAN_CUTS:
-        if found := pattern.search(text, least, most):
-            return found.end()
-    while text[most] & 0xC0 == 0x80 and most > least:  # inside a character
+    if at_end and len(text) <= begin + 2 * PIECE_BYTES:
+        return len(text)
+    for most in begin + 2 * PIECE_BYTES, begin + LONGEST_PIECE:
+        if len(text) <= most and not at_end:
+            return None
+        if found := clean_cut(text, begin + PIECE_BYTES, most):
+            return found
+    most = min(most, len(text))
+    while most < len(text) and text[most] & 0xC0 == 0x80:  # inside a character
         most -= 1
     return most
 
@@ -145,10 +170,10 @@ def text_start(f, at, size):
     if at in (0, size):
         return at
     f.seek(at)
-    window = f.read(PIECE_BYTES)
-    for pattern in CLEAN_CUTS:
-        if found := pattern.search(window):
-            return at + found.end()
+    window = f.read(LONGEST_PIECE)
+    for end in PIECE_BYTES, LONGEST_PIECE:
+        if found := clean_cut(window, 0, end):
+            return at + found
     return at + next((i for i, byte in enumerate(window[:4]) if byte & 0xC0 != 0x80), 0)
 
 
@@ -261,7 +286,7 @@ def rows(path):
         die(f"cannot read '{path}': {e.strerror or e}", "check the file")
 
 
-# ---- documents: pieces (UTF-8 bytes) of at most 2 * PIECE_BYTES
+# ---- documents: pieces (UTF-8 bytes) of at most LONGEST_PIECE
 
 class Reader:
     """Opens spans, unpacks them and checks that they hold text. no_nul: the tokenizer has another use for that byte."""

@@ -35,7 +35,7 @@ from data_common import (HEADER_BYTES, KINDS, MAX_SHARD_TOKENS, Progress, atomic
                          write_shard)
 from reader import Reader, once, plan
 
-FORMAT = 2                   # raise it when the same settings give other shards
+FORMAT = 3                   # raise it when the same settings give other shards
 UNIT_TOKENS = 1 << 16
 PIECE_TOKENS, PIECE_UNITS = 1 << 23, 1 << 19
 WINDOW_TOKENS, WINDOW_UNITS = 1 << 27, 1 << 22

@@ -503,8 +503,83 @@ def test_cutting_changes_no_token(tmp_path, kind):
     pieces = list(reader.pieces_of(text))
     assert len(pieces) > 50 and b"".join(pieces) == text and max(map(len, pieces)) <= 2 * reader.PIECE_BYTES
     assert np.array_equal(np.concatenate([tokenizer.encode(p) for p in pieces]), tokenizer.encode(text))
-    wide = ("中" * 100000).encode()  # no newline: cut between characters
-    assert b"".join(reader.pieces_of(wide)) == wide and all(p.decode() for p in reader.pieces_of(wide))
+    wide = ("中" * 200000).encode()  # one chunk of the pattern: cut between characters where it becomes too long
+    pieces, longest = list(reader.pieces_of(wide)), reader.LONGEST_PIECE // 3
+    assert b"".join(pieces) == wide and [len(p.decode()) for p in pieces] == [longest, longest, 200000 - 2 * longest]
+
+
+# Letters, what stands between words, what ends a sentence. "decomposed": what NFC joins or takes apart.
+SCRIPTS = {
+    "latin": ("abcdefghijklmnopqrstuvwxyzéßŁ", " ", ". "),
+    "cyrillic": ("абвгдежзийклмнопрстуфхцчшщъыьэюя", " ", ", "),
+    "greek": ("αβγδεζηθικλμνξοπρστυφχψωάέ", " ", ". "),
+    "arabic": ("ابتثجحخدذرزسشصضطظعغفقكلمنهوي", " ", "، "),
+    "hebrew": ("אבגדהוזחטיכלמנסעפצקרשת", " ", ". "),
+    "armenian": ("աբգդեզէըթժիլխծկ", " ", "։ "),
+    "devanagari": ("कखगघचजटडतदनपबमयरलवशसहािीुूेै्ं", " ", "। "),
+    "thai": ("กขคงจชซดตถทนบปผพฟมยรลวสหอะาิีุู่้", "", " "),
+    "khmer": ("កខគឃងចឆជឈញដឋឌា្ិី", "", "។ "),
+    "han": ("的一是不了人我在有他这中大来上国", "", "。"),
+    "kana": ("あいうえおかきくけこアイウエオガギ", "", "、"),
+    "hangul": ("가나다라마바사아자차카타파하한글", " ", ". "),
+    "ethiopic": ("ሀለሐመሠረሰቀበተኀነአከወዐዘየደገጠጰ", "፡", "።"),
+    "digits": ("0123456789٠١٢٣٤०१२½²", ",", ";"),
+    "decomposed": ("aeo\u0301\u0308क\u093c\u0958ᄀ\u1161\u11a8A\u030a", " ", ", "),
+    "ideographic spaces": ("的一是", "\u3000", "\n"),
+    "lines": ("xyz", "\n", "\n\n"),
+    "windows": ("xyzж", " ", "\r\n"),
+    "controls": ("ab\x1c\x1f", "\x0b", "\x85a b"),
+    "marks": ("x=-*'", "'s", "\u2028"),
+}
+
+
+def text_in(script, rng, size):
+    letters, space, end = SCRIPTS[script]
+    words = ["".join(letters[i] for i in rng.integers(0, len(letters), rng.integers(1, 9))) for _ in range(60)]
+    return "".join(words[rng.integers(60)] + (end if rng.random() < 0.15 else space) for _ in range(size))
+
+
+@needs_tiktoken
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_cutting_changes_no_token_in_any_script(tmp_path, monkeypatch, script, kind):
+    """Long documents, and large files that several processes read. The vocabulary joins what a wrong cut would part."""
+    rng = np.random.default_rng(7)
+    text = text_in(script, rng, 3000)
+    normal = unicodedata.normalize("NFC", text) if kind == "qwen2" else text
+    chunks = [c.encode() for c in re.findall(r"\s?\w+|[^\w\s]+|\s+", normal)]
+    places = [(c, i) for c in chunks for i in range(min(len(c), 12))]
+    merged = collections.Counter(c[i:i + n] for c, i in places for n in range(2, min(len(c) - i, 12) + 1))
+    ordinary = [bytes([b]) for b in range(256)] + sorted((t for t, _ in merged.most_common(4000)), key=lambda t: (len(t), t))
+    tokenizer = data_common.Tokenizer(kind, ordinary + [b"<|endoftext|>"], len(ordinary), data_common.PATTERNS[kind])
+    data, whole = text.encode(), tokenizer.encode(text.encode())
+    monkeypatch.setattr(reader, "LONGEST_PIECE", 2000)
+    for size in 1, 40, 150:
+        monkeypatch.setattr(reader, "PIECE_BYTES", size)
+        monkeypatch.setattr(reader, "BLOCK_BYTES", size + 7)
+        pieces = list(reader.pieces_of(data))
+        assert b"".join(pieces) == data and len(pieces) > 25
+        assert np.array_equal(np.concatenate([tokenizer.encode(p) for p in pieces]), whole)
+    (tmp_path / "a.txt").write_bytes(data)
+    places = [0, *sorted(rng.integers(1, len(data), 12).tolist()), len(data)]
+    spans = [(str(tmp_path / "a.txt"), begin, end) for begin, end in zip(places, places[1:])]
+    pieces = [piece for span in spans for _, piece in reader.Reader("text", "strict", False).documents(span)]
+    assert b"".join(pieces) == data and np.array_equal(np.concatenate([tokenizer.encode(p) for p in pieces]), whole)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2"])
+def test_clean_cuts_are_those_of_the_pattern(kind):
+    """Around the characters of Unicode (some of Han and Hangul), by a package that knows another version than Python."""
+    chunk = pytest.importorskip("regex").compile(data_common.PATTERNS[kind])
+    blocks = (0, 0x4E10), (0x9FF0, 0xAC10), (0xD7A0, 0xD800), (0xF900, 0x11000), (0x1CF00, 0x1FC00), (0xE0000, 0xE0200)
+    for code in (code for block in blocks for code in range(*block)):
+        for window in "a" + chr(code), chr(code) + ".", chr(code) + " .", "-\n" + chr(code):
+            at = len(window) - 1 - (" ." in window)
+            if any(p.match(window, at) for p in reader.CLEAN_CUTS) and reader.is_clean(window, at):
+                text, parts = window, [window[:at], window[at:]]
+                if kind == "qwen2":
+                    text, parts = unicodedata.normalize("NFC", text), [unicodedata.normalize("NFC", p) for p in parts]
+                assert "".join(parts) == text and len(parts[0]) in [m.end() for m in chunk.finditer(text)], (hex(code), window)
 
 
 @needs_assets
