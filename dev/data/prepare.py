@@ -6,7 +6,9 @@
     mpirun -np 64 python dev/data/prepare.py ...                                               on several machines
 
 Inputs: files, folders (searched below) and globs of .txt .md .py (a file is a document), .jsonl (a line is one) and .parquet
-(a row is one), also as .gz and .xz (such a file is read by one process). Every document follows an end-of-text token, as in llm.c.
+(a row is one), also as .gz and .xz (such a file is read by one process). What else a folder holds is passed over and
+counted: other files, hidden and linked folders, links to nothing, pipes. Every document follows an end-of-text token,
+as in llm.c.
 Documents are shuffled by --seed, long ones in parts of 64k tokens (shards.py says how); trainers shuffle again. The first
 --val-fraction of the tokens, or --val-tokens of them, or all of --val-input, is for validation.
 The shards are the same bits for any number of processes and ranks. A run that was killed goes on where it was when the same
@@ -35,10 +37,10 @@ def python_stdlib():
 
 # ---- --check
 
-def check(pattern):
-    paths = [p for p in find_files(pattern) if os.path.basename(p) != "tokenizer.bin"]
+def check(patterns):
+    paths = [p for pattern in patterns for p in find_files(pattern) if os.path.basename(p) != "tokenizer.bin"]
     if not paths:
-        die(f"no file matches '{pattern}'", "quote the glob: --check 'folder/*.bin'")
+        die(f"no file matches '{' '.join(patterns)}'", "name shards or quoted globs: --check 'folder/*.bin'")
     failed, first = 0, None
     for path in paths:
         try:
@@ -78,7 +80,7 @@ def parse_args():
     a("--val-fraction", type=float, default=0.01, metavar="F", help="share of the tokens kept for validation (0.01)")
     a("--val-tokens", type=float, metavar="N", help="instead: exactly N tokens")
     a("--val-input", nargs="+", default=[], metavar="PATH", help="instead: all of these")
-    a("--check", metavar="PATTERN", help="look at shards instead of making some")
+    a("--check", nargs="+", metavar="PATTERN", help="look at shards instead of making some")
     args = parser.parse_args()
     if args.check:
         return args
@@ -96,7 +98,10 @@ def main(ranks):
     if args.check:
         end_with_reader()
         return check(args.check)
-    build(ranks, args, (python_stdlib() if args.python_stdlib else []) + find_inputs(args.input), find_inputs(args.val_input))
+    found = None
+    if ranks.rank == 0:  # so that what is passed over is said once
+        found = (python_stdlib() if args.python_stdlib else []) + find_inputs(args.input), find_inputs(args.val_input)
+    build(ranks, args, *ranks.share(found))
 
 
 if __name__ == "__main__":

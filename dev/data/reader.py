@@ -8,12 +8,14 @@
 A span is (path, begin, end): bytes of .txt .md .py and .jsonl, row groups of .parquet. What is packed as .gz or .xz can only be read
 from its beginning and is one span. Nothing here depends on how many processes there are.
 """
+import collections
 import functools
 import gzip
 import json
 import lzma
 import os
 import re
+import sys
 import unicodedata
 import zlib
 
@@ -22,7 +24,7 @@ from missing_package import HINT
 
 TEXT, SUFFIXES = (".txt", ".md", ".py"), (".txt", ".md", ".py", ".jsonl", ".parquet")
 ROWS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.xz")
-KNOWN = " ".join(SUFFIXES) + ", also with .gz or .xz"
+KNOWN = " ".join(SUFFIXES) + ", also with .gz or .xz, in small letters or in capitals"
 PIECE_BYTES = 1 << 15        # long documents are tokenized in pieces of this size
 LONGEST_PIECE = 1 << 18      # where a text may be cut nowhere: tiktoken fails on a run of 2^20 spaces
 BLOCK_BYTES = 1 << 20        # what is read at a time
@@ -34,46 +36,91 @@ NOT_UNPACKED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 # ---- inputs
 
 def base_name(path):
-    return path[:-3] if path.endswith((".gz", ".xz")) else path
+    return path[:-3] if path.lower().endswith((".gz", ".xz")) else path
 
 
 def kind_of(path):
-    return os.path.splitext(base_name(path))[1]
+    return os.path.splitext(base_name(path))[1].lower()
 
 
-def walk(folder, skip=()):
+REFUSALS = {  # of what a user has named
+    "other file": ("is of an unknown kind", f"files end in {KNOWN}"),
+    "special file": ("is a pipe or a device", "write what comes out of it to a file first: its size is not known"),
+    "dangling link": ("links to nothing", "name a file that is there"),
+}
+
+
+def reason_to_pass(path):
+    """What a file is that cannot be read; None for one that can."""
+    if kind_of(path) not in SUFFIXES:
+        return "other file"
+    return None if os.path.isfile(path) else "special file" if os.path.exists(path) else "dangling link"
+
+
+def walk(folder, skip=(), passed=None):
+    """The files in a folder that can be read, in the order of their names. passed: {reason: paths} of the others."""
     def refuse(e):
         die(f"cannot list '{e.filename}': {e.strerror}", "name folders that you may read")
+    passed = collections.defaultdict(list) if passed is None else passed
     for parent, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in skip)
-        yield from (os.path.join(parent, f) for f in sorted(files) if base_name(f).endswith(SUFFIXES))
+        for name in sorted(folders):
+            path = os.path.join(parent, name)
+            if name.startswith(".") or os.path.islink(path):
+                passed["hidden folder" if name.startswith(".") else "linked folder"].append(path)
+                folders.remove(name)
+        folders[:] = sorted(f for f in folders if f not in skip)
+        for path in (os.path.join(parent, name) for name in sorted(files)):
+            if reason := reason_to_pass(path):
+                passed[reason].append(path)
+            else:
+                yield path
+
+
+def tell_passed(where, passed):
+    def part(reason, paths):
+        names = ", ".join(f"'{p}'" for p in paths[:3]) + ", ..." * (len(paths) > 3)
+        return f"{len(paths):,} {reason}{'s' * (len(paths) > 1)} ({names})"
+    if passed:
+        print(f"note: '{where}': passed over {'; '.join(part(*item) for item in passed.items())}")
 
 
 def find_inputs(patterns):
+    """Files, folders and globs -> paths. What is named must be there and be readable.
+    What else a folder or a glob holds is passed over, and said."""
     found = []
     for pattern in patterns:
-        names = find_files(pattern)
+        names, named = find_files(pattern), len(found)
+        passed = collections.defaultdict(list)
         if not names:
             die(f"no file matches '{pattern}'", f"name files, folders or quoted globs of {KNOWN}")
         for name in names:
-            files = list(walk(name)) if os.path.isdir(name) else [name]
-            if not files:
-                die(f"folder '{name}' holds none of the files read here", f"they end in {KNOWN}")
-            if not base_name(files[0]).endswith(SUFFIXES):
-                die(f"'{name}' is of an unknown kind", f"files end in {KNOWN}")
-            found += files
+            if os.path.isdir(name):
+                found += walk(name, passed=passed)
+            elif reason := reason_to_pass(name):
+                passed[reason].append(name)
+            else:
+                found.append(name)
+        if names == [pattern] and (reason := reason_to_pass(pattern)) and not os.path.isdir(pattern):
+            die(f"'{pattern}' {REFUSALS[reason][0]}", REFUSALS[reason][1])
+        tell_passed(pattern, passed)
+        if len(found) == named:
+            what = "folder " * os.path.isdir(pattern)
+            die(f"{what}'{pattern}' holds none of the files read here", f"they end in {KNOWN}")
     return found
 
 
 def once(paths, taken=()):
-    """Real paths, each once, in the order given; without those that are taken."""
-    real = list(dict.fromkeys(os.path.realpath(p) for p in paths))
+    """Each file once, in the order given and under the name given: what a link leads to may have another ending."""
+    real = {}
+    for path in paths:
+        real.setdefault(os.path.realpath(path), os.path.abspath(path))
     if len(real) < len(paths):
-        print(f"note: {len(paths) - len(real)} of {len(paths)} inputs were named twice (or are links to another); each is used once")
-    both = set(real) & set(taken)
+        print(f"note: {len(paths) - len(real)} of {len(paths)} inputs were named twice (or are links to another); "
+              "each is used once")
+    both = real.keys() & {os.path.realpath(path) for path in taken}
     if both:
-        die(f"'{min(both)}' is named both for training and for validation", "name it once")
-    return real
+        die(f"'{real[min(both)]}' is named both for training and for validation", "name it once")
+    return list(real.values())
 
 
 # ---- chunks
@@ -118,12 +165,12 @@ def plan(paths):
 
 # Where every tokenizer's pattern begins a new chunk whatever stands around, so that cutting there changes no token:
 # between two lines that neither end nor begin with a space; else before a space; else between a word and punctuation.
-CLEAN_CUTS = [re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?=[ \t\u3000])"), re.compile(r"(?<=[^\W_])(?=[^\w\s])")]
+CLEAN_CUTS = [re.compile(p) for p in (r"(?<=\S\n)(?=\S)", r"(?<=\S)(?=[ \t\u3000])", r"(?<=[^\W_])(?=[^\w\s])")]
 
 
 def is_clean(window, at):
     """Python and the tokenizers may know different versions of Unicode, and Qwen2.5 splits what NFC has made of a text.
-    So a word ends only before what has long been punctuation or a symbol, and never behind a letter that NFC takes apart."""
+    So a word ends only before what has long been punctuation or a symbol, never behind a letter that NFC takes apart."""
     before, after = window[at - 1], window[at]
     if before == "\n":
         return not "\ud800" <= after <= "\udfff"  # half a character, where the window ends
@@ -197,7 +244,7 @@ def opened(path):
 
 
 def unpacked(raw, path):
-    return {".gz": gzip.open, ".xz": lzma.open}.get(os.path.splitext(path)[1], lambda f: f)(raw)
+    return {".gz": gzip.open, ".xz": lzma.open}.get(os.path.splitext(path)[1].lower(), lambda f: f)(raw)
 
 
 def lines_before(path, begin):
@@ -205,9 +252,13 @@ def lines_before(path, begin):
         return sum(f.read(min(BLOCK_BYTES, begin - at)).count(b"\n") for at in range(0, begin, BLOCK_BYTES))
 
 
-def json_rows(stream, path, errors=None, begin=0, end=None):
+def die_of(where, what, hint):
+    die(f"{where()}{what}", hint)
+
+
+def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of):
     """(record, where) for the lines that begin in [begin, end); where() names the line in messages. errors: None is strict,
-    and the user has no choice."""
+    and the user has no choice. bad(where, what, hint): ends the program, or the line is left out."""
     def where():
         return f"'{path}' line {number + (lines_before(path, begin) if begin else 0)}"
     number, at = 0, begin
@@ -219,15 +270,19 @@ def json_rows(stream, path, errors=None, begin=0, end=None):
         at += len(line)
         if len(line) == LINE_BYTES:
             die(f"{where()} is longer than {LINE_BYTES >> 20} MiB", "a .jsonl file has one document a line; a .txt file may be of any length")
+        if begin == 0 and number == 1 and wide_encoding(line):
+            die_of(where, *not_text(path, 0, errors))
         if line.isspace():
             continue
         try:
             line = line.decode("utf-8", errors or "strict")
             line = json.loads(line)
         except UnicodeDecodeError as e:
-            not_text(where(), e.start, errors)
+            bad(where, *not_text(path, e.start, errors))
+            continue
         except (ValueError, RecursionError) as e:
-            die(f"{where()} is not JSON: {e}", "a .jsonl file has one JSON object a line")
+            bad(where, f" is not JSON: {e}", "a .jsonl file has one JSON object a line")
+            continue
         yield line, where
 
 
@@ -262,9 +317,25 @@ def parquet_batches(stream, path, columns=None, begin=0, end=None):
         die(f"'{path}' is not a good Parquet file: {e}", "it is damaged: delete it and get it again")
 
 
-def not_text(where, offset, errors):
+WIDE_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+
+
+def wide_encoding(head):
+    """UTF-16 or UTF-32, by the first bytes of a text: their byte order mark, or a NUL in every other one; else None."""
+    for mark, name in WIDE_MARKS.items():
+        if head.startswith(mark):
+            return name
+    head = head[:256]
+    odd, even = head[1::2].count(0), head[::2].count(0)
+    return "UTF-16LE" if odd > len(head) // 4 > even else "UTF-16BE" if even > len(head) // 4 > odd else None
+
+
+def not_text(path, offset, errors):
+    """(what is wrong, hint) of bytes that are not UTF-8."""
+    with open(path, "rb") as raw:
+        encoding = wide_encoding(unpacked(raw, path).read(256)) or "LATIN1"
     choice = ", or pass --encoding-errors replace" if errors else ""
-    die(f"{where}: byte {offset} is not UTF-8", "convert it (iconv -f LATIN1 -t UTF-8)" + choice)
+    return f": byte {offset} is not UTF-8", f"convert it (iconv -f {encoding} -t UTF-8)" + choice
 
 
 def rows(path):
@@ -289,11 +360,12 @@ def rows(path):
 # ---- documents: pieces (UTF-8 bytes) of at most LONGEST_PIECE
 
 class Reader:
-    """Opens spans, unpacks them and checks that they hold text. no_nul: the tokenizer has another use for that byte."""
+    """Opens spans, unpacks them and checks that they hold text. no_nul: the tokenizer has another use for that byte.
+    skip_bad: lines of .jsonl that are no documents are left out."""
 
-    def __init__(self, field, errors, no_nul):
-        self.field, self.errors, self.no_nul = field, errors, no_nul
-        self.empty = 0
+    def __init__(self, field, errors, no_nul, skip_bad=False):
+        self.field, self.errors, self.no_nul, self.skip_bad = field, errors, no_nul, skip_bad
+        self.empty = self.skipped = 0
 
     def documents(self, span):
         """Yields (first, piece): first is true where a document begins."""
@@ -313,7 +385,7 @@ class Reader:
                 for text, where in records:
                     at = 0
                     for piece in pieces_of(text):
-                        yield at == 0, self.checked(piece, where, at)
+                        yield at == 0, self.checked(piece, path, where, at)
                         at += len(piece)
                     self.empty += not text
         except NOT_UNPACKED as e:
@@ -333,24 +405,39 @@ class Reader:
             text, start, at = text[at:] + block, start + at, 0
             if first and start == 0 and text.startswith(b"\xef\xbb\xbf"):  # the byte order mark that some editors write
                 text, start = text[3:], 3
+            if first and start == 0 and self.errors == "strict" and (encoding := wide_encoding(text)):
+                die(f"'{path}' is {encoding}: byte 0 is not UTF-8", f"convert it: iconv -f {encoding} -t UTF-8")
             while at < len(text) and (stop := cut(text, at, not block)):
-                yield first, self.checked(text[at:stop], where, start + at)
+                yield first, self.checked(text[at:stop], path, where, start + at)
                 at, first = stop, False
             if not block:
                 self.empty += first
                 return
 
+    def bad(self, where, what, hint):
+        """A line of .jsonl that is no document. The first ones that are left out are named."""
+        if not self.skip_bad:
+            die_of(where, what, hint + "; or leave such lines out with --skip-bad")
+        self.skipped += 1
+        if self.skipped <= 3:
+            print(f"note: left out: {where()}{what}", file=sys.stderr, flush=True)
+
     def jsonl(self, stream, path, begin, end):
-        for record, where in json_rows(stream, path, self.errors, begin, end):
+        for record, where in json_rows(stream, path, self.errors, begin, end, self.bad):
             text = record.get(self.field) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                fields = ", ".join(k for k, v in (record.items() if isinstance(record, dict) else ()) if isinstance(v, str)) or "none"
-                die(f"{where()} has no text in field '{self.field}'", f"choose a field with --text-field; text is in: {fields}")
+                items = record.items() if isinstance(record, dict) else ()
+                fields = ", ".join(k for k, v in items if isinstance(v, str)) or "none"
+                hint = f"choose a field with --text-field; text is in: {fields}"
+                self.bad(where, f" has no text in field '{self.field}'", hint)
+                continue
             record = None  # a long one would be in memory once more
             try:
                 text = text.encode("utf-8", "strict" if self.errors == "strict" else "replace")
             except UnicodeEncodeError:  # JSON can spell such a thing
-                die(f"{where()} holds half a surrogate pair, which is no character", "--encoding-errors replace puts '?' there")
+                hint = "--encoding-errors replace puts '?' there"
+                self.bad(where, " holds half a surrogate pair, which is no character", hint)
+                continue
             yield text, where
 
     def parquet(self, stream, path, begin, end):
@@ -364,12 +451,12 @@ class Reader:
             for i, text in enumerate(column.cast("large_binary").to_pylist()):  # bytes: checked like all other text
                 yield text or b"", functools.partial("'{}' row {}".format, path, row + i + 1)
 
-    def checked(self, text, where, start):
+    def checked(self, text, path, where, start):
         try:
             text.decode()
         except UnicodeDecodeError as e:
             if self.errors == "strict":
-                not_text(where(), start + e.start, self.errors)
+                die_of(where, *not_text(path, start + e.start, self.errors))
             text = text.decode("utf-8", "replace").encode()
         if self.no_nul and b"\0" in text:
             if self.errors == "strict":

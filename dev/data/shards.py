@@ -36,6 +36,7 @@ from data_common import (HEADER_BYTES, KINDS, MAX_SHARD_TOKENS, Progress, atomic
 from reader import Reader, once, plan
 
 FORMAT = 3                   # raise it when the same settings give other shards
+ROW_TOKENS = 1024            # --seq-len of the trainers, unless given
 UNIT_TOKENS = 1 << 16
 PIECE_TOKENS, PIECE_UNITS = 1 << 23, 1 << 19
 WINDOW_TOKENS, WINDOW_UNITS = 1 << 27, 1 << 22
@@ -57,6 +58,7 @@ def add_arguments(parser):
     a("--keep-order", action="store_true", help="do not shuffle")
     a("--text-field", default="text", metavar="NAME", help="field of .jsonl, column of .parquet (text)")
     a("--encoding-errors", choices=("strict", "replace"), default="strict", help="what is not UTF-8 stops the run, or becomes U+FFFD")
+    a("--skip-bad", action="store_true", help="leave out lines of .jsonl that are no JSON or have no text in the field")
     a("--workers", "--processes", type=int, metavar="N", help="processes (as many as the machine has cores; under mpirun 1 a rank)")
     a("--overwrite", action="store_true", help="replace shards that were made with other settings")
     parser.set_defaults(val_tokens=None, val_fraction=0.0)
@@ -104,16 +106,18 @@ class Ranks:
 
 
 def run(main):
-    """Runs main(ranks). An error on one rank ends all; Ctrl-C says how to go on."""
+    """Runs main(ranks). An error on one rank ends all; Ctrl-C, SIGTERM and a closed terminal say how to go on."""
     ranks, status, interrupted = None, 0, False
     outlive_reader()
 
-    def interrupt(*_):
+    def interrupt(number, _):
         nonlocal interrupted
         interrupted = True
+        signal.signal(number, signal.SIG_DFL)  # a second one ends at once
         raise KeyboardInterrupt
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):  # not under nohup
+            signal.signal(number, interrupt)
     try:
         ranks = Ranks()
         main(ranks)
@@ -185,11 +189,11 @@ class Workers:
 
 # ---- chunks -> pieces
 
-# tokens as they are in shards; the length of every unit (a document, or a part of a long one) as int64; then six int64:
-# units, tokens, empty documents, item size, format, magic.
+# tokens as they are in shards; the length of every unit (a document, or a part of a long one) as int64;
+# then seven int64: units, tokens, empty documents, bad lines left out, item size, format, magic.
 PIECE_MAGIC = 0x50494543453A6C6D
 Piece = collections.namedtuple("Piece", "path lengths_at unit units token tokens val")  # a run of units in a file
-File = collections.namedtuple("File", "path units tokens empty")
+File = collections.namedtuple("File", "path units tokens empty skipped")
 
 
 def piece_trailer(path, itemsize):
@@ -197,10 +201,10 @@ def piece_trailer(path, itemsize):
     try:
         with open(path, "rb") as f:
             size = f.seek(0, os.SEEK_END)
-            f.seek(max(size - 48, 0))
-            units, tokens, empty, *rest = np.frombuffer(f.read(), np.int64)
-            if list(rest) == [itemsize, FORMAT, PIECE_MAGIC] and size == tokens * itemsize + units * 8 + 48:
-                return File(path, int(units), int(tokens), int(empty))
+            f.seek(max(size - 56, 0))
+            units, tokens, empty, skipped, *rest = np.frombuffer(f.read(), np.int64)
+            if list(rest) == [itemsize, FORMAT, PIECE_MAGIC] and size == tokens * itemsize + units * 8 + 56:
+                return File(path, int(units), int(tokens), int(empty), int(skipped))
     except (OSError, ValueError):
         pass
     return None
@@ -214,7 +218,9 @@ class Tokenizing:
 
     def key(self, chunk):
         identity = [(*span, os.stat(span[0]).st_size, os.stat(span[0]).st_mtime_ns) for span in chunk]
-        what = (FORMAT, identity, self.tokenizer.kind, self.tokenizer.hash, self.args.text_field, self.args.encoding_errors, self.args.keep_order)
+        args = self.args
+        what = (FORMAT, identity, self.tokenizer.kind, self.tokenizer.hash, args.text_field, args.encoding_errors,
+                args.keep_order, args.skip_bad)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 
     def units(self, chunk, reader, lengths):
@@ -240,7 +246,8 @@ def tokenize_chunk(task):
     path = os.path.join(worker.folder, worker.key(chunk) + ".piece")
     itemsize = worker.tokenizer.dtype.itemsize
     if not piece_trailer(path, itemsize):
-        reader = Reader(worker.args.text_field, worker.args.encoding_errors, worker.tokenizer.kind == "bytes")
+        args = worker.args
+        reader = Reader(args.text_field, args.encoding_errors, worker.tokenizer.kind == "bytes", args.skip_bad)
         lengths = array.array("q")
 
         def body():
@@ -252,11 +259,11 @@ def tokenize_chunk(task):
                     yield np.concatenate(held).data
                     held, total = [], 0
             yield np.concatenate(held).data if held else b""
-            trailer = [len(lengths), sum(lengths), reader.empty, itemsize, FORMAT, PIECE_MAGIC]
+            trailer = [len(lengths), sum(lengths), reader.empty, reader.skipped, itemsize, FORMAT, PIECE_MAGIC]
             yield np.concatenate([np.array(lengths, np.int64), np.array(trailer, np.int64)]).data
         atomic_write(path, body())
     file = piece_trailer(path, itemsize)
-    return file.empty, cut_file(file, itemsize, val)
+    return file, cut_file(file, itemsize, val)
 
 
 def cut_file(file, itemsize, val):
@@ -377,7 +384,7 @@ class Job:
         self.settings = dict(
             format=FORMAT, input=hashlib.sha256(repr(files).encode()).hexdigest(), tokenizer=tokenizer.kind, tokenizer_hash=f"{tokenizer.hash:016x}",
             shard_tokens=args.shard_tokens, val_tokens=args.val_tokens, val_fraction=args.val_fraction, seed=args.seed, keep_order=args.keep_order,
-            text_field=args.text_field, encoding_errors=args.encoding_errors)
+            text_field=args.text_field, encoding_errors=args.encoding_errors, skip_bad=args.skip_bad)
 
     def files(self):
         return [p for s in ("train", "val") for p in glob.glob(f"{glob.escape(self.prefix)}_{s}_[0-9]*.bin*")]
@@ -470,6 +477,26 @@ def begin(job, ranks, workers):
     return job.tokenizer, chunks
 
 
+def die_of_no_text(total, val):
+    if not total:
+        die("the inputs hold no text", "name other files with --input")
+    die(f"no text is left for training: {total:,} tokens, {val:,} of them for validation",
+        "give more text, or a smaller part for validation: --val-fraction, --val-tokens")
+
+
+def warn_of_short(train, val):
+    """A part that is shorter than one row of the trainers' cannot be used with their default of --seq-len."""
+    row, less = ROW_TOKENS + 1, f"less than one row of {ROW_TOKENS:,} + 1, which trainers read by default"
+    if 0 < val < row:
+        share = math.ceil(100 * row / (train + val)) / 100
+        more = f"keep more with --val-fraction {share}" if train > 2 * row else "give more text"
+        print(f"warning: {val:,} tokens for validation are {less}:\n"
+              f"  {more}, or train with a smaller --seq-len, or with --val-data ''")
+    if train < row:
+        print(f"warning: {train:,} tokens for training are {less}:\n"
+              "  give more text, or train with a smaller --seq-len")
+
+
 def build(ranks, args, paths, val_paths=()):
     """The whole way. args: those of add_arguments(), and val_tokens, val_fraction; val_paths come instead of these."""
     start = time.time()
@@ -496,8 +523,7 @@ def build(ranks, args, paths, val_paths=()):
         windows, total = windows_of(pieces, args), sum(p.tokens for p in pieces)
         val = sum(p.tokens for p in pieces if p.val) if val_paths else args.val_tokens if args.val_tokens is not None else math.ceil(args.val_fraction * total)
         if val >= total:
-            die(f"no text is left for training: {total:,} tokens, {val:,} of them for validation" if total else "the inputs hold no text",
-                "give more text, or fewer tokens for validation")
+            die_of_no_text(total, val)
         shards = [(os.path.join(args.output, f"{args.name}_{split}_{number:06d}.bin"), at, count) for split, number, at, count in cuts(total, val, args.shard_tokens)]
         tasks = [(path, at, count, [w for w in windows if w.start < at + count and at < w.start + w.tokens]) for path, at, count in shards]
         for _ in pool.each(write_cut, tasks[ranks.rank::ranks.size]):
@@ -509,7 +535,10 @@ def build(ranks, args, paths, val_paths=()):
     for name, count in ("train", total - val), ("val", val):
         number = sum(f"_{name}_" in os.path.basename(path) for path, _, _ in shards)
         print(f"{name}: {count:,} tokens in {number} shard{'s' * (number != 1)}  {glob.escape(job.prefix)}_{name}_*.bin")
-    if empty := sum(r[0] for r in results.values()):
+    warn_of_short(total - val, val)
+    if empty := sum(file.empty for file, _ in results.values()):
         print(f"note: {empty:,} empty documents left out")
+    if skipped := sum(file.skipped for file, _ in results.values()):
+        print(f"note: {skipped:,} bad lines left out")
     seconds = time.time() - start
     print(f"{seconds:.1f} s, {total / seconds / 1e6:.2f} M tokens/s")
