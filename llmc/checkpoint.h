@@ -19,6 +19,7 @@
 #define LLMC_CHECKPOINT_H
 
 #include "hf_weights.h"
+#include "tokenizer.h"
 
 #include <dirent.h>
 #include <sys/file.h>
@@ -36,6 +37,7 @@ typedef struct {
     int64_t epoch, row;        // of the data: the next row to train on
     int64_t data_tokens, data_shards;  // that this place is in, 0: not known (checkpoints of before these were kept);
     uint64_t data_hash;                // of the shards' names and samples of their content, 0: not known
+    TokenizerId tokenizer;     // of the data
     uint64_t seed;
     StateWindow loss, norm;    // for the z-scores
     int num_options;
@@ -121,6 +123,9 @@ static inline void write_train_state(const Model *m, const char *folder, const T
             (long long)s->step, (long long)s->tokens, (long long)s->epoch, (long long)s->row, (unsigned long long)s->seed);
     fprintf(f, "  \"parameters\": %zu,\n  \"dtype\": \"%s\",\n  \"master\": %s,\n  \"states\": \"%s\",\n", m->table.num_weights, model_dtype(m), model_has_slot(m, SLOT_MASTER) ? "true" : "false", states_dtype(m));
     if (s->data_tokens) fprintf(f, "  \"data\": {\"tokens\": %lld, \"shards\": %lld, \"content\": \"%016llx\"},\n", (long long)s->data_tokens, (long long)s->data_shards, (unsigned long long)s->data_hash);
+    if (s->tokenizer.hash)
+        fprintf(f, "  \"tokenizer\": {\"kind\": %d, \"tokens\": %d, \"hash\": \"%016llx\"},\n", (int)s->tokenizer.kind,
+                s->tokenizer.vocab_size, (unsigned long long)s->tokenizer.hash);
     write_window(f, "loss_window", &s->loss);
     write_window(f, "norm_window", &s->norm);
     fputs("  \"options\": {", f);
@@ -516,6 +521,19 @@ static inline void read_options(const Json *j, const char *path, TrainState *s) 
         state_set_option(s, name, value);
     }
 }
+// What a train_state.json says of the tokenizer; checkpoints of before it was recorded say nothing.
+static inline TokenizerId read_tokenizer_id(const Json *j, const char *path) {
+    TokenizerId id = {TOKENIZER_UNKNOWN, 0, 0};
+    int64_t kind = 0, tokens = 0;
+    const int at = json_get(j, 0, "tokenizer");
+    const char *hash = json_string(j, json_get(j, at, "hash"));
+    if (at < 0) return id;
+    require(hash && json_int(j, json_get(j, at, "kind"), &kind) && kind >= 0 && kind < NUM_TOKENIZERS
+            && json_int(j, json_get(j, at, "tokens"), &tokens) && tokens >= 0 && tokens <= INT32_MAX,
+            "'%s': tokenizer is damaged\nuse another checkpoint", path);
+    id.kind = (TokenizerKind)kind; id.vocab_size = (int)tokens; id.hash = strtoull(hash, NULL, 16);
+    return id;
+}
 // train_state.json alone, e.g. to know the options before the model is opened. `s` is zeroed or was used before.
 static inline void checkpoint_load_state(const char *folder, TrainState *s) {
     state_free(s);
@@ -530,6 +548,7 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
         require(state_number(&j, 0, numbers[i].key, numbers[i].most, numbers[i].value), "'%s': %s is missing or damaged" STATE_DAMAGED, path, numbers[i].key);
     s->seed = (uint64_t)seed;
     read_data_place(&j, path, s);
+    s->tokenizer = read_tokenizer_id(&j, path);
     const char *texts[] = {json_string(&j, json_get(&j, 0, "dtype")), json_string(&j, json_get(&j, 0, "states"))};
     if (json_get(&j, 0, "states") == JSON_NONE) texts[1] = "fp32";  // checkpoints of before --state-dtype
     for (int i = 0; i < 2; i++)

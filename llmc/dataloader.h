@@ -160,7 +160,8 @@ static inline void shard_open(DataLoader *d, Shard *s, int first) {
     require(bytes == expected, "'%s' is too long: %lld bytes, its header promises %lld\nmake or download it again", s->path, (long long)bytes, (long long)expected);
     s->tokens = h[2];
     s->rows = (s->tokens - 1) / d->T;
-    require(s->tokens > d->T, "'%s' has %lld tokens: too few for one row of T = %d (T + 1 are needed)\nuse a shorter --seq-len, or more text",
+    require(s->tokens > d->T, "'%s' has %lld tokens: too few for one row of T = %d (T + 1 are needed)\n"
+            "use a shorter --seq-len, or more text; prepare.py --val-fraction says how much of it is for validation",
             s->path, (long long)s->tokens, d->T);
     s->hash = shard_hash(fd, bytes, s->path);
     close(fd);

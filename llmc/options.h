@@ -17,6 +17,7 @@ STR(val_data, "val-data", "j", "dev/data/tinyshakespeare/tiny_shakespeare_val.bi
 STR(model, "model", "e", "gpt2:124M", "preset[,key=value...] with random weights, or a Hugging Face folder") \
 STR(output, "output", "o", "", "folder for the log and checkpoints (none: console only)") \
 STR(tokenizer, "tokenizer", "", "", "tokenizer.bin for samples (default: beside the training data)") \
+INT(force, "force", "", 0, 0, 1, "1: use data of another tokenizer than the model's, which is refused otherwise") \
 INT(log_gpu_every, "log-gpu-every", "lg", -1, -1, 1 << 30, "print the GPU's clocks, power and temperature every N steps (-1: never)") \
 SECTION("batch and length of the run") \
 INT(batch_size, "batch-size", "b", 4, 1, 1 << 20, "sequences in a micro-step of one rank (B)") \
@@ -211,6 +212,8 @@ static inline Options options_parse(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];
         if (strcmp(argument, "--help") == 0) { options_help(argv[0], stdout); exit(EXIT_SUCCESS); }
+        require(argument[0] == '-' || i < 2 || !file_exists(argument),
+                "'%s' is not an option but a file\nthe shell replaced a pattern by names: quote it, as in -i 'data/*.bin'", argument);
         require(argument[0] == '-' && argument[1], "'%s' is not an option\nevery option is --name value; see %s --help", argument, argv[0]);
         size_t length = argument[1] == '-' ? strcspn(argument, "=") : strlen(argument);
         const OptionInfo *p = option_find(argument, length);

@@ -26,6 +26,9 @@ typedef struct Tokenizer {
     uint32_t map_mask;
 } Tokenizer;
 
+// What shards and checkpoints say about a tokenizer: enough to tell two apart and to name both. Hash 0: nothing.
+typedef struct { TokenizerKind kind; int vocab_size; uint64_t hash; } TokenizerId;
+
 static inline void tokenizer_open(Tokenizer *t, const char *path);  // stops with a message if anything in the file is wrong
 static inline void tokenizer_close(Tokenizer *t);
 static inline const unsigned char *tokenizer_token(const Tokenizer *t, int id, int *length);  // the raw bytes of one token
@@ -34,6 +37,8 @@ static inline int tokenizer_bytes(const Tokenizer *t, int id);  // of the text t
 static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n);
 // Writes at most `bytes` ids and returns how many.
 static inline int tokenizer_encode(const Tokenizer *t, const char *text, int bytes, int *ids);
+// For messages: "gpt2 (50257 tokens, hash 0123456789abcdef)".
+static inline const char *tokenizer_name(const TokenizerId *id, char *text, size_t size);
 // <folder of the first shard>/tokenizer.bin, where the scripts put it. free() it.
 static inline char *tokenizer_path(const char *shard_path);
 
@@ -119,6 +124,13 @@ static inline void tokenizer_open(Tokenizer *t, const char *path) {
 static inline void tokenizer_close(Tokenizer *t) {
     free(t->file); free(t->begin); free(t->map);
     memset(t, 0, sizeof *t);
+}
+static inline const char *tokenizer_name(const TokenizerId *id, char *text, size_t size) {
+    static const char *const kinds[NUM_TOKENIZERS] = {"a tokenizer of unknown kind", "bytes", "gpt2", "llama3", "qwen2"};
+    char tokens[32] = "";
+    if (id->vocab_size > 0) snprintf(tokens, sizeof tokens, "%d tokens, ", id->vocab_size);
+    snprintf(text, size, "%s (%shash %016llx)", kinds[id->kind], tokens, (unsigned long long)id->hash);
+    return text;
 }
 static inline char *tokenizer_path(const char *shard_path) {
     const char *slash = strrchr(shard_path, '/');

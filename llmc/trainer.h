@@ -147,6 +147,51 @@ static inline void open_tokenizer(Trainer *t) {
     free(path);
 }
 
+// Of the model: as its checkpoint or the tokenizer.bin in its folder tells.
+static inline TokenizerId tokenizer_of_model(const Trainer *t) {
+    TokenizerId id = t->state.tokenizer;
+    if (*t->resumed_from || !is_directory(t->o.model)) return id;
+    char *bin = st_text(t->o.model, "/", "tokenizer.bin"), *state = st_text(t->o.model, "/", "train_state.json");
+    if (file_exists(bin)) {
+        Tokenizer own;
+        tokenizer_open(&own, bin);
+        id.kind = own.kind; id.vocab_size = own.vocab_size; id.hash = own.hash;
+        tokenizer_close(&own);
+    } else if (file_exists(state)) {
+        Json j;
+        require(json_load(&j, state), "cannot read '%s': %s\nuse another checkpoint", state, j.error);
+        id = read_tokenizer_id(&j, state);
+        json_free(&j);
+    }
+    free(bin);
+    free(state);
+    return id;
+}
+// Of the data: as the shards tell, the multiple-choice sets, or else the tokenizer.bin beside them.
+static inline TokenizerId tokenizer_of_data(const Trainer *t) {
+    const DataLoader *shards = t->train.hash ? &t->train : &t->eval.val;
+    TokenizerId id = {shards->tokenizer, shards->vocab_size, shards->hash};
+    if (!id.hash) id.hash = evaluation_tokenizer(&t->eval);
+    if (!id.hash && t->has_tokenizer) {
+        id.kind = t->tokenizer.kind; id.vocab_size = t->tokenizer.vocab_size; id.hash = t->tokenizer.hash;
+    }
+    return id;
+}
+// To a model, the ids of another tokenizer are noise. The next checkpoints name the tokenizer of this run's data.
+static inline void compare_tokenizers(Trainer *t) {
+    const TokenizerId model = tokenizer_of_model(t), data = tokenizer_of_data(t);
+    const char *folder = *t->resumed_from ? t->resumed_from : t->o.model;
+    char models[96], datas[96];
+    if (data.hash) t->state.tokenizer = data;
+    else t->state.tokenizer = model;
+    if (!model.hash || !data.hash || model.hash == data.hash) return;
+    tokenizer_name(&model, models, sizeof models);
+    tokenizer_name(&data, datas, sizeof datas);
+    require(t->o.force, "the model '%s' has the tokenizer %s, the data were made with %s\nmake data for this model with "
+            "python dev/data/prepare.py --tokenizer %s; or use these all the same with --force 1", folder, models, datas, folder);
+    printf("warning: the model has the tokenizer %s, the data were made with %s (--force 1)\n", models, datas);
+}
+
 static inline void init_weights(Model *m, uint64_t seed) {
     const size_t PIECE = (size_t)1 << 22;
     float *values = (float *)malloc_or_die(PIECE * sizeof(float));
@@ -600,6 +645,7 @@ static inline int trainer_main(int argc, char **argv) {
     choose_config(t);
     if (!o->generate) open_data(t);
     open_tokenizer(t);
+    if (!o->generate) compare_tokenizers(t);
     handshake(t);
     const Options model_options = options_of_model(t);
     model_open(&t->model, &t->config, &model_options, &t->mesh);

@@ -204,7 +204,13 @@ def import_tiktoken():
 
 
 def make_tokenizer(kind, path=None):
-    """kind: one of KINDS. path: GPT-2's vocab.bpe (optional), Llama 3's tokenizer.model, or the tokenizer.json of a model."""
+    """kind: one of KINDS, or a model's folder. path: GPT-2's vocab.bpe (optional), Llama 3's tokenizer.model, or the
+    tokenizer.json of a model."""
+    if kind not in KINDS:
+        if path is not None:
+            die(f"--tokenizer '{kind}' is a folder with a tokenizer of its own", "leave --tokenizer-file out")
+        from tokenizer_json import folder_tokenizer
+        return folder_tokenizer(kind)
     if kind == "bytes":
         return Tokenizer(kind, [bytes([b]) for b in range(256)], eot=0)  # NUL does not occur in text
     import_tiktoken()

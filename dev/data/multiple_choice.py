@@ -20,6 +20,7 @@ import numpy as np
 
 from data_common import HEADER_WORDS, KINDS, atomic_write, die, make_folder, make_tokenizer, outlive_reader
 from reader import base_name, rows
+from tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
 
 MAGIC = 20240522
 VERSIONS = {1: np.dtype(np.uint16), 2: np.dtype(np.uint32)}  # 1 is llm.c's: no token from 65,535 on, no lengths in characters
@@ -27,15 +28,14 @@ MAX_CHOICES = 64  # EVAL_MAX_CHOICES in llmc/eval_set.h
 
 
 def add_arguments(parser):
-    parser.add_argument("--tokenizer", choices=KINDS, default="gpt2")
-    parser.add_argument("--tokenizer-file", "--vocab-bpe", metavar="PATH", help="GPT-2's vocab.bpe, Llama 3's tokenizer.model, or a model's tokenizer.json")
+    add_tokenizer_arguments(parser)
     parser.add_argument("--output", metavar="FOLDER")
 
 
 def output_folder(args, name):
     """--output, or a folder of this name beside the scripts; the files of each tokenizer have one of their own."""
     here = os.path.dirname(os.path.abspath(__file__))
-    folder = args.output or os.path.join(here, name + ("" if args.tokenizer == "gpt2" else "_" + args.tokenizer))
+    folder = args.output or os.path.join(here, name + tokenizer_suffix(args.tokenizer))
     make_folder(folder)
     return folder
 

@@ -2,6 +2,7 @@
 
     python dev/data/prepare.py --input books/ notes.txt 'web/*.jsonl.gz' --output dev/data/mine
     python dev/data/prepare.py --python-stdlib --tokenizer bytes --output dev/data/python      text that every machine has
+    python dev/data/prepare.py --input books/ --tokenizer models/qwen --output dev/data/mine   for the model in that folder
     python dev/data/prepare.py --check 'dev/data/mine/*.bin'                                   what is in these shards?
     mpirun -np 64 python dev/data/prepare.py ...                                               on several machines
 

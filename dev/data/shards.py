@@ -34,6 +34,7 @@ import numpy as np
 from data_common import (HEADER_BYTES, KINDS, MAX_SHARD_TOKENS, Progress, atomic_write, die, fnv1a, make_folder, make_tokenizer, outlive_reader, read_tokenizer,
                          write_shard)
 from reader import Reader, once, plan
+from tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
 
 FORMAT = 3                   # raise it when the same settings give other shards
 ROW_TOKENS = 1024            # --seq-len of the trainers, unless given
@@ -51,8 +52,7 @@ def add_arguments(parser):
     a = parser.add_argument
     a("--output", metavar="FOLDER")
     a("--name", help="first part of the shards' names (the output folder's own name)")
-    a("--tokenizer", "-m", "--model_desc", default="gpt2", choices=KINDS, type=lambda name: name.replace("-", ""), help="gpt2 (the default), bytes, llama3 or qwen2")
-    a("--tokenizer-file", "--vocab-bpe", metavar="PATH", help="GPT-2's vocab.bpe, Llama 3's tokenizer.model, or a model's tokenizer.json")
+    add_tokenizer_arguments(parser)
     a("--shard-tokens", "-s", "--shard_size", type=float, default=1e8, metavar="N", help="tokens of a shard (1e8)")
     a("--seed", type=int, default=42, help="of the order of documents (42)")
     a("--keep-order", action="store_true", help="do not shuffle")
@@ -66,9 +66,8 @@ def add_arguments(parser):
 
 def check_arguments(args, name=None, folder=None):
     """name, folder: of a data set that has its own."""
-    if folder and args.tokenizer != "gpt2":
-        folder += "_" + args.tokenizer
-    args.output = args.output or os.path.join(os.path.dirname(os.path.abspath(__file__)), folder)
+    here = os.path.dirname(os.path.abspath(__file__))
+    args.output = args.output or os.path.join(here, folder + tokenizer_suffix(args.tokenizer))
     args.name = args.name or name or os.path.basename(os.path.abspath(args.output))
     if "/" in args.name:
         die(f"--name {args.name} is a path", "--output is the folder, --name the first part of the file names in it")

@@ -14,7 +14,8 @@ import download  # first: what if numpy is missing
 
 import numpy as np
 
-from data_common import KINDS, die, make_folder, make_tokenizer, outlive_reader, write_shard
+from data_common import die, make_folder, make_tokenizer, outlive_reader, write_shard
+from tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -37,14 +38,13 @@ def get_text(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", choices=KINDS, default="gpt2")
-    parser.add_argument("--tokenizer-file", "--vocab-bpe", metavar="PATH", help="GPT-2's vocab.bpe, Llama 3's tokenizer.model, or a model's tokenizer.json")
+    add_tokenizer_arguments(parser)
     parser.add_argument("--file", metavar="PATH", help="the text, instead of a download")
     parser.add_argument("--output", metavar="FOLDER")
     download.add_arguments(parser)
     args = parser.parse_args()
     here = os.path.dirname(os.path.abspath(__file__))
-    folder = args.output or os.path.join(here, "tinyshakespeare" + ("" if args.tokenizer == "gpt2" else "_" + args.tokenizer))
+    folder = args.output or os.path.join(here, "tinyshakespeare" + tokenizer_suffix(args.tokenizer))
     make_folder(folder)
     tokenizer = make_tokenizer(args.tokenizer, args.tokenizer_file)
     sections = get_text(args).split(b"\n\n")

@@ -1,15 +1,75 @@
-"""A tokenizer.json, Hugging Face's file of a tokenizer, and our Tokenizer: each from the other, with the same ids.
+"""The tokenizer of a model's folder; and a tokenizer.json, Hugging Face's file, from our Tokenizer and back, with the same ids.
 
 Only byte-level BPE whose pieces are cut by a pattern that we know: GPT-2, Llama 3, Qwen2.5. Ids must be in the order of the
 merges, ordinary ones first, as in the published files: our tokenizer.bin has no list of merges, the ids are that list.
 """
+import argparse
 import json
 import os
 
-from data_common import PATTERNS, Tokenizer, atomic_write, byte_characters, die
+from data_common import (KINDS, PATTERNS, Tokenizer, atomic_write, byte_characters, die, find_files, fnv1a,
+                         import_tiktoken, make_folder, open_tokenizer)
 
 KNOWN = "only the byte-level BPE of GPT-2, Llama 3 and Qwen2.5 can be used"
 
+
+# ---- --tokenizer of the data scripts
+
+def tokenizer_argument(text):
+    """gpt2, or gpt-2 as in llm.c, ...; or a model's folder."""
+    kind = text.replace("-", "")
+    if kind in KINDS:
+        return kind
+    if not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is neither one of {', '.join(KINDS)} nor a model's folder")
+    return text
+
+
+def add_tokenizer_arguments(parser):
+    a = parser.add_argument
+    a("--tokenizer", "-m", "--model_desc", default="gpt2", type=tokenizer_argument, metavar="KIND",
+      help="gpt2 (the default), bytes, llama3, qwen2, or the folder of a model: its own")
+    a("--tokenizer-file", "--vocab-bpe", metavar="PATH",
+      help="GPT-2's vocab.bpe, Llama 3's tokenizer.model, or a model's tokenizer.json")
+
+
+def tokenizer_suffix(name):
+    """For the folder of a data set: the tokens of each tokenizer have their own."""
+    return "" if name == "gpt2" else "_" + os.path.basename(os.path.abspath(name))
+
+
+def trained_with(folder):
+    """The tokenizer.bin of the data that a checkpoint was trained with, if it still lies where the run had it; or None."""
+    try:
+        with open(os.path.join(folder, "train_state.json"), encoding="utf-8") as f:
+            state = json.load(f)
+        options, known = state.get("options", {}), state.get("tokenizer", {}).get("hash")
+        data = options.get("train-data") or "nothing/"
+        beside = os.path.join(os.path.dirname((find_files(data) or [data])[0]), "tokenizer.bin")
+        path = options.get("tokenizer") or beside
+        with open(path, "rb") as f:
+            same = known is None or int(known, 16) == fnv1a(f.read()[1024:])
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+    return path if same else None
+
+
+def folder_tokenizer(folder):
+    """The Tokenizer of a model: its folder's tokenizer.bin or tokenizer.json, or what its checkpoint was trained with."""
+    own, published = os.path.join(folder, "tokenizer.bin"), os.path.join(folder, "tokenizer.json")
+    path = own if os.path.exists(own) else published if os.path.exists(published) else trained_with(folder)
+    if path is None:
+        die(f"'{folder}' has no tokenizer.bin and no tokenizer.json", "name the model's folder, or a --tokenizer by its kind")
+    try:
+        tokenizer = read_tokenizer_json(path) if path.endswith(".json") else open_tokenizer(path)
+    except (OSError, ValueError) as e:
+        die(f"tokenizer '{path}' {getattr(e, 'strerror', None) or e}", "import the model again: python dev/eval/hf.py import")
+    if tokenizer.kind != "bytes":
+        import_tiktoken()
+    return tokenizer
+
+
+# ---- tokenizer.json
 
 def patterns_of(pre_tokenizer):
     """By what text is cut: regular expressions, ByteLevel's own being GPT-2's; or the name of a step that we do not have."""
@@ -98,8 +158,17 @@ def tokenizer_json(tokenizer):
     }
 
 
-def write_tokenizer_json(tokenizer, folder, context):
-    """What transformers, vLLM and llama.cpp read beside a model of `context` positions; for GPT-2 its two old files as well."""
+def files_folder(folder, model_type, kind):
+    """Where the tokenizer files of a model belong: beside it. But transformers 5 gives every model of the type qwen2 the
+    splitting and the NFC of Qwen2.5, whatever its files say. Other tokenizers are read as they are from a folder alone."""
+    return os.path.join(folder, "tokenizer") if model_type == "qwen2" and kind != "qwen2" else folder
+
+
+def write_tokenizer_json(tokenizer, folder, context, model_type):
+    """What transformers, vLLM and llama.cpp read of a model of `context` positions; for GPT-2 its two old files as well."""
+    folder = files_folder(folder, model_type, tokenizer.kind)
+    make_folder(folder)
+
     def write(name, content):
         atomic_write(os.path.join(folder, name), content.encode())
 

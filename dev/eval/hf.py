@@ -23,9 +23,9 @@ from weights import ROOT, ask, convert, model_weights, read_config, write_safete
 import numpy as np
 
 import download
-from data_common import atomic_write, die, find_files, make_folder, make_tokenizer, open_tokenizer, outlive_reader
+from data_common import atomic_write, die, make_folder, make_tokenizer, open_tokenizer, outlive_reader
 from llmc_bin import export_bin, import_bin
-from tokenizer_json import read_tokenizer_json, write_tokenizer_json
+from tokenizer_json import files_folder, read_tokenizer_json, trained_with, write_tokenizer_json
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", None: None}
 OTHERS = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"]
@@ -98,19 +98,12 @@ def import_hub(model, folder, revision):
     print(f"{model}: {sum(files[w][0] for w in weights) / 1e9:.2f} GB of weights in {len(weights)} files", flush=True)
     for name in [*small, *weights]:
         get(name)
+    shutil.rmtree(os.path.join(folder, "tokenizer"), ignore_errors=True)
     for name in set(os.listdir(folder)) - {"config.json", *small, *weights}:
         os.remove(os.path.join(folder, name))
 
 
 # ---- tokenizer and generation
-
-def find_tokenizer(folder, source):
-    """The tokenizer.bin in the folder, or the one that a run was trained with, as its checkpoint tells; None if there is none."""
-    options = read_json(source, "train_state.json").get("options", {}) if os.path.isfile(os.path.join(source, "train_state.json")) else {}
-    data = options.get("train-data") or ""
-    paths = [os.path.join(folder, "tokenizer.bin"), options.get("tokenizer"), data and os.path.join(os.path.dirname((find_files(data) or [data])[0]), "tokenizer.bin")]
-    return next((path for path in paths if path and os.path.isfile(path)), None)
-
 
 def load_tokenizer(given):
     """given: a tokenizer.bin, a tokenizer.json, GPT-2's vocab.bpe, Llama 3's tokenizer.model, or `gpt2`."""
@@ -125,12 +118,13 @@ def load_tokenizer(given):
 
 
 def add_tokenizer(folder, given, source):
-    """Tokenizer files for others, tokenizer.bin for the trainers, and generation_config.json. Returns what is missing."""
+    """Tokenizer files for others, tokenizer.bin for the trainers, and generation_config.json. Returns what is to be said."""
     config, missing, tokenizer = read_config(folder), None, None
     if given and os.path.isdir(given):
-        given = os.path.join(given, "tokenizer.json")
-    own = os.path.join(folder, "tokenizer.json")
-    given = given or (own if os.path.isfile(own) else find_tokenizer(folder, source))
+        published = os.path.join(given, "tokenizer.json")
+        given = published if os.path.isfile(published) else os.path.join(given, "tokenizer.bin")
+    own, ours = os.path.join(folder, "tokenizer.json"), os.path.join(folder, "tokenizer.bin")
+    given = given or (own if os.path.isfile(own) else ours if os.path.isfile(ours) else trained_with(source))
     if given is None:
         missing = "no tokenizer: add one with hf.py tokenizer FOLDER --tokenizer gpt2, or a tokenizer.bin, a tokenizer.json or Llama 3's tokenizer.model"
     elif given != own or not os.path.isfile(os.path.join(folder, "tokenizer.bin")):
@@ -143,11 +137,19 @@ def add_tokenizer(folder, given, source):
                 raise
             missing = "no tokenizer.bin, so the trainers know ids only: " + str(e).removeprefix("error: ").splitlines()[0]
     if tokenizer:
+        theirs = files_folder(folder, config["model_type"], tokenizer.kind)
+        if theirs != folder and given != own:
+            if os.path.isfile(own):
+                die(f"'{own}' is the file of another tokenizer", "transformers would go on reading it: remove it first")
+            missing = ("transformers splits text for every Qwen2.5 model as Qwen2.5 does; for "
+                       f"{tokenizer.kind}, load AutoTokenizer from the folder 'tokenizer' inside this one")
         tokenizer.write(folder)
         if not given.endswith(".json"):
-            write_tokenizer_json(tokenizer, folder, config.get("n_positions") or config["max_position_embeddings"])
+            context = config.get("n_positions") or config["max_position_embeddings"]
+            write_tokenizer_json(tokenizer, folder, context, config["model_type"])
         elif given != own:
-            copy_files(OTHERS, os.path.dirname(given) or ".", folder)
+            make_folder(theirs)
+            copy_files(OTHERS, os.path.dirname(given) or ".", theirs)
     add_generation_config(folder, config, tokenizer)
     return missing
 

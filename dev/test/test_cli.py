@@ -57,9 +57,10 @@ def trainer(request, tmp_path):
         p.communicate()
 
 
-def shard(path, tokens=None, magic=20240520, version=1, count=None, vocab=256, tail=b"", eot=0):
+def shard(path, tokens=None, magic=20240520, version=1, count=None, vocab=256, tail=b"", eot=0, kind=1, hash=0):
     tokens = np.arange(4000) % 90 + 32 if tokens is None else tokens
-    header = [magic, version, len(tokens) if count is None else count, vocab, 1, 0, 0, eot] + [0] * 248
+    header = [magic, version, len(tokens) if count is None else count, vocab, kind, 0, 0, eot] + [0] * 248
+    header[5:7] = struct.unpack("<ii", struct.pack("<Q", hash))
     path.write_bytes(struct.pack("<256i", *header) + np.asarray(tokens, "<u2").tobytes() + tail)
     return path
 
@@ -478,11 +479,62 @@ def test_a_signal_ends_generation(trainer):
     assert process.wait(60) == -signal.SIGTERM
 
 
+def tokenizer_file(path, kind=1, order=range(256)):
+    """A tokenizer.bin of single bytes; returns its hash, which the shards carry."""
+    body = b"".join(bytes([1, i]) for i in order)
+    path.write_bytes(struct.pack("<256i", 20240328, 2, 256, 0, kind, *[0] * 251) + body)
+    value = 0xCBF29CE484222325
+    for byte in body:
+        value = (value ^ byte) * 0x100000001B3 % 2**64
+    return value
+
+
+def test_data_of_another_tokenizer_than_the_models(trainer, tmp_path):
+    """Trained, evaluated and resumed with the model's own alone, or by force."""
+    for name in "own", "other", "unnamed":
+        (tmp_path / name).mkdir()
+    own_hash = tokenizer_file(tmp_path / "own/tokenizer.bin")
+    own = shard(tmp_path / "own/x.bin", hash=own_hash)
+    other = shard(tmp_path / "other/x.bin", vocab=200, kind=2, hash=0x123456789ABCDEF0)
+    unnamed = shard(tmp_path / "unnamed/x.bin", vocab=0)  # as llm.c's
+    run, data = tmp_path / "run", lambda path: ("-i", path, "-j", path)
+    words = [f"the tokenizer bytes (256 tokens, hash {own_hash:016x})", "prepare.py --tokenizer ", "--force 1"]
+    words += ["made with gpt2 (200 tokens, hash 123456789abcdef0)"]
+    succeeds(trainer(*data(own), "-o", run, "-n", "2"))
+    state = json.loads((run / "step_00000002/train_state.json").read_text())
+    assert state["tokenizer"] == {"kind": 1, "tokens": 256, "hash": f"{own_hash:016x}"}
+    resumed = ["-o", run, "-n", "2", "-x", "4", "-y", "1"]
+    fails(trainer(*data(other), *resumed), f"the model '{run}/step_00000002'", f"--tokenizer {run}/step_00000002", *words)
+    fails(trainer(*data(other), "-e", run / "step_00000002"), *words)
+    succeeds(trainer(*data(own), *resumed))
+    imported = tmp_path / "imported"
+    shutil.copytree(run / "step_00000002", imported)
+    (imported / "train_state.json").unlink()
+    succeeds(trainer(*data(other), "-e", imported))  # nobody knows what this one was trained with
+    tokenizer_file(imported / "tokenizer.bin")
+    for more in [], ["--evaluate", "1"], ["-a", "1"]:
+        fails(trainer(*data(other), "-e", imported, *more), f"the model '{imported}'", *words)
+        succeeds(trainer(*data(own), "-e", imported, *more))
+    succeeds(trainer(*data(unnamed), "-e", imported))
+    tokenizer_file(tmp_path / "unnamed/tokenizer.bin", 0, range(255, -1, -1))  # which is then the data's
+    fails(trainer(*data(unnamed), "-e", imported), *words[:-1], "made with a tokenizer of unknown kind (256 tokens, hash")
+    forced = succeeds(trainer(*data(other), "-e", imported, "--force", "1", "-o", tmp_path / "forced", "-n", "2"))
+    assert "warning: the model has the tokenizer bytes" in forced.stdout
+    succeeds(trainer(*data(other), "-o", tmp_path / "forced", "-n", "2", "-x", "4", "-y", "1"))  # its own by now
+
+
+def test_an_unquoted_pattern(trainer, tmp_path):
+    """The shell makes several words of it."""
+    names = [shard(tmp_path / f"x{i}.bin") for i in range(2)]
+    fails(trainer("-i", *names), f"'{names[1]}' is not an option but a file", "quote it")
+    fails(trainer("-i", names[0], "stray"), "every option is --name value")
+
+
 def test_the_tokenizer_lies_beside_the_first_shard(trainer, tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         shard(tmp_path / name / "x.bin")
-    (tmp_path / "one/tokenizer.bin").write_bytes(struct.pack("<256i", 20240328, 2, 256, 0, 1, *[0] * 251) + b"".join(bytes([1, i]) for i in range(256)))
+    tokenizer_file(tmp_path / "one/tokenizer.bin")
     assert "bits/byte" in succeeds(trainer("-i", tmp_path / "{one,two}/x.bin", "-v", "2")).stdout
     assert "bits/byte" in succeeds(trainer("-i", "~/one/x.bin", "-v", "2", HOME=str(tmp_path))).stdout
 

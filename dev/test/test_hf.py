@@ -365,6 +365,50 @@ def test_tokenizer_files(program, tmp_path, monkeypatch, kind, model):  # noqa: 
         assert json.loads((folder / "tokenizer.json").read_text())["model"]["merges"] == merges
 
 
+# What a version of transformers makes of folders: {folder: [length, bos, ids of each text]}, without a model.
+READ = """import json, sys, transformers
+transformers.utils.logging.set_verbosity_error()
+folders, texts = json.load(sys.stdin)
+made = {}
+for folder in folders:
+    t = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    made[folder] = [len(t), t.bos_token_id, [t(text, add_special_tokens=False)["input_ids"] for text in texts]]
+print(json.dumps([transformers.__version__, made]))
+"""
+
+
+def test_every_tokenizer_beside_every_model(program, tmp_path, monkeypatch, capfd):  # noqa: F811
+    """The same ids from every architecture, with no token beyond the vocabulary, in .venv's transformers. LLMC_TRANSFORMERS
+    names the Pythons of other versions: 4 goes by the files, 5 by the architecture."""
+    transformers()
+    texts = [text.replace("<|endoftext|>", "") for text in TEXTS] + [fuzz_text()[:20_000].decode(errors="ignore")]
+    ids, sizes, folders = {}, {}, {}
+    for kind in ["bytes", "gpt2", "llama3", "qwen2"] + ["real gpt2"] * ASSETS.is_dir():
+        ours, data = make(kind, tmp_path), tmp_path / kind
+        data.mkdir()
+        ours.write(data)
+        ids[kind] = [ours.encode(text.encode()).tolist() for text in texts]
+        sizes[kind] = ours.vocab_size, None if kind == "bytes" else ours.eot
+        for model in "gpt2", "llama3.1", "qwen2.5":
+            folder = write(program, tmp_path / f"{model} {kind}", model, "fp32")
+            edit(folder / "config.json", {"vocab_size": ours.vocab_size + 7})
+            main(monkeypatch, "tokenizer", folder, "--tokenizer", data / "tokenizer.bin")
+            apart = model == "qwen2.5" and kind != "qwen2"
+            said = capfd.readouterr().out
+            assert ("from the folder 'tokenizer' inside" in said) == apart == (folder / "tokenizer/tokenizer.json").exists()
+            assert (folder / "tokenizer.json").exists() != apart and (folder / "tokenizer.bin").exists()
+            folders[str(folder / "tokenizer" if apart else folder)] = kind
+    (folder / "tokenizer.json").write_text("{}")
+    words, bytes_file = "is the file of another tokenizer", tmp_path / "bytes/tokenizer.bin"
+    refuses(monkeypatch, capfd, words, "tokenizer", folder, "--tokenizer", bytes_file)
+    for python in [sys.executable, *os.environ.get("LLMC_TRANSFORMERS", "").split()]:
+        run = subprocess.run([python, "-c", READ], input=json.dumps([list(folders), texts]), capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        version, made = json.loads(run.stdout)
+        for folder, (length, bos, theirs) in made.items():
+            assert (length, bos) == sizes[folders[folder]] and theirs == ids[folders[folder]], (version, folder)
+
+
 def test_a_run_is_imported_whole(program, tmp_path, monkeypatch):  # noqa: F811
     """A checkpoint names its data, whose tokenizer goes along; what training needs besides stays behind. generate() needs no script."""
     run_folder, data = write(program, tmp_path / "run", "gpt2", "fp32"), tmp_path / "data"
@@ -442,7 +486,7 @@ def model_files(program, tmp_path):  # noqa: F811
     for file, part in files.items():
         save_file({n: weights[n] for n in part}, tmp_path / "shards" / file, {"format": "pt"})
     ours = data_common.Tokenizer("qwen2", [bytes([b]) for b in range(256)] + [b"<|endoftext|>"], 256, data_common.PATTERNS["qwen2"])
-    tokenizer_json.write_tokenizer_json(ours, tmp_path / "shards", 64)
+    tokenizer_json.write_tokenizer_json(ours, tmp_path / "shards", 64, "qwen2")
     held = {p.name: p.read_bytes() for p in (tmp_path / "shards").iterdir()} | {"config.json": (folder / "config.json").read_bytes()}
     held |= {"model.safetensors.index.json": json.dumps({"weight_map": {n: file for file, part in files.items() for n in part}}).encode()}
     return held | {"README.md": b"no weights", "onnx/model.onnx": b"not wanted", "pytorch_model.bin": b"neither"}, single
