@@ -5,6 +5,7 @@
 #define LLMC_LOGGER_H
 
 #include <math.h>
+#include <sys/ioctl.h>
 
 #include "hf_config.h"
 #include "options.h"
@@ -55,10 +56,8 @@ static inline void logger_text(FILE *f, const char *key, const char *value) {
 static inline void logger_options(FILE *f, const Options *o) {
     fputs(",\"options\":{", f);
     const char *comma = "";
-    for (int i = 0; i < NUM_OPTIONS; i++) {
+    OPTION_EACH(info) {
         char value[512];
-        const OptionInfo *info = &option_table[i];
-        if (info->kind == OPTION_SECTION) continue;
         option_value(o, info, value, sizeof value);
         fprintf(f, "%s\"%s\":", comma, info->name);
         if (info->kind == OPTION_STR) json_write_string(f, value);
@@ -66,6 +65,19 @@ static inline void logger_options(FILE *f, const Options *o) {
         comma = ",";
     }
     fputs("}", f);
+}
+
+// Columns of the terminal that we print to. 0: a file, a pipe, or mpirun's terminal, which has no size.
+static inline int console_columns(void) {
+    struct winsize w;
+    return ioctl(STDOUT_FILENO, TIOCGWINSZ, &w) == 0 ? w.ws_col : 0;
+}
+// On a terminal: over what its line holds, cut to one line; "" clears it, for what is printed next.
+static inline void console_overwrite(const char *text) {
+    const int width = console_columns() - 1;
+    if (width < 1) return;
+    printf("\r%-*.*s%s", width, width, text, *text ? "" : "\r");
+    if (*text) fflush(stdout);
 }
 
 // 75 -> "1m15s", 4000 -> "1h06m"

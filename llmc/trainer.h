@@ -37,6 +37,7 @@ typedef struct {
     int lock;                // rank 0's, on the output folder; 0: none
     double step_seconds;     // smoothed time of a step; starts with the second one, since the first also warms up
     int steps_timed;
+    char step_line[256];     // the last step's, shown on a terminal while the next one computes; "": it was printed
 } Trainer;
 
 // ---- set-up
@@ -114,8 +115,13 @@ static inline void open_data(Trainer *t) {
     const char *before = state_option(&t->state, "total-batch");  // a resumed run keeps its batch on any number of ranks
     if (o->total_batch == -1) o->total_batch = before && atoll(before) > 0 ? atoll(before) : micro_tokens;
     const int64_t total = o->total_batch;
-    require(total % micro_tokens == 0 && total / micro_tokens <= (1 << 20), "--total-batch %lld%s is not a multiple of batch-size * seq-len * ranks%s = %lld\nnearest: %lld; or choose another --batch-size",
-            (long long)total, before && atoll(before) == total ? " of the resumed run" : "", o->tp > 1 ? " / tp" : "", (long long)micro_tokens, (long long)(total < micro_tokens ? micro_tokens : total / micro_tokens * micro_tokens));
+    const int64_t near = (total + micro_tokens / 2) / micro_tokens;
+    require((total - 1) / micro_tokens < 1 << 20, "--total-batch %lld is more than 2^20 micro-steps of %lld tokens\n"
+            "use a smaller one, or a larger --batch-size", (long long)total, (long long)micro_tokens);
+    require(total % micro_tokens == 0, "--total-batch %lld%s is not a multiple of batch-size * seq-len * ranks%s"
+            " = %lld\nnearest: %lld; or choose another --batch-size", (long long)total,
+            before && atoll(before) == total ? " of the resumed run" : "", o->tp > 1 ? " / tp" : "",
+            (long long)micro_tokens, (long long)((near < 1 ? 1 : near) * micro_tokens));
     t->num_micro = (int)(total / micro_tokens);
     t->steps = o->max_steps != -1 ? o->max_steps : t->train.rows_per_epoch / (total / T);
     require(t->steps > 0, "the training data has %lld tokens, less than one step of %lld\nuse a smaller --total-batch or give --max-steps", (long long)t->train.num_tokens, (long long)total);
@@ -449,9 +455,17 @@ static inline void report_step(Trainer *t, const StepReport *r) {
     char eta[32], z[64] = "", share[32] = "";
     if (!isnan(r->loss_z)) snprintf(z, sizeof z, " (z %+.2f, %+.2f)", r->loss_z, r->norm_z);
     if (peak > 0) snprintf(share, sizeof share, " | %.1f%% MFU", 100 * mfu);
-    printf("step %6lld/%lld | loss %.4f | norm %.4f%s | lr %.2e | %.1f ms%s | %.0f tok/s | ETA %s%s%s\n", (long long)t->state.step, (long long)t->steps, r->loss, r->norm, z, r->lr,
-           1e3 * r->seconds, share, tokens / t->step_seconds, duration_text((double)(t->steps - t->state.step) * t->step_seconds, eta, sizeof eta), r->skipped ? " | update skipped: " : "", r->skipped ? r->skipped : "");
-    fflush(stdout);
+    duration_text((double)(t->steps - t->state.step) * t->step_seconds, eta, sizeof eta);
+    snprintf(t->step_line, sizeof t->step_line, "step %6lld/%lld | loss %.4f | norm %.4f%s | lr %.2e | %.1f ms%s"
+             " | %.0f tok/s | ETA %s%s%s", (long long)t->state.step, (long long)t->steps, r->loss, r->norm, z, r->lr,
+             1e3 * r->seconds, share, tokens / t->step_seconds, eta,
+             r->skipped ? " | update skipped: " : "", r->skipped ? r->skipped : "");
+    const int64_t every = t->o.print_every ? t->o.print_every : console_columns() ? t->steps : 1;
+    if (r->skipped || t->state.step % every == 0 || t->state.step == t->steps) {
+        puts(t->step_line);
+        fflush(stdout);
+        *t->step_line = 0;
+    }
     FILE *f = logger_begin(&t->log, "step", t->state.step);
     if (!f) return;
     logger_number(f, "loss", r->loss);
@@ -537,6 +551,7 @@ static inline void train_step(Trainer *t, double *clock) {
     StepReport r;
     memset(&r, 0, sizeof r);
     watchdog_step(t->state.step + 1);
+    console_overwrite(t->step_line);
     const int timed = o->timing > 0 && (t->state.step + 1) % o->timing == 0;
     if (timed) model_timing_begin(&t->model);
     for (int micro = 0; micro < t->num_micro; micro++) {
@@ -550,6 +565,7 @@ static inline void train_step(Trainer *t, double *clock) {
     const int finite = result.verdict != STEP_NOT_FINITE;
     r.loss = result.loss;
     r.norm = result.norm;
+    console_overwrite("");
     r.lr = learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
     r.skipped = verdict_names[result.verdict];
     r.loss_z = finite ? window_zscore(&t->state.loss, r.loss) : NAN;   // what is not finite never enters the statistics
@@ -615,6 +631,7 @@ static inline void train(Trainer *t) {
     }
     save_finish(t);
     if (first >= t->steps) printf("nothing was left to train: the run has %lld steps, as --max-steps or the data say, and the checkpoint is of step %lld\n", (long long)t->steps, (long long)first);
+    if (stopped && *t->step_line) puts(t->step_line);
     if (stopped) printf("stopped by %s after step %lld%s\n", strsignal(stopped), (long long)t->state.step, o->save_every ? "; --resume 1 goes on" : "; nothing was saved (--save-every)");
     FILE *f = logger_begin(&t->log, "end", t->state.step);
     if (f) { logger_text(f, "reason", stopped ? strsignal(stopped) : "all steps done"); logger_end(&t->log); }
