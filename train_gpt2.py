@@ -12,11 +12,15 @@ table, the table makes the parameters, and forward asks for them by role. Names 
 Left out: several GPUs, resuming the optimiser. The C trainers have them.
 """
 import argparse
+import difflib
 import json
 import math
 import os
+import platform
 import re
+import subprocess
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -119,11 +123,17 @@ def config_parse(descriptor):
         c.ffn_dim = -(-(c.channels * base.ffn_dim // base.channels) // 8) * 8
     return config_check(c), "vocab_size" in given
 
-def config_check(c):
-    require(c.channels % 8 == 0 and c.channels % c.num_heads == 0 and c.head_dim % 8 == 0,
-            f"{c.channels} channels do not divide into {c.num_heads} heads of a multiple of 8", "change channels= or heads=")
-    require(c.num_heads % c.num_kv_heads == 0, f"{c.num_heads} query heads do not divide over {c.num_kv_heads} key/value heads", "change kv_heads=")
-    require(c.ffn_dim % 8 == 0, f"MLP width {c.ffn_dim} is not a multiple of 8", "change ffn=")
+def config_check(c, where=""):
+    """where: the config.json that it was read from, for which a preset's keys are no help."""
+    def check(ok, keys, problem):
+        hint = "such a model cannot be trained here: name another folder" if where else f"change {keys} in --model"
+        require(ok, f"{where}: {problem}" if where else problem, hint)
+
+    check(c.channels % 8 == 0 and c.channels % c.num_heads == 0 and c.head_dim % 8 == 0, "channels= or heads=",
+          f"{c.channels} channels do not divide into {c.num_heads} heads of a multiple of 8")
+    check(c.num_heads % c.num_kv_heads == 0, "kv_heads=",
+          f"{c.num_heads} query heads do not divide over {c.num_kv_heads} key/value heads")
+    check(c.ffn_dim % 8 == 0, "ffn=", f"MLP width {c.ffn_dim} is not a multiple of 8")
     return c
 
 # Our fields -> keys of config.json, where RoPE's scaling is an object of its own.
@@ -161,7 +171,8 @@ def config_from_hf(hf, where):
     c = replace(base, **{ours: values[theirs] for ours, theirs in keys.items() if values.get(theirs) is not None})
     c.num_kv_heads = c.num_kv_heads if values.get("num_key_value_heads") else c.num_heads
     c.ffn_dim = c.ffn_dim if kind != "gpt2" or values.get("n_inner") else 4 * c.channels
-    return config_check(replace(c, **{ours: rope[theirs] for ours, theirs in HF_ROPE.items()}) if rope_type == "llama3" else c)
+    c = replace(c, **{ours: rope[theirs] for ours, theirs in HF_ROPE.items()}) if rope_type == "llama3" else c
+    return config_check(c, where)
 
 # ---- the table of weights (llmc/params.h): order, names, shapes, initial values
 @dataclass
@@ -359,8 +370,9 @@ def batch(stream, B, device, vocab_size):
     tokens = torch.from_numpy(tokens).to(device)
     return tokens[:, :-1], tokens[:, 1:]
 
-HONOURED = """train-data val-data model output tokenizer batch-size seq-len total-batch max-steps overfit seed schedule learning-rate warmup
-    final-lr-fraction weight-decay grad-clip beta1 beta2 adam-eps eval-every eval-steps hellaswag choice-data evaluate sample-every sample-tokens temperature save-every threads""".split()
+HONOURED = """train-data val-data model output tokenizer print-every batch-size seq-len total-batch max-steps overfit
+    seed schedule learning-rate warmup final-lr-fraction weight-decay grad-clip beta1 beta2 adam-eps eval-every eval-steps
+    hellaswag choice-data evaluate sample-every sample-tokens temperature save-every threads""".split()
 
 def in_range(of, low, high):
     """The type of an option; low and high as options.h spells them: -1, 1e30, 1 << 20, 1ll << 40."""
@@ -373,23 +385,76 @@ def in_range(of, low, high):
     number.__name__ = of.__name__  # for argparse's message
     return number
 
-def parse_options(argv=None):
-    """llmc/options.h is the one table of options: names, llm.c's letters, defaults, ranges and help come from there."""
-    p = argparse.ArgumentParser(description=f"PyTorch reference of llm.cu. Presets: dN, gpt2:dN, {', '.join(PRESETS)}", allow_abbrev=False, add_help=False)
-    p.add_argument("--help", action="help")
+def option_table():
+    """Of llmc/options.h, the one table of options: rows of section, kind, name, letters, default (text or number), smallest,
+    largest, help; and what other trainers call an option -> its name."""
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "llmc", "options.h")) as f:
-        table = re.findall(r'^(STR|INT|FLT)\(\w+, "([\w-]+)", "([^"]*)", (?:"([^"]*)"|([^",]+)), (?:([^",]+), ([^",]+), )?"([^"]*)"\)', f.read(), re.M)
-    for kind, name, letters, text, number, low, high, about in table:
-        if name in HONOURED:
-            of, flags = {"STR": str, "INT": int, "FLT": float}[kind], [f"-{x}" for x in letters.split("|") if x] + [f"--{name}"]
-            alone = {"nargs": "?", "const": 1} if (kind, low, high) == ("INT", "0", "1") else {}  # means 1
-            p.add_argument(*flags, type=in_range(of, low, high) if low else of, default=of(text or number), metavar=kind,
-                           help=f"{about} (default: {text or number or 'none'})", **alone)
-    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16"], help="fp32, or bf16 autocast over fp32 weights (auto: bf16 on a GPU)")
-    p.add_argument("--compile", type=int, default=-1, choices=[-1, 0, 1], help="torch.compile (-1: on a GPU)")
-    p.add_argument("--write-weights", default="", metavar="DIR", help="write the initial weights as a Hugging Face folder and stop")
-    p.add_argument("--write-debug", default="", metavar="DIR", help="write weights, a batch, logits, gradients and ten losses for tests and stop")
+        text = f.read().replace("\\\n", " ")
+    row = (r'SECTION\("([^"]*)"\)|(STR|INT|FLT)\(\w+, "([\w-]+)", "(\w*)", \'.\', '
+           r'(?:"([^"]*)"|([^",]+)), +(?:([^",]+), ([^",]+), +)?"([^"]*)"\)')
+    rows, section = [], ""
+    for title, *fields in re.findall(row, text):
+        section = title or section
+        rows += [(section, *fields)] * (not title)
+    return rows, dict(re.findall(r'{"([\w-]+)", "([\w-]+)"}', text))
+
+def refuse_unknown(word, table, others):
+    """An option that is not built here, with the names nearest to it."""
+    name = word.split("=")[0]
+    known = any(name in (f"--{long}", f"-{letters}") for _, _, long, letters, *_ in table)
+    require(not known, f"{name} is not built in train_gpt2.py", "leave it out; ./train_gpt2 and ./train_gpt2cu have it")
+    typed = name.lstrip("-").replace("_", "-")
+    near = difflib.get_close_matches(typed, [*HONOURED, *others], cutoff=0.7)
+    near += [long for long in HONOURED if typed in long.split("-")]
+    near = list(dict.fromkeys(f"--{others.get(n, n)}" for n in near))[:3]
+    require(False, f"unknown option '{name}'", f"did you mean {' or '.join(near)}? " * bool(near) + "--help lists all")
+
+def version():
+    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty"]
+    try:
+        revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        revision = ""
+    return f"llm.cu {revision or 'unknown'}, PyTorch {torch.__version__}, Python {platform.python_version()}"
+
+USAGE = f"""python train_gpt2.py [--name value | --name=value | -x value]...
+
+  python train_gpt2.py -e d6 -b 8 -t 256 -x 200 -n 100 -o log/torch       a GPT-2 of 6 layers
+  python train_gpt2.py -e log/torch/step_00000200 --evaluate              its validation loss
+  python train_gpt2.py -e d2,channels=64 --write-weights models/random    weights as a folder
+
+Names, letters and defaults are those of ./train_gpt2 --help, which says more of them. Models:
+{textwrap.fill("dN, gpt2:dN, " + ", ".join(PRESETS), 96, initial_indent="  ", subsequent_indent="  ")}"""
+
+def parse_options(argv=None):
+    argv = list(sys.argv[1:] if argv is None else argv)
+    table, others = option_table()
+    p = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, add_help=False,
+                                formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100))
+    groups = {section: p.add_argument_group(section) for section, _, name, *_ in table if name in HONOURED}
+    for section, kind, name, letters, text, number, low, high, about in table:
+        if name not in HONOURED:
+            continue
+        of, flags = {"STR": str, "INT": int, "FLT": float}[kind], [f"-{letters}"] * bool(letters) + [f"--{name}"]
+        alone = {"nargs": "?", "const": 1} if (kind, low, high) == ("INT", "0", "1") else {}  # means 1
+        groups[section].add_argument(*flags, type=in_range(of, low, high) if low else of, default=of(text or number),
+                                     metavar=kind, help=about + f" [{text or number}]" * bool(text or number), **alone)
+    g = p.add_argument_group("of this program alone")
+    g.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    g.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16"],
+                   help="fp32, or bf16 autocast over fp32 weights (auto: bf16 on a GPU)")
+    g.add_argument("--compile", type=int, default=-1, choices=[-1, 0, 1], help="torch.compile (-1: on a GPU)")
+    g.add_argument("--write-weights", default="", metavar="DIR",
+                   help="write the initial weights as a Hugging Face folder and stop")
+    g.add_argument("--write-debug", default="", metavar="DIR",
+                   help="write weights, a batch, logits, gradients and ten losses for tests and stop")
+    g.add_argument("--help", action="help")
+    g.add_argument("--version", action="version", version=version() if "--version" in argv else "")
+    for i, word in enumerate(argv):
+        if word == "-h" and (i + 1 == len(argv) or argv[i + 1].startswith("-")):
+            argv[i] = "--help"  # -h 1 is llm.c's: HellaSwag
+        if re.match("-+[A-Za-z]", word) and word.split("=")[0] not in p._option_string_actions:
+            refuse_unknown(word, table, others)
     o = p.parse_args(argv)
     require(o.total_batch and (o.max_steps or o.evaluate), "--total-batch 0 or --max-steps 0 trains nothing", "leave it out, or give a number")
     require(o.eval_steps or not (o.eval_every or o.evaluate), "--eval-steps 0 measures nothing", "use --eval-every 0 to leave evaluation out, -1 for the whole set")
@@ -486,6 +551,17 @@ def open_log(o):
     require(not older, f"folder '{o.output}' holds checkpoints of another run", "name another folder with --output; this program does not resume")
     return open(os.path.join(o.output, "evaluate.jsonl" if o.evaluate else "main.jsonl"), "a" if o.evaluate else "w")
 
+def console_columns():
+    """llmc/logger.h: of a terminal; 0 elsewhere."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        return 0
+
+def console_overwrite(text):
+    if (width := console_columns() - 1) > 0:
+        print("\r" + text[:width].ljust(width) + "\r" * (not text), end="", flush=bool(text))
+
 def train(o):
     B, T = o.batch_size, o.seq_len
     require(o.output or not o.save_every, "checkpoints need a folder", "add --output FOLDER")
@@ -495,7 +571,9 @@ def train(o):
     c = model.config
     require(T <= c.max_seq_len, f"--seq-len {T} is longer than the model's context of {c.max_seq_len}", f"use a shorter --seq-len, or a model with seq={T}")
     total = B * T if o.total_batch < 0 else o.total_batch
-    require(total % (B * T) == 0, f"--total-batch {total} is not a multiple of batch-size * seq-len = {B * T}", f"nearest: {max(total // (B * T), 1) * B * T}")
+    nearest = max((total + B * T // 2) // (B * T), 1) * B * T
+    require(total % (B * T) == 0, f"--total-batch {total} is not a multiple of batch-size * seq-len = {B * T}",
+            f"nearest: {nearest}; or choose another --batch-size")
     steps = 0 if o.evaluate else o.max_steps if o.max_steps > 0 else sum((len(s) - 1) // T for s in shards) * T // total
     require(steps or o.evaluate, f"the training data has less than one step of {total} tokens", "use a smaller --total-batch or give --max-steps")
     path = o.tokenizer or os.path.join(os.path.dirname(shards[0].filename if shards else ""), "tokenizer.bin")
@@ -538,16 +616,21 @@ def train(o):
             log("eval_choice", step, name=s.name, **score, tokens=step * total)
 
     evaluate(0)
-    batches = average = None
+    batches, average, line = None, None, ""
     for step in range(1, steps + 1):
+        console_overwrite(line)
         begin, lr = time.perf_counter(), learning_rate_at(o, steps, step - 1)
         if not (o.overfit and batches):
             batches = [batch(stream, B, o.device, c.vocab_size) for _ in range(1 if o.overfit else total // (B * T))]
         loss, norm = trainer.step(batches, lr)
         seconds = time.perf_counter() - begin
         average = 0.95 * average + 0.05 * seconds if step > 2 else seconds  # the first step compiles
-        print(f"step {step:6}/{steps} | loss {loss:.4f} | norm {norm:.4f} | lr {lr:.2e} | {1e3 * seconds:.1f} ms | {total / average:.0f} tok/s | "
-              f"ETA {(steps - step) * average / 60:.1f}m", flush=True)
+        line = (f"step {step:6}/{steps} | loss {loss:.4f} | norm {norm:.4f} | lr {lr:.2e} | {1e3 * seconds:.1f} ms | "
+                f"{total / average:.0f} tok/s | ETA {(steps - step) * average / 60:.1f}m")
+        console_overwrite("")
+        if step % (o.print_every or (steps if console_columns() else 1)) == 0 or step == steps or reader_is_gone():
+            print(line, flush=True)
+            line = ""
         memory = torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else None
         log("step", step, loss=loss, norm=norm, lr=lr, ms=1e3 * seconds, tok_s=total / seconds, mfu=None, tokens=step * total, mem_gib=memory)
         evaluate(step)

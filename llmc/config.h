@@ -119,20 +119,38 @@ static inline int config_preset(const char *name, Config *c) {
     return 0;
 }
 
+// Stops unless `ok`. What a preset says is changed by `keys`; what the config.json at `path` says (else NULL) is not.
+__attribute__((format(printf, 4, 5)))
+static inline void config_require(int ok, const char *path, const char *keys, const char *format, ...) {
+    char text[160];
+    if (ok) return;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    require(!path, "'%s': %s\nsuch a model cannot be trained here: name another folder", path, text);
+    die("%s\nchange %s in --model", text, keys);
+}
 // Fills the derived fields and refuses sizes that no kernel can run. Call it after any change to a Config.
-static inline void config_finish(Config *c) {
-    require(c->num_layers > 0 && c->num_layers <= 1024, "a model of %d layers cannot be built\nuse 1 to 1024 layers", c->num_layers);
-    require(c->channels > 0 && c->channels % 8 == 0 && c->channels <= 65536, "%d channels: not a positive multiple of 8 up to 65536\nchange channels=", c->channels);
-    require(c->num_heads > 0 && c->channels % c->num_heads == 0, "%d channels do not divide into %d heads\nchange channels= or heads=", c->channels, c->num_heads);
-    c->head_dim = c->channels / c->num_heads;
-    require(c->head_dim % 8 == 0, "head dimension %d (= channels %d / heads %d) is not a multiple of 8\nchange heads=", c->head_dim, c->channels, c->num_heads);
-    require(c->num_kv_heads > 0 && c->num_heads % c->num_kv_heads == 0, "%d query heads do not divide over %d key/value heads\nchange kv_heads=", c->num_heads, c->num_kv_heads);
-    require(c->ffn_dim > 0 && c->ffn_dim % 8 == 0, "MLP width %d is not a positive multiple of 8\nchange ffn=", c->ffn_dim);
-    require(c->vocab_size > 1 && c->vocab_size <= (1 << 24), "vocabulary size %d is not between 2 and 2^24\nchange vocab=", c->vocab_size);
-    require(c->max_seq_len > 0 && c->max_seq_len <= (1 << 24), "context length %d is not between 1 and 2^24\nchange seq=", c->max_seq_len);
-    require(c->norm_eps > 0, "norm epsilon %g is not positive\ncheck config.json", (double)c->norm_eps);
-    require(c->position != POSITION_ROPE || c->rope_theta > 0, "rope theta %g is not positive\ncheck config.json", (double)c->rope_theta);
-    c->padded_vocab_size = (int)round_up((size_t)c->vocab_size, 128);
+static inline void config_finish(Config *c, const char *path) {
+    const int L = c->num_layers, C = c->channels, NH = c->num_heads, NKV = c->num_kv_heads;
+    const int F = c->ffn_dim, V = c->vocab_size, T = c->max_seq_len, most = 1 << 24;
+    config_require(L > 0 && L <= 1024, path, "layers=", "%d layers are not 1 to 1024", L);
+    config_require(C > 0 && C % 8 == 0 && C <= 65536, path, "channels=",
+                   "%d channels are not a positive multiple of 8 up to 65536", C);
+    config_require(NH > 0 && C % NH == 0, path, "channels= or heads=", "%d channels do not divide into %d heads", C, NH);
+    c->head_dim = C / NH;
+    config_require(c->head_dim % 8 == 0, path, "heads=",
+                   "head dimension %d (= channels %d / heads %d) is not a multiple of 8", c->head_dim, C, NH);
+    config_require(NKV > 0 && NH % NKV == 0, path, "kv_heads=",
+                   "%d query heads do not divide over %d key/value heads", NH, NKV);
+    config_require(F > 0 && F % 8 == 0, path, "ffn=", "MLP width %d is not a positive multiple of 8", F);
+    config_require(V > 1 && V <= most, path, "vocab=", "vocabulary size %d is not between 2 and 2^24", V);
+    config_require(T > 0 && T <= most, path, "seq=", "context length %d is not between 1 and 2^24", T);
+    config_require(c->norm_eps > 0, path, "", "norm epsilon %g is not positive", (double)c->norm_eps);
+    config_require(c->position != POSITION_ROPE || c->rope_theta > 0, path, "", "rope theta %g is not positive",
+                   (double)c->rope_theta);
+    c->padded_vocab_size = (int)round_up((size_t)V, 128);
 }
 
 // "preset[,key=value...]", e.g. "d6,vocab=256" or "llama3.2:1B,layers=2,tied=0". Returns 1 when vocab= was given.
@@ -172,7 +190,7 @@ static inline int config_parse(const char *descriptor, Config *c) {
     c->num_kv_heads = kv_heads ? kv_heads : c->num_heads % group == 0 ? c->num_heads / group : c->num_heads;
     if (c->channels != base.channels) c->ffn_dim = (int)round_up((size_t)c->channels * (size_t)base.ffn_dim / (size_t)base.channels, 8);
     if (ffn) c->ffn_dim = ffn;
-    config_finish(c);
+    config_finish(c, NULL);
     return vocab != 0;
 }
 

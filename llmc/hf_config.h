@@ -180,7 +180,7 @@ static inline Config config_from_json(const char *path) {
     require(config_key(&f, 0, "quantization_config", 0) == JSON_NONE, "'%s': the weights are quantised\nuse the model's F32, BF16 or F16 weights", f.path);
     Config c = gpt2 ? config_read_gpt2(&f) : config_read_llama(&f, qwen2);
     json_free(&f.json);
-    config_finish(&c);
+    config_finish(&c, f.path);
     return c;
 }
 

@@ -167,6 +167,16 @@ static inline int is_redundant(const char *name) {
     }
     return 0;
 }
+// What to do about weights that are not the model's. `prefix`: of their names.
+static inline const char *hint_of_differences(const Model *m, const StReader *r, const char *prefix) {
+    static const char *const of_others[] = {"embed_tokens.weight", "score.weight", "classifier.weight"};
+    int headless = !m->config.tied && !st_find(r, "lm_head.weight");
+    for (int i = 0; i < 3; i++) headless |= st_find(r, of_others[i]) != NULL;
+    for (int i = 0; i < r->count; i++)
+        if (r->tensors[i].type == ST_F64 || r->tensors[i].type >= ST_F8_E5M2) return "convert it to F32, BF16 or F16";
+    if (!headless || *prefix) return "use the config.json that belongs to it";
+    return "it is a base model or a classifier: use a whole language model (...ForCausalLM, GPT2LMHeadModel)";
+}
 // Stops unless the file holds exactly the tensors of these slots.
 static inline void require_same_tensors(const Model *m, const SlotName *slots, int num_slots, const StReader *r, const char *path) {
     Differences d;
@@ -189,7 +199,8 @@ static inline void require_same_tensors(const Model *m, const SlotName *slots, i
         if (!known[i] && !is_redundant(r->tensors[i].name)) differ(&d, "; %.80s is not part of the model", r->tensors[i].name);
     const StTensor *head = st_find(r, "lm_head.weight"), *embedding = find_param(r, "", &m->table.params[0]);
     if (m->config.tied && head && embedding && !st_same(r, head, embedding)) differ(&d, "; lm_head.weight is not the embedding, as tie_word_embeddings says");
-    require(d.count == 0, "'%s' does not hold this model, %d differences: %s%s\nuse the config.json that belongs to it", path, d.count, d.text + 2, d.count > 10 ? "; ..." : "");
+    require(d.count == 0, "'%s' does not hold this model, %d differences: %s%s\n%s", path, d.count, d.text + 2,
+            d.count > 10 ? "; ..." : "", hint_of_differences(m, r, slots[0].prefix));
     free(known);
 }
 static inline void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path) {

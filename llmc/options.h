@@ -218,7 +218,7 @@ static inline void options_help(const char *path, FILE *f) {
     fprintf(f, "usage: ./%s [--name value | --name=value | -x value]...\n\n"
             "  ./%s -e d6 -b 8 -t 256 -x 200 -n 100 -o log/mine          a GPT-2 of 6 layers\n"
             "  ./%s -e log/mine/step_00000200 --generate --prompt 'To'   what it writes\n"
-            "  ./%s -e models/qwen -i 'mine/*_train_*.bin' -j 'mine/*_val_*.bin' -l 1e-5   fine-tuning\n\n"
+            "  ./%s -e models/qwen -i 'my_train_*.bin' -j 'my_val_*.bin' -l 1e-5   fine-tuning\n\n"
             "Letters are llm.c's, [] holds the default. What is 0 or 1 may stand alone for 1 (but -h: --help).\n"
             "The mark of an option says what it changes:\n"
             "  *  losses and weights\n"

@@ -74,7 +74,7 @@ static inline void require_resumed_model(Trainer *t) {
     const int folder = is_directory(model) || strchr(model, '/');
     Config named;
     if (folder) named = config_from_json(model);
-    else if (!config_parse(model, &named)) { named.vocab_size = t->config.vocab_size; config_finish(&named); }  // the data's
+    else if (!config_parse(model, &named)) { named.vocab_size = t->config.vocab_size; config_finish(&named, NULL); }  // the data's
     char *a = config_text(&named), *b = config_text(&t->config);
     require(!strcmp(a, b), "checkpoint '%s' is not of the model '%s' but of '%s'\nleave out --model when resuming, or start a new run with another --output", t->resumed_from, model, before ? before : "another");
     free(a);
@@ -97,7 +97,7 @@ static inline void choose_config(Trainer *t) {
         dataloader_open(&peek, data, 1, 1, 0, 1, 0, 0, 0);
         if (peek.vocab_size > 0) t->config.vocab_size = peek.vocab_size;
         dataloader_close(&peek);
-        config_finish(&t->config);
+        config_finish(&t->config, NULL);
     }
     require(t->o.generate || t->o.seq_len <= t->config.max_seq_len, "--seq-len %lld is longer than the model's context of %d\nuse a shorter --seq-len, or a model with seq=%lld",
             t->o.seq_len, t->config.max_seq_len, t->o.seq_len);

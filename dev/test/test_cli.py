@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -100,6 +101,9 @@ def test_good_input_trains(trainer):
     (["-l", "1e-3x"], ["1e-3x"]),
     (["-d", "0"], ["--total-batch 0"]),
     (["-d", "65"], ["65", "nearest: 64"]),
+    (["-d", "200", "-b", "1", "-t", "51"], ["200", "nearest: 204"]),
+    (["-d", "1", "-b", "1", "-t", "51"], ["nearest: 51"]),
+    (["-d", 2**40], ["more than 2^20 micro-steps of 64 tokens", "--batch-size"]),
     (["-x", "0"], ["--max-steps 0"]),
     (["-v", "1", "-m", "0"], ["--eval-steps 0"]),
     (["-k", "cubic"], ["cubic"]),
@@ -134,6 +138,214 @@ def test_help_lists_every_letter_of_llm_c(trainer):
     text = succeeds(trainer("--help", "1")).stdout
     for letter in "i j e o b t d x a k l u q c sl sg v m h s g n nk nm y f w ge r z pi pn pr pg ps pf lg".split():
         assert f"-{letter}, --" in text, letter
+
+
+# ---- help, version, near names
+
+# name -> (letters, what it changes, help), as options.h has them
+OPTIONS = {name: (letters, mark, text) for name, letters, mark, text in re.findall(
+    r'(?:STR|INT|FLT)\(\w+, "([\w-]+)", "(\w*)", \'(.)\', (?:"[^"]*"|[^",]+)(?:, [^",]+, [^",]+)?, +"([^"]*)"\)',
+    (ROOT / "llmc/options.h").read_text().replace("\\\n", " "))}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["-b", "4", "-h", "-t", "8"], ["--help", "1"]], ids=" ".join)
+def test_help(trainer, words):
+    """100 columns, three examples that parse, and each option's mark, letters, text and one default."""
+    text = succeeds(subprocess.run([trainer.program, *words], capture_output=True, text=True)).stdout
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100 and lines[0].startswith("usage: ") and lines[1] == lines[5] == ""
+    for example in lines[2:5]:
+        command, about = re.fullmatch(r"  (\S.*\S)   +(\S.*)", example).groups()
+        assert command.startswith(f"./{trainer.program.name} ") and about
+        succeeds(subprocess.run([trainer.program, *shlex.split(command)[1:], "--help"], capture_output=True, text=True))
+    found = re.findall(r"^([*~= ]) (?:-(\w+),)? +--([\w-]+) (.*\n(?: {12,}.*\n)*)", text, re.M)
+    assert len(found) == len(OPTIONS) > 60
+    for mark, letters, name, about in found:
+        about = re.fullmatch(r"(.*?)(?: \[(\S+)\])?", " ".join(about.split())).groups()
+        assert OPTIONS[name] == (letters, mark, about[0]) and "default" not in about[0]
+
+
+def test_h_with_a_value_is_hellaswag(trainer):
+    for value in "01":
+        said = succeeds(trainer("-v", "1", "-m", "1", "-h", value)).stdout
+        assert ("hellaswag_val.bin" in said) == (value == "1") and "usage:" not in said
+
+
+def test_version(trainer):
+    revision = re.search('"(.*)"', (ROOT / "build/revision.c").read_text())[1]
+    said = succeeds(subprocess.run([trainer.program, "--version"], capture_output=True, text=True)).stdout
+    assert re.fullmatch(rf"llm\.cu {revision}, (fp32|bf16), compiler \S.*\n", said)
+    assert ("bf16" in said) == ("bf16" in str(trainer.program)) and ("CUDA" in said) == ("cu" in trainer.program.name)
+
+
+@pytest.mark.parametrize("typed, near", [
+    ("--lr", "--learning-rate"), ("-lr", "--learning-rate"), ("--learning_rate", "--learning-rate"),
+    ("--min_lr", "--final-lr-fraction"), ("--batch", "--batch-size or --total-batch"), ("--bs", "--batch-size"),
+    ("--per_device_train_batch_size=4", "--batch-size"), ("--gradient_accumulation_steps", "--total-batch"),
+    ("--epochs", "--max-steps"), ("--max_iters", "--max-steps"), ("--steps", "--max-steps or --eval-steps"),
+    ("--block_size", "--seq-len"), ("--sequence-length", "--seq-len"), ("--max_grad_norm", "--grad-clip"),
+    ("--wd", "--weight-decay"), ("--beta", "--beta1 or --beta2"), ("--temp", "--temperature"), ("--out_dir", "--output"),
+    ("--save", "--save-every or --save-keep or --save-major"), ("--resume-from", "--resume"),
+    ("--warmup_iters", "--max-steps or --warmup"), ("--log-interval", "--print-every"),
+    ("--gradient-checkpointing", "--recompute")])
+def test_near_names(trainer, typed, near):
+    fails(trainer(typed, "1"), f"unknown option '{typed.split('=')[0]}'", f"did you mean {near}? ")
+
+
+@pytest.mark.parametrize("typed", ["--dropout", "--zzz", "-zz", "--", "--" + 300 * "a", "--" + 30 * "-a", "--x=y"])
+def test_no_name_is_near(trainer, typed):
+    run = trainer(typed, "1")
+    fails(run, "unknown option '--", "--help lists all") if typed != "-zz" else fails(run, "unknown option '-zz'")
+    assert "did you mean" not in run.stderr
+
+
+# ---- what an option changes
+
+# Values for each that the CPU trainer takes alone; where an option needs GPUs or ranks it has no effect here.
+CHANGED = {
+    "=": {"kv-cache": [0], "save-async": [0], "recompute": [1, 2, 3], "autotune": [0], "cuda-graphs": [0],
+          "threads": [2, 3], "zero-stage": [1], "tp-overlap": [0]},
+    "~": {"state-dtype": ["bf16"], "head-chunks": [3], "tf32": [0], "master-weights": [0], "gelu-fusion": [0],
+          "reduce-dtype": ["fp32"], "p2p": [0]},
+    "*": {"train-data": ["other.bin"], "model": ["d1,channels=32,vocab=64,seq=64"], "batch-size": [4], "seq-len": [8],
+          "total-batch": [64], "max-steps": [6], "overfit": [1], "seed": [1], "schedule": ["linear", "wsd"],
+          "learning-rate": [1e-3], "warmup": [3], "final-lr-fraction": [0.5], "weight-decay": [10], "grad-clip": [0.01],
+          "beta1": [0.5], "beta2": [0.5], "adam-eps": [1e-2]},
+    " ": {"val-data": ["good.bin"], "print-every": [2], "timing": [2], "eval-every": [1], "eval-steps": [1],
+          "sample-every": [1], "sample-tokens": [5], "temperature": [0.5], "top-k": [3], "top-p": [0.5], "samples": [2],
+          "save-every": [2], "save-keep": [1], "save-major": [3], "timeout": [100], "gpus-per-node": [4]}}
+# Need ranks or GPUs, more steps, or a NaN.
+ELSEWHERE = {"=": set(), "~": {"dp-overlap", "tp"}, "*": {"skip-loss-z", "skip-norm-z", "on-nan"}}
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory):
+    """A run of the CPU trainer with changed options -> losses and norms of its first four steps, final weights.
+    And those of the run without changes."""
+    folder = tmp_path_factory.mktemp("effects")
+    for seed, name in enumerate(("good.bin", "other.bin")):
+        shard(folder / name, np.random.default_rng(seed).integers(0, 64, 4000), vocab=64)
+
+    def run(options):
+        output = Path(tempfile.mkdtemp(dir=folder))
+        base = {"model": "d2,channels=32,heads=2,vocab=64,seq=64", "train-data": "good.bin", "val-data": "other.bin",
+                "batch-size": 2, "seq-len": 16, "max-steps": 4, "eval-every": 0, "sample-every": 0, "threads": 1,
+                "learning-rate": 3e-3, "final-lr-fraction": 0.1, "save-every": 100, "output": output}
+        words = [str(word) for name, value in (base | options).items() for word in (f"--{name}", value)]
+        succeeds(subprocess.run([PROGRAMS[0], *words], cwd=folder, capture_output=True, text=True, env=ENVIRONMENT))
+        steps = [(e["loss"], e["norm"]) for e in events(output, "step")][:4]
+        return steps, max(output.glob("step_*/model.safetensors")).read_bytes()
+
+    return run, run({})
+
+
+def test_every_option_that_matters_is_tried():
+    for mark in "=~*":
+        assert CHANGED[mark].keys() | ELSEWHERE[mark] == {name for name, option in OPTIONS.items() if option[1] == mark}
+    assert all(OPTIONS[name][1] == " " for name in CHANGED[" "])
+
+
+@pytest.mark.parametrize("i", range(3))
+@pytest.mark.parametrize("mark", ["=", " "])
+def test_options_that_change_no_number(numbers, mark, i):
+    run, base = numbers
+    if i < max(map(len, CHANGED[mark].values())):
+        assert run({name: values[i % len(values)] for name, values in CHANGED[mark].items()}) == base
+
+
+def test_options_that_change_the_rounding(numbers):
+    run, (steps, weights) = numbers
+    new_steps, new_weights = run({name: values[0] for name, values in CHANGED["~"].items()})
+    assert new_weights != weights and np.allclose(new_steps, steps, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in CHANGED["*"].items() for value in values])
+def test_options_that_change_the_run(numbers, name, value):
+    run, (steps, weights) = numbers
+    new_steps, new_weights = run({name: value})
+    assert not np.allclose(new_steps, steps, rtol=1e-6) and new_weights != weights
+
+
+# ---- the line of a step
+
+def rows_of(text, columns):
+    """What a terminal that is so wide shows of a text."""
+    rows, at = [""], 0
+    for c in text.replace("\r\n", "\n"):
+        if c == "\r":
+            at = 0
+        elif c == "\n" or at == columns:
+            rows, at = [*rows, ""], 0
+        if c not in "\r\n":
+            rows[-1] = rows[-1][:at].ljust(at) + c + rows[-1][at + 1:]
+            at += 1
+    return [row.rstrip() for row in rows]
+
+
+def on_a_terminal(trainer, columns, *arguments):
+    """(what the terminal got, the rows that it shows in the end)"""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    process = trainer.start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    got = b""
+    try:
+        while piece := os.read(ours, 1 << 16):
+            got += piece
+    except OSError:  # nobody writes any more
+        pass
+    os.close(ours)
+    assert process.wait(60) == 0
+    return got.decode(), rows_of(got.decode(), columns)
+
+
+def kept(rows):
+    return [int(step) for row in rows for step in re.findall(r"^step +(\d+)/", row)]
+
+
+RUN = ["-x", "6", "-t", "8", "--threads", "1", "-v", "3", "-m", "1", "-s", "4", "-g", "4"]
+SAVED = [*RUN, "-n", "2", "--save-async", "0", "-o", "run"]
+
+
+@pytest.mark.parametrize("every, expected", [(0, [6]), (4, [4, 6]), (1, [1, 2, 3, 4, 5, 6])])
+def test_a_terminal_has_one_line_for_the_steps(trainer, every, expected):
+    """Each step is shown, cut to the width. Evaluations, samples and checkpoints stay above, alone in their lines."""
+    got, rows = on_a_terminal(trainer, 64, *SAVED, "--print-every", every)
+    shown = re.findall(r"\r(step +(\d+)/6 [^\r\n]*)(?=\r +\r)", got)
+    assert [int(step) for _, step in shown] == [step for step in range(1, 6) if step not in expected]
+    assert all(len(line) == 63 for line, _ in shown) and kept(rows) == expected
+    checkpoints = [row.split(" | ")[0] for row in rows if row.startswith("checkpoint")]
+    assert checkpoints == [f"checkpoint run/step_{step:08}" for step in (2, 4, 6)]
+    assert sum(bool(re.fullmatch(r"eval +[036] \| val loss [\d.]+ \| [\d.]+ s", row)) for row in rows) == 3
+    assert rows.count("----") == 2 and sum(bool(re.fullmatch("[0-9]+( [0-9]+){0,3}", row)) for row in rows) == 2
+    in_a_pipe = kept(succeeds(trainer(*RUN, "--print-every", every)).stdout.splitlines())
+    assert in_a_pipe == (expected if every else [1, 2, 3, 4, 5, 6])
+
+
+def test_a_terminal_without_a_size_gets_a_line_a_step(trainer):
+    """As mpirun's, whose text may go to a file."""
+    got, rows = on_a_terminal(trainer, 0, *SAVED)
+    assert kept(rows) == [1, 2, 3, 4, 5, 6] and "\r" not in got.replace("\r\n", "\n")
+
+
+def test_a_stopped_run_leaves_its_last_line(trainer, tmp_path):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
+    process = trainer.start("-o", tmp_path / "run", "-x", "1000000", stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    got = b""
+    while b"step      3/" not in got:
+        got += os.read(ours, 1 << 16)
+    process.send_signal(signal.SIGTERM)
+    try:
+        while piece := os.read(ours, 1 << 16):
+            got += piece
+    except OSError:
+        pass
+    os.close(ours)
+    rows = rows_of(got.decode(), 200)
+    stopped = next(row for row in rows if row.startswith("stopped by Terminated after step"))
+    assert kept(rows) == [int(re.search(r"after step (\d+)", stopped)[1])]
 
 
 # ---- token shards

@@ -157,6 +157,20 @@ def test_models_that_cannot_be_trained(program, tmp_path, monkeypatch, capfd, mo
     assert not list(tmp_path.glob("new*"))
 
 
+@pytest.mark.parametrize("model, change, words", [
+    ("llama3.1", lambda w: {n: t.double() for n, t in w.items()}, "convert it to F32, BF16 or F16"),
+    ("llama3.1", lambda w: {n.removeprefix("model."): t for n, t in w.items() if n != "lm_head.weight"}, "base model"),
+    ("llama3.2-tied", lambda w: {n.removeprefix("model."): t for n, t in w.items()}, "base model"),
+    ("qwen2.5", lambda w: w | {"score.weight": torch.ones(2, 64)}, "classifier"),
+    ("gpt2", lambda w: w | {"score.weight": torch.ones(2, 32)}, "classifier"),
+    ("gpt2", lambda w: w | {"transformer.extra": torch.ones(3)}, "use the config.json that belongs to it"),
+], ids=["F64", "base", "tied-base", "classifier", "gpt2-classifier", "other"])
+def test_hints_for_weights_that_do_not_fit(program, tmp_path, monkeypatch, capfd, model, change, words):  # noqa: F811
+    folder = write(program, tmp_path, model, "fp32")
+    save_file(change(load(folder)), folder / "model.safetensors")
+    refuses(monkeypatch, capfd, ["does not hold this model", words], "check", folder)
+
+
 def test_damaged_files(program, tmp_path, monkeypatch, capfd):  # noqa: F811
     folder = write(program, tmp_path, "gpt2", "fp32")
     path = folder / "model.safetensors"
@@ -587,6 +601,14 @@ def test_verify_sees_one_wrong_weight(program, tmp_path, model, capfd):  # noqa:
     save_file(weights, bad / "model.safetensors", {"format": "pt"})
     with pytest.raises(SystemExit, match="they do not agree"):
         hf.verify(str(good), str(bad))
+
+
+def test_verify_of_weights_that_are_not_finite(program, tmp_path, monkeypatch, capfd):  # noqa: F811
+    folder = write(program, tmp_path, "gpt2", "fp32")
+    weights = load(folder)
+    weights["transformer.ln_f.weight"][3] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    refuses(monkeypatch, capfd, ["are not all finite", "the weights hold NaN"], "check", folder, "--verify")
 
 
 def test_verify_without_transformers(program, tmp_path, monkeypatch, capfd):  # noqa: F811

@@ -31,7 +31,7 @@ static void test_good(void) {
     for (size_t i = 0; i < sizeof presets / sizeof *presets; i++) {
         Config c, back;
         config_parse(presets[i], &c);
-        config_finish(&c);
+        config_finish(&c, NULL);
         FILE *f = fopen_or_die(path, "wb", "check the disk");
         config_to_json(&c, "bf16", f);
         fclose(f);
@@ -56,6 +56,10 @@ static void test_refused(void) {
         {"a key missing", "{\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":2,\"vocab_size\":300}", "has no n_layer"}, {"a text for a number", "{" GPT2 ",\"n_positions\":\"24\"}", "n_positions is no whole number"},
         {"a negative size", "{\"model_type\":\"gpt2\",\"n_embd\":-32,\"n_head\":2,\"n_layer\":2,\"vocab_size\":300}", "n_embd is no whole number"},
         {"a size beyond 2^28", "{\"model_type\":\"gpt2\",\"n_embd\":600000000,\"n_head\":2,\"n_layer\":2,\"vocab_size\":300}", "n_embd is no whole number"}, {"heads that do not divide", "{" LLAMA ",\"num_key_value_heads\":3}", "do not divide"},
+        {"an MLP width that is no multiple of 8", "{" GPT2 ",\"n_inner\":100}",
+         "MLP width 100 is not a positive multiple of 8\n  hint: such a model cannot be trained here"},
+        {"no vocabulary", "{\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":2,\"n_layer\":2,\"vocab_size\":1}",
+         "config_XXXXXX': vocabulary size 1"},
         {"no heads", "{\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":0,\"n_layer\":2,\"vocab_size\":300}", "heads"},
         {"another activation (GPT-2)", "{" GPT2 ",\"activation_function\":\"relu\"}", "activation_function is 'relu'"}, {"another activation (Llama)", "{" LLAMA ",\"hidden_act\":\"gelu\"}", "hidden_act is 'gelu'"},
         {"scaled attention", "{" GPT2 ",\"scale_attn_by_inverse_layer_idx\":true}", "scale_attn_by_inverse_layer_idx is true"}, {"unscaled attention", "{" GPT2 ",\"scale_attn_weights\":false}", "scale_attn_weights is false"},
