@@ -13,6 +13,7 @@ Left out: several GPUs, resuming the optimiser. The C trainers have them.
 """
 import argparse
 import difflib
+import functools
 import json
 import math
 import os
@@ -371,8 +372,8 @@ def batch(stream, B, device, vocab_size):
     return tokens[:, :-1], tokens[:, 1:]
 
 HONOURED = """train-data val-data model output tokenizer print-every batch-size seq-len total-batch max-steps overfit
-    seed schedule learning-rate warmup final-lr-fraction weight-decay grad-clip beta1 beta2 adam-eps eval-every eval-steps
-    hellaswag choice-data evaluate sample-every sample-tokens temperature save-every threads""".split()
+    seed schedule learning-rate warmup final-lr-fraction weight-decay grad-clip beta1 beta2 adam-eps eval-every
+    eval-steps hellaswag choice-data evaluate sample-every sample-tokens temperature save-every threads""".split()
 
 def in_range(of, low, high):
     """The type of an option; low and high as options.h spells them: -1, 1e30, 1 << 20, 1ll << 40."""
@@ -386,8 +387,8 @@ def in_range(of, low, high):
     return number
 
 def option_table():
-    """Of llmc/options.h, the one table of options: rows of section, kind, name, letters, default (text or number), smallest,
-    largest, help; and what other trainers call an option -> its name."""
+    """Of llmc/options.h, the one table of options: rows of section, kind, name, letters, default (text or number),
+    smallest, largest, help; and what other trainers call an option -> its name."""
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "llmc", "options.h")) as f:
         text = f.read().replace("\\\n", " ")
     row = (r'SECTION\("([^"]*)"\)|(STR|INT|FLT)\(\w+, "([\w-]+)", "(\w*)", \'.\', '
@@ -429,8 +430,8 @@ Names, letters and defaults are those of ./train_gpt2 --help, which says more of
 def parse_options(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     table, others = option_table()
-    p = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, add_help=False,
-                                formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100))
+    form = functools.partial(argparse.HelpFormatter, max_help_position=32, width=100)
+    p = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, add_help=False, formatter_class=form)
     groups = {section: p.add_argument_group(section) for section, _, name, *_ in table if name in HONOURED}
     for section, kind, name, letters, text, number, low, high, about in table:
         if name not in HONOURED:

@@ -138,7 +138,8 @@ static inline void config_finish(Config *c, const char *path) {
     config_require(L > 0 && L <= 1024, path, "layers=", "%d layers are not 1 to 1024", L);
     config_require(C > 0 && C % 8 == 0 && C <= 65536, path, "channels=",
                    "%d channels are not a positive multiple of 8 up to 65536", C);
-    config_require(NH > 0 && C % NH == 0, path, "channels= or heads=", "%d channels do not divide into %d heads", C, NH);
+    config_require(NH > 0 && C % NH == 0, path, "channels= or heads=",
+                   "%d channels do not divide into %d heads", C, NH);
     c->head_dim = C / NH;
     config_require(c->head_dim % 8 == 0, path, "heads=",
                    "head dimension %d (= channels %d / heads %d) is not a multiple of 8", c->head_dim, C, NH);

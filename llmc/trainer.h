@@ -74,7 +74,10 @@ static inline void require_resumed_model(Trainer *t) {
     const int folder = is_directory(model) || strchr(model, '/');
     Config named;
     if (folder) named = config_from_json(model);
-    else if (!config_parse(model, &named)) { named.vocab_size = t->config.vocab_size; config_finish(&named, NULL); }  // the data's
+    else if (!config_parse(model, &named)) {
+        named.vocab_size = t->config.vocab_size;  // the data's
+        config_finish(&named, NULL);
+    }
     char *a = config_text(&named), *b = config_text(&t->config);
     require(!strcmp(a, b), "checkpoint '%s' is not of the model '%s' but of '%s'\nleave out --model when resuming, or start a new run with another --output", t->resumed_from, model, before ? before : "another");
     free(a);

@@ -198,7 +198,7 @@ def verify(folder, reference=None):
     text = f"logits after {T} tokens by the CPU trainer and by {whose}: largest difference {difference:.2e}, of values up to {largest:.3g}"
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
         die(f"'{folder}': logits by the CPU trainer and by {whose} are not all finite",
-            "the weights hold NaN, infinity or huge numbers: take a checkpoint of before the run diverged, or download again")
+            "the weights hold NaN, infinity or huge numbers: take an earlier checkpoint, or download them again")
     if not difference <= VERIFY_BOUND * max(1.0, largest):  # a NaN is no agreement
         die(f"'{folder}': {text}: they do not agree", "one of the two computes another model: please report it")
     print(f"{text}: they agree")

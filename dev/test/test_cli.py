@@ -184,8 +184,8 @@ def test_version(trainer):
     ("--per_device_train_batch_size=4", "--batch-size"), ("--gradient_accumulation_steps", "--total-batch"),
     ("--epochs", "--max-steps"), ("--max_iters", "--max-steps"), ("--steps", "--max-steps or --eval-steps"),
     ("--block_size", "--seq-len"), ("--sequence-length", "--seq-len"), ("--max_grad_norm", "--grad-clip"),
-    ("--wd", "--weight-decay"), ("--beta", "--beta1 or --beta2"), ("--temp", "--temperature"), ("--out_dir", "--output"),
-    ("--save", "--save-every or --save-keep or --save-major"), ("--resume-from", "--resume"),
+    ("--wd", "--weight-decay"), ("--beta", "--beta1 or --beta2"), ("--temp", "--temperature"),
+    ("--out_dir", "--output"), ("--save", "--save-every or --save-keep or --save-major"), ("--resume-from", "--resume"),
     ("--warmup_iters", "--max-steps or --warmup"), ("--log-interval", "--print-every"),
     ("--gradient-checkpointing", "--recompute")])
 def test_near_names(trainer, typed, near):

@@ -3,6 +3,7 @@ transformers where that is installed, and from the command line."""
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -214,8 +215,53 @@ def test_options_are_those_of_c(c_program):
         key = name.replace("-", "_")
         assert str(ours[key]) == value or float(ours[key]) == float(value), name
         sample = {str: "linear", int: "1", float: "0.5"}[type(ours[key])]
-        for flag in [f"--{name}"] + [f"-{x}" for x in letters.split("|") if x]:
+        for flag in [f"--{name}"] + [f"-{letters}"] * bool(letters):
             assert getattr(ref.parse_options([flag, sample]), key) == type(ours[key])(sample)
+
+
+def parse(capsys, *words):
+    """(exit status, what was printed)"""
+    with pytest.raises(SystemExit) as stop:
+        ref.parse_options(words)
+    return stop.value.code or 0, "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["-h", "-b", "4"]], ids=" ".join)
+def test_help(capsys, words):
+    status, text = parse(capsys, *words)
+    lines = text.splitlines()
+    assert status == 0 and max(map(len, lines)) <= 100 and lines[0].startswith("usage: ") and "(default" not in text
+    assert [line.split()[:2] for line in lines[2:5]] == [["python", "train_gpt2.py"]] * 3
+    for line in lines[2:5]:
+        ref.parse_options(line.split("   ")[0].split()[2:])
+    assert all(f"--{name} " in text.replace("\n", " ") for name in ref.HONOURED)
+    about = {name: text for *_, name, _, _, _, _, _, text in ref.option_table()[0]}
+    assert len(about) > 60 and all(about[name] in " ".join(text.split()) for name in ref.HONOURED)
+
+
+def test_h_with_a_value_is_hellaswag():
+    assert [ref.parse_options(["-h", value]).hellaswag for value in "01"] == [0, 1]
+    assert ref.parse_options(["--hellaswag"]).hellaswag == 1
+
+
+def test_version(capsys):
+    status, text = parse(capsys, "-b", "4", "--version")
+    assert status == 0 and f"PyTorch {torch.__version__}" in " ".join(text.split()) and text.startswith("llm.cu ")
+
+
+@pytest.mark.parametrize("typed, near", [
+    ("--learning_rate=1", "--learning-rate"), ("--wd", "--weight-decay"), ("--batch", "--batch-size or --total-batch"),
+    ("--epochs", "--max-steps"), ("--lr", "--learning-rate or --final-lr-fraction"), ("--zzz", "")])
+def test_near_names(capsys, typed, near):
+    status, text = parse(capsys, typed, "1")
+    assert status == 1 and f"unknown option '{typed.split('=')[0]}'" in text
+    assert f"hint: did you mean {near}? --help" in text if near else "hint: --help" in text
+
+
+@pytest.mark.parametrize("typed", ["--recompute", "-nk"])
+def test_options_of_c_alone(capsys, typed):
+    status, text = parse(capsys, typed, "1")
+    assert status == 1 and f"{typed} is not built in train_gpt2.py" in text
 
 
 # ---- the model against plain numpy, transformers, finite differences
@@ -365,7 +411,8 @@ def test_folders_as_the_hub_has_them(tmp_path, capsys):
 
     config = json.loads((tmp_path / "config.json").read_text())
     for change, words in (({"n_layer": 3}, "lacks 12 tensors"), ({"n_inner": 200}, "do not belong together"), ({"model_type": "bert"}, "'bert'"),
-                          ({"activation_function": "relu"}, "tanh form")):
+                          ({"activation_function": "relu"}, "tanh form"), ({"n_inner": 100}, "MLP width 100"),
+                          ({"n_inner": 100}, "name another folder")):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(SystemExit):
             ref.make_model(str(tmp_path), seed=0)
@@ -558,6 +605,19 @@ def test_overfit_takes_one_batch(text_shards, tmp_path):
     assert losses == [pytest.approx(trainer.step([first], 3e-3)[0], abs=1e-6) for _ in range(12)] and losses[-1] < losses[0] - 1
 
 
+@pytest.mark.parametrize("columns, every, shown, kept", [
+    (50, 0, [1, 2, 3, 4, 5], [6]), (50, 4, [1, 2, 3, 5], [4, 6]), (0, 0, [], [1, 2, 3, 4, 5, 6]), (0, 4, [], [4, 6])])
+def test_the_line_of_a_step(text_shards, monkeypatch, capsys, columns, every, shown, kept):
+    """On a terminal that is so wide (0: in a pipe) each replaces the one before."""
+    monkeypatch.setattr(ref, "console_columns", lambda: columns)
+    ref.train(options(train_data=text_shards[1], val_data="", model="d1,channels=64,vocab=256,seq=32", batch_size=1,
+                      seq_len=8, max_steps=6, eval_every=0, sample_every=0, print_every=every))
+    out = capsys.readouterr().out
+    lines = re.findall(r"\r(step +(\d+)/6 [^\r\n]*)(?=\r)", out)
+    assert [int(step) for _, step in lines] == shown and all(len(line) == columns - 1 for line, _ in lines)
+    assert [int(step) for step in re.findall(r"(?:^|\r)step +(\d+)/6 [^\r\n]* \| ETA [^\r\n]*m$", out, re.M)] == kept
+
+
 def test_a_vocabulary_may_be_rounded_up(text_shards, capsys):
     """As in the C trainers, samples are then of the tokenizer's tokens."""
     ref.train(options(train_data=text_shards[1], val_data="", model="d1,channels=64,vocab=4096,seq=32", batch_size=1, seq_len=32, max_steps=1, eval_every=0, sample_every=1, sample_tokens=40))
@@ -572,7 +632,8 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
     shard = bytearray((tmp_path / "a_train_0.bin").read_bytes())
     shard[20:28] = ref.fnv1a(tokenizer[1024:]).to_bytes(8, "little")
     (tmp_path / "hashed.bin").write_bytes(shard)
-    for changes, words in (({"train_data": "/nowhere/*.bin"}, "tinyshakespeare.py"), ({"seq_len": 64}, "longer than the model's context"), ({"total_batch": 100}, "nearest: 64"),
+    for changes, words in (({"train_data": "/nowhere/*.bin"}, "tinyshakespeare.py"), ({"seq_len": 64}, "longer than the model's context"),
+                           ({"total_batch": 100}, "nearest: 128"),
                            ({"model": "/nowhere/model"}, "no folder and no preset"), ({"model": "d1,channels=64,vocab=20"}, "the model 20 tokens"),
                            ({"save_every": 1}, "checkpoints need a folder"), ({"save_every": 1, "output": str(tmp_path / "used")}, "holds checkpoints of another run"),
                            ({"max_steps": -1, "total_batch": 1 << 20}, "less than one step"), ({"tokenizer": str(tmp_path / "part.bin")}, "not a whole tokenizer file"),
