@@ -324,7 +324,7 @@ def load_weights(model, folder):
     if os.path.exists(index):
         with open(index) as f:
             files = sorted(set(json.load(f)["weight_map"].values()))
-        require(all(name == os.path.basename(name) for name in files), f"'{index}' names files outside of its folder", "do not use this model")
+        require(all(os.path.basename(n) == n for n in files), f"'{index}' names files elsewhere", "do not use it")
     missing = {p.name: p for p in model.table}
     for path in (os.path.join(folder, name) for name in files):
         require(os.path.exists(path), f"'{path}' does not exist", "name a folder with config.json and model.safetensors")

@@ -193,7 +193,8 @@ def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, ti
         draw_references(axis, references, panel)
         axis.set_ylabel(PANELS[panel][1])
         if panel == "loss":
-            scale_loss(axis, loss_range(runs, half_life, [v for _, v in references_of(references, "loss")], log_y), log_y)
+            levels = [v for _, v in references_of(references, "loss")]
+            scale_loss(axis, loss_range(runs, half_life, levels, log_y), log_y)
             continue
         axis.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
         if panel in ("speed", "norm"):
@@ -294,14 +295,15 @@ def bench_figures(paths):
 
 
 def bench_lines(paths):
-    """{(machine, quantity): {row label: [(date, mean of that day)]}} of what was measured on several days; how much was not."""
+    """{(machine, quantity): {row label: [(date, mean of that day)]}} of several days; number of rows of one day."""
     days = {}
     for subject, label, day, value in bench_figures(paths):
         days.setdefault((subject, label), {}).setdefault(day, []).append(value)
     series = {}
     for (subject, label), row in days.items():
         if len(row) > 1:
-            series.setdefault(subject, {})[label] = [(day, sum(values) / len(values)) for day, values in sorted(row.items())]
+            means = [(day, sum(values) / len(values)) for day, values in sorted(row.items())]
+            series.setdefault(subject, {})[label] = means
     return series, sum(len(row) == 1 for row in days.values())
 
 
@@ -319,7 +321,10 @@ def spread(values, gap):
 def draw_bench(paths, output):
     series, once = bench_lines(paths)
     if not series:
-        fail("no ratio and no tokens/s of several days in " + (" ".join(paths) or "dev/bench/*.md"), "name files like dev/bench/h200_2026-11-20.md with the same rows")
+        fail(
+            "no ratio and no tokens/s of several days in " + (" ".join(paths) or "dev/bench/*.md"),
+            "name files like dev/bench/h200_2026-11-20.md with the same rows",
+        )
     plt.rcParams.update(STYLE)
     heights = [max(1.6, 0.24 * len(rows) + 0.6) for rows in series.values()]
     figure, axes = plt.subplots(len(series), 1, figsize=(10, sum(heights) + 0.5), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}, layout="constrained")
@@ -345,7 +350,8 @@ def draw_bench(paths, output):
     ticks = days[:: len(days) // 8 + 1]
     axes[-1, 0].set_xticks(ticks, [str(d) for d in ticks])
     save(figure, output)
-    print(f"{sum(map(len, series.values()))} rows, {days[0]} to {days[-1]}; not drawn: {once} rows of one day\nwrote {output}")
+    drawn = sum(map(len, series.values()))
+    print(f"{drawn} rows, {days[0]} to {days[-1]}; not drawn: {once} rows of one day\nwrote {output}")
 
 
 def parse_arguments(argv):
@@ -360,7 +366,8 @@ def parse_arguments(argv):
     p.add_argument("--title", default="")
     p.add_argument("--log", action="store_true", help="logarithmic loss axis")
     p.add_argument("--follow", type=float, nargs="?", const=10.0, metavar="SECONDS", help="look every SECONDS (10) for new lines and draw anew, until every run has ended")
-    p.add_argument("--bench", action="store_true", help="draw the ratio and tokens/s columns of bench tables over time instead: rows that several days have")
+    bench = "draw the ratio and tokens/s columns of bench tables over time instead: rows that several days have"
+    p.add_argument("--bench", action="store_true", help=bench)
     a = p.parse_args(argv)
     a.panels, a.reference = a.panels.split(","), [name for name in a.reference.split(",") if name]
     if not a.runs and not a.bench:

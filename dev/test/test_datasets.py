@@ -94,7 +94,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
         if path.endswith("/revision/main"):
             return self.reply(200, b'{"sha": "abc123"}')
         folder = path.split("/tree/abc123")[1].split("?")[0].strip("/")
-        names = sorted(n for n in hub.files if n.startswith(folder + "/" if folder else "")) if folder != "anything" else sorted(hub.files)
+        names = sorted(n for n in hub.files if folder in ("", "anything") or n.startswith(folder + "/"))
         page = int(path.split("?page=")[1]) if "?page=" in path else 0
         entries = [{"type": "file", "path": n, "size": len(hub.files[n]), "oid": "0", "lfs": {"oid": hashlib.sha256(hub.files[n]).hexdigest(), "size": len(hub.files[n])}}
                    for n in names[2 * page:2 * page + 2]] + [{"type": "directory", "path": "x", "size": 0, "oid": "0"}]
@@ -237,7 +237,7 @@ def test_hub_lists_that_are_none(hub, tmp_path):
             download.hub_files("who/what", "b", ".parquet", options(cache=str(tmp_path)))
 
 
-STRANGERS = ["../../../../precious.parquet", "a/../../../../precious.parquet", "{precious}", "a/./x.parquet", "a//x.parquet", "a/x\x1b[2J.parquet", "a/x\0.parquet"]
+STRANGERS = ["../../../../precious", "a/../../../precious", "{root}/precious", "a/./x", "a//x", "a/x\x1b[2J", "a/x\0"]
 
 
 @pytest.mark.parametrize("name", STRANGERS)
@@ -246,7 +246,7 @@ def test_a_hub_that_reaches_outside(hub, tmp_path, name, kept):
     """Refused before anything is fetched or written."""
     precious, cache = tmp_path / "precious.parquet", tmp_path / "cache"
     precious.write_bytes(b"mine")
-    name = name.format(precious=precious)
+    name = name.format(root=tmp_path) + ".parquet"
     hub.files = {"a/good.parquet": b"x", name: b"theirs", name.lstrip("/"): b"theirs"}
     listing = cache / "who/what/anything/files.json"
     if kept:
@@ -254,14 +254,16 @@ def test_a_hub_that_reaches_outside(hub, tmp_path, name, kept):
         listing.write_text(json.dumps(["abc123", [[name, 6, None]]]))
     with dies("which is no file of a folder"):
         download.hub_files("who/what", "anything", ".parquet", options(cache=str(cache)))
-    assert precious.read_bytes() == b"mine" and [p for p in tmp_path.rglob("*") if p.is_file() and p != listing] == [precious]
+    assert precious.read_bytes() == b"mine"
+    assert [p for p in tmp_path.rglob("*") if p.is_file() and p != listing] == [precious]
     assert not [path for path, _, _ in hub.asked if "/resolve/" in path]
 
 
 def test_a_hub_whose_list_goes_on_in_a_local_file(hub, tmp_path, monkeypatch):
     (tmp_path / "list.json").write_text('[{"type": "file", "path": "a/x.parquet", "size": 1}]')
     reply = Answer.reply
-    monkeypatch.setattr(Answer, "reply", lambda self, *args, **headers: reply(self, *args, **headers, Link=f'<file://{tmp_path}/list.json>; rel="next"'))
+    link = {"Link": f'<file://{tmp_path}/list.json>; rel="next"'}
+    monkeypatch.setattr(Answer, "reply", lambda self, *args, **headers: reply(self, *args, **headers | link))
     hub.files = {"a/good.parquet": b"x"}
     with dies("is no address of a web server"):
         download.hub_files("who/what", "a", ".parquet", options(cache=str(tmp_path / "cache")))

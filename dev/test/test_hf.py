@@ -562,17 +562,23 @@ def test_the_hub_has_something_else(hub, model_files, tmp_path, monkeypatch, cap
     assert "model-00001-of-00002.safetensors" not in asked_for(hub)  # known before anything large is downloaded
 
 
-@pytest.mark.parametrize("name, listed", [("{outside}", True), ("{outside}", False), ("../outside/precious", True), ("x/../../outside/precious", True), ("onnx/model.onnx", False), (7, False)])
+@pytest.mark.parametrize("name, listed", [
+    ("{outside}", True), ("{outside}", False), ("../outside/precious", True), ("x/../../outside/precious", True),
+    ("onnx/model.onnx", False), (7, False),
+])
 def test_a_hub_that_reaches_outside(hub, model_files, tmp_path, monkeypatch, capfd, name, listed):  # noqa: F811
-    """By its list of files, or by the index of the weights: refused before anything but the index came, and nothing else is touched."""
+    """By its list of files or by the index of the weights: refused before any weights come; nothing else is touched."""
     precious = tmp_path / "outside/precious"
     precious.parent.mkdir()
     precious.write_bytes(b"mine")
     name = name.format(outside=precious) if isinstance(name, str) else name
     index = {"weight_map": {"wte.weight": name, "wpe.weight": "model-00001-of-00002.safetensors"}}
-    hub.files = model_files[0] | {"model.safetensors.index.json": json.dumps(index).encode()} | ({name: b"theirs", name.lstrip("/"): b"theirs"} if listed else {})
-    refuses(monkeypatch, capfd, "which is no file of a folder" if listed else "index.json is damaged", "import", "Qwen/tiny", tmp_path / "new")
-    assert precious.read_bytes() == b"mine" and not (tmp_path / "new").exists() and not {"precious", "model-00001-of-00002.safetensors", "model.onnx"} & set(asked_for(hub))
+    hub.files = model_files[0] | {"model.safetensors.index.json": json.dumps(index).encode()}
+    hub.files |= {name: b"theirs", name.lstrip("/"): b"theirs"} if listed else {}
+    words = "which is no file of a folder" if listed else "index.json is damaged"
+    refuses(monkeypatch, capfd, words, "import", "Qwen/tiny", tmp_path / "new")
+    assert precious.read_bytes() == b"mine" and not (tmp_path / "new").exists()
+    assert not {"precious", "model-00001-of-00002.safetensors", "model.onnx"} & set(asked_for(hub))
 
 
 def test_the_token_is_sent(hub, model_files, tmp_path, monkeypatch):  # noqa: F811

@@ -405,7 +405,12 @@ def test_folders_as_the_hub_has_them(tmp_path, capsys):
     for i, part in enumerate((names[:9], names[9:])):
         save_file({n: stored[n].contiguous() for n in part}, tmp_path / f"model-{i}.safetensors")
         where |= {n: f"model-{i}.safetensors" for n in part}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    index, outside = tmp_path / "model.safetensors.index.json", str(tmp_path / "model-0.safetensors")
+    index.write_text(json.dumps({"weight_map": where | {names[0]: outside}}))
+    with pytest.raises(SystemExit):
+        ref.make_model(str(tmp_path), seed=0)
+    assert "names files elsewhere" in capsys.readouterr().err
+    index.write_text(json.dumps({"weight_map": where}))
     again = ref.make_model(str(tmp_path), seed=0)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
