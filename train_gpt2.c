@@ -649,6 +649,392 @@ static void *room(Model *m, size_t size) {
 }
 static float *floats(Model *m, size_t count) { return (float *)room(m, count * sizeof(float)); }
 
+// ---- rows of the residual stream, spread over the tensor-parallel group
+
+// All N rows of what this rank has some of. Good until the next call.
+static const float *gather_rows(Model *m, const float *mine, int N) {
+    if (m->spread == 1) return mine;
+    const size_t piece = rows_here(m, N) * (size_t)m->config.channels;
+    memcpy(m->gathered + (size_t)m->mesh->tp.rank * piece, mine, piece * sizeof(float));
+    comm_all_gather(&m->mesh->tp, m->gathered, piece * sizeof(float));
+    timing_clock_lap(TIMING_RANKS, 0, 0);
+    return m->gathered;
+}
+// Every rank has a part of the sum of all (N,C): this rank's rows of the sum, in place. Rows that are not spread are summed on every rank.
+static const float *scatter_rows(Model *m, float *parts, int N) {
+    const Comm *tp = &m->mesh->tp;
+    const size_t piece = rows_here(m, N) * (size_t)m->config.channels;
+    if (tp->world == 1) return parts;
+    if (m->spread > 1) {
+        comm_reduce_scatter(tp, parts, piece, m->exchange);
+        parts += (size_t)tp->rank * piece;
+    } else {
+        comm_gather_all(tp, parts, piece * sizeof(float), m->gathered);
+        memcpy(parts, m->gathered, piece * sizeof(float));
+        for (int r = 1; r < tp->world; r++)
+            for (size_t i = 0; i < piece; i++) parts[i] += m->gathered[(size_t)r * piece + i];
+    }
+    timing_clock_lap(TIMING_RANKS, 0, 0);
+    return parts;
+}
+// The second layer of a branch: out (N,C) = residual + bias + a (N,K) w (C,K)^T, of whose columns every rank has some.
+static void project(Model *m, float *out, const float *residual, const float *bias, const float *a, const float *w, int N, int K) {
+    const int C = m->config.channels, alone = m->mesh->tp.world == 1;
+    multiply(alone ? out : m->branch, C, alone ? residual : NULL, alone ? bias : NULL, matrix(a, K), transposed(w, K), N, C, K);
+    timing_clock_lap("matmul", 2.0 * N * C * K, 0);
+    if (alone) return;
+    const float *sum = scatter_rows(m, m->branch, N);
+    for (size_t n = 0; n < rows_here(m, N); n++)
+        for (size_t i = n * (size_t)C, c = 0; c < (size_t)C; i++, c++) out[i] = residual[i] + (bias ? bias[c] : 0) + sum[i];
+}
+// Tokens as rows of this rank's embedding; < 0: another rank has the word.
+static const int *words_here(const Model *m, const int *tokens, int N) {
+    if (m->mesh->tp.world == 1) return tokens;
+    const int first = m->mesh->tp.rank * m->local.padded_vocab_size;
+    for (int n = 0; n < N; n++) m->words[n] = tokens[n] >= first && tokens[n] - first < m->local.vocab_size ? tokens[n] - first : -1;
+    return m->words;
+}
+
+// ---- forward
+
+static const float *block_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->layers[l - 1].x_out; }
+
+static void activation_forward(const Model *m, float *a, const float *f, int N) {
+    if (m->config.mlp == MLP_SWIGLU) swiglu_forward_cpu(a, f, N, m->local.ffn_dim);
+    else gelu_forward_cpu(a, f, (size_t)N * m->local.ffn_dim);
+}
+
+// All of a block but its output. Recomputing it in backward, which needs no output, is this again. cache: NULL in training; else T new
+// tokens follow those that it holds.
+static void block_inside(Model *m, int l, int B, int T, const KvCache *cache) {
+    const Config *c = &m->local;
+    const LayerActs *a = &m->layers[l];
+    const BlockParams w = block_params(m, m->weights, l);
+    const int N = B * T, rows = (int)rows_here(m, N), C = c->channels, Q = c->num_heads * c->head_dim;
+    const float *x = block_input(m, l);
+    norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, x, w.ln1w, w.ln1b, rows, C, c->norm_eps);
+    timing_clock_lap("norm", 0, 0);
+    matmul_forward_cpu(a->qkv, gather_rows(m, a->h1, N), w.qkvw, w.qkvb, N, C, qkv_width(c));
+    timing_clock_lap("matmul", 2.0 * N * C * qkv_width(c), 0);
+    if (c->position == POSITION_ROPE) rope_forward_cpu(a->qkv, cache ? cache->cos_sin + (size_t)cache->count * c->head_dim : m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
+    if (cache) {
+        const size_t layer = (size_t)l * B * c->num_kv_heads * cache->room * c->head_dim;
+        attention_decode_cpu(a->y, a->lse, cache->keys + layer, cache->values + layer, a->qkv, B, T, cache->count, cache->room, c->num_heads, c->num_kv_heads, c->head_dim);
+    } else {
+        attention_forward_cpu(a->y, a->lse, a->qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
+    }
+    timing_clock_lap("attention", 2.0 * B * T * T * Q, 0);
+    project(m, a->x_mid, x, w.projb, a->y, w.projw, N, Q);
+    norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, rows, C, c->norm_eps);
+    timing_clock_lap("norm", 0, 0);
+    matmul_forward_cpu(a->f, gather_rows(m, a->h2, N), w.fcw, w.fcb, N, C, fc_width(c));
+    timing_clock_lap("matmul", 2.0 * N * C * fc_width(c), 0);
+    activation_forward(m, a->a, a->f, N);
+    timing_clock_lap("activation", 0, 0);
+}
+static void block_forward(Model *m, int l, int B, int T, const KvCache *cache) {
+    const LayerActs *a = &m->layers[l];
+    const BlockParams w = block_params(m, m->weights, l);
+    watchdog_beat(PHASE_FORWARD, l);
+    block_inside(m, l, B, T, cache);
+    project(m, a->x_out, a->x_mid, w.fcprojb, a->a, w.fcprojw, B * T, m->local.ffn_dim);
+}
+
+// tokens (B,T) -> the stream, m->x_embedding (rows,C)
+static void embed(Model *m, const int *tokens, int B, int T, const KvCache *cache) {
+    const Config *c = &m->config;
+    const int N = B * T, C = c->channels, alone = m->mesh->tp.world == 1, rows = (int)rows_here(m, N);
+    const float *wpe = param_pointer(m, m->weights, 0, ROLE_WPE);
+    for (int n = 0; n < N; n++)
+        require(tokens[n] >= 0 && tokens[n] < c->vocab_size, "token id %d is not in the vocabulary of %d\nuse data made with the model's tokenizer", tokens[n], c->vocab_size);
+    if (wpe && cache) wpe += (size_t)cache->count * C;
+    embedding_forward_cpu(alone ? m->x_embedding : m->branch, words_here(m, tokens, N), param_pointer(m, m->weights, 0, ROLE_WTE), alone ? wpe : NULL, B, T, C);
+    timing_clock_lap("embedding", 0, 0);
+    if (alone) return;
+    const int first = m->spread > 1 ? m->mesh->tp.rank * rows : 0;
+    const float *words = scatter_rows(m, m->branch, N);  // a word is one rank's, the others give zeros
+    for (int n = 0; n < rows; n++)
+        for (int i = 0; i < C; i++) m->x_embedding[(size_t)n * C + i] = words[(size_t)n * C + i] + (wpe ? wpe[(size_t)((first + n) % T) * C + i] : 0);
+}
+// tokens (B,T) -> m->h_final (rows,C)
+static void model_forward(Model *m, const int *tokens, int B, int T, const KvCache *cache) {
+    const Config *c = &m->config;
+    const int last = c->num_layers + 1;
+    embed(m, tokens, B, T, cache);
+    for (int l = 0; l < c->num_layers; l++) block_forward(m, l, B, T, cache);
+    norm_forward_cpu(c->norm, m->h_final, m->mean_final, m->rstd_final, block_input(m, c->num_layers), param_pointer(m, m->weights, last, ROLE_LNFW),
+                     param_pointer(m, m->weights, last, ROLE_LNFB), (int)rows_here(m, B * T), c->channels, c->norm_eps);
+    timing_clock_lap("norm", 0, 0);
+}
+
+// ---- head: forward and its own backward
+
+// m->h_final -> m->losses and, if asked, the head's own backward: its weight gradient, and the gradient of h_final in m->branch.
+// Some rows at a time, so that the logits never fill the memory. (Each sum over rows goes on where the chunk before ended: the bits
+// do not depend on the chunks.) With tp the gradient of h_final is a part of a sum.
+static void head(Model *m, const int *targets, float dloss, int backward, int accumulate) {
+    const Config *c = &m->local;
+    const Comm *tp = &m->mesh->tp;
+    const int N = m->B * m->T, C = c->channels, Vp = c->padded_vocab_size;
+    const float *w = head_weight(m, m->weights), *h_all = gather_rows(m, m->h_final, N);
+    for (int n0 = 0; n0 < N; n0 += m->head_rows) {
+        const int rows = min_int(N - n0, m->head_rows);
+        watchdog_beat(PHASE_FORWARD, c->num_layers);
+        const float *h = h_all + (size_t)n0 * C;
+        matmul_forward_cpu(m->logits, h, w, NULL, rows, C, Vp);
+        timing_clock_lap("head", 2.0 * rows * C * Vp, 0);
+        if (tp->world == 1) classifier_cpu(m->logits, m->losses + n0, targets + n0, dloss, rows, c->vocab_size, Vp, backward);
+        else {
+            classifier_sums_cpu(m->logit_sums + (size_t)tp->rank * rows, m->logits, targets + n0, tp->rank, rows, c->vocab_size, Vp);
+            timing_clock_lap("classifier", 0, 0);
+            comm_all_gather(tp, m->logit_sums, (size_t)rows * sizeof(LogitSums));
+            timing_clock_lap(TIMING_RANKS, 0, 0);
+            classifier_ranks_cpu(m->logits, m->losses + n0, m->logit_sums, targets + n0, dloss, tp->world, tp->rank, rows, c->vocab_size, Vp, backward);
+        }
+        timing_clock_lap("classifier", 0, 0);
+        if (!backward) continue;
+        matmul_backward_weight(head_weight(m, m->grads), m->logits, h, rows, C, Vp, accumulate || n0 > 0);
+        matmul_backward_input_cpu(m->branch + (size_t)n0 * C, m->logits, w, rows, C, Vp);
+        timing_clock_lap("head backward", 4.0 * rows * C * Vp, 0);
+    }
+}
+
+// ---- backward
+
+// m->dx is the gradient of the block's output on entry and of its input on return.
+static void block_backward(Model *m, int l, int accumulate) {
+    const Config *c = &m->local;
+    const LayerActs *a = &m->layers[l];
+    const BlockParams w = block_params(m, m->weights, l), g = block_params(m, m->grads, l);
+    const int N = m->B * m->T, rows = (int)rows_here(m, N), C = c->channels, F = c->ffn_dim, Q = c->num_heads * c->head_dim;
+    watchdog_beat(PHASE_BACKWARD, l);
+    // MLP
+    if (m->recompute >= 3 && l + 1 < c->num_layers) block_inside(m, l, m->B, m->T, NULL);  // the last block's values are still there
+    if (m->recompute == 1 || m->recompute == 2) activation_forward(m, a->a, a->f, N);
+    if (m->recompute == 2) norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, rows, C, c->norm_eps);
+    const float *dx = gather_rows(m, m->dx, N);
+    matmul_backward_weight(g.fcprojw, dx, a->a, N, F, C, accumulate);
+    if (g.fcprojb) bias_backward_cpu(g.fcprojb, m->dx, rows, C);
+    matmul_backward_input_cpu(m->da, dx, w.fcprojw, N, F, C);
+    if (c->mlp == MLP_SWIGLU) swiglu_backward_cpu(m->df, m->da, a->f, N, F);
+    else gelu_backward_cpu(m->df, m->da, a->f, (size_t)N * F);
+    matmul_backward_weight(g.fcw, m->df, gather_rows(m, a->h2, N), N, C, fc_width(c), accumulate);
+    if (g.fcb) bias_backward_cpu(g.fcb, m->df, N, fc_width(c));
+    matmul_backward_input_cpu(m->branch, m->df, w.fcw, N, C, fc_width(c));
+    norm_backward_cpu(c->norm, m->dx, g.ln2w, g.ln2b, scatter_rows(m, m->branch, N), a->x_mid, w.ln2w, a->mean2, a->rstd2, rows, C);
+    // attention
+    if (m->recompute == 2) norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, block_input(m, l), w.ln1w, w.ln1b, rows, C, c->norm_eps);
+    dx = gather_rows(m, m->dx, N);
+    matmul_backward_weight(g.projw, dx, a->y, N, Q, C, accumulate);
+    if (g.projb) bias_backward_cpu(g.projb, m->dx, rows, C);
+    matmul_backward_input_cpu(m->branch, dx, w.projw, N, Q, C);
+    timing_clock_lap("block backward", 4.0 * N * C * (F + fc_width(c) + Q), 0);
+    attention_backward_cpu(m->dqkv, m->branch, a->qkv, a->y, a->lse, m->B, m->T, c->num_heads, c->num_kv_heads, c->head_dim);
+    timing_clock_lap("attention backward", 5.0 * N * m->T * Q, 0);
+    if (c->position == POSITION_ROPE) rope_backward_cpu(m->dqkv, m->cos_sin, m->B, m->T, c->num_heads, c->num_kv_heads, c->head_dim);
+    matmul_backward_weight(g.qkvw, m->dqkv, gather_rows(m, a->h1, N), N, C, qkv_width(c), accumulate);
+    if (g.qkvb) bias_backward_cpu(g.qkvb, m->dqkv, N, qkv_width(c));
+    matmul_backward_input_cpu(m->branch, m->dqkv, w.qkvw, N, C, qkv_width(c));
+    norm_backward_cpu(c->norm, m->dx, g.ln1w, g.ln1b, scatter_rows(m, m->branch, N), block_input(m, l), w.ln1w, a->mean1, a->rstd1, rows, C);
+    timing_clock_lap("block backward", 4.0 * N * C * qkv_width(c), 0);
+}
+
+// The gradients of a unit are complete on every rank: their sums, of this rank's piece or (ZeRO 0) of all.
+static void reduce_unit(Model *m, int unit) {
+    const Span all = param_unit(&m->table, unit);
+    tp_sum_partial(&m->mesh->tp, &m->table, unit, m->grads, m->partial);
+    const size_t piece = all.count / (size_t)m->mesh->dp.world;
+    comm_reduce_scatter(&m->mesh->dp, m->grads + all.begin, piece, m->exchange);
+    if (!m->zero_stage) comm_all_gather(&m->mesh->dp, m->grads + all.begin, piece * sizeof(float));
+    timing_clock_lap(TIMING_RANKS, 0, 0);
+}
+
+// dx (rows,C) -> the embedding's gradients, which are added to.
+static void embed_backward(Model *m, const int *tokens) {
+    const int N = m->B * m->T;
+    embedding_backward_cpu(param_pointer(m, m->grads, 0, ROLE_WTE), param_pointer(m, m->grads, 0, ROLE_WPE), gather_rows(m, m->dx, N), words_here(m, tokens, N),
+                           m->B, m->T, m->config.channels);
+    timing_clock_lap("embedding backward", 0, 0);
+}
+// Zeros where something is added: the stream's gradient, and before the first micro-step all that is no matrix of a product.
+static void clear_gradients(Model *m, int accumulate) {
+    memset(m->dx, 0, rows_here(m, m->B * m->T) * (size_t)m->config.channels * sizeof(float));
+    for (int i = 0; i < m->table.count && !accumulate; i++) {
+        const Param *p = &m->table.params[i];
+        if (p->is_vector || p->role == ROLE_WPE || (p->role == ROLE_WTE && !m->config.tied)) memset(m->grads + p->offset, 0, p->size * sizeof(float));
+    }
+}
+// The head's backward has run: all other gradients of this micro-step.
+static void model_backward(Model *m, const int *tokens, int accumulate, int reduce) {
+    const Config *c = &m->config;
+    const int N = m->B * m->T, last = c->num_layers + 1;
+    watchdog_beat(PHASE_BACKWARD, c->num_layers);
+    clear_gradients(m, accumulate);
+    norm_backward_cpu(c->norm, m->dx, param_pointer(m, m->grads, last, ROLE_LNFW), param_pointer(m, m->grads, last, ROLE_LNFB), scatter_rows(m, m->branch, N), block_input(m, c->num_layers),
+                      param_pointer(m, m->weights, last, ROLE_LNFW), m->mean_final, m->rstd_final, (int)rows_here(m, N), c->channels);
+    timing_clock_lap("norm backward", 0, 0);
+    if (reduce) reduce_unit(m, last);
+    for (int l = c->num_layers - 1; l >= 0; l--) {
+        block_backward(m, l, accumulate);
+        if (reduce) reduce_unit(m, l + 1);
+    }
+    embed_backward(m, tokens);
+    if (reduce) reduce_unit(m, 0);
+}
+
+// ---- one step
+
+
+void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
+    const int N = m->B * m->T;
+    const double tokens = (double)N * num_micro * m->mesh->dp.world;  // of the step
+    model_forward(m, inputs, m->B, m->T, NULL);
+    head(m, targets, (float)(1 / tokens), 1, micro > 0);
+    model_backward(m, inputs, micro > 0, micro == num_micro - 1 && m->mesh->job.world > 1);
+    if (micro == 0) m->loss = 0;
+    for (int n = 0; n < N; n++) m->loss += m->losses[n] / tokens;
+}
+
+// Optimiser states and weights from outside and back: slots of backend.h.
+int model_slot_is_bf16(const Model *m, Slot s) { return m->bf16_states && (s == SLOT_M || s == SLOT_V); }
+static size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? sizeof(uint16_t) : sizeof(float); }  // of an element
+
+static void *slot_pointer(const Model *m, Slot s) { return s == SLOT_WEIGHT ? m->weights : s == SLOT_GRAD ? m->grads : s == SLOT_M ? m->m : s == SLOT_V ? m->v : NULL; }
+int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
+Span model_owned(const Model *m, Slot s, int unit) {
+    return m->zero_stage && s != SLOT_WEIGHT ? param_shard(&m->table, unit, m->mesh->dp.rank, m->mesh->dp.world) : param_unit(&m->table, unit);
+}
+// Where elements [offset, offset + count) of a slot are.
+static void *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
+    assert(model_has_slot(m, s) && offset <= m->table.total && count <= m->table.total - offset);
+    char *begin = (char *)slot_pointer(m, s);
+    if (!m->zero_stage || s == SLOT_WEIGHT) return begin + offset * slot_bytes(m, s);
+    const int u = param_unit_of(&m->table, offset);
+    const Span own = model_owned(m, s, u);
+    assert(offset >= own.begin && offset + count <= own.begin + own.count);
+    return begin + (s == SLOT_GRAD ? offset : m->table.unit_begin[u] / (size_t)m->mesh->dp.world + (offset - own.begin)) * slot_bytes(m, s);
+}
+static void widen(const Model *m, Slot s, float *values, const void *stored, size_t count) {
+    if (!model_slot_is_bf16(m, s)) { memcpy(values, stored, count * sizeof(float)); return; }
+    for (size_t i = 0; i < count; i++) values[i] = bf16_widen(((const uint16_t *)stored)[i]);
+}
+void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
+    void *place = slot_place(m, s, offset, count);
+    if (!model_slot_is_bf16(m, s)) { memcpy(place, values, count * sizeof(float)); return; }
+    for (size_t i = 0; i < count; i++) ((uint16_t *)place)[i] = bf16_nearest(values[i]);
+}
+void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) { widen(m, s, values, slot_place(m, s, offset, count), count); }
+static char *snapshot_place(const Model *m, Slot s, int unit) { return m->snapshots[s] + m->table.unit_begin[unit] / (size_t)m->mesh->dp.world * slot_bytes(m, s); }
+void model_snapshot(Model *m, Slot s) {
+    for (int u = 0; u < m->table.num_units; u++) {
+        const Span mine = param_shard(&m->table, u, m->mesh->dp.rank, m->mesh->dp.world);
+        memcpy(snapshot_place(m, s, u), slot_place(m, s, mine.begin, mine.count), mine.count * slot_bytes(m, s));
+    }
+}
+void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    const int u = param_unit_of(&m->table, offset);
+    const Span mine = param_shard(&m->table, u, m->mesh->dp.rank, m->mesh->dp.world);
+    assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);
+    widen(m, s, values, snapshot_place(m, s, u) + (offset - mine.begin) * slot_bytes(m, s), count);
+}
+
+static void loss_and_norm(Model *m, float *loss, float *norm) {
+    double squares = 0;
+    for (int u = 0; u < m->table.num_units; u++) {
+        Span spans[TP_MAX_SPANS];
+        const int count = tp_counted(&m->mesh->dp, &m->table, u, spans);
+        for (int i = 0; i < count; i++) squares += sum_of_squares(m->grads + spans[i].begin, spans[i].count);
+    }
+    timing_clock_lap("gradient norm", 0, 0);
+    *loss = (float)comm_sum(&m->mesh->dp, m->loss);
+    *norm = (float)sqrt(comm_sum(&m->mesh->job, squares));
+    if (m->mesh->job.world > 1) timing_clock_lap(TIMING_RANKS, 0, 0);
+}
+
+static void update_weights(Model *m, const UpdateParams *p, float grad_scale) {
+    watchdog_beat(PHASE_UPDATE, -1);
+    size_t updated = 0;
+    for (int i = 0; i < m->table.count; i++) {
+        const Param *t = &m->table.params[i];
+        const Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
+        if (s.count == 0) continue;
+        updated += s.count;
+        float *weight = m->weights + s.begin, lr = t->rate * p->lr, decay = t->decay * p->weight_decay;
+        void *mine[] = {slot_place(m, SLOT_M, s.begin, s.count), slot_place(m, SLOT_V, s.begin, s.count)};
+        if (!m->bf16_states) adamw_update_cpu(weight, (float *)mine[0], (float *)mine[1], m->grads + s.begin, s.count, lr, p->beta1, p->beta2, p->eps, decay, grad_scale, p->step);
+        else for (size_t at = 0, n; at < s.count; at += n) {  // the random bits belong to the element of the whole tensor
+            const size_t element = s.begin - t->offset + at;
+            const ParamPart *part = param_part_at(t, element);
+            n = param_run(t, element, s.count - at);
+            adamw_update_bf16_cpu(weight + at, (uint16_t *)mine[0] + at, (uint16_t *)mine[1] + at, m->grads + s.begin + at, n, lr, p->beta1, p->beta2, p->eps, decay, grad_scale, p->step, m->seed,
+                                  t->whole_offset + (part ? param_whole(t, part, element) : element));
+        }
+    }
+    const double state_bytes = m->bf16_states ? sizeof(uint16_t) : sizeof(float);
+    timing_clock_lap("AdamW", 0, (double)updated * (4 * state_bytes + 3 * sizeof(float)));  // m, v and the weight read and written, the gradient read
+    for (int u = 0; u < m->table.num_units && m->zero_stage; u++) {
+        const Span all = param_unit(&m->table, u);
+        comm_all_gather(&m->mesh->dp, m->weights + all.begin, all.count / (size_t)m->mesh->dp.world * sizeof(float));
+    }
+    if (m->zero_stage) timing_clock_lap(TIMING_RANKS, 0, 0);
+}
+
+StepResult model_update(Model *m, const UpdateParams *p) {
+    StepResult r;
+    loss_and_norm(m, &r.loss, &r.norm);
+    r.verdict = step_verdict(r.loss, r.norm, p->most_loss, p->most_norm);
+    if (r.verdict == STEP_APPLIED) update_weights(m, p, step_grad_scale(r.norm, p->clip));
+    return r;
+}
+
+void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {
+    assert(T >= 1 && T <= m->T && m->B * m->T % T == 0);
+    model_forward(m, inputs, m->B * m->T / T, T, NULL);
+    head(m, targets, 0, 0, 0);
+    memcpy(losses, m->losses, (size_t)m->B * m->T * sizeof(float));
+}
+
+void model_decode_open(Model *m, int sequences, int room) {
+    const Config *c = &m->local;
+    const size_t size = (size_t)c->num_layers * sequences * c->num_kv_heads * room * c->head_dim;
+    assert(!m->cache.keys && sequences <= m->B && room <= c->max_seq_len);
+    require((size_t)sequences <= rows_here(m, m->B * m->T), "%d samples at a time are more than the %zu rows of a micro-step that a rank has with --tp\nsample fewer, or use a longer --seq-len", sequences, rows_here(m, m->B * m->T));
+    m->cache.keys = floats(m, size);
+    m->cache.values = floats(m, size);
+    m->cache.cos_sin = floats(m, (size_t)room * c->head_dim);
+    if (c->position == POSITION_ROPE) rope_table(c, room, m->cache.cos_sin);
+    m->cache.sequences = sequences;
+    m->cache.room = room;
+}
+void model_decode_reset(Model *m) { m->cache.count = 0; }
+void model_decode(Model *m, const int *tokens, int n, float *logits) {
+    const Config *c = &m->local;
+    const Comm *tp = &m->mesh->tp;
+    KvCache *cache = &m->cache;
+    const int S = cache->sequences, most = (int)rows_here(m, m->B * m->T) / S, Vp = c->padded_vocab_size, V = m->config.vocab_size;
+    int *piece = (int *)malloc_or_die((size_t)S * min_int(n, most) * sizeof(int));
+    assert(n >= 1 && cache->count + n <= cache->room);
+    m->spread = 1;  // few rows: every rank has them all
+    for (int t0 = 0, k; t0 < n; t0 += k) {
+        k = min_int(n - t0, most);
+        for (int s = 0; s < S; s++) memcpy(piece + s * k, tokens + (size_t)s * n + t0, (size_t)k * sizeof(int));
+        model_forward(m, piece, S, k, cache);
+        cache->count += k;
+        for (int s = 0; s < S && t0 + k == n; s++) memcpy(m->branch + (size_t)s * c->channels, m->h_final + (size_t)(s * k + k - 1) * c->channels, (size_t)c->channels * sizeof(float));
+    }
+    m->spread = tp->world;
+    free(piece);
+    if (tp->world == 1) { matmul_forward_cpu(logits, m->branch, head_weight(m, m->weights), NULL, S, c->channels, V); return; }
+    float *all = (float *)malloc_or_die((size_t)tp->world * S * Vp * sizeof(float));  // (rank, S, Vp)
+    matmul_forward_cpu(all + (size_t)tp->rank * S * Vp, m->branch, head_weight(m, m->weights), NULL, S, c->channels, Vp);
+    comm_all_gather(tp, all, (size_t)S * Vp * sizeof(float));
+    for (int s = 0; s < S; s++)
+        for (int v = 0; v < V; v++) logits[(size_t)s * V + v] = all[((size_t)(v / Vp) * S + s) * Vp + v % Vp];
+    free(all);
+}
+
+// ---- life, and what the training loop asks (backend.h)
+
 static void describe_device(char *text, size_t size) {
     char line[256], name[96] = "CPU";
     FILE *f = fopen("/proc/cpuinfo", "r");
@@ -661,9 +1047,6 @@ static void describe_device(char *text, size_t size) {
     #endif
     snprintf(text, size, "%s, %d thread%s, %d-bit vectors", name, threads, threads == 1 ? "" : "s", 32 * LANES);
 }
-
-int model_slot_is_bf16(const Model *m, Slot s) { return m->bf16_states && (s == SLOT_M || s == SLOT_V); }
-static size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? sizeof(uint16_t) : sizeof(float); }  // of an element
 
 void model_identify(HandshakeRecord *r) { (void)r; }
 static void open_tp(Model *m) {
@@ -761,368 +1144,6 @@ void model_print_plan(const Model *m, FILE *f) {
 }
 OverlapCounts model_overlap(const Model *m) { (void)m; return (OverlapCounts){0, 0, 0}; }  // counted on GPUs
 double model_memory_gib(const Model *m) { return (double)m->bytes / 1073741824.0; }
-
-static void *slot_pointer(const Model *m, Slot s) { return s == SLOT_WEIGHT ? m->weights : s == SLOT_GRAD ? m->grads : s == SLOT_M ? m->m : s == SLOT_V ? m->v : NULL; }
-int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
-Span model_owned(const Model *m, Slot s, int unit) {
-    return m->zero_stage && s != SLOT_WEIGHT ? param_shard(&m->table, unit, m->mesh->dp.rank, m->mesh->dp.world) : param_unit(&m->table, unit);
-}
-// Where elements [offset, offset + count) of a slot are.
-static void *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
-    assert(model_has_slot(m, s) && offset <= m->table.total && count <= m->table.total - offset);
-    char *begin = (char *)slot_pointer(m, s);
-    if (!m->zero_stage || s == SLOT_WEIGHT) return begin + offset * slot_bytes(m, s);
-    const int u = param_unit_of(&m->table, offset);
-    const Span own = model_owned(m, s, u);
-    assert(offset >= own.begin && offset + count <= own.begin + own.count);
-    return begin + (s == SLOT_GRAD ? offset : m->table.unit_begin[u] / (size_t)m->mesh->dp.world + (offset - own.begin)) * slot_bytes(m, s);
-}
-static void widen(const Model *m, Slot s, float *values, const void *stored, size_t count) {
-    if (!model_slot_is_bf16(m, s)) { memcpy(values, stored, count * sizeof(float)); return; }
-    for (size_t i = 0; i < count; i++) values[i] = bf16_widen(((const uint16_t *)stored)[i]);
-}
-void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
-    void *place = slot_place(m, s, offset, count);
-    if (!model_slot_is_bf16(m, s)) { memcpy(place, values, count * sizeof(float)); return; }
-    for (size_t i = 0; i < count; i++) ((uint16_t *)place)[i] = bf16_nearest(values[i]);
-}
-void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) { widen(m, s, values, slot_place(m, s, offset, count), count); }
-static char *snapshot_place(const Model *m, Slot s, int unit) { return m->snapshots[s] + m->table.unit_begin[unit] / (size_t)m->mesh->dp.world * slot_bytes(m, s); }
-void model_snapshot(Model *m, Slot s) {
-    for (int u = 0; u < m->table.num_units; u++) {
-        const Span mine = param_shard(&m->table, u, m->mesh->dp.rank, m->mesh->dp.world);
-        memcpy(snapshot_place(m, s, u), slot_place(m, s, mine.begin, mine.count), mine.count * slot_bytes(m, s));
-    }
-}
-void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
-    const int u = param_unit_of(&m->table, offset);
-    const Span mine = param_shard(&m->table, u, m->mesh->dp.rank, m->mesh->dp.world);
-    assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);
-    widen(m, s, values, snapshot_place(m, s, u) + (offset - mine.begin) * slot_bytes(m, s), count);
-}
-
-// ---- rows of the residual stream, spread over the tensor-parallel group
-
-// All N rows of what this rank has some of. Good until the next call.
-static const float *gather_rows(Model *m, const float *mine, int N) {
-    if (m->spread == 1) return mine;
-    const size_t piece = rows_here(m, N) * (size_t)m->config.channels;
-    memcpy(m->gathered + (size_t)m->mesh->tp.rank * piece, mine, piece * sizeof(float));
-    comm_all_gather(&m->mesh->tp, m->gathered, piece * sizeof(float));
-    timing_clock_lap(TIMING_RANKS, 0, 0);
-    return m->gathered;
-}
-// Every rank has a part of the sum of all (N,C): this rank's rows of the sum, in place. Rows that are not spread are summed on every rank.
-static const float *scatter_rows(Model *m, float *parts, int N) {
-    const Comm *tp = &m->mesh->tp;
-    const size_t piece = rows_here(m, N) * (size_t)m->config.channels;
-    if (tp->world == 1) return parts;
-    if (m->spread > 1) {
-        comm_reduce_scatter(tp, parts, piece, m->exchange);
-        parts += (size_t)tp->rank * piece;
-    } else {
-        comm_gather_all(tp, parts, piece * sizeof(float), m->gathered);
-        memcpy(parts, m->gathered, piece * sizeof(float));
-        for (int r = 1; r < tp->world; r++)
-            for (size_t i = 0; i < piece; i++) parts[i] += m->gathered[(size_t)r * piece + i];
-    }
-    timing_clock_lap(TIMING_RANKS, 0, 0);
-    return parts;
-}
-// The second layer of a branch: out (N,C) = residual + bias + a (N,K) w (C,K)^T, of whose columns every rank has some.
-static void project(Model *m, float *out, const float *residual, const float *bias, const float *a, const float *w, int N, int K) {
-    const int C = m->config.channels, alone = m->mesh->tp.world == 1;
-    multiply(alone ? out : m->branch, C, alone ? residual : NULL, alone ? bias : NULL, matrix(a, K), transposed(w, K), N, C, K);
-    timing_clock_lap("matmul", 2.0 * N * C * K, 0);
-    if (alone) return;
-    const float *sum = scatter_rows(m, m->branch, N);
-    for (size_t n = 0; n < rows_here(m, N); n++)
-        for (size_t i = n * (size_t)C, c = 0; c < (size_t)C; i++, c++) out[i] = residual[i] + (bias ? bias[c] : 0) + sum[i];
-}
-// Tokens as rows of this rank's embedding; < 0: another rank has the word.
-static const int *words_here(const Model *m, const int *tokens, int N) {
-    if (m->mesh->tp.world == 1) return tokens;
-    const int first = m->mesh->tp.rank * m->local.padded_vocab_size;
-    for (int n = 0; n < N; n++) m->words[n] = tokens[n] >= first && tokens[n] - first < m->local.vocab_size ? tokens[n] - first : -1;
-    return m->words;
-}
-
-// ---- forward
-
-static const float *layer_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->layers[l - 1].x_out; }
-
-static void activation_forward(const Model *m, float *a, const float *f, int N) {
-    if (m->config.mlp == MLP_SWIGLU) swiglu_forward_cpu(a, f, N, m->local.ffn_dim);
-    else gelu_forward_cpu(a, f, (size_t)N * m->local.ffn_dim);
-}
-
-// All of a block but its output. Recomputing it in backward, which needs no output, is this again. cache: NULL in training; else T new
-// tokens follow those that it holds.
-static void block_inside(Model *m, int l, int B, int T, const KvCache *cache) {
-    const Config *c = &m->local;
-    const LayerActs *a = &m->layers[l];
-    const BlockParams w = block_params(m, m->weights, l);
-    const int N = B * T, rows = (int)rows_here(m, N), C = c->channels, Q = c->num_heads * c->head_dim;
-    const float *x = layer_input(m, l);
-    norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, x, w.ln1w, w.ln1b, rows, C, c->norm_eps);
-    timing_clock_lap("norm", 0, 0);
-    matmul_forward_cpu(a->qkv, gather_rows(m, a->h1, N), w.qkvw, w.qkvb, N, C, qkv_width(c));
-    timing_clock_lap("matmul", 2.0 * N * C * qkv_width(c), 0);
-    if (c->position == POSITION_ROPE) rope_forward_cpu(a->qkv, cache ? cache->cos_sin + (size_t)cache->count * c->head_dim : m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
-    if (cache) {
-        const size_t layer = (size_t)l * B * c->num_kv_heads * cache->room * c->head_dim;
-        attention_decode_cpu(a->y, a->lse, cache->keys + layer, cache->values + layer, a->qkv, B, T, cache->count, cache->room, c->num_heads, c->num_kv_heads, c->head_dim);
-    } else {
-        attention_forward_cpu(a->y, a->lse, a->qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
-    }
-    timing_clock_lap("attention", 2.0 * B * T * T * Q, 0);
-    project(m, a->x_mid, x, w.projb, a->y, w.projw, N, Q);
-    norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, rows, C, c->norm_eps);
-    timing_clock_lap("norm", 0, 0);
-    matmul_forward_cpu(a->f, gather_rows(m, a->h2, N), w.fcw, w.fcb, N, C, fc_width(c));
-    timing_clock_lap("matmul", 2.0 * N * C * fc_width(c), 0);
-    activation_forward(m, a->a, a->f, N);
-    timing_clock_lap("activation", 0, 0);
-}
-static void block_forward(Model *m, int l, int B, int T, const KvCache *cache) {
-    const LayerActs *a = &m->layers[l];
-    const BlockParams w = block_params(m, m->weights, l);
-    watchdog_beat(PHASE_FORWARD, l);
-    block_inside(m, l, B, T, cache);
-    project(m, a->x_out, a->x_mid, w.fcprojb, a->a, w.fcprojw, B * T, m->local.ffn_dim);
-}
-
-// tokens (B, T) -> m->h_final (B, T, C)
-static void model_forward(Model *m, const int *tokens, int B, int T, const KvCache *cache) {
-    const Config *c = &m->config;
-    const int N = B * T, C = c->channels, last = c->num_layers + 1, alone = m->mesh->tp.world == 1, rows = (int)rows_here(m, N);
-    const float *wpe = param_pointer(m, m->weights, 0, ROLE_WPE);
-    for (int n = 0; n < N; n++)
-        require(tokens[n] >= 0 && tokens[n] < c->vocab_size, "token id %d is not in the vocabulary of %d\nuse data made with the model's tokenizer", tokens[n], c->vocab_size);
-    if (wpe && cache) wpe += (size_t)cache->count * C;
-    embedding_forward_cpu(alone ? m->x_embedding : m->branch, words_here(m, tokens, N), param_pointer(m, m->weights, 0, ROLE_WTE), alone ? wpe : NULL, B, T, C);
-    timing_clock_lap("embedding", 0, 0);
-    if (!alone) {  // the word is one rank's, the others give zeros
-        const int first = m->spread > 1 ? m->mesh->tp.rank * rows : 0;
-        const float *words = scatter_rows(m, m->branch, N);
-        for (int n = 0; n < rows; n++)
-            for (int i = 0; i < C; i++) m->x_embedding[(size_t)n * C + i] = words[(size_t)n * C + i] + (wpe ? wpe[(size_t)((first + n) % T) * C + i] : 0);
-    }
-    for (int l = 0; l < c->num_layers; l++) block_forward(m, l, B, T, cache);
-    norm_forward_cpu(c->norm, m->h_final, m->mean_final, m->rstd_final, layer_input(m, c->num_layers), param_pointer(m, m->weights, last, ROLE_LNFW),
-                     param_pointer(m, m->weights, last, ROLE_LNFB), rows, C, c->norm_eps);
-    timing_clock_lap("norm", 0, 0);
-}
-
-// m->h_final -> m->losses and, if asked, the head's own backward: its weight gradient, and the gradient of h_final in m->branch.
-// Some rows at a time, so that the logits never fill the memory. (Each sum over rows goes on where the chunk before ended: the bits
-// do not depend on the chunks.) With tp the gradient of h_final is a part of a sum.
-static void head(Model *m, const int *targets, float dloss, int backward, int accumulate) {
-    const Config *c = &m->local;
-    const Comm *tp = &m->mesh->tp;
-    const int N = m->B * m->T, C = c->channels, Vp = c->padded_vocab_size;
-    const float *w = head_weight(m, m->weights), *h_all = gather_rows(m, m->h_final, N);
-    for (int n0 = 0; n0 < N; n0 += m->head_rows) {
-        const int rows = min_int(N - n0, m->head_rows);
-        watchdog_beat(PHASE_FORWARD, c->num_layers);
-        const float *h = h_all + (size_t)n0 * C;
-        matmul_forward_cpu(m->logits, h, w, NULL, rows, C, Vp);
-        timing_clock_lap("head", 2.0 * rows * C * Vp, 0);
-        if (tp->world == 1) classifier_cpu(m->logits, m->losses + n0, targets + n0, dloss, rows, c->vocab_size, Vp, backward);
-        else {
-            classifier_sums_cpu(m->logit_sums + (size_t)tp->rank * rows, m->logits, targets + n0, tp->rank, rows, c->vocab_size, Vp);
-            timing_clock_lap("classifier", 0, 0);
-            comm_all_gather(tp, m->logit_sums, (size_t)rows * sizeof(LogitSums));
-            timing_clock_lap(TIMING_RANKS, 0, 0);
-            classifier_ranks_cpu(m->logits, m->losses + n0, m->logit_sums, targets + n0, dloss, tp->world, tp->rank, rows, c->vocab_size, Vp, backward);
-        }
-        timing_clock_lap("classifier", 0, 0);
-        if (!backward) continue;
-        matmul_backward_weight(head_weight(m, m->grads), m->logits, h, rows, C, Vp, accumulate || n0 > 0);
-        matmul_backward_input_cpu(m->branch + (size_t)n0 * C, m->logits, w, rows, C, Vp);
-        timing_clock_lap("head backward", 4.0 * rows * C * Vp, 0);
-    }
-}
-
-// ---- backward
-
-// m->dx is the gradient of the block's output on entry and of its input on return.
-static void block_backward(Model *m, int l, int accumulate) {
-    const Config *c = &m->local;
-    const LayerActs *a = &m->layers[l];
-    const BlockParams w = block_params(m, m->weights, l), g = block_params(m, m->grads, l);
-    const int N = m->B * m->T, rows = (int)rows_here(m, N), C = c->channels, F = c->ffn_dim, Q = c->num_heads * c->head_dim;
-    watchdog_beat(PHASE_BACKWARD, l);
-    // MLP
-    if (m->recompute >= 3 && l + 1 < c->num_layers) block_inside(m, l, m->B, m->T, NULL);  // the last block's values are still there
-    if (m->recompute == 1 || m->recompute == 2) activation_forward(m, a->a, a->f, N);
-    if (m->recompute == 2) norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, rows, C, c->norm_eps);
-    const float *dx = gather_rows(m, m->dx, N);
-    matmul_backward_weight(g.fcprojw, dx, a->a, N, F, C, accumulate);
-    if (g.fcprojb) bias_backward_cpu(g.fcprojb, m->dx, rows, C);
-    matmul_backward_input_cpu(m->da, dx, w.fcprojw, N, F, C);
-    if (c->mlp == MLP_SWIGLU) swiglu_backward_cpu(m->df, m->da, a->f, N, F);
-    else gelu_backward_cpu(m->df, m->da, a->f, (size_t)N * F);
-    matmul_backward_weight(g.fcw, m->df, gather_rows(m, a->h2, N), N, C, fc_width(c), accumulate);
-    if (g.fcb) bias_backward_cpu(g.fcb, m->df, N, fc_width(c));
-    matmul_backward_input_cpu(m->branch, m->df, w.fcw, N, C, fc_width(c));
-    norm_backward_cpu(c->norm, m->dx, g.ln2w, g.ln2b, scatter_rows(m, m->branch, N), a->x_mid, w.ln2w, a->mean2, a->rstd2, rows, C);
-    // attention
-    if (m->recompute == 2) norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, layer_input(m, l), w.ln1w, w.ln1b, rows, C, c->norm_eps);
-    dx = gather_rows(m, m->dx, N);
-    matmul_backward_weight(g.projw, dx, a->y, N, Q, C, accumulate);
-    if (g.projb) bias_backward_cpu(g.projb, m->dx, rows, C);
-    matmul_backward_input_cpu(m->branch, dx, w.projw, N, Q, C);
-    timing_clock_lap("block backward", 4.0 * N * C * (F + fc_width(c) + Q), 0);
-    attention_backward_cpu(m->dqkv, m->branch, a->qkv, a->y, a->lse, m->B, m->T, c->num_heads, c->num_kv_heads, c->head_dim);
-    timing_clock_lap("attention backward", 5.0 * N * m->T * Q, 0);
-    if (c->position == POSITION_ROPE) rope_backward_cpu(m->dqkv, m->cos_sin, m->B, m->T, c->num_heads, c->num_kv_heads, c->head_dim);
-    matmul_backward_weight(g.qkvw, m->dqkv, gather_rows(m, a->h1, N), N, C, qkv_width(c), accumulate);
-    if (g.qkvb) bias_backward_cpu(g.qkvb, m->dqkv, N, qkv_width(c));
-    matmul_backward_input_cpu(m->branch, m->dqkv, w.qkvw, N, C, qkv_width(c));
-    norm_backward_cpu(c->norm, m->dx, g.ln1w, g.ln1b, scatter_rows(m, m->branch, N), layer_input(m, l), w.ln1w, a->mean1, a->rstd1, rows, C);
-    timing_clock_lap("block backward", 4.0 * N * C * qkv_width(c), 0);
-}
-
-// The gradients of a unit are complete on every rank: their sums, of this rank's piece or (ZeRO 0) of all.
-static void reduce_unit(Model *m, int unit) {
-    const Span all = param_unit(&m->table, unit);
-    tp_sum_partial(&m->mesh->tp, &m->table, unit, m->grads, m->partial);
-    const size_t piece = all.count / (size_t)m->mesh->dp.world;
-    comm_reduce_scatter(&m->mesh->dp, m->grads + all.begin, piece, m->exchange);
-    if (!m->zero_stage) comm_all_gather(&m->mesh->dp, m->grads + all.begin, piece * sizeof(float));
-    timing_clock_lap(TIMING_RANKS, 0, 0);
-}
-
-// The head's backward has run. Matrices know whether to overwrite; what can only be added to is zeroed first.
-static void model_backward(Model *m, const int *tokens, int accumulate, int reduce) {
-    const Config *c = &m->config;
-    const int N = m->B * m->T, C = c->channels, last = c->num_layers + 1;
-    for (int i = 0; i < m->table.count && !accumulate; i++) {
-        const Param *p = &m->table.params[i];
-        if (p->is_vector || p->role == ROLE_WPE || (p->role == ROLE_WTE && !c->tied)) memset(m->grads + p->offset, 0, p->size * sizeof(float));
-    }
-    watchdog_beat(PHASE_BACKWARD, c->num_layers);
-    memset(m->dx, 0, rows_here(m, N) * (size_t)C * sizeof(float));
-    norm_backward_cpu(c->norm, m->dx, param_pointer(m, m->grads, last, ROLE_LNFW), param_pointer(m, m->grads, last, ROLE_LNFB), scatter_rows(m, m->branch, N), layer_input(m, c->num_layers),
-                      param_pointer(m, m->weights, last, ROLE_LNFW), m->mean_final, m->rstd_final, (int)rows_here(m, N), C);
-    timing_clock_lap("norm backward", 0, 0);
-    if (reduce) reduce_unit(m, last);
-    for (int l = c->num_layers - 1; l >= 0; l--) {
-        block_backward(m, l, accumulate);
-        if (reduce) reduce_unit(m, l + 1);
-    }
-    embedding_backward_cpu(param_pointer(m, m->grads, 0, ROLE_WTE), param_pointer(m, m->grads, 0, ROLE_WPE), gather_rows(m, m->dx, N), words_here(m, tokens, N), m->B, m->T, C);
-    timing_clock_lap("embedding backward", 0, 0);
-    if (reduce) reduce_unit(m, 0);
-}
-
-// ---- the backend's entries
-
-void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
-    const int N = m->B * m->T;
-    const double tokens = (double)N * num_micro * m->mesh->dp.world;  // of the step
-    model_forward(m, inputs, m->B, m->T, NULL);
-    head(m, targets, (float)(1 / tokens), 1, micro > 0);
-    model_backward(m, inputs, micro > 0, micro == num_micro - 1 && m->mesh->job.world > 1);
-    if (micro == 0) m->loss = 0;
-    for (int n = 0; n < N; n++) m->loss += m->losses[n] / tokens;
-}
-
-static void loss_and_norm(Model *m, float *loss, float *norm) {
-    double squares = 0;
-    for (int u = 0; u < m->table.num_units; u++) {
-        Span spans[TP_MAX_SPANS];
-        const int count = tp_counted(&m->mesh->dp, &m->table, u, spans);
-        for (int i = 0; i < count; i++) squares += sum_of_squares(m->grads + spans[i].begin, spans[i].count);
-    }
-    timing_clock_lap("gradient norm", 0, 0);
-    *loss = (float)comm_sum(&m->mesh->dp, m->loss);
-    *norm = (float)sqrt(comm_sum(&m->mesh->job, squares));
-    if (m->mesh->job.world > 1) timing_clock_lap(TIMING_RANKS, 0, 0);
-}
-
-static void update_weights(Model *m, const UpdateParams *p, float grad_scale) {
-    watchdog_beat(PHASE_UPDATE, -1);
-    size_t updated = 0;
-    for (int i = 0; i < m->table.count; i++) {
-        const Param *t = &m->table.params[i];
-        const Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
-        if (s.count == 0) continue;
-        updated += s.count;
-        float *weight = m->weights + s.begin, lr = t->rate * p->lr, decay = t->decay * p->weight_decay;
-        void *mine[] = {slot_place(m, SLOT_M, s.begin, s.count), slot_place(m, SLOT_V, s.begin, s.count)};
-        if (!m->bf16_states) adamw_update_cpu(weight, (float *)mine[0], (float *)mine[1], m->grads + s.begin, s.count, lr, p->beta1, p->beta2, p->eps, decay, grad_scale, p->step);
-        else for (size_t at = 0, n; at < s.count; at += n) {  // the random bits belong to the element of the whole tensor
-            const size_t element = s.begin - t->offset + at;
-            const ParamPart *part = param_part_at(t, element);
-            n = param_run(t, element, s.count - at);
-            adamw_update_bf16_cpu(weight + at, (uint16_t *)mine[0] + at, (uint16_t *)mine[1] + at, m->grads + s.begin + at, n, lr, p->beta1, p->beta2, p->eps, decay, grad_scale, p->step, m->seed,
-                                  t->whole_offset + (part ? param_whole(t, part, element) : element));
-        }
-    }
-    const double state_bytes = m->bf16_states ? sizeof(uint16_t) : sizeof(float);
-    timing_clock_lap("AdamW", 0, (double)updated * (4 * state_bytes + 3 * sizeof(float)));  // m, v and the weight read and written, the gradient read
-    for (int u = 0; u < m->table.num_units && m->zero_stage; u++) {
-        const Span all = param_unit(&m->table, u);
-        comm_all_gather(&m->mesh->dp, m->weights + all.begin, all.count / (size_t)m->mesh->dp.world * sizeof(float));
-    }
-    if (m->zero_stage) timing_clock_lap(TIMING_RANKS, 0, 0);
-}
-
-StepResult model_update(Model *m, const UpdateParams *p) {
-    StepResult r;
-    loss_and_norm(m, &r.loss, &r.norm);
-    r.verdict = step_verdict(r.loss, r.norm, p->most_loss, p->most_norm);
-    if (r.verdict == STEP_APPLIED) update_weights(m, p, step_grad_scale(r.norm, p->clip));
-    return r;
-}
-
-void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {
-    assert(T >= 1 && T <= m->T && m->B * m->T % T == 0);
-    model_forward(m, inputs, m->B * m->T / T, T, NULL);
-    head(m, targets, 0, 0, 0);
-    memcpy(losses, m->losses, (size_t)m->B * m->T * sizeof(float));
-}
-
-void model_decode_open(Model *m, int sequences, int room) {
-    const Config *c = &m->local;
-    const size_t size = (size_t)c->num_layers * sequences * c->num_kv_heads * room * c->head_dim;
-    assert(!m->cache.keys && sequences <= m->B && room <= c->max_seq_len);
-    require((size_t)sequences <= rows_here(m, m->B * m->T), "%d samples at a time are more than the %zu rows of a micro-step that a rank has with --tp\nsample fewer, or use a longer --seq-len", sequences, rows_here(m, m->B * m->T));
-    m->cache.keys = floats(m, size);
-    m->cache.values = floats(m, size);
-    m->cache.cos_sin = floats(m, (size_t)room * c->head_dim);
-    if (c->position == POSITION_ROPE) rope_table(c, room, m->cache.cos_sin);
-    m->cache.sequences = sequences;
-    m->cache.room = room;
-}
-void model_decode_reset(Model *m) { m->cache.count = 0; }
-void model_decode(Model *m, const int *tokens, int n, float *logits) {
-    const Config *c = &m->local;
-    const Comm *tp = &m->mesh->tp;
-    KvCache *cache = &m->cache;
-    const int S = cache->sequences, most = (int)rows_here(m, m->B * m->T) / S, Vp = c->padded_vocab_size, V = m->config.vocab_size;
-    int *piece = (int *)malloc_or_die((size_t)S * min_int(n, most) * sizeof(int));
-    assert(n >= 1 && cache->count + n <= cache->room);
-    m->spread = 1;  // few rows: every rank has them all
-    for (int t0 = 0, k; t0 < n; t0 += k) {
-        k = min_int(n - t0, most);
-        for (int s = 0; s < S; s++) memcpy(piece + s * k, tokens + (size_t)s * n + t0, (size_t)k * sizeof(int));
-        model_forward(m, piece, S, k, cache);
-        cache->count += k;
-        for (int s = 0; s < S && t0 + k == n; s++) memcpy(m->branch + (size_t)s * c->channels, m->h_final + (size_t)(s * k + k - 1) * c->channels, (size_t)c->channels * sizeof(float));
-    }
-    m->spread = tp->world;
-    free(piece);
-    if (tp->world == 1) { matmul_forward_cpu(logits, m->branch, head_weight(m, m->weights), NULL, S, c->channels, V); return; }
-    float *all = (float *)malloc_or_die((size_t)tp->world * S * Vp * sizeof(float));  // (rank, S, Vp)
-    matmul_forward_cpu(all + (size_t)tp->rank * S * Vp, m->branch, head_weight(m, m->weights), NULL, S, c->channels, Vp);
-    comm_all_gather(tp, all, (size_t)S * Vp * sizeof(float));
-    for (int s = 0; s < S; s++)
-        for (int v = 0; v < V; v++) logits[(size_t)s * V + v] = all[((size_t)(v / Vp) * S + s) * Vp + v % Vp];
-    free(all);
-}
 
 #ifndef LLMC_NO_MAIN  // test_model.c has its own
 #include "llmc/trainer.h"
