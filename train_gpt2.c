@@ -1061,6 +1061,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     const Comm *dp = &mesh->dp;
     tp_check(&mesh->job, c, mesh->tp.world, o->batch_size * o->seq_len);
     comm_require(&mesh->job, o->tp_overlap < 1, "--tp-overlap 1 needs GPUs: there is nobody here to carry rows while all compute\nleave it out");
+    comm_require(&mesh->job, !strcmp(o->grad_dtype, "fp32"), "--grad-dtype %s needs a GPU: gradients are fp32 here\nleave it out", o->grad_dtype);
     comm_require(&mesh->job, o->dp_overlap < 0, "--dp-overlap %lld needs GPUs: ranks on CPUs reduce a unit's gradients as soon as they are complete\nleave it out", o->dp_overlap);
     memset(m, 0, sizeof *m);
     m->config = *c;

@@ -28,7 +28,7 @@ struct Model {
     Links links;
     Matmul matmul, decode_matmul;
     KvCache cache;         // empty unless this rank samples
-    Graph graphs[2];       // of the first micro-step of a step, and of those that follow
+    Graph graphs[3];       // of the first micro-step of a step, of those that follow, of the last
     OverlapCounts met;     // in the last step
     size_t num_updated;    // weights that this rank updates
     cudaEvent_t copied[2]; // tokens of either slot
@@ -56,7 +56,7 @@ typedef struct {
 // The residual stream on its way: x, and a branch that is not added yet (NULL: none).
 typedef struct { const floatX *x, *branch; } Residual;
 
-// ---- units: weights are there between get and release; gradients go to other ranks when they are released
+// ---- units: weights are there between get and release; gradients are added up and go to other ranks when they are released
 
 static floatX *param_pointer(floatX *buffer, const ParamTable *t, int unit, Role role) {
     const size_t at = param_at(t, unit, role);
@@ -67,6 +67,8 @@ static floatX *unit_get(Model *m, int unit) {
     return m->b.weights;
 }
 static void unit_release(Model *m, const Pass *p, int unit) {
+    const Span all = param_unit(&m->table, unit);
+    grad_sum((GradSum)p->sum, m->b.grad_sums + all.begin, m->b.grads + all.begin, all.count, p->stream);
     if (p->reduce) zero_reduce(&m->links.zero, m->b.grads, unit);
 }
 static Norm norm_of(Model *m, floatX *weights, int unit, Role weight, Role bias, float *mean, float *rstd, const floatX *x) {
@@ -334,12 +336,15 @@ static void upload_tokens(Model *m, const int *inputs, const int *targets, size_
     }
     cudaCheck(cudaEventRecord(m->copied[m->slot], s));
 }
-// Forward and backward of the tokens that were uploaded. share: of one token in the step's loss.
-static void micro_step(Model *m, int accumulate, int reduce, float share) {
+// Forward and backward of the tokens that were uploaded: micro-step `micro` of num_micro.
+static void micro_step(Model *m, int micro, int num_micro, int reduce) {
     Pass p = pass_of(m, m->plan.B, m->plan.T);
-    p.accumulate = accumulate;
+    const int last = micro == num_micro - 1;
+    const float share = 1.0f / ((float)p.N * (float)num_micro * (float)m->mesh->dp.world);  // of one token in the step's loss
+    if (m->plan.sums_in_fp32 && num_micro > 1) p.sum = micro == 0 ? GRAD_SUM_FIRST : last ? GRAD_SUM_LAST : GRAD_SUM_MIDDLE;
+    else p.accumulate = micro > 0;
     p.reduce = reduce;
-    if (!accumulate) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
+    if (micro == 0) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
     model_forward(m, &p);
     head(m, &p, share, 1);
     loss_sum(&m->b.step->loss, m->b.losses, p.N, share, p.stream);
@@ -349,13 +354,13 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     Range range("micro-step", micro);
     watchdog_beat(PHASE_MICRO_STEP, -1);  // a replay says no more of where it is
     const int dp = m->mesh->dp.world, last = micro == num_micro - 1, reduces = last && dp * m->mesh->tp.world > 1;
-    const float share = 1.0f / ((float)m->plan.N * (float)num_micro * (float)dp);
-    auto work = [&] { micro_step(m, micro > 0, reduces, share); };
+    const int kind = micro == 0 ? 0 : last && m->plan.sums_in_fp32 ? 2 : 1;  // micro-steps of one kind are the same work
+    auto work = [&] { micro_step(m, micro, num_micro, reduces); };
     upload_tokens(m, inputs, targets, m->plan.N);
     if (micro == 0) memset(&m->links.rows.met, 0, sizeof m->links.rows.met);
     const int meets_ranks = m->mesh->tp.world > 1 || (dp > 1 && (last || !zero_all_arrived(&m->links.zero)));
     if (!m->plan.options.cuda_graphs || timing.on || meets_ranks) work();
-    else graph_run(&m->graphs[micro > 0], num_micro, m->gpu.compute, work);
+    else graph_run(&m->graphs[kind], num_micro, m->gpu.compute, work);
 }
 
 // The step's loss and the square of its gradient's norm, of all ranks, in m->b.step. (A tensor-parallel group has one loss: its first rank's counts.)
@@ -553,7 +558,7 @@ static void measure_overlap(Model *m) {
             o->measures = repeat >= 0;
             o->regions = 0;
             upload_tokens(m, tokens, tokens, m->plan.N);
-            micro_step(m, 0, 0, 1.0f / (float)m->plan.N);
+            micro_step(m, 0, 1, 0);
             if (repeat >= 0) over_read(o, repeat, m->gpu.compute);
         }
         const uint64_t hash = matmul_hash(&m->matmul, m->b.grads, m->table.total, m->gpu.compute);

@@ -88,6 +88,8 @@ INT(master_weights, "master-weights", "w", '~', 1, 0, 1, \
     "keep an fp32 copy of bf16 weights; 0: stochastic rounding instead") \
 STR(state_dtype, "state-dtype", "", '~', "fp32", \
     "AdamW's m and v: fp32, or bf16 with stochastic rounding, half the bytes") \
+STR(grad_dtype, "grad-dtype", "", '~', "fp32", \
+    "what gradients of several micro-steps are added up in: fp32 (4 bytes a parameter more), or bf16") \
 INT(gelu_fusion, "gelu-fusion", "ge", '~', -1, -1, 2, \
     "GELU or SwiGLU inside the matmul: 0 no, 1 forward, 2 and backward (-1: what is fastest)") \
 INT(recompute, "recompute", "r", '=', 0, 0, 3, \

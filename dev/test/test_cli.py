@@ -206,7 +206,7 @@ CHANGED = {
     "=": {"kv-cache": [0], "save-async": [0], "recompute": [1, 2, 3], "autotune": [0], "cuda-graphs": [0],
           "threads": [2, 3], "zero-stage": [1], "tp-overlap": [0]},
     "~": {"state-dtype": ["bf16"], "head-chunks": [3], "tf32": [0], "master-weights": [0], "gelu-fusion": [0],
-          "reduce-dtype": ["fp32"], "p2p": [0]},
+          "reduce-dtype": ["fp32"], "grad-dtype": ["fp32"], "p2p": [0]},
     "*": {"train-data": ["other.bin"], "model": ["d1,channels=32,vocab=64,seq=64"], "batch-size": [4], "seq-len": [8],
           "total-batch": [64], "max-steps": [6], "overfit": [1], "seed": [1], "schedule": ["linear", "wsd"],
           "learning-rate": [1e-3], "warmup": [3], "final-lr-fraction": [0.5], "weight-decay": [10], "grad-clip": [0.01],

@@ -10,6 +10,7 @@
 #include "../classifier.cuh"
 #include "../embedding.cuh"
 #include "../global_norm.cuh"
+#include "../grad_sum.cuh"
 #include "../memory.cuh"
 #include "../norm.cuh"
 #include "../rope_table.h"
@@ -25,6 +26,7 @@ typedef struct {
 typedef struct {
     // parameters, all in the layout of the table
     floatX *weights, *grads;
+    float *grad_sums;             // of the micro-steps so far, in fp32
     float *master;                // ZeRO 1: this rank's pieces, unit after unit
     void *m, *v;                  // the same
     void *snapshots[NUM_SLOTS];   // --save-async: pinned copies of this rank's shards of a slot, unit after unit
@@ -183,6 +185,7 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->shards, "optimiser", "shard table", (size_t)b->num_shards);
     if (!p->trains) return;
     memory_request(m, &b->grads, "parameters", "gradients", total);
+    if (p->sums_in_fp32) memory_request(m, &b->grad_sums, "parameters", "gradients over micro-steps, fp32", total);
     if (world > 1 && p->reduces_in_fp32) memory_request(m, &b->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(p->table));
     if (p->has_master) memory_request(m, &b->master, "optimiser", "fp32 master weights", states);
     memory_request(m, (char **)&b->m, "optimiser", p->bf16_states ? "AdamW m, bf16" : "AdamW m", states * plan_slot_bytes(p, SLOT_M));

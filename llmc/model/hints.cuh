@@ -28,11 +28,12 @@ static inline size_t run_bytes(const Plan *p, const Options *o, int B, size_t *s
 }
 // Adds options that save memory, one after the other until batch B fits: the cheap ones first, last what changes the numbers.
 static inline int options_that_fit(const Plan *p, Options *o, size_t free_bytes, int B) {
-    for (int i = 0; i < 6 && run_bytes(p, o, B) > free_bytes; i++) {
+    for (int i = 0; i < 7 && run_bytes(p, o, B) > free_bytes; i++) {
         if ((i < 2 && o->recompute <= i) || i == 3) o->recompute = i < 2 ? i + 1 : 3;
         if (i == 2 && o->head_chunks <= 1) o->head_chunks = 8;
         if (i == 4 && p->trains) o->state_dtype = "bf16";
-        if (i == 5 && p->has_master) o->master_weights = 0;
+        if (i == 5 && p->sums_in_fp32) o->grad_dtype = "bf16";
+        if (i == 6 && p->has_master) o->master_weights = 0;
     }
     return run_bytes(p, o, B) <= free_bytes;
 }

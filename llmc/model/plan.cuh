@@ -17,6 +17,7 @@ typedef struct {
     // numbers
     int bf16_states;         // AdamW's m and v; else fp32
     int has_master;          // fp32 copies of bf16 weights
+    int sums_in_fp32;        // gradients over several micro-steps; else in floatX
     int reduces_in_fp32;     // sums of gradients over ranks; else in floatX
     // memory
     int shards_states;       // a rank has the optimiser states of its pieces only
@@ -91,6 +92,10 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     attention_require_head(p.local.head_dim);
     p.bf16_states = !strcmp(o->state_dtype, "bf16");
     p.has_master = sizeof(floatX) != sizeof(float) && o->master_weights && p.trains;
+    const int accumulates = o->total_batch > (long long)p.N * mesh->dp.world;
+    require(!strcmp(o->grad_dtype, "fp32") || !strcmp(o->grad_dtype, "bf16"), "unknown --grad-dtype '%s'\nuse fp32 or bf16", o->grad_dtype);
+    require(sizeof(floatX) == 2 || !strcmp(o->grad_dtype, "fp32"), "--grad-dtype bf16 needs a bf16 build\nleave it out");
+    p.sums_in_fp32 = sizeof(floatX) == 2 && p.trains && accumulates && !strcmp(o->grad_dtype, "fp32");
     p.reduces_in_fp32 = !strcmp(o->reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float);
     p.shards_states = o->zero_stage > 0 && mesh->dp.world > 1;
     p.recomputes_activation = o->recompute == 1 || o->recompute == 2;
@@ -121,8 +126,8 @@ static inline void plan_print(const Plan *p, FILE *f) {
     fprintf(f, "plan      products %s, sums fp32 | activation %s", FLOATX_NAME, fused[p->activation_fused]);
     if (rope) fprintf(f, " | rope %s", fused[2 * p->rope_fused]);
     if (!p->trains) { fprintf(f, "\n"); return; }
-    fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | weights %s%s, gradients %s, m and v %s%s\n", recompute[p->options.recompute], ceil_div(p->N, (size_t)p->head_rows),
-            ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", FLOATX_NAME, p->has_master ? " and fp32" : "", FLOATX_NAME, p->bf16_states ? "bf16" : "fp32",
+    fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | weights %s%s, gradients %s%s, m and v %s%s\n", recompute[p->options.recompute], ceil_div(p->N, (size_t)p->head_rows),
+            ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", FLOATX_NAME, p->has_master ? " and fp32" : "", FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "", p->bf16_states ? "bf16" : "fp32",
             p->shards_states ? ", a share of them on each rank" : "");
 }
 

@@ -32,6 +32,7 @@ typedef struct {
     int spread;             // ranks that these rows are spread over: the tensor-parallel group; 1 while decoding, where all have all
     int C;                  // channels
     int accumulate;         // backward adds to the gradients instead of writing them
+    int sum;                // GradSum: what becomes of a unit's gradients when they are complete
     int reduce;             // backward hands over each unit's gradients when they are complete
     const float *cos_sin;   // rotary angles of the T positions (T,HD/2,2)
     KvCache *cache;         // decoding: keys and values of the tokens before; NULL otherwise
