@@ -412,15 +412,16 @@ def test_every_tokenizer_beside_every_model(program, tmp_path, monkeypatch, capf
             assert ("from the folder 'tokenizer' inside" in said) == apart == (folder / "tokenizer/tokenizer.json").exists()
             assert (folder / "tokenizer.json").exists() != apart and (folder / "tokenizer.bin").exists()
             folders[str(folder / "tokenizer" if apart else folder)] = kind
-    (folder / "tokenizer.json").write_text("{}")
-    words, bytes_file = "is the file of another tokenizer", tmp_path / "bytes/tokenizer.bin"
-    refuses(monkeypatch, capfd, words, "tokenizer", folder, "--tokenizer", bytes_file)
     for python in [sys.executable, *os.environ.get("LLMC_TRANSFORMERS", "").split()]:
         run = subprocess.run([python, "-c", READ], input=json.dumps([list(folders), texts]), capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         version, made = json.loads(run.stdout)
         for folder, (length, bos, theirs) in made.items():
             assert (length, bos) == sizes[folders[folder]] and theirs == ids[folders[folder]], (version, folder)
+    folder = next(Path(folder) for folder, kind in folders.items() if kind == "qwen2" and "qwen2.5 " in folder)
+    before, bytes_file = (folder / "tokenizer.bin").read_bytes(), tmp_path / "bytes/tokenizer.bin"
+    refuses(monkeypatch, capfd, "is the file of another tokenizer", "tokenizer", folder, "--tokenizer", bytes_file)
+    assert (folder / "tokenizer.bin").read_bytes() == before
 
 
 def test_a_run_is_imported_whole(program, tmp_path, monkeypatch):  # noqa: F811
