@@ -315,9 +315,9 @@ static inline Options options_parse(int argc, char **argv) {
         if (strcmp(argument, "--version") == 0) options_version();
         if (help || strcmp(argument, "--version") == 0) exit(EXIT_SUCCESS);
         require(argument[0] == '-' || i < 2 || !file_exists(argument),
-                "'%s' is not an option but a file\nthe shell replaced a pattern by names: quote it, as in -i 'data/*.bin'", argument);
-        require(argument[0] == '-' && argument[1], "'%s' is not an option\nevery option is --name value; see %s --help",
-                argument, argv[0]);
+                "'%s' is not an option but a file\n"
+                "the shell has replaced a pattern by names: quote it, as in -i 'data/*.bin'", argument);
+        require(argument[0] == '-' && argument[1], "'%s' is not an option\nevery option is --name value; see %s --help", argument, argv[0]);
         size_t length = argument[1] == '-' ? strcspn(argument, "=") : strlen(argument);
         const OptionInfo *p = option_find(argument, length);
         if (!p) option_unknown(argv[0], argument, length);

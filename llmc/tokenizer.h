@@ -126,7 +126,7 @@ static inline void tokenizer_close(Tokenizer *t) {
     memset(t, 0, sizeof *t);
 }
 static inline const char *tokenizer_name(const TokenizerId *id, char *text, size_t size) {
-    static const char *const kinds[NUM_TOKENIZERS] = {"a tokenizer of unknown kind", "bytes", "gpt2", "llama3", "qwen2"};
+    static const char *const kinds[] = {"a tokenizer of unknown kind", "bytes", "gpt2", "llama3", "qwen2"};
     char tokens[32] = "";
     if (id->vocab_size > 0) snprintf(tokens, sizeof tokens, "%d tokens, ", id->vocab_size);
     snprintf(text, size, "%s (%shash %016llx)", kinds[id->kind], tokens, (unsigned long long)id->hash);

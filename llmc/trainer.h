@@ -196,8 +196,9 @@ static inline void compare_tokenizers(Trainer *t) {
     if (!model.hash || !data.hash || model.hash == data.hash) return;
     tokenizer_name(&model, models, sizeof models);
     tokenizer_name(&data, datas, sizeof datas);
-    require(t->o.force, "the model '%s' has the tokenizer %s, the data were made with %s\nmake data for this model with "
-            "python dev/data/prepare.py --tokenizer %s; or use these all the same with --force 1", folder, models, datas, folder);
+    require(t->o.force, "the model '%s' has the tokenizer %s, the data were made with %s\n"
+            "make data for this model with python dev/data/prepare.py --tokenizer %s; or use these all the same "
+            "with --force 1", folder, models, datas, folder);
     printf("warning: the model has the tokenizer %s, the data were made with %s (--force 1)\n", models, datas);
 }
 

@@ -1,10 +1,10 @@
 """Turns your own text into token shards: <output>/<name>_val_000000.bin, <name>_train_000001.bin ... and tokenizer.bin.
 
     python dev/data/prepare.py --input books/ notes.txt 'web/*.jsonl.gz' --output dev/data/mine
-    python dev/data/prepare.py --python-stdlib --tokenizer bytes --output dev/data/python      text that every machine has
-    python dev/data/prepare.py --input books/ --tokenizer models/qwen --output dev/data/mine   for the model in that folder
-    python dev/data/prepare.py --check 'dev/data/mine/*.bin'                                   what is in these shards?
-    mpirun -np 64 python dev/data/prepare.py ...                                               on several machines
+    python dev/data/prepare.py --python-stdlib --tokenizer bytes --output dev/data/python     text that all machines have
+    python dev/data/prepare.py --input books/ --tokenizer models/qwen --output dev/data/mine  for that folder's model
+    python dev/data/prepare.py --check 'dev/data/mine/*.bin'                                  what is in these shards?
+    mpirun -np 64 python dev/data/prepare.py ...                                              on several machines
 
 Inputs: files, folders (searched below) and globs of .txt .md .py (a file is a document), .jsonl (a line is one) and .parquet
 (a row is one), also as .gz and .xz (such a file is read by one process). What else a folder holds is passed over and

@@ -170,7 +170,7 @@ CLEAN_CUTS = [re.compile(p) for p in (r"(?<=\S\n)(?=\S)", r"(?<=\S)(?=[ \t\u3000
 
 def is_clean(window, at):
     """Python and the tokenizers may know different versions of Unicode, and Qwen2.5 splits what NFC has made of a text.
-    So a word ends only before what has long been punctuation or a symbol, never behind a letter that NFC takes apart."""
+    So a cut is only before what has long been punctuation or a symbol, not behind a letter that NFC takes apart."""
     before, after = window[at - 1], window[at]
     if before == "\n":
         return not "\ud800" <= after <= "\udfff"  # half a character, where the window ends

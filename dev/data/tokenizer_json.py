@@ -1,4 +1,4 @@
-"""The tokenizer of a model's folder; and a tokenizer.json, Hugging Face's file, from our Tokenizer and back, with the same ids.
+"""The tokenizer of a model's folder; and Hugging Face's tokenizer.json from our Tokenizer and back, with the same ids.
 
 Only byte-level BPE whose pieces are cut by a pattern that we know: GPT-2, Llama 3, Qwen2.5. Ids must be in the order of the
 merges, ordinary ones first, as in the published files: our tokenizer.bin has no list of merges, the ids are that list.
@@ -27,7 +27,7 @@ def tokenizer_argument(text):
 
 def add_tokenizer_arguments(parser):
     a = parser.add_argument
-    a("--tokenizer", "-m", "--model_desc", default="gpt2", type=tokenizer_argument, metavar="KIND",
+    a("--tokenizer", "-m", "--model_desc", default="gpt2", type=tokenizer_argument, metavar="KIND|FOLDER",
       help="gpt2 (the default), bytes, llama3, qwen2, or the folder of a model: its own")
     a("--tokenizer-file", "--vocab-bpe", metavar="PATH",
       help="GPT-2's vocab.bpe, Llama 3's tokenizer.model, or a model's tokenizer.json")
@@ -39,7 +39,7 @@ def tokenizer_suffix(name):
 
 
 def trained_with(folder):
-    """The tokenizer.bin of the data that a checkpoint was trained with, if it still lies where the run had it; or None."""
+    """The tokenizer.bin of the data that a checkpoint was trained with, if it still lies where the run had it."""
     try:
         with open(os.path.join(folder, "train_state.json"), encoding="utf-8") as f:
             state = json.load(f)
@@ -55,15 +55,17 @@ def trained_with(folder):
 
 
 def folder_tokenizer(folder):
-    """The Tokenizer of a model: its folder's tokenizer.bin or tokenizer.json, or what its checkpoint was trained with."""
+    """The Tokenizer of a model: by its folder's tokenizer.bin or tokenizer.json, or by what it was trained with."""
     own, published = os.path.join(folder, "tokenizer.bin"), os.path.join(folder, "tokenizer.json")
     path = own if os.path.exists(own) else published if os.path.exists(published) else trained_with(folder)
     if path is None:
-        die(f"'{folder}' has no tokenizer.bin and no tokenizer.json", "name the model's folder, or a --tokenizer by its kind")
+        hint = "name the model's folder, or a tokenizer by its kind"
+        die(f"'{folder}' has no tokenizer.bin and no tokenizer.json", hint)
     try:
         tokenizer = read_tokenizer_json(path) if path.endswith(".json") else open_tokenizer(path)
     except (OSError, ValueError) as e:
-        die(f"tokenizer '{path}' {getattr(e, 'strerror', None) or e}", "import the model again: python dev/eval/hf.py import")
+        hint = "import the model again: python dev/eval/hf.py import"
+        die(f"tokenizer '{path}' {getattr(e, 'strerror', None) or e}", hint)
     if tokenizer.kind != "bytes":
         import_tiktoken()
     return tokenizer
@@ -159,13 +161,13 @@ def tokenizer_json(tokenizer):
 
 
 def files_folder(folder, model_type, kind):
-    """Where the tokenizer files of a model belong: beside it. But transformers 5 gives every model of the type qwen2 the
-    splitting and the NFC of Qwen2.5, whatever its files say. Other tokenizers are read as they are from a folder alone."""
+    """Where the tokenizer files of a model belong: beside it. But transformers 5 gives every model of type qwen2 the
+    splitting and the NFC of Qwen2.5, whatever its files say. Where no config.json lies, it goes by the files."""
     return os.path.join(folder, "tokenizer") if model_type == "qwen2" and kind != "qwen2" else folder
 
 
 def write_tokenizer_json(tokenizer, folder, context, model_type):
-    """What transformers, vLLM and llama.cpp read of a model of `context` positions; for GPT-2 its two old files as well."""
+    """What transformers, vLLM and llama.cpp read of a model of `context` positions; for GPT-2 two old files, too."""
     folder = files_folder(folder, model_type, tokenizer.kind)
     make_folder(folder)
 

@@ -119,7 +119,7 @@ def load_tokenizer(given):
 
 
 def add_tokenizer(folder, given, source):
-    """Tokenizer files for others, tokenizer.bin for the trainers, and generation_config.json. Returns what is to be said."""
+    """Tokenizer files for others, tokenizer.bin for the trainers, generation_config.json. Returns what to say."""
     config, missing, tokenizer = read_config(folder), None, None
     if given and os.path.isdir(given):
         published = os.path.join(given, "tokenizer.json")

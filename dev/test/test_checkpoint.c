@@ -238,6 +238,7 @@ static TrainState example_state(int64_t step) {
     memset(&s, 0, sizeof s);
     s.step = step; s.tokens = step * 524288; s.epoch = 3; s.row = 123456789012; s.seed = 1337;
     s.data_tokens = 10000000000; s.data_shards = 103; s.data_hash = 0xfedcba9876543210;
+    s.tokenizer.kind = TOKENIZER_GPT2; s.tokenizer.vocab_size = 50257; s.tokenizer.hash = 0x8123456789abcdef;
     s.loss.count = 1000;
     s.norm.count = 5;
     for (int i = 0; i < STATE_WINDOW; i++) s.loss.values[i] = 3 + rand_uniform(9, 0, (uint64_t)i);
@@ -252,7 +253,8 @@ static TrainState example_state(int64_t step) {
 }
 static int same_state(const TrainState *a, const TrainState *b) {
     int same = a->step == b->step && a->tokens == b->tokens && a->epoch == b->epoch && a->row == b->row && a->seed == b->seed && a->data_tokens == b->data_tokens && a->data_shards == b->data_shards
-        && a->data_hash == b->data_hash && a->loss.count == b->loss.count && a->norm.count == b->norm.count
+        && a->data_hash == b->data_hash && a->tokenizer.hash == b->tokenizer.hash && a->tokenizer.kind == b->tokenizer.kind
+        && a->tokenizer.vocab_size == b->tokenizer.vocab_size && a->loss.count == b->loss.count && a->norm.count == b->norm.count
         && memcmp(a->loss.values, b->loss.values, sizeof a->loss.values) == 0 && memcmp(a->norm.values, b->norm.values, sizeof a->norm.values) == 0 && a->num_options == b->num_options;
     for (int i = 0; same && i < a->num_options; i++) same = state_option(b, a->options[i].name) && strcmp(state_option(b, a->options[i].name), a->options[i].value) == 0;
     return same;
@@ -659,6 +661,7 @@ static void test_damaged_state(Model *m) {
         {"\"shards\"", "\"shard\"", "data is damaged"}, {"\"content\"", "\"contents\"", "data is damaged"}, {"\"shards\": 103", "\"shards\": 16777217", "data is damaged"},
         {"\"data\": {\"tokens\": 10000000000", "\"data\": {\"tokens\": 9223372036854775807", "data is damaged"}, {"\"data\": {\"tokens\": 1", "\"data\": {\"tokens\": -1", "data is damaged"},
         {"fedcba9876543210", "fedcba987654321g", "data is damaged"}, {"fedcba9876543210", "fedcba987654321", "data is damaged"}, {"\"data\": {", "\"data\": 7, \"date\": {", "data is damaged"},
+        {"\"kind\": 2", "\"kind\": 5", "tokenizer is damaged"}, {"\"tokens\": 50257", "\"tokens\": 2147483648", "tokenizer is damaged"},
         {"\"0.0006\"", "6e-4", "option learning-rate is not a text"}, {"\"learning-rate\": ", "\"\\u001b]0;x\\u0007\": 6e-4, \"x\": ", "option ?]0;x? is not a text"},
         {"\"options\": {", "\"options\": [\"a\"], \"o\": {", "options are no list"}, {"\"options\": {", "\"options\": null, \"o\": {", "options are no list"},
         {"\"model.safetensors\": ", "\"model.safetensors\": 9", "model.safetensors does not have the size"}, {"\"files\"", "\"file\"", "config.json does not have the size"}};

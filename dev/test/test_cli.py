@@ -361,7 +361,7 @@ def test_a_stopped_run_leaves_its_last_line(trainer, tmp_path):
     (lambda p: shard(p, tail=b"more"), ["too long"]),
     (lambda p: shard(p, count=-2), ["2^31"]),
     (lambda p: shard(p, count=2**31 - 1), ["truncated"]),
-    (lambda p: shard(p, tokens=[65] * 32), ["too few", "--seq-len"]),
+    (lambda p: shard(p, tokens=[65] * 32), ["too few", "--seq-len", "--val-fraction"]),
     (lambda p: shard(p, tokens=[]), ["too few"]),
     (lambda p: shard(p, tokens=[65] * 200 + [300] + [65] * 200), ["token 200 is 300", "vocabulary of 256"]),
     (lambda p: shard(p, vocab=50257), ["50257", "256"]),
@@ -716,8 +716,9 @@ def test_data_of_another_tokenizer_than_the_models(trainer, tmp_path):
     state = json.loads((run / "step_00000002/train_state.json").read_text())
     assert state["tokenizer"] == {"kind": 1, "tokens": 256, "hash": f"{own_hash:016x}"}
     resumed = ["-o", run, "-n", "2", "-x", "4", "-y", "1"]
-    fails(trainer(*data(other), *resumed), f"the model '{run}/step_00000002'", f"--tokenizer {run}/step_00000002", *words)
-    fails(trainer(*data(other), "-e", run / "step_00000002"), *words)
+    first = run / "step_00000002"
+    fails(trainer(*data(other), *resumed), f"the model '{first}'", f"--tokenizer {first}", *words)
+    fails(trainer(*data(other), "-e", first), *words)
     succeeds(trainer(*data(own), *resumed))
     imported = tmp_path / "imported"
     shutil.copytree(run / "step_00000002", imported)
@@ -729,7 +730,7 @@ def test_data_of_another_tokenizer_than_the_models(trainer, tmp_path):
         succeeds(trainer(*data(own), "-e", imported, *more))
     succeeds(trainer(*data(unnamed), "-e", imported))
     tokenizer_file(tmp_path / "unnamed/tokenizer.bin", 0, range(255, -1, -1))  # which is then the data's
-    fails(trainer(*data(unnamed), "-e", imported), *words[:-1], "made with a tokenizer of unknown kind (256 tokens, hash")
+    fails(trainer(*data(unnamed), "-e", imported), *words[:-1], "a tokenizer of unknown kind (256 tokens, hash")
     forced = succeeds(trainer(*data(other), "-e", imported, "--force", "1", "-o", tmp_path / "forced", "-n", "2"))
     assert "warning: the model has the tokenizer bytes" in forced.stdout
     succeeds(trainer(*data(other), "-o", tmp_path / "forced", "-n", "2", "-x", "4", "-y", "1"))  # its own by now

@@ -701,7 +701,7 @@ def test_tokenizer_files_are_checked(corpus, tmp_path):
 
 @needs_tiktoken
 def test_the_tokenizer_of_a_model(corpus, tmp_path):
-    """As it lies in an imported folder, as a tokenizer.json, or where the run of a checkpoint had it: the same shards."""
+    """As it lies in an imported folder, as a tokenizer.json, or where a checkpoint's run had it: the same shards."""
     plain = data_common.make_tokenizer("llama3", write_ranks(tmp_path / "ranks"))
     folders = {name: tmp_path / name for name in ("imported", "published", "checkpoint", "data", "empty", "my-model")}
     for folder in folders.values():
@@ -712,19 +712,21 @@ def test_the_tokenizer_of_a_model(corpus, tmp_path):
     state = {"options": {"train-data": f"{folders['data']}/x_*.bin"}, "tokenizer": {"hash": f"{plain.hash:016x}"}}
     (folders["checkpoint"] / "train_state.json").write_text(json.dumps(state))
     args = ["--input", corpus, "--name", "x", "--workers", 1]
-    script("prepare.py", *args, "--output", tmp_path / "usual", "--tokenizer", "llama3", "--tokenizer-file", tmp_path / "ranks")
+    ranks = ["--tokenizer-file", tmp_path / "ranks"]
+    script("prepare.py", *args, "--output", tmp_path / "usual", "--tokenizer", "llama3", *ranks)
     for name in "imported", "published", "checkpoint":
         script("prepare.py", *args, "--output", tmp_path / f"by {name}", "--tokenizer", folders[name])
         assert bits(tmp_path / f"by {name}") == bits(tmp_path / "usual")
     args += ["--output", tmp_path / "out", "--tokenizer"]
     script("prepare.py", *args, folders["empty"], fails="has no tokenizer.bin and no tokenizer.json")
-    script("prepare.py", *args, folders["imported"], "--tokenizer-file", tmp_path / "ranks", fails="is a folder with a tokenizer of its own")
+    script("prepare.py", *args, folders["imported"], *ranks, fails="is a folder with a tokenizer of its own")
     data_common.make_tokenizer("bytes").write(folders["data"])  # other data have come to lie where the run's were
     script("prepare.py", *args, folders["checkpoint"], fails="has no tokenizer.bin and no tokenizer.json")
     (folders["imported"] / "tokenizer.bin").write_bytes(b"short")
     script("prepare.py", *args, folders["imported"], fails="too short for a tokenizer file")
-    run = subprocess.run([sys.executable, ROOT / "dev/data/prepare.py", *map(str, args), "gpt3"], capture_output=True, text=True)
-    assert run.returncode == 2 and "'gpt3' is neither one of bytes, gpt2, llama3, qwen2 nor a model's folder" in run.stderr
+    command = [sys.executable, ROOT / "dev/data/prepare.py", *map(str, args), "gpt3"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2 and "'gpt3' is neither one of bytes, gpt2, llama3, qwen2 nor a model's" in run.stderr
     assert [tokenizer_json.tokenizer_suffix(n) for n in ("gpt2", "bytes", "a/my-model/")] == ["", "_bytes", "_my-model"]
     assert tokenizer_json.tokenizer_argument("llama-3") == "llama3"
 

@@ -392,8 +392,8 @@ print(json.dumps([transformers.__version__, made]))
 
 
 def test_every_tokenizer_beside_every_model(program, tmp_path, monkeypatch, capfd):  # noqa: F811
-    """The same ids from every architecture, with no token beyond the vocabulary, in .venv's transformers. LLMC_TRANSFORMERS
-    names the Pythons of other versions: 4 goes by the files, 5 by the architecture."""
+    """The same ids from every architecture, with no token beyond the vocabulary. Versions of transformers differ: 4 goes
+    by the files, 5 by the architecture. LLMC_TRANSFORMERS names Pythons that have others than .venv's."""
     transformers()
     texts = [text.replace("<|endoftext|>", "") for text in TEXTS] + [fuzz_text()[:20_000].decode(errors="ignore")]
     ids, sizes, folders = {}, {}, {}
@@ -409,11 +409,12 @@ def test_every_tokenizer_beside_every_model(program, tmp_path, monkeypatch, capf
             main(monkeypatch, "tokenizer", folder, "--tokenizer", data / "tokenizer.bin")
             apart = model == "qwen2.5" and kind != "qwen2"
             said = capfd.readouterr().out
-            assert ("from the folder 'tokenizer' inside" in said) == apart == (folder / "tokenizer/tokenizer.json").exists()
+            assert ("from the folder 'tokenizer' inside" in said) == apart == (folder / "tokenizer").exists()
             assert (folder / "tokenizer.json").exists() != apart and (folder / "tokenizer.bin").exists()
             folders[str(folder / "tokenizer" if apart else folder)] = kind
     for python in [sys.executable, *os.environ.get("LLMC_TRANSFORMERS", "").split()]:
-        run = subprocess.run([python, "-c", READ], input=json.dumps([list(folders), texts]), capture_output=True, text=True)
+        question = json.dumps([list(folders), texts])
+        run = subprocess.run([python, "-c", READ], input=question, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         version, made = json.loads(run.stdout)
         for folder, (length, bos, theirs) in made.items():
