@@ -1,7 +1,7 @@
 """Turns your own text into token shards: <output>/<name>_val_000000.bin, <name>_train_000001.bin ... and tokenizer.bin.
 
     python dev/data/prepare.py --input books/ notes.txt 'web/*.jsonl.gz' --output dev/data/mine
-    python dev/data/prepare.py --python-stdlib --tokenizer bytes --output dev/data/python     text that all machines have
+    python dev/data/prepare.py --python-stdlib --tokenizer bytes --output dev/data/python     text at hand everywhere
     python dev/data/prepare.py --input books/ --tokenizer models/qwen --output dev/data/mine  for that folder's model
     python dev/data/prepare.py --check 'dev/data/mine/*.bin'                                  what is in these shards?
     mpirun -np 64 python dev/data/prepare.py ...                                              on several machines

@@ -253,8 +253,10 @@ static TrainState example_state(int64_t step) {
 }
 static int same_state(const TrainState *a, const TrainState *b) {
     int same = a->step == b->step && a->tokens == b->tokens && a->epoch == b->epoch && a->row == b->row && a->seed == b->seed && a->data_tokens == b->data_tokens && a->data_shards == b->data_shards
-        && a->data_hash == b->data_hash && a->tokenizer.hash == b->tokenizer.hash && a->tokenizer.kind == b->tokenizer.kind
-        && a->tokenizer.vocab_size == b->tokenizer.vocab_size && a->loss.count == b->loss.count && a->norm.count == b->norm.count
+        && a->data_hash == b->data_hash
+        && a->tokenizer.hash == b->tokenizer.hash && a->tokenizer.kind == b->tokenizer.kind
+        && a->tokenizer.vocab_size == b->tokenizer.vocab_size
+        && a->loss.count == b->loss.count && a->norm.count == b->norm.count
         && memcmp(a->loss.values, b->loss.values, sizeof a->loss.values) == 0 && memcmp(a->norm.values, b->norm.values, sizeof a->norm.values) == 0 && a->num_options == b->num_options;
     for (int i = 0; same && i < a->num_options; i++) same = state_option(b, a->options[i].name) && strcmp(state_option(b, a->options[i].name), a->options[i].value) == 0;
     return same;

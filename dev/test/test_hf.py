@@ -392,8 +392,8 @@ print(json.dumps([transformers.__version__, made]))
 
 
 def test_every_tokenizer_beside_every_model(program, tmp_path, monkeypatch, capfd):  # noqa: F811
-    """The same ids from every architecture, with no token beyond the vocabulary. Versions of transformers differ: 4 goes
-    by the files, 5 by the architecture. LLMC_TRANSFORMERS names Pythons that have others than .venv's."""
+    """The same ids from every architecture, with no token beyond the vocabulary. transformers 4 goes by the files, 5 by
+    the architecture. LLMC_TRANSFORMERS names Pythons that have other versions than .venv's."""
     transformers()
     texts = [text.replace("<|endoftext|>", "") for text in TEXTS] + [fuzz_text()[:20_000].decode(errors="ignore")]
     ids, sizes, folders = {}, {}, {}
