@@ -66,7 +66,7 @@ keep = mv -f $@.d.$(PARTIAL) $(basename $@).d && mv -f $@.$(PARTIAL) $@
 depend = -MMD -MP -MT $@ -MF $@.d.$(PARTIAL)
 install = @cmp -s $< $@ || { cp $< $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@; }
 
-.PHONY: help all demo test doctor headers ladders bench sanitize parity venv toolkit mpi clean FORCE \
+.PHONY: help all demo test doctor headers ladders bench sanitize fuzz parity venv toolkit mpi clean FORCE \
         train_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu host_tests
 FORCE:
 
@@ -80,6 +80,7 @@ help:
 	@echo 'make bench         one table: each kernel beside what this GPU gives and the vendor'\''s (ONLY=attention OUTPUT=kernels.md)'
 	@echo 'make parity        C, CUDA and PyTorch train the same steps; their loss curves in one picture'
 	@echo 'make sanitize      host tests under ASan and UBSan; compute-sanitizer on a GPU'
+	@echo 'make fuzz          broken files for every reader, with clang (ONLY="json config" SECONDS=600)'
 	@echo 'make headers       each header compiles alone'
 	@echo 'make venv          .venv with everything the Python tools use;  make toolkit: CUDA, NCCL and MPI into .venv'
 	@echo 'make clean         removes build products, keeps .venv, data and logs'
@@ -158,6 +159,20 @@ $(BUILD)/test/%.mpi: dev/test/%.c $(wildcard llmc/*.h) $(CONFIG) Makefile
 $(BUILD)/test/%: $(BUILD)/test/%.o
 	$(CC) $(TEST_CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
 
+# Readers of bytes from outside, each with its seeds (dev/fuzz/fuzz.h); the linker hands their calls of these to it.
+FUZZ_TARGETS := $(patsubst dev/fuzz/%.c,%,$(wildcard dev/fuzz/*.c))
+FUZZ_WRAPPED := malloc calloc realloc posix_memalign free strdup open close fopen fclose exit pthread_create
+FUZZ_FLAGS = -std=gnu11 -Wall -Wextra -Werror -Wno-unknown-pragmas $(ASAN_CFLAGS) $(FUZZ_WRAPPED:%=-Wl,--wrap=%) $< -lm -pthread
+CLANG ?= clang
+SECONDS ?= 60
+$(BUILD)/fuzz/%.replay: dev/fuzz/%.c dev/fuzz/fuzz.h $(wildcard llmc/*.h) $(CONFIG) Makefile
+	@mkdir -p $(@D)
+	$(CC) -DFUZZ_REPLAY $(FUZZ_FLAGS) -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
+$(BUILD)/fuzz/%.fuzzer: dev/fuzz/%.c dev/fuzz/fuzz.h $(wildcard llmc/*.h) $(CONFIG) Makefile
+	@mkdir -p $(@D)
+	$(CLANG) -fsanitize=fuzzer $(FUZZ_FLAGS) -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@ || { \
+	printf 'error: $@ was not built\n  hint: it needs clang and its libFuzzer (Debian, Ubuntu: apt install clang libclang-rt-dev), or CLANG=...\n' >&2; exit 1; }
+
 # A header is included by a file that has nothing else (what comes after a backend: a Model and nothing else). C headers serve
 # C and C++; device code is compiled for one GPU only, and not optimised (-G), which would take six times as long.
 AFTER_BACKEND := hf_weights checkpoint evaluate generate trainer
@@ -213,6 +228,9 @@ ifneq ($(filter-out 0,$(GPUS)),)
 else
 	@echo 'no GPU here: compute-sanitizer was not run'
 endif
+
+fuzz: $(foreach t,$(or $(ONLY),$(FUZZ_TARGETS)),$(BUILD)/fuzz/$t.fuzzer $(BUILD)/fuzz/$t.replay)
+	@$(PYTHON) dev/fuzz/fuzz.py --build $(BUILD)/fuzz --seconds $(SECONDS) $(or $(ONLY),$(FUZZ_TARGETS))
 
 clean:
 	rm -rf $(BUILD) train_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu

@@ -1,0 +1,45 @@
+// options.h, config.h: any bytes as a command line, one word a line. What is accepted prints and reads back alike.
+#include "fuzz.h"
+
+#include "../../llmc/backend.h"
+struct Model { Config config; ParamTable table; const Mesh *mesh; };
+#include "../../llmc/trainer.h"
+
+static void fuzz_one(const uint8_t *data, size_t size) {
+    static char text[1 << 16], values[NUM_OPTIONS][64];
+    char *argv[200] = {(char *)"train_gpt2"}, *again[2 * NUM_OPTIONS + 1] = {(char *)"train_gpt2"}, *rest = text;
+    int argc = 1, count = 1;
+    if (size >= sizeof text) return;
+    memcpy(text, data, size);
+    text[size] = 0;
+    for (char *word; argc < 200 && (word = strsep(&rest, "\n"));) argv[argc++] = word;
+    const Options o = options_parse(argc, argv);
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        static char names[NUM_OPTIONS][64];
+        const OptionInfo *info = &option_table[i];
+        if (info->kind == OPTION_SECTION) continue;
+        snprintf(names[i], sizeof names[i], "--%s", info->name);
+        again[count++] = names[i];
+        again[count++] = values[i];
+        if (info->kind == OPTION_STR) again[count - 1] = *(char **)((char *)&o + info->offset);
+        else option_value(&o, info, values[i], sizeof values[i]);
+    }
+    const Options same = options_parse(count, again);
+    assert(memcmp(&o, &same, sizeof o) == 0);
+    char *echo = NULL;
+    size_t length;
+    FILE *f = open_memstream(&echo, &length);
+    options_echo(&o, f);
+    fclose(f);
+    free(echo);
+    check_options(&o);
+    Config c;
+    if (!config_parse(o.model, &c)) config_finish(&c);
+    ParamTable table = params_table(&c);
+    params_free(&table);
+}
+static void fuzz_seeds(void) {
+    fuzz_seed_text("-e\nd6,channels=128,vocab=300,seq=64\n-b\n4\n--seq-len=64\n-d\n1024\n-l\n3e-4\n-k\ncosine\n-u\n10");
+    fuzz_seed_text("--model\nllama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,ffn=96,tied=0\n--resume\n-o\nlog\n-n\n5");
+    fuzz_seed_text("-e\ngpt3:c384\n-i\nx*.bin\n-j\ny.bin\n-x\n10\n-z\n1\n-pi\nmpi\n-r\n2\n--temperature\n0.5\n-sl\n6");
+}

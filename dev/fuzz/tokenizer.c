@@ -1,0 +1,41 @@
+// tokenizer.h: any bytes as tokenizer.bin. What is accepted gives text for its tokens and encodes bytes without losing any.
+#include "fuzz.h"
+
+#include "../../llmc/tokenizer.h"
+
+static void fuzz_one(const uint8_t *data, size_t size) {
+    enum { MOST = 256 };
+    Tokenizer t;
+    int ids[MOST], length, n = 0;
+    tokenizer_open(&t, fuzz_file(data, size));
+    for (; n < t.vocab_size && n < MOST; n++) ids[n] = t.vocab_size - 1 - n;
+    free(tokenizer_text(&t, ids, n));
+    const size_t bytes = size < MOST ? size : MOST;
+    const uint8_t *text = data + size - bytes, *at = text;  // the tokens of the file, with their lengths between them
+    n = t.kind == TOKENIZER_UNKNOWN ? 0 : tokenizer_encode(&t, (const char *)text, (int)bytes, ids);
+    for (int i = 0; i < n; i++) {
+        const unsigned char *token = tokenizer_token(&t, ids[i], &length);
+        assert(length <= text + bytes - at && memcmp(token, at, (size_t)length) == 0);
+        at += length;
+    }
+    assert(t.kind == TOKENIZER_UNKNOWN || at == text + bytes);
+    tokenizer_close(&t);
+}
+
+static void seed_tokenizer(TokenizerKind kind) {
+    static const char *const merges[] = {"he", "ll", "hell", "hello", " h", "\xc3\xa9", "<|endoftext|>"};
+    const int vocab = kind == TOKENIZER_BYTES ? 256 : 256 + 7;
+    const int32_t header[5] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, vocab, kind == TOKENIZER_BYTES ? 0 : vocab - 1, (int)kind};
+    uint8_t file[TOKENIZER_HEADER_BYTES + 1000] = {0}, *p = file + TOKENIZER_HEADER_BYTES;
+    memcpy(file, header, sizeof header);
+    for (int id = 0; id < vocab; id++) {
+        const uint8_t byte = (uint8_t)id;
+        *p = (uint8_t)(id < 256 ? 1 : strlen(merges[id - 256]));
+        memcpy(p + 1, id < 256 ? (const char *)&byte : merges[id - 256], *p);
+        p += 1 + *p;
+    }
+    fuzz_seed(file, (size_t)(p - file));
+}
+static void fuzz_seeds(void) {
+    for (int kind = 0; kind < NUM_TOKENIZERS; kind++) seed_tokenizer((TokenizerKind)kind);
+}
