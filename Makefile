@@ -162,7 +162,8 @@ $(BUILD)/test/%: $(BUILD)/test/%.o
 # Readers of bytes from outside, each with its seeds (dev/fuzz/fuzz.h); the linker hands their calls of these to it.
 FUZZ_TARGETS := $(patsubst dev/fuzz/%.c,%,$(wildcard dev/fuzz/*.c))
 FUZZ_WRAPPED := malloc calloc realloc posix_memalign free strdup open close fopen fclose exit pthread_create
-FUZZ_FLAGS = -std=gnu11 -Wall -Wextra -Werror -Wno-unknown-pragmas $(ASAN_CFLAGS) $(FUZZ_WRAPPED:%=-Wl,--wrap=%) $< -lm -pthread
+FUZZ_FLAGS = -std=gnu11 -Wall -Wextra -Werror -Wno-unknown-pragmas $(ASAN_CFLAGS) $(FUZZ_WRAPPED:%=-Wl,--wrap=%) \
+	$< -lm -pthread
 CLANG ?= clang
 SECONDS ?= 60
 $(BUILD)/fuzz/%.replay: dev/fuzz/%.c dev/fuzz/fuzz.h $(wildcard llmc/*.h) $(CONFIG) Makefile
@@ -171,7 +172,8 @@ $(BUILD)/fuzz/%.replay: dev/fuzz/%.c dev/fuzz/fuzz.h $(wildcard llmc/*.h) $(CONF
 $(BUILD)/fuzz/%.fuzzer: dev/fuzz/%.c dev/fuzz/fuzz.h $(wildcard llmc/*.h) $(CONFIG) Makefile
 	@mkdir -p $(@D)
 	$(CLANG) -fsanitize=fuzzer $(FUZZ_FLAGS) -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@ || { \
-	printf 'error: $@ was not built\n  hint: it needs clang and its libFuzzer (Debian, Ubuntu: apt install clang libclang-rt-dev), or CLANG=...\n' >&2; exit 1; }
+	printf 'error: $@ was not built\n  hint: it needs clang with libFuzzer: apt install clang libclang-rt-dev, or CLANG=...\n' >&2; \
+	exit 1; }
 
 # A header is included by a file that has nothing else (what comes after a backend: a Model and nothing else). C headers serve
 # C and C++; device code is compiled for one GPU only, and not optimised (-G), which would take six times as long.

@@ -25,11 +25,13 @@ static void fuzz_one(const uint8_t *data, size_t size) {
     free(same);
 }
 static void fuzz_seeds(void) {
-    fuzz_seed_text("{\"model_type\":\"gpt2\",\"n_positions\":64,\"n_layer\":2,\"n_embd\":64,\"n_head\":2,\"vocab_size\":300,"
+    fuzz_seed_text("{\"model_type\":\"gpt2\",\"n_positions\":64,\"n_layer\":2,\"n_embd\":64,\"n_head\":2,"
+                   "\"vocab_size\":300,"
                    "\"n_inner\":null,\"layer_norm_epsilon\":1e-05,\"activation_function\":\"gelu_new\","
                    "\"tie_word_embeddings\":true}");
     fuzz_seed_text("{\"model_type\":\"llama\",\"num_attention_heads\":4,\"num_hidden_layers\":2,\"hidden_size\":64,"
-                   "\"num_key_value_heads\":2,\"intermediate_size\":96,\"vocab_size\":300,\"max_position_embeddings\":512,"
+                   "\"num_key_value_heads\":2,\"intermediate_size\":96,\"vocab_size\":300,"
+                   "\"max_position_embeddings\":512,"
                    "\"rope_theta\":500000.0,\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8.0,"
                    "\"low_freq_factor\":1.0,\"high_freq_factor\":4.0,\"original_max_position_embeddings\":256},"
                    "\"hidden_act\":\"silu\",\"rms_norm_eps\":1e-05,\"head_dim\":16}");

@@ -1,4 +1,4 @@
-// tokenizer.h: any bytes as text, as --prompt gives it, behind a byte that chooses the tokenizer. Tokens give the text back.
+// tokenizer.h: any bytes as text, as --prompt gives it, behind a byte that chooses the tokenizer. Tokens are the text.
 #include "fuzz.h"
 
 #include "../../llmc/tokenizer.h"
@@ -10,7 +10,8 @@ static const Tokenizer *open_tokenizer(TokenizerKind kind) {
     static Tokenizer t;
     static uint8_t file[TOKENIZER_HEADER_BYTES + (257 + MERGES) * 33];
     const int merges = kind == TOKENIZER_BYTES ? 0 : MERGES, vocab = 256 + merges + (kind != TOKENIZER_BYTES);
-    const int32_t header[5] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, vocab, kind == TOKENIZER_BYTES ? 0 : vocab - 1, (int)kind};
+    const int eot = kind == TOKENIZER_BYTES ? 0 : vocab - 1;
+    const int32_t header[5] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, vocab, eot, (int)kind};
     static const char letters[] = "etaoin 'lsd\n\r1239.\xc3\xa9\xe2\x80\x94";
     const int base = sizeof letters - 1;
     uint8_t *p = file + TOKENIZER_HEADER_BYTES;
@@ -47,7 +48,8 @@ static void fuzz_one(const uint8_t *data, size_t size) {
     free(tokenizer_text(t, ids, n));
 }
 static void fuzz_seeds(void) {
-    fuzz_seed_text("1I'll go to  the\n\n tents; it's 12345 \xc3\xa9t\xc3\xa9 \xe4\xbd\xa0\xe5\xa5\xbd\xf0\x9f\x98\x80\xff");
+    fuzz_seed_text("1I'll go to  the\n\n tents; it's 12345 \xc3\xa9t\xc3\xa9 "
+                   "\xe4\xbd\xa0\xe5\xa5\xbd\xf0\x9f\x98\x80\xff");
     fuzz_seed_text("2I'LL see\r\n  12345 notes\xe2\x80\x94 or\t-- none...\n");
     fuzz_seed_text("3 antidisestablishmentarianism 2024\xc2\xa0\xd0\x96\xd0\xb8\xd0\xb7\xd0\xbd\xd1\x8c");
     fuzz_seed_text("0tttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttt");

@@ -1,17 +1,17 @@
 // What the fuzz targets share. A target gives bytes from outside to one reader: it defines
 //
 //   static void fuzz_one(const uint8_t *data, size_t size)   reads these bytes; may end in die(), which is a refusal
-//   static void fuzz_seeds(void)                             calls fuzz_seed(data, size) for a few small inputs that are accepted
+//   static void fuzz_seeds(void)                             calls fuzz_seed(data, size) for small inputs that are good
 //
 // and includes this file first. It is built twice. With clang's libFuzzer (make fuzz) inputs are searched for. With any
 // compiler (FUZZ_REPLAY) it is a program that runs what it is given, for make test and to look into a finding:
 //
-//   build/fuzz/json.replay               the seeds, and for each of them some thousand mutations, the same ones every time
+//   build/fuzz/json.replay               the seeds and some thousand mutations of each, the same ones every time
 //   build/fuzz/json.replay FILE ...      these inputs
 //   build/fuzz/json.replay --seeds DIR   writes the seeds, for libFuzzer to begin with
 //
-// A process reads millions of inputs, so what a refusal leaves behind is cleaned up here: the linker hands the calls of
-// the readers to __wrap_* (the Makefile has the list), which note memory and descriptors while an input is read. An input
+// A process reads millions of inputs, so what a refusal leaves behind is cleaned up here: the linker hands the readers'
+// calls to __wrap_* (the Makefile has the list), which note memory and descriptors while an input is read. An input
 // that is not refused must leave nothing behind: a leak is a finding like any other.
 #ifndef FUZZ_H
 #define FUZZ_H
@@ -30,7 +30,7 @@ static void fuzz_seeds(void);
 // ---- memory and descriptors of the input that is read
 
 enum { FUZZ_SLOTS = 1 << 16, FUZZ_GONE = 1 };
-typedef enum { FUZZ_READ, FUZZ_REFUSED, FUZZ_ENDED } FuzzEnd;  // accepted; by die(); by exit(0), in the middle of something
+typedef enum { FUZZ_READ, FUZZ_REFUSED /* die() */, FUZZ_ENDED /* exit(0), in the middle of something */ } FuzzEnd;
 static struct {
     int running;              // an input is read
     jmp_buf refused;
@@ -192,7 +192,8 @@ static void fuzz_run(const uint8_t *data, size_t size) {
 }
 // Changes bytes, writes another number, cuts, or doubles a part, one to three times; all is drawn from (seed, round).
 static size_t fuzz_mutate(uint8_t *data, size_t size, uint64_t round) {
-    static const char *const numbers[] = {"9223372036854775807", "-1", "1e999", "4294967296", "2147483647", "0", "null", "[]"};
+    static const char *const numbers[] = {"9223372036854775807", "-1", "1e999", "4294967296",
+                                          "2147483647", "0", "null", "[]"};
     #define DRAW(n) (size_t)(rand_u64((uint64_t)fuzz_num_seeds, round, draws++) % (n))
     uint64_t draws = 0;
     for (size_t changes = 1 + DRAW(3); changes > 0 && size > 0; changes--) {
@@ -227,7 +228,8 @@ static void fuzz_seed(const void *data, size_t size) {
     }
     fuzz_run((const uint8_t *)data, size);
     die_hook = NULL;
-    require(fuzz.end != FUZZ_REFUSED, "seed %d was refused, as the message above says\na seed must be valid: mend it", fuzz_num_seeds);
+    require(fuzz.end != FUZZ_REFUSED, "seed %d was refused, as the message above says\nmend it: a seed is a good input",
+            fuzz_num_seeds);
     for (uint64_t round = 0; round < FUZZ_MUTATIONS; round++) {
         memcpy(mutated, data, size);
         fuzz_run(mutated, fuzz_mutate(mutated, size, round));

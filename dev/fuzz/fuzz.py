@@ -15,22 +15,25 @@ DICTIONARY = Path(__file__).resolve().parent / "fuzz.dict"
 
 
 def fuzz(build, target, *limits):
-    """Runs libFuzzer from the seeds on, and from what earlier runs came upon. Returns (inputs, inputs/s, edges, findings, log)."""
+    """Runs libFuzzer from the seeds on, and from what earlier runs came upon.
+
+    Returns (inputs, inputs a second, edges of the code that were passed, files of the findings, log)."""
     corpus, found, log = build / "corpus" / target, build / "found", build / f"{target}.log"
     corpus.mkdir(parents=True, exist_ok=True)
     found.mkdir(exist_ok=True)
     subprocess.run([build / f"{target}.replay", "--seeds", corpus], check=True)
     before = set(found.iterdir())
+    options = ["-timeout=20", "-close_fd_mask=3", "-detect_leaks=0", "-print_final_stats=1", f"-dict={DICTIONARY}",
+               f"-artifact_prefix={found}/{target}-"]
     with open(log, "w") as f:
-        status = subprocess.run([build / f"{target}.fuzzer", *limits, "-timeout=20", "-close_fd_mask=3", "-detect_leaks=0",
-                                 "-print_final_stats=1", f"-dict={DICTIONARY}", f"-artifact_prefix={found}/{target}-", corpus],
-                                stdout=f, stderr=f).returncode
+        status = subprocess.run([build / f"{target}.fuzzer", *limits, *options, corpus], stdout=f, stderr=f).returncode
     text = log.read_text(errors="replace")
 
     def last(pattern):
         return int((re.findall(pattern, text) or [0])[-1])
     findings = sorted(set(found.iterdir()) - before) or ([log] if status else [])
-    return last(r"number_of_executed_units: (\d+)"), last(r"average_exec_per_sec: *(\d+)"), last(r"cov: (\d+)"), findings, log
+    inputs, rate = last(r"number_of_executed_units: (\d+)"), last(r"average_exec_per_sec: *(\d+)")
+    return inputs, rate, last(r"cov: (\d+)"), findings, log
 
 
 def main():
@@ -43,10 +46,12 @@ def main():
     print(f"{'target':<14}{'inputs':>12}{'a second':>10}{'edges':>8}  found", flush=True)
     for target in args.targets:
         inputs, rate, edges, findings, log = fuzz(args.build, target, f"-max_total_time={args.seconds}")
-        print(f"{target:<14}{inputs:>12,}{rate:>10,}{edges:>8}  {', '.join(map(str, findings)) or 'nothing'}", flush=True)
+        names = ", ".join(map(str, findings)) or "nothing"
+        print(f"{target:<14}{inputs:>12,}{rate:>10,}{edges:>8}  {names}", flush=True)
         wrong += bool(findings)
         if findings:
-            print("".join(f"      | {line}\n" for line in log.read_text(errors="replace").splitlines()[-20:]), flush=True)
+            lines = log.read_text(errors="replace").splitlines()[-20:]
+            print("".join(f"      | {line}\n" for line in lines), flush=True)
     sys.exit(1 if wrong else 0)
 
 

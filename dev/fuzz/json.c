@@ -52,7 +52,9 @@ static void fuzz_one(const uint8_t *data, size_t size) {
     json_free(&j);
 }
 static void fuzz_seeds(void) {
-    fuzz_seed_text("{\"a\": [1, -2.5e-3, true, false, null], \"b\\u00e9\\ud83d\\ude00\": {\"\": \"\\n\\\\\\\"\"}, \"a\": 1e999}");
+    fuzz_seed_text("{\"a\": [1, -2.5e-3, true, false, null], "
+                   "\"b\\u00e9\\ud83d\\ude00\": {\"\": \"\\n\\\\\\\"\"}, \"a\": 1e999}");
     fuzz_seed_text("[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]");
-    fuzz_seed_text(" [\"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\", 9223372036854775807, 9223372036854775808, 0.1, 0, \"\\ud800\"]\n");
+    fuzz_seed_text(" [\"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\", "
+                   "9223372036854775807, 9223372036854775808, 0.1, 0, \"\\ud800\"]\n");
 }

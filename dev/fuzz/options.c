@@ -40,6 +40,7 @@ static void fuzz_one(const uint8_t *data, size_t size) {
 }
 static void fuzz_seeds(void) {
     fuzz_seed_text("-e\nd6,channels=128,vocab=300,seq=64\n-b\n4\n--seq-len=64\n-d\n1024\n-l\n3e-4\n-k\ncosine\n-u\n10");
-    fuzz_seed_text("--model\nllama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,ffn=96,tied=0\n--resume\n-o\nlog\n-n\n5");
+    fuzz_seed_text("--model\nllama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,ffn=96,tied=0\n"
+                   "--resume\n-o\nlog\n-n\n5");
     fuzz_seed_text("-e\ngpt3:c384\n-i\nx*.bin\n-j\ny.bin\n-x\n10\n-z\n1\n-pi\nmpi\n-r\n2\n--temperature\n0.5\n-sl\n6");
 }

@@ -1,4 +1,4 @@
-// safetensors.h: any bytes as a file of tensors or, when they begin with '{', as the index of a folder with one good file.
+// safetensors.h: any bytes as a file of tensors or, if they begin with '{', as the index of a folder of one file.
 #include "fuzz.h"
 
 #include "../../llmc/safetensors.h"
@@ -52,9 +52,12 @@ static void seed_file(const char *header, size_t bytes) {
     fuzz_seed(file, 8 + length + bytes);
 }
 static void fuzz_seeds(void) {
-    seed_file("{\"__metadata__\":{\"format\":\"pt\"},\"a.weight\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]},"
+    seed_file("{\"__metadata__\":{\"format\":\"pt\"},"
+              "\"a.weight\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]},"
               "\"b\":{\"dtype\":\"BF16\",\"shape\":[4],\"data_offsets\":[24,32]}}    ", 32);
     seed_file("{\"c\":{\"dtype\":\"F16\",\"shape\":[],\"data_offsets\":[0,2]},\"d\":{\"dtype\":\"I64\",\"shape\":[0,7],"
-              "\"data_offsets\":[2,2]},\"e\":{\"dtype\":\"BOOL\",\"shape\":[1,1,1,1,1,1,1,3],\"data_offsets\":[2,5]}}", 5);
-    fuzz_seed_text("{\"metadata\":{\"total_size\":28},\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"a.safetensors\"}}");
+              "\"data_offsets\":[2,2]},"
+              "\"e\":{\"dtype\":\"BOOL\",\"shape\":[1,1,1,1,1,1,1,3],\"data_offsets\":[2,5]}}", 5);
+    fuzz_seed_text("{\"metadata\":{\"total_size\":28},"
+                   "\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"a.safetensors\"}}");
 }

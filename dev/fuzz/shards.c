@@ -7,7 +7,10 @@ enum { B = 2, T = 4, VOCAB = 300 };
 
 static void next_batch(DataLoader *d) {
     dataloader_next(d);
-    for (int i = 0; i < B * T; i++) assert(d->inputs[i] >= 0 && d->inputs[i] < VOCAB && d->targets[i] >= 0 && d->targets[i] < VOCAB);
+    for (int i = 0; i < B * T; i++) {
+        assert(d->inputs[i] >= 0 && d->inputs[i] < VOCAB);
+        assert(d->targets[i] >= 0 && d->targets[i] < VOCAB);
+    }
 }
 static void fuzz_one(const uint8_t *data, size_t size) {
     int64_t place[2] = {0, 0};
@@ -24,7 +27,8 @@ static void fuzz_one(const uint8_t *data, size_t size) {
 static void seed_shard(int64_t epoch, int64_t row, int wide, int tokens) {
     uint8_t input[16 + SHARD_HEADER_BYTES + 400] = {0};
     const int64_t place[2] = {epoch, row};
-    const int32_t header[8] = {wide ? SHARD_MAGIC_32 : SHARD_MAGIC_16, wide ? SHARD_VERSION_32 : SHARD_VERSION_16, tokens, 256, 1, 5, 6, 0};
+    const int magic = wide ? SHARD_MAGIC_32 : SHARD_MAGIC_16, version = wide ? SHARD_VERSION_32 : SHARD_VERSION_16;
+    const int32_t header[8] = {magic, version, tokens, 256, 1, 5, 6, 0};
     memcpy(input, place, 16);
     memcpy(input + 16, header, sizeof header);
     for (int i = 0; i < tokens; i++) {

@@ -1,6 +1,6 @@
-// checkpoint.h, trainer.h: any bytes as the train_state.json of a checkpoint, all the way: the run is resumed as the command
-// line does it, its options are taken over, its place in the data is sought, and its first steps are taken and judged.
-// The checkpoint's other files are good. The model computes nothing.
+// checkpoint.h, trainer.h: any bytes as the train_state.json of a checkpoint, all the way: a run is resumed from it as
+// from the command line, goes to its place in the data, and takes its first steps. The checkpoint's other files are good,
+// and the model computes nothing.
 #include "fuzz.h"
 
 #define HF_PIECE ((size_t)4096)  // floats
@@ -49,7 +49,9 @@ void model_read(const Model *m, Slot s, size_t offset, size_t count, float *valu
     memcpy(values, m->weights + offset, count * sizeof(float));
 }
 void model_snapshot(Model *m, Slot s) { (void)m; (void)s; }
-void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) { model_read(m, s, offset, count, values); }
+void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    model_read(m, s, offset, count, values);
+}
 // A state may ask for any number of steps: the fourth micro-step ends the run as a refusal would.
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
     (void)inputs; (void)targets;
@@ -62,7 +64,9 @@ void model_timing_begin(Model *m) { (void)m; }
 void model_timing_end(Model *m) { (void)m; }
 OverlapCounts model_overlap(const Model *m) { const OverlapCounts none = {0, 0, 0}; (void)m; return none; }
 void model_report(const Model *m, FILE *f) { (void)m; (void)f; }
-void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) { (void)m; (void)inputs; (void)targets; (void)T; (void)losses; }
+void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {
+    (void)m; (void)inputs; (void)targets; (void)T; (void)losses;
+}
 void model_decode_open(Model *m, int sequences, int room) { (void)m; (void)sequences; (void)room; }
 void model_decode_reset(Model *m) { (void)m; }
 void model_decode(Model *m, const int *tokens, int n, float *logits) { (void)m; (void)tokens; (void)n; (void)logits; }
@@ -112,11 +116,10 @@ static void fuzz_one(const uint8_t *data, size_t size) {
     }
     if (truncate(in_folder("run/main.jsonl"), 0) != 0) assert(errno == ENOENT);
     // Given options win over those of the checkpoint: these bound the memory, and keep to this folder.
-    char *argv[] = {(char *)"train_gpt2", (char *)"-y", (char *)"1", (char *)"-o", (char *)in_folder("run"), (char *)"-i",
-                    (char *)in_folder("data.bin"), (char *)"-j", (char *)in_folder("data.bin"), (char *)"--choice-data=",
-                    (char *)"--tokenizer=", (char *)"-b", (char *)"1", (char *)"-t", (char *)"4", (char *)"-n", (char *)"0",
-                    (char *)"-v", (char *)"0", (char *)"-s", (char *)"0", (char *)"--tp=1", (char *)"--threads=1"};
-    trainer_main(sizeof argv / sizeof *argv, argv);
+    const char *argv[] = {"train_gpt2", "-y", "1", "-o", in_folder("run"), "-i", in_folder("data.bin"),
+                          "-j", in_folder("data.bin"), "--choice-data=", "--tokenizer=", "-b", "1", "-t", "4",
+                          "-n", "0", "-v", "0", "-s", "0", "--tp=1", "--threads=1"};
+    trainer_main(sizeof argv / sizeof *argv, (char **)argv);
     exit(EXIT_SUCCESS);  // which closes what a process keeps to its end, such as the lock on the folder
 }
 
@@ -125,21 +128,28 @@ static void seed_state(int values, const char *options) {
     char text[20000];
     size_t used = 0;
     #define ADD(...) used += (size_t)snprintf(text + used, sizeof text - used, __VA_ARGS__)
-    ADD("{\"format\": 1, \"step\": 3, \"tokens\": 12, \"epoch\": 0, \"row\": 3, \"seed\": 1337, \"parameters\": 3072, \"dtype\": \"fp32\", "
-        "\"master\": false, \"states\": \"fp32\", \"data\": {\"tokens\": 60, \"shards\": 1, \"content\": \"0123456789abcdef\"}, ");
+    ADD("{\"format\": 1, \"step\": 3, \"tokens\": 12, \"epoch\": 0, \"row\": 3, \"seed\": 1337, ");
+    ADD("\"parameters\": 3072, \"dtype\": \"fp32\", \"master\": false, \"states\": \"fp32\", ");
+    ADD("\"data\": {\"tokens\": 60, \"shards\": 1, \"content\": \"0123456789abcdef\"}, ");
     for (int i = 0; i < 2; i++) {
-        ADD("\"%s_window\": {\"count\": %d, \"values\": [", i ? "norm" : "loss", values == STATE_WINDOW ? 1000 : values);
+        const int count = values == STATE_WINDOW ? 1000 : values;
+        ADD("\"%s_window\": {\"count\": %d, \"values\": [", i ? "norm" : "loss", count);
         for (int k = 0; k < values; k++) ADD("%s%s", k ? ", " : "", k == 1 ? "null" : "2.5");
         ADD("]}, ");
     }
     ADD("\"options\": {%s}, \"files\": {", options);
-    for (int i = 0; i < 3; i++) ADD("%s\"%s\": %lld", i ? ", " : "", checkpoint_files[i], (long long)file_bytes(in_folder("run/step_00000003"), checkpoint_files[i]));
+    for (int i = 0; i < 3; i++) {
+        const char *name = checkpoint_files[i];
+        ADD("%s\"%s\": %lld", i ? ", " : "", name, (long long)file_bytes(in_folder("run/step_00000003"), name));
+    }
     ADD("}}");
     #undef ADD
     fuzz_seed(text, used);
 }
 static void fuzz_seeds(void) {
     make_run(fuzz_file((const uint8_t *)"", 0));
-    seed_state(3, "\"model\": \"d1,channels=8,heads=1\", \"seq-len\": \"4\", \"total-batch\": \"8\", \"learning-rate\": \"0.0006\", \"max-steps\": \"5\"");
-    seed_state(STATE_WINDOW, "\"skip-loss-z\": \"3\", \"seq-len\": \"8\", \"schedule\": \"linear\", \"on-nan\": \"skip\", \"max-steps\": \"4\"");
+    seed_state(3, "\"model\": \"d1,channels=8,heads=1\", \"seq-len\": \"4\", \"total-batch\": \"8\", "
+                  "\"learning-rate\": \"0.0006\", \"max-steps\": \"5\"");
+    seed_state(STATE_WINDOW, "\"skip-loss-z\": \"3\", \"seq-len\": \"8\", \"schedule\": \"linear\", "
+                             "\"on-nan\": \"skip\", \"max-steps\": \"4\"");
 }

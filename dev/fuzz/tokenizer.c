@@ -1,4 +1,4 @@
-// tokenizer.h: any bytes as tokenizer.bin. What is accepted gives text for its tokens and encodes bytes without losing any.
+// tokenizer.h: any bytes as tokenizer.bin. What is accepted gives text for its tokens, and encodes bytes losing none.
 #include "fuzz.h"
 
 #include "../../llmc/tokenizer.h"
@@ -25,7 +25,8 @@ static void fuzz_one(const uint8_t *data, size_t size) {
 static void seed_tokenizer(TokenizerKind kind) {
     static const char *const merges[] = {"he", "ll", "hell", "hello", " h", "\xc3\xa9", "<|endoftext|>"};
     const int vocab = kind == TOKENIZER_BYTES ? 256 : 256 + 7;
-    const int32_t header[5] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, vocab, kind == TOKENIZER_BYTES ? 0 : vocab - 1, (int)kind};
+    const int eot = kind == TOKENIZER_BYTES ? 0 : vocab - 1;
+    const int32_t header[5] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, vocab, eot, (int)kind};
     uint8_t file[TOKENIZER_HEADER_BYTES + 1000] = {0}, *p = file + TOKENIZER_HEADER_BYTES;
     memcpy(file, header, sizeof header);
     for (int id = 0; id < vocab; id++) {

@@ -1,4 +1,4 @@
-"""Fuzz targets (dev/fuzz): the seeds and mutations of them with every compiler, a short round of libFuzzer where clang has it.
+"""Fuzz targets (dev/fuzz): seeds and mutations of them with any compiler, and a short round of libFuzzer with clang.
 
 Longer: make fuzz SECONDS=600
 """
@@ -20,8 +20,9 @@ BUILD = ROOT / "build/fuzz"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
 
 
-def make(*arguments):
-    return subprocess.run(["make", "--no-print-directory", *arguments], cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
+def make(*arguments, cwd=ROOT):
+    command = ["make", "--no-print-directory", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=ENVIRONMENT)
 
 
 def replay(target, *arguments):
@@ -35,7 +36,8 @@ def libfuzzer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("libfuzzer")
     (folder / "a.c").write_text("int LLVMFuzzerTestOneInput(const char *data, long size) { return data && size < 0; }")
     clang = shutil.which(os.environ.get("CLANG", "clang"))
-    if not clang or subprocess.run([clang, "-fsanitize=fuzzer", folder / "a.c", "-o", folder / "a"], capture_output=True).returncode:
+    command = [clang, "-fsanitize=fuzzer", folder / "a.c", "-o", folder / "a"]
+    if not clang or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("no clang with libFuzzer (Debian, Ubuntu: apt install clang libclang-rt-dev)")
 
 
@@ -83,13 +85,14 @@ def planted(tmp_path_factory):
     (folder / "dev/fuzz/planted.c").write_text(PLANTED)
     for name in ("Makefile", "dev/doctor.py", "dev/tool_output.py"):
         shutil.copy(ROOT / name, folder / name)
-    made = subprocess.run(["make", "build/fuzz/planted.replay"], cwd=folder, capture_output=True, text=True, env=ENVIRONMENT)
+    made = make("build/fuzz/planted.replay", cwd=folder)
     assert made.returncode == 0, made.stderr
     return folder / "build/fuzz/planted.replay"
 
 
-@pytest.mark.parametrize("text, words", [("good", ""), ("refused", ""), ("heap", "heap-buffer-overflow"), ("assertion", "Assertion"),
-                                         ("undefined", "shift exponent"), ("leak", "left == 0")])
+@pytest.mark.parametrize("text, words", [
+    ("good", ""), ("refused", ""), ("heap", "heap-buffer-overflow"), ("assertion", "Assertion"),
+    ("undefined", "shift exponent"), ("leak", "left == 0")])
 def test_faults_are_found(planted, tmp_path, text, words):
     (tmp_path / "input").write_text(text)
     p = subprocess.run([planted, tmp_path / "input"], capture_output=True, text=True)
