@@ -406,9 +406,12 @@ def write_safetensors(path, header, data=b""):
 
 @pytest.fixture
 def checkpoint(trainer, tmp_path):
-    """A good checkpoint folder, its weights as (header, data), and a function that runs on changed weights."""
+    """A folder as from others, without checksums, beside the run that it is from; and its weights as (header, data)."""
     succeeds(trainer("-o", tmp_path / "run", "-n", "2"))
-    folder = tmp_path / "run/step_00000002"
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "run/step_00000002" / name, folder)
     raw = (folder / "model.safetensors").read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
     return folder, json.loads(raw[8:8 + size]), raw[8 + size:]
@@ -468,6 +471,48 @@ def test_damaged_training_state(trainer, checkpoint, tmp_path):
     for step in (2, 4):
         (tmp_path / f"run/step_{step:08d}/train_state.json").write_text("{")
     fails(trainer("-o", tmp_path / "run", "-y", "1", "-n", "2", "-x", "6"), "train_state.json")
+
+
+def crafted(trainer, folder, change):
+    """A run that resumes from a train_state.json of which a function changed the text."""
+    succeeds(trainer("-o", folder, "-n", "2", "--prompt", ""))
+    path = folder / "step_00000002/train_state.json"
+    state = json.loads(path.read_text()) | {"format": 1}  # without checksums, as before there were any
+    path.write_text(change(json.dumps(state)))
+    return trainer("-o", folder, "-y", "1", "-x", "4")
+
+
+@pytest.mark.parametrize("field, value, words", [
+    ("loss_window", {"count": 2**63 - 1, "values": [0] * 128}, "loss_window is damaged"),
+    ("norm_window", {"count": 2**63 - 1, "values": [0] * 128}, "norm_window is damaged"),
+    ("norm_window", {"count": 2, "values": {"a": 1, "b": 2}}, "norm_window is damaged"),
+    ("epoch", 2**63 - 1, "epoch is missing or damaged"), ("tokens", 2**63 - 1, "tokens is missing or damaged"), ("step", 2**31 - 1, "its step is 2147483647"),
+    ("row", 2**62, "row is missing or damaged"), ("seed", -1, "seed is missing or damaged"), ("dtype", "\x1b[2J", "dtype is neither fp32 nor bf16"),
+    ("options", ["a"], "options are no list"), ("options", {str(i): "" for i in range(80000)}, "options are no list of at most 1024"), ("data", {"tokens": 1}, "data is damaged"),
+])
+def test_crafted_training_state(trainer, tmp_path, field, value, words):
+    begin = time.time()
+    fails(crafted(trainer, tmp_path / "run", lambda text: json.dumps(json.loads(text) | {field: value})), words)
+    assert time.time() - begin < 60
+
+
+@pytest.mark.parametrize("field, value", [("loss_window", {"count": 2**40, "values": [1e308] * 128}), ("epoch", 2**40), ("row", 2**55), ("tokens", 2**60), ("data", {"tokens": 2**60, "shards": 2**24, "hash": "f" * 16})])
+def test_the_largest_training_state_trains(trainer, tmp_path, field, value):
+    assert "step      4/4" in succeeds(crafted(trainer, tmp_path / "run", lambda text: json.dumps(json.loads(text) | {field: value}))).stdout
+
+
+def test_what_files_say_commands_no_terminal(trainer, checkpoint, tmp_path):
+    """Names of tensors and options of a checkpoint, in errors and on the console."""
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\nhint: all is well"
+    folder, header, data = checkpoint
+    text = json.dumps(header | {evil: {"dtype": "F32", "shape": [0], "data_offsets": [len(data)] * 2}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    run = trainer("-e", folder)
+    fails(run, "?]0;owned??[2J??31m?hint: all is well is not part of the model")
+    told = run.stderr + run.stdout
+    run = crafted(trainer, tmp_path / "other", lambda text: json.dumps(json.loads(text) | {"options": {"model": "d2" + evil, "prompt": evil, "total-batch": "64"}}))
+    assert "changed since the checkpoint: --prompt ?]0;owned??[2J??31m" in succeeds(run).stdout
+    assert not set(told + run.stdout + run.stderr) & set("\x1b\x07\x9b")
 
 
 # ---- runs that go on, and what is in their way
@@ -657,14 +702,14 @@ def test_a_resumed_run_says_that_its_data_changed(trainer, tmp_path):
     assert resume(7).startswith("9000 tokens in 3 shards -> 9000 in 3, with other names or other tokens; ")
     state = json.loads((run / "step_00000007/train_state.json").read_text())
     state["data"]["hash"] = state["data"].pop("content")  # as it was before shards were sampled
-    (run / "step_00000007/train_state.json").write_text(json.dumps(state))
+    (run / "step_00000007/train_state.json").write_text(json.dumps(state | {"format": 1}))  # as before there were checksums
     assert resume(8) == ""
     (data / "x1.bin").unlink()
     (data / "x9.bin").unlink()
     assert resume(9).startswith("9000 tokens in 3 shards -> 1000 in 1; ")
     state = json.loads((run / "step_00000009/train_state.json").read_text())
     del state["data"]
-    (run / "step_00000009/train_state.json").write_text(json.dumps(state))
+    (run / "step_00000009/train_state.json").write_text(json.dumps(state | {"format": 1}))  # as before there were checksums
     shard(data / "x3.bin")
     assert resume(10) == ""
     shard(data / "x4.bin")

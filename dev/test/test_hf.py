@@ -13,7 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from test_checkpoint_hf import MODELS, copy, program, write  # noqa: E402, F401
+import test_checkpoint_hf  # noqa: E402
+from test_checkpoint_hf import MODELS, copy, program  # noqa: E402, F401
 from test_data import ASSETS, fuzz_text, needs_assets, python_source, write_ranks  # noqa: E402
 from test_datasets import hub  # noqa: E402, F401
 
@@ -60,6 +61,13 @@ def edit(path, change):
     facts = json.loads(path.read_text())
     facts = {k: v for k, v in {**facts, **change}.items() if v is not None}
     path.write_text(json.dumps(facts))
+
+
+def write(program, folder, model, dtype):
+    """A checkpoint folder as from others: nothing tells what was written there."""
+    folder = test_checkpoint_hf.write(program, folder, model, dtype)
+    (folder / "train_state.json").unlink()
+    return folder
 
 
 def load(folder):
@@ -425,12 +433,35 @@ def test_every_tokenizer_beside_every_model(program, tmp_path, monkeypatch, capf
     assert (folder / "tokenizer.bin").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "optimizer.safetensors", "train_state.json"])
+def test_a_checkpoint_that_changed_is_noticed(program, tmp_path, monkeypatch, capfd, name):  # noqa: F811
+    """One bit of any file, by check and, of what it reads, by import. Without train_state.json there is nothing to compare."""
+    folder = test_checkpoint_hf.write(program, tmp_path / "run", "llama3.2-tied", "bf16")
+    main(monkeypatch, "check", folder)
+    raw = bytearray((folder / name).read_bytes())
+    raw[len(raw) // 2] ^= 4
+    (folder / name).write_bytes(raw)
+    refuses(monkeypatch, capfd, [f"{name} is not what was written: damaged or edited", "name another checkpoint of the run"], "check", folder)
+    refuses(monkeypatch, capfd, name, "import", folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists() and not (tmp_path / "new.partial").exists()
+
+
+def test_an_edited_checkpoint(program, tmp_path, monkeypatch, capfd):  # noqa: F811
+    folder = test_checkpoint_hf.write(program, tmp_path / "run", "gpt2", "fp32")
+    edit(folder / "config.json", {"n_ctx": 12})
+    refuses(monkeypatch, capfd, ["config.json is not what was written", "copy it and model.safetensors to a new folder"], "check", folder)
+    (tmp_path / "new").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).rename(tmp_path / "new" / file)
+    main(monkeypatch, "check", tmp_path / "new")  # as it said
+
+
 def test_a_run_is_imported_whole(program, tmp_path, monkeypatch):  # noqa: F811
     """A checkpoint names its data, whose tokenizer goes along; what training needs besides stays behind. generate() needs no script."""
-    run_folder, data = write(program, tmp_path / "run", "gpt2", "fp32"), tmp_path / "data"
+    run_folder, data = test_checkpoint_hf.write(program, tmp_path / "run", "gpt2", "fp32"), tmp_path / "data"
     data.mkdir()
     make("bytes", tmp_path).write(data)
-    state = json.loads((run_folder / "train_state.json").read_text())
+    state = json.loads((run_folder / "train_state.json").read_text()) | {"format": 1}  # without checksums
     state["options"] |= {"train-data": str(data / "x_train_*.bin"), "tokenizer": ""}
     (run_folder / "train_state.json").write_text(json.dumps(state))
     main(monkeypatch, "import", run_folder, tmp_path / "from_no_data")

@@ -282,10 +282,12 @@ def curve(folder):
 
 
 def checkpoint(folder, step):
-    """Everything in a checkpoint but the options of the run."""
+    """Everything in a checkpoint but the options of the run. Checksums of files are there and the same, however many ranks wrote them."""
     path = folder / f"step_{step:08d}"
     state = json.loads((path / "train_state.json").read_text())
     state.pop("options")
+    state.pop("checksum")  # its own
+    assert len(state["checksums"]) == 3
     return state, {f.name: f.read_bytes() for f in path.iterdir() if f.suffix == ".safetensors"}
 
 
@@ -547,6 +549,35 @@ def test_kill_during_a_save(train, tmp_path, repeat):
     text = succeeds(train(4, "run", *LONG, "-n", "1", "-nk", "2", "-y", "1", "-x", str(newest + 2)))
     assert f"step {newest + 1:6d}/" in text and "not whole" not in text and steps_saved(tmp_path / "run") == [newest + 1, newest + 2]
     assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+LAYOUTS = [(0, []), (2, ["-z", "1"]), (2, ["-z", "0", "--save-async", "0"]), (2, ["-z", "0", "--tp", "2"]), (4, ["-z", "1", "--tp", "2"])]
+
+
+@pytest.mark.parametrize("ranks, more", LAYOUTS, ids=lambda x: str(x) if isinstance(x, int) else "".join(x) or "alone")
+def test_a_flipped_bit_is_noticed(train, tmp_path, ranks, more):
+    """50 of each file, of a checkpoint by any layout of ranks."""
+    succeeds(train(ranks, "run", "-e", "d2,channels=64,heads=2,vocab=256,seq=32", "-n", "2", "-x", "2", *more))
+    flips = subprocess.run([ROOT / "build/test/test_checkpoint", "--flip", tmp_path / "run/step_00000002"], capture_output=True, text=True)
+    assert flips.returncode == 0 and flips.stdout.count(": 50 of 50 flipped bits are noticed") == 4, flips.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_go_back_to_what_is_whole(train, tmp_path, ranks):
+    """Each rank reads a part of the files, and all take the same checkpoint."""
+    succeeds(train(ranks, "run", "-n", "2", "-x", "6"))
+    first = checkpoint(tmp_path / "run", 2)
+    for step, name in ((6, "model.safetensors"), (4, "optimizer.safetensors")):
+        path = tmp_path / f"run/step_{step:08d}" / name
+        raw = bytearray(path.read_bytes())
+        raw[-5] ^= 16
+        path.write_bytes(raw)
+    text = succeeds(train(ranks, "run", "-n", "2", "-x", "3", "-y", "1"))
+    for step, name in ((6, "model.safetensors"), (4, "optimizer.safetensors")):
+        assert text.count(f"step_{step:08d}' is not whole and is left out: {name} is not what was written: damaged or edited") == 1
+    assert text.count("checked ") == 1 and "step      3/3" in text and checkpoint(tmp_path / "run", 2) == first
+    status, text = train(ranks, "new", "-e", str(tmp_path / "run/step_00000006")).finish()
+    assert status == 1 and text.count("error: ") == 1 and "model.safetensors is not what was written" in text and "name another checkpoint" in text
 
 
 def test_a_full_disk_during_a_save(train, tmp_path):
