@@ -39,8 +39,13 @@ TOKENIZER_MAGIC, TOKENIZER_VERSION = 20240328, 2
 KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3, "qwen2": 4}  # TokenizerKind in llmc/tokenizer.h
 
 
+def printable(text):
+    """Names and texts of files go to terminals, which obey what is written there: control characters become '?'."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
 def die(what, hint):
-    sys.exit(f"error: {what}\n  hint: {hint}")
+    sys.exit(printable(f"error: {what}\n  hint: {hint}"))
 
 
 def find_files(pattern):

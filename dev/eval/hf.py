@@ -4,7 +4,7 @@
                                      .bin. FOLDER then opens by -e FOLDER and in transformers, and llama.cpp converts it
     hf.py tokenizer FOLDER           tokenizer files and generation_config.json for a folder that has none
     hf.py export FOLDER FILE.bin     llm.c's .bin (GPT-2; Llama 3.1 as the llama3 branch of llm.c reads it)
-    hf.py check FOLDER               whether the trainers open it, and if not, why
+    hf.py check FOLDER               whether the trainers open it, and if not, why; of a checkpoint, whether any file has changed
     --verify                         with import and check: the CPU trainer's logits are those of transformers, or of train_gpt2.py
 
 Whether a model can be trained is asked of the trainers' own reader, of a model of the hub before its weights are downloaded.
@@ -23,7 +23,7 @@ from weights import ROOT, ask, convert, model_weights, read_config, write_safete
 import numpy as np
 
 import download
-from data_common import atomic_write, die, make_folder, make_tokenizer, open_tokenizer, outlive_reader
+from data_common import atomic_write, die, find_files, make_folder, make_tokenizer, open_tokenizer, outlive_reader, printable
 from llmc_bin import export_bin, import_bin
 from tokenizer_json import files_folder, read_tokenizer_json, trained_with, write_tokenizer_json
 
@@ -263,7 +263,7 @@ def main():
             die(f"'{args.folder}' has {missing.partition(':')[0]}", missing.partition(": ")[2])
     else:
         ask("check", args.folder)
-    print(f"{args.folder}: {', '.join(sorted(os.listdir(args.folder)))}" + (f"\n  {missing}" if missing else ""))
+    print(printable(f"{args.folder}: {', '.join(sorted(os.listdir(args.folder)))}" + (f"\n  {missing}" if missing else "")))
     if getattr(args, "verify", False):
         verify(args.folder)
 

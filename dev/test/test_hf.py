@@ -439,11 +439,23 @@ def test_a_checkpoint_that_changed_is_noticed(program, tmp_path, monkeypatch, ca
     folder = test_checkpoint_hf.write(program, tmp_path / "run", "llama3.2-tied", "bf16")
     main(monkeypatch, "check", folder)
     raw = bytearray((folder / name).read_bytes())
-    raw[len(raw) // 2] ^= 4
+    raw[raw.index(b"0")] ^= 1
     (folder / name).write_bytes(raw)
     refuses(monkeypatch, capfd, [f"{name} is not what was written: damaged or edited", "name another checkpoint of the run"], "check", folder)
     refuses(monkeypatch, capfd, name, "import", folder, tmp_path / "new")
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.partial").exists()
+
+
+def test_what_files_say_commands_no_terminal(program, tmp_path):  # noqa: F811
+    """Names of files and tensors and what a tokenizer.json says of itself."""
+    folder, evil = write(program, tmp_path / "run", "gpt2", "fp32"), "\x1b]0;x\x07\x9b2J\u202e"
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": evil}}))
+    (folder / evil).write_text("")
+    text = run("check", folder) + run("tokenizer", folder, "--tokenizer", folder / "tokenizer.json", fails="the model is ?]0;x??2J?")
+    weights = load(folder)
+    save_file(weights | {evil: weights["transformer.wte.weight"]}, folder / "model.safetensors")
+    text += run("check", folder, fails="?]0;x???2J")
+    assert not set(text) & set("\x1b\x07\x9b"), text
 
 
 def test_an_edited_checkpoint(program, tmp_path, monkeypatch, capfd):  # noqa: F811
