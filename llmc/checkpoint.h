@@ -146,7 +146,7 @@ static inline void write_train_state(const Model *m, const char *folder, const T
     require(fflush(f) == 0, "out of memory for train_state.json\nclose other programs");
     state_seal(text, length, seal, sizeof seal);
     fputs(seal, f);
-    write_text_file(folder, "train_state.json", f, &text);
+    write_text_file(folder, "train_state.json", f, &text, NULL);
 }
 
 static inline void sync_directory(const char *path) {
@@ -408,9 +408,11 @@ typedef struct {
 static inline void *checkpoint_write(void *checkpoint) {
     Checkpoint *c = (Checkpoint *)checkpoint;
     slots_write(&c->weights, c->m, c->read, &c->progress);
-    c->sums[1] = st_finish(&c->weights.file);
+    c->sums[1] = c->weights.file.sum;
+    st_finish(&c->weights.file);
     slots_write(&c->optimizer, c->m, c->read, &c->progress);
-    c->sums[2] = st_finish(&c->optimizer.file);
+    c->sums[2] = c->optimizer.file.sum;
+    st_finish(&c->optimizer.file);
     __atomic_store_n(&c->written, 1, __ATOMIC_RELEASE);
     return NULL;
 }
@@ -434,7 +436,7 @@ static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output,
         make_directory(output);
         remove_leftovers(output);
         make_directory(c->writing);
-        c->sums[0] = write_config(m, c->writing);
+        write_config(m, c->writing, &c->sums[0]);
         st_begin(&c->weights.file, 1);
         st_begin(&c->optimizer.file, 1);
     }

@@ -124,6 +124,7 @@ static inline void slots_write(SlotFile *f, const Model *m, SlotReader *read, in
     free(piece);
     free(scratch);
 }
+// Returns the checksum of what this rank wrote.
 static inline uint64_t save_slots(const Model *m, const SlotName *slots, int num_slots, const char *path) {
     SlotFile f;
     int64_t progress = 0;
@@ -132,7 +133,9 @@ static inline uint64_t save_slots(const Model *m, const SlotName *slots, int num
     comm_barrier(&m->mesh->job);
     if (m->mesh->job.rank > 0) st_begin(&f.file, 0);
     slots_write(&f, m, model_read, &progress);
-    return st_finish(&f.file);
+    const uint64_t sum = f.file.sum;
+    st_finish(&f.file);
+    return sum;
 }
 
 typedef struct { int count; char text[1536]; } Differences;
@@ -227,35 +230,34 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
 
 // ---- folders
 
-// A small text file, flushed; `text` is an open_memstream's and is freed. Returns its checksum.
-static inline uint64_t write_text_file(const char *folder, const char *name, FILE *stream, char **text) {
+// A small text file, flushed; `text` is an open_memstream's and is freed. sum: its checksum, unless NULL.
+static inline void write_text_file(const char *folder, const char *name, FILE *stream, char **text, uint64_t *sum) {
     require(fclose(stream) == 0, "out of memory for %s\nclose other programs", name);
     char *path = st_text(folder, "/", name);
     const int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     require(fd >= 0, "cannot write '%s': %s\nname a place that you may write to", path, strerror(errno));
-    const uint64_t sum = checksum(*text, strlen(*text), 0);
+    if (sum) *sum = checksum(*text, strlen(*text), 0);
     st_pwrite(fd, path, *text, strlen(*text), 0);
     require(fsync(fd) == 0 && close(fd) == 0, "cannot write '%s': %s\ncheck the disk", path, strerror(errno));
     free(path);
     free(*text);
-    return sum;
 }
 
-static inline uint64_t write_config(const Model *m, const char *folder) {
+static inline void write_config(const Model *m, const char *folder, uint64_t *sum) {
     char *text = NULL;
     size_t length;
     FILE *f = open_memstream(&text, &length);
     require(f, "out of memory for config.json\nclose other programs");
     config_write(&m->config, model_dtype(m), f, "\n  ");
     fputc('\n', f);
-    return write_text_file(folder, "config.json", f, &text);
+    write_text_file(folder, "config.json", f, &text, sum);
 }
 // A folder that transformers opens, by all ranks together. Written in place: checkpoint_save writes a run's.
 static inline void model_save_weights(const Model *m, const char *folder) {
     char *path = st_text(folder, "/", "model.safetensors");
     if (m->mesh->job.rank == 0) {
         make_directory(folder);
-        write_config(m, folder);
+        write_config(m, folder, NULL);
     }
     save_slots(m, weight_slot, 1, path);
     free(path);

@@ -315,16 +315,14 @@ static inline void st_write_floats(StWriter *w, int tensor, uint64_t begin, uint
         st_write(w, raw, n * 2, t->begin + (begin + i) * 2);
     }
 }
-// On the disk, not in a cache, when this returns: the checksum of what was written.
-static inline uint64_t st_finish(StWriter *w) {
-    const uint64_t sum = w->sum;
+// On the disk, not in a cache, when this returns.
+static inline void st_finish(StWriter *w) {
     const int failed = fsync(w->fd) != 0;
     require(close(w->fd) == 0 && !failed, "cannot write '%s': %s\ncheck the disk; earlier checkpoints are untouched", w->path, strerror(errno));
     for (int i = 0; i < w->count; i++) free((void *)w->tensors[i].name);
     free(w->tensors);
     free(w->path);
     memset(w, 0, sizeof *w);
-    return sum;
 }
 
 #endif
