@@ -449,11 +449,11 @@ def test_a_checkpoint_that_changed_is_noticed(program, tmp_path, monkeypatch, ca
 def test_what_files_say_commands_no_terminal(program, tmp_path):  # noqa: F811
     """Names of files and tensors and what a tokenizer.json says of itself."""
     folder, evil = write(program, tmp_path / "run", "gpt2", "fp32"), "\x1b]0;x\x07\x9b2J\u202e"
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": evil, "vocab": {}}}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": evil, "vocab": {}}, "pre_tokenizer": {"type": "ByteLevel"}}))
     (folder / evil).write_text("")
     text = run("check", folder) + run("tokenizer", folder, "--tokenizer", tmp_path / "tokenizer.json", fails="the model is ?]0;x??2J?")
     weights = load(folder)
-    save_file(weights | {evil: weights["transformer.wte.weight"]}, folder / "model.safetensors")
+    save_file(weights | {evil: weights["transformer.wte.weight"].clone()}, folder / "model.safetensors")
     text += run("check", folder, fails="?]0;x???2J")
     assert not set(text) & set("\x1b\x07\x9b"), text
 
