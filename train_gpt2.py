@@ -127,7 +127,7 @@ def config_parse(descriptor):
 def config_check(c, where=""):
     """where: the config.json that it was read from, for which a preset's keys are no help."""
     def check(ok, keys, problem):
-        hint = "such a model cannot be trained here: name another folder" if where else f"change {keys} in --model"
+        hint = "such a model cannot be trained here: use another" if where else f"change {keys} in --model"
         require(ok, f"{where}: {problem}" if where else problem, hint)
 
     check(c.channels % 8 == 0 and c.channels % c.num_heads == 0 and c.head_dim % 8 == 0, "channels= or heads=",

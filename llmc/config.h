@@ -128,7 +128,7 @@ static inline void config_require(int ok, const char *path, const char *keys, co
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    require(!path, "'%s': %s\nsuch a model cannot be trained here: name another folder", path, text);
+    require(!path, "'%s': %s\nsuch a model cannot be trained here: use another", path, text);
     die("%s\nchange %s in --model", text, keys);
 }
 // Fills the derived fields and refuses sizes that no kernel can run. Call it after any change to a Config.

@@ -102,24 +102,26 @@ static inline int config_bool(const ConfigFile *f, const char *key, int fallback
     return b;
 }
 static inline void config_require_bool(const ConfigFile *f, const char *key, int needed) {
-    require(config_bool(f, key, needed) == needed, "'%s': %s is %s, which is not supported\nonly models with %s can be trained", f->path, key, needed ? "false" : "true", needed ? "true" : "false");
+    config_require(config_bool(f, key, needed) == needed, f->path, "", "%s is %s", key, needed ? "false" : "true");
 }
 static inline void config_require_text(const ConfigFile *f, int object, const char *key, const char *a, const char *b) {
     const int value = config_key(f, object, key, 0);
     const char *text = value == JSON_NONE ? a : json_string(&f->json, value);
-    require(text && (strcmp(text, a) == 0 || strcmp(text, b) == 0), "'%s': %s is '%.40s', which is not supported\nonly %s%s%s can be used", f->path, key, text ? text : "not a text", a, *b ? " or " : "", b);
+    config_require(text && (strcmp(text, a) == 0 || strcmp(text, b) == 0), f->path, "", "%s is '%.40s', not %s%s%s",
+                   key, text ? text : "no text", a, *b ? " or " : "", b);
 }
 
 // Plain rope or Llama-3.1's, in "rope_scaling" + "rope_theta" (to transformers 4) or in "rope_parameters" (from 5 on).
 static inline void config_read_rope(const ConfigFile *f, Config *c) {
     int rope = config_key(f, 0, "rope_parameters", 0);
     if (rope == JSON_NONE) rope = config_key(f, 0, "rope_scaling", 0);
-    require(rope == JSON_NONE || json_is(&f->json, rope, JSON_OBJECT), "'%s': the rope settings are no object\ncorrect rope_scaling or rope_parameters, or leave them out", f->path);
+    config_require(rope == JSON_NONE || json_is(&f->json, rope, JSON_OBJECT), f->path, "",
+                   "the rope settings are no object");
     JSON_EACH(&f->json, key, rope)
-        require(!json_items(&f->json, key + 1), "'%s': rope differs between layers, which is not supported\nuse a Llama or Qwen2.5 model", f->path);
+        config_require(!json_items(&f->json, key + 1), f->path, "", "rope differs between layers");
     c->rope_theta = config_float(f, rope, "rope_theta", config_float(f, 0, "rope_theta", 10000));
     const float part = config_float(f, rope, "partial_rotary_factor", config_float(f, 0, "partial_rotary_factor", 1));
-    require(part == 1, "'%s': partial_rotary_factor is %g, which is not supported\nonly 1 can be used", f->path, (double)part);
+    config_require(part == 1, f->path, "", "partial_rotary_factor is %g, not 1", (double)part);
     const char *kind_key = config_key(f, rope, "rope_type", 0) == JSON_NONE ? "type" : "rope_type";
     config_require_text(f, rope, kind_key, "default", "llama3");
     const char *kind = json_string(&f->json, config_key(f, rope, kind_key, 0));
@@ -129,7 +131,7 @@ static inline void config_read_rope(const ConfigFile *f, Config *c) {
     c->rope_high_freq_factor = config_float(f, rope, "high_freq_factor", CONFIG_NEEDED);
     c->rope_original_len = config_int(f, rope, "original_max_position_embeddings", CONFIG_NEEDED);
     require(c->rope_factor > 0 && c->rope_low_freq_factor > 0 && c->rope_high_freq_factor > c->rope_low_freq_factor && c->rope_original_len > 0,
-            "'%s': the llama3 rope scaling makes no sense\ncorrect factor, low_freq_factor, high_freq_factor, original_max_position_embeddings", f->path);
+            "'%s': the llama3 rope scaling makes no sense\ncorrect its four numbers", f->path);
 }
 static inline Config config_read_gpt2(const ConfigFile *f) {
     const int positions = config_int(f, 0, "n_positions", config_int(f, 0, "n_ctx", 1024));
@@ -161,10 +163,12 @@ static inline Config config_read_llama(const ConfigFile *f, int qwen2) {
     } else config_require_bool(f, "attention_bias", 0);
     JSON_EACH(&f->json, layer, json_get(&f->json, 0, "layer_types")) {
         const char *kind = json_string(&f->json, layer);
-        require(kind && strcmp(kind, "full_attention") == 0, "'%s': layer_types names '%.40s', which is not supported\nonly full_attention can be used", f->path, kind ? kind : "?");
+        config_require(kind && strcmp(kind, "full_attention") == 0, f->path, "",
+                       "layer_types names '%.40s', not full_attention", kind ? kind : "?");
     }
     const int head_dim = config_int(f, 0, "head_dim", 0);
-    require(!head_dim || (heads > 0 && head_dim * (int64_t)heads == c.channels), "'%s': head_dim %d times %d heads is not hidden_size %d, which is not supported\nuse a model where it is", f->path, head_dim, heads, c.channels);
+    config_require(!head_dim || (heads > 0 && head_dim * (int64_t)heads == c.channels), f->path, "",
+                   "head_dim %d times %d heads is not hidden_size %d", head_dim, heads, c.channels);
     return c;
 }
 // `path`: a Hugging Face folder or its config.json.
@@ -176,7 +180,8 @@ static inline Config config_from_json(const char *path) {
     require(json_load(&f.json, f.path), "cannot read '%s': %s\nname a Hugging Face folder; of a run, another checkpoint", f.path, f.json.error);
     const char *type = json_string(&f.json, json_get(&f.json, 0, "model_type"));
     const int gpt2 = type && strcmp(type, "gpt2") == 0, llama = type && strcmp(type, "llama") == 0, qwen2 = type && strcmp(type, "qwen2") == 0;
-    require(gpt2 || llama || qwen2, "'%s': model_type is '%.40s'\nonly gpt2, llama and qwen2 can be used", f.path, type ? type : "missing");
+    config_require(gpt2 || llama || qwen2, f.path, "", "model_type is '%.40s', not gpt2, llama or qwen2",
+                   type ? type : "missing");
     require(config_key(&f, 0, "quantization_config", 0) == JSON_NONE, "'%s': the weights are quantised\nuse the model's F32, BF16 or F16 weights", f.path);
     Config c = gpt2 ? config_read_gpt2(&f) : config_read_llama(&f, qwen2);
     json_free(&f.json);

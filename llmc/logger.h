@@ -1,5 +1,5 @@
-// Seeing a run: one console line a step for people, and main.jsonl in the output folder for dev/plot.py (evaluate.jsonl: of runs
-// that only evaluate).
+// Seeing a run: a console line a step for people, overwritten on a terminal, and main.jsonl in the output folder for
+// dev/plot.py (evaluate.jsonl: of runs that only evaluate).
 // JSONL events: start (options, config, git, device, ...), step, eval, eval_choice, sample, checkpoint, end; each a line, flushed.
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H

@@ -156,7 +156,6 @@ static const OptionInfo option_table[] = {
     #undef ROW_NUM
     #undef ROW_INT
     #undef ROW_FLT
-    #undef NOTHING
 };
 enum { NUM_OPTIONS = sizeof option_table / sizeof *option_table };
 #define OPTION_EACH(p) \
@@ -189,11 +188,10 @@ static inline void option_set(Options *o, const OptionInfo *info, const char *te
 static inline Options options_default(void) {
     Options o;
     memset(&o, 0, sizeof o);
-    #define SET_NOTHING(...)
     #define SET_VALUE(field, name, letters, effect, value, ...) o.field = value;
-    LLMC_OPTIONS(SET_NOTHING, SET_VALUE, SET_VALUE, SET_VALUE)
-    #undef SET_NOTHING
+    LLMC_OPTIONS(NOTHING, SET_VALUE, SET_VALUE, SET_VALUE)
     #undef SET_VALUE
+    #undef NOTHING
     return o;
 }
 
@@ -246,12 +244,11 @@ static inline void options_version(void) {
 // ---- parsing
 
 static inline const OptionInfo *option_find(const char *argument, size_t length) {
-    char name[64];
-    if (length >= sizeof name) return NULL;
-    memcpy(name, argument, length);
-    name[length] = 0;
-    OPTION_EACH(p)
-        if (strcmp(name[1] == '-' ? p->name : p->letters, name + 1 + (name[1] == '-')) == 0) return p;
+    const int dashes = 1 + (argument[1] == '-');
+    OPTION_EACH(p) {
+        const char *known = dashes == 2 ? p->name : p->letters;
+        if (strlen(known) + dashes == length && memcmp(known, argument + dashes, strlen(known)) == 0) return p;
+    }
     return NULL;
 }
 

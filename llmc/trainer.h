@@ -407,6 +407,7 @@ static inline void save_finish(void *trainer) {
     const int64_t step = t->saving.state.step;
     checkpoint_finish(&t->saving);
     const double now = now_seconds(), held = t->save_held + now - begin;
+    console_overwrite("");
     printf("checkpoint %s | written in %.1f s, training stood still for %.2f s\n", path, now - t->save_begin, held);
     fflush(stdout);
     FILE *f = logger_begin(&t->log, "checkpoint", step);
@@ -635,6 +636,7 @@ static inline void train(Trainer *t) {
     }
     save_finish(t);
     if (first >= t->steps) printf("nothing was left to train: the run has %lld steps, as --max-steps or the data say, and the checkpoint is of step %lld\n", (long long)t->steps, (long long)first);
+    if (stopped) console_overwrite("");
     if (stopped && *t->step_line) puts(t->step_line);
     if (stopped) printf("stopped by %s after step %lld%s\n", strsignal(stopped), (long long)t->state.step, o->save_every ? "; --resume 1 goes on" : "; nothing was saved (--save-every)");
     FILE *f = logger_begin(&t->log, "end", t->state.step);

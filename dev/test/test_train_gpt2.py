@@ -417,7 +417,7 @@ def test_folders_as_the_hub_has_them(tmp_path, capsys):
     config = json.loads((tmp_path / "config.json").read_text())
     for change, words in (({"n_layer": 3}, "lacks 12 tensors"), ({"n_inner": 200}, "do not belong together"), ({"model_type": "bert"}, "'bert'"),
                           ({"activation_function": "relu"}, "tanh form"), ({"n_inner": 100}, "MLP width 100"),
-                          ({"n_inner": 100}, "name another folder")):
+                          ({"n_inner": 100}, "such a model cannot be trained here")):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(SystemExit):
             ref.make_model(str(tmp_path), seed=0)
