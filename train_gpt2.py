@@ -563,6 +563,12 @@ def console_overwrite(text):
     if (width := console_columns() - 1) > 0:
         print("\r" + text[:width].ljust(width) + "\r" * (not text), end="", flush=bool(text))
 
+def print_sample(ids, names, step):
+    text = b"".join(names[i] for i in ids).decode("utf-8", "replace") if names else " ".join(map(str, ids))
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)  # nothing that a terminal obeys
+    print(f"---- sample of step {step} ({len(ids)} tokens)\n{text}\n----", flush=True)
+    return text
+
 def train(o):
     B, T = o.batch_size, o.seq_len
     require(o.output or not o.save_every, "checkpoints need a folder", "add --output FOLDER")
@@ -636,11 +642,7 @@ def train(o):
         log("step", step, loss=loss, norm=norm, lr=lr, ms=1e3 * seconds, tok_s=total / seconds, mfu=None, tokens=step * total, mem_gib=memory)
         evaluate(step)
         if o.sample_every > 0 and (step % o.sample_every == 0 or step == steps):
-            ids = trainer.sample(eot, step, known)
-            text = b"".join(names[i] for i in ids).decode("utf-8", "replace") if names else " ".join(map(str, ids))
-            text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)  # nothing that a terminal would obey
-            print(f"---- sample of step {step} ({len(ids)} tokens)\n{text}\n----", flush=True)
-            log("sample", step, text=text)
+            log("sample", step, text=print_sample(trainer.sample(eot, step, known), names, step))
         if o.output and o.save_every > 0 and (step % o.save_every == 0 or step == steps or reader_is_gone()):
             write_weights(model, os.path.join(o.output, f"step_{step:08}"))
             log("checkpoint", step, path=os.path.join(o.output, f"step_{step:08}"))
