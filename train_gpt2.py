@@ -565,7 +565,7 @@ def console_overwrite(text):
 
 def print_sample(ids, names, step):
     text = b"".join(names[i] for i in ids).decode("utf-8", "replace") if names else " ".join(map(str, ids))
-    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)  # nothing that a terminal obeys
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)  # for terminals
     print(f"---- sample of step {step} ({len(ids)} tokens)\n{text}\n----", flush=True)
     return text
 
@@ -588,7 +588,6 @@ def train(o):
     known, made_with = min(len(names or []) or c.vocab_size, c.vocab_size), int(np.array(header[5:7], np.int32).view(np.uint64)[0])
     require(not names or not made_with or made_with == fnv1a(body), f"tokenizer '{path}' is not the one that made the data", "give the data's own --tokenizer")
     sets = open_sets(o.hellaswag, o.choice_data, T, c.vocab_size)
-
     trainer, stream = Trainer(model, o), rows(shards, T, None if o.overfit else o.seed)
     parameters = sum(w.numel() for w in model.parameters())
     device = torch.cuda.get_device_name() if o.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -637,7 +637,8 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
     shard = bytearray((tmp_path / "a_train_0.bin").read_bytes())
     shard[20:28] = ref.fnv1a(tokenizer[1024:]).to_bytes(8, "little")
     (tmp_path / "hashed.bin").write_bytes(shard)
-    for changes, words in (({"train_data": "/nowhere/*.bin"}, "tinyshakespeare.py"), ({"seq_len": 64}, "longer than the model's context"),
+    for changes, words in (({"train_data": "/nowhere/*.bin"}, "tinyshakespeare.py"),
+                           ({"seq_len": 64}, "longer than the model's context"),
                            ({"total_batch": 100}, "nearest: 128"),
                            ({"model": "/nowhere/model"}, "no folder and no preset"), ({"model": "d1,channels=64,vocab=20"}, "the model 20 tokens"),
                            ({"save_every": 1}, "checkpoints need a folder"), ({"save_every": 1, "output": str(tmp_path / "used")}, "holds checkpoints of another run"),
