@@ -67,7 +67,7 @@ static inline void logger_options(FILE *f, const Options *o) {
     fputs("}", f);
 }
 
-// Columns of the terminal that we print to. 0: a file, a pipe, or mpirun's terminal, which has no size.
+// Columns of the terminal that we print to. 0: a file or a pipe; mpirun's terminal has none where it prints to one.
 static inline int console_columns(void) {
     struct winsize w;
     return ioctl(STDOUT_FILENO, TIOCGWINSZ, &w) == 0 ? w.ws_col : 0;
