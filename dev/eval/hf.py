@@ -23,7 +23,7 @@ from weights import ROOT, ask, convert, model_weights, read_config, write_safete
 import numpy as np
 
 import download
-from data_common import atomic_write, die, find_files, make_folder, make_tokenizer, open_tokenizer, outlive_reader, printable
+from data_common import atomic_write, die, make_folder, make_tokenizer, open_tokenizer, outlive_reader, printable
 from llmc_bin import export_bin, import_bin
 from tokenizer_json import files_folder, read_tokenizer_json, trained_with, write_tokenizer_json
 
