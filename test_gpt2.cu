@@ -38,6 +38,43 @@ static int can_fuse(const char *folder) {
     const Config c = config_from_json(folder);
     return matmul_can_fuse(c.mlp == MLP_SWIGLU, c.ffn_dim);
 }
+// Error of all gradients of the debug batch against PyTorch's, in micro-steps of batch_size sequences.
+static double gradient_error(const char *folder, const Options *base, int batch_size, const char *grad_dtype) {
+    DebugFile d = debug_open(folder);
+    Options o = *base;
+    Model m;
+    double difference = 0, reference = 0;
+    o.batch_size = batch_size;
+    o.total_batch = (long long)d.B * d.T;
+    o.grad_dtype = grad_dtype;
+    open_reference(&m, folder, &o);
+    const int num_micro = d.B / batch_size;
+    for (int step = 0; step < 3; step++)  // the same again as graphs
+        for (int k = 0; k < num_micro; k++) model_micro_step(&m, d.tokens + k * batch_size * d.T, d.targets + k * batch_size * d.T, k, num_micro);
+    for (int i = 0; i < m.table.count; i++) {
+        const Param *p = &m.table.params[i];
+        char name[128];
+        snprintf(name, sizeof name, "grad.%s", p->name);
+        const StTensor *t = st_find(&d.file, name);
+        const size_t size = (size_t)p->file_rows * p->cols;
+        float *expected = (float *)malloc_or_die(p->size * sizeof(float)), *got = (float *)malloc_or_die(p->size * sizeof(float)), *scratch = (float *)malloc_or_die(p->size * sizeof(float));
+        param_read(&d.file, t, p, 0, size, expected, scratch);
+        model_read(&m, SLOT_GRAD, p->offset, p->size, got);
+        for (size_t k = 0; k < size; k++) {
+            difference += (double)(got[k] - expected[k]) * (got[k] - expected[k]);
+            reference += (double)expected[k] * expected[k];
+        }
+        free(expected); free(got); free(scratch);
+    }
+    model_close(&m);
+    debug_close(&d);
+    return sqrt(difference / reference);
+}
+// Over eight micro-steps: sums in fp32 are as good as one micro-step, sums in bf16 are not.
+static void test_gradient_sums(const char *folder, const Options *o) {
+    const double one = gradient_error(folder, o, (int)o->batch_size, "fp32"), wide = gradient_error(folder, o, 1, "fp32"), narrow = gradient_error(folder, o, 1, "bf16");
+    check(wide <= 1.05 * one && narrow > wide, "%s: gradients of %lld micro-steps are off by %.2e with sums in fp32, %.2e in bf16, of one micro-step by %.2e", folder, o->batch_size, wide, narrow, one);
+}
 // All that saves memory at once.
 static Options least_memory(Options o) {
     o.state_dtype = "bf16";
@@ -107,6 +144,7 @@ static void test_one_gpu(const char *folder, const char *output) {
         Options no_master = o;
         no_master.master_weights = 0;
         test_same_bits(folder, &no_master, &no_master, "stochastic rounding run twice");
+        test_gradient_sums(folder, &o);
     }
 }
 
