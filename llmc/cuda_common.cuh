@@ -49,7 +49,7 @@ typedef struct {
 } Gpu;
 
 // Does nothing: a program that has code for a GPU has this one.
-__global__ void gpu_code_kernel() {}
+static __global__ void gpu_code_kernel() {}
 static inline void gpu_require_code(const cudaDeviceProp *prop) {
     require(prop->major >= 8, "%s has compute capability %d.%d\nbf16 and TF32 matmuls need 8.0 or newer", prop->name, prop->major, prop->minor);
     const int built[] = {__CUDA_ARCH_LIST__};
@@ -247,36 +247,6 @@ template <typename Op> __device__ inline float block_reduce(float x, float *shar
     __syncthreads();
     return x;
 }
-
-// ---- activations, for their own kernels and for matmuls that apply them, see activation.cuh
-// GELU: x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)); SwiGLU: gate sigmoid(gate) up
-
-// 1 / (1 + 2^x) to about 4 units in the last place of fp32: two special-function instructions. Denormals, flushed to zero here,
-// vanish beside the 1.
-__device__ inline float gpu_sigmoid2(float x) {
-    float y;
-    asm("{ .reg .f32 e; ex2.approx.ftz.f32 e, %1; add.f32 e, e, 0f3f800000; rcp.approx.ftz.f32 %0, e; }" : "=f"(y) : "f"(x));
-    return y;
-}
-// Inside a matmul these run between two steps of tensor cores, and every instruction more is time in which those wait.
-struct Gelu {
-    static constexpr float scale = 2 * 0.79788456080286535588f, cubic = 0.044715f, log2e = 1.4426950408889634f;  // 2 sqrt(2/pi)
-    // gelu(x); slope = gelu'(x)
-    __device__ static float apply(float *slope, float x) {
-        const float x2 = x * x, s = gpu_sigmoid2(x * fmaf(-log2e * scale * cubic, x2, -log2e * scale)), y = x * s;
-        *slope = fmaf(fmaf(-y, s, y), fmaf(3 * cubic * scale, x2, scale), s);
-        return y;
-    }
-};
-struct Swiglu {
-    // silu(gate) up, and its slopes by gate and by up
-    __device__ static float apply(float *by_gate, float *by_up, float gate, float up) {
-        const float s = gpu_sigmoid2(-Gelu::log2e * gate), silu = gate * s;
-        *by_gate = up * fmaf(silu, 1 - s, s);
-        *by_up = silu;
-        return silu * up;
-    }
-};
 
 // Rotary embedding of a pair by the angle of cosine c and sine s, for its own kernel and for the matmul before it, see rope.cuh. Spelt out,
 // so that both round alike.

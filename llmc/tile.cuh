@@ -177,7 +177,12 @@ template <int STAGES> constexpr int ring_barriers = 2 * STAGES;
 template <int STAGES> struct RingPlace {
     int stage = 0;
     unsigned parity = 0;
-    __device__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
+    __device__ void next() {
+        stage++;
+        const bool around = stage == STAGES;
+        if (around) stage = 0;
+        parity ^= around;
+    }
 };
 
 // ---- TMA: one thread starts the copy of boxes; coordinates are those of tensor_map

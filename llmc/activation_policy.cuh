@@ -1,0 +1,55 @@
+// The MLP's activation functions: one policy each, for elementwise kernels (activation.cuh) and for matmuls (matmul_epilogue.cuh).
+//   GELU (GPT-2, tanh form; Hendrycks and Gimpel, arXiv:1606.08415)   gelu(x) = x * sigmoid(2u),  u = sqrt(2/pi) (x + 0.044715 x^3)
+//     because (1 + tanh u) / 2 = sigmoid(2u);   gelu'(x) = s + x s (1 - s) 2u',  s = sigmoid(2u)
+//   SwiGLU (Llama, Qwen; Shazeer, arXiv:2002.05202)                   h = silu(gate) * up,  silu(g) = g sigmoid(g)
+//     silu'(g) = s (1 + g (1 - s)),  s = sigmoid(g)
+// A policy has INPUTS values for one of its output and a slope by each of them.
+#ifndef LLMC_ACTIVATION_POLICY_CUH
+#define LLMC_ACTIVATION_POLICY_CUH
+
+#include "config.h"
+#include "cuda_common.cuh"
+
+// 1 / (1 + 2^x) to about 4 units in the last place of fp32: two special-function instructions. Denormals, flushed to zero here,
+// vanish beside the 1.
+__device__ inline float gpu_sigmoid2(float x) {
+    float y;
+    asm("{ .reg .f32 e; ex2.approx.ftz.f32 e, %1; add.f32 e, e, 0f3f800000; rcp.approx.ftz.f32 %0, e; }" : "=f"(y) : "f"(x));
+    return y;
+}
+static constexpr float LOG2E = 1.4426950408889634f;
+// Inside a matmul these run between two steps of tensor cores, and every instruction more is time in which those wait.
+struct Gelu {
+    static constexpr int INPUTS = 1;
+    static constexpr float scale = 2 * 0.79788456080286535588f, cubic = 0.044715f;  // 2 sqrt(2/pi)
+    __device__ static float apply(float (&slopes)[1], const float (&inputs)[1]) {
+        const float x = inputs[0], x2 = x * x;
+        const float s = gpu_sigmoid2(x * fmaf(-LOG2E * scale * cubic, x2, -LOG2E * scale)), y = x * s;
+        slopes[0] = fmaf(fmaf(-y, s, y), fmaf(3 * cubic * scale, x2, scale), s);
+        return y;
+    }
+};
+struct Swiglu {
+    static constexpr int INPUTS = 2;  // gate, up
+    __device__ static float apply(float (&slopes)[2], const float (&inputs)[2]) {
+        const float gate = inputs[0], up = inputs[1], s = gpu_sigmoid2(-LOG2E * gate), silu = gate * s;
+        slopes[0] = up * fmaf(silu, 1 - s, s);
+        slopes[1] = silu;
+        return silu * up;
+    }
+};
+
+// The one place where a kind becomes a policy: body(policy).
+template <typename Body> static inline auto with_activation(MlpKind kind, Body body) {
+    switch (kind) {
+    case MLP_GELU: return body(Gelu());
+    case MLP_SWIGLU: return body(Swiglu());
+    }
+    require(0, "activation %d is not known\nadd its policy to activation_policy.cuh", (int)kind);
+    return body(Gelu());
+}
+static inline int activation_inputs(MlpKind kind) {
+    return with_activation(kind, [](auto policy) { return decltype(policy)::INPUTS; });
+}
+
+#endif

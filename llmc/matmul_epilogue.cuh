@@ -1,0 +1,312 @@
+// What a math warpgroup does with a finished tile: one policy for each MatmulEpilogue.
+//
+// With K = 768 a tile has twelve steps only, so the epilogue must cost the tensor cores nothing: after the last step the sums are packed
+// to bf16, which frees the accumulators, and the packed tile is finished and stored in SLOTS parts between the steps of the next tile.
+// A slot has 32 columns, where an activation is computed 16, which a step of both warpgroups hides.
+// The product is rounded to bf16 before an activation or its slopes are applied, and so are the slopes: bitwise identical to a plain
+// matmul followed by activation.cuh. What is kept for backward is the slope and not the input: forward has its sigmoid at hand, and
+// backward's epilogue is left with a product. Where backward computes the activation again, it is the input.
+//
+// A policy says: PRODUCTS, of which each has its part of b's columns (gate and up); BOXES that it stages in shared memory for each
+// warpgroup; how many matrices of a product's size lie side by side in out and in aux; whether it READS_AUX and SUMS_COLUMNS;
+// slots<COLUMNS>; begin(tile), when the tile's place is known; and finish(tile, slot), with `slot` known at compile time.
+#ifndef LLMC_MATMUL_EPILOGUE_CUH
+#define LLMC_MATMUL_EPILOGUE_CUH
+
+#include "activation_policy.cuh"
+#include "matmul_mma.cuh"
+
+struct HopperWork {
+    int M, N, K;  // N: one half of what is gated
+    MatmulSchedule schedule;
+    const bf16 *bias;
+    float *column_sums;
+    RopeRows rope;
+};
+
+__device__ inline float2 unpack_bf16(unsigned x) {
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+
+// ---- a finished tile of a math warpgroup on its way out
+
+template <typename S> struct FinishedTile {
+    static constexpr int BLOCKS = S::B_BOXES;  // of 64 columns
+    const CUtensorMap *out_map, *aux_map;
+    const HopperWork &work;
+    unsigned boxes, aux_barriers;  // staged boxes of this warpgroup; a barrier for each
+    float *side;                   // this warpgroup's words of shared memory
+    int warpgroup, M, N, row, column;
+    bool storer = threadIdx.x % WARPGROUP == 0;
+    unsigned packed[S::COLUMNS / 4];  // packed[2n + h]: columns 8n+2t,+1 of row g + 8h
+
+    __device__ FinishedTile(const CUtensorMap *out_map, const CUtensorMap *aux_map, const HopperWork &work, unsigned staged,
+                            unsigned aux_barriers, float *side, int warpgroup)
+        : out_map(out_map), aux_map(aux_map), work(work), boxes(staged + warpgroup * S::Epilogue::BOXES * BOX_BYTES),
+          aux_barriers(aux_barriers + warpgroup * 16), side(side), warpgroup(warpgroup), M(work.M), N(work.N) {}
+
+    __device__ bool outside(int c) const { return column + c * BOX_COLUMNS >= N; }
+    // Of this warp's rows and columns 16k, ... in a box.
+    __device__ static unsigned address(unsigned box, int k) {
+        return fragment_address<BOX_ROWS>(box, threadIdx.x / WARP % 4 * 16, k);
+    }
+    // Columns 16k, ... of column block c: those of the other products follow COLUMNS / PRODUCTS further.
+    __device__ unsigned &word(int c, int k, int i, int product = 0) {
+        return packed[product * (S::OUT_COLUMNS / 4) + (c * 4 + k) * 4 + i];
+    }
+    __device__ void box_free() const {
+        if (storer) bulk_wait_read();
+        named_barrier(1 + warpgroup, WARPGROUP);
+    }
+    __device__ void box_full() const {
+        fence_async();
+        named_barrier(1 + warpgroup, WARPGROUP);
+    }
+    // By the storer. part: which of the matrices that lie side by side.
+    __device__ void store(const CUtensorMap *map, int box, int c, int part = 0) const {
+        box_store(map, boxes + box * BOX_BYTES, part * N + column + c * BOX_COLUMNS, 0, row, 0);
+    }
+    __device__ void put(int c, int k) {
+        unsigned r[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) r[i] = word(c, k, i);
+        stmatrix(address(boxes, k), r);
+    }
+    // 32 columns as they are, after prepare(c) before the first of a column block; the last store it.
+    template <typename Prepare> __device__ void put_half(int slot, Prepare prepare) {
+        const int c = slot / 2, begin = slot % 2 * 2;
+        if (outside(c)) return;
+        const unsigned box = boxes;
+        if (begin == 0) {
+            box_free();
+            prepare(c);
+        }
+        #pragma unroll
+        for (int k = begin; k < begin + 2; k++) {
+            const unsigned at = address(box, k);
+            unsigned r[4];
+            #pragma unroll
+            for (int i = 0; i < 4; i++) r[i] = word(c, k, i);
+            stmatrix(at, r);
+        }
+        if (begin == 0) return;
+        box_full();
+        if (!storer) return;
+        store(out_map, 0, c);
+        bulk_commit();
+    }
+};
+
+// ---- plain, and rotated
+
+struct Plain {
+    static constexpr int PRODUCTS = 1, BOXES = 1, OUT_PARTS = 1, AUX_PARTS = 0;
+    static constexpr bool READS_AUX = false, SUMS_COLUMNS = false;
+    template <int COLUMNS> static constexpr int slots = COLUMNS / 32;
+    template <typename T> __device__ void begin(const T &) {}
+    template <typename T> __device__ void finish(T &t, int slot) { t.put_half(slot, [](int) {}); }
+};
+// A column block is a head. Both columns of a pair lie in the same thread.
+struct Rotate : Plain {
+    template <typename T> __device__ static void rotate(T &t, int c) {
+        constexpr int HALF = BOX_COLUMNS / 2, APART = HALF / 4;  // words between the two
+        const RopeRows &rope = t.work.rope;
+        if (t.column + c * BOX_COLUMNS >= rope.columns) return;
+        const int first = rope.first + t.row + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const size_t row = (size_t)((first + 8 * h) % rope.T);
+            const float4 *table = (const float4 *)(rope.cos_sin + row * BOX_COLUMNS) + threadIdx.x % 4;  // (cos, sin, cos, sin)
+            #pragma unroll
+            for (int n = 0; n < HALF / 8; n++) {
+                const float4 f = __ldg(table + 4 * n);
+                unsigned &low = t.packed[c * 16 + 2 * n + h], &high = t.packed[c * 16 + 2 * n + h + APART];
+                float2 a = unpack_bf16(low), b = unpack_bf16(high);
+                rotate_pair(a.x, b.x, f.x, f.y);
+                rotate_pair(a.y, b.y, f.z, f.w);
+                low = pack_bf16(a.x, a.y);
+                high = pack_bf16(b.x, b.y);
+            }
+        }
+    }
+    template <typename T> __device__ void finish(T &t, int slot) { t.put_half(slot, [&](int c) { rotate(t, c); }); }
+};
+
+// ---- an activation
+
+// f of a pair of inputs (or of pairs of gate and up), and its slopes, all rounded.
+template <typename Act, int INPUTS = Act::INPUTS>
+__device__ inline unsigned activate(unsigned (&slopes)[INPUTS], const unsigned (&inputs)[INPUTS]) {
+    float low[INPUTS], high[INPUTS], low_slopes[INPUTS], high_slopes[INPUTS];
+    #pragma unroll
+    for (int p = 0; p < INPUTS; p++) {
+        const float2 v = unpack_bf16(inputs[p]);
+        low[p] = v.x;
+        high[p] = v.y;
+    }
+    const float y = Act::apply(low_slopes, low), z = Act::apply(high_slopes, high);
+    #pragma unroll
+    for (int p = 0; p < INPUTS; p++) slopes[p] = pack_bf16(low_slopes[p], high_slopes[p]);
+    return pack_bf16(y, z);
+}
+
+// out = f, aux = its slopes or its inputs. The first round stores f and what belongs to the last input. With gate and up, what belongs to
+// the gate waits in the gate's place for a second round.
+template <typename Act, bool KEEPS_INPUT> struct Activate {
+    static constexpr int PRODUCTS = Act::INPUTS, BOXES = 2, OUT_PARTS = 1, AUX_PARTS = Act::INPUTS;
+    static constexpr int STEPS = Act::INPUTS;  // of 16 columns in a slot
+    static constexpr bool READS_AUX = false, SUMS_COLUMNS = false;
+    template <int COLUMNS> static constexpr int slots = COLUMNS / 16 / STEPS;
+    template <typename T> __device__ void begin(const T &) {}
+
+    template <typename T> __device__ void finish(T &t, int slot) {
+        constexpr int EACH = 4 / STEPS, LAST = Act::INPUTS - 1;
+        const int c = slot / (EACH * PRODUCTS), round = slot / EACH % PRODUCTS, begin = slot % EACH * STEPS;
+        if (t.outside(c)) return;
+        const unsigned box = t.boxes;
+        if (begin == 0) t.box_free();
+        #pragma unroll
+        for (int k = begin; k < begin + STEPS; k++) {
+            unsigned first[4], second[4];
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                unsigned inputs[Act::INPUTS], slopes[Act::INPUTS];
+                #pragma unroll
+                for (int p = 0; p < Act::INPUTS; p++) inputs[p] = t.word(c, k, i, p);
+                first[i] = inputs[0];
+                if (round > 0) continue;
+                first[i] = activate<Act>(slopes, inputs);
+                second[i] = KEEPS_INPUT ? inputs[LAST] : slopes[LAST];
+                if (LAST > 0 && !KEEPS_INPUT) t.word(c, k, i) = slopes[0];
+            }
+            const unsigned at = t.address(box, k);
+            stmatrix(at, first);
+            if (round == 0) stmatrix(at + BOX_BYTES, second);
+        }
+        if (begin + STEPS < 4) return;
+        t.box_full();
+        if (!t.storer) return;
+        t.store(round ? t.aux_map : t.out_map, 0, c);
+        if (round == 0) t.store(t.aux_map, 1, c, LAST);
+        bulk_commit();
+    }
+};
+
+// ---- an activation's gradient
+
+// The product times the slopes in aux; or aux is the input, whose gradient takes its place, and out = f. Aux comes by TMA, a column block at
+// a time. Where a box is free, the next one's is on its way while this one's is used (ALTERNATES); else a block's first two slots wait.
+// Of an activation with one input the columns of what is written are summed, 64 rows at a time and before rounding: the bias gradient
+// of the layer below.
+template <typename Act, bool FROM_INPUT> struct ActivationGradient {
+    static constexpr int INPUTS = Act::INPUTS;
+    static constexpr int PRODUCTS = 1, BOXES = 2, OUT_PARTS = FROM_INPUT ? 1 : INPUTS, AUX_PARTS = INPUTS;
+    static constexpr bool READS_AUX = true, SUMS_COLUMNS = INPUTS == 1, ALTERNATES = INPUTS == 1 && !FROM_INPUT;
+    static constexpr int STEPS = FROM_INPUT ? 1 : 2;  // of 16 columns in a slot
+    // Slots of a column block; the last stores f where both boxes are taken by gradients.
+    static constexpr int LEAD = ALTERNATES ? 0 : 2, EACH = LEAD + 4 / STEPS + (FROM_INPUT && INPUTS == 2);
+    template <int COLUMNS> static constexpr int slots = COLUMNS / BOX_COLUMNS * EACH;
+
+    unsigned parity = 0;  // of aux's barriers: bit per box
+    float sums[8];        // of 32 columns: column 2t+e of 8-column group g of the k-th 16 is [4g + 2e + k]
+
+    // By the storer: a box is free once the store from it has read it.
+    template <typename T> __device__ void fetch(const T &t, int c) const {
+        if (t.outside(c)) return;
+        bulk_wait_read();
+        const int box = ALTERNATES ? c % 2 : 0;
+        const unsigned barrier = t.aux_barriers + box * 8;
+        mbarrier_arrive_expect(barrier, INPUTS * BOX_BYTES);
+        for (int part = 0; part < INPUTS; part++) {
+            const int at = part * t.N + t.column + c * BOX_COLUMNS;
+            box_load(t.boxes + (box + part) * BOX_BYTES, t.aux_map, barrier, at, 0, t.row, 0);
+        }
+    }
+    // The tile's place is known: aux comes from memory while the steps that are left run, and is needed a step into the next tile.
+    template <typename T> __device__ void begin(const T &t) {
+        if (!t.storer) return;
+        fetch(t, 0);
+        if (ALTERNATES) fetch(t, 1);
+    }
+    template <typename T> __device__ void wait(const T &t, int c) {
+        const int box = ALTERNATES ? c % 2 : 0;
+        mbarrier_wait(t.aux_barriers + box * 8, parity >> box & 1);
+        parity ^= 1u << box;
+    }
+    // Totals over the warpgroup's 64 rows: warp 0 adds those of the other warps to its own. The two halves use two places.
+    template <typename T> __device__ void sum_columns(const T &t, int half) const {
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
+        float mine[8];
+        #pragma unroll
+        for (int i = 0; i < 8; i++) mine[i] = sums[i];
+        float total = warp_totals<8, 4>(mine), *others = t.side + half % 2 * 3 * WARP;
+        if (warp > 0) others[(warp - 1) * WARP + lane] = total;
+        named_barrier(1 + t.warpgroup, WARPGROUP);
+        if (warp > 0 || t.row >= t.M) return;
+        #pragma unroll
+        for (int w = 0; w < 3; w++) total += others[w * WARP + lane];
+        const int at = t.column + half * 32 + lane / 4 % 2 * 16 + lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2;
+        if (at < t.N) t.work.column_sums[(size_t)(t.row / BOX_ROWS) * t.N + at] = total;
+    }
+    // 16 columns: gradients take the place of aux in its boxes; f that of the second box or, with gate and up, of the product.
+    template <typename T> __device__ void multiply(T &t, unsigned box, int c, int k) {
+        const unsigned at = t.address(box, k);
+        unsigned aux[INPUTS][4], f[4];
+        #pragma unroll
+        for (int p = 0; p < INPUTS; p++) ldmatrix(aux[p], at + p * BOX_BYTES);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 d = unpack_bf16(t.word(c, k, i));
+            unsigned slopes[INPUTS], inputs[INPUTS];
+            #pragma unroll
+            for (int p = 0; p < INPUTS; p++) slopes[p] = inputs[p] = aux[p][i];
+            if constexpr (FROM_INPUT) f[i] = activate<Act>(slopes, inputs);
+            if (FROM_INPUT && INPUTS == 2) t.word(c, k, i) = f[i];
+            #pragma unroll
+            for (int p = 0; p < INPUTS; p++) {
+                const float2 slope = unpack_bf16(slopes[p]), y = make_float2(d.x * slope.x, d.y * slope.y);
+                if constexpr (SUMS_COLUMNS) {
+                    float &even = sums[i / 2 * 4 + k % 2], &odd = sums[i / 2 * 4 + 2 + k % 2];
+                    even = i % 2 ? even + y.x : y.x;
+                    odd = i % 2 ? odd + y.y : y.y;
+                }
+                aux[p][i] = pack_bf16(y.x, y.y);
+            }
+        }
+        #pragma unroll
+        for (int p = 0; p < INPUTS; p++) stmatrix(at + p * BOX_BYTES, aux[p]);
+        if (FROM_INPUT && INPUTS == 1) stmatrix(at + BOX_BYTES, f);
+    }
+    template <typename T> __device__ void finish(T &t, int slot) {
+        const int c = slot / EACH, begin = (slot % EACH - LEAD) * STEPS;
+        if (!ALTERNATES && slot % EACH == 0 && c > 0 && t.storer) fetch(t, c);
+        if (begin < 0 || t.outside(c)) return;
+        const unsigned box = t.boxes + (ALTERNATES ? c % 2 * BOX_BYTES : 0);
+        if (begin == 0) {
+            if (ALTERNATES && t.storer && c > 0 && c + 1 < T::BLOCKS) fetch(t, c + 1);
+            wait(t, c);
+        }
+        if (begin == 4) {
+            t.box_free();
+            #pragma unroll
+            for (int k = 0; k < 4; k++) t.put(c, k);
+        } else {
+            #pragma unroll
+            for (int k = begin; k < begin + STEPS; k++) multiply(t, box, c, k);
+            if (SUMS_COLUMNS && t.work.column_sums && (begin + STEPS) % 2 == 0) sum_columns(t, 2 * c + begin / 2);
+            if (begin + STEPS < 4) return;
+        }
+        t.box_full();
+        if (t.storer) store(t, c, begin == 4);
+    }
+    template <typename T> __device__ void store(const T &t, int c, bool last) const {
+        const CUtensorMap *gradient = FROM_INPUT ? t.aux_map : t.out_map;
+        if (last) t.store(t.out_map, 0, c);
+        else
+            for (int p = 0; p < INPUTS; p++) t.store(gradient, (ALTERNATES ? c % 2 : 0) + p, c, p);
+        if (FROM_INPUT && INPUTS == 1) t.store(t.out_map, 1, c);
+        bulk_commit();
+    }
+};
+
+#endif

@@ -1,0 +1,156 @@
+// The products of a matmul's tile on Hopper: one thread fetches stages of 128 bytes of k by TMA into a ring in shared memory, two math
+// warpgroups multiply them by wgmma, each 64 of a tile's 128 rows. In a cluster of two blocks, 256 rows share their columns of b,
+// of which each block fetches half for both. What a stage holds and how it is multiplied is the dtype's policy.
+//
+// Source: PTX ISA (wgmma, TMA, clusters); the persistent designs of CUTLASS, DeepGEMM and fast.cu.
+#ifndef LLMC_MATMUL_MMA_CUH
+#define LLMC_MATMUL_MMA_CUH
+
+#include "matmul_problem.cuh"
+#include "matmul_schedule.cuh"
+#include "tile.cuh"
+
+// ---- what tile.cuh does not have: wide wgmma, multicast
+
+#define WGMMA_TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
+#define WGMMA_NINETY WGMMA_TEN() WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) WGMMA_TEN(6) \
+    WGMMA_TEN(7) WGMMA_TEN(8)
+#define WGMMA_D192 "{" WGMMA_NINETY "%90,%91,%92,%93,%94,%95}"
+#define WGMMA_D256 \
+    "{" WGMMA_NINETY WGMMA_TEN(9) WGMMA_TEN(10) WGMMA_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127}"
+
+// tile.cuh's wgmma, both operands in shared memory, of 192 or 256 columns.
+template <int N, int MN_A, int MN_B>
+__device__ inline void wgmma_wide(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
+    static_assert(N == 192 || N == 256, "write the asm for this width");
+    if constexpr (N == 192)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 " WGMMA_D192
+                     ", %96, %97, p, 1, 1, %99, %100; }"
+                     : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64)
+                     : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B) : "memory");
+    else
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " WGMMA_D256
+                     ", %128, %129, p, 1, 1, %131, %132; }"
+                     : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96)
+                     : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B) : "memory");
+}
+// The box lands at the same place in every block of the cluster, and each block's barrier of that place counts its bytes.
+__device__ inline void box_load_all(unsigned to, const CUtensorMap *map, unsigned barrier, int column, int row,
+                                    unsigned short blocks) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+                 " [%0], [%1, {%3, %4, %5, %4}], [%2], %6;"
+                 ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(0), "r"(row), "h"(blocks) : "memory");
+}
+
+// ---- the dtype's policy: elements of k in a stage, and the products of a quarter of it
+
+struct MmaBf16 {
+    static constexpr int STAGE_K = 64;
+    template <int COLUMNS, int MN_A, int MN_B>
+    __device__ static void multiply(float (&d)[COLUMNS / 2], unsigned a, unsigned b, int quarter, int add) {
+        const unsigned long long A = MN_A ? operand_mn<BOX_ROWS>(a, quarter) : operand_k<BOX_ROWS>(a, quarter);
+        const unsigned long long B = MN_B ? operand_mn<BOX_ROWS>(b, quarter) : operand_k<BOX_ROWS>(b, quarter);
+        wgmma_wide<COLUMNS, MN_A, MN_B>(d, A, B, add);
+    }
+};
+
+// ---- a block's tile, and how it divides shared memory
+
+// COLUMNS: of b in a tile. MN_A: a is stored (K,M); MN_B: b is stored (K,N).
+template <typename Dtype_, MatmulForm FORM, int COLUMNS_, int CLUSTER_, typename Epilogue_> struct HopperTile {
+    typedef Dtype_ Dtype;
+    typedef Epilogue_ Epilogue;
+    static constexpr int COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, ROWS = 128, THREADS = 3 * WARPGROUP;
+    static constexpr int MN_A = FORM == MATMUL_BACKWARD_WEIGHT, MN_B = FORM != MATMUL_FORWARD;
+    static constexpr int OUT_COLUMNS = COLUMNS / Epilogue::PRODUCTS;
+    static constexpr int SLOTS = Epilogue::template slots<COLUMNS>;
+    static constexpr int A_BOXES = ROWS / BOX_ROWS, B_BOXES = COLUMNS / BOX_COLUMNS;
+    static constexpr int STAGE_BYTES = (A_BOXES + B_BOXES) * BOX_BYTES, STAGED_BYTES = 2 * Epilogue::BOXES * BOX_BYTES;
+    static constexpr int STAGES = (232448 - TILE_ALIGNMENT - 2048 - STAGED_BYTES) / STAGE_BYTES;
+    static constexpr int BYTES = TILE_ALIGNMENT + STAGES * STAGE_BYTES + STAGED_BYTES, BARRIERS = 2 * STAGES + 4;
+    // Of each math warpgroup: the bias of the tile, or partial sums of columns.
+    static constexpr int SIDE_WORDS = Epilogue::SUMS_COLUMNS ? 2 * 3 * WARP : COLUMNS / 2;
+    static_assert(8 * BARRIERS + 2 * 4 * SIDE_WORDS <= 2048, "static shared memory");
+};
+
+// ---- the thread that fetches
+
+template <typename S>
+__device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_map, const MatmulSchedule &schedule, int N,
+                                 int K, unsigned tiles, unsigned full, unsigned empty) {
+    const int rank = blockIdx.x % S::CLUSTER, clusters = gridDim.x / S::CLUSTER;
+    RingPlace<S::STAGES> ring;
+    tensor_map_prefetch(a_map);
+    tensor_map_prefetch(b_map);
+    for (int i = blockIdx.x / S::CLUSTER; i < schedule.tiles(); i += clusters) {
+        const MatmulSchedule::Tile t = schedule.tile(i);
+        const int row = (t.row * S::CLUSTER + rank) * S::ROWS, column = t.column * S::OUT_COLUMNS;
+        for (int k = 0; k < K; k += S::Dtype::STAGE_K, ring.next()) {
+            const unsigned a = tiles + ring.stage * S::STAGE_BYTES, b = a + S::A_BOXES * BOX_BYTES;
+            const unsigned barrier = full + 8 * ring.stage;
+            mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+            mbarrier_arrive_expect(barrier, S::STAGE_BYTES);  // the other block's share for us may already be on its way
+            #pragma unroll
+            for (int j = 0; j < S::A_BOXES; j++) {
+                const int at = row + j * BOX_ROWS;
+                box_load(a + j * BOX_BYTES, a_map, barrier, S::MN_A ? at : k, 0, S::MN_A ? k : at, 0);
+            }
+            for (int j = rank; j < S::B_BOXES; j += S::CLUSTER) {
+                constexpr int EACH = S::B_BOXES / S::Epilogue::PRODUCTS;  // boxes of gate, and then of up
+                const int at = j / EACH * N + column + j % EACH * BOX_COLUMNS;
+                const unsigned to = b + j * BOX_BYTES;
+                const int x = S::MN_B ? at : k, y = S::MN_B ? k : at;
+                if constexpr (S::CLUSTER > 1) box_load_all(to, b_map, barrier, x, y, (1 << S::CLUSTER) - 1);
+                else box_load(to, b_map, barrier, x, 0, y, 0);
+            }
+        }
+    }
+}
+
+// ---- a math warpgroup
+
+template <typename S> struct MmaConsumer {
+    unsigned a_tiles, b_tiles, full, empty, empty_there;
+    RingPlace<S::STAGES> ring;
+    unsigned last = 0;  // offset of the barrier of the step before
+    float acc[S::COLUMNS / 2];
+
+    __device__ void open(unsigned tiles, unsigned full_, unsigned empty_, int warpgroup) {
+        full = full_;
+        empty = empty_;
+        a_tiles = tiles + warpgroup * BOX_BYTES;
+        b_tiles = tiles + S::A_BOXES * BOX_BYTES;
+        empty_there = S::CLUSTER > 1 ? cluster_address(empty, threadIdx.x % WARP % S::CLUSTER) : empty;
+    }
+    // Every warp tells every block that fetches for it.
+    __device__ void release() const {
+        const int lane = threadIdx.x % WARP;
+        if constexpr (S::CLUSTER > 1) { if (lane < S::CLUSTER) cluster_arrive(empty_there + last); }
+        else if (lane == 0) mbarrier_arrive(empty + last);
+    }
+    // A stage's products; those of the step before are then complete, and its stage is free.
+    __device__ void step(bool first) {
+        const unsigned a = a_tiles + ring.stage * S::STAGE_BYTES, b = b_tiles + ring.stage * S::STAGE_BYTES;
+        const unsigned at = 8 * ring.stage;
+        mbarrier_wait(full + at, ring.parity);
+        wgmma_fence();
+        #pragma unroll
+        for (int k = 0; k < 4; k++)
+            S::Dtype::template multiply<S::COLUMNS, S::MN_A, S::MN_B>(acc, a, b, k, !first || k > 0);
+        wgmma_commit();
+        if (!first) {
+            wgmma_wait<1>();
+            release();
+        }
+        last = at;
+        ring.next();
+    }
+    // After the last step: acc is complete.
+    __device__ void complete() {
+        wgmma_wait<0>();
+        wgmma_pin(acc);
+        release();
+    }
+};
+
+#endif

@@ -1,0 +1,74 @@
+// What a matmul of a linear layer is asked for: a problem, which a plan is made for, and its operands, which change from call to call.
+//   FORWARD          out (rows,out)  = a: inp (rows,in)   times b: weight (out,in)^T, + bias (out)
+//   BACKWARD_INPUT   out (rows,in)   = a: dout (rows,out) times b: weight (out,in)
+//   BACKWARD_WEIGHT  out (out,in)    = a: dout (rows,out)^T times b: inp (rows,in)
+// and what its epilogue does with the product x, rounded to floatX (activation.cuh has f and its slopes f'):
+//   PLAIN                    x
+//   ROPE                     of FORWARD: x rotated as in rope.cuh
+//   ACTIVATION               of FORWARD: f(x), aux = f'(x)
+//   ACTIVATION_KEEPS_INPUT   of FORWARD: f(x), aux = x
+//   GRADIENT                 of BACKWARD_INPUT: x times the slopes in aux
+//   GRADIENT_FROM_INPUT      of BACKWARD_INPUT: aux is the input of f. x f'(aux) takes its place, and out = f(aux)
+// SwiGLU has two inputs, gate and up, side by side: twice the columns in weight and x of FORWARD, in aux, and in x times slopes.
+// BACKWARD_INPUT's `in` is then one of the two, the width of f.
+#ifndef LLMC_MATMUL_PROBLEM_CUH
+#define LLMC_MATMUL_PROBLEM_CUH
+
+#include "config.h"
+#include "cuda_common.cuh"
+
+typedef enum { MATMUL_FORWARD, MATMUL_BACKWARD_INPUT, MATMUL_BACKWARD_WEIGHT } MatmulForm;
+typedef enum {
+    EPILOGUE_PLAIN,
+    EPILOGUE_ROPE,
+    EPILOGUE_ACTIVATION,
+    EPILOGUE_ACTIVATION_KEEPS_INPUT,
+    EPILOGUE_GRADIENT,
+    EPILOGUE_GRADIENT_FROM_INPUT
+} MatmulEpilogue;
+
+typedef struct {  // ints only: compared as bytes
+    MatmulForm form;
+    int rows, in, out;  // rows: of inp and dout; weight (out,in)
+    MatmulEpilogue epilogue;
+    MlpKind activation;  // of the epilogues that have one, else 0
+} MatmulProblem;
+
+// Rows are tokens of sequences of T, the first of them token `first`; the first `columns` are rotated; cos_sin (T,HD/2,2).
+typedef struct {
+    const float *cos_sin;
+    int first, T, columns;
+} RopeRows;
+typedef struct {
+    floatX *out;
+    const floatX *a, *b, *bias;  // bias: NULL without
+    floatX *aux;                 // of activations and their gradients
+    float *column_sums;          // NULL, or where matmul_sums_columns: partial sums of the gradient's columns
+    RopeRows rope;
+    int accumulate;              // of EPILOGUE_PLAIN without bias: out += the product
+} MatmulOperands;
+
+// The product in row-major terms: out (M,N) = a (M,K) b (K,N).
+typedef struct { int M, N, K; } MatmulSizes;
+static inline MatmulSizes matmul_sizes(const MatmulProblem *q) {
+    switch (q->form) {
+    case MATMUL_FORWARD: return {q->rows, q->out, q->in};
+    case MATMUL_BACKWARD_INPUT: return {q->rows, q->in, q->out};
+    case MATMUL_BACKWARD_WEIGHT: return {q->out, q->in, q->rows};
+    }
+    require(0, "matmul form %d is not known\nuse one of MatmulForm", (int)q->form);
+    return {0, 0, 0};
+}
+
+// A kernel of ours, and what it solves. Those of one form and epilogue are bitwise identical.
+typedef struct {
+    MatmulForm form;
+    MatmulEpilogue epilogue;
+    MlpKind activation;
+    int columns, cluster;
+    void (*run)(const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream);
+} HopperVariant;
+// All that exist; *count is 0 in an fp32 build and where this GPU's code has none. In an object of its own: matmul_hopper.cu.
+const HopperVariant *hopper_variants(int *count);
+
+#endif
