@@ -1,11 +1,14 @@
 // Ladder for llmc/matmul.cuh. The lower rung is a matmul of one thread per output, checked against the loops of train_gpt2.c;
 // at sizes that the CPU cannot do it is the reference for cuBLASLt.
-//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32] dev/cuda/matmul.cu -o build/matmul -lcublasLt -lcublas
+//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32] dev/cuda/matmul.cu llmc/matmul_hopper.cu -o build/matmul -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "../../llmc/activation.cuh"
-#include "../../llmc/matmul.cuh"
 #include "common.cuh"
+#include "matmul_calls.cuh"
+#include "../../llmc/matmul_schedule.cuh"
+
+typedef __nv_bfloat16 bf16;
 
 // bf16: one rounding of the result, 1.7e-3 in the mean; partial sums in bf16 would give more.
 // A few elements may all have been rounded by nearly half a step, 2^-8.
@@ -53,29 +56,28 @@ static void multiply_cpu(float *x /*=*/, const float *a, const float *b, size_t 
     for (size_t i = 0; i < n; i++) x[i] = a[i] * b[i];
 }
 static void check_gelu_epilogue(Matmul *mm, floatX *d_out, const floatX *d_inp, const floatX *d_weight, const floatX *d_bias, const float *x /*(N,OC)*/, int N, int C, int OC) {
-    cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)N * OC;
     const double few = error_bound(n) / error_bound();
     floatX *d_slopes = device_new<floatX>(n);
     float *out = host_new<float>(n);
     poison(d_out, n);
-    matmul_forward(mm, d_out, d_inp, d_weight, d_bias, d_slopes, N, C, OC, stream);
+    run(mm, forward_call(d_out, d_inp, d_weight, d_bias, d_slopes, N, C, OC));
     gelu_forward_cpu(out, x, n);
     check("slopes", d_slopes, gelu_slopes(x, n), N, OC, few * bound(3.5e-3, 5e-6), bound(1e-2, 5e-5));
     check("out with gelu", d_out, out, N, OC, few * bound(3.4e-3, 5e-6), bound(1e-2, 5e-5));  // rounded twice: 2.6e-3 of a thousand, 3.3e-3 of few hundred at worst
-    check_same_bits("gelu bits", {{d_out, n * sizeof(floatX)}, {d_slopes, n * sizeof(floatX)}}, [&] { matmul_forward(mm, d_out, d_inp, d_weight, d_bias, d_slopes, N, C, OC, stream); });
+    check_same_bits("gelu bits", {{d_out, n * sizeof(floatX)}, {d_slopes, n * sizeof(floatX)}}, [&] { run(mm, forward_call(d_out, d_inp, d_weight, d_bias, d_slopes, N, C, OC)); });
 }
 // dinp and the bias gradient of the layer below: with GELU, where our kernel may sum the columns in its epilogue, and without.
 static void check_bias_below(const floatX *d_weight, const floatX *d_dout, const float *dinp, int N, int C, int OC) {
-    cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C;
     floatX *d_dinp = device_new<floatX>(ni), *d_below = device_new<floatX>((size_t)C);
     float *slopes = host_normal(ni, 1.0f), *given = host_normal((size_t)C, 10.0f);
     floatX *d_slopes = upload<floatX>(slopes, ni);
     char *scratch = device_new<char>(bias_backward_scratch_bytes(C));
+    float *sums = device_new<float>((size_t)matmul_sum_slices(N) * (size_t)C);
     const double few = error_bound((size_t)C) / error_bound();
     Matmul mm = open_matmul(0, 1);
-    for (int gelu = 0; gelu <= matmul_can_fuse(0, C); gelu++) {
+    for (int gelu = 0; gelu <= matmul_can_fuse(MLP_GELU, C); gelu++) {
         float *expected = host_copy(dinp, ni), *below = host_new<float>((size_t)C);
         if (gelu) multiply_cpu(expected, dinp, slopes, ni);
         bias_backward_cpu(below, expected, N, C);
@@ -83,7 +85,7 @@ static void check_bias_below(const floatX *d_weight, const floatX *d_dout, const
             char text[64];
             auto run = [&] {
                 upload_to(d_below, given, (size_t)C);
-                matmul_backward_input(&mm, d_dinp, d_below, d_dout, d_weight, gelu ? d_slopes : NULL, N, C, OC, accumulate, scratch, stream);
+                run_with_bias(&mm, input_call(d_dinp, d_dout, d_weight, gelu ? d_slopes : NULL, N, C, OC), d_below, sums, accumulate, scratch);
             };
             poison(d_dinp, ni);
             run();
@@ -100,7 +102,6 @@ static void check_bias_below(const floatX *d_weight, const floatX *d_dout, const
 // Every launcher and the naive rung against the CPU.
 static void check_shape(int N, int C, int OC, int allow_tf32) {
     ladder_case("N=%d C=%d OC=%d tf32=%d", N, C, OC, allow_tf32);
-    cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
     const double error = allow_tf32 ? tf32_bound() : error_bound(no < ni ? no : ni), worst = allow_tf32 ? bound(6e-3, 1e-2) : worst_bound();
     float *inp = host_normal(ni, 1.0f), *weight = host_normal(nw, 1.0f / sqrtf((float)C)), *bias = host_normal((size_t)OC, 1.0f), *dout = host_normal(no, 1.0f), *given = host_normal(nw, 10.0f);
@@ -121,31 +122,31 @@ static void check_shape(int N, int C, int OC, int allow_tf32) {
     check("naive dweight", d_naive + no + ni, dweight, OC, C, 3e-6, 3e-5);
 
     Matmul mm = open_matmul(allow_tf32, 1);
-    matmul_forward(&mm, d_out, d_inp, d_weight, NULL, NULL, N, C, OC, stream);
+    run(&mm, forward_call(d_out, d_inp, d_weight, NULL, NULL, N, C, OC));
     check("out", d_out, out, N, OC, error, worst);
     poison(d_out, no);
-    matmul_forward(&mm, d_out, d_inp, d_weight, d_bias, NULL, N, C, OC, stream);
+    run(&mm, forward_call(d_out, d_inp, d_weight, d_bias, NULL, N, C, OC));
     check("out with bias", d_out, x, N, OC, error, worst);
-    matmul_backward_input(&mm, d_dinp, d_dout, d_weight, NULL, N, C, OC, stream);
+    run(&mm, input_call(d_dinp, d_dout, d_weight, NULL, N, C, OC));
     check("dinp", d_dinp, dinp, N, C, error, worst);
-    matmul_backward_weight(&mm, d_dweight, d_dout, d_inp, N, C, OC, 0, stream);
+    run(&mm, weight_call(d_dweight, d_dout, d_inp, N, C, OC, 0));
     check_bias_below(d_weight, d_dout, dinp, N, C, OC);
     check("dweight =", d_dweight, dweight, OC, C, error, worst);
     upload_to(d_dweight, given, nw);
-    matmul_backward_weight(&mm, d_dweight, d_dout, d_inp, N, C, OC, 1, stream);
+    run(&mm, weight_call(d_dweight, d_dout, d_inp, N, C, OC, 1));
     for (size_t i = 0; i < nw; i++) dweight[i] += given[i];
     const double twice = bound(3e-3, error), worst_twice = bound(8e-3, worst);  // split kernels round the product before they add
     check("dweight +=", d_dweight, dweight, OC, C, twice, worst_twice);
     Matmul fresh = open_matmul(allow_tf32, 1);  // "+=" as the very first call of a problem must be applied once only
     upload_to(d_dweight, given, nw);
-    matmul_backward_weight(&fresh, d_dweight, d_dout, d_inp, N, C, OC, 1, stream);
+    run(&fresh, weight_call(d_dweight, d_dout, d_inp, N, C, OC, 1));
     check("dweight += first", d_dweight, dweight, OC, C, twice, worst_twice);
     check_same_bits("bits", {{d_out, no * sizeof(floatX)}, {d_dinp, ni * sizeof(floatX)}, {d_dweight, nw * sizeof(floatX)}}, [&] {
-        matmul_forward(&mm, d_out, d_inp, d_weight, d_bias, NULL, N, C, OC, stream);
-        matmul_backward_input(&mm, d_dinp, d_dout, d_weight, NULL, N, C, OC, stream);
-        matmul_backward_weight(&mm, d_dweight, d_dout, d_inp, N, C, OC, 0, stream);
+        run(&mm, forward_call(d_out, d_inp, d_weight, d_bias, NULL, N, C, OC));
+        run(&mm, input_call(d_dinp, d_dout, d_weight, NULL, N, C, OC));
+        run(&mm, weight_call(d_dweight, d_dout, d_inp, N, C, OC, 0));
     });
-    if (matmul_can_fuse(0, OC)) check_gelu_epilogue(&mm, d_out, d_inp, d_weight, d_bias, x, N, C, OC);
+    if (matmul_can_fuse(MLP_GELU, OC)) check_gelu_epilogue(&mm, d_out, d_inp, d_weight, d_bias, x, N, C, OC);
     matmul_close(&fresh);
     matmul_close(&mm);
 }
@@ -172,22 +173,22 @@ static void check_fusion_bits(const floatX *inp, const floatX *weight, const flo
     const size_t ni = (size_t)N * C, no = (size_t)N * OC;
     floatX *out = device_new<floatX>(no), *slopes = device_new<floatX>(no), *apart = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dapart = device_new<floatX>(ni);
     floatX *slopes_apart = device_new<floatX>(no), *given = device_normal<floatX>(ni, 1.0f), *again = device_new<floatX>(ni), *gradient = device_new<floatX>(ni), *f = device_new<floatX>(ni);
-    gelu_forward(again, f, given, N, C, stream);
-    gelu_backward(gradient, dx, f, N, C, stream);
-    gelu_forward(apart, slopes_apart, x, N, OC, stream);
-    gelu_backward(dapart, dx, given, N, C, stream);
+    activation_forward(MLP_GELU, again, f, given, N, C, stream);
+    activation_backward(MLP_GELU, gradient, dx, f, N, C, stream);
+    activation_forward(MLP_GELU, apart, slopes_apart, x, N, OC, stream);
+    activation_backward(MLP_GELU, dapart, dx, given, N, C, stream);
     const float *h_apart = download(apart, no), *h_dapart = download(dapart, ni), *h_slopes = download(slopes_apart, no);
     for (int autotune = 0; autotune < 2; autotune++) {
         Matmul mm = open_matmul(0, autotune);
         cudaCheck(cudaMemcpyAsync(f, given, ni * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
-        matmul_backward_input(&mm, dinp, NULL, dout, weight, f, N, C, OC, 0, NULL, stream, 1);  // first: tuning must leave f alone
+        run(&mm, input_call(dinp, dout, weight, f, N, C, OC, EPILOGUE_GRADIENT_FROM_INPUT));  // first: tuning must leave f alone
         check_true(!memcmp(download(dinp, ni), download(again, ni), ni * sizeof(float)) && !memcmp(download(f, ni), download(gradient, ni), ni * sizeof(float)), "autotune %d: gelu from its input, backward, has the bits of three kernels", autotune);
-        matmul_forward(&mm, out, inp, weight, NULL, slopes, N, C, OC, stream);
-        matmul_backward_input(&mm, dinp, dout, weight, given, N, C, OC, stream);
+        run(&mm, forward_call(out, inp, weight, NULL, slopes, N, C, OC));
+        run(&mm, input_call(dinp, dout, weight, given, N, C, OC));
         check_true(!memcmp(download(out, no), h_apart, no * sizeof(float)), "autotune %d: out with gelu has the bits of two kernels", autotune);
         check_true(!memcmp(download(slopes, no), h_slopes, no * sizeof(float)), "autotune %d: slopes have the bits of two kernels", autotune);
         check_true(!memcmp(download(dinp, ni), h_dapart, ni * sizeof(float)), "autotune %d: dinp with gelu has the bits of two kernels", autotune);
-        matmul_forward(&mm, out, inp, weight, NULL, slopes, N, C, OC, stream, 1);
+        run(&mm, forward_call(out, inp, weight, NULL, slopes, N, C, OC, EPILOGUE_ACTIVATION_KEEPS_INPUT));
         check_true(!memcmp(download(out, no), h_apart, no * sizeof(float)) && !memcmp(download(slopes, no), download(x, no), no * sizeof(float)), "autotune %d: gelu that keeps its input has the bits of two kernels", autotune);
         matmul_report(&mm, stdout);
         matmul_close(&mm);
@@ -196,20 +197,24 @@ static void check_fusion_bits(const floatX *inp, const floatX *weight, const flo
 // Training's sizes, where candidates are timed, against the naive rung; and autotuning must not change a bit.
 static void check_large(int N, int C, int OC) {
     ladder_case("N=%d C=%d OC=%d", N, C, OC);
-    cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
     floatX *inp = device_normal<floatX>(ni, 1.0f), *weight = device_normal<floatX>(nw, 0.02f), *dout = device_normal<floatX>(no, 1.0f);
     floatX *out[3], *dinp[3], *dweight[3];
     float *naive = device_new<float>(no > ni ? no : ni);
-    for (int autotune = 0; autotune < 3; autotune++) {
-        Matmul mm = open_matmul(0, autotune);
-        matmul_forward(&mm, out[autotune] = device_new<floatX>(no), inp, weight, NULL, NULL, N, C, OC, stream);
-        matmul_backward_input(&mm, dinp[autotune] = device_new<floatX>(ni), dout, weight, NULL, N, C, OC, stream);
-        matmul_backward_weight(&mm, dweight[autotune] = device_new<floatX>(nw), dout, inp, N, C, OC, 0, stream);
+    for (int way = 0; way < 3; way++) {  // the first candidate, the tuned one, the fastest whatever its bits
+        Matmul mm = open_matmul(0, way == 1);
+        out[way] = device_new<floatX>(no);
+        dinp[way] = device_new<floatX>(ni);
+        dweight[way] = device_new<floatX>(nw);
+        for (const MatmulCall &c : {forward_call(out[way], inp, weight, NULL, NULL, N, C, OC),
+                                    input_call(dinp[way], dout, weight, NULL, N, C, OC), weight_call(dweight[way], dout, inp, N, C, OC)}) {
+            if (way == 2) choose_fastest(&mm, c, 0);
+            run(&mm, c);
+        }
         matmul_report(&mm, stdout);
         matmul_close(&mm);
     }
-    if (matmul_can_fuse(0, OC)) check_fusion_bits(inp, weight, dout, out[0], dinp[0], N, C, OC);
+    if (matmul_can_fuse(MLP_GELU, OC)) check_fusion_bits(inp, weight, dout, out[0], dinp[0], N, C, OC);
     floatX **results[] = {out, dinp, dweight};
     const size_t sizes[] = {no, ni, nw};
     const char *names[] = {"out", "dinp", "dweight"};
@@ -230,7 +235,6 @@ static void check_large(int N, int C, int OC) {
 // after part and rounded each time. In fp32 cuBLASLt may sum in another order for another number of rows, unless it is told of the whole (--tp).
 static void check_parts(int N, int rows, int C, int OC, int told) {
     ladder_case("N=%d C=%d OC=%d in parts of %d%s", N, C, OC, rows, told ? ", of which the plans know" : "");
-    cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
     floatX *inp = device_normal<floatX>(ni, 1.0f), *weight = device_normal<floatX>(nw, 0.02f), *dout = device_normal<floatX>(no, 1.0f);
     floatX *out[2], *dinp[2], *dweight[2];
@@ -241,9 +245,9 @@ static void check_parts(int N, int rows, int C, int OC, int told) {
         for (int n0 = 0, step = parts ? rows : N; n0 < N; n0 += step) {
             const int n = N - n0 < step ? N - n0 : step;
             const size_t i = (size_t)n0 * C, o = (size_t)n0 * OC;
-            matmul_forward(&mm, out[parts] + o, inp + i, weight, NULL, NULL, n, C, OC, stream);
-            matmul_backward_input(&mm, dinp[parts] + i, dout + o, weight, NULL, n, C, OC, stream);
-            matmul_backward_weight(&mm, dweight[parts], dout + o, inp + i, n, C, OC, n0 > 0, stream);
+            run(&mm, forward_call(out[parts] + o, inp + i, weight, NULL, NULL, n, C, OC));
+            run(&mm, input_call(dinp[parts] + i, dout + o, weight, NULL, n, C, OC));
+            run(&mm, weight_call(dweight[parts], dout + o, inp + i, n, C, OC, n0 > 0));
         }
     }
     matmul_close(&mm);
@@ -259,72 +263,90 @@ static void check_parts(int N, int rows, int C, int OC, int told) {
 
 // ---- the Hopper kernel: against the naive rung, against elementwise kernels in every bit, and against cuBLASLt
 
-enum Layout { TN, NN, NT };  // forward, backward_input, backward_weight
-static const char *layout_names[] = {"forward", "dinp", "dweight"}, *op_names[] = {"", " with gelu", " with gelu, keeping its input", " with slopes"};
+static const char *form_names[] = {"forward", "dinp", "dweight"};
+static const char *epilogue_names[] = {"", " rotated", " with gelu", " with gelu, keeping its input", " with slopes", " from gelu's input"};
 static const HopperVariant *own_matmuls;
 static int own_count;
-static int fits(const HopperVariant *v, Layout layout) { return v->mn_a == (layout == NT) && v->mn_b == (layout != TN); }
+// out (M,N) = a b, where a and b lie as this form has them.
+static MatmulProblem problem_of(MatmulForm form, int M, int N, int K, MatmulEpilogue epilogue = EPILOGUE_PLAIN, MlpKind kind = MLP_GELU) {
+    if (form == MATMUL_FORWARD) return {form, M, K, N, epilogue, kind};
+    return form == MATMUL_BACKWARD_INPUT ? MatmulProblem{form, M, N, K, epilogue, kind} : MatmulProblem{form, K, N, M, epilogue, kind};
+}
+static const HopperVariant *find_own(MatmulForm form, MatmulEpilogue epilogue, int cluster = 1) {
+    for (int v = 0; v < own_count; v++) {
+        const HopperVariant *own = &own_matmuls[v];
+        if (own->form == form && own->epilogue == epilogue && own->cluster == cluster && own->activation == MLP_GELU) return own;
+    }
+    require(0, "no variant of form %d with epilogue %d and clusters of %d\nadd it to matmul_hopper.cu", (int)form, (int)epilogue, cluster);
+    return NULL;
+}
+static void run_own(const HopperVariant *own, int M, int N, int K, bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b, const bf16 *bias, float *sums) {
+    const MatmulProblem q = problem_of(own->form, M, N, K, own->epilogue, own->activation);
+    const MatmulOperands x = {(floatX *)out, (const floatX *)a, (const floatX *)b, (const floatX *)bias, (floatX *)aux, sums, {}, 0};
+    own->run(&q, &x, ladder.gpu.compute);
+}
 
 // Every variant of the kernel that takes this layout.
-static void check_own(Layout layout, int M, int N, int K) {
+static void check_own(MatmulForm form, int M, int N, int K) {
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)M * N;
-    ladder_case("own %s M=%d N=%d K=%d", layout_names[layout], M, N, K);
+    ladder_case("own %s M=%d N=%d K=%d", form_names[form], M, N, K);
     bf16 *a = device_normal<bf16>((size_t)M * K, 1.0f), *b = device_normal<bf16>((size_t)N * K, 1.0f / sqrtf((float)K)), *bias = device_normal<bf16>((size_t)N, 1.0f);
     bf16 *given = device_normal<bf16>(n, 1.0f), *out = device_new<bf16>(n), *aux = device_new<bf16>(n), *plain = device_new<bf16>(n), *biased = device_new<bf16>(n), *expected = device_new<bf16>(n), *slopes = device_new<bf16>(n);
     float *naive = device_new<float>(n), *ref = host_new<float>(n), *applied = host_new<float>(n);
-    naive_matmul(naive, (const floatX *)a, (const floatX *)b, M, N, K, layout == NT ? 1 : K, layout == NT ? M : 1, layout == TN ? 1 : N, layout == TN ? K : 1);
+    naive_matmul(naive, (const floatX *)a, (const floatX *)b, M, N, K, form == MATMUL_BACKWARD_WEIGHT ? 1 : K, form == MATMUL_BACKWARD_WEIGHT ? M : 1,
+                 form == MATMUL_FORWARD ? 1 : N, form == MATMUL_FORWARD ? K : 1);
     const float *product = download(naive, n), *h_bias = download(bias, (size_t)N), *h_given = download(given, n);
-    float *sums = device_new<float>(ceil_div((size_t)M, BOX_ROWS) * (size_t)N);
+    float *sums = device_new<float>((size_t)matmul_sum_slices(M) * (size_t)N);
     floatX *dbias = device_new<floatX>((size_t)N);
     for (int v = 0; v < own_count; v++) {
         const HopperVariant &own = own_matmuls[v];
-        if (!fits(&own, layout) || own.op >= EPILOGUE_SWIGLU) continue;
+        if (own.form != form || own.activation != MLP_GELU || own.epilogue == EPILOGUE_ROPE || own.epilogue == EPILOGUE_GRADIENT_FROM_INPUT) continue;
         char text[96];
-        #define named(what) (snprintf(text, sizeof text, "%d columns, cluster %d%s: %s", own.columns, own.cluster, op_names[own.op], what), text)
-        const bool backward = own.op == EPILOGUE_DGELU;
-        auto run = [&] { own.run(out, backward ? given : aux, a, b, backward ? NULL : bias, backward ? sums : NULL, NULL, M, N, K, stream); };
+        #define named(what) (snprintf(text, sizeof text, "%d columns, cluster %d%s: %s", own.columns, own.cluster, epilogue_names[own.epilogue], what), text)
+        const bool backward = own.epilogue == EPILOGUE_GRADIENT;
+        auto run = [&] { run_own(&own, M, N, K, out, backward ? given : aux, a, b, backward ? NULL : bias, backward ? sums : NULL); };
         for (size_t i = 0; i < n; i++) applied[i] = ref[i] = product[i] + (backward ? 0 : h_bias[i % N]);
         poison(out, n);
         poison(aux, n);
         run();
-        if (own.op == EPILOGUE_GELU) {
+        if (own.epilogue == EPILOGUE_ACTIVATION) {
             check(named("slopes"), aux, gelu_slopes(ref, n), M, N, 1.6 * error_bound(n), 1e-2);
             gelu_forward_cpu(applied, ref, n);
-        } else if (own.op == EPILOGUE_GELU_INPUT) gelu_forward_cpu(applied, ref, n);
+        } else if (own.epilogue == EPILOGUE_ACTIVATION_KEEPS_INPUT) gelu_forward_cpu(applied, ref, n);
         else if (backward) multiply_cpu(applied, ref, h_given, n);
-        const int twice = own.op != EPILOGUE_PLAIN;  // rounded once more
+        const int twice = own.epilogue != EPILOGUE_PLAIN;  // rounded once more
         check(named("out"), out, applied, M, N, twice ? 1.6 * error_bound(n) : error_bound(n), twice ? 1e-2 : worst_bound());
         check_same_bits(named("bits"), {{out, n * sizeof(bf16)}}, run);
-        if (own.op == EPILOGUE_PLAIN) {
+        if (own.epilogue == EPILOGUE_PLAIN) {
             cudaCheck(cudaMemcpyAsync(biased, out, n * sizeof(bf16), cudaMemcpyDeviceToDevice, stream));
-            own.run(plain, NULL, a, b, NULL, NULL, NULL, M, N, K, stream);
+            run_own(&own, M, N, K, plain, NULL, a, b, NULL, NULL);
             check(named("no bias"), plain, product, M, N, error_bound(n), worst_bound());
             continue;
         }
         if (backward) {
             float *columns = host_new<float>((size_t)N);
-            bias_finish(dbias, sums, (int)ceil_div((size_t)M, BOX_ROWS), N, 0, stream);
+            bias_finish(dbias, sums, matmul_sum_slices(M), N, 0, stream);
             bias_backward_cpu(columns, applied, M, N);
             check(named("dbias"), dbias, columns, 1, (size_t)N, 1.8 * error_bound((size_t)N), 1.5e-2);
-            check_same_bits(named("partial sums"), {{sums, ceil_div((size_t)M, BOX_ROWS) * (size_t)N * sizeof(float)}}, run);
-            gelu_backward((floatX *)expected, (const floatX *)plain, (const floatX *)given, M, N, stream);
+            check_same_bits(named("partial sums"), {{sums, (size_t)matmul_sum_slices(M) * (size_t)N * sizeof(float)}}, run);
+            activation_backward(MLP_GELU, (floatX *)expected, (const floatX *)plain, (const floatX *)given, M, N, stream);
         } else {
-            gelu_forward((floatX *)expected, (floatX *)slopes, (const floatX *)biased, M, N, stream);
-            const int input = own.op == EPILOGUE_GELU_INPUT;
+            activation_forward(MLP_GELU, (floatX *)expected, (floatX *)slopes, (const floatX *)biased, M, N, stream);
+            const int input = own.epilogue == EPILOGUE_ACTIVATION_KEEPS_INPUT;
             check_true(memcmp(download(aux, n), download(input ? biased : slopes, n), n * sizeof(float)) == 0, "%s", named(input ? "input: every bit of the plain product" : "slopes: every bit as by a kernel of its own"));
         }
         const float *fused = download(out, n), *apart = download(expected, n);
         check_true(memcmp(fused, apart, n * sizeof(float)) == 0, "%s", named("every bit as by a kernel of its own"));
         if (!backward) continue;
         // From GELU's input: the same as with its slopes, and its output.
-        const size_t partial = ceil_div((size_t)M, BOX_ROWS) * (size_t)N;
-        gelu_forward((floatX *)expected, (floatX *)slopes, (const floatX *)given, M, N, stream);
-        own.run(out, slopes, a, b, NULL, sums, NULL, M, N, K, stream);
+        const size_t partial = (size_t)matmul_sum_slices(M) * (size_t)N;
+        activation_forward(MLP_GELU, (floatX *)expected, (floatX *)slopes, (const floatX *)given, M, N, stream);
+        run_own(&own, M, N, K, out, slopes, a, b, NULL, sums);
         const float *gradient = download(out, n), *columns = download(sums, partial);
         auto again = [&] {
             cudaCheck(cudaMemcpyAsync(slopes, given, n * sizeof(bf16), cudaMemcpyDeviceToDevice, stream));
-            own.again(out, slopes, a, b, NULL, sums, NULL, M, N, K, stream);
+            run_own(find_own(form, EPILOGUE_GRADIENT_FROM_INPUT, own.cluster), M, N, K, out, slopes, a, b, NULL, sums);
         };
         poison(out, n);
         again();
@@ -337,7 +359,7 @@ static void check_own(Layout layout, int M, int N, int K) {
 }
 // SwiGLU of width N in the matmul: against the naive rung and the CPU, and in every bit the plain kernel followed by activation.cuh.
 static void check_gated(int M, int N, int K) {
-    if (!matmul_can_fuse(1, N)) return;
+    if (!matmul_can_fuse(MLP_SWIGLU, N)) return;
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)M * N;
     const double error = (n < 1000 ? 2 : 1) * 3.5e-3;  // up to three roundings: 3.1e-3 of many, at worst 6.3e-3 in 4000 draws of 192
@@ -346,8 +368,9 @@ static void check_gated(int M, int N, int K) {
     floatX *slopes = device_new<floatX>(2 * n), *out = device_new<floatX>(n), *gate_up = device_new<floatX>(2 * n), *apart = device_new<floatX>(n), *d = device_new<floatX>(n);
     floatX *dgate_up = device_new<floatX>(2 * n), *dapart = device_new<floatX>(2 * n);
     float *naive = device_new<float>(2 * n), *ones = host_new<float>(n), *expected = host_new<float>(2 * n);
-    auto forward = [&] { matmul_swiglu_forward(out, slopes, inp, weight, M, K, N, stream); };
-    auto backward = [&] { matmul_swiglu_backward(dgate_up, inp, down, slopes, M, K, N, stream); };
+    Matmul mm = open_matmul(0, 1);
+    auto forward = [&] { run(&mm, forward_call(out, inp, weight, NULL, slopes, M, K, 2 * N, EPILOGUE_ACTIVATION, MLP_SWIGLU)); };
+    auto backward = [&] { run(&mm, input_call(dgate_up, inp, down, slopes, M, N, K, EPILOGUE_GRADIENT, MLP_SWIGLU)); };
     forward();
     naive_forward(naive, inp, weight, M, K, 2 * N);
     const float *both = download(naive, 2 * n);
@@ -362,23 +385,20 @@ static void check_gated(int M, int N, int K) {
     const float *dproduct = download(naive, n);
     for (size_t i = 0; i < 2 * n; i++) expected[i] = kept[i] * dproduct[i / (2 * (size_t)N) * (size_t)N + i % (size_t)N];
     check("dgate and dup", dgate_up, expected, M, 2 * (size_t)N, error, 1e-2);
-    const HopperVariant *plain[2] = {};  // the products apart
-    for (int v = 0; v < own_count; v++)
-        for (int layout = TN; layout <= NN; layout++)
-            if (fits(&own_matmuls[v], (Layout)layout) && own_matmuls[v].op == EPILOGUE_PLAIN) plain[layout] = &own_matmuls[v];
-    plain[TN]->run((bf16 *)gate_up, NULL, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, NULL, M, 2 * N, K, stream);
-    matmul_swiglu_forward(apart, (floatX *)dapart, inp, weight, M, K, N, stream, 1);
+    const HopperVariant *plain = find_own(MATMUL_FORWARD, EPILOGUE_PLAIN), *plain_input = find_own(MATMUL_BACKWARD_INPUT, EPILOGUE_PLAIN);
+    run_own(plain, M, 2 * N, K, (bf16 *)gate_up, NULL, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL);
+    run(&mm, forward_call(apart, inp, weight, NULL, dapart, M, K, 2 * N, EPILOGUE_ACTIVATION_KEEPS_INPUT, MLP_SWIGLU));
     check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "keeping gate and up: the same out");
     check_true(!memcmp(download(dapart, 2 * n), download(gate_up, 2 * n), 2 * n * sizeof(float)), "keeping gate and up: every bit of the plain product");
-    swiglu_forward(apart, gate_up, gate_up, M, N, stream);
+    activation_forward(MLP_SWIGLU, apart, gate_up, gate_up, M, N, stream);
     check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "out: every bit as by a kernel of its own");
     check_true(!memcmp(kept, download(gate_up, 2 * n), 2 * n * sizeof(float)), "slopes: every bit as by a kernel of its own");
-    plain[NN]->run((bf16 *)d, NULL, (const bf16 *)inp, (const bf16 *)down, NULL, NULL, NULL, M, N, K, stream);
-    swiglu_backward(dapart, d, slopes, M, N, stream);
+    run_own(plain_input, M, N, K, (bf16 *)d, NULL, (const bf16 *)inp, (const bf16 *)down, NULL, NULL);
+    activation_backward(MLP_SWIGLU, dapart, d, slopes, M, N, stream);
     check_true(!memcmp(download(dgate_up, 2 * n), download(dapart, 2 * n), 2 * n * sizeof(float)), "dgate and dup: every bit as by a kernel of its own");
     auto again = [&] {
-        plain[TN]->run((bf16 *)gate_up, NULL, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL, NULL, M, 2 * N, K, stream);
-        matmul_swiglu_backward(apart, inp, down, gate_up, M, K, N, stream, 1);
+        run_own(plain, M, 2 * N, K, (bf16 *)gate_up, NULL, (const bf16 *)inp, (const bf16 *)weight, NULL, NULL);
+        run(&mm, input_call(apart, inp, down, gate_up, M, N, K, EPILOGUE_GRADIENT_FROM_INPUT, MLP_SWIGLU));
     };
     poison(apart, n);
     again();
@@ -386,11 +406,12 @@ static void check_gated(int M, int N, int K) {
     check_true(!memcmp(download(apart, n), download(out, n), n * sizeof(float)), "and out, again: every bit as in forward");
     check_same_bits("bits from gate and up", {{apart, n * sizeof(floatX)}, {gate_up, 2 * n * sizeof(floatX)}}, again);
     check_same_bits("bits", {{out, n * sizeof(floatX)}, {slopes, 2 * n * sizeof(floatX)}, {dgate_up, 2 * n * sizeof(floatX)}}, [&] { forward(); backward(); });
+    matmul_close(&mm);
 }
 static void check_all_own(int M, int N, int K) {
-    check_own(TN, M, N, K);
-    check_own(NN, M, N, K);
-    if (M % 8 == 0) check_own(NT, M, N, K);
+    check_own(MATMUL_FORWARD, M, N, K);
+    check_own(MATMUL_BACKWARD_INPUT, M, N, K);
+    if (M % 8 == 0) check_own(MATMUL_BACKWARD_WEIGHT, M, N, K);
 }
 
 // How many elements differ, and the largest |x - y| / (|x| + |y| + 0.1).
@@ -417,57 +438,59 @@ static void compare(const char *what, const bf16 *x, const bf16 *y, size_t n, do
     check_true(worst <= worst_bound, "%s: %llu of %zu elements differ from cuBLASLt's, by %.2e at most (bound %.1e)", what, host.count, n, (double)worst, worst_bound);
 }
 // cuBLASLt and every fitting variant in turns, so that all see the same clocks and the same temperature.
-static void bench_own(Layout layout, HopperEpilogue op, int M, int N, int K) try {
+static void bench_own(MatmulForm form, MatmulEpilogue epilogue, int M, int N, int K) try {
     enum { TURNS = 3, MOST = 8 };
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)M * N;
     ladder_case("%d x %d x %d", M, N, K);
-    bf16 *a = device_normal<bf16>((size_t)M * K, 1.0f), *b = device_normal<bf16>((size_t)N * K, 0.02f), *bias = layout == TN ? device_normal<bf16>((size_t)N, 0.02f) : NULL;
+    bf16 *a = device_normal<bf16>((size_t)M * K, 1.0f), *b = device_normal<bf16>((size_t)N * K, 0.02f), *bias = form == MATMUL_FORWARD ? device_normal<bf16>((size_t)N, 0.02f) : NULL;
     bf16 *out = device_new<bf16>(n), *aux = device_normal<bf16>(n, 1.0f), *theirs = device_new<bf16>(n);
     char *scratch = device_new<char>(bias_backward_scratch_bytes(N));
     floatX *dbias = device_new<floatX>((size_t)N);
-    float *sums = device_new<float>(ceil_div((size_t)M, BOX_ROWS) * (size_t)N);
-    Matmul mm = open_matmul(1, 3);  // cuBLASLt alone
+    float *sums = device_new<float>((size_t)matmul_sum_slices(M) * (size_t)N);
+    Matmul mm = open_matmul(1, 0);
+    const bool gradient = epilogue == EPILOGUE_GRADIENT;
+    const MatmulCall plain = {problem_of(form, M, N, K), {(floatX *)theirs, (floatX *)a, (floatX *)b, (floatX *)bias, NULL, NULL, {}, 0}};
+    choose_fastest(&mm, plain, 1);
     auto vendor = [&] {
         floatX *to = (floatX *)theirs, *slopes = (floatX *)aux;
-        if (layout == TN) matmul_forward(&mm, to, (floatX *)a, (floatX *)b, (floatX *)bias, NULL, M, K, N, stream);
-        else if (layout == NN) matmul_backward_input(&mm, to, (floatX *)a, (floatX *)b, NULL, M, N, K, stream);
-        else matmul_backward_weight(&mm, to, (floatX *)a, (floatX *)b, K, N, M, 0, stream);
-        if (op == EPILOGUE_GELU) gelu_forward(to, slopes, to, M, N, stream);
-        if (op != EPILOGUE_DGELU) return;
-        gelu_backward(to, to, slopes, M, N, stream);
+        run(&mm, plain);
+        if (epilogue == EPILOGUE_ACTIVATION) activation_forward(MLP_GELU, to, slopes, to, M, N, stream);
+        if (!gradient) return;
+        activation_backward(MLP_GELU, to, to, slopes, M, N, stream);
         bias_backward(dbias, to, M, N, 0, scratch, stream);
     };
     auto ours = [&](const HopperVariant *v) {  // both with the bias gradient, where there is one
-        v->run(out, aux, a, b, bias, op == EPILOGUE_DGELU ? sums : NULL, NULL, M, N, K, stream);
-        if (op == EPILOGUE_DGELU) bias_finish(dbias, sums, (int)ceil_div((size_t)M, BOX_ROWS), N, 0, stream);
+        run_own(v, M, N, K, out, aux, a, b, bias, gradient ? sums : NULL);
+        if (gradient) bias_finish(dbias, sums, matmul_sum_slices(M), N, 0, stream);
     };
     const HopperVariant *own[MOST];
     int count = 0;
     for (int v = 0; v < own_count; v++)
-        if (fits(&own_matmuls[v], layout) && own_matmuls[v].op == op && count < MOST) own[count++] = &own_matmuls[v];
+        if (own_matmuls[v].form == form && own_matmuls[v].epilogue == epilogue && own_matmuls[v].activation == MLP_GELU && count < MOST)
+            own[count++] = &own_matmuls[v];
     const double flops = 2.0 * M * N * K;
     double us[MOST + 1] = {};
     for (int turn = 0; turn < TURNS; turn++) {
         us[MOST] += time_us(vendor, 7) / TURNS;
         for (int i = 0; i < count; i++) us[i] += time_us([&] { ours(own[i]); }, 7) / TURNS;
     }
-    printf("pair matmul %s: %s%s: cuBLASLt %.1f us %.0f TFLOP/s", ladder.title, layout_names[layout], op == EPILOGUE_DGELU ? " with slopes and dbias" : op_names[op], us[MOST], flops / us[MOST] * 1e-6);
+    printf("pair matmul %s: %s%s: cuBLASLt %.1f us %.0f TFLOP/s", ladder.title, form_names[form], gradient ? " with slopes and dbias" : epilogue_names[epilogue], us[MOST], flops / us[MOST] * 1e-6);
     for (int i = 0; i < count; i++) printf(" | own %d/%d %.1f us %.0f TFLOP/s x%.3f", own[i]->columns, own[i]->cluster, us[i], flops / us[i] * 1e-6, us[MOST] / us[i]);
     printf("\n");
     enum { GROUPS = 5 };
-    const int groups[GROUPS] = {1024, 2048, 4096, 8192, 16384}, usual = hopper_group_rows;
+    const int groups[GROUPS] = {1024, 2048, 4096, 8192, 16384}, usual = matmul_group_rows;
     if (N >= 2048) {
         double grouped[MOST][GROUPS] = {};
         for (int turn = 0; turn < TURNS; turn++)
             for (int i = 0; i < count; i++)
                 for (int g = 0; g < GROUPS; g++) {
-                    hopper_group_rows = groups[g];
+                    matmul_group_rows = groups[g];
                     grouped[i][g] += time_us([&] { ours(own[i]); }, 5) / TURNS;
                 }
-        hopper_group_rows = usual;
+        matmul_group_rows = usual;
         for (int i = 0; i < count; i++) {
-            printf("group matmul %s: %s%s: own %d/%d:", ladder.title, layout_names[layout], op_names[op], own[i]->columns, own[i]->cluster);
+            printf("group matmul %s: %s%s: own %d/%d:", ladder.title, form_names[form], epilogue_names[epilogue], own[i]->columns, own[i]->cluster);
             for (int g = 0; g < GROUPS; g++) printf("  %d rows %.1f us", groups[g], grouped[i][g]);
             printf("\n");
         }
@@ -476,7 +499,7 @@ static void bench_own(Layout layout, HopperEpilogue op, int M, int N, int K) try
         poison(out, n);
         ours(own[i]);
         vendor();
-        compare(layout_names[layout], out, theirs, n, op == EPILOGUE_PLAIN ? 5e-3 : 2e-2);
+        compare(form_names[form], out, theirs, n, epilogue == EPILOGUE_PLAIN ? 5e-3 : 2e-2);
     }
     matmul_close(&mm);
 } catch (const NoRoom &no) { ladder_skip(no); }
@@ -487,7 +510,7 @@ static void bench_own(Layout layout, HopperEpilogue op, int M, int N, int K) try
 
 int main(int argc, char **argv) {
     ladder_open("matmul", argc, argv);
-    own_matmuls = hopper_variants<sizeof(floatX) == 2>(&own_count);
+    own_matmuls = hopper_variants(&own_count);
     cudaCheck(cudaMalloc(&workspace, MATMUL_WORKSPACE_BYTES));
     if (ladder.check) {
         if (own_count) {
@@ -524,28 +547,28 @@ int main(int argc, char **argv) {
     if (ladder.bench) bench_models();
     if (ladder.variants) {
         if (own_count) {
-            bench_own(TN, EPILOGUE_PLAIN, 65536, 50304, 768);
-            bench_own(TN, EPILOGUE_GELU, 65536, 3072, 768);
-            bench_own(NN, EPILOGUE_DGELU, 65536, 3072, 768);
-            bench_own(TN, EPILOGUE_PLAIN, 65536, 3072, 768);
-            bench_own(TN, EPILOGUE_PLAIN, 65536, 2304, 768);
-            bench_own(TN, EPILOGUE_PLAIN, 65536, 768, 768);
-            bench_own(TN, EPILOGUE_PLAIN, 65536, 768, 3072);
-            bench_own(NN, EPILOGUE_PLAIN, 65536, 768, 768);
-            bench_own(NN, EPILOGUE_PLAIN, 65536, 768, 2304);
-            bench_own(NN, EPILOGUE_PLAIN, 65536, 768, 3072);
-            bench_own(NN, EPILOGUE_PLAIN, 65536, 768, 50304);
-            bench_own(NT, EPILOGUE_PLAIN, 50304, 768, 65536);
-            bench_own(NT, EPILOGUE_PLAIN, 3072, 768, 65536);
-            bench_own(NT, EPILOGUE_PLAIN, 6400, 1600, 16384);
-            bench_own(TN, EPILOGUE_PLAIN, 16384, 50304, 1600);
-            bench_own(TN, EPILOGUE_PLAIN, 16384, 4800, 1600);
-            bench_own(TN, EPILOGUE_PLAIN, 16384, 1600, 1600);
-            bench_own(TN, EPILOGUE_GELU, 16384, 6400, 1600);
-            bench_own(TN, EPILOGUE_PLAIN, 16384, 1600, 6400);
-            bench_own(NN, EPILOGUE_DGELU, 16384, 6400, 1600);
-            bench_own(NN, EPILOGUE_PLAIN, 16384, 1600, 6400);
-            bench_own(TN, EPILOGUE_PLAIN, 8192, 28672, 4096);
+            bench_own(MATMUL_FORWARD, EPILOGUE_PLAIN, 65536, 50304, 768);
+            bench_own(MATMUL_FORWARD, EPILOGUE_ACTIVATION, 65536, 3072, 768);
+            bench_own(MATMUL_BACKWARD_INPUT, EPILOGUE_GRADIENT, 65536, 3072, 768);
+            bench_own(MATMUL_FORWARD, EPILOGUE_PLAIN, 65536, 3072, 768);
+            bench_own(MATMUL_FORWARD, EPILOGUE_PLAIN, 65536, 2304, 768);
+            bench_own(MATMUL_FORWARD, EPILOGUE_PLAIN, 65536, 768, 768);
+            bench_own(MATMUL_FORWARD, EPILOGUE_PLAIN, 65536, 768, 3072);
+            bench_own(MATMUL_BACKWARD_INPUT, EPILOGUE_PLAIN, 65536, 768, 768);
+            bench_own(MATMUL_BACKWARD_INPUT, EPILOGUE_PLAIN, 65536, 768, 2304);
+            bench_own(MATMUL_BACKWARD_INPUT, EPILOGUE_PLAIN, 65536, 768, 3072);
+            bench_own(MATMUL_BACKWARD_INPUT, EPILOGUE_PLAIN, 65536, 768, 50304);
+            bench_own(MATMUL_BACKWARD_WEIGHT, EPILOGUE_PLAIN, 50304, 768, 65536);
+            bench_own(MATMUL_BACKWARD_WEIGHT, EPILOGUE_PLAIN, 3072, 768, 65536);
+            bench_own(MATMUL_BACKWARD_WEIGHT, EPILOGUE_PLAIN, 6400, 1600, 16384);
+            bench_own(MATMUL_FORWARD, EPILOGUE_PLAIN, 16384, 50304, 1600);
+            bench_own(MATMUL_FORWARD, EPILOGUE_PLAIN, 16384, 4800, 1600);
+            bench_own(MATMUL_FORWARD, EPILOGUE_PLAIN, 16384, 1600, 1600);
+            bench_own(MATMUL_FORWARD, EPILOGUE_ACTIVATION, 16384, 6400, 1600);
+            bench_own(MATMUL_FORWARD, EPILOGUE_PLAIN, 16384, 1600, 6400);
+            bench_own(MATMUL_BACKWARD_INPUT, EPILOGUE_GRADIENT, 16384, 6400, 1600);
+            bench_own(MATMUL_BACKWARD_INPUT, EPILOGUE_PLAIN, 16384, 1600, 6400);
+            bench_own(MATMUL_FORWARD, EPILOGUE_PLAIN, 8192, 28672, 4096);
         }
         for (int i = 0; i < 2; i++) {
             const int N = i ? 16384 : 65536, C = i ? 1600 : 768;

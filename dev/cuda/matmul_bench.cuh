@@ -11,36 +11,42 @@ static void bench_layer(const char *model, const char *layer, int N, int C, int 
     floatX *inp = device_normal<floatX>(ni, 1.0f), *weight = device_normal<floatX>(nw, 0.02f), *bias = with_bias ? device_normal<floatX>((size_t)OC, 0.02f) : NULL;
     floatX *dout = device_normal<floatX>(no, 1.0f), *out = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dweight = device_new<floatX>(nw), *below = device_new<floatX>((size_t)C);
     char *scratch = device_new<char>(bias_backward_scratch_bytes(C > OC ? C : OC));
-    Matmul mm[2] = {open_matmul(1, 1), open_matmul(1, 4)};
-    auto beside = [&](const char *what, const char *vendor, auto run) { bench_beside(what, 0, 2.0 * N * C * OC, [&] { run(&mm[0]); }, vendor, [&] { run(&mm[1]); }); };
-    beside("forward", "cuBLASLt", [&](Matmul *m) { matmul_forward(m, out, inp, weight, bias, NULL, N, C, OC, stream); });
-    beside("dX", "cuBLASLt", [&](Matmul *m) { matmul_backward_input(m, dinp, dout, weight, NULL, N, C, OC, stream); });
-    beside("dW", "cuBLASLt", [&](Matmul *m) { matmul_backward_weight(m, dweight, dout, inp, N, C, OC, 0, stream); });
+    float *sums = device_new<float>((size_t)matmul_sum_slices(N) * (size_t)C);
+    Matmul mm[2] = {open_matmul(1, 1), open_matmul(1, 0)};
+    const MatmulCall forward = forward_call(out, inp, weight, bias, NULL, N, C, OC), input = input_call(dinp, dout, weight, NULL, N, C, OC);
+    const MatmulCall weights = weight_call(dweight, dout, inp, N, C, OC);
+    for (const MatmulCall &c : {forward, input, weights}) choose_fastest(&mm[1], c, 1);
+    auto beside = [&](const char *what, const char *vendor, auto ours, auto theirs) { bench_beside(what, 0, 2.0 * N * C * OC, ours, vendor, theirs); };
+    auto both = [&](const char *what, const MatmulCall &c) { beside(what, "cuBLASLt", [&] { run(&mm[0], c); }, [&] { run(&mm[1], c); }); };
+    both("forward", forward);
+    both("dX", input);
+    both("dW", weights);
     if (with_bias) bench("dbias", (double)no * sizeof(floatX), 0, [&] { bias_backward(bias, dout, N, OC, 0, scratch, stream); });
-    if (gelu_before && matmul_can_fuse(0, C))  // here inp stands for the slopes
-        beside("dX with gelu and dbias", "cuBLASLt, gelu and dbias apart", [&](Matmul *m) {
-            if (m == mm) { matmul_backward_input(m, dinp, below, dout, weight, inp, N, C, OC, 0, scratch, stream); return; }
-            matmul_backward_input(m, dinp, dout, weight, NULL, N, C, OC, stream);
-            gelu_backward(dinp, dinp, inp, N, C, stream);
+    if (gelu_before && matmul_can_fuse(MLP_GELU, C))  // here inp stands for the slopes
+        beside("dX with gelu and dbias", "cuBLASLt, gelu and dbias apart",
+               [&] { run_with_bias(&mm[0], input_call(dinp, dout, weight, inp, N, C, OC), below, sums, 0, scratch); }, [&] {
+            run(&mm[1], input);
+            activation_backward(MLP_GELU, dinp, dinp, inp, N, C, stream);
             bias_backward(below, dinp, N, C, 0, scratch, stream);
         });
-    if (gelu_after && matmul_can_fuse(0, OC))
-        beside("forward with gelu", "cuBLASLt, gelu apart", [&](Matmul *m) {
-            matmul_forward(m, out, inp, weight, bias, m == mm ? dout : NULL, N, C, OC, stream);
-            if (m != mm) gelu_forward(out, dout, out, N, OC, stream);
+    if (gelu_after && matmul_can_fuse(MLP_GELU, OC))
+        beside("forward with gelu", "cuBLASLt, gelu apart", [&] { run(&mm[0], forward_call(out, inp, weight, bias, dout, N, C, OC)); }, [&] {
+            run(&mm[1], forward);
+            activation_forward(MLP_GELU, out, dout, out, N, OC, stream);
         });
-    if (swiglu_after && matmul_can_fuse(1, OC / 2))
-        beside("forward with swiglu", "cuBLASLt, swiglu apart", [&](Matmul *m) {
-            if (m == mm) { matmul_swiglu_forward(dout, out, inp, weight, N, C, OC / 2, stream); return; }
-            matmul_forward(m, out, inp, weight, NULL, NULL, N, C, OC, stream);
-            swiglu_forward(dout, out, out, N, OC / 2, stream);
+    if (swiglu_after && matmul_can_fuse(MLP_SWIGLU, OC / 2)) {
+        const MatmulCall fused = forward_call(dout, inp, weight, NULL, out, N, C, OC, EPILOGUE_ACTIVATION, MLP_SWIGLU);
+        beside("forward with swiglu", "cuBLASLt, swiglu apart", [&] { run(&mm[0], fused); }, [&] {
+            run(&mm[1], forward);
+            activation_forward(MLP_SWIGLU, dout, out, out, N, OC / 2, stream);
         });
-    if (swiglu_before && matmul_can_fuse(1, C)) {
+    }
+    if (swiglu_before && matmul_can_fuse(MLP_SWIGLU, C)) {
         floatX *slopes = device_normal<floatX>(2 * ni, 1.0f), *dgate_up = device_new<floatX>(2 * ni);
-        beside("dX with swiglu", "cuBLASLt, swiglu apart", [&](Matmul *m) {
-            if (m == mm) { matmul_swiglu_backward(dgate_up, dout, weight, slopes, N, OC, C, stream); return; }
-            matmul_backward_input(m, dinp, dout, weight, NULL, N, C, OC, stream);
-            swiglu_backward(dgate_up, dinp, slopes, N, C, stream);
+        const MatmulCall fused = input_call(dgate_up, dout, weight, slopes, N, C, OC, EPILOGUE_GRADIENT, MLP_SWIGLU);
+        beside("dX with swiglu", "cuBLASLt, swiglu apart", [&] { run(&mm[0], fused); }, [&] {
+            run(&mm[1], input);
+            activation_backward(MLP_SWIGLU, dgate_up, dinp, slopes, N, C, stream);
         });
     }
     for (int i = 0; i < 2; i++) matmul_close(&mm[i]);
@@ -65,21 +71,23 @@ static void bench_models(void) {
 // Each direction with cuBLASLt's first choice, the tuned one, and the fastest whatever its bits.
 static void bench_plans(int N, int C, int OC) try {
     ladder_case("N=%d C=%d OC=%d", N, C, OC);
-    cudaStream_t stream = ladder.gpu.compute;
     const size_t ni = (size_t)N * C, nw = (size_t)OC * C, no = (size_t)N * OC;
     floatX *inp = device_normal<floatX>(ni, 1.0f), *weight = device_normal<floatX>(nw, 0.02f), *bias = device_normal<floatX>((size_t)OC, 0.02f);
     floatX *dout = device_normal<floatX>(no, 1.0f), *out = device_new<floatX>(no), *dinp = device_new<floatX>(ni), *dweight = device_new<floatX>(nw);
     const double flops = 2.0 * N * C * OC;
-    Matmul mm[3] = {open_matmul(1, 0), open_matmul(1, 1), open_matmul(1, 2)};
+    Matmul mm[3] = {open_matmul(1, 0), open_matmul(1, 1), open_matmul(1, 0)};
     const char *names[3] = {"first", "tuned", "fastest"};
+    const struct { const char *name; MatmulCall call; } calls[] = {
+        {"forward", forward_call(out, inp, weight, bias, NULL, N, C, OC)}, {"dX", input_call(dinp, dout, weight, NULL, N, C, OC)},
+        {"dW", weight_call(dweight, dout, inp, N, C, OC)}};
     char text[64];
     #define named(what) (snprintf(text, sizeof text, "%s, %s", what, names[i]), text)
-    for (int i = 0; i < 3; i++) {
-        bench(named("forward"), 0, flops, [&] { matmul_forward(&mm[i], out, inp, weight, bias, NULL, N, C, OC, stream); });
-        bench(named("dX"), 0, flops, [&] { matmul_backward_input(&mm[i], dinp, dout, weight, NULL, N, C, OC, stream); });
-        bench(named("dW"), 0, flops, [&] { matmul_backward_weight(&mm[i], dweight, dout, inp, N, C, OC, 0, stream); });
-    }
-    bench("dW +=", 0, flops, [&] { matmul_backward_weight(&mm[1], dweight, dout, inp, N, C, OC, 1, stream); });
+    for (int i = 0; i < 3; i++)
+        for (const auto &c : calls) {
+            if (i == 2) choose_fastest(&mm[i], c.call, 0);
+            bench(named(c.name), 0, flops, [&] { run(&mm[i], c.call); });
+        }
+    bench("dW +=", 0, flops, [&] { run(&mm[1], weight_call(dweight, dout, inp, N, C, OC, 1)); });
     #undef named
     for (int i = 1; i < 3; i++) matmul_report(&mm[i], stdout);
     for (int i = 0; i < 3; i++) matmul_close(&mm[i]);

@@ -6,6 +6,15 @@
 #include "llmc/model/hints.cuh"
 #include "dev/test/check.h"
 
+// matmul_hopper.cu's table is not linked: here every activation can be part of a matmul.
+const HopperVariant *hopper_variants(int *count) {
+    static const HopperVariant variants[] = {{MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_GELU, 256, 1, NULL},
+                                             {MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_SWIGLU, 256, 1, NULL},
+                                             {MATMUL_FORWARD, EPILOGUE_ROPE, MLP_GELU, 256, 1, NULL}};
+    *count = sizeof variants / sizeof *variants;
+    return variants;
+}
+
 typedef struct { const char *name; size_t begin, end; } Part;  // bytes
 static Config config;
 static Mesh mesh;
