@@ -1,11 +1,11 @@
 // Ladder for llmc/rope.cuh: rotary embedding in place on packed q, k, v rows, and inside the product that makes them.
-//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32] dev/cuda/rope.cu -o build/rope -lcublasLt -lcublas
+//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32] dev/cuda/rope.cu llmc/matmul_hopper.cu -o build/rope -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/matmul.cuh"
 #include "../../llmc/rope.cuh"
 #include "../../llmc/rope_table.h"
 #include "common.cuh"
+#include "matmul_calls.cuh"
 
 static float *host_table(int T, int HD) {
     Config c;
@@ -53,17 +53,17 @@ static void check_product(int B, int T, int NH, int NKV, int HD, int C, int with
     for (int autotune = 0; autotune < 2; autotune++) {
         Matmul mm;
         matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, autotune);
-        matmul_forward(&mm, apart, inp, weight, bias, NULL, N, C, OC, stream);
+        run(&mm, forward_call(apart, inp, weight, bias, NULL, N, C, OC));
         rope_forward(apart, cos_sin, B, T, NH, NKV, HD, stream);
-        auto product = [&] { matmul_forward_rope(&mm, out, inp, weight, bias, cos_sin, B * T, 0, T, NH, NKV, HD, C, stream); };
+        auto product = [&] { run(&mm, rope_call(out, inp, weight, bias, cos_sin, B * T, 0, T, NH, NKV, HD, C)); };
         poison(out, n);
         product();
         check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "autotune %d: every bit as by two kernels", autotune);
         check_same_bits("bits", {{out, n * sizeof(floatX)}}, product);
         const int cut = (N + 2) / 3;  // rows that do not begin a sequence
         poison(out, n);
-        matmul_forward_rope(&mm, out, inp, weight, bias, cos_sin, cut, 0, T, NH, NKV, HD, C, stream);
-        if (cut < N) matmul_forward_rope(&mm, out + (size_t)cut * OC, inp + (size_t)cut * C, weight, bias, cos_sin, N - cut, cut, T, NH, NKV, HD, C, stream);
+        run(&mm, rope_call(out, inp, weight, bias, cos_sin, cut, 0, T, NH, NKV, HD, C));
+        if (cut < N) run(&mm, rope_call(out + (size_t)cut * OC, inp + (size_t)cut * C, weight, bias, cos_sin, N - cut, cut, T, NH, NKV, HD, C));
         check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "autotune %d: every bit in two parts", autotune);
         matmul_close(&mm);
     }
@@ -78,8 +78,8 @@ static void bench_product(int B, int T, int NH, int NKV, int HD, int C, const ch
     float *cos_sin = upload<float>(host_table(T, HD), (size_t)T * HD);
     Matmul mm;
     matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, 1);
-    auto apart = [&] { matmul_forward(&mm, out, inp, weight, NULL, NULL, N, C, OC, stream); rope_forward(out, cos_sin, B, T, NH, NKV, HD, stream); };
-    auto product = [&] { matmul_forward_rope(&mm, out, inp, weight, NULL, cos_sin, B * T, 0, T, NH, NKV, HD, C, stream); };
+    auto apart = [&] { run(&mm, forward_call(out, inp, weight, NULL, NULL, N, C, OC)); rope_forward(out, cos_sin, B, T, NH, NKV, HD, stream); };
+    auto product = [&] { run(&mm, rope_call(out, inp, weight, NULL, cos_sin, B * T, 0, T, NH, NKV, HD, C)); };
     apart();
     product();
     bench("q, k, v product, then forward", 0, 2.0 * N * OC * C, apart);

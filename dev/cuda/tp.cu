@@ -7,6 +7,7 @@
 //   mpirun -np W tp --expire             rank 1 does not push: the job must end with a message that names it
 // What carries rows by NCCL is not tested here: test_gpt2.cu --tp does that. Build: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
+#include "matmul_calls.cuh"
 #include "../../llmc/matmul.cuh"
 #include "../../llmc/tp.cuh"
 #include "../../llmc/tp_overlap.cuh"
@@ -322,23 +323,23 @@ static void bench_ranks(int N, int C, int F, int heads, int kv_heads, int HD) {
     for (const auto &g : gathers) {
         rows_again();
         bench_exchange(g.name, a, (size_t)N * g.width, [&](Exchange how) {
-            gathered(how, N, C, [&](const floatX *h, int n0, int count) { matmul_forward(mm, a + (size_t)n0 * g.width, h, w, NULL, NULL, count, C, g.width, s); });
+            gathered(how, N, C, [&](const floatX *h, int n0, int count) { run(mm, forward_call(a + (size_t)n0 * g.width, h, w, NULL, NULL, count, C, g.width)); });
         });
     }
     rows_again();
     bench_exchange("rows gathered, then backward of down", a, (size_t)N * FW, [&](Exchange how) {
-        gathered(how, N, C, [&](const floatX *d, int n0, int count) { matmul_backward_input(mm, a + (size_t)n0 * FW, d, w, NULL, count, FW, C, s); });
+        gathered(how, N, C, [&](const floatX *d, int n0, int count) { run(mm, input_call(a + (size_t)n0 * FW, d, w, NULL, count, FW, C)); });
     });
     const floatX *mine = (const floatX *)group.mine + (size_t)rank * (N / world) * C;
     const size_t own = (size_t)(N / world) * C;
     const struct { const char *name; int width; } scatters[] = {{"projection, then parts scattered", Q}, {"down, then parts scattered", FW}};
     for (const auto &x : scatters)
         bench_exchange(x.name, mine, own, [&](Exchange how) {
-            scattered(how, N, C, [&](int n0, int count) { matmul_forward(mm, (floatX *)group.mine + (size_t)n0 * C, a + (size_t)n0 * x.width, w, NULL, NULL, count, x.width, C, s); }, [] {});
+            scattered(how, N, C, [&](int n0, int count) { run(mm, forward_call((floatX *)group.mine + (size_t)n0 * C, a + (size_t)n0 * x.width, w, NULL, NULL, count, x.width, C)); }, [] {});
         });
     bench_exchange("backward of gate, up, then parts scattered", mine, own, [&](Exchange how) {
-        scattered(how, N, C, [&](int n0, int count) { matmul_backward_input(mm, (floatX *)group.mine + (size_t)n0 * C, a + (size_t)n0 * 2 * FW, w, NULL, count, C, 2 * FW, s); },
-                  [&] { matmul_backward_weight(mm, dw, a, first, N, C, 2 * FW, 0, s); });
+        scattered(how, N, C, [&](int n0, int count) { run(mm, input_call((floatX *)group.mine + (size_t)n0 * C, a + (size_t)n0 * 2 * FW, w, NULL, count, C, 2 * FW)); },
+                  [&] { run(mm, weight_call(dw, a, first, N, C, 2 * FW, 0)); });
     });
     matmul_close(mm);
     group_close();
