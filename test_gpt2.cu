@@ -36,7 +36,7 @@ static void test_one_step(const char *folder, const Options *o, const char *name
 // Whether --gelu-fusion 2 works for this model, build and GPU.
 static int can_fuse(const char *folder) {
     const Config c = config_from_json(folder);
-    return matmul_can_fuse(c.mlp == MLP_SWIGLU, c.ffn_dim);
+    return matmul_can_fuse(c.mlp, c.ffn_dim);
 }
 // Error of all gradients of the debug batch against PyTorch's, in micro-steps of batch_size sequences.
 static double gradient_error(const char *folder, const Options *base, int batch_size, const char *grad_dtype) {
@@ -280,7 +280,7 @@ static void test_tp_options(const char *model, const Mesh *mesh, const TpBounds 
     const TpRun through = train_steps(&c, &far, mesh, NULL, bound, model);
     const int exact = mesh->dp.world <= 2;  // data-parallel sums of more ranks are NCCL's in another order
     check(exact ? same_run(&plain, &through) : near_run(&plain, &through, bound), "%d x %d, %s: --p2p 0: %s (loss %.6f and %.6f)", mesh->dp.world, mesh->tp.world, model, exact ? "the same bits" : "near enough", through.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
-    if (matmul_can_fuse(c.mlp == MLP_SWIGLU, local.ffn_dim)) {
+    if (matmul_can_fuse(c.mlp, local.ffn_dim)) {
         const TpRun run = train_steps(&c, &fused, mesh, NULL, bound, model), again = train_steps(&c, &fused, mesh, NULL, bound, model);
         const int same = c.mlp == MLP_SWIGLU ? same_run(&plain, &run) : near_run(&plain, &run, bound);
         check(same && same_run(&run, &again), "%d x %d, %s: --gelu-fusion 2: %s (loss %.6f and %.6f), and again", mesh->dp.world, mesh->tp.world, model, c.mlp == MLP_SWIGLU ? "the same bits" : "near enough", run.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
@@ -293,7 +293,7 @@ static void test_tp_options(const char *model, const Mesh *mesh, const TpBounds 
 static void test_tp_overlap(const char *model, const Mesh *mesh, const Options *base) {
     Config c;
     config_parse(model, &c);
-    const int L = c.num_layers, gated = c.mlp == MLP_SWIGLU, can = matmul_can_fuse(gated, tp_config(&c, &mesh->tp).ffn_dim);
+    const int L = c.num_layers, gated = c.mlp == MLP_SWIGLU, can = matmul_can_fuse(c.mlp, tp_config(&c, &mesh->tp).ffn_dim);
     Options o = *base;
     o.seq_len = TP_T; o.batch_size = TP_B;
     const struct { int zero, recompute, fusion, often; } ways[] = {{0, 0, 0, 1}, {1, 0, 2, 0}, {1, 1, 0, 0}, {0, 2, 2, 0}, {1, 3, 0, 1}, {0, 3, 2, 0}};

@@ -59,7 +59,7 @@ typedef struct { const floatX *x, *branch; } Residual;
 // ---- units: weights are there between get and release; gradients are added up and go to other ranks when they are released
 
 static floatX *param_pointer(floatX *buffer, const ParamTable *t, int unit, Role role) {
-    const size_t at = param_at(t, unit, role);
+    const size_t at = role == NUM_ROLES ? NO_PARAM : param_at(t, unit, role);  // NUM_ROLES: there is none
     return at == NO_PARAM || !buffer ? NULL : buffer + at;
 }
 static floatX *unit_get(Model *m, int unit) {
@@ -93,13 +93,14 @@ static Block block_get(Model *m, const Pass *p, int l) {
     const int u = l + 1;
     floatX *w = unit_get(m, u);
     const ColumnSums stream = {m->b.stream_sums, 1}, none = {NULL, 0};
-    const ColumnSums gelu = {m->b.column_sums, plan->fcproj.gradient_fused ? (int)ceil_div((size_t)p->N, BOX_ROWS) : 0};
+    const int fc_sums = m->config.linear_bias && plan->fcproj.gradient != EPILOGUE_PLAIN;  // the gradient's product leaves them
+    const ColumnSums activation = {m->b.column_sums, fc_sums ? matmul_sum_slices(p->N) : 0};
     Block b;
     b.norm1 = norm_of(m, w, u, ROLE_LN1W, ROLE_LN1B, a->mean1, a->rstd1, block_input(m, l));
     b.norm2 = norm_of(m, w, u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
     b.qkv = linear_of(m, w, &plan->qkv, u, ROLE_QKVW, ROLE_QKVB, none);
     b.proj = linear_of(m, w, &plan->proj, u, ROLE_PROJW, ROLE_PROJB, stream);
-    b.fc = linear_of(m, w, &plan->fc, u, ROLE_FCW, ROLE_FCB, gelu);
+    b.fc = linear_of(m, w, &plan->fc, u, ROLE_FCW, ROLE_FCB, activation);
     b.fcproj = linear_of(m, w, &plan->fcproj, u, ROLE_FCPROJW, ROLE_FCPROJB, stream);
     b.h1 = a->h1;
     b.q_k_v = a->qkv;
@@ -111,10 +112,10 @@ static Block block_get(Model *m, const Pass *p, int l) {
     b.lse = a->lse;
     b.fc.aux = a->f;
     b.activation.slopes = a->f;
-    b.activation.out = plan->fcproj.gradient_fused && plan->recomputes_activation ? a->f : m->b.df;
+    b.activation.out = plan->fcproj.gradient == EPILOGUE_GRADIENT_FROM_INPUT ? a->f : m->b.df;
     b.activation.activated = a->a;
     b.activation.apart = m->b.da;
-    b.activation.sums = gelu;
+    b.activation.sums = activation;
     return b;
 }
 
@@ -189,8 +190,9 @@ static void model_forward(Model *m, const Pass *p) {
 
 // ---- head: forward and its own backward
 
-static floatX *head_weight(const Model *m, floatX *buffer) {
-    return m->config.tied ? param_pointer(buffer, &m->table, 0, ROLE_WTE) : param_pointer(buffer, &m->table, m->config.num_layers + 1, ROLE_HEADW);
+static Linear head_of(Model *m) {
+    const int tied = m->config.tied;  // the embedding is its weight, too
+    return linear_of(m, m->b.weights, &m->plan.head, tied ? 0 : m->config.num_layers + 1, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES, {NULL, 0});
 }
 // Losses of rows from n0 on; m->b.logits becomes their gradient. Of several ranks each has some of the columns.
 static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, int backward) {
@@ -207,16 +209,16 @@ static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, 
 // m->b.h_final, m->b.targets -> m->b.losses; backward: the head's weight gradient, and that of h_final in p->branch (a part of a sum over ranks).
 static void head(Model *m, const Pass *p, float dloss, int backward) {
     Range range("head");
-    const int C = p->C, Vp = m->plan.local.padded_vocab_size;
-    const floatX *w = head_weight(m, m->b.weights), *h_all = rows_gather(p, m->b.h_final);
+    const Linear l = head_of(m);
+    const floatX *h_all = rows_gather(p, m->b.h_final);
     for (int n0 = 0; n0 < p->N; n0 += m->plan.head_rows) {
         const int rows = p->N - n0 < m->plan.head_rows ? p->N - n0 : m->plan.head_rows;
-        const floatX *h = h_all + (size_t)n0 * C;
-        matmul_forward(p->matmul, m->b.logits, h, w, NULL, NULL, rows, C, Vp, p->stream);
+        const floatX *h = h_all + (size_t)n0 * p->C;
+        linear_product(p, &l, m->b.logits, h, 0, rows);
         head_losses(m, p, n0, rows, dloss, backward);
         if (!backward) continue;
-        matmul_backward_weight(p->matmul, head_weight(m, m->b.grads), m->b.logits, h, rows, C, Vp, p->accumulate || n0 > 0, p->stream);
-        matmul_backward_input(p->matmul, p->branch + (size_t)n0 * C, m->b.logits, w, NULL, rows, C, Vp, p->stream);
+        linear_product_weight(p, &l, m->b.logits, h, rows, p->accumulate || n0 > 0);
+        linear_product_backward(p, &l, p->branch + (size_t)n0 * p->C, m->b.logits, rows);
     }
 }
 
@@ -245,8 +247,8 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
         residual_norm(m, p, &b->norm1, b->h1, NULL, &x);
         residual_norm(m, p, &b->norm2, b->h2, NULL, &x_mid);
     }
-    if (plan->recomputes_activation && !plan->fcproj.gradient_fused)  // else in the gradient's product
-        activation_forward(m->config.mlp, b->a, b->fc.aux, 1, p->N, m->plan.local.ffn_dim, p->stream);
+    if (plan->recomputes_activation && plan->fcproj.gradient == EPILOGUE_PLAIN)  // else in the gradient's product
+        activation_forward(m->config.mlp, b->a, b->fc.aux, b->fc.aux, p->N, m->plan.local.ffn_dim, p->stream);
 }
 // m->b.dx is the gradient of the block's output on entry and of its input on return. Weight gradients hide what is on its way between ranks.
 static void block_backward(Model *m, const Pass *p, int l) {
@@ -458,7 +460,18 @@ void model_decode_open(Model *m, int sequences, int room) {
 }
 void model_decode_reset(Model *m) { m->cache.count = 0; }
 
-// n more tokens of each of the S sequences, n of them at a time as fit: m->b.h_final. Every rank has all rows.
+// `count` more tokens of each of the S sequences. Every rank has all rows.
+static Pass decode_pass(Model *m, int count) {
+    KvCache *k = &m->cache;
+    Pass p = pass_of(m, k->sequences, count);
+    p.spread = 1;
+    p.rows = p.N;
+    p.cache = k;
+    p.matmul = &m->decode_matmul;
+    p.cos_sin = k->cos_sin ? k->cos_sin + (size_t)k->count * m->config.head_dim : NULL;
+    return p;
+}
+// n more tokens of each sequence, as many at a time as fit -> the last ones' final norms in the cache.
 static void decode_forward(Model *m, const int *tokens, int n) {
     KvCache *k = &m->cache;
     const int C = m->config.channels, S = k->sequences, most = (int)m->plan.rows / S;
@@ -467,12 +480,7 @@ static void decode_forward(Model *m, const int *tokens, int n) {
     for (int t0 = 0, count; t0 < n; t0 += count) {
         count = n - t0 < most ? n - t0 : most;
         for (int i = 0; i < S; i++) memcpy(piece + i * count, tokens + (size_t)i * n + t0, (size_t)count * sizeof(int));
-        Pass p = pass_of(m, S, count);
-        p.spread = 1;
-        p.rows = p.N;
-        p.cache = k;
-        p.matmul = &m->decode_matmul;
-        p.cos_sin = k->cos_sin ? k->cos_sin + (size_t)k->count * m->config.head_dim : NULL;
+        const Pass p = decode_pass(m, count);
         upload_tokens(m, piece, NULL, (size_t)p.N);
         model_forward(m, &p);
         k->count += count;
@@ -488,7 +496,9 @@ void model_decode(Model *m, const int *tokens, int n, float *logits) {
     floatX *all = ranks > 1 ? k->logits : m->b.logits;  // (ranks,S,Vp)
     assert(n >= 1 && k->count + n <= k->room);
     decode_forward(m, tokens, n);
-    matmul_forward(&m->decode_matmul, all + (size_t)m->mesh->tp.rank * share, k->last, head_weight(m, m->b.weights), NULL, NULL, S, m->config.channels, Vp, s);
+    const Pass p = decode_pass(m, 1);
+    const Linear l = head_of(m);
+    linear_product(&p, &l, all + (size_t)m->mesh->tp.rank * share, k->last, 0, S);
     if (ranks > 1) tp_gather(&m->links.rows.tp, all, share);
     cudaCheck(cudaMemcpyAsync(k->host_logits, all, (size_t)ranks * share * sizeof(floatX), cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaStreamSynchronize(s));

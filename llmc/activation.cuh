@@ -119,19 +119,4 @@ static inline void activation_backward(MlpKind kind, floatX *dinp, const floatX 
     });
 }
 
-// ---- old names, until the model asks by kind
-
-static inline void gelu_forward(floatX *out, floatX *slopes, const floatX *inp, int N, int F, cudaStream_t stream) {
-    activation_forward(MLP_GELU, out, slopes, inp, N, F, stream);
-}
-static inline void swiglu_forward(floatX *out, floatX *slopes, const floatX *gate_up, int N, int F, cudaStream_t stream) {
-    activation_forward(MLP_SWIGLU, out, slopes, gate_up, N, F, stream);
-}
-static inline void gelu_backward(floatX *dinp, const floatX *dout, const floatX *slopes, int N, int F, cudaStream_t stream) {
-    activation_backward(MLP_GELU, dinp, dout, slopes, N, F, stream);
-}
-static inline void swiglu_backward(floatX *dinp, const floatX *dout, const floatX *slopes, int N, int F, cudaStream_t stream) {
-    activation_backward(MLP_SWIGLU, dinp, dout, slopes, N, F, stream);
-}
-
 #endif

@@ -28,17 +28,17 @@ static void check_gelu(int N, int F) {
     gelu_forward_cpu(out, inp, n);
     gelu_backward_cpu(dinp, dout, inp, n);
     floatX *d_inp = upload<floatX>(inp, n), *d_dout = upload<floatX>(dout, n), *d_out = device_new<floatX>(n), *d_slopes = device_new<floatX>(n), *d_dinp = device_new<floatX>(n);
-    gelu_forward(d_out, NULL, d_inp, N, F, stream);
+    activation_forward(MLP_GELU, d_out, NULL, d_inp, N, F, stream);
     check("out alone", d_out, out, N, F, error_bound(), worst_bound());
     poison(d_out, n);
-    gelu_forward(d_out, d_slopes, d_inp, N, F, stream);
-    gelu_backward(d_dinp, d_dout, d_slopes, N, F, stream);
+    activation_forward(MLP_GELU, d_out, d_slopes, d_inp, N, F, stream);
+    activation_backward(MLP_GELU, d_dinp, d_dout, d_slopes, N, F, stream);
     check("out", d_out, out, N, F, error_bound(), worst_bound());
     check("dinp", d_dinp, dinp, N, F, twice_bound(n), worst_twice());
-    gelu_backward(d_dout, d_dout, d_slopes, N, F, stream);
+    activation_backward(MLP_GELU, d_dout, d_dout, d_slopes, N, F, stream);
     check("dinp in place of dout", d_dout, dinp, N, F, twice_bound(n), worst_twice());
-    check_same_bits("bits", {{d_out, n * sizeof(floatX)}, {d_slopes, n * sizeof(floatX)}}, [&] { gelu_forward(d_out, d_slopes, d_inp, N, F, stream); });
-    gelu_forward(d_out, d_inp, d_inp, N, F, stream);
+    check_same_bits("bits", {{d_out, n * sizeof(floatX)}, {d_slopes, n * sizeof(floatX)}}, [&] { activation_forward(MLP_GELU, d_out, d_slopes, d_inp, N, F, stream); });
+    activation_forward(MLP_GELU, d_out, d_inp, d_inp, N, F, stream);
     check_true(!memcmp(download(d_inp, n), download(d_slopes, n), n * sizeof(float)), "slopes in place of inp, every bit");
 }
 static void check_swiglu(int N, int F) {
@@ -50,28 +50,28 @@ static void check_swiglu(int N, int F) {
     swiglu_forward_cpu(out, inp, N, F);
     swiglu_backward_cpu(dinp, dout, inp, N, F);
     floatX *d_inp = upload<floatX>(inp, 2 * n), *d_dout = upload<floatX>(dout, n), *d_out = device_new<floatX>(n), *d_slopes = device_new<floatX>(2 * n), *d_dinp = device_new<floatX>(2 * n);
-    swiglu_forward(d_out, NULL, d_inp, N, F, stream);
+    activation_forward(MLP_SWIGLU, d_out, NULL, d_inp, N, F, stream);
     check("out alone", d_out, out, N, F, error_bound(), worst_bound());
     poison(d_out, n);
-    swiglu_forward(d_out, d_slopes, d_inp, N, F, stream);
-    swiglu_backward(d_dinp, d_dout, d_slopes, N, F, stream);
+    activation_forward(MLP_SWIGLU, d_out, d_slopes, d_inp, N, F, stream);
+    activation_backward(MLP_SWIGLU, d_dinp, d_dout, d_slopes, N, F, stream);
     check("out", d_out, out, N, F, error_bound(), worst_bound());
     check("dinp", d_dinp, dinp, N, 2 * F, twice_bound(n), worst_twice());
     check_same_bits("bits", {{d_out, n * sizeof(floatX)}, {d_slopes, 2 * n * sizeof(floatX)}, {d_dinp, 2 * n * sizeof(floatX)}},
-                    [&] { swiglu_forward(d_out, d_slopes, d_inp, N, F, stream); swiglu_backward(d_dinp, d_dout, d_slopes, N, F, stream); });
-    swiglu_forward(d_out, d_inp, d_inp, N, F, stream);
+                    [&] { activation_forward(MLP_SWIGLU, d_out, d_slopes, d_inp, N, F, stream); activation_backward(MLP_SWIGLU, d_dinp, d_dout, d_slopes, N, F, stream); });
+    activation_forward(MLP_SWIGLU, d_out, d_inp, d_inp, N, F, stream);
     check_true(!memcmp(download(d_inp, 2 * n), download(d_slopes, 2 * n), 2 * n * sizeof(float)), "slopes in place of inp, every bit");
-    swiglu_backward(d_slopes, d_dout, d_slopes, N, F, stream);
+    activation_backward(MLP_SWIGLU, d_slopes, d_dout, d_slopes, N, F, stream);
     check("dinp in place of slopes", d_slopes, dinp, N, 2 * F, twice_bound(n), worst_twice());
 }
 static void check_not_finite(void) {
     ladder_case("NaN and infinities");
     float x[8] = {NAN, INFINITY, -INFINITY, 1, NAN, INFINITY, 2, 3};
     floatX *d_x = upload<floatX>(x, 8), *d_y = device_new<floatX>(8);
-    gelu_forward(d_y, d_x, d_x, 1, 8, ladder.gpu.compute);
+    activation_forward(MLP_GELU, d_y, d_x, d_x, 1, 8, ladder.gpu.compute);
     const float *y = download(d_y, 8);
     check_true(isnan(y[0]) && isnan(y[4]) && isinf(y[1]) && !isfinite(y[2]), "gelu of NaN, inf, -inf: %g %g %g", (double)y[0], (double)y[1], (double)y[2]);
-    gelu_backward(d_y, d_x, d_x, 1, 8, ladder.gpu.compute);
+    activation_backward(MLP_GELU, d_y, d_x, d_x, 1, 8, ladder.gpu.compute);
     check_true(isnan(download(d_y, 8)[0]), "NaN spreads through gelu's gradient");
 }
 
@@ -80,19 +80,19 @@ static void bench_gelu(const char *name, int N, int F) try {
     const size_t n = (size_t)N * F;
     floatX *inp = device_normal<floatX>(n, 1.0f), *dout = device_normal<floatX>(n, 1.0f), *out = device_new<floatX>(n);
     const double bytes = (double)n * sizeof(floatX);
-    bench("gelu forward", 2 * bytes, 0, [&] { gelu_forward(out, NULL, inp, N, F, ladder.gpu.compute); });
-    bench("gelu forward with slopes", 3 * bytes, 0, [&] { gelu_forward(out, dout, inp, N, F, ladder.gpu.compute); });
-    bench("gelu backward", 3 * bytes, 0, [&] { gelu_backward(out, dout, inp, N, F, ladder.gpu.compute); });
-    bench("gelu backward in place", 3 * bytes, 0, [&] { gelu_backward(dout, dout, inp, N, F, ladder.gpu.compute); });
+    bench("gelu forward", 2 * bytes, 0, [&] { activation_forward(MLP_GELU, out, NULL, inp, N, F, ladder.gpu.compute); });
+    bench("gelu forward with slopes", 3 * bytes, 0, [&] { activation_forward(MLP_GELU, out, dout, inp, N, F, ladder.gpu.compute); });
+    bench("gelu backward", 3 * bytes, 0, [&] { activation_backward(MLP_GELU, out, dout, inp, N, F, ladder.gpu.compute); });
+    bench("gelu backward in place", 3 * bytes, 0, [&] { activation_backward(MLP_GELU, dout, dout, inp, N, F, ladder.gpu.compute); });
 } catch (const NoRoom &no) { ladder_skip(no); }
 static void bench_swiglu(const char *name, int N, int F) try {
     ladder_case("%s, N=%d F=%d", name, N, F);
     const size_t n = (size_t)N * F;
     floatX *inp = device_normal<floatX>(2 * n, 1.0f), *dout = device_normal<floatX>(n, 1.0f), *out = device_new<floatX>(2 * n);
     const double bytes = (double)n * sizeof(floatX);
-    bench("swiglu forward", 3 * bytes, 0, [&] { swiglu_forward(out, NULL, inp, N, F, ladder.gpu.compute); });
-    bench("swiglu forward with slopes", 5 * bytes, 0, [&] { swiglu_forward(dout, out, inp, N, F, ladder.gpu.compute); });
-    bench("swiglu backward", 5 * bytes, 0, [&] { swiglu_backward(out, dout, inp, N, F, ladder.gpu.compute); });
+    bench("swiglu forward", 3 * bytes, 0, [&] { activation_forward(MLP_SWIGLU, out, NULL, inp, N, F, ladder.gpu.compute); });
+    bench("swiglu forward with slopes", 5 * bytes, 0, [&] { activation_forward(MLP_SWIGLU, dout, out, inp, N, F, ladder.gpu.compute); });
+    bench("swiglu backward", 5 * bytes, 0, [&] { activation_backward(MLP_SWIGLU, out, dout, inp, N, F, ladder.gpu.compute); });
 } catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {

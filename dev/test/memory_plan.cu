@@ -1,10 +1,18 @@
 // The GPU trainer's memory without a GPU: in which bytes of the shared region each part lies, whether a layer's buffers fill what was asked for,
 // whether the table's sum is what the sizes say, written down anew here, and whether what a hint says would fit does. test_docs.py runs it.
 #include <cuda_runtime.h>
-// Asked whether a kernel has Hopper's code: yes, so that activations may be part of matmuls.
-#define cudaFuncGetAttributes(a, kernel) (memset((a), 0, sizeof *(a)), (a)->sharedSizeBytes = 1, cudaSuccess)
 #include "llmc/model/hints.cuh"
 #include "dev/test/check.h"
+
+// Asked which kernels Hopper has: those that make activations part of matmuls, so that such plans are checked, too.
+const HopperVariant *hopper_variants(int *count) {
+    static const HopperVariant variants[] = {
+        {MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_GELU, 0, 0, NULL},
+        {MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_SWIGLU, 0, 0, NULL},
+    };
+    *count = sizeof(floatX) == 2 ? 2 : 0;
+    return variants;
+}
 
 // matmul_hopper.cu's table is not linked: here every activation can be part of a matmul.
 const HopperVariant *hopper_variants(int *count) {
@@ -130,7 +138,7 @@ static void check_model(const char *name, int tp, int dp) {
         o.recompute = way % 4; o.gelu_fusion = way / 4 % 4 - 1; o.head_chunks = way / 16 % 2 ? 8 : 0; o.batch_size = sizes[way / 32][0]; o.seq_len = sizes[way / 32][1];
         o.tp = tp; o.tp_overlap = tp > 1 ? way % 3 - 1 : -1; o.zero_stage = way % 2; o.reduce_dtype = sizeof(floatX) == 2 ? "fp32" : "bf16";
         o.state_dtype = way % 5 ? "fp32" : "bf16"; o.master_weights = way % 7 != 0;
-        if (o.gelu_fusion > 0 && !matmul_can_fuse(config.mlp == MLP_SWIGLU, config.ffn_dim / tp)) continue;
+        if (o.gelu_fusion > 0 && !matmul_can_fuse(config.mlp, config.ffn_dim / tp)) continue;
         static Planned m;
         begin(&m, &o);
         check_layout(&m);

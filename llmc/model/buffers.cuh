@@ -69,7 +69,7 @@ static inline size_t largest(const size_t *sizes, size_t count) {
 static inline Region region_of(const Plan *p) {
     enum { ALIGN = 1024 };
     const Config *c = &p->local;
-    const int fused = p->activation_fused == 2, apart = c->mlp == MLP_SWIGLU && !fused;  // GELU's da is df; SwiGLU's is in a product, or apart
+    const int fused = p->activation_fused == 2, apart = activation_inputs(c->mlp) > 1 && !fused;  // GELU's da is df; SwiGLU's is in a product, or apart
     const size_t width = round_up(p->N * (size_t)c->ffn_dim * sizeof(floatX), ALIGN);
     Region r;
     r.da = fused && p->recomputes_activation ? 0 : round_up(p->N * (size_t)fc_width(c) * sizeof(floatX), ALIGN);
@@ -110,7 +110,7 @@ static inline size_t reduce_bytes(const Plan *p, int spans) {
 static inline size_t column_sums_size(const Plan *p) {
     const Config *c = &p->local;
     const size_t needs[] = {
-        c->linear_bias ? ceil_div(p->N, BOX_ROWS) * (size_t)c->ffn_dim : 0,
+        c->linear_bias ? (size_t)matmul_sum_slices((int)p->N) * (size_t)fc_width(c) : 0,
         c->qkv_bias ? (size_t)p->B * ceil_div((size_t)p->T, 64) * (size_t)qkv_width(c) : 0,
     };
     return LARGEST(needs);
@@ -260,7 +260,7 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
     floatX *next = b->saved_block, *x = b->saved_x;
     float *stats = b->saved_stats;
     auto values = [](auto *&from, size_t count) { auto *p = from; from += count; return p; };
-    b->da = c->mlp == MLP_SWIGLU ? (floatX *)(b->region + region.da) : b->df;  // GELU's gradient is computed in place
+    b->da = activation_inputs(c->mlp) > 1 ? (floatX *)(b->region + region.da) : b->df;  // GELU's gradient is computed in place
     b->attention = b->region + region.attention;
     b->blocks = (BlockActs *)malloc_or_die((size_t)c->num_layers * sizeof(BlockActs));
     for (int l = 0; l < c->num_layers; l++) {

@@ -30,19 +30,19 @@ typedef struct {
     int rope_fused;          // in the q,k,v product
     int may_overlap;         // rows may travel under products
     int measures_overlap;    // where they do is measured before the first step
-    Linear qkv, proj, fc, fcproj;  // of every block, without its weights and buffers
+    Linear qkv, proj, fc, fcproj, head;  // without weights and buffers
 } Plan;
 
 // Widths of a token's rows.
 static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
-static inline int fc_width(const Config *c) { return c->mlp == MLP_SWIGLU ? 2 * c->ffn_dim : c->ffn_dim; }
+static inline int fc_width(const Config *c) { return activation_inputs(c->mlp) * c->ffn_dim; }
 static inline int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
 
 // Where the activation is part of a product. Our kernel has the bits of a product with the activation apart and is faster (dev/cuda/matmul.cu).
 static inline int plan_activation_fused(const Plan *p) {
-    const int can = matmul_can_fuse(p->local.mlp == MLP_SWIGLU, p->local.ffn_dim);
+    const int can = matmul_can_fuse(p->local.mlp, p->local.ffn_dim);
     const int asked = (int)p->options.gelu_fusion;
-    require(asked <= 0 || can, "--gelu-fusion %d needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of %d\nleave it out", asked, BOX_COLUMNS);
+    require(asked <= 0 || can, "--gelu-fusion %d needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of 64\nleave it out", asked);
     if (asked >= 0) return asked;
     return can && p->N >= MATMUL_FUSION_ROWS ? 2 : 0;
 }
@@ -55,12 +55,12 @@ static inline void plan_layers(Plan *p) {
     common.heads = c->num_heads;
     common.kv_heads = c->num_kv_heads;
     common.head_dim = c->head_dim;
-    p->qkv = p->proj = p->fc = p->fcproj = common;
+    p->qkv = p->proj = p->fc = p->fcproj = p->head = common;
     p->qkv.in = C;             p->qkv.out = qkv_width(c);
     p->qkv.split = LINEAR_COLUMNS;
     p->qkv.forward = OVER_QKV; p->qkv.backward = OVER_D_QKV;
     p->qkv.output = c->position == POSITION_ROPE ? LINEAR_ROPE : LINEAR_PLAIN;
-    p->qkv.output_fused = p->rope_fused;
+    p->qkv.epilogue = p->rope_fused ? EPILOGUE_ROPE : EPILOGUE_PLAIN;
     p->proj.in = Q;            p->proj.out = C;
     p->proj.split = LINEAR_ROWS;
     p->proj.forward = OVER_PROJ; p->proj.backward = OVER_D_PROJ;
@@ -68,11 +68,12 @@ static inline void plan_layers(Plan *p) {
     p->fc.split = LINEAR_COLUMNS;
     p->fc.forward = OVER_FC;   p->fc.backward = OVER_D_FC;
     p->fc.output = LINEAR_ACTIVATION;
-    p->fc.output_fused = p->activation_fused > 0;
+    if (p->activation_fused) p->fc.epilogue = p->recomputes_activation ? EPILOGUE_ACTIVATION_KEEPS_INPUT : EPILOGUE_ACTIVATION;
     p->fcproj.in = c->ffn_dim; p->fcproj.out = C;
     p->fcproj.split = LINEAR_ROWS;
     p->fcproj.forward = OVER_FCPROJ; p->fcproj.backward = OVER_D_FCPROJ;
-    p->fcproj.gradient_fused = p->activation_fused == 2;
+    if (p->activation_fused == 2) p->fcproj.gradient = p->recomputes_activation ? EPILOGUE_GRADIENT_FROM_INPUT : EPILOGUE_GRADIENT;
+    p->head.in = C;            p->head.out = c->padded_vocab_size;
 }
 // table, mesh: must outlive the plan. Sizes that cannot be computed stop with a message; nothing is allocated.
 static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const ParamTable *table) {

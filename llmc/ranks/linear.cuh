@@ -25,8 +25,8 @@ typedef struct {
     LinearSplit split;
     OverlapKind forward, backward;   // of its exchange with other ranks
     LinearOutput output;
-    int output_fused;                // the product's epilogue does it
-    int gradient_fused;              // LINEAR_ROWS behind an activation: the epilogue multiplies by the activation's gradient
+    MatmulEpilogue epilogue;         // what of that is done in the product
+    MatmulEpilogue gradient;         // the same in the product that gives the gradient of an activation's output
     MlpKind mlp;                     // the activation of its output or its input
     int keeps_input;                 // for backward: what the activation read; else its slopes
     int heads, kv_heads, head_dim;   // LINEAR_ROPE
@@ -41,57 +41,36 @@ typedef struct {
 
 // The gradient of the activation between an MLP's two layers, as the second one computes it.
 typedef struct {
-    floatX *slopes;          // (N,2F) SwiGLU's, by gate and by up; (N,F) GELU's. keeps_input: what the activation read
-    floatX *out;             // gradient of what the activation read. keeps_input and in the epilogue: it is `slopes`
-    floatX *activated;       // keeps_input and in the epilogue: the activation (N,F), computed again
-    floatX *apart;           // (N,F) gradient of the activation, if it is not multiplied in the epilogue
-    ColumnSums sums;         // where GELU's epilogue leaves the column sums of `out`
+    floatX *slopes;          // (N, inputs F) by each of its inputs; keeps_input: the inputs
+    floatX *out;             // gradient of its inputs. EPILOGUE_GRADIENT_FROM_INPUT: it takes the inputs' place
+    floatX *activated;       // EPILOGUE_GRADIENT_FROM_INPUT: the activation (N,F), computed again
+    floatX *apart;           // EPILOGUE_PLAIN: gradient of the activation (N,F)
+    ColumnSums sums;         // where the epilogue leaves the column sums of `out`
 } ActivationGradient;
-
-// ---- activations
-
-static inline void activation_forward(MlpKind kind, floatX *out, floatX *inner, int keeps_slopes, int N, int F, cudaStream_t stream) {
-    switch (kind) {
-    case MLP_GELU: gelu_forward(out, keeps_slopes ? inner : NULL, inner, N, F, stream); break;
-    case MLP_SWIGLU: swiglu_forward(out, keeps_slopes ? inner : NULL, inner, N, F, stream); break;
-    default: die("an activation that no kernel knows\nadd it to activation.cuh");
-    }
-}
-static inline void activation_backward(MlpKind kind, floatX *dinner, const floatX *dout, const floatX *slopes, int N, int F, cudaStream_t stream) {
-    switch (kind) {
-    case MLP_GELU: gelu_backward(dinner, dout, slopes, N, F, stream); break;
-    case MLP_SWIGLU: swiglu_backward(dinner, dout, slopes, N, F, stream); break;
-    default: die("an activation that no kernel knows\nadd it to activation.cuh");
-    }
-}
 
 // ---- forward
 
 // Rows first, ..., first + count - 1 of the product, from rows `in` of the input.
 static inline void linear_product(const Pass *p, const Linear *l, floatX *out, const floatX *in, int first, int count) {
-    const floatX *bias = l->split == LINEAR_ROWS && pass_is_split(p) ? NULL : l->bias;  // a sum over ranks has it once: rows_scatter_end
-    const int F = l->mlp == MLP_SWIGLU ? l->out / 2 : l->out;
-    if (l->output_fused && l->output == LINEAR_ROPE) {
-        matmul_forward_rope(p->matmul, out + (size_t)first * l->out, in, l->weight, bias, p->cos_sin, count, first, p->T, l->heads, l->kv_heads, l->head_dim, l->in, p->stream);
-    } else if (l->output_fused && l->mlp == MLP_SWIGLU) {
-        matmul_swiglu_forward(out + (size_t)first * F, l->aux + (size_t)first * l->out, in, l->weight, count, l->in, F, p->stream, l->keeps_input);
-    } else if (l->output_fused) {
-        matmul_forward(p->matmul, out + (size_t)first * F, in, l->weight, bias, l->aux + (size_t)first * l->out, count, l->in, l->out, p->stream, l->keeps_input);
-    } else {
-        floatX *to = l->output == LINEAR_ACTIVATION ? l->aux : out;
-        matmul_forward(p->matmul, to + (size_t)first * l->out, in, l->weight, bias, NULL, count, l->in, l->out, p->stream);
-    }
-}
-// What the product did not do.
-static inline void linear_finish(const Pass *p, const Linear *l, floatX *out) {
-    if (l->output_fused || l->output == LINEAR_PLAIN) return;
-    if (l->output == LINEAR_ROPE) rope_forward(out, p->cos_sin, p->B, p->T, l->heads, l->kv_heads, l->head_dim, p->stream);
-    else activation_forward(l->mlp, out, l->aux, !l->keeps_input, p->N, l->mlp == MLP_SWIGLU ? l->out / 2 : l->out, p->stream);
+    const int activates = l->epilogue >= EPILOGUE_ACTIVATION;
+    const MatmulProblem q = {MATMUL_FORWARD, count, l->in, l->out, l->epilogue, activates ? l->mlp : MLP_GELU};
+    const size_t at = (size_t)first * (size_t)l->out;
+    floatX *to = l->output == LINEAR_ACTIVATION ? l->aux : out;
+    MatmulOperands x = {};
+    x.a = in;
+    x.b = l->weight;
+    x.bias = l->split == LINEAR_ROWS && pass_is_split(p) ? NULL : l->bias;  // a sum over ranks has it once: rows_scatter_end
+    x.out = activates ? out + at / (size_t)activation_inputs(l->mlp) : to + at;
+    x.aux = activates ? l->aux + at : NULL;
+    if (l->epilogue == EPILOGUE_ROPE) x.rope = {p->cos_sin, first % p->T, p->T, (l->heads + l->kv_heads) * l->head_dim};
+    matmul(p->matmul, &q, &x, p->stream);
 }
 // LINEAR_COLUMNS: out (N,out) from this rank's rows of the input. With an activation: out is the activation, and aux what backward needs of it.
 static inline void linear_forward(const Pass *p, const Linear *l, floatX *out, const floatX *in) {
     rows_gather_under(p, l->forward, in, 0, [&](const floatX *rows, int first, int count) { linear_product(p, l, out, rows, first, count); });
-    linear_finish(p, l, out);
+    if (l->epilogue != EPILOGUE_PLAIN) return;
+    if (l->output == LINEAR_ROPE) rope_forward(out, p->cos_sin, p->B, p->T, l->heads, l->kv_heads, l->head_dim, p->stream);
+    if (l->output == LINEAR_ACTIVATION) activation_forward(l->mlp, out, l->keeps_input ? NULL : l->aux, l->aux, p->N, l->out / activation_inputs(l->mlp), p->stream);
 }
 // LINEAR_ROWS: this rank's rows (rows,C) of the result, in p->branch.
 static inline const floatX *linear_project(const Pass *p, const Linear *l, const floatX *in) {
@@ -101,47 +80,58 @@ static inline const floatX *linear_project(const Pass *p, const Linear *l, const
 
 // ---- backward
 
-// dinp (N,C) = GELU's gradient of dout (N,OC) weight (OC,C). column_sums (NULL: none): partial sums of every 64 rows.
-static inline void matmul_backward_gelu(Matmul *mm, floatX *dinp, const floatX *dout, const floatX *weight, floatX *slopes, float *column_sums, int N, int C, int OC, cudaStream_t stream, int again) {
-    const MatmulProblem q = {C, N, OC, 0, 0, 0, EPILOGUE_DGELU};
-    const MatmulOperands x = {dinp, weight, dout, NULL, slopes, NULL, again};
-    matmul_run(mm, &q, &x, 0, column_sums, stream);
+static inline void linear_product_backward(const Pass *p, const Linear *l, floatX *din, const floatX *dout, int count) {
+    const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU};
+    MatmulOperands x = {};
+    x.out = din;
+    x.a = dout;
+    x.b = l->weight;
+    matmul(p->matmul, &q, &x, p->stream);
 }
-
 // LINEAR_COLUMNS: the gradient of its input in p->branch, from dout (N,out); of several ranks a part of a sum. linear_input_gradient must follow.
 static inline void linear_backward_input(const Pass *p, const Linear *l, const floatX *dout) {
     rows_scatter_under(p, l->backward, [&](int first, int count) {
-        matmul_backward_input(p->matmul, p->branch + (size_t)first * p->C, dout + (size_t)first * l->out, l->weight, NULL, count, l->in, l->out, p->stream);
+        linear_product_backward(p, l, p->branch + (size_t)first * p->C, dout + (size_t)first * l->out, count);
     });
 }
 static inline const floatX *linear_input_gradient(const Pass *p, const Linear *l) { return rows_scatter_end(p, l->backward, NULL); }
 // LINEAR_ROWS: din (N,in) from this rank's rows of the gradient of its output.
 static inline void linear_backward_project(const Pass *p, Linear *l, floatX *din, const floatX *dout) {
     l->gathered = rows_gather_under(p, l->backward, dout, 1, [&](const floatX *d, int first, int count) {
-        matmul_backward_input(p->matmul, din + (size_t)first * l->in, d, l->weight, NULL, count, l->in, l->out, p->stream);
+        linear_product_backward(p, l, din + (size_t)first * l->in, d, count);
     });
 }
 // The same through the activation before it: g->out is the gradient of what the activation read.
 static inline void linear_backward_activation(const Pass *p, Linear *l, const ActivationGradient *g, const floatX *dout) {
-    const int F = l->in, again = l->gradient_fused && l->keeps_input;
-    const size_t width = l->mlp == MLP_SWIGLU ? 2 * (size_t)F : (size_t)F;
+    const size_t F = (size_t)l->in, width = F * (size_t)activation_inputs(l->mlp);
     l->gathered = rows_gather_under(p, l->backward, dout, 1, [&](const floatX *d, int first, int count) {
-        floatX *slopes = g->slopes + first * width;
-        floatX *to = again ? g->activated + (size_t)first * F : g->out + first * width;
-        if (!l->gradient_fused) matmul_backward_input(p->matmul, g->apart + (size_t)first * F, d, l->weight, NULL, count, F, l->out, p->stream);
-        else if (l->mlp == MLP_SWIGLU) matmul_swiglu_backward(to, d, l->weight, slopes, count, l->out, F, p->stream, again);
-        else matmul_backward_gelu(p->matmul, to, d, l->weight, slopes, g->sums.partial, count, F, l->out, p->stream, again);
+        const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, l->gradient, l->gradient == EPILOGUE_PLAIN ? MLP_GELU : l->mlp};
+        MatmulOperands x = {};
+        x.a = d;
+        x.b = l->weight;
+        x.out = l->gradient == EPILOGUE_PLAIN ? g->apart + first * F : l->gradient == EPILOGUE_GRADIENT ? g->out + first * width : g->activated + first * F;
+        x.aux = l->gradient == EPILOGUE_PLAIN ? NULL : g->slopes + first * width;
+        x.column_sums = g->sums.slices ? g->sums.partial : NULL;
+        matmul(p->matmul, &q, &x, p->stream);
     });
-    if (!l->gradient_fused) activation_backward(l->mlp, g->out, g->apart, g->slopes, p->N, F, p->stream);
+    if (l->gradient == EPILOGUE_PLAIN) activation_backward(l->mlp, g->out, g->apart, g->slopes, p->N, l->in, p->stream);
 }
 
 // For linear_backward_weight of LINEAR_COLUMNS: rows of `in` that other ranks have set out while something else is computed.
 static inline void linear_fetch_input(const Pass *p, const Linear *l, const floatX *in) { rows_fetch_begin(p, l->backward, in); }
+static inline void linear_product_weight(const Pass *p, const Linear *l, const floatX *dout, const floatX *in, int count, int accumulate) {
+    const MatmulProblem q = {MATMUL_BACKWARD_WEIGHT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU};
+    MatmulOperands x = {};
+    x.out = l->dweight;
+    x.a = dout;
+    x.b = in;
+    x.accumulate = accumulate;
+    matmul(p->matmul, &q, &x, p->stream);
+}
 // dweight, dbias from dout (N,out) and the input: this rank's rows of it (LINEAR_COLUMNS) or its columns of all rows (LINEAR_ROWS).
 static inline void linear_backward_weight(const Pass *p, const Linear *l, const floatX *dout, const floatX *in) {
     const floatX *all_in = l->split == LINEAR_COLUMNS ? rows_fetch_end(p, l->backward, in) : in;
-    const floatX *all_out = l->split == LINEAR_ROWS ? l->gathered : dout;
-    matmul_backward_weight(p->matmul, l->dweight, all_out, all_in, p->N, l->in, l->out, p->accumulate, p->stream);
+    linear_product_weight(p, l, l->split == LINEAR_ROWS ? l->gathered : dout, all_in, p->N, p->accumulate);
     if (!l->dbias) return;
     if (l->sums.slices) bias_finish(l->dbias, l->sums.partial, l->sums.slices, l->out, p->accumulate, p->stream);
     else bias_backward(l->dbias, dout, p->N, l->out, p->accumulate, p->scratch, p->stream);
