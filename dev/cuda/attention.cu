@@ -7,18 +7,26 @@
 #include "../../llmc/attention.cuh"
 #include "common.cuh"
 
+#include <vector>
+
 typedef struct { int B, T, NH, NKV, HD; } Shape;
 
-template <typename X> static int num_paths_of(int HD) {
-    if constexpr (sizeof(X) == 2) return 1 + (HD == 64 && hopper_available<64>()) + (HD == 128 && hopper_available<128>());
-    return 1;
+// The problem as it is planned, with buffers, and after it the same on mma.sync if that is another.
+static std::vector<AttentionProblem> paths(Shape s) {
+    AttentionProblem a = attention_plan(s.B, s.T, s.NH, s.NKV, s.HD);
+    a.D = (float *)device_new<char>(attention_scratch_bytes(&a));
+    a.tickets = device_new<AttentionTickets>(1);
+    cudaCheck(cudaMemset(a.tickets, 0, sizeof *a.tickets));
+    std::vector<AttentionProblem> all = {a};
+    a.path = ATTENTION_MMA;
+    if (all[0].path == ATTENTION_HOPPER) all.push_back(a);
+    return all;
 }
-static int num_paths(int HD) { return num_paths_of<floatX>(HD); }
-static const char *path_name(int HD, const char *what) {  // three names may be in use at a time
+static const char *path_name(const AttentionProblem &a, const char *what) {  // three names may be in use at a time
     static char names[4][64];
     static int next;
-    const int hopper = attention_path == 0 && num_paths(HD) > 1;
-    snprintf(names[next++ % 4], sizeof names[0], "%s %s", sizeof(floatX) == 4 ? "fma" : hopper ? "wgmma" : "mma.sync", what);
+    const char *const kernels[] = {"fma", "mma.sync", "wgmma"};  // by AttentionPath
+    snprintf(names[next++ % 4], sizeof names[0], "%s %s", kernels[a.path], what);
     return names[(next + 3) % 4];
 }
 
@@ -101,7 +109,7 @@ template <int N, int K, int A_KIND, int MN_B> static void check_tile(int rows = 
 }
 template <typename X> static void check_tiles(void) {
     if constexpr (sizeof(X) == 2)
-        if (hopper_available<64>()) {
+        if (attention_has_hopper<>(64)) {
             check_tile<64, 64, A_SHARED, 0>();
             check_tile<128, 64, A_SHARED, 0>();
             check_tile<64, 128, A_SHARED, 0>();
@@ -119,34 +127,34 @@ template <typename X> static void check_tiles(void) {
         }
 }
 
-// ---- other shapes of the Hopper kernels, each as one line. Forward: math warpgroups, keys per tile, stages, overlap. dQ:
-// warpgroups, keys, stages of K, of V, Q in registers. dK and dV: warpgroups, queries, stages.
+// ---- other shapes of the Hopper kernels, each as one line. Forward: math warpgroups, keys per tile, stages. dQ: warpgroups, keys,
+// stages of K, of V. dK and dV: warpgroups, queries, stages.
 
-#define FORWARD_VARIANTS_64(V) V(64, 3, 128, 4, true) V(64, 3, 128, 4, false)
-#define FORWARD_VARIANTS_128(V) V(128, 2, 128, 2, true) V(128, 3, 64, 2, true)
-#define Q_VARIANTS_64(V) V(64, 3, 64, 4, 4, false) V(64, 3, 64, 4, 4, true)
-#define Q_VARIANTS_128(V) V(128, 2, 64, 4, 2, false) V(128, 2, 64, 4, 2, true)
+#define FORWARD_VARIANTS_64(V) V(64, 3, 128, 4) V(64, 2, 128, 4)
+#define FORWARD_VARIANTS_128(V) V(128, 2, 128, 2) V(128, 3, 64, 2)
+#define Q_VARIANTS_64(V) V(64, 3, 64, 4, 4)
+#define Q_VARIANTS_128(V) V(128, 2, 64, 4, 2)
 #define KV_VARIANTS_64(V) V(64, 2, 128, 2)
 #define KV_VARIANTS_128(V) V(128, 2, 64, 2)
 
 // With references each variant is checked, without it is timed.
-template <typename X> struct Tensors { Shape s; X *out, *dqkv; const X *qkv, *dout; float *lse, *D; const float *ref_out, *ref_dqkv; double flops; };
+template <typename X> struct Tensors { AttentionProblem a; X *out, *dqkv; const X *qkv, *dout; float *lse; const float *ref_out, *ref_dqkv; double flops; };
 template <int HD, typename X> static void each_variant(const Tensors<X> &t) {
-    const Shape s = t.s;
-    const size_t rows = (size_t)s.B * s.T, width = (size_t)s.NH * s.HD, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD;
+    const AttentionProblem *a = &t.a;
+    const size_t rows = (size_t)a->B * a->T, width = (size_t)a->NH * HD, stride = (size_t)attention_width(a);
     cudaStream_t stream = ladder.gpu.compute;
     #define FORWARD(...) { \
-        auto run = [&] { attention_forward_hopper_launch<HopperForward<__VA_ARGS__>>(t.out, t.lse, t.qkv, s.B, s.T, s.NH, s.NKV, stream); }; \
+        auto run = [&] { attention_forward_hopper_launch<HopperForward<__VA_ARGS__>>(a, t.out, t.lse, t.qkv, stream); }; \
         if (!t.ref_out) bench("forward " #__VA_ARGS__, 0, t.flops, run); \
         else { poison(t.out, rows * width); run(); check("forward " #__VA_ARGS__, t.out, t.ref_out, rows, width, 5e-3); } }
     #define BACKWARD(name, flops, ...) { \
         auto run = [&] { __VA_ARGS__; }; \
         if (!t.ref_out) bench(name, 0, flops, run); \
         else { run(); check(name, t.dqkv, t.ref_dqkv, rows, stride, 1e-2); } }
-    #define DQ(...) BACKWARD("dq " #__VA_ARGS__, 1.5 * t.flops, attention_backward_q_hopper_launch<HopperBackwardQ<__VA_ARGS__>>(t.dqkv, t.D, t.dout, t.qkv, t.out, t.lse, s.B, s.T, s.NH, s.NKV, NULL, NULL, stream))
-    #define DKV(...) BACKWARD("dkv " #__VA_ARGS__, 2 * t.flops, attention_backward_kv_hopper_launch<HopperBackwardKV<__VA_ARGS__>>(t.dqkv, t.D, t.dout, t.qkv, t.lse, s.B, s.T, s.NH, s.NKV, NULL, NULL, stream))
+    #define DQ(...) BACKWARD("dq " #__VA_ARGS__, 1.5 * t.flops, attention_backward_q_hopper_launch<HopperBackwardQ<__VA_ARGS__>>(a, t.dqkv, NULL, t.dout, t.qkv, t.out, t.lse, stream))
+    #define DKV(...) BACKWARD("dkv " #__VA_ARGS__, 2 * t.flops, attention_backward_kv_hopper_launch<HopperBackwardKV<__VA_ARGS__>>(a, t.dqkv, NULL, t.dout, t.qkv, t.lse, stream))
     if constexpr (HD == 64) { FORWARD_VARIANTS_64(FORWARD) } else { FORWARD_VARIANTS_128(FORWARD) }
-    attention_backward(t.dqkv, t.dout, t.qkv, t.out, t.lse, s.B, s.T, s.NH, s.NKV, HD, t.D, stream);  // each variant then overwrites its part
+    attention_backward(a, t.dqkv, NULL, t.dout, t.qkv, t.out, t.lse, stream);  // each variant then overwrites its part
     if constexpr (HD == 64) { Q_VARIANTS_64(DQ) KV_VARIANTS_64(DKV) } else { Q_VARIANTS_128(DQ) KV_VARIANTS_128(DKV) }
     #undef FORWARD
     #undef BACKWARD
@@ -155,8 +163,8 @@ template <int HD, typename X> static void each_variant(const Tensors<X> &t) {
 }
 template <typename X> static void variants(const Tensors<X> &t) {
     if constexpr (sizeof(X) == 2) {
-        if (num_paths(t.s.HD) < 2) return;
-        if (t.s.HD == 64) each_variant<64>(t); else each_variant<128>(t);
+        if (t.a.path != ATTENTION_HOPPER) return;
+        if (t.a.HD == 64) each_variant<64>(t); else each_variant<128>(t);
     }
 }
 template <typename X> static void check_variants(Shape s) {
@@ -166,7 +174,7 @@ template <typename X> static void check_variants(Shape s) {
     attention_forward_cpu(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD);
     for (size_t i = 0; i < rows * width; i++) out[i] = as_floatX(out[i]);
     attention_backward_cpu(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD);
-    variants(Tensors<X>{s, device_new<X>(rows * width), device_new<X>(rows * stride), upload<X>(qkv, rows * stride), upload<X>(dout, rows * width), device_new<float>(rows * s.NH), device_new<float>(rows * s.NH), out, dqkv, 0});
+    variants(Tensors<X>{paths(s)[0], device_new<X>(rows * width), device_new<X>(rows * stride), upload<X>(qkv, rows * stride), upload<X>(dout, rows * width), device_new<float>(rows * s.NH), out, dqkv, 0});
 }
 
 // ---- attention
@@ -188,6 +196,30 @@ static void print_parts(const float *dqkv, const float *ref, Shape s) {
     printf("\n");
 }
 
+// With column sums, without them, and twice alike. ref: the gradient's.
+static void check_backward(const AttentionProblem &a, floatX *dqkv, const float *ref, const floatX *dout, const floatX *qkv, const floatX *out, const float *lse) {
+    const Shape s = {a.B, a.T, a.NH, a.NKV, a.HD};
+    const size_t rows = (size_t)s.B * s.T, stride = (size_t)attention_width(&a), slices = (size_t)attention_column_slices(&a);
+    float *sums = device_new<float>(slices * stride), *columns = host_new<float>(stride), *totals = host_new<float>(stride);
+    cudaStream_t stream = ladder.gpu.compute;
+    auto backward = [&] {
+        cudaCheck(cudaMemsetAsync(a.D, 0xff, attention_scratch_bytes(&a), stream));
+        attention_backward(&a, dqkv, sums, dout, qkv, out, lse, stream);
+    };
+    bias_backward_cpu(columns, ref, (int)rows, (int)stride);
+    poison(dqkv, rows * stride);
+    poison(sums, slices * stride);
+    backward();
+    // On Hopper the rotation comes before the gradient is rounded, elsewhere after.
+    check(path_name(a, a.cos_sin ? "dqkv, rotated" : "dqkv"), dqkv, ref, rows, stride, bound(1e-2, 5e-6));
+    print_parts(download(dqkv, rows * stride), ref, s);
+    const float *parts = download(sums, slices * stride);
+    for (size_t i = 0; i < slices * stride; i++) totals[i % stride] += parts[i];
+    check(path_name(a, "column sums"), upload<float>(totals, stride), columns, 1, stride, bound(1e-2, 5e-6));
+    check_same_bits(path_name(a, a.cos_sin ? "backward, rotated" : "backward"), {{dqkv, rows * stride * sizeof(floatX)}, {sums, slices * stride * sizeof(float)}}, backward);
+    check_same_bits(path_name(a, "without column sums"), {{dqkv, rows * stride * sizeof(floatX)}}, [&] { attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream); });
+}
+
 // `std` of q, k, v: scores have a deviation of std^2; with 3 the softmax is nearly one-hot and the running maximum moves often.
 static void check_shape(Shape s, float std) {
     ladder_case("B=%d T=%d NH=%d NKV=%d HD=%d std=%g", s.B, s.T, s.NH, s.NKV, s.HD, std);
@@ -198,14 +230,14 @@ static void check_shape(Shape s, float std) {
     floatX *d_qkv = upload<floatX>(qkv, rows * stride), *d_out = device_new<floatX>(rows * width);
     float *d_lse = device_new<float>(rows_lse * s.T + 1) + 1;  // on 4 bytes only, as a layer's may
     cudaStream_t stream = ladder.gpu.compute;
-    auto forward = [&] { attention_forward(d_out, d_lse, d_qkv, s.B, s.T, s.NH, s.NKV, s.HD, stream); };
-    for (attention_path = 0; attention_path < num_paths(s.HD); attention_path++) {
+    for (const AttentionProblem &a : paths(s)) {
+        auto forward = [&] { attention_forward(&a, d_out, d_lse, d_qkv, stream); };
         poison(d_out, rows * width);
         poison(d_lse, rows_lse * s.T);
         forward();
-        check(path_name(s.HD, "out"), d_out, out, rows, width, bound(5e-3, 2e-6));
-        check(path_name(s.HD, "lse"), d_lse, lse, rows_lse, s.T, bound(1e-5, 2e-6), 1e-4);
-        check_same_bits(path_name(s.HD, "forward"), {{d_out, rows * width * sizeof(floatX)}, {d_lse, rows_lse * s.T * sizeof(float)}}, forward);
+        check(path_name(a, "out"), d_out, out, rows, width, bound(5e-3, 2e-6));
+        check(path_name(a, "lse"), d_lse, lse, rows_lse, s.T, bound(1e-5, 2e-6), 1e-4);
+        check_same_bits(path_name(a, "forward"), {{d_out, rows * width * sizeof(floatX)}, {d_lse, rows_lse * s.T * sizeof(float)}}, forward);
     }
 
     // Both backward passes read the oracle's out and lse, rounded alike, so that only the backward pass is judged.
@@ -214,38 +246,15 @@ static void check_shape(Shape s, float std) {
     floatX *d_dout = upload<floatX>(dout, rows * width), *d_dqkv = device_new<floatX>(rows * stride);
     upload_to(d_out, out, rows * width);
     upload_to(d_lse, lse, rows_lse * s.T);
-    const size_t scratch_bytes = attention_backward_scratch_bytes(s.B, s.T, s.NH, s.NKV, s.HD);
-    char *scratch = device_new<char>(scratch_bytes);
-    const size_t slices = (size_t)s.B * ceil_div((size_t)s.T, 64);
-    float *d_sums = device_new<float>(slices * stride), *columns = host_new<float>(stride), *totals = host_new<float>(stride);
     float *angles = host_normal((size_t)s.T * s.HD, 1.0f);  // stand for cosines and sines: what is linear needs no more
     const float *d_angles = upload<float>(angles, (size_t)s.T * s.HD);
     for (int rotate = 0; rotate < 2; rotate++) {
-        int done = 0;
-        auto backward = [&] {
-            cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
-            done = attention_backward(d_dqkv, d_dout, d_qkv, d_out, d_lse, s.B, s.T, s.NH, s.NKV, s.HD, scratch, stream, d_sums, rotate ? d_angles : NULL);
-        };
         if (rotate) rope_backward_cpu(dqkv, angles, s.B, s.T, s.NH, s.NKV, s.HD);
-        memset(columns, 0, stride * sizeof *columns);
-        bias_backward_cpu(columns, dqkv, (int)rows, (int)stride);
-        for (attention_path = 0; attention_path < num_paths(s.HD); attention_path++) {
-            poison(d_dqkv, rows * stride);
-            backward();
-            if (rotate && !(done & ATTENTION_ROTATED)) continue;
-            check(path_name(s.HD, rotate ? "dqkv, rotated" : "dqkv"), d_dqkv, dqkv, rows, stride, bound(1e-2, 5e-6));
-            print_parts(download(d_dqkv, rows * stride), dqkv, s);
-            if (done & ATTENTION_SUMMED) {
-                const float *sums = download(d_sums, slices * stride);
-                memset(totals, 0, stride * sizeof *totals);
-                for (size_t i = 0; i < slices * stride; i++) totals[i % stride] += sums[i];
-                check(path_name(s.HD, "column sums"), upload<float>(totals, stride), columns, 1, stride, 1e-2);
-                check_same_bits(path_name(s.HD, "column sums"), {{d_sums, slices * stride * sizeof(float)}}, backward);
-            }
-            check_same_bits(path_name(s.HD, rotate ? "backward, rotated" : "backward"), {{d_dqkv, rows * stride * sizeof(floatX)}}, backward);
+        for (AttentionProblem a : paths(s)) {
+            a.cos_sin = rotate ? d_angles : NULL;
+            check_backward(a, d_dqkv, dqkv, d_dout, d_qkv, d_out, d_lse);
         }
     }
-    attention_path = 0;
 }
 
 static void bench_shape(const char *name, Shape s) try {
@@ -255,21 +264,22 @@ static void bench_shape(const char *name, Shape s) try {
     floatX *qkv = device_normal<floatX>(rows * stride, 1.0f), *dout = device_normal<floatX>(rows * width, 1.0f);
     floatX *out = device_new<floatX>(rows * width), *dqkv = device_new<floatX>(rows * stride);
     float *lse = device_new<float>(rows * s.NH);
-    char *scratch = device_new<char>(attention_backward_scratch_bytes(s.B, s.T, s.NH, s.NKV, s.HD));
-    float *cos_sin = device_normal<float>((size_t)s.T * s.HD, 1.0f);
+    const float *cos_sin = device_normal<float>((size_t)s.T * s.HD, 1.0f);
     cudaStream_t stream = ladder.gpu.compute;
-    for (attention_path = 0; ladder.bench && attention_path < num_paths(s.HD); attention_path++) {
-        bench(path_name(s.HD, "forward"), 0, flops, [&] { attention_forward(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD, stream); });
-        bench(path_name(s.HD, "backward"), 0, 2.5 * flops, [&] { attention_backward(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD, scratch, stream); });
-        if (attention_path == 0 && num_paths(s.HD) == 2)
-            bench(path_name(s.HD, "backward, rotated"), 0, 2.5 * flops, [&] { attention_backward(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD, scratch, stream, NULL, cos_sin); });
+    const std::vector<AttentionProblem> all = paths(s);
+    for (size_t i = 0; ladder.bench && i < all.size(); i++) {
+        AttentionProblem a = all[i];
+        bench(path_name(a, "forward"), 0, flops, [&] { attention_forward(&a, out, lse, qkv, stream); });
+        bench(path_name(a, "backward"), 0, 2.5 * flops, [&] { attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream); });
+        a.cos_sin = cos_sin;
+        if (a.path == ATTENTION_HOPPER) bench(path_name(a, "backward, rotated"), 0, 2.5 * flops, [&] { attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream); });
     }
-    attention_path = 0;
-    for (attention_group_mib = 4; ladder.variants && attention_group_mib <= 32; attention_group_mib *= 2) {  // what may be streamed in L2 at a time
-        printf("groups of %d MiB\n", attention_group_mib);
-        variants(Tensors<floatX>{s, out, dqkv, qkv, dout, lse, (float *)scratch, NULL, NULL, flops});
+    for (int mib = 4; ladder.variants && mib <= 32; mib *= 2) {  // what may be streamed in L2 at a time
+        AttentionProblem a = all[0];
+        a.group = attention_group(s.T, s.HD, mib);
+        printf("groups of %d MiB\n", mib);
+        variants(Tensors<floatX>{a, out, dqkv, qkv, dout, lse, NULL, NULL, flops});
     }
-    attention_group_mib = 16;
 } catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {
@@ -280,6 +290,9 @@ int main(int argc, char **argv) {
             {3, 1, 2, 2, 64}, {2, 17, 4, 1, 64}, {2, 64, 4, 2, 64}, {2, 100, 3, 3, 64}, {1, 257, 4, 1, 64}, {2, 512, 3, 3, 64}, {16, 193, 8, 8, 64},
             {3, 1, 2, 1, 128}, {2, 17, 4, 1, 128}, {2, 64, 2, 2, 128}, {1, 100, 4, 2, 128}, {1, 257, 4, 1, 128}, {1, 512, 6, 2, 128}, {12, 257, 12, 6, 128},
             {2, 100, 2, 2, 32}, {1, 257, 4, 2, 32}, {1, 257, 2, 1, 80}, {1, 300, 2, 2, 80}, {1, 257, 2, 1, 96}, {1, 129, 2, 2, 96},
+            {1, 129, 4, 2, 192}, {2, 100, 2, 1, 256}, {1, 257, 2, 2, 256},
+            {2, 100, 4, 2, 8}, {1, 129, 3, 1, 24}, {2, 100, 3, 3, 40}, {1, 257, 4, 2, 48}, {1, 129, 2, 1, 56}, {1, 257, 2, 1, 72}, {1, 129, 4, 2, 88},
+            {1, 257, 2, 1, 112}, {2, 100, 2, 2, 120}, {1, 257, 2, 1, 136}, {1, 129, 2, 2, 160}, {1, 129, 4, 2, 200}, {2, 100, 2, 1, 248},
         };
         for (const Shape &s : shapes) check_shape(s, 1.0f);
         check_variants<floatX>({2, 700, 4, 2, 64});

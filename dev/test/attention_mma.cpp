@@ -1,5 +1,5 @@
-// Attention's kernels on mma.sync without a GPU, against the loops of train_gpt2.c: all head dimensions, grouped heads, lengths that fill no tile,
-// copies that arrive at once and as late as they may. test_kernels.py runs it.
+// Attention's kernels on mma.sync without a GPU, against the loops of train_gpt2.c: heads that fill a compiled width and heads that do not, grouped
+// heads, lengths that fill no tile, copies that arrive at once and as late as they may. test_kernels.py runs it.
 #define LLMC_ORACLE
 #include "train_gpt2.c"
 #undef min
@@ -18,37 +18,48 @@ static double error_of(const std::vector<bf16> &x, const std::vector<float> &ref
     }
     return d2 <= 1e30 ? sqrt(d2 / (r2 + 1e-60)) : INFINITY;
 }
-// `std` of q, k, v: with 2 the running maximum moves in later tiles too.
-template <int HD> static void check_heads(int T, bool late, float std = 1) {
-    typedef ForwardShape<HD> F;
-    typedef BackwardQShape<HD> Q;
-    typedef BackwardKVShape<HD> KV;
+// Heads of HD in the kernels of width W. `std` of q, k, v: with 2 the running maximum moves in later tiles too.
+template <int W> static void check_heads(int HD, int T, bool late, float std = 1) {
     const size_t width = (size_t)NH * HD, stride = (size_t)(NH + 2 * NKV) * HD, rows = (size_t)B * T;
     std::vector<bf16> qkv(rows * stride), dout(rows * width), out(rows * width, NAN), dqkv(rows * stride, NAN);
     std::vector<float> x(rows * stride), dy(rows * width), y(rows * width), dx(rows * stride), lse(rows * NH), mine(rows * NH, NAN), D(rows * NH, NAN);
     for (size_t i = 0; i < x.size(); i++) x[i] = qkv[i] = std * rand_normal(17, 0, i);
     for (size_t i = 0; i < dy.size(); i++) dy[i] = dout[i] = rand_normal(17, 1, i);
     attention_forward_cpu(y.data(), lse.data(), x.data(), B, T, NH, NKV, HD);
-    const auto blocks = [&](int heads, int rows_of_block) { return heads * ((T + rows_of_block - 1) / rows_of_block); };
-    launch_on_cpu(blocks(B * NH, F::FIXED), ATTENTION_THREADS, late, [&] { attention_forward_bf16<HD>(out.data(), mine.data(), qkv.data(), T, NH, NKV, B * NH, GROUP); });
+    AttentionProblem a = {B, T, NH, NKV, HD};
+    a.scale = 1 / sqrtf((float)HD);
+    a.scale2 = a.scale * LOG2E;
+    a.D = D.data();
+    const auto launch = [&](int heads, int fixed, int bytes, std::function<void(AttentionGrid)> kernel) {
+        const AttentionGrid grid = {heads, B * heads, (T + fixed - 1) / fixed, GROUP};
+        launch_on_cpu(grid.all * grid.tiles, ATTENTION_THREADS, bytes, late, [&] { kernel(grid); });
+    };
+    typedef ForwardShape<W> F;
+    launch(NH, F::FIXED, F::BYTES, [&](AttentionGrid grid) { attention_forward_bf16<W>(a, grid, out.data(), mine.data(), qkv.data()); });
     double worst = 0;
     for (size_t i = 0; i < lse.size(); i++) worst = fabs((double)lse[i] - mine[i]) <= worst ? worst : fabs((double)lse[i] - mine[i]);
     const double error = T > 1 ? error_of(out, y) : 0;
     check(error < 5e-3 && worst < 1e-4, "heads of %d, T %d, copies %s: out %.1e (bound 5e-3), lse %.1e (1e-4)", HD, T, late ? "late" : "at once", error, worst);
     for (size_t i = 0; i < y.size(); i++) y[i] = out[i] = y[i];  // backward reads the oracle's, rounded
     attention_backward_cpu(dx.data(), dy.data(), x.data(), y.data(), lse.data(), B, T, NH, NKV, HD);
-    launch_on_cpu(blocks(B * NH, Q::FIXED), ATTENTION_THREADS, late, [&] { attention_backward_q_bf16<HD>(dqkv.data(), D.data(), dout.data(), qkv.data(), out.data(), lse.data(), T, NH, NKV, B * NH, GROUP); });
-    launch_on_cpu(blocks(B * NKV, KV::FIXED), ATTENTION_THREADS, late, [&] { attention_backward_kv_bf16<HD>(dqkv.data(), D.data(), dout.data(), qkv.data(), lse.data(), T, NH, NKV, B * NKV, GROUP); });
+    typedef BackwardQShape<W> Q;
+    typedef BackwardKVShape<W> KV;
+    launch(NH, Q::FIXED, Q::BYTES, [&](AttentionGrid grid) { attention_backward_q_bf16<W>(a, grid, dqkv.data(), dout.data(), qkv.data(), out.data(), lse.data()); });
+    launch(NKV * KV_PARTS<W>, KV::FIXED, KV::BYTES, [&](AttentionGrid grid) { attention_backward_kv_bf16<W>(a, grid, dqkv.data(), dout.data(), qkv.data(), lse.data()); });
     const double gradient = error_of(dqkv, dx);
     check(gradient < 1e-2, "heads of %d, T %d, copies %s: dqkv %.1e (bound 1e-2)", HD, T, late ? "late" : "at once", gradient);
 }
 int main(void) {
     for (int late = 0; late < 2; late++)
         for (int T : {1, 17, 100, 193}) {
-            check_heads<64>(T, late);
-            check_heads<128>(T, late);
-            if (T == 193) { check_heads<64>(T, late, 2); check_heads<128>(T, late, 2); }
-            if (T == 100) { check_heads<32>(T, late); check_heads<80>(T, late); check_heads<96>(T, late); }
+            check_heads<64>(64, T, late);
+            check_heads<128>(128, T, late);
+            if (T == 193) { check_heads<64>(64, T, late, 2); check_heads<128>(128, T, late, 2); }
+            if (T == 100) {
+                check_heads<32>(32, T, late); check_heads<80>(80, T, late); check_heads<96>(96, T, late); check_heads<192>(192, T, late);
+                check_heads<32>(8, T, late); check_heads<64>(40, T, late); check_heads<64>(48, T, late); check_heads<80>(72, T, late); check_heads<96>(88, T, late);
+                check_heads<128>(112, T, late); check_heads<192>(136, T, late); check_heads<256>(200, T, late); check_heads<256>(256, T, late);
+            }
         }
     printf("attention on mma.sync: %d passed, %d failed\n", checks_passed, checks_failed);
     return checks_failed ? EXIT_FAILURE : EXIT_SUCCESS;

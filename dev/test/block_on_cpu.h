@@ -70,6 +70,10 @@ static Index blockIdx;
 enum { SHARED_BYTES = 1 << 18 };
 alignas(1024) int4 SHARED_MEMORY[SHARED_BYTES / sizeof(int4)];
 static char *const shared_memory = (char *)SHARED_MEMORY;
+static uint32_t shared_limit;
+static inline void require_shared(const char *what, uint32_t at, size_t bytes) {
+    if (at % bytes || at + bytes > shared_limit) { printf("%s: %zu bytes at byte %u of %u\n", what, bytes, at, shared_limit); exit(EXIT_FAILURE); }
+}
 
 static inline void meet(Meeting *m, int count) {
     const unsigned round = m->round;
@@ -84,8 +88,9 @@ static void fiber_entry() {
     fiber->ended = true;
     swapcontext(&fiber->context, &scheduler);
 }
-// Blocks one after another; shared memory and registers begin as NaN and garbage.
-static void launch_on_cpu(int blocks, int threads, bool late, std::function<void()> body) {
+// Blocks one after another; shared memory and registers begin as NaN and garbage. What lies behind shared_bytes is not theirs.
+static void launch_on_cpu(int blocks, int threads, int shared_bytes, bool late, std::function<void()> body) {
+    shared_limit = (uint32_t)shared_bytes;
     copies_late = late;
     fiber_body = body;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
@@ -141,7 +146,7 @@ static inline void matrices(unsigned (&r)[4], unsigned row, bool transposed) {
         uint16_t pair[2];
         for (int e = 0; e < 2; e++) {
             const uint32_t at = words_of(m * 8 + (transposed ? t + e : g))[0] + (uint32_t)(transposed ? g : t + e) * 2;
-            if (words_of(m * 8 + g)[0] % 16 || at >= SHARED_BYTES) { printf("ldmatrix: no row begins at byte %u\n", at); exit(EXIT_FAILURE); }
+            require_shared("ldmatrix", words_of(m * 8 + g)[0], 16);
             memcpy(&pair[e], shared_memory + at, 2);
         }
         r[m] = pair[0] | (unsigned)pair[1] << 16;
@@ -170,6 +175,7 @@ static inline void copy_now(const AsyncCopy &c) {
     else memset(shared_memory + c.to, 0, c.bytes);
 }
 static inline void copy_async(const AsyncCopy &c) {
+    require_shared("copy", c.to, c.bytes);
     if (copies_late) fiber->open.push_back(c);
     else copy_now(c);
 }

@@ -189,4 +189,4 @@ def test_attention_on_mma_sync_without_a_gpu(tmp_path):
     build = subprocess.run([CONFIG["CXX"], "-std=c++17", "-O2", "-I.", "dev/test/attention_mma.cpp", "-o", tmp_path / "attention_mma", "-lm"], cwd=ROOT, capture_output=True, text=True)
     assert build.returncode == 0, build.stderr[-3000:]
     run = subprocess.run([tmp_path / "attention_mma"], capture_output=True, text=True)
-    assert run.returncode == 0 and "52 passed, 0 failed" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 0 and "92 passed, 0 failed" in run.stdout, run.stdout + run.stderr
