@@ -3,52 +3,55 @@
 //     x[i], x[i+HD/2] = x[i] c - x[i+HD/2] s, x[i+HD/2] c + x[i] s;   backward rotates by the opposite angle: s -> -s
 // cos_sin (T,HD/2,2) fp32, from rope_table.h. Nothing is saved for backward. On Hopper the matmul before rotates (matmul.cuh), with the same bits,
 // and attention's backward rotates back.
-// Bound by memory: a block takes one token, a thread the same 16-byte vector of both halves in one or more heads, so that its
-// part of the table sits in registers. Ladder: dev/cuda/rope.cu.
-// Not supported: HD/2 not a multiple of a 16-byte vector (8 bf16); more than 2^31 tokens.
+// Bound by memory: a block takes one token, a thread the same vector of both halves in one or more heads, so that its part of the table
+// sits in registers. Vectors have 16 bytes; 8 where HD/2 is no multiple of those, as with heads of 40 in bf16.
+// Ladder: dev/cuda/rope.cu. Not supported: HD not a multiple of 8; more than 2^31 tokens.
 #ifndef LLMC_ROPE_CUH
 #define LLMC_ROPE_CUH
 
 #include "cuda_common.cuh"
 
 enum { ROPE_THREADS = 256 };
+template <int N> struct alignas(N * sizeof(floatX)) RopeVector { floatX x[N]; };
 
-// blockDim (HD/2 / vector, heads at a time); sign is -1 for backward
-__global__ void __launch_bounds__(ROPE_THREADS)
+// blockDim (HD/2 / N, heads at a time); sign is -1 for backward
+template <int N> __global__ void __launch_bounds__(ROPE_THREADS)
 rope_kernel(floatX *qkv, const float *cos_sin, int T, int heads, int HD, int row, float sign) {
-    const int half = HD / 2, i = threadIdx.x * VecX::size, t = (int)(blockIdx.x % (unsigned)T);
-    float c[VecX::size], s[VecX::size];
+    typedef RopeVector<N> Vector;
+    const int half = HD / 2, i = threadIdx.x * N, t = (int)(blockIdx.x % (unsigned)T);
+    float c[N], s[N];
     const float4 *table = (const float4 *)(cos_sin + ((size_t)t * half + i) * 2);
     #pragma unroll
-    for (int k = 0; k < VecX::size; k += 2) {  // (cos, sin, cos, sin)
+    for (int k = 0; k < N; k += 2) {  // (cos, sin, cos, sin)
         const float4 f = __ldg(table + k / 2);
         c[k] = f.x; s[k] = f.y * sign; c[k + 1] = f.z; s[k + 1] = f.w * sign;
     }
     floatX *token = qkv + (size_t)blockIdx.x * row + i;
     for (int h = threadIdx.y; h < heads; h += blockDim.y) {
         floatX *p = token + (size_t)h * HD;
-        VecX low = vec_load(p), high = vec_load(p + half);
+        Vector low = *(const Vector *)p, high = *(const Vector *)(p + half);
         #pragma unroll
-        for (int k = 0; k < VecX::size; k++) {
-            float a = (float)low[k], b = (float)high[k];
+        for (int k = 0; k < N; k++) {
+            float a = (float)low.x[k], b = (float)high.x[k];
             rotate_pair(a, b, c[k], s[k]);
-            low[k] = (floatX)a;
-            high[k] = (floatX)b;
+            low.x[k] = (floatX)a;
+            high.x[k] = (floatX)b;
         }
-        vec_store(p, low);
-        vec_store(p + half, high);
+        *(Vector *)p = low;
+        *(Vector *)(p + half) = high;
     }
 }
 
 static inline void rope_launch(floatX *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD, float sign, cudaStream_t stream) {
-    const int lanes = HD / 2 / VecX::size, heads = NH + NKV;  // q heads and k heads are neighbours
-    require(HD % (2 * VecX::size) == 0 && lanes <= ROPE_THREADS,
-            "rotary embedding needs a head dimension that is a multiple of %d, not %d\nchange heads=", 2 * VecX::size, HD);
+    const bool whole = HD / 2 % VecX::size == 0;
+    const int lanes = HD / 2 / (whole ? VecX::size : 4), heads = NH + NKV;  // q heads and k heads are neighbours
+    require(HD % 8 == 0 && lanes <= ROPE_THREADS, "rotary embedding needs a head dimension that is a multiple of 8, not %d\nchange heads=", HD);
     require(((uintptr_t)qkv | (uintptr_t)cos_sin) % 16 == 0, "rope's buffers do not begin on 16 bytes\nallocate them with memory_request");
     require((size_t)B * (size_t)T < (1u << 31), "%d x %d tokens are too many for one launch\nuse a smaller --batch-size", B, T);
     const int at_once = ROPE_THREADS / lanes, passes = (heads + at_once - 1) / at_once;
     const dim3 threads((unsigned)lanes, (unsigned)((heads + passes - 1) / passes));  // every pass as full as the others
-    rope_kernel<<<(unsigned)(B * T), threads, 0, stream>>>(qkv, cos_sin, T, heads, HD, (NH + 2 * NKV) * HD, sign);
+    const auto kernel = whole ? rope_kernel<VecX::size> : rope_kernel<4>;
+    kernel<<<(unsigned)(B * T), threads, 0, stream>>>(qkv, cos_sin, T, heads, HD, (NH + 2 * NKV) * HD, sign);
     launchCheck();
     timing_lap(sign > 0 ? "rope" : "rope backward", 0, 2.0 * B * T * heads * HD * sizeof(floatX), stream);
 }

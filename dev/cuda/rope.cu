@@ -108,6 +108,9 @@ int main(int argc, char **argv) {
         check_shape(3, 33, 32, 8, 96);
         check_shape(1, 40, 64, 8, 128);
         check_shape(1, 9, 4, 2, 256);
+        check_shape(2, 17, 3, 1, 8);
+        check_shape(1, 33, 4, 2, 40);
+        check_shape(1, 21, 5, 5, 72);
         check_shape(1, 4099, 2, 1, 64);
         check_product(1, 1, 1, 1, 64, 8, 0);
         check_product(3, 100, 6, 2, 64, 192, 1);
