@@ -2,6 +2,7 @@
 kernels on mma.sync a CPU plays the threads of a block."""
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_pytorch_has_it(kernel, sizes, on_cpu):
 def test_every_timed_kernel_is_known():
     """The names that the ladders hand to bench, up to what is filled in when they run."""
     names = [(ladder, name) for ladder, text in ladder_sources() for name in
-             re.findall(r'\bbench\((?:named\(|path_name\(s\.HD, )?"([^"]+)"', re.sub(r"static void (bench_plans|bench_layouts)\(.*?\n}[^\n]*\n|if \(!ladder.variants\).*?\n}\n", "", text, flags=re.S))]
+             re.findall(r'\bbench\((?:named\(|path_name\(a, )?"([^"]+)"', re.sub(r"static void (bench_plans|bench_layouts)\(.*?\n}[^\n]*\n|if \(!ladder.variants\).*?\n}\n", "", text, flags=re.S))]
     names = [(ladder, name) for ladder, name in names if not name.startswith("forward ") or ladder != "attention" or name == "forward"]
     known = {kernel for kernel, _ in KERNELS}
     missing = [(ladder, name) for ladder, name in names if not any(k.startswith(ladder + " ") and k.endswith(name) for k in known)]
@@ -190,3 +191,14 @@ def test_attention_on_mma_sync_without_a_gpu(tmp_path):
     assert build.returncode == 0, build.stderr[-3000:]
     run = subprocess.run([tmp_path / "attention_mma"], capture_output=True, text=True)
     assert run.returncode == 0 and "92 passed, 0 failed" in run.stdout, run.stdout + run.stderr
+
+
+@pytest.mark.skipif(not CONFIG.get("NVCC"), reason="no CUDA toolkit (make toolkit)")
+@pytest.mark.parametrize("precision", [[], ["-DPRECISION_FP32"]], ids=["bf16", "fp32"])
+def test_attention_is_planned(tmp_path, precision):
+    words = {name: shlex.split(CONFIG[name]) for name in ("NVCC", "CUDA_CFLAGS", "CUDA_LIBS")}
+    build = [*words["NVCC"], "-std=c++17", "-G", "-gencode", "arch=compute_80,code=compute_80", "-I.", *precision, *words["CUDA_CFLAGS"], "dev/test/attention_plan.cu", "-o", tmp_path / "plan", *words["CUDA_LIBS"]]
+    assert subprocess.run(build, cwd=ROOT).returncode == 0
+    for hopper in ([], ["hopper"]):
+        run = subprocess.run([tmp_path / "plan", *hopper], capture_output=True, text=True)
+        assert run.returncode == 0 and "8 passed, 0 failed" in run.stdout, run.stdout + run.stderr
