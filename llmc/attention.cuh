@@ -29,28 +29,28 @@
 // ---- fp32: warps of 4 rows each; a lane computes one score of a 32-row streamed tile, then owns every 32nd column
 
 enum { ROWS_PER_WARP = 4 };
-// Kernels for heads of up to W. Narrower heads fill the columns from HD on with zeros in shared memory and do not store them.
-template <int W> struct Fp32 {
-    static constexpr int THREADS = W <= 128 ? 256 : 128, ROWS = THREADS / WARP * ROWS_PER_WARP, DIMS = (W + WARP - 1) / WARP;
+// Kernels for heads of up to W, of which TENSORS stay and two are streamed. Narrower heads fill the columns from HD on with zeros in
+// shared memory and do not store them.
+template <int W, int TENSORS> struct Fp32 {
+    static constexpr int THREADS = W <= 128 ? 256 : 128, FIXED = THREADS / WARP * ROWS_PER_WARP, DIMS = (W + WARP - 1) / WARP;
     static constexpr int ROW = W + 4;  // 16-byte reads of eight neighbouring rows meet no bank conflict
+    static constexpr int FIXED_TILE = FIXED * ROW, STREAMED_TILE = WARP * ROW, BYTES = (TENSORS * FIXED_TILE + 2 * STREAMED_TILE) * (int)sizeof(float);
+    static_assert(BYTES <= 99 * 1024, "a block has no more on sm_86, 89 and 120");
     typedef float Sums[ROWS_PER_WARP][DIMS];
-    // Shared memory of `fixed` tensors that stay and two that are streamed.
-    static constexpr int bytes(int fixed) { return (fixed * ROWS + 2 * WARP) * ROW * (int)sizeof(float); }
-    static_assert((2 * ROWS + 2 * WARP) * ROW * sizeof(float) <= 99 * 1024, "a block has no more on sm_86, 89 and 120");
 
     // Rows first, ... of a head.
-    template <int COUNT> __device__ static void load(float *tile, const AttentionProblem &a, const float *head, int stride, int first) {
-        for (int i = threadIdx.x; i < COUNT * W / 4; i += THREADS) {
+    template <int ROWS> __device__ static void load(float *tile, const AttentionProblem &a, const float *head, int stride, int first) {
+        for (int i = threadIdx.x; i < ROWS * W / 4; i += THREADS) {
             const int row = i / (W / 4), column = i % (W / 4) * 4;
-            const float4 zero = {0, 0, 0, 0};
-            *(float4 *)(tile + row * ROW + column) = first + row < a.T && column < a.HD ? *(const float4 *)(head + (unsigned)((first + row) * stride + column)) : zero;
+            const bool valid = first + row < a.T && column < a.HD;
+            *(float4 *)(tile + row * ROW + column) = valid ? *(const float4 *)(head + (unsigned)((first + row) * stride + column)) : float4{0, 0, 0, 0};
         }
     }
-    // The next streamed tiles, when all warps have left those before.
-    __device__ static void stream(float *x, float *y, const AttentionProblem &a, const float *x_head, int x_stride, const float *y_head, int y_stride, int first) {
+    // The next two streamed tiles, when all warps have left those before.
+    __device__ static void stream(float *tiles, const AttentionProblem &a, const float *x, int x_stride, const float *y, int y_stride, int first) {
         __syncthreads();
-        load<WARP>(x, a, x_head, x_stride, first);
-        load<WARP>(y, a, y_head, y_stride, first);
+        load<WARP>(tiles, a, x, x_stride, first);
+        load<WARP>(tiles + STREAMED_TILE, a, y, y_stride, first);
         __syncthreads();
     }
     // score[r] = row r of the warp times the lane's row of the streamed tile
@@ -85,37 +85,36 @@ template <int W> struct Fp32 {
             }
         }
     }
-    // Rows first, ... of a head, row r multiplied by scale(r).
-    template <typename Scale> __device__ static void store(const AttentionProblem &a, float *head, int stride, int first, const Sums &sum, Scale scale) {
+    // Rows first, ... of a head = sum
+    __device__ static void store(const AttentionProblem &a, float *head, int stride, int first, const Sums &sum) {
         #pragma unroll
         for (int r = 0; r < ROWS_PER_WARP; r++)
             #pragma unroll
             for (int i = 0; i < DIMS; i++) {
                 const int column = threadIdx.x % WARP + i * WARP;
-                if (first + r < a.T && column < a.HD) head[(size_t)(first + r) * stride + column] = sum[r][i] * scale(r);
+                if (first + r < a.T && column < a.HD) head[(size_t)(first + r) * stride + column] = sum[r][i];
             }
     }
 };
 
-template <int W> __global__ void __launch_bounds__(Fp32<W>::THREADS)
-attention_forward_fp32(const AttentionProblem a, const AttentionGrid grid, float *out, float *lse, const float *qkv) {
-    typedef Fp32<W> S;
+template <int W> __global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2) attention_forward_fp32(const AttentionLaunch<float> a) {
+    typedef Fp32<W, 1> S;
     extern __shared__ int4 attention_shared[];
-    float *q_tile = (float *)attention_shared, *k_tile = q_tile + S::ROWS * S::ROW, *v_tile = k_tile + WARP * S::ROW;
-    const AttentionPiece piece = grid.piece(blockIdx.x);
-    const PackedHead<const float> in = packed_head(a, qkv, piece.b, piece.h, piece.h / (a.NH / a.NKV));
-    const int lane = threadIdx.x % WARP, block_row = (grid.tiles - 1 - piece.tile) * S::ROWS, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
+    float *const q_tile = (float *)attention_shared, *const k_tile = q_tile + S::FIXED_TILE, *const v_tile = k_tile + S::STREAMED_TILE;
+    const AttentionPiece piece = a.piece(blockIdx.x);
+    const float *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
+    const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
+    const int lane = threadIdx.x % WARP, end = key_tiles<WARP>(a, block_row, S::FIXED) * WARP;
     float o[ROWS_PER_WARP][S::DIMS] = {}, row_max[ROWS_PER_WARP], row_sum[ROWS_PER_WARP] = {};
     for (int r = 0; r < ROWS_PER_WARP; r++) row_max[r] = -INFINITY;
-    S::template load<S::ROWS>(q_tile, a, in.q, in.stride, block_row);
-    const int tiles = key_tiles<WARP>(a, block_row, S::ROWS);
-    for (int j = 0; j < tiles; j++) {
-        S::stream(k_tile, v_tile, a, in.k, in.stride, in.v, in.stride, j * WARP);
+    S::template load<S::FIXED>(q_tile, a, a.qkv + a.qkv_head(piece.b, piece.h), a.qkv_row(), block_row);
+    for (int key0 = 0; key0 < end; key0 += WARP) {
+        S::stream(k_tile, a, k_head, a.qkv_row(), v_head, a.qkv_row(), key0);
         float p[ROWS_PER_WARP];
         S::scores(p, q_tile, k_tile);
         #pragma unroll
         for (int r = 0; r < ROWS_PER_WARP; r++) {
-            p[r] = sees(row0 + r, j * WARP + lane) ? p[r] * a.scale : -INFINITY;
+            p[r] = sees(row0 + r, key0 + lane) ? p[r] * a.scale : -INFINITY;
             const float before = row_max[r];
             row_max[r] = fmaxf(before, warp_reduce<Max>(p[r]));
             const float fade = expf(before - row_max[r]);
@@ -128,23 +127,25 @@ attention_forward_fp32(const AttentionProblem a, const AttentionGrid grid, float
     }
     #pragma unroll
     for (int r = 0; r < ROWS_PER_WARP; r++) {
-        if (lane == 0 && row0 + r < a.T) lse[(size_t)piece.head * a.T + row0 + r] = row_max[r] + logf(row_sum[r]);
-        row_sum[r] = 1 / row_sum[r];
+        const float inverse = 1 / row_sum[r];
+        if (lane == 0 && row0 + r < a.T) a.lse[(size_t)piece.head * a.T + row0 + r] = row_max[r] + logf(row_sum[r]);
+        #pragma unroll
+        for (int i = 0; i < S::DIMS; i++) o[r][i] *= inverse;
     }
-    S::store(a, out + ((size_t)piece.b * a.T * a.NH + piece.h) * a.HD, a.NH * a.HD, row0, o, [&](int r) { return row_sum[r]; });
+    S::store(a, a.out + a.out_head(piece.b, piece.h), a.out_row(), row0, o);
 }
 
-template <int W> __global__ void __launch_bounds__(Fp32<W>::THREADS)
-attention_backward_q_fp32(const AttentionProblem a, const AttentionGrid grid, float *dqkv, const float *dout, const float *qkv, const float *out, const float *lse) {
-    typedef Fp32<W> S;
+template <int W> __global__ void __launch_bounds__(Fp32<W, 2>::THREADS) attention_backward_q_fp32(const AttentionLaunch<float> a) {
+    typedef Fp32<W, 2> S;
     extern __shared__ int4 attention_shared[];
-    float *q_tile = (float *)attention_shared, *do_tile = q_tile + S::ROWS * S::ROW, *k_tile = do_tile + S::ROWS * S::ROW, *v_tile = k_tile + WARP * S::ROW;
-    const AttentionPiece piece = grid.piece(blockIdx.x);
-    const PackedHead<const float> in = packed_head(a, qkv, piece.b, piece.h, piece.h / (a.NH / a.NKV));
-    const size_t out_head = ((size_t)piece.b * a.T * a.NH + piece.h) * a.HD, row_numbers = (size_t)piece.head * a.T;
-    const int lane = threadIdx.x % WARP, block_row = (grid.tiles - 1 - piece.tile) * S::ROWS, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
-    S::template load<S::ROWS>(q_tile, a, in.q, in.stride, block_row);
-    S::template load<S::ROWS>(do_tile, a, dout + out_head, a.NH * a.HD, block_row);
+    float *const q_tile = (float *)attention_shared, *const do_tile = q_tile + S::FIXED_TILE, *const k_tile = do_tile + S::FIXED_TILE, *const v_tile = k_tile + S::STREAMED_TILE;
+    const AttentionPiece piece = a.piece(blockIdx.x);
+    const size_t q_head = a.qkv_head(piece.b, piece.h), out_head = a.out_head(piece.b, piece.h), numbers = (size_t)piece.head * a.T;
+    const float *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
+    const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
+    const int lane = threadIdx.x % WARP, end = key_tiles<WARP>(a, block_row, S::FIXED) * WARP;
+    S::template load<S::FIXED>(q_tile, a, a.qkv + q_head, a.qkv_row(), block_row);
+    S::template load<S::FIXED>(do_tile, a, a.dout + out_head, a.out_row(), block_row);
     __syncthreads();
     float d[ROWS_PER_WARP], row_lse[ROWS_PER_WARP], dq[ROWS_PER_WARP][S::DIMS] = {};
     #pragma unroll
@@ -152,43 +153,39 @@ attention_backward_q_fp32(const AttentionProblem a, const AttentionGrid grid, fl
         const bool valid = row0 + r < a.T;
         d[r] = row_lse[r] = 0;
         for (int c = lane; c < a.HD && valid; c += WARP)
-            d[r] = fmaf(do_tile[(row0 - block_row + r) * S::ROW + c], out[out_head + (size_t)(row0 + r) * a.NH * a.HD + c], d[r]);
+            d[r] = fmaf(do_tile[(row0 - block_row + r) * S::ROW + c], a.out[out_head + (size_t)(row0 + r) * a.out_row() + c], d[r]);
         d[r] = warp_reduce<Sum>(d[r]);
-        if (valid) row_lse[r] = lse[row_numbers + row0 + r];
-        if (valid && lane == 0) a.D[row_numbers + row0 + r] = d[r];
+        if (valid) row_lse[r] = a.lse[numbers + row0 + r];
+        if (valid && lane == 0) a.D[numbers + row0 + r] = d[r];
     }
-    const int tiles = key_tiles<WARP>(a, block_row, S::ROWS);
-    for (int j = 0; j < tiles; j++) {
-        S::stream(k_tile, v_tile, a, in.k, in.stride, in.v, in.stride, j * WARP);
+    for (int key0 = 0; key0 < end; key0 += WARP) {
+        S::stream(k_tile, a, k_head, a.qkv_row(), v_head, a.qkv_row(), key0);
         float p[ROWS_PER_WARP], ds[ROWS_PER_WARP];
         S::scores(p, q_tile, k_tile);
         S::scores(ds, do_tile, v_tile);
         #pragma unroll
-        for (int r = 0; r < ROWS_PER_WARP; r++) ds[r] = sees(row0 + r, j * WARP + lane) ? a.scale * expf(p[r] * a.scale - row_lse[r]) * (ds[r] - d[r]) : 0;
+        for (int r = 0; r < ROWS_PER_WARP; r++) ds[r] = sees(row0 + r, key0 + lane) ? a.scale * expf(p[r] * a.scale - row_lse[r]) * (ds[r] - d[r]) : 0;
         S::accumulate(dq, ds, k_tile);
     }
-    S::store(a, dqkv + (in.q - qkv), in.stride, row0, dq, [](int) { return 1.0f; });
+    S::store(a, a.dqkv + q_head, a.qkv_row(), row0, dq);
 }
 
-template <int W> __global__ void __launch_bounds__(Fp32<W>::THREADS, 1)
-attention_backward_kv_fp32(const AttentionProblem a, const AttentionGrid grid, float *dqkv, const float *dout, const float *qkv, const float *lse) {
-    typedef Fp32<W> S;
+template <int W> __global__ void __launch_bounds__(Fp32<W, 2>::THREADS, 1) attention_backward_kv_fp32(const AttentionLaunch<float> a) {
+    typedef Fp32<W, 2> S;
     extern __shared__ int4 attention_shared[];
-    float *k_tile = (float *)attention_shared, *v_tile = k_tile + S::ROWS * S::ROW, *q_tile = v_tile + S::ROWS * S::ROW, *do_tile = q_tile + WARP * S::ROW;
-    const AttentionPiece piece = grid.piece(blockIdx.x);
-    const int ratio = a.NH / a.NKV;
-    const PackedHead<const float> in = packed_head(a, qkv, piece.b, piece.h * ratio, piece.h);
-    const int lane = threadIdx.x % WARP, block_row = piece.tile * S::ROWS, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
-    S::template load<S::ROWS>(k_tile, a, in.k, in.stride, block_row);
-    S::template load<S::ROWS>(v_tile, a, in.v, in.stride, block_row);
+    float *const k_tile = (float *)attention_shared, *const v_tile = k_tile + S::FIXED_TILE, *const q_tile = v_tile + S::FIXED_TILE, *const do_tile = q_tile + S::STREAMED_TILE;
+    const AttentionPiece piece = a.piece(blockIdx.x);
+    const int ratio = a.NH / a.NKV, block_row = piece.tile * S::FIXED, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP, lane = threadIdx.x % WARP;
+    const size_t k_head = a.qkv_head(piece.b, a.NH + piece.h), v_head = k_head + a.NKV * a.HD;
+    S::template load<S::FIXED>(k_tile, a, a.qkv + k_head, a.qkv_row(), block_row);
+    S::template load<S::FIXED>(v_tile, a, a.qkv + v_head, a.qkv_row(), block_row);
     float dk[ROWS_PER_WARP][S::DIMS] = {}, dv[ROWS_PER_WARP][S::DIMS] = {};
-    for (int i = 0; i < ratio; i++) {
-        const size_t row = ((size_t)piece.b * a.NH + piece.h * ratio + i) * a.T;
-        const float *dout_head = dout + ((size_t)piece.b * a.T * a.NH + piece.h * ratio + i) * a.HD;
+    for (int h = piece.h * ratio; h < (piece.h + 1) * ratio; h++)
         for (int query0 = first_query(block_row); query0 < a.T; query0 += WARP) {
-            S::stream(q_tile, do_tile, a, in.q + i * a.HD, in.stride, dout_head, a.NH * a.HD, query0);
+            S::stream(q_tile, a, a.qkv + a.qkv_head(piece.b, h), a.qkv_row(), a.dout + a.out_head(piece.b, h), a.out_row(), query0);
             const bool valid = query0 + lane < a.T;
-            const float l = valid ? lse[row + query0 + lane] : 0, d = valid ? a.D[row + query0 + lane] : 0;
+            const size_t row = ((size_t)piece.b * a.NH + h) * a.T + query0 + lane;
+            const float l = valid ? a.lse[row] : 0, d = valid ? a.D[row] : 0;
             float p[ROWS_PER_WARP], ds[ROWS_PER_WARP];
             S::scores(p, k_tile, q_tile);
             S::scores(ds, v_tile, do_tile);
@@ -200,9 +197,8 @@ attention_backward_kv_fp32(const AttentionProblem a, const AttentionGrid grid, f
             S::accumulate(dv, p, do_tile);
             S::accumulate(dk, ds, q_tile);
         }
-    }
-    S::store(a, dqkv + (in.k - qkv), in.stride, row0, dk, [](int) { return 1.0f; });
-    S::store(a, dqkv + (in.v - qkv), in.stride, row0, dv, [](int) { return 1.0f; });
+    S::store(a, a.dqkv + k_head, a.qkv_row(), row0, dk);
+    S::store(a, a.dqkv + v_head, a.qkv_row(), row0, dv);
 }
 
 // ---- the plan
@@ -246,78 +242,70 @@ static inline int attention_column_slices(const AttentionProblem *a) {
 
 // ---- launchers
 
-static inline void attention_require_aligned(const void *a, const void *b, const void *c, const void *d) {
-    require(((uintptr_t)a | (uintptr_t)b | (uintptr_t)c | (uintptr_t)d) % 16 == 0, "attention: a buffer is not aligned to 16 bytes\nallocate it through memory.cuh");
-}
-// One block for each head and tile of `rows` rows.
-template <typename Kernel, typename... Args>
-static void attention_launch(Kernel kernel, const AttentionProblem *a, int heads, int group, int rows, int threads, int bytes, cudaStream_t stream, Args... args) {
-    const AttentionGrid grid = {heads, a->B * heads, (a->T + rows - 1) / rows, group};
-    const size_t blocks = (size_t)grid.all * grid.tiles;
+// One block for each head and tile of rows.
+template <typename S, typename X> static void attention_launch(void (*kernel)(AttentionLaunch<X>), AttentionLaunch<X> a, int heads, int at_once, cudaStream_t stream) {
+    a.heads = heads;
+    a.all = a.B * heads;
+    a.tiles = (a.T + S::FIXED - 1) / S::FIXED;
+    a.at_once = at_once;
+    const size_t blocks = (size_t)a.all * a.tiles;
     require(blocks < (size_t)1 << 31, "attention: %zu blocks are too many for one launch\nuse a smaller batch", blocks);
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    kernel<<<(unsigned)blocks, threads, (size_t)bytes, stream>>>(*a, grid, args...);
+    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+    kernel<<<(unsigned)blocks, S::THREADS, S::BYTES, stream>>>(a);
     launchCheck();
 }
 // run(W) for the smallest compiled width W that holds heads of HD. The number is in its type.
-template <typename Run> static void attention_for_width(int HD, Run run) {
-    if (HD <= 32) run(std::integral_constant<int, 32>());
-    else if (HD <= 64) run(std::integral_constant<int, 64>());
-    else if (HD <= 80) run(std::integral_constant<int, 80>());
-    else if (HD <= 96) run(std::integral_constant<int, 96>());
-    else if (HD <= 128) run(std::integral_constant<int, 128>());
-    else if (HD <= 192) run(std::integral_constant<int, 192>());
-    else run(std::integral_constant<int, 256>());
+template <int W, int... WIDER, typename Run> static void attention_for_width(int HD, Run run) {
+    if constexpr (sizeof...(WIDER) > 0)
+        if (HD > W) return attention_for_width<WIDER...>(HD, run);
+    run(std::integral_constant<int, W>());
 }
+template <typename Run> static void attention_for_width(int HD, Run run) { attention_for_width<32, 64, 80, 96, 128, 192, 256>(HD, run); }
+
 // The element type chooses the kernels, so that a build holds only those of its precision.
-template <int W, typename X> static void attention_forward_of(const AttentionProblem *a, X *out, float *lse, const X *qkv, cudaStream_t stream) {
-    if constexpr (std::is_same<X, float>::value) {
-        attention_launch(attention_forward_fp32<W>, a, a->NH, a->group, Fp32<W>::ROWS, Fp32<W>::THREADS, Fp32<W>::bytes(1), stream, out, lse, qkv);
-    } else {
-        if constexpr (W == 64 || W == 128)
-            if (a->path == ATTENTION_HOPPER) return attention_forward_hopper_launch<typename HopperChoice<W>::Forward>(a, out, lse, qkv, stream);
-        typedef ForwardShape<W> S;
-        attention_launch(attention_forward_bf16<W>, a, a->NH, a->group, S::FIXED, ATTENTION_THREADS, S::BYTES, stream, out, lse, qkv);
-    }
+template <int W> static void attention_forward_of(const AttentionLaunch<float> &a, cudaStream_t stream) {
+    attention_launch<Fp32<W, 1>>(attention_forward_fp32<W>, a, a.NH, a.group, stream);
 }
-template <int W, typename X>
-static void attention_backward_of(const AttentionProblem *a, X *dqkv, float *column_sums, const X *dout, const X *qkv, const X *out, const float *lse, cudaStream_t stream) {
-    const int kv_group = (a->group * a->NKV + a->NH - 1) / a->NH;
-    if constexpr (std::is_same<X, float>::value) {
-        typedef Fp32<W> S;
-        attention_launch(attention_backward_q_fp32<W>, a, a->NH, a->group, S::ROWS, S::THREADS, S::bytes(2), stream, dqkv, dout, qkv, out, lse);
-        attention_launch(attention_backward_kv_fp32<W>, a, a->NKV, kv_group, S::ROWS, S::THREADS, S::bytes(2), stream, dqkv, dout, qkv, lse);
-    } else {
-        if constexpr (W == 64 || W == 128)
-            if (a->path == ATTENTION_HOPPER) {
-                attention_backward_q_hopper_launch<typename HopperChoice<W>::BackwardQ>(a, dqkv, column_sums, dout, qkv, out, lse, stream);
-                attention_backward_kv_hopper_launch<typename HopperChoice<W>::BackwardKV>(a, dqkv, column_sums, dout, qkv, lse, stream);
-                return;
-            }
-        typedef BackwardQShape<W> Q;
-        typedef BackwardKVShape<W> KV;
-        constexpr int PARTS = KV_PARTS<W>;
-        attention_launch(attention_backward_q_bf16<W>, a, a->NH, a->group, Q::FIXED, ATTENTION_THREADS, Q::BYTES, stream, dqkv, dout, qkv, out, lse);
-        attention_launch(attention_backward_kv_bf16<W>, a, a->NKV * PARTS, kv_group * PARTS, KV::FIXED, ATTENTION_THREADS, KV::BYTES, stream, dqkv, dout, qkv, lse);
-    }
+template <int W> static void attention_backward_of(const AttentionLaunch<float> &a, cudaStream_t stream) {
+    attention_launch<Fp32<W, 2>>(attention_backward_q_fp32<W>, a, a.NH, a.group, stream);
+    attention_launch<Fp32<W, 2>>(attention_backward_kv_fp32<W>, a, a.NKV, (a.group * a.NKV + a.NH - 1) / a.NH, stream);
+}
+template <int W> static void attention_forward_of(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
+    if constexpr (W == 64 || W == 128)
+        if (a.path == ATTENTION_HOPPER) return attention_forward_hopper_launch<typename HopperChoice<W>::Forward>(a, stream);
+    attention_launch<ForwardShape<W>>(attention_forward_bf16<W>, a, a.NH, a.group, stream);
+}
+template <int W> static void attention_backward_of(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
+    if constexpr (W == 64 || W == 128)
+        if (a.path == ATTENTION_HOPPER) {
+            attention_backward_q_hopper_launch<typename HopperChoice<W>::BackwardQ>(a, stream);
+            return attention_backward_kv_hopper_launch<typename HopperChoice<W>::BackwardKV>(a, stream);
+        }
+    attention_launch<BackwardQShape<W>>(attention_backward_q_bf16<W>, a, a.NH, a.group, stream);
+    attention_launch<BackwardKVShape<W>>(attention_backward_kv_bf16<W>, a, a.NKV * KV_PARTS<W>, (a.group * a.NKV + a.NH - 1) / a.NH * KV_PARTS<W>, stream);
 }
 
-// out, lse = attention(qkv)
-static inline void attention_forward(const AttentionProblem *a, floatX *out, float *lse, const floatX *qkv, cudaStream_t stream) {
-    attention_require_aligned(out, qkv, NULL, NULL);
-    attention_for_width(a->HD, [&](auto width) { attention_forward_of<decltype(width)::value>(a, out, lse, qkv, stream); });
-    timing_lap("attention", 2.0 * a->B * a->NH * a->T * a->T * a->HD, (double)a->B * a->T * (2.0 * a->NH + 2.0 * a->NKV) * a->HD * sizeof(floatX), stream);
+static inline void attention_require_aligned(const AttentionLaunch<floatX> &a) {
+    require(((uintptr_t)a.out | (uintptr_t)a.dqkv | (uintptr_t)a.qkv | (uintptr_t)a.dout) % 16 == 0, "attention: a buffer is not aligned to 16 bytes\nallocate it through memory.cuh");
 }
-// dqkv = gradient of everything in the packed rows; with a->cos_sin that of q and k before they were rotated.
+// out, lse = attention(qkv)
+static inline void attention_forward(const AttentionProblem *p, floatX *out, float *lse, const floatX *qkv, cudaStream_t stream) {
+    const AttentionLaunch<floatX> a = {*p, out, NULL, qkv, NULL, lse};
+    attention_require_aligned(a);
+    attention_for_width(a.HD, [&](auto width) { attention_forward_of<decltype(width)::value>(a, stream); });
+    timing_lap("attention", 2.0 * a.B * a.NH * a.T * a.T * a.HD, (double)a.B * a.T * (2.0 * a.NH + 2.0 * a.NKV) * a.HD * sizeof(floatX), stream);
+}
+// dqkv = gradient of everything in the packed rows; with p->cos_sin that of q and k before they were rotated.
 // column_sums: NULL, or (attention_column_slices, (NH + 2 NKV) HD), whose sum over slices is that of dqkv's rows.
-static inline void attention_backward(const AttentionProblem *a, floatX *dqkv, float *column_sums, const floatX *dout, const floatX *qkv, const floatX *out,
+static inline void attention_backward(const AttentionProblem *p, floatX *dqkv, float *column_sums, const floatX *dout, const floatX *qkv, const floatX *out,
                                       const float *lse, cudaStream_t stream) {
-    attention_require_aligned(dqkv, dout, qkv, out);
-    float *inside = attention_sums_columns(a) ? column_sums : NULL;
-    attention_for_width(a->HD, [&](auto width) { attention_backward_of<decltype(width)::value>(a, dqkv, inside, dout, qkv, out, lse, stream); });
-    timing_lap("attention backward", 5.0 * a->B * a->NH * a->T * a->T * a->HD, (double)a->B * a->T * (4.0 * a->NH + 4.0 * a->NKV) * a->HD * sizeof(floatX), stream);
-    if (a->cos_sin && a->path != ATTENTION_HOPPER) rope_backward(dqkv, a->cos_sin, a->B, a->T, a->NH, a->NKV, a->HD, stream);
-    if (column_sums && !inside) bias_partial(column_sums, dqkv, a->B * a->T, attention_width(a), stream);
+    const bool inside = attention_sums_columns(p);
+    const AttentionLaunch<floatX> a = {*p, (floatX *)out, dqkv, qkv, dout, (float *)lse, inside ? column_sums : NULL};
+    attention_require_aligned(a);
+    attention_for_width(a.HD, [&](auto width) { attention_backward_of<decltype(width)::value>(a, stream); });
+    timing_lap("attention backward", 5.0 * a.B * a.NH * a.T * a.T * a.HD, (double)a.B * a.T * (4.0 * a.NH + 4.0 * a.NKV) * a.HD * sizeof(floatX), stream);
+    if (a.cos_sin && a.path != ATTENTION_HOPPER) rope_backward(dqkv, a.cos_sin, a.B, a.T, a.NH, a.NKV, a.HD, stream);
+    if (column_sums && !inside) bias_partial(column_sums, dqkv, a.B * a.T, attention_width(p), stream);
 }
 
 // ---- the old entry points, for model.cuh until it makes a plan

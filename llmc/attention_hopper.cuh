@@ -44,22 +44,20 @@ using HopperBackwardQ = HopperShape<HD, WGS, KEYS, K_STAGES, V_STAGES, 4, 1>;
 template <int HD, int WGS, int QUERIES, int STAGES>
 using HopperBackwardKV = HopperShape<HD, WGS, QUERIES, STAGES, STAGES, 4, WARP>;
 
-struct HopperWork {
-    AttentionProblem a;
-    AttentionGrid grid;
-    float *column_sums;  // backward: NULL, or (B ceil(T/64), (NH + 2 NKV) HD), the sums of 64 rows of dqkv
+struct HopperMaps { CUtensorMap qkv, out /*in backward dout*/, dqkv; };  // as TMA sees the tensors
+struct HopperLaunch : AttentionLaunch<bf16> {
+    // Where the column sums of 64 rows of a head of dqkv go: (B ceil(T/64), (NH + 2 NKV) HD). NULL: nowhere.
     template <int HD> __device__ float *sums_of(int head, int row, int b) const {
-        const int width = (a.NH + 2 * a.NKV) * HD;
-        return column_sums ? column_sums + ((size_t)b * ((a.T + 63) / 64) + row / 64) * width + head * HD : NULL;
+        return column_sums ? column_sums + ((size_t)b * ((T + 63) / 64) + row / 64) * ((NH + 2 * NKV) * HD) + head * HD : NULL;
     }
     // Query tiles are counted from the end of the sequence, rounded up to 64, so that if one is not full it is the first and
     // cheapest: rows before 0 do not exist.
-    template <int ROWS> __device__ int first_row(int tile) const { return (a.T + 63) / 64 * 64 - (tile + 1) * ROWS; }
+    template <int ROWS> __device__ int first_row(int tile) const { return (T + 63) / 64 * 64 - (tile + 1) * ROWS; }
     // One thread of each block draws one ticket after the other, in time to have it when it is needed; the first is blockIdx.x.
-    __device__ unsigned draw() const { return gridDim.x + atomicAdd(&a.tickets->taken, 1u); }
-    __device__ AttentionPiece piece(unsigned ticket) const {
-        if (ticket < (unsigned)(grid.all * grid.tiles)) return grid.piece((int)ticket);
-        if (atomicAdd(&a.tickets->finished, 1u) == gridDim.x - 1) *a.tickets = {0, 0};
+    __device__ unsigned draw() const { return gridDim.x + atomicAdd(&tickets->taken, 1u); }
+    __device__ AttentionPiece take(unsigned ticket) const {
+        if (ticket < (unsigned)(all * tiles)) return piece((int)ticket);
+        if (atomicAdd(&tickets->finished, 1u) == gridDim.x - 1) *tickets = {0, 0};
         return {-1, 0, 0, 0};  // no more
     }
 };
@@ -105,14 +103,14 @@ template <typename S> struct HopperBlock {
     // The producer. own(piece, i, barrier) fetches the rows of piece i of this block, whose bytes `barrier` expects; stream(piece) the
     // tiles that they meet, and returns the next ticket.
     template <typename Own, typename Stream>
-    __device__ void produce(const HopperWork &w, int own_bytes, Own own, Stream stream) const {
+    __device__ void produce(const HopperLaunch &a, int own_bytes, Own own, Stream stream) const {
         registers_lower<S::PRODUCER_REGISTERS>();
         if (threadIdx.x >= S::PRODUCERS) return;
         unsigned ticket = blockIdx.x;
         for (unsigned i = 0;; i++) {
             const unsigned stage = own_ring.stage(i);
             AttentionPiece piece;
-            if (threadIdx.x == 0) piece = w.piece(ticket);
+            if (threadIdx.x == 0) piece = a.take(ticket);
             own_ring.wait_free(i);
             if (threadIdx.x == 0) pieces[stage] = piece;
             if (S::PRODUCERS > 1) {
@@ -129,13 +127,12 @@ template <typename S> struct HopperBlock {
     }
     // Keys and values of the KV head that queries row, ... see. The next ticket is drawn when the last stages are filled.
     template <bool FROM_DIAGONAL>
-    __device__ unsigned stream_keys(const HopperWork &w, const CUtensorMap *qkv_map, const AttentionPiece &piece, int row, unsigned &use) const {
-        const AttentionProblem &a = w.a;
-        const int kv = a.NH + piece.h / (a.NH / a.NKV), n = key_tiles<S::TILE>(a, row, S::ROWS);
+    __device__ unsigned stream_keys(const HopperLaunch &a, const CUtensorMap *qkv_map, const AttentionPiece &piece, int row, unsigned &use) const {
+        const int kv = a.keys_of(piece.h), n = key_tiles<S::TILE>(a, row, S::ROWS);
         unsigned ticket;
         for (int step = 0; step < n; step++, use++) {
             const int key = (FROM_DIAGONAL ? n - 1 - step : step) * S::TILE;
-            if (step == max(n - S::A_STAGES, 0)) ticket = w.draw();
+            if (step == max(n - S::A_STAGES, 0)) ticket = a.draw();
             tile_fetch<S::TILE, S::HD>(a_tile(use), qkv_map, a_ring.acquire(use, S::TILE_BYTES), kv, key, piece.b);
             tile_fetch<S::TILE, S::HD>(b_tile(use), qkv_map, b_ring.acquire(use, S::TILE_BYTES), kv + a.NKV, key, piece.b);
         }
@@ -251,14 +248,14 @@ template <int KEYS, bool LAZY> __device__ inline bool softmax_tile(float (&s)[KE
 
 // out and lse of the warpgroup's rows of piece i. use: of the streamed tiles.
 template <typename S>
-__device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const HopperWork &w, const CUtensorMap *out_map, float *lse,
+__device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const HopperLaunch &a, const CUtensorMap *out_map,
                                            const AttentionPiece &piece, unsigned i, unsigned &use) {
     constexpr int HD = S::HD, KEYS = S::TILE;
     constexpr bool LAZY = HD == 128;  // narrow heads lose more by the comparison than by what it saves
-    const int T = w.a.T, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, warpgroup = block.warpgroup;
-    const float scale = w.a.scale, scale2 = w.a.scale2;
-    const int block_row = w.first_row<S::ROWS>(piece.tile), row0 = block_row + warpgroup * 64, row = row0 + warp * 16 + lane / 4;
-    const int n = row0 >= 0 ? key_tiles<KEYS>(w.a, row0, 64) : 0;
+    const int T = a.T, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, warpgroup = block.warpgroup;
+    const float scale = a.scale, scale2 = a.scale2;
+    const int block_row = a.first_row<S::ROWS>(piece.tile), row0 = block_row + warpgroup * 64, row = row0 + warp * 16 + lane / 4;
+    const int n = row0 >= 0 ? key_tiles<KEYS>(a, row0, 64) : 0;
     const unsigned q_tile = block.own_tile(i) + warpgroup * BOX_BYTES, out_tile = block.second + warpgroup * BOX_BYTES;
     float s[KEYS / 2], o[HD / 2] = {}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, fade[2];
     unsigned p[KEYS / 16][4];
@@ -285,7 +282,7 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
         #pragma unroll
         for (int k = WIDTH / 4; k < KEYS / 4; k++) p[k / 4][k % 4] = 0;
     };
-    const unsigned mine = use + key_tiles<KEYS>(w.a, block_row, S::ROWS) - n;
+    const unsigned mine = use + key_tiles<KEYS>(a, block_row, S::ROWS) - n;
     block.pass(use, mine);
     if (n == 0) {
         if (lane == 0) block.own_ring.release(i);
@@ -321,21 +318,21 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
     float inverse[2];
     #pragma unroll
     for (int r = 0; r < 2; r++)
-        inverse[r] = finish_row(lse + (size_t)piece.head * T + row + 8 * r, row_max[r], row_sum[r], scale, row + 8 * r < T);
+        inverse[r] = finish_row(a.lse + (size_t)piece.head * T + row + 8 * r, row_max[r], row_sum[r], scale, row + 8 * r < T);
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // the piece before has left the tile
     named_barrier(1 + warpgroup, WARPGROUP);
     store_through<S>(out_map, out_tile, warpgroup, o, inverse[0], inverse[1], piece.h, row0, piece.b, NULL);
 }
 template <typename S> __global__ void __launch_bounds__(S::THREADS, 1)
-attention_forward_hopper(const __grid_constant__ CUtensorMap qkv_map, const __grid_constant__ CUtensorMap out_map, float *lse, const HopperWork w) {
+attention_forward_hopper(const __grid_constant__ HopperMaps maps, const HopperLaunch a) {
     if constexpr (HOPPER_CODE) {
         HOPPER_BLOCK(S, 4, 1);
         unsigned use = 0;
         if (block.warpgroup < 0) {
-            block.produce(w, S::OWN_BYTES, [&](const AttentionPiece &piece, unsigned i, unsigned full) {
-                tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &qkv_map, full, piece.h, w.first_row<S::ROWS>(piece.tile), piece.b);
+            block.produce(a, S::OWN_BYTES, [&](const AttentionPiece &piece, unsigned i, unsigned full) {
+                tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &maps.qkv, full, piece.h, a.first_row<S::ROWS>(piece.tile), piece.b);
             }, [&](const AttentionPiece &piece) {
-                return block.template stream_keys<true>(w, &qkv_map, piece, w.first_row<S::ROWS>(piece.tile), use);
+                return block.template stream_keys<true>(a, &maps.qkv, piece, a.first_row<S::ROWS>(piece.tile), use);
             });
             return;
         }
@@ -344,7 +341,7 @@ attention_forward_hopper(const __grid_constant__ CUtensorMap qkv_map, const __gr
             block.own_ring.wait(i);
             const AttentionPiece piece = warp_piece(pieces[block.own_ring.stage(i)]);
             if (piece.head < 0) break;
-            hopper_forward_rows<S>(block, w, &out_map, lse, piece, i, use);
+            hopper_forward_rows<S>(block, a, &maps.out, piece, i, use);
         }
         if (threadIdx.x % WARPGROUP == 0) bulk_wait();
     } else
@@ -393,12 +390,12 @@ template <int HD> __device__ inline float row_pair_dot(const RowPair<HD> &r) {
 
 // D, dout and its product with V, and dQ of the warpgroup's rows of piece i. first_use: of the streamed tiles.
 template <typename S>
-__device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const HopperWork &w, const CUtensorMap *dqkv_map, const bf16 *dout,
-                                              const bf16 *out, const float *lse, const AttentionPiece &piece, unsigned i, unsigned first_use, int n) {
+__device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const HopperLaunch &a, const CUtensorMap *dqkv_map,
+                                              const AttentionPiece &piece, unsigned i, unsigned first_use, int n) {
     constexpr int HD = S::HD, KEYS = S::TILE;
-    const int T = w.a.T, b = piece.b, h = piece.h, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, warpgroup = block.warpgroup;
-    const float scale = w.a.scale, scale2 = w.a.scale2;
-    const int row0 = w.first_row<S::ROWS>(piece.tile) + warpgroup * 64, row = row0 + warp * 16 + lane / 4;
+    const int T = a.T, b = piece.b, h = piece.h, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, warpgroup = block.warpgroup;
+    const float scale = a.scale, scale2 = a.scale2;
+    const int row0 = a.first_row<S::ROWS>(piece.tile) + warpgroup * 64, row = row0 + warp * 16 + lane / 4;
     const unsigned q_tile = block.own_tile(i) + warpgroup * BOX_BYTES, do_tile = block.second_tile(i) + warpgroup * BOX_BYTES;
     float s[KEYS / 2], dp[KEYS / 2], dq[HD / 2] = {}, d[2], lse2[2];
     unsigned ds[KEYS / 16][4];
@@ -420,15 +417,15 @@ __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         const bool valid = row + 8 * r < T;
-        const size_t at = (((size_t)b * T + row + 8 * r) * w.a.NH + h) * HD;
-        row_pair_load<HD>(pair[r], dout + at, out + at, valid);
-        lse2[r] = valid ? lse[(size_t)piece.head * T + row + 8 * r] * LOG2E : 0.0f;
+        const size_t at = (((size_t)b * T + row + 8 * r) * a.NH + h) * HD;
+        row_pair_load<HD>(pair[r], a.dout + at, a.out + at, valid);
+        lse2[r] = valid ? a.lse[(size_t)piece.head * T + row + 8 * r] * LOG2E : 0.0f;
     }
     scores(first_use);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         d[r] = row_pair_dot<HD>(pair[r]);
-        if (lane % 4 == 0 && row + 8 * r < T) w.a.D[(size_t)piece.head * T + row + 8 * r] = d[r];
+        if (lane % 4 == 0 && row + 8 * r < T) a.D[(size_t)piece.head * T + row + 8 * r] = d[r];
     }
     wgmma_wait<0>();
     wgmma_pin(s);
@@ -456,23 +453,22 @@ __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const
     wgmma_pin(dq);
     if (lane == 0) block.a_ring.release(first_use + n - 1);
     named_barrier(1 + warpgroup, WARPGROUP);  // all four warps have read their queries
-    if (w.a.cos_sin) rotate_back<HD>(dq, w.a.cos_sin, row0, T);
-    store_through<S>(dqkv_map, q_tile, warpgroup, dq, scale, scale, h, row0, b, w.sums_of<HD>(h, row0, b));
+    if (a.cos_sin) rotate_back<HD>(dq, a.cos_sin, row0, T);
+    store_through<S>(dqkv_map, q_tile, warpgroup, dq, scale, scale, h, row0, b, a.sums_of<HD>(h, row0, b));
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
 }
 template <typename S> __global__ void __launch_bounds__(S::THREADS, 1)
-attention_backward_q_hopper(const __grid_constant__ CUtensorMap qkv_map, const __grid_constant__ CUtensorMap dout_map, const __grid_constant__ CUtensorMap dqkv_map,
-                            const bf16 *dout, const bf16 *out, const float *lse, const HopperWork w) {
+attention_backward_q_hopper(const __grid_constant__ HopperMaps maps, const HopperLaunch a) {
     if constexpr (HOPPER_CODE) {
         HOPPER_BLOCK(S, 1, 1);  // one thread frees a warpgroup's rows, after its result has left the tile
         unsigned use = 0;
         if (block.warpgroup < 0) {
-            block.produce(w, 2 * S::OWN_BYTES, [&](const AttentionPiece &piece, unsigned i, unsigned full) {
-                const int row = w.first_row<S::ROWS>(piece.tile);
-                tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &qkv_map, full, piece.h, row, piece.b);
-                tile_fetch<S::ROWS, S::HD>(block.second_tile(i), &dout_map, full, piece.h, row, piece.b);
+            block.produce(a, 2 * S::OWN_BYTES, [&](const AttentionPiece &piece, unsigned i, unsigned full) {
+                const int row = a.first_row<S::ROWS>(piece.tile);
+                tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &maps.qkv, full, piece.h, row, piece.b);
+                tile_fetch<S::ROWS, S::HD>(block.second_tile(i), &maps.out, full, piece.h, row, piece.b);
             }, [&](const AttentionPiece &piece) {
-                return block.template stream_keys<false>(w, &qkv_map, piece, w.first_row<S::ROWS>(piece.tile), use);
+                return block.template stream_keys<false>(a, &maps.qkv, piece, a.first_row<S::ROWS>(piece.tile), use);
             });
             return;
         }
@@ -482,11 +478,11 @@ attention_backward_q_hopper(const __grid_constant__ CUtensorMap qkv_map, const _
             block.own_ring.wait(i);
             const AttentionPiece piece = pieces[block.own_ring.stage(i)];
             if (piece.head < 0) break;
-            const int row = w.first_row<S::ROWS>(piece.tile), row0 = row + block.warpgroup * 64, n = row0 >= 0 ? key_tiles<S::TILE>(w.a, row0, 64) : 0;
-            if (n > 0) hopper_backward_q_rows<S>(block, w, &dqkv_map, dout, out, lse, piece, i, use, n);
+            const int row = a.first_row<S::ROWS>(piece.tile), row0 = row + block.warpgroup * 64, n = row0 >= 0 ? key_tiles<S::TILE>(a, row0, 64) : 0;
+            if (n > 0) hopper_backward_q_rows<S>(block, a, &maps.dqkv, piece, i, use, n);
             else named_barrier(1 + block.warpgroup, WARPGROUP);  // all have read `piece`
             if (storer) block.own_ring.release(i);
-            const unsigned end = use + key_tiles<S::TILE>(w.a, row, S::ROWS);
+            const unsigned end = use + key_tiles<S::TILE>(a, row, S::ROWS);
             use += n;
             block.pass(use, end);
         }
@@ -500,30 +496,29 @@ template <typename S> struct HopperColumns { float lse2[S::TILE], D[S::TILE]; };
 
 // The producer's walk for dK and dV: over the query heads of the KV head, in each over the queries from the diagonal on.
 template <typename S>
-__device__ inline unsigned hopper_stream_queries(const HopperBlock<S> &block, const HopperWork &w, const CUtensorMap *qkv_map, const CUtensorMap *dout_map,
-                                                 const float *lse, HopperColumns<S> *columns, const AttentionPiece &piece, unsigned &use) {
+__device__ inline unsigned hopper_stream_queries(const HopperBlock<S> &block, const HopperLaunch &a, const HopperMaps &maps,
+                                                 HopperColumns<S> *columns, const AttentionPiece &piece, unsigned &use) {
     constexpr int QUERIES = S::TILE;
-    const AttentionProblem &a = w.a;
     const int ratio = a.NH / a.NKV, b = piece.b, end = (piece.h + 1) * ratio, lane = threadIdx.x % WARP;
     const int first = first_query(piece.tile * S::ROWS) / QUERIES * QUERIES;
     const int last = max(piece.tile * S::ROWS, a.T - 1 - S::A_STAGES * QUERIES) / QUERIES * QUERIES;  // a ticket is drawn so far before the end of a piece
     unsigned ticket;
     for (int h = piece.h * ratio; h < end; h++)
         for (int query = first; query < a.T; query += QUERIES, use++) {
-            if (lane == 0 && h == end - 1 && query == last) ticket = w.draw();
+            if (lane == 0 && h == end - 1 && query == last) ticket = a.draw();
             const int at = (b * a.NH + h) * a.T + query + lane;  // below 2^31: qkv would be 256 GiB
             float lse2[QUERIES / WARP], d[QUERIES / WARP];       // on the way while TMA is started
             #pragma unroll
             for (int e = 0; e < QUERIES / WARP; e++) {
                 const bool valid = query + e * WARP + lane < a.T;
-                lse2[e] = valid ? lse[at + e * WARP] * LOG2E : INFINITY;  // a query behind the end gets weight exp(-infinity)
+                lse2[e] = valid ? a.lse[at + e * WARP] * LOG2E : INFINITY;  // a query behind the end gets weight exp(-infinity)
                 d[e] = valid ? a.D[at + e * WARP] : 0.0f;
             }
             block.a_ring.wait_free(use);
             if (lane == 0) {
                 const unsigned barrier = block.a_ring.acquire(use, 2 * S::TILE_BYTES);
-                tile_fetch<QUERIES, S::HD>(block.a_tile(use), qkv_map, barrier, h, query, b);
-                tile_fetch<QUERIES, S::HD>(block.b_tile(use), dout_map, barrier, h, query, b);
+                tile_fetch<QUERIES, S::HD>(block.a_tile(use), &maps.qkv, barrier, h, query, b);
+                tile_fetch<QUERIES, S::HD>(block.b_tile(use), &maps.out, barrier, h, query, b);
             }
             __syncwarp();
             HopperColumns<S> &c = columns[block.a_ring.stage(use)];
@@ -583,11 +578,11 @@ __device__ inline void hopper_backward_kv_step(float (&dk)[S::HD / 2], float (&d
 }
 // dK and dV of the warpgroup's keys of piece i. use: of the streamed tiles.
 template <typename S>
-__device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, const HopperWork &w, const CUtensorMap *dqkv_map, const HopperColumns<S> *columns,
+__device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, const HopperLaunch &a, const CUtensorMap *dqkv_map, const HopperColumns<S> *columns,
                                                const AttentionPiece &piece, unsigned i, unsigned &use) {
     constexpr int HD = S::HD, QUERIES = S::TILE;
-    const int T = w.a.T, lane = threadIdx.x % WARP, warpgroup = block.warpgroup;
-    const float scale = w.a.scale, scale2 = w.a.scale2;
+    const int T = a.T, lane = threadIdx.x % WARP, warpgroup = block.warpgroup;
+    const float scale = a.scale, scale2 = a.scale2;
     const int block_key = piece.tile * S::ROWS, key0 = block_key + warpgroup * 64;
     const int first = first_query(block_key) / QUERIES, end = (T + QUERIES - 1) / QUERIES, mine = min(end, first_query(key0) / QUERIES);
     const unsigned k_tile = block.own_tile(i) + warpgroup * BOX_BYTES, v_tile = block.second_tile(i) + warpgroup * BOX_BYTES;
@@ -599,7 +594,7 @@ __device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, cons
         if (lane == 0) block.a_ring.release(use);
         use++;
     };
-    for (int h = 0; h < w.a.NH / w.a.NKV; h++) {
+    for (int h = 0; h < a.NH / a.NKV; h++) {
         for (int j = first; j < mine; j++, use++) {  // tiles that see none of these keys
             block.a_ring.wait(use);
             if (lane == 0) block.a_ring.release(use);
@@ -613,26 +608,25 @@ __device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, cons
     wgmma_pin(dv);
     named_barrier(1 + warpgroup, WARPGROUP);  // all four warps have read `piece` and their keys and values
     if (key0 >= T) return;
-    const int k_head = w.a.NH + piece.h, v_head = k_head + w.a.NKV;
-    if (w.a.cos_sin) rotate_back<HD>(dk, w.a.cos_sin, key0, T);
-    store_through<S>(dqkv_map, k_tile, warpgroup, dk, scale, scale, k_head, key0, piece.b, w.sums_of<HD>(k_head, key0, piece.b));
-    store_through<S>(dqkv_map, v_tile, warpgroup, dv, 1.0f, 1.0f, v_head, key0, piece.b, w.sums_of<HD>(v_head, key0, piece.b));
+    const int k_head = a.NH + piece.h, v_head = k_head + a.NKV;
+    if (a.cos_sin) rotate_back<HD>(dk, a.cos_sin, key0, T);
+    store_through<S>(dqkv_map, k_tile, warpgroup, dk, scale, scale, k_head, key0, piece.b, a.sums_of<HD>(k_head, key0, piece.b));
+    store_through<S>(dqkv_map, v_tile, warpgroup, dv, 1.0f, 1.0f, v_head, key0, piece.b, a.sums_of<HD>(v_head, key0, piece.b));
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
 }
 template <typename S> __global__ void __launch_bounds__(S::THREADS, 1)
-attention_backward_kv_hopper(const __grid_constant__ CUtensorMap qkv_map, const __grid_constant__ CUtensorMap dout_map, const __grid_constant__ CUtensorMap dqkv_map,
-                             const float *lse, const HopperWork w) {
+attention_backward_kv_hopper(const __grid_constant__ HopperMaps maps, const HopperLaunch a) {
     if constexpr (HOPPER_CODE) {
         HOPPER_BLOCK(S, 1, 1 + WARP);  // releases as in dQ's kernel; a tile is complete with the producer's numbers
         __shared__ alignas(8) HopperColumns<S> columns[S::A_STAGES];
         unsigned use = 0;
         if (block.warpgroup < 0) {
-            block.produce(w, 2 * S::OWN_BYTES, [&](const AttentionPiece &piece, unsigned i, unsigned full) {
-                const int k_head = w.a.NH + piece.h, key = piece.tile * S::ROWS;
-                tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &qkv_map, full, k_head, key, piece.b);
-                tile_fetch<S::ROWS, S::HD>(block.second_tile(i), &qkv_map, full, k_head + w.a.NKV, key, piece.b);
+            block.produce(a, 2 * S::OWN_BYTES, [&](const AttentionPiece &piece, unsigned i, unsigned full) {
+                const int k_head = a.NH + piece.h, key = piece.tile * S::ROWS;
+                tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &maps.qkv, full, k_head, key, piece.b);
+                tile_fetch<S::ROWS, S::HD>(block.second_tile(i), &maps.qkv, full, k_head + a.NKV, key, piece.b);
             }, [&](const AttentionPiece &piece) {
-                return hopper_stream_queries<S>(block, w, &qkv_map, &dout_map, lse, columns, piece, use);
+                return hopper_stream_queries<S>(block, a, maps, columns, piece, use);
             });
             return;
         }
@@ -641,7 +635,7 @@ attention_backward_kv_hopper(const __grid_constant__ CUtensorMap qkv_map, const 
             block.own_ring.wait(i);
             const AttentionPiece &piece = pieces[block.own_ring.stage(i)];  // read again where needed: registers are short
             if (piece.head < 0) break;
-            hopper_backward_kv_rows<S>(block, w, &dqkv_map, columns, piece, i, use);
+            hopper_backward_kv_rows<S>(block, a, &maps.dqkv, columns, piece, i, use);
             if (threadIdx.x % WARPGROUP == 0) block.own_ring.release(i);
         }
         if (threadIdx.x % WARPGROUP == 0) bulk_wait();
@@ -651,35 +645,31 @@ attention_backward_kv_hopper(const __grid_constant__ CUtensorMap qkv_map, const 
 
 // ---- launchers
 
-// One block per SM, or fewer when there is less work.
-template <typename S, typename Kernel, typename... Args>
-static void hopper_launch(Kernel kernel, const AttentionProblem *a, int heads, int rows, int group, float *column_sums, cudaStream_t stream, Args... args) {
+// One block per SM, or fewer when there is less work. BY_QUERIES: pieces are tiles of queries of NH heads, else of keys of NKV.
+template <typename S, bool BY_QUERIES, typename Kernel> static void hopper_launch(Kernel kernel, const AttentionLaunch<bf16> &a, cudaStream_t stream) {
     static const int blocks = device_attribute(cudaDevAttrMultiProcessorCount);
-    const HopperWork w = {*a, {heads, a->B * heads, (rows + S::ROWS - 1) / S::ROWS, group}, column_sums};
-    const size_t pieces = (size_t)w.grid.all * w.grid.tiles;
+    HopperLaunch h = {a};
+    h.heads = BY_QUERIES ? a.NH : a.NKV;
+    h.at_once = a.group * (h.heads / a.NKV);
+    h.all = a.B * h.heads;
+    h.tiles = ((BY_QUERIES ? (a.T + 63) / 64 * 64 : a.T) + S::ROWS - 1) / S::ROWS;
+    const size_t pieces = (size_t)h.all * h.tiles;
     require(pieces + 2 * blocks < (size_t)1 << 31, "attention: %zu pieces of work are too many for one launch\nuse a smaller batch", pieces);
+    const auto map = [&](const bf16 *x, int heads) { return x ? tensor_map(x, a.B, a.T, heads, a.HD) : CUtensorMap(); };
+    const HopperMaps maps = {map(a.qkv, a.NH + 2 * a.NKV), map(a.dqkv ? a.dout : a.out, a.NH), map(a.dqkv, a.NH + 2 * a.NKV)};
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
-    kernel<<<(unsigned)(pieces < (size_t)blocks ? pieces : (size_t)blocks), S::THREADS, S::BYTES, stream>>>(args..., w);
+    kernel<<<(unsigned)(pieces < (size_t)blocks ? pieces : (size_t)blocks), S::THREADS, S::BYTES, stream>>>(maps, h);
     launchCheck();
 }
-static inline CUtensorMap qkv_tensor_map(const AttentionProblem *a, const bf16 *qkv) { return tensor_map(qkv, a->B, a->T, a->NH + 2 * a->NKV, a->HD); }
-static inline CUtensorMap out_tensor_map(const AttentionProblem *a, const bf16 *out) { return tensor_map(out, a->B, a->T, a->NH, a->HD); }
-template <typename S> static void attention_forward_hopper_launch(const AttentionProblem *a, bf16 *out, float *lse, const bf16 *qkv, cudaStream_t stream) {
-    hopper_launch<S>(attention_forward_hopper<S>, a, a->NH, (a->T + 63) / 64 * 64, a->group * (a->NH / a->NKV), NULL, stream,
-                     qkv_tensor_map(a, qkv), out_tensor_map(a, out), lse);
+template <typename S> static void attention_forward_hopper_launch(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
+    hopper_launch<S, true>(attention_forward_hopper<S>, a, stream);
 }
 // D is written by the first and read by the second.
-template <typename S>
-static void attention_backward_q_hopper_launch(const AttentionProblem *a, bf16 *dqkv, float *column_sums, const bf16 *dout, const bf16 *qkv, const bf16 *out,
-                                               const float *lse, cudaStream_t stream) {
-    hopper_launch<S>(attention_backward_q_hopper<S>, a, a->NH, (a->T + 63) / 64 * 64, a->group * (a->NH / a->NKV), column_sums, stream,
-                     qkv_tensor_map(a, qkv), out_tensor_map(a, dout), qkv_tensor_map(a, dqkv), dout, out, lse);
+template <typename S> static void attention_backward_q_hopper_launch(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
+    hopper_launch<S, true>(attention_backward_q_hopper<S>, a, stream);
 }
-template <typename S>
-static void attention_backward_kv_hopper_launch(const AttentionProblem *a, bf16 *dqkv, float *column_sums, const bf16 *dout, const bf16 *qkv, const float *lse,
-                                                cudaStream_t stream) {
-    hopper_launch<S>(attention_backward_kv_hopper<S>, a, a->NKV, a->T, a->group, column_sums, stream,
-                     qkv_tensor_map(a, qkv), out_tensor_map(a, dout), qkv_tensor_map(a, dqkv), lse);
+template <typename S> static void attention_backward_kv_hopper_launch(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
+    hopper_launch<S, false>(attention_backward_kv_hopper<S>, a, stream);
 }
 // What an H200 runs fastest.
 template <int HD> struct HopperChoice;

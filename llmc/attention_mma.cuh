@@ -12,12 +12,12 @@
 
 #include "attention_problem.cuh"
 
-enum { ATTENTION_THREADS = 128 };  // 4 warps; two blocks per SM overlap each other's products and exponentials
+enum { MMA_THREADS = 128 };  // 4 warps; two blocks per SM overlap each other's products and exponentials
 
 // Sizes of a kernel: TENSORS that are fixed are q (forward), q and dout (dQ), k and v (dK and dV). A warp keeps 16*MT rows: more rows read
 // shared memory less often, fewer leave registers for wide heads. IN_REGISTERS: these rows are read from shared memory once.
 template <int W_, int TENSORS, int MT_, int STREAMED_, bool IN_REGISTERS_> struct MmaShape {
-    static constexpr int W = W_, MT = MT_, FIXED = ATTENTION_THREADS / WARP * 16 * MT, STREAMED = STREAMED_;
+    static constexpr int W = W_, MT = MT_, THREADS = MMA_THREADS, FIXED = MMA_THREADS / WARP * 16 * MT, STREAMED = STREAMED_;
     static constexpr bool IN_REGISTERS = IN_REGISTERS_;
     // Tiles in shared memory have rows of W + 8 elements: an odd number of 16-byte pieces, so that the eight rows of an 8x8
     // matrix lie in different banks, and every address is one register plus a constant.
@@ -40,12 +40,12 @@ template <int W> constexpr int KV_PARTS = W <= 128 ? 1 : 2;
 
 // Copies of rows first..first+ROWS-1 of a head into a tile; those from T on become zero. A thread takes the same 16 bytes of every PASS-th row.
 template <typename S> struct TileCopy {
-    static constexpr int PIECES = S::W / 8, PASS = ATTENTION_THREADS / PIECES;
+    static constexpr int PIECES = S::W / 8, PASS = MMA_THREADS / PIECES;
     const int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES, stride, end;  // end: T, but 0 in the columns from HD on
     const unsigned from = row * stride + piece * 8, to = row * S::ROW + piece * 16;
     __device__ TileCopy(const AttentionProblem &a, int stride) : stride(stride), end(piece * 8 < a.HD ? a.T : 0) {}
     template <int ROWS> __device__ void rows(unsigned tile, const bf16 *head, int first) const {
-        if (ATTENTION_THREADS % PIECES && row >= PASS) return;
+        if (MMA_THREADS % PIECES && row >= PASS) return;
         const bf16 *mine = head + (unsigned)(first * stride + from);
         #pragma unroll
         for (int i = 0; i < (ROWS + PASS - 1) / PASS; i++)
@@ -53,10 +53,10 @@ template <typename S> struct TileCopy {
                 copy_async_16(tile + to + i * PASS * S::ROW, mine + (unsigned)(i * PASS * stride), first + row + i * PASS < end);
     }
     // The j-th streamed tile of both, into its stage.
-    __device__ void keys_and_values(unsigned stages, const PackedHead<const bf16> &in, int j) const {
+    __device__ void keys_and_values(unsigned stages, const bf16 *k, const bf16 *v, int j) const {
         const unsigned tile = stages + j % 2 * S::STAGE;
-        rows<S::STREAMED>(tile, in.k, j * S::STREAMED);
-        rows<S::STREAMED>(tile + S::STREAMED_TILE, in.v, j * S::STREAMED);
+        rows<S::STREAMED>(tile, k, j * S::STREAMED);
+        rows<S::STREAMED>(tile + S::STREAMED_TILE, v, j * S::STREAMED);
         copy_async_commit();
     }
 };
@@ -86,12 +86,7 @@ template <typename S> struct OwnRows {
 
 // c(16*MT, 8*NT) = start + A B^T, both with W along their rows; B: 8*NT rows of a tile. tile: with lane_place_second; start(m, n, i): the element's.
 template <typename S, int MT, int NT, typename Start> __device__ inline void product_abt(float (&c)[MT][NT][4], const OwnRows<S> &rows, unsigned tile, Start start) {
-    #pragma unroll
-    for (int m = 0; m < MT; m++)
-        #pragma unroll
-        for (int n = 0; n < NT; n++)
-            #pragma unroll
-            for (int i = 0; i < 4; i++) c[m][n][i] = start(m, n, i);
+    each_element(c, [&](float &x, int m, int n, int i) { x = start(m, n, i); });
     #pragma unroll
     for (int k = 0; k < S::W / 16; k++) {
         unsigned a[MT][4];
@@ -208,22 +203,23 @@ template <int MT, int NT, int ND> __device__ inline void online_softmax(float (&
         }
 }
 
-template <int W> __global__ void __launch_bounds__(ATTENTION_THREADS, 2)
-attention_forward_bf16(const AttentionProblem a, const AttentionGrid grid, bf16 *out, float *lse, const bf16 *qkv) {
+template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2)
+attention_forward_bf16(const AttentionLaunch<bf16> a) {
     typedef ForwardShape<W> S;
     constexpr int MT = S::MT, NT = S::STREAMED / 8;
     extern __shared__ int4 attention_shared[];
     const unsigned q_tile = shared_address(attention_shared), stages = q_tile + S::FIXED_TILE;  // a stage: keys, values
-    const AttentionPiece piece = grid.piece(blockIdx.x);
-    const PackedHead<const bf16> in = packed_head(a, qkv, piece.b, piece.h, piece.h / (a.NH / a.NKV));
-    const int block_row = (grid.tiles - 1 - piece.tile) * S::FIXED, tiles = key_tiles<S::STREAMED>(a, block_row, S::FIXED);
+    const AttentionPiece piece = a.piece(blockIdx.x);
+    const size_t q_head = a.qkv_head(piece.b, piece.h);
+    const bf16 *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
+    const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, tiles = key_tiles<S::STREAMED>(a, block_row, S::FIXED);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row0 = block_row + warp * 16 * MT;
 
-    const TileCopy<S> copy(a, in.stride);
+    const TileCopy<S> copy(a, a.qkv_row());
     const unsigned place = lane_place<S>(), second = lane_place_second<S>();
-    copy.template rows<S::FIXED>(q_tile, in.q, block_row);
+    copy.template rows<S::FIXED>(q_tile, a.qkv + q_head, block_row);
     copy_async_commit();
-    copy.keys_and_values(stages, in, 0);
+    copy.keys_and_values(stages, k_head, v_head, 0);
     copy_async_wait<1>();
     __syncthreads();
     const OwnRows<S> q(q_tile + place + warp * 16 * MT * S::ROW);
@@ -235,7 +231,7 @@ attention_forward_bf16(const AttentionProblem a, const AttentionGrid grid, bf16 
     for (int j = 0; j < tiles; j++) {
         copy_async_wait<0>();
         __syncthreads();  // tile j has arrived for all warps, and all have left the stage that is filled next
-        if (j + 1 < tiles) copy.keys_and_values(stages, in, j + 1);
+        if (j + 1 < tiles) copy.keys_and_values(stages, k_head, v_head, j + 1);
         const int key0 = j * S::STREAMED;
         if (key0 > row0 + 16 * MT - 1) continue;  // all masked for this warp
         const unsigned k_tile = stages + j % 2 * S::STAGE;
@@ -252,39 +248,40 @@ attention_forward_bf16(const AttentionProblem a, const AttentionGrid grid, bf16 
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int row = row0 + m * 16 + r * 8 + lane / 4;
-            inverse[m][r] = finish_row(lse + (size_t)piece.head * a.T + row, row_max[m][r], row_sum[m][r], a.scale, row < a.T);
+            inverse[m][r] = finish_row(a.lse + (size_t)piece.head * a.T + row, row_max[m][r], row_sum[m][r], a.scale, row < a.T);
         }
     // A warp reads and writes only its own rows of q_tile, so no other warp is waited for.
-    store_rows<S>(out + ((size_t)piece.b * a.T * a.NH + piece.h) * a.HD, a.NH * a.HD, row0, a.T, a.HD, o, inverse, (char *)attention_shared + warp * 16 * MT * S::ROW);
+    store_rows<S>(a.out + a.out_head(piece.b, piece.h), a.out_row(), row0, a.T, a.HD, o, inverse, (char *)attention_shared + warp * 16 * MT * S::ROW);
 }
 
 // ---- bf16 backward
 
 // dQ of one query tile; writes D for the other kernel on its way.
-template <int W> __global__ void __launch_bounds__(ATTENTION_THREADS, 2)
-attention_backward_q_bf16(const AttentionProblem a, const AttentionGrid grid, bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse) {
+template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2)
+attention_backward_q_bf16(const AttentionLaunch<bf16> a) {
     typedef BackwardQShape<W> S;
     constexpr int MT = S::MT, NT = S::STREAMED < 32 ? S::STREAMED / 8 : 4;  // the streamed tile is worked off 32 keys at a time
     extern __shared__ int4 attention_shared[];
     char *const shared = (char *)attention_shared;
     const unsigned q_tile = shared_address(attention_shared), do_tile = q_tile + S::FIXED_TILE, stages = do_tile + S::FIXED_TILE;  // a stage: keys, values
-    const AttentionPiece piece = grid.piece(blockIdx.x);
-    const PackedHead<const bf16> in = packed_head(a, qkv, piece.b, piece.h, piece.h / (a.NH / a.NKV));
-    const size_t out_head = ((size_t)piece.b * a.T * a.NH + piece.h) * a.HD;
-    const int block_row = (grid.tiles - 1 - piece.tile) * S::FIXED, tiles = key_tiles<S::STREAMED>(a, block_row, S::FIXED);
+    const AttentionPiece piece = a.piece(blockIdx.x);
+    const size_t q_head = a.qkv_head(piece.b, piece.h);
+    const bf16 *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
+    const size_t out_head = a.out_head(piece.b, piece.h);
+    const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, tiles = key_tiles<S::STREAMED>(a, block_row, S::FIXED);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row0 = block_row + warp * 16 * MT;
 
-    const TileCopy<S> copy(a, in.stride), copy_out(a, a.NH * a.HD);
+    const TileCopy<S> copy(a, a.qkv_row()), copy_out(a, a.out_row());
     const unsigned place = lane_place<S>(), second = lane_place_second<S>();
     // `out` passes through the end of the stages: through the second one, while the first one fills, where it is large enough.
     constexpr int OUT = 2 * S::FIXED_TILE + 2 * S::STAGE - S::FIXED_TILE;
     constexpr bool APART = OUT >= 2 * S::FIXED_TILE + S::STAGE;
     static_assert(OUT >= 2 * S::FIXED_TILE, "out does not fit into the stages");
-    copy.template rows<S::FIXED>(q_tile, in.q, block_row);
-    copy_out.template rows<S::FIXED>(do_tile, dout + out_head, block_row);
-    copy_out.template rows<S::FIXED>(q_tile + OUT, out + out_head, block_row);
+    copy.template rows<S::FIXED>(q_tile, a.qkv + q_head, block_row);
+    copy_out.template rows<S::FIXED>(do_tile, a.dout + out_head, block_row);
+    copy_out.template rows<S::FIXED>(q_tile + OUT, a.out + out_head, block_row);
     copy_async_commit();
-    if (APART) copy.keys_and_values(stages, in, 0);
+    if (APART) copy.keys_and_values(stages, k_head, v_head, 0);
     copy_async_wait<APART>();
     __syncthreads();
     if (threadIdx.x < S::FIXED) {  // one thread per row
@@ -300,7 +297,7 @@ attention_backward_q_bf16(const AttentionProblem a, const AttentionGrid grid, bf
     }
     const OwnRows<S> q(q_tile + place + warp * 16 * MT * S::ROW), d_o(do_tile + place + warp * 16 * MT * S::ROW);
     __syncthreads();
-    if (!APART) copy.keys_and_values(stages, in, 0);
+    if (!APART) copy.keys_and_values(stages, k_head, v_head, 0);
     float lse2[MT][2], d[MT][2];
     #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -308,14 +305,14 @@ attention_backward_q_bf16(const AttentionProblem a, const AttentionGrid grid, bf
         for (int r = 0; r < 2; r++) {
             const int row = warp * 16 * MT + m * 16 + r * 8 + lane / 4;
             d[m][r] = -*(const float *)(shared + S::number(row));
-            lse2[m][r] = block_row + row < a.T ? lse[(size_t)piece.head * a.T + block_row + row] * LOG2E : 0.0f;
+            lse2[m][r] = block_row + row < a.T ? a.lse[(size_t)piece.head * a.T + block_row + row] * LOG2E : 0.0f;
         }
 
     float dq[MT][W / 8][4] = {};
     for (int j = 0; j < tiles; j++) {
         copy_async_wait<0>();
         __syncthreads();
-        if (j + 1 < tiles) copy.keys_and_values(stages, in, j + 1);
+        if (j + 1 < tiles) copy.keys_and_values(stages, k_head, v_head, j + 1);
         unsigned k_part = stages + j % 2 * S::STAGE;
         #pragma unroll 1
         for (int key0 = j * S::STREAMED; key0 < (j + 1) * S::STREAMED && key0 < row0 + 16 * MT; key0 += 8 * NT, k_part += 8 * NT * S::ROW) {
@@ -323,54 +320,49 @@ attention_backward_q_bf16(const AttentionProblem a, const AttentionGrid grid, bf
             product_abt<S>(p, q, k_part + second, [](int, int, int) { return 0.0f; });
             product_abt<S>(ds, d_o, k_part + second + S::STREAMED_TILE, [&](int m, int, int i) { return d[m][i / 2]; });
             if (key0 + 8 * NT - 1 > row0) mask_scores<true>(p, row0, key0);
-            #pragma unroll
-            for (int m = 0; m < MT; m++)
-                #pragma unroll
-                for (int n = 0; n < NT; n++)
-                    #pragma unroll
-                    for (int i = 0; i < 4; i++) ds[m][n][i] *= exp2_approx(fmaf(p[m][n][i], a.scale2, -lse2[m][i / 2]));
+            each_element(ds, [&](float &x, int m, int n, int i) { x *= exp2_approx(fmaf(p[m][n][i], a.scale2, -lse2[m][i / 2])); });
             product_ab<S>(dq, ds, k_part + place);
         }
     }
-    store_rows<S>(dqkv + (in.q - qkv), in.stride, row0, a.T, a.HD, dq, a.scale, shared + warp * 16 * MT * S::ROW);
+    store_rows<S>(a.dqkv + q_head, a.qkv_row(), row0, a.T, a.HD, dq, a.scale, shared + warp * 16 * MT * S::ROW);
 }
 
 // dK and dV of one key tile: S and dP are computed transposed (keys along the rows), so that P^T and dS^T are operands as they are.
-template <int W> __global__ void __launch_bounds__(ATTENTION_THREADS, 2)
-attention_backward_kv_bf16(const AttentionProblem a, const AttentionGrid grid, bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const float *lse) {
+template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2)
+attention_backward_kv_bf16(const AttentionLaunch<bf16> a) {
     typedef BackwardKVShape<W> S;
     constexpr int MT = S::MT, NT = S::STREAMED / 8, PARTS = KV_PARTS<W>, COLUMNS = W / PARTS;
     extern __shared__ int4 attention_shared[];
     char *const shared = (char *)attention_shared;
     const unsigned k_tile = shared_address(attention_shared), v_tile = k_tile + S::FIXED_TILE, stages = v_tile + S::FIXED_TILE;  // a stage: queries, dout
-    const AttentionPiece piece = grid.piece(blockIdx.x);
+    const AttentionPiece piece = a.piece(blockIdx.x);
     const int b = piece.b, kv = piece.h / PARTS, column0 = piece.h % PARTS * COLUMNS, ratio = a.NH / a.NKV;
-    const PackedHead<const bf16> in = packed_head(a, qkv, b, 0, kv);
-    const bf16 *const dout_b = dout + (size_t)b * a.T * a.NH * a.HD;
+    const bf16 *const q_heads = a.qkv + a.qkv_head(b, 0), *const do_heads = a.dout + a.out_head(b, 0);
+    const size_t k_head = a.qkv_head(b, a.NH + kv), v_head = a.qkv_head(b, a.NH + a.NKV + kv);
     const int block_row = piece.tile * S::FIXED, first = first_query(block_row);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row0 = block_row + warp * 16 * MT;
     const int tiles = (a.T - first + S::STREAMED - 1) / S::STREAMED * ratio;
 
     // The walk: query head by query head, and in each the query tiles from the diagonal on.
-    static_assert(2 * S::STREAMED <= ATTENTION_THREADS, "a thread copies one number of a column");
-    const TileCopy<S> copy(a, in.stride), copy_out(a, a.NH * a.HD);
+    static_assert(2 * S::STREAMED <= MMA_THREADS, "a thread copies one number of a column");
+    const TileCopy<S> copy(a, a.qkv_row()), copy_out(a, a.out_row());
     const unsigned place = lane_place<S>(), second = lane_place_second<S>();
     int next_head = kv * ratio, next_column = next_head * a.HD, next_query = first;
     auto load = [&](int stage) {
         const unsigned q_tile = stages + stage * S::STAGE;
-        copy.template rows<S::STREAMED>(q_tile, in.q + next_column, next_query);
-        copy_out.template rows<S::STREAMED>(q_tile + S::STREAMED_TILE, dout_b + next_column, next_query);
+        copy.template rows<S::STREAMED>(q_tile, q_heads + next_column, next_query);
+        copy_out.template rows<S::STREAMED>(q_tile + S::STREAMED_TILE, do_heads + next_column, next_query);
         if (threadIdx.x < 2 * S::STREAMED) {
             const int row = next_query + threadIdx.x % S::STREAMED;
             copy_async_4(k_tile + S::number(threadIdx.x) + stage * (S::STREAMED / 2 * S::ROW),
-                         (threadIdx.x < S::STREAMED ? lse : a.D) + (size_t)(b * a.NH + next_head) * a.T + row, row < a.T);
+                         (threadIdx.x < S::STREAMED ? a.lse : a.D) + (size_t)(b * a.NH + next_head) * a.T + row, row < a.T);
         }
         copy_async_commit();
         next_query += S::STREAMED;
         if (next_query >= a.T) { next_query = first; next_head++; next_column += a.HD; }
     };
-    copy.template rows<S::FIXED>(k_tile, in.k, block_row);
-    copy.template rows<S::FIXED>(v_tile, in.v, block_row);
+    copy.template rows<S::FIXED>(k_tile, a.qkv + k_head, block_row);
+    copy.template rows<S::FIXED>(v_tile, a.qkv + v_head, block_row);
     load(0);
     if (S::IN_REGISTERS) {
         copy_async_wait<0>();
@@ -409,8 +401,8 @@ attention_backward_kv_bf16(const AttentionProblem a, const AttentionGrid grid, b
         product_ab<S>(dk, ds, q_tile + place + column0 * 2);
     }
     char *const mine = shared + warp * 16 * MT * S::ROW;
-    store_rows<S>(dqkv + (in.k - qkv) + column0, in.stride, row0, a.T, a.HD - column0, dk, a.scale, mine);
-    store_rows<S>(dqkv + (in.v - qkv) + column0, in.stride, row0, a.T, a.HD - column0, dv, 1.0f, mine + S::FIXED_TILE);
+    store_rows<S>(a.dqkv + k_head + column0, a.qkv_row(), row0, a.T, a.HD - column0, dk, a.scale, mine);
+    store_rows<S>(a.dqkv + v_head + column0, a.qkv_row(), row0, a.T, a.HD - column0, dv, 1.0f, mine + S::FIXED_TILE);
 }
 
 #endif

@@ -22,26 +22,28 @@ typedef struct {
     AttentionTickets *tickets;  // for ATTENTION_HOPPER
 } AttentionProblem;
 
-// ---- pieces of work: tiles of rows of a head
+// ---- what a launch hands to its blocks: the problem, its tensors, and pieces of work, which are tiles of rows of a head
 
 struct alignas(16) AttentionPiece { int head /*of all sequences*/, tile /*0 has most to do*/, b, h; };
-struct AttentionGrid {
-    int heads /*of a sequence*/, all /*of all sequences*/, tiles, group /*heads*/;
+template <typename X> struct AttentionLaunch : AttentionProblem {
+    X *out, *dqkv;
+    const X *qkv, *dout;
+    float *lse, *column_sums;
+    int heads /*of a sequence*/, all /*of all sequences*/, tiles, at_once /*heads*/;
     // Heads are taken in groups whose streamed tensors fit into L2 together. Inside a group the longest walks come first, so
     // that short ones fill the gaps that long ones leave at the end.
     __device__ AttentionPiece piece(int index) const {
-        const int first = index / (group * tiles) * group;
-        const int size = min(group, all - first), rest = index - first * tiles, head = first + rest % size;
+        const int first = index / (at_once * tiles) * at_once;
+        const int size = min(at_once, all - first), rest = index - first * tiles, head = first + rest % size;
         return {head, rest / size, head / heads, head % heads};
     }
+    // Lengths of rows, and where a head begins in them: in q, k, v the query heads come first, then those of keys, then those of values.
+    __device__ int qkv_row() const { return (NH + 2 * NKV) * HD; }
+    __device__ int out_row() const { return NH * HD; }
+    __device__ size_t qkv_head(int b, int h) const { return (size_t)b * T * qkv_row() + h * HD; }
+    __device__ size_t out_head(int b, int h) const { return ((size_t)b * T * NH + h) * HD; }
+    __device__ int keys_of(int h) const { return NH + h / (NH / NKV); }  // of a query head; its values are NKV heads further
 };
-// Where a head's rows begin in the packed tensors, whose rows are `stride` long.
-template <typename X> struct PackedHead { X *q, *k, *v; int stride; };
-template <typename X> __device__ inline PackedHead<X> packed_head(const AttentionProblem &a, X *qkv, int b, int h, int kv) {
-    const int stride = (a.NH + 2 * a.NKV) * a.HD;
-    X *row = qkv + (size_t)b * a.T * stride;
-    return {row + h * a.HD, row + (a.NH + kv) * a.HD, row + (a.NH + a.NKV + kv) * a.HD, stride};
-}
 
 // ---- the mask: a query sees the keys up to its own position. Here is all that knows it.
 
@@ -52,20 +54,23 @@ template <int KEYS> __device__ inline int key_tiles(const AttentionProblem &a, i
 // The first query that sees keys from `key` on; all later ones do.
 __device__ inline int first_query(int key) { return key; }
 __device__ inline bool sees(int query, int key) { return key <= query; }
-// Scores of elements that do not see each other become -infinity, and their weights 0. c: of a warp's 16*MT rows and 8*NT columns, with
-// g = lane/4, t = lane%4 rows g, g+8 and columns 2t, 2t+1 of each 16 by 8. QUERIES_ALONG_ROWS: or keys are.
-template <bool QUERIES_ALONG_ROWS, int MT, int NT>
-__device__ inline void mask_scores(float (&c)[MT][NT][4], int row, int column) {
-    const int limit = row + threadIdx.x % WARP / 4 - column - threadIdx.x % 4 * 2;
+// What a lane holds of 16*MT rows and 8*NT columns of a warp: with g = lane/4, t = lane%4 rows g, g+8 and columns 2t, 2t+1 of each 16 by 8.
+template <int MT, int NT, typename Do> __device__ inline void each_element(float (&c)[MT][NT][4], Do element) {
     #pragma unroll
     for (int m = 0; m < MT; m++)
         #pragma unroll
         for (int n = 0; n < NT; n++)
             #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int here = n * 8 + i % 2 - m * 16 - i / 2 * 8;
-                if (QUERIES_ALONG_ROWS ? here > limit : here < limit) c[m][n][i] = -INFINITY;
-            }
+            for (int i = 0; i < 4; i++) element(c[m][n][i], m, n, i);
+}
+// Scores of elements that do not see each other become -infinity, and their weights 0. QUERIES_ALONG_ROWS: or keys are.
+template <bool QUERIES_ALONG_ROWS, int MT, int NT>
+__device__ inline void mask_scores(float (&c)[MT][NT][4], int row, int column) {
+    const int limit = row + threadIdx.x % WARP / 4 - column - threadIdx.x % 4 * 2;
+    each_element(c, [&](float &x, int m, int n, int i) {
+        const int here = n * 8 + i % 2 - m * 16 - i / 2 * 8;
+        if (QUERIES_ALONG_ROWS ? here > limit : here < limit) x = -INFINITY;
+    });
 }
 
 // ---- softmax in powers of two

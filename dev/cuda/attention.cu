@@ -140,21 +140,22 @@ template <typename X> static void check_tiles(void) {
 // With references each variant is checked, without it is timed.
 template <typename X> struct Tensors { AttentionProblem a; X *out, *dqkv; const X *qkv, *dout; float *lse; const float *ref_out, *ref_dqkv; double flops; };
 template <int HD, typename X> static void each_variant(const Tensors<X> &t) {
-    const AttentionProblem *a = &t.a;
-    const size_t rows = (size_t)a->B * a->T, width = (size_t)a->NH * HD, stride = (size_t)attention_width(a);
+    const AttentionProblem *p = &t.a;
+    const AttentionLaunch<bf16> forward = {*p, t.out, NULL, t.qkv, NULL, t.lse}, backward = {*p, t.out, t.dqkv, t.qkv, t.dout, t.lse};
+    const size_t rows = (size_t)p->B * p->T, width = (size_t)p->NH * HD, stride = (size_t)attention_width(p);
     cudaStream_t stream = ladder.gpu.compute;
     #define FORWARD(...) { \
-        auto run = [&] { attention_forward_hopper_launch<HopperForward<__VA_ARGS__>>(a, t.out, t.lse, t.qkv, stream); }; \
+        auto run = [&] { attention_forward_hopper_launch<HopperForward<__VA_ARGS__>>(forward, stream); }; \
         if (!t.ref_out) bench("forward " #__VA_ARGS__, 0, t.flops, run); \
         else { poison(t.out, rows * width); run(); check("forward " #__VA_ARGS__, t.out, t.ref_out, rows, width, 5e-3); } }
     #define BACKWARD(name, flops, ...) { \
         auto run = [&] { __VA_ARGS__; }; \
         if (!t.ref_out) bench(name, 0, flops, run); \
         else { run(); check(name, t.dqkv, t.ref_dqkv, rows, stride, 1e-2); } }
-    #define DQ(...) BACKWARD("dq " #__VA_ARGS__, 1.5 * t.flops, attention_backward_q_hopper_launch<HopperBackwardQ<__VA_ARGS__>>(a, t.dqkv, NULL, t.dout, t.qkv, t.out, t.lse, stream))
-    #define DKV(...) BACKWARD("dkv " #__VA_ARGS__, 2 * t.flops, attention_backward_kv_hopper_launch<HopperBackwardKV<__VA_ARGS__>>(a, t.dqkv, NULL, t.dout, t.qkv, t.lse, stream))
+    #define DQ(...) BACKWARD("dq " #__VA_ARGS__, 1.5 * t.flops, attention_backward_q_hopper_launch<HopperBackwardQ<__VA_ARGS__>>(backward, stream))
+    #define DKV(...) BACKWARD("dkv " #__VA_ARGS__, 2 * t.flops, attention_backward_kv_hopper_launch<HopperBackwardKV<__VA_ARGS__>>(backward, stream))
     if constexpr (HD == 64) { FORWARD_VARIANTS_64(FORWARD) } else { FORWARD_VARIANTS_128(FORWARD) }
-    attention_backward(a, t.dqkv, NULL, t.dout, t.qkv, t.out, t.lse, stream);  // each variant then overwrites its part
+    attention_backward(p, t.dqkv, NULL, t.dout, t.qkv, t.out, t.lse, stream);  // each variant then overwrites its part
     if constexpr (HD == 64) { Q_VARIANTS_64(DQ) KV_VARIANTS_64(DKV) } else { Q_VARIANTS_128(DQ) KV_VARIANTS_128(DKV) }
     #undef FORWARD
     #undef BACKWARD

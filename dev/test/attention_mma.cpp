@@ -26,26 +26,28 @@ template <int W> static void check_heads(int HD, int T, bool late, float std = 1
     for (size_t i = 0; i < x.size(); i++) x[i] = qkv[i] = std * rand_normal(17, 0, i);
     for (size_t i = 0; i < dy.size(); i++) dy[i] = dout[i] = rand_normal(17, 1, i);
     attention_forward_cpu(y.data(), lse.data(), x.data(), B, T, NH, NKV, HD);
-    AttentionProblem a = {B, T, NH, NKV, HD};
+    AttentionLaunch<bf16> a = {{B, T, NH, NKV, HD}, out.data(), dqkv.data(), qkv.data(), dout.data(), mine.data()};
     a.scale = 1 / sqrtf((float)HD);
     a.scale2 = a.scale * LOG2E;
     a.D = D.data();
-    const auto launch = [&](int heads, int fixed, int bytes, std::function<void(AttentionGrid)> kernel) {
-        const AttentionGrid grid = {heads, B * heads, (T + fixed - 1) / fixed, GROUP};
-        launch_on_cpu(grid.all * grid.tiles, ATTENTION_THREADS, bytes, late, [&] { kernel(grid); });
+    a.at_once = GROUP;
+    const auto launch = [&](auto shape, int heads, void (*kernel)(AttentionLaunch<bf16>)) {
+        typedef decltype(shape) S;
+        a.heads = heads;
+        a.all = B * heads;
+        a.tiles = (T + S::FIXED - 1) / S::FIXED;
+        launch_on_cpu(a.all * a.tiles, S::THREADS, S::BYTES, late, [&] { kernel(a); });
     };
-    typedef ForwardShape<W> F;
-    launch(NH, F::FIXED, F::BYTES, [&](AttentionGrid grid) { attention_forward_bf16<W>(a, grid, out.data(), mine.data(), qkv.data()); });
+    launch(ForwardShape<W>(), NH, attention_forward_bf16<W>);
     double worst = 0;
     for (size_t i = 0; i < lse.size(); i++) worst = fabs((double)lse[i] - mine[i]) <= worst ? worst : fabs((double)lse[i] - mine[i]);
     const double error = T > 1 ? error_of(out, y) : 0;
     check(error < 5e-3 && worst < 1e-4, "heads of %d, T %d, copies %s: out %.1e (bound 5e-3), lse %.1e (1e-4)", HD, T, late ? "late" : "at once", error, worst);
     for (size_t i = 0; i < y.size(); i++) y[i] = out[i] = y[i];  // backward reads the oracle's, rounded
     attention_backward_cpu(dx.data(), dy.data(), x.data(), y.data(), lse.data(), B, T, NH, NKV, HD);
-    typedef BackwardQShape<W> Q;
-    typedef BackwardKVShape<W> KV;
-    launch(NH, Q::FIXED, Q::BYTES, [&](AttentionGrid grid) { attention_backward_q_bf16<W>(a, grid, dqkv.data(), dout.data(), qkv.data(), out.data(), lse.data()); });
-    launch(NKV * KV_PARTS<W>, KV::FIXED, KV::BYTES, [&](AttentionGrid grid) { attention_backward_kv_bf16<W>(a, grid, dqkv.data(), dout.data(), qkv.data(), lse.data()); });
+    a.lse = lse.data();
+    launch(BackwardQShape<W>(), NH, attention_backward_q_bf16<W>);
+    launch(BackwardKVShape<W>(), NKV * KV_PARTS<W>, attention_backward_kv_bf16<W>);
     const double gradient = error_of(dqkv, dx);
     check(gradient < 1e-2, "heads of %d, T %d, copies %s: dqkv %.1e (bound 1e-2)", HD, T, late ? "late" : "at once", gradient);
 }
