@@ -271,15 +271,17 @@ template <int W> static void attention_backward_of(const AttentionLaunch<float> 
     attention_launch<Fp32<W, 2>>(attention_backward_kv_fp32<W>, a, a.NKV, (a.group * a.NKV + a.NH - 1) / a.NH, stream);
 }
 template <int W> static void attention_forward_of(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
+    typedef HopperChoice<W == 64 ? 64 : 128> H;
     if constexpr (W == 64 || W == 128)
-        if (a.path == ATTENTION_HOPPER) return attention_forward_hopper_launch<typename HopperChoice<W>::Forward>(a, stream);
+        if (a.path == ATTENTION_HOPPER) return hopper_launch<typename H::Forward, true>(attention_forward_hopper<typename H::Forward>, a, stream);
     attention_launch<ForwardShape<W>>(attention_forward_bf16<W>, a, a.NH, a.group, stream);
 }
 template <int W> static void attention_backward_of(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
+    typedef HopperChoice<W == 64 ? 64 : 128> H;
     if constexpr (W == 64 || W == 128)
         if (a.path == ATTENTION_HOPPER) {
-            attention_backward_q_hopper_launch<typename HopperChoice<W>::BackwardQ>(a, stream);
-            return attention_backward_kv_hopper_launch<typename HopperChoice<W>::BackwardKV>(a, stream);
+            hopper_launch<typename H::BackwardQ, true>(attention_backward_q_hopper<typename H::BackwardQ>, a, stream);
+            return hopper_launch<typename H::BackwardKV, false>(attention_backward_kv_hopper<typename H::BackwardKV>, a, stream);
         }
     attention_launch<BackwardQShape<W>>(attention_backward_q_bf16<W>, a, a.NH, a.group, stream);
     attention_launch<BackwardKVShape<W>>(attention_backward_kv_bf16<W>, a, a.NKV * KV_PARTS<W>, (a.group * a.NKV + a.NH - 1) / a.NH * KV_PARTS<W>, stream);

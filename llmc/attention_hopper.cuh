@@ -62,13 +62,6 @@ struct HopperLaunch : AttentionLaunch<bf16> {
     }
 };
 
-// Read by the lane that gives the place back: an arrival of one lane does not stand for what the others have read.
-__device__ inline AttentionPiece warp_piece(const AttentionPiece &from) {
-    AttentionPiece p = {};
-    if (threadIdx.x % WARP == 0) p = from;
-    return {__shfl_sync(0xffffffffu, p.head, 0), __shfl_sync(0xffffffffu, p.tile, 0), __shfl_sync(0xffffffffu, p.b, 0), __shfl_sync(0xffffffffu, p.h, 0)};
-}
-
 template <typename S> struct HopperBlock {
     unsigned own, second;  // tiles of the piece's two tensors, or of one and the result
     unsigned a_tiles, b_tiles;  // streamed
@@ -138,13 +131,17 @@ template <typename S> struct HopperBlock {
         }
         return ticket;
     }
+    // A warp has read its rows, or a streamed tile.
+    __device__ void free_own(unsigned i) const { if (threadIdx.x % WARP == 0) own_ring.release(i); }
+    __device__ void free_a(unsigned use) const { if (threadIdx.x % WARP == 0) a_ring.release(use); }
+    __device__ void free_b(unsigned use) const { if (threadIdx.x % WARP == 0) b_ring.release(use); }
     // Streamed tiles for other warpgroups' rows: all stages turn for all warpgroups.
     __device__ void pass(unsigned &use, unsigned end) const {
         for (; use < end; use++) {
             a_ring.wait(use);
-            if (threadIdx.x % WARP == 0) a_ring.release(use);
+            free_a(use);
             b_ring.wait(use);
-            if (threadIdx.x % WARP == 0) b_ring.release(use);
+            free_b(use);
         }
     }
 };
@@ -275,7 +272,7 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
         scores(x);
         wgmma_wait<0>();
         wgmma_pin(x);
-        if (lane == 0) block.a_ring.release(use);
+        block.free_a(use);
         mask_tile<true>(x, row0, (n - 1) * KEYS);
         softmax_tile<WIDTH, LAZY>(x, row_max, row_sum, fade, scale2);
         fragment_round<WIDTH>((unsigned (&)[WIDTH / 16][4])p, x);
@@ -285,7 +282,7 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
     const unsigned mine = use + key_tiles<KEYS>(a, block_row, S::ROWS) - n;
     block.pass(use, mine);
     if (n == 0) {
-        if (lane == 0) block.own_ring.release(i);
+        block.free_own(i);
         return;
     }
     if (KEYS > 64 && n * KEYS >= row0 + 128) diagonal((float (&)[32])s);
@@ -297,22 +294,22 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
         values(use - 1);
         wgmma_wait<1>();
         wgmma_pin(s);
-        if (lane == 0) block.a_ring.release(use);
+        block.free_a(use);
         const bool moved = softmax_tile<KEYS, LAZY>(s, row_max, row_sum, fade, scale2);
         wgmma_hold(row_sum[0] + row_sum[1]);
         wgmma_wait<0>();
         wgmma_pin(o);
-        if (lane == 0) block.b_ring.release(use - 1);
+        block.free_b(use - 1);
         if (moved)  // else a factor of 1
             #pragma unroll
             for (int k = 0; k < HD / 2; k++) o[k] *= fade[k / 2 % 2];
         fragment_round<KEYS>(p, s);
     }
     values(use);
-    if (lane == 0) block.own_ring.release(i);
+    block.free_own(i);
     wgmma_wait<0>();
     wgmma_pin(o);
-    if (lane == 0) block.b_ring.release(use);
+    block.free_b(use);
     use++;
 
     float inverse[2];
@@ -339,7 +336,8 @@ attention_forward_hopper(const __grid_constant__ HopperMaps maps, const HopperLa
         registers_raise<S::MATH_REGISTERS>();
         for (unsigned i = 0;; i++) {
             block.own_ring.wait(i);
-            const AttentionPiece piece = warp_piece(pieces[block.own_ring.stage(i)]);
+            const AttentionPiece piece = pieces[block.own_ring.stage(i)];
+            __syncwarp();  // all lanes have read it: one of them gives the place back
             if (piece.head < 0) break;
             hopper_forward_rows<S>(block, a, &maps.out, piece, i, use);
         }
@@ -430,7 +428,7 @@ __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const
     wgmma_wait<0>();
     wgmma_pin(s);
     wgmma_pin(dp);
-    if (lane == 0) block.b_ring.release(first_use);
+    block.free_b(first_use);
     differentiate(0);
     fragment_round<KEYS>(ds, dp);
     #pragma unroll 1
@@ -441,17 +439,17 @@ __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const
         wgmma_wait<1>();
         wgmma_pin(s);
         wgmma_pin(dp);
-        if (lane == 0) block.b_ring.release(use);
+        block.free_b(use);
         differentiate(j);
         wgmma_hold(dp[KEYS / 2 - 1]);
         wgmma_wait<0>();
-        if (lane == 0) block.a_ring.release(use - 1);
+        block.free_a(use - 1);
         fragment_round<KEYS>(ds, dp);
     }
     product_ab<S>(dq, ds, block.a_tile(first_use + n - 1));
     wgmma_wait<0>();
     wgmma_pin(dq);
-    if (lane == 0) block.a_ring.release(first_use + n - 1);
+    block.free_a(first_use + n - 1);
     named_barrier(1 + warpgroup, WARPGROUP);  // all four warps have read their queries
     if (a.cos_sin) rotate_back<HD>(dq, a.cos_sin, row0, T);
     store_through<S>(dqkv_map, q_tile, warpgroup, dq, scale, scale, h, row0, b, a.sums_of<HD>(h, row0, b));
@@ -581,7 +579,7 @@ template <typename S>
 __device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, const HopperLaunch &a, const CUtensorMap *dqkv_map, const HopperColumns<S> *columns,
                                                const AttentionPiece &piece, unsigned i, unsigned &use) {
     constexpr int HD = S::HD, QUERIES = S::TILE;
-    const int T = a.T, lane = threadIdx.x % WARP, warpgroup = block.warpgroup;
+    const int T = a.T, warpgroup = block.warpgroup;
     const float scale = a.scale, scale2 = a.scale2;
     const int block_key = piece.tile * S::ROWS, key0 = block_key + warpgroup * 64;
     const int first = first_query(block_key) / QUERIES, end = (T + QUERIES - 1) / QUERIES, mine = min(end, first_query(key0) / QUERIES);
@@ -591,13 +589,13 @@ __device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, cons
         block.a_ring.wait(use);
         hopper_backward_kv_step<S>(dk, dv, s, dp, block.a_tile(use), block.b_tile(use), k_tile, v_tile, columns[block.a_ring.stage(use)], key0, j * QUERIES, scale2);
         __syncwarp();  // all lanes have read their columns
-        if (lane == 0) block.a_ring.release(use);
+        block.free_a(use);
         use++;
     };
     for (int h = 0; h < a.NH / a.NKV; h++) {
         for (int j = first; j < mine; j++, use++) {  // tiles that see none of these keys
             block.a_ring.wait(use);
-            if (lane == 0) block.a_ring.release(use);
+            block.free_a(use);
         }
         int j = mine;
         if (QUERIES > 64 && j < end && key0 >= j * QUERIES + 64) step((float (&)[32])s, (float (&)[32])dp, j++);
@@ -660,16 +658,6 @@ template <typename S, bool BY_QUERIES, typename Kernel> static void hopper_launc
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     kernel<<<(unsigned)(pieces < (size_t)blocks ? pieces : (size_t)blocks), S::THREADS, S::BYTES, stream>>>(maps, h);
     launchCheck();
-}
-template <typename S> static void attention_forward_hopper_launch(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
-    hopper_launch<S, true>(attention_forward_hopper<S>, a, stream);
-}
-// D is written by the first and read by the second.
-template <typename S> static void attention_backward_q_hopper_launch(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
-    hopper_launch<S, true>(attention_backward_q_hopper<S>, a, stream);
-}
-template <typename S> static void attention_backward_kv_hopper_launch(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
-    hopper_launch<S, false>(attention_backward_kv_hopper<S>, a, stream);
 }
 // What an H200 runs fastest.
 template <int HD> struct HopperChoice;

@@ -105,19 +105,11 @@ template <typename S, int MT, int NT, typename Start> __device__ inline void pro
     }
 }
 
-// Accumulators, rounded to bf16, are the operand of the next product: column pairs of two neighbouring 8-wide tiles.
-template <int MT, int NT> __device__ inline void accumulators_to_operand(unsigned (&a)[MT][NT / 2][4], const float (&c)[MT][NT][4]) {
-    #pragma unroll
-    for (int m = 0; m < MT; m++)
-        #pragma unroll
-        for (int n = 0; n < NT; n++)
-            #pragma unroll
-            for (int r = 0; r < 2; r++) a[m][n / 2][n % 2 * 2 + r] = pack_bf16(c[m][n][2 * r], c[m][n][2 * r + 1]);
-}
-// c(16*MT, 8*ND) += P Y; P(16*MT, 8*NT), rounded, from accumulators, Y: 8*NT rows of a tile.
+// c(16*MT, 8*ND) += P Y; Y: 8*NT rows of a tile. The accumulators P(16*MT, 8*NT), rounded to bf16, are the operand: column pairs of two
+// neighbouring 8-wide tiles.
 template <typename S, int MT, int NT, int ND> __device__ inline void product_ab(float (&c)[MT][ND][4], const float (&P)[MT][NT][4], unsigned tile) {
     unsigned a[MT][NT / 2][4];
-    accumulators_to_operand(a, P);
+    each_pair<MT, NT>([&](int m, int n, int r) { a[m][n / 2][n % 2 * 2 + r] = pack_bf16(P[m][n][2 * r], P[m][n][2 * r + 1]); });
     #pragma unroll
     for (int k = 0; k < NT / 2; k++)
         #pragma unroll
@@ -132,32 +124,30 @@ template <typename S, int MT, int NT, int ND> __device__ inline void product_ab(
         }
 }
 
-// scale * c as rows first.. of a head, of which `columns` exist, through the warp's own rows of a shared tile: global stores of 16 bytes.
-template <typename S, int ND>
-__device__ inline void store_rows(bf16 *head, int stride, int first, int T, int columns, const float (&c)[S::MT][ND][4], const float (&scale)[S::MT][2], char *tile) {
-    const int lane = threadIdx.x % WARP;
-    __syncwarp();
-    #pragma unroll
-    for (int m = 0; m < S::MT; m++)
-        #pragma unroll
-        for (int n = 0; n < ND; n++)
-            #pragma unroll
-            for (int r = 0; r < 2; r++)
-                *(unsigned *)(tile + (m * 16 + r * 8 + lane / 4) * S::ROW + n * 16 + lane % 4 * 4) = pack_bf16(c[m][n][2 * r] * scale[m][r], c[m][n][2 * r + 1] * scale[m][r]);
-    __syncwarp();
-    for (int i = lane; i < S::MT * 16 * ND; i += WARP) {
-        const int row = i / ND, piece = i % ND;
-        if (first + row < T && piece * 8 < columns) *(int4 *)(head + (size_t)(first + row) * stride + piece * 8) = *(const int4 *)(tile + row * S::ROW + piece * 16);
+// A block's shared memory and its warp's place in it: the fixed tiles, then two stages of streamed tiles.
+template <typename S> struct MmaBlock {
+    char *const shared;
+    const unsigned tiles, stages;                     // addresses
+    const int lane = threadIdx.x % WARP, mine = threadIdx.x / WARP * 16 * S::MT;  // mine: the warp's first fixed row
+    const unsigned place = lane_place<S>(), second = lane_place_second<S>();
+    __device__ MmaBlock(int4 *memory, int tensors) : shared((char *)memory), tiles(shared_address(memory)), stages(tiles + tensors * S::FIXED_TILE) {}
+    __device__ OwnRows<S> own_rows(int tensor) const { return OwnRows<S>(tiles + tensor * S::FIXED_TILE + place + mine * S::ROW); }
+    // scale(m, r) * c as rows first.. of a head, of which `columns` exist, through the warp's own rows of a fixed tile, so that no other warp is
+    // waited for: global stores of 16 bytes.
+    template <int ND, typename Scale>
+    __device__ void store(bf16 *head, int stride, int first, int T, int columns, const float (&c)[S::MT][ND][4], int tensor, Scale scale) const {
+        char *const tile = shared + tensor * S::FIXED_TILE + mine * S::ROW;
+        __syncwarp();
+        each_pair<S::MT, ND>([&](int m, int n, int r) {
+            *(unsigned *)(tile + (m * 16 + r * 8 + lane / 4) * S::ROW + n * 16 + lane % 4 * 4) = pack_bf16(c[m][n][2 * r] * scale(m, r), c[m][n][2 * r + 1] * scale(m, r));
+        });
+        __syncwarp();
+        for (int i = lane; i < S::MT * 16 * ND; i += WARP) {
+            const int row = i / ND, piece = i % ND;
+            if (first + row < T && piece * 8 < columns) *(int4 *)(head + (size_t)(first + row) * stride + piece * 8) = *(const int4 *)(tile + row * S::ROW + piece * 16);
+        }
     }
-}
-// The same factor for all rows.
-template <typename S, int ND>
-__device__ inline void store_rows(bf16 *head, int stride, int first, int T, int columns, const float (&c)[S::MT][ND][4], float scale, char *tile) {
-    float factor[S::MT][2];
-    #pragma unroll
-    for (int m = 0; m < S::MT; m++) factor[m][0] = factor[m][1] = scale;
-    store_rows<S>(head, stride, first, T, columns, c, factor, tile);
-}
+};
 
 // ---- bf16 forward
 
@@ -166,209 +156,179 @@ __device__ inline void store_rows(bf16 *head, int stride, int first, int T, int 
 template <int MT, int NT, int ND> __device__ inline void online_softmax(float (&p)[MT][NT][4], float (&o)[MT][ND][4], float (&row_max)[MT][2], float (&row_sum)[MT][2], float scale2) {
     float x[MT][2];
     bool moved = false;
-    #pragma unroll
-    for (int m = 0; m < MT; m++)
+    each_row<MT>([&](int m, int r) {
+        x[m][r] = fmaxf(p[m][0][2 * r], p[m][0][2 * r + 1]);
         #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            x[m][r] = fmaxf(p[m][0][2 * r], p[m][0][2 * r + 1]);
-            #pragma unroll
-            for (int n = 1; n < NT; n++) x[m][r] = fmaxf(x[m][r], fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
-            moved |= (x[m][r] - row_max[m][r]) * scale2 > SOFTMAX_SLACK;
-        }
+        for (int n = 1; n < NT; n++) x[m][r] = fmaxf(x[m][r], fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
+        moved |= (x[m][r] - row_max[m][r]) * scale2 > SOFTMAX_SLACK;
+    });
     if (__any_sync(0xffffffffu, moved))
-        #pragma unroll
-        for (int m = 0; m < MT; m++)
+        each_row<MT>([&](int m, int r) {
+            const float before = row_max[m][r];
+            x[m][r] = fmaxf(x[m][r], __shfl_xor_sync(0xffffffffu, x[m][r], 1));
+            x[m][r] = fmaxf(x[m][r], __shfl_xor_sync(0xffffffffu, x[m][r], 2));
+            if ((x[m][r] - before) * scale2 > SOFTMAX_SLACK) row_max[m][r] = x[m][r];
+            const float fade = exp2_approx((before - row_max[m][r]) * scale2);
+            row_sum[m][r] *= fade;
             #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float before = row_max[m][r];
-                x[m][r] = fmaxf(x[m][r], __shfl_xor_sync(0xffffffffu, x[m][r], 1));
-                x[m][r] = fmaxf(x[m][r], __shfl_xor_sync(0xffffffffu, x[m][r], 2));
-                if ((x[m][r] - before) * scale2 > SOFTMAX_SLACK) row_max[m][r] = x[m][r];
-                const float fade = exp2_approx((before - row_max[m][r]) * scale2);
-                row_sum[m][r] *= fade;
-                #pragma unroll
-                for (int n = 0; n < ND; n++) { o[m][n][2 * r] *= fade; o[m][n][2 * r + 1] *= fade; }
-            }
-    #pragma unroll
-    for (int m = 0; m < MT; m++)
+            for (int n = 0; n < ND; n++) { o[m][n][2 * r] *= fade; o[m][n][2 * r + 1] *= fade; }
+        });
+    each_row<MT>([&](int m, int r) {
+        const float shift = row_max[m][r] * scale2;
         #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float shift = row_max[m][r] * scale2;
-            #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                p[m][n][2 * r] = exp2_approx(fmaf(p[m][n][2 * r], scale2, -shift));
-                p[m][n][2 * r + 1] = exp2_approx(fmaf(p[m][n][2 * r + 1], scale2, -shift));
-                row_sum[m][r] += p[m][n][2 * r] + p[m][n][2 * r + 1];
-            }
+        for (int n = 0; n < NT; n++) {
+            p[m][n][2 * r] = exp2_approx(fmaf(p[m][n][2 * r], scale2, -shift));
+            p[m][n][2 * r + 1] = exp2_approx(fmaf(p[m][n][2 * r + 1], scale2, -shift));
+            row_sum[m][r] += p[m][n][2 * r] + p[m][n][2 * r + 1];
         }
+    });
 }
 
-template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2)
-attention_forward_bf16(const AttentionLaunch<bf16> a) {
+template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2) attention_forward_bf16(const AttentionLaunch<bf16> a) {
     typedef ForwardShape<W> S;
     constexpr int MT = S::MT, NT = S::STREAMED / 8;
     extern __shared__ int4 attention_shared[];
-    const unsigned q_tile = shared_address(attention_shared), stages = q_tile + S::FIXED_TILE;  // a stage: keys, values
+    const MmaBlock<S> block(attention_shared, 1);  // queries; a stage: keys, values
     const AttentionPiece piece = a.piece(blockIdx.x);
-    const size_t q_head = a.qkv_head(piece.b, piece.h);
     const bf16 *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
     const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, tiles = key_tiles<S::STREAMED>(a, block_row, S::FIXED);
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row0 = block_row + warp * 16 * MT;
-
+    const int row0 = block_row + block.mine;
     const TileCopy<S> copy(a, a.qkv_row());
-    const unsigned place = lane_place<S>(), second = lane_place_second<S>();
-    copy.template rows<S::FIXED>(q_tile, a.qkv + q_head, block_row);
+    copy.template rows<S::FIXED>(block.tiles, a.qkv + a.qkv_head(piece.b, piece.h), block_row);
     copy_async_commit();
-    copy.keys_and_values(stages, k_head, v_head, 0);
+    copy.keys_and_values(block.stages, k_head, v_head, 0);
     copy_async_wait<1>();
     __syncthreads();
-    const OwnRows<S> q(q_tile + place + warp * 16 * MT * S::ROW);
+    const OwnRows<S> q = block.own_rows(0);
 
     // Keys come in rising order: the first tile holds key 0, which every row sees, so the maximum is finite ever after.
     float o[MT][W / 8][4] = {}, row_max[MT][2], row_sum[MT][2];
-    #pragma unroll
-    for (int m = 0; m < MT; m++) { row_max[m][0] = row_max[m][1] = -INFINITY; row_sum[m][0] = row_sum[m][1] = 0; }
+    each_row<MT>([&](int m, int r) { row_max[m][r] = -INFINITY; row_sum[m][r] = 0; });
     for (int j = 0; j < tiles; j++) {
         copy_async_wait<0>();
         __syncthreads();  // tile j has arrived for all warps, and all have left the stage that is filled next
-        if (j + 1 < tiles) copy.keys_and_values(stages, k_head, v_head, j + 1);
+        if (j + 1 < tiles) copy.keys_and_values(block.stages, k_head, v_head, j + 1);
         const int key0 = j * S::STREAMED;
         if (key0 > row0 + 16 * MT - 1) continue;  // all masked for this warp
-        const unsigned k_tile = stages + j % 2 * S::STAGE;
+        const unsigned k_tile = block.stages + j % 2 * S::STAGE;
         float p[MT][NT][4];
-        product_abt<S>(p, q, k_tile + second, [](int, int, int) { return 0.0f; });
+        product_abt<S>(p, q, k_tile + block.second, [](int, int, int) { return 0.0f; });
         if (key0 + S::STREAMED - 1 > row0) mask_scores<true>(p, row0, key0);
         online_softmax(p, o, row_max, row_sum, a.scale2);
-        product_ab<S>(o, p, k_tile + place + S::STREAMED_TILE);
+        product_ab<S>(o, p, k_tile + block.place + S::STREAMED_TILE);
     }
 
-    float inverse[MT][2];
-    #pragma unroll
-    for (int m = 0; m < MT; m++)
-        #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int row = row0 + m * 16 + r * 8 + lane / 4;
-            inverse[m][r] = finish_row(a.lse + (size_t)piece.head * a.T + row, row_max[m][r], row_sum[m][r], a.scale, row < a.T);
-        }
-    // A warp reads and writes only its own rows of q_tile, so no other warp is waited for.
-    store_rows<S>(a.out + a.out_head(piece.b, piece.h), a.out_row(), row0, a.T, a.HD, o, inverse, (char *)attention_shared + warp * 16 * MT * S::ROW);
+    each_row<MT>([&](int m, int r) {  // row_sum becomes what the row is multiplied with
+        const int row = row0 + m * 16 + r * 8 + block.lane / 4;
+        row_sum[m][r] = finish_row(a.lse + (size_t)piece.head * a.T + row, row_max[m][r], row_sum[m][r], a.scale, row < a.T);
+    });
+    block.store(a.out + a.out_head(piece.b, piece.h), a.out_row(), row0, a.T, a.HD, o, 0, [&](int m, int r) { return row_sum[m][r]; });
 }
 
 // ---- bf16 backward
 
 // dQ of one query tile; writes D for the other kernel on its way.
-template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2)
-attention_backward_q_bf16(const AttentionLaunch<bf16> a) {
+template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_q_bf16(const AttentionLaunch<bf16> a) {
     typedef BackwardQShape<W> S;
     constexpr int MT = S::MT, NT = S::STREAMED < 32 ? S::STREAMED / 8 : 4;  // the streamed tile is worked off 32 keys at a time
     extern __shared__ int4 attention_shared[];
-    char *const shared = (char *)attention_shared;
-    const unsigned q_tile = shared_address(attention_shared), do_tile = q_tile + S::FIXED_TILE, stages = do_tile + S::FIXED_TILE;  // a stage: keys, values
+    const MmaBlock<S> block(attention_shared, 2);  // queries, dout; a stage: keys, values
     const AttentionPiece piece = a.piece(blockIdx.x);
     const size_t q_head = a.qkv_head(piece.b, piece.h);
     const bf16 *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
     const size_t out_head = a.out_head(piece.b, piece.h);
     const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, tiles = key_tiles<S::STREAMED>(a, block_row, S::FIXED);
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row0 = block_row + warp * 16 * MT;
-
+    const int row0 = block_row + block.mine;
     const TileCopy<S> copy(a, a.qkv_row()), copy_out(a, a.out_row());
-    const unsigned place = lane_place<S>(), second = lane_place_second<S>();
     // `out` passes through the end of the stages: through the second one, while the first one fills, where it is large enough.
     constexpr int OUT = 2 * S::FIXED_TILE + 2 * S::STAGE - S::FIXED_TILE;
     constexpr bool APART = OUT >= 2 * S::FIXED_TILE + S::STAGE;
     static_assert(OUT >= 2 * S::FIXED_TILE, "out does not fit into the stages");
-    copy.template rows<S::FIXED>(q_tile, a.qkv + q_head, block_row);
-    copy_out.template rows<S::FIXED>(do_tile, a.dout + out_head, block_row);
-    copy_out.template rows<S::FIXED>(q_tile + OUT, a.out + out_head, block_row);
+    copy.template rows<S::FIXED>(block.tiles, a.qkv + q_head, block_row);
+    copy_out.template rows<S::FIXED>(block.tiles + S::FIXED_TILE, a.dout + out_head, block_row);
+    copy_out.template rows<S::FIXED>(block.tiles + OUT, a.out + out_head, block_row);
     copy_async_commit();
-    if (APART) copy.keys_and_values(stages, k_head, v_head, 0);
+    if (APART) copy.keys_and_values(block.stages, k_head, v_head, 0);
     copy_async_wait<APART>();
     __syncthreads();
     if (threadIdx.x < S::FIXED) {  // one thread per row
-        const char *const rows = shared + threadIdx.x * S::ROW;
+        const char *const rows = block.shared + threadIdx.x * S::ROW;
         float sum = 0;
         for (int i = 0; i < W; i += 8) {
             const Vec<bf16> x = vec_load((const bf16 *)(rows + S::FIXED_TILE) + i), y = vec_load((const bf16 *)(rows + OUT) + i);
             #pragma unroll
             for (int k = 0; k < 8; k++) sum += (float)x[k] * (float)y[k];
         }
-        *(float *)(shared + S::number(threadIdx.x)) = sum;
+        *(float *)(block.shared + S::number(threadIdx.x)) = sum;
         if (block_row + threadIdx.x < a.T) a.D[(size_t)piece.head * a.T + block_row + threadIdx.x] = sum;
     }
-    const OwnRows<S> q(q_tile + place + warp * 16 * MT * S::ROW), d_o(do_tile + place + warp * 16 * MT * S::ROW);
+    const OwnRows<S> q = block.own_rows(0), d_o = block.own_rows(1);
     __syncthreads();
-    if (!APART) copy.keys_and_values(stages, k_head, v_head, 0);
+    if (!APART) copy.keys_and_values(block.stages, k_head, v_head, 0);
     float lse2[MT][2], d[MT][2];
-    #pragma unroll
-    for (int m = 0; m < MT; m++)
-        #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int row = warp * 16 * MT + m * 16 + r * 8 + lane / 4;
-            d[m][r] = -*(const float *)(shared + S::number(row));
-            lse2[m][r] = block_row + row < a.T ? a.lse[(size_t)piece.head * a.T + block_row + row] * LOG2E : 0.0f;
-        }
+    each_row<MT>([&](int m, int r) {
+        const int row = block.mine + m * 16 + r * 8 + block.lane / 4;
+        d[m][r] = -*(const float *)(block.shared + S::number(row));
+        lse2[m][r] = block_row + row < a.T ? a.lse[(size_t)piece.head * a.T + block_row + row] * LOG2E : 0.0f;
+    });
 
     float dq[MT][W / 8][4] = {};
     for (int j = 0; j < tiles; j++) {
         copy_async_wait<0>();
         __syncthreads();
-        if (j + 1 < tiles) copy.keys_and_values(stages, k_head, v_head, j + 1);
-        unsigned k_part = stages + j % 2 * S::STAGE;
+        if (j + 1 < tiles) copy.keys_and_values(block.stages, k_head, v_head, j + 1);
+        unsigned k_part = block.stages + j % 2 * S::STAGE;
         #pragma unroll 1
         for (int key0 = j * S::STREAMED; key0 < (j + 1) * S::STREAMED && key0 < row0 + 16 * MT; key0 += 8 * NT, k_part += 8 * NT * S::ROW) {
             float p[MT][NT][4], ds[MT][NT][4];
-            product_abt<S>(p, q, k_part + second, [](int, int, int) { return 0.0f; });
-            product_abt<S>(ds, d_o, k_part + second + S::STREAMED_TILE, [&](int m, int, int i) { return d[m][i / 2]; });
+            product_abt<S>(p, q, k_part + block.second, [](int, int, int) { return 0.0f; });
+            product_abt<S>(ds, d_o, k_part + block.second + S::STREAMED_TILE, [&](int m, int, int i) { return d[m][i / 2]; });
             if (key0 + 8 * NT - 1 > row0) mask_scores<true>(p, row0, key0);
             each_element(ds, [&](float &x, int m, int n, int i) { x *= exp2_approx(fmaf(p[m][n][i], a.scale2, -lse2[m][i / 2])); });
-            product_ab<S>(dq, ds, k_part + place);
+            product_ab<S>(dq, ds, k_part + block.place);
         }
     }
-    store_rows<S>(a.dqkv + q_head, a.qkv_row(), row0, a.T, a.HD, dq, a.scale, shared + warp * 16 * MT * S::ROW);
+    block.store(a.dqkv + q_head, a.qkv_row(), row0, a.T, a.HD, dq, 0, [&](int, int) { return a.scale; });
 }
 
 // dK and dV of one key tile: S and dP are computed transposed (keys along the rows), so that P^T and dS^T are operands as they are.
-template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2)
-attention_backward_kv_bf16(const AttentionLaunch<bf16> a) {
+template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_kv_bf16(const AttentionLaunch<bf16> a) {
     typedef BackwardKVShape<W> S;
     constexpr int MT = S::MT, NT = S::STREAMED / 8, PARTS = KV_PARTS<W>, COLUMNS = W / PARTS;
     extern __shared__ int4 attention_shared[];
-    char *const shared = (char *)attention_shared;
-    const unsigned k_tile = shared_address(attention_shared), v_tile = k_tile + S::FIXED_TILE, stages = v_tile + S::FIXED_TILE;  // a stage: queries, dout
+    const MmaBlock<S> block(attention_shared, 2);  // keys, values; a stage: queries, dout
     const AttentionPiece piece = a.piece(blockIdx.x);
     const int b = piece.b, kv = piece.h / PARTS, column0 = piece.h % PARTS * COLUMNS, ratio = a.NH / a.NKV;
     const bf16 *const q_heads = a.qkv + a.qkv_head(b, 0), *const do_heads = a.dout + a.out_head(b, 0);
     const size_t k_head = a.qkv_head(b, a.NH + kv), v_head = a.qkv_head(b, a.NH + a.NKV + kv);
     const int block_row = piece.tile * S::FIXED, first = first_query(block_row);
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row0 = block_row + warp * 16 * MT;
-    const int tiles = (a.T - first + S::STREAMED - 1) / S::STREAMED * ratio;
+    const int row0 = block_row + block.mine, tiles = (a.T - first + S::STREAMED - 1) / S::STREAMED * ratio;
 
     // The walk: query head by query head, and in each the query tiles from the diagonal on.
     static_assert(2 * S::STREAMED <= MMA_THREADS, "a thread copies one number of a column");
     const TileCopy<S> copy(a, a.qkv_row()), copy_out(a, a.out_row());
-    const unsigned place = lane_place<S>(), second = lane_place_second<S>();
     int next_head = kv * ratio, next_column = next_head * a.HD, next_query = first;
     auto load = [&](int stage) {
-        const unsigned q_tile = stages + stage * S::STAGE;
+        const unsigned q_tile = block.stages + stage * S::STAGE;
         copy.template rows<S::STREAMED>(q_tile, q_heads + next_column, next_query);
         copy_out.template rows<S::STREAMED>(q_tile + S::STREAMED_TILE, do_heads + next_column, next_query);
         if (threadIdx.x < 2 * S::STREAMED) {
             const int row = next_query + threadIdx.x % S::STREAMED;
-            copy_async_4(k_tile + S::number(threadIdx.x) + stage * (S::STREAMED / 2 * S::ROW),
+            copy_async_4(block.tiles + S::number(threadIdx.x) + stage * (S::STREAMED / 2 * S::ROW),
                          (threadIdx.x < S::STREAMED ? a.lse : a.D) + (size_t)(b * a.NH + next_head) * a.T + row, row < a.T);
         }
         copy_async_commit();
         next_query += S::STREAMED;
         if (next_query >= a.T) { next_query = first; next_head++; next_column += a.HD; }
     };
-    copy.template rows<S::FIXED>(k_tile, a.qkv + k_head, block_row);
-    copy.template rows<S::FIXED>(v_tile, a.qkv + v_head, block_row);
+    copy.template rows<S::FIXED>(block.tiles, a.qkv + k_head, block_row);
+    copy.template rows<S::FIXED>(block.tiles + S::FIXED_TILE, a.qkv + v_head, block_row);
     load(0);
     if (S::IN_REGISTERS) {
         copy_async_wait<0>();
         __syncthreads();
     }
-    const OwnRows<S> k(k_tile + place + warp * 16 * MT * S::ROW), v(v_tile + place + warp * 16 * MT * S::ROW);
+    const OwnRows<S> k = block.own_rows(0), v = block.own_rows(1);
 
     float dk[MT][COLUMNS / 8][4] = {}, dv[MT][COLUMNS / 8][4] = {};
     for (int j = 0, query0 = first; j < tiles; j++, query0 = query0 + S::STREAMED < a.T ? query0 + S::STREAMED : first) {
@@ -376,33 +336,26 @@ attention_backward_kv_bf16(const AttentionLaunch<bf16> a) {
         __syncthreads();
         if (j + 1 < tiles) load((j + 1) % 2);
         if (query0 + S::STREAMED - 1 < row0) continue;  // these queries see none of the warp's keys
-        const unsigned q_tile = stages + j % 2 * S::STAGE;
-        const char *const numbers = shared + S::number(lane % 4 * 2) + j % 2 * (S::STREAMED / 2 * S::ROW);  // lse of queries 2t, 2t+1, ...; then D
+        const unsigned q_tile = block.stages + j % 2 * S::STAGE;
+        const char *const numbers = block.shared + S::number(block.lane % 4 * 2) + j % 2 * (S::STREAMED / 2 * S::ROW);  // lse of queries 2t, 2t+1, ...; then D
         const auto pair = [&](int n) { return *(const float2 *)(numbers + n * 2 * S::ROW); };
         float p[MT][NT][4], ds[MT][NT][4];
         float2 d[NT];
         #pragma unroll
         for (int n = 0; n < NT; n++) d[n] = pair(NT + n);
-        product_abt<S>(p, k, q_tile + second, [](int, int, int) { return 0.0f; });
-        product_abt<S>(ds, v, q_tile + second + S::STREAMED_TILE, [&](int, int n, int i) { return i % 2 ? -d[n].y : -d[n].x; });
+        product_abt<S>(p, k, q_tile + block.second, [](int, int, int) { return 0.0f; });
+        product_abt<S>(ds, v, q_tile + block.second + S::STREAMED_TILE, [&](int, int n, int i) { return i % 2 ? -d[n].y : -d[n].x; });
         if (query0 < row0 + 16 * MT - 1) mask_scores<false>(p, row0, query0);
-        #pragma unroll
-        for (int n = 0; n < NT; n++) {
+        each_element(ds, [&](float &x, int m, int n, int i) {
             const float2 l = pair(n);
-            #pragma unroll
-            for (int m = 0; m < MT; m++)
-                #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    p[m][n][i] = exp2_approx(fmaf(p[m][n][i], a.scale2, -LOG2E * (i % 2 ? l.y : l.x)));
-                    ds[m][n][i] *= p[m][n][i];
-                }
-        }
-        product_ab<S>(dv, p, q_tile + place + S::STREAMED_TILE + column0 * 2);
-        product_ab<S>(dk, ds, q_tile + place + column0 * 2);
+            p[m][n][i] = exp2_approx(fmaf(p[m][n][i], a.scale2, -LOG2E * (i % 2 ? l.y : l.x)));
+            x *= p[m][n][i];
+        });
+        product_ab<S>(dv, p, q_tile + block.place + S::STREAMED_TILE + column0 * 2);
+        product_ab<S>(dk, ds, q_tile + block.place + column0 * 2);
     }
-    char *const mine = shared + warp * 16 * MT * S::ROW;
-    store_rows<S>(a.dqkv + k_head + column0, a.qkv_row(), row0, a.T, a.HD - column0, dk, a.scale, mine);
-    store_rows<S>(a.dqkv + v_head + column0, a.qkv_row(), row0, a.T, a.HD - column0, dv, 1.0f, mine + S::FIXED_TILE);
+    block.store(a.dqkv + k_head + column0, a.qkv_row(), row0, a.T, a.HD - column0, dk, 0, [&](int, int) { return a.scale; });
+    block.store(a.dqkv + v_head + column0, a.qkv_row(), row0, a.T, a.HD - column0, dv, 1, [](int, int) { return 1.0f; });
 }
 
 #endif

@@ -63,6 +63,21 @@ template <int MT, int NT, typename Do> __device__ inline void each_element(float
             #pragma unroll
             for (int i = 0; i < 4; i++) element(c[m][n][i], m, n, i);
 }
+// The same pair by pair, of columns 2t and 2t+1: c[m][n][2r], c[m][n][2r+1]; and row by row.
+template <int MT, int NT, typename Do> __device__ inline void each_pair(Do pair) {
+    #pragma unroll
+    for (int m = 0; m < MT; m++)
+        #pragma unroll
+        for (int n = 0; n < NT; n++)
+            #pragma unroll
+            for (int r = 0; r < 2; r++) pair(m, n, r);
+}
+template <int MT, typename Do> __device__ inline void each_row(Do row) {
+    #pragma unroll
+    for (int m = 0; m < MT; m++)
+        #pragma unroll
+        for (int r = 0; r < 2; r++) row(m, r);
+}
 // Scores of elements that do not see each other become -infinity, and their weights 0. QUERIES_ALONG_ROWS: or keys are.
 template <bool QUERIES_ALONG_ROWS, int MT, int NT>
 __device__ inline void mask_scores(float (&c)[MT][NT][4], int row, int column) {

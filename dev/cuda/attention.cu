@@ -145,15 +145,15 @@ template <int HD, typename X> static void each_variant(const Tensors<X> &t) {
     const size_t rows = (size_t)p->B * p->T, width = (size_t)p->NH * HD, stride = (size_t)attention_width(p);
     cudaStream_t stream = ladder.gpu.compute;
     #define FORWARD(...) { \
-        auto run = [&] { attention_forward_hopper_launch<HopperForward<__VA_ARGS__>>(forward, stream); }; \
+        auto run = [&] { hopper_launch<HopperForward<__VA_ARGS__>, true>(attention_forward_hopper<HopperForward<__VA_ARGS__>>, forward, stream); }; \
         if (!t.ref_out) bench("forward " #__VA_ARGS__, 0, t.flops, run); \
         else { poison(t.out, rows * width); run(); check("forward " #__VA_ARGS__, t.out, t.ref_out, rows, width, 5e-3); } }
     #define BACKWARD(name, flops, ...) { \
         auto run = [&] { __VA_ARGS__; }; \
         if (!t.ref_out) bench(name, 0, flops, run); \
         else { run(); check(name, t.dqkv, t.ref_dqkv, rows, stride, 1e-2); } }
-    #define DQ(...) BACKWARD("dq " #__VA_ARGS__, 1.5 * t.flops, attention_backward_q_hopper_launch<HopperBackwardQ<__VA_ARGS__>>(backward, stream))
-    #define DKV(...) BACKWARD("dkv " #__VA_ARGS__, 2 * t.flops, attention_backward_kv_hopper_launch<HopperBackwardKV<__VA_ARGS__>>(backward, stream))
+    #define DQ(...) BACKWARD("dq " #__VA_ARGS__, 1.5 * t.flops, hopper_launch<HopperBackwardQ<__VA_ARGS__>, true>(attention_backward_q_hopper<HopperBackwardQ<__VA_ARGS__>>, backward, stream))
+    #define DKV(...) BACKWARD("dkv " #__VA_ARGS__, 2 * t.flops, hopper_launch<HopperBackwardKV<__VA_ARGS__>, false>(attention_backward_kv_hopper<HopperBackwardKV<__VA_ARGS__>>, backward, stream))
     if constexpr (HD == 64) { FORWARD_VARIANTS_64(FORWARD) } else { FORWARD_VARIANTS_128(FORWARD) }
     attention_backward(p, t.dqkv, NULL, t.dout, t.qkv, t.out, t.lse, stream);  // each variant then overwrites its part
     if constexpr (HD == 64) { Q_VARIANTS_64(DQ) KV_VARIANTS_64(DKV) } else { Q_VARIANTS_128(DQ) KV_VARIANTS_128(DKV) }
