@@ -307,19 +307,16 @@ template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2) attention_bac
     // The walk: query head by query head, and in each the query tiles from the diagonal on.
     static_assert(2 * S::STREAMED <= MMA_THREADS, "a thread copies one number of a column");
     const TileCopy<S> copy(a, a.qkv_row()), copy_out(a, a.out_row());
-    int next_head = kv * ratio, next_column = next_head * a.HD, next_query = first;
+    int column = kv * ratio * a.HD, row = (b * a.NH + kv * ratio) * a.T /*below 2^31: qkv would be 256 GiB*/, query = first;
     auto load = [&](int stage) {
         const unsigned q_tile = block.stages + stage * S::STAGE;
-        copy.template rows<S::STREAMED>(q_tile, q_heads + next_column, next_query);
-        copy_out.template rows<S::STREAMED>(q_tile + S::STREAMED_TILE, do_heads + next_column, next_query);
+        copy.template rows<S::STREAMED>(q_tile, q_heads + column, query);
+        copy_out.template rows<S::STREAMED>(q_tile + S::STREAMED_TILE, do_heads + column, query);
         if (threadIdx.x < 2 * S::STREAMED) {
-            const int row = next_query + threadIdx.x % S::STREAMED;
-            copy_async_4(block.tiles + S::number(threadIdx.x) + stage * (S::STREAMED / 2 * S::ROW),
-                         (threadIdx.x < S::STREAMED ? a.lse : a.D) + (size_t)(b * a.NH + next_head) * a.T + row, row < a.T);
+            const int number = query + threadIdx.x % S::STREAMED;
+            copy_async_4(block.tiles + S::number(threadIdx.x) + stage * (S::STREAMED / 2 * S::ROW), (threadIdx.x < S::STREAMED ? a.lse : a.D) + (row + number), number < a.T);
         }
         copy_async_commit();
-        next_query += S::STREAMED;
-        if (next_query >= a.T) { next_query = first; next_head++; next_column += a.HD; }
     };
     copy.template rows<S::FIXED>(block.tiles, a.qkv + k_head, block_row);
     copy.template rows<S::FIXED>(block.tiles + S::FIXED_TILE, a.qkv + v_head, block_row);
@@ -331,9 +328,12 @@ template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2) attention_bac
     const OwnRows<S> k = block.own_rows(0), v = block.own_rows(1);
 
     float dk[MT][COLUMNS / 8][4] = {}, dv[MT][COLUMNS / 8][4] = {};
-    for (int j = 0, query0 = first; j < tiles; j++, query0 = query0 + S::STREAMED < a.T ? query0 + S::STREAMED : first) {
+    for (int j = 0; j < tiles; j++) {
+        const int query0 = query;
         copy_async_wait<0>();
         __syncthreads();
+        query += S::STREAMED;
+        if (query >= a.T) { query = first; row += a.T; column += a.HD; }
         if (j + 1 < tiles) load((j + 1) % 2);
         if (query0 + S::STREAMED - 1 < row0) continue;  // these queries see none of the warp's keys
         const unsigned q_tile = block.stages + j % 2 * S::STAGE;

@@ -44,6 +44,9 @@ int main(int argc, char **argv) {
         check_shape(2, 70, 5, 5, 80);
         check_shape(2, 29, 8, 2, 128);
         check_shape(1, 20, 4, 2, 256);
+        check_shape(2, 40, 3, 1, 40);
+        check_shape(1, 29, 4, 2, 72);
+        check_shape(2, 20, 2, 1, 136);
     }
     if (ladder.bench) {
         bench_shape(1, 1000, 12, 12, 64, "GPT-2 124M");
