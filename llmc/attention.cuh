@@ -5,10 +5,10 @@
 // qkv, dqkv (B,T,(NH+2*NKV)*HD): a row is [q: NH*HD | k: NKV*HD | v: NKV*HD]; query head h reads KV head h/(NH/NKV).
 // out, dout (B,T,NH*HD); lse and D (B,NH,T) fp32. Saved for backward: qkv, out, lse. The T*T scores never reach memory.
 //
-// Method: FlashAttention-2 (Dao, arXiv:2307.08691). Backward has two kernels, dQ per query tile and (dK, dV) per key tile: seven
-// products instead of five, but no atomics and no partial sums in memory, so runs are bitwise identical. The query heads of a KV
-// head are summed inside one block. bf16 runs on mma.sync (attention_mma.cuh), heads of 64 and 128 on Hopper in
-// attention_hopper.cuh. The fp32 build has the plain FMA kernels below.
+// Method: FlashAttention-2 (Dao, arXiv:2307.08691). Backward has two kernels, dQ per query tile and (dK, dV) per key
+// tile: seven products instead of five, but no atomics and no partial sums in memory, so runs are bitwise identical.
+// The query heads of a KV head are summed inside one block. bf16 runs on mma.sync (attention_mma.cuh), heads of 64 and
+// 128 on Hopper in attention_hopper.cuh. The fp32 build has the plain FMA kernels below.
 // A problem is planned once and says which kernels run:
 //   AttentionProblem a = attention_plan(B, T, NH, NKV, HD);
 //   a.cos_sin = ..., a.D = ... of attention_scratch_bytes(&a), a.tickets = ... zero
@@ -29,25 +29,30 @@
 // ---- fp32: warps of 4 rows each; a lane computes one score of a 32-row streamed tile, then owns every 32nd column
 
 enum { ROWS_PER_WARP = 4 };
-// Kernels for heads of up to W, of which TENSORS stay and two are streamed. Narrower heads fill the columns from HD on with zeros in
-// shared memory and do not store them.
+// Kernels for heads of up to W, of which TENSORS stay and two are streamed. Narrower heads fill the columns from HD on
+// with zeros in shared memory and do not store them.
 template <int W, int TENSORS> struct Fp32 {
-    static constexpr int THREADS = W <= 128 ? 256 : 128, FIXED = THREADS / WARP * ROWS_PER_WARP, DIMS = (W + WARP - 1) / WARP;
+    static constexpr int THREADS = W <= 128 ? 256 : 128, FIXED = THREADS / WARP * ROWS_PER_WARP,
+        DIMS = (W + WARP - 1) / WARP;
     static constexpr int ROW = W + 4;  // 16-byte reads of eight neighbouring rows meet no bank conflict
-    static constexpr int FIXED_TILE = FIXED * ROW, STREAMED_TILE = WARP * ROW, BYTES = (TENSORS * FIXED_TILE + 2 * STREAMED_TILE) * (int)sizeof(float);
+    static constexpr int FIXED_TILE = FIXED * ROW, STREAMED_TILE = WARP * ROW,
+        BYTES = (TENSORS * FIXED_TILE + 2 * STREAMED_TILE) * (int)sizeof(float);
     static_assert(BYTES <= 99 * 1024, "a block has no more on sm_86, 89 and 120");
     typedef float Sums[ROWS_PER_WARP][DIMS];
 
     // Rows first, ... of a head.
-    template <int ROWS> __device__ static void load(float *tile, const AttentionProblem &a, const float *head, int stride, int first) {
+    template <int ROWS> __device__ static void load(float *tile, const AttentionProblem &a, const float *head,
+        int stride, int first) {
         for (int i = threadIdx.x; i < ROWS * W / 4; i += THREADS) {
             const int row = i / (W / 4), column = i % (W / 4) * 4;
             const bool valid = first + row < a.T && column < a.HD;
-            *(float4 *)(tile + row * ROW + column) = valid ? *(const float4 *)(head + (unsigned)((first + row) * stride + column)) : float4{0, 0, 0, 0};
+            *(float4 *)(tile + row * ROW + column) = valid ?
+                *(const float4 *)(head + (unsigned)((first + row) * stride + column)) : float4{0, 0, 0, 0};
         }
     }
     // The next two streamed tiles, when all warps have left those before.
-    __device__ static void stream(float *tiles, const AttentionProblem &a, const float *x, int x_stride, const float *y, int y_stride, int first) {
+    __device__ static void stream(float *tiles, const AttentionProblem &a, const float *x, int x_stride, const float *y,
+        int y_stride, int first) {
         __syncthreads();
         load<WARP>(tiles, a, x, x_stride, first);
         load<WARP>(tiles + STREAMED_TILE, a, y, y_stride, first);
@@ -97,10 +102,12 @@ template <int W, int TENSORS> struct Fp32 {
     }
 };
 
-template <int W> __global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2) attention_forward_fp32(const AttentionLaunch<float> a) {
+template <int W> __global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2)
+attention_forward_fp32(const AttentionLaunch<float> a) {
     typedef Fp32<W, 1> S;
     extern __shared__ int4 attention_shared[];
-    float *const q_tile = (float *)attention_shared, *const k_tile = q_tile + S::FIXED_TILE, *const v_tile = k_tile + S::STREAMED_TILE;
+    float *const q_tile = (float *)attention_shared, *const k_tile = q_tile + S::FIXED_TILE,
+        *const v_tile = k_tile + S::STREAMED_TILE;
     const AttentionPiece piece = a.piece(blockIdx.x);
     const float *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
     const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
@@ -135,12 +142,15 @@ template <int W> __global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2) atten
     S::store(a, a.out + a.out_head(piece.b, piece.h), a.out_row(), row0, o);
 }
 
-template <int W> __global__ void __launch_bounds__(Fp32<W, 2>::THREADS) attention_backward_q_fp32(const AttentionLaunch<float> a) {
+template <int W> __global__ void __launch_bounds__(Fp32<W, 2>::THREADS)
+attention_backward_q_fp32(const AttentionLaunch<float> a) {
     typedef Fp32<W, 2> S;
     extern __shared__ int4 attention_shared[];
-    float *const q_tile = (float *)attention_shared, *const do_tile = q_tile + S::FIXED_TILE, *const k_tile = do_tile + S::FIXED_TILE, *const v_tile = k_tile + S::STREAMED_TILE;
+    float *const q_tile = (float *)attention_shared, *const do_tile = q_tile + S::FIXED_TILE,
+        *const k_tile = do_tile + S::FIXED_TILE, *const v_tile = k_tile + S::STREAMED_TILE;
     const AttentionPiece piece = a.piece(blockIdx.x);
-    const size_t q_head = a.qkv_head(piece.b, piece.h), out_head = a.out_head(piece.b, piece.h), numbers = (size_t)piece.head * a.T;
+    const size_t q_head = a.qkv_head(piece.b, piece.h), out_head = a.out_head(piece.b, piece.h),
+        numbers = (size_t)piece.head * a.T;
     const float *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
     const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
     const int lane = threadIdx.x % WARP, end = key_tiles<WARP>(a, block_row, S::FIXED) * WARP;
@@ -153,7 +163,8 @@ template <int W> __global__ void __launch_bounds__(Fp32<W, 2>::THREADS) attentio
         const bool valid = row0 + r < a.T;
         d[r] = row_lse[r] = 0;
         for (int c = lane; c < a.HD && valid; c += WARP)
-            d[r] = fmaf(do_tile[(row0 - block_row + r) * S::ROW + c], a.out[out_head + (size_t)(row0 + r) * a.out_row() + c], d[r]);
+            d[r] = fmaf(do_tile[(row0 - block_row + r) * S::ROW + c],
+                a.out[out_head + (size_t)(row0 + r) * a.out_row() + c], d[r]);
         d[r] = warp_reduce<Sum>(d[r]);
         if (valid) row_lse[r] = a.lse[numbers + row0 + r];
         if (valid && lane == 0) a.D[numbers + row0 + r] = d[r];
@@ -164,25 +175,30 @@ template <int W> __global__ void __launch_bounds__(Fp32<W, 2>::THREADS) attentio
         S::scores(p, q_tile, k_tile);
         S::scores(ds, do_tile, v_tile);
         #pragma unroll
-        for (int r = 0; r < ROWS_PER_WARP; r++) ds[r] = sees(row0 + r, key0 + lane) ? a.scale * expf(p[r] * a.scale - row_lse[r]) * (ds[r] - d[r]) : 0;
+        for (int r = 0; r < ROWS_PER_WARP; r++)
+            ds[r] = sees(row0 + r, key0 + lane) ? a.scale * expf(p[r] * a.scale - row_lse[r]) * (ds[r] - d[r]) : 0;
         S::accumulate(dq, ds, k_tile);
     }
     S::store(a, a.dqkv + q_head, a.qkv_row(), row0, dq);
 }
 
-template <int W> __global__ void __launch_bounds__(Fp32<W, 2>::THREADS, 1) attention_backward_kv_fp32(const AttentionLaunch<float> a) {
+template <int W> __global__ void __launch_bounds__(Fp32<W, 2>::THREADS, 1)
+attention_backward_kv_fp32(const AttentionLaunch<float> a) {
     typedef Fp32<W, 2> S;
     extern __shared__ int4 attention_shared[];
-    float *const k_tile = (float *)attention_shared, *const v_tile = k_tile + S::FIXED_TILE, *const q_tile = v_tile + S::FIXED_TILE, *const do_tile = q_tile + S::STREAMED_TILE;
+    float *const k_tile = (float *)attention_shared, *const v_tile = k_tile + S::FIXED_TILE,
+        *const q_tile = v_tile + S::FIXED_TILE, *const do_tile = q_tile + S::STREAMED_TILE;
     const AttentionPiece piece = a.piece(blockIdx.x);
-    const int ratio = a.NH / a.NKV, block_row = piece.tile * S::FIXED, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP, lane = threadIdx.x % WARP;
+    const int ratio = a.NH / a.NKV, block_row = piece.tile * S::FIXED,
+        row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP, lane = threadIdx.x % WARP;
     const size_t k_head = a.qkv_head(piece.b, a.NH + piece.h), v_head = k_head + a.NKV * a.HD;
     S::template load<S::FIXED>(k_tile, a, a.qkv + k_head, a.qkv_row(), block_row);
     S::template load<S::FIXED>(v_tile, a, a.qkv + v_head, a.qkv_row(), block_row);
     float dk[ROWS_PER_WARP][S::DIMS] = {}, dv[ROWS_PER_WARP][S::DIMS] = {};
     for (int h = piece.h * ratio; h < (piece.h + 1) * ratio; h++)
         for (int query0 = first_query(block_row); query0 < a.T; query0 += WARP) {
-            S::stream(q_tile, a, a.qkv + a.qkv_head(piece.b, h), a.qkv_row(), a.dout + a.out_head(piece.b, h), a.out_row(), query0);
+            S::stream(q_tile, a, a.qkv + a.qkv_head(piece.b, h), a.qkv_row(), a.dout + a.out_head(piece.b, h),
+                a.out_row(), query0);
             const bool valid = query0 + lane < a.T;
             const size_t row = ((size_t)piece.b * a.NH + h) * a.T + query0 + lane;
             const float l = valid ? a.lse[row] : 0, d = valid ? a.D[row] : 0;
@@ -205,7 +221,9 @@ template <int W> __global__ void __launch_bounds__(Fp32<W, 2>::THREADS, 1) atten
 
 // Before anything is allocated: whether there are kernels for heads of HD.
 static inline void attention_require_head(int HD) {
-    require(HD >= 8 && HD <= 256 && HD % 8 == 0, "attention has no kernel for heads of %d\nchoose heads so that channels / heads is a multiple of 8 up to 256", HD);
+    require(HD >= 8 && HD <= 256 && HD % 8 == 0,
+        "attention has no kernel for heads of %d\nchoose heads so that channels / heads is a multiple of 8 up to 256",
+        HD);
 }
 // Whether this GPU runs Hopper's kernels for heads of HD.
 template <typename X = floatX> static bool attention_has_hopper(int HD) {
@@ -222,8 +240,11 @@ static inline int attention_group(int T, int HD, int mib) {
 }
 static inline AttentionProblem attention_plan(int B, int T, int NH, int NKV, int HD) {
     attention_require_head(HD);
-    require(B >= 1 && T >= 1 && NH >= 1 && NKV >= 1 && NH % NKV == 0, "attention: B %d, T %d, %d heads, %d KV heads\nall must be positive and the KV heads must divide the heads", B, T, NH, NKV);
-    require((size_t)T * (NH + 2 * NKV) * HD < (size_t)1 << 31, "attention: a sequence of %d tokens has 2^31 or more elements in q, k, v\nuse a shorter sequence", T);
+    require(B >= 1 && T >= 1 && NH >= 1 && NKV >= 1 && NH % NKV == 0,
+        "attention: B %d, T %d, %d heads, %d KV heads\nall must be positive and the KV heads must divide the heads",
+        B, T, NH, NKV);
+    require((size_t)T * (NH + 2 * NKV) * HD < (size_t)1 << 31,
+        "attention: a sequence of %d tokens has 2^31 or more elements in q, k, v\nuse a shorter sequence", T);
     AttentionProblem a = {B, T, NH, NKV, HD};
     a.path = sizeof(floatX) == 4 ? ATTENTION_FP32 : attention_has_hopper<>(HD) ? ATTENTION_HOPPER : ATTENTION_MMA;
     a.scale = (float)(1 / sqrt((double)HD));
@@ -231,10 +252,14 @@ static inline AttentionProblem attention_plan(int B, int T, int NH, int NKV, int
     a.group = attention_group(T, HD, 16 /*leave room in the L2 of any data-centre GPU*/);
     return a;
 }
-static inline size_t attention_scratch_bytes(const AttentionProblem *a) { return (size_t)a->B * a->NH * a->T * sizeof(float); }
+static inline size_t attention_scratch_bytes(const AttentionProblem *a) {
+    return (size_t)a->B * a->NH * a->T * sizeof(float);
+}
 static inline int attention_width(const AttentionProblem *a) { return (a->NH + 2 * a->NKV) * a->HD; }
 // Hopper's kernels for heads of 64 leave column sums of 64 rows each; else bias_partial reads dqkv again.
-static inline bool attention_sums_columns(const AttentionProblem *a) { return a->path == ATTENTION_HOPPER && a->HD == 64; }
+static inline bool attention_sums_columns(const AttentionProblem *a) {
+    return a->path == ATTENTION_HOPPER && a->HD == 64;
+}
 // Rows of the column sums that backward leaves for bias_finish.
 static inline int attention_column_slices(const AttentionProblem *a) {
     return attention_sums_columns(a) ? a->B * ((a->T + 63) / 64) : bias_slices(attention_width(a));
@@ -243,7 +268,8 @@ static inline int attention_column_slices(const AttentionProblem *a) {
 // ---- launchers
 
 // One block for each head and tile of rows.
-template <typename S, typename X> static void attention_launch(void (*kernel)(AttentionLaunch<X>), AttentionLaunch<X> a, int heads, int at_once, cudaStream_t stream) {
+template <typename S, typename X> static void attention_launch(void (*kernel)(AttentionLaunch<X>), AttentionLaunch<X> a,
+    int heads, int at_once, cudaStream_t stream) {
     a.heads = heads;
     a.all = a.B * heads;
     a.tiles = (a.T + S::FIXED - 1) / S::FIXED;
@@ -260,7 +286,9 @@ template <int W, int... WIDER, typename Run> static void attention_for_width(int
         if (HD > W) return attention_for_width<WIDER...>(HD, run);
     run(std::integral_constant<int, W>());
 }
-template <typename Run> static void attention_for_width(int HD, Run run) { attention_for_width<32, 64, 80, 96, 128, 192, 256>(HD, run); }
+template <typename Run> static void attention_for_width(int HD, Run run) {
+    attention_for_width<32, 64, 80, 96, 128, 192, 256>(HD, run);
+}
 
 // The element type chooses the kernels, so that a build holds only those of its precision.
 template <int W> static void attention_forward_of(const AttentionLaunch<float> &a, cudaStream_t stream) {
@@ -273,7 +301,8 @@ template <int W> static void attention_backward_of(const AttentionLaunch<float> 
 template <int W> static void attention_forward_of(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
     typedef HopperChoice<W == 64 ? 64 : 128> H;
     if constexpr (W == 64 || W == 128)
-        if (a.path == ATTENTION_HOPPER) return hopper_launch<typename H::Forward, true>(attention_forward_hopper<typename H::Forward>, a, stream);
+        if (a.path == ATTENTION_HOPPER)
+            return hopper_launch<typename H::Forward, true>(attention_forward_hopper<typename H::Forward>, a, stream);
     attention_launch<ForwardShape<W>>(attention_forward_bf16<W>, a, a.NH, a.group, stream);
 }
 template <int W> static void attention_backward_of(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
@@ -281,31 +310,38 @@ template <int W> static void attention_backward_of(const AttentionLaunch<bf16> &
     if constexpr (W == 64 || W == 128)
         if (a.path == ATTENTION_HOPPER) {
             hopper_launch<typename H::BackwardQ, true>(attention_backward_q_hopper<typename H::BackwardQ>, a, stream);
-            return hopper_launch<typename H::BackwardKV, false>(attention_backward_kv_hopper<typename H::BackwardKV>, a, stream);
+            return hopper_launch<typename H::BackwardKV, false>(attention_backward_kv_hopper<typename H::BackwardKV>, a,
+                stream);
         }
     attention_launch<BackwardQShape<W>>(attention_backward_q_bf16<W>, a, a.NH, a.group, stream);
-    attention_launch<BackwardKVShape<W>>(attention_backward_kv_bf16<W>, a, a.NKV * KV_PARTS<W>, (a.group * a.NKV + a.NH - 1) / a.NH * KV_PARTS<W>, stream);
+    attention_launch<BackwardKVShape<W>>(attention_backward_kv_bf16<W>, a, a.NKV * KV_PARTS<W>,
+        (a.group * a.NKV + a.NH - 1) / a.NH * KV_PARTS<W>, stream);
 }
 
 static inline void attention_require_aligned(const AttentionLaunch<floatX> &a) {
-    require(((uintptr_t)a.out | (uintptr_t)a.dqkv | (uintptr_t)a.qkv | (uintptr_t)a.dout) % 16 == 0, "attention: a buffer is not aligned to 16 bytes\nallocate it through memory.cuh");
+    require(((uintptr_t)a.out | (uintptr_t)a.dqkv | (uintptr_t)a.qkv | (uintptr_t)a.dout) % 16 == 0,
+        "attention: a buffer is not aligned to 16 bytes\nallocate it through memory.cuh");
 }
 // out, lse = attention(qkv)
-static inline void attention_forward(const AttentionProblem *p, floatX *out, float *lse, const floatX *qkv, cudaStream_t stream) {
+static inline void attention_forward(const AttentionProblem *p, floatX *out, float *lse, const floatX *qkv,
+    cudaStream_t stream) {
     const AttentionLaunch<floatX> a = {*p, out, NULL, qkv, NULL, lse};
     attention_require_aligned(a);
     attention_for_width(a.HD, [&](auto width) { attention_forward_of<decltype(width)::value>(a, stream); });
-    timing_lap("attention", 2.0 * a.B * a.NH * a.T * a.T * a.HD, (double)a.B * a.T * (2.0 * a.NH + 2.0 * a.NKV) * a.HD * sizeof(floatX), stream);
+    timing_lap("attention", 2.0 * a.B * a.NH * a.T * a.T * a.HD,
+        (double)a.B * a.T * (2.0 * a.NH + 2.0 * a.NKV) * a.HD * sizeof(floatX), stream);
 }
 // dqkv = gradient of everything in the packed rows; with p->cos_sin that of q and k before they were rotated.
 // column_sums: NULL, or (attention_column_slices, (NH + 2 NKV) HD), whose sum over slices is that of dqkv's rows.
-static inline void attention_backward(const AttentionProblem *p, floatX *dqkv, float *column_sums, const floatX *dout, const floatX *qkv, const floatX *out,
+static inline void attention_backward(const AttentionProblem *p, floatX *dqkv, float *column_sums, const floatX *dout,
+    const floatX *qkv, const floatX *out,
                                       const float *lse, cudaStream_t stream) {
     const bool inside = attention_sums_columns(p);
     const AttentionLaunch<floatX> a = {*p, (floatX *)out, dqkv, qkv, dout, (float *)lse, inside ? column_sums : NULL};
     attention_require_aligned(a);
     attention_for_width(a.HD, [&](auto width) { attention_backward_of<decltype(width)::value>(a, stream); });
-    timing_lap("attention backward", 5.0 * a.B * a.NH * a.T * a.T * a.HD, (double)a.B * a.T * (4.0 * a.NH + 4.0 * a.NKV) * a.HD * sizeof(floatX), stream);
+    timing_lap("attention backward", 5.0 * a.B * a.NH * a.T * a.T * a.HD,
+        (double)a.B * a.T * (4.0 * a.NH + 4.0 * a.NKV) * a.HD * sizeof(floatX), stream);
     if (a.cos_sin && a.path != ATTENTION_HOPPER) rope_backward(dqkv, a.cos_sin, a.B, a.T, a.NH, a.NKV, a.HD, stream);
     if (column_sums && !inside) bias_partial(column_sums, dqkv, a.B * a.T, attention_width(p), stream);
 }
@@ -319,7 +355,8 @@ static inline AttentionProblem attention_problem(int B, int T, int NH, int NKV, 
     cudaCheck(cudaGetSymbolAddress((void **)&a.tickets, attention_tickets));
     return a;
 }
-static inline void attention_forward(floatX *out, float *lse, const floatX *qkv, int B, int T, int NH, int NKV, int HD, cudaStream_t stream) {
+static inline void attention_forward(floatX *out, float *lse, const floatX *qkv, int B, int T, int NH, int NKV, int HD,
+    cudaStream_t stream) {
     const AttentionProblem a = attention_problem(B, T, NH, NKV, HD);
     attention_forward(&a, out, lse, qkv, stream);
 }
@@ -327,8 +364,10 @@ static inline size_t attention_backward_scratch_bytes(int B, int T, int NH, int 
     (void)NKV; (void)HD;
     return (size_t)B * NH * T * sizeof(float);
 }
-static inline int attention_backward(floatX *dqkv, const floatX *dout, const floatX *qkv, const floatX *out, const float *lse, int B, int T, int NH, int NKV, int HD,
-                                     void *scratch, cudaStream_t stream, float *column_sums = NULL, const float *cos_sin = NULL) {
+static inline int attention_backward(floatX *dqkv, const floatX *dout, const floatX *qkv, const floatX *out,
+    const float *lse, int B, int T, int NH, int NKV, int HD,
+                                     void *scratch, cudaStream_t stream, float *column_sums = NULL,
+                                         const float *cos_sin = NULL) {
     AttentionProblem a = attention_problem(B, T, NH, NKV, HD);
     a.D = (float *)scratch;
     a.cos_sin = cos_sin;

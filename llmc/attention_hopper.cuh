@@ -1,17 +1,18 @@
-// Causal attention on Hopper's wgmma and TMA, bf16, heads of 64 and 128; formulas and layouts are those of attention.cuh.
+// Causal attention on Hopper's wgmma and TMA, bf16, heads of 64 and 128; formulas and layouts are those of
+// attention.cuh.
 //
-// One block per SM, and each stays for the whole launch, taking pieces of work from a common list. Which block takes a piece
-// depends on timing, what it computes does not: runs are bitwise identical. In a block one warpgroup, the producer, takes the
-// pieces and starts TMA copies. It runs ahead of the math warpgroups as far as the stages in shared memory reach, into the next
-// piece too. A math warpgroup owns 64 rows and shares with its neighbours nothing but the streamed tiles: each begins or stops
-// at its own diagonal and stores its result while the others still compute.
+// One block per SM, and each stays for the whole launch, taking pieces of work from a common list. Which block takes a
+// piece depends on timing, what it computes does not: runs are bitwise identical. In a block one warpgroup, the
+// producer, takes the pieces and starts TMA copies. It runs ahead of the math warpgroups as far as the stages in shared
+// memory reach, into the next piece too. A math warpgroup owns 64 rows and shares with its neighbours nothing but the
+// streamed tiles: each begins or stops at its own diagonal and stores its result while the others still compute.
 //
-// Forward, per streamed key tile: S = Q K^T, softmax in registers, O += P V with P as wgmma's register operand. It walks from the
-// diagonal to the first key, so that the loop itself needs no mask. The products of one tile run under the exponentials of the
-// next (FlashAttention-3, arXiv:2407.08608).
-// Backward has two kernels, as in attention.cuh: dQ (three products per tile, and D on the way), then dK and dV (four), in which
-// S and dP are computed transposed, so that P^T and dS^T are register operands too. Results go to memory through the tile that
-// held the warpgroup's own rows.
+// Forward, per streamed key tile: S = Q K^T, softmax in registers, O += P V with P as wgmma's register operand. It
+// walks from the diagonal to the first key, so that the loop itself needs no mask. The products of one tile run under
+// the exponentials of the next (FlashAttention-3, arXiv:2407.08608).
+// Backward has two kernels, as in attention.cuh: dQ (three products per tile, and D on the way), then dK and dV (four),
+// in which S and dP are computed transposed, so that P^T and dS^T are register operands too. Results go to memory
+// through the tile that held the warpgroup's own rows.
 // Ladder: dev/cuda/attention.cu.
 #ifndef LLMC_ATTENTION_HOPPER_CUH
 #define LLMC_ATTENTION_HOPPER_CUH
@@ -20,8 +21,9 @@
 
 // ---- a block: shared memory, barriers, the producer's walk
 
-// WGS math warpgroups of 64 rows each. The rows of a piece ("own") have two stages, so that the next piece is there when one ends:
-// OWN tiles in all. They meet tiles of TILE rows of two streamed tensors, a and b, in A_STAGES and B_STAGES stages.
+// WGS math warpgroups of 64 rows each. The rows of a piece ("own") have two stages, so that the next piece is there
+// when one ends: OWN tiles in all. They meet tiles of TILE rows of two streamed tensors, a and b, in A_STAGES and
+// B_STAGES stages.
 // PRODUCERS: threads of the producer.
 template <int HD_, int WGS_, int TILE_, int A_STAGES_, int B_STAGES_, int OWN, int PRODUCERS_> struct HopperShape {
     static constexpr int HD = HD_, WGS = WGS_, TILE = TILE_, A_STAGES = A_STAGES_, B_STAGES = B_STAGES_;
@@ -31,7 +33,8 @@ template <int HD_, int WGS_, int TILE_, int A_STAGES_, int B_STAGES_, int OWN, i
     static constexpr int BARRIERS = ring_barriers<2> + ring_barriers<A_STAGES> + ring_barriers<B_STAGES>;
     static_assert(BYTES + 2048 <= 232448, "Hopper has 227 KiB per block; barriers and numbers of rows need 2");
     static_assert(A_STAGES >= 2, "backward reads a tile twice");
-    // A block has 65536 registers: 168, 128 or 96 a thread at its start with 2, 3 or 4 math warpgroups, then shared out anew.
+    // A block has 65536 registers: 168, 128 or 96 a thread at its start with 2, 3 or 4 math warpgroups, then shared out
+    // anew.
     static constexpr int MATH_REGISTERS = WGS == 2 ? 232 : WGS == 3 ? 160 : 112;
     static constexpr int PRODUCER_REGISTERS = WGS == 2 ? 40 : WGS == 3 ? 32 : 24;
 };
@@ -48,12 +51,14 @@ struct HopperMaps { CUtensorMap qkv, out /*in backward dout*/, dqkv; };  // as T
 struct HopperLaunch : AttentionLaunch<bf16> {
     // Where the column sums of 64 rows of a head of dqkv go: (B ceil(T/64), (NH + 2 NKV) HD). NULL: nowhere.
     template <int HD> __device__ float *sums_of(int head, int row, int b) const {
-        return column_sums ? column_sums + ((size_t)b * ((T + 63) / 64) + row / 64) * ((NH + 2 * NKV) * HD) + head * HD : NULL;
+        return column_sums ? column_sums + ((size_t)b * ((T + 63) / 64) + row / 64) * ((NH + 2 * NKV) * HD) +
+            head * HD : NULL;
     }
-    // Query tiles are counted from the end of the sequence, rounded up to 64, so that if one is not full it is the first and
-    // cheapest: rows before 0 do not exist.
+    // Query tiles are counted from the end of the sequence, rounded up to 64, so that if one is not full it is the
+    // first and cheapest: rows before 0 do not exist.
     template <int ROWS> __device__ int first_row(int tile) const { return (T + 63) / 64 * 64 - (tile + 1) * ROWS; }
-    // One thread of each block draws one ticket after the other, in time to have it when it is needed; the first is blockIdx.x.
+    // One thread of each block draws one ticket after the other, in time to have it when it is needed; the first is
+    // blockIdx.x.
     __device__ unsigned draw() const { return gridDim.x + atomicAdd(&tickets->taken, 1u); }
     __device__ AttentionPiece take(unsigned ticket) const {
         if (ticket < (unsigned)(all * tiles)) return piece((int)ticket);
@@ -71,9 +76,11 @@ template <typename S> struct HopperBlock {
     AttentionPiece *pieces;  // as the producer leaves them for the math warpgroups; head -1: no more
     int warpgroup;           // -1: the producer's
 
-    // releases: arrivals that free a piece's rows, of each warpgroup; fills: arrivals that make a streamed tile complete.
+    // releases: arrivals that free a piece's rows, of each warpgroup; fills: arrivals that make a streamed tile
+    // complete.
     __device__ HopperBlock(unsigned barriers, AttentionPiece *pieces, int releases, int fills)
-        : own_ring(barriers), a_ring(barriers + 8 * ring_barriers<2>), b_ring(a_ring.full + 8 * ring_barriers<S::A_STAGES>), pieces(pieces) {
+        : own_ring(barriers), a_ring(barriers + 8 * ring_barriers<2>),
+            b_ring(a_ring.full + 8 * ring_barriers<S::A_STAGES>), pieces(pieces) {
         extern __shared__ int4 attention_shared[];
         own = (shared_address_once(attention_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT;
         b_tiles = own + (S::BYTES - TILE_ALIGNMENT) - S::B_STAGES * S::TILE_BYTES;
@@ -93,8 +100,8 @@ template <typename S> struct HopperBlock {
     __device__ unsigned a_tile(unsigned use) const { return a_tiles + a_ring.stage(use) * S::TILE_BYTES; }
     __device__ unsigned b_tile(unsigned use) const { return b_tiles + b_ring.stage(use) * S::TILE_BYTES; }
 
-    // The producer. own(piece, i, barrier) fetches the rows of piece i of this block, whose bytes `barrier` expects; stream(piece) the
-    // tiles that they meet, and returns the next ticket.
+    // The producer. own(piece, i, barrier) fetches the rows of piece i of this block, whose bytes `barrier` expects;
+    // stream(piece) the tiles that they meet, and returns the next ticket.
     template <typename Own, typename Stream>
     __device__ void produce(const HopperLaunch &a, int own_bytes, Own own, Stream stream) const {
         registers_lower<S::PRODUCER_REGISTERS>();
@@ -118,16 +125,19 @@ template <typename S> struct HopperBlock {
             ticket = stream(piece);
         }
     }
-    // Keys and values of the KV head that queries row, ... see. The next ticket is drawn when the last stages are filled.
+    // Keys and values of the KV head that queries row, ... see. The next ticket is drawn when the last stages are
+    // filled.
     template <bool FROM_DIAGONAL>
-    __device__ unsigned stream_keys(const HopperLaunch &a, const CUtensorMap *qkv_map, const AttentionPiece &piece, int row, unsigned &use) const {
+    __device__ unsigned stream_keys(const HopperLaunch &a, const CUtensorMap *qkv_map, const AttentionPiece &piece,
+        int row, unsigned &use) const {
         const int kv = a.keys_of(piece.h), n = key_tiles<S::TILE>(a, row, S::ROWS);
         unsigned ticket;
         for (int step = 0; step < n; step++, use++) {
             const int key = (FROM_DIAGONAL ? n - 1 - step : step) * S::TILE;
             if (step == max(n - S::A_STAGES, 0)) ticket = a.draw();
             tile_fetch<S::TILE, S::HD>(a_tile(use), qkv_map, a_ring.acquire(use, S::TILE_BYTES), kv, key, piece.b);
-            tile_fetch<S::TILE, S::HD>(b_tile(use), qkv_map, b_ring.acquire(use, S::TILE_BYTES), kv + a.NKV, key, piece.b);
+            tile_fetch<S::TILE, S::HD>(b_tile(use), qkv_map, b_ring.acquire(use, S::TILE_BYTES), kv + a.NKV, key,
+                piece.b);
         }
         return ticket;
     }
@@ -155,10 +165,12 @@ template <typename S> struct HopperBlock {
 // x(64, N) = A B^T over HD columns. a: the warpgroup's rows of a tile of ROWS; b: N rows of a tile of TILE.
 template <typename S, int N2> __device__ inline void product_abt(float (&x)[N2], unsigned a, unsigned b) {
     #pragma unroll
-    for (int k = 0; k < S::HD / 16; k++) wgmma<2 * N2, 0, 0>(x, operand_k<S::ROWS>(a, k), operand_k<S::TILE>(b, k), k > 0);
+    for (int k = 0; k < S::HD / 16; k++)
+        wgmma<2 * N2, 0, 0>(x, operand_k<S::ROWS>(a, k), operand_k<S::TILE>(b, k), k > 0);
 }
 // d(64, HD) += P B; p: P(64, 16*K), b: 16*K rows of a tile of TILE.
-template <typename S, int K> __device__ inline void product_ab(float (&d)[S::HD / 2], const unsigned (&p)[K][4], unsigned b) {
+template <typename S, int K> __device__ inline void product_ab(float (&d)[S::HD / 2], const unsigned (&p)[K][4],
+    unsigned b) {
     wgmma_fence();
     #pragma unroll
     for (int k = 0; k < K; k++) wgmma<S::HD, 1>(d, p[k], operand_mn<S::TILE>(b, k), 1);
@@ -168,8 +180,8 @@ template <typename S, int K> __device__ inline void product_ab(float (&d)[S::HD 
 template <bool QUERIES_ALONG_ROWS, int N2> __device__ inline void mask_tile(float (&x)[N2], int row, int column) {
     mask_scores<QUERIES_ALONG_ROWS>((float (&)[1][N2 / 4][4])x, row + threadIdx.x / WARP % 4 * 16, column);
 }
-// sums (64) = column sums of 64 x 64 bf16 in shared memory, by a warpgroup: a thread takes two columns of every fourth row; of the eight
-// 16-byte pieces of each row that a warp reads together, no two lie in the same banks.
+// sums (64) = column sums of 64 x 64 bf16 in shared memory, by a warpgroup: a thread takes two columns of every fourth
+// row; of the eight 16-byte pieces of each row that a warp reads together, no two lie in the same banks.
 __device__ inline void column_sums_of_box(float *sums, unsigned box) {
     const int lane = threadIdx.x % WARP, pair = threadIdx.x % WARPGROUP / WARP * 8 + lane % 8, rows = lane / 8 * 2;
     float even = 0, odd = 0;
@@ -177,7 +189,8 @@ __device__ inline void column_sums_of_box(float *sums, unsigned box) {
     for (int i = 0; i < 16; i++) {
         const int row = rows + i % 2;  // of 8; the swizzle sees no more of it
         unsigned x;
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(box + (i / 2 * 8 + row) * 128 + ((pair / 4) ^ row) * 16 + pair % 4 * 4));
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(box + (i / 2 * 8 + row) * 128 + ((pair / 4) ^ row) * 16 +
+            pair % 4 * 4));
         even += __uint_as_float(x << 16);
         odd += __uint_as_float(x & 0xffff0000u);
     }
@@ -187,17 +200,19 @@ __device__ inline void column_sums_of_box(float *sums, unsigned box) {
     }
     if (lane < 8) *(float2 *)(sums + 2 * pair) = make_float2(even, odd);
 }
-// Stores scale * d as 64 rows of a head through the warpgroup's rows of a tile, which nobody else reads; then the tile may be
-// reused. All threads of the warpgroup call it. sums: NULL, or where the HD column sums of what was stored go.
+// Stores scale * d as 64 rows of a head through the warpgroup's rows of a tile, which nobody else reads; then the tile
+// may be reused. All threads of the warpgroup call it. sums: NULL, or where the HD column sums of what was stored go.
 template <typename S>
-__device__ inline void store_through(const CUtensorMap *map, unsigned tile, int warpgroup, const float (&d)[S::HD / 2], float scale0, float scale1,
+__device__ inline void store_through(const CUtensorMap *map, unsigned tile, int warpgroup, const float (&d)[S::HD / 2],
+    float scale0, float scale1,
                                      int head, int row, int b, float *sums) {
     fragment_store<S::ROWS, S::HD>(tile, threadIdx.x / WARP % 4 * 16, d, scale0, scale1);
     fence_async();
     named_barrier(1 + warpgroup, WARPGROUP);
     if (threadIdx.x % WARPGROUP == 0) {
         #pragma unroll
-        for (int c = 0; c < S::HD / BOX_COLUMNS; c++) box_store(map, tile + c * (S::ROWS * 128), c * BOX_COLUMNS, head, row, b);
+        for (int c = 0; c < S::HD / BOX_COLUMNS; c++)
+            box_store(map, tile + c * (S::ROWS * 128), c * BOX_COLUMNS, head, row, b);
         bulk_commit();
     }
     if constexpr (S::HD == 64)
@@ -209,9 +224,10 @@ __device__ inline void store_through(const CUtensorMap *map, unsigned tile, int 
 
 // ---- softmax of a 64 x KEYS tile of scores held by a warpgroup; a lane has two rows, four lanes share a row
 
-// Scores become probabilities relative to the running maximum; fade is what earlier sums must be multiplied by. Returns whether a maximum
-// of the warp has moved. LAZY: with SOFTMAX_SLACK.
-template <int KEYS, bool LAZY> __device__ inline bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], float (&row_sum)[2], float (&fade)[2], float scale2) {
+// Scores become probabilities relative to the running maximum; fade is what earlier sums must be multiplied by. Returns
+// whether a maximum of the warp has moved. LAZY: with SOFTMAX_SLACK.
+template <int KEYS, bool LAZY> __device__ inline bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2],
+    float (&row_sum)[2], float (&fade)[2], float scale2) {
     const float slack = SOFTMAX_SLACK / scale2;
     bool moved = false;
     #pragma unroll
@@ -245,13 +261,15 @@ template <int KEYS, bool LAZY> __device__ inline bool softmax_tile(float (&s)[KE
 
 // out and lse of the warpgroup's rows of piece i. use: of the streamed tiles.
 template <typename S>
-__device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const HopperLaunch &a, const CUtensorMap *out_map,
+__device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const HopperLaunch &a,
+    const CUtensorMap *out_map,
                                            const AttentionPiece &piece, unsigned i, unsigned &use) {
     constexpr int HD = S::HD, KEYS = S::TILE;
     constexpr bool LAZY = HD == 128;  // narrow heads lose more by the comparison than by what it saves
     const int T = a.T, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, warpgroup = block.warpgroup;
     const float scale = a.scale, scale2 = a.scale2;
-    const int block_row = a.first_row<S::ROWS>(piece.tile), row0 = block_row + warpgroup * 64, row = row0 + warp * 16 + lane / 4;
+    const int block_row = a.first_row<S::ROWS>(piece.tile), row0 = block_row + warpgroup * 64,
+        row = row0 + warp * 16 + lane / 4;
     const int n = row0 >= 0 ? key_tiles<KEYS>(a, row0, 64) : 0;
     const unsigned q_tile = block.own_tile(i) + warpgroup * BOX_BYTES, out_tile = block.second + warpgroup * BOX_BYTES;
     float s[KEYS / 2], o[HD / 2] = {}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, fade[2];
@@ -315,7 +333,8 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
     float inverse[2];
     #pragma unroll
     for (int r = 0; r < 2; r++)
-        inverse[r] = finish_row(a.lse + (size_t)piece.head * T + row + 8 * r, row_max[r], row_sum[r], scale, row + 8 * r < T);
+        inverse[r] = finish_row(a.lse + (size_t)piece.head * T + row + 8 * r, row_max[r], row_sum[r], scale,
+            row + 8 * r < T);
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // the piece before has left the tile
     named_barrier(1 + warpgroup, WARPGROUP);
     store_through<S>(out_map, out_tile, warpgroup, o, inverse[0], inverse[1], piece.h, row0, piece.b, NULL);
@@ -327,7 +346,8 @@ attention_forward_hopper(const __grid_constant__ HopperMaps maps, const HopperLa
         unsigned use = 0;
         if (block.warpgroup < 0) {
             block.produce(a, S::OWN_BYTES, [&](const AttentionPiece &piece, unsigned i, unsigned full) {
-                tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &maps.qkv, full, piece.h, a.first_row<S::ROWS>(piece.tile), piece.b);
+                tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &maps.qkv, full, piece.h,
+                    a.first_row<S::ROWS>(piece.tile), piece.b);
             }, [&](const AttentionPiece &piece) {
                 return block.template stream_keys<true>(a, &maps.qkv, piece, a.first_row<S::ROWS>(piece.tile), use);
             });
@@ -348,7 +368,8 @@ attention_forward_hopper(const __grid_constant__ HopperMaps maps, const HopperLa
 
 // ---- backward
 
-// What rope_backward of rope.cuh does, before the gradient is rounded: both columns of a pair are the same thread's. row: of the 64.
+// What rope_backward of rope.cuh does, before the gradient is rounded: both columns of a pair are the same thread's.
+// row: of the 64.
 template <int HD> __device__ inline void rotate_back(float (&d)[HD / 2], const float *cos_sin, int row, int T) {
     row += threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
     #pragma unroll
@@ -375,12 +396,15 @@ template <int HD> __device__ inline void row_pair_load(RowPair<HD> &r, const bf1
     }
 }
 __device__ inline float dot_bf16(int x, int y) {
-    return __int_as_float(x << 16) * __int_as_float(y << 16) + __int_as_float(x & 0xffff0000) * __int_as_float(y & 0xffff0000);
+    return __int_as_float(x << 16) * __int_as_float(y << 16) +
+        __int_as_float(x & 0xffff0000) * __int_as_float(y & 0xffff0000);
 }
 template <int HD> __device__ inline float row_pair_dot(const RowPair<HD> &r) {
     float sum = 0;
     #pragma unroll
-    for (int i = 0; i < HD / 32; i++) sum += (dot_bf16(r.x[i].x, r.y[i].x) + dot_bf16(r.x[i].y, r.y[i].y)) + (dot_bf16(r.x[i].z, r.y[i].z) + dot_bf16(r.x[i].w, r.y[i].w));
+    for (int i = 0; i < HD / 32; i++)
+        sum += (dot_bf16(r.x[i].x, r.y[i].x) + dot_bf16(r.x[i].y, r.y[i].y)) +
+               (dot_bf16(r.x[i].z, r.y[i].z) + dot_bf16(r.x[i].w, r.y[i].w));
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
@@ -388,13 +412,16 @@ template <int HD> __device__ inline float row_pair_dot(const RowPair<HD> &r) {
 
 // D, dout and its product with V, and dQ of the warpgroup's rows of piece i. first_use: of the streamed tiles.
 template <typename S>
-__device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const HopperLaunch &a, const CUtensorMap *dqkv_map,
+__device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const HopperLaunch &a,
+    const CUtensorMap *dqkv_map,
                                               const AttentionPiece &piece, unsigned i, unsigned first_use, int n) {
     constexpr int HD = S::HD, KEYS = S::TILE;
-    const int T = a.T, b = piece.b, h = piece.h, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, warpgroup = block.warpgroup;
+    const int T = a.T, b = piece.b, h = piece.h, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4,
+        warpgroup = block.warpgroup;
     const float scale = a.scale, scale2 = a.scale2;
     const int row0 = a.first_row<S::ROWS>(piece.tile) + warpgroup * 64, row = row0 + warp * 16 + lane / 4;
-    const unsigned q_tile = block.own_tile(i) + warpgroup * BOX_BYTES, do_tile = block.second_tile(i) + warpgroup * BOX_BYTES;
+    const unsigned q_tile = block.own_tile(i) + warpgroup * BOX_BYTES,
+        do_tile = block.second_tile(i) + warpgroup * BOX_BYTES;
     float s[KEYS / 2], dp[KEYS / 2], dq[HD / 2] = {}, d[2], lse2[2];
     unsigned ds[KEYS / 16][4];
     auto scores = [&](unsigned use) {  // S = Q K^T, dP = dout V^T
@@ -409,7 +436,8 @@ __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const
     auto differentiate = [&](int j) {  // dP becomes dS
         if (j == n - 1) mask_tile<true>(s, row0, j * KEYS);
         #pragma unroll
-        for (int e = 0; e < KEYS / 2; e++) dp[e] = exp2_approx(fmaf(s[e], scale2, -lse2[e / 2 % 2])) * (dp[e] - d[e / 2 % 2]);
+        for (int e = 0; e < KEYS / 2; e++)
+            dp[e] = exp2_approx(fmaf(s[e], scale2, -lse2[e / 2 % 2])) * (dp[e] - d[e / 2 % 2]);
     };
     RowPair<HD> pair[2];  // on the way while the first products run
     #pragma unroll
@@ -476,7 +504,8 @@ attention_backward_q_hopper(const __grid_constant__ HopperMaps maps, const Hoppe
             block.own_ring.wait(i);
             const AttentionPiece piece = pieces[block.own_ring.stage(i)];
             if (piece.head < 0) break;
-            const int row = a.first_row<S::ROWS>(piece.tile), row0 = row + block.warpgroup * 64, n = row0 >= 0 ? key_tiles<S::TILE>(a, row0, 64) : 0;
+            const int row = a.first_row<S::ROWS>(piece.tile), row0 = row + block.warpgroup * 64,
+                n = row0 >= 0 ? key_tiles<S::TILE>(a, row0, 64) : 0;
             if (n > 0) hopper_backward_q_rows<S>(block, a, &maps.dqkv, piece, i, use, n);
             else named_barrier(1 + block.warpgroup, WARPGROUP);  // all have read `piece`
             if (storer) block.own_ring.release(i);
@@ -492,14 +521,18 @@ attention_backward_q_hopper(const __grid_constant__ HopperMaps maps, const Hoppe
 // Numbers of the streamed queries, stage by stage: lse * log2(e), and D.
 template <typename S> struct HopperColumns { float lse2[S::TILE], D[S::TILE]; };
 
-// The producer's walk for dK and dV: over the query heads of the KV head, in each over the queries from the diagonal on.
+// The producer's walk for dK and dV: over the query heads of the KV head, in each over the queries from the diagonal
+// on.
 template <typename S>
-__device__ inline unsigned hopper_stream_queries(const HopperBlock<S> &block, const HopperLaunch &a, const HopperMaps &maps,
-                                                 HopperColumns<S> *columns, const AttentionPiece &piece, unsigned &use) {
+__device__ inline unsigned hopper_stream_queries(const HopperBlock<S> &block, const HopperLaunch &a,
+    const HopperMaps &maps,
+                                                 HopperColumns<S> *columns, const AttentionPiece &piece,
+                                                     unsigned &use) {
     constexpr int QUERIES = S::TILE;
     const int ratio = a.NH / a.NKV, b = piece.b, end = (piece.h + 1) * ratio, lane = threadIdx.x % WARP;
     const int first = first_query(piece.tile * S::ROWS) / QUERIES * QUERIES;
-    const int last = max(piece.tile * S::ROWS, a.T - 1 - S::A_STAGES * QUERIES) / QUERIES * QUERIES;  // a ticket is drawn so far before the end of a piece
+    // a ticket is drawn so far before the end of a piece
+    const int last = max(piece.tile * S::ROWS, a.T - 1 - S::A_STAGES * QUERIES) / QUERIES * QUERIES;
     unsigned ticket;
     for (int h = piece.h * ratio; h < end; h++)
         for (int query = first; query < a.T; query += QUERIES, use++) {
@@ -509,7 +542,8 @@ __device__ inline unsigned hopper_stream_queries(const HopperBlock<S> &block, co
             #pragma unroll
             for (int e = 0; e < QUERIES / WARP; e++) {
                 const bool valid = query + e * WARP + lane < a.T;
-                lse2[e] = valid ? a.lse[at + e * WARP] * LOG2E : INFINITY;  // a query behind the end gets weight exp(-infinity)
+                // a query behind the end gets weight exp(-infinity)
+                lse2[e] = valid ? a.lse[at + e * WARP] * LOG2E : INFINITY;
                 d[e] = valid ? a.D[at + e * WARP] : 0.0f;
             }
             block.a_ring.wait_free(use);
@@ -532,10 +566,13 @@ __device__ inline unsigned hopper_stream_queries(const HopperBlock<S> &block, co
 // dK, dV of the warpgroup's keys += what the last 2 * sizeof s queries of the streamed tile from `query` on give.
 // s, dp: S^T and dP^T, whose registers the caller keeps. k_tile, v_tile: the warpgroup's rows; key0: the first of them.
 template <typename S, int N2>
-__device__ inline void hopper_backward_kv_step(float (&dk)[S::HD / 2], float (&dv)[S::HD / 2], float (&s)[N2], float (&dp)[N2], unsigned q_tile, unsigned do_tile,
-                                               unsigned k_tile, unsigned v_tile, const HopperColumns<S> &columns, int key0, int query, float scale2) {
+__device__ inline void hopper_backward_kv_step(float (&dk)[S::HD / 2], float (&dv)[S::HD / 2], float (&s)[N2],
+    float (&dp)[N2], unsigned q_tile, unsigned do_tile,
+                                               unsigned k_tile, unsigned v_tile, const HopperColumns<S> &columns,
+                                                   int key0, int query, float scale2) {
     constexpr int WIDTH = 2 * N2, SKIP = S::TILE - WIDTH;
-    const float2 *const lse2 = (const float2 *)(columns.lse2 + SKIP) + threadIdx.x % 4;  // two neighbouring queries of eight
+    // two neighbouring queries of eight
+    const float2 *const lse2 = (const float2 *)(columns.lse2 + SKIP) + threadIdx.x % 4;
     const float2 *const D = (const float2 *)(columns.D + SKIP) + threadIdx.x % 4;
     unsigned p[WIDTH / 16][4], ds[WIDTH / 16][4];
     q_tile += SKIP * 128;
@@ -576,18 +613,22 @@ __device__ inline void hopper_backward_kv_step(float (&dk)[S::HD / 2], float (&d
 }
 // dK and dV of the warpgroup's keys of piece i. use: of the streamed tiles.
 template <typename S>
-__device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, const HopperLaunch &a, const CUtensorMap *dqkv_map, const HopperColumns<S> *columns,
+__device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, const HopperLaunch &a,
+    const CUtensorMap *dqkv_map, const HopperColumns<S> *columns,
                                                const AttentionPiece &piece, unsigned i, unsigned &use) {
     constexpr int HD = S::HD, QUERIES = S::TILE;
     const int T = a.T, warpgroup = block.warpgroup;
     const float scale = a.scale, scale2 = a.scale2;
     const int block_key = piece.tile * S::ROWS, key0 = block_key + warpgroup * 64;
-    const int first = first_query(block_key) / QUERIES, end = (T + QUERIES - 1) / QUERIES, mine = min(end, first_query(key0) / QUERIES);
-    const unsigned k_tile = block.own_tile(i) + warpgroup * BOX_BYTES, v_tile = block.second_tile(i) + warpgroup * BOX_BYTES;
+    const int first = first_query(block_key) / QUERIES, end = (T + QUERIES - 1) / QUERIES,
+        mine = min(end, first_query(key0) / QUERIES);
+    const unsigned k_tile = block.own_tile(i) + warpgroup * BOX_BYTES,
+        v_tile = block.second_tile(i) + warpgroup * BOX_BYTES;
     float s[QUERIES / 2], dp[QUERIES / 2], dk[HD / 2] = {}, dv[HD / 2] = {};
     auto step = [&](auto &s, auto &dp, int j) {
         block.a_ring.wait(use);
-        hopper_backward_kv_step<S>(dk, dv, s, dp, block.a_tile(use), block.b_tile(use), k_tile, v_tile, columns[block.a_ring.stage(use)], key0, j * QUERIES, scale2);
+        hopper_backward_kv_step<S>(dk, dv, s, dp, block.a_tile(use), block.b_tile(use), k_tile, v_tile,
+            columns[block.a_ring.stage(use)], key0, j * QUERIES, scale2);
         __syncwarp();  // all lanes have read their columns
         block.free_a(use);
         use++;
@@ -608,8 +649,10 @@ __device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, cons
     if (key0 >= T) return;
     const int k_head = a.NH + piece.h, v_head = k_head + a.NKV;
     if (a.cos_sin) rotate_back<HD>(dk, a.cos_sin, key0, T);
-    store_through<S>(dqkv_map, k_tile, warpgroup, dk, scale, scale, k_head, key0, piece.b, a.sums_of<HD>(k_head, key0, piece.b));
-    store_through<S>(dqkv_map, v_tile, warpgroup, dv, 1.0f, 1.0f, v_head, key0, piece.b, a.sums_of<HD>(v_head, key0, piece.b));
+    store_through<S>(dqkv_map, k_tile, warpgroup, dk, scale, scale, k_head, key0, piece.b,
+        a.sums_of<HD>(k_head, key0, piece.b));
+    store_through<S>(dqkv_map, v_tile, warpgroup, dv, 1.0f, 1.0f, v_head, key0, piece.b,
+        a.sums_of<HD>(v_head, key0, piece.b));
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
 }
 template <typename S> __global__ void __launch_bounds__(S::THREADS, 1)
@@ -631,7 +674,8 @@ attention_backward_kv_hopper(const __grid_constant__ HopperMaps maps, const Hopp
         registers_raise<S::MATH_REGISTERS>();
         for (unsigned i = 0;; i++) {
             block.own_ring.wait(i);
-            const AttentionPiece &piece = pieces[block.own_ring.stage(i)];  // read again where needed: registers are short
+            // read again where needed: registers are short
+            const AttentionPiece &piece = pieces[block.own_ring.stage(i)];
             if (piece.head < 0) break;
             hopper_backward_kv_rows<S>(block, a, &maps.dqkv, columns, piece, i, use);
             if (threadIdx.x % WARPGROUP == 0) block.own_ring.release(i);
@@ -643,8 +687,10 @@ attention_backward_kv_hopper(const __grid_constant__ HopperMaps maps, const Hopp
 
 // ---- launchers
 
-// One block per SM, or fewer when there is less work. BY_QUERIES: pieces are tiles of queries of NH heads, else of keys of NKV.
-template <typename S, bool BY_QUERIES, typename Kernel> static void hopper_launch(Kernel kernel, const AttentionLaunch<bf16> &a, cudaStream_t stream) {
+// One block per SM, or fewer when there is less work. BY_QUERIES: pieces are tiles of queries of NH heads, else of keys
+// of NKV.
+template <typename S, bool BY_QUERIES, typename Kernel>
+static void hopper_launch(Kernel kernel, const AttentionLaunch<bf16> &a, cudaStream_t stream) {
     static const int blocks = device_attribute(cudaDevAttrMultiProcessorCount);
     HopperLaunch h = {a};
     h.heads = BY_QUERIES ? a.NH : a.NKV;
@@ -652,9 +698,11 @@ template <typename S, bool BY_QUERIES, typename Kernel> static void hopper_launc
     h.all = a.B * h.heads;
     h.tiles = ((BY_QUERIES ? (a.T + 63) / 64 * 64 : a.T) + S::ROWS - 1) / S::ROWS;
     const size_t pieces = (size_t)h.all * h.tiles;
-    require(pieces + 2 * blocks < (size_t)1 << 31, "attention: %zu pieces of work are too many for one launch\nuse a smaller batch", pieces);
+    require(pieces + 2 * blocks < (size_t)1 << 31,
+        "attention: %zu pieces of work are too many for one launch\nuse a smaller batch", pieces);
     const auto map = [&](const bf16 *x, int heads) { return x ? tensor_map(x, a.B, a.T, heads, a.HD) : CUtensorMap(); };
-    const HopperMaps maps = {map(a.qkv, a.NH + 2 * a.NKV), map(a.dqkv ? a.dout : a.out, a.NH), map(a.dqkv, a.NH + 2 * a.NKV)};
+    const HopperMaps maps = {map(a.qkv, a.NH + 2 * a.NKV), map(a.dqkv ? a.dout : a.out, a.NH),
+        map(a.dqkv, a.NH + 2 * a.NKV)};
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     kernel<<<(unsigned)(pieces < (size_t)blocks ? pieces : (size_t)blocks), S::THREADS, S::BYTES, stream>>>(maps, h);
     launchCheck();

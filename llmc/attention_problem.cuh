@@ -7,8 +7,8 @@
 
 typedef enum { ATTENTION_FP32, ATTENTION_MMA, ATTENTION_HOPPER } AttentionPath;
 
-// Pieces of work taken beyond each block's first, and blocks that found none left. All zero before and after a launch, so one launch
-// at a time may use them: all run in one stream.
+// Pieces of work taken beyond each block's first, and blocks that found none left. All zero before and after a launch,
+// so one launch at a time may use them: all run in one stream.
 typedef struct { unsigned taken, finished; } AttentionTickets;
 
 // Made by attention_plan of attention.cuh. The caller then names the buffers.
@@ -17,12 +17,14 @@ typedef struct {
     float scale, scale2;        // of the scores; scale * log2(e), for powers of two
     AttentionPath path;
     int group;                  // heads of keys and values that stay in L2 together
-    const float *cos_sin;       // (T,HD/2,2) of rope.cuh: backward rotates the gradients of q and k back. NULL: no rotation
+    // (T,HD/2,2) of rope.cuh: backward rotates the gradients of q and k back. NULL: no rotation
+    const float *cos_sin;
     float *D;                   // scratch of backward, (B,NH,T)
     AttentionTickets *tickets;  // for ATTENTION_HOPPER
 } AttentionProblem;
 
-// ---- what a launch hands to its blocks: the problem, its tensors, and pieces of work, which are tiles of rows of a head
+// ---- what a launch hands to its blocks: the problem, its tensors, and pieces of work, which are tiles of rows of a
+// head
 
 struct alignas(16) AttentionPiece { int head /*of all sequences*/, tile /*0 has most to do*/, b, h; };
 template <typename X> struct AttentionLaunch : AttentionProblem {
@@ -30,19 +32,21 @@ template <typename X> struct AttentionLaunch : AttentionProblem {
     const X *qkv, *dout;
     float *lse, *column_sums;
     int heads /*of a sequence*/, all /*of all sequences*/, tiles, at_once /*heads*/;
-    // Heads are taken in groups whose streamed tensors fit into L2 together. Inside a group the longest walks come first, so
-    // that short ones fill the gaps that long ones leave at the end.
+    // Heads are taken in groups whose streamed tensors fit into L2 together. Inside a group the longest walks come
+    // first, so that short ones fill the gaps that long ones leave at the end.
     __device__ AttentionPiece piece(int index) const {
         const int first = index / (at_once * tiles) * at_once;
         const int size = min(at_once, all - first), rest = index - first * tiles, head = first + rest % size;
         return {head, rest / size, head / heads, head % heads};
     }
-    // Lengths of rows, and where a head begins in them: in q, k, v the query heads come first, then those of keys, then those of values.
+    // Lengths of rows, and where a head begins in them: in q, k, v the query heads come first, then those of keys, then
+    // those of values.
     __device__ int qkv_row() const { return (NH + 2 * NKV) * HD; }
     __device__ int out_row() const { return NH * HD; }
     __device__ size_t qkv_head(int b, int h) const { return (size_t)b * T * qkv_row() + h * HD; }
     __device__ size_t out_head(int b, int h) const { return ((size_t)b * T * NH + h) * HD; }
-    __device__ int keys_of(int h) const { return NH + h / (NH / NKV); }  // of a query head; its values are NKV heads further
+    // of a query head; its values are NKV heads further
+    __device__ int keys_of(int h) const { return NH + h / (NH / NKV); }
 };
 
 // ---- the mask: a query sees the keys up to its own position. Here is all that knows it.
@@ -54,7 +58,8 @@ template <int KEYS> __device__ inline int key_tiles(const AttentionProblem &a, i
 // The first query that sees keys from `key` on; all later ones do.
 __device__ inline int first_query(int key) { return key; }
 __device__ inline bool sees(int query, int key) { return key <= query; }
-// What a lane holds of 16*MT rows and 8*NT columns of a warp: with g = lane/4, t = lane%4 rows g, g+8 and columns 2t, 2t+1 of each 16 by 8.
+// What a lane holds of 16*MT rows and 8*NT columns of a warp: with g = lane/4, t = lane%4 rows g, g+8 and columns 2t,
+// 2t+1 of each 16 by 8.
 template <int MT, int NT, typename Do> __device__ inline void each_element(float (&c)[MT][NT][4], Do element) {
     #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -91,8 +96,8 @@ __device__ inline void mask_scores(float (&c)[MT][NT][4], int row, int column) {
 // ---- softmax in powers of two
 
 constexpr float LOG2E = 1.44269504f;  // exp(x) = exp2(x * log2(e))
-// Weights may refer to any number near a row's maximum. The running one, and the sums that refer to it, move only when a score exceeds it by
-// more than this many powers of two (as in FlashAttention-4): seldom, and weights stay below 2^8.
+// Weights may refer to any number near a row's maximum. The running one, and the sums that refer to it, move only when
+// a score exceeds it by more than this many powers of two (as in FlashAttention-4): seldom, and weights stay below 2^8.
 constexpr float SOFTMAX_SLACK = 8;
 // Ends a row that four lanes share: stores its lse, returns what its output is multiplied with.
 __device__ inline float finish_row(float *lse, float row_max, float sum, float scale, bool valid) {

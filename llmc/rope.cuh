@@ -1,10 +1,12 @@
-// Rotary position embedding on packed q, k, v rows, in place (Su et al., arXiv:2104.09864; Hugging Face's rotate_half form).
+// Rotary position embedding on packed q, k, v rows, in place (Su et al., arXiv:2104.09864; Hugging Face's rotate_half
+// form).
 //   qkv (B,T,(NH+2*NKV)*HD): q and k heads are rotated, v is left alone. For i < HD/2, with c, s = cos_sin[t][i]:
 //     x[i], x[i+HD/2] = x[i] c - x[i+HD/2] s, x[i+HD/2] c + x[i] s;   backward rotates by the opposite angle: s -> -s
-// cos_sin (T,HD/2,2) fp32, from rope_table.h. Nothing is saved for backward. On Hopper the matmul before rotates (matmul.cuh), with the same bits,
-// and attention's backward rotates back.
-// Bound by memory: a block takes one token, a thread the same vector of both halves in one or more heads, so that its part of the table
-// sits in registers. Vectors have 16 bytes; 8 where HD/2 is no multiple of those, as with heads of 40 in bf16.
+// cos_sin (T,HD/2,2) fp32, from rope_table.h. Nothing is saved for backward. On Hopper the matmul before rotates
+// (matmul.cuh), with the same bits, and attention's backward rotates back.
+// Bound by memory: a block takes one token, a thread the same vector of both halves in one or more heads, so that its
+// part of the table sits in registers. Vectors have 16 bytes; 8 where HD/2 is no multiple of those, as with heads of 40
+// in bf16.
 // Ladder: dev/cuda/rope.cu. Not supported: HD not a multiple of 8; more than 2^31 tokens.
 #ifndef LLMC_ROPE_CUH
 #define LLMC_ROPE_CUH
@@ -42,12 +44,16 @@ rope_kernel(floatX *qkv, const float *cos_sin, int T, int heads, int HD, int row
     }
 }
 
-static inline void rope_launch(floatX *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD, float sign, cudaStream_t stream) {
+static inline void rope_launch(floatX *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD, float sign,
+    cudaStream_t stream) {
     const bool whole = HD / 2 % VecX::size == 0;
     const int lanes = HD / 2 / (whole ? VecX::size : 4), heads = NH + NKV;  // q heads and k heads are neighbours
-    require(HD % 8 == 0 && lanes <= ROPE_THREADS, "rotary embedding needs a head dimension that is a multiple of 8, not %d\nchange heads=", HD);
-    require(((uintptr_t)qkv | (uintptr_t)cos_sin) % 16 == 0, "rope's buffers do not begin on 16 bytes\nallocate them with memory_request");
-    require((size_t)B * (size_t)T < (1u << 31), "%d x %d tokens are too many for one launch\nuse a smaller --batch-size", B, T);
+    require(HD % 8 == 0 && lanes <= ROPE_THREADS,
+        "rotary embedding needs a head dimension that is a multiple of 8, not %d\nchange heads=", HD);
+    require(((uintptr_t)qkv | (uintptr_t)cos_sin) % 16 == 0,
+        "rope's buffers do not begin on 16 bytes\nallocate them with memory_request");
+    require((size_t)B * (size_t)T < (1u << 31),
+        "%d x %d tokens are too many for one launch\nuse a smaller --batch-size", B, T);
     const int at_once = ROPE_THREADS / lanes, passes = (heads + at_once - 1) / at_once;
     const dim3 threads((unsigned)lanes, (unsigned)((heads + passes - 1) / passes));  // every pass as full as the others
     const auto kernel = whole ? rope_kernel<VecX::size> : rope_kernel<4>;
@@ -57,10 +63,12 @@ static inline void rope_launch(floatX *qkv, const float *cos_sin, int B, int T, 
 }
 
 // qkv (B,T,(NH+2*NKV)*HD), in place
-static inline void rope_forward(floatX *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD, cudaStream_t stream) {
+static inline void rope_forward(floatX *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD,
+    cudaStream_t stream) {
     rope_launch(qkv, cos_sin, B, T, NH, NKV, HD, 1, stream);
 }
-static inline void rope_backward(floatX *dqkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD, cudaStream_t stream) {
+static inline void rope_backward(floatX *dqkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD,
+    cudaStream_t stream) {
     rope_launch(dqkv, cos_sin, B, T, NH, NKV, HD, -1, stream);
 }
 

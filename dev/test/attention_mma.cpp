@@ -1,5 +1,6 @@
-// Attention's kernels on mma.sync without a GPU, against the loops of train_gpt2.c: heads that fill a compiled width and heads that do not, grouped
-// heads, lengths that fill no tile, copies that arrive at once and as late as they may. test_kernels.py runs it.
+// Attention's kernels on mma.sync without a GPU, against the loops of train_gpt2.c: heads that fill a compiled width
+// and heads that do not, grouped heads, lengths that fill no tile, copies that arrive at once and as late as they may.
+// test_kernels.py runs it.
 #define LLMC_ORACLE
 #include "train_gpt2.c"
 #undef min
@@ -22,7 +23,8 @@ static double error_of(const std::vector<bf16> &x, const std::vector<float> &ref
 template <int W> static void check_heads(int HD, int T, bool late, float std = 1) {
     const size_t width = (size_t)NH * HD, stride = (size_t)(NH + 2 * NKV) * HD, rows = (size_t)B * T;
     std::vector<bf16> qkv(rows * stride), dout(rows * width), out(rows * width, NAN), dqkv(rows * stride, NAN);
-    std::vector<float> x(rows * stride), dy(rows * width), y(rows * width), dx(rows * stride), lse(rows * NH), mine(rows * NH, NAN), D(rows * NH, NAN);
+    std::vector<float> x(rows * stride), dy(rows * width), y(rows * width), dx(rows * stride), lse(rows * NH),
+        mine(rows * NH, NAN), D(rows * NH, NAN);
     for (size_t i = 0; i < x.size(); i++) x[i] = qkv[i] = std * rand_normal(17, 0, i);
     for (size_t i = 0; i < dy.size(); i++) dy[i] = dout[i] = rand_normal(17, 1, i);
     attention_forward_cpu(y.data(), lse.data(), x.data(), B, T, NH, NKV, HD);
@@ -40,16 +42,19 @@ template <int W> static void check_heads(int HD, int T, bool late, float std = 1
     };
     launch(ForwardShape<W>(), NH, attention_forward_bf16<W>);
     double worst = 0;
-    for (size_t i = 0; i < lse.size(); i++) worst = fabs((double)lse[i] - mine[i]) <= worst ? worst : fabs((double)lse[i] - mine[i]);
+    for (size_t i = 0; i < lse.size(); i++) worst = fabs((double)lse[i] - mine[i]) <= worst ? worst :
+        fabs((double)lse[i] - mine[i]);
     const double error = T > 1 ? error_of(out, y) : 0;
-    check(error < 5e-3 && worst < 1e-4, "heads of %d, T %d, copies %s: out %.1e (bound 5e-3), lse %.1e (1e-4)", HD, T, late ? "late" : "at once", error, worst);
+    check(error < 5e-3 && worst < 1e-4, "heads of %d, T %d, copies %s: out %.1e (bound 5e-3), lse %.1e (1e-4)", HD, T,
+        late ? "late" : "at once", error, worst);
     for (size_t i = 0; i < y.size(); i++) y[i] = out[i] = y[i];  // backward reads the oracle's, rounded
     attention_backward_cpu(dx.data(), dy.data(), x.data(), y.data(), lse.data(), B, T, NH, NKV, HD);
     a.lse = lse.data();
     launch(BackwardQShape<W>(), NH, attention_backward_q_bf16<W>);
     launch(BackwardKVShape<W>(), NKV * KV_PARTS<W>, attention_backward_kv_bf16<W>);
     const double gradient = error_of(dqkv, dx);
-    check(gradient < 1e-2, "heads of %d, T %d, copies %s: dqkv %.1e (bound 1e-2)", HD, T, late ? "late" : "at once", gradient);
+    check(gradient < 1e-2, "heads of %d, T %d, copies %s: dqkv %.1e (bound 1e-2)", HD, T, late ? "late" : "at once",
+        gradient);
 }
 int main(void) {
     for (int late = 0; late < 2; late++)
@@ -58,9 +63,12 @@ int main(void) {
             check_heads<128>(128, T, late);
             if (T == 193) { check_heads<64>(64, T, late, 2); check_heads<128>(128, T, late, 2); }
             if (T == 100) {
-                check_heads<32>(32, T, late); check_heads<80>(80, T, late); check_heads<96>(96, T, late); check_heads<192>(192, T, late);
-                check_heads<32>(8, T, late); check_heads<64>(40, T, late); check_heads<64>(48, T, late); check_heads<80>(72, T, late); check_heads<96>(88, T, late);
-                check_heads<128>(112, T, late); check_heads<192>(136, T, late); check_heads<256>(200, T, late); check_heads<256>(256, T, late);
+                check_heads<32>(32, T, late); check_heads<80>(80, T, late); check_heads<96>(96, T, late);
+                check_heads<192>(192, T, late);
+                check_heads<32>(8, T, late); check_heads<64>(40, T, late); check_heads<64>(48, T, late);
+                check_heads<80>(72, T, late); check_heads<96>(88, T, late);
+                check_heads<128>(112, T, late); check_heads<192>(136, T, late); check_heads<256>(200, T, late);
+                check_heads<256>(256, T, late);
             }
         }
     printf("attention on mma.sync: %d passed, %d failed\n", checks_passed, checks_failed);

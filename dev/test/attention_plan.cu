@@ -1,12 +1,15 @@
-// What attention decides before it runs, without a GPU: the kernels for every head width, what backward leaves, and what is refused.
+// What attention decides before it runs, without a GPU: the kernels for every head width, what backward leaves, and
+// what is refused.
 // test_kernels.py runs it, in bf16 and in fp32.
 #include <cuda_runtime.h>
 static int hopper;  // whether this GPU is said to have Hopper's code
-#define cudaFuncGetAttributes(a, kernel) (memset((a), 0, sizeof *(a)), (a)->sharedSizeBytes = (size_t)hopper, cudaSuccess)
+#define cudaFuncGetAttributes(a, kernel) \
+    (memset((a), 0, sizeof *(a)), (a)->sharedSizeBytes = (size_t)hopper, cudaSuccess)
 #include "llmc/attention.cuh"
 #include "dev/test/check.h"
 
-static const AttentionPath other = sizeof(floatX) == 4 ? ATTENTION_FP32 : ATTENTION_MMA, best = sizeof(floatX) == 4 ? ATTENTION_FP32 : ATTENTION_HOPPER;
+static const AttentionPath other = sizeof(floatX) == 4 ? ATTENTION_FP32 : ATTENTION_MMA,
+    best = sizeof(floatX) == 4 ? ATTENTION_FP32 : ATTENTION_HOPPER;
 
 static int width_of(int HD) {
     int found = 0;
@@ -27,9 +30,11 @@ int main(int argc, char **) {
     for (int HD = 8; HD <= 256; HD += 8) {
         const AttentionProblem a = attention_plan(2, 100, 4, 2, HD);
         const int inside = hopper && best == ATTENTION_HOPPER && HD == 64;
-        planned += width_of(HD) >= HD && (HD <= 32 || width_of(HD) < 2 * HD) && attention_scratch_bytes(&a) == 2 * 4 * 100 * sizeof(float);
+        planned += width_of(HD) >= HD && (HD <= 32 || width_of(HD) < 2 * HD) &&
+            attention_scratch_bytes(&a) == 2 * 4 * 100 * sizeof(float);
         paths += a.path == (hopper && (HD == 64 || HD == 128) ? best : other);
-        scales += fabs(a.scale * sqrt((double)HD) - 1) < 1e-7 && fabs(a.scale2 / a.scale - 1.4426950408889634) < 2e-7 && !a.cos_sin;
+        scales += fabs(a.scale * sqrt((double)HD) - 1) < 1e-7 && fabs(a.scale2 / a.scale - 1.4426950408889634) < 2e-7 &&
+            !a.cos_sin;
         slices += attention_width(&a) == 8 * HD && attention_column_slices(&a) == (inside ? 4 : bias_slices(8 * HD));
     }
     check(planned == 32, "%d of 32 head widths have kernels", planned);
