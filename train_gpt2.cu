@@ -92,13 +92,13 @@ static Block block_get(Model *m, const Pass *p, int l) {
     const BlockActs *a = &m->b.blocks[l];
     const int u = l + 1;
     floatX *w = unit_get(m, u);
-    const ColumnSums stream = {m->b.stream_sums, 1}, none = {NULL, 0};
+    const ColumnSums stream = {m->b.stream_sums, 1}, attention = {m->b.column_sums, attention_column_slices(&p->attention)};
     const int fc_sums = m->config.linear_bias && plan->fcproj.gradient != EPILOGUE_PLAIN;  // the gradient's product leaves them
     const ColumnSums activation = {m->b.column_sums, fc_sums ? matmul_sum_slices(p->N) : 0};
     Block b;
     b.norm1 = norm_of(m, w, u, ROLE_LN1W, ROLE_LN1B, a->mean1, a->rstd1, block_input(m, l));
     b.norm2 = norm_of(m, w, u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
-    b.qkv = linear_of(m, w, &plan->qkv, u, ROLE_QKVW, ROLE_QKVB, none);
+    b.qkv = linear_of(m, w, &plan->qkv, u, ROLE_QKVW, ROLE_QKVB, attention);
     b.proj = linear_of(m, w, &plan->proj, u, ROLE_PROJW, ROLE_PROJB, stream);
     b.fc = linear_of(m, w, &plan->fc, u, ROLE_FCW, ROLE_FCB, activation);
     b.fcproj = linear_of(m, w, &plan->fcproj, u, ROLE_FCPROJW, ROLE_FCPROJB, stream);
@@ -135,7 +135,7 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     const Config *c = &m->plan.local;
     const int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
     if (!p->cache) {
-        attention_forward(b->y, b->lse, b->q_k_v, p->B, p->T, NH, NKV, HD, p->stream);
+        attention_forward(&p->attention, b->y, b->lse, b->q_k_v, p->stream);
         return;
     }
     const KvCache *k = p->cache;
@@ -229,15 +229,6 @@ static void norm_gradient(Model *m, const Pass *p, const Norm *n, const floatX *
     float *sums = m->config.linear_bias ? m->b.stream_sums : NULL;
     norm_backward(m->config.norm, m->b.dx, n->dweight, n->dbias, sums, dout, n->x, n->weight, n->mean, n->rstd, p->rows, p->C, p->accumulate, p->scratch, p->stream);
 }
-// dqkv from the gradient of y in p->branch, before the rotation.
-static void attend_backward(Model *m, const Pass *p, Block *b) {
-    const Config *c = &m->plan.local;
-    const int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim, rope = c->position == POSITION_ROPE;
-    const int done = attention_backward(m->b.dqkv, p->branch, b->q_k_v, b->y, b->lse, p->B, p->T, NH, NKV, HD, m->b.attention, p->stream,
-                                        b->qkv.dbias ? m->b.column_sums : NULL, rope ? p->cos_sin : NULL);
-    if (rope && !(done & ATTENTION_ROTATED)) rope_backward(m->b.dqkv, p->cos_sin, p->B, p->T, NH, NKV, HD, p->stream);
-    b->qkv.sums = {m->b.column_sums, done & ATTENTION_SUMMED && (!rope || done & ATTENTION_ROTATED) ? p->B * ((p->T + 63) / 64) : 0};
-}
 // What the plan did not keep of a block.
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     const Plan *plan = &m->plan;
@@ -265,7 +256,7 @@ static void block_backward(Model *m, const Pass *p, int l) {
     linear_backward_project(p, &b.proj, p->branch, m->b.dx);
     linear_fetch_input(p, &b.qkv, b.h1);
     linear_backward_weight(p, &b.proj, m->b.dx, b.y);
-    attend_backward(m, p, &b);
+    attention_backward(&p->attention, m->b.dqkv, b.qkv.dbias ? b.qkv.sums.partial : NULL, p->branch, b.q_k_v, b.y, b.lse, p->stream);
     linear_backward_input(p, &b.qkv, m->b.dqkv);
     linear_backward_weight(p, &b.qkv, m->b.dqkv, b.h1);
     norm_gradient(m, p, &b.norm1, linear_input_gradient(p, &b.qkv));
@@ -315,6 +306,10 @@ static Pass pass_of(Model *m, int B, int T) {
     p.rows = p.N / p.spread;
     p.C = m->config.channels;
     p.cos_sin = m->b.cos_sin;
+    p.attention = attention_plan(B, T, m->plan.local.num_heads, m->plan.local.num_kv_heads, m->plan.local.head_dim);
+    p.attention.cos_sin = m->b.cos_sin;
+    p.attention.D = m->b.attention;
+    p.attention.tickets = m->b.tickets;
     p.matmul = &m->matmul;
     p.exchange = &m->links.rows;
     p.branch = m->b.branch;

@@ -17,7 +17,7 @@ __device__ inline float gpu_sigmoid2(float x) {
     asm("{ .reg .f32 e; ex2.approx.ftz.f32 e, %1; add.f32 e, e, 0f3f800000; rcp.approx.ftz.f32 %0, e; }" : "=f"(y) : "f"(x));
     return y;
 }
-static constexpr float LOG2E = 1.4426950408889634f;
+
 // Inside a matmul these run between two steps of tensor cores, and every instruction more is time in which those wait.
 struct Gelu {
     static constexpr int INPUTS = 1;

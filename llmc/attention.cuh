@@ -346,34 +346,4 @@ static inline void attention_backward(const AttentionProblem *p, floatX *dqkv, f
     if (column_sums && !inside) bias_partial(column_sums, dqkv, a.B * a.T, attention_width(p), stream);
 }
 
-// ---- the old entry points, for model.cuh until it makes a plan
-
-enum { ATTENTION_SUMMED = 1, ATTENTION_ROTATED = 2 };
-static __device__ AttentionTickets attention_tickets;
-static inline AttentionProblem attention_problem(int B, int T, int NH, int NKV, int HD) {
-    AttentionProblem a = attention_plan(B, T, NH, NKV, HD);
-    cudaCheck(cudaGetSymbolAddress((void **)&a.tickets, attention_tickets));
-    return a;
-}
-static inline void attention_forward(floatX *out, float *lse, const floatX *qkv, int B, int T, int NH, int NKV, int HD,
-    cudaStream_t stream) {
-    const AttentionProblem a = attention_problem(B, T, NH, NKV, HD);
-    attention_forward(&a, out, lse, qkv, stream);
-}
-static inline size_t attention_backward_scratch_bytes(int B, int T, int NH, int NKV, int HD) {
-    (void)NKV; (void)HD;
-    return (size_t)B * NH * T * sizeof(float);
-}
-static inline int attention_backward(floatX *dqkv, const floatX *dout, const floatX *qkv, const floatX *out,
-    const float *lse, int B, int T, int NH, int NKV, int HD,
-                                     void *scratch, cudaStream_t stream, float *column_sums = NULL,
-                                         const float *cos_sin = NULL) {
-    AttentionProblem a = attention_problem(B, T, NH, NKV, HD);
-    a.D = (float *)scratch;
-    a.cos_sin = cos_sin;
-    const bool sums = column_sums && attention_sums_columns(&a);
-    attention_backward(&a, dqkv, sums ? column_sums : NULL, dout, qkv, out, lse, stream);
-    return (sums ? ATTENTION_SUMMED : 0) | (cos_sin ? ATTENTION_ROTATED : 0);
-}
-
 #endif

@@ -95,7 +95,7 @@ __device__ inline void mask_scores(float (&c)[MT][NT][4], int row, int column) {
 
 // ---- softmax in powers of two
 
-constexpr float LOG2E = 1.44269504f;  // exp(x) = exp2(x * log2(e))
+
 // Weights may refer to any number near a row's maximum. The running one, and the sums that refer to it, move only when
 // a score exceeds it by more than this many powers of two (as in FlashAttention-4): seldom, and weights stay below 2^8.
 constexpr float SOFTMAX_SLACK = 8;

@@ -173,6 +173,7 @@ static inline void timing_end(cudaStream_t stream) {
 }
 
 enum { WARP = 32 };
+static constexpr float LOG2E = 1.4426950408889634f;  // exp(x) = exp2(x LOG2E)
 
 // ---- 16-byte vectors: one load or store instruction for 8 bf16 or 4 floats
 template <typename T> struct alignas(16) Vec {

@@ -43,7 +43,8 @@ typedef struct {
     // scratch
     char *region;                 // see Region
     floatX *logits, *dqkv, *df, *da;
-    void *attention;
+    float *attention;             // its D
+    AttentionTickets *tickets;
     floatX *dx, *branch;
     float *stream_sums;           // (C) column sums of dx
     float *column_sums;           // partial sums of the columns of df or dqkv
@@ -75,9 +76,10 @@ static inline Region region_of(const Plan *p) {
     r.da = fused && p->recomputes_activation ? 0 : round_up(p->N * (size_t)fc_width(c) * sizeof(floatX), ALIGN);
     r.a = r.da + (apart ? width : 0);
     r.attention = round_up(p->N * (size_t)qkv_width(c) * sizeof(floatX), ALIGN);
+    const AttentionProblem attention = attention_plan(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim);
     const size_t parts[] = {
         r.a + (p->recomputes_activation ? width : 0),
-        r.attention + attention_backward_scratch_bytes(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim),
+        r.attention + attention_scratch_bytes(&attention),
         (size_t)p->head_rows * (size_t)c->padded_vocab_size * sizeof(floatX),
     };
     r.bytes = LARGEST(parts);
@@ -109,9 +111,10 @@ static inline size_t reduce_bytes(const Plan *p, int spans) {
 // Floats of partial column sums: GELU's of every 64 rows of df, attention's of dqkv.
 static inline size_t column_sums_size(const Plan *p) {
     const Config *c = &p->local;
+    const AttentionProblem attention = attention_plan(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim);
     const size_t needs[] = {
         c->linear_bias ? (size_t)matmul_sum_slices((int)p->N) * (size_t)fc_width(c) : 0,
-        c->qkv_bias ? (size_t)p->B * ceil_div((size_t)p->T, 64) * (size_t)qkv_width(c) : 0,
+        c->qkv_bias ? (size_t)attention_column_slices(&attention) * (size_t)qkv_width(c) : 0,
     };
     return LARGEST(needs);
 }
@@ -223,6 +226,7 @@ static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_alias(m, &b->df, "scratch", df, &b->region, p->N * (size_t)(region.da ? fc_width(c) : c->ffn_dim));
     memory_request(m, &b->dx, "scratch", "residual gradient (B,T,C)", p->rows * (size_t)c->channels);
     memory_request(m, &b->branch, "scratch", "branch and its gradient (B,T,C)", p->N * (size_t)c->channels);
+    memory_request(m, &b->tickets, "scratch", "attention's work in turns", 1);
     memory_request(m, &b->stream_sums, "scratch", "column sums of the residual gradient", (size_t)c->channels);
     if (p->trains) memory_request(m, &b->column_sums, "scratch", "partial column sums", column_sums_size(p));
     memory_request(m, (char **)&b->reduce, "scratch", "partial sums, sorting", reduce_bytes(p, b->num_shards));
@@ -261,7 +265,7 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
     float *stats = b->saved_stats;
     auto values = [](auto *&from, size_t count) { auto *p = from; from += count; return p; };
     b->da = activation_inputs(c->mlp) > 1 ? (floatX *)(b->region + region.da) : b->df;  // GELU's gradient is computed in place
-    b->attention = b->region + region.attention;
+    b->attention = (float *)(b->region + region.attention);
     b->blocks = (BlockActs *)malloc_or_die((size_t)c->num_layers * sizeof(BlockActs));
     for (int l = 0; l < c->num_layers; l++) {
         BlockActs *a = &b->blocks[l];

@@ -3,7 +3,6 @@
 #ifndef LLMC_PLAN_CUH
 #define LLMC_PLAN_CUH
 
-#include "../attention.cuh"
 #include "../ranks/linear.cuh"
 
 typedef struct {
@@ -123,9 +122,11 @@ static inline Plan plan_decode(const Plan *trained) {
 static inline void plan_print(const Plan *p, FILE *f) {
     static const char *const fused[] = {"of its own", "in the forward product", "in the products"};
     static const char *const recompute[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
+    static const char *const paths[] = {"fp32", "mma.sync", "wgmma"};
     const int rope = p->local.position == POSITION_ROPE;
     fprintf(f, "plan      products %s, sums fp32 | activation %s", FLOATX_NAME, fused[p->activation_fused]);
     if (rope) fprintf(f, " | rope %s", fused[2 * p->rope_fused]);
+    fprintf(f, " | attention %s", paths[attention_plan(p->B, p->T, p->local.num_heads, p->local.num_kv_heads, p->local.head_dim).path]);
     if (!p->trains) { fprintf(f, "\n"); return; }
     fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | weights %s%s, gradients %s%s, m and v %s%s\n", recompute[p->options.recompute], ceil_div(p->N, (size_t)p->head_rows),
             ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", FLOATX_NAME, p->has_master ? " and fp32" : "", FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "", p->bf16_states ? "bf16" : "fp32",

@@ -10,6 +10,7 @@
 #ifndef LLMC_ROWS_CUH
 #define LLMC_ROWS_CUH
 
+#include "../attention.cuh"
 #include "../attention_decode.cuh"
 #include "../backend.h"
 #include "../matmul.cuh"
@@ -35,6 +36,7 @@ typedef struct {
     int sum;                // GradSum: what becomes of a unit's gradients when they are complete
     int reduce;             // backward hands over each unit's gradients when they are complete
     const float *cos_sin;   // rotary angles of the T positions (T,HD/2,2)
+    AttentionProblem attention;
     KvCache *cache;         // decoding: keys and values of the tokens before; NULL otherwise
     Matmul *matmul;
     RowExchange *exchange;
