@@ -117,13 +117,11 @@ $(BUILD)/train_gpt2.asan: train_gpt2.c $(wildcard llmc/*.h) $(BUILD)/revision.o 
 $(BUILD)/hf: dev/eval/hf.c train_gpt2.c $(wildcard llmc/*.h) $(CONFIG) Makefile
 	$(CC) $(CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
 
-# ptxas remarks on each Hopper matmul (C7517: it waits for tensor cores once a tile, where they are nearly done): in build/.../*.log.
-NOTES := C7517
 need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doctor shows what is missing; make toolkit puts one into .venv\n' '$(CUDA_OFF)' >&2; exit 1;)
 $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 	$(need_cuda)
 	@mkdir -p $(@D)
-	$(NVCC) $(nvflags) $(depend) -c $< -o $@.$(PARTIAL) > $(@:.o=.log) 2>&1; status=$$?; grep -v $(NOTES) $(@:.o=.log) >&2; exit $$status
+	$(NVCC) $(nvflags) $(depend) -c $< -o $@.$(PARTIAL)
 	@$(keep)
 # Tests where no GPU can run them: as far as PTX only and not optimised (-G), a tenth of the time.
 $(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(wildcard llmc/*.h llmc/*.cuh dev/cuda/*.cuh dev/test/*.h) $(BUILD)/revision.h $(CONFIG) Makefile

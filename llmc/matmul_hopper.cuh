@@ -29,6 +29,7 @@ __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, un
         #pragma unroll
         for (int s = 0; s < S::SLOTS; s++) {
             if (s < here) mma.step(s == 0);
+            if (s == S::SLOTS - 1) wgmma_wait<0>();  // ptxas puts a wait here anyway, and says so (C7517) if we do not
             if (waiting) epilogue.finish(out, s);
         }
         if (!here) break;
