@@ -51,7 +51,7 @@ ASAN_CFLAGS := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fn
 CU := $(BUILD)/$(if $(filter FP32,$(PRECISION)),fp32,bf16)-$(subst $(space),-,$(ARCHS))
 PTX := $(lastword $(filter-out %a,$(ARCHS)))
 GENCODE := $(foreach a,$(ARCHS),-gencode arch=compute_$a,code=sm_$a) $(if $(PTX),-gencode arch=compute_$(PTX)$(comma)code=compute_$(PTX))
-# ptxas works on a file's kernels at once where it can (the machine code is the same). OpenMP: a large model's random weights are drawn on the host.
+# ptxas compiles kernels beside each other where it can: the same machine code. OpenMP: for a large model's random weights.
 SPLIT := $(if $(NVCC),$(if $(findstring --split-compile,$(shell $(NVCC) --help)),-Xptxas -split-compile=0))
 NVFLAGS := -std=c++17 -O3 --threads 0 $(SPLIT) $(if $(OPENMP),-Xcompiler $(OPENMP)) $(GENCODE) $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) -I. $(CUDA_CFLAGS)
 
@@ -65,7 +65,7 @@ HEADERS := $(notdir $(wildcard llmc/*.h llmc/*.cuh))
 PARTIAL := $(shell echo $$PPID).partial
 keep = mv -f $@.d.$(PARTIAL) $(basename $@).d && mv -f $@.$(PARTIAL) $@
 depend = -MMD -MP -MT $@ -MF $@.d.$(PARTIAL)
-install = @cmp -s $< $@ || { cp $< $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@; }
+renew = { cmp -s $1 $@ || { cp $1 $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@; }; }
 
 .PHONY: help all demo test doctor headers ladders bench sanitize fuzz parity venv toolkit mpi clean FORCE \
         train_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu host_tests
@@ -108,7 +108,7 @@ $(BUILD)/train_gpt2.o: train_gpt2.c $(BUILD)/revision.h $(CONFIG) Makefile
 $(BUILD)/train_gpt2: $(BUILD)/train_gpt2.o $(BUILD)/revision.o
 	$(CC) $(CFLAGS) $^ -o $@.$(PARTIAL) -lm -ldl $(MPI_LIBS) && mv -f $@.$(PARTIAL) $@
 train_gpt2: $(BUILD)/train_gpt2
-	$(install)
+	@$(call renew,$<)
 # The same program with every access checked, for the tests of bad input; without MPI, whose own leaks are not ours.
 $(BUILD)/train_gpt2.asan: train_gpt2.c $(wildcard llmc/*.h) $(BUILD)/revision.o $(CONFIG) Makefile
 	$(CC) $(CFLAGS) $(ASAN_CFLAGS) $(REVISION_FLAGS) $< $(BUILD)/revision.o -o $@.$(PARTIAL) -lm -ldl && mv -f $@.$(PARTIAL) $@
@@ -126,20 +126,17 @@ $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 # Tests where no GPU can run them: as far as PTX only and not optimised (-G), a tenth of the time.
 $(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(wildcard llmc/*.h llmc/*.cuh dev/cuda/*.cuh dev/test/*.h) $(BUILD)/revision.h $(CONFIG) Makefile
 	mkdir -p $(@D) && $(NVCC) $(subst code=sm_,code=compute_,$(nvflags)) -G --ptx $< -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
-# Kernels that change seldom and take long to compile: an object that trainer, tests and ladders share.
-KERNELS := $(CU)/llmc/matmul_hopper.o
-$(CU)/dev/cuda/matmul $(CU)/dev/cuda/rope $(CU)/dev/cuda/tp: $(KERNELS)
-$(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(KERNELS) $(BUILD)/revision.o
+# matmul_hopper.o, half of the time, is shared by trainer, tests and ladders.
+$(addprefix $(CU)/,train_gpt2cu test_gpt2cu dev/cuda/matmul dev/cuda/rope dev/cuda/tp): $(CU)/llmc/matmul_hopper.o
+$(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
 	$(NVCC) $(NVFLAGS) $^ -o $@.$(PARTIAL) $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.$(PARTIAL) $@
-# Both objects at once, under a plain make, too. fp32 under a name of its own, to have both.
+# All objects at once, under a plain make, too. fp32 has a name of its own, to have both.
+at_once = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2)
+train_gpt2cu test_gpt2cu: FORCE
+	@$(at_once) $(CU)/$@ && $(call renew,$(CU)/$@)
 FP32 := $(BUILD)/fp32-$(subst $(space),-,$(ARCHS))/train_gpt2cu
-at_once = @$(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2)
-train_gpt2cu test_gpt2cu: %: FORCE
-	$(at_once) $(CU)/$@
-	@cmp -s $(CU)/$@ $@ || { cp $(CU)/$@ $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@; }
 train_gpt2fp32cu: FORCE
-	$(at_once) PRECISION=FP32 $(FP32)
-	@cmp -s $(FP32) $@ || { cp $(FP32) $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@; }
+	@$(at_once) PRECISION=FP32 $(FP32) && $(call renew,$(FP32))
 
 # ---- kernel ladders, host tests, headers
 
