@@ -65,7 +65,7 @@ HEADERS := $(notdir $(wildcard llmc/*.h llmc/*.cuh))
 PARTIAL := $(shell echo $$PPID).partial
 keep = mv -f $@.d.$(PARTIAL) $(basename $@).d && mv -f $@.$(PARTIAL) $@
 depend = -MMD -MP -MT $@ -MF $@.d.$(PARTIAL)
-renew = { cmp -s $1 $@ || { cp $1 $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@; }; }
+renew = cmp -s $1 $@ || { cp $1 $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@; }
 
 .PHONY: help all demo test doctor headers ladders bench sanitize fuzz parity venv toolkit mpi clean FORCE \
         train_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu host_tests
@@ -131,12 +131,14 @@ $(addprefix $(CU)/,train_gpt2cu test_gpt2cu dev/cuda/matmul dev/cuda/rope dev/cu
 $(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
 	$(NVCC) $(NVFLAGS) $^ -o $@.$(PARTIAL) $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.$(PARTIAL) $@
 # All objects at once, under a plain make, too. fp32 has a name of its own, to have both.
-at_once = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2)
+at_once = --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2)
 train_gpt2cu test_gpt2cu: FORCE
-	@$(at_once) $(CU)/$@ && $(call renew,$(CU)/$@)
+	@$(MAKE) $(at_once) $(CU)/$@
+	@$(call renew,$(CU)/$@)
 FP32 := $(BUILD)/fp32-$(subst $(space),-,$(ARCHS))/train_gpt2cu
 train_gpt2fp32cu: FORCE
-	@$(at_once) PRECISION=FP32 $(FP32) && $(call renew,$(FP32))
+	@$(MAKE) $(at_once) PRECISION=FP32 $(FP32)
+	@$(call renew,$(FP32))
 
 # ---- kernel ladders, host tests, headers
 
