@@ -126,12 +126,13 @@ $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 # Tests where no GPU can run them: as far as PTX only and not optimised (-G), a tenth of the time.
 $(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(wildcard llmc/*.h llmc/*.cuh dev/cuda/*.cuh dev/test/*.h) $(BUILD)/revision.h $(CONFIG) Makefile
 	mkdir -p $(@D) && $(NVCC) $(subst code=sm_,code=compute_,$(nvflags)) -G --ptx $< -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
-# matmul_hopper.o, half of the time, is shared by trainer, tests and ladders.
+# What takes long to compile is an object that trainer, tests and ladders share.
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu dev/cuda/matmul dev/cuda/rope dev/cuda/tp): $(CU)/llmc/matmul_hopper.o
+$(addprefix $(CU)/,train_gpt2cu test_gpt2cu): $(CU)/llmc/attention.o
 $(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
 	$(NVCC) $(NVFLAGS) $^ -o $@.$(PARTIAL) $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.$(PARTIAL) $@
 # All objects at once, under a plain make, too. fp32 has a name of its own, to have both.
-at_once = --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2)
+at_once = --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j3)
 train_gpt2cu test_gpt2cu: FORCE
 	@$(MAKE) $(at_once) $(CU)/$@
 	@$(call renew,$(CU)/$@)

@@ -12,7 +12,7 @@
 enum { BIAS_THREADS = 256, BIAS_WARPS = BIAS_THREADS / WARP, BIAS_COLUMNS = WARP * VecX::size, BIAS_BLOCKS = 512 };
 
 // partial (slices, OC). Block (column group, slice): a warp reads a row's BIAS_COLUMNS at a time, the warps take turns.
-__global__ void __launch_bounds__(BIAS_THREADS, 4)
+static __global__ void __launch_bounds__(BIAS_THREADS, 4)
 bias_partial_kernel(float *partial, const floatX *dout, int N, int OC, int slice_rows) {
     __shared__ float shared[BIAS_WARPS][BIAS_COLUMNS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = blockIdx.x * BIAS_COLUMNS,
@@ -37,7 +37,7 @@ bias_partial_kernel(float *partial, const floatX *dout, int N, int OC, int slice
     const int mine = first + lane * VecX::size + warp;  // k of the element at shared[..][k * WARP + lane]
     if (mine < OC) partial[(size_t)blockIdx.y * OC + mine] = total;
 }
-__global__ void __launch_bounds__(WARP * WARP)
+static __global__ void __launch_bounds__(WARP * WARP)
 bias_finish_kernel(floatX *dbias, const float *partial, int slices, int OC, int accumulate) {
     __shared__ float shared[WARP][WARP + 1];
     const int column = blockIdx.x * WARP + threadIdx.x;

@@ -5,7 +5,7 @@
 // dev/cuda/attention.cu -o build/attention -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/attention.cuh"
+#include "../../llmc/attention.cu"  // its kernels in other shapes, too
 #include "common.cuh"
 
 #include <vector>
@@ -124,7 +124,7 @@ template <int N, int K, int A_KIND, int MN_B> static void check_tile(int rows = 
 }
 template <typename X> static void check_tiles(void) {
     if constexpr (sizeof(X) == 2)
-        if (attention_has_hopper<>(64)) {
+        if (attention_has_hopper(64)) {
             check_tile<64, 64, A_SHARED, 0>();
             check_tile<128, 64, A_SHARED, 0>();
             check_tile<64, 128, A_SHARED, 0>();

@@ -5,7 +5,7 @@
 static int hopper;  // whether this GPU is said to have Hopper's code
 #define cudaFuncGetAttributes(a, kernel) \
     (memset((a), 0, sizeof *(a)), (a)->sharedSizeBytes = (size_t)hopper, cudaSuccess)
-#include "llmc/attention.cuh"
+#include "llmc/attention.cu"
 #include "dev/test/check.h"
 
 static const AttentionPath other = sizeof(floatX) == 4 ? ATTENTION_FP32 : ATTENTION_MMA,

@@ -23,6 +23,7 @@
 #define __launch_bounds__(...)
 #define __shared__
 using std::min;
+static constexpr float LOG2E = 1.4426950408889634f;
 enum { WARP = 32 };
 struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };

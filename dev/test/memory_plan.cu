@@ -1,11 +1,12 @@
 // The GPU trainer's memory without a GPU: in which bytes of the shared region each part lies, whether a layer's buffers fill what was asked for,
 // whether the table's sum is what the sizes say, written down anew here, and whether what a hint says would fit does. test_docs.py runs it.
 #include <cuda_runtime.h>
-// Asked whether a kernel has Hopper's code: yes.
-#define cudaFuncGetAttributes(a, kernel) (memset((a), 0, sizeof *(a)), (a)->sharedSizeBytes = 1, cudaSuccess)
 #include "llmc/model/hints.cuh"
 #include "dev/test/check.h"
 
+bool attention_has_hopper(int HD) { return sizeof(floatX) == 2 && (HD == 64 || HD == 128); }
+void attention_run_forward(const AttentionLaunch<floatX> &, cudaStream_t) {}
+void attention_run_backward(const AttentionLaunch<floatX> &, cudaStream_t) {}
 // matmul_hopper.cu's table is not linked: here every activation can be part of a matmul.
 const HopperVariant *hopper_variants(int *count) {
     static const HopperVariant variants[] = {{MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_GELU, 256, 1, NULL},
