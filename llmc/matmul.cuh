@@ -91,7 +91,8 @@ static inline const HopperVariant *matmul_variant(const MatmulProblem *q, int *a
     const HopperVariant *variants = hopper_variants(&count);
     while (*at < count) {
         const HopperVariant *v = &variants[(*at)++];
-        if (v->form == q->form && v->epilogue == q->epilogue && v->activation == q->activation) return v;
+        const int same_activation = q->epilogue < EPILOGUE_ACTIVATION || v->activation == q->activation;
+        if (v->form == q->form && v->epilogue == q->epilogue && same_activation) return v;
     }
     return NULL;
 }
@@ -355,7 +356,8 @@ static inline void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperan
             "matmul of %d rows of %d to %d channels\nall must be positive, and channels multiples of %d", q->rows, q->in, q->out, VecX::size);
     require(((uintptr_t)x->out | (uintptr_t)x->a | (uintptr_t)x->b | (uintptr_t)x->bias | (uintptr_t)x->aux | (uintptr_t)x->rope.cos_sin) % MATMUL_ALIGNMENT == 0,
             "a matmul operand does not begin on %d bytes\nallocate it with memory_request", MATMUL_ALIGNMENT);
-    assert(x->out != x->a && x->out != x->b && (q->epilogue == EPILOGUE_PLAIN || !x->accumulate) && (!x->column_sums || matmul_sums_columns(q)));
+    assert(x->out != x->a && x->out != x->b && (!x->aux || x->out != x->aux));
+    assert((q->epilogue == EPILOGUE_PLAIN || !x->accumulate) && (!x->column_sums || matmul_sums_columns(q)));
     MatmulProblem planned = *q;  // what writes over its input must not run twice: the choice made with slopes holds for it, too
     if (q->epilogue == EPILOGUE_GRADIENT_FROM_INPUT) planned.epilogue = EPILOGUE_GRADIENT;
     MatmulPlan *p = matmul_plan(mm, &planned, x->bias);
