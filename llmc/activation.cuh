@@ -1,10 +1,10 @@
 // The MLP's activation functions (activation_policy.cuh), elementwise; floatX in and out, fp32 inside.
 //   forward    out (N,F) = f(inp (N,INPUTS F)), a row of SwiGLU's input packed as [gate: F | up: F]
 //   backward   dinp (N,INPUTS F) = dout (N,F) times each part of slopes (N,INPUTS F)
-// Saved for backward: the slopes, rounded to floatX, in place of the input, of which backward needs nothing else. Where the matmul
-// applies the activation itself (matmul.cuh), the results are bitwise identical.
-// Bound by memory: each element is read once and written once in 16-byte vectors, several in flight per thread. The slopes are
-// next needed in backward, a whole pass later, so they are streaming data; the output feeds the next matmul.
+// Saved for backward: the slopes, rounded to floatX, in place of the input, of which backward needs nothing else. Where
+// the matmul applies the activation itself (matmul.cuh), the results are bitwise identical.
+// Bound by memory: each element is read once and written once in 16-byte vectors, several in flight per thread. The
+// slopes are next needed in backward, a whole pass later, so they are streaming data; the output feeds the next matmul.
 // Ladder: dev/cuda/activation.cu. Not supported: F not a multiple of a 16-byte vector; more than 2^32 vectors.
 #ifndef LLMC_ACTIVATION_CUH
 #define LLMC_ACTIVATION_CUH
@@ -86,34 +86,39 @@ activation_backward_kernel(floatX *dinp, const floatX *dout, const floatX *slope
 
 // ---- launchers: all outputs "="
 
-template <int INPUTS> static inline ActivationRows<INPUTS> activation_rows(int N, int F, const void *a, const void *b, const void *c) {
+template <int INPUTS>
+static inline ActivationRows<INPUTS> activation_rows(int N, int F, const void *a, const void *b, const void *c) {
     require(((uintptr_t)a | (uintptr_t)b | (uintptr_t)c) % 16 == 0,
             "an activation's buffer does not begin on 16 bytes\nallocate it with memory_request");
     require(F % VecX::size == 0, "MLP width %d is not a multiple of %d\nchange ffn=", F, VecX::size);
     const size_t vectors = (size_t)N * (size_t)F / VecX::size;
-    require(vectors < 0xffff0000u, "%d tokens of MLP width %d are too many for one launch\nuse a smaller --batch-size", N, F);
+    require(vectors < 0xffff0000u, "%d tokens of MLP width %d are too many for one launch\nuse a smaller --batch-size",
+            N, F);
     return {(unsigned)vectors, (unsigned)(F / VecX::size)};
 }
 template <int INPUTS> static inline unsigned activation_blocks(ActivationRows<INPUTS> rows) {
     return (unsigned)ceil_div(rows.vectors, (size_t)ACTIVATION_THREADS * rows.UNROLL);
 }
 // out (N,F) = f(inp (N,INPUTS F)); slopes (N,INPUTS F; NULL: not kept; may be inp) = f's slopes by each input
-static inline void activation_forward(MlpKind kind, floatX *out, floatX *slopes, const floatX *inp, int N, int F, cudaStream_t stream) {
+static inline void activation_forward(MlpKind kind, floatX *out, floatX *slopes, const floatX *inp, int N, int F,
+                                      cudaStream_t stream) {
     with_activation(kind, [&](auto policy) {
         typedef decltype(policy) Act;
         const auto rows = activation_rows<Act::INPUTS>(N, F, out, slopes, inp);
-        activation_forward_kernel<Act><<<activation_blocks(rows), ACTIVATION_THREADS, 0, stream>>>(out, slopes, inp, rows);
+        activation_forward_kernel<Act>
+            <<<activation_blocks(rows), ACTIVATION_THREADS, 0, stream>>>(out, slopes, inp, rows);
         launchCheck();
         timing_lap("activation", 0, (1.0 + (slopes ? 2 : 1) * Act::INPUTS) * N * F * sizeof(floatX), stream);
     });
 }
 // dinp (N,INPUTS F) = dout (N,F) times each part of slopes; dinp may be slopes or, with one input, dout
-static inline void activation_backward(MlpKind kind, floatX *dinp, const floatX *dout, const floatX *slopes, int N, int F,
-                                       cudaStream_t stream) {
+static inline void activation_backward(MlpKind kind, floatX *dinp, const floatX *dout, const floatX *slopes, int N,
+                                       int F, cudaStream_t stream) {
     with_activation(kind, [&](auto policy) {
         constexpr int INPUTS = decltype(policy)::INPUTS;
         const auto rows = activation_rows<INPUTS>(N, F, dinp, dout, slopes);
-        activation_backward_kernel<INPUTS><<<activation_blocks(rows), ACTIVATION_THREADS, 0, stream>>>(dinp, dout, slopes, rows);
+        activation_backward_kernel<INPUTS>
+            <<<activation_blocks(rows), ACTIVATION_THREADS, 0, stream>>>(dinp, dout, slopes, rows);
         launchCheck();
         timing_lap("activation backward", 0, (1.0 + 2 * INPUTS) * N * F * sizeof(floatX), stream);
     });

@@ -1,4 +1,5 @@
-// The MLP's activation functions: one policy each, for elementwise kernels (activation.cuh) and for matmuls (matmul_epilogue.cuh).
+// The MLP's activation functions: one policy each, for elementwise kernels (activation.cuh) and for matmuls
+// (matmul_epilogue.cuh).
 //   GELU (GPT-2, tanh form; Hendrycks and Gimpel, arXiv:1606.08415)   gelu(x) = x * sigmoid(2u),  u = sqrt(2/pi) (x + 0.044715 x^3)
 //     because (1 + tanh u) / 2 = sigmoid(2u);   gelu'(x) = s + x s (1 - s) 2u',  s = sigmoid(2u)
 //   SwiGLU (Llama, Qwen; Shazeer, arXiv:2002.05202)                   h = silu(gate) * up,  silu(g) = g sigmoid(g)
@@ -10,11 +11,13 @@
 #include "config.h"
 #include "cuda_common.cuh"
 
-// 1 / (1 + 2^x) to about 4 units in the last place of fp32: two special-function instructions. Denormals, flushed to zero here,
-// vanish beside the 1.
+// 1 / (1 + 2^x) to about 4 units in the last place of fp32: two special-function instructions. Denormals, flushed to
+// zero here, vanish beside the 1.
 __device__ inline float gpu_sigmoid2(float x) {
     float y;
-    asm("{ .reg .f32 e; ex2.approx.ftz.f32 e, %1; add.f32 e, e, 0f3f800000; rcp.approx.ftz.f32 %0, e; }" : "=f"(y) : "f"(x));
+    asm("{ .reg .f32 e; ex2.approx.ftz.f32 e, %1; add.f32 e, e, 0f3f800000; rcp.approx.ftz.f32 %0, e; }"
+        : "=f"(y)
+        : "f"(x));
     return y;
 }
 

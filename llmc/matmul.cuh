@@ -1,22 +1,26 @@
-// The products of linear layers (matmul_problem.cuh) by cuBLASLt and, in bf16 on Hopper, by our own kernel (matmul_hopper.cuh).
-// floatX in and out, fp32 sums. fp32 build: true fp32, or TF32 inputs (10-bit mantissa) if allow_tf32.
+// The products of linear layers (matmul_problem.cuh) by cuBLASLt and, in bf16 on Hopper, by our own kernel
+// (matmul_hopper.cuh). floatX in and out, fp32 sums. fp32 build: true fp32, or TF32 inputs (10-bit mantissa) if
+// allow_tf32.
 //
-// A problem is planned once. Its candidates are cuBLASLt's best and our variants; an epilogue that is not plain has ours only.
-// The first candidate fixes the numbers: cuBLASLt's, which is asked for with 16 bytes of alignment, whatever the pointers have. Plain products
-// of ours are bitwise identical to it, as all kernels are that sum k in one go; and an epilogue of ours is bitwise identical to the plain
-// product followed by activation.cuh or rope.cuh. So a block gives the same numbers with and without fusion.
+// A problem is planned once. Its candidates are cuBLASLt's best and our variants; an epilogue that is not plain has
+// ours only. The first candidate fixes the numbers: cuBLASLt's, which is asked for with 16 bytes of alignment, whatever
+// the pointers have. Plain products of ours are bitwise identical to it, as all kernels are that sum k in one go; and
+// an epilogue of ours is bitwise identical to the plain product followed by activation.cuh or rope.cuh. So a block
+// gives the same numbers with and without fusion.
 //
-// With autotune the first call of a plan runs all candidates on the caller's own operands; "=" calls only. Those whose result
-// differs from the first's in any bit are dropped, and the fastest of the rest is kept: the choice, which depends on noise, does not
-// change a run's numbers. (Results are compared on that one data set: equal there means the same order of summation.) Without autotune,
-// and for small problems, the first candidate is taken. Only BACKWARD_WEIGHT, whose output is small and whose sum is long, may be split
-// along k, and only with fp32 partial sums in the workspace, added in a fixed order.
+// With autotune the first call of a plan runs all candidates on the caller's own operands; "=" calls only. Those whose
+// result differs from the first's in any bit are dropped, and the fastest of the rest is kept: the choice, which
+// depends on noise, does not change a run's numbers. (Results are compared on that one data set: equal there means the
+// same order of summation.) Without autotune, and for small problems, the first candidate is taken. Only
+// BACKWARD_WEIGHT, whose output is small and whose sum is long, may be split along k, and only with fp32 partial sums
+// in the workspace, added in a fixed order.
 //
-// cuBLASLt is column-major. A row-major (R,K) matrix is, in the same bytes, a column-major (K,R) one with leading dimension K; so we
-// ask for the transpose of what we want, with the factors swapped: its m, n are our N, M, its a, b our b, a.
+// cuBLASLt is column-major. A row-major (R,K) matrix is, in the same bytes, a column-major (K,R) one with leading
+// dimension K; so we ask for the transpose of what we want, with the factors swapped: its m, n are our N, M, its a, b
+// our b, a.
 //
-// Ladder: dev/cuda/matmul.cu. Not supported: no rows; in, out not a multiple of a 16-byte vector; two streams with one workspace; a
-// problem first met while a CUDA graph is captured; activations in the fp32 build or without Hopper.
+// Ladder: dev/cuda/matmul.cu. Not supported: no rows; in, out not a multiple of a 16-byte vector; two streams with one
+// workspace; a problem first met while a CUDA graph is captured; activations in the fp32 build or without Hopper.
 #ifndef LLMC_MATMUL_CUH
 #define LLMC_MATMUL_CUH
 
@@ -43,8 +47,10 @@ typedef struct {
     int with_bias;
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, d;
-    MatmulCandidate use, vendor;  // vendor: the same or, where our kernel is in use, the best of cuBLASLt's, which can accumulate
-    int tuned, found, identical, chosen;  // candidates: offered, bitwise identical to the first, index of the one in use
+    MatmulCandidate use;
+    MatmulCandidate vendor;  // the same or, where our kernel is in use, the best of cuBLASLt's, which can accumulate
+    int tuned;
+    int found, identical, chosen;  // candidates: offered, bitwise identical to the first, index of the one in use
     float ms, first_ms;                   // the chosen one and candidate 0
 } MatmulPlan;
 typedef struct Matmul {
@@ -54,7 +60,8 @@ typedef struct Matmul {
     uint64_t *hashes;  // the last bytes of the workspace
     cublasComputeType_t compute;
     int autotune, count;
-    int part_rows, whole_rows;  // 0, or: products of a multiple of so many rows are parts of one of so many, bitwise identical to it
+    // 0, or: products of a multiple of part_rows are parts of one of whole_rows, and bitwise identical to it.
+    int part_rows, whole_rows;
     double tune_seconds;
     MatmulPlan *plans;
 } Matmul;
@@ -63,7 +70,8 @@ typedef struct Matmul {
 static inline void matmul_open(Matmul *mm, void *workspace, size_t workspace_bytes, int allow_tf32, int autotune = 1) {
     memset(mm, 0, sizeof *mm);
     const size_t reserved = 256;
-    assert(workspace_bytes > reserved && (uintptr_t)workspace % 256 == 0 && MATMUL_CANDIDATES * sizeof(uint64_t) <= reserved);
+    assert(workspace_bytes > reserved && (uintptr_t)workspace % 256 == 0 &&
+           MATMUL_CANDIDATES * sizeof(uint64_t) <= reserved);
     mm->workspace = workspace;
     mm->workspace_bytes = workspace_bytes / 256 * 256 - reserved;
     mm->hashes = (uint64_t *)((char *)workspace + mm->workspace_bytes);
@@ -104,14 +112,18 @@ static inline int matmul_has_epilogue(MatmulForm form, MatmulEpilogue epilogue, 
     q.activation = activation;
     return matmul_variant(&q, &at) != NULL;
 }
-// Whether the activation of an MLP of width F can be part of its matmuls, in every direction. If not: matmul first, then activation.cuh.
+// Whether the activation of an MLP of width F can be part of its matmuls, in every direction. If not: matmul first,
+// then activation.cuh.
 static inline int matmul_can_fuse(MlpKind activation, int F) {
     return matmul_has_epilogue(MATMUL_FORWARD, EPILOGUE_ACTIVATION, activation) &&
            F % (activation_inputs(activation) > 1 ? 64 /*a tile's box*/ : VecX::size) == 0;
 }
 // Whether the product that gives q, k, v can rotate heads of HD. Those of 128 it could, but it was slower (dev/LOG.md).
-static inline int matmul_can_rotate(int HD) { return HD == 64 && matmul_has_epilogue(MATMUL_FORWARD, EPILOGUE_ROPE, MLP_GELU); }
-// Whether the epilogue can leave partial sums of out's (or aux's, from input) columns: fp32 (matmul_sum_slices, in), for bias_finish.
+static inline int matmul_can_rotate(int HD) {
+    return HD == 64 && matmul_has_epilogue(MATMUL_FORWARD, EPILOGUE_ROPE, MLP_GELU);
+}
+// Whether the epilogue can leave partial sums of out's (or aux's, from input) columns: fp32 (matmul_sum_slices, in),
+// for bias_finish.
 static inline int matmul_sums_columns(const MatmulProblem *q) {
     return q->epilogue >= EPILOGUE_GRADIENT && activation_inputs(q->activation) == 1;
 }
@@ -119,7 +131,8 @@ static inline int matmul_sum_slices(int rows) { return (int)ceil_div((size_t)row
 
 // ---- plans
 
-#define matmulSet(desc, name, value) cublasCheck(cublasLtMatmulDescSetAttribute((desc), (name), &(value), sizeof(value)))
+#define matmulSet(desc, name, value) \
+    cublasCheck(cublasLtMatmulDescSetAttribute((desc), (name), &(value), sizeof(value)))
 static inline void matmul_set_rows(const MatmulPlan *p, int rows) {  // of a product whose rows are those of inp or dout
     const uint64_t columns = (uint64_t)rows;
     cublasCheck(cublasLtMatrixLayoutSetAttribute(p->b, CUBLASLT_MATRIX_LAYOUT_COLS, &columns, sizeof columns));
@@ -130,14 +143,16 @@ static inline int matmul_vendor_candidates(const Matmul *mm, const MatmulPlan *p
     const MatmulProblem *q = &p->problem;
     const uint32_t alignment = MATMUL_ALIGNMENT;
     const int is_weight_gradient = q->form == MATMUL_BACKWARD_WEIGHT;
-    const int is_part = !is_weight_gradient && mm->part_rows && q->rows % mm->part_rows == 0 && q->rows < mm->whole_rows;
-    const uint32_t reductions = is_weight_gradient ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE;
+    const int is_part =
+        !is_weight_gradient && mm->part_rows && q->rows % mm->part_rows == 0 && q->rows < mm->whole_rows;
+    const uint32_t reductions =
+        is_weight_gradient ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE;
     cublasLtMatmulPreference_t preference;
     cublasLtMatmulHeuristicResult_t results[MATMUL_VENDOR], part;
     int found = 0, count = 0;
     cublasCheck(cublasLtMatmulPreferenceCreate(&preference));
     #define matmulPrefer(name, value) \
-        cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value)))
+    cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value)))
     matmulPrefer(MAX_WORKSPACE_BYTES, mm->workspace_bytes);
     matmulPrefer(REDUCTION_SCHEME_MASK, reductions);
     matmulPrefer(MIN_ALIGNMENT_A_BYTES, alignment);
@@ -145,18 +160,22 @@ static inline int matmul_vendor_candidates(const Matmul *mm, const MatmulPlan *p
     matmulPrefer(MIN_ALIGNMENT_C_BYTES, alignment);
     matmulPrefer(MIN_ALIGNMENT_D_BYTES, alignment);
     #undef matmulPrefer
-    if (is_part) matmul_set_rows(p, mm->whole_rows);  // asked for fewer rows, cuBLASLt may choose a kernel that adds in another order
-    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(mm->handle, p->desc, p->a, p->b, p->d, p->d, preference,
-                                                                 MATMUL_VENDOR, results, &found);
+    // Asked for fewer rows, cuBLASLt may choose a kernel that adds in another order.
+    if (is_part) matmul_set_rows(p, mm->whole_rows);
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(mm->handle, p->desc, p->a, p->b, p->d, p->d,
+                                                                 preference, MATMUL_VENDOR, results, &found);
     if (is_part) matmul_set_rows(p, q->rows);
     cublasCheck(cublasLtMatmulPreferenceDestroy(preference));
     for (int i = 0; i < found && status == CUBLAS_STATUS_SUCCESS; i++) {
-        if (is_part && cublasLtMatmulAlgoCheck(mm->handle, p->desc, p->a, p->b, p->d, p->d, &results[i].algo, &part) != CUBLAS_STATUS_SUCCESS)
+        if (is_part && cublasLtMatmulAlgoCheck(mm->handle, p->desc, p->a, p->b, p->d, p->d, &results[i].algo, &part) !=
+                           CUBLAS_STATUS_SUCCESS)
             continue;
         if (results[i].state == CUBLAS_STATUS_SUCCESS) candidates[count++].algo = results[i].algo;
     }
-    require(count > 0, "cuBLASLt has no kernel for %d rows of %d to %d channels: %s\ncheck driver and cuBLAS versions: make doctor",
-            q->rows, q->in, q->out, cublasGetStatusString(status));
+    require(
+        count > 0,
+        "cuBLASLt has no kernel for %d rows of %d to %d channels: %s\ncheck driver and cuBLAS versions: make doctor",
+        q->rows, q->in, q->out, cublasGetStatusString(status));
     return count;
 }
 // All candidates, the one that fixes the numbers first.
@@ -191,7 +210,8 @@ static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const 
     while (p < end && (p->with_bias != (bias != NULL) || memcmp(&p->problem, q, sizeof *q))) p++;
     if (p == end) {
         MatmulCandidate candidates[MATMUL_CANDIDATES];
-        if (mm->count % 64 == 0) mm->plans = (MatmulPlan *)realloc(mm->plans, (size_t)(mm->count + 64) * sizeof(MatmulPlan));
+        if (mm->count % 64 == 0)
+            mm->plans = (MatmulPlan *)realloc(mm->plans, (size_t)(mm->count + 64) * sizeof(MatmulPlan));
         require(mm->plans, "out of host memory for matmul plans\nclose other programs");
         p = &mm->plans[mm->count++];
         memset(p, 0, sizeof *p);
@@ -199,21 +219,25 @@ static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const 
         p->with_bias = bias != NULL;
         matmul_describe(mm, p);
         p->found = matmul_candidates(mm, p, candidates);
-        require(p->found > 0, "a matmul of %d rows of %d to %d channels cannot have epilogue %d here: it takes a bf16 build and a Hopper GPU\n"
-                "ask matmul_can_fuse, matmul_can_rotate first", q->rows, q->in, q->out, (int)q->epilogue);
+        require(p->found > 0,
+                "a matmul of %d rows of %d to %d channels cannot have epilogue %d here: it takes a bf16 build and a "
+                "Hopper GPU\n"
+                "ask matmul_can_fuse, matmul_can_rotate first",
+                q->rows, q->in, q->out, (int)q->epilogue);
         p->use = p->vendor = candidates[0];
     }
     if (bias) matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     return p;
 }
-static inline cublasStatus_t matmul_launch(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *c, const MatmulProblem *q,
-                                           const MatmulOperands *x, cudaStream_t stream) {
+static inline cublasStatus_t matmul_launch(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *c,
+                                           const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream) {
     const float alpha = 1, beta = x->accumulate ? 1 : 0;
     if (!c->own)
-        return cublasLtMatmul(mm->handle, p->desc, &alpha, x->b, p->a, x->a, p->b, &beta, x->out, p->d, x->out, p->d, &c->algo,
-                              mm->workspace, mm->workspace_bytes, stream);
+        return cublasLtMatmul(mm->handle, p->desc, &alpha, x->b, p->a, x->a, p->b, &beta, x->out, p->d, x->out, p->d,
+                              &c->algo, mm->workspace, mm->workspace_bytes, stream);
     const HopperVariant *v = c->own;
-    for (int at = 0; v->epilogue != q->epilogue || v->columns != c->own->columns || v->cluster != c->own->cluster;) v = matmul_variant(q, &at);
+    for (int at = 0; v->epilogue != q->epilogue || v->columns != c->own->columns || v->cluster != c->own->cluster;)
+        v = matmul_variant(q, &at);
     v->run(q, x, stream);
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -263,15 +287,22 @@ static inline int matmul_identical(const Matmul *mm, const MatmulPlan *p, const 
     }
     cudaCheck(cudaMemcpyAsync(hashes, mm->hashes, sizeof hashes, cudaMemcpyDeviceToHost, stream));
     cudaCheck(cudaStreamSynchronize(stream));
-    require(alive[0], "the first kernel for %d rows of %d to %d channels does not run\ncheck driver and cuBLAS versions: make doctor",
-            p->problem.rows, p->problem.in, p->problem.out);
+    require(
+        alive[0],
+        "the first kernel for %d rows of %d to %d channels does not run\ncheck driver and cuBLAS versions: make doctor",
+        p->problem.rows, p->problem.in, p->problem.out);
     for (int i = 0; i < p->found; i++) count += alive[i] = alive[i] && hashes[i] == hashes[0];
     return count;
 }
-// The best time of each candidate that is alive. In every round each is run once, so that clocks and temperature treat all alike.
-static inline void matmul_time(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *candidates, int *alive, float *best,
-                               const MatmulOperands *x, cudaStream_t stream) {
-    enum { ROUNDS = 6, LEAST_ROUNDS = 2, ENOUGH_MS = 20 };  // long products need no repeating, and would hold up the first step
+// The best time of each candidate that is alive. In every round each is run once, so that clocks and temperature treat
+// all alike.
+static inline void matmul_time(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *candidates, int *alive,
+                               float *best, const MatmulOperands *x, cudaStream_t stream) {
+    enum {
+        ROUNDS = 6,
+        LEAST_ROUNDS = 2,
+        ENOUGH_MS = 20
+    };  // long products need no repeating, and would hold up the first step
     cudaEvent_t events[MATMUL_CANDIDATES + 1];
     float ms, fastest = INFINITY;
     for (int i = 0; i <= p->found; i++) cudaCheck(cudaEventCreate(&events[i]));
@@ -289,7 +320,8 @@ static inline void matmul_time(const Matmul *mm, const MatmulPlan *p, const Matm
             best[i] = fminf(best[i], ms);
             fastest = fminf(fastest, best[i]);
         }
-        for (int i = 1; i < p->found; i++) alive[i] = alive[i] && best[i] < 1.3f * fastest;  // hopeless ones run no further round
+        for (int i = 1; i < p->found; i++)
+            alive[i] = alive[i] && best[i] < 1.3f * fastest;  // hopeless ones run no further round
     }
     for (int i = 0; i <= p->found; i++) cudaCheck(cudaEventDestroy(events[i]));
 }
@@ -324,12 +356,14 @@ static inline void matmul_tune(Matmul *mm, MatmulPlan *p, const MatmulOperands *
 // Every plan with what was chosen and, where it was timed, how fast it is.
 static inline void matmul_report(const Matmul *mm, FILE *f) {
     static const char *forms[] = {"forward", "input gradient", "weight gradient"};
-    static const char *epilogues[] = {"", ", rope", ", activation", ", activation keeps input", ", activation's gradient"};
+    static const char *epilogues[] = {"", ", rope", ", activation", ", activation keeps input",
+                                      ", activation's gradient"};
     fprintf(f, "matmul plans: %d, tuned in %.1f s\n", mm->count, mm->tune_seconds);
     for (int i = 0; i < mm->count; i++) {
         const MatmulPlan *p = &mm->plans[i];
         const MatmulProblem *q = &p->problem;
-        fprintf(f, "  %d rows, %d to %d, %s%s%s: ", q->rows, q->in, q->out, forms[q->form], p->with_bias ? ", bias" : "", epilogues[q->epilogue]);
+        fprintf(f, "  %d rows, %d to %d, %s%s%s: ", q->rows, q->in, q->out, forms[q->form],
+                p->with_bias ? ", bias" : "", epilogues[q->epilogue]);
         if (p->use.own) fprintf(f, "own kernel, %d columns, clusters of %d", p->use.own->columns, p->use.own->cluster);
         else {
             static const struct { const char *name; cublasLtMatmulAlgoConfigAttributes_t attribute; } shown[] = {
@@ -342,8 +376,10 @@ static inline void matmul_report(const Matmul *mm, FILE *f) {
                 fprintf(f, "%s %d", s.name, value);
             }
         }
-        if (p->tuned) fprintf(f, "; %.4f ms %.0f TFLOP/s, candidate %d of %d (%d identical), first %.4f ms", (double)p->ms,
-                              2e-9 * q->rows * q->in * q->out / (double)p->ms, p->chosen, p->found, p->identical, (double)p->first_ms);
+        if (p->tuned)
+            fprintf(f, "; %.4f ms %.0f TFLOP/s, candidate %d of %d (%d identical), first %.4f ms", (double)p->ms,
+                    2e-9 * q->rows * q->in * q->out / (double)p->ms, p->chosen, p->found, p->identical,
+                    (double)p->first_ms);
         fprintf(f, "\n");
     }
 }
@@ -353,16 +389,22 @@ static inline void matmul_report(const Matmul *mm, FILE *f) {
 static inline void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream) {
     static const char *laps[] = {"matmul", "matmul, input grad", "matmul, weight grad"};
     require(q->rows > 0 && q->in > 0 && q->out > 0 && q->in % VecX::size == 0 && q->out % VecX::size == 0,
-            "matmul of %d rows of %d to %d channels\nall must be positive, and channels multiples of %d", q->rows, q->in, q->out, VecX::size);
-    require(((uintptr_t)x->out | (uintptr_t)x->a | (uintptr_t)x->b | (uintptr_t)x->bias | (uintptr_t)x->aux | (uintptr_t)x->rope.cos_sin) % MATMUL_ALIGNMENT == 0,
+            "matmul of %d rows of %d to %d channels\nall must be positive, and channels multiples of %d", q->rows,
+            q->in, q->out, VecX::size);
+    require(((uintptr_t)x->out | (uintptr_t)x->a | (uintptr_t)x->b | (uintptr_t)x->bias | (uintptr_t)x->aux |
+             (uintptr_t)x->rope.cos_sin) %
+                    MATMUL_ALIGNMENT ==
+                0,
             "a matmul operand does not begin on %d bytes\nallocate it with memory_request", MATMUL_ALIGNMENT);
     assert(x->out != x->a && x->out != x->b && (!x->aux || x->out != x->aux));
     assert((q->epilogue == EPILOGUE_PLAIN || !x->accumulate) && (!x->column_sums || matmul_sums_columns(q)));
-    MatmulProblem planned = *q;  // what writes over its input must not run twice: the choice made with slopes holds for it, too
+    MatmulProblem planned =
+        *q;  // what writes over its input must not run twice: the choice made with slopes holds for it, too
     if (q->epilogue == EPILOGUE_GRADIENT_FROM_INPUT) planned.epilogue = EPILOGUE_GRADIENT;
     MatmulPlan *p = matmul_plan(mm, &planned, x->bias);
     const double flops = 2.0 * q->rows * q->in * q->out;
-    if (mm->autotune && !p->tuned && p->found > 1 && flops >= MATMUL_TUNE_FLOPS && !x->accumulate) matmul_tune(mm, p, x, stream);
+    if (mm->autotune && !p->tuned && p->found > 1 && flops >= MATMUL_TUNE_FLOPS && !x->accumulate)
+        matmul_tune(mm, p, x, stream);
     cublasCheck(matmul_launch(mm, p, x->accumulate ? &p->vendor : &p->use, q, x, stream));
     const double elements = (double)q->rows * q->in + (double)q->in * q->out + (double)q->rows * q->out;
     timing_lap(laps[q->form], flops, elements * sizeof(floatX), stream);

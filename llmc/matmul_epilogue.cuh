@@ -1,15 +1,17 @@
 // What a math warpgroup does with a finished tile: one policy for each MatmulEpilogue.
 //
-// With K = 768 a tile has twelve steps only, so the epilogue must cost the tensor cores nothing: after the last step the sums are packed
-// to bf16, which frees the accumulators, and the packed tile is finished and stored in SLOTS parts between the steps of the next tile.
-// A slot has 32 columns, where an activation is computed 16, which a step of both warpgroups hides.
-// The product is rounded to bf16 before an activation or its slopes are applied, and so are the slopes: bitwise identical to a plain
-// matmul followed by activation.cuh. What is kept for backward is the slope and not the input: forward has its sigmoid at hand, and
-// backward's epilogue is left with a product. Where backward computes the activation again, it is the input.
+// With K = 768 a tile has twelve steps only, so the epilogue must cost the tensor cores nothing: after the last step
+// the sums are packed to bf16, which frees the accumulators, and the packed tile is finished and stored in SLOTS parts
+// between the steps of the next tile. A slot has 32 columns, where an activation is computed 16, which a step of both
+// warpgroups hides. The product is rounded to bf16 before an activation or its slopes are applied, and so are the
+// slopes: bitwise identical to a plain matmul followed by activation.cuh. What is kept for backward is the slope and
+// not the input: forward has its sigmoid at hand, and backward's epilogue is left with a product. Where backward
+// computes the activation again, it is the input.
 //
-// A policy says: PRODUCTS, of which each has its part of b's columns (gate and up); BOXES that it stages in shared memory for each
-// warpgroup; how many matrices of a product's size lie side by side in out and in aux; whether it READS_AUX and SUMS_COLUMNS;
-// slots<COLUMNS>; begin(tile), when the tile's place is known; and finish(tile, slot), with `slot` known at compile time.
+// A policy says: PRODUCTS, of which each has its part of b's columns (gate and up); BOXES that it stages in shared
+// memory for each warpgroup; how many matrices of a product's size lie side by side in out and in aux; whether it
+// READS_AUX and SUMS_COLUMNS; slots<COLUMNS>; begin(tile), when the tile's place is known; and finish(tile, slot), with
+// `slot` known at compile time.
 #ifndef LLMC_MATMUL_EPILOGUE_CUH
 #define LLMC_MATMUL_EPILOGUE_CUH
 
@@ -40,8 +42,8 @@ template <typename S> struct FinishedTile {
     bool storer = threadIdx.x % WARPGROUP == 0;
     unsigned packed[S::COLUMNS / 4];  // packed[2n + h]: columns 8n+2t,+1 of row g + 8h
 
-    __device__ FinishedTile(const CUtensorMap *out_map, const CUtensorMap *aux_map, const HopperWork &work, unsigned staged,
-                            unsigned aux_barriers, float *side, int warpgroup)
+    __device__ FinishedTile(const CUtensorMap *out_map, const CUtensorMap *aux_map, const HopperWork &work,
+                            unsigned staged, unsigned aux_barriers, float *side, int warpgroup)
         : out_map(out_map), aux_map(aux_map), work(work), boxes(staged + warpgroup * S::Epilogue::BOXES * BOX_BYTES),
           aux_barriers(aux_barriers + warpgroup * 16), side(side), warpgroup(warpgroup), M(work.M), N(work.N) {}
 
@@ -116,7 +118,8 @@ struct Rotate : Plain {
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             const size_t row = (size_t)((first + 8 * h) % rope.T);
-            const float4 *table = (const float4 *)(rope.cos_sin + row * BOX_COLUMNS) + threadIdx.x % 4;  // (cos, sin, cos, sin)
+            // Of (cos, sin, cos, sin).
+            const float4 *table = (const float4 *)(rope.cos_sin + row * BOX_COLUMNS) + threadIdx.x % 4;
             #pragma unroll
             for (int n = 0; n < HALF / 8; n++) {
                 const float4 f = __ldg(table + 4 * n);
@@ -150,8 +153,8 @@ __device__ inline unsigned activate(unsigned (&slopes)[INPUTS], const unsigned (
     return pack_bf16(y, z);
 }
 
-// out = f, aux = its slopes or its inputs. The first round stores f and what belongs to the last input. With gate and up, what belongs to
-// the gate waits in the gate's place for a second round.
+// out = f, aux = its slopes or its inputs. The first round stores f and what belongs to the last input. With gate and
+// up, what belongs to the gate waits in the gate's place for a second round.
 template <typename Act, bool KEEPS_INPUT> struct Activate {
     static constexpr int PRODUCTS = Act::INPUTS, BOXES = 2, OUT_PARTS = 1, AUX_PARTS = Act::INPUTS;
     static constexpr int STEPS = Act::INPUTS;  // of 16 columns in a slot
@@ -194,10 +197,10 @@ template <typename Act, bool KEEPS_INPUT> struct Activate {
 
 // ---- an activation's gradient
 
-// The product times the slopes in aux; or aux is the input, whose gradient takes its place, and out = f. Aux comes by TMA, a column block at
-// a time. Where a box is free, the next one's is on its way while this one's is used (ALTERNATES); else a block's first two slots wait.
-// Of an activation with one input the columns of what is written are summed, 64 rows at a time and before rounding: the bias gradient
-// of the layer below.
+// The product times the slopes in aux; or aux is the input, whose gradient takes its place, and out = f. Aux comes by
+// TMA, a column block at a time. Where a box is free, the next one's is on its way while this one's is used
+// (ALTERNATES); else a block's first two slots wait. Of an activation with one input the columns of what is written are
+// summed, 64 rows at a time and before rounding: the bias gradient of the layer below.
 template <typename Act, bool FROM_INPUT> struct ActivationGradient {
     static constexpr int INPUTS = Act::INPUTS;
     static constexpr int PRODUCTS = 1, BOXES = 2, OUT_PARTS = FROM_INPUT ? 1 : INPUTS, AUX_PARTS = INPUTS;
@@ -222,7 +225,8 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
             box_load(t.boxes + (box + part) * BOX_BYTES, t.aux_map, barrier, at, 0, t.row, 0);
         }
     }
-    // The tile's place is known: aux comes from memory while the steps that are left run, and is needed a step into the next tile.
+    // The tile's place is known: aux comes from memory while the steps that are left run, and is needed a step into the
+    // next tile.
     template <typename T> __device__ void begin(const T &t) {
         if (!t.storer) return;
         fetch(t, 0);
@@ -233,7 +237,8 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
         mbarrier_wait(t.aux_barriers + box * 8, parity >> box & 1);
         parity ^= 1u << box;
     }
-    // Totals over the warpgroup's 64 rows: warp 0 adds those of the other warps to its own. The two halves use two places.
+    // Totals over the warpgroup's 64 rows: warp 0 adds those of the other warps to its own. The two halves use two
+    // places.
     template <typename T> __device__ void sum_columns(const T &t, int half) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
         float mine[8];
@@ -248,7 +253,8 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
         const int at = t.column + half * 32 + lane / 4 % 2 * 16 + lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2;
         if (at < t.N) t.work.column_sums[(size_t)(t.row / BOX_ROWS) * t.N + at] = total;
     }
-    // 16 columns: gradients take the place of aux in its boxes; f that of the second box or, with gate and up, of the product.
+    // 16 columns: gradients take the place of aux in its boxes; f that of the second box or, with gate and up, of the
+    // product.
     template <typename T> __device__ void multiply(T &t, unsigned box, int c, int k) {
         const unsigned at = t.address(box, k);
         unsigned aux[INPUTS][4], f[4];

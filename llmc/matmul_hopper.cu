@@ -1,4 +1,5 @@
-// The Hopper matmul's variants: an object of its own, which changes seldom and takes as long to compile as everything else together.
+// The Hopper matmul's variants: an object of its own, which changes seldom and takes as long to compile as everything
+// else together.
 #include "matmul_problem.cuh"
 
 #ifdef PRECISION_FP32
@@ -11,7 +12,8 @@ const HopperVariant *hopper_variants(int *count) {
 
 template <MatmulForm FORM, int COLUMNS, int CLUSTER, typename Epilogue>
 constexpr HopperVariant variant(MatmulEpilogue epilogue, MlpKind activation = MLP_GELU) {
-    return {FORM, epilogue, activation, COLUMNS, CLUSTER, hopper_launch<HopperTile<MmaBf16, FORM, COLUMNS, CLUSTER, Epilogue>>};
+    typedef HopperTile<MmaBf16, FORM, COLUMNS, CLUSTER, Epilogue> Tile;
+    return {FORM, epilogue, activation, COLUMNS, CLUSTER, hopper_launch<Tile>};
 }
 #define PLAIN(form, columns, cluster) variant<form, columns, cluster, Plain>(EPILOGUE_PLAIN)
 #define ROPE(cluster) variant<MATMUL_FORWARD, 256, cluster, Rotate>(EPILOGUE_ROPE)

@@ -1,12 +1,14 @@
-// Matmul for Hopper: bf16 in and out, fp32 sums, whatever the rest of a linear layer needs in the epilogue. In four parts:
+// Matmul for Hopper: bf16 in and out, fp32 sums, whatever the rest of a linear layer needs in the epilogue. In four
+// parts:
 //   matmul_schedule.cuh   which tile a block computes next
 //   matmul_mma.cuh        a tile's products: stages fetched by TMA, multiplied by wgmma, by the policy of a dtype
 //   matmul_epilogue.cuh   what is done with a finished tile: a policy each
 //   this file             the kernel that puts them together, its launcher, and the table of variants that exist
-// The sum of an element runs over k in steps of 16 from the first to the last in one fp32 register: no split, no atomics, so the
-// bits depend on K alone.
+// The sum of an element runs over k in steps of 16 from the first to the last in one fp32 register: no split, no
+// atomics, so the bits depend on K alone.
 //
-// Ladder: dev/cuda/matmul.cu. Not supported: N, K not multiples of 8 (tensor maps need 16-byte rows); fp32; GPUs other than sm_90a.
+// Ladder: dev/cuda/matmul.cu. Not supported: N, K not multiples of 8 (tensor maps need 16-byte rows); fp32; GPUs other
+// than sm_90a.
 #ifndef LLMC_MATMUL_HOPPER_CUH
 #define LLMC_MATMUL_HOPPER_CUH
 
@@ -15,7 +17,8 @@
 // ---- the kernel: warpgroup 0 fetches, warpgroups 1 and 2 multiply and finish
 
 template <typename S>
-__device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, unsigned tiles, unsigned full, unsigned empty) {
+__device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, unsigned tiles, unsigned full,
+                                   unsigned empty) {
     unsigned *bias_pairs = (unsigned *)out.side;
     const int lane = threadIdx.x % WARP, thread = threadIdx.x % WARPGROUP, rank = blockIdx.x % S::CLUSTER;
     const int clusters = gridDim.x / S::CLUSTER, steps = (w.K + S::Dtype::STAGE_K - 1) / S::Dtype::STAGE_K;
@@ -25,7 +28,8 @@ __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, un
     const bool with_bias = !S::Epilogue::READS_AUX && w.bias;
     bool waiting = false;  // a packed tile has not been stored yet
     for (int i = blockIdx.x / S::CLUSTER;; i += clusters) {
-        const int here = i < w.schedule.tiles() ? steps : 0;  // in the last round the tile before is finished, by the same code
+        // In the last round the tile before is finished, by the same code.
+        const int here = i < w.schedule.tiles() ? steps : 0;
         #pragma unroll
         for (int s = 0; s < S::SLOTS; s++) {
             if (s < here) mma.step(s == 0);
@@ -41,7 +45,8 @@ __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, un
         for (int s = S::SLOTS; s < steps; s++) mma.step(false);
         if (with_bias) {
             if (thread < S::COLUMNS / 2)
-                bias_pairs[thread] = out.column + 2 * thread < w.N ? ((const unsigned *)(w.bias + out.column))[thread] : 0;
+                bias_pairs[thread] =
+                    out.column + 2 * thread < w.N ? ((const unsigned *)(w.bias + out.column))[thread] : 0;
             named_barrier(1 + out.warpgroup, WARPGROUP);
         }
         mma.complete();
@@ -51,7 +56,8 @@ __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, un
             const float2 b = with_bias ? unpack_bf16(bias_pairs[4 * n + lane % 4]) : make_float2(0, 0);
             out.packed[2 * n] = pack_bf16(acc[0] + b.x, acc[1] + b.y);
             out.packed[2 * n + 1] = pack_bf16(acc[2] + b.x, acc[3] + b.y);
-            asm volatile("" : "+r"(out.packed[2 * n]), "+r"(out.packed[2 * n + 1]));  // else halves are kept apart, and spill
+            // Else halves are kept apart, and spill.
+            asm volatile("" : "+r"(out.packed[2 * n]), "+r"(out.packed[2 * n + 1]));
         }
         waiting = true;
     }
@@ -65,7 +71,8 @@ __device__ inline void matmul_block(const CUtensorMap *a_map, const CUtensorMap 
     extern __shared__ int4 matmul_shared[];
     const unsigned tiles = (shared_address_once(matmul_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT;
     const unsigned staged = tiles + S::STAGES * S::STAGE_BYTES;
-    const unsigned full = shared_address_once(barriers), empty = full + 8 * S::STAGES, aux_barriers = empty + 8 * S::STAGES;
+    const unsigned full = shared_address_once(barriers), empty = full + 8 * S::STAGES;
+    const unsigned aux_barriers = empty + 8 * S::STAGES;
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::STAGES; i++) {
             mbarrier_init(full + 8 * i, 1);
@@ -97,7 +104,9 @@ matmul_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUt
 
 // ---- the launcher
 
-static inline CUtensorMap matrix_map(const floatX *p, int rows, int columns) { return tensor_map(p, 1, rows, 1, columns); }
+static inline CUtensorMap matrix_map(const floatX *p, int rows, int columns) {
+    return tensor_map(p, 1, rows, 1, columns);
+}
 
 template <typename S> static void hopper_launch(const MatmulProblem *q, const MatmulOperands *o, cudaStream_t stream) {
     typedef typename S::Epilogue E;

@@ -1,6 +1,7 @@
-// The products of a matmul's tile on Hopper: one thread fetches stages of 128 bytes of k by TMA into a ring in shared memory, two math
-// warpgroups multiply them by wgmma, each 64 of a tile's 128 rows. In a cluster of two blocks, 256 rows share their columns of b,
-// of which each block fetches half for both. What a stage holds and how it is multiplied is the dtype's policy.
+// The products of a matmul's tile on Hopper: one thread fetches stages of 128 bytes of k by TMA into a ring in shared
+// memory, two math warpgroups multiply them by wgmma, each 64 of a tile's 128 rows. In a cluster of two blocks, 256
+// rows share their columns of b, of which each block fetches half for both. What a stage holds and how it is multiplied
+// is the dtype's policy.
 //
 // Source: PTX ISA (wgmma, TMA, clusters); the persistent designs of CUTLASS, DeepGEMM and fast.cu.
 #ifndef LLMC_MATMUL_MMA_CUH
@@ -24,17 +25,22 @@ template <int N, int MN_A, int MN_B>
 __device__ inline void wgmma_wide(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
     static_assert(N == 192 || N == 256, "write the asm for this width");
     if constexpr (N == 192)
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 " WGMMA_D192
-                     ", %96, %97, p, 1, 1, %99, %100; }"
-                     : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64)
-                     : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B) : "memory");
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 " WGMMA_D192
+            ", %96, %97, p, 1, 1, %99, %100; }"
+            : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64)
+            : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
+            : "memory");
     else
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " WGMMA_D256
-                     ", %128, %129, p, 1, 1, %131, %132; }"
-                     : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96)
-                     : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B) : "memory");
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " WGMMA_D256
+            ", %128, %129, p, 1, 1, %131, %132; }"
+            : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96)
+            : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
+            : "memory");
 }
-// The box lands at the same place in every block of the cluster, and each block's barrier of that place counts its bytes.
+// The box lands at the same place in every block of the cluster, and each block's barrier of that place counts its
+// bytes.
 __device__ inline void box_load_all(unsigned to, const CUtensorMap *map, unsigned barrier, int column, int row,
                                     unsigned short blocks) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -76,8 +82,8 @@ template <typename Dtype_, MatmulForm FORM, int COLUMNS_, int CLUSTER_, typename
 // ---- the thread that fetches
 
 template <typename S>
-__device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_map, const MatmulSchedule &schedule, int N,
-                                 int K, unsigned tiles, unsigned full, unsigned empty) {
+__device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_map, const MatmulSchedule &schedule,
+                                 int N, int K, unsigned tiles, unsigned full, unsigned empty) {
     const int rank = blockIdx.x % S::CLUSTER, clusters = gridDim.x / S::CLUSTER;
     RingPlace<S::STAGES> ring;
     tensor_map_prefetch(a_map);
@@ -89,7 +95,8 @@ __device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_
             const unsigned a = tiles + ring.stage * S::STAGE_BYTES, b = a + S::A_BOXES * BOX_BYTES;
             const unsigned barrier = full + 8 * ring.stage;
             mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
-            mbarrier_arrive_expect(barrier, S::STAGE_BYTES);  // the other block's share for us may already be on its way
+            // The other block's share for us may already be on its way.
+            mbarrier_arrive_expect(barrier, S::STAGE_BYTES);
             #pragma unroll
             for (int j = 0; j < S::A_BOXES; j++) {
                 const int at = row + j * BOX_ROWS;

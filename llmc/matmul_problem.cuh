@@ -1,4 +1,5 @@
-// What a matmul of a linear layer is asked for: a problem, which a plan is made for, and its operands, which change from call to call.
+// What a matmul of a linear layer is asked for: a problem, which a plan is made for, and its operands, which change
+// from call to call.
 //   FORWARD          out (rows,out)  = a: inp (rows,in)   times b: weight (out,in)^T, + bias (out)
 //   BACKWARD_INPUT   out (rows,in)   = a: dout (rows,out) times b: weight (out,in)
 //   BACKWARD_WEIGHT  out (out,in)    = a: dout (rows,out)^T times b: inp (rows,in)
@@ -9,8 +10,8 @@
 //   ACTIVATION_KEEPS_INPUT   of FORWARD: f(x), aux = x
 //   GRADIENT                 of BACKWARD_INPUT: x times the slopes in aux
 //   GRADIENT_FROM_INPUT      of BACKWARD_INPUT: aux is the input of f. x f'(aux) takes its place, and out = f(aux)
-// SwiGLU has two inputs, gate and up, side by side: twice the columns in weight and x of FORWARD, in aux, and in x times slopes.
-// BACKWARD_INPUT's `in` is then one of the two, the width of f.
+// SwiGLU has two inputs, gate and up, side by side: twice the columns in weight and x of FORWARD, in aux, and in x
+// times slopes. BACKWARD_INPUT's `in` is then one of the two, the width of f.
 #ifndef LLMC_MATMUL_PROBLEM_CUH
 #define LLMC_MATMUL_PROBLEM_CUH
 
@@ -34,7 +35,8 @@ typedef struct {  // ints only: compared as bytes
     MlpKind activation;  // of the epilogues that have one, else 0
 } MatmulProblem;
 
-// Rows are tokens of sequences of T, the first of them token `first`; the first `columns` are rotated; cos_sin (T,HD/2,2).
+// Rows are tokens of sequences of T, the first of them token `first`; the first `columns` are rotated; cos_sin
+// (T,HD/2,2).
 typedef struct {
     const float *cos_sin;
     int first, T, columns;
@@ -68,7 +70,8 @@ typedef struct {
     int columns, cluster;
     void (*run)(const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream);
 } HopperVariant;
-// All that exist; *count is 0 in an fp32 build and where this GPU's code has none. In an object of its own: matmul_hopper.cu.
+// All that exist; *count is 0 in an fp32 build and where this GPU's code has none. In an object of its own:
+// matmul_hopper.cu.
 const HopperVariant *hopper_variants(int *count);
 
 #endif

@@ -1,6 +1,6 @@
-// Which tile of a matmul's output a block computes next. Blocks are persistent, one per multiprocessor: cluster c of n computes
-// tiles c, c + n, ... Tiles are numbered in groups of rows, within a group row by row, then column by column: the group's rows of a
-// stay in L2 while b streams past.
+// Which tile of a matmul's output a block computes next. Blocks are persistent, one per multiprocessor: cluster c of n
+// computes tiles c, c + n, ... Tiles are numbered in groups of rows, within a group row by row, then column by column:
+// the group's rows of a stay in L2 while b streams past.
 #ifndef LLMC_MATMUL_SCHEDULE_CUH
 #define LLMC_MATMUL_SCHEDULE_CUH
 

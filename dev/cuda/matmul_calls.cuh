@@ -8,27 +8,35 @@
 typedef struct { MatmulProblem q; MatmulOperands x; } MatmulCall;
 
 // out (N,OC) = inp (N,C) weight (OC,C)^T + bias, or what the epilogue makes of it: by default GELU if there is an aux
-static inline MatmulCall forward_call(floatX *out, const floatX *inp, const floatX *weight, const floatX *bias, floatX *aux,
-                                      int N, int C, int OC, MatmulEpilogue epilogue = EPILOGUE_ACTIVATION, MlpKind kind = MLP_GELU) {
-    return {{MATMUL_FORWARD, N, C, OC, aux ? epilogue : EPILOGUE_PLAIN, kind}, {out, inp, weight, bias, aux, NULL, {}, 0}};
+static inline MatmulCall forward_call(floatX *out, const floatX *inp, const floatX *weight, const floatX *bias,
+                                      floatX *aux, int N, int C, int OC, MatmulEpilogue epilogue = EPILOGUE_ACTIVATION,
+                                      MlpKind kind = MLP_GELU) {
+    return {{MATMUL_FORWARD, N, C, OC, aux ? epilogue : EPILOGUE_PLAIN, kind},
+            {out, inp, weight, bias, aux, NULL, {}, 0}};
 }
-// dinp (N,C) = dout (N,OC) weight (OC,C), times GELU's slopes if there is an aux; sums: NULL, or partial sums of dinp's columns
-static inline MatmulCall input_call(floatX *dinp, const floatX *dout, const floatX *weight, floatX *aux, int N, int C, int OC,
-                                    MatmulEpilogue epilogue = EPILOGUE_GRADIENT, MlpKind kind = MLP_GELU, float *sums = NULL) {
-    return {{MATMUL_BACKWARD_INPUT, N, C, OC, aux ? epilogue : EPILOGUE_PLAIN, kind}, {dinp, dout, weight, NULL, aux, sums, {}, 0}};
+// dinp (N,C) = dout (N,OC) weight (OC,C), times GELU's slopes if there is an aux; sums: NULL, or partial sums of dinp's
+// columns
+static inline MatmulCall input_call(floatX *dinp, const floatX *dout, const floatX *weight, floatX *aux, int N, int C,
+                                    int OC, MatmulEpilogue epilogue = EPILOGUE_GRADIENT, MlpKind kind = MLP_GELU,
+                                    float *sums = NULL) {
+    return {{MATMUL_BACKWARD_INPUT, N, C, OC, aux ? epilogue : EPILOGUE_PLAIN, kind},
+            {dinp, dout, weight, NULL, aux, sums, {}, 0}};
 }
 // dweight (OC,C) = or (accumulate) += dout (N,OC)^T inp (N,C)
-static inline MatmulCall weight_call(floatX *dweight, const floatX *dout, const floatX *inp, int N, int C, int OC, int accumulate = 0) {
-    return {{MATMUL_BACKWARD_WEIGHT, N, C, OC, EPILOGUE_PLAIN, MLP_GELU}, {dweight, dout, inp, NULL, NULL, NULL, {}, accumulate}};
+static inline MatmulCall weight_call(floatX *dweight, const floatX *dout, const floatX *inp, int N, int C, int OC,
+                                     int accumulate = 0) {
+    return {{MATMUL_BACKWARD_WEIGHT, N, C, OC, EPILOGUE_PLAIN, MLP_GELU},
+            {dweight, dout, inp, NULL, NULL, NULL, {}, accumulate}};
 }
 // forward_call's, of q, k, v, rotated; rows first, ... of sequences of T
-static inline MatmulCall rope_call(floatX *out, const floatX *inp, const floatX *weight, const floatX *bias, const float *cos_sin,
-                                   int N, int first, int T, int NH, int NKV, int HD, int C) {
+static inline MatmulCall rope_call(floatX *out, const floatX *inp, const floatX *weight, const floatX *bias,
+                                   const float *cos_sin, int N, int first, int T, int NH, int NKV, int HD, int C) {
     return {{MATMUL_FORWARD, N, C, (NH + 2 * NKV) * HD, EPILOGUE_ROPE, MLP_GELU},
             {out, inp, weight, bias, NULL, NULL, {cos_sin, first % T, T, (NH + NKV) * HD}, 0}};
 }
 static inline void run(Matmul *mm, const MatmulCall &c) { matmul(mm, &c.q, &c.x, ladder.gpu.compute); }
-// What training does where a bias lies below: its gradient from the epilogue's partial sums if there are any, else from dinp.
+// What training does where a bias lies below: its gradient from the epilogue's partial sums if there are any, else from
+// dinp.
 static inline void run_with_bias(Matmul *mm, MatmulCall c, floatX *dbias, float *sums, int accumulate, void *scratch) {
     const int sums_columns = matmul_sums_columns(&c.q);
     c.x.column_sums = sums_columns ? sums : NULL;
