@@ -151,8 +151,8 @@ static inline int matmul_vendor_candidates(const Matmul *mm, const MatmulPlan *p
     cublasLtMatmulHeuristicResult_t results[MATMUL_VENDOR], part;
     int found = 0, count = 0;
     cublasCheck(cublasLtMatmulPreferenceCreate(&preference));
-    #define matmulPrefer(name, value) \
-    cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value)))
+    #define matmulPrefer(name, value) cublasCheck( \
+        cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value)))
     matmulPrefer(MAX_WORKSPACE_BYTES, mm->workspace_bytes);
     matmulPrefer(REDUCTION_SCHEME_MASK, reductions);
     matmulPrefer(MIN_ALIGNMENT_A_BYTES, alignment);
@@ -167,15 +167,14 @@ static inline int matmul_vendor_candidates(const Matmul *mm, const MatmulPlan *p
     if (is_part) matmul_set_rows(p, q->rows);
     cublasCheck(cublasLtMatmulPreferenceDestroy(preference));
     for (int i = 0; i < found && status == CUBLAS_STATUS_SUCCESS; i++) {
-        if (is_part && cublasLtMatmulAlgoCheck(mm->handle, p->desc, p->a, p->b, p->d, p->d, &results[i].algo, &part) !=
-                           CUBLAS_STATUS_SUCCESS)
-            continue;
-        if (results[i].state == CUBLAS_STATUS_SUCCESS) candidates[count++].algo = results[i].algo;
+        const cublasLtMatmulAlgo_t *algo = &results[i].algo;
+        cublasStatus_t state = results[i].state;
+        if (is_part && state == CUBLAS_STATUS_SUCCESS)
+            state = cublasLtMatmulAlgoCheck(mm->handle, p->desc, p->a, p->b, p->d, p->d, algo, &part);
+        if (state == CUBLAS_STATUS_SUCCESS) candidates[count++].algo = *algo;
     }
-    require(
-        count > 0,
-        "cuBLASLt has no kernel for %d rows of %d to %d channels: %s\ncheck driver and cuBLAS versions: make doctor",
-        q->rows, q->in, q->out, cublasGetStatusString(status));
+    require(count > 0, "cuBLASLt has no kernel for %d rows of %d to %d channels: %s\ncheck its version: make doctor",
+            q->rows, q->in, q->out, cublasGetStatusString(status));
     return count;
 }
 // All candidates, the one that fixes the numbers first.
@@ -188,19 +187,23 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
     while (count < MATMUL_CANDIDATES && (v = matmul_variant(q, &at))) candidates[count++].own = v;
     return count;
 }
-static inline void matmul_describe(const Matmul *mm, MatmulPlan *p) {
+// cuBLASLt's description, complete before it is asked for candidates.
+static inline void matmul_describe(const Matmul *mm, MatmulPlan *p, const void *bias) {
     const MatmulProblem *q = &p->problem;
     const MatmulSizes z = matmul_sizes(q);
     const int turn_a = q->form == MATMUL_FORWARD, turn_b = q->form == MATMUL_BACKWARD_WEIGHT;
     const uint64_t m = (uint64_t)z.N, n = (uint64_t)z.M, k = (uint64_t)z.K;
     const cublasOperation_t op_a = turn_a ? CUBLAS_OP_T : CUBLAS_OP_N, op_b = turn_b ? CUBLAS_OP_T : CUBLAS_OP_N;
-    const cublasLtEpilogue_t epilogue = p->with_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    const cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
     const cudaDataType_t type = CUDA_FLOATX;
     cublasCheck(cublasLtMatmulDescCreate(&p->desc, mm->compute, CUDA_R_32F));
     matmulSet(p->desc, CUBLASLT_MATMUL_DESC_TRANSA, op_a);
     matmulSet(p->desc, CUBLASLT_MATMUL_DESC_TRANSB, op_b);
     matmulSet(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
-    if (p->with_bias) matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type);
+    if (bias) {
+        matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type);
+        matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    }
     cublasCheck(cublasLtMatrixLayoutCreate(&p->a, type, turn_a ? k : m, turn_a ? m : k, turn_a ? z.K : z.N));
     cublasCheck(cublasLtMatrixLayoutCreate(&p->b, type, turn_b ? n : k, turn_b ? k : n, turn_b ? z.M : z.K));
     cublasCheck(cublasLtMatrixLayoutCreate(&p->d, type, m, n, z.N));
@@ -208,7 +211,9 @@ static inline void matmul_describe(const Matmul *mm, MatmulPlan *p) {
 static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const void *bias) {
     MatmulPlan *p = mm->plans, *end = p + mm->count;
     while (p < end && (p->with_bias != (bias != NULL) || memcmp(&p->problem, q, sizeof *q))) p++;
-    if (p == end) {
+    if (p < end) {
+        if (bias) matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    } else {
         MatmulCandidate candidates[MATMUL_CANDIDATES];
         if (mm->count % 64 == 0)
             mm->plans = (MatmulPlan *)realloc(mm->plans, (size_t)(mm->count + 64) * sizeof(MatmulPlan));
@@ -217,16 +222,14 @@ static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const 
         memset(p, 0, sizeof *p);
         p->problem = *q;
         p->with_bias = bias != NULL;
-        matmul_describe(mm, p);
+        matmul_describe(mm, p, bias);
         p->found = matmul_candidates(mm, p, candidates);
         require(p->found > 0,
-                "a matmul of %d rows of %d to %d channels cannot have epilogue %d here: it takes a bf16 build and a "
-                "Hopper GPU\n"
+                "a matmul of %d rows of %d to %d channels has no epilogue %d without a bf16 build and a Hopper GPU\n"
                 "ask matmul_can_fuse, matmul_can_rotate first",
                 q->rows, q->in, q->out, (int)q->epilogue);
         p->use = p->vendor = candidates[0];
     }
-    if (bias) matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     return p;
 }
 static inline cublasStatus_t matmul_launch(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *c,
@@ -287,10 +290,8 @@ static inline int matmul_identical(const Matmul *mm, const MatmulPlan *p, const 
     }
     cudaCheck(cudaMemcpyAsync(hashes, mm->hashes, sizeof hashes, cudaMemcpyDeviceToHost, stream));
     cudaCheck(cudaStreamSynchronize(stream));
-    require(
-        alive[0],
-        "the first kernel for %d rows of %d to %d channels does not run\ncheck driver and cuBLAS versions: make doctor",
-        p->problem.rows, p->problem.in, p->problem.out);
+    require(alive[0], "the first kernel for %d rows of %d to %d channels does not run\ncheck its version: make doctor",
+            p->problem.rows, p->problem.in, p->problem.out);
     for (int i = 0; i < p->found; i++) count += alive[i] = alive[i] && hashes[i] == hashes[0];
     return count;
 }
@@ -298,11 +299,8 @@ static inline int matmul_identical(const Matmul *mm, const MatmulPlan *p, const 
 // all alike.
 static inline void matmul_time(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *candidates, int *alive,
                                float *best, const MatmulOperands *x, cudaStream_t stream) {
-    enum {
-        ROUNDS = 6,
-        LEAST_ROUNDS = 2,
-        ENOUGH_MS = 20
-    };  // long products need no repeating, and would hold up the first step
+    // Long products need no repeating, and would hold up the first step.
+    enum { ROUNDS = 6, LEAST_ROUNDS = 2, ENOUGH_MS = 20 };
     cudaEvent_t events[MATMUL_CANDIDATES + 1];
     float ms, fastest = INFINITY;
     for (int i = 0; i <= p->found; i++) cudaCheck(cudaEventCreate(&events[i]));
@@ -320,8 +318,8 @@ static inline void matmul_time(const Matmul *mm, const MatmulPlan *p, const Matm
             best[i] = fminf(best[i], ms);
             fastest = fminf(fastest, best[i]);
         }
-        for (int i = 1; i < p->found; i++)
-            alive[i] = alive[i] && best[i] < 1.3f * fastest;  // hopeless ones run no further round
+        // Hopeless ones run no further round.
+        for (int i = 1; i < p->found; i++) alive[i] = alive[i] && best[i] < 1.3f * fastest;
     }
     for (int i = 0; i <= p->found; i++) cudaCheck(cudaEventDestroy(events[i]));
 }
@@ -391,15 +389,14 @@ static inline void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperan
     require(q->rows > 0 && q->in > 0 && q->out > 0 && q->in % VecX::size == 0 && q->out % VecX::size == 0,
             "matmul of %d rows of %d to %d channels\nall must be positive, and channels multiples of %d", q->rows,
             q->in, q->out, VecX::size);
-    require(((uintptr_t)x->out | (uintptr_t)x->a | (uintptr_t)x->b | (uintptr_t)x->bias | (uintptr_t)x->aux |
-             (uintptr_t)x->rope.cos_sin) %
-                    MATMUL_ALIGNMENT ==
-                0,
-            "a matmul operand does not begin on %d bytes\nallocate it with memory_request", MATMUL_ALIGNMENT);
+    for (const void *operand : {(const void *)x->out, (const void *)x->a, (const void *)x->b, (const void *)x->bias,
+                                (const void *)x->aux, (const void *)x->rope.cos_sin})
+        require((uintptr_t)operand % MATMUL_ALIGNMENT == 0,
+                "a matmul operand does not begin on %d bytes\nallocate it with memory_request", MATMUL_ALIGNMENT);
     assert(x->out != x->a && x->out != x->b && (!x->aux || x->out != x->aux));
     assert((q->epilogue == EPILOGUE_PLAIN || !x->accumulate) && (!x->column_sums || matmul_sums_columns(q)));
-    MatmulProblem planned =
-        *q;  // what writes over its input must not run twice: the choice made with slopes holds for it, too
+    // What writes over its input must not run twice: the choice made with slopes holds for it, too.
+    MatmulProblem planned = *q;
     if (q->epilogue == EPILOGUE_GRADIENT_FROM_INPUT) planned.epilogue = EPILOGUE_GRADIENT;
     MatmulPlan *p = matmul_plan(mm, &planned, x->bias);
     const double flops = 2.0 * q->rows * q->in * q->out;
