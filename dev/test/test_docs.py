@@ -1,8 +1,8 @@
 """What README.md and doc/*.md say is true: their commands run or are understood, the files and names they mention exist, and the
 formula in doc/memory.md gives what the trainers print.
 
-A block ```sh is run, line by line, in a copy of the tree. Of blocks ```sh gpu and ```sh cluster, and of README's, which has
-the reader's own files, it is checked that the program exists and takes the options.
+A block ```sh is run, line by line, in a copy of the tree. Of blocks ```sh gpu, ```sh cluster and ```sh example, and of
+README's, which have the reader's own files, it is checked that the program exists and takes the options.
 """
 import json
 import os
@@ -86,7 +86,8 @@ def understand(words):
         raise AssertionError(f"nothing is known of '{program}'")
 
 
-README = [line for _, lines in blocks(ROOT / "README.md", r"(\w+=\S+ )*(make|python|mpirun|scripts/|\./train_gpt2)") for line in lines]
+COMMAND = r"(\w+=\S+ )*(make|python|mpirun|scripts/|dev/|\./train_gpt2)"
+README = [line for _, lines in blocks(ROOT / "README.md", COMMAND) for line in lines]
 
 
 @pytest.mark.parametrize("line", README, ids=[" ".join(line.split("#")[0].split())[:80] for line in README])
@@ -94,12 +95,19 @@ def test_commands_of_the_readme(line):
     understand(shlex.split(line, comments=True))
 
 
-ELSEWHERE = [(page, line) for page in PAGES for language, lines in blocks(page, "") if language in ("sh gpu", "sh cluster") for line in lines]
+UNDERSTOOD = ("sh gpu", "sh cluster", "sh example")
+ELSEWHERE = [(page, line) for page in PAGES for language, lines in blocks(page, "") if language in UNDERSTOOD
+             for line in lines]
 
 
 @pytest.mark.parametrize("page, line", ELSEWHERE, ids=[f"{page.name}: {line[:70]}" for page, line in ELSEWHERE])
 def test_commands_for_other_machines(page, line):
     understand(shlex.split(line, comments=True))
+
+
+def test_no_command_of_a_page_is_left_out():
+    assert not [(page.name, lines[0]) for page in PAGES for language, lines in blocks(page, COMMAND)
+                if language not in (*UNDERSTOOD, "sh")]
 
 
 def test_what_is_not_understood():
@@ -165,6 +173,23 @@ def test_files_and_names_exist():
             elif re.fullmatch(r"[a-z]+(_[a-z0-9]+)+|--[a-z][a-z-]+", name) and not set(name.lstrip("-").split("-")) <= words:
                 missing.append((page.name, name))
     assert not missing
+
+
+def test_links_and_pictures_exist():
+    for page in [*PAGES, ROOT / "README.md", ROOT / "dev/LOG.md"]:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), (page.name, link)
+
+
+def test_pictures_of_a_step_name_calls_that_exist():
+    drawn = (ROOT / "dev/draw_step.py").read_text().partition("# ---- a batch")[2]
+    calls = set(re.findall(r'"([a-z]+(?:_[a-z]+)+)"', drawn))
+    model = "\n".join((ROOT / f).read_text() for f in tracked(".cu", ".cuh"))
+    assert len(calls) > 15 and not [call for call in calls if f"{call}(" not in model]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_every_page_is_named_in_the_readme():
@@ -240,6 +265,9 @@ def test_memory_on_a_gpu():
         measured = float(re.search(rf"^\| {re.escape(name)}.*/ ([\d.]+) \|$", bench, re.M)[1])
         assert 0 <= measured + 0.05 - memory(parameters(config), N, 2, True) <= 0.15, (name, measured)
     s, text = parameters(runs[0][1]), " ".join((ROOT / "doc/memory.md").read_text().split())
-    whole, least = memory(s, 65536, 2, True), float(re.search(r"chunks 8` leaves ([\d.]+) GiB", text)[1])
-    assert f"P = {s['P']:,}" in text and f"Together {whole:.2f} GiB" in text and f"{whole - memory(s, 65536, 2, True, 1):.1f} GiB" in text
-    assert 0 <= least - memory(s, 65536, 2, True, 3, chunks=8) < 0.1
+    whole, sums = memory(s, 65536, 2, True), 4 * s["P"] / 2**30  # of gradients over several micro-steps
+    least = float(re.search(r"chunks 8` leaves ([\d.]+) GiB", text)[1])
+    assert f"P = {s['P']:,}" in text and f"20 times: {20 * s['P'] / 2**30:.2f} GiB" in text
+    assert f"Together {whole + sums:.2f} GiB" in text and f"`--grad-dtype bf16` it is {whole:.2f} GiB" in text
+    assert f"{whole - memory(s, 65536, 2, True, 1):.1f} GiB" in text
+    assert 0 <= least - sums - memory(s, 65536, 2, True, 3, chunks=8) < 0.1
