@@ -138,15 +138,15 @@ def batch_head(p, bottom):
     p.panel(bottom, bottom + 14, "the head, forward and at once its own backward, on N / --head-chunks rows at a time")
     y = bottom + 6
     p.arrow((1.2, y), (3.5, y))
-    p.box(13, y, "logits = h Wᵀ", "matmul_forward", 19, colour=HEAD)
+    p.box(13, y, "logits = h Wᵀ", "linear_product", 19, colour=HEAD)
     p.arrow((22.5, y), (29.5, y))
     p.text(26, y + 1.5, "(rows, Vp)", 8)
     p.box(39, y, "losses, dlogits", "head_losses", 19, colour=HEAD)
     p.note(39, y - 4.2, "the gradient takes the place of the logits")
     p.arrow((48.5, y), (55.5, y))
-    p.box(65, y, "dW = dlogitsᵀ h", "matmul_backward_weight", 19, colour=HEAD)
+    p.box(65, y, "dW = dlogitsᵀ h", "linear_product_weight", 19, colour=HEAD)
     p.arrow((74.5, y), (78.5, y))
-    p.box(88, y, "dh = dlogits W", "matmul_backward_input", 19, colour=HEAD)
+    p.box(88, y, "dh = dlogits W", "linear_product_backward", 19, colour=HEAD)
     p.note(88, y - 4.2, "backward begins with it")
 
 
@@ -180,7 +180,7 @@ def gradient_block(p, bottom):
         p.box(x, weights, "dW, db", "", 8.4, 3, colour=RANKS)
         p.arrow((x, y - 3.1), (x, weights + 1.5))
         p.text(x + 0.8, (y - 3.1 + weights + 1.5) / 2, f"from {operands}", 8, FAINT, ha="left")
-    p.box(attention, y, "attention", "attend_backward", 10.4, 6.2, OTHER)
+    p.box(attention, y, "attention", "attention_\nbackward", 10.4, 6.2, OTHER)
     for x, name in ((norm2, "norm 2"), (norm1, "norm 1")):
         p.box(x, y, name, "norm_gradient", 10.4, 6.2, OTHER)
         p.box(x, weights, "dweight", "", 8.4, 3, colour=RANKS)
