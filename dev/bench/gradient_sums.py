@@ -1,12 +1,18 @@
-"""Error of a gradient over 1, 8, 32 and 128 micro-steps against the fp32 build: ||g - g32|| / ||g32||, with sums in bf16 and in fp32.
+"""Error of a gradient over 1, 8, 32 and 128 micro-steps against the fp32 build: ||g - g32|| / ||g32||, with sums in bf16
+and in fp32 (--grad-dtype). Both programs are built of dev/bench/gradient_sums.cu.
 
-    python dev/bench/gradient_sums.py BF16_PROGRAM FP32_PROGRAM 'data/*_train_*.bin'     (both built of gradient_sums.cu)
+    python dev/bench/gradient_sums.py --bf16 BF16_PROGRAM --fp32 FP32_PROGRAM --shards 'data/*_train_*.bin'
 """
+import argparse
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import dev.missing_package  # noqa: E402,F401, before numpy
+
+import numpy as np  # noqa: E402
 
 
 def gradient(program, micro, dtype, shards, folder):
@@ -15,13 +21,17 @@ def gradient(program, micro, dtype, shards, folder):
 
 
 def main():
-    bf16, fp32, shards = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bf16", required=True, metavar="PROGRAM", help="the bf16 build")
+    parser.add_argument("--fp32", required=True, metavar="PROGRAM", help="the fp32 build")
+    parser.add_argument("--shards", required=True, metavar="PATTERN", help="token shards of GPT-2's tokenizer")
+    args = parser.parse_args()
     print("| micro-steps | sums in bf16 | sums in fp32 |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for micro in (1, 8, 32, 128):
-            exact = gradient(fp32, micro, "fp32", shards, folder)
-            errors = [np.linalg.norm(gradient(bf16, micro, d, shards, folder) - exact) / np.linalg.norm(exact) for d in ("bf16", "fp32")]
-            print(f"| {micro} | {errors[0]:.5f} | {errors[1]:.5f} |", flush=True)
+            exact = gradient(args.fp32, micro, "fp32", args.shards, folder)
+            errors = [np.linalg.norm(gradient(args.bf16, micro, dtype, args.shards, folder) - exact) for dtype in ("bf16", "fp32")]
+            print("| %d | %.5f | %.5f |" % (micro, *(error / np.linalg.norm(exact) for error in errors)), flush=True)
 
 
 if __name__ == "__main__":
