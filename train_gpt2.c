@@ -1085,7 +1085,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
         m->v = room(m, states * slot_bytes(m, SLOT_V));
     }
     const Slot saved[] = {SLOT_WEIGHT, SLOT_M, SLOT_V};
-    for (int i = 0; i < 3 && o->save_every && o->save_async && !forward_only(o); i++) m->snapshots[saved[i]] = (char *)room(m, m->table.total / (size_t)dp->world * slot_bytes(m, saved[i]));
+    for (int i = 0; i < 3 && saves_beside_training(o); i++) m->snapshots[saved[i]] = (char *)room(m, m->table.total / (size_t)dp->world * slot_bytes(m, saved[i]));
     const size_t others = (size_t)(dp->world > m->spread ? dp->world : m->spread);
     m->exchange = floats(m, others > 1 ? others * COMM_PIECE : 0);
     m->x_embedding = floats(m, rows * C); m->h_final = floats(m, rows * C);

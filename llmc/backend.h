@@ -36,6 +36,10 @@ static inline size_t head_rows(const Options *o, int B, int T) {
 }
 // Runs that only go forward have no gradients and no optimiser states.
 static inline int forward_only(const Options *o) { return o->generate || o->evaluate; }
+// Whether checkpoints are written while training goes on, from a copy in host memory. One at the end needs no copy.
+static inline int saves_beside_training(const Options *o) {
+    return o->save_every > 0 && o->save_async && !forward_only(o);
+}
 
 // Fills in what the handshake compares of this rank's device; allocates nothing.
 void model_identify(HandshakeRecord *r);
@@ -57,7 +61,7 @@ Span model_owned(const Model *m, Slot s, int unit);
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values);
 void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values);
 // A copy in host memory of this rank's shard (param_shard) of every unit, for a checkpoint that is written while training goes on.
-// There is room for it where --save-every and --save-async ask for it. Reading touches no device and may be done by any thread.
+// There is room for it where saves_beside_training. Reading touches no device and may be done by any thread.
 void model_snapshot(Model *m, Slot s);
 void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values);
 

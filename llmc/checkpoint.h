@@ -1,19 +1,23 @@
 // Checkpoints: a Hugging Face folder (config.json, model.safetensors) plus what training needs to go on bit for bit.
 //
 //   <output>/step_00000100/   config.json, model.safetensors    as transformers, vLLM and llama.cpp open it
-//                             optimizer.safetensors             m.<name>, v.<name> (F32, or BF16 with --state-dtype bf16), and master.<name> where there are masters (F32)
-//                             train_state.json                  step, tokens, place in the data, windows, options, sizes and checksums of the other
-//                                                               files; its last line is its own checksum
+//                             optimizer.safetensors             m.<name>, v.<name> (F32; BF16 with --state-dtype bf16),
+//                                                               and master.<name> where there are masters (F32)
+//                             train_state.json                  step, tokens, place in the data, windows, options,
+//                                                               sizes and checksums of the other files; its last line
+//                                                               is its own checksum
+//                             diverged                          only in one that is not good; a line says why
 //
 // Tensors have Hugging Face's names, shapes and orientation in both files: no padding, nothing that depends on the
 // number of ranks. A checkpoint is written under a .tmp name, flushed and renamed, so a folder named step_* is whole; the
 // checksums (hash.h) show what changed later. They are made from what is written, in memory, and all is read and compared
-// before anything of a checkpoint is used. Older checkpoints are removed after the new one is on the disk.
+// before anything of a checkpoint is used. Older checkpoints are removed after the new one is on the disk, but never the
+// newest that is not marked as diverged. A save that fails leaves nothing behind; training goes on.
 // The writing is done by a thread of each rank, from a copy in host memory, while training goes on:
 //
-//   checkpoint_begin(&c, m, output, &state, keep, major, 1);     every rank; returns as soon as the copy is made
+//   checkpoint_begin(&c, m, output, &state, 1);                  every rank; returns as soon as the copy is made
 //   ... steps ..., until checkpoint_written(&c) on all ranks     asks nobody
-//   checkpoint_finish(&c);                                       every rank; now the folder has its name
+//   error = checkpoint_finish(&c);                               every rank; now the folder has its name, or is gone
 // Include this after a backend (backend.h).
 #ifndef LLMC_CHECKPOINT_H
 #define LLMC_CHECKPOINT_H
@@ -79,6 +83,7 @@ static inline void state_free(TrainState *s) {
 
 static const char *const checkpoint_files[] = {"config.json", "model.safetensors", "optimizer.safetensors", "train_state.json"};  // in the order of writing
 enum { NUM_CHECKPOINT_FILES = 4, NUM_SUMMED_FILES = 3 };  // train_state.json has the checksums of the others
+#define DIVERGED_MARK "diverged"
 static const SlotName optimizer_slots[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};  // the last only where there are masters
 
 static inline char *checkpoint_folder(const char *output, int64_t step, const char *suffix) {
@@ -114,7 +119,7 @@ static inline int state_is_sealed(const char *text, size_t length) {
     return memcmp(text + length - size, seal, size) == 0;
 }
 static inline const char *states_dtype(const Model *m) { return model_slot_is_bf16(m, SLOT_M) ? "bf16" : "fp32"; }
-static inline void write_train_state(const Model *m, const char *folder, const TrainState *s, const uint64_t *sums) {
+static inline int write_train_state(const Model *m, const char *folder, const TrainState *s, const uint64_t *sums) {
     char *text = NULL;
     size_t length;
     FILE *f = open_memstream(&text, &length);
@@ -146,12 +151,13 @@ static inline void write_train_state(const Model *m, const char *folder, const T
     require(fflush(f) == 0, "out of memory for train_state.json\nclose other programs");
     state_seal(text, length, seal, sizeof seal);
     fputs(seal, f);
-    write_text_file(folder, "train_state.json", f, &text, NULL);
+    return write_text_file(folder, "train_state.json", f, &text, NULL);
 }
 
-static inline void sync_directory(const char *path) {
+// Returns errno of what failed, or 0.
+static inline int sync_directory(const char *path) {
     const int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    require(fd >= 0 && fsync(fd) == 0 && close(fd) == 0, "cannot flush folder '%s': %s\ncheck the disk", path, strerror(errno));
+    return st_flush_and_close(fd, path, fd < 0 ? st_failed(path) : 0);
 }
 // Removes what we wrote, nothing else: a folder with other files in it stays.
 static inline void remove_checkpoint(const char *folder) {
@@ -160,6 +166,9 @@ static inline void remove_checkpoint(const char *folder) {
         unlink(path);
         free(path);
     }
+    char *mark = st_text(folder, "/", DIVERGED_MARK);
+    if (file_exists(mark)) unlink(mark);
+    free(mark);
     if (rmdir(folder) != 0) fprintf(stderr, "warning: cannot remove '%s': %s\n", folder, strerror(errno));
 }
 static inline int is_step_name(const struct dirent *e) {
@@ -309,7 +318,40 @@ static inline void checkpoint_require_intact(const Comm *c, const char *folder, 
     free(state);
 }
 
-// ---- the folder of a run
+// ---- whether a run has diverged
+
+static inline int compare_doubles(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+// Whether the last losses lie far above their window. The scatter of one loss is the distance from the median down to
+// the sixth part of the window, about a standard deviation, which high losses do not widen. The mean of four losses is
+// far above when it exceeds the median by 6 of these, 12 of its own standard deviations, and by 5%, which spares a run
+// whose loss hardly moves any more. That is blind to what lasts longer than half of the window, so that new data or
+// another learning rate does not count as divergence for ever.
+static inline int losses_have_diverged(const StateWindow *w) {
+    enum { LATEST = 4, FEWEST = 16 };
+    double sorted[STATE_WINDOW], latest = 0;
+    int n = 0;
+    for (int i = 0; i < window_values(w); i++) if (isfinite(w->values[i])) sorted[n++] = w->values[i];
+    if (n < FEWEST) return 0;  // too few to tell
+    for (int i = 1; i <= LATEST; i++) latest += w->values[(w->count - i) % STATE_WINDOW] / LATEST;
+    qsort(sorted, (size_t)n, sizeof *sorted, compare_doubles);
+    const double median = sorted[n / 2], scatter = median - sorted[n / 6];
+    return !(latest <= median + 6 * scatter + 0.05 * fabs(median));
+}
+// Marks a checkpoint, also one that is still being written. Where that fails it is said, and no mark is there.
+static inline void checkpoint_mark_diverged(const char *folder, const char *why) {
+    char *text = NULL;
+    size_t length;
+    FILE *f = open_memstream(&text, &length);
+    require(f, "out of memory for a line of text\nclose other programs");
+    fprintf(f, "%s\n", why);
+    write_text_file(folder, DIVERGED_MARK, f, &text, NULL);
+}
+static inline int checkpoint_is_diverged(const char *folder) { return file_bytes(folder, DIVERGED_MARK) >= 0; }
+
+// ---- the checkpoints of a run
 
 // The checkpoints of a run by their steps; none where there is no such folder. One that cannot be read is not taken for an empty one.
 static inline int list_checkpoints(const char *output, struct dirent ***names) {
@@ -317,47 +359,82 @@ static inline int list_checkpoints(const char *output, struct dirent ***names) {
     require(count >= 0 || errno == ENOENT, "cannot list folder '%s': %s\ncheck its permissions", output, strerror(errno));
     return count;
 }
-// The newest whole checkpoint of a run: 1 and its folder, or 0 if there is no checkpoint at all. All ranks call it; rank 0 looks, so
-// that no two see different folders. files: how many of checkpoint_files the caller will use.
+// Rank 0: the next checkpoint to try. First those that have not diverged, newest first, then the others; "" after the
+// last. at: how many were looked at; why: what is wrong with it, or "".
+static inline void next_checkpoint(const char *output, struct dirent **names, int count, int *at, char *folder,
+                                   size_t size, char *why, size_t why_size) {
+    for (*folder = 0; *at < 2 * count && !*folder; ++*at) {
+        const char *name = names[count - 1 - *at % count]->d_name;
+        require((size_t)snprintf(folder, size, "%s/%s", output, name) < size,
+                "folder name '%s/%s' is too long\nuse a shorter output folder", output, name);
+        const int second_time = *at >= count, diverged = checkpoint_is_diverged(folder);
+        if (diverged && !second_time)
+            fprintf(stderr, "warning: checkpoint '%s' is marked as diverged, its file " DIVERGED_MARK
+                    " says why; an older one is looked for\n", folder);
+        if (diverged == second_time) checkpoint_is_whole(folder, atoll(name + 5), why, why_size);
+        else *folder = 0;
+    }
+}
+// The checkpoint that a run goes on from: 1 and its folder, or 0 if there is none at all. The newest whole one that has
+// not diverged; if all have, the newest whole one. All ranks call it; rank 0 looks, so that no two see different folders.
+// files: how many of checkpoint_files the caller will use.
 static inline int checkpoint_latest(const Comm *c, const char *output, int files, char *folder, size_t size) {
     struct dirent **names = NULL;
     const int count = c->rank == 0 ? list_checkpoints(output, &names) : 0;
     char why[256] = "";
-    int found = 0;
-    for (int left = count; !found; ) {
-        *folder = 0;
-        if (left > 0) {
-            const struct dirent *e = names[--left];
-            require((size_t)snprintf(folder, size, "%s/%s", output, e->d_name) < size, "folder name '%s/%s' is too long\nuse a shorter output folder", output, e->d_name);
-            checkpoint_is_whole(folder, atoll(e->d_name + 5), why, sizeof why);
-        }
+    int found = 0, at = 0;
+    do {
+        if (c->rank == 0) next_checkpoint(output, names, count, &at, folder, size, why, sizeof why);
         comm_broadcast(c, folder, size, 0);
         comm_broadcast(c, why, sizeof why, 0);
-        if (!*folder) break;
-        found = !*why && checkpoint_is_intact(c, folder, files, why, sizeof why);
-        if (!found && c->rank == 0) fprintf(stderr, "warning: checkpoint '%s' is not whole and is left out: %s\n", folder, why);
-    }
-    require(found || count <= 0, "none of the %d checkpoints in '%s' is whole\nput back what was damaged or edited, or start anew in another folder; the warnings above name the files", count, output);
+        found = *folder && !*why && checkpoint_is_intact(c, folder, files, why, sizeof why);
+        if (*folder && !found && c->rank == 0)
+            fprintf(stderr, "warning: checkpoint '%s' is not whole and is left out: %s\n", folder, why);
+    } while (*folder && !found);
+    if (found && c->rank == 0 && checkpoint_is_diverged(folder))
+        fprintf(stderr, "warning: all whole checkpoints in '%s' are marked so: the newest is taken\n", output);
+    require(found || count <= 0,
+            "none of the %d checkpoints in '%s' is whole\nput back what was damaged or edited, or start anew in another "
+            "folder; the warnings above name the files", count, output);
     free_names(names, count);
     return found;
 }
-// One job at a time trains into a folder: two would write over each other's log and into each other's checkpoints. The lock is the kernel's and
-// ends with the process, however that ends; where a file system has no locks, nothing is held. A file server keeps those of a host that was lost
-// until its lease is over (90 s of NFS): a job on several hosts, which may have been started again because of that, waits.
-static inline int checkpoint_lock(const Comm *c, const char *folder, double timeout) {
+// One job at a time trains into a folder: two would write over each other's log and into each other's checkpoints.
+// There are two locks: on the folder itself, which holds whatever is deleted inside of it, and on a file in it by byte
+// range, which file servers know, too. Both are the kernel's and end with the process, however that ends.
+static inline int lock_is_held_elsewhere(int folder, int file) {
+    struct flock whole;
+    memset(&whole, 0, sizeof whole);
+    whole.l_type = F_WRLCK;
+    const int by_folder = flock(folder, LOCK_EX | LOCK_NB) != 0, folder_error = errno;
+    const int by_file = fcntl(file, F_OFD_SETLK, &whole) != 0, file_error = errno;
+    if ((by_folder && folder_error == EWOULDBLOCK) || (by_file && (file_error == EAGAIN || file_error == EACCES)))
+        return 1;
+    if (by_folder && by_file)
+        fprintf(stderr, "warning: this file system has no locks (%s): nothing keeps a second run out of the folder\n",
+                strerror(file_error));
+    return 0;
+}
+// Both stay open until the process ends. A file server keeps the lock of a host that was lost until its lease is over
+// (90 s of NFS): a job on several hosts, which may have been started again because of that, waits.
+static inline void checkpoint_lock(const Comm *c, const char *output, double timeout) {
     const int most = c->local_world == c->world ? 0 : timeout > 0 && timeout < 60 ? (int)(2 * timeout) : 120;  // seconds
-    char *path = st_text(folder, "/", "main.jsonl");
-    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-    require(fd >= 0, "cannot open '%s': %s\nname another --output folder, or make this one writable", path, strerror(errno));
-    for (int waited = 0; flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; waited++) {
-        require(waited < most, "another run writes to '%s'\nend it first, or name another folder with --output", folder);
-        if (waited == 0) printf("waiting up to %d s: another run, or one whose host was lost, holds '%s'\n", most, folder);
+    char *path = st_text(output, "/", ".lock.train");
+    const int folder = open(output, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    require(folder >= 0, "cannot list folder '%s': %s\ncheck its permissions", output, strerror(errno));
+    const int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    require(file >= 0, "cannot open '%s': %s\nname another --output folder, or make this one writable", path,
+            strerror(errno));
+    for (int waited = 0; lock_is_held_elsewhere(folder, file); waited++) {
+        require(waited < most, "another run writes to '%s'\nend it first, or name another folder with --output",
+                output);
+        if (waited == 0)
+            printf("waiting up to %d s: another run, or one whose host was lost, holds '%s'\n", most, output);
         fflush(stdout);
         watchdog_beat(PHASE_START, -1);
         sleep(1);
     }
     free(path);
-    return fd;
 }
 // For a run that does not resume: its checkpoints must not mix with those of an earlier one.
 static inline void checkpoint_require_fresh(const char *output) {
@@ -367,15 +444,18 @@ static inline void checkpoint_require_fresh(const char *output) {
     free_names(names, count);
 }
 
-// Keeps the newest `keep` whole checkpoints up to this step (0: all) and those at multiples of `major_every` (0: none).
+// Keeps the newest `keep` whole checkpoints up to this step (0: all), those at multiples of `major_every` (0: none),
+// and the newest that has not diverged.
 static inline void remove_old_checkpoints(const char *output, int64_t step, int keep, int major_every) {
     struct dirent **names = NULL;
     const int count = keep > 0 ? scandir(output, &names, is_step_name, by_step) : -1;
-    for (int i = count - 1, kept = 0; i >= 0; i--) {
+    for (int i = count - 1, kept = 0, goods = 0; i >= 0; i--) {
         const int64_t at = atoll(names[i]->d_name + 5);
         char why[256], *path = st_text(output, "/", names[i]->d_name), *gone = st_text(path, ".tmp", "");
         const int whole = at <= step && checkpoint_is_whole(path, at, why, sizeof why), major = major_every > 0 && at % major_every == 0;
-        if (whole && kept++ >= keep && !major && rename(path, gone) == 0) remove_checkpoint(gone);  // never half a folder under a whole one's name
+        const int last_good = whole && !checkpoint_is_diverged(path) && goods++ == 0;
+        // renamed first: never half a folder under a whole one's name
+        if (whole && kept++ >= keep && !major && !last_good && rename(path, gone) == 0) remove_checkpoint(gone);
         free(path);
         free(gone);
     }
@@ -396,34 +476,51 @@ typedef struct {
     const Model *m;            // NULL: nothing is being written
     char *output, *folder, *writing;
     TrainState state;          // as it was; shares the options, which do not change during a run
-    int keep, major_every;
     SlotFile weights, optimizer;
     SlotReader *read;
     uint64_t sums[NUM_SUMMED_FILES];  // checksums of what this rank wrote
     int64_t progress;          // pieces written
-    int threaded, written;     // written: this rank's part is flushed
+    int threaded, written;     // written: this rank's part is flushed, or has failed
+    int error;                 // errno of what failed first on this rank; OTHER_RANK_FAILED; 0
     pthread_t thread;
 } Checkpoint;
+enum { OTHER_RANK_FAILED = -1 };
 
 static inline void *checkpoint_write(void *checkpoint) {
     Checkpoint *c = (Checkpoint *)checkpoint;
-    slots_write(&c->weights, c->m, c->read, &c->progress);
-    c->sums[1] = c->weights.file.sum;
-    st_finish(&c->weights.file);
-    slots_write(&c->optimizer, c->m, c->read, &c->progress);
-    c->sums[2] = c->optimizer.file.sum;
-    st_finish(&c->optimizer.file);
+    SlotFile *files[] = {&c->weights, &c->optimizer};
+    for (int i = 0; i < 2; i++) {
+        if (c->error) files[i]->file.error = c->error;
+        slots_write(files[i], c->m, c->read, &c->progress);
+        c->sums[1 + i] = files[i]->file.sum;
+        c->error = st_finish(&files[i]->file);
+    }
     __atomic_store_n(&c->written, 1, __ATOMIC_RELEASE);
     return NULL;
 }
 static inline int checkpoint_written(const Checkpoint *c) { return __atomic_load_n(&c->written, __ATOMIC_ACQUIRE); }
 
+// The two large files, which rank 0 makes and the others open.
+static inline void checkpoint_open_files(Checkpoint *c, int create) {
+    SlotFile *files[] = {&c->weights, &c->optimizer};
+    for (int i = 0; i < 2; i++) {
+        files[i]->file.error = c->error;
+        st_begin(&files[i]->file, create);
+        c->error = files[i]->file.error;
+    }
+}
+static inline void checkpoint_make_folder(Checkpoint *c) {
+    make_directory(c->output);
+    remove_leftovers(c->output);
+    if (mkdir(c->writing, 0777) != 0 && errno != EEXIST) c->error = st_failed(c->writing);
+    else c->error = write_config(c->m, c->writing, &c->sums[0]);
+}
 // All ranks call it, with the same arguments. overlap: copy what this rank writes and let a thread write it; else all is written
 // when this returns.
-static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const TrainState *s, int keep, int major_every, int overlap) {
+static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const TrainState *s, int overlap) {
     assert(!c->m);
     memset(c, 0, sizeof *c);
-    c->m = m; c->state = *s; c->keep = keep; c->major_every = major_every; c->threaded = overlap;
+    c->m = m; c->state = *s;
     c->read = overlap ? model_read_snapshot : model_read;
     c->output = st_text(output, "", "");
     c->folder = checkpoint_folder(output, s->step, "");
@@ -433,57 +530,73 @@ static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output,
     slots_declare(&c->weights, m, weight_slot, 1, weights);
     slots_declare(&c->optimizer, m, optimizer_slots, num_states, optimizer);
     if (first) {
-        make_directory(output);
-        remove_leftovers(output);
-        make_directory(c->writing);
-        write_config(m, c->writing, &c->sums[0]);
-        st_begin(&c->weights.file, 1);
-        st_begin(&c->optimizer.file, 1);
+        checkpoint_make_folder(c);
+        checkpoint_open_files(c, 1);
     }
-    comm_barrier(&m->mesh->job);
-    if (!first) st_begin(&c->weights.file, 0);
-    if (!first) st_begin(&c->optimizer.file, 0);
+    if (comm_or(&m->mesh->job, c->error != 0) && !c->error) c->error = OTHER_RANK_FAILED;
+    if (!first) checkpoint_open_files(c, 0);
     free(weights);
     free(optimizer);
-    if (!overlap) { checkpoint_write(c); return; }
-    model_snapshot(m, SLOT_WEIGHT);
-    for (int k = 0; k < num_states; k++) model_snapshot(m, optimizer_slots[k].slot);
-    require(pthread_create(&c->thread, NULL, checkpoint_write, c) == 0, "cannot start a thread for the checkpoint: %s\nraise the limit on processes (ulimit -u), or use --save-async 0", strerror(errno));
+    for (int k = -1; overlap && !c->error && k < num_states; k++)
+        model_snapshot(m, k < 0 ? SLOT_WEIGHT : optimizer_slots[k].slot);
+    c->threaded = overlap && !c->error && pthread_create(&c->thread, NULL, checkpoint_write, c) == 0;
+    if (!c->threaded) checkpoint_write(c);  // no thread to be had: training waits
 }
-// All ranks call it. Waits for what is not yet written; rank 0 gives the folder its name when every rank has flushed its part.
-static inline void checkpoint_finish(Checkpoint *c) {
+// Rank 0, when every rank has flushed its part: the rest of the files, and the folder gets its name. Returns errno of
+// what failed, or 0.
+static inline int checkpoint_publish(const Checkpoint *c) {
+    int error = write_train_state(c->m, c->writing, &c->state, c->sums);
+    if (!error) error = sync_directory(c->writing);
+    if (error) return error;
+    char *replaced = checkpoint_folder(c->output, c->state.step, ".old.tmp");
+    // Saved twice at one step: they change places, where the file system can, so that one is there at every moment.
+    enum { EXCHANGE = 2 /*RENAME_EXCHANGE*/ };
+    const int again = file_exists(c->folder);
+    const int exchanged = again && syscall(SYS_renameat2, AT_FDCWD, c->writing, AT_FDCWD, c->folder, EXCHANGE) == 0;
+    if (!exchanged && ((again && rename(c->folder, replaced) != 0) || rename(c->writing, c->folder) != 0)) {
+        error = st_failed(c->folder);
+        if (again && !file_exists(c->folder)) rename(replaced, c->folder);
+    }
+    if (!error) error = sync_directory(c->output);
+    if (!error && again) remove_checkpoint(exchanged ? c->writing : replaced);
+    free(replaced);
+    return error;
+}
+// All ranks call it. Waits for what is not yet written; rank 0 gives the folder its name. Returns 0; or, when a rank
+// could not write its part, an error on all ranks, and nothing is left of it.
+static inline int checkpoint_finish(Checkpoint *c) {
+    enum { BUSY = 1, FAILED = 2 };
     const Comm *comm = &c->m->mesh->job;
     int64_t before = -1, now;
+    int all, mine;
     do {  // ranks that have written meet those whose disk is slow, not one whose disk hangs
         while ((now = __atomic_load_n(&c->progress, __ATOMIC_RELAXED)) == before && !checkpoint_written(c)) usleep(1000);
         before = now;
         watchdog_beat(PHASE_SAVE, -1);
-    } while (comm_or(comm, !checkpoint_written(c)));
+        mine = !checkpoint_written(c) ? BUSY : c->error ? FAILED : 0;
+        all = comm_or(comm, mine);
+    } while (all & BUSY);
     if (c->threaded) pthread_join(c->thread, NULL);
-    comm_add_sums(comm, c->sums, NUM_SUMMED_FILES);
-    if (comm->rank == 0) {
-        char *replaced = checkpoint_folder(c->output, c->state.step, ".old.tmp");
-        write_train_state(c->m, c->writing, &c->state, c->sums);
-        sync_directory(c->writing);
-        const int again = file_exists(c->folder);  // saved twice at one step: they change places, so that one is there at every moment,
-        const int exchanged = again && syscall(SYS_renameat2, AT_FDCWD, c->writing, AT_FDCWD, c->folder, 2 /*RENAME_EXCHANGE*/) == 0;  // where the file system can
-        require(exchanged || ((!again || rename(c->folder, replaced) == 0) && rename(c->writing, c->folder) == 0), "cannot rename '%s': %s\ncheck the permissions of the folder", c->writing, strerror(errno));
-        sync_directory(c->output);
-        if (again) remove_checkpoint(exchanged ? c->writing : replaced);
-        remove_old_checkpoints(c->output, c->state.step, c->keep, c->major_every);
-        free(replaced);
-    }
-    comm_barrier(comm);  // when this returns, the checkpoint is there
+    comm_add_sums(comm, c->sums, NUM_SUMMED_FILES);  // by all ranks, whatever has failed
+    if ((all & FAILED) && !c->error) c->error = OTHER_RANK_FAILED;
+    if (comm->rank == 0 && !c->error) c->error = checkpoint_publish(c);
+    if (comm->rank == 0 && c->error && is_directory(c->writing)) remove_checkpoint(c->writing);
+    if (comm_or(comm, c->error != 0) && !c->error) c->error = OTHER_RANK_FAILED;
+    // Here the checkpoint is there, or is gone, whichever rank looks.
+    const int error = c->error;
     free(c->output);
     free(c->folder);
     free(c->writing);
     memset(c, 0, sizeof *c);
+    return error;
 }
-static inline void checkpoint_save(Model *m, const char *output, const TrainState *s, int keep, int major_every) {
+static inline int checkpoint_save(Model *m, const char *output, const TrainState *s, int keep, int major_every) {
     Checkpoint c;
     memset(&c, 0, sizeof c);
-    checkpoint_begin(&c, m, output, s, keep, major_every, 0);
-    checkpoint_finish(&c);
+    checkpoint_begin(&c, m, output, s, 0);
+    const int error = checkpoint_finish(&c);
+    if (!error && m->mesh->job.rank == 0) remove_old_checkpoints(output, s->step, keep, major_every);
+    return error;
 }
 
 // ---- resuming

@@ -96,7 +96,8 @@ static inline int config_preset(const char *name, Config *c) {
         *c = config_gpt2_depth(n);
         return 1;
     }
-    if (sscanf(name, "gpt3:c%d%n", &n, &end) == 1 && !name[end]) return config_gpt3_width(n, c);
+    if (sscanf(name, "gpt3:c%d%n", &n, &end) == 1 && !name[end])
+        return config_gpt3_width(n == 5140 ? 5120 : n, c);  // the paper and llm.c print 5140; it has 40 heads of 128
     const struct { const char *name; Config config; } table[] = {
         {"gpt2:124M", config_gpt2(12, 768, 12, 1024)},   {"gpt2:350M", config_gpt2(24, 1024, 16, 1024)},
         {"gpt2:774M", config_gpt2(36, 1280, 20, 1024)},  {"gpt2:1558M", config_gpt2(48, 1600, 25, 1024)},

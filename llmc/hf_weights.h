@@ -60,7 +60,8 @@ static inline void param_read(const StReader *r, const StTensor *t, const Param 
     if (param_part_at(p, at)) param_move(&f, p, at, count, out, scratch);
     else memset(out, 0, count * sizeof(float));  // the padding of the vocabulary
 }
-static inline void param_write(StWriter *w, int tensor, const Param *p, size_t at, size_t count, float *in, float *scratch) {
+static inline void param_write(StWriter *w, int tensor, const Param *p, size_t at, size_t count, float *in,
+                               float *scratch) {
     const ParamFile f = {NULL, NULL, w, tensor};
     param_move(&f, p, at, count, in, scratch);
 }
@@ -74,7 +75,8 @@ static inline int param_shape(const Param *p, uint64_t *shape) {
 typedef struct { Slot slot; const char *prefix; } SlotName;
 static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}};
 
-// One file of slots, written by all ranks: open, write this rank's shards, st_finish.
+// One file of slots, written by all ranks: open, write this rank's shards, st_finish. After a write that failed
+// (StWriter's error) the rest is passed over.
 typedef void SlotReader(const Model *m, Slot s, size_t offset, size_t count, float *values);  // model_read or model_read_snapshot
 typedef struct { StWriter file; const SlotName *slots; int num_slots; } SlotFile;
 
@@ -109,11 +111,11 @@ static inline void slots_write(SlotFile *f, const Model *m, SlotReader *read, in
             for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {
                 const ParamPart *q = param_part_at(p, at);
                 n = param_piece(p, at, end - at);
-                if (!q || q->copy) continue;  // padding, and what another rank has too and writes
+                if (!q || q->copy || f->file.error) continue;  // padding, and what another rank has too and writes
                 read(m, f->slots[k].slot, p->offset + at, n, piece);
                 param_write(&f->file, k * table->count + i, p, at, n, piece, scratch);
                 if ((unflushed += n * sizeof(float)) >= (size_t)1 << 30) {  // a slow disk shows progress, and the last flush is short
-                    require(fdatasync(f->file.fd) == 0, "cannot write '%s': %s\ncheck the disk; earlier checkpoints are untouched", f->file.path, strerror(errno));
+                    if (fdatasync(f->file.fd) != 0 && !f->file.error) f->file.error = st_failed(f->file.path);
                     unflushed = 0;
                 }
                 __atomic_fetch_add(progress, 1, __ATOMIC_RELAXED);
@@ -134,7 +136,7 @@ static inline uint64_t save_slots(const Model *m, const SlotName *slots, int num
     if (m->mesh->job.rank > 0) st_begin(&f.file, 0);
     slots_write(&f, m, model_read, &progress);
     const uint64_t sum = f.file.sum;
-    st_finish(&f.file);
+    require(st_finish(&f.file) == 0, "'%s' is not whole\nmake room or name another place", path);
     return sum;
 }
 
@@ -231,33 +233,35 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
 // ---- folders
 
 // A small text file, flushed; `text` is an open_memstream's and is freed. sum: its checksum, unless NULL.
-static inline void write_text_file(const char *folder, const char *name, FILE *stream, char **text, uint64_t *sum) {
+// Returns errno of what failed, or 0.
+static inline int write_text_file(const char *folder, const char *name, FILE *stream, char **text, uint64_t *sum) {
     require(fclose(stream) == 0, "out of memory for %s\nclose other programs", name);
     char *path = st_text(folder, "/", name);
     const int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    require(fd >= 0, "cannot write '%s': %s\nname a place that you may write to", path, strerror(errno));
     if (sum) *sum = checksum(*text, strlen(*text), 0);
-    st_pwrite(fd, path, *text, strlen(*text), 0);
-    require(fsync(fd) == 0 && close(fd) == 0, "cannot write '%s': %s\ncheck the disk", path, strerror(errno));
+    int error = fd < 0 ? st_failed(path) : st_pwrite(fd, path, *text, strlen(*text), 0);
+    error = st_flush_and_close(fd, path, error);
     free(path);
     free(*text);
+    return error;
 }
 
-static inline void write_config(const Model *m, const char *folder, uint64_t *sum) {
+static inline int write_config(const Model *m, const char *folder, uint64_t *sum) {
     char *text = NULL;
     size_t length;
     FILE *f = open_memstream(&text, &length);
     require(f, "out of memory for config.json\nclose other programs");
     config_write(&m->config, model_dtype(m), f, "\n  ");
     fputc('\n', f);
-    write_text_file(folder, "config.json", f, &text, sum);
+    return write_text_file(folder, "config.json", f, &text, sum);
 }
 // A folder that transformers opens, by all ranks together. Written in place: checkpoint_save writes a run's.
 static inline void model_save_weights(const Model *m, const char *folder) {
     char *path = st_text(folder, "/", "model.safetensors");
     if (m->mesh->job.rank == 0) {
         make_directory(folder);
-        write_config(m, folder, NULL);
+        require(write_config(m, folder, NULL) == 0, "folder '%s' has no config.json\nmake room or name another place",
+                folder);
     }
     save_slots(m, weight_slot, 1, path);
     free(path);

@@ -1,9 +1,12 @@
 // Seeing a run: a console line a step for people, overwritten on a terminal, and main.jsonl in the output folder for
 // dev/plot.py (evaluate.jsonl: of runs that only evaluate).
-// JSONL events: start (options, config, git, device, ...), step, eval, eval_choice, sample, checkpoint, end; each a line, flushed.
+// JSONL events: start (options, config, git, device, ...), step, eval, eval_choice, sample, checkpoint,
+// checkpoint_failed, end; each a line, written at once. An older log of the folder goes on. What a full disk does not
+// take is kept and written when there is room again.
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
 
+#include <fcntl.h>
 #include <math.h>
 #include <sys/ioctl.h>
 
@@ -11,39 +14,72 @@
 #include "options.h"
 
 typedef struct {
-    FILE *jsonl;      // NULL: no output folder, or not rank 0
-    double opened;    // now_seconds() at the start
+    FILE *lines;             // in memory, not yet in the file. NULL: no output folder, or not rank 0
+    char *text;              // of `lines`
+    size_t length, written;  // bytes of it, and how many of them the file has
+    int file, failed;        // failed: the last write did, and that was said
+    double opened;           // now_seconds() at the start
 } Logger;
 
-// `append` goes on with an older log, otherwise an older log of the folder is replaced. folder "": no file.
-static inline Logger logger_open(const char *folder, const char *name, int append) {
-    Logger g;
-    g.jsonl = NULL;
-    g.opened = now_seconds();
-    if (!*folder) return g;
+// folder "": no file. `g` stays where it is.
+static inline void logger_open(Logger *g, const char *folder, const char *name) {
+    memset(g, 0, sizeof *g);
+    g->opened = now_seconds();
+    if (!*folder) return;
     char path[4200];
     make_directory(folder);
     snprintf(path, sizeof path, "%s/%s", folder, name);
-    g.jsonl = fopen_or_die(path, append ? "a" : "w", "name another --output folder, or make this one writable");
-    return g;
+    g->file = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    require(g->file >= 0, "cannot open '%s': %s\nname another --output folder, or make this one writable", path,
+            strerror(errno));
+    g->lines = open_memstream(&g->text, &g->length);
+    require(g->lines, "out of memory for the log\nclose other programs");
 }
 static inline void logger_close(Logger *g) {
-    if (g->jsonl) fclose(g->jsonl);
-    g->jsonl = NULL;
+    if (!g->lines) return;
+    fclose(g->lines);
+    free(g->text);
+    close(g->file);
+    memset(g, 0, sizeof *g);
 }
 
 // Begins an event's line; returns NULL when nothing is logged. End it with logger_end.
 static inline FILE *logger_begin(Logger *g, const char *event, int64_t step) {
-    if (!g->jsonl) return NULL;
-    fprintf(g->jsonl, "{\"event\":\"%s\",\"step\":%lld,\"elapsed\":%.3f", event, (long long)step, now_seconds() - g->opened);
-    return g->jsonl;
+    if (!g->lines) return NULL;
+    fprintf(g->lines, "{\"event\":\"%s\",\"step\":%lld,\"elapsed\":%.3f", event, (long long)step,
+            now_seconds() - g->opened);
+    return g->lines;
 }
 static inline void logger_end(Logger *g) {
-    fputs("}\n", g->jsonl);
-    if (fflush(g->jsonl) != 0) {  // a full disk must not end the training: say it, go on without the log
-        fprintf(stderr, "warning: cannot write the log: %s; the run goes on without it\n", strerror(errno));
-        logger_close(g);
+    fputs("}\n", g->lines);
+    require(fflush(g->lines) == 0, "out of memory for the log\nclose other programs");
+    while (g->written < g->length) {
+        const ssize_t n = write(g->file, g->text + g->written, g->length - g->written);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) {  // a full disk must not end the training
+            if (!g->failed)
+                fprintf(stderr, "warning: cannot write the log: %s; it is kept in memory until that works again\n",
+                        strerror(errno));
+            g->failed = 1;
+            return;
+        }
+        g->written += (size_t)n;
     }
+    rewind(g->lines);  // the next line begins where this one did
+    g->written = 0;
+    g->failed = 0;
+}
+// Whether an older log of the folder has a training step.
+static inline int logger_has_steps(const char *folder, const char *name) {
+    char path[4200], *line = NULL;
+    size_t size = 0;
+    int found = 0;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *f = fopen(path, "r");
+    while (f && !found && getline(&line, &size, f) > 0) found = strstr(line, "\"event\":\"step\"") != NULL;
+    free(line);
+    if (f) fclose(f);
+    return found;
 }
 static inline void logger_number(FILE *f, const char *key, double value) {
     fprintf(f, ",\"%s\":", key);

@@ -1,5 +1,6 @@
 // ONE table of command-line options: parsing, --help, the echo at start, the log and the checkpoint all read it.
-// Long names are ours; letters, their meanings and defaults are llm.c's, so that its run scripts start us unchanged.
+// Long names are ours; letters, their meanings and, but for -j and -n, their defaults are llm.c's, so that its run
+// scripts start us unchanged.
 // To add an option, add one entry. INT and FLT state the range that is accepted; a value outside it is refused.
 #ifndef LLMC_OPTIONS_H
 #define LLMC_OPTIONS_H
@@ -20,11 +21,12 @@
 SECTION("input and output") \
 STR(train_data, "train-data", "i", '*', "dev/data/tinyshakespeare/tiny_shakespeare_train.bin", \
     "token shards to train on: a file or a quoted glob") \
-STR(val_data, "val-data", "j", ' ', "dev/data/tinyshakespeare/tiny_shakespeare_val.bin", \
-    "token shards of the validation loss ('': none)") \
+STR(val_data, "val-data", "j", ' ', "auto", \
+    "token shards of the validation loss (auto: --train-data with val for train, where there is such a file; '': none)") \
 STR(model, "model", "e", '*', "gpt2:124M", "preset[,key=value...] with random weights, or a Hugging Face folder") \
 STR(output, "output", "o", ' ', "", "folder of the log and the checkpoints ('': console only)") \
-STR(tokenizer, "tokenizer", "", ' ', "", "tokenizer.bin for samples ('': the one beside the training data)") \
+STR(tokenizer, "tokenizer", "", ' ', "", \
+    "tokenizer.bin for samples ('': the one beside the training data, or llm.c's gpt2_tokenizer.bin here)") \
 INT(force, "force", "", '*', 0, 0, 1, "1: use data of another tokenizer than the model's, which is refused otherwise") \
 INT(print_every, "print-every", "", ' ', 0, 0, 1 << 30, \
     "keep the line of every N-th step (0: of each; on a terminal of the last, the others are overwritten)") \
@@ -40,7 +42,8 @@ INT(max_steps, "max-steps", "x", '*', -1, -1, 1 << 30, "optimiser steps to run (
 INT(overfit, "overfit", "a", '*', 0, 0, 1, "1: train on one batch of the validation data again and again") \
 INT(seed, "seed", "", '*', 1337, 0, 1ll << 53, "seed of weights, data order and samples") \
 SECTION("optimiser") \
-STR(schedule, "schedule", "k", '*', "cosine", "learning rate after warm-up: cosine, linear, constant or wsd") \
+STR(schedule, "schedule", "k", '*', "cosine", \
+    "learning rate after warm-up: cosine, linear or wsd; or constant, without warm-up as in llm.c") \
 FLT(learning_rate, "learning-rate", "l", '*', 3e-4, 0, 1e3, "largest learning rate") \
 INT(warmup, "warmup", "u", '*', 0, 0, 1 << 30, "steps of linear warm-up") \
 FLT(final_lr_fraction, "final-lr-fraction", "q", '*', 1.0, 0, 1, "last learning rate, as a fraction of the largest") \
@@ -54,6 +57,8 @@ FLT(skip_loss_z, "skip-loss-z", "sl", '*', 0.0, 0, 1e30, \
 FLT(skip_norm_z, "skip-norm-z", "sg", '*', 0.0, 0, 1e30, "the same for the gradient norm") \
 STR(on_nan, "on-nan", "", '*', "stop", \
     "loss or gradient norm not finite: stop, or skip the update; weights stay untouched") \
+INT(skip_limit, "skip-limit", "", '*', 10, 1, 1 << 30, \
+    "with --on-nan skip: end after so many such steps in a row, or ten times as many in all") \
 SECTION("evaluation and samples") \
 INT(eval_every, "eval-every", "v", ' ', 20, 0, 1 << 30, "evaluate every N steps, and at the end (0: never)") \
 INT(eval_steps, "eval-steps", "m", ' ', 20, -1, 1 << 30, "batches in a validation loss (-1: the whole set)") \
@@ -74,14 +79,15 @@ INT(kv_cache, "kv-cache", "", '=', 1, 0, 1, \
     "keep keys and values of earlier tokens while sampling; 0: compute them again for every token") \
 INT(generate, "generate", "", ' ', 0, 0, 1, "1: print samples of --sample-tokens and stop; nothing is trained") \
 SECTION("checkpoints (need --output)") \
-INT(save_every, "save-every", "n", ' ', 0, 0, 1 << 30, "write a checkpoint every N steps (0: none)") \
+INT(save_every, "save-every", "n", ' ', -1, -1, 1 << 30, \
+    "write a checkpoint every N steps, at the end and when a signal stops the run (-1: at these two only, 0: never)") \
 INT(save_keep, "save-keep", "nk", ' ', 0, 0, 1 << 30, "keep the newest K checkpoints (0: all)") \
 INT(save_major, "save-major", "nm", ' ', 0, 0, 1 << 30, \
     "checkpoints at multiples of N steps are never removed (0: off)") \
 INT(save_async, "save-async", "", '=', 1, 0, 1, \
     "1: train on while a checkpoint is written, from a copy in host memory; 0: wait for the disk") \
 INT(resume, "resume", "y", ' ', 0, 0, 1, \
-    "1: go on from the newest whole checkpoint in --output; 0: start anew") \
+    "1: go on from the newest checkpoint in --output, with its options where none are given; 0: start anew") \
 SECTION("numbers and memory") \
 INT(tf32, "tf32", "f", '~', 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \
 INT(master_weights, "master-weights", "w", '~', 1, 0, 1, \
@@ -170,6 +176,12 @@ static inline void option_value(const Options *o, const OptionInfo *info, char *
         snprintf(out, size, "%.9g", *(const double *)field);
         if (strtod(out, NULL) != *(const double *)field) snprintf(out, size, "%.17g", *(const double *)field);
     }
+}
+// The same, of any length: a text itself, or `out` with the number.
+static inline const char *option_text(const Options *o, const OptionInfo *info, char *out, size_t size) {
+    if (info->kind == OPTION_STR) return *(const char *const *)((const char *)o + info->offset);
+    option_value(o, info, out, size);
+    return out;
 }
 
 static inline void option_set(Options *o, const OptionInfo *info, const char *text) {
@@ -302,8 +314,8 @@ static inline void option_unknown(const char *program, const char *argument, siz
     die("unknown option '%.*s'\n%s%s%s --help lists all", (int)length, argument, names, found ? "? " : "", program);
 }
 
-static inline Options options_parse(int argc, char **argv) {
-    Options o = options_default();
+// The options of the command line on top of others.
+static inline Options options_parse_over(Options o, int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];
         const int last = i + 1 == argc, alone = last || argv[i + 1][0] == '-';
@@ -325,6 +337,7 @@ static inline Options options_parse(int argc, char **argv) {
     }
     return o;
 }
+static inline Options options_parse(int argc, char **argv) { return options_parse_over(options_default(), argc, argv); }
 
 // What was asked for, for the eye: the options that differ from their default.
 static inline void options_echo(const Options *o, FILE *f) {

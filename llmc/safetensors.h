@@ -37,6 +37,7 @@ typedef struct {
 typedef struct {
     char *path;
     int fd, count, capacity;
+    int error;          // errno of the first write that failed, 0: none; nothing is written after it
     StTensor *tensors;  // as declared
     uint64_t sum;       // checksum of what this process wrote; those of all ranks add up to the file's
 } StWriter;
@@ -258,17 +259,35 @@ static inline int st_declare(StWriter *w, const char *name, StType type, int dim
     st_push(&w->tensors, &w->count, &w->capacity, &t);
     return w->count - 1;
 }
-static inline void st_pwrite(int fd, const char *path, const void *source, uint64_t bytes, uint64_t offset) {
+// What fails is said here and returned as errno: whoever writes decides whether the program ends.
+static inline int st_failed(const char *path) {
+    const int error = errno;
+    char rank[32] = "";
+    if (die_rank >= 0) snprintf(rank, sizeof rank, "[rank %d] ", die_rank);
+    fprintf(stderr, "%swarning: cannot write '%s': %s\n", rank, path, strerror(error));
+    return error;
+}
+static inline int st_pwrite(int fd, const char *path, const void *source, uint64_t bytes, uint64_t offset) {
     const char *from = (const char *)source;
     while (bytes > 0) {
         ssize_t n = pwrite(fd, from, bytes, (off_t)offset);
         if (n < 0 && errno == EINTR) continue;
-        require(n > 0, "cannot write '%s': %s\nmake room or name another place; earlier checkpoints are untouched", path, strerror(errno));
+        if (n == 0) errno = ENOSPC;
+        if (n <= 0) return st_failed(path);
         from += n; bytes -= (uint64_t)n; offset += (uint64_t)n;
     }
+    return 0;
+}
+// On the disk, not in a cache, and closed. `error`: of the writes so far; returns that, or what happens now.
+static inline int st_flush_and_close(int fd, const char *path, int error) {
+    if (fd < 0) return error;
+    if (!error && fsync(fd) != 0) error = st_failed(path);
+    if (close(fd) != 0 && !error) error = st_failed(path);
+    return error;
 }
 static inline void st_write(StWriter *w, const void *source, uint64_t bytes, uint64_t offset) {
-    st_pwrite(w->fd, w->path, source, bytes, offset);
+    if (!w->error) w->error = st_pwrite(w->fd, w->path, source, bytes, offset);
+    if (w->error) return;
     __atomic_fetch_add(&w->sum, checksum(source, bytes, offset), __ATOMIC_RELAXED);
 }
 // After the last declaration: makes the file and writes its header. create = 0: another rank has done that with the same
@@ -295,8 +314,11 @@ static inline void st_begin(StWriter *w, int create) {
     require(fclose(f) == 0, "out of memory for the header of '%s'\nuse a smaller model", w->path);
     const uint64_t header = length;
     for (int i = 0; i < w->count; i++) w->tensors[i].begin += 8 + header;
-    w->fd = open(w->path, create ? O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC : O_WRONLY | O_CLOEXEC, 0666);
-    require(w->fd >= 0, "cannot write '%s': %s\nname a place that you may write to", w->path, strerror(errno));
+    if (!w->error) {
+        const int flags = create ? O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC : O_WRONLY | O_CLOEXEC;
+        w->fd = open(w->path, flags, 0666);
+        if (w->fd < 0) w->error = st_failed(w->path);
+    }
     if (create) {
         st_write(w, &header, 8, 0);
         st_write(w, text, header, 8);
@@ -315,14 +337,14 @@ static inline void st_write_floats(StWriter *w, int tensor, uint64_t begin, uint
         st_write(w, raw, n * 2, t->begin + (begin + i) * 2);
     }
 }
-// On the disk, not in a cache, when this returns.
-static inline void st_finish(StWriter *w) {
-    const int failed = fsync(w->fd) != 0;
-    require(close(w->fd) == 0 && !failed, "cannot write '%s': %s\ncheck the disk; earlier checkpoints are untouched", w->path, strerror(errno));
+// All is on the disk when this returns 0; else errno of what failed.
+static inline int st_finish(StWriter *w) {
+    const int error = st_flush_and_close(w->fd, w->path, w->error);
     for (int i = 0; i < w->count; i++) free((void *)w->tensors[i].name);
     free(w->tensors);
     free(w->path);
     memset(w, 0, sizeof *w);
+    return error;
 }
 
 #endif

@@ -5,6 +5,11 @@
 
 #include "comm.h"
 
+// The exit status of a run that a signal stopped: EX_TEMPFAIL of sysexits.h, "start it again". 0 is a run that made all
+// its steps, 1 an error, and 128 + a signal's number, as shells show it, a process that a signal killed before it could
+// save.
+enum { STATUS_STOPPED = 75 };
+
 // SIGTERM or SIGUSR1 (preemption), SIGHUP (the terminal is gone; nohup ignores it, and so do we then), SIGPIPE (nobody reads our output any more, as
 // behind `| head`): save and end. The same one again ends the process at once, but not within a second: timeout(1) and launchers signal a process
 // and its group, which comes twice. Runs that only go forward have nothing to save and end as ever.

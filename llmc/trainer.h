@@ -27,14 +27,20 @@ typedef struct {
     Tokenizer tokenizer;
     Logger log;
     TrainState state;        // what a checkpoint holds beside the parameters
+    TrainState before;       // options of the checkpoint that this run goes on or generates from; o points into them
+    char val_data[4200];     // what --val-data auto has found
     Checkpoint saving;       // on its way to the disk
     double save_begin, save_held;  // when it began; how long training stood still for it, seconds
+    int64_t saved_step;      // of the newest checkpoint of this run; at first the step that it begins with
+    int64_t retry_step;      // the save before failed: the next one is due here; 0: it did not
+    int unproven, unrotated; // of that checkpoint: its weights made no loss yet; older ones are to be removed
+    int ending;              // what is saved now is the last of this run
+    char diverged[200];      // why a checkpoint of now must not be taken for a good one; "": it may
+    int64_t not_finite_in_a_row, not_finite;  // steps
     int64_t steps;           // optimiser steps of the whole run
     int num_micro;           // micro-steps in a step
     char resumed_from[4300]; // checkpoint folder, "" for a fresh run
-    char begun_as[512];      // the --model of a resumed run
     char data_changed[400];  // what became of its data; "": nothing
-    int lock;                // rank 0's, on the output folder; 0: none
     double step_seconds;     // smoothed time of a step; starts with the second one, since the first also warms up
     int steps_timed;
     char step_line[256];     // the last step's, shown on a terminal while the next one computes; "": it was printed
@@ -50,11 +56,12 @@ static inline void check_options(const Options *o) {
     require(!strcmp(o->state_dtype, "fp32") || !strcmp(o->state_dtype, "bf16"), "unknown --state-dtype '%s'\nuse fp32 or bf16", o->state_dtype);
     require(o->tp_overlap < 1 || o->tp > 1, "--tp-overlap 1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
     require(o->zero_stage <= 1, "ZeRO stage %lld is not built yet\nuse --zero-stage 0 or 1", o->zero_stage);
-    require(*o->output || (!o->save_every && !o->resume), "checkpoints need a folder\nadd --output FOLDER");
+    require(*o->output || (o->save_every <= 0 && !o->resume), "checkpoints need a folder\nadd --output FOLDER");
     require(o->total_batch == -1 || o->total_batch > 0, "--total-batch %lld is not a number of tokens\nleave it out or give B*T times a whole number", o->total_batch);
     require(o->max_steps != 0 || o->generate || o->evaluate, "--max-steps 0 trains nothing\ngive a number of steps, or -1 for one epoch; --evaluate 1 evaluates and stops");
     require(!o->generate || !o->evaluate, "--generate 1 and --evaluate 1 are two runs\nleave one of them out");
     require(!o->evaluate || *o->val_data || *o->choice_data || o->hellaswag, "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
+    require(!o->overfit || *o->val_data, "--overfit 1 needs --val-data, whose first batch it trains on\nname shards");
     require(!*o->choice_data || o->eval_every || o->evaluate || o->generate, "--eval-every 0 never scores --choice-data\ngive a number of steps, or leave --choice-data out");
     require(o->eval_steps != 0 || (!o->eval_every && !o->evaluate), "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
     require(o->top_p > 0, "--top-p 0 leaves no token to sample\nuse a value in (0, 1], or --temperature 0 for the likeliest token");
@@ -62,15 +69,10 @@ static inline void check_options(const Options *o) {
 }
 
 // A --model that a resumed run names must be the checkpoint's: that is what goes on, under the name that the run began with.
-// (Left out, it has the default's text.)
 static inline void require_resumed_model(Trainer *t) {
-    const char *model = t->o.model, *before = state_option(&t->state, "model");
-    const Options standard = options_default();
-    if (before) {
-        snprintf(t->begun_as, sizeof t->begun_as, "%s", before);  // the state's own text moves
-        t->o.model = printable(t->begun_as, "");
-    }
-    if (!strcmp(model, standard.model) || (before && !strcmp(model, before))) return;
+    const char *model = t->o.model, *before = state_option(&t->before, "model");
+    if (!before || !strcmp(model, before)) return;
+    t->o.model = before;
     const int folder = is_directory(model) || strchr(model, '/');
     Config named;
     if (folder) named = config_from_json(model);
@@ -79,7 +81,10 @@ static inline void require_resumed_model(Trainer *t) {
         config_finish(&named, NULL);
     }
     char *a = config_text(&named), *b = config_text(&t->config);
-    require(!strcmp(a, b), "checkpoint '%s' is not of the model '%s' but of '%s'\nleave out --model when resuming, or start a new run with another --output", t->resumed_from, model, before ? before : "another");
+    require(!strcmp(a, b),
+            "checkpoint '%s' is not of the model '%s' but of '%s'\nleave out --model when resuming, or start a new run "
+            "with another --output",
+            t->resumed_from, model, before);
     free(a);
     free(b);
 }
@@ -115,8 +120,9 @@ static inline void open_data(Trainer *t) {
     require(t->train.vocab_size <= V, "the training data has a vocabulary of %d and the model of %d\nuse data made with the model's tokenizer", t->train.vocab_size, V);
     if (t->train.hash && evaluation_tokenizer(&t->eval)) require(t->train.hash == evaluation_tokenizer(&t->eval), "training and evaluation data were made with different tokenizers\nmake both with one");
     const int64_t micro_tokens = (int64_t)B * T * world;
-    const char *before = state_option(&t->state, "total-batch");  // a resumed run keeps its batch on any number of ranks
-    if (o->total_batch == -1) o->total_batch = before && atoll(before) > 0 ? atoll(before) : micro_tokens;
+    const char *before = state_option(&t->before, "total-batch");
+    if (o->total_batch == -1)
+        o->total_batch = micro_tokens;  // recorded so: a resumed run keeps its batch on any number of ranks
     const int64_t total = o->total_batch;
     const int64_t near = (total + micro_tokens / 2) / micro_tokens;
     require((total - 1) / micro_tokens < 1 << 20, "--total-batch %lld is more than 2^20 micro-steps of %lld tokens\n"
@@ -126,32 +132,55 @@ static inline void open_data(Trainer *t) {
             before && atoll(before) == total ? " of the resumed run" : "", o->tp > 1 ? " / tp" : "",
             (long long)micro_tokens, (long long)((near < 1 ? 1 : near) * micro_tokens));
     t->num_micro = (int)(total / micro_tokens);
-    t->steps = o->max_steps != -1 ? o->max_steps : t->train.rows_per_epoch / (total / T);
+    // An epoch as llm.c counts it: its last rows may be the next one's first.
+    t->steps = o->max_steps != -1 ? o->max_steps : t->train.num_tokens / total;
     require(t->steps > 0, "the training data has %lld tokens, less than one step of %lld\nuse a smaller --total-batch or give --max-steps", (long long)t->train.num_tokens, (long long)total);
 }
 
-// The tokenizer of the data: named, or the file that lies beside the shards; for --generate, the one in the model's folder before
-// that. Without one, samples print token ids.
+// The tokenizer.bin that --tokenizer names, or the first of these that is there: that of the model's folder, to
+// generate; the one beside the shards; llm.c's, in the working folder. NULL: none. *guessed: nothing ties it to the
+// model but the number of its tokens. free() it.
+static inline char *find_tokenizer(const Trainer *t, int *guessed) {
+    const Options *o = &t->o, standard = options_default();
+    const DataLoader *data = o->evaluate ? &t->eval.val : &t->train;
+    const char *shard = data->num_shards ? data->shards[0].path : o->evaluate ? o->val_data : o->train_data;
+    char *model = st_text(*t->resumed_from ? t->resumed_from : o->model, "/", "tokenizer.bin"),
+         *beside = tokenizer_path(shard);
+    const int nobody_named =
+        o->generate && !state_option(&t->before, "train-data") && !strcmp(o->train_data, standard.train_data);
+    const struct {
+        const char *path;
+        int guessed;
+    } places[] = {{o->generate ? model : "", 0}, {beside, nobody_named}, {"gpt2_tokenizer.bin", 1}};
+    char *found = *o->tokenizer ? st_text(o->tokenizer, "", "") : NULL;
+    *guessed = 0;
+    for (int i = 0; i < 3 && !found; i++) {
+        if (!file_exists(places[i].path)) continue;
+        found = st_text(places[i].path, "", "");
+        *guessed = places[i].guessed;
+    }
+    free(model);
+    free(beside);
+    return found;
+}
+// Without a tokenizer, samples print token ids.
 static inline void open_tokenizer(Trainer *t) {
-    char *path = st_text(*t->resumed_from ? t->resumed_from : t->o.model, "/", "tokenizer.bin");
-    int guessed = 0;  // beside data that nobody named: for a model that was read from elsewhere it must at least have the same words
-    if (*t->o.tokenizer || !t->o.generate || !file_exists(path)) {
-        const Options standard = options_default();
-        free(path);
-        guessed = t->o.generate && !*t->o.tokenizer && !strcmp(t->o.train_data, standard.train_data);
-        const DataLoader *data = t->o.evaluate ? &t->eval.val : &t->train;
-        path = *t->o.tokenizer ? strdup(t->o.tokenizer) : tokenizer_path(data->num_shards ? data->shards[0].path : t->o.evaluate ? t->o.val_data : t->o.train_data);
-    }
+    int guessed;
+    char *path = find_tokenizer(t, &guessed);
     const uint64_t hash = t->train.hash ? t->train.hash : evaluation_tokenizer(&t->eval);
-    t->has_tokenizer = *t->o.tokenizer || file_exists(path);
-    if (t->has_tokenizer) tokenizer_open(&t->tokenizer, path);
-    if (t->has_tokenizer && guessed && t->tokenizer.vocab_size != t->config.vocab_size) {
-        require(!*t->o.prompt, "a --prompt needs the model's tokenizer: '%s' has %d tokens, the model %d\ngive --tokenizer FILE", path, t->tokenizer.vocab_size, t->config.vocab_size);
-        tokenizer_close(&t->tokenizer);
-        t->has_tokenizer = 0;
-    }
-    require(t->has_tokenizer || !*t->o.prompt, "a --prompt needs a tokenizer and there is no '%s'\ngive --tokenizer FILE", path);
-    require(!t->has_tokenizer || t->tokenizer.vocab_size <= t->config.vocab_size, "tokenizer '%s' has %d tokens, the model %d\ngive the model's own --tokenizer", path, t->tokenizer.vocab_size, t->config.vocab_size);
+    const int needed = *t->o.prompt != 0, V = t->config.vocab_size;
+    require(path || !needed, "a --prompt needs a tokenizer, and none lies beside the model or the training data\n"
+            "give --tokenizer FILE");
+    if (!path) return;
+    tokenizer_open(&t->tokenizer, path);
+    const int has = t->tokenizer.vocab_size, fits = has == V && (!hash || t->tokenizer.hash == hash);
+    t->has_tokenizer = !guessed || fits;
+    require(t->has_tokenizer || !needed,
+            "a --prompt needs the model's tokenizer: '%s' has %d tokens, the model %d\ngive --tokenizer FILE", path,
+            has, V);
+    if (!t->has_tokenizer) tokenizer_close(&t->tokenizer);
+    require(!t->has_tokenizer || has <= V,
+            "tokenizer '%s' has %d tokens, the model %d\ngive the model's own --tokenizer", path, has, V);
     require(!t->has_tokenizer || !hash || t->tokenizer.hash == hash, "tokenizer '%s' is not the one that made the data\ngive the data's own --tokenizer", path);
     free(path);
 }
@@ -216,36 +245,90 @@ static inline void init_weights(Model *m, uint64_t seed) {
     free(values);
 }
 
-// Hyper-parameters that a resumed run changes are said aloud: the curve will show it.
+// What a resumed run changes is said aloud: the curve will show it.
 static inline void report_changed_options(const Trainer *t) {
-    static const char *ignored[] = {"resume", "output", "model", "max-steps"};
     for (int i = 0; i < NUM_OPTIONS; i++) {
-        char value[512];
-        if (option_table[i].kind == OPTION_SECTION) continue;
-        option_value(&t->o, &option_table[i], value, sizeof value);
-        const char *before = state_option(&t->state, option_table[i].name);
-        int skip = 0;
-        for (size_t k = 0; k < sizeof ignored / sizeof *ignored; k++) skip |= !strcmp(ignored[k], option_table[i].name);
-        if (skip || !before || strcmp(before, value) == 0) continue;
-        char *was = printable(st_text(before, "", ""), "\n");
-        printf("changed since the checkpoint: --%s %s -> %s\n", option_table[i].name, was, value);
-        free(was);
+        const OptionInfo *info = &option_table[i];
+        const char *before = info->kind == OPTION_SECTION ? NULL : state_option(&t->before, info->name);
+        char number[64];
+        if (!before || !strcmp(info->name, "resume") || !strcmp(info->name, "output")) continue;
+        const char *now = option_text(&t->o, info, number, sizeof number);
+        if (!strcmp(info->name, "val-data") && t->o.val_data == t->val_data) now = "auto";
+        if (strcmp(before, now) != 0)
+            printf("changed since the checkpoint: --%s %s -> %s\n", info->name, before, now);
     }
 }
 
+// The checkpoint that is resumed, or that --generate names as its --model, has options: all of the one, where the
+// other's data lie. What the command line gives wins.
+static inline void take_options(Trainer *t, int argc, char **argv) {
+    static const char *const of_the_data[] = {"tokenizer", "train-data"};
+    char why[256];
+    const int named = !*t->resumed_from && t->o.generate && checkpoint_is_whole(t->o.model, -1, why, sizeof why);
+    if (!*t->resumed_from && !named) return;
+    checkpoint_load_state(named ? t->o.model : t->resumed_from, &t->state);
+    Options o = options_default();
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        const char *name = option_table[i].name, *value = state_option(&t->state, name);
+        if (option_table[i].kind == OPTION_SECTION || !value) continue;
+        if (named && strcmp(name, of_the_data[0]) != 0 && strcmp(name, of_the_data[1]) != 0) continue;
+        char *text = printable(st_text(value, "", ""), "\n\t");  // a copy: the state's own change with the run
+        state_set_option(&t->before, name, text);
+        free(text);
+    }
+    for (int i = 0; i < NUM_OPTIONS; i++)
+        if (state_option(&t->before, option_table[i].name))
+            option_set(&o, &option_table[i], state_option(&t->before, option_table[i].name));
+    t->o = options_parse_over(o, argc, argv);
+    watchdog.timeout_ms = (int64_t)(1e3 * t->o.timeout);
+}
+
+// --val-data auto: beside the training data, named as all programs that make shards name them; or none.
+static inline void find_validation_data(Trainer *t) {
+    const char *train = t->o.train_data, *slash = strrchr(train, '/'), *word = NULL;
+    if (strcmp(t->o.val_data, "auto") != 0) return;
+    for (const char *p = slash ? slash : train; (p = strstr(p, "train")); p++) word = p;
+    require(strlen(train) < sizeof t->val_data, "--train-data is too long\nuse a shorter path");
+    glob_t found;
+    if (word)
+        snprintf(t->val_data, sizeof t->val_data, "%.*sval%s", (int)(word - train), train, word + strlen("train"));
+    if (!word || find_files(t->val_data, &found) != 0) *t->val_data = 0;
+    else globfree(&found);
+    t->o.val_data = t->val_data;
+}
+
+// What depends on nothing but options and files. Called again when the options of a checkpoint have joined them.
+static inline void settle_options(Trainer *t) {
+    Options *o = &t->o;
+    find_validation_data(t);
+    if (!*o->output && o->save_every < 0 && !forward_only(o)) o->save_every = 0;
+    check_options(o);
+}
+
+// A fresh run must not mix its checkpoints and curves with those of an earlier one.
+static inline void require_fresh_folder(const char *output) {
+    checkpoint_require_fresh(output);
+    require(!logger_has_steps(output, "main.jsonl"),
+            "folder '%s' holds the log of another run, which left no checkpoint\n"
+            "name another folder with --output, or begin that run again with --resume 1: its log then goes on",
+            output);
+}
 static inline void find_checkpoint(Trainer *t) {
     const Options *o = &t->o;
+    const int writes = *o->output && !forward_only(o);
     if (t->comm.rank == 0) {
-        if (*o->output && !forward_only(o)) make_directory(o->output);  // before the long part: an unwritable folder is found now
-        if (*o->output && !forward_only(o)) t->lock = checkpoint_lock(&t->comm, o->output, o->timeout);
+        if (writes) make_directory(o->output);  // before the long part: an unwritable folder is found now
+        if (writes) checkpoint_lock(&t->comm, o->output, o->timeout);
     }
-    const int resumed = checkpoint_latest(&t->comm, o->resume ? o->output : "", forward_only(o) ? 2 : 3, t->resumed_from, sizeof t->resumed_from);
+    const int resumed = checkpoint_latest(&t->comm, o->resume ? o->output : "", forward_only(o) ? 2 : 3,
+                                          t->resumed_from, sizeof t->resumed_from);
     if (t->comm.rank == 0) {
         require(resumed || !o->resume || !forward_only(o), "there is no checkpoint in '%s' to resume\nname the run's --output, or leave --resume out to use --model", o->output);
         if (*o->output && o->evaluate) make_directory(o->output);  // a folder that --generate reads may be another's
-        if (!resumed && *o->output && !forward_only(o)) checkpoint_require_fresh(o->output);  // nor would its log be left
+        if (writes && o->resume && !resumed)
+            printf("there is no checkpoint in '%s': the run begins with step 1\n", o->output);
+        if (writes && !o->resume) require_fresh_folder(o->output);
     }
-    if (*t->resumed_from) checkpoint_load_state(t->resumed_from, &t->state);
 }
 
 // The place in the data is a row of an epoch, and the epoch's order that of all its shards: with other shards it is another place.
@@ -319,8 +402,16 @@ static inline void print_start(const Trainer *t) {
     if (*model_carriers(&t->model)) printf("messages  %s\n", model_carriers(&t->model));
     if (t->o.tp > 1) printf("mesh      %d data-parallel x %d tensor-parallel\n", t->mesh.dp.world, t->mesh.tp.world);
     if (t->o.generate) return;
+    if (t->o.eval_every && !*t->o.val_data)
+        printf("no validation loss: --val-data names no shards, and none lie beside the training data\n");
     evaluation_print(&t->eval);
     if (t->o.evaluate) return;
+    if (!t->o.save_every)
+        printf("nothing is saved, neither at the end nor when a signal stops the run: %s\n",
+               *t->o.output ? "--save-every 0" : "there is no --output");
+    if (!strcmp(t->o.schedule, "constant") && t->o.warmup)
+        printf("no warm-up: --schedule constant has none, as in llm.c; linear with --final-lr-fraction 1 is constant "
+               "after one\n");
     printf("data      %lld tokens in %d shards, %lld sequences of %lld an epoch\n", (long long)t->train.num_tokens, t->train.num_shards, (long long)t->train.rows_per_epoch, t->o.seq_len);
     printf("run       %lld steps of %lld tokens (%d micro-steps of %d x %lld x %lld): %.2f epochs\n\n", (long long)t->steps, t->o.total_batch,
            t->num_micro, t->mesh.dp.world, t->o.batch_size, t->o.seq_len, (double)t->steps * (double)(t->o.total_batch / t->o.seq_len) / (double)t->train.rows_per_epoch);
@@ -386,45 +477,98 @@ static inline void sample(Trainer *t) {
 
 // The options that the next checkpoints record: those of this run from now on.
 static inline void record_options(Trainer *t) {
-    char value[512];
-    for (int i = 0; i < NUM_OPTIONS; i++) {
-        if (option_table[i].kind == OPTION_SECTION) continue;
-        option_value(&t->o, &option_table[i], value, sizeof value);
-        state_set_option(&t->state, option_table[i].name, value);
-    }
+    char number[64];
+    for (int i = 0; i < NUM_OPTIONS; i++)
+        if (option_table[i].kind != OPTION_SECTION)
+            state_set_option(&t->state, option_table[i].name,
+                             option_text(&t->o, &option_table[i], number, sizeof number));
+    if (t->o.val_data == t->val_data)
+        state_set_option(&t->state, "val-data", "auto");  // looked for again, beside other training data too
 }
 static inline int save_is_busy(void *trainer) {
     const Checkpoint *c = &((const Trainer *)trainer)->saving;
     return c->m && !checkpoint_written(c);
 }
-// All ranks: waits until the checkpoint that is being written, if any, is on the disk.
+static inline void report_save(Trainer *t, const char *path, int64_t step, double seconds, double held) {
+    printf("checkpoint %s | written in %.1f s, training stood still for %.2f s\n", path, seconds, held);
+    fflush(stdout);
+    FILE *f = logger_begin(&t->log, "checkpoint", step);
+    if (!f) return;
+    logger_text(f, "path", path);
+    fprintf(f, ",\"at_step\":%lld", (long long)t->state.step);
+    logger_number(f, "seconds", seconds);
+    logger_number(f, "held_seconds", held);
+    logger_end(&t->log);
+}
+static inline void report_failed_save(Trainer *t, const char *path, int64_t step, int error) {
+    const char *reason =
+        error == OTHER_RANK_FAILED ? "another rank could not write its part, see its message" : strerror(error);
+    printf("checkpoint %s | FAILED: %s; older ones are untouched", path, reason);
+    if (t->ending) printf(", and --resume 1 goes on from the newest of them\n");
+    else printf("; it is tried again after step %lld\n", (long long)t->retry_step);
+    fflush(stdout);
+    FILE *f = logger_begin(&t->log, "checkpoint_failed", step);
+    if (!f) return;
+    logger_text(f, "path", path);
+    logger_text(f, "reason", reason);
+    fprintf(f, ",\"at_step\":%lld", (long long)t->state.step);
+    if (!t->ending) fprintf(f, ",\"retry_step\":%lld", (long long)t->retry_step);
+    logger_end(&t->log);
+}
+// Older checkpoints go when the newest is on the disk and a loss of its weights was seen: one that turns out to have
+// diverged replaces none.
+static inline void rotate(Trainer *t) {
+    if (t->saving.m || t->unproven || !t->unrotated) return;
+    if (t->comm.rank == 0)
+        remove_old_checkpoints(t->o.output, t->saved_step, (int)t->o.save_keep, (int)t->o.save_major);
+    t->unrotated = 0;
+}
+// All ranks: waits until the checkpoint that is being written, if any, is on the disk, or has failed: then it is due
+// again some steps later.
 static inline void save_finish(void *trainer) {
     Trainer *t = (Trainer *)trainer;
     if (!t->saving.m) return;
     char path[4300];
     const double begin = now_seconds();
     snprintf(path, sizeof path, "%s", t->saving.folder);
-    const int64_t step = t->saving.state.step;
-    checkpoint_finish(&t->saving);
-    const double now = now_seconds(), held = t->save_held + now - begin;
+    const int64_t step = t->saving.state.step, wait = t->o.save_every > 10 ? t->o.save_every / 10 : 1;
+    const int error = checkpoint_finish(&t->saving);
+    const double now = now_seconds();
+    t->retry_step = error ? (t->state.step + wait < t->steps ? t->state.step + wait : t->steps) : 0;
+    t->unrotated = !error;
+    t->unproven &= !error;
     console_overwrite("");
-    printf("checkpoint %s | written in %.1f s, training stood still for %.2f s\n", path, now - t->save_begin, held);
-    fflush(stdout);
-    FILE *f = logger_begin(&t->log, "checkpoint", step);
-    if (!f) return;
-    logger_text(f, "path", path);
-    fprintf(f, ",\"at_step\":%lld", (long long)t->state.step);
-    logger_number(f, "seconds", now - t->save_begin);
-    logger_number(f, "held_seconds", held);
-    logger_end(&t->log);
+    if (error) report_failed_save(t, path, step, error);
+    else report_save(t, path, step, now - t->save_begin, t->save_held + now - begin);
+    rotate(t);
 }
 static inline void save(Trainer *t) {
     save_finish(t);
     watchdog_beat(PHASE_SAVE, -1);
     t->save_begin = now_seconds();
-    checkpoint_begin(&t->saving, &t->model, t->o.output, &t->state, (int)t->o.save_keep, (int)t->o.save_major, (int)t->o.save_async);
+    checkpoint_begin(&t->saving, &t->model, t->o.output, &t->state, saves_beside_training(&t->o));
+    if (*t->diverged && t->comm.rank == 0 && !t->saving.error) checkpoint_mark_diverged(t->saving.writing, t->diverged);
+    t->saved_step = t->state.step;
+    t->unproven = !*t->diverged;
     t->save_held = now_seconds() - t->save_begin;
-    if (!t->o.save_async) save_finish(t);
+    if (!saves_beside_training(&t->o)) save_finish(t);
+}
+// After a step. `ends`: it is the last one, or a signal stops the run.
+static inline int save_is_due(const Trainer *t, int ends) {
+    const int64_t every = t->o.save_every, step = t->state.step;
+    if (!every || (step == t->saved_step && !t->retry_step)) return 0;
+    return ends || (every > 0 && step % every == 0) || (t->retry_step && step >= t->retry_step);
+}
+// In the first step that the weights of a checkpoint make: its loss shows what they are worth.
+static inline void prove_checkpoint(Trainer *t) {
+    if (!t->unproven) return;
+    if (*t->diverged && t->comm.rank == 0) {
+        char *folder = checkpoint_folder(t->o.output, t->saved_step, "");
+        checkpoint_mark_diverged(t->saving.m ? t->saving.writing : folder, t->diverged);
+        free(folder);
+    }
+    t->unproven = 0;
+    rotate(t);
 }
 
 // ---- one step
@@ -551,7 +695,77 @@ static inline UpdateParams update_params(const Trainer *t) {
     return p;
 }
 
-static inline void train_step(Trainer *t, double *clock) {
+static inline int is_finite_step(const StepReport *r) { return isfinite(r->loss) && isfinite(r->norm); }
+
+// Sets what the loss and norm of a step say about the run, before its update is made or skipped.
+static inline void judge_step(Trainer *t, const StepReport *r) {
+    const long long step = t->state.step + 1;
+    const int finite = is_finite_step(r);
+    *t->diverged = 0;
+    if (!finite)
+        snprintf(t->diverged, sizeof t->diverged, "step %lld: loss %g, gradient norm %g", step, (double)r->loss,
+                 (double)r->norm);
+    else if (losses_have_diverged(&t->state.loss))
+        snprintf(t->diverged, sizeof t->diverged, "step %lld: loss %g is far above the losses before it", step,
+                 (double)r->loss);
+    else if (r->loss > 2 * log(t->config.vocab_size))
+        snprintf(t->diverged, sizeof t->diverged, "step %lld: loss %g is more than twice that of guessing", step,
+                 (double)r->loss);
+    t->not_finite_in_a_row = finite ? 0 : t->not_finite_in_a_row + 1;
+    t->not_finite += !finite;
+    prove_checkpoint(t);
+}
+// Why a step that is not finite ends the run; NULL: training goes on.
+static inline const char *reason_to_end(const Trainer *t) {
+    const int64_t limit = t->o.skip_limit;
+    if (t->not_finite_in_a_row == 0) return NULL;
+    if (!strcmp(t->o.on_nan, "stop")) return "--on-nan stop ends the run";
+    if (t->not_finite_in_a_row >= limit) return "as many steps in a row were not finite as --skip-limit allows";
+    if (t->not_finite >= 10 * limit) return "ten times --skip-limit steps were not finite";
+    return NULL;
+}
+static inline void end_diverged(Trainer *t, const char *reason) {
+    t->ending = 1;
+    if (save_is_due(t, 1)) save(t);
+    save_finish(t);
+    char *folder = checkpoint_folder(t->o.output, t->state.step, "");
+    const int saved = checkpoint_is_diverged(folder);
+    free(folder);
+    FILE *f = logger_begin(&t->log, "end", t->state.step);
+    if (f) {
+        logger_text(f, "reason", t->diverged);
+        fprintf(f, ",\"status\":%d", EXIT_FAILURE);
+        logger_end(&t->log);
+    }
+    comm_require(&t->comm, 0, "%s; %s. The weights are those of step %lld%s\nlower --learning-rate%s", t->diverged,
+                 reason, (long long)t->state.step,
+                 saved ? ", saved and marked as diverged: --resume 1 prefers an older checkpoint" : "",
+                 strcmp(t->o.on_nan, "stop") ? ", or look at the data" : ", or --on-nan skip to leave such steps out");
+}
+
+// After a step all ranks meet. Returns the signal that stops the run, because any of them got it, or 0.
+static inline int agree(const Trainer *t) { return stop_signal_of(stop_meet(&t->comm, 0)); }
+
+// Several ranks meet after so many micro-steps: a message for each would cost more than the seconds that a signal may
+// wait.
+enum { MICRO_STEPS_BETWEEN_MEETINGS = 8 };
+// The micro-steps of a step. Returns the signal that ended them early: their gradients are then lost, and the step is
+// not made.
+static inline int run_micro_steps(Trainer *t) {
+    const Options *o = &t->o;
+    const int apart = t->comm.world > 1 ? MICRO_STEPS_BETWEEN_MEETINGS : 1;
+    for (int micro = 0; micro < t->num_micro; micro++) {
+        const int stopped = micro > 0 && micro % apart == 0 ? agree(t) : 0;
+        if (stopped) return stopped;
+        watchdog_beat(PHASE_DATA, -1);
+        if (!o->overfit || (t->train.epoch == 0 && t->train.row == 0)) dataloader_next(&t->train);
+        if (!o->overfit && (micro + 1 < t->num_micro || t->state.step + 1 < t->steps)) dataloader_read_ahead(&t->train);
+        model_micro_step(&t->model, t->train.inputs, t->train.targets, micro, t->num_micro);
+    }
+    return 0;
+}
+// Returns the signal that ended it before it was made, or 0.
+static inline int train_step(Trainer *t, double *clock) {
     const Options *o = &t->o;
     StepReport r;
     memset(&r, 0, sizeof r);
@@ -559,11 +773,10 @@ static inline void train_step(Trainer *t, double *clock) {
     console_overwrite(t->step_line);
     const int timed = o->timing > 0 && (t->state.step + 1) % o->timing == 0;
     if (timed) model_timing_begin(&t->model);
-    for (int micro = 0; micro < t->num_micro; micro++) {
-        watchdog_beat(PHASE_DATA, -1);
-        if (!o->overfit || (t->train.epoch == 0 && t->train.row == 0)) dataloader_next(&t->train);
-        if (!o->overfit && (micro + 1 < t->num_micro || t->state.step + 1 < t->steps)) dataloader_read_ahead(&t->train);
-        model_micro_step(&t->model, t->train.inputs, t->train.targets, micro, t->num_micro);
+    const int stopped = run_micro_steps(t);
+    if (stopped) {
+        console_overwrite("");
+        return stopped;
     }
     const UpdateParams p = update_params(t);
     const StepResult result = model_update(&t->model, &p);
@@ -573,14 +786,11 @@ static inline void train_step(Trainer *t, double *clock) {
     console_overwrite("");
     r.lr = learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
     r.skipped = verdict_names[result.verdict];
-    r.loss_z = finite ? window_zscore(&t->state.loss, r.loss) : NAN;   // what is not finite never enters the statistics
+    // What is not finite never enters the statistics.
+    r.loss_z = finite ? window_zscore(&t->state.loss, r.loss) : NAN;
     r.norm_z = finite ? window_zscore(&t->state.norm, r.norm) : NAN;
-    if (!finite && !strcmp(o->on_nan, "stop")) {
-        if (o->save_every) save(t);
-        save_finish(t);
-        comm_require(&t->comm, 0, "step %lld: loss %g, gradient norm %g; the weights are those of step %lld%s\nlower --learning-rate, or --on-nan skip to leave such steps out", (long long)t->state.step + 1,
-            (double)r.loss, (double)r.norm, (long long)t->state.step, o->save_every ? " and were saved" : "");
-    }
+    judge_step(t, &r);
+    if (reason_to_end(t)) end_diverged(t, reason_to_end(t));
     t->state.step++;
     t->state.tokens += o->total_batch;
     if (timed) {
@@ -592,10 +802,8 @@ static inline void train_step(Trainer *t, double *clock) {
     r.seconds = now - *clock;
     *clock = now;
     report_step(t, &r);
+    return 0;
 }
-
-// After a step all ranks meet. Returns the signal that stops the run, because any of them got it, or 0.
-static inline int agree(const Trainer *t) { return stop_signal_of(stop_meet(&t->comm, 0)); }
 
 // An evaluation between steps, which a signal may have ended early.
 static inline int score_and_agree(Trainer *t) {
@@ -605,42 +813,80 @@ static inline int score_and_agree(Trainer *t) {
 
 static inline int due(int64_t every, int64_t step, int64_t last) { return every > 0 && (step % every == 0 || step == last); }
 
-static inline void train(Trainer *t) {
+// What is due after a step besides saving. Returns the signal that stops the run, or 0.
+static inline int after_step(Trainer *t, int64_t first) {
     const Options *o = &t->o;
+    const int64_t step = t->state.step;
+    if (step == first + 1) {
+        report_choices(t);
+        report_overlap(t);
+    }
+    if (o->log_gpu_every > 0 && step % o->log_gpu_every == 0 && t->comm.rank == 0) report_gpu(t);
+    int stopped = agree(t);
+    if (due(o->eval_every, step, t->steps) && !stopped) stopped = score_and_agree(t);
+    if (!due(o->sample_every, step, t->steps) || stopped) return stopped;
+    if (t->mesh.dp.rank == 0) sample(t);
+    else generate_elsewhere(&t->comm);
+    // The first group alone has met. The others wait here, not in a collective of the device, whose waits are bounded.
+    comm_align(&t->comm);
+    return agree(t);
+}
+
+// llm.c's run scripts start the program again and again until this file is there.
+static inline void write_done_file(const Trainer *t) {
+    char path[4300];
+    snprintf(path, sizeof path, "%s/DONE_%08lld", t->o.output, (long long)t->steps);
+    const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0 || close(fd) != 0) st_failed(path);
+}
+// Says how training ended; returns the exit status.
+static inline int end_training(Trainer *t, int64_t first, int stopped) {
+    const int unsaved = t->retry_step != 0, status = unsaved ? EXIT_FAILURE : stopped ? STATUS_STOPPED : EXIT_SUCCESS;
+    const long long step = t->state.step;
+    if (first >= t->steps)
+        printf("nothing was left to train: the run has %lld steps, as --max-steps or the data say, and the checkpoint "
+               "is of step %lld\n",
+               (long long)t->steps, (long long)first);
+    if (stopped) {
+        console_overwrite("");
+        if (*t->step_line) puts(t->step_line);
+        printf("stopped by %s after step %lld%s\n", strsignal(stopped), step,
+               t->o.save_every ? "; --resume 1 goes on" : "; nothing was saved (--save-every)");
+    }
+    fflush(stdout);
+    if (unsaved && t->comm.rank == 0)
+        fprintf(stderr,
+                "error: the last checkpoint was not written, see above\n  hint: make room in '%s' and go on with "
+                "--resume 1\n",
+                t->o.output);
+    if (status == EXIT_SUCCESS && *t->o.output && t->comm.rank == 0) write_done_file(t);
+    FILE *f = logger_begin(&t->log, "end", step);
+    if (!f) return status;
+    logger_text(f, "reason", stopped ? strsignal(stopped) : "all steps done");
+    fprintf(f, ",\"status\":%d", status);
+    logger_end(&t->log);
+    return status;
+}
+static inline int train(Trainer *t) {
     const int64_t first = t->state.step;
     int stopped = 0;
+    t->saved_step = first;
     background.busy = save_is_busy;
     background.end = save_finish;
     background.of = t;
-    if (due(o->eval_every, t->state.step, t->steps)) stopped = score_and_agree(t);
+    if (due(t->o.eval_every, t->state.step, t->steps)) stopped = score_and_agree(t);
     double clock = now_seconds();
     while (t->state.step < t->steps && !stopped) {
-        train_step(t, &clock);
-        const int64_t step = t->state.step;
-        if (step == first + 1) {
-            report_choices(t);
-            report_overlap(t);
-        }
-        if (o->log_gpu_every > 0 && step % o->log_gpu_every == 0 && t->comm.rank == 0) report_gpu(t);
-        stopped = agree(t);
-        if (due(o->eval_every, step, t->steps) && !stopped) stopped = score_and_agree(t);
-        const int samples = due(o->sample_every, step, t->steps) && !stopped;
-        if (samples && t->mesh.dp.rank == 0) sample(t);
-        else if (samples) generate_elsewhere(&t->comm);
-        if (samples) {
-            comm_align(&t->comm);  // the first group alone has met; and others wait here, not in a collective of the device, whose waits are bounded
-            stopped = agree(t);
-        }
-        if (due(o->save_every, step, t->steps) || (stopped && o->save_every)) save(t);
+        stopped = train_step(t, &clock);
+        if (!stopped) stopped = after_step(t, first);
+        t->ending = stopped || t->state.step == t->steps;
+        if (save_is_due(t, t->ending)) save(t);
         clock = now_seconds();
     }
     save_finish(t);
-    if (first >= t->steps) printf("nothing was left to train: the run has %lld steps, as --max-steps or the data say, and the checkpoint is of step %lld\n", (long long)t->steps, (long long)first);
-    if (stopped) console_overwrite("");
-    if (stopped && *t->step_line) puts(t->step_line);
-    if (stopped) printf("stopped by %s after step %lld%s\n", strsignal(stopped), (long long)t->state.step, o->save_every ? "; --resume 1 goes on" : "; nothing was saved (--save-every)");
-    FILE *f = logger_begin(&t->log, "end", t->state.step);
-    if (f) { logger_text(f, "reason", stopped ? strsignal(stopped) : "all steps done"); logger_end(&t->log); }
+    t->unproven = 0;  // no step follows
+    rotate(t);
+    return end_training(t, first, stopped);
 }
 
 // A program may be started with its output closed (>&-): the first file that is opened, the log, would then get what is printed.
@@ -655,16 +901,20 @@ static inline int trainer_main(int argc, char **argv) {
     Trainer *t = (Trainer *)calloc_or_die(sizeof(Trainer));
     t->o = options_parse(argc, argv);
     const Options *o = &t->o;
-    check_options(o);
+    if (!o->resume) settle_options(t);  // else when those of the checkpoint are known
     t->comm = comm_open(&argc, &argv, o->timeout);
     const Comm *comm = &t->comm;
     comm_require(comm, o->num_processes == 1 || o->num_processes == comm->world, "this job was not started as %lld processes but as %d\nlet mpirun or srun start them", o->num_processes, comm->world);
-    comm_require(comm, comm->world == o->tp || !o->generate, "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun", comm->world);
     if (comm->rank > 0) require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\ncheck the machine", strerror(errno));  // rank 0 alone prints
     catch_signals(forward_only(o));
+    find_checkpoint(t);
+    take_options(t, argc, argv);
+    settle_options(t);
+    comm_require(comm, comm->world == o->tp || !o->generate,
+                 "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun",
+                 comm->world);
     comm_use_cores(comm, (int)o->threads);
     t->mesh = mesh_open(comm, (int)o->tp);
-    find_checkpoint(t);
     choose_config(t);
     if (!o->generate) open_data(t);
     open_tokenizer(t);
@@ -677,21 +927,26 @@ static inline int trainer_main(int argc, char **argv) {
     if (!forward_only(o)) model_tune(&t->model);
     record_options(t);
     print_start(t);
-    t->log = logger_open(o->generate || comm->rank > 0 ? "" : o->output, o->evaluate ? "evaluate.jsonl" : "main.jsonl", *t->resumed_from || o->evaluate);
+    logger_open(&t->log, o->generate || comm->rank > 0 ? "" : o->output, o->evaluate ? "evaluate.jsonl" : "main.jsonl");
     log_start(t);
+    int status = EXIT_SUCCESS;
     if (o->generate) sample(t);
     else if (o->evaluate) score(t);
-    else train(t);
+    else status = train(t);
     logger_close(&t->log);
-    if (t->lock) close(t->lock);
     model_close(&t->model);
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
     evaluation_close(&t->eval);
     if (!o->generate && !o->evaluate) dataloader_close(&t->train);
     state_free(&t->state);
+    state_free(&t->before);
+    const int rank = t->comm.rank, others = t->comm.world - 1;
     comm_close(&t->comm);
     free(t);
-    return 0;
+    if (!status || rank > 0) return EXIT_SUCCESS;
+    // A launcher ends every rank that is left when one ends with a status: by then the others have ended well.
+    if (others) usleep(500000);
+    return status;
 }
 
 #endif

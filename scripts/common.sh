@@ -5,6 +5,8 @@
 #   PROGRAM=./x scripts/run_x.sh  another build of the trainer (default: ./train_gpt2cu, which is made where it is missing)
 # Stopped, killed or crashed, start the same script again: it goes on from the newest checkpoint, on another number of GPUs too.
 # Ctrl-C, SIGTERM or a closed terminal saves a checkpoint first. A crash is tried again at once, until two in a row have brought no new checkpoint.
+# Exit status: 0 when all steps are done; 128 + the signal that stopped this script, or 75 if it stopped the trainer
+# alone: start it again; else 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
@@ -107,6 +109,7 @@ keep_going() {
         child=
         [ -z "$stopped" ] || exit "$stopped"
         [ "$status" -ne 0 ] || break
+        [ "$status" -ne 75 ] || exit 75  # a signal to the trainer stopped it; it has saved
         failures=$((failures + 1))
         [ "$(newest_checkpoint)" = "$before" ] || failures=0
         before=$(newest_checkpoint)

@@ -58,8 +58,12 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     assert(micro >= 0 && micro < num_micro);
     if (++m->micro_steps > 3) exit(EXIT_SUCCESS);
 }
-void model_loss_and_norm(Model *m, float *loss, float *norm) { *loss = 2.0f / (float)m->micro_steps; *norm = 1; }
-void model_update(Model *m, const AdamWParams *p) { (void)m; assert(p->step > 0); }
+StepResult model_update(Model *m, const UpdateParams *p) {
+    assert(p->step > 0);
+    const float loss = 2.0f / (float)m->micro_steps, norm = 1;
+    const StepResult result = {loss, norm, step_verdict(loss, norm, p->most_loss, p->most_norm)};
+    return result;
+}
 void model_timing_begin(Model *m) { (void)m; }
 void model_timing_end(Model *m) { (void)m; }
 OverlapCounts model_overlap(const Model *m) { const OverlapCounts none = {0, 0, 0}; (void)m; return none; }
@@ -100,7 +104,7 @@ static void make_run(const char *state) {
     config_parse("d1,channels=8,heads=1,vocab=256,seq=16", &c);
     model_open(&m, &c, &o, &alone);
     make_directory(in_folder("run/step_00000003"));
-    write_config(&m, in_folder("run/step_00000003"));
+    write_config(&m, in_folder("run/step_00000003"), NULL);
     save_slots(&m, weight_slot, 1, in_folder("run/step_00000003/model.safetensors"));
     save_slots(&m, optimizer_slots, 2, in_folder("run/step_00000003/optimizer.safetensors"));
     model_close(&m);

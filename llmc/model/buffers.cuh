@@ -193,7 +193,7 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     if (p->has_master) memory_request(m, &b->master, "optimiser", "fp32 master weights", states);
     memory_request(m, (char **)&b->m, "optimiser", p->bf16_states ? "AdamW m, bf16" : "AdamW m", states * plan_slot_bytes(p, SLOT_M));
     memory_request(m, (char **)&b->v, "optimiser", p->bf16_states ? "AdamW v, bf16" : "AdamW v", states * plan_slot_bytes(p, SLOT_V));
-    if (!p->options.save_every || !p->options.save_async) return;
+    if (!saves_beside_training(&p->options)) return;
     static const struct { Slot slot; const char *name; } copies[] = {
         {SLOT_WEIGHT, "copy of weights, to be saved"}, {SLOT_M, "copy of m, to be saved"},
         {SLOT_V, "copy of v, to be saved"}, {SLOT_MASTER, "copy of masters, to be saved"},

@@ -2,7 +2,8 @@
 # GPT-2 1558M on several hosts that are reached by ssh, one rank for each GPU. No batch system is needed; with Slurm take slurm.sbatch.
 #   HOSTFILE=my_hosts scripts/multi_node/mpirun.sh [more options of the trainer; the last of two counts]
 # Stopped, killed or crashed, start it again: it goes on from the newest checkpoint, on other numbers of hosts and GPUs too.
-# SIGTERM, SIGUSR1, a closed terminal: save and stop. Ctrl-C: stop at once. The exit status is 0 only if all steps are done or the run was stopped so.
+# SIGTERM, SIGUSR1, a closed terminal: save and stop. Ctrl-C: stop at once.
+# The exit status is 0 only if all steps are done, and 75 if the run was stopped so: start it again.
 #
 # Needed: ssh from this host to all others without a password; on every host the same path to this folder, with the same program
 # and MPI; data on every host under the same path; the output folder on a file system that all hosts share: every rank writes
