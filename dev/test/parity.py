@@ -79,7 +79,7 @@ def train(name, command, weights, data, steps, rate, folder):
     os.makedirs(folder)
     options = {"model": weights, "train-data": data[0], "val-data": data[1], "output": folder, "batch-size": B, "seq-len": T, "total-batch": MICRO_STEPS * B * T,
                "max-steps": steps, "learning-rate": rate, "warmup": 10, "final-lr-fraction": 0.1, "schedule": "cosine", "weight-decay": 0.1, "grad-clip": 1.0,
-               "eval-every": max(steps // 2, 1), "eval-steps": 8, "sample-every": 0, "seed": 7, "threads": 1}
+               "eval-every": max(steps // 2, 1), "eval-steps": 8, "sample-every": 0, "save-every": 0, "seed": 7, "threads": 1}
     seconds = run(command + [x for k, v in options.items() for x in (f"--{k}", v)], f"{folder}/output.txt")
     with open(f"{folder}/main.jsonl") as f:
         records = [json.loads(line) for line in f]

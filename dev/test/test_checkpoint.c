@@ -261,10 +261,11 @@ static int same_state(const TrainState *a, const TrainState *b) {
     for (int i = 0; same && i < a->num_options; i++) same = state_option(b, a->options[i].name) && strcmp(state_option(b, a->options[i].name), a->options[i].value) == 0;
     return same;
 }
-static void save(Model *m, const char *output, int64_t step, int keep, int major) {
+static int save(Model *m, const char *output, int64_t step, int keep, int major) {
     TrainState s = example_state(step);
-    checkpoint_save(m, output, &s, keep, major);
+    const int error = checkpoint_save(m, output, &s, keep, major);
     state_free(&s);
+    return error;
 }
 static int loads_exactly(const Model *m, const char *folder, int64_t step) {
     TrainState s, expected = example_state(step);
@@ -583,12 +584,91 @@ static void test_keep(Model *m) {
 }
 static void save_third_attempt(void *step) { save((Model *)((void **)step)[0], (const char *)((void **)step)[1], 3, 1, 0); }
 static void save_attempt(void *step) { save((Model *)((void **)step)[0], (const char *)((void **)step)[1], 2, 1, 0); }
-static void save_on_full_disk(void *argument) {
+static int failed_saves;
+// Files of at most so many bytes can be written.
+static void limit_files(rlim_t bytes) {
     struct rlimit limit;
-    limit.rlim_cur = limit.rlim_max = 100000;
+    getrlimit(RLIMIT_FSIZE, &limit);
+    limit.rlim_cur = bytes;
     signal(SIGXFSZ, SIG_IGN);
     setrlimit(RLIMIT_FSIZE, &limit);
-    save_attempt(argument);
+}
+// On a disk that fills up at any moment of a save: it fails, says so, and leaves nothing.
+static void test_full_disk(Model *m) {
+    char run[600];
+    snprintf(run, sizeof run, "%s", at("full"));
+    save(m, run, 1, 1, 0);
+    const int64_t sizes[] = {file_bytes(at("full/step_00000001"), "config.json"),
+                             file_bytes(at("full/step_00000001"), "model.safetensors"),
+                             file_bytes(at("full/step_00000001"), "optimizer.safetensors")};
+    const rlim_t limits[] = {
+        0, 100, (rlim_t)sizes[0] + 1, (rlim_t)sizes[1] / 2, (rlim_t)sizes[1] + 1, (rlim_t)sizes[2] - 1};
+    for (int i = 0; i < 6; i++) {
+        limit_files(limits[i]);
+        const int error = save(m, run, 2, 1, 0);
+        limit_files(RLIM_INFINITY);
+        failed_saves +=
+            error == EFBIG && count_names(run, "step_") == 1 && count_names(run, ".tmp") == 0 && latest_step(run) == 1;
+    }
+    check(failed_saves == 6, "%d of 6 saves on a full disk fail, and leave the older checkpoint and nothing else",
+          failed_saves);
+    check(loads_exactly(m, at("full/step_00000001"), 1), "which is exact");
+    check(save(m, run, 2, 1, 0) == 0 && count_names(run, "step_") == 1 && loads_exactly(m, at("full/step_00000002"), 2),
+          "with room again the next save works");
+}
+// A save of a run that has diverged; the newest one and the newest that is good are kept.
+static void save_diverged(Model *m, const char *output, int64_t step) {
+    TrainState s = example_state(step);
+    Checkpoint c;
+    memset(&c, 0, sizeof c);
+    checkpoint_begin(&c, m, output, &s, 0);
+    checkpoint_mark_diverged(c.writing, "loss nan");
+    checkpoint_finish(&c);
+    remove_old_checkpoints(output, step, 1, 0);
+    state_free(&s);
+}
+static void test_diverged(Model *m) {
+    char run[600];
+    snprintf(run, sizeof run, "%s", at("diverged"));
+    save(m, run, 1, 0, 0);
+    save(m, run, 2, 0, 0);
+    checkpoint_mark_diverged(at("diverged/step_00000002"), "step 3: loss nan, gradient norm inf");
+    check(latest_step(run) == 1 && warns(run, "step_00000002' is marked as diverged"),
+          "a diverged checkpoint is passed over, and that is said");
+    for (int step = 3; step < 6; step++) save_diverged(m, run, step);
+    check(count_names(run, "step_") == 2 && is_directory(at("diverged/step_00000005")) && latest_step(run) == 1 &&
+              loads_exactly(m, at("diverged/step_00000001"), 1),
+          "however many of a diverged run follow, the last good one stays");
+    save(m, run, 6, 1, 0);
+    check(count_names(run, "step_") == 1 && latest_step(run) == 6, "until there is another good one");
+    checkpoint_mark_diverged(at("diverged/step_00000006"), "step 7: loss nan, gradient norm inf");
+    check(latest_step(run) == 6 && warns(run, "are marked so: the newest is taken"),
+          "where all have diverged, the newest is taken");
+    remove_checkpoint(at("diverged/step_00000006"));
+    check(count_names(run, "step_") == 0, "the mark goes with its folder");
+}
+static StateWindow window_of(int count, double noise, int high, double above) {
+    StateWindow w;
+    memset(&w, 0, sizeof w);
+    for (int i = 0; i < count; i++)
+        w.values[w.count++ % STATE_WINDOW] =
+            3 + noise * rand_normal(5, 1, (uint64_t)i) + (i >= count - high ? above : 0);
+    return w;
+}
+static void test_divergence(void) {
+    int noise_alone = 0, spikes = 0, jumps = 0;
+    for (int count = 1; count <= 3000; count++) {
+        const StateWindow calm = window_of(count, 0.3, 0, 0), spike = window_of(count, 0.3, 1, 2),
+                          jump = window_of(count, 0.3, 3 + count % 48, 5);
+        noise_alone += losses_have_diverged(&calm);
+        spikes += losses_have_diverged(&spike);
+        jumps += count >= STATE_WINDOW && losses_have_diverged(&jump);
+    }
+    check(noise_alone == 0 && spikes == 0,
+          "losses with noise, and one outlier of seven standard deviations, have not diverged: %d, %d of 3000",
+          noise_alone, spikes);
+    check(jumps == 3001 - STATE_WINDOW, "but losses that jumped by 5, three to fifty steps ago, have: %d of %d", jumps,
+          3001 - STATE_WINDOW);
 }
 static void test_kill(Model *m) {
     char run[600], text[4096];
@@ -625,8 +705,6 @@ static void test_kill(Model *m) {
         kill_at_rename = -1;
         check(count_names(run, "step_00000003") > 0 && latest_step(run) == 3 && loads_exactly(&newer, at("kill/step_00000003"), 3), "its step saved again, killed before rename %d: it is there", n);
     }
-    check_refused("a disk that is full", save_on_full_disk, argument, "File too large");
-    check(latest_step(run) == 3 && loads_exactly(&newer, at("kill/step_00000003"), 3), "and the old checkpoint is there and exact");
     write_text(at("file"), "x");
     snprintf(run, sizeof run, "%s", at("file"));
     check_refused("an output that is a file", save_attempt, argument, "is not writable");
@@ -757,6 +835,9 @@ int main(int argc, char **argv) {
     test_speed();
     test_keep(&m);
     test_kill(&m);
+    test_full_disk(&m);
+    test_diverged(&m);
+    test_divergence();
     test_damaged_state(&m);
     test_many_options(&m);
     fake_close(&m);

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -27,6 +28,9 @@ CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_
 GPU_PROGRAM = ROOT / f"build/bf16-{CONFIG.get('FAT_ARCHS', '').replace(' ', '-')}/train_gpt2cu"
 PROGRAMS = [ROOT / "build/train_gpt2.asan"] + ([GPU_PROGRAM] if CONFIG["GPUS"] != "0" and GPU_PROGRAM.exists() else [])
 ENVIRONMENT = launcher.ENVIRONMENT | {"OMP_NUM_THREADS": "2"}
+ENDLESS = ["-d", 2**20 * 64]  # one step of hours
+STOPPED = 75  # the exit status of a run that a signal stopped
+F_OFD_SETLK = 37  # linux/fcntl.h; Python 3.10 and 3.11 have no name for it
 
 pytestmark = pytest.mark.skipif(not PROGRAMS[0].exists(), reason="build/train_gpt2.asan is not built (make build/train_gpt2.asan)")
 
@@ -51,7 +55,11 @@ def trainer(request, tmp_path):
         more = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
         started.append(subprocess.Popen(words(*arguments), cwd=tmp_path, text=True, errors="replace", env=ENVIRONMENT, **more))
         return started[-1]
-    run.start, run.program = start, request.param
+
+    def bare(*arguments):
+        """Without the options that every test would give."""
+        return subprocess.run([request.param, *map(str, arguments)], cwd=tmp_path, capture_output=True, text=True, errors="replace", timeout=300, env=ENVIRONMENT)
+    run.start, run.bare, run.program = start, bare, request.param
     yield run
     for p in started:
         p.kill()
@@ -215,7 +223,7 @@ CHANGED = {
           "sample-every": [1], "sample-tokens": [5], "temperature": [0.5], "top-k": [3], "top-p": [0.5], "samples": [2],
           "save-every": [2], "save-keep": [1], "save-major": [3], "timeout": [100], "gpus-per-node": [4]}}
 # Need ranks or GPUs, more steps, or a NaN.
-ELSEWHERE = {"=": set(), "~": {"dp-overlap", "tp"}, "*": {"skip-loss-z", "skip-norm-z", "on-nan"}}
+ELSEWHERE = {"=": set(), "~": {"dp-overlap", "tp"}, "*": {"skip-loss-z", "skip-norm-z", "on-nan", "skip-limit"}}
 
 
 @pytest.fixture(scope="module")
@@ -542,13 +550,144 @@ def test_other_sequences_begin_where_the_checkpoint_was(trainer, tmp_path, T, ro
 def test_a_resumed_model_is_the_one_that_was_asked_for(trainer, tmp_path):
     model = "d2,channels=64,vocab=256,seq=64"
     succeeds(trainer("-o", tmp_path / "run", "-n", "2"))
-    for same in (model, "d2,channels=64,heads=1,seq=64", tmp_path / "run/step_00000002", "gpt2:124M"):  # the last: as if left out
+    for same in (model, "d2,channels=64,heads=1,seq=64", tmp_path / "run/step_00000002"):
         succeeds(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-e", same))
     fails(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-x", "4", "-e", "d4,channels=128,seq=64"), "is not of the model 'd4,channels=128,seq=64' but of", "leave out --model")
     assert [p.name for p in tmp_path.glob("run/step_*")] == ["step_00000002"]
-    left_out = succeeds(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-x", "4", "-e", "gpt2:124M"))
-    assert f"| {model}\n" in left_out.stdout and [e["options"]["model"] for e in events(tmp_path / "run", "start")] == [model] * 6
-    fails(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-x", "6", "-e", "d4,channels=128,seq=64"), f"but of '{model}'")
+    left_out = succeeds(trainer.bare("-o", tmp_path / "run", "-y", "1", "-x", "4"))
+    assert f"| {model}\n" in left_out.stdout and [e["options"]["model"] for e in events(tmp_path / "run", "start")] == [model] * 5
+    for other in ("gpt2:124M", "d4,channels=128,seq=64"):
+        fails(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-x", "6", "-e", other), f"but of '{model}'")
+
+
+def test_resuming_needs_no_other_option(trainer, tmp_path):
+    """All are in the checkpoint, the longest too; what is given wins, and is said."""
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    options = ["-i", "{" + str(tmp_path / "good.bin") + ",none" + "x" * 600 + "}", "-b", "3", "-l", "0.01", "-u", "5", "-c", "0.2", "--seed", "7", "-d", "192", "-x"]
+    succeeds(trainer("-o", straight, *options, "6"))
+    succeeds(trainer("-o", run, *options, "2"))
+    said = succeeds(trainer.bare("-o", run, "-y", "1", "-x", "4")).stdout
+    assert re.findall("changed since the checkpoint: (.*)", said) == ["--max-steps 2 -> 4"]
+    said = succeeds(trainer.bare("-o", run, "-y", "-x", "6", "--timing", "2")).stdout
+    assert re.findall("changed since the checkpoint: (.*)", said) == ["--max-steps 4 -> 6", "--timing 0 -> 2"]
+    assert [e["loss"] for e in events(run, "step")] == [e["loss"] for e in events(straight, "step")]
+    first, last = (events(run, "start")[i]["options"] for i in (0, -1))
+    assert first | {"resume": 1, "max-steps": 6, "timing": 2} == last
+    assert "changed since the checkpoint: --learning-rate 0.01 -> 0.001" in succeeds(trainer.bare("-o", run, "-y", "1", "-x", "7", "-l", "0.001")).stdout
+    fails(trainer.bare("-o", run, "-y", "1", "-x", "8", "-k", "cubic"), "cubic")
+
+
+def test_the_log_of_another_run_is_not_touched(trainer, tmp_path):
+    log = tmp_path / "run/main.jsonl"
+    succeeds(trainer("-o", tmp_path / "run", "-n", "0"))
+    before = log.read_bytes()
+    fails(trainer("-o", tmp_path / "run", "-n", "0"), "holds the log of another run", "--resume 1")
+    assert log.read_bytes() == before
+    again = succeeds(trainer("-o", tmp_path / "run", "-n", "0", "-y", "1"))  # as a script that starts it again after a crash
+    assert "there is no checkpoint in" in again.stdout and "step      1/2" in again.stdout
+    assert log.read_bytes().startswith(before) and [e["step"] for e in events(tmp_path / "run", "step")] == [1, 2, 1, 2]
+    log.write_bytes(before.splitlines(keepends=True)[0])  # a run that ended before its first step has no curve to mix
+    succeeds(trainer("-o", tmp_path / "run"))
+    assert len(events(tmp_path / "run", "start")) == 2
+
+
+def test_a_run_with_output_saves_at_its_end(trainer, tmp_path):
+    succeeds(trainer("-o", tmp_path / "run", "-x", "3"))
+    assert [p.name for p in (tmp_path / "run").glob("step_*")] == ["step_00000003"]
+    assert "nothing is saved" in succeeds(trainer("-o", tmp_path / "none", "-n", "0")).stdout
+    assert "nothing is saved" in succeeds(trainer()).stdout and not list((tmp_path / "none").glob("step_*"))
+
+
+@pytest.mark.parametrize("save", [[], ["-n", "0"], ["-n", "1000000"]])
+def test_a_run_that_a_signal_stops(trainer, tmp_path, save):
+    """It saves, unless told not to, and has a status of its own."""
+    process = trainer.start("-o", tmp_path / "run", "-x", "1000000", *save)
+    while "step      3/" not in process.stdout.readline():
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    end = events(tmp_path / "run", "end")[-1]
+    assert process.returncode == end["status"] == STOPPED and end["reason"] == "Terminated"
+    assert (tmp_path / f"run/step_{end['step']:08}").exists() == (save != ["-n", "0"])
+    assert ("--resume 1 goes on" if save != ["-n", "0"] else "nothing was saved") in said and not list((tmp_path / "run").glob("DONE_*"))
+
+
+def test_a_signal_ends_a_step_between_micro_steps(trainer, tmp_path):
+    """The step is not made: the run goes on as if it had not begun."""
+    succeeds(trainer("-o", tmp_path / "straight", "-x", "4"))
+    succeeds(trainer("-o", tmp_path / "run", "-x", "2"))
+    process = trainer.start("-o", tmp_path / "run", "-x", "4", "-y", "1", *ENDLESS)
+    wait_for_start(process, tmp_path / "run/main.jsonl", 2)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == STOPPED and "after step 2; --resume 1" in process.stdout.read()
+    succeeds(trainer("-o", tmp_path / "run", "-x", "4", "-y", "1", "-d", "64"))
+    assert [e["loss"] for e in events(tmp_path / "run", "step")] == [e["loss"] for e in events(tmp_path / "straight", "step")]
+
+
+# ---- saves that fail
+
+def limit_files(process, size):
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def test_training_goes_on_when_a_save_fails(trainer, tmp_path):
+    """It is said, tried again, and works when there is room; the log has a full disk, too, and loses nothing."""
+    run = tmp_path / "run"
+    process = trainer.start("-o", run, "-n", "20", "-nk", "2", "-x", "1000000")
+    wait_for_start(process, run / "main.jsonl")
+    while not list(run.glob("step_*0")):
+        assert process.poll() is None
+    before = max(run.glob("step_*0"))
+    limit_files(process, 3000)
+    lines = []
+    while sum("FAILED: File too large; older ones are untouched; it is tried again after step" in line for line in lines) < 4:
+        lines.append(process.stdout.readline())
+        assert process.poll() is None, process.communicate()
+    assert before.exists() and not list(run.glob("*.tmp"))
+    limit_files(process, resource.RLIM_INFINITY)
+    while not re.match("checkpoint .* written", lines[-1]):
+        lines.append(process.stdout.readline())
+    failed = [int(line.split()[1][-8:]) for line in lines if "FAILED" in line]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == STOPPED
+    retried = [a for a, b in zip(failed[1:], failed) if a - b < 20]
+    assert len(retried) >= 2, failed  # not only where one is due
+    said = process.stderr.read()
+    assert "warning: cannot write" in said and said.count("warning: cannot write the log") == 1
+    steps = [e["step"] for e in events(run, "step")]
+    assert steps == list(range(1, len(steps) + 1)) and set(failed) <= {e["step"] for e in events(run, "checkpoint_failed")}
+    assert "step " in succeeds(trainer("-o", run, "-y", "1", "-x", str(steps[-1] + 1), "-n", "20")).stdout
+
+
+@pytest.mark.parametrize("save_async", [0, 1])
+def test_a_last_save_that_fails(trainer, tmp_path, save_async):
+    run = tmp_path / "run"
+    succeeds(trainer("-o", run, "-n", "2"))
+    process = trainer.start("-o", run, "-n", "2", "-x", "1000000", "-y", "1", "--save-async", save_async)
+    limit_files(process, 3000)
+    while "step     10/" not in process.stdout.readline():
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 1 and "error: the last checkpoint was not written" in process.stderr.read()
+    assert [p.name for p in run.glob("step_*")] == ["step_00000002"] and not list(run.glob("DONE_*9"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to have a small disk")
+def test_a_disk_that_is_really_full(trainer, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], capture_output=True).returncode:
+        pytest.skip("this root may not mount")
+    try:
+        run = trainer("-o", disk / "run", "-n", "1", "-x", "6", "--save-async", "0")  # 1.4 MB each
+        assert run.returncode == 1 and "No space left on device" in run.stderr and run.stdout.count("FAILED: No space left") == 5 and "step      6/6" in run.stdout
+        assert [p.name for p in (disk / "run").glob("step_*")] == ["step_00000001"]
+        (disk / "run/step_00000001/optimizer.safetensors").unlink()
+        again = succeeds(trainer("-o", disk / "other", "-n", "0"))
+        assert "step      2/2" in again.stdout
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_a_run_that_saves_nothing_leaves_the_log_of_one_that_did(trainer, tmp_path):
@@ -605,11 +744,10 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(trainer, tmp_path):
         fails(p, "cannot list folder")
 
 
-ENDLESS = ["-d", 2**20 * 64]  # one step of hours
 
 
-def wait_for_start(process, log):
-    while not log.exists() or '"event":"start"' not in log.read_text():
+def wait_for_start(process, log, count=1):
+    while not log.exists() or log.read_text().count('"event":"start"') < count:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
 
@@ -623,14 +761,29 @@ def test_two_runs_in_one_folder(trainer, tmp_path):
         fails(trainer("-o", tmp_path / "run", "-n", "1", "-y", resume), "another run writes to")
     assert log.read_bytes() == before and first.poll() is None
     succeeds(trainer("-o", tmp_path / "run", "--evaluate", "1"))  # disturbs nobody
+    for path in (tmp_path / "run").iterdir():  # whatever is deleted, the run still holds the folder
+        path.unlink()
+    fails(trainer("-o", tmp_path / "run"), "another run writes to")
     first.kill()
     first.wait()
     succeeds(trainer("-o", tmp_path / "run"))  # the lock went with the process
 
 
+def test_the_lock_of_a_file_server(trainer, tmp_path):
+    """Another host is seen by the lock of the file alone."""
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run/.lock.train", "w") as f:
+        fcntl.fcntl(f, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0))
+        fails(trainer("-o", tmp_path / "run"), "another run writes to")
+    succeeds(trainer("-o", tmp_path / "run"))
+
+
 def test_a_signal_that_comes_twice_at_once(trainer, tmp_path):
     """As from timeout(1), which signals a process and its group; a second one later on ends the process."""
-    process = trainer.start("-o", tmp_path / "run", "-n", "1", *ENDLESS)
+    if "train_gpt2cu" in str(trainer.program):
+        pytest.skip("its micro-steps are too short for a second signal")
+    large = ["-e", "d2,channels=1024,heads=16,vocab=256,seq=64", "-b", "128", "-t", "64"]
+    process = trainer.start("-o", tmp_path / "run", *large)
     wait_for_start(process, tmp_path / "run/main.jsonl")
     process.send_signal(signal.SIGTERM)
     time.sleep(0.05)
@@ -647,7 +800,7 @@ def test_a_signal_together_with_the_end_of_the_output(trainer, tmp_path):
     wait_for_start(process, tmp_path / "run/main.jsonl")
     process.send_signal(signal.SIGUSR1)
     process.stdout.close()
-    assert process.wait(60) == 0 and list((tmp_path / "run").glob("step_*"))
+    assert process.wait(60) == STOPPED and list((tmp_path / "run").glob("step_*"))
 
 
 @pytest.mark.parametrize("nohup", [False, True])
@@ -668,7 +821,7 @@ def test_the_terminal_is_closed(trainer, tmp_path, nohup):
         time.sleep(1)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    assert process.wait(60) == STOPPED
     end = json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[-1])
     assert end["reason"] == ("Terminated" if nohup else "Hangup") and (tmp_path / f"run/step_{end['step']:08}").exists()
 
@@ -722,7 +875,7 @@ def test_nobody_reads_the_output(trainer, tmp_path):
     while "step      1/" not in process.stdout.readline():
         assert process.poll() is None, process.communicate()
     process.stdout.close()
-    assert process.wait(60) == 0 and process.stderr.read() == ""
+    assert process.wait(60) == STOPPED and process.stderr.read() == ""
     end = json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[-1])
     assert end["reason"] == "Broken pipe" and (tmp_path / f"run/step_{end['step']:08}").exists()
 
@@ -854,6 +1007,107 @@ def test_nan_loss_skips_and_leaves_the_weights(trainer, nan_weights, tmp_path):
     run = succeeds(trainer("-e", folder, "-o", tmp_path / "nan", "-n", "2", "--on-nan", "skip", "-l", "0.1"))
     assert run.stdout.count("update skipped") == 2
     assert weights_of(folder / "model.safetensors") == weights_of(tmp_path / "nan/step_00000002/model.safetensors")
+
+
+def test_skipping_ends(trainer, nan_weights, tmp_path):
+    folder, _ = nan_weights
+    run = trainer("-e", folder, "-o", tmp_path / "nan", "--on-nan", "skip", "-x", "60")
+    fails(run, "step 10", "as many steps in a row were not finite as --skip-limit allows")
+    assert run.stdout.count("update skipped") == 9
+    assert trainer("-e", folder, "-o", tmp_path / "more", "--on-nan", "skip", "-x", "60", "--skip-limit", "70").stdout.count("update skipped") == 60
+
+
+def test_a_diverged_run_keeps_what_was_good(trainer, tmp_path):
+    """Its checkpoints are marked, replace no good one, and are passed over when it is resumed."""
+    run = tmp_path / "run"
+    succeeds(trainer("-o", run, "-x", "20", "-n", "5", "-nk", "1"))
+    good = weights_of(run / "step_00000020/model.safetensors")
+    for on_nan in ("stop", "skip"):
+        fails(trainer.bare("-o", run, "-y", "1", "-x", "1000", "-l", "1e3", "-c", "1e3", "--grad-clip", "0", "--on-nan", on_nan), "saved and marked as diverged")
+        marked = [p.parent.name for p in run.glob("step_*/diverged")]
+        assert marked and "step_00000020" not in marked and weights_of(run / "step_00000020/model.safetensors") == good
+        assert re.match(r"step \d+: loss", (run / max(marked) / "diverged").read_text())
+        assert len(list(run.glob("step_*"))) == 2
+        assert events(run, "end")[-1]["status"] == 1
+    resumed = succeeds(trainer.bare("-o", run, "-y", "1", "-x", "22"))
+    assert f"{max(marked)}' is marked as diverged" in resumed.stderr and "step     21/22" in resumed.stdout
+
+
+def test_a_checkpoint_is_judged_by_the_loss_of_its_weights(trainer, tmp_path):
+    """Step 4 has a good loss and makes weights of which step 5 finds a bad one: though each step is saved and one is kept, step 3 stays."""
+    run = tmp_path / "run"
+    succeeds(trainer("-o", run, "-x", "3", "-n", "1", "-nk", "1"))
+    fails(trainer.bare("-o", run, "-y", "1", "-x", "9", "-l", "1e3", "-c", "1e3", "--grad-clip", "0"), "--on-nan stop ends the run")
+    names = sorted(p.name for p in run.glob("step_*"))
+    assert names[0] == "step_00000003" and not (run / names[0] / "diverged").exists() and all((run / name / "diverged").exists() for name in names[1:]) and len(names) == 2
+
+
+# ---- llm.c's ways
+
+def test_a_constant_learning_rate_has_no_warm_up(trainer, tmp_path):
+    said = succeeds(trainer("-o", tmp_path / "run", "-k", "constant", "-u", "10", "-l", "0.001", "-x", "3")).stdout
+    assert [e["lr"] for e in events(tmp_path / "run", "step")] == [0.001] * 3 and "no warm-up: --schedule constant has none" in said
+
+
+def test_the_13B_of_gpt3_has_two_names(trainer):
+    for name in ("c5120", "c5140"):
+        assert "1 layers, 256 channels, 2 heads" in succeeds(trainer("-e", f"gpt3:{name},layers=1,channels=256,vocab=256,seq=64")).stdout
+    fails(trainer("-e", "gpt3:c5130"), "unknown model 'gpt3:c5130'")
+
+
+def write_tokenizer(path, words=256, eot=0, kind=1):
+    path.write_bytes(struct.pack("<256i", 20240328, 2, words, eot, kind, *[0] * 251) + b"".join(bytes([1, i]) if i < 256 else bytes([2, i >> 8, i & 255]) for i in range(words)))
+    return path
+
+
+def test_the_tokenizer_of_llm_c_lies_in_the_working_folder(trainer, tmp_path):
+    shard(tmp_path / "unnamed.bin", np.zeros(4000), vocab=0)  # llm.c's shards say nothing of a tokenizer
+    options = ["-i", tmp_path / "unnamed.bin", "-s", "2", "-g", "8"]
+    ids = succeeds(trainer(*options)).stdout
+    write_tokenizer(tmp_path / "gpt2_tokenizer.bin", 300, kind=0)
+    assert re.search(r"---- sample of step 2 .*\n(\d+ )+\n", ids) and re.search(r"---- sample of step 2 .*\n(\d+ )+\n", succeeds(trainer(*options)).stdout)  # another vocabulary
+    write_tokenizer(tmp_path / "gpt2_tokenizer.bin", kind=0)
+    assert not re.search(r"---- sample of step 2 .*\n(\d+ )+\n", succeeds(trainer(*options)).stdout)
+
+
+def test_the_end_is_marked_for_scripts(trainer, tmp_path):
+    succeeds(trainer("-o", tmp_path / "run", "-x", "3", "-n", "2"))
+    assert [p.name for p in (tmp_path / "run").glob("DONE_*")] == ["DONE_00000003"]
+    (tmp_path / "run/DONE_00000003").unlink()
+    succeeds(trainer("-o", tmp_path / "run", "-x", "3", "-n", "2", "-y", "1"))  # killed before it was written
+    assert (tmp_path / "run/DONE_00000003").exists()
+
+
+# ---- what lies beside what was named
+
+def test_validation_data_beside_the_training_data(trainer, tmp_path):
+    (tmp_path / "train").mkdir()
+    for name in ("my_train_1", "my_train_2", "my_val_1", "my_val_2"):
+        shard(tmp_path / f"train/{name}.bin")
+    words = ["-i", "train/my_train_*.bin", "-e", "d1,channels=64,seq=64", "-b", "2", "-t", "32", "-x", "2", "-v", "2", "-s", "0"]
+    said = succeeds(trainer.bare(*words, "-o", "run")).stdout
+    assert re.search(r"--val-data +train/my_val_\*\.bin", said) and "val loss" in said
+    succeeds(trainer.bare("-o", "run", "-y", "1", "-x", "3", "-v", "3"))
+    for path in tmp_path.glob("train/my_val_*"):
+        path.unlink()
+    said = succeeds(trainer.bare(*words)).stdout
+    assert "no validation loss: --val-data names no shards" in said and "val loss" not in said
+    fails(trainer.bare(*words, "--evaluate", "1"), "nothing to evaluate")
+    fails(trainer.bare(*words, "-a", "1"), "--overfit 1 needs --val-data")
+
+
+def test_text_from_a_checkpoint_alone(trainer, tmp_path):
+    """Its tokenizer is that of the data that it was trained on, and its step is said."""
+    (tmp_path / "data").mkdir()
+    shard(tmp_path / "data/my_train.bin")
+    write_tokenizer(tmp_path / "data/tokenizer.bin")
+    succeeds(trainer("-i", "data/my_train.bin", "-j", "", "-o", "run", "-x", "3"))
+    for source in (["-e", "run/step_00000003"], ["-o", "run", "-y", "1"]):
+        said = succeeds(trainer.bare(*source, "--generate", "-g", "4", "--prompt", "def")).stdout
+        assert "---- sample of step 3\ndef" in said
+    os.rename(tmp_path / "data/tokenizer.bin", tmp_path / "mine.bin")
+    fails(trainer.bare("-e", "run/step_00000003", "--generate", "-g", "4", "--prompt", "def"), "needs a tokenizer")
+    assert "---- sample of step 3\ndef" in succeeds(trainer.bare("-e", "run/step_00000003", "--generate", "-g", "4", "--prompt", "def", "--tokenizer", "mine.bin")).stdout
 
 
 # ---- GPU only

@@ -1,8 +1,10 @@
 """Text from a model: the cache of keys and values changes no token, samples beside each other do not meet, a long sample slides."""
 import os
 import re
+import shlex
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,18 @@ def test_a_tokenizer_that_nobody_named_is_that_of_the_model_or_none(bytes_tokeni
 def test_refused():
     assert "--prompt needs a tokenizer" in run("-e", MODELS["gpt2"], "--generate", "--prompt", "x", status=1)
     assert "--samples" in run("-e", MODELS["gpt2"], "--generate", "--samples", 0, status=1)
+
+
+def test_a_demo_leaves_a_model_to_generate_from(tmp_path):
+    """Its last lines say how. What an earlier one left is replaced, and nothing else."""
+    left = tmp_path / "demo"
+    (left / "step_00000007").mkdir(parents=True)
+    for name in ("step_00000007/config.json", "main.jsonl", "DONE_00000007", "mine.txt"):
+        (left / name).write_text('{"event":"step","step":7}\n')
+    demo = subprocess.run([sys.executable, "dev/demo.py", TRAINER, "--seconds", "1", "--output", left], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert demo.returncode == 0, demo.stderr
+    command = re.search(rf"^  {TRAINER} .*--generate .*(?= {{3}})", demo.stdout, re.M)[0]
+    said = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    step = int(re.search(r"^model: +.*/step_(\d+)$", demo.stdout, re.M)[1])
+    assert said.returncode == 0 and f"---- sample of step {step}\nimport " in said.stdout, said.stderr
+    assert sorted(os.listdir(left)) == sorted([".lock.train", f"DONE_{step:08d}", "loss.png", "main.jsonl", "mine.txt", "probe", f"step_{step:08d}"])

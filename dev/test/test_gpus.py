@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from test_generate import MODELS, samples
-from test_ranks import CONFIG, MARGIN, MPIRUN, ROOT, Job, checkpoint, curve, data, events, steps_saved, succeeds  # noqa: F401  (data is a fixture)
+from test_ranks import CONFIG, MARGIN, MPIRUN, ROOT, Job, checkpoint, curve, data, events, steps_saved, stopped, succeeds  # noqa: F401  (data is a fixture)
 
 STAND_IN = os.environ.get("LLMC_GPU_PROGRAM")
 GPUS = int(os.environ.get("LLMC_GPUS", CONFIG["GPUS"]))
@@ -349,7 +349,7 @@ def test_a_pause_is_no_hang(train):
 def test_a_signal_saves_and_stops(train, tmp_path):
     job = train(WORLD, "run", *LONG).wait_for("step      3/", 300)
     os.kill(job.ranks()[WORLD - 1], signal.SIGUSR1)
-    succeeds(job, 120)
+    stopped(job, 120)
     saved = steps_saved(tmp_path / "run")
     assert saved == [max(curve(tmp_path / "run"))]
     assert f"step {saved[0] + 1:6d}/" in succeeds(train(WORLD, "run", *LONG, "-y", "1", "-x", str(saved[0] + 2)), 300)

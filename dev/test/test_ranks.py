@@ -129,6 +129,13 @@ def succeeds(job, seconds=60):
     return text
 
 
+def stopped(job, seconds=60):
+    """By a signal: a status of its own."""
+    status, text = job.finish(seconds)
+    assert status == 75, (status, text)
+    return text
+
+
 @pytest.fixture(scope="session")
 def comm():
     made = subprocess.run(["make", "--no-print-directory", str(COMM.relative_to(ROOT))], cwd=ROOT, capture_output=True, text=True)
@@ -239,10 +246,10 @@ def data(tmp_path_factory):
 
 
 def run_words(output, *arguments):
-    """Options of a run of steps of 12 sequences."""
+    """Options of a run of steps of 12 sequences. One that is None is left out."""
     options = {"-e": "d2,channels=64,vocab=256,seq=32", "-i": "train_*.bin", "-j": "val.bin", "-b": "1", "-t": "32", "-d": str(12 * 32), "-x": "12", "-v": "0", "-s": "0",
                "-l": "3e-3", "-z": "1", "--threads": "1", "--timeout": "60", "-o": output}
-    return [w for pair in (options | dict(zip(arguments[::2], arguments[1::2]))).items() for w in pair]
+    return [w for pair in (options | dict(zip(arguments[::2], arguments[1::2]))).items() for w in pair if pair[1] is not None]
 
 
 @pytest.fixture
@@ -333,7 +340,7 @@ def test_resume_on_other_numbers_of_ranks(train, tmp_path, model):
     model = ["-e", model, "-n", "4"]
     succeeds(train(0, "straight", *model))
     succeeds(train(4, "run", *model, "-x", "4"))
-    text = succeeds(train(3, "run", *model, "-x", "8", "-y", "1", "-d", "-1"))  # the batch is the resumed run's
+    text = succeeds(train(3, "run", *model, "-x", "8", "-y", "1", "-d", None))  # the batch is the resumed run's
     assert "4 micro-steps of 3 x 1 x 32" in text
     succeeds(train(0, "run", *model, "-y", "1", "-z", "0"))
     same_curve(curve(tmp_path / "run"), curve(tmp_path / "straight"))
@@ -478,7 +485,7 @@ def test_losing_the_launcher(train):
 def test_a_signal_saves_and_stops(train, tmp_path, number, to):
     job = train(3, "run", *LONG, "-n", "100000").wait_for("step      3/")
     os.kill(job.process.pid if to == "launcher" else job.ranks()[random.randrange(3)], number)
-    text = succeeds(job)
+    text = stopped(job)
     saved, steps = steps_saved(tmp_path / "run"), curve(tmp_path / "run")
     assert saved == [max(steps)] and re.search(rf"stopped by .* after step {saved[0]}; --resume 1", text), text
     text = succeeds(train(4, "run", *LONG, "-y", "1", "-n", "2", "-x", str(saved[0] + 2)))
@@ -507,12 +514,12 @@ def test_a_signal_between_steps(train, tmp_path, endless, what, ranks, tp):
     time.sleep(0.5)
     os.kill(random.choice(list(job.ranks().values())) if ranks else job.process.pid, signal.SIGUSR1)
     begin = time.time()
-    text = succeeds(job, 20)
+    text = stopped(job, 20)
     print(f"ended after {time.time() - begin:.1f} s")
     assert "stopped by User defined signal 1 after step 3; --resume 1 goes on" in text and "eval      3" not in text, text
     assert steps_saved(tmp_path / "run")[-1] == 3 and not [e for kind in ("eval", "eval_choice", "sample") for e in events(tmp_path / "run", kind)]
     assert text.count("---- ") == text.count("---- the sample of step 3 was ended by a signal") == (what == "sample"), text
-    succeeds(train(ranks, "run", *options, "-x", "5", "-y", "1", "-n", "5"))
+    succeeds(train(ranks, "run", *options, "-x", "5", "-y", "1", "-n", "5", "--choice-data", ""))
     assert curve(tmp_path / "run") == curve(tmp_path / "straight") and checkpoint(tmp_path / "run", 5) == checkpoint(tmp_path / "straight", 5)
 
 
@@ -526,7 +533,7 @@ def test_a_checkpoint_gets_its_name_between_steps(train, tmp_path, endless, slow
     assert "eval      3" not in job.text()
     job.hit(random.randrange(3), signal.SIGKILL)
     assert steps_saved(tmp_path / "run") == [1, 2] and [e["at_step"] for e in events(tmp_path / "run", "checkpoint")] == [1, 3]
-    assert "step      3/" in succeeds(train(3, "run", *options, "3", "-y", "1"))
+    assert "step      3/" in succeeds(train(3, "run", *options, "3", "-y", "1", "--choice-data", ""))
 
 
 def test_sigterm_to_the_launcher(train, tmp_path):
@@ -580,13 +587,56 @@ def test_ranks_go_back_to_what_is_whole(train, tmp_path, ranks):
     assert status == 1 and text.count("error: ") == 1 and "model.safetensors is not what was written" in text and "name another checkpoint" in text
 
 
-def test_a_full_disk_during_a_save(train, tmp_path):
-    """One rank may not write beyond a size, as on a full disk: a clear message, all stop, the older checkpoint is as it was."""
-    job = train(3, "run", *LONG, "-n", "50").wait_for("checkpoint ")
+@pytest.mark.parametrize("save_async", [0, 1])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_full_disk_during_a_save(train, tmp_path, rank, save_async):
+    """One rank may not write beyond a size, as on a full disk: a clear message, training goes on, nothing is left of what failed, the older checkpoint
+    is as it was; with room again the next save works."""
+    job = train(3, "run", *LONG, "-n", "50", "--save-async", save_async).wait_for("checkpoint ")
     before = checkpoint(tmp_path / "run", 50)
-    resource.prlimit(job.ranks()[2], resource.RLIMIT_FSIZE, (50000, 50000))
-    status, text = job.finish(60)
-    assert status != 0 and re.search(r"\[rank 2\] error: cannot write '.*\.safetensors': File too large", text) and "earlier checkpoints are untouched" in text, text
+    full = lambda size: resource.prlimit(job.ranks()[rank], resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    full(50000)
+    job.wait_for("FAILED: File too large" if rank == 0 else "FAILED: another rank could not write its part")
+    assert re.search(rf"\[rank {rank}\] warning: cannot write '.*\.safetensors': File too large", job.text())
     assert checkpoint(tmp_path / "run", 50) == before
+    full(resource.RLIM_INFINITY)
+    failed = int(re.findall(r"step_(\d+) \| FAILED", job.text())[-1])
+    while not steps_saved(tmp_path / "run")[-1] > failed:
+        assert job.process.poll() is None, job.text()
+        time.sleep(0.02)
+    os.kill(job.ranks()[1], signal.SIGTERM)
+    text = stopped(job)
     newest = steps_saved(tmp_path / "run")[-1]
+    assert not list((tmp_path / "run").glob("*.tmp")) and failed not in steps_saved(tmp_path / "run") and "watchdog" not in text
     assert f"step {newest + 1:6d}/" in succeeds(train(3, "run", *LONG, "-n", "50", "-y", "1", "-x", str(newest + 1)))
+
+
+def test_a_last_save_that_fails(train, tmp_path):
+    job = train(3, "run", *LONG, "-n", "50").wait_for("checkpoint ")
+    resource.prlimit(job.ranks()[2], resource.RLIMIT_FSIZE, (50000, resource.RLIM_INFINITY))
+    job.wait_for("FAILED")
+    os.kill(job.ranks()[1], signal.SIGTERM)
+    status, text = job.finish()
+    assert status == 1 and "error: the last checkpoint was not written" in text and not list((tmp_path / "run").glob("*.tmp")), (status, text)
+
+
+def test_a_signal_during_a_long_step(train, tmp_path):
+    """To one rank: all end between two micro-steps, and the step is not made."""
+    succeeds(train(3, "straight", "-x", "4"))
+    succeeds(train(3, "run", "-x", "2"))
+    job = train(3, "run", "-x", "4", "-y", "1", "-d", (1 << 20) * 3 * 32).wait_for("run       ")
+    time.sleep(1)
+    os.kill(job.ranks()[1], signal.SIGUSR1)
+    text = stopped(job, 20)
+    assert "stopped by User defined signal 1 after step 2; --resume 1" in text and steps_saved(tmp_path / "run") == [2]
+    succeeds(train(3, "run", "-x", "4", "-y", "1"))
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+
+
+def test_a_diverged_run_on_several_ranks(train, tmp_path):
+    succeeds(train(3, "run", "-x", "20", "-n", "5", "-nk", "1"))
+    status, text = train(3, "run", "-x", "1000", "-n", "5", "-nk", "1", "-y", "1", "-l", "1e3", "-c", "1e3", "--grad-clip", "0").finish()
+    assert status == 1 and "saved and marked as diverged" in text, text
+    newest = steps_saved(tmp_path / "run")
+    assert newest[0] == 20 and len(newest) == 2 and [p.parent.name for p in (tmp_path / "run").glob("step_*/diverged")] == [f"step_{newest[1]:08}"]
+    assert "step     21/22" in succeeds(train(4, "run", "-x", "22", "-y", "1"))

@@ -97,7 +97,8 @@ static void test_checksum(void) {
 
 // ---- good files
 
-static uint64_t write_example(const char *path, int create, int part, int parts) {  // the checksum of this part
+// sum: becomes the checksum of this part, unless NULL. Returns what st_finish does.
+static int write_example(const char *path, int create, int part, int parts, uint64_t *sum) {
     static const uint64_t shapes[][3] = {{300, 257}, {1}, {5, 0}, {0}, {70001}};
     StWriter w;
     st_create(&w, path);
@@ -118,9 +119,8 @@ static uint64_t write_example(const char *path, int create, int part, int parts)
         }
         free(values);
     }
-    const uint64_t sum = w.sum;
-    st_finish(&w);
-    return sum;
+    if (sum) *sum = w.sum;
+    return st_finish(&w);
 }
 static int example_is_right(const char *path) {
     StReader r;
@@ -157,12 +157,12 @@ static uint64_t file_sum(const char *path) {
     return checksum(bytes, size, 0);
 }
 static const char *shared_path;
-static void write_part_1(void *parts) { write_example(shared_path, 0, 1, *(int *)parts); }
-static void write_part_2(void *parts) { write_example(shared_path, 0, 2, *(int *)parts); }
+static void write_part_1(void *parts) { write_example(shared_path, 0, 1, *(int *)parts, NULL); }
+static void write_part_2(void *parts) { write_example(shared_path, 0, 2, *(int *)parts, NULL); }
 
 static void test_round_trip(void) {
     char *path = in_folder("a.safetensors"), text[4096];
-    write_example(path, 1, 0, 1);
+    write_example(path, 1, 0, 1, NULL);
     check(example_is_right(path), "five tensors of two types, written backwards in spans, read back");
     uint64_t header = 0;
     int fd = open(path, O_RDONLY);
@@ -171,16 +171,21 @@ static void test_round_trip(void) {
     text[header] = 0;
     close(fd);
     check(header % 8 == 0 && strncmp(text, "{\"__metadata__\":{\"format\":\"pt\"},", 32) == 0, "data begin at a multiple of 8; the metadata name the format");
-    check(write_example(path, 1, 0, 1) == file_sum(path), "and their checksum is that of the file");
-    const uint64_t first = write_example(in_folder("sums.safetensors"), 1, 0, 3), second = write_example(in_folder("sums.safetensors"), 0, 1, 3);
-    check(first + second + write_example(in_folder("sums.safetensors"), 0, 2, 3) == file_sum(path) && first && second, "checksums of parts add up to the file's");
+    uint64_t whole, sums[3], all = 0;
+    const char *parts_path = in_folder("sums.safetensors");
+    check(write_example(path, 1, 0, 1, &whole) == 0 && whole == file_sum(path), "and their checksum is that of the file");
+    for (int i = 0; i < 3; i++) {
+        write_example(parts_path, i == 0, i, 3, &sums[i]);
+        all += sums[i];
+    }
+    check(all == file_sum(path) && sums[0] && sums[1], "checksums of parts add up to the file's");
     int parts = 3, good = 1;
     shared_path = path = in_folder("b.safetensors");
-    write_example(path, 1, 0, parts);
+    write_example(path, 1, 0, parts, NULL);
     good &= run_child(write_part_1, &parts, text, sizeof text) == 0;
     good &= run_child(write_part_2, &parts, text, sizeof text) == 0;
     check(good && example_is_right(path), "three processes write their own spans of one file");
-    write_example(path, 1, 0, 1);
+    write_example(path, 1, 0, 1, NULL);
     check(example_is_right(path), "an old file is replaced");
 }
 
@@ -378,8 +383,6 @@ static void test_folder(void) {
     st_close(&r);
 }
 
-static void write_to(void *path) { write_example((const char *)path, 1, 0, 1); }
-
 int main(void) {
     require(mkdtemp(folder), "cannot make a folder in /tmp\ncheck the disk");
     test_conversions();
@@ -389,9 +392,8 @@ int main(void) {
     test_random_damage();
     test_types();
     test_folder();
-    char full[] = "/dev/full";
-    check_refused("a full disk", write_to, full, "No space left on device");
-    check_refused("a place that does not exist", write_to, in_folder("absent/x.safetensors"), "cannot write");
+    check(write_example("/dev/full", 1, 0, 1, NULL) == ENOSPC, "a full disk is told to whoever writes");
+    check(write_example(in_folder("absent/x.safetensors"), 1, 0, 1, NULL) == ENOENT, "so is a place that does not exist");
     char *remove = st_text("rm -r '", folder, "'");
     if (system(remove) != 0) fprintf(stderr, "warning: '%s' is left\n", folder);
     free(remove);

@@ -178,7 +178,7 @@ static void test_overlap(void) {
             for (size_t j = 0; j < (size_t)m.table.params[i].file_rows * (size_t)m.table.params[i].cols; j++) m.slots[k][m.table.params[i].offset + j] = rand_normal((uint64_t)k, 9, m.table.params[i].offset + j);
     }
     s.step = 5;
-    checkpoint_begin(&saving, &m, at("run"), &s, 0, 0, 1);
+    checkpoint_begin(&saving, &m, at("run"), &s, 1);
     s.step = 6;
     const int under_way = !checkpoint_written(&saving) && is_directory(at("run/step_00000005.tmp")) && !is_directory(at("run/step_00000005"));
     float *then[4];

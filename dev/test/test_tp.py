@@ -42,7 +42,7 @@ def test_resume_on_other_layouts(train, tmp_path, model):
     model = ["-e", model, "-n", "3", "-v", "6", "-m", "-1"]
     succeeds(train(0, "straight", *model))
     for ranks, tp, steps in ((4, 1, 3), (4, 4, 6), (4, 2, 9), (0, 1, 12)):
-        text = succeeds(train(ranks, "run", *model, "--tp", tp, "-x", steps, "-y", int(steps > 3), "-d", 12 * 32 if steps == 3 else -1))
+        text = succeeds(train(ranks, "run", *model, "--tp", tp, "-x", steps, "-y", int(steps > 3), "-d", 12 * 32 if steps == 3 else None))
         assert tp == 1 or f"mesh      {ranks // tp} data-parallel x {tp} tensor-parallel" in text
         assert steps == 3 or f"{12 // (max(ranks, 1) // tp)} micro-steps of {max(ranks, 1) // tp} x 1 x 32" in text
     print(f"largest difference {same_curve(curve(tmp_path / 'run'), curve(tmp_path / 'straight')):.1e}")

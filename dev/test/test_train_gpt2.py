@@ -170,8 +170,10 @@ def test_learning_rates_are_those_of_c(c_program, schedule, warmup, final, steps
     theirs = [float(x) for x in c_program("lr", schedule, 6e-4, warmup, final, steps).split()]
     o = argparse.Namespace(schedule=schedule, learning_rate=6e-4, warmup=warmup, final_lr_fraction=final)
     assert [ref.learning_rate_at(o, steps, s) for s in range(steps + 3)] == [pytest.approx(x, rel=1e-12, abs=1e-18) for x in theirs]
-    if warmup == 7:
-        assert theirs[0] == pytest.approx(6e-4 / 7) and theirs[7] == pytest.approx(6e-4) and (schedule == "constant" or theirs[49] < 3e-4)
+    if schedule == "constant":  # llm.c's has no warm-up
+        assert theirs == [pytest.approx(6e-4)] * (steps + 3)
+    elif warmup == 7:
+        assert theirs[0] == pytest.approx(6e-4 / 7) and theirs[7] == pytest.approx(6e-4) and theirs[49] < 3e-4
 
 
 @pytest.mark.parametrize("name", ["llama2:7B", "llama3:8B", "llama3.1:8B", "llama3.2:1B", "qwen2.5:7B"])
@@ -204,6 +206,14 @@ def test_samples_are_those_of_c(c_program, temperature):
     trainer.o = argparse.Namespace(sample_tokens=draws, seq_len=8, device="cpu", seed=seed, temperature=temperature)
     assert trainer.sample(first=V, step=step) == theirs  # V never comes: no early end
     assert len(set(theirs)) == 1 if temperature == 0 else len(set(theirs)) > 5
+
+
+def test_validation_data_beside_the_training_data(tmp_path):
+    (tmp_path / "train").mkdir()
+    found = lambda name: ref.find_validation_data(o := options(train_data=str(tmp_path / "train" / name))) or o.val_data
+    assert found("my_train_*.bin") == found("mine.bin") == ""
+    (tmp_path / "train/my_val_1.bin").touch()
+    assert found("my_train_*.bin") == str(tmp_path / "train/my_val_*.bin") and found("mine.bin") == ""
 
 
 def test_options_are_those_of_c(c_program):
@@ -642,6 +652,7 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
                            ({"total_batch": 100}, "nearest: 128"),
                            ({"model": "/nowhere/model"}, "no folder and no preset"), ({"model": "d1,channels=64,vocab=20"}, "the model 20 tokens"),
                            ({"save_every": 1}, "checkpoints need a folder"), ({"save_every": 1, "output": str(tmp_path / "used")}, "holds checkpoints of another run"),
+                           ({"evaluate": 1, "val_data": ""}, "has nothing to evaluate"), ({"overfit": 1, "val_data": "auto", "train_data": "x.bin"}, "--overfit 1 needs --val-data"),
                            ({"max_steps": -1, "total_batch": 1 << 20}, "less than one step"), ({"tokenizer": str(tmp_path / "part.bin")}, "not a whole tokenizer file"),
                            ({"train_data": str(tmp_path / "hashed.bin"), "tokenizer": str(tmp_path / "other.bin")}, "is not the one that made the data")):
         with pytest.raises(SystemExit) as e:
@@ -654,7 +665,7 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
         ref.make_model(str(tmp_path / "cut"), 0)
     assert "it is damaged" in capsys.readouterr().err
     for arguments in (["--schedule", "step"], ["--batch-size", "0"], ["--max-steps", "0"], ["--batchsize", "3"], ["--learning-rate", "fast"], ["--learning-rate", "nan"], ["--max-steps", "-5"], ["--seed", "-1"], ["--overfit", "2"],
-                      ["--evaluate", "--val-data", ""], ["--total-batch", str((1 << 40) + 1)]):
+                      ["--total-batch", str((1 << 40) + 1)]):
         with pytest.raises(SystemExit) as e:
             ref.parse_options(arguments)
         assert e.value.code != 0
