@@ -33,7 +33,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dev.data.data_common import fnv1a, outlive_reader, reader_is_gone
+from dev.data.data_common import find_files, fnv1a, outlive_reader, reader_is_gone
 from dev.data.rows import RAND_INIT, RAND_SAMPLE, open_shards, rand_normal, rand_stream, rand_u64, read_tokenizer, require, rows, text_bytes
 from dev.eval.choices import open_sets
 
@@ -101,7 +101,7 @@ def config_preset(name):
     if name.removeprefix("gpt2:").startswith("d") and depth.isdigit() and 0 < int(depth) <= 1024:
         n = int(depth)
         return gpt2(n, *GPT2_DEPTHS.get(n, (64 * n, n)))
-    return PRESETS.get(name)
+    return PRESETS.get("gpt3:c5120" if name == "gpt3:c5140" else name)  # the paper and llm.c print 5140
 
 def config_parse(descriptor):
     """'preset[,key=value...]' -> (Config, whether vocab= was given). Open sizes follow the preset's proportions."""
@@ -459,7 +459,6 @@ def parse_options(argv=None):
     o = p.parse_args(argv)
     require(o.total_batch and (o.max_steps or o.evaluate), "--total-batch 0 or --max-steps 0 trains nothing", "leave it out, or give a number")
     require(o.eval_steps or not (o.eval_every or o.evaluate), "--eval-steps 0 measures nothing", "use --eval-every 0 to leave evaluation out, -1 for the whole set")
-    require(not o.evaluate or o.val_data or o.choice_data or o.hellaswag, "--evaluate 1 has nothing to evaluate", "give --val-data or --choice-data")
     require(not o.choice_data or o.eval_every or o.evaluate, "--eval-every 0 never scores --choice-data", "give a number of steps, or leave --choice-data out")
     require(o.schedule in ("cosine", "linear", "constant", "wsd"), f"unknown schedule '{o.schedule}'", "use cosine, linear, constant or wsd")
     o.device = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
@@ -469,10 +468,12 @@ def parse_options(argv=None):
 
 def learning_rate_at(o, steps, step):
     """llmc/schedule.h; steps count from 0."""
+    if o.schedule == "constant":
+        return o.learning_rate
     if step < o.warmup:
         return o.learning_rate * (step + 1) / o.warmup
     begin = int(0.8 * steps) if o.schedule == "wsd" else o.warmup
-    if step < begin or o.schedule == "constant":
+    if step < begin:
         return o.learning_rate
     progress = min((step - begin) / (steps - begin), 1.0) if steps > begin else 1.0
     left = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - math.sqrt(progress), "linear": 1 - progress}[o.schedule]
@@ -548,9 +549,22 @@ def open_log(o):
     if not o.output:
         return open(os.devnull, "w")
     os.makedirs(o.output, exist_ok=True)
-    older = o.save_every and not o.evaluate and any(re.fullmatch(r"step_\d+", name) for name in os.listdir(o.output))
+    path = os.path.join(o.output, "evaluate.jsonl" if o.evaluate else "main.jsonl")
+    older = not o.evaluate and any(re.fullmatch(r"step_\d+", name) for name in os.listdir(o.output))
     require(not older, f"folder '{o.output}' holds checkpoints of another run", "name another folder with --output; this program does not resume")
-    return open(os.path.join(o.output, "evaluate.jsonl" if o.evaluate else "main.jsonl"), "a" if o.evaluate else "w")
+    if not o.evaluate and os.path.exists(path):
+        with open(path, errors="replace") as f:
+            require(not any('"event": "step"' in line or '"event":"step"' in line for line in f), f"folder '{o.output}' holds the log of another run", "name another folder with --output")
+    return open(path, "a")
+
+def find_validation_data(o):
+    """--val-data auto, as in llmc/trainer.h: beside the training data, or none."""
+    if o.val_data == "auto":
+        folder, name = os.path.split(o.train_data)
+        beside = os.path.join(folder, "val".join(name.rsplit("train", 1)))
+        o.val_data = beside if "train" in name and find_files(beside) else ""
+    require(not o.overfit or o.val_data, "--overfit 1 needs --val-data, whose first batch it trains on", "name shards")
+    require(not o.evaluate or o.val_data or o.choice_data or o.hellaswag, "--evaluate 1 has nothing to evaluate", "give --val-data or --choice-data")
 
 def console_columns():
     """llmc/logger.h: of a terminal; 0 elsewhere."""
@@ -571,7 +585,8 @@ def print_sample(ids, names, step):
 
 def train(o):
     B, T = o.batch_size, o.seq_len
-    require(o.output or not o.save_every, "checkpoints need a folder", "add --output FOLDER")
+    find_validation_data(o)
+    require(o.output or o.save_every <= 0, "checkpoints need a folder", "add --output FOLDER")
     shards, header = open_shards(o.val_data if o.overfit else o.train_data, T) if not o.evaluate else open_shards(o.val_data, T) if o.val_data else ([], [0] * 256)
     val_shards = open_shards(o.val_data, T)[0] if o.val_data and (o.eval_every > 0 or o.evaluate) else None
     model = make_model(o.model, o.seed, int(header[3]))
@@ -581,7 +596,7 @@ def train(o):
     nearest = max((total + B * T // 2) // (B * T), 1) * B * T
     require(total % (B * T) == 0, f"--total-batch {total} is not a multiple of batch-size * seq-len = {B * T}",
             f"nearest: {nearest}; or choose another --batch-size")
-    steps = 0 if o.evaluate else o.max_steps if o.max_steps > 0 else sum((len(s) - 1) // T for s in shards) * T // total
+    steps = 0 if o.evaluate else o.max_steps if o.max_steps > 0 else sum(map(len, shards)) // total
     require(steps or o.evaluate, f"the training data has less than one step of {total} tokens", "use a smaller --total-batch or give --max-steps")
     path = o.tokenizer or os.path.join(os.path.dirname(shards[0].filename if shards else ""), "tokenizer.bin")
     names, eot, body = read_tokenizer(path) if o.tokenizer or os.path.exists(path) else (None, int(header[7]) if header[3] else c.vocab_size - 1, None)
@@ -642,7 +657,8 @@ def train(o):
         evaluate(step)
         if o.sample_every > 0 and (step % o.sample_every == 0 or step == steps):
             log("sample", step, text=print_sample(trainer.sample(eot, step, known), names, step))
-        if o.output and o.save_every > 0 and (step % o.save_every == 0 or step == steps or reader_is_gone()):
+        due = o.save_every > 0 and step % o.save_every == 0
+        if o.output and o.save_every and (due or step == steps or reader_is_gone()):
             write_weights(model, os.path.join(o.output, f"step_{step:08}"))
             log("checkpoint", step, path=os.path.join(o.output, f"step_{step:08}"))
         if reader_is_gone():  # as in llmc/stop.h

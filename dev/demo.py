@@ -1,4 +1,5 @@
 """Trains a small GPT-2 on this machine's own Python standard library, byte by byte, in about two minutes; `make demo` calls it.
+The model stays in the output folder; what an earlier demo left there is replaced.
 
     .venv/bin/python dev/demo.py ./train_gpt2 [--seconds 110] [--output log/demo]
 
@@ -63,16 +64,24 @@ def events(folder, kind):
 def measured_speed(command, folder):
     """Tokens per second of a few steps; the first one, which touches memory for the first time, is not counted."""
     quiet = {"stdout": subprocess.DEVNULL}
-    run([*command, "-o", folder, "-x", PROBE_STEPS, "-v", 0, "-s", 0], **quiet)
+    run([*command, "-o", folder, "-x", PROBE_STEPS, "-v", 0, "-s", 0, "-n", 0], **quiet)
     steps = events(folder, "step")
     return (steps[-1]["tokens"] - steps[0]["tokens"]) / sum(1e-3 * s["ms"] for s in steps[1:])
+
+
+def remove_earlier(folder):
+    """What a demo made in its folder, and nothing else."""
+    for path in folder.glob("step_*"):
+        shutil.rmtree(path)
+    for path in [folder / "main.jsonl", folder / "probe/main.jsonl", *folder.glob("DONE_*")]:
+        path.unlink(missing_ok=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainer", help="./train_gpt2 or ./train_gpt2cu")
     parser.add_argument("--seconds", type=float, default=110, help="how long to train (110)")
-    parser.add_argument("--output", default="log/demo", help="folder for log and picture (log/demo)")
+    parser.add_argument("--output", default="log/demo", help="folder for log, picture and model (log/demo)")
     args = parser.parse_args()
     os.chdir(ROOT)
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # on a busy machine, threads that spin for long keep each other from working
@@ -81,6 +90,7 @@ def main():
     options = (GPU if on_gpu else CPU) | {"-i": f"{DATA}/python_train_*.bin", "-j": f"{DATA}/python_val_*.bin"}
     command = [args.trainer, *(word for pair in options.items() for word in pair)]
 
+    remove_earlier(Path(args.output))
     print("\nmeasuring this machine's speed ...", flush=True)
     speed = measured_speed(command, f"{args.output}/probe")
     steps = max(24, round(speed * args.seconds / (int(options["-b"]) * int(options["-t"])) / 8) * 8)
@@ -97,7 +107,9 @@ def main():
     evals = events(args.output, "eval")
     print(f"\n{steps} steps in {time.time() - begin:.0f} s. Validation loss {evals[0]['loss']:.2f} -> {evals[-1]['loss']:.2f} nats a byte; "
           f"the text above is what the model wrote after \"def \".")
-    print(f"loss curve:  {picture}\nlog:         {args.output}/main.jsonl\n\nnext:")
+    model = f"{args.output}/step_{steps:08d}"
+    print(f"loss curve:  {picture}\nlog:         {args.output}/main.jsonl\nmodel:       {model}\n\nnext:")
+    print(f"  {args.trainer} -e {model} --generate -g 400 --prompt 'import '       more text")
     print("  make test                        every check that this machine can run")
     print("  make doctor                      what else it could use, and how to turn it on")
     print(f"  {args.trainer} --help               all options")

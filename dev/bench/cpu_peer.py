@@ -9,6 +9,7 @@ last line is tokens/s of C, of PyTorch, and their ratio.
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -39,7 +40,8 @@ def write_shard(path, vocab_size, tokens):
 def c_round(a, folder):
     """Tokens/s of each step of ./train_gpt2, as its log says."""
     options = {"model": a.model, "train-data": f"{folder}/x.bin", "val-data": f"{folder}/x.bin", "output": f"{folder}/c", "batch-size": a.batch_size, "seq-len": a.seq_len,
-               "max-steps": a.steps + 1, "eval-every": 0, "sample-every": 0, "threads": a.threads}
+               "max-steps": a.steps + 1, "eval-every": 0, "sample-every": 0, "save-every": 0, "threads": a.threads}
+    shutil.rmtree(f"{folder}/c", ignore_errors=True)  # of the round before
     done = subprocess.run(["./train_gpt2"] + [str(x) for k, v in options.items() for x in (f"--{k}", v)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     ref.require(done.returncode == 0, f"./train_gpt2 ended with status {done.returncode}:\n{done.stdout[-1500:]}", "make train_gpt2")
     with open(f"{folder}/c/main.jsonl") as f:
