@@ -67,7 +67,9 @@ StepResult model_update(Model *m, const UpdateParams *p) {
 void model_timing_begin(Model *m) { (void)m; }
 void model_timing_end(Model *m) { (void)m; }
 OverlapCounts model_overlap(const Model *m) { const OverlapCounts none = {0, 0, 0}; (void)m; return none; }
+void model_print_plan(const Model *m, FILE *f) { (void)m; (void)f; }
 void model_report(const Model *m, FILE *f) { (void)m; (void)f; }
+void model_tune(Model *m) { (void)m; }
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {
     (void)m; (void)inputs; (void)targets; (void)T; (void)losses;
 }
