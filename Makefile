@@ -59,7 +59,8 @@ RANKED := dev/cuda/p2p.cu dev/cuda/tp.cu
 nvflags = $(NVFLAGS) $(if $(filter-out $(RANKED),$(filter dev/cuda/%,$<)),,$(GPU_RANKS)) $(REVISION_FLAGS)
 LADDERS := $(patsubst dev/cuda/%.cu,%,$(wildcard dev/cuda/*.cu))
 HOST_TESTS := $(patsubst dev/test/%.c,%,$(wildcard dev/test/test_*.c))
-HEADERS := $(notdir $(wildcard llmc/*.h llmc/*.cuh))
+CUDA_HEADERS := $(wildcard llmc/*.cuh llmc/*/*.cuh)
+HEADERS := $(patsubst llmc/%,%,$(wildcard llmc/*.h) $(CUDA_HEADERS))
 
 # An unfinished dependency file would stop every later make, so it is renamed before its object. Makes may run beside each other: each has its own partial files.
 PARTIAL := $(shell echo $$PPID).partial
@@ -124,7 +125,8 @@ $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 	$(NVCC) $(nvflags) $(depend) -c $< -o $@.$(PARTIAL)
 	@$(keep)
 # Tests where no GPU can run them: as far as PTX only and not optimised (-G), a tenth of the time.
-$(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(wildcard llmc/*.h llmc/*.cuh dev/cuda/*.cuh dev/test/*.h) $(BUILD)/revision.h $(CONFIG) Makefile
+$(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(CUDA_HEADERS) \
+        $(wildcard llmc/*.h dev/cuda/*.cuh dev/test/*.h dev/test/*.cuh) $(BUILD)/revision.h $(CONFIG) Makefile
 	mkdir -p $(@D) && $(NVCC) $(subst code=sm_,code=compute_,$(nvflags)) -G --ptx $< -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
 # What takes long to compile is an object that trainer, tests and ladders share.
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu dev/cuda/matmul dev/cuda/rope dev/cuda/tp): $(CU)/llmc/matmul_hopper.o
@@ -191,7 +193,7 @@ $(BUILD)/headers/%.h.ok: llmc/%.h $(wildcard llmc/*.h) $(CONFIG)
 	@$(CC) -std=gnu11 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c)
 	@$(if $(CXX),$(CXX) -x c++ -std=c++17 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c))
 	@touch $@ && echo 'ok llmc/$*.h'
-$(BUILD)/headers/%.cuh.ok: llmc/%.cuh $(wildcard llmc/*.h llmc/*.cuh) $(CONFIG)
+$(BUILD)/headers/%.cuh.ok: llmc/%.cuh $(wildcard llmc/*.h) $(CUDA_HEADERS) $(CONFIG)
 	$(need_cuda)
 	@mkdir -p $(@D)
 	@printf '#include "llmc/$*.cuh"\nint main() {}\n' > $(@:.ok=.cu)

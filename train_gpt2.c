@@ -561,7 +561,7 @@ static inline double sum_of_squares(const float *x, size_t n) {
 // All of these are kept for backward; --recompute 1 keeps one `a` for all layers, 2 also one h1 and h2, 3 one of everything but x_out:
 // backward computes them again.
 //
-// With --tp (llmc/tp.h) `local` are this rank's sizes. x, h and their statistics are N/tp rows of N, everything else all rows of some
+// With --tp (llmc/mesh.h) `local` are this rank's sizes. x, h and their statistics are N/tp rows of N, everything else all rows of some
 // heads, of a stretch of F or of some words; gather_rows and scatter_rows lie between. With one rank both do nothing.
 #include <sys/mman.h>
 

@@ -15,7 +15,7 @@
 #include "params.h"
 #include "step.h"
 #include "timing.h"
-#include "tp.h"
+#include "mesh.h"
 
 typedef struct Model Model;
 

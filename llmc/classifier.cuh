@@ -10,7 +10,7 @@
 //   else: one block per row, with as much of it in shared memory as fits; the second pass takes the rest from L2. Where a row fits twice
 //     on an SM (50304 bf16 on Hopper) two blocks of 512 threads overlap each other's phases; longer rows get one block of 1024.
 // A NaN or +inf logit makes the loss NaN, as does a row whose largest logit is not between -1e8 and 1e8; a -inf one has probability 0; a target >= V gives NaN. Sums are fp32, in fixed order.
-// Where ranks share the words (tp.h), classifier_parts finds of each row what the rank's own words say, (rank, row) maximum, sum and the target's
+// Where ranks share the words (mesh.h), classifier_parts finds of each row what the rank's own words say, (rank, row) maximum, sum and the target's
 // logit; when these were exchanged, classifier_ranks takes them together in the order of the ranks, as above a row's warps, and goes on.
 // Ladder: dev/cuda/classifier.cu. Not supported: label smoothing, z-loss; Vp not a multiple of a 16-byte vector.
 #ifndef LLMC_CLASSIFIER_CUH

@@ -4,7 +4,7 @@
 //   backward   dwte[v,:] += sum of dout[b,t,:] over all (b,t) with token v;   dwpe[t,:] += sum over b of dout[b,t,:]
 //
 // wte, dwte (Vp,C); wpe, dwpe (at least T,C); out, dout (B,T,C) floatX; tokens (B,T) int32 in 0..Vp-1. A rank that has some of the words
-// (tp.h) makes rows of its own wte of them first (embedding_words); Vp then stands for the others': zeros, and no gradient for wte.
+// (mesh.h) makes rows of its own wte of them first (embedding_words); Vp then stands for the others': zeros, and no gradient for wte.
 // Backward is deterministic, without floating-point atomics: the positions are sorted by token with a stable radix sort
 // (8 bits a pass), so that each token owns one run of positions in ascending order. A short run is summed by one warp, one
 // position after the other; a long run (frequent tokens, small vocabularies) by one block per 128 bytes of columns, its

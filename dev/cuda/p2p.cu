@@ -1,4 +1,4 @@
-// Ladder of llmc/p2p.cuh: the bits of every collective, whatever its kind, type, size, address and the ranks' delays; in replayed graphs;
+// Ladder of llmc/ranks/p2p.cuh: the bits of every collective, whatever its kind, type, size, address and the ranks' delays; in replayed graphs;
 // where epochs wrap; what is said of a rank that does not come; speed beside NCCL.
 //   p2p --check, --bench                     2, 3, 4 and 8 ranks that share one GPU and one process: all but the links between GPUs
 //   mpirun -np W p2p --check, --bench        a process and a GPU for each rank, cudaIpc between them
@@ -6,8 +6,8 @@
 //   ... --expire skip|apart|trap             rank 1 does not come, comes to another collective, does not come and nobody watches: must end with a message
 // Numbers are made and compared on the device, each call's anew, also when a graph is replayed; a loop on the host vouches for that.
 #include "common.cuh"
-#include "../../llmc/nccl.cuh"
-#include "../../llmc/p2p.cuh"
+#include "../../llmc/ranks/nccl.cuh"
+#include "../../llmc/ranks/p2p.cuh"
 
 typedef __nv_bfloat16 bf16;
 enum { STRIP = 64, SHIFTS = 8, VERIFY_BLOCKS = 64, VERIFY_THREADS = 256, IN_FLIGHT = 16, GRAPH_CALLS = 12, GRAPH_REPLAYS = 40, BENCH_CALLS = 100, BENCH_TURNS = 15 };

@@ -1,4 +1,4 @@
-// Ladder of llmc/tp.cuh and tp_overlap.cuh.
+// Ladder of llmc/ranks/sums.cuh and push.cuh.
 //   tp --check, --bench                  sums of parts to the bit, with a bias or positions; gradients of copies on meshes whose ranks run one after
 //                                        another here, as batches of all sizes; speed of sums
 //   mpirun -np W tp --check, --bench     a GPU for each rank: what is pushed, with delays, comes whole and in time; products with rows that are gathered
@@ -9,8 +9,8 @@
 #include "common.cuh"
 #include "matmul_calls.cuh"
 #include "../../llmc/matmul.cuh"
-#include "../../llmc/tp.cuh"
-#include "../../llmc/tp_overlap.cuh"
+#include "../../llmc/ranks/sums.cuh"
+#include "../../llmc/ranks/push.cuh"
 
 // Exact: fp32 sums in the order of the ranks, one rounding. In another order many of the sums are other numbers.
 static void check_sum(int ranks, int rows, int C, int period, int own_in_place) {
@@ -254,7 +254,7 @@ template <typename Work> static double slowest_us(Work work) {
     return best;
 }
 enum Exchange { NONE, ALONE, SYNCHRONOUS, OVERLAPPED };
-// body(rows, first, count) after a gather of rows (N,C), as over_gathered of model.cuh
+// body(rows, first, count) after a gather of rows (N,C), as rows_gather_under
 template <typename Body> static void gathered(Exchange how, int N, int C, Body body) {
     const int rank = group.comm.rank, world = group.comm.world, rows = N / world;
     const size_t piece = (size_t)rows * C;
@@ -271,7 +271,7 @@ template <typename Body> static void gathered(Exchange how, int N, int C, Body b
     }
     tp_end(&group.push, TP_ROWS);
 }
-// body(first, count) computes rows of group.mine (N,C), which are then scattered and added up; hides() has nothing to do with them. As over_scattered
+// body(first, count) computes rows of group.mine (N,C), which are then scattered and added up; hides() has nothing to do with them. As rows_scatter_under
 template <typename Body, typename Hides> static void scattered(Exchange how, int N, int C, Body body, Hides hides) {
     const int rank = group.comm.rank, world = group.comm.world, rows = N / world;
     const size_t piece = (size_t)rows * C;

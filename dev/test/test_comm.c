@@ -1,4 +1,4 @@
-// comm.h, handshake.h, watchdog.h and the mesh of tp.h. Without arguments: what one process can check alone. The rest is for mpirun; test_ranks.py calls it:
+// comm.h, handshake.h, watchdog.h and the mesh.h. Without arguments: what one process can check alone. The rest is for mpirun; test_ranks.py calls it:
 //   test_comm sums                 collectives against a host reference, bit for bit; in groups too
 //   test_comm handshake FIELD      the last rank differs in FIELD (none, gpu, gpus, one, one-gpu, sm, build, config,
 //                                  data, fewer, options)
@@ -9,7 +9,7 @@
 #include "check.h"
 #include "llmc/handshake.h"
 #include "llmc/rand.h"
-#include "llmc/tp.h"
+#include "llmc/mesh.h"
 
 static float value(int rank, size_t i) { return (float)(rand_uniform(7, (uint64_t)rank, i) - 0.5) * (i % 5 ? 1.0f : 1e6f); }  // order of adding shows
 

@@ -3,7 +3,7 @@
 // that is split: on one rank the bits of the one that is not. tp_ranks.c, under mpirun, computes with it.
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "llmc/tp.h"
+#include "llmc/mesh.h"
 
 #include "check.h"
 

@@ -14,7 +14,7 @@
 #include "../memory.cuh"
 #include "../norm.cuh"
 #include "../rope_table.h"
-#include "../zero.cuh"
+#include "../ranks/zero.cuh"
 #include "plan.cuh"
 
 // What one block keeps: f is what the activation reads or its slopes, a what it gives. What is recomputed is one buffer for all blocks.

@@ -3,7 +3,7 @@
 #ifndef LLMC_LINKS_CUH
 #define LLMC_LINKS_CUH
 
-#include "../zero.cuh"
+#include "zero.cuh"
 #include "rows.cuh"
 
 enum { SHORT_LOSS, SHORT_DATA, SHORT_TENSOR, NUM_SHORT };

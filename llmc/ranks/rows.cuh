@@ -14,8 +14,8 @@
 #include "../attention_decode.cuh"
 #include "../backend.h"
 #include "../matmul.cuh"
-#include "../tp.cuh"
-#include "../tp_overlap.cuh"
+#include "sums.cuh"
+#include "push.cuh"
 
 // How a rank exchanges rows with its group.
 typedef struct {

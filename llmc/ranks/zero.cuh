@@ -11,7 +11,7 @@
 #define LLMC_ZERO_CUH
 
 #include "nccl.cuh"
-#include "params.h"
+#include "../params.h"
 
 // Under backward, reductions take multiprocessors and keep links awake (50 ms after each message, on an H200), whose power matmuls then lack. At once
 // nothing hides them: they take 643 / (B T) of backward's time (bf16 over NVLink, whatever the model). Four GPUs, 65,536 tokens a rank: 98.4% of four

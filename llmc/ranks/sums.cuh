@@ -1,4 +1,4 @@
-// Tensor parallelism on GPUs (tp.h says what is split): rows that every rank needs are gathered, sums of which every rank has a part are
+// Tensor parallelism on GPUs (mesh.h says what is split): rows that every rank needs are gathered, sums of which every rank has a part are
 // scattered, and gradients of what ranks have copies of are added up. All of it on the compute stream: what follows needs it.
 //
 //   tp_gather_rows    all rows, of which each rank has some
@@ -10,13 +10,13 @@
 //                     order of the ranks that have them. It comes after the data-parallel sum, whose order may differ between groups: so
 //                     copies stay copies, bit for bit. (Of positions each rank has all of the sum already: the first one's is taken.)
 //
-// The first two are all that a block knows of other ranks; tp_overlap.cuh carries the same rows under products instead.
+// The first two are all that a block knows of other ranks; push.cuh carries the same rows under products instead.
 // Ladder: dev/cuda/tp.cu.
-#ifndef LLMC_TP_CUH
-#define LLMC_TP_CUH
+#ifndef LLMC_SUMS_CUH
+#define LLMC_SUMS_CUH
 
 #include "nccl.cuh"
-#include "tp.h"
+#include "../mesh.h"
 
 enum { TP_MAX_CTAS = 32, TP_THREADS = 256, TP_IN_FLIGHT = 4 /*parts that a thread reads before it adds the first*/ };
 

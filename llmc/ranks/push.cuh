@@ -15,8 +15,8 @@
 //
 // No wait can hold up the push that it waits for, even where the streams of a process share one queue of the device: the host gives a call's
 // pushes before its waits, on all ranks. Waits are bounded as those of p2p.cuh are: they end with rank, peer and number of the call.
-#ifndef LLMC_TP_OVERLAP_CUH
-#define LLMC_TP_OVERLAP_CUH
+#ifndef LLMC_PUSH_CUH
+#define LLMC_PUSH_CUH
 
 #include "nccl.cuh"
 #include "p2p.cuh"

@@ -30,8 +30,8 @@
 #ifndef LLMC_P2P_CUH
 #define LLMC_P2P_CUH
 
-#include "comm.h"
-#include "memory.cuh"
+#include "../comm.h"
+#include "../memory.cuh"
 
 enum {
     P2P_RANKS = 8,
@@ -59,7 +59,7 @@ static inline size_t p2p_one_shot_bytes(int world) {
 // slowest rank takes to come (a guess).
 enum { P2P_TENSOR_BYTES = 8 << 20, P2P_DATA_BYTES = 256 << 10 };
 
-// Behind the kinds that are carried out here: what is pushed by others that wait as these do (tp_overlap.cuh).
+// Behind the kinds that are carried out here: what is pushed by others that wait as these do (push.cuh).
 enum P2pKind { P2P_LINES, P2P_ONE_SHOT, P2P_TWO_SHOTS, P2P_REDUCE_SCATTER, P2P_ALL_GATHER, P2P_KINDS, P2P_PUSHED = P2P_KINDS };
 static const char *const p2p_names[] = {"all-reduce (lines)", "all-reduce (one shot)", "all-reduce (two shots)", "reduce-scatter", "all-gather", "push of rows", "push of rows for weight gradients", "push of parts of sums"};
 

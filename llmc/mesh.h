@@ -10,8 +10,8 @@
 //   rows gathered   before q,k,v and before the MLP                 backward: gathered again, their gradient summed and scattered
 //   rows scattered  what the projections give, summed over ranks    backward: their gradient is gathered
 // Sums run over ranks in their order, in fp32. With tp 1 every group of this kind is one rank, and none of these calls does anything.
-#ifndef LLMC_TP_H
-#define LLMC_TP_H
+#ifndef LLMC_MESH_H
+#define LLMC_MESH_H
 
 #include "comm.h"
 #include "params.h"
