@@ -5,6 +5,7 @@
 //   mpirun -np N ./test_gpt2cu --tp [MODEL...]         tensor parallelism of 2, 4, ... N ranks (N a power of 2), the others data parallel, against one rank
 //   mpirun -np N ./test_gpt2cu --tp --one-gpu [MODEL...]   the same with all ranks on one GPU, which exchange through host memory
 #define TESTING
+#include "dev/test/nccl_for_tests.cuh"
 #include "train_gpt2.cu"
 #include "dev/test/model_test.h"
 #include "dev/test/tp_test.h"
@@ -298,7 +299,7 @@ static void test_tp_overlap(const char *model, const Mesh *mesh, const Options *
     o.seq_len = TP_T; o.batch_size = TP_B;
     const struct { int zero, recompute, fusion, often; } ways[] = {{0, 0, 0, 1}, {1, 0, 2, 0}, {1, 1, 0, 0}, {0, 2, 2, 0}, {1, 3, 0, 1}, {0, 3, 2, 0}};
     for (const auto &way : ways) {
-        if ((way.fusion && !can) || (nccl_through_host && !way.often)) continue;  // ranks on one GPU take turns at every wait: slow
+        if ((way.fusion && !can) || (ranks_share_gpu && !way.often)) continue;  // ranks on one GPU take turns at every wait: slow
         o.zero_stage = way.zero; o.recompute = way.recompute; o.gelu_fusion = way.fusion;
         const int again = way.recompute == 3 ? L - 1 : 0, whole = way.fusion && !gated ? L : 0;  // layers computed again; whose GELU is not computed in parts
         const OverlapCounts expected = {2 * (6 * L + 2 * again - whole), 2 * (4 * L + again), 2 * (4 + whole)};  // two micro-steps; apart are the embedding's and the head's
@@ -353,11 +354,10 @@ static int argument(int *argc, char **argv, const char *name) {  // takes it awa
 
 int main(int argc, char **argv) {
     const int tp = argument(&argc, argv, "--tp");
-    nccl_through_host = p2p_one_gpu = argument(&argc, argv, "--one-gpu");
-    nccl_keeps = true;
-    if (nccl_through_host) setenv("CUDA_VISIBLE_DEVICES", "0", 1);
+    ranks_share_gpu = argument(&argc, argv, "--one-gpu");
+    if (ranks_share_gpu) setenv("CUDA_VISIBLE_DEVICES", "0", 1);
     Comm comm = comm_open(&argc, &argv, 60);
-    require(!nccl_through_host || tp, "--one-gpu is for --tp\n-");
+    require(!ranks_share_gpu || tp, "--one-gpu is for --tp\n-");
     comm_use_cores(&comm, 0);  // ranks that all take all cores wait for each other's threads: seventy times slower on four GPUs
     if (tp) {
         const int status = test_tp_all(&comm, argc - 1, argv + 1);

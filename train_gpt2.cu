@@ -203,7 +203,7 @@ static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, 
         return;
     }
     classifier_parts(b->parts + (size_t)rank * rows, b->logits, b->targets + n0, rank, rows, V, Vp, p->stream);
-    tp_gather(&p->exchange->tp, (float *)b->parts, (size_t)rows * (sizeof *b->parts / sizeof(float)));
+    nccl_all_gather(&p->exchange->nccl, "gather", (float *)b->parts, (size_t)rows * (sizeof *b->parts / sizeof(float)));
     classifier_ranks(b->logits, b->losses + n0, b->parts, b->targets + n0, dloss, ranks, rank, rows, V, Vp, backward, p->stream);
 }
 // m->b.h_final, m->b.targets -> m->b.losses; backward: the head's weight gradient, and that of h_final in p->branch (a part of a sum over ranks).
@@ -292,7 +292,7 @@ static void model_backward(Model *m, const Pass *p) {
     unit_release(m, p, 0);
     if (!p->reduce || !pass_is_split(p)) return;
     zero_wait_reduced(&m->links.zero);
-    tp_sum_copies(&m->links.rows.tp, m->b.grads, m->links.copies, m->links.num_copied, TP_BATCH_MOST);
+    copies_sum(&m->links.copies, &m->links.rows.nccl, m->b.grads);
 }
 
 // ---- one step
@@ -360,28 +360,23 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     else graph_run(&m->graphs[kind], num_micro, m->gpu.compute, work);
 }
 
-// The step's loss and the square of its gradient's norm, of all ranks, in m->b.step. (A tensor-parallel group has one loss: its first rank's counts.)
+// The step's loss and the square of its gradient's norm, of all ranks, in m->b.step. (A tensor-parallel group has one loss: its
+// first rank's counts.)
 static void sum_over_ranks(Model *m) {
     const Mesh *mesh = m->mesh;
     StepScalars *step = m->b.step;
+    float *all = m->b.gathered_step;
     cudaStream_t s = m->gpu.compute;
-    if (mesh->job.world == 1) return;
     if (mesh->tp.rank > 0) cudaCheck(cudaMemsetAsync(&step->loss, 0, sizeof step->loss, s));
-    if (m->links.p2p[SHORT_LOSS].opened) {
-        const uint32_t number = nccl_begin(&m->links.rows.tp.nccl, "loss and norm", 2 * sizeof(float), s);
-        p2p_all_reduce(&m->links.p2p[SHORT_LOSS], &step->loss, 2, s);
-        nccl_end(&m->links.rows.tp.nccl, number, s);
-    } else {
-        const Nccl *groups[] = {&m->links.rows.tp.nccl, &m->links.zero.nccl};
-        for (const Nccl *group : groups) {
-            if (group->world <= 1) continue;
-            const uint32_t number = nccl_begin(group, "loss and norm", 2 * sizeof(float) * (size_t)group->world, s);
-            nccl_all_gather(group, m->b.gathered_step, &step->loss, 2, s);
-            nccl_end(group, number, s);
-            step_sum(step, m->b.gathered_step, group->world, s);
-        }
+    if (mesh->job.world == 1 || links_sum(&m->links, "loss and norm", &step->loss, 2)) return;
+    if (mesh->tp.world > 1) {
+        nccl_all_gather(&m->links.rows.nccl, "loss and norm", all, &step->loss, 2);
+        step_sum(step, all, mesh->tp.world, s);
     }
-    timing_lap(TIMING_RANKS, 0, 0, s);
+    if (mesh->dp.world > 1) {
+        zero_gather_small(&m->links.zero, "loss and norm", all, &step->loss, 2);
+        step_sum(step, all, mesh->dp.world, s);
+    }
 }
 static void queue_norm(Model *m) {
     cudaStream_t s = m->gpu.compute;
@@ -494,7 +489,7 @@ void model_decode(Model *m, const int *tokens, int n, float *logits) {
     const Pass p = decode_pass(m, 1);
     const Linear l = head_of(m);
     linear_product(&p, &l, all + (size_t)m->mesh->tp.rank * share, k->last, 0, S);
-    if (ranks > 1) tp_gather(&m->links.rows.tp, all, share);
+    if (ranks > 1) nccl_all_gather(&m->links.rows.nccl, "gather", all, share);
     cudaCheck(cudaMemcpyAsync(k->host_logits, all, (size_t)ranks * share * sizeof(floatX), cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaStreamSynchronize(s));
     for (int i = 0; i < S; i++)
@@ -512,14 +507,15 @@ static void open_links(Model *m) {
     const int at_once = zero_at_once(&m->mesh->dp, &m->mesh->job, (int)o->dp_overlap, p->reduces_in_fp32, p->N);
     k->mesh = m->mesh;
     k->zero = zero_open(&m->mesh->dp, &m->table, &m->gpu, (int)o->zero_stage, p->reduces_in_fp32, at_once, m->b.reduce_staging);
-    links_open_short(k, o, &m->gpu);
-    if (p->may_overlap) links_open_overlap(k, o, m->gpu.compute, p->activation_fused == 2 && p->local.mlp == MLP_GELU /*its bias gradient*/);
+    links_open_short(k, o, &m->gpu, p->may_overlap);
+    const int sums_bias = p->activation_fused == 2 && p->local.mlp == MLP_GELU;  // so it cannot be computed in parts
+    if (p->may_overlap) links_open_overlap(k, o, p->N * (size_t)p->config.channels * sizeof(floatX), sums_bias);
     links_patience(k);
-    const int copies = plan_is_split(p) && p->trains ? gradient_copies(p, NULL, &k->num_copied) : 0;
+    const int copies = plan_is_split(p) && p->trains ? gradient_copies(p, NULL, &k->copies.total) : 0;
     if (!copies) return;
-    k->copies = (TpCopy *)malloc_or_die((size_t)copies * sizeof(TpCopy));
-    gradient_copies(p, k->copies, &k->num_copied);
-    upload(k->rows.tp.copies, k->copies, (size_t)copies * sizeof(TpCopy), m->gpu.compute);
+    k->copies.host_list = (Copy *)malloc_or_die((size_t)copies * sizeof(Copy));
+    gradient_copies(p, k->copies.host_list, &k->copies.total);
+    upload(k->copies.list, k->copies.host_list, (size_t)copies * sizeof(Copy), m->gpu.compute);
 }
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     memset(m, 0, sizeof *m);
@@ -533,8 +529,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     m->decoding = plan_decode(&m->plan);
     m->links.rows.rank = mesh->tp.rank;
     m->links.rows.ranks = mesh->tp.world;
-    Tp *tp = &m->links.rows.tp;
-    *tp = tp_open(&mesh->tp, m->gpu.compute);
+    m->links.rows.nccl = nccl_open(&mesh->tp, m->gpu.compute, TENSOR_CTAS, LANE_TENSOR);
     run_request(&m->plan, &m->b, &m->links, &m->memory);
     memory_allocate(&m->memory, mesh->job.rank == 0, run_memory_hint, &m->plan);
     buffers_place(&m->plan, &m->b);
@@ -553,27 +548,27 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
 static void measure_overlap(Model *m) {
     OverlapChoice *o = &m->links.rows.overlap;
     const Comm *job = &m->mesh->job;
-    int *tokens = (int *)malloc_or_die(m->plan.N * sizeof(int)), other_bits = 0;
+    int *tokens = (int *)malloc_or_die(m->plan.N * sizeof(int)), differs = 0;
     uint64_t synchronous = 0;
     for (size_t i = 0; i < m->plan.N; i++) tokens[i] = (int)(rand_u64((uint64_t)m->plan.options.seed, (uint64_t)m->mesh->dp.rank, i) % (uint64_t)m->config.vocab_size);
-    o->ways = over_ways(m->mesh->tp.world);
+    o->ways = overlap_ways(m->mesh->tp.world);
     for (o->way = 0; o->way < o->ways; o->way++) {
-        over_set(o, o->way);
+        overlap_set(o, o->way);
         for (int repeat = -1; repeat < OVER_REPEATS; repeat++) {
             o->measures = repeat >= 0;
             o->regions = 0;
             upload_tokens(m, tokens, tokens, m->plan.N);
             micro_step(m, 0, 1, 0);
-            if (repeat >= 0) over_read(o, repeat, m->gpu.compute);
+            if (repeat >= 0) overlap_read(o, repeat, m->gpu.compute);
         }
         const uint64_t hash = matmul_hash(&m->matmul, m->b.grads, m->table.total, m->gpu.compute);
         if (o->way == 0) synchronous = hash;
-        other_bits |= hash != synchronous;
+        differs |= hash != synchronous;
     }
     free(tokens);
     o->measures = 0;
-    over_decide(o, job, comm_or(job, other_bits));
-    if (job->rank == 0) over_print(o, stdout);
+    overlap_decide(o, job, comm_or(job, differs));
+    if (job->rank == 0) overlap_print(o, stdout);
 }
 void model_tune(Model *m) { if (m->plan.measures_overlap && m->links.rows.push.opened) measure_overlap(m); }
 void model_close(Model *m) {
@@ -604,7 +599,7 @@ OverlapCounts model_overlap(const Model *m) { return m->met; }
 void model_print_plan(const Model *m, FILE *f) { plan_print(&m->plan, f); }
 void model_report(const Model *m, FILE *f) {
     if (m->plan.options.autotune) matmul_report(&m->matmul, f);
-    if (m->links.rows.push.opened) over_print(&m->links.rows.overlap, f);
+    if (m->links.rows.push.opened) overlap_print(&m->links.rows.overlap, f);
 }
 
 int model_has_slot(const Model *m, Slot s) { return slot_pointer(&m->b, s) != NULL; }

@@ -6,8 +6,24 @@
 //   ... --expire skip|apart|trap             rank 1 does not come, comes to another collective, does not come and nobody watches: must end with a message
 // Numbers are made and compared on the device, each call's anew, also when a graph is replayed; a loop on the host vouches for that.
 #include "common.cuh"
+#include "../../llmc/rand.h"
+
+// In one call of 32, a quarter of the blocks sleep for up to 2 ms at each place; half of those with every other warp only.
+__constant__ uint64_t delay_seed;  // 0: never
+static __device__ void delay_block(int rank, uint32_t epoch, int place) {
+    if (!delay_seed || rand_u64(delay_seed, 0, epoch) % 32) return;
+    const uint64_t where = (uint64_t)epoch << 16 | (uint64_t)place << 12 | blockIdx.x;
+    const uint64_t r = rand_u64(delay_seed, 1 + (uint64_t)rank, where), ns = (r >> 8) % 2000000;
+    if (r % 4 || (r & 4 && threadIdx.x / WARP % 2)) return;
+    uint64_t begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    do {
+        __nanosleep(1000);
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (now - begin < ns);
+}
+#define P2P_DELAY(rank, epoch, place) delay_block(rank, epoch, place)
 #include "../../llmc/ranks/nccl.cuh"
-#include "../../llmc/ranks/p2p.cuh"
 
 typedef __nv_bfloat16 bf16;
 enum { STRIP = 64, SHIFTS = 8, VERIFY_BLOCKS = 64, VERIFY_THREADS = 256, IN_FLIGHT = 16, GRAPH_CALLS = 12, GRAPH_REPLAYS = 40, BENCH_CALLS = 100, BENCH_TURNS = 15 };
@@ -81,17 +97,6 @@ template <typename T> __global__ void verify_kernel(const T *data, unsigned tota
 template <typename T> __global__ void spoil_kernel(T *p) { *p = from_bits<T>(bits_of(*p) ^ 1); }
 __global__ void tick_kernel(Progress *progress) { progress->call++; }
 
-// In one call of 32, a quarter of the blocks sleep for up to 2 ms at each place; half of those with every other warp only.
-__device__ uint64_t delay_seed;  // 0: never
-struct Delays {
-    static __device__ void at(int rank, uint32_t epoch, int place) {
-        if (!delay_seed || rand_u64(delay_seed, 0, epoch) % 32) return;
-        const uint64_t r = rand_u64(delay_seed, 1 + (uint64_t)rank, (uint64_t)epoch << 16 | (uint64_t)place << 12 | blockIdx.x), ns = (r >> 8) % 2000000;
-        if (r % 4 || (r & 4 && threadIdx.x / WARP % 2)) return;
-        for (const uint64_t begin = p2p_clock(); p2p_clock() - begin < ns;) __nanosleep(1000);
-    }
-};
-
 // ---- the group: all ranks in this process, or one of them
 
 typedef struct {
@@ -127,7 +132,7 @@ static void group_open(int world, size_t max_bytes, double timeout) {
         m->comm = group.comm;
         m->comm.rank = m->rank;
         m->comm.world = world;
-        p2p_request(&m->p2p, &m->memory, world, max_bytes);
+        p2p_request(&m->p2p, &m->memory, world, max_bytes, 0);
         memory_request(&m->memory, &m->data, "test", "data", max_bytes + (2 * STRIP + SHIFTS) * sizeof(float));
         memory_request(&m->memory, &m->from, "test", "a piece", max_bytes / (size_t)world + SHIFTS * sizeof(float));
         memory_request(&m->memory, &m->progress, "test", "progress", 1);
@@ -137,17 +142,14 @@ static void group_open(int world, size_t max_bytes, double timeout) {
         else p2p_prepare(&m->p2p, &m->comm, most < P2P_BLOCKS ? most : P2P_BLOCKS, m->stream, timeout);
     }
     for (int k = 0; k < group.here && !apart; k++)
-        for (int r = 0; r < world; r++) {
-            group.members[k].p2p.view.payload[r] = group.members[r].p2p.payload;
-            group.members[k].p2p.view.signals[r] = (P2pSignals *)group.members[r].p2p.signals;
-        }
+        for (int r = 0; r < world; r++) p2p_place(&group.members[k].p2p, r, group.members[r].p2p.memory);
 }
 static void group_close(void) {
     wait_all();
     for (int k = 0; k < group.here; k++) {
         Member *m = &group.members[k];
         if (m->p2p.opened) p2p_close(&m->p2p);
-        else p2p_watch(m->p2p.record, NULL);
+        else p2p_watch(&m->p2p, NULL);
         cudaCheck(cudaStreamDestroy(m->stream));
         memory_free(&m->memory);
     }
@@ -168,7 +170,7 @@ template <typename T> static void enqueue_as(Member *m, const Case *c) {
         cudaCheck(cudaMemcpyAsync(from, data + first, count * sizeof(T), cudaMemcpyDeviceToDevice, m->stream));
         cudaCheck(cudaMemsetAsync(data + first, 0xff, count * sizeof(T), m->stream));
     }
-    p2p_run<T, Delays>(&m->p2p, c->kind, data, c->count, m->stream, from);
+    p2p_run<T>(&m->p2p, c->kind, data, c->count, from);
     if (c->spoilt == m->rank) spoil_kernel<T><<<1, 1, 0, m->stream>>>(data + (c->kind == P2P_REDUCE_SCATTER ? m->rank * count : 0) + count / 2);
     verify_kernel<T><<<blocks, VERIFY_THREADS, 0, m->stream>>>(data, total, *c, m->progress, ladder.seed, m->rank, group.world);
     tick_kernel<<<1, 1, 0, m->stream>>>(m->progress);
@@ -287,12 +289,12 @@ static void check_limits(void) {
         }
     check_outcome("all kinds");
     const size_t lines = p2p_lines_bytes(group.world);
-    check_true(p2p_choose(p, lines) == P2P_LINES && p2p_choose(p, lines + 1) != P2P_LINES && p2p_max_bytes(p) == p->max_bytes, "lines up to %zu bytes, then %s, then %s", lines,
-               p2p_names[p2p_choose(p, lines + 1)], p2p_names[p2p_choose(p, p2p_max_bytes(p))]);
+    check_true(p2p_choose(p, lines) == P2P_LINES && p2p_choose(p, lines + 1) != P2P_LINES && p->max_bytes >= LARGEST, "lines up to %zu bytes, then %s, then %s", lines,
+               p2p_names[p2p_choose(p, lines + 1)], p2p_names[p2p_choose(p, p->max_bytes)]);
     Memory memory = {};
     P2p small;
     size_t least = SIZE_MAX;
-    p2p_request(&small, &memory, group.world, 0);
+    p2p_request(&small, &memory, group.world, 0, 0);
     for (int kind = 0; kind < P2P_KINDS; kind++) least = std::min(least, p2p_limit(&small, (P2pKind)kind));
     memory_free(&memory);
     check_true(least >= P2P_TEST * sizeof(float), "the smallest workspace holds %zu bytes of every kind, which p2p_open's trial needs", least);
@@ -349,8 +351,8 @@ static void check_epochs(void) {
     comm_barrier(&group.comm);
     for (int k = 0; k < group.here; k++) {  // as if nobody had called before: flags of small epochs are of the round before
         P2p *p = &group.members[k].p2p;
-        cudaCheck(cudaMemset(p->signals, 0, sizeof(P2pSignals) + 2 * (size_t)group.world * p->view.line_slot));
-        cudaCheck(cudaMemcpy(&((P2pSignals *)p->signals)->epoch, &begin, sizeof begin, cudaMemcpyHostToDevice));
+        cudaCheck(cudaMemset(p->memory, 0, p->payload_at));
+        cudaCheck(cudaMemcpy(&((P2pSignals *)p->memory)->epoch, &begin, sizeof begin, cudaMemcpyHostToDevice));
     }
     cudaCheck(cudaDeviceSynchronize());
     comm_barrier(&group.comm);
@@ -361,7 +363,7 @@ static void check_epochs(void) {
     }
     check_outcome("around 2^32");
     for (int k = 0; k < group.here; k++) {
-        cudaCheck(cudaMemcpy(&found, &((P2pSignals *)group.members[k].p2p.signals)->epoch, sizeof found, cudaMemcpyDeviceToHost));
+        cudaCheck(cudaMemcpy(&found, &((P2pSignals *)group.members[k].p2p.memory)->epoch, sizeof found, cudaMemcpyDeviceToHost));
         check_true(found == end && found < CALLS, "rank %d: epoch %u after %d calls from %u", group.members[k].rank, found, CALLS, begin);
     }
 }
@@ -449,12 +451,30 @@ template <typename F> static double graph_us(F call) {
 }
 static double bench_kind(P2pKind kind, size_t count) {
     if (count * sizeof(floatX) * (kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world) > p2p_limit(&group.members[0].p2p, kind)) return 0;
-    return graph_us([&](Member *m) { p2p_run(&m->p2p, kind, (floatX *)m->data, count, m->stream); });
+    return graph_us([&](Member *m) { p2p_run(&m->p2p, kind, (floatX *)m->data, count); });
+}
+// The same by NCCL. P2P_TWO_SHOTS: an all-reduce
+static double bench_nccl(const Nccl *n, P2pKind kind, size_t count) {
+    if (!NCCL_BUILT) return 0;
+    return graph_us([&](Member *m) {
+        floatX *data = (floatX *)m->data, *mine = data + (size_t)n->rank * count;
+#ifdef USE_NCCL
+        const ncclDataType_t type = sizeof(floatX) == sizeof(float) ? ncclFloat : ncclBfloat16;
+        if (kind == P2P_TWO_SHOTS) ncclCheck(ncclAllReduce(data, data, count, type, ncclSum, n->handle, m->stream));
+#endif
+        if (kind == P2P_REDUCE_SCATTER) nccl_carry(n->handle, NCCL_REDUCE_SCATTER, n->comm, mine, data, count, sizeof *data, m->stream);
+        if (kind == P2P_ALL_GATHER) nccl_carry(n->handle, NCCL_ALL_GATHER, n->comm, data, mine, count, sizeof *data, m->stream);
+    });
+}
+static void print_beside(double us, double theirs) {
+    if (theirs > 0) printf(" | NCCL %6.2f | x%.2f", theirs, theirs / us);
+    printf("\n");
+    fflush(stdout);
 }
 static void bench_ranks(void) {
     Nccl nccl = {};
     group_open(group.comm.world, LARGEST, PATIENCE);
-    if (NCCL_BUILT) nccl = nccl_open(&group.comm, 32, 0);
+    if (NCCL_BUILT) nccl = nccl_open(&group.comm, group.members[0].stream, 32, LANE_TENSOR);
     printf("microseconds in a graph of %d calls, %d GPUs, %s; p2p: the kind that is taken; NCCL %s\n",
            BENCH_CALLS, group.world, FLOATX_NAME, NCCL_BUILT ? "in a graph of as many" : "is not in this build");
     for (size_t bytes : {1 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20}) {
@@ -463,27 +483,14 @@ static void bench_ranks(void) {
         double us[3];
         for (int k = 0; k < 3; k++) us[k] = bench_kind((P2pKind)k, count);
         printf("all-reduce %6zu KiB | lines %6.2f | one shot %6.2f | two shots %6.2f | p2p %6.2f", bytes >> 10, us[0], us[1], us[2], us[kind]);
-        if (NCCL_BUILT) {
-            const double theirs = graph_us([&](Member *m) { nccl_all_reduce(&nccl, (floatX *)m->data, count, m->stream); });
-            printf(" | NCCL %6.2f | x%.2f", theirs, theirs / us[kind]);
-        }
-        printf("\n");
-        fflush(stdout);
+        print_beside(us[kind], bench_nccl(&nccl, P2P_TWO_SHOTS, count));
     }
-    for (int kind = P2P_REDUCE_SCATTER; kind <= P2P_ALL_GATHER; kind++)
+    for (P2pKind kind : {P2P_REDUCE_SCATTER, P2P_ALL_GATHER})
         for (size_t bytes : {64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20}) {  // of all pieces
             const size_t count = bytes / sizeof(floatX) / (size_t)group.world;
-            const double us = bench_kind((P2pKind)kind, count);
+            const double us = bench_kind(kind, count);
             printf("%s %6zu KiB | p2p %6.2f", p2p_names[kind], bytes >> 10, us);
-            if (NCCL_BUILT) {
-                const double theirs = graph_us([&](Member *m) {
-                    if (kind == P2P_REDUCE_SCATTER) nccl_reduce_scatter(&nccl, (floatX *)m->data, count, m->stream);
-                    else nccl_all_gather(&nccl, (floatX *)m->data, count, m->stream);
-                });
-                printf(" | NCCL %6.2f | x%.2f", theirs, theirs / us);
-            }
-            printf("\n");
-            fflush(stdout);
+            print_beside(us, bench_nccl(&nccl, kind, count));
         }
     if (NCCL_BUILT) nccl_close(&nccl);
     group_close();

@@ -8,6 +8,7 @@
 // What carries rows by NCCL is not tested here: test_gpt2.cu --tp does that. Build: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
 #include "matmul_calls.cuh"
+#include "../test/nccl_for_tests.cuh"
 #include "../../llmc/matmul.cuh"
 #include "../../llmc/ranks/sums.cuh"
 #include "../../llmc/ranks/push.cuh"
@@ -23,7 +24,7 @@ static void check_sum(int ranks, int rows, int C, int period, int own_in_place) 
         const int own = own_in_place ? rank : -1, first = own_in_place ? rank * rows : 0;
         auto run = [&] {
             if (own >= 0) cudaCheck(cudaMemcpyAsync(d_out, d_slots + (size_t)rank * piece, piece * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
-            tp_sum(d_out, d_slots, d_add, ranks, own, rows, C, first, period ? period : 1, stream);
+            rows_sum(d_out, d_slots, d_add, ranks, own, rows, C, first, period ? period : 1, stream);
         };
         run();
         const float *out = download(d_out, piece);
@@ -49,7 +50,7 @@ static void check_own_slot(void) {
     for (int rank = 0; rank < RANKS; rank++) {
         floatX *d_slots = upload<floatX>(parts, RANKS * PIECE), *d_out = upload<floatX>(parts + rank * PIECE, PIECE);
         poison(d_slots + rank * PIECE, PIECE);
-        tp_sum(d_out, d_slots, NULL, RANKS, rank, ROWS, C, 0, 1, ladder.gpu.compute);
+        rows_sum(d_out, d_slots, NULL, RANKS, rank, ROWS, C, 0, 1, ladder.gpu.compute);
         const float *out = download(d_out, PIECE);
         size_t wrong = 0;
         for (int i = 0; i < PIECE; i++) wrong += as_floatX(parts[i] + parts[PIECE + i] + parts[2 * PIECE + i]) != out[i];
@@ -64,7 +65,7 @@ static void check_copies(const char *model, int dp, int dp_rank, int tp, int sha
     ladder_case("%d x %d, %s%s, batches of %zu", dp, tp, model, sharded ? ", ZeRO 1" : "", room);
     cudaStream_t stream = ladder.gpu.compute;
     ParamTable tables[8];
-    TpCopy *lists[8], *d_lists[8];
+    Copy *lists[8], *d_lists[8];
     float *grads[8];
     floatX *d_grads[8], *batch[8];
     Mesh meshes[8];
@@ -77,25 +78,25 @@ static void check_copies(const char *model, int dp, int dp_rank, int tp, int sha
         tables[r] = params_of_rank(&c, tp, r);
         Span *owned = host_new<Span>(tables[r].num_units);
         for (int u = 0; u < tables[r].num_units; u++) owned[u] = sharded ? param_shard(&tables[r], u, dp_rank, dp) : param_unit(&tables[r], u);
-        count = tp_list_copies(&meshes[r], &tables[r], owned, room, NULL, &total);
-        lists[r] = host_new<TpCopy>(count);
-        check_true(tp_list_copies(&meshes[r], &tables[r], owned, room, lists[r], &total) == count && (r == 0 || total == first_total), "%d copies, %zu elements", count, total);
+        count = copies_find(&meshes[r], &tables[r], owned, room, NULL, &total);
+        lists[r] = host_new<Copy>(count);
+        check_true(copies_find(&meshes[r], &tables[r], owned, room, lists[r], &total) == count && (r == 0 || total == first_total), "%d copies, %zu elements", count, total);
         first_total = total;
-        d_lists[r] = device_new<TpCopy>(count);
-        cudaCheck(cudaMemcpy(d_lists[r], lists[r], count * sizeof(TpCopy), cudaMemcpyHostToDevice));
+        d_lists[r] = device_new<Copy>(count);
+        cudaCheck(cudaMemcpy(d_lists[r], lists[r], count * sizeof(Copy), cudaMemcpyHostToDevice));
         grads[r] = host_normal(tables[r].total, 1.0f);
         d_grads[r] = upload<floatX>(grads[r], tables[r].total);
         batch[r] = device_new<floatX>(tp * (total < room ? total : room));
     }
-    int begin = 0, end = 0;  // as tp_sum_copies
+    int begin = 0, end = 0;  // as copies_sum
     for (size_t at = 0; at < total; at += room, begin = end) {
         const size_t size = total - at < room ? total - at : room;
-        for (size_t n = 0; n < size; end++) n += (size_t)lists[0][end].count;
-        for (int r = 0; r < tp; r++) tp_pack(batch[r] + r * size, d_grads[r], d_lists[r] + begin, end - begin, stream);
+        end = copies_batch_end(lists[0], begin, size);
+        for (int r = 0; r < tp; r++) copies_pack(batch[r] + r * size, d_grads[r], d_lists[r] + begin, end - begin, stream);
         for (int r = 0; r < tp; r++)
             for (int from = 0; from < tp; from++)
                 if (from != r) cudaCheck(cudaMemcpyAsync(batch[r] + from * size, batch[from] + from * size, size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
-        for (int r = 0; r < tp; r++) tp_unpack(d_grads[r], batch[r], d_lists[r] + begin, end - begin, size, stream);
+        for (int r = 0; r < tp; r++) copies_unpack(d_grads[r], batch[r], d_lists[r] + begin, end - begin, size, stream);
     }
     check_true(end == count, "%d of %d copies were in batches", end, count);
     for (int r = 0; r < tp; r++) {
@@ -126,7 +127,7 @@ static void bench_sum(const char *name, int ranks, int rows, int C) try {
     ladder_case("%s, ranks=%d rows=%d C=%d", name, ranks, rows, C);
     const size_t piece = (size_t)rows * C;
     floatX *slots = device_normal<floatX>((size_t)ranks * piece, 1), *out = device_normal<floatX>(piece, 1), *bias = device_normal<floatX>(C, 1);
-    bench("sum of parts", (ranks + 1.0) * (double)piece * sizeof(floatX), 0, [&] { tp_sum(out, slots, bias, ranks, 0, rows, C, 0, 1, ladder.gpu.compute); });
+    bench("sum of parts", (ranks + 1.0) * (double)piece * sizeof(floatX), 0, [&] { rows_sum(out, slots, bias, ranks, 0, rows, C, 0, 1, ladder.gpu.compute); });
 } catch (const NoRoom &no) { ladder_skip(no); }
 
 // ---- ranks: what is pushed
@@ -135,7 +136,8 @@ static struct {
     Comm comm;
     Memory memory;
     Nccl nccl;
-    TpOverlap push;
+    P2p p2p;
+    Push push;
     Matmul matmul;
     size_t bytes;        // of all rows
     char *mine, *rows, *workspace;
@@ -144,24 +146,26 @@ static struct {
 static void group_open(size_t bytes, double patience) {
     char why[256];
     memset(&group.memory, 0, sizeof group.memory);
-    memset(&group.push, 0, sizeof group.push);
     group.bytes = bytes;
-    group.nccl = nccl_open(&group.comm, TP_MAX_CTAS, 1);
-    tp_overlap_request(&group.push, &group.memory, group.comm.world, bytes);
+    group.nccl = nccl_open(&group.comm, ladder.gpu.compute, 32, LANE_TENSOR);
+    p2p_request(&group.p2p, &group.memory, group.comm.world, 0, push_bytes(bytes));
     memory_request(&group.memory, &group.mine, "test", "rows, or parts", bytes);
     memory_request(&group.memory, &group.rows, "test", "rows, or slots, of NCCL", bytes);
     memory_request(&group.memory, &group.workspace, "test", "matmul workspace", MATMUL_WORKSPACE_BYTES);
     memory_request(&group.memory, &group.wrong, "test", "wrong words", 1);
     memory_allocate(&group.memory, 0, NULL, NULL);
-    require(tp_overlap_open(&group.push, &group.comm, ladder.gpu.compute, patience, why, sizeof why), "%s\nstart this on GPUs that reach each other, one for each rank", why);
+    const int opened = p2p_open(&group.p2p, &group.comm, ladder.gpu.compute, patience, why, sizeof why);
+    require(opened, "%s\nstart this on GPUs that reach each other, one for each rank", why);
+    push_open(&group.push, &group.p2p, bytes);
 }
 static void group_close(void) {
-    tp_overlap_close(&group.push);
+    push_close(&group.push);
+    p2p_close(&group.p2p);
     nccl_close(&group.nccl);
     memory_free(&group.memory);
 }
 // What `rank` has for `to` in a call: a key of words.
-static uint64_t key_of(int call, TpClass c, int rank, int to) { return rand_u64(ladder.seed, (uint64_t)call << 2 | c, (uint64_t)rank << 8 | to); }
+static uint64_t key_of(int call, PushClass c, int rank, int to) { return rand_u64(ladder.seed, (uint64_t)call << 2 | c, (uint64_t)rank << 8 | to); }
 __global__ void fill_kernel(uint32_t *words, size_t count, uint64_t key) {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x) words[i] = (uint32_t)rand_mix(key + i);
 }
@@ -183,42 +187,42 @@ static void check_pushes(int calls, int spoil) {
     const int rank = group.comm.rank, world = group.comm.world;
     const size_t piece = group.bytes / (size_t)world / 16 * 16;
     cudaStream_t s = ladder.gpu.compute;
-    TpOverlap *t = &group.push;
+    Push *t = &group.push;
     ladder_case("%d calls, %d ranks, %zu bytes", calls, world, group.bytes);
     cudaCheck(cudaMemsetAsync(group.wrong, 0, sizeof *group.wrong, s));
     for (int call = 0; call < calls; call++) {
         const size_t bytes = call % 3 ? piece / 16 * (1 + rand_u64(ladder.seed, 7, (uint64_t)call) % 16) / 16 * 16 : piece;
         char *again = group.rows, *mine = group.mine;
-        fill(again, bytes, key_of(call, TP_ROWS_AGAIN, rank, 0));
-        const char *late = tp_push_rows(t, TP_ROWS_AGAIN, again, bytes, 1);
+        fill(again, bytes, key_of(call, PUSH_ROWS_AGAIN, rank, 0));
+        const char *late = push_rows(t, PUSH_ROWS_AGAIN, again, bytes, 1);
         delay(call, 0);
-        fill(mine, bytes, key_of(call, TP_ROWS, rank, 0));
-        const char *rows = tp_push_rows(t, TP_ROWS, mine, bytes, call % 2);
+        fill(mine, bytes, key_of(call, PUSH_ROWS, rank, 0));
+        const char *rows = push_rows(t, PUSH_ROWS, mine, bytes, call % 2);
         for (int k = 1; k < world; k++) {
             const int from = (rank + world - k) % world;
-            tp_wait_for(t, TP_ROWS, 1u << from);
+            push_wait(t, PUSH_ROWS, 1u << from);
             delay(call, k);
-            compare(rows + from * bytes, bytes, key_of(call, TP_ROWS, from, 0) + (spoil && call == calls / 2));
+            compare(rows + from * bytes, bytes, key_of(call, PUSH_ROWS, from, 0) + (spoil && call == calls / 2));
         }
-        tp_end(t, TP_ROWS);
-        if (call % 2) compare(rows + rank * bytes, bytes, key_of(call, TP_ROWS, rank, 0));
+        push_end(t, PUSH_ROWS);
+        if (call % 2) compare(rows + rank * bytes, bytes, key_of(call, PUSH_ROWS, rank, 0));
         fill(mine, bytes, 0);
-        tp_begin(t, TP_PARTS);
+        push_begin(t, PUSH_PARTS);
         for (int k = 1; k < world; k++) {
             const int to = (rank + k) % world;
-            fill(mine + to * bytes, bytes, key_of(call, TP_PARTS, rank, to));
+            fill(mine + to * bytes, bytes, key_of(call, PUSH_PARTS, rank, to));
             delay(call, 16 + k);
-            tp_push_part(t, to, mine + to * bytes, bytes);
+            push_part(t, to, mine + to * bytes, bytes);
         }
-        tp_wait_for(t, TP_ROWS_AGAIN, tp_peers(t));
-        tp_end(t, TP_ROWS_AGAIN);
+        push_wait(t, PUSH_ROWS_AGAIN, push_peers(t));
+        push_end(t, PUSH_ROWS_AGAIN);
         fill(again, bytes, 1);
-        for (int r = 0; r < world; r++) compare(late + r * bytes, bytes, key_of(call, TP_ROWS_AGAIN, r, 0));
+        for (int r = 0; r < world; r++) compare(late + r * bytes, bytes, key_of(call, PUSH_ROWS_AGAIN, r, 0));
         delay(call, 32);
-        tp_wait_for(t, TP_PARTS, tp_peers(t));
+        push_wait(t, PUSH_PARTS, push_peers(t));
         for (int r = 0; r < world; r++)
-            if (r != rank) compare(tp_buffer(t, TP_PARTS, t->memory) + r * bytes, bytes, key_of(call, TP_PARTS, r, rank));
-        tp_end(t, TP_PARTS);
+            if (r != rank) compare(push_buffer(t, PUSH_PARTS) + r * bytes, bytes, key_of(call, PUSH_PARTS, r, rank));
+        push_end(t, PUSH_PARTS);
         fill(mine, group.bytes, 2);
     }
     unsigned long long wrong;
@@ -259,17 +263,17 @@ template <typename Body> static void gathered(Exchange how, int N, int C, Body b
     const int rank = group.comm.rank, world = group.comm.world, rows = N / world;
     const size_t piece = (size_t)rows * C;
     const floatX *mine = (const floatX *)group.mine;
-    if (how == ALONE || how == SYNCHRONOUS) nccl_all_gather(&group.nccl, (floatX *)group.rows, mine, piece, ladder.gpu.compute);
+    if (how == ALONE || how == SYNCHRONOUS) nccl_all_gather(&group.nccl, "gather rows", (floatX *)group.rows, mine, piece);
     if (how == NONE || how == SYNCHRONOUS) body((const floatX *)group.rows, 0, N);
     if (how != OVERLAPPED) return;
-    const floatX *all = (const floatX *)tp_push_rows(&group.push, TP_ROWS, mine, piece * sizeof(floatX), 0);
+    const floatX *all = (const floatX *)push_rows(&group.push, PUSH_ROWS, mine, piece * sizeof(floatX), 0);
     body(mine, rank * rows, rows);
     for (int k = 1; k < world; k++) {
         const int from = (rank + world - k) % world;
-        tp_wait_for(&group.push, TP_ROWS, 1u << from);
+        push_wait(&group.push, PUSH_ROWS, 1u << from);
         body(all + from * piece, from * rows, rows);
     }
-    tp_end(&group.push, TP_ROWS);
+    push_end(&group.push, PUSH_ROWS);
 }
 // body(first, count) computes rows of group.mine (N,C), which are then scattered and added up; hides() has nothing to do with them. As rows_scatter_under
 template <typename Body, typename Hides> static void scattered(Exchange how, int N, int C, Body body, Hides hides) {
@@ -277,22 +281,22 @@ template <typename Body, typename Hides> static void scattered(Exchange how, int
     const size_t piece = (size_t)rows * C;
     floatX *parts = (floatX *)group.mine, *slots = (floatX *)group.rows;
     if (how == OVERLAPPED) {
-        tp_begin(&group.push, TP_PARTS);
+        push_begin(&group.push, PUSH_PARTS);
         for (int k = 1; k < world; k++) {
             const int to = (rank + k) % world;
             body(to * rows, rows);
-            tp_push_part(&group.push, to, parts + to * piece, piece * sizeof(floatX));
+            push_part(&group.push, to, parts + to * piece, piece * sizeof(floatX));
         }
         body(rank * rows, rows);
     } else if (how != ALONE) body(0, N);
     if (how != ALONE) hides();
-    if (how == ALONE || how == SYNCHRONOUS) nccl_exchange(&group.nccl, slots, parts, piece, ladder.gpu.compute);
+    if (how == ALONE || how == SYNCHRONOUS) nccl_exchange(&group.nccl, "scatter rows", slots, (const floatX *)parts, piece);
     if (how == OVERLAPPED) {
-        tp_wait_for(&group.push, TP_PARTS, tp_peers(&group.push));
-        slots = (floatX *)tp_buffer(&group.push, TP_PARTS, group.push.memory);
+        push_wait(&group.push, PUSH_PARTS, push_peers(&group.push));
+        slots = (floatX *)push_buffer(&group.push, PUSH_PARTS);
     }
-    if (how != NONE) tp_sum(parts + rank * piece, slots, NULL, world, rank, rows, C, rank * rows, 1, ladder.gpu.compute);
-    if (how == OVERLAPPED) tp_end(&group.push, TP_PARTS);
+    if (how != NONE) rows_sum(parts + rank * piece, slots, NULL, world, rank, rows, C, rank * rows, 1, ladder.gpu.compute);
+    if (how == OVERLAPPED) push_end(&group.push, PUSH_PARTS);
 }
 // run(how) leaves `count` elements at `out`.
 template <typename Run> static void bench_exchange(const char *name, const floatX *out, size_t count, Run run) {
@@ -348,10 +352,10 @@ static int expire(void) {
     group_open(1 << 20, 1);
     check_pushes(10, 0);
     if (group.comm.rank == 1) comm_barrier(&group.comm);
-    tp_push_rows(&group.push, TP_ROWS, group.mine, 1 << 10, 0);
-    tp_wait_for(&group.push, TP_ROWS, tp_peers(&group.push));
+    push_rows(&group.push, PUSH_ROWS, group.mine, 1 << 10, 0);
+    push_wait(&group.push, PUSH_ROWS, push_peers(&group.push));
     cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
-    die("rank %d did not wait for rank 1\nlook at tp_wait_kernel", group.comm.rank);
+    die("rank %d did not wait for rank 1\nlook at push_wait_kernel", group.comm.rank);
 }
 static int main_ranks(int expires) {
     require(group.comm.world <= P2P_RANKS, "%d ranks\nat most %d", group.comm.world, P2P_RANKS);
@@ -364,7 +368,7 @@ static int main_ranks(int expires) {
             group_close();
         }
     }
-    if (ladder.bench && !p2p_one_gpu) bench_ranks(16384, 4096, 14336, 32, 8, 128);
+    if (ladder.bench && !ranks_share_gpu) bench_ranks(16384, 4096, 14336, 32, 8, 128);
     const int status = ladder_close();
     comm_close(&group.comm);
     return status;
@@ -375,7 +379,7 @@ int main(int argc, char **argv) {
     for (int i = argc - 1; i > 0; i--) {
         const int one_gpu = !strcmp(argv[i], "--one-gpu"), late = !strcmp(argv[i], "--expire");
         if (one_gpu) {
-            nccl_through_host = p2p_one_gpu = true;
+            ranks_share_gpu = true;
             setenv("CUDA_VISIBLE_DEVICES", "0", 1);
         }
         expires |= late;
@@ -401,7 +405,7 @@ int main(int argc, char **argv) {
                                       "qwen2.5:1.5B,layers=2,channels=128,heads=8,kv_heads=1,vocab=300,ffn=128,seq=24"};
         for (const char *model : models)
             for (int tp : {2, 4, 8}) {
-                check_copies(model, 1, 0, tp, 0, TP_BATCH_MOST);
+                check_copies(model, 1, 0, tp, 0, COPY_BATCH);
                 check_copies(model, 1, 0, tp, 0, 1000);
                 check_copies(model, 3, 2, tp, 1, 5000);
                 check_copies(model, 4, 0, tp, 0, 123);

@@ -148,10 +148,10 @@ static inline int norm_spans(const Plan *p, Span *out) {
     return count;
 }
 // Gradients that ranks of the tensor-parallel group have copies of. *total: their elements.
-static inline int gradient_copies(const Plan *p, TpCopy *out, size_t *total) {
+static inline int gradient_copies(const Plan *p, Copy *out, size_t *total) {
     Span *owned = (Span *)malloc_or_die((size_t)p->table->num_units * sizeof(Span));
     for (int u = 0; u < p->table->num_units; u++) owned[u] = plan_owned(p, SLOT_GRAD, u);
-    const int count = tp_list_copies(p->mesh, p->table, owned, TP_BATCH_MOST, out, total);
+    const int count = copies_find(p->mesh, p->table, owned, COPY_BATCH, out, total);
     free(owned);
     return count;
 }

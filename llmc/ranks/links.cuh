@@ -1,106 +1,120 @@
-// What joins this rank's GPU to those of others: gradients and weights by unit (zero.cuh), rows of a tensor-parallel group (rows.cuh), and short
-// messages, which go peer to peer (p2p.cuh) where GPUs reach each other's memory, else through NCCL. With one rank nothing is opened.
+// What joins this rank's GPU to those of others: gradients and weights by unit (zero.cuh), rows of a tensor-parallel group
+// (rows.cuh), and short messages, which go peer to peer (p2p.cuh) where GPUs reach each other's memory, else through NCCL. With
+// one rank nothing is opened.
 #ifndef LLMC_LINKS_CUH
 #define LLMC_LINKS_CUH
 
-#include "zero.cuh"
 #include "rows.cuh"
+#include "zero.cuh"
 
 enum { SHORT_LOSS, SHORT_DATA, SHORT_TENSOR, NUM_SHORT };
+static const char *const short_names[NUM_SHORT] = {"loss and norm", "data parallel", "tensor parallel"};
+enum { TENSOR_CTAS = 32 };  // of NCCL, for rows
+// Above so many bytes, of all pieces, a message is NCCL's. In a tensor-parallel group the stream that computes waits; two GPUs
+// break even at 8 to 16 MiB. In a data-parallel one blocks take SMs from backward for as long as the slowest rank takes to come
+// (a guess).
+enum { SHORT_TENSOR_BYTES = 8 << 20, SHORT_DATA_BYTES = 256 << 10 };
 
 typedef struct {
     const Mesh *mesh;
     Zero zero;
     RowExchange rows;
-    P2p p2p[NUM_SHORT];  // workspaces of short messages
-    char carriers[768];  // who carries these, for people
-    TpCopy *copies;      // host memory: gradients that ranks of the tensor-parallel group have parts of,
-    size_t num_copied;   // so many elements
+    Copies copies;               // gradients that ranks of the tensor-parallel group have parts of
+    P2p p2p[NUM_SHORT];          // workspaces of short messages, the last one of pushed rows, too
+    char why_not[NUM_SHORT][256];  // ..., if they are not open
+    char carriers[768];          // who carries short messages, for people
 } Links;
 
-// Whose short messages, on which stream, and what of them goes peer to peer, in bytes of all pieces.
-typedef struct { const char *name, *otherwise; const Comm *comm; cudaStream_t stream; size_t bytes; } ShortMessages;
-static inline ShortMessages short_messages(const Mesh *mesh, const Gpu *gpu, int which) {
-    const ShortMessages all[NUM_SHORT] = {
-        {"loss and norm", "NCCL", &mesh->job, gpu->compute, 2 * sizeof(float)},
-        {"data parallel", "NCCL", &mesh->dp, gpu->comm, P2P_DATA_BYTES},
-        {"tensor parallel", "NCCL", &mesh->tp, gpu->compute, P2P_TENSOR_BYTES},
-    };
-    return all[which];
+static inline const Comm *short_group(const Mesh *mesh, int which) {
+    return which == SHORT_LOSS ? &mesh->job : which == SHORT_DATA ? &mesh->dp : &mesh->tp;
 }
-// Why others carry them, as far as one rank knows; NULL: p2p_open finds out.
-static inline const char *why_not_p2p(const Options *o, const Comm *group) {
-    return !o->p2p ? "--p2p 0" : nccl_through_host ? "ranks may share a GPU" : group->world > P2P_RANKS ? "more than 8 ranks" : NULL;
+static inline size_t short_bytes(int which) {
+    return which == SHORT_LOSS ? 2 * sizeof(float) : which == SHORT_DATA ? SHORT_DATA_BYTES : SHORT_TENSOR_BYTES;
+}
+// Why p2p.cuh is not even tried, as far as one rank knows; NULL: p2p_open finds out. Ranks that share a GPU take turns at every
+// wait, which is slow: they only push rows.
+static inline const char *why_not_p2p(const Options *o, const Mesh *mesh, int which, int pushes) {
+    if (!o->p2p) return "--p2p 0";
+    if (ranks_share_gpu && !(which == SHORT_TENSOR && pushes)) return "ranks may share a GPU";
+    return short_group(mesh, which)->world > P2P_RANKS ? "more than 8 ranks" : NULL;
 }
 
-// Names the buffers of links, which must not move. row_elements: of all rows of the residual stream; copied, copies: gradients that a group has
-// copies of, in elements and in stretches.
-static inline void links_request(Links *k, const Options *o, const Mesh *mesh, int trains, int may_overlap, size_t row_elements, size_t copied, int copies, Memory *memory) {
-    const size_t ranks = (size_t)mesh->tp.world;
-    const Gpu none = {};
+// Names the buffers of links, which must not move. row_elements: of all rows of the residual stream; copied, copies: gradients
+// that a group has copies of, in elements and in stretches.
+static inline void links_request(Links *k, const Options *o, const Mesh *mesh, int trains, int may_overlap, size_t row_elements,
+                                 size_t copied, int copies, Memory *memory) {
+    const size_t ranks = (size_t)mesh->tp.world, batch = copied < COPY_BATCH ? copied : (size_t)COPY_BATCH;
     for (int i = 0; i < NUM_SHORT; i++) {
-        const ShortMessages s = short_messages(mesh, &none, i);
-        if (!why_not_p2p(o, s.comm)) p2p_request(&k->p2p[i], memory, s.comm->world, s.bytes);
+        const size_t rows = i == SHORT_TENSOR && may_overlap ? push_bytes(row_elements * sizeof(floatX)) : 0;
+        if (why_not_p2p(o, mesh, i, may_overlap)) continue;
+        p2p_request(&k->p2p[i], memory, short_group(mesh, i)->world, short_bytes(i), rows);
     }
     if (ranks == 1) return;
-    Tp *tp = &k->rows.tp;
-    memory_request(memory, &tp->gathered, "tensor parallel", "all rows, or parts of a sum (B,T,C)", row_elements);
-    if (may_overlap && o->p2p && ranks <= P2P_RANKS) tp_overlap_request(&k->rows.push, memory, (int)ranks, row_elements * sizeof(floatX));
+    memory_request(memory, &k->rows.gathered, "tensor parallel", "all rows, or parts of a sum (B,T,C)", row_elements);
     if (!trains) return;
-    memory_request(memory, &tp->batch, "tensor parallel", "gradients of copies", ranks * (copied < TP_BATCH_MOST ? copied : (size_t)TP_BATCH_MOST));
-    memory_request(memory, &tp->copies, "tensor parallel", "table of copies", (size_t)copies);
+    memory_request(memory, &k->copies.batch, "tensor parallel", "gradients of copies", ranks * batch);
+    memory_request(memory, &k->copies.list, "tensor parallel", "table of copies", (size_t)copies);
 }
 
-// A wait ends before the watchdog's time-out, because it can say whom it was for; less from the second step on.
+// A wait ends before the watchdog's time-out, because it can say whom it was for; sooner from the second step on.
 static inline void links_patience(Links *k) {
     const double seconds = 0.8e-3 * (double)watchdog.timeout_ms * watchdog_patience();
-    for (int i = 0; i < NUM_SHORT; i++) p2p_patience(&k->p2p[i], seconds);
-    p2p_patience(&k->rows.push.p2p, seconds);
+    for (P2p &p : k->p2p) p2p_patience(&p, seconds);
 }
-static inline void links_open_short(Links *k, const Options *o, const Gpu *gpu) {
+static inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, int may_overlap) {
+    char *text = k->carriers;
+    const size_t size = sizeof k->carriers;
     for (int i = 0; i < NUM_SHORT; i++) {
-        const ShortMessages s = short_messages(k->mesh, gpu, i);
-        const size_t used = strlen(k->carriers);
-        char why[256] = "", limit[64] = "";
-        if (s.comm->world == 1) continue;
-        const char *not_tried = why_not_p2p(o, s.comm);
-        const int open = !not_tried && p2p_open(&k->p2p[i], s.comm, s.stream, 30 /*all begin its trial together*/, why, sizeof why);
-        if (i != SHORT_LOSS) snprintf(limit, sizeof limit, " up to %zu KiB", s.bytes >> 10);
-        snprintf(k->carriers + used, sizeof k->carriers - used, "%s%s: %s%s%s%s", used ? "; " : "", s.name, open ? "peer to peer" : s.otherwise,
-                 open ? limit : " (", open ? "" : not_tried ? not_tried : why, open ? "" : ")");
+        const Comm *group = short_group(k->mesh, i);
+        cudaStream_t stream = i == SHORT_DATA ? gpu->comm : gpu->compute;
+        const char *not_tried = why_not_p2p(o, k->mesh, i, may_overlap);
+        char *why = k->why_not[i];
+        if (group->world == 1) continue;
+        if (not_tried) snprintf(why, sizeof k->why_not[i], "%s", not_tried);
+        else p2p_open(&k->p2p[i], group, stream, 30 /*all begin its trial together*/, why, sizeof k->why_not[i]);
+        watchdog_print(text, size, "%s%s: ", *text ? "; " : "", short_names[i]);
+        if (*why) watchdog_print(text, size, "NCCL (%s)", why);
+        else watchdog_print(text, size, "peer to peer");
+        if (!*why && i != SHORT_LOSS) watchdog_print(text, size, " up to %zu KiB", short_bytes(i) >> 10);
     }
-    const size_t used = strlen(k->carriers);
-    if (used && k->mesh->dp.world > 1)
-        snprintf(k->carriers + used, sizeof k->carriers - used, "; gradients: NCCL, %s", k->zero.at_once ? "all at once after backward" : "unit by unit under backward");
+    const char *when = k->zero.at_once ? "all at once after backward" : "unit by unit under backward";
+    if (*text && k->mesh->dp.world > 1) watchdog_print(text, size, "; gradients: NCCL, %s", when);
     nccl_shorten(&k->zero.nccl, &k->p2p[SHORT_DATA]);
-    nccl_shorten(&k->rows.tp.nccl, &k->p2p[SHORT_TENSOR]);
+    if (!ranks_share_gpu) nccl_shorten(&k->rows.nccl, &k->p2p[SHORT_TENSOR]);
     comm_align(&k->mesh->job);  // groups may have come to unequal answers
 }
-// Rows under products: all groups of the job alike.
-static inline void links_open_overlap(Links *k, const Options *o, cudaStream_t compute, int never_d_fcproj) {
-    const Comm *job = &k->mesh->job, *tp = &k->mesh->tp;
+// Rows under products: all groups of the job alike. bytes: of all rows
+static inline void links_open_overlap(Links *k, const Options *o, size_t bytes, int never_d_fcproj) {
+    const Comm *job = &k->mesh->job;
+    const P2p *p2p = &k->p2p[SHORT_TENSOR];
     RowExchange *x = &k->rows;
-    char why[256] = "";
-    if (!o->p2p) snprintf(why, sizeof why, "--p2p 0");
-    else if (tp->world > P2P_RANKS) snprintf(why, sizeof why, "%d ranks are more than %d", tp->world, P2P_RANKS);
-    else tp_overlap_open(&x->push, tp, compute, 30 /*for its trial*/, why, sizeof why);
-    const int failed = comm_or(job, *why != 0);
-    if (failed && x->push.opened) tp_overlap_close(&x->push);
+    char *why = k->why_not[SHORT_TENSOR];
+    const int failed = comm_or(job, !p2p->opened);
     comm_align(job);
-    if (failed && !*why) snprintf(why, sizeof why, "another group of ranks cannot push rows");
+    if (failed && !*why) snprintf(why, sizeof k->why_not[SHORT_TENSOR], "another group of ranks cannot push rows");
     comm_require(job, !failed || o->tp_overlap < 0, "--tp-overlap 1: %s\nleave it out: ranks then exchange rows through NCCL", why);
     if (failed && job->rank == 0) printf("rows between tensor-parallel ranks: synchronous: %s\n", why);
     if (failed) return;
+    push_open(&x->push, p2p, bytes);
     x->overlap.never[OVER_D_FCPROJ] = never_d_fcproj;
-    over_set(&x->overlap, o->tp_overlap > 0);
+    overlap_set(&x->overlap, o->tp_overlap > 0);
+}
+// data (count) = the sum over all ranks of the job, on the compute stream. 0: somebody else must do it.
+static inline int links_sum(Links *k, const char *name, float *data, size_t count) {
+    const P2p *p = &k->p2p[SHORT_LOSS];
+    if (!p->opened) return 0;
+    const uint32_t number = lane_begin(LANE_TENSOR, name, count * sizeof *data, p->stream);
+    p2p_all_reduce(p, data, count);
+    lane_end(LANE_TENSOR, number, p->stream);
+    return 1;
 }
 static inline void links_close(Links *k) {
-    for (int i = 0; i < NUM_SHORT; i++) p2p_close(&k->p2p[i]);
+    push_close(&k->rows.push);
+    for (P2p &p : k->p2p) p2p_close(&p);
     zero_close(&k->zero);
-    tp_overlap_close(&k->rows.push);
-    over_close(&k->rows.overlap);
-    tp_close(&k->rows.tp);
-    free(k->copies);
+    overlap_close(&k->rows.overlap);
+    nccl_close(&k->rows.nccl);
+    free(k->copies.host_list);
 }
 
 #endif

@@ -1,71 +1,91 @@
-// All-reduce, reduce-scatter and all-gather among the GPUs of one host (at most 8) that write into each other's memory: for messages so
-// short that NCCL's start takes longer than their bytes. Every rank stores what a peer needs into a place of its own in the peer's
-// workspace, then a flag; everybody waits for flags in its own memory, where waiting disturbs nobody, and adds.
+// All-reduce, reduce-scatter and all-gather among the GPUs of one host (at most 8) that write into each other's memory: for
+// messages so short that NCCL's start takes longer than their bytes. A rank stores what a peer needs into a place of its own in
+// the peer's workspace, then a flag. Each rank waits for flags in its own memory, which disturbs nobody else, and adds.
 //
-//   p2p_request(&p, &memory, world, max_bytes)                             the workspace, among the buffers of memory.cuh
-//   p2p_open(&p, &comm, stream, timeout, why, sizeof why)                  0 and why, on all of them: let NCCL do it, and say so
-//   p2p_all_reduce(&p, data, count, stream)                                data (count), in place, as are these:
-//   p2p_reduce_scatter, p2p_all_gather(&p, data, count, stream)            data (world * count); piece k is rank k's, as in nccl.cuh
-//   p2p_max_bytes(&p)                                                      whole messages up to here; longer ones are NCCL's
+//   p2p_request(&p, &memory, world, max_bytes, 0)               the workspace, among the buffers of memory.cuh
+//   p2p_open(&p, &comm, stream, timeout, why, sizeof why)       0 and why, on all of them: NCCL must do it
+//   p2p_all_reduce(&p, data, count)                             data (count), in place, as are these:
+//   p2p_reduce_scatter, p2p_all_gather(&p, data, count)         data (world * count); piece k is rank k's
 //
-// Sums are taken in fp32 over ranks 0, 1, ... and rounded once: the same bits on all ranks, and those of a plain loop (NaN aside, whose
-// bits are the device's). float and bf16, any count, any element's address; 16-byte accesses where the address is a multiple of 16.
-//   lines      the shortest all-reduces. Each 8 bytes that are stored hold 4 of data and the epoch, so that no fence and no flag
-//              follow them: twice the bytes, half the way
-//   one shot   everybody gets everybody's data and adds all of it
-//   two shots  rank k adds piece k and gives its bytes to the others
+// Messages of up to p.max_bytes, of float or bf16, any count, any element's address; 16-byte accesses where the address is a
+// multiple of 16. Sums are taken in fp32 over ranks 0, 1, ... and rounded once: bitwise identical on all ranks, and to a plain
+// loop (but for the payload of a NaN). Three all-reduces, from short to long:
+//   lines      8 bytes that are stored hold 4 of data and the number of the call, so that no fence and no flag follow them:
+//              twice the bytes, half the way
+//   one shot   every rank gets the data of every rank and adds all of it
+//   two shots  rank k adds piece k and gives the sum to the others
 //
-// Epochs. Calls of a workspace are numbered by a counter in device memory, which the kernel itself advances: a replayed graph goes on
-// counting. Nothing is ever reset. A flag or line counts when it holds this very epoch, so that wrapping is nothing special but for 0,
-// which is what memory holds before the first call, and is left out; odd and even alternate throughout. (A place that is not written in
-// 2^32 calls would be mistaken if it were needed in precisely the next one.)
-// Why there is no barrier at the end: payload, lines and flags exist twice, for odd and even epochs. When this rank writes those of call
-// n + 2, its call n + 1 is over (one stream); in that, whatever its kind and size, some block waited for something that each peer
-// wrote in its call n + 1; which the peer began after its call n was over, with every read of what is written now. This needs one
-// stream for each workspace (asserted) and that no call ends without hearing from every peer: in each, every block that runs waits for all
-// peers, or thread 0 of the first does. It needs no fixed grid: an end of a kernel joins all its blocks.
-// What differs from rank to rank where it must not (kind, type, count) is seen, because it is in the flag; with lines only in that a wait ends.
-// Blocks wait only for blocks of the same number; all of them fit on the GPU at once beside what else runs there. Their waits are bounded:
-// see p2p_stop. The trainer's calls come through nccl.cuh, but for loss and norm. No multicast, no virtual memory: cudaIpc on plain allocations. Ladder: dev/cuda/p2p.cu.
+// The protocol. Calls of a workspace are numbered: the call's number is its epoch, kept in device memory and advanced by the
+// kernel itself, so that a replayed graph goes on counting. Nothing is ever reset.
+//
+//       rank a, call n                          memory of rank b                      rank b, call n
+//       1 stores data          -------------->  payload [n odd or even][a]
+//       2 block's barrier
+//       3 stores flag, release -------------->  flags   [n odd or even][block][a]
+//                                                                    -------------->  4 loads flag, acquire, until it is n
+//                                                                                     5 block's barrier
+//                                               payload [n odd or even][a]  ------->  6 loads data
+//
+// (a) Data are there when they are read: 2 orders 1 of all threads before 3, 4 sees 3, and 5 orders 6 of all threads after 4. A
+//     line needs none of this, because its data and its epoch are one access.
+// (b) No flag is taken for another: it counts when it holds this very epoch. Memory holds 0 before the first call; when epochs
+//     wrap, 0xffffffff is followed by 2. So 0 is never an epoch, and odd and even alternate throughout.
+// (c) No data are overwritten before they are read, and no barrier at the end is needed for that:
+//     1. a's call n + 2 writes where its call n wrote; call n + 1 has other places.
+//     2. a's call n + 2 begins after its call n + 1 has ended: a workspace has one stream.
+//     3. a's call n + 1 waited for something that b wrote in b's call n + 1: in every kind of call block 0 at least waits for
+//        all peers. An end of a kernel joins all its blocks, so the grid may have another size in each call.
+//     4. b began its call n + 1 after its call n had ended, with all its reads.
+// (d) No wait is for ever: a block waits only for blocks of the same number, and all blocks of a call fit on the GPU at once
+//     beside what else runs there. Waits are bounded all the same: p2p_stop says which rank did not come.
+// The flag also holds a signature of kind, type and count, so that ranks that call unequally are found. (With lines only a wait
+// ends.) No multicast, no virtual memory: cudaIpc on a plain allocation. Ladder: dev/cuda/p2p.cu.
 #ifndef LLMC_P2P_CUH
 #define LLMC_P2P_CUH
 
 #include "../comm.h"
 #include "../memory.cuh"
 
+#ifndef P2P_DELAY
+#define P2P_DELAY(rank, epoch, place)  // where the ladder makes blocks late
+#endif
+
 enum {
     P2P_RANKS = 8,
-    P2P_BLOCKS = 32,          // at most; the multiprocessors belong to others
+    P2P_BLOCKS = 32,          // at most; the other SMs belong to others
     P2P_THREADS = 512,
     P2P_BLOCK_VECS = 128,     // a block more for so many vectors of 16 bytes
     P2P_LINE_THREADS = 256,   // and a warp that counts
     P2P_WORKSPACES = 16,      // of a process
-    P2P_TEST = 1000, P2P_LEAST_BYTES = 2 * P2P_TEST * P2P_RANKS,  // floats of the trial; one shot cuts both halves of a workspace into pieces for all ranks
+    P2P_TEST = 1000,          // floats of the trial
+    P2P_LEAST_BYTES = 2 * P2P_TEST * P2P_RANKS,  // for it: one shot cuts both halves of a workspace into pieces for all ranks
     P2P_MOST_BYTES = 1 << 29, // of a message: offsets are 32 bits
-    P2P_ALLOCATION = 2 << 20, // what cudaIpc shares is a whole allocation of the driver: nothing else shall be in it
+    P2P_ALLOCATION = 2 << 20, // cudaIpc shares a whole allocation of the driver: nothing else shall be in it
 };
-// Where one kind of all-reduce gives way to the next, in bytes. Of n bytes lines send 2 (W - 1) n and one shot (W - 1) n, with a fence and a flag:
-// the first constant is what is sent meanwhile. Two shots send 2 (W - 1) / W n and meet twice, and add less: the second is what is sent during a
-// meeting, the third where adding decides. Measured on two and four GPUs (dev/bench/h200_2026-11-22_tp.md, _x4.md), from there for more by these counts.
+// Where one kind of all-reduce gives way to the next, in bytes. Of n bytes lines send 2 (W - 1) n and one shot (W - 1) n, with a
+// fence and a flag: the first constant is what is sent meanwhile. Two shots send 2 (W - 1) / W n, meet twice and add less: the
+// second is what is sent during a meeting, the third where adding decides. Measured on two and four GPUs
+// (dev/bench/h200_2026-11-22_tp.md, _x4.md); for more they follow from these counts.
 enum { P2P_LINES_SENT = 192 << 10, P2P_ONE_SHOT_MEETING = 640 << 10, P2P_ONE_SHOT_MOST = 2 << 20 };
 static inline size_t p2p_lines_bytes(int world) { return (size_t)P2P_LINES_SENT / (size_t)(world - 1) / 16 * 16; }
 static inline size_t p2p_one_shot_bytes(int world) {
-    const size_t meeting = world == 2 ? SIZE_MAX : (size_t)P2P_ONE_SHOT_MEETING * (size_t)world / (size_t)((world - 1) * (world - 2));
+    const size_t rounds = (size_t)((world - 1) * (world - 2));
+    const size_t meeting = world == 2 ? SIZE_MAX : (size_t)P2P_ONE_SHOT_MEETING * (size_t)world / rounds;
     return meeting < P2P_ONE_SHOT_MOST ? meeting : P2P_ONE_SHOT_MOST;
 }
 
-// The trainer's workspaces, in bytes of all pieces, above which a message is NCCL's: of a tensor-parallel group, where the stream that computes
-// waits (two GPUs break even at 8 to 16 MiB), and of a data-parallel one, whose blocks take multiprocessors from backward for as long as the
-// slowest rank takes to come (a guess).
-enum { P2P_TENSOR_BYTES = 8 << 20, P2P_DATA_BYTES = 256 << 10 };
-
 // Behind the kinds that are carried out here: what is pushed by others that wait as these do (push.cuh).
-enum P2pKind { P2P_LINES, P2P_ONE_SHOT, P2P_TWO_SHOTS, P2P_REDUCE_SCATTER, P2P_ALL_GATHER, P2P_KINDS, P2P_PUSHED = P2P_KINDS };
-static const char *const p2p_names[] = {"all-reduce (lines)", "all-reduce (one shot)", "all-reduce (two shots)", "reduce-scatter", "all-gather", "push of rows", "push of rows for weight gradients", "push of parts of sums"};
+enum P2pKind {
+    P2P_LINES, P2P_ONE_SHOT, P2P_TWO_SHOTS, P2P_REDUCE_SCATTER, P2P_ALL_GATHER, P2P_KINDS, P2P_PUSHED = P2P_KINDS
+};
+static const char *const p2p_names[] = {
+    "all-reduce (lines)", "all-reduce (one shot)", "all-reduce (two shots)", "reduce-scatter", "all-gather", "push of rows",
+    "push of rows for weight gradients", "push of parts of sums",
+};
 
-// All that is compared with epochs, in an allocation of its own; the lines follow: [parity][rank][line] of 16 bytes.
+// What begins a workspace: all that is compared with epochs. The lines follow, [odd or even][rank][line] of 16 bytes.
 typedef struct {
-    unsigned long long flags[2][2][P2P_BLOCKS][P2P_RANKS];  // [parity][meeting][block][peer]: the peer writes it; signature and epoch
+    unsigned long long flags[2][2][P2P_BLOCKS][P2P_RANKS];  // [odd or even][meeting][block][peer]: signature and epoch, by the peer
     alignas(128) uint32_t epoch;                            // from here on this rank's own: the epoch of its last call
     uint32_t arrived, claimed;                              // blocks that have read it; whether p2p_stop has been called
     alignas(128) float test[P2P_TEST];
@@ -78,40 +98,46 @@ typedef struct {
     uint32_t epoch;
     int rank, peer, kind, other, block, meeting;  // ranks in the group
     unsigned long long bytes, elapsed_ns;
-    int first, stride;  // rank k of the group is rank first + k stride of the job
-    uint32_t beats;     // of p2p_hook; 0: nobody watches
+    uint32_t beats;  // of p2p_hook; 0: nobody watches
 } P2pRecord;
 
 // What kernels get.
 typedef struct {
-    char *payload[P2P_RANKS];        // of every rank: [parity][first and second half]
+    char *payload[P2P_RANKS];        // of every rank: [odd or even][first and second half]
     P2pSignals *signals[P2P_RANKS];
     P2pRecord *record;
     uint64_t budget_ns;
-    unsigned half, line_slot;        // bytes: of half the payload of a parity; of a rank's lines
+    unsigned half, line_slot;        // bytes: of half the payload of an epoch; of a rank's lines
     int rank, world;
 } P2pView;
 
 typedef struct {
     P2pView view;
-    size_t max_bytes;
-    int blocks;         // at most P2P_BLOCKS, the same on all ranks
-    int opened;         // peers' memory is mapped
-    char *payload, *signals;
+    size_t max_bytes;           // of a message
+    int blocks;                 // at most P2P_BLOCKS, the same on all ranks
+    int opened;                 // peers' memory is mapped
+    char *memory, *mapped[P2P_RANKS];  // signals, lines, payload, what push.cuh has: this rank's, every rank's
+    size_t payload_at, behind_at;
     P2pRecord *record;
-    cudaStream_t stream;
-    const Comm *comm;   // the group
+    cudaStream_t stream;        // the only one that calls are on
+    const Comm *comm;           // the group
 } P2p;
 
 // ---- memory that others write or read meanwhile
 
-__device__ inline uint64_t p2p_clock(void) { uint64_t ns; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)); return ns; }
+__device__ inline uint64_t p2p_clock(void) {
+    uint64_t ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    return ns;
+}
 __device__ inline void p2p_store(char *to, const int4 &x) {
-    asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 __device__ inline int4 p2p_load(const char *from) {
     int4 x;
-    asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
+    asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
     return x;
 }
 // Two single 8-byte accesses in one instruction: each half of a line is whole or absent.
@@ -124,7 +150,9 @@ __device__ inline ulonglong2 p2p_load_line(const char *from) {
     asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(x.x), "=l"(x.y) : "l"(from) : "memory");
     return x;
 }
-__device__ inline void p2p_store_flag(unsigned long long *to, unsigned long long x) { asm volatile("st.release.sys.global.b64 [%0], %1;" :: "l"(to), "l"(x) : "memory"); }
+__device__ inline void p2p_store_flag(unsigned long long *to, unsigned long long x) {
+    asm volatile("st.release.sys.global.b64 [%0], %1;" :: "l"(to), "l"(x) : "memory");
+}
 __device__ inline unsigned long long p2p_load_flag(const unsigned long long *from) {
     unsigned long long x;
     asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(x) : "l"(from) : "memory");
@@ -136,27 +164,40 @@ __device__ inline unsigned long long p2p_load_flag(const unsigned long long *fro
 __device__ inline uint32_t p2p_epoch(const P2pView &v) {  // of this call
     uint32_t last;
     asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(last) : "l"(&v.signals[v.rank]->epoch) : "memory");
-    return last == 0xffffffffu ? 2 : last + 1;
+    const uint32_t epoch = last == 0xffffffffu ? 2 : last + 1;
+    P2P_DELAY(v.rank, epoch, 0);
+    return epoch;
 }
 // By one thread of each block when all threads of the block have their epoch: the last block to come writes it.
 __device__ inline void p2p_advance(const P2pView &v, uint32_t epoch) {
     P2pSignals *own = v.signals[v.rank];
     uint32_t before = 0;
-    if (gridDim.x > 1) asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(&own->arrived), "r"(gridDim.x - 1) : "memory");
-    if (before == gridDim.x - 1) asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" :: "l"(&own->epoch), "r"(epoch) : "memory");
+    if (gridDim.x > 1)
+        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                     : "=r"(before) : "l"(&own->arrived), "r"(gridDim.x - 1) : "memory");
+    if (before == gridDim.x - 1)
+        asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" :: "l"(&own->epoch), "r"(epoch) : "memory");
 }
 
 // ---- waiting
 
 typedef struct { P2pKind kind; uint32_t epoch; int meeting; unsigned long long bytes; } P2pCall;
 
-// The budget of a wait is spent, or the peer is in another call: the record says so; a second later, when the watchdog, which looks twice
-// a second, has ended the job with what it says, this kernel ends too, and with it the context.
-static __device__ __noinline__ void p2p_stop(const P2pView &v, const P2pCall &call, P2pState state, int peer, int other, uint64_t elapsed) {
+// The budget of a wait is spent, or the peer is in another call: the record says so. A second later this kernel ends, and with
+// it the context; by then the watchdog, which looks twice a second, has ended the job with what the record says.
+static __device__ __noinline__ void p2p_stop(const P2pView &v, const P2pCall &call, P2pState state, int peer, int other,
+                                             uint64_t elapsed) {
     P2pRecord *r = v.record;
     if (atomicCAS(&v.signals[v.rank]->claimed, 0u, 1u) == 0) {
-        r->epoch = call.epoch; r->rank = v.rank; r->peer = peer; r->kind = (int)call.kind; r->other = other; r->block = (int)blockIdx.x; r->meeting = call.meeting;
-        r->bytes = call.bytes; r->elapsed_ns = elapsed;
+        r->epoch = call.epoch;
+        r->rank = v.rank;
+        r->peer = peer;
+        r->kind = (int)call.kind;
+        r->other = other;
+        r->block = (int)blockIdx.x;
+        r->meeting = call.meeting;
+        r->bytes = call.bytes;
+        r->elapsed_ns = elapsed;
         __threadfence_system();
         *(volatile uint32_t *)&r->state = (uint32_t)state;
         __threadfence_system();
@@ -164,8 +205,8 @@ static __device__ __noinline__ void p2p_stop(const P2pView &v, const P2pCall &ca
     for (const uint64_t begin = p2p_clock(); p2p_clock() - begin < 1000000000ull;) __nanosleep(1000000);
     __trap();
 }
-// missing() looks once more, and says for which peers it must go on, a bit for each. The watchdog asks p2p_hook twice a second: while it does not, this
-// process is suspended, and the peers maybe too. So there must have been a beat for each second of the budget, too.
+// missing() looks once more, and says for which peers it must go on, a bit for each. The watchdog asks p2p_hook twice a second:
+// while it does not, this process is suspended, and the peers maybe too. So the budget is spent only after as many beats.
 template <typename Missing> __device__ inline void p2p_wait(const P2pView &v, const P2pCall &call, Missing missing) {
     uint64_t begin = 0;
     uint32_t beats = 0;
@@ -173,31 +214,38 @@ template <typename Missing> __device__ inline void p2p_wait(const P2pView &v, co
     for (unsigned looks = 1, peers; (peers = missing()) != 0; looks++) {
         if (looks % 256) continue;
         const uint64_t now = p2p_clock();
-        if (!begin) { begin = now; beats = *beat; }
-        if (now - begin >= v.budget_ns && (!beats || *beat - beats >= v.budget_ns >> 30)) p2p_stop(v, call, P2P_LATE, __ffs((int)peers) - 1, 0, now - begin);
+        if (!begin) {
+            begin = now;
+            beats = *beat;
+        }
+        if (now - begin >= v.budget_ns && (!beats || *beat - beats >= v.budget_ns >> 30))
+            p2p_stop(v, call, P2P_LATE, __ffs((int)peers) - 1, 0, now - begin);
     }
 }
-// What this block has stored is in the peers' memory, what their blocks of this number have stored is here. Threads' stores come before
-// the barrier, the barrier before the release by one thread for each peer, which covers them all; and the other way round.
+// Steps 2 to 5 of the protocol, with all peers: what this block has stored is in their memory, what their blocks of this number
+// have stored is here.
 __device__ inline void p2p_meet(const P2pView &v, const P2pCall &call, uint32_t signature, bool advance) {
+    P2P_DELAY(v.rank, call.epoch, 1 + 2 * call.meeting);
     __syncthreads();
     const int peer = (int)threadIdx.x;
     if (peer < v.world && peer != v.rank) {
         const size_t at = (((call.epoch & 1) * 2 + call.meeting) * P2P_BLOCKS + blockIdx.x) * P2P_RANKS;
-        p2p_store_flag(&v.signals[peer]->flags[0][0][0][0] + at + v.rank, (unsigned long long)signature << 32 | call.epoch);
+        unsigned long long *theirs = &v.signals[peer]->flags[0][0][0][0] + at + v.rank;
         const unsigned long long *flag = &v.signals[v.rank]->flags[0][0][0][0] + at + peer;
         unsigned long long found = 0;
-        p2p_wait(v, call, [&] { found = p2p_load_flag(flag); return (uint32_t)found == call.epoch ? 0u : 1u << peer; });
+        p2p_store_flag(theirs, (unsigned long long)signature << 32 | call.epoch);
+        p2p_wait(v, call, [&] {
+            found = p2p_load_flag(flag);
+            return (uint32_t)found == call.epoch ? 0u : 1u << peer;
+        });
         if (found >> 32 != signature) p2p_stop(v, call, P2P_APART, peer, (int)(found >> 32 & 7), 0);
     }
     if (advance && threadIdx.x == P2P_THREADS - 1) p2p_advance(v, call.epoch);  // of another warp than those that wait
     __syncthreads();
+    P2P_DELAY(v.rank, call.epoch, 2 + 2 * call.meeting);
 }
 
 // ---- all kinds but lines
-
-// For the ladder's delays; nothing in what ships.
-struct P2pNoHook { static __device__ void at(int /*rank*/, uint32_t /*epoch*/, int /*place*/) {} };
 
 template <typename T> struct P2pPiece { T *p; unsigned count; };
 // Its elements are moved in packs of 16 bytes (int4) or 8 (uint2), at once where the address allows. Pack i, zeros behind the end:
@@ -216,7 +264,8 @@ template <typename Pack, typename T> __device__ inline void p2p_write(const P2pP
         return;
     }
     #pragma unroll
-    for (unsigned k = 0; k < size; k++) if (i * size + k < piece.count) piece.p[i * size + k] = ((const T *)&pack)[k];
+    for (unsigned k = 0; k < size; k++)
+        if (i * size + k < piece.count) piece.p[i * size + k] = ((const T *)&pack)[k];
 }
 // x: of every rank but this one, whose is `own`.
 template <typename T, typename Pack> __device__ inline Pack p2p_sum(const P2pView &v, const Pack (&x)[P2P_RANKS], const Pack &own) {
@@ -236,26 +285,33 @@ template <typename T, typename Pack> __device__ inline Pack p2p_sum(const P2pVie
     Pack to;
     #pragma unroll
     for (int k = 0; k < size; k += 2) {
-        if constexpr (sizeof(T) == 4) { ((float *)&to)[k] = sum[k]; ((float *)&to)[k + 1] = sum[k + 1]; }
-        else ((__nv_bfloat162 *)&to)[k / 2] = __floats2bfloat162_rn(sum[k], sum[k + 1]);
+        if constexpr (sizeof(T) == 4) {
+            ((float *)&to)[k] = sum[k];
+            ((float *)&to)[k + 1] = sum[k + 1];
+        } else {
+            ((__nv_bfloat162 *)&to)[k / 2] = __floats2bfloat162_rn(sum[k], sum[k + 1]);
+        }
     }
     return to;
 }
-__device__ inline int p2p_peer(const P2pView &v, int k) { return v.rank + k < v.world ? v.rank + k : v.rank + k - v.world; }  // the k-th after this rank: all begin elsewhere
+// The k-th rank after this one: all begin with another.
+__device__ inline int p2p_peer(const P2pView &v, int k) { return v.rank + k < v.world ? v.rank + k : v.rank + k - v.world; }
 
 // A message is `world` pieces, of which block b has the same part in each; by one shot each piece is the whole of it. What is read
 // and written of `data` at a place is read and written by one thread. from: see p2p_all_gather.
-template <typename T, P2pKind KIND, typename Hook> __global__ void __launch_bounds__(P2P_THREADS)
+template <typename T, P2pKind KIND> __global__ void __launch_bounds__(P2P_THREADS)
 p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned count) {
-    constexpr bool one_shot = KIND == P2P_ONE_SHOT, reduces = KIND != P2P_ALL_GATHER, gathers = KIND == P2P_ALL_GATHER || KIND == P2P_TWO_SHOTS;
+    constexpr bool one_shot = KIND == P2P_ONE_SHOT, two_shots = KIND == P2P_TWO_SHOTS;
+    constexpr bool reduces = KIND != P2P_ALL_GATHER, gathers = KIND == P2P_ALL_GATHER || two_shots;
     constexpr unsigned size = sizeof(int4) / sizeof(T);
     P2pCall call = {KIND, p2p_epoch(v), 0, count * sizeof(T)};
-    Hook::at(v.rank, call.epoch, 0);
     const uint32_t signature = (count * 0x9e3779b1u & ~15u) | (sizeof(T) == 4) << 3 | KIND;
-    const unsigned piece = KIND == P2P_TWO_SHOTS ? (count + v.world * size - 1) / (v.world * size) * size : count, vecs = (piece + size - 1) / size;
-    const unsigned part = (vecs + gridDim.x - 1) / gridDim.x, first = blockIdx.x * part, last = first + part < vecs ? first + part : vecs, slot = vecs * 16;
+    const unsigned piece = two_shots ? (count + v.world * size - 1) / (v.world * size) * size : count;
+    const unsigned vecs = (piece + size - 1) / size, slot = vecs * 16;
+    const unsigned part = (vecs + gridDim.x - 1) / gridDim.x, first = blockIdx.x * part;
+    const unsigned last = first + part < vecs ? first + part : vecs;
     auto piece_of = [&](int r) {
-        const unsigned at = one_shot ? 0 : r * piece, left = KIND != P2P_TWO_SHOTS ? count : at < count ? count - at : 0;
+        const unsigned at = one_shot ? 0 : r * piece, left = !two_shots ? count : at < count ? count - at : 0;
         return P2pPiece<T>{data + at, left < piece ? left : piece};
     };
     auto slots = [&](int rank, int second) { return v.payload[rank] + (size_t)((call.epoch & 1) * 2 + second) * v.half; };
@@ -273,11 +329,7 @@ p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned c
         for (int k = 1; k < P2P_RANKS; k++)
             if (k < v.world) p2p_store(slots(p2p_peer(v, k), 0) + v.rank * slot + i * 16, x[k]);
     }
-    if (reduces) {
-        Hook::at(v.rank, call.epoch, 1);
-        p2p_meet(v, call, signature, true);
-        Hook::at(v.rank, call.epoch, 2);
-    }
+    if (reduces) p2p_meet(v, call, signature, true);
     for (unsigned i = first + threadIdx.x; i < last; i += P2P_THREADS) {
         const P2pPiece<T> mine = piece_of(v.rank);
         int4 own = p2p_read<int4>(!reduces && from ? P2pPiece<T>{(T *)from, count} : mine, i);
@@ -292,10 +344,8 @@ p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned c
         if (gathers) give(i, own);
     }
     if (!gathers) return;
-    Hook::at(v.rank, call.epoch, 3);
     call.meeting = 1;
     p2p_meet(v, call, signature, !reduces);
-    Hook::at(v.rank, call.epoch, 4);
     for (unsigned i = first + threadIdx.x; i < last; i += P2P_THREADS) {
         #pragma unroll
         for (int k = 1; k < P2P_RANKS; k++)
@@ -308,13 +358,13 @@ p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned c
 
 // ---- lines
 
-template <typename T, typename Hook> __global__ void __launch_bounds__(P2P_LINE_THREADS + WARP)
-p2p_lines_kernel(const __grid_constant__ P2pView v, T *data, unsigned count) {
+template <typename T> __global__ void __launch_bounds__(P2P_LINE_THREADS + WARP)
+p2p_lines_kernel(const __grid_constant__ P2pView v, T *data, const T * /*from*/, unsigned count) {
     constexpr unsigned size = sizeof(uint2) / sizeof(T);
     const P2pCall call = {P2P_LINES, p2p_epoch(v), 0, count * sizeof(T)};
-    Hook::at(v.rank, call.epoch, 0);
     const P2pPiece<T> piece = {data, count};
-    const unsigned lines = (count + size - 1) / size, stride = gridDim.x * P2P_LINE_THREADS, first = blockIdx.x * P2P_LINE_THREADS + threadIdx.x;
+    const unsigned lines = (count + size - 1) / size, stride = gridDim.x * P2P_LINE_THREADS;
+    const unsigned first = blockIdx.x * P2P_LINE_THREADS + threadIdx.x;
     const unsigned parity = (call.epoch & 1) * v.world * v.line_slot;
     auto slots = [&](int rank) { return (char *)(v.signals[rank] + 1) + parity; };
     for (unsigned i = first; i < lines && threadIdx.x < P2P_LINE_THREADS; i += stride) {
@@ -323,7 +373,7 @@ p2p_lines_kernel(const __grid_constant__ P2pView v, T *data, unsigned count) {
         for (int k = 1; k < P2P_RANKS; k++)
             if (k < v.world) p2p_store_line(slots(p2p_peer(v, k)) + v.rank * v.line_slot + i * 16, own, call.epoch);
     }
-    Hook::at(v.rank, call.epoch, 1);
+    P2P_DELAY(v.rank, call.epoch, 1);
     __syncthreads();
     if (threadIdx.x >= P2P_LINE_THREADS) {
         if (threadIdx.x == P2P_LINE_THREADS) p2p_advance(v, call.epoch);
@@ -343,7 +393,8 @@ p2p_lines_kernel(const __grid_constant__ P2pView v, T *data, unsigned count) {
             #pragma unroll
             for (int r = 0; r < P2P_RANKS; r++) {
                 x[r] = make_uint2((uint32_t)found[r].x, (uint32_t)found[r].y);
-                if ((uint32_t)(found[r].x >> 32) != call.epoch || (uint32_t)(found[r].y >> 32) != call.epoch) peers |= 1u << r;
+                const bool is_here = (uint32_t)(found[r].x >> 32) == call.epoch && (uint32_t)(found[r].y >> 32) == call.epoch;
+                if (!is_here) peers |= 1u << r;
             }
             return peers & others;
         });
@@ -353,232 +404,213 @@ p2p_lines_kernel(const __grid_constant__ P2pView v, T *data, unsigned count) {
 
 // ---- calls
 
-static inline size_t p2p_max_bytes(const P2p *p) { return p->max_bytes; }
-
 // The longest message of a kind, in bytes.
 static inline size_t p2p_limit(const P2p *p, P2pKind kind) {
-    const size_t lines = p2p_lines_bytes(p->view.world), one_shot = 2 * (size_t)p->view.half / (size_t)p->view.world / 16 * 16;
-    return kind == P2P_LINES ? lines : kind == P2P_ONE_SHOT && one_shot < p->max_bytes ? one_shot : p->max_bytes;
+    const size_t one_shot = 2 * (size_t)p->view.half / (size_t)p->view.world / 16 * 16;
+    if (kind == P2P_LINES) return p2p_lines_bytes(p->view.world);
+    return kind == P2P_ONE_SHOT && one_shot < p->max_bytes ? one_shot : p->max_bytes;
 }
 // All ranks of the group: the same kind, type and count.
-template <typename T, typename Hook = P2pNoHook> static inline void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, cudaStream_t stream, const T *from = NULL) {
-    const P2pView &v = p->view;
-    const bool whole = kind <= P2P_TWO_SHOTS;
-    const size_t bytes = (whole ? 1 : (size_t)v.world) * count * sizeof(T);
-    if (v.world == 1 || count == 0) return;
-    assert(stream == p->stream && ((uintptr_t)data | (uintptr_t)from) % sizeof(T) == 0 && (!from || kind == P2P_ALL_GATHER));
+template <typename T>
+static inline void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, const T *from = NULL) {
+    void (*const kernels[])(const P2pView, T *, const T *, unsigned) = {
+        p2p_lines_kernel<T>, p2p_kernel<T, P2P_ONE_SHOT>, p2p_kernel<T, P2P_TWO_SHOTS>, p2p_kernel<T, P2P_REDUCE_SCATTER>,
+        p2p_kernel<T, P2P_ALL_GATHER>,
+    };
+    const size_t world = (size_t)p->view.world, bytes = (kind <= P2P_TWO_SHOTS ? 1 : world) * count * sizeof(T);
+    if (world == 1 || count == 0) return;
+    assert(((uintptr_t)data | (uintptr_t)from) % sizeof(T) == 0 && (!from || kind == P2P_ALL_GATHER));
     require(bytes <= p2p_limit(p, kind), "a peer-to-peer %s of %zu bytes, and the workspace is for %zu\nask NCCL, or p2p_request for more",
             p2p_names[kind], bytes, p2p_limit(p, kind));
-    const size_t block = kind == P2P_LINES ? 8 * P2P_LINE_THREADS : (kind == P2P_TWO_SHOTS ? (size_t)v.world : 1) * 16 * P2P_BLOCK_VECS;  // bytes of data that are worth one
-    const size_t work = ceil_div(count * sizeof(T), block);
-    const unsigned blocks = work < (size_t)p->blocks ? (unsigned)work : (unsigned)p->blocks;
-    if (kind == P2P_LINES) p2p_lines_kernel<T, Hook><<<blocks, P2P_LINE_THREADS + WARP, 0, stream>>>(v, data, (unsigned)count);
-    else if (kind == P2P_ONE_SHOT) p2p_kernel<T, P2P_ONE_SHOT, Hook><<<blocks, P2P_THREADS, 0, stream>>>(v, data, from, (unsigned)count);
-    else if (kind == P2P_TWO_SHOTS) p2p_kernel<T, P2P_TWO_SHOTS, Hook><<<blocks, P2P_THREADS, 0, stream>>>(v, data, from, (unsigned)count);
-    else if (kind == P2P_REDUCE_SCATTER) p2p_kernel<T, P2P_REDUCE_SCATTER, Hook><<<blocks, P2P_THREADS, 0, stream>>>(v, data, from, (unsigned)count);
-    else p2p_kernel<T, P2P_ALL_GATHER, Hook><<<blocks, P2P_THREADS, 0, stream>>>(v, data, from, (unsigned)count);
+    const int lines = kind == P2P_LINES;
+    const size_t vecs = (kind == P2P_TWO_SHOTS ? world : 1) * P2P_BLOCK_VECS;
+    const size_t block_bytes = lines ? 8 * P2P_LINE_THREADS : 16 * vecs;  // of data that are worth a block
+    const size_t blocks = ceil_div(count * sizeof(T), block_bytes), most = (size_t)p->blocks;
+    const int threads = lines ? P2P_LINE_THREADS + WARP : P2P_THREADS;
+    kernels[kind]<<<(unsigned)(blocks < most ? blocks : most), threads, 0, p->stream>>>(p->view, data, from, (unsigned)count);
     launchCheck();
 }
 static inline P2pKind p2p_choose(const P2p *p, size_t bytes) {
     if (bytes <= p2p_limit(p, P2P_LINES)) return P2P_LINES;
-    return bytes <= p2p_one_shot_bytes(p->view.world) && bytes <= p2p_limit(p, P2P_ONE_SHOT) ? P2P_ONE_SHOT : P2P_TWO_SHOTS;
+    const int short_enough = bytes <= p2p_one_shot_bytes(p->view.world) && bytes <= p2p_limit(p, P2P_ONE_SHOT);
+    return short_enough ? P2P_ONE_SHOT : P2P_TWO_SHOTS;
 }
 // data (count) = the sum over ranks
-template <typename T> static inline void p2p_all_reduce(const P2p *p, T *data, size_t count, cudaStream_t stream) {
-    p2p_run(p, p2p_choose(p, count * sizeof(T)), data, count, stream);
+template <typename T> static inline void p2p_all_reduce(const P2p *p, T *data, size_t count) {
+    p2p_run(p, p2p_choose(p, count * sizeof(T)), data, count);
 }
 // data (world * count): piece `rank` = the sum of that piece over ranks; the others keep what they hold
-template <typename T> static inline void p2p_reduce_scatter(const P2p *p, T *data, size_t count, cudaStream_t stream) { p2p_run(p, P2P_REDUCE_SCATTER, data, count, stream); }
+template <typename T> static inline void p2p_reduce_scatter(const P2p *p, T *data, size_t count) {
+    p2p_run(p, P2P_REDUCE_SCATTER, data, count);
+}
 // data (world * count): piece k = rank k's; from (count): where this rank's lies, in its place or outside data; NULL: in its place
-template <typename T> static inline void p2p_all_gather(const P2p *p, T *data, size_t count, cudaStream_t stream, const T *from = NULL) { p2p_run(p, P2P_ALL_GATHER, data, count, stream, from); }
+template <typename T> static inline void p2p_all_gather(const P2p *p, T *data, size_t count, const T *from = NULL) {
+    p2p_run(p, P2P_ALL_GATHER, data, count, from);
+}
 
 // ---- what the watchdog says
 
-static struct { pthread_mutex_t lock; P2pRecord *records[P2P_WORKSPACES]; } p2p_watched = {PTHREAD_MUTEX_INITIALIZER, {NULL}};
+static const P2p *p2p_watched[P2P_WORKSPACES];  // changed and read with the watchdog's lock
 
-static inline int p2p_describe(const P2pRecord *r, char *text, size_t size) {
+static inline int p2p_job_rank(const P2p *p, int r) { return p->comm->first + r * p->comm->stride; }
+static inline int p2p_describe(const P2p *p, char *text, size_t size) {
+    const P2pRecord *r = p->record;
     const uint32_t state = __atomic_load_n(&r->state, __ATOMIC_ACQUIRE);
-    const int rank = r->first + r->rank * r->stride, peer = r->first + r->peer * r->stride;
+    const int rank = p2p_job_rank(p, r->rank), peer = p2p_job_rank(p, r->peer);
+    const int is_trial = r->kind < P2P_KINDS && r->epoch <= P2P_KINDS;
+    if (state == P2P_RUNS) return 0;
+    snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: ", p2p_names[r->kind & 7], r->bytes, r->epoch);
     if (state == P2P_LATE)
-        snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)%s",
-                 p2p_names[r->kind & 7], r->bytes, r->epoch, rank, 1e-9 * (double)r->elapsed_ns, peer, r->block, r->meeting,
-                 r->kind < P2P_KINDS && r->epoch <= P2P_KINDS ? "; a first trial: maybe what they store for each other does not arrive, look for IOMMU and PCIe ACS, or use --p2p 0" : "");
-    if (state == P2P_APART)
-        snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: rank %d met rank %d in another one: %s, or another count or type (block %d)",
-                 p2p_names[r->kind & 7], r->bytes, r->epoch, rank, peer, p2p_names[r->other & 7], r->block);
-    return state != P2P_RUNS;
+        watchdog_print(text, size, "rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)%s", rank,
+                       1e-9 * (double)r->elapsed_ns, peer, r->block, r->meeting,
+                       is_trial ? "; a first trial: maybe what they store for each other does not arrive, look for IOMMU and PCIe"
+                                  " ACS, or use --p2p 0" : "");
+    else
+        watchdog_print(text, size, "rank %d met rank %d in another one: %s, or another count or type (block %d)", rank, peer,
+                       p2p_names[r->other & 7], r->block);
+    return 1;
 }
 // For the watchdog's thread: whether a wait has come to its end, and whose.
 static inline int p2p_hook(char *text, size_t size) {
     int found = 0;
-    pthread_mutex_lock(&p2p_watched.lock);
-    for (int i = 0; i < P2P_WORKSPACES; i++) {
-        P2pRecord *r = p2p_watched.records[i];
-        if (r && !found) found = p2p_describe(r, text, size);
-        if (r) __atomic_fetch_add(&r->beats, 1, __ATOMIC_RELAXED);
+    for (const P2p *p : p2p_watched) {
+        if (!p) continue;
+        if (!found) found = p2p_describe(p, text, size);
+        __atomic_fetch_add(&p->record->beats, 1, __ATOMIC_RELAXED);
     }
-    pthread_mutex_unlock(&p2p_watched.lock);
     return found;
 }
-static inline void p2p_watch(const P2pRecord *from, P2pRecord *to) {
+static inline void p2p_watch(const P2p *from, const P2p *to) {
     int i = 0;
-    pthread_mutex_lock(&p2p_watched.lock);
-    while (i < P2P_WORKSPACES && p2p_watched.records[i] != from) i++;
-    if (i < P2P_WORKSPACES) p2p_watched.records[i] = to;
-    pthread_mutex_unlock(&p2p_watched.lock);
+    pthread_mutex_lock(&watchdog.lock);
+    while (i < P2P_WORKSPACES && p2p_watched[i] != from) i++;
+    if (i < P2P_WORKSPACES) p2p_watched[i] = to;
+    pthread_mutex_unlock(&watchdog.lock);
     require(i < P2P_WORKSPACES, "more than %d peer-to-peer workspaces\nclose one", P2P_WORKSPACES);
 }
 
 // ---- life
 
-// For messages of up to max_bytes among `world` ranks. p must not move.
-static inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes) {
-    require(world <= P2P_RANKS && max_bytes <= P2P_MOST_BYTES, "peer-to-peer collectives of %zu bytes among %d ranks\nat most %d bytes, %d ranks",
-            max_bytes, world, P2P_MOST_BYTES, P2P_RANKS);
+// For messages of up to max_bytes among `world` ranks; `behind` bytes more, which this file does not use, are shared with them.
+// p must not move.
+static inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, size_t behind) {
+    assert(world <= P2P_RANKS && max_bytes <= P2P_MOST_BYTES);
     memset(p, 0, sizeof *p);
     p->max_bytes = round_up(max_bytes > P2P_LEAST_BYTES ? max_bytes : P2P_LEAST_BYTES, 16);
     p->view.world = world;
     if (world == 1) return;
     p->view.half = (unsigned)round_up(p->max_bytes + 16 * P2P_RANKS, 512);
     p->view.line_slot = (unsigned)(2 * p2p_lines_bytes(world));
-    memory_request(m, &p->payload, "peer-to-peer", "payload", round_up(4 * (size_t)p->view.half, P2P_ALLOCATION));
-    memory_request(m, &p->signals, "peer-to-peer", "flags and lines", round_up(sizeof(P2pSignals) + 2 * (size_t)world * p->view.line_slot, P2P_ALLOCATION));
+    p->payload_at = round_up(sizeof(P2pSignals) + 2 * (size_t)world * p->view.line_slot, 512);
+    p->behind_at = p->payload_at + 4 * (size_t)p->view.half;
+    const char *name = behind ? "short messages; pushed rows (6,B,T,C)" : "short messages";
+    memory_request(m, &p->memory, "peer-to-peer", name, round_up(p->behind_at + behind, P2P_ALLOCATION));
     memory_request_pinned(m, &p->record, "peer-to-peer", "record", 1);
 }
 // How long waits of later calls may last, in seconds; 0: for ever.
 static inline void p2p_patience(P2p *p, double seconds) { p->view.budget_ns = seconds > 0 ? (uint64_t)(1e9 * seconds) : UINT64_MAX; }
 // This rank's side. Flags are zero when it returns.
 static inline void p2p_prepare(P2p *p, const Comm *comm, int blocks, cudaStream_t stream, double timeout) {
-    P2pView *v = &p->view;
     require(blocks > 0 && blocks <= P2P_BLOCKS, "%d blocks for peer-to-peer collectives\n1 to %d", blocks, P2P_BLOCKS);
-    v->rank = comm->rank;
-    v->record = p->record;
+    p->view.rank = comm->rank;
+    p->view.record = p->record;
     p2p_patience(p, timeout);
     p->blocks = blocks;
     p->stream = stream;
     p->comm = comm;
     memset(p->record, 0, sizeof *p->record);
-    p->record->first = comm->first;
-    p->record->stride = comm->stride;
-    cudaCheck(cudaMemsetAsync(p->signals, 0, sizeof(P2pSignals) + 2 * (size_t)v->world * v->line_slot, stream));
+    cudaCheck(cudaMemsetAsync(p->memory, 0, p->payload_at, stream));
     cudaCheck(cudaStreamSynchronize(stream));
-    v->payload[v->rank] = p->payload;
-    v->signals[v->rank] = (P2pSignals *)p->signals;
-    p2p_watch(NULL, p->record);
+    p2p_watch(NULL, p);
+}
+// Where rank r's workspace is.
+static inline void p2p_place(P2p *p, int r, char *memory) {
+    p->mapped[r] = memory;
+    p->view.signals[r] = (P2pSignals *)memory;
+    p->view.payload[r] = memory + p->payload_at;
 }
 
 typedef struct {
     char host[64];
-    cudaUUID_t gpu;
-    size_t max_bytes;
-    cudaIpcMemHandle_t payload, signals;
+    cudaIpcMemHandle_t memory;
     char why[256];  // not, if not empty
 } P2pCard;
 
-static inline int p2p_job_rank(const P2p *p, int r) { return p->comm->first + r * p->comm->stride; }
-// What every rank says; the first trouble among them becomes everybody's. Nobody comes back before all have come: each hears from each.
+// What every rank says; the first trouble among them becomes everybody's. Nobody comes back before all have come.
 static inline int p2p_agree(const P2p *p, const P2pCard *mine, P2pCard *all, char *why, size_t size) {
     comm_gather_all(p->comm, mine, sizeof *mine, all);
-    for (int r = 0; r < p->view.world; r++)
-        if (*all[r].why) { snprintf(why, size, "%s", all[r].why); return 0; }
-    return 1;
-}
-// True: ranks may share a GPU, where their kernels take turns. For tests: slow.
-inline bool p2p_one_gpu = false;
-// Whether this rank's GPU may reach the others'. Those that this process is not shown are left to cudaIpc, which knows them all the same.
-static inline void p2p_reach(const P2p *p, const P2pCard *all, P2pCard *mine) {
-    int device, can = 1;
-    cudaCheck(cudaGetDevice(&device));
-    for (int r = 0; r < p->view.world; r++) {
-        const int me = p2p_job_rank(p, p->view.rank), other = p2p_job_rank(p, r);
-        if (other == me) continue;
-        if (strcmp(all[r].host, mine->host) != 0) snprintf(mine->why, sizeof mine->why, "ranks %d and %d are on two hosts, %.60s and %.60s", me, other, mine->host, all[r].host);
-        else if (!p2p_one_gpu && memcmp(&all[r].gpu, &mine->gpu, sizeof mine->gpu) == 0) snprintf(mine->why, sizeof mine->why, "ranks %d and %d have the same GPU", me, other);
-        else if (all[r].max_bytes != mine->max_bytes)
-            snprintf(mine->why, sizeof mine->why, "ranks %d and %d have workspaces for %zu and %zu bytes", me, other, mine->max_bytes, all[r].max_bytes);
-        const int peer = *mine->why ? -1 : gpu_find(&all[r].gpu);
-        if (peer >= 0 && peer != device) {
-            cudaCheck(cudaDeviceCanAccessPeer(&can, device, peer));
-            if (!can) snprintf(mine->why, sizeof mine->why, "the GPU of rank %d cannot access that of rank %d (cudaDeviceCanAccessPeer)", me, other);
-        }
+    for (int r = 0; r < p->view.world && !*why; r++) {
+        if (strcmp(all[r].host, all[0].host) != 0)
+            snprintf(why, size, "ranks %d and %d are on two hosts, %.60s and %.60s", p2p_job_rank(p, 0), p2p_job_rank(p, r),
+                     all[0].host, all[r].host);
+        if (*all[r].why) snprintf(why, size, "%s", all[r].why);
     }
+    return !*why;
 }
-static inline void *p2p_map(const P2p *p, cudaIpcMemHandle_t handle, int r, P2pCard *mine) {
-    void *memory = NULL;
-    if (*mine->why) return NULL;
-    const cudaError_t status = cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess);
-    if (status == cudaSuccess) return memory;
+static inline P2pCard p2p_card(const P2p *p) {
+    P2pCard card;
+    memset(&card, 0, sizeof card);
+    snprintf(card.host, sizeof card.host, "%s", p->comm->host);
+    const cudaError_t status = cudaIpcGetMemHandle(&card.memory, p->memory);
     cudaGetLastError();
-    snprintf(mine->why, sizeof mine->why, "rank %d cannot open the memory of rank %d (cudaIpcOpenMemHandle: %s); in containers, they must share IPC and process ids",
-             p2p_job_rank(p, p->view.rank), p2p_job_rank(p, r), cudaGetErrorString(status));
-    return NULL;
+    if (status != cudaSuccess)
+        snprintf(card.why, sizeof card.why, "rank %d cannot share its memory (cudaIpcGetMemHandle: %s)",
+                 p2p_job_rank(p, p->view.rank), cudaGetErrorString(status));
+    return card;
 }
-template <typename T> inline void p2p_unmap(const P2p *p, T **mapped) {
-    for (int r = 0; r < p->view.world; r++) {
-        if (r == p->view.rank) continue;
-        if (mapped[r]) cudaCheck(cudaIpcCloseMemHandle(mapped[r]));
-        mapped[r] = NULL;
+static inline void p2p_map(P2p *p, const P2pCard *all, P2pCard *mine) {
+    for (int r = 0; r < p->view.world && !*mine->why; r++) {
+        void *memory = p->memory;
+        cudaError_t status = cudaSuccess;
+        if (r != p->view.rank) status = cudaIpcOpenMemHandle(&memory, all[r].memory, cudaIpcMemLazyEnablePeerAccess);
+        cudaGetLastError();
+        if (status == cudaSuccess) p2p_place(p, r, (char *)memory);
+        else snprintf(mine->why, sizeof mine->why, "rank %d cannot open the memory of rank %d (cudaIpcOpenMemHandle: %s); in containers,"
+                      " they must share IPC and process ids", p2p_job_rank(p, p->view.rank), p2p_job_rank(p, r), cudaGetErrorString(status));
     }
+}
+static inline void p2p_unmap(P2p *p) {
+    for (int r = 0; r < p->view.world; r++) {
+        if (r != p->view.rank && p->mapped[r]) cudaCheck(cudaIpcCloseMemHandle(p->mapped[r]));
+        p->mapped[r] = NULL;
+    }
+    p2p_watch(p, NULL);
 }
 // Known numbers through every kind: there are hosts on which stores to a peer end elsewhere.
 static inline void p2p_try(const P2p *p, P2pCard *mine) {
     const int world = p->view.world, rank = p->view.rank, short_count = P2P_TEST / P2P_RANKS;
     float *device = p->view.signals[rank]->test, x[P2P_TEST];
     for (int kind = 0, wrong = 0; kind < P2P_KINDS; kind++) {
-        const int count = kind <= P2P_TWO_SHOTS ? P2P_TEST : short_count;
-        const int first = kind == P2P_REDUCE_SCATTER ? rank * count : 0, last = kind == P2P_ALL_GATHER ? world * count : first + count;
+        const int gathers = kind == P2P_ALL_GATHER, count = kind <= P2P_TWO_SHOTS ? P2P_TEST : short_count;
+        const int first = kind == P2P_REDUCE_SCATTER ? rank * count : 0, last = gathers ? world * count : first + count;
         for (int i = 0; i < P2P_TEST; i++) x[i] = (float)((rank + 1) * (i + 1));
         cudaCheck(cudaMemcpyAsync(device, x, sizeof x, cudaMemcpyHostToDevice, p->stream));
-        p2p_run(p, (P2pKind)kind, device, (size_t)count, p->stream);
+        p2p_run(p, (P2pKind)kind, device, (size_t)count);
         cudaCheck(cudaMemcpyAsync(x, device, sizeof x, cudaMemcpyDeviceToHost, p->stream));
         cudaCheck(cudaStreamSynchronize(p->stream));
-        for (int i = first; i < last; i++) wrong += x[i] != (float)((kind == P2P_ALL_GATHER ? i / count + 1 : world * (world + 1) / 2) * (i + 1));
+        for (int i = first; i < last; i++) wrong += x[i] != (float)((gathers ? i / count + 1 : world * (world + 1) / 2) * (i + 1));
         if (wrong && !*mine->why)
-            snprintf(mine->why, sizeof mine->why, "the first %s came out wrong on rank %d: GPUs do not reach each other's memory as they say; look for IOMMU and PCIe ACS", p2p_names[kind], p2p_job_rank(p, rank));
+            snprintf(mine->why, sizeof mine->why, "the first %s came out wrong on rank %d: GPUs do not reach each other's memory as"
+                     " they say; look for IOMMU and PCIe ACS", p2p_names[kind], p2p_job_rank(p, rank));
     }
 }
 
-// comm: the group, as many ranks as p2p_request was told, all on this host; it must not move. stream: the only one that calls will be on.
-// timeout: seconds that a wait may last, 0 for ever; a little less than the watchdog's own lets the wait speak first.
-// 1, or 0 and why not: the same on all of them, and nothing stays behind.
+// comm: the group, as many ranks as p2p_request was told; it must not move. timeout: seconds that a wait may last, 0 for ever; a
+// little less than the watchdog's own lets the wait speak first. 1, or 0 and why not: the same on all of them.
 static inline int p2p_open(P2p *p, const Comm *comm, cudaStream_t stream, double timeout, char *why, size_t size) {
-    P2pView *v = &p->view;
-    int device;
     P2pCard mine, all[P2P_RANKS];
-    cudaDeviceProp prop;
     *why = 0;
-    if (v->world == 1) return 1;
-    assert(comm->world == v->world);
+    if (p->view.world == 1) return 1;
+    assert(comm->world == p->view.world);
     p2p_prepare(p, comm, P2P_BLOCKS, stream, timeout);
-    memset(&mine, 0, sizeof mine);
-    snprintf(mine.host, sizeof mine.host, "%s", comm->host);
-    cudaCheck(cudaGetDevice(&device));
-    cudaCheck(cudaGetDeviceProperties(&prop, device));
-    mine.gpu = prop.uuid;
-    mine.max_bytes = p->max_bytes;
-    int good = p2p_agree(p, &mine, all, why, size);  // flags are zero everywhere
-    p2p_reach(p, all, &mine);
-    if (good && !*mine.why) {
-        cudaError_t status = cudaIpcGetMemHandle(&mine.payload, p->payload);
-        if (status == cudaSuccess) status = cudaIpcGetMemHandle(&mine.signals, p->signals);
-        cudaGetLastError();
-        if (status != cudaSuccess) snprintf(mine.why, sizeof mine.why, "rank %d cannot share its memory (cudaIpcGetMemHandle: %s)", p2p_job_rank(p, v->rank), cudaGetErrorString(status));
-    }
-    good = p2p_agree(p, &mine, all, why, size);
-    for (int r = 0; r < v->world && good; r++) {
-        if (r == v->rank) continue;
-        v->payload[r] = (char *)p2p_map(p, all[r].payload, r, &mine);
-        v->signals[r] = (P2pSignals *)p2p_map(p, all[r].signals, r, &mine);
-    }
+    mine = p2p_card(p);
+    int good = p2p_agree(p, &mine, all, why, size);  // and flags are zero everywhere
+    if (good) p2p_map(p, all, &mine);
     good = good && p2p_agree(p, &mine, all, why, size);
     if (good) p2p_try(p, &mine);
     good = good && p2p_agree(p, &mine, all, why, size);
     p->opened = good;
-    if (!good) {
-        p2p_unmap(p, v->payload);
-        p2p_unmap(p, v->signals);
-        p2p_watch(p->record, NULL);
-    }
+    if (!good) p2p_unmap(p);
     return good;
 }
 // All ranks of the group, before memory_free: memory goes when nobody has it mapped any longer.
@@ -586,10 +618,8 @@ static inline void p2p_close(P2p *p) {
     if (!p->opened) return;
     cudaCheck(cudaStreamSynchronize(p->stream));
     comm_barrier(p->comm);
-    p2p_unmap(p, p->view.payload);
-    p2p_unmap(p, p->view.signals);
+    p2p_unmap(p);
     comm_barrier(p->comm);
-    p2p_watch(p->record, NULL);
     p->opened = 0;
 }
 

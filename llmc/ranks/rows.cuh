@@ -14,15 +14,17 @@
 #include "../attention_decode.cuh"
 #include "../backend.h"
 #include "../matmul.cuh"
-#include "sums.cuh"
+#include "overlap.cuh"
 #include "push.cuh"
+#include "sums.cuh"
 
 // How a rank exchanges rows with its group.
 typedef struct {
-    Tp tp;                  // one after the other, on the compute stream
-    TpOverlap push;         // under products, by copy engine
+    Nccl nccl;              // one after the other, on the compute stream
+    Push push;              // under products, by copy engine
     OverlapChoice overlap;  // which kinds of operation do
     OverlapCounts met;      // since the step began
+    floatX *gathered;       // (B T,C): all rows, or what other ranks have of this rank's
     int rank, ranks;        // this rank of the group
 } RowExchange;
 
@@ -51,18 +53,35 @@ static inline int rows_overlap(const Pass *p, OverlapKind kind) { return p->spre
 
 // All N rows of which this rank has `mine`. Good until the next exchange.
 static inline const floatX *rows_gather(const Pass *p, const floatX *mine) {
+    RowExchange *x = p->exchange;
     if (p->spread == 1) return mine;
-    p->exchange->met.apart++;
-    return tp_gather_rows(&p->exchange->tp, mine, pass_piece(p));
+    x->met.apart++;
+    nccl_all_gather(&x->nccl, "gather rows", x->gathered, mine, pass_piece(p));
+    return x->gathered;
 }
-// parts (N,C): this rank's part of a sum over ranks. Returns this rank's rows of the sum, in place. add (period,C; NULL: none): to row n of the
-// N its row n % period.
+// Every rank has parts of all N rows: their sums, on every rank, in place.
+static inline floatX *rows_sum_everywhere(const Pass *p, floatX *parts, const floatX *add, int period) {
+    RowExchange *x = p->exchange;
+    nccl_all_gather(&x->nccl, "gather rows", x->gathered, (const floatX *)parts, pass_piece(p));
+    rows_sum(parts, x->gathered, add, x->ranks, -1, p->rows, p->C, 0, period, p->stream);
+    return parts;
+}
+// parts (N,C): this rank's part of a sum over ranks. Returns this rank's rows of the sum, in place. add (period,C; NULL: none): to
+// row n of the N its row n % period.
 static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *add, int period) {
     RowExchange *x = p->exchange;
     if (x->ranks == 1) return parts;
-    x->met.apart += p->spread > 1;
-    if (p->spread == 1) return tp_sum_rows(&x->tp, parts, p->rows, p->C, add, period);
-    return tp_scatter_rows(&x->tp, parts, p->rows, p->C, add, period);
+    if (p->spread == 1) return rows_sum_everywhere(p, parts, add, period);
+    const size_t piece = pass_piece(p);
+    floatX *mine = parts + (size_t)x->rank * piece;
+    x->met.apart++;
+    if (!add && nccl_is_short(&x->nccl, (size_t)x->ranks * piece * sizeof(floatX))) {  // p2p.cuh adds in the same way
+        nccl_reduce_scatter(&x->nccl, "scatter rows", parts, piece);
+        return mine;
+    }
+    nccl_exchange(&x->nccl, "scatter rows", x->gathered, (const floatX *)parts, piece);
+    rows_sum(mine, x->gathered, add, x->ranks, x->rank, p->rows, p->C, x->rank * p->rows, period, p->stream);
+    return mine;
 }
 
 // body(rows, first, count) computes from rows first, ..., first + count - 1 of the N. Returns all rows if they were gathered at once or `whole`
@@ -70,18 +89,18 @@ static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *a
 template <typename Body>
 static inline const floatX *rows_gather_under(const Pass *p, OverlapKind kind, const floatX *mine, int whole, Body body) {
     RowExchange *x = p->exchange;
-    over_begin(&x->overlap, kind, p->stream);
+    overlap_begin(&x->overlap, kind, p->stream);
     if (!rows_overlap(p, kind)) {
         const floatX *all = rows_gather(p, mine);
         body(all, 0, p->N);
-        over_end(&x->overlap, p->stream);
+        overlap_end(&x->overlap, p->stream);
         return all;
     }
     x->met.gathers++;
-    const floatX *all = (const floatX *)tp_push_rows(&x->push, TP_ROWS, mine, pass_piece(p) * sizeof(floatX), whole);
+    const floatX *all = (const floatX *)push_rows(&x->push, PUSH_ROWS, mine, pass_piece(p) * sizeof(floatX), whole);
     auto part = [&](int from, int to) {  // the rows of ranks from, ..., to - 1
         if (from == to) return;
-        tp_wait_for(&x->push, TP_ROWS, (1u << to) - (1u << from));
+        push_wait(&x->push, PUSH_ROWS, (1u << to) - (1u << from));
         body(all + from * pass_piece(p), from * p->rows, (to - from) * p->rows);
     };
     const int group = x->overlap.on[kind], first = x->rank / group * group;
@@ -92,8 +111,8 @@ static inline const floatX *rows_gather_under(const Pass *p, OverlapKind kind, c
         part(from, from + group);
     }
     part(x->rank + 1, first + group);
-    tp_end(&x->push, TP_ROWS);
-    over_end(&x->overlap, p->stream);
+    push_end(&x->push, PUSH_ROWS);
+    overlap_end(&x->overlap, p->stream);
     return all;
 }
 
@@ -101,17 +120,17 @@ static inline const floatX *rows_gather_under(const Pass *p, OverlapKind kind, c
 // between hides the rest of the exchange.
 template <typename Body> static inline void rows_scatter_under(const Pass *p, OverlapKind kind, Body body) {
     RowExchange *x = p->exchange;
-    over_begin(&x->overlap, kind, p->stream);
+    overlap_begin(&x->overlap, kind, p->stream);
     if (!rows_overlap(p, kind)) {
         body(0, p->N);
         return;
     }
     x->met.scatters++;
-    tp_begin(&x->push, TP_PARTS);
+    push_begin(&x->push, PUSH_PARTS);
     auto part = [&](int from, int to) {
         if (from == to) return;
         body(from * p->rows, (to - from) * p->rows);
-        for (int r = from; r < to; r++) tp_push_part(&x->push, r, p->branch + r * pass_piece(p), pass_piece(p) * sizeof(floatX));
+        for (int r = from; r < to; r++) push_part(&x->push, r, p->branch + r * pass_piece(p), pass_piece(p) * sizeof(floatX));
     };
     const int group = x->overlap.on[kind], first = x->rank / group * group;
     part(x->rank + 1, first + group);
@@ -127,14 +146,14 @@ static inline floatX *rows_scatter_end(const Pass *p, OverlapKind kind, const fl
     RowExchange *x = p->exchange;
     floatX *mine = p->branch + x->rank * pass_piece(p);
     if (rows_overlap(p, kind)) {
-        const floatX *others = (const floatX *)tp_buffer(&x->push, TP_PARTS, x->push.memory);
-        tp_wait_for(&x->push, TP_PARTS, tp_peers(&x->push));
-        tp_sum(mine, others, add, p->spread, x->rank, p->rows, p->C, x->rank * p->rows, 1, p->stream);
-        tp_end(&x->push, TP_PARTS);
+        const floatX *others = (const floatX *)push_buffer(&x->push, PUSH_PARTS);
+        push_wait(&x->push, PUSH_PARTS, push_peers(&x->push));
+        rows_sum(mine, others, add, p->spread, x->rank, p->rows, p->C, x->rank * p->rows, 1, p->stream);
+        push_end(&x->push, PUSH_PARTS);
     } else {
         mine = rows_scatter(p, p->branch, add, 1);
     }
-    over_end(&x->overlap, p->stream);
+    overlap_end(&x->overlap, p->stream);
     return mine;
 }
 
@@ -142,14 +161,14 @@ static inline floatX *rows_scatter_end(const Pass *p, OverlapKind kind, const fl
 static inline void rows_fetch_begin(const Pass *p, OverlapKind kind, const floatX *mine) {
     if (!rows_overlap(p, kind)) return;
     p->exchange->met.gathers++;
-    tp_push_rows(&p->exchange->push, TP_ROWS_AGAIN, mine, pass_piece(p) * sizeof(floatX), 1);
+    push_rows(&p->exchange->push, PUSH_ROWS_AGAIN, mine, pass_piece(p) * sizeof(floatX), 1);
 }
 static inline const floatX *rows_fetch_end(const Pass *p, OverlapKind kind, const floatX *mine) {
-    TpOverlap *push = &p->exchange->push;
+    Push *push = &p->exchange->push;
     if (!rows_overlap(p, kind)) return rows_gather(p, mine);
-    const floatX *all = (const floatX *)tp_buffer(push, TP_ROWS_AGAIN, push->memory);
-    tp_wait_for(push, TP_ROWS_AGAIN, tp_peers(push));
-    tp_end(push, TP_ROWS_AGAIN);
+    const floatX *all = (const floatX *)push_buffer(push, PUSH_ROWS_AGAIN);
+    push_wait(push, PUSH_ROWS_AGAIN, push_peers(push));
+    push_end(push, PUSH_ROWS_AGAIN);
     return all;
 }
 

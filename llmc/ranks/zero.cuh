@@ -6,26 +6,29 @@
 //             alone (zero_wait), so that all but the first hide under the next forward
 // ZeRO 0 differs in one thing: every rank holds all states, gathers the reduced gradients instead, and updates everything.
 // Sums: --reduce-dtype bf16 sends gradients as they are and NCCL rounds after each hop; fp32 sends them widened, so that the
-// sum is rounded once. Units that fit p2p.cuh's workspace (the final norm's) are rounded once in both. With one rank every call returns at once.
+// sum is rounded once. Units that fit p2p.cuh's workspace (the final norm's) are rounded once in both. With one rank every call
+// returns at once.
 #ifndef LLMC_ZERO_CUH
 #define LLMC_ZERO_CUH
 
-#include "nccl.cuh"
 #include "../params.h"
+#include "nccl.cuh"
 
-// Under backward, reductions take multiprocessors and keep links awake (50 ms after each message, on an H200), whose power matmuls then lack. At once
-// nothing hides them: they take 643 / (B T) of backward's time (bf16 over NVLink, whatever the model). Four GPUs, 65,536 tokens a rank: 98.4% of four
-// at once, 97.0% under backward; in fp32 97.2% and 94.0%; 16,384 tokens, bf16: 1.7% faster at once (dev/bench/h200_2026-11-22_x4.md).
+// Under backward, reductions take SMs and keep links awake (50 ms after each message, on an H200), whose power matmuls then
+// lack. At once nothing hides them: they take 643 / (B T) of backward's time (bf16 over NVLink, whatever the model). Four GPUs,
+// 65,536 tokens a rank: 98.4% of four at once, 97.0% under backward; in fp32 97.2% and 94.0%; 16,384 tokens, bf16: 1.7% faster
+// at once (dev/bench/h200_2026-11-22_x4.md).
 enum { ZERO_CTAS = 16, ZERO_CTAS_AT_ONCE = 32, ZERO_AT_ONCE_TOKENS = 16384 };
+enum { WIDEN_BLOCKS = 64, WIDEN_THREADS = 256 };  // few blocks: the other SMs belong to backward
 
 typedef struct {
-    Nccl nccl;
+    Nccl nccl;                  // on the communication stream
     const ParamTable *table;
-    cudaStream_t compute, comm;
+    cudaStream_t compute;
     cudaEvent_t compute_done;   // recorded on compute, waited for by comm
     cudaEvent_t reduced;        // recorded on comm after the last reduction
     cudaEvent_t *gathered;      // per unit
-    int arrived;                // the compute stream has waited for the weights of so many units, from the first, since they were last gathered
+    int arrived;                // units whose weights the compute stream has waited for since they were last gathered
     int stage, wide, at_once;   // wide: reduce in fp32; at_once: all units after backward
     float *staging;             // (largest unit) fp32, if wide
 } Zero;
@@ -33,14 +36,15 @@ typedef struct {
 static inline size_t zero_largest_unit(const ParamTable *t) {
     size_t most = 0;
     for (int u = 0; u < t->num_units; u++) {
-        const size_t size = t->unit_begin[u + 1] - t->unit_begin[u];
+        const size_t size = param_unit(t, u).count;
         most = size > most ? size : most;
     }
     return most;
 }
 
-// Whether NVLink joins the GPUs of all ranks, in every such group of the job: atomics are native over nothing else. 0 as well where ranks are not shown
-// each other's GPUs. (Groups that differ would begin unequally many collectives, by whose number the watchdog knows who is behind.)
+// Whether NVLink joins the GPUs of all ranks, in every such group of the job: atomics are native over nothing else. 0 as well
+// where ranks are not shown each other's GPUs. (Groups that differ would begin unequally many collectives, by whose number the
+// watchdog knows who is behind.)
 static inline int zero_linked(const Comm *comm, const Comm *job) {
     int device, apart = 0;
     cudaDeviceProp prop;
@@ -51,7 +55,8 @@ static inline int zero_linked(const Comm *comm, const Comm *job) {
     for (int r = 0; r < comm->world; r++) {
         const int peer = r == comm->rank ? -1 : gpu_find(&all[r]);
         int linked = r == comm->rank;
-        if (peer >= 0 && peer != device) cudaCheck(cudaDeviceGetP2PAttribute(&linked, cudaDevP2PAttrNativeAtomicSupported, device, peer));
+        if (peer >= 0 && peer != device)
+            cudaCheck(cudaDeviceGetP2PAttribute(&linked, cudaDevP2PAttrNativeAtomicSupported, device, peer));
         apart |= !linked;
     }
     free(all);
@@ -62,14 +67,13 @@ static inline int zero_at_once(const Comm *comm, const Comm *job, int overlap, i
     if (comm->world == 1 || overlap >= 0) return comm->world > 1 && overlap == 0;
     return zero_linked(comm, job) && tokens >= (wide ? 2 : 1) * (size_t)ZERO_AT_ONCE_TOKENS;
 }
-static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide, int at_once, float *staging) {
-    Zero z;
-    memset(&z, 0, sizeof z);
-    z.nccl = nccl_open(comm, at_once ? ZERO_CTAS_AT_ONCE : ZERO_CTAS, 0);
+static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide, int at_once,
+                             float *staging) {
+    Zero z = {};
+    z.nccl = nccl_open(comm, gpu->comm, at_once ? ZERO_CTAS_AT_ONCE : ZERO_CTAS, LANE_DATA);
     z.table = table;
     z.arrived = table->num_units;
     z.compute = gpu->compute;
-    z.comm = gpu->comm;
     z.stage = stage;
     z.wide = wide;
     z.at_once = at_once;
@@ -104,39 +108,11 @@ static __global__ void narrow_kernel(floatX *__restrict__ to, const float *__res
     }
 }
 
-// The sums over ranks of the gradients of units first..last: piece k on rank k, with ZeRO 0 all pieces everywhere.
-static inline void zero_sum(Zero *z, floatX *grads, int first, int last) {
-    const size_t *begin = z->table->unit_begin;
-    const uint32_t number = nccl_begin(&z->nccl, "reduce gradients", (begin[last + 1] - begin[first]) * (z->wide ? sizeof(float) : sizeof(floatX)), z->comm);
-    for (int gathers = 0; gathers <= (z->stage == 0); gathers++) {
-        if (!z->wide) nccl_group_begin(&z->nccl);
-        for (int u = last; u >= first; u--) {
-            floatX *data = grads + begin[u];
-            const size_t size = begin[u + 1] - begin[u], piece = size / (size_t)z->nccl.world, mine = piece * (size_t)z->nccl.rank;
-            if (gathers) nccl_all_gather(&z->nccl, data, piece, z->comm);
-            else if (!z->wide) nccl_reduce_scatter(&z->nccl, data, piece, z->comm);
-            else {
-                const int threads = 256, blocks = 64;  // few: the multiprocessors belong to backward
-                widen_kernel<<<blocks, threads, 0, z->comm>>>(z->staging, data, size / VecX::size);
-                launchCheck();
-                nccl_reduce_scatter(&z->nccl, z->staging, piece, z->comm);
-                narrow_kernel<<<blocks, threads, 0, z->comm>>>(data + mine, z->staging + mine, piece / VecX::size);
-                launchCheck();
-            }
-        }
-        if (!z->wide) nccl_group_end(&z->nccl);
-    }
-    nccl_end(&z->nccl, number, z->comm);
-}
-// The gradients of `unit` are complete on the compute stream; the embedding's are the last. grads: the whole buffer.
-static inline void zero_reduce(Zero *z, floatX *grads, int unit) {
-    if (z->nccl.world == 1 || (z->at_once && unit > 0)) return;
+// The communication stream goes on from what the compute stream has done so far; and the other way round.
+static inline void zero_hand_over(Zero *z) {
     cudaCheck(cudaEventRecord(z->compute_done, z->compute));
-    cudaCheck(cudaStreamWaitEvent(z->comm, z->compute_done, 0));
-    zero_sum(z, grads, unit, z->at_once ? z->table->num_units - 1 : unit);
-    cudaCheck(cudaEventRecord(z->reduced, z->comm));
+    cudaCheck(cudaStreamWaitEvent(z->nccl.stream, z->compute_done, 0));
 }
-// The compute stream goes on when every reduction is done.
 static inline void zero_wait_reduced(Zero *z) {
     if (z->nccl.world == 1) return;
     timing_lap("other", 0, 0, z->compute);
@@ -144,21 +120,59 @@ static inline void zero_wait_reduced(Zero *z) {
     timing_lap(TIMING_RANKS, 0, 0, z->compute);
 }
 
+static inline size_t zero_piece(const Zero *z, int unit) { return param_unit(z->table, unit).count / (size_t)z->nccl.world; }
+// The sum over ranks of a unit's gradients, in fp32: piece k on rank k.
+static inline void zero_sum_wide(Zero *z, floatX *grads, int unit) {
+    const size_t piece = zero_piece(z, unit), mine = piece * (size_t)z->nccl.rank, vecs = piece / VecX::size;
+    cudaStream_t stream = z->nccl.stream;
+    widen_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, stream>>>(z->staging, grads, vecs * (size_t)z->nccl.world);
+    launchCheck();
+    nccl_reduce_scatter(&z->nccl, "reduce gradients", z->staging, piece);
+    narrow_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, stream>>>(grads + mine, z->staging + mine, vecs);
+    launchCheck();
+}
+// The sums over ranks of the gradients of units first..last: piece k on rank k, with ZeRO 0 all pieces everywhere.
+static inline void zero_sum(Zero *z, floatX *grads, int first, int last) {
+    const size_t *begin = z->table->unit_begin, bytes = (begin[last + 1] - begin[first]) * sizeof(floatX);
+    if (z->wide) {
+        for (int u = last; u >= first; u--) zero_sum_wide(z, grads + begin[u], u);
+    } else {
+        nccl_bundle_begin(&z->nccl, "reduce gradients", bytes);
+        for (int u = last; u >= first; u--) nccl_reduce_scatter(&z->nccl, "", grads + begin[u], zero_piece(z, u));
+        nccl_bundle_end(&z->nccl);
+    }
+    if (z->stage > 0) return;
+    nccl_bundle_begin(&z->nccl, "gather gradients", bytes);
+    for (int u = last; u >= first; u--) nccl_all_gather(&z->nccl, "", grads + begin[u], zero_piece(z, u));
+    nccl_bundle_end(&z->nccl);
+}
+// The gradients of `unit` are complete on the compute stream; the embedding's are the last. grads: the whole buffer.
+static inline void zero_reduce(Zero *z, floatX *grads, int unit) {
+    if (z->nccl.world == 1 || (z->at_once && unit > 0)) return;
+    zero_hand_over(z);
+    zero_sum(z, grads, unit, z->at_once ? z->table->num_units - 1 : unit);
+    cudaCheck(cudaEventRecord(z->reduced, z->nccl.stream));
+}
+// to (ranks, count): every rank's `mine`. The compute stream has made it, and goes on when all are here.
+static inline void zero_gather_small(Zero *z, const char *name, float *to, const float *mine, size_t count) {
+    zero_hand_over(z);
+    nccl_all_gather(&z->nccl, name, to, mine, count);
+    cudaCheck(cudaEventRecord(z->reduced, z->nccl.stream));
+    zero_wait_reduced(z);
+}
+
 // The compute stream has updated this rank's pieces: gather all units, in the order in which forward needs them.
 static inline void zero_gather(Zero *z, floatX *weights) {
     if (z->nccl.world == 1 || z->stage == 0) return;
     z->arrived = 0;
-    cudaCheck(cudaEventRecord(z->compute_done, z->compute));
-    cudaCheck(cudaStreamWaitEvent(z->comm, z->compute_done, 0));
+    zero_hand_over(z);
     for (int u = 0; u < z->table->num_units; u++) {
-        const size_t begin = z->table->unit_begin[u];
-        const uint32_t number = nccl_begin(&z->nccl, "gather weights", (z->table->unit_begin[u + 1] - begin) * sizeof(floatX), z->comm);
-        nccl_all_gather(&z->nccl, weights + begin, (z->table->unit_begin[u + 1] - begin) / z->nccl.world, z->comm);
-        nccl_end(&z->nccl, number, z->comm);
-        cudaCheck(cudaEventRecord(z->gathered[u], z->comm));
+        nccl_all_gather(&z->nccl, "gather weights", weights + z->table->unit_begin[u], zero_piece(z, u));
+        cudaCheck(cudaEventRecord(z->gathered[u], z->nccl.stream));
     }
 }
-// Before the compute stream reads a unit's weights, in the order of the units. Once after each gather: what it reads later comes later.
+// Before the compute stream reads a unit's weights, in the order of the units. Once after each gather: what it reads later comes
+// later.
 static inline void zero_wait(Zero *z, int unit) {
     if (unit < z->arrived) return;
     assert(unit == z->arrived);

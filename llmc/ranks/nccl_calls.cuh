@@ -1,0 +1,84 @@
+// All that is asked of NCCL, and the only file where a build with and without it differ. Without it there is one rank, and
+// none of these calls is made. Tests whose ranks share a GPU, which NCCL does not allow, have calls of their own
+// (dev/test/nccl_for_tests.cuh).
+#ifndef LLMC_NCCL_CALLS_CUH
+#define LLMC_NCCL_CALLS_CUH
+
+#include "../comm.h"
+#include "../cuda_common.cuh"
+
+inline bool ranks_share_gpu = false;  // for those tests
+
+// What is carried, by pieces of `count` elements: one for each rank, in the order of ranks.
+enum NcclKind {
+    NCCL_REDUCE_SCATTER,  // from (world * count) -> to (count): the sum over ranks of this rank's piece
+    NCCL_ALL_GATHER,      // from (count) -> to (world * count): every rank's
+    NCCL_EXCHANGE,        // from (world * count) -> to (world * count): piece r is what rank r has of this rank's piece;
+};                        // this rank's own is not copied
+
+#ifdef USE_NCCL
+#include <nccl.h>
+enum { NCCL_BUILT = 1 };
+typedef ncclComm_t NcclHandle;
+
+static inline void nccl_check(ncclResult_t status, const char *call, const char *file, int line) {
+    if (status == ncclSuccess) return;
+    die_at(file, line, "NCCL: %s (%s)\nfailed call: %s; NCCL_DEBUG=INFO says more", ncclGetErrorString(status),
+           ncclGetLastError(NULL), call);
+}
+#define ncclCheck(call) nccl_check((call), #call, __FILE__, __LINE__)
+
+// The group's first rank makes the id, MPI carries it: no file, no address, nothing stale. `max_ctas` leaves the other SMs to
+// matmuls.
+static inline NcclHandle nccl_connect(const Comm *comm, int max_ctas) {
+    ncclUniqueId id;
+    NcclHandle handle;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.maxCTAs = max_ctas;
+    if (comm->rank == 0) ncclCheck(ncclGetUniqueId(&id));
+    comm_broadcast(comm, &id, sizeof id, 0);
+    ncclCheck(ncclCommInitRankConfig(&handle, comm->world, id, comm->rank, &config));
+    return handle;
+}
+static inline void nccl_disconnect(NcclHandle handle) { ncclCheck(ncclCommDestroy(handle)); }
+// NULL, or why the communicator is broken. Safe to call from another thread.
+static inline const char *nccl_error(NcclHandle handle) {
+    ncclResult_t status = ncclSuccess;
+    const ncclResult_t asked = ncclCommGetAsyncError(handle, &status);
+    return asked == ncclSuccess && (status == ncclSuccess || status == ncclInProgress) ? NULL : ncclGetErrorString(status);
+}
+// What NCCL is asked for between begin and end is one kernel.
+static inline void nccl_calls_begin(void) { ncclCheck(ncclGroupStart()); }
+static inline void nccl_calls_end(void) { ncclCheck(ncclGroupEnd()); }
+
+// size: of an element, which is a float or bf16
+static inline void nccl_carry(NcclHandle handle, NcclKind kind, const Comm *comm, void *to, const void *from, size_t count,
+                              size_t size, cudaStream_t stream) {
+    const ncclDataType_t type = size == sizeof(float) ? ncclFloat : ncclBfloat16;
+    if (kind == NCCL_REDUCE_SCATTER) ncclCheck(ncclReduceScatter(from, to, count, type, ncclSum, handle, stream));
+    if (kind == NCCL_ALL_GATHER) ncclCheck(ncclAllGather(from, to, count, type, handle, stream));
+    if (kind != NCCL_EXCHANGE) return;
+    nccl_calls_begin();
+    for (int k = 1; k < comm->world; k++) {
+        const int next = (comm->rank + k) % comm->world, before = (comm->rank - k + comm->world) % comm->world;
+        ncclCheck(ncclSend((const char *)from + (size_t)next * count * size, count, type, next, handle, stream));
+        ncclCheck(ncclRecv((char *)to + (size_t)before * count * size, count, type, before, handle, stream));
+    }
+    nccl_calls_end();
+}
+
+#else
+enum { NCCL_BUILT = 0 };
+typedef void *NcclHandle;
+static inline NcclHandle nccl_connect(const Comm *comm, int) {
+    die("this build has no NCCL and was started as %d ranks\n"
+        "install NCCL (make doctor says how) and build again, or start one rank", comm->world);
+}
+static inline void nccl_disconnect(NcclHandle) {}
+static inline const char *nccl_error(NcclHandle) { return NULL; }
+static inline void nccl_calls_begin(void) {}
+static inline void nccl_calls_end(void) {}
+static inline void nccl_carry(NcclHandle, NcclKind, const Comm *, void *, const void *, size_t, size_t, cudaStream_t) {}
+#endif
+
+#endif

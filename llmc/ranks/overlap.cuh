@@ -1,0 +1,105 @@
+// Which products of a block overlap with the exchange of their rows: what --tp-overlap says, or what was measured faster. Each
+// kind of product is decided for itself, and for all blocks alike.
+//
+// A product overlaps in parts: of the rows of one rank, of two, of four. Fewer parts hide less, and each fills the GPU better.
+// overlap_begin and overlap_end stand around each product with its exchange; while the measurement runs they time it.
+#ifndef LLMC_OVERLAP_CUH
+#define LLMC_OVERLAP_CUH
+
+#include "../comm.h"
+#include "../cuda_common.cuh"
+
+// A block's four products, of which two read rows that are gathered and two give parts that are scattered; the same in backward.
+enum OverlapKind {
+    OVER_QKV, OVER_PROJ, OVER_FC, OVER_FCPROJ, OVER_D_FCPROJ, OVER_D_FC, OVER_D_PROJ, OVER_D_QKV, OVER_KINDS
+};
+static const char *const overlap_names[] = {
+    "q,k,v", "projection", "MLP, first", "MLP, second", "backward, MLP, second", "backward, MLP, first",
+    "backward, projection", "backward, q,k,v",
+};
+// Ways: synchronous, then by one rank's rows, by two, by four.
+enum { OVER_WAYS = 4, OVER_REGIONS = 1024 /*those behind them are not timed*/, OVER_REPEATS = 3 };
+static const double OVER_GAIN = 0.99;  // of the synchronous time, at least
+
+typedef struct {
+    int on[OVER_KINDS];             // by so many ranks' rows; 0: synchronous
+    int never[OVER_KINDS];          // cannot be computed in parts
+    int ways, differs;              // of the measurement; overlapped gradients had other bits
+    double us[OVER_WAYS][OVER_KINDS];  // of a micro-step on the slowest rank
+    int measures, way, regions, kinds[OVER_REGIONS];
+    float best[OVER_WAYS][OVER_REGIONS];
+    cudaEvent_t events[OVER_REGIONS][2];
+} OverlapChoice;
+
+static inline int overlap_ranks(int way) { return way ? 1 << (way - 1) : 0; }
+static inline int overlap_ways(int world) {
+    int ways = 2;
+    while (ways < OVER_WAYS && overlap_ranks(ways) < world && world % overlap_ranks(ways) == 0) ways++;
+    return ways;
+}
+static inline void overlap_set(OverlapChoice *o, int way) {
+    for (int k = 0; k < OVER_KINDS; k++) o->on[k] = o->never[k] ? 0 : overlap_ranks(way);
+}
+// Where a product with its exchange begins and ends, on the compute stream.
+static inline void overlap_begin(OverlapChoice *o, OverlapKind kind, cudaStream_t stream) {
+    if (!o->measures || o->regions == OVER_REGIONS) return;
+    cudaEvent_t *events = o->events[o->regions];
+    o->kinds[o->regions] = kind;
+    for (int i = 0; i < 2 && !events[i]; i++) cudaCheck(cudaEventCreate(&events[i]));
+    cudaCheck(cudaEventRecord(events[0], stream));
+}
+static inline void overlap_end(OverlapChoice *o, cudaStream_t stream) {
+    if (!o->measures || o->regions == OVER_REGIONS) return;
+    cudaCheck(cudaEventRecord(o->events[o->regions++][1], stream));
+}
+// A micro-step is over; repeat: from 0.
+static inline void overlap_read(OverlapChoice *o, int repeat, cudaStream_t stream) {
+    cudaCheck(cudaStreamSynchronize(stream));
+    for (int i = 0; i < o->regions; i++) {
+        float ms;
+        cudaCheck(cudaEventElapsedTime(&ms, o->events[i][0], o->events[i][1]));
+        o->best[o->way][i] = repeat == 0 || ms < o->best[o->way][i] ? ms : o->best[o->way][i];
+    }
+}
+// All ranks of the job get the same times and so decide alike.
+static inline void overlap_decide(OverlapChoice *o, const Comm *job, int differs) {
+    typedef double Times[OVER_WAYS][OVER_KINDS];
+    Times *all = (Times *)malloc_or_die((size_t)job->world * sizeof *all);
+    memset(o->us, 0, sizeof o->us);
+    for (int way = 0; way < o->ways; way++)
+        for (int i = 0; i < o->regions; i++) o->us[way][o->kinds[i]] += 1e3 * (double)o->best[way][i];
+    comm_gather_all(job, o->us, sizeof o->us, all);
+    for (int k = 0; k < OVER_KINDS; k++) {
+        int best = 0;
+        for (int way = 0; way < o->ways; way++) {
+            for (int r = 0; r < job->world; r++) o->us[way][k] = fmax(o->us[way][k], all[r][way][k]);
+            if (o->us[way][k] < (best ? 1 : OVER_GAIN) * o->us[best][k]) best = way;
+        }
+        o->on[k] = differs || o->never[k] ? 0 : overlap_ranks(best);
+    }
+    o->differs = differs;
+    free(all);
+}
+static inline void overlap_print(const OverlapChoice *o, FILE *f) {
+    int on = 0;
+    for (int k = 0; k < OVER_KINDS; k++) on += o->on[k] > 0;
+    fprintf(f, "rows between tensor-parallel ranks: %d of %d kinds of products overlap%s\n", on, (int)OVER_KINDS,
+            o->differs ? ": overlapped, gradients had other bits" : "");
+    for (int k = 0; k < OVER_KINDS; k++) {
+        fprintf(f, "  %-22s ", overlap_names[k]);
+        for (int way = 0; way < o->ways && o->us[0][k] > 0; way++) {
+            if (way == 0) fprintf(f, "synchronous %9.1f us", o->us[way][k]);
+            else fprintf(f, ", by %d %s %9.1f", overlap_ranks(way), way == 1 ? "rank's rows" : "ranks'", o->us[way][k]);
+        }
+        if (o->never[k]) fprintf(f, ": synchronous, it sums a bias gradient over all rows\n");
+        else if (o->on[k]) fprintf(f, ": overlapped, by %d\n", o->on[k]);
+        else fprintf(f, ": synchronous\n");
+    }
+}
+static inline void overlap_close(OverlapChoice *o) {
+    for (auto &region : o->events)
+        for (cudaEvent_t event : region)
+            if (event) cudaCheck(cudaEventDestroy(event));
+}
+
+#endif
