@@ -1,10 +1,10 @@
-// The ranks of a job and what they say to each other, over MPI. Everything is exact: sums run over ranks in their order, so
-// that all ranks hold the same bits and take the same decisions; sizes are bounded per message; the watchdog sees every call.
-// A Comm is a group of ranks: the whole job, or (comm_split) a part of it that speaks among itself.
+// The ranks of a job and what they say to each other, over MPI. Everything is exact: sums run over ranks in their
+// order, so that all ranks hold the same bits and take the same decisions; sizes are bounded per message; the watchdog
+// sees every call. A Comm is a group of ranks: the whole job, or (comm_split) a part of it that speaks among itself.
 //
-// MPI is used where the build has it (USE_MPI) and a launcher started the process (mpirun, srun --mpi=pmix). Otherwise the
-// job is one rank, and every function returns at once. A build without MPI that was started as several processes stops:
-// they would be as many trainers writing one folder. When one rank dies (die, require), all end with status 1.
+// MPI is used where the build has it (USE_MPI) and a launcher started the process (mpirun, srun --mpi=pmix). Otherwise
+// the job is one rank, and every function returns at once. A build without MPI that was started as several processes
+// stops: they would be as many trainers writing one folder. When one rank dies (die, require), all end with status 1.
 #ifndef LLMC_COMM_H
 #define LLMC_COMM_H
 
@@ -32,12 +32,14 @@ typedef struct {
 } Comm;
 #define COMM_ALONE {0, 1, 0, 1, "this host", 0, 0, 1}  // one rank, no job
 
-enum { COMM_MESSAGE = 1 << 28, COMM_PIECE = 1 << 16 };  // bytes of a message at most; floats of a rank's piece that are summed at a time
+enum { COMM_MESSAGE = 1 << 28 };  // bytes of a message at most
+enum { COMM_PIECE = 1 << 16 };    // floats of a rank's piece that are summed at a time
 
-// How many processes the launcher says it started; 0: there was none. mpirun under a batch system comes first: its own variables
-// describe the job, the batch system's its daemons.
+// How many processes the launcher says it started; 0: there was none. mpirun under a batch system comes first: its own
+// variables describe the job, the batch system's its daemons.
 static inline int comm_launched(void) {
-    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"};
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE",
+                                        "SLURM_STEP_NUM_TASKS"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         const char *value = getenv(names[i]);
         if (value) return i < 3 || atoi(value) > 1 ? atoi(value) : 0;
@@ -48,7 +50,14 @@ static inline int comm_launched(void) {
 // ---- all that is asked of MPI
 
 #ifdef USE_MPI
-#define mpiCheck(call) do { int s_ = (call); char t_[MPI_MAX_ERROR_STRING] = ""; int n_; if (s_ != MPI_SUCCESS) { MPI_Error_string(s_, t_, &n_); die("%s: %s\nsee what the other ranks say, and the network", #call, t_); } } while (0)
+static inline void mpi_check(int status, const char *call) {
+    char text[MPI_MAX_ERROR_STRING] = "";
+    int length;
+    if (status == MPI_SUCCESS) return;
+    MPI_Error_string(status, text, &length);
+    die("%s: %s\nsee what the other ranks say, and the network", call, text);
+}
+#define mpiCheck(call) mpi_check((call), #call)
 enum { COMM_MAX_GROUPS = 8 };
 static MPI_Comm comm_groups[COMM_MAX_GROUPS];  // the job, the ranks of this host, what was split
 static int comm_num_groups = 2;
@@ -56,10 +65,11 @@ static int comm_num_groups = 2;
 static inline void mpi_open(Comm *c, int *argc, char ***argv) {
     int level;
     const char *here = getenv("OMPI_COMM_WORLD_LOCAL_SIZE");
-    // Open MPI ends a rank that lost its connection to another host: a second later, so that there the watchdog speaks first.
+    // Open MPI ends a rank that lost its connection to another host: a second later, so that the watchdog speaks first.
     if (!here || atoi(here) < comm_launched()) setenv("OMPI_MCA_mpi_abort_delay", "1", 0);
     mpiCheck(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &level));  // the watchdog and other threads may abort
-    require(level == MPI_THREAD_MULTIPLE, "this MPI does not allow calls from several threads\nuse one built with MPI_THREAD_MULTIPLE, such as Open MPI 4 or newer");
+    require(level == MPI_THREAD_MULTIPLE, "this MPI does not allow calls from several threads\nuse one built with "
+                                          "MPI_THREAD_MULTIPLE, such as Open MPI 4 or newer");
     mpiCheck(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN));
     mpiCheck(MPI_Comm_rank(MPI_COMM_WORLD, &c->rank));
     mpiCheck(MPI_Comm_size(MPI_COMM_WORLD, &c->world));
@@ -76,31 +86,34 @@ static inline int mpi_split(int color, int rank) {
 static inline void mpi_close(void) { mpiCheck(MPI_Finalize()); }
 static inline void mpi_abort(void) { MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE); }
 static inline void mpi_barrier(int group) { mpiCheck(MPI_Barrier(comm_groups[group])); }
-static inline void mpi_broadcast(int group, void *data, size_t bytes, int root) { mpiCheck(MPI_Bcast(data, (int)bytes, MPI_BYTE, root, comm_groups[group])); }
-static inline void mpi_all_gather(const void *mine, size_t bytes, void *all) { mpiCheck(MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD)); }
+static inline void mpi_broadcast(int group, void *data, size_t bytes, int root) {
+    mpiCheck(MPI_Bcast(data, (int)bytes, MPI_BYTE, root, comm_groups[group]));
+}
 static inline void mpi_exchange(const Comm *c, int to, const void *send, int from, void *receive, size_t bytes) {
     watchdog_peers(c->first + to * c->stride, c->first + from * c->stride);
-    mpiCheck(MPI_Sendrecv(send, (int)bytes, MPI_BYTE, to, 0, receive, (int)bytes, MPI_BYTE, from, 0, comm_groups[c->group], MPI_STATUS_IGNORE));
+    mpiCheck(MPI_Sendrecv(send, (int)bytes, MPI_BYTE, to, 0, receive, (int)bytes, MPI_BYTE, from, 0,
+                          comm_groups[c->group], MPI_STATUS_IGNORE));
     watchdog_peers(-1, -1);
 }
 #else
-static inline void mpi_open(Comm *c, int *argc, char ***argv) { (void)c; (void)argc; (void)argv; }
-static inline void mpi_close(void) {}
-static inline void mpi_abort(void) {}
-static inline int mpi_split(int color, int rank) { (void)color; (void)rank; return 0; }
-static inline void mpi_barrier(int group) { (void)group; }
-static inline void mpi_broadcast(int group, void *data, size_t bytes, int root) { (void)group; (void)data; (void)bytes; (void)root; }
-static inline void mpi_all_gather(const void *mine, size_t bytes, void *all) { memcpy(all, mine, bytes); }
-static inline void mpi_exchange(const Comm *c, int to, const void *send, int from, void *receive, size_t bytes) { (void)c; (void)to; (void)send; (void)from; memset(receive, 0, bytes); }
+// Nobody else is there. Tests that play several ranks in one process hear zeros.
+#define mpi_open(c, argc, argv) ((void)(argc), (void)(argv))
+#define mpi_close() ((void)0)
+#define mpi_abort() ((void)0)
+#define mpi_split(color, rank) 0
+#define mpi_barrier(group) ((void)0)
+#define mpi_broadcast(group, data, bytes, root) ((void)(data), (void)(root))
+#define mpi_exchange(c, to, send, from, receive, bytes) ((void)(to), (void)(send), memset((receive), 0, (bytes)))
 #endif
 
-// ---- life
+// ---- how a job ends, and what ranks of a host share
 
-// mpirun ends when the daemon on every host has answered: for ever not, if a host is lost or its network. A child in a session of
-// its own, which mpirun does not end together with this rank, gives it (or this host's daemon) time, and then ends it.
-// Nothing here needs a lock that a hanging thread may hold.
+// mpirun ends when the daemon on every host has answered: for ever not, if a host is lost or its network. A child in a
+// session of its own, which mpirun does not end together with this rank, gives it (or this host's daemon) time, and
+// then ends it. Nothing here needs a lock that a hanging thread may hold.
 static inline void comm_end_launcher(void) {
-    static const char *const names[] = {"prterun", "prted", "mpirun", "mpiexec", "orterun", "orted", "mpiexec.hydra", "hydra_pmi_proxy"};
+    static const char *const names[] = {"prterun", "prted", "mpirun",        "mpiexec",
+                                        "orterun", "orted", "mpiexec.hydra", "hydra_pmi_proxy"};
     char path[64], name[32] = "";
     int known = 0;
     const pid_t launcher = getppid();
@@ -112,8 +125,9 @@ static inline void comm_end_launcher(void) {
     setsid();
     for (int fd = 0; fd < 1 << 16; fd++) close(fd);
     struct pollfd ended = {(int)syscall(SYS_pidfd_open, launcher, 0), POLLIN, 0};
-    const struct { int wait_ms, signal; } stages[] = {{4000, SIGTERM}, {500, SIGTERM}, {500, SIGTERM}, {1000, SIGKILL}};  // mpirun gives in at the third
-    for (int i = 0; i < 4 && ended.fd >= 0 && poll(&ended, 1, stages[i].wait_ms) == 0; i++) kill(launcher, stages[i].signal);
+    const int wait_ms[] = {4000, 500, 500, 1000}, signals[] = {SIGTERM, SIGTERM, SIGTERM, SIGKILL};
+    for (int i = 0; i < 4 && ended.fd >= 0 && poll(&ended, 1, wait_ms[i]) == 0; i++)
+        kill(launcher, signals[i]);  // mpirun gives in at the third
     _exit(EXIT_SUCCESS);
 }
 
@@ -125,15 +139,16 @@ static inline void comm_abort(void) {
     mpi_abort();
 }
 
-// Memory shared by the ranks of this host, zeros at first. It is the first local rank's open descriptor and has no name in
-// any folder: nothing can stay behind. NULL where that is not possible (ranks in different containers).
+// Memory shared by the ranks of this host, zeros at first. It is the first local rank's open descriptor and has no name
+// in any folder: nothing can stay behind. NULL where that is not possible (ranks in different containers).
 static inline void *comm_share(const Comm *c, size_t bytes) {
     int64_t where[3] = {(int64_t)getpid(), -1, (int64_t)(1e9 * now_seconds())};
     char name[64], path[64], target[128] = "";
     if (c->local_rank == 0) {
         snprintf(name, sizeof name, "llmc-%llx", (long long)where[2]);
         where[1] = memfd_create(name, MFD_CLOEXEC);
-        require(where[1] >= 0 && ftruncate((int)where[1], (off_t)bytes) == 0, "cannot make shared memory: %s\ncheck the memory limits of the job", strerror(errno));
+        require(where[1] >= 0 && ftruncate((int)where[1], (off_t)bytes) == 0,
+                "cannot make shared memory: %s\ncheck the memory limits of the job", strerror(errno));
     }
     if (c->local_world > 1) mpi_broadcast(1, where, sizeof where, 0);
     snprintf(name, sizeof name, "/memfd:llmc-%llx", (long long)where[2]);
@@ -146,6 +161,99 @@ static inline void *comm_share(const Comm *c, size_t bytes) {
     if (c->local_rank == 0) close((int)where[1]);
     return memory == MAP_FAILED ? NULL : memory;
 }
+
+// ---- collectives: all ranks of a group call them in the same order
+
+static inline size_t comm_part(size_t total, size_t at, size_t most) { return total - at < most ? total - at : most; }
+
+static inline void comm_barrier(const Comm *c) {
+    if (c->world == 1) return;
+    const uint64_t op = watchdog_op_begin("barrier", 0, OP_STARTED);
+    mpi_barrier(c->group);
+    watchdog_op_done(op);
+}
+static inline void comm_broadcast(const Comm *c, void *data, size_t bytes, int root) {
+    if (c->world == 1) return;
+    const uint64_t op = watchdog_op_begin("broadcast", bytes, OP_STARTED);
+    for (size_t at = 0; at < bytes; at += COMM_MESSAGE)
+        mpi_broadcast(c->group, (char *)data + at, comm_part(bytes, at, COMM_MESSAGE), root);
+    watchdog_op_done(op);
+}
+// data: `world` pieces of which piece `rank` is mine; afterwards all are there. In each of world - 1 rounds everybody
+// has another partner.
+static inline void comm_all_gather(const Comm *c, void *data, size_t bytes_per_rank) {
+    if (c->world == 1) return;
+    const uint64_t op = watchdog_op_begin("all_gather", bytes_per_rank * (size_t)c->world, OP_STARTED);
+    char *pieces = (char *)data;
+    for (int k = 1; k < c->world; k++) {
+        const int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
+        for (size_t at = 0; at < bytes_per_rank; at += COMM_MESSAGE)
+            mpi_exchange(c, to, pieces + (size_t)c->rank * bytes_per_rank + at, from,
+                         pieces + (size_t)from * bytes_per_rank + at, comm_part(bytes_per_rank, at, COMM_MESSAGE));
+    }
+    watchdog_op_done(op);
+}
+static inline void comm_gather_all(const Comm *c, const void *mine, size_t bytes, void *all /*world * bytes*/) {
+    memcpy((char *)all + (size_t)c->rank * bytes, mine, bytes);
+    comm_all_gather(c, all, bytes);
+}
+// data: `world` pieces; afterwards piece `rank` is the sum of that piece over ranks 0, 1, ... in this order; the others
+// keep their values. scratch: world * COMM_PIECE floats.
+static inline void comm_reduce_scatter(const Comm *c, float *data, size_t count_per_rank, float *scratch) {
+    if (c->world == 1) return;
+    const uint64_t op =
+        watchdog_op_begin("reduce_scatter", count_per_rank * (size_t)c->world * sizeof(float), OP_STARTED);
+    float *mine = data + (size_t)c->rank * count_per_rank;
+    for (size_t at = 0; at < count_per_rank; at += COMM_PIECE) {
+        const size_t n = comm_part(count_per_rank, at, COMM_PIECE);
+        for (int k = 1; k < c->world; k++) {
+            const int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
+            mpi_exchange(c, to, data + (size_t)to * count_per_rank + at, from, scratch + (size_t)from * COMM_PIECE,
+                         n * sizeof(float));
+        }
+        memcpy(scratch + (size_t)c->rank * COMM_PIECE, mine + at, n * sizeof(float));
+        memcpy(mine + at, scratch, n * sizeof(float));
+        for (int r = 1; r < c->world; r++)
+            for (size_t i = 0; i < n; i++) mine[at + i] += scratch[(size_t)r * COMM_PIECE + i];
+    }
+    watchdog_op_done(op);
+}
+// What all ranks have, in a new array (world, bytes): free() it.
+static inline void *comm_gathered(const Comm *c, const void *mine, size_t bytes) {
+    void *all = malloc_or_die((size_t)c->world * bytes);
+    comm_gather_all(c, mine, bytes, all);
+    return all;
+}
+static inline double comm_sum(const Comm *c, double x) {  // in the order of ranks
+    double *all = (double *)comm_gathered(c, &x, sizeof x), sum = 0;
+    for (int r = 0; r < c->world; r++) sum += all[r];
+    free(all);
+    return sum;
+}
+static inline int comm_or(const Comm *c, int flags) {  // any rank's flags become everyone's
+    int *all = (int *)comm_gathered(c, &flags, sizeof flags), together = flags;
+    for (int r = 0; r < c->world; r++) together |= all[r];
+    free(all);
+    return together;
+}
+// Parts of the job met unequally often: from here on all ranks count alike again, because the watchdog knows by the
+// number who is behind.
+static inline void comm_align(const Comm *job) {
+    if (job->world == 1) return;
+    uint64_t mine = watchdog_mine->ops, most = 0, *all = (uint64_t *)comm_gathered(job, &mine, sizeof mine);
+    for (int r = 0; r < job->world; r++) most = all[r] > most ? all[r] : most;
+    WATCHDOG_SET(watchdog_mine->done, most + 1);
+    WATCHDOG_SET(watchdog_mine->ops, most + 1);
+    free(all);
+}
+// For what all ranks find alike: rank 0 says it, all end.
+static inline void comm_leave(void) {
+    sleep(8);
+    _exit(EXIT_FAILURE);
+}
+#define comm_require(c, condition, ...) ((condition) ? (void)0 : (c)->rank == 0 ? die(__VA_ARGS__) : comm_leave())
+
+// ---- life
 
 // timeout: seconds without progress after which the watchdog ends the job.
 static inline Comm comm_open(int *argc, char ***argv, double timeout) {
@@ -163,15 +271,16 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
         watchdog_start(&alone, 1, 0, die_rank, timeout, comm_end_launcher);
         op = watchdog_op_begin("start of MPI", 0, OP_STARTED);
         mpi_open(&c, argc, argv);
-        hosts = (char (*)[64])calloc_or_die((size_t)c.world * sizeof *hosts);
-        mpi_all_gather(c.host, sizeof c.host, hosts);
+        hosts = (char (*)[64])comm_gathered(&c, c.host, sizeof c.host);
     }
     die_rank = c.world > 1 ? c.rank : -1;
-    require(launched <= c.world, "this program was started as %d processes, but they do not see each other\n%s", launched,
+    require(launched <= c.world, "this program was started as %d processes, but they do not see each other\n%s",
+            launched,
             #ifdef USE_MPI
             "start it with the mpirun of the MPI that it was built with, or srun --mpi=pmix");
             #else
-            "this build has no MPI and trains on one rank: start it without mpirun; or install MPI, see make doctor, and build again");
+            "this build has no MPI and trains on one rank: start it without mpirun; or install MPI, see make doctor, "
+            "and build again");
             #endif
     if (launched) die_hook = comm_abort;
     WatchdogSlot *slots = (WatchdogSlot *)comm_share(&c, (size_t)c.local_world * sizeof(WatchdogSlot));
@@ -181,7 +290,8 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
     }
     if (slots) watchdog_start(slots, c.local_world, c.local_rank, c.rank, timeout, comm_abort);
     else watchdog_start((WatchdogSlot *)calloc_or_die(sizeof(WatchdogSlot)), 1, 0, c.rank, timeout, comm_abort);
-    if (watchdog.count < c.world) { watchdog.hosts = (const char (*)[64])hosts; watchdog.world = c.world; }
+    watchdog.world = c.world;
+    if (watchdog.count < c.world) watchdog.hosts = (const char (*)[64])hosts;
     else free(hosts);
     if (c.world > 1) mpi_barrier(1);  // every neighbour shows itself before anyone may be missed
     return c;
@@ -196,111 +306,29 @@ static inline void comm_close(Comm *c) {
     memset(c, 0, sizeof *c);
 }
 
-// The group of this rank when all ranks of the job fall into groups of `world`, each of them rank first, first + stride, ... of the job.
-// All ranks call it alike; what they name differs in `first` alone.
+// The group of this rank when all ranks of the job fall into groups of `world`, each of them rank first, first +
+// stride, ... of the job. All ranks call it alike; what they name differs in `first` alone.
 static inline Comm comm_split(const Comm *job, int first, int stride, int world) {
     Comm c = *job;
-    c.rank = (job->rank - first) / stride; c.world = world; c.first = first; c.stride = stride;
+    c.rank = (job->rank - first) / stride;
+    c.world = world;
+    c.first = first;
+    c.stride = stride;
     assert(c.rank >= 0 && c.rank < world && first + c.rank * stride == job->rank);
     if (world > 1 && world < job->world) c.group = mpi_split(first, c.rank);
     return c;
 }
 
-// ---- collectives: all ranks of a group call them in the same order
-
-static inline size_t comm_part(size_t total, size_t at, size_t most) { return total - at < most ? total - at : most; }
-
-static inline void comm_barrier(const Comm *c) {
-    if (c->world == 1) return;
-    const uint64_t op = watchdog_op_begin("barrier", 0, OP_STARTED);
-    mpi_barrier(c->group);
-    watchdog_op_done(op);
-}
-static inline void comm_broadcast(const Comm *c, void *data, size_t bytes, int root) {
-    if (c->world == 1) return;
-    const uint64_t op = watchdog_op_begin("broadcast", bytes, OP_STARTED);
-    for (size_t at = 0; at < bytes; at += COMM_MESSAGE) mpi_broadcast(c->group, (char *)data + at, comm_part(bytes, at, COMM_MESSAGE), root);
-    watchdog_op_done(op);
-}
-// data: `world` pieces of which piece `rank` is mine; afterwards all are there. In each of world - 1 rounds everybody has another partner.
-static inline void comm_all_gather(const Comm *c, void *data, size_t bytes_per_rank) {
-    if (c->world == 1) return;
-    const uint64_t op = watchdog_op_begin("all_gather", bytes_per_rank * (size_t)c->world, OP_STARTED);
-    char *pieces = (char *)data;
-    for (int k = 1; k < c->world; k++) {
-        const int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
-        for (size_t at = 0; at < bytes_per_rank; at += COMM_MESSAGE)
-            mpi_exchange(c, to, pieces + (size_t)c->rank * bytes_per_rank + at, from, pieces + (size_t)from * bytes_per_rank + at, comm_part(bytes_per_rank, at, COMM_MESSAGE));
-    }
-    watchdog_op_done(op);
-}
-static inline void comm_gather_all(const Comm *c, const void *mine, size_t bytes, void *all /*world * bytes*/) {
-    memcpy((char *)all + (size_t)c->rank * bytes, mine, bytes);
-    comm_all_gather(c, all, bytes);
-}
-// data: `world` pieces; afterwards piece `rank` is the sum of that piece over ranks 0, 1, ... in this order; the others keep
-// their values. scratch: world * COMM_PIECE floats.
-static inline void comm_reduce_scatter(const Comm *c, float *data, size_t count_per_rank, float *scratch) {
-    if (c->world == 1) return;
-    const uint64_t op = watchdog_op_begin("reduce_scatter", count_per_rank * (size_t)c->world * sizeof(float), OP_STARTED);
-    float *mine = data + (size_t)c->rank * count_per_rank;
-    for (size_t at = 0; at < count_per_rank; at += COMM_PIECE) {
-        const size_t n = comm_part(count_per_rank, at, COMM_PIECE);
-        for (int k = 1; k < c->world; k++) {
-            const int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
-            mpi_exchange(c, to, data + (size_t)to * count_per_rank + at, from, scratch + (size_t)from * COMM_PIECE, n * sizeof(float));
-        }
-        memcpy(scratch + (size_t)c->rank * COMM_PIECE, mine + at, n * sizeof(float));
-        memcpy(mine + at, scratch, n * sizeof(float));
-        for (int r = 1; r < c->world; r++)
-            for (size_t i = 0; i < n; i++) mine[at + i] += scratch[(size_t)r * COMM_PIECE + i];
-    }
-    watchdog_op_done(op);
-}
-static inline double comm_sum(const Comm *c, double x) {  // in the order of ranks
-    double *all = (double *)malloc_or_die((size_t)c->world * sizeof x), sum = 0;
-    comm_gather_all(c, &x, sizeof x, all);
-    for (int r = 0; r < c->world; r++) sum += all[r];
-    free(all);
-    return sum;
-}
-static inline void comm_sum_floats(const Comm *c, float *x, int count) {  // the same in fp32: the bits of p2p_all_reduce
-    float *all = (float *)malloc_or_die((size_t)c->world * (size_t)count * sizeof *x);
-    comm_gather_all(c, x, (size_t)count * sizeof *x, all);
-    for (int i = 0; i < count; i++) {
-        x[i] = all[i];
-        for (int r = 1; r < c->world; r++) x[i] += all[r * count + i];
-    }
-    free(all);
-}
-static inline int comm_or(const Comm *c, int flags) {  // any rank's flags become everyone's
-    int *all = (int *)malloc_or_die((size_t)c->world * sizeof flags), together = flags;
-    comm_gather_all(c, &flags, sizeof flags, all);
-    for (int r = 0; r < c->world; r++) together |= all[r];
-    free(all);
-    return together;
-}
-// Parts of the job met unequally often: from here on all ranks count alike again, because the watchdog knows by the number who is behind.
-static inline void comm_align(const Comm *job) {
-    if (job->world == 1) return;
-    uint64_t *all = (uint64_t *)malloc_or_die((size_t)job->world * sizeof *all), mine = watchdog_mine->ops, most = 0;
-    comm_gather_all(job, &mine, sizeof mine, all);
-    for (int r = 0; r < job->world; r++) most = all[r] > most ? all[r] : most;
-    WATCHDOG_SET(watchdog_mine->done, most + 1);
-    WATCHDOG_SET(watchdog_mine->ops, most + 1);
-    free(all);
-}
-// For what all ranks find alike: rank 0 says it, all end.
-#define comm_require(c, condition, ...) do { if (!(condition)) { if ((c)->rank == 0) die(__VA_ARGS__); sleep(8); _exit(EXIT_FAILURE); } } while (0)
-
 // ---- cores
 
-// Open MPI binds each of one or two ranks to one core, although a rank has several threads. One that is bound so, and whose share of the cores that
-// the launcher itself may use is larger, gets its share: the ranks of a host one stretch after another. Returns its cores then, 0 if nothing changed.
+// Open MPI binds each of one or two ranks to one core, although a rank has several threads. One that is bound so, and
+// whose share of the cores that the launcher itself may use is larger, gets its share: the ranks of a host one stretch
+// after another. Returns its cores then, 0 if nothing changed.
 static inline int comm_spread(const Comm *c, pid_t launcher) {
     cpu_set_t bound, all, mine;
     CPU_ZERO(&mine);
-    if (sched_getaffinity(0, sizeof bound, &bound) != 0 || CPU_COUNT(&bound) > 2 /*two threads of one core*/ || sched_getaffinity(launcher, sizeof all, &all) != 0) return 0;
+    if (sched_getaffinity(0, sizeof bound, &bound) != 0 || sched_getaffinity(launcher, sizeof all, &all) != 0) return 0;
+    if (CPU_COUNT(&bound) > 2 /*two threads of one core*/) return 0;
     const int share = CPU_COUNT(&all) / c->local_world;
     if (share <= CPU_COUNT(&bound)) return 0;
     for (int core = 0, seen = 0; core < CPU_SETSIZE; core++)
@@ -310,19 +338,20 @@ static inline int comm_spread(const Comm *c, pid_t launcher) {
 // Its cores, shared with the ranks that the launcher bound to the same.
 static inline int comm_threads(const Comm *c) {
     typedef struct { char host[64]; cpu_set_t cores; } Place;
-    Place mine, *all = (Place *)malloc_or_die((size_t)c->world * sizeof(Place));
+    Place mine;
     int sharing = 0;
     memset(&mine, 0, sizeof mine);
     memcpy(mine.host, c->host, sizeof mine.host);
     if (sched_getaffinity(0, sizeof mine.cores, &mine.cores) != 0) CPU_SET(0, &mine.cores);
-    comm_gather_all(c, &mine, sizeof mine, all);
+    Place *all = (Place *)comm_gathered(c, &mine, sizeof mine);
     for (int r = 0; r < c->world; r++) sharing += memcmp(&all[r], &mine, sizeof mine) == 0;
     free(all);
     const int cores = CPU_COUNT(&mine.cores);
     return cores > sharing ? cores / sharing : 1;
 }
-// All ranks of the job, before they start threads. threads: what the user wants, or 0. Then, if OMP_NUM_THREADS is not set either, a rank that a
-// launcher started computes with all its cores. Only Open MPI's mpirun is known to bind unasked: a batch system's binding is an allocation.
+// All ranks of the job, before they start threads. threads: what the user wants, or 0. Then, if OMP_NUM_THREADS is not
+// set either, a rank that a launcher started computes with all its cores. Only Open MPI's mpirun is known to bind
+// unasked: a batch system's binding is an allocation.
 static inline void comm_use_cores(const Comm *c, int threads) {
     const int asked = threads > 0 || getenv("OMP_NUM_THREADS");
     if (!asked && comm_launched()) {

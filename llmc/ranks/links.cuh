@@ -1,6 +1,6 @@
-// What joins this rank's GPU to those of others: gradients and weights by unit (zero.cuh), rows of a tensor-parallel group
-// (rows.cuh), and short messages, which go peer to peer (p2p.cuh) where GPUs reach each other's memory, else through NCCL. With
-// one rank nothing is opened.
+// What joins this rank's GPU to those of others: gradients and weights by unit (zero.cuh), rows of a tensor-parallel
+// group (rows.cuh), and short messages, which go peer to peer (p2p.cuh) where GPUs reach each other's memory, else
+// through NCCL. With one rank nothing is opened.
 #ifndef LLMC_LINKS_CUH
 #define LLMC_LINKS_CUH
 
@@ -10,9 +10,9 @@
 enum { SHORT_LOSS, SHORT_DATA, SHORT_TENSOR, NUM_SHORT };
 static const char *const short_names[NUM_SHORT] = {"loss and norm", "data parallel", "tensor parallel"};
 enum { TENSOR_CTAS = 32 };  // of NCCL, for rows
-// Above so many bytes, of all pieces, a message is NCCL's. In a tensor-parallel group the stream that computes waits; two GPUs
-// break even at 8 to 16 MiB. In a data-parallel one blocks take SMs from backward for as long as the slowest rank takes to come
-// (a guess).
+// Above so many bytes, of all pieces, a message is NCCL's. In a tensor-parallel group the stream that computes waits;
+// two GPUs break even at 8 to 16 MiB. In a data-parallel one blocks take SMs from backward for as long as the slowest
+// rank takes to come (a guess).
 enum { SHORT_TENSOR_BYTES = 8 << 20, SHORT_DATA_BYTES = 256 << 10 };
 
 typedef struct {
@@ -31,18 +31,18 @@ static inline const Comm *short_group(const Mesh *mesh, int which) {
 static inline size_t short_bytes(int which) {
     return which == SHORT_LOSS ? 2 * sizeof(float) : which == SHORT_DATA ? SHORT_DATA_BYTES : SHORT_TENSOR_BYTES;
 }
-// Why p2p.cuh is not even tried, as far as one rank knows; NULL: p2p_open finds out. Ranks that share a GPU take turns at every
-// wait, which is slow: they only push rows.
+// Why p2p.cuh is not even tried, as far as one rank knows; NULL: p2p_open finds out. Ranks that share a GPU take turns
+// at every wait, which is slow: they only push rows.
 static inline const char *why_not_p2p(const Options *o, const Mesh *mesh, int which, int pushes) {
     if (!o->p2p) return "--p2p 0";
     if (ranks_share_gpu && !(which == SHORT_TENSOR && pushes)) return "ranks may share a GPU";
     return short_group(mesh, which)->world > P2P_RANKS ? "more than 8 ranks" : NULL;
 }
 
-// Names the buffers of links, which must not move. row_elements: of all rows of the residual stream; copied, copies: gradients
-// that a group has copies of, in elements and in stretches.
-static inline void links_request(Links *k, const Options *o, const Mesh *mesh, int trains, int may_overlap, size_t row_elements,
-                                 size_t copied, int copies, Memory *memory) {
+// Names the buffers of links, which must not move. row_elements: of all rows of the residual stream; copied, copies:
+// gradients that a group has copies of, in elements and in stretches.
+static inline void links_request(Links *k, const Options *o, const Mesh *mesh, int trains, int may_overlap,
+                                 size_t row_elements, size_t copied, int copies, Memory *memory) {
     const size_t ranks = (size_t)mesh->tp.world, batch = copied < COPY_BATCH ? copied : (size_t)COPY_BATCH;
     for (int i = 0; i < NUM_SHORT; i++) {
         const size_t rows = i == SHORT_TENSOR && may_overlap ? push_bytes(row_elements * sizeof(floatX)) : 0;
@@ -92,7 +92,8 @@ static inline void links_open_overlap(Links *k, const Options *o, size_t bytes, 
     const int failed = comm_or(job, !p2p->opened);
     comm_align(job);
     if (failed && !*why) snprintf(why, sizeof k->why_not[SHORT_TENSOR], "another group of ranks cannot push rows");
-    comm_require(job, !failed || o->tp_overlap < 0, "--tp-overlap 1: %s\nleave it out: ranks then exchange rows through NCCL", why);
+    comm_require(job, !failed || o->tp_overlap < 0,
+                 "--tp-overlap 1: %s\nleave it out: ranks then exchange rows through NCCL", why);
     if (failed && job->rank == 0) printf("rows between tensor-parallel ranks: synchronous: %s\n", why);
     if (failed) return;
     push_open(&x->push, p2p, bytes);

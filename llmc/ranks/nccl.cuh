@@ -1,9 +1,9 @@
-// Collectives of a group of ranks, on one stream. NCCL carries them; short ones go peer to peer (p2p.cuh) where nccl_shorten gave
-// a workspace of the same group and stream. What is gathered is the same. A sum that NCCL rounds to bf16 after each hop is there
-// one in fp32 over ranks 0, 1, ... and rounded once: bitwise identical for two ranks.
+// Collectives of a group of ranks, on one stream. NCCL carries them; short ones go peer to peer (p2p.cuh) where
+// nccl_shorten gave a workspace of the same group and stream. What is gathered is the same. A sum that NCCL rounds to
+// bf16 after each hop is there one in fp32 over ranks 0, 1, ... and rounded once: bitwise identical for two ranks.
 //
-// Each call is an entry of the watchdog's ring, and the stream itself says when it begins and when it is done, so that a report
-// names the collective that stands. The watchdog also asks NCCL for errors: one of a peer ends the job.
+// Each call is an entry of the watchdog's ring, and the stream itself says when it begins and when it is done, so that
+// a report names the collective that stands. The watchdog also asks NCCL for errors: one of a peer ends the job.
 // With one rank every call returns at once.
 #ifndef LLMC_NCCL_CUH
 #define LLMC_NCCL_CUH
@@ -11,7 +11,8 @@
 #include "nccl_calls.cuh"
 #include "p2p.cuh"
 
-// Streams whose progress the watchdog sees: gradients and weights (zero.cuh), rows (rows.cuh), and each class of push.cuh.
+// Streams whose progress the watchdog sees: gradients and weights (zero.cuh), rows (rows.cuh), and each class of
+// push.cuh.
 enum NcclLane { LANE_DATA, LANE_TENSOR, LANE_PUSH };
 
 typedef struct {
@@ -91,8 +92,10 @@ static inline void nccl_bundle_end(Nccl *n) {
     lane_end(n->lane, n->bundle, n->stream);
     n->bundle = 0;
 }
+// all: of `to` or `from`, what has a piece for each rank, where p2p.cuh works in place
 template <typename T>
-static inline void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *to, const T *from, size_t count, T *all) {
+static inline void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *to, const T *from, size_t count,
+                            T *all) {
     const size_t bytes = (size_t)n->world * count * sizeof(T);
     const int is_short = nccl_is_short(n, bytes);
     if (n->world == 1) return;
@@ -114,8 +117,10 @@ template <typename T> inline void nccl_all_gather(const Nccl *n, const char *nam
 template <typename T> inline void nccl_all_gather(const Nccl *n, const char *name, T *data, size_t count) {
     nccl_all_gather(n, name, data, data + (size_t)n->rank * count, count);
 }
-// slots (world, count): what rank r has of this rank's piece of parts (world, count) comes to slot r, but for this rank's own.
-template <typename T> inline void nccl_exchange(const Nccl *n, const char *name, T *slots, const T *parts, size_t count) {
+// slots (world, count): what rank r has of this rank's piece of parts (world, count) comes to slot r, but for this
+// rank's own.
+template <typename T>
+inline void nccl_exchange(const Nccl *n, const char *name, T *slots, const T *parts, size_t count) {
     nccl_run(n, NCCL_EXCHANGE, name, slots, parts, count, (T *)NULL);
 }
 

@@ -1,5 +1,5 @@
-// All that is asked of NCCL, and the only file where a build with and without it differ. Without it there is one rank, and
-// none of these calls is made. Tests whose ranks share a GPU, which NCCL does not allow, have calls of their own
+// All that is asked of NCCL, and the only file where a build with and without it differ. Without it there is one rank,
+// and none of these calls is made. Tests whose ranks share a GPU, which NCCL does not allow, have calls of their own
 // (dev/test/nccl_for_tests.cuh).
 #ifndef LLMC_NCCL_CALLS_CUH
 #define LLMC_NCCL_CALLS_CUH
@@ -13,8 +13,8 @@ inline bool ranks_share_gpu = false;  // for those tests
 enum NcclKind {
     NCCL_REDUCE_SCATTER,  // from (world * count) -> to (count): the sum over ranks of this rank's piece
     NCCL_ALL_GATHER,      // from (count) -> to (world * count): every rank's
-    NCCL_EXCHANGE,        // from (world * count) -> to (world * count): piece r is what rank r has of this rank's piece;
-};                        // this rank's own is not copied
+    NCCL_EXCHANGE,        // from (world * count) -> to (world * count): every other rank's piece for this one
+};
 
 #ifdef USE_NCCL
 #include <nccl.h>
@@ -28,8 +28,8 @@ static inline void nccl_check(ncclResult_t status, const char *call, const char 
 }
 #define ncclCheck(call) nccl_check((call), #call, __FILE__, __LINE__)
 
-// The group's first rank makes the id, MPI carries it: no file, no address, nothing stale. `max_ctas` leaves the other SMs to
-// matmuls.
+// The group's first rank makes the id, MPI carries it: no file, no address, nothing stale. `max_ctas` leaves the other
+// SMs to matmuls.
 static inline NcclHandle nccl_connect(const Comm *comm, int max_ctas) {
     ncclUniqueId id;
     NcclHandle handle;
@@ -45,15 +45,16 @@ static inline void nccl_disconnect(NcclHandle handle) { ncclCheck(ncclCommDestro
 static inline const char *nccl_error(NcclHandle handle) {
     ncclResult_t status = ncclSuccess;
     const ncclResult_t asked = ncclCommGetAsyncError(handle, &status);
-    return asked == ncclSuccess && (status == ncclSuccess || status == ncclInProgress) ? NULL : ncclGetErrorString(status);
+    if (asked == ncclSuccess && (status == ncclSuccess || status == ncclInProgress)) return NULL;
+    return ncclGetErrorString(status);
 }
 // What NCCL is asked for between begin and end is one kernel.
 static inline void nccl_calls_begin(void) { ncclCheck(ncclGroupStart()); }
 static inline void nccl_calls_end(void) { ncclCheck(ncclGroupEnd()); }
 
 // size: of an element, which is a float or bf16
-static inline void nccl_carry(NcclHandle handle, NcclKind kind, const Comm *comm, void *to, const void *from, size_t count,
-                              size_t size, cudaStream_t stream) {
+static inline void nccl_carry(NcclHandle handle, NcclKind kind, const Comm *comm, void *to, const void *from,
+                              size_t count, size_t size, cudaStream_t stream) {
     const ncclDataType_t type = size == sizeof(float) ? ncclFloat : ncclBfloat16;
     if (kind == NCCL_REDUCE_SCATTER) ncclCheck(ncclReduceScatter(from, to, count, type, ncclSum, handle, stream));
     if (kind == NCCL_ALL_GATHER) ncclCheck(ncclAllGather(from, to, count, type, handle, stream));

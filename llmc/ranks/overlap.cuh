@@ -1,15 +1,17 @@
-// Which products of a block overlap with the exchange of their rows: what --tp-overlap says, or what was measured faster. Each
-// kind of product is decided for itself, and for all blocks alike.
+// Which products of a block overlap with the exchange of their rows: what --tp-overlap says, or what was measured
+// faster. Each kind of product is decided for itself, and for all blocks alike.
 //
-// A product overlaps in parts: of the rows of one rank, of two, of four. Fewer parts hide less, and each fills the GPU better.
-// overlap_begin and overlap_end stand around each product with its exchange; while the measurement runs they time it.
+// A product overlaps in parts: of the rows of one rank, of two, of four. Fewer parts hide less, and each fills the GPU
+// better. overlap_begin and overlap_end stand around each product with its exchange; while the measurement runs they
+// time it.
 #ifndef LLMC_OVERLAP_CUH
 #define LLMC_OVERLAP_CUH
 
 #include "../comm.h"
 #include "../cuda_common.cuh"
 
-// A block's four products, of which two read rows that are gathered and two give parts that are scattered; the same in backward.
+// A block's four products, of which two read rows that are gathered and two give parts that are scattered; the same in
+// backward.
 enum OverlapKind {
     OVER_QKV, OVER_PROJ, OVER_FC, OVER_FCPROJ, OVER_D_FCPROJ, OVER_D_FC, OVER_D_PROJ, OVER_D_QKV, OVER_KINDS
 };
@@ -64,11 +66,10 @@ static inline void overlap_read(OverlapChoice *o, int repeat, cudaStream_t strea
 // All ranks of the job get the same times and so decide alike.
 static inline void overlap_decide(OverlapChoice *o, const Comm *job, int differs) {
     typedef double Times[OVER_WAYS][OVER_KINDS];
-    Times *all = (Times *)malloc_or_die((size_t)job->world * sizeof *all);
     memset(o->us, 0, sizeof o->us);
     for (int way = 0; way < o->ways; way++)
         for (int i = 0; i < o->regions; i++) o->us[way][o->kinds[i]] += 1e3 * (double)o->best[way][i];
-    comm_gather_all(job, o->us, sizeof o->us, all);
+    Times *all = (Times *)comm_gathered(job, o->us, sizeof o->us);
     for (int k = 0; k < OVER_KINDS; k++) {
         int best = 0;
         for (int way = 0; way < o->ways; way++) {

@@ -1,45 +1,45 @@
-// All-reduce, reduce-scatter and all-gather among the GPUs of one host (at most 8) that write into each other's memory: for
-// messages so short that NCCL's start takes longer than their bytes. A rank stores what a peer needs into a place of its own in
-// the peer's workspace, then a flag. Each rank waits for flags in its own memory, which disturbs nobody else, and adds.
+// All-reduce, reduce-scatter and all-gather among the GPUs of one host (at most 8) that write into each other's memory:
+// for messages so short that NCCL's start takes longer than their bytes. A rank stores what a peer needs into a place
+// of its own in the peer's workspace, then a flag. Each rank waits for flags in its own memory, which disturbs nobody
+// else, and adds.
 //
 //   p2p_request(&p, &memory, world, max_bytes, 0)               the workspace, among the buffers of memory.cuh
 //   p2p_open(&p, &comm, stream, timeout, why, sizeof why)       0 and why, on all of them: NCCL must do it
 //   p2p_all_reduce(&p, data, count)                             data (count), in place, as are these:
 //   p2p_reduce_scatter, p2p_all_gather(&p, data, count)         data (world * count); piece k is rank k's
 //
-// Messages of up to p.max_bytes, of float or bf16, any count, any element's address; 16-byte accesses where the address is a
-// multiple of 16. Sums are taken in fp32 over ranks 0, 1, ... and rounded once: bitwise identical on all ranks, and to a plain
-// loop (but for the payload of a NaN). Three all-reduces, from short to long:
-//   lines      8 bytes that are stored hold 4 of data and the number of the call, so that no fence and no flag follow them:
-//              twice the bytes, half the way
+// Messages of up to p.max_bytes, of float or bf16, any count, any element's address; 16-byte accesses where the address
+// is a multiple of 16. Sums are taken in fp32 over ranks 0, 1, ... and rounded once: bitwise identical on all ranks,
+// and to a plain loop (but for the payload of a NaN). Three all-reduces, from short to long:
+//   lines      8 bytes that are stored hold 4 of data and the number of the call, so that no fence and no flag follow
+//              them: twice the bytes, half the way
 //   one shot   every rank gets the data of every rank and adds all of it
 //   two shots  rank k adds piece k and gives the sum to the others
 //
-// The protocol. Calls of a workspace are numbered: the call's number is its epoch, kept in device memory and advanced by the
-// kernel itself, so that a replayed graph goes on counting. Nothing is ever reset.
+// The protocol. Calls of a workspace are numbered: the call's number is its epoch, kept in device memory and advanced
+// by the kernel itself, so that a replayed graph goes on counting. Nothing is ever reset.
 //
-//       rank a, call n                          memory of rank b                      rank b, call n
-//       1 stores data          -------------->  payload [n odd or even][a]
+//       rank a, call n                  memory of rank b                    rank b, call n
+//       1 stores data        -------->  payload [n odd or even][a]
 //       2 block's barrier
-//       3 stores flag, release -------------->  flags   [n odd or even][block][a]
-//                                                                    -------------->  4 loads flag, acquire, until it is n
-//                                                                                     5 block's barrier
-//                                               payload [n odd or even][a]  ------->  6 loads data
+//       3 stores n, release  -------->  flag [n odd or even][block][a]  ->  4 loads the flag, acquire, until it is n
+//                                                                           5 block's barrier
+//                                       payload [n odd or even][a]  ----->  6 loads data
 //
-// (a) Data are there when they are read: 2 orders 1 of all threads before 3, 4 sees 3, and 5 orders 6 of all threads after 4. A
-//     line needs none of this, because its data and its epoch are one access.
-// (b) No flag is taken for another: it counts when it holds this very epoch. Memory holds 0 before the first call; when epochs
-//     wrap, 0xffffffff is followed by 2. So 0 is never an epoch, and odd and even alternate throughout.
+// (a) Data are there when they are read: 2 orders 1 of all threads before 3, 4 sees 3, and 5 orders 6 of all threads
+//     after 4. A line needs none of this, because its data and its epoch are one access.
+// (b) No flag is taken for another: it counts when it holds this very epoch. Memory holds 0 before the first call; when
+//     epochs wrap, 0xffffffff is followed by 2. So 0 is never an epoch, and odd and even alternate throughout.
 // (c) No data are overwritten before they are read, and no barrier at the end is needed for that:
 //     1. a's call n + 2 writes where its call n wrote; call n + 1 has other places.
 //     2. a's call n + 2 begins after its call n + 1 has ended: a workspace has one stream.
-//     3. a's call n + 1 waited for something that b wrote in b's call n + 1: in every kind of call block 0 at least waits for
-//        all peers. An end of a kernel joins all its blocks, so the grid may have another size in each call.
+//     3. a's call n + 1 waited for something that b wrote in b's call n + 1: in every kind of call block 0 at least
+//        waits for all peers. An end of a kernel joins all its blocks, so the grid may have another size in each call.
 //     4. b began its call n + 1 after its call n had ended, with all its reads.
-// (d) No wait is for ever: a block waits only for blocks of the same number, and all blocks of a call fit on the GPU at once
-//     beside what else runs there. Waits are bounded all the same: p2p_stop says which rank did not come.
-// The flag also holds a signature of kind, type and count, so that ranks that call unequally are found. (With lines only a wait
-// ends.) No multicast, no virtual memory: cudaIpc on a plain allocation. Ladder: dev/cuda/p2p.cu.
+// (d) No wait is for ever: a block waits only for blocks of the same number, and all blocks of a call fit on the GPU at
+//     once beside what else runs there. Waits are bounded all the same: p2p_stop says which rank did not come.
+// The flag also holds a signature of kind, type and count, so that ranks that call unequally are found. (With lines
+// only a wait ends.) No multicast, no virtual memory: cudaIpc on a plain allocation. Ladder: dev/cuda/p2p.cu.
 #ifndef LLMC_P2P_CUH
 #define LLMC_P2P_CUH
 
@@ -58,14 +58,14 @@ enum {
     P2P_LINE_THREADS = 256,   // and a warp that counts
     P2P_WORKSPACES = 16,      // of a process
     P2P_TEST = 1000,          // floats of the trial
-    P2P_LEAST_BYTES = 2 * P2P_TEST * P2P_RANKS,  // for it: one shot cuts both halves of a workspace into pieces for all ranks
+    P2P_LEAST_BYTES = 2 * P2P_TEST * P2P_RANKS,  // for it: one shot cuts both halves of a workspace for all ranks
     P2P_MOST_BYTES = 1 << 29, // of a message: offsets are 32 bits
     P2P_ALLOCATION = 2 << 20, // cudaIpc shares a whole allocation of the driver: nothing else shall be in it
 };
-// Where one kind of all-reduce gives way to the next, in bytes. Of n bytes lines send 2 (W - 1) n and one shot (W - 1) n, with a
-// fence and a flag: the first constant is what is sent meanwhile. Two shots send 2 (W - 1) / W n, meet twice and add less: the
-// second is what is sent during a meeting, the third where adding decides. Measured on two and four GPUs
-// (dev/bench/h200_2026-11-22_tp.md, _x4.md); for more they follow from these counts.
+// Where one kind of all-reduce gives way to the next, in bytes. Of n bytes lines send 2 (W - 1) n and one shot (W - 1)
+// n, with a fence and a flag: the first constant is what is sent meanwhile. Two shots send 2 (W - 1) / W n, meet twice
+// and add less: the second is what is sent during a meeting, the third where adding decides. Measured on two and four
+// GPUs (dev/bench/h200_2026-11-22_tp.md, _x4.md); for more they follow from these counts.
 enum { P2P_LINES_SENT = 192 << 10, P2P_ONE_SHOT_MEETING = 640 << 10, P2P_ONE_SHOT_MOST = 2 << 20 };
 static inline size_t p2p_lines_bytes(int world) { return (size_t)P2P_LINES_SENT / (size_t)(world - 1) / 16 * 16; }
 static inline size_t p2p_one_shot_bytes(int world) {
@@ -79,15 +79,16 @@ enum P2pKind {
     P2P_LINES, P2P_ONE_SHOT, P2P_TWO_SHOTS, P2P_REDUCE_SCATTER, P2P_ALL_GATHER, P2P_KINDS, P2P_PUSHED = P2P_KINDS
 };
 static const char *const p2p_names[] = {
-    "all-reduce (lines)", "all-reduce (one shot)", "all-reduce (two shots)", "reduce-scatter", "all-gather", "push of rows",
-    "push of rows for weight gradients", "push of parts of sums",
+    "all-reduce (lines)", "all-reduce (one shot)", "all-reduce (two shots)", "reduce-scatter", "all-gather",
+    "push of rows", "push of rows for weight gradients", "push of parts of sums",
 };
 
 // What begins a workspace: all that is compared with epochs. The lines follow, [odd or even][rank][line] of 16 bytes.
 typedef struct {
-    unsigned long long flags[2][2][P2P_BLOCKS][P2P_RANKS];  // [odd or even][meeting][block][peer]: signature and epoch, by the peer
-    alignas(128) uint32_t epoch;                            // from here on this rank's own: the epoch of its last call
-    uint32_t arrived, claimed;                              // blocks that have read it; whether p2p_stop has been called
+    unsigned long long flags[2][2][P2P_BLOCKS][P2P_RANKS];  // [odd or even][meeting][block][peer], written by the peer:
+                                                            // signature and epoch. From here on all is this rank's own:
+    alignas(128) uint32_t epoch;                            // of its last call
+    uint32_t arrived, claimed;                              // blocks that have read it; p2p_stop has been called
     alignas(128) float test[P2P_TEST];
 } P2pSignals;
 
@@ -183,8 +184,9 @@ __device__ inline void p2p_advance(const P2pView &v, uint32_t epoch) {
 
 typedef struct { P2pKind kind; uint32_t epoch; int meeting; unsigned long long bytes; } P2pCall;
 
-// The budget of a wait is spent, or the peer is in another call: the record says so. A second later this kernel ends, and with
-// it the context; by then the watchdog, which looks twice a second, has ended the job with what the record says.
+// The budget of a wait is spent, or the peer is in another call: the record says so. A second later this kernel ends,
+// and with it the context; by then the watchdog, which looks twice a second, has ended the job with what the record
+// says.
 static __device__ __noinline__ void p2p_stop(const P2pView &v, const P2pCall &call, P2pState state, int peer, int other,
                                              uint64_t elapsed) {
     P2pRecord *r = v.record;
@@ -205,8 +207,9 @@ static __device__ __noinline__ void p2p_stop(const P2pView &v, const P2pCall &ca
     for (const uint64_t begin = p2p_clock(); p2p_clock() - begin < 1000000000ull;) __nanosleep(1000000);
     __trap();
 }
-// missing() looks once more, and says for which peers it must go on, a bit for each. The watchdog asks p2p_hook twice a second:
-// while it does not, this process is suspended, and the peers maybe too. So the budget is spent only after as many beats.
+// missing() looks once more, and says for which peers it must go on, a bit for each. The watchdog asks p2p_hook twice a
+// second: while it does not, this process is suspended, and the peers maybe too. So the budget is spent only after as
+// many beats.
 template <typename Missing> __device__ inline void p2p_wait(const P2pView &v, const P2pCall &call, Missing missing) {
     uint64_t begin = 0;
     uint32_t beats = 0;
@@ -222,8 +225,8 @@ template <typename Missing> __device__ inline void p2p_wait(const P2pView &v, co
             p2p_stop(v, call, P2P_LATE, __ffs((int)peers) - 1, 0, now - begin);
     }
 }
-// Steps 2 to 5 of the protocol, with all peers: what this block has stored is in their memory, what their blocks of this number
-// have stored is here.
+// Steps 2 to 5 of the protocol, with all peers: what this block has stored is in their memory, what their blocks of
+// this number have stored is here.
 __device__ inline void p2p_meet(const P2pView &v, const P2pCall &call, uint32_t signature, bool advance) {
     P2P_DELAY(v.rank, call.epoch, 1 + 2 * call.meeting);
     __syncthreads();
@@ -248,16 +251,19 @@ __device__ inline void p2p_meet(const P2pView &v, const P2pCall &call, uint32_t 
 // ---- all kinds but lines
 
 template <typename T> struct P2pPiece { T *p; unsigned count; };
-// Its elements are moved in packs of 16 bytes (int4) or 8 (uint2), at once where the address allows. Pack i, zeros behind the end:
+// Its elements are moved in packs of 16 bytes (int4) or 8 (uint2), at once where the address allows. Pack i, zeros
+// behind the end:
 template <typename Pack, typename T> __device__ inline Pack p2p_read(const P2pPiece<T> &piece, unsigned i) {
     constexpr unsigned size = sizeof(Pack) / sizeof(T);
-    if ((uintptr_t)piece.p % sizeof(Pack) == 0 && (i + 1) * size <= piece.count) return *(const Pack *)(piece.p + i * size);
+    if ((uintptr_t)piece.p % sizeof(Pack) == 0 && (i + 1) * size <= piece.count)
+        return *(const Pack *)(piece.p + i * size);
     alignas(16) T x[size];
     #pragma unroll
     for (unsigned k = 0; k < size; k++) x[k] = i * size + k < piece.count ? piece.p[i * size + k] : (T)0.0f;
     return *(const Pack *)x;
 }
-template <typename Pack, typename T> __device__ inline void p2p_write(const P2pPiece<T> &piece, unsigned i, const Pack &pack) {
+template <typename Pack, typename T>
+__device__ inline void p2p_write(const P2pPiece<T> &piece, unsigned i, const Pack &pack) {
     constexpr unsigned size = sizeof(Pack) / sizeof(T);
     if ((uintptr_t)piece.p % sizeof(Pack) == 0 && (i + 1) * size <= piece.count) {
         *(Pack *)(piece.p + i * size) = pack;
@@ -268,7 +274,8 @@ template <typename Pack, typename T> __device__ inline void p2p_write(const P2pP
         if (i * size + k < piece.count) piece.p[i * size + k] = ((const T *)&pack)[k];
 }
 // x: of every rank but this one, whose is `own`.
-template <typename T, typename Pack> __device__ inline Pack p2p_sum(const P2pView &v, const Pack (&x)[P2P_RANKS], const Pack &own) {
+template <typename T, typename Pack>
+__device__ inline Pack p2p_sum(const P2pView &v, const Pack (&x)[P2P_RANKS], const Pack &own) {
     constexpr int size = sizeof(Pack) / sizeof(T);
     float sum[size];
     #pragma unroll
@@ -295,10 +302,12 @@ template <typename T, typename Pack> __device__ inline Pack p2p_sum(const P2pVie
     return to;
 }
 // The k-th rank after this one: all begin with another.
-__device__ inline int p2p_peer(const P2pView &v, int k) { return v.rank + k < v.world ? v.rank + k : v.rank + k - v.world; }
+__device__ inline int p2p_peer(const P2pView &v, int k) {
+    return v.rank + k < v.world ? v.rank + k : v.rank + k - v.world;
+}
 
-// A message is `world` pieces, of which block b has the same part in each; by one shot each piece is the whole of it. What is read
-// and written of `data` at a place is read and written by one thread. from: see p2p_all_gather.
+// A message is `world` pieces, of which block b has the same part in each; by one shot each piece is the whole of it.
+// What is read and written of `data` at a place is read and written by one thread. from: see p2p_all_gather.
 template <typename T, P2pKind KIND> __global__ void __launch_bounds__(P2P_THREADS)
 p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned count) {
     constexpr bool one_shot = KIND == P2P_ONE_SHOT, two_shots = KIND == P2P_TWO_SHOTS;
@@ -314,7 +323,9 @@ p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned c
         const unsigned at = one_shot ? 0 : r * piece, left = !two_shots ? count : at < count ? count - at : 0;
         return P2pPiece<T>{data + at, left < piece ? left : piece};
     };
-    auto slots = [&](int rank, int second) { return v.payload[rank] + (size_t)((call.epoch & 1) * 2 + second) * v.half; };
+    auto slots = [&](int rank, int second) {
+        return v.payload[rank] + (size_t)((call.epoch & 1) * 2 + second) * v.half;
+    };
     auto give = [&](unsigned i, const int4 &x) {  // to all, into their second half
         #pragma unroll
         for (int k = 1; k < P2P_RANKS; k++)
@@ -393,8 +404,8 @@ p2p_lines_kernel(const __grid_constant__ P2pView v, T *data, const T * /*from*/,
             #pragma unroll
             for (int r = 0; r < P2P_RANKS; r++) {
                 x[r] = make_uint2((uint32_t)found[r].x, (uint32_t)found[r].y);
-                const bool is_here = (uint32_t)(found[r].x >> 32) == call.epoch && (uint32_t)(found[r].y >> 32) == call.epoch;
-                if (!is_here) peers |= 1u << r;
+                const uint32_t first_epoch = (uint32_t)(found[r].x >> 32), second_epoch = (uint32_t)(found[r].y >> 32);
+                if (first_epoch != call.epoch || second_epoch != call.epoch) peers |= 1u << r;
             }
             return peers & others;
         });
@@ -414,20 +425,23 @@ static inline size_t p2p_limit(const P2p *p, P2pKind kind) {
 template <typename T>
 static inline void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, const T *from = NULL) {
     void (*const kernels[])(const P2pView, T *, const T *, unsigned) = {
-        p2p_lines_kernel<T>, p2p_kernel<T, P2P_ONE_SHOT>, p2p_kernel<T, P2P_TWO_SHOTS>, p2p_kernel<T, P2P_REDUCE_SCATTER>,
+        p2p_lines_kernel<T>,           p2p_kernel<T, P2P_ONE_SHOT>,
+        p2p_kernel<T, P2P_TWO_SHOTS>,  p2p_kernel<T, P2P_REDUCE_SCATTER>,
         p2p_kernel<T, P2P_ALL_GATHER>,
     };
     const size_t world = (size_t)p->view.world, bytes = (kind <= P2P_TWO_SHOTS ? 1 : world) * count * sizeof(T);
     if (world == 1 || count == 0) return;
     assert(((uintptr_t)data | (uintptr_t)from) % sizeof(T) == 0 && (!from || kind == P2P_ALL_GATHER));
-    require(bytes <= p2p_limit(p, kind), "a peer-to-peer %s of %zu bytes, and the workspace is for %zu\nask NCCL, or p2p_request for more",
+    require(bytes <= p2p_limit(p, kind),
+            "a peer-to-peer %s of %zu bytes, and the workspace is for %zu\nask NCCL, or p2p_request for more",
             p2p_names[kind], bytes, p2p_limit(p, kind));
     const int lines = kind == P2P_LINES;
     const size_t vecs = (kind == P2P_TWO_SHOTS ? world : 1) * P2P_BLOCK_VECS;
     const size_t block_bytes = lines ? 8 * P2P_LINE_THREADS : 16 * vecs;  // of data that are worth a block
     const size_t blocks = ceil_div(count * sizeof(T), block_bytes), most = (size_t)p->blocks;
     const int threads = lines ? P2P_LINE_THREADS + WARP : P2P_THREADS;
-    kernels[kind]<<<(unsigned)(blocks < most ? blocks : most), threads, 0, p->stream>>>(p->view, data, from, (unsigned)count);
+    const unsigned grid = (unsigned)(blocks < most ? blocks : most);
+    kernels[kind]<<<grid, threads, 0, p->stream>>>(p->view, data, from, (unsigned)count);
     launchCheck();
 }
 static inline P2pKind p2p_choose(const P2p *p, size_t bytes) {
@@ -443,7 +457,8 @@ template <typename T> static inline void p2p_all_reduce(const P2p *p, T *data, s
 template <typename T> static inline void p2p_reduce_scatter(const P2p *p, T *data, size_t count) {
     p2p_run(p, P2P_REDUCE_SCATTER, data, count);
 }
-// data (world * count): piece k = rank k's; from (count): where this rank's lies, in its place or outside data; NULL: in its place
+// data (world * count): piece k = rank k's; from (count): where this rank's lies, in its place or outside data; NULL:
+// in its place
 template <typename T> static inline void p2p_all_gather(const P2p *p, T *data, size_t count, const T *from = NULL) {
     p2p_run(p, P2P_ALL_GATHER, data, count, from);
 }
@@ -461,13 +476,14 @@ static inline int p2p_describe(const P2p *p, char *text, size_t size) {
     if (state == P2P_RUNS) return 0;
     snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: ", p2p_names[r->kind & 7], r->bytes, r->epoch);
     if (state == P2P_LATE)
-        watchdog_print(text, size, "rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)%s", rank,
-                       1e-9 * (double)r->elapsed_ns, peer, r->block, r->meeting,
-                       is_trial ? "; a first trial: maybe what they store for each other does not arrive, look for IOMMU and PCIe"
-                                  " ACS, or use --p2p 0" : "");
-    else
-        watchdog_print(text, size, "rank %d met rank %d in another one: %s, or another count or type (block %d)", rank, peer,
-                       p2p_names[r->other & 7], r->block);
+        watchdog_print(text, size, "rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)",
+                       rank, 1e-9 * (double)r->elapsed_ns, peer, r->block, r->meeting);
+    if (state == P2P_LATE && is_trial)
+        watchdog_print(text, size, "; a first trial: maybe what they store for each other does not arrive,"
+                       " look for IOMMU and PCIe ACS, or use --p2p 0");
+    if (state == P2P_APART)
+        watchdog_print(text, size, "rank %d met rank %d in another one: %s, or another count or type (block %d)", rank,
+                       peer, p2p_names[r->other & 7], r->block);
     return 1;
 }
 // For the watchdog's thread: whether a wait has come to its end, and whose.
@@ -491,8 +507,8 @@ static inline void p2p_watch(const P2p *from, const P2p *to) {
 
 // ---- life
 
-// For messages of up to max_bytes among `world` ranks; `behind` bytes more, which this file does not use, are shared with them.
-// p must not move.
+// For messages of up to max_bytes among `world` ranks; `behind` bytes more, which this file does not use, are shared
+// with them. p must not move.
 static inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, size_t behind) {
     assert(world <= P2P_RANKS && max_bytes <= P2P_MOST_BYTES);
     memset(p, 0, sizeof *p);
@@ -508,7 +524,9 @@ static inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, s
     memory_request_pinned(m, &p->record, "peer-to-peer", "record", 1);
 }
 // How long waits of later calls may last, in seconds; 0: for ever.
-static inline void p2p_patience(P2p *p, double seconds) { p->view.budget_ns = seconds > 0 ? (uint64_t)(1e9 * seconds) : UINT64_MAX; }
+static inline void p2p_patience(P2p *p, double seconds) {
+    p->view.budget_ns = seconds > 0 ? (uint64_t)(1e9 * seconds) : UINT64_MAX;
+}
 // This rank's side. Flags are zero when it returns.
 static inline void p2p_prepare(P2p *p, const Comm *comm, int blocks, cudaStream_t stream, double timeout) {
     require(blocks > 0 && blocks <= P2P_BLOCKS, "%d blocks for peer-to-peer collectives\n1 to %d", blocks, P2P_BLOCKS);
@@ -541,8 +559,8 @@ static inline int p2p_agree(const P2p *p, const P2pCard *mine, P2pCard *all, cha
     comm_gather_all(p->comm, mine, sizeof *mine, all);
     for (int r = 0; r < p->view.world && !*why; r++) {
         if (strcmp(all[r].host, all[0].host) != 0)
-            snprintf(why, size, "ranks %d and %d are on two hosts, %.60s and %.60s", p2p_job_rank(p, 0), p2p_job_rank(p, r),
-                     all[0].host, all[r].host);
+            snprintf(why, size, "ranks %d and %d are on two hosts, %.60s and %.60s", p2p_job_rank(p, 0),
+                     p2p_job_rank(p, r), all[0].host, all[r].host);
         if (*all[r].why) snprintf(why, size, "%s", all[r].why);
     }
     return !*why;
@@ -565,8 +583,11 @@ static inline void p2p_map(P2p *p, const P2pCard *all, P2pCard *mine) {
         if (r != p->view.rank) status = cudaIpcOpenMemHandle(&memory, all[r].memory, cudaIpcMemLazyEnablePeerAccess);
         cudaGetLastError();
         if (status == cudaSuccess) p2p_place(p, r, (char *)memory);
-        else snprintf(mine->why, sizeof mine->why, "rank %d cannot open the memory of rank %d (cudaIpcOpenMemHandle: %s); in containers,"
-                      " they must share IPC and process ids", p2p_job_rank(p, p->view.rank), p2p_job_rank(p, r), cudaGetErrorString(status));
+        else
+            snprintf(mine->why, sizeof mine->why,
+                     "rank %d cannot open the memory of rank %d (cudaIpcOpenMemHandle: %s); in containers,"
+                     " they must share IPC and process ids",
+                     p2p_job_rank(p, p->view.rank), p2p_job_rank(p, r), cudaGetErrorString(status));
     }
 }
 static inline void p2p_unmap(P2p *p) {
@@ -588,15 +609,19 @@ static inline void p2p_try(const P2p *p, P2pCard *mine) {
         p2p_run(p, (P2pKind)kind, device, (size_t)count);
         cudaCheck(cudaMemcpyAsync(x, device, sizeof x, cudaMemcpyDeviceToHost, p->stream));
         cudaCheck(cudaStreamSynchronize(p->stream));
-        for (int i = first; i < last; i++) wrong += x[i] != (float)((gathers ? i / count + 1 : world * (world + 1) / 2) * (i + 1));
+        for (int i = first; i < last; i++)
+            wrong += x[i] != (float)((gathers ? i / count + 1 : world * (world + 1) / 2) * (i + 1));
         if (wrong && !*mine->why)
-            snprintf(mine->why, sizeof mine->why, "the first %s came out wrong on rank %d: GPUs do not reach each other's memory as"
-                     " they say; look for IOMMU and PCIe ACS", p2p_names[kind], p2p_job_rank(p, rank));
+            snprintf(mine->why, sizeof mine->why,
+                     "the first %s came out wrong on rank %d: GPUs do not reach each other's memory as"
+                     " they say; look for IOMMU and PCIe ACS",
+                     p2p_names[kind], p2p_job_rank(p, rank));
     }
 }
 
-// comm: the group, as many ranks as p2p_request was told; it must not move. timeout: seconds that a wait may last, 0 for ever; a
-// little less than the watchdog's own lets the wait speak first. 1, or 0 and why not: the same on all of them.
+// comm: the group, as many ranks as p2p_request was told; it must not move. timeout: seconds that a wait may last, 0
+// for ever; a little less than the watchdog's own lets the wait speak first. 1, or 0 and why not: the same on all of
+// them.
 static inline int p2p_open(P2p *p, const Comm *comm, cudaStream_t stream, double timeout, char *why, size_t size) {
     P2pCard mine, all[P2P_RANKS];
     *why = 0;

@@ -1,32 +1,31 @@
-// Rows between the GPUs of a tensor-parallel group while their SMs go on multiplying (--tp-overlap). A rank pushes what a peer
-// needs into the peer's memory by copy engine, on streams of its own. Behind it, on the same stream and without a kernel, goes a
-// flag: a kernel would wait for an SM, and a matmul has them all. The peer's compute stream waits for the flag just before it
-// reads.
+// Rows between the GPUs of a tensor-parallel group while their SMs go on multiplying (--tp-overlap). A rank pushes what
+// a peer needs into the peer's memory by copy engine, on streams of its own. Behind it, on the same stream and without
+// a kernel, goes a flag: a kernel would wait for an SM, and a matmul has them all. The peer's compute stream waits for
+// the flag just before it reads.
 //
-//   gather    push_rows: this rank's rows to all.          push_wait(k): rows k of the buffer are there.         push_end
-//   scatter   push_begin; push_part(k): its part of        push_wait(all): all parts of this rank's rows are.    push_end
-//             rows k
+//   gather    push_rows: this rank's rows to all; push_wait(k): rows k of the buffer are there; push_end
+//   scatter   push_begin; push_part(k): its part of rows k; push_wait(all): parts of its own rows are there; push_end
 //
-// The protocol. Calls are numbered by the host, separately in each of three classes. All ranks of a group make the same calls in
-// the same order. Each class has two buffers and two sets of flags, for odd and for even calls.
+// The protocol. Calls are numbered by the host, separately in each of three classes. All ranks of a group make the same
+// calls in the same order. Each class has two buffers and two sets of flags, for odd and for even calls.
 //
-//       rank a, compute       a's push stream           memory of rank b                 rank b, compute
+//       rank a, compute      a's push stream        memory of rank b                rank b, compute
 //       1 begins call n
-//       2 event `ready`  -->  3 copies rows   ------->  buffer [n odd or even][a]
-//                             4 writes n      ------->  flag   [n odd or even][a]  --->  5 push_wait: until the flag is n
-//                             6 event `pushed`          buffer [n odd or even][a]  --->  7 reads
-//       8 push_end waits for 6
+//       2 event `ready`  ->  3 copies rows  ----->  buffer [n odd or even][a]
+//                            4 writes n  -------->  flag [n odd or even][a]  ---->  5 push_wait: until the flag is n
+//                            6 event `pushed`       buffer [n odd or even][a]  -->  7 reads
+//       8 push_end: waits for 6
 //
 // (a) Rows are there when they are read: 3 and 4 are one stream's, 4 is seen after 3, and 5 comes before 7.
 // (b) No rows are overwritten before they are read, and b need not say that it has read:
 //     1. a's call n + 2 writes where its call n wrote; call n + 1 has other places.
 //     2. a pushes n + 2 behind its own begin of n + 2 (step 2), so after its compute stream has ended n + 1.
-//     3. To end n + 1, a waited for b's push of n + 1 (asserted: a call ends when all peers were pushed to and waited for).
-//     4. b pushed n + 1 behind its own begin of n + 1, so after all reads of call n that b's compute stream had been given.
-//     So callers must give a call's reads to the compute stream before they begin the next call of the class.
+//     3. To end n + 1, a waited for b's push of n + 1. (Asserted: a call ends when all peers were waited for.)
+//     4. b pushed n + 1 behind its own begin of n + 1, so after all that b's compute stream had been given before.
+//     So callers give a call's reads to the compute stream before they begin the next call of the class.
 // (c) What is pushed may be overwritten after push_end, by 8. Calls of different classes may overlap.
-// (d) No wait holds up the push that it waits for, even where all streams of a process share one queue of the device: on every
-//     rank the host gives a call's pushes before its waits. Waits are bounded as those of p2p.cuh are.
+// (d) No wait holds up the push that it waits for, even where all streams of a process share one queue of the device:
+//     on every rank the host gives a call's pushes before its waits. Waits are bounded as those of p2p.cuh are.
 #ifndef LLMC_PUSH_CUH
 #define LLMC_PUSH_CUH
 
@@ -35,8 +34,8 @@
 // What is gathered for products by rows, for weight gradients, and what is summed.
 enum PushClass { PUSH_ROWS, PUSH_ROWS_AGAIN, PUSH_PARTS, PUSH_CLASSES };
 static const char *const push_names[] = {"push rows", "push rows again", "push parts"};
-// One copy engine nearly fills the links of a GPU. Peers that are pushed to one after another get theirs in the order in which
-// they compute.
+// One copy engine nearly fills the links of a GPU. Peers that are pushed to one after another get theirs in the order
+// in which they compute.
 enum { PUSH_STREAMS = 2 };
 
 typedef struct {
@@ -48,8 +47,8 @@ typedef struct {
 } PushState;
 
 typedef struct {
-    const P2p *p2p;    // in whose workspace lie [class][odd or even] buffers of `bytes` and then [class][odd or even][rank] flags
-    size_t bytes;
+    const P2p *p2p;  // its workspace has behind it: [class][odd or even] buffers, [class][odd or even][rank] flags
+    size_t bytes;    // of a buffer
     int opened;
     cudaStream_t streams[PUSH_STREAMS];
     cudaEvent_t ready;
@@ -68,7 +67,9 @@ push_wait_kernel(const __grid_constant__ P2pView v, const uint32_t *flags, unsig
     });
 }
 
-static inline unsigned push_peers(const Push *t) { return ((1u << t->p2p->view.world) - 1) & ~(1u << t->p2p->view.rank); }
+static inline unsigned push_peers(const Push *t) {
+    return ((1u << t->p2p->view.world) - 1) & ~(1u << t->p2p->view.rank);
+}
 // Of the call under way, in a rank's memory.
 static inline size_t push_slot(const Push *t, PushClass c) { return (size_t)(2 * c) + (t->states[c].call & 1); }
 static inline char *push_buffer_of(const Push *t, PushClass c, int rank) {
@@ -102,7 +103,8 @@ static inline void push_wait(Push *t, PushClass c, unsigned peers) {
     launchCheck();
     timing_lap(TIMING_RANKS, 0, 0, stream);
 }
-// To this rank's place in a rank's buffer what the compute stream has computed so far; `ready` has been recorded behind it.
+// To this rank's place in a rank's buffer what the compute stream has computed so far; `ready` has been recorded behind
+// it.
 static inline void push_to(Push *t, PushClass c, int to, const void *from, size_t bytes) {
     const int rank = t->p2p->view.rank, world = t->p2p->view.world, i = (to - rank + world) % PUSH_STREAMS;
     const size_t at = (size_t)rank * bytes;
@@ -154,7 +156,8 @@ static inline void push_open(Push *t, const P2p *p2p, size_t bytes) {
     t->bytes = push_buffer_bytes(bytes);
     t->opened = 1;
     cudaCheck(cudaDeviceGetStreamPriorityRange(&low, &high));
-    for (cudaStream_t &stream : t->streams) cudaCheck(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high));
+    for (cudaStream_t &stream : t->streams)
+        cudaCheck(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high));
     cudaCheck(cudaEventCreateWithFlags(&t->ready, cudaEventDisableTiming));
     for (PushState &s : t->states)
         for (cudaEvent_t &event : s.pushed) cudaCheck(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));

@@ -1,12 +1,12 @@
 // Rows of the residual stream between the ranks of a tensor-parallel group, one after the other or under products.
 //
-// A rank has N / ranks of the N rows of the stream. Products that read whole rows need those of all ranks: rows are gathered. Products that
-// read some columns give parts of a sum: parts are scattered, and each rank adds up those of its own rows. With one rank every call here
-// returns what it was given.
+// A rank has N / ranks of the N rows of the stream. Products that read whole rows need those of all ranks: rows are
+// gathered. Products that read some columns give parts of a sum: parts are scattered, and each rank adds up those of
+// its own rows. With one rank every call here returns what it was given.
 //
-// Under products (--tp-overlap) the product itself is cut by rows. It begins with the rows that are here, and goes on with those of other
-// ranks as they arrive (rows_gather_under); or it begins with the rows that others wait for, which leave while the next are computed
-// (rows_scatter_under). The bits are those of one product.
+// Under products (--tp-overlap) the product itself is cut by rows. It begins with the rows that are here, and goes on
+// with those of other ranks as they arrive (rows_gather_under); or it begins with the rows that others wait for, which
+// leave while the next are computed (rows_scatter_under). The bits are those of one product.
 #ifndef LLMC_ROWS_CUH
 #define LLMC_ROWS_CUH
 
@@ -32,7 +32,7 @@ typedef struct {
 typedef struct {
     int B, T, N;            // sequences, tokens of each, all of them
     int rows;               // of the residual stream that are here: N / spread
-    int spread;             // ranks that these rows are spread over: the tensor-parallel group; 1 while decoding, where all have all
+    int spread;             // ranks that these rows are spread over: the group; 1 while decoding, where all have all
     int C;                  // channels
     int accumulate;         // backward adds to the gradients instead of writing them
     int sum;                // GradSum: what becomes of a unit's gradients when they are complete
@@ -48,8 +48,11 @@ typedef struct {
 } Pass;
 
 static inline int pass_is_split(const Pass *p) { return p->exchange->ranks > 1; }
-static inline size_t pass_piece(const Pass *p) { return (size_t)p->rows * (size_t)p->C; }  // elements of the stream that are here
-static inline int rows_overlap(const Pass *p, OverlapKind kind) { return p->spread > 1 && p->exchange->overlap.on[kind]; }
+// Elements of the residual stream that are here.
+static inline size_t pass_piece(const Pass *p) { return (size_t)p->rows * (size_t)p->C; }
+static inline int rows_overlap(const Pass *p, OverlapKind kind) {
+    return p->spread > 1 && p->exchange->overlap.on[kind];
+}
 
 // All N rows of which this rank has `mine`. Good until the next exchange.
 static inline const floatX *rows_gather(const Pass *p, const floatX *mine) {
@@ -66,8 +69,8 @@ static inline floatX *rows_sum_everywhere(const Pass *p, floatX *parts, const fl
     rows_sum(parts, x->gathered, add, x->ranks, -1, p->rows, p->C, 0, period, p->stream);
     return parts;
 }
-// parts (N,C): this rank's part of a sum over ranks. Returns this rank's rows of the sum, in place. add (period,C; NULL: none): to
-// row n of the N its row n % period.
+// parts (N,C): this rank's part of a sum over ranks. Returns this rank's rows of the sum, in place. add (period,C;
+// NULL: none): to row n of the N its row n % period.
 static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *add, int period) {
     RowExchange *x = p->exchange;
     if (x->ranks == 1) return parts;
@@ -84,10 +87,11 @@ static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *a
     return mine;
 }
 
-// body(rows, first, count) computes from rows first, ..., first + count - 1 of the N. Returns all rows if they were gathered at once or `whole`
-// asks for them; good until the next exchange.
+// body(rows, first, count) computes from rows first, ..., first + count - 1 of the N. Returns all rows if they were
+// gathered at once or `whole` asks for them; good until the next exchange.
 template <typename Body>
-static inline const floatX *rows_gather_under(const Pass *p, OverlapKind kind, const floatX *mine, int whole, Body body) {
+static inline const floatX *rows_gather_under(const Pass *p, OverlapKind kind, const floatX *mine, int whole,
+                                              Body body) {
     RowExchange *x = p->exchange;
     overlap_begin(&x->overlap, kind, p->stream);
     if (!rows_overlap(p, kind)) {
@@ -116,8 +120,8 @@ static inline const floatX *rows_gather_under(const Pass *p, OverlapKind kind, c
     return all;
 }
 
-// body(first, count) computes rows first, ... of p->branch (N,C), this rank's part of a sum over ranks. rows_scatter_end must follow; what lies
-// between hides the rest of the exchange.
+// body(first, count) computes rows first, ... of p->branch (N,C), this rank's part of a sum over ranks.
+// rows_scatter_end must follow; what lies between hides the rest of the exchange.
 template <typename Body> static inline void rows_scatter_under(const Pass *p, OverlapKind kind, Body body) {
     RowExchange *x = p->exchange;
     overlap_begin(&x->overlap, kind, p->stream);
@@ -130,7 +134,8 @@ template <typename Body> static inline void rows_scatter_under(const Pass *p, Ov
     auto part = [&](int from, int to) {
         if (from == to) return;
         body(from * p->rows, (to - from) * p->rows);
-        for (int r = from; r < to; r++) push_part(&x->push, r, p->branch + r * pass_piece(p), pass_piece(p) * sizeof(floatX));
+        for (int r = from; r < to; r++)
+            push_part(&x->push, r, p->branch + r * pass_piece(p), pass_piece(p) * sizeof(floatX));
     };
     const int group = x->overlap.on[kind], first = x->rank / group * group;
     part(x->rank + 1, first + group);

@@ -1,12 +1,12 @@
-// Sums over the ranks of a tensor-parallel group (mesh.h says what is split). All of them run over ranks in their order, in fp32,
-// and are rounded once: the same on every rank, and the same whatever carried the parts.
+// Sums over the ranks of a tensor-parallel group (mesh.h says what is split). All of them run over ranks in their
+// order, in fp32, and are rounded once: the same on every rank, and the same whatever carried the parts.
 //
-//   rows_sum     rows of which each rank has sent its part, with the bias or the positions that belong to the sum. Of one part it
-//                is bitwise what a matmul gives that adds the bias itself.
-//   copies_sum   gradients of norms, biases and, where there are fewer heads than ranks, keys and values: packed, gathered, added
-//                in the order of the ranks that have them. It comes after the data-parallel sum, whose order may differ between
-//                groups: so copies stay copies, bit for bit. (Of positions each rank has all of the sum already: the first one's
-//                is taken.)
+//   rows_sum     rows of which each rank has sent its part, with the bias or the positions that belong to the sum. Of
+//                one part it is bitwise what a matmul gives that adds the bias itself.
+//   copies_sum   gradients of norms, biases and, where there are fewer heads than ranks, keys and values: packed,
+//                gathered, added in the order of the ranks that have them. It comes after the data-parallel sum, whose
+//                order may differ between groups: so copies stay copies, bit for bit. (Of positions each rank has all
+//                of the sum already: the first one's is taken.)
 //
 // Ladder: dev/cuda/tp.cu.
 #ifndef LLMC_SUMS_CUH
@@ -19,11 +19,11 @@ enum { SUM_THREADS = 256, SUM_IN_FLIGHT = 4 /*parts that a thread reads before i
 
 // ---- rows
 
-// out (rows,C) = its own values, which are part `own` of the sum, and slots (world,rows,C), without slot `own` (< 0: all of them),
-// + row (first + n) % period of add (period,C; NULL: none)
+// out (rows,C) = its own values, which are part `own` of the sum, and slots (world,rows,C), without slot `own` (< 0:
+// all of them), + row (first + n) % period of add (period,C; NULL: none)
 static __global__ void __launch_bounds__(SUM_THREADS)
-rows_sum_kernel(floatX *out, const floatX *__restrict__ slots, const floatX *__restrict__ add, int world, int own, size_t piece,
-                int C, int first, int period) {
+rows_sum_kernel(floatX *out, const floatX *__restrict__ slots, const floatX *__restrict__ add, int world, int own,
+                size_t piece, int C, int first, int period) {
     const size_t i = ((size_t)blockIdx.x * SUM_THREADS + threadIdx.x) * VecX::size;
     if (i >= piece) return;
     float sum[VecX::size] = {};
@@ -31,7 +31,8 @@ rows_sum_kernel(floatX *out, const floatX *__restrict__ slots, const floatX *__r
         VecX x[SUM_IN_FLIGHT];
         #pragma unroll
         for (int k = 0; k < SUM_IN_FLIGHT; k++)
-            if (r0 + k < world) x[k] = r0 + k == own ? vec_load(out + i) : vec_load_streaming(slots + (size_t)(r0 + k) * piece + i);
+            if (r0 + k < world)
+                x[k] = r0 + k == own ? vec_load(out + i) : vec_load_streaming(slots + (size_t)(r0 + k) * piece + i);
         #pragma unroll
         for (int k = 0; k < SUM_IN_FLIGHT; k++) {
             if (r0 + k >= world) break;
@@ -50,8 +51,8 @@ rows_sum_kernel(floatX *out, const floatX *__restrict__ slots, const floatX *__r
     }
     vec_store(out + i, vec_narrow(sum));
 }
-static inline void rows_sum(floatX *out, const floatX *slots, const floatX *add, int world, int own, int rows, int C, int first,
-                            int period, cudaStream_t stream) {
+static inline void rows_sum(floatX *out, const floatX *slots, const floatX *add, int world, int own, int rows, int C,
+                            int first, int period, cudaStream_t stream) {
     const size_t piece = (size_t)rows * C;
     const unsigned blocks = (unsigned)ceil_div(piece / VecX::size, SUM_THREADS);
     require(C % VecX::size == 0 && period > 0 && ((uintptr_t)out | (uintptr_t)slots | (uintptr_t)add) % 16 == 0,
@@ -80,7 +81,8 @@ copies_pack_kernel(floatX *__restrict__ batch, const floatX *__restrict__ grads,
     for (int i = threadIdx.x; i < c.count; i += SUM_THREADS) batch[c.packed + i] = grads[c.offset + i];
 }
 static __global__ void __launch_bounds__(SUM_THREADS)
-copies_unpack_kernel(floatX *__restrict__ grads, const floatX *__restrict__ batch, const Copy *__restrict__ copies, size_t size) {
+copies_unpack_kernel(floatX *__restrict__ grads, const floatX *__restrict__ batch, const Copy *__restrict__ copies,
+                     size_t size) {
     const Copy c = copies[blockIdx.x];
     for (int i = threadIdx.x; i < c.count; i += SUM_THREADS) {
         float sum = 0;
@@ -99,9 +101,11 @@ static inline void copies_unpack(floatX *grads, const floatX *batch, const Copy 
     launchCheck();
 }
 
-// The list of this rank's copies that must be added up, none of them across the border of a batch of `room` elements: owned[u] is
-// what this rank has of unit u's gradients when the data-parallel sum is done. out NULL: only their number. *total: their elements.
-static inline int copies_find(const Mesh *mesh, const ParamTable *t, const Span *owned, size_t room, Copy *out, size_t *total) {
+// The list of this rank's copies that must be added up, none of them across the border of a batch of `room` elements:
+// owned[u] is what this rank has of unit u's gradients when the data-parallel sum is done. out NULL: only their number.
+// *total: their elements.
+static inline int copies_find(const Mesh *mesh, const ParamTable *t, const Span *owned, size_t room, Copy *out,
+                              size_t *total) {
     int count = 0;
     *total = 0;
     for (int i = 0; i < t->count; i++)

@@ -1,23 +1,24 @@
 // Data parallelism on GPUs, unit by unit (params.h: embedding, blocks, final), on the communication stream.
-//   backward  as soon as a unit's gradients are complete they are reduced and scattered: rank k keeps the sum of piece k
-//             (zero_reduce), while the compute stream works on the unit below; or all units at once when all are complete
+//   backward  as soon as a unit's gradients are complete they are reduced and scattered: rank k keeps the sum of piece
+//             k (zero_reduce), while the compute stream works on the unit below; or all units at once when all are
+//             complete
 //   update    every rank updates piece k of every unit; ZeRO 1 holds optimiser states for these pieces only
 //   forward   the updated pieces are gathered (zero_gather), unit by unit; a unit's first use waits for its own gather
 //             alone (zero_wait), so that all but the first hide under the next forward
-// ZeRO 0 differs in one thing: every rank holds all states, gathers the reduced gradients instead, and updates everything.
-// Sums: --reduce-dtype bf16 sends gradients as they are and NCCL rounds after each hop; fp32 sends them widened, so that the
-// sum is rounded once. Units that fit p2p.cuh's workspace (the final norm's) are rounded once in both. With one rank every call
-// returns at once.
+// ZeRO 0 differs in one thing: every rank holds all states, gathers the reduced gradients instead, and updates
+// everything. Sums: --reduce-dtype bf16 sends gradients as they are and NCCL rounds after each hop; fp32 sends them
+// widened, so that the sum is rounded once. Units that fit p2p.cuh's workspace (the final norm's) are rounded once in
+// both. With one rank every call returns at once.
 #ifndef LLMC_ZERO_CUH
 #define LLMC_ZERO_CUH
 
 #include "../params.h"
 #include "nccl.cuh"
 
-// Under backward, reductions take SMs and keep links awake (50 ms after each message, on an H200), whose power matmuls then
-// lack. At once nothing hides them: they take 643 / (B T) of backward's time (bf16 over NVLink, whatever the model). Four GPUs,
-// 65,536 tokens a rank: 98.4% of four at once, 97.0% under backward; in fp32 97.2% and 94.0%; 16,384 tokens, bf16: 1.7% faster
-// at once (dev/bench/h200_2026-11-22_x4.md).
+// Under backward, reductions take SMs and keep links awake (50 ms after each message, on an H200), whose power matmuls
+// then lack. At once nothing hides them: they take 643 / (B T) of backward's time (bf16 over NVLink, whatever the
+// model). Four GPUs, 65,536 tokens a rank: 98.4% of four at once, 97.0% under backward; in fp32 97.2% and 94.0%; 16,384
+// tokens, bf16: 1.7% faster at once (dev/bench/h200_2026-11-22_x4.md).
 enum { ZERO_CTAS = 16, ZERO_CTAS_AT_ONCE = 32, ZERO_AT_ONCE_TOKENS = 16384 };
 enum { WIDEN_BLOCKS = 64, WIDEN_THREADS = 256 };  // few blocks: the other SMs belong to backward
 
@@ -42,16 +43,15 @@ static inline size_t zero_largest_unit(const ParamTable *t) {
     return most;
 }
 
-// Whether NVLink joins the GPUs of all ranks, in every such group of the job: atomics are native over nothing else. 0 as well
-// where ranks are not shown each other's GPUs. (Groups that differ would begin unequally many collectives, by whose number the
-// watchdog knows who is behind.)
+// Whether NVLink joins the GPUs of all ranks, in every such group of the job: atomics are native over nothing else. 0
+// as well where ranks are not shown each other's GPUs. (Groups that differ would begin unequally many collectives, by
+// whose number the watchdog knows who is behind.)
 static inline int zero_linked(const Comm *comm, const Comm *job) {
     int device, apart = 0;
     cudaDeviceProp prop;
-    cudaUUID_t *all = (cudaUUID_t *)malloc_or_die((size_t)comm->world * sizeof(cudaUUID_t));
     cudaCheck(cudaGetDevice(&device));
     cudaCheck(cudaGetDeviceProperties(&prop, device));
-    comm_gather_all(comm, &prop.uuid, sizeof prop.uuid, all);
+    cudaUUID_t *all = (cudaUUID_t *)comm_gathered(comm, &prop.uuid, sizeof prop.uuid);
     for (int r = 0; r < comm->world; r++) {
         const int peer = r == comm->rank ? -1 : gpu_find(&all[r]);
         int linked = r == comm->rank;
@@ -67,8 +67,8 @@ static inline int zero_at_once(const Comm *comm, const Comm *job, int overlap, i
     if (comm->world == 1 || overlap >= 0) return comm->world > 1 && overlap == 0;
     return zero_linked(comm, job) && tokens >= (wide ? 2 : 1) * (size_t)ZERO_AT_ONCE_TOKENS;
 }
-static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide, int at_once,
-                             float *staging) {
+static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide,
+                             int at_once, float *staging) {
     Zero z = {};
     z.nccl = nccl_open(comm, gpu->comm, at_once ? ZERO_CTAS_AT_ONCE : ZERO_CTAS, LANE_DATA);
     z.table = table;
@@ -81,7 +81,8 @@ static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gp
     cudaCheck(cudaEventCreateWithFlags(&z.compute_done, cudaEventDisableTiming));
     cudaCheck(cudaEventCreateWithFlags(&z.reduced, cudaEventDisableTiming));
     z.gathered = (cudaEvent_t *)malloc_or_die((size_t)table->num_units * sizeof(cudaEvent_t));
-    for (int u = 0; u < table->num_units; u++) cudaCheck(cudaEventCreateWithFlags(&z.gathered[u], cudaEventDisableTiming));
+    for (int u = 0; u < table->num_units; u++)
+        cudaCheck(cudaEventCreateWithFlags(&z.gathered[u], cudaEventDisableTiming));
     return z;
 }
 static inline void zero_close(Zero *z) {
@@ -113,14 +114,18 @@ static inline void zero_hand_over(Zero *z) {
     cudaCheck(cudaEventRecord(z->compute_done, z->compute));
     cudaCheck(cudaStreamWaitEvent(z->nccl.stream, z->compute_done, 0));
 }
-static inline void zero_wait_reduced(Zero *z) {
-    if (z->nccl.world == 1) return;
+static inline void zero_wait_for(Zero *z, cudaEvent_t event) {
     timing_lap("other", 0, 0, z->compute);
-    cudaCheck(cudaStreamWaitEvent(z->compute, z->reduced, 0));
+    cudaCheck(cudaStreamWaitEvent(z->compute, event, 0));
     timing_lap(TIMING_RANKS, 0, 0, z->compute);
 }
+static inline void zero_wait_reduced(Zero *z) {
+    if (z->nccl.world > 1) zero_wait_for(z, z->reduced);
+}
 
-static inline size_t zero_piece(const Zero *z, int unit) { return param_unit(z->table, unit).count / (size_t)z->nccl.world; }
+static inline size_t zero_piece(const Zero *z, int unit) {
+    return param_unit(z->table, unit).count / (size_t)z->nccl.world;
+}
 // The sum over ranks of a unit's gradients, in fp32: piece k on rank k.
 static inline void zero_sum_wide(Zero *z, floatX *grads, int unit) {
     const size_t piece = zero_piece(z, unit), mine = piece * (size_t)z->nccl.rank, vecs = piece / VecX::size;
@@ -171,15 +176,13 @@ static inline void zero_gather(Zero *z, floatX *weights) {
         cudaCheck(cudaEventRecord(z->gathered[u], z->nccl.stream));
     }
 }
-// Before the compute stream reads a unit's weights, in the order of the units. Once after each gather: what it reads later comes
-// later.
+// Before the compute stream reads a unit's weights, in the order of the units. Once after each gather: what it reads
+// later comes later.
 static inline void zero_wait(Zero *z, int unit) {
     if (unit < z->arrived) return;
     assert(unit == z->arrived);
     z->arrived++;
-    timing_lap("other", 0, 0, z->compute);
-    cudaCheck(cudaStreamWaitEvent(z->compute, z->gathered[unit], 0));
-    timing_lap(TIMING_RANKS, 0, 0, z->compute);
+    zero_wait_for(z, z->gathered[unit]);
 }
 static inline int zero_all_arrived(const Zero *z) { return z->arrived == z->table->num_units; }
 
