@@ -124,12 +124,9 @@ static Block block_get(Model *m, const Pass *p, int l) {
 // The norm of the stream, which it adds up on the way and keeps in `sum`.
 static void residual_norm(const Model *m, const Pass *p, const Norm *n, floatX *out, floatX *sum, Residual *r) {
     const Config *c = &m->config;
-    if (!r->branch) {
-        norm_forward(c->norm, out, n->mean, n->rstd, r->x, n->weight, n->bias, p->rows, p->C, c->norm_eps, p->stream);
-        return;
-    }
-    residual_norm_forward(c->norm, sum, out, n->mean, n->rstd, r->x, r->branch, n->weight, n->bias, p->rows, p->C, c->norm_eps, p->stream);
-    *r = {sum, NULL};
+    norm_forward(c->norm, sum, out, n->mean, n->rstd, r->x, r->branch, n->weight, n->bias, p->rows, p->C, c->norm_eps,
+                 p->stream);
+    if (r->branch) *r = {sum, NULL};
 }
 static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     const Config *c = &m->plan.local;
@@ -161,15 +158,14 @@ static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
 
 // m->b.tokens (B,T) -> the stream, m->b.x_embedding (rows,C)
 static void embed(Model *m, const Pass *p) {
-    const int Vp = m->plan.local.padded_vocab_size, first_word = m->mesh->tp.rank * Vp;
+    const int V = m->plan.local.vocab_size, first = m->mesh->tp.rank * m->plan.local.padded_vocab_size;  // of this rank
     floatX *w = unit_get(m, 0), *wte = param_pointer(w, &m->table, 0, ROLE_WTE), *wpe = param_pointer(w, &m->table, 0, ROLE_WPE);
     if (wpe && p->cache) wpe += (size_t)p->cache->count * p->C;
     if (!pass_is_split(p)) {
-        embedding_forward(m->b.x_embedding, m->b.tokens, wte, wpe, p->B, p->T, p->C, 0, p->stream);
+        embedding_forward(m->b.x_embedding, m->b.tokens, wte, wpe, p->B, p->T, p->C, first, V, p->stream);
         return;
     }
-    embedding_words(m->b.words, m->b.tokens, first_word, m->plan.local.vocab_size, Vp, p->N, p->stream);  // the others give zeros
-    embedding_forward(p->branch, m->b.words, wte, NULL, p->B, p->T, p->C, Vp, p->stream);
+    embedding_forward(p->branch, m->b.tokens, wte, NULL, p->B, p->T, p->C, first, V, p->stream);
     const floatX *x = rows_scatter(p, p->branch, wpe, p->T);
     cudaCheck(cudaMemcpyAsync(m->b.x_embedding, x, pass_piece(p) * sizeof(floatX), cudaMemcpyDeviceToDevice, p->stream));
 }
@@ -196,15 +192,17 @@ static Linear head_of(Model *m) {
 }
 // Losses of rows from n0 on; m->b.logits becomes their gradient. Of several ranks each has some of the columns.
 static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, int backward) {
-    const int rank = m->mesh->tp.rank, ranks = m->mesh->tp.world, V = m->plan.local.vocab_size, Vp = m->plan.local.padded_vocab_size;
+    const int rank = m->mesh->tp.rank, ranks = m->mesh->tp.world;
+    const int V = m->plan.local.vocab_size, Vp = m->plan.local.padded_vocab_size;
     Buffers *b = &m->b;
+    const ClassifierRows r = {b->logits, b->losses + n0, b->targets + n0, dloss, rows, V, Vp, backward};
     if (ranks == 1) {
-        classifier(b->logits, b->losses + n0, b->targets + n0, dloss, rows, V, Vp, backward, p->stream);
+        classifier(&r, p->stream);
         return;
     }
-    classifier_parts(b->parts + (size_t)rank * rows, b->logits, b->targets + n0, rank, rows, V, Vp, p->stream);
+    classifier_parts(&r, b->parts + (size_t)rank * rows, rank, p->stream);
     nccl_all_gather(&p->exchange->nccl, "gather", (float *)b->parts, (size_t)rows * (sizeof *b->parts / sizeof(float)));
-    classifier_ranks(b->logits, b->losses + n0, b->parts, b->targets + n0, dloss, ranks, rank, rows, V, Vp, backward, p->stream);
+    classifier_ranks(&r, b->parts, ranks, rank, p->stream);
 }
 // m->b.h_final, m->b.targets -> m->b.losses; backward: the head's weight gradient, and that of h_final in p->branch (a part of a sum over ranks).
 static void head(Model *m, const Pass *p, float dloss, int backward) {
@@ -265,10 +263,9 @@ static void block_backward(Model *m, const Pass *p, int l) {
 
 // dx (rows,C) -> the embedding's gradients, which are added to.
 static void embed_backward(Model *m, const Pass *p) {
-    const int Vp = m->plan.local.padded_vocab_size, split = pass_is_split(p);
+    const int V = m->plan.local.vocab_size, Vp = m->plan.local.padded_vocab_size, first = m->mesh->tp.rank * Vp;
     floatX *dwte = param_pointer(m->b.grads, &m->table, 0, ROLE_WTE), *dwpe = param_pointer(m->b.grads, &m->table, 0, ROLE_WPE);
-    const int *words = split ? m->b.words : m->b.tokens;
-    embedding_backward(dwte, dwpe, rows_gather(p, m->b.dx), words, p->B, p->T, p->C, Vp, split ? Vp : 0, p->scratch, p->stream);
+    embedding_backward(dwte, dwpe, rows_gather(p, m->b.dx), m->b.tokens, p->B, p->T, p->C, first, V, Vp, p->scratch, p->stream);
 }
 // Zeros where something is added: the stream's gradient, and the embedding's before the first micro-step.
 static void clear_gradients(Model *m, const Pass *p) {
@@ -381,8 +378,8 @@ static void sum_over_ranks(Model *m) {
 static void queue_norm(Model *m) {
     cudaStream_t s = m->gpu.compute;
     zero_wait_reduced(&m->links.zero);
-    if (m->mesh->job.world == 1) global_norm_squared(&m->b.step->norm_squared, m->b.grads, m->table.total, m->b.reduce, s);
-    else global_norm_squared_spans(&m->b.step->norm_squared, m->b.grads, m->b.shards, m->b.num_shards, m->b.reduce, s);
+    const Span *spans = m->mesh->job.world == 1 ? NULL : m->b.shards;
+    global_norm_squared(&m->b.step->norm_squared, m->b.grads, m->table.total, spans, m->b.num_shards, m->b.reduce, s);
     sum_over_ranks(m);
 }
 static void queue_adamw(Model *m, const UpdateParams *p) {
@@ -591,7 +588,7 @@ const char *model_device(const Model *m) { return m->gpu.prop.name; }
 const char *model_dtype(const Model *) { return FLOATX_NAME; }
 const char *model_carriers(const Model *m) { return m->links.carriers; }
 double model_memory_gib(const Model *m) { return (double)(m->memory.device_bytes + m->cache.memory.device_bytes) / 1073741824.0; }
-double model_peak_bytes(const Model *m) { return gpu_peak_bytes(&m->gpu); }
+double model_peak_bytes(const Model *) { return gpu_peak_bytes(); }
 double model_peak_flops(const Model *m) { return peak_flops(m->gpu.prop.name, sizeof(floatX) == 2 ? PEAK_BF16 : m->plan.options.tf32 ? PEAK_TF32 : PEAK_FP32); }
 void model_timing_begin(Model *m) { timing_begin(m->gpu.compute); }
 void model_timing_end(Model *m) { timing_end(m->gpu.compute); }

@@ -1,5 +1,5 @@
 // The CUDA ground: number types, checked calls, the Gpu (one device, two streams), 128-bit vectors, reductions.
-// The only file, with tile.cuh, where precision and architecture are decided by #if.
+// Precision and architecture are decided by #if here and in tile.cuh alone.
 #ifndef LLMC_CUDA_COMMON_CUH
 #define LLMC_CUDA_COMMON_CUH
 
@@ -8,6 +8,7 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+#include <initializer_list>
 #include <nvtx3/nvToolsExt.h>
 
 #include "timing.h"
@@ -25,10 +26,10 @@ typedef __nv_bfloat16 floatX;
 
 // ---- every call is checked; the message names the call and the place
 static inline void cuda_check(cudaError_t status, const char *call, const char *file, int line) {
-    if (status == cudaErrorMemoryAllocation)
-        die_at(file, line, "CUDA: %s: %s\nkernels and graphs need some memory beside the buffers: use a smaller batch, or end what else uses this GPU; failed call: %s", cudaGetErrorName(status), cudaGetErrorString(status), call);
+    const char *hint = status != cudaErrorMemoryAllocation ? ""
+        : "kernels and graphs need some memory beside the buffers: use a smaller batch, or end what else uses this GPU; ";
     if (status != cudaSuccess)
-        die_at(file, line, "CUDA: %s: %s\nfailed call: %s", cudaGetErrorName(status), cudaGetErrorString(status), call);
+        die_at(file, line, "CUDA: %s: %s\n%sfailed call: %s", cudaGetErrorName(status), cudaGetErrorString(status), hint, call);
 }
 #define cudaCheck(call) cuda_check((call), #call, __FILE__, __LINE__)
 static inline void cublas_check(cublasStatus_t status, const char *call, const char *file, int line) {
@@ -38,30 +39,34 @@ static inline void cublas_check(cublasStatus_t status, const char *call, const c
 #define cublasCheck(call) cublas_check((call), #call, __FILE__, __LINE__)
 // After each kernel launch: a wrong launch is reported where it was made. Costs no synchronisation.
 #define launchCheck() cudaCheck(cudaGetLastError())
+// Kernels read and write 16 bytes at a time.
+static inline void require_aligned(const char *what, std::initializer_list<const void *> pointers) {
+    for (const void *p : pointers)
+        require((uintptr_t)p % 16 == 0, "%s: a buffer does not begin on 16 bytes\nallocate it with memory_request", what);
+}
+static inline unsigned blocks_for(size_t n, size_t per_block) { return (unsigned)ceil_div(n, per_block); }
 
-// ---- the device of this process: that of its rank on this host, or the only one it is shown (srun --gpus-per-task=1). Nothing
-// else in the source selects one; whether two ranks have the same one, the handshake sees.
+// ---- the device of this process: that of its rank on this host, or the only one it is shown (srun --gpus-per-task=1).
+// Nothing else selects one. The handshake sees whether two ranks have the same one.
 static inline int gpu_of_rank(int local_rank, int devices) { return devices == 1 ? 0 : local_rank; }
 typedef struct {
     int device;
     cudaDeviceProp prop;
-    cudaStream_t compute, comm;  // all kernels and matmuls; all collectives and weight prefetches
+    cudaStream_t compute, comm;  // of all kernels and matmuls; of all collectives and weight prefetches
 } Gpu;
 
-// Does nothing: a program that has code for a GPU has this one.
+// Does nothing: a program has code for a GPU if it has this kernel's.
 static __global__ void gpu_code_kernel() {}
 static inline void gpu_require_code(const cudaDeviceProp *prop) {
-    require(prop->major >= 8, "%s has compute capability %d.%d\nbf16 and TF32 matmuls need 8.0 or newer", prop->name, prop->major, prop->minor);
-    const int built[] = {__CUDA_ARCH_LIST__};
+    const int sm = 10 * prop->major + prop->minor, built[] = {__CUDA_ARCH_LIST__};
+    require(sm >= 80, "%s is sm_%d\nbf16 and TF32 matmuls need sm_80 or newer", prop->name, sm);
     char list[128] = "";
+    for (int arch : built) snprintf(list + strlen(list), sizeof list - strlen(list), " sm_%d", arch / 10);
     cudaFuncAttributes attributes;
     const cudaError_t status = cudaFuncGetAttributes(&attributes, gpu_code_kernel);
-    for (int arch : built) snprintf(list + strlen(list), sizeof list - strlen(list), " sm_%d", arch / 10);
-    const int missing = status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction || status == cudaErrorInvalidKernelImage || status == cudaErrorUnsupportedPtxVersion
-                        || status == cudaErrorJitCompilationDisabled;
-    require(!missing, "this program was built for%s and has no code for %s, which is sm_%d%d: %s\nbuild it on this machine, or with make's ARCHS=%d%d%s", list, prop->name,
-            prop->major, prop->minor, cudaGetErrorString(status), prop->major, prop->minor, prop->major == 9 ? "a" : "");
-    cuda_check(status, "cudaFuncGetAttributes", __FILE__, __LINE__);
+    require(status == cudaSuccess, "this program was built for%s and does not run on %s, which is sm_%d: %s\n"
+            "build it on this machine, or with make's ARCHS=%d%s",
+            list, prop->name, sm, cudaGetErrorString(status), sm, sm == 90 ? "a" : "");
 }
 // The device with this id; -1 where this process is not shown it.
 static inline int gpu_find(const cudaUUID_t *id) {
@@ -75,13 +80,13 @@ static inline int gpu_find(const cudaUUID_t *id) {
     return -1;
 }
 static inline Gpu gpu_open(int local_rank) {
-    Gpu g;
-    memset(&g, 0, sizeof g);
+    Gpu g = {};
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
-    require(status == cudaSuccess && count > 0, "no usable GPU: %s\nrun `make doctor`; without a GPU, `make train_gpt2` builds the CPU trainer", cudaGetErrorString(status));
+    require(status == cudaSuccess && count > 0, "no usable GPU: %s\n"
+            "run `make doctor`; `make train_gpt2` builds the CPU trainer", cudaGetErrorString(status));
     g.device = gpu_of_rank(local_rank, count);
-    require(g.device < count, "local rank %d has no GPU: this machine shows %d\nstart at most %d ranks on it", local_rank, count, count);
+    require(g.device < count, "local rank %d has no GPU: this machine shows %d\nstart no more ranks on it", local_rank, count);
     cudaCheck(cudaSetDevice(g.device));
     cudaCheck(cudaGetDeviceProperties(&g.prop, g.device));
     gpu_require_code(&g.prop);
@@ -95,25 +100,25 @@ static inline void gpu_identify(int local_rank, char *uuid, size_t size, int *de
     cudaDeviceProp prop;
     *uuid = 0;
     *devices = *sm = *driver = 0;
-    if (cudaGetDeviceCount(devices) != cudaSuccess || *devices == 0 || gpu_of_rank(local_rank, *devices) >= *devices) return;
-    cudaCheck(cudaGetDeviceProperties(&prop, gpu_of_rank(local_rank, *devices)));
+    if (cudaGetDeviceCount(devices) != cudaSuccess) return;
+    const int device = gpu_of_rank(local_rank, *devices);
+    if (device >= *devices) return;
+    cudaCheck(cudaGetDeviceProperties(&prop, device));
     cudaCheck(cudaDriverGetVersion(driver));
     *sm = 10 * prop.major + prop.minor;
-    for (size_t i = 0; i < sizeof prop.uuid.bytes && 2 * i + 2 < size; i++) snprintf(uuid + 2 * i, 3, "%02x", (unsigned char)prop.uuid.bytes[i]);
+    for (size_t i = 0; i < sizeof prop.uuid.bytes && 2 * i + 2 < size; i++)
+        snprintf(uuid + 2 * i, 3, "%02x", (unsigned char)prop.uuid.bytes[i]);
 }
-// Of the device that is selected.
+// Of the selected device.
 static inline int device_attribute(cudaDeviceAttr attribute) {
     int device, value;
     cudaCheck(cudaGetDevice(&device));
     cudaCheck(cudaDeviceGetAttribute(&value, attribute, device));
     return value;
 }
-// Bytes a second of its memory, from the clock and the bus.
-static inline double gpu_peak_bytes(const Gpu *g) {
-    int clock = 0, bits = 0;  // kHz; two transfers a cycle
-    cudaCheck(cudaDeviceGetAttribute(&clock, cudaDevAttrMemoryClockRate, g->device));
-    cudaCheck(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, g->device));
-    return 2.0 * 1e3 * clock * bits / 8;
+// Bytes/s of its memory: two transfers a cycle of a clock in kHz, over a bus of so many bits.
+static inline double gpu_peak_bytes(void) {
+    return 2e3 * device_attribute(cudaDevAttrMemoryClockRate) * device_attribute(cudaDevAttrGlobalMemoryBusWidth) / 8;
 }
 static inline void gpu_close(Gpu *g) {
     cudaCheck(cudaStreamDestroy(g->comm));
@@ -132,40 +137,39 @@ static inline void *driver_function(const char *name) {
     require(found && status == cudaDriverEntryPointSuccess, "the driver has no %s\na driver for CUDA 12 or later is needed", name);
     return found;
 }
-// The stream writes a number into pinned host memory, or into a GPU's, when it comes to this place and all before it can be seen there: no kernel,
-// no multiprocessor.
+// The stream writes a number into pinned host memory, or into a GPU's, when all work before it is done and visible there. It takes
+// no kernel and no SM.
 static inline void stream_write(cudaStream_t stream, uint32_t *place, uint32_t number) {
     typedef CUresult Write(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
-    static Write *write = NULL;
-    if (!write) write = (Write *)driver_function("cuStreamWriteValue32");
+    static Write *const write = (Write *)driver_function("cuStreamWriteValue32");
     const CUresult result = write(stream, (CUdeviceptr)place, number, 0);
-    require(result == CUDA_SUCCESS, "cuStreamWriteValue32 failed with %d\nthis driver cannot report the progress of collectives, nor that of --tp-overlap", (int)result);
+    require(result == CUDA_SUCCESS, "cuStreamWriteValue32: error %d\nrun on one GPU, or update the driver", (int)result);
 }
 
 // ---- laps of the compute stream (timing.h): an event at the end of each, read when the step is over
 enum { TIMING_LAPS = 1 << 16 };
 typedef struct { cudaEvent_t event; const char *name; double flops, bytes; } TimingLap;
-static struct { TimingLap *laps; int count, made; } timing_laps;
+static TimingLap timing_laps[TIMING_LAPS];  // 2 MiB, untouched without --timing
+static int num_timing_laps;
 
 static inline void timing_lap(const char *name, double flops, double bytes, cudaStream_t stream) {
     if (!timing.on) return;
-    require(timing_laps.count < TIMING_LAPS, "--timing: a step has more than %d laps\nuse fewer micro-steps", TIMING_LAPS);
-    if (!timing_laps.laps) timing_laps.laps = (TimingLap *)malloc_or_die(TIMING_LAPS * sizeof(TimingLap));
-    TimingLap *l = &timing_laps.laps[timing_laps.count];
-    if (timing_laps.count++ == timing_laps.made) { cudaCheck(cudaEventCreate(&l->event)); timing_laps.made++; }
-    l->name = name; l->flops = flops; l->bytes = bytes;
+    require(num_timing_laps < TIMING_LAPS, "--timing: a step has more than %d laps\nuse fewer micro-steps", TIMING_LAPS);
+    TimingLap *l = &timing_laps[num_timing_laps++];
+    if (!l->event) cudaCheck(cudaEventCreate(&l->event));
+    *l = {l->event, name, flops, bytes};
     cudaCheck(cudaEventRecord(l->event, stream));
 }
 static inline void timing_begin(cudaStream_t stream) {
     timing_start();
-    timing_laps.count = 0;
+    num_timing_laps = 0;
     timing_lap("", 0, 0, stream);
 }
 static inline void timing_end(cudaStream_t stream) {
     cudaCheck(cudaStreamSynchronize(stream));
     timing.on = 0;
-    for (int i = 1; i < timing_laps.count; i++) {
-        const TimingLap *l = &timing_laps.laps[i];
+    for (int i = 1; i < num_timing_laps; i++) {
+        const TimingLap *l = &timing_laps[i];
         float ms;
         cudaCheck(cudaEventElapsedTime(&ms, l[-1].event, l->event));
         timing_add(l->name, 1e-3 * (double)ms, l->flops, l->bytes);
@@ -183,9 +187,13 @@ template <typename T> struct alignas(16) Vec {
     __device__ const T &operator[](int i) const { return v[i]; }
 };
 typedef Vec<floatX> VecX;
-template <typename T> __device__ inline Vec<T> vec_load(const T *p) { Vec<T> r; *(int4 *)r.v = *(const int4 *)p; return r; }
+template <typename T> __device__ inline Vec<T> vec_load(const T *p) {
+    Vec<T> r;
+    *(int4 *)r.v = *(const int4 *)p;
+    return r;
+}
 template <typename T> __device__ inline void vec_store(T *p, const Vec<T> &x) { *(int4 *)p = *(const int4 *)x.v; }
-// To and from fp32 in one instruction for one element and for two: what the compiler makes of casts element by element takes two each.
+// To fp32 in one instruction an element, and back in one for two: casts of single elements compile to two each.
 template <typename T> __device__ inline void vec_widen(float (&to)[Vec<T>::size], const Vec<T> &x) {
     #pragma unroll
     for (int k = 0; k < Vec<T>::size; k++) {
@@ -206,19 +214,29 @@ template <typename T = floatX> __device__ inline Vec<T> vec_narrow(const float (
     return to;
 }
 // Streaming forms: data that is not read again soon stays out of the way of data that is.
-template <typename T> __device__ inline Vec<T> vec_load_streaming(const T *p) { Vec<T> r; *(int4 *)r.v = __ldcs((const int4 *)p); return r; }
+template <typename T> __device__ inline Vec<T> vec_load_streaming(const T *p) {
+    Vec<T> r;
+    *(int4 *)r.v = __ldcs((const int4 *)p);
+    return r;
+}
 template <typename T> __device__ inline void vec_store_streaming(T *p, const Vec<T> &x) { __stcs((int4 *)p, *(const int4 *)x.v); }
 
 // ---- reductions in a fixed order: a butterfly in the warp, then warp 0..n-1; every thread gets the result
-struct Sum { __device__ static float apply(float a, float b) { return a + b; } static constexpr float identity = 0; };
-struct Max { __device__ static float apply(float a, float b) { return fmaxf(a, b); } static constexpr float identity = -3.402823466e38f; };
+struct Sum {
+    static constexpr float identity = 0;
+    __device__ static float apply(float a, float b) { return a + b; }
+};
+struct Max {
+    static constexpr float identity = -3.402823466e38f;
+    __device__ static float apply(float a, float b) { return fmaxf(a, b); }
+};
 template <typename Op> __device__ inline float warp_reduce(float x) {
     #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
     return x;
 }
-// K values in each lane, a power of two: the totals over the lanes of equal lane % STRIDE of all of them, value lane / (32 / K) in each lane.
-// Half of what is left of them goes to the other half of the lanes in each step, so that all take about as many instructions as one.
+// x: K values in each lane, K a power of two. Returns value lane / (32 / K), summed over all lanes with the same lane % STRIDE.
+// In each step a lane hands half of its values to a lane that keeps that half: hardly more instructions than for one value.
 template <int K, int STRIDE = 1> __device__ inline float warp_totals(float (&x)[K]) {
     static_assert(K * STRIDE <= WARP, "each value needs a lane");
     #pragma unroll
@@ -236,8 +254,8 @@ template <int K, int STRIDE = 1> __device__ inline float warp_totals(float (&x)[
     }
     return x[0];
 }
-// All threads of the block must call it; blockDim.x is a multiple of 32. `shared` holds one float per warp and may be
-// reused after the call returns.
+// All threads of the block must call it; blockDim.x is a multiple of 32. `shared` holds one float per warp and may be reused
+// after the call returns.
 template <typename Op> __device__ inline float block_reduce(float x, float *shared) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     x = warp_reduce<Op>(x);
@@ -257,7 +275,7 @@ __device__ inline void rotate_pair(float &a, float &b, float c, float s) {
     a = x;
 }
 
-// NVTX ranges name layers and phases for profilers; a scope ends with its block.
+// An NVTX range, which names a layer or phase for profilers. It ends with its scope.
 struct Range {
     explicit Range(const char *name) { nvtxRangePushA(name); }
     Range(const char *name, int layer) {

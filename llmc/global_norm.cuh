@@ -1,8 +1,9 @@
-// The square of the global gradient norm: out = sum over i of grads[i]^2, in fp32, for gradient clipping.
+// The square of the global gradient norm, for gradient clipping: out = sum over i of grads[i]^2 in fp32. And what is decided from
+// it on the device: the scale of the gradients, and whether the step is applied at all.
 //
 // grads (n) floatX, n up to 2^40. Each block sums a strided share of the vectors, eight running sums a thread so that no sum
-// grows long; the blocks' sums go to scratch, and one block adds those in order, in fp64. The order depends on n and the
-// number of SMs alone. Infinities and NaN come out as such: the caller sees a bad step. out may be summed over ranks.
+// grows long. The blocks' sums go to scratch, and one block adds those in order, in fp64. The order depends on n and the
+// number of SMs alone. Infinities and NaN come out as such: the caller sees a bad step.
 // Ladder: dev/cuda/global_norm.cu.
 #ifndef LLMC_GLOBAL_NORM_CUH
 #define LLMC_GLOBAL_NORM_CUH
@@ -24,28 +25,21 @@ global_norm_blocks_kernel(float *__restrict__ partials, const floatX *__restrict
     const size_t vecs = n / VecX::size, stride = (size_t)gridDim.x * blockDim.x;
     const size_t thread = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     float sums[VecX::size] = {};
-    size_t i = thread;
-    for (; i + (GLOBAL_NORM_UNROLL - 1) * stride < vecs; i += GLOBAL_NORM_UNROLL * stride) {
+    for (size_t i = thread; i < vecs; i += GLOBAL_NORM_UNROLL * stride) {
         VecX x[GLOBAL_NORM_UNROLL];
         #pragma unroll
-        for (int u = 0; u < GLOBAL_NORM_UNROLL; u++) x[u] = vec_load_streaming(grads + (i + u * stride) * VecX::size);
+        for (int u = 0; u < GLOBAL_NORM_UNROLL; u++) {
+            x[u] = {};
+            if (i + u * stride < vecs) x[u] = vec_load_streaming(grads + (i + u * stride) * VecX::size);
+        }
         #pragma unroll
         for (int u = 0; u < GLOBAL_NORM_UNROLL; u++)
             #pragma unroll
             for (int k = 0; k < VecX::size; k++) sums[k] += (float)x[u][k] * (float)x[u][k];
     }
-    for (; i < vecs; i += stride) {
-        VecX x = vec_load_streaming(grads + i * VecX::size);
-        #pragma unroll
-        for (int k = 0; k < VecX::size; k++) sums[k] += (float)x[k] * (float)x[k];
-    }
     float sum = 0;
     #pragma unroll
     for (int k = 0; k < VecX::size; k++) sum += sums[k];
-    if (thread < n % VecX::size) {  // what does not fill a vector
-        float x = (float)grads[vecs * VecX::size + thread];
-        sum += x * x;
-    }
     sum = block_reduce<Sum>(sum, shared);
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
@@ -61,15 +55,15 @@ __global__ void global_norm_sum_kernel(float *__restrict__ out, const float *__r
     *out = (float)sum;
 }
 
-// The same over parts of the buffer: a row of blocks for each span.
+// The same over parts of the buffer: a row of blocks for each span (device memory).
 __global__ void __launch_bounds__(GLOBAL_NORM_THREADS)
 global_norm_spans_kernel(float *__restrict__ partials, const floatX *__restrict__ grads, const Span *__restrict__ spans) {
     __shared__ float shared[WARP];
     const Span span = spans[blockIdx.y];
-    const floatX *from = grads + span.begin;
+    const size_t first = (size_t)blockIdx.x * blockDim.x + threadIdx.x, stride = (size_t)gridDim.x * blockDim.x;
     float sum = 0;
-    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < span.count / VecX::size; i += (size_t)gridDim.x * blockDim.x) {
-        VecX x = vec_load_streaming(from + i * VecX::size);
+    for (size_t i = first; i < span.count / VecX::size; i += stride) {
+        VecX x = vec_load_streaming(grads + span.begin + i * VecX::size);
         #pragma unroll
         for (int k = 0; k < VecX::size; k++) sum += (float)x[k] * (float)x[k];
     }
@@ -81,27 +75,27 @@ static inline size_t global_norm_scratch_bytes(int num_spans) {
     const size_t spans = (size_t)num_spans * GLOBAL_NORM_SPAN_BLOCKS;
     return (spans > GLOBAL_NORM_MAX_BLOCKS ? spans : (size_t)GLOBAL_NORM_MAX_BLOCKS) * sizeof(float);
 }
-// out (1) = sum of squares of grads (n)
-static inline void global_norm_squared(float *out, const floatX *grads, size_t n, void *scratch, cudaStream_t stream) {
-    require((uintptr_t)grads % 16 == 0 && n >> 40 == 0, "global norm of %zu gradients at %p\nalign them to 16 bytes", n, (const void *)grads);
-    const int full = 2048 / GLOBAL_NORM_THREADS * device_attribute(cudaDevAttrMultiProcessorCount), blocks = full < GLOBAL_NORM_MAX_BLOCKS ? full : GLOBAL_NORM_MAX_BLOCKS;
-    global_norm_blocks_kernel<<<blocks, GLOBAL_NORM_THREADS, 0, stream>>>((float *)scratch, grads, n);
+// out (1) = sum of squares of grads: of all n (spans NULL) or of spans (device memory). Both are whole 16-byte vectors.
+static inline void global_norm_squared(float *out, const floatX *grads, size_t n, const Span *spans, int num_spans, void *scratch,
+                                       cudaStream_t stream) {
+    require_aligned("gradient norm", {grads});
+    assert(n % VecX::size == 0);
+    float *partials = (float *)scratch;
+    const int full = 2048 / GLOBAL_NORM_THREADS * device_attribute(cudaDevAttrMultiProcessorCount);
+    int blocks = full < GLOBAL_NORM_MAX_BLOCKS ? full : GLOBAL_NORM_MAX_BLOCKS;
+    if (!spans) global_norm_blocks_kernel<<<blocks, GLOBAL_NORM_THREADS, 0, stream>>>(partials, grads, n);
+    else {
+        const dim3 grid(GLOBAL_NORM_SPAN_BLOCKS, (unsigned)num_spans);
+        blocks = num_spans * GLOBAL_NORM_SPAN_BLOCKS;
+        global_norm_spans_kernel<<<grid, GLOBAL_NORM_THREADS, 0, stream>>>(partials, grads, spans);
+    }
     launchCheck();
-    global_norm_sum_kernel<<<1, WARP, 0, stream>>>(out, (const float *)scratch, blocks);
+    global_norm_sum_kernel<<<1, WARP, 0, stream>>>(out, partials, blocks);
     launchCheck();
-    timing_lap("gradient norm", 0, (double)n * sizeof(floatX), stream);
-}
-// out (1) = sum of squares of grads over spans (device memory), each begin and count a multiple of a 16-byte vector
-static inline void global_norm_squared_spans(float *out, const floatX *grads, const Span *spans, int num_spans, void *scratch, cudaStream_t stream) {
-    require((uintptr_t)grads % 16 == 0 && num_spans > 0, "global norm of %d spans at %p\nalign them to 16 bytes", num_spans, (const void *)grads);
-    global_norm_spans_kernel<<<dim3(GLOBAL_NORM_SPAN_BLOCKS, (unsigned)num_spans), GLOBAL_NORM_THREADS, 0, stream>>>((float *)scratch, grads, spans);
-    launchCheck();
-    global_norm_sum_kernel<<<1, WARP, 0, stream>>>(out, (const float *)scratch, num_spans * GLOBAL_NORM_SPAN_BLOCKS);
-    launchCheck();
-    timing_lap("gradient norm", 0, 0, stream);  // how much it reads stands on the device
+    timing_lap("gradient norm", 0, spans ? 0 : (double)n * sizeof(floatX), stream);  // the spans' sizes are on the device
 }
 
-// ---- what becomes of the step, decided where the update reads it
+// ---- the decision on the step, made where the update reads it
 
 typedef struct {
     float loss, norm_squared;  // of this rank, then of all

@@ -2,16 +2,15 @@
 //
 //   forward    LayerNorm: out = (x - mean) * rstd * weight + bias      mean, rstd (N) fp32 are kept for backward
 //              RMSNorm:   out = x * rstd * weight                      rstd (N) fp32 is kept
-//   residual_norm_forward adds first: residual = a + b is rounded to floatX, stored and then normalised: a block's input
-//              is read once and its sum written once.
+//              x = a, or residual = a + b, rounded to floatX and stored: the branch is added where its sum is read
 //   backward   with n = (x - mean) * rstd (RMS: mean = 0) and g = dout * weight:
 //              dinp += rstd * (g - mean(g) - n * mean(g * n))          (RMS: without mean(g))
 //              dweight = sum over rows of dout * n,  dbias = sum over rows of dout
 //
-// x, out, dout, dinp (N,C) floatX; weight, bias (C) floatX. Sums are fp32; the variance is the mean of (x - mean)^2, never
-// E[x^2] - mean^2. A row lives in registers, so that it is read once: one warp holds a narrow row, one block a wide one.
-// dweight and dbias: each block keeps sums over its rows, writes them to scratch, and a second kernel adds the blocks
-// up in order. The order depends on N, C and the number of SMs alone.
+// a, b, residual, out, dout, dinp (N,C) floatX; weight, bias (C) floatX. Sums are fp32; the variance is the mean of
+// (x - mean)^2, never E[x^2] - mean^2. A row lives in registers, so that it is read once: one warp holds a narrow row, one
+// block a wide one. For dweight and dbias each block sums its rows and writes these sums to scratch; a second kernel adds
+// them up in the order of the blocks. That order depends on N, C and the number of SMs alone.
 // C: any multiple of 8 up to 65536. Registers spill above 16384 forward and 8192 backward (fp32: above 8192 both): right
 // there, not fast.
 // Ladder: dev/cuda/norm.cu.
@@ -22,8 +21,8 @@
 #include "cuda_common.cuh"
 
 enum {
-    NORM_FORWARD_WARPS = 8,   // rows, one per warp, of a block of the forward kernel
-    NORM_MAX_SMS = 192,       // scratch of the backward pass is sized for this many
+    NORM_FORWARD_WARPS = 8,  // of a forward block whose warps hold a row each
+    NORM_MAX_SMS = 192,      // scratch of the backward pass is sized for this many
 };
 
 // The threads of one row are a warp (ROW_THREADS = WARP) or a block of at most ROW_THREADS; each holds VECS vectors,
@@ -35,9 +34,9 @@ template <int ROW_THREADS> __device__ inline float norm_row_sum(float x, float *
 
 template <NormKind KIND, bool RESIDUAL, int ROW_THREADS, int VECS>
 __global__ void __launch_bounds__(ROW_THREADS == WARP ? NORM_FORWARD_WARPS * WARP : ROW_THREADS)
-norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, float *__restrict__ mean, float *__restrict__ rstd,
-                    const floatX *__restrict__ a, const floatX *__restrict__ b, const floatX *__restrict__ weight,
-                    const floatX *__restrict__ bias, int N, int C, float eps) {
+norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, float *__restrict__ mean,
+                    float *__restrict__ rstd, const floatX *__restrict__ a, const floatX *__restrict__ b,
+                    const floatX *__restrict__ weight, const floatX *__restrict__ bias, int N, int C, float eps) {
     constexpr bool warp_row = ROW_THREADS == WARP;
     __shared__ float shared[WARP];
     const int thread = warp_row ? threadIdx.x % WARP : threadIdx.x, threads = warp_row ? WARP : blockDim.x;
@@ -104,8 +103,8 @@ norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, flo
 
 // ---- backward
 
-// x becomes the totals over the threads of a row. `shared` has a place for each value and warp; it may be used again after the next
-// barrier but one.
+// x becomes the totals over the threads of a row. `shared` has a place for each value and warp. Two calls in a row need two of
+// these: a slow warp may still read the first.
 template <int ROW_THREADS, int K> __device__ inline void norm_row_totals(float (&x)[K], float (*shared)[WARP]) {
     constexpr int share = WARP / K;  // lanes of a value
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
@@ -122,7 +121,7 @@ template <int ROW_THREADS, int K> __device__ inline void norm_row_totals(float (
     for (int j = 0; j < K; j++) x[j] = __shfl_sync(0xffffffffu, total, j * share);
 }
 
-// Keeps the compiler from widening what was loaded before it is needed: twice the registers.
+// Keeps the compiler from widening x where it is loaded, which takes twice the registers.
 __device__ inline void norm_stay_packed(VecX &x) {
     int4 &p = *(int4 *)x.v;
     asm volatile("" : "+r"(p.x), "+r"(p.y), "+r"(p.z), "+r"(p.w));
@@ -136,23 +135,25 @@ __device__ inline void norm_add_sums(float4 *to, const float (&x)[VecX::size], b
     }
 }
 
-// partials: [block][dweight, dbias (LayerNorm only), dbelow (BELOW only)][C] fp32. Dynamic shared memory when a warp holds a row:
-// one such entry. ROWS rows are under way at a time: their loads wait together, and their sums cost little more than one row's.
-// At the clock of a training step (1.5 GHz) twenty-odd instructions an element are as much time as their bytes at copy speed: so n and g stay
-// in registers between the two passes, the constants of a row are folded, and numbers are widened and rounded by vec_widen and vec_narrow.
-template <NormKind KIND, bool BELOW, int ROW_THREADS, int VECS, int ROWS, int MAX_THREADS, int MIN_BLOCKS>
+// partials: [block][dweight, dbias (LayerNorm only), column sums of dinp (SUMS only)][C] fp32. Where a warp holds a row, dynamic
+// shared memory has one such entry. ROWS rows are in flight at a time: their loads wait together, and their sums cost hardly
+// more than one row's. At a training step's clock (1.5 GHz) twenty-odd instructions an element take as long as its bytes at
+// copy speed. So n and g stay in registers between the two passes, and the constants of a row are folded.
+template <NormKind KIND, bool SUMS, int ROW_THREADS, int VECS, int ROWS, int MAX_THREADS, int MIN_BLOCKS>
 __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
-norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *__restrict__ dout, const floatX *__restrict__ inp,
-                     const floatX *__restrict__ weight, const float *__restrict__ mean, const float *__restrict__ rstd, int N, int C) {
+norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *__restrict__ dout,
+                     const floatX *__restrict__ inp, const floatX *__restrict__ weight, const float *__restrict__ mean,
+                     const float *__restrict__ rstd, int N, int C) {
     constexpr bool warp_row = ROW_THREADS == WARP;
-    constexpr int sums = (KIND == NORM_LAYER ? 2 : 1) + BELOW, VALUES = KIND == NORM_LAYER ? 2 : 1;  // of a row: the sums of g n, of g
+    constexpr int VALUES = KIND == NORM_LAYER ? 2 : 1, sums = VALUES + SUMS;  // VALUES of a row: the sums of g n and of g
     __shared__ float shared[2][ROWS * VALUES][WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int thread = warp_row ? lane : threadIdx.x, threads = warp_row ? WARP : blockDim.x;
     const int first = warp_row ? blockIdx.x * warps + warp : blockIdx.x, step = warp_row ? gridDim.x * warps : gridDim.x;
     const float scale = 1.0f / C;
+    float4 *mine = (float4 *)(partials + (size_t)blockIdx.x * sums * C);
 
-    float dweight[VECS][VecX::size] = {}, dbias[VECS][VecX::size] = {}, dbelow[BELOW ? VECS : 1][VecX::size] = {};
+    float dweight[VECS][VecX::size] = {}, dbias[VECS][VecX::size] = {}, dsums[SUMS ? VECS : 1][VecX::size] = {};
     VecX w[VECS];
     #pragma unroll
     for (int i = 0; i < VECS; i++) {
@@ -202,7 +203,8 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *_
         norm_row_totals<ROW_THREADS>(totals, shared[odd]);
         #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            const float by_n = -scales[r] * scale * totals[r * VALUES], by_one = KIND == NORM_LAYER ? -scales[r] * scale * totals[r * VALUES + 1] : 0;
+            const float by_n = -scales[r] * scale * totals[r * VALUES];
+            const float by_one = KIND == NORM_LAYER ? -scales[r] * scale * totals[r * VALUES + 1] : 0;
             #pragma unroll
             for (int i = 0; i < VECS; i++) {
                 const int c = (i * threads + thread) * VecX::size;
@@ -211,13 +213,14 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *_
                 norm_stay_packed(old[r][i]);
                 vec_widen(o, old[r][i]);
                 #pragma unroll
-                for (int k = 0; k < VecX::size; k++) o[k] = fmaf(n[r][i][k], by_n, fmaf(g[r][i][k], scales[r], o[k])) + by_one;
+                for (int k = 0; k < VecX::size; k++)
+                    o[k] = fmaf(n[r][i][k], by_n, fmaf(g[r][i][k], scales[r], o[k])) + by_one;
                 const VecX rounded = vec_narrow(o);
                 vec_store(dinp + (size_t)(row + r) * C + c, rounded);
-                if constexpr (BELOW) {
+                if constexpr (SUMS) {
                     vec_widen(o, rounded);
                     #pragma unroll
-                    for (int k = 0; k < VecX::size; k++) dbelow[i][k] += o[k];
+                    for (int k = 0; k < VecX::size; k++) dsums[i][k] += o[k];
                 }
             }
         }
@@ -225,7 +228,7 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *_
 
     // The block's sums: a wide row's threads own their columns; warps that held a row each add theirs up in turn.
     extern __shared__ float4 turn[];
-    float4 *to = warp_row ? turn : (float4 *)(partials + (size_t)blockIdx.x * sums * C);
+    float4 *to = warp_row ? turn : mine;
     for (int t = 0; t < (warp_row ? warps : 1); t++) {
         #pragma unroll
         for (int i = 0; i < VECS; i++) {
@@ -233,19 +236,19 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *_
             if (c >= C || (warp_row && t != warp)) continue;
             norm_add_sums(to + c / 4, dweight[i], t > 0);
             if constexpr (KIND == NORM_LAYER) norm_add_sums(to + (C + c) / 4, dbias[i], t > 0);
-            if constexpr (BELOW) norm_add_sums(to + ((sums - 1) * C + c) / 4, dbelow[i], t > 0);
+            if constexpr (SUMS) norm_add_sums(to + ((sums - 1) * C + c) / 4, dsums[i], t > 0);
         }
         __syncthreads();
     }
     if constexpr (warp_row)
-        for (int i = threadIdx.x; i < sums * C / 4; i += blockDim.x) ((float4 *)(partials + (size_t)blockIdx.x * sums * C))[i] = turn[i];
+        for (int i = threadIdx.x; i < sums * C / 4; i += blockDim.x) mine[i] = turn[i];
 }
 
-// The gradients (two of C columns, in the order of the sums; NULL: not wanted) and behind them the column sums (C) of dinp, from the blocks' sums,
-// always added in the same order. A block of 32x32 threads takes 32 columns.
-struct NormGradients { floatX *of[2]; float *stream_sums; };
-__global__ void __launch_bounds__(1024) norm_backward_sum_kernel(NormGradients gradients, const float *__restrict__ partials,
-                                                                 int num_partials, int C, int columns, int accumulate) {
+// dweight and dbias (NULL: not wanted) and behind them the column sums of dinp, (C) each: the sums of the blocks, added in their
+// order. A block of 32x32 threads takes 32 columns.
+__global__ void __launch_bounds__(1024)
+norm_backward_sum_kernel(floatX *dweight, floatX *dbias, float *stream_sums, const float *__restrict__ partials,
+                         int num_partials, int C, int columns, int accumulate) {
     __shared__ float shared[WARP][WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, column = blockIdx.x * WARP + lane;
     float sum = 0;
@@ -256,119 +259,92 @@ __global__ void __launch_bounds__(1024) norm_backward_sum_kernel(NormGradients g
     if (warp > 0 || column >= columns) return;
     sum = 0;
     for (int i = 0; i < WARP; i++) sum += shared[i][lane];
-    const int which = column / C;
-    if (which == 2) gradients.stream_sums[column % C] = sum;
-    floatX *to = which < 2 ? gradients.of[which] : NULL;
+    if (column >= 2 * C) stream_sums[column - 2 * C] = sum;
+    floatX *to = column < C ? dweight : column < 2 * C ? dbias : NULL;
     if (to) to[column % C] = (floatX)(sum + (accumulate ? (float)to[column % C] : 0.0f));
 }
 
 // ---- launchers
 
-static inline void norm_require(const void *const *pointers, int count, int N, int C) {
-    require(N > 0 && C > 0 && C % 8 == 0 && C <= 65536, "norm: %d rows of %d channels\nchannels must be a multiple of 8 up to 65536", N, C);
-    for (int i = 0; i < count; i++) require((uintptr_t)pointers[i] % 16 == 0, "norm: argument %d is not aligned to 16 bytes\nalign every tensor", i);
+static inline void norm_require(int N, int C, std::initializer_list<const void *> pointers) {
+    require(N > 0 && C > 0 && C % 8 == 0 && C <= 65536, "norm of %d channels\nuse a multiple of 8 up to 65536", C);
+    require_aligned("norm", pointers);
 }
 
-template <NormKind KIND, bool RESIDUAL>
-static void norm_forward_launch(floatX *residual, floatX *out, float *mean, float *rstd, const floatX *a, const floatX *b, const floatX *weight,
-                                const floatX *bias, int N, int C, float eps, cudaStream_t stream) {
-    const void *pointers[] = {residual, out, a, b, weight, bias};
-    norm_require(pointers, 6, N, C);
-    const int vecs = C / VecX::size;
-    #define ARGUMENTS (residual, out, mean, rstd, a, b, weight, bias, N, C, eps)
-    #define WARP_ROW(VECS) case VECS: norm_forward_kernel<KIND, RESIDUAL, WARP, VECS> \
-        <<<(unsigned)ceil_div((size_t)N, NORM_FORWARD_WARPS), NORM_FORWARD_WARPS * WARP, 0, stream>>> ARGUMENTS; break;
-    #define BLOCK_ROW(THREADS, VECS) norm_forward_kernel<KIND, RESIDUAL, THREADS, VECS> \
-        <<<N, (unsigned)round_up(ceil_div((size_t)vecs, VECS), WARP), 0, stream>>> ARGUMENTS
-    if (vecs <= 8 * WARP) {
-        switch ((int)ceil_div((size_t)vecs, WARP)) { WARP_ROW(1) WARP_ROW(2) WARP_ROW(3) WARP_ROW(4) WARP_ROW(5) WARP_ROW(6) WARP_ROW(7) WARP_ROW(8) }
-    } else if (vecs <= 512 * 4) BLOCK_ROW(512, 4);
-    else if (vecs <= 1024 * 8) BLOCK_ROW(1024, 8);
-    else if constexpr (sizeof(floatX) == 4) BLOCK_ROW(1024, 16);
-    #undef ARGUMENTS
-    #undef WARP_ROW
-    #undef BLOCK_ROW
+typedef decltype(norm_forward_kernel<NORM_RMS, false, WARP, 1>) NormForwardKernel;
+template <NormKind KIND, bool RESIDUAL> static NormForwardKernel *norm_forward_kernel_for(int vecs) {
+    #define KERNEL(...) norm_forward_kernel<KIND, RESIDUAL, __VA_ARGS__>
+    static NormForwardKernel *const warp_rows[] = {KERNEL(WARP, 1), KERNEL(WARP, 2), KERNEL(WARP, 3), KERNEL(WARP, 4),
+                                                   KERNEL(WARP, 5), KERNEL(WARP, 6), KERNEL(WARP, 7), KERNEL(WARP, 8)};
+    if (vecs <= 8 * WARP) return warp_rows[(vecs - 1) / WARP];
+    if (vecs <= 4 * 512) return KERNEL(512, 4);
+    if (vecs <= 8 * 1024) return KERNEL(1024, 8);
+    return KERNEL(1024, 64 / VecX::size);  // fp32
+    #undef KERNEL
+}
+// out (N,C), mean (N; NULL for RMSNorm), rstd (N) = norm of a or, unless b is NULL, of residual (N,C) = a + b
+static inline void norm_forward(NormKind kind, floatX *residual, floatX *out, float *mean, float *rstd, const floatX *a,
+                                const floatX *b, const floatX *weight, const floatX *bias, int N, int C, float eps,
+                                cudaStream_t stream) {
+    norm_require(N, C, {residual, out, a, b, weight, bias});
+    const int vecs = C / VecX::size, per_thread = vecs <= 4 * 512 ? 4 : vecs <= 8 * 1024 ? 8 : 16;
+    const bool warp_rows = vecs <= 8 * WARP;
+    const unsigned blocks = warp_rows ? blocks_for(N, NORM_FORWARD_WARPS) : N;
+    const unsigned threads = warp_rows ? NORM_FORWARD_WARPS * WARP : round_up(ceil_div(vecs, per_thread), WARP);
+    const auto of_layer = b ? norm_forward_kernel_for<NORM_LAYER, true> : norm_forward_kernel_for<NORM_LAYER, false>;
+    const auto of_rms = b ? norm_forward_kernel_for<NORM_RMS, true> : norm_forward_kernel_for<NORM_RMS, false>;
+    NormForwardKernel *const kernel = (kind == NORM_LAYER ? of_layer : of_rms)(vecs);
+    kernel<<<blocks, threads, 0, stream>>>(residual, out, mean, rstd, a, b, weight, bias, N, C, eps);
     launchCheck();
-    timing_lap("norm", 0, (residual ? 4.0 : 2.0) * N * C * sizeof(floatX), stream);
-}
-// out (N,C), mean (N; NULL for RMSNorm), rstd (N) = norm of inp (N,C)
-static inline void norm_forward(NormKind kind, floatX *out, float *mean, float *rstd, const floatX *inp, const floatX *weight, const floatX *bias,
-                                int N, int C, float eps, cudaStream_t stream) {
-    if (kind == NORM_LAYER) norm_forward_launch<NORM_LAYER, false>(NULL, out, mean, rstd, inp, NULL, weight, bias, N, C, eps, stream);
-    else norm_forward_launch<NORM_RMS, false>(NULL, out, mean, rstd, inp, NULL, weight, bias, N, C, eps, stream);
-}
-// residual (N,C) = a + b, then as norm_forward of residual
-static inline void residual_norm_forward(NormKind kind, floatX *residual, floatX *out, float *mean, float *rstd, const floatX *a, const floatX *b,
-                                         const floatX *weight, const floatX *bias, int N, int C, float eps, cudaStream_t stream) {
-    if (kind == NORM_LAYER) norm_forward_launch<NORM_LAYER, true>(residual, out, mean, rstd, a, b, weight, bias, N, C, eps, stream);
-    else norm_forward_launch<NORM_RMS, true>(residual, out, mean, rstd, a, b, weight, bias, N, C, eps, stream);
+    timing_lap("norm", 0, (b ? 4.0 : 2.0) * N * C * sizeof(floatX), stream);
 }
 
 // How a backward pass over rows of C is laid out. More blocks hide more latency but leave more sums to add up.
-typedef struct { int vecs_per_thread, rows, threads, blocks_per_sm; size_t shared_bytes; } NormBackwardPlan;
-static inline NormBackwardPlan norm_backward_plan(int C) {
+typedef decltype(norm_backward_kernel<NORM_RMS, false, WARP, 1, 1, 512, 1>) NormBackwardKernel;
+typedef struct { NormBackwardKernel *kernel; int rows, threads, blocks_per_sm; size_t shared_bytes; } NormBackwardPlan;
+
+// rows: of a block at a time. Sums take registers: the more vectors a thread has, the fewer threads.
+template <NormKind KIND, bool SUMS> static NormBackwardPlan norm_backward_plan(int C) {
+    #define KERNEL(...) norm_backward_kernel<KIND, SUMS, __VA_ARGS__>
     const int vecs = C / VecX::size;
-    NormBackwardPlan p = {(int)ceil_div((size_t)vecs, WARP), 1, 512, 1, 3 * (size_t)C * sizeof(float)};  // a warp holds a row
-    if (p.vecs_per_thread >= 3) p.threads = p.vecs_per_thread == 3 ? 384 : 256;  // sums take registers
-    if (p.vecs_per_thread <= 4) return p;
-    p.shared_bytes = 0;
-    p.vecs_per_thread = vecs <= 512 ? 1 : vecs <= 1024 ? 2 : vecs <= 2048 ? 4 : vecs <= 8192 ? 8 : 16;
-    p.threads = (int)round_up(ceil_div((size_t)vecs, (size_t)p.vecs_per_thread), WARP);
-    if (p.vecs_per_thread == 1) {
-        p.rows = 4;
-        p.blocks_per_sm = p.threads <= 512 / 3 ? 3 : p.threads <= 256 ? 2 : 1;
-    }
-    return p;
+    auto threads = [&](int vecs_per_thread) { return (int)round_up(ceil_div(vecs, vecs_per_thread), WARP); };
+    const size_t shared = 3 * (size_t)C * sizeof(float);
+    if (vecs <= 1 * WARP) return {KERNEL(WARP, 1, 1, 512, 1), 512 / WARP, 512, 1, shared};
+    if (vecs <= 2 * WARP) return {KERNEL(WARP, 2, 1, 512, 1), 512 / WARP, 512, 1, shared};
+    if (vecs <= 3 * WARP) return {KERNEL(WARP, 3, 1, 384, 1), 384 / WARP, 384, 1, shared};
+    if (vecs <= 4 * WARP) return {KERNEL(WARP, 4, 1, 256, 1), 256 / WARP, 256, 1, shared};
+    if (vecs <= 256) return {KERNEL(256, 1, 4, 256, 2), 4, threads(1), threads(1) <= 512 / 3 ? 3 : 2, 0};
+    if (vecs <= 512) return {KERNEL(512, 1, 4, 512, 1), 4, threads(1), 1, 0};
+    if (vecs <= 1024) return {KERNEL(512, 2, 1, 512, 1), 1, threads(2), 1, 0};
+    if (vecs <= 2048) return {KERNEL(512, 4, 1, 512, 1), 1, threads(4), 1, 0};
+    if (vecs <= 8192) return {KERNEL(1024, 8, 1, 1024, 1), 1, threads(8), 1, 0};
+    return {KERNEL(1024, 64 / VecX::size, 1, 1024, 1), 1, threads(16), 1, 0};  // fp32
+    #undef KERNEL
 }
 static inline size_t norm_backward_scratch_bytes(int C) {
-    return (size_t)NORM_MAX_SMS * (size_t)norm_backward_plan(C).blocks_per_sm * 3 * (size_t)C * sizeof(float);
-}
-
-template <NormKind KIND, bool BELOW>
-static void norm_backward_launch(NormBackwardPlan plan, floatX *dinp, NormGradients gradients, const floatX *dout, const floatX *inp, const floatX *weight,
-                                 const float *mean, const float *rstd, int N, int C, int accumulate, float *partials, cudaStream_t stream) {
-    const void *pointers[] = {dinp, gradients.of[0], gradients.of[1], gradients.stream_sums, dout, inp, weight, partials};
-    norm_require(pointers, 8, N, C);
-    const int sms = device_attribute(cudaDevAttrMultiProcessorCount), rows_per_block = plan.shared_bytes ? plan.threads / WARP : plan.rows, columns = ((KIND == NORM_LAYER ? 2 : 1) + BELOW) * C;
-    const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * plan.blocks_per_sm, needed = (int)ceil_div((size_t)N, (size_t)rows_per_block);
-    const int blocks = needed < most ? needed : most;
-    #define KERNEL(ROW_THREADS, VECS, ROWS, MAX_THREADS, MIN_BLOCKS) norm_backward_kernel<KIND, BELOW, ROW_THREADS, VECS, ROWS, MAX_THREADS, MIN_BLOCKS> \
-        <<<blocks, plan.threads, plan.shared_bytes, stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C)
-    if (plan.shared_bytes) switch (plan.vecs_per_thread) {
-        case 1: KERNEL(WARP, 1, 1, 512, 1); break;
-        case 2: KERNEL(WARP, 2, 1, 512, 1); break;
-        case 3: KERNEL(WARP, 3, 1, 384, 1); break;
-        case 4: KERNEL(WARP, 4, 1, 256, 1); break;
-    } else if (plan.vecs_per_thread == 1) switch (plan.rows) {
-        case 1: KERNEL(512, 1, 1, 512, 2); break;
-        case 2: if (plan.threads <= 256) KERNEL(256, 1, 2, 256, 3); else KERNEL(512, 1, 2, 512, 1); break;
-        case 4: if (plan.threads <= 256) KERNEL(256, 1, 4, 256, 2); else KERNEL(512, 1, 4, 512, 1); break;
-    } else switch (plan.vecs_per_thread) {
-        case 2: KERNEL(512, 2, 1, 512, 1); break;
-        case 4: KERNEL(512, 4, 1, 512, 1); break;
-        case 8: KERNEL(1024, 8, 1, 1024, 1); break;
-        case 16: if constexpr (sizeof(floatX) == 4) KERNEL(1024, 16, 1, 1024, 1); break;
-    }
-    #undef KERNEL
-    launchCheck();
-    norm_backward_sum_kernel<<<(unsigned)ceil_div((size_t)columns, WARP), 1024, 0, stream>>>(gradients, partials, blocks, C, columns, accumulate);
-    launchCheck();
-    timing_lap("norm backward", 0, 4.0 * N * C * sizeof(floatX), stream);
+    const int blocks = NORM_MAX_SMS * norm_backward_plan<NORM_RMS, false>(C).blocks_per_sm;
+    return (size_t)blocks * 3 * (size_t)C * sizeof(float);
 }
 // dinp (N,C) +=; dweight (C), dbias (C, or NULL) = or += by `accumulate`. stream_sums (C, LayerNorm only, or NULL) = the column
 // sums of dinp as it is afterwards: the bias gradient of the linear layer whose output was added to this norm's input.
-static inline void norm_backward(NormKind kind, floatX *dinp, floatX *dweight, floatX *dbias, float *stream_sums, const floatX *dout, const floatX *inp,
-                                 const floatX *weight, const float *mean, const float *rstd, int N, int C, int accumulate, void *scratch, cudaStream_t stream) {
-    const NormBackwardPlan plan = norm_backward_plan(C);
+static inline void norm_backward(NormKind kind, floatX *dinp, floatX *dweight, floatX *dbias, float *stream_sums,
+                                 const floatX *dout, const floatX *inp, const floatX *weight, const float *mean,
+                                 const float *rstd, int N, int C, int accumulate, void *scratch, cudaStream_t stream) {
+    norm_require(N, C, {dinp, dweight, dbias, stream_sums, dout, inp, weight, scratch});
+    assert(kind == NORM_LAYER || !stream_sums);
+    const auto plan_for = kind == NORM_RMS ? norm_backward_plan<NORM_RMS, false>
+                        : stream_sums ? norm_backward_plan<NORM_LAYER, true> : norm_backward_plan<NORM_LAYER, false>;
+    const NormBackwardPlan plan = plan_for(C);
+    const int sms = device_attribute(cudaDevAttrMultiProcessorCount);
+    const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * plan.blocks_per_sm, needed = (int)ceil_div(N, plan.rows);
+    const int blocks = needed < most ? needed : most, columns = ((kind == NORM_LAYER ? 2 : 1) + (stream_sums != NULL)) * C;
     float *partials = (float *)scratch;
-    require(kind == NORM_LAYER || !stream_sums, "RMSNorm gives no bias gradient of the layer below\nuse bias_backward");
-    #define BACKWARD(KIND, BELOW, FIRST, SECOND, THIRD) do { \
-        const NormGradients gradients = {{FIRST, SECOND}, THIRD}; \
-        norm_backward_launch<KIND, BELOW>(plan, dinp, gradients, dout, inp, weight, mean, rstd, N, C, accumulate, partials, stream); } while (0)
-    if (kind == NORM_RMS) BACKWARD(NORM_RMS, false, dweight, NULL, NULL);
-    else if (stream_sums) BACKWARD(NORM_LAYER, true, dweight, dbias, stream_sums);
-    else BACKWARD(NORM_LAYER, false, dweight, dbias, NULL);
-    #undef BACKWARD
+    plan.kernel<<<blocks, plan.threads, plan.shared_bytes, stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C);
+    launchCheck();
+    norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, stream>>>(
+        dweight, dbias, stream_sums, partials, blocks, C, columns, accumulate);
+    launchCheck();
+    timing_lap("norm backward", 0, 4.0 * N * C * sizeof(floatX), stream);
 }
 
 #endif

@@ -45,7 +45,7 @@ static AdamChunk *upload_chunks(const AdamChunk *chunks, int count) {
 template <typename S> static void check_adamw(int with_master, int step) {
     ladder_case("%s master, states %s, step %d", with_master ? "with" : "no", state_name<S>(), step);
     cudaStream_t stream = ladder.gpu.compute;
-    const int counts[] = {ADAM_CHUNK, 8, 1, ADAM_CHUNK - 3, 1024, 4097, 768, ADAM_CHUNK, 3};
+    const int counts[] = {ADAM_CHUNK, 8, 16, ADAM_CHUNK - 8, 1024, 4104, 768, ADAM_CHUNK, 24};
     enum { NUM = sizeof counts / sizeof *counts };
     AdamChunk chunks[NUM];
     size_t n = 16, states = 8;

@@ -5,7 +5,7 @@
 #include "../../train_gpt2.c"
 #include "../../llmc/embedding.cuh"
 
-// Token frequencies of text are roughly 1/rank: V^u with u uniform. Skew 0: all words alike. Skew < 0: one word only.
+// Token frequencies of text are roughly 1/rank: V^u with u uniform. Skew 0: all tokens alike. Skew < 0: one token only.
 static int *random_tokens(size_t n, int V, double skew) {
     int *tokens = host_ints(n, V);
     uint64_t stream = rand_stream(RAND_SHUFFLE, ladder.draws++);
@@ -20,9 +20,9 @@ static void check_sort(int N, int Vp, double skew) {
     ladder_case("sort N=%d Vp=%d skew %g", N, Vp, skew);
     int *tokens = random_tokens(N, Vp, skew), *d_tokens = upload_ints(tokens, N);
     Occurrence *expected = host_new<Occurrence>(N), *lists[2] = {device_new<Occurrence>(N), device_new<Occurrence>(N)};
-    for (int i = 0; i < N; i++) { expected[i].token = tokens[i]; expected[i].position = i; }
-    std::stable_sort(expected, expected + N, [](const Occurrence &a, const Occurrence &b) { return a.token < b.token; });
-    embedding_sort(lists, device_new<int>(SORT_TILES * RADIX), d_tokens, N, Vp, ladder.gpu.compute);
+    for (int i = 0; i < N; i++) { expected[i].row = tokens[i]; expected[i].position = i; }
+    std::stable_sort(expected, expected + N, [](const Occurrence &a, const Occurrence &b) { return a.row < b.row; });
+    embedding_sort(lists, device_new<int>(SORT_TILES * RADIX), {d_tokens, 0, Vp, Vp}, N, ladder.gpu.compute);
     Occurrence *sorted = host_new<Occurrence>(N);
     cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
     cudaCheck(cudaMemcpy(sorted, lists[0], (size_t)N * sizeof *sorted, cudaMemcpyDeviceToHost));
@@ -30,8 +30,8 @@ static void check_sort(int N, int Vp, double skew) {
     for (int i = N; i-- > 0;)
         if (memcmp(&sorted[i], &expected[i], sizeof *sorted)) { wrong++; first = i; }
     if (!wrong) check_true(1, "the order of std::stable_sort");
-    else check_true(0, "%d elements wrong, first [%d]: token %d position %d, not token %d position %d", wrong, first, sorted[first].token,
-                    sorted[first].position, expected[first].token, expected[first].position);
+    else check_true(0, "%d elements wrong, first [%d]: row %d position %d, not row %d position %d", wrong, first, sorted[first].row,
+                    sorted[first].position, expected[first].row, expected[first].position);
 }
 
 static void check_embedding(int B, int T, int C, int Vp, double skew, int positions) {
@@ -42,11 +42,11 @@ static void check_embedding(int B, int T, int C, int Vp, double skew, int positi
     float *wte = host_normal(wte_size, 0.02f), *wpe = host_normal(wpe_size, 0.02f), *out = host_new<float>(N * C);
     floatX *d_wte = upload<floatX>(wte, wte_size), *d_wpe = positions ? upload<floatX>(wpe, wpe_size) : NULL, *d_out = device_new<floatX>(N * C);
     embedding_forward_cpu(out, tokens, wte, positions ? wpe : NULL, B, T, C);
-    embedding_forward(d_out, d_tokens, d_wte, d_wpe, B, T, C, 0, stream);
+    embedding_forward(d_out, d_tokens, d_wte, d_wpe, B, T, C, 0, Vp, stream);
     check("out", d_out, out, N, C, bound(4e-3, 1e-7), bound(5e-3, 1e-6));
 
     // Gradients are added to what is there: here the (random) weights.
-    const size_t scratch_bytes = embedding_backward_scratch_bytes(B, T, Vp, 0);
+    const size_t scratch_bytes = embedding_backward_scratch_bytes(B, T);
     float *dout = host_normal(N * C, 0.1f, 0.02f);
     floatX *d_dout = upload<floatX>(dout, N * C), *d_dwte = device_new<floatX>(wte_size), *d_dwpe = positions ? device_new<floatX>(wpe_size) : NULL;
     char *scratch = device_new<char>(scratch_bytes);
@@ -54,7 +54,7 @@ static void check_embedding(int B, int T, int C, int Vp, double skew, int positi
         cudaCheck(cudaMemcpyAsync(d_dwte, d_wte, wte_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
         if (positions) cudaCheck(cudaMemcpyAsync(d_dwpe, d_wpe, wpe_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
-        embedding_backward(d_dwte, d_dwpe, d_dout, d_tokens, B, T, C, Vp, 0, scratch, stream);
+        embedding_backward(d_dwte, d_dwpe, d_dout, d_tokens, B, T, C, 0, Vp, Vp, scratch, stream);
     };
     run();
     embedding_backward_cpu(wte, positions ? wpe : NULL, dout, tokens, B, T, C);
@@ -63,38 +63,32 @@ static void check_embedding(int B, int T, int C, int Vp, double skew, int positi
     check_same_bits("dwte, dwpe", {{d_dwte, wte_size * sizeof(floatX)}, {d_dwpe, wpe_size * sizeof(floatX)}}, run);
 }
 
-// V words shared by ranks, Vp rows each, of which the last ones may have none that is a word: one rank after the other.
+// A vocabulary of V sharded over ranks, Vp rows each, of which the last ones may have padding alone: one rank after the other.
 static void check_ranks(int B, int T, int C, int V, int Vp, int ranks, double skew, int positions) {
     ladder_case("%d ranks, B=%d T=%d C=%d V=%d Vp=%d skew %g%s", ranks, B, T, C, V, Vp, skew, positions ? "" : " no wpe");
     cudaStream_t stream = ladder.gpu.compute;
-    const size_t N = (size_t)B * T, wte_size = (size_t)Vp * C, wpe_size = positions ? (size_t)T * C : 0, scratch_bytes = embedding_backward_scratch_bytes(B, T, Vp, Vp);
-    int *tokens = random_tokens(N, V, skew), *d_tokens = upload_ints(tokens, N), *d_words = device_new<int>(N), *words = host_new<int>(N), *mine = host_new<int>(N), known = 0;
+    const size_t N = (size_t)B * T, wte_size = (size_t)Vp * C, wpe_size = positions ? (size_t)T * C : 0, scratch_bytes = embedding_backward_scratch_bytes(B, T);
+    int *tokens = random_tokens(N, V, skew), *d_tokens = upload_ints(tokens, N), *mine = host_new<int>(N), known = 0;
     float *dout = host_normal(N * C, 0.1f, 0.02f), *wte = host_normal(wte_size, 0.02f), *wpe = host_normal(wpe_size, 0.02f), *out = host_new<float>(N * C);
     floatX *d_dout = upload<floatX>(dout, N * C), *d_wte = upload<floatX>(wte, wte_size), *d_wpe = positions ? upload<floatX>(wpe, wpe_size) : NULL;
     floatX *d_out = device_new<floatX>(N * C), *d_dwte = device_new<floatX>(wte_size), *d_dwpe = positions ? device_new<floatX>(wpe_size) : NULL;
     char *scratch = device_new<char>(scratch_bytes);
     for (int r = 0; r < ranks; r++) {
         const int left = V - r * Vp, count = left < 0 ? 0 : left < Vp ? left : Vp;
-        size_t wrong = 0;
-        embedding_words(d_words, d_tokens, r * Vp, count, Vp, (int)N, stream);
-        cudaCheck(cudaStreamSynchronize(stream));
-        cudaCheck(cudaMemcpy(words, d_words, N * sizeof(int), cudaMemcpyDeviceToHost));
         for (size_t i = 0; i < N; i++) {
             mine[i] = tokens[i] / Vp == r ? tokens[i] % Vp : -1;
-            wrong += words[i] != (mine[i] < 0 ? Vp : mine[i]);
             known += mine[i] >= 0;
         }
-        check_true(wrong == 0, "rank %d: %zu words wrong", r, wrong);
         embedding_forward_cpu(out, mine, wte, NULL, B, T, C);
         poison(d_out, N * C);
-        embedding_forward(d_out, d_words, d_wte, NULL, B, T, C, Vp, stream);
+        embedding_forward(d_out, d_tokens, d_wte, NULL, B, T, C, r * Vp, count, stream);
         check("out", d_out, out, N, C, 1e-7, 1e-6);
         float *dwte = host_copy(wte, wte_size), *dwpe = positions ? host_copy(wpe, wpe_size) : NULL;
         auto run = [&] {
             cudaCheck(cudaMemcpyAsync(d_dwte, d_wte, wte_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
             if (positions) cudaCheck(cudaMemcpyAsync(d_dwpe, d_wpe, wpe_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
             cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
-            embedding_backward(d_dwte, d_dwpe, d_dout, d_words, B, T, C, Vp, Vp, scratch, stream);
+            embedding_backward(d_dwte, d_dwpe, d_dout, d_tokens, B, T, C, r * Vp, count, Vp, scratch, stream);
         };
         run();
         embedding_backward_cpu(dwte, dwpe, dout, mine, B, T, C);
@@ -102,7 +96,7 @@ static void check_ranks(int B, int T, int C, int V, int Vp, int ranks, double sk
         if (positions) check("dwpe", d_dwpe, dwpe, T, C, bound(4e-3, 1e-6), bound(5e-3, 1e-4));
         check_same_bits("dwte, dwpe", {{d_dwte, wte_size * sizeof(floatX)}, {d_dwpe, wpe_size * sizeof(floatX)}}, run);
     }
-    check_true(known == (int)N, "%d of %zu words are some rank's", known, N);
+    check_true(known == (int)N, "%d of %zu tokens are some rank's", known, N);
 }
 
 static void bench_embedding(const char *name, int B, int T, int C, int Vp, double skew, int positions) try {
@@ -114,15 +108,15 @@ static void bench_embedding(const char *name, int B, int T, int C, int Vp, doubl
     for (size_t i = 0; i < N; i++) used += !seen[tokens[i]]++;
     floatX *wte = device_normal<floatX>((size_t)Vp * C, 0.02f), *wpe = positions ? device_normal<floatX>((size_t)T * C, 0.02f) : NULL;
     floatX *out = device_normal<floatX>(N * C, 0.02f);
-    char *scratch = device_new<char>(embedding_backward_scratch_bytes(B, T, Vp, 0));
+    char *scratch = device_new<char>(embedding_backward_scratch_bytes(B, T));
     const double row = (double)C * sizeof(floatX);
-    bench("forward", row * (N + used + (positions ? T : 0)), 0, [&] { embedding_forward(out, d_tokens, wte, wpe, B, T, C, 0, stream); });
+    bench("forward", row * (N + used + (positions ? T : 0)), 0, [&] { embedding_forward(out, d_tokens, wte, wpe, B, T, C, 0, Vp, stream); });
     bench("backward", row * ((positions ? 2 : 1) * N + 2.0 * used + (positions ? 2 * T : 0)), 0,
-          [&] { embedding_backward(wte, wpe, out, d_tokens, B, T, C, Vp, 0, scratch, stream); });
+          [&] { embedding_backward(wte, wpe, out, d_tokens, B, T, C, 0, Vp, Vp, scratch, stream); });
     if (!ladder.variants) return;
     Occurrence *lists[2] = {(Occurrence *)scratch, (Occurrence *)scratch + N};
     int *counts = device_new<int>(SORT_TILES * RADIX);
-    bench("of that, the sort", 0, 0, [&] { embedding_sort(lists, counts, d_tokens, (int)N, Vp, stream); });
+    bench("of that, the sort", 0, 0, [&] { embedding_sort(lists, counts, {d_tokens, 0, Vp, Vp}, (int)N, stream); });
 } catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {
@@ -139,17 +133,17 @@ int main(int argc, char **argv) {
         check_embedding(8, 512, 384, 256, 1, 1);
         check_embedding(5, 333, 136, 128, 0, 1);    // runs on both sides of LONG_RUN
         check_embedding(64, 33, 256, 128, 0, 0);
-        check_embedding(4, 300, 640, 50304, -1, 1); // one word only
+        check_embedding(4, 300, 640, 50304, -1, 1); // one token only
         check_embedding(2, 40, 5120, 32000, 1, 0);
         check_embedding(2, 40, 4104, 256, 1, 0);    // columns in several warps, the last one partly filled
         check_embedding(64, 1024, 64, 50304, 1, 1);
         check_embedding(1, 131072, 16, 256, 1, 0);
         check_ranks(4, 64, 768, 50257, 25216, 2, 1, 1);
-        check_ranks(2, 128, 512, 128256, 16128, 8, 1, 0);  // the last rank's rows are not all words
-        check_ranks(8, 512, 136, 300, 128, 4, 0, 1);       // one rank has none; others' words make a run of thousands
-        check_ranks(4, 100, 64, 1000, 256, 4, 1, 1);       // the id of others' words needs a sorting pass more
+        check_ranks(2, 128, 512, 128256, 16128, 8, 1, 0);  // the last rank's rows have padding
+        check_ranks(8, 512, 136, 300, 128, 4, 0, 1);       // one rank has none; other ranks' tokens make a run of thousands
+        check_ranks(4, 100, 64, 1000, 256, 4, 1, 1);       // the row of other ranks' tokens needs another sorting pass
         check_ranks(3, 77, 264, 131072, 65536, 2, 1, 0);
-        check_ranks(2, 300, 640, 50257, 25216, 2, -1, 1);  // one word only
+        check_ranks(2, 300, 640, 50257, 25216, 2, -1, 1);  // one token only
     }
     if (ladder.bench || ladder.variants) {
         bench_embedding("GPT-2 124M", 64, 1024, 768, 50304, 1, 1);
@@ -157,7 +151,7 @@ int main(int argc, char **argv) {
         bench_embedding("bytes, evenly", 64, 1024, 768, 256, 0, 1);
         bench_embedding("GPT-2 1558M", 16, 1024, 1600, 50304, 1, 1);
         bench_embedding("Llama-3-8B", 1, 8192, 4096, 128256, 1, 0);
-        bench_embedding("one word", 64, 1024, 768, 50304, -1, 1);
+        bench_embedding("one token", 64, 1024, 768, 50304, -1, 1);
     }
     return ladder_close();
 }

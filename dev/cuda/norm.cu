@@ -22,7 +22,7 @@ static void check_norm(NormKind kind, int N, int C, int with_bias, int accumulat
     float *d_mean = mean ? device_new<float>(N) : NULL, *d_rstd = device_new<float>(N);
 
     norm_forward_cpu(kind, out, mean, rstd, a, weight, bias, N, C, eps);
-    norm_forward(kind, d_out, d_mean, d_rstd, d_a, d_weight, d_bias, N, C, eps, stream);
+    norm_forward(kind, NULL, d_out, d_mean, d_rstd, d_a, NULL, d_weight, d_bias, N, C, eps, stream);
     check("out", d_out, out, N, C, round, round_worst);
     if (mean) check("mean", d_mean, mean, N, 1, 1e-5, 1e-3);
     check("rstd", d_rstd, rstd, N, 1, 1e-5, 1e-3);
@@ -31,7 +31,7 @@ static void check_norm(NormKind kind, int N, int C, int with_bias, int accumulat
     norm_forward_cpu(kind, out, mean, rstd, residual, weight, bias, N, C, eps);
     poison(d_out, n);
     poison(d_rstd, N);
-    residual_norm_forward(kind, d_residual, d_out, d_mean, d_rstd, d_a, d_b, d_weight, d_bias, N, C, eps, stream);
+    norm_forward(kind, d_residual, d_out, d_mean, d_rstd, d_a, d_b, d_weight, d_bias, N, C, eps, stream);
     check("residual", d_residual, residual, N, C, 1e-7, 1e-6);
     check("out of the residual", d_out, out, N, C, round, round_worst);
     check("rstd of the residual", d_rstd, rstd, N, 1, 1e-5, 1e-3);
@@ -77,41 +77,57 @@ static void bench_norm(const char *name, NormKind kind, int N, int C) try {
     char *scratch = device_new<char>(norm_backward_scratch_bytes(C));
     char text[64];
     #define named(what) (snprintf(text, sizeof text, "%s %s", kind_name(kind), what), text)
-    bench(named("forward"), 2 * U + stats, 0, [&] { norm_forward(kind, out, mean, rstd, a, weight, bias, N, C, 1e-5f, stream); });
-    bench(named("forward with residual"), 4 * U + stats, 0, [&] { residual_norm_forward(kind, residual, out, mean, rstd, a, b, weight, bias, N, C, 1e-5f, stream); });
+    bench(named("forward"), 2 * U + stats, 0, [&] { norm_forward(kind, NULL, out, mean, rstd, a, NULL, weight, bias, N, C, 1e-5f, stream); });
+    bench(named("forward with residual"), 4 * U + stats, 0, [&] { norm_forward(kind, residual, out, mean, rstd, a, b, weight, bias, N, C, 1e-5f, stream); });
     bench(named("backward"), 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, NULL, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
     if (kind == NORM_LAYER) bench(named("backward with column sums"), 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, sums, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
     #undef named
 } catch (const NoRoom &no) { ladder_skip(no); }
 
-// The backward pass in other layouts than the one it chooses, to see that the choice is right.
-static void bench_layouts(NormKind kind, int N, int C) try {
-    ladder_case("layouts %s N=%d C=%d", kind_name(kind), N, C);
+// The backward pass in other layouts than the one it chooses, to see that the choice is right. A block of threads, VECS vectors
+// each, holds ROWS rows; or a warp one row.
+template <NormKind KIND, int VECS, int ROWS, int MOST_THREADS, int MIN_BLOCKS> static NormBackwardPlan block_layout(int C, int blocks) {
+    NormBackwardKernel *const kernel = norm_backward_kernel<KIND, false, MOST_THREADS, VECS, ROWS, MOST_THREADS, MIN_BLOCKS>;
+    return {kernel, ROWS, (int)round_up(ceil_div((size_t)C / VecX::size, VECS), WARP), blocks, 0};
+}
+template <NormKind KIND, int VECS, int MOST_THREADS> static NormBackwardPlan warp_layout(int C, int threads) {
+    NormBackwardKernel *const kernel = norm_backward_kernel<KIND, false, WARP, VECS, 1, MOST_THREADS, 1>;
+    return {kernel, threads / WARP, threads, 1, 3 * (size_t)C * sizeof(float)};
+}
+template <NormKind KIND> static void bench_layouts(int N, int C) try {
+    ladder_case("layouts %s N=%d C=%d", kind_name(KIND), N, C);
     const size_t n = (size_t)N * C;
-    const int vecs = C / VecX::size;
+    const int vecs = C / VecX::size, threads = (int)round_up(vecs, WARP), sms = device_attribute(cudaDevAttrMultiProcessorCount);
     floatX *dout = device_normal<floatX>(n, 1), *inp = device_normal<floatX>(n, 1), *dinp = device_normal<floatX>(n, 1), *weight = device_normal<floatX>(C, 1);
-    floatX *dweight = device_new<floatX>(C), *dbias = device_new<floatX>(C);
+    floatX *dweight = device_new<floatX>(C), *dbias = KIND == NORM_LAYER ? device_new<floatX>(C) : NULL;
     float *mean = device_normal<float>(N, 1), *rstd = device_normal<float>(N, 1), *partials = device_new<float>((size_t)NORM_MAX_SMS * 8 * 3 * C);
-    const NormBackwardPlan chosen = norm_backward_plan(C);
+    const NormBackwardPlan chosen = norm_backward_plan<KIND, false>(C);
     auto time = [&](NormBackwardPlan p) {
         char name[64];
-        const int same = p.vecs_per_thread == chosen.vecs_per_thread && p.rows == chosen.rows && p.threads == chosen.threads && p.blocks_per_sm == chosen.blocks_per_sm;
-        snprintf(name, sizeof name, "%s %d vecs %d rows %3dx%d%s", p.shared_bytes ? "warp" : "block", p.vecs_per_thread, p.rows, p.threads, p.blocks_per_sm, same ? " *" : "");
+        const int same = p.kernel == chosen.kernel && p.threads == chosen.threads && p.blocks_per_sm == chosen.blocks_per_sm;
+        snprintf(name, sizeof name, "%s %d rows %3dx%d%s", p.shared_bytes ? "warps" : "block", p.rows, p.threads, p.blocks_per_sm, same ? " *" : "");
+        const int most = sms * p.blocks_per_sm, needed = (int)ceil_div(N, p.rows), blocks = needed < most ? needed : most;
+        const int columns = (KIND == NORM_LAYER ? 2 : 1) * C;
         bench(name, 4.0 * (double)n * sizeof(floatX), 0, [&] {
-            const NormGradients gradients = {{dweight, kind == NORM_LAYER ? dbias : NULL}, NULL};
-            if (kind == NORM_LAYER) norm_backward_launch<NORM_LAYER, false>(p, dinp, gradients, dout, inp, weight, mean, rstd, N, C, 0, partials, ladder.gpu.compute);
-            else norm_backward_launch<NORM_RMS, false>(p, dinp, gradients, dout, inp, weight, mean, rstd, N, C, 0, partials, ladder.gpu.compute);
+            p.kernel<<<blocks, p.threads, p.shared_bytes, ladder.gpu.compute>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C);
+            norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, ladder.gpu.compute>>>(dweight, dbias, NULL, partials, blocks, C, columns, 0);
+            launchCheck();
         });
     };
-    for (int v = 1; v <= 2; v++)
-        for (int rows = 1; rows <= (v == 1 ? 4 : 1); rows *= 2)
-            for (int blocks = 1; blocks <= 8; blocks++) {
-                NormBackwardPlan p = {v, rows, (int)round_up(ceil_div((size_t)vecs, (size_t)v), WARP), blocks, 0};
-                if (p.threads <= 512 && p.threads * blocks <= (v == 2 || rows == 4 ? 512 : rows == 2 ? 768 : 1024)) time(p);
-            }
+    for (int blocks = 1; blocks <= 8; blocks++) {
+        const int all = threads * blocks;
+        if (threads <= 512 && all <= 1024) time(block_layout<KIND, 1, 1, 512, 2>(C, blocks));
+        if (threads <= 256 && all <= 768) time(block_layout<KIND, 1, 2, 256, 3>(C, blocks));
+        if (threads > 256 && threads <= 512 && all <= 768) time(block_layout<KIND, 1, 2, 512, 1>(C, blocks));
+        if (threads <= 256 && all <= 512) time(block_layout<KIND, 1, 4, 256, 2>(C, blocks));
+        if (threads > 256 && all <= 512) time(block_layout<KIND, 1, 4, 512, 1>(C, blocks));
+        if (threads <= 1024 && all <= 1024) time(block_layout<KIND, 2, 1, 512, 1>(C, blocks));
+    }
     for (int threads = 128; threads <= 512; threads += 64) {
-        NormBackwardPlan p = {(int)ceil_div((size_t)vecs, WARP), 1, threads, 1, 3 * (size_t)C * sizeof(float)};
-        if (p.vecs_per_thread <= 4 && threads <= (p.vecs_per_thread <= 2 ? 512 : p.vecs_per_thread == 3 ? 384 : 256)) time(p);
+        if (vecs <= 1 * WARP) time(warp_layout<KIND, 1, 512>(C, threads));
+        else if (vecs <= 2 * WARP) time(warp_layout<KIND, 2, 512>(C, threads));
+        else if (vecs <= 3 * WARP && threads <= 384) time(warp_layout<KIND, 3, 384>(C, threads));
+        else if (vecs <= 4 * WARP && threads <= 256) time(warp_layout<KIND, 4, 256>(C, threads));
     }
 } catch (const NoRoom &no) { ladder_skip(no); }
 
@@ -145,11 +161,11 @@ int main(int argc, char **argv) {
         bench_norm("GPT-3 13B", NORM_LAYER, 8192, 5120);
         bench_norm("Qwen2.5-0.5B", NORM_RMS, 32768, 896);
         bench_norm("small d6", NORM_LAYER, 65536, 384);
-        bench_layouts(NORM_LAYER, 65536, 768);
-        bench_layouts(NORM_LAYER, 32768, 1024);
-        bench_layouts(NORM_LAYER, 16384, 1600);
-        bench_layouts(NORM_RMS, 32768, 2048);
-        bench_layouts(NORM_RMS, 8192, 4096);
+        bench_layouts<NORM_LAYER>(65536, 768);
+        bench_layouts<NORM_LAYER>(32768, 1024);
+        bench_layouts<NORM_LAYER>(16384, 1600);
+        bench_layouts<NORM_RMS>(32768, 2048);
+        bench_layouts<NORM_RMS>(8192, 4096);
     }
     return ladder_close();
 }

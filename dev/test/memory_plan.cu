@@ -90,7 +90,7 @@ static double sum_of_sizes(const Planned *r) {
     double bytes = 2 * b * (double)r->table.total + states * (2 * (strcmp(o->state_dtype, "bf16") ? 4 : 2) + (b == 2 && o->master_weights ? 4 : 0));
     bytes += b * N * C / tp * (3 + L + inside + 2 * (o->recompute < 2 ? L : 1)) + b * N * C + inside * (b * N * (W + H + before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
     bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size, N * fmax(b * ((in_place ? 0 : before) + da_apart * F + again), b * W + 4 * heads));
-    if (tp > 1) bytes += b * N * C * (o->tp_overlap ? 7 : 1) + 4 * N;
+    if (tp > 1) bytes += b * N * C * (o->tp_overlap ? 7 : 1);
     if (mesh.dp.world > 1) bytes += 4 * (double)zero_largest_unit(&r->table);
     return bytes + MATMUL_WORKSPACE_BYTES + 12 * N;
 }

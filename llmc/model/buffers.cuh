@@ -51,7 +51,6 @@ typedef struct {
     void *reduce, *matmul_workspace;
     // tokens and losses
     int *tokens, *targets, *host_tokens;  // host: two slots of (inputs, targets)
-    int *words;                   // tp: tokens as rows of this rank's embedding
     ClassifierPart *parts;        // tp: (ranks, head_rows)
     float *losses, *host_losses;  // (B,T)
     StepScalars *step, *host_step;
@@ -100,11 +99,10 @@ static inline size_t saved_block_size(const Plan *p) {
 static inline size_t saved_stats_size(const Plan *p) { return p->N * (size_t)p->local.num_heads + 4 * p->rows; }
 static inline size_t reduce_bytes(const Plan *p, int spans) {
     const Config *c = &p->local;
-    const int split_words = plan_is_split(p) ? c->padded_vocab_size : 0;
     const size_t needs[] = {
         global_norm_scratch_bytes(spans), norm_backward_scratch_bytes(c->channels), bias_backward_scratch_bytes(c->channels),
         bias_backward_scratch_bytes(fc_width(c)), bias_backward_scratch_bytes(qkv_width(c)),
-        embedding_backward_scratch_bytes(p->B, p->T, c->padded_vocab_size, split_words),
+        embedding_backward_scratch_bytes(p->B, p->T),
     };
     return LARGEST(needs);
 }
@@ -243,7 +241,6 @@ static inline void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     memory_request_pinned(m, &b->host_step, "tokens", "loss, norm, clipping", 1);
     memory_request_pinned(m, &b->host_losses, "tokens", "losses", p->N);
     if (ranks == 1) return;
-    memory_request(m, &b->words, "tensor parallel", "words (B,T)", p->N);
     memory_request(m, &b->parts, "tensor parallel", "classifier's sums (ranks,rows,3)", ranks * (size_t)p->head_rows);
 }
 // Names every buffer; the pointers are filled when memory_allocate is called, so b must not move.
