@@ -36,14 +36,6 @@ struct Model {
     int slot;
 };
 
-// A norm's weights, their gradients, and what it keeps of its rows.
-typedef struct {
-    const floatX *weight, *bias;
-    floatX *dweight, *dbias;
-    float *mean, *rstd;
-    const floatX *x;  // what it reads: the stream
-} Norm;
-
 // A block as one pass sees it.
 typedef struct {
     Norm norm1, norm2;
@@ -73,8 +65,9 @@ static void unit_release(Model *m, const Pass *p, int unit) {
 }
 static Norm norm_of(Model *m, floatX *weights, int unit, Role weight, Role bias, float *mean, float *rstd, const floatX *x) {
     const ParamTable *t = &m->table;
-    return {param_pointer(weights, t, unit, weight), param_pointer(weights, t, unit, bias), param_pointer(m->b.grads, t, unit, weight),
-            param_pointer(m->b.grads, t, unit, bias), mean, rstd, x};
+    const Config *c = &m->config;
+    return {c->norm, c->channels, c->norm_eps, param_pointer(weights, t, unit, weight), param_pointer(weights, t, unit, bias),
+            param_pointer(m->b.grads, t, unit, weight), param_pointer(m->b.grads, t, unit, bias), mean, rstd, x};
 }
 static Linear linear_of(Model *m, floatX *weights, const Linear *planned, int unit, Role weight, Role bias, ColumnSums sums) {
     const ParamTable *t = &m->table;
@@ -122,10 +115,8 @@ static Block block_get(Model *m, const Pass *p, int l) {
 // ---- forward
 
 // The norm of the stream, which it adds up on the way and keeps in `sum`.
-static void residual_norm(const Model *m, const Pass *p, const Norm *n, floatX *out, floatX *sum, Residual *r) {
-    const Config *c = &m->config;
-    norm_forward(c->norm, sum, out, n->mean, n->rstd, r->x, r->branch, n->weight, n->bias, p->rows, p->C, c->norm_eps,
-                 p->stream);
+static void residual_norm(const Pass *p, const Norm *n, floatX *out, floatX *sum, Residual *r) {
+    norm_forward(n, sum, out, r->x, r->branch, p->rows, p->stream);
     if (r->branch) *r = {sum, NULL};
 }
 static void attend(const Model *m, const Pass *p, const Block *b, int l) {
@@ -141,11 +132,11 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
 static void block_inside(const Model *m, const Pass *p, const Block *b, int l, Residual *x) {
-    residual_norm(m, p, &b->norm1, b->h1, l ? m->b.blocks[l - 1].x_out : NULL, x);
+    residual_norm(p, &b->norm1, b->h1, l ? m->b.blocks[l - 1].x_out : NULL, x);
     linear_forward(p, &b->qkv, b->q_k_v, b->h1);
     attend(m, p, b, l);
     x->branch = linear_project(p, &b->proj, b->y);
-    residual_norm(m, p, &b->norm2, b->h2, b->x_mid, x);
+    residual_norm(p, &b->norm2, b->h2, b->x_mid, x);
     linear_forward(p, &b->fc, b->a, b->h2);
 }
 static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
@@ -181,7 +172,7 @@ static void model_forward(Model *m, const Pass *p) {
     Residual x = {m->b.x_embedding, NULL};
     for (int l = 0; l < L; l++) block_forward(m, p, l, &x);
     const Norm norm = final_norm(m);
-    residual_norm(m, p, &norm, m->b.h_final, m->b.blocks[L - 1].x_out, &x);
+    residual_norm(p, &norm, m->b.h_final, m->b.blocks[L - 1].x_out, &x);
 }
 
 // ---- head: forward and its own backward
@@ -225,7 +216,7 @@ static void head(Model *m, const Pass *p, float dloss, int backward) {
 // The gradient of the stream, m->b.dx, goes on through a norm. Its column sums are left for the bias of the projection that made the norm's input.
 static void norm_gradient(Model *m, const Pass *p, const Norm *n, const floatX *dout) {
     float *sums = m->config.linear_bias ? m->b.stream_sums : NULL;
-    norm_backward(m->config.norm, m->b.dx, n->dweight, n->dbias, sums, dout, n->x, n->weight, n->mean, n->rstd, p->rows, p->C, p->accumulate, p->scratch, p->stream);
+    norm_backward(n, m->b.dx, sums, dout, p->rows, p->accumulate, p->scratch, p->stream);
 }
 // What the plan did not keep of a block.
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
@@ -233,8 +224,8 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
     if (plan->recomputes_blocks && l + 1 < m->config.num_layers) block_inside(m, p, b, l, &x);  // the last block's values are still there
     if (plan->recomputes_norms) {
-        residual_norm(m, p, &b->norm1, b->h1, NULL, &x);
-        residual_norm(m, p, &b->norm2, b->h2, NULL, &x_mid);
+        residual_norm(p, &b->norm1, b->h1, NULL, &x);
+        residual_norm(p, &b->norm2, b->h2, NULL, &x_mid);
     }
     if (plan->recomputes_activation && plan->fcproj.gradient == EPILOGUE_PLAIN)  // else in the gradient's product
         activation_forward(m->config.mlp, b->a, b->fc.aux, b->fc.aux, p->N, m->plan.local.ffn_dim, p->stream);

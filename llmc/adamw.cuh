@@ -50,15 +50,6 @@ __device__ inline float adamw_step(float w, float &m, float &v, float grad, cons
     return fmaf(-a.rate, fmaf(weight_decay, w, m * a.correction1 / (sqrtf(v * a.correction2) + a.eps)), w);
 }
 
-// The random numbers of weight `index`. `key` is that of an upper half of the index: a chunk has one, rarely two.
-struct AdamRandom {
-    uint64_t seed, stream, key;
-    uint32_t upper;
-    __device__ AdamRandom(const AdamConstants &a, size_t index) : seed(a.seed), stream(a.stream) { turn(index); }
-    __device__ void turn(size_t index) { upper = (uint32_t)(index >> 32); key = rand_u64(seed, stream, upper); }
-    __device__ Rand3 draw(size_t index) const { return rand_three(key, (uint32_t)index); }
-};
-
 // S: what m and v are stored in
 template <bool MASTER, typename S>
 __global__ void __launch_bounds__(ADAM_THREADS)
@@ -75,25 +66,24 @@ adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__rest
     const AdamChunk chunk = chunks[blockIdx.x];
     const float weight_decay = chunk.decay * a.weight_decay;
     a.rate *= chunk.rate;
-    AdamRandom random(a, chunk.key);
     weights += chunk.weight_offset;
     grads += chunk.weight_offset;
     master += MASTER ? chunk.state_offset : 0;
     m += chunk.state_offset;
     v += chunk.state_offset;
     #pragma unroll (N == 4 ? 2 : 1)
-    for (int i = threadIdx.x * N; i < chunk.count; i += ADAM_THREADS * N) {
+    for (int i = threadIdx.x * N; i + N <= chunk.count; i += ADAM_THREADS * N) {
         const VecW g = *(const VecW *)(grads + i);
         VecS mv = *(const VecS *)(m + i), vv = *(const VecS *)(v + i);
         VecF w;
         VecW x;
         if (MASTER) w = *(const VecF *)(master + i);
         else x = *(const VecW *)(weights + i);
-        const size_t index = chunk.key + (size_t)i;  // a multiple of N: the upper half is the vector's
-        if (random_bits && (uint32_t)(index >> 32) != random.upper) random.turn(index);
+        const size_t index = chunk.key + (size_t)i;  // a multiple of N: the vector has one upper half
+        const uint64_t key = random_bits ? rand_u64(a.seed, a.stream, index >> 32) : 0;
         #pragma unroll
         for (int k = 0; k < N; k++) {
-            const Rand3 r = random_bits ? random.draw(index + (size_t)k) : Rand3{0, 0, 0};
+            const Rand3 r = random_bits ? rand_three(key, (uint32_t)index + k) : Rand3{0, 0, 0};
             float mk = (float)mv.v[k], vk = (float)vv.v[k];
             float wk = adamw_step(MASTER ? w.v[k] : (float)x.v[k], mk, vk, (float)g.v[k], a, weight_decay);
             if (MASTER) { w.v[k] = wk; x.v[k] = (floatX)wk; }

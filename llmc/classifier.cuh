@@ -157,7 +157,7 @@ classifier_kernel(ClassifierRows rows, ClassifierPart *parts, int ranks, int ran
         return;
     }
     const ClassifierPart *of_ranks = PASS == CLASSIFIER_BOTH ? &part : parts + n;
-    const RowSum all = classifier_join(of_ranks, ranks, rows.N);
+    const RowSum all = classifier_join(of_ranks, PASS == CLASSIFIER_BOTH ? 1 : ranks, rows.N);
     const float target_logit = owner < ranks ? of_ranks[(size_t)owner * rows.N].target : NAN, factor = rows.dloss / all.sum;
     if (threadIdx.x == 0) rows.losses[n] = all.loss(target_logit);
     if (!rows.write) return;

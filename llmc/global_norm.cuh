@@ -60,10 +60,11 @@ __global__ void __launch_bounds__(GLOBAL_NORM_THREADS)
 global_norm_spans_kernel(float *__restrict__ partials, const floatX *__restrict__ grads, const Span *__restrict__ spans) {
     __shared__ float shared[WARP];
     const Span span = spans[blockIdx.y];
+    const floatX *from = grads + span.begin;
     const size_t first = (size_t)blockIdx.x * blockDim.x + threadIdx.x, stride = (size_t)gridDim.x * blockDim.x;
     float sum = 0;
     for (size_t i = first; i < span.count / VecX::size; i += stride) {
-        VecX x = vec_load_streaming(grads + span.begin + i * VecX::size);
+        VecX x = vec_load_streaming(from + i * VecX::size);
         #pragma unroll
         for (int k = 0; k < VecX::size; k++) sum += (float)x[k] * (float)x[k];
     }

@@ -25,6 +25,17 @@ enum {
     NORM_MAX_SMS = 192,      // scratch of the backward pass is sized for this many
 };
 
+// A norm: its weights, their gradients, and what it keeps of its rows.
+typedef struct {
+    NormKind kind;
+    int C;
+    float eps;
+    const floatX *weight, *bias;  // (C); bias NULL: none
+    floatX *dweight, *dbias;
+    float *mean, *rstd;           // (N); mean NULL for RMSNorm
+    const floatX *x;              // (N,C): the rows that it normalised, for backward
+} Norm;
+
 // The threads of one row are a warp (ROW_THREADS = WARP) or a block of at most ROW_THREADS; each holds VECS vectors,
 // strided so that neighbours read neighbouring 16 bytes.
 template <int ROW_THREADS> __device__ inline float norm_row_sum(float x, float *shared) {
@@ -151,8 +162,6 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *_
     const int thread = warp_row ? lane : threadIdx.x, threads = warp_row ? WARP : blockDim.x;
     const int first = warp_row ? blockIdx.x * warps + warp : blockIdx.x, step = warp_row ? gridDim.x * warps : gridDim.x;
     const float scale = 1.0f / C;
-    float4 *mine = (float4 *)(partials + (size_t)blockIdx.x * sums * C);
-
     float dweight[VECS][VecX::size] = {}, dbias[VECS][VecX::size] = {}, dsums[SUMS ? VECS : 1][VecX::size] = {};
     VecX w[VECS];
     #pragma unroll
@@ -228,7 +237,7 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *_
 
     // The block's sums: a wide row's threads own their columns; warps that held a row each add theirs up in turn.
     extern __shared__ float4 turn[];
-    float4 *to = warp_row ? turn : mine;
+    float4 *to = warp_row ? turn : (float4 *)(partials + (size_t)blockIdx.x * sums * C);
     for (int t = 0; t < (warp_row ? warps : 1); t++) {
         #pragma unroll
         for (int i = 0; i < VECS; i++) {
@@ -241,7 +250,8 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *_
         __syncthreads();
     }
     if constexpr (warp_row)
-        for (int i = threadIdx.x; i < sums * C / 4; i += blockDim.x) mine[i] = turn[i];
+        for (int i = threadIdx.x; i < sums * C / 4; i += blockDim.x)
+            ((float4 *)(partials + (size_t)blockIdx.x * sums * C))[i] = turn[i];
 }
 
 // dweight and dbias (NULL: not wanted) and behind them the column sums of dinp, (C) each: the sums of the blocks, added in their
@@ -266,8 +276,9 @@ norm_backward_sum_kernel(floatX *dweight, floatX *dbias, float *stream_sums, con
 
 // ---- launchers
 
-static inline void norm_require(int N, int C, std::initializer_list<const void *> pointers) {
-    require(N > 0 && C > 0 && C % 8 == 0 && C <= 65536, "norm of %d channels\nuse a multiple of 8 up to 65536", C);
+static inline void norm_require(const Norm *n, std::initializer_list<const void *> pointers) {
+    require(n->C > 0 && n->C % 8 == 0 && n->C <= 65536, "norm of %d channels\nuse a multiple of 8 up to 65536", n->C);
+    require_aligned("norm", {n->weight, n->bias, n->dweight, n->dbias});
     require_aligned("norm", pointers);
 }
 
@@ -282,19 +293,18 @@ template <NormKind KIND, bool RESIDUAL> static NormForwardKernel *norm_forward_k
     return KERNEL(1024, 64 / VecX::size);  // fp32
     #undef KERNEL
 }
-// out (N,C), mean (N; NULL for RMSNorm), rstd (N) = norm of a or, unless b is NULL, of residual (N,C) = a + b
-static inline void norm_forward(NormKind kind, floatX *residual, floatX *out, float *mean, float *rstd, const floatX *a,
-                                const floatX *b, const floatX *weight, const floatX *bias, int N, int C, float eps,
+// out (N,C), mean, rstd = norm of a or, unless b is NULL, of residual (N,C) = a + b
+static inline void norm_forward(const Norm *n, floatX *residual, floatX *out, const floatX *a, const floatX *b, int N,
                                 cudaStream_t stream) {
-    norm_require(N, C, {residual, out, a, b, weight, bias});
-    const int vecs = C / VecX::size, per_thread = vecs <= 4 * 512 ? 4 : vecs <= 8 * 1024 ? 8 : 16;
+    norm_require(n, {residual, out, a, b});
+    const int C = n->C, vecs = C / VecX::size, per_thread = vecs <= 4 * 512 ? 4 : vecs <= 8 * 1024 ? 8 : 16;
     const bool warp_rows = vecs <= 8 * WARP;
     const unsigned blocks = warp_rows ? blocks_for(N, NORM_FORWARD_WARPS) : N;
     const unsigned threads = warp_rows ? NORM_FORWARD_WARPS * WARP : round_up(ceil_div(vecs, per_thread), WARP);
     const auto of_layer = b ? norm_forward_kernel_for<NORM_LAYER, true> : norm_forward_kernel_for<NORM_LAYER, false>;
     const auto of_rms = b ? norm_forward_kernel_for<NORM_RMS, true> : norm_forward_kernel_for<NORM_RMS, false>;
-    NormForwardKernel *const kernel = (kind == NORM_LAYER ? of_layer : of_rms)(vecs);
-    kernel<<<blocks, threads, 0, stream>>>(residual, out, mean, rstd, a, b, weight, bias, N, C, eps);
+    NormForwardKernel *const kernel = (n->kind == NORM_LAYER ? of_layer : of_rms)(vecs);
+    kernel<<<blocks, threads, 0, stream>>>(residual, out, n->mean, n->rstd, a, b, n->weight, n->bias, N, C, n->eps);
     launchCheck();
     timing_lap("norm", 0, (b ? 4.0 : 2.0) * N * C * sizeof(floatX), stream);
 }
@@ -325,24 +335,24 @@ static inline size_t norm_backward_scratch_bytes(int C) {
     const int blocks = NORM_MAX_SMS * norm_backward_plan<NORM_RMS, false>(C).blocks_per_sm;
     return (size_t)blocks * 3 * (size_t)C * sizeof(float);
 }
-// dinp (N,C) +=; dweight (C), dbias (C, or NULL) = or += by `accumulate`. stream_sums (C, LayerNorm only, or NULL) = the column
-// sums of dinp as it is afterwards: the bias gradient of the linear layer whose output was added to this norm's input.
-static inline void norm_backward(NormKind kind, floatX *dinp, floatX *dweight, floatX *dbias, float *stream_sums,
-                                 const floatX *dout, const floatX *inp, const floatX *weight, const float *mean,
-                                 const float *rstd, int N, int C, int accumulate, void *scratch, cudaStream_t stream) {
-    norm_require(N, C, {dinp, dweight, dbias, stream_sums, dout, inp, weight, scratch});
-    assert(kind == NORM_LAYER || !stream_sums);
-    const auto plan_for = kind == NORM_RMS ? norm_backward_plan<NORM_RMS, false>
+// dinp (N,C) +=; dweight, dbias = or += by `accumulate`. stream_sums (C, LayerNorm only, or NULL) = the column sums of dinp as it
+// is afterwards: the bias gradient of the linear layer whose output was added to this norm's input.
+static inline void norm_backward(const Norm *n, floatX *dinp, float *stream_sums, const floatX *dout, int N, int accumulate,
+                                 void *scratch, cudaStream_t stream) {
+    const int C = n->C, layer = n->kind == NORM_LAYER;
+    norm_require(n, {dinp, stream_sums, dout, n->x, scratch});
+    assert(layer || !stream_sums);
+    const auto plan_for = !layer ? norm_backward_plan<NORM_RMS, false>
                         : stream_sums ? norm_backward_plan<NORM_LAYER, true> : norm_backward_plan<NORM_LAYER, false>;
-    const NormBackwardPlan plan = plan_for(C);
+    const NormBackwardPlan p = plan_for(C);
     const int sms = device_attribute(cudaDevAttrMultiProcessorCount);
-    const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * plan.blocks_per_sm, needed = (int)ceil_div(N, plan.rows);
-    const int blocks = needed < most ? needed : most, columns = ((kind == NORM_LAYER ? 2 : 1) + (stream_sums != NULL)) * C;
+    const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * p.blocks_per_sm, needed = (int)ceil_div(N, p.rows);
+    const int blocks = needed < most ? needed : most, columns = (1 + layer + (stream_sums != NULL)) * C;
     float *partials = (float *)scratch;
-    plan.kernel<<<blocks, plan.threads, plan.shared_bytes, stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C);
+    p.kernel<<<blocks, p.threads, p.shared_bytes, stream>>>(dinp, partials, dout, n->x, n->weight, n->mean, n->rstd, N, C);
     launchCheck();
     norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, stream>>>(
-        dweight, dbias, stream_sums, partials, blocks, C, columns, accumulate);
+        n->dweight, n->dbias, stream_sums, partials, blocks, C, columns, accumulate);
     launchCheck();
     timing_lap("norm backward", 0, 4.0 * N * C * sizeof(floatX), stream);
 }

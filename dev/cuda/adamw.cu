@@ -105,7 +105,7 @@ template <typename S> static void check_exact(int with_master, int of_weights) {
     const size_t base = ((size_t)1 << 32) - 2 * ROOM - ADAM_CHUNK / 2, part = 3 * 8;  // part: of a model that ranks share, further on
     AdamChunk chunks[NUM];
     for (int i = 0; i < NUM; i++) {
-        AdamChunk c = {base + (size_t)i * ROOM + 8, (size_t)i * ROOM, base + part + (size_t)i * ROOM + 8, ADAM_CHUNK - 3 * i, 1, 1};
+        AdamChunk c = {base + (size_t)i * ROOM + 8, (size_t)i * ROOM, base + part + (size_t)i * ROOM + 8, ADAM_CHUNK - 8 * i, 1, 1};
         chunks[i] = c;
     }
     float *start[4], *weight[2], *master[2], *m[2], *v[2];  // of the two seeds

@@ -22,7 +22,8 @@ static void check_norm(NormKind kind, int N, int C, int with_bias, int accumulat
     float *d_mean = mean ? device_new<float>(N) : NULL, *d_rstd = device_new<float>(N);
 
     norm_forward_cpu(kind, out, mean, rstd, a, weight, bias, N, C, eps);
-    norm_forward(kind, NULL, d_out, d_mean, d_rstd, d_a, NULL, d_weight, d_bias, N, C, eps, stream);
+    Norm norm = {kind, C, eps, d_weight, d_bias, NULL, NULL, d_mean, d_rstd, d_residual};
+    norm_forward(&norm, NULL, d_out, d_a, NULL, N, stream);
     check("out", d_out, out, N, C, round, round_worst);
     if (mean) check("mean", d_mean, mean, N, 1, 1e-5, 1e-3);
     check("rstd", d_rstd, rstd, N, 1, 1e-5, 1e-3);
@@ -31,7 +32,7 @@ static void check_norm(NormKind kind, int N, int C, int with_bias, int accumulat
     norm_forward_cpu(kind, out, mean, rstd, residual, weight, bias, N, C, eps);
     poison(d_out, n);
     poison(d_rstd, N);
-    norm_forward(kind, d_residual, d_out, d_mean, d_rstd, d_a, d_b, d_weight, d_bias, N, C, eps, stream);
+    norm_forward(&norm, d_residual, d_out, d_a, d_b, N, stream);
     check("residual", d_residual, residual, N, C, 1e-7, 1e-6);
     check("out of the residual", d_out, out, N, C, round, round_worst);
     check("rstd of the residual", d_rstd, rstd, N, 1, 1e-5, 1e-3);
@@ -41,10 +42,12 @@ static void check_norm(NormKind kind, int N, int C, int with_bias, int accumulat
     floatX *d_dweight = device_new<floatX>(C), *d_dbias = with_bias ? device_new<floatX>(C) : NULL;
     float *d_sums = kind == NORM_LAYER && N % 2 ? device_new<float>(C) : NULL;  // of the columns of dinp, with and without
     char *scratch = device_new<char>(norm_backward_scratch_bytes(C));
+    norm.dweight = d_dweight;
+    norm.dbias = d_dbias;
     auto run = [&] {
         cudaCheck(cudaMemcpyAsync(d_dinp, d_old_dinp, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemsetAsync(scratch, 0xff, norm_backward_scratch_bytes(C), stream));
-        norm_backward(kind, d_dinp, d_dweight, d_dbias, d_sums, d_dout, d_residual, d_weight, d_mean, d_rstd, N, C, accumulate, scratch, stream);
+        norm_backward(&norm, d_dinp, d_sums, d_dout, N, accumulate, scratch, stream);
     };
     float *dweight = host_new<float>(C), *dbias = host_new<float>(C), *sums = host_new<float>(C);
     if (accumulate) {
@@ -75,12 +78,13 @@ static void bench_norm(const char *name, NormKind kind, int N, int C) try {
     floatX *dweight = device_new<floatX>(C), *dbias = bias ? device_new<floatX>(C) : NULL, *dinp = device_normal<floatX>(n, 1);
     float *mean = device_new<float>(N), *rstd = device_new<float>(N), *sums = device_new<float>(C);
     char *scratch = device_new<char>(norm_backward_scratch_bytes(C));
+    const Norm norm = {kind, C, 1e-5f, weight, bias, dweight, dbias, mean, rstd, b};
     char text[64];
     #define named(what) (snprintf(text, sizeof text, "%s %s", kind_name(kind), what), text)
-    bench(named("forward"), 2 * U + stats, 0, [&] { norm_forward(kind, NULL, out, mean, rstd, a, NULL, weight, bias, N, C, 1e-5f, stream); });
-    bench(named("forward with residual"), 4 * U + stats, 0, [&] { norm_forward(kind, residual, out, mean, rstd, a, b, weight, bias, N, C, 1e-5f, stream); });
-    bench(named("backward"), 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, NULL, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
-    if (kind == NORM_LAYER) bench(named("backward with column sums"), 4 * U + stats, 0, [&] { norm_backward(kind, dinp, dweight, dbias, sums, a, b, weight, mean, rstd, N, C, 0, scratch, stream); });
+    bench(named("forward"), 2 * U + stats, 0, [&] { norm_forward(&norm, NULL, out, a, NULL, N, stream); });
+    bench(named("forward with residual"), 4 * U + stats, 0, [&] { norm_forward(&norm, residual, out, a, b, N, stream); });
+    bench(named("backward"), 4 * U + stats, 0, [&] { norm_backward(&norm, dinp, NULL, a, N, 0, scratch, stream); });
+    if (kind == NORM_LAYER) bench(named("backward with column sums"), 4 * U + stats, 0, [&] { norm_backward(&norm, dinp, sums, a, N, 0, scratch, stream); });
     #undef named
 } catch (const NoRoom &no) { ladder_skip(no); }
 
