@@ -81,7 +81,6 @@ adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__rest
         else x = *(const VecW *)(weights + i);
         const size_t index = chunk.key + (size_t)i;  // a multiple of N: the vector has one upper half
         const uint64_t key = random_bits ? rand_u64(a.seed, a.stream, index >> 32) : 0;
-        #pragma unroll
         for (int k = 0; k < N; k++) {
             const Rand3 r = random_bits ? rand_three(key, (uint32_t)index + k) : Rand3{0, 0, 0};
             float mk = (float)mv.v[k], vk = (float)vv.v[k];

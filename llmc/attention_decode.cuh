@@ -1,22 +1,24 @@
-// Causal attention while text is generated: n new tokens of each of S sequences over all keys and values that came before.
+// Causal attention while text is generated: n new tokens of each of S sequences attend to all keys and values before them.
 //   qkv (S,n,(NH+2*NKV)*HD), rotated: the keys and values go into the cache, keys and values (S,NKV,room,HD) each, at places
 //   at .. at+n-1;   out (S,n,NH*HD): query t of a sequence sees places 0 .. at+t
-// One block per query and head; its warps take turns over the keys, DECODE_KEYS at a time so that their loads and sums overlap, and keep a
-// running maximum and sum each (online softmax, Milakov and Gimelshein, arXiv:1805.02867), which are joined in the order of the warps: the
-// same bits in every run. The prompt comes this way too, in pieces; attention.cuh would be faster for a long one.
+// One block per query and head. Its warps take turns over the keys, DECODE_KEYS at a time so that their loads and sums overlap.
+// Each keeps a running maximum and sum (online softmax, Milakov and Gimelshein, arXiv:1805.02867). These are joined in the order
+// of the warps, so that every run is bitwise identical. The prompt comes this way too, in pieces; attention.cuh would be faster
+// for a long one.
 // Ladder: dev/cuda/attention_decode.cu. Not supported: HD above 256 or not a multiple of a 16-byte vector.
 #ifndef LLMC_ATTENTION_DECODE_CUH
 #define LLMC_ATTENTION_DECODE_CUH
 
 #include "memory.cuh"
 
-// Keys and values of all tokens that generation has seen. A table of its own: only the rank that samples has it.
+// Keys and values of all tokens that generation has seen. It has a memory table of its own: only ranks that sample have it.
 typedef struct {
     Memory memory;
     floatX *keys, *values;       // (L,S,NKV,room,HD) each
     float *cos_sin;              // (room,HD/2,2)
-    floatX *last, *host_logits;  // (S,C): what the head sees; pinned (S,Vp), with --tp of each rank
-    floatX *logits;              // the same on the device, with --tp
+    floatX *last;                // (S,C): the rows that the head reads
+    floatX *logits;              // (ranks,S,Vp), with --tp only
+    floatX *host_logits;         // pinned (ranks,S,Vp)
     int sequences, room, count;  // S; tokens of each that fit, and that are there
 } KvCache;
 
@@ -34,12 +36,13 @@ kv_append_kernel(floatX *keys, floatX *values, const floatX *qkv, int n, int at,
         vec_store(values + to, vec_load(v + from));
     }
 }
-// What a lane holds of a head: elements lane * N, ...; of one instruction or two.
+// What a lane holds of a head: N elements from lane * N on, loaded by one instruction or two.
 template <int N> struct alignas(sizeof(floatX) * N < 16 ? sizeof(floatX) * N : 16) DecodeLane { floatX x[N]; };
 
 // Block: one query of one head. A lane beyond HD holds zeros.
 template <int PER_LANE> __global__ void __launch_bounds__(DECODE_THREADS)
-attention_decode_kernel(floatX *out, const floatX *keys, const floatX *values, const floatX *qkv, int n, int at, int room, int NH, int NKV, int HD, float scale /*times log2 e*/) {
+attention_decode_kernel(floatX *out, const floatX *keys, const floatX *values, const floatX *qkv, int n, int at, int room, int NH,
+                        int NKV, int HD, float scale /*times log2 e*/) {
     typedef DecodeLane<PER_LANE> Lane;
     __shared__ float shared_max[DECODE_WARPS], shared_sum[DECODE_WARPS], shared_acc[DECODE_WARPS][PER_LANE * WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = lane * PER_LANE;
@@ -86,7 +89,10 @@ attention_decode_kernel(floatX *out, const floatX *keys, const floatX *values, c
     }
     #pragma unroll
     for (int r = 0; r < PER_LANE; r++) shared_acc[warp][first + r] = acc[r];
-    if (lane == 0) { shared_max[warp] = highest; shared_sum[warp] = sum; }
+    if (lane == 0) {
+        shared_max[warp] = highest;
+        shared_sum[warp] = sum;
+    }
     __syncthreads();
     float top = -INFINITY, total = 0;
     for (int w = 0; w < DECODE_WARPS; w++) top = fmaxf(top, shared_max[w]);  // warp 0 has a key, so this is finite
@@ -99,18 +105,15 @@ attention_decode_kernel(floatX *out, const floatX *keys, const floatX *values, c
 }
 
 // out (S,n,NH*HD) =, keys and values (S,NKV,room,HD): places at .. at+n-1 =
-static inline void attention_decode(floatX *out, floatX *keys, floatX *values, const floatX *qkv, int S, int n, int at, int room, int NH, int NKV, int HD, cudaStream_t stream) {
-    require(HD % VecX::size == 0 && HD <= 256, "generation needs a head dimension that is a multiple of %d and at most 256, not %d\nchange heads=", VecX::size, HD);
+static inline void attention_decode(floatX *out, floatX *keys, floatX *values, const floatX *qkv, int S, int n, int at, int room,
+                                    int NH, int NKV, int HD, cudaStream_t stream) {
+    require(HD % VecX::size == 0 && HD <= 256, "generation with a head dimension of %d\nuse a multiple of %d up to 256", HD, VecX::size);
     assert(NH % NKV == 0 && at >= 0 && n >= 1 && at + n <= room);
     const float scale = 1.4426950408889634f / sqrtf((float)HD);
-    kv_append_kernel<<<(unsigned)(S * n), DECODE_THREADS, 0, stream>>>(keys, values, qkv, n, at, room, NH, NKV, HD);
+    const auto kernel = HD <= 64 ? attention_decode_kernel<2> : HD <= 128 ? attention_decode_kernel<4> : attention_decode_kernel<8>;
+    kv_append_kernel<<<S * n, DECODE_THREADS, 0, stream>>>(keys, values, qkv, n, at, room, NH, NKV, HD);
     launchCheck();
-    const unsigned blocks = (unsigned)(S * n) * (unsigned)NH;
-    #define DECODE(lanes) attention_decode_kernel<lanes><<<blocks, DECODE_THREADS, 0, stream>>>(out, keys, values, qkv, n, at, room, NH, NKV, HD, scale)
-    if (HD <= 64) DECODE(2);
-    else if (HD <= 128) DECODE(4);
-    else DECODE(8);
-    #undef DECODE
+    kernel<<<S * n * NH, DECODE_THREADS, 0, stream>>>(out, keys, values, qkv, n, at, room, NH, NKV, HD, scale);
     launchCheck();
 }
 

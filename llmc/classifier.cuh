@@ -46,7 +46,6 @@ __device__ inline float vec_max(const VecX &x) {
 // x is the vector that begins at column i: its padding columns become -inf.
 __device__ inline void mask_padding(VecX &x, int i, int V) {
     if (i + VecX::size <= V) return;
-    #pragma unroll
     for (int k = 0; k < VecX::size; k++)
         if (i + k >= V) x[k] = (floatX)-INFINITY;
 }
@@ -65,11 +64,9 @@ struct OnlineSum {
             offset = offset_of(m);
         }
         vec_widen(e, x);
-        #pragma unroll
         for (int k = 0; k < VecX::size; k++) e[k] = exp2_approx(fmaf(e[k], LOG2_E, -offset));
         #pragma unroll
         for (int half = VecX::size / 2; half > 0; half /= 2) {
-            #pragma unroll
             for (int k = 0; k < half; k++) e[k] += e[k + half];
         }
         sum += e[0];
@@ -87,7 +84,6 @@ struct RowSum {
         float p[VecX::size];
         VecX d;
         vec_widen(p, x);
-        #pragma unroll
         for (int k = 0; k < VecX::size; k++) d[k] = (floatX)gradient(p[k], factor);
         return d;
     }
@@ -298,7 +294,6 @@ template <typename S> __device__ inline void classifier_ring(const ClassifierRow
                     vec_store_streaming(row + at, all.gradient(x[u], factor));
                     if ((unsigned)(written_target - at) < (unsigned)VecX::size) {
                         float target_logit = 0;
-                        #pragma unroll
                         for (int k = 0; k < VecX::size; k++)
                             if (at + k == target) target_logit = (float)x[u][k];
                         rows.losses[n] = all.loss(target_logit);

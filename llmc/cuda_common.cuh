@@ -195,7 +195,6 @@ template <typename T> __device__ inline Vec<T> vec_load(const T *p) {
 template <typename T> __device__ inline void vec_store(T *p, const Vec<T> &x) { *(int4 *)p = *(const int4 *)x.v; }
 // To fp32 in one instruction an element, and back in one for two: casts of single elements compile to two each.
 template <typename T> __device__ inline void vec_widen(float (&to)[Vec<T>::size], const Vec<T> &x) {
-    #pragma unroll
     for (int k = 0; k < Vec<T>::size; k++) {
         if constexpr (sizeof(T) == 4) to[k] = x[k];
         else {
@@ -206,7 +205,6 @@ template <typename T> __device__ inline void vec_widen(float (&to)[Vec<T>::size]
 }
 template <typename T = floatX> __device__ inline Vec<T> vec_narrow(const float (&x)[Vec<T>::size]) {
     Vec<T> to;
-    #pragma unroll
     for (int k = 0; k < Vec<T>::size; k += 2) {
         if constexpr (sizeof(T) == 4) { to[k] = x[k]; to[k + 1] = x[k + 1]; }
         else ((__nv_bfloat162 *)to.v)[k / 2] = __floats2bfloat162_rn(x[k], x[k + 1]);

@@ -47,7 +47,6 @@ embedding_forward_kernel(floatX *__restrict__ out, const int *__restrict__ token
         if (mine) x = vec_load(wte + c);
         if (wpe) {
             VecX y = vec_load(wpe + c);
-            #pragma unroll
             for (int k = 0; k < VecX::size; k++) x[k] = (floatX)((float)x[k] + (float)y[k]);
         }
         vec_store(out + c, x);
@@ -135,12 +134,10 @@ radix_scatter_kernel(Occurrence *__restrict__ to, const int *__restrict__ counts
 typedef struct { int count, begin_end[1][2]; } LongRuns;  // as many as fit into the scratch
 
 __device__ inline void embedding_add(float (&sum)[VecX::size], const VecX &x) {
-    #pragma unroll
     for (int k = 0; k < VecX::size; k++) sum[k] += (float)x[k];
 }
 __device__ inline void embedding_add_rounded(floatX *to, const float (&sum)[VecX::size]) {
     VecX x = vec_load(to);
-    #pragma unroll
     for (int k = 0; k < VecX::size; k++) x[k] = (floatX)((float)x[k] + sum[k]);
     vec_store(to, x);
 }
@@ -205,7 +202,6 @@ embedding_long_runs_kernel(floatX *__restrict__ dwte, const LongRuns *__restrict
         const int *run = long_runs->begin_end[work / slices], c = (int)(work % slices) * width + lane * VecX::size;
         float sum[VecX::size] = {};
         if (c < C) embedding_sum_rows(sum, dout + c, sorted, run[0] + row, run[1], rows, C);
-        #pragma unroll
         for (int k = 0; k < VecX::size; k++) {
             #pragma unroll
             for (int offset = SLICE_LANES; offset < WARP; offset *= 2) sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], offset);
@@ -213,7 +209,6 @@ embedding_long_runs_kernel(floatX *__restrict__ dwte, const LongRuns *__restrict
         }
         __syncthreads();
         if (threadIdx.x < SLICE_LANES && c < C) {
-            #pragma unroll
             for (int k = 0; k < VecX::size; k++) {
                 sum[k] = 0;
                 for (int w = 0; w < warps; w++) sum[k] += shared[w][lane * VecX::size + k];

@@ -34,11 +34,9 @@ global_norm_blocks_kernel(float *__restrict__ partials, const floatX *__restrict
         }
         #pragma unroll
         for (int u = 0; u < GLOBAL_NORM_UNROLL; u++)
-            #pragma unroll
             for (int k = 0; k < VecX::size; k++) sums[k] += (float)x[u][k] * (float)x[u][k];
     }
     float sum = 0;
-    #pragma unroll
     for (int k = 0; k < VecX::size; k++) sum += sums[k];
     sum = block_reduce<Sum>(sum, shared);
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
@@ -65,7 +63,6 @@ global_norm_spans_kernel(float *__restrict__ partials, const floatX *__restrict_
     float sum = 0;
     for (size_t i = first; i < span.count / VecX::size; i += stride) {
         VecX x = vec_load_streaming(from + i * VecX::size);
-        #pragma unroll
         for (int k = 0; k < VecX::size; k++) sum += (float)x[k] * (float)x[k];
     }
     sum = block_reduce<Sum>(sum, shared);

@@ -1,14 +1,14 @@
-// A stretch of work on one stream as a CUDA graph: one launch instead of hundreds. The same kernels run on the same operands in the
-// same order, so the bits are the same.
+// Work on one stream as a CUDA graph: one launch instead of hundreds. The same kernels run on the same operands in the same
+// order, so results are bitwise identical.
 //
-// The first run of a graph is not captured: matmuls choose their plans then (matmul.cuh), and the driver loads kernels. The second is
-// captured and replayed at once; from then on it is only replayed. So what the host passes to its launches must stay what it was:
-// pointers, sizes, scales, plans. No launcher of ours keeps host state from call to call but what its first call finds out about the GPU.
-// What changes goes through device memory, before: tokens are uploaded from one of two pinned places. What the host does besides
-// launching is not replayed: beats of the watchdog, names for profilers, laps of --timing.
+// The first run is not captured: matmuls choose their plans in it (matmul.cuh), and the driver loads kernels. The second run is
+// captured and replayed at once; all later ones are replayed. So what the host passes to its launches must not change: pointers,
+// sizes, scales, plans. No launcher of ours keeps host state from call to call but what its first call finds out about the GPU.
+// What changes goes through device memory, before the graph: tokens are uploaded from one of two pinned slots. What the host does
+// besides launching is not replayed: beats of the watchdog, names for profilers, laps of --timing.
 //
-// Not supported: work that waits for another stream, whose events a capture cannot see. The driver's memory for a graph (some KB a
-// kernel) is not in the table of memory.cuh.
+// Not supported: work that waits for another stream, whose events a capture cannot see. The driver's memory for a graph (some KB
+// a kernel) is not in the table of memory.cuh.
 #ifndef LLMC_GRAPH_CUH
 #define LLMC_GRAPH_CUH
 
@@ -16,19 +16,19 @@
 
 typedef struct {
     cudaGraphExec_t exec;  // NULL: not captured yet
-    int key, warm;         // warm: has run once
+    int key, warm;         // what it was captured for; whether it has run once
 } Graph;
 
 static inline void graph_close(Graph *g) {
-    if (g->exec) cudaCheck(cudaGraphExecDestroy(g->exec));  // one in flight comes to its end
+    if (g->exec) cudaCheck(cudaGraphExecDestroy(g->exec));  // one in flight is completed
     memset(g, 0, sizeof *g);
 }
 
 static inline void graph_check(cudaError_t status, const char *what) {
-    require(status == cudaSuccess, "a CUDA graph cannot be %s: %s: %s\n--cuda-graphs 0 runs without graphs", what, cudaGetErrorName(status), cudaGetErrorString(status));
+    require(status == cudaSuccess, "a CUDA graph cannot be %s: %s\nuse --cuda-graphs 0", what, cudaGetErrorString(status));
 }
 
-// work() launches on `stream` alone, the same for the same key; with another key the graph is made anew.
+// work() launches on `stream` alone, the same for the same key. Another key makes the graph anew.
 template <typename Work> static inline void graph_run(Graph *g, int key, cudaStream_t stream, Work work) {
     if (g->key != key) graph_close(g);
     g->key = key;

@@ -73,13 +73,11 @@ norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, flo
             if constexpr (RESIDUAL) {
                 float y[VecX::size];
                 vec_widen(y, second[i]);
-                #pragma unroll
                 for (int k = 0; k < VecX::size; k++) x[i][k] += y[k];
                 const VecX rounded = vec_narrow(x[i]);
                 vec_store_streaming(residual + start + c, rounded);
                 vec_widen(x[i], rounded);
             }
-            #pragma unroll
             for (int k = 0; k < VecX::size; k++) sum += x[i][k];
         }
     }
@@ -88,7 +86,6 @@ norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, flo
     #pragma unroll
     for (int i = 0; i < VECS; i++) {
         if ((i * threads + thread) * VecX::size >= C) continue;
-        #pragma unroll
         for (int k = 0; k < VecX::size; k++) {
             x[i][k] -= m;
             squares += x[i][k] * x[i][k];
@@ -102,7 +99,6 @@ norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, flo
         float w[VecX::size], shift[VecX::size] = {};
         vec_widen(w, vec_load(weight + c));
         if (KIND == NORM_LAYER && bias) vec_widen(shift, vec_load(bias + c));
-        #pragma unroll
         for (int k = 0; k < VecX::size; k++) x[i][k] = x[i][k] * s * w[k] + shift[k];
         vec_store(out + start + c, vec_narrow(x[i]));
     }
@@ -139,7 +135,6 @@ __device__ inline void norm_stay_packed(VecX &x) {
 }
 
 __device__ inline void norm_add_sums(float4 *to, const float (&x)[VecX::size], bool add) {
-    #pragma unroll
     for (int k = 0; k < VecX::size; k += 4) {
         const float4 old = add ? to[k / 4] : make_float4(0, 0, 0, 0);
         to[k / 4] = make_float4(old.x + x[k], old.y + x[k + 1], old.z + x[k + 2], old.w + x[k + 3]);
@@ -198,7 +193,6 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *_
             for (int r = 0; r < ROWS; r++) {
                 vec_widen(n[r][i], x[r][i]);
                 vec_widen(g[r][i], d[r][i]);
-                #pragma unroll
                 for (int k = 0; k < VecX::size; k++) {
                     n[r][i][k] = fmaf(n[r][i][k], scales[r], shifts[r]);
                     dweight[i][k] += g[r][i][k] * n[r][i][k];
@@ -221,14 +215,12 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *_
                 float o[VecX::size];
                 norm_stay_packed(old[r][i]);
                 vec_widen(o, old[r][i]);
-                #pragma unroll
                 for (int k = 0; k < VecX::size; k++)
                     o[k] = fmaf(n[r][i][k], by_n, fmaf(g[r][i][k], scales[r], o[k])) + by_one;
                 const VecX rounded = vec_narrow(o);
                 vec_store(dinp + (size_t)(row + r) * C + c, rounded);
                 if constexpr (SUMS) {
                     vec_widen(o, rounded);
-                    #pragma unroll
                     for (int k = 0; k < VecX::size; k++) dsums[i][k] += o[k];
                 }
             }

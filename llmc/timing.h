@@ -1,5 +1,5 @@
-// Where a step's time goes (--timing N): work is timed in laps, each of which ends what began with the one before, under a name.
-// The name's floor is what its arithmetic and its traffic with memory take at least on the hardware's published peaks.
+// Where a step's time goes (--timing N): work is timed in laps, each with a name. A lap lasts from the end of the one before. A
+// name's floor is the least time that its arithmetic and its memory traffic take at the hardware's published peaks.
 // A backend ends its laps by a clock, or on a GPU by events on the compute stream (cuda_common.cuh).
 #ifndef LLMC_TIMING_H
 #define LLMC_TIMING_H
@@ -9,9 +9,9 @@
 enum { TIMING_NAMES = 40 };
 typedef struct { const char *name; double seconds, flops, bytes; int laps; } TimingName;
 static struct {
-    int on, count;               // laps are taken; names
+    int on, count;               // whether laps are taken; names
     TimingName names[TIMING_NAMES];
-    double last;                 // a clock's last lap
+    double last;                 // end of a clock's last lap
 } timing;
 
 // Communication that nothing hides has this name.
@@ -21,11 +21,16 @@ static inline void timing_add(const char *name, double seconds, double flops, do
     int i = 0;
     while (i < timing.count && strcmp(timing.names[i].name, name) != 0) i++;
     assert(i < TIMING_NAMES);
-    if (i == timing.count) { memset(&timing.names[i], 0, sizeof *timing.names); timing.names[timing.count++].name = name; }
-    timing.names[i].seconds += seconds;
-    timing.names[i].flops += flops;
-    timing.names[i].bytes += bytes;
-    timing.names[i].laps++;
+    TimingName *n = &timing.names[i];
+    if (i == timing.count) {
+        memset(n, 0, sizeof *n);
+        n->name = name;
+        timing.count++;
+    }
+    n->seconds += seconds;
+    n->flops += flops;
+    n->bytes += bytes;
+    n->laps++;
 }
 static inline void timing_start(void) {
     timing.on = 1;
@@ -38,21 +43,17 @@ static inline void timing_clock_lap(const char *name, double flops, double bytes
     timing_add(name, now - timing.last, flops, bytes);
     timing.last = now;
 }
-static inline double timing_total(void) {
-    double total = 0;
-    for (int i = 0; i < timing.count; i++) total += timing.names[i].seconds;
-    return total;
-}
-// Seconds that a name takes at least; 0: not known.
+// Seconds; 0: not known.
 static inline double timing_floor(const TimingName *n, double peak_flops, double peak_bytes) {
-    const double compute = peak_flops > 0 ? n->flops / peak_flops : 0, memory = peak_bytes > 0 ? n->bytes / peak_bytes : 0;
+    const double compute = peak_flops > 0 ? n->flops / peak_flops : 0;
+    const double memory = peak_bytes > 0 ? n->bytes / peak_bytes : 0;
     return compute > memory ? compute : memory;
 }
 // peaks: FLOP/s and bytes/s, 0 where they are not known
 static inline void timing_print(FILE *f, long long step, double peak_flops, double peak_bytes) {
-    const double total = timing_total();
-    double floor = 0;
-    fprintf(f, "---- time of step %lld\n  %-22s %6s %9s %6s %9s %7s %9s %8s\n", step, "", "laps", "ms", "share", "floor ms", "floor", "GFLOP/s", "GB/s");
+    double total = 0, floor = 0;
+    for (int i = 0; i < timing.count; i++) total += timing.names[i].seconds;
+    fprintf(f, "---- time of step %lld\n%*s laps        ms  share  floor ms   floor   GFLOP/s     GB/s\n", step, 26, "");
     for (int i = 0; i < timing.count; i++) {
         const TimingName *n = &timing.names[i];
         const double least = timing_floor(n, peak_flops, peak_bytes);
