@@ -5,11 +5,11 @@
 //
 // wte, dwte (Vp,C); wpe, dwpe (at least T,C); out, dout (B,T,C) floatX; tokens (B,T) int32. With tensor parallelism (mesh.h) a rank
 // has the rows of tokens first .. first + count - 1 alone; the tokens of other ranks give zeros, and no gradient for wte.
-// Backward is deterministic, without floating-point atomics: the positions are sorted by token with a stable radix sort
-// (8 bits a pass), so that each token owns one run of positions in ascending order. A short run is summed by one warp, one
-// position after the other. A long run (frequent tokens, small vocabularies) is summed by one block per 128 bytes of columns:
-// its positions are dealt out to the threads in turn and their sums added in a fixed order. Sums are fp32; each element of
-// dwte is rounded once. Rows of tokens that do not occur are not touched.
+// Backward is deterministic, without floating-point atomics: pairs (row of wte, position) are sorted (bitonic sort, Batcher 1968:
+// no two pairs are equal, so the result is unique), and each row owns one run of positions in ascending order. A short run is
+// summed by one warp, one position after the other. A long run (frequent tokens, small vocabularies) is summed by one block per
+// 128 bytes of columns: its positions are dealt out to the threads in turn and their sums added in a fixed order. Sums are fp32;
+// each element of dwte is rounded once. Rows of tokens that do not occur are not touched.
 // Not supported: B*T beyond 2^30. Ladder: dev/cuda/embedding.cu.
 #ifndef LLMC_EMBEDDING_CUH
 #define LLMC_EMBEDDING_CUH
@@ -19,8 +19,8 @@
 enum {
     EMBEDDING_THREADS = 256,
     EMBEDDING_WARPS = EMBEDDING_THREADS / WARP,
-    RADIX = 256,             // digits of a sorting pass, and threads of its blocks: thread d counts digit d
-    SORT_TILES = 128,        // blocks of a sorting pass, each with one contiguous tile of the positions
+    SORT_TILE = 2048,        // pairs that a block sorts in shared memory
+    SORT_THREADS = SORT_TILE / 2,
     LONG_RUN = WARP,         // positions; a longer run gets a block for every slice of columns
     LONG_RUN_THREADS = 512,
     LONG_RUN_BLOCKS = 512,   // they share (long runs) x (slices)
@@ -55,77 +55,43 @@ embedding_forward_kernel(floatX *__restrict__ out, const int *__restrict__ token
 
 // ---- backward: sort
 
-// `row` of wte: the token of a position counted from `first`; Vp for the tokens of other ranks, which so come last.
-typedef struct alignas(8) { int row, position; } Occurrence;
+// A token as a row of wte, counted from `first`; Vp, behind all rows, for the tokens of other ranks.
 typedef struct { const int *tokens; int first, count, Vp; } TokenRows;
-
-// The first pass has no list yet: it reads the tokens in their order.
-__device__ inline Occurrence occurrence(const Occurrence *from, const TokenRows &t, int i) {
-    if (from) return from[i];
+// (row, position) as a number, so that a comparison orders by row, then by position
+__device__ inline int pair_row(uint64_t pair) { return (int)(pair >> 32); }
+__device__ inline int pair_position(uint64_t pair) { return (int)(uint32_t)pair; }
+__device__ inline uint64_t pair_of(const TokenRows &t, int i) {
     const int row = t.tokens[i] - t.first;
-    return {row >= 0 && row < t.count ? row : t.Vp, i};
+    return (uint64_t)(row >= 0 && row < t.count ? row : t.Vp) << 32 | (uint32_t)i;
 }
-__device__ inline int radix_digit(Occurrence o, int shift) { return o.row >> shift & (RADIX - 1); }
-
-// counts (SORT_TILES, RADIX): how often each digit occurs in each tile
-__global__ void __launch_bounds__(RADIX)
-radix_count_kernel(int *__restrict__ counts, const Occurrence *__restrict__ from, TokenRows t, int N, int tile, int shift) {
-    __shared__ int count[RADIX];
-    count[threadIdx.x] = 0;
-    __syncthreads();
-    const int begin = blockIdx.x * tile, end = min(begin + tile, N);
-    for (int i = begin + threadIdx.x; i < end; i += RADIX)
-        atomicAdd(&count[radix_digit(occurrence(from, t, i), shift)], 1);  // integers: exact in any order
-    __syncthreads();
-    counts[blockIdx.x * RADIX + threadIdx.x] = count[threadIdx.x];
+// Stage k of a bitonic sort merges neighbouring runs of k/2 into runs of k, which ascend and descend in turns; its step of stride
+// j = k/2, k/4 ... 1 orders the elements i and i + j. Thread t has the t-th such pair of elements of the list.
+__device__ inline void sort_step(uint64_t *list, unsigned t, unsigned j, unsigned descending) {
+    const unsigned i = 2 * t - (t & (j - 1));
+    const uint64_t a = list[i], b = list[i + j];
+    if ((a > b) == !descending) {
+        list[i] = b;
+        list[i + j] = a;
+    }
 }
-
-// Moves each element behind all with a smaller digit, and of its own digit behind those that come before it.
-__global__ void __launch_bounds__(RADIX)
-radix_scatter_kernel(Occurrence *__restrict__ to, const int *__restrict__ counts, const Occurrence *__restrict__ from,
-                     TokenRows t, int N, int tile, int shift) {
-    constexpr int warps = RADIX / WARP;
-    __shared__ int warp_total[warps], warp_next[warps][RADIX];
-    const int digit = threadIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    // next: where this tile's first element with the thread's digit goes
-    int total = 0, next = 0;
-    #pragma unroll 16
-    for (int i = 0; i < SORT_TILES; i++) {
-        int c = counts[i * RADIX + digit];
-        if (i < (int)blockIdx.x) next += c;
-        total += c;
-    }
-    int scan = total;  // inclusive, over the digits of this warp
-    for (int offset = 1; offset < WARP; offset *= 2) {
-        int left = __shfl_up_sync(0xffffffffu, scan, offset);
-        if (lane >= offset) scan += left;
-    }
-    if (lane == WARP - 1) warp_total[warp] = scan;
-    __syncthreads();
-    next += scan - total;
-    for (int w = 0; w < warp; w++) next += warp_total[w];
-
-    const int begin = blockIdx.x * tile, end = min(begin + tile, N);
-    for (int chunk = begin; chunk < end; chunk += RADIX) {
-        for (int w = 0; w < warps; w++) warp_next[w][digit] = 0;
-        __syncthreads();
-        const int i = chunk + threadIdx.x;
-        const bool valid = i < end;
-        const Occurrence mine = occurrence(from, t, valid ? i : begin);
-        const int d = valid ? radix_digit(mine, shift) : RADIX;
-        const unsigned same = __match_any_sync(0xffffffffu, d);
-        const int rank = __popc(same & ((1u << lane) - 1));  // elements before mine in the warp with my digit
-        if (valid && rank == 0) warp_next[warp][d] = __popc(same);
-        __syncthreads();
-        for (int w = 0; w < warps; w++) {
-            int c = warp_next[w][digit];
-            warp_next[w][digit] = next;
-            next += c;
+__global__ void __launch_bounds__(SORT_THREADS) sort_step_kernel(uint64_t *list, unsigned k, unsigned j) {
+    const unsigned t = blockIdx.x * SORT_THREADS + threadIdx.x;
+    sort_step(list, t, j, (2 * t) & k);
+}
+// Of stages first .. last all steps that stay inside a tile. Stage 2, the first, makes the pairs of N tokens; padding comes last.
+__global__ void __launch_bounds__(SORT_THREADS)
+sort_tile_kernel(uint64_t *list, TokenRows rows, int N, unsigned first, unsigned last) {
+    __shared__ uint64_t tile[SORT_TILE];
+    const unsigned base = blockIdx.x * SORT_TILE;
+    for (unsigned i = threadIdx.x; i < SORT_TILE; i += SORT_THREADS)
+        tile[i] = first > 2 ? list[base + i] : base + i < N ? pair_of(rows, (int)(base + i)) : ~0ull;
+    for (unsigned k = first; k <= last; k *= 2)
+        for (unsigned j = min(k, (unsigned)SORT_TILE) / 2; j > 0; j /= 2) {
+            __syncthreads();
+            sort_step(tile, threadIdx.x, j, (base + 2 * threadIdx.x) & k);
         }
-        __syncthreads();
-        if (valid) to[warp_next[warp][d] + rank] = mine;
-        __syncthreads();
-    }
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < SORT_TILE; i += SORT_THREADS) list[base + i] = tile[i];
 }
 
 // ---- backward: sums
@@ -142,24 +108,24 @@ __device__ inline void embedding_add_rounded(floatX *to, const float (&sum)[VecX
     vec_store(to, x);
 }
 // sum += one vector of dout's rows sorted[begin], sorted[begin + step] ... in that order
-__device__ inline void embedding_sum_rows(float (&sum)[VecX::size], const floatX *dout, const Occurrence *sorted, int begin,
+__device__ inline void embedding_sum_rows(float (&sum)[VecX::size], const floatX *dout, const uint64_t *sorted, int begin,
                                           int end, int step, int C) {
     for (int j = begin; j < end; j += ROWS_IN_FLIGHT * step) {
         VecX x[ROWS_IN_FLIGHT];
         #pragma unroll
         for (int u = 0; u < ROWS_IN_FLIGHT; u++)
-            if (j + u * step < end) x[u] = vec_load_streaming(dout + (size_t)sorted[j + u * step].position * C);
+            if (j + u * step < end) x[u] = vec_load_streaming(dout + (size_t)pair_position(sorted[j + u * step]) * C);
         #pragma unroll
         for (int u = 0; u < ROWS_IN_FLIGHT; u++)
             if (j + u * step < end) embedding_add(sum, x[u]);
     }
 }
 // The first place behind i whose row is another; found by halving.
-__device__ inline int embedding_run_end(const Occurrence *sorted, int i, int N) {
+__device__ inline int embedding_run_end(const uint64_t *sorted, int i, int N) {
     int last = i, end = N;  // last has the row, end does not
     while (end - last > 1) {
         const int middle = last + (end - last) / 2;
-        if (sorted[middle].row == sorted[i].row) last = middle;
+        if (pair_row(sorted[middle]) == pair_row(sorted[i])) last = middle;
         else end = middle;
     }
     return end;
@@ -168,13 +134,13 @@ __device__ inline int embedding_run_end(const Occurrence *sorted, int i, int N) 
 // A warp for each sorted element: it works if a run begins there. It sums a short run and lists a long one.
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
 embedding_short_runs_kernel(floatX *__restrict__ dwte, LongRuns *__restrict__ long_runs, const floatX *__restrict__ dout,
-                            const Occurrence *__restrict__ sorted, int N, int C, int Vp) {
+                            const uint64_t *__restrict__ sorted, int N, int C, int Vp) {
     const int i = blockIdx.x * EMBEDDING_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (i >= N) return;
-    const int row = sorted[i].row;
-    if (row == Vp || (i > 0 && sorted[i - 1].row == row)) return;
+    const int row = pair_row(sorted[i]);
+    if (row == Vp || (i > 0 && pair_row(sorted[i - 1]) == row)) return;
     const int next = i + 1 + lane;
-    const unsigned others = ~__ballot_sync(0xffffffffu, next < N && sorted[next].row == row);
+    const unsigned others = ~__ballot_sync(0xffffffffu, next < N && pair_row(sorted[next]) == row);
     if (others == 0) {  // longer than LONG_RUN. The order of the list varies and does not matter: runs do not meet
         if (lane > 0 || blockIdx.y > 0) return;
         int *run = long_runs->begin_end[atomicAdd(&long_runs->count, 1)];
@@ -194,7 +160,7 @@ embedding_short_runs_kernel(floatX *__restrict__ dwte, LongRuns *__restrict__ lo
 // A block takes one slice of columns of one long run at a time.
 __global__ void __launch_bounds__(LONG_RUN_THREADS)
 embedding_long_runs_kernel(floatX *__restrict__ dwte, const LongRuns *__restrict__ long_runs, const floatX *__restrict__ dout,
-                           const Occurrence *__restrict__ sorted, int C) {
+                           const uint64_t *__restrict__ sorted, int C) {
     constexpr int warps = LONG_RUN_THREADS / WARP, rows = LONG_RUN_THREADS / SLICE_LANES, width = SLICE_LANES * VecX::size;
     __shared__ float shared[warps][width];
     const int lane = threadIdx.x % SLICE_LANES, row = threadIdx.x / SLICE_LANES, slices = (C + width - 1) / width;
@@ -213,7 +179,7 @@ embedding_long_runs_kernel(floatX *__restrict__ dwte, const LongRuns *__restrict
                 sum[k] = 0;
                 for (int w = 0; w < warps; w++) sum[k] += shared[w][lane * VecX::size + k];
             }
-            embedding_add_rounded(dwte + (size_t)sorted[run[0]].row * C + c, sum);
+            embedding_add_rounded(dwte + (size_t)pair_row(sorted[run[0]]) * C + c, sum);
         }
         __syncthreads();
     }
@@ -247,37 +213,39 @@ static inline void embedding_forward(floatX *out, const int *tokens, const float
     timing_lap("embedding", 0, 2.0 * (double)N * C * sizeof(floatX), stream);
 }
 
-// Two lists of occurrences and the counts of a sorting pass. The list of long runs takes the place of the second list.
-static inline size_t embedding_backward_scratch_bytes(int B, int T) {
-    return 2 * (size_t)B * T * sizeof(Occurrence) + SORT_TILES * RADIX * sizeof(int);
+// The length of the list that is sorted: a power of two.
+static inline size_t embedding_list_length(size_t N) {
+    size_t n = SORT_TILE;
+    while (n < N) n *= 2;
+    return n;
 }
-// Sorts the occurrences by row, then by position, into lists[0] (N); lists[1] (N) is free afterwards.
-static inline void embedding_sort(Occurrence *lists[2], int *counts, TokenRows t, int N, cudaStream_t stream) {
-    const int tile = (int)round_up(ceil_div((size_t)N, SORT_TILES), RADIX);
-    const Occurrence *from = NULL;
-    for (int shift = 0; shift == 0 || t.Vp >> shift; shift += 8) {
-        radix_count_kernel<<<SORT_TILES, RADIX, 0, stream>>>(counts, from, t, N, tile, shift);
-        launchCheck();
-        radix_scatter_kernel<<<SORT_TILES, RADIX, 0, stream>>>(lists[1], counts, from, t, N, tile, shift);
-        launchCheck();
-        Occurrence *sorted = lists[1];
-        lists[1] = lists[0];
-        from = lists[0] = sorted;
+// The list, and behind it the long runs.
+static inline size_t embedding_backward_scratch_bytes(int B, int T) {
+    const size_t N = (size_t)B * T;
+    return (embedding_list_length(N) + 1 + N / LONG_RUN) * sizeof(uint64_t);
+}
+static inline void embedding_sort(uint64_t *list, TokenRows rows, int N, cudaStream_t stream) {
+    const unsigned n = (unsigned)embedding_list_length(N), tiles = n / SORT_TILE;
+    sort_tile_kernel<<<tiles, SORT_THREADS, 0, stream>>>(list, rows, N, 2, SORT_TILE);
+    for (unsigned k = 2 * SORT_TILE; k <= n; k *= 2) {
+        for (unsigned j = k / 2; j >= SORT_TILE; j /= 2) sort_step_kernel<<<tiles, SORT_THREADS, 0, stream>>>(list, k, j);
+        sort_tile_kernel<<<tiles, SORT_THREADS, 0, stream>>>(list, rows, N, k, k);
     }
+    launchCheck();
 }
 // dwte (Vp,C) +=, dwpe (T,C) += or NULL
 static inline void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, const int *tokens, int B, int T, int C,
                                       int first, int count, int Vp, void *scratch, cudaStream_t stream) {
     embedding_require(dout, dwte, dwpe, B, T, C);
     const int N = B * T;
-    Occurrence *lists[2] = {(Occurrence *)scratch, (Occurrence *)scratch + N};
-    embedding_sort(lists, (int *)(lists[1] + N), {tokens, first, count, Vp}, N, stream);
-    LongRuns *long_runs = (LongRuns *)lists[1];
+    uint64_t *sorted = (uint64_t *)scratch;
+    LongRuns *long_runs = (LongRuns *)(sorted + embedding_list_length(N));
+    embedding_sort(sorted, {tokens, first, count, Vp}, N, stream);
     cudaCheck(cudaMemsetAsync(&long_runs->count, 0, sizeof(int), stream));
     const dim3 warps(blocks_for(N, EMBEDDING_WARPS), blocks_for(C / VecX::size, SHORT_RUN_VECS * WARP));
-    embedding_short_runs_kernel<<<warps, EMBEDDING_THREADS, 0, stream>>>(dwte, long_runs, dout, lists[0], N, C, Vp);
+    embedding_short_runs_kernel<<<warps, EMBEDDING_THREADS, 0, stream>>>(dwte, long_runs, dout, sorted, N, C, Vp);
     launchCheck();
-    embedding_long_runs_kernel<<<LONG_RUN_BLOCKS, LONG_RUN_THREADS, 0, stream>>>(dwte, long_runs, dout, lists[0], C);
+    embedding_long_runs_kernel<<<LONG_RUN_BLOCKS, LONG_RUN_THREADS, 0, stream>>>(dwte, long_runs, dout, sorted, C);
     launchCheck();
     timing_lap("embedding backward", 0, 2.0 * N * C * sizeof(floatX), stream);
     if (!dwpe) return;
