@@ -612,8 +612,6 @@ struct Model {
     char device[128];
 };
 
-static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
-static inline int fc_width(const Config *c) { return c->mlp == MLP_SWIGLU ? 2 * c->ffn_dim : c->ffn_dim; }
 
 static size_t rows_here(const Model *m, int N) { return (size_t)N / (size_t)m->spread; }
 static float *param_pointer(const Model *m, float *buffer, int unit, Role role) {

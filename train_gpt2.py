@@ -391,12 +391,12 @@ def option_table():
     smallest, largest, help; and what other trainers call an option -> its name."""
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "llmc", "options.h")) as f:
         text = f.read().replace("\\\n", " ")
-    row = (r'SECTION\("([^"]*)"\)|(STR|INT|FLT)\(\w+, "([\w-]+)", "(\w*)", \'.\', '
+    row = (r'SECTION\("([^"]*)"\)|(STR|INT|FLT)\((\w+), "(\w*)", \'.\', '
            r'(?:"([^"]*)"|([^",]+)), +(?:([^",]+), ([^",]+), +)?"([^"]*)"\)')
     rows, section = [], ""
-    for title, *fields in re.findall(row, text):
+    for title, kind, field, *others in re.findall(row, text):
         section = title or section
-        rows += [(section, *fields)] * (not title)
+        rows += [(section, kind, field.replace("_", "-"), *others)] * (not title)
     return rows, dict(re.findall(r'{"([\w-]+)", "([\w-]+)"}', text))
 
 def refuse_unknown(word, table, others):

@@ -1,5 +1,5 @@
-// One description of every model family: sizes plus one flag for each architectural difference.
-// Nothing else in the project asks "is this GPT-2 or Llama?"; it asks for the flag.
+// One description of every model family: sizes plus one flag for each architectural difference. The project asks for the
+// flag, never "is this GPT-2 or Llama?".
 //   GPT-2 / GPT-3   LayerNorm, learned positions, GELU, biases everywhere, tied head
 //   Llama 2 / 3.x   RMSNorm, RoPE (3.1 scaling), SwiGLU, grouped-query attention, no bias, head untied or tied
 //   Qwen2.5         Llama with a bias on q, k and v
@@ -38,52 +38,95 @@ typedef struct {
 
 enum { VOCAB_GPT2 = 50257, VOCAB_LLAMA2 = 32000, VOCAB_LLAMA3 = 128256 };
 
+// What the kinds mean. A new kind stops here until it has its case.
+static inline int norm_is_centred(NormKind kind) {  // subtracts the mean and adds a bias
+    switch (kind) {
+    case NORM_LAYER: return 1;
+    case NORM_RMS: return 0;
+    default: unhandled(kind);
+    }
+}
+static inline int position_is_rotary(PositionKind kind) {  // else added to the token embedding
+    switch (kind) {
+    case POSITION_LEARNED: return 0;
+    case POSITION_ROPE: return 1;
+    default: unhandled(kind);
+    }
+}
+static inline int mlp_is_gated(MlpKind kind) {  // two matrices lead into it: gate and up
+    switch (kind) {
+    case MLP_GELU: return 0;
+    case MLP_SWIGLU: return 1;
+    default: unhandled(kind);
+    }
+}
+// Rows of the packed matrices [q | k | v] and [gate | up].
+static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
+static inline int fc_width(const Config *c) { return mlp_is_gated(c->mlp) ? 2 * c->ffn_dim : c->ffn_dim; }
+
 static inline Config config_gpt2(int layers, int channels, int heads, int max_seq_len) {
     Config c;
     memset(&c, 0, sizeof c);
     strcpy(c.model_type, "gpt2");
-    c.vocab_size = VOCAB_GPT2; c.max_seq_len = max_seq_len; c.num_layers = layers; c.channels = channels;
-    c.num_heads = c.num_kv_heads = heads; c.ffn_dim = 4 * channels;
-    c.norm = NORM_LAYER; c.norm_eps = 1e-5f; c.position = POSITION_LEARNED; c.mlp = MLP_GELU;
+    c.vocab_size = VOCAB_GPT2;
+    c.max_seq_len = max_seq_len;
+    c.num_layers = layers;
+    c.channels = channels;
+    c.num_heads = c.num_kv_heads = heads;
+    c.ffn_dim = 4 * channels;
+    c.norm = NORM_LAYER;
+    c.norm_eps = 1e-5f;
+    c.position = POSITION_LEARNED;
+    c.mlp = MLP_GELU;
     c.qkv_bias = c.linear_bias = c.tied = 1;
     return c;
 }
 // `rope_factor` > 0 switches on Llama-3.1 scaling with the constants that all 3.1-3.3 models share.
 static inline Config config_llama(int layers, int channels, int heads, int kv_heads, int ffn, int vocab, int max_seq_len,
-                           float theta, float rope_factor, int tied) {
-    Config c;
-    memset(&c, 0, sizeof c);
+                                  float theta, float rope_factor, int tied) {
+    Config c = config_gpt2(layers, channels, heads, max_seq_len);
     strcpy(c.model_type, "llama");
-    c.vocab_size = vocab; c.max_seq_len = max_seq_len; c.num_layers = layers; c.channels = channels;
-    c.num_heads = heads; c.num_kv_heads = kv_heads; c.ffn_dim = ffn;
-    c.norm = NORM_RMS; c.norm_eps = 1e-5f; c.position = POSITION_ROPE; c.rope_theta = theta; c.mlp = MLP_SWIGLU; c.tied = tied;
-    if (rope_factor > 0) {
-        c.rope_factor = rope_factor; c.rope_low_freq_factor = 1; c.rope_high_freq_factor = 4; c.rope_original_len = 8192;
-    }
+    c.vocab_size = vocab;
+    c.num_kv_heads = kv_heads;
+    c.ffn_dim = ffn;
+    c.norm = NORM_RMS;
+    c.position = POSITION_ROPE;
+    c.rope_theta = theta;
+    c.mlp = MLP_SWIGLU;
+    c.qkv_bias = c.linear_bias = 0;
+    c.tied = tied;
+    if (rope_factor <= 0) return c;
+    c.rope_factor = rope_factor;
+    c.rope_low_freq_factor = 1;
+    c.rope_high_freq_factor = 4;
+    c.rope_original_len = 8192;
     return c;
 }
 static inline Config config_qwen2(int layers, int channels, int heads, int kv_heads, int ffn, int vocab, int tied) {
     Config c = config_llama(layers, channels, heads, kv_heads, ffn, vocab, 32768, 1e6f, 0, tied);
     strcpy(c.model_type, "qwen2");
-    c.norm_eps = 1e-6f; c.qkv_bias = 1;
+    c.norm_eps = 1e-6f;
+    c.qkv_bias = 1;
     return c;
 }
 
-// dN: GPT-2's published shape at depth N where there is one, otherwise 64 channels and one head for each layer.
+// dN: GPT-2's published shape at depth N, and where there is none 64 channels and one head for each layer.
 static inline Config config_gpt2_depth(int depth) {
-    static const int shapes[][3] = {{24, 1024, 16}, {36, 1280, 20}, {48, 1600, 25}, {60, 1920, 30}, {72, 2880, 30}, {84, 3456, 36}};
+    static const int shapes[][3] = {  // layers, channels, heads
+        {24, 1024, 16}, {36, 1280, 20}, {48, 1600, 25}, {60, 1920, 30}, {72, 2880, 30}, {84, 3456, 36}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         if (shapes[i][0] == depth) return config_gpt2(depth, shapes[i][1], shapes[i][2], 1024);
     return config_gpt2(depth, 64 * depth, depth, 1024);
 }
 static inline int config_gpt3_width(int channels, Config *out) {
-    static const int shapes[][3] = {{384, 6, 64}, {768, 12, 64}, {1024, 24, 64}, {1536, 24, 96}, {2048, 24, 128},
-                                    {2560, 32, 80}, {4096, 32, 128}, {5120, 40, 128}, {12288, 96, 128}};
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-        if (shapes[i][0] == channels) {
-            *out = config_gpt2(shapes[i][1], channels, channels / shapes[i][2], 2048);
-            return 1;
-        }
+    static const int shapes[][3] = {  // channels, layers, head dimension
+        {384, 6, 64}, {768, 12, 64}, {1024, 24, 64}, {1536, 24, 96}, {2048, 24, 128}, {2560, 32, 80}, {4096, 32, 128},
+        {5120, 40, 128}, {12288, 96, 128}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        if (shapes[i][0] != channels) continue;
+        *out = config_gpt2(shapes[i][1], channels, channels / shapes[i][2], 2048);
+        return 1;
+    }
     return 0;
 }
 
@@ -92,15 +135,16 @@ static inline int config_gpt3_width(int channels, Config *out) {
 
 static inline int config_preset(const char *name, Config *c) {
     int n, end = 0;
-    if ((sscanf(name, "d%d%n", &n, &end) == 1 || sscanf(name, "gpt2:d%d%n", &n, &end) == 1) && !name[end] && n > 0 && n <= 1024) {
+    const int depth = sscanf(name, "d%d%n", &n, &end) == 1 || sscanf(name, "gpt2:d%d%n", &n, &end) == 1;
+    if (depth && !name[end] && n > 0 && n <= 1024) {
         *c = config_gpt2_depth(n);
         return 1;
     }
     if (sscanf(name, "gpt3:c%d%n", &n, &end) == 1 && !name[end])
         return config_gpt3_width(n == 5140 ? 5120 : n, c);  // the paper and llm.c print 5140; it has 40 heads of 128
     const struct { const char *name; Config config; } table[] = {
-        {"gpt2:124M", config_gpt2(12, 768, 12, 1024)},   {"gpt2:350M", config_gpt2(24, 1024, 16, 1024)},
-        {"gpt2:774M", config_gpt2(36, 1280, 20, 1024)},  {"gpt2:1558M", config_gpt2(48, 1600, 25, 1024)},
+        {"gpt2:124M", config_gpt2_depth(12)}, {"gpt2:350M", config_gpt2_depth(24)},
+        {"gpt2:774M", config_gpt2_depth(36)}, {"gpt2:1558M", config_gpt2_depth(48)},
         {"llama2:7B", config_llama(32, 4096, 32, 32, 11008, VOCAB_LLAMA2, 4096, 1e4f, 0, 0)},
         {"llama2:13B", config_llama(40, 5120, 40, 40, 13824, VOCAB_LLAMA2, 4096, 1e4f, 0, 0)},
         {"llama2:70B", config_llama(80, 8192, 64, 8, 28672, VOCAB_LLAMA2, 4096, 1e4f, 0, 0)},
@@ -110,17 +154,23 @@ static inline int config_preset(const char *name, Config *c) {
         {"llama3.1:70B", config_llama(80, 8192, 64, 8, 28672, VOCAB_LLAMA3, 131072, 5e5f, 8, 0)},
         {"llama3.2:1B", config_llama(16, 2048, 32, 8, 8192, VOCAB_LLAMA3, 131072, 5e5f, 32, 1)},
         {"llama3.2:3B", config_llama(28, 3072, 24, 8, 8192, VOCAB_LLAMA3, 131072, 5e5f, 32, 1)},
-        {"qwen2.5:0.5B", config_qwen2(24, 896, 14, 2, 4864, 151936, 1)}, {"qwen2.5:1.5B", config_qwen2(28, 1536, 12, 2, 8960, 151936, 1)},
-        {"qwen2.5:3B", config_qwen2(36, 2048, 16, 2, 11008, 151936, 1)}, {"qwen2.5:7B", config_qwen2(28, 3584, 28, 4, 18944, 152064, 0)},
-        {"qwen2.5:14B", config_qwen2(48, 5120, 40, 8, 13824, 152064, 0)}, {"qwen2.5:32B", config_qwen2(64, 5120, 40, 8, 27648, 152064, 0)},
+        {"qwen2.5:0.5B", config_qwen2(24, 896, 14, 2, 4864, 151936, 1)},
+        {"qwen2.5:1.5B", config_qwen2(28, 1536, 12, 2, 8960, 151936, 1)},
+        {"qwen2.5:3B", config_qwen2(36, 2048, 16, 2, 11008, 151936, 1)},
+        {"qwen2.5:7B", config_qwen2(28, 3584, 28, 4, 18944, 152064, 0)},
+        {"qwen2.5:14B", config_qwen2(48, 5120, 40, 8, 13824, 152064, 0)},
+        {"qwen2.5:32B", config_qwen2(64, 5120, 40, 8, 27648, 152064, 0)},
         {"qwen2.5:72B", config_qwen2(80, 8192, 64, 8, 29568, 152064, 0)},
     };
-    for (size_t i = 0; i < sizeof table / sizeof *table; i++)
-        if (strcmp(table[i].name, name) == 0) { *c = table[i].config; return 1; }
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        if (strcmp(table[i].name, name) != 0) continue;
+        *c = table[i].config;
+        return 1;
+    }
     return 0;
 }
 
-// Stops unless `ok`. What a preset says is changed by `keys`; what the config.json at `path` says (else NULL) is not.
+// Stops unless `ok`. path: the config.json that holds the model, NULL: a preset, which `keys` can change.
 __attribute__((format(printf, 4, 5)))
 static inline void config_require(int ok, const char *path, const char *keys, const char *format, ...) {
     char text[160];
@@ -136,62 +186,57 @@ static inline void config_require(int ok, const char *path, const char *keys, co
 static inline void config_finish(Config *c, const char *path) {
     const int L = c->num_layers, C = c->channels, NH = c->num_heads, NKV = c->num_kv_heads;
     const int F = c->ffn_dim, V = c->vocab_size, T = c->max_seq_len, most = 1 << 24;
-    config_require(L > 0 && L <= 1024, path, "layers=", "%d layers are not 1 to 1024", L);
-    config_require(C > 0 && C % 8 == 0 && C <= 65536, path, "channels=",
-                   "%d channels are not a positive multiple of 8 up to 65536", C);
-    config_require(NH > 0 && C % NH == 0, path, "channels= or heads=",
-                   "%d channels do not divide into %d heads", C, NH);
+    #define REQUIRE(ok, ...) config_require(ok, path, __VA_ARGS__)
+    REQUIRE(L > 0 && L <= 1024, "layers=", "%d layers are not 1 to 1024", L);
+    REQUIRE(C > 0 && C % 8 == 0 && C <= 65536, "channels=", "%d channels are not a positive multiple of 8 up to 65536", C);
+    REQUIRE(NH > 0 && C % NH == 0, "channels= or heads=", "%d channels do not divide into %d heads", C, NH);
     c->head_dim = C / NH;
-    config_require(c->head_dim % 8 == 0, path, "heads=",
-                   "head dimension %d (= channels %d / heads %d) is not a multiple of 8", c->head_dim, C, NH);
-    config_require(NKV > 0 && NH % NKV == 0, path, "kv_heads=",
-                   "%d query heads do not divide over %d key/value heads", NH, NKV);
-    config_require(F > 0 && F % 8 == 0, path, "ffn=", "MLP width %d is not a positive multiple of 8", F);
-    config_require(V > 1 && V <= most, path, "vocab=", "vocabulary size %d is not between 2 and 2^24", V);
-    config_require(T > 0 && T <= most, path, "seq=", "context length %d is not between 1 and 2^24", T);
-    config_require(c->norm_eps > 0, path, "", "norm epsilon %g is not positive", (double)c->norm_eps);
-    config_require(c->position != POSITION_ROPE || c->rope_theta > 0, path, "", "rope theta %g is not positive",
-                   (double)c->rope_theta);
+    REQUIRE(c->head_dim % 8 == 0, "heads=", "head dimension %d (= channels %d / heads %d) is not a multiple of 8",
+            c->head_dim, C, NH);
+    REQUIRE(NKV > 0 && NH % NKV == 0, "kv_heads=", "%d query heads do not divide over %d key/value heads", NH, NKV);
+    REQUIRE(F > 0 && F % 8 == 0, "ffn=", "MLP width %d is not a positive multiple of 8", F);
+    REQUIRE(V > 1 && V <= most, "vocab=", "vocabulary size %d is not between 2 and 2^24", V);
+    REQUIRE(T > 0 && T <= most, "seq=", "context length %d is not between 1 and 2^24", T);
+    REQUIRE(c->norm_eps > 0, "", "norm epsilon %g is not positive", (double)c->norm_eps);
+    REQUIRE(!position_is_rotary(c->position) || c->rope_theta > 0, "", "rope theta %g is not positive",
+            (double)c->rope_theta);
+    #undef REQUIRE
     c->padded_vocab_size = (int)round_up((size_t)V, 128);
 }
 
 // "preset[,key=value...]", e.g. "d6,vocab=256" or "llama3.2:1B,layers=2,tied=0". Returns 1 when vocab= was given.
-// What an override leaves open follows it in the preset's proportions: heads by head dimension, ffn and kv heads by ratio.
+// Sizes that are not given keep the preset's proportions: heads its head dimension, kv_heads and ffn its ratios.
 static inline int config_parse(const char *descriptor, Config *c) {
+    #define CONFIG_KEYS "keys: layers channels heads kv_heads ffn vocab seq tied"
     char text[512];
     require(strlen(descriptor) < sizeof text, "model description is too long\nuse preset[,key=value...]");
-    strcpy(text, descriptor);
-    char *rest = strchr(text, ',');
-    if (rest) *rest++ = 0;
-    require(config_preset(text, c), "unknown model '%s'\nuse a checkpoint folder or one of " CONFIG_PRESETS, text);
+    char *rest = strcpy(text, descriptor), *preset = strsep(&rest, ",");
+    require(config_preset(preset, c), "unknown model '%s'\nuse a checkpoint folder or one of " CONFIG_PRESETS, preset);
     const Config base = *c;
     int heads = 0, kv_heads = 0, ffn = 0, vocab = 0;
     const struct { const char *key; int *value; } keys[] = {
         {"layers", &c->num_layers}, {"channels", &c->channels}, {"heads", &heads}, {"kv_heads", &kv_heads},
         {"ffn", &ffn}, {"vocab", &vocab}, {"seq", &c->max_seq_len}, {"tied", &c->tied}};
-    while (rest) {
-        char *item = rest, *next = strchr(rest, ',');
-        if (next) *next++ = 0;
-        rest = next;
-        char *equals = strchr(item, '='), *end = NULL;
-        require(equals, "'%s' in model '%s' is not key=value\nkeys: layers channels heads kv_heads ffn vocab seq tied", item, descriptor);
-        *equals = 0;
-        size_t k = 0, num_keys = sizeof keys / sizeof *keys;
+    const size_t num_keys = sizeof keys / sizeof *keys;
+    for (char *item; (item = strsep(&rest, ","));) {
+        char *value = strchr(item, '='), *end = NULL;
+        require(value, "'%s' in model '%s' is not key=value\n" CONFIG_KEYS, item, descriptor);
+        *value++ = 0;
+        size_t k = 0;
         while (k < num_keys && strcmp(keys[k].key, item) != 0) k++;
-        require(k < num_keys, "unknown key '%s' in model '%s'\nkeys: layers channels heads kv_heads ffn vocab seq tied", item, descriptor);
-        long value = strtol(equals + 1, &end, 10);
-        int may_be_zero = keys[k].value == &c->tied;
-        require(end != equals + 1 && !*end && value >= !may_be_zero && value <= (may_be_zero ? 1 : 1 << 24),
-                "%s=%s in model '%s' is out of range\ngive a positive whole number (tied: 0 or 1)", item, equals + 1, descriptor);
-        *keys[k].value = (int)value;
+        require(k < num_keys, "unknown key '%s' in model '%s'\n" CONFIG_KEYS, item, descriptor);
+        const long number = strtol(value, &end, 10);
+        const int is_flag = keys[k].value == &c->tied;
+        require(end != value && !*end && number >= !is_flag && number <= (is_flag ? 1 : 1 << 24),
+                "%s=%s in model '%s' is out of range\ngive a positive whole number (tied: 0 or 1)", item, value, descriptor);
+        *keys[k].value = (int)number;
     }
     if (vocab) c->vocab_size = vocab;
-    int base_head_dim = base.channels / base.num_heads;
-    c->num_heads = heads ? heads : c->channels % base_head_dim == 0 ? c->channels / base_head_dim : base.num_heads;
-    int group = base.num_heads / base.num_kv_heads;
+    const int head_dim = base.channels / base.num_heads, group = base.num_heads / base.num_kv_heads;
+    c->num_heads = heads ? heads : c->channels % head_dim == 0 ? c->channels / head_dim : base.num_heads;
     c->num_kv_heads = kv_heads ? kv_heads : c->num_heads % group == 0 ? c->num_heads / group : c->num_heads;
-    if (c->channels != base.channels) c->ffn_dim = (int)round_up((size_t)c->channels * (size_t)base.ffn_dim / (size_t)base.channels, 8);
-    if (ffn) c->ffn_dim = ffn;
+    const size_t scaled = (size_t)c->channels * (size_t)base.ffn_dim / (size_t)base.channels;
+    c->ffn_dim = ffn ? ffn : c->channels == base.channels ? base.ffn_dim : (int)round_up(scaled, 8);
     config_finish(c, NULL);
     return vocab != 0;
 }

@@ -118,7 +118,7 @@ static inline uint64_t shard_hash(int fd, int64_t bytes, const char *path) {
     }
     for (int i = 0; i < SHARD_SAMPLES; i++) pread_or_die(fd, samples + i * block, (size_t)block, (uint64_t)at[i], path);
     posix_fadvise(fd, 0, 0, POSIX_FADV_NORMAL);
-    return fnv1a(samples, (size_t)(SHARD_SAMPLES * block));
+    return fnv1a(FNV1A, samples, (size_t)(SHARD_SAMPLES * block));
 }
 // The open shard must be the file that was there at the start.
 static inline void shard_require_same(DataLoader *d) {

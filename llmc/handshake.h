@@ -5,6 +5,7 @@
 #define LLMC_HANDSHAKE_H
 
 #include "comm.h"
+#include "hash.h"
 
 typedef struct {
     char host[64], device[48], build[96];  // device: UUID of the GPU, "" on a CPU
@@ -14,11 +15,8 @@ typedef struct {
 } HandshakeRecord;
 typedef struct { const char *name; uint64_t hash; } DataFile;  // name: without folders, copies may lie elsewhere
 
-#define COMM_HASH 0xcbf29ce484222325ull  // what a hash (FNV-1a) begins with
-static inline uint64_t comm_hash(uint64_t hash, const void *data, size_t bytes) {
-    for (size_t i = 0; i < bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * 0x100000001b3ull;
-    return hash;
-}
+#define COMM_HASH FNV1A
+#define comm_hash fnv1a
 // What is known without a model or a device. The build is the program file itself, whatever made it.
 static inline HandshakeRecord comm_record(const Comm *c) {
     HandshakeRecord r;

@@ -1,48 +1,49 @@
-// A checksum for files that many write and many read at once. It is a sum: whoever has a stretch of the file adds up his
-// own, in any order and of any size, and the sums of all stretches add up to the checksum of the file. No rank has to know
-// what another one wrote, and the result does not depend on how many there were.
+// Two hashes.
 //
+// fnv1a (FNV-1a, 64 bits): of names, options, vocabularies and small files. Shards and tokenizer files store it.
+//
+// checksum: of files that many ranks write and read at once. It is a sum over the words of the file, so each rank adds up
+// its own stretch and the sums of all stretches are the checksum, however the file was divided.
 //   checksum = sum of word[i] * key[i], modulo 2^64; word[i]: the four bytes at 4 i as a number; key[i]: odd, 64 bits
-//
-// Damage inside of one word is always noticed: a difference below 2^32 times an odd key is no multiple of 2^64. Any other
-// damage is missed with a probability of at most 2^-32. Zeros add nothing, so sizes must be compared, too. It protects from
-// broken disks, cables and memory, not from people. 10 GB/s and more on one core, without special instructions.
+// Damage inside one word is always noticed: a difference below 2^32 times an odd key is no multiple of 2^64. Other damage
+// is missed with a probability of at most 2^-32. Zeros add nothing, so compare sizes too. It finds faults of disks, cables
+// and memory, not forgery. 10 GB/s and more on one core.
 #ifndef LLMC_HASH_H
 #define LLMC_HASH_H
 
+#include "rand.h"
 #include "utils.h"
 
+#define FNV1A 0xcbf29ce484222325ull  // the hash of nothing
+// The hash of what `hash` covers, followed by these bytes.
+static inline uint64_t fnv1a(uint64_t hash, const void *data, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * 0x100000001b3ull;
+    return hash;
+}
+
 enum { CHECKSUM_KEYS = 1024 };
-static uint64_t checksum_keys[CHECKSUM_KEYS];  // key[i] = checksum_keys[i % CHECKSUM_KEYS] * (a factor of its block of words)
+static uint64_t checksum_keys[CHECKSUM_KEYS];  // key[i] = checksum_keys[i % CHECKSUM_KEYS] * (a factor of its block of words), all odd
 
-// A well-mixed odd number for every i: the finaliser of splitmix64 (https://prng.di.unimi.it/splitmix64.c).
-static inline uint64_t checksum_odd(uint64_t i) {
-    i = (i ^ i >> 30) * 0xbf58476d1ce4e5b9ull;
-    i = (i ^ i >> 27) * 0x94d049bb133111ebull;
-    return (i ^ i >> 31) | 1;
-}
 __attribute__((constructor)) static void checksum_make_keys(void) {
-    for (uint64_t i = 0; i < CHECKSUM_KEYS; i++) checksum_keys[i] = checksum_odd(i + 1);
+    for (uint64_t i = 0; i < CHECKSUM_KEYS; i++) checksum_keys[i] = rand_mix(i + 1) | 1;
 }
 
-// The share of `bytes` bytes that lie at byte `offset` of a file.
+// What the `bytes` bytes at `offset` of a file add to its checksum.
 static inline uint64_t checksum(const void *data, size_t bytes, uint64_t offset) {
     const unsigned char *p = (const unsigned char *)data;
     uint64_t sum = 0;
     for (size_t n; bytes > 0; p += n, bytes -= n, offset += n) {
-        const size_t first = offset / 4 % CHECKSUM_KEYS, words = bytes / 4 < CHECKSUM_KEYS - first ? bytes / 4 : CHECKSUM_KEYS - first;
+        const size_t first = offset / 4 % CHECKSUM_KEYS, room = CHECKSUM_KEYS - first;
+        const size_t words = bytes / 4 < room ? bytes / 4 : room;
         uint64_t block = 0;
-        n = 1;
-        if (offset % 4 || words == 0) block = ((uint64_t)*p << 8 * (offset % 4)) * checksum_keys[first];  // part of a word
-        else {
-            n = 4 * words;
-            for (size_t i = 0; i < words; i++) {
-                uint32_t word;
-                memcpy(&word, p + 4 * i, 4);
-                block += word * checksum_keys[first + i];
-            }
+        n = offset % 4 || words == 0 ? 1 : 4 * words;
+        if (n == 1) block = ((uint64_t)*p << 8 * (offset % 4)) * checksum_keys[first];  // part of a word
+        for (size_t i = 0; i < n / 4; i++) {
+            uint32_t word;
+            memcpy(&word, p + 4 * i, 4);
+            block += word * checksum_keys[first + i];
         }
-        sum += block * checksum_odd(~(offset / 4 / CHECKSUM_KEYS));
+        sum += block * (rand_mix(~(offset / 4 / CHECKSUM_KEYS)) | 1);
     }
     return sum;
 }

@@ -1,9 +1,9 @@
-// JSON, as much as config.json, safetensors headers, run states and logs need: a strict reader that trusts nothing,
-// and writers for strings and numbers whose output is always valid JSON.
+// JSON (RFC 8259) for config.json, safetensors headers, checkpoints and logs: a strict reader that trusts nothing, and
+// writers whose output is always valid JSON.
 //
-// The reader keeps one copy of the text and one flat array of tokens in document order. Strings are decoded in place
-// (they never grow) and end with a NUL, hence \u0000 is refused. A value is the number of its token; the root is 0 and
-// "there is none" is JSON_NONE, which every question accepts, so that lookups chain. Grammar: RFC 8259.
+// The reader keeps the text and one flat array of tokens in document order. Strings are decoded in place, since they
+// never grow, and end with a NUL, so \u0000 is refused. A value is the index of its token. The root is 0, an absent
+// value is JSON_NONE. Every query accepts JSON_NONE, so lookups can be chained.
 #ifndef LLMC_JSON_H
 #define LLMC_JSON_H
 
@@ -14,9 +14,9 @@
 typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT } JsonKind;
 typedef struct {
     JsonKind kind;
-    int begin;  // of its text (strings: decoded)
+    int begin;  // byte of `text` where it begins; strings are decoded
     int items;  // of an array or object
-    int next;   // the token after this value and all that it contains; of a key: after its value
+    int next;   // the token after this value and its contents; of a key: after its value
 } JsonToken;
 typedef struct {
     char *text;
@@ -26,15 +26,13 @@ typedef struct {
     char error[128];   // of a failed parse
 } Json;
 enum { JSON_NONE = -1, JSON_MAX_DEPTH = 32, JSON_MAX_BYTES = 100 << 20 };
+#define JSON_TOO_LONG "more than 100 MiB of JSON"
 
-// Bytes of the UTF-8 character at s, 0 if it is none; reads no further than a terminating NUL.
+// Bytes of the UTF-8 character at s, 0 if it is none.
 static inline int utf8_length(const char *s) {
     const unsigned char *p = (const unsigned char *)s;
-    int n = p[0] < 0x80 ? 1 : p[0] < 0xc2 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf5 ? 4 : 0;
-    for (int i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
-    const int overlong = (p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xf0 && p[1] < 0x90);
-    const int surrogate = p[0] == 0xed && p[1] >= 0xa0, beyond = p[0] == 0xf4 && p[1] >= 0x90;
-    return overlong || surrogate || beyond ? 0 : n;
+    int length;
+    return utf8_next(p, p + 4, &length) < 0 ? 0 : length;
 }
 
 // ---- reading
@@ -54,27 +52,28 @@ static inline int json_parse_number(Json *j) {
     if (j->text[j->at] == '-') j->at++;
     if (j->text[j->at] == '0') j->at++;
     else if (!json_digits(j)) return json_fail(j, "not a JSON value");
+    int complete = 1;
     if (j->text[j->at] == '.') {
         j->at++;
-        if (!json_digits(j)) return json_fail(j, "a digit is missing");
+        complete = json_digits(j);
     }
-    if (j->text[j->at] == 'e' || j->text[j->at] == 'E') {
+    if (complete && (j->text[j->at] | 32) == 'e') {
         j->at++;
         if (j->text[j->at] == '+' || j->text[j->at] == '-') j->at++;
-        if (!json_digits(j)) return json_fail(j, "a digit is missing");
+        complete = json_digits(j);
     }
-    return 1;
+    return complete || json_fail(j, "a digit is missing");
 }
 static inline int json_hex4(const char *s) {
     int value = 0;
     for (int i = 0; i < 4; i++) {
-        const int digit = s[i] >= '0' && s[i] <= '9', letter = (s[i] | 32) >= 'a' && (s[i] | 32) <= 'f';
-        if (!digit && !letter) return -1;
-        value = value * 16 + (digit ? s[i] - '0' : (s[i] | 32) - 'a' + 10);
+        const char *digits = "0123456789abcdef", *digit = s[i] < '0' ? NULL : strchr(digits, s[i] | 32);
+        if (!digit) return -1;
+        value = value * 16 + (int)(digit - digits);
     }
     return value;
 }
-// \uXXXX or a pair of them, `*in` behind the first u; writes UTF-8 to `out`, returns its length or 0.
+// \uXXXX or a surrogate pair; *in points behind the first u. Writes UTF-8 to `out`; returns its length, 0: not valid.
 static inline int json_unicode(const char **in, char *out) {
     int c = json_hex4(*in);
     if (c <= 0 || (c >= 0xdc00 && c < 0xe000)) return 0;
@@ -99,10 +98,18 @@ static inline int json_parse_string(Json *j) {
         if ((unsigned char)*in < 0x20) return json_fail(j, "a string is cut off or holds a control character");
         int n = utf8_length(in);
         if (n == 0) return json_fail(j, "a string is not UTF-8");
-        if (*in != '\\') { memmove(out, in, (size_t)n); in += n; out += n; continue; }
+        if (*in != '\\') {
+            memmove(out, in, (size_t)n);
+            in += n;
+            out += n;
+            continue;
+        }
         const char *names = "\"\\/bfnrt", *values = "\"\\/\b\f\n\r\t", *name = in[1] ? strchr(names, in[1]) : NULL;
         in += 2;
-        if (name) { *out++ = values[name - names]; continue; }
+        if (name) {
+            *out++ = values[name - names];
+            continue;
+        }
         if (in[-1] != 'u' || (n = json_unicode(&in, out)) == 0) return json_fail(j, "a string has a bad escape");
         out += n;
     }
@@ -116,10 +123,9 @@ static inline int json_push(Json *j, JsonKind kind, int begin) {
         j->tokens = (JsonToken *)realloc(j->tokens, (size_t)j->capacity * sizeof(JsonToken));
         require(j->tokens, "out of memory for JSON of %d bytes\ncheck that the file is what it should be", j->length);
     }
-    JsonToken t;
-    t.kind = kind; t.begin = begin; t.items = 0; t.next = ++j->count;
-    j->tokens[j->count - 1] = t;
-    return j->count - 1;
+    const JsonToken t = {kind, begin, 0, j->count + 1};
+    j->tokens[j->count] = t;
+    return j->count++;
 }
 static inline int json_parse_value(Json *j, int depth);
 static inline int json_parse_items(Json *j, int container, int depth) {
@@ -153,42 +159,46 @@ static inline int json_parse_value(Json *j, int depth) {
         if (depth == JSON_MAX_DEPTH) return json_fail(j, "nested too deeply");
         return json_parse_items(j, json_push(j, *s == '{' ? JSON_OBJECT : JSON_ARRAY, j->at), depth + 1);
     }
-    if (*s == '"') { json_push(j, JSON_STRING, j->at + 1); return json_parse_string(j); }
+    if (*s == '"') {
+        json_push(j, JSON_STRING, j->at + 1);
+        return json_parse_string(j);
+    }
     static const char *const literals[] = {"null", "true", "false"};
-    for (int i = 0; i < 3; i++)
-        if (strncmp(s, literals[i], strlen(literals[i])) == 0) {
-            json_push(j, i == 0 ? JSON_NULL : JSON_BOOL, j->at);
-            j->at += (int)strlen(literals[i]);
-            return 1;
-        }
+    for (int i = 0; i < 3; i++) {
+        const size_t length = strlen(literals[i]);
+        if (strncmp(s, literals[i], length) != 0) continue;
+        json_push(j, i == 0 ? JSON_NULL : JSON_BOOL, j->at);
+        j->at += (int)length;
+        return 1;
+    }
     json_push(j, JSON_NUMBER, j->at);
     return json_parse_number(j);
 }
 static inline void json_free(Json *j) { free(j->text); free(j->tokens); memset(j, 0, sizeof *j); }
 
-// Takes `text`, which holds `length` bytes and one more, from malloc. 1; or 0 with the reason in j->error. json_free either way.
+// Takes over `text`: `length` bytes and room for one more, from malloc. Returns 1, or 0 with the reason in j->error.
+// Call json_free in either case.
 static inline int json_parse_owned(Json *j, char *text, size_t length) {
     memset(j, 0, sizeof *j);
     j->text = text;
-    if (length > JSON_MAX_BYTES) return json_fail(j, "more than 100 MiB of JSON");
+    if (length > JSON_MAX_BYTES) return json_fail(j, JSON_TOO_LONG);
     j->length = (int)length;
     text[length] = 0;
     if (!json_parse_value(j, 0)) return 0;
     json_space(j);
     return j->at == j->length ? 1 : json_fail(j, "something follows the JSON value");
 }
-static inline int json_parse(Json *j, const char *text, size_t length) {
-    return json_parse_owned(j, (char *)memcpy(malloc_or_die(length + 1), text, length), length);
-}
-// The text of a whole file, for json_parse_owned; NULL with the reason in j->error.
+// The text of a file, for json_parse_owned. NULL: it cannot be read, with the reason in j->error.
 static inline char *json_read(Json *j, const char *path, size_t *length) {
     memset(j, 0, sizeof *j);
     FILE *f = fopen(path, "rb");
     struct stat s;
     char *text = NULL;
-    if (!f || fstat(fileno(f), &s) != 0) snprintf(j->error, sizeof j->error, "%s", strerror(errno));
-    else if (!S_ISREG(s.st_mode)) snprintf(j->error, sizeof j->error, "not a file");
-    else if (s.st_size > JSON_MAX_BYTES) snprintf(j->error, sizeof j->error, "more than 100 MiB of JSON");
+    const char *wrong = NULL;
+    if (!f || fstat(fileno(f), &s) != 0) wrong = strerror(errno);
+    else if (!S_ISREG(s.st_mode)) wrong = "not a file";
+    else if (s.st_size > JSON_MAX_BYTES) wrong = JSON_TOO_LONG;
+    if (wrong) snprintf(j->error, sizeof j->error, "%s", wrong);
     else {
         text = (char *)malloc_or_die((size_t)s.st_size + 1);
         *length = fread(text, 1, (size_t)s.st_size, f);
@@ -196,7 +206,7 @@ static inline char *json_read(Json *j, const char *path, size_t *length) {
     if (f) fclose(f);
     return text;
 }
-// A whole file: 1; or 0 with the reason in j->error.
+// Reads and parses a file. Returns 1, or 0 with the reason in j->error.
 static inline int json_load(Json *j, const char *path) {
     size_t length = 0;
     char *text = json_read(j, path, &length);
@@ -204,12 +214,16 @@ static inline int json_load(Json *j, const char *path) {
 }
 
 static inline int json_is(const Json *j, int value, JsonKind kind) { return value != JSON_NONE && j->tokens[value].kind == kind; }
-// A loop over the items of an array, or over the KEYS of an object (the value of key k is k + 1); none for anything else.
-#define JSON_EACH(j, v, container) for (int v = (container) + 1, v##_end = json_end((j), (container)); v < v##_end; v = (j)->tokens[v].next)
+// A loop over the items of an array, or over the KEYS of an object: the value of key k is k + 1. Anything else has none.
+#define JSON_EACH(j, v, container) \
+    for (int v = (container) + 1, v##_end = json_end((j), (container)); v < v##_end; v = (j)->tokens[v].next)
 static inline int json_end(const Json *j, int container) { return container == JSON_NONE ? 0 : j->tokens[container].next; }
 static inline int json_items(const Json *j, int container) { return container == JSON_NONE ? 0 : j->tokens[container].items; }
-static inline const char *json_string(const Json *j, int value) { return json_is(j, value, JSON_STRING) ? j->text + j->tokens[value].begin : NULL; }
-// The value of a key (of the first, should it come twice).
+static inline const char *json_value_text(const Json *j, int value, JsonKind kind) {
+    return json_is(j, value, kind) ? j->text + j->tokens[value].begin : NULL;
+}
+static inline const char *json_string(const Json *j, int value) { return json_value_text(j, value, JSON_STRING); }
+// The value of a key; of the first if the key comes twice.
 static inline int json_get(const Json *j, int object, const char *key) {
     if (json_is(j, object, JSON_OBJECT))
         JSON_EACH(j, k, object) if (strcmp(json_string(j, k), key) == 0) return k + 1;
@@ -217,30 +231,29 @@ static inline int json_get(const Json *j, int object, const char *key) {
 }
 // These return 1 and set *out, or 0 if the value is of another kind or does not fit.
 static inline int json_int(const Json *j, int value, int64_t *out) {
-    if (!json_is(j, value, JSON_NUMBER)) return 0;
-    char *end;
+    const char *text = json_value_text(j, value, JSON_NUMBER);
+    char *end = NULL;
     errno = 0;
-    long long n = strtoll(j->text + j->tokens[value].begin, &end, 10);
-    if (errno || *end == '.' || *end == 'e' || *end == 'E') return 0;
+    const long long n = text ? strtoll(text, &end, 10) : 0;
+    if (!text || errno || strchr(".eE", *end ? *end : ' ')) return 0;
     *out = n;
     return 1;
 }
 static inline int json_double(const Json *j, int value, double *out) {
-    if (!json_is(j, value, JSON_NUMBER)) return 0;
-    double x = strtod(j->text + j->tokens[value].begin, NULL);
-    if (!isfinite(x)) return 0;
-    *out = x;
-    return 1;
+    const char *text = json_value_text(j, value, JSON_NUMBER);
+    const double x = text ? strtod(text, NULL) : NAN;
+    if (isfinite(x)) *out = x;
+    return isfinite(x);
 }
 static inline int json_bool(const Json *j, int value, int *out) {
-    if (!json_is(j, value, JSON_BOOL)) return 0;
-    *out = j->text[j->tokens[value].begin] == 't';
-    return 1;
+    const char *text = json_value_text(j, value, JSON_BOOL);
+    if (text) *out = *text == 't';
+    return text != NULL;
 }
 
 // ---- writing; for text in memory use open_memstream
 
-// Quoted and escaped. Bytes that are not UTF-8 (a sample may be cut inside a character) become U+FFFD.
+// Quoted and escaped. Bytes that are not UTF-8 become U+FFFD: a sample may end inside a character.
 static inline void json_write_string(FILE *f, const char *s) {
     fputc('"', f);
     while (*s) {
@@ -254,7 +267,7 @@ static inline void json_write_string(FILE *f, const char *s) {
     }
     fputc('"', f);
 }
-// The shortest text that reads back to the same double (or float); JSON has no NaN and no infinity: they become null.
+// The shortest text that reads back as the same double (or float). JSON has no NaN and no infinity: null.
 static inline void json_write_number(FILE *f, double x, int as_float) {
     char text[40] = "null";
     for (int digits = 6; isfinite(x) && digits <= 17; digits++) {

@@ -1,7 +1,5 @@
-// ONE table of command-line options: parsing, --help, the echo at start, the log and the checkpoint all read it.
-// Long names are ours; letters, their meanings and, but for -j and -n, their defaults are llm.c's, so that its run
-// scripts start us unchanged.
-// To add an option, add one entry. INT and FLT state the range that is accepted; a value outside it is refused.
+// ONE table of command-line options: parsing, --help, the echo at start, the log and checkpoints read it. To add an option,
+// add one entry. Letters, their meanings and, but for -j and -n, defaults are llm.c's, so its run scripts work unchanged.
 #ifndef LLMC_OPTIONS_H
 #define LLMC_OPTIONS_H
 
@@ -10,164 +8,161 @@
 
 #include "utils.h"
 
-// KIND(field, long name, llm.c's letters, effect, default, [smallest, largest,] help)
-// The effect on what is trained, which test_cli.py tests:
+// KIND(field, llm.c's letters, effect, default, [smallest, largest,] help)
+// The long name is the field's with '-' for '_'. A number outside the range is refused.
+// The effect of an option on what is trained, which test_cli.py tests:
 //   '*'  losses and weights differ
 //   '~'  they differ by rounding alone, in their last digits
 //   '='  they stay bitwise identical; memory or time differs
 //   ' '  none: what is read, printed or written
-// The default stands in its column, not in the help, which says what a special value means.
+// The help says what special values mean, not what the default is.
 #define LLMC_OPTIONS(SECTION, STR, INT, FLT) \
 SECTION("input and output") \
-STR(train_data, "train-data", "i", '*', "dev/data/tinyshakespeare/tiny_shakespeare_train.bin", \
+STR(train_data, "i", '*', "dev/data/tinyshakespeare/tiny_shakespeare_train.bin", \
     "token shards to train on: a file or a quoted glob") \
-STR(val_data, "val-data", "j", ' ', "auto", \
+STR(val_data, "j", ' ', "auto", \
     "token shards of the validation loss (auto: --train-data with val for train, where there is such a file; '': none)") \
-STR(model, "model", "e", '*', "gpt2:124M", "preset[,key=value...] with random weights, or a Hugging Face folder") \
-STR(output, "output", "o", ' ', "", "folder of the log and the checkpoints ('': console only)") \
-STR(tokenizer, "tokenizer", "", ' ', "", \
+STR(model, "e", '*', "gpt2:124M", "preset[,key=value...] with random weights, or a Hugging Face folder") \
+STR(output, "o", ' ', "", "folder of the log and the checkpoints ('': console only)") \
+STR(tokenizer, "", ' ', "", \
     "tokenizer.bin for samples ('': the one beside the training data, or llm.c's gpt2_tokenizer.bin here)") \
-INT(force, "force", "", '*', 0, 0, 1, "1: use data of another tokenizer than the model's, which is refused otherwise") \
-INT(print_every, "print-every", "", ' ', 0, 0, 1 << 30, \
+INT(force, "", '*', 0, 0, 1, "1: use data of another tokenizer than the model's, which is refused otherwise") \
+INT(print_every, "", ' ', 0, 0, 1 << 30, \
     "keep the line of every N-th step (0: of each; on a terminal of the last, the others are overwritten)") \
-INT(log_gpu_every, "log-gpu-every", "lg", ' ', -1, -1, 1 << 30, \
+INT(log_gpu_every, "lg", ' ', -1, -1, 1 << 30, \
     "print the GPU's clocks, power and temperature every N steps (-1: never)") \
-INT(timing, "timing", "", ' ', 0, 0, 1 << 30, "print where the time of every N-th step goes (0: never)") \
+INT(timing, "", ' ', 0, 0, 1 << 30, "print where the time of every N-th step goes (0: never)") \
 SECTION("batch and length of the run") \
-INT(batch_size, "batch-size", "b", '*', 4, 1, 1 << 20, "sequences in a micro-step of one rank (B)") \
-INT(seq_len, "seq-len", "t", '*', 1024, 1, 1 << 24, "tokens in a sequence (T)") \
-INT(total_batch, "total-batch", "d", '*', -1, -1, 1ll << 40, \
+INT(batch_size, "b", '*', 4, 1, 1 << 20, "sequences in a micro-step of one rank (B)") \
+INT(seq_len, "t", '*', 1024, 1, 1 << 24, "tokens in a sequence (T)") \
+INT(total_batch, "d", '*', -1, -1, 1ll << 40, \
     "tokens in an optimiser step, over which gradients accumulate (-1: one micro-step)") \
-INT(max_steps, "max-steps", "x", '*', -1, -1, 1 << 30, "optimiser steps to run (-1: one epoch)") \
-INT(overfit, "overfit", "a", '*', 0, 0, 1, "1: train on one batch of the validation data again and again") \
-INT(seed, "seed", "", '*', 1337, 0, 1ll << 53, "seed of weights, data order and samples") \
+INT(max_steps, "x", '*', -1, -1, 1 << 30, "optimiser steps to run (-1: one epoch)") \
+INT(overfit, "a", '*', 0, 0, 1, "1: train on one batch of the validation data again and again") \
+INT(seed, "", '*', 1337, 0, 1ll << 53, "seed of weights, data order and samples") \
 SECTION("optimiser") \
-STR(schedule, "schedule", "k", '*', "cosine", \
+STR(schedule, "k", '*', "cosine", \
     "learning rate after warm-up: cosine, linear or wsd; or constant, without warm-up as in llm.c") \
-FLT(learning_rate, "learning-rate", "l", '*', 3e-4, 0, 1e3, "largest learning rate") \
-INT(warmup, "warmup", "u", '*', 0, 0, 1 << 30, "steps of linear warm-up") \
-FLT(final_lr_fraction, "final-lr-fraction", "q", '*', 1.0, 0, 1, "last learning rate, as a fraction of the largest") \
-FLT(weight_decay, "weight-decay", "c", '*', 0.0, 0, 1e3, "decoupled weight decay, on matrices only") \
-FLT(grad_clip, "grad-clip", "", '*', 1.0, 0, 1e30, "largest global gradient norm (0: no clipping)") \
-FLT(beta1, "beta1", "", '*', 0.9, 0, 0.999999999, "AdamW beta1") \
-FLT(beta2, "beta2", "", '*', 0.95, 0, 0.999999999, "AdamW beta2") \
-FLT(adam_eps, "adam-eps", "", '*', 1e-8, 1e-30, 1, "AdamW epsilon") \
-FLT(skip_loss_z, "skip-loss-z", "sl", '*', 0.0, 0, 1e30, \
+FLT(learning_rate, "l", '*', 3e-4, 0, 1e3, "largest learning rate") \
+INT(warmup, "u", '*', 0, 0, 1 << 30, "steps of linear warm-up") \
+FLT(final_lr_fraction, "q", '*', 1.0, 0, 1, "last learning rate, as a fraction of the largest") \
+FLT(weight_decay, "c", '*', 0.0, 0, 1e3, "decoupled weight decay, on matrices only") \
+FLT(grad_clip, "", '*', 1.0, 0, 1e30, "largest global gradient norm (0: no clipping)") \
+FLT(beta1, "", '*', 0.9, 0, 0.999999999, "AdamW beta1") \
+FLT(beta2, "", '*', 0.95, 0, 0.999999999, "AdamW beta2") \
+FLT(adam_eps, "", '*', 1e-8, 1e-30, 1, "AdamW epsilon") \
+FLT(skip_loss_z, "sl", '*', 0.0, 0, 1e30, \
     "skip an update whose loss is this many standard deviations above the last 128 (0: off)") \
-FLT(skip_norm_z, "skip-norm-z", "sg", '*', 0.0, 0, 1e30, "the same for the gradient norm") \
-STR(on_nan, "on-nan", "", '*', "stop", \
+FLT(skip_norm_z, "sg", '*', 0.0, 0, 1e30, "the same for the gradient norm") \
+STR(on_nan, "", '*', "stop", \
     "loss or gradient norm not finite: stop, or skip the update; weights stay untouched") \
-INT(skip_limit, "skip-limit", "", '*', 10, 1, 1 << 30, \
+INT(skip_limit, "", '*', 10, 1, 1 << 30, \
     "with --on-nan skip: end after so many such steps in a row, or ten times as many in all") \
 SECTION("evaluation and samples") \
-INT(eval_every, "eval-every", "v", ' ', 20, 0, 1 << 30, "evaluate every N steps, and at the end (0: never)") \
-INT(eval_steps, "eval-steps", "m", ' ', 20, -1, 1 << 30, "batches in a validation loss (-1: the whole set)") \
-INT(hellaswag, "hellaswag", "h", ' ', 0, 0, 1, \
+INT(eval_every, "v", ' ', 20, 0, 1 << 30, "evaluate every N steps, and at the end (0: never)") \
+INT(eval_steps, "m", ' ', 20, -1, 1 << 30, "batches in a validation loss (-1: the whole set)") \
+INT(hellaswag, "h", ' ', 0, 0, 1, \
     "1: score dev/data/hellaswag/hellaswag_val.bin with every evaluation") \
-STR(choice_data, "choice-data", "", ' ', "", \
+STR(choice_data, "", ' ', "", \
     "multiple-choice sets to score with every evaluation: files or quoted globs, with commas between") \
-INT(evaluate, "evaluate", "", ' ', 0, 0, 1, "1: evaluate the weights and stop; nothing is trained") \
-INT(sample_every, "sample-every", "s", ' ', 20, 0, 1 << 30, "print a sample every N steps and at the end (0: never)") \
-INT(sample_tokens, "sample-tokens", "g", ' ', 64, 1, 1 << 24, "tokens in a sample") \
-STR(prompt, "prompt", "", ' ', "", "text that samples begin with ('': the end-of-text token)") \
-FLT(temperature, "temperature", "", ' ', 1.0, 0, 100, "sampling temperature (0: always the likeliest token)") \
-INT(top_k, "top-k", "", ' ', 0, 0, 1 << 24, "sample from the k likeliest tokens (0: all)") \
-FLT(top_p, "top-p", "", ' ', 1.0, 0, 1, "sample from the likeliest tokens that together have this probability") \
-INT(samples, "samples", "", ' ', 1, 1, 1024, \
+INT(evaluate, "", ' ', 0, 0, 1, "1: evaluate the weights and stop; nothing is trained") \
+INT(sample_every, "s", ' ', 20, 0, 1 << 30, "print a sample every N steps and at the end (0: never)") \
+INT(sample_tokens, "g", ' ', 64, 1, 1 << 24, "tokens in a sample") \
+STR(prompt, "", ' ', "", "text that samples begin with ('': the end-of-text token)") \
+FLT(temperature, "", ' ', 1.0, 0, 100, "sampling temperature (0: always the likeliest token)") \
+INT(top_k, "", ' ', 0, 0, 1 << 24, "sample from the k likeliest tokens (0: all)") \
+FLT(top_p, "", ' ', 1.0, 0, 1, "sample from the likeliest tokens that together have this probability") \
+INT(samples, "", ' ', 1, 1, 1024, \
     "samples that are printed at a time (at most --batch-size while training)") \
-INT(kv_cache, "kv-cache", "", '=', 1, 0, 1, \
+INT(kv_cache, "", '=', 1, 0, 1, \
     "keep keys and values of earlier tokens while sampling; 0: compute them again for every token") \
-INT(generate, "generate", "", ' ', 0, 0, 1, "1: print samples of --sample-tokens and stop; nothing is trained") \
+INT(generate, "", ' ', 0, 0, 1, "1: print samples of --sample-tokens and stop; nothing is trained") \
 SECTION("checkpoints (need --output)") \
-INT(save_every, "save-every", "n", ' ', -1, -1, 1 << 30, \
+INT(save_every, "n", ' ', -1, -1, 1 << 30, \
     "write a checkpoint every N steps, at the end and when a signal stops the run (-1: at these two only, 0: never)") \
-INT(save_keep, "save-keep", "nk", ' ', 0, 0, 1 << 30, "keep the newest K checkpoints (0: all)") \
-INT(save_major, "save-major", "nm", ' ', 0, 0, 1 << 30, \
+INT(save_keep, "nk", ' ', 0, 0, 1 << 30, "keep the newest K checkpoints (0: all)") \
+INT(save_major, "nm", ' ', 0, 0, 1 << 30, \
     "checkpoints at multiples of N steps are never removed (0: off)") \
-INT(save_async, "save-async", "", '=', 1, 0, 1, \
+INT(save_async, "", '=', 1, 0, 1, \
     "1: train on while a checkpoint is written, from a copy in host memory; 0: wait for the disk") \
-INT(resume, "resume", "y", ' ', 0, 0, 1, \
+INT(resume, "y", ' ', 0, 0, 1, \
     "1: go on from the newest checkpoint in --output, with its options where none are given; 0: start anew") \
 SECTION("numbers and memory") \
-INT(tf32, "tf32", "f", '~', 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \
-INT(master_weights, "master-weights", "w", '~', 1, 0, 1, \
+INT(tf32, "f", '~', 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \
+INT(master_weights, "w", '~', 1, 0, 1, \
     "keep an fp32 copy of bf16 weights; 0: stochastic rounding instead") \
-STR(state_dtype, "state-dtype", "", '~', "fp32", \
+STR(state_dtype, "", '~', "fp32", \
     "AdamW's m and v: fp32, or bf16 with stochastic rounding, half the bytes") \
-STR(grad_dtype, "grad-dtype", "", '~', "fp32", \
+STR(grad_dtype, "", '~', "fp32", \
     "what gradients of several micro-steps are added up in: fp32 (4 bytes a parameter more), or bf16") \
-INT(gelu_fusion, "gelu-fusion", "ge", '~', -1, -1, 2, \
+INT(gelu_fusion, "ge", '~', -1, -1, 2, \
     "GELU or SwiGLU inside the matmul: 0 no, 1 forward, 2 and backward (-1: what is fastest)") \
-INT(recompute, "recompute", "r", '=', 0, 0, 3, \
+INT(recompute, "r", '=', 0, 0, 3, \
     "less memory, more time: 1 recomputes the activation function, 2 and the norms, 3 whole blocks") \
-INT(head_chunks, "head-chunks", "", '~', 0, 0, 1 << 20, \
+INT(head_chunks, "", '~', 0, 0, 1 << 20, \
     "parts in which the LM head runs: 1/N of the logits in memory (0: 1 on a GPU, what fits 256 MiB on a CPU)") \
-INT(autotune, "autotune", "", '=', 1, 0, 1, "time cuBLASLt's candidates at start; 0: take its first choice") \
-INT(cuda_graphs, "cuda-graphs", "", '=', 1, 0, 1, \
+INT(autotune, "", '=', 1, 0, 1, "time cuBLASLt's candidates at start; 0: take its first choice") \
+INT(cuda_graphs, "", '=', 1, 0, 1, \
     "on a GPU: launch a micro-step as one CUDA graph, unless it is timed or meets other ranks") \
 SECTION("processes") \
-INT(threads, "threads", "", '=', 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
-FLT(timeout, "timeout", "", ' ', 300, 0, 1e9, \
+INT(threads, "", '=', 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
+FLT(timeout, "", ' ', 300, 0, 1e9, \
     "seconds without progress after which every rank reports and ends (0: never); in the first step 4 times that") \
-INT(zero_stage, "zero-stage", "z", '=', 0, 0, 3, "1: shard optimiser states over ranks (2 and 3 are not built yet)") \
-INT(dp_overlap, "dp-overlap", "", '~', -1, -1, 1, \
+INT(zero_stage, "z", '=', 0, 0, 3, "1: shard optimiser states over ranks (2 and 3 are not built yet)") \
+INT(dp_overlap, "", '~', -1, -1, 1, \
     "on GPUs: reduce gradients 1 under backward, 0 at once after it (-1: after it over NVLink, if tokens are many)") \
-INT(tp, "tp", "", '~', 1, 1, 128, "tensor parallelism: N neighbouring ranks hold one model together") \
-INT(tp_overlap, "tp-overlap", "", '=', -1, -1, 1, \
+INT(tp, "", '~', 1, 1, 128, "tensor parallelism: N neighbouring ranks hold one model together") \
+INT(tp_overlap, "", '=', -1, -1, 1, \
     "on GPUs: exchange --tp's rows under matmuls: 0 no, 1 always (-1: where it was measured faster)") \
-STR(reduce_dtype, "reduce-dtype", "", '~', "bf16", \
+STR(reduce_dtype, "", '~', "bf16", \
     "what GPUs add gradients in: bf16, or fp32 for one rounding in all (twice the bytes)") \
-INT(p2p, "p2p", "", '~', 1, 0, 1, \
+INT(p2p, "", '~', 1, 0, 1, \
     "up to 8 GPUs of a host write short messages into each other's memory; 0: NCCL and MPI carry them") \
-STR(init_method, "init-method", "pi", ' ', "mpi", \
+STR(init_method, "pi", ' ', "mpi", \
     "how ranks find each other: mpi (llm.c's tcp and fs are not built)") \
-INT(num_processes, "num-processes", "pn", ' ', 1, 1, 1 << 20, "llm.c's; mpirun sets it") \
-INT(process_rank, "process-rank", "pr", ' ', 0, 0, 1 << 20, "llm.c's; mpirun sets it") \
-INT(gpus_per_node, "gpus-per-node", "pg", ' ', 8, 1, 1024, "llm.c's; the node-local rank of MPI decides") \
-STR(server_ip, "server-ip", "ps", ' ', "", "llm.c's, for tcp") \
-STR(fs_path, "fs-path", "pf", ' ', "", "llm.c's, for fs")
+INT(num_processes, "pn", ' ', 1, 1, 1 << 20, "llm.c's; mpirun sets it") \
+INT(process_rank, "pr", ' ', 0, 0, 1 << 20, "llm.c's; mpirun sets it") \
+INT(gpus_per_node, "pg", ' ', 8, 1, 1024, "llm.c's; the node-local rank of MPI decides") \
+STR(server_ip, "ps", ' ', "", "llm.c's, for tcp") \
+STR(fs_path, "pf", ' ', "", "llm.c's, for fs")
 
-typedef struct {
-    #define NOTHING(...)
-    #define FIELD_STR(field, ...) const char *field;
-    #define FIELD_INT(field, ...) long long field;
-    #define FIELD_FLT(field, ...) double field;
-    LLMC_OPTIONS(NOTHING, FIELD_STR, FIELD_INT, FIELD_FLT)
-    #undef FIELD_STR
-    #undef FIELD_INT
-    #undef FIELD_FLT
-} Options;
+#define NOTHING(...)
+#define FIELD_STR(field, ...) const char *field;
+#define FIELD_INT(field, ...) long long field;
+#define FIELD_FLT(field, ...) double field;
+typedef struct { LLMC_OPTIONS(NOTHING, FIELD_STR, FIELD_INT, FIELD_FLT) } Options;
 
 typedef enum { OPTION_SECTION, OPTION_STR, OPTION_INT, OPTION_FLT } OptionKind;
 typedef struct {
     OptionKind kind;
-    const char *name, *letters;
+    char name[32];         // or the title of a section
+    const char *letters;
     char effect;
     const char *help, *default_text;
     size_t offset;         // of the field in Options
     double low, high;      // accepted range, INT and FLT
 } OptionInfo;
 
-static const OptionInfo option_table[] = {
-    #define ROW_SECTION(title) {OPTION_SECTION, title, "", ' ', "", "", 0, 0, 0},
-    #define ROW_STR(field, name, letters, effect, value, help) \
-        {OPTION_STR, name, letters, effect, help, value, offsetof(Options, field), 0, 0},
-    #define ROW_NUM(kind, field, name, letters, effect, value, low, high, help) \
-        {kind, name, letters, effect, help, #value, offsetof(Options, field), (double)(low), (double)(high)},
-    #define ROW_INT(...) ROW_NUM(OPTION_INT, __VA_ARGS__)
-    #define ROW_FLT(...) ROW_NUM(OPTION_FLT, __VA_ARGS__)
-    LLMC_OPTIONS(ROW_SECTION, ROW_STR, ROW_INT, ROW_FLT)
-    #undef ROW_SECTION
-    #undef ROW_STR
-    #undef ROW_NUM
-    #undef ROW_INT
-    #undef ROW_FLT
-};
+#define ROW_SECTION(title) {OPTION_SECTION, title, "", ' ', "", "", 0, 0, 0},
+#define ROW_STR(field, letters, effect, value, help) \
+    {OPTION_STR, #field, letters, effect, help, value, offsetof(Options, field), 0, 0},
+#define ROW_NUM(kind, field, letters, effect, value, low, high, help) \
+    {kind, #field, letters, effect, help, #value, offsetof(Options, field), (double)(low), (double)(high)},
+#define ROW_INT(...) ROW_NUM(OPTION_INT, __VA_ARGS__)
+#define ROW_FLT(...) ROW_NUM(OPTION_FLT, __VA_ARGS__)
+static OptionInfo option_table[] = {LLMC_OPTIONS(ROW_SECTION, ROW_STR, ROW_INT, ROW_FLT)};
 enum { NUM_OPTIONS = sizeof option_table / sizeof *option_table };
 #define OPTION_EACH(p) \
-    for (const OptionInfo *p = option_table; p < option_table + NUM_OPTIONS; p++) if (p->kind != OPTION_SECTION)
+    for (const OptionInfo *p = option_table; p < option_table + NUM_OPTIONS; p++) \
+        if (p->kind != OPTION_SECTION)
 
-// The value of an option as text, e.g. for the log; numbers print so that they read back exactly.
+__attribute__((constructor)) static void options_name(void) {
+    for (int i = 0; i < NUM_OPTIONS; i++)
+        for (char *c = option_table[i].name; *c; c++)
+            if (*c == '_') *c = '-';
+}
+
+// The value of an option as text. Numbers read back exactly.
 static inline void option_value(const Options *o, const OptionInfo *info, char *out, size_t size) {
     const char *field = (const char *)o + info->offset;
     if (info->kind == OPTION_STR) snprintf(out, size, "%s", *(const char *const *)field);
@@ -186,24 +181,27 @@ static inline const char *option_text(const Options *o, const OptionInfo *info, 
 
 static inline void option_set(Options *o, const OptionInfo *info, const char *text) {
     char *field = (char *)o + info->offset, *end = NULL;
-    if (info->kind == OPTION_STR) { *(const char **)field = text; return; }
+    if (info->kind == OPTION_STR) {
+        *(const char **)field = text;
+        return;
+    }
+    const int whole = info->kind == OPTION_INT;
     errno = 0;
-    double number = info->kind == OPTION_INT ? (double)strtoll(text, &end, 10) : strtod(text, &end);
+    const long long integer = whole ? strtoll(text, &end, 10) : 0;
+    const double number = whole ? (double)integer : strtod(text, &end);
     require(end != text && !*end && errno == 0 && isfinite(number), "--%s needs a %snumber, not '%s'\n%s",
-            info->name, info->kind == OPTION_INT ? "whole " : "", text, info->help);
+            info->name, whole ? "whole " : "", text, info->help);
     require(number >= info->low && number <= info->high, "--%s %s is outside %.10g to %.10g\n%s",
             info->name, text, info->low, info->high, info->help);
-    if (info->kind == OPTION_INT) *(long long *)field = strtoll(text, NULL, 10);
+    if (whole) *(long long *)field = integer;
     else *(double *)field = number;
 }
 
 static inline Options options_default(void) {
     Options o;
     memset(&o, 0, sizeof o);
-    #define SET_VALUE(field, name, letters, effect, value, ...) o.field = value;
+    #define SET_VALUE(field, letters, effect, value, ...) o.field = value;
     LLMC_OPTIONS(NOTHING, SET_VALUE, SET_VALUE, SET_VALUE)
-    #undef SET_VALUE
-    #undef NOTHING
     return o;
 }
 
@@ -215,7 +213,7 @@ static inline Options options_default(void) {
 #define OPTIONS_PRECISION "fp32"
 #endif
 
-// The words of a text behind `column` columns of a line; further lines are indented as far.
+// The words of a text from `column` on; further lines are indented as far.
 static inline void help_text(FILE *f, const char *text, int column) {
     enum { COLUMNS = 100 };
     for (int n, at = column; *text; text += n + (text[n] == ' ')) {
@@ -226,7 +224,7 @@ static inline void help_text(FILE *f, const char *text, int column) {
     fputc('\n', f);
 }
 static inline void options_help(const char *path, FILE *f) {
-    const char *slash = strrchr(path, '/'), *p = slash ? slash + 1 : path;
+    const char *p = file_name(path);
     fprintf(f, "usage: ./%s [--name value | --name=value | -x value]...\n\n"
             "  ./%s -e d6 -b 8 -t 256 -x 200 -n 100 -o log/mine          a GPT-2 of 6 layers\n"
             "  ./%s -e log/mine/step_00000200 --generate --prompt 'To'   what it writes\n"
@@ -236,10 +234,12 @@ static inline void options_help(const char *path, FILE *f) {
             "  *  losses and weights\n"
             "  ~  their rounding: the last digits\n"
             "  =  memory or time; losses and weights stay bitwise identical\n", p, p, p, p);
-    for (int i = 0; i < NUM_OPTIONS; i++) {
-        const OptionInfo *o = &option_table[i];
+    for (const OptionInfo *o = option_table; o < option_table + NUM_OPTIONS; o++) {
         char text[512];
-        if (o->kind == OPTION_SECTION) { fprintf(f, "\n%s\n", o->name); continue; }
+        if (o->kind == OPTION_SECTION) {
+            fprintf(f, "\n%s\n", o->name);
+            continue;
+        }
         snprintf(text, sizeof text, *o->default_text ? "%s [%s]" : "%s", o->help, o->default_text);
         const int at = fprintf(f, *o->letters ? "%c -%s, " : "%c     ", o->effect, o->letters);
         help_text(f, text, at + fprintf(f, "--%-*s", 25 - at, o->name));
@@ -256,15 +256,15 @@ static inline void options_version(void) {
 // ---- parsing
 
 static inline const OptionInfo *option_find(const char *argument, size_t length) {
-    const int dashes = 1 + (argument[1] == '-');
+    const size_t dashes = argument[1] == '-' ? 2 : 1;
     OPTION_EACH(p) {
         const char *known = dashes == 2 ? p->name : p->letters;
-        if (strlen(known) + dashes == length && memcmp(known, argument + dashes, strlen(known)) == 0) return p;
+        if (strlen(known) + dashes == length && strncmp(known, argument + dashes, length - dashes) == 0) return p;
     }
     return NULL;
 }
 
-// Insertions, deletions and changes that make b of a; less for each word of a that a word of b begins with, or begins.
+// The edit distance of two names, less for each pair of words of which one begins with the other.
 static inline int name_distance(const char *a, const char *b) {
     enum { LONGEST = 63, WORD = 8 };
     int row[LONGEST + 1], n = (int)strlen(b), words = 0;
@@ -285,11 +285,11 @@ static inline int name_distance(const char *a, const char *b) {
         }
     return row[n] - WORD * words;
 }
-// Stops with the options nearest to one that does not exist.
+// Stops and names the options nearest to one that does not exist.
 __attribute__((noreturn))
 static inline void option_unknown(const char *program, const char *argument, size_t length) {
     enum { NEAR = 3, SPREAD = 2 };
-    static const char *const others[][2] = {  // what other trainers call it
+    static const char *const others[][2] = {  // names in other trainers
         {"lr", "learning-rate"}, {"min-lr", "final-lr-fraction"}, {"wd", "weight-decay"}, {"grad-norm", "grad-clip"},
         {"bs", "batch-size"}, {"accumulation", "total-batch"}, {"block-size", "seq-len"}, {"context", "seq-len"},
         {"max-length", "seq-len"}, {"epochs", "max-steps"}, {"iters", "max-steps"}, {"log-interval", "print-every"},
@@ -320,47 +320,50 @@ static inline Options options_parse_over(Options o, int argc, char **argv) {
         const char *argument = argv[i];
         const int last = i + 1 == argc, alone = last || argv[i + 1][0] == '-';
         const int help = strcmp(argument, "--help") == 0 || (strcmp(argument, "-h") == 0 && alone);
+        const int version = strcmp(argument, "--version") == 0;
         if (help) options_help(argv[0], stdout);
-        if (strcmp(argument, "--version") == 0) options_version();
-        if (help || strcmp(argument, "--version") == 0) exit(EXIT_SUCCESS);
+        if (version) options_version();
+        if (help || version) exit(EXIT_SUCCESS);
         require(argument[0] == '-' || i < 2 || !file_exists(argument),
                 "'%s' is not an option but a file\n"
                 "the shell has replaced a pattern by names: quote it, as in -i 'data/*.bin'", argument);
-        require(argument[0] == '-' && argument[1], "'%s' is not an option\nevery option is --name value; see %s --help", argument, argv[0]);
-        size_t length = argument[1] == '-' ? strcspn(argument, "=") : strlen(argument);
+        require(argument[0] == '-' && argument[1], "'%s' is not an option\nevery option is --name value; see %s --help",
+                argument, argv[0]);
+        const size_t length = argument[1] == '-' ? strcspn(argument, "=") : strlen(argument);
         const OptionInfo *p = option_find(argument, length);
         if (!p) option_unknown(argv[0], argument, length);
         const int is_switch = p->kind == OPTION_INT && p->low == 0 && p->high == 1;  // alone it means 1
-        if (is_switch && !argument[length] && alone) { option_set(&o, p, "1"); continue; }
-        if (!argument[length]) require(!last, "option %s needs a value\n%s", argument, p->help);
-        option_set(&o, p, argument[length] ? argument + length + 1 : argv[++i]);
+        const char *value = argument[length] ? argument + length + 1 : is_switch && alone ? "1" : NULL;
+        require(value || !last, "option %s needs a value\n%s", argument, p->help);
+        option_set(&o, p, value ? value : argv[++i]);
     }
     return o;
 }
 static inline Options options_parse(int argc, char **argv) { return options_parse_over(options_default(), argc, argv); }
 
-// What was asked for, for the eye: the options that differ from their default.
-static inline void options_echo(const Options *o, FILE *f) {
-    const Options d = options_default();
-    OPTION_EACH(p) {
-        char value[512], standard[512];
-        option_value(o, p, value, sizeof value);
-        option_value(&d, p, standard, sizeof standard);
-        if (strcmp(value, standard) != 0) fprintf(f, "  --%-18s %s\n", p->name, value);
-    }
+// Whether an option differs in a and b. text: its value in a.
+enum { OPTION_TEXT = 512 };
+static inline int option_differs(const Options *a, const Options *b, const OptionInfo *info, char *text) {
+    char other[OPTION_TEXT];
+    option_value(a, info, text, OPTION_TEXT);
+    option_value(b, info, other, OPTION_TEXT);
+    return strcmp(text, other) != 0;
 }
-
+// Prints the options that differ from their default.
+static inline void options_echo(const Options *o, FILE *f) {
+    const Options standard = options_default();
+    char value[OPTION_TEXT];
+    OPTION_EACH(p)
+        if (option_differs(o, &standard, p, value)) fprintf(f, "  --%-18s %s\n", p->name, value);
+}
 // " --name value" of each option in which a differs from b.
 static inline char *options_that_differ(const Options *a, const Options *b, char *text, size_t size) {
     size_t used = 0;
+    char value[OPTION_TEXT];
     *text = 0;
-    OPTION_EACH(p) {
-        char x[64], y[64];
-        option_value(a, p, x, sizeof x);
-        option_value(b, p, y, sizeof y);
-        if (strcmp(x, y) != 0 && used < size)
-            used += (size_t)snprintf(text + used, size - used, " --%s %s", p->name, x);
-    }
+    OPTION_EACH(p)
+        if (used < size && option_differs(a, b, p, value))
+            used += (size_t)snprintf(text + used, size - used, " --%s %s", p->name, value);
     return text;
 }
 

@@ -1,16 +1,18 @@
 // Token ids <-> text, from the tokenizer.bin that dev/data/*.py write beside the shards.
 //
-// The file is llm.c's: 256 int32 words {20240328, 2, vocab_size, eot, kind, 0...} (kind 0: unknown), then for each token one
-// length byte and its bytes. Text is split into chunks by the tokenizer's pattern; inside a chunk the adjacent pair whose
-// joined bytes have the lowest id is merged until none is left (byte-pair encoding: Sennrich et al. 2016; in GPT-2's,
-// Llama 3's and Qwen2.5's vocabularies the order of ids is the order of merges). Ids from eot on are special and never come from text.
-// The patterns need Unicode's letters, numbers and spaces: exact for Latin, Greek, Cyrillic, Hebrew, kana, Han, emoji and the
-// common symbols; elsewhere every character counts as a letter, so that combining marks and native digits may split otherwise.
+// The file is llm.c's: 256 int32 {20240328, 2, vocab_size, eot, kind, 0...} (kind 0: unknown), then for each token one byte
+// with its length and its bytes. Text is split into chunks by the tokenizer's pattern. Inside a chunk the adjacent pair
+// whose joined bytes have the lowest id is merged until none is left (byte-pair encoding, Sennrich et al. 2016; the ids of
+// GPT-2, Llama 3 and Qwen2.5 are in the order of their merges). Ids from eot on are special and never come from text.
+// The patterns ask for Unicode's letters, numbers and spaces. These are exact for Latin, Greek, Cyrillic, Hebrew, kana, Han,
+// emoji and the common symbols. Elsewhere every character counts as a letter: combining marks and native digits of other
+// scripts may be split differently than by the published tokenizer.
 #ifndef LLMC_TOKENIZER_H
 #define LLMC_TOKENIZER_H
 
-#include "utils.h"
 #include <limits.h>
+
+#include "hash.h"
 
 typedef enum { TOKENIZER_UNKNOWN, TOKENIZER_BYTES, TOKENIZER_GPT2, TOKENIZER_LLAMA3, TOKENIZER_QWEN2, NUM_TOKENIZERS } TokenizerKind;
 enum { TOKENIZER_MAGIC = 20240328, TOKENIZER_VERSION = 2, TOKENIZER_HEADER_BYTES = 1024 };
@@ -18,7 +20,7 @@ enum { TOKENIZER_MAGIC = 20240328, TOKENIZER_VERSION = 2, TOKENIZER_HEADER_BYTES
 typedef struct Tokenizer {
     int vocab_size, eot;
     TokenizerKind kind;
-    uint64_t hash;          // FNV-1a of the file behind its header; the shards made with this tokenizer carry the same
+    uint64_t hash;          // FNV-1a of the file after its header; shards made with this tokenizer carry the same
     // private
     unsigned char *file;
     uint32_t *begin;        // [vocab_size] first byte of each token in `file`; the length stands one byte before it
@@ -26,32 +28,23 @@ typedef struct Tokenizer {
     uint32_t map_mask;
 } Tokenizer;
 
-// What shards and checkpoints say about a tokenizer: enough to tell two apart and to name both. Hash 0: nothing.
+// What shards and checkpoints say about their tokenizer. Hash 0: nothing.
 typedef struct { TokenizerKind kind; int vocab_size; uint64_t hash; } TokenizerId;
-
-static inline void tokenizer_open(Tokenizer *t, const char *path);  // stops with a message if anything in the file is wrong
-static inline void tokenizer_close(Tokenizer *t);
-static inline const unsigned char *tokenizer_token(const Tokenizer *t, int id, int *length);  // the raw bytes of one token
-static inline int tokenizer_bytes(const Tokenizer *t, int id);  // of the text that the token stands for: none for end-of-text
-// Text of n ids that is safe to print and to log: valid UTF-8 (what is not becomes U+FFFD), control characters escaped. free() it.
-static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n);
-// Writes at most `bytes` ids and returns how many.
-static inline int tokenizer_encode(const Tokenizer *t, const char *text, int bytes, int *ids);
-// For messages: "gpt2 (50257 tokens, hash 0123456789abcdef)".
-static inline const char *tokenizer_name(const TokenizerId *id, char *text, size_t size);
-// <folder of the first shard>/tokenizer.bin, where the scripts put it. free() it.
-static inline char *tokenizer_path(const char *shard_path);
 
 // ---- the file
 
-static inline uint64_t fnv1a(const unsigned char *p, size_t n) {
-    uint64_t h = 0xcbf29ce484222325ull;
-    for (size_t i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3ull;
-    return h;
+#define TOKENIZER_HINT "make it again with the script that made the shards: dev/data/prepare.py or tinyshakespeare.py"
+#define TOKENIZER_REQUIRE(ok, what, ...) require(ok, "'%s' " what "\n" TOKENIZER_HINT, path, ##__VA_ARGS__)
+
+// The bytes of a token.
+static inline const unsigned char *tokenizer_token(const Tokenizer *t, int id, int *length) {
+    assert(0 <= id && id < t->vocab_size);
+    *length = t->file[t->begin[id] - 1];
+    return t->file + t->begin[id];
 }
-// The place in the map of these bytes, or the empty one where they belong.
+// The slot of the map that holds these bytes, or the empty one where they belong.
 static inline uint32_t tokenizer_slot(const Tokenizer *t, const unsigned char *p, int n) {
-    uint32_t slot = (uint32_t)fnv1a(p, (size_t)n) & t->map_mask;
+    uint32_t slot = (uint32_t)fnv1a(FNV1A, p, (size_t)n) & t->map_mask;
     for (; t->map[slot] >= 0; slot = (slot + 1) & t->map_mask) {
         int length;
         const unsigned char *other = tokenizer_token(t, t->map[slot], &length);
@@ -62,69 +55,72 @@ static inline uint32_t tokenizer_slot(const Tokenizer *t, const unsigned char *p
 static inline int tokenizer_find(const Tokenizer *t, const unsigned char *p, int n) {
     return n > 255 ? -1 : t->map[tokenizer_slot(t, p, n)];
 }
-static inline const unsigned char *tokenizer_token(const Tokenizer *t, int id, int *length) {
-    assert(0 <= id && id < t->vocab_size);
-    *length = t->file[t->begin[id] - 1];
-    return t->file + t->begin[id];
-}
+// Bytes of the text that a token stands for: end-of-text has none.
 static inline int tokenizer_bytes(const Tokenizer *t, int id) {
     int length = 0;
-    require(id < t->vocab_size, "the data holds token %d and the tokenizer has %d\ngive the data's own --tokenizer", id, t->vocab_size);
+    require(id < t->vocab_size, "the data holds token %d, the tokenizer has %d\nname the data's own --tokenizer", id,
+            t->vocab_size);
     if (id != t->eot) tokenizer_token(t, id, &length);
     return length;
 }
 
+static inline void tokenizer_read_header(Tokenizer *t, const char *path, size_t size) {
+    int32_t h[5];
+    memcpy(h, t->file, sizeof h);
+    TOKENIZER_REQUIRE(h[0] == TOKENIZER_MAGIC, "is not a tokenizer file (magic %d, not %d)", h[0], TOKENIZER_MAGIC);
+    TOKENIZER_REQUIRE(h[1] == TOKENIZER_VERSION, "has version %d, this program reads %d", h[1], TOKENIZER_VERSION);
+    TOKENIZER_REQUIRE(h[2] > 0 && h[2] <= 1 << 24 && h[3] >= 0 && h[3] < h[2] && h[4] >= 0 && h[4] < NUM_TOKENIZERS,
+                      "has vocabulary size %d, end-of-text %d and kind %d: out of range", h[2], h[3], h[4]);
+    t->vocab_size = h[2];
+    t->eot = h[3];
+    t->kind = (TokenizerKind)h[4];
+    if (t->kind == TOKENIZER_UNKNOWN && t->vocab_size == 50257) t->kind = TOKENIZER_GPT2;  // written by llm.c
+    TOKENIZER_REQUIRE((size_t)t->vocab_size <= (size - TOKENIZER_HEADER_BYTES) / 2,  // before allocating for so many
+                      "is truncated: %zu bytes do not hold %d tokens", size, t->vocab_size);
+}
 static inline void tokenizer_open(Tokenizer *t, const char *path) {
-    #define TOKENIZER_HINT "make it again with the script that made the shards: python dev/data/prepare.py or tinyshakespeare.py"
     memset(t, 0, sizeof *t);
     FILE *f = fopen_or_die(path, "rb", TOKENIZER_HINT);
-    int32_t h[5];
     struct stat s;
-    require(fstat(fileno(f), &s) == 0 && S_ISREG(s.st_mode) && s.st_size >= TOKENIZER_HEADER_BYTES && s.st_size <= 1 << 30,
-            "'%s' is no tokenizer file: not a file of 1 KiB to 1 GiB\n" TOKENIZER_HINT, path);
+    TOKENIZER_REQUIRE(fstat(fileno(f), &s) == 0 && S_ISREG(s.st_mode) && s.st_size >= TOKENIZER_HEADER_BYTES &&
+                      s.st_size <= 1 << 30, "is no tokenizer file: not a file of 1 KiB to 1 GiB");
     const size_t size = (size_t)s.st_size;
     t->file = (unsigned char *)malloc_or_die(size);
-    require(fread(t->file, 1, size, f) == size, "cannot read '%s'\n" TOKENIZER_HINT, path);
+    TOKENIZER_REQUIRE(fread(t->file, 1, size, f) == size, "cannot be read");
     fclose(f);
-    memcpy(h, t->file, sizeof h);
-    require(h[0] == TOKENIZER_MAGIC, "'%s' is not a tokenizer file (magic %d, not %d)\n" TOKENIZER_HINT, path, h[0], TOKENIZER_MAGIC);
-    require(h[1] == TOKENIZER_VERSION, "'%s' has version %d, this program reads %d\n" TOKENIZER_HINT, path, h[1], TOKENIZER_VERSION);
-    require(h[2] > 0 && h[2] <= 1 << 24 && h[3] >= 0 && h[3] < h[2] && h[4] >= 0 && h[4] < NUM_TOKENIZERS,
-            "'%s': vocabulary size %d, end-of-text %d or kind %d is out of range\n" TOKENIZER_HINT, path, h[2], h[3], h[4]);
-    t->vocab_size = h[2]; t->eot = h[3]; t->kind = (TokenizerKind)h[4];
-    if (t->kind == TOKENIZER_UNKNOWN && t->vocab_size == 50257) t->kind = TOKENIZER_GPT2;  // written by llm.c
-    require((size_t)t->vocab_size <= (size - TOKENIZER_HEADER_BYTES) / 2,  // before memory for so many is taken
-            "'%s' is truncated: %zu bytes do not hold %d tokens\n" TOKENIZER_HINT, path, size, t->vocab_size);
-    t->hash = fnv1a(t->file + TOKENIZER_HEADER_BYTES, size - TOKENIZER_HEADER_BYTES);
+    tokenizer_read_header(t, path, size);
+    t->hash = fnv1a(FNV1A, t->file + TOKENIZER_HEADER_BYTES, size - TOKENIZER_HEADER_BYTES);
     t->map_mask = 1;
     while (t->map_mask < 2 * (uint32_t)t->vocab_size) t->map_mask = 2 * t->map_mask + 1;
+    const size_t map_bytes = ((size_t)t->map_mask + 1) * sizeof *t->map;
     t->begin = (uint32_t *)malloc_or_die((size_t)t->vocab_size * sizeof *t->begin);
-    t->map = (int *)malloc_or_die(((size_t)t->map_mask + 1) * sizeof *t->map);
-    memset(t->map, -1, ((size_t)t->map_mask + 1) * sizeof *t->map);
+    t->map = (int *)memset(malloc_or_die(map_bytes), -1, map_bytes);
     size_t at = TOKENIZER_HEADER_BYTES;
     for (int id = 0; id < t->vocab_size; id++) {
-        require(at < size && t->file[at] < size - at, "'%s' is truncated: it ends in token %d of %d\n" TOKENIZER_HINT, path, id, t->vocab_size);
-        require(t->file[at] > 0, "'%s': token %d is empty\n" TOKENIZER_HINT, path, id);
+        TOKENIZER_REQUIRE(at < size && t->file[at] < size - at, "is truncated: it ends in token %d of %d", id, t->vocab_size);
+        TOKENIZER_REQUIRE(t->file[at] > 0, "is damaged: token %d is empty", id);
         t->begin[id] = (uint32_t)at + 1;
         if (t->kind == TOKENIZER_BYTES || id < t->eot) {
-            uint32_t slot = tokenizer_slot(t, t->file + at + 1, t->file[at]);
-            require(t->map[slot] < 0, "'%s': tokens %d and %d are the same\n" TOKENIZER_HINT, path, t->map[slot], id);
-            t->map[slot] = id;
+            int *place = &t->map[tokenizer_slot(t, t->file + at + 1, t->file[at])];
+            TOKENIZER_REQUIRE(*place < 0, "is damaged: tokens %d and %d are the same", *place, id);
+            *place = id;
         }
         at += 1 + (size_t)t->file[at];
     }
-    require(at == size, "'%s' is too long: %zu bytes follow the last token\n" TOKENIZER_HINT, path, size - at);
+    TOKENIZER_REQUIRE(at == size, "is too long: %zu bytes follow the last token", size - at);
     for (int b = 0; b < 256 && t->kind != TOKENIZER_UNKNOWN; b++) {
-        unsigned char byte = (unsigned char)b;
-        int id = tokenizer_find(t, &byte, 1);
-        require(id >= 0 && (t->kind != TOKENIZER_BYTES || id == b), "'%s': byte %d has no token\n" TOKENIZER_HINT, path, b);
+        const unsigned char byte = (unsigned char)b;
+        const int id = tokenizer_find(t, &byte, 1);
+        TOKENIZER_REQUIRE(id >= 0 && (t->kind != TOKENIZER_BYTES || id == b), "is damaged: byte %d has no token", b);
     }
-    #undef TOKENIZER_HINT
 }
 static inline void tokenizer_close(Tokenizer *t) {
-    free(t->file); free(t->begin); free(t->map);
+    free(t->file);
+    free(t->begin);
+    free(t->map);
     memset(t, 0, sizeof *t);
 }
+// For messages: "gpt2 (50257 tokens, hash 0123456789abcdef)".
 static inline const char *tokenizer_name(const TokenizerId *id, char *text, size_t size) {
     static const char *const kinds[] = {"a tokenizer of unknown kind", "bytes", "gpt2", "llama3", "qwen2"};
     char tokens[32] = "";
@@ -132,47 +128,32 @@ static inline const char *tokenizer_name(const TokenizerId *id, char *text, size
     snprintf(text, size, "%s (%shash %016llx)", kinds[id->kind], tokens, (unsigned long long)id->hash);
     return text;
 }
+// tokenizer.bin in the folder of a shard, where the scripts put it. free() it.
 static inline char *tokenizer_path(const char *shard_path) {
-    const char *slash = strrchr(shard_path, '/');
-    const int folder = slash ? (int)(slash - shard_path) + 1 : 0;
-    char *path = (char *)malloc_or_die((size_t)folder + 16);
-    sprintf(path, "%.*stokenizer.bin", folder, shard_path);
+    char *path = NULL;
+    require(asprintf(&path, "%.*stokenizer.bin", (int)(file_name(shard_path) - shard_path), shard_path) >= 0,
+            "out of memory\nclose other programs");
     return path;
 }
 
 // ---- ids -> text
 
-// The code point that begins at p and its length; what is not UTF-8 (RFC 3629) gives -1 and length 1.
-static inline int utf8_next(const unsigned char *p, const unsigned char *end, int *length) {
-    const int need = *p < 0x80 ? 1 : *p >= 0xc2 && *p < 0xe0 ? 2 : (*p & 0xf0) == 0xe0 ? 3 : *p >= 0xf0 && *p < 0xf5 ? 4 : 0;
-    *length = 1;
-    if (need == 0 || need > end - p) return -1;
-    int c = need == 1 ? *p : *p & (0x7f >> need);
-    for (int i = 1; i < need; i++) {
-        if ((p[i] & 0xc0) != 0x80) return -1;
-        c = c << 6 | (p[i] & 0x3f);
-    }
-    if ((need == 3 && (c < 0x800 || (c >= 0xd800 && c < 0xe000))) || (need == 4 && (c < 0x10000 || c > 0x10ffff))) return -1;
-    *length = need;
-    return c;
-}
-
+// The text of n ids, safe to print and to log: valid UTF-8 with U+FFFD for what is not, control characters escaped.
+// free() it.
 static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n) {
-    size_t total = 0, used = 0;
+    size_t total = 0;
     int length;
-    for (int i = 0; i < n; i++) { tokenizer_token(t, ids[i], &length); total += (size_t)length; }
-    unsigned char *raw = (unsigned char *)malloc_or_die(total);
-    for (int i = 0; i < n; i++) {
+    unsigned char *raw = (unsigned char *)malloc_or_die((size_t)n * UINT8_MAX);
+    for (int i = 0; i < n; i++, total += (size_t)length) {
         const unsigned char *p = tokenizer_token(t, ids[i], &length);
-        memcpy(raw + used, p, (size_t)length);
-        used += (size_t)length;
+        memcpy(raw + total, p, (size_t)length);
     }
-    char *text = (char *)malloc_or_die(4 * total + 1), *to = text;  // the longest escape of one byte is \x1b
+    char *text = (char *)malloc_or_die(4 * total + 1), *to = text;  // the longest form of a byte is four, e.g. \x1b
     for (const unsigned char *p = raw; p < raw + total; p += length) {
-        int c = utf8_next(p, raw + total, &length);
+        const int c = utf8_next(p, raw + total, &length), control = c < 32 || (c >= 127 && c < 160);
         if (c < 0) to += sprintf(to, "\xef\xbf\xbd");
-        else if ((c < 32 && c != '\n' && c != '\t') || (c >= 127 && c < 160)) to += sprintf(to, "\\x%02x", (unsigned)c);
-        else { memcpy(to, p, (size_t)length); to += length; }
+        else if (control && c != '\n' && c != '\t') to += sprintf(to, "\\x%02x", (unsigned)c);
+        else to += sprintf(to, "%.*s", length, (const char *)p);
     }
     *to = 0;
     free(raw);
@@ -183,7 +164,7 @@ static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n) {
 
 typedef enum { CHAR_LETTER, CHAR_NUMBER, CHAR_SPACE, CHAR_OTHER } CharClass;
 
-// Ranges of code points from U+0080 on that are not letters (Unicode 14: general categories L, N, White_Space).
+// By ranges from U+0080 on that are not letters (Unicode 14: general categories L and N, White_Space).
 static inline CharClass char_class(int c) {
     static const int spaces[][2] = {{0x85, 0x85}, {0xa0, 0xa0}, {0x1680, 0x1680}, {0x2000, 0x200a}, {0x2028, 0x2029}, {0x202f, 0x202f},
         {0x205f, 0x205f}, {0x3000, 0x3000}};
@@ -197,41 +178,55 @@ static inline CharClass char_class(int c) {
         {0x2e00, 0x2e2e}, {0x2e30, 0x3004}, {0x3008, 0x3030}, {0x3036, 0x3037}, {0x303d, 0x303f}, {0x3099, 0x309c}, {0x30a0, 0x30a0}, {0x30fb, 0x30fb},
         {0xd800, 0xf8ff}, {0xfb1e, 0xfb1e}, {0xfb29, 0xfb29}, {0xfdfc, 0xfe6b}, {0xfeff, 0xff20}, {0xff3b, 0xff40}, {0xff5b, 0xff65}, {0xffe0, 0xffff},
         {0x1f000, 0x1faff}, {0xe0000, 0x10ffff}};
-    #define IN_TABLE(table) for (size_t i = 0; i < sizeof table / sizeof *table; i++) if (table[i][0] <= c && c <= table[i][1])
-    if (c < 0x80) return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') ? CHAR_LETTER : c >= '0' && c <= '9' ? CHAR_NUMBER
-                       : c == ' ' || (c >= 9 && c <= 13) ? CHAR_SPACE : CHAR_OTHER;  // -1, not UTF-8: other
+    #define IN_TABLE(table) \
+        for (size_t i = 0; i < sizeof table / sizeof *table; i++) \
+            if (table[i][0] <= c && c <= table[i][1])
+    if (c < 0x80) {  // also -1, which is not UTF-8: other
+        if ((c | 32) >= 'a' && (c | 32) <= 'z') return CHAR_LETTER;
+        if (c >= '0' && c <= '9') return CHAR_NUMBER;
+        return c == ' ' || (c >= 9 && c <= 13) ? CHAR_SPACE : CHAR_OTHER;
+    }
     IN_TABLE(spaces) return CHAR_SPACE;
     IN_TABLE(numbers) return CHAR_NUMBER;
     IN_TABLE(others) return CHAR_OTHER;
-    #undef IN_TABLE
     return CHAR_LETTER;
 }
-static inline CharClass class_at(const unsigned char *p, const unsigned char *end, int *length) { return char_class(utf8_next(p, end, length)); }
-// End of the run of one class that begins at p, of at most `most` characters; *last: where its last character begins.
-static inline const unsigned char *run_end(const unsigned char *p, const unsigned char *end, CharClass kind, int most, const unsigned char **last) {
+static inline CharClass class_at(const unsigned char *p, const unsigned char *end, int *length) {
+    return char_class(utf8_next(p, end, length));
+}
+// The end of the run of at most `most` characters of one class that begins at p. *last: where its last one begins.
+static inline const unsigned char *run_end(const unsigned char *p, const unsigned char *end, CharClass kind, int most,
+                                           const unsigned char **last) {
     int length;
     for (; p < end && most > 0 && class_at(p, end, &length) == kind; p += length, most--) *last = p;
     return p;
 }
 
-// End of the chunk that begins at p: by hand what these patterns say, tried from left to right:
+// The end of the chunk that begins at p. These patterns written out, tried from left to right:
 //   GPT-2    '(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-//   Llama 3  (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
-//   Qwen2.5  the same with \p{N} for \p{N}{1,3}, after Unicode's NFC, which is left to whoever makes the text
+//   Llama 3  (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+
+//            |\s+(?!\S)|\s+
+//   Qwen2.5  the same with \p{N} instead of \p{N}{1,3}, on text in Unicode's NFC (not converted here)
 static inline const unsigned char *chunk_end(const unsigned char *p, const unsigned char *end, TokenizerKind tokenizer) {
     #define IS_NEWLINE(c) ((c) == '\n' || (c) == '\r')
+    #define TO_LOWER(c) ((c) >= 'A' && (c) <= 'Z' ? (c) | 32 : (c))
     const unsigned char *last = p;
-    const int llama3 = tokenizer == TOKENIZER_LLAMA3 || tokenizer == TOKENIZER_QWEN2, digits = tokenizer == TOKENIZER_QWEN2 ? 1 : llama3 ? 3 : INT_MAX;
+    const int llama3 = tokenizer == TOKENIZER_LLAMA3 || tokenizer == TOKENIZER_QWEN2;
+    const int digits = tokenizer == TOKENIZER_QWEN2 ? 1 : llama3 ? 3 : INT_MAX;
     int length, unused;
     if (*p == '\'' && p + 1 < end) {
-        char a = (char)p[1], b = p + 2 < end ? (char)p[2] : 0;
-        if (llama3) { a = (char)(a >= 'A' && a <= 'Z' ? a + 32 : a); b = (char)(b >= 'A' && b <= 'Z' ? b + 32 : b); }
+        int a = p[1], b = p + 2 < end ? p[2] : 0;
+        if (llama3) {
+            a = TO_LOWER(a);
+            b = TO_LOWER(b);
+        }
         if (a == 's' || a == 'd' || a == 'm' || a == 't') return p + 2;
         if ((a == 'l' && b == 'l') || (a == 'v' && b == 'e') || (a == 'r' && b == 'e')) return p + 3;
     }
     const CharClass first = class_at(p, end, &length);
     const unsigned char *second = p + length;
-    if (llama3 && (first == CHAR_SPACE || first == CHAR_OTHER) && !IS_NEWLINE(*p) && second < end && class_at(second, end, &unused) == CHAR_LETTER)
+    const int may_precede = llama3 && (first == CHAR_SPACE || first == CHAR_OTHER) && !IS_NEWLINE(*p);
+    if (may_precede && second < end && class_at(second, end, &unused) == CHAR_LETTER)
         return run_end(second, end, CHAR_LETTER, INT_MAX, &last);
     const unsigned char *word = *p == ' ' ? p + 1 : p;
     const CharClass kind = word < end ? class_at(word, end, &unused) : CHAR_SPACE;
@@ -241,12 +236,12 @@ static inline const unsigned char *chunk_end(const unsigned char *p, const unsig
         return q;
     }
     const unsigned char *spaces = run_end(p, end, CHAR_SPACE, INT_MAX, &last);
-    for (const unsigned char *q = spaces; llama3 && q > p; q--) if (IS_NEWLINE(q[-1])) return q;
+    for (const unsigned char *q = spaces; llama3 && q > p; q--)
+        if (IS_NEWLINE(q[-1])) return q;
     return spaces < end && last > p ? last : spaces;  // the last space goes with the word that follows
-    #undef IS_NEWLINE
 }
 
-// Possible merges, a binary heap of id << 32 | start: the lowest id comes first, of equal ones the leftmost.
+// The possible merges are a binary heap of id << 32 | start: the lowest id comes first, of equal ids the leftmost.
 static inline void merge_push(uint64_t *heap, int *count, uint64_t merge) {
     int i = (*count)++;
     for (; i > 0 && heap[(i - 1) / 2] > merge; i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
@@ -263,10 +258,11 @@ static inline uint64_t merge_pop(uint64_t *heap, int *count) {
     heap[i] = last;
     return first;
 }
-// A chunk while it is merged. The part that begins at i ends at end[i], 0: none does.
-// before[i]: where the part before it begins.
+// A chunk while it is merged. end[i]: where the part that begins at i ends, 0: no part begins there. before[i]: where the
+// part before it begins. heap, count: possible merges.
 typedef struct { const unsigned char *text; int bytes, *end, *before; uint64_t *heap; int count; } Merging;
-static inline void merge_offer(const Tokenizer *t, Merging *m, int start) {  // the part at start with the next one
+// Offers the merge of the part at `start` with the next part.
+static inline void merge_offer(const Tokenizer *t, Merging *m, int start) {
     const int middle = start < 0 ? m->bytes : m->end[start];
     const int id = middle < m->bytes ? tokenizer_find(t, m->text + start, m->end[middle] - start) : -1;
     if (id >= 0) merge_push(m->heap, &m->count, (uint64_t)id << 32 | (uint64_t)start);
@@ -274,13 +270,16 @@ static inline void merge_offer(const Tokenizer *t, Merging *m, int start) {  // 
 static inline int encode_chunk(const Tokenizer *t, Merging *m, int *ids) {
     int n = 0, length;
     if ((ids[0] = tokenizer_find(t, m->text, m->bytes)) >= 0) return 1;
-    for (int i = 0; i < m->bytes; i++) { m->end[i] = i + 1; m->before[i] = i - 1; }
+    for (int i = 0; i < m->bytes; i++) {
+        m->end[i] = i + 1;
+        m->before[i] = i - 1;
+    }
     for (int i = 0; i < m->bytes; i++) merge_offer(t, m, i);
     while (m->count) {
         const uint64_t merge = merge_pop(m->heap, &m->count);
         const int start = (int)(uint32_t)merge, middle = m->end[start];
         tokenizer_token(t, (int)(merge >> 32), &length);
-        if (!middle || middle == m->bytes || m->end[middle] != start + length) continue;  // a part was merged before
+        if (!middle || middle == m->bytes || m->end[middle] != start + length) continue;  // one of the two has been merged already
         const int end = m->end[start] = m->end[middle];
         m->end[middle] = 0;
         if (end < m->bytes) m->before[end] = start;
@@ -291,8 +290,9 @@ static inline int encode_chunk(const Tokenizer *t, Merging *m, int *ids) {
     return n;
 }
 
+// Writes at most `bytes` ids and returns how many.
 static inline int tokenizer_encode(const Tokenizer *t, const char *text, int bytes, int *ids) {
-    require(t->kind != TOKENIZER_UNKNOWN, "this tokenizer file does not say how to split text\nmake tokenizer.bin again with dev/data/prepare.py");
+    require(t->kind != TOKENIZER_UNKNOWN, "this tokenizer file does not say how to split text\n" TOKENIZER_HINT);
     const unsigned char *end = (const unsigned char *)text + bytes;
     Merging m = {(const unsigned char *)text, 0, NULL, NULL, NULL, 0};
     m.heap = (uint64_t *)malloc_or_die(2 * (size_t)bytes * sizeof *m.heap);  // each merge takes one and offers two

@@ -1,16 +1,16 @@
-// What every other file stands on: errors that say what to do, checked files and memory, a clock.
-// Plain C11 that also compiles as C++17, so that the CPU and the GPU trainer share it.
+// The base of every other file: errors with hints, checked memory and files, UTF-8, a clock.
+// Plain C11 that also compiles as C++17: the CPU and the GPU trainer share it.
 //
 //   require(condition, "what is wrong %d\nwhat to do about it", value)   for anything a user can cause
-//   assert(condition)                                                   for our own mistakes (always compiled in)
-// Both end in die_at(): stderr gets rank, message, hint and file:line, and the process ends with a non-zero status.
+//   assert(condition)                                                   for our own mistakes
+// A failed require prints rank, message, hint and file:line to stderr and ends the process with a non-zero status.
 #ifndef LLMC_UTILS_H
 #define LLMC_UTILS_H
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#undef NDEBUG  // asserts guard our own mistakes in shipped builds too
+#undef NDEBUG  // shipped builds check their assertions too
 #include <assert.h>
 #include <errno.h>
 #include <stdarg.h>
@@ -26,13 +26,12 @@
 #define GIT_REVISION "unknown"  // the Makefile passes -DGIT_REVISION='"..."'
 #endif
 
-// The rank that messages carry (-1: not in a parallel job), and what else must stop when this rank does.
+// The rank that messages name (-1: one process alone), and what else must stop with this process.
 static int die_rank = -1;
 static void (*die_hook)(void) = NULL;
 
-// Names and texts of files go to terminals, which obey what is written there: control characters (those of UTF-8, too) become '?'.
-__attribute__((unused))
-static char *printable(char *text, const char *except) {
+// Terminals obey control characters, also those of UTF-8. In names and texts from files they become '?'.
+static inline char *printable(char *text, const char *except) {
     for (unsigned char *p = (unsigned char *)text; *p; p++) {
         if (*p == 0xc2 && p[1] >= 0x80 && p[1] < 0xa0) *p = p[1] = '?';
         if ((*p < ' ' || *p == 0x7f) && !strchr(except, *p)) *p = '?';
@@ -40,103 +39,120 @@ static char *printable(char *text, const char *except) {
     return text;
 }
 
-__attribute__((unused, noreturn, cold, format(printf, 3, 4)))
-static void die_at(const char *file, int line, const char *format, ...) {
-    char text[2048], what[2048];
+__attribute__((noreturn, cold, format(printf, 3, 4)))
+static inline void die_at(const char *file, int line, const char *format, ...) {
+    char text[2048], what[2048], rank[32] = "";
     va_list args, again;
     va_start(args, format);
     va_copy(again, args);
     vsnprintf(text, sizeof text, format, args);
+    // The message ends where the format's own newline stands: a file name may contain others.
     snprintf(what, sizeof what, "%.*s", (int)strcspn(format, "\n"), format);
-    const int length = vsnprintf(NULL, 0, what, again);  // where the format's own end of line stands, not one of a name
+    const int length = vsnprintf(NULL, 0, what, again);
     va_end(args);
     va_end(again);
-    char rank[32] = "";
     if (die_rank >= 0) snprintf(rank, sizeof rank, "[rank %d] ", die_rank);
-    char *hint = length < (int)sizeof text && text[length] ? text + length : NULL;  // first line: what; second line: what to do
+    char *hint = length < (int)sizeof text && text[length] ? text + length : NULL;
     if (hint) *hint++ = 0;
-    printable(text, "");
-    if (hint) printable(hint, "\n");
     fflush(stdout);
-    fprintf(stderr, "\n%serror: %s\n", rank, text);
-    if (hint) fprintf(stderr, "%s  hint: %s\n", rank, hint);
+    fprintf(stderr, "\n%serror: %s\n", rank, printable(text, ""));
+    if (hint) fprintf(stderr, "%s  hint: %s\n", rank, printable(hint, "\n"));
     fprintf(stderr, "%s  at %s:%d\n", rank, file, line);
     fflush(stderr);
     if (die_hook) die_hook();
     exit(EXIT_FAILURE);
 }
 #define die(...) die_at(__FILE__, __LINE__, __VA_ARGS__)
-#define require(condition, ...) do { if (!(condition)) die_at(__FILE__, __LINE__, __VA_ARGS__); } while (0)
+#define unhandled(kind) die("kind %d is not handled here\nadd its case", (int)(kind))
+#define require(condition, ...) do { if (!(condition)) die(__VA_ARGS__); } while (0)
 
-// ---- memory and files: each call works or says why not
+// ---- memory and files: each call works, or stops and says why
 
-__attribute__((unused))
-static void *malloc_or_die_at(size_t bytes, const char *file, int line) {
-    void *p = NULL;  // 64-byte alignment: one cache line, one AVX-512 vector
-    if (posix_memalign(&p, 64, bytes ? bytes : 1) != 0)
-        die_at(file, line, "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", (double)bytes / 1048576.0);
+// Aligned to 64 bytes: one cache line, one AVX-512 vector.
+static inline void *malloc_or_die(size_t bytes) {
+    void *p = NULL;
+    require(posix_memalign(&p, 64, bytes ? bytes : 1) == 0,
+            "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", (double)bytes / 1048576.0);
     return p;
 }
-#define malloc_or_die(bytes) malloc_or_die_at((bytes), __FILE__, __LINE__)
-__attribute__((unused))
-static void *calloc_or_die_at(size_t bytes, const char *file, int line) {
-    return memset(malloc_or_die_at(bytes, file, line), 0, bytes);
-}
-#define calloc_or_die(bytes) calloc_or_die_at((bytes), __FILE__, __LINE__)
+static inline void *calloc_or_die(size_t bytes) { return memset(malloc_or_die(bytes), 0, bytes); }
 
-__attribute__((unused))
-static FILE *fopen_or_die_at(const char *path, const char *mode, const char *hint, const char *file, int line) {
+static inline FILE *fopen_or_die(const char *path, const char *mode, const char *hint) {
     FILE *f = fopen(path, mode);
-    if (!f) die_at(file, line, "cannot open '%s': %s\n%s", path, strerror(errno), hint);
+    require(f, "cannot open '%s': %s\n%s", path, strerror(errno), hint);
     return f;
 }
-#define fopen_or_die(path, mode, hint) fopen_or_die_at((path), (mode), (hint), __FILE__, __LINE__)
-
-// Reads exactly `bytes` at `offset` of an open descriptor, or stops with the file's name.
-__attribute__((unused))
-static void pread_or_die_at(int fd, void *destination, size_t bytes, uint64_t offset, const char *path, const char *file, int line) {
+// Reads exactly `bytes` bytes at `offset`.
+static inline void pread_or_die(int fd, void *destination, size_t bytes, uint64_t offset, const char *path) {
     char *to = (char *)destination;
-    while (bytes > 0) {
-        ssize_t n = pread(fd, to, bytes, (off_t)offset);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0) die_at(file, line, "cannot read '%s': %s\ncheck the disk and the file", path, strerror(errno));
-        if (n == 0) die_at(file, line, "'%s' ends %zu bytes too early\nthe file is truncated: make or download it again", path, bytes);
-        to += n; bytes -= (size_t)n; offset += (uint64_t)n;
+    for (ssize_t n; bytes > 0; to += n, bytes -= (size_t)n, offset += (uint64_t)n) {
+        while ((n = pread(fd, to, bytes, (off_t)offset)) < 0 && errno == EINTR) {}
+        require(n >= 0, "cannot read '%s': %s\ncheck the disk and the file", path, strerror(errno));
+        require(n > 0, "'%s' ends %zu bytes too early\nthe file is truncated: make or download it again", path, bytes);
     }
 }
-#define pread_or_die(fd, destination, bytes, offset, path) pread_or_die_at((fd), (destination), (bytes), (offset), (path), __FILE__, __LINE__)
 
-__attribute__((unused))
-static int file_exists(const char *path) { struct stat s; return stat(path, &s) == 0; }
-__attribute__((unused))
-static int is_directory(const char *path) { struct stat s; return stat(path, &s) == 0 && S_ISDIR(s.st_mode); }
-
-// Makes a folder and its parents; says so when the place is not writable.
-__attribute__((unused))
-static void make_directory(const char *path) {
+static inline int file_exists(const char *path) {
+    struct stat s;
+    return stat(path, &s) == 0;
+}
+static inline int is_directory(const char *path) {
+    struct stat s;
+    return stat(path, &s) == 0 && S_ISDIR(s.st_mode);
+}
+// The name of a file without its folders.
+static inline const char *file_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+// A folder with all its parents.
+static inline void make_directory(const char *path) {
+    #define DIRECTORY_HINT "name a folder that you may write to"
     char part[4096];
     require(strlen(path) < sizeof part, "folder name is too long: %.80s...\nuse a shorter path", path);
     strcpy(part, path);
     for (char *slash = part + 1;; slash++) {
-        if (*slash && *slash != '/') continue;
-        char kept = *slash;
+        const char kept = *slash;
+        if (kept && kept != '/') continue;
         *slash = 0;
-        if (mkdir(part, 0777) != 0 && errno != EEXIST)
-            die("cannot make folder '%s': %s\nname a folder that you may write to", part, strerror(errno));
-        if (!(*slash = kept)) break;
+        require(mkdir(part, 0777) == 0 || errno == EEXIST, "cannot make folder '%s': %s\n" DIRECTORY_HINT, part,
+                strerror(errno));
+        if (!kept) break;
+        *slash = kept;
     }
-    require(is_directory(path) && access(path, W_OK | X_OK) == 0, "folder '%s' is not writable\nname a folder that you may write to", path);
+    require(is_directory(path) && access(path, W_OK | X_OK) == 0, "folder '%s' is not writable\n" DIRECTORY_HINT, path);
 }
 
-// Seconds from a clock that never jumps.
-__attribute__((unused))
-static double now_seconds(void) {
+// ---- text
+
+// The code point at p and its length in bytes; -1 and length 1 where the bytes are not UTF-8 (RFC 3629).
+// Reads no further than `end`, nor than a terminating NUL.
+static inline int utf8_next(const unsigned char *p, const unsigned char *end, int *length) {
+    const int need = *p < 0x80 ? 1 : *p < 0xc2 ? 0 : *p < 0xe0 ? 2 : *p < 0xf0 ? 3 : *p < 0xf5 ? 4 : 0;
+    *length = 1;
+    if (need == 0 || need > end - p) return -1;
+    int c = need == 1 ? *p : *p & (0x7f >> need);
+    for (int i = 1; i < need; i++) {
+        if ((p[i] & 0xc0) != 0x80) return -1;
+        c = c << 6 | (p[i] & 0x3f);
+    }
+    const int overlong = (need == 3 && c < 0x800) || (need == 4 && c < 0x10000);
+    const int surrogate = c >= 0xd800 && c < 0xe000;
+    if (overlong || surrogate || c > 0x10ffff) return -1;
+    *length = need;
+    return c;
+}
+
+// ---- time, loops, arithmetic
+
+// Seconds on a clock that never jumps.
+static inline double now_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// Before a loop whose rounds are independent: shared by the CPU's threads where the build has OpenMP.
+// Before a loop whose iterations are independent: the CPU's threads share them if the build has OpenMP.
 #ifdef _OPENMP
 #define PARALLEL_FOR _Pragma("omp parallel for schedule(static)")
 #else

@@ -1,7 +1,7 @@
 // json.h: any bytes as a document. What was read is written again, and reads back to the same text.
 #include "fuzz.h"
 
-#include "../../llmc/json.h"
+#include "../test/json_text.h"
 
 static void write_value(FILE *f, const Json *j, int value) {
     int64_t whole;

@@ -151,8 +151,8 @@ def test_help_lists_every_letter_of_llm_c(trainer):
 # ---- help, version, near names
 
 # name -> (letters, what it changes, help), as options.h has them
-OPTIONS = {name: (letters, mark, text) for name, letters, mark, text in re.findall(
-    r'(?:STR|INT|FLT)\(\w+, "([\w-]+)", "(\w*)", \'(.)\', (?:"[^"]*"|[^",]+)(?:, [^",]+, [^",]+)?, +"([^"]*)"\)',
+OPTIONS = {field.replace("_", "-"): (letters, mark, text) for field, letters, mark, text in re.findall(
+    r'(?:STR|INT|FLT)\((\w+), "(\w*)", \'(.)\', (?:"[^"]*"|[^",]+)(?:, [^",]+, [^",]+)?, +"([^"]*)"\)',
     (ROOT / "llmc/options.h").read_text().replace("\\\n", " "))}
 
 

@@ -1,8 +1,8 @@
 // json.h: what it accepts, what it refuses, that no damaged text leads outside the buffer, and that what is written reads back.
-#include "llmc/json.h"
 #include "llmc/rand.h"
 
 #include "dev/test/check.h"
+#include "dev/test/json_text.h"
 
 static int parses(const char *text) {
     Json j;

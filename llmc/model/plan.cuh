@@ -32,9 +32,6 @@ typedef struct {
     Linear qkv, proj, fc, fcproj, head;  // without weights and buffers
 } Plan;
 
-// Widths of a token's rows.
-static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
-static inline int fc_width(const Config *c) { return activation_inputs(c->mlp) * c->ffn_dim; }
 static inline int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
 
 // Where the activation is part of a product. Our kernel has the bits of a product with the activation apart and is faster (dev/cuda/matmul.cu).
