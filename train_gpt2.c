@@ -553,29 +553,33 @@ static inline double sum_of_squares(const float *x, size_t n) {
 }
 
 #ifndef LLMC_ORACLE
-// ---- the model: buffers, forward, backward, update. The backend (llmc/backend.h) of the CPU trainer.
+// ---- the model, as the training loop (llmc/trainer.h) sees it through llmc/backend.h: the functions of train_gpt2.cu in
+// the same order.
 //
-// One block, for every family (which norm, position and activation: flags of Config):
-//   h1 = norm(x);      qkv = h1 Wqkv^T + b; rope turns q and k; y = attention(qkv);     x_mid = x + y Wproj^T + b
-//   h2 = norm(x_mid);  f = h2 Wfc^T + b; a = gelu(f), or silu(gate) * up with f = [gate | up];  x_out = x_mid + a Wfcproj^T + b
-// All of these are kept for backward; --recompute 1 keeps one `a` for all layers, 2 also one h1 and h2, 3 one of everything but x_out:
-// backward computes them again.
+// One block, for every family:
+//   h1 = norm1(x)     q,k,v = rope(h1 Wqkv^T + b)     y = attention(q,k,v)     x_mid = x + y Wproj^T + b
+//   h2 = norm2(x_mid) f = h2 Wfc^T + b                a = activation(f)        x_out = x_mid + a Wfcproj^T + b
+// Backward reads all of these. --recompute 1 keeps one `a` for all blocks, 2 also one h1 and h2, 3 one of everything but
+// x_out; backward computes the missing ones again.
 //
-// With --tp (llmc/mesh.h) `local` are this rank's sizes. x, h and their statistics are N/tp rows of N, everything else all rows of some
-// heads, of a stretch of F or of some words; gather_rows and scatter_rows lie between. With one rank both do nothing.
+// With --tp (llmc/mesh.h) `local` has this rank's sizes. x, h and their statistics are N/tp rows of N. All else are all N rows
+// of some heads, of a part of F or of a part of the vocabulary. gather_rows and scatter_rows convert; alone they do nothing.
 #include <sys/mman.h>
 
 #include "llmc/backend.h"
 #include "llmc/rope_table.h"
 
+// ---- what is kept
+
+// A norm's weights, their gradients, the statistics of its rows, and its input: the stream.
+typedef struct { float *weight, *bias, *dweight, *dbias, *mean, *rstd; const float *x; } Norm;
+// weight (out,in), bias (out) or NULL, and their gradients.
+typedef struct { float *weight, *bias, *dweight, *dbias; int in, out; } Linear;
+// A block's activations.
 typedef struct {
     float *h1, *mean1, *rstd1, *qkv, *y, *lse, *x_mid, *h2, *mean2, *rstd2, *f, *a, *x_out;
-} LayerActs;
-
-// A layer's weights, or their gradients: pointers into the parameter buffer, NULL where the family has none.
-typedef struct {
-    float *ln1w, *ln1b, *qkvw, *qkvb, *projw, *projb, *ln2w, *ln2b, *fcw, *fcb, *fcprojw, *fcprojb;
-} BlockParams;
+} BlockActs;
+typedef struct { Norm norm1, norm2; Linear qkv, proj, fc, fcproj; BlockActs a; } Block;
 
 // Keys and values of all tokens that generation has seen.
 typedef struct {
@@ -585,85 +589,97 @@ typedef struct {
 } KvCache;
 
 struct Model {
-    Config config, local;                   // the whole model's; with the sizes of this rank
+    Config config, local;                   // the whole model's sizes; this rank's
     ParamTable table;
     const Mesh *mesh;
     int B, T, recompute, zero_stage;
     float *weights, *grads;                 // the layout of the table
-    void *m, *v;                            // the same, fp32 or bf16 (uint16_t); with ZeRO 1 this rank's pieces, one after another
+    void *m, *v;                            // the same, fp32 or bf16 (uint16_t); ZeRO 1: this rank's shards, one after another
     int bf16_states;
     uint64_t seed;                          // of the states' stochastic rounding
-    char *snapshots[NUM_SLOTS];             // --save-async: a copy of this rank's shards of a slot, unit after unit
-    float *exchange;                        // room for the other ranks' gradients
-    int spread;                             // ranks that the rows of the residual stream are spread over: tp, but 1 while decoding
-    float *gathered, *partial;              // tp: all rows (B*T,C) of what is spread; gradients of which all ranks have parts, (tp, ..)
-    LogitSums *logit_sums;                  // tp: (tp, head_rows)
+    char *snapshots[NUM_SLOTS];             // --save-async: a copy of this rank's shards of a slot
+    float *exchange;                        // the other ranks' gradients
+    float *gathered, *partial;              // tp: all rows (B*T,C); gradients of which every rank has a part (tp,..)
+    LogitSums *logit_sums;                  // tp: (tp,head_rows)
     int *words;                             // tp: (B,T) tokens as rows of this rank's embedding
     float *x_embedding, *h_final, *mean_final, *rstd_final, *losses, *cos_sin;
-    LayerActs *layers;
-    float *logits;                          // (head_rows, Vp): the head runs on so many rows at a time
-    int head_rows;
-    float *dx, *branch, *dqkv, *df, *da;    // backward: gradient of the residual stream, of a block's branch, and inside it
+    BlockActs *blocks;
+    float *logits;                          // (head_rows,Vp)
+    int head_rows;                          // rows that the head runs on at a time
+    float *dx, *branch, *dqkv, *df, *da;    // gradients: of the residual stream, of a block's branch, and inside the branch
     double loss;                            // sum over the step's micro-steps
-    KvCache cache;                          // empty unless something is generated
+    KvCache cache;                          // empty unless this rank samples
     void **owned;                           // what model_close frees
     int num_owned;
     size_t bytes;
     char device[128];
 };
 
+// One pass forward, or forward and backward, over B sequences of T tokens.
+typedef struct {
+    int B, T, N, rows;        // N = B * T; rows of the stream that this rank has: N / tp, while decoding N
+    int accumulate, reduce;   // add to the gradients; sum them over ranks as soon as they are complete
+    const KvCache *cache;     // decoding: the tokens follow those in the cache
+} Pass;
 
-static size_t rows_here(const Model *m, int N) { return (size_t)N / (size_t)m->spread; }
+// ---- units
+
 static float *param_pointer(const Model *m, float *buffer, int unit, Role role) {
-    size_t at = param_at(&m->table, unit, role);
-    return at == NO_PARAM ? NULL : buffer + at;
+    const size_t at = param_at(&m->table, unit, role);
+    return at == NO_PARAM || !buffer ? NULL : buffer + at;
 }
-static float *head_weight(const Model *m, float *buffer) {
-    return m->config.tied ? param_pointer(m, buffer, 0, ROLE_WTE) : param_pointer(m, buffer, m->config.num_layers + 1, ROLE_HEADW);
+static Norm norm_of(const Model *m, int unit, Role role, float *mean, float *rstd, const float *x) {
+    const Role bias = role + 1;  // ROLE_..B follows ROLE_..W
+    return (Norm){param_pointer(m, m->weights, unit, role), param_pointer(m, m->weights, unit, bias),
+                  param_pointer(m, m->grads, unit, role), param_pointer(m, m->grads, unit, bias), mean, rstd, x};
 }
-static BlockParams block_params(const Model *m, float *buffer, int layer) {
-    const int u = layer + 1;
-    BlockParams p;
-    p.ln1w = param_pointer(m, buffer, u, ROLE_LN1W);       p.ln1b = param_pointer(m, buffer, u, ROLE_LN1B);
-    p.qkvw = param_pointer(m, buffer, u, ROLE_QKVW);       p.qkvb = param_pointer(m, buffer, u, ROLE_QKVB);
-    p.projw = param_pointer(m, buffer, u, ROLE_PROJW);     p.projb = param_pointer(m, buffer, u, ROLE_PROJB);
-    p.ln2w = param_pointer(m, buffer, u, ROLE_LN2W);       p.ln2b = param_pointer(m, buffer, u, ROLE_LN2B);
-    p.fcw = param_pointer(m, buffer, u, ROLE_FCW);         p.fcb = param_pointer(m, buffer, u, ROLE_FCB);
-    p.fcprojw = param_pointer(m, buffer, u, ROLE_FCPROJW); p.fcprojb = param_pointer(m, buffer, u, ROLE_FCPROJB);
-    return p;
+static Linear linear_of(const Model *m, int unit, Role weight, Role bias, int in, int out) {
+    return (Linear){param_pointer(m, m->weights, unit, weight), param_pointer(m, m->weights, unit, bias),
+                    param_pointer(m, m->grads, unit, weight), param_pointer(m, m->grads, unit, bias), in, out};
+}
+static const float *block_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->blocks[l - 1].x_out; }
+static Block block_get(const Model *m, int l) {
+    const Config *c = &m->local;
+    const int u = l + 1, C = c->channels, Q = c->num_heads * c->head_dim;
+    Block b;
+    b.a = m->blocks[l];
+    b.norm1 = norm_of(m, u, ROLE_LN1W, b.a.mean1, b.a.rstd1, block_input(m, l));
+    b.norm2 = norm_of(m, u, ROLE_LN2W, b.a.mean2, b.a.rstd2, b.a.x_mid);
+    b.qkv = linear_of(m, u, ROLE_QKVW, ROLE_QKVB, C, qkv_width(c));
+    b.proj = linear_of(m, u, ROLE_PROJW, ROLE_PROJB, Q, C);
+    b.fc = linear_of(m, u, ROLE_FCW, ROLE_FCB, C, fc_width(c));
+    b.fcproj = linear_of(m, u, ROLE_FCPROJW, ROLE_FCPROJB, c->ffn_dim, C);
+    return b;
+}
+// The gradients of a unit are complete on every rank: makes them the sums over ranks, of this rank's shard or (ZeRO 0) of all.
+static void unit_release(Model *m, const Pass *p, int unit) {
+    const Comm *dp = &m->mesh->dp;
+    const Span all = param_unit(&m->table, unit);
+    const size_t shard = all.count / (size_t)dp->world;
+    if (!p->reduce) return;
+    tp_sum_partial(&m->mesh->tp, &m->table, unit, m->grads, m->partial);
+    comm_reduce_scatter(dp, m->grads + all.begin, shard, m->exchange);
+    if (!m->zero_stage) comm_all_gather(dp, m->grads + all.begin, shard * sizeof(float));
+    timing_clock_lap(TIMING_RANKS, 0, 0);
 }
 
-// ---- buffers
+// ---- rows of the residual stream, divided over the tensor-parallel group
 
-static void *room(Model *m, size_t size) {
-    m->owned = (void **)realloc(m->owned, (size_t)(m->num_owned + 1) * sizeof(void *));
-    require(m->owned, "out of memory for the list of buffers\nuse a smaller model");
-    const size_t bytes = round_up(size, 64);
-    char *p = (char *)malloc_or_die(bytes);
-    char *page = (char *)round_up((size_t)p, 4096);
-    if (bytes > 1 << 22) madvise(page, (size_t)(p + bytes - page), MADV_HUGEPAGE);  // large pages: fewer address look-ups
-    m->bytes += bytes;
-    return m->owned[m->num_owned++] = memset(p, 0, bytes);
-}
-static float *floats(Model *m, size_t count) { return (float *)room(m, count * sizeof(float)); }
-
-// ---- rows of the residual stream, spread over the tensor-parallel group
-
-// All N rows of what this rank has some of. Good until the next call.
-static const float *gather_rows(Model *m, const float *mine, int N) {
-    if (m->spread == 1) return mine;
-    const size_t piece = rows_here(m, N) * (size_t)m->config.channels;
+// All N rows of what this rank has some of. Valid until the next call.
+static const float *gather_rows(Model *m, const Pass *p, const float *mine) {
+    const size_t piece = (size_t)p->rows * m->config.channels;
+    if (p->rows == p->N) return mine;
     memcpy(m->gathered + (size_t)m->mesh->tp.rank * piece, mine, piece * sizeof(float));
     comm_all_gather(&m->mesh->tp, m->gathered, piece * sizeof(float));
     timing_clock_lap(TIMING_RANKS, 0, 0);
     return m->gathered;
 }
-// Every rank has a part of the sum of all (N,C): this rank's rows of the sum, in place. Rows that are not spread are summed on every rank.
-static const float *scatter_rows(Model *m, float *parts, int N) {
+// Every rank has a part of the sum of all (N,C). Returns this rank's rows of the sum, in place; while decoding all rows.
+static const float *scatter_rows(Model *m, const Pass *p, float *parts) {
     const Comm *tp = &m->mesh->tp;
-    const size_t piece = rows_here(m, N) * (size_t)m->config.channels;
+    const size_t piece = (size_t)p->rows * m->config.channels;
     if (tp->world == 1) return parts;
-    if (m->spread > 1) {
+    if (p->rows < p->N) {
         comm_reduce_scatter(tp, parts, piece, m->exchange);
         parts += (size_t)tp->rank * piece;
     } else {
@@ -675,123 +691,146 @@ static const float *scatter_rows(Model *m, float *parts, int N) {
     timing_clock_lap(TIMING_RANKS, 0, 0);
     return parts;
 }
-// The second layer of a branch: out (N,C) = residual + bias + a (N,K) w (C,K)^T, of whose columns every rank has some.
-static void project(Model *m, float *out, const float *residual, const float *bias, const float *a, const float *w, int N, int K) {
-    const int C = m->config.channels, alone = m->mesh->tp.world == 1;
-    multiply(alone ? out : m->branch, C, alone ? residual : NULL, alone ? bias : NULL, matrix(a, K), transposed(w, K), N, C, K);
-    timing_clock_lap("matmul", 2.0 * N * C * K, 0);
-    if (alone) return;
-    const float *sum = scatter_rows(m, m->branch, N);
-    for (size_t n = 0; n < rows_here(m, N); n++)
-        for (size_t i = n * (size_t)C, c = 0; c < (size_t)C; i++, c++) out[i] = residual[i] + (bias ? bias[c] : 0) + sum[i];
-}
-// Tokens as rows of this rank's embedding; < 0: another rank has the word.
-static const int *words_here(const Model *m, const int *tokens, int N) {
+// Tokens as rows of this rank's embedding. -1: the row is another rank's.
+static const int *words_here(const Model *m, const Pass *p, const int *tokens) {
     if (m->mesh->tp.world == 1) return tokens;
     const int first = m->mesh->tp.rank * m->local.padded_vocab_size;
-    for (int n = 0; n < N; n++) m->words[n] = tokens[n] >= first && tokens[n] - first < m->local.vocab_size ? tokens[n] - first : -1;
+    for (int n = 0; n < p->N; n++) {
+        const int row = tokens[n] - first;
+        m->words[n] = row >= 0 && row < m->local.vocab_size ? row : -1;
+    }
     return m->words;
 }
 
 // ---- forward
 
-static const float *block_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->layers[l - 1].x_out; }
-
-static void activation_forward(const Model *m, float *a, const float *f, int N) {
-    if (m->config.mlp == MLP_SWIGLU) swiglu_forward_cpu(a, f, N, m->local.ffn_dim);
-    else gelu_forward_cpu(a, f, (size_t)N * m->local.ffn_dim);
+static void norm_rows(const Model *m, const Pass *p, const Norm *n, float *out) {
+    norm_forward_cpu(m->config.norm, out, n->mean, n->rstd, n->x, n->weight, n->bias, p->rows, m->config.channels,
+                     m->config.norm_eps);
+    timing_clock_lap("norm", 0, 0);
 }
-
-// All of a block but its output. Recomputing it in backward, which needs no output, is this again. cache: NULL in training; else T new
-// tokens follow those that it holds.
-static void block_inside(Model *m, int l, int B, int T, const KvCache *cache) {
-    const Config *c = &m->local;
-    const LayerActs *a = &m->layers[l];
-    const BlockParams w = block_params(m, m->weights, l);
-    const int N = B * T, rows = (int)rows_here(m, N), C = c->channels, Q = c->num_heads * c->head_dim;
-    const float *x = block_input(m, l);
-    norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, x, w.ln1w, w.ln1b, rows, C, c->norm_eps);
-    timing_clock_lap("norm", 0, 0);
-    matmul_forward_cpu(a->qkv, gather_rows(m, a->h1, N), w.qkvw, w.qkvb, N, C, qkv_width(c));
-    timing_clock_lap("matmul", 2.0 * N * C * qkv_width(c), 0);
-    if (c->position == POSITION_ROPE) rope_forward_cpu(a->qkv, cache ? cache->cos_sin + (size_t)cache->count * c->head_dim : m->cos_sin, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
-    if (cache) {
-        const size_t layer = (size_t)l * B * c->num_kv_heads * cache->room * c->head_dim;
-        attention_decode_cpu(a->y, a->lse, cache->keys + layer, cache->values + layer, a->qkv, B, T, cache->count, cache->room, c->num_heads, c->num_kv_heads, c->head_dim);
-    } else {
-        attention_forward_cpu(a->y, a->lse, a->qkv, B, T, c->num_heads, c->num_kv_heads, c->head_dim);
+static void linear_forward(Model *m, const Pass *p, const Linear *l, float *out, const float *h) {
+    matmul_forward_cpu(out, gather_rows(m, p, h), l->weight, l->bias, p->N, l->in, l->out);
+    timing_clock_lap("matmul", 2.0 * p->N * l->in * l->out, 0);
+}
+// The second layer of a branch: out (rows,C) = x + bias + a weight^T. Every tensor-parallel rank has some columns of a.
+static void linear_project(Model *m, const Pass *p, const Linear *l, float *out, const float *x, const float *a) {
+    const int C = l->out, alone = m->mesh->tp.world == 1;
+    multiply(alone ? out : m->branch, C, alone ? x : NULL, alone ? l->bias : NULL, matrix(a, l->in),
+             transposed(l->weight, l->in), p->N, C, l->in);
+    timing_clock_lap("matmul", 2.0 * p->N * C * l->in, 0);
+    if (alone) return;
+    const float *sum = scatter_rows(m, p, m->branch);
+    for (size_t i = 0; i < (size_t)p->rows * C; i++) out[i] = x[i] + (l->bias ? l->bias[i % C] : 0) + sum[i];
+}
+static void activation_forward(const Model *m, const Pass *p, float *a, const float *f) {
+    const int F = m->local.ffn_dim;
+    switch (m->config.mlp) {
+    case MLP_GELU: gelu_forward_cpu(a, f, (size_t)p->N * F); break;
+    case MLP_SWIGLU: swiglu_forward_cpu(a, f, p->N, F); break;
+    default: unhandled(m->config.mlp);
     }
-    timing_clock_lap("attention", 2.0 * B * T * T * Q, 0);
-    project(m, a->x_mid, x, w.projb, a->y, w.projw, N, Q);
-    norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, rows, C, c->norm_eps);
-    timing_clock_lap("norm", 0, 0);
-    matmul_forward_cpu(a->f, gather_rows(m, a->h2, N), w.fcw, w.fcb, N, C, fc_width(c));
-    timing_clock_lap("matmul", 2.0 * N * C * fc_width(c), 0);
-    activation_forward(m, a->a, a->f, N);
     timing_clock_lap("activation", 0, 0);
 }
-static void block_forward(Model *m, int l, int B, int T, const KvCache *cache) {
-    const LayerActs *a = &m->layers[l];
-    const BlockParams w = block_params(m, m->weights, l);
+static void attend_block(const Model *m, const Pass *p, const Block *b, int l) {
+    const Config *c = &m->local;
+    const KvCache *k = p->cache;
+    const int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
+    const float *cos_sin = k ? k->cos_sin + (size_t)k->count * HD : m->cos_sin;
+    if (position_is_rotary(c->position)) rope_forward_cpu(b->a.qkv, cos_sin, p->B, p->T, NH, NKV, HD);
+    if (k) {
+        const size_t block = (size_t)l * p->B * NKV * k->room * HD;
+        attention_decode_cpu(b->a.y, b->a.lse, k->keys + block, k->values + block, b->a.qkv, p->B, p->T, k->count, k->room,
+                             NH, NKV, HD);
+    } else {
+        attention_forward_cpu(b->a.y, b->a.lse, b->a.qkv, p->B, p->T, NH, NKV, HD);
+    }
+    timing_clock_lap("attention", 2.0 * p->N * p->T * NH * HD, 0);
+}
+// A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
+static void block_inside(Model *m, const Pass *p, const Block *b, int l) {
+    const BlockActs *a = &b->a;
+    norm_rows(m, p, &b->norm1, a->h1);
+    linear_forward(m, p, &b->qkv, a->qkv, a->h1);
+    attend_block(m, p, b, l);
+    linear_project(m, p, &b->proj, a->x_mid, b->norm1.x, a->y);
+    norm_rows(m, p, &b->norm2, a->h2);
+    linear_forward(m, p, &b->fc, a->f, a->h2);
+    activation_forward(m, p, a->a, a->f);
+}
+static void block_forward(Model *m, const Pass *p, int l) {
+    const Block b = block_get(m, l);
     watchdog_beat(PHASE_FORWARD, l);
-    block_inside(m, l, B, T, cache);
-    project(m, a->x_out, a->x_mid, w.fcprojb, a->a, w.fcprojw, B * T, m->local.ffn_dim);
+    block_inside(m, p, &b, l);
+    linear_project(m, p, &b.fcproj, b.a.x_out, b.a.x_mid, b.a.a);
 }
 
 // tokens (B,T) -> the stream, m->x_embedding (rows,C)
-static void embed(Model *m, const int *tokens, int B, int T, const KvCache *cache) {
-    const Config *c = &m->config;
-    const int N = B * T, C = c->channels, alone = m->mesh->tp.world == 1, rows = (int)rows_here(m, N);
-    const float *wpe = param_pointer(m, m->weights, 0, ROLE_WPE);
-    for (int n = 0; n < N; n++)
-        require(tokens[n] >= 0 && tokens[n] < c->vocab_size, "token id %d is not in the vocabulary of %d\nuse data made with the model's tokenizer", tokens[n], c->vocab_size);
-    if (wpe && cache) wpe += (size_t)cache->count * C;
-    embedding_forward_cpu(alone ? m->x_embedding : m->branch, words_here(m, tokens, N), param_pointer(m, m->weights, 0, ROLE_WTE), alone ? wpe : NULL, B, T, C);
+static void embed(Model *m, const Pass *p, const int *tokens) {
+    const int C = m->config.channels, V = m->config.vocab_size, alone = m->mesh->tp.world == 1;
+    const float *wte = param_pointer(m, m->weights, 0, ROLE_WTE), *wpe = param_pointer(m, m->weights, 0, ROLE_WPE);
+    for (int n = 0; n < p->N; n++)
+        require(tokens[n] >= 0 && tokens[n] < V, "token id %d is not in the vocabulary of %d\n"
+                "use data made with the model's tokenizer", tokens[n], V);
+    if (wpe && p->cache) wpe += (size_t)p->cache->count * C;
+    float *out = alone ? m->x_embedding : m->branch;
+    embedding_forward_cpu(out, words_here(m, p, tokens), wte, alone ? wpe : NULL, p->B, p->T, C);
     timing_clock_lap("embedding", 0, 0);
     if (alone) return;
-    const int first = m->spread > 1 ? m->mesh->tp.rank * rows : 0;
-    const float *words = scatter_rows(m, m->branch, N);  // a word is one rank's, the others give zeros
-    for (int n = 0; n < rows; n++)
-        for (int i = 0; i < C; i++) m->x_embedding[(size_t)n * C + i] = words[(size_t)n * C + i] + (wpe ? wpe[(size_t)((first + n) % T) * C + i] : 0);
+    const size_t first = p->rows < p->N ? (size_t)m->mesh->tp.rank * p->rows : 0;
+    const float *words = scatter_rows(m, p, m->branch);  // each word is one rank's, the others have zeros
+    for (size_t i = 0; i < (size_t)p->rows * C; i++)
+        m->x_embedding[i] = words[i] + (wpe ? wpe[(first + i / C) % p->T * C + i % C] : 0);
+}
+static Norm final_norm(const Model *m) {
+    const int L = m->config.num_layers;
+    return norm_of(m, L + 1, ROLE_LNFW, m->mean_final, m->rstd_final, block_input(m, L));
 }
 // tokens (B,T) -> m->h_final (rows,C)
-static void model_forward(Model *m, const int *tokens, int B, int T, const KvCache *cache) {
-    const Config *c = &m->config;
-    const int last = c->num_layers + 1;
-    embed(m, tokens, B, T, cache);
-    for (int l = 0; l < c->num_layers; l++) block_forward(m, l, B, T, cache);
-    norm_forward_cpu(c->norm, m->h_final, m->mean_final, m->rstd_final, block_input(m, c->num_layers), param_pointer(m, m->weights, last, ROLE_LNFW),
-                     param_pointer(m, m->weights, last, ROLE_LNFB), (int)rows_here(m, B * T), c->channels, c->norm_eps);
-    timing_clock_lap("norm", 0, 0);
+static void model_forward(Model *m, const Pass *p, const int *tokens) {
+    const Norm norm = final_norm(m);
+    embed(m, p, tokens);
+    for (int l = 0; l < m->config.num_layers; l++) block_forward(m, p, l);
+    norm_rows(m, p, &norm, m->h_final);
 }
 
 // ---- head: forward and its own backward
 
-// m->h_final -> m->losses and, if asked, the head's own backward: its weight gradient, and the gradient of h_final in m->branch.
-// Some rows at a time, so that the logits never fill the memory. (Each sum over rows goes on where the chunk before ended: the bits
-// do not depend on the chunks.) With tp the gradient of h_final is a part of a sum.
-static void head(Model *m, const int *targets, float dloss, int backward, int accumulate) {
-    const Config *c = &m->local;
+static float *head_weight(const Model *m, float *buffer) {
+    const int tied = m->config.tied;
+    return param_pointer(m, buffer, tied ? 0 : m->config.num_layers + 1, tied ? ROLE_WTE : ROLE_HEADW);
+}
+// Losses of rows from n0 on; m->logits becomes their gradient. Each tensor-parallel rank has some columns.
+static void head_losses(Model *m, const int *targets, int n0, int rows, float dloss, int backward) {
     const Comm *tp = &m->mesh->tp;
-    const int N = m->B * m->T, C = c->channels, Vp = c->padded_vocab_size;
-    const float *w = head_weight(m, m->weights), *h_all = gather_rows(m, m->h_final, N);
-    for (int n0 = 0; n0 < N; n0 += m->head_rows) {
-        const int rows = min_int(N - n0, m->head_rows);
-        watchdog_beat(PHASE_FORWARD, c->num_layers);
+    const int V = m->local.vocab_size, Vp = m->local.padded_vocab_size;
+    float *losses = m->losses + n0;
+    targets += n0;
+    if (tp->world == 1) classifier_cpu(m->logits, losses, targets, dloss, rows, V, Vp, backward);
+    else {
+        classifier_sums_cpu(m->logit_sums + (size_t)tp->rank * rows, m->logits, targets, tp->rank, rows, V, Vp);
+        timing_clock_lap("classifier", 0, 0);
+        comm_all_gather(tp, m->logit_sums, (size_t)rows * sizeof(LogitSums));
+        timing_clock_lap(TIMING_RANKS, 0, 0);
+        classifier_ranks_cpu(m->logits, losses, m->logit_sums, targets, dloss, tp->world, tp->rank, rows, V, Vp, backward);
+    }
+    timing_clock_lap("classifier", 0, 0);
+}
+// m->h_final -> m->losses; backward: the head's weight gradient, and that of h_final in m->branch (tp: a part of a sum).
+// Runs on head_rows rows at a time to bound the memory of the logits. Each sum over rows goes on where the chunk before
+// ended, so results do not depend on the chunks.
+static void head(Model *m, const Pass *p, const int *targets, float dloss, int backward) {
+    const int C = m->config.channels, Vp = m->local.padded_vocab_size;
+    const float *w = head_weight(m, m->weights), *h_all = gather_rows(m, p, m->h_final);
+    for (int n0 = 0; n0 < p->N; n0 += m->head_rows) {
+        const int rows = min_int(p->N - n0, m->head_rows);
         const float *h = h_all + (size_t)n0 * C;
+        watchdog_beat(PHASE_FORWARD, m->config.num_layers);
         matmul_forward_cpu(m->logits, h, w, NULL, rows, C, Vp);
         timing_clock_lap("head", 2.0 * rows * C * Vp, 0);
-        if (tp->world == 1) classifier_cpu(m->logits, m->losses + n0, targets + n0, dloss, rows, c->vocab_size, Vp, backward);
-        else {
-            classifier_sums_cpu(m->logit_sums + (size_t)tp->rank * rows, m->logits, targets + n0, tp->rank, rows, c->vocab_size, Vp);
-            timing_clock_lap("classifier", 0, 0);
-            comm_all_gather(tp, m->logit_sums, (size_t)rows * sizeof(LogitSums));
-            timing_clock_lap(TIMING_RANKS, 0, 0);
-            classifier_ranks_cpu(m->logits, m->losses + n0, m->logit_sums, targets + n0, dloss, tp->world, tp->rank, rows, c->vocab_size, Vp, backward);
-        }
-        timing_clock_lap("classifier", 0, 0);
+        head_losses(m, targets, n0, rows, dloss, backward);
         if (!backward) continue;
-        matmul_backward_weight(head_weight(m, m->grads), m->logits, h, rows, C, Vp, accumulate || n0 > 0);
+        matmul_backward_weight(head_weight(m, m->grads), m->logits, h, rows, C, Vp, p->accumulate || n0 > 0);
         matmul_backward_input_cpu(m->branch + (size_t)n0 * C, m->logits, w, rows, C, Vp);
         timing_clock_lap("head backward", 4.0 * rows * C * Vp, 0);
     }
@@ -799,141 +838,168 @@ static void head(Model *m, const int *targets, float dloss, int backward, int ac
 
 // ---- backward
 
-// m->dx is the gradient of the block's output on entry and of its input on return.
-static void block_backward(Model *m, int l, int accumulate) {
+// dinp (N,in) = dout (N,out) weight
+static void linear_backward_input(const Pass *p, const Linear *l, float *dinp, const float *dout) {
+    matmul_backward_input_cpu(dinp, dout, l->weight, p->N, l->in, l->out);
+    timing_clock_lap("block backward", 2.0 * p->N * l->in * l->out, 0);
+}
+// The gradients of weight and bias. The bias sums over `bias_rows` rows of bias_dout: a projection's over this rank's rows of
+// the stream's gradient, of which dout are all rows.
+static void linear_backward_weight(const Pass *p, const Linear *l, const float *dout, const float *inp,
+                                   const float *bias_dout, int bias_rows) {
+    matmul_backward_weight(l->dweight, dout, inp, p->N, l->in, l->out, p->accumulate);
+    if (l->dbias) bias_backward_cpu(l->dbias, bias_dout, bias_rows, l->out);
+    timing_clock_lap("block backward", 2.0 * p->N * l->in * l->out, 0);
+}
+// The gradient of the stream, m->dx, goes on through a norm. m->branch has the gradient of the norm's output.
+static void norm_gradient(Model *m, const Pass *p, const Norm *n) {
+    const float *dout = scatter_rows(m, p, m->branch);
+    norm_backward_cpu(m->config.norm, m->dx, n->dweight, n->dbias, dout, n->x, n->weight, n->mean, n->rstd, p->rows,
+                      m->config.channels);
+    timing_clock_lap("norm backward", 0, 0);
+}
+static void activation_backward(const Model *m, const Pass *p, const float *f) {
+    const int F = m->local.ffn_dim;
+    switch (m->config.mlp) {
+    case MLP_GELU: gelu_backward_cpu(m->df, m->da, f, (size_t)p->N * F); break;
+    case MLP_SWIGLU: swiglu_backward_cpu(m->df, m->da, f, p->N, F); break;
+    default: unhandled(m->config.mlp);
+    }
+    timing_clock_lap("activation backward", 0, 0);
+}
+static void attend_backward(const Model *m, const Pass *p, const Block *b) {
     const Config *c = &m->local;
-    const LayerActs *a = &m->layers[l];
-    const BlockParams w = block_params(m, m->weights, l), g = block_params(m, m->grads, l);
-    const int N = m->B * m->T, rows = (int)rows_here(m, N), C = c->channels, F = c->ffn_dim, Q = c->num_heads * c->head_dim;
+    const int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
+    attention_backward_cpu(m->dqkv, m->branch, b->a.qkv, b->a.y, b->a.lse, p->B, p->T, NH, NKV, HD);
+    if (position_is_rotary(c->position)) rope_backward_cpu(m->dqkv, m->cos_sin, p->B, p->T, NH, NKV, HD);
+    timing_clock_lap("attention backward", 5.0 * p->N * p->T * NH * HD, 0);
+}
+// What --recompute did not keep of a block.
+static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
+    const int level = m->recompute;
+    if (level == 3 && l + 1 < m->config.num_layers) block_inside(m, p, b, l);  // the last block's values are still there
+    if (level == 1 || level == 2) activation_forward(m, p, b->a.a, b->a.f);
+    if (level != 2) return;
+    norm_rows(m, p, &b->norm1, b->a.h1);
+    norm_rows(m, p, &b->norm2, b->a.h2);
+}
+// m->dx is the gradient of the block's output on entry and of its input on return.
+static void block_backward(Model *m, const Pass *p, int l) {
+    const Block b = block_get(m, l);
     watchdog_beat(PHASE_BACKWARD, l);
-    // MLP
-    if (m->recompute >= 3 && l + 1 < c->num_layers) block_inside(m, l, m->B, m->T, NULL);  // the last block's values are still there
-    if (m->recompute == 1 || m->recompute == 2) activation_forward(m, a->a, a->f, N);
-    if (m->recompute == 2) norm_forward_cpu(c->norm, a->h2, a->mean2, a->rstd2, a->x_mid, w.ln2w, w.ln2b, rows, C, c->norm_eps);
-    const float *dx = gather_rows(m, m->dx, N);
-    matmul_backward_weight(g.fcprojw, dx, a->a, N, F, C, accumulate);
-    if (g.fcprojb) bias_backward_cpu(g.fcprojb, m->dx, rows, C);
-    matmul_backward_input_cpu(m->da, dx, w.fcprojw, N, F, C);
-    if (c->mlp == MLP_SWIGLU) swiglu_backward_cpu(m->df, m->da, a->f, N, F);
-    else gelu_backward_cpu(m->df, m->da, a->f, (size_t)N * F);
-    matmul_backward_weight(g.fcw, m->df, gather_rows(m, a->h2, N), N, C, fc_width(c), accumulate);
-    if (g.fcb) bias_backward_cpu(g.fcb, m->df, N, fc_width(c));
-    matmul_backward_input_cpu(m->branch, m->df, w.fcw, N, C, fc_width(c));
-    norm_backward_cpu(c->norm, m->dx, g.ln2w, g.ln2b, scatter_rows(m, m->branch, N), a->x_mid, w.ln2w, a->mean2, a->rstd2, rows, C);
-    // attention
-    if (m->recompute == 2) norm_forward_cpu(c->norm, a->h1, a->mean1, a->rstd1, block_input(m, l), w.ln1w, w.ln1b, rows, C, c->norm_eps);
-    dx = gather_rows(m, m->dx, N);
-    matmul_backward_weight(g.projw, dx, a->y, N, Q, C, accumulate);
-    if (g.projb) bias_backward_cpu(g.projb, m->dx, rows, C);
-    matmul_backward_input_cpu(m->branch, dx, w.projw, N, Q, C);
-    timing_clock_lap("block backward", 4.0 * N * C * (F + fc_width(c) + Q), 0);
-    attention_backward_cpu(m->dqkv, m->branch, a->qkv, a->y, a->lse, m->B, m->T, c->num_heads, c->num_kv_heads, c->head_dim);
-    timing_clock_lap("attention backward", 5.0 * N * m->T * Q, 0);
-    if (c->position == POSITION_ROPE) rope_backward_cpu(m->dqkv, m->cos_sin, m->B, m->T, c->num_heads, c->num_kv_heads, c->head_dim);
-    matmul_backward_weight(g.qkvw, m->dqkv, gather_rows(m, a->h1, N), N, C, qkv_width(c), accumulate);
-    if (g.qkvb) bias_backward_cpu(g.qkvb, m->dqkv, N, qkv_width(c));
-    matmul_backward_input_cpu(m->branch, m->dqkv, w.qkvw, N, C, qkv_width(c));
-    norm_backward_cpu(c->norm, m->dx, g.ln1w, g.ln1b, scatter_rows(m, m->branch, N), block_input(m, l), w.ln1w, a->mean1, a->rstd1, rows, C);
-    timing_clock_lap("block backward", 4.0 * N * C * qkv_width(c), 0);
+    block_recompute(m, p, &b, l);
+    const float *dx = gather_rows(m, p, m->dx);
+    linear_backward_weight(p, &b.fcproj, dx, b.a.a, m->dx, p->rows);
+    linear_backward_input(p, &b.fcproj, m->da, dx);
+    activation_backward(m, p, b.a.f);
+    linear_backward_weight(p, &b.fc, m->df, gather_rows(m, p, b.a.h2), m->df, p->N);
+    linear_backward_input(p, &b.fc, m->branch, m->df);
+    norm_gradient(m, p, &b.norm2);
+    dx = gather_rows(m, p, m->dx);
+    linear_backward_weight(p, &b.proj, dx, b.a.y, m->dx, p->rows);
+    linear_backward_input(p, &b.proj, m->branch, dx);
+    attend_backward(m, p, &b);
+    linear_backward_weight(p, &b.qkv, m->dqkv, gather_rows(m, p, b.a.h1), m->dqkv, p->N);
+    linear_backward_input(p, &b.qkv, m->branch, m->dqkv);
+    norm_gradient(m, p, &b.norm1);
+    unit_release(m, p, l + 1);
 }
-
-// The gradients of a unit are complete on every rank: their sums, of this rank's piece or (ZeRO 0) of all.
-static void reduce_unit(Model *m, int unit) {
-    const Span all = param_unit(&m->table, unit);
-    tp_sum_partial(&m->mesh->tp, &m->table, unit, m->grads, m->partial);
-    const size_t piece = all.count / (size_t)m->mesh->dp.world;
-    comm_reduce_scatter(&m->mesh->dp, m->grads + all.begin, piece, m->exchange);
-    if (!m->zero_stage) comm_all_gather(&m->mesh->dp, m->grads + all.begin, piece * sizeof(float));
-    timing_clock_lap(TIMING_RANKS, 0, 0);
-}
-
-// dx (rows,C) -> the embedding's gradients, which are added to.
-static void embed_backward(Model *m, const int *tokens) {
-    const int N = m->B * m->T;
-    embedding_backward_cpu(param_pointer(m, m->grads, 0, ROLE_WTE), param_pointer(m, m->grads, 0, ROLE_WPE), gather_rows(m, m->dx, N), words_here(m, tokens, N),
-                           m->B, m->T, m->config.channels);
+// dx (rows,C) is added to the embedding's gradients.
+static void embed_backward(Model *m, const Pass *p, const int *tokens) {
+    float *dwte = param_pointer(m, m->grads, 0, ROLE_WTE), *dwpe = param_pointer(m, m->grads, 0, ROLE_WPE);
+    const float *dx = gather_rows(m, p, m->dx);
+    embedding_backward_cpu(dwte, dwpe, dx, words_here(m, p, tokens), p->B, p->T, m->config.channels);
     timing_clock_lap("embedding backward", 0, 0);
 }
-// Zeros where something is added: the stream's gradient, and before the first micro-step all that is no matrix of a product.
-static void clear_gradients(Model *m, int accumulate) {
-    memset(m->dx, 0, rows_here(m, m->B * m->T) * (size_t)m->config.channels * sizeof(float));
-    for (int i = 0; i < m->table.count && !accumulate; i++) {
-        const Param *p = &m->table.params[i];
-        if (p->is_vector || p->role == ROLE_WPE || (p->role == ROLE_WTE && !m->config.tied)) memset(m->grads + p->offset, 0, p->size * sizeof(float));
+// Zeros where something is added: the stream's gradient; before the first micro-step also vectors and embeddings.
+static void clear_gradients(Model *m, const Pass *p) {
+    memset(m->dx, 0, (size_t)p->rows * m->config.channels * sizeof(float));
+    for (int i = 0; i < m->table.count && !p->accumulate; i++) {
+        const Param *t = &m->table.params[i];
+        const int is_embedding = t->role == ROLE_WPE || (t->role == ROLE_WTE && !m->config.tied);
+        if (t->is_vector || is_embedding) memset(m->grads + t->offset, 0, t->size * sizeof(float));
     }
 }
-// The head's backward has run: all other gradients of this micro-step.
-static void model_backward(Model *m, const int *tokens, int accumulate, int reduce) {
-    const Config *c = &m->config;
-    const int N = m->B * m->T, last = c->num_layers + 1;
-    watchdog_beat(PHASE_BACKWARD, c->num_layers);
-    clear_gradients(m, accumulate);
-    norm_backward_cpu(c->norm, m->dx, param_pointer(m, m->grads, last, ROLE_LNFW), param_pointer(m, m->grads, last, ROLE_LNFB), scatter_rows(m, m->branch, N), block_input(m, c->num_layers),
-                      param_pointer(m, m->weights, last, ROLE_LNFW), m->mean_final, m->rstd_final, (int)rows_here(m, N), c->channels);
-    timing_clock_lap("norm backward", 0, 0);
-    if (reduce) reduce_unit(m, last);
-    for (int l = c->num_layers - 1; l >= 0; l--) {
-        block_backward(m, l, accumulate);
-        if (reduce) reduce_unit(m, l + 1);
-    }
-    embed_backward(m, tokens);
-    if (reduce) reduce_unit(m, 0);
+// All gradients but the head's own, whose backward has run.
+static void model_backward(Model *m, const Pass *p, const int *tokens) {
+    const int L = m->config.num_layers;
+    const Norm norm = final_norm(m);
+    watchdog_beat(PHASE_BACKWARD, L);
+    clear_gradients(m, p);
+    norm_gradient(m, p, &norm);
+    unit_release(m, p, L + 1);
+    for (int l = L - 1; l >= 0; l--) block_backward(m, p, l);
+    embed_backward(m, p, tokens);
+    unit_release(m, p, 0);
 }
 
 // ---- one step
 
-
+static Pass pass_of(const Model *m, int B, int T) {
+    const int N = B * T;
+    return (Pass){.B = B, .T = T, .N = N, .rows = N / m->mesh->tp.world};
+}
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
-    const int N = m->B * m->T;
-    const double tokens = (double)N * num_micro * m->mesh->dp.world;  // of the step
-    model_forward(m, inputs, m->B, m->T, NULL);
-    head(m, targets, (float)(1 / tokens), 1, micro > 0);
-    model_backward(m, inputs, micro > 0, micro == num_micro - 1 && m->mesh->job.world > 1);
+    Pass p = pass_of(m, m->B, m->T);
+    const double tokens = (double)p.N * num_micro * m->mesh->dp.world;  // of the step
+    p.accumulate = micro > 0;
+    p.reduce = micro == num_micro - 1 && m->mesh->job.world > 1;
+    model_forward(m, &p, inputs);
+    head(m, &p, targets, (float)(1 / tokens), 1);
+    model_backward(m, &p, inputs);
     if (micro == 0) m->loss = 0;
-    for (int n = 0; n < N; n++) m->loss += m->losses[n] / tokens;
+    for (int n = 0; n < p.N; n++) m->loss += m->losses[n] / tokens;
 }
 
-// Optimiser states and weights from outside and back: slots of backend.h.
+// Slots (backend.h): weights, gradients and optimiser states from outside.
 int model_slot_is_bf16(const Model *m, Slot s) { return m->bf16_states && (s == SLOT_M || s == SLOT_V); }
-static size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? sizeof(uint16_t) : sizeof(float); }  // of an element
-
-static void *slot_pointer(const Model *m, Slot s) { return s == SLOT_WEIGHT ? m->weights : s == SLOT_GRAD ? m->grads : s == SLOT_M ? m->m : s == SLOT_V ? m->v : NULL; }
-int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
-Span model_owned(const Model *m, Slot s, int unit) {
-    return m->zero_stage && s != SLOT_WEIGHT ? param_shard(&m->table, unit, m->mesh->dp.rank, m->mesh->dp.world) : param_unit(&m->table, unit);
+static size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? 2 : 4; }  // of an element
+static void *slot_pointer(const Model *m, Slot s) {
+    void *const slots[NUM_SLOTS] = {m->weights, m->grads, m->m, m->v, NULL};
+    return slots[s];
 }
-// Where elements [offset, offset + count) of a slot are.
+int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
+static Span shard_of(const Model *m, int unit) {
+    return param_shard(&m->table, unit, m->mesh->dp.rank, m->mesh->dp.world);
+}
+Span model_owned(const Model *m, Slot s, int unit) {
+    return m->zero_stage && s != SLOT_WEIGHT ? shard_of(m, unit) : param_unit(&m->table, unit);
+}
+// Elements [offset, offset + count) of a buffer of shards, which lie one after another.
+static void *place_in_shards(const Model *m, void *buffer, Slot s, size_t offset, size_t count) {
+    const int u = param_unit_of(&m->table, offset);
+    const Span own = shard_of(m, u);
+    assert(offset >= own.begin && offset + count <= own.begin + own.count);
+    return (char *)buffer + (m->table.unit_begin[u] / (size_t)m->mesh->dp.world + offset - own.begin) * slot_bytes(m, s);
+}
+// Elements [offset, offset + count) of a slot.
 static void *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
     assert(model_has_slot(m, s) && offset <= m->table.total && count <= m->table.total - offset);
-    char *begin = (char *)slot_pointer(m, s);
-    if (!m->zero_stage || s == SLOT_WEIGHT) return begin + offset * slot_bytes(m, s);
-    const int u = param_unit_of(&m->table, offset);
-    const Span own = model_owned(m, s, u);
-    assert(offset >= own.begin && offset + count <= own.begin + own.count);
-    return begin + (s == SLOT_GRAD ? offset : m->table.unit_begin[u] / (size_t)m->mesh->dp.world + (offset - own.begin)) * slot_bytes(m, s);
+    const int sharded = m->zero_stage && (s == SLOT_M || s == SLOT_V);
+    if (sharded) return place_in_shards(m, slot_pointer(m, s), s, offset, count);
+    return (char *)slot_pointer(m, s) + offset * slot_bytes(m, s);
 }
 static void widen(const Model *m, Slot s, float *values, const void *stored, size_t count) {
-    if (!model_slot_is_bf16(m, s)) { memcpy(values, stored, count * sizeof(float)); return; }
-    for (size_t i = 0; i < count; i++) values[i] = bf16_widen(((const uint16_t *)stored)[i]);
+    if (!model_slot_is_bf16(m, s)) memcpy(values, stored, count * sizeof(float));
+    else for (size_t i = 0; i < count; i++) values[i] = bf16_widen(((const uint16_t *)stored)[i]);
 }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     void *place = slot_place(m, s, offset, count);
-    if (!model_slot_is_bf16(m, s)) { memcpy(place, values, count * sizeof(float)); return; }
-    for (size_t i = 0; i < count; i++) ((uint16_t *)place)[i] = bf16_nearest(values[i]);
+    if (!model_slot_is_bf16(m, s)) memcpy(place, values, count * sizeof(float));
+    else for (size_t i = 0; i < count; i++) ((uint16_t *)place)[i] = bf16_nearest(values[i]);
 }
-void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) { widen(m, s, values, slot_place(m, s, offset, count), count); }
-static char *snapshot_place(const Model *m, Slot s, int unit) { return m->snapshots[s] + m->table.unit_begin[unit] / (size_t)m->mesh->dp.world * slot_bytes(m, s); }
+void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    widen(m, s, values, slot_place(m, s, offset, count), count);
+}
 void model_snapshot(Model *m, Slot s) {
     for (int u = 0; u < m->table.num_units; u++) {
-        const Span mine = param_shard(&m->table, u, m->mesh->dp.rank, m->mesh->dp.world);
-        memcpy(snapshot_place(m, s, u), slot_place(m, s, mine.begin, mine.count), mine.count * slot_bytes(m, s));
+        const Span mine = shard_of(m, u);
+        memcpy(place_in_shards(m, m->snapshots[s], s, mine.begin, mine.count),
+               slot_place(m, s, mine.begin, mine.count), mine.count * slot_bytes(m, s));
     }
 }
 void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
-    const int u = param_unit_of(&m->table, offset);
-    const Span mine = param_shard(&m->table, u, m->mesh->dp.rank, m->mesh->dp.world);
-    assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);
-    widen(m, s, values, snapshot_place(m, s, u) + (offset - mine.begin) * slot_bytes(m, s), count);
+    widen(m, s, values, place_in_shards(m, m->snapshots[s], s, offset, count), count);
 }
 
 static void loss_and_norm(Model *m, float *loss, float *norm) {
@@ -948,201 +1014,258 @@ static void loss_and_norm(Model *m, float *loss, float *norm) {
     *norm = (float)sqrt(comm_sum(&m->mesh->job, squares));
     if (m->mesh->job.world > 1) timing_clock_lap(TIMING_RANKS, 0, 0);
 }
-
-static void update_weights(Model *m, const UpdateParams *p, float grad_scale) {
-    watchdog_beat(PHASE_UPDATE, -1);
-    size_t updated = 0;
-    for (int i = 0; i < m->table.count; i++) {
-        const Param *t = &m->table.params[i];
-        const Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
-        if (s.count == 0) continue;
-        updated += s.count;
-        float *weight = m->weights + s.begin, lr = t->rate * p->lr, decay = t->decay * p->weight_decay;
-        void *mine[] = {slot_place(m, SLOT_M, s.begin, s.count), slot_place(m, SLOT_V, s.begin, s.count)};
-        if (!m->bf16_states) adamw_update_cpu(weight, (float *)mine[0], (float *)mine[1], m->grads + s.begin, s.count, lr, p->beta1, p->beta2, p->eps, decay, grad_scale, p->step);
-        else for (size_t at = 0, n; at < s.count; at += n) {  // the random bits belong to the element of the whole tensor
-            const size_t element = s.begin - t->offset + at;
-            const ParamPart *part = param_part_at(t, element);
-            n = param_run(t, element, s.count - at);
-            adamw_update_bf16_cpu(weight + at, (uint16_t *)mine[0] + at, (uint16_t *)mine[1] + at, m->grads + s.begin + at, n, lr, p->beta1, p->beta2, p->eps, decay, grad_scale, p->step, m->seed,
-                                  t->whole_offset + (part ? param_whole(t, part, element) : element));
-        }
+// AdamW of what this rank owns of a tensor. Returns how many elements that is.
+static size_t update_param(Model *m, const Param *t, const UpdateParams *p, float grad_scale) {
+    const Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
+    if (s.count == 0) return 0;
+    const float lr = t->rate * p->lr, decay = t->decay * p->weight_decay, *grad = m->grads + s.begin;
+    float *weight = m->weights + s.begin;
+    void *mm = slot_place(m, SLOT_M, s.begin, s.count), *vv = slot_place(m, SLOT_V, s.begin, s.count);
+    if (!m->bf16_states)
+        adamw_update_cpu(weight, (float *)mm, (float *)vv, grad, s.count, lr, p->beta1, p->beta2, p->eps, decay, grad_scale,
+                         p->step);
+    else for (size_t at = 0, n; at < s.count; at += n) {  // random bits belong to the element of the whole tensor
+        const size_t element = s.begin - t->offset + at;
+        const ParamPart *part = param_part_at(t, element);
+        const size_t whole = t->whole_offset + (part ? param_whole(t, part, element) : element);
+        n = param_run(t, element, s.count - at);
+        adamw_update_bf16_cpu(weight + at, (uint16_t *)mm + at, (uint16_t *)vv + at, grad + at, n, lr, p->beta1, p->beta2,
+                              p->eps, decay, grad_scale, p->step, m->seed, whole);
     }
-    const double state_bytes = m->bf16_states ? sizeof(uint16_t) : sizeof(float);
-    timing_clock_lap("AdamW", 0, (double)updated * (4 * state_bytes + 3 * sizeof(float)));  // m, v and the weight read and written, the gradient read
-    for (int u = 0; u < m->table.num_units && m->zero_stage; u++) {
-        const Span all = param_unit(&m->table, u);
-        comm_all_gather(&m->mesh->dp, m->weights + all.begin, all.count / (size_t)m->mesh->dp.world * sizeof(float));
-    }
-    if (m->zero_stage) timing_clock_lap(TIMING_RANKS, 0, 0);
+    return s.count;
 }
-
 StepResult model_update(Model *m, const UpdateParams *p) {
+    const Comm *dp = &m->mesh->dp;
     StepResult r;
+    size_t updated = 0;
     loss_and_norm(m, &r.loss, &r.norm);
     r.verdict = step_verdict(r.loss, r.norm, p->most_loss, p->most_norm);
-    if (r.verdict == STEP_APPLIED) update_weights(m, p, step_grad_scale(r.norm, p->clip));
+    if (r.verdict != STEP_APPLIED) return r;
+    watchdog_beat(PHASE_UPDATE, -1);
+    const float grad_scale = step_grad_scale(r.norm, p->clip);
+    for (int i = 0; i < m->table.count; i++) updated += update_param(m, &m->table.params[i], p, grad_scale);
+    // m, v and the weight are read and written, the gradient is read.
+    timing_clock_lap("AdamW", 0, (double)updated * (4.0 * (double)slot_bytes(m, SLOT_M) + 3 * sizeof(float)));
+    if (!m->zero_stage) return r;
+    for (int u = 0; u < m->table.num_units; u++) {
+        const Span all = param_unit(&m->table, u);
+        comm_all_gather(dp, m->weights + all.begin, all.count / (size_t)dp->world * sizeof(float));
+    }
+    timing_clock_lap(TIMING_RANKS, 0, 0);
     return r;
 }
 
+// ---- evaluation and generation
+
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {
-    assert(T >= 1 && T <= m->T && m->B * m->T % T == 0);
-    model_forward(m, inputs, m->B * m->T / T, T, NULL);
-    head(m, targets, 0, 0, 0);
-    memcpy(losses, m->losses, (size_t)m->B * m->T * sizeof(float));
+    const int N = m->B * m->T;
+    const Pass p = pass_of(m, N / T, T);
+    assert(T >= 1 && T <= m->T && N % T == 0);
+    model_forward(m, &p, inputs);
+    head(m, &p, targets, 0, 0);
+    memcpy(losses, m->losses, (size_t)N * sizeof(float));
+}
+
+static void *room(Model *m, size_t size) {
+    m->owned = (void **)realloc(m->owned, (size_t)(m->num_owned + 1) * sizeof(void *));
+    require(m->owned, "out of memory for the list of buffers\nuse a smaller model");
+    const size_t bytes = round_up(size, 64);
+    char *p = (char *)malloc_or_die(bytes), *page = (char *)round_up((size_t)p, 4096);
+    if (bytes > 1 << 22) madvise(page, (size_t)(p + bytes - page), MADV_HUGEPAGE);  // fewer address look-ups
+    m->bytes += bytes;
+    return m->owned[m->num_owned++] = memset(p, 0, bytes);
+}
+static float *floats(Model *m, size_t count) { return (float *)room(m, count * sizeof(float)); }
+static float *rope_of(Model *m, size_t positions) {
+    float *cos_sin = floats(m, positions * m->local.head_dim);
+    if (position_is_rotary(m->local.position)) rope_table(&m->local, (int)positions, cos_sin);
+    return cos_sin;
 }
 
 void model_decode_open(Model *m, int sequences, int room) {
     const Config *c = &m->local;
     const size_t size = (size_t)c->num_layers * sequences * c->num_kv_heads * room * c->head_dim;
+    const int most = pass_of(m, m->B, m->T).rows;
     assert(!m->cache.keys && sequences <= m->B && room <= c->max_seq_len);
-    require((size_t)sequences <= rows_here(m, m->B * m->T), "%d samples at a time are more than the %zu rows of a micro-step that a rank has with --tp\nsample fewer, or use a longer --seq-len", sequences, rows_here(m, m->B * m->T));
-    m->cache.keys = floats(m, size);
-    m->cache.values = floats(m, size);
-    m->cache.cos_sin = floats(m, (size_t)room * c->head_dim);
-    if (c->position == POSITION_ROPE) rope_table(c, room, m->cache.cos_sin);
-    m->cache.sequences = sequences;
-    m->cache.room = room;
+    require(sequences <= most, "%d samples at a time are more than the %d rows of a micro-step that a rank has with --tp\n"
+            "sample fewer, or use a longer --seq-len", sequences, most);
+    m->cache = (KvCache){floats(m, size), floats(m, size), rope_of(m, room), sequences, room, 0};
 }
 void model_decode_reset(Model *m) { m->cache.count = 0; }
-void model_decode(Model *m, const int *tokens, int n, float *logits) {
-    const Config *c = &m->local;
-    const Comm *tp = &m->mesh->tp;
-    KvCache *cache = &m->cache;
-    const int S = cache->sequences, most = (int)rows_here(m, m->B * m->T) / S, Vp = c->padded_vocab_size, V = m->config.vocab_size;
+
+// n more tokens of each of the S sequences, as many at a time as fit. Leaves h of the last ones, (S,C), in m->branch.
+static void decode_forward(Model *m, const int *tokens, int n) {
+    KvCache *k = &m->cache;
+    const int S = k->sequences, most = pass_of(m, m->B, m->T).rows / S;
+    const size_t C = (size_t)m->config.channels;
     int *piece = (int *)malloc_or_die((size_t)S * min_int(n, most) * sizeof(int));
-    assert(n >= 1 && cache->count + n <= cache->room);
-    m->spread = 1;  // few rows: every rank has them all
-    for (int t0 = 0, k; t0 < n; t0 += k) {
-        k = min_int(n - t0, most);
-        for (int s = 0; s < S; s++) memcpy(piece + s * k, tokens + (size_t)s * n + t0, (size_t)k * sizeof(int));
-        model_forward(m, piece, S, k, cache);
-        cache->count += k;
-        for (int s = 0; s < S && t0 + k == n; s++) memcpy(m->branch + (size_t)s * c->channels, m->h_final + (size_t)(s * k + k - 1) * c->channels, (size_t)c->channels * sizeof(float));
+    for (int t0 = 0, count; t0 < n; t0 += count) {
+        count = min_int(n - t0, most);
+        for (int s = 0; s < S; s++) memcpy(piece + s * count, tokens + (size_t)s * n + t0, (size_t)count * sizeof(int));
+        const int N = S * count;
+        const Pass p = {.B = S, .T = count, .N = N, .rows = N, .cache = k};  // few rows: every rank has them all
+        model_forward(m, &p, piece);
+        k->count += count;
+        for (int s = 0; s < S && t0 + count == n; s++)
+            memcpy(m->branch + s * C, m->h_final + ((size_t)(s + 1) * count - 1) * C, C * sizeof(float));
     }
-    m->spread = tp->world;
     free(piece);
-    if (tp->world == 1) { matmul_forward_cpu(logits, m->branch, head_weight(m, m->weights), NULL, S, c->channels, V); return; }
-    float *all = (float *)malloc_or_die((size_t)tp->world * S * Vp * sizeof(float));  // (rank, S, Vp)
-    matmul_forward_cpu(all + (size_t)tp->rank * S * Vp, m->branch, head_weight(m, m->weights), NULL, S, c->channels, Vp);
-    comm_all_gather(tp, all, (size_t)S * Vp * sizeof(float));
+}
+void model_decode(Model *m, const int *tokens, int n, float *logits) {
+    const Comm *tp = &m->mesh->tp;
+    const int S = m->cache.sequences, C = m->config.channels, V = m->config.vocab_size, Vp = m->local.padded_vocab_size;
+    const float *w = head_weight(m, m->weights);
+    assert(n >= 1 && m->cache.count + n <= m->cache.room);
+    decode_forward(m, tokens, n);
+    if (tp->world == 1) {
+        matmul_forward_cpu(logits, m->branch, w, NULL, S, C, V);
+        return;
+    }
+    const size_t share = (size_t)S * Vp;
+    float *all = (float *)malloc_or_die((size_t)tp->world * share * sizeof(float));  // (rank,S,Vp)
+    matmul_forward_cpu(all + (size_t)tp->rank * share, m->branch, w, NULL, S, C, Vp);
+    comm_all_gather(tp, all, share * sizeof(float));
     for (int s = 0; s < S; s++)
-        for (int v = 0; v < V; v++) logits[(size_t)s * V + v] = all[((size_t)(v / Vp) * S + s) * Vp + v % Vp];
+        for (int v = 0; v < V; v++) logits[(size_t)s * V + v] = all[(size_t)(v / Vp) * share + (size_t)s * Vp + v % Vp];
     free(all);
 }
 
-// ---- life, and what the training loop asks (backend.h)
+// ---- life
 
 static void describe_device(char *text, size_t size) {
     char line[256], name[96] = "CPU";
+    int threads = 1;
     FILE *f = fopen("/proc/cpuinfo", "r");
     while (f && fgets(line, sizeof line, f))
         if (sscanf(line, "model name : %95[^\n]", name) == 1) break;
     if (f) fclose(f);
-    int threads = 1;
     #ifdef _OPENMP
     threads = omp_get_max_threads();
     #endif
     snprintf(text, size, "%s, %d thread%s, %d-bit vectors", name, threads, threads == 1 ? "" : "s", 32 * LANES);
 }
-
 void model_identify(HandshakeRecord *r) { (void)r; }
-static void open_tp(Model *m) {
-    const Comm *tp = &m->mesh->tp;
-    if (tp->world == 1) return;
-    m->gathered = floats(m, (size_t)m->B * m->T * m->config.channels);
-    m->partial = floats(m, (size_t)tp->world * tp_most_partial(&m->table));
-    m->logit_sums = (LogitSums *)room(m, (size_t)tp->world * m->head_rows * sizeof(LogitSums));
-    m->words = (int *)room(m, (size_t)m->B * m->T * sizeof(int));
+
+static void check_run(const Config *c, const Options *o, const Mesh *mesh) {
+    const Comm *job = &mesh->job;
+    const int64_t N = o->batch_size * o->seq_len;
+    tp_check(job, c, mesh->tp.world, N);
+    comm_require(job, o->tp_overlap < 1, "--tp-overlap 1 needs GPUs: CPUs have nothing that copies rows while they compute\n"
+                 "leave it out");
+    comm_require(job, !strcmp(o->grad_dtype, "fp32"), "--grad-dtype %s needs a GPU: gradients are fp32 on CPUs\n"
+                 "leave it out", o->grad_dtype);
+    comm_require(job, o->dp_overlap < 0, "--dp-overlap %lld needs GPUs: CPUs reduce a unit's gradients once they are complete\n"
+                 "leave it out", o->dp_overlap);
+    require(N <= 1 << 28, "micro-steps of %lld x %lld tokens are too large\nuse a smaller --batch-size", o->batch_size,
+            o->seq_len);
 }
-void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
-    const Comm *dp = &mesh->dp;
-    tp_check(&mesh->job, c, mesh->tp.world, o->batch_size * o->seq_len);
-    comm_require(&mesh->job, o->tp_overlap < 1, "--tp-overlap 1 needs GPUs: there is nobody here to carry rows while all compute\nleave it out");
-    comm_require(&mesh->job, !strcmp(o->grad_dtype, "fp32"), "--grad-dtype %s needs a GPU: gradients are fp32 here\nleave it out", o->grad_dtype);
-    comm_require(&mesh->job, o->dp_overlap < 0, "--dp-overlap %lld needs GPUs: ranks on CPUs reduce a unit's gradients as soon as they are complete\nleave it out", o->dp_overlap);
-    memset(m, 0, sizeof *m);
-    m->config = *c;
-    m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
-    m->mesh = mesh;
-    m->local = tp_config(c, &mesh->tp);
-    m->spread = mesh->tp.world;
-    c = &m->local;
-    m->zero_stage = dp->world > 1 ? (int)o->zero_stage : 0;
-    m->B = (int)o->batch_size; m->T = (int)o->seq_len; m->recompute = (int)o->recompute;
-    require((int64_t)m->B * m->T <= 1 << 28, "micro-steps of %d x %d tokens are too large\nuse a smaller --batch-size", m->B, m->T);
-    describe_device(m->device, sizeof m->device);
-    const size_t N = (size_t)m->B * m->T, rows = rows_here(m, m->B * m->T), C = (size_t)c->channels, Q = (size_t)c->num_heads * c->head_dim, F = (size_t)c->ffn_dim, Vp = (size_t)c->padded_vocab_size, L = (size_t)c->num_layers;
-    const size_t states = m->zero_stage ? m->table.total / (size_t)dp->world : m->table.total;
-    m->bf16_states = !strcmp(o->state_dtype, "bf16");
-    m->seed = (uint64_t)o->seed;
-    m->weights = floats(m, m->table.total);
-    if (!forward_only(o)) {
-        m->grads = floats(m, m->table.total);
-        m->m = room(m, states * slot_bytes(m, SLOT_M));
-        m->v = room(m, states * slot_bytes(m, SLOT_V));
+// Activations of one block. What a block shares with block 0 is computed again in backward.
+static BlockActs block_acts(Model *m, size_t N, size_t rows, const BlockActs *shared) {
+    const Config *c = &m->local;
+    const size_t C = (size_t)c->channels, Q = (size_t)c->num_heads * c->head_dim, F = (size_t)c->ffn_dim;
+    const int level = shared ? m->recompute : 0;
+    BlockActs a;
+    if (level == 3) {
+        a = *shared;
+        a.x_out = floats(m, rows * C);
+        return a;
     }
-    const Slot saved[] = {SLOT_WEIGHT, SLOT_M, SLOT_V};
-    for (int i = 0; i < 3 && saves_beside_training(o); i++) m->snapshots[saved[i]] = (char *)room(m, m->table.total / (size_t)dp->world * slot_bytes(m, saved[i]));
-    const size_t others = (size_t)(dp->world > m->spread ? dp->world : m->spread);
-    m->exchange = floats(m, others > 1 ? others * COMM_PIECE : 0);
-    m->x_embedding = floats(m, rows * C); m->h_final = floats(m, rows * C);
-    m->mean_final = floats(m, rows);      m->rstd_final = floats(m, rows);
+    a.a = level >= 1 ? shared->a : floats(m, N * F);
+    a.h1 = level >= 2 ? shared->h1 : floats(m, rows * C);
+    a.h2 = level >= 2 ? shared->h2 : floats(m, rows * C);
+    float **const statistics[] = {&a.mean1, &a.rstd1, &a.mean2, &a.rstd2}, **const stream[] = {&a.x_mid, &a.x_out};
+    for (int i = 0; i < 4; i++) *statistics[i] = floats(m, rows);
+    for (int i = 0; i < 2; i++) *stream[i] = floats(m, rows * C);
+    a.qkv = floats(m, N * qkv_width(c));
+    a.y = floats(m, N * Q);
+    a.lse = floats(m, N * c->num_heads);
+    a.f = floats(m, N * fc_width(c));
+    return a;
+}
+// Rows that the head runs on at a time. Without --head-chunks: as many as 256 MiB of logits allow, but at least 64.
+static int rows_of_head(const Model *m, const Options *o, size_t N) {
+    const size_t fit = ((size_t)1 << 26) / (size_t)m->local.padded_vocab_size;
+    if (o->head_chunks) return (int)head_rows(o, m->B, m->T);
+    return (int)(N <= fit ? N : fit > 64 ? fit : 64);
+}
+static void open_activations(Model *m, const Options *o) {
+    const Config *c = &m->local;
+    const int tp = m->mesh->tp.world, dp = m->mesh->dp.world, most = tp > dp ? tp : dp;
+    const size_t N = (size_t)m->B * m->T, rows = N / (size_t)tp, C = (size_t)c->channels, Vp = (size_t)c->padded_vocab_size;
+    m->head_rows = rows_of_head(m, o, N);
+    m->x_embedding = floats(m, rows * C);
+    m->h_final = floats(m, rows * C);
+    m->mean_final = floats(m, rows);
+    m->rstd_final = floats(m, rows);
     m->losses = floats(m, N);
-    m->cos_sin = floats(m, (size_t)m->T * c->head_dim);
-    if (c->position == POSITION_ROPE) rope_table(c, m->T, m->cos_sin);
-    const size_t most = (size_t)1 << 26;  // floats of logits that may be alive together, if nothing is asked for
-    m->head_rows = (int)(o->head_chunks ? head_rows(o, m->B, m->T) : N * Vp <= most ? N : most / Vp > 64 ? most / Vp : 64);
+    m->cos_sin = rope_of(m, m->T);
     m->logits = floats(m, (size_t)m->head_rows * Vp);
-    m->dx = floats(m, rows * C);   m->branch = floats(m, N * C);
+    m->dx = floats(m, rows * C);
+    m->branch = floats(m, N * C);
     m->dqkv = floats(m, N * qkv_width(c));
     m->df = floats(m, N * fc_width(c));
-    m->da = c->mlp == MLP_SWIGLU ? floats(m, N * F) : m->df;  // GELU's backward works in place
-    m->layers = (LayerActs *)calloc_or_die(L * sizeof(LayerActs));
-    for (size_t l = 0; l < L; l++) {
-        LayerActs *a = &m->layers[l], *shared = m->layers;
-        if (m->recompute >= 3 && l > 0) {
-            *a = *shared;
-            a->x_out = floats(m, rows * C);
-            continue;
-        }
-        a->a = m->recompute >= 1 && l > 0 ? shared->a : floats(m, N * F);
-        a->h1 = m->recompute >= 2 && l > 0 ? shared->h1 : floats(m, rows * C);
-        a->h2 = m->recompute >= 2 && l > 0 ? shared->h2 : floats(m, rows * C);
-        a->mean1 = floats(m, rows); a->rstd1 = floats(m, rows);
-        a->mean2 = floats(m, rows); a->rstd2 = floats(m, rows);
-        a->qkv = floats(m, N * qkv_width(c));
-        a->y = floats(m, N * Q);
-        a->lse = floats(m, N * c->num_heads);
-        a->x_mid = floats(m, rows * C);
-        a->f = floats(m, N * fc_width(c));
-        a->x_out = floats(m, rows * C);
-    }
-    open_tp(m);
+    m->da = mlp_is_gated(c->mlp) ? floats(m, N * c->ffn_dim) : m->df;  // GELU's backward works in place
+    m->blocks = (BlockActs *)calloc_or_die((size_t)c->num_layers * sizeof(BlockActs));
+    for (int l = 0; l < c->num_layers; l++) m->blocks[l] = block_acts(m, N, rows, l ? m->blocks : NULL);
+    m->exchange = floats(m, most > 1 ? (size_t)most * COMM_PIECE : 0);
+    if (tp == 1) return;
+    m->gathered = floats(m, N * C);
+    m->partial = floats(m, (size_t)tp * tp_most_partial(&m->table));
+    m->logit_sums = (LogitSums *)room(m, (size_t)tp * m->head_rows * sizeof(LogitSums));
+    m->words = (int *)room(m, N * sizeof(int));
+}
+void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
+    const size_t dp = (size_t)mesh->dp.world;
+    check_run(c, o, mesh);
+    memset(m, 0, sizeof *m);
+    m->config = *c;
+    m->local = tp_config(c, &mesh->tp);
+    m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
+    m->mesh = mesh;
+    m->zero_stage = dp > 1 ? (int)o->zero_stage : 0;
+    m->B = (int)o->batch_size;
+    m->T = (int)o->seq_len;
+    m->recompute = (int)o->recompute;
+    m->bf16_states = !strcmp(o->state_dtype, "bf16");
+    m->seed = (uint64_t)o->seed;
+    describe_device(m->device, sizeof m->device);
+    m->weights = floats(m, m->table.total);
+    open_activations(m, o);
+    if (forward_only(o)) return;
+    const size_t states = m->zero_stage ? m->table.total / dp : m->table.total;
+    m->grads = floats(m, m->table.total);
+    m->m = room(m, states * slot_bytes(m, SLOT_M));
+    m->v = room(m, states * slot_bytes(m, SLOT_V));
+    const Slot saved[] = {SLOT_WEIGHT, SLOT_M, SLOT_V};
+    for (int i = 0; i < 3 && saves_beside_training(o); i++)
+        m->snapshots[saved[i]] = (char *)room(m, m->table.total / dp * slot_bytes(m, saved[i]));
 }
 void model_close(Model *m) {
     for (int i = 0; i < m->num_owned; i++) free(m->owned[i]);
     free(m->owned);
-    free(m->layers);
+    free(m->blocks);
     params_free(&m->table);
     memset(m, 0, sizeof *m);
 }
+
+// ---- what the training loop asks
 
 const char *model_device(const Model *m) { return m->device; }
 const char *model_dtype(const Model *m) { (void)m; return "fp32"; }
 const char *model_carriers(const Model *m) { (void)m; return ""; }  // MPI
 double model_peak_flops(const Model *m) { (void)m; return 0; }
 double model_peak_bytes(const Model *m) { (void)m; return 0; }
+double model_memory_gib(const Model *m) { return (double)m->bytes / 1073741824.0; }
 void model_timing_begin(Model *m) { (void)m; timing_start(); }
 void model_timing_end(Model *m) { (void)m; timing.on = 0; }
-void model_report(const Model *m, FILE *f) { (void)m; (void)f; }  // products have one way here
 void model_tune(Model *m) { (void)m; }
-void model_print_plan(const Model *m, FILE *f) {
-    static const char *const recompute[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
-    fprintf(f, "plan      products and sums fp32 | backward recomputes %s | head on %d rows at a time | m and v %s\n", recompute[m->recompute], m->head_rows, m->bf16_states ? "bf16" : "fp32");
-}
+void model_report(const Model *m, FILE *f) { (void)m; (void)f; }  // nothing is chosen by measuring
 OverlapCounts model_overlap(const Model *m) { (void)m; return (OverlapCounts){0, 0, 0}; }  // counted on GPUs
-double model_memory_gib(const Model *m) { return (double)m->bytes / 1073741824.0; }
+void model_print_plan(const Model *m, FILE *f) {
+    static const char *const levels[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
+    fprintf(f, "plan      products and sums fp32 | backward recomputes %s | head on %d rows at a time | m and v %s\n",
+            levels[m->recompute], m->head_rows, m->bf16_states ? "bf16" : "fp32");
+}
 
 #ifndef LLMC_NO_MAIN  // test_model.c has its own
 #include "llmc/trainer.h"

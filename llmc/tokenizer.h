@@ -130,9 +130,9 @@ static inline const char *tokenizer_name(const TokenizerId *id, char *text, size
 }
 // tokenizer.bin in the folder of a shard, where the scripts put it. free() it.
 static inline char *tokenizer_path(const char *shard_path) {
-    char *path = NULL;
-    require(asprintf(&path, "%.*stokenizer.bin", (int)(file_name(shard_path) - shard_path), shard_path) >= 0,
-            "out of memory\nclose other programs");
+    const size_t folder = (size_t)(file_name(shard_path) - shard_path);
+    char *path = (char *)malloc_or_die(folder + sizeof "tokenizer.bin");
+    strcpy((char *)memcpy(path, shard_path, folder) + folder, "tokenizer.bin");
     return path;
 }
 
