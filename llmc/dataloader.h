@@ -2,29 +2,28 @@
 //
 //   dataloader_open(&d, "data/x_train_*.bin", B, T, rank, world, shuffle, seed, vocab_size);
 //   dataloader_next(&d);                       d.inputs, d.targets: this rank's next (B,T)
-//   dataloader_read_ahead(&d);                 a thread reads what the next call will return, while these are used
+//   dataloader_read_ahead(&d);                 a thread reads what the next call will return while these are used
 //   dataloader_position / dataloader_seek      (epoch, row): where the next step begins, the same on every rank
 //
-// A shard is llm.c's: 256 int32 words {magic, version, tokens, vocab_size, tokenizer, hash_lo, hash_hi, eot, 0...} (the words
-// from vocab_size on may be zero: unknown), then the tokens: uint16 (magic 20240520, version 1) or uint32 (20240801, 7).
+// A shard is llm.c's: 256 int32 {magic, version, tokens, vocab_size, tokenizer, hash_lo, hash_hi, eot, 0...}, then the
+// tokens: uint16 (magic 20240520, version 1) or uint32 (20240801, 7). From vocab_size on 0 may mean unknown.
 // Row r of a shard is its tokens [r*T, r*T + T]: T inputs, and T targets one further on.
 // One epoch visits every row of every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard),
 // the rows of one in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of
-// dataloader_next takes the next world * B rows, rank k those from k * B on, so the global batch alone decides what a step
-// sees; the next epoch follows in the middle of a step. One shard is open at a time and no more than one batch is read ahead:
-// neither thousands of shards nor shards of many GiB cost memory or descriptors.
+// dataloader_next takes the next world * B rows, rank k those from k * B on: what a step sees depends on the global batch
+// alone. An epoch may end inside a step. One shard is open at a time, and at most one batch is read ahead.
 // A shard is known by a hash of 64 KiB of it (shard_hash), which the handshake and a resumed run compare. It is checked
-// again when the shard is opened once more, and when it was written to while open: no batch of a changed shard is used.
+// again when the shard is opened, and when it was written to while open: no batch of a changed shard is used.
 #ifndef LLMC_DATALOADER_H
 #define LLMC_DATALOADER_H
 
-#include "rand.h"
-#include "tokenizer.h"
-#include <fcntl.h>
 #include <glob.h>
 #include <pthread.h>
 
-enum { SHARD_MAGIC_16 = 20240520, SHARD_VERSION_16 = 1, SHARD_MAGIC_32 = 20240801, SHARD_VERSION_32 = 7, SHARD_HEADER_BYTES = 1024 };
+#include "rand.h"
+#include "tokenizer.h"
+
+enum { SHARD_MAGIC_16 = 20240520, SHARD_VERSION_16 = 1, SHARD_MAGIC_32 = 20240801, SHARD_VERSION_32 = 7 };
 enum { SHARD_SAMPLES = 16, SHARD_SAMPLE_BYTES = 4096 };
 
 typedef struct { char *path; int64_t tokens, rows; uint64_t hash; } Shard;
@@ -47,11 +46,11 @@ typedef struct DataLoader {
     int64_t epoch, row;               // where the next call begins, for all ranks together
     int64_t order_epoch;              // the epoch of shard_order, -1: none yet
     ShuffleKey *shard_order;          // [num_shards]
-    int64_t *slot_begin;              // [num_shards + 1] first row of the epoch that lies in the shard at this place of the order
+    int64_t *slot_begin;              // [num_shards + 1] first row of the epoch in the i-th shard of the order
     int slot;
     int open_shard, fd;               // -1: none
     struct timespec modified;         // when the open shard was last written to
-    ShuffleKey *row_order;            // rows of the open shard, NULL: as they lie
+    ShuffleKey *row_order;            // rows of the open shard, if shuffled
     void *raw;                        // (T + 1) tokens as they are in the file
     // read ahead: while `reading` all of the above but epoch and row belongs to the thread
     pthread_t thread;
@@ -60,20 +59,13 @@ typedef struct DataLoader {
     int64_t ahead_epoch, ahead_row;     // this place; -1: none
 } DataLoader;
 
-// Stops with a message if anything is wrong with any shard. vocab_size > 0: every token id must be below it.
-static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, int rank, int world, int shuffle, uint64_t seed, int vocab_size);
-static inline void dataloader_next(DataLoader *d);
-static inline void dataloader_read_ahead(DataLoader *d);
-static inline void dataloader_position(const DataLoader *d, int64_t *epoch, int64_t *row);
-static inline void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row);
-static inline void dataloader_reset(DataLoader *d);  // back to the first row of the first epoch
-static inline void dataloader_close(DataLoader *d);
-
 // ---- shards
 
 #define DATA_HINT "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py"
 
-static inline int compare_paths(const void *a, const void *b) { return strcmp(((const Shard *)a)->path, ((const Shard *)b)->path); }
+static inline int compare_paths(const void *a, const void *b) {
+    return strcmp(((const Shard *)a)->path, ((const Shard *)b)->path);
+}
 static inline int compare_keys(const void *a, const void *b) {
     const ShuffleKey *x = (const ShuffleKey *)a, *y = (const ShuffleKey *)b;
     return x->key != y->key ? (x->key < y->key ? -1 : 1) : (x->index > y->index) - (x->index < y->index);
@@ -86,23 +78,16 @@ static inline void fill_order(ShuffleKey *order, int64_t n, int shuffle, uint64_
     }
     if (shuffle) qsort(order, (size_t)n, sizeof *order, compare_keys);
 }
-// glob(), sorted; but the name of a file that is there means that file, whatever characters it has.
+// glob(), sorted. The name of an existing file means that file, whatever characters it has.
 static inline int find_files(const char *pattern, glob_t *found) {
     const int literal = file_exists(pattern);
     char *escaped = (char *)malloc_or_die(2 * strlen(pattern) + 1), *to = escaped;
-    for (const char *from = pattern; *from; *to++ = *from++) if (literal && strchr("\\*?[{~", *from)) *to++ = '\\';
+    for (const char *from = pattern; *from; *to++ = *from++)
+        if (literal && strchr("\\*?[{~", *from)) *to++ = '\\';
     *to = 0;
     const int status = glob(escaped, GLOB_TILDE | GLOB_BRACE, NULL, found);
     free(escaped);
     return status;
-}
-static inline int open_data_file(const char *path, int64_t *bytes) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    require(fd >= 0, "cannot open '%s': %s\n" DATA_HINT, path, strerror(errno));
-    struct stat s;
-    require(fstat(fd, &s) == 0 && S_ISREG(s.st_mode), "'%s' is not a regular file\nname the files themselves, e.g. 'folder/*_train_*.bin'", path);
-    *bytes = s.st_size;
-    return fd;
 }
 
 // Tells a shard from another one of the same name and size: FNV-1a of 16 blocks of 4 KiB at equal distances. The first
@@ -123,10 +108,9 @@ static inline uint64_t shard_hash(int fd, int64_t bytes, const char *path) {
 // The open shard must be the file that was there at the start.
 static inline void shard_require_same(DataLoader *d) {
     const Shard *s = &d->shards[d->open_shard];
+    const int64_t bytes = HEADER_BYTES + s->tokens * d->token_bytes;
     struct stat now;
-    require(fstat(d->fd, &now) == 0, "cannot look at '%s': %s\ncheck the disk", s->path, strerror(errno));
-    const int64_t bytes = SHARD_HEADER_BYTES + s->tokens * d->token_bytes;
-    require(now.st_size == bytes && shard_hash(d->fd, bytes, s->path) == s->hash,
+    require(fstat(d->fd, &now) == 0 && now.st_size == bytes && shard_hash(d->fd, bytes, s->path) == s->hash,
             "'%s' holds other tokens than at the start of this run\n"
             "leave shards alone while a run reads them; bring this one back and resume, or start anew", s->path);
     d->modified = now.st_mtim;
@@ -145,68 +129,83 @@ static inline void shard_leave(DataLoader *d) {
 
 // Reads one shard's header into the loader's description (the first shard) or compares it with it (all others).
 static inline void shard_open(DataLoader *d, Shard *s, int first) {
+    #define SHARD_REQUIRE(ok, what, ...) require(ok, "'%s' " what, s->path, __VA_ARGS__)
     int64_t bytes;
-    int32_t h[8];
-    int fd = open_data_file(s->path, &bytes);
-    require(bytes >= SHARD_HEADER_BYTES, "'%s' has %lld bytes: too short for a token shard\n" DATA_HINT, s->path, (long long)bytes);
-    pread_or_die(fd, h, sizeof h, 0, s->path);
-    require(h[0] == SHARD_MAGIC_16 || h[0] == SHARD_MAGIC_32, "'%s' is not a token shard (magic %d, not %d or %d)\n" DATA_HINT,
-            s->path, h[0], SHARD_MAGIC_16, SHARD_MAGIC_32);
-    const int version = h[0] == SHARD_MAGIC_16 ? SHARD_VERSION_16 : SHARD_VERSION_32, token_bytes = h[0] == SHARD_MAGIC_16 ? 2 : 4;
-    require(h[1] == version, "'%s' is a token shard of version %d, this program reads %d\n" DATA_HINT, s->path, h[1], version);
-    require(h[2] >= 0, "'%s': its header counts %d tokens: more than 2^31 - 1 do not fit into one shard\nmake smaller shards: --shard-tokens 100000000", s->path, h[2]);
-    const int64_t expected = SHARD_HEADER_BYTES + (int64_t)h[2] * token_bytes;
-    require(bytes >= expected, "'%s' is truncated: %lld bytes, its header promises %lld\nmake or download it again", s->path, (long long)bytes, (long long)expected);
-    require(bytes == expected, "'%s' is too long: %lld bytes, its header promises %lld\nmake or download it again", s->path, (long long)bytes, (long long)expected);
+    int32_t h[HEADER_WORDS];
+    const int fd = open_with_header(s->path, "a token shard", DATA_HINT, h, &bytes);
+    SHARD_REQUIRE(h[0] == SHARD_MAGIC_16 || h[0] == SHARD_MAGIC_32, "is not a token shard (magic %d, not %d or %d)\n"
+                  DATA_HINT, h[0], SHARD_MAGIC_16, SHARD_MAGIC_32);
+    const int narrow = h[0] == SHARD_MAGIC_16, version = narrow ? SHARD_VERSION_16 : SHARD_VERSION_32;
+    const int token_bytes = narrow ? 2 : 4;
+    SHARD_REQUIRE(h[1] == version, "is a token shard of version %d, this program reads %d\n" DATA_HINT, h[1], version);
+    SHARD_REQUIRE(h[2] >= 0, "is no shard: its header counts %d tokens, more than 2^31 - 1 do not fit\n"
+                  "make smaller shards: --shard-tokens 100000000", h[2]);
+    const int64_t expected = HEADER_BYTES + (int64_t)h[2] * token_bytes;
+    SHARD_REQUIRE(bytes == expected, "is %s: %lld bytes, its header promises %lld\nmake or download it again",
+                  bytes < expected ? "truncated" : "too long", (long long)bytes, (long long)expected);
+    SHARD_REQUIRE(h[2] > d->T, "has %d tokens: too few for one row of T = %d (T + 1 are needed)\n"
+                  "use a shorter --seq-len, or more text; prepare.py --val-fraction says how much of it is for validation",
+                  h[2], d->T);
+    SHARD_REQUIRE(h[3] >= 0 && h[4] >= 0 && h[4] < NUM_TOKENIZERS && h[7] >= 0 && (h[3] == 0 || h[7] < h[3]),
+                  "has vocabulary size %d, tokenizer %d and end-of-text %d in its header: one of them is out of range\n" DATA_HINT, h[3],
+                  h[4], h[7]);
     s->tokens = h[2];
     s->rows = (s->tokens - 1) / d->T;
-    require(s->tokens > d->T, "'%s' has %lld tokens: too few for one row of T = %d (T + 1 are needed)\n"
-            "use a shorter --seq-len, or more text; prepare.py --val-fraction says how much of it is for validation",
-            s->path, (long long)s->tokens, d->T);
     s->hash = shard_hash(fd, bytes, s->path);
     close(fd);
-    const uint64_t hash = (uint64_t)(uint32_t)h[5] | (uint64_t)(uint32_t)h[6] << 32;
-    require(h[3] >= 0 && h[4] >= 0 && h[4] < NUM_TOKENIZERS && h[7] >= 0 && (h[3] == 0 || h[7] < h[3]), "'%s': vocabulary size %d, tokenizer %d or end-of-text %d in its header is out of range\n" DATA_HINT,
-            s->path, h[3], h[4], h[7]);
+    const uint64_t hash = header_hash(h + 5);
     if (first) {
-        d->token_bytes = token_bytes; d->vocab_size = h[3]; d->tokenizer = (TokenizerKind)h[4]; d->hash = hash; d->eot = h[7];
-    } else {
-        require(token_bytes == d->token_bytes && h[3] == d->vocab_size && h[4] == (int)d->tokenizer && hash == d->hash && h[7] == d->eot,
-                "'%s' and '%s' were made with different tokenizers\nname shards of one kind only", d->shards[0].path, s->path);
+        d->token_bytes = token_bytes;
+        d->vocab_size = h[3];
+        d->tokenizer = (TokenizerKind)h[4];
+        d->hash = hash;
+        d->eot = h[7];
     }
+    SHARD_REQUIRE(token_bytes == d->token_bytes && h[3] == d->vocab_size && h[4] == (int)d->tokenizer && hash == d->hash &&
+                  h[7] == d->eot, "and '%s' were made with different tokenizers\nname shards of one kind only",
+                  d->shards[0].path);
 }
 
-static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, int rank, int world, int shuffle, uint64_t seed, int vocab_size) {
+// Stops with a message if anything is wrong with any shard. vocab_size > 0: every token id must be below it.
+static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, int rank, int world, int shuffle,
+                                   uint64_t seed, int vocab_size) {
+    const size_t tokens = (size_t)B * (size_t)T;
     memset(d, 0, sizeof *d);
     require(B > 0, "batch size %d is not positive\nuse --batch-size 1 or more", B);
     require(T > 0, "sequence length %d is not positive\nuse --seq-len 1 or more", T);
-    require((int64_t)B * T <= INT32_MAX / 4, "batch size %d times sequence length %d is too large\nuse a smaller --batch-size", B, T);
+    require(tokens <= INT32_MAX / 4, "batch size %d times sequence length %d is too large\nuse a smaller --batch-size", B, T);
     assert(0 <= rank && rank < world);
-    d->B = B; d->T = T; d->rank = rank; d->world = world; d->shuffle = shuffle; d->seed = seed; d->check_vocab = vocab_size;
+    d->B = B;
+    d->T = T;
+    d->rank = rank;
+    d->world = world;
+    d->shuffle = shuffle;
+    d->seed = seed;
+    d->check_vocab = vocab_size;
     glob_t found;
-    int status = find_files(pattern, &found);
+    const int status = find_files(pattern, &found);
     require(status == 0 || status == GLOB_NOMATCH, "cannot list '%s': %s\ncheck the folder", pattern, strerror(errno));
     require(status == 0 && found.gl_pathc > 0, "no file matches '%s'\n" DATA_HINT, pattern);
     require(found.gl_pathc < (1 << 24) - 1, "%zu files match '%s': too many\nmake larger shards", found.gl_pathc, pattern);
-    d->num_shards = (int)found.gl_pathc;
-    d->shards = (Shard *)malloc_or_die((size_t)d->num_shards * sizeof(Shard));
-    for (int i = 0; i < d->num_shards; i++) require((d->shards[i].path = strdup(found.gl_pathv[i])), "out of memory\nuse fewer shards");
+    const size_t n = found.gl_pathc;
+    d->num_shards = (int)n;
+    d->shards = (Shard *)malloc_or_die(n * sizeof(Shard));
+    for (size_t i = 0; i < n; i++)
+        require((d->shards[i].path = strdup(found.gl_pathv[i])), "out of memory\nuse fewer shards");
     globfree(&found);
-    qsort(d->shards, (size_t)d->num_shards, sizeof(Shard), compare_paths);
-    for (int i = 0; i < d->num_shards; i++) {
+    qsort(d->shards, n, sizeof(Shard), compare_paths);
+    for (size_t i = 0; i < n; i++) {
         shard_open(d, &d->shards[i], i == 0);
         d->num_tokens += d->shards[i].tokens;
         d->rows_per_epoch += d->shards[i].rows;
     }
-    require(!vocab_size || d->vocab_size <= vocab_size, "'%s' was made with a vocabulary of %d tokens, the model has %d\nuse a model with that vocabulary, or other shards",
-            d->shards[0].path, d->vocab_size, vocab_size);
-    d->inputs = (int *)malloc_or_die((size_t)B * (size_t)T * sizeof(int));
-    d->targets = (int *)malloc_or_die((size_t)B * (size_t)T * sizeof(int));
+    require(!vocab_size || d->vocab_size <= vocab_size, "'%s' was made with a vocabulary of %d tokens, the model has %d\n"
+            "use a model with that vocabulary, or other shards", d->shards[0].path, d->vocab_size, vocab_size);
+    int **const batches[] = {&d->inputs, &d->targets, &d->ahead_inputs, &d->ahead_targets};
+    for (int i = 0; i < 4; i++) *batches[i] = (int *)malloc_or_die(tokens * sizeof(int));
     d->raw = malloc_or_die((size_t)(T + 1) * (size_t)d->token_bytes);
-    d->shard_order = (ShuffleKey *)malloc_or_die((size_t)d->num_shards * sizeof(ShuffleKey));
-    d->slot_begin = (int64_t *)malloc_or_die((size_t)(d->num_shards + 1) * sizeof(int64_t));
-    d->ahead_inputs = (int *)malloc_or_die((size_t)B * (size_t)T * sizeof(int));
-    d->ahead_targets = (int *)malloc_or_die((size_t)B * (size_t)T * sizeof(int));
+    d->shard_order = (ShuffleKey *)malloc_or_die(n * sizeof(ShuffleKey));
+    d->slot_begin = (int64_t *)malloc_or_die((n + 1) * sizeof(int64_t));
     d->order_epoch = d->open_shard = d->fd = -1;
     d->ahead_row = -1;
 }
@@ -216,7 +215,8 @@ static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t ro
     if (epoch != d->order_epoch) {
         fill_order(d->shard_order, d->num_shards, d->shuffle, d->seed, (uint64_t)epoch);
         d->slot_begin[0] = 0;
-        for (int i = 0; i < d->num_shards; i++) d->slot_begin[i + 1] = d->slot_begin[i] + d->shards[d->shard_order[i].index].rows;
+        for (int i = 0; i < d->num_shards; i++)
+            d->slot_begin[i + 1] = d->slot_begin[i] + d->shards[d->shard_order[i].index].rows;
         d->order_epoch = epoch;
         d->slot = 0;
         shard_leave(d);
@@ -228,7 +228,7 @@ static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t ro
     if (index != d->open_shard) {
         int64_t bytes;
         shard_leave(d);
-        d->fd = open_data_file(s->path, &bytes);
+        d->fd = open_data_file(s->path, DATA_HINT, &bytes);
         d->open_shard = index;
         shard_require_same(d);
         if (d->shuffle) {
@@ -243,33 +243,29 @@ static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t ro
 
 // Row `r` of the open shard as T inputs and T targets.
 static inline void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, int *targets) {
-    const Shard *s = &d->shards[d->open_shard];
-    const int T = d->T;
+    const char *path = d->shards[d->open_shard].path;
+    const int T = d->T, check = d->check_vocab ? d->check_vocab : d->vocab_size;
+    const uint32_t limit = check ? (uint32_t)check : INT32_MAX;
+    const size_t token_bytes = (size_t)d->token_bytes;
     const uint16_t *raw16 = (const uint16_t *)d->raw;
     const uint32_t *raw32 = (const uint32_t *)d->raw;
-    pread_or_die(d->fd, d->raw, (size_t)(T + 1) * (size_t)d->token_bytes, SHARD_HEADER_BYTES + (uint64_t)(r * T) * (uint64_t)d->token_bytes, s->path);
-    uint32_t highest = 0;
+    pread_or_die(d->fd, d->raw, (T + 1) * token_bytes, HEADER_BYTES + (uint64_t)(r * T) * token_bytes, path);
     for (int t = 0; t <= T; t++) {
-        uint32_t id = d->token_bytes == 2 ? raw16[t] : raw32[t];
-        highest = id > highest ? id : highest;
+        const uint32_t id = token_bytes == 2 ? raw16[t] : raw32[t];
+        require(id < limit, "'%s': token %lld is %u, outside the vocabulary of %u\n"
+                "use a model with the vocabulary that the shards were made for (--model ...,vocab=N)", path,
+                (long long)(r * T + t), id, limit);
         if (t < T) inputs[t] = (int)id;
         if (t > 0) targets[t - 1] = (int)id;
-    }
-    const uint32_t limit = d->check_vocab ? (uint32_t)d->check_vocab : d->vocab_size ? (uint32_t)d->vocab_size : INT32_MAX;
-    if (highest < limit) return;
-    for (int t = 0; t <= T; t++) {
-        uint32_t id = d->token_bytes == 2 ? raw16[t] : raw32[t];
-        require(id < limit, "'%s': token %lld is %u, outside the vocabulary of %u\nuse a model with the vocabulary that the shards were made for (--model ...,vocab=N)",
-                s->path, (long long)(r * T + t), id, limit);
     }
 }
 
 // Reads this rank's B rows of the call that begins at (epoch, row). The only function that touches the disk after open.
 static inline void dataloader_read_batch(DataLoader *d, int64_t epoch, int64_t row, int *inputs, int *targets) {
     for (int b = 0; b < d->B; b++) {
-        int64_t at = row + (int64_t)d->rank * d->B + b;
-        int64_t r = dataloader_locate(d, epoch + at / d->rows_per_epoch, at % d->rows_per_epoch);
-        dataloader_read_row(d, r, inputs + (size_t)b * (size_t)d->T, targets + (size_t)b * (size_t)d->T);
+        const int64_t at = row + (int64_t)d->rank * d->B + b;
+        const int64_t r = dataloader_locate(d, epoch + at / d->rows_per_epoch, at % d->rows_per_epoch);
+        dataloader_read_row(d, r, inputs + b * d->T, targets + b * d->T);
     }
     shard_require_unchanged(d);
 }
@@ -279,43 +275,50 @@ static inline void *dataloader_thread(void *loader) {
     dataloader_read_batch(d, d->ahead_epoch, d->ahead_row, d->ahead_inputs, d->ahead_targets);
     return NULL;
 }
-static inline void dataloader_wait(DataLoader *d) {
+// Waits for the thread. Returns whether the next batch has been read.
+static inline int dataloader_wait(DataLoader *d) {
     if (d->reading) pthread_join(d->thread, NULL);
     d->reading = 0;
+    return d->ahead_row == d->row && d->ahead_epoch == d->epoch;
 }
 static inline void dataloader_read_ahead(DataLoader *d) {
-    dataloader_wait(d);
-    if (d->ahead_row == d->row && d->ahead_epoch == d->epoch) return;  // it is there
+    if (dataloader_wait(d)) return;
     d->ahead_epoch = d->epoch;
     d->ahead_row = d->row;
     d->reading = pthread_create(&d->thread, NULL, dataloader_thread, d) == 0;
     if (!d->reading) d->ahead_row = -1;  // no thread to be had: the next call reads by itself
 }
+static inline void dataloader_position(const DataLoader *d, int64_t *epoch, int64_t *row) {
+    *epoch = d->epoch;
+    *row = d->row;
+}
+static inline void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row) {
+    require(epoch >= 0 && row >= 0, "epoch %lld, row %lld is no place in the data\n"
+            "the saved training state is damaged: use an older one", (long long)epoch, (long long)row);
+    d->epoch = epoch + row / d->rows_per_epoch;
+    d->row = row % d->rows_per_epoch;
+}
 static inline void dataloader_next(DataLoader *d) {
-    dataloader_wait(d);
-    if (d->ahead_row == d->row && d->ahead_epoch == d->epoch) {
+    if (dataloader_wait(d)) {
         int *inputs = d->inputs, *targets = d->targets;
-        d->inputs = d->ahead_inputs;   d->targets = d->ahead_targets;
-        d->ahead_inputs = inputs;      d->ahead_targets = targets;
+        d->inputs = d->ahead_inputs;
+        d->targets = d->ahead_targets;
+        d->ahead_inputs = inputs;
+        d->ahead_targets = targets;
         d->ahead_row = -1;
     } else {
         dataloader_read_batch(d, d->epoch, d->row, d->inputs, d->targets);
     }
     dataloader_seek(d, d->epoch, d->row + (int64_t)d->world * d->B);
 }
-static inline void dataloader_position(const DataLoader *d, int64_t *epoch, int64_t *row) { *epoch = d->epoch; *row = d->row; }
-static inline void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row) {
-    require(epoch >= 0 && row >= 0, "epoch %lld, row %lld is no place in the data\nthe saved training state is damaged: use an older one", (long long)epoch, (long long)row);
-    d->epoch = epoch + row / d->rows_per_epoch;
-    d->row = row % d->rows_per_epoch;
-}
-static inline void dataloader_reset(DataLoader *d) { dataloader_seek(d, 0, 0); }
+static inline void dataloader_reset(DataLoader *d) { dataloader_seek(d, 0, 0); }  // to the first row of the first epoch
 static inline void dataloader_close(DataLoader *d) {
     dataloader_wait(d);
-    free(d->ahead_inputs); free(d->ahead_targets);
     for (int i = 0; i < d->num_shards; i++) free(d->shards[i].path);
     if (d->fd >= 0) close(d->fd);
-    free(d->shards); free(d->inputs); free(d->targets); free(d->raw); free(d->shard_order); free(d->slot_begin); free(d->row_order);
+    void *const owned[] = {d->inputs, d->targets, d->ahead_inputs, d->ahead_targets, d->shards, d->raw, d->shard_order,
+                           d->slot_begin, d->row_order};
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
     memset(d, 0, sizeof *d);
 }
 

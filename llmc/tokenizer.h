@@ -15,14 +15,14 @@
 #include "hash.h"
 
 typedef enum { TOKENIZER_UNKNOWN, TOKENIZER_BYTES, TOKENIZER_GPT2, TOKENIZER_LLAMA3, TOKENIZER_QWEN2, NUM_TOKENIZERS } TokenizerKind;
-enum { TOKENIZER_MAGIC = 20240328, TOKENIZER_VERSION = 2, TOKENIZER_HEADER_BYTES = 1024 };
+enum { TOKENIZER_MAGIC = 20240328, TOKENIZER_VERSION = 2 };
 
 typedef struct Tokenizer {
     int vocab_size, eot;
     TokenizerKind kind;
     uint64_t hash;          // FNV-1a of the file after its header; shards made with this tokenizer carry the same
     // private
-    unsigned char *file;
+    unsigned char *file;    // without its header
     uint32_t *begin;        // [vocab_size] first byte of each token in `file`; the length stands one byte before it
     int *map;               // bytes -> id, open addressing; -1: empty
     uint32_t map_mask;
@@ -64,38 +64,36 @@ static inline int tokenizer_bytes(const Tokenizer *t, int id) {
     return length;
 }
 
-static inline void tokenizer_read_header(Tokenizer *t, const char *path, size_t size) {
-    int32_t h[5];
-    memcpy(h, t->file, sizeof h);
+static inline void tokenizer_read_header(Tokenizer *t, const char *path, const int32_t *h, size_t bytes) {
     TOKENIZER_REQUIRE(h[0] == TOKENIZER_MAGIC, "is not a tokenizer file (magic %d, not %d)", h[0], TOKENIZER_MAGIC);
     TOKENIZER_REQUIRE(h[1] == TOKENIZER_VERSION, "has version %d, this program reads %d", h[1], TOKENIZER_VERSION);
     TOKENIZER_REQUIRE(h[2] > 0 && h[2] <= 1 << 24 && h[3] >= 0 && h[3] < h[2] && h[4] >= 0 && h[4] < NUM_TOKENIZERS,
-                      "has vocabulary size %d, end-of-text %d and kind %d: out of range", h[2], h[3], h[4]);
+                      "has vocabulary size %d, end-of-text %d and kind %d: one of them is out of range", h[2], h[3], h[4]);
     t->vocab_size = h[2];
     t->eot = h[3];
     t->kind = (TokenizerKind)h[4];
     if (t->kind == TOKENIZER_UNKNOWN && t->vocab_size == 50257) t->kind = TOKENIZER_GPT2;  // written by llm.c
-    TOKENIZER_REQUIRE((size_t)t->vocab_size <= (size - TOKENIZER_HEADER_BYTES) / 2,  // before allocating for so many
-                      "is truncated: %zu bytes do not hold %d tokens", size, t->vocab_size);
+    TOKENIZER_REQUIRE((size_t)t->vocab_size <= bytes / 2,  // before allocating for so many
+                      "is truncated: %zu bytes do not hold %d tokens", bytes, t->vocab_size);
 }
 static inline void tokenizer_open(Tokenizer *t, const char *path) {
     memset(t, 0, sizeof *t);
-    FILE *f = fopen_or_die(path, "rb", TOKENIZER_HINT);
-    struct stat s;
-    TOKENIZER_REQUIRE(fstat(fileno(f), &s) == 0 && S_ISREG(s.st_mode) && s.st_size >= TOKENIZER_HEADER_BYTES &&
-                      s.st_size <= 1 << 30, "is no tokenizer file: not a file of 1 KiB to 1 GiB");
-    const size_t size = (size_t)s.st_size;
+    int64_t bytes;
+    int32_t h[HEADER_WORDS];
+    const int fd = open_with_header(path, "a tokenizer", TOKENIZER_HINT, h, &bytes);
+    TOKENIZER_REQUIRE(bytes <= 1 << 30, "is no tokenizer file: larger than 1 GiB");
+    const size_t size = (size_t)bytes - HEADER_BYTES;
+    tokenizer_read_header(t, path, h, size);
     t->file = (unsigned char *)malloc_or_die(size);
-    TOKENIZER_REQUIRE(fread(t->file, 1, size, f) == size, "cannot be read");
-    fclose(f);
-    tokenizer_read_header(t, path, size);
-    t->hash = fnv1a(FNV1A, t->file + TOKENIZER_HEADER_BYTES, size - TOKENIZER_HEADER_BYTES);
+    pread_or_die(fd, t->file, size, HEADER_BYTES, path);
+    close(fd);
+    t->hash = fnv1a(FNV1A, t->file, size);
     t->map_mask = 1;
     while (t->map_mask < 2 * (uint32_t)t->vocab_size) t->map_mask = 2 * t->map_mask + 1;
     const size_t map_bytes = ((size_t)t->map_mask + 1) * sizeof *t->map;
     t->begin = (uint32_t *)malloc_or_die((size_t)t->vocab_size * sizeof *t->begin);
     t->map = (int *)memset(malloc_or_die(map_bytes), -1, map_bytes);
-    size_t at = TOKENIZER_HEADER_BYTES;
+    size_t at = 0;
     for (int id = 0; id < t->vocab_size; id++) {
         TOKENIZER_REQUIRE(at < size && t->file[at] < size - at, "is truncated: it ends in token %d of %d", id, t->vocab_size);
         TOKENIZER_REQUIRE(t->file[at] > 0, "is damaged: token %d is empty", id);

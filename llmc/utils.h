@@ -13,6 +13,7 @@
 #undef NDEBUG  // shipped builds check their assertions too
 #include <assert.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -91,6 +92,24 @@ static inline void pread_or_die(int fd, void *destination, size_t bytes, uint64_
         require(n > 0, "'%s' ends %zu bytes too early\nthe file is truncated: make or download it again", path, bytes);
     }
 }
+
+static inline int open_data_file(const char *path, const char *hint, int64_t *bytes) {
+    struct stat s;
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    require(fd >= 0, "cannot open '%s': %s\n%s", path, strerror(errno), hint);
+    require(fstat(fd, &s) == 0 && S_ISREG(s.st_mode), "'%s' is not a regular file\nname a file, not a folder", path);
+    *bytes = s.st_size;
+    return fd;
+}
+// Our data files begin with 256 int32. Reads those that are in use into h.
+enum { HEADER_BYTES = 1024, HEADER_WORDS = 8 };
+static inline int open_with_header(const char *path, const char *what, const char *hint, int32_t *h, int64_t *bytes) {
+    const int fd = open_data_file(path, hint, bytes);
+    require(*bytes >= HEADER_BYTES, "'%s' has %lld bytes: too short for %s\n%s", path, (long long)*bytes, what, hint);
+    pread_or_die(fd, h, HEADER_WORDS * sizeof *h, 0, path);
+    return fd;
+}
+static inline uint64_t header_hash(const int32_t *h) { return (uint64_t)(uint32_t)h[0] | (uint64_t)(uint32_t)h[1] << 32; }
 
 static inline int file_exists(const char *path) {
     struct stat s;

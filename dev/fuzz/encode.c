@@ -8,13 +8,13 @@ enum { MERGES = 2000, LONGEST = 1 << 16 };
 // The bytes, then pairs of earlier tokens: of any length, and with many ways to merge a text.
 static const Tokenizer *open_tokenizer(TokenizerKind kind) {
     static Tokenizer t;
-    static uint8_t file[TOKENIZER_HEADER_BYTES + (257 + MERGES) * 33];
+    static uint8_t file[HEADER_BYTES + (257 + MERGES) * 33];
     const int merges = kind == TOKENIZER_BYTES ? 0 : MERGES, vocab = 256 + merges + (kind != TOKENIZER_BYTES);
     const int eot = kind == TOKENIZER_BYTES ? 0 : vocab - 1;
     const int32_t header[5] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, vocab, eot, (int)kind};
     static const char letters[] = "etaoin 'lsd\n\r1239.\xc3\xa9\xe2\x80\x94";
     const int base = sizeof letters - 1;
-    uint8_t *p = file + TOKENIZER_HEADER_BYTES;
+    uint8_t *p = file + HEADER_BYTES;
     memcpy(file, header, sizeof header);
     for (int id = 0; id < 256; id++) { *p++ = 1; *p++ = (uint8_t)id; }
     for (int made = 0; made < merges; made++) {  // numbers in a base of letters: none comes twice

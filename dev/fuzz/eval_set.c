@@ -28,7 +28,7 @@ static void seed_set(int wide) {
         -1, 0, 1, 0, 3, 12, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, /*choices*/ 1, 4, 30,
         8, 9, 31, 32, 33, 34, 35, 36, 37, 38, 2, 1, 40, 41};
     enum { FIRST = 16, WORDS = sizeof examples / sizeof *examples };
-    uint8_t file[EVAL_HEADER_BYTES + 4 * WORDS] = {0};
+    uint8_t file[HEADER_BYTES + 4 * WORDS] = {0};
     const int32_t header[8] = {EVAL_MAGIC, wide ? EVAL_VERSION_32 : EVAL_VERSION, 2, 200, wide ? 256 : 0, wide, 1, 2};
     uint32_t words[WORDS];
     size_t used = 0, begins = 0;
@@ -41,8 +41,8 @@ static void seed_set(int wide) {
     words[1] = (uint32_t)(begins * (wide ? 4 : 2));
     words[begins + 1] = (uint32_t)((used - begins) * (wide ? 4 : 2));
     memcpy(file, header, sizeof header);
-    for (size_t i = 0; i < used; i++) memcpy(file + EVAL_HEADER_BYTES + i * (wide ? 4 : 2), &words[i], wide ? 4 : 2);
-    fuzz_seed(file, EVAL_HEADER_BYTES + used * (wide ? 4 : 2));
+    for (size_t i = 0; i < used; i++) memcpy(file + HEADER_BYTES + i * (wide ? 4 : 2), &words[i], wide ? 4 : 2);
+    fuzz_seed(file, HEADER_BYTES + used * (wide ? 4 : 2));
 }
 static void fuzz_seeds(void) {
     seed_set(0);

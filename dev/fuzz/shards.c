@@ -25,7 +25,7 @@ static void fuzz_one(const uint8_t *data, size_t size) {
 }
 
 static void seed_shard(int64_t epoch, int64_t row, int wide, int tokens) {
-    uint8_t input[16 + SHARD_HEADER_BYTES + 400] = {0};
+    uint8_t input[16 + HEADER_BYTES + 400] = {0};
     const int64_t place[2] = {epoch, row};
     const int magic = wide ? SHARD_MAGIC_32 : SHARD_MAGIC_16, version = wide ? SHARD_VERSION_32 : SHARD_VERSION_16;
     const int32_t header[8] = {magic, version, tokens, 256, 1, 5, 6, 0};
@@ -33,9 +33,9 @@ static void seed_shard(int64_t epoch, int64_t row, int wide, int tokens) {
     memcpy(input + 16, header, sizeof header);
     for (int i = 0; i < tokens; i++) {
         const uint32_t token = (uint32_t)(i * 7 % 256);
-        memcpy(input + 16 + SHARD_HEADER_BYTES + i * (wide ? 4 : 2), &token, wide ? 4 : 2);
+        memcpy(input + 16 + HEADER_BYTES + i * (wide ? 4 : 2), &token, wide ? 4 : 2);
     }
-    fuzz_seed(input, 16 + SHARD_HEADER_BYTES + (size_t)tokens * (wide ? 4 : 2));
+    fuzz_seed(input, 16 + HEADER_BYTES + (size_t)tokens * (wide ? 4 : 2));
 }
 static void fuzz_seeds(void) {
     seed_shard(0, 3, 0, 60);

@@ -89,7 +89,7 @@ static const char *in_folder(const char *name) {
     return path;
 }
 static void write_data(void) {
-    const int32_t header[SHARD_HEADER_BYTES / 4] = {SHARD_MAGIC_16, SHARD_VERSION_16, TOKENS, 256, 1};
+    const int32_t header[HEADER_BYTES / 4] = {SHARD_MAGIC_16, SHARD_VERSION_16, TOKENS, 256, 1};
     uint16_t tokens[TOKENS];
     for (int i = 0; i < TOKENS; i++) tokens[i] = (uint16_t)(i * 7 % 256);
     FILE *f = fopen_or_die(in_folder("data.bin"), "wb", "fuzzing needs a writable /tmp");

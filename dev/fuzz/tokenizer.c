@@ -27,7 +27,7 @@ static void seed_tokenizer(TokenizerKind kind) {
     const int vocab = kind == TOKENIZER_BYTES ? 256 : 256 + 7;
     const int eot = kind == TOKENIZER_BYTES ? 0 : vocab - 1;
     const int32_t header[5] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, vocab, eot, (int)kind};
-    uint8_t file[TOKENIZER_HEADER_BYTES + 1000] = {0}, *p = file + TOKENIZER_HEADER_BYTES;
+    uint8_t file[HEADER_BYTES + 1000] = {0}, *p = file + HEADER_BYTES;
     memcpy(file, header, sizeof header);
     for (int id = 0; id < vocab; id++) {
         const uint8_t byte = (uint8_t)id;

@@ -206,7 +206,7 @@ static void write_changed(const char *name, int tokens, int at, int token, int i
     if (!in_place) write_good(other, tokens, 0);
     const int fd = open(in_folder(other), O_WRONLY);
     const uint16_t word = (uint16_t)token;
-    require(pwrite(fd, &word, 2, SHARD_HEADER_BYTES + 2 * (off_t)at) == 2 && close(fd) == 0, "cannot write\n.");
+    require(pwrite(fd, &word, 2, HEADER_BYTES + 2 * (off_t)at) == 2 && close(fd) == 0, "cannot write\n.");
     if (!in_place) require(rename(in_folder(other), in_folder(name)) == 0, "cannot rename\n.");
 }
 enum { LARGE = 200000 };
@@ -221,7 +221,7 @@ static uint64_t hash_with(int at, int token) {
 }
 // The hash is that of 16 blocks of 4 KiB, computed the slow way; a token that is not in a block does not change it.
 static void test_hash(void) {
-    static unsigned char file[SHARD_HEADER_BYTES + 2 * LARGE];
+    static unsigned char file[HEADER_BYTES + 2 * LARGE];
     unsigned char samples[SHARD_SAMPLES * SHARD_SAMPLE_BYTES];
     const uint64_t whole = hash_with(0, 0);
     FILE *f = fopen_or_die(in_folder("large.bin"), "rb", ".");

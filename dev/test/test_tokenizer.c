@@ -203,11 +203,11 @@ static void test_refusals(void) {
     write_good(TOKENIZER_UNKNOWN);
     check_refused("encoding when the kind is unknown", encode_unknown, NULL, "does not say how to split text");
     require(truncate(path, 1000) == 0, "truncate");
-    check_refused("a file shorter than its header", open_it, NULL, "is no tokenizer file");
+    check_refused("a file shorter than its header", open_it, NULL, "has 1000 bytes: too short for a tokenizer");
     unlink(path);
     check_refused("no file", open_it, NULL, "cannot open '");
     strcpy(path, "/tmp");
-    check_refused("a folder", open_it, NULL, "is no tokenizer file");
+    check_refused("a folder", open_it, NULL, "is not a regular file");
 }
 
 static int encode_file(const char *tokenizer, const char *name) {
