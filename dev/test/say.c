@@ -20,7 +20,7 @@ int main(int argc, char **argv) {
                    (double)c.rope_factor, (double)c.rope_low_freq_factor, (double)c.rope_high_freq_factor, c.rope_original_len, c.mlp == MLP_GELU, c.qkv_bias, c.linear_bias, c.tied);
             for (int i = 0; i < t.count; i++) {
                 const Param *p = &t.params[i];
-                printf("%s %d %d %d %d %d %d %.9g\n", p->name, p->unit, p->file_rows, p->cols, p->is_vector, p->transposed, p->decay, (double)p->init_std);
+                printf("%s %d %d %d %d %d %d %.9g\n", p->name, p->unit, p->file_rows, p->cols, p->is_vector, p->transposed, (int)p->decay, (double)p->init_std);
             }
             params_free(&t);
         }
