@@ -202,11 +202,11 @@ static inline void require_same_tensors(const Model *m, const SlotName *slots, i
         }
     for (int i = 0; i < r->count; i++)
         if (!known[i] && !is_redundant(r->tensors[i].name)) differ(&d, "; %.80s is not part of the model", r->tensors[i].name);
+    free(known);
     const StTensor *head = st_find(r, "lm_head.weight"), *embedding = find_param(r, "", &m->table.params[0]);
     if (m->config.tied && head && embedding && !st_same(r, head, embedding)) differ(&d, "; lm_head.weight is not the embedding, as tie_word_embeddings says");
     require(d.count == 0, "'%s' does not hold this model, %d differences: %s%s\n%s", path, d.count, d.text + 2,
             d.count > 10 ? "; ..." : "", hint_of_differences(m, r, slots[0].prefix));
-    free(known);
 }
 static inline void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path) {
     float *piece = (float *)malloc_or_die(HF_PIECE * 4), *scratch = (float *)malloc_or_die(HF_PIECE * 4);
