@@ -202,11 +202,17 @@ static inline int state_open(Json *j, const char *folder, char *why, size_t size
     else if (format > 1 && !sealed) snprintf(why, size, "train_state.json is not what was written: damaged or edited");
     return *why ? 0 : (int)format;
 }
+// The one of checkpoint_files that people edit.
+static inline const char *edit_hint(int file) {
+    if (file != 0) return "";
+    return " (edited: copy it and model.safetensors to a new folder, and start from that with --model)";
+}
 // Whether the first `files` of checkpoint_files have the sizes that a state names; else `why` not.
 static inline int state_has_sizes(const Json *j, const char *folder, int files, int64_t *bytes, char *why, size_t size) {
     for (int i = 0; i < files && !*why; i++) {
         const int known = json_int(j, json_get(j, json_get(j, 0, "files"), checkpoint_files[i]), &bytes[i]);
-        if (!known || file_bytes(folder, checkpoint_files[i]) != bytes[i]) snprintf(why, size, "%s does not have the size that was written", checkpoint_files[i]);
+        if (!known || file_bytes(folder, checkpoint_files[i]) != bytes[i])
+            snprintf(why, size, "%s does not have the size that was written%s", checkpoint_files[i], edit_hint(i));
     }
     return !*why;
 }
@@ -294,7 +300,6 @@ static inline int checkpoint_is_intact(const Comm *c, const char *folder, int fi
     *why = 0;
     if (c->rank == 0) s = checkpoint_sums(folder, files, why, size);
     comm_broadcast(c, &s, sizeof s, 0);
-    const char *hint = " (edited: copy it and model.safetensors to a new folder, and start from that with --model)";
     const double begin = now_seconds();
     int64_t bytes = 0;
     int intact = s.files >= 0;
@@ -302,7 +307,8 @@ static inline int checkpoint_is_intact(const Comm *c, const char *folder, int fi
         char *path = st_text(folder, "/", checkpoint_files[i]);
         intact = file_has_checksum(c, path, s.bytes[i], s.sums[i]);
         bytes += s.bytes[i];
-        if (!intact) snprintf(why, size, "%s is not what was written: damaged or edited%s", checkpoint_files[i], i == 0 ? hint : "");
+        if (!intact)
+            snprintf(why, size, "%s is not what was written: damaged or edited%s", checkpoint_files[i], edit_hint(i));
         free(path);
     }
     if (intact && s.files) printf("checked   %s: %.2f GB have their checksums, %.1f s\n", folder, 1e-9 * (double)bytes, now_seconds() - begin);

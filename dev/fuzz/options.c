@@ -34,7 +34,7 @@ static void fuzz_one(const uint8_t *data, size_t size) {
     free(echo);
     check_options(&o);
     Config c;
-    if (!config_parse(o.model, &c)) config_finish(&c);
+    if (!config_parse(o.model, &c)) config_finish(&c, NULL);
     ParamTable table = params_table(&c);
     params_free(&table);
 }

@@ -461,7 +461,7 @@ def test_what_files_say_commands_no_terminal(program, tmp_path):  # noqa: F811
 def test_an_edited_checkpoint(program, tmp_path, monkeypatch, capfd):  # noqa: F811
     folder = test_checkpoint_hf.write(program, tmp_path / "run", "gpt2", "fp32")
     edit(folder / "config.json", {"n_ctx": 12})
-    refuses(monkeypatch, capfd, ["config.json is not what was written", "copy it and model.safetensors to a new folder"], "check", folder)
+    refuses(monkeypatch, capfd, ["config.json does not have the size that was written", "copy it and model.safetensors to a new folder"], "check", folder)
     (tmp_path / "new").mkdir()
     for file in ("config.json", "model.safetensors"):
         (folder / file).rename(tmp_path / "new" / file)
