@@ -518,8 +518,8 @@ def test_what_files_say_commands_no_terminal(trainer, checkpoint, tmp_path):
     run = trainer("-e", folder)
     fails(run, "?]0;owned??[2J??31m?hint: all is well is not part of the model")
     told = run.stderr + run.stdout
-    run = crafted(trainer, tmp_path / "other", lambda text: json.dumps(json.loads(text) | {"options": {"model": "d2" + evil, "prompt": evil, "total-batch": "64"}}))
-    assert "changed since the checkpoint: --prompt ?]0;owned??[2J??31m" in succeeds(run).stdout
+    run = crafted(trainer, tmp_path / "other", lambda text: json.dumps(json.loads(text) | {"options": {"model": "d2" + evil, "server-ip": evil, "total-batch": "64"}}))
+    assert re.search(r"--server-ip +\?]0;owned\?\?\[2J\?\?31m", succeeds(run).stdout)  # as the run's own, printed at its start
     assert not set(told + run.stdout + run.stderr) & set("\x1b\x07\x9b")
 
 
