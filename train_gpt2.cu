@@ -186,14 +186,13 @@ static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, 
     const int rank = m->mesh->tp.rank, ranks = m->mesh->tp.world;
     const int V = m->plan.local.vocab_size, Vp = m->plan.local.padded_vocab_size;
     Buffers *b = &m->b;
-    const ClassifierRows r = {b->logits, b->losses + n0, b->targets + n0, dloss, rows, V, Vp, backward};
     if (ranks == 1) {
-        classifier(&r, p->stream);
+        classifier(b->logits, b->losses + n0, b->targets + n0, dloss, rows, V, Vp, backward, p->stream);
         return;
     }
-    classifier_parts(&r, b->parts + (size_t)rank * rows, rank, p->stream);
+    classifier_parts(b->parts + (size_t)rank * rows, b->logits, b->targets + n0, rank, rows, V, Vp, p->stream);
     nccl_all_gather(&p->exchange->nccl, "gather", (float *)b->parts, (size_t)rows * (sizeof *b->parts / sizeof(float)));
-    classifier_ranks(&r, b->parts, ranks, rank, p->stream);
+    classifier_ranks(b->logits, b->losses + n0, b->parts, b->targets + n0, dloss, ranks, rank, rows, V, Vp, backward, p->stream);
 }
 // m->b.h_final, m->b.targets -> m->b.losses; backward: the head's weight gradient, and that of h_final in p->branch (a part of a sum over ranks).
 static void head(Model *m, const Pass *p, float dloss, int backward) {

@@ -1,58 +1,45 @@
 // Cross entropy and its gradient in one visit to each row of logits.
 //   losses[n] = lse - x[target],  lse = log(sum over v < V of exp(x[v]));  logits[v] <- (exp(x[v] - lse) - [v = target]) * dloss
-// Columns V..Vp-1 are padding: whatever they hold is left out of the sum and their gradient is 0.
-// One pass over a row finds its maximum and sum, online (Milakov and Gimelshein, arXiv:1805.02867); a second one writes the
-// gradient. Each logit is read from memory once: what the first pass has seen waits in shared memory for the second.
-//   Hopper, long rows: one persistent block on each SM, whose shared memory is a ring of stages that a producer warp fills by
-//     TMA, row after row. A stage is free when the second pass has read it, so that the next row comes in while this one is
-//     computed and written: memory never idles. Two blocks of a cluster share a longer row and exchange maxima and sums.
-//   else: one block per row, with as much of it in shared memory as fits; the second pass takes the rest from L2. Where a row
-//     fits twice on an SM (50304 bf16 on Hopper) two blocks of 512 threads overlap each other's phases; longer rows get one
-//     block of 1024.
-// The loss is NaN where a logit is NaN or +inf, where a row's largest logit is not between -1e8 and 1e8, and where a target is
-// >= V. A logit of -inf has probability 0. Sums are fp32, in fixed order.
-// With tensor parallelism each rank has Vp columns of the vocabulary. classifier_parts finds the maximum and the sum of a rank's
-// columns, and the target's logit; when the ranks have gathered these, classifier_ranks joins them in the order of the ranks.
+// logits (N,Vp) floatX, in place; losses (N) fp32; targets (N), < 0: ignored (loss 0, gradient 0). Columns V..Vp-1 are padding:
+// whatever they hold is left out of the sum and their gradient is 0.
+// One pass over a row finds its maximum and sum, online (Milakov and Gimelshein, arXiv:1805.02867), a second one writes the gradient. Each logit
+// is read from memory once: what the first pass has seen waits in shared memory for the second.
+//   Hopper, long rows: one persistent block on each multiprocessor, whose shared memory is a ring of stages that a producer warp fills by
+//     TMA, row after row. A stage is free when the second pass has read it, so that the next row comes in while this one is computed and
+//     written: memory is never left idle by the two phases. Long rows are shared by the two blocks of a cluster, which exchange maxima and sums.
+//   else: one block per row, with as much of it in shared memory as fits; the second pass takes the rest from L2. Where a row fits twice
+//     on an SM (50304 bf16 on Hopper) two blocks of 512 threads overlap each other's phases; longer rows get one block of 1024.
+// A NaN or +inf logit makes the loss NaN, as does a row whose largest logit is not between -1e8 and 1e8; a -inf one has probability 0; a target >= V gives NaN. Sums are fp32, in fixed order.
+// Where ranks share the words (mesh.h), classifier_parts finds of each row what the rank's own words say, (rank, row) maximum, sum and the target's
+// logit; when these were exchanged, classifier_ranks takes them together in the order of the ranks, as above a row's warps, and goes on.
 // Ladder: dev/cuda/classifier.cu. Not supported: label smoothing, z-loss; Vp not a multiple of a 16-byte vector.
 #ifndef LLMC_CLASSIFIER_CUH
 #define LLMC_CLASSIFIER_CUH
 
 #include "tile.cuh"
 
-// N rows of logits, and what becomes of them.
-typedef struct {
-    floatX *logits;      // (N,Vp), of which V columns are in use; they become their own gradient if `write`
-    float *losses;       // (N)
-    const int *targets;  // (N); < 0: ignored (loss 0, gradient 0)
-    float dloss;         // gradient of each loss
-    int N, V, Vp, write;
-} ClassifierRows;
-// What one rank's columns of a row say: their largest logit, the sum of 2^(logit log2(e) - offset_of(max)), and the target's logit
-// if it is one of them.
-typedef struct { float max, sum, target; } ClassifierPart;
-
-// Two passes over 50304 logits leave an SM of Hopper 11,000 cycles a row at copy speed. One exponential in each pass takes 6,300
-// of them in the special-function unit. So the rest is kept short: maxima of pairs in bf16, one fma for an exponent.
+// Two passes of 50304 elements leave an SM of Hopper 11,000 cycles a row at copy speed, of which 6,300 go to the special-function unit at one
+// exponential in each pass. So the rest is kept short: maxima of pairs in bf16, widening by a shift or a mask, one fma for an exponent.
 
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
 __device__ inline float vec_max(const VecX &x) {
     if constexpr (sizeof(floatX) == 4) return fmaxf(fmaxf((float)x[0], (float)x[1]), fmaxf((float)x[2], (float)x[3]));
     else {
-        const __nv_bfloat162 *p = (const __nv_bfloat162 *)x.v, m = __hmax2(__hmax2(p[0], p[1]), __hmax2(p[2], p[3]));
+        const __nv_bfloat162 *pairs = (const __nv_bfloat162 *)x.v, m = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
         return fmaxf(__low2float(m), __high2float(m));
     }
 }
 // x is the vector that begins at column i: its padding columns become -inf.
 __device__ inline void mask_padding(VecX &x, int i, int V) {
     if (i + VecX::size <= V) return;
+    #pragma unroll
     for (int k = 0; k < VecX::size; k++)
         if (i + k >= V) x[k] = (floatX)-INFINITY;
 }
-// sum of exp(x) = 2^offset sum, where offset is max log2(e), rounded: by at most 9 where |max| < MOST_LOGIT, so that nothing
-// overflows.
+// sum of exp(x) = 2^offset sum; offset is max log2(e), rounded: off by at most 9 where |max| < MOST_LOGIT, so that nothing overflows.
 constexpr float MOST_LOGIT = 1e8f;
-__device__ inline float offset_of(float max) { return __fmul_rn(max, LOG2_E); }  // never part of an fma: the same everywhere
+__device__ inline float offset_of(float max) { return __fmul_rn(max, LOG2_E); }  // never part of an fma: everywhere the same number
 struct OnlineSum {
     float max = -MOST_LOGIT, offset = -MOST_LOGIT * LOG2_E, sum = 0;  // a finite start: -inf - offset must not be NaN
     __device__ void add(const VecX &x) {
@@ -64,18 +51,20 @@ struct OnlineSum {
             offset = offset_of(m);
         }
         vec_widen(e, x);
+        #pragma unroll
         for (int k = 0; k < VecX::size; k++) e[k] = exp2_approx(fmaf(e[k], LOG2_E, -offset));
         #pragma unroll
         for (int half = VecX::size / 2; half > 0; half /= 2) {
+            #pragma unroll
             for (int k = 0; k < half; k++) e[k] += e[k + half];
         }
         sum += e[0];
     }
 };
-// Of a whole row.
+// The whole row's.
 struct RowSum {
     float max, offset, sum;
-    __device__ float loss(float target_logit) const {  // the last term takes the rounding of offset out again
+    __device__ float loss(float target_logit) const {  // what rounding has done to the offset is taken out again
         return fabsf(max) < MOST_LOGIT ? max - target_logit + logf(sum) - LN_2 * fmaf(max, LOG2_E, -offset) : NAN;
     }
     // The logit's gradient where it is not the target's; factor: dloss / sum
@@ -84,92 +73,70 @@ struct RowSum {
         float p[VecX::size];
         VecX d;
         vec_widen(p, x);
+        #pragma unroll
         for (int k = 0; k < VecX::size; k++) d[k] = (floatX)gradient(p[k], factor);
         return d;
     }
 };
-__device__ inline void zero_row(floatX *row, int begin, int end, int step) {
-    for (int i = begin; i < end; i += step) vec_store_streaming(row + i, VecX{});
-}
 
-// ---- a row by a block, or by the blocks of several ranks
-
-// column: of the target in this rank's row; -1: another rank has it. `cached` logits of the row, whole vectors, are left in cache.
-template <int THREADS>
-__device__ inline ClassifierPart classifier_part(const floatX *row, int column, int V, floatX *cache, int cached) {
+// `cached` elements of the row, whole vectors, live in shared memory between the passes.
+template <int THREADS, bool WRITE_DLOGITS>
+__global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss, int V, int Vp, int cached) {
     constexpr int stride = THREADS * VecX::size, unroll = 4;
+    extern __shared__ int4 shared_row[];
     __shared__ float scratch[WARP];
-    ClassifierPart part;
-    part.target = column < 0 ? 0 : column < V ? (float)row[column] : NAN;
+    floatX *cache = (floatX *)shared_row, *row = logits + (size_t)blockIdx.x * (size_t)Vp;
+    const int target = targets[blockIdx.x], mine = threadIdx.x * VecX::size;
+    if (target < 0) {
+        if (threadIdx.x == 0) losses[blockIdx.x] = 0;
+        if (WRITE_DLOGITS)
+            for (int i = mine; i < Vp; i += stride) {
+                VecX zero;
+                #pragma unroll
+                for (int k = 0; k < VecX::size; k++) zero[k] = (floatX)0.0f;
+                vec_store_streaming(row + i, zero);
+            }
+        return;
+    }
+    const float target_logit = target < V ? (float)row[target] : NAN;  // before the second pass overwrites it
     OnlineSum online;
-    for (int first = threadIdx.x * VecX::size; first < V; first += unroll * stride) {
+    for (int first = mine; first < Vp; first += unroll * stride) {
         VecX x[unroll];
-        #pragma unroll
-        for (int u = 0; u < unroll; u++)
-            if (first + u * stride < V) x[u] = vec_load(row + first + u * stride);
         #pragma unroll
         for (int u = 0; u < unroll; u++) {
             const int i = first + u * stride;
-            if (i >= V) break;
+            if (i < Vp) x[u] = vec_load(row + i);
+        }
+        #pragma unroll
+        for (int u = 0; u < unroll; u++) {
+            const int i = first + u * stride;
+            if (i >= Vp) break;
             mask_padding(x[u], i, V);
-            if (i < cached) vec_store(cache + i, x[u]);
+            if (WRITE_DLOGITS && i < cached) vec_store(cache + i, x[u]);
             online.add(x[u]);
         }
     }
-    part.max = block_reduce<Max>(online.max, scratch);
-    part.sum = block_reduce<Sum>(online.sum * exp2_approx(online.offset - offset_of(part.max)), scratch);
-    return part;
-}
-// parts: of all ranks, `stride` apart
-__device__ inline RowSum classifier_join(const ClassifierPart *parts, int ranks, size_t stride) {
-    RowSum all = {-MOST_LOGIT, 0, 0};
-    for (int r = 0; r < ranks; r++) all.max = fmaxf(all.max, parts[r * stride].max);
+    RowSum all;
+    all.max = block_reduce<Max>(online.max, scratch);
     all.offset = offset_of(all.max);
-    for (int r = 0; r < ranks; r++) all.sum += parts[r * stride].sum * exp2_approx(offset_of(parts[r * stride].max) - all.offset);
-    return all;
-}
-
-// Both passes by one rank that has all columns; or the first pass alone, parts (N) of this rank =; or the second alone, from the
-// parts (ranks,N) of all ranks.
-enum ClassifierPass { CLASSIFIER_BOTH, CLASSIFIER_FIRST, CLASSIFIER_SECOND };
-template <int THREADS, ClassifierPass PASS>
-__global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-classifier_kernel(ClassifierRows rows, ClassifierPart *parts, int ranks, int rank, int cached) {
-    constexpr int stride = THREADS * VecX::size;
-    extern __shared__ int4 shared_row[];
-    const int n = blockIdx.x, V = rows.V, Vp = rows.Vp, target = rows.targets[n], mine = threadIdx.x * VecX::size;
-    floatX *cache = (floatX *)shared_row, *row = rows.logits + (size_t)n * (size_t)Vp;
-    if (target < 0) {
-        if (PASS == CLASSIFIER_FIRST) return;
-        if (threadIdx.x == 0) rows.losses[n] = 0;
-        if (rows.write) zero_row(row, mine, Vp, stride);
-        return;
-    }
-    const int owner = target / Vp, column = owner == rank ? target % Vp : -1;
-    ClassifierPart part;
-    if (PASS != CLASSIFIER_SECOND) part = classifier_part<THREADS>(row, column, V, cache, cached);
-    if (PASS == CLASSIFIER_FIRST) {
-        if (threadIdx.x == 0) parts[n] = part;
-        return;
-    }
-    const ClassifierPart *of_ranks = PASS == CLASSIFIER_BOTH ? &part : parts + n;
-    const RowSum all = classifier_join(of_ranks, PASS == CLASSIFIER_BOTH ? 1 : ranks, rows.N);
-    const float target_logit = owner < ranks ? of_ranks[(size_t)owner * rows.N].target : NAN, factor = rows.dloss / all.sum;
-    if (threadIdx.x == 0) rows.losses[n] = all.loss(target_logit);
-    if (!rows.write) return;
-    #pragma unroll 2
-    for (int i = mine; i < V; i += stride) {  // every thread meets its own vectors again
-        VecX x;
-        if (i < cached) x = vec_load(cache + i);
-        else {
-            x = vec_load_streaming(row + i);
-            mask_padding(x, i, V);
+    all.sum = block_reduce<Sum>(online.sum * exp2_approx(online.offset - all.offset), scratch);
+    if (threadIdx.x == 0) losses[blockIdx.x] = all.loss(target_logit);
+    if constexpr (WRITE_DLOGITS) {
+        const float factor = dloss / all.sum;
+        #pragma unroll 2
+        for (int i = mine; i < Vp; i += stride) {  // every thread meets its own vectors again
+            VecX x;
+            if (i < cached) x = vec_load(cache + i);
+            else {
+                x = vec_load_streaming(row + i);
+                mask_padding(x, i, V);
+            }
+            vec_store_streaming(row + i, all.gradient(x, factor));
         }
-        vec_store_streaming(row + i, all.gradient(x, factor));
+        if (target < V && target / VecX::size % THREADS == threadIdx.x)  // the thread that wrote the target's vector
+            row[target] = (floatX)(all.gradient(target_logit, factor) - dloss);
     }
-    zero_row(row, (V + VecX::size - 1) / VecX::size * VecX::size + mine, Vp, stride);
-    if (column >= 0 && column < V && column / VecX::size % THREADS == threadIdx.x)  // this thread wrote the target's vector
-        row[column] = (floatX)(all.gradient(target_logit, factor) - rows.dloss);
 }
 
 // ---- Hopper: rows through a ring
@@ -181,66 +148,50 @@ template <int MATH_, int VECTORS_, int CLUSTER_> struct ClassifierRing {
     static constexpr int SHARED = 227 * 1024, STATIC = 2048, STAGES = (SHARED - STATIC) / STAGE_BYTES, BYTES = STAGES * STAGE_BYTES;
 };
 
-// The producer: one thread. `target` is read a row ahead.
-template <typename S>
-__device__ inline void classifier_ring_fill(const ClassifierRows &rows, unsigned full, unsigned empty, unsigned ring, int begin, int end) {
-    const int row_step = (int)gridDim.x / S::CLUSTER;
-    int n = (int)blockIdx.x / S::CLUSTER, target = n < rows.N ? rows.targets[n] : -1;
-    RingPlace<S::STAGES> place;
-    for (; n < rows.N; n += row_step) {
-        const int next_target = n + row_step < rows.N ? rows.targets[n + row_step] : -1;
-        const floatX *row = rows.logits + (size_t)n * (size_t)rows.Vp;
-        for (int i = begin; target >= 0 && i < end; i += S::STAGE, place.next()) {
-            const int bytes = min(S::STAGE, end - i) * (int)sizeof(floatX);
-            mbarrier_wait(empty + 8 * place.stage, place.parity ^ 1);
-            mbarrier_arrive_expect(full + 8 * place.stage, bytes);
-            bulk_load(ring + place.stage * S::STAGE_BYTES, row + i, bytes, full + 8 * place.stage);
-        }
-        target = next_target;
-    }
-}
-// The maximum and sum of a row from those of each warp that has a part of it. Every warp adds them up in the same order.
-template <int PAIRS> __device__ inline RowSum classifier_ring_join(const float2 *pairs, float max, int lane) {
-    RowSum all = {max, 0, 0};
-    for (int j = lane; j < PAIRS; j += WARP) all.max = fmaxf(all.max, pairs[j].x);
-    all.max = warp_reduce<Max>(all.max);
-    all.offset = offset_of(all.max);
-    for (int j = lane; j < PAIRS; j += WARP) all.sum += pairs[j].y * exp2_approx(offset_of(pairs[j].x) - all.offset);
-    all.sum = warp_reduce<Sum>(all.sum);
-    return all;
-}
-template <typename S> __device__ inline void classifier_ring(const ClassifierRows &rows) {
+template <typename S> __device__ inline void classifier_ring(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp) {
     extern __shared__ int4 shared_row[];
     __shared__ uint64_t barriers[2 * S::STAGES + 2];
-    __shared__ float2 pairs[2][S::WARPS * S::CLUSTER];  // maximum and sum of each warp that has a part of the row; two rows take turns
+    __shared__ float2 pairs[2][S::WARPS * S::CLUSTER];  // maximum and sum of each warp that has a part of the row; of two rows in turns
     static_assert(sizeof barriers + sizeof pairs <= S::STATIC, "the stages do not leave room");
     const unsigned full = shared_address(barriers), empty = full + 8 * S::STAGES, known = empty + 8 * S::STAGES;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, block = (int)blockIdx.x % S::CLUSTER;
-    const int N = rows.N, V = rows.V, Vp = rows.Vp, row_step = (int)gridDim.x / S::CLUSTER;
-    const int part = (Vp / VecX::size + S::CLUSTER - 1) / S::CLUSTER * VecX::size;  // of each row, in this block: begin .. end-1
-    const int begin = block * part, end = min(Vp, begin + part), mine = (int)threadIdx.x * VecX::size;
+    const int first_row = (int)blockIdx.x / S::CLUSTER, row_step = (int)gridDim.x / S::CLUSTER;
+    const int part = (Vp / VecX::size + S::CLUSTER - 1) / S::CLUSTER * VecX::size, begin = block * part, end = min(Vp, begin + part);  // of each row, in this block
     if (threadIdx.x == 0) {
-        for (int i = 0; i < S::STAGES; i++) {
-            mbarrier_init(full + 8 * i, 1);
-            mbarrier_init(empty + 8 * i, S::WARPS);
-        }
+        for (int i = 0; i < S::STAGES; i++) { mbarrier_init(full + 8 * i, 1); mbarrier_init(empty + 8 * i, S::WARPS); }
         for (int i = 0; i < 2; i++) mbarrier_init(known + 8 * i, S::CLUSTER > 1 ? 1 : S::WARPS);
         mbarrier_init_fence();
     }
     __syncthreads();
     if (S::CLUSTER > 1) cluster_sync();  // before anything is sent
-    if (warp == S::WARPS) {
-        if (lane == 0) classifier_ring_fill<S>(rows, full, empty, shared_address(shared_row), begin, end);
+
+    RingPlace<S::STAGES> place;
+    int target = first_row < N ? targets[first_row] : -1;
+    if (warp == S::WARPS) {  // the producer
+        for (int n = first_row; lane == 0 && n < N; n += row_step) {
+            const int next_target = n + row_step < N ? targets[n + row_step] : -1;
+            const floatX *row = logits + (size_t)n * (size_t)Vp;
+            for (int i = begin; target >= 0 && i < end; i += S::STAGE, place.next()) {
+                const int bytes = min(S::STAGE, end - i) * (int)sizeof(floatX);
+                mbarrier_wait(empty + 8 * place.stage, place.parity ^ 1);
+                mbarrier_arrive_expect(full + 8 * place.stage, bytes);
+                bulk_load(shared_address(shared_row) + place.stage * S::STAGE_BYTES, row + i, bytes, full + 8 * place.stage);
+            }
+            target = next_target;
+        }
     } else {
-        RingPlace<S::STAGES> place;
+        const int mine = (int)threadIdx.x * VecX::size;
         unsigned uses = 0;  // rows that went through the ring
-        int n = (int)blockIdx.x / S::CLUSTER, target = n < N ? rows.targets[n] : -1, next_target;
-        for (; n < N; n += row_step, target = next_target) {
-            next_target = n + row_step < N ? rows.targets[n + row_step] : -1;
-            floatX *row = rows.logits + (size_t)n * (size_t)Vp;
+        for (int n = first_row; n < N; n += row_step) {
+            const int next_target = n + row_step < N ? targets[n + row_step] : -1;
+            floatX *row = logits + (size_t)n * (size_t)Vp;
             if (target < 0) {
-                if (block == 0 && threadIdx.x == 0) rows.losses[n] = 0;
-                zero_row(row, begin + mine, end, S::MATH * VecX::size);
+                if (block == 0 && threadIdx.x == 0) losses[n] = 0;
+                VecX zero;
+                #pragma unroll
+                for (int k = 0; k < VecX::size; k++) zero[k] = (floatX)0.0f;
+                for (int i = begin + mine; i < end; i += S::MATH * VecX::size) vec_store_streaming(row + i, zero);
+                target = next_target;
                 continue;
             }
             const unsigned turn = uses & 1, barrier = known + 8 * turn;
@@ -259,23 +210,27 @@ template <typename S> __device__ inline void classifier_ring(const ClassifierRow
                     online.add(x);
                 }
             }
-            const float max = warp_reduce<Max>(online.max);
-            const float sum = warp_reduce<Sum>(online.sum * exp2_approx(online.offset - offset_of(max)));
+            // Every warp gets the pairs of all warps, and adds them up in the same order.
+            RowSum all;
+            all.max = warp_reduce<Max>(online.max);
+            all.sum = warp_reduce<Sum>(online.sum * exp2_approx(online.offset - offset_of(all.max)));
             float2 *pair = &pairs[turn][block * S::WARPS + warp];
             if constexpr (S::CLUSTER == 1) {
-                if (lane == 0) {
-                    *pair = make_float2(max, sum);
-                    mbarrier_arrive(barrier);
-                }
+                if (lane == 0) { *pair = make_float2(all.max, all.sum); mbarrier_arrive(barrier); }
             } else if (lane < S::CLUSTER)
-                cluster_send(cluster_address(shared_address(pair), lane), make_float2(max, sum), cluster_address(barrier, lane));
+                cluster_send(cluster_address(shared_address(pair), lane), make_float2(all.max, all.sum), cluster_address(barrier, lane));
             mbarrier_wait(barrier, uses / 2 & 1);
             uses++;
-            const RowSum all = classifier_ring_join<S::WARPS * S::CLUSTER>(pairs[turn], max, lane);
-            if (target >= V && block == 0 && threadIdx.x == 0) rows.losses[n] = NAN;
+            for (int j = lane; j < S::WARPS * S::CLUSTER; j += WARP) all.max = fmaxf(all.max, pairs[turn][j].x);
+            all.max = warp_reduce<Max>(all.max);
+            all.offset = offset_of(all.max);
+            all.sum = 0;
+            for (int j = lane; j < S::WARPS * S::CLUSTER; j += WARP) all.sum += pairs[turn][j].y * exp2_approx(offset_of(pairs[turn][j].x) - all.offset);
+            all.sum = warp_reduce<Sum>(all.sum);
+            if (target >= V && block == 0 && threadIdx.x == 0) losses[n] = NAN;
 
             const int written_target = target < V ? target : -VecX::size;  // never in a vector
-            const float factor = rows.dloss / all.sum;
+            const float factor = dloss / all.sum;
             for (int i = begin; i < end; i += S::STAGE, again.next()) {
                 const floatX *stage = (const floatX *)shared_row + again.stage * S::STAGE;
                 VecX x[S::VECTORS];
@@ -294,20 +249,91 @@ template <typename S> __device__ inline void classifier_ring(const ClassifierRow
                     vec_store_streaming(row + at, all.gradient(x[u], factor));
                     if ((unsigned)(written_target - at) < (unsigned)VecX::size) {
                         float target_logit = 0;
+                        #pragma unroll
                         for (int k = 0; k < VecX::size; k++)
                             if (at + k == target) target_logit = (float)x[u][k];
-                        rows.losses[n] = all.loss(target_logit);
-                        row[target] = (floatX)(all.gradient(target_logit, factor) - rows.dloss);
+                        losses[n] = all.loss(target_logit);
+                        row[target] = (floatX)(all.gradient(target_logit, factor) - dloss);
                     }
                 }
             }
+            target = next_target;
         }
     }
     if (S::CLUSTER > 1) cluster_sync();  // nobody leaves while the other may still send
 }
-template <typename S> __global__ void __launch_bounds__(S::THREADS, 1) classifier_ring_kernel(ClassifierRows rows) {
-    if constexpr (HOPPER_CODE) classifier_ring<S>(rows);
+template <typename S> __global__ void __launch_bounds__(S::THREADS, 1)
+classifier_ring_kernel(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp) {
+    if constexpr (HOPPER_CODE) classifier_ring<S>(logits, losses, targets, dloss, N, V, Vp);
     else __trap();
+}
+
+// ---- words shared by ranks
+
+// Of a row, by one rank's words: their largest logit, the sum of 2^(logit log2(e) - offset_of(that)), the target's logit if it is one of them.
+typedef struct { float max, sum, target; } ClassifierPart;
+
+// Rank `rank` has the words from rank * Vp on; V of its Vp columns are words, which may be none.
+template <int THREADS> __global__ void __launch_bounds__(THREADS)
+classifier_parts_kernel(ClassifierPart *__restrict__ parts, const floatX *__restrict__ logits, const int *__restrict__ targets, int rank, int V, int Vp) {
+    constexpr int stride = THREADS * VecX::size, unroll = 4;
+    __shared__ float scratch[WARP];
+    const floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
+    const int target = targets[blockIdx.x];
+    if (target < 0) return;  // nobody asks
+    OnlineSum online;
+    for (int first = threadIdx.x * VecX::size; first < V; first += unroll * stride) {
+        VecX x[unroll];
+        #pragma unroll
+        for (int u = 0; u < unroll; u++)
+            if (first + u * stride < V) x[u] = vec_load(row + first + u * stride);
+        #pragma unroll
+        for (int u = 0; u < unroll; u++) {
+            const int i = first + u * stride;
+            if (i >= V) break;
+            mask_padding(x[u], i, V);
+            online.add(x[u]);
+        }
+    }
+    ClassifierPart part;
+    part.max = block_reduce<Max>(online.max, scratch);
+    part.sum = block_reduce<Sum>(online.sum * exp2_approx(online.offset - offset_of(part.max)), scratch);
+    const int mine = target / Vp == rank ? target % Vp : -1;
+    part.target = mine < 0 ? 0 : mine < V ? (float)row[mine] : NAN;
+    if (threadIdx.x == 0) parts[blockIdx.x] = part;
+}
+// parts (ranks,N), the same on all of them
+template <int THREADS> __global__ void __launch_bounds__(THREADS)
+classifier_ranks_kernel(floatX *logits, float *__restrict__ losses, const ClassifierPart *__restrict__ parts, const int *__restrict__ targets, float dloss,
+                        int ranks, int rank, int N, int V, int Vp, int write_dlogits) {
+    constexpr int stride = THREADS * VecX::size;
+    floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
+    const int target = targets[blockIdx.x], owner = target < 0 ? 0 : target / Vp, mine = owner == rank && target >= 0 && target % Vp < V ? target % Vp : -1;
+    RowSum all = {-MOST_LOGIT, 0, 0};
+    parts += blockIdx.x;
+    if (target >= 0) {
+        for (int r = 0; r < ranks; r++) all.max = fmaxf(all.max, parts[(size_t)r * N].max);
+        all.offset = offset_of(all.max);
+        for (int r = 0; r < ranks; r++) all.sum += parts[(size_t)r * N].sum * exp2_approx(offset_of(parts[(size_t)r * N].max) - all.offset);
+    }
+    if (threadIdx.x == 0) losses[blockIdx.x] = target < 0 ? 0 : owner < ranks ? all.loss(parts[(size_t)owner * N].target) : NAN;
+    if (!write_dlogits) return;
+    const float factor = dloss / all.sum;
+    #pragma unroll 2
+    for (int i = threadIdx.x * VecX::size; i < Vp; i += stride) {
+        VecX d;
+        #pragma unroll
+        for (int k = 0; k < VecX::size; k++) d[k] = (floatX)0.0f;
+        if (target >= 0 && i < V) {
+            VecX x = vec_load_streaming(row + i);
+            mask_padding(x, i, V);
+            d = all.gradient(x, factor);
+            #pragma unroll
+            for (int k = 0; k < VecX::size; k++)
+                if (i + k == mine) d[k] = (floatX)(all.gradient((float)x[k], factor) - dloss);
+        }
+        vec_store(row + i, d);
+    }
 }
 
 // Deterministic sum of the losses in one block: a fixed number of threads, each over a fixed stride.
@@ -322,67 +348,76 @@ __global__ void __launch_bounds__(1024) loss_sum_kernel(float *total, const floa
 
 // ---- launchers
 
-static inline void classifier_require(const ClassifierRows *r) {
-    require(r->V >= 0 && r->V <= r->Vp && r->Vp % VecX::size == 0,
-            "%d logits in rows of %d\npad the rows to a multiple of %d", r->V, r->Vp, VecX::size);
-    require_aligned("classifier", {r->logits});
+template <int THREADS> static inline void classifier_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, int cached, cudaStream_t stream) {
+    const size_t bytes = (size_t)cached * sizeof(floatX);
+    cudaCheck(cudaFuncSetAttribute(classifier_kernel<THREADS, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    cudaCheck(cudaFuncSetAttribute(classifier_kernel<THREADS, true>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+    classifier_kernel<THREADS, true><<<(unsigned)N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, V, Vp, cached);
 }
-static inline double classifier_bytes(const ClassifierRows *r, int passes) { return (double)passes * r->N * r->Vp * sizeof(floatX); }
-
-static inline void classifier_by_blocks(const ClassifierRows *r, cudaStream_t stream) {
-    const int reserved = 2048;  // the kernel's own shared memory and the driver's, per block
-    const int per_sm = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - (int)sizeof(float) * WARP;
-    const int row_bytes = r->Vp * (int)sizeof(floatX);
-    const bool two_on_an_sm = !r->write || row_bytes + reserved <= per_sm / 2;
-    const auto kernel = two_on_an_sm ? classifier_kernel<512, CLASSIFIER_BOTH> : classifier_kernel<1024, CLASSIFIER_BOTH>;
-    const int bytes = !r->write ? 0 : row_bytes < room ? row_bytes : room / 16 * 16;
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-    kernel<<<r->N, two_on_an_sm ? 512 : 1024, bytes, stream>>>(*r, NULL, 1, 0, bytes / (int)sizeof(floatX));
-}
-template <typename S> static inline void classifier_ring_launch(const ClassifierRows *r, cudaStream_t stream) {
+template <typename S> static inline void classifier_ring_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, cudaStream_t stream) {
     cudaCheck(cudaFuncSetAttribute(classifier_ring_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     const int most = device_attribute(cudaDevAttrMultiProcessorCount) / S::CLUSTER;
-    cudaLaunchAttribute attribute = {};
+    cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {S::CLUSTER, 1, 1};
+    attribute.val.clusterDim.x = S::CLUSTER;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t launch = {};
-    launch.gridDim = dim3((unsigned)((r->N < most ? r->N : most) * S::CLUSTER));
+    launch.gridDim = dim3((unsigned)((N < most ? N : most) * S::CLUSTER));
     launch.blockDim = dim3(S::THREADS);
     launch.dynamicSmemBytes = S::BYTES;
     launch.stream = stream;
     launch.attrs = &attribute;
     launch.numAttrs = S::CLUSTER > 1;
-    cudaCheck(cudaLaunchKernelEx(&launch, classifier_ring_kernel<S>, *r));
+    cudaCheck(cudaLaunchKernelEx(&launch, classifier_ring_kernel<S>, logits, losses, targets, dloss, N, V, Vp));
 }
-// A row alone in a ring leaves some of its stages to the next one; else two blocks share it. Rows that are too long or too short
-// even so, and GPUs whose loaded code is not Hopper's, take classifier_by_blocks.
-static inline void classifier(const ClassifierRows *r, cudaStream_t stream) {
+// A row alone in a ring leaves some of its stages to the next one; else two blocks share it. False if it is too long or too short even so,
+// or the code that was loaded for this GPU is not Hopper's.
+static inline bool classifier_ring_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, cudaStream_t stream) {
     enum { RING_LEAST = 16384, MATH = 640, VECTORS = 2 };  // 768 threads of one vector: 10% slower
     typedef ClassifierRing<MATH, VECTORS, 1> Alone;
     typedef ClassifierRing<MATH, VECTORS, 2> Shared;
     static const bool available = has_hopper_code(classifier_ring_kernel<Alone>);
-    const size_t stages = ceil_div(r->Vp, Alone::STAGE), half_stages = ceil_div(r->Vp / 2 + VecX::size, Alone::STAGE);
-    classifier_require(r);
-    if (!r->write || !available || r->Vp < RING_LEAST || half_stages > Shared::STAGES) classifier_by_blocks(r, stream);
-    else if (4 * stages <= 3 * Alone::STAGES) classifier_ring_launch<Alone>(r, stream);
-    else classifier_ring_launch<Shared>(r, stream);
-    launchCheck();
-    timing_lap("classifier", 0, classifier_bytes(r, r->write ? 2 : 1), stream);
+    const int stages = (Vp + Alone::STAGE - 1) / Alone::STAGE, half_stages = (Vp / 2 + VecX::size + Alone::STAGE - 1) / Alone::STAGE;
+    if (!available || Vp < RING_LEAST || half_stages > Shared::STAGES) return false;
+    if (4 * stages <= 3 * Alone::STAGES) classifier_ring_launch<Alone>(logits, losses, targets, dloss, N, V, Vp, stream);
+    else classifier_ring_launch<Shared>(logits, losses, targets, dloss, N, V, Vp, stream);
+    return true;
 }
-// parts (N) of this rank =
-static inline void classifier_parts(const ClassifierRows *r, ClassifierPart *parts, int rank, cudaStream_t stream) {
-    classifier_require(r);
-    classifier_kernel<512, CLASSIFIER_FIRST><<<r->N, 512, 0, stream>>>(*r, parts, 0, rank, 0);
+
+inline bool classifier_rings = true;  // false: as on GPUs without them, for dev/cuda/classifier.cu
+
+// logits (N,Vp) become their own gradient if write_dlogits, else they are only read; losses (N) "="
+static inline void classifier(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, int write_dlogits, cudaStream_t stream) {
+    require(V > 0 && V <= Vp && Vp % VecX::size == 0, "%d logits in rows of %d\nrows must be padded to a multiple of %d", V, Vp, VecX::size);
+    require((uintptr_t)logits % 16 == 0, "logits do not begin on 16 bytes\nallocate them with memory_request");
+    const int reserved = 2048;  // the kernel's own shared memory and the driver's, per block
+    const int per_sm = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    const int per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    const size_t row_bytes = (size_t)Vp * sizeof(floatX);
+    const int room = per_block - (int)sizeof(float) * WARP;
+    if (write_dlogits && classifier_rings && classifier_ring_run(logits, losses, targets, dloss, N, V, Vp, stream)) ;
+    else if (!write_dlogits) classifier_kernel<512, false><<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, V, Vp, 0);
+    else if (row_bytes + reserved <= (size_t)per_sm / 2) classifier_launch<512>(logits, losses, targets, dloss, N, V, Vp, Vp, stream);
+    else {
+        const size_t cached = row_bytes < (size_t)room ? (size_t)Vp : (size_t)(room / 16 * VecX::size);
+        classifier_launch<1024>(logits, losses, targets, dloss, N, V, Vp, (int)cached, stream);
+    }
     launchCheck();
-    timing_lap("classifier", 0, classifier_bytes(r, 1), stream);
+    timing_lap("classifier", 0, (write_dlogits ? 2.0 : 1.0) * N * Vp * sizeof(floatX), stream);
 }
-// parts (ranks,N): of all ranks
-static inline void classifier_ranks(const ClassifierRows *r, ClassifierPart *parts, int ranks, int rank, cudaStream_t stream) {
-    classifier_kernel<512, CLASSIFIER_SECOND><<<r->N, 512, 0, stream>>>(*r, parts, ranks, rank, 0);
+// parts (N) of this rank = ; logits (N,Vp), of which V columns are words
+static inline void classifier_parts(ClassifierPart *parts, const floatX *logits, const int *targets, int rank, int N, int V, int Vp, cudaStream_t stream) {
+    require(V >= 0 && V <= Vp && Vp % VecX::size == 0 && (uintptr_t)logits % 16 == 0, "%d logits in rows of %d\nrows must be padded to a multiple of %d and begin on 16 bytes", V, Vp, VecX::size);
+    classifier_parts_kernel<512><<<(unsigned)N, 512, 0, stream>>>(parts, logits, targets, rank, V, Vp);
     launchCheck();
-    timing_lap("classifier", 0, classifier_bytes(r, r->write ? 2 : 0), stream);
+    timing_lap("classifier", 0, (double)N * V * sizeof(floatX), stream);
+}
+// losses (N) "=", and logits become their own gradient if write_dlogits. parts (ranks,N): of all ranks
+static inline void classifier_ranks(floatX *logits, float *losses, const ClassifierPart *parts, const int *targets, float dloss, int ranks, int rank, int N, int V, int Vp,
+                                    int write_dlogits, cudaStream_t stream) {
+    classifier_ranks_kernel<512><<<(unsigned)N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, ranks, rank, N, V, Vp, write_dlogits);
+    launchCheck();
+    timing_lap("classifier", 0, write_dlogits ? 2.0 * N * Vp * sizeof(floatX) : 0, stream);
 }
 // total (1) += scale * sum of losses (N)
 static inline void loss_sum(float *total, const float *losses, int N, float scale, cudaStream_t stream) {

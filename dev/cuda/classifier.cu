@@ -10,15 +10,7 @@ static const double LOSS_BOUND = 3e-6, LOSS_WORST = 1e-5;
 static double dlogits_bound(void) { return bound(4e-3, 3e-6); }  // bf16: half a step, 2^-8, where one element is the whole norm
 static double dlogits_worst(void) { return bound(6e-3, 2e-5); }
 
-// Rows come through rings where this GPU has them and they are long enough, or by blocks, as on other GPUs.
-static bool rings = true;
-static const char *rows_come(void) { return rings ? "rings" : "rows by blocks"; }
-static void run_classifier(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, int write) {
-    const ClassifierRows rows = {logits, losses, targets, dloss, N, V, Vp, write};
-    if (rings) classifier(&rows, ladder.gpu.compute);
-    else classifier_by_blocks(&rows, ladder.gpu.compute);
-    launchCheck();
-}
+static const char *rows_come(void) { return classifier_rings ? "rings" : "rows by blocks"; }
 
 // Every fifth target is ignored, the first and last columns are hit, and the padding is full of NaN, which must not leak.
 static void check_shape(int N, int V, int Vp, float std) {
@@ -36,7 +28,7 @@ static void check_shape(int N, int V, int Vp, float std) {
     floatX *d_given = upload<floatX>(logits, n), *d_logits = upload<floatX>(logits, n);
     float *d_losses = device_new<float>((size_t)N);
     int *d_targets = upload_ints(targets, (size_t)N);
-    run_classifier(d_logits, d_losses, d_targets, dloss, N, V, Vp, 0);
+    classifier(d_logits, d_losses, d_targets, dloss, N, V, Vp, 0, stream);
     const float *untouched = download(d_logits, n);
     size_t changed = 0;
     for (size_t i = 0; i < n; i++) changed += (int)(i % Vp) < V && untouched[i] != logits[i];
@@ -46,7 +38,7 @@ static void check_shape(int N, int V, int Vp, float std) {
     poison(d_losses, N);
     auto run = [&] {
         cudaCheck(cudaMemcpyAsync(d_logits, d_given, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
-        run_classifier(d_logits, d_losses, d_targets, dloss, N, V, Vp, 1);
+        classifier(d_logits, d_losses, d_targets, dloss, N, V, Vp, 1, stream);
     };
     run();
     check("losses", d_losses, losses, N, 1, LOSS_BOUND, LOSS_WORST);
@@ -55,7 +47,7 @@ static void check_shape(int N, int V, int Vp, float std) {
     check_same_bits("whole and in parts", {{d_logits, n * sizeof(floatX)}, {d_losses, (size_t)N * sizeof(float)}}, [&, parts = 0]() mutable {  // as --head-chunks does
         cudaCheck(cudaMemcpyAsync(d_logits, d_given, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
         for (int n0 = 0, step = parts++ % 2 ? (N + 2) / 3 : N; n0 < N; n0 += step)
-            run_classifier(d_logits + (size_t)n0 * Vp, d_losses + n0, d_targets + n0, dloss, N - n0 < step ? N - n0 : step, V, Vp, 1);
+            classifier(d_logits + (size_t)n0 * Vp, d_losses + n0, d_targets + n0, dloss, N - n0 < step ? N - n0 : step, V, Vp, 1, stream);
     });
 }
 
@@ -73,7 +65,7 @@ static void check_special(int V, int Vp) {
     row[8][7] = 3e38f;
     floatX *d_logits = upload<floatX>(logits, (size_t)ROWS * Vp);
     float *d_losses = device_new<float>(ROWS);
-    run_classifier(d_logits, d_losses, upload_ints(targets, ROWS), 1, ROWS, V, Vp, 1);
+    classifier(d_logits, d_losses, upload_ints(targets, ROWS), 1, ROWS, V, Vp, 1, ladder.gpu.compute);
     const float *loss = download(d_losses, ROWS), *d = download(d_logits, (size_t)ROWS * Vp);
     check_true(isnan(loss[0]) && isnan(loss[1]), "NaN logit: loss %g, %g", (double)loss[0], (double)loss[1]);
     check_true(isnan(loss[2]), "+inf logit: loss %g", (double)loss[2]);
@@ -85,10 +77,10 @@ static void check_special(int V, int Vp) {
     check_true(isnan(loss[8]), "3e38: loss %g", (double)loss[8]);
 }
 
-// ---- a vocabulary sharded over ranks, which run one after the other here
+// ---- words shared by ranks, which run one after the other here
 
 typedef struct { int ranks, N, V, Vp; floatX *given[8], *logits[8]; float *losses[8]; ClassifierPart *parts; int *targets; } Shared;
-static int columns_of(const Shared *s, int r) {
+static int words_of(const Shared *s, int r) {
     const int left = s->V - r * s->Vp;
     return left < 0 ? 0 : left < s->Vp ? left : s->Vp;
 }
@@ -98,7 +90,7 @@ static Shared share(int ranks, int N, int V, const float *logits, const int *tar
     const size_t n = (size_t)N * s.Vp;
     for (int r = 0; r < ranks; r++) {
         float *mine = host_new<float>(n);
-        for (size_t i = 0; i < n; i++) mine[i] = (int)(i % s.Vp) < columns_of(&s, r) ? logits[i / s.Vp * V + r * s.Vp + i % s.Vp] : NAN;
+        for (size_t i = 0; i < n; i++) mine[i] = (int)(i % s.Vp) < words_of(&s, r) ? logits[i / s.Vp * V + r * s.Vp + i % s.Vp] : NAN;
         s.given[r] = upload<floatX>(mine, n);
         s.logits[r] = device_new<floatX>(n);
         s.losses[r] = device_new<float>((size_t)N);
@@ -110,17 +102,9 @@ static void run_shared(const Shared *s, float dloss, int write, int rows) {  // 
     for (int r = 0; r < s->ranks; r++) cudaCheck(cudaMemcpyAsync(s->logits[r], s->given[r], (size_t)s->N * s->Vp * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
     for (int n0 = 0, n; n0 < s->N; n0 += n) {
         n = s->N - n0 < rows ? s->N - n0 : rows;
-        auto rows = [&](int r) -> ClassifierRows {
-            return {s->logits[r] + (size_t)n0 * s->Vp, s->losses[r] + n0, s->targets + n0, dloss, n, columns_of(s, r), s->Vp, write};
-        };
-        for (int r = 0; r < s->ranks; r++) {
-            const ClassifierRows mine = rows(r);
-            classifier_parts(&mine, s->parts + (size_t)r * n, r, stream);
-        }
-        for (int r = 0; r < s->ranks; r++) {
-            const ClassifierRows mine = rows(r);
-            classifier_ranks(&mine, s->parts, s->ranks, r, stream);
-        }
+        for (int r = 0; r < s->ranks; r++) classifier_parts(s->parts + (size_t)r * n, s->logits[r] + (size_t)n0 * s->Vp, s->targets + n0, r, n, words_of(s, r), s->Vp, stream);
+        for (int r = 0; r < s->ranks; r++)
+            classifier_ranks(s->logits[r] + (size_t)n0 * s->Vp, s->losses[r] + n0, s->parts, s->targets + n0, dloss, s->ranks, r, n, words_of(s, r), s->Vp, write, stream);
     }
 }
 static void check_shared(int ranks, int N, int V, float std) {
@@ -136,7 +120,7 @@ static void check_shared(int ranks, int N, int V, float std) {
     for (int r = 0; r < ranks; r++) {
         const float *before = download(s.given[r], n), *after = download(s.logits[r], n);
         size_t changed = 0;
-        for (size_t i = 0; i < n; i++) changed += (int)(i % s.Vp) < columns_of(&s, r) && before[i] != after[i];
+        for (size_t i = 0; i < n; i++) changed += (int)(i % s.Vp) < words_of(&s, r) && before[i] != after[i];
         check_true(changed == 0, "rank %d: %zu logits changed without write_dlogits", r, changed);
         check("losses, forward only", s.losses[r], losses, N, 1, LOSS_BOUND, LOSS_WORST);
         poison(s.losses[r], N);
@@ -145,14 +129,14 @@ static void check_shared(int ranks, int N, int V, float std) {
     const float *first = download(s.losses[0], N);
     for (int r = 0; r < ranks; r++) {
         float *mine = host_new<float>(n);
-        for (size_t i = 0; i < n; i++) mine[i] = (int)(i % s.Vp) < columns_of(&s, r) ? logits[i / s.Vp * V + r * s.Vp + i % s.Vp] : 0;
+        for (size_t i = 0; i < n; i++) mine[i] = (int)(i % s.Vp) < words_of(&s, r) ? logits[i / s.Vp * V + r * s.Vp + i % s.Vp] : 0;
         check("losses", s.losses[r], losses, N, 1, LOSS_BOUND, LOSS_WORST);
-        check_true(memcmp(first, download(s.losses[r], N), (size_t)N * sizeof(float)) == 0, "rank %d: losses bitwise identical with rank 0's", r);
+        check_true(memcmp(first, download(s.losses[r], N), (size_t)N * sizeof(float)) == 0, "rank %d: the bits of rank 0's losses", r);
         check("dlogits", s.logits[r], mine, N, s.Vp, dlogits_bound(), dlogits_worst());
         check_same_bits("whole and in parts", {{s.logits[r], n * sizeof(floatX)}, {s.losses[r], (size_t)N * sizeof(float)}}, [&, parts = 0]() mutable { run_shared(&s, dloss, 1, parts++ % 2 ? (N + 2) / 3 : N); });
     }
 }
-// As check_special, the strange logits on one rank and the target on the same or another one. The last rank has no columns in use.
+// As check_special, the strange logits on one rank and the target on the same or another one. The last rank has no words at all.
 static void check_special_shared(void) {
     enum { ROWS = 10, RANKS = 4, V = 300 };  // 128 columns each
     ladder_case("special values, %d ranks", RANKS);
@@ -179,7 +163,7 @@ static void check_special_shared(void) {
     }
     float largest = 0;
     for (int i = 0; i < 5 * s.Vp; i++) largest = fmaxf(largest, fabsf(d[2][i]));
-    check_true(largest == 0, "gradient %g of a rank without columns in use", (double)largest);
+    check_true(largest == 0, "gradient %g of a rank without words", (double)largest);
 }
 
 // More than 2^31 logits: the first and the last rows must be right.
@@ -192,7 +176,7 @@ static void check_large(void) try {
     const int begins[] = {0, N - rows};
     float *logits[2];
     for (int i = 0; i < 2; i++) logits[i] = download(d_logits + (size_t)begins[i] * Vp, (size_t)rows * Vp);
-    run_classifier(d_logits, d_losses, d_targets, 1, N, V, Vp, 1);
+    classifier(d_logits, d_losses, d_targets, 1, N, V, Vp, 1, ladder.gpu.compute);
     for (int i = 0; i < 2; i++) {
         float losses[rows];
         classifier_cpu(logits[i], losses, targets + begins[i], 1, rows, V, Vp, 1);
@@ -223,22 +207,22 @@ static void bench_shape(int N, int V, const char *name) try {
     int *targets = upload_ints(host_ints((size_t)N, V), (size_t)N);
     const double bytes = (double)N * Vp * sizeof(floatX);
     if (ladder.variants) {  // how rows come into shared memory
-        for (bool by_rings : {false, true}) {
-            rings = by_rings;
-            bench(rows_come(), 2 * bytes, 0, [&] { run_classifier(logits, losses, targets, 1, N, V, Vp, 1); });
+        for (int rings = 0; rings < 2; rings++) {
+            classifier_rings = rings;
+            bench(rows_come(), 2 * bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
         }
     }
     if (!ladder.bench) return;
-    bench("forward only", bytes, 0, [&] { run_classifier(logits, losses, targets, 1, N, V, Vp, 0); });
-    bench("forward and dlogits", 2 * bytes, 0, [&] { run_classifier(logits, losses, targets, 1, N, V, Vp, 1); });
+    bench("forward only", bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 0, ladder.gpu.compute); });
+    bench("forward and dlogits", 2 * bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
     bench("loss_sum", (double)N * sizeof(float), 0, [&] { loss_sum(total, losses, N, 1, ladder.gpu.compute); });
 } catch (const NoRoom &no) { ladder_skip(no); }
 
 int main(int argc, char **argv) {
     ladder_open("classifier", argc, argv);
     if (ladder.check) {
-        for (bool by_rings : {false, true}) {
-            rings = by_rings;
+        for (int rings = 0; rings < 2; rings++) {
+            classifier_rings = rings;
             check_shape(1, 2, 8, 1);
             check_shape(11, 256, 256, 1);
             check_shape(7, 100, 128, 20);
@@ -256,7 +240,7 @@ int main(int argc, char **argv) {
         }
         check_shared(2, 9, 50257, 3);
         check_shared(3, 7, 1001, 20);
-        check_shared(4, 6, 300, 1);  // the last rank has no columns in use
+        check_shared(4, 6, 300, 1);  // the last rank has no words
         check_shared(8, 11, 128256, 3);
         check_shared(2, 1, 2, 1);
         check_special_shared();
