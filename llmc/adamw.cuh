@@ -4,17 +4,17 @@
 //   m = beta1 m + (1 - beta1) g                 v = beta2 v + (1 - beta2) g^2
 //   w = w - rate (m' / (sqrt(v') + eps) + weight_decay w)      m' = m / (1 - beta1^step), v' = v / (1 - beta2^step)
 //
-// weights, grads floatX, addressed by a chunk's weight_offset; master fp32, m, v fp32 or bf16, by its state_offset (a rank may
-// hold a shard of the states). With a master, w is the fp32 master and the weight its value rounded to nearest. Without one,
-// the weight itself is updated and rounded stochastically: up with the probability of the part cut off, so that updates
-// smaller than a bf16 step are kept in expectation. So are m and v in bf16 when they are stored; the weight's update uses
-// them unrounded. bf16.h says why, and what it costs. The random numbers depend on (seed, step, the weight's index in the
-// whole model) alone: the first of rand_three is for the weight, the second for m, the third for v. So any sharding gives
-// bitwise identical results, as does adamw_update_bf16_cpu.
-// Bytes read and written per weight in bf16: 28 with a master, 22 without; with m and v in bf16 20 and 14. One block takes
-// one chunk; a thread takes four weights at a time, eight where all is bf16, so that the widest loads and stores of a warp
-// are whole 512-byte lines. With all in bf16 some 65 instructions are issued in the time of those 14 bytes, which leaves room
-// for about 100. Ladder: dev/cuda/adamw.cu.
+// weights, grads floatX, addressed by a chunk's weight_offset; master fp32, m, v fp32 or bf16, by its state_offset (a
+// rank may hold a shard of the states). With a master, w is the fp32 master and the weight its value rounded to
+// nearest. Without one, the weight itself is updated and rounded stochastically: up with the probability of the part
+// cut off, so that updates smaller than a bf16 step are kept in expectation. So are m and v in bf16 when they are
+// stored; the weight's update uses them unrounded. bf16.h says why, and what it costs. The random numbers depend on
+// (seed, step, the weight's index in the whole model) alone: the first of rand_three is for the weight, the second for
+// m, the third for v. So any sharding gives bitwise identical results, as does adamw_update_bf16_cpu.
+// Bytes read and written per weight in bf16: 28 with a master, 22 without; with m and v in bf16 20 and 14. One block
+// takes one chunk; a thread takes four weights at a time, eight where all is bf16, so that the widest loads and stores
+// of a warp are whole 512-byte lines. With all in bf16 some 65 instructions are issued in the time of those 14 bytes,
+// which leaves room for about 100. Ladder: dev/cuda/adamw.cu.
 #ifndef LLMC_ADAMW_CUH
 #define LLMC_ADAMW_CUH
 
@@ -25,9 +25,9 @@
 
 enum { ADAM_CHUNK = 8192, ADAM_THREADS = 256 };  // most weights of a chunk; threads of its block
 
-// Weights [weight_offset, weight_offset + count), their states from state_offset on. rate, decay: factors of the learning
-// rate and of the weight decay. key: index of the first weight in the whole model, for the random numbers; its neighbours
-// follow. All offsets, key and count are multiples of 8.
+// Weights [weight_offset, weight_offset + count), their states from state_offset on. rate, decay: factors of the
+// learning rate and of the weight decay. key: index of the first weight in the whole model, for the random numbers; its
+// neighbours follow. All offsets, key and count are multiples of 8.
 typedef struct { size_t weight_offset, state_offset, key; int count; float rate, decay; } AdamChunk;
 
 // grad_scale is read from the device.
@@ -43,7 +43,8 @@ __device__ inline void adamw_round(__nv_bfloat16 *to, float x, uint32_t random) 
 }
 __device__ inline void adamw_round(float *to, float x, uint32_t) { *to = x; }
 
-__device__ inline float adamw_step(float w, float &m, float &v, float grad, const AdamConstants &a, float weight_decay) {
+__device__ inline float adamw_step(float w, float &m, float &v, float grad, const AdamConstants &a,
+                                   float weight_decay) {
     const float g = grad * a.grad_scale;
     m = fmaf(a.beta1, m, (1 - a.beta1) * g);
     v = fmaf((1 - a.beta2) * g, g, a.beta2 * v);
@@ -97,12 +98,14 @@ adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__rest
     }
 }
 
-// Updates weights, master (NULL: none), m and v (S: float or bf16) in place. chunks (num_chunks, in device memory) cover `count`
-// weights, which only the timing reads. scalars (device memory): the scale of the gradients, and whether the step is applied.
+// Updates weights, master (NULL: none), m and v (S: float or bf16) in place. chunks (num_chunks, in device memory)
+// cover `count` weights, which only the timing reads. scalars (device memory): the scale of the gradients, and whether
+// the step is applied.
 template <typename S>
-static inline void adamw_update(floatX *weights, float *master, S *m, S *v, const floatX *grads, const AdamChunk *chunks,
-                                int num_chunks, size_t count, float lr, float beta1, float beta2, float eps,
-                                float weight_decay, const StepScalars *scalars, int step, uint64_t seed, cudaStream_t stream) {
+static inline void adamw_update(floatX *weights, float *master, S *m, S *v, const floatX *grads,
+                                const AdamChunk *chunks, int num_chunks, size_t count, float lr, float beta1,
+                                float beta2, float eps, float weight_decay, const StepScalars *scalars, int step,
+                                uint64_t seed, cudaStream_t stream) {
     require_aligned("AdamW", {weights, master, m, v, grads});
     assert(step >= 1);
     if (num_chunks == 0) return;  // a rank may own nothing

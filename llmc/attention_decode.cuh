@@ -1,17 +1,19 @@
-// Causal attention while text is generated: n new tokens of each of S sequences attend to all keys and values before them.
-//   qkv (S,n,(NH+2*NKV)*HD), rotated: the keys and values go into the cache, keys and values (S,NKV,room,HD) each, at places
-//   at .. at+n-1;   out (S,n,NH*HD): query t of a sequence sees places 0 .. at+t
-// One block per query and head. Its warps take turns over the keys, DECODE_KEYS at a time so that their loads and sums overlap.
-// Each keeps a running maximum and sum (online softmax, Milakov and Gimelshein, arXiv:1805.02867). These are joined in the order
-// of the warps, so that every run is bitwise identical. The prompt comes this way too, in pieces; attention.cuh would be faster
-// for a long one.
+// Causal attention while text is generated: n new tokens of each of S sequences attend to all keys and values before
+// them.
+//   qkv (S,n,(NH+2*NKV)*HD), rotated; keys, values (S,NKV,room,HD): the cache; those of qkv go to places at..at+n-1
+//   out (S,n,NH*HD): query t of a sequence sees places 0..at+t
+// One block per query and head. Its warps take turns over the keys, DECODE_KEYS at a time so that their loads and sums
+// overlap. Each keeps a running maximum and sum (online softmax, Milakov and Gimelshein, arXiv:1805.02867). These are
+// joined in the order of the warps, so that every run is bitwise identical. The prompt comes this way too, in pieces;
+// attention.cuh would be faster for a long one.
 // Ladder: dev/cuda/attention_decode.cu. Not supported: HD above 256 or not a multiple of a 16-byte vector.
 #ifndef LLMC_ATTENTION_DECODE_CUH
 #define LLMC_ATTENTION_DECODE_CUH
 
 #include "memory.cuh"
 
-// Keys and values of all tokens that generation has seen. It has a memory table of its own: only ranks that sample have it.
+// Keys and values of all tokens that generation has seen. It has a memory table of its own: only ranks that sample have
+// it.
 typedef struct {
     Memory memory;
     floatX *keys, *values;       // (L,S,NKV,room,HD) each
@@ -40,9 +42,10 @@ kv_append_kernel(floatX *keys, floatX *values, const floatX *qkv, int n, int at,
 template <int N> struct alignas(sizeof(floatX) * N < 16 ? sizeof(floatX) * N : 16) DecodeLane { floatX x[N]; };
 
 // Block: one query of one head. A lane beyond HD holds zeros.
-template <int PER_LANE> __global__ void __launch_bounds__(DECODE_THREADS)
-attention_decode_kernel(floatX *out, const floatX *keys, const floatX *values, const floatX *qkv, int n, int at, int room, int NH,
-                        int NKV, int HD, float scale /*times log2 e*/) {
+template <int PER_LANE>
+__global__ void __launch_bounds__(DECODE_THREADS)
+    attention_decode_kernel(floatX *out, const floatX *keys, const floatX *values, const floatX *qkv, int n, int at,
+                            int room, int NH, int NKV, int HD, float scale /*times log2 e*/) {
     typedef DecodeLane<PER_LANE> Lane;
     __shared__ float shared_max[DECODE_WARPS], shared_sum[DECODE_WARPS], shared_acc[DECODE_WARPS][PER_LANE * WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = lane * PER_LANE;
@@ -105,12 +108,15 @@ attention_decode_kernel(floatX *out, const floatX *keys, const floatX *values, c
 }
 
 // out (S,n,NH*HD) =, keys and values (S,NKV,room,HD): places at .. at+n-1 =
-static inline void attention_decode(floatX *out, floatX *keys, floatX *values, const floatX *qkv, int S, int n, int at, int room,
-                                    int NH, int NKV, int HD, cudaStream_t stream) {
-    require(HD % VecX::size == 0 && HD <= 256, "generation with a head dimension of %d\nuse a multiple of %d up to 256", HD, VecX::size);
+static inline void attention_decode(floatX *out, floatX *keys, floatX *values, const floatX *qkv, int S, int n, int at,
+                                    int room, int NH, int NKV, int HD, cudaStream_t stream) {
+    require(HD % VecX::size == 0 && HD <= 256, "generation with a head dimension of %d\nuse a multiple of %d up to 256",
+            HD, VecX::size);
     assert(NH % NKV == 0 && at >= 0 && n >= 1 && at + n <= room);
     const float scale = 1.4426950408889634f / sqrtf((float)HD);
-    const auto kernel = HD <= 64 ? attention_decode_kernel<2> : HD <= 128 ? attention_decode_kernel<4> : attention_decode_kernel<8>;
+    const auto kernel = HD <= 64    ? attention_decode_kernel<2>
+                        : HD <= 128 ? attention_decode_kernel<4>
+                                    : attention_decode_kernel<8>;
     kv_append_kernel<<<S * n, DECODE_THREADS, 0, stream>>>(keys, values, qkv, n, at, room, NH, NKV, HD);
     launchCheck();
     kernel<<<S * n * NH, DECODE_THREADS, 0, stream>>>(out, keys, values, qkv, n, at, room, NH, NKV, HD, scale);

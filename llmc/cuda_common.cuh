@@ -26,10 +26,12 @@ typedef __nv_bfloat16 floatX;
 
 // ---- every call is checked; the message names the call and the place
 static inline void cuda_check(cudaError_t status, const char *call, const char *file, int line) {
-    const char *hint = status != cudaErrorMemoryAllocation ? ""
-        : "kernels and graphs need some memory beside the buffers: use a smaller batch, or end what else uses this GPU; ";
+    const char *hint = "";
+    if (status == cudaErrorMemoryAllocation)
+        hint = "kernels and graphs need memory, too: use a smaller batch, or end what else uses this GPU; ";
     if (status != cudaSuccess)
-        die_at(file, line, "CUDA: %s: %s\n%sfailed call: %s", cudaGetErrorName(status), cudaGetErrorString(status), hint, call);
+        die_at(file, line, "CUDA: %s: %s\n%sfailed call: %s", cudaGetErrorName(status), cudaGetErrorString(status),
+               hint, call);
 }
 #define cudaCheck(call) cuda_check((call), #call, __FILE__, __LINE__)
 static inline void cublas_check(cublasStatus_t status, const char *call, const char *file, int line) {
@@ -42,7 +44,8 @@ static inline void cublas_check(cublasStatus_t status, const char *call, const c
 // Kernels read and write 16 bytes at a time.
 static inline void require_aligned(const char *what, std::initializer_list<const void *> pointers) {
     for (const void *p : pointers)
-        require((uintptr_t)p % 16 == 0, "%s: a buffer does not begin on 16 bytes\nallocate it with memory_request", what);
+        require((uintptr_t)p % 16 == 0, "%s: a buffer does not begin on 16 bytes\nallocate it with memory_request",
+                what);
 }
 static inline unsigned blocks_for(size_t n, size_t per_block) { return (unsigned)ceil_div(n, per_block); }
 
@@ -86,7 +89,8 @@ static inline Gpu gpu_open(int local_rank) {
     require(status == cudaSuccess && count > 0, "no usable GPU: %s\n"
             "run `make doctor`; `make train_gpt2` builds the CPU trainer", cudaGetErrorString(status));
     g.device = gpu_of_rank(local_rank, count);
-    require(g.device < count, "local rank %d has no GPU: this machine shows %d\nstart no more ranks on it", local_rank, count);
+    require(g.device < count, "local rank %d has no GPU: this machine shows %d\nstart no more ranks on it", local_rank,
+            count);
     cudaCheck(cudaSetDevice(g.device));
     cudaCheck(cudaGetDeviceProperties(&g.prop, g.device));
     gpu_require_code(&g.prop);
@@ -94,8 +98,8 @@ static inline Gpu gpu_open(int local_rank) {
     cudaCheck(cudaStreamCreateWithFlags(&g.comm, cudaStreamNonBlocking));
     return g;
 }
-// What ranks compare before any of them allocates: the UUID, architecture and driver of the device that gpu_open would select.
-// A rank without a device leaves uuid empty.
+// What ranks compare before any of them allocates: the UUID, architecture and driver of the device that gpu_open would
+// select. A rank without a device leaves uuid empty.
 static inline void gpu_identify(int local_rank, char *uuid, size_t size, int *devices, int *sm, int *driver) {
     cudaDeviceProp prop;
     *uuid = 0;
@@ -134,16 +138,18 @@ static inline void *driver_function(const char *name) {
     #else
     cudaCheck(cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &status));
     #endif
-    require(found && status == cudaDriverEntryPointSuccess, "the driver has no %s\na driver for CUDA 12 or later is needed", name);
+    require(found && status == cudaDriverEntryPointSuccess,
+            "the driver has no %s\na driver for CUDA 12 or later is needed", name);
     return found;
 }
-// The stream writes a number into pinned host memory, or into a GPU's, when all work before it is done and visible there. It takes
-// no kernel and no SM.
+// The stream writes a number into pinned host memory, or into a GPU's, when all work before it is done and visible
+// there. It takes no kernel and no SM.
 static inline void stream_write(cudaStream_t stream, uint32_t *place, uint32_t number) {
     typedef CUresult Write(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
     static Write *const write = (Write *)driver_function("cuStreamWriteValue32");
     const CUresult result = write(stream, (CUdeviceptr)place, number, 0);
-    require(result == CUDA_SUCCESS, "cuStreamWriteValue32: error %d\nrun on one GPU, or update the driver", (int)result);
+    require(result == CUDA_SUCCESS, "cuStreamWriteValue32: error %d\nrun on one GPU, or update the driver",
+            (int)result);
 }
 
 // ---- laps of the compute stream (timing.h): an event at the end of each, read when the step is over
@@ -154,7 +160,8 @@ static int num_timing_laps;
 
 static inline void timing_lap(const char *name, double flops, double bytes, cudaStream_t stream) {
     if (!timing.on) return;
-    require(num_timing_laps < TIMING_LAPS, "--timing: a step has more than %d laps\nuse fewer micro-steps", TIMING_LAPS);
+    require(num_timing_laps < TIMING_LAPS, "--timing: a step has more than %d laps\nuse fewer micro-steps",
+            TIMING_LAPS);
     TimingLap *l = &timing_laps[num_timing_laps++];
     if (!l->event) cudaCheck(cudaEventCreate(&l->event));
     *l = {l->event, name, flops, bytes};
@@ -217,7 +224,9 @@ template <typename T> __device__ inline Vec<T> vec_load_streaming(const T *p) {
     *(int4 *)r.v = __ldcs((const int4 *)p);
     return r;
 }
-template <typename T> __device__ inline void vec_store_streaming(T *p, const Vec<T> &x) { __stcs((int4 *)p, *(const int4 *)x.v); }
+template <typename T> __device__ inline void vec_store_streaming(T *p, const Vec<T> &x) {
+    __stcs((int4 *)p, *(const int4 *)x.v);
+}
 
 // ---- reductions in a fixed order: a butterfly in the warp, then warp 0..n-1; every thread gets the result
 struct Sum {
@@ -233,8 +242,9 @@ template <typename Op> __device__ inline float warp_reduce(float x) {
     for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
     return x;
 }
-// x: K values in each lane, K a power of two. Returns value lane / (32 / K), summed over all lanes with the same lane % STRIDE.
-// In each step a lane hands half of its values to a lane that keeps that half: hardly more instructions than for one value.
+// x: K values in each lane, K a power of two. Returns value lane / (32 / K), summed over all lanes with the same lane %
+// STRIDE. In each step a lane hands half of its values to a lane that keeps that half: hardly more instructions than
+// for one value.
 template <int K, int STRIDE = 1> __device__ inline float warp_totals(float (&x)[K]) {
     static_assert(K * STRIDE <= WARP, "each value needs a lane");
     #pragma unroll
@@ -252,8 +262,8 @@ template <int K, int STRIDE = 1> __device__ inline float warp_totals(float (&x)[
     }
     return x[0];
 }
-// All threads of the block must call it; blockDim.x is a multiple of 32. `shared` holds one float per warp and may be reused
-// after the call returns.
+// All threads of the block must call it; blockDim.x is a multiple of 32. `shared` holds one float per warp and may be
+// reused after the call returns.
 template <typename Op> __device__ inline float block_reduce(float x, float *shared) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     x = warp_reduce<Op>(x);

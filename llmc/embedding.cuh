@@ -1,15 +1,17 @@
 // Token and position embedding.
 //
 //   forward    out[b,t,:] = wte[tokens[b,t] - first,:] + wpe[t,:]          (wpe NULL: models with rotary positions)
-//   backward   dwte[v - first,:] += sum of dout[b,t,:] over all (b,t) with token v;   dwpe[t,:] += sum over b of dout[b,t,:]
+//   backward   dwte[v - first,:] += sum of dout[b,t,:] over all (b,t) with token v
+//              dwpe[t,:] += sum over b of dout[b,t,:]
 //
-// wte, dwte (Vp,C); wpe, dwpe (at least T,C); out, dout (B,T,C) floatX; tokens (B,T) int32. With tensor parallelism (mesh.h) a rank
-// has the rows of tokens first .. first + count - 1 alone; the tokens of other ranks give zeros, and no gradient for wte.
-// Backward is deterministic, without floating-point atomics: pairs (row of wte, position) are sorted (bitonic sort, Batcher 1968:
-// no two pairs are equal, so the result is unique), and each row owns one run of positions in ascending order. A short run is
-// summed by one warp, one position after the other. A long run (frequent tokens, small vocabularies) is summed by one block per
-// 128 bytes of columns: its positions are dealt out to the threads in turn and their sums added in a fixed order. Sums are fp32;
-// each element of dwte is rounded once. Rows of tokens that do not occur are not touched.
+// wte, dwte (Vp,C); wpe, dwpe (at least T,C); out, dout (B,T,C) floatX; tokens (B,T) int32. With tensor parallelism
+// (mesh.h) a rank has the rows of tokens first .. first + count - 1 alone; the tokens of other ranks give zeros, and no
+// gradient for wte. Backward is deterministic, without floating-point atomics: pairs (row of wte, position) are sorted
+// (bitonic sort, Batcher 1968: no two pairs are equal, so the result is unique), and each row owns one run of positions
+// in ascending order. A short run is summed by one warp, one position after the other. A long run (frequent tokens,
+// small vocabularies) is summed by one block per 128 bytes of columns: its positions are dealt out to the threads in
+// turn and their sums added in a fixed order. Sums are fp32; each element of dwte is rounded once. Rows of tokens that
+// do not occur are not touched.
 // Not supported: B*T beyond 2^30. Ladder: dev/cuda/embedding.cu.
 #ifndef LLMC_EMBEDDING_CUH
 #define LLMC_EMBEDDING_CUH
@@ -64,8 +66,9 @@ __device__ inline uint64_t pair_of(const TokenRows &t, int i) {
     const int row = t.tokens[i] - t.first;
     return (uint64_t)(row >= 0 && row < t.count ? row : t.Vp) << 32 | (uint32_t)i;
 }
-// Stage k of a bitonic sort merges neighbouring runs of k/2 into runs of k, which ascend and descend in turns; its step of stride
-// j = k/2, k/4 ... 1 orders the elements i and i + j. Thread t has the t-th such pair of elements of the list.
+// Stage k of a bitonic sort merges neighbouring runs of k/2 into runs of k, which ascend and descend in turns; its step
+// of stride j = k/2, k/4 ... 1 orders the elements i and i + j. Thread t has the t-th such pair of elements of the
+// list.
 __device__ inline void sort_step(uint64_t *list, unsigned t, unsigned j, unsigned descending) {
     const unsigned i = 2 * t - (t & (j - 1));
     const uint64_t a = list[i], b = list[i + j];
@@ -78,7 +81,8 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_step_kernel(uint64_t *list,
     const unsigned t = blockIdx.x * SORT_THREADS + threadIdx.x;
     sort_step(list, t, j, (2 * t) & k);
 }
-// Of stages first .. last all steps that stay inside a tile. Stage 2, the first, makes the pairs of N tokens; padding comes last.
+// Of stages first .. last all steps that stay inside a tile. Stage 2, the first, makes the pairs of N tokens; padding
+// comes last.
 __global__ void __launch_bounds__(SORT_THREADS)
 sort_tile_kernel(uint64_t *list, TokenRows rows, int N, unsigned first, unsigned last) {
     __shared__ uint64_t tile[SORT_TILE];
@@ -108,8 +112,8 @@ __device__ inline void embedding_add_rounded(floatX *to, const float (&sum)[VecX
     vec_store(to, x);
 }
 // sum += one vector of dout's rows sorted[begin], sorted[begin + step] ... in that order
-__device__ inline void embedding_sum_rows(float (&sum)[VecX::size], const floatX *dout, const uint64_t *sorted, int begin,
-                                          int end, int step, int C) {
+__device__ inline void embedding_sum_rows(float (&sum)[VecX::size], const floatX *dout, const uint64_t *sorted,
+                                          int begin, int end, int step, int C) {
     for (int j = begin; j < end; j += ROWS_IN_FLIGHT * step) {
         VecX x[ROWS_IN_FLIGHT];
         #pragma unroll
@@ -133,8 +137,9 @@ __device__ inline int embedding_run_end(const uint64_t *sorted, int i, int N) {
 
 // A warp for each sorted element: it works if a run begins there. It sums a short run and lists a long one.
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-embedding_short_runs_kernel(floatX *__restrict__ dwte, LongRuns *__restrict__ long_runs, const floatX *__restrict__ dout,
-                            const uint64_t *__restrict__ sorted, int N, int C, int Vp) {
+    embedding_short_runs_kernel(floatX *__restrict__ dwte, LongRuns *__restrict__ long_runs,
+                                const floatX *__restrict__ dout, const uint64_t *__restrict__ sorted, int N, int C,
+                                int Vp) {
     const int i = blockIdx.x * EMBEDDING_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (i >= N) return;
     const int row = pair_row(sorted[i]);
@@ -159,9 +164,10 @@ embedding_short_runs_kernel(floatX *__restrict__ dwte, LongRuns *__restrict__ lo
 
 // A block takes one slice of columns of one long run at a time.
 __global__ void __launch_bounds__(LONG_RUN_THREADS)
-embedding_long_runs_kernel(floatX *__restrict__ dwte, const LongRuns *__restrict__ long_runs, const floatX *__restrict__ dout,
-                           const uint64_t *__restrict__ sorted, int C) {
-    constexpr int warps = LONG_RUN_THREADS / WARP, rows = LONG_RUN_THREADS / SLICE_LANES, width = SLICE_LANES * VecX::size;
+    embedding_long_runs_kernel(floatX *__restrict__ dwte, const LongRuns *__restrict__ long_runs,
+                               const floatX *__restrict__ dout, const uint64_t *__restrict__ sorted, int C) {
+    constexpr int warps = LONG_RUN_THREADS / WARP, rows = LONG_RUN_THREADS / SLICE_LANES,
+                  width = SLICE_LANES * VecX::size;
     __shared__ float shared[warps][width];
     const int lane = threadIdx.x % SLICE_LANES, row = threadIdx.x / SLICE_LANES, slices = (C + width - 1) / width;
     for (size_t work = blockIdx.x; work < (size_t)long_runs->count * slices; work += gridDim.x) {
@@ -170,7 +176,8 @@ embedding_long_runs_kernel(floatX *__restrict__ dwte, const LongRuns *__restrict
         if (c < C) embedding_sum_rows(sum, dout + c, sorted, run[0] + row, run[1], rows, C);
         for (int k = 0; k < VecX::size; k++) {
             #pragma unroll
-            for (int offset = SLICE_LANES; offset < WARP; offset *= 2) sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], offset);
+            for (int offset = SLICE_LANES; offset < WARP; offset *= 2)
+                sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], offset);
             if (threadIdx.x % WARP < SLICE_LANES) shared[threadIdx.x / WARP][lane * VecX::size + k] = sum[k];
         }
         __syncthreads();
@@ -203,8 +210,8 @@ static inline void embedding_require(const void *rows, const void *wte, const vo
     require_aligned("embedding", {rows, wte, wpe});
 }
 // out (B,T,C) =
-static inline void embedding_forward(floatX *out, const int *tokens, const floatX *wte, const floatX *wpe, int B, int T, int C,
-                                     int first, int count, cudaStream_t stream) {
+static inline void embedding_forward(floatX *out, const int *tokens, const floatX *wte, const floatX *wpe, int B, int T,
+                                     int C, int first, int count, cudaStream_t stream) {
     embedding_require(out, wte, wpe, B, T, C);
     const int N = B * T;
     embedding_forward_kernel<<<blocks_for(N, EMBEDDING_WARPS), EMBEDDING_THREADS, 0, stream>>>(
@@ -228,14 +235,15 @@ static inline void embedding_sort(uint64_t *list, TokenRows rows, int N, cudaStr
     const unsigned n = (unsigned)embedding_list_length(N), tiles = n / SORT_TILE;
     sort_tile_kernel<<<tiles, SORT_THREADS, 0, stream>>>(list, rows, N, 2, SORT_TILE);
     for (unsigned k = 2 * SORT_TILE; k <= n; k *= 2) {
-        for (unsigned j = k / 2; j >= SORT_TILE; j /= 2) sort_step_kernel<<<tiles, SORT_THREADS, 0, stream>>>(list, k, j);
+        for (unsigned j = k / 2; j >= SORT_TILE; j /= 2)
+            sort_step_kernel<<<tiles, SORT_THREADS, 0, stream>>>(list, k, j);
         sort_tile_kernel<<<tiles, SORT_THREADS, 0, stream>>>(list, rows, N, k, k);
     }
     launchCheck();
 }
 // dwte (Vp,C) +=, dwpe (T,C) += or NULL
-static inline void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, const int *tokens, int B, int T, int C,
-                                      int first, int count, int Vp, void *scratch, cudaStream_t stream) {
+static inline void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, const int *tokens, int B, int T,
+                                      int C, int first, int count, int Vp, void *scratch, cudaStream_t stream) {
     embedding_require(dout, dwte, dwpe, B, T, C);
     const int N = B * T;
     uint64_t *sorted = (uint64_t *)scratch;

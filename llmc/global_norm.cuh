@@ -1,9 +1,9 @@
-// The square of the global gradient norm, for gradient clipping: out = sum over i of grads[i]^2 in fp32. And what is decided from
-// it on the device: the scale of the gradients, and whether the step is applied at all.
+// The square of the global gradient norm, for gradient clipping: out = sum over i of grads[i]^2 in fp32. And what is
+// decided from it on the device: the scale of the gradients, and whether the step is applied at all.
 //
-// grads (n) floatX, n up to 2^40. Each block sums a strided share of the vectors, eight running sums a thread so that no sum
-// grows long. The blocks' sums go to scratch, and one block adds those in order, in fp64. The order depends on n and the
-// number of SMs alone. Infinities and NaN come out as such: the caller sees a bad step.
+// grads (n) floatX, n up to 2^40. Each block sums a strided share of the vectors, eight running sums a thread so that
+// no sum grows long. The blocks' sums go to scratch, and one block adds those in order, in fp64. The order depends on n
+// and the number of SMs alone. Infinities and NaN come out as such: the caller sees a bad step.
 // Ladder: dev/cuda/global_norm.cu.
 #ifndef LLMC_GLOBAL_NORM_CUH
 #define LLMC_GLOBAL_NORM_CUH
@@ -55,7 +55,8 @@ __global__ void global_norm_sum_kernel(float *__restrict__ out, const float *__r
 
 // The same over parts of the buffer: a row of blocks for each span (device memory).
 __global__ void __launch_bounds__(GLOBAL_NORM_THREADS)
-global_norm_spans_kernel(float *__restrict__ partials, const floatX *__restrict__ grads, const Span *__restrict__ spans) {
+    global_norm_spans_kernel(float *__restrict__ partials, const floatX *__restrict__ grads,
+                             const Span *__restrict__ spans) {
     __shared__ float shared[WARP];
     const Span span = spans[blockIdx.y];
     const floatX *from = grads + span.begin;
@@ -74,8 +75,8 @@ static inline size_t global_norm_scratch_bytes(int num_spans) {
     return (spans > GLOBAL_NORM_MAX_BLOCKS ? spans : (size_t)GLOBAL_NORM_MAX_BLOCKS) * sizeof(float);
 }
 // out (1) = sum of squares of grads: of all n (spans NULL) or of spans (device memory). Both are whole 16-byte vectors.
-static inline void global_norm_squared(float *out, const floatX *grads, size_t n, const Span *spans, int num_spans, void *scratch,
-                                       cudaStream_t stream) {
+static inline void global_norm_squared(float *out, const floatX *grads, size_t n, const Span *spans, int num_spans,
+                                       void *scratch, cudaStream_t stream) {
     require_aligned("gradient norm", {grads});
     assert(n % VecX::size == 0);
     float *partials = (float *)scratch;
@@ -90,7 +91,7 @@ static inline void global_norm_squared(float *out, const floatX *grads, size_t n
     launchCheck();
     global_norm_sum_kernel<<<1, WARP, 0, stream>>>(out, partials, blocks);
     launchCheck();
-    timing_lap("gradient norm", 0, spans ? 0 : (double)n * sizeof(floatX), stream);  // the spans' sizes are on the device
+    timing_lap("gradient norm", 0, spans ? 0 : (double)n * sizeof(floatX), stream);  // spans: their sizes are unknown
 }
 
 // ---- the decision on the step, made where the update reads it

@@ -1,5 +1,6 @@
-// A GPU's state while it works: clocks, power, temperature, and what holds the clocks back (--log-gpu-every, llm.c's -lg). From
-// NVIDIA's management library, which comes with the driver and is opened when it is first needed; nothing is linked.
+// A GPU's state while it works: clocks, power, temperature, and what holds the clocks back (--log-gpu-every, llm.c's
+// -lg). From NVIDIA's management library, which comes with the driver and is opened when it is first needed; nothing is
+// linked.
 #ifndef LLMC_GPU_MONITOR_H
 #define LLMC_GPU_MONITOR_H
 
@@ -39,8 +40,8 @@ static inline GpuState gpu_monitor_read(void) {
     ((ReadBits *)nvml_function("nvmlDeviceGetCurrentClocksThrottleReasons"))(device, &s.held_back);
     return s;
 }
-// uuid: of the handshake, 32 hexadecimal digits. Stops with a message if the library is missing, lacks a function, or does not
-// know the GPU.
+// uuid: of the handshake, 32 hexadecimal digits. Stops with a message if the library is missing, lacks a function, or
+// does not know the GPU.
 static inline void gpu_monitor_open(const char *uuid) {
     typedef int Init(void);
     typedef int Find(const char *, void **);
@@ -52,7 +53,8 @@ static inline void gpu_monitor_open(const char *uuid) {
     int status = ((Init *)nvml_function("nvmlInit_v2"))();
     require(status == 0, "--log-gpu-every: the management library does not start (status %d)\n" NVML_HINT, status);
     status = ((Find *)nvml_function("nvmlDeviceGetHandleByUUID"))(name, &gpu_monitor.device);
-    require(status == 0, "--log-gpu-every: the management library does not know %s (status %d)\n" NVML_HINT, name, status);
+    require(status == 0, "--log-gpu-every: the management library does not know %s (status %d)\n" NVML_HINT, name,
+            status);
     gpu_monitor_read();  // finds every function now, not in the middle of a run
 }
 static inline const char *gpu_held_back(unsigned long long bits, char *text, size_t size) {

@@ -1,13 +1,13 @@
 // The only allocator. Everything is declared by name first; then one call checks that it fits, prints one table and
 // allocates. Nothing is allocated after that, so a run that starts does not die of memory in its tenth hour.
 //
-//   memory_request(&memory, &acts.qkv, "activations", "qkv (L,B,T,3C)", count);    // where the pointer goes: must not move
-//   memory_alias(&memory, &acts.scratch, "scratch", "logits", &acts.qkv, count);   // the same bytes under another meaning
-//   memory_allocate(&memory, verbose, hint, context);                              // fills every pointer; bytes are zero
+//   memory_request(&memory, &acts.qkv, "activations", "qkv (L,B,T,3C)", count);   // acts must not move
+//   memory_alias(&memory, &acts.scratch, "scratch", "logits", &acts.qkv, count);  // the same bytes under another name
+//   memory_allocate(&memory, verbose, hint, context);                             // fills every pointer; all bytes 0
 //   memory_free(&memory);
 //
-// One cudaMalloc per buffer, not one for all: compute-sanitizer then sees a write past the end of any buffer, and every buffer
-// begins on 512 bytes. The price is the driver's rounding (2 MiB for a large buffer), which is counted here.
+// One cudaMalloc per buffer, not one for all: compute-sanitizer then sees a write past the end of any buffer, and every
+// buffer begins on 512 bytes. The price is the driver's rounding (2 MiB for a large buffer), which is counted here.
 #ifndef LLMC_MEMORY_CUH
 #define LLMC_MEMORY_CUH
 
@@ -31,7 +31,8 @@ typedef struct {
 // Writes one line: what to do when it does not fit.
 typedef void MemoryHint(char *text, size_t size, size_t free_bytes, const Memory *m, void *context);
 
-static inline Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, const char *group, const char *name, size_t bytes) {
+static inline Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, const char *group, const char *name,
+                                     size_t bytes) {
     if (m->count % 64 == 0) m->buffers = (Buffer *)realloc(m->buffers, (size_t)(m->count + 64) * sizeof(Buffer));
     require(m->buffers, "out of host memory\nclose other programs");
     Buffer *b = &m->buffers[m->count++];
@@ -39,11 +40,13 @@ static inline Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, co
     if (kind == MEMORY_DEVICE) m->device_bytes += round_up(b->bytes, b->bytes >= (1 << 20) ? 2 << 20 : 512);
     return b;
 }
-template <typename T> inline void memory_request(Memory *m, T **pointer, const char *group, const char *name, size_t count) {
+template <typename T>
+inline void memory_request(Memory *m, T **pointer, const char *group, const char *name, size_t count) {
     memory_declare(m, MEMORY_DEVICE, pointer, group, name, count * sizeof(T));
 }
 // Host memory that the GPU copies to and from without waiting.
-template <typename T> inline void memory_request_pinned(Memory *m, T **pointer, const char *group, const char *name, size_t count) {
+template <typename T>
+inline void memory_request_pinned(Memory *m, T **pointer, const char *group, const char *name, size_t count) {
     memory_declare(m, MEMORY_PINNED, pointer, group, name, count * sizeof(T));
 }
 template <typename T, typename U>
@@ -57,7 +60,8 @@ inline void memory_alias(Memory *m, T **pointer, const char *group, const char *
 static inline size_t memory_group_bytes(const Memory *m, const char *group) {
     size_t bytes = 0;
     for (int i = 0; i < m->count; i++)
-        if (m->buffers[i].kind == MEMORY_DEVICE && strcmp(m->buffers[i].group, group) == 0) bytes += m->buffers[i].bytes;
+        if (m->buffers[i].kind == MEMORY_DEVICE && strcmp(m->buffers[i].group, group) == 0)
+            bytes += m->buffers[i].bytes;
     return bytes;
 }
 static inline double mib(size_t bytes) { return (double)bytes / 0x1p20; }
@@ -76,7 +80,8 @@ static inline void memory_does_not_fit(const Memory *m, size_t free_bytes, Memor
     char text[256] = "use a smaller --batch-size or --seq-len";
     memory_print(m, stderr, free_bytes);
     if (hint) hint(text, sizeof text, free_bytes, m, context);
-    die("this run needs %.0f MiB and the GPU has %.0f MiB free (table above)\n%s", mib(m->device_bytes), mib(free_bytes), text);
+    die("this run needs %.0f MiB and the GPU has %.0f MiB free (table above)\n%s", mib(m->device_bytes),
+        mib(free_bytes), text);
 }
 static inline void memory_allocate(Memory *m, int verbose, MemoryHint *hint, void *context) {
     size_t free_bytes, all_bytes;
@@ -88,12 +93,14 @@ static inline void memory_allocate(Memory *m, int verbose, MemoryHint *hint, voi
         if (b->kind == MEMORY_ALIAS) b->pointer = m->buffers[b->alias_of].pointer;
         if (b->kind == MEMORY_PINNED) {
             const cudaError_t status = cudaMallocHost(&b->pointer, b->bytes);
-            require(status == cudaSuccess, "no %.0f MiB of host memory for '%s': %s\nclose other programs, or use --save-async 0",
+            require(status == cudaSuccess,
+                    "no %.0f MiB of host memory for '%s': %s\nclose other programs, or use --save-async 0",
                     mib(b->bytes), b->name, cudaGetErrorString(status));
             memset(b->pointer, 0, b->bytes);
         }
         if (b->kind == MEMORY_DEVICE) {  // "free" counts fragments too, so the device has the last word
-            if (cudaMalloc(&b->pointer, b->bytes) == cudaErrorMemoryAllocation) memory_does_not_fit(m, free_bytes, hint, context);
+            if (cudaMalloc(&b->pointer, b->bytes) == cudaErrorMemoryAllocation)
+                memory_does_not_fit(m, free_bytes, hint, context);
             cudaCheck(cudaGetLastError());
             cudaCheck(cudaMemsetAsync(b->pointer, 0, b->bytes, cudaStreamLegacy));
         }

@@ -7,12 +7,12 @@
 //              dinp += rstd * (g - mean(g) - n * mean(g * n))          (RMS: without mean(g))
 //              dweight = sum over rows of dout * n,  dbias = sum over rows of dout
 //
-// a, b, residual, out, dout, dinp (N,C) floatX; weight, bias (C) floatX. Sums are fp32; the variance is the mean of
-// (x - mean)^2, never E[x^2] - mean^2. A row lives in registers, so that it is read once: one warp holds a narrow row, one
-// block a wide one. For dweight and dbias each block sums its rows and writes these sums to scratch; a second kernel adds
-// them up in the order of the blocks. That order depends on N, C and the number of SMs alone.
-// C: any multiple of 8 up to 65536. Registers spill above 16384 forward and 8192 backward (fp32: above 8192 both): right
-// there, not fast.
+// a, b, residual, out, dout, dinp (N,C) floatX; weight, bias (C) floatX. Sums are fp32; the variance is the mean of (x
+// - mean)^2, never E[x^2] - mean^2. A row lives in registers, so that it is read once: one warp holds a narrow row, one
+// block a wide one. For dweight and dbias each block sums its rows and writes these sums to scratch; a second kernel
+// adds them up in the order of the blocks. That order depends on N, C and the number of SMs alone.
+// C: any multiple of 8 up to 65536. Registers spill above 16384 forward and 8192 backward (fp32: above 8192 both):
+// right there, not fast.
 // Ladder: dev/cuda/norm.cu.
 #ifndef LLMC_NORM_CUH
 #define LLMC_NORM_CUH
@@ -110,8 +110,8 @@ norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, flo
 
 // ---- backward
 
-// x becomes the totals over the threads of a row. `shared` has a place for each value and warp. Two calls in a row need two of
-// these: a slow warp may still read the first.
+// x becomes the totals over the threads of a row. `shared` has a place for each value and warp. Two calls in a row need
+// two of these: a slow warp may still read the first.
 template <int ROW_THREADS, int K> __device__ inline void norm_row_totals(float (&x)[K], float (*shared)[WARP]) {
     constexpr int share = WARP / K;  // lanes of a value
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
@@ -141,21 +141,24 @@ __device__ inline void norm_add_sums(float4 *to, const float (&x)[VecX::size], b
     }
 }
 
-// partials: [block][dweight, dbias (LayerNorm only), column sums of dinp (SUMS only)][C] fp32. Where a warp holds a row, dynamic
-// shared memory has one such entry. ROWS rows are in flight at a time: their loads wait together, and their sums cost hardly
-// more than one row's. At a training step's clock (1.5 GHz) twenty-odd instructions an element take as long as its bytes at
-// copy speed. So n and g stay in registers between the two passes, and the constants of a row are folded.
+// partials: [block][dweight, dbias (LayerNorm only), column sums of dinp (SUMS only)][C] fp32. Where a warp holds a
+// row, dynamic shared memory has one such entry. ROWS rows are in flight at a time: their loads wait together, and
+// their sums cost hardly more than one row's. At a training step's clock (1.5 GHz) twenty-odd instructions an element
+// take as long as its bytes at copy speed. So n and g stay in registers between the two passes, and the constants of a
+// row are folded.
 template <NormKind KIND, bool SUMS, int ROW_THREADS, int VECS, int ROWS, int MAX_THREADS, int MIN_BLOCKS>
 __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
 norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *__restrict__ dout,
                      const floatX *__restrict__ inp, const floatX *__restrict__ weight, const float *__restrict__ mean,
                      const float *__restrict__ rstd, int N, int C) {
     constexpr bool warp_row = ROW_THREADS == WARP;
-    constexpr int VALUES = KIND == NORM_LAYER ? 2 : 1, sums = VALUES + SUMS;  // VALUES of a row: the sums of g n and of g
+    constexpr int VALUES = KIND == NORM_LAYER ? 2 : 1;  // of a row: the sums of g n and of g
+    constexpr int sums = VALUES + SUMS;
     __shared__ float shared[2][ROWS * VALUES][WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int thread = warp_row ? lane : threadIdx.x, threads = warp_row ? WARP : blockDim.x;
-    const int first = warp_row ? blockIdx.x * warps + warp : blockIdx.x, step = warp_row ? gridDim.x * warps : gridDim.x;
+    const int first = warp_row ? blockIdx.x * warps + warp : blockIdx.x;
+    const int step = warp_row ? gridDim.x * warps : gridDim.x;
     const float scale = 1.0f / C;
     float dweight[VECS][VecX::size] = {}, dbias[VECS][VecX::size] = {}, dsums[SUMS ? VECS : 1][VecX::size] = {};
     VecX w[VECS];
@@ -246,8 +249,8 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *_
             ((float4 *)(partials + (size_t)blockIdx.x * sums * C))[i] = turn[i];
 }
 
-// dweight and dbias (NULL: not wanted) and behind them the column sums of dinp, (C) each: the sums of the blocks, added in their
-// order. A block of 32x32 threads takes 32 columns.
+// dweight and dbias (NULL: not wanted) and behind them the column sums of dinp, (C) each: the sums of the blocks, added
+// in their order. A block of 32x32 threads takes 32 columns.
 __global__ void __launch_bounds__(1024)
 norm_backward_sum_kernel(floatX *dweight, floatX *dbias, float *stream_sums, const float *__restrict__ partials,
                          int num_partials, int C, int columns, int accumulate) {
@@ -327,10 +330,10 @@ static inline size_t norm_backward_scratch_bytes(int C) {
     const int blocks = NORM_MAX_SMS * norm_backward_plan<NORM_RMS, false>(C).blocks_per_sm;
     return (size_t)blocks * 3 * (size_t)C * sizeof(float);
 }
-// dinp (N,C) +=; dweight, dbias = or += by `accumulate`. stream_sums (C, LayerNorm only, or NULL) = the column sums of dinp as it
-// is afterwards: the bias gradient of the linear layer whose output was added to this norm's input.
-static inline void norm_backward(const Norm *n, floatX *dinp, float *stream_sums, const floatX *dout, int N, int accumulate,
-                                 void *scratch, cudaStream_t stream) {
+// dinp (N,C) +=; dweight, dbias = or += by `accumulate`. stream_sums (C, LayerNorm only, or NULL) = the column sums of
+// dinp as it is afterwards: the bias gradient of the linear layer whose output was added to this norm's input.
+static inline void norm_backward(const Norm *n, floatX *dinp, float *stream_sums, const floatX *dout, int N,
+                                 int accumulate, void *scratch, cudaStream_t stream) {
     const int C = n->C, layer = n->kind == NORM_LAYER;
     norm_require(n, {dinp, stream_sums, dout, n->x, scratch});
     assert(layer || !stream_sums);
@@ -341,7 +344,8 @@ static inline void norm_backward(const Norm *n, floatX *dinp, float *stream_sums
     const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * p.blocks_per_sm, needed = (int)ceil_div(N, p.rows);
     const int blocks = needed < most ? needed : most, columns = (1 + layer + (stream_sums != NULL)) * C;
     float *partials = (float *)scratch;
-    p.kernel<<<blocks, p.threads, p.shared_bytes, stream>>>(dinp, partials, dout, n->x, n->weight, n->mean, n->rstd, N, C);
+    p.kernel<<<blocks, p.threads, p.shared_bytes, stream>>>(
+        dinp, partials, dout, n->x, n->weight, n->mean, n->rstd, N, C);
     launchCheck();
     norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, stream>>>(
         n->dweight, n->dbias, stream_sums, partials, blocks, C, columns, accumulate);

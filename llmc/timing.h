@@ -1,6 +1,6 @@
-// Where a step's time goes (--timing N): work is timed in laps, each with a name. A lap lasts from the end of the one before. A
-// name's floor is the least time that its arithmetic and its memory traffic take at the hardware's published peaks.
-// A backend ends its laps by a clock, or on a GPU by events on the compute stream (cuda_common.cuh).
+// Where a step's time goes (--timing N): work is timed in laps, each with a name. A lap lasts from the end of the one
+// before. A name's floor is the least time that its arithmetic and its memory traffic take at the hardware's published
+// peaks. A backend ends its laps by a clock, or on a GPU by events on the compute stream (cuda_common.cuh).
 #ifndef LLMC_TIMING_H
 #define LLMC_TIMING_H
 
@@ -53,7 +53,8 @@ static inline double timing_floor(const TimingName *n, double peak_flops, double
 static inline void timing_print(FILE *f, long long step, double peak_flops, double peak_bytes) {
     double total = 0, floor = 0;
     for (int i = 0; i < timing.count; i++) total += timing.names[i].seconds;
-    fprintf(f, "---- time of step %lld\n%*s laps        ms  share  floor ms   floor   GFLOP/s     GB/s\n", step, 26, "");
+    fprintf(f, "---- time of step %lld\n%31s%10s%7s%10s%8s%10s%9s\n", step, "laps", "ms", "share", "floor ms", "floor",
+            "GFLOP/s", "GB/s");
     for (int i = 0; i < timing.count; i++) {
         const TimingName *n = &timing.names[i];
         const double least = timing_floor(n, peak_flops, peak_bytes);
