@@ -147,16 +147,21 @@ static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
     x->branch = linear_project(p, &b.fcproj, b.a);
 }
 
+// The tokens as rows of this rank's shard of the vocabulary.
+static TokenRows token_rows(const Model *m) {
+    const Config *c = &m->plan.local;
+    return {m->b.tokens, m->mesh->tp.rank * c->padded_vocab_size, c->vocab_size, c->padded_vocab_size};
+}
 // m->b.tokens (B,T) -> the stream, m->b.x_embedding (rows,C)
 static void embed(Model *m, const Pass *p) {
-    const int V = m->plan.local.vocab_size, first = m->mesh->tp.rank * m->plan.local.padded_vocab_size;  // of this rank
+    const TokenRows rows = token_rows(m);
     floatX *w = unit_get(m, 0), *wte = param_pointer(w, &m->table, 0, ROLE_WTE), *wpe = param_pointer(w, &m->table, 0, ROLE_WPE);
     if (wpe && p->cache) wpe += (size_t)p->cache->count * p->C;
     if (!pass_is_split(p)) {
-        embedding_forward(m->b.x_embedding, m->b.tokens, wte, wpe, p->B, p->T, p->C, first, V, p->stream);
+        embedding_forward(m->b.x_embedding, rows, wte, wpe, p->B, p->T, p->C, p->stream);
         return;
     }
-    embedding_forward(p->branch, m->b.tokens, wte, NULL, p->B, p->T, p->C, first, V, p->stream);
+    embedding_forward(p->branch, rows, wte, NULL, p->B, p->T, p->C, p->stream);
     const floatX *x = rows_scatter(p, p->branch, wpe, p->T);
     cudaCheck(cudaMemcpyAsync(m->b.x_embedding, x, pass_piece(p) * sizeof(floatX), cudaMemcpyDeviceToDevice, p->stream));
 }
@@ -253,9 +258,8 @@ static void block_backward(Model *m, const Pass *p, int l) {
 
 // dx (rows,C) -> the embedding's gradients, which are added to.
 static void embed_backward(Model *m, const Pass *p) {
-    const int V = m->plan.local.vocab_size, Vp = m->plan.local.padded_vocab_size, first = m->mesh->tp.rank * Vp;
     floatX *dwte = param_pointer(m->b.grads, &m->table, 0, ROLE_WTE), *dwpe = param_pointer(m->b.grads, &m->table, 0, ROLE_WPE);
-    embedding_backward(dwte, dwpe, rows_gather(p, m->b.dx), m->b.tokens, p->B, p->T, p->C, first, V, Vp, p->scratch, p->stream);
+    embedding_backward(dwte, dwpe, rows_gather(p, m->b.dx), token_rows(m), p->B, p->T, p->C, p->scratch, p->stream);
 }
 // Zeros where something is added: the stream's gradient, and the embedding's before the first micro-step.
 static void clear_gradients(Model *m, const Pass *p) {
@@ -375,8 +379,8 @@ static void queue_norm(Model *m) {
 static void queue_adamw(Model *m, const UpdateParams *p) {
     Buffers *b = &m->b;
     auto update = [&](auto *states_m, auto *states_v) {
-        adamw_update(b->weights, b->master, states_m, states_v, b->grads, b->chunks, b->num_chunks, m->num_updated, p->lr, p->beta1, p->beta2, p->eps,
-                     p->weight_decay, b->step, p->step, (uint64_t)m->plan.options.seed, m->gpu.compute);
+        adamw_update(b->weights, b->master, states_m, states_v, b->grads, b->chunks, b->num_chunks, m->num_updated, p, b->step,
+                     (uint64_t)m->plan.options.seed, m->gpu.compute);
     };
     if (m->plan.bf16_states) update((__nv_bfloat16 *)b->m, (__nv_bfloat16 *)b->v);
     else update((float *)b->m, (float *)b->v);

@@ -103,16 +103,15 @@ adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__rest
 // the step is applied.
 template <typename S>
 static inline void adamw_update(floatX *weights, float *master, S *m, S *v, const floatX *grads,
-                                const AdamChunk *chunks, int num_chunks, size_t count, float lr, float beta1,
-                                float beta2, float eps, float weight_decay, const StepScalars *scalars, int step,
-                                uint64_t seed, cudaStream_t stream) {
+                                const AdamChunk *chunks, int num_chunks, size_t count, const UpdateParams *p,
+                                const StepScalars *scalars, uint64_t seed, cudaStream_t stream) {
     require_aligned("AdamW", {weights, master, m, v, grads});
-    assert(step >= 1);
+    assert(p->step >= 1);
     if (num_chunks == 0) return;  // a rank may own nothing
-    const float correction1 = (float)(1 / (1 - pow((double)beta1, step)));
-    const float correction2 = (float)(1 / (1 - pow((double)beta2, step)));
-    const AdamConstants a = {lr, beta1, beta2, eps, weight_decay, 1, correction1, correction2,
-                             seed, rand_stream(RAND_ROUND, (uint64_t)step)};
+    const float correction1 = (float)(1 / (1 - pow((double)p->beta1, p->step)));
+    const float correction2 = (float)(1 / (1 - pow((double)p->beta2, p->step)));
+    const AdamConstants a = {p->lr, p->beta1, p->beta2, p->eps, p->weight_decay, 1, correction1, correction2,
+                             seed, rand_stream(RAND_ROUND, (uint64_t)p->step)};
     const auto kernel = master ? adamw_kernel<true, S> : adamw_kernel<false, S>;
     kernel<<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a, scalars);
     launchCheck();

@@ -31,15 +31,22 @@ enum {
     ROWS_IN_FLIGHT = 4,      // rows of dout that a thread reads before it adds the first
 };
 
+// A token as a row of wte, counted from `first`; Vp, behind all rows, for the tokens of other ranks.
+typedef struct { const int *tokens; int first, count, Vp; } TokenRows;
+__device__ inline int token_row(const TokenRows &t, int i) {
+    const int row = t.tokens[i] - t.first;
+    return row >= 0 && row < t.count ? row : t.Vp;
+}
+
 // ---- forward: a warp copies a row
 
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-embedding_forward_kernel(floatX *__restrict__ out, const int *__restrict__ tokens, const floatX *__restrict__ wte,
-                         const floatX *__restrict__ wpe, int N, int T, int C, int first, int count) {
+embedding_forward_kernel(floatX *__restrict__ out, TokenRows t, const floatX *__restrict__ wte,
+                         const floatX *__restrict__ wpe, int N, int T, int C) {
     const int n = blockIdx.x * EMBEDDING_WARPS + threadIdx.x / WARP;
     if (n >= N) return;
-    const int row = tokens[n] - first;
-    const bool mine = row >= 0 && row < count;
+    const int row = token_row(t, n);
+    const bool mine = row < t.Vp;
     out += (size_t)n * C;
     wte += mine ? (size_t)row * C : 0;
     wpe += wpe ? (size_t)(n % T) * C : 0;
@@ -57,15 +64,9 @@ embedding_forward_kernel(floatX *__restrict__ out, const int *__restrict__ token
 
 // ---- backward: sort
 
-// A token as a row of wte, counted from `first`; Vp, behind all rows, for the tokens of other ranks.
-typedef struct { const int *tokens; int first, count, Vp; } TokenRows;
 // (row, position) as a number, so that a comparison orders by row, then by position
 __device__ inline int pair_row(uint64_t pair) { return (int)(pair >> 32); }
 __device__ inline int pair_position(uint64_t pair) { return (int)(uint32_t)pair; }
-__device__ inline uint64_t pair_of(const TokenRows &t, int i) {
-    const int row = t.tokens[i] - t.first;
-    return (uint64_t)(row >= 0 && row < t.count ? row : t.Vp) << 32 | (uint32_t)i;
-}
 // Stage k of a bitonic sort merges neighbouring runs of k/2 into runs of k, which ascend and descend in turns; its step
 // of stride j = k/2, k/4 ... 1 orders the elements i and i + j. Thread t has the t-th such pair of elements of the
 // list.
@@ -87,8 +88,10 @@ __global__ void __launch_bounds__(SORT_THREADS)
 sort_tile_kernel(uint64_t *list, TokenRows rows, int N, unsigned first, unsigned last) {
     __shared__ uint64_t tile[SORT_TILE];
     const unsigned base = blockIdx.x * SORT_TILE;
-    for (unsigned i = threadIdx.x; i < SORT_TILE; i += SORT_THREADS)
-        tile[i] = first > 2 ? list[base + i] : base + i < N ? pair_of(rows, (int)(base + i)) : ~0ull;
+    for (unsigned i = threadIdx.x; i < SORT_TILE; i += SORT_THREADS) {
+        const unsigned n = base + i;
+        tile[i] = first > 2 ? list[n] : n < N ? (uint64_t)token_row(rows, (int)n) << 32 | n : ~0ull;
+    }
     for (unsigned k = first; k <= last; k *= 2)
         for (unsigned j = min(k, (unsigned)SORT_TILE) / 2; j > 0; j /= 2) {
             __syncthreads();
@@ -210,12 +213,12 @@ static inline void embedding_require(const void *rows, const void *wte, const vo
     require_aligned("embedding", {rows, wte, wpe});
 }
 // out (B,T,C) =
-static inline void embedding_forward(floatX *out, const int *tokens, const floatX *wte, const floatX *wpe, int B, int T,
-                                     int C, int first, int count, cudaStream_t stream) {
+static inline void embedding_forward(floatX *out, TokenRows t, const floatX *wte, const floatX *wpe, int B, int T,
+                                     int C, cudaStream_t stream) {
     embedding_require(out, wte, wpe, B, T, C);
     const int N = B * T;
     embedding_forward_kernel<<<blocks_for(N, EMBEDDING_WARPS), EMBEDDING_THREADS, 0, stream>>>(
-        out, tokens, wte, wpe, N, T, C, first, count);
+        out, t, wte, wpe, N, T, C);
     launchCheck();
     timing_lap("embedding", 0, 2.0 * (double)N * C * sizeof(floatX), stream);
 }
@@ -242,16 +245,16 @@ static inline void embedding_sort(uint64_t *list, TokenRows rows, int N, cudaStr
     launchCheck();
 }
 // dwte (Vp,C) +=, dwpe (T,C) += or NULL
-static inline void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, const int *tokens, int B, int T,
-                                      int C, int first, int count, int Vp, void *scratch, cudaStream_t stream) {
+static inline void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, TokenRows t, int B, int T, int C,
+                                      void *scratch, cudaStream_t stream) {
     embedding_require(dout, dwte, dwpe, B, T, C);
     const int N = B * T;
     uint64_t *sorted = (uint64_t *)scratch;
     LongRuns *long_runs = (LongRuns *)(sorted + embedding_list_length(N));
-    embedding_sort(sorted, {tokens, first, count, Vp}, N, stream);
+    embedding_sort(sorted, t, N, stream);
     cudaCheck(cudaMemsetAsync(&long_runs->count, 0, sizeof(int), stream));
     const dim3 warps(blocks_for(N, EMBEDDING_WARPS), blocks_for(C / VecX::size, SHORT_RUN_VECS * WARP));
-    embedding_short_runs_kernel<<<warps, EMBEDDING_THREADS, 0, stream>>>(dwte, long_runs, dout, sorted, N, C, Vp);
+    embedding_short_runs_kernel<<<warps, EMBEDDING_THREADS, 0, stream>>>(dwte, long_runs, dout, sorted, N, C, t.Vp);
     launchCheck();
     embedding_long_runs_kernel<<<LONG_RUN_BLOCKS, LONG_RUN_THREADS, 0, stream>>>(dwte, long_runs, dout, sorted, C);
     launchCheck();

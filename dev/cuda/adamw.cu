@@ -35,6 +35,14 @@ static StepScalars *upload_step(float scale, StepVerdict verdict = STEP_APPLIED)
     return p;
 }
 
+template <typename S>
+static void run_update(floatX *weights, float *master, S *m, S *v, const floatX *grads, const AdamChunk *chunks, int num_chunks,
+                       size_t count, float rate, float b1, float b2, float epsilon, float decay, const StepScalars *scalars,
+                       int step, uint64_t seed, cudaStream_t stream) {
+    const UpdateParams p = {rate, b1, b2, epsilon, decay, 0, 0, 0, step};
+    adamw_update(weights, master, m, v, grads, chunks, num_chunks, count, &p, scalars, seed, stream);
+}
+
 static AdamChunk *upload_chunks(const AdamChunk *chunks, int count) {
     AdamChunk *p = device_new<AdamChunk>(count);
     cudaCheck(cudaMemcpy(p, chunks, count * sizeof *chunks, cudaMemcpyHostToDevice));
@@ -70,11 +78,11 @@ template <typename S> static void check_adamw(int with_master, int step) {
         if (with_master) cudaCheck(cudaMemcpyAsync(d_master, d_old_master, states * sizeof(float), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemcpyAsync(d_m, d_old_m, states * sizeof(S), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemcpyAsync(d_v, d_old_v, states * sizeof(S), cudaMemcpyDeviceToDevice, stream));
-        adamw_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, states, lr, beta1, beta2, eps, weight_decay, d_step, step, seed, stream);
+        run_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, states, lr, beta1, beta2, eps, weight_decay, d_step, step, seed, stream);
     };
     run();
     float *applied = download(d_weight, n);
-    adamw_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, states, lr, beta1, beta2, eps, weight_decay, upload_step(grad_scale, STEP_LOSS_HIGH), step, seed, stream);
+    run_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, states, lr, beta1, beta2, eps, weight_decay, upload_step(grad_scale, STEP_LOSS_HIGH), step, seed, stream);
     check_true(memcmp(applied, download(d_weight, n), n * sizeof(float)) == 0, "a step that is left out changes no weight");
     for (int i = 0; i < NUM; i++) {
         const size_t w = chunks[i].weight_offset, s = chunks[i].state_offset, count = (size_t)chunks[i].count;
@@ -121,7 +129,7 @@ template <typename S> static void check_exact(int with_master, int of_weights) {
     float *d_master = device_master(with_master, start[0], TOTAL);
     S *d_m = upload<S>(start[1], TOTAL), *d_v = upload<S>(start[2], TOTAL);
     auto from_base = [&](floatX *p) { return (floatX *)((uintptr_t)p - base * sizeof(floatX)); };
-    adamw_update(from_base(d_weight), d_master, d_m, d_v, from_base(d_grad), upload_chunks(chunks, NUM), NUM, (size_t)TOTAL, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, upload_step(a.grad_scale), step, seed, ladder.gpu.compute);
+    run_update(from_base(d_weight), d_master, d_m, d_v, from_base(d_grad), upload_chunks(chunks, NUM), NUM, (size_t)TOTAL, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, upload_step(a.grad_scale), step, seed, ladder.gpu.compute);
     for (int other = 0; other < 2; other++) {
         weight[other] = host_copy(start[0], TOTAL); master[other] = host_copy(start[0], TOTAL);
         m[other] = host_copy(start[1], TOTAL); v[other] = host_copy(start[2], TOTAL);
@@ -160,7 +168,7 @@ static void check_rounding(void) {
     for (int i = 0; i < N; i++) ones[i] = 1;
     floatX *weights = upload<floatX>(ones, N), *grads = upload<floatX>(ones, N);
     float *m = upload<float>(zeros, N), *v = upload<float>(zeros, N);
-    adamw_update(weights, NULL, m, v, grads, upload_chunks(chunks, NUM), NUM, N, 1.0f / 1024, beta1, beta2, 0, 0, upload_step(1), 1, ladder.seed, ladder.gpu.compute);
+    run_update(weights, NULL, m, v, grads, upload_chunks(chunks, NUM), NUM, N, 1.0f / 1024, beta1, beta2, 0, 0, upload_step(1), 1, ladder.seed, ladder.gpu.compute);
     float *got = download(weights, N);
     double sum = 0, lower = sizeof(floatX) == 2 ? 1 - 1.0 / 256 : 1 - 1.0 / 1024;
     int strange = 0;
@@ -179,7 +187,7 @@ template <typename S> static void check_nan(int with_master) {
     floatX *weights = upload<floatX>(x, 64), *grads = upload<floatX>(x, 64);
     for (int i = 0; i < 48; i++) upload_to(grads + i, &bad[i % 3], 1);
     S *m = upload<S>(v, 64);
-    adamw_update(weights, device_master(with_master, x, 64), m, upload<S>(v, 64), grads, upload_chunks(&chunk, 1), 1, 64, lr,
+    run_update(weights, device_master(with_master, x, 64), m, upload<S>(v, 64), grads, upload_chunks(&chunk, 1), 1, 64, lr,
                  beta1, beta2, eps, weight_decay, upload_step(1), 2, ladder.seed, ladder.gpu.compute);
     const float *got = download(weights, 64), *got_m = download(m, 64);
     int wrong = 0;
@@ -204,7 +212,7 @@ template <typename S> static void bench_adamw(const char *name, size_t n, int wi
     const double per_weight = 4.0 * sizeof(S) + 2.0 * sizeof(floatX) + (with_master ? 8 : sizeof(floatX));
     const StepScalars *step = upload_step(1);
     bench("update", per_weight * (double)n, 0, [&] {
-        adamw_update(weights, master, m, v, grads, d_chunks, num, n, lr, beta1, beta2, eps, weight_decay, step, 10, 1, ladder.gpu.compute);
+        run_update(weights, master, m, v, grads, d_chunks, num, n, lr, beta1, beta2, eps, weight_decay, step, 10, 1, ladder.gpu.compute);
     });
 } catch (const NoRoom &no) { ladder_skip(no); }
 

@@ -43,7 +43,7 @@ static void check_embedding(int B, int T, int C, int Vp, double skew, int positi
     float *wte = host_normal(wte_size, 0.02f), *wpe = host_normal(wpe_size, 0.02f), *out = host_new<float>(N * C);
     floatX *d_wte = upload<floatX>(wte, wte_size), *d_wpe = positions ? upload<floatX>(wpe, wpe_size) : NULL, *d_out = device_new<floatX>(N * C);
     embedding_forward_cpu(out, tokens, wte, positions ? wpe : NULL, B, T, C);
-    embedding_forward(d_out, d_tokens, d_wte, d_wpe, B, T, C, 0, Vp, stream);
+    embedding_forward(d_out, {d_tokens, 0, Vp, Vp}, d_wte, d_wpe, B, T, C, stream);
     check("out", d_out, out, N, C, bound(4e-3, 1e-7), bound(5e-3, 1e-6));
 
     // Gradients are added to what is there: here the (random) weights.
@@ -55,7 +55,7 @@ static void check_embedding(int B, int T, int C, int Vp, double skew, int positi
         cudaCheck(cudaMemcpyAsync(d_dwte, d_wte, wte_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
         if (positions) cudaCheck(cudaMemcpyAsync(d_dwpe, d_wpe, wpe_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
-        embedding_backward(d_dwte, d_dwpe, d_dout, d_tokens, B, T, C, 0, Vp, Vp, scratch, stream);
+        embedding_backward(d_dwte, d_dwpe, d_dout, {d_tokens, 0, Vp, Vp}, B, T, C, scratch, stream);
     };
     run();
     embedding_backward_cpu(wte, positions ? wpe : NULL, dout, tokens, B, T, C);
@@ -82,14 +82,14 @@ static void check_ranks(int B, int T, int C, int V, int Vp, int ranks, double sk
         }
         embedding_forward_cpu(out, mine, wte, NULL, B, T, C);
         poison(d_out, N * C);
-        embedding_forward(d_out, d_tokens, d_wte, NULL, B, T, C, r * Vp, count, stream);
+        embedding_forward(d_out, {d_tokens, r * Vp, count, Vp}, d_wte, NULL, B, T, C, stream);
         check("out", d_out, out, N, C, 1e-7, 1e-6);
         float *dwte = host_copy(wte, wte_size), *dwpe = positions ? host_copy(wpe, wpe_size) : NULL;
         auto run = [&] {
             cudaCheck(cudaMemcpyAsync(d_dwte, d_wte, wte_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
             if (positions) cudaCheck(cudaMemcpyAsync(d_dwpe, d_wpe, wpe_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
             cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
-            embedding_backward(d_dwte, d_dwpe, d_dout, d_tokens, B, T, C, r * Vp, count, Vp, scratch, stream);
+            embedding_backward(d_dwte, d_dwpe, d_dout, {d_tokens, r * Vp, count, Vp}, B, T, C, scratch, stream);
         };
         run();
         embedding_backward_cpu(dwte, dwpe, dout, mine, B, T, C);
@@ -111,9 +111,9 @@ static void bench_embedding(const char *name, int B, int T, int C, int Vp, doubl
     floatX *out = device_normal<floatX>(N * C, 0.02f);
     char *scratch = device_new<char>(embedding_backward_scratch_bytes(B, T));
     const double row = (double)C * sizeof(floatX);
-    bench("forward", row * (N + used + (positions ? T : 0)), 0, [&] { embedding_forward(out, d_tokens, wte, wpe, B, T, C, 0, Vp, stream); });
+    bench("forward", row * (N + used + (positions ? T : 0)), 0, [&] { embedding_forward(out, {d_tokens, 0, Vp, Vp}, wte, wpe, B, T, C, stream); });
     bench("backward", row * ((positions ? 2 : 1) * N + 2.0 * used + (positions ? 2 * T : 0)), 0,
-          [&] { embedding_backward(wte, wpe, out, d_tokens, B, T, C, 0, Vp, Vp, scratch, stream); });
+          [&] { embedding_backward(wte, wpe, out, {d_tokens, 0, Vp, Vp}, B, T, C, scratch, stream); });
     if (!ladder.variants) return;
     bench("of that, the sort", 0, 0, [&] { embedding_sort((uint64_t *)scratch, {d_tokens, 0, Vp, Vp}, (int)N, stream); });
 } catch (const NoRoom &no) { ladder_skip(no); }
