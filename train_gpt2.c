@@ -1,18 +1,18 @@
-// The CPU trainer: GPT-2, Llama 3 and Qwen2.5 in fp32, written to be read. One file has the whole story from token ids
-// to updated weights; its *_cpu functions are also the oracle against which every CUDA kernel is tested.
+// The CPU trainer: GPT-2, Llama 3 and Qwen2.5 in fp32, written to be read. One file has the whole story from token ids to
+// updated weights. Its *_cpu functions are also the oracle that every CUDA kernel is tested against.
 //
-// Idea. A transformer is a list of few operations. Each is a function X_forward_cpu(outputs, inputs, sizes), with an
-// X_backward_cpu that turns the gradient of its outputs into gradients of its inputs (the chain rule, written out by hand).
+// Idea. A transformer is a list of few operations. Each is a function X_forward_cpu(outputs, inputs, sizes). Its
+// X_backward_cpu turns the gradient of the outputs into gradients of the inputs: the chain rule, written out by hand.
 // Training = run the list downwards, then upwards in reverse, then AdamW. Model families differ by flags of Config alone.
 //
-// Data. All arrays are dense, row-major, fp32. B sequences of T tokens are N = B*T rows; C channels, NH query heads and NKV
-// key/value heads of HD channels, F = MLP width, V words (Vp with padding). Activations are (B, T, C) = (N, C); weights of a
-// linear layer are (out, in). q, k, v of a token lie packed in one row [q: NH*HD | k: NKV*HD | v: NKV*HD], and so do
-// SwiGLU's [gate: F | up: F]. `d` marks gradients; "=" or "+=" beside an output says whether it is overwritten or added to.
+// Data. All arrays are dense, row-major, fp32. B sequences of T tokens are N = B*T rows. C channels, NH query heads and NKV
+// key/value heads of HD channels, F = width of the MLP, V = vocabulary (Vp with padding). Activations are (B, T, C) = (N, C),
+// weights of a linear layer (out, in). A token's q, k, v lie packed in one row [q: NH*HD | k: NKV*HD | v: NKV*HD], and so do
+// SwiGLU's [gate: F | up: F]. `d` marks gradients. "=" or "+=" beside an output: it is overwritten, or added to.
 //
-// Sums are taken in an order that depends on the shape alone, so results are bitwise equal for any number of threads.
+// The order of every sum depends on shapes alone: results are bitwise equal for any number of threads.
 //
-// With LLMC_ORACLE defined only the *_cpu functions remain (that is how kernel tests include this file).
+// With LLMC_ORACLE defined only the *_cpu functions remain: tests of kernels include this file.
 #include "llmc/bf16.h"
 #include "llmc/params.h"
 
@@ -24,11 +24,11 @@
 // ---- exp as plain arithmetic, so that loops over it become vector code: exp(x) = 2^n exp(r), |r| <= ln(2)/2.
 // Relative error below 1e-7. Arguments are clamped to +-87 (results stay normal numbers); NaN gives NaN.
 static inline float fast_exp(float x) {
-    const float magic = 12582912.0f;                          // 1.5 * 2^23: adding it rounds to a whole number, kept in the low bits
+    const float magic = 12582912.0f;                          // 1.5 * 2^23: adding it rounds to an integer in the low bits
     x = x < -87.0f ? -87.0f : x > 87.0f ? 87.0f : x;
     float shifted = x * 1.44269504f + magic, n = shifted - magic;
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;    // ln 2 in two parts: the first has few bits, so n times it is exact
-    float p = 1.0f / 5040;                                    // Taylor series of degree 7: at |r| <= 0.347 its rest is below 1e-8
+    float p = 1.0f / 5040;                                    // Taylor series of degree 7, error below 1e-8 for |r| <= 0.347
     p = p * r + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
@@ -43,8 +43,8 @@ static inline float fast_exp(float x) {
     return p * scale;
 }
 
-// ---- matrix multiplication: nearly all of the time goes here, so this section is built for speed (after Goto and van de Geijn,
-// "Anatomy of high-performance matrix multiplication", 2008; the register tile follows BLIS).
+// ---- matrix multiplication: nearly all of the time goes here, so this section is built for speed (after Goto and van de
+// Geijn, "Anatomy of high-performance matrix multiplication", 2008; the register tile follows BLIS).
 //
 //   c (M, N) = [init +] [bias +] a (M, K) b (K, N)
 //
@@ -66,13 +66,20 @@ typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 // A view of a matrix: element (i, j) is at[i * row + j * col]. Swapping row and col transposes it.
 typedef struct { const float *at; size_t row, col; } Matrix;
-static inline Matrix matrix(const float *at, size_t row) { Matrix m = {at, row, 1}; return m; }
-static inline Matrix transposed(const float *at, size_t row) { Matrix m = {at, 1, row}; return m; }
-static inline Matrix submatrix(Matrix m, size_t i, size_t j) { m.at += i * m.row + j * m.col; return m; }
+static inline Matrix strided(const float *at, size_t row, size_t col) {
+    const Matrix m = {at, row, col};
+    return m;
+}
+static inline Matrix matrix(const float *at, size_t row) { return strided(at, row, 1); }
+static inline Matrix transposed(const float *at, size_t row) { return strided(at, 1, row); }
+static inline Matrix submatrix(Matrix m, size_t i, size_t j) { return strided(m.at + i * m.row + j * m.col, m.row, m.col); }
 static inline int min_int(int a, int b) { return a < b ? a : b; }
+static inline size_t area(int rows, int cols) { return (size_t)rows * (size_t)cols; }  // elements; int would overflow
+static inline void copy_floats(float *to, const float *from, size_t n) { memcpy(to, from, n * sizeof(float)); }
 
 // c (TILE_M, TILE_N) = [init +] [bias +] a (TILE_M, K) panel (K, TILE_N); init has the row stride of c.
-static inline void multiply_tile(float *c, size_t c_row, const float *init, const float *bias, Matrix a, const float *panel, int K) {
+static inline void multiply_tile(float *c, size_t c_row, const float *init, const float *bias, Matrix a,
+                                 const float *panel, int K) {
     const Vector zero = {0};
     Vector sum[TILE_M][TILE_N / LANES];
     for (int i = 0; i < TILE_M; i++)
@@ -98,7 +105,7 @@ static inline void transpose_square(float *out, size_t out_row, const float *in,
 static void pack_panel(float *panel, Matrix b, int K, int cols) {
     int k = 0;
     if (cols == TILE_N && b.col == 1)
-        for (; k < K; k++) memcpy(panel + k * TILE_N, b.at + k * b.row, TILE_N * sizeof(float));
+        for (; k < K; k++) copy_floats(panel + k * TILE_N, b.at + k * b.row, TILE_N);
     if (cols == TILE_N && b.row == 1)
         for (; k + 16 <= K; k += 16)  // a cache line of each column of b
             for (int j = 0; j < TILE_N; j += 4)
@@ -111,67 +118,78 @@ static void pack_panel(float *panel, Matrix b, int K, int cols) {
 static void pack_strips(float *strips, Matrix a, int rows, int K) {
     const int whole = a.row == 1 ? rows / TILE_M * TILE_M : 0;
     for (int k = 0; k < K; k++)
-        for (int i = 0; i < whole; i += TILE_M) memcpy(strips + i * K + k * TILE_M, a.at + k * a.col + i, TILE_M * sizeof(float));
+        for (int i = 0; i < whole; i += TILE_M) copy_floats(strips + i * K + k * TILE_M, a.at + k * a.col + i, TILE_M);
     for (int m = whole; m < rows; m += TILE_M)
         for (int k = 0; k < K; k++)
-            for (int i = 0; i < TILE_M; i++) strips[m * K + k * TILE_M + i] = m + i < rows ? a.at[(m + i) * a.row + k * a.col] : 0;
+            for (int i = 0; i < TILE_M; i++)
+                strips[m * K + k * TILE_M + i] = m + i < rows ? a.at[(m + i) * a.row + k * a.col] : 0;
 }
 
-// The whole product in the calling thread. Tiles at the edges of c are computed whole in `edge` and copied in part.
-static void multiply_serial(float *c, size_t c_row, const float *init, const float *bias, Matrix a, Matrix b, int M, int N, int K) {
-    static __thread float panels[BLOCK_K * BLOCK_N] __attribute__((aligned(64))), strips[BLOCK_K * BLOCK_M], edge[TILE_M * TILE_N], edge_bias[TILE_N];
+// A tile of c, of which (rows, cols) exist: one at an edge is computed whole and copied in part.
+static inline void multiply_part(float *c, size_t c_row, const float *init, const float *bias, Matrix a,
+                                 const float *panel, int K, int rows, int cols) {
+    static __thread float edge[TILE_M * TILE_N], edge_bias[TILE_N];
+    if (rows == TILE_M && cols == TILE_N) {
+        multiply_tile(c, c_row, init, bias, a, panel, K);
+        return;
+    }
+    for (int i = 0; i < rows && init; i++) copy_floats(edge + i * TILE_N, init + i * c_row, cols);
+    if (bias) copy_floats(edge_bias, bias, cols);
+    multiply_tile(edge, TILE_N, init ? edge : NULL, bias ? edge_bias : NULL, a, panel, K);
+    for (int i = 0; i < rows; i++) copy_floats(c + i * c_row, edge + i * TILE_N, cols);
+}
+// The whole product in the calling thread.
+static void multiply_serial(float *c, size_t c_row, const float *init, const float *bias, Matrix a, Matrix b, int M, int N,
+                            int K) {
+    static __thread float panels[BLOCK_K * BLOCK_N] __attribute__((aligned(64))), strips[BLOCK_K * BLOCK_M];
     for (int k0 = 0; k0 < K; k0 += BLOCK_K) {
         const int depth = min_int(K - k0, BLOCK_K);
         for (int n0 = 0; n0 < N; n0 += BLOCK_N) {
             const int width = min_int(N - n0, BLOCK_N);
-            for (int n = 0; n < width; n += TILE_N) pack_panel(panels + n * depth, submatrix(b, k0, n0 + n), depth, min_int(width - n, TILE_N));
+            for (int n = 0; n < width; n += TILE_N)
+                pack_panel(panels + n * depth, submatrix(b, k0, n0 + n), depth, min_int(width - n, TILE_N));
             for (int m = 0; m < M; m += TILE_M) {
-                const int rows = min_int(M - m, TILE_M);
+                const int rows = min_int(M - m, TILE_M), packed = a.col != 1;
                 Matrix rows_of_a = submatrix(a, m, k0);
-                if (a.col != 1) {
-                    if (m % BLOCK_M == 0) pack_strips(strips, rows_of_a, min_int(M - m, BLOCK_M), depth);
-                    rows_of_a = transposed(strips + m % BLOCK_M * depth, TILE_M);
-                } else if (rows < TILE_M) {
-                    pack_strips(strips, rows_of_a, rows, depth);
-                    rows_of_a = transposed(strips, TILE_M);
-                }
+                if (packed && m % BLOCK_M == 0) pack_strips(strips, rows_of_a, min_int(M - m, BLOCK_M), depth);
+                if (!packed && rows < TILE_M) pack_strips(strips, rows_of_a, rows, depth);
+                if (packed || rows < TILE_M) rows_of_a = transposed(strips + (packed ? m % BLOCK_M * depth : 0), TILE_M);
                 for (int n = 0; n < width; n += TILE_N) {
-                    const int cols = min_int(width - n, TILE_N);
                     float *out = c + m * c_row + n0 + n;
-                    const float *from = k0 > 0 ? out : init ? init + (out - c) : NULL, *bias_here = k0 == 0 && bias ? bias + n0 + n : NULL;
-                    if (rows == TILE_M && cols == TILE_N) {
-                        multiply_tile(out, c_row, from, bias_here, rows_of_a, panels + n * depth, depth);
-                        continue;
-                    }
-                    if (from) for (int i = 0; i < rows; i++) memcpy(edge + i * TILE_N, from + i * c_row, (size_t)cols * sizeof(float));
-                    if (bias_here) memcpy(edge_bias, bias_here, (size_t)cols * sizeof(float));
-                    multiply_tile(edge, TILE_N, from ? edge : NULL, bias_here ? edge_bias : NULL, rows_of_a, panels + n * depth, depth);
-                    for (int i = 0; i < rows; i++) memcpy(out + i * c_row, edge + i * TILE_N, (size_t)cols * sizeof(float));
+                    const float *from = k0 > 0 ? out : init ? init + (out - c) : NULL;
+                    multiply_part(out, c_row, from, k0 == 0 && bias ? bias + n0 + n : NULL, rows_of_a, panels + n * depth,
+                                  depth, rows, min_int(width - n, TILE_N));
                 }
             }
         }
     }
 }
 
-// The same by all threads: of the ways to lay a grid of them over c, the one with the least work for the busiest thread.
-// A tile costs about 4 times as much as packing a strip of a, and as much as packing a panel of b.
-static void multiply(float *c, size_t c_row, const float *init, const float *bias, Matrix a, Matrix b, int M, int N, int K) {
+// The same by all threads, in the grid over c that gives the busiest thread the least work. A tile costs about 4 times as
+// much as packing a strip of a, and as much as packing a panel of b.
+static void multiply(float *c, size_t c_row, const float *init, const float *bias, Matrix a, Matrix b, int M, int N,
+                     int K) {
     const int64_t strips = (M + TILE_M - 1) / TILE_M, panels = (N + TILE_N - 1) / TILE_N;
     int threads = 1, across = 1, down = 1;
     #ifdef _OPENMP
     threads = omp_get_max_threads();
     #endif
     for (int64_t x = 1, least = INT64_MAX; x <= threads; x++) {
-        const int64_t y = threads / x, wide = (panels + x - 1) / x, high = (strips + y - 1) / y, work = 4 * wide * high + 4 * wide + high;
-        if (work < least) { least = work; across = (int)x; down = (int)y; }
+        const int64_t y = threads / x, wide = (panels + x - 1) / x, high = (strips + y - 1) / y;
+        const int64_t work = 4 * wide * high + 4 * wide + high;
+        if (work >= least) continue;
+        least = work;
+        across = (int)x;
+        down = (int)y;
     }
-    #pragma omp parallel for schedule(static)
+    PARALLEL_FOR
     for (int t = 0; t < across * down; t++) {
         const int x = t % across, y = t / across;
         const int m0 = (int)(strips * y / down) * TILE_M, m1 = min_int(M, (int)(strips * (y + 1) / down) * TILE_M);
         const int n0 = (int)(panels * x / across) * TILE_N, n1 = min_int(N, (int)(panels * (x + 1) / across) * TILE_N);
         const size_t corner = m0 * c_row + n0;
-        multiply_serial(c + corner, c_row, init ? init + corner : NULL, bias ? bias + n0 : NULL, submatrix(a, m0, 0), submatrix(b, 0, n0), m1 - m0, n1 - n0, K);
+        multiply_serial(c + corner, c_row, init ? init + corner : NULL, bias ? bias + n0 : NULL, submatrix(a, m0, 0),
+                        submatrix(b, 0, n0), m1 - m0, n1 - n0, K);
     }
 }
 
@@ -186,7 +204,8 @@ void matmul_backward_input_cpu(float *dinp /*=*/, const float *dout, const float
     multiply(dinp, C, NULL, NULL, matrix(dout, OC), matrix(weight, C), N, C, OC);
 }
 // dweight (OC, C) = or += dout (N, OC)^T inp (N, C)
-static inline void matmul_backward_weight(float *dweight, const float *dout, const float *inp, int N, int C, int OC, int accumulate) {
+static inline void matmul_backward_weight(float *dweight, const float *dout, const float *inp, int N, int C, int OC,
+                                          int accumulate) {
     multiply(dweight, C, accumulate ? dweight : NULL, NULL, transposed(dout, OC), matrix(inp, C), OC, C, N);
 }
 void matmul_backward_weight_cpu(float *dweight /*+=*/, const float *dout, const float *inp, int N, int C, int OC) {
@@ -195,12 +214,12 @@ void matmul_backward_weight_cpu(float *dweight /*+=*/, const float *dout, const 
 // dbias (OC) += sum over rows of dout (N, OC)
 void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
     enum { BLOCK = 128 };  // columns of one task
-    #pragma omp parallel for schedule(static)
+    PARALLEL_FOR
     for (int begin = 0; begin < OC; begin += BLOCK) {
-        const int size = OC - begin < BLOCK ? OC - begin : BLOCK;
+        const int size = min_int(OC - begin, BLOCK);
         float sum[BLOCK] = {0};
         for (int n = 0; n < N; n++) {
-            const float *d = dout + (size_t)n * OC + begin;
+            const float *d = dout + area(n, OC) + begin;
             #pragma omp simd
             for (int i = 0; i < size; i++) sum[i] += d[i];
         }
@@ -208,27 +227,31 @@ void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
     }
 }
 
-// ---- embedding: out (B, T, C) = wte[token] + wpe[position]; 0 for a token < 0, and no gradient: its word is another rank's
+// ---- embedding: out (B, T, C) = wte[token] + wpe[position]. A token < 0 belongs to another rank: 0, and no gradient
 
 void embedding_forward_cpu(float *out, const int *tokens, const float *wte, const float *wpe /*NULL: none*/, int B, int T, int C) {
-    #pragma omp parallel for schedule(static)
+    PARALLEL_FOR
     for (int n = 0; n < B * T; n++) {
-        const float *word = tokens[n] < 0 ? NULL : wte + (size_t)tokens[n] * C, *position = wpe ? wpe + (size_t)(n % T) * C : NULL;
-        if (!word) memset(out + (size_t)n * C, 0, (size_t)C * sizeof(float));
-        else for (int c = 0; c < C; c++) out[(size_t)n * C + c] = position ? word[c] + position[c] : word[c];
+        const float *word = tokens[n] < 0 ? NULL : wte + area(tokens[n], C);
+        const float *position = wpe ? wpe + area(n % T, C) : NULL;
+        float *o = out + area(n, C);
+        if (!word) memset(o, 0, C * sizeof(float));
+        else for (int c = 0; c < C; c++) o[c] = position ? word[c] + position[c] : word[c];
     }
 }
 // Tasks are blocks of channels: two positions with the same token never meet in two threads.
-void embedding_backward_cpu(float *dwte /*+=*/, float *dwpe /*+=, NULL: none*/, const float *dout, const int *tokens, int B, int T, int C) {
+void embedding_backward_cpu(float *dwte /*+=*/, float *dwpe /*+=, NULL: none*/, const float *dout, const int *tokens,
+                            int B, int T, int C) {
     enum { BLOCK = 64 };
-    #pragma omp parallel for schedule(static)
+    PARALLEL_FOR
     for (int begin = 0; begin < C; begin += BLOCK) {
-        const int end = begin + BLOCK < C ? begin + BLOCK : C;
+        const int end = min_int(begin + BLOCK, C);
         for (int n = 0; n < B * T; n++) {
-            const float *d = dout + (size_t)n * C;
-            float *word = tokens[n] < 0 ? NULL : dwte + (size_t)tokens[n] * C, *position = dwpe ? dwpe + (size_t)(n % T) * C : NULL;
-            if (word) for (int c = begin; c < end; c++) word[c] += d[c];
-            if (position) for (int c = begin; c < end; c++) position[c] += d[c];
+            const float *d = dout + area(n, C);
+            float *word = tokens[n] < 0 ? NULL : dwte + area(tokens[n], C);
+            float *position = dwpe ? dwpe + area(n % T, C) : NULL;
+            for (int c = begin; c < end && word; c++) word[c] += d[c];
+            for (int c = begin; c < end && position; c++) position[c] += d[c];
         }
     }
 }
@@ -237,19 +260,18 @@ void embedding_backward_cpu(float *dwte /*+=*/, float *dwpe /*+=, NULL: none*/, 
 
 void norm_forward_cpu(NormKind kind, float *out, float *mean /*NULL for RMS*/, float *rstd, const float *inp, const float *weight,
                       const float *bias /*NULL: none*/, int N, int C, float eps) {
-    #pragma omp parallel for schedule(static)
+    const int counted = norm_is_centred(kind) ? C : 0;
+    PARALLEL_FOR
     for (int n = 0; n < N; n++) {
-        const float *x = inp + (size_t)n * C;
+        const float *x = inp + area(n, C);
         float m = 0, variance = 0;
-        if (kind == NORM_LAYER) {
-            #pragma omp simd reduction(+ : m)
-            for (int c = 0; c < C; c++) m += x[c];
-            m /= (float)C;
-        }
+        #pragma omp simd reduction(+ : m)
+        for (int c = 0; c < counted; c++) m += x[c];
+        m /= (float)C;
         #pragma omp simd reduction(+ : variance)
         for (int c = 0; c < C; c++) variance += (x[c] - m) * (x[c] - m);
         const float s = 1.0f / sqrtf(variance / (float)C + eps);
-        for (int c = 0; c < C; c++) out[(size_t)n * C + c] = (x[c] - m) * s * weight[c] + (bias ? bias[c] : 0.0f);
+        for (int c = 0; c < C; c++) out[area(n, C) + c] = (x[c] - m) * s * weight[c] + (bias ? bias[c] : 0.0f);
         if (mean) mean[n] = m;
         rstd[n] = s;
     }
@@ -259,14 +281,14 @@ void norm_forward_cpu(NormKind kind, float *out, float *mean /*NULL for RMS*/, f
 void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight /*+=*/, float *dbias /*+=, NULL: none*/, const float *dout,
                        const float *inp, const float *weight, const float *mean, const float *rstd, int N, int C) {
     enum { ROWS = 32 };
-    const int tasks = (N + ROWS - 1) / ROWS;
-    float *sums = (float *)calloc_or_die((size_t)tasks * 2 * C * sizeof(float));
-    #pragma omp parallel for schedule(static)
+    const int tasks = (N + ROWS - 1) / ROWS, centred = norm_is_centred(kind);
+    float *sums = (float *)calloc_or_die(area(tasks, 2 * C) * sizeof(float));
+    PARALLEL_FOR
     for (int task = 0; task < tasks; task++) {
-        float *dw = sums + (size_t)task * 2 * C, *db = dw + C;
+        float *dw = sums + area(task, 2 * C), *db = dw + C;
         for (int n = task * ROWS; n < N && n < (task + 1) * ROWS; n++) {
-            const float *x = inp + (size_t)n * C, *d = dout + (size_t)n * C, m = kind == NORM_LAYER ? mean[n] : 0, s = rstd[n];
-            float *dx = dinp + (size_t)n * C, avg_g = 0, avg_gx = 0;
+            const float *x = inp + area(n, C), *d = dout + area(n, C), m = centred ? mean[n] : 0, s = rstd[n];
+            float *dx = dinp + area(n, C), avg_g = 0, avg_gx = 0;
             #pragma omp simd reduction(+ : avg_g, avg_gx)
             for (int c = 0; c < C; c++) {
                 float xhat = (x[c] - m) * s, g = d[c] * weight[c];
@@ -275,28 +297,31 @@ void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight /*+=*/,
                 dw[c] += d[c] * xhat;
                 db[c] += d[c];
             }
-            avg_g = kind == NORM_LAYER ? avg_g / (float)C : 0;
+            avg_g = centred ? avg_g / (float)C : 0;
             avg_gx /= (float)C;
             for (int c = 0; c < C; c++) dx[c] += s * (d[c] * weight[c] - avg_g - (x[c] - m) * s * avg_gx);
         }
     }
     for (int task = 0; task < tasks; task++)
         for (int c = 0; c < C; c++) {
-            dweight[c] += sums[(size_t)task * 2 * C + c];
-            if (dbias) dbias[c] += sums[(size_t)task * 2 * C + C + c];
+            const float *sum = sums + area(task, 2 * C) + c;
+            dweight[c] += sum[0];
+            if (dbias) dbias[c] += sum[C];
         }
     free(sums);
 }
 
-// ---- rotary positions: channels i and i + HD/2 of each q and k head are a point in the plane, turned by position * frequency_i
+// ---- rotary positions: channels i and i + HD/2 of each q and k head are a point in the plane, which turns by the angle
+// position * frequency_i
 
-static void rope_rotate(float *qkv /*in place*/, const float *cos_sin /*(T, HD/2, 2)*/, int B, int T, int NH, int NKV, int HD, float direction) {
+static void rope_rotate(float *qkv /*in place*/, const float *cos_sin /*(T, HD/2, 2)*/, int B, int T, int NH, int NKV,
+                        int HD, float direction) {
     const int half = HD / 2;
-    #pragma omp parallel for schedule(static)
+    PARALLEL_FOR
     for (int n = 0; n < B * T; n++) {
-        const float *table = cos_sin + (size_t)(n % T) * HD;
+        const float *table = cos_sin + area(n % T, HD);
         for (int h = 0; h < NH + NKV; h++) {
-            float *x = qkv + (size_t)n * (NH + 2 * NKV) * HD + (size_t)h * HD;
+            float *x = qkv + area(n, (NH + 2 * NKV) * HD) + area(h, HD);
             for (int i = 0; i < half; i++) {
                 float a = x[i], b = x[i + half], cosine = table[2 * i], sine = table[2 * i + 1] * direction;
                 x[i] = a * cosine - b * sine;
@@ -305,30 +330,42 @@ static void rope_rotate(float *qkv /*in place*/, const float *cos_sin /*(T, HD/2
         }
     }
 }
-void rope_forward_cpu(float *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD) { rope_rotate(qkv, cos_sin, B, T, NH, NKV, HD, 1); }
-void rope_backward_cpu(float *dqkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD) { rope_rotate(dqkv, cos_sin, B, T, NH, NKV, HD, -1); }
+void rope_forward_cpu(float *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD) {
+    rope_rotate(qkv, cos_sin, B, T, NH, NKV, HD, 1);
+}
+void rope_backward_cpu(float *dqkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD) {
+    rope_rotate(dqkv, cos_sin, B, T, NH, NKV, HD, -1);
+}
 
-// ---- causal attention: out_t = sum over s <= t of p_ts v_s, p_t = softmax(q_t k_s / sqrt(HD)); query head h reads key/value head h / (NH/NKV)
+// ---- causal attention: out_t = sum over s <= t of p_ts v_s, p_t = softmax(q_t k_s / sqrt(HD)); query head h reads key/value
+// head h / (NH/NKV)
 
-enum { QUERIES = 64 };  // queries at a time: their scores against all keys up to the last of them are a (QUERIES, keys) matrix in the cache
+// Queries at a time: their scores against all keys up to the last of them are a (QUERIES, keys) matrix in the cache.
+enum { QUERIES = 64 };
 
 // The first row of one head in sequence b; of the heads in a packed row, q is h, k is NH + kv, v is NH + NKV + kv.
-static inline const float *head_of(const float *qkv, size_t b, int T, size_t row, int head, int HD) { return qkv + b * T * row + (size_t)head * HD; }
+static inline const float *head_of(const float *qkv, size_t b, int T, size_t row, int head, int HD) {
+    return qkv + b * T * row + area(head, HD);
+}
 
 // n queries of one head, the i-th of them at place at + i of its sequence, over the keys and values up to its own.
-static void attend(float *out, size_t out_row, float *lse /*(n)*/, const float *q, size_t q_row, const float *k, const float *v, size_t kv_row, int n, int at, int HD) {
+static void attend(float *out, size_t out_row, float *lse /*(n)*/, const float *q, size_t q_row, const float *k,
+                   const float *v, size_t kv_row, int n, int at, int HD) {
     const float scale = 1.0f / sqrtf((float)HD);
-    float *p = (float *)malloc_or_die((size_t)min_int(n, QUERIES) * (size_t)(at + n) * sizeof(float));  // (rows, keys)
+    float *p = (float *)malloc_or_die(area(min_int(n, QUERIES), at + n) * sizeof(float));  // (rows, keys)
     for (int t0 = 0; t0 < n; t0 += QUERIES) {
         const int rows = min_int(n - t0, QUERIES), keys = at + t0 + rows;
         multiply_serial(p, keys, NULL, NULL, matrix(q + t0 * q_row, q_row), transposed(k, kv_row), rows, keys, HD);
         for (int i = 0; i < rows; i++) {
-            float *x = p + (size_t)i * keys, highest = -INFINITY, sum = 0;
+            float *x = p + area(i, keys), highest = -INFINITY, sum = 0;
             const int seen = at + t0 + i + 1;
             #pragma omp simd reduction(max : highest)
             for (int s = 0; s < seen; s++) highest = x[s] > highest ? x[s] : highest;
             #pragma omp simd reduction(+ : sum)
-            for (int s = 0; s < seen; s++) { x[s] = fast_exp((x[s] - highest) * scale); sum += x[s]; }
+            for (int s = 0; s < seen; s++) {
+                x[s] = fast_exp((x[s] - highest) * scale);
+                sum += x[s];
+            }
             for (int s = 0; s < seen; s++) x[s] *= 1 / sum;
             for (int s = seen; s < keys; s++) x[s] = 0;
             lse[t0 + i] = highest * scale + logf(sum);
@@ -337,53 +374,58 @@ static void attend(float *out, size_t out_row, float *lse /*(n)*/, const float *
     }
     free(p);
 }
-void attention_forward_cpu(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const float *qkv, int B, int T, int NH, int NKV, int HD) {
-    const size_t row = (size_t)(NH + 2 * NKV) * HD, out_row = (size_t)NH * HD;
+void attention_forward_cpu(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const float *qkv, int B, int T, int NH,
+                           int NKV, int HD) {
+    const size_t row = area(NH + 2 * NKV, HD), out_row = area(NH, HD);
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < B * NH; task++) {
         const int b = task / NH, h = task % NH, kv = h / (NH / NKV);
-        attend(out + (size_t)b * T * out_row + (size_t)h * HD, out_row, lse + (size_t)task * T, head_of(qkv, b, T, row, h, HD), row,
-               head_of(qkv, b, T, row, NH + kv, HD), head_of(qkv, b, T, row, NH + NKV + kv, HD), row, T, 0, HD);
+        attend(out + area(b, T) * out_row + area(h, HD), out_row, lse + area(task, T), head_of(qkv, b, T, row, h, HD),
+               row, head_of(qkv, b, T, row, NH + kv, HD), head_of(qkv, b, T, row, NH + NKV + kv, HD), row, T, 0, HD);
     }
 }
-// The same for n new tokens of each of S sequences that have `at` tokens already: their keys and values are put into the cache,
-// keys and values (S,NKV,room,HD) each, and the new queries see all of it up to themselves.
-void attention_decode_cpu(float *out /*(S,n,NH*HD)*/, float *lse /*(S,NH,n)*/, float *keys, float *values, const float *qkv /*(S,n,..)*/, int S, int n, int at, int room, int NH, int NKV, int HD) {
-    const size_t row = (size_t)(NH + 2 * NKV) * HD, out_row = (size_t)NH * HD;
+// The same for n new tokens of each of S sequences that have `at` tokens already. Their keys and values go into the cache,
+// keys and values (S,NKV,room,HD) each; the new queries see all of it up to themselves.
+void attention_decode_cpu(float *out /*(S,n,NH*HD)*/, float *lse /*(S,NH,n)*/, float *keys, float *values,
+                          const float *qkv /*(S,n,..)*/, int S, int n, int at, int room, int NH, int NKV, int HD) {
+    const size_t row = area(NH + 2 * NKV, HD), out_row = area(NH, HD);
     for (int i = 0; i < S * NKV * n; i++) {
         const int s = i / (NKV * n), kv = i / n % NKV, t = i % n;
-        const size_t place = ((size_t)(s * NKV + kv) * room + at + t) * HD;
-        memcpy(keys + place, head_of(qkv, s, n, row, NH + kv, HD) + t * row, (size_t)HD * sizeof(float));
-        memcpy(values + place, head_of(qkv, s, n, row, NH + NKV + kv, HD) + t * row, (size_t)HD * sizeof(float));
+        const size_t place = (area(s * NKV + kv, room) + at + t) * HD;
+        copy_floats(keys + place, head_of(qkv, s, n, row, NH + kv, HD) + t * row, HD);
+        copy_floats(values + place, head_of(qkv, s, n, row, NH + NKV + kv, HD) + t * row, HD);
     }
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < S * NH; task++) {
         const int s = task / NH, h = task % NH, kv = h / (NH / NKV);
-        const size_t cached = (size_t)(s * NKV + kv) * room * HD;
-        attend(out + (size_t)s * n * out_row + (size_t)h * HD, out_row, lse + (size_t)task * n, head_of(qkv, s, n, row, h, HD), row, keys + cached, values + cached, HD, n, at, HD);
+        const size_t cached = area(s * NKV + kv, room) * HD;
+        attend(out + area(s, n) * out_row + area(h, HD), out_row, lse + area(task, n), head_of(qkv, s, n, row, h, HD), row,
+               keys + cached, values + cached, HD, n, at, HD);
     }
 }
 // p = exp(scale q k^T - lse);  dv = p^T dout;  dp = dout v^T;  ds = p (dp - rowsum(dout * out));  dq = scale ds k;  dk = scale ds^T q.
 // A task is one key/value head with its group of query heads, so that no two threads add to the same dk, dv.
-void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *qkv, const float *out, const float *lse, int B, int T, int NH, int NKV, int HD) {
-    const size_t row = (size_t)(NH + 2 * NKV) * HD, out_row = (size_t)NH * HD;
+void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *qkv, const float *out, const float *lse,
+                            int B, int T, int NH, int NKV, int HD) {
+    const size_t row = area(NH + 2 * NKV, HD), out_row = area(NH, HD);
     const float scale = 1.0f / sqrtf((float)HD);
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < B * NKV; task++) {
         const int b = task / NKV, kv = task % NKV, group = NH / NKV;
         const float *k = head_of(qkv, b, T, row, NH + kv, HD), *v = head_of(qkv, b, T, row, NH + NKV + kv, HD);
         float *dk = dqkv + (k - qkv), *dv = dqkv + (v - qkv);
-        float *p = (float *)malloc_or_die((size_t)2 * QUERIES * T * sizeof(float)), *ds = p + (size_t)QUERIES * T;  // (rows, keys)
+        float *p = (float *)malloc_or_die(2 * area(QUERIES, T) * sizeof(float)), *ds = p + area(QUERIES, T);  // (rows, keys)
         for (int t = 0; t < T; t++)
             for (int i = 0; i < HD; i++) dk[t * row + i] = dv[t * row + i] = 0;
         for (int step = 0; step < group * T; ) {
             const int h = kv * group + step / T, t0 = step % T, rows = min_int(T - t0, QUERIES), keys = t0 + rows;
-            const float *q = head_of(qkv, b, T, row, h, HD) + t0 * row, *o = out + ((size_t)b * T + t0) * out_row + (size_t)h * HD, *d = dout + (o - out);
+            const float *q = head_of(qkv, b, T, row, h, HD) + t0 * row;
+            const float *o = out + (area(b, T) + t0) * out_row + area(h, HD), *d = dout + (o - out);
             multiply_serial(p, keys, NULL, NULL, matrix(q, row), transposed(k, row), rows, keys, HD);
             multiply_serial(ds, keys, NULL, NULL, matrix(d, out_row), transposed(v, row), rows, keys, HD);
             for (int i = 0; i < rows; i++) {
-                float *x = p + (size_t)i * keys, *dx = ds + (size_t)i * keys, dot = 0;
-                const float log_sum = lse[((size_t)b * NH + h) * T + t0 + i];
+                float *x = p + area(i, keys), *dx = ds + area(i, keys), dot = 0;
+                const float log_sum = lse[area(b * NH + h, T) + t0 + i];
                 const int seen = t0 + i + 1;
                 #pragma omp simd reduction(+ : dot)
                 for (int j = 0; j < HD; j++) dot += d[i * out_row + j] * o[i * out_row + j];
@@ -424,17 +466,17 @@ void gelu_backward_cpu(float *dinp /*=*/, const float *dout, const float *inp, s
 }
 // out (N, F) = silu(gate) * up, silu(x) = x sigmoid(x); gate_up (N, 2F) = [gate | up]
 void swiglu_forward_cpu(float *out, const float *gate_up, int N, int F) {
-    #pragma omp parallel for schedule(static)
+    PARALLEL_FOR
     for (int n = 0; n < N; n++) {
         const float *gate = gate_up + (size_t)n * 2 * F, *up = gate + F;
         #pragma omp simd
-        for (int f = 0; f < F; f++) out[(size_t)n * F + f] = gate[f] * sigmoid(gate[f]) * up[f];
+        for (int f = 0; f < F; f++) out[area(n, F) + f] = gate[f] * sigmoid(gate[f]) * up[f];
     }
 }
 void swiglu_backward_cpu(float *dgate_up /*=*/, const float *dout, const float *gate_up, int N, int F) {
-    #pragma omp parallel for schedule(static)
+    PARALLEL_FOR
     for (int n = 0; n < N; n++) {
-        const float *gate = gate_up + (size_t)n * 2 * F, *up = gate + F, *d = dout + (size_t)n * F;
+        const float *gate = gate_up + (size_t)n * 2 * F, *up = gate + F, *d = dout + area(n, F);
         float *dgate = dgate_up + (size_t)n * 2 * F, *dup = dgate + F;
         #pragma omp simd
         for (int f = 0; f < F; f++) {
@@ -445,11 +487,13 @@ void swiglu_backward_cpu(float *dgate_up /*=*/, const float *dout, const float *
     }
 }
 
-// ---- cross entropy over the first V of Vp columns: loss = logsumexp(logits) - logits[target]. If asked, logits become their own
-// gradient (softmax - onehot) * dloss with zeros in the padding. A target < 0 is ignored: loss 0, gradient 0.
-typedef struct { float highest, sum, target; } LogitSums;  // of some words: their largest logit, sum of exp(logit - largest), the target's logit
+// ---- cross entropy over the first V of Vp columns: loss = logsumexp(logits) - logits[target]. write_dlogits: logits become
+// their own gradient (softmax - onehot) * dloss, zeros in the padding. A target < 0 is ignored: loss 0, gradient 0.
+
+// Of some of the columns: the largest logit, the sum of exp(logit - largest), the target's logit.
+typedef struct { float highest, sum, target; } LogitSums;
 static inline LogitSums classifier_sums(const float *x, int target /*< 0: none of these*/, int V) {
-    enum { BLOCK = 256 };  // words that are summed apart: rounding errors of 50,000 summands in one chain would show
+    enum { BLOCK = 256 };  // columns with a sum of their own: one chain of 50,000 summands would round too often
     float highest = -INFINITY, sum = 0;
     #pragma omp simd reduction(max : highest)
     for (int i = 0; i < V; i++) highest = x[i] > highest ? x[i] : highest;
@@ -463,37 +507,50 @@ static inline LogitSums classifier_sums(const float *x, int target /*< 0: none o
     const LogitSums s = {highest, sum, target < 0 ? 0 : x[target]};
     return s;
 }
-static inline void classifier_gradient(float *x, LogitSums all, float dloss /*0: ignored*/, int target /*< 0: none of these*/, int V, int Vp) {
+static inline void classifier_gradient(float *x, LogitSums all, float dloss /*0: ignored*/,
+                                       int target /*< 0: none of these*/, int V, int Vp) {
     const float factor = dloss / all.sum;
     #pragma omp simd
     for (int i = 0; i < V; i++) x[i] = fast_exp(x[i] - all.highest) * factor;
     if (target >= 0) x[target] -= dloss;
     for (int i = V; i < Vp; i++) x[i] = 0;
 }
-void classifier_cpu(float *logits, float *losses /*(N) =*/, const int *targets, float dloss, int N, int V, int Vp, int write_dlogits) {
-    #pragma omp parallel for schedule(static)
+void classifier_cpu(float *logits, float *losses /*(N) =*/, const int *targets, float dloss, int N, int V, int Vp,
+                    int write_dlogits) {
+    PARALLEL_FOR
     for (int n = 0; n < N; n++) {
-        float *x = logits + (size_t)n * Vp;
+        float *x = logits + area(n, Vp);
         const LogitSums s = classifier_sums(x, targets[n], V);
         losses[n] = targets[n] < 0 ? 0 : s.highest + logf(s.sum) - s.target;
         if (write_dlogits) classifier_gradient(x, s, targets[n] < 0 ? 0 : dloss, targets[n], V, Vp);
     }
 }
-// The same where each of `ranks` has Vp words' places, the last ones padding: first what each says of its own words, sums (rank, N),
-// which they exchange, then together. `rank` has V words here.
+// The same where each of `ranks` has Vp columns, of which V are not padding. First what a rank says of its own columns: sums
+// (rank, N), which ranks exchange. Then the losses of all, and the gradient of its own columns.
 void classifier_sums_cpu(LogitSums *sums /*(N) =*/, const float *logits, const int *targets, int rank, int N, int V, int Vp) {
-    #pragma omp parallel for schedule(static)
-    for (int n = 0; n < N; n++) sums[n] = classifier_sums(logits + (size_t)n * Vp, targets[n] >= 0 && targets[n] / Vp == rank ? targets[n] % Vp : -1, V);
-}
-void classifier_ranks_cpu(float *logits, float *losses /*(N) =*/, const LogitSums *sums, const int *targets, float dloss, int ranks, int rank, int N, int V, int Vp, int write_dlogits) {
-    #pragma omp parallel for schedule(static)
+    PARALLEL_FOR
     for (int n = 0; n < N; n++) {
-        const int target = targets[n], owner = target < 0 ? 0 : target / Vp;
-        LogitSums all = {-INFINITY, 0, sums[(size_t)owner * N + n].target};
-        for (int r = 0; r < ranks; r++) all.highest = sums[(size_t)r * N + n].highest > all.highest ? sums[(size_t)r * N + n].highest : all.highest;
-        for (int r = 0; r < ranks; r++) all.sum += sums[(size_t)r * N + n].sum * fast_exp(sums[(size_t)r * N + n].highest - all.highest);
+        const int mine = targets[n] >= 0 && targets[n] / Vp == rank;
+        sums[n] = classifier_sums(logits + area(n, Vp), mine ? targets[n] % Vp : -1, V);
+    }
+}
+void classifier_ranks_cpu(float *logits, float *losses /*(N) =*/, const LogitSums *sums, const int *targets, float dloss,
+                          int ranks, int rank, int N, int V, int Vp, int write_dlogits) {
+    PARALLEL_FOR
+    for (int n = 0; n < N; n++) {
+        const int target = targets[n], owner = target < 0 ? 0 : target / Vp, mine = target >= 0 && owner == rank;
+        LogitSums all = {-INFINITY, 0, sums[area(owner, N) + n].target};
+        for (int r = 0; r < ranks; r++) {
+            const float highest = sums[area(r, N) + n].highest;
+            all.highest = highest > all.highest ? highest : all.highest;
+        }
+        for (int r = 0; r < ranks; r++) {
+            const LogitSums *part = &sums[area(r, N) + n];
+            all.sum += part->sum * fast_exp(part->highest - all.highest);
+        }
         losses[n] = target < 0 ? 0 : all.highest + logf(all.sum) - all.target;
-        if (write_dlogits) classifier_gradient(logits + (size_t)n * Vp, all, target < 0 ? 0 : dloss, target >= 0 && owner == rank ? target % Vp : -1, V, Vp);
+        if (!write_dlogits) continue;
+        classifier_gradient(logits + area(n, Vp), all, target < 0 ? 0 : dloss, mine ? target % Vp : -1, V, Vp);
     }
 }
 
@@ -506,18 +563,24 @@ static inline float adamw_step(float weight, float *m, float *v, float grad, Ada
     *v = a.beta2 * *v + (1 - a.beta2) * g * g;
     return weight - a.lr * (*m / a.correct1 / (sqrtf(*v / a.correct2) + a.eps) + a.weight_decay * weight);
 }
-void adamw_update_cpu(float *weight, float *m, float *v, const float *grad, size_t n, float lr, float beta1, float beta2, float eps,
-                      float weight_decay, float grad_scale, int step /*from 1*/) {
-    const AdamW a = {lr, beta1, beta2, eps, weight_decay, grad_scale, (float)(1 - pow(beta1, step)), (float)(1 - pow(beta2, step))};
+static inline AdamW adamw_of(float lr, float beta1, float beta2, float eps, float weight_decay, float grad_scale, int step) {
+    const AdamW a = {lr, beta1, beta2, eps, weight_decay, grad_scale, (float)(1 - pow(beta1, step)),
+                     (float)(1 - pow(beta2, step))};
+    return a;
+}
+void adamw_update_cpu(float *weight, float *m, float *v, const float *grad, size_t n, float lr, float beta1, float beta2,
+                      float eps, float weight_decay, float grad_scale, int step /*from 1*/) {
+    const AdamW a = adamw_of(lr, beta1, beta2, eps, weight_decay, grad_scale, step);
     #pragma omp parallel for simd schedule(static)
     for (size_t i = 0; i < n; i++) weight[i] = adamw_step(weight[i], &m[i], &v[i], grad[i], a);
 }
-// The same with m and v in bf16, rounded stochastically when they are stored (llmc/bf16.h says why). The random bits belong to
-// (seed, step, element): `first` is the place of element 0 in the parameter buffer. The first of an element's three numbers is for the
-// weight's own rounding (llmc/adamw.cuh), the others for m and v.
-void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float *grad, size_t n, float lr, float beta1, float beta2, float eps,
-                           float weight_decay, float grad_scale, int step, uint64_t seed, size_t first) {
-    const AdamW a = {lr, beta1, beta2, eps, weight_decay, grad_scale, (float)(1 - pow(beta1, step)), (float)(1 - pow(beta2, step))};
+// The same with m and v in bf16, rounded stochastically when they are stored (llmc/bf16.h says why). Random bits depend on
+// seed, step and element; `first` is the place of element 0 among all parameters. The first of an element's three random
+// numbers is for the weight's own rounding (llmc/adamw.cuh), the others for m and v.
+void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float *grad, size_t n, float lr, float beta1,
+                           float beta2, float eps, float weight_decay, float grad_scale, int step, uint64_t seed,
+                           size_t first) {
+    const AdamW a = adamw_of(lr, beta1, beta2, eps, weight_decay, grad_scale, step);
     const uint64_t stream = rand_stream(RAND_ROUND, (uint64_t)step);
     for (size_t begin = 0, end; begin < n; begin = end) {  // a key serves 2^32 elements
         const size_t rest = ((size_t)1 << 32) - (uint32_t)(first + begin);
@@ -534,12 +597,12 @@ void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float 
     }
 }
 
-// Sum over n values, in double over pieces whose order does not depend on the threads: for the global gradient norm.
+// For the global gradient norm: sums of pieces are added in double, in an order that does not depend on the threads.
 static inline double sum_of_squares(const float *x, size_t n) {
     enum { PIECE = 1 << 14 };
     const int64_t pieces = (int64_t)ceil_div(n, PIECE);
-    double total = 0, *sums = (double *)malloc_or_die((size_t)pieces * sizeof(double));
-    #pragma omp parallel for schedule(static)
+    double total = 0, *sums = (double *)malloc_or_die(pieces * sizeof(double));
+    PARALLEL_FOR
     for (int64_t p = 0; p < pieces; p++) {
         const size_t begin = (size_t)p * PIECE, end = begin + PIECE < n ? begin + PIECE : n;
         float sum = 0;
@@ -669,7 +732,7 @@ static void unit_release(Model *m, const Pass *p, int unit) {
 static const float *gather_rows(Model *m, const Pass *p, const float *mine) {
     const size_t piece = (size_t)p->rows * m->config.channels;
     if (p->rows == p->N) return mine;
-    memcpy(m->gathered + (size_t)m->mesh->tp.rank * piece, mine, piece * sizeof(float));
+    copy_floats(m->gathered + (size_t)m->mesh->tp.rank * piece, mine, piece);
     comm_all_gather(&m->mesh->tp, m->gathered, piece * sizeof(float));
     timing_clock_lap(TIMING_RANKS, 0, 0);
     return m->gathered;
@@ -684,7 +747,7 @@ static const float *scatter_rows(Model *m, const Pass *p, float *parts) {
         parts += (size_t)tp->rank * piece;
     } else {
         comm_gather_all(tp, parts, piece * sizeof(float), m->gathered);
-        memcpy(parts, m->gathered, piece * sizeof(float));
+        copy_floats(parts, m->gathered, piece);
         for (int r = 1; r < tp->world; r++)
             for (size_t i = 0; i < piece; i++) parts[i] += m->gathered[(size_t)r * piece + i];
     }
@@ -721,12 +784,12 @@ static void linear_project(Model *m, const Pass *p, const Linear *l, float *out,
     timing_clock_lap("matmul", 2.0 * p->N * C * l->in, 0);
     if (alone) return;
     const float *sum = scatter_rows(m, p, m->branch);
-    for (size_t i = 0; i < (size_t)p->rows * C; i++) out[i] = x[i] + (l->bias ? l->bias[i % C] : 0) + sum[i];
+    for (size_t i = 0; i < area(p->rows, C); i++) out[i] = x[i] + (l->bias ? l->bias[i % C] : 0) + sum[i];
 }
 static void activation_forward(const Model *m, const Pass *p, float *a, const float *f) {
     const int F = m->local.ffn_dim;
     switch (m->config.mlp) {
-    case MLP_GELU: gelu_forward_cpu(a, f, (size_t)p->N * F); break;
+    case MLP_GELU: gelu_forward_cpu(a, f, area(p->N, F)); break;
     case MLP_SWIGLU: swiglu_forward_cpu(a, f, p->N, F); break;
     default: unhandled(m->config.mlp);
     }
@@ -779,7 +842,7 @@ static void embed(Model *m, const Pass *p, const int *tokens) {
     if (alone) return;
     const size_t first = p->rows < p->N ? (size_t)m->mesh->tp.rank * p->rows : 0;
     const float *words = scatter_rows(m, p, m->branch);  // each word is one rank's, the others have zeros
-    for (size_t i = 0; i < (size_t)p->rows * C; i++)
+    for (size_t i = 0; i < area(p->rows, C); i++)
         m->x_embedding[i] = words[i] + (wpe ? wpe[(first + i / C) % p->T * C + i % C] : 0);
 }
 static Norm final_norm(const Model *m) {
@@ -810,7 +873,7 @@ static void head_losses(Model *m, const int *targets, int n0, int rows, float dl
     else {
         classifier_sums_cpu(m->logit_sums + (size_t)tp->rank * rows, m->logits, targets, tp->rank, rows, V, Vp);
         timing_clock_lap("classifier", 0, 0);
-        comm_all_gather(tp, m->logit_sums, (size_t)rows * sizeof(LogitSums));
+        comm_all_gather(tp, m->logit_sums, rows * sizeof(LogitSums));
         timing_clock_lap(TIMING_RANKS, 0, 0);
         classifier_ranks_cpu(m->logits, losses, m->logit_sums, targets, dloss, tp->world, tp->rank, rows, V, Vp, backward);
     }
@@ -824,14 +887,14 @@ static void head(Model *m, const Pass *p, const int *targets, float dloss, int b
     const float *w = head_weight(m, m->weights), *h_all = gather_rows(m, p, m->h_final);
     for (int n0 = 0; n0 < p->N; n0 += m->head_rows) {
         const int rows = min_int(p->N - n0, m->head_rows);
-        const float *h = h_all + (size_t)n0 * C;
+        const float *h = h_all + area(n0, C);
         watchdog_beat(PHASE_FORWARD, m->config.num_layers);
         matmul_forward_cpu(m->logits, h, w, NULL, rows, C, Vp);
         timing_clock_lap("head", 2.0 * rows * C * Vp, 0);
         head_losses(m, targets, n0, rows, dloss, backward);
         if (!backward) continue;
         matmul_backward_weight(head_weight(m, m->grads), m->logits, h, rows, C, Vp, p->accumulate || n0 > 0);
-        matmul_backward_input_cpu(m->branch + (size_t)n0 * C, m->logits, w, rows, C, Vp);
+        matmul_backward_input_cpu(m->branch + area(n0, C), m->logits, w, rows, C, Vp);
         timing_clock_lap("head backward", 4.0 * rows * C * Vp, 0);
     }
 }
@@ -861,7 +924,7 @@ static void norm_gradient(Model *m, const Pass *p, const Norm *n) {
 static void activation_backward(const Model *m, const Pass *p, const float *f) {
     const int F = m->local.ffn_dim;
     switch (m->config.mlp) {
-    case MLP_GELU: gelu_backward_cpu(m->df, m->da, f, (size_t)p->N * F); break;
+    case MLP_GELU: gelu_backward_cpu(m->df, m->da, f, area(p->N, F)); break;
     case MLP_SWIGLU: swiglu_backward_cpu(m->df, m->da, f, p->N, F); break;
     default: unhandled(m->config.mlp);
     }
@@ -980,12 +1043,12 @@ static void *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
     return (char *)slot_pointer(m, s) + offset * slot_bytes(m, s);
 }
 static void widen(const Model *m, Slot s, float *values, const void *stored, size_t count) {
-    if (!model_slot_is_bf16(m, s)) memcpy(values, stored, count * sizeof(float));
+    if (!model_slot_is_bf16(m, s)) copy_floats(values, stored, count);
     else for (size_t i = 0; i < count; i++) values[i] = bf16_widen(((const uint16_t *)stored)[i]);
 }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     void *place = slot_place(m, s, offset, count);
-    if (!model_slot_is_bf16(m, s)) memcpy(place, values, count * sizeof(float));
+    if (!model_slot_is_bf16(m, s)) copy_floats(place, values, count);
     else for (size_t i = 0; i < count; i++) ((uint16_t *)place)[i] = bf16_nearest(values[i]);
 }
 void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {
@@ -1049,7 +1112,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     if (!m->zero_stage) return r;
     for (int u = 0; u < m->table.num_units; u++) {
         const Span all = param_unit(&m->table, u);
-        comm_all_gather(dp, m->weights + all.begin, all.count / (size_t)dp->world * sizeof(float));
+        comm_all_gather(dp, m->weights + all.begin, all.count / dp->world * sizeof(float));
     }
     timing_clock_lap(TIMING_RANKS, 0, 0);
     return r;
@@ -1063,7 +1126,7 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     assert(T >= 1 && T <= m->T && N % T == 0);
     model_forward(m, &p, inputs);
     head(m, &p, targets, 0, 0);
-    memcpy(losses, m->losses, (size_t)N * sizeof(float));
+    copy_floats(losses, m->losses, N);
 }
 
 static void *room(Model *m, size_t size) {
@@ -1101,7 +1164,7 @@ static void decode_forward(Model *m, const int *tokens, int n) {
     int *piece = (int *)malloc_or_die((size_t)S * min_int(n, most) * sizeof(int));
     for (int t0 = 0, count; t0 < n; t0 += count) {
         count = min_int(n - t0, most);
-        for (int s = 0; s < S; s++) memcpy(piece + s * count, tokens + (size_t)s * n + t0, (size_t)count * sizeof(int));
+        for (int s = 0; s < S; s++) memcpy(piece + s * count, tokens + (size_t)s * n + t0, count * sizeof(int));
         const int N = S * count;
         const Pass p = {.B = S, .T = count, .N = N, .rows = N, .cache = k};  // few rows: every rank has them all
         model_forward(m, &p, piece);
@@ -1205,7 +1268,7 @@ static void open_activations(Model *m, const Options *o) {
     m->dqkv = floats(m, N * qkv_width(c));
     m->df = floats(m, N * fc_width(c));
     m->da = mlp_is_gated(c->mlp) ? floats(m, N * c->ffn_dim) : m->df;  // GELU's backward works in place
-    m->blocks = (BlockActs *)calloc_or_die((size_t)c->num_layers * sizeof(BlockActs));
+    m->blocks = (BlockActs *)calloc_or_die(c->num_layers * sizeof(BlockActs));
     for (int l = 0; l < c->num_layers; l++) m->blocks[l] = block_acts(m, N, rows, l ? m->blocks : NULL);
     m->exchange = floats(m, most > 1 ? (size_t)most * COMM_PIECE : 0);
     if (tp == 1) return;
