@@ -1,14 +1,16 @@
-// The CPU trainer: GPT-2, Llama 3 and Qwen2.5 in fp32, written to be read. One file has the whole story from token ids to
-// updated weights. Its *_cpu functions are also the oracle that every CUDA kernel is tested against.
+// The CPU trainer: GPT-2, Llama 3 and Qwen2.5 in fp32, written to be read. One file has the whole story from token ids
+// to updated weights. Its *_cpu functions are also the oracle that every CUDA kernel is tested against.
 //
 // Idea. A transformer is a list of few operations. Each is a function X_forward_cpu(outputs, inputs, sizes). Its
 // X_backward_cpu turns the gradient of the outputs into gradients of the inputs: the chain rule, written out by hand.
-// Training = run the list downwards, then upwards in reverse, then AdamW. Model families differ by flags of Config alone.
+// Training = run the list downwards, then upwards in reverse, then AdamW. Model families differ by flags of Config
+// alone.
 //
-// Data. All arrays are dense, row-major, fp32. B sequences of T tokens are N = B*T rows. C channels, NH query heads and NKV
-// key/value heads of HD channels, F = width of the MLP, V = vocabulary (Vp with padding). Activations are (B, T, C) = (N, C),
-// weights of a linear layer (out, in). A token's q, k, v lie packed in one row [q: NH*HD | k: NKV*HD | v: NKV*HD], and so do
-// SwiGLU's [gate: F | up: F]. `d` marks gradients. "=" or "+=" beside an output: it is overwritten, or added to.
+// Data. All arrays are dense, row-major, fp32. B sequences of T tokens are N = B*T rows. C channels, NH query heads and
+// NKV key/value heads of HD channels, F = width of the MLP, V = vocabulary (Vp with padding). Activations are (B, T, C)
+// = (N, C), weights of a linear layer (out, in). A token's q, k, v lie packed in one row [q: NH*HD | k: NKV*HD | v:
+// NKV*HD], and so do SwiGLU's [gate: F | up: F]. `d` marks gradients. "=" or "+=" beside an output: it is overwritten,
+// or added to.
 //
 // The order of every sum depends on shapes alone: results are bitwise equal for any number of threads.
 //
@@ -48,10 +50,11 @@ static inline float fast_exp(float x) {
 //
 //   c (M, N) = [init +] [bias +] a (M, K) b (K, N)
 //
-// The innermost loop keeps a tile of c, TILE_M rows by TILE_N columns, in vector registers and adds one outer product per k:
-// TILE_N / LANES vectors of b, each multiplied by TILE_M single elements of a. For that, b is copied ("packed") into panels
-// (K, TILE_N) that lie densely in the L2 cache, BLOCK_K deep and BLOCK_N wide at a time; a is read in place when its rows are
-// contiguous. Each element of c is summed by one thread in the order of k: how the work is split never changes the result.
+// The innermost loop keeps a tile of c, TILE_M rows by TILE_N columns, in vector registers and adds one outer product
+// per k: TILE_N / LANES vectors of b, each multiplied by TILE_M single elements of a. For that, b is copied ("packed")
+// into panels (K, TILE_N) that lie densely in the L2 cache, BLOCK_K deep and BLOCK_N wide at a time; a is read in place
+// when its rows are contiguous. Each element of c is summed by one thread in the order of k: how the work is split
+// never changes the result.
 #if defined __AVX512F__
 enum { LANES = 16, TILE_N = 4 * LANES };  // 6 x 4 accumulators of 32 registers
 #elif defined __AVX__
@@ -165,8 +168,8 @@ static void multiply_serial(float *c, size_t c_row, const float *init, const flo
     }
 }
 
-// The same by all threads, in the grid over c that gives the busiest thread the least work. A tile costs about 4 times as
-// much as packing a strip of a, and as much as packing a panel of b.
+// The same by all threads, in the grid over c that gives the busiest thread the least work. A tile costs about 4 times
+// as much as packing a strip of a, and as much as packing a panel of b.
 static void multiply(float *c, size_t c_row, const float *init, const float *bias, Matrix a, Matrix b, int M, int N,
                      int K) {
     const int64_t strips = (M + TILE_M - 1) / TILE_M, panels = (N + TILE_N - 1) / TILE_N;
@@ -276,8 +279,9 @@ void norm_forward_cpu(NormKind kind, float *out, float *mean /*NULL for RMS*/, f
         rstd[n] = s;
     }
 }
-// With xhat = (x - mean) * rstd and g = dout * weight:  dx = rstd * (g - avg(g) [LayerNorm only] - xhat * avg(g * xhat)),
-// dweight = sum over rows of dout * xhat, dbias = sum of dout: first over tasks of ROWS rows, then over tasks in order.
+// With xhat = (x - mean) * rstd and g = dout * weight:  dx = rstd * (g - avg(g) [LayerNorm only] - xhat * avg(g *
+// xhat)), dweight = sum over rows of dout * xhat, dbias = sum of dout: first over tasks of ROWS rows, then over tasks
+// in order.
 void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight /*+=*/, float *dbias /*+=, NULL: none*/, const float *dout,
                        const float *inp, const float *weight, const float *mean, const float *rstd, int N, int C) {
     enum { ROWS = 32 };
@@ -384,8 +388,8 @@ void attention_forward_cpu(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, 
                row, head_of(qkv, b, T, row, NH + kv, HD), head_of(qkv, b, T, row, NH + NKV + kv, HD), row, T, 0, HD);
     }
 }
-// The same for n new tokens of each of S sequences that have `at` tokens already. Their keys and values go into the cache,
-// keys and values (S,NKV,room,HD) each; the new queries see all of it up to themselves.
+// The same for n new tokens of each of S sequences that have `at` tokens already. Their keys and values go into the
+// cache, keys and values (S,NKV,room,HD) each; the new queries see all of it up to themselves.
 void attention_decode_cpu(float *out /*(S,n,NH*HD)*/, float *lse /*(S,NH,n)*/, float *keys, float *values,
                           const float *qkv /*(S,n,..)*/, int S, int n, int at, int room, int NH, int NKV, int HD) {
     const size_t row = area(NH + 2 * NKV, HD), out_row = area(NH, HD);
@@ -403,8 +407,9 @@ void attention_decode_cpu(float *out /*(S,n,NH*HD)*/, float *lse /*(S,NH,n)*/, f
                keys + cached, values + cached, HD, n, at, HD);
     }
 }
-// p = exp(scale q k^T - lse);  dv = p^T dout;  dp = dout v^T;  ds = p (dp - rowsum(dout * out));  dq = scale ds k;  dk = scale ds^T q.
-// A task is one key/value head with its group of query heads, so that no two threads add to the same dk, dv.
+// p = exp(scale q k^T - lse);  dv = p^T dout;  dp = dout v^T;  ds = p (dp - rowsum(dout * out));  dq = scale ds k;  dk
+// = scale ds^T q. A task is one key/value head with its group of query heads, so that no two threads add to the same
+// dk, dv.
 void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *qkv, const float *out, const float *lse,
                             int B, int T, int NH, int NKV, int HD) {
     const size_t row = area(NH + 2 * NKV, HD), out_row = area(NH, HD);
@@ -525,8 +530,8 @@ void classifier_cpu(float *logits, float *losses /*(N) =*/, const int *targets, 
         if (write_dlogits) classifier_gradient(x, s, targets[n] < 0 ? 0 : dloss, targets[n], V, Vp);
     }
 }
-// The same where each of `ranks` has Vp columns, of which V are not padding. First what a rank says of its own columns: sums
-// (rank, N), which ranks exchange. Then the losses of all, and the gradient of its own columns.
+// The same where each of `ranks` has Vp columns, of which V are not padding. First what a rank says of its own columns:
+// sums (rank, N), which ranks exchange. Then the losses of all, and the gradient of its own columns.
 void classifier_sums_cpu(LogitSums *sums /*(N) =*/, const float *logits, const int *targets, int rank, int N, int V, int Vp) {
     PARALLEL_FOR
     for (int n = 0; n < N; n++) {
@@ -574,9 +579,9 @@ void adamw_update_cpu(float *weight, float *m, float *v, const float *grad, size
     #pragma omp parallel for simd schedule(static)
     for (size_t i = 0; i < n; i++) weight[i] = adamw_step(weight[i], &m[i], &v[i], grad[i], a);
 }
-// The same with m and v in bf16, rounded stochastically when they are stored (llmc/bf16.h says why). Random bits depend on
-// seed, step and element; `first` is the place of element 0 among all parameters. The first of an element's three random
-// numbers is for the weight's own rounding (llmc/adamw.cuh), the others for m and v.
+// The same with m and v in bf16, rounded stochastically when they are stored (llmc/bf16.h says why). Random bits depend
+// on seed, step and element; `first` is the place of element 0 among all parameters. The first of an element's three
+// random numbers is for the weight's own rounding (llmc/adamw.cuh), the others for m and v.
 void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float *grad, size_t n, float lr, float beta1,
                            float beta2, float eps, float weight_decay, float grad_scale, int step, uint64_t seed,
                            size_t first) {
@@ -622,8 +627,8 @@ static inline double sum_of_squares(const float *x, size_t n) {
 // One block, for every family:
 //   h1 = norm1(x)     q,k,v = rope(h1 Wqkv^T + b)     y = attention(q,k,v)     x_mid = x + y Wproj^T + b
 //   h2 = norm2(x_mid) f = h2 Wfc^T + b                a = activation(f)        x_out = x_mid + a Wfcproj^T + b
-// Backward reads all of these. --recompute 1 keeps one `a` for all blocks, 2 also one h1 and h2, 3 one of everything but
-// x_out; backward computes the missing ones again.
+// Backward reads all of these. --recompute 1 keeps one `a` for all blocks, 2 also one h1 and h2, 3 one of everything
+// but x_out; backward computes the missing ones again.
 //
 // With --tp (llmc/mesh.h) `local` has this rank's sizes. x, h and their statistics are N/tp rows of N. All else are all N rows
 // of some heads, of a part of F or of a part of the vocabulary. gather_rows and scatter_rows convert; alone they do nothing.
@@ -714,7 +719,8 @@ static Block block_get(const Model *m, int l) {
     b.fcproj = linear_of(m, u, ROLE_FCPROJW, ROLE_FCPROJB, c->ffn_dim, C);
     return b;
 }
-// The gradients of a unit are complete on every rank: makes them the sums over ranks, of this rank's shard or (ZeRO 0) of all.
+// The gradients of a unit are complete on every rank: makes them the sums over ranks, of this rank's shard or (ZeRO 0)
+// of all.
 static void unit_release(Model *m, const Pass *p, int unit) {
     const Comm *dp = &m->mesh->dp;
     const Span all = param_unit(&m->table, unit);
@@ -737,7 +743,8 @@ static const float *gather_rows(Model *m, const Pass *p, const float *mine) {
     timing_clock_lap(TIMING_RANKS, 0, 0);
     return m->gathered;
 }
-// Every rank has a part of the sum of all (N,C). Returns this rank's rows of the sum, in place; while decoding all rows.
+// Every rank has a part of the sum of all (N,C). Returns this rank's rows of the sum, in place; while decoding all
+// rows.
 static const float *scatter_rows(Model *m, const Pass *p, float *parts) {
     const Comm *tp = &m->mesh->tp;
     const size_t piece = (size_t)p->rows * m->config.channels;
@@ -879,9 +886,9 @@ static void head_losses(Model *m, const int *targets, int n0, int rows, float dl
     }
     timing_clock_lap("classifier", 0, 0);
 }
-// m->h_final -> m->losses; backward: the head's weight gradient, and that of h_final in m->branch (tp: a part of a sum).
-// Runs on head_rows rows at a time to bound the memory of the logits. Each sum over rows goes on where the chunk before
-// ended, so results do not depend on the chunks.
+// m->h_final -> m->losses; backward: the head's weight gradient, and that of h_final in m->branch (tp: a part of a
+// sum). Runs on head_rows rows at a time to bound the memory of the logits. Each sum over rows goes on where the chunk
+// before ended, so results do not depend on the chunks.
 static void head(Model *m, const Pass *p, const int *targets, float dloss, int backward) {
     const int C = m->config.channels, Vp = m->local.padded_vocab_size;
     const float *w = head_weight(m, m->weights), *h_all = gather_rows(m, p, m->h_final);
@@ -906,8 +913,8 @@ static void linear_backward_input(const Pass *p, const Linear *l, float *dinp, c
     matmul_backward_input_cpu(dinp, dout, l->weight, p->N, l->in, l->out);
     timing_clock_lap("block backward", 2.0 * p->N * l->in * l->out, 0);
 }
-// The gradients of weight and bias. The bias sums over `bias_rows` rows of bias_dout: a projection's over this rank's rows of
-// the stream's gradient, of which dout are all rows.
+// The gradients of weight and bias. The bias sums over `bias_rows` rows of bias_dout: a projection's over this rank's
+// rows of the stream's gradient, of which dout are all rows.
 static void linear_backward_weight(const Pass *p, const Linear *l, const float *dout, const float *inp,
                                    const float *bias_dout, int bias_rows) {
     matmul_backward_weight(l->dweight, dout, inp, p->N, l->in, l->out, p->accumulate);

@@ -1,5 +1,5 @@
-// One description of every model family: sizes plus one flag for each architectural difference. The project asks for the
-// flag, never "is this GPT-2 or Llama?".
+// One description of every model family: sizes plus one flag for each architectural difference. The project asks for
+// the flag, never "is this GPT-2 or Llama?".
 //   GPT-2 / GPT-3   LayerNorm, learned positions, GELU, biases everywhere, tied head
 //   Llama 2 / 3.x   RMSNorm, RoPE (3.1 scaling), SwiGLU, grouped-query attention, no bias, head untied or tied
 //   Qwen2.5         Llama with a bias on q, k and v

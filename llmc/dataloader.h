@@ -7,11 +7,13 @@
 //
 // A shard is llm.c's: 256 int32 {magic, version, tokens, vocab_size, tokenizer, hash_lo, hash_hi, eot, 0...}, then the
 // tokens: uint16 (magic 20240520, version 1) or uint32 (20240801, 7). From vocab_size on 0 may mean unknown.
-// Row r of a shard is its tokens [r*T, r*T + T]: T inputs, and T targets one further on.
-// One epoch visits every row of every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard),
-// the rows of one in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of
-// dataloader_next takes the next world * B rows, rank k those from k * B on: what a step sees depends on the global batch
-// alone. An epoch may end inside a step. One shard is open at a time, and at most one batch is read ahead.
+//
+// Row r of a shard is its tokens [r*T, r*T + T]: T inputs, and T targets one further on. One epoch visits every row of
+// every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard), the rows of one in order
+// of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of dataloader_next takes the next
+// world * B rows, rank k those from k * B on: what a step sees depends on the global batch alone. An epoch may end
+// inside a step. One shard is open at a time, and at most one batch is read ahead.
+//
 // A shard is known by a hash of 64 KiB of it (shard_hash), which the handshake and a resumed run compare. It is checked
 // again when the shard is opened, and when it was written to while open: no batch of a changed shard is used.
 #ifndef LLMC_DATALOADER_H

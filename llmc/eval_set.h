@@ -3,15 +3,15 @@
 //   eval_open(&set, "dev/data/choice/arc_easy.bin", T, vocab_size);     checks every byte: nothing can fail afterwards
 //   eval_row(&set, choice, T, inputs, targets);                         context and one ending; only the ending is scored
 //
-// The file is 256 int32 {magic, version, examples, longest, vocab_size, tokenizer, hash_lo, hash_hi, 0...} (`longest`: bytes
-// of the longest example, not used here), then for each example the numbers
+// The file is 256 int32 {magic, version, examples, longest, vocab_size, tokenizer, hash_lo, hash_hi, 0...} (`longest`:
+// bytes of the longest example, not used here), then for each example the numbers
 //      START, bytes, index, label, choices, n, n context tokens, and for each choice m, [characters,] m tokens.
 // `bytes` counts all of these. Version 1 is llm.c's (its hellaswag_val.bin): numbers of 16 bits, START 65535, no
 // `characters`, nothing about the tokenizer. Version 2 is ours: numbers of 32 bits, START 2^32 - 1, and the number of
 // characters in the text of the choice.
 //
-// If context and ending are longer than T + 1 tokens, the context loses its first tokens, as in lm-eval. num_cut counts such
-// choices. An ending of more than T tokens is refused: it would lose tokens that are scored.
+// If context and ending are longer than T + 1 tokens, the context loses its first tokens, as in lm-eval. num_cut counts
+// such choices. An ending of more than T tokens is refused: it would lose tokens that are scored.
 #ifndef LLMC_EVAL_SET_H
 #define LLMC_EVAL_SET_H
 
@@ -39,7 +39,8 @@ typedef struct EvalSet {
 
 #define EVAL_REQUIRE(ok, what, ...) require(ok, "'%s' " what, path, __VA_ARGS__)
 
-// Reads the example at number *at into s->examples[i] and s->choices (NULL: only counts them). Returns NULL, or what is wrong.
+// Reads the example at number *at into s->examples[i] and s->choices (NULL: only counts them). Returns NULL, or what is
+// wrong.
 static inline const char *eval_parse(EvalSet *s, int i, size_t *at, int wide) {
     const uint32_t *p = s->stream + *at, start = wide ? UINT32_MAX : UINT16_MAX, word = wide ? 4 : 2;
     const size_t words = s->words - *at;

@@ -1,5 +1,5 @@
-// How good the model is: the loss on the validation set, and accuracy on multiple-choice sets.
-// Every rank takes part, rank 0 prints and logs. No result depends on batch size or number of ranks, but for fp32's rounding.
+// How good the model is: the loss on the validation set, and accuracy on multiple-choice sets. Every rank takes part,
+// rank 0 prints and logs. No result depends on batch size or number of ranks, but for fp32's rounding.
 #ifndef LLMC_EVALUATE_H
 #define LLMC_EVALUATE_H
 
@@ -103,8 +103,8 @@ static inline int list_sets(const Evaluation *e, DataFile *files) {
 
 // ---- ends early
 
-// Called before each batch with MEET_ON. A job that is told to stop has seconds, an evaluation may take an hour: all ranks
-// end at the same batch.
+// Called before each batch with MEET_ON. A job that is told to stop has seconds, an evaluation may take an hour: all
+// ranks end at the same batch.
 static inline int evaluation_goes_on(Evaluation *e, const Model *m, int on) {
     watchdog_beat(PHASE_EVALUATE, -1);
     const int all = e->stopped ? 0 : stop_meet(&m->mesh->job, on);
@@ -119,8 +119,8 @@ static inline void evaluation_end(Evaluation *e, const Model *m) {
 
 // ---- validation set
 
-// Over the first sequences of the validation set, which ranks share. Every token counts once, whatever the batch size. Bits
-// per byte of text (end-of-text has no bytes) compare models with different tokenizers.
+// Over the first sequences of the validation set, which ranks share. Every token counts once, whatever the batch size.
+// Bits per byte of text (end-of-text has no bytes) compare models with different tokenizers.
 static inline ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *tokenizer) {
     const Comm *dp = &m->mesh->dp;
     const int B = e->B, T = e->T, step = B * dp->world;
@@ -162,9 +162,9 @@ static inline void choice_flush(ChoiceBatch *b, Evaluation *e, double *sums) {
     model_losses(b->m, b->inputs, b->targets, b->T, b->losses);
     for (size_t i = 0; i < used; i++) sums[b->choice[i / T]] += b->losses[i];  // 0 where nothing is scored
 }
-// sums[choice]: the loss of its ending, for this rank's examples: every world-th. Most questions are much shorter than T:
-// rows of up to T/2, T/4, ... tokens are scored apart, more of them at a time. Which rows a choice is scored with depends on
-// lengths alone.
+// sums[choice]: the loss of its ending, for this rank's examples: every world-th. Most questions are much shorter than
+// T: rows of up to T/2, T/4, ... tokens are scored apart, more of them at a time. Which rows a choice is scored with
+// depends on lengths alone.
 static inline void choice_losses(Evaluation *e, const EvalSet *s, Model *m, double *sums) {
     enum { SHORTEST = 16 };
     const size_t bytes = (size_t)e->B * e->T * sizeof(int);
@@ -223,7 +223,8 @@ static inline ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m
 
 // ---- everything
 
-// After `step` optimiser steps and `tokens` tokens. tokenizer: of the data, or NULL. Reports nothing if a signal ended it.
+// After `step` optimiser steps and `tokens` tokens. tokenizer: of the data, or NULL. Reports nothing if a signal ended
+// it.
 static inline void evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, int64_t step, int64_t tokens) {
     FILE *f;
     double begin = now_seconds();

@@ -2,12 +2,12 @@
 //
 // fnv1a (FNV-1a, 64 bits): of names, options, vocabularies and small files. Shards and tokenizer files store it.
 //
-// checksum: of files that many ranks write and read at once. It is a sum over the words of the file, so each rank adds up
-// its own stretch and the sums of all stretches are the checksum, however the file was divided.
+// checksum: of files that many ranks write and read at once. It is a sum over the words of the file, so each rank adds
+// up its own stretch and the sums of all stretches are the checksum, however the file was divided.
 //   checksum = sum of word[i] * key[i], modulo 2^64; word[i]: the four bytes at 4 i as a number; key[i]: odd, 64 bits
-// Damage inside one word is always noticed: a difference below 2^32 times an odd key is no multiple of 2^64. Other damage
-// is missed with a probability of at most 2^-32. Zeros add nothing, so compare sizes too. It finds faults of disks, cables
-// and memory, not forgery. 10 GB/s and more on one core.
+// Damage inside one word is always noticed: a difference below 2^32 times an odd key is no multiple of 2^64. Other
+// damage is missed with a probability of at most 2^-32. Zeros add nothing, so compare sizes too. It finds faults of
+// disks, cables and memory, not forgery. 10 GB/s and more on one core.
 #ifndef LLMC_HASH_H
 #define LLMC_HASH_H
 

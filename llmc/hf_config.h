@@ -1,6 +1,7 @@
-// Config <-> Hugging Face's config.json for GPT-2, Llama and Qwen2: transformers opens what we write, and we open what others
-// wrote. A file that Config cannot express is refused (another family, activation, bias, rope scaling, a sliding window,
-// quantisation). Absent keys have the defaults of transformers' configuration classes. Dropout is ignored: we train without.
+// Config <-> Hugging Face's config.json for GPT-2, Llama and Qwen2: transformers opens what we write, and we open what
+// others wrote. A file that Config cannot express is refused (another family, activation, bias, rope scaling, a sliding
+// window, quantisation). Absent keys have the defaults of transformers' configuration classes. Dropout is ignored: we
+// train without.
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 

@@ -214,7 +214,8 @@ static inline int json_load(Json *j, const char *path) {
 }
 
 static inline int json_is(const Json *j, int value, JsonKind kind) { return value != JSON_NONE && j->tokens[value].kind == kind; }
-// A loop over the items of an array, or over the KEYS of an object: the value of key k is k + 1. Anything else has none.
+// A loop over the items of an array, or over the KEYS of an object: the value of key k is k + 1. Anything else has
+// none.
 #define JSON_EACH(j, v, container) \
     for (int v = (container) + 1, v##_end = json_end((j), (container)); v < v##_end; v = (j)->tokens[v].next)
 static inline int json_end(const Json *j, int container) { return container == JSON_NONE ? 0 : j->tokens[container].next; }

@@ -1,19 +1,20 @@
 // Config -> the table of weights. The table IS the model description: allocation, initialisation, weight decay,
 // checkpoints, Hugging Face files and tests walk it by name or role. Nothing counts tensors by hand.
 //
-// Memory is block-major: unit 0 = embedding, units 1..L = blocks, unit L+1 = final norm and head. Inside a unit matrices
-// come first, then vectors. Each unit is padded to a multiple of UNIT_ALIGN elements, so that one unit is one collective
-// with one shard rule. Hugging Face tensors that one matmul uses together (q,k,v and gate,up) are neighbours in memory:
-// one packed (rows, cols) matrix to the trainers, separate tensors in files.
+// Memory is block-major: unit 0 = embedding, units 1..L = blocks, unit L+1 = final norm and head. Inside a unit
+// matrices come first, then vectors. Each unit is padded to a multiple of UNIT_ALIGN elements, so that one unit is one
+// collective with one shard rule. Hugging Face tensors that one matmul uses together (q,k,v and gate,up) are neighbours
+// in memory: one packed (rows, cols) matrix to the trainers, separate tensors in files.
 //
-// All matrices are (rows = out, cols = in), row-major. GPT-2's files hold its block matrices as (in, out): `transposed`.
+// All matrices are (rows = out, cols = in), row-major. GPT-2's files hold its block matrices as (in, out):
+// `transposed`.
 //
-// Tensor parallelism is a column of the table. `split` says along which dimension a tensor is divided over the ranks of a
-// group. The table of one rank (params_of_rank) has that rank's sizes and offsets. The parts of a tensor say which elements
-// of the whole tensor, as it lies in files, the rank has: of a packed q, k, v three stretches of rows. Initial values,
-// checkpoints and Hugging Face's files go by these parts, so weights are the same for any layout of ranks. Other ranks may
-// have copies of a part: norms, biases that are added to a sum over ranks, and keys and values where there are fewer heads
-// than ranks.
+// Tensor parallelism is a column of the table. `split` says along which dimension a tensor is divided over the ranks of
+// a group. The table of one rank (params_of_rank) has that rank's sizes and offsets. The parts of a tensor say which
+// elements of the whole tensor, as it lies in files, the rank has: of a packed q, k, v three stretches of rows. Initial
+// values, checkpoints and Hugging Face's files go by these parts, so weights are the same for any layout of ranks.
+// Other ranks may have copies of a part: norms, biases that are added to a sum over ranks, and keys and values where
+// there are fewer heads than ranks.
 #ifndef LLMC_PARAMS_H
 #define LLMC_PARAMS_H
 
@@ -114,8 +115,8 @@ static inline Span param_shard(const ParamTable *t, int unit, int rank, int worl
     return s;
 }
 
-// How a role's tensors are split: q, k, v, gate and up by what they give, projections by what they take, embedding and head
-// by the vocabulary.
+// How a role's tensors are split: q, k, v, gate and up by what they give, projections by what they take, embedding and
+// head by the vocabulary.
 static inline Split split_of(Role role) {
     switch (role) {
     case ROLE_WTE: case ROLE_HEADW: case ROLE_QKVW: case ROLE_QKVB: case ROLE_FCW: case ROLE_FCB: return SPLIT_ROWS;
@@ -158,8 +159,8 @@ static inline int dim_size(const Config *c, Dim dim) {
     default: unhandled(dim);
     }
 }
-// Every tensor, in the order of memory: its names in GPT-2's files and in the others'. NULL: not in those. A block's begin
-// with "transformer.h.%d." or "model.layers.%d.".
+// Every tensor, in the order of memory: its names in GPT-2's files and in the others'. NULL: not in those. A block's
+// begin with "transformer.h.%d." or "model.layers.%d.".
 typedef struct { Role role; const char *gpt2, *other; Dim rows, cols; } ParamKind;
 static const ParamKind embedding_kinds[] = {
     {ROLE_WTE, "transformer.wte.weight", "model.embed_tokens.weight", DIM_V, DIM_C},
@@ -193,8 +194,9 @@ static const ParamKind head_kinds[] = {
 static inline int vocab_rows(const Config *c, int tp) {
     return (int)round_up((size_t)c->vocab_size, 128 * (size_t)tp) / tp;
 }
-// From the whole tensor to what rank `index` of tp has of it: stretches of equal size, in the order of the ranks. A head is
-// never divided. If heads are fewer than ranks, several ranks have a copy of one; all have copies of what is not split.
+// From the whole tensor to what rank `index` of tp has of it: stretches of equal size, in the order of the ranks. A
+// head is never divided. If heads are fewer than ranks, several ranks have a copy of one; all have copies of what is
+// not split.
 static inline void param_split(Param *p, const Config *c, int tp, int index) {
     const int heads = p->role == ROLE_QKVW || p->role == ROLE_QKVB, vocab = p->role == ROLE_WTE || p->role == ROLE_HEADW;
     const int by_rows = !p->is_vector && p->split != SPLIT_COLS;
@@ -307,8 +309,8 @@ static inline size_t param_run(const Param *p, size_t at, size_t left) {
     return run < left ? run : left;
 }
 
-// Initial values of elements [begin, begin + count) of a rank's tensor. They depend on the seed, the tensor's index and the
-// element of the whole tensor: the same for any sharding. The vocabulary's padding is zeros.
+// Initial values of elements [begin, begin + count) of a rank's tensor. They depend on the seed, the tensor's index and
+// the element of the whole tensor: the same for any sharding. The vocabulary's padding is zeros.
 static inline void param_init(const ParamTable *t, int index, uint64_t seed, size_t begin, size_t count, float *out) {
     const Param *p = &t->params[index];
     const uint64_t stream = rand_stream(RAND_INIT, (uint64_t)index);

@@ -26,12 +26,14 @@ RAND_FN uint64_t rand_u64(uint64_t seed, uint64_t stream, uint64_t counter) {
     return rand_mix(rand_mix(rand_mix(seed + 0x9e3779b97f4a7c15ull) + stream) + counter * 0x9e3779b97f4a7c15ull);
 }
 RAND_FN uint64_t rand_stream(uint64_t purpose, uint64_t part) { return purpose << 56 ^ part; }
-// Three numbers of 16 random bits, where thousands of millions are drawn at a time and 64-bit multiplications would outlast the traffic
-// with memory. `key` is a rand_u64, of which each serves 2^32 counters. The hash is lowbias32 (Wellons, "Prospecting for hash
-// functions", nullprogram.com/blog/2018/07/31; constants of github.com/skeeto/hash-prospector, issue 19) with half of the key before
-// each multiplication: a permutation of the 32-bit numbers for each key. By itself it leaves counters apart by a power of two related;
-// the upper halves of its products with a, a^2 and a^3 (mod 2^32) are not. a is that of a good congruential generator: the pairs of
-// neighbouring powers lie on a lattice 98% as wide as any can be, those of a and a^3 on one of 89%. dev/test/test_adamw.c tests all of this.
+// Three numbers of 16 random bits, where thousands of millions are drawn at a time and 64-bit multiplications would
+// outlast the traffic with memory. `key` is a rand_u64, of which each serves 2^32 counters. The hash is lowbias32
+// (Wellons, "Prospecting for hash functions", nullprogram.com/blog/2018/07/31; constants of
+// github.com/skeeto/hash-prospector, issue 19) with half of the key before each multiplication: a permutation of the
+// 32-bit numbers for each key. By itself it leaves counters apart by a power of two related; the upper halves of its
+// products with a, a^2 and a^3 (mod 2^32) are not. a is that of a good congruential generator: the pairs of
+// neighbouring powers lie on a lattice 98% as wide as any can be, those of a and a^3 on one of 89%.
+// dev/test/test_adamw.c tests all of this.
 typedef struct { uint32_t a, b, c; } Rand3;
 RAND_FN Rand3 rand_three(uint64_t key, uint32_t counter) {
     uint32_t x = counter ^ (uint32_t)key;

@@ -1,6 +1,6 @@
-// Rotary position embedding (Su et al., arXiv:2104.09864): the angles, once, for both trainers.
-// Frequencies in double; Llama 3.1 stretches the slow ones (wavelength beyond original_len / low_freq_factor) by `factor`,
-// leaves the fast ones, and blends between (Meta's published rule, in every 3.1+ config.json as rope_type "llama3").
+// Rotary position embedding (Su et al., arXiv:2104.09864): the angles, once, for both trainers. Frequencies in double;
+// Llama 3.1 stretches the slow ones (wavelength beyond original_len / low_freq_factor) by `factor`, leaves the fast
+// ones, and blends between (Meta's published rule, in every 3.1+ config.json as rope_type "llama3").
 #ifndef LLMC_ROPE_TABLE_H
 #define LLMC_ROPE_TABLE_H
 

@@ -1,12 +1,12 @@
 // Token ids <-> text, from the tokenizer.bin that dev/data/*.py write beside the shards.
 //
-// The file is llm.c's: 256 int32 {20240328, 2, vocab_size, eot, kind, 0...} (kind 0: unknown), then for each token one byte
-// with its length and its bytes. Text is split into chunks by the tokenizer's pattern. Inside a chunk the adjacent pair
-// whose joined bytes have the lowest id is merged until none is left (byte-pair encoding, Sennrich et al. 2016; the ids of
-// GPT-2, Llama 3 and Qwen2.5 are in the order of their merges). Ids from eot on are special and never come from text.
-// The patterns ask for Unicode's letters, numbers and spaces. These are exact for Latin, Greek, Cyrillic, Hebrew, kana, Han,
-// emoji and the common symbols. Elsewhere every character counts as a letter: combining marks and native digits of other
-// scripts may be split differently than by the published tokenizer.
+// The file is llm.c's: 256 int32 {20240328, 2, vocab_size, eot, kind, 0...} (kind 0: unknown), then for each token one
+// byte with its length and its bytes. Text is split into chunks by the tokenizer's pattern. Inside a chunk the adjacent
+// pair whose joined bytes have the lowest id is merged until none is left (byte-pair encoding, Sennrich et al. 2016;
+// the ids of GPT-2, Llama 3 and Qwen2.5 are in the order of their merges). Ids from eot on are special and never come
+// from text. The patterns ask for Unicode's letters, numbers and spaces. These are exact for Latin, Greek, Cyrillic,
+// Hebrew, kana, Han, emoji and the common symbols. Elsewhere every character counts as a letter: combining marks and
+// native digits of other scripts may be split differently than by the published tokenizer.
 #ifndef LLMC_TOKENIZER_H
 #define LLMC_TOKENIZER_H
 
@@ -256,8 +256,8 @@ static inline uint64_t merge_pop(uint64_t *heap, int *count) {
     heap[i] = last;
     return first;
 }
-// A chunk while it is merged. end[i]: where the part that begins at i ends, 0: no part begins there. before[i]: where the
-// part before it begins. heap, count: possible merges.
+// A chunk while it is merged. end[i]: where the part that begins at i ends, 0: no part begins there. before[i]: where
+// the part before it begins. heap, count: possible merges.
 typedef struct { const unsigned char *text; int bytes, *end, *before; uint64_t *heap; int count; } Merging;
 // Offers the merge of the part at `start` with the next part.
 static inline void merge_offer(const Tokenizer *t, Merging *m, int start) {
