@@ -299,7 +299,8 @@ static void test_tp_overlap(const char *model, const Mesh *mesh, const Options *
     o.seq_len = TP_T; o.batch_size = TP_B;
     const struct { int zero, recompute, fusion, often; } ways[] = {{0, 0, 0, 1}, {1, 0, 2, 0}, {1, 1, 0, 0}, {0, 2, 2, 0}, {1, 3, 0, 1}, {0, 3, 2, 0}};
     for (const auto &way : ways) {
-        if ((way.fusion && !can) || (ranks_share_gpu && !way.often)) continue;  // ranks on one GPU take turns at every wait: slow
+        if ((way.fusion && !can) || (ranks_share_gpu && !way.often))
+            continue;  // ranks on one GPU take turns at every wait: slow
         o.zero_stage = way.zero; o.recompute = way.recompute; o.gelu_fusion = way.fusion;
         const int again = way.recompute == 3 ? L - 1 : 0, whole = way.fusion && !gated ? L : 0;  // layers computed again; whose GELU is not computed in parts
         const OverlapCounts expected = {2 * (6 * L + 2 * again - whole), 2 * (4 * L + again), 2 * (4 + whole)};  // two micro-steps; apart are the embedding's and the head's

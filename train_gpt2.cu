@@ -351,8 +351,8 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     else graph_run(&m->graphs[kind], num_micro, m->gpu.compute, work);
 }
 
-// The step's loss and the square of its gradient's norm, of all ranks, in m->b.step. (A tensor-parallel group has one loss: its
-// first rank's counts.)
+// The step's loss and the square of its gradient's norm, of all ranks, in m->b.step. (A tensor-parallel group has one
+// loss: its first rank's counts.)
 static void sum_over_ranks(Model *m) {
     const Mesh *mesh = m->mesh;
     StepScalars *step = m->b.step;

@@ -117,7 +117,7 @@ INT(tp_overlap, "", '=', -1, -1, 1, \
 STR(reduce_dtype, "", '~', "bf16", \
     "what GPUs add gradients in: bf16, or fp32 for one rounding in all (twice the bytes)") \
 INT(p2p, "", '~', 1, 0, 1, \
-    "up to 8 GPUs of a host write short messages into each other's memory; 0: NCCL and MPI carry them") \
+    "up to 8 GPUs of a host write short messages into each other's memory; 0: NCCL carries them") \
 STR(init_method, "pi", ' ', "mpi", \
     "how ranks find each other: mpi (llm.c's tcp and fs are not built)") \
 INT(num_processes, "pn", ' ', 1, 1, 1 << 20, "llm.c's; mpirun sets it") \

@@ -1,14 +1,18 @@
-// Ladder of llmc/ranks/p2p.cuh: the bits of every collective, whatever its kind, type, size, address and the ranks' delays; in replayed graphs;
-// where epochs wrap; what is said of a rank that does not come; speed beside NCCL.
-//   p2p --check, --bench                     2, 3, 4 and 8 ranks that share one GPU and one process: all but the links between GPUs
-//   mpirun -np W p2p --check, --bench        a process and a GPU for each rank, cudaIpc between them
-//   ... --stress N, --ranks W                --check with N random collectives for each number of ranks, 3000 without it; on one GPU, W ranks alone
-//   ... --expire skip|apart|trap             rank 1 does not come, comes to another collective, does not come and nobody watches: must end with a message
-// Numbers are made and compared on the device, each call's anew, also when a graph is replayed; a loop on the host vouches for that.
+// Ladder of llmc/ranks/p2p.cuh: the bits of every collective, whatever its kind, type, size, address and the ranks'
+// delays; in replayed graphs; where epochs wrap; what is said of a rank that does not come; speed beside NCCL.
+//   p2p --check, --bench                2, 3, 4 and 8 ranks that share a GPU and a process: all but the links of GPUs
+//   mpirun -np W p2p --check, --bench   a process and a GPU for each rank, cudaIpc between them
+//   ... --stress N, --ranks W           --check with N random collectives for each number of ranks, 3000 without it;
+//                                       on one GPU, W ranks alone
+//   ... --expire skip|apart|trap        rank 1 does not come, comes to another collective, does not come and nobody
+//                                       watches: must end with a message
+// Numbers are made and compared on the device, each call's anew, also when a graph is replayed; a loop on the host
+// vouches for that.
 #include "common.cuh"
 #include "../../llmc/rand.h"
 
-// In one call of 32, a quarter of the blocks sleep for up to 2 ms at each place; half of those with every other warp only.
+// In one call of 32, a quarter of the blocks sleep for up to 2 ms at each place; half of those with every other warp
+// only. In constant memory, because the bench asks, too.
 __constant__ uint64_t delay_seed;  // 0: never
 static __device__ void delay_block(int rank, uint32_t epoch, int place) {
     if (!delay_seed || rand_u64(delay_seed, 0, epoch) % 32) return;
@@ -289,8 +293,9 @@ static void check_limits(void) {
         }
     check_outcome("all kinds");
     const size_t lines = p2p_lines_bytes(group.world);
-    check_true(p2p_choose(p, lines) == P2P_LINES && p2p_choose(p, lines + 1) != P2P_LINES && p->max_bytes >= LARGEST, "lines up to %zu bytes, then %s, then %s", lines,
-               p2p_names[p2p_choose(p, lines + 1)], p2p_names[p2p_choose(p, p->max_bytes)]);
+    check_true(p2p_choose(p, lines) == P2P_LINES && p2p_choose(p, lines + 1) != P2P_LINES && p->max_bytes >= LARGEST,
+               "lines up to %zu bytes, then %s, then %s", lines, p2p_names[p2p_choose(p, lines + 1)],
+               p2p_names[p2p_choose(p, p->max_bytes)]);
     Memory memory = {};
     P2p small;
     size_t least = SIZE_MAX;
@@ -363,7 +368,8 @@ static void check_epochs(void) {
     }
     check_outcome("around 2^32");
     for (int k = 0; k < group.here; k++) {
-        cudaCheck(cudaMemcpy(&found, &((P2pSignals *)group.members[k].p2p.memory)->epoch, sizeof found, cudaMemcpyDeviceToHost));
+        cudaCheck(cudaMemcpy(&found, &((P2pSignals *)group.members[k].p2p.memory)->epoch, sizeof found,
+                             cudaMemcpyDeviceToHost));
         check_true(found == end && found < CALLS, "rank %d: epoch %u after %d calls from %u", group.members[k].rank, found, CALLS, begin);
     }
 }
@@ -462,8 +468,10 @@ static double bench_nccl(const Nccl *n, P2pKind kind, size_t count) {
         const ncclDataType_t type = sizeof(floatX) == sizeof(float) ? ncclFloat : ncclBfloat16;
         if (kind == P2P_TWO_SHOTS) ncclCheck(ncclAllReduce(data, data, count, type, ncclSum, n->handle, m->stream));
 #endif
-        if (kind == P2P_REDUCE_SCATTER) nccl_carry(n->handle, NCCL_REDUCE_SCATTER, n->comm, mine, data, count, sizeof *data, m->stream);
-        if (kind == P2P_ALL_GATHER) nccl_carry(n->handle, NCCL_ALL_GATHER, n->comm, data, mine, count, sizeof *data, m->stream);
+        if (kind == P2P_REDUCE_SCATTER)
+            nccl_carry(n->handle, NCCL_REDUCE_SCATTER, n->comm, mine, data, count, sizeof *data, m->stream);
+        if (kind == P2P_ALL_GATHER)
+            nccl_carry(n->handle, NCCL_ALL_GATHER, n->comm, data, mine, count, sizeof *data, m->stream);
     });
 }
 static void print_beside(double us, double theirs) {

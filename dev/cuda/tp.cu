@@ -1,11 +1,13 @@
 // Ladder of llmc/ranks/sums.cuh and push.cuh.
-//   tp --check, --bench                  sums of parts to the bit, with a bias or positions; gradients of copies on meshes whose ranks run one after
-//                                        another here, as batches of all sizes; speed of sums
-//   mpirun -np W tp --check, --bench     a GPU for each rank: what is pushed, with delays, comes whole and in time; products with rows that are gathered
-//                                        before or scattered behind them, by NCCL and overlapped, on the shapes of Llama-3-8B
-//   mpirun -np W tp --one-gpu --check    the same on one GPU
-//   mpirun -np W tp --expire             rank 1 does not push: the job must end with a message that names it
-// What carries rows by NCCL is not tested here: test_gpt2.cu --tp does that. Build: make bench, or see dev/cuda/common.cuh.
+//   tp --check, --bench                 sums of parts to the bit, with a bias or positions; gradients of copies on
+//                                       meshes whose ranks run one after another here, as batches of all sizes; speed
+//   mpirun -np W tp --check, --bench    a GPU for each rank: what is pushed, with delays, comes whole and in time;
+//                                       products with rows that are gathered before or scattered behind them, by NCCL
+//                                       and overlapped, on the shapes of Llama-3-8B
+//   mpirun -np W tp --one-gpu --check   the same on one GPU
+//   mpirun -np W tp --expire            rank 1 does not push: the job must end with a message that names it
+// What carries rows by NCCL is not tested here: test_gpt2.cu --tp does that. Build: make bench, or see
+// dev/cuda/common.cuh.
 #include "common.cuh"
 #include "matmul_calls.cuh"
 #include "../test/nccl_for_tests.cuh"
@@ -80,7 +82,9 @@ static void check_copies(const char *model, int dp, int dp_rank, int tp, int sha
         for (int u = 0; u < tables[r].num_units; u++) owned[u] = sharded ? param_shard(&tables[r], u, dp_rank, dp) : param_unit(&tables[r], u);
         count = copies_find(&meshes[r], &tables[r], owned, room, NULL, &total);
         lists[r] = host_new<Copy>(count);
-        check_true(copies_find(&meshes[r], &tables[r], owned, room, lists[r], &total) == count && (r == 0 || total == first_total), "%d copies, %zu elements", count, total);
+        check_true(copies_find(&meshes[r], &tables[r], owned, room, lists[r], &total) == count &&
+                       (r == 0 || total == first_total),
+                   "%d copies, %zu elements", count, total);
         first_total = total;
         d_lists[r] = device_new<Copy>(count);
         cudaCheck(cudaMemcpy(d_lists[r], lists[r], count * sizeof(Copy), cudaMemcpyHostToDevice));
@@ -92,7 +96,8 @@ static void check_copies(const char *model, int dp, int dp_rank, int tp, int sha
     for (size_t at = 0; at < total; at += room, begin = end) {
         const size_t size = total - at < room ? total - at : room;
         end = copies_batch_end(lists[0], begin, size);
-        for (int r = 0; r < tp; r++) copies_pack(batch[r] + r * size, d_grads[r], d_lists[r] + begin, end - begin, stream);
+        for (int r = 0; r < tp; r++)
+            copies_pack(batch[r] + r * size, d_grads[r], d_lists[r] + begin, end - begin, stream);
         for (int r = 0; r < tp; r++)
             for (int from = 0; from < tp; from++)
                 if (from != r) cudaCheck(cudaMemcpyAsync(batch[r] + from * size, batch[from] + from * size, size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
@@ -127,7 +132,8 @@ static void bench_sum(const char *name, int ranks, int rows, int C) try {
     ladder_case("%s, ranks=%d rows=%d C=%d", name, ranks, rows, C);
     const size_t piece = (size_t)rows * C;
     floatX *slots = device_normal<floatX>((size_t)ranks * piece, 1), *out = device_normal<floatX>(piece, 1), *bias = device_normal<floatX>(C, 1);
-    bench("sum of parts", (ranks + 1.0) * (double)piece * sizeof(floatX), 0, [&] { rows_sum(out, slots, bias, ranks, 0, rows, C, 0, 1, ladder.gpu.compute); });
+    bench("sum of parts", (ranks + 1.0) * (double)piece * sizeof(floatX), 0,
+          [&] { rows_sum(out, slots, bias, ranks, 0, rows, C, 0, 1, ladder.gpu.compute); });
 } catch (const NoRoom &no) { ladder_skip(no); }
 
 // ---- ranks: what is pushed
@@ -165,7 +171,9 @@ static void group_close(void) {
     memory_free(&group.memory);
 }
 // What `rank` has for `to` in a call: a key of words.
-static uint64_t key_of(int call, PushClass c, int rank, int to) { return rand_u64(ladder.seed, (uint64_t)call << 2 | c, (uint64_t)rank << 8 | to); }
+static uint64_t key_of(int call, PushClass c, int rank, int to) {
+    return rand_u64(ladder.seed, (uint64_t)call << 2 | c, (uint64_t)rank << 8 | to);
+}
 __global__ void fill_kernel(uint32_t *words, size_t count, uint64_t key) {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x) words[i] = (uint32_t)rand_mix(key + i);
 }
@@ -263,7 +271,8 @@ template <typename Body> static void gathered(Exchange how, int N, int C, Body b
     const int rank = group.comm.rank, world = group.comm.world, rows = N / world;
     const size_t piece = (size_t)rows * C;
     const floatX *mine = (const floatX *)group.mine;
-    if (how == ALONE || how == SYNCHRONOUS) nccl_all_gather(&group.nccl, "gather rows", (floatX *)group.rows, mine, piece);
+    if (how == ALONE || how == SYNCHRONOUS)
+        nccl_all_gather(&group.nccl, "gather rows", (floatX *)group.rows, mine, piece);
     if (how == NONE || how == SYNCHRONOUS) body((const floatX *)group.rows, 0, N);
     if (how != OVERLAPPED) return;
     const floatX *all = (const floatX *)push_rows(&group.push, PUSH_ROWS, mine, piece * sizeof(floatX), 0);
@@ -275,7 +284,8 @@ template <typename Body> static void gathered(Exchange how, int N, int C, Body b
     }
     push_end(&group.push, PUSH_ROWS);
 }
-// body(first, count) computes rows of group.mine (N,C), which are then scattered and added up; hides() has nothing to do with them. As rows_scatter_under
+// body(first, count) computes rows of group.mine (N,C), which are then scattered and added up; hides() has nothing to do
+// with them. As rows_scatter_under
 template <typename Body, typename Hides> static void scattered(Exchange how, int N, int C, Body body, Hides hides) {
     const int rank = group.comm.rank, world = group.comm.world, rows = N / world;
     const size_t piece = (size_t)rows * C;
@@ -290,12 +300,14 @@ template <typename Body, typename Hides> static void scattered(Exchange how, int
         body(rank * rows, rows);
     } else if (how != ALONE) body(0, N);
     if (how != ALONE) hides();
-    if (how == ALONE || how == SYNCHRONOUS) nccl_exchange(&group.nccl, "scatter rows", slots, (const floatX *)parts, piece);
+    if (how == ALONE || how == SYNCHRONOUS)
+        nccl_exchange(&group.nccl, "scatter rows", slots, (const floatX *)parts, piece);
     if (how == OVERLAPPED) {
         push_wait(&group.push, PUSH_PARTS, push_peers(&group.push));
         slots = (floatX *)push_buffer(&group.push, PUSH_PARTS);
     }
-    if (how != NONE) rows_sum(parts + rank * piece, slots, NULL, world, rank, rows, C, rank * rows, 1, ladder.gpu.compute);
+    if (how != NONE)
+        rows_sum(parts + rank * piece, slots, NULL, world, rank, rows, C, rank * rows, 1, ladder.gpu.compute);
     if (how == OVERLAPPED) push_end(&group.push, PUSH_PARTS);
 }
 // run(how) leaves `count` elements at `out`.

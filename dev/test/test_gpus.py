@@ -301,7 +301,7 @@ def test_short_messages_peer_to_peer_change_no_bit(train, tmp_path, tp):
     """Of more than two numbers NCCL's sums of gradients are in another order."""
     for name, value in (("near", 1), ("far", 0)):
         text = succeeds(train(WORLD, name, *SHARED["llama3.2"], "--tp", tp, "-n", "12", "-v", "6", "-m", "2", "-s", "6", "-g", "20", "--p2p", value), 300)
-        assert STAND_IN or re.search(r"messages  loss and norm: " + ("peer to peer[;\n]" if value else r"MPI \(--p2p 0\)"), text), text
+        assert STAND_IN or re.search(r"messages  loss and norm: " + ("peer to peer[;\n]" if value else r"NCCL \(--p2p 0\)"), text), text
     if WORLD // tp <= 2:
         assert curve(tmp_path / "near") == curve(tmp_path / "far") and checkpoint(tmp_path / "near", 12) == checkpoint(tmp_path / "far", 12)
     else:

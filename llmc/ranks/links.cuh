@@ -7,6 +7,7 @@
 #include "rows.cuh"
 #include "zero.cuh"
 
+// Short messages: what they are, whose, and of how many bytes.
 enum { SHORT_LOSS, SHORT_DATA, SHORT_TENSOR, NUM_SHORT };
 static const char *const short_names[NUM_SHORT] = {"loss and norm", "data parallel", "tensor parallel"};
 enum { TENSOR_CTAS = 32 };  // of NCCL, for rows
@@ -19,10 +20,10 @@ typedef struct {
     const Mesh *mesh;
     Zero zero;
     RowExchange rows;
-    Copies copies;               // gradients that ranks of the tensor-parallel group have parts of
-    P2p p2p[NUM_SHORT];          // workspaces of short messages, the last one of pushed rows, too
-    char why_not[NUM_SHORT][256];  // ..., if they are not open
-    char carriers[768];          // who carries short messages, for people
+    Copies copies;                 // gradients that ranks of the tensor-parallel group have parts of
+    P2p p2p[NUM_SHORT];            // workspaces of short messages; the last one is for pushed rows, too
+    char why_not[NUM_SHORT][256];  // they are not open; empty: they are
+    char carriers[768];            // who carries short messages, for people
 } Links;
 
 static inline const Comm *short_group(const Mesh *mesh, int which) {

@@ -80,7 +80,7 @@ static inline int nccl_is_short(const Nccl *n, size_t bytes) { return n->p2p && 
 
 // ---- collectives
 
-// All that lies between these two is one entry, and one kernel of NCCL.
+// All that lies between these two is one entry, and one kernel of NCCL; it needs no names.
 static inline void nccl_bundle_begin(Nccl *n, const char *name, size_t bytes) {
     if (n->world == 1) return;
     n->bundle = lane_begin(n->lane, name, bytes, n->stream);
@@ -92,26 +92,24 @@ static inline void nccl_bundle_end(Nccl *n) {
     lane_end(n->lane, n->bundle, n->stream);
     n->bundle = 0;
 }
-// all: of `to` or `from`, what has a piece for each rank, where p2p.cuh works in place
 template <typename T>
-static inline void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *to, const T *from, size_t count,
-                            T *all) {
+static inline void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *to, const T *from, size_t count) {
     const size_t bytes = (size_t)n->world * count * sizeof(T);
     const int is_short = nccl_is_short(n, bytes);
     if (n->world == 1) return;
     const uint32_t number = n->bundle ? 0 : lane_begin(n->lane, name, bytes, n->stream);
-    if (is_short && kind == NCCL_REDUCE_SCATTER) p2p_reduce_scatter(n->p2p, all, count);
-    else if (is_short && kind == NCCL_ALL_GATHER) p2p_all_gather(n->p2p, all, count, from);
+    if (is_short && kind == NCCL_REDUCE_SCATTER) p2p_reduce_scatter(n->p2p, (T *)from, count);
+    else if (is_short && kind == NCCL_ALL_GATHER) p2p_all_gather(n->p2p, to, count, from);
     else nccl_carry(n->handle, kind, n->comm, to, from, count, sizeof(T), n->stream);
     if (!n->bundle) lane_end(n->lane, number, n->stream);
 }
 // data (world * count): piece `rank` becomes the sum over ranks, in place; the other pieces are left undefined.
 template <typename T> inline void nccl_reduce_scatter(const Nccl *n, const char *name, T *data, size_t count) {
-    nccl_run(n, NCCL_REDUCE_SCATTER, name, data + (size_t)n->rank * count, (const T *)data, count, data);
+    nccl_run(n, NCCL_REDUCE_SCATTER, name, data + (size_t)n->rank * count, (const T *)data, count);
 }
 // to (world, count): every rank's `mine` (count), which may be its place in `to`
 template <typename T> inline void nccl_all_gather(const Nccl *n, const char *name, T *to, const T *mine, size_t count) {
-    nccl_run(n, NCCL_ALL_GATHER, name, to, mine, count, to);
+    nccl_run(n, NCCL_ALL_GATHER, name, to, mine, count);
 }
 // data (world * count): piece k becomes rank k's, in place.
 template <typename T> inline void nccl_all_gather(const Nccl *n, const char *name, T *data, size_t count) {
@@ -121,7 +119,7 @@ template <typename T> inline void nccl_all_gather(const Nccl *n, const char *nam
 // rank's own.
 template <typename T>
 inline void nccl_exchange(const Nccl *n, const char *name, T *slots, const T *parts, size_t count) {
-    nccl_run(n, NCCL_EXCHANGE, name, slots, parts, count, (T *)NULL);
+    nccl_run(n, NCCL_EXCHANGE, name, slots, parts, count);
 }
 
 #endif

@@ -143,12 +143,12 @@ static inline void zero_sum(Zero *z, floatX *grads, int first, int last) {
         for (int u = last; u >= first; u--) zero_sum_wide(z, grads + begin[u], u);
     } else {
         nccl_bundle_begin(&z->nccl, "reduce gradients", bytes);
-        for (int u = last; u >= first; u--) nccl_reduce_scatter(&z->nccl, "", grads + begin[u], zero_piece(z, u));
+        for (int u = last; u >= first; u--) nccl_reduce_scatter(&z->nccl, NULL, grads + begin[u], zero_piece(z, u));
         nccl_bundle_end(&z->nccl);
     }
     if (z->stage > 0) return;
     nccl_bundle_begin(&z->nccl, "gather gradients", bytes);
-    for (int u = last; u >= first; u--) nccl_all_gather(&z->nccl, "", grads + begin[u], zero_piece(z, u));
+    for (int u = last; u >= first; u--) nccl_all_gather(&z->nccl, NULL, grads + begin[u], zero_piece(z, u));
     nccl_bundle_end(&z->nccl);
 }
 // The gradients of `unit` are complete on the compute stream; the embedding's are the last. grads: the whole buffer.
