@@ -125,8 +125,7 @@ $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 	$(NVCC) $(nvflags) $(depend) -c $< -o $@.$(PARTIAL)
 	@$(keep)
 # Tests where no GPU can run them: as far as PTX only and not optimised (-G), a tenth of the time.
-$(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(CUDA_HEADERS) \
-        $(wildcard llmc/*.h dev/cuda/*.cuh dev/test/*.h dev/test/*.cuh) $(BUILD)/revision.h $(CONFIG) Makefile
+$(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(CUDA_HEADERS) $(wildcard llmc/*.h dev/cuda/*.cuh dev/test/*.h dev/test/*.cuh) $(BUILD)/revision.h $(CONFIG) Makefile
 	mkdir -p $(@D) && $(NVCC) $(subst code=sm_,code=compute_,$(nvflags)) -G --ptx $< -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
 # What takes long to compile is an object that trainer, tests and ladders share.
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu dev/cuda/matmul dev/cuda/rope dev/cuda/tp): $(CU)/llmc/matmul_hopper.o

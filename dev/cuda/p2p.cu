@@ -460,7 +460,7 @@ static double bench_kind(P2pKind kind, size_t count) {
     return graph_us([&](Member *m) { p2p_run(&m->p2p, kind, (floatX *)m->data, count); });
 }
 // The same by NCCL. P2P_TWO_SHOTS: an all-reduce
-static double bench_nccl(const Nccl *n, P2pKind kind, size_t count) {
+static double nccl_us(const Nccl *n, P2pKind kind, size_t count) {
     if (!NCCL_BUILT) return 0;
     return graph_us([&](Member *m) {
         floatX *data = (floatX *)m->data, *mine = data + (size_t)n->rank * count;
@@ -491,14 +491,14 @@ static void bench_ranks(void) {
         double us[3];
         for (int k = 0; k < 3; k++) us[k] = bench_kind((P2pKind)k, count);
         printf("all-reduce %6zu KiB | lines %6.2f | one shot %6.2f | two shots %6.2f | p2p %6.2f", bytes >> 10, us[0], us[1], us[2], us[kind]);
-        print_beside(us[kind], bench_nccl(&nccl, P2P_TWO_SHOTS, count));
+        print_beside(us[kind], nccl_us(&nccl, P2P_TWO_SHOTS, count));
     }
     for (P2pKind kind : {P2P_REDUCE_SCATTER, P2P_ALL_GATHER})
         for (size_t bytes : {64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20}) {  // of all pieces
             const size_t count = bytes / sizeof(floatX) / (size_t)group.world;
             const double us = bench_kind(kind, count);
             printf("%s %6zu KiB | p2p %6.2f", p2p_names[kind], bytes >> 10, us);
-            print_beside(us, bench_nccl(&nccl, kind, count));
+            print_beside(us, nccl_us(&nccl, kind, count));
         }
     if (NCCL_BUILT) nccl_close(&nccl);
     group_close();

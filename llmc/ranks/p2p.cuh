@@ -15,51 +15,16 @@
 //              them: twice the bytes, half the way
 //   one shot   every rank gets the data of every rank and adds all of it
 //   two shots  rank k adds piece k and gives the sum to the others
-//
-// The protocol. Calls of a workspace are numbered: the call's number is its epoch, kept in device memory and advanced
-// by the kernel itself, so that a replayed graph goes on counting. Nothing is ever reset.
-//
-//       rank a, call n                  memory of rank b                    rank b, call n
-//       1 stores data        -------->  payload [n odd or even][a]
-//       2 block's barrier
-//       3 stores n, release  -------->  flag [n odd or even][block][a]  ->  4 loads the flag, acquire, until it is n
-//                                                                           5 block's barrier
-//                                       payload [n odd or even][a]  ----->  6 loads data
-//
-// (a) Data are there when they are read: 2 orders 1 of all threads before 3, 4 sees 3, and 5 orders 6 of all threads
-//     after 4. A line needs none of this, because its data and its epoch are one access.
-// (b) No flag is taken for another: it counts when it holds this very epoch. Memory holds 0 before the first call; when
-//     epochs wrap, 0xffffffff is followed by 2. So 0 is never an epoch, and odd and even alternate throughout.
-// (c) No data are overwritten before they are read, and no barrier at the end is needed for that:
-//     1. a's call n + 2 writes where its call n wrote; call n + 1 has other places.
-//     2. a's call n + 2 begins after its call n + 1 has ended: a workspace has one stream.
-//     3. a's call n + 1 waited for something that b wrote in b's call n + 1: in every kind of call block 0 at least
-//        waits for all peers. An end of a kernel joins all its blocks, so the grid may have another size in each call.
-//     4. b began its call n + 1 after its call n had ended, with all its reads.
-// (d) No wait is for ever: a block waits only for blocks of the same number, and all blocks of a call fit on the GPU at
-//     once beside what else runs there. Waits are bounded all the same: p2p_stop says which rank did not come.
-// The flag also holds a signature of kind, type and count, so that ranks that call unequally are found. (With lines
-// only a wait ends.) No multicast, no virtual memory: cudaIpc on a plain allocation. Ladder: dev/cuda/p2p.cu.
+// peers.cuh has the workspace and the protocol. Ladder: dev/cuda/p2p.cu.
 #ifndef LLMC_P2P_CUH
 #define LLMC_P2P_CUH
 
-#include "../comm.h"
-#include "../memory.cuh"
-
-#ifndef P2P_DELAY
-#define P2P_DELAY(rank, epoch, place)  // where the ladder makes blocks late
-#endif
+#include "peers.cuh"
 
 enum {
-    P2P_RANKS = 8,
-    P2P_BLOCKS = 32,          // at most; the other SMs belong to others
-    P2P_THREADS = 512,
     P2P_BLOCK_VECS = 128,     // a block more for so many vectors of 16 bytes
     P2P_LINE_THREADS = 256,   // and a warp that counts
-    P2P_WORKSPACES = 16,      // of a process
-    P2P_TRIALS = 3,           // first calls of a workspace: each kind of all-reduce
-    P2P_TEST = 1000,          // floats of a trial
-    P2P_LEAST_BYTES = 2 * P2P_TEST * P2P_RANKS,  // for it: one shot cuts both halves of a workspace for all ranks
+    P2P_LEAST_BYTES = 2 * P2P_TEST * P2P_RANKS,  // for trials: one shot cuts both halves of a workspace for all ranks
     P2P_MOST_BYTES = 1 << 29, // of a message: offsets are 32 bits
     P2P_ALLOCATION = 2 << 20, // cudaIpc shares a whole allocation of the driver: nothing else shall be in it
 };
@@ -73,180 +38,6 @@ static inline size_t p2p_one_shot_bytes(int world) {
     const size_t rounds = (size_t)((world - 1) * (world - 2));
     const size_t meeting = world == 2 ? SIZE_MAX : (size_t)P2P_ONE_SHOT_MEETING * (size_t)world / rounds;
     return meeting < P2P_ONE_SHOT_MOST ? meeting : P2P_ONE_SHOT_MOST;
-}
-
-// Behind the kinds that are carried out here: what is pushed by others that wait as these do (push.cuh).
-enum P2pKind {
-    P2P_LINES, P2P_ONE_SHOT, P2P_TWO_SHOTS, P2P_REDUCE_SCATTER, P2P_ALL_GATHER, P2P_KINDS, P2P_PUSHED = P2P_KINDS
-};
-static const char *const p2p_names[] = {
-    "all-reduce (lines)", "all-reduce (one shot)", "all-reduce (two shots)", "reduce-scatter", "all-gather",
-    "push of rows", "push of rows for weight gradients", "push of parts of sums",
-};
-
-// What begins a workspace: all that is compared with epochs. The lines follow, [odd or even][rank][line] of 16 bytes.
-typedef struct {
-    unsigned long long flags[2][2][P2P_BLOCKS][P2P_RANKS];  // [odd or even][meeting][block][peer], written by the peer:
-                                                            // signature and epoch. From here on all is this rank's own:
-    alignas(128) uint32_t epoch;                            // of its last call
-    uint32_t arrived, claimed;                              // blocks that have read it; p2p_stop has been called
-    alignas(128) float test[P2P_TEST];
-} P2pSignals;
-
-// In pinned memory, which outlives the context.
-enum P2pState { P2P_RUNS, P2P_LATE, P2P_APART };  // APART: the peer is in another call, of kind `other`
-typedef struct {
-    uint32_t state;  // written last
-    uint32_t epoch;
-    int rank, peer, kind, other, block, meeting;  // ranks in the group
-    unsigned long long bytes, elapsed_ns;
-    uint32_t beats;  // of p2p_hook; 0: nobody watches
-} P2pRecord;
-
-// What kernels get.
-typedef struct {
-    char *payload[P2P_RANKS];        // of every rank: [odd or even][first and second half]
-    P2pSignals *signals[P2P_RANKS];
-    P2pRecord *record;
-    uint64_t budget_ns;
-    unsigned half, line_slot;        // bytes: of half the payload of an epoch; of a rank's lines
-    int rank, world;
-} P2pView;
-
-typedef struct {
-    P2pView view;
-    size_t max_bytes;           // of a message
-    int blocks;                 // at most P2P_BLOCKS, the same on all ranks
-    int opened;                 // peers' memory is mapped
-    char *memory, *mapped[P2P_RANKS];  // signals, lines, payload, what push.cuh has: this rank's, every rank's
-    size_t payload_at, behind_at;
-    P2pRecord *record;
-    cudaStream_t stream;        // the only one that calls are on
-    const Comm *comm;           // the group
-} P2p;
-
-// ---- memory that others write or read meanwhile
-
-__device__ inline uint64_t p2p_clock(void) {
-    uint64_t ns;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-    return ns;
-}
-__device__ inline void p2p_store(char *to, const int4 &x) {
-    asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4};"
-                 :: "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-__device__ inline int4 p2p_load(const char *from) {
-    int4 x;
-    asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
-    return x;
-}
-// Two single 8-byte accesses in one instruction: each half of a line is whole or absent.
-__device__ inline void p2p_store_line(char *to, const uint2 &x, uint32_t epoch) {
-    const unsigned long long tag = (unsigned long long)epoch << 32;
-    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" :: "l"(to), "l"(tag | x.x), "l"(tag | x.y) : "memory");
-}
-__device__ inline ulonglong2 p2p_load_line(const char *from) {
-    ulonglong2 x;
-    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(x.x), "=l"(x.y) : "l"(from) : "memory");
-    return x;
-}
-__device__ inline void p2p_store_flag(unsigned long long *to, unsigned long long x) {
-    asm volatile("st.release.sys.global.b64 [%0], %1;" :: "l"(to), "l"(x) : "memory");
-}
-__device__ inline unsigned long long p2p_load_flag(const unsigned long long *from) {
-    unsigned long long x;
-    asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(x) : "l"(from) : "memory");
-    return x;
-}
-
-// ---- epochs
-
-__device__ inline uint32_t p2p_epoch(const P2pView &v) {  // of this call
-    uint32_t last;
-    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(last) : "l"(&v.signals[v.rank]->epoch) : "memory");
-    const uint32_t epoch = last == 0xffffffffu ? 2 : last + 1;
-    P2P_DELAY(v.rank, epoch, 0);
-    return epoch;
-}
-// By one thread of each block when all threads of the block have their epoch: the last block to come writes it.
-__device__ inline void p2p_advance(const P2pView &v, uint32_t epoch) {
-    P2pSignals *own = v.signals[v.rank];
-    uint32_t before = 0;
-    if (gridDim.x > 1)
-        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                     : "=r"(before) : "l"(&own->arrived), "r"(gridDim.x - 1) : "memory");
-    if (before == gridDim.x - 1)
-        asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" :: "l"(&own->epoch), "r"(epoch) : "memory");
-}
-
-// ---- waiting
-
-typedef struct { P2pKind kind; uint32_t epoch; int meeting; unsigned long long bytes; } P2pCall;
-
-// The budget of a wait is spent, or the peer is in another call: the record says so. A second later this kernel ends,
-// and with it the context; by then the watchdog, which looks twice a second, has ended the job with what the record
-// says.
-static __device__ __noinline__ void p2p_stop(const P2pView &v, const P2pCall &call, P2pState state, int peer, int other,
-                                             uint64_t elapsed) {
-    P2pRecord *r = v.record;
-    if (atomicCAS(&v.signals[v.rank]->claimed, 0u, 1u) == 0) {
-        r->epoch = call.epoch;
-        r->rank = v.rank;
-        r->peer = peer;
-        r->kind = (int)call.kind;
-        r->other = other;
-        r->block = (int)blockIdx.x;
-        r->meeting = call.meeting;
-        r->bytes = call.bytes;
-        r->elapsed_ns = elapsed;
-        __threadfence_system();
-        *(volatile uint32_t *)&r->state = (uint32_t)state;
-        __threadfence_system();
-    }
-    for (const uint64_t begin = p2p_clock(); p2p_clock() - begin < 1000000000ull;) __nanosleep(1000000);
-    __trap();
-}
-// missing() looks once more, and says for which peers it must go on, a bit for each. The watchdog asks p2p_hook twice a
-// second: while it does not, this process is suspended, and the peers maybe too. So the budget is spent only after as
-// many beats.
-template <typename Missing> __device__ inline void p2p_wait(const P2pView &v, const P2pCall &call, Missing missing) {
-    uint64_t begin = 0;
-    uint32_t beats = 0;
-    const volatile uint32_t *beat = &v.record->beats;
-    for (unsigned looks = 1, peers; (peers = missing()) != 0; looks++) {
-        if (looks % 256) continue;
-        const uint64_t now = p2p_clock();
-        if (!begin) {
-            begin = now;
-            beats = *beat;
-        }
-        if (now - begin >= v.budget_ns && (!beats || *beat - beats >= v.budget_ns >> 30))
-            p2p_stop(v, call, P2P_LATE, __ffs((int)peers) - 1, 0, now - begin);
-    }
-}
-// Steps 2 to 5 of the protocol, with all peers: what this block has stored is in their memory, what their blocks of
-// this number have stored is here.
-__device__ inline void p2p_meet(const P2pView &v, const P2pCall &call, uint32_t signature, bool advance) {
-    P2P_DELAY(v.rank, call.epoch, 1 + 2 * call.meeting);
-    __syncthreads();
-    const int peer = (int)threadIdx.x;
-    if (peer < v.world && peer != v.rank) {
-        const size_t at = (((call.epoch & 1) * 2 + call.meeting) * P2P_BLOCKS + blockIdx.x) * P2P_RANKS;
-        unsigned long long *theirs = &v.signals[peer]->flags[0][0][0][0] + at + v.rank;
-        const unsigned long long *flag = &v.signals[v.rank]->flags[0][0][0][0] + at + peer;
-        unsigned long long found = 0;
-        p2p_store_flag(theirs, (unsigned long long)signature << 32 | call.epoch);
-        p2p_wait(v, call, [&] {
-            found = p2p_load_flag(flag);
-            return (uint32_t)found == call.epoch ? 0u : 1u << peer;
-        });
-        if (found >> 32 != signature) p2p_stop(v, call, P2P_APART, peer, (int)(found >> 32 & 7), 0);
-    }
-    if (advance && threadIdx.x == P2P_THREADS - 1) p2p_advance(v, call.epoch);  // of another warp than those that wait
-    __syncthreads();
-    P2P_DELAY(v.rank, call.epoch, 2 + 2 * call.meeting);
 }
 
 // ---- all kinds but lines
@@ -464,48 +255,6 @@ template <typename T> static inline void p2p_all_gather(const P2p *p, T *data, s
     p2p_run(p, P2P_ALL_GATHER, data, count, from);
 }
 
-// ---- what the watchdog says
-
-static const P2p *p2p_watched[P2P_WORKSPACES];  // changed and read with the watchdog's lock
-
-static inline int p2p_job_rank(const P2p *p, int r) { return p->comm->first + r * p->comm->stride; }
-static inline int p2p_describe(const P2p *p, char *text, size_t size) {
-    const P2pRecord *r = p->record;
-    const uint32_t state = __atomic_load_n(&r->state, __ATOMIC_ACQUIRE);
-    const int rank = p2p_job_rank(p, r->rank), peer = p2p_job_rank(p, r->peer);
-    const int is_trial = r->kind < P2P_TRIALS && r->epoch <= P2P_TRIALS;
-    if (state == P2P_RUNS) return 0;
-    snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: ", p2p_names[r->kind & 7], r->bytes, r->epoch);
-    if (state == P2P_LATE)
-        watchdog_print(text, size, "rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)",
-                       rank, 1e-9 * (double)r->elapsed_ns, peer, r->block, r->meeting);
-    if (state == P2P_LATE && is_trial)
-        watchdog_print(text, size, "; a first trial: maybe what they store for each other does not arrive,"
-                       " look for IOMMU and PCIe ACS, or use --p2p 0");
-    if (state == P2P_APART)
-        watchdog_print(text, size, "rank %d met rank %d in another one: %s, or another count or type (block %d)", rank,
-                       peer, p2p_names[r->other & 7], r->block);
-    return 1;
-}
-// For the watchdog's thread: whether a wait has come to its end, and whose.
-static inline int p2p_hook(char *text, size_t size) {
-    int found = 0;
-    for (const P2p *p : p2p_watched) {
-        if (!p) continue;
-        if (!found) found = p2p_describe(p, text, size);
-        __atomic_fetch_add(&p->record->beats, 1, __ATOMIC_RELAXED);
-    }
-    return found;
-}
-static inline void p2p_watch(const P2p *from, const P2p *to) {
-    int i = 0;
-    pthread_mutex_lock(&watchdog.lock);
-    while (i < P2P_WORKSPACES && p2p_watched[i] != from) i++;
-    if (i < P2P_WORKSPACES) p2p_watched[i] = to;
-    pthread_mutex_unlock(&watchdog.lock);
-    require(i < P2P_WORKSPACES, "more than %d peer-to-peer workspaces\nclose one", P2P_WORKSPACES);
-}
-
 // ---- life
 
 // For messages of up to max_bytes among `world` ranks; `behind` bytes more, which this file does not use, are shared
@@ -523,80 +272,6 @@ static inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, s
     const char *name = behind ? "short messages; pushed rows (6,B,T,C)" : "short messages";
     memory_request(m, &p->memory, "peer-to-peer", name, round_up(p->behind_at + behind, P2P_ALLOCATION));
     memory_request_pinned(m, &p->record, "peer-to-peer", "record", 1);
-}
-// How long waits of later calls may last, in seconds; 0: for ever.
-static inline void p2p_patience(P2p *p, double seconds) {
-    p->view.budget_ns = seconds > 0 ? (uint64_t)(1e9 * seconds) : UINT64_MAX;
-}
-// This rank's side. Flags are zero when it returns.
-static inline void p2p_prepare(P2p *p, const Comm *comm, int blocks, cudaStream_t stream, double timeout) {
-    require(blocks > 0 && blocks <= P2P_BLOCKS, "%d blocks for peer-to-peer collectives\n1 to %d", blocks, P2P_BLOCKS);
-    p->view.rank = comm->rank;
-    p->view.record = p->record;
-    p2p_patience(p, timeout);
-    p->blocks = blocks;
-    p->stream = stream;
-    p->comm = comm;
-    memset(p->record, 0, sizeof *p->record);
-    cudaCheck(cudaMemsetAsync(p->memory, 0, p->payload_at, stream));
-    cudaCheck(cudaStreamSynchronize(stream));
-    p2p_watch(NULL, p);
-}
-// Where rank r's workspace is.
-static inline void p2p_place(P2p *p, int r, char *memory) {
-    p->mapped[r] = memory;
-    p->view.signals[r] = (P2pSignals *)memory;
-    p->view.payload[r] = memory + p->payload_at;
-}
-
-typedef struct {
-    char host[64];
-    cudaIpcMemHandle_t memory;
-    char why[256];  // not, if not empty
-} P2pCard;
-
-// What every rank says; the first trouble among them becomes everybody's. Nobody comes back before all have come.
-static inline int p2p_agree(const P2p *p, const P2pCard *mine, P2pCard *all, char *why, size_t size) {
-    comm_gather_all(p->comm, mine, sizeof *mine, all);
-    for (int r = 0; r < p->view.world && !*why; r++) {
-        if (strcmp(all[r].host, all[0].host) != 0)
-            snprintf(why, size, "ranks %d and %d are on two hosts, %.60s and %.60s", p2p_job_rank(p, 0),
-                     p2p_job_rank(p, r), all[0].host, all[r].host);
-        if (*all[r].why) snprintf(why, size, "%s", all[r].why);
-    }
-    return !*why;
-}
-static inline P2pCard p2p_card(const P2p *p) {
-    P2pCard card;
-    memset(&card, 0, sizeof card);
-    snprintf(card.host, sizeof card.host, "%s", p->comm->host);
-    const cudaError_t status = cudaIpcGetMemHandle(&card.memory, p->memory);
-    cudaGetLastError();
-    if (status != cudaSuccess)
-        snprintf(card.why, sizeof card.why, "rank %d cannot share its memory (cudaIpcGetMemHandle: %s)",
-                 p2p_job_rank(p, p->view.rank), cudaGetErrorString(status));
-    return card;
-}
-static inline void p2p_map(P2p *p, const P2pCard *all, P2pCard *mine) {
-    for (int r = 0; r < p->view.world && !*mine->why; r++) {
-        void *memory = p->memory;
-        cudaError_t status = cudaSuccess;
-        if (r != p->view.rank) status = cudaIpcOpenMemHandle(&memory, all[r].memory, cudaIpcMemLazyEnablePeerAccess);
-        cudaGetLastError();
-        if (status == cudaSuccess) p2p_place(p, r, (char *)memory);
-        else
-            snprintf(mine->why, sizeof mine->why,
-                     "rank %d cannot open the memory of rank %d (cudaIpcOpenMemHandle: %s); in containers,"
-                     " they must share IPC and process ids",
-                     p2p_job_rank(p, p->view.rank), p2p_job_rank(p, r), cudaGetErrorString(status));
-    }
-}
-static inline void p2p_unmap(P2p *p) {
-    for (int r = 0; r < p->view.world; r++) {
-        if (r != p->view.rank && p->mapped[r]) cudaCheck(cudaIpcCloseMemHandle(p->mapped[r]));
-        p->mapped[r] = NULL;
-    }
-    p2p_watch(p, NULL);
 }
 // Known numbers through flags and through lines: there are hosts on which stores to a peer end elsewhere.
 static inline void p2p_try(const P2p *p, P2pCard *mine) {

@@ -25,7 +25,7 @@
 //     So callers give a call's reads to the compute stream before they begin the next call of the class.
 // (c) What is pushed may be overwritten after push_end, by 8. Calls of different classes may overlap.
 // (d) No wait holds up the push that it waits for, even where all streams of a process share one queue of the device:
-//     on every rank the host gives a call's pushes before its waits. Waits are bounded as those of p2p.cuh are.
+//     on every rank the host gives a call's pushes before its waits. Waits are bounded as all are in peers.cuh.
 #ifndef LLMC_PUSH_CUH
 #define LLMC_PUSH_CUH
 
