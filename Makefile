@@ -68,7 +68,7 @@ keep = mv -f $@.d.$(PARTIAL) $(basename $@).d && mv -f $@.$(PARTIAL) $@
 depend = -MMD -MP -MT $@ -MF $@.d.$(PARTIAL)
 renew = cmp -s $1 $@ || { cp $1 $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@; }
 
-.PHONY: help all demo test doctor headers ladders bench sanitize fuzz parity venv toolkit mpi clean FORCE \
+.PHONY: help all demo test doctor headers ladders bench sanitize fuzz parity format venv toolkit mpi clean FORCE \
         train_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu host_tests
 FORCE:
 
@@ -84,6 +84,7 @@ help:
 	@echo 'make sanitize      host tests under ASan and UBSan; compute-sanitizer on a GPU'
 	@echo 'make fuzz          broken files for every reader, with clang (ONLY="json config" SECONDS=600)'
 	@echo 'make headers       each header compiles alone'
+	@echo 'make format        C, CUDA and Python in the layout of .clang-format and ruff.toml'
 	@echo 'make venv          .venv with everything the Python tools use;  make toolkit: CUDA, NCCL and MPI into .venv'
 	@echo 'make clean         removes build products, keeps .venv, data and logs'
 
@@ -218,6 +219,9 @@ venv:
 	@$(PYTHON) dev/venv.py test
 toolkit mpi:
 	@$(PYTHON) dev/venv.py $@
+
+format: venv
+	@$(VENV_PYTHON) dev/format.py
 
 parity: venv train_gpt2 $(if $(and $(NVCC),$(filter-out 0,$(GPUS))),train_gpt2cu train_gpt2fp32cu)
 	@$(VENV_PYTHON) dev/test/parity.py

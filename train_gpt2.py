@@ -26,7 +26,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-import dev.missing_package  # before numpy
+import dev.missing_package  # noqa: F401, before numpy
 import numpy as np
 import safetensors.torch
 import torch

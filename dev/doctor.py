@@ -45,7 +45,11 @@ int main() { printf("%zu", cublasLtGetVersion()); }
 MPI_PROBE = """
 #include <mpi.h>
 #include <stdio.h>
-int main(void) { char text[MPI_MAX_LIBRARY_VERSION_STRING]; int n; return MPI_Get_library_version(text, &n) != MPI_SUCCESS || puts(text) < 0; }
+int main(void) {
+    char text[MPI_MAX_LIBRARY_VERSION_STRING];
+    int n;
+    return MPI_Get_library_version(text, &n) != MPI_SUCCESS || puts(text) < 0;
+}
 """
 HOST_PROBE = """
 #include <math.h>

@@ -135,7 +135,9 @@ def frame(log, width, height, now, changed, blocks=BLOCKS):
         top.append(f"val loss   {log.eval['loss'][-1]:.4f}{bits} at step {log.eval['step'][-1]:.0f}{best}")
     for name, series in log.choices.items():
         if len(series):
-            top.append(f"{name[:10]:<10} {', '.join(f'{field} {series[field][-1]:.4f}' for field in ('acc', 'acc_norm') if math.isfinite(series[field][-1]))} at step {series['step'][-1]:.0f}")
+            known = [field for field in ("acc", "acc_norm") if math.isfinite(series[field][-1])]
+            values = ", ".join(f"{field} {series[field][-1]:.4f}" for field in known)
+            top.append(f"{name[:10]:<10} {values} at step {series['step'][-1]:.0f}")
     if log.checkpoint:
         top.append(f"checkpoint {log.checkpoint.get('path', '')}")
     skipped = sum(1 for v in log.step["skipped"] if v == 1)

@@ -72,7 +72,8 @@ def report(name, passed, failed, skipped, seconds, log):
     for key, count in zip(totals, (passed, failed, skipped)):
         totals[key] += count
     counts = ", ".join(f"{n} {what}" for n, what in ((passed, "passed"), (failed, "failed"), (skipped, "skipped")) if n)
-    print(f"{'FAIL' if failed else 'ok' if passed else 'skip':<5}{name:<44}{counts or 'nothing to run':<28}{seconds:7.1f} s", flush=True)
+    outcome = "FAIL" if failed else "ok" if passed else "skip"
+    print(f"{outcome:<5}{name:<44}{counts or 'nothing to run':<28}{seconds:7.1f} s", flush=True)
     if failed:
         failures.append((name, log))
         if log:

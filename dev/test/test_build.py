@@ -282,8 +282,16 @@ int cuInit(unsigned f) { (void)f; return 0; }
 int cuDriverGetVersion(int *v) { *v = 12040; return 0; }
 int cuDeviceGetCount(int *n) { *n = COUNT; return 0; }
 int cuDeviceGet(int *device, int i) { *device = i; return 0; }
-int cuDeviceGetName(char *name, int size, int device) { static const char *names[] = {"Tesla T4", "NVIDIA H100", "GeForce RTX 3090"}; strncpy(name, names[device], size); return 0; }
-int cuDeviceGetAttribute(int *v, int attribute, int device) { static const int sm[] = {75, 90, 86}; *v = attribute == 75 ? sm[device] / 10 : sm[device] % 10; return 0; }
+int cuDeviceGetName(char *name, int size, int device) {
+    static const char *names[] = {"Tesla T4", "NVIDIA H100", "GeForce RTX 3090"};
+    strncpy(name, names[device], size);
+    return 0;
+}
+int cuDeviceGetAttribute(int *v, int attribute, int device) {
+    static const int sm[] = {75, 90, 86};
+    *v = attribute == 75 ? sm[device] / 10 : sm[device] % 10;
+    return 0;
+}
 """
 
 

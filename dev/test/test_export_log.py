@@ -19,7 +19,8 @@ def tell(*words):
 STAND_INS = {
     "tensorboardX": TELL + '''
 class SummaryWriter:
-    def __init__(self, folder, purge_step, filename_suffix): tell("open", os.path.basename(folder), purge_step, filename_suffix)
+    def __init__(self, folder, purge_step, filename_suffix):
+        tell("open", os.path.basename(folder), purge_step, filename_suffix)
     def add_scalar(self, *a): tell("scalar", *a)
     def add_text(self, *a): tell("text", *a)
     def flush(self): tell("flush")

@@ -10,8 +10,15 @@ UUID = "0123456789abcdeffedcba9876543210"
 LIBRARY = r"""
 #include <string.h>
 int nvmlInit_v2(void) { return 0; }
-int nvmlDeviceGetHandleByUUID(const char *name, void **device) { *device = (void *)7; return strcmp(name, "GPU-01234567-89ab-cdef-fedc-ba9876543210") ? 6 : 0; }
-static int give(void *device, unsigned value, unsigned *to) { if (device != (void *)7) return 1; *to = value; return 0; }
+int nvmlDeviceGetHandleByUUID(const char *name, void **device) {
+    *device = (void *)7;
+    return strcmp(name, "GPU-01234567-89ab-cdef-fedc-ba9876543210") ? 6 : 0;
+}
+static int give(void *device, unsigned value, unsigned *to) {
+    if (device != (void *)7) return 1;
+    *to = value;
+    return 0;
+}
 int nvmlDeviceGetClockInfo(void *d, int what, unsigned *to) { return give(d, what == 1 ? 1755 : 3201, to); }
 int nvmlDeviceGetMaxClockInfo(void *d, int what, unsigned *to) { (void)what; return give(d, 1980, to); }
 int nvmlDeviceGetPowerUsage(void *d, unsigned *to) { return give(d, 698400, to); }

@@ -180,7 +180,8 @@ TENSOR = [tp for tp in (2, 4, 8) if tp <= WORLD]
 HEADS = max(WORLD, 2)
 SHARED = {  # what all ranks can share; of the second one's heads of keys and values there are copies. A low rate: Adam turns the last bits of the smallest gradients into steps
     "gpt2": ["-l", "3e-4", "-e", f"d3,channels={64 * HEADS},heads={HEADS},vocab=256,seq=64"],
-    "llama3.2": ["-l", "3e-4", "-e", f"llama3.2:1B,layers=2,channels={64 * HEADS},heads={HEADS},kv_heads={max(HEADS // 4, 1)},vocab=256,ffn=256,seq=64"],
+    "llama3.2": ["-l", "3e-4", "-e", f"llama3.2:1B,layers=2,channels={64 * HEADS},heads={HEADS},"
+                 f"kv_heads={max(HEADS // 4, 1)},vocab=256,ffn=256,seq=64"],
 }
 
 

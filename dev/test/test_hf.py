@@ -600,7 +600,7 @@ def test_leftovers_of_another_model_are_not_mixed_in(hub, model_files, tmp_path,
     ({}, [401], "HF_TOKEN"),
     ({}, [404], "404"),
 ])
-def test_the_hub_has_something_else(hub, model_files, tmp_path, monkeypatch, capfd, change, faults, words):  # noqa: F811
+def test_the_hub_has_something_else(hub, model_files, tmp_path, monkeypatch, capfd, change, faults, words):
     hub.files, hub.faults = {k: v for k, v in {**model_files[0], **change}.items() if v is not None}, faults
     refuses(monkeypatch, capfd, words, "import", "Qwen/tiny", tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -249,7 +248,9 @@ def test_scripts_are_bash(name):
 RECORDER = f"""#!{sys.executable}
 import os, sys
 with open(os.environ["RECORD"], "a") as f:
-    f.write(repr((os.path.basename(sys.argv[0]), sys.argv[1:], {{k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "OMPI_MCA_", "PRTE_MCA_", "OMP_", "HWLOC_"))}})) + "\\n")
+    passed_on = ("NCCL_", "OMPI_MCA_", "PRTE_MCA_", "OMP_", "HWLOC_")
+    known = {{k: v for k, v in os.environ.items() if k.startswith(passed_on)}}
+    f.write(repr((os.path.basename(sys.argv[0]), sys.argv[1:], known)) + "\\n")
 words = sys.argv[1:]
 if sys.argv[0].endswith("srun") and os.environ.get("RUN"):
     while words[0].startswith("-"):

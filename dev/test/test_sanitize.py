@@ -10,8 +10,9 @@ PASSED = "test_gpt2: 24 passed, 0 failed"
 CUBLAS = """========= Error: Race reported between Read access at nvjet_sm90_tst_32x64_64x16_4x2_h_bz_splitK_NTN+0xb30
 =========     and Write access at nvjet_sm90_tst_32x64_64x16_4x2_h_bz_splitK_NTN+0x2fb0 [384 hazards]
 ========= """
-OURS = """========= Error: Race reported between Read access at void attention_forward_hopper<HopperForward<(int)64>>(CUtensorMap_st, HopperWork)+0x5e0
-=========     and Write access at void attention_forward_hopper<HopperForward<(int)64>>(CUtensorMap_st, HopperWork)+0x7870 [1984 hazards]
+KERNEL = "void attention_forward_hopper<HopperForward<(int)64>>(CUtensorMap_st, HopperWork)"
+OURS = f"""========= Error: Race reported between Read access at {KERNEL}+0x5e0
+=========     and Write access at {KERNEL}+0x7870 [1984 hazards]
 ========= """
 MIXED = OURS.replace("and Write access at void attention_forward_hopper", "and Write access at nvjet_")
 INTERNAL = "========= Internal Sanitizer Error: The Sanitizer failed to handle a hardware exception."
