@@ -59,8 +59,8 @@ RANKED := dev/cuda/p2p.cu dev/cuda/tp.cu
 nvflags = $(NVFLAGS) $(if $(filter-out $(RANKED),$(filter dev/cuda/%,$<)),,$(GPU_RANKS)) $(REVISION_FLAGS)
 LADDERS := $(patsubst dev/cuda/%.cu,%,$(wildcard dev/cuda/*.cu))
 HOST_TESTS := $(patsubst dev/test/%.c,%,$(wildcard dev/test/test_*.c))
-CUDA_HEADERS := $(wildcard llmc/*.cuh llmc/*/*.cuh)
-HEADERS := $(patsubst llmc/%,%,$(wildcard llmc/*.h) $(CUDA_HEADERS))
+C_HEADERS := $(wildcard llmc/*.h)
+HEADERS := $(C_HEADERS) $(wildcard llmc/*.cuh llmc/*/*.cuh)
 
 # An unfinished dependency file would stop every later make, so it is renamed before its object. Makes may run beside each other: each has its own partial files.
 PARTIAL := $(shell echo $$PPID).partial
@@ -112,11 +112,11 @@ $(BUILD)/train_gpt2: $(BUILD)/train_gpt2.o $(BUILD)/revision.o
 train_gpt2: $(BUILD)/train_gpt2
 	@$(call renew,$<)
 # The same program with every access checked, for the tests of bad input; without MPI, whose own leaks are not ours.
-$(BUILD)/train_gpt2.asan: train_gpt2.c $(wildcard llmc/*.h) $(BUILD)/revision.o $(CONFIG) Makefile
+$(BUILD)/train_gpt2.asan: train_gpt2.c $(C_HEADERS) $(BUILD)/revision.o $(CONFIG) Makefile
 	$(CC) $(CFLAGS) $(ASAN_CFLAGS) $(REVISION_FLAGS) $< $(BUILD)/revision.o -o $@.$(PARTIAL) -lm -ldl && mv -f $@.$(PARTIAL) $@
 
 # What dev/eval/hf.py asks of the trainers' own readers.
-$(BUILD)/hf: dev/eval/hf.c train_gpt2.c $(wildcard llmc/*.h) $(CONFIG) Makefile
+$(BUILD)/hf: dev/eval/hf.c train_gpt2.c $(C_HEADERS) $(CONFIG) Makefile
 	$(CC) $(CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
 
 need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doctor shows what is missing; make toolkit puts one into .venv\n' '$(CUDA_OFF)' >&2; exit 1;)
@@ -126,7 +126,7 @@ $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 	$(NVCC) $(nvflags) $(depend) -c $< -o $@.$(PARTIAL)
 	@$(keep)
 # Tests where no GPU can run them: as far as PTX only and not optimised (-G), a tenth of the time.
-$(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(CUDA_HEADERS) $(wildcard llmc/*.h dev/cuda/*.cuh dev/test/*.h dev/test/*.cuh) $(BUILD)/revision.h $(CONFIG) Makefile
+$(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(HEADERS) $(wildcard dev/cuda/*.cuh dev/test/*.h dev/test/*.cuh) $(BUILD)/revision.h $(CONFIG) Makefile
 	mkdir -p $(@D) && $(NVCC) $(subst code=sm_,code=compute_,$(nvflags)) -G --ptx $< -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
 # What takes long to compile is an object that trainer, tests and ladders share.
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu dev/cuda/matmul dev/cuda/rope dev/cuda/tp): $(CU)/llmc/matmul_hopper.o
@@ -160,7 +160,7 @@ $(BUILD)/test/%.asan.o: dev/test/%.c $(CONFIG) Makefile
 	@$(keep)
 $(BUILD)/test/%.asan: $(BUILD)/test/%.asan.o
 	$(CC) $(TEST_CFLAGS) $(ASAN_CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
-$(BUILD)/test/%.mpi: dev/test/%.c $(wildcard llmc/*.h) $(CONFIG) Makefile
+$(BUILD)/test/%.mpi: dev/test/%.c $(C_HEADERS) $(CONFIG) Makefile
 	@mkdir -p $(@D)
 	$(if $(MPI_LIBS),,@printf 'error: no MPI\n  hint: make doctor says how to turn it on\n' >&2; exit 1;)
 	$(CC) $(TEST_CFLAGS) $(RANKS) $< -o $@.$(PARTIAL) -lm $(MPI_LIBS) && mv -f $@.$(PARTIAL) $@
@@ -174,10 +174,10 @@ FUZZ_FLAGS = -std=gnu11 -Wall -Wextra -Werror -Wno-unknown-pragmas $(ASAN_CFLAGS
 	$< -lm -pthread
 CLANG ?= clang
 SECONDS ?= 60
-$(BUILD)/fuzz/%.replay: dev/fuzz/%.c dev/fuzz/fuzz.h $(wildcard llmc/*.h) $(CONFIG) Makefile
+$(BUILD)/fuzz/%.replay: dev/fuzz/%.c dev/fuzz/fuzz.h $(C_HEADERS) $(CONFIG) Makefile
 	@mkdir -p $(@D)
 	$(CC) -DFUZZ_REPLAY $(FUZZ_FLAGS) -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
-$(BUILD)/fuzz/%.fuzzer: dev/fuzz/%.c dev/fuzz/fuzz.h $(wildcard llmc/*.h) $(CONFIG) Makefile
+$(BUILD)/fuzz/%.fuzzer: dev/fuzz/%.c dev/fuzz/fuzz.h $(C_HEADERS) $(CONFIG) Makefile
 	@mkdir -p $(@D)
 	$(CLANG) -fsanitize=fuzzer $(FUZZ_FLAGS) -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@ || { \
 	printf 'error: $@ was not built\n  hint: it needs clang with libFuzzer: apt install clang libclang-rt-dev, or CLANG=...\n' >&2; \
@@ -186,14 +186,14 @@ $(BUILD)/fuzz/%.fuzzer: dev/fuzz/%.c dev/fuzz/fuzz.h $(wildcard llmc/*.h) $(CONF
 # A header is included by a file that has nothing else (what comes after a backend: a Model and nothing else). C headers serve
 # C and C++; device code is compiled for one GPU only, and not optimised (-G), which would take six times as long.
 AFTER_BACKEND := hf_weights checkpoint evaluate generate trainer
-headers: $(HEADERS:%=$(BUILD)/headers/%.ok)
-$(BUILD)/headers/%.h.ok: llmc/%.h $(wildcard llmc/*.h) $(CONFIG)
+headers: $(HEADERS:llmc/%=$(BUILD)/headers/%.ok)
+$(BUILD)/headers/%.h.ok: llmc/%.h $(C_HEADERS) $(CONFIG)
 	@mkdir -p $(@D)
 	@printf '$(if $(filter $*,$(AFTER_BACKEND)),#include "llmc/backend.h"\nstruct Model { Config config; ParamTable table; const Mesh *mesh; };\n)#include "llmc/$*.h"\n' > $(@:.ok=.c)
 	@$(CC) -std=gnu11 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c)
 	@$(if $(CXX),$(CXX) -x c++ -std=c++17 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c))
 	@touch $@ && echo 'ok llmc/$*.h'
-$(BUILD)/headers/%.cuh.ok: llmc/%.cuh $(wildcard llmc/*.h) $(CUDA_HEADERS) $(CONFIG)
+$(BUILD)/headers/%.cuh.ok: llmc/%.cuh $(HEADERS) $(CONFIG)
 	$(need_cuda)
 	@mkdir -p $(@D)
 	@printf '#include "llmc/$*.cuh"\nint main() {}\n' > $(@:.ok=.cu)
@@ -248,4 +248,4 @@ fuzz: $(foreach t,$(or $(ONLY),$(FUZZ_TARGETS)),$(BUILD)/fuzz/$t.fuzzer $(BUILD)
 clean:
 	rm -rf $(BUILD) train_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu
 
--include $(wildcard $(BUILD)/*.d $(BUILD)/test/*.d $(CU)/*.d $(CU)/llmc/*.d $(CU)/dev/cuda/*.d)
+-include $(wildcard $(BUILD)/*.d $(BUILD)/test/*.d $(CU)/*.d $(CU)/llmc/*/*.d $(CU)/llmc/*.d $(CU)/dev/cuda/*.d)

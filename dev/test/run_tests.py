@@ -157,7 +157,7 @@ def build_all(config, wanted):
         jobs = [(f"build train_gpt2cu {p}", [f"{fat_folder.format(p)}/train_gpt2cu", fat, option]) for p, option in both] \
             + [(f"{'build' if runs else 'compile'} {name} {p}", [f"build/{p}-{ladder_arch}/{target[runs]}", f"ARCHS={ladder_arch}", option]) for p, option in both for name, target in targets.items()] + jobs
         headers += sorted(Path("llmc").rglob("*.cuh"))
-    jobs += [(f"header {h.relative_to('llmc')}", [f"build/headers/{h.relative_to('llmc')}.ok"]) for h in headers]
+    jobs += [(f"header {name}", [f"build/headers/{name}.ok"]) for h in headers for name in [h.relative_to("llmc")]]
     jobs = [job for job in jobs if wanted(job[0])]
     with ThreadPoolExecutor(min(CORES, 32)) as pool:
         results = pool.map(lambda job: make(job[0], *job[1]), jobs)
