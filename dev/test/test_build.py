@@ -265,8 +265,16 @@ def test_only_one_file_allocates_device_memory():
 
 def test_one_place_chooses_the_activation():
     """With a default that stops: a kind that is forgotten elsewhere cannot run as another one."""
-    places = [str(f) for f in tracked(".cu", ".cuh") if f.parts[0] == "llmc" and re.search(r"\bcase MLP_", (ROOT / f).read_text())]
-    kernels = [str(f) for f in tracked(".cu", ".cuh") if re.match(r"(matmul|activation)(_|\.)", f.name) and f.parts[0] == "llmc"]
+    places = [
+        str(f)
+        for f in tracked(".cu", ".cuh")
+        if f.parts[0] == "llmc" and re.search(r"\bcase MLP_", (ROOT / f).read_text())
+    ]
+    kernels = [
+        str(f)
+        for f in tracked(".cu", ".cuh")
+        if re.match(r"(matmul|activation)(_|\.)", f.name) and f.parts[0] == "llmc"
+    ]
     asking = [f for f in kernels if re.search(r"[!=]= MLP_", (ROOT / f).read_text())]
     assert places == ["llmc/activation_policy.cuh"] and len(kernels) > 5 and not asking, (places, asking)
 
