@@ -390,7 +390,7 @@ def option_table():
     """Of llmc/options.h, the one table of options: rows of section, kind, name, letters, default (text or number),
     smallest, largest, help; and what other trainers call an option -> its name."""
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "llmc", "options.h")) as f:
-        text = f.read().replace("\\\n", " ")
+        text = " ".join(f.read().replace("\\\n", " ").split()).replace('" "', "")  # lines and strings may break anywhere
     row = (r'SECTION\("([^"]*)"\)|(STR|INT|FLT)\((\w+), "(\w*)", \'.\', '
            r'(?:"([^"]*)"|([^",]+)), +(?:([^",]+), ([^",]+), +)?"([^"]*)"\)')
     rows, section = [], ""
