@@ -153,7 +153,7 @@ def test_help_lists_every_letter_of_llm_c(trainer):
 # name -> (letters, what it changes, help), as options.h has them
 OPTIONS = {field.replace("_", "-"): (letters, mark, text) for field, letters, mark, text in re.findall(
     r'(?:STR|INT|FLT)\((\w+), "(\w*)", \'(.)\', (?:"[^"]*"|[^",]+)(?:, [^",]+, [^",]+)?, +"([^"]*)"\)',
-    (ROOT / "llmc/options.h").read_text().replace("\\\n", " "))}
+    " ".join((ROOT / "llmc/options.h").read_text().replace("\\\n", " ").split()).replace('" "', ""))}
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["-b", "4", "-h", "-t", "8"], ["--help", "1"]], ids=" ".join)
