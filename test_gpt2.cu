@@ -1,25 +1,34 @@
 // Whole-model tests on GPUs: what train_gpt2.cu ships, against PyTorch and against itself.
 //   python train_gpt2.py --write-debug DIR ...; ./test_gpt2cu OUTPUT_FOLDER DIR...     (make test does both)
-//   ./test_gpt2cu --brief OUTPUT_FOLDER DIR...         every kernel a few times: for compute-sanitizer, which is slow (make sanitize)
-//   mpirun -np N ./test_gpt2cu OUTPUT_FOLDER DIR...    the ranks share each DIR's batch: the same losses, the same bits everywhere
-//   mpirun -np N ./test_gpt2cu --tp [MODEL...]         tensor parallelism of 2, 4, ... N ranks (N a power of 2), the others data parallel, against one rank
-//   mpirun -np N ./test_gpt2cu --tp --one-gpu [MODEL...]   the same with all ranks on one GPU, which exchange through host memory
+//   ./test_gpt2cu --brief OUTPUT_FOLDER DIR...
+//     every kernel a few times: for compute-sanitizer, which is slow (make sanitize)
+//   mpirun -np N ./test_gpt2cu OUTPUT_FOLDER DIR...
+//     the ranks share each DIR's batch: the same losses, the same bits everywhere
+//   mpirun -np N ./test_gpt2cu --tp [MODEL...]
+//     tensor parallelism of 2, 4, ... N ranks (N a power of 2), the others data parallel, against one rank
+//   mpirun -np N ./test_gpt2cu --tp --one-gpu [MODEL...]
+//     the same with all ranks on one GPU, which exchange through host memory
 #define TESTING
 #include "dev/test/nccl_for_tests.cuh"
 #include "train_gpt2.cu"
 #include "dev/test/model_test.h"
 #include "dev/test/tp_test.h"
 
-// Two micro-steps, an update, losses and a token after a prompt: each kernel of a path, the adding and the overwriting forms.
+// Two micro-steps, an update, losses and a token after a prompt: each kernel of a path, the adding and the overwriting
+// forms.
 static void test_one_step(const char *folder, const Options *o, const char *name) {
     DebugFile d = debug_open(folder);
     Model m;
     open_reference(&m, folder, o);
     const size_t N = (size_t)d.B * d.T;
-    float loss, norm, *reference = debug_floats(&d, "loss", 1), *values = (float *)malloc_or_die((N > (size_t)m.config.vocab_size ? N : (size_t)m.config.vocab_size) * sizeof(float));
+    float loss, norm,
+        *reference = debug_floats(&d, "loss", 1),
+        *values =
+            (float *)malloc_or_die((N > (size_t)m.config.vocab_size ? N : (size_t)m.config.vocab_size) * sizeof(float));
     for (int micro = 0; micro < 2; micro++) model_micro_step(&m, d.tokens, d.targets, micro, 2);
     debug_step(&m, &loss, &norm, 1);
-    check(fabs((double)loss - reference[0]) <= bounds_of(&m).loss && isfinite(norm), "%s, %s: loss %.6f, PyTorch %.6f", folder, name, loss, reference[0]);
+    check(fabs((double)loss - reference[0]) <= bounds_of(&m).loss && isfinite(norm), "%s, %s: loss %.6f, PyTorch %.6f",
+          folder, name, loss, reference[0]);
     double after = 0;
     model_losses(&m, d.tokens, d.targets, d.T / 2, values);
     for (size_t i = 0; i < N; i++) after += values[i] / (double)N;
@@ -30,7 +39,8 @@ static void test_one_step(const char *folder, const Options *o, const char *name
     int finite = 1;
     for (int i = 0; i < m.config.vocab_size; i++) finite &= isfinite(values[i]) != 0;
     check(after < reference[0] && finite, "%s, %s: loss %.6f after the update, logits are finite", folder, name, after);
-    free(reference); free(values);
+    free(reference);
+    free(values);
     model_close(&m);
     debug_close(&d);
 }
@@ -51,21 +61,26 @@ static double gradient_error(const char *folder, const Options *base, int batch_
     open_reference(&m, folder, &o);
     const int num_micro = d.B / batch_size;
     for (int step = 0; step < 3; step++)  // the same again as graphs
-        for (int k = 0; k < num_micro; k++) model_micro_step(&m, d.tokens + k * batch_size * d.T, d.targets + k * batch_size * d.T, k, num_micro);
+        for (int k = 0; k < num_micro; k++)
+            model_micro_step(&m, d.tokens + k * batch_size * d.T, d.targets + k * batch_size * d.T, k, num_micro);
     for (int i = 0; i < m.table.count; i++) {
         const Param *p = &m.table.params[i];
         char name[128];
         snprintf(name, sizeof name, "grad.%s", p->name);
         const StTensor *t = st_find(&d.file, name);
         const size_t size = (size_t)p->file_rows * p->cols;
-        float *expected = (float *)malloc_or_die(p->size * sizeof(float)), *got = (float *)malloc_or_die(p->size * sizeof(float)), *scratch = (float *)malloc_or_die(p->size * sizeof(float));
+        float *expected = (float *)malloc_or_die(p->size * sizeof(float)),
+              *got = (float *)malloc_or_die(p->size * sizeof(float)),
+              *scratch = (float *)malloc_or_die(p->size * sizeof(float));
         param_read(&d.file, t, p, 0, size, expected, scratch);
         model_read(&m, SLOT_GRAD, p->offset, p->size, got);
         for (size_t k = 0; k < size; k++) {
             difference += (double)(got[k] - expected[k]) * (got[k] - expected[k]);
             reference += (double)expected[k] * expected[k];
         }
-        free(expected); free(got); free(scratch);
+        free(expected);
+        free(got);
+        free(scratch);
     }
     model_close(&m);
     debug_close(&d);
@@ -73,8 +88,12 @@ static double gradient_error(const char *folder, const Options *base, int batch_
 }
 // Over eight micro-steps: sums in fp32 are as good as one micro-step, sums in bf16 are not.
 static void test_gradient_sums(const char *folder, const Options *o) {
-    const double one = gradient_error(folder, o, (int)o->batch_size, "fp32"), wide = gradient_error(folder, o, 1, "fp32"), narrow = gradient_error(folder, o, 1, "bf16");
-    check(wide <= 1.05 * one && narrow > wide, "%s: gradients of %lld micro-steps are off by %.2e with sums in fp32, %.2e in bf16, of one micro-step by %.2e", folder, o->batch_size, wide, narrow, one);
+    const double one = gradient_error(folder, o, (int)o->batch_size, "fp32"),
+                 wide = gradient_error(folder, o, 1, "fp32"), narrow = gradient_error(folder, o, 1, "bf16");
+    check(
+        wide <= 1.05 * one && narrow > wide,
+        "%s: gradients of %lld micro-steps are off by %.2e with sums in fp32, %.2e in bf16, of one micro-step by %.2e",
+        folder, o->batch_size, wide, narrow, one);
 }
 // All that saves memory at once.
 static Options least_memory(Options o) {
@@ -149,14 +168,21 @@ static void test_one_gpu(const char *folder, const char *output) {
     }
 }
 
-// What a run that does not fit is told, on the tables of large models, which no device holds. bf16 builds only, for the sizes' sake.
+// What a run that does not fit is told, on the tables of large models, which no device holds. bf16 builds only, for the
+// sizes' sake.
 static void test_memory_hint(void) {
-    const struct { const char *model; int B, T, free_gib; const char *hint; int generate; } cases[] = {
+    const struct {
+        const char *model;
+        int B, T, free_gib;
+        const char *hint;
+        int generate;
+    } cases[] = {
         {"gpt2:124M", 64, 1024, 23, "; or this one with --recompute 1"},
         {"gpt2:124M", 8192, 64, 139, "; or this one with --recompute 2 --head-chunks 8"},
         {"llama3:8B", 1, 8192, 139, " with --recompute 3 --head-chunks 8"},
         {"llama3:8B", 2, 8192, 78, " with --master-weights 0 --state-dtype bf16 --recompute 3 --head-chunks 8"},
-        {"llama3:8B", 1, 8192, 60, ", with any option: use a shorter --seq-len or a smaller model, or several GPUs with --zero-stage 1"},
+        {"llama3:8B", 1, 8192, 60,
+         ", with any option: use a shorter --seq-len or a smaller model, or several GPUs with --zero-stage 1"},
         {"llama3:70B", 1, 1024, 139, ", or several GPUs with --tp"},  // weights and gradients alone are 282 GB
         {"llama3:8B", 1024, 256, 30, " would fit (more with --recompute 3 --head-chunks 8)", 1},
     };
@@ -172,15 +198,21 @@ static void test_memory_hint(void) {
         ParamTable table = params_table(&config);
         Plan p = plan_make(&config, &o, &one_rank, &table);
         run_memory_hint(text, sizeof text, free_bytes, NULL, &p);
-        const size_t bytes = run_bytes(&p, &o, c.B), named = (size_t)atoi(text + strcspn(text, "0123456789")), room = free_bytes - run_reserve(&p);
-        const int is_largest = c.B < 64 || (run_bytes(&p, &o, (int)named) <= room && run_bytes(&p, &o, (int)named + 1) > room);
-        check(bytes > free_bytes && is_largest && strlen(text) > strlen(c.hint) && strcmp(text + strlen(text) - strlen(c.hint), c.hint) == 0, "%s, B %d, %.1f GiB where %d are free: %s", c.model, c.B, (double)bytes / 1073741824.0, c.free_gib, text);
+        const size_t bytes = run_bytes(&p, &o, c.B), named = (size_t)atoi(text + strcspn(text, "0123456789")),
+                     room = free_bytes - run_reserve(&p);
+        const int is_largest =
+            c.B < 64 || (run_bytes(&p, &o, (int)named) <= room && run_bytes(&p, &o, (int)named + 1) > room);
+        check(bytes > free_bytes && is_largest && strlen(text) > strlen(c.hint) &&
+                  strcmp(text + strlen(text) - strlen(c.hint), c.hint) == 0,
+              "%s, B %d, %.1f GiB where %d are free: %s", c.model, c.B, (double)bytes / 1073741824.0, c.free_gib, text);
         params_free(&table);
     }
 }
 
-// Ten steps of the debug batch, cut over the ranks. Returns the worst difference from PyTorch's losses and a hash of all weights and norms.
-static double train_on_ranks(const char *folder, const Comm *comm, int stage, int p2p, const char *reduce, const char *states, uint64_t *hash) {
+// Ten steps of the debug batch, cut over the ranks. Returns the worst difference from PyTorch's losses and a hash of
+// all weights and norms.
+static double train_on_ranks(const char *folder, const Comm *comm, int stage, int p2p, const char *reduce,
+                             const char *states, uint64_t *hash) {
     DebugFile d = debug_open(folder);
     Options o = options_for(folder, d.B / comm->world, d.T);
     const Config c = config_from_json(folder);
@@ -222,25 +254,34 @@ static void test_ranks(const char *folder, const Comm *comm) {
         return;
     }
     uint64_t *all = (uint64_t *)malloc_or_die((size_t)comm->world * sizeof *all);
-    const struct { const char *reduce, *states; } kinds[] = {{"bf16", "fp32"}, {"fp32", "fp32"}, {"bf16", "bf16"}};  // bf16 states: no masters either
+    // bf16 states: no masters either
+    const struct { const char *reduce, *states; } kinds[] = {{"bf16", "fp32"}, {"fp32", "fp32"}, {"bf16", "bf16"}};
     for (const auto &kind : kinds) {
         const char *reduce = kind.reduce;
         uint64_t hashes[5];  // ZeRO 1, ZeRO 1 again, ZeRO 0; short messages through NCCL and MPI: ZeRO 1, ZeRO 0
         double worst = 0;
         int alike = 1;
         for (int run = 0; run < 5; run++) {
-            worst = fmax(worst, train_on_ranks(folder, comm, run < 2 || run == 3, run < 3, reduce, kind.states, &hashes[run]));
+            worst = fmax(worst,
+                         train_on_ranks(folder, comm, run < 2 || run == 3, run < 3, reduce, kind.states, &hashes[run]));
             comm_gather_all(comm, &hashes[run], sizeof *hashes, all);
             for (int k = 0; k < comm->world; k++) alike &= all[k] == hashes[run];
         }
         if (comm->rank > 0) continue;
         const int rounded = !strcmp(kind.states, "bf16");
         const double bound = sizeof(floatX) == 2 ? (rounded ? 6e-2 : 3e-2) : rounded ? 1e-3 : 2e-4;
-        check(worst <= bound, "%s: %d ranks, %s sums, %s states: ten losses, worst difference from PyTorch %.1e (bound %.0e)", folder, comm->world, reduce, kind.states, worst, bound);
-        check(alike, "%s: %d ranks, %s sums, %s states: the same losses, norms and weights on every rank", folder, comm->world, reduce, kind.states);
-        check(hashes[0] == hashes[1] && hashes[0] == hashes[2], "%s: %d ranks, %s sums, %s states: ZeRO 1, the same again and ZeRO 0 give the same bits", folder, comm->world, reduce, kind.states);
+        check(worst <= bound,
+              "%s: %d ranks, %s sums, %s states: ten losses, worst difference from PyTorch %.1e (bound %.0e)", folder,
+              comm->world, reduce, kind.states, worst, bound);
+        check(alike, "%s: %d ranks, %s sums, %s states: the same losses, norms and weights on every rank", folder,
+              comm->world, reduce, kind.states);
+        check(hashes[0] == hashes[1] && hashes[0] == hashes[2],
+              "%s: %d ranks, %s sums, %s states: ZeRO 1, the same again and ZeRO 0 give the same bits", folder,
+              comm->world, reduce, kind.states);
         const int as_p2p = comm->world > 2 || hashes[3] == hashes[0];  // of two numbers there is one sum
-        check(hashes[3] == hashes[4] && as_p2p, "%s: %d ranks, %s sums, %s states: --p2p 0, ZeRO 1 and ZeRO 0 give the same bits%s", folder, comm->world, reduce, kind.states, comm->world > 2 ? "" : " as without it");
+        check(hashes[3] == hashes[4] && as_p2p,
+              "%s: %d ranks, %s sums, %s states: --p2p 0, ZeRO 1 and ZeRO 0 give the same bits%s", folder, comm->world,
+              reduce, kind.states, comm->world > 2 ? "" : " as without it");
     }
     free(all);
 }
@@ -265,45 +306,67 @@ static const char *const tp_models[] = {
     "llama3.2:1B,layers=2,channels=512,heads=8,kv_heads=1,vocab=1000,ffn=1024,seq=24",
     "qwen2.5:1.5B,layers=2,channels=512,heads=8,kv_heads=2,vocab=300,ffn=512,seq=24",
 };
-// Other ways to the same numbers: activations inside the matmuls, data-parallel sums in fp32, no messages peer to peer, and all that saves memory.
+// Other ways to the same numbers: activations inside the matmuls, data-parallel sums in fp32, no messages peer to peer,
+// and all that saves memory.
 static void test_tp_options(const char *model, const Mesh *mesh, const TpBounds *bound, const Options *base) {
     Config c;
     config_parse(model, &c);
     const Config local = tp_config(&c, &mesh->tp);
     Options o = *base, fused, wide, far;
-    o.seq_len = TP_T; o.batch_size = TP_B; o.zero_stage = 1;
+    o.seq_len = TP_T;
+    o.batch_size = TP_B;
+    o.zero_stage = 1;
     fused = wide = far = o;
     far.p2p = 0;
     fused.gelu_fusion = 2;
     wide.reduce_dtype = "fp32";
-    const TpRun plain = train_steps(&c, &o, mesh, NULL, bound, model), summed = train_steps(&c, &wide, mesh, NULL, bound, model);
-    check(near_run(&plain, &summed, bound), "%d x %d, %s: --reduce-dtype fp32: near enough (loss %.6f and %.6f)", mesh->dp.world, mesh->tp.world, model, summed.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
+    const TpRun plain = train_steps(&c, &o, mesh, NULL, bound, model),
+                summed = train_steps(&c, &wide, mesh, NULL, bound, model);
+    check(near_run(&plain, &summed, bound), "%d x %d, %s: --reduce-dtype fp32: near enough (loss %.6f and %.6f)",
+          mesh->dp.world, mesh->tp.world, model, summed.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
     const TpRun through = train_steps(&c, &far, mesh, NULL, bound, model);
     const int exact = mesh->dp.world <= 2;  // data-parallel sums of more ranks are NCCL's in another order
-    check(exact ? same_run(&plain, &through) : near_run(&plain, &through, bound), "%d x %d, %s: --p2p 0: %s (loss %.6f and %.6f)", mesh->dp.world, mesh->tp.world, model, exact ? "the same bits" : "near enough", through.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
+    check(exact ? same_run(&plain, &through) : near_run(&plain, &through, bound),
+          "%d x %d, %s: --p2p 0: %s (loss %.6f and %.6f)", mesh->dp.world, mesh->tp.world, model,
+          exact ? "the same bits" : "near enough", through.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
     if (matmul_can_fuse(c.mlp, local.ffn_dim)) {
-        const TpRun run = train_steps(&c, &fused, mesh, NULL, bound, model), again = train_steps(&c, &fused, mesh, NULL, bound, model);
+        const TpRun run = train_steps(&c, &fused, mesh, NULL, bound, model),
+                    again = train_steps(&c, &fused, mesh, NULL, bound, model);
         const int same = c.mlp == MLP_SWIGLU ? same_run(&plain, &run) : near_run(&plain, &run, bound);
-        check(same && same_run(&run, &again), "%d x %d, %s: --gelu-fusion 2: %s (loss %.6f and %.6f), and again", mesh->dp.world, mesh->tp.world, model, c.mlp == MLP_SWIGLU ? "the same bits" : "near enough", run.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
+        check(same && same_run(&run, &again), "%d x %d, %s: --gelu-fusion 2: %s (loss %.6f and %.6f), and again",
+              mesh->dp.world, mesh->tp.world, model, c.mlp == MLP_SWIGLU ? "the same bits" : "near enough",
+              run.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
     }
     Options least = least_memory(o);
-    const TpRun run = train_steps(&c, &least, mesh, NULL, bound, model), again = train_steps(&c, &least, mesh, NULL, bound, model);
-    check(same_run(&run, &again) && fabs(run.losses[0] / plain.losses[0] - 1) < bound->losses, "%d x %d, %s: all that saves memory: the same bits again (first loss %.6f, plain %.6f)", mesh->dp.world, mesh->tp.world, model, run.losses[0], plain.losses[0]);
+    const TpRun run = train_steps(&c, &least, mesh, NULL, bound, model),
+                again = train_steps(&c, &least, mesh, NULL, bound, model);
+    check(same_run(&run, &again) && fabs(run.losses[0] / plain.losses[0] - 1) < bound->losses,
+          "%d x %d, %s: all that saves memory: the same bits again (first loss %.6f, plain %.6f)", mesh->dp.world,
+          mesh->tp.world, model, run.losses[0], plain.losses[0]);
 }
-// Rows that travel under products: every bit of the run without, each time, and as often as the layers say. -1 measures first.
+// Rows that travel under products: every bit of the run without, each time, and as often as the layers say. -1 measures
+// first.
 static void test_tp_overlap(const char *model, const Mesh *mesh, const Options *base) {
     Config c;
     config_parse(model, &c);
-    const int L = c.num_layers, gated = c.mlp == MLP_SWIGLU, can = matmul_can_fuse(c.mlp, tp_config(&c, &mesh->tp).ffn_dim);
+    const int L = c.num_layers, gated = c.mlp == MLP_SWIGLU,
+              can = matmul_can_fuse(c.mlp, tp_config(&c, &mesh->tp).ffn_dim);
     Options o = *base;
-    o.seq_len = TP_T; o.batch_size = TP_B;
-    const struct { int zero, recompute, fusion, often; } ways[] = {{0, 0, 0, 1}, {1, 0, 2, 0}, {1, 1, 0, 0}, {0, 2, 2, 0}, {1, 3, 0, 1}, {0, 3, 2, 0}};
+    o.seq_len = TP_T;
+    o.batch_size = TP_B;
+    const struct {
+        int zero, recompute, fusion, often;
+    } ways[] = {{0, 0, 0, 1}, {1, 0, 2, 0}, {1, 1, 0, 0}, {0, 2, 2, 0}, {1, 3, 0, 1}, {0, 3, 2, 0}};
     for (const auto &way : ways) {
         if ((way.fusion && !can) || (ranks_share_gpu && !way.often))
             continue;  // ranks on one GPU take turns at every wait: slow
-        o.zero_stage = way.zero; o.recompute = way.recompute; o.gelu_fusion = way.fusion;
-        const int again = way.recompute == 3 ? L - 1 : 0, whole = way.fusion && !gated ? L : 0;  // layers computed again; whose GELU is not computed in parts
-        const OverlapCounts expected = {2 * (6 * L + 2 * again - whole), 2 * (4 * L + again), 2 * (4 + whole)};  // two micro-steps; apart are the embedding's and the head's
+        o.zero_stage = way.zero;
+        o.recompute = way.recompute;
+        o.gelu_fusion = way.fusion;
+        // layers computed again; whose GELU is not computed in parts
+        const int again = way.recompute == 3 ? L - 1 : 0, whole = way.fusion && !gated ? L : 0;
+        // two micro-steps; apart are the embedding's and the head's
+        const OverlapCounts expected = {2 * (6 * L + 2 * again - whole), 2 * (4 * L + again), 2 * (4 + whole)};
         o.tp_overlap = 0;
         const TpRun plain = train_steps(&c, &o, mesh, NULL, NULL, model);
         int same = 1;
@@ -311,12 +374,19 @@ static void test_tp_overlap(const char *model, const Mesh *mesh, const Options *
             o.tp_overlap = run < 2 ? 1 : -1;
             const TpRun over = train_steps(&c, &o, mesh, NULL, NULL, model);
             same &= same_run(&plain, &over) && plain.gradients == over.gradients;
-            if (run == 0) check(memcmp(&over.met, &expected, sizeof expected) == 0, "%d x %d, %s: %d gathers, %d scatters overlap, %d are apart; expected %d, %d, %d", mesh->dp.world, mesh->tp.world, model,
-                                over.met.gathers, over.met.scatters, over.met.apart, expected.gathers, expected.scatters, expected.apart);
+            if (run == 0)
+                check(memcmp(&over.met, &expected, sizeof expected) == 0,
+                      "%d x %d, %s: %d gathers, %d scatters overlap, %d are apart; expected %d, %d, %d", mesh->dp.world,
+                      mesh->tp.world, model, over.met.gathers, over.met.scatters, over.met.apart, expected.gathers,
+                      expected.scatters, expected.apart);
         }
-        const int met = plain.met.gathers + plain.met.scatters, all = expected.gathers + expected.scatters + expected.apart;
-        check(same && met == 0 && plain.met.apart == all, "%d x %d, %s: --tp-overlap 1 twice%s, --zero-stage %d --recompute %d --gelu-fusion %d: the same bits as 0, which overlaps %d of %d",
-              mesh->dp.world, mesh->tp.world, model, &way == ways ? " and -1" : "", way.zero, way.recompute, way.fusion, met, all);
+        const int met = plain.met.gathers + plain.met.scatters,
+                  all = expected.gathers + expected.scatters + expected.apart;
+        check(same && met == 0 && plain.met.apart == all,
+              "%d x %d, %s: --tp-overlap 1 twice%s, --zero-stage %d --recompute %d --gelu-fusion %d: the same bits as "
+              "0, which overlaps %d of %d",
+              mesh->dp.world, mesh->tp.world, model, &way == ways ? " and -1" : "", way.zero, way.recompute, way.fusion,
+              met, all);
     }
 }
 // About three times what may be expected: in bf16 of the differences from PyTorch, in fp32 of sums in another order.
@@ -359,7 +429,8 @@ int main(int argc, char **argv) {
     if (ranks_share_gpu) setenv("CUDA_VISIBLE_DEVICES", "0", 1);
     Comm comm = comm_open(&argc, &argv, 60);
     require(!ranks_share_gpu || tp, "--one-gpu is for --tp\n-");
-    comm_use_cores(&comm, 0);  // ranks that all take all cores wait for each other's threads: seventy times slower on four GPUs
+    // ranks that all take all cores wait for each other's threads: seventy times slower on four GPUs
+    comm_use_cores(&comm, 0);
     if (tp) {
         const int status = test_tp_all(&comm, argc - 1, argv + 1);
         comm_close(&comm);
@@ -368,14 +439,18 @@ int main(int argc, char **argv) {
     const int brief = argc > 1 && !strcmp(argv[1], "--brief");
     argc -= brief;
     argv += brief;
-    require(argc >= 3, "usage: test_gpt2cu [--brief] OUTPUT_FOLDER DEBUG_FOLDER...\nwrite the folders with train_gpt2.py --write-debug");
+    require(argc >= 3, "usage: test_gpt2cu [--brief] OUTPUT_FOLDER DEBUG_FOLDER...\n"
+                       "write the folders with train_gpt2.py --write-debug");
     if (comm.world == 1 && sizeof(floatX) == 2 && !brief) test_memory_hint();
     for (int i = 2; i < argc; i++) {
         char output[4200];
         snprintf(output, sizeof output, "%s/%d", argv[1], i);
-        if (comm.world > 1) test_ranks(argv[i], &comm);
-        else if (brief) test_brief(argv[i]);
-        else test_one_gpu(argv[i], output);
+        if (comm.world > 1)
+            test_ranks(argv[i], &comm);
+        else if (brief)
+            test_brief(argv[i]);
+        else
+            test_one_gpu(argv[i], output);
     }
     const int status = comm.rank == 0 ? report_tests("test_gpt2") : EXIT_SUCCESS;
     comm_close(&comm);

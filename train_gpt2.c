@@ -26,11 +26,14 @@
 // ---- exp as plain arithmetic, so that loops over it become vector code: exp(x) = 2^n exp(r), |r| <= ln(2)/2.
 // Relative error below 1e-7. Arguments are clamped to +-87 (results stay normal numbers); NaN gives NaN.
 static inline float fast_exp(float x) {
-    const float magic = 12582912.0f;                          // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    const float magic = 12582912.0f;
     x = x < -87.0f ? -87.0f : x > 87.0f ? 87.0f : x;
     float shifted = x * 1.44269504f + magic, n = shifted - magic;
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;    // ln 2 in two parts: the first has few bits, so n times it is exact
-    float p = 1.0f / 5040;                                    // Taylor series of degree 7, error below 1e-8 for |r| <= 0.347
+    // ln 2 in two parts: the first has few bits, so n times it is exact
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    // Taylor series of degree 7, error below 1e-8 for |r| <= 0.347
+    float p = 1.0f / 5040;
     p = p * r + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
@@ -39,13 +42,14 @@ static inline float fast_exp(float x) {
     p = p * (r * r) + r + 1.0f;
     int32_t bits;
     memcpy(&bits, &shifted, sizeof bits);
-    bits = (int32_t)((uint32_t)bits << 23) + 0x3f800000;      // 2^n: n becomes the exponent field
+    bits = (int32_t)((uint32_t)bits << 23) + 0x3f800000;  // 2^n: n becomes the exponent field
     float scale;
     memcpy(&scale, &bits, sizeof scale);
     return p * scale;
 }
 
-// ---- matrix multiplication: nearly all of the time goes here, so this section is built for speed (after Goto and van de
+// ---- matrix multiplication: nearly all of the time goes here, so this section is built for speed (after Goto and van
+// de
 // Geijn, "Anatomy of high-performance matrix multiplication", 2008; the register tile follows BLIS).
 //
 //   c (M, N) = [init +] [bias +] a (M, K) b (K, N)
@@ -58,7 +62,7 @@ static inline float fast_exp(float x) {
 #if defined __AVX512F__
 enum { LANES = 16, TILE_N = 4 * LANES };  // 6 x 4 accumulators of 32 registers
 #elif defined __AVX__
-enum { LANES = 8, TILE_N = 2 * LANES };   // 6 x 2 of 16
+enum { LANES = 8, TILE_N = 2 * LANES };  // 6 x 2 of 16
 #else
 enum { LANES = 4, TILE_N = 2 * LANES };
 #endif
@@ -68,14 +72,19 @@ typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 // A view of a matrix: element (i, j) is at[i * row + j * col]. Swapping row and col transposes it.
-typedef struct { const float *at; size_t row, col; } Matrix;
+typedef struct {
+    const float *at;
+    size_t row, col;
+} Matrix;
 static inline Matrix strided(const float *at, size_t row, size_t col) {
     const Matrix m = {at, row, col};
     return m;
 }
 static inline Matrix matrix(const float *at, size_t row) { return strided(at, row, 1); }
 static inline Matrix transposed(const float *at, size_t row) { return strided(at, 1, row); }
-static inline Matrix submatrix(Matrix m, size_t i, size_t j) { return strided(m.at + i * m.row + j * m.col, m.row, m.col); }
+static inline Matrix submatrix(Matrix m, size_t i, size_t j) {
+    return strided(m.at + i * m.row + j * m.col, m.row, m.col);
+}
 static inline int min_int(int a, int b) { return a < b ? a : b; }
 static inline size_t area(int rows, int cols) { return (size_t)rows * (size_t)cols; }  // elements; int would overflow
 static inline void copy_floats(float *to, const float *from, size_t n) { memcpy(to, from, n * sizeof(float)); }
@@ -92,7 +101,8 @@ static inline void multiply_tile(float *c, size_t c_row, const float *init, cons
         }
     for (int k = 0; k < K; k++, a.at += a.col, panel += TILE_N)
         for (int i = 0; i < TILE_M; i++)
-            for (int j = 0; j < TILE_N / LANES; j++) sum[i][j] += a.at[i * a.row] * *(const Vector *)(panel + j * LANES);
+            for (int j = 0; j < TILE_N / LANES; j++)
+                sum[i][j] += a.at[i * a.row] * *(const Vector *)(panel + j * LANES);
     for (int i = 0; i < TILE_M; i++)
         for (int j = 0; j < TILE_N / LANES; j++) *(Vector *)(c + i * c_row + j * LANES) = sum[i][j];
 }
@@ -142,8 +152,8 @@ static inline void multiply_part(float *c, size_t c_row, const float *init, cons
     for (int i = 0; i < rows; i++) copy_floats(c + i * c_row, edge + i * TILE_N, cols);
 }
 // The whole product in the calling thread.
-static void multiply_serial(float *c, size_t c_row, const float *init, const float *bias, Matrix a, Matrix b, int M, int N,
-                            int K) {
+static void multiply_serial(float *c, size_t c_row, const float *init, const float *bias, Matrix a, Matrix b, int M,
+                            int N, int K) {
     static __thread float panels[BLOCK_K * BLOCK_N] __attribute__((aligned(64))), strips[BLOCK_K * BLOCK_M];
     for (int k0 = 0; k0 < K; k0 += BLOCK_K) {
         const int depth = min_int(K - k0, BLOCK_K);
@@ -156,12 +166,13 @@ static void multiply_serial(float *c, size_t c_row, const float *init, const flo
                 Matrix rows_of_a = submatrix(a, m, k0);
                 if (packed && m % BLOCK_M == 0) pack_strips(strips, rows_of_a, min_int(M - m, BLOCK_M), depth);
                 if (!packed && rows < TILE_M) pack_strips(strips, rows_of_a, rows, depth);
-                if (packed || rows < TILE_M) rows_of_a = transposed(strips + (packed ? m % BLOCK_M * depth : 0), TILE_M);
+                if (packed || rows < TILE_M)
+                    rows_of_a = transposed(strips + (packed ? m % BLOCK_M * depth : 0), TILE_M);
                 for (int n = 0; n < width; n += TILE_N) {
                     float *out = c + m * c_row + n0 + n;
                     const float *from = k0 > 0 ? out : init ? init + (out - c) : NULL;
-                    multiply_part(out, c_row, from, k0 == 0 && bias ? bias + n0 + n : NULL, rows_of_a, panels + n * depth,
-                                  depth, rows, min_int(width - n, TILE_N));
+                    multiply_part(out, c_row, from, k0 == 0 && bias ? bias + n0 + n : NULL, rows_of_a,
+                                  panels + n * depth, depth, rows, min_int(width - n, TILE_N));
                 }
             }
         }
@@ -199,7 +210,8 @@ static void multiply(float *c, size_t c_row, const float *init, const float *bia
 // ---- linear layers
 
 // out (N, OC) = inp (N, C) weight (OC, C)^T + bias (OC)
-void matmul_forward_cpu(float *out, const float *inp, const float *weight, const float *bias /*NULL: none*/, int N, int C, int OC) {
+void matmul_forward_cpu(float *out, const float *inp, const float *weight, const float *bias /*NULL: none*/, int N,
+                        int C, int OC) {
     multiply(out, OC, NULL, bias, matrix(inp, C), transposed(weight, C), N, OC, C);
 }
 // dinp (N, C) = dout (N, OC) weight (OC, C)
@@ -232,14 +244,17 @@ void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
 
 // ---- embedding: out (B, T, C) = wte[token] + wpe[position]. A token < 0 belongs to another rank: 0, and no gradient
 
-void embedding_forward_cpu(float *out, const int *tokens, const float *wte, const float *wpe /*NULL: none*/, int B, int T, int C) {
+void embedding_forward_cpu(float *out, const int *tokens, const float *wte, const float *wpe /*NULL: none*/, int B,
+                           int T, int C) {
     PARALLEL_FOR
     for (int n = 0; n < B * T; n++) {
         const float *word = tokens[n] < 0 ? NULL : wte + area(tokens[n], C);
         const float *position = wpe ? wpe + area(n % T, C) : NULL;
         float *o = out + area(n, C);
-        if (!word) memset(o, 0, C * sizeof(float));
-        else for (int c = 0; c < C; c++) o[c] = position ? word[c] + position[c] : word[c];
+        if (!word)
+            memset(o, 0, C * sizeof(float));
+        else
+            for (int c = 0; c < C; c++) o[c] = position ? word[c] + position[c] : word[c];
     }
 }
 // Tasks are blocks of channels: two positions with the same token never meet in two threads.
@@ -259,10 +274,11 @@ void embedding_backward_cpu(float *dwte /*+=*/, float *dwpe /*+=, NULL: none*/, 
     }
 }
 
-// ---- normalisation of each row: out = (x - mean) * rstd * weight + bias (LayerNorm), out = x * rstd * weight (RMSNorm)
+// ---- normalisation of each row: out = (x - mean) * rstd * weight + bias (LayerNorm), out = x * rstd * weight
+// (RMSNorm)
 
-void norm_forward_cpu(NormKind kind, float *out, float *mean /*NULL for RMS*/, float *rstd, const float *inp, const float *weight,
-                      const float *bias /*NULL: none*/, int N, int C, float eps) {
+void norm_forward_cpu(NormKind kind, float *out, float *mean /*NULL for RMS*/, float *rstd, const float *inp,
+                      const float *weight, const float *bias /*NULL: none*/, int N, int C, float eps) {
     const int counted = norm_is_centred(kind) ? C : 0;
     PARALLEL_FOR
     for (int n = 0; n < N; n++) {
@@ -282,8 +298,9 @@ void norm_forward_cpu(NormKind kind, float *out, float *mean /*NULL for RMS*/, f
 // With xhat = (x - mean) * rstd and g = dout * weight:  dx = rstd * (g - avg(g) [LayerNorm only] - xhat * avg(g *
 // xhat)), dweight = sum over rows of dout * xhat, dbias = sum of dout: first over tasks of ROWS rows, then over tasks
 // in order.
-void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight /*+=*/, float *dbias /*+=, NULL: none*/, const float *dout,
-                       const float *inp, const float *weight, const float *mean, const float *rstd, int N, int C) {
+void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight /*+=*/, float *dbias /*+=, NULL: none*/,
+                       const float *dout, const float *inp, const float *weight, const float *mean, const float *rstd,
+                       int N, int C) {
     enum { ROWS = 32 };
     const int tasks = (N + ROWS - 1) / ROWS, centred = norm_is_centred(kind);
     float *sums = (float *)calloc_or_die(area(tasks, 2 * C) * sizeof(float));
@@ -315,7 +332,8 @@ void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight /*+=*/,
     free(sums);
 }
 
-// ---- rotary positions: channels i and i + HD/2 of each q and k head are a point in the plane, which turns by the angle
+// ---- rotary positions: channels i and i + HD/2 of each q and k head are a point in the plane, which turns by the
+// angle
 // position * frequency_i
 
 static void rope_rotate(float *qkv /*in place*/, const float *cos_sin /*(T, HD/2, 2)*/, int B, int T, int NH, int NKV,
@@ -341,7 +359,8 @@ void rope_backward_cpu(float *dqkv, const float *cos_sin, int B, int T, int NH, 
     rope_rotate(dqkv, cos_sin, B, T, NH, NKV, HD, -1);
 }
 
-// ---- causal attention: out_t = sum over s <= t of p_ts v_s, p_t = softmax(q_t k_s / sqrt(HD)); query head h reads key/value
+// ---- causal attention: out_t = sum over s <= t of p_ts v_s, p_t = softmax(q_t k_s / sqrt(HD)); query head h reads
+// key/value
 // head h / (NH/NKV)
 
 // Queries at a time: their scores against all keys up to the last of them are a (QUERIES, keys) matrix in the cache.
@@ -403,8 +422,8 @@ void attention_decode_cpu(float *out /*(S,n,NH*HD)*/, float *lse /*(S,NH,n)*/, f
     for (int task = 0; task < S * NH; task++) {
         const int s = task / NH, h = task % NH, kv = h / (NH / NKV);
         const size_t cached = area(s * NKV + kv, room) * HD;
-        attend(out + area(s, n) * out_row + area(h, HD), out_row, lse + area(task, n), head_of(qkv, s, n, row, h, HD), row,
-               keys + cached, values + cached, HD, n, at, HD);
+        attend(out + area(s, n) * out_row + area(h, HD), out_row, lse + area(task, n), head_of(qkv, s, n, row, h, HD),
+               row, keys + cached, values + cached, HD, n, at, HD);
     }
 }
 // p = exp(scale q k^T - lse);  dv = p^T dout;  dp = dout v^T;  ds = p (dp - rowsum(dout * out));  dq = scale ds k;  dk
@@ -419,10 +438,11 @@ void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *q
         const int b = task / NKV, kv = task % NKV, group = NH / NKV;
         const float *k = head_of(qkv, b, T, row, NH + kv, HD), *v = head_of(qkv, b, T, row, NH + NKV + kv, HD);
         float *dk = dqkv + (k - qkv), *dv = dqkv + (v - qkv);
-        float *p = (float *)malloc_or_die(2 * area(QUERIES, T) * sizeof(float)), *ds = p + area(QUERIES, T);  // (rows, keys)
+        // (rows, keys)
+        float *p = (float *)malloc_or_die(2 * area(QUERIES, T) * sizeof(float)), *ds = p + area(QUERIES, T);
         for (int t = 0; t < T; t++)
             for (int i = 0; i < HD; i++) dk[t * row + i] = dv[t * row + i] = 0;
-        for (int step = 0; step < group * T; ) {
+        for (int step = 0; step < group * T;) {
             const int h = kv * group + step / T, t0 = step % T, rows = min_int(T - t0, QUERIES), keys = t0 + rows;
             const float *q = head_of(qkv, b, T, row, h, HD) + t0 * row;
             const float *o = out + (area(b, T) + t0) * out_row + area(h, HD), *d = dout + (o - out);
@@ -492,7 +512,8 @@ void swiglu_backward_cpu(float *dgate_up /*=*/, const float *dout, const float *
     }
 }
 
-// ---- cross entropy over the first V of Vp columns: loss = logsumexp(logits) - logits[target]. write_dlogits: logits become
+// ---- cross entropy over the first V of Vp columns: loss = logsumexp(logits) - logits[target]. write_dlogits: logits
+// become
 // their own gradient (softmax - onehot) * dloss, zeros in the padding. A target < 0 is ignored: loss 0, gradient 0.
 
 // Of some of the columns: the largest logit, the sum of exp(logit - largest), the target's logit.
@@ -532,15 +553,16 @@ void classifier_cpu(float *logits, float *losses /*(N) =*/, const int *targets, 
 }
 // The same where each of `ranks` has Vp columns, of which V are not padding. First what a rank says of its own columns:
 // sums (rank, N), which ranks exchange. Then the losses of all, and the gradient of its own columns.
-void classifier_sums_cpu(LogitSums *sums /*(N) =*/, const float *logits, const int *targets, int rank, int N, int V, int Vp) {
+void classifier_sums_cpu(LogitSums *sums /*(N) =*/, const float *logits, const int *targets, int rank, int N, int V,
+                         int Vp) {
     PARALLEL_FOR
     for (int n = 0; n < N; n++) {
         const int mine = targets[n] >= 0 && targets[n] / Vp == rank;
         sums[n] = classifier_sums(logits + area(n, Vp), mine ? targets[n] % Vp : -1, V);
     }
 }
-void classifier_ranks_cpu(float *logits, float *losses /*(N) =*/, const LogitSums *sums, const int *targets, float dloss,
-                          int ranks, int rank, int N, int V, int Vp, int write_dlogits) {
+void classifier_ranks_cpu(float *logits, float *losses /*(N) =*/, const LogitSums *sums, const int *targets,
+                          float dloss, int ranks, int rank, int N, int V, int Vp, int write_dlogits) {
     PARALLEL_FOR
     for (int n = 0; n < N; n++) {
         const int target = targets[n], owner = target < 0 ? 0 : target / Vp, mine = target >= 0 && owner == rank;
@@ -568,20 +590,21 @@ static inline float adamw_step(float weight, float *m, float *v, float grad, Ada
     *v = a.beta2 * *v + (1 - a.beta2) * g * g;
     return weight - a.lr * (*m / a.correct1 / (sqrtf(*v / a.correct2) + a.eps) + a.weight_decay * weight);
 }
-static inline AdamW adamw_of(float lr, float beta1, float beta2, float eps, float weight_decay, float grad_scale, int step) {
-    const AdamW a = {lr, beta1, beta2, eps, weight_decay, grad_scale, (float)(1 - pow(beta1, step)),
-                     (float)(1 - pow(beta2, step))};
+static inline AdamW adamw_of(float lr, float beta1, float beta2, float eps, float weight_decay, float grad_scale,
+                             int step) {
+    const AdamW a = {
+        lr, beta1, beta2, eps, weight_decay, grad_scale, (float)(1 - pow(beta1, step)), (float)(1 - pow(beta2, step))};
     return a;
 }
-void adamw_update_cpu(float *weight, float *m, float *v, const float *grad, size_t n, float lr, float beta1, float beta2,
-                      float eps, float weight_decay, float grad_scale, int step /*from 1*/) {
+void adamw_update_cpu(float *weight, float *m, float *v, const float *grad, size_t n, float lr, float beta1,
+                      float beta2, float eps, float weight_decay, float grad_scale, int step /*from 1*/) {
     const AdamW a = adamw_of(lr, beta1, beta2, eps, weight_decay, grad_scale, step);
     #pragma omp parallel for simd schedule(static)
     for (size_t i = 0; i < n; i++) weight[i] = adamw_step(weight[i], &m[i], &v[i], grad[i], a);
 }
 // The same with m and v in bf16, rounded stochastically when they are stored (llmc/bf16.h says why). Random bits depend
 // on seed, step and element; `first` is the place of element 0 among all parameters. The first of an element's three
-// random numbers is for the weight's own rounding (llmc/adamw.cuh), the others for m and v.
+// random numbers is for the weight's own rounding (llmc/kernels/adamw.cuh), the others for m and v.
 void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float *grad, size_t n, float lr, float beta1,
                            float beta2, float eps, float weight_decay, float grad_scale, int step, uint64_t seed,
                            size_t first) {
@@ -621,7 +644,8 @@ static inline double sum_of_squares(const float *x, size_t n) {
 }
 
 #ifndef LLMC_ORACLE
-// ---- the model, as the training loop (llmc/trainer.h) sees it through llmc/backend.h: the functions of train_gpt2.cu in
+// ---- the model, as the training loop (llmc/trainer.h) sees it through llmc/backend.h: the functions of train_gpt2.cu
+// in
 // the same order.
 //
 // One block, for every family:
@@ -630,8 +654,9 @@ static inline double sum_of_squares(const float *x, size_t n) {
 // Backward reads all of these. --recompute 1 keeps one `a` for all blocks, 2 also one h1 and h2, 3 one of everything
 // but x_out; backward computes the missing ones again.
 //
-// With --tp (llmc/mesh.h) `local` has this rank's sizes. x, h and their statistics are N/tp rows of N. All else are all N rows
-// of some heads, of a part of F or of a part of the vocabulary. gather_rows and scatter_rows convert; alone they do nothing.
+// With --tp (llmc/mesh.h) `local` has this rank's sizes. x, h and their statistics are N/tp rows of N. All else are all
+// N rows of some heads, of a part of F or of a part of the vocabulary. gather_rows and scatter_rows convert; alone they
+// do nothing.
 #include <sys/mman.h>
 
 #include "llmc/backend.h"
@@ -640,44 +665,54 @@ static inline double sum_of_squares(const float *x, size_t n) {
 // ---- what is kept
 
 // A norm's weights, their gradients, the statistics of its rows, and its input: the stream.
-typedef struct { float *weight, *bias, *dweight, *dbias, *mean, *rstd; const float *x; } Norm;
-// weight (out,in), bias (out) or NULL, and their gradients.
-typedef struct { float *weight, *bias, *dweight, *dbias; int in, out; } Linear;
-// A block's activations.
 typedef struct {
-    float *h1, *mean1, *rstd1, *qkv, *y, *lse, *x_mid, *h2, *mean2, *rstd2, *f, *a, *x_out;
-} BlockActs;
-typedef struct { Norm norm1, norm2; Linear qkv, proj, fc, fcproj; BlockActs a; } Block;
+    float *weight, *bias, *dweight, *dbias, *mean, *rstd;
+    const float *x;
+} Norm;
+// weight (out,in), bias (out) or NULL, and their gradients.
+typedef struct {
+    float *weight, *bias, *dweight, *dbias;
+    int in, out;
+} Linear;
+// A block's activations.
+typedef struct { float *h1, *mean1, *rstd1, *qkv, *y, *lse, *x_mid, *h2, *mean2, *rstd2, *f, *a, *x_out; } BlockActs;
+typedef struct {
+    Norm norm1, norm2;
+    Linear qkv, proj, fc, fcproj;
+    BlockActs a;
+} Block;
 
 // Keys and values of all tokens that generation has seen.
 typedef struct {
-    float *keys, *values;                   // (L,S,NKV,room,HD) each
-    float *cos_sin;                         // (room,HD/2,2)
-    int sequences, room, count;             // S; tokens of each that fit, and that are there
+    float *keys, *values;        // (L,S,NKV,room,HD) each
+    float *cos_sin;              // (room,HD/2,2)
+    int sequences, room, count;  // S; tokens of each that fit, and that are there
 } KvCache;
 
 struct Model {
-    Config config, local;                   // the whole model's sizes; this rank's
+    Config config, local;  // the whole model's sizes; this rank's
     ParamTable table;
     const Mesh *mesh;
     int B, T, recompute, zero_stage;
-    float *weights, *grads;                 // the layout of the table
-    void *m, *v;                            // the same, fp32 or bf16 (uint16_t); ZeRO 1: this rank's shards, one after another
+    float *weights, *grads;  // the layout of the table
+    // the same, fp32 or bf16 (uint16_t); ZeRO 1: this rank's shards, one after another
+    void *m, *v;
     int bf16_states;
-    uint64_t seed;                          // of the states' stochastic rounding
-    char *snapshots[NUM_SLOTS];             // --save-async: a copy of this rank's shards of a slot
-    float *exchange;                        // the other ranks' gradients
-    float *gathered, *partial;              // tp: all rows (B*T,C); gradients of which every rank has a part (tp,..)
-    LogitSums *logit_sums;                  // tp: (tp,head_rows)
-    int *words;                             // tp: (B,T) tokens as rows of this rank's embedding
+    uint64_t seed;               // of the states' stochastic rounding
+    char *snapshots[NUM_SLOTS];  // --save-async: a copy of this rank's shards of a slot
+    float *exchange;             // the other ranks' gradients
+    float *gathered, *partial;   // tp: all rows (B*T,C); gradients of which every rank has a part (tp,..)
+    LogitSums *logit_sums;       // tp: (tp,head_rows)
+    int *words;                  // tp: (B,T) tokens as rows of this rank's embedding
     float *x_embedding, *h_final, *mean_final, *rstd_final, *losses, *cos_sin;
     BlockActs *blocks;
-    float *logits;                          // (head_rows,Vp)
-    int head_rows;                          // rows that the head runs on at a time
-    float *dx, *branch, *dqkv, *df, *da;    // gradients: of the residual stream, of a block's branch, and inside the branch
-    double loss;                            // sum over the step's micro-steps
-    KvCache cache;                          // empty unless this rank samples
-    void **owned;                           // what model_close frees
+    float *logits;  // (head_rows,Vp)
+    int head_rows;  // rows that the head runs on at a time
+    // gradients: of the residual stream, of a block's branch, and inside the branch
+    float *dx, *branch, *dqkv, *df, *da;
+    double loss;    // sum over the step's micro-steps
+    KvCache cache;  // empty unless this rank samples
+    void **owned;   // what model_close frees
     int num_owned;
     size_t bytes;
     char device[128];
@@ -685,9 +720,9 @@ struct Model {
 
 // One pass forward, or forward and backward, over B sequences of T tokens.
 typedef struct {
-    int B, T, N, rows;        // N = B * T; rows of the stream that this rank has: N / tp, while decoding N
-    int accumulate, reduce;   // add to the gradients; sum them over ranks as soon as they are complete
-    const KvCache *cache;     // decoding: the tokens follow those in the cache
+    int B, T, N, rows;       // N = B * T; rows of the stream that this rank has: N / tp, while decoding N
+    int accumulate, reduce;  // add to the gradients; sum them over ranks as soon as they are complete
+    const KvCache *cache;    // decoding: the tokens follow those in the cache
 } Pass;
 
 // ---- units
@@ -698,12 +733,21 @@ static float *param_pointer(const Model *m, float *buffer, int unit, Role role) 
 }
 static Norm norm_of(const Model *m, int unit, Role role, float *mean, float *rstd, const float *x) {
     const Role bias = role + 1;  // ROLE_..B follows ROLE_..W
-    return (Norm){param_pointer(m, m->weights, unit, role), param_pointer(m, m->weights, unit, bias),
-                  param_pointer(m, m->grads, unit, role), param_pointer(m, m->grads, unit, bias), mean, rstd, x};
+    return (Norm){param_pointer(m, m->weights, unit, role),
+                  param_pointer(m, m->weights, unit, bias),
+                  param_pointer(m, m->grads, unit, role),
+                  param_pointer(m, m->grads, unit, bias),
+                  mean,
+                  rstd,
+                  x};
 }
 static Linear linear_of(const Model *m, int unit, Role weight, Role bias, int in, int out) {
-    return (Linear){param_pointer(m, m->weights, unit, weight), param_pointer(m, m->weights, unit, bias),
-                    param_pointer(m, m->grads, unit, weight), param_pointer(m, m->grads, unit, bias), in, out};
+    return (Linear){param_pointer(m, m->weights, unit, weight),
+                    param_pointer(m, m->weights, unit, bias),
+                    param_pointer(m, m->grads, unit, weight),
+                    param_pointer(m, m->grads, unit, bias),
+                    in,
+                    out};
 }
 static const float *block_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->blocks[l - 1].x_out; }
 static Block block_get(const Model *m, int l) {
@@ -810,8 +854,8 @@ static void attend_block(const Model *m, const Pass *p, const Block *b, int l) {
     if (position_is_rotary(c->position)) rope_forward_cpu(b->a.qkv, cos_sin, p->B, p->T, NH, NKV, HD);
     if (k) {
         const size_t block = (size_t)l * p->B * NKV * k->room * HD;
-        attention_decode_cpu(b->a.y, b->a.lse, k->keys + block, k->values + block, b->a.qkv, p->B, p->T, k->count, k->room,
-                             NH, NKV, HD);
+        attention_decode_cpu(b->a.y, b->a.lse, k->keys + block, k->values + block, b->a.qkv, p->B, p->T, k->count,
+                             k->room, NH, NKV, HD);
     } else {
         attention_forward_cpu(b->a.y, b->a.lse, b->a.qkv, p->B, p->T, NH, NKV, HD);
     }
@@ -840,8 +884,10 @@ static void embed(Model *m, const Pass *p, const int *tokens) {
     const int C = m->config.channels, V = m->config.vocab_size, alone = m->mesh->tp.world == 1;
     const float *wte = param_pointer(m, m->weights, 0, ROLE_WTE), *wpe = param_pointer(m, m->weights, 0, ROLE_WPE);
     for (int n = 0; n < p->N; n++)
-        require(tokens[n] >= 0 && tokens[n] < V, "token id %d is not in the vocabulary of %d\n"
-                "use data made with the model's tokenizer", tokens[n], V);
+        require(tokens[n] >= 0 && tokens[n] < V,
+                "token id %d is not in the vocabulary of %d\n"
+                "use data made with the model's tokenizer",
+                tokens[n], V);
     if (wpe && p->cache) wpe += (size_t)p->cache->count * C;
     float *out = alone ? m->x_embedding : m->branch;
     embedding_forward_cpu(out, words_here(m, p, tokens), wte, alone ? wpe : NULL, p->B, p->T, C);
@@ -876,13 +922,15 @@ static void head_losses(Model *m, const int *targets, int n0, int rows, float dl
     const int V = m->local.vocab_size, Vp = m->local.padded_vocab_size;
     float *losses = m->losses + n0;
     targets += n0;
-    if (tp->world == 1) classifier_cpu(m->logits, losses, targets, dloss, rows, V, Vp, backward);
+    if (tp->world == 1)
+        classifier_cpu(m->logits, losses, targets, dloss, rows, V, Vp, backward);
     else {
         classifier_sums_cpu(m->logit_sums + (size_t)tp->rank * rows, m->logits, targets, tp->rank, rows, V, Vp);
         timing_clock_lap("classifier", 0, 0);
         comm_all_gather(tp, m->logit_sums, rows * sizeof(LogitSums));
         timing_clock_lap(TIMING_RANKS, 0, 0);
-        classifier_ranks_cpu(m->logits, losses, m->logit_sums, targets, dloss, tp->world, tp->rank, rows, V, Vp, backward);
+        classifier_ranks_cpu(m->logits, losses, m->logit_sums, targets, dloss, tp->world, tp->rank, rows, V, Vp,
+                             backward);
     }
     timing_clock_lap("classifier", 0, 0);
 }
@@ -947,7 +995,8 @@ static void attend_backward(const Model *m, const Pass *p, const Block *b) {
 // What --recompute did not keep of a block.
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     const int level = m->recompute;
-    if (level == 3 && l + 1 < m->config.num_layers) block_inside(m, p, b, l);  // the last block's values are still there
+    // the last block's values are still there
+    if (level == 3 && l + 1 < m->config.num_layers) block_inside(m, p, b, l);
     if (level == 1 || level == 2) activation_forward(m, p, b->a.a, b->a.f);
     if (level != 2) return;
     norm_rows(m, p, &b->norm1, b->a.h1);
@@ -1040,7 +1089,8 @@ static void *place_in_shards(const Model *m, void *buffer, Slot s, size_t offset
     const int u = param_unit_of(&m->table, offset);
     const Span own = shard_of(m, u);
     assert(offset >= own.begin && offset + count <= own.begin + own.count);
-    return (char *)buffer + (m->table.unit_begin[u] / (size_t)m->mesh->dp.world + offset - own.begin) * slot_bytes(m, s);
+    return (char *)buffer +
+           (m->table.unit_begin[u] / (size_t)m->mesh->dp.world + offset - own.begin) * slot_bytes(m, s);
 }
 // Elements [offset, offset + count) of a slot.
 static void *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
@@ -1050,13 +1100,17 @@ static void *slot_place(const Model *m, Slot s, size_t offset, size_t count) {
     return (char *)slot_pointer(m, s) + offset * slot_bytes(m, s);
 }
 static void widen(const Model *m, Slot s, float *values, const void *stored, size_t count) {
-    if (!model_slot_is_bf16(m, s)) copy_floats(values, stored, count);
-    else for (size_t i = 0; i < count; i++) values[i] = bf16_widen(((const uint16_t *)stored)[i]);
+    if (!model_slot_is_bf16(m, s))
+        copy_floats(values, stored, count);
+    else
+        for (size_t i = 0; i < count; i++) values[i] = bf16_widen(((const uint16_t *)stored)[i]);
 }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     void *place = slot_place(m, s, offset, count);
-    if (!model_slot_is_bf16(m, s)) copy_floats(place, values, count);
-    else for (size_t i = 0; i < count; i++) ((uint16_t *)place)[i] = bf16_nearest(values[i]);
+    if (!model_slot_is_bf16(m, s))
+        copy_floats(place, values, count);
+    else
+        for (size_t i = 0; i < count; i++) ((uint16_t *)place)[i] = bf16_nearest(values[i]);
 }
 void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {
     widen(m, s, values, slot_place(m, s, offset, count), count);
@@ -1064,8 +1118,8 @@ void model_read(const Model *m, Slot s, size_t offset, size_t count, float *valu
 void model_snapshot(Model *m, Slot s) {
     for (int u = 0; u < m->table.num_units; u++) {
         const Span mine = shard_of(m, u);
-        memcpy(place_in_shards(m, m->snapshots[s], s, mine.begin, mine.count),
-               slot_place(m, s, mine.begin, mine.count), mine.count * slot_bytes(m, s));
+        memcpy(place_in_shards(m, m->snapshots[s], s, mine.begin, mine.count), slot_place(m, s, mine.begin, mine.count),
+               mine.count * slot_bytes(m, s));
     }
 }
 void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
@@ -1092,16 +1146,17 @@ static size_t update_param(Model *m, const Param *t, const UpdateParams *p, floa
     float *weight = m->weights + s.begin;
     void *mm = slot_place(m, SLOT_M, s.begin, s.count), *vv = slot_place(m, SLOT_V, s.begin, s.count);
     if (!m->bf16_states)
-        adamw_update_cpu(weight, (float *)mm, (float *)vv, grad, s.count, lr, p->beta1, p->beta2, p->eps, decay, grad_scale,
-                         p->step);
-    else for (size_t at = 0, n; at < s.count; at += n) {  // random bits belong to the element of the whole tensor
-        const size_t element = s.begin - t->offset + at;
-        const ParamPart *part = param_part_at(t, element);
-        const size_t whole = t->whole_offset + (part ? param_whole(t, part, element) : element);
-        n = param_run(t, element, s.count - at);
-        adamw_update_bf16_cpu(weight + at, (uint16_t *)mm + at, (uint16_t *)vv + at, grad + at, n, lr, p->beta1, p->beta2,
-                              p->eps, decay, grad_scale, p->step, m->seed, whole);
-    }
+        adamw_update_cpu(weight, (float *)mm, (float *)vv, grad, s.count, lr, p->beta1, p->beta2, p->eps, decay,
+                         grad_scale, p->step);
+    else
+        for (size_t at = 0, n; at < s.count; at += n) {  // random bits belong to the element of the whole tensor
+            const size_t element = s.begin - t->offset + at;
+            const ParamPart *part = param_part_at(t, element);
+            const size_t whole = t->whole_offset + (part ? param_whole(t, part, element) : element);
+            n = param_run(t, element, s.count - at);
+            adamw_update_bf16_cpu(weight + at, (uint16_t *)mm + at, (uint16_t *)vv + at, grad + at, n, lr, p->beta1,
+                                  p->beta2, p->eps, decay, grad_scale, p->step, m->seed, whole);
+        }
     return s.count;
 }
 StepResult model_update(Model *m, const UpdateParams *p) {
@@ -1157,8 +1212,10 @@ void model_decode_open(Model *m, int sequences, int room) {
     const size_t size = (size_t)c->num_layers * sequences * c->num_kv_heads * room * c->head_dim;
     const int most = pass_of(m, m->B, m->T).rows;
     assert(!m->cache.keys && sequences <= m->B && room <= c->max_seq_len);
-    require(sequences <= most, "%d samples at a time are more than the %d rows of a micro-step that a rank has with --tp\n"
-            "sample fewer, or use a longer --seq-len", sequences, most);
+    require(sequences <= most,
+            "%d samples at a time are more than the %d rows of a micro-step that a rank has with --tp\n"
+            "sample fewer, or use a longer --seq-len",
+            sequences, most);
     m->cache = (KvCache){floats(m, size), floats(m, size), rope_of(m, room), sequences, room, 0};
 }
 void model_decode_reset(Model *m) { m->cache.count = 0; }
@@ -1220,12 +1277,17 @@ static void check_run(const Config *c, const Options *o, const Mesh *mesh) {
     const Comm *job = &mesh->job;
     const int64_t N = o->batch_size * o->seq_len;
     tp_check(job, c, mesh->tp.world, N);
-    comm_require(job, o->tp_overlap < 1, "--tp-overlap 1 needs GPUs: CPUs have nothing that copies rows while they compute\n"
+    comm_require(job, o->tp_overlap < 1,
+                 "--tp-overlap 1 needs GPUs: CPUs have nothing that copies rows while they compute\n"
                  "leave it out");
-    comm_require(job, !strcmp(o->grad_dtype, "fp32"), "--grad-dtype %s needs a GPU: gradients are fp32 on CPUs\n"
-                 "leave it out", o->grad_dtype);
-    comm_require(job, o->dp_overlap < 0, "--dp-overlap %lld needs GPUs: CPUs reduce a unit's gradients once they are complete\n"
-                 "leave it out", o->dp_overlap);
+    comm_require(job, !strcmp(o->grad_dtype, "fp32"),
+                 "--grad-dtype %s needs a GPU: gradients are fp32 on CPUs\n"
+                 "leave it out",
+                 o->grad_dtype);
+    comm_require(job, o->dp_overlap < 0,
+                 "--dp-overlap %lld needs GPUs: CPUs reduce a unit's gradients once they are complete\n"
+                 "leave it out",
+                 o->dp_overlap);
     require(N <= 1 << 28, "micro-steps of %lld x %lld tokens are too large\nuse a smaller --batch-size", o->batch_size,
             o->seq_len);
 }
@@ -1261,7 +1323,8 @@ static int rows_of_head(const Model *m, const Options *o, size_t N) {
 static void open_activations(Model *m, const Options *o) {
     const Config *c = &m->local;
     const int tp = m->mesh->tp.world, dp = m->mesh->dp.world, most = tp > dp ? tp : dp;
-    const size_t N = (size_t)m->B * m->T, rows = N / (size_t)tp, C = (size_t)c->channels, Vp = (size_t)c->padded_vocab_size;
+    const size_t N = (size_t)m->B * m->T, rows = N / (size_t)tp, C = (size_t)c->channels,
+                 Vp = (size_t)c->padded_vocab_size;
     m->head_rows = rows_of_head(m, o, N);
     m->x_embedding = floats(m, rows * C);
     m->h_final = floats(m, rows * C);
@@ -1321,16 +1384,40 @@ void model_close(Model *m) {
 // ---- what the training loop asks
 
 const char *model_device(const Model *m) { return m->device; }
-const char *model_dtype(const Model *m) { (void)m; return "fp32"; }
-const char *model_carriers(const Model *m) { (void)m; return ""; }  // MPI
-double model_peak_flops(const Model *m) { (void)m; return 0; }
-double model_peak_bytes(const Model *m) { (void)m; return 0; }
+const char *model_dtype(const Model *m) {
+    (void)m;
+    return "fp32";
+}
+const char *model_carriers(const Model *m) {
+    (void)m;
+    return "";
+}  // MPI
+double model_peak_flops(const Model *m) {
+    (void)m;
+    return 0;
+}
+double model_peak_bytes(const Model *m) {
+    (void)m;
+    return 0;
+}
 double model_memory_gib(const Model *m) { return (double)m->bytes / 1073741824.0; }
-void model_timing_begin(Model *m) { (void)m; timing_start(); }
-void model_timing_end(Model *m) { (void)m; timing.on = 0; }
+void model_timing_begin(Model *m) {
+    (void)m;
+    timing_start();
+}
+void model_timing_end(Model *m) {
+    (void)m;
+    timing.on = 0;
+}
 void model_tune(Model *m) { (void)m; }
-void model_report(const Model *m, FILE *f) { (void)m; (void)f; }  // nothing is chosen by measuring
-OverlapCounts model_overlap(const Model *m) { (void)m; return (OverlapCounts){0, 0, 0}; }  // counted on GPUs
+void model_report(const Model *m, FILE *f) {
+    (void)m;
+    (void)f;
+}  // nothing is chosen by measuring
+OverlapCounts model_overlap(const Model *m) {
+    (void)m;
+    return (OverlapCounts){0, 0, 0};
+}  // counted on GPUs
 void model_print_plan(const Model *m, FILE *f) {
     static const char *const levels[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
     fprintf(f, "plan      products and sums fp32 | backward recomputes %s | head on %d rows at a time | m and v %s\n",

@@ -1,6 +1,7 @@
-// GPT-2, Llama 3 and Qwen2.5 on GPUs: what a model keeps, block, forward, backward, update, in the order of train_gpt2.c, which computes the same
-// in plain loops. Below each call lies one header: a kernel (llmc/kernels), a linear layer with all that belongs to it (llmc/ranks/linear.cuh), a
-// decision that was taken before the first step (llmc/model/plan.cuh). The training loop is llmc/trainer.h, all options are --help.
+// GPT-2, Llama 3 and Qwen2.5 on GPUs: what a model keeps, block, forward, backward, update, in the order of
+// train_gpt2.c, which computes the same in plain loops. Below each call lies one header: a kernel (llmc/kernels), a
+// linear layer with all that belongs to it (llmc/ranks/linear.cuh), a decision that was taken before the first step
+// (llmc/model/plan.cuh). The training loop is llmc/trainer.h, all options are --help.
 //   make train_gpt2cu && ./train_gpt2cu -i "data/train_*.bin" -j "data/val_*.bin" -e gpt2:124M -b 64 -d 524288 -o out
 //
 // One block, for every family:
@@ -8,9 +9,9 @@
 //   h2 = norm2(x')    f = h2 Wfc^T + b                a = activation(f)        x'' = x' + a Wfcproj^T + b
 // The sum x + branch is taken by the norm that reads it: the stream travels with the branch that it has not added yet.
 //
-// The first micro-step of a step overwrites gradients, the others add. The head runs in --head-chunks parts, forward and backward of each before
-// the next: losses and the gradient of h are those of one part, bit for bit.
-#include "llmc/graph.cuh"
+// The first micro-step of a step overwrites gradients, the others add. The head runs in --head-chunks parts, forward
+// and backward of each before the next: losses and the gradient of h are those of one part, bit for bit.
+#include "llmc/cuda/graph.cuh"
 #include "llmc/mfu.h"
 #include "llmc/model/hints.cuh"
 #include "llmc/model/parameters.cuh"
@@ -18,21 +19,21 @@
 // ---- what is kept
 
 struct Model {
-    Config config;         // of the whole model
-    ParamTable table;      // of this rank
+    Config config;     // of the whole model
+    ParamTable table;  // of this rank
     const Mesh *mesh;
-    Plan plan, decoding;   // of training and evaluation; of generation
+    Plan plan, decoding;  // of training and evaluation; of generation
     Gpu gpu;
     Memory memory;
     Buffers b;
     Links links;
     Matmul matmul, decode_matmul;
-    KvCache cache;         // empty unless this rank samples
-    Graph graphs[3];       // of the first micro-step of a step, of those that follow, of the last
-    OverlapCounts met;     // in the last step
-    size_t num_updated;    // weights that this rank updates
-    cudaEvent_t copied[2]; // tokens of either slot
-    cudaEvent_t decided;   // the step's result is in host memory
+    KvCache cache;          // empty unless this rank samples
+    Graph graphs[3];        // of the first micro-step of a step, of those that follow, of the last
+    OverlapCounts met;      // in the last step
+    size_t num_updated;     // weights that this rank updates
+    cudaEvent_t copied[2];  // tokens of either slot
+    cudaEvent_t decided;    // the step's result is in host memory
     int slot;
 };
 
@@ -48,7 +49,8 @@ typedef struct {
 // The residual stream on its way: x, and a branch that is not added yet (NULL: none).
 typedef struct { const floatX *x, *branch; } Residual;
 
-// ---- units: weights are there between get and release; gradients are added up and go to other ranks when they are released
+// ---- units: weights are there between get and release; gradients are added up and go to other ranks when they are
+// released
 
 static floatX *param_pointer(floatX *buffer, const ParamTable *t, int unit, Role role) {
     const size_t at = role == NUM_ROLES ? NO_PARAM : param_at(t, unit, role);  // NUM_ROLES: there is none
@@ -63,13 +65,23 @@ static void unit_release(Model *m, const Pass *p, int unit) {
     grad_sum((GradSum)p->sum, m->b.grad_sums + all.begin, m->b.grads + all.begin, all.count, p->stream);
     if (p->reduce) zero_reduce(&m->links.zero, m->b.grads, unit);
 }
-static Norm norm_of(Model *m, floatX *weights, int unit, Role weight, Role bias, float *mean, float *rstd, const floatX *x) {
+static Norm norm_of(Model *m, floatX *weights, int unit, Role weight, Role bias, float *mean, float *rstd,
+                    const floatX *x) {
     const ParamTable *t = &m->table;
     const Config *c = &m->config;
-    return {c->norm, c->channels, c->norm_eps, param_pointer(weights, t, unit, weight), param_pointer(weights, t, unit, bias),
-            param_pointer(m->b.grads, t, unit, weight), param_pointer(m->b.grads, t, unit, bias), mean, rstd, x};
+    return {c->norm,
+            c->channels,
+            c->norm_eps,
+            param_pointer(weights, t, unit, weight),
+            param_pointer(weights, t, unit, bias),
+            param_pointer(m->b.grads, t, unit, weight),
+            param_pointer(m->b.grads, t, unit, bias),
+            mean,
+            rstd,
+            x};
 }
-static Linear linear_of(Model *m, floatX *weights, const Linear *planned, int unit, Role weight, Role bias, ColumnSums sums) {
+static Linear linear_of(Model *m, floatX *weights, const Linear *planned, int unit, Role weight, Role bias,
+                        ColumnSums sums) {
     const ParamTable *t = &m->table;
     Linear l = *planned;
     l.weight = param_pointer(weights, t, unit, weight);
@@ -85,8 +97,10 @@ static Block block_get(Model *m, const Pass *p, int l) {
     const BlockActs *a = &m->b.blocks[l];
     const int u = l + 1;
     floatX *w = unit_get(m, u);
-    const ColumnSums stream = {m->b.stream_sums, 1}, attention = {m->b.column_sums, attention_column_slices(&p->attention)};
-    const int fc_sums = m->config.linear_bias && plan->fcproj.gradient != EPILOGUE_PLAIN;  // the gradient's product leaves them
+    const ColumnSums stream = {m->b.stream_sums, 1},
+                     attention = {m->b.column_sums, attention_column_slices(&p->attention)};
+    // the gradient's product leaves them
+    const int fc_sums = m->config.linear_bias && plan->fcproj.gradient != EPILOGUE_PLAIN;
     const ColumnSums activation = {m->b.column_sums, fc_sums ? matmul_sum_slices(p->N) : 0};
     Block b;
     b.norm1 = norm_of(m, w, u, ROLE_LN1W, ROLE_LN1B, a->mean1, a->rstd1, block_input(m, l));
@@ -128,7 +142,8 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     }
     const KvCache *k = p->cache;
     const size_t layer = (size_t)l * p->B * NKV * k->room * HD;
-    attention_decode(b->y, k->keys + layer, k->values + layer, b->q_k_v, p->B, p->T, k->count, k->room, NH, NKV, HD, p->stream);
+    attention_decode(b->y, k->keys + layer, k->values + layer, b->q_k_v, p->B, p->T, k->count, k->room, NH, NKV, HD,
+                     p->stream);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
 static void block_inside(const Model *m, const Pass *p, const Block *b, int l, Residual *x) {
@@ -155,7 +170,8 @@ static TokenRows token_rows(const Model *m) {
 // m->b.tokens (B,T) -> the stream, m->b.x_embedding (rows,C)
 static void embed(Model *m, const Pass *p) {
     const TokenRows rows = token_rows(m);
-    floatX *w = unit_get(m, 0), *wte = param_pointer(w, &m->table, 0, ROLE_WTE), *wpe = param_pointer(w, &m->table, 0, ROLE_WPE);
+    floatX *w = unit_get(m, 0), *wte = param_pointer(w, &m->table, 0, ROLE_WTE),
+           *wpe = param_pointer(w, &m->table, 0, ROLE_WPE);
     if (wpe && p->cache) wpe += (size_t)p->cache->count * p->C;
     if (!pass_is_split(p)) {
         embedding_forward(m->b.x_embedding, rows, wte, wpe, p->B, p->T, p->C, p->stream);
@@ -163,11 +179,13 @@ static void embed(Model *m, const Pass *p) {
     }
     embedding_forward(p->branch, rows, wte, NULL, p->B, p->T, p->C, p->stream);
     const floatX *x = rows_scatter(p, p->branch, wpe, p->T);
-    cudaCheck(cudaMemcpyAsync(m->b.x_embedding, x, pass_piece(p) * sizeof(floatX), cudaMemcpyDeviceToDevice, p->stream));
+    cudaCheck(
+        cudaMemcpyAsync(m->b.x_embedding, x, pass_piece(p) * sizeof(floatX), cudaMemcpyDeviceToDevice, p->stream));
 }
 static Norm final_norm(Model *m) {
     const int L = m->config.num_layers;
-    return norm_of(m, unit_get(m, L + 1), L + 1, ROLE_LNFW, ROLE_LNFB, m->b.mean_final, m->b.rstd_final, block_input(m, L));
+    return norm_of(m, unit_get(m, L + 1), L + 1, ROLE_LNFW, ROLE_LNFB, m->b.mean_final, m->b.rstd_final,
+                   block_input(m, L));
 }
 // m->b.tokens (B,T) -> m->b.h_final (rows,C)
 static void model_forward(Model *m, const Pass *p) {
@@ -184,7 +202,8 @@ static void model_forward(Model *m, const Pass *p) {
 
 static Linear head_of(Model *m) {
     const int tied = m->config.tied;  // the embedding is its weight, too
-    return linear_of(m, m->b.weights, &m->plan.head, tied ? 0 : m->config.num_layers + 1, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES, {NULL, 0});
+    return linear_of(m, m->b.weights, &m->plan.head, tied ? 0 : m->config.num_layers + 1, tied ? ROLE_WTE : ROLE_HEADW,
+                     NUM_ROLES, {NULL, 0});
 }
 // Losses of rows from n0 on; m->b.logits becomes their gradient. Of several ranks each has some of the columns.
 static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, int backward) {
@@ -197,9 +216,11 @@ static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, 
     }
     classifier_parts(b->parts + (size_t)rank * rows, b->logits, b->targets + n0, rank, rows, V, Vp, p->stream);
     nccl_all_gather(&p->exchange->nccl, "gather", (float *)b->parts, (size_t)rows * (sizeof *b->parts / sizeof(float)));
-    classifier_ranks(b->logits, b->losses + n0, b->parts, b->targets + n0, dloss, ranks, rank, rows, V, Vp, backward, p->stream);
+    classifier_ranks(b->logits, b->losses + n0, b->parts, b->targets + n0, dloss, ranks, rank, rows, V, Vp, backward,
+                     p->stream);
 }
-// m->b.h_final, m->b.targets -> m->b.losses; backward: the head's weight gradient, and that of h_final in p->branch (a part of a sum over ranks).
+// m->b.h_final, m->b.targets -> m->b.losses; backward: the head's weight gradient, and that of h_final in p->branch (a
+// part of a sum over ranks).
 static void head(Model *m, const Pass *p, float dloss, int backward) {
     Range range("head");
     const Linear l = head_of(m);
@@ -217,7 +238,8 @@ static void head(Model *m, const Pass *p, float dloss, int backward) {
 
 // ---- backward
 
-// The gradient of the stream, m->b.dx, goes on through a norm. Its column sums are left for the bias of the projection that made the norm's input.
+// The gradient of the stream, m->b.dx, goes on through a norm. Its column sums are left for the bias of the projection
+// that made the norm's input.
 static void norm_gradient(Model *m, const Pass *p, const Norm *n, const floatX *dout) {
     float *sums = m->config.linear_bias ? m->b.stream_sums : NULL;
     norm_backward(n, m->b.dx, sums, dout, p->rows, p->accumulate, p->scratch, p->stream);
@@ -226,7 +248,8 @@ static void norm_gradient(Model *m, const Pass *p, const Norm *n, const floatX *
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     const Plan *plan = &m->plan;
     Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
-    if (plan->recomputes_blocks && l + 1 < m->config.num_layers) block_inside(m, p, b, l, &x);  // the last block's values are still there
+    // the last block's values are still there
+    if (plan->recomputes_blocks && l + 1 < m->config.num_layers) block_inside(m, p, b, l, &x);
     if (plan->recomputes_norms) {
         residual_norm(p, &b->norm1, b->h1, NULL, &x);
         residual_norm(p, &b->norm2, b->h2, NULL, &x_mid);
@@ -234,7 +257,8 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     if (plan->recomputes_activation && plan->fcproj.gradient == EPILOGUE_PLAIN)  // else in the gradient's product
         activation_forward(m->config.mlp, b->a, b->fc.aux, b->fc.aux, p->N, m->plan.local.ffn_dim, p->stream);
 }
-// m->b.dx is the gradient of the block's output on entry and of its input on return. Weight gradients hide what is on its way between ranks.
+// m->b.dx is the gradient of the block's output on entry and of its input on return. Weight gradients hide what is on
+// its way between ranks.
 static void block_backward(Model *m, const Pass *p, int l) {
     Range range("block backward", l);
     watchdog_beat(PHASE_BACKWARD, l);
@@ -249,7 +273,8 @@ static void block_backward(Model *m, const Pass *p, int l) {
     linear_backward_project(p, &b.proj, p->branch, m->b.dx);
     linear_fetch_input(p, &b.qkv, b.h1);
     linear_backward_weight(p, &b.proj, m->b.dx, b.y);
-    attention_backward(&p->attention, m->b.dqkv, b.qkv.dbias ? b.qkv.sums.partial : NULL, p->branch, b.q_k_v, b.y, b.lse, p->stream);
+    attention_backward(&p->attention, m->b.dqkv, b.qkv.dbias ? b.qkv.sums.partial : NULL, p->branch, b.q_k_v, b.y,
+                       b.lse, p->stream);
     linear_backward_input(p, &b.qkv, m->b.dqkv);
     linear_backward_weight(p, &b.qkv, m->b.dqkv, b.h1);
     norm_gradient(m, p, &b.norm1, linear_input_gradient(p, &b.qkv));
@@ -258,12 +283,14 @@ static void block_backward(Model *m, const Pass *p, int l) {
 
 // dx (rows,C) -> the embedding's gradients, which are added to.
 static void embed_backward(Model *m, const Pass *p) {
-    floatX *dwte = param_pointer(m->b.grads, &m->table, 0, ROLE_WTE), *dwpe = param_pointer(m->b.grads, &m->table, 0, ROLE_WPE);
+    floatX *dwte = param_pointer(m->b.grads, &m->table, 0, ROLE_WTE),
+           *dwpe = param_pointer(m->b.grads, &m->table, 0, ROLE_WPE);
     embedding_backward(dwte, dwpe, rows_gather(p, m->b.dx), token_rows(m), p->B, p->T, p->C, p->scratch, p->stream);
 }
 // Zeros where something is added: the stream's gradient, and the embedding's before the first micro-step.
 static void clear_gradients(Model *m, const Pass *p) {
-    floatX *dwte = param_pointer(m->b.grads, &m->table, 0, ROLE_WTE), *dwpe = param_pointer(m->b.grads, &m->table, 0, ROLE_WPE);
+    floatX *dwte = param_pointer(m->b.grads, &m->table, 0, ROLE_WTE),
+           *dwpe = param_pointer(m->b.grads, &m->table, 0, ROLE_WPE);
     const size_t row = (size_t)p->C * sizeof(floatX);
     cudaCheck(cudaMemsetAsync(m->b.dx, 0, (size_t)p->rows * row, p->stream));
     if (p->accumulate) return;
@@ -328,9 +355,12 @@ static void upload_tokens(Model *m, const int *inputs, const int *targets, size_
 static void micro_step(Model *m, int micro, int num_micro, int reduce) {
     Pass p = pass_of(m, m->plan.B, m->plan.T);
     const int last = micro == num_micro - 1;
-    const float share = 1.0f / ((float)p.N * (float)num_micro * (float)m->mesh->dp.world);  // of one token in the step's loss
-    if (m->plan.sums_in_fp32 && num_micro > 1) p.sum = micro == 0 ? GRAD_SUM_FIRST : last ? GRAD_SUM_LAST : GRAD_SUM_MIDDLE;
-    else p.accumulate = micro > 0;
+    // of one token in the step's loss
+    const float share = 1.0f / ((float)p.N * (float)num_micro * (float)m->mesh->dp.world);
+    if (m->plan.sums_in_fp32 && num_micro > 1)
+        p.sum = micro == 0 ? GRAD_SUM_FIRST : last ? GRAD_SUM_LAST : GRAD_SUM_MIDDLE;
+    else
+        p.accumulate = micro > 0;
     p.reduce = reduce;
     if (micro == 0) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
     model_forward(m, &p);
@@ -342,13 +372,16 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     Range range("micro-step", micro);
     watchdog_beat(PHASE_MICRO_STEP, -1);  // a replay says no more of where it is
     const int dp = m->mesh->dp.world, last = micro == num_micro - 1, reduces = last && dp * m->mesh->tp.world > 1;
-    const int kind = micro == 0 ? 0 : last && m->plan.sums_in_fp32 ? 2 : 1;  // micro-steps of one kind are the same work
+    // micro-steps of one kind are the same work
+    const int kind = micro == 0 ? 0 : last && m->plan.sums_in_fp32 ? 2 : 1;
     auto work = [&] { micro_step(m, micro, num_micro, reduces); };
     upload_tokens(m, inputs, targets, m->plan.N);
     if (micro == 0) memset(&m->links.rows.met, 0, sizeof m->links.rows.met);
     const int meets_ranks = m->mesh->tp.world > 1 || (dp > 1 && (last || !zero_all_arrived(&m->links.zero)));
-    if (!m->plan.options.cuda_graphs || timing.on || meets_ranks) work();
-    else graph_run(&m->graphs[kind], num_micro, m->gpu.compute, work);
+    if (!m->plan.options.cuda_graphs || timing.on || meets_ranks)
+        work();
+    else
+        graph_run(&m->graphs[kind], num_micro, m->gpu.compute, work);
 }
 
 // The step's loss and the square of its gradient's norm, of all ranks, in m->b.step. (A tensor-parallel group has one
@@ -379,11 +412,13 @@ static void queue_norm(Model *m) {
 static void queue_adamw(Model *m, const UpdateParams *p) {
     Buffers *b = &m->b;
     auto update = [&](auto *states_m, auto *states_v) {
-        adamw_update(b->weights, b->master, states_m, states_v, b->grads, b->chunks, b->num_chunks, m->num_updated, p, b->step,
-                     (uint64_t)m->plan.options.seed, m->gpu.compute);
+        adamw_update(b->weights, b->master, states_m, states_v, b->grads, b->chunks, b->num_chunks, m->num_updated, p,
+                     b->step, (uint64_t)m->plan.options.seed, m->gpu.compute);
     };
-    if (m->plan.bf16_states) update((__nv_bfloat16 *)b->m, (__nv_bfloat16 *)b->v);
-    else update((float *)b->m, (float *)b->v);
+    if (m->plan.bf16_states)
+        update((__nv_bfloat16 *)b->m, (__nv_bfloat16 *)b->v);
+    else
+        update((float *)b->m, (float *)b->v);
 }
 // Norm, clipping, the decision and the update are queued; then the host waits for the result, the one wait of a step.
 StepResult model_update(Model *m, const UpdateParams *p) {
@@ -418,24 +453,32 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
 
 static void decode_memory_hint(char *text, size_t size, size_t, const Memory *, void *model) {
     const char *less = ((const Model *)model)->plan.options.generate ? "a shorter --seq-len" : "a smaller --batch-size";
-    snprintf(text, size, "this is beside the model, for samples alone: use fewer --samples or --sample-tokens, or %s", less);
+    snprintf(text, size, "this is beside the model, for samples alone: use fewer --samples or --sample-tokens, or %s",
+             less);
 }
 void model_decode_open(Model *m, int sequences, int room) {
     const Config *c = &m->plan.local;
     KvCache *k = &m->cache;
     const int split = m->mesh->tp.world > 1;
-    const size_t S = (size_t)sequences, ranks = (size_t)m->mesh->tp.world, logits = ranks * S * (size_t)c->padded_vocab_size;
+    const size_t S = (size_t)sequences, ranks = (size_t)m->mesh->tp.world,
+                 logits = ranks * S * (size_t)c->padded_vocab_size;
     const size_t size = (size_t)c->num_layers * S * (size_t)c->num_kv_heads * (size_t)room * (size_t)c->head_dim;
     assert(!k->keys && sequences <= m->plan.B && room <= c->max_seq_len);
-    require(S <= m->plan.rows, "%zu samples at a time are more than the %zu rows of a micro-step that a rank has with --tp\nsample fewer, or use a longer --seq-len", S, m->plan.rows);
+    require(S <= m->plan.rows,
+            "%zu samples at a time are more than the %zu rows of a micro-step that a rank has with --tp\n"
+            "sample fewer, or use a longer --seq-len",
+            S, m->plan.rows);
     k->sequences = sequences;
     k->room = room;
     memory_request(&k->memory, &k->keys, "samples", "keys (L,S,NKV,room,HD)", size);
     memory_request(&k->memory, &k->values, "samples", "values (L,S,NKV,room,HD)", size);
     memory_request(&k->memory, &k->last, "samples", "last tokens (S,C)", S * (size_t)c->channels);
-    if (c->position == POSITION_ROPE) memory_request(&k->memory, &k->cos_sin, "samples", "rope table (room,HD/2,2)", (size_t)room * (size_t)c->head_dim);
+    if (c->position == POSITION_ROPE)
+        memory_request(&k->memory, &k->cos_sin, "samples", "rope table (room,HD/2,2)",
+                       (size_t)room * (size_t)c->head_dim);
     if (split) memory_request(&k->memory, &k->logits, "samples", "logits (ranks,S,Vp)", logits);
-    memory_request_pinned(&k->memory, &k->host_logits, "samples", split ? "logits (ranks,S,Vp)" : "logits (S,Vp)", logits);
+    memory_request_pinned(&k->memory, &k->host_logits, "samples", split ? "logits (ranks,S,Vp)" : "logits (S,Vp)",
+                          logits);
     memory_allocate(&k->memory, 1, decode_memory_hint, m);
     if (c->position == POSITION_ROPE) upload_rope_table(c, k->cos_sin, room, m->gpu.compute);
 }
@@ -465,13 +508,16 @@ static void decode_forward(Model *m, const int *tokens, int n) {
         upload_tokens(m, piece, NULL, (size_t)p.N);
         model_forward(m, &p);
         k->count += count;
-        if (t0 + count == n) cudaCheck(cudaMemcpy2DAsync(k->last, row, m->b.h_final + (size_t)(count - 1) * C, (size_t)count * row, row, (size_t)S, cudaMemcpyDeviceToDevice, p.stream));
+        if (t0 + count == n)
+            cudaCheck(cudaMemcpy2DAsync(k->last, row, m->b.h_final + (size_t)(count - 1) * C, (size_t)count * row, row,
+                                        (size_t)S, cudaMemcpyDeviceToDevice, p.stream));
     }
     free(piece);
 }
 void model_decode(Model *m, const int *tokens, int n, float *logits) {
     KvCache *k = &m->cache;
-    const int S = k->sequences, ranks = m->mesh->tp.world, V = m->config.vocab_size, Vp = m->plan.local.padded_vocab_size;
+    const int S = k->sequences, ranks = m->mesh->tp.world, V = m->config.vocab_size,
+              Vp = m->plan.local.padded_vocab_size;
     const size_t share = (size_t)S * Vp;
     cudaStream_t s = m->gpu.compute;
     floatX *all = ranks > 1 ? k->logits : m->b.logits;  // (ranks,S,Vp)
@@ -484,12 +530,15 @@ void model_decode(Model *m, const int *tokens, int n, float *logits) {
     cudaCheck(cudaMemcpyAsync(k->host_logits, all, (size_t)ranks * share * sizeof(floatX), cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaStreamSynchronize(s));
     for (int i = 0; i < S; i++)
-        for (int v = 0; v < V; v++) logits[(size_t)i * V + v] = (float)k->host_logits[(size_t)(v / Vp) * share + (size_t)i * Vp + v % Vp];
+        for (int v = 0; v < V; v++)
+            logits[(size_t)i * V + v] = (float)k->host_logits[(size_t)(v / Vp) * share + (size_t)i * Vp + v % Vp];
 }
 
 // ---- life
 
-void model_identify(HandshakeRecord *r) { gpu_identify(r->local_rank, r->device, sizeof r->device, &r->devices, &r->sm, &r->driver); }
+void model_identify(HandshakeRecord *r) {
+    gpu_identify(r->local_rank, r->device, sizeof r->device, &r->devices, &r->sm, &r->driver);
+}
 
 static void open_links(Model *m) {
     const Plan *p = &m->plan;
@@ -497,7 +546,8 @@ static void open_links(Model *m) {
     Links *k = &m->links;
     const int at_once = zero_at_once(&m->mesh->dp, &m->mesh->job, (int)o->dp_overlap, p->reduces_in_fp32, p->N);
     k->mesh = m->mesh;
-    k->zero = zero_open(&m->mesh->dp, &m->table, &m->gpu, (int)o->zero_stage, p->reduces_in_fp32, at_once, m->b.reduce_staging);
+    k->zero = zero_open(&m->mesh->dp, &m->table, &m->gpu, (int)o->zero_stage, p->reduces_in_fp32, at_once,
+                        m->b.reduce_staging);
     links_open_short(k, o, &m->gpu, p->may_overlap);
     const int sums_bias = p->activation_fused == 2 && p->local.mlp == MLP_GELU;  // so it cannot be computed in parts
     if (p->may_overlap) links_open_overlap(k, o, p->N * (size_t)p->config.channels * sizeof(floatX), sums_bias);
@@ -531,17 +581,21 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
         m->matmul.part_rows = (int)m->plan.rows;
     }
     m->num_updated = buffers_upload_tables(&m->plan, &m->b, m->gpu.compute);
-    for (cudaEvent_t *e : {&m->copied[0], &m->copied[1], &m->decided}) cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming));
+    for (cudaEvent_t *e : {&m->copied[0], &m->copied[1], &m->decided})
+        cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming));
     open_links(m);
 }
-// --tp-overlap -1: a micro-step with nothing and with everything overlapped, in parts of all sizes. Its tokens are any; gradients are overwritten
+// --tp-overlap -1: a micro-step with nothing and with everything overlapped, in parts of all sizes. Its tokens are any;
+// gradients are overwritten
 // later. The first run of each makes the matmuls' plans.
 static void measure_overlap(Model *m) {
     OverlapChoice *o = &m->links.rows.overlap;
     const Comm *job = &m->mesh->job;
     int *tokens = (int *)malloc_or_die(m->plan.N * sizeof(int)), differs = 0;
     uint64_t synchronous = 0;
-    for (size_t i = 0; i < m->plan.N; i++) tokens[i] = (int)(rand_u64((uint64_t)m->plan.options.seed, (uint64_t)m->mesh->dp.rank, i) % (uint64_t)m->config.vocab_size);
+    for (size_t i = 0; i < m->plan.N; i++)
+        tokens[i] = (int)(rand_u64((uint64_t)m->plan.options.seed, (uint64_t)m->mesh->dp.rank, i) %
+                          (uint64_t)m->config.vocab_size);
     o->ways = overlap_ways(m->mesh->tp.world);
     for (o->way = 0; o->way < o->ways; o->way++) {
         overlap_set(o, o->way);
@@ -561,7 +615,9 @@ static void measure_overlap(Model *m) {
     overlap_decide(o, job, comm_or(job, differs));
     if (job->rank == 0) overlap_print(o, stdout);
 }
-void model_tune(Model *m) { if (m->plan.measures_overlap && m->links.rows.push.opened) measure_overlap(m); }
+void model_tune(Model *m) {
+    if (m->plan.measures_overlap && m->links.rows.push.opened) measure_overlap(m);
+}
 void model_close(Model *m) {
     cudaCheck(cudaDeviceSynchronize());
     links_close(&m->links);
@@ -581,9 +637,13 @@ void model_close(Model *m) {
 const char *model_device(const Model *m) { return m->gpu.prop.name; }
 const char *model_dtype(const Model *) { return FLOATX_NAME; }
 const char *model_carriers(const Model *m) { return m->links.carriers; }
-double model_memory_gib(const Model *m) { return (double)(m->memory.device_bytes + m->cache.memory.device_bytes) / 1073741824.0; }
+double model_memory_gib(const Model *m) {
+    return (double)(m->memory.device_bytes + m->cache.memory.device_bytes) / 1073741824.0;
+}
 double model_peak_bytes(const Model *) { return gpu_peak_bytes(); }
-double model_peak_flops(const Model *m) { return peak_flops(m->gpu.prop.name, sizeof(floatX) == 2 ? PEAK_BF16 : m->plan.options.tf32 ? PEAK_TF32 : PEAK_FP32); }
+double model_peak_flops(const Model *m) {
+    return peak_flops(m->gpu.prop.name, sizeof(floatX) == 2 ? PEAK_BF16 : m->plan.options.tf32 ? PEAK_TF32 : PEAK_FP32);
+}
 void model_timing_begin(Model *m) { timing_begin(m->gpu.compute); }
 void model_timing_end(Model *m) { timing_end(m->gpu.compute); }
 OverlapCounts model_overlap(const Model *m) { return m->met; }
@@ -596,10 +656,16 @@ void model_report(const Model *m, FILE *f) {
 int model_has_slot(const Model *m, Slot s) { return slot_pointer(&m->b, s) != NULL; }
 int model_slot_is_bf16(const Model *m, Slot s) { return plan_slot_is_bf16(&m->plan, s); }
 Span model_owned(const Model *m, Slot s, int unit) { return plan_owned(&m->plan, s, unit); }
-void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) { slot_write(&m->plan, &m->b, s, offset, count, values, m->gpu.compute); }
-void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) { slot_read(&m->plan, &m->b, s, offset, count, values, &m->gpu); }
+void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
+    slot_write(&m->plan, &m->b, s, offset, count, values, m->gpu.compute);
+}
+void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    slot_read(&m->plan, &m->b, s, offset, count, values, &m->gpu);
+}
 void model_snapshot(Model *m, Slot s) { slot_snapshot(&m->plan, &m->b, s, &m->gpu); }
-void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) { slot_read_snapshot(&m->plan, &m->b, s, offset, count, values); }
+void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    slot_read_snapshot(&m->plan, &m->b, s, offset, count, values);
+}
 
 #ifndef TESTING  // test_gpt2.cu includes this file: what is tested is what ships
 #include "llmc/trainer.h"

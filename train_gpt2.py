@@ -1,16 +1,21 @@
-"""PyTorch reference of llm.cu: the same models, data order, initial weights and options as train_gpt2.c and train_gpt2.cu.
+"""PyTorch reference of llm.cu: the same models, data order, initial weights and options as train_gpt2.c and
+train_gpt2.cu.
 
-One class trains every family. As in llmc/params.h, the table of weights IS the model description: Config's flags make the
-table, the table makes the parameters, and forward asks for them by role. Names in files and state dict are Hugging Face's.
+One class trains every family. As in llmc/params.h, the table of weights IS the model description: Config's flags make
+the table, the table makes the parameters, and forward asks for them by role. Names in files and state dict are Hugging
+Face's.
 
   python train_gpt2.py                                          GPT-2 124M on tinyshakespeare
   python train_gpt2.py --model d6,vocab=256 --device cpu ...    the options of ./train_gpt2 --help
-  python train_gpt2.py --model DIR                              start from a Hugging Face folder or a checkpoint of the C trainers
+  python train_gpt2.py --model DIR
+    start from a Hugging Face folder or a checkpoint of the C trainers
   python train_gpt2.py --model d2,channels=64 --write-weights DIR    the initial weights as a Hugging Face folder
-  python train_gpt2.py --model d2,channels=64 --write-debug DIR      and logits, gradients, ten losses: the oracle of whole-model tests
+  python train_gpt2.py --model d2,channels=64 --write-debug DIR
+    and logits, gradients, ten losses: the oracle of whole-model tests
 
 Left out: several GPUs, resuming the optimiser. The C trainers have them.
 """
+
 import argparse
 import difflib
 import functools
@@ -34,8 +39,20 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dev.data.data_common import find_files, fnv1a, outlive_reader, reader_is_gone
-from dev.data.rows import RAND_INIT, RAND_SAMPLE, open_shards, rand_normal, rand_stream, rand_u64, read_tokenizer, require, rows, text_bytes
+from dev.data.rows import (
+    RAND_INIT,
+    RAND_SAMPLE,
+    open_shards,
+    rand_normal,
+    rand_stream,
+    rand_u64,
+    read_tokenizer,
+    require,
+    rows,
+    text_bytes,
+)
 from dev.eval.choices import open_sets
+
 
 # ---- Config: sizes plus one flag for each architectural difference (llmc/config.h)
 @dataclass
@@ -65,36 +82,110 @@ class Config:
     def head_dim(self):
         return self.channels // self.num_heads
 
+
 def gpt2(layers, channels, heads, max_seq_len=1024, vocab=50257, ffn=None):
-    return Config("gpt2", layers, channels, heads, heads, ffn or 4 * channels, vocab, max_seq_len, norm="layer", position="learned",
-                  mlp="gelu", qkv_bias=True, linear_bias=True, tied=True)
+    return Config(
+        "gpt2",
+        layers,
+        channels,
+        heads,
+        heads,
+        ffn or 4 * channels,
+        vocab,
+        max_seq_len,
+        norm="layer",
+        position="learned",
+        mlp="gelu",
+        qkv_bias=True,
+        linear_bias=True,
+        tied=True,
+    )
+
 
 def llama2(layers, channels, heads, kv_heads, ffn):
     return Config("llama", layers, channels, heads, kv_heads, ffn, 32000, 4096, rope_theta=1e4)
 
+
 def llama3(layers, channels, heads, ffn, max_seq_len=8192, rope_factor=0.0, tied=False):
-    return Config("llama", layers, channels, heads, 8, ffn, 128256, max_seq_len, rope_theta=5e5, rope_factor=rope_factor, tied=tied)
+    return Config(
+        "llama",
+        layers,
+        channels,
+        heads,
+        8,
+        ffn,
+        128256,
+        max_seq_len,
+        rope_theta=5e5,
+        rope_factor=rope_factor,
+        tied=tied,
+    )
+
 
 def qwen2(layers, channels, heads, kv_heads, ffn, vocab, tied):
-    return Config("qwen2", layers, channels, heads, kv_heads, ffn, vocab, 32768, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True, tied=tied)
+    return Config(
+        "qwen2",
+        layers,
+        channels,
+        heads,
+        kv_heads,
+        ffn,
+        vocab,
+        32768,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        qkv_bias=True,
+        tied=tied,
+    )
+
 
 # channels and heads at a depth; layers and head dimension at a width
 GPT2_DEPTHS = {24: (1024, 16), 36: (1280, 20), 48: (1600, 25), 60: (1920, 30), 72: (2880, 30), 84: (3456, 36)}
-GPT3_WIDTHS = {384: (6, 64), 768: (12, 64), 1024: (24, 64), 1536: (24, 96), 2048: (24, 128), 2560: (32, 80), 4096: (32, 128), 5120: (40, 128), 12288: (96, 128)}
+GPT3_WIDTHS = {
+    384: (6, 64),
+    768: (12, 64),
+    1024: (24, 64),
+    1536: (24, 96),
+    2048: (24, 128),
+    2560: (32, 80),
+    4096: (32, 128),
+    5120: (40, 128),
+    12288: (96, 128),
+}
 PRESETS = {
-    "gpt2:124M": gpt2(12, 768, 12), "gpt2:350M": gpt2(24, 1024, 16), "gpt2:774M": gpt2(36, 1280, 20), "gpt2:1558M": gpt2(48, 1600, 25),
+    "gpt2:124M": gpt2(12, 768, 12),
+    "gpt2:350M": gpt2(24, 1024, 16),
+    "gpt2:774M": gpt2(36, 1280, 20),
+    "gpt2:1558M": gpt2(48, 1600, 25),
     **{f"gpt3:c{c}": gpt2(layers, c, c // hd, 2048) for c, (layers, hd) in GPT3_WIDTHS.items()},
-    "llama2:7B": llama2(32, 4096, 32, 32, 11008), "llama2:13B": llama2(40, 5120, 40, 40, 13824), "llama2:70B": llama2(80, 8192, 64, 8, 28672),
-    "llama3:8B": llama3(32, 4096, 32, 14336), "llama3:70B": llama3(80, 8192, 64, 28672),
-    "llama3.1:8B": llama3(32, 4096, 32, 14336, 131072, 8), "llama3.1:70B": llama3(80, 8192, 64, 28672, 131072, 8),
-    "llama3.2:1B": llama3(16, 2048, 32, 8192, 131072, 32, True), "llama3.2:3B": llama3(28, 3072, 24, 8192, 131072, 32, True),
-    "qwen2.5:0.5B": qwen2(24, 896, 14, 2, 4864, 151936, True), "qwen2.5:1.5B": qwen2(28, 1536, 12, 2, 8960, 151936, True),
-    "qwen2.5:3B": qwen2(36, 2048, 16, 2, 11008, 151936, True), "qwen2.5:7B": qwen2(28, 3584, 28, 4, 18944, 152064, False),
-    "qwen2.5:14B": qwen2(48, 5120, 40, 8, 13824, 152064, False), "qwen2.5:32B": qwen2(64, 5120, 40, 8, 27648, 152064, False),
+    "llama2:7B": llama2(32, 4096, 32, 32, 11008),
+    "llama2:13B": llama2(40, 5120, 40, 40, 13824),
+    "llama2:70B": llama2(80, 8192, 64, 8, 28672),
+    "llama3:8B": llama3(32, 4096, 32, 14336),
+    "llama3:70B": llama3(80, 8192, 64, 28672),
+    "llama3.1:8B": llama3(32, 4096, 32, 14336, 131072, 8),
+    "llama3.1:70B": llama3(80, 8192, 64, 28672, 131072, 8),
+    "llama3.2:1B": llama3(16, 2048, 32, 8192, 131072, 32, True),
+    "llama3.2:3B": llama3(28, 3072, 24, 8192, 131072, 32, True),
+    "qwen2.5:0.5B": qwen2(24, 896, 14, 2, 4864, 151936, True),
+    "qwen2.5:1.5B": qwen2(28, 1536, 12, 2, 8960, 151936, True),
+    "qwen2.5:3B": qwen2(36, 2048, 16, 2, 11008, 151936, True),
+    "qwen2.5:7B": qwen2(28, 3584, 28, 4, 18944, 152064, False),
+    "qwen2.5:14B": qwen2(48, 5120, 40, 8, 13824, 152064, False),
+    "qwen2.5:32B": qwen2(64, 5120, 40, 8, 27648, 152064, False),
     "qwen2.5:72B": qwen2(80, 8192, 64, 8, 29568, 152064, False),
 }
-OVERRIDES = {"layers": "num_layers", "channels": "channels", "heads": "num_heads", "kv_heads": "num_kv_heads", "ffn": "ffn_dim",
-             "vocab": "vocab_size", "seq": "max_seq_len", "tied": "tied"}
+OVERRIDES = {
+    "layers": "num_layers",
+    "channels": "channels",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "ffn": "ffn_dim",
+    "vocab": "vocab_size",
+    "seq": "max_seq_len",
+    "tied": "tied",
+}
+
 
 def config_preset(name):
     depth = name.removeprefix("gpt2:")[1:]
@@ -102,6 +193,7 @@ def config_preset(name):
         n = int(depth)
         return gpt2(n, *GPT2_DEPTHS.get(n, (64 * n, n)))
     return PRESETS.get("gpt3:c5120" if name == "gpt3:c5140" else name)  # the paper and llm.c print 5140
+
 
 def config_parse(descriptor):
     """'preset[,key=value...]' -> (Config, whether vocab= was given). Open sizes follow the preset's proportions."""
@@ -111,7 +203,11 @@ def config_parse(descriptor):
     given = {}
     for item in items:
         key, equals, value = item.partition("=")
-        require(equals and key in OVERRIDES, f"'{item}' in model '{descriptor}' is not key=value with a known key", f"keys: {' '.join(OVERRIDES)}")
+        require(
+            equals and key in OVERRIDES,
+            f"'{item}' in model '{descriptor}' is not key=value with a known key",
+            f"keys: {' '.join(OVERRIDES)}",
+        )
         ok = value.isdigit() and (int(value) <= 1 if key == "tied" else 0 < int(value) <= 1 << 24)
         require(ok, f"{item} in model '{descriptor}' is out of range", "give a positive whole number (tied: 0 or 1)")
         given[OVERRIDES[key]] = bool(int(value)) if key == "tied" else int(value)
@@ -124,27 +220,58 @@ def config_parse(descriptor):
         c.ffn_dim = -(-(c.channels * base.ffn_dim // base.channels) // 8) * 8
     return config_check(c), "vocab_size" in given
 
+
 def config_check(c, where=""):
     """where: the config.json that it was read from, for which a preset's keys are no help."""
+
     def check(ok, keys, problem):
         hint = "such a model cannot be trained here: use another" if where else f"change {keys} in --model"
         require(ok, f"{where}: {problem}" if where else problem, hint)
 
-    check(c.channels % 8 == 0 and c.channels % c.num_heads == 0 and c.head_dim % 8 == 0, "channels= or heads=",
-          f"{c.channels} channels do not divide into {c.num_heads} heads of a multiple of 8")
-    check(c.num_heads % c.num_kv_heads == 0, "kv_heads=",
-          f"{c.num_heads} query heads do not divide over {c.num_kv_heads} key/value heads")
+    check(
+        c.channels % 8 == 0 and c.channels % c.num_heads == 0 and c.head_dim % 8 == 0,
+        "channels= or heads=",
+        f"{c.channels} channels do not divide into {c.num_heads} heads of a multiple of 8",
+    )
+    check(
+        c.num_heads % c.num_kv_heads == 0,
+        "kv_heads=",
+        f"{c.num_heads} query heads do not divide over {c.num_kv_heads} key/value heads",
+    )
     check(c.ffn_dim % 8 == 0, "ffn=", f"MLP width {c.ffn_dim} is not a multiple of 8")
     return c
 
+
 # Our fields -> keys of config.json, where RoPE's scaling is an object of its own.
-HF_GPT2 = {"num_layers": "n_layer", "channels": "n_embd", "num_heads": "n_head", "ffn_dim": "n_inner", "vocab_size": "vocab_size",
-           "max_seq_len": "n_positions", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings"}
-HF_LLAMA = {"num_layers": "num_hidden_layers", "channels": "hidden_size", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
-            "ffn_dim": "intermediate_size", "vocab_size": "vocab_size", "max_seq_len": "max_position_embeddings", "norm_eps": "rms_norm_eps",
-            "rope_theta": "rope_theta", "tied": "tie_word_embeddings"}
-HF_ROPE = {"rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor",
-           "rope_original_len": "original_max_position_embeddings"}
+HF_GPT2 = {
+    "num_layers": "n_layer",
+    "channels": "n_embd",
+    "num_heads": "n_head",
+    "ffn_dim": "n_inner",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "tied": "tie_word_embeddings",
+}
+HF_LLAMA = {
+    "num_layers": "num_hidden_layers",
+    "channels": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "tied": "tie_word_embeddings",
+}
+HF_ROPE = {
+    "rope_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_len": "original_max_position_embeddings",
+}
+
 
 def config_to_hf(c):
     """Config -> the dict of a Hugging Face config.json."""
@@ -156,24 +283,54 @@ def config_to_hf(c):
         hf["rope_scaling"] = {"rope_type": "llama3"} | {theirs: getattr(c, ours) for ours, theirs in HF_ROPE.items()}
     return hf
 
+
 def config_from_hf(hf, where):
     """The dict of a config.json -> Config. What this model cannot express is refused, not ignored."""
     kind = hf.get("model_type")
-    require(kind in ("gpt2", "llama", "qwen2"), f"{where}: model_type {kind!r} is not gpt2, llama or qwen2", "use a model of one of these families")
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}  # transformers 5 moved theta and scaling into rope_parameters
-    rope_type, head_dims = rope.get("rope_type", rope.get("type", "default")), (None, hf.get("hidden_size", 0) // hf.get("num_attention_heads", 1))
-    require(hf.get("activation_function", "gelu_new") in ("gelu_new", "gelu_pytorch_tanh"), f"{where}: not the tanh form of GELU", "only gelu_new is built")
-    require(rope_type in ("default", "llama3"), f"{where}: rope scaling '{rope_type}' is not built", "use a model with default or llama3 scaling")
-    require(hf.get("head_dim") in head_dims, f"{where}: head_dim is not hidden_size / heads", "such models are not built")
-    require(not hf.get("mlp_bias") and not (kind == "llama" and hf.get("attention_bias")), f"{where}: biases beyond Qwen2's", "such models are not built")
-    require(not hf.get("use_sliding_window"), f"{where}: sliding-window attention is not built", "use a model without it")
-    base = gpt2(1, 64, 1) if kind == "gpt2" else Config(kind, 1, 64, 1, 0, 0, 2, 2048, norm_eps=1e-6, rope_theta=1e4, qkv_bias=kind == "qwen2")
+    require(
+        kind in ("gpt2", "llama", "qwen2"),
+        f"{where}: model_type {kind!r} is not gpt2, llama or qwen2",
+        "use a model of one of these families",
+    )
+    # transformers 5 moved theta and scaling into rope_parameters
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope_type, head_dims = (
+        rope.get("rope_type", rope.get("type", "default")),
+        (None, hf.get("hidden_size", 0) // hf.get("num_attention_heads", 1)),
+    )
+    require(
+        hf.get("activation_function", "gelu_new") in ("gelu_new", "gelu_pytorch_tanh"),
+        f"{where}: not the tanh form of GELU",
+        "only gelu_new is built",
+    )
+    require(
+        rope_type in ("default", "llama3"),
+        f"{where}: rope scaling '{rope_type}' is not built",
+        "use a model with default or llama3 scaling",
+    )
+    require(
+        hf.get("head_dim") in head_dims, f"{where}: head_dim is not hidden_size / heads", "such models are not built"
+    )
+    require(
+        not hf.get("mlp_bias") and not (kind == "llama" and hf.get("attention_bias")),
+        f"{where}: biases beyond Qwen2's",
+        "such models are not built",
+    )
+    require(
+        not hf.get("use_sliding_window"), f"{where}: sliding-window attention is not built", "use a model without it"
+    )
+    base = (
+        gpt2(1, 64, 1)
+        if kind == "gpt2"
+        else Config(kind, 1, 64, 1, 0, 0, 2, 2048, norm_eps=1e-6, rope_theta=1e4, qkv_bias=kind == "qwen2")
+    )
     keys, values = HF_GPT2 if kind == "gpt2" else HF_LLAMA, {**hf, **rope}
     c = replace(base, **{ours: values[theirs] for ours, theirs in keys.items() if values.get(theirs) is not None})
     c.num_kv_heads = c.num_kv_heads if values.get("num_key_value_heads") else c.num_heads
     c.ffn_dim = c.ffn_dim if kind != "gpt2" or values.get("n_inner") else 4 * c.channels
     c = replace(c, **{ours: rope[theirs] for ours, theirs in HF_ROPE.items()}) if rope_type == "llama3" else c
     return config_check(c, where)
+
 
 # ---- the table of weights (llmc/params.h): order, names, shapes, initial values
 @dataclass
@@ -185,10 +342,12 @@ class Param:
     std: float  # initial values: > 0 normal, 0 zeros, -1 ones
     transposed: bool = False  # GPT-2's files hold block matrices as (in, out)
 
+
 def param_table(c):
     L, C, ffn, Q, KV = c.num_layers, c.channels, c.ffn_dim, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     is_gpt2, layer_norm = c.model_type == "gpt2", c.norm == "layer"
-    std, residual_std = 0.02, float(np.float32(0.02) / np.sqrt(np.float32(2 * L)))  # GPT-2: residual branches scaled by 1/sqrt(2L)
+    # GPT-2: residual branches scaled by 1/sqrt(2L)
+    std, residual_std = 0.02, float(np.float32(0.02) / np.sqrt(np.float32(2 * L)))
     t = [Param("transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight", "wte", 0, (c.vocab_size, C), std)]
     t += [Param("transformer.wpe.weight", "wpe", 0, (c.max_seq_len, C), std)] * (c.position == "learned")
     if is_gpt2:
@@ -198,17 +357,32 @@ def param_table(c):
         fc, fcproj = ["mlp.gate_proj", "mlp.up_proj"] if c.mlp == "swiglu" else ["mlp.up_proj"], "mlp.down_proj"
     ln1, ln2 = ("ln_1", "ln_2") if is_gpt2 else ("input_layernorm", "post_attention_layernorm")
     for l in range(L):
-        block = [(f"{n}.weight", "qkvw", (rows, C), std) for n, rows in qkv] + [(f"{proj}.weight", "projw", (C, Q), residual_std)]
-        block += [(f"{n}.weight", "fcw", (ffn, C), std) for n in fc] + [(f"{fcproj}.weight", "fcprojw", (C, ffn), residual_std)]
+        block = [(f"{n}.weight", "qkvw", (rows, C), std) for n, rows in qkv] + [
+            (f"{proj}.weight", "projw", (C, Q), residual_std)
+        ]
+        block += [(f"{n}.weight", "fcw", (ffn, C), std) for n in fc] + [
+            (f"{fcproj}.weight", "fcprojw", (C, ffn), residual_std)
+        ]
         block += [(f"{ln1}.weight", "ln1w", (C,), -1)] + [(f"{ln1}.bias", "ln1b", (C,), 0)] * layer_norm
-        block += [(f"{n}.bias", "qkvb", (rows,), 0) for n, rows in qkv] * c.qkv_bias + [(f"{proj}.bias", "projb", (C,), 0)] * c.linear_bias
+        block += [(f"{n}.bias", "qkvb", (rows,), 0) for n, rows in qkv] * c.qkv_bias + [
+            (f"{proj}.bias", "projb", (C,), 0)
+        ] * c.linear_bias
         block += [(f"{ln2}.weight", "ln2w", (C,), -1)] + [(f"{ln2}.bias", "ln2b", (C,), 0)] * layer_norm
-        block += [(f"{n}.bias", "fcb", (ffn,), 0) for n in fc] * c.linear_bias + [(f"{fcproj}.bias", "fcprojb", (C,), 0)] * c.linear_bias
+        block += [(f"{n}.bias", "fcb", (ffn,), 0) for n in fc] * c.linear_bias + [
+            (f"{fcproj}.bias", "fcprojb", (C,), 0)
+        ] * c.linear_bias
         prefix = f"transformer.h.{l}." if is_gpt2 else f"model.layers.{l}."
-        t += [Param(prefix + name, role, l + 1, shape, s, is_gpt2 and len(shape) == 2) for name, role, shape, s in block]
+        t += [
+            Param(prefix + name, role, l + 1, shape, s, is_gpt2 and len(shape) == 2) for name, role, shape, s in block
+        ]
     norm = "transformer.ln_f" if is_gpt2 else "model.norm"
     t += [Param("lm_head.weight", "headw", L + 1, (c.vocab_size, C), std)] * (not c.tied)
-    return t + [Param(norm + ".weight", "lnfw", L + 1, (C,), -1)] + [Param(norm + ".bias", "lnfb", L + 1, (C,), 0)] * layer_norm
+    return (
+        t
+        + [Param(norm + ".weight", "lnfw", L + 1, (C,), -1)]
+        + [Param(norm + ".bias", "lnfb", L + 1, (C,), 0)] * layer_norm
+    )
+
 
 # ---- the model
 def rope_inv_freq(c):
@@ -220,16 +394,19 @@ def rope_inv_freq(c):
     smooth = np.clip((turns - c.rope_low_freq_factor) / (c.rope_high_freq_factor - c.rope_low_freq_factor), 0, 1)
     return (1 - smooth) * freq / c.rope_factor + smooth * freq
 
+
 def rotate(x, cos, sin):
     """x (B,NH,T,HD), cos and sin (T,HD/2): pairs i and i + HD/2, in fp32."""
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
+
 class Model(nn.Module):
     def __init__(self, config, device=None):
         super().__init__()
         self.config, self.table = config, param_table(config)
-        self.units = [{} for _ in range(config.num_layers + 2)]  # unit -> role -> its parameters: q, k, v share one role
+        # unit -> role -> its parameters: q, k, v share one role
+        self.units = [{} for _ in range(config.num_layers + 2)]
         for p in self.table:
             parameter = nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device=device))
             module, (*containers, leaf) = self, p.name.split(".")  # so that the state dict has the files' names
@@ -273,7 +450,8 @@ class Model(nn.Module):
         return tuple(table[:T] for table in self.rope)
 
     def forward(self, tokens, rope=None, targets=None):
-        """tokens, targets (B,T) -> logits (B,T,V), or the mean loss. `rope`: rope_table(T), made outside of what is compiled."""
+        """tokens, targets (B,T) -> logits (B,T,V), or the mean loss. `rope`: rope_table(T), made outside of what is
+        compiled."""
         first, *blocks, last = self.units
         x = F.embedding(tokens, first["wte"][0])
         if self.config.position == "learned":
@@ -286,10 +464,13 @@ class Model(nn.Module):
     @torch.no_grad()
     def init(self, seed):
         """llmc/params.h's param_init: a value depends on (seed, place in the table, element)."""
+
         def fill(job):
             index, p, values, begin = job
             part = values[begin : begin + (1 << 18)]
-            part[:] = np.float32(p.std) * rand_normal(seed, rand_stream(RAND_INIT, index), np.arange(begin, begin + part.size))
+            part[:] = np.float32(p.std) * rand_normal(
+                seed, rand_stream(RAND_INIT, index), np.arange(begin, begin + part.size)
+            )
 
         jobs = []
         for index, p in enumerate(self.table):
@@ -299,10 +480,15 @@ class Model(nn.Module):
             list(pool.map(fill, jobs))
         return self
 
+
 # ---- Hugging Face folders
 def as_file(model, tensors):
     """Tensors by name, as in memory -> as in files (GPT-2's block matrices transposed)."""
-    return {p.name: (tensors[p.name].T if p.transposed else tensors[p.name]).detach().cpu().contiguous() for p in model.table}
+    return {
+        p.name: (tensors[p.name].T if p.transposed else tensors[p.name]).detach().cpu().contiguous()
+        for p in model.table
+    }
+
 
 def save_tensors(tensors, path):
     try:
@@ -311,12 +497,17 @@ def save_tensors(tensors, path):
         raise OSError(0, str(e), path) from None
     os.replace(path + ".tmp", path)  # a killed run leaves no half file under the real name
 
+
 def write_weights(model, folder, dtype=torch.float32):
     """config.json + model.safetensors."""
     os.makedirs(folder, exist_ok=True)
-    save_tensors(as_file(model, {p.name: model.get_parameter(p.name).to(dtype) for p in model.table}), os.path.join(folder, "model.safetensors"))
+    save_tensors(
+        as_file(model, {p.name: model.get_parameter(p.name).to(dtype) for p in model.table}),
+        os.path.join(folder, "model.safetensors"),
+    )
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}, f, indent=2)
+
 
 @torch.no_grad()
 def load_weights(model, folder):
@@ -327,7 +518,9 @@ def load_weights(model, folder):
         require(all(os.path.basename(n) == n for n in files), f"'{index}' names files elsewhere", "do not use it")
     missing = {p.name: p for p in model.table}
     for path in (os.path.join(folder, name) for name in files):
-        require(os.path.exists(path), f"'{path}' does not exist", "name a folder with config.json and model.safetensors")
+        require(
+            os.path.exists(path), f"'{path}' does not exist", "name a folder with config.json and model.safetensors"
+        )
         try:
             opened = safetensors.safe_open(path, "pt")
         except safetensors.SafetensorError as e:
@@ -339,18 +532,32 @@ def load_weights(model, folder):
                     continue  # masks of old files, a tied head's copy
                 tensor, parameter = f.get_tensor(name), model.get_parameter(full)
                 tensor = tensor.T if p.transposed else tensor
-                require(tensor.shape == parameter.shape, f"{path}: {name} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}",
-                        "config.json and weights do not belong together")
+                require(
+                    tensor.shape == parameter.shape,
+                    f"{path}: {name} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}",
+                    "config.json and weights do not belong together",
+                )
                 parameter.copy_(tensor)
-    require(not missing, f"{folder} lacks {len(missing)} tensors, e.g. {next(iter(missing), '')}", "config.json and weights do not belong together")
+    require(
+        not missing,
+        f"{folder} lacks {len(missing)} tensors, e.g. {next(iter(missing), '')}",
+        "config.json and weights do not belong together",
+    )
     return model
+
 
 def hub_folder(name):
     try:
         from huggingface_hub import snapshot_download
+
         return snapshot_download(name, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"])
     except Exception as e:  # not installed, no network, no such model
-        require(False, f"'{name}' is no folder and no preset, and the hub cannot help: {str(e).strip().splitlines()[0]}", "--help lists the presets")
+        require(
+            False,
+            f"'{name}' is no folder and no preset, and the hub cannot help: {str(e).strip().splitlines()[0]}",
+            "--help lists the presets",
+        )
+
 
 def make_model(descriptor, seed, data_vocab=0):
     """A folder, a name on the hub, or a preset; a preset without vocab= takes the vocabulary that the data names."""
@@ -363,41 +570,57 @@ def make_model(descriptor, seed, data_vocab=0):
     with open(path) as f:
         return load_weights(Model(config_from_hf(json.load(f), path)), folder)
 
+
 # ---- training
 def batch(stream, B, device, vocab_size):
     """The next B rows -> inputs, targets (B,T)."""
     tokens = np.stack([next(stream) for _ in range(B)]).astype(np.int64)
-    require(tokens.max() < vocab_size, f"the data has token {tokens.max()}, the model {vocab_size} tokens", "use the model that the shards were made for (--model ...,vocab=N)")
+    require(
+        tokens.max() < vocab_size,
+        f"the data has token {tokens.max()}, the model {vocab_size} tokens",
+        "use the model that the shards were made for (--model ...,vocab=N)",
+    )
     tokens = torch.from_numpy(tokens).to(device)
     return tokens[:, :-1], tokens[:, 1:]
+
 
 HONOURED = """train-data val-data model output tokenizer print-every batch-size seq-len total-batch max-steps overfit
     seed schedule learning-rate warmup final-lr-fraction weight-decay grad-clip beta1 beta2 adam-eps eval-every
     eval-steps hellaswag choice-data evaluate sample-every sample-tokens temperature save-every threads""".split()
 
+
 def in_range(of, low, high):
     """The type of an option; low and high as options.h spells them: -1, 1e30, 1 << 20, 1ll << 40."""
-    low, high = (of(x) << int(shift or 0) if of is int else of(x) for x, _, shift in (text.replace("ll", "").partition(" << ") for text in (low, high)))
+    low, high = (
+        of(x) << int(shift or 0) if of is int else of(x)
+        for x, _, shift in (text.replace("ll", "").partition(" << ") for text in (low, high))
+    )
 
     def number(text):
         if not low <= of(text) <= high:
             raise argparse.ArgumentTypeError(f"{text} is outside {low:.10g} to {high:.10g}")
         return of(text)
+
     number.__name__ = of.__name__  # for argparse's message
     return number
+
 
 def option_table():
     """Of llmc/options.h, the one table of options: rows of section, kind, name, letters, default (text or number),
     smallest, largest, help; and what other trainers call an option -> its name."""
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "llmc", "options.h")) as f:
-        text = " ".join(f.read().replace("\\\n", " ").split()).replace('" "', "")  # lines and strings may break anywhere
-    row = (r'SECTION\("([^"]*)"\)|(STR|INT|FLT)\((\w+), "(\w*)", \'.\', '
-           r'(?:"([^"]*)"|([^",]+)), +(?:([^",]+), ([^",]+), +)?"([^"]*)"\)')
+        # lines and strings may break anywhere
+        text = " ".join(f.read().replace("\\\n", " ").split()).replace('" "', "")
+    row = (
+        r'SECTION\("([^"]*)"\)|(STR|INT|FLT)\((\w+), "(\w*)", \'.\', '
+        r'(?:"([^"]*)"|([^",]+)), +(?:([^",]+), ([^",]+), +)?"([^"]*)"\)'
+    )
     rows, section = [], ""
     for title, kind, field, *others in re.findall(row, text):
         section = title or section
         rows += [(section, kind, field.replace("_", "-"), *others)] * (not title)
     return rows, dict(re.findall(r'{"([\w-]+)", "([\w-]+)"}', text))
+
 
 def refuse_unknown(word, table, others):
     """An option that is not built here, with the names nearest to it."""
@@ -410,6 +633,7 @@ def refuse_unknown(word, table, others):
     near = list(dict.fromkeys(f"--{others.get(n, n)}" for n in near))[:3]
     require(False, f"unknown option '{name}'", f"did you mean {' or '.join(near)}? " * bool(near) + "--help lists all")
 
+
 def version():
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty"]
     try:
@@ -417,6 +641,7 @@ def version():
     except OSError:
         revision = ""
     return f"llm.cu {revision or 'unknown'}, PyTorch {torch.__version__}, Python {platform.python_version()}"
+
 
 USAGE = f"""python train_gpt2.py [--name value | --name=value | -x value]...
 
@@ -426,6 +651,7 @@ USAGE = f"""python train_gpt2.py [--name value | --name=value | -x value]...
 
 Names, letters and defaults are those of ./train_gpt2 --help, which says more of them. Models:
 {textwrap.fill("dN, gpt2:dN, " + ", ".join(PRESETS), 96, initial_indent="  ", subsequent_indent="  ")}"""
+
 
 def parse_options(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -438,17 +664,32 @@ def parse_options(argv=None):
             continue
         of, flags = {"STR": str, "INT": int, "FLT": float}[kind], [f"-{letters}"] * bool(letters) + [f"--{name}"]
         alone = {"nargs": "?", "const": 1} if (kind, low, high) == ("INT", "0", "1") else {}  # means 1
-        groups[section].add_argument(*flags, type=in_range(of, low, high) if low else of, default=of(text or number),
-                                     metavar=kind, help=about + f" [{text or number}]" * bool(text or number), **alone)
+        groups[section].add_argument(
+            *flags,
+            type=in_range(of, low, high) if low else of,
+            default=of(text or number),
+            metavar=kind,
+            help=about + f" [{text or number}]" * bool(text or number),
+            **alone,
+        )
     g = p.add_argument_group("of this program alone")
     g.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    g.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16"],
-                   help="fp32, or bf16 autocast over fp32 weights (auto: bf16 on a GPU)")
+    g.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "fp32", "bf16"],
+        help="fp32, or bf16 autocast over fp32 weights (auto: bf16 on a GPU)",
+    )
     g.add_argument("--compile", type=int, default=-1, choices=[-1, 0, 1], help="torch.compile (-1: on a GPU)")
-    g.add_argument("--write-weights", default="", metavar="DIR",
-                   help="write the initial weights as a Hugging Face folder and stop")
-    g.add_argument("--write-debug", default="", metavar="DIR",
-                   help="write weights, a batch, logits, gradients and ten losses for tests and stop")
+    g.add_argument(
+        "--write-weights", default="", metavar="DIR", help="write the initial weights as a Hugging Face folder and stop"
+    )
+    g.add_argument(
+        "--write-debug",
+        default="",
+        metavar="DIR",
+        help="write weights, a batch, logits, gradients and ten losses for tests and stop",
+    )
     g.add_argument("--help", action="help")
     g.add_argument("--version", action="version", version=version() if "--version" in argv else "")
     for i, word in enumerate(argv):
@@ -457,14 +698,35 @@ def parse_options(argv=None):
         if re.match("-+[A-Za-z]", word) and word.split("=")[0] not in p._option_string_actions:
             refuse_unknown(word, table, others)
     o = p.parse_args(argv)
-    require(o.total_batch and (o.max_steps or o.evaluate), "--total-batch 0 or --max-steps 0 trains nothing", "leave it out, or give a number")
-    require(o.eval_steps or not (o.eval_every or o.evaluate), "--eval-steps 0 measures nothing", "use --eval-every 0 to leave evaluation out, -1 for the whole set")
-    require(not o.choice_data or o.eval_every or o.evaluate, "--eval-every 0 never scores --choice-data", "give a number of steps, or leave --choice-data out")
-    require(o.schedule in ("cosine", "linear", "constant", "wsd"), f"unknown schedule '{o.schedule}'", "use cosine, linear, constant or wsd")
+    require(
+        o.total_batch and (o.max_steps or o.evaluate),
+        "--total-batch 0 or --max-steps 0 trains nothing",
+        "leave it out, or give a number",
+    )
+    require(
+        o.eval_steps or not (o.eval_every or o.evaluate),
+        "--eval-steps 0 measures nothing",
+        "use --eval-every 0 to leave evaluation out, -1 for the whole set",
+    )
+    require(
+        not o.choice_data or o.eval_every or o.evaluate,
+        "--eval-every 0 never scores --choice-data",
+        "give a number of steps, or leave --choice-data out",
+    )
+    require(
+        o.schedule in ("cosine", "linear", "constant", "wsd"),
+        f"unknown schedule '{o.schedule}'",
+        "use cosine, linear, constant or wsd",
+    )
     o.device = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
-    require(o.device == "cpu" or torch.cuda.is_available(), "this PyTorch finds no CUDA device", "use --device cpu, or install PyTorch for this GPU")
+    require(
+        o.device == "cpu" or torch.cuda.is_available(),
+        "this PyTorch finds no CUDA device",
+        "use --device cpu, or install PyTorch for this GPU",
+    )
     torch.set_num_threads(o.threads or torch.get_num_threads())
     return o
+
 
 def learning_rate_at(o, steps, step):
     """llmc/schedule.h; steps count from 0."""
@@ -476,9 +738,12 @@ def learning_rate_at(o, steps, step):
     if step < begin:
         return o.learning_rate
     progress = min((step - begin) / (steps - begin), 1.0) if steps > begin else 1.0
-    left = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - math.sqrt(progress), "linear": 1 - progress}[o.schedule]
+    left = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - math.sqrt(progress), "linear": 1 - progress}[
+        o.schedule
+    ]
     low = o.learning_rate * o.final_lr_fraction
     return low + left * (o.learning_rate - low)
+
 
 class Trainer:
     """Model, optimiser and precision: what a step needs besides data."""
@@ -490,8 +755,13 @@ class Trainer:
         self.dtype = ("bf16" if on_gpu else "fp32") if o.dtype == "auto" else o.dtype
         self.autocast = torch.autocast(o.device, torch.bfloat16, enabled=self.dtype == "bf16")
         matrices, vectors = ([w for w in model.parameters() if (w.dim() >= 2) == flag] for flag in (True, False))
-        self.optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": o.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-                                           lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.adam_eps, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": o.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=o.learning_rate,
+            betas=(o.beta1, o.beta2),
+            eps=o.adam_eps,
+            fused=True,
+        )
 
     def loss(self, inputs, targets):
         with self.autocast:
@@ -539,10 +809,14 @@ class Trainer:
                 begin = len(ids) - (o.seq_len + 1) // 2
             window = torch.tensor([ids[begin:]], device=o.device)
             logits = self.logits(window)[0, -1, :known].double().cpu().numpy()
-            sums = np.exp((logits - logits.max()) / max(o.temperature, 1e-9)).astype(np.float32).cumsum(dtype=np.float64)
-            coin = int(rand_u64(o.seed, rand_stream(RAND_SAMPLE, step), len(ids) - 1)[0] >> np.uint64(11)) * 2.0**-53  # rand.h's uniform
+            sums = (
+                np.exp((logits - logits.max()) / max(o.temperature, 1e-9)).astype(np.float32).cumsum(dtype=np.float64)
+            )
+            # rand.h's uniform
+            coin = int(rand_u64(o.seed, rand_stream(RAND_SAMPLE, step), len(ids) - 1)[0] >> np.uint64(11)) * 2.0**-53
             ids.append(int(np.searchsorted(sums, coin * sums[-1], side="right")))
         return [i for i in ids[1:] if i != first]
+
 
 def open_log(o):
     """In a folder where no checkpoints of another run would mix with those of this one."""
@@ -551,11 +825,20 @@ def open_log(o):
     os.makedirs(o.output, exist_ok=True)
     path = os.path.join(o.output, "evaluate.jsonl" if o.evaluate else "main.jsonl")
     older = not o.evaluate and any(re.fullmatch(r"step_\d+", name) for name in os.listdir(o.output))
-    require(not older, f"folder '{o.output}' holds checkpoints of another run", "name another folder with --output; this program does not resume")
+    require(
+        not older,
+        f"folder '{o.output}' holds checkpoints of another run",
+        "name another folder with --output; this program does not resume",
+    )
     if not o.evaluate and os.path.exists(path):
         with open(path, errors="replace") as f:
-            require(not any('"event": "step"' in line or '"event":"step"' in line for line in f), f"folder '{o.output}' holds the log of another run", "name another folder with --output")
+            require(
+                not any('"event": "step"' in line or '"event":"step"' in line for line in f),
+                f"folder '{o.output}' holds the log of another run",
+                "name another folder with --output",
+            )
     return open(path, "a")
+
 
 def find_validation_data(o):
     """--val-data auto, as in llmc/trainer.h: beside the training data, or none."""
@@ -564,7 +847,12 @@ def find_validation_data(o):
         beside = os.path.join(folder, "val".join(name.rsplit("train", 1)))
         o.val_data = beside if "train" in name and find_files(beside) else ""
     require(not o.overfit or o.val_data, "--overfit 1 needs --val-data, whose first batch it trains on", "name shards")
-    require(not o.evaluate or o.val_data or o.choice_data or o.hellaswag, "--evaluate 1 has nothing to evaluate", "give --val-data or --choice-data")
+    require(
+        not o.evaluate or o.val_data or o.choice_data or o.hellaswag,
+        "--evaluate 1 has nothing to evaluate",
+        "give --val-data or --choice-data",
+    )
+
 
 def console_columns():
     """llmc/logger.h: of a terminal; 0 elsewhere."""
@@ -573,9 +861,11 @@ def console_columns():
     except (OSError, ValueError, AttributeError):
         return 0
 
+
 def console_overwrite(text):
     if (width := console_columns() - 1) > 0:
         print("\r" + text[:width].ljust(width) + "\r" * (not text), end="", flush=bool(text))
+
 
 def print_sample(ids, names, step):
     text = b"".join(names[i] for i in ids).decode("utf-8", "replace") if names else " ".join(map(str, ids))
@@ -583,25 +873,54 @@ def print_sample(ids, names, step):
     print(f"---- sample of step {step} ({len(ids)} tokens)\n{text}\n----", flush=True)
     return text
 
+
 def train(o):
     B, T = o.batch_size, o.seq_len
     find_validation_data(o)
     require(o.output or o.save_every <= 0, "checkpoints need a folder", "add --output FOLDER")
-    shards, header = open_shards(o.val_data if o.overfit else o.train_data, T) if not o.evaluate else open_shards(o.val_data, T) if o.val_data else ([], [0] * 256)
+    shards, header = (
+        open_shards(o.val_data if o.overfit else o.train_data, T)
+        if not o.evaluate
+        else open_shards(o.val_data, T)
+        if o.val_data
+        else ([], [0] * 256)
+    )
     val_shards = open_shards(o.val_data, T)[0] if o.val_data and (o.eval_every > 0 or o.evaluate) else None
     model = make_model(o.model, o.seed, int(header[3]))
     c = model.config
-    require(T <= c.max_seq_len, f"--seq-len {T} is longer than the model's context of {c.max_seq_len}", f"use a shorter --seq-len, or a model with seq={T}")
+    require(
+        T <= c.max_seq_len,
+        f"--seq-len {T} is longer than the model's context of {c.max_seq_len}",
+        f"use a shorter --seq-len, or a model with seq={T}",
+    )
     total = B * T if o.total_batch < 0 else o.total_batch
     nearest = max((total + B * T // 2) // (B * T), 1) * B * T
-    require(total % (B * T) == 0, f"--total-batch {total} is not a multiple of batch-size * seq-len = {B * T}",
-            f"nearest: {nearest}; or choose another --batch-size")
+    require(
+        total % (B * T) == 0,
+        f"--total-batch {total} is not a multiple of batch-size * seq-len = {B * T}",
+        f"nearest: {nearest}; or choose another --batch-size",
+    )
     steps = 0 if o.evaluate else o.max_steps if o.max_steps > 0 else sum(map(len, shards)) // total
-    require(steps or o.evaluate, f"the training data has less than one step of {total} tokens", "use a smaller --total-batch or give --max-steps")
+    require(
+        steps or o.evaluate,
+        f"the training data has less than one step of {total} tokens",
+        "use a smaller --total-batch or give --max-steps",
+    )
     path = o.tokenizer or os.path.join(os.path.dirname(shards[0].filename if shards else ""), "tokenizer.bin")
-    names, eot, body = read_tokenizer(path) if o.tokenizer or os.path.exists(path) else (None, int(header[7]) if header[3] else c.vocab_size - 1, None)
-    known, made_with = min(len(names or []) or c.vocab_size, c.vocab_size), int(np.array(header[5:7], np.int32).view(np.uint64)[0])
-    require(not names or not made_with or made_with == fnv1a(body), f"tokenizer '{path}' is not the one that made the data", "give the data's own --tokenizer")
+    names, eot, body = (
+        read_tokenizer(path)
+        if o.tokenizer or os.path.exists(path)
+        else (None, int(header[7]) if header[3] else c.vocab_size - 1, None)
+    )
+    known, made_with = (
+        min(len(names or []) or c.vocab_size, c.vocab_size),
+        int(np.array(header[5:7], np.int32).view(np.uint64)[0]),
+    )
+    require(
+        not names or not made_with or made_with == fnv1a(body),
+        f"tokenizer '{path}' is not the one that made the data",
+        "give the data's own --tokenizer",
+    )
     sets = open_sets(o.hellaswag, o.choice_data, T, c.vocab_size)
     trainer, stream = Trainer(model, o), rows(shards, T, None if o.overfit else o.seed)
     parameters = sum(w.numel() for w in model.parameters())
@@ -610,14 +929,35 @@ def train(o):
     file = open_log(o)
 
     def log(event, step, **fields):  # the schema of llmc/logger.h
-        print(json.dumps({"event": event, "step": step, "elapsed": round(time.perf_counter() - started, 3), **fields}), file=file, flush=True)
+        print(
+            json.dumps({"event": event, "step": step, "elapsed": round(time.perf_counter() - started, 3), **fields}),
+            file=file,
+            flush=True,
+        )
 
-    log("start", 0, time=int(time.time()), device=device, dtype=trainer.dtype, build=f"PyTorch {torch.__version__}", parameters=parameters, steps=steps,
-        num_micro=total // (B * T), options={k.replace("_", "-"): v for k, v in vars(o).items()}, config=config_to_hf(c))
-    print(f"train_gpt2.py | PyTorch {torch.__version__} | {device} | {trainer.dtype} | {o.model}: {1e-6 * parameters:.1f}M parameters, {steps} steps of {total} tokens")
+    log(
+        "start",
+        0,
+        time=int(time.time()),
+        device=device,
+        dtype=trainer.dtype,
+        build=f"PyTorch {torch.__version__}",
+        parameters=parameters,
+        steps=steps,
+        num_micro=total // (B * T),
+        options={k.replace("_", "-"): v for k, v in vars(o).items()},
+        config=config_to_hf(c),
+    )
+    print(
+        f"train_gpt2.py | PyTorch {torch.__version__} | {device} | {trainer.dtype} | {o.model}: "
+        f"{1e-6 * parameters:.1f}M parameters, {steps} steps of {total} tokens"
+    )
 
     for s in sets:
-        print(f"choices   {s.name}: {s.count} examples, {len(s.rows)} choices" + f", {s.cut} choices lose the beginning of their context: longer than T = {T}" * (s.cut > 0))
+        print(
+            f"choices   {s.name}: {s.count} examples, {len(s.rows)} choices"
+            + f", {s.cut} choices lose the beginning of their context: longer than T = {T}" * (s.cut > 0)
+        )
     count = trainer.eval_rows(val_shards or [])
     bytes_per_token = text_bytes(val_shards, T, count, names, eot) / (count * T) if val_shards and names else 0
 
@@ -627,13 +967,22 @@ def train(o):
         if val_shards:
             begin, loss = time.perf_counter(), trainer.evaluate(val_shards)
             bpb = {"bpb": loss / math.log(2) / bytes_per_token} if bytes_per_token else {}
-            print(f"eval {step:6} | val loss {loss:.4f}" + "".join(f" | {x:.4f} bits/byte" for x in bpb.values()) + f" | {time.perf_counter() - begin:.1f} s", flush=True)
+            print(
+                f"eval {step:6} | val loss {loss:.4f}"
+                + "".join(f" | {x:.4f} bits/byte" for x in bpb.values())
+                + f" | {time.perf_counter() - begin:.1f} s",
+                flush=True,
+            )
             log("eval", step, loss=loss, **bpb, tokens=step * total)
         for s in sets:
             begin, score = time.perf_counter(), s.score(s.losses(trainer.logits, B * T, o.device))
             by_character = f", by character {score['acc_char']:.4f}" if "acc_char" in score else ""
-            print(f"eval {step:6} | {s.name} acc {score['acc']:.4f}, by token {score['acc_norm']:.4f}{by_character} of {s.count} | "
-                  f"loss {score['loss']:.4f} | {time.perf_counter() - begin:.1f} s", flush=True)
+            print(
+                f"eval {step:6} | {s.name} acc {score['acc']:.4f}, by token {score['acc_norm']:.4f}{by_character} "
+                f"of {s.count} | "
+                f"loss {score['loss']:.4f} | {time.perf_counter() - begin:.1f} s",
+                flush=True,
+            )
             log("eval_choice", step, name=s.name, **score, tokens=step * total)
 
     evaluate(0)
@@ -646,14 +995,27 @@ def train(o):
         loss, norm = trainer.step(batches, lr)
         seconds = time.perf_counter() - begin
         average = 0.95 * average + 0.05 * seconds if step > 2 else seconds  # the first step compiles
-        line = (f"step {step:6}/{steps} | loss {loss:.4f} | norm {norm:.4f} | lr {lr:.2e} | {1e3 * seconds:.1f} ms | "
-                f"{total / average:.0f} tok/s | ETA {(steps - step) * average / 60:.1f}m")
+        line = (
+            f"step {step:6}/{steps} | loss {loss:.4f} | norm {norm:.4f} | lr {lr:.2e} | {1e3 * seconds:.1f} ms | "
+            f"{total / average:.0f} tok/s | ETA {(steps - step) * average / 60:.1f}m"
+        )
         console_overwrite("")
         if step % (o.print_every or (steps if console_columns() else 1)) == 0 or step == steps or reader_is_gone():
             print(line, flush=True)
             line = ""
         memory = torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else None
-        log("step", step, loss=loss, norm=norm, lr=lr, ms=1e3 * seconds, tok_s=total / seconds, mfu=None, tokens=step * total, mem_gib=memory)
+        log(
+            "step",
+            step,
+            loss=loss,
+            norm=norm,
+            lr=lr,
+            ms=1e3 * seconds,
+            tok_s=total / seconds,
+            mfu=None,
+            tokens=step * total,
+            mem_gib=memory,
+        )
         evaluate(step)
         if o.sample_every > 0 and (step % o.sample_every == 0 or step == steps):
             log("sample", step, text=print_sample(trainer.sample(eot, step, known), names, step))
@@ -666,6 +1028,7 @@ def train(o):
     if not o.evaluate:
         log("end", step, reason="all steps done" if step == steps else "Broken pipe")
 
+
 def write_debug(o):
     """Weights, one random batch, its logits, loss and gradients, and the losses of ten AdamW steps on it."""
     model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
@@ -677,13 +1040,25 @@ def write_debug(o):
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()
     debug = {"tokens": inputs.int(), "targets": targets.int(), "logits": logits.detach(), "loss": loss.detach().view(1)}
-    debug |= {"grad." + name: grad for name, grad in as_file(model, {n: w.grad for n, w in model.named_parameters()}).items()}
+    debug |= {
+        "grad." + name: grad for name, grad in as_file(model, {n: w.grad for n, w in model.named_parameters()}).items()
+    }
     model.zero_grad()
-    fixed = {"device": "cpu", "dtype": "fp32", "compile": 0, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "adam_eps": 1e-8, "grad_clip": 1.0}
+    fixed = {
+        "device": "cpu",
+        "dtype": "fp32",
+        "compile": 0,
+        "weight_decay": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "adam_eps": 1e-8,
+        "grad_clip": 1.0,
+    }
     trainer = Trainer(model, argparse.Namespace(**vars(o) | fixed))
     debug["losses"] = torch.tensor([trainer.step([(inputs, targets)], 1e-3)[0] for _ in range(10)])
     save_tensors(debug, os.path.join(folder, "debug.safetensors"))
     print(f"wrote {folder}: loss {float(loss.detach()):.6f}, of the tenth step {float(debug['losses'][-1]):.6f}")
+
 
 if __name__ == "__main__":
     outlive_reader()
@@ -694,8 +1069,16 @@ if __name__ == "__main__":
         if options.write_debug:
             write_debug(options)
         elif options.write_weights:
-            write_weights(make_model(options.model, options.seed), options.write_weights, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+            write_weights(
+                make_model(options.model, options.seed),
+                options.write_weights,
+                torch.bfloat16 if options.dtype == "bf16" else torch.float32,
+            )
         else:
             train(options)
     except OSError as e:
-        require(False, f"'{e.filename or options.output}': {e.strerror or e}", "name files that are there, and a folder that you may write to and that has room")
+        require(
+            False,
+            f"'{e.filename or options.output}': {e.strerror or e}",
+            "name files that are there, and a folder that you may write to and that has room",
+        )

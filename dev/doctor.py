@@ -7,6 +7,7 @@ One place decides what the build uses; the Makefile includes its answer. Everyth
 headers and libraries of one package may lie in different places (pip wheels, Debian packages, a module system), and
 what was found must then compile, link and start a small program before it counts as on. Only Python's standard library.
 """
+
 import argparse
 import ctypes
 import glob
@@ -29,8 +30,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LEAST_CUDA = (12, 1)  # st.async of Hopper's clusters
 VENV_CUDA = 13  # what make toolkit installs; CUDA 12's nvcc is not among pip's packages
 FAT_ARCHS = ["80", "89", "90a", "100"]  # A100, L4/4090, H100/H200, B200: what a binary for "any" machine carries
-SYSTEM_LIBRARIES = [f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib"]  # the loader looks here anyway
-failure_holds = 60  # seconds: what a probe lacked may have been installed since, and run_tests.py calls make a hundred times
+# the loader looks here anyway
+SYSTEM_LIBRARIES = [f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib"]
+# seconds: what a probe lacked may have been installed since, and run_tests.py calls make a hundred times
+failure_holds = 60
 PACKAGES = ["numpy", "matplotlib", "torch", "tiktoken", "safetensors", "mpi4py", "pytest"]
 
 CUDA_PROBE = """
@@ -79,7 +82,9 @@ def probe(build, source, suffix, command):
     key = hashlib.sha256(repr((source, command, stamp, libraries, platform.libc_ver())).encode()).hexdigest()[:16]
     folder = build / "probe"
     answer = folder / f"{key}.txt"
-    known = answer.exists() and (answer.read_text().startswith("ok") or time.time() - answer.stat().st_mtime < failure_holds)
+    known = answer.exists() and (
+        answer.read_text().startswith("ok") or time.time() - answer.stat().st_mtime < failure_holds
+    )
     if not known:
         folder.mkdir(parents=True, exist_ok=True)
         program = folder / f"{key}.{os.getpid()}"
@@ -101,6 +106,7 @@ def probe(build, source, suffix, command):
 
 # ---- host compiler
 
+
 def host_compiler(build):
     """(compiler, its first version line, flags, whether OpenMP is on)."""
     cc = os.environ.get("CC") or next((c for c in ("gcc", "clang", "cc") if shutil.which(c)), "")
@@ -121,10 +127,18 @@ def cxx_compiler(build):
     """The C++ compiler that nvcc and the header check need; "" where there is none."""
     program = "#include <cmath>\nint main() { return 0; }\n"
     names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    return next((c for c in names if c and shutil.which(shlex.split(c)[0]) and probe(build, program, ".cpp", shlex.split(c))[0]), "")
+    return next(
+        (
+            c
+            for c in names
+            if c and shutil.which(shlex.split(c)[0]) and probe(build, program, ".cpp", shlex.split(c))[0]
+        ),
+        "",
+    )
 
 
 # ---- CUDA
+
 
 def site_packages():
     """Every site-packages that may hold CUDA wheels: .venv's, then this Python's own and the user's."""
@@ -132,6 +146,7 @@ def site_packages():
     found += [sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
     try:
         import site
+
         found += [*site.getsitepackages(), site.getusersitepackages()]
     except AttributeError:
         pass
@@ -166,7 +181,8 @@ def package_folders(kind, roots):
 
 def find_library(headers, libraries, major, roots):
     """Flags for libraries found by file; headers and libraries may come from different places, but every library must
-    have the major version that its headers were written for. Returns (compile flags, link flags, where, why it is off)."""
+    have the major version that its headers were written for. Returns (compile flags, link flags, where, why it is
+    off)."""
     compile_flags, link_flags, missing, where = [], [], [], ""
     for header in headers:
         folder = find_file(header, package_folders("include", roots))
@@ -207,16 +223,27 @@ def gpus():
         found.append((name.value.decode(), "90a" if arch == "90" else arch))  # Hopper's wgmma needs the "a" code
     usable = [(name, arch) for name, arch in found if int(arch.rstrip("a")) >= 80]  # what gpu_require_code lets pass
     old = ", ".join(f"{name} is sm_{arch}" for name, arch in found if (name, arch) not in usable)
-    return usable, version.value // 1000, "" if usable else f"{old}, and bf16 needs sm_80 or newer" if old else "the driver shows no GPU (CUDA_VISIBLE_DEVICES may hide them)"
+    return (
+        usable,
+        version.value // 1000,
+        ""
+        if usable
+        else f"{old}, and bf16 needs sm_80 or newer"
+        if old
+        else "the driver shows no GPU (CUDA_VISIBLE_DEVICES may hide them)",
+    )
 
 
 def glibc_clash(cuda_version):
-    """glibc 2.41 and later declare functions (cospi, rsqrt, ...) that the headers of older toolkits declare differently."""
+    """glibc 2.41 and later declare functions (cospi, rsqrt, ...) that the headers of older toolkits declare
+    differently."""
     name, version = platform.libc_ver()
     number = tuple(int(x) for x in re.findall(r"\d+", version)[:2])
     if name == "glibc" and number >= (2, 41) and cuda_version <= (13, 0):
-        return f"glibc {version} clashes with the math headers of CUDA {cuda_version[0]}.{cuda_version[1]}: " \
-               "use a newer toolkit, or an image with glibc 2.40 or older"
+        return (
+            f"glibc {version} clashes with the math headers of CUDA {cuda_version[0]}.{cuda_version[1]}: "
+            "use a newer toolkit, or an image with glibc 2.40 or older"
+        )
     return ""
 
 
@@ -230,11 +257,17 @@ def try_toolkit(root, build, devices, driver_major):
         return None, f"{nvcc} does not run"
     version = (int(release[1]), int(release[2]))
     if version < LEAST_CUDA:
-        return None, f"{nvcc} is CUDA {release[1]}.{release[2]}, and {LEAST_CUDA[0]}.{LEAST_CUDA[1]} is the oldest that can build this"
+        return None, (
+            f"{nvcc} is CUDA {release[1]}.{release[2]}, and {LEAST_CUDA[0]}.{LEAST_CUDA[1]} is the oldest "
+            f"that can build this"
+        )
     if devices and version[0] > driver_major:
-        return None, f"{nvcc} is CUDA {version[0]}.{version[1]}, but the driver runs programs of CUDA {driver_major} at most"
+        return None, (
+            f"{nvcc} is CUDA {version[0]}.{version[1]}, but the driver runs programs of CUDA {driver_major} at most"
+        )
     cflags, libs, where, why = find_library(
-        ["cublasLt.h", "cublas_v2.h", "nvtx3/nvToolsExt.h"], ["libcublasLt", "libcublas"], version[0], [root])
+        ["cublasLt.h", "cublas_v2.h", "nvtx3/nvToolsExt.h"], ["libcublasLt", "libcublas"], version[0], [root]
+    )
     if why:
         return None, f"{nvcc} has {why}"
     if (root / "lib/libcudart_static.a").exists():
@@ -247,12 +280,26 @@ def try_toolkit(root, build, devices, driver_major):
     generation = f"arch=compute_{archs[0]},code=sm_{archs[0]}"
     works, text = probe(build, CUDA_PROBE, ".cu", [str(nvcc), "-std=c++17", "-gencode", generation, *cflags, *libs])
     if not works:
-        spaced = next((f"nvcc takes no path with a space, such as {f[f.index('/'):]}" for f in [*cflags, *libs] if " " in f), "")
+        spaced = next(
+            (f"nvcc takes no path with a space, such as {f[f.index('/') :]}" for f in [*cflags, *libs] if " " in f), ""
+        )
         return None, f"{nvcc} does not build a small program: " + (spaced or glibc_clash(version) or text)
-    sanitizers = [str(root / "bin/compute-sanitizer"), str(root / "compute-sanitizer/compute-sanitizer"), shutil.which("compute-sanitizer") or ""]
-    return {"nvcc": str(nvcc), "version": f"{version[0]}.{version[1]}", "cublas": where, "cflags": cflags, "libs": libs,
-            "archs": archs, "left_out": [a for a in wanted if a not in archs], "fat": [a for a in FAT_ARCHS if a.rstrip("a") in known],
-            "sanitizer": next((s for s in sanitizers if os.path.isfile(s)), "")}, ""
+    sanitizers = [
+        str(root / "bin/compute-sanitizer"),
+        str(root / "compute-sanitizer/compute-sanitizer"),
+        shutil.which("compute-sanitizer") or "",
+    ]
+    return {
+        "nvcc": str(nvcc),
+        "version": f"{version[0]}.{version[1]}",
+        "cublas": where,
+        "cflags": cflags,
+        "libs": libs,
+        "archs": archs,
+        "left_out": [a for a in wanted if a not in archs],
+        "fat": [a for a in FAT_ARCHS if a.rstrip("a") in known],
+        "sanitizer": next((s for s in sanitizers if os.path.isfile(s)), ""),
+    }, ""
 
 
 def no_toolkit_for(devices, driver_major):
@@ -275,53 +322,88 @@ def cuda_toolkit(build, devices, driver_major):
 
 
 def linked(folder):
-    """Flags for libraries of a folder, as gcc and nvcc both take them: to link, and to find them when the program starts."""
+    """Flags for libraries of a folder, as gcc and nvcc both take them: to link, and to find them when the program
+    starts."""
     return [f"-L{folder}"] if str(folder) in SYSTEM_LIBRARIES else [f"-L{folder}", "-Xlinker", f"-rpath={folder}"]
 
 
 def mpi(build):
-    """(what to build with: mpicc, version, cflags, libs, mpirun; why it is off): the first MPI whose small program works. The
-    compiler wrapper is asked for its flags and not used, so that one compiler builds everything."""
+    """(what to build with: mpicc, version, cflags, libs, mpirun; why it is off): the first MPI whose small program
+    works. The compiler wrapper is asked for its flags and not used, so that one compiler builds everything."""
     reasons = []
     for mpicc in (shutil.which("mpicc") or "", str(ROOT / ".venv/bin/mpicc")):
         if not mpicc or not os.path.exists(mpicc):
             continue
         status, out, error = run([mpicc, "--showme"])
         status, out = (status, out) if status == 0 else run([mpicc, "-show"])[:2]  # Open MPI; MPICH
-        words = shlex.split(out.replace(str(ROOT), shlex.quote(str(ROOT)))) if status == 0 else []  # it quotes no spaces
+        # it quotes no spaces
+        words = shlex.split(out.replace(str(ROOT), shlex.quote(str(ROOT)))) if status == 0 else []
         cflags = [w for w in words if w.startswith("-I")]
-        libs = [f for w in words if w.startswith("-L") for f in linked(w[2:])] + [w for w in words if w.startswith("-l")]
+        libs = [f for w in words if w.startswith("-L") for f in linked(w[2:])] + [
+            w for w in words if w.startswith("-l")
+        ]
         cc = host_compiler(build)[0]
-        works, text = probe(build, MPI_PROBE, ".c", [*shlex.split(cc), *cflags, *libs]) if cc and libs else (False, error or "no answer")
+        works, text = (
+            probe(build, MPI_PROBE, ".c", [*shlex.split(cc), *cflags, *libs])
+            if cc and libs
+            else (False, error or "no answer")
+        )
         if works:
-            return {"mpicc": mpicc, "version": text.split(",")[0], "cflags": cflags, "libs": libs, "mpirun": str(Path(mpicc).parent / "mpirun")}, ""
+            return {
+                "mpicc": mpicc,
+                "version": text.split(",")[0],
+                "cflags": cflags,
+                "libs": libs,
+                "mpirun": str(Path(mpicc).parent / "mpirun"),
+            }, ""
         reasons.append(f"{mpicc}: {text}")
     return None, "; ".join(reasons) or "no mpicc"
 
 
 def nccl(cuda):
     """(compile flags, link flags, where, why it is off)."""
-    return find_library(["nccl.h"], ["libnccl"], 2, [Path(cuda["nvcc"]).parent.parent]) if cuda else ([], [], "", "needs CUDA")
+    return (
+        find_library(["nccl.h"], ["libnccl"], 2, [Path(cuda["nvcc"]).parent.parent])
+        if cuda
+        else ([], [], "", "needs CUDA")
+    )
 
 
 # ---- the two outputs
+
 
 def write_makefile(path):
     build = path.parent
     cc, _, flags, openmp = host_compiler(build)
     devices, driver, _ = gpus()
     cuda, passed = cuda_toolkit(build, devices, driver)
-    values = {"CC": cc, "CXX": cxx_compiler(build), "HOST_FLAGS": " ".join(flags), "OPENMP": "-fopenmp" if openmp else "", "GPUS": len(devices),
-              "NVCC": "", "CUDA_OFF": "" if cuda else re.sub("[#']", "", "; ".join(passed))}
+    values = {
+        "CC": cc,
+        "CXX": cxx_compiler(build),
+        "HOST_FLAGS": " ".join(flags),
+        "OPENMP": "-fopenmp" if openmp else "",
+        "GPUS": len(devices),
+        "NVCC": "",
+        "CUDA_OFF": "" if cuda else re.sub("[#']", "", "; ".join(passed)),
+    }
     ranks, _ = mpi(build)
     if ranks:
-        values |= {"MPI_CFLAGS": shlex.join(ranks["cflags"]), "MPI_LIBS": shlex.join(ranks["libs"]), "MPIRUN": ranks["mpirun"]}
+        values |= {
+            "MPI_CFLAGS": shlex.join(ranks["cflags"]),
+            "MPI_LIBS": shlex.join(ranks["libs"]),
+            "MPIRUN": ranks["mpirun"],
+        }
     if cuda:
         nccl_cflags, nccl_libs, _, off = nccl(cuda)
         values |= {} if off else {"NCCL_CFLAGS": shlex.join(nccl_cflags), "NCCL_LIBS": shlex.join(nccl_libs)}
-        values |= {"NVCC": cuda["nvcc"], "CUDA_CFLAGS": shlex.join(cuda["cflags"]), "CUDA_LIBS": shlex.join(cuda["libs"]),
-                   "MACHINE_ARCHS": " ".join(cuda["archs"]),
-                   "FAT_ARCHS": " ".join(cuda["fat"]), "SANITIZER": cuda["sanitizer"]}
+        values |= {
+            "NVCC": cuda["nvcc"],
+            "CUDA_CFLAGS": shlex.join(cuda["cflags"]),
+            "CUDA_LIBS": shlex.join(cuda["libs"]),
+            "MACHINE_ARCHS": " ".join(cuda["archs"]),
+            "FAT_ARCHS": " ".join(cuda["fat"]),
+            "SANITIZER": cuda["sanitizer"],
+        }
     text = "# Written by dev/doctor.py on every make; touched only when its findings change.\n"
     text += "".join(f"{k} := {v}\n".replace("$", "$$") for k, v in values.items())
     if not path.exists() or path.read_text() != text:
@@ -350,36 +432,99 @@ def report(build):
         if why and command:
             advice.append((name, command))
 
-    row("machine", f"{platform.platform()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores")
-    row("Python", f"{platform.python_version()} ({sys.executable})" + (", .venv is there" if (ROOT / ".venv/bin/python").exists() else ""))
+    row(
+        "machine",
+        f"{platform.platform()}, "
+        f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores",
+    )
+    row(
+        "Python",
+        f"{platform.python_version()} ({sys.executable})"
+        + (", .venv is there" if (ROOT / ".venv/bin/python").exists() else ""),
+    )
     cc, version, flags, openmp = host_compiler(build)
-    row("compiler", f"{version} ({cc} {' '.join(flags)})", "" if cc else "neither gcc nor clang is on PATH", "install gcc (Debian, Ubuntu: apt install build-essential)")
-    row("OpenMP", "on", "" if openmp else "the compiler does not link it: the CPU trainer would use one core", "install gcc, or libomp for clang, and set CC")
+    row(
+        "compiler",
+        f"{version} ({cc} {' '.join(flags)})",
+        "" if cc else "neither gcc nor clang is on PATH",
+        "install gcc (Debian, Ubuntu: apt install build-essential)",
+    )
+    row(
+        "OpenMP",
+        "on",
+        "" if openmp else "the compiler does not link it: the CPU trainer would use one core",
+        "install gcc, or libomp for clang, and set CC",
+    )
     cxx = cxx_compiler(build)
-    row("C++", cxx, "" if cxx else "no g++ and no clang++ (nvcc needs one)", "install g++ (Debian, Ubuntu: apt install g++)")
+    row(
+        "C++",
+        cxx,
+        "" if cxx else "no g++ and no clang++ (nvcc needs one)",
+        "install g++ (Debian, Ubuntu: apt install g++)",
+    )
     devices, driver, no_gpu = gpus()
     cuda, passed = cuda_toolkit(build, devices, driver)
     useless = no_toolkit_for(devices, driver)
-    row("CUDA", cuda and f"{cuda['version']} ({cuda['nvcc']}, for sm_{' sm_'.join(cuda['archs'])})",
-        "" if cuda else "no toolkit works", f"{useless}: install a newer driver" + f", or a toolkit of CUDA {driver}, 12.1 or newer, and set CUDA_HOME" * (driver >= LEAST_CUDA[0]) if useless
-        else "make toolkit   (a CUDA toolkit in .venv, 1.1 GB, no root needed)")
+    row(
+        "CUDA",
+        cuda and f"{cuda['version']} ({cuda['nvcc']}, for sm_{' sm_'.join(cuda['archs'])})",
+        "" if cuda else "no toolkit works",
+        f"{useless}: install a newer driver"
+        + f", or a toolkit of CUDA {driver}, 12.1 or newer, and set CUDA_HOME" * (driver >= LEAST_CUDA[0])
+        if useless
+        else "make toolkit   (a CUDA toolkit in .venv, 1.1 GB, no root needed)",
+    )
     rows.extend(("", f"passed over: {reason}") for reason in passed)
     if cuda and cuda["left_out"]:
         rows.append(("", f"this nvcc does not know sm_{' sm_'.join(cuda['left_out'])}"))
     row("cuBLASLt", cuda and cuda["cublas"], "" if cuda else "needs CUDA")
     ranks, why = mpi(build)
-    row("MPI", ranks and f"{ranks['version']} ({ranks['mpicc']})", why and f"{why}: the trainers run as one process", "make mpi   (or Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin)")
-    if ranks and re.search(r"Open MPI v?[1-4]\.", ranks["version"]) and not shutil.which("ssh") and not shutil.which("rsh"):
-        rows.append(("", "no ssh: this mpirun may refuse to start ranks, even on this machine alone, without: export OMPI_MCA_plm_rsh_agent=false"))
+    row(
+        "MPI",
+        ranks and f"{ranks['version']} ({ranks['mpicc']})",
+        why and f"{why}: the trainers run as one process",
+        "make mpi   (or Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin)",
+    )
+    if (
+        ranks
+        and re.search(r"Open MPI v?[1-4]\.", ranks["version"])
+        and not shutil.which("ssh")
+        and not shutil.which("rsh")
+    ):
+        rows.append(
+            (
+                "",
+                "no ssh: this mpirun may refuse to start ranks, even on this machine alone, without: export "
+                "OMPI_MCA_plm_rsh_agent=false",
+            )
+        )
     _, _, where, why = nccl(cuda)
-    row("NCCL", where, why and f"{why}: the GPU trainer uses one GPU", f".venv/bin/pip install nvidia-nccl-cu{driver}" if useless else "make toolkit")
+    row(
+        "NCCL",
+        where,
+        why and f"{why}: the GPU trainer uses one GPU",
+        f".venv/bin/pip install nvidia-nccl-cu{driver}" if useless else "make toolkit",
+    )
     row("GPUs", ", ".join(f"{name} (sm_{arch})" for name, arch in devices) + f", driver for CUDA {driver}", no_gpu)
     sanitizer = cuda["sanitizer"] if cuda else ""
-    row("sanitizer", sanitizer, "" if sanitizer else "no compute-sanitizer beside nvcc", "use a full CUDA toolkit (needed only for `make sanitize`)")
+    row(
+        "sanitizer",
+        sanitizer,
+        "" if sanitizer else "no compute-sanitizer beside nvcc",
+        "use a full CUDA toolkit (needed only for `make sanitize`)",
+    )
     versions = package_versions()
     row("packages", ", ".join(f"{p} {v}" for p, v in versions.items() if v) or "none yet")
-    for missing, command in (([p for p, v in versions.items() if not v and p != "mpi4py"], "make venv   (`make demo` installs numpy and matplotlib by itself)"),
-                             ([p for p, v in versions.items() if not v and p == "mpi4py"], "make mpi   (needed only for data tools under mpirun)")):
+    for missing, command in (
+        (
+            [p for p, v in versions.items() if not v and p != "mpi4py"],
+            "make venv   (`make demo` installs numpy and matplotlib by itself)",
+        ),
+        (
+            [p for p, v in versions.items() if not v and p == "mpi4py"],
+            "make mpi   (needed only for data tools under mpirun)",
+        ),
+    ):
         if missing:
             row("", "", f"{', '.join(missing)}", command)
     clash = glibc_clash((13, 0))
@@ -399,7 +544,10 @@ def main():
     parser.add_argument("--make", metavar="FILE", type=Path, help="write the findings as Makefile variables to FILE")
     args = parser.parse_args()
     if sys.version_info < (3, 10):
-        sys.exit(f"error: Python {platform.python_version()} is too old\n  hint: run make with PYTHON=/path/to/python3.10 or newer")
+        sys.exit(
+            f"error: Python {platform.python_version()} is too old\n"
+            f"  hint: run make with PYTHON=/path/to/python3.10 or newer"
+        )
     if args.make:
         write_makefile(args.make)
     else:

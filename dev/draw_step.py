@@ -4,6 +4,7 @@
 
 Calls have the names that they have in train_gpt2.cu.
 """
+
 import argparse
 from pathlib import Path
 
@@ -76,6 +77,7 @@ class Picture:
 
 # ---- a batch
 
+
 def batch_model(p, y):
     p.text(6, y, "tokens (B,T)\ntargets (B,T)", 9.5)
     p.box(20, y, "embedding", "embed", 10, colour=OTHER)
@@ -119,8 +121,13 @@ def batch_block(p, bottom):
     p.kept(72.5, y - 7.2, "slopes of the activation")
     p.box(fcproj, y, "MLP, second", "linear_project", 11)
     p.note(fcproj, y - 4, "epilogue: bias")
-    for begin, end, name in ((norm1, qkv, "h1"), (qkv, attention, ""), (attention, proj, "y"),
-                             (norm2, fc, "h2"), (fc, fcproj, "a")):
+    for begin, end, name in (
+        (norm1, qkv, "h1"),
+        (qkv, attention, ""),
+        (attention, proj, "y"),
+        (norm2, fc, "h2"),
+        (fc, fcproj, "a"),
+    ):
         p.arrow((begin + 5.3, y), (end - 5.5, y))
         p.text((begin + end) / 2, y + 1.5, name)
         p.kept((begin + end) / 2 - 0.1, y)
@@ -152,6 +159,7 @@ def batch_head(p, bottom):
 
 # ---- a gradient
 
+
 def gradient_model(p, y):
     p.text(6.5, y, "dh,\nfrom the head", 9.5)
     p.arrow((12, y), (16.5, y))
@@ -173,9 +181,12 @@ def gradient_block(p, bottom):
     stream, y, weights = bottom + 21, bottom + 13.5, bottom + 5.4
     fcproj, fc, norm2, proj, attention, qkv, norm1 = 8, 22, 36, 50, 64, 78, 92
     p.arrow((1.5, stream), (98.5, stream), colour=GRADIENT, width=3)
-    for x, name, call, operands in ((fcproj, "MLP, second", "activation", "dx, a"),
-                                    (fc, "MLP, first", "input", "df, h2"),
-                                    (proj, "projection", "project", "dx, y"), (qkv, "q, k, v", "input", "dqkv, h1")):
+    for x, name, call, operands in (
+        (fcproj, "MLP, second", "activation", "dx, a"),
+        (fc, "MLP, first", "input", "df, h2"),
+        (proj, "projection", "project", "dx, y"),
+        (qkv, "q, k, v", "input", "dqkv, h1"),
+    ):
         p.box(x, y, name, f"linear_backward_\n{call}", 10.4, 6.2)
         p.box(x, weights, "dW, db", "", 8.4, 3, colour=RANKS)
         p.arrow((x, y - 3.1), (x, weights + 1.5))
@@ -189,24 +200,37 @@ def gradient_block(p, bottom):
         p.plus(x, stream, GRADIENT)
     for x in (fcproj, proj):
         p.arrow((x, stream), (x, y + 3.1), colour=GRADIENT, width=1.6)
-    for begin, end, name in ((fcproj, fc, "df"), (fc, norm2, "dh2"), (proj, attention, "dy"),
-                             (attention, qkv, "dqkv"), (qkv, norm1, "dh1")):
+    for begin, end, name in (
+        (fcproj, fc, "df"),
+        (fc, norm2, "dh2"),
+        (proj, attention, "dy"),
+        (attention, qkv, "dqkv"),
+        (qkv, norm1, "dh1"),
+    ):
         p.arrow((begin + 5.2, y), (end - 5.2, y))
         p.text((begin + end) / 2, y + 1.4, name, 8)
-    p.text(1.8, bottom + 1.8, "A weight gradient follows the gradient of its layer's input: with --tp it hides "
-           "rows that are on their way between ranks.", 8.5, FAINT, ha="left")
+    p.text(
+        1.8,
+        bottom + 1.8,
+        "A weight gradient follows the gradient of its layer's input: with --tp it hides "
+        "rows that are on their way between ranks.",
+        8.5,
+        FAINT,
+        ha="left",
+    )
 
 
 def gradient_unit(p, bottom):
     p.panel(bottom, bottom + 23.5, "a unit's gradients, from their release to the update")
     y = bottom + 14.5
     for x, name, call, width, colour, words in (
-            (10, "sum of micro-steps", "grad_sum", 16, RANKS, "in fp32 (--grad-dtype),\nwhere there are several"),
-            (31, "sum over ranks", "zero_reduce", 15, RANKS, "last micro-step alone;\nrank k gets piece k"),
-            (48, "norm, loss", "queue_norm", 11, OTHER, "of all ranks"),
-            (63.5, "decision", "step_decide", 12, HEAD, "on the device:\nclip factor; apply?"),
-            (78, "update", "queue_adamw", 11, OTHER, "AdamW; nothing\nif the step is skipped"),
-            (92.5, "weights", "zero_gather", 11, RANKS, "ZeRO 1: pieces\nto all ranks")):
+        (10, "sum of micro-steps", "grad_sum", 16, RANKS, "in fp32 (--grad-dtype),\nwhere there are several"),
+        (31, "sum over ranks", "zero_reduce", 15, RANKS, "last micro-step alone;\nrank k gets piece k"),
+        (48, "norm, loss", "queue_norm", 11, OTHER, "of all ranks"),
+        (63.5, "decision", "step_decide", 12, HEAD, "on the device:\nclip factor; apply?"),
+        (78, "update", "queue_adamw", 11, OTHER, "AdamW; nothing\nif the step is skipped"),
+        (92.5, "weights", "zero_gather", 11, RANKS, "ZeRO 1: pieces\nto all ranks"),
+    ):
         p.box(x, y, name, call, width, colour=colour)
         p.note(x, y - 4.9, words)
     p.arrow((18, y), (23.5, y), colour=KEPT, width=1.4)
@@ -214,8 +238,11 @@ def gradient_unit(p, bottom):
         p.arrow((begin, y), (end, y), width=1.4)
     p.arrow((63.5, y + 2.5), (63.5, y + 5.2), (66, y + 5.2))
     p.text(66.6, y + 5.2, "loss, norm, verdict → host", 8.5, ha="left")
-    for begin, end, words in ((2, 18, "every micro-step"), (23.5, 38.5, "when a unit is complete"),
-                              (42.5, 98, "once a step: the host queues all of it, then waits for the decision")):
+    for begin, end, words in (
+        (2, 18, "every micro-step"),
+        (23.5, 38.5, "when a unit is complete"),
+        (42.5, 98, "once a step: the host queues all of it, then waits for the decision"),
+    ):
         p.line((begin, bottom + 5), (end, bottom + 5), colour=FAINT)
         p.note((begin + end) / 2, bottom + 3.2, words)
 

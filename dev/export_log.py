@@ -1,13 +1,16 @@
 """Follows a run's log and hands it on to TensorBoard or Weights & Biases; the trainers know nothing of either.
 
-  python dev/export_log.py tensorboard log/mine              event files in log/mine/tensorboard; then: tensorboard --logdir log
+  python dev/export_log.py tensorboard log/mine
+    event files in log/mine/tensorboard; then: tensorboard --logdir log
   python dev/export_log.py wandb log/mine --project llm.cu   WANDB_MODE=offline keeps it on this machine
   python dev/export_log.py tensorboard log/mine --once       what is there now, and no more
 
-Needs tensorboardX (or torch and tensorboard), or wandb. Ends when the run has ended. Stop it and start it again at any time: what was
-handed on is remembered in <log>.<target>.json beside the log, and a line is handed on twice only if the exporter was killed
-between the two. A run that was resumed from an earlier step, or begun anew under the same name, is followed too.
+Needs tensorboardX (or torch and tensorboard), or wandb. Ends when the run has ended. Stop it and start it again at any
+time: what was handed on is remembered in <log>.<target>.json beside the log, and a line is handed on twice only if the
+exporter was killed between the two. A run that was resumed from an earlier step, or begun anew under the same name, is
+followed too.
 """
+
 import argparse
 import json
 import math
@@ -44,15 +47,22 @@ class TensorBoard:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 fail("no package that writes TensorBoard's files", "pip install tensorboardX")
-        self.folder, self.make, self.state, self.writer = os.path.join(folder, "tensorboard"), SummaryWriter, state, None
+        self.folder, self.make, self.state, self.writer = (
+            os.path.join(folder, "tensorboard"),
+            SummaryWriter,
+            state,
+            None,
+        )
 
     def start(self, record, at, begun):
-        """A resumed run has another writer, whose purge_step hides what was logged beyond the step it goes on from. The suffix
-        keeps apart and in order what was begun in the same second."""
+        """A resumed run has another writer, whose purge_step hides what was logged beyond the step it goes on from. The
+        suffix keeps apart and in order what was begun in the same second."""
         if self.writer:
             self.writer.close()
         self.begun, step = begun, int(number(record.get("step"), 0))
-        self.writer = self.make(os.path.join(self.folder, f"{self.state['run']:03}"), purge_step=step + 1, filename_suffix=f".{at:015}")
+        self.writer = self.make(
+            os.path.join(self.folder, f"{self.state['run']:03}"), purge_step=step + 1, filename_suffix=f".{at:015}"
+        )
         self.writer.add_text("start", f"```\n{json.dumps(record, indent=2)}\n```", step)
 
     def log(self, record, values):
@@ -84,8 +94,14 @@ class WandB:
             return self.run.config.update(record, allow_val_change=True)
         if "id" not in self.state:
             self.state["id"] = secrets.token_hex(4)
-        self.run = self.wandb.init(project=self.project, id=self.state["id"], resume="allow", dir=self.folder, config=record,
-                                   name=os.path.basename(os.path.abspath(self.folder)))
+        self.run = self.wandb.init(
+            project=self.project,
+            id=self.state["id"],
+            resume="allow",
+            dir=self.folder,
+            config=record,
+            name=os.path.basename(os.path.abspath(self.folder)),
+        )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
@@ -106,7 +122,12 @@ def read_state(path):
     try:
         with open(path) as f:
             state = json.load(f)
-        return {"at": int(state["at"]), "head": str(state["head"]), "run": int(state["run"]), **({"id": state["id"]} if "id" in state else {})}
+        return {
+            "at": int(state["at"]),
+            "head": str(state["head"]),
+            "run": int(state["run"]),
+            **({"id": state["id"]} if "id" in state else {}),
+        }
     except FileNotFoundError:
         return {"at": 0, "head": "", "run": 0}
     except (ValueError, KeyError, TypeError):
@@ -120,7 +141,8 @@ def write_state(path, state):
 
 
 class Exporter:
-    """Reads the log from its beginning each time, since clocks and steps build on it, and hands on what lies behind state["at"]."""
+    """Reads the log from its beginning each time, since clocks and steps build on it, and hands on what lies behind
+    state["at"]."""
 
     def __init__(self, target, run, a):
         self.log, self.target, self.a = RunLog(run), target, a

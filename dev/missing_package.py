@@ -1,4 +1,5 @@
 """Import this before the first package: a program that lacks one then says how to get it, and prints no traceback."""
+
 import sys
 
 HINT = "make venv; source .venv/bin/activate"

@@ -1,4 +1,5 @@
-"""Curves of one or several runs as a PNG, from the logs that the trainers write (--output DIR: DIR/main.jsonl; llm.c's main.log).
+"""Curves of one or several runs as a PNG, from the logs that the trainers write (--output DIR: DIR/main.jsonl; llm.c's
+main.log).
 
   python dev/plot.py out/a out/b -o curves.png                    folders or log files
   python dev/plot.py out/* -o curves.png --x tokens --panels loss,accuracy,norm,speed,lr --labels "baseline,lr 6e-4"
@@ -7,9 +8,11 @@
   python dev/plot.py --bench -o bench.png                         the tables of dev/bench/*.md over their dates
 
 Training loss is drawn twice: every step, faint, and smoothed (an average whose weights halve every --smooth steps).
-Validation losses are points on a line, and the last one stands in the legend. A log may end in the middle of a line (the
-run was killed) and may go back to an earlier step (it was resumed): what was logged beyond that step no longer counts.
+Validation losses are points on a line, and the last one stands in the legend. A log may end in the middle of a line
+(the run was killed) and may go back to an earlier step (it was resumed): what was logged beyond that step no longer
+counts.
 """
+
 import argparse
 import glob
 import math
@@ -34,18 +37,38 @@ from tool_output import outlive_reader
 COLOURS = ["#1f6fb4", "#d9541e", "#2e8b57", "#8e44ad", "#b8860b", "#c2185b", "#008b9a", "#5d6d7e", "#7b3f00", "#6b8e23"]
 X_LABELS = {"step": "step", "tokens": "training tokens", "time": "training time"}
 X_FIELDS = {"step": "step", "tokens": "tokens", "time": "elapsed"}
-PANELS = {"loss": ("loss", "loss"), "accuracy": ("acc_norm", "accuracy"), "norm": ("norm", "gradient norm"), "speed": ("tok_s", "tokens/s"), "lr": ("lr", "learning rate")}
-# (validation loss, HellaSwag accuracy). OpenAI's GPT-2 checkpoints on llm.c's FineWeb validation shard, and the accuracies that
-# the GPT-3 paper reports: llm.c, dev/vislog.ipynb at f1e2ace. On FineWeb-Edu's shard ("-edu"): build-nanogpt, play.ipynb at 136b65e.
-# A loss compares only with the same tokenizer and the same validation text.
+PANELS = {
+    "loss": ("loss", "loss"),
+    "accuracy": ("acc_norm", "accuracy"),
+    "norm": ("norm", "gradient norm"),
+    "speed": ("tok_s", "tokens/s"),
+    "lr": ("lr", "learning rate"),
+}
+# (validation loss, HellaSwag accuracy). OpenAI's GPT-2 checkpoints on llm.c's FineWeb validation shard, and the
+# accuracies that the GPT-3 paper reports: llm.c, dev/vislog.ipynb at f1e2ace. On FineWeb-Edu's shard ("-edu"):
+# build-nanogpt, play.ipynb at 136b65e. A loss compares only with the same tokenizer and the same validation text.
 REFERENCES = {
-    "gpt2:124M": (3.424958, 0.294463), "gpt2:350M": (3.083089, 0.375224), "gpt2:774M": (3.000580, 0.431986), "gpt2:1558M": (2.831273, 0.488946),
+    "gpt2:124M": (3.424958, 0.294463),
+    "gpt2:350M": (3.083089, 0.375224),
+    "gpt2:774M": (3.000580, 0.431986),
+    "gpt2:1558M": (2.831273, 0.488946),
     "gpt2:124M-edu": (3.2924, 0.294463),
-    "gpt3:124M": (None, 0.337), "gpt3:350M": (None, 0.436), "gpt3:774M": (None, 0.510), "gpt3:1558M": (None, 0.547),
+    "gpt3:124M": (None, 0.337),
+    "gpt3:350M": (None, 0.436),
+    "gpt3:774M": (None, 0.510),
+    "gpt3:1558M": (None, 0.547),
 }
 MARKERS = "osD^vPX*"  # of multiple-choice sets
-STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555", "axes.grid": True, "grid.color": "#e6e6e6",
-         "grid.linewidth": 0.8, "axes.axisbelow": True}
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#555555",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+}
 
 
 def fail(what, hint):
@@ -88,7 +111,8 @@ def time_text(v, _=None):
 
 
 def loss_range(runs, half_life, references=(), log_y=False):
-    """Limits that show the curves, as far from them on either axis: neither single spikes nor, in a long run, the first steps decide the scale."""
+    """Limits that show the curves, as far from them on either axis: neither single spikes nor, in a long run, the first
+    steps decide the scale."""
     low, high = [], []
     for run in runs:
         raw = sorted(v for v in run.step["loss"] if math.isfinite(v))
@@ -96,7 +120,9 @@ def loss_range(runs, half_life, references=(), log_y=False):
         evals = [(s, v) for s, v in zip(run.eval["step"], run.eval["loss"]) if math.isfinite(v)]
         begin = len(curve) // 50 if len(curve) >= 200 else 0
         low += raw[len(raw) // 500 :][:1] + curve[begin:] + [v for _, v in evals]
-        high += curve[begin:] + ([v for step, v in evals if step > run.step["step"][begin]] if curve else [v for _, v in evals])
+        high += curve[begin:] + (
+            [v for step, v in evals if step > run.step["step"][begin]] if curve else [v for _, v in evals]
+        )
     low, high = ([math.log(v) if log_y else v for v in values if v > 0 or not log_y] for values in (low, high))
     if not low or not high:
         return None
@@ -133,15 +159,30 @@ def scale_loss(axis, limits, log_y):
 def draw_points(axis, where, marker="o", **style):
     if where:
         every = max(1, len(where) // 25)  # a marker for each of many evaluations hides the line
-        axis.plot(*zip(*where), linewidth=1.0, linestyle=(0, (4, 2)), marker=marker, markersize=4.5, markeredgecolor="white", markeredgewidth=0.7,
-                  markevery=list(range(len(where) - 1, -1, -every)), zorder=4, **style)
+        axis.plot(
+            *zip(*where),
+            linewidth=1.0,
+            linestyle=(0, (4, 2)),
+            marker=marker,
+            markersize=4.5,
+            markeredgecolor="white",
+            markeredgewidth=0.7,
+            markevery=list(range(len(where) - 1, -1, -every)),
+            zorder=4,
+            **style,
+        )
 
 
 def draw_run(axis, run, panel, colour, kind, half_life, sets):
     field = PANELS[panel][0]
     if panel == "accuracy":
         for name, series in run.choices.items():
-            draw_points(axis, points(run, series, kind, field) or points(run, series, kind, "acc"), MARKERS[sets.index(name) % len(MARKERS)], color=colour)
+            draw_points(
+                axis,
+                points(run, series, kind, field) or points(run, series, kind, "acc"),
+                MARKERS[sets.index(name) % len(MARKERS)],
+                color=colour,
+            )
         return
     x, y, width = x_values(run, run.step, kind), run.step[field], 1.6 if panel == "loss" else 1.2
     axis.plot(x, y, color=colour, linewidth=0.7, alpha=0.25, zorder=1)
@@ -154,12 +195,24 @@ def draw_references(axis, names, panel):
     """Horizontal lines with their names on them."""
     for name, value in references_of(names, panel):
         axis.axhline(value, color="#444444", linewidth=1.0, linestyle=(0, (1, 2)), zorder=2)
-        axis.annotate(f"{name} {value:.4g}", (0.01, value), xycoords=axis.get_yaxis_transform(), xytext=(0, 2), textcoords="offset points", fontsize=8, color="#444444")
+        axis.annotate(
+            f"{name} {value:.4g}",
+            (0.01, value),
+            xycoords=axis.get_yaxis_transform(),
+            xytext=(0, 2),
+            textcoords="offset points",
+            fontsize=8,
+            color="#444444",
+        )
 
 
 def references_of(names, panel):
     column = {"loss": 0, "accuracy": 1}.get(panel)
-    return [(name, REFERENCES[name][column]) for name in names if column is not None and REFERENCES[name][column] is not None]
+    return [
+        (name, REFERENCES[name][column])
+        for name in names
+        if column is not None and REFERENCES[name][column] is not None
+    ]
 
 
 def save(figure, output):
@@ -183,13 +236,35 @@ def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, ti
     sets = sorted({name for run in runs for name, series in run.choices.items() if len(series)})
     plt.rcParams.update(STYLE)
     heights = [3.0 if p == "loss" else 1.4 if p == "accuracy" else 1.0 for p in panels]
-    figure, axes = plt.subplots(len(panels), 1, figsize=(9, 1.2 + 1.45 * sum(heights)), sharex=True, squeeze=False,
-                                gridspec_kw={"height_ratios": heights, "hspace": 0.09}, layout="constrained")
+    figure, axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(9, 1.2 + 1.45 * sum(heights)),
+        sharex=True,
+        squeeze=False,
+        gridspec_kw={"height_ratios": heights, "hspace": 0.09},
+        layout="constrained",
+    )
     for axis, panel in zip(axes[:, 0], panels):
         for i, run in enumerate(runs):
             draw_run(axis, run, panel, COLOURS[i % len(COLOURS)], kind, half_life, sets)
         if panel == "accuracy" and sets:
-            axis.legend(handles=[Line2D([], [], color="#777777", linewidth=1.0, marker=MARKERS[k % len(MARKERS)], markersize=4.5, label=name) for k, name in enumerate(sets)], loc="lower right", fontsize=8)
+            axis.legend(
+                handles=[
+                    Line2D(
+                        [],
+                        [],
+                        color="#777777",
+                        linewidth=1.0,
+                        marker=MARKERS[k % len(MARKERS)],
+                        markersize=4.5,
+                        label=name,
+                    )
+                    for k, name in enumerate(sets)
+                ],
+                loc="lower right",
+                fontsize=8,
+            )
         draw_references(axis, references, panel)
         axis.set_ylabel(PANELS[panel][1])
         if panel == "loss":
@@ -223,7 +298,18 @@ def legend(axis, runs, labels):
         handles.append(Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2.2, label=text))
     handles.append(Line2D([], [], color="#777777", linewidth=1.6, label="training (smoothed)"))
     if any(len(run.eval) for run in runs):
-        handles.append(Line2D([], [], color="#777777", linewidth=1.0, linestyle=(0, (4, 2)), marker="o", markersize=4.5, label="validation"))
+        handles.append(
+            Line2D(
+                [],
+                [],
+                color="#777777",
+                linewidth=1.0,
+                linestyle=(0, (4, 2)),
+                marker="o",
+                markersize=4.5,
+                label="validation",
+            )
+        )
     axis.legend(handles=handles, loc="upper right", frameon=True, framealpha=0.9, edgecolor="#dddddd", fontsize=9)
 
 
@@ -258,6 +344,7 @@ def follow(runs, seconds, redraw):
 
 # ---- bench tables
 
+
 def tables(text):
     """The tables of a markdown text: (heading above, column names, rows of cells)."""
     heading, found, rows = "", [], []
@@ -290,7 +377,11 @@ def bench_figures(paths):
                     value = float(rate[1].replace(",", "")) * {None: 1, "k": 1e3, "M": 1e6}[rate[2]]
                     if "ratio" in title:
                         yield (name[1], "ratio"), row[0], day, value
-                    elif (rate[2] or re.search(r"tok(ens)?/s", title)) and "PyTorch" not in title + row[0] and "reach" not in title:
+                    elif (
+                        (rate[2] or re.search(r"tok(ens)?/s", title))
+                        and "PyTorch" not in title + row[0]
+                        and "reach" not in title
+                    ):
                         yield (name[1], "tokens/s"), row[0] + ("" if "llm.cu" in title else f", {title}"), day, value
 
 
@@ -308,11 +399,16 @@ def bench_lines(paths):
 
 
 def spread(values, gap):
-    """Positions near the values (ascending), `gap` apart: neighbours that are closer form a group around their middle."""
+    """Positions near the values (ascending), `gap` apart: neighbours that are closer form a group around their
+    middle."""
     groups = []  # [sum of the values, count]
     for v in values:
         groups.append([v, 1])
-        while len(groups) > 1 and groups[-1][0] / groups[-1][1] - groups[-2][0] / groups[-2][1] < gap * (groups[-1][1] + groups[-2][1]) / 2:
+        while (
+            len(groups) > 1
+            and groups[-1][0] / groups[-1][1] - groups[-2][0] / groups[-2][1]
+            < gap * (groups[-1][1] + groups[-2][1]) / 2
+        ):
             total, count = groups.pop()
             groups[-1] = [groups[-1][0] + total, groups[-1][1] + count]
     return [total / count + gap * (i - (count - 1) / 2) for total, count in groups for i in range(count)]
@@ -327,7 +423,15 @@ def draw_bench(paths, output):
         )
     plt.rcParams.update(STYLE)
     heights = [max(1.6, 0.24 * len(rows) + 0.6) for rows in series.values()]
-    figure, axes = plt.subplots(len(series), 1, figsize=(10, sum(heights) + 0.5), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}, layout="constrained")
+    figure, axes = plt.subplots(
+        len(series),
+        1,
+        figsize=(10, sum(heights) + 0.5),
+        sharex=True,
+        squeeze=False,
+        gridspec_kw={"height_ratios": heights},
+        layout="constrained",
+    )
     for axis, height, ((heading, what), rows) in zip(axes[:, 0], heights, series.items()):
         axis.set_title(f"{heading}: {what}", loc="left", fontsize=10, fontweight="bold")
         values = [v for row in rows.values() for _, v in row]
@@ -341,11 +445,33 @@ def draw_bench(paths, output):
             axis.yaxis.set_major_formatter(FuncFormatter(count_text))
             axis.yaxis.set_minor_formatter(NullFormatter())
         ordered = sorted(rows.items(), key=lambda r: r[1][-1][1])
-        at = spread([float(axis.transLimits.transform((0, axis.get_yscale() == "log" and math.log10(r[-1][1]) or r[-1][1]))[1]) for _, r in ordered], 0.19 / height)
+        at = spread(
+            [
+                float(
+                    axis.transLimits.transform((0, axis.get_yscale() == "log" and math.log10(r[-1][1]) or r[-1][1]))[1]
+                )
+                for _, r in ordered
+            ],
+            0.19 / height,
+        )
         for i, ((label, row), y) in enumerate(zip(ordered, at)):
             axis.plot(*zip(*row), color=COLOURS[i % len(COLOURS)], linewidth=1.4, marker="o", markersize=5)
-            axis.annotate(f"{row[-1][1]:.2f}  {label}" if what == "ratio" else f"{count_text(row[-1][1])}  {label}", row[-1], xytext=(1.02, y), textcoords="axes fraction",
-                          va="center", fontsize=8, color=COLOURS[i % len(COLOURS)], arrowprops={"arrowstyle": "-", "relpos": (0, 0.5), "color": COLOURS[i % len(COLOURS)], "linewidth": 0.5, "alpha": 0.6})
+            axis.annotate(
+                f"{row[-1][1]:.2f}  {label}" if what == "ratio" else f"{count_text(row[-1][1])}  {label}",
+                row[-1],
+                xytext=(1.02, y),
+                textcoords="axes fraction",
+                va="center",
+                fontsize=8,
+                color=COLOURS[i % len(COLOURS)],
+                arrowprops={
+                    "arrowstyle": "-",
+                    "relpos": (0, 0.5),
+                    "color": COLOURS[i % len(COLOURS)],
+                    "linewidth": 0.5,
+                    "alpha": 0.6,
+                },
+            )
     days = sorted({d for rows in series.values() for row in rows.values() for d, _ in row})
     ticks = days[:: len(days) // 8 + 1]
     axes[-1, 0].set_xticks(ticks, [str(d) for d in ticks])
@@ -356,16 +482,37 @@ def draw_bench(paths, output):
 
 def parse_arguments(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("runs", nargs="*", help="run folders or log files; with --bench: markdown files (default: dev/bench/*.md)")
+    p.add_argument(
+        "runs", nargs="*", help="run folders or log files; with --bench: markdown files (default: dev/bench/*.md)"
+    )
     p.add_argument("-o", "--output", default="curves.png", help="picture to write (default: curves.png)")
     p.add_argument("--x", choices=X_LABELS, default="step", help="horizontal axis (default: step)")
     p.add_argument("--panels", default="loss", help=f"comma-separated, of {', '.join(PANELS)} (default: loss)")
     p.add_argument("--labels", default="", help="comma-separated names of the runs (default: from the paths)")
-    p.add_argument("--reference", default="", metavar="NAMES", help=f"comma-separated lines to compare with: {', '.join(REFERENCES)}; losses are on FineWeb (-edu: FineWeb-Edu) with GPT-2's tokens")
-    p.add_argument("--smooth", type=float, default=None, help="steps in which a weight of the average halves; 0: none (default: 1/100 of the longest run)")
+    p.add_argument(
+        "--reference",
+        default="",
+        metavar="NAMES",
+        help=f"comma-separated lines to compare with: {', '.join(REFERENCES)}; losses are on FineWeb (-edu: "
+        f"FineWeb-Edu) "
+        f"with GPT-2's tokens",
+    )
+    p.add_argument(
+        "--smooth",
+        type=float,
+        default=None,
+        help="steps in which a weight of the average halves; 0: none (default: 1/100 of the longest run)",
+    )
     p.add_argument("--title", default="")
     p.add_argument("--log", action="store_true", help="logarithmic loss axis")
-    p.add_argument("--follow", type=float, nargs="?", const=10.0, metavar="SECONDS", help="look every SECONDS (10) for new lines and draw anew, until every run has ended")
+    p.add_argument(
+        "--follow",
+        type=float,
+        nargs="?",
+        const=10.0,
+        metavar="SECONDS",
+        help="look every SECONDS (10) for new lines and draw anew, until every run has ended",
+    )
     bench = "draw the ratio and tokens/s columns of bench tables over time instead: rows that several days have"
     p.add_argument("--bench", action="store_true", help=bench)
     a = p.parse_args(argv)
@@ -384,14 +531,20 @@ def parse_arguments(argv):
 def main(argv=None):
     a = parse_arguments(argv)
     if a.bench:
-        return draw_bench(a.runs or glob.glob(os.path.join(os.path.dirname(os.path.abspath(__file__)), "bench", "*.md")), a.output)
+        return draw_bench(
+            a.runs or glob.glob(os.path.join(os.path.dirname(os.path.abspath(__file__)), "bench", "*.md")), a.output
+        )
     labels = a.labels.split(",") if a.labels else run_names(a.runs)
     if len(labels) != len(a.runs):
         fail(f"{len(labels)} labels for {len(a.runs)} runs", "give one label for each run, separated by commas")
     runs = [RunLog(path) if a.follow else read_log(path) for path in a.runs]
 
     def redraw():
-        without = [run.path for run in runs if not any(math.isfinite(x) for series in (run.step, run.eval) for x in x_values(run, series, a.x))]
+        without = [
+            run.path
+            for run in runs
+            if not any(math.isfinite(x) for series in (run.step, run.eval) for x in x_values(run, series, a.x))
+        ]
         if len(without) == len(runs):
             fail(f"no {X_LABELS[a.x]} in {' '.join(without)}", "use --x step")
         for path in without:

@@ -1,9 +1,10 @@
 """A run's log, read as it grows: main.jsonl of our trainers (llmc/logger.h), or llm.c's main.log. plot.py, watch.py and
 export_log.py all read through here. Standard library only.
 
-A log may end in the middle of a line (it is being written, or the run was killed), go on behind such a line (it was resumed),
-go back to an earlier step (then what was logged beyond that step no longer counts), or be begun anew under the same name.
-"""
+A log may end in the middle of a line (it is being written, or the run was killed), go on behind such a line (it was
+resumed), go back to an earlier step (then what was logged beyond that step no longer counts), or be begun anew under
+the same name."""
+
 import json
 import math
 import os
@@ -38,11 +39,17 @@ def parse(line):
             step, kind, *values = llmc.groups()
             event, field = LLMC_FIELDS[kind]
             record = {"event": event, "step": int(step) + (event == "step"), field: float(values[0])}
-            return record | ({"lr": float(values[1]), "norm": float(values[2])} if values[1] else {"name": "hellaswag"} if kind == "eval" else {})
+            return record | (
+                {"lr": float(values[1]), "norm": float(values[2])}
+                if values[1]
+                else {"name": "hellaswag"}
+                if kind == "eval"
+                else {}
+            )
         try:
             record = json.loads(text)
         except ValueError:  # behind what a killed run left unfinished, the resumed one's first record
-            record = json.loads(text[text.rindex('{"event":'):])
+            record = json.loads(text[text.rindex('{"event":') :])
         if record["event"] in ("step", "eval", "eval_choice"):
             record["step"] = int(record["step"])
         return record
@@ -98,7 +105,8 @@ class RunLog:
         return self.damaged > 0 and not self.records
 
     def poll(self, whole=False, each=lambda at, record: None):
-        """Reads what was added, and calls each(position behind the line, record). whole: a last line without its end counts."""
+        """Reads what was added, and calls each(position behind the line, record). whole: a last line without its end
+        counts."""
         if not self.at:  # the run may have made its folder since
             self.path = log_path(self.given)
         try:
@@ -131,7 +139,11 @@ class RunLog:
             self.start, self.started, self.end = record, True, None
             self.starts += 1
         elif event in ("step", "eval", "eval_choice"):
-            own = self.choices.setdefault(str(record.get("name", "choice")), Series()) if event == "eval_choice" else getattr(self, event)
+            own = (
+                self.choices.setdefault(str(record.get("name", "choice")), Series())
+                if event == "eval_choice"
+                else getattr(self, event)
+            )
             for series in (self.step, self.eval, *self.choices.values()):  # the run went back: forget what came after
                 series.cut(record["step"] + (series is not own))
             if self.started:  # clocks begin anew with each start
@@ -147,8 +159,8 @@ class RunLog:
 
 
 def smooth(values, half_life):
-    """Exponential average; over a tenth of the values so far where that is shorter, so that it does not lag behind the steep
-    beginning. A value that is not finite is passed over."""
+    """Exponential average; over a tenth of the values so far where that is shorter, so that it does not lag behind the
+    steep beginning. A value that is not finite is passed over."""
     total, weight, count, out = 0.0, 0.0, 0, []
     for v in values:
         if math.isfinite(v):

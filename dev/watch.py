@@ -1,11 +1,13 @@
-"""A running job in the terminal: loss curve, speed, time left, memory, last evaluation, checkpoint and message, from its log alone.
+"""A running job in the terminal: loss curve, speed, time left, memory, last evaluation, checkpoint and message, from
+its log alone.
 
-  python dev/watch.py log/mine            the run's --output folder or its main.jsonl; q or Ctrl-C leaves, the run goes on
+  python dev/watch.py log/mine
+    the run's --output folder or its main.jsonl; q or Ctrl-C leaves, the run goes on
   python dev/watch.py log/mine --once     one picture and the end; so too where the output is no terminal
 
-Reads the log as it grows (run_log.py): it may be started before the run, and stays through crashes, resumes and new beginnings.
-Standard library only. On a remote machine: ssh -t host python path/to/watch.py path/to/run
-"""
+Reads the log as it grows (run_log.py): it may be started before the run, and stays through crashes, resumes and new
+beginnings. Standard library only. On a remote machine: ssh -t host python path/to/watch.py path/to/run"""
+
 import argparse
 import math
 import os
@@ -27,7 +29,13 @@ def duration_text(seconds):
     s = int(max(seconds, 0) + 0.5)
     if s < 60:
         return f"{s}s"
-    return f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s // 60 % 60:02d}m" if s < 86400 else f"{s // 86400}d{s // 3600 % 24:02d}h"
+    return (
+        f"{s // 60}m{s % 60:02d}s"
+        if s < 3600
+        else f"{s // 3600}h{s // 60 % 60:02d}m"
+        if s < 86400
+        else f"{s // 86400}d{s // 3600 % 24:02d}h"
+    )
 
 
 def cut(text, width):
@@ -57,15 +65,17 @@ def last_finite(column):
 
 
 def chart(values, width, height, blocks):
-    """A filled curve of `height` rows: each column the mean of its share of the values. The steep beginning of a long run is
-    cut off at the top. What is not finite leaves a gap."""
+    """A filled curve of `height` rows: each column the mean of its share of the values. The steep beginning of a long
+    run is cut off at the top. What is not finite leaves a gap."""
     columns = width - 9
     means = []
     for i in range(columns):
-        share = values[i * len(values) // columns : max((i + 1) * len(values) // columns, i * len(values) // columns + 1)]
+        share = values[
+            i * len(values) // columns : max((i + 1) * len(values) // columns, i * len(values) // columns + 1)
+        ]
         finite = [v for v in share if math.isfinite(v)]
         means.append(sum(finite) / len(finite) if finite else math.nan)
-    shown = [v for v in means[columns // 20 if len(values) > columns else 0:] if math.isfinite(v)]
+    shown = [v for v in means[columns // 20 if len(values) > columns else 0 :] if math.isfinite(v)]
     if not shown or columns < 4:
         return []
     low, high = min(shown), max(shown)
@@ -102,7 +112,10 @@ def progress_line(log, done, width, blocks):
     if not total:
         return f"step {done:.0f}"
     head, each = f"step {done:.0f} of {total}", seconds_per_step(log)
-    tail = f"{100 * min(done / total, 1):3.0f}%   ETA {duration_text((total - done) * each) if each and not log.end else '-'}"
+    tail = (
+        f"{100 * min(done / total, 1):3.0f}%   ETA "
+        f"{duration_text((total - done) * each) if each and not log.end else '-'}"
+    )
     room = max(width - len(head) - len(tail) - 6, 0)
     filled = int(room * min(done / total, 1))
     return f"{head}  [{blocks[8] * filled}{' ' * (room - filled)}]  {tail}"
@@ -110,24 +123,48 @@ def progress_line(log, done, width, blocks):
 
 def figures(log):
     """The step's values, two to a line."""
-    recent = {name: log.step[name][-RECENT:] for name in ("loss", "norm", "lr", "tok_s", "mfu", "ms", "tokens", "mem_gib")}
+    recent = {
+        name: log.step[name][-RECENT:] for name in ("loss", "norm", "lr", "tok_s", "mfu", "ms", "tokens", "mem_gib")
+    }
     now = {name: column[-1] if len(column) else math.nan for name, column in recent.items()}
     speed, smoothed = last_finite(smooth(recent["tok_s"], 20)), last_finite(smooth(recent["loss"], 20))
     memory = now["mem_gib"] if math.isfinite(now["mem_gib"]) else number(log.start.get("memory_gib"))
     ranks = int(number(log.start.get("ranks"), 1))
     mfu = f", {100 * now['mfu']:.1f}% MFU" if math.isfinite(now["mfu"]) else ""
-    left = [f"loss       {value_text(now['loss'], '.4f')}, smoothed {value_text(smoothed, '.4f')}", f"norm       {value_text(now['norm'], '.4f')}", f"rate       {value_text(now['lr'], '.2e')}"]
-    right = [f"speed    {count_text(speed) if math.isfinite(speed) else '-'} tokens/s{mfu}", f"step     {value_text(now['ms'], '.1f')} ms, {count_text(now['tokens']) if math.isfinite(now['tokens']) else '-'} tokens so far",
-             f"memory   {f'{memory:.2f} GiB' if memory > 0 else '-'}{f' on each of {ranks} ranks' if ranks > 1 else ', 1 rank'}"]
+    left = [
+        f"loss       {value_text(now['loss'], '.4f')}, smoothed {value_text(smoothed, '.4f')}",
+        f"norm       {value_text(now['norm'], '.4f')}",
+        f"rate       {value_text(now['lr'], '.2e')}",
+    ]
+    right = [
+        f"speed    {count_text(speed) if math.isfinite(speed) else '-'} tokens/s{mfu}",
+        f"step     {value_text(now['ms'], '.1f')} ms, "
+        f"{count_text(now['tokens']) if math.isfinite(now['tokens']) else '-'} tokens so far",
+        f"memory   "
+        f"{f'{memory:.2f} GiB' if memory > 0 else '-'}{f' on each of {ranks} ranks' if ranks > 1 else ', 1 rank'}",
+    ]
     return [f"{a:<39} {b}" for a, b in zip(left, right)]
 
 
 def frame(log, width, height, now, changed, blocks=BLOCKS):
     """The picture: at most `height` lines of at most `width` columns. now, changed: seconds; when the log last grew."""
     start, options = log.start, log.start.get("options") if isinstance(log.start.get("options"), dict) else {}
-    title = [f"{options.get('model', 'a run')}, {count_text(number(start.get('parameters'), 0))} parameters", f"{start.get('dtype', '')} on {start.get('device', '')}"] if start else []
+    title = (
+        [
+            f"{options.get('model', 'a run')}, {count_text(number(start.get('parameters'), 0))} parameters",
+            f"{start.get('dtype', '')} on {start.get('device', '')}",
+        ]
+        if start
+        else []
+    )
     done = max((s["step"][-1] for s in (log.step, log.eval) if len(s)), default=0)
-    top = [both_ends(os.path.dirname(log.path) or log.path, state_text(log, now, changed), width), *title, progress_line(log, done, width, blocks), "", *figures(log)]
+    top = [
+        both_ends(os.path.dirname(log.path) or log.path, state_text(log, now, changed), width),
+        *title,
+        progress_line(log, done, width, blocks),
+        "",
+        *figures(log),
+    ]
     losses = [v for v in log.eval["loss"] if math.isfinite(v)]
     if losses:
         best = f" (lowest {place(log.eval, 'loss', min(losses))})" if min(losses) < losses[-1] else ""
@@ -141,7 +178,11 @@ def frame(log, width, height, now, changed, blocks=BLOCKS):
     if log.checkpoint:
         top.append(f"checkpoint {log.checkpoint.get('path', '')}")
     skipped = sum(1 for v in log.step["skipped"] if v == 1)
-    notes = [f"{skipped} updates skipped"] * (skipped > 0) + [f"started {log.starts} times"] * (log.starts > 1) + [f"{log.damaged} damaged lines in the log"] * (log.damaged > 0)
+    notes = (
+        [f"{skipped} updates skipped"] * (skipped > 0)
+        + [f"started {log.starts} times"] * (log.starts > 1)
+        + [f"{log.damaged} damaged lines in the log"] * (log.damaged > 0)
+    )
     if notes:
         top.append("note       " + ", ".join(notes))
     bottom = []
@@ -165,6 +206,7 @@ def watch(log, interval, blocks):
     keys = sys.stdin.fileno() if sys.stdin and sys.stdin.isatty() else None
     if keys is not None:
         import termios
+
         before = termios.tcgetattr(keys)
         raw = termios.tcgetattr(keys)
         raw[3] &= ~(termios.ICANON | termios.ECHO)
@@ -178,7 +220,11 @@ def watch(log, interval, blocks):
             if log.no_log():
                 break
             width, height = shutil.get_terminal_size()
-            lines = frame(log, width, height - 1, time.time(), changed_at(log), blocks) if log.at else [cut(f"waiting for {log.path}", width)]
+            lines = (
+                frame(log, width, height - 1, time.time(), changed_at(log), blocks)
+                if log.at
+                else [cut(f"waiting for {log.path}", width)]
+            )
             screen = [*lines, *[""] * (height - 1 - len(lines)), cut("q leaves".rjust(width - 1), width)]
             sys.stdout.write("\x1b[H\x1b[1m" + "\x1b[K\r\n\x1b[0m".join(screen[:height]) + "\x1b[K")
             sys.stdout.flush()
@@ -226,13 +272,20 @@ def main():
         if log.no_log():
             return not_a_log(log)
         if not log.at:
-            print(f"error: no log '{log.path}', or nothing in it yet\n  hint: name a run's --output folder; on a terminal, without --once, it is waited for", file=sys.stderr)
+            print(
+                f"error: no log '{log.path}', or nothing in it yet\n"
+                f"  hint: name a run's --output folder; on a terminal, without --once, it is waited for",
+                file=sys.stderr,
+            )
             return 1
         width, height = shutil.get_terminal_size()
         text = "\n".join(frame(log, width, height - 1, time.time(), changed_at(log), blocks)) + "\n"
         sys.stdout.write(text.encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii"))
     except OSError as e:
-        print(f"error: cannot read '{log.path}': {e.strerror}\n  hint: name a run's --output folder or its main.jsonl", file=sys.stderr)
+        print(
+            f"error: cannot read '{log.path}': {e.strerror}\n  hint: name a run's --output folder or its main.jsonl",
+            file=sys.stderr,
+        )
         return 1
 
 

@@ -9,10 +9,10 @@
 //                             diverged                          only in one that is not good; a line says why
 //
 // Tensors have Hugging Face's names, shapes and orientation in both files: no padding, nothing that depends on the
-// number of ranks. A checkpoint is written under a .tmp name, flushed and renamed, so a folder named step_* is whole; the
-// checksums (hash.h) show what changed later. They are made from what is written, in memory, and all is read and compared
-// before anything of a checkpoint is used. Older checkpoints are removed after the new one is on the disk, but never the
-// newest that is not marked as diverged. A save that fails leaves nothing behind; training goes on.
+// number of ranks. A checkpoint is written under a .tmp name, flushed and renamed, so a folder named step_* is whole;
+// the checksums (hash.h) show what changed later. They are made from what is written, in memory, and all is read and
+// compared before anything of a checkpoint is used. Older checkpoints are removed after the new one is on the disk, but
+// never the newest that is not marked as diverged. A save that fails leaves nothing behind; training goes on.
 // The writing is done by a thread of each rank, from a copy in host memory, while training goes on:
 //
 //   checkpoint_begin(&c, m, output, &state, 1);                  every rank; returns as soon as the copy is made
@@ -33,26 +33,30 @@
 enum { STATE_FORMAT = 2, STATE_WINDOW = 128, STATE_MAX_OPTIONS = 1024, STATE_MAX_TEXT = 4096 };
 
 // The latest values of a statistic, a ring: the i-th value ever pushed lies at i % STATE_WINDOW.
-typedef struct { int64_t count; double values[STATE_WINDOW]; } StateWindow;
+typedef struct {
+    int64_t count;
+    double values[STATE_WINDOW];
+} StateWindow;
 typedef struct { char *name, *value; } StateOption;
 // What a run is, beside its tensors. All zeros is a fresh one.
 typedef struct {
-    int64_t step, tokens;      // done so far
-    int64_t epoch, row;        // of the data: the next row to train on
+    int64_t step, tokens;              // done so far
+    int64_t epoch, row;                // of the data: the next row to train on
     int64_t data_tokens, data_shards;  // that this place is in, 0: not known (checkpoints of before these were kept);
     uint64_t data_hash;                // of the shards' names and samples of their content, 0: not known
-    TokenizerId tokenizer;     // of the data
+    TokenizerId tokenizer;             // of the data
     uint64_t seed;
-    StateWindow loss, norm;    // for the z-scores
+    StateWindow loss, norm;  // for the z-scores
     int num_options;
-    StateOption *options;      // the run's options as text, to compare or to restore
-    char dtype[8];             // of the checkpoint, set by loading: "fp32" or "bf16",
-    int master;                // whether it has fp32 masters,
-    char states[8];            // and what it stores m and v in
+    StateOption *options;  // the run's options as text, to compare or to restore
+    char dtype[8];         // of the checkpoint, set by loading: "fp32" or "bf16",
+    int master;            // whether it has fp32 masters,
+    char states[8];        // and what it stores m and v in
 } TrainState;
 
 static inline const char *state_option(const TrainState *s, const char *name) {
-    for (int i = 0; i < s->num_options; i++) if (strcmp(s->options[i].name, name) == 0) return s->options[i].value;
+    for (int i = 0; i < s->num_options; i++)
+        if (strcmp(s->options[i].name, name) == 0) return s->options[i].value;
     return NULL;
 }
 // The checkpoint's place in the data, in rows of `seq_len` tokens.
@@ -65,7 +69,8 @@ static inline int64_t state_row(const TrainState *s, int64_t seq_len) {
 static inline void state_set_option(TrainState *s, const char *name, const char *value) {
     int i = 0;
     while (i < s->num_options && strcmp(s->options[i].name, name) != 0) i++;
-    if (i < s->num_options) free(s->options[i].value);
+    if (i < s->num_options)
+        free(s->options[i].value);
     else {
         s->options = (StateOption *)realloc(s->options, (size_t)++s->num_options * sizeof(StateOption));
         require(s->options, "out of memory for the options\nclose other programs");
@@ -74,17 +79,23 @@ static inline void state_set_option(TrainState *s, const char *name, const char 
     s->options[i].value = st_text(value, "", "");
 }
 static inline void state_free(TrainState *s) {
-    for (int i = 0; i < s->num_options; i++) { free(s->options[i].name); free(s->options[i].value); }
+    for (int i = 0; i < s->num_options; i++) {
+        free(s->options[i].name);
+        free(s->options[i].value);
+    }
     free(s->options);
     memset(s, 0, sizeof *s);
 }
 
 // ---- writing
 
-static const char *const checkpoint_files[] = {"config.json", "model.safetensors", "optimizer.safetensors", "train_state.json"};  // in the order of writing
+// in the order of writing
+static const char *const checkpoint_files[] = {"config.json", "model.safetensors", "optimizer.safetensors",
+                                               "train_state.json"};
 enum { NUM_CHECKPOINT_FILES = 4, NUM_SUMMED_FILES = 3 };  // train_state.json has the checksums of the others
 #define DIVERGED_MARK "diverged"
-static const SlotName optimizer_slots[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};  // the last only where there are masters
+// the last only where there are masters
+static const SlotName optimizer_slots[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};
 
 static inline char *checkpoint_folder(const char *output, int64_t step, const char *suffix) {
     char name[64];
@@ -98,7 +109,9 @@ static inline int64_t file_bytes(const char *folder, const char *name) {  // -1:
     free(path);
     return found ? (int64_t)s.st_size : -1;
 }
-static inline int window_values(const StateWindow *w) { return w->count < (int64_t)STATE_WINDOW ? (int)w->count : (int)STATE_WINDOW; }
+static inline int window_values(const StateWindow *w) {
+    return w->count < (int64_t)STATE_WINDOW ? (int)w->count : (int)STATE_WINDOW;
+}
 static inline void write_window(FILE *f, const char *name, const StateWindow *w) {
     fprintf(f, "  \"%s\": {\"count\": %lld, \"values\": [", name, (long long)w->count);
     for (int i = 0; i < window_values(w); i++) {
@@ -124,10 +137,21 @@ static inline int write_train_state(const Model *m, const char *folder, const Tr
     size_t length;
     FILE *f = open_memstream(&text, &length);
     require(f, "out of memory for train_state.json\nclose other programs");
-    fprintf(f, "{\n  \"format\": %d,\n  \"step\": %lld,\n  \"tokens\": %lld,\n  \"epoch\": %lld,\n  \"row\": %lld,\n  \"seed\": %llu,\n", STATE_FORMAT,
-            (long long)s->step, (long long)s->tokens, (long long)s->epoch, (long long)s->row, (unsigned long long)s->seed);
-    fprintf(f, "  \"parameters\": %zu,\n  \"dtype\": \"%s\",\n  \"master\": %s,\n  \"states\": \"%s\",\n", m->table.num_weights, model_dtype(m), model_has_slot(m, SLOT_MASTER) ? "true" : "false", states_dtype(m));
-    if (s->data_tokens) fprintf(f, "  \"data\": {\"tokens\": %lld, \"shards\": %lld, \"content\": \"%016llx\"},\n", (long long)s->data_tokens, (long long)s->data_shards, (unsigned long long)s->data_hash);
+    fprintf(f,
+            "{\n"
+            "  \"format\": %d,\n"
+            "  \"step\": %lld,\n"
+            "  \"tokens\": %lld,\n"
+            "  \"epoch\": %lld,\n"
+            "  \"row\": %lld,\n"
+            "  \"seed\": %llu,\n",
+            STATE_FORMAT, (long long)s->step, (long long)s->tokens, (long long)s->epoch, (long long)s->row,
+            (unsigned long long)s->seed);
+    fprintf(f, "  \"parameters\": %zu,\n  \"dtype\": \"%s\",\n  \"master\": %s,\n  \"states\": \"%s\",\n",
+            m->table.num_weights, model_dtype(m), model_has_slot(m, SLOT_MASTER) ? "true" : "false", states_dtype(m));
+    if (s->data_tokens)
+        fprintf(f, "  \"data\": {\"tokens\": %lld, \"shards\": %lld, \"content\": \"%016llx\"},\n",
+                (long long)s->data_tokens, (long long)s->data_shards, (unsigned long long)s->data_hash);
     if (s->tokenizer.hash)
         fprintf(f, "  \"tokenizer\": {\"kind\": %d, \"tokens\": %d, \"hash\": \"%016llx\"},\n", (int)s->tokenizer.kind,
                 s->tokenizer.vocab_size, (unsigned long long)s->tokenizer.hash);
@@ -142,7 +166,8 @@ static inline int write_train_state(const Model *m, const char *folder, const Tr
     }
     fputs("\n  },\n  \"files\": {", f);
     for (int i = 0; i < NUM_SUMMED_FILES; i++)
-        fprintf(f, "%s\"%s\": %lld", i ? ", " : "", checkpoint_files[i], (long long)file_bytes(folder, checkpoint_files[i]));
+        fprintf(f, "%s\"%s\": %lld", i ? ", " : "", checkpoint_files[i],
+                (long long)file_bytes(folder, checkpoint_files[i]));
     fputs("},\n  \"checksums\": {", f);
     for (int i = 0; i < NUM_SUMMED_FILES; i++)
         fprintf(f, "%s\"%s\": \"%016llx\"", i ? ", " : "", checkpoint_files[i], (unsigned long long)sums[i]);
@@ -173,7 +198,8 @@ static inline void remove_checkpoint(const char *folder) {
 }
 static inline int is_step_name(const struct dirent *e) {
     const char *digits = e->d_name + 5;
-    return strncmp(e->d_name, "step_", 5) == 0 && strlen(digits) >= 8 && strlen(digits) <= 18 && digits[strspn(digits, "0123456789")] == 0;
+    return strncmp(e->d_name, "step_", 5) == 0 && strlen(digits) >= 8 && strlen(digits) <= 18 &&
+           digits[strspn(digits, "0123456789")] == 0;
 }
 static inline int is_leftover_name(const struct dirent *e) {
     const size_t n = strlen(e->d_name);
@@ -196,10 +222,12 @@ static inline int state_open(Json *j, const char *folder, char *why, size_t size
     const int sealed = text && state_is_sealed(text, length);
     free(path);
     *why = 0;
-    if (!text || !json_parse_owned(j, text, length)) snprintf(why, size, "train_state.json: %s", j->error);
+    if (!text || !json_parse_owned(j, text, length))
+        snprintf(why, size, "train_state.json: %s", j->error);
     else if (!json_int(j, json_get(j, 0, "format"), &format) || format < 1 || format > STATE_FORMAT)
         snprintf(why, size, "its format is not 1 to %d", STATE_FORMAT);
-    else if (format > 1 && !sealed) snprintf(why, size, "train_state.json is not what was written: damaged or edited");
+    else if (format > 1 && !sealed)
+        snprintf(why, size, "train_state.json is not what was written: damaged or edited");
     return *why ? 0 : (int)format;
 }
 // The one of checkpoint_files that people edit.
@@ -208,7 +236,8 @@ static inline const char *edit_hint(int file) {
     return " (edited: copy it and model.safetensors to a new folder, and start from that with --model)";
 }
 // Whether the first `files` of checkpoint_files have the sizes that a state names; else `why` not.
-static inline int state_has_sizes(const Json *j, const char *folder, int files, int64_t *bytes, char *why, size_t size) {
+static inline int state_has_sizes(const Json *j, const char *folder, int files, int64_t *bytes, char *why,
+                                  size_t size) {
     for (int i = 0; i < files && !*why; i++) {
         const int known = json_int(j, json_get(j, json_get(j, 0, "files"), checkpoint_files[i]), &bytes[i]);
         if (!known || file_bytes(folder, checkpoint_files[i]) != bytes[i])
@@ -216,12 +245,14 @@ static inline int state_has_sizes(const Json *j, const char *folder, int files, 
     }
     return !*why;
 }
-// 1; or 0 and `why`. expected: the step in the folder's name, -1 for a folder of any name. Of the other files the sizes alone.
+// 1; or 0 and `why`. expected: the step in the folder's name, -1 for a folder of any name. Of the other files the sizes
+// alone.
 static inline int checkpoint_is_whole(const char *folder, int64_t expected, char *why, size_t size) {
     int64_t step = -1, bytes[NUM_SUMMED_FILES];
     Json j;
-    if (!state_open(&j, folder, why, size)) {}
-    else if (!json_int(&j, json_get(&j, 0, "step"), &step) || (expected >= 0 && step != expected)) snprintf(why, size, "its step is %lld", (long long)step);
+    if (!state_open(&j, folder, why, size)) {
+    } else if (!json_int(&j, json_get(&j, 0, "step"), &step) || (expected >= 0 && step != expected))
+        snprintf(why, size, "its step is %lld", (long long)step);
     if (!*why) state_has_sizes(&j, folder, NUM_SUMMED_FILES, bytes, why, size);
     json_free(&j);
     return !*why;
@@ -245,9 +276,12 @@ static inline int checksum_span(int fd, int64_t begin, int64_t end, uint64_t *su
     for (ssize_t n = 0; begin < end; begin += n) {
         const size_t left = (size_t)(end - begin);
         n = pread(fd, buffer, left < sizeof buffer ? left : sizeof buffer, (off_t)begin);
-        if (n < 0 && errno == EINTR) n = 0;
-        else if (n <= 0) return n < 0 ? errno : ENODATA;
-        else *sum += checksum(buffer, (size_t)n, (uint64_t)begin);
+        if (n < 0 && errno == EINTR)
+            n = 0;
+        else if (n <= 0)
+            return n < 0 ? errno : ENODATA;
+        else
+            *sum += checksum(buffer, (size_t)n, (uint64_t)begin);
     }
     return 0;
 }
@@ -278,12 +312,17 @@ static inline int file_has_checksum(const Comm *c, const char *path, int64_t byt
     return !comm_or(c, failed != 0) && sum == expected;
 }
 // The first `files` of checkpoint_files, 2 without the optimiser's. What rank 0 reads of train_state.json counts.
-typedef struct { int files; int64_t bytes[NUM_SUMMED_FILES]; uint64_t sums[NUM_SUMMED_FILES]; } CheckpointSums;
+typedef struct {
+    int files;
+    int64_t bytes[NUM_SUMMED_FILES];
+    uint64_t sums[NUM_SUMMED_FILES];
+} CheckpointSums;
 static inline CheckpointSums checkpoint_sums(const char *folder, int files, char *why, size_t size) {
     CheckpointSums s;
     Json j;
     memset(&s, 0, sizeof s);
-    if (state_open(&j, folder, why, size) > 1 && state_has_sizes(&j, folder, files, s.bytes, why, size)) s.files = files;
+    if (state_open(&j, folder, why, size) > 1 && state_has_sizes(&j, folder, files, s.bytes, why, size))
+        s.files = files;
     for (int i = 0; i < s.files; i++) {
         const char *text = json_string(&j, json_get(&j, json_get(&j, 0, "checksums"), checkpoint_files[i]));
         s.sums[i] = text ? strtoull(text, NULL, 16) : 0;
@@ -293,7 +332,8 @@ static inline CheckpointSums checkpoint_sums(const char *folder, int files, char
     json_free(&j);
     return s;
 }
-// Whether the files hold what was written; else `why` not. Checkpoints of before there were checksums count as such that do.
+// Whether the files hold what was written; else `why` not. Checkpoints of before there were checksums count as such
+// that do.
 static inline int checkpoint_is_intact(const Comm *c, const char *folder, int files, char *why, size_t size) {
     CheckpointSums s;
     memset(&s, 0, sizeof s);
@@ -311,7 +351,9 @@ static inline int checkpoint_is_intact(const Comm *c, const char *folder, int fi
             snprintf(why, size, "%s is not what was written: damaged or edited%s", checkpoint_files[i], edit_hint(i));
         free(path);
     }
-    if (intact && s.files) printf("checked   %s: %.2f GB have their checksums, %.1f s\n", folder, 1e-9 * (double)bytes, now_seconds() - begin);
+    if (intact && s.files)
+        printf("checked   %s: %.2f GB have their checksums, %.1f s\n", folder, 1e-9 * (double)bytes,
+               now_seconds() - begin);
     return intact;
 }
 // A folder that --model names: a checkpoint of ours must be what was written, of others there is nothing to compare.
@@ -319,8 +361,8 @@ static inline void checkpoint_require_intact(const Comm *c, const char *folder, 
     char why[256], *state = st_text(folder, "/", "train_state.json");
     int ours = file_exists(state);
     comm_broadcast(c, &ours, sizeof ours, 0);
-    comm_require(c, !ours || checkpoint_is_intact(c, folder, files, why, sizeof why), "checkpoint '%s': %s\nname another checkpoint of the run",
-                 folder, why);
+    comm_require(c, !ours || checkpoint_is_intact(c, folder, files, why, sizeof why),
+                 "checkpoint '%s': %s\nname another checkpoint of the run", folder, why);
     free(state);
 }
 
@@ -339,7 +381,8 @@ static inline int losses_have_diverged(const StateWindow *w) {
     enum { LATEST = 4, FEWEST = 16 };
     double sorted[STATE_WINDOW], latest = 0;
     int n = 0;
-    for (int i = 0; i < window_values(w); i++) if (isfinite(w->values[i])) sorted[n++] = w->values[i];
+    for (int i = 0; i < window_values(w); i++)
+        if (isfinite(w->values[i])) sorted[n++] = w->values[i];
     if (n < FEWEST) return 0;  // too few to tell
     for (int i = 1; i <= LATEST; i++) latest += w->values[(w->count - i) % STATE_WINDOW] / LATEST;
     qsort(sorted, (size_t)n, sizeof *sorted, compare_doubles);
@@ -359,10 +402,12 @@ static inline int checkpoint_is_diverged(const char *folder) { return file_bytes
 
 // ---- the checkpoints of a run
 
-// The checkpoints of a run by their steps; none where there is no such folder. One that cannot be read is not taken for an empty one.
+// The checkpoints of a run by their steps; none where there is no such folder. One that cannot be read is not taken for
+// an empty one.
 static inline int list_checkpoints(const char *output, struct dirent ***names) {
     const int count = scandir(output, names, is_step_name, by_step);
-    require(count >= 0 || errno == ENOENT, "cannot list folder '%s': %s\ncheck its permissions", output, strerror(errno));
+    require(count >= 0 || errno == ENOENT, "cannot list folder '%s': %s\ncheck its permissions", output,
+            strerror(errno));
     return count;
 }
 // Rank 0: the next checkpoint to try. First those that have not diverged, newest first, then the others; "" after the
@@ -375,15 +420,19 @@ static inline void next_checkpoint(const char *output, struct dirent **names, in
                 "folder name '%s/%s' is too long\nuse a shorter output folder", output, name);
         const int second_time = *at >= count, diverged = checkpoint_is_diverged(folder);
         if (diverged && !second_time)
-            fprintf(stderr, "warning: checkpoint '%s' is marked as diverged, its file " DIVERGED_MARK
-                    " says why; an older one is looked for\n", folder);
-        if (diverged == second_time) checkpoint_is_whole(folder, atoll(name + 5), why, why_size);
-        else *folder = 0;
+            fprintf(stderr,
+                    "warning: checkpoint '%s' is marked as diverged, its file " DIVERGED_MARK
+                    " says why; an older one is looked for\n",
+                    folder);
+        if (diverged == second_time)
+            checkpoint_is_whole(folder, atoll(name + 5), why, why_size);
+        else
+            *folder = 0;
     }
 }
 // The checkpoint that a run goes on from: 1 and its folder, or 0 if there is none at all. The newest whole one that has
-// not diverged; if all have, the newest whole one. All ranks call it; rank 0 looks, so that no two see different folders.
-// files: how many of checkpoint_files the caller will use.
+// not diverged; if all have, the newest whole one. All ranks call it; rank 0 looks, so that no two see different
+// folders. files: how many of checkpoint_files the caller will use.
 static inline int checkpoint_latest(const Comm *c, const char *output, int files, char *folder, size_t size) {
     struct dirent **names = NULL;
     const int count = c->rank == 0 ? list_checkpoints(output, &names) : 0;
@@ -400,8 +449,10 @@ static inline int checkpoint_latest(const Comm *c, const char *output, int files
     if (found && c->rank == 0 && checkpoint_is_diverged(folder))
         fprintf(stderr, "warning: all whole checkpoints in '%s' are marked so: the newest is taken\n", output);
     require(found || count <= 0,
-            "none of the %d checkpoints in '%s' is whole\nput back what was damaged or edited, or start anew in another "
-            "folder; the warnings above name the files", count, output);
+            "none of the %d checkpoints in '%s' is whole\n"
+            "put back what was damaged or edited, or start anew in another "
+            "folder; the warnings above name the files",
+            count, output);
     free_names(names, count);
     return found;
 }
@@ -424,7 +475,8 @@ static inline int lock_is_held_elsewhere(int folder, int file) {
 // Both stay open until the process ends. A file server keeps the lock of a host that was lost until its lease is over
 // (90 s of NFS): a job on several hosts, which may have been started again because of that, waits.
 static inline void checkpoint_lock(const Comm *c, const char *output, double timeout) {
-    const int most = c->local_world == c->world ? 0 : timeout > 0 && timeout < 60 ? (int)(2 * timeout) : 120;  // seconds
+    // seconds
+    const int most = c->local_world == c->world ? 0 : timeout > 0 && timeout < 60 ? (int)(2 * timeout) : 120;
     char *path = st_text(output, "/", ".lock.train");
     const int folder = open(output, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     require(folder >= 0, "cannot list folder '%s': %s\ncheck its permissions", output, strerror(errno));
@@ -446,7 +498,10 @@ static inline void checkpoint_lock(const Comm *c, const char *output, double tim
 static inline void checkpoint_require_fresh(const char *output) {
     struct dirent **names = NULL;
     const int count = list_checkpoints(output, &names);
-    require(count <= 0, "folder '%s' holds %d checkpoints of another run, up to %s\nresume it with --resume 1, or name another folder with --output", output, count, names[count - 1]->d_name);
+    require(count <= 0,
+            "folder '%s' holds %d checkpoints of another run, up to %s\n"
+            "resume it with --resume 1, or name another folder with --output",
+            output, count, names[count - 1]->d_name);
     free_names(names, count);
 }
 
@@ -458,7 +513,8 @@ static inline void remove_old_checkpoints(const char *output, int64_t step, int 
     for (int i = count - 1, kept = 0, goods = 0; i >= 0; i--) {
         const int64_t at = atoll(names[i]->d_name + 5);
         char why[256], *path = st_text(output, "/", names[i]->d_name), *gone = st_text(path, ".tmp", "");
-        const int whole = at <= step && checkpoint_is_whole(path, at, why, sizeof why), major = major_every > 0 && at % major_every == 0;
+        const int whole = at <= step && checkpoint_is_whole(path, at, why, sizeof why),
+                  major = major_every > 0 && at % major_every == 0;
         const int last_good = whole && !checkpoint_is_diverged(path) && goods++ == 0;
         // renamed first: never half a folder under a whole one's name
         if (whole && kept++ >= keep && !major && !last_good && rename(path, gone) == 0) remove_checkpoint(gone);
@@ -469,7 +525,8 @@ static inline void remove_old_checkpoints(const char *output, int64_t step, int 
 }
 static inline void remove_leftovers(const char *output) {
     struct dirent **names = NULL;
-    const int leftovers = scandir(output, &names, is_leftover_name, alphasort);  // of a run that was killed while saving
+    // of a run that was killed while saving
+    const int leftovers = scandir(output, &names, is_leftover_name, alphasort);
     for (int i = 0; i < leftovers; i++) {
         char *path = st_text(output, "/", names[i]->d_name);
         remove_checkpoint(path);
@@ -479,15 +536,15 @@ static inline void remove_leftovers(const char *output) {
 }
 // A checkpoint on its way to the disk. All zeros: none.
 typedef struct {
-    const Model *m;            // NULL: nothing is being written
+    const Model *m;  // NULL: nothing is being written
     char *output, *folder, *writing;
-    TrainState state;          // as it was; shares the options, which do not change during a run
+    TrainState state;  // as it was; shares the options, which do not change during a run
     SlotFile weights, optimizer;
     SlotReader *read;
     uint64_t sums[NUM_SUMMED_FILES];  // checksums of what this rank wrote
-    int64_t progress;          // pieces written
-    int threaded, written;     // written: this rank's part is flushed, or has failed
-    int error;                 // errno of what failed first on this rank; OTHER_RANK_FAILED; 0
+    int64_t progress;                 // pieces written
+    int threaded, written;            // written: this rank's part is flushed, or has failed
+    int error;                        // errno of what failed first on this rank; OTHER_RANK_FAILED; 0
     pthread_t thread;
 } Checkpoint;
 enum { OTHER_RANK_FAILED = -1 };
@@ -518,21 +575,25 @@ static inline void checkpoint_open_files(Checkpoint *c, int create) {
 static inline void checkpoint_make_folder(Checkpoint *c) {
     make_directory(c->output);
     remove_leftovers(c->output);
-    if (mkdir(c->writing, 0777) != 0 && errno != EEXIST) c->error = st_failed(c->writing);
-    else c->error = write_config(c->m, c->writing, &c->sums[0]);
+    if (mkdir(c->writing, 0777) != 0 && errno != EEXIST)
+        c->error = st_failed(c->writing);
+    else
+        c->error = write_config(c->m, c->writing, &c->sums[0]);
 }
-// All ranks call it, with the same arguments. overlap: copy what this rank writes and let a thread write it; else all is written
-// when this returns.
+// All ranks call it, with the same arguments. overlap: copy what this rank writes and let a thread write it; else all
+// is written when this returns.
 static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const TrainState *s, int overlap) {
     assert(!c->m);
     memset(c, 0, sizeof *c);
-    c->m = m; c->state = *s;
+    c->m = m;
+    c->state = *s;
     c->read = overlap ? model_read_snapshot : model_read;
     c->output = st_text(output, "", "");
     c->folder = checkpoint_folder(output, s->step, "");
     c->writing = checkpoint_folder(output, s->step, ".tmp");
     const int num_states = model_has_slot(m, SLOT_MASTER) ? 3 : 2, first = m->mesh->job.rank == 0;
-    char *weights = st_text(c->writing, "/", "model.safetensors"), *optimizer = st_text(c->writing, "/", "optimizer.safetensors");
+    char *weights = st_text(c->writing, "/", "model.safetensors"),
+         *optimizer = st_text(c->writing, "/", "optimizer.safetensors");
     slots_declare(&c->weights, m, weight_slot, 1, weights);
     slots_declare(&c->optimizer, m, optimizer_slots, num_states, optimizer);
     if (first) {
@@ -576,7 +637,8 @@ static inline int checkpoint_finish(Checkpoint *c) {
     int64_t before = -1, now;
     int all, mine;
     do {  // ranks that have written meet those whose disk is slow, not one whose disk hangs
-        while ((now = __atomic_load_n(&c->progress, __ATOMIC_RELAXED)) == before && !checkpoint_written(c)) usleep(1000);
+        while ((now = __atomic_load_n(&c->progress, __ATOMIC_RELAXED)) == before && !checkpoint_written(c))
+            usleep(1000);
         before = now;
         watchdog_beat(PHASE_SAVE, -1);
         mine = !checkpoint_written(c) ? BUSY : c->error ? FAILED : 0;
@@ -608,18 +670,21 @@ static inline int checkpoint_save(Model *m, const char *output, const TrainState
 // ---- resuming
 
 #define STATE_DAMAGED "\nresume from another checkpoint"
-// A number from 0 to `most`: far above what a run can have, and so that nothing overflows that it is added to or multiplied with.
+// A number from 0 to `most`: far above what a run can have, and so that nothing overflows that it is added to or
+// multiplied with.
 static inline int state_number(const Json *j, int object, const char *key, int64_t most, int64_t *value) {
     return json_int(j, json_get(j, object, key), value) && *value >= 0 && *value <= most;
 }
 static inline void read_window(const Json *j, const char *path, const char *name, StateWindow *w) {
     const int window = json_get(j, 0, name), values = json_get(j, window, "values");
-    require(state_number(j, window, "count", 1ll << 40, &w->count) && json_is(j, values, JSON_ARRAY) && json_items(j, values) == window_values(w),
+    require(state_number(j, window, "count", 1ll << 40, &w->count) && json_is(j, values, JSON_ARRAY) &&
+                json_items(j, values) == window_values(w),
             "'%s': %s is damaged" STATE_DAMAGED, path, name);
     int i = 0;
     JSON_EACH(j, v, values) {
         w->values[i] = NAN;  // null: was not finite
-        require(json_is(j, v, JSON_NULL) || json_double(j, v, &w->values[i]), "'%s': %s is damaged" STATE_DAMAGED, path, name);
+        require(json_is(j, v, JSON_NULL) || json_double(j, v, &w->values[i]), "'%s': %s is damaged" STATE_DAMAGED, path,
+                name);
         i++;
     }
 }
@@ -627,18 +692,22 @@ static inline void read_data_place(const Json *j, const char *path, TrainState *
     const int data = json_get(j, 0, "data");
     if (data == JSON_NONE) return;  // not known
     const char *content = json_string(j, json_get(j, data, "content"));
-    const int older = json_get(j, data, "content") == JSON_NONE && json_get(j, data, "hash") != JSON_NONE;  // of names and sizes: nothing to compare with
+    // of names and sizes: nothing to compare with
+    const int older = json_get(j, data, "content") == JSON_NONE && json_get(j, data, "hash") != JSON_NONE;
     const int good = older || (content && strlen(content) == 16 && strspn(content, "0123456789abcdef") == 16);
-    require(good && state_number(j, data, "tokens", 1ll << 60, &s->data_tokens) && state_number(j, data, "shards", 1 << 24, &s->data_shards),
+    require(good && state_number(j, data, "tokens", 1ll << 60, &s->data_tokens) &&
+                state_number(j, data, "shards", 1 << 24, &s->data_shards),
             "'%s': data is damaged" STATE_DAMAGED, path);
     if (content) s->data_hash = strtoull(content, NULL, 16);
 }
 static inline void read_options(const Json *j, const char *path, TrainState *s) {
     const int options = json_get(j, 0, "options");
-    require(json_is(j, options, JSON_OBJECT) && json_items(j, options) <= STATE_MAX_OPTIONS, "'%s': options are no list of at most %d" STATE_DAMAGED, path, STATE_MAX_OPTIONS);
+    require(json_is(j, options, JSON_OBJECT) && json_items(j, options) <= STATE_MAX_OPTIONS,
+            "'%s': options are no list of at most %d" STATE_DAMAGED, path, STATE_MAX_OPTIONS);
     JSON_EACH(j, key, options) {
         const char *name = json_string(j, key), *value = json_string(j, key + 1);
-        require(value && strlen(value) < STATE_MAX_TEXT, "'%s': option %.100s is not a text of less than %d bytes" STATE_DAMAGED, path, name, STATE_MAX_TEXT);
+        require(value && strlen(value) < STATE_MAX_TEXT,
+                "'%s': option %.100s is not a text of less than %d bytes" STATE_DAMAGED, path, name, STATE_MAX_TEXT);
         state_set_option(s, name, value);
     }
 }
@@ -649,10 +718,12 @@ static inline TokenizerId read_tokenizer_id(const Json *j, const char *path) {
     const int at = json_get(j, 0, "tokenizer");
     const char *hash = json_string(j, json_get(j, at, "hash"));
     if (at < 0) return id;
-    require(hash && json_int(j, json_get(j, at, "kind"), &kind) && kind >= 0 && kind < NUM_TOKENIZERS
-            && json_int(j, json_get(j, at, "tokens"), &tokens) && tokens >= 0 && tokens <= INT32_MAX,
+    require(hash && json_int(j, json_get(j, at, "kind"), &kind) && kind >= 0 && kind < NUM_TOKENIZERS &&
+                json_int(j, json_get(j, at, "tokens"), &tokens) && tokens >= 0 && tokens <= INT32_MAX,
             "'%s': tokenizer is damaged\nuse another checkpoint", path);
-    id.kind = (TokenizerKind)kind; id.vocab_size = (int)tokens; id.hash = strtoull(hash, NULL, 16);
+    id.kind = (TokenizerKind)kind;
+    id.vocab_size = (int)tokens;
+    id.hash = strtoull(hash, NULL, 16);
     return id;
 }
 // train_state.json alone, e.g. to know the options before the model is opened. `s` is zeroed or was used before.
@@ -660,20 +731,29 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
     state_free(s);
     char why[256], *path = st_text(folder, "/", "train_state.json");
     Json j;
-    require(checkpoint_is_whole(folder, -1, why, sizeof why), "checkpoint '%s' is not whole: %s" STATE_DAMAGED, folder, why);
+    require(checkpoint_is_whole(folder, -1, why, sizeof why), "checkpoint '%s' is not whole: %s" STATE_DAMAGED, folder,
+            why);
     require(state_open(&j, folder, why, sizeof why), "cannot read '%s': %s" STATE_DAMAGED, path, why);
     int64_t seed = 0;
-    const struct { const char *key; int64_t *value, most; } numbers[] = {{"step", &s->step, 1 << 30}, {"tokens", &s->tokens, 1ll << 60}, {"epoch", &s->epoch, 1ll << 40},
-                                                                         {"row", &s->row, 1ll << 55}, {"seed", &seed, INT64_MAX}};
+    const struct {
+        const char *key;
+        int64_t *value, most;
+    } numbers[] = {{"step", &s->step, 1 << 30},
+                   {"tokens", &s->tokens, 1ll << 60},
+                   {"epoch", &s->epoch, 1ll << 40},
+                   {"row", &s->row, 1ll << 55},
+                   {"seed", &seed, INT64_MAX}};
     for (int i = 0; i < 5; i++)
-        require(state_number(&j, 0, numbers[i].key, numbers[i].most, numbers[i].value), "'%s': %s is missing or damaged" STATE_DAMAGED, path, numbers[i].key);
+        require(state_number(&j, 0, numbers[i].key, numbers[i].most, numbers[i].value),
+                "'%s': %s is missing or damaged" STATE_DAMAGED, path, numbers[i].key);
     s->seed = (uint64_t)seed;
     read_data_place(&j, path, s);
     s->tokenizer = read_tokenizer_id(&j, path);
     const char *texts[] = {json_string(&j, json_get(&j, 0, "dtype")), json_string(&j, json_get(&j, 0, "states"))};
     if (json_get(&j, 0, "states") == JSON_NONE) texts[1] = "fp32";  // checkpoints of before --state-dtype
     for (int i = 0; i < 2; i++)
-        require(texts[i] && (!strcmp(texts[i], "fp32") || !strcmp(texts[i], "bf16")), "'%s': %s is neither fp32 nor bf16" STATE_DAMAGED, path, i ? "states" : "dtype");
+        require(texts[i] && (!strcmp(texts[i], "fp32") || !strcmp(texts[i], "bf16")),
+                "'%s': %s is neither fp32 nor bf16" STATE_DAMAGED, path, i ? "states" : "dtype");
     require(json_bool(&j, json_get(&j, 0, "master"), &s->master), "'%s': master is missing" STATE_DAMAGED, path);
     snprintf(s->dtype, sizeof s->dtype, "%s", texts[0]);
     snprintf(s->states, sizeof s->states, "%s", texts[1]);
@@ -696,13 +776,21 @@ static inline char *config_text(const Config *c) {
 static inline void checkpoint_load(Model *m, const char *folder, TrainState *s) {
     checkpoint_load_state(folder, s);
     const int master = model_has_slot(m, SLOT_MASTER);
-    require(strcmp(s->dtype, model_dtype(m)) == 0 && s->master == master, "checkpoint '%s' is %s with%s fp32 masters, this program runs %s with%s\nresume with the same; or start a new run from its weights with --model %s",
+    require(strcmp(s->dtype, model_dtype(m)) == 0 && s->master == master,
+            "checkpoint '%s' is %s with%s fp32 masters, this program runs %s with%s\n"
+            "resume with the same; or start a new run from its weights with --model %s",
             folder, s->dtype, s->master ? "" : "out", model_dtype(m), master ? "" : "out", folder);
-    require(strcmp(s->states, states_dtype(m)) == 0, "checkpoint '%s' has m and v in %s, this run keeps them in %s\nresume with --state-dtype %s; or start a new run from its weights, with m and v of zero, with --model %s",
+    require(strcmp(s->states, states_dtype(m)) == 0,
+            "checkpoint '%s' has m and v in %s, this run keeps them in %s\n"
+            "resume with --state-dtype %s; or start a new run from its weights, with m and v of zero, with --model %s",
             folder, s->states, states_dtype(m), s->states, folder);
     const Config saved = config_from_json(folder);
-    char *a = config_text(&saved), *b = config_text(&m->config), *optimizer = st_text(folder, "/", "optimizer.safetensors");
-    require(strcmp(a, b) == 0, "checkpoint '%s' holds another model than this run's\nleave out --model when resuming, or name the run's own", folder);
+    char *a = config_text(&saved), *b = config_text(&m->config),
+         *optimizer = st_text(folder, "/", "optimizer.safetensors");
+    require(strcmp(a, b) == 0,
+            "checkpoint '%s' holds another model than this run's\n"
+            "leave out --model when resuming, or name the run's own",
+            folder);
     model_load_weights(m, folder);  // first: this sets the masters too
     load_slots(m, optimizer_slots, master ? 3 : 2, optimizer);
     free(a);

@@ -28,7 +28,7 @@ typedef struct {
     int rank, world;              // in the group
     int local_rank, local_world;  // among the job's ranks on this host
     char host[64];
-    int group, first, stride;     // MPI's communicator; the group's rank k is rank first + k * stride of the job
+    int group, first, stride;  // MPI's communicator; the group's rank k is rank first + k * stride of the job
 } Comm;
 #define COMM_ALONE {0, 1, 0, 1, "this host", 0, 0, 1}  // one rank, no job
 
@@ -288,11 +288,15 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
         watchdog_op_done(op);
         watchdog_stop();
     }
-    if (slots) watchdog_start(slots, c.local_world, c.local_rank, c.rank, timeout, comm_abort);
-    else watchdog_start((WatchdogSlot *)calloc_or_die(sizeof(WatchdogSlot)), 1, 0, c.rank, timeout, comm_abort);
+    if (slots)
+        watchdog_start(slots, c.local_world, c.local_rank, c.rank, timeout, comm_abort);
+    else
+        watchdog_start((WatchdogSlot *)calloc_or_die(sizeof(WatchdogSlot)), 1, 0, c.rank, timeout, comm_abort);
     watchdog.world = c.world;
-    if (watchdog.count < c.world) watchdog.hosts = (const char (*)[64])hosts;
-    else free(hosts);
+    if (watchdog.count < c.world)
+        watchdog.hosts = (const char (*)[64])hosts;
+    else
+        free(hosts);
     if (c.world > 1) mpi_barrier(1);  // every neighbour shows itself before anyone may be missed
     return c;
 }
@@ -337,7 +341,10 @@ static inline int comm_spread(const Comm *c, pid_t launcher) {
 }
 // Its cores, shared with the ranks that the launcher bound to the same.
 static inline int comm_threads(const Comm *c) {
-    typedef struct { char host[64]; cpu_set_t cores; } Place;
+    typedef struct {
+        char host[64];
+        cpu_set_t cores;
+    } Place;
     Place mine;
     int sharing = 0;
     memset(&mine, 0, sizeof mine);

@@ -31,9 +31,9 @@ typedef struct {
     float rope_factor, rope_low_freq_factor, rope_high_freq_factor;  // Llama-3.1 scaling; rope_factor 0: none
     int rope_original_len;
     MlpKind mlp;
-    int qkv_bias;           // bias on q, k, v
-    int linear_bias;        // bias on every other linear layer
-    int tied;               // the head shares the token embedding
+    int qkv_bias;     // bias on q, k, v
+    int linear_bias;  // bias on every other linear layer
+    int tied;         // the head shares the token embedding
 } Config;
 
 enum { VOCAB_GPT2 = 50257, VOCAB_LLAMA2 = 32000, VOCAB_LLAMA3 = 128256 };
@@ -82,8 +82,8 @@ static inline Config config_gpt2(int layers, int channels, int heads, int max_se
     return c;
 }
 // `rope_factor` > 0 switches on Llama-3.1 scaling with the constants that all 3.1-3.3 models share.
-static inline Config config_llama(int layers, int channels, int heads, int kv_heads, int ffn, int vocab, int max_seq_len,
-                                  float theta, float rope_factor, int tied) {
+static inline Config config_llama(int layers, int channels, int heads, int kv_heads, int ffn, int vocab,
+                                  int max_seq_len, float theta, float rope_factor, int tied) {
     Config c = config_gpt2(layers, channels, heads, max_seq_len);
     strcpy(c.model_type, "llama");
     c.vocab_size = vocab;
@@ -112,16 +112,17 @@ static inline Config config_qwen2(int layers, int channels, int heads, int kv_he
 
 // dN: GPT-2's published shape at depth N, and where there is none 64 channels and one head for each layer.
 static inline Config config_gpt2_depth(int depth) {
-    static const int shapes[][3] = {  // layers, channels, heads
-        {24, 1024, 16}, {36, 1280, 20}, {48, 1600, 25}, {60, 1920, 30}, {72, 2880, 30}, {84, 3456, 36}};
+    static const int shapes[][3] = {// layers, channels, heads
+                                    {24, 1024, 16}, {36, 1280, 20}, {48, 1600, 25},
+                                    {60, 1920, 30}, {72, 2880, 30}, {84, 3456, 36}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         if (shapes[i][0] == depth) return config_gpt2(depth, shapes[i][1], shapes[i][2], 1024);
     return config_gpt2(depth, 64 * depth, depth, 1024);
 }
 static inline int config_gpt3_width(int channels, Config *out) {
-    static const int shapes[][3] = {  // channels, layers, head dimension
-        {384, 6, 64}, {768, 12, 64}, {1024, 24, 64}, {1536, 24, 96}, {2048, 24, 128}, {2560, 32, 80}, {4096, 32, 128},
-        {5120, 40, 128}, {12288, 96, 128}};
+    static const int shapes[][3] = {// channels, layers, head dimension
+                                    {384, 6, 64},   {768, 12, 64},   {1024, 24, 64},  {1536, 24, 96},  {2048, 24, 128},
+                                    {2560, 32, 80}, {4096, 32, 128}, {5120, 40, 128}, {12288, 96, 128}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         if (shapes[i][0] != channels) continue;
         *out = config_gpt2(shapes[i][1], channels, channels / shapes[i][2], 2048);
@@ -130,7 +131,8 @@ static inline int config_gpt3_width(int channels, Config *out) {
     return 0;
 }
 
-#define CONFIG_PRESETS "dN, gpt2:{124M,350M,774M,1558M,dN}, gpt3:c{384,768,1024,1536,2048,2560,4096,5120,12288}, " \
+#define CONFIG_PRESETS \
+    "dN, gpt2:{124M,350M,774M,1558M,dN}, gpt3:c{384,768,1024,1536,2048,2560,4096,5120,12288}, " \
     "llama2:{7B,13B,70B}, llama3:{8B,70B}, llama3.1:{8B,70B}, llama3.2:{1B,3B}, qwen2.5:{0.5B,1.5B,3B,7B,14B,32B,72B}"
 
 static inline int config_preset(const char *name, Config *c) {
@@ -142,9 +144,14 @@ static inline int config_preset(const char *name, Config *c) {
     }
     if (sscanf(name, "gpt3:c%d%n", &n, &end) == 1 && !name[end])
         return config_gpt3_width(n == 5140 ? 5120 : n, c);  // the paper and llm.c print 5140; it has 40 heads of 128
-    const struct { const char *name; Config config; } table[] = {
-        {"gpt2:124M", config_gpt2_depth(12)}, {"gpt2:350M", config_gpt2_depth(24)},
-        {"gpt2:774M", config_gpt2_depth(36)}, {"gpt2:1558M", config_gpt2_depth(48)},
+    const struct {
+        const char *name;
+        Config config;
+    } table[] = {
+        {"gpt2:124M", config_gpt2_depth(12)},
+        {"gpt2:350M", config_gpt2_depth(24)},
+        {"gpt2:774M", config_gpt2_depth(36)},
+        {"gpt2:1558M", config_gpt2_depth(48)},
         {"llama2:7B", config_llama(32, 4096, 32, 32, 11008, VOCAB_LLAMA2, 4096, 1e4f, 0, 0)},
         {"llama2:13B", config_llama(40, 5120, 40, 40, 13824, VOCAB_LLAMA2, 4096, 1e4f, 0, 0)},
         {"llama2:70B", config_llama(80, 8192, 64, 8, 28672, VOCAB_LLAMA2, 4096, 1e4f, 0, 0)},
@@ -171,8 +178,8 @@ static inline int config_preset(const char *name, Config *c) {
 }
 
 // Stops unless `ok`. path: the config.json that holds the model, NULL: a preset, which `keys` can change.
-__attribute__((format(printf, 4, 5)))
-static inline void config_require(int ok, const char *path, const char *keys, const char *format, ...) {
+__attribute__((format(printf, 4, 5))) static inline void config_require(int ok, const char *path, const char *keys,
+                                                                        const char *format, ...) {
     char text[160];
     if (ok) return;
     va_list args;
@@ -188,7 +195,8 @@ static inline void config_finish(Config *c, const char *path) {
     const int F = c->ffn_dim, V = c->vocab_size, T = c->max_seq_len, most = 1 << 24;
     #define REQUIRE(ok, ...) config_require(ok, path, __VA_ARGS__)
     REQUIRE(L > 0 && L <= 1024, "layers=", "%d layers are not 1 to 1024", L);
-    REQUIRE(C > 0 && C % 8 == 0 && C <= 65536, "channels=", "%d channels are not a positive multiple of 8 up to 65536", C);
+    REQUIRE(C > 0 && C % 8 == 0 && C <= 65536, "channels=", "%d channels are not a positive multiple of 8 up to 65536",
+            C);
     REQUIRE(NH > 0 && C % NH == 0, "channels= or heads=", "%d channels do not divide into %d heads", C, NH);
     c->head_dim = C / NH;
     REQUIRE(c->head_dim % 8 == 0, "heads=", "head dimension %d (= channels %d / heads %d) is not a multiple of 8",
@@ -214,9 +222,17 @@ static inline int config_parse(const char *descriptor, Config *c) {
     require(config_preset(preset, c), "unknown model '%s'\nuse a checkpoint folder or one of " CONFIG_PRESETS, preset);
     const Config base = *c;
     int heads = 0, kv_heads = 0, ffn = 0, vocab = 0;
-    const struct { const char *key; int *value; } keys[] = {
-        {"layers", &c->num_layers}, {"channels", &c->channels}, {"heads", &heads}, {"kv_heads", &kv_heads},
-        {"ffn", &ffn}, {"vocab", &vocab}, {"seq", &c->max_seq_len}, {"tied", &c->tied}};
+    const struct {
+        const char *key;
+        int *value;
+    } keys[] = {{"layers", &c->num_layers},
+                {"channels", &c->channels},
+                {"heads", &heads},
+                {"kv_heads", &kv_heads},
+                {"ffn", &ffn},
+                {"vocab", &vocab},
+                {"seq", &c->max_seq_len},
+                {"tied", &c->tied}};
     const size_t num_keys = sizeof keys / sizeof *keys;
     for (char *item; (item = strsep(&rest, ","));) {
         char *value = strchr(item, '='), *end = NULL;
@@ -228,7 +244,8 @@ static inline int config_parse(const char *descriptor, Config *c) {
         const long number = strtol(value, &end, 10);
         const int is_flag = keys[k].value == &c->tied;
         require(end != value && !*end && number >= !is_flag && number <= (is_flag ? 1 : 1 << 24),
-                "%s=%s in model '%s' is out of range\ngive a positive whole number (tied: 0 or 1)", item, value, descriptor);
+                "%s=%s in model '%s' is out of range\ngive a positive whole number (tied: 0 or 1)", item, value,
+                descriptor);
         *keys[k].value = (int)number;
     }
     if (vocab) c->vocab_size = vocab;

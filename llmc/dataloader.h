@@ -9,10 +9,10 @@
 // tokens: uint16 (magic 20240520, version 1) or uint32 (20240801, 7). From vocab_size on 0 may mean unknown.
 //
 // Row r of a shard is its tokens [r*T, r*T + T]: T inputs, and T targets one further on. One epoch visits every row of
-// every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard), the rows of one in order
-// of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of dataloader_next takes the next
-// world * B rows, rank k those from k * B on: what a step sees depends on the global batch alone. An epoch may end
-// inside a step. One shard is open at a time, and at most one batch is read ahead.
+// every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard), the rows of one in
+// order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of dataloader_next takes
+// the next world * B rows, rank k those from k * B on: what a step sees depends on the global batch alone. An epoch may
+// end inside a step. One shard is open at a time, and at most one batch is read ahead.
 //
 // A shard is known by a hash of 64 KiB of it (shard_hash), which the handshake and a resumed run compare. It is checked
 // again when the shard is opened, and when it was written to while open: no batch of a changed shard is used.
@@ -28,32 +28,39 @@
 enum { SHARD_MAGIC_16 = 20240520, SHARD_VERSION_16 = 1, SHARD_MAGIC_32 = 20240801, SHARD_VERSION_32 = 7 };
 enum { SHARD_SAMPLES = 16, SHARD_SAMPLE_BYTES = 4096 };
 
-typedef struct { char *path; int64_t tokens, rows; uint64_t hash; } Shard;
-typedef struct { uint64_t key; int64_t index; } ShuffleKey;
+typedef struct {
+    char *path;
+    int64_t tokens, rows;
+    uint64_t hash;
+} Shard;
+typedef struct {
+    uint64_t key;
+    int64_t index;
+} ShuffleKey;
 
 typedef struct DataLoader {
     int B, T;
-    int *inputs, *targets;            // (B,T) each
+    int *inputs, *targets;  // (B,T) each
     // what the shards say
     int num_shards;
     int64_t num_tokens, rows_per_epoch;
-    int vocab_size;                   // 0: not said
+    int vocab_size;  // 0: not said
     TokenizerKind tokenizer;
-    uint64_t hash;                    // of the tokenizer's tokens, as in tokenizer.h; 0: not said
+    uint64_t hash;  // of the tokenizer's tokens, as in tokenizer.h; 0: not said
     int eot;
     // private
     Shard *shards;
     int token_bytes, rank, world, shuffle, check_vocab;
     uint64_t seed;
-    int64_t epoch, row;               // where the next call begins, for all ranks together
-    int64_t order_epoch;              // the epoch of shard_order, -1: none yet
-    ShuffleKey *shard_order;          // [num_shards]
-    int64_t *slot_begin;              // [num_shards + 1] first row of the epoch in the i-th shard of the order
+    int64_t epoch, row;       // where the next call begins, for all ranks together
+    int64_t order_epoch;      // the epoch of shard_order, -1: none yet
+    ShuffleKey *shard_order;  // [num_shards]
+    int64_t *slot_begin;      // [num_shards + 1] first row of the epoch in the i-th shard of the order
     int slot;
-    int open_shard, fd;               // -1: none
-    struct timespec modified;         // when the open shard was last written to
-    ShuffleKey *row_order;            // rows of the open shard, if shuffled
-    void *raw;                        // (T + 1) tokens as they are in the file
+    int open_shard, fd;        // -1: none
+    struct timespec modified;  // when the open shard was last written to
+    ShuffleKey *row_order;     // rows of the open shard, if shuffled
+    void *raw;                 // (T + 1) tokens as they are in the file
     // read ahead: while `reading` all of the above but epoch and row belongs to the thread
     pthread_t thread;
     int reading;
@@ -63,7 +70,8 @@ typedef struct DataLoader {
 
 // ---- shards
 
-#define DATA_HINT "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py"
+#define DATA_HINT \
+    "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py"
 
 static inline int compare_paths(const void *a, const void *b) {
     return strcmp(((const Shard *)a)->path, ((const Shard *)b)->path);
@@ -114,7 +122,8 @@ static inline void shard_require_same(DataLoader *d) {
     struct stat now;
     require(fstat(d->fd, &now) == 0 && now.st_size == bytes && shard_hash(d->fd, bytes, s->path) == s->hash,
             "'%s' holds other tokens than at the start of this run\n"
-            "leave shards alone while a run reads them; bring this one back and resume, or start anew", s->path);
+            "leave shards alone while a run reads them; bring this one back and resume, or start anew",
+            s->path);
     d->modified = now.st_mtim;
 }
 // After reading: nothing may be used that was written since the last check.
@@ -135,22 +144,27 @@ static inline void shard_open(DataLoader *d, Shard *s, int first) {
     int64_t bytes;
     int32_t h[HEADER_WORDS];
     const int fd = open_with_header(s->path, "a token shard", DATA_HINT, h, &bytes);
-    SHARD_REQUIRE(h[0] == SHARD_MAGIC_16 || h[0] == SHARD_MAGIC_32, "is not a token shard (magic %d, not %d or %d)\n"
-                  DATA_HINT, h[0], SHARD_MAGIC_16, SHARD_MAGIC_32);
+    SHARD_REQUIRE(h[0] == SHARD_MAGIC_16 || h[0] == SHARD_MAGIC_32,
+                  "is not a token shard (magic %d, not %d or %d)\n" DATA_HINT, h[0], SHARD_MAGIC_16, SHARD_MAGIC_32);
     const int narrow = h[0] == SHARD_MAGIC_16, version = narrow ? SHARD_VERSION_16 : SHARD_VERSION_32;
     const int token_bytes = narrow ? 2 : 4;
     SHARD_REQUIRE(h[1] == version, "is a token shard of version %d, this program reads %d\n" DATA_HINT, h[1], version);
-    SHARD_REQUIRE(h[2] >= 0, "is no shard: its header counts %d tokens, more than 2^31 - 1 do not fit\n"
-                  "make smaller shards: --shard-tokens 100000000", h[2]);
+    SHARD_REQUIRE(h[2] >= 0,
+                  "is no shard: its header counts %d tokens, more than 2^31 - 1 do not fit\n"
+                  "make smaller shards: --shard-tokens 100000000",
+                  h[2]);
     const int64_t expected = HEADER_BYTES + (int64_t)h[2] * token_bytes;
     SHARD_REQUIRE(bytes == expected, "is %s: %lld bytes, its header promises %lld\nmake or download it again",
                   bytes < expected ? "truncated" : "too long", (long long)bytes, (long long)expected);
-    SHARD_REQUIRE(h[2] > d->T, "has %d tokens: too few for one row of T = %d (T + 1 are needed)\n"
-                  "use a shorter --seq-len, or more text; prepare.py --val-fraction says how much of it is for validation",
-                  h[2], d->T);
+    SHARD_REQUIRE(
+        h[2] > d->T,
+        "has %d tokens: too few for one row of T = %d (T + 1 are needed)\n"
+        "use a shorter --seq-len, or more text; prepare.py --val-fraction says how much of it is for validation",
+        h[2], d->T);
     SHARD_REQUIRE(h[3] >= 0 && h[4] >= 0 && h[4] < NUM_TOKENIZERS && h[7] >= 0 && (h[3] == 0 || h[7] < h[3]),
-                  "has vocabulary size %d, tokenizer %d and end-of-text %d in its header: one of them is out of range\n" DATA_HINT, h[3],
-                  h[4], h[7]);
+                  "has vocabulary size %d, tokenizer %d and end-of-text %d in its header: one of them is out of "
+                  "range\n" DATA_HINT,
+                  h[3], h[4], h[7]);
     s->tokens = h[2];
     s->rows = (s->tokens - 1) / d->T;
     s->hash = shard_hash(fd, bytes, s->path);
@@ -163,9 +177,9 @@ static inline void shard_open(DataLoader *d, Shard *s, int first) {
         d->hash = hash;
         d->eot = h[7];
     }
-    SHARD_REQUIRE(token_bytes == d->token_bytes && h[3] == d->vocab_size && h[4] == (int)d->tokenizer && hash == d->hash &&
-                  h[7] == d->eot, "and '%s' were made with different tokenizers\nname shards of one kind only",
-                  d->shards[0].path);
+    SHARD_REQUIRE(token_bytes == d->token_bytes && h[3] == d->vocab_size && h[4] == (int)d->tokenizer &&
+                      hash == d->hash && h[7] == d->eot,
+                  "and '%s' were made with different tokenizers\nname shards of one kind only", d->shards[0].path);
 }
 
 // Stops with a message if anything is wrong with any shard. vocab_size > 0: every token id must be below it.
@@ -175,7 +189,8 @@ static inline void dataloader_open(DataLoader *d, const char *pattern, int B, in
     memset(d, 0, sizeof *d);
     require(B > 0, "batch size %d is not positive\nuse --batch-size 1 or more", B);
     require(T > 0, "sequence length %d is not positive\nuse --seq-len 1 or more", T);
-    require(tokens <= INT32_MAX / 4, "batch size %d times sequence length %d is too large\nuse a smaller --batch-size", B, T);
+    require(tokens <= INT32_MAX / 4, "batch size %d times sequence length %d is too large\nuse a smaller --batch-size",
+            B, T);
     assert(0 <= rank && rank < world);
     d->B = B;
     d->T = T;
@@ -188,7 +203,8 @@ static inline void dataloader_open(DataLoader *d, const char *pattern, int B, in
     const int status = find_files(pattern, &found);
     require(status == 0 || status == GLOB_NOMATCH, "cannot list '%s': %s\ncheck the folder", pattern, strerror(errno));
     require(status == 0 && found.gl_pathc > 0, "no file matches '%s'\n" DATA_HINT, pattern);
-    require(found.gl_pathc < (1 << 24) - 1, "%zu files match '%s': too many\nmake larger shards", found.gl_pathc, pattern);
+    require(found.gl_pathc < (1 << 24) - 1, "%zu files match '%s': too many\nmake larger shards", found.gl_pathc,
+            pattern);
     const size_t n = found.gl_pathc;
     d->num_shards = (int)n;
     d->shards = (Shard *)malloc_or_die(n * sizeof(Shard));
@@ -201,8 +217,10 @@ static inline void dataloader_open(DataLoader *d, const char *pattern, int B, in
         d->num_tokens += d->shards[i].tokens;
         d->rows_per_epoch += d->shards[i].rows;
     }
-    require(!vocab_size || d->vocab_size <= vocab_size, "'%s' was made with a vocabulary of %d tokens, the model has %d\n"
-            "use a model with that vocabulary, or other shards", d->shards[0].path, d->vocab_size, vocab_size);
+    require(!vocab_size || d->vocab_size <= vocab_size,
+            "'%s' was made with a vocabulary of %d tokens, the model has %d\n"
+            "use a model with that vocabulary, or other shards",
+            d->shards[0].path, d->vocab_size, vocab_size);
     int **const batches[] = {&d->inputs, &d->targets, &d->ahead_inputs, &d->ahead_targets};
     for (int i = 0; i < 4; i++) *batches[i] = (int *)malloc_or_die(tokens * sizeof(int));
     d->raw = malloc_or_die((size_t)(T + 1) * (size_t)d->token_bytes);
@@ -254,9 +272,10 @@ static inline void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, in
     pread_or_die(d->fd, d->raw, (T + 1) * token_bytes, HEADER_BYTES + (uint64_t)(r * T) * token_bytes, path);
     for (int t = 0; t <= T; t++) {
         const uint32_t id = token_bytes == 2 ? raw16[t] : raw32[t];
-        require(id < limit, "'%s': token %lld is %u, outside the vocabulary of %u\n"
-                "use a model with the vocabulary that the shards were made for (--model ...,vocab=N)", path,
-                (long long)(r * T + t), id, limit);
+        require(id < limit,
+                "'%s': token %lld is %u, outside the vocabulary of %u\n"
+                "use a model with the vocabulary that the shards were made for (--model ...,vocab=N)",
+                path, (long long)(r * T + t), id, limit);
         if (t < T) inputs[t] = (int)id;
         if (t > 0) targets[t - 1] = (int)id;
     }
@@ -295,8 +314,10 @@ static inline void dataloader_position(const DataLoader *d, int64_t *epoch, int6
     *row = d->row;
 }
 static inline void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row) {
-    require(epoch >= 0 && row >= 0, "epoch %lld, row %lld is no place in the data\n"
-            "the saved training state is damaged: use an older one", (long long)epoch, (long long)row);
+    require(epoch >= 0 && row >= 0,
+            "epoch %lld, row %lld is no place in the data\n"
+            "the saved training state is damaged: use an older one",
+            (long long)epoch, (long long)row);
     d->epoch = epoch + row / d->rows_per_epoch;
     d->row = row % d->rows_per_epoch;
 }
@@ -318,8 +339,8 @@ static inline void dataloader_close(DataLoader *d) {
     dataloader_wait(d);
     for (int i = 0; i < d->num_shards; i++) free(d->shards[i].path);
     if (d->fd >= 0) close(d->fd);
-    void *const owned[] = {d->inputs, d->targets, d->ahead_inputs, d->ahead_targets, d->shards, d->raw, d->shard_order,
-                           d->slot_begin, d->row_order};
+    void *const owned[] = {d->inputs, d->targets,     d->ahead_inputs, d->ahead_targets, d->shards,
+                           d->raw,    d->shard_order, d->slot_begin,   d->row_order};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
     memset(d, 0, sizeof *d);
 }

@@ -1,7 +1,8 @@
 // Multiple-choice sets -> rows to score. Plain C, shared by both trainers.
 //
 //   eval_open(&set, "dev/data/choice/arc_easy.bin", T, vocab_size);     checks every byte: nothing can fail afterwards
-//   eval_row(&set, choice, T, inputs, targets);                         context and one ending; only the ending is scored
+//   eval_row(&set, choice, T, inputs, targets);
+//     context and one ending; only the ending is scored
 //
 // The file is 256 int32 {magic, version, examples, longest, vocab_size, tokenizer, hash_lo, hash_hi, 0...} (`longest`:
 // bytes of the longest example, not used here), then for each example the numbers
@@ -19,17 +20,23 @@
 
 enum { EVAL_MAGIC = 20240522, EVAL_VERSION = 1, EVAL_VERSION_32 = 2, EVAL_MAX_CHOICES = 64 };
 
-typedef struct { int label, num_choices, first_choice, context_len; const uint32_t *context; } EvalExample;
-typedef struct { int example, length, characters /* 0: not said */; const uint32_t *tokens; } EvalChoice;
+typedef struct {
+    int label, num_choices, first_choice, context_len;
+    const uint32_t *context;
+} EvalExample;
+typedef struct {
+    int example, length, characters /* 0: not said */;
+    const uint32_t *tokens;
+} EvalChoice;
 typedef struct EvalSet {
-    char name[64];                    // of the file, without folder, .bin and _val
-    int num_examples, num_choices;    // choices of all examples together
-    int num_cut;                      // choices that lose some of their context
+    char name[64];                  // of the file, without folder, .bin and _val
+    int num_examples, num_choices;  // choices of all examples together
+    int num_cut;                    // choices that lose some of their context
     EvalExample *examples;
     EvalChoice *choices;
-    uint64_t hash;                    // of the tokenizer's tokens, as in tokenizer.h; 0: not said
+    uint64_t hash;  // of the tokenizer's tokens, as in tokenizer.h; 0: not said
     // private
-    uint32_t *stream;                 // the file without its header
+    uint32_t *stream;  // the file without its header
     size_t words;
 } EvalSet;
 
@@ -89,8 +96,10 @@ static inline void eval_read(EvalSet *s, int fd, const char *path, int wide) {
 static inline void eval_check_tokens(const char *path, int example, const uint32_t *tokens, int n, int vocab_size) {
     const uint32_t limit = vocab_size ? (uint32_t)vocab_size : INT32_MAX;
     for (int t = 0; t < n; t++)
-        EVAL_REQUIRE(tokens[t] < limit, "holds token %u, outside the vocabulary of %u, in example %d\n"
-                     "make it with the model's tokenizer", tokens[t], limit, example);
+        EVAL_REQUIRE(tokens[t] < limit,
+                     "holds token %u, outside the vocabulary of %u, in example %d\n"
+                     "make it with the model's tokenizer",
+                     tokens[t], limit, example);
 }
 
 static inline void eval_open(EvalSet *s, const char *path, int T, int vocab_size) {
@@ -98,18 +107,20 @@ static inline void eval_open(EvalSet *s, const char *path, int T, int vocab_size
     int32_t h[HEADER_WORDS];
     const int fd = open_with_header(path, "a multiple-choice file", EVAL_HINT, h, &bytes);
     EVAL_REQUIRE(h[0] == EVAL_MAGIC, "is not a multiple-choice file (magic %d, not %d)\n" EVAL_HINT, h[0], EVAL_MAGIC);
-    EVAL_REQUIRE(h[1] == EVAL_VERSION || h[1] == EVAL_VERSION_32, "has version %d, this program reads %d and %d\n" EVAL_HINT,
-                 h[1], EVAL_VERSION, EVAL_VERSION_32);
+    EVAL_REQUIRE(h[1] == EVAL_VERSION || h[1] == EVAL_VERSION_32,
+                 "has version %d, this program reads %d and %d\n" EVAL_HINT, h[1], EVAL_VERSION, EVAL_VERSION_32);
     const int wide = h[1] == EVAL_VERSION_32, word = wide ? 4 : 2;
     memset(s, 0, sizeof *s);
     s->words = (size_t)(bytes - HEADER_BYTES) / (size_t)word;
     s->num_examples = h[2];
-    EVAL_REQUIRE(bytes <= INT32_MAX, "has %lld bytes, more than 2 GiB\nsplit the set into several files", (long long)bytes);
+    EVAL_REQUIRE(bytes <= INT32_MAX, "has %lld bytes, more than 2 GiB\nsplit the set into several files",
+                 (long long)bytes);
     EVAL_REQUIRE(bytes % word == 0 && h[2] > 0 && (size_t)h[2] <= s->words / 6,
                  "is truncated: %d examples do not fit into %lld bytes\n" EVAL_HINT, h[2], (long long)bytes);
     EVAL_REQUIRE(!wide || (h[4] > 0 && (!vocab_size || h[4] <= vocab_size)),
                  "was made with a vocabulary of %d tokens, the model has %d\n"
-                 "make it with the model's tokenizer: python dev/data/multiple_choice.py --tokenizer", h[4], vocab_size);
+                 "make it with the model's tokenizer: python dev/data/multiple_choice.py --tokenizer",
+                 h[4], vocab_size);
     s->hash = wide ? header_hash(h + 6) : 0;
     eval_read(s, fd, path, wide);
     close(fd);
@@ -120,8 +131,10 @@ static inline void eval_open(EvalSet *s, const char *path, int T, int vocab_size
     for (int k = 0; k < s->num_choices; k++) {
         const EvalChoice *c = &s->choices[k];
         const EvalExample *x = &s->examples[c->example];
-        EVAL_REQUIRE(c->length <= T, "has an ending of %d tokens, more than T = %d, in example %d\n"
-                     "use a longer --seq-len, or leave this set out", c->length, T, c->example);
+        EVAL_REQUIRE(c->length <= T,
+                     "has an ending of %d tokens, more than T = %d, in example %d\n"
+                     "use a longer --seq-len, or leave this set out",
+                     c->length, T, c->example);
         if (k == x->first_choice) eval_check_tokens(path, c->example, x->context, x->context_len, vocab_size);
         eval_check_tokens(path, c->example, c->tokens, c->length, vocab_size);
         s->num_cut += x->context_len + c->length > T + 1;

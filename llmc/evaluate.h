@@ -10,10 +10,10 @@
 
 typedef struct {
     int B, T, has_val, num_sets;
-    int64_t val_batches;     // in a validation loss, of each rank; -1: the whole set
-    DataLoader val;          // if has_val
-    EvalSet *sets;           // multiple choice
-    int stopped;             // a signal came: what was counted is no result
+    int64_t val_batches;  // in a validation loss, of each rank; -1: the whole set
+    DataLoader val;       // if has_val
+    EvalSet *sets;        // multiple choice
+    int stopped;          // a signal came: what was counted is no result
 } Evaluation;
 
 typedef struct { double loss, bpb; } ValScore;  // nats a token; bits a byte, NAN without a tokenizer
@@ -33,16 +33,20 @@ static inline void evaluation_add_sets(Evaluation *e, const char *patterns, int 
     for (char *pattern; (pattern = strsep(&rest, ","));) {
         glob_t found;
         if (!*pattern) continue;
-        require(find_files(pattern, &found) == 0 && found.gl_pathc > 0, "no file matches '%s'\n"
-                "make multiple-choice sets with: python dev/data/multiple_choice.py", pattern);
+        require(find_files(pattern, &found) == 0 && found.gl_pathc > 0,
+                "no file matches '%s'\n"
+                "make multiple-choice sets with: python dev/data/multiple_choice.py",
+                pattern);
         e->sets = (EvalSet *)realloc(e->sets, ((size_t)e->num_sets + found.gl_pathc) * sizeof(EvalSet));
         require(e->sets, "out of memory\nname fewer sets");
         for (size_t i = 0; i < found.gl_pathc; i++) {
             EvalSet *added = &e->sets[e->num_sets];
             eval_open(added, found.gl_pathv[i], e->T, vocab_size);
             for (int k = 0; k < e->num_sets; k++)
-                require(strcmp(e->sets[k].name, added->name), "two multiple-choice sets have the name '%s'\n"
-                        "name each set once; sets are known by their files' names", added->name);
+                require(strcmp(e->sets[k].name, added->name),
+                        "two multiple-choice sets have the name '%s'\n"
+                        "name each set once; sets are known by their files' names",
+                        added->name);
             e->num_sets++;
         }
         globfree(&found);
@@ -113,7 +117,8 @@ static inline int evaluation_goes_on(Evaluation *e, const Model *m, int on) {
 }
 // After its last batch a rank meets those that have more.
 static inline void evaluation_end(Evaluation *e, const Model *m) {
-    while (evaluation_goes_on(e, m, 0)) {}
+    while (evaluation_goes_on(e, m, 0)) {
+    }
     if (m->mesh->tp.world > 1) comm_align(&m->mesh->job);  // tensor-parallel groups had different numbers of batches
 }
 
@@ -150,7 +155,11 @@ static inline ValScore validation_score(Evaluation *e, Model *m, const Tokenizer
 // ---- multiple choice
 
 // Rows that wait for the model, up to its B * T tokens.
-typedef struct { Model *m; int T, rows, filled, *inputs, *targets, *choice; float *losses; } ChoiceBatch;
+typedef struct {
+    Model *m;
+    int T, rows, filled, *inputs, *targets, *choice;
+    float *losses;
+} ChoiceBatch;
 
 static inline void choice_flush(ChoiceBatch *b, Evaluation *e, double *sums) {
     if (b->filled == 0) return;
@@ -217,7 +226,8 @@ static inline ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m
     free(sums);
     for (int k = 0; k < 5; k++) total[k] = comm_sum(dp, total[k]);
     const double n = s->num_examples;
-    const ChoiceScore r = {total[0] / n, total[1] / n, s->choices->characters ? total[2] / n : NAN, total[3] / total[4]};
+    const ChoiceScore r = {total[0] / n, total[1] / n, s->choices->characters ? total[2] / n : NAN,
+                           total[3] / total[4]};
     return r;
 }
 
@@ -225,7 +235,8 @@ static inline ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m
 
 // After `step` optimiser steps and `tokens` tokens. tokenizer: of the data, or NULL. Reports nothing if a signal ended
 // it.
-static inline void evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, int64_t step, int64_t tokens) {
+static inline void evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, int64_t step,
+                            int64_t tokens) {
     FILE *f;
     double begin = now_seconds();
     if (e->has_val) {

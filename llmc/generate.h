@@ -1,6 +1,7 @@
 // Text from a model: --samples sequences at a time after one prompt, with a cache of keys and values (backend.h).
-// When a sequence is longer than the window, its last half goes on as a new beginning, so that positions never leave what the
-// model was trained on. --kv-cache 0 computes everything anew for each token: the same tokens, slowly. Include this after a backend.
+// When a sequence is longer than the window, its last half goes on as a new beginning, so that positions never leave
+// what the model was trained on. --kv-cache 0 computes everything anew for each token: the same tokens, slowly. Include
+// this after a backend.
 #ifndef LLMC_GENERATE_H
 #define LLMC_GENERATE_H
 
@@ -25,28 +26,39 @@ static inline char *generation_text(const Generation *g, const int *tokens, int 
     for (int i = 0; i < count; i++) end += sprintf(end, "%d ", tokens[i]);
     return text;
 }
-// Prints tokens as they come. Returns how many: a character may have more than one token, the last of which must come first.
+// Prints tokens as they come. Returns how many: a character may have more than one token, the last of which must come
+// first.
 static inline int generation_stream(const Generation *g, const int *tokens, int count) {
     char *text = generation_text(g, tokens, count);
     const size_t n = strlen(text);
-    const int whole = n < 3 || strcmp(text + n - 3, "\xef\xbf\xbd") != 0 || count >= 4;  // U+FFFD: a part of a character, or no text at all
-    if (whole) { fputs(text, stdout); fflush(stdout); }
+    // U+FFFD: a part of a character, or no text at all
+    const int whole = n < 3 || strcmp(text + n - 3, "\xef\xbf\xbd") != 0 || count >= 4;
+    if (whole) {
+        fputs(text, stdout);
+        fflush(stdout);
+    }
     free(text);
     return whole ? count : 0;
 }
 
 // While a group of ranks samples, the job's other ranks meet it here.
 enum { GENERATE_MEETING = 32 /*tokens*/ };
-static inline void generate_elsewhere(const Comm *job) { while (stop_meet(job, 0) & MEET_ON) {} }
+static inline void generate_elsewhere(const Comm *job) {
+    while (stop_meet(job, 0) & MEET_ON) {
+    }
+}
 
-// step: names the samples and, with --seed, decides them. Prints them, one alone as it comes if `stream`; returns the first's text. NULL, and
-// nothing is printed: a signal ended them.
+// step: names the samples and, with --seed, decides them. Prints them, one alone as it comes if `stream`; returns the
+// first's text. NULL, and nothing is printed: a signal ended them.
 static inline char *generate(const Generation *g, Model *m, const Options *o, int64_t step, int stream) {
     const int S = (int)o->samples, V = m->config.vocab_size, window = g->window;
-    const int known = g->tokenizer && g->tokenizer->vocab_size < V ? g->tokenizer->vocab_size : V;  // a model's vocabulary may be rounded up
+    // a model's vocabulary may be rounded up
+    const int known = g->tokenizer && g->tokenizer->vocab_size < V ? g->tokenizer->vocab_size : V;
     const int64_t longest = generation_longest(o);
-    int *tokens = (int *)malloc_or_die((size_t)(S * longest) * sizeof(int)), *piece = (int *)malloc_or_die((size_t)S * (size_t)window * sizeof(int));
-    int *length = (int *)calloc_or_die((size_t)S * sizeof(int)), count = 0, begin = 0, cached = 0, running = S, made = 0, printed = 1, stopped = 0;
+    int *tokens = (int *)malloc_or_die((size_t)(S * longest) * sizeof(int)),
+        *piece = (int *)malloc_or_die((size_t)S * (size_t)window * sizeof(int));
+    int *length = (int *)calloc_or_die((size_t)S * sizeof(int)), count = 0, begin = 0, cached = 0, running = S,
+        made = 0, printed = 1, stopped = 0;
     float *logits = (float *)malloc_or_die((size_t)S * (size_t)V * sizeof(float));
     Candidate *scratch = (Candidate *)malloc_or_die((size_t)S * (size_t)V * sizeof(Candidate));
     tokens[count++] = g->eot;
@@ -66,41 +78,63 @@ static inline char *generate(const Generation *g, Model *m, const Options *o, in
         watchdog_beat(PHASE_SAMPLE, -1);
         model_decode(m, piece, n, logits);
         cached = count;
-        if (i == 0) { prompt_seconds = now_seconds() - clock; clock += prompt_seconds; }
+        if (i == 0) {
+            prompt_seconds = now_seconds() - clock;
+            clock += prompt_seconds;
+        }
         PARALLEL_FOR  // a large vocabulary takes as long as a small model on a GPU
-        for (int s = 0; s < S; s++) {
-            const double coin = rand_uniform((uint64_t)o->seed, rand_stream(RAND_SAMPLE, (uint64_t)step), (uint64_t)s << 32 | (uint64_t)i);
-            tokens[s * longest + count] = sample_token(logits + (size_t)s * (size_t)V, known, o->temperature, (int)o->top_k, o->top_p, coin, scratch + (size_t)s * (size_t)V);
+            for (int s = 0; s < S; s++) {
+            const double coin = rand_uniform((uint64_t)o->seed, rand_stream(RAND_SAMPLE, (uint64_t)step),
+                                             (uint64_t)s << 32 | (uint64_t)i);
+            tokens[s * longest + count] = sample_token(logits + (size_t)s * (size_t)V, known, o->temperature,
+                                                       (int)o->top_k, o->top_p, coin, scratch + (size_t)s * (size_t)V);
         }
         for (int s = 0; s < S; s++) {
             const int id = tokens[s * longest + count];
             if (length[s]) continue;  // has ended; goes on unseen beside the others
             made += id != g->eot;
-            if (id == g->eot) { length[s] = count; running--; }
+            if (id == g->eot) {
+                length[s] = count;
+                running--;
+            }
         }
         count++;
-        if (i % GENERATE_MEETING == GENERATE_MEETING - 1 && running && i + 1 < o->sample_tokens) stopped = (stop_meet(&m->mesh->job, MEET_ON) & MEET_STOP) != 0;
+        if (i % GENERATE_MEETING == GENERATE_MEETING - 1 && running && i + 1 < o->sample_tokens)
+            stopped = (stop_meet(&m->mesh->job, MEET_ON) & MEET_STOP) != 0;
         if (stream && !length[0]) printed += generation_stream(g, tokens + printed, count - printed);
     }
     stop_meet(&m->mesh->job, 0);
-    const double seconds = now_seconds() - clock, rate = made > S ? (made - S) / seconds : 0;  // the first token of each is the prompt's
+    // the first token of each is the prompt's
+    const double seconds = now_seconds() - clock, rate = made > S ? (made - S) / seconds : 0;
     char *first = NULL;
     for (int s = 0; s < S && !stopped; s++) {
         char *text = generation_text(g, tokens + s * longest + 1, (length[s] ? length[s] : count) - 1), which[48] = "";
         if (S > 1) snprintf(which, sizeof which, ", %d of %d", s + 1, S);
-        if (!stream) printf("---- sample of step %lld%s (%d tokens, %.1f tokens/s)\n%s\n", (long long)step, which, (length[s] ? length[s] : count) - 1 - prompt, rate / S, text);
-        if (s == 0) first = text;
-        else free(text);
+        if (!stream)
+            printf("---- sample of step %lld%s (%d tokens, %.1f tokens/s)\n%s\n", (long long)step, which,
+                   (length[s] ? length[s] : count) - 1 - prompt, rate / S, text);
+        if (s == 0)
+            first = text;
+        else
+            free(text);
     }
     if (stream) {
         char *rest = generation_text(g, tokens + printed, (length[0] ? length[0] : count) - printed);
-        printf("%s\n---- %d tokens, %.1f tokens/s; prompt of %d tokens %.0f ms\n", rest, made, rate, prompt, 1e3 * prompt_seconds);
+        printf("%s\n---- %d tokens, %.1f tokens/s; prompt of %d tokens %.0f ms\n", rest, made, rate, prompt,
+               1e3 * prompt_seconds);
         free(rest);
-    } else if (stopped) printf("---- the sample of step %lld was ended by a signal\n", (long long)step);
-    else if (S > 1) printf("---- %d tokens in all, %.1f tokens/s\n", made, rate);
-    else printf("----\n");
+    } else if (stopped)
+        printf("---- the sample of step %lld was ended by a signal\n", (long long)step);
+    else if (S > 1)
+        printf("---- %d tokens in all, %.1f tokens/s\n", made, rate);
+    else
+        printf("----\n");
     fflush(stdout);
-    free(tokens); free(piece); free(length); free(logits); free(scratch);
+    free(tokens);
+    free(piece);
+    free(length);
+    free(logits);
+    free(scratch);
     return first;
 }
 

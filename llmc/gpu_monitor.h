@@ -58,9 +58,13 @@ static inline void gpu_monitor_open(const char *uuid) {
     gpu_monitor_read();  // finds every function now, not in the middle of a run
 }
 static inline const char *gpu_held_back(unsigned long long bits, char *text, size_t size) {
-    static const struct { unsigned long long bit; const char *what; } reasons[] = {
-        {0x2, "chosen clocks"}, {0x4, "power limit"}, {0x8, "hardware slowdown"}, {0x10, "other GPUs"},
-        {0x20, "temperature"}, {0x40, "temperature (hardware)"}, {0x80, "power brake"}, {0x100, "display"},
+    static const struct {
+        unsigned long long bit;
+        const char *what;
+    } reasons[] = {
+        {0x2, "chosen clocks"}, {0x4, "power limit"},  {0x8, "hardware slowdown"},
+        {0x10, "other GPUs"},   {0x20, "temperature"}, {0x40, "temperature (hardware)"},
+        {0x80, "power brake"},  {0x100, "display"},
     };
     size_t used = 0;
     snprintf(text, size, "nothing");

@@ -11,9 +11,12 @@ typedef struct {
     char host[64], device[48], build[96];  // device: UUID of the GPU, "" on a CPU
     int local_rank, devices;               // devices: GPUs that the rank is shown, 0 on a CPU
     int sm, driver;
-    uint64_t config, data, options;        // hashes
+    uint64_t config, data, options;  // hashes
 } HandshakeRecord;
-typedef struct { const char *name; uint64_t hash; } DataFile;  // name: without folders, copies may lie elsewhere
+typedef struct {
+    const char *name;
+    uint64_t hash;
+} DataFile;  // name: without folders, copies may lie elsewhere
 
 #define COMM_HASH FNV1A
 #define comm_hash fnv1a
@@ -54,7 +57,8 @@ static inline OtherFile *find_other_files(const Comm *c, const DataFile *files, 
     comm_broadcast(c, hashes, (size_t)first * sizeof *hashes, 0);
     memset(&mine, 0, sizeof mine);
     while (i < count && i < first && hash_of_files(files + i, 1) == hashes[i]) i++;
-    if (count != first) watchdog_print(mine.text, sizeof mine.text, "its %d data files are not the %d", count, first);
+    if (count != first)
+        watchdog_print(mine.text, sizeof mine.text, "its %d data files are not the %d", count, first);
     else if (i < count)
         watchdog_print(mine.text, sizeof mine.text, "data file %d of %d, '%.150s', is not that", i + 1, count,
                        files[i].name);

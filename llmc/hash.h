@@ -22,7 +22,8 @@ static inline uint64_t fnv1a(uint64_t hash, const void *data, size_t bytes) {
 }
 
 enum { CHECKSUM_KEYS = 1024 };
-static uint64_t checksum_keys[CHECKSUM_KEYS];  // key[i] = checksum_keys[i % CHECKSUM_KEYS] * (a factor of its block of words), all odd
+// key[i] = checksum_keys[i % CHECKSUM_KEYS] * (a factor of its block of words), all odd
+static uint64_t checksum_keys[CHECKSUM_KEYS];
 
 __attribute__((constructor)) static void checksum_make_keys(void) {
     for (uint64_t i = 0; i < CHECKSUM_KEYS; i++) checksum_keys[i] = rand_mix(i + 1) | 1;

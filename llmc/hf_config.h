@@ -11,34 +11,43 @@
 #include "json.h"
 
 // A number of Config and its key in files of GPT-2, and in those of Llama and Qwen2. NULL: they have no such key.
-typedef struct { const char *gpt2, *llama; size_t offset; int is_float; } ConfigKey;
+typedef struct {
+    const char *gpt2, *llama;
+    size_t offset;
+    int is_float;
+} ConfigKey;
 #define KEY(gpt2, llama, field, is_float) {gpt2, llama, offsetof(Config, field), is_float}
-static const ConfigKey config_sizes[] = {
-    KEY("n_layer", "num_hidden_layers", num_layers, 0),
-    KEY("n_embd", "hidden_size", channels, 0),
-    KEY("n_head", "num_attention_heads", num_heads, 0),
-    KEY(NULL, "num_key_value_heads", num_kv_heads, 0),
-    KEY("n_inner", "intermediate_size", ffn_dim, 0),
-    KEY("n_ctx", NULL, max_seq_len, 0),  // an older name; if a file has both, the next one counts
-    KEY("n_positions", "max_position_embeddings", max_seq_len, 0),
-    KEY("layer_norm_epsilon", "rms_norm_eps", norm_eps, 1),
-    KEY(NULL, "rope_theta", rope_theta, 1),
-    KEY("vocab_size", "vocab_size", vocab_size, 0)};
-static const ConfigKey config_rope_scaling[] = {
-    KEY(NULL, "factor", rope_factor, 1),
-    KEY(NULL, "low_freq_factor", rope_low_freq_factor, 1),
-    KEY(NULL, "high_freq_factor", rope_high_freq_factor, 1),
-    KEY(NULL, "original_max_position_embeddings", rope_original_len, 0)};
+static const ConfigKey config_sizes[] = {KEY("n_layer", "num_hidden_layers", num_layers, 0),
+                                         KEY("n_embd", "hidden_size", channels, 0),
+                                         KEY("n_head", "num_attention_heads", num_heads, 0),
+                                         KEY(NULL, "num_key_value_heads", num_kv_heads, 0),
+                                         KEY("n_inner", "intermediate_size", ffn_dim, 0),
+                                         KEY("n_ctx", NULL, max_seq_len,
+                                             0),  // an older name; if a file has both, the next one counts
+                                         KEY("n_positions", "max_position_embeddings", max_seq_len, 0),
+                                         KEY("layer_norm_epsilon", "rms_norm_eps", norm_eps, 1),
+                                         KEY(NULL, "rope_theta", rope_theta, 1),
+                                         KEY("vocab_size", "vocab_size", vocab_size, 0)};
+static const ConfigKey config_rope_scaling[] = {KEY(NULL, "factor", rope_factor, 1),
+                                                KEY(NULL, "low_freq_factor", rope_low_freq_factor, 1),
+                                                KEY(NULL, "high_freq_factor", rope_high_freq_factor, 1),
+                                                KEY(NULL, "original_max_position_embeddings", rope_original_len, 0)};
 #undef KEY
 #define CONFIG_EACH(k, keys) for (const ConfigKey *k = keys; k < keys + sizeof keys / sizeof *keys; k++)
 static inline int config_is(const Config *c, const char *type) { return strcmp(c->model_type, type) == 0; }
-static inline const char *config_key_of(const Config *c, const ConfigKey *k) { return config_is(c, "gpt2") ? k->gpt2 : k->llama; }
+static inline const char *config_key_of(const Config *c, const ConfigKey *k) {
+    return config_is(c, "gpt2") ? k->gpt2 : k->llama;
+}
 
 // The first and the last token of a text in the published tokenizer of this size; 0 for raw bytes; -1 if unknown.
 static inline void config_special_tokens(int vocab_size, int *bos, int *eos) {
-    static const int table[][3] = {  // vocabulary size, first, last
-        {256, 0, 0}, {VOCAB_GPT2, 50256, 50256}, {VOCAB_LLAMA2, 1, 2}, {VOCAB_LLAMA3, 128000, 128001},
-        {151936, 151643, 151643}, {152064, 151643, 151643}};
+    static const int table[][3] = {// vocabulary size, first, last
+                                   {256, 0, 0},
+                                   {VOCAB_GPT2, 50256, 50256},
+                                   {VOCAB_LLAMA2, 1, 2},
+                                   {VOCAB_LLAMA3, 128000, 128001},
+                                   {151936, 151643, 151643},
+                                   {152064, 151643, 151643}};
     *bos = *eos = -1;
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         if (table[i][0] != vocab_size) continue;
@@ -52,8 +61,10 @@ static inline void config_write_key(const Config *c, FILE *f, const char *separa
     const char *key = config_key_of(c, k), *field = (const char *)c + k->offset;
     if (!key) return;
     fprintf(f, ",%s\"%s\": ", separator, key);
-    if (k->is_float) json_write_float(f, *(const float *)field);
-    else fprintf(f, "%d", *(const int *)field);
+    if (k->is_float)
+        json_write_float(f, *(const float *)field);
+    else
+        fprintf(f, "%d", *(const int *)field);
 }
 // dtype: "fp32" or "bf16", that of the weights beside the file.
 static inline void config_write(const Config *c, const char *dtype, FILE *f, const char *separator) {
@@ -64,8 +75,10 @@ static inline void config_write(const Config *c, const char *dtype, FILE *f, con
     config_special_tokens(c->vocab_size, &bos, &eos);
     fprintf(f, "{%s\"architectures\": [\"%s\"],%s\"model_type\": \"%s\"", s, class_name, s, c->model_type);
     CONFIG_EACH(k, config_sizes) config_write_key(c, f, s, k);
-    if (gpt2) fprintf(f, ",%s\"activation_function\": \"gelu_new\"", s);
-    else fprintf(f, ",%s\"hidden_act\": \"silu\"", s);
+    if (gpt2)
+        fprintf(f, ",%s\"activation_function\": \"gelu_new\"", s);
+    else
+        fprintf(f, ",%s\"hidden_act\": \"silu\"", s);
     if (gpt2) fprintf(f, ",%s\"attn_pdrop\": 0.0,%s\"embd_pdrop\": 0.0,%s\"resid_pdrop\": 0.0", s, s, s);
     if (c->rope_factor > 0) {
         fprintf(f, ",%s\"rope_scaling\": {\"rope_type\": \"llama3\"", s);
@@ -73,8 +86,10 @@ static inline void config_write(const Config *c, const char *dtype, FILE *f, con
         fputc('}', f);
     }
     if (qwen2) fprintf(f, ",%s\"use_sliding_window\": false", s);
-    if (eos >= 0) fprintf(f, ",%s\"bos_token_id\": %d,%s\"eos_token_id\": %d", s, bos, s, eos);
-    else fprintf(f, ",%s\"bos_token_id\": null,%s\"eos_token_id\": null", s, s);
+    if (eos >= 0)
+        fprintf(f, ",%s\"bos_token_id\": %d,%s\"eos_token_id\": %d", s, bos, s, eos);
+    else
+        fprintf(f, ",%s\"bos_token_id\": null,%s\"eos_token_id\": null", s, s);
     fprintf(f, ",%s\"tie_word_embeddings\": %s,%s\"torch_dtype\": \"%s\"%s}", s, c->tied ? "true" : "false", s,
             strcmp(dtype, "bf16") == 0 ? "bfloat16" : "float32", *s == '\n' ? "\n" : "");
 }
@@ -84,7 +99,10 @@ static inline void config_to_json(const Config *c, const char *dtype, FILE *f) {
 // ---- reading. `fallback`: the value of an absent key. CONFIG_NEEDED: the file must have it
 
 enum { CONFIG_NEEDED = -1, CONFIG_DERIVED = -2 /* from other sizes, later */ };
-typedef struct { Json json; const char *path; } ConfigFile;
+typedef struct {
+    Json json;
+    const char *path;
+} ConfigFile;
 
 static inline int config_key(const ConfigFile *f, int object, const char *key, int needed) {
     int value = json_get(&f->json, object, key);
@@ -109,8 +127,8 @@ static inline float config_float(const ConfigFile *f, int object, const char *ke
 static inline int config_bool(const ConfigFile *f, const char *key, int fallback) {
     int b = fallback;
     const int value = config_key(f, 0, key, 0);
-    require(value == JSON_NONE || json_bool(&f->json, value, &b), "'%s': %s is neither true nor false\ncorrect it", f->path,
-            key);
+    require(value == JSON_NONE || json_bool(&f->json, value, &b), "'%s': %s is neither true nor false\ncorrect it",
+            f->path, key);
     return b;
 }
 // Into the field, whose value until now is the fallback.
@@ -118,8 +136,10 @@ static inline void config_read_key(const ConfigFile *f, int object, Config *c, c
     const char *key = config_key_of(c, k);
     char *field = (char *)c + k->offset;
     if (!key) return;
-    if (k->is_float) *(float *)field = config_float(f, object, key, *(float *)field);
-    else *(int *)field = config_int(f, object, key, *(int *)field);
+    if (k->is_float)
+        *(float *)field = config_float(f, object, key, *(float *)field);
+    else
+        *(int *)field = config_int(f, object, key, *(int *)field);
 }
 static inline void config_require_bool(const ConfigFile *f, const char *key, int needed) {
     config_require(config_bool(f, key, needed) == needed, f->path, "", "%s is %s", key, needed ? "false" : "true");
@@ -138,7 +158,7 @@ static inline void config_read_rope(const ConfigFile *f, Config *c) {
     config_require(rope == JSON_NONE || json_is(&f->json, rope, JSON_OBJECT), f->path, "",
                    "the rope settings are no object");
     JSON_EACH(&f->json, key, rope)
-        config_require(!json_items(&f->json, key + 1), f->path, "", "rope differs between layers");
+    config_require(!json_items(&f->json, key + 1), f->path, "", "rope differs between layers");
     c->rope_theta = config_float(f, rope, "rope_theta", c->rope_theta);
     const float part = config_float(f, rope, "partial_rotary_factor", config_float(f, 0, "partial_rotary_factor", 1));
     config_require(part == 1, f->path, "", "partial_rotary_factor is %g, not 1", (double)part);
@@ -149,7 +169,8 @@ static inline void config_read_rope(const ConfigFile *f, Config *c) {
     c->rope_factor = c->rope_low_freq_factor = c->rope_high_freq_factor = c->rope_original_len = CONFIG_NEEDED;
     CONFIG_EACH(k, config_rope_scaling) config_read_key(f, rope, c, k);
     require(c->rope_factor > 0 && c->rope_low_freq_factor > 0 && c->rope_high_freq_factor > c->rope_low_freq_factor &&
-            c->rope_original_len > 0, "'%s': the llama3 rope scaling makes no sense\ncorrect its four numbers", f->path);
+                c->rope_original_len > 0,
+            "'%s': the llama3 rope scaling makes no sense\ncorrect its four numbers", f->path);
 }
 static inline void config_read_gpt2(const ConfigFile *f) {
     config_require_text(f, 0, "activation_function", "gelu_new", "gelu_pytorch_tanh");  // one function, two names
@@ -178,14 +199,13 @@ static inline Config config_from_json(const char *path) {
     snprintf(in_folder, sizeof in_folder, "%s/config.json", path);
     ConfigFile f;
     f.path = is_directory(path) ? in_folder : path;
-    require(json_load(&f.json, f.path), "cannot read '%s': %s\nname a Hugging Face folder, or another checkpoint of a run",
-            f.path, f.json.error);
+    require(json_load(&f.json, f.path),
+            "cannot read '%s': %s\nname a Hugging Face folder, or another checkpoint of a run", f.path, f.json.error);
     const char *type = json_string(&f.json, json_get(&f.json, 0, "model_type"));
     enum { NEEDED = CONFIG_NEEDED, DERIVED = CONFIG_DERIVED };
-    const Config defaults[] = {
-        config_gpt2(NEEDED, NEEDED, NEEDED, 1024),
-        config_llama(NEEDED, NEEDED, NEEDED, DERIVED, NEEDED, NEEDED, 2048, 1e4f, 0, 0),
-        config_qwen2(NEEDED, NEEDED, NEEDED, DERIVED, NEEDED, NEEDED, 0)};
+    const Config defaults[] = {config_gpt2(NEEDED, NEEDED, NEEDED, 1024),
+                               config_llama(NEEDED, NEEDED, NEEDED, DERIVED, NEEDED, NEEDED, 2048, 1e4f, 0, 0),
+                               config_qwen2(NEEDED, NEEDED, NEEDED, DERIVED, NEEDED, NEEDED, 0)};
     int family = 0;
     while (family < 3 && !(type && config_is(&defaults[family], type))) family++;
     config_require(family < 3, f.path, "", "model_type is '%.40s', not gpt2, llama or qwen2", type ? type : "missing");
@@ -203,8 +223,10 @@ static inline Config config_from_json(const char *path) {
     c.tied = config_bool(&f, "tie_word_embeddings", c.tied);
     if (c.num_kv_heads == DERIVED) c.num_kv_heads = c.num_heads;
     if (c.ffn_dim == DERIVED) c.ffn_dim = 4 * c.channels;
-    if (family == 0) config_read_gpt2(&f);
-    else config_read_llama(&f, &c);
+    if (family == 0)
+        config_read_gpt2(&f);
+    else
+        config_read_llama(&f, &c);
     json_free(&f.json);
     config_finish(&c, f.path);
     return c;

@@ -22,8 +22,8 @@ typedef struct {
     char *text;
     JsonToken *tokens;
     int count, capacity;
-    int at, length;    // while parsing
-    char error[128];   // of a failed parse
+    int at, length;   // while parsing
+    char error[128];  // of a failed parse
 } Json;
 enum { JSON_NONE = -1, JSON_MAX_DEPTH = 32, JSON_MAX_BYTES = 100 << 20 };
 #define JSON_TOO_LONG "more than 100 MiB of JSON"
@@ -41,7 +41,9 @@ static inline int json_fail(Json *j, const char *what) {
     snprintf(j->error, sizeof j->error, "%s at byte %d", what, j->at);
     return 0;
 }
-static inline void json_space(Json *j) { while (j->text[j->at] && strchr(" \t\r\n", j->text[j->at])) j->at++; }
+static inline void json_space(Json *j) {
+    while (j->text[j->at] && strchr(" \t\r\n", j->text[j->at])) j->at++;
+}
 // The text ends with a NUL, which no rule below accepts: that is what keeps every loop inside it.
 static inline int json_digits(Json *j) {
     int begin = j->at;
@@ -50,8 +52,10 @@ static inline int json_digits(Json *j) {
 }
 static inline int json_parse_number(Json *j) {
     if (j->text[j->at] == '-') j->at++;
-    if (j->text[j->at] == '0') j->at++;
-    else if (!json_digits(j)) return json_fail(j, "not a JSON value");
+    if (j->text[j->at] == '0')
+        j->at++;
+    else if (!json_digits(j))
+        return json_fail(j, "not a JSON value");
     int complete = 1;
     if (j->text[j->at] == '.') {
         j->at++;
@@ -174,7 +178,11 @@ static inline int json_parse_value(Json *j, int depth) {
     json_push(j, JSON_NUMBER, j->at);
     return json_parse_number(j);
 }
-static inline void json_free(Json *j) { free(j->text); free(j->tokens); memset(j, 0, sizeof *j); }
+static inline void json_free(Json *j) {
+    free(j->text);
+    free(j->tokens);
+    memset(j, 0, sizeof *j);
+}
 
 // Takes over `text`: `length` bytes and room for one more, from malloc. Returns 1, or 0 with the reason in j->error.
 // Call json_free in either case.
@@ -195,10 +203,14 @@ static inline char *json_read(Json *j, const char *path, size_t *length) {
     struct stat s;
     char *text = NULL;
     const char *wrong = NULL;
-    if (!f || fstat(fileno(f), &s) != 0) wrong = strerror(errno);
-    else if (!S_ISREG(s.st_mode)) wrong = "not a file";
-    else if (s.st_size > JSON_MAX_BYTES) wrong = JSON_TOO_LONG;
-    if (wrong) snprintf(j->error, sizeof j->error, "%s", wrong);
+    if (!f || fstat(fileno(f), &s) != 0)
+        wrong = strerror(errno);
+    else if (!S_ISREG(s.st_mode))
+        wrong = "not a file";
+    else if (s.st_size > JSON_MAX_BYTES)
+        wrong = JSON_TOO_LONG;
+    if (wrong)
+        snprintf(j->error, sizeof j->error, "%s", wrong);
     else {
         text = (char *)malloc_or_die((size_t)s.st_size + 1);
         *length = fread(text, 1, (size_t)s.st_size, f);
@@ -213,21 +225,26 @@ static inline int json_load(Json *j, const char *path) {
     return text && json_parse_owned(j, text, length);
 }
 
-static inline int json_is(const Json *j, int value, JsonKind kind) { return value != JSON_NONE && j->tokens[value].kind == kind; }
+static inline int json_is(const Json *j, int value, JsonKind kind) {
+    return value != JSON_NONE && j->tokens[value].kind == kind;
+}
 // A loop over the items of an array, or over the KEYS of an object: the value of key k is k + 1. Anything else has
 // none.
 #define JSON_EACH(j, v, container) \
     for (int v = (container) + 1, v##_end = json_end((j), (container)); v < v##_end; v = (j)->tokens[v].next)
-static inline int json_end(const Json *j, int container) { return container == JSON_NONE ? 0 : j->tokens[container].next; }
-static inline int json_items(const Json *j, int container) { return container == JSON_NONE ? 0 : j->tokens[container].items; }
+static inline int json_end(const Json *j, int container) {
+    return container == JSON_NONE ? 0 : j->tokens[container].next;
+}
+static inline int json_items(const Json *j, int container) {
+    return container == JSON_NONE ? 0 : j->tokens[container].items;
+}
 static inline const char *json_value_text(const Json *j, int value, JsonKind kind) {
     return json_is(j, value, kind) ? j->text + j->tokens[value].begin : NULL;
 }
 static inline const char *json_string(const Json *j, int value) { return json_value_text(j, value, JSON_STRING); }
 // The value of a key; of the first if the key comes twice.
 static inline int json_get(const Json *j, int object, const char *key) {
-    if (json_is(j, object, JSON_OBJECT))
-        JSON_EACH(j, k, object) if (strcmp(json_string(j, k), key) == 0) return k + 1;
+    if (json_is(j, object, JSON_OBJECT)) JSON_EACH(j, k, object) if (strcmp(json_string(j, k), key) == 0) return k + 1;
     return JSON_NONE;
 }
 // These return 1 and set *out, or 0 if the value is of another kind or does not fit.
@@ -260,10 +277,14 @@ static inline void json_write_string(FILE *f, const char *s) {
     while (*s) {
         int n = utf8_length(s);
         const char *names = "\"\\nrt", *values = "\"\\\n\r\t", *special = strchr(values, *s);
-        if (n == 0) fputs("\\ufffd", f);
-        else if (special) fprintf(f, "\\%c", names[special - values]);
-        else if ((unsigned char)*s < 0x20) fprintf(f, "\\u%04x", *s);
-        else fwrite(s, 1, (size_t)n, f);
+        if (n == 0)
+            fputs("\\ufffd", f);
+        else if (special)
+            fprintf(f, "\\%c", names[special - values]);
+        else if ((unsigned char)*s < 0x20)
+            fprintf(f, "\\u%04x", *s);
+        else
+            fwrite(s, 1, (size_t)n, f);
         s += n ? n : 1;
     }
     fputc('"', f);

@@ -96,8 +96,10 @@ static inline void logger_options(FILE *f, const Options *o) {
         char value[512];
         option_value(o, info, value, sizeof value);
         fprintf(f, "%s\"%s\":", comma, info->name);
-        if (info->kind == OPTION_STR) json_write_string(f, value);
-        else fputs(value, f);
+        if (info->kind == OPTION_STR)
+            json_write_string(f, value);
+        else
+            fputs(value, f);
         comma = ",";
     }
     fputs("}", f);
@@ -119,10 +121,14 @@ static inline void console_overwrite(const char *text) {
 // 75 -> "1m15s", 4000 -> "1h06m"
 static inline const char *duration_text(double seconds, char *out, size_t size) {
     long s = seconds > 0 ? (long)(seconds + 0.5) : 0;
-    if (s < 60) snprintf(out, size, "%lds", s);
-    else if (s < 3600) snprintf(out, size, "%ldm%02lds", s / 60, s % 60);
-    else if (s < 86400) snprintf(out, size, "%ldh%02ldm", s / 3600, s / 60 % 60);
-    else snprintf(out, size, "%ldd%02ldh", s / 86400, s / 3600 % 24);
+    if (s < 60)
+        snprintf(out, size, "%lds", s);
+    else if (s < 3600)
+        snprintf(out, size, "%ldm%02lds", s / 60, s % 60);
+    else if (s < 86400)
+        snprintf(out, size, "%ldh%02ldm", s / 3600, s / 60 % 60);
+    else
+        snprintf(out, size, "%ldd%02ldh", s / 86400, s / 3600 % 24);
     return out;
 }
 

@@ -13,7 +13,10 @@ typedef enum { PEAK_BF16, PEAK_TF32, PEAK_FP32 } PeakKind;
 // counts (A40 is not A4000), unless the name says that it is another chip of that number, or a slice of it.
 static inline double peak_flops(const char *device, PeakKind kind) {
     // name, peaks by PeakKind
-    static const struct { const char *name; double peaks[3]; } table[] = {
+    static const struct {
+        const char *name;
+        double peaks[3];
+    } table[] = {
         {"B200", {2250, 1100, 75}},
         {"H200 NVL", {835.5, 417.5, 60}},
         {"H200", {989.4, 494.7, 66.9}},

@@ -23,10 +23,23 @@
 
 // What a tensor is for. A packed matrix (QKVW, and FCW if the MLP is gated) is several tensors with one role.
 typedef enum {
-    ROLE_WTE, ROLE_WPE,                                              // unit 0
-    ROLE_QKVW, ROLE_PROJW, ROLE_FCW, ROLE_FCPROJW,                   // blocks: matrices
-    ROLE_LN1W, ROLE_LN1B, ROLE_QKVB, ROLE_PROJB, ROLE_LN2W, ROLE_LN2B, ROLE_FCB, ROLE_FCPROJB,  // blocks: vectors
-    ROLE_HEADW, ROLE_LNFW, ROLE_LNFB,                                // unit L+1
+    ROLE_WTE,
+    ROLE_WPE,  // unit 0
+    ROLE_QKVW,
+    ROLE_PROJW,
+    ROLE_FCW,
+    ROLE_FCPROJW,  // blocks: matrices
+    ROLE_LN1W,
+    ROLE_LN1B,
+    ROLE_QKVB,
+    ROLE_PROJB,
+    ROLE_LN2W,
+    ROLE_LN2B,
+    ROLE_FCB,
+    ROLE_FCPROJB,  // blocks: vectors
+    ROLE_HEADW,
+    ROLE_LNFW,
+    ROLE_LNFB,  // unit L+1
     NUM_ROLES
 } Role;
 
@@ -51,17 +64,18 @@ typedef struct {
 } ParamPart;
 
 typedef struct {
-    char name[80];      // Hugging Face's name
+    char name[80];  // Hugging Face's name
     Role role;
     int unit;
-    int rows, cols;     // as in this rank's memory: (out, in); a vector has rows = 1
-    int file_rows;      // of the whole tensor, as many as exist in files: V of the Vp rows of the embedding and the head
+    int rows, cols;  // as in this rank's memory: (out, in); a vector has rows = 1
+    // of the whole tensor, as many as exist in files: V of the Vp rows of the embedding and the head
+    int file_rows;
     int file_cols;
     Split split;
-    int num_parts;      // 1; 3 of a split q, k, v in one tensor; 0 where a rank has nothing but padding
+    int num_parts;  // 1; 3 of a split q, k, v in one tensor; 0 where a rank has nothing but padding
     ParamPart parts[3];
-    int is_vector;      // 1-dimensional in files
-    int transposed;     // files hold (cols, rows)
+    int is_vector;   // 1-dimensional in files
+    int transposed;  // files hold (cols, rows)
     // How it is trained: the column of the optimiser.
     OptimiserKind optimiser;
     float rate, decay;  // of the learning rate and of the weight decay: decay 1 for matrices, 0 for vectors
@@ -78,11 +92,11 @@ enum { UNIT_ALIGN = 8 * 5 * 7 * 3 * 128 };
 typedef struct {
     int count;
     Param *params;
-    int num_units;      // L + 2
-    size_t *unit_begin; // num_units + 1 offsets; unit u is [unit_begin[u], unit_begin[u+1])
-    size_t total;       // elements of the whole buffer, padding included
-    size_t num_weights; // weights of the model as published: no padding
-    size_t *first;      // [unit][role] -> offset of the role's first tensor in that unit, or NO_PARAM
+    int num_units;       // L + 2
+    size_t *unit_begin;  // num_units + 1 offsets; unit u is [unit_begin[u], unit_begin[u+1])
+    size_t total;        // elements of the whole buffer, padding included
+    size_t num_weights;  // weights of the model as published: no padding
+    size_t *first;       // [unit][role] -> offset of the role's first tensor in that unit, or NO_PARAM
 } ParamTable;
 
 // Offset of a role's (packed) tensor in unit u, NO_PARAM if this model has none.
@@ -107,8 +121,10 @@ static inline int param_unit_of(const ParamTable *t, size_t offset) {
 }
 // The piece of a unit that `rank` sums, updates and saves.
 static inline Span param_shard(const ParamTable *t, int unit, int rank, int world) {
-    require(UNIT_ALIGN % (8 * world) == 0, "%d ranks cannot share units of a multiple of %d elements\n"
-            "use 1 to 8, 16, 24, 32, 48, 64 or 128 ranks, or another divisor of %d", world, UNIT_ALIGN, UNIT_ALIGN / 8);
+    require(UNIT_ALIGN % (8 * world) == 0,
+            "%d ranks cannot share units of a multiple of %d elements\n"
+            "use 1 to 8, 16, 24, 32, 48, 64 or 128 ranks, or another divisor of %d",
+            world, UNIT_ALIGN, UNIT_ALIGN / 8);
     Span s = param_unit(t, unit);
     s.count /= (size_t)world;
     s.begin += (size_t)rank * s.count;
@@ -119,8 +135,14 @@ static inline Span param_shard(const ParamTable *t, int unit, int rank, int worl
 // head by the vocabulary.
 static inline Split split_of(Role role) {
     switch (role) {
-    case ROLE_WTE: case ROLE_HEADW: case ROLE_QKVW: case ROLE_QKVB: case ROLE_FCW: case ROLE_FCB: return SPLIT_ROWS;
-    case ROLE_PROJW: case ROLE_FCPROJW: return SPLIT_COLS;
+    case ROLE_WTE:
+    case ROLE_HEADW:
+    case ROLE_QKVW:
+    case ROLE_QKVB:
+    case ROLE_FCW:
+    case ROLE_FCB: return SPLIT_ROWS;
+    case ROLE_PROJW:
+    case ROLE_FCPROJW: return SPLIT_COLS;
     default: return SPLIT_NONE;
     }
 }
@@ -128,8 +150,11 @@ static inline int role_is_vector(Role role) { return role >= ROLE_LN1W && role !
 // As Param.init_std. GPT-2 scales what is added to the residual stream by 1 / sqrt(2 L).
 static inline float role_init_std(Role role, int num_layers) {
     switch (role) {
-    case ROLE_LN1W: case ROLE_LN2W: case ROLE_LNFW: return -1;
-    case ROLE_PROJW: case ROLE_FCPROJW: return 0.02f / sqrtf(2.0f * (float)num_layers);
+    case ROLE_LN1W:
+    case ROLE_LN2W:
+    case ROLE_LNFW: return -1;
+    case ROLE_PROJW:
+    case ROLE_FCPROJW: return 0.02f / sqrtf(2.0f * (float)num_layers);
     default: return role_is_vector(role) ? 0 : 0.02f;
     }
 }
@@ -137,9 +162,13 @@ static inline float role_init_std(Role role, int num_layers) {
 static inline int config_has(const Config *c, Role role) {
     switch (role) {
     case ROLE_WPE: return !position_is_rotary(c->position);
-    case ROLE_LN1B: case ROLE_LN2B: case ROLE_LNFB: return norm_is_centred(c->norm);
+    case ROLE_LN1B:
+    case ROLE_LN2B:
+    case ROLE_LNFB: return norm_is_centred(c->norm);
     case ROLE_QKVB: return c->qkv_bias;
-    case ROLE_PROJB: case ROLE_FCB: case ROLE_FCPROJB: return c->linear_bias;
+    case ROLE_PROJB:
+    case ROLE_FCB:
+    case ROLE_FCPROJB: return c->linear_bias;
     case ROLE_HEADW: return !c->tied;
     default: return 1;
     }
@@ -161,34 +190,37 @@ static inline int dim_size(const Config *c, Dim dim) {
 }
 // Every tensor, in the order of memory: its names in GPT-2's files and in the others'. NULL: not in those. A block's
 // begin with "transformer.h.%d." or "model.layers.%d.".
-typedef struct { Role role; const char *gpt2, *other; Dim rows, cols; } ParamKind;
-static const ParamKind embedding_kinds[] = {
-    {ROLE_WTE, "transformer.wte.weight", "model.embed_tokens.weight", DIM_V, DIM_C},
-    {ROLE_WPE, "transformer.wpe.weight", "transformer.wpe.weight", DIM_T, DIM_C}};
-static const ParamKind block_kinds[] = {
-    {ROLE_QKVW, "attn.c_attn.weight", NULL, DIM_QKV, DIM_C},
-    {ROLE_QKVW, NULL, "self_attn.q_proj.weight", DIM_Q, DIM_C},
-    {ROLE_QKVW, NULL, "self_attn.k_proj.weight", DIM_KV, DIM_C},
-    {ROLE_QKVW, NULL, "self_attn.v_proj.weight", DIM_KV, DIM_C},
-    {ROLE_PROJW, "attn.c_proj.weight", "self_attn.o_proj.weight", DIM_C, DIM_Q},
-    {ROLE_FCW, NULL, "mlp.gate_proj.weight", DIM_F, DIM_C},  // if the MLP is gated
-    {ROLE_FCW, "mlp.c_fc.weight", "mlp.up_proj.weight", DIM_F, DIM_C},
-    {ROLE_FCPROJW, "mlp.c_proj.weight", "mlp.down_proj.weight", DIM_C, DIM_F},
-    {ROLE_LN1W, "ln_1.weight", "input_layernorm.weight", DIM_1, DIM_C},
-    {ROLE_LN1B, "ln_1.bias", "ln_1.bias", DIM_1, DIM_C},
-    {ROLE_QKVB, "attn.c_attn.bias", NULL, DIM_1, DIM_QKV},
-    {ROLE_QKVB, NULL, "self_attn.q_proj.bias", DIM_1, DIM_Q},
-    {ROLE_QKVB, NULL, "self_attn.k_proj.bias", DIM_1, DIM_KV},
-    {ROLE_QKVB, NULL, "self_attn.v_proj.bias", DIM_1, DIM_KV},
-    {ROLE_PROJB, "attn.c_proj.bias", "attn.c_proj.bias", DIM_1, DIM_C},
-    {ROLE_LN2W, "ln_2.weight", "post_attention_layernorm.weight", DIM_1, DIM_C},
-    {ROLE_LN2B, "ln_2.bias", "ln_2.bias", DIM_1, DIM_C},
-    {ROLE_FCB, "mlp.c_fc.bias", "mlp.c_fc.bias", DIM_1, DIM_F},
-    {ROLE_FCPROJB, "mlp.c_proj.bias", "mlp.c_proj.bias", DIM_1, DIM_C}};
-static const ParamKind head_kinds[] = {
-    {ROLE_HEADW, "lm_head.weight", "lm_head.weight", DIM_V, DIM_C},
-    {ROLE_LNFW, "transformer.ln_f.weight", "model.norm.weight", DIM_1, DIM_C},
-    {ROLE_LNFB, "transformer.ln_f.bias", "transformer.ln_f.bias", DIM_1, DIM_C}};
+typedef struct {
+    Role role;
+    const char *gpt2, *other;
+    Dim rows, cols;
+} ParamKind;
+static const ParamKind embedding_kinds[] = {{ROLE_WTE, "transformer.wte.weight", "model.embed_tokens.weight", DIM_V,
+                                             DIM_C},
+                                            {ROLE_WPE, "transformer.wpe.weight", "transformer.wpe.weight", DIM_T,
+                                             DIM_C}};
+static const ParamKind block_kinds[] = {{ROLE_QKVW, "attn.c_attn.weight", NULL, DIM_QKV, DIM_C},
+                                        {ROLE_QKVW, NULL, "self_attn.q_proj.weight", DIM_Q, DIM_C},
+                                        {ROLE_QKVW, NULL, "self_attn.k_proj.weight", DIM_KV, DIM_C},
+                                        {ROLE_QKVW, NULL, "self_attn.v_proj.weight", DIM_KV, DIM_C},
+                                        {ROLE_PROJW, "attn.c_proj.weight", "self_attn.o_proj.weight", DIM_C, DIM_Q},
+                                        {ROLE_FCW, NULL, "mlp.gate_proj.weight", DIM_F, DIM_C},  // if the MLP is gated
+                                        {ROLE_FCW, "mlp.c_fc.weight", "mlp.up_proj.weight", DIM_F, DIM_C},
+                                        {ROLE_FCPROJW, "mlp.c_proj.weight", "mlp.down_proj.weight", DIM_C, DIM_F},
+                                        {ROLE_LN1W, "ln_1.weight", "input_layernorm.weight", DIM_1, DIM_C},
+                                        {ROLE_LN1B, "ln_1.bias", "ln_1.bias", DIM_1, DIM_C},
+                                        {ROLE_QKVB, "attn.c_attn.bias", NULL, DIM_1, DIM_QKV},
+                                        {ROLE_QKVB, NULL, "self_attn.q_proj.bias", DIM_1, DIM_Q},
+                                        {ROLE_QKVB, NULL, "self_attn.k_proj.bias", DIM_1, DIM_KV},
+                                        {ROLE_QKVB, NULL, "self_attn.v_proj.bias", DIM_1, DIM_KV},
+                                        {ROLE_PROJB, "attn.c_proj.bias", "attn.c_proj.bias", DIM_1, DIM_C},
+                                        {ROLE_LN2W, "ln_2.weight", "post_attention_layernorm.weight", DIM_1, DIM_C},
+                                        {ROLE_LN2B, "ln_2.bias", "ln_2.bias", DIM_1, DIM_C},
+                                        {ROLE_FCB, "mlp.c_fc.bias", "mlp.c_fc.bias", DIM_1, DIM_F},
+                                        {ROLE_FCPROJB, "mlp.c_proj.bias", "mlp.c_proj.bias", DIM_1, DIM_C}};
+static const ParamKind head_kinds[] = {{ROLE_HEADW, "lm_head.weight", "lm_head.weight", DIM_V, DIM_C},
+                                       {ROLE_LNFW, "transformer.ln_f.weight", "model.norm.weight", DIM_1, DIM_C},
+                                       {ROLE_LNFB, "transformer.ln_f.bias", "transformer.ln_f.bias", DIM_1, DIM_C}};
 
 // Rows of the embedding and the head that each of tp ranks has: equally many, padding in the last ones.
 static inline int vocab_rows(const Config *c, int tp) {
@@ -198,7 +230,8 @@ static inline int vocab_rows(const Config *c, int tp) {
 // head is never divided. If heads are fewer than ranks, several ranks have a copy of one; all have copies of what is
 // not split.
 static inline void param_split(Param *p, const Config *c, int tp, int index) {
-    const int heads = p->role == ROLE_QKVW || p->role == ROLE_QKVB, vocab = p->role == ROLE_WTE || p->role == ROLE_HEADW;
+    const int heads = p->role == ROLE_QKVW || p->role == ROLE_QKVB,
+              vocab = p->role == ROLE_WTE || p->role == ROLE_HEADW;
     const int by_rows = !p->is_vector && p->split != SPLIT_COLS;
     int *along = by_rows ? &p->rows : &p->cols, sizes[3] = {vocab ? p->file_rows : *along, 0, 0};
     if (heads && *along == qkv_width(c)) {
@@ -213,15 +246,15 @@ static inline void param_split(Param *p, const Config *c, int tp, int index) {
         const int mine = sizes[i] - begin < share ? sizes[i] - begin : share;
         assert(vocab || (sizes[i] % (tp / copies) == 0 && tp % copies == 0));
         const size_t across = (size_t)(by_rows ? p->cols : p->rows);
-        const ParamPart part = {(size_t)*along * across, (size_t)mine * across, by_rows ? first + begin : 0,
-                                by_rows ? 0 : first + begin, index % copies, copies};
+        const ParamPart part = {(size_t)*along * across,     (size_t)mine * across, by_rows ? first + begin : 0,
+                                by_rows ? 0 : first + begin, index % copies,        copies};
         if (mine > 0) p->parts[p->num_parts++] = part;
         *along += share;
     }
 }
 // Adds the tensors of a unit to the table of rank `index` of tp, behind the `whole` elements that a single rank's has.
-static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int index, const ParamKind *kinds, size_t count,
-                                   size_t *whole) {
+static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int index, const ParamKind *kinds,
+                                   size_t count, size_t *whole) {
     const int gpt2 = strcmp(c->model_type, "gpt2") == 0;  // decides names and `transposed`, nothing else
     const int unit = t->num_units++, in_block = kinds == block_kinds;
     t->unit_begin[unit] = t->total = round_up(t->total, UNIT_ALIGN);
@@ -232,8 +265,10 @@ static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int i
         if (!name || !config_has(c, k->role) || (is_gate && !mlp_is_gated(c->mlp))) continue;
         Param *p = &t->params[t->count++];
         memset(p, 0, sizeof *p);
-        if (in_block) snprintf(p->name, sizeof p->name, gpt2 ? "transformer.h.%d.%s" : "model.layers.%d.%s", unit - 1, name);
-        else snprintf(p->name, sizeof p->name, "%s", name);
+        if (in_block)
+            snprintf(p->name, sizeof p->name, gpt2 ? "transformer.h.%d.%s" : "model.layers.%d.%s", unit - 1, name);
+        else
+            snprintf(p->name, sizeof p->name, "%s", name);
         p->role = k->role;
         p->unit = unit;
         p->rows = dim_size(c, k->rows);
@@ -290,7 +325,9 @@ static inline const ParamPart *param_part_at(const Param *p, size_t element) {
     return NULL;
 }
 // Elements in a row of a part.
-static inline size_t param_width(const Param *p, const ParamPart *q) { return p->is_vector ? q->count : (size_t)p->cols; }
+static inline size_t param_width(const Param *p, const ParamPart *q) {
+    return p->is_vector ? q->count : (size_t)p->cols;
+}
 // Whether neighbours in a part are neighbours in the whole tensor.
 static inline int param_is_dense(const Param *p) { return p->is_vector || p->cols == p->file_cols; }
 // Which element of the whole tensor, as (file_rows, file_cols), the one at `element` of the rank's tensor is.
@@ -318,8 +355,10 @@ static inline void param_init(const ParamTable *t, int index, uint64_t seed, siz
     for (int64_t k = 0; k < (int64_t)count; k++) {
         const size_t element = begin + (size_t)k;
         const ParamPart *q = param_part_at(p, element);
-        if (!q || p->init_std <= 0) out[k] = q && p->init_std < 0 ? 1 : 0;
-        else out[k] = p->init_std * rand_normal(seed, stream, param_whole(p, q, element));
+        if (!q || p->init_std <= 0)
+            out[k] = q && p->init_std < 0 ? 1 : 0;
+        else
+            out[k] = p->init_std * rand_normal(seed, stream, param_whole(p, q, element));
     }
 }
 

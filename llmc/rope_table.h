@@ -12,10 +12,12 @@ static inline double rope_inv_freq(const Config *c, int i) {
     const double pi = 3.14159265358979323846;
     double freq = pow((double)c->rope_theta, -2.0 * i / c->head_dim);
     if (c->rope_factor <= 0) return freq;
-    double wavelength = 2 * pi / freq, low = c->rope_original_len / (double)c->rope_low_freq_factor, high = c->rope_original_len / (double)c->rope_high_freq_factor;
+    double wavelength = 2 * pi / freq, low = c->rope_original_len / (double)c->rope_low_freq_factor,
+           high = c->rope_original_len / (double)c->rope_high_freq_factor;
     if (wavelength < high) return freq;
     if (wavelength > low) return freq / c->rope_factor;
-    double smooth = (c->rope_original_len / wavelength - c->rope_low_freq_factor) / ((double)c->rope_high_freq_factor - c->rope_low_freq_factor);
+    double smooth = (c->rope_original_len / wavelength - c->rope_low_freq_factor) /
+                    ((double)c->rope_high_freq_factor - c->rope_low_freq_factor);
     return (1 - smooth) * freq / c->rope_factor + smooth * freq;
 }
 

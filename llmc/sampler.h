@@ -7,7 +7,10 @@
 #include "rand.h"
 #include "utils.h"
 
-typedef struct { float p; int id; } Candidate;
+typedef struct {
+    float p;
+    int id;
+} Candidate;
 
 // Likeliest first; equal ones by id, so that the choice does not depend on the sorting routine.
 static inline int compare_candidates(const void *a, const void *b) {
@@ -38,7 +41,8 @@ static inline void keep_likeliest(Candidate *c, int n, int k) {
 
 // logits (V) -> a token. temperature 0: the likeliest. top_k 0 and top_p 1: no limit. `coin` is uniform in [0, 1).
 // `scratch` (V). Keeps at least one candidate; NaN logits are never chosen unless all are NaN (then token 0).
-static inline int sample_token(const float *logits, int V, double temperature, int top_k, double top_p, double coin, Candidate *scratch) {
+static inline int sample_token(const float *logits, int V, double temperature, int top_k, double top_p, double coin,
+                               Candidate *scratch) {
     int best = 0;
     for (int i = 1; i < V; i++)
         if (logits[i] > logits[best] || isnan(logits[best])) best = i;
@@ -56,9 +60,11 @@ static inline int sample_token(const float *logits, int V, double temperature, i
         if (ranked) {
             keep_likeliest(scratch, V, count = top_k);
         } else {
-            const double least = (1 - top_p) * total / V;  // those below it have less than 1 - top_p together (llama2.c)
+            // those below it have less than 1 - top_p together (llama2.c)
+            const double least = (1 - top_p) * total / V;
             count = 0;
-            for (int i = 0; i < V; i++) if (scratch[i].p >= least) scratch[count++] = scratch[i];
+            for (int i = 0; i < V; i++)
+                if (scratch[i].p >= least) scratch[count++] = scratch[i];
         }
         qsort(scratch, (size_t)count, sizeof *scratch, compare_candidates);
         if (ranked) total = 0;

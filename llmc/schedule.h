@@ -15,7 +15,8 @@ static inline void schedule_check(const char *name) {
             "unknown schedule '%s'\nuse cosine, linear, constant or wsd", name);
 }
 
-static inline double learning_rate_at(const char *name, double peak, int64_t warmup, double final_fraction, int64_t steps, int64_t step) {
+static inline double learning_rate_at(const char *name, double peak, int64_t warmup, double final_fraction,
+                                      int64_t steps, int64_t step) {
     if (!strcmp(name, "constant")) return peak;
     if (step < warmup) return peak * (double)(step + 1) / (double)warmup;
     const double low = peak * final_fraction;
@@ -23,7 +24,9 @@ static inline double learning_rate_at(const char *name, double peak, int64_t war
     if (step < begin) return peak;
     double progress = steps > begin ? (double)(step - begin) / (double)(steps - begin) : 1.0;
     if (progress > 1) progress = 1;
-    double left = !strcmp(name, "cosine") ? 0.5 * (1 + cos(3.14159265358979323846 * progress)) : !strcmp(name, "wsd") ? 1 - sqrt(progress) : 1 - progress;
+    double left = !strcmp(name, "cosine") ? 0.5 * (1 + cos(3.14159265358979323846 * progress))
+                  : !strcmp(name, "wsd")  ? 1 - sqrt(progress)
+                                          : 1 - progress;
     return low + left * (peak - low);
 }
 

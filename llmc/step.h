@@ -1,4 +1,5 @@
-// One optimiser step's result, and what becomes of it: the same decision on a CPU and on a GPU, where the host need not be asked.
+// One optimiser step's result, and what becomes of it: the same decision on a CPU and on a GPU, where the host need not
+// be asked.
 #ifndef LLMC_STEP_H
 #define LLMC_STEP_H
 
@@ -20,7 +21,10 @@ typedef struct {
 } UpdateParams;
 
 typedef enum { STEP_APPLIED, STEP_NOT_FINITE, STEP_LOSS_HIGH, STEP_NORM_HIGH } StepVerdict;
-typedef struct { float loss, norm; StepVerdict verdict; } StepResult;
+typedef struct {
+    float loss, norm;
+    StepVerdict verdict;
+} StepResult;
 
 HOST_DEVICE static inline StepVerdict step_verdict(float loss, float norm, double most_loss, double most_norm) {
     if (!(fabsf(loss) <= FLT_MAX) || !(fabsf(norm) <= FLT_MAX)) return STEP_NOT_FINITE;

@@ -1,17 +1,21 @@
 // Where a step's time goes (--timing N): work is timed in laps, each with a name. A lap lasts from the end of the one
 // before. A name's floor is the least time that its arithmetic and its memory traffic take at the hardware's published
-// peaks. A backend ends its laps by a clock, or on a GPU by events on the compute stream (cuda_common.cuh).
+// peaks. A backend ends its laps by a clock, or on a GPU by events on the compute stream (cuda/common.cuh).
 #ifndef LLMC_TIMING_H
 #define LLMC_TIMING_H
 
 #include "utils.h"
 
 enum { TIMING_NAMES = 40 };
-typedef struct { const char *name; double seconds, flops, bytes; int laps; } TimingName;
+typedef struct {
+    const char *name;
+    double seconds, flops, bytes;
+    int laps;
+} TimingName;
 static struct {
-    int on, count;               // whether laps are taken; names
+    int on, count;  // whether laps are taken; names
     TimingName names[TIMING_NAMES];
-    double last;                 // end of a clock's last lap
+    double last;  // end of a clock's last lap
 } timing;
 
 // Communication that nothing hides has this name.
@@ -60,10 +64,14 @@ static inline void timing_print(FILE *f, long long step, double peak_flops, doub
         const double least = timing_floor(n, peak_flops, peak_bytes);
         floor += least;
         fprintf(f, "  %-22s %6d %9.2f %5.1f%%", n->name, n->laps, 1e3 * n->seconds, 100 * n->seconds / total);
-        if (least > 0) fprintf(f, " %9.2f %6.1f%%", 1e3 * least, 100 * least / n->seconds);
-        else fprintf(f, " %9s %7s", "", "");
-        if (n->flops > 0) fprintf(f, " %9.1f", 1e-9 * n->flops / n->seconds);
-        else fprintf(f, " %9s", "");
+        if (least > 0)
+            fprintf(f, " %9.2f %6.1f%%", 1e3 * least, 100 * least / n->seconds);
+        else
+            fprintf(f, " %9s %7s", "", "");
+        if (n->flops > 0)
+            fprintf(f, " %9.1f", 1e-9 * n->flops / n->seconds);
+        else
+            fprintf(f, " %9s", "");
         if (n->bytes > 0) fprintf(f, " %8.0f", 1e-9 * n->bytes / n->seconds);
         fputc('\n', f);
     }

@@ -14,22 +14,33 @@
 
 #include "hash.h"
 
-typedef enum { TOKENIZER_UNKNOWN, TOKENIZER_BYTES, TOKENIZER_GPT2, TOKENIZER_LLAMA3, TOKENIZER_QWEN2, NUM_TOKENIZERS } TokenizerKind;
+typedef enum {
+    TOKENIZER_UNKNOWN,
+    TOKENIZER_BYTES,
+    TOKENIZER_GPT2,
+    TOKENIZER_LLAMA3,
+    TOKENIZER_QWEN2,
+    NUM_TOKENIZERS
+} TokenizerKind;
 enum { TOKENIZER_MAGIC = 20240328, TOKENIZER_VERSION = 2 };
 
 typedef struct Tokenizer {
     int vocab_size, eot;
     TokenizerKind kind;
-    uint64_t hash;          // FNV-1a of the file after its header; shards made with this tokenizer carry the same
+    uint64_t hash;  // FNV-1a of the file after its header; shards made with this tokenizer carry the same
     // private
-    unsigned char *file;    // without its header
-    uint32_t *begin;        // [vocab_size] first byte of each token in `file`; the length stands one byte before it
-    int *map;               // bytes -> id, open addressing; -1: empty
+    unsigned char *file;  // without its header
+    uint32_t *begin;      // [vocab_size] first byte of each token in `file`; the length stands one byte before it
+    int *map;             // bytes -> id, open addressing; -1: empty
     uint32_t map_mask;
 } Tokenizer;
 
 // What shards and checkpoints say about their tokenizer. Hash 0: nothing.
-typedef struct { TokenizerKind kind; int vocab_size; uint64_t hash; } TokenizerId;
+typedef struct {
+    TokenizerKind kind;
+    int vocab_size;
+    uint64_t hash;
+} TokenizerId;
 
 // ---- the file
 
@@ -68,7 +79,8 @@ static inline void tokenizer_read_header(Tokenizer *t, const char *path, const i
     TOKENIZER_REQUIRE(h[0] == TOKENIZER_MAGIC, "is not a tokenizer file (magic %d, not %d)", h[0], TOKENIZER_MAGIC);
     TOKENIZER_REQUIRE(h[1] == TOKENIZER_VERSION, "has version %d, this program reads %d", h[1], TOKENIZER_VERSION);
     TOKENIZER_REQUIRE(h[2] > 0 && h[2] <= 1 << 24 && h[3] >= 0 && h[3] < h[2] && h[4] >= 0 && h[4] < NUM_TOKENIZERS,
-                      "has vocabulary size %d, end-of-text %d and kind %d: one of them is out of range", h[2], h[3], h[4]);
+                      "has vocabulary size %d, end-of-text %d and kind %d: one of them is out of range", h[2], h[3],
+                      h[4]);
     t->vocab_size = h[2];
     t->eot = h[3];
     t->kind = (TokenizerKind)h[4];
@@ -95,7 +107,8 @@ static inline void tokenizer_open(Tokenizer *t, const char *path) {
     t->map = (int *)memset(malloc_or_die(map_bytes), -1, map_bytes);
     size_t at = 0;
     for (int id = 0; id < t->vocab_size; id++) {
-        TOKENIZER_REQUIRE(at < size && t->file[at] < size - at, "is truncated: it ends in token %d of %d", id, t->vocab_size);
+        TOKENIZER_REQUIRE(at < size && t->file[at] < size - at, "is truncated: it ends in token %d of %d", id,
+                          t->vocab_size);
         TOKENIZER_REQUIRE(t->file[at] > 0, "is damaged: token %d is empty", id);
         t->begin[id] = (uint32_t)at + 1;
         if (t->kind == TOKENIZER_BYTES || id < t->eot) {
@@ -149,9 +162,12 @@ static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n) {
     char *text = (char *)malloc_or_die(4 * total + 1), *to = text;  // the longest form of a byte is four, e.g. \x1b
     for (const unsigned char *p = raw; p < raw + total; p += length) {
         const int c = utf8_next(p, raw + total, &length), control = c < 32 || (c >= 127 && c < 160);
-        if (c < 0) to += sprintf(to, "\xef\xbf\xbd");
-        else if (control && c != '\n' && c != '\t') to += sprintf(to, "\\x%02x", (unsigned)c);
-        else to += sprintf(to, "%.*s", length, (const char *)p);
+        if (c < 0)
+            to += sprintf(to, "\xef\xbf\xbd");
+        else if (control && c != '\n' && c != '\t')
+            to += sprintf(to, "\\x%02x", (unsigned)c);
+        else
+            to += sprintf(to, "%.*s", length, (const char *)p);
     }
     *to = 0;
     free(raw);
@@ -164,18 +180,24 @@ typedef enum { CHAR_LETTER, CHAR_NUMBER, CHAR_SPACE, CHAR_OTHER } CharClass;
 
 // By ranges from U+0080 on that are not letters (Unicode 14: general categories L and N, White_Space).
 static inline CharClass char_class(int c) {
-    static const int spaces[][2] = {{0x85, 0x85}, {0xa0, 0xa0}, {0x1680, 0x1680}, {0x2000, 0x200a}, {0x2028, 0x2029}, {0x202f, 0x202f},
-        {0x205f, 0x205f}, {0x3000, 0x3000}};
-    static const int numbers[][2] = {{0xb2, 0xb3}, {0xb9, 0xb9}, {0xbc, 0xbe}, {0x2070, 0x2070}, {0x2074, 0x2079}, {0x2080, 0x2089}, {0x2150, 0x2182},
-        {0x2185, 0x2189}, {0x2460, 0x249b}, {0x24ea, 0x24ff}, {0x2776, 0x2793}, {0x3007, 0x3007}, {0x3021, 0x3029}, {0x3038, 0x303a}, {0xff10, 0xff19}};
-    static const int others[][2] = {{0x80, 0xa9}, {0xab, 0xb1}, {0xb4, 0xb4}, {0xb6, 0xb8}, {0xbb, 0xbb}, {0xbf, 0xbf}, {0xd7, 0xd7}, {0xf7, 0xf7},
-        {0x2c2, 0x2c5}, {0x2d2, 0x2df}, {0x2e5, 0x2eb}, {0x2ed, 0x2ed}, {0x2ef, 0x36f}, {0x375, 0x375}, {0x37e, 0x37e}, {0x384, 0x385}, {0x387, 0x387},
-        {0x3f6, 0x3f6}, {0x482, 0x489}, {0x55a, 0x55f}, {0x589, 0x5c7}, {0x5f3, 0x5f4}, {0x200b, 0x2070}, {0x207a, 0x207e}, {0x208a, 0x208e}, {0x20a0, 0x2101},
-        {0x2103, 0x2106}, {0x2108, 0x2109}, {0x2114, 0x2114}, {0x2116, 0x2118}, {0x211e, 0x2123}, {0x2125, 0x2125}, {0x2127, 0x2127}, {0x2129, 0x2129},
-        {0x212e, 0x212e}, {0x213a, 0x213b}, {0x2140, 0x2144}, {0x214a, 0x214d}, {0x214f, 0x214f}, {0x218a, 0x2bff}, {0x2ce5, 0x2cea}, {0x2cef, 0x2cf1}, {0x2cf9, 0x2cff},
-        {0x2e00, 0x2e2e}, {0x2e30, 0x3004}, {0x3008, 0x3030}, {0x3036, 0x3037}, {0x303d, 0x303f}, {0x3099, 0x309c}, {0x30a0, 0x30a0}, {0x30fb, 0x30fb},
-        {0xd800, 0xf8ff}, {0xfb1e, 0xfb1e}, {0xfb29, 0xfb29}, {0xfdfc, 0xfe6b}, {0xfeff, 0xff20}, {0xff3b, 0xff40}, {0xff5b, 0xff65}, {0xffe0, 0xffff},
-        {0x1f000, 0x1faff}, {0xe0000, 0x10ffff}};
+    static const int spaces[][2] = {{0x85, 0x85},     {0xa0, 0xa0},     {0x1680, 0x1680}, {0x2000, 0x200a},
+                                    {0x2028, 0x2029}, {0x202f, 0x202f}, {0x205f, 0x205f}, {0x3000, 0x3000}};
+    static const int numbers[][2] = {{0xb2, 0xb3},     {0xb9, 0xb9},     {0xbc, 0xbe},     {0x2070, 0x2070},
+                                     {0x2074, 0x2079}, {0x2080, 0x2089}, {0x2150, 0x2182}, {0x2185, 0x2189},
+                                     {0x2460, 0x249b}, {0x24ea, 0x24ff}, {0x2776, 0x2793}, {0x3007, 0x3007},
+                                     {0x3021, 0x3029}, {0x3038, 0x303a}, {0xff10, 0xff19}};
+    static const int others[][2] = {
+        {0x80, 0xa9},       {0xab, 0xb1},     {0xb4, 0xb4},     {0xb6, 0xb8},     {0xbb, 0xbb},     {0xbf, 0xbf},
+        {0xd7, 0xd7},       {0xf7, 0xf7},     {0x2c2, 0x2c5},   {0x2d2, 0x2df},   {0x2e5, 0x2eb},   {0x2ed, 0x2ed},
+        {0x2ef, 0x36f},     {0x375, 0x375},   {0x37e, 0x37e},   {0x384, 0x385},   {0x387, 0x387},   {0x3f6, 0x3f6},
+        {0x482, 0x489},     {0x55a, 0x55f},   {0x589, 0x5c7},   {0x5f3, 0x5f4},   {0x200b, 0x2070}, {0x207a, 0x207e},
+        {0x208a, 0x208e},   {0x20a0, 0x2101}, {0x2103, 0x2106}, {0x2108, 0x2109}, {0x2114, 0x2114}, {0x2116, 0x2118},
+        {0x211e, 0x2123},   {0x2125, 0x2125}, {0x2127, 0x2127}, {0x2129, 0x2129}, {0x212e, 0x212e}, {0x213a, 0x213b},
+        {0x2140, 0x2144},   {0x214a, 0x214d}, {0x214f, 0x214f}, {0x218a, 0x2bff}, {0x2ce5, 0x2cea}, {0x2cef, 0x2cf1},
+        {0x2cf9, 0x2cff},   {0x2e00, 0x2e2e}, {0x2e30, 0x3004}, {0x3008, 0x3030}, {0x3036, 0x3037}, {0x303d, 0x303f},
+        {0x3099, 0x309c},   {0x30a0, 0x30a0}, {0x30fb, 0x30fb}, {0xd800, 0xf8ff}, {0xfb1e, 0xfb1e}, {0xfb29, 0xfb29},
+        {0xfdfc, 0xfe6b},   {0xfeff, 0xff20}, {0xff3b, 0xff40}, {0xff5b, 0xff65}, {0xffe0, 0xffff}, {0x1f000, 0x1faff},
+        {0xe0000, 0x10ffff}};
     #define IN_TABLE(table) \
         for (size_t i = 0; i < sizeof table / sizeof *table; i++) \
             if (table[i][0] <= c && c <= table[i][1])
@@ -205,7 +227,8 @@ static inline const unsigned char *run_end(const unsigned char *p, const unsigne
 //   Llama 3  (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+
 //            |\s+(?!\S)|\s+
 //   Qwen2.5  the same with \p{N} instead of \p{N}{1,3}, on text in Unicode's NFC (not converted here)
-static inline const unsigned char *chunk_end(const unsigned char *p, const unsigned char *end, TokenizerKind tokenizer) {
+static inline const unsigned char *chunk_end(const unsigned char *p, const unsigned char *end,
+                                             TokenizerKind tokenizer) {
     #define IS_NEWLINE(c) ((c) == '\n' || (c) == '\r')
     #define TO_LOWER(c) ((c) >= 'A' && (c) <= 'Z' ? (c) | 32 : (c))
     const unsigned char *last = p;
@@ -258,7 +281,12 @@ static inline uint64_t merge_pop(uint64_t *heap, int *count) {
 }
 // A chunk while it is merged. end[i]: where the part that begins at i ends, 0: no part begins there. before[i]: where
 // the part before it begins. heap, count: possible merges.
-typedef struct { const unsigned char *text; int bytes, *end, *before; uint64_t *heap; int count; } Merging;
+typedef struct {
+    const unsigned char *text;
+    int bytes, *end, *before;
+    uint64_t *heap;
+    int count;
+} Merging;
 // Offers the merge of the part at `start` with the next part.
 static inline void merge_offer(const Tokenizer *t, Merging *m, int start) {
     const int middle = start < 0 ? m->bytes : m->end[start];
@@ -277,7 +305,8 @@ static inline int encode_chunk(const Tokenizer *t, Merging *m, int *ids) {
         const uint64_t merge = merge_pop(m->heap, &m->count);
         const int start = (int)(uint32_t)merge, middle = m->end[start];
         tokenizer_token(t, (int)(merge >> 32), &length);
-        if (!middle || middle == m->bytes || m->end[middle] != start + length) continue;  // one of the two has been merged already
+        // one of the two has been merged already
+        if (!middle || middle == m->bytes || m->end[middle] != start + length) continue;
         const int end = m->end[start] = m->end[middle];
         m->end[middle] = 0;
         if (end < m->bytes) m->before[end] = start;

@@ -1,7 +1,8 @@
-// The training loop of both programs: options -> ranks -> data -> handshake -> model -> steps, evaluation, samples, checkpoints, log.
-// Include it last, after a backend (backend.h): it knows nothing of how the model is computed. Every rank runs it; rank 0 alone
-// prints and logs. What decides about the next call (skip, stop, save) is the same value on all ranks, or passed through comm_or.
-// Step s (from 1 in every message) takes the s-th global batch; evaluation and samples of "step s" see the weights after it.
+// The training loop of both programs: options -> ranks -> data -> handshake -> model -> steps, evaluation, samples,
+// checkpoints, log. Include it last, after a backend (backend.h): it knows nothing of how the model is computed. Every
+// rank runs it; rank 0 alone prints and logs. What decides about the next call (skip, stop, save) is the same value on
+// all ranks, or passed through comm_or. Step s (from 1 in every message) takes the s-th global batch; evaluation and
+// samples of "step s" see the weights after it.
 #ifndef LLMC_TRAINER_H
 #define LLMC_TRAINER_H
 
@@ -16,34 +17,34 @@
 
 typedef struct {
     Options o;
-    Comm comm;               // the job
+    Comm comm;  // the job
     Mesh mesh;
     Config config;
     Model model;
     DataLoader train;
     Evaluation eval;
     int has_tokenizer;
-    int window;              // tokens that a sample sees at a time
+    int window;  // tokens that a sample sees at a time
     Tokenizer tokenizer;
     Logger log;
-    TrainState state;        // what a checkpoint holds beside the parameters
-    TrainState before;       // options of the checkpoint that this run goes on or generates from; o points into them
-    char val_data[4200];     // what --val-data auto has found
-    Checkpoint saving;       // on its way to the disk
+    TrainState state;     // what a checkpoint holds beside the parameters
+    TrainState before;    // options of the checkpoint that this run goes on or generates from; o points into them
+    char val_data[4200];  // what --val-data auto has found
+    Checkpoint saving;    // on its way to the disk
     double save_begin, save_held;  // when it began; how long training stood still for it, seconds
-    int64_t saved_step;      // of the newest checkpoint of this run; at first the step that it begins with
-    int64_t retry_step;      // the save before failed: the next one is due here; 0: it did not
-    int unproven, unrotated; // of that checkpoint: its weights made no loss yet; older ones are to be removed
-    int ending;              // what is saved now is the last of this run
-    char diverged[200];      // why a checkpoint of now must not be taken for a good one; "": it may
+    int64_t saved_step;            // of the newest checkpoint of this run; at first the step that it begins with
+    int64_t retry_step;            // the save before failed: the next one is due here; 0: it did not
+    int unproven, unrotated;       // of that checkpoint: its weights made no loss yet; older ones are to be removed
+    int ending;                    // what is saved now is the last of this run
+    char diverged[200];            // why a checkpoint of now must not be taken for a good one; "": it may
     int64_t not_finite_in_a_row, not_finite;  // steps
-    int64_t steps;           // optimiser steps of the whole run
-    int num_micro;           // micro-steps in a step
-    char resumed_from[4300]; // checkpoint folder, "" for a fresh run
-    char data_changed[400];  // what became of its data; "": nothing
-    double step_seconds;     // smoothed time of a step; starts with the second one, since the first also warms up
+    int64_t steps;                            // optimiser steps of the whole run
+    int num_micro;                            // micro-steps in a step
+    char resumed_from[4300];                  // checkpoint folder, "" for a fresh run
+    char data_changed[400];                   // what became of its data; "": nothing
+    double step_seconds;  // smoothed time of a step; starts with the second one, since the first also warms up
     int steps_timed;
-    char step_line[256];     // the last step's, shown on a terminal while the next one computes; "": it was printed
+    char step_line[256];  // the last step's, shown on a terminal while the next one computes; "": it was printed
 } Trainer;
 
 // ---- set-up
@@ -51,31 +52,47 @@ typedef struct {
 // Combinations that no single option can check.
 static inline void check_options(const Options *o) {
     schedule_check(o->schedule);
-    require(!strcmp(o->on_nan, "stop") || !strcmp(o->on_nan, "skip"), "unknown --on-nan '%s'\nuse stop or skip", o->on_nan);
-    require(!strcmp(o->init_method, "mpi"), "ranks cannot find each other by '%s'\nuse mpirun or srun (--init-method mpi)", o->init_method);
-    require(!strcmp(o->state_dtype, "fp32") || !strcmp(o->state_dtype, "bf16"), "unknown --state-dtype '%s'\nuse fp32 or bf16", o->state_dtype);
-    require(o->tp_overlap < 1 || o->tp > 1, "--tp-overlap 1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
+    require(!strcmp(o->on_nan, "stop") || !strcmp(o->on_nan, "skip"), "unknown --on-nan '%s'\nuse stop or skip",
+            o->on_nan);
+    require(!strcmp(o->init_method, "mpi"),
+            "ranks cannot find each other by '%s'\nuse mpirun or srun (--init-method mpi)", o->init_method);
+    require(!strcmp(o->state_dtype, "fp32") || !strcmp(o->state_dtype, "bf16"),
+            "unknown --state-dtype '%s'\nuse fp32 or bf16", o->state_dtype);
+    require(o->tp_overlap < 1 || o->tp > 1,
+            "--tp-overlap 1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
     require(o->zero_stage <= 1, "ZeRO stage %lld is not built yet\nuse --zero-stage 0 or 1", o->zero_stage);
     require(*o->output || (o->save_every <= 0 && !o->resume), "checkpoints need a folder\nadd --output FOLDER");
-    require(o->total_batch == -1 || o->total_batch > 0, "--total-batch %lld is not a number of tokens\nleave it out or give B*T times a whole number", o->total_batch);
-    require(o->max_steps != 0 || o->generate || o->evaluate, "--max-steps 0 trains nothing\ngive a number of steps, or -1 for one epoch; --evaluate 1 evaluates and stops");
+    require(o->total_batch == -1 || o->total_batch > 0,
+            "--total-batch %lld is not a number of tokens\nleave it out or give B*T times a whole number",
+            o->total_batch);
+    require(o->max_steps != 0 || o->generate || o->evaluate,
+            "--max-steps 0 trains nothing\n"
+            "give a number of steps, or -1 for one epoch; --evaluate 1 evaluates and stops");
     require(!o->generate || !o->evaluate, "--generate 1 and --evaluate 1 are two runs\nleave one of them out");
-    require(!o->evaluate || *o->val_data || *o->choice_data || o->hellaswag, "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
+    require(!o->evaluate || *o->val_data || *o->choice_data || o->hellaswag,
+            "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
     require(!o->overfit || *o->val_data, "--overfit 1 needs --val-data, whose first batch it trains on\nname shards");
-    require(!*o->choice_data || o->eval_every || o->evaluate || o->generate, "--eval-every 0 never scores --choice-data\ngive a number of steps, or leave --choice-data out");
-    require(o->eval_steps != 0 || (!o->eval_every && !o->evaluate), "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
-    require(o->top_p > 0, "--top-p 0 leaves no token to sample\nuse a value in (0, 1], or --temperature 0 for the likeliest token");
-    require(o->samples <= o->batch_size || o->generate || !o->sample_every, "--samples %lld is more than --batch-size %lld\nsample fewer at a time while training", o->samples, o->batch_size);
+    require(!*o->choice_data || o->eval_every || o->evaluate || o->generate,
+            "--eval-every 0 never scores --choice-data\ngive a number of steps, or leave --choice-data out");
+    require(o->eval_steps != 0 || (!o->eval_every && !o->evaluate),
+            "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
+    require(o->top_p > 0,
+            "--top-p 0 leaves no token to sample\nuse a value in (0, 1], or --temperature 0 for the likeliest token");
+    require(o->samples <= o->batch_size || o->generate || !o->sample_every,
+            "--samples %lld is more than --batch-size %lld\nsample fewer at a time while training", o->samples,
+            o->batch_size);
 }
 
-// A --model that a resumed run names must be the checkpoint's: that is what goes on, under the name that the run began with.
+// A --model that a resumed run names must be the checkpoint's: that is what goes on, under the name that the run began
+// with.
 static inline void require_resumed_model(Trainer *t) {
     const char *model = t->o.model, *before = state_option(&t->before, "model");
     if (!before || !strcmp(model, before)) return;
     t->o.model = before;
     const int folder = is_directory(model) || strchr(model, '/');
     Config named;
-    if (folder) named = config_from_json(model);
+    if (folder)
+        named = config_from_json(model);
     else if (!config_parse(model, &named)) {
         named.vocab_size = t->config.vocab_size;  // the data's
         config_finish(&named, NULL);
@@ -88,13 +105,17 @@ static inline void require_resumed_model(Trainer *t) {
     free(a);
     free(b);
 }
-// Model sizes: from the checkpoint that is resumed, a Hugging Face folder, or a preset. A preset without vocab= takes the
-// vocabulary that the training data names.
+// Model sizes: from the checkpoint that is resumed, a Hugging Face folder, or a preset. A preset without vocab= takes
+// the vocabulary that the training data names.
 static inline void choose_config(Trainer *t) {
     const char *model = *t->resumed_from ? t->resumed_from : t->o.model;
     size_t n = strlen(model);
-    require(n < 4 || strcmp(model + n - 4, ".bin") != 0, "'%s' is an llm.c checkpoint\nmake a folder of it: python dev/eval/hf.py import %s FOLDER, then --model FOLDER", model, model);
-    require(!strchr(model, '/') || is_directory(model), "'%s' is no folder\nname the Hugging Face folder that holds config.json and model.safetensors", model);
+    require(n < 4 || strcmp(model + n - 4, ".bin") != 0,
+            "'%s' is an llm.c checkpoint\n"
+            "make a folder of it: python dev/eval/hf.py import %s FOLDER, then --model FOLDER",
+            model, model);
+    require(!strchr(model, '/') || is_directory(model),
+            "'%s' is no folder\nname the Hugging Face folder that holds config.json and model.safetensors", model);
     const char *data = t->o.overfit || t->o.evaluate ? t->o.val_data : t->o.train_data;
     if (is_directory(model)) {
         if (!*t->resumed_from) checkpoint_require_intact(&t->comm, model, 2);
@@ -107,34 +128,51 @@ static inline void choose_config(Trainer *t) {
         dataloader_close(&peek);
         config_finish(&t->config, NULL);
     }
-    require(t->o.generate || t->o.seq_len <= t->config.max_seq_len, "--seq-len %lld is longer than the model's context of %d\nuse a shorter --seq-len, or a model with seq=%lld",
+    require(t->o.generate || t->o.seq_len <= t->config.max_seq_len,
+            "--seq-len %lld is longer than the model's context of %d\n"
+            "use a shorter --seq-len, or a model with seq=%lld",
             t->o.seq_len, t->config.max_seq_len, t->o.seq_len);
 }
 
 static inline void open_data(Trainer *t) {
     Options *o = &t->o;
-    const int B = (int)o->batch_size, T = (int)o->seq_len, V = t->config.vocab_size, rank = t->mesh.dp.rank, world = t->mesh.dp.world;
-    if (o->evaluate) { evaluation_open(&t->eval, o, &t->mesh.dp, V); return; }
-    dataloader_open(&t->train, o->overfit ? o->val_data : o->train_data, B, T, rank, world, !o->overfit, (uint64_t)o->seed, V);
+    const int B = (int)o->batch_size, T = (int)o->seq_len, V = t->config.vocab_size, rank = t->mesh.dp.rank,
+              world = t->mesh.dp.world;
+    if (o->evaluate) {
+        evaluation_open(&t->eval, o, &t->mesh.dp, V);
+        return;
+    }
+    dataloader_open(&t->train, o->overfit ? o->val_data : o->train_data, B, T, rank, world, !o->overfit,
+                    (uint64_t)o->seed, V);
     evaluation_open(&t->eval, o, &t->mesh.dp, V);
-    require(t->train.vocab_size <= V, "the training data has a vocabulary of %d and the model of %d\nuse data made with the model's tokenizer", t->train.vocab_size, V);
-    if (t->train.hash && evaluation_tokenizer(&t->eval)) require(t->train.hash == evaluation_tokenizer(&t->eval), "training and evaluation data were made with different tokenizers\nmake both with one");
+    require(t->train.vocab_size <= V,
+            "the training data has a vocabulary of %d and the model of %d\nuse data made with the model's tokenizer",
+            t->train.vocab_size, V);
+    if (t->train.hash && evaluation_tokenizer(&t->eval))
+        require(t->train.hash == evaluation_tokenizer(&t->eval),
+                "training and evaluation data were made with different tokenizers\nmake both with one");
     const int64_t micro_tokens = (int64_t)B * T * world;
     const char *before = state_option(&t->before, "total-batch");
     if (o->total_batch == -1)
         o->total_batch = micro_tokens;  // recorded so: a resumed run keeps its batch on any number of ranks
     const int64_t total = o->total_batch;
     const int64_t near = (total + micro_tokens / 2) / micro_tokens;
-    require((total - 1) / micro_tokens < 1 << 20, "--total-batch %lld is more than 2^20 micro-steps of %lld tokens\n"
-            "use a smaller one, or a larger --batch-size", (long long)total, (long long)micro_tokens);
-    require(total % micro_tokens == 0, "--total-batch %lld%s is not a multiple of batch-size * seq-len * ranks%s"
-            " = %lld\nnearest: %lld; or choose another --batch-size", (long long)total,
-            before && atoll(before) == total ? " of the resumed run" : "", o->tp > 1 ? " / tp" : "",
+    require((total - 1) / micro_tokens < 1 << 20,
+            "--total-batch %lld is more than 2^20 micro-steps of %lld tokens\n"
+            "use a smaller one, or a larger --batch-size",
+            (long long)total, (long long)micro_tokens);
+    require(total % micro_tokens == 0,
+            "--total-batch %lld%s is not a multiple of batch-size * seq-len * ranks%s"
+            " = %lld\nnearest: %lld; or choose another --batch-size",
+            (long long)total, before && atoll(before) == total ? " of the resumed run" : "", o->tp > 1 ? " / tp" : "",
             (long long)micro_tokens, (long long)((near < 1 ? 1 : near) * micro_tokens));
     t->num_micro = (int)(total / micro_tokens);
     // An epoch as llm.c counts it: its last rows may be the next one's first.
     t->steps = o->max_steps != -1 ? o->max_steps : t->train.num_tokens / total;
-    require(t->steps > 0, "the training data has %lld tokens, less than one step of %lld\nuse a smaller --total-batch or give --max-steps", (long long)t->train.num_tokens, (long long)total);
+    require(t->steps > 0,
+            "the training data has %lld tokens, less than one step of %lld\n"
+            "use a smaller --total-batch or give --max-steps",
+            (long long)t->train.num_tokens, (long long)total);
 }
 
 // The tokenizer.bin that --tokenizer names, or the first of these that is there: that of the model's folder, to
@@ -170,7 +208,7 @@ static inline void open_tokenizer(Trainer *t) {
     const uint64_t hash = t->train.hash ? t->train.hash : evaluation_tokenizer(&t->eval);
     const int needed = *t->o.prompt != 0, V = t->config.vocab_size;
     require(path || !needed, "a --prompt needs a tokenizer, and none lies beside the model or the training data\n"
-            "give --tokenizer FILE");
+                             "give --tokenizer FILE");
     if (!path) return;
     tokenizer_open(&t->tokenizer, path);
     const int has = t->tokenizer.vocab_size, fits = has == V && (!hash || t->tokenizer.hash == hash);
@@ -181,7 +219,8 @@ static inline void open_tokenizer(Trainer *t) {
     if (!t->has_tokenizer) tokenizer_close(&t->tokenizer);
     require(!t->has_tokenizer || has <= V,
             "tokenizer '%s' has %d tokens, the model %d\ngive the model's own --tokenizer", path, has, V);
-    require(!t->has_tokenizer || !hash || t->tokenizer.hash == hash, "tokenizer '%s' is not the one that made the data\ngive the data's own --tokenizer", path);
+    require(!t->has_tokenizer || !hash || t->tokenizer.hash == hash,
+            "tokenizer '%s' is not the one that made the data\ngive the data's own --tokenizer", path);
     free(path);
 }
 
@@ -193,7 +232,9 @@ static inline TokenizerId tokenizer_of_model(const Trainer *t) {
     if (file_exists(bin)) {
         Tokenizer own;
         tokenizer_open(&own, bin);
-        id.kind = own.kind; id.vocab_size = own.vocab_size; id.hash = own.hash;
+        id.kind = own.kind;
+        id.vocab_size = own.vocab_size;
+        id.hash = own.hash;
         tokenizer_close(&own);
     } else if (file_exists(state)) {
         Json j;
@@ -211,7 +252,9 @@ static inline TokenizerId tokenizer_of_data(const Trainer *t) {
     TokenizerId id = {shards->tokenizer, shards->vocab_size, shards->hash};
     if (!id.hash) id.hash = evaluation_tokenizer(&t->eval);
     if (!id.hash && t->has_tokenizer) {
-        id.kind = t->tokenizer.kind; id.vocab_size = t->tokenizer.vocab_size; id.hash = t->tokenizer.hash;
+        id.kind = t->tokenizer.kind;
+        id.vocab_size = t->tokenizer.vocab_size;
+        id.hash = t->tokenizer.hash;
     }
     return id;
 }
@@ -220,14 +263,18 @@ static inline void compare_tokenizers(Trainer *t) {
     const TokenizerId model = tokenizer_of_model(t), data = tokenizer_of_data(t);
     const char *folder = *t->resumed_from ? t->resumed_from : t->o.model;
     char models[96], datas[96];
-    if (data.hash) t->state.tokenizer = data;
-    else t->state.tokenizer = model;
+    if (data.hash)
+        t->state.tokenizer = data;
+    else
+        t->state.tokenizer = model;
     if (!model.hash || !data.hash || model.hash == data.hash) return;
     tokenizer_name(&model, models, sizeof models);
     tokenizer_name(&data, datas, sizeof datas);
-    require(t->o.force, "the model '%s' has the tokenizer %s, the data were made with %s\n"
+    require(t->o.force,
+            "the model '%s' has the tokenizer %s, the data were made with %s\n"
             "make data for this model with python dev/data/prepare.py --tokenizer %s; or use these all the same "
-            "with --force 1", folder, models, datas, folder);
+            "with --force 1",
+            folder, models, datas, folder);
     printf("warning: the model has the tokenizer %s, the data were made with %s (--force 1)\n", models, datas);
 }
 
@@ -254,8 +301,7 @@ static inline void report_changed_options(const Trainer *t) {
         if (!before || !strcmp(info->name, "resume") || !strcmp(info->name, "output")) continue;
         const char *now = option_text(&t->o, info, number, sizeof number);
         if (!strcmp(info->name, "val-data") && t->o.val_data == t->val_data) now = "auto";
-        if (strcmp(before, now) != 0)
-            printf("changed since the checkpoint: --%s %s -> %s\n", info->name, before, now);
+        if (strcmp(before, now) != 0) printf("changed since the checkpoint: --%s %s -> %s\n", info->name, before, now);
     }
 }
 
@@ -292,8 +338,10 @@ static inline void find_validation_data(Trainer *t) {
     glob_t found;
     if (word)
         snprintf(t->val_data, sizeof t->val_data, "%.*sval%s", (int)(word - train), train, word + strlen("train"));
-    if (!word || find_files(t->val_data, &found) != 0) *t->val_data = 0;
-    else globfree(&found);
+    if (!word || find_files(t->val_data, &found) != 0)
+        *t->val_data = 0;
+    else
+        globfree(&found);
     t->o.val_data = t->val_data;
 }
 
@@ -323,7 +371,10 @@ static inline void find_checkpoint(Trainer *t) {
     const int resumed = checkpoint_latest(&t->comm, o->resume ? o->output : "", forward_only(o) ? 2 : 3,
                                           t->resumed_from, sizeof t->resumed_from);
     if (t->comm.rank == 0) {
-        require(resumed || !o->resume || !forward_only(o), "there is no checkpoint in '%s' to resume\nname the run's --output, or leave --resume out to use --model", o->output);
+        require(resumed || !o->resume || !forward_only(o),
+                "there is no checkpoint in '%s' to resume\n"
+                "name the run's --output, or leave --resume out to use --model",
+                o->output);
         if (*o->output && o->evaluate) make_directory(o->output);  // a folder that --generate reads may be another's
         if (writes && o->resume && !resumed)
             printf("there is no checkpoint in '%s': the run begins with step 1\n", o->output);
@@ -331,7 +382,8 @@ static inline void find_checkpoint(Trainer *t) {
     }
 }
 
-// The place in the data is a row of an epoch, and the epoch's order that of all its shards: with other shards it is another place.
+// The place in the data is a row of an epoch, and the epoch's order that of all its shards: with other shards it is
+// another place.
 static inline void compare_data(Trainer *t) {
     const DataLoader *d = &t->train;
     TrainState *s = &t->state;
@@ -343,12 +395,15 @@ static inline void compare_data(Trainer *t) {
         snprintf(t->data_changed, sizeof t->data_changed,
                  "%lld tokens in %lld shards -> %lld in %d%s; sequences come in another order now: from number "
                  "%lld of %lld, where this run goes on, to the end of the epoch some come again, and some that did not "
-                 "come are left out", (long long)s->data_tokens, (long long)s->data_shards, (long long)d->num_tokens,
-                 d->num_shards, same_size ? ", with other names or other tokens" : "", (long long)d->row,
+                 "come are left out",
+                 (long long)s->data_tokens, (long long)s->data_shards, (long long)d->num_tokens, d->num_shards,
+                 same_size ? ", with other names or other tokens" : "", (long long)d->row,
                  (long long)d->rows_per_epoch);
         printf("changed since the checkpoint: the training data, %s\n", t->data_changed);
     }
-    s->data_tokens = d->num_tokens; s->data_shards = d->num_shards; s->data_hash = hash;
+    s->data_tokens = d->num_tokens;
+    s->data_shards = d->num_shards;
+    s->data_hash = hash;
 }
 static inline void handshake(const Trainer *t) {
     HandshakeRecord r = comm_record(&t->comm);
@@ -380,10 +435,14 @@ static inline void load_or_init(Trainer *t) {
     } else if (*t->resumed_from) {
         checkpoint_load(&t->model, t->resumed_from, &t->state);
         report_changed_options(t);
-        if (t->train.num_shards && !t->o.overfit) dataloader_seek(&t->train, t->state.epoch, state_row(&t->state, t->o.seq_len));  // --overfit takes the first batch, always
+        // --overfit takes the first batch, always
+        if (t->train.num_shards && !t->o.overfit)
+            dataloader_seek(&t->train, t->state.epoch, state_row(&t->state, t->o.seq_len));
     } else {
-        if (is_directory(t->o.model)) model_load_weights(&t->model, t->o.model);
-        else init_weights(&t->model, (uint64_t)t->o.seed);
+        if (is_directory(t->o.model))
+            model_load_weights(&t->model, t->o.model);
+        else
+            init_weights(&t->model, (uint64_t)t->o.seed);
         t->state.seed = (uint64_t)t->o.seed;
     }
     if (t->train.num_shards && !t->o.overfit) compare_data(t);
@@ -393,12 +452,16 @@ static inline void print_start(const Trainer *t) {
     const Config *c = &t->config;
     printf("llm.cu %s | %s | %s | %s\n", GIT_REVISION, model_device(&t->model), model_dtype(&t->model), t->o.model);
     options_echo(&t->o, stdout);
-    printf("model     %s: %d layers, %d channels, %d heads (%d for keys and values), MLP %d, vocabulary %d, context %d: %.1fM parameters\n", c->model_type,
-           c->num_layers, c->channels, c->num_heads, c->num_kv_heads, c->ffn_dim, c->vocab_size, c->max_seq_len, 1e-6 * (double)t->model.table.num_weights);
+    printf("model     %s: %d layers, %d channels, %d heads (%d for keys and values), MLP %d, vocabulary %d, context "
+           "%d: %.1fM parameters\n",
+           c->model_type, c->num_layers, c->channels, c->num_heads, c->num_kv_heads, c->ffn_dim, c->vocab_size,
+           c->max_seq_len, 1e-6 * (double)t->model.table.num_weights);
     printf("weights   %s\n", *t->resumed_from ? t->resumed_from : is_directory(t->o.model) ? t->o.model : "random");
     printf("memory    %.2f GiB\n", model_memory_gib(&t->model));
     model_print_plan(&t->model, stdout);
-    if (t->comm.world > 1) printf("ranks     %d, %d of them on this host, ZeRO stage %lld\n", t->comm.world, t->comm.local_world, t->o.zero_stage);
+    if (t->comm.world > 1)
+        printf("ranks     %d, %d of them on this host, ZeRO stage %lld\n", t->comm.world, t->comm.local_world,
+               t->o.zero_stage);
     if (*model_carriers(&t->model)) printf("messages  %s\n", model_carriers(&t->model));
     if (t->o.tp > 1) printf("mesh      %d data-parallel x %d tensor-parallel\n", t->mesh.dp.world, t->mesh.tp.world);
     if (t->o.generate) return;
@@ -412,9 +475,11 @@ static inline void print_start(const Trainer *t) {
     if (!strcmp(t->o.schedule, "constant") && t->o.warmup)
         printf("no warm-up: --schedule constant has none, as in llm.c; linear with --final-lr-fraction 1 is constant "
                "after one\n");
-    printf("data      %lld tokens in %d shards, %lld sequences of %lld an epoch\n", (long long)t->train.num_tokens, t->train.num_shards, (long long)t->train.rows_per_epoch, t->o.seq_len);
-    printf("run       %lld steps of %lld tokens (%d micro-steps of %d x %lld x %lld): %.2f epochs\n\n", (long long)t->steps, t->o.total_batch,
-           t->num_micro, t->mesh.dp.world, t->o.batch_size, t->o.seq_len, (double)t->steps * (double)(t->o.total_batch / t->o.seq_len) / (double)t->train.rows_per_epoch);
+    printf("data      %lld tokens in %d shards, %lld sequences of %lld an epoch\n", (long long)t->train.num_tokens,
+           t->train.num_shards, (long long)t->train.rows_per_epoch, t->o.seq_len);
+    printf("run       %lld steps of %lld tokens (%d micro-steps of %d x %lld x %lld): %.2f epochs\n\n",
+           (long long)t->steps, t->o.total_batch, t->num_micro, t->mesh.dp.world, t->o.batch_size, t->o.seq_len,
+           (double)t->steps * (double)(t->o.total_batch / t->o.seq_len) / (double)t->train.rows_per_epoch);
 }
 static inline void log_start(Trainer *t) {
     FILE *f = logger_begin(&t->log, "start", t->state.step);
@@ -427,7 +492,8 @@ static inline void log_start(Trainer *t) {
     logger_text(f, "build", __VERSION__);
     logger_text(f, "resumed_from", t->resumed_from);
     if (*t->data_changed) logger_text(f, "data_changed", t->data_changed);
-    fprintf(f, ",\"parameters\":%zu,\"steps\":%lld,\"num_micro\":%d,\"ranks\":%d,\"tp\":%d", t->model.table.num_weights, (long long)t->steps, t->num_micro, t->comm.world, t->mesh.tp.world);
+    fprintf(f, ",\"parameters\":%zu,\"steps\":%lld,\"num_micro\":%d,\"ranks\":%d,\"tp\":%d", t->model.table.num_weights,
+            (long long)t->steps, t->num_micro, t->comm.world, t->mesh.tp.world);
     logger_number(f, "memory_gib", model_memory_gib(&t->model));
     logger_options(f, &t->o);
     fputs(",\"config\":", f);
@@ -441,24 +507,30 @@ static inline void report_gpu(Trainer *t) {
     gpu_monitor_print(stdout, &s);
     FILE *f = logger_begin(&t->log, "gpu", t->state.step);
     if (!f) return;
-    fprintf(f, ",\"sm_mhz\":%u,\"memory_mhz\":%u,\"watts\":%.1f,\"celsius\":%u", s.sm_mhz, s.memory_mhz, 1e-3 * s.milliwatts, s.celsius);
+    fprintf(f, ",\"sm_mhz\":%u,\"memory_mhz\":%u,\"watts\":%.1f,\"celsius\":%u", s.sm_mhz, s.memory_mhz,
+            1e-3 * s.milliwatts, s.celsius);
     logger_text(f, "held_back_by", gpu_held_back(s.held_back, text, sizeof text));
     logger_end(&t->log);
 }
 
-static inline void score(Trainer *t) { evaluate(&t->eval, &t->model, t->has_tokenizer ? &t->tokenizer : NULL, &t->log, t->state.step, t->state.tokens); }
+static inline void score(Trainer *t) {
+    evaluate(&t->eval, &t->model, t->has_tokenizer ? &t->tokenizer : NULL, &t->log, t->state.step, t->state.tokens);
+}
 
 // ---- samples
 
 static inline int first_token(const Trainer *t) {
-    return t->has_tokenizer ? t->tokenizer.eot : t->train.num_tokens && t->train.vocab_size ? t->train.eot : t->config.vocab_size - 1;
+    return t->has_tokenizer                             ? t->tokenizer.eot
+           : t->train.num_tokens && t->train.vocab_size ? t->train.eot
+                                                        : t->config.vocab_size - 1;
 }
 
 // Generation alone needs little room: the samples side by side, a prompt in pieces.
 static inline Options options_of_model(Trainer *t) {
     enum { PIECE = 256 };
     Options o = t->o;
-    const int64_t longest = generation_longest(&o), most = o.seq_len < t->config.max_seq_len ? o.seq_len : t->config.max_seq_len;
+    const int64_t longest = generation_longest(&o),
+                  most = o.seq_len < t->config.max_seq_len ? o.seq_len : t->config.max_seq_len;
     t->window = (int)(longest < most ? longest : most);
     if (!o.generate) return o;
     o.batch_size = o.samples;
@@ -469,7 +541,10 @@ static inline void sample(Trainer *t) {
     const Generation g = {first_token(t), t->window, t->has_tokenizer ? &t->tokenizer : NULL};
     char *text = generate(&g, &t->model, &t->o, t->state.step, t->o.generate);
     FILE *f = text ? logger_begin(&t->log, "sample", t->state.step) : NULL;
-    if (f) { logger_text(f, "text", text); logger_end(&t->log); }
+    if (f) {
+        logger_text(f, "text", text);
+        logger_end(&t->log);
+    }
     free(text);
 }
 
@@ -504,8 +579,10 @@ static inline void report_failed_save(Trainer *t, const char *path, int64_t step
     const char *reason =
         error == OTHER_RANK_FAILED ? "another rank could not write its part, see its message" : strerror(error);
     printf("checkpoint %s | FAILED: %s; older ones are untouched", path, reason);
-    if (t->ending) printf(", and --resume 1 goes on from the newest of them\n");
-    else printf("; it is tried again after step %lld\n", (long long)t->retry_step);
+    if (t->ending)
+        printf(", and --resume 1 goes on from the newest of them\n");
+    else
+        printf("; it is tried again after step %lld\n", (long long)t->retry_step);
     fflush(stdout);
     FILE *f = logger_begin(&t->log, "checkpoint_failed", step);
     if (!f) return;
@@ -538,8 +615,10 @@ static inline void save_finish(void *trainer) {
     t->unrotated = !error;
     t->unproven &= !error;
     console_overwrite("");
-    if (error) report_failed_save(t, path, step, error);
-    else report_save(t, path, step, now - t->save_begin, t->save_held + now - begin);
+    if (error)
+        report_failed_save(t, path, step, error);
+    else
+        report_save(t, path, step, now - t->save_begin, t->save_held + now - begin);
     rotate(t);
 }
 static inline void save(Trainer *t) {
@@ -596,19 +675,27 @@ static inline double window_limit(const StateWindow *w, double z) {
     return z > 0 && window_moments(w, &mean, &deviation) && deviation > 0 ? mean + z * deviation : INFINITY;
 }
 
-typedef struct { float loss, norm; double lr, loss_z, norm_z, seconds; const char *skipped; } StepReport;
+typedef struct {
+    float loss, norm;
+    double lr, loss_z, norm_z, seconds;
+    const char *skipped;
+} StepReport;
 
 static inline void report_step(Trainer *t, const StepReport *r) {
-    const double tokens = (double)t->o.total_batch, peak = t->comm.world * model_peak_flops(&t->model), mfu = peak > 0 ? tokens * flops_per_token(&t->config, &t->model.table, (int)t->o.seq_len) / (r->seconds * peak) : NAN;
+    const double tokens = (double)t->o.total_batch, peak = t->comm.world * model_peak_flops(&t->model),
+                 mfu = peak > 0 ? tokens * flops_per_token(&t->config, &t->model.table, (int)t->o.seq_len) /
+                                      (r->seconds * peak)
+                                : NAN;
     t->step_seconds = t->steps_timed++ < 2 ? r->seconds : 0.95 * t->step_seconds + 0.05 * r->seconds;
     char eta[32], z[64] = "", share[32] = "";
     if (!isnan(r->loss_z)) snprintf(z, sizeof z, " (z %+.2f, %+.2f)", r->loss_z, r->norm_z);
     if (peak > 0) snprintf(share, sizeof share, " | %.1f%% MFU", 100 * mfu);
     duration_text((double)(t->steps - t->state.step) * t->step_seconds, eta, sizeof eta);
-    snprintf(t->step_line, sizeof t->step_line, "step %6lld/%lld | loss %.4f | norm %.4f%s | lr %.2e | %.1f ms%s"
-             " | %.0f tok/s | ETA %s%s%s", (long long)t->state.step, (long long)t->steps, r->loss, r->norm, z, r->lr,
-             1e3 * r->seconds, share, tokens / t->step_seconds, eta,
-             r->skipped ? " | update skipped: " : "", r->skipped ? r->skipped : "");
+    snprintf(t->step_line, sizeof t->step_line,
+             "step %6lld/%lld | loss %.4f | norm %.4f%s | lr %.2e | %.1f ms%s"
+             " | %.0f tok/s | ETA %s%s%s",
+             (long long)t->state.step, (long long)t->steps, r->loss, r->norm, z, r->lr, 1e3 * r->seconds, share,
+             tokens / t->step_seconds, eta, r->skipped ? " | update skipped: " : "", r->skipped ? r->skipped : "");
     const int64_t every = t->o.print_every ? t->o.print_every : console_columns() ? t->steps : 1;
     if (r->skipped || t->state.step % every == 0 || t->state.step == t->steps) {
         puts(t->step_line);
@@ -650,7 +737,8 @@ static inline void report_choices(Trainer *t) {
 static inline void report_overlap(Trainer *t) {
     const OverlapCounts n = model_overlap(&t->model);
     if (n.gathers + n.scatters + n.apart == 0) return;
-    printf("rows met those of other ranks %d times: %d gathers and %d scatters under products, %d apart\n", n.gathers + n.scatters + n.apart, n.gathers, n.scatters, n.apart);
+    printf("rows met those of other ranks %d times: %d gathers and %d scatters under products, %d apart\n",
+           n.gathers + n.scatters + n.apart, n.gathers, n.scatters, n.apart);
     FILE *f = logger_begin(&t->log, "overlap", t->state.step);
     if (!f) return;
     fprintf(f, ",\"gathers\":%d,\"scatters\":%d,\"apart\":%d", n.gathers, n.scatters, n.apart);
@@ -678,12 +766,14 @@ static inline void report_timing(Trainer *t) {
 }
 
 // Why an update was not applied; NULL if it was.
-static const char *const verdict_names[] = {NULL, "loss or gradient norm is not finite", "loss is an outlier", "gradient norm is an outlier"};
+static const char *const verdict_names[] = {NULL, "loss or gradient norm is not finite", "loss is an outlier",
+                                            "gradient norm is an outlier"};
 
 static inline UpdateParams update_params(const Trainer *t) {
     const Options *o = &t->o;
     UpdateParams p;
-    p.lr = (float)learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
+    p.lr = (float)learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps,
+                                   t->state.step);
     p.beta1 = (float)o->beta1;
     p.beta2 = (float)o->beta2;
     p.eps = (float)o->adam_eps;
@@ -811,7 +901,9 @@ static inline int score_and_agree(Trainer *t) {
     return agree(t);
 }
 
-static inline int due(int64_t every, int64_t step, int64_t last) { return every > 0 && (step % every == 0 || step == last); }
+static inline int due(int64_t every, int64_t step, int64_t last) {
+    return every > 0 && (step % every == 0 || step == last);
+}
 
 // What is due after a step besides saving. Returns the signal that stops the run, or 0.
 static inline int after_step(Trainer *t, int64_t first) {
@@ -825,8 +917,10 @@ static inline int after_step(Trainer *t, int64_t first) {
     int stopped = agree(t);
     if (due(o->eval_every, step, t->steps) && !stopped) stopped = score_and_agree(t);
     if (!due(o->sample_every, step, t->steps) || stopped) return stopped;
-    if (t->mesh.dp.rank == 0) sample(t);
-    else generate_elsewhere(&t->comm);
+    if (t->mesh.dp.rank == 0)
+        sample(t);
+    else
+        generate_elsewhere(&t->comm);
     // The first group alone has met. The others wait here, not in a collective of the device, whose waits are bounded.
     comm_align(&t->comm);
     return agree(t);
@@ -889,10 +983,12 @@ static inline int train(Trainer *t) {
     return end_training(t, first, stopped);
 }
 
-// A program may be started with its output closed (>&-): the first file that is opened, the log, would then get what is printed.
+// A program may be started with its output closed (>&-): the first file that is opened, the log, would then get what is
+// printed.
 static inline void open_standard_streams(void) {
     int fd;
-    do fd = open("/dev/null", O_RDWR); while (fd >= 0 && fd <= STDERR_FILENO);
+    do fd = open("/dev/null", O_RDWR);
+    while (fd >= 0 && fd <= STDERR_FILENO);
     if (fd >= 0) close(fd);
 }
 
@@ -904,8 +1000,12 @@ static inline int trainer_main(int argc, char **argv) {
     if (!o->resume) settle_options(t);  // else when those of the checkpoint are known
     t->comm = comm_open(&argc, &argv, o->timeout);
     const Comm *comm = &t->comm;
-    comm_require(comm, o->num_processes == 1 || o->num_processes == comm->world, "this job was not started as %lld processes but as %d\nlet mpirun or srun start them", o->num_processes, comm->world);
-    if (comm->rank > 0) require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\ncheck the machine", strerror(errno));  // rank 0 alone prints
+    comm_require(comm, o->num_processes == 1 || o->num_processes == comm->world,
+                 "this job was not started as %lld processes but as %d\nlet mpirun or srun start them",
+                 o->num_processes, comm->world);
+    // rank 0 alone prints
+    if (comm->rank > 0)
+        require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\ncheck the machine", strerror(errno));
     catch_signals(forward_only(o));
     find_checkpoint(t);
     take_options(t, argc, argv);
@@ -922,7 +1022,8 @@ static inline int trainer_main(int argc, char **argv) {
     handshake(t);
     const Options model_options = options_of_model(t);
     model_open(&t->model, &t->config, &model_options, &t->mesh);
-    if (t->mesh.dp.rank == 0 && (o->generate || (o->sample_every && !o->evaluate))) model_decode_open(&t->model, (int)o->samples, t->window);
+    if (t->mesh.dp.rank == 0 && (o->generate || (o->sample_every && !o->evaluate)))
+        model_decode_open(&t->model, (int)o->samples, t->window);
     load_or_init(t);
     if (!forward_only(o)) model_tune(&t->model);
     record_options(t);
@@ -930,9 +1031,12 @@ static inline int trainer_main(int argc, char **argv) {
     logger_open(&t->log, o->generate || comm->rank > 0 ? "" : o->output, o->evaluate ? "evaluate.jsonl" : "main.jsonl");
     log_start(t);
     int status = EXIT_SUCCESS;
-    if (o->generate) sample(t);
-    else if (o->evaluate) score(t);
-    else status = train(t);
+    if (o->generate)
+        sample(t);
+    else if (o->evaluate)
+        score(t);
+    else
+        status = train(t);
     logger_close(&t->log);
     model_close(&t->model);
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);

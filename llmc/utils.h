@@ -40,8 +40,8 @@ static inline char *printable(char *text, const char *except) {
     return text;
 }
 
-__attribute__((noreturn, cold, format(printf, 3, 4)))
-static inline void die_at(const char *file, int line, const char *format, ...) {
+__attribute__((noreturn, cold, format(printf, 3, 4))) static inline void die_at(const char *file, int line,
+                                                                                const char *format, ...) {
     char text[2048], what[2048], rank[32] = "";
     va_list args, again;
     va_start(args, format);
@@ -65,7 +65,10 @@ static inline void die_at(const char *file, int line, const char *format, ...) {
 }
 #define die(...) die_at(__FILE__, __LINE__, __VA_ARGS__)
 #define unhandled(kind) die("kind %d is not handled here\nadd its case", (int)(kind))
-#define require(condition, ...) do { if (!(condition)) die(__VA_ARGS__); } while (0)
+#define require(condition, ...) \
+    do { \
+        if (!(condition)) die(__VA_ARGS__); \
+    } while (0)
 
 // ---- memory and files: each call works, or stops and says why
 
@@ -87,7 +90,8 @@ static inline FILE *fopen_or_die(const char *path, const char *mode, const char 
 static inline void pread_or_die(int fd, void *destination, size_t bytes, uint64_t offset, const char *path) {
     char *to = (char *)destination;
     for (ssize_t n; bytes > 0; to += n, bytes -= (size_t)n, offset += (uint64_t)n) {
-        while ((n = pread(fd, to, bytes, (off_t)offset)) < 0 && errno == EINTR) {}
+        while ((n = pread(fd, to, bytes, (off_t)offset)) < 0 && errno == EINTR) {
+        }
         require(n >= 0, "cannot read '%s': %s\ncheck the disk and the file", path, strerror(errno));
         require(n > 0, "'%s' ends %zu bytes too early\nthe file is truncated: make or download it again", path, bytes);
     }
@@ -109,7 +113,9 @@ static inline int open_with_header(const char *path, const char *what, const cha
     pread_or_die(fd, h, HEADER_WORDS * sizeof *h, 0, path);
     return fd;
 }
-static inline uint64_t header_hash(const int32_t *h) { return (uint64_t)(uint32_t)h[0] | (uint64_t)(uint32_t)h[1] << 32; }
+static inline uint64_t header_hash(const int32_t *h) {
+    return (uint64_t)(uint32_t)h[0] | (uint64_t)(uint32_t)h[1] << 32;
+}
 
 static inline int file_exists(const char *path) {
     struct stat s;

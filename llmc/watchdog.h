@@ -22,11 +22,20 @@
 #include <signal.h>
 
 typedef enum {
-    PHASE_START, PHASE_LOAD, PHASE_DATA, PHASE_MICRO_STEP, PHASE_FORWARD, PHASE_BACKWARD, PHASE_UPDATE, PHASE_EVALUATE,
-    PHASE_SAMPLE, PHASE_SAVE, PHASE_END
+    PHASE_START,
+    PHASE_LOAD,
+    PHASE_DATA,
+    PHASE_MICRO_STEP,
+    PHASE_FORWARD,
+    PHASE_BACKWARD,
+    PHASE_UPDATE,
+    PHASE_EVALUATE,
+    PHASE_SAMPLE,
+    PHASE_SAVE,
+    PHASE_END
 } Phase;
 static const char *const phase_names[] = {
-    "start", "load", "data", "forward and backward", "forward", "backward", "update", "evaluate",
+    "start",  "load", "data", "forward and backward", "forward", "backward", "update", "evaluate",
     "sample", "save", "end",
 };
 typedef enum { OP_ENQUEUED, OP_STARTED, OP_DONE } OpState;
@@ -35,22 +44,28 @@ typedef enum { RANK_UNKNOWN, RANK_RUNNING, RANK_FAILED, RANK_REPORTED, RANK_ENDE
 
 enum { WATCHDOG_RING = 64, WATCHDOG_TICK_MS = 50, WATCHDOG_GRACE_MS = 1500, WATCHDOG_PATIENCE = 4 };
 enum { WATCHDOG_LANES = 5 };  // streams of the device, each of which carries out its own operations in order
-typedef struct { uint64_t number; const char *name; size_t bytes; int state, lane; int64_t ms; } WatchdogOp;
+typedef struct {
+    uint64_t number;
+    const char *name;
+    size_t bytes;
+    int state, lane;
+    int64_t ms;
+} WatchdogOp;
 // What a rank shows to its neighbours, on cache lines of its own. Times are milliseconds of the host's monotonic clock.
 typedef struct {
     int pid, rank, state, phase, layer;
     int64_t step;
-    uint64_t ops;             // collectives begun: the same number on all ranks when they are in the same place
-    uint64_t done;            // the last one that ended
-    uint64_t device_ops;      // the last one that the device has finished; with several lanes the sum of theirs
-    int64_t beat_ms, life_ms; // last sign of progress; last round of the watchdog
-    int peers[2];             // ranks that it sends to and receives from through MPI, plus 1; 0: none
+    uint64_t ops;              // collectives begun: the same number on all ranks when they are in the same place
+    uint64_t done;             // the last one that ended
+    uint64_t device_ops;       // the last one that the device has finished; with several lanes the sum of theirs
+    int64_t beat_ms, life_ms;  // last sign of progress; last round of the watchdog
+    int peers[2];              // ranks that it sends to and receives from through MPI, plus 1; 0: none
     char unused[48];
 } WatchdogSlot;
 
 static WatchdogSlot watchdog_alone, *watchdog_mine = &watchdog_alone;  // beats before the start go nowhere
 static struct {
-    WatchdogSlot *slots;      // of this host's ranks
+    WatchdogSlot *slots;  // of this host's ranks
     int count, running;
     const char (*hosts)[64];  // of all `world` ranks, if not all are on this host
     int world;
@@ -58,7 +73,7 @@ static struct {
     WatchdogOp ring[WATCHDOG_RING];  // operation n lies at n % WATCHDOG_RING; numbers begin at 1
     int (*hook)(char *text, size_t size);
     const volatile uint32_t *device;  // of each lane {started, done}: numbers of operations; the device writes them
-    pthread_mutex_t lock;            // of these two
+    pthread_mutex_t lock;             // of these two
     void (*abort_job)(void);
     pthread_t thread;
 } watchdog;
@@ -125,8 +140,8 @@ static inline void watchdog_watch(int (*hook)(char *text, size_t size), const vo
 
 // ---- the report
 
-__attribute__((format(printf, 3, 4)))
-static inline void watchdog_print(char *text, size_t size, const char *format, ...) {  // appends
+__attribute__((format(printf, 3, 4))) static inline void watchdog_print(char *text, size_t size, const char *format,
+                                                                        ...) {  // appends
     const size_t used = strlen(text);
     va_list args;
     va_start(args, format);
@@ -216,9 +231,10 @@ static inline int watchdog_name_culprit(char *text, size_t size, int64_t now) {
         return 1;
     }
     if (slow && slow->device_ops < fast->device_ops) {
-        watchdog_print(
-            text, size, "the GPU of rank %d (process %d) is behind: it finished collective %llu, others %llu",
-            slow->rank, slow->pid, (unsigned long long)slow->device_ops, (unsigned long long)fast->device_ops);
+        watchdog_print(text, size,
+                       "the GPU of rank %d (process %d) is behind: it finished collective %llu, others %llu",
+                       slow->rank, slow->pid, (unsigned long long)slow->device_ops,
+                       (unsigned long long)fast->device_ops);
         return 1;
     }
     if (all_wait) {
@@ -258,7 +274,8 @@ __attribute__((noreturn)) static inline void watchdog_end(const char *why) {
                        op->name, op->bytes, op_state_names[watchdog_state_now(op)], 1e-3 * (double)(now - op->ms));
     }
     watchdog_print(text, sizeof text, "%s\n", last ? "" : " none");
-    if (write(STDERR_FILENO, text, strlen(text)) < 0) {}  // nobody is left to be told
+    if (write(STDERR_FILENO, text, strlen(text)) < 0) {
+    }  // nobody is left to be told
     WATCHDOG_SET(watchdog_mine->state, RANK_REPORTED);
     for (int waiting = 1, i; waiting && watchdog_now() - now < WATCHDOG_GRACE_MS; usleep(1000 * WATCHDOG_TICK_MS))
         for (waiting = !named, i = 0; i < watchdog.count; i++)

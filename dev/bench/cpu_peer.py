@@ -6,6 +6,7 @@ PyTorch: train_gpt2.py's model under torch.compile, fused AdamW, as many threads
 that a busy or throttled machine slows both; the figures are medians over all steps but the first of each round. The
 last line is tokens/s of C, of PyTorch, and their ratio.
 """
+
 import argparse
 import json
 import os
@@ -39,11 +40,32 @@ def write_shard(path, vocab_size, tokens):
 
 def c_round(a, folder):
     """Tokens/s of each step of ./train_gpt2, as its log says."""
-    options = {"model": a.model, "train-data": f"{folder}/x.bin", "val-data": f"{folder}/x.bin", "output": f"{folder}/c", "batch-size": a.batch_size, "seq-len": a.seq_len,
-               "max-steps": a.steps + 1, "eval-every": 0, "sample-every": 0, "save-every": 0, "threads": a.threads}
+    options = {
+        "model": a.model,
+        "train-data": f"{folder}/x.bin",
+        "val-data": f"{folder}/x.bin",
+        "output": f"{folder}/c",
+        "batch-size": a.batch_size,
+        "seq-len": a.seq_len,
+        "max-steps": a.steps + 1,
+        "eval-every": 0,
+        "sample-every": 0,
+        "save-every": 0,
+        "threads": a.threads,
+    }
     shutil.rmtree(f"{folder}/c", ignore_errors=True)  # of the round before
-    done = subprocess.run(["./train_gpt2"] + [str(x) for k, v in options.items() for x in (f"--{k}", v)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    ref.require(done.returncode == 0, f"./train_gpt2 ended with status {done.returncode}:\n{done.stdout[-1500:]}", "make train_gpt2")
+    done = subprocess.run(
+        ["./train_gpt2"] + [str(x) for k, v in options.items() for x in (f"--{k}", v)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    ref.require(
+        done.returncode == 0,
+        f"./train_gpt2 ended with status {done.returncode}:\n{done.stdout[-1500:]}",
+        "make train_gpt2",
+    )
     with open(f"{folder}/c/main.jsonl") as f:
         return [r["tok_s"] for r in map(json.loads, f) if r["event"] == "step"][1:]
 
@@ -67,10 +89,25 @@ def main():
     p.add_argument("--rounds", type=int, default=3, help="rounds of each (3)")
     p.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each (all cores)")
     p.add_argument("--compile", type=int, default=1, choices=[0, 1], help="0: PyTorch without torch.compile")
-    p.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"], help="of PyTorch (bf16: autocast); C computes in fp32")
+    p.add_argument(
+        "--dtype", default="fp32", choices=["fp32", "bf16"], help="of PyTorch (bf16: autocast); C computes in fp32"
+    )
     a = p.parse_args()
     ref.require(os.path.exists(os.path.join(ROOT, "train_gpt2")), "there is no ./train_gpt2", "make train_gpt2")
-    o = ref.parse_options(["--model", a.model, "--device", "cpu", "--dtype", a.dtype, "--compile", str(a.compile), "--threads", str(a.threads)])
+    o = ref.parse_options(
+        [
+            "--model",
+            a.model,
+            "--device",
+            "cpu",
+            "--dtype",
+            a.dtype,
+            "--compile",
+            str(a.compile),
+            "--threads",
+            str(a.threads),
+        ]
+    )
     model = ref.make_model(a.model, o.seed)
     V, T = model.config.vocab_size, a.seq_len
     with tempfile.TemporaryDirectory() as folder:
@@ -79,16 +116,27 @@ def main():
         batches = [ref.batch(stream, a.batch_size, "cpu", V) for _ in range(a.steps + 1)]
         trainer, begin = ref.Trainer(model, o), time.perf_counter()
         trainer.step([batches[0]], 1e-4)
-        print(f"{a.model}: {sum(w.numel() for w in model.parameters()) / 1e6:.1f}M parameters, B {a.batch_size}, T {T}, {a.threads} threads; "
-              f"PyTorch {torch.__version__}, first step {time.perf_counter() - begin:.1f} s", flush=True)
+        print(
+            f"{a.model}: {sum(w.numel() for w in model.parameters()) / 1e6:.1f}M parameters, B {a.batch_size}, T "
+            f"{T}, {a.threads} threads; "
+            f"PyTorch {torch.__version__}, first step {time.perf_counter() - begin:.1f} s",
+            flush=True,
+        )
         rates = {"C": [], "PyTorch": []}
         for i in range(a.rounds):
             ours, theirs = c_round(a, folder), torch_round(trainer, batches, a.steps)
             rates["C"] += ours
             rates["PyTorch"] += theirs
-            print(f"round {i + 1}: C {statistics.median(ours):9.0f} tok/s   PyTorch {statistics.median(theirs):9.0f} tok/s", flush=True)
+            print(
+                f"round {i + 1}: C {statistics.median(ours):9.0f} tok/s   PyTorch {statistics.median(theirs):9.0f} "
+                f"tok/s",
+                flush=True,
+            )
     c, peer = (statistics.median(rates[name]) for name in ("C", "PyTorch"))
-    print(f"{a.model} B {a.batch_size} T {T}: C {c:.0f} tok/s, PyTorch {a.dtype} {'compiled' if a.compile else 'eager'} {peer:.0f} tok/s, ratio {c / peer:.2f}")
+    print(
+        f"{a.model} B {a.batch_size} T {T}: C {c:.0f} tok/s, PyTorch {a.dtype} "
+        f"{'compiled' if a.compile else 'eager'} {peer:.0f} tok/s, ratio {c / peer:.2f}"
+    )
 
 
 if __name__ == "__main__":

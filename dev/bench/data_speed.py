@@ -2,10 +2,11 @@
 
     python dev/bench/data_speed.py --text input.txt --megabytes 300
 
-The text: documents cut from this machine's Python library and from --text (Tiny Shakespeare), some of its words exchanged so that no
-two documents are alike; as .jsonl, .parquet and one .txt. Each is made into GPT-2's tokens by prepare.py with 1, 2, 4 ... processes, in
-alternating rounds; the table has the best. CPU: tokens by seconds that the processes computed, which others on the machine change less.
-"""
+The text: documents cut from this machine's Python library and from --text (Tiny Shakespeare), some of its words
+exchanged so that no two documents are alike; as .jsonl, .parquet and one .txt. Each is made into GPT-2's tokens by
+prepare.py with 1, 2, 4 ... processes, in alternating rounds; the table has the best. CPU: tokens by seconds that the
+processes computed, which others on the machine change less."""
+
 import argparse
 import json
 import os
@@ -35,9 +36,10 @@ def write_corpus(folder, text, size):
         if rng.random() < 0.35:
             source = rng.choice(code)
             begin = rng.randrange(max(1, len(source) - 2000))
-            return source[begin:begin + rng.randrange(500, 12000)]
+            return source[begin : begin + rng.randrange(500, 12000)]
         play = "\n\n".join(rng.choice(sections) for _ in range(rng.randrange(5, 40)))
         return re.sub("[a-z]{4,}", lambda m: rng.choice(words) if rng.random() < 0.15 else m[0], play)
+
     documents, total = [], 0
     while total < size:
         documents.append(document())
@@ -47,6 +49,7 @@ def write_corpus(folder, text, size):
     try:
         import pyarrow
         import pyarrow.parquet
+
         pyarrow.parquet.write_table(pyarrow.table({"text": documents}), folder / "a.parquet", row_group_size=1000)
     except ImportError:
         print("no pyarrow: without .parquet")
@@ -56,7 +59,11 @@ def write_corpus(folder, text, size):
 def measure(path, workers, more, output):
     """(tokens, seconds, CPU seconds)"""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
-    run = subprocess.run([sys.executable, PREPARE, "--input", path, "--output", output, "--overwrite", "--workers", str(workers), *more], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, PREPARE, "--input", path, "--output", output, "--overwrite", "--workers", str(workers), *more],
+        capture_output=True,
+        text=True,
+    )
     seconds, after = time.time() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
     if run.returncode:
         sys.exit(run.stderr)
@@ -81,10 +88,16 @@ def main():
                 for n in counts:
                     results.setdefault((path.suffix, n), []).append(measure(path, n, more, folder / "out"))
         print(f"load of the machine after it: {os.getloadavg()[0]:.1f} on {cores} cores\n")
-        print("| input | processes | M tokens | seconds | M tokens/s | M tokens/s by CPU time |\n|---|---|---|---|---|---|")
+        print(
+            "| input | processes | M tokens | seconds | M tokens/s | M tokens/s by CPU time |\n"
+            "|---|---|---|---|---|---|"
+        )
         for (kind, n), runs in sorted(results.items()):
             tokens, seconds, cpu = runs[0][0], min(r[1] for r in runs), min(r[2] for r in runs)
-            print(f"| {kind} | {n} | {tokens / 1e6:.1f} | {seconds:.1f} | {tokens / seconds / 1e6:.2f} | {tokens / cpu / 1e6:.2f} |")
+            print(
+                f"| {kind} | {n} | {tokens / 1e6:.1f} | {seconds:.1f} | {tokens / seconds / 1e6:.2f} | "
+                f"{tokens / cpu / 1e6:.2f} |"
+            )
 
 
 if __name__ == "__main__":

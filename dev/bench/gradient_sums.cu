@@ -1,4 +1,5 @@
-// Writes the gradient of GPT-2 124M, random weights, over micro-steps of 4 x 256 tokens: what --grad-dtype makes of it (gradient_sums.py compares).
+// Writes the gradient of GPT-2 124M, random weights, over micro-steps of 4 x 256 tokens: what --grad-dtype makes of it
+// (gradient_sums.py compares).
 //   gradient_sums NUM_MICRO fp32|bf16 OUT.bin SHARDS
 #define TESTING
 #include "../../train_gpt2.cu"
@@ -28,7 +29,8 @@ int main(int argc, char **argv) {
     float *grads = (float *)malloc_or_die(m->table.total * sizeof(float));
     model_read(m, SLOT_GRAD, 0, m->table.total, grads);
     FILE *f = fopen(argv[3], "wb");
-    require(f && fwrite(grads, sizeof(float), m->table.total, f) == m->table.total && fclose(f) == 0, "cannot write '%s'\n-", argv[3]);
+    require(f && fwrite(grads, sizeof(float), m->table.total, f) == m->table.total && fclose(f) == 0,
+            "cannot write '%s'\n-", argv[3]);
     printf("%s build, %d micro-steps, --grad-dtype %s\n", FLOATX_NAME, num_micro, argv[2]);
     return 0;
 }

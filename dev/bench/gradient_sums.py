@@ -1,8 +1,9 @@
-"""Error of a gradient over 1, 8, 32 and 128 micro-steps against the fp32 build: ||g - g32|| / ||g32||, with sums in bf16
-and in fp32 (--grad-dtype). Both programs are built of dev/bench/gradient_sums.cu.
+"""Error of a gradient over 1, 8, 32 and 128 micro-steps against the fp32 build: ||g - g32|| / ||g32||, with sums in
+bf16 and in fp32 (--grad-dtype). Both programs are built of dev/bench/gradient_sums.cu.
 
     python dev/bench/gradient_sums.py --bf16 BF16_PROGRAM --fp32 FP32_PROGRAM --shards 'data/*_train_*.bin'
 """
+
 import argparse
 import subprocess
 import sys
@@ -30,7 +31,10 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for micro in (1, 8, 32, 128):
             exact = gradient(args.fp32, micro, "fp32", args.shards, folder)
-            errors = [np.linalg.norm(gradient(args.bf16, micro, dtype, args.shards, folder) - exact) for dtype in ("bf16", "fp32")]
+            errors = [
+                np.linalg.norm(gradient(args.bf16, micro, dtype, args.shards, folder) - exact)
+                for dtype in ("bf16", "fp32")
+            ]
             print("| %d | %.5f | %.5f |" % (micro, *(error / np.linalg.norm(exact) for error in errors)), flush=True)
 
 

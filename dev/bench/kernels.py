@@ -4,11 +4,13 @@
     make bench ONLY=attention OUTPUT=kernels.md
     python dev/bench/kernels.py --build build/bf16-90a --only attention --output kernels.md
 
-The ladders of dev/cuda time our kernels and, beside its own, cuBLASLt's matmuls; what they print says what else is timed: right after
-each ladder PyTorch's kernels for its shapes (dev/bench/torch_kernels.py). All with a cold L2, medians. Each ladder also measures
-the limits: a copy, and an 8192 x 8192 x 8192 matmul. The ratio is the time of the fastest of the vendor's kernels by ours. The exit status
-is 1 if a ladder failed. Shapes that do not fit into this GPU are skipped, by name.
+The ladders of dev/cuda time our kernels and, beside its own, cuBLASLt's matmuls; what they print says what else is
+timed: right after each ladder PyTorch's kernels for its shapes (dev/bench/torch_kernels.py). All with a cold L2,
+medians. Each ladder also measures the limits: a copy, and an 8192 x 8192 x 8192 matmul. The ratio is the time of the
+fastest of the vendor's kernels by ours. The exit status is 1 if a ladder failed. Shapes that do not fit into this GPU
+are skipped, by name.
 """
+
 import argparse
 import re
 import subprocess
@@ -24,7 +26,10 @@ from tool_output import end_with_reader  # noqa: E402
 TIMEOUT = 300  # seconds for one ladder; matmul's, the longest, needs a third of it
 HEAD = re.compile(r"\w+: (bf16|fp32) on (.+), seed \d+")
 LIMIT = re.compile(r"limit \w+ \| (copy|matmul) \| ([\d.]+) (\S+)")
-TIME = re.compile(r"time \w+ \| (.+?) *\| (.+?) \| ([\d.]+) us(?: \| ([\d.]+ \S+) \| ([\d.]+)% of (copy|matmul))?(?: \| (.+) ([\d.]+) us \| x[\d.]+)?")
+TIME = re.compile(
+    r"time \w+ \| (.+?) *\| (.+?) \| ([\d.]+) us(?: \| ([\d.]+ \S+) \| ([\d.]+)% of (copy|matmul))?(?: "
+    r"\| (.+) ([\d.]+) us \| x[\d.]+)?"
+)
 SKIP = re.compile(r"skip (\w+) \| (.+) \| (needs .+)")
 COLUMNS = ["kernel", "shape", "us", "speed", "of the limit", "vendor", "vendor us", "ratio", "others"]
 
@@ -45,8 +50,20 @@ class Row:
 
     def cells(self):
         names = sorted(self.vendors, key=self.vendors.get)
-        best = [names[0], f"{self.vendors[names[0]]:.1f}", f"{self.vendors[names[0]] / self.us:.2f}x"] if names else ["-", "-", "-"]
-        return [self.kernel, self.shape, f"{self.us:.1f}", self.speed, self.share, *best, "; ".join([f"{n} {self.vendors[n]:.1f}" for n in names[1:]] + self.notes)]
+        best = (
+            [names[0], f"{self.vendors[names[0]]:.1f}", f"{self.vendors[names[0]] / self.us:.2f}x"]
+            if names
+            else ["-", "-", "-"]
+        )
+        return [
+            self.kernel,
+            self.shape,
+            f"{self.us:.1f}",
+            self.speed,
+            self.share,
+            *best,
+            "; ".join([f"{n} {self.vendors[n]:.1f}" for n in names[1:]] + self.notes),
+        ]
 
 
 @dataclass
@@ -72,14 +89,30 @@ def parse(name, text):
             t = TIME.fullmatch(line)
             if not t:
                 raise ValueError(f"not understood: {line}")
-            ladder.rows.append(Row(f"{name} {t[1]}", t[2], float(t[3]), t[4] or "-", f"{t[5]}% of {t[6]}" if t[5] else "-", {t[7]: float(t[8])} if t[7] else {}))
+            ladder.rows.append(
+                Row(
+                    f"{name} {t[1]}",
+                    t[2],
+                    float(t[3]),
+                    t[4] or "-",
+                    f"{t[5]}% of {t[6]}" if t[5] else "-",
+                    {t[7]: float(t[8])} if t[7] else {},
+                )
+            )
     return ladder
 
 
 def run_ladder(name, folder):
     """What it timed, and the message if it failed: what was timed before still counts."""
     try:
-        run = subprocess.run([folder / name, "--bench"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT, errors="replace")
+        run = subprocess.run(
+            [folder / name, "--bench"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT,
+            errors="replace",
+        )
         text, failure = run.stdout, f"status {run.returncode}" if run.returncode else None
     except subprocess.TimeoutExpired as expired:
         text, failure = (expired.stdout or b"").decode(errors="replace"), f"ended after {TIMEOUT} s"
@@ -136,23 +169,50 @@ def report(ladders, failures, about, seconds, markdown):
     gpu = next((ladder.gpu for ladder in ladders if ladder.gpu), "no GPU")
     dtype = next((ladder.dtype for ladder in ladders if ladder.dtype), "-")
     compared = [min(row.vendors.values()) / row.us for ladder in ladders for row in ladder.rows if row.vendors]
-    foot = (f"{dtype}; copy {spread(ladders, 'copy')}, matmul {spread(ladders, 'matmul')}, as each ladder measured them; {about}; {seconds:.0f} s. "
-            f"{sum(ratio >= 1 for ratio in compared)} of {len(compared)} kernels are as fast as the vendor's or faster. A cold L2, medians.")
+    foot = (
+        f"{dtype}; copy {spread(ladders, 'copy')}, matmul {spread(ladders, 'matmul')}, as each ladder measured "
+        f"them; {about}; {seconds:.0f} s. "
+        f"{sum(ratio >= 1 for ratio in compared)} of {len(compared)} kernels are as fast as the vendor's or "
+        f"faster. A cold L2, medians."
+    )
     failures = [line for ladder in ladders for line in ladder.skipped] + failures
     if markdown:
         lines = ["| " + " | ".join(cells) + " |" for cells in table]
         lines.insert(1, "|" + "---|" * len(COLUMNS))
         failed = ["", "```", *failures, "```"] if failures else []
-        return "\n".join([f"# Kernels, {gpu}, {time.strftime('%Y-%m-%d')}", "", foot, "", "```", "$ " + " ".join(["python", "dev/bench/kernels.py", *sys.argv[1:]]), "```", "", *lines, *failed, ""])
+        return "\n".join(
+            [
+                f"# Kernels, {gpu}, {time.strftime('%Y-%m-%d')}",
+                "",
+                foot,
+                "",
+                "```",
+                "$ " + " ".join(["python", "dev/bench/kernels.py", *sys.argv[1:]]),
+                "```",
+                "",
+                *lines,
+                *failed,
+                "",
+            ]
+        )
     widths = [max(len(cells[i]) for cells in table) for i in range(len(COLUMNS))]
     right = {COLUMNS.index(c) for c in ("us", "speed", "of the limit", "vendor us", "ratio")}
-    lines = ["  ".join(cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(cells, widths))).rstrip() for cells in table]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(cells, widths))
+        ).rstrip()
+        for cells in table
+    ]
     return "\n".join(["", f"{gpu}: {foot}", "", *lines, "", *failures])
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--build", default="build/bf16-90a", help="folder of a precision and its architectures, as make made it (%(default)s)")
+    p.add_argument(
+        "--build",
+        default="build/bf16-90a",
+        help="folder of a precision and its architectures, as make made it (%(default)s)",
+    )
     p.add_argument("--only", default="", metavar="PART", help="a word in the names of the ladders to run")
     p.add_argument("--output", type=Path, metavar="FILE.md", help="write the table there as well, as Markdown")
     a = p.parse_args()
@@ -170,7 +230,11 @@ def main():
         ask_torch(torch_kernels, why, ladder)
         ladders.append(ladder)
         failures += [failure] if failure else []
-        print(f"{'FAIL' if failure else 'ok':<5}{name:<18}{len(ladder.rows):4} kernels and shapes in {ran:5.1f} s, the vendor's in {time.time() - start - ran:5.1f} s", flush=True)
+        print(
+            f"{'FAIL' if failure else 'ok':<5}{name:<18}{len(ladder.rows):4} kernels and shapes in {ran:5.1f} s, "
+            f"the vendor's in {time.time() - start - ran:5.1f} s",
+            flush=True,
+        )
     about = torch_kernels.about() if torch_kernels else why
     print(report(ladders, failures, about, time.time() - begin, False))
     if a.output:

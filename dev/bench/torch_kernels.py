@@ -1,9 +1,11 @@
 """PyTorch's kernels for what our ladders time, timed as they do it: each run finds a cold L2, the median counts.
 
-Attention is cuDNN's and FlashAttention-2's, through scaled_dot_product_attention. Where PyTorch has no kernel of its own for what ours
-does in one go, the formula is compiled; what cannot be compiled, or no longer within COMPILE_SECONDS, is timed kernel by kernel, and
-the name then lacks "compiled". dev/bench/kernels.py asks for names and sizes as a ladder prints them.
+Attention is cuDNN's and FlashAttention-2's, through scaled_dot_product_attention. Where PyTorch has no kernel of its
+own for what ours does in one go, the formula is compiled; what cannot be compiled, or no longer within COMPILE_SECONDS,
+is timed kernel by kernel, and the name then lacks "compiled". dev/bench/kernels.py asks for names and sizes as a ladder
+prints them.
 """
+
 import functools
 import gc
 import re
@@ -27,10 +29,13 @@ PEERS = []  # (what the ladder calls it, the vendor's name, a function of the si
 
 
 def peer(pattern, vendor="PyTorch"):
-    """Of a function f(s, compiled, *groups): s has the sizes, `compiled` compiles a function, groups are the pattern's."""
+    """Of a function f(s, compiled, *groups): s has the sizes, `compiled` compiles a function, groups are the
+    pattern's."""
+
     def add(f):
         PEERS.append((re.compile(pattern), vendor, f))
         return f
+
     return add
 
 
@@ -50,6 +55,7 @@ def backward(outputs, inputs):
 
 # ---- what each ladder has
 
+
 def rotation(s):
     """A function that rotates heads, (B, T, heads, HD)."""
     angles = torch.rand(s.T, 1, s.HD // 2, device=DEVICE)
@@ -58,18 +64,22 @@ def rotation(s):
     def rotate(x):
         a, b = x.float().chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
     return rotate
 
 
 def in_fixed_order(f):
     """f, with the algorithms whose results repeat."""
+
     def run():
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # or new tensors are filled with NaN, in the time measured
+        # or new tensors are filled with NaN, in the time measured
+        torch.utils.deterministic.fill_uninitialized_memory = False
         try:
             return f()
         finally:
             torch.use_deterministic_algorithms(False)
+
     return run
 
 
@@ -79,7 +89,14 @@ def attention(s, compiled, way, rotated, backend):
 
     def forward():
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(rotate(q).transpose(1, 2), rotate(k).transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=s.NKV != s.NH)
+            return F.scaled_dot_product_attention(
+                rotate(q).transpose(1, 2),
+                rotate(k).transpose(1, 2),
+                v.transpose(1, 2),
+                is_causal=True,
+                enable_gqa=s.NKV != s.NH,
+            )
+
     return forward if way == "forward" else backward([forward()], [q, k, v])
 
 
@@ -107,7 +124,11 @@ def bias_gradient(s, compiled):
 @peer(r"activation gelu (forward|backward)(?: in place| with slopes)?")
 def gelu(s, compiled, way):
     x, dout = normal(s.N, s.F), normal(s.N, s.F)
-    return (lambda: F.gelu(x, approximate="tanh")) if way == "forward" else lambda: torch.ops.aten.gelu_backward(dout, x, approximate="tanh")
+    return (
+        (lambda: F.gelu(x, approximate="tanh"))
+        if way == "forward"
+        else lambda: torch.ops.aten.gelu_backward(dout, x, approximate="tanh")
+    )
 
 
 @peer(r"activation swiglu (forward|backward)(?: with slopes)?")
@@ -116,12 +137,17 @@ def swiglu(s, compiled, way):
     def f(x):
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
+
     x = normal(s.N, 2 * s.F).requires_grad_()
     return (lambda: f(x)) if way == "forward" else backward([f(x)], [x])
 
 
 def normalise(kind, x, weight, bias):
-    return F.layer_norm(x, weight.shape, weight, bias) if kind == "LayerNorm" else F.rms_norm(x, weight.shape, weight, 1e-5)
+    return (
+        F.layer_norm(x, weight.shape, weight, bias)
+        if kind == "LayerNorm"
+        else F.rms_norm(x, weight.shape, weight, 1e-5)
+    )
 
 
 @peer(r"norm (LayerNorm|RMSNorm) forward")
@@ -133,15 +159,20 @@ def norm(s, compiled, kind):
 # Ours adds the gradient of the norm to that of the residual sum: one pass in a compiled function too.
 @peer(r"norm (LayerNorm|RMSNorm) (forward with residual|backward|backward, bias gradient below)")
 def residual_norm(s, compiled, kind, what):
-    a, b, weight, bias, below = (normal(*size).requires_grad_() for size in ((s.N, s.C), (s.N, s.C), (s.C,), (s.C,), (s.C,)))
+    a, b, weight, bias, below = (
+        normal(*size).requires_grad_() for size in ((s.N, s.C), (s.N, s.C), (s.C,), (s.C,), (s.C,))
+    )
 
     @compiled
     def f(a, b, weight, bias, below):
         residual = a + (b + below if "below" in what else b)
         return residual, normalise(kind, residual, weight, bias)
+
     if "forward" in what:
         return lambda: f(a, b, weight, bias, below)
-    return backward(f(a, b, weight, bias, below), [a, weight] + [bias] * (kind == "LayerNorm") + [below] * ("below" in what))
+    return backward(
+        f(a, b, weight, bias, below), [a, weight] + [bias] * (kind == "LayerNorm") + [below] * ("below" in what)
+    )
 
 
 @peer(r"rope (forward|backward)")
@@ -158,7 +189,8 @@ def rotated_product(s, compiled):
     @compiled
     def f(x, weight):
         qkv = F.linear(x, weight).unflatten(-1, (-1, s.HD))
-        return torch.cat((rotate(qkv[:, :, :s.NH + s.NKV]), qkv[:, :, s.NH + s.NKV:]), 2)
+        return torch.cat((rotate(qkv[:, :, : s.NH + s.NKV]), qkv[:, :, s.NH + s.NKV :]), 2)
+
     x, weight = normal(s.B, s.T, s.C), normal((s.NH + 2 * s.NKV) * s.HD, s.C)
     return lambda: f(x, weight)
 
@@ -168,8 +200,13 @@ def classifier(s, compiled, what):
     @compiled
     def f(logits, targets):
         return F.cross_entropy(logits.float(), targets, reduction="sum")
+
     logits, targets = normal(s.N, s.Vp).requires_grad_(), torch.randint(0, s.V, (s.N,), device=DEVICE)
-    return (lambda: f(logits, targets)) if what == "forward only" else lambda: torch.autograd.grad(f(logits, targets), logits)
+    return (
+        (lambda: f(logits, targets))
+        if what == "forward only"
+        else lambda: torch.autograd.grad(f(logits, targets), logits)
+    )
 
 
 @peer(r"classifier loss_sum")
@@ -183,11 +220,16 @@ def embedding(s, compiled, way):
     if s.skew > 0:  # as in text: frequencies of about 1/rank
         tokens = ((s.Vp ** torch.rand(s.B, s.T, device=DEVICE, dtype=torch.float64)).long() - 1) * 7919 % s.Vp
     else:
-        tokens = torch.randint(0, s.Vp, (s.B, s.T), device=DEVICE) if s.skew == 0 else torch.full((s.B, s.T), s.Vp - 1, device=DEVICE)
+        tokens = (
+            torch.randint(0, s.Vp, (s.B, s.T), device=DEVICE)
+            if s.skew == 0
+            else torch.full((s.B, s.T), s.Vp - 1, device=DEVICE)
+        )
     wte, wpe = (normal(rows, s.C, std=0.02).requires_grad_() for rows in (s.Vp, s.T))
 
     def forward():
         return F.embedding(tokens, wte) + wpe if s.positions else F.embedding(tokens, wte)
+
     return forward if way == "forward" else backward([forward()], [wte, wpe] if s.positions else [wte])
 
 
@@ -215,6 +257,7 @@ def adamw(s, compiled):
 
 # ---- timing
 
+
 def time_us(run):
     """Median over runs, each after 256 MiB were written. Before each the GPU waits until the host has queued
     all of it: no longer than that needs, so that it does not cool down."""
@@ -223,7 +266,7 @@ def time_us(run):
     wait, us, runs, done = WAIT_CYCLES, [], RUNS, -3  # three to warm up
     while done < runs:
         torch.cuda._sleep(wait)
-        flush.fill_(done & 0xff)
+        flush.fill_(done & 0xFF)
         begin.record()
         run()
         end.record()
@@ -241,9 +284,14 @@ def time_us(run):
 
 
 def reason(error, said):
-    """The error's first line, and what PyTorch warned of before: of attention it says only there why a backend cannot."""
-    texts = [f"{error}".strip() or type(error).__name__] + ([f"{w.message}" for w in said] if "No available kernel" in f"{error}" else [])
-    return "; ".join(dict.fromkeys(re.sub(r" \(Triggered internally.*", "", text.splitlines()[0])[:120] for text in texts))
+    """The error's first line, and what PyTorch warned of before: of attention it says only there why a backend
+    cannot."""
+    texts = [f"{error}".strip() or type(error).__name__] + (
+        [f"{w.message}" for w in said] if "No available kernel" in f"{error}" else []
+    )
+    return "; ".join(
+        dict.fromkeys(re.sub(r" \(Triggered internally.*", "", text.splitlines()[0])[:120] for text in texts)
+    )
 
 
 def time_one(make, sizes, groups, compiling):
@@ -257,6 +305,7 @@ def time_one(make, sizes, groups, compiling):
         torch._dynamo.reset()
         torch._functorch.config.donated_buffer = False  # a backward pass is run several times
         return torch.compile(f, dynamic=False)
+
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -299,4 +348,6 @@ def time_peers(kernel, sizes):
 
 def about():
     version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    return f"PyTorch {torch.__version__}" + (f", cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}" if version else "")
+    return f"PyTorch {torch.__version__}" + (
+        f", cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}" if version else ""
+    )

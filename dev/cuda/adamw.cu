@@ -1,29 +1,48 @@
-// Ladder of llmc/adamw.cuh: chunks of all lengths with and without an fp32 master, m and v in fp32 and bf16, stochastic rounding, to
-// the bit where the arithmetic is exact, NaN, speed.
+// Ladder of llmc/kernels/adamw.cuh: chunks of all lengths with and without an fp32 master, m and v in fp32 and bf16,
+// stochastic rounding, to the bit where the arithmetic is exact, NaN, speed.
 // Build and run: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/adamw.cuh"
+#include "../../llmc/kernels/adamw.cuh"
 
 static const float lr = 1e-3f, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f, grad_scale = 0.37f;
 
 typedef __nv_bfloat16 bf16;
 template <typename S> static const char *state_name(void) { return sizeof(S) == 2 ? "bf16" : "fp32"; }
-static float *device_master(int with_master, const float *x, size_t n) { return with_master ? upload<float>(x, n) : NULL; }
+static float *device_master(int with_master, const float *x, size_t n) {
+    return with_master ? upload<float>(x, n) : NULL;
+}
 
 // The weight's own rounding where there is no master.
 static float round_stochastic(float x, int step, uint64_t seed, size_t index) {
-    return sizeof(floatX) == 4 ? x : bf16_widen(bf16_stochastic(x, rand_three(rand_u64(seed, rand_stream(RAND_ROUND, (uint64_t)step), index >> 32), (uint32_t)index).a));
+    return sizeof(floatX) == 4
+               ? x
+               : bf16_widen(
+                     bf16_stochastic(x, rand_three(rand_u64(seed, rand_stream(RAND_ROUND, (uint64_t)step), index >> 32),
+                                                   (uint32_t)index)
+                                            .a));
 }
 // The oracle for either kind of states; m and v are fp32 values here.
 typedef struct { float lr, beta1, beta2, eps, weight_decay, grad_scale; } Settings;
-template <typename S> static void oracle(float *w, float *m, float *v, const float *grad, size_t n, Settings a, int step, uint64_t seed, size_t first) {
-    if (sizeof(S) == 4) { adamw_update_cpu(w, m, v, grad, n, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, step); return; }
+template <typename S>
+static void oracle(float *w, float *m, float *v, const float *grad, size_t n, Settings a, int step, uint64_t seed,
+                   size_t first) {
+    if (sizeof(S) == 4) {
+        adamw_update_cpu(w, m, v, grad, n, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, step);
+        return;
+    }
     uint16_t *m16 = (uint16_t *)malloc_or_die(2 * n * sizeof *m16), *v16 = m16 + n;
-    for (size_t i = 0; i < n; i++) { m16[i] = bf16_nearest(m[i]); v16[i] = bf16_nearest(v[i]); }
-    adamw_update_bf16_cpu(w, m16, v16, grad, n, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, step, seed, first);
-    for (size_t i = 0; i < n; i++) { m[i] = bf16_widen(m16[i]); v[i] = bf16_widen(v16[i]); }
+    for (size_t i = 0; i < n; i++) {
+        m16[i] = bf16_nearest(m[i]);
+        v16[i] = bf16_nearest(v[i]);
+    }
+    adamw_update_bf16_cpu(w, m16, v16, grad, n, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, step, seed,
+                          first);
+    for (size_t i = 0; i < n; i++) {
+        m[i] = bf16_widen(m16[i]);
+        v[i] = bf16_widen(v16[i]);
+    }
     free(m16);
 }
 
@@ -36,9 +55,9 @@ static StepScalars *upload_step(float scale, StepVerdict verdict = STEP_APPLIED)
 }
 
 template <typename S>
-static void run_update(floatX *weights, float *master, S *m, S *v, const floatX *grads, const AdamChunk *chunks, int num_chunks,
-                       size_t count, float rate, float b1, float b2, float epsilon, float decay, const StepScalars *scalars,
-                       int step, uint64_t seed, cudaStream_t stream) {
+static void run_update(floatX *weights, float *master, S *m, S *v, const floatX *grads, const AdamChunk *chunks,
+                       int num_chunks, size_t count, float rate, float b1, float b2, float epsilon, float decay,
+                       const StepScalars *scalars, int step, uint64_t seed, cudaStream_t stream) {
     const UpdateParams p = {rate, b1, b2, epsilon, decay, 0, 0, 0, step};
     adamw_update(weights, master, m, v, grads, chunks, num_chunks, count, &p, scalars, seed, stream);
 }
@@ -58,37 +77,58 @@ template <typename S> static void check_adamw(int with_master, int step) {
     AdamChunk chunks[NUM];
     size_t n = 16, states = 8;
     for (int i = 0; i < NUM; i++) {
-        AdamChunk c = {n, states, 8 * (size_t)i + 3 * n, counts[i], 1, i % 3 != 1 ? 1.0f : 0.0f};  // as of a larger model
+        // as of a larger model
+        AdamChunk c = {n, states, 8 * (size_t)i + 3 * n, counts[i], 1, i % 3 != 1 ? 1.0f : 0.0f};
         chunks[i] = c;
         n += round_up(counts[i], 8) + 24;
         states += round_up(counts[i], 8);
     }
-    float *weight = host_normal(n, 0.02f), *grad = host_normal(n, 0.01f), *master = host_normal(states, 0.02f), *m = host_normal(states, 0.01f), *v = host_normal(states, 0.01f);
-    for (size_t i = 0; i < states; i++) { v[i] *= v[i]; master[i] += 1e-6f * (float)i / (float)states; }  // masters are no bf16 numbers
-    if (sizeof(S) == 2) for (size_t i = 0; i < states; i++) { m[i] = bf16_widen(bf16_nearest(m[i])); v[i] = bf16_widen(bf16_nearest(v[i])); }
-    floatX *d_weight = upload<floatX>(weight, n), *d_grad = upload<floatX>(grad, n), *d_old_weight = upload<floatX>(weight, n);
-    float *d_master = device_master(with_master, master, states), *d_old_master = device_master(with_master, master, states);
-    S *d_m = upload<S>(m, states), *d_v = upload<S>(v, states), *d_old_m = upload<S>(m, states), *d_old_v = upload<S>(v, states);
+    float *weight = host_normal(n, 0.02f), *grad = host_normal(n, 0.01f), *master = host_normal(states, 0.02f),
+          *m = host_normal(states, 0.01f), *v = host_normal(states, 0.01f);
+    // masters are no bf16 numbers
+    for (size_t i = 0; i < states; i++) {
+        v[i] *= v[i];
+        master[i] += 1e-6f * (float)i / (float)states;
+    }
+    if (sizeof(S) == 2)
+        for (size_t i = 0; i < states; i++) {
+            m[i] = bf16_widen(bf16_nearest(m[i]));
+            v[i] = bf16_widen(bf16_nearest(v[i]));
+        }
+    floatX *d_weight = upload<floatX>(weight, n), *d_grad = upload<floatX>(grad, n),
+           *d_old_weight = upload<floatX>(weight, n);
+    float *d_master = device_master(with_master, master, states),
+          *d_old_master = device_master(with_master, master, states);
+    S *d_m = upload<S>(m, states), *d_v = upload<S>(v, states), *d_old_m = upload<S>(m, states),
+      *d_old_v = upload<S>(v, states);
     AdamChunk *d_chunks = upload_chunks(chunks, NUM);
     const uint64_t seed = rand_u64(ladder.seed, 2, ladder.draws++);
-    const Settings settings = {lr, beta1, beta2, eps, weight_decay, grad_scale}, no_decay = {lr, beta1, beta2, eps, 0, grad_scale};
+    const Settings settings = {lr, beta1, beta2, eps, weight_decay, grad_scale},
+                   no_decay = {lr, beta1, beta2, eps, 0, grad_scale};
     const StepScalars *d_step = upload_step(grad_scale);
     auto run = [&] {
         cudaCheck(cudaMemcpyAsync(d_weight, d_old_weight, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
-        if (with_master) cudaCheck(cudaMemcpyAsync(d_master, d_old_master, states * sizeof(float), cudaMemcpyDeviceToDevice, stream));
+        if (with_master)
+            cudaCheck(
+                cudaMemcpyAsync(d_master, d_old_master, states * sizeof(float), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemcpyAsync(d_m, d_old_m, states * sizeof(S), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemcpyAsync(d_v, d_old_v, states * sizeof(S), cudaMemcpyDeviceToDevice, stream));
-        run_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, states, lr, beta1, beta2, eps, weight_decay, d_step, step, seed, stream);
+        run_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, states, lr, beta1, beta2, eps, weight_decay,
+                   d_step, step, seed, stream);
     };
     run();
     float *applied = download(d_weight, n);
-    run_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, states, lr, beta1, beta2, eps, weight_decay, upload_step(grad_scale, STEP_LOSS_HIGH), step, seed, stream);
-    check_true(memcmp(applied, download(d_weight, n), n * sizeof(float)) == 0, "a step that is left out changes no weight");
+    run_update(d_weight, d_master, d_m, d_v, d_grad, d_chunks, NUM, states, lr, beta1, beta2, eps, weight_decay,
+               upload_step(grad_scale, STEP_LOSS_HIGH), step, seed, stream);
+    check_true(memcmp(applied, download(d_weight, n), n * sizeof(float)) == 0,
+               "a step that is left out changes no weight");
     for (int i = 0; i < NUM; i++) {
         const size_t w = chunks[i].weight_offset, s = chunks[i].state_offset, count = (size_t)chunks[i].count;
         float *to = with_master ? master + s : weight + w;
-        oracle<S>(to, m + s, v + s, grad + w, count, chunks[i].decay > 0 ? settings : no_decay, step, seed, chunks[i].key);
-        for (size_t k = 0; k < count; k++) weight[w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed, chunks[i].key + k);
+        oracle<S>(to, m + s, v + s, grad + w, count, chunks[i].decay > 0 ? settings : no_decay, step, seed,
+                  chunks[i].key);
+        for (size_t k = 0; k < count; k++)
+            weight[w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed, chunks[i].key + k);
     }
     // The last bit of an fp32 sum may tip a stochastic rounding: a few bf16 numbers may differ by one step.
     const double states_error = sizeof(S) == 2 ? 2e-4 : 1e-6, states_worst = sizeof(S) == 2 ? 1e-2 : 64e-6;
@@ -96,53 +136,74 @@ template <typename S> static void check_adamw(int with_master, int step) {
     check("v", d_v, v, 1, states, states_error, states_worst);
     if (with_master) check("master", d_master, master, 1, states, 1e-6);
     check("weights", d_weight, weight, 1, n, bound(1e-4, 1e-6), bound(1e-2, 64e-6));
-    check_same_bits("weights", {{d_weight, n * sizeof(floatX)}, {d_m, states * sizeof(S)}, {d_v, states * sizeof(S)}}, run);
+    check_same_bits("weights", {{d_weight, n * sizeof(floatX)}, {d_m, states * sizeof(S)}, {d_v, states * sizeof(S)}},
+                    run);
 }
 
-// Numbers with so few digits that no fp32 operation rounds, so that nothing but the rounding to bf16 is left: kernel and oracle
-// must agree in every bit, and with another seed they must not.
+// Numbers with so few digits that no fp32 operation rounds, so that nothing but the rounding to bf16 is left: kernel
+// and oracle must agree in every bit, and with another seed they must not.
 //   states   m, v, grad of 0.5 to 2, betas 1/2 and 3/4, rate 0: m and v
 //   weights  m = v = 0 at step 1: the update is 2^-10 (grad/|grad| + weight/8): v and the weights
 // The weights are those around the 2^32nd of a large model, where the random numbers change their key within a chunk.
 template <typename S> static void check_exact(int with_master, int of_weights) {
-    ladder_case("exact %s, %s master, states %s", of_weights ? "weights" : "states", with_master ? "with" : "no", state_name<S>());
+    ladder_case("exact %s, %s master, states %s", of_weights ? "weights" : "states", with_master ? "with" : "no",
+                state_name<S>());
     enum { NUM = 5, ROOM = ADAM_CHUNK + 64, TOTAL = NUM * ROOM };
     const Settings a = {of_weights ? 1.0f / 1024 : 0, 0.5f, 0.75f, 0, 0.125f, 1};
     const uint64_t seed = rand_u64(ladder.seed, 3, ladder.draws++);
     const int step = of_weights ? 1 : 4;
-    const size_t base = ((size_t)1 << 32) - 2 * ROOM - ADAM_CHUNK / 2, part = 3 * 8;  // part: of a model that ranks share, further on
+    // part: of a model that ranks share, further on
+    const size_t base = ((size_t)1 << 32) - 2 * ROOM - ADAM_CHUNK / 2, part = 3 * 8;
     AdamChunk chunks[NUM];
     for (int i = 0; i < NUM; i++) {
-        AdamChunk c = {base + (size_t)i * ROOM + 8, (size_t)i * ROOM, base + part + (size_t)i * ROOM + 8, ADAM_CHUNK - 8 * i, 1, 1};
+        AdamChunk c = {base + (size_t)i * ROOM + 8,
+                       (size_t)i * ROOM,
+                       base + part + (size_t)i * ROOM + 8,
+                       ADAM_CHUNK - 8 * i,
+                       1,
+                       1};
         chunks[i] = c;
     }
     float *start[4], *weight[2], *master[2], *m[2], *v[2];  // of the two seeds
-    for (int k = 0; k < 4; k++) {  // weight, m, v, grad: 8 digits, 0.5 <= |x| < 2
+    for (int k = 0; k < 4; k++) {                           // weight, m, v, grad: 8 digits, 0.5 <= |x| < 2
         start[k] = host_new<float>(TOTAL);
         const uint64_t stream = rand_stream(RAND_INIT, ladder.draws++);
         for (size_t i = 0; i < TOTAL; i++) {
             const uint64_t r = rand_u64(ladder.seed, stream, i);
-            start[k][i] = (float)(128 + (r & 127)) / (r & 128 ? 128 : 256) * (r & 256 && k != 2 ? -1.0f : 1.0f) * (of_weights && (k == 1 || k == 2) ? 0.0f : 1.0f);
+            start[k][i] = (float)(128 + (r & 127)) / (r & 128 ? 128 : 256) * (r & 256 && k != 2 ? -1.0f : 1.0f) *
+                          (of_weights && (k == 1 || k == 2) ? 0.0f : 1.0f);
         }
     }
     floatX *d_weight = upload<floatX>(start[0], TOTAL), *d_grad = upload<floatX>(start[3], TOTAL);
     float *d_master = device_master(with_master, start[0], TOTAL);
     S *d_m = upload<S>(start[1], TOTAL), *d_v = upload<S>(start[2], TOTAL);
     auto from_base = [&](floatX *p) { return (floatX *)((uintptr_t)p - base * sizeof(floatX)); };
-    run_update(from_base(d_weight), d_master, d_m, d_v, from_base(d_grad), upload_chunks(chunks, NUM), NUM, (size_t)TOTAL, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, upload_step(a.grad_scale), step, seed, ladder.gpu.compute);
+    run_update(from_base(d_weight), d_master, d_m, d_v, from_base(d_grad), upload_chunks(chunks, NUM), NUM,
+               (size_t)TOTAL, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, upload_step(a.grad_scale), step, seed,
+               ladder.gpu.compute);
     for (int other = 0; other < 2; other++) {
-        weight[other] = host_copy(start[0], TOTAL); master[other] = host_copy(start[0], TOTAL);
-        m[other] = host_copy(start[1], TOTAL); v[other] = host_copy(start[2], TOTAL);
+        weight[other] = host_copy(start[0], TOTAL);
+        master[other] = host_copy(start[0], TOTAL);
+        m[other] = host_copy(start[1], TOTAL);
+        v[other] = host_copy(start[2], TOTAL);
         for (int i = 0; i < NUM; i++) {
-            const size_t w = chunks[i].weight_offset - base, s = chunks[i].state_offset, count = (size_t)chunks[i].count;
+            const size_t w = chunks[i].weight_offset - base, s = chunks[i].state_offset,
+                         count = (size_t)chunks[i].count;
             float *to = with_master ? master[other] + s : weight[other] + w;
             oracle<S>(to, m[other] + s, v[other] + s, start[3] + w, count, a, step, seed + other, base + part + w);
-            for (size_t k = 0; k < count; k++) weight[other][w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed + other, base + part + w + k);
+            for (size_t k = 0; k < count; k++)
+                weight[other][w + k] =
+                    with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed + other, base + part + w + k);
         }
     }
-    const struct { const char *name; const float *got, *const *expected; int random; } results[] = {
-        {"weights", download(d_weight, TOTAL), weight, of_weights && !with_master && sizeof(floatX) == 2}, {"master", with_master ? download(d_master, TOTAL) : NULL, master, 0},
-        {"m", download(d_m, TOTAL), m, !of_weights && sizeof(S) == 2}, {"v", download(d_v, TOTAL), v, sizeof(S) == 2}};
+    const struct {
+        const char *name;
+        const float *got, *const *expected;
+        int random;
+    } results[] = {{"weights", download(d_weight, TOTAL), weight, of_weights && !with_master && sizeof(floatX) == 2},
+                   {"master", with_master ? download(d_master, TOTAL) : NULL, master, 0},
+                   {"m", download(d_m, TOTAL), m, !of_weights && sizeof(S) == 2},
+                   {"v", download(d_v, TOTAL), v, sizeof(S) == 2}};
     for (int k = 0; k < 4; k++) {
         if (!results[k].got) continue;
         size_t wrong = 0, other = 0;
@@ -150,12 +211,14 @@ template <typename S> static void check_exact(int with_master, int of_weights) {
             wrong += memcmp(&results[k].got[i], &results[k].expected[0][i], sizeof(float)) != 0;
             other += results[k].got[i] != results[k].expected[1][i];
         }
-        check_true(wrong == 0 && (results[k].random ? other > TOTAL / 20 : other == 0), "%s: %zu of %d differ from the oracle, %zu from another seed's", results[k].name, wrong, (int)TOTAL, other);
+        check_true(wrong == 0 && (results[k].random ? other > TOTAL / 20 : other == 0),
+                   "%s: %zu of %d differ from the oracle, %zu from another seed's", results[k].name, wrong, (int)TOTAL,
+                   other);
     }
 }
 
-// One million weights of 1, each to become 1 - 1/1024, an eighth of the way to the next bf16 number: the mean must arrive
-// there, and all weights must be one of the two neighbours.
+// One million weights of 1, each to become 1 - 1/1024, an eighth of the way to the next bf16 number: the mean must
+// arrive there, and all weights must be one of the two neighbours.
 static void check_rounding(void) {
     ladder_case("stochastic rounding");
     enum { NUM = 128, N = NUM * ADAM_CHUNK };
@@ -168,13 +231,19 @@ static void check_rounding(void) {
     for (int i = 0; i < N; i++) ones[i] = 1;
     floatX *weights = upload<floatX>(ones, N), *grads = upload<floatX>(ones, N);
     float *m = upload<float>(zeros, N), *v = upload<float>(zeros, N);
-    run_update(weights, NULL, m, v, grads, upload_chunks(chunks, NUM), NUM, N, 1.0f / 1024, beta1, beta2, 0, 0, upload_step(1), 1, ladder.seed, ladder.gpu.compute);
+    run_update(weights, NULL, m, v, grads, upload_chunks(chunks, NUM), NUM, N, 1.0f / 1024, beta1, beta2, 0, 0,
+               upload_step(1), 1, ladder.seed, ladder.gpu.compute);
     float *got = download(weights, N);
     double sum = 0, lower = sizeof(floatX) == 2 ? 1 - 1.0 / 256 : 1 - 1.0 / 1024;
     int strange = 0;
-    for (int i = 0; i < N; i++) { sum += got[i]; strange += got[i] != 1 && fabs(got[i] - lower) > 1e-6; }
-    double moved = 1024 * (1 - sum / N), sigma = sizeof(floatX) == 2 ? sqrt(7.0 / N) : 1e-3;  // of a mean of 4 x Bernoulli(1/4), times 4/4
-    check_true(fabs(moved - 1) < 6 * sigma && !strange, "mean update %.5f of 1/1024 (6 sigma: %.5f), %d weights not a neighbour", moved, 6 * sigma, strange);
+    for (int i = 0; i < N; i++) {
+        sum += got[i];
+        strange += got[i] != 1 && fabs(got[i] - lower) > 1e-6;
+    }
+    // of a mean of 4 x Bernoulli(1/4), times 4/4
+    double moved = 1024 * (1 - sum / N), sigma = sizeof(floatX) == 2 ? sqrt(7.0 / N) : 1e-3;
+    check_true(fabs(moved - 1) < 6 * sigma && !strange,
+               "mean update %.5f of 1/1024 (6 sigma: %.5f), %d weights not a neighbour", moved, 6 * sigma, strange);
 }
 
 // A gradient of NaN or infinity must not end as an ordinary weight.
@@ -187,8 +256,8 @@ template <typename S> static void check_nan(int with_master) {
     floatX *weights = upload<floatX>(x, 64), *grads = upload<floatX>(x, 64);
     for (int i = 0; i < 48; i++) upload_to(grads + i, &bad[i % 3], 1);
     S *m = upload<S>(v, 64);
-    run_update(weights, device_master(with_master, x, 64), m, upload<S>(v, 64), grads, upload_chunks(&chunk, 1), 1, 64, lr,
-                 beta1, beta2, eps, weight_decay, upload_step(1), 2, ladder.seed, ladder.gpu.compute);
+    run_update(weights, device_master(with_master, x, 64), m, upload<S>(v, 64), grads, upload_chunks(&chunk, 1), 1, 64,
+               lr, beta1, beta2, eps, weight_decay, upload_step(1), 2, ladder.seed, ladder.gpu.compute);
     const float *got = download(weights, 64), *got_m = download(m, 64);
     int wrong = 0;
     for (int i = 0; i < 64; i++) wrong += isfinite(got[i]) != (i >= 48) || isfinite(got_m[i]) != (i >= 48);
@@ -212,9 +281,12 @@ template <typename S> static void bench_adamw(const char *name, size_t n, int wi
     const double per_weight = 4.0 * sizeof(S) + 2.0 * sizeof(floatX) + (with_master ? 8 : sizeof(floatX));
     const StepScalars *step = upload_step(1);
     bench("update", per_weight * (double)n, 0, [&] {
-        run_update(weights, master, m, v, grads, d_chunks, num, n, lr, beta1, beta2, eps, weight_decay, step, 10, 1, ladder.gpu.compute);
+        run_update(weights, master, m, v, grads, d_chunks, num, n, lr, beta1, beta2, eps, weight_decay, step, 10, 1,
+                   ladder.gpu.compute);
     });
-} catch (const NoRoom &no) { ladder_skip(no); }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 
 template <typename S> static void check_all(void) {
     for (int with_master = 0; with_master < 2; with_master++) {

@@ -1,11 +1,12 @@
-// Ladder for llmc/attention.cuh, llmc/attention_hopper.cuh and llmc/tile.cuh: causal attention, forward and backward,
-// against the plain loops of train_gpt2.c, on every path that this GPU has. On Hopper first each primitive of tile.cuh
-// alone, so that a fault shows where it is, and several shapes of the forward kernel beside the chosen one.
+// Ladder for llmc/kernels/attention.cuh, llmc/kernels/attention_hopper.cuh and llmc/cuda/tile.cuh: causal attention,
+// forward and backward, against the plain loops of train_gpt2.c, on every path that this GPU has. On Hopper first each
+// primitive of tile.cuh alone, so that a fault shows where it is, and several shapes of the forward kernel beside the
+// chosen one.
 // nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32]
 // dev/cuda/attention.cu -o build/attention -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/attention.cu"  // its kernels in other shapes, too
+#include "../../llmc/kernels/attention.cu"  // its kernels in other shapes, too
 #include "common.cuh"
 
 #include <vector>
@@ -36,19 +37,23 @@ static const char *path_name(const AttentionProblem &a, const char *what) {  // 
 // out = A B^T through everything: TMA loads, wgmma in one of its operand layouts, stores through a swizzled tile. Also
 // A as ordinary loads by the formula of the swizzle find it, and the fp32 accumulators.
 enum { A_SHARED, A_REGISTERS, A_MN_MAJOR };
-template <int N, int K, int A_KIND, int MN_B> __global__ void __launch_bounds__(WARPGROUP)
-tile_test(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-    const __grid_constant__ CUtensorMap out_map, bf16 *a_seen, float *accumulators) {
+template <int N, int K, int A_KIND, int MN_B>
+__global__ void __launch_bounds__(WARPGROUP)
+    tile_test(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+              const __grid_constant__ CUtensorMap out_map, bf16 *a_seen, float *accumulators) {
     if constexpr (HOPPER_CODE) {
         constexpr int A_ROWS = A_KIND == A_MN_MAJOR ? K : 64, A_COLUMNS = 64 * K / A_ROWS, B_ROWS = MN_B ? K : N,
-            B_COLUMNS = N * K / B_ROWS;
+                      B_COLUMNS = N * K / B_ROWS;
         __shared__ unsigned long long barriers[2];
         extern __shared__ int4 shared[];
         const unsigned a_tile = (shared_address(shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT,
-            b_tile = a_tile + tile_bytes<64, K>, out_tile = b_tile + tile_bytes<N, K>;
+                       b_tile = a_tile + tile_bytes<64, K>, out_tile = b_tile + tile_bytes<N, K>;
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
         const Ring<1> ring(shared_address(barriers));
-        if (threadIdx.x == 0) { ring.init(1, 1); mbarrier_init_fence(); }
+        if (threadIdx.x == 0) {
+            ring.init(1, 1);
+            mbarrier_init_fence();
+        }
         __syncthreads();
         if (threadIdx.x == 0) {
             const unsigned full = ring.acquire(0, tile_bytes<64, K> + tile_bytes<N, K>);
@@ -59,8 +64,9 @@ tile_test(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUt
         for (int i = threadIdx.x; i < A_ROWS * A_COLUMNS; i += WARPGROUP) {
             const int r = i / A_COLUMNS, c = i % A_COLUMNS;
             unsigned short x;
-            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) :
-                "r"(a_tile + c / 64 * A_ROWS * 128 + r * 128 + ((c % 64 / 8) ^ (r % 8)) * 16 + c % 8 * 2));
+            asm volatile("ld.shared.u16 %0, [%1];"
+                         : "=h"(x)
+                         : "r"(a_tile + c / 64 * A_ROWS * 128 + r * 128 + ((c % 64 / 8) ^ (r % 8)) * 16 + c % 8 * 2));
             *(unsigned short *)(a_seen + i) = x;
         }
         float d[N / 2];
@@ -72,16 +78,19 @@ tile_test(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUt
         #pragma unroll
         for (int k = 0; k < K / 16; k++) {
             const unsigned long long b = MN_B ? operand_mn<B_ROWS>(b_tile, k) : operand_k<B_ROWS>(b_tile, k);
-            if constexpr (A_KIND == A_REGISTERS) wgmma<N, MN_B>(d, a[k], b, k > 0);
-            else if constexpr (A_KIND == A_MN_MAJOR) wgmma<N, 1, MN_B>(d, operand_mn<A_ROWS>(a_tile, k), b, k > 0);
-            else wgmma<N, 0, MN_B>(d, operand_k<A_ROWS>(a_tile, k), b, k > 0);
+            if constexpr (A_KIND == A_REGISTERS)
+                wgmma<N, MN_B>(d, a[k], b, k > 0);
+            else if constexpr (A_KIND == A_MN_MAJOR)
+                wgmma<N, 1, MN_B>(d, operand_mn<A_ROWS>(a_tile, k), b, k > 0);
+            else
+                wgmma<N, 0, MN_B>(d, operand_k<A_ROWS>(a_tile, k), b, k > 0);
         }
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_pin(d);
         for (int n = 0; n < N / 8; n++)
-            for (int i = 0; i < 4; i++) accumulators[(warp * 16 + lane / 4 + i / 2 * 8) * N + n * 8 + lane % 4 * 2 +
-                i % 2] = d[4 * n + i];
+            for (int i = 0; i < 4; i++)
+                accumulators[(warp * 16 + lane / 4 + i / 2 * 8) * N + n * 8 + lane % 4 * 2 + i % 2] = d[4 * n + i];
         fragment_store<64, N>(out_tile, warp * 16, d, 1.0f, 1.0f);
         fence_async();
         __syncthreads();
@@ -95,28 +104,30 @@ tile_test(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUt
 // `rows` below 64: TMA must fill the rest of A with zeros and leave out what would lie behind `out`.
 template <int N, int K, int A_KIND, int MN_B> static void check_tile(int rows = 64) {
     ladder_case("tile N=%d K=%d A %s, B %s, %d rows", N, K,
-        A_KIND == A_REGISTERS ? "in registers" : A_KIND == A_MN_MAJOR ? "MN-major" : "K-major",
-            MN_B ? "MN-major" : "K-major", rows);
+                A_KIND == A_REGISTERS  ? "in registers"
+                : A_KIND == A_MN_MAJOR ? "MN-major"
+                                       : "K-major",
+                MN_B ? "MN-major" : "K-major", rows);
     const int a_rows = A_KIND == A_MN_MAJOR ? K : rows, a_columns = A_KIND == A_MN_MAJOR ? 64 : K,
-        b_rows = MN_B ? K : N, b_columns = MN_B ? N : K;
+              b_rows = MN_B ? K : N, b_columns = MN_B ? N : K;
     const int tile_rows = A_KIND == A_MN_MAJOR ? K : 64;
     float *a = host_normal(tile_rows * a_columns, 1.0f), *b = host_normal(b_rows * b_columns, 1.0f),
-        *ref = host_new<float>(64 * N);
+          *ref = host_new<float>(64 * N);
     for (int i = a_rows * a_columns; i < tile_rows * a_columns; i++) a[i] = 0;
     for (int m = 0; m < 64; m++)
         for (int n = 0; n < N; n++)
-            for (int k = 0; k < K;
-            k++) ref[m * N + n] += (A_KIND == A_MN_MAJOR ? a[k * 64 + m] : a[m * K + k]) * (MN_B ? b[k * N + n] :
-                b[n * K + k]);
+            for (int k = 0; k < K; k++)
+                ref[m * N + n] +=
+                    (A_KIND == A_MN_MAJOR ? a[k * 64 + m] : a[m * K + k]) * (MN_B ? b[k * N + n] : b[n * K + k]);
     bf16 *d_a = upload<bf16>(a, a_rows * a_columns), *d_b = upload<bf16>(b, b_rows * b_columns),
-        *d_seen = device_new<bf16>(tile_rows * a_columns), *d_out = device_new<bf16>(rows * N);
+         *d_seen = device_new<bf16>(tile_rows * a_columns), *d_out = device_new<bf16>(rows * N);
     float *d_accumulators = device_new<float>(64 * N);
     const int bytes = TILE_ALIGNMENT + tile_bytes<64, K> + tile_bytes<N, K> + tile_bytes<64, N>;
     cudaCheck(cudaFuncSetAttribute(tile_test<N, K, A_KIND, MN_B>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     tile_test<N, K, A_KIND, MN_B><<<1, WARPGROUP, bytes, ladder.gpu.compute>>>(tensor_map(d_a, 1, a_rows, 1, a_columns),
-        tensor_map(d_b, 1, b_rows, 1, b_columns),
-                                                                              tensor_map(d_out, 1, rows, 1, N), d_seen,
-                                                                                  d_accumulators);
+                                                                               tensor_map(d_b, 1, b_rows, 1, b_columns),
+                                                                               tensor_map(d_out, 1, rows, 1, N), d_seen,
+                                                                               d_accumulators);
     launchCheck();
     check("A in the swizzled tile", d_seen, a, tile_rows, a_columns, 1e-9);
     check("accumulators", d_accumulators, ref, 64, N, 1e-6);
@@ -153,32 +164,58 @@ template <typename X> static void check_tiles(void) {
 #define KV_VARIANTS_128(V) V(128, 2, 64, 2)
 
 // With references each variant is checked, without it is timed.
-template <typename X> struct Tensors { AttentionProblem a; X *out, *dqkv; const X *qkv, *dout; float *lse;
-const float *ref_out, *ref_dqkv; double flops; };
+template <typename X> struct Tensors {
+    AttentionProblem a;
+    X *out, *dqkv;
+    const X *qkv, *dout;
+    float *lse;
+    const float *ref_out, *ref_dqkv;
+    double flops;
+};
 template <int HD, typename X> static void each_variant(const Tensors<X> &t) {
     const AttentionProblem *p = &t.a;
-    const AttentionLaunch<bf16> forward = {*p, t.out, NULL, t.qkv, NULL, t.lse}, backward = {*p, t.out, t.dqkv, t.qkv,
-        t.dout, t.lse};
+    const AttentionLaunch<bf16> forward = {*p, t.out, NULL, t.qkv, NULL, t.lse},
+                                backward = {*p, t.out, t.dqkv, t.qkv, t.dout, t.lse};
     const size_t rows = (size_t)p->B * p->T, width = (size_t)p->NH * HD, stride = (size_t)attention_width(p);
     cudaStream_t stream = ladder.gpu.compute;
-    #define FORWARD(...) { \
-        typedef HopperForward<__VA_ARGS__> S; \
-        auto run = [&] { hopper_launch<S, true>(attention_forward_hopper<S>, forward, stream); }; \
-        if (!t.ref_out) bench("forward " #__VA_ARGS__, 0, t.flops, run); \
-        else { poison(t.out, rows * width); run(); check("forward " #__VA_ARGS__, t.out, t.ref_out, rows, width, 5e-3); } \
-    }
-    #define BACKWARD(name, flops, by_queries, kernel, ...) { \
-        typedef __VA_ARGS__ S; \
-        auto run = [&] { hopper_launch<S, by_queries>(kernel<S>, backward, stream); }; \
-        if (!t.ref_out) bench(name, 0, flops, run); \
-        else { run(); check(name, t.dqkv, t.ref_dqkv, rows, stride, 1e-2); } }
+    #define FORWARD(...) \
+        { \
+            typedef HopperForward<__VA_ARGS__> S; \
+            auto run = [&] { hopper_launch<S, true>(attention_forward_hopper<S>, forward, stream); }; \
+            if (!t.ref_out) \
+                bench("forward " #__VA_ARGS__, 0, t.flops, run); \
+            else { \
+                poison(t.out, rows * width); \
+                run(); \
+                check("forward " #__VA_ARGS__, t.out, t.ref_out, rows, width, 5e-3); \
+            } \
+        }
+    #define BACKWARD(name, flops, by_queries, kernel, ...) \
+        { \
+            typedef __VA_ARGS__ S; \
+            auto run = [&] { hopper_launch<S, by_queries>(kernel<S>, backward, stream); }; \
+            if (!t.ref_out) \
+                bench(name, 0, flops, run); \
+            else { \
+                run(); \
+                check(name, t.dqkv, t.ref_dqkv, rows, stride, 1e-2); \
+            } \
+        }
     #define DQ(...) \
         BACKWARD("dq " #__VA_ARGS__, 1.5 * t.flops, true, attention_backward_q_hopper, HopperBackwardQ<__VA_ARGS__>)
     #define DKV(...) \
         BACKWARD("dkv " #__VA_ARGS__, 2 * t.flops, false, attention_backward_kv_hopper, HopperBackwardKV<__VA_ARGS__>)
-    if constexpr (HD == 64) { FORWARD_VARIANTS_64(FORWARD) } else { FORWARD_VARIANTS_128(FORWARD) }
+    if constexpr (HD == 64) {
+        FORWARD_VARIANTS_64(FORWARD)
+    } else {
+        FORWARD_VARIANTS_128(FORWARD)
+    }
     attention_backward(p, t.dqkv, NULL, t.dout, t.qkv, t.out, t.lse, stream);  // each variant then overwrites its part
-    if constexpr (HD == 64) { Q_VARIANTS_64(DQ) KV_VARIANTS_64(DKV) } else { Q_VARIANTS_128(DQ) KV_VARIANTS_128(DKV) }
+    if constexpr (HD == 64) {
+        Q_VARIANTS_64(DQ) KV_VARIANTS_64(DKV)
+    } else {
+        Q_VARIANTS_128(DQ) KV_VARIANTS_128(DKV)
+    }
     #undef FORWARD
     #undef BACKWARD
     #undef DQ
@@ -187,20 +224,24 @@ template <int HD, typename X> static void each_variant(const Tensors<X> &t) {
 template <typename X> static void variants(const Tensors<X> &t) {
     if constexpr (sizeof(X) == 2) {
         if (t.a.path != ATTENTION_HOPPER) return;
-        if (t.a.HD == 64) each_variant<64>(t); else each_variant<128>(t);
+        if (t.a.HD == 64)
+            each_variant<64>(t);
+        else
+            each_variant<128>(t);
     }
 }
 template <typename X> static void check_variants(Shape s) {
     ladder_case("variants B=%d T=%d NH=%d NKV=%d HD=%d", s.B, s.T, s.NH, s.NKV, s.HD);
     const size_t rows = (size_t)s.B * s.T, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD;
     float *qkv = host_normal(rows * stride, 1.0f), *dout = host_normal(rows * width, 1.0f),
-        *out = host_new<float>(rows * width), *lse = host_new<float>(rows * s.NH),
-            *dqkv = host_new<float>(rows * stride);
+          *out = host_new<float>(rows * width), *lse = host_new<float>(rows * s.NH),
+          *dqkv = host_new<float>(rows * stride);
     attention_forward_cpu(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD);
     for (size_t i = 0; i < rows * width; i++) out[i] = as_floatX(out[i]);
     attention_backward_cpu(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD);
     variants(Tensors<X>{paths(s)[0], device_new<X>(rows * width), device_new<X>(rows * stride),
-        upload<X>(qkv, rows * stride), upload<X>(dout, rows * width), device_new<float>(rows * s.NH), out, dqkv, 0});
+                        upload<X>(qkv, rows * stride), upload<X>(dout, rows * width), device_new<float>(rows * s.NH),
+                        out, dqkv, 0});
 }
 
 // ---- attention
@@ -215,7 +256,8 @@ static void print_parts(const float *dqkv, const float *ref, Shape s) {
         for (size_t row = 0; row < (size_t)s.B * s.T; row++)
             for (int c = first; c < first + widths[part]; c++) {
                 const double r = ref[row * stride + c], d = dqkv[row * stride + c] - r;
-                d2 += d * d; r2 += r * r;
+                d2 += d * d;
+                r2 += r * r;
             }
         printf(" %s %.2e", names[part], sqrt(d2 / (r2 + 1e-60)));
     }
@@ -224,12 +266,12 @@ static void print_parts(const float *dqkv, const float *ref, Shape s) {
 
 // With column sums, without them, and twice alike. ref: the gradient's.
 static void check_backward(const AttentionProblem &a, floatX *dqkv, const float *ref, const floatX *dout,
-    const floatX *qkv, const floatX *out, const float *lse) {
+                           const floatX *qkv, const floatX *out, const float *lse) {
     const Shape s = {a.B, a.T, a.NH, a.NKV, a.HD};
     const size_t rows = (size_t)s.B * s.T, stride = (size_t)attention_width(&a),
-        slices = (size_t)attention_column_slices(&a);
+                 slices = (size_t)attention_column_slices(&a);
     float *sums = device_new<float>(slices * stride), *columns = host_new<float>(stride),
-        *totals = host_new<float>(stride);
+          *totals = host_new<float>(stride);
     cudaStream_t stream = ladder.gpu.compute;
     auto backward = [&] {
         cudaCheck(cudaMemsetAsync(a.D, 0xff, attention_scratch_bytes(&a), stream));
@@ -245,10 +287,10 @@ static void check_backward(const AttentionProblem &a, floatX *dqkv, const float 
     const float *parts = download(sums, slices * stride);
     for (size_t i = 0; i < slices * stride; i++) totals[i % stride] += parts[i];
     check(path_name(a, "column sums"), upload<float>(totals, stride), columns, 1, stride, bound(1e-2, 5e-6));
-    check_same_bits(path_name(a, a.cos_sin ? "backward, rotated" : "backward"), {{dqkv, rows * stride * sizeof(floatX)},
-        {sums, slices * stride * sizeof(float)}}, backward);
+    check_same_bits(path_name(a, a.cos_sin ? "backward, rotated" : "backward"),
+                    {{dqkv, rows * stride * sizeof(floatX)}, {sums, slices * stride * sizeof(float)}}, backward);
     check_same_bits(path_name(a, "without column sums"), {{dqkv, rows * stride * sizeof(floatX)}},
-        [&] { attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream); });
+                    [&] { attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream); });
 }
 
 // `std` of q, k, v: scores have a deviation of std^2; with 3 the softmax is nearly one-hot and the running maximum
@@ -256,10 +298,10 @@ static void check_backward(const AttentionProblem &a, floatX *dqkv, const float 
 static void check_shape(Shape s, float std) {
     ladder_case("B=%d T=%d NH=%d NKV=%d HD=%d std=%g", s.B, s.T, s.NH, s.NKV, s.HD, std);
     const size_t rows = (size_t)s.B * s.T, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD,
-        rows_lse = (size_t)s.B * s.NH;
+                 rows_lse = (size_t)s.B * s.NH;
     float *qkv = host_normal(rows * stride, std), *dout = host_normal(rows * width, 1.0f);
     float *out = host_new<float>(rows * width), *lse = host_new<float>(rows_lse * s.T),
-        *dqkv = host_new<float>(rows * stride);
+          *dqkv = host_new<float>(rows * stride);
     attention_forward_cpu(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD);
     floatX *d_qkv = upload<floatX>(qkv, rows * stride), *d_out = device_new<floatX>(rows * width);
     float *d_lse = device_new<float>(rows_lse * s.T + 1) + 1;  // on 4 bytes only, as a layer's may
@@ -271,8 +313,8 @@ static void check_shape(Shape s, float std) {
         forward();
         check(path_name(a, "out"), d_out, out, rows, width, bound(5e-3, 2e-6));
         check(path_name(a, "lse"), d_lse, lse, rows_lse, s.T, bound(1e-5, 2e-6), 1e-4);
-        check_same_bits(path_name(a, "forward"), {{d_out, rows * width * sizeof(floatX)}, {d_lse,
-            rows_lse * s.T * sizeof(float)}}, forward);
+        check_same_bits(path_name(a, "forward"),
+                        {{d_out, rows * width * sizeof(floatX)}, {d_lse, rows_lse * s.T * sizeof(float)}}, forward);
     }
 
     // Both backward passes read the oracle's out and lse, rounded alike, so that only the backward pass is judged.
@@ -305,11 +347,12 @@ static void bench_shape(const char *name, Shape s) try {
     for (size_t i = 0; ladder.bench && i < all.size(); i++) {
         AttentionProblem a = all[i];
         bench(path_name(a, "forward"), 0, flops, [&] { attention_forward(&a, out, lse, qkv, stream); });
-        bench(path_name(a, "backward"), 0, 2.5 * flops, [&] { attention_backward(&a, dqkv, NULL, dout, qkv, out, lse,
-            stream); });
+        bench(path_name(a, "backward"), 0, 2.5 * flops,
+              [&] { attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream); });
         a.cos_sin = cos_sin;
-        if (a.path == ATTENTION_HOPPER) bench(path_name(a, "backward, rotated"), 0, 2.5 * flops,
-            [&] { attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream); });
+        if (a.path == ATTENTION_HOPPER)
+            bench(path_name(a, "backward, rotated"), 0, 2.5 * flops,
+                  [&] { attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream); });
     }
     for (int mib = 4; ladder.variants && mib <= 32; mib *= 2) {  // what may be streamed in L2 at a time
         AttentionProblem a = all[0];
@@ -317,24 +360,24 @@ static void bench_shape(const char *name, Shape s) try {
         printf("groups of %d MiB\n", mib);
         variants(Tensors<floatX>{a, out, dqkv, qkv, dout, lse, NULL, NULL, flops});
     }
-} catch (const NoRoom &no) { ladder_skip(no); }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 
 int main(int argc, char **argv) {
     ladder_open("attention", argc, argv);
     if (ladder.check) {
         check_tiles<floatX>();
-        const Shape shapes[] = {  // those with many heads have more pieces of work than a GPU has multiprocessors
-            {3, 1, 2, 2, 64}, {2, 17, 4, 1, 64}, {2, 64, 4, 2, 64}, {2, 100, 3, 3, 64}, {1, 257, 4, 1, 64}, {2, 512, 3,
-                3, 64}, {16, 193, 8, 8, 64},
-            {3, 1, 2, 1, 128}, {2, 17, 4, 1, 128}, {2, 64, 2, 2, 128}, {1, 100, 4, 2, 128}, {1, 257, 4, 1, 128}, {1,
-                512, 6, 2, 128}, {12, 257, 12, 6, 128},
-            {2, 100, 2, 2, 32}, {1, 257, 4, 2, 32}, {1, 257, 2, 1, 80}, {1, 300, 2, 2, 80}, {1, 257, 2, 1, 96}, {1, 129,
-                2, 2, 96},
-            {1, 129, 4, 2, 192}, {2, 100, 2, 1, 256}, {1, 257, 2, 2, 256},
-            {2, 100, 4, 2, 8}, {1, 129, 3, 1, 24}, {2, 100, 3, 3, 40}, {1, 257, 4, 2, 48}, {1, 129, 2, 1, 56}, {1, 257,
-                2, 1, 72}, {1, 129, 4, 2, 88},
-            {1, 257, 2, 1, 112}, {2, 100, 2, 2, 120}, {1, 257, 2, 1, 136}, {1, 129, 2, 2, 160}, {1, 129, 4, 2, 200}, {2,
-                100, 2, 1, 248},
+        const Shape shapes[] = {
+            // those with many heads have more pieces of work than a GPU has multiprocessors
+            {3, 1, 2, 2, 64},    {2, 17, 4, 1, 64},   {2, 64, 4, 2, 64},   {2, 100, 3, 3, 64},    {1, 257, 4, 1, 64},
+            {2, 512, 3, 3, 64},  {16, 193, 8, 8, 64}, {3, 1, 2, 1, 128},   {2, 17, 4, 1, 128},    {2, 64, 2, 2, 128},
+            {1, 100, 4, 2, 128}, {1, 257, 4, 1, 128}, {1, 512, 6, 2, 128}, {12, 257, 12, 6, 128}, {2, 100, 2, 2, 32},
+            {1, 257, 4, 2, 32},  {1, 257, 2, 1, 80},  {1, 300, 2, 2, 80},  {1, 257, 2, 1, 96},    {1, 129, 2, 2, 96},
+            {1, 129, 4, 2, 192}, {2, 100, 2, 1, 256}, {1, 257, 2, 2, 256}, {2, 100, 4, 2, 8},     {1, 129, 3, 1, 24},
+            {2, 100, 3, 3, 40},  {1, 257, 4, 2, 48},  {1, 129, 2, 1, 56},  {1, 257, 2, 1, 72},    {1, 129, 4, 2, 88},
+            {1, 257, 2, 1, 112}, {2, 100, 2, 2, 120}, {1, 257, 2, 1, 136}, {1, 129, 2, 2, 160},   {1, 129, 4, 2, 200},
+            {2, 100, 2, 1, 248},
         };
         for (const Shape &s : shapes) check_shape(s, 1.0f);
         check_variants<floatX>({2, 700, 4, 2, 64});

@@ -1,18 +1,21 @@
-// Ladder for llmc/classifier.cuh: cross entropy, its gradient in place, and the sum of losses.
-//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32] dev/cuda/classifier.cu -o build/classifier -lcublasLt -lcublas
+// Ladder for llmc/kernels/classifier.cuh: cross entropy, its gradient in place, and the sum of losses.
+//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32]
+//   dev/cuda/classifier.cu -o build/classifier -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/classifier.cuh"
+#include "../../llmc/kernels/classifier.cuh"
 #include "common.cuh"
 
 // The losses are fp32 in both builds; the oracle's own sum over V terms is good to about 1e-6.
 static const double LOSS_BOUND = 3e-6, LOSS_WORST = 1e-5;
-static double dlogits_bound(void) { return bound(4e-3, 3e-6); }  // bf16: half a step, 2^-8, where one element is the whole norm
+// bf16: half a step, 2^-8, where one element is the whole norm
+static double dlogits_bound(void) { return bound(4e-3, 3e-6); }
 static double dlogits_worst(void) { return bound(6e-3, 2e-5); }
 
 static const char *rows_come(void) { return classifier_rings ? "rings" : "rows by blocks"; }
 
-// Every fifth target is ignored, the first and last columns are hit, and the padding is full of NaN, which must not leak.
+// Every fifth target is ignored, the first and last columns are hit, and the padding is full of NaN, which must not
+// leak.
 static void check_shape(int N, int V, int Vp, float std) {
     ladder_case("%s, N=%d V=%d Vp=%d std=%g", rows_come(), N, V, Vp, (double)std);
     cudaStream_t stream = ladder.gpu.compute;
@@ -44,11 +47,15 @@ static void check_shape(int N, int V, int Vp, float std) {
     check("losses", d_losses, losses, N, 1, LOSS_BOUND, LOSS_WORST);
     check("dlogits", d_logits, logits, N, Vp, dlogits_bound(), dlogits_worst());
     check_same_bits("bits", {{d_logits, n * sizeof(floatX)}, {d_losses, (size_t)N * sizeof(float)}}, run);
-    check_same_bits("whole and in parts", {{d_logits, n * sizeof(floatX)}, {d_losses, (size_t)N * sizeof(float)}}, [&, parts = 0]() mutable {  // as --head-chunks does
-        cudaCheck(cudaMemcpyAsync(d_logits, d_given, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
-        for (int n0 = 0, step = parts++ % 2 ? (N + 2) / 3 : N; n0 < N; n0 += step)
-            classifier(d_logits + (size_t)n0 * Vp, d_losses + n0, d_targets + n0, dloss, N - n0 < step ? N - n0 : step, V, Vp, 1, stream);
-    });
+    // as --head-chunks does
+    check_same_bits("whole and in parts", {{d_logits, n * sizeof(floatX)}, {d_losses, (size_t)N * sizeof(float)}},
+                    [&, parts = 0]() mutable {
+                        cudaCheck(
+                            cudaMemcpyAsync(d_logits, d_given, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+                        for (int n0 = 0, step = parts++ % 2 ? (N + 2) / 3 : N; n0 < N; n0 += step)
+                            classifier(d_logits + (size_t)n0 * Vp, d_losses + n0, d_targets + n0, dloss,
+                                       N - n0 < step ? N - n0 : step, V, Vp, 1, stream);
+                    });
 }
 
 // One special logit in a row of ordinary ones, at the target or elsewhere.
@@ -59,7 +66,11 @@ static void check_special(int V, int Vp) {
     int targets[ROWS] = {1, 1, 1, 1, 1, 1, V, 1, 1};
     float *row[ROWS];
     for (int r = 0; r < ROWS; r++) row[r] = logits + (size_t)r * Vp;
-    row[0][5] = NAN; row[1][V - 1] = NAN; row[2][7] = INFINITY; row[3][7] = -INFINITY; row[4][1] = -INFINITY;
+    row[0][5] = NAN;
+    row[1][V - 1] = NAN;
+    row[2][7] = INFINITY;
+    row[3][7] = -INFINITY;
+    row[4][1] = -INFINITY;
     for (int v = 0; v < V; v++) row[5][v] = -INFINITY;
     for (int v = 0; v < V; v++) row[7][v] = v == 1 ? 5e7f : -3e38f;
     row[8][7] = 3e38f;
@@ -69,28 +80,46 @@ static void check_special(int V, int Vp) {
     const float *loss = download(d_losses, ROWS), *d = download(d_logits, (size_t)ROWS * Vp);
     check_true(isnan(loss[0]) && isnan(loss[1]), "NaN logit: loss %g, %g", (double)loss[0], (double)loss[1]);
     check_true(isnan(loss[2]), "+inf logit: loss %g", (double)loss[2]);
-    check_true(isfinite(loss[3]) && d[3 * (size_t)Vp + 7] == 0, "-inf logit: loss %g, its gradient %g", (double)loss[3], (double)d[3 * (size_t)Vp + 7]);
-    check_true(isinf(loss[4]) && loss[4] > 0 && d[4 * (size_t)Vp + 1] == -1, "-inf at the target: loss %g, gradient %g", (double)loss[4], (double)d[4 * (size_t)Vp + 1]);
+    check_true(isfinite(loss[3]) && d[3 * (size_t)Vp + 7] == 0, "-inf logit: loss %g, its gradient %g", (double)loss[3],
+               (double)d[3 * (size_t)Vp + 7]);
+    check_true(isinf(loss[4]) && loss[4] > 0 && d[4 * (size_t)Vp + 1] == -1, "-inf at the target: loss %g, gradient %g",
+               (double)loss[4], (double)d[4 * (size_t)Vp + 1]);
     check_true(isnan(loss[5]), "all -inf: loss %g", (double)loss[5]);
     check_true(isnan(loss[6]), "target outside the vocabulary: loss %g", (double)loss[6]);
-    check_true(fabsf(loss[7]) < 1e-6f && fabsf(d[7 * (size_t)Vp + 1]) < 1e-6f, "5e7 against -3e38: loss %g, gradient %g", (double)loss[7], (double)d[7 * (size_t)Vp + 1]);
+    check_true(fabsf(loss[7]) < 1e-6f && fabsf(d[7 * (size_t)Vp + 1]) < 1e-6f,
+               "5e7 against -3e38: loss %g, gradient %g", (double)loss[7], (double)d[7 * (size_t)Vp + 1]);
     check_true(isnan(loss[8]), "3e38: loss %g", (double)loss[8]);
 }
 
 // ---- words shared by ranks, which run one after the other here
 
-typedef struct { int ranks, N, V, Vp; floatX *given[8], *logits[8]; float *losses[8]; ClassifierPart *parts; int *targets; } Shared;
+typedef struct {
+    int ranks, N, V, Vp;
+    floatX *given[8], *logits[8];
+    float *losses[8];
+    ClassifierPart *parts;
+    int *targets;
+} Shared;
 static int words_of(const Shared *s, int r) {
     const int left = s->V - r * s->Vp;
     return left < 0 ? 0 : left < s->Vp ? left : s->Vp;
 }
 // logits (N, V); the padding is full of NaN.
 static Shared share(int ranks, int N, int V, const float *logits, const int *targets) {
-    Shared s = {ranks, N, V, (int)round_up((size_t)V, 128 * (size_t)ranks) / ranks, {}, {}, {}, device_new<ClassifierPart>((size_t)ranks * N), upload_ints(targets, (size_t)N)};
+    Shared s = {ranks,
+                N,
+                V,
+                (int)round_up((size_t)V, 128 * (size_t)ranks) / ranks,
+                {},
+                {},
+                {},
+                device_new<ClassifierPart>((size_t)ranks * N),
+                upload_ints(targets, (size_t)N)};
     const size_t n = (size_t)N * s.Vp;
     for (int r = 0; r < ranks; r++) {
         float *mine = host_new<float>(n);
-        for (size_t i = 0; i < n; i++) mine[i] = (int)(i % s.Vp) < words_of(&s, r) ? logits[i / s.Vp * V + r * s.Vp + i % s.Vp] : NAN;
+        for (size_t i = 0; i < n; i++)
+            mine[i] = (int)(i % s.Vp) < words_of(&s, r) ? logits[i / s.Vp * V + r * s.Vp + i % s.Vp] : NAN;
         s.given[r] = upload<floatX>(mine, n);
         s.logits[r] = device_new<floatX>(n);
         s.losses[r] = device_new<float>((size_t)N);
@@ -99,12 +128,17 @@ static Shared share(int ranks, int N, int V, const float *logits, const int *tar
 }
 static void run_shared(const Shared *s, float dloss, int write, int rows) {  // rows at a time, as --head-chunks does
     cudaStream_t stream = ladder.gpu.compute;
-    for (int r = 0; r < s->ranks; r++) cudaCheck(cudaMemcpyAsync(s->logits[r], s->given[r], (size_t)s->N * s->Vp * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+    for (int r = 0; r < s->ranks; r++)
+        cudaCheck(cudaMemcpyAsync(s->logits[r], s->given[r], (size_t)s->N * s->Vp * sizeof(floatX),
+                                  cudaMemcpyDeviceToDevice, stream));
     for (int n0 = 0, n; n0 < s->N; n0 += n) {
         n = s->N - n0 < rows ? s->N - n0 : rows;
-        for (int r = 0; r < s->ranks; r++) classifier_parts(s->parts + (size_t)r * n, s->logits[r] + (size_t)n0 * s->Vp, s->targets + n0, r, n, words_of(s, r), s->Vp, stream);
         for (int r = 0; r < s->ranks; r++)
-            classifier_ranks(s->logits[r] + (size_t)n0 * s->Vp, s->losses[r] + n0, s->parts, s->targets + n0, dloss, s->ranks, r, n, words_of(s, r), s->Vp, write, stream);
+            classifier_parts(s->parts + (size_t)r * n, s->logits[r] + (size_t)n0 * s->Vp, s->targets + n0, r, n,
+                             words_of(s, r), s->Vp, stream);
+        for (int r = 0; r < s->ranks; r++)
+            classifier_ranks(s->logits[r] + (size_t)n0 * s->Vp, s->losses[r] + n0, s->parts, s->targets + n0, dloss,
+                             s->ranks, r, n, words_of(s, r), s->Vp, write, stream);
     }
 }
 static void check_shared(int ranks, int N, int V, float std) {
@@ -129,36 +163,50 @@ static void check_shared(int ranks, int N, int V, float std) {
     const float *first = download(s.losses[0], N);
     for (int r = 0; r < ranks; r++) {
         float *mine = host_new<float>(n);
-        for (size_t i = 0; i < n; i++) mine[i] = (int)(i % s.Vp) < words_of(&s, r) ? logits[i / s.Vp * V + r * s.Vp + i % s.Vp] : 0;
+        for (size_t i = 0; i < n; i++)
+            mine[i] = (int)(i % s.Vp) < words_of(&s, r) ? logits[i / s.Vp * V + r * s.Vp + i % s.Vp] : 0;
         check("losses", s.losses[r], losses, N, 1, LOSS_BOUND, LOSS_WORST);
-        check_true(memcmp(first, download(s.losses[r], N), (size_t)N * sizeof(float)) == 0, "rank %d: the bits of rank 0's losses", r);
+        check_true(memcmp(first, download(s.losses[r], N), (size_t)N * sizeof(float)) == 0,
+                   "rank %d: the bits of rank 0's losses", r);
         check("dlogits", s.logits[r], mine, N, s.Vp, dlogits_bound(), dlogits_worst());
-        check_same_bits("whole and in parts", {{s.logits[r], n * sizeof(floatX)}, {s.losses[r], (size_t)N * sizeof(float)}}, [&, parts = 0]() mutable { run_shared(&s, dloss, 1, parts++ % 2 ? (N + 2) / 3 : N); });
+        check_same_bits("whole and in parts",
+                        {{s.logits[r], n * sizeof(floatX)}, {s.losses[r], (size_t)N * sizeof(float)}},
+                        [&, parts = 0]() mutable { run_shared(&s, dloss, 1, parts++ % 2 ? (N + 2) / 3 : N); });
     }
 }
-// As check_special, the strange logits on one rank and the target on the same or another one. The last rank has no words at all.
+// As check_special, the strange logits on one rank and the target on the same or another one. The last rank has no
+// words at all.
 static void check_special_shared(void) {
     enum { ROWS = 10, RANKS = 4, V = 300 };  // 128 columns each
     ladder_case("special values, %d ranks", RANKS);
     float *logits = host_normal((size_t)ROWS * V, 1.0f), *row[ROWS];
     int targets[ROWS] = {1, 1, 1, 1, 1, 1, V, 1, 1, 100000};
     for (int r = 0; r < ROWS; r++) row[r] = logits + (size_t)r * V;
-    row[0][5] = NAN; row[1][V - 1] = NAN; row[2][200] = INFINITY; row[3][200] = -INFINITY; row[4][1] = -INFINITY;
+    row[0][5] = NAN;
+    row[1][V - 1] = NAN;
+    row[2][200] = INFINITY;
+    row[3][200] = -INFINITY;
+    row[4][1] = -INFINITY;
     for (int v = 0; v < V; v++) row[5][v] = -INFINITY;
     for (int v = 0; v < V; v++) row[7][v] = v == 1 ? 5e7f : -3e38f;
     row[8][290] = 3e38f;
     const Shared s = share(RANKS, ROWS, V, logits, targets);
     run_shared(&s, 1, 1, ROWS);
-    const float *d[3] = {download(s.logits[0], (size_t)ROWS * s.Vp), download(s.logits[1], (size_t)ROWS * s.Vp), download(s.logits[3], (size_t)ROWS * s.Vp)};
+    const float *d[3] = {download(s.logits[0], (size_t)ROWS * s.Vp), download(s.logits[1], (size_t)ROWS * s.Vp),
+                         download(s.logits[3], (size_t)ROWS * s.Vp)};
     for (int r = 0; r < RANKS; r++) {
         const float *loss = download(s.losses[r], ROWS);
         check_true(isnan(loss[0]) && isnan(loss[1]), "NaN logit: loss %g, %g", (double)loss[0], (double)loss[1]);
         check_true(isnan(loss[2]), "+inf logit: loss %g", (double)loss[2]);
-        check_true(isfinite(loss[3]) && d[1][3 * (size_t)s.Vp + 200 - 128] == 0, "-inf logit: loss %g", (double)loss[3]);
-        check_true(isinf(loss[4]) && loss[4] > 0 && d[0][4 * (size_t)s.Vp + 1] == -1, "-inf at the target: loss %g", (double)loss[4]);
+        check_true(isfinite(loss[3]) && d[1][3 * (size_t)s.Vp + 200 - 128] == 0, "-inf logit: loss %g",
+                   (double)loss[3]);
+        check_true(isinf(loss[4]) && loss[4] > 0 && d[0][4 * (size_t)s.Vp + 1] == -1, "-inf at the target: loss %g",
+                   (double)loss[4]);
         check_true(isnan(loss[5]), "all -inf: loss %g", (double)loss[5]);
-        check_true(isnan(loss[6]) && isnan(loss[9]), "targets outside the vocabulary: loss %g, %g", (double)loss[6], (double)loss[9]);
-        check_true(fabsf(loss[7]) < 1e-6f && fabsf(d[0][7 * (size_t)s.Vp + 1]) < 1e-6f, "5e7 against -3e38: loss %g", (double)loss[7]);
+        check_true(isnan(loss[6]) && isnan(loss[9]), "targets outside the vocabulary: loss %g, %g", (double)loss[6],
+                   (double)loss[9]);
+        check_true(fabsf(loss[7]) < 1e-6f && fabsf(d[0][7 * (size_t)s.Vp + 1]) < 1e-6f, "5e7 against -3e38: loss %g",
+                   (double)loss[7]);
         check_true(isnan(loss[8]), "3e38: loss %g", (double)loss[8]);
     }
     float largest = 0;
@@ -180,14 +228,19 @@ static void check_large(void) try {
     for (int i = 0; i < 2; i++) {
         float losses[rows];
         classifier_cpu(logits[i], losses, targets + begins[i], 1, rows, V, Vp, 1);
-        check(i ? "last rows' losses" : "first rows' losses", d_losses + begins[i], losses, rows, 1, LOSS_BOUND, LOSS_WORST);
-        check(i ? "last rows" : "first rows", d_logits + (size_t)begins[i] * Vp, logits[i], rows, Vp, dlogits_bound(), dlogits_worst());
+        check(i ? "last rows' losses" : "first rows' losses", d_losses + begins[i], losses, rows, 1, LOSS_BOUND,
+              LOSS_WORST);
+        check(i ? "last rows" : "first rows", d_logits + (size_t)begins[i] * Vp, logits[i], rows, Vp, dlogits_bound(),
+              dlogits_worst());
     }
-} catch (const NoRoom &no) { ladder_skip(no); }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 
 static void check_loss_sum(int N) {
     ladder_case("loss_sum N=%d", N);
-    float *losses = host_normal((size_t)N, 1.0f, 5.0f), *d_losses = upload<float>(losses, (size_t)N), start = 7, *d_total = upload<float>(&start, 1);
+    float *losses = host_normal((size_t)N, 1.0f, 5.0f), *d_losses = upload<float>(losses, (size_t)N), start = 7,
+          *d_total = upload<float>(&start, 1);
     double sum = 0;
     for (int i = 0; i < N; i++) sum += losses[i];
     const float expected = (float)(7 + 0.25 * sum);
@@ -209,14 +262,18 @@ static void bench_shape(int N, int V, const char *name) try {
     if (ladder.variants) {  // how rows come into shared memory
         for (int rings = 0; rings < 2; rings++) {
             classifier_rings = rings;
-            bench(rows_come(), 2 * bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
+            bench(rows_come(), 2 * bytes, 0,
+                  [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
         }
     }
     if (!ladder.bench) return;
     bench("forward only", bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 0, ladder.gpu.compute); });
-    bench("forward and dlogits", 2 * bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
+    bench("forward and dlogits", 2 * bytes, 0,
+          [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
     bench("loss_sum", (double)N * sizeof(float), 0, [&] { loss_sum(total, losses, N, 1, ladder.gpu.compute); });
-} catch (const NoRoom &no) { ladder_skip(no); }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 
 int main(int argc, char **argv) {
     ladder_open("classifier", argc, argv);

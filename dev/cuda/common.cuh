@@ -1,8 +1,9 @@
-// What every kernel ladder (dev/cuda/<op>.cu) stands on: command line, buffers, the error number, the proof that a bound
-// bites, determinism, timing with a cold L2, and the count of what passed.
+// What every kernel ladder (dev/cuda/<op>.cu) stands on: command line, buffers, the error number, the proof that a
+// bound bites, determinism, timing with a cold L2, and the count of what passed.
 //
 //   int main(int argc, char **argv) {
-//       ladder_open("gelu", argc, argv);                    // --check, --bench (neither: both), --variants, --seed N, --verbose
+// --check, --bench (neither: both), --variants, --seed N, --verbose
+//       ladder_open("gelu", argc, argv);
 //       if (ladder.check) {
 //           ladder_case("n=%zu", n);                        // names the case; frees the buffers of the one before
 //           float *inp = host_normal(n, 1.0f);              // fresh random values that floatX holds exactly
@@ -15,14 +16,15 @@
 //           ladder_case("GPT-2 124M, N=%d F=%d", N, F);       // sizes as name=number: dev/bench/kernels.py reads them
 //           bench("forward", bytes, flops, [&] { gelu_forward(...); });
 //       }
-//       return ladder_close();                              // prints "gelu: N passed, M failed"; status 1 if any failed
+// prints "gelu: N passed, M failed"; status 1 if any failed
+//       return ladder_close();
 //   }
 //
-// What fails is printed at once, what passes as one line a case, with the check that came closest to its bound; --verbose
-// prints each check. --bench times what ships, --variants what was not chosen: other layouts, tiles, plans.
-// Every buffer comes from device_new/upload/host_new and is freed with its case. Behind each device buffer lies a strip of
-// known bytes; a kernel that writes past its output is reported when the case ends. A case whose buffers do not fit into this GPU is
-// skipped, by name, where its function says so:
+// What fails is printed at once, what passes as one line a case, with the check that came closest to its bound;
+// --verbose prints each check. --bench times what ships, --variants what was not chosen: other layouts, tiles, plans.
+// Every buffer comes from device_new/upload/host_new and is freed with its case. Behind each device buffer lies a strip
+// of known bytes; a kernel that writes past its output is reported when the case ends. A case whose buffers do not fit
+// into this GPU is skipped, by name, where its function says so:
 //
 //   static void bench_gelu(...) try { ladder_case(...); ... } catch (const NoRoom &no) { ladder_skip(no); }
 #ifndef DEV_CUDA_COMMON_CUH
@@ -33,17 +35,25 @@
 #include <initializer_list>
 #include <math.h>
 
-#include "../../llmc/cuda_common.cuh"
+#include "../../llmc/cuda/common.cuh"
 #include "../../llmc/rand.h"
 
-enum { MAX_BUFFERS = 256, GUARD_BYTES = 1024, GUARD_VALUE = 0xA5, BENCH_RUNS = 25, BENCH_LEAST_RUNS = 5, BENCH_MS = 100 };
+enum {
+    MAX_BUFFERS = 256,
+    GUARD_BYTES = 1024,
+    GUARD_VALUE = 0xA5,
+    BENCH_RUNS = 25,
+    BENCH_LEAST_RUNS = 5,
+    BENCH_MS = 100
+};
 static const size_t FLUSH_BYTES = (size_t)256 << 20;  // five times the L2 of an H200
-static const size_t SPARE_BYTES = (size_t)512 << 20;  // for what is allocated beside a case's buffers: kernels when they are first launched, the vendor's workspaces
+// for what is allocated beside a case's buffers: kernels when they are first launched, the vendor's workspaces
+static const size_t SPARE_BYTES = (size_t)512 << 20;
 
 static struct {
     const char *name;
     int check, bench, variants, verbose, passed, failed, skipped;
-    int case_passed;          // and of this case, what came closest to its bound:
+    int case_passed;  // and of this case, what came closest to its bound:
     double closest;
     char closest_text[128];
     uint64_t seed, draws;  // draws: so that each random buffer gets its own numbers
@@ -51,7 +61,10 @@ static struct {
     char title[256];
     void *flush;
     double copy_gbs, matmul_tflops;  // what this device gives: the limits that results are printed against
-    struct { char *p; size_t bytes; } device[MAX_BUFFERS];
+    struct {
+        char *p;
+        size_t bytes;
+    } device[MAX_BUFFERS];
     void *host[MAX_BUFFERS];
     int num_device, num_host;
 } ladder;
@@ -66,10 +79,14 @@ static inline void ladder_result(int ok, const char *format, ...) {
     va_end(args);
     if (!ok || ladder.verbose) printf("%-4s %s %s: %s\n", ok ? "ok" : "FAIL", ladder.name, ladder.title, text);
     fflush(stdout);
-    if (ok) ladder.passed++, ladder.case_passed++; else ladder.failed++;
+    if (ok)
+        ladder.passed++, ladder.case_passed++;
+    else
+        ladder.failed++;
 }
 static inline void ladder_case_report(void) {
-    if (ladder.case_passed && !ladder.verbose) printf("ok   %s %s: %d checks%s\n", ladder.name, ladder.title, ladder.case_passed, ladder.closest_text);
+    if (ladder.case_passed && !ladder.verbose)
+        printf("ok   %s %s: %d checks%s\n", ladder.name, ladder.title, ladder.case_passed, ladder.closest_text);
     fflush(stdout);
     ladder.case_passed = 0;
     ladder.closest = 0;
@@ -86,7 +103,9 @@ template <typename T> static T *host_new(size_t n) {
     ladder.host[ladder.num_host++] = p;
     return p;
 }
-static inline float *host_copy(const float *from, size_t n) { return (float *)memcpy(host_new<float>(n), from, n * sizeof(float)); }
+static inline float *host_copy(const float *from, size_t n) {
+    return (float *)memcpy(host_new<float>(n), from, n * sizeof(float));
+}
 
 // What the case's buffers so far and the next one need, and what was free for them.
 struct NoRoom : std::exception {
@@ -95,7 +114,8 @@ struct NoRoom : std::exception {
     const char *what() const noexcept override { return "a case that no function skips has no room on this GPU"; }
 };
 static inline void ladder_skip(const NoRoom &no) {
-    printf("skip %s | %s | needs %.1f GiB or more, %.1f GiB are free\n", ladder.name, ladder.title, (double)no.needed / 0x1p30, (double)no.available / 0x1p30);
+    printf("skip %s | %s | needs %.1f GiB or more, %.1f GiB are free\n", ladder.name, ladder.title,
+           (double)no.needed / 0x1p30, (double)no.available / 0x1p30);
     fflush(stdout);
     ladder.skipped++;
 }
@@ -115,7 +135,9 @@ template <typename T> static T *device_new(size_t n) {
     ladder.device[ladder.num_device++].bytes = bytes;
     return (T *)p;
 }
-template <typename T> static void poison(T *p, size_t n) { cudaCheck(cudaMemsetAsync(p, 0xff, n * sizeof(T), ladder.gpu.compute)); }
+template <typename T> static void poison(T *p, size_t n) {
+    cudaCheck(cudaMemsetAsync(p, 0xff, n * sizeof(T), ladder.gpu.compute));
+}
 
 static inline void buffers_free(void) {
     cudaCheck(cudaDeviceSynchronize());
@@ -124,7 +146,9 @@ static inline void buffers_free(void) {
         cudaCheck(cudaMemcpy(guard, ladder.device[i].p + ladder.device[i].bytes, GUARD_BYTES, cudaMemcpyDeviceToHost));
         int first = 0;
         while (first < GUARD_BYTES && guard[first] == GUARD_VALUE) first++;
-        if (first < GUARD_BYTES) ladder_result(0, "buffer %d of %zu bytes was written %d bytes past its end", i, ladder.device[i].bytes, first);
+        if (first < GUARD_BYTES)
+            ladder_result(0, "buffer %d of %zu bytes was written %d bytes past its end", i, ladder.device[i].bytes,
+                          first);
         cudaCheck(cudaFree(ladder.device[i].p));
     }
     for (int i = 0; i < ladder.num_host; i++) free(ladder.host[i]);
@@ -152,7 +176,11 @@ template <typename T> static void upload_to(T *device, const float *host, size_t
     cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
     free(staged);
 }
-template <typename T> static T *upload(const float *host, size_t n) { T *p = device_new<T>(n); upload_to(p, host, n); return p; }
+template <typename T> static T *upload(const float *host, size_t n) {
+    T *p = device_new<T>(n);
+    upload_to(p, host, n);
+    return p;
+}
 static inline int *upload_ints(const int *host, size_t n) {
     int *p = device_new<int>(n);
     cudaCheck(cudaMemcpy(p, host, n * sizeof(int), cudaMemcpyHostToDevice));
@@ -170,13 +198,18 @@ template <typename T> static float *download(const T *device, size_t n) {
 
 // ---- random values
 
-static inline float as_floatX(float x) { floatX y; assign(&y, x); return (float)y; }
+static inline float as_floatX(float x) {
+    floatX y;
+    assign(&y, x);
+    return (float)y;
+}
 // Normal with the given deviation around `mean`, rounded to floatX: the oracle and the kernel read the same numbers.
 static inline float *host_normal(size_t n, float std, float mean = 0) {
     float *p = host_new<float>(n);
     uint64_t stream = rand_stream(RAND_INIT, ladder.draws++);
     #pragma omp parallel for
-    for (int64_t i = 0; i < (int64_t)n; i++) p[i] = as_floatX(mean + std * rand_normal(ladder.seed, stream, (uint64_t)i));
+    for (int64_t i = 0; i < (int64_t)n; i++)
+        p[i] = as_floatX(mean + std * rand_normal(ladder.seed, stream, (uint64_t)i));
     return p;
 }
 // Whole numbers 0..below-1.
@@ -196,7 +229,8 @@ template <typename T> __global__ void fill_normal_kernel(T *p, size_t n, float s
 }
 template <typename T> static T *device_normal(size_t n, float std) {
     T *p = device_new<T>(n);
-    fill_normal_kernel<T><<<1024, 256, 0, ladder.gpu.compute>>>(p, n, std, ladder.seed, rand_stream(RAND_INIT, ladder.draws++));
+    fill_normal_kernel<T>
+        <<<1024, 256, 0, ladder.gpu.compute>>>(p, n, std, ladder.seed, rand_stream(RAND_INIT, ladder.draws++));
     launchCheck();
     return p;
 }
@@ -205,7 +239,10 @@ template <typename T> static T *device_normal(size_t n, float std) {
 
 // Two numbers, both must hold: error = ||out - ref|| / ||ref|| over the tensor, and the worst element's
 // |out - ref| / (|ref| + rms(ref)), because one wrong element of a large tensor hides in the first.
-typedef struct { double error, worst; size_t worst_at, first_at; } Difference;
+typedef struct {
+    double error, worst;
+    size_t worst_at, first_at;
+} Difference;
 static inline Difference difference(const float *out, const float *ref, size_t n, double worst_bound) {
     double d2 = 0, r2 = 0;
     Difference d = {0, 0, 0, n};
@@ -215,7 +252,10 @@ static inline Difference difference(const float *out, const float *ref, size_t n
         double x = (double)out[i] - ref[i], element = fabs(x) / (fabs((double)ref[i]) + rms);
         d2 += x * x;
         if (d.first_at == n && !(element <= worst_bound)) d.first_at = i;
-        if (!(element <= d.worst) && !isnan(d.worst)) { d.worst = element; d.worst_at = i; }
+        if (!(element <= d.worst) && !isnan(d.worst)) {
+            d.worst = element;
+            d.worst_at = i;
+        }
     }
     d.error = sqrt(d2 / (r2 + 1e-60));
     return d;
@@ -224,7 +264,9 @@ static inline double bound(double bf16, double fp32) { return sizeof(floatX) == 
 
 // Compares a (rows, cols) tensor with the oracle's, then once more with one element off by its own size plus the rms:
 // that must fail, else the bound proves nothing. Both runs count as one check.
-template <typename T> static int check(const char *what, const T *device, const float *ref, size_t rows, size_t cols, double error_bound, double worst_bound = 0) {
+template <typename T>
+static int check(const char *what, const T *device, const float *ref, size_t rows, size_t cols, double error_bound,
+                 double worst_bound = 0) {
     const size_t n = rows * cols;
     if (worst_bound == 0) worst_bound = fmin(64 * error_bound, 0.5);
     float *out = download(device, n);
@@ -239,23 +281,31 @@ template <typename T> static int check(const char *what, const T *device, const 
     const double near = fmax(d.error / error_bound, d.worst / worst_bound);
     if (ok && near > ladder.closest) {
         ladder.closest = near;
-        snprintf(ladder.closest_text, sizeof ladder.closest_text, "; closest: %s, error %.1e of %.1e, worst %.1e of %.1e", what, d.error, error_bound, d.worst, worst_bound);
+        snprintf(ladder.closest_text, sizeof ladder.closest_text,
+                 "; closest: %s, error %.1e of %.1e, worst %.1e of %.1e", what, d.error, error_bound, d.worst,
+                 worst_bound);
     }
     char where[192] = "";
     if (!ok) {
         size_t first = d.first_at < n ? d.first_at : d.worst_at;
         out = download(device, n);
-        snprintf(where, sizeof where, "; first wrong [%zu,%zu]: %g, not %g", first / cols, first % cols, (double)out[first], (double)ref[first]);
+        snprintf(where, sizeof where, "; first wrong [%zu,%zu]: %g, not %g", first / cols, first % cols,
+                 (double)out[first], (double)ref[first]);
     }
-    ladder_result(ok && bites, "%s error %.2e (bound %.1e), worst %.2e (bound %.1e) at [%zu,%zu]%s%s", what, d.error, error_bound, d.worst,
-                  worst_bound, d.worst_at / cols, d.worst_at % cols, where, bites ? "" : "; A SPOILT ELEMENT PASSED: the bound is too wide");
+    ladder_result(ok && bites, "%s error %.2e (bound %.1e), worst %.2e (bound %.1e) at [%zu,%zu]%s%s", what, d.error,
+                  error_bound, d.worst, worst_bound, d.worst_at / cols, d.worst_at % cols, where,
+                  bites ? "" : "; A SPOILT ELEMENT PASSED: the bound is too wide");
     return ok && bites;
 }
 
 // ---- determinism: `run` sets its += outputs and launches; every repeat must leave the same bits in all spans
 
-typedef struct { const void *p; size_t bytes; } Bytes;
-template <typename F> static void check_same_bits(const char *what, std::initializer_list<Bytes> spans, F run, int repeats = 5) {
+typedef struct {
+    const void *p;
+    size_t bytes;
+} Bytes;
+template <typename F>
+static void check_same_bits(const char *what, std::initializer_list<Bytes> spans, F run, int repeats = 5) {
     size_t total = 0, at = 0, different = 0;
     for (const Bytes &s : spans) total += s.bytes;
     char *first = host_new<char>(total), *again = host_new<char>(total);
@@ -264,7 +314,10 @@ template <typename F> static void check_same_bits(const char *what, std::initial
         run();
         cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
         at = 0;
-        for (const Bytes &s : spans) { cudaCheck(cudaMemcpy((r ? again : first) + at, s.p, s.bytes, cudaMemcpyDeviceToHost)); at += s.bytes; }
+        for (const Bytes &s : spans) {
+            cudaCheck(cudaMemcpy((r ? again : first) + at, s.p, s.bytes, cudaMemcpyDeviceToHost));
+            at += s.bytes;
+        }
         for (size_t i = 0; r && i < total; i++) different += first[i] != again[i];
     }
     ladder_result(!different, "%s: %zu of %zu bytes differ in %d runs", what, different, total, repeats);
@@ -288,33 +341,40 @@ template <typename F> static double time_us(F run, int runs = BENCH_RUNS) {
         cudaCheck(cudaEventSynchronize(end));
         float ms = 0;
         cudaCheck(cudaEventElapsedTime(&ms, begin, end));
-        if (r >= 0) us[r] = ms * 1e3f;
-        else if (r == -1) runs = (int)fmin(runs, fmax(BENCH_LEAST_RUNS, BENCH_MS / ms));
+        if (r >= 0)
+            us[r] = ms * 1e3f;
+        else if (r == -1)
+            runs = (int)fmin(runs, fmax(BENCH_LEAST_RUNS, BENCH_MS / ms));
     }
     cudaCheck(cudaEventDestroy(begin));
     cudaCheck(cudaEventDestroy(end));
     std::sort(us, us + runs);
     return us[runs / 2];
 }
-// One line of fields between bars: kernel, case, time, speed, share of the limit and, where `vendor` is named, the vendor's time.
-// dev/bench/kernels.py makes a table of them.
-static inline void bench_print(const char *what, double us, double bytes, double flops, const char *vendor, double vendor_us) {
+// One line of fields between bars: kernel, case, time, speed, share of the limit and, where `vendor` is named, the
+// vendor's time. dev/bench/kernels.py makes a table of them.
+static inline void bench_print(const char *what, double us, double bytes, double flops, const char *vendor,
+                               double vendor_us) {
     const double gbs = bytes / us * 1e-3, tflops = flops / us * 1e-6;
     printf("time %s | %-28s | %s | %.1f us", ladder.name, what, ladder.title, us);
-    if (flops > 0) printf(" | %.1f TFLOP/s | %.1f%% of matmul", tflops, 100 * tflops / ladder.matmul_tflops);
-    else if (bytes > 0) printf(" | %.0f GB/s | %.1f%% of copy", gbs, 100 * gbs / ladder.copy_gbs);
+    if (flops > 0)
+        printf(" | %.1f TFLOP/s | %.1f%% of matmul", tflops, 100 * tflops / ladder.matmul_tflops);
+    else if (bytes > 0)
+        printf(" | %.0f GB/s | %.1f%% of copy", gbs, 100 * gbs / ladder.copy_gbs);
     if (vendor) printf(" | %s %.1f us | x%.3f", vendor, vendor_us, vendor_us / us);
     printf("\n");
     fflush(stdout);
 }
-// `flops` done by one run or, with 0, `bytes` moved at least: its speed is printed beside the device's own. Returns microseconds.
+// `flops` done by one run or, with 0, `bytes` moved at least: its speed is printed beside the device's own. Returns
+// microseconds.
 template <typename F> static double bench(const char *what, double bytes, double flops, F run) {
     const double us = time_us(run);
     bench_print(what, us, bytes, flops, NULL, 0);
     return us;
 }
 // With the vendor's kernel for the same work, in turns, so that both see the same clocks and the same temperature.
-template <typename F, typename G> static void bench_beside(const char *what, double bytes, double flops, F run, const char *vendor, G vendor_run) {
+template <typename F, typename G>
+static void bench_beside(const char *what, double bytes, double flops, F run, const char *vendor, G vendor_run) {
     enum { TURNS = 3 };
     double us = 0, vendor_us = 0;
     for (int turn = 0; turn < TURNS; turn++) {
@@ -331,17 +391,25 @@ static inline void measure_limits(void) {
     const float one = 1, zero = 0;
     ladder_case("limits");
     char *from = device_new<char>(bytes), *to = device_new<char>(bytes);
-    floatX *a = device_normal<floatX>((size_t)n * n, 1.0f), *b = device_normal<floatX>((size_t)n * n, 1.0f), *c = device_new<floatX>((size_t)n * n);
+    floatX *a = device_normal<floatX>((size_t)n * n, 1.0f), *b = device_normal<floatX>((size_t)n * n, 1.0f),
+           *c = device_new<floatX>((size_t)n * n);
     cublasHandle_t handle;
     cublasCheck(cublasCreate(&handle));
     cublasCheck(cublasSetStream(handle, ladder.gpu.compute));
-    ladder.copy_gbs = 2.0 * (double)bytes / time_us([&] { cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, ladder.gpu.compute)); }) * 1e-3;
-    ladder.matmul_tflops = 2.0 * n * n * n * 1e-6 / time_us([&] {
-        cublasCheck(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &one, a, CUDA_FLOATX, n, b, CUDA_FLOATX, n, &zero, c, CUDA_FLOATX, n,
-                                 sizeof(floatX) == 4 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
-    });
+    ladder.copy_gbs =
+        2.0 * (double)bytes /
+        time_us([&] { cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, ladder.gpu.compute)); }) *
+        1e-3;
+    ladder.matmul_tflops =
+        2.0 * n * n * n * 1e-6 / time_us([&] {
+            cublasCheck(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &one, a, CUDA_FLOATX, n, b, CUDA_FLOATX,
+                                     n, &zero, c, CUDA_FLOATX, n,
+                                     sizeof(floatX) == 4 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
+                                     CUBLAS_GEMM_DEFAULT));
+        });
     cublasCheck(cublasDestroy(handle));
-    printf("limit %s | copy | %.0f GB/s\nlimit %s | matmul | %.1f TFLOP/s\n", ladder.name, ladder.copy_gbs, ladder.name, ladder.matmul_tflops);
+    printf("limit %s | copy | %.0f GB/s\nlimit %s | matmul | %.1f TFLOP/s\n", ladder.name, ladder.copy_gbs, ladder.name,
+           ladder.matmul_tflops);
 }
 
 // ---- start and end
@@ -350,12 +418,20 @@ static inline void ladder_open(const char *name, int argc, char **argv, int loca
     ladder.name = name;
     ladder.seed = (uint64_t)time(NULL);
     for (int i = 1; i < argc; i++) {
-        if (!strcmp(argv[i], "--check")) ladder.check = 1;
-        else if (!strcmp(argv[i], "--bench")) ladder.bench = 1;
-        else if (!strcmp(argv[i], "--variants")) ladder.variants = 1;
-        else if (!strcmp(argv[i], "--verbose")) ladder.verbose = 1;
-        else if (!strcmp(argv[i], "--seed") && i + 1 < argc) ladder.seed = strtoull(argv[++i], NULL, 10);
-        else die("unknown argument '%s'\nuse --check, --bench, --variants, --verbose, --seed N; without the first three the first two run", argv[i]);
+        if (!strcmp(argv[i], "--check"))
+            ladder.check = 1;
+        else if (!strcmp(argv[i], "--bench"))
+            ladder.bench = 1;
+        else if (!strcmp(argv[i], "--variants"))
+            ladder.variants = 1;
+        else if (!strcmp(argv[i], "--verbose"))
+            ladder.verbose = 1;
+        else if (!strcmp(argv[i], "--seed") && i + 1 < argc)
+            ladder.seed = strtoull(argv[++i], NULL, 10);
+        else
+            die("unknown argument '%s'\n"
+                "use --check, --bench, --variants, --verbose, --seed N; without the first three the first two run",
+                argv[i]);
     }
     if (!ladder.check && !ladder.bench && !ladder.variants) ladder.check = ladder.bench = 1;
     ladder.gpu = gpu_open(local_rank);

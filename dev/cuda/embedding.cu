@@ -1,9 +1,9 @@
-// Ladder of llmc/embedding.cuh: the sort alone, forward, backward with rare, frequent and equal tokens, speed.
+// Ladder of llmc/kernels/embedding.cuh: the sort alone, forward, backward with rare, frequent and equal tokens, speed.
 // Build and run: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/embedding.cuh"
+#include "../../llmc/kernels/embedding.cuh"
 
 // Token frequencies of text are roughly 1/rank: V^u with u uniform. Skew 0: all tokens alike. Skew < 0: one token only.
 static int *random_tokens(size_t n, int V, double skew) {
@@ -19,7 +19,8 @@ static int *random_tokens(size_t n, int V, double skew) {
 static void check_sort(int N, int Vp, double skew) {
     ladder_case("sort N=%d Vp=%d skew %g", N, Vp, skew);
     int *tokens = random_tokens(N, Vp, skew), *d_tokens = upload_ints(tokens, N);
-    uint64_t *expected = host_new<uint64_t>(N), *sorted = host_new<uint64_t>(N), *list = device_new<uint64_t>(embedding_list_length(N));
+    uint64_t *expected = host_new<uint64_t>(N), *sorted = host_new<uint64_t>(N),
+             *list = device_new<uint64_t>(embedding_list_length(N));
     for (int i = 0; i < N; i++) expected[i] = (uint64_t)tokens[i] << 32 | (unsigned)i;
     std::sort(expected, expected + N);
     embedding_sort(list, {d_tokens, 0, Vp, Vp}, N, ladder.gpu.compute);
@@ -31,8 +32,8 @@ static void check_sort(int N, int Vp, double skew) {
             wrong++;
             first = i;
         }
-    check_true(wrong == 0, "%d elements wrong, first [%d]: %llx, not %llx", wrong, first, (unsigned long long)sorted[first],
-               (unsigned long long)expected[first]);
+    check_true(wrong == 0, "%d elements wrong, first [%d]: %llx, not %llx", wrong, first,
+               (unsigned long long)sorted[first], (unsigned long long)expected[first]);
 }
 
 static void check_embedding(int B, int T, int C, int Vp, double skew, int positions) {
@@ -41,7 +42,8 @@ static void check_embedding(int B, int T, int C, int Vp, double skew, int positi
     const size_t N = (size_t)B * T, wte_size = (size_t)Vp * C, wpe_size = positions ? (size_t)T * C : 0;
     int *tokens = random_tokens(N, Vp, skew), *d_tokens = upload_ints(tokens, N);
     float *wte = host_normal(wte_size, 0.02f), *wpe = host_normal(wpe_size, 0.02f), *out = host_new<float>(N * C);
-    floatX *d_wte = upload<floatX>(wte, wte_size), *d_wpe = positions ? upload<floatX>(wpe, wpe_size) : NULL, *d_out = device_new<floatX>(N * C);
+    floatX *d_wte = upload<floatX>(wte, wte_size), *d_wpe = positions ? upload<floatX>(wpe, wpe_size) : NULL,
+           *d_out = device_new<floatX>(N * C);
     embedding_forward_cpu(out, tokens, wte, positions ? wpe : NULL, B, T, C);
     embedding_forward(d_out, {d_tokens, 0, Vp, Vp}, d_wte, d_wpe, B, T, C, stream);
     check("out", d_out, out, N, C, bound(4e-3, 1e-7), bound(5e-3, 1e-6));
@@ -49,11 +51,13 @@ static void check_embedding(int B, int T, int C, int Vp, double skew, int positi
     // Gradients are added to what is there: here the (random) weights.
     const size_t scratch_bytes = embedding_backward_scratch_bytes(B, T);
     float *dout = host_normal(N * C, 0.1f, 0.02f);
-    floatX *d_dout = upload<floatX>(dout, N * C), *d_dwte = device_new<floatX>(wte_size), *d_dwpe = positions ? device_new<floatX>(wpe_size) : NULL;
+    floatX *d_dout = upload<floatX>(dout, N * C), *d_dwte = device_new<floatX>(wte_size),
+           *d_dwpe = positions ? device_new<floatX>(wpe_size) : NULL;
     char *scratch = device_new<char>(scratch_bytes);
     auto run = [&] {
         cudaCheck(cudaMemcpyAsync(d_dwte, d_wte, wte_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
-        if (positions) cudaCheck(cudaMemcpyAsync(d_dwpe, d_wpe, wpe_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+        if (positions)
+            cudaCheck(cudaMemcpyAsync(d_dwpe, d_wpe, wpe_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
         embedding_backward(d_dwte, d_dwpe, d_dout, {d_tokens, 0, Vp, Vp}, B, T, C, scratch, stream);
     };
@@ -64,15 +68,21 @@ static void check_embedding(int B, int T, int C, int Vp, double skew, int positi
     check_same_bits("dwte, dwpe", {{d_dwte, wte_size * sizeof(floatX)}, {d_dwpe, wpe_size * sizeof(floatX)}}, run);
 }
 
-// A vocabulary of V sharded over ranks, Vp rows each, of which the last ones may have padding alone: one rank after the other.
+// A vocabulary of V sharded over ranks, Vp rows each, of which the last ones may have padding alone: one rank after the
+// other.
 static void check_ranks(int B, int T, int C, int V, int Vp, int ranks, double skew, int positions) {
-    ladder_case("%d ranks, B=%d T=%d C=%d V=%d Vp=%d skew %g%s", ranks, B, T, C, V, Vp, skew, positions ? "" : " no wpe");
+    ladder_case("%d ranks, B=%d T=%d C=%d V=%d Vp=%d skew %g%s", ranks, B, T, C, V, Vp, skew,
+                positions ? "" : " no wpe");
     cudaStream_t stream = ladder.gpu.compute;
-    const size_t N = (size_t)B * T, wte_size = (size_t)Vp * C, wpe_size = positions ? (size_t)T * C : 0, scratch_bytes = embedding_backward_scratch_bytes(B, T);
+    const size_t N = (size_t)B * T, wte_size = (size_t)Vp * C, wpe_size = positions ? (size_t)T * C : 0,
+                 scratch_bytes = embedding_backward_scratch_bytes(B, T);
     int *tokens = random_tokens(N, V, skew), *d_tokens = upload_ints(tokens, N), *mine = host_new<int>(N), known = 0;
-    float *dout = host_normal(N * C, 0.1f, 0.02f), *wte = host_normal(wte_size, 0.02f), *wpe = host_normal(wpe_size, 0.02f), *out = host_new<float>(N * C);
-    floatX *d_dout = upload<floatX>(dout, N * C), *d_wte = upload<floatX>(wte, wte_size), *d_wpe = positions ? upload<floatX>(wpe, wpe_size) : NULL;
-    floatX *d_out = device_new<floatX>(N * C), *d_dwte = device_new<floatX>(wte_size), *d_dwpe = positions ? device_new<floatX>(wpe_size) : NULL;
+    float *dout = host_normal(N * C, 0.1f, 0.02f), *wte = host_normal(wte_size, 0.02f),
+          *wpe = host_normal(wpe_size, 0.02f), *out = host_new<float>(N * C);
+    floatX *d_dout = upload<floatX>(dout, N * C), *d_wte = upload<floatX>(wte, wte_size),
+           *d_wpe = positions ? upload<floatX>(wpe, wpe_size) : NULL;
+    floatX *d_out = device_new<floatX>(N * C), *d_dwte = device_new<floatX>(wte_size),
+           *d_dwpe = positions ? device_new<floatX>(wpe_size) : NULL;
     char *scratch = device_new<char>(scratch_bytes);
     for (int r = 0; r < ranks; r++) {
         const int left = V - r * Vp, count = left < 0 ? 0 : left < Vp ? left : Vp;
@@ -87,7 +97,8 @@ static void check_ranks(int B, int T, int C, int V, int Vp, int ranks, double sk
         float *dwte = host_copy(wte, wte_size), *dwpe = positions ? host_copy(wpe, wpe_size) : NULL;
         auto run = [&] {
             cudaCheck(cudaMemcpyAsync(d_dwte, d_wte, wte_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
-            if (positions) cudaCheck(cudaMemcpyAsync(d_dwpe, d_wpe, wpe_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+            if (positions)
+                cudaCheck(cudaMemcpyAsync(d_dwpe, d_wpe, wpe_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
             cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
             embedding_backward(d_dwte, d_dwpe, d_dout, {d_tokens, r * Vp, count, Vp}, B, T, C, scratch, stream);
         };
@@ -107,16 +118,21 @@ static void bench_embedding(const char *name, int B, int T, int C, int Vp, doubl
     int *tokens = random_tokens(N, Vp, skew), *d_tokens = upload_ints(tokens, N), used = 0;
     char *seen = host_new<char>(Vp);
     for (size_t i = 0; i < N; i++) used += !seen[tokens[i]]++;
-    floatX *wte = device_normal<floatX>((size_t)Vp * C, 0.02f), *wpe = positions ? device_normal<floatX>((size_t)T * C, 0.02f) : NULL;
+    floatX *wte = device_normal<floatX>((size_t)Vp * C, 0.02f),
+           *wpe = positions ? device_normal<floatX>((size_t)T * C, 0.02f) : NULL;
     floatX *out = device_normal<floatX>(N * C, 0.02f);
     char *scratch = device_new<char>(embedding_backward_scratch_bytes(B, T));
     const double row = (double)C * sizeof(floatX);
-    bench("forward", row * (N + used + (positions ? T : 0)), 0, [&] { embedding_forward(out, {d_tokens, 0, Vp, Vp}, wte, wpe, B, T, C, stream); });
+    bench("forward", row * (N + used + (positions ? T : 0)), 0,
+          [&] { embedding_forward(out, {d_tokens, 0, Vp, Vp}, wte, wpe, B, T, C, stream); });
     bench("backward", row * ((positions ? 2 : 1) * N + 2.0 * used + (positions ? 2 * T : 0)), 0,
           [&] { embedding_backward(wte, wpe, out, {d_tokens, 0, Vp, Vp}, B, T, C, scratch, stream); });
     if (!ladder.variants) return;
-    bench("of that, the sort", 0, 0, [&] { embedding_sort((uint64_t *)scratch, {d_tokens, 0, Vp, Vp}, (int)N, stream); });
-} catch (const NoRoom &no) { ladder_skip(no); }
+    bench("of that, the sort", 0, 0,
+          [&] { embedding_sort((uint64_t *)scratch, {d_tokens, 0, Vp, Vp}, (int)N, stream); });
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 
 int main(int argc, char **argv) {
     ladder_open("embedding", argc, argv);
@@ -130,17 +146,18 @@ int main(int argc, char **argv) {
         check_embedding(3, 77, 896, 151936, 1, 0);
         check_embedding(2, 100, 1600, 50304, 1, 1);
         check_embedding(8, 512, 384, 256, 1, 1);
-        check_embedding(5, 333, 136, 128, 0, 1);    // runs on both sides of LONG_RUN
+        check_embedding(5, 333, 136, 128, 0, 1);  // runs on both sides of LONG_RUN
         check_embedding(64, 33, 256, 128, 0, 0);
-        check_embedding(4, 300, 640, 50304, -1, 1); // one token only
+        check_embedding(4, 300, 640, 50304, -1, 1);  // one token only
         check_embedding(2, 40, 5120, 32000, 1, 0);
-        check_embedding(2, 40, 4104, 256, 1, 0);    // columns in several warps, the last one partly filled
+        check_embedding(2, 40, 4104, 256, 1, 0);  // columns in several warps, the last one partly filled
         check_embedding(64, 1024, 64, 50304, 1, 1);
         check_embedding(1, 131072, 16, 256, 1, 0);
         check_ranks(4, 64, 768, 50257, 25216, 2, 1, 1);
         check_ranks(2, 128, 512, 128256, 16128, 8, 1, 0);  // the last rank's rows have padding
-        check_ranks(8, 512, 136, 300, 128, 4, 0, 1);       // one rank has none; other ranks' tokens make a run of thousands
-        check_ranks(4, 100, 64, 1000, 256, 4, 1, 1);       // few rows
+        // one rank has none; other ranks' tokens make a run of thousands
+        check_ranks(8, 512, 136, 300, 128, 4, 0, 1);
+        check_ranks(4, 100, 64, 1000, 256, 4, 1, 1);  // few rows
         check_ranks(3, 77, 264, 131072, 65536, 2, 1, 0);
         check_ranks(2, 300, 640, 50257, 25216, 2, -1, 1);  // one token only
     }

@@ -1,7 +1,7 @@
-// Ladder of llmc/global_norm.cuh: sums of few and many gradients, beyond 32-bit indices, infinities and NaN, speed.
-// Build and run: make bench, or see dev/cuda/common.cuh.
+// Ladder of llmc/kernels/global_norm.cuh: sums of few and many gradients, beyond 32-bit indices, infinities and NaN,
+// speed. Build and run: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
-#include "../../llmc/global_norm.cuh"
+#include "../../llmc/kernels/global_norm.cuh"
 
 static float norm_squared(const floatX *grads, size_t n) {
     float *out = device_new<float>(1);
@@ -30,7 +30,10 @@ static void check_sum(size_t n) {
     for (float x : bad) {
         upload_to(d_grads + at, &x, 1);
         float got = norm_squared(d_grads, n);
-        check_true(isnan(x) ? isnan(got) : isinf(x) ? isinf(got) && got > 0 : got > 0.9e6f, "gradient %zu = %g gives %g", at, (double)x, (double)got);
+        check_true(isnan(x)   ? isnan(got)
+                   : isinf(x) ? isinf(got) && got > 0
+                              : got > 0.9e6f,
+                   "gradient %zu = %g gives %g", at, (double)x, (double)got);
     }
 }
 
@@ -47,7 +50,8 @@ static void check_spans(int num_spans, size_t longest) {
     float *grads = host_normal(n, 1e-3f), expected = 0, *out = device_new<float>(1);
     double sum = 0;
     for (int i = 0; i < num_spans; i++)
-        for (size_t k = 0; k < spans[i].count; k++) sum += (double)grads[spans[i].begin + k] * grads[spans[i].begin + k];
+        for (size_t k = 0; k < spans[i].count; k++)
+            sum += (double)grads[spans[i].begin + k] * grads[spans[i].begin + k];
     expected = (float)sum;
     floatX *d_grads = upload<floatX>(grads, n);
     Span *d_spans = device_new<Span>(num_spans);
@@ -68,15 +72,20 @@ static void check_large(size_t n) try {
     for (int i = 0; i < 4; i++) upload_to(grads + places[i], &values[i], 1);
     float got = norm_squared(grads, n);
     check_true(got == 85, "1, 2, 4, 8 at far places give %g, not 85", (double)got);
-} catch (const NoRoom &no) { ladder_skip(no); }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 
 static void bench_sum(const char *name, size_t n) try {
     ladder_case("%s, n=%zu", name, n);
     floatX *grads = device_normal<floatX>(n, 1e-3f);
     float *out = device_new<float>(1);
     char *scratch = device_new<char>(global_norm_scratch_bytes(1));
-    bench("sum of squares", (double)n * sizeof(floatX), 0, [&] { global_norm_squared(out, grads, n, NULL, 0, scratch, ladder.gpu.compute); });
-} catch (const NoRoom &no) { ladder_skip(no); }
+    bench("sum of squares", (double)n * sizeof(floatX), 0,
+          [&] { global_norm_squared(out, grads, n, NULL, 0, scratch, ladder.gpu.compute); });
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 
 int main(int argc, char **argv) {
     ladder_open("global_norm", argc, argv);

@@ -1,13 +1,13 @@
-// Ladder for llmc/matmul.cuh. The lower rung is a matmul of one thread per output, checked against the loops of
+// Ladder for llmc/kernels/matmul.cuh. The lower rung is a matmul of one thread per output, checked against the loops of
 // train_gpt2.c; at sizes that the CPU cannot do it is the reference for cuBLASLt.
 //   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32]
-//        dev/cuda/matmul.cu llmc/matmul_hopper.cu -o build/matmul -lcublasLt -lcublas
+//        dev/cuda/matmul.cu llmc/kernels/matmul_hopper.cu -o build/matmul -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/activation.cuh"
+#include "../../llmc/kernels/activation.cuh"
 #include "common.cuh"
 #include "matmul_calls.cuh"
-#include "../../llmc/matmul_schedule.cuh"
+#include "../../llmc/kernels/matmul_schedule.cuh"
 
 typedef __nv_bfloat16 bf16;
 
@@ -32,7 +32,10 @@ __global__ void naive_matmul_kernel(float *out, const floatX *a, const floatX *b
     float sum = 0, part = 0;  // two levels, so that 65536 terms lose no digits
     for (int k = 0; k < K; k++) {
         part += (float)a[r * a_row + k * a_step] * (float)b[k * b_step + c * b_col];
-        if (k % 256 == 255) { sum += part; part = 0; }
+        if (k % 256 == 255) {
+            sum += part;
+            part = 0;
+        }
     }
     out[(size_t)r * cols + c] = sum + part;
 }
@@ -105,7 +108,7 @@ static void check_bias_below(const floatX *d_weight, const floatX *d_dout, const
             poison(d_dinp, ni);
             run();
             for (int i = 0; i < C && accumulate; i++) below[i] += given[i];
-#define named(name)                                                                                                    \
+#define named(name) \
     (snprintf(text, sizeof text, "%s%s, dbias %s", name, gelu ? " with gelu" : "", accumulate ? "+=" : "="), text)
             check(named("dinp"), d_dinp, expected, N, C, few * bound(3.5e-3, 5e-6), bound(1e-2, 5e-5));
             check(named("dbias below"), d_below, below, 1, C, few * bound(4e-3, 5e-6),
@@ -163,12 +166,13 @@ static void check_shape(int N, int C, int OC, int allow_tf32) {
     upload_to(d_dweight, given, nw);
     run(&fresh, weight_call(d_dweight, d_dout, d_inp, N, C, OC, 1));
     check("dweight += first", d_dweight, dweight, OC, C, twice, worst_twice);
-    check_same_bits(
-        "bits", {{d_out, no * sizeof(floatX)}, {d_dinp, ni * sizeof(floatX)}, {d_dweight, nw * sizeof(floatX)}}, [&] {
-            run(&mm, forward_call(d_out, d_inp, d_weight, d_bias, NULL, N, C, OC));
-            run(&mm, input_call(d_dinp, d_dout, d_weight, NULL, N, C, OC));
-            run(&mm, weight_call(d_dweight, d_dout, d_inp, N, C, OC, 0));
-        });
+    check_same_bits("bits",
+                    {{d_out, no * sizeof(floatX)}, {d_dinp, ni * sizeof(floatX)}, {d_dweight, nw * sizeof(floatX)}},
+                    [&] {
+                        run(&mm, forward_call(d_out, d_inp, d_weight, d_bias, NULL, N, C, OC));
+                        run(&mm, input_call(d_dinp, d_dout, d_weight, NULL, N, C, OC));
+                        run(&mm, weight_call(d_dweight, d_dout, d_inp, N, C, OC, 0));
+                    });
     if (matmul_can_fuse(MLP_GELU, OC)) check_gelu_epilogue(&mm, d_out, d_inp, d_weight, d_bias, x, N, C, OC);
     matmul_close(&fresh);
     matmul_close(&mm);
@@ -281,7 +285,8 @@ static void check_parts(int N, int rows, int C, int OC, int told) {
            *dout = device_normal<floatX>(no, 1.0f);
     floatX *out[2], *dinp[2], *dweight[2];
     Matmul mm = open_matmul(0, 1);
-    mm.part_rows = told ? rows : 0; mm.whole_rows = N;
+    mm.part_rows = told ? rows : 0;
+    mm.whole_rows = N;
     for (int parts = 0; parts < 2; parts++) {
         out[parts] = device_new<floatX>(no);
         dinp[parts] = device_new<floatX>(ni);
@@ -332,8 +337,10 @@ int main(int argc, char **argv) {
         check_shape(512, 768, 768, 0);
         check_shape(1000, 384, 1536, 0);
         check_shape(512, 768, 2304, 1);
-        check_bias(1, 8); check_bias(3, 768);
-        check_bias(1000, 264); check_bias(5000, 3072);
+        check_bias(1, 8);
+        check_bias(3, 768);
+        check_bias(1000, 264);
+        check_bias(5000, 3072);
         check_large(16384, 768, 768);
         check_large(8192, 1600, 1600);
         check_large(8192, 768, 3072);

@@ -50,27 +50,34 @@ static void bench_layer(const char *model, const char *layer, int N, int C, int 
             });
     if (swiglu_after && matmul_can_fuse(MLP_SWIGLU, OC / 2)) {
         const MatmulCall fused = forward_call(dout, inp, weight, NULL, out, N, C, OC, EPILOGUE_ACTIVATION, MLP_SWIGLU);
-        beside("forward with swiglu", "cuBLASLt, swiglu apart", [&] { run(&mm[0], fused); }, [&] {
-            run(&mm[1], forward);
-            activation_forward(MLP_SWIGLU, dout, out, out, N, OC / 2, stream);
-        });
+        beside(
+            "forward with swiglu", "cuBLASLt, swiglu apart", [&] { run(&mm[0], fused); },
+            [&] {
+                run(&mm[1], forward);
+                activation_forward(MLP_SWIGLU, dout, out, out, N, OC / 2, stream);
+            });
     }
     if (swiglu_before && matmul_can_fuse(MLP_SWIGLU, C)) {
         floatX *slopes = device_normal<floatX>(2 * ni, 1.0f), *dgate_up = device_new<floatX>(2 * ni);
         const MatmulCall fused = input_call(dgate_up, dout, weight, slopes, N, C, OC, EPILOGUE_GRADIENT, MLP_SWIGLU);
-        beside("dX with swiglu", "cuBLASLt, swiglu apart", [&] { run(&mm[0], fused); }, [&] {
-            run(&mm[1], input);
-            activation_backward(MLP_SWIGLU, dgate_up, dinp, slopes, N, C, stream);
-        });
+        beside(
+            "dX with swiglu", "cuBLASLt, swiglu apart", [&] { run(&mm[0], fused); },
+            [&] {
+                run(&mm[1], input);
+                activation_backward(MLP_SWIGLU, dgate_up, dinp, slopes, N, C, stream);
+            });
     }
     for (int i = 0; i < 2; i++) matmul_close(&mm[i]);
-} catch (const NoRoom &no) { ladder_skip(no); }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 static void bench_models(void) {
-    static const struct { const char *name; int N, C, qkv, F, V, gpt2, qkv_bias; } models[] = {
-        {"GPT-2 124M", 65536, 768, 2304, 3072, 50304, 1, 1},
-        {"GPT-2 1558M", 16384, 1600, 4800, 6400, 50304, 1, 1},
-        {"Llama-3.2-1B", 32768, 2048, 3072, 8192, 128256, 0, 0},
-        {"Llama-3-8B", 8192, 4096, 6144, 14336, 128256, 0, 0},
+    static const struct {
+        const char *name;
+        int N, C, qkv, F, V, gpt2, qkv_bias;
+    } models[] = {
+        {"GPT-2 124M", 65536, 768, 2304, 3072, 50304, 1, 1},     {"GPT-2 1558M", 16384, 1600, 4800, 6400, 50304, 1, 1},
+        {"Llama-3.2-1B", 32768, 2048, 3072, 8192, 128256, 0, 0}, {"Llama-3-8B", 8192, 4096, 6144, 14336, 128256, 0, 0},
         {"Qwen2.5-1.5B", 16384, 1536, 2048, 8960, 151936, 0, 1},
     };
     for (const auto &m : models) {
@@ -94,7 +101,9 @@ static void bench_plans(int N, int C, int OC) try {
     const double flops = 2.0 * N * C * OC;
     Matmul mm[3] = {open_matmul(1, 0), open_matmul(1, 1), open_matmul(1, 0)};
     const char *names[3] = {"first", "tuned", "fastest"};
-    const struct { const char *name; MatmulCall call;
+    const struct {
+        const char *name;
+        MatmulCall call;
     } calls[] = {{"forward", forward_call(out, inp, weight, bias, NULL, N, C, OC)},
                  {"dX", input_call(dinp, dout, weight, NULL, N, C, OC)},
                  {"dW", weight_call(dweight, dout, inp, N, C, OC)}};
@@ -109,6 +118,8 @@ static void bench_plans(int N, int C, int OC) try {
     #undef named
     for (int i = 1; i < 3; i++) matmul_report(&mm[i], stdout);
     for (int i = 0; i < 3; i++) matmul_close(&mm[i]);
-} catch (const NoRoom &no) { ladder_skip(no); }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 
 #endif

@@ -3,9 +3,12 @@
 #ifndef MATMUL_CALLS_CUH
 #define MATMUL_CALLS_CUH
 
-#include "../../llmc/matmul.cuh"
+#include "../../llmc/kernels/matmul.cuh"
 
-typedef struct { MatmulProblem q; MatmulOperands x; } MatmulCall;
+typedef struct {
+    MatmulProblem q;
+    MatmulOperands x;
+} MatmulCall;
 
 // out (N,OC) = inp (N,C) weight (OC,C)^T + bias, or what the epilogue makes of it: by default GELU if there is an aux
 static inline MatmulCall forward_call(floatX *out, const floatX *inp, const floatX *weight, const floatX *bias,
@@ -41,8 +44,10 @@ static inline void run_with_bias(Matmul *mm, MatmulCall c, floatX *dbias, float 
     const int sums_columns = matmul_sums_columns(&c.q);
     c.x.column_sums = sums_columns ? sums : NULL;
     run(mm, c);
-    if (sums_columns) bias_finish(dbias, sums, matmul_sum_slices(c.q.rows), c.q.in, accumulate, ladder.gpu.compute);
-    else bias_backward(dbias, c.x.out, c.q.rows, c.q.in, accumulate, scratch, ladder.gpu.compute);
+    if (sums_columns)
+        bias_finish(dbias, sums, matmul_sum_slices(c.q.rows), c.q.in, accumulate, ladder.gpu.compute);
+    else
+        bias_backward(dbias, c.x.out, c.q.rows, c.q.in, accumulate, scratch, ladder.gpu.compute);
 }
 // The call's plan takes the fastest candidate whatever its bits, or the fastest of cuBLASLt's.
 static inline void choose_fastest(Matmul *mm, const MatmulCall &c, int vendor_alone) {

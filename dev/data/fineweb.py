@@ -1,13 +1,16 @@
-"""FineWeb, classic or edu, as token shards: fineweb10B/fineweb_val_000000.bin, fineweb_train_000001.bin ..., named as llm.c's.
+"""FineWeb, classic or edu, as token shards: fineweb10B/fineweb_val_000000.bin, fineweb_train_000001.bin ..., named as
+llm.c's.
 
-    python dev/data/fineweb.py                      10 billion tokens of FineWeb (28 GB to download, 40 GB while it works)
+    python dev/data/fineweb.py
+      10 billion tokens of FineWeb (28 GB to download, 40 GB while it works)
     python dev/data/fineweb.py -t edu -v 100B       100 billion of FineWeb-Edu
     python dev/data/fineweb.py --local /mnt/fineweb a copy of the hub's files instead of a download
     mpirun -np 64 python dev/data/fineweb.py        many processes, on several machines if they share the folders
 
-The first shard is for validation. Documents are shuffled by --seed; shards.py says how, and why all this can be interrupted.
-https://huggingface.co/datasets/HuggingFaceFW/fineweb
+The first shard is for validation. Documents are shuffled by --seed; shards.py says how, and why all this can be
+interrupted. https://huggingface.co/datasets/HuggingFaceFW/fineweb
 """
+
 import argparse
 
 import download

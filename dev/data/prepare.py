@@ -6,15 +6,17 @@
     python dev/data/prepare.py --check 'dev/data/mine/*.bin'                                  what is in these shards?
     mpirun -np 64 python dev/data/prepare.py ...                                              on several machines
 
-Inputs: files, folders (searched below) and globs of .txt .md .py (a file is a document), .jsonl (a line is one) and .parquet
-(a row is one), also as .gz and .xz (such a file is read by one process). What else a folder holds is passed over and
-counted: other files, hidden and linked folders, links to nothing, pipes. Every document follows an end-of-text token,
-as in llm.c.
-Documents are shuffled by --seed, long ones in parts of 64k tokens (shards.py says how); trainers shuffle again. The first
+Inputs: files, folders (searched below) and globs of .txt .md .py (a file is a document), .jsonl (a line is one) and
+.parquet (a row is one), also as .gz and .xz (such a file is read by one process). What else a folder holds is passed
+over and counted: other files, hidden and linked folders, links to nothing, pipes. Every document follows an end-of-text
+token, as in llm.c.
+Documents are shuffled by --seed, long ones in parts of 64k tokens (shards.py says how); trainers shuffle again. The
+first
 --val-fraction of the tokens, or --val-tokens of them, or all of --val-input, is for validation.
-The shards are the same bits for any number of processes and ranks. A run that was killed goes on where it was when the same
-command is given again.
+The shards are the same bits for any number of processes and ranks. A run that was killed goes on where it was when the
+same command is given again.
 """
+
 import argparse
 import os
 import sys
@@ -39,6 +41,7 @@ def python_stdlib():
 
 # ---- --check
 
+
 def check(patterns):
     paths = [p for pattern in patterns for p in find_files(pattern) if os.path.basename(p) != "tokenizer.bin"]
     if not paths:
@@ -49,14 +52,21 @@ def check(patterns):
             fields, tokens = read_shard(path)
             low, high, documents = int(tokens.min()), int(tokens.max()), int(np.count_nonzero(tokens == fields["eot"]))
             if fields["vocab_size"] and high >= fields["vocab_size"]:
-                raise ValueError(f"holds token {high} at {int(np.argmax(tokens))}, outside the vocabulary of {fields['vocab_size']}")
+                raise ValueError(
+                    f"holds token {high} at {int(np.argmax(tokens))}, outside the vocabulary of {fields['vocab_size']}"
+                )
             kind = {number: name for name, number in KINDS.items()}.get(fields["kind"], "unknown")
             same = {k: v for k, v in fields.items() if k != "tokens"}
             first = first or (path, same)
             if same != first[1]:
                 raise ValueError(f"was made with another tokenizer than '{first[0]}'")
-            print(f"{path}: {len(tokens):,} tokens, ids {low}..{high}, tokenizer {kind}, vocabulary {fields['vocab_size'] or 'unknown'}"
-                  + f", {documents:,} end-of-text = {100 * documents / len(tokens):.3f}%" * (fields["vocab_size"] > 0))  # llm.c's shards name none
+            print(
+                f"{path}: {len(tokens):,} tokens, ids {low}..{high}, tokenizer {kind}, vocabulary "
+                f"{fields['vocab_size'] or 'unknown'}"
+                # llm.c's shards name none
+                + f", {documents:,} end-of-text = {100 * documents / len(tokens):.3f}%"
+                * (fields["vocab_size"] > 0)
+            )
             print(f"    {excerpt(path, tokens[:40])}")
         except (OSError, ValueError) as e:
             failed += 1
@@ -78,7 +88,11 @@ def parse_args():
     add_arguments(parser)
     a = parser.add_argument
     a("--input", nargs="+", default=[], metavar="PATH", help="files, folders, quoted globs")
-    a("--python-stdlib", action="store_true", help="the source of this machine's Python standard library, without its tests")
+    a(
+        "--python-stdlib",
+        action="store_true",
+        help="the source of this machine's Python standard library, without its tests",
+    )
     a("--val-fraction", type=float, default=0.01, metavar="F", help="share of the tokens kept for validation (0.01)")
     a("--val-tokens", type=float, metavar="N", help="instead: exactly N tokens")
     a("--val-input", nargs="+", default=[], metavar="PATH", help="instead: all of these")

@@ -5,9 +5,10 @@
     plan(paths)              paths -> chunks, each a list of spans: the parts that one process reads at a time
     Reader.documents(span)   a span -> pieces of UTF-8 text
 
-A span is (path, begin, end): bytes of .txt .md .py and .jsonl, row groups of .parquet. What is packed as .gz or .xz can only be read
-from its beginning and is one span. Nothing here depends on how many processes there are.
+A span is (path, begin, end): bytes of .txt .md .py and .jsonl, row groups of .parquet. What is packed as .gz or .xz can
+only be read from its beginning and is one span. Nothing here depends on how many processes there are.
 """
+
 import collections
 import functools
 import gzip
@@ -25,15 +26,16 @@ from missing_package import HINT
 TEXT, SUFFIXES = (".txt", ".md", ".py"), (".txt", ".md", ".py", ".jsonl", ".parquet")
 ROWS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.xz")
 KNOWN = " ".join(SUFFIXES) + ", also with .gz or .xz, in small letters or in capitals"
-PIECE_BYTES = 1 << 15        # long documents are tokenized in pieces of this size
-LONGEST_PIECE = 1 << 18      # where a text may be cut nowhere: tiktoken fails on a run of 2^20 spaces
-BLOCK_BYTES = 1 << 20        # what is read at a time
-LINE_BYTES = 128 << 20       # a row must fit into memory several times
+PIECE_BYTES = 1 << 15  # long documents are tokenized in pieces of this size
+LONGEST_PIECE = 1 << 18  # where a text may be cut nowhere: tiktoken fails on a run of 2^20 spaces
+BLOCK_BYTES = 1 << 20  # what is read at a time
+LINE_BYTES = 128 << 20  # a row must fit into memory several times
 MIN_CHUNK, MAX_CHUNK, CHUNKS = 1 << 20, 64 << 20, 256
 NOT_UNPACKED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
 # ---- inputs
+
 
 def base_name(path):
     return path[:-3] if path.lower().endswith((".gz", ".xz")) else path
@@ -59,8 +61,10 @@ def reason_to_pass(path):
 
 def walk(folder, skip=(), passed=None):
     """The files in a folder that can be read, in the order of their names. passed: {reason: paths} of the others."""
+
     def refuse(e):
         die(f"cannot list '{e.filename}': {e.strerror}", "name folders that you may read")
+
     passed = collections.defaultdict(list) if passed is None else passed
     for parent, folders, files in os.walk(folder, onerror=refuse):
         for name in sorted(folders):
@@ -80,6 +84,7 @@ def tell_passed(where, passed):
     def part(reason, paths):
         names = ", ".join(f"'{p}'" for p in paths[:3]) + ", ..." * (len(paths) > 3)
         return f"{len(paths):,} {reason}{'s' * (len(paths) > 1)} ({names})"
+
     if passed:
         print(f"note: '{where}': passed over {'; '.join(part(*item) for item in passed.items())}")
 
@@ -115,8 +120,10 @@ def once(paths, taken=()):
     for path in paths:
         real.setdefault(os.path.realpath(path), os.path.abspath(path))
     if len(real) < len(paths):
-        print(f"note: {len(paths) - len(real)} of {len(paths)} inputs were named twice (or are links to another); "
-              "each is used once")
+        print(
+            f"note: {len(paths) - len(real)} of {len(paths)} inputs were named twice (or are links to another); "
+            "each is used once"
+        )
     both = real.keys() & {os.path.realpath(path) for path in taken}
     if both:
         die(f"'{real[min(both)]}' is named both for training and for validation", "name it once")
@@ -124,6 +131,7 @@ def once(paths, taken=()):
 
 
 # ---- chunks
+
 
 def spans(path, size, target):
     """(span, bytes of the file in it)"""
@@ -185,7 +193,7 @@ def clean_cut(text, begin, end):
     for pattern in CLEAN_CUTS:
         for found in pattern.finditer(window):
             if is_clean(window, found.start()):
-                return begin + len(window[:found.start()].encode("utf-8", "surrogateescape"))
+                return begin + len(window[: found.start()].encode("utf-8", "surrogateescape"))
     return None
 
 
@@ -236,6 +244,7 @@ def line_start(f, at):
 
 # ---- rows
 
+
 def opened(path):
     try:
         return open(path, "rb")
@@ -257,10 +266,12 @@ def die_of(where, what, hint):
 
 
 def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of):
-    """(record, where) for the lines that begin in [begin, end); where() names the line in messages. errors: None is strict,
-    and the user has no choice. bad(where, what, hint): ends the program, or the line is left out."""
+    """(record, where) for the lines that begin in [begin, end); where() names the line in messages. errors: None is
+    strict, and the user has no choice. bad(where, what, hint): ends the program, or the line is left out."""
+
     def where():
         return f"'{path}' line {number + (lines_before(path, begin) if begin else 0)}"
+
     number, at = 0, begin
     while end is None or at < end:
         line = stream.readline(LINE_BYTES)  # never splitlines(): U+2028 may stand inside a string
@@ -269,7 +280,10 @@ def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of):
         number += 1
         at += len(line)
         if len(line) == LINE_BYTES:
-            die(f"{where()} is longer than {LINE_BYTES >> 20} MiB", "a .jsonl file has one document a line; a .txt file may be of any length")
+            die(
+                f"{where()} is longer than {LINE_BYTES >> 20} MiB",
+                "a .jsonl file has one document a line; a .txt file may be of any length",
+            )
         if begin == 0 and number == 1 and wide_encoding(line):
             die_of(where, *not_text(path, 0, errors))
         if line.isspace():
@@ -305,6 +319,7 @@ def parquet_batches(stream, path, columns=None, begin=0, end=None):
     if columns and columns[0] not in names:
         die(f"'{path}' has no column '{columns[0]}'", f"choose one with --text-field: {', '.join(names)}")
     import pyarrow
+
     try:
         row = sum(meta.row_group(i).num_rows for i in range(begin))
         for i in range(begin, meta.num_row_groups if end is None else end):
@@ -358,6 +373,7 @@ def rows(path):
 
 
 # ---- documents: pieces (UTF-8 bytes) of at most LONGEST_PIECE
+
 
 class Reader:
     """Opens spans, unpacks them and checks that they hold text. no_nul: the tokenizer has another use for that byte.
@@ -443,11 +459,15 @@ class Reader:
     def parquet(self, stream, path, begin, end):
         for row, batch in parquet_batches(stream, path, [self.field], begin, end):
             import pyarrow.types as types
+
             column = batch.column(0)
             if types.is_dictionary(column.type):
                 column = column.dictionary_decode()
             if not (types.is_string(column.type) or types.is_large_string(column.type) or types.is_null(column.type)):
-                die(f"'{path}' row {row + 1}: column '{self.field}' is not text", "choose one with --text-field: " + ", ".join(batch.schema.names))
+                die(
+                    f"'{path}' row {row + 1}: column '{self.field}' is not text",
+                    "choose one with --text-field: " + ", ".join(batch.schema.names),
+                )
             for i, text in enumerate(column.cast("large_binary").to_pylist()):  # bytes: checked like all other text
                 yield text or b"", functools.partial("'{}' row {}".format, path, row + i + 1)
 
@@ -460,7 +480,10 @@ class Reader:
             text = text.decode("utf-8", "replace").encode()
         if self.no_nul and b"\0" in text:
             if self.errors == "strict":
-                die(f"{where()}: byte {start + text.index(0)} is NUL, which the tokenizer 'bytes' keeps for end-of-text",
-                    "is this a text file? --encoding-errors replace drops NULs")
+                die(
+                    f"{where()}: byte {start + text.index(0)} is NUL, which the tokenizer 'bytes' keeps for "
+                    f"end-of-text",
+                    "is this a text file? --encoding-errors replace drops NULs",
+                )
             text = text.replace(b"\0", b"")
         return text

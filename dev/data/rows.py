@@ -1,5 +1,6 @@
 """What the trainers draw and read, in numpy: random numbers (llmc/rand.h), token shards and the order of their rows
 (llmc/dataloader.h), tokenizer.bin (llmc/tokenizer.h). The PyTorch reference stands on it."""
+
 import os
 import sys
 
@@ -39,28 +40,48 @@ def rand_u64(seed, stream, counters):
 
 def rand_normal(seed, stream, counters):
     r = rand_u64(seed, stream, counters)
-    u, v = ((r >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32, (r & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32
+    u, v = (
+        ((r >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32,
+        (r & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32,
+    )
     return (np.sqrt(-2.0 * np.log(u)) * np.cos(6.283185307179586 * v)).astype(np.float32)
 
 
 # ---- data: token shards and the order of rows (llmc/dataloader.h), tokenizer.bin
 def open_shards(pattern, T):
-    """llm.c's files: 256 int32 of header, then tokens. Returns (the shards' tokens in the order of their names, the first header)."""
+    """llm.c's files: 256 int32 of header, then tokens. Returns (the shards' tokens in the order of their names, the
+    first header)."""
     paths, shards, headers = find_files(pattern), [], []
-    require(paths, f"no file matches '{pattern}'", "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py")
+    require(
+        paths,
+        f"no file matches '{pattern}'",
+        "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py",
+    )
     for path in paths:
         headers.append(np.fromfile(path, "<i4", 256))
         dtype = {(20240520, 1): "<u2", (20240801, 7): "<u4"}.get(tuple(headers[-1][:2].tolist()))
-        require(len(headers[-1]) == 256 and dtype, f"'{path}' is not a token shard", "make shards with dev/data/prepare.py")
+        require(
+            len(headers[-1]) == 256 and dtype, f"'{path}' is not a token shard", "make shards with dev/data/prepare.py"
+        )
         n = int(headers[-1][2])
-        require(os.path.getsize(path) == 1024 + n * np.dtype(dtype).itemsize, f"'{path}' has not the size that its header states", "make it again")
-        require(n > T, f"'{path}' has {n} tokens: too few for one row of {T} + 1", "use a shorter --seq-len, or more text")
+        require(
+            os.path.getsize(path) == 1024 + n * np.dtype(dtype).itemsize,
+            f"'{path}' has not the size that its header states",
+            "make it again",
+        )
+        require(
+            n > T, f"'{path}' has {n} tokens: too few for one row of {T} + 1", "use a shorter --seq-len, or more text"
+        )
         shards.append(np.memmap(path, dtype, "r", 1024, (n,)))
     return shards, headers[0]
 
 
 def row_order(n, seed, part):
-    return np.arange(n) if seed is None else np.argsort(rand_u64(seed, rand_stream(RAND_SHUFFLE, part), np.arange(n)), kind="stable")
+    return (
+        np.arange(n)
+        if seed is None
+        else np.argsort(rand_u64(seed, rand_stream(RAND_SHUFFLE, part), np.arange(n)), kind="stable")
+    )
 
 
 def rows(shards, T, seed=None):
@@ -74,14 +95,19 @@ def rows(shards, T, seed=None):
 
 
 def read_tokenizer(path):
-    """llm.c's tokenizer.bin -> (bytes of each token, id of end-of-text, the file behind its header, whose hash the shards carry)."""
+    """llm.c's tokenizer.bin -> (bytes of each token, id of end-of-text, the file behind its header, whose hash the
+    shards carry)."""
     with open(path, "rb") as f:
         header, body = np.frombuffer(f.read(1024).ljust(16, b"\0"), "<i4", 4).tolist(), f.read()
     tokens, at = [], 0
     while at < len(body):
         tokens.append(body[at + 1 : at + 1 + body[at]])
         at += 1 + body[at]
-    require(header[:3] == [20240328, 2, len(tokens)] and at == len(body), f"'{path}' is not a whole tokenizer file", "make it with the script that made the shards")
+    require(
+        header[:3] == [20240328, 2, len(tokens)] and at == len(body),
+        f"'{path}' is not a whole tokenizer file",
+        "make it with the script that made the shards",
+    )
     return tokens, header[3], body
 
 
@@ -92,6 +118,10 @@ def text_bytes(shards, T, count, names, eot):
     for s in shards:
         n = min((len(s) - 1) // T, count)
         targets = s[1 : n * T + 1]
-        require(n == 0 or targets.max() < len(names), f"the data holds token {targets.max(initial=0)} and the tokenizer has {len(names)}", "give the data's own --tokenizer")
+        require(
+            n == 0 or targets.max() < len(names),
+            f"the data holds token {targets.max(initial=0)} and the tokenizer has {len(names)}",
+            "give the data's own --tokenizer",
+        )
         total, count = total + int(lengths[targets].sum()), count - n
     return total

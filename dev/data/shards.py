@@ -1,18 +1,24 @@
 """Text -> token shards, by any number of processes and machines: always the same bits.
 
-    build(paths, args)      paths of .txt .md .py .jsonl .parquet files -> <output>/<name>_val_000000.bin, <name>_train_000001.bin ...
+    build(paths, args)
+      paths of .txt .md .py .jsonl .parquet files -> <output>/<name>_val_000000.bin, <name>_train_000001.bin ...
 
-1. The inputs are split into chunks (reader.py): some documents, or a part of a large file. What a chunk is depends on the inputs alone.
-2. Each chunk is tokenized by whoever is free, into <output>/<name>_work/<key>.piece, with the length of every document. The key
+1. The inputs are split into chunks (reader.py): some documents, or a part of a large file. What a chunk is depends on
+   the inputs alone.
+2. Each chunk is tokenized by whoever is free, into <output>/<name>_work/<key>.piece, with the length of every document.
+   The key
    stands for the input and all that changes its tokens, so that an interrupted run finds what it has done.
-3. The lengths tell where everything goes. Shuffled, the order is: pieces (up to PIECE_TOKENS of a chunk) in random order; then,
-   in windows of WINDOW_TOKENS of them, all documents in random order. A document of more than UNIT_TOKENS is cut, and its parts
+3. The lengths tell where everything goes. Shuffled, the order is: pieces (up to PIECE_TOKENS of a chunk) in random
+   order; then,
+   in windows of WINDOW_TOKENS of them, all documents in random order. A document of more than UNIT_TOKENS is cut, and
+   its parts
    are shuffled as documents are. With --keep-order nothing is cut or moved.
 4. That one stream, validation first, is cut into shards, each written by whoever is free.
 
-Every document follows an end-of-text token, as in llm.c. Disk: the tokens twice, until the end. Memory: a few hundred MB a process.
-Under mpirun all ranks share one file system; rank r has every n-th chunk.
+Every document follows an end-of-text token, as in llm.c. Disk: the tokens twice, until the end. Memory: a few hundred
+MB a process. Under mpirun all ranks share one file system; rank r has every n-th chunk.
 """
+
 import array
 import collections
 import concurrent.futures
@@ -31,22 +37,36 @@ import time
 
 import numpy as np
 
-from data_common import (HEADER_BYTES, KINDS, MAX_SHARD_TOKENS, Progress, atomic_write, die, fnv1a, make_folder, make_tokenizer, outlive_reader, read_tokenizer,
-                         write_shard)
+from data_common import (
+    HEADER_BYTES,
+    KINDS,
+    MAX_SHARD_TOKENS,
+    Progress,
+    atomic_write,
+    die,
+    fnv1a,
+    make_folder,
+    make_tokenizer,
+    outlive_reader,
+    read_tokenizer,
+    write_shard,
+)
 from reader import Reader, once, plan
 from tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
 
-FORMAT = 3                   # raise it when the same settings give other shards
-ROW_TOKENS = 1024            # --seq-len of the trainers, unless given
+FORMAT = 3  # raise it when the same settings give other shards
+ROW_TOKENS = 1024  # --seq-len of the trainers, unless given
 UNIT_TOKENS = 1 << 16
 PIECE_TOKENS, PIECE_UNITS = 1 << 23, 1 << 19
 WINDOW_TOKENS, WINDOW_UNITS = 1 << 27, 1 << 22
-SLICE_TOKENS = 1 << 25       # of a shard, held in memory at a time
+SLICE_TOKENS = 1 << 25  # of a shard, held in memory at a time
 BLOCK_TOKENS = 1 << 21
-MIN_TAIL = 1 << 17           # the last shard never has fewer tokens, unless it is the only one: no row would fit into it
+# the last shard never has fewer tokens, unless it is the only one: no row would fit into it
+MIN_TAIL = 1 << 17
 
 
 # ---- options
+
 
 def add_arguments(parser):
     a = parser.add_argument
@@ -57,9 +77,20 @@ def add_arguments(parser):
     a("--seed", type=int, default=42, help="of the order of documents (42)")
     a("--keep-order", action="store_true", help="do not shuffle")
     a("--text-field", default="text", metavar="NAME", help="field of .jsonl, column of .parquet (text)")
-    a("--encoding-errors", choices=("strict", "replace"), default="strict", help="what is not UTF-8 stops the run, or becomes U+FFFD")
+    a(
+        "--encoding-errors",
+        choices=("strict", "replace"),
+        default="strict",
+        help="what is not UTF-8 stops the run, or becomes U+FFFD",
+    )
     a("--skip-bad", action="store_true", help="leave out lines of .jsonl that are no JSON or have no text in the field")
-    a("--workers", "--processes", type=int, metavar="N", help="processes (as many as the machine has cores; under mpirun 1 a rank)")
+    a(
+        "--workers",
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes (as many as the machine has cores; under mpirun 1 a rank)",
+    )
     a("--overwrite", action="store_true", help="replace shards that were made with other settings")
     parser.set_defaults(val_tokens=None, val_fraction=0.0)
 
@@ -80,21 +111,35 @@ def check_arguments(args, name=None, folder=None):
 
 # ---- ranks and workers
 
+
 class Ranks:
     """The processes that mpirun or srun started, or this one alone."""
 
     def __init__(self):
         self.rank, self.size, self.comm = 0, 1, None
-        launched = next((int(os.environ[k]) for k in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE") if k in os.environ), 1)
+        launched = next(
+            (
+                int(os.environ[k])
+                for k in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+                if k in os.environ
+            ),
+            1,
+        )
         if launched > 1 or "PMIX_RANK" in os.environ:
             try:
                 from mpi4py import MPI
             except ImportError as e:
-                die(f"several ranks need the package mpi4py ({e})", "pip install mpi4py, or start one process with --workers N")
+                die(
+                    f"several ranks need the package mpi4py ({e})",
+                    "pip install mpi4py, or start one process with --workers N",
+                )
             self.comm = MPI.COMM_WORLD
             self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
             if self.size < launched:
-                die(f"mpirun started {launched} ranks, mpi4py sees {self.size}", "mpi4py belongs to another MPI than this mpirun: use the mpirun of the same installation")
+                die(
+                    f"mpirun started {launched} ranks, mpi4py sees {self.size}",
+                    "mpi4py belongs to another MPI than this mpirun: use the mpirun of the same installation",
+                )
 
     def share(self, value):
         """Rank 0's value, on all ranks."""
@@ -114,6 +159,7 @@ def run(main):
         interrupted = True
         signal.signal(number, signal.SIG_DFL)  # a second one ends at once
         raise KeyboardInterrupt
+
     for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):  # not under nohup
             signal.signal(number, interrupt)
@@ -130,6 +176,7 @@ def run(main):
         if not interrupted and (not ranks or not ranks.comm):
             raise
         import traceback
+
         status = traceback.format_exc()
     if interrupted:  # C code in whose middle it came may have made another error of it
         status = "\ninterrupted: the same command goes on where this one stopped"
@@ -146,6 +193,7 @@ def start_worker(context):
     def watch():  # a parent that was killed cannot stop its workers
         multiprocessing.parent_process().join()
         os._exit(1)
+
     threading.Thread(target=watch, daemon=True).start()
 
 
@@ -155,7 +203,8 @@ def use_context(context):
 
 
 class Workers:
-    """Processes that start when there is work for more than one, and end with this one. Their functions find `context` as `worker`."""
+    """Processes that start when there is work for more than one, and end with this one. Their functions find `context`
+    as `worker`."""
 
     def __init__(self, count, context):
         self.count, self.context, self.pool = count, context, None
@@ -170,13 +219,18 @@ class Workers:
             yield from ((i, function(task)) for i, task in enumerate(tasks))
             return
         if self.pool is None:
-            self.pool = concurrent.futures.ProcessPoolExecutor(self.count, multiprocessing.get_context("spawn"), start_worker, (self.context,))
+            self.pool = concurrent.futures.ProcessPoolExecutor(
+                self.count, multiprocessing.get_context("spawn"), start_worker, (self.context,)
+            )
         futures = {self.pool.submit(function, task): i for i, task in enumerate(tasks)}
         try:
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
         except concurrent.futures.process.BrokenProcessPool:
-            die("a worker process died, perhaps for lack of memory", "use fewer --workers; the same command goes on where this run stopped")
+            die(
+                "a worker process died, perhaps for lack of memory",
+                "use fewer --workers; the same command goes on where this run stopped",
+            )
 
     def __exit__(self, kind, *_):
         if self.pool:
@@ -218,8 +272,16 @@ class Tokenizing:
     def key(self, chunk):
         identity = [(*span, os.stat(span[0]).st_size, os.stat(span[0]).st_mtime_ns) for span in chunk]
         args = self.args
-        what = (FORMAT, identity, self.tokenizer.kind, self.tokenizer.hash, args.text_field, args.encoding_errors,
-                args.keep_order, args.skip_bad)
+        what = (
+            FORMAT,
+            identity,
+            self.tokenizer.kind,
+            self.tokenizer.hash,
+            args.text_field,
+            args.encoding_errors,
+            args.keep_order,
+            args.skip_bad,
+        )
         return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 
     def units(self, chunk, reader, lengths):
@@ -260,6 +322,7 @@ def tokenize_chunk(task):
             yield np.concatenate(held).data if held else b""
             trailer = [len(lengths), sum(lengths), reader.empty, reader.skipped, itemsize, FORMAT, PIECE_MAGIC]
             yield np.concatenate([np.array(lengths, np.int64), np.array(trailer, np.int64)]).data
+
         atomic_write(path, body())
     file = piece_trailer(path, itemsize)
     return file, cut_file(file, itemsize, val)
@@ -272,7 +335,11 @@ def cut_file(file, itemsize, val):
     while unit < file.units:
         stop = min(int(np.searchsorted(ends, token + PIECE_TOKENS, "right")), unit + PIECE_UNITS)
         stop = max(stop, unit + 1)
-        pieces.append(Piece(file.path, file.tokens * itemsize + 8 * unit, unit, stop - unit, token, int(ends[stop - 1]) - token, val))
+        pieces.append(
+            Piece(
+                file.path, file.tokens * itemsize + 8 * unit, unit, stop - unit, token, int(ends[stop - 1]) - token, val
+            )
+        )
         unit, token = stop, int(ends[stop - 1])
     return pieces
 
@@ -343,11 +410,12 @@ def copy(out, path, source, count, to):
         j = max(i + 1, int(np.searchsorted(source + count, first + BLOCK_TOKENS, "right")))
         block = np.fromfile(path, out.dtype, int(source[j - 1] + count[j - 1]) - first, offset=first * out.itemsize)
         for s, n, t in zip((source[i:j] - first).tolist(), count[i:j].tolist(), to[i:j].tolist()):
-            out[t:t + n] = block[s:s + n]
+            out[t : t + n] = block[s : s + n]
         i = j
 
 
 # ---- the stream -> shards
+
 
 def cuts(total, val, size):
     """[(split, number, first token, tokens)]: numbered through, the first for validation."""
@@ -371,7 +439,8 @@ def is_whole(path, count, tokenizer):
 
 
 class Job:
-    """What makes the shards what they are: <name>_manifest.json when they are done, <name>_work/settings.json before."""
+    """What makes the shards what they are: <name>_manifest.json when they are done, <name>_work/settings.json
+    before."""
 
     def __init__(self, paths, val_paths, args):
         self.args, self.paths = args, once(paths)
@@ -379,11 +448,23 @@ class Job:
         self.tokenizer = tokenizer = make_tokenizer(args.tokenizer, args.tokenizer_file)
         self.prefix = os.path.join(args.output, args.name)
         self.manifest, self.work = self.prefix + "_manifest.json", self.prefix + "_work"
-        files = [[(p, os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in group] for group in (self.paths, self.val_paths)]
+        files = [
+            [(p, os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in group] for group in (self.paths, self.val_paths)
+        ]
         self.settings = dict(
-            format=FORMAT, input=hashlib.sha256(repr(files).encode()).hexdigest(), tokenizer=tokenizer.kind, tokenizer_hash=f"{tokenizer.hash:016x}",
-            shard_tokens=args.shard_tokens, val_tokens=args.val_tokens, val_fraction=args.val_fraction, seed=args.seed, keep_order=args.keep_order,
-            text_field=args.text_field, encoding_errors=args.encoding_errors, skip_bad=args.skip_bad)
+            format=FORMAT,
+            input=hashlib.sha256(repr(files).encode()).hexdigest(),
+            tokenizer=tokenizer.kind,
+            tokenizer_hash=f"{tokenizer.hash:016x}",
+            shard_tokens=args.shard_tokens,
+            val_tokens=args.val_tokens,
+            val_fraction=args.val_fraction,
+            seed=args.seed,
+            keep_order=args.keep_order,
+            text_field=args.text_field,
+            encoding_errors=args.encoding_errors,
+            skip_bad=args.skip_bad,
+        )
 
     def files(self):
         return [p for s in ("train", "val") for p in glob.glob(f"{glob.escape(self.prefix)}_{s}_[0-9]*.bin*")]
@@ -404,13 +485,24 @@ class Job:
         old, overwrite = self.earlier(), self.args.overwrite
         shards = [p for p in self.files() if not p.endswith(".tmp")]
         if not overwrite and not old and shards:
-            die(f"'{self.prefix}_*.bin' exist, and no record says how they were made", "name another --output or --name, or add --overwrite")
+            die(
+                f"'{self.prefix}_*.bin' exist, and no record says how they were made",
+                "name another --output or --name, or add --overwrite",
+            )
         same = old and old["settings"] == self.settings
         if not overwrite and old and not same and shards:
             other = ", ".join(k for k in self.settings if old["settings"].get(k) != self.settings[k])
-            die(f"'{self.prefix}_*' was made with another {other}", "name another --output or --name, or add --overwrite")
+            die(
+                f"'{self.prefix}_*' was made with another {other}",
+                "name another --output or --name, or add --overwrite",
+            )
         done = old and old.get("shards")
-        if same and done and not overwrite and all(is_whole(os.path.join(self.args.output, name), n, self.tokenizer) for name, n in done):
+        if (
+            same
+            and done
+            and not overwrite
+            and all(is_whole(os.path.join(self.args.output, name), n, self.tokenizer) for name, n in done)
+        ):
             return True
         self.lock()
         for path in self.files() if overwrite or not same or done else [p for p in self.files() if p.endswith(".tmp")]:
@@ -421,7 +513,9 @@ class Job:
             os.remove(path)
         if count := len(glob.glob(glob.escape(self.work) + "/*.piece")):
             print(f"going on: {count} tokenized parts of the input are there already")
-        atomic_write(os.path.join(self.work, "settings.json"), json.dumps(dict(settings=self.settings), indent=1).encode())
+        atomic_write(
+            os.path.join(self.work, "settings.json"), json.dumps(dict(settings=self.settings), indent=1).encode()
+        )
         return False
 
     def lock(self):
@@ -447,7 +541,10 @@ def write_tokenizer(tokenizer, folder, overwrite):
         if there == (KINDS[tokenizer.kind], tokenizer.tokens):
             return
         if there and there[1] != tokenizer.tokens and not overwrite:
-            die(f"'{folder}' holds the tokenizer.bin of another tokenizer", "one folder, one tokenizer: name another --output, or add --overwrite")
+            die(
+                f"'{folder}' holds the tokenizer.bin of another tokenizer",
+                "one folder, one tokenizer: name another --output, or add --overwrite",
+            )
     except ValueError:
         pass  # a damaged one is replaced
     tokenizer.write(folder)
@@ -470,17 +567,26 @@ def begin(job, ranks, workers):
         print(f"{job.prefix}_*.bin are up to date")
         return None
     write_tokenizer(job.tokenizer, job.args.output, job.args.overwrite)
-    chunks = [(size, spans, val) for paths, val in ((job.val_paths, True), (job.paths, False)) for size, spans in plan(paths)]
-    print(f"{len(job.paths) + len(job.val_paths):,} files, {sum(c[0] for c in chunks) / 1e6:,.1f} MB, tokenizer {job.tokenizer.kind}, "
-          + (f"{ranks.size} ranks of " if ranks.size > 1 else "") + f"{workers} process{'es' * (workers > 1)}", flush=True)
+    chunks = [
+        (size, spans, val) for paths, val in ((job.val_paths, True), (job.paths, False)) for size, spans in plan(paths)
+    ]
+    print(
+        f"{len(job.paths) + len(job.val_paths):,} files, {sum(c[0] for c in chunks) / 1e6:,.1f} MB, tokenizer "
+        f"{job.tokenizer.kind}, "
+        + (f"{ranks.size} ranks of " if ranks.size > 1 else "")
+        + f"{workers} process{'es' * (workers > 1)}",
+        flush=True,
+    )
     return job.tokenizer, chunks
 
 
 def die_of_no_text(total, val):
     if not total:
         die("the inputs hold no text", "name other files with --input")
-    die(f"no text is left for training: {total:,} tokens, {val:,} of them for validation",
-        "give more text, or a smaller part for validation: --val-fraction, --val-tokens")
+    die(
+        f"no text is left for training: {total:,} tokens, {val:,} of them for validation",
+        "give more text, or a smaller part for validation: --val-fraction, --val-tokens",
+    )
 
 
 def warn_of_short(train, val):
@@ -489,11 +595,14 @@ def warn_of_short(train, val):
     if 0 < val < row:
         share = math.ceil(100 * row / (train + val)) / 100
         more = f"keep more with --val-fraction {share}" if train > 2 * row else "give more text"
-        print(f"warning: {val:,} tokens for validation are {less}:\n"
-              f"  {more}, or train with a smaller --seq-len, or with --val-data ''")
+        print(
+            f"warning: {val:,} tokens for validation are {less}:\n"
+            f"  {more}, or train with a smaller --seq-len, or with --val-data ''"
+        )
     if train < row:
-        print(f"warning: {train:,} tokens for training are {less}:\n"
-              "  give more text, or train with a smaller --seq-len")
+        print(
+            f"warning: {train:,} tokens for training are {less}:\n  give more text, or train with a smaller --seq-len"
+        )
 
 
 def build(ranks, args, paths, val_paths=()):
@@ -508,7 +617,7 @@ def build(ranks, args, paths, val_paths=()):
     work = os.path.join(args.output, args.name + "_work")
     see(os.path.join(work, "settings.json"))
     # the largest first: no one is left with much at the end
-    mine = sorted(range(len(chunks)), key=lambda i: (-chunks[i][0], i))[ranks.rank::ranks.size]
+    mine = sorted(range(len(chunks)), key=lambda i: (-chunks[i][0], i))[ranks.rank :: ranks.size]
     progress, results, done, tokens = Progress(sum(chunks[i][0] for i in mine)), {}, 0, 0
     with Workers(min(workers, max(len(mine), 1)), Tokenizing(args, tokenizer, work)) as pool:
         for n, result in pool.each(tokenize_chunk, [chunks[i][1:] for i in mine]):
@@ -520,12 +629,24 @@ def build(ranks, args, paths, val_paths=()):
         results = {i: r for part in ranks.gather(results) for i, r in part.items()}
         pieces = [p for i in range(len(chunks)) for p in results[i][1]]
         windows, total = windows_of(pieces, args), sum(p.tokens for p in pieces)
-        val = sum(p.tokens for p in pieces if p.val) if val_paths else args.val_tokens if args.val_tokens is not None else math.ceil(args.val_fraction * total)
+        val = (
+            sum(p.tokens for p in pieces if p.val)
+            if val_paths
+            else args.val_tokens
+            if args.val_tokens is not None
+            else math.ceil(args.val_fraction * total)
+        )
         if val >= total:
             die_of_no_text(total, val)
-        shards = [(os.path.join(args.output, f"{args.name}_{split}_{number:06d}.bin"), at, count) for split, number, at, count in cuts(total, val, args.shard_tokens)]
-        tasks = [(path, at, count, [w for w in windows if w.start < at + count and at < w.start + w.tokens]) for path, at, count in shards]
-        for _ in pool.each(write_cut, tasks[ranks.rank::ranks.size]):
+        shards = [
+            (os.path.join(args.output, f"{args.name}_{split}_{number:06d}.bin"), at, count)
+            for split, number, at, count in cuts(total, val, args.shard_tokens)
+        ]
+        tasks = [
+            (path, at, count, [w for w in windows if w.start < at + count and at < w.start + w.tokens])
+            for path, at, count in shards
+        ]
+        for _ in pool.each(write_cut, tasks[ranks.rank :: ranks.size]):
             pass
     ranks.gather(None)  # all are written
     if job is None:
@@ -533,7 +654,9 @@ def build(ranks, args, paths, val_paths=()):
     job.finish([(path, count) for path, _, count in shards])
     for name, count in ("train", total - val), ("val", val):
         number = sum(f"_{name}_" in os.path.basename(path) for path, _, _ in shards)
-        print(f"{name}: {count:,} tokens in {number} shard{'s' * (number != 1)}  {glob.escape(job.prefix)}_{name}_*.bin")
+        print(
+            f"{name}: {count:,} tokens in {number} shard{'s' * (number != 1)}  {glob.escape(job.prefix)}_{name}_*.bin"
+        )
     warn_of_short(total - val, val)
     if empty := sum(file.empty for file, _ in results.values()):
         print(f"note: {empty:,} empty documents left out")

@@ -6,6 +6,7 @@
 
 The text is cut at its blank lines; every piece (its blank line included) is one document behind an end-of-text token.
 """
+
 import argparse
 import hashlib
 import os
@@ -54,7 +55,10 @@ def main():
         parts += [eot, tokenizer.encode(section + b"\n\n" if i < len(sections) - 1 else section)]
     tokens = np.concatenate(parts)
     if len(tokens) <= VAL_TOKENS:
-        die(f"the text has {len(tokens):,} tokens, the validation set alone takes {VAL_TOKENS:,}", "give the whole text, or use dev/data/prepare.py")
+        die(
+            f"the text has {len(tokens):,} tokens, the validation set alone takes {VAL_TOKENS:,}",
+            "give the whole text, or use dev/data/prepare.py",
+        )
     tokenizer.write(folder)
     for split, part in ("val", tokens[:VAL_TOKENS]), ("train", tokens[VAL_TOKENS:]):
         path = os.path.join(folder, f"tiny_shakespeare_{split}.bin")

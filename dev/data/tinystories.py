@@ -4,10 +4,11 @@
     python dev/data/tinystories.py --tokenizer llama3 --tokenizer-file tokenizer.model
     python dev/data/tinystories.py --local my_copy/       a copy of the hub's files instead of a download
 
-Validation is the data set's own validation split. (llm.c takes another edition, of which it makes two files.) Stories are
-shuffled by --seed.
+Validation is the data set's own validation split. (llm.c takes another edition, of which it makes two files.) Stories
+are shuffled by --seed.
 https://huggingface.co/datasets/roneneldan/TinyStories
 """
+
 import argparse
 import os
 
@@ -26,7 +27,10 @@ def main(ranks):
     files = download.hub_files("roneneldan/TinyStories", "data", ROWS, args, ranks)
     val = [f for f in files if os.path.basename(f).startswith("validation")]
     if not val:
-        die(f"none of the {len(files)} files is called validation*", "the data set's own validation split belongs to it: copy that file, too")
+        die(
+            f"none of the {len(files)} files is called validation*",
+            "the data set's own validation split belongs to it: copy that file, too",
+        )
     build(ranks, args, [f for f in files if f not in val], val)
 
 

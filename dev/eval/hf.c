@@ -1,7 +1,9 @@
-// What the trainers say of a Hugging Face folder: dev/eval/hf.py builds this program and asks it, so that there is one reader.
+// What the trainers say of a Hugging Face folder: dev/eval/hf.py builds this program and asks it, so that there is one
+// reader.
 //   hf config FOLDER DTYPE   its config.json as the trainers understand and write it, or why they refuse it
 //   hf table FOLDER          name and shape of each tensor that its weight files must hold
-//   hf check FOLDER          that they hold these, and nothing else; of our checkpoints every byte is read, of others the headers
+//   hf check FOLDER
+//     that they hold these, and nothing else; of our checkpoints every byte is read, of others the headers
 //   hf logits FOLDER         token ids (int32) from stdin -> logits (T, V) as fp32 to stdout, by the CPU trainer
 #define LLMC_NO_MAIN
 #include "../../train_gpt2.c"
@@ -22,7 +24,8 @@ static void print_logits(const Config *c, const char *folder) {
     require(T > 0, "no token ids on standard input\ncall this through dev/eval/hf.py");
     const Mesh one_rank = MESH_ALONE;
     Options o = options_default();
-    o.batch_size = 1; o.seq_len = T;
+    o.batch_size = 1;
+    o.seq_len = T;
     Model m;
     model_open(&m, c, &o, &one_rank);
     model_load_weights(&m, folder);
@@ -58,7 +61,8 @@ int main(int argc, char **argv) {
         st_close(&r);
     } else if (!strcmp(what, "logits")) {
         print_logits(&m.config, folder);
-    } else die("unknown question '%s'\ncall this through dev/eval/hf.py", what);
+    } else
+        die("unknown question '%s'\ncall this through dev/eval/hf.py", what);
     params_free(&m.table);
     return ferror(stdout) || fflush(stdout) ? EXIT_FAILURE : 0;
 }

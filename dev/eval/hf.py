@@ -1,16 +1,21 @@
 """Models in and out of Hugging Face's format, which is the trainers' own: a folder with config.json and safetensors.
 
-    hf.py import SOURCE FOLDER       SOURCE: a model of the hub (openai-community/gpt2), a folder, a checkpoint of a run, or llm.c's
+    hf.py import SOURCE FOLDER
+      SOURCE: a model of the hub (openai-community/gpt2), a folder, a checkpoint of a run, or llm.c's
                                      .bin. FOLDER then opens by -e FOLDER and in transformers, and llama.cpp converts it
     hf.py tokenizer FOLDER           tokenizer files and generation_config.json for a folder that has none
     hf.py export FOLDER FILE.bin     llm.c's .bin (GPT-2; Llama 3.1 as the llama3 branch of llm.c reads it)
-    hf.py check FOLDER               whether the trainers open it, and if not, why; of a checkpoint, whether any file has changed
-    --verify                         with import and check: the CPU trainer's logits are those of transformers, or of train_gpt2.py
+    hf.py check FOLDER
+      whether the trainers open it, and if not, why; of a checkpoint, whether any file has changed
+    --verify
+      with import and check: the CPU trainer's logits are those of transformers, or of train_gpt2.py
 
-Whether a model can be trained is asked of the trainers' own reader, of a model of the hub before its weights are downloaded.
-FOLDER has its name when it is whole; an interrupted download goes on. HF_TOKEN opens gated models, HF_ENDPOINT names another
-hub. Needs numpy, a C compiler and make; --verify needs torch, and 16 bytes of memory for each weight besides.
+Whether a model can be trained is asked of the trainers' own reader, of a model of the hub before its weights are
+downloaded. FOLDER has its name when it is whole; an interrupted download goes on. HF_TOKEN opens gated models,
+HF_ENDPOINT names another hub. Needs numpy, a C compiler and make; --verify needs torch, and 16 bytes of memory for each
+weight besides.
 """
+
 import argparse
 import json
 import os
@@ -28,11 +33,21 @@ from llmc_bin import export_bin, import_bin
 from tokenizer_json import files_folder, read_tokenizer_json, trained_with, write_tokenizer_json
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", None: None}
-OTHERS = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"]
+OTHERS = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+]
 VERIFY_TOKENS, VERIFY_BOUND = 64, 1e-4  # the bound grows with logits above 1, as rounding does
 
 
 # ---- folders and the hub
+
 
 def read_json(folder, name):
     with open(os.path.join(folder, name), encoding="utf-8") as f:
@@ -46,19 +61,29 @@ def copy_files(names, source, folder):
 
 
 def import_folder(source, folder, to):
-    """One weight file with full names and nothing but the model. Bits stay, unless another dtype is asked for. config.json stays,
-    with what readers of other versions look for besides: rope_theta, which transformers 5 keeps elsewhere, or n_ctx."""
+    """One weight file with full names and nothing but the model. Bits stay, unless another dtype is asked for.
+    config.json stays, with what readers of other versions look for besides: rope_theta, which transformers 5 keeps
+    elsewhere, or n_ctx."""
     weights, original = model_weights(source), read_json(source, "config.json")
     copy_files(["generation_config.json", "tokenizer.bin", *OTHERS], source, folder)
     dtypes = {to or dtype for dtype, _ in weights.values()}
     word = {"BF16": "bfloat16", "F16": "float16"}.get(dtypes.pop() if len(dtypes) == 1 else "F32", "float32")
-    config = read_config(source) | original | {key: word for key in ("torch_dtype", "dtype") if key == "torch_dtype" or key in original}
+    config = (
+        read_config(source)
+        | original
+        | {key: word for key in ("torch_dtype", "dtype") if key == "torch_dtype" or key in original}
+    )
     if config == original:
         copy_files(["config.json"], source, folder)
     else:
         atomic_write(os.path.join(folder, "config.json"), (json.dumps(config, indent=2) + "\n").encode())
-    write_safetensors(os.path.join(folder, "model.safetensors"),
-                      {name: (to or dtype, array.shape, lambda array=array, dtype=dtype: convert(array, dtype, to or dtype)) for name, (dtype, array) in weights.items()})
+    write_safetensors(
+        os.path.join(folder, "model.safetensors"),
+        {
+            name: (to or dtype, array.shape, lambda array=array, dtype=dtype: convert(array, dtype, to or dtype))
+            for name, (dtype, array) in weights.items()
+        },
+    )
 
 
 def import_hub(model, folder, revision):
@@ -106,6 +131,7 @@ def import_hub(model, folder, revision):
 
 # ---- tokenizer and generation
 
+
 def load_tokenizer(given):
     """given: a tokenizer.bin, a tokenizer.json, GPT-2's vocab.bpe, Llama 3's tokenizer.model, or `gpt2`."""
     if given.endswith(".json"):
@@ -114,8 +140,15 @@ def load_tokenizer(given):
         try:
             return open_tokenizer(given)
         except (OSError, ValueError) as e:
-            die(f"tokenizer '{given}' {getattr(e, 'strerror', None) or e}", "name a tokenizer.bin, a tokenizer.json, Llama 3's tokenizer.model, or gpt2")
-    return make_tokenizer("gpt2", None if given == "gpt2" else given) if given == "gpt2" or given.endswith(".bpe") else make_tokenizer("llama3", given)
+            die(
+                f"tokenizer '{given}' {getattr(e, 'strerror', None) or e}",
+                "name a tokenizer.bin, a tokenizer.json, Llama 3's tokenizer.model, or gpt2",
+            )
+    return (
+        make_tokenizer("gpt2", None if given == "gpt2" else given)
+        if given == "gpt2" or given.endswith(".bpe")
+        else make_tokenizer("llama3", given)
+    )
 
 
 def add_tokenizer(folder, given, source):
@@ -127,23 +160,33 @@ def add_tokenizer(folder, given, source):
     own, ours = os.path.join(folder, "tokenizer.json"), os.path.join(folder, "tokenizer.bin")
     given = given or (own if os.path.isfile(own) else ours if os.path.isfile(ours) else trained_with(source))
     if given is None:
-        missing = "no tokenizer: add one with hf.py tokenizer FOLDER --tokenizer gpt2, or a tokenizer.bin, a tokenizer.json or Llama 3's tokenizer.model"
+        missing = (
+            "no tokenizer: add one with hf.py tokenizer FOLDER --tokenizer gpt2, or a tokenizer.bin, a "
+            "tokenizer.json or Llama 3's tokenizer.model"
+        )
     elif given != own or not os.path.isfile(os.path.join(folder, "tokenizer.bin")):
         try:
             tokenizer = load_tokenizer(given)
             if tokenizer.vocab_size > config["vocab_size"]:
-                die(f"tokenizer '{given}' has {tokenizer.vocab_size} tokens, the model {config['vocab_size']}", "give the model's own --tokenizer")
+                die(
+                    f"tokenizer '{given}' has {tokenizer.vocab_size} tokens, the model {config['vocab_size']}",
+                    "give the model's own --tokenizer",
+                )
         except SystemExit as e:
             if given != own:
                 raise
-            missing = "no tokenizer.bin, so the trainers know ids only: " + str(e).removeprefix("error: ").splitlines()[0]
+            missing = (
+                "no tokenizer.bin, so the trainers know ids only: " + str(e).removeprefix("error: ").splitlines()[0]
+            )
     if tokenizer:
         theirs = files_folder(folder, config["model_type"], tokenizer.kind)
         if theirs != folder and given != own:
             if os.path.isfile(own):
                 die(f"'{own}' is the file of another tokenizer", "transformers would go on reading it: remove it first")
-            missing = ("transformers splits text for every Qwen2.5 model as Qwen2.5 does; for "
-                       f"{tokenizer.kind}, load AutoTokenizer from the folder 'tokenizer' inside this one")
+            missing = (
+                "transformers splits text for every Qwen2.5 model as Qwen2.5 does; for "
+                f"{tokenizer.kind}, load AutoTokenizer from the folder 'tokenizer' inside this one"
+            )
         tokenizer.write(folder)
         if not given.endswith(".json"):
             context = config.get("n_positions") or config["max_position_embeddings"]
@@ -161,10 +204,20 @@ def add_generation_config(folder, config, tokenizer):
     path = os.path.join(folder, "generation_config.json")
     if ends and not os.path.exists(path):
         bos = ends[0] if config["bos_token_id"] is None else config["bos_token_id"]
-        atomic_write(path, (json.dumps({"bos_token_id": bos, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": ends[-1]}, indent=2) + "\n").encode())
+        atomic_write(
+            path,
+            (
+                json.dumps(
+                    {"bos_token_id": bos, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": ends[-1]},
+                    indent=2,
+                )
+                + "\n"
+            ).encode(),
+        )
 
 
 # ---- logits
+
 
 def reference_logits(folder, tokens):
     """(whose they are, logits (T, V) in fp32)"""
@@ -180,6 +233,7 @@ def reference_logits(folder, tokens):
         except ImportError:
             sys.path.insert(0, ROOT)
             import train_gpt2
+
             model = train_gpt2.make_model(folder, 0)
             return "train_gpt2.py", model(ids, model.rope_table(len(tokens), "cpu"))[0].numpy()
         transformers.utils.logging.set_verbosity_error()
@@ -196,10 +250,15 @@ def verify(folder, reference=None):
     ours = np.frombuffer(ask("logits", folder, data=tokens.astype("<i4").tobytes()), "<f4").reshape(T, V)
     whose, theirs = reference_logits(reference or folder, tokens)
     difference, largest = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
-    text = f"logits after {T} tokens by the CPU trainer and by {whose}: largest difference {difference:.2e}, of values up to {largest:.3g}"
+    text = (
+        f"logits after {T} tokens by the CPU trainer and by {whose}: largest difference {difference:.2e}, of "
+        f"values up to {largest:.3g}"
+    )
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
-        die(f"'{folder}': logits by the CPU trainer and by {whose} are not all finite",
-            "the weights hold NaN, infinity or huge numbers: take an earlier checkpoint, or download them again")
+        die(
+            f"'{folder}': logits by the CPU trainer and by {whose} are not all finite",
+            "the weights hold NaN, infinity or huge numbers: take an earlier checkpoint, or download them again",
+        )
     if not difference <= VERIFY_BOUND * max(1.0, largest):  # a NaN is no agreement
         die(f"'{folder}': {text}: they do not agree", "one of the two computes another model: please report it")
     print(f"{text}: they agree")
@@ -207,12 +266,16 @@ def verify(folder, reference=None):
 
 # ---- commands
 
+
 def import_model(args):
     if os.path.exists(args.folder) and (not os.path.isdir(args.folder) or os.listdir(args.folder)):
         die(f"'{args.folder}' is there already", "name a new folder")
     partial, local = args.folder.rstrip("/") + ".partial", os.path.exists(args.source)
     if not local and (args.source.endswith(".bin") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", args.source)):
-        die(f"'{args.source}' does not exist", "name a folder, a .bin of llm.c, or a model of the hub such as openai-community/gpt2")
+        die(
+            f"'{args.source}' does not exist",
+            "name a folder, a .bin of llm.c, or a model of the hub such as openai-community/gpt2",
+        )
     if not local and args.dtype:
         die("a model of the hub comes in its own dtype", "import it without --dtype, then import its folder with it")
     if local:
@@ -244,7 +307,13 @@ def main():
         command.add_argument("folder")
     p["export"].add_argument("file")
     for name in ("import", "tokenizer"):
-        p[name].add_argument("--tokenizer", metavar="FILE", help="tokenizer.bin, tokenizer.json or its folder, Llama 3's tokenizer.model, or gpt2 (default: the folder's, or that of the run)")
+        p[name].add_argument(
+            "--tokenizer",
+            metavar="FILE",
+            help="tokenizer.bin, tokenizer.json or its folder, Llama 3's tokenizer.model, or gpt2 (default: the "
+            "folder's, "
+            "or that of the run)",
+        )
     for name in ("import", "export"):
         p[name].add_argument("--dtype", choices=("fp32", "bf16"), help="convert the weights (default: as they are)")
     for name in ("import", "check"):
@@ -263,7 +332,11 @@ def main():
             die(f"'{args.folder}' has {missing.partition(':')[0]}", missing.partition(": ")[2])
     else:
         ask("check", args.folder)
-    print(printable(f"{args.folder}: {', '.join(sorted(os.listdir(args.folder)))}" + (f"\n  {missing}" if missing else "")))
+    print(
+        printable(
+            f"{args.folder}: {', '.join(sorted(os.listdir(args.folder)))}" + (f"\n  {missing}" if missing else "")
+        )
+    )
     if getattr(args, "verify", False):
         verify(args.folder)
 
@@ -273,4 +346,7 @@ if __name__ == "__main__":
     try:
         main()
     except OSError as e:
-        die(f"'{e.filename2 or e.filename or 'output'}': {e.strerror or e}", "name files that are there and may be read, and a folder that you may write to and that has room")
+        die(
+            f"'{e.filename2 or e.filename or 'output'}': {e.strerror or e}",
+            "name files that are there and may be read, and a folder that you may write to and that has room",
+        )

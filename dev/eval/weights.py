@@ -1,8 +1,9 @@
 """Weights in Hugging Face folders, for hf.py: read, converted and written with numpy alone.
 
-Which tensors a model has, and whether a folder can be trained, is asked of the trainers' own reader (hf.c). Tensors are mapped
-and pass one at a time; F32 and BF16 are patterns of bits, so that nothing but a conversion changes one.
+Which tensors a model has, and whether a folder can be trained, is asked of the trainers' own reader (hf.c). Tensors are
+mapped and pass one at a time; F32 and BF16 are patterns of bits, so that nothing but a conversion changes one.
 """
+
 import json
 import os
 import subprocess
@@ -23,7 +24,9 @@ def ask(*question, data=None):
     global built
     if not built:
         environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
-        made = subprocess.run(["make", "--no-print-directory", "build/hf"], cwd=ROOT, env=environment, capture_output=True, text=True)
+        made = subprocess.run(
+            ["make", "--no-print-directory", "build/hf"], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
         if made.returncode:
             die(f"build/hf could not be made\n{made.stderr[-2000:]}", "make doctor shows what is missing")
         built = True
@@ -46,10 +49,16 @@ def tensor_names(folder):
 def read_weights(folder):
     """{name: (dtype, array)} of a folder that build/hf has checked."""
     path, weights = os.path.join(folder, "model.safetensors"), {}
-    names = [path] if os.path.exists(path) else [os.path.join(folder, n) for n in sorted(set(json.load(open(path + ".index.json"))["weight_map"].values()))]
+    names = (
+        [path]
+        if os.path.exists(path)
+        else [
+            os.path.join(folder, n) for n in sorted(set(json.load(open(path + ".index.json"))["weight_map"].values()))
+        ]
+    )
     for data in (np.memmap(name, np.uint8, "r") for name in names):
         size = int(data[:8].view("<u8")[0])
-        for name, entry in json.loads(bytes(data[8:8 + size])).items():
+        for name, entry in json.loads(bytes(data[8 : 8 + size])).items():
             if name != "__metadata__" and entry["dtype"] in DTYPES:
                 begin, end = (8 + size + at for at in entry["data_offsets"])
                 weights[name] = entry["dtype"], data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
@@ -57,17 +66,25 @@ def read_weights(folder):
 
 
 def model_weights(folder):
-    """{full name: (dtype, array)} of the model's tensors, without what old files hold beside them. Refuses what is not the model."""
+    """{full name: (dtype, array)} of the model's tensors, without what old files hold beside them. Refuses what is not
+    the model."""
     ask("check", folder)
     weights, table = read_weights(folder), tensor_names(folder)
     return {name: weights.get(name) or weights[name.removeprefix("transformer.")] for name in table}
 
 
 def convert(array, dtype, to):
-    """Bits of one dtype -> bits of another; to bf16 as the trainers round: to nearest, ties to even, a NaN stays one."""
+    """Bits of one dtype -> bits of another; to bf16 as the trainers round: to nearest, ties to even, a NaN stays
+    one."""
     if dtype == to:
         return array
-    wide = array.astype("<u4") << np.uint32(16) if dtype == "BF16" else array.astype("<f4").view("<u4") if dtype == "F16" else array
+    wide = (
+        array.astype("<u4") << np.uint32(16)
+        if dtype == "BF16"
+        else array.astype("<f4").view("<u4")
+        if dtype == "F16"
+        else array
+    )
     if to == "F32":
         return wide
     nan = (wide & np.uint32(0x7FFFFFFF)) > 0x7F800000
@@ -94,7 +111,11 @@ def write_safetensors(path, tensors):
     """tensors: {name: (dtype, shape, function that makes the array)}."""
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, (dtype, shape, _) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + DTYPES[dtype].itemsize * int(np.prod(shape, dtype=np.int64))]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [at, at + DTYPES[dtype].itemsize * int(np.prod(shape, dtype=np.int64))],
+        }
         at = header[name]["data_offsets"][1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -104,4 +125,5 @@ def write_safetensors(path, tensors):
         yield np.frombuffer(text, np.uint8)
         for _, _, make in tensors.values():
             yield make()
+
     write_file(path, parts())

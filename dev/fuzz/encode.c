@@ -16,13 +16,19 @@ static const Tokenizer *open_tokenizer(TokenizerKind kind) {
     const int base = sizeof letters - 1;
     uint8_t *p = file + HEADER_BYTES;
     memcpy(file, header, sizeof header);
-    for (int id = 0; id < 256; id++) { *p++ = 1; *p++ = (uint8_t)id; }
+    for (int id = 0; id < 256; id++) {
+        *p++ = 1;
+        *p++ = (uint8_t)id;
+    }
     for (int made = 0; made < merges; made++) {  // numbers in a base of letters: none comes twice
         uint8_t *length = p++;
         for (int rest = made + base; rest > 0; rest /= base) *p++ = (uint8_t)letters[rest % base];
         *length = (uint8_t)(p - length - 1);
     }
-    if (kind != TOKENIZER_BYTES) { *p++ = 1; *p++ = 0; }  // end-of-text
+    if (kind != TOKENIZER_BYTES) {
+        *p++ = 1;
+        *p++ = 0;
+    }  // end-of-text
     tokenizer_open(&t, fuzz_file(file, (size_t)(p - file)));
     return &t;
 }

@@ -24,9 +24,9 @@ static void fuzz_one(const uint8_t *data, size_t size) {
 
 static void seed_set(int wide) {
     static const int examples[] = {
-        -1, 0, 0, 1, 2, 3, 10, 11, 12, /*choices*/ 2, 5, 20, 21, 1, 5, 22,
-        -1, 0, 1, 0, 3, 12, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, /*choices*/ 1, 4, 30,
-        8, 9, 31, 32, 33, 34, 35, 36, 37, 38, 2, 1, 40, 41};
+        -1, 0, 0, 1, 2, 3, 10, 11, 12, /*choices*/ 2, 5, 20, 21, 1, 5,  22, -1, 0,  1,  0,  3,  12, 1, 2, 3,
+        4,  5, 6, 7, 8, 9, 10, 11, 12, /*choices*/ 1, 4, 30, 8,  9, 31, 32, 33, 34, 35, 36, 37, 38, 2, 1, 40,
+        41};
     enum { FIRST = 16, WORDS = sizeof examples / sizeof *examples };
     uint8_t file[HEADER_BYTES + 4 * WORDS] = {0};
     const int32_t header[8] = {EVAL_MAGIC, wide ? EVAL_VERSION_32 : EVAL_VERSION, 2, 200, wide ? 256 : 0, wide, 1, 2};

@@ -32,9 +32,9 @@ static void fuzz_seeds(void);
 enum { FUZZ_SLOTS = 1 << 16, FUZZ_GONE = 1 };
 typedef enum { FUZZ_READ, FUZZ_REFUSED /* die() */, FUZZ_ENDED /* exit(0), in the middle of something */ } FuzzEnd;
 static struct {
-    int running;              // an input is read
+    int running;  // an input is read
     jmp_buf refused;
-    FuzzEnd end;              // of the last one
+    FuzzEnd end;                   // of the last one
     uintptr_t blocks[FUZZ_SLOTS];  // open addressing; 0: empty, FUZZ_GONE: freed
     int used[FUZZ_SLOTS], num_used;
     int fds[64], num_fds;
@@ -149,8 +149,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 }
 
 // A file in memory that holds the input; the same name every time.
-__attribute__((unused))
-static const char *fuzz_file(const uint8_t *data, size_t size) {
+__attribute__((unused)) static const char *fuzz_file(const uint8_t *data, size_t size) {
     static char path[64];
     static int fd = -1;
     if (fd < 0) {
@@ -168,8 +167,7 @@ static void fuzz_remove_folder(void) {
     snprintf(command, sizeof command, "rm -rf '%s'", fuzz_made_folder);
     if (system(command) != 0) fprintf(stderr, "warning: cannot remove '%s'\n", fuzz_made_folder);
 }
-__attribute__((unused))
-static const char *fuzz_folder(void) {
+__attribute__((unused)) static const char *fuzz_folder(void) {
     strcpy(fuzz_made_folder, "/tmp/fuzz_XXXXXX");
     require(mkdtemp(fuzz_made_folder), "cannot make a folder in /tmp\ncheck the disk");
     atexit(fuzz_remove_folder);
@@ -193,14 +191,16 @@ static void fuzz_run(const uint8_t *data, size_t size) {
 // Changes bytes, writes another number, cuts, or doubles a part, one to three times; all is drawn from (seed, round).
 static size_t fuzz_mutate(uint8_t *data, size_t size, uint64_t round) {
     static const char *const numbers[] = {"9223372036854775807", "-1", "1e999", "4294967296",
-                                          "2147483647", "0", "null", "[]"};
+                                          "2147483647",          "0",  "null",  "[]"};
     #define DRAW(n) (size_t)(rand_u64((uint64_t)fuzz_num_seeds, round, draws++) % (n))
     uint64_t draws = 0;
     for (size_t changes = 1 + DRAW(3); changes > 0 && size > 0; changes--) {
         const size_t at = DRAW(size), kind = DRAW(6), n = 1 + DRAW(16);
         const char *number = numbers[DRAW(8)];
-        if (kind == 0) size = at;
-        else if (kind == 1 && at + n <= size) memset(data + at, (int)(DRAW(3) - 1), n);
+        if (kind == 0)
+            size = at;
+        else if (kind == 1 && at + n <= size)
+            memset(data + at, (int)(DRAW(3) - 1), n);
         else if (kind == 2 && at + n <= size && size + n <= FUZZ_LONGEST) {
             memmove(data + at + n, data + at, size - at);
             size += n;
@@ -211,7 +211,8 @@ static size_t fuzz_mutate(uint8_t *data, size_t size, uint64_t round) {
             memmove(data + begin + strlen(number), data + end, size - end);
             memcpy(data + begin, number, strlen(number));
             size += strlen(number) - (end - begin);
-        } else data[at] = DRAW(2) ? (uint8_t)DRAW(256) : data[at] ^ (uint8_t)(1 << DRAW(8));
+        } else
+            data[at] = DRAW(2) ? (uint8_t)DRAW(256) : data[at] ^ (uint8_t)(1 << DRAW(8));
     }
     return size;
 }
@@ -254,12 +255,12 @@ int main(int argc, char **argv) {
     return 0;
 }
 #else
-__attribute__((unused))
-static void fuzz_seed(const void *data, size_t size) { (void)data; (void)size; }
-__attribute__((unused))
-static void (*const fuzz_unused)(void) = fuzz_seeds;
+__attribute__((unused)) static void fuzz_seed(const void *data, size_t size) {
+    (void)data;
+    (void)size;
+}
+__attribute__((unused)) static void (*const fuzz_unused)(void) = fuzz_seeds;
 #endif
-__attribute__((unused))
-static void fuzz_seed_text(const char *text) { fuzz_seed(text, strlen(text)); }
+__attribute__((unused)) static void fuzz_seed_text(const char *text) { fuzz_seed(text, strlen(text)); }
 
 #endif

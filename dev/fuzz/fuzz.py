@@ -5,6 +5,7 @@
 What libFuzzer comes upon is kept in build/fuzz/corpus/TARGET and goes on to grow with the next call. A finding lies in
 build/fuzz/found; `build/fuzz/TARGET.replay FILE` shows it again. The exit status is 0 only if nothing was found.
 """
+
 import argparse
 import re
 import subprocess
@@ -23,14 +24,21 @@ def fuzz(build, target, *limits):
     found.mkdir(exist_ok=True)
     subprocess.run([build / f"{target}.replay", "--seeds", corpus], check=True)
     before = set(found.iterdir())
-    options = ["-timeout=20", "-close_fd_mask=3", "-detect_leaks=0", "-print_final_stats=1", f"-dict={DICTIONARY}",
-               f"-artifact_prefix={found}/{target}-"]
+    options = [
+        "-timeout=20",
+        "-close_fd_mask=3",
+        "-detect_leaks=0",
+        "-print_final_stats=1",
+        f"-dict={DICTIONARY}",
+        f"-artifact_prefix={found}/{target}-",
+    ]
     with open(log, "w") as f:
         status = subprocess.run([build / f"{target}.fuzzer", *limits, *options, corpus], stdout=f, stderr=f).returncode
     text = log.read_text(errors="replace")
 
     def last(pattern):
         return int((re.findall(pattern, text) or [0])[-1])
+
     findings = sorted(set(found.iterdir()) - before) or ([log] if status else [])
     inputs, rate = last(r"number_of_executed_units: (\d+)"), last(r"average_exec_per_sec: *(\d+)")
     return inputs, rate, last(r"cov: (\d+)"), findings, log

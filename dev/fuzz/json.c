@@ -21,11 +21,16 @@ static void write_value(FILE *f, const Json *j, int value) {
         }
         assert(count == json_items(j, value));
         fputc(object ? '}' : ']', f);
-    } else if (json_string(j, value)) json_write_string(f, json_string(j, value));
-    else if (json_int(j, value, &whole)) fprintf(f, "%lld", (long long)whole);
-    else if (json_double(j, value, &number)) json_write_double(f, number);
-    else if (json_bool(j, value, &truth)) fputs(truth ? "true" : "false", f);
-    else fputs("null", f);  // or a number beyond double
+    } else if (json_string(j, value))
+        json_write_string(f, json_string(j, value));
+    else if (json_int(j, value, &whole))
+        fprintf(f, "%lld", (long long)whole);
+    else if (json_double(j, value, &number))
+        json_write_double(f, number);
+    else if (json_bool(j, value, &truth))
+        fputs(truth ? "true" : "false", f);
+    else
+        fputs("null", f);  // or a number beyond double
 }
 static char *text_of(const Json *j) {
     char *text = NULL;

@@ -2,7 +2,11 @@
 #include "fuzz.h"
 
 #include "../../llmc/backend.h"
-struct Model { Config config; ParamTable table; const Mesh *mesh; };
+struct Model {
+    Config config;
+    ParamTable table;
+    const Mesh *mesh;
+};
 #include "../../llmc/trainer.h"
 
 static void fuzz_one(const uint8_t *data, size_t size) {
@@ -21,8 +25,10 @@ static void fuzz_one(const uint8_t *data, size_t size) {
         snprintf(names[i], sizeof names[i], "--%s", info->name);
         again[count++] = names[i];
         again[count++] = values[i];
-        if (info->kind == OPTION_STR) again[count - 1] = *(char **)((char *)&o + info->offset);
-        else option_value(&o, info, values[i], sizeof values[i]);
+        if (info->kind == OPTION_STR)
+            again[count - 1] = *(char **)((char *)&o + info->offset);
+        else
+            option_value(&o, info, values[i], sizeof values[i]);
     }
     const Options same = options_parse(count, again);
     assert(memcmp(&o, &same, sizeof o) == 0);

@@ -54,10 +54,12 @@ static void seed_file(const char *header, size_t bytes) {
 static void fuzz_seeds(void) {
     seed_file("{\"__metadata__\":{\"format\":\"pt\"},"
               "\"a.weight\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]},"
-              "\"b\":{\"dtype\":\"BF16\",\"shape\":[4],\"data_offsets\":[24,32]}}    ", 32);
+              "\"b\":{\"dtype\":\"BF16\",\"shape\":[4],\"data_offsets\":[24,32]}}    ",
+              32);
     seed_file("{\"c\":{\"dtype\":\"F16\",\"shape\":[],\"data_offsets\":[0,2]},\"d\":{\"dtype\":\"I64\",\"shape\":[0,7],"
               "\"data_offsets\":[2,2]},"
-              "\"e\":{\"dtype\":\"BOOL\",\"shape\":[1,1,1,1,1,1,1,3],\"data_offsets\":[2,5]}}", 5);
+              "\"e\":{\"dtype\":\"BOOL\",\"shape\":[1,1,1,1,1,1,1,3],\"data_offsets\":[2,5]}}",
+              5);
     fuzz_seed_text("{\"metadata\":{\"total_size\":28},"
                    "\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"a.safetensors\"}}");
 }

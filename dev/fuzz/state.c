@@ -1,16 +1,25 @@
 // checkpoint.h, trainer.h: any bytes as the train_state.json of a checkpoint, all the way: a run is resumed from it as
-// from the command line, goes to its place in the data, and takes its first steps. The checkpoint's other files are good,
-// and the model computes nothing.
+// from the command line, goes to its place in the data, and takes its first steps. The checkpoint's other files are
+// good, and the model computes nothing.
 #include "fuzz.h"
 
 #define HF_PIECE ((size_t)4096)  // floats
 #include "../../llmc/backend.h"
-struct Model { Config config; ParamTable table; const Mesh *mesh; float *weights; int micro_steps; };
+struct Model {
+    Config config;
+    ParamTable table;
+    const Mesh *mesh;
+    float *weights;
+    int micro_steps;
+};
 #include "../../llmc/checkpoint.h"
 #include "../../llmc/stop.h"
 
 // What a process does once, and what would leave threads or signal handlers behind.
-static Comm comm_alone(void) { const Comm c = COMM_ALONE; return c; }
+static Comm comm_alone(void) {
+    const Comm c = COMM_ALONE;
+    return c;
+}
 #define comm_open(argc, argv, timeout) comm_alone()
 #define comm_close(comm) ((void)(comm))
 #define comm_record(comm) ((HandshakeRecord){.devices = 0})
@@ -31,15 +40,43 @@ void model_close(Model *m) {
     free(m->weights);
     params_free(&m->table);
 }
-const char *model_device(const Model *m) { (void)m; return "none"; }
-const char *model_dtype(const Model *m) { (void)m; return "fp32"; }
-const char *model_carriers(const Model *m) { (void)m; return ""; }
-double model_peak_flops(const Model *m) { (void)m; return 0; }
-double model_peak_bytes(const Model *m) { (void)m; return 0; }
-double model_memory_gib(const Model *m) { (void)m; return 0; }
-int model_has_slot(const Model *m, Slot s) { (void)m; return s != SLOT_MASTER; }
-int model_slot_is_bf16(const Model *m, Slot s) { (void)m; (void)s; return 0; }
-Span model_owned(const Model *m, Slot s, int unit) { (void)s; return param_unit(&m->table, unit); }
+const char *model_device(const Model *m) {
+    (void)m;
+    return "none";
+}
+const char *model_dtype(const Model *m) {
+    (void)m;
+    return "fp32";
+}
+const char *model_carriers(const Model *m) {
+    (void)m;
+    return "";
+}
+double model_peak_flops(const Model *m) {
+    (void)m;
+    return 0;
+}
+double model_peak_bytes(const Model *m) {
+    (void)m;
+    return 0;
+}
+double model_memory_gib(const Model *m) {
+    (void)m;
+    return 0;
+}
+int model_has_slot(const Model *m, Slot s) {
+    (void)m;
+    return s != SLOT_MASTER;
+}
+int model_slot_is_bf16(const Model *m, Slot s) {
+    (void)m;
+    (void)s;
+    return 0;
+}
+Span model_owned(const Model *m, Slot s, int unit) {
+    (void)s;
+    return param_unit(&m->table, unit);
+}
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     (void)s;
     memcpy(m->weights + offset, values, count * sizeof(float));
@@ -48,13 +85,17 @@ void model_read(const Model *m, Slot s, size_t offset, size_t count, float *valu
     (void)s;
     memcpy(values, m->weights + offset, count * sizeof(float));
 }
-void model_snapshot(Model *m, Slot s) { (void)m; (void)s; }
+void model_snapshot(Model *m, Slot s) {
+    (void)m;
+    (void)s;
+}
 void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
     model_read(m, s, offset, count, values);
 }
 // A state may ask for any number of steps: the fourth micro-step ends the run as a refusal would.
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
-    (void)inputs; (void)targets;
+    (void)inputs;
+    (void)targets;
     assert(micro >= 0 && micro < num_micro);
     if (++m->micro_steps > 3) exit(EXIT_SUCCESS);
 }
@@ -66,16 +107,39 @@ StepResult model_update(Model *m, const UpdateParams *p) {
 }
 void model_timing_begin(Model *m) { (void)m; }
 void model_timing_end(Model *m) { (void)m; }
-OverlapCounts model_overlap(const Model *m) { const OverlapCounts none = {0, 0, 0}; (void)m; return none; }
-void model_print_plan(const Model *m, FILE *f) { (void)m; (void)f; }
-void model_report(const Model *m, FILE *f) { (void)m; (void)f; }
+OverlapCounts model_overlap(const Model *m) {
+    const OverlapCounts none = {0, 0, 0};
+    (void)m;
+    return none;
+}
+void model_print_plan(const Model *m, FILE *f) {
+    (void)m;
+    (void)f;
+}
+void model_report(const Model *m, FILE *f) {
+    (void)m;
+    (void)f;
+}
 void model_tune(Model *m) { (void)m; }
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {
-    (void)m; (void)inputs; (void)targets; (void)T; (void)losses;
+    (void)m;
+    (void)inputs;
+    (void)targets;
+    (void)T;
+    (void)losses;
 }
-void model_decode_open(Model *m, int sequences, int room) { (void)m; (void)sequences; (void)room; }
+void model_decode_open(Model *m, int sequences, int room) {
+    (void)m;
+    (void)sequences;
+    (void)room;
+}
 void model_decode_reset(Model *m) { (void)m; }
-void model_decode(Model *m, const int *tokens, int n, float *logits) { (void)m; (void)tokens; (void)n; (void)logits; }
+void model_decode(Model *m, const int *tokens, int n, float *logits) {
+    (void)m;
+    (void)tokens;
+    (void)n;
+    (void)logits;
+}
 
 // ---- the run that is resumed: run/step_00000003, data.bin
 
@@ -122,9 +186,29 @@ static void fuzz_one(const uint8_t *data, size_t size) {
     }
     if (truncate(in_folder("run/main.jsonl"), 0) != 0) assert(errno == ENOENT);
     // Given options win over those of the checkpoint: these bound the memory, and keep to this folder.
-    const char *argv[] = {"train_gpt2", "-y", "1", "-o", in_folder("run"), "-i", in_folder("data.bin"),
-                          "-j", in_folder("data.bin"), "--choice-data=", "--tokenizer=", "-b", "1", "-t", "4",
-                          "-n", "0", "-v", "0", "-s", "0", "--tp=1", "--threads=1"};
+    const char *argv[] = {"train_gpt2",
+                          "-y",
+                          "1",
+                          "-o",
+                          in_folder("run"),
+                          "-i",
+                          in_folder("data.bin"),
+                          "-j",
+                          in_folder("data.bin"),
+                          "--choice-data=",
+                          "--tokenizer=",
+                          "-b",
+                          "1",
+                          "-t",
+                          "4",
+                          "-n",
+                          "0",
+                          "-v",
+                          "0",
+                          "-s",
+                          "0",
+                          "--tp=1",
+                          "--threads=1"};
     trainer_main(sizeof argv / sizeof *argv, (char **)argv);
     exit(EXIT_SUCCESS);  // which closes what a process keeps to its end, such as the lock on the folder
 }

@@ -6,7 +6,7 @@
 #undef min
 #define SHARED_MEMORY attention_shared
 #include "dev/test/block_on_cpu.h"
-#include "llmc/attention_mma.cuh"
+#include "llmc/kernels/attention_mma.cuh"
 #include "dev/test/check.h"
 
 static const int B = 1, NH = 2, NKV = 1, GROUP = 3;
@@ -15,7 +15,8 @@ static double error_of(const std::vector<bf16> &x, const std::vector<float> &ref
     double d2 = 0, r2 = 0;
     for (size_t i = 0; i < x.size(); i++) {
         const double d = (float)x[i] - ref[i];
-        d2 += d * d; r2 += (double)ref[i] * ref[i];
+        d2 += d * d;
+        r2 += (double)ref[i] * ref[i];
     }
     return d2 <= 1e30 ? sqrt(d2 / (r2 + 1e-60)) : INFINITY;
 }
@@ -42,11 +43,11 @@ template <int W> static void check_heads(int HD, int T, bool late, float std = 1
     };
     launch(ForwardShape<W>(), NH, attention_forward_bf16<W>);
     double worst = 0;
-    for (size_t i = 0; i < lse.size(); i++) worst = fabs((double)lse[i] - mine[i]) <= worst ? worst :
-        fabs((double)lse[i] - mine[i]);
+    for (size_t i = 0; i < lse.size(); i++)
+        worst = fabs((double)lse[i] - mine[i]) <= worst ? worst : fabs((double)lse[i] - mine[i]);
     const double error = T > 1 ? error_of(out, y) : 0;
     check(error < 5e-3 && worst < 1e-4, "heads of %d, T %d, copies %s: out %.1e (bound 5e-3), lse %.1e (1e-4)", HD, T,
-        late ? "late" : "at once", error, worst);
+          late ? "late" : "at once", error, worst);
     for (size_t i = 0; i < y.size(); i++) y[i] = out[i] = y[i];  // backward reads the oracle's, rounded
     attention_backward_cpu(dx.data(), dy.data(), x.data(), y.data(), lse.data(), B, T, NH, NKV, HD);
     a.lse = lse.data();
@@ -54,20 +55,30 @@ template <int W> static void check_heads(int HD, int T, bool late, float std = 1
     launch(BackwardKVShape<W>(), NKV * KV_PARTS<W>, attention_backward_kv_bf16<W>);
     const double gradient = error_of(dqkv, dx);
     check(gradient < 1e-2, "heads of %d, T %d, copies %s: dqkv %.1e (bound 1e-2)", HD, T, late ? "late" : "at once",
-        gradient);
+          gradient);
 }
 int main(void) {
     for (int late = 0; late < 2; late++)
         for (int T : {1, 17, 100, 193}) {
             check_heads<64>(64, T, late);
             check_heads<128>(128, T, late);
-            if (T == 193) { check_heads<64>(64, T, late, 2); check_heads<128>(128, T, late, 2); }
+            if (T == 193) {
+                check_heads<64>(64, T, late, 2);
+                check_heads<128>(128, T, late, 2);
+            }
             if (T == 100) {
-                check_heads<32>(32, T, late); check_heads<80>(80, T, late); check_heads<96>(96, T, late);
+                check_heads<32>(32, T, late);
+                check_heads<80>(80, T, late);
+                check_heads<96>(96, T, late);
                 check_heads<192>(192, T, late);
-                check_heads<32>(8, T, late); check_heads<64>(40, T, late); check_heads<64>(48, T, late);
-                check_heads<80>(72, T, late); check_heads<96>(88, T, late);
-                check_heads<128>(112, T, late); check_heads<192>(136, T, late); check_heads<256>(200, T, late);
+                check_heads<32>(8, T, late);
+                check_heads<64>(40, T, late);
+                check_heads<64>(48, T, late);
+                check_heads<80>(72, T, late);
+                check_heads<96>(88, T, late);
+                check_heads<128>(112, T, late);
+                check_heads<192>(136, T, late);
+                check_heads<256>(200, T, late);
                 check_heads<256>(256, T, late);
             }
         }

@@ -5,11 +5,11 @@
 static int hopper;  // whether this GPU is said to have Hopper's code
 #define cudaFuncGetAttributes(a, kernel) \
     (memset((a), 0, sizeof *(a)), (a)->sharedSizeBytes = (size_t)hopper, cudaSuccess)
-#include "llmc/attention.cu"
+#include "llmc/kernels/attention.cu"
 #include "dev/test/check.h"
 
 static const AttentionPath other = sizeof(floatX) == 4 ? ATTENTION_FP32 : ATTENTION_MMA,
-    best = sizeof(floatX) == 4 ? ATTENTION_FP32 : ATTENTION_HOPPER;
+                           best = sizeof(floatX) == 4 ? ATTENTION_FP32 : ATTENTION_HOPPER;
 
 static int width_of(int HD) {
     int found = 0;
@@ -31,10 +31,10 @@ int main(int argc, char **) {
         const AttentionProblem a = attention_plan(2, 100, 4, 2, HD);
         const int inside = hopper && best == ATTENTION_HOPPER && HD == 64;
         planned += width_of(HD) >= HD && (HD <= 32 || width_of(HD) < 2 * HD) &&
-            attention_scratch_bytes(&a) == 2 * 4 * 100 * sizeof(float);
+                   attention_scratch_bytes(&a) == 2 * 4 * 100 * sizeof(float);
         paths += a.path == (hopper && (HD == 64 || HD == 128) ? best : other);
         scales += fabs(a.scale * sqrt((double)HD) - 1) < 1e-7 && fabs(a.scale2 / a.scale - 1.4426950408889634) < 2e-7 &&
-            !a.cos_sin;
+                  !a.cos_sin;
         slices += attention_width(&a) == 8 * HD && attention_column_slices(&a) == (inside ? 4 : bias_slices(8 * HD));
     }
     check(planned == 32, "%d of 32 head widths have kernels", planned);

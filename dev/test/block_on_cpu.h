@@ -1,7 +1,8 @@
-// A block of a CUDA kernel on a CPU: its threads are fibers that take turns, warp-wide instructions wait for all 32 lanes. For kernels that use no
-// more of cuda_common.cuh and tile.cuh than stands here, which takes the place of both. It shows what a kernel computes and whether
-// its barriers and waits suffice: asynchronous copies arrive at once, or as late as their wait allows. It does not run threads beside each other.
-// SHARED_MEMORY, defined before: the name under which the kernels declare theirs.
+// A block of a CUDA kernel on a CPU: its threads are fibers that take turns, warp-wide instructions wait for all 32
+// lanes. For kernels that use no more of cuda/common.cuh and tile.cuh than stands here, which takes the place of both.
+// It shows what a kernel computes and whether its barriers and waits suffice: asynchronous copies arrive at once, or as
+// late as their wait allows. It does not run threads beside each other. SHARED_MEMORY, defined before: the name under
+// which the kernels declare theirs.
 #ifndef BLOCK_ON_CPU_H
 #define BLOCK_ON_CPU_H
 #define LLMC_CUDA_COMMON_CUH
@@ -28,7 +29,11 @@ enum { WARP = 32 };
 struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 
-static inline float float_of_bits(uint32_t bits) { float x; memcpy(&x, &bits, sizeof x); return x; }
+static inline float float_of_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
 struct bf16 {
     uint16_t bits;
     bf16() = default;
@@ -40,15 +45,28 @@ struct bf16 {
     operator float() const { return float_of_bits((uint32_t)bits << 16); }
 };
 static inline unsigned pack_bf16(float low, float high) { return bf16(low).bits | (unsigned)bf16(high).bits << 16; }
-template <typename T> struct Vec { static constexpr int size = 16 / sizeof(T); T v[size]; T operator[](int i) const { return v[i]; } };
-template <typename T> static inline Vec<T> vec_load(const T *p) { Vec<T> r; memcpy(r.v, p, sizeof r); return r; }
+template <typename T> struct Vec {
+    static constexpr int size = 16 / sizeof(T);
+    T v[size];
+    T operator[](int i) const { return v[i]; }
+};
+template <typename T> static inline Vec<T> vec_load(const T *p) {
+    Vec<T> r;
+    memcpy(r.v, p, sizeof r);
+    return r;
+}
 static inline float exp2_approx(float x) { return exp2f(x); }
 static inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 static inline float __uint_as_float(unsigned u) { return float_of_bits(u); }
 
 // ---- fibers
 
-struct AsyncCopy { unsigned to; const void *from; size_t bytes; bool valid; };
+struct AsyncCopy {
+    unsigned to;
+    const void *from;
+    size_t bytes;
+    bool valid;
+};
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
@@ -58,7 +76,10 @@ struct Fiber {
     std::vector<AsyncCopy> open;
     uint32_t words[6];  // what the lane hands to the others of its warp
 };
-struct Meeting { int arrived; unsigned round; };
+struct Meeting {
+    int arrived;
+    unsigned round;
+};
 static std::vector<Fiber> fibers;
 static Fiber *fiber;  // that runs
 static ucontext_t scheduler;
@@ -73,12 +94,19 @@ alignas(1024) int4 SHARED_MEMORY[SHARED_BYTES / sizeof(int4)];
 static char *const shared_memory = (char *)SHARED_MEMORY;
 static uint32_t shared_limit;
 static inline void require_shared(const char *what, uint32_t at, size_t bytes) {
-    if (at % bytes || at + bytes > shared_limit) { printf("%s: %zu bytes at byte %u of %u\n", what, bytes, at, shared_limit); exit(EXIT_FAILURE); }
+    if (at % bytes || at + bytes > shared_limit) {
+        printf("%s: %zu bytes at byte %u of %u\n", what, bytes, at, shared_limit);
+        exit(EXIT_FAILURE);
+    }
 }
 
 static inline void meet(Meeting *m, int count) {
     const unsigned round = m->round;
-    if (++m->arrived == count) { m->arrived = 0; m->round++; return; }
+    if (++m->arrived == count) {
+        m->arrived = 0;
+        m->round++;
+        return;
+    }
     for (Fiber *me = fiber; m->round == round; fiber = me) swapcontext(&me->context, &scheduler);
 }
 static inline void __syncthreads() { meet(&block_meeting, (int)fibers.size()); }
@@ -89,7 +117,8 @@ static void fiber_entry() {
     fiber->ended = true;
     swapcontext(&fiber->context, &scheduler);
 }
-// Blocks one after another; shared memory and registers begin as NaN and garbage. What lies behind shared_bytes is not theirs.
+// Blocks one after another; shared memory and registers begin as NaN and garbage. What lies behind shared_bytes is not
+// theirs.
 static void launch_on_cpu(int blocks, int threads, int shared_bytes, bool late, std::function<void()> body) {
     shared_limit = (uint32_t)shared_bytes;
     copies_late = late;
@@ -165,20 +194,25 @@ static inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned 
     const int lane = fiber->index % WARP, g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; i++)
         for (int k = 0; k < 16; k++)
-            c[i] += half_of(words_of(g * 4 + k % 8 / 2)[i / 2 + k / 8 * 2], k % 2) * half_of(words_of((2 * t + i % 2) * 4 + k % 8 / 2)[4 + k / 8], k % 2);
+            c[i] += half_of(words_of(g * 4 + k % 8 / 2)[i / 2 + k / 8 * 2], k % 2) *
+                    half_of(words_of((2 * t + i % 2) * 4 + k % 8 / 2)[4 + k / 8], k % 2);
     __syncwarp();
 }
 
 // ---- asynchronous copies
 
 static inline void copy_now(const AsyncCopy &c) {
-    if (c.valid) memcpy(shared_memory + c.to, c.from, c.bytes);
-    else memset(shared_memory + c.to, 0, c.bytes);
+    if (c.valid)
+        memcpy(shared_memory + c.to, c.from, c.bytes);
+    else
+        memset(shared_memory + c.to, 0, c.bytes);
 }
 static inline void copy_async(const AsyncCopy &c) {
     require_shared("copy", c.to, c.bytes);
-    if (copies_late) fiber->open.push_back(c);
-    else copy_now(c);
+    if (copies_late)
+        fiber->open.push_back(c);
+    else
+        copy_now(c);
 }
 static inline void copy_async_16(unsigned to, const void *from, bool valid) { copy_async({to, from, 16, valid}); }
 static inline void copy_async_4(unsigned to, const void *from, bool valid) { copy_async({to, from, 4, valid}); }

@@ -8,8 +8,7 @@
 
 static int checks_passed, checks_failed;
 
-__attribute__((unused, format(printf, 2, 3)))
-static int check(int condition, const char *format, ...) {
+__attribute__((unused, format(printf, 2, 3))) static int check(int condition, const char *format, ...) {
     va_list args;
     va_start(args, format);
     printf(condition ? "ok    " : "FAIL  ");
@@ -20,10 +19,10 @@ static int check(int condition, const char *format, ...) {
     return condition;
 }
 
-static void check_end_child(void) { _exit(EXIT_FAILURE); }  // die's status, without the leak report that a stopped process would give
+// die's status, without the leak report that a stopped process would give
+static void check_end_child(void) { _exit(EXIT_FAILURE); }
 // Runs f(argument) in a child; returns its wait status and what it wrote to stderr.
-__attribute__((unused))
-static int run_child(void (*f)(void *), void *argument, char *text, size_t size) {
+__attribute__((unused)) static int run_child(void (*f)(void *), void *argument, char *text, size_t size) {
     int pipe_ends[2];
     fflush(stdout);
     require(pipe(pipe_ends) == 0, "cannot make a pipe\nclose other programs");
@@ -47,17 +46,17 @@ static int run_child(void (*f)(void *), void *argument, char *text, size_t size)
     return status;
 }
 // f(argument) must end the process with status 1 and an error that contains `expected` and a hint.
-__attribute__((unused))
-static int check_refused(const char *name, void (*f)(void *), void *argument, const char *expected) {
+__attribute__((unused)) static int check_refused(const char *name, void (*f)(void *), void *argument,
+                                                 const char *expected) {
     static char text[1 << 16];
     int status = run_child(f, argument, text, sizeof text);
-    int good = WIFEXITED(status) && WEXITSTATUS(status) == EXIT_FAILURE && strstr(text, "error: ") && strstr(text, "hint: ") && strstr(text, expected) && !strstr(text, "Sanitizer");
+    int good = WIFEXITED(status) && WEXITSTATUS(status) == EXIT_FAILURE && strstr(text, "error: ") &&
+               strstr(text, "hint: ") && strstr(text, expected) && !strstr(text, "Sanitizer");
     check(good, "refused: %s", name);
     if (!good) printf("      expected '%s', status %x, stderr:%s\n", expected, (unsigned)status, text);
     return good;
 }
-__attribute__((unused))
-static int checks_report(const char *name) {
+__attribute__((unused)) static int checks_report(const char *name) {
     printf("%s: %d passed, %d failed\n", name, checks_passed, checks_failed);
     return checks_failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

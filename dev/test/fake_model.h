@@ -4,10 +4,15 @@
 
 static float to_bf16(float x) { return bf16_widen(bf16_nearest(x)); }
 static const Mesh one_rank = MESH_ALONE;
-Span model_owned(const Model *m, Slot s, int unit) { (void)s; return param_unit(&m->table, unit); }
+Span model_owned(const Model *m, Slot s, int unit) {
+    (void)s;
+    return param_unit(&m->table, unit);
+}
 int model_has_slot(const Model *m, Slot s) { return s != SLOT_MASTER || m->master; }
 const char *model_dtype(const Model *m) { return m->bf16 ? "bf16" : "fp32"; }
-int model_slot_is_bf16(const Model *m, Slot s) { return s == SLOT_M || s == SLOT_V ? m->bf16_states : s != SLOT_MASTER && m->bf16; }
+int model_slot_is_bf16(const Model *m, Slot s) {
+    return s == SLOT_M || s == SLOT_V ? m->bf16_states : s != SLOT_MASTER && m->bf16;
+}
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     assert(model_has_slot(m, s) && offset <= m->table.total && count <= m->table.total - offset);
     for (size_t i = 0; i < count; i++) {
@@ -20,8 +25,13 @@ void model_read(const Model *m, Slot s, size_t offset, size_t count, float *valu
     if (kill_at_read >= 0 && kill_at_read-- == 0) raise(SIGKILL);
     memcpy(values, m->slots[s] + offset, count * sizeof(float));
 }
-void model_snapshot(Model *m, Slot s) { (void)m; (void)s; }  // test_shards.c saves beside training
-void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) { model_read(m, s, offset, count, values); }
+void model_snapshot(Model *m, Slot s) {
+    (void)m;
+    (void)s;
+}  // test_shards.c saves beside training
+void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
+    model_read(m, s, offset, count, values);
+}
 static Model fake_open(const Config *c, int bf16, int master) {
     Model m;
     memset(&m, 0, sizeof m);
@@ -51,13 +61,18 @@ static void fake_fill(Model *m, uint64_t seed) {
         for (int i = 0; i < m->table.count; i++) {
             const Param *p = &m->table.params[i];
             for (size_t k = 0; k < p->size; k++)
-                values[k] = k >= (size_t)p->file_rows * (size_t)p->cols ? 0 : seed ? rand_normal(seed, (uint64_t)s, p->offset + k) : pattern(p->name, k);
+                values[k] = k >= (size_t)p->file_rows * (size_t)p->cols ? 0
+                            : seed                                      ? rand_normal(seed, (uint64_t)s, p->offset + k)
+                                                                        : pattern(p->name, k);
             model_write(m, (Slot)s, p->offset, p->size, values);
         }
     }
     free(values);
 }
-static void fake_spoil(Model *m) { for (int s = 0; s < 5; s++) for (size_t i = 0; i < m->table.total; i++) m->slots[s][i] = 123; }
+static void fake_spoil(Model *m) {
+    for (int s = 0; s < 5; s++)
+        for (size_t i = 0; i < m->table.total; i++) m->slots[s][i] = 123;
+}
 // Bit for bit over every tensor of a slot, its padding included; the gaps between units belong to nobody.
 static int same_slot(const Model *a, const Model *b, Slot s) {
     for (int i = 0; i < a->table.count; i++) {
@@ -67,7 +82,8 @@ static int same_slot(const Model *a, const Model *b, Slot s) {
     return 1;
 }
 static int same_training(const Model *a, const Model *b) {
-    return same_slot(a, b, SLOT_WEIGHT) && same_slot(a, b, SLOT_M) && same_slot(a, b, SLOT_V) && (!a->master || same_slot(a, b, SLOT_MASTER));
+    return same_slot(a, b, SLOT_WEIGHT) && same_slot(a, b, SLOT_M) && same_slot(a, b, SLOT_V) &&
+           (!a->master || same_slot(a, b, SLOT_MASTER));
 }
 
 #endif

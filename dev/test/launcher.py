@@ -1,19 +1,26 @@
 """The environment in which tests start programs and jobs: nothing of a job around the tests reaches them."""
+
 import os
 import shutil
 import subprocess
 
 import pytest
 
-# Now and then Open MPI 5 does not start its own server, and ends before a rank has run. Then, and only then, tests start it again.
+# Now and then Open MPI 5 does not start its own server, and ends before a rank has run. Then, and only then, tests
+# start it again.
 FAILED = "The PMIx server's listener thread failed to start"
 
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_"))} | {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^ofi",  # one host is all that is needed, and then MPI need not look for networks, which takes a second
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    # one host is all that is needed, and then MPI need not look for networks, which takes a second
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "^ofi",
     "HWLOC_COMPONENTS": "-opencl",  # as scripts/common.sh has it, which says why
-    "OMP_NUM_THREADS": "1"}
-# Debian's Open MPI 4 starts nothing on a machine that has neither ssh nor rsh, not even ranks on this host; it asks only whether the program exists.
+    "OMP_NUM_THREADS": "1",
+}
+# Debian's Open MPI 4 starts nothing on a machine that has neither ssh nor rsh, not even ranks on this host; it asks
+# only whether the program exists.
 if not shutil.which("ssh") and not shutil.which("rsh"):
     ENVIRONMENT["OMPI_MCA_plm_rsh_agent"] = "false"
 

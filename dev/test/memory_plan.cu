@@ -1,5 +1,6 @@
-// The GPU trainer's memory without a GPU: in which bytes of the shared region each part lies, whether a layer's buffers fill what was asked for,
-// whether the table's sum is what the sizes say, written down anew here, and whether what a hint says would fit does. test_docs.py runs it.
+// The GPU trainer's memory without a GPU: in which bytes of the shared region each part lies, whether a layer's buffers
+// fill what was asked for, whether the table's sum is what the sizes say, written down anew here, and whether what a
+// hint says would fit does. test_docs.py runs it.
 #include <cuda_runtime.h>
 #include "llmc/model/hints.cuh"
 #include "dev/test/check.h"
@@ -16,7 +17,10 @@ const HopperVariant *hopper_variants(int *count) {
     return variants;
 }
 
-typedef struct { const char *name; size_t begin, end; } Part;  // bytes
+typedef struct {
+    const char *name;
+    size_t begin, end;
+} Part;  // bytes
 static Config config;
 static Mesh mesh;
 static int faults, layouts, hints;
@@ -25,12 +29,23 @@ static void fault_unless(int condition, const Options *o, const char *what) {
     const Options standard = options_default();
     if (condition || faults++ > 20) return;
     options_that_differ(o, &standard, options, sizeof options);
-    check(0, "%d layers, %d x %d ranks, B %lld, T %lld,%s: %s", config.num_layers, mesh.dp.world, mesh.tp.world, o->batch_size, o->seq_len, options, what);
+    check(0, "%d layers, %d x %d ranks, B %lld, T %lld,%s: %s", config.num_layers, mesh.dp.world, mesh.tp.world,
+          o->batch_size, o->seq_len, options, what);
 }
-static int apart(const Part *a, const Part *b) { return a->end <= b->begin || b->end <= a->begin || a->begin == a->end || b->begin == b->end; }
-static Part part(const char *name, const void *begin, size_t elements) { return {name, (size_t)begin, (size_t)begin + elements * sizeof(floatX)}; }
+static int apart(const Part *a, const Part *b) {
+    return a->end <= b->begin || b->end <= a->begin || a->begin == a->end || b->begin == b->end;
+}
+static Part part(const char *name, const void *begin, size_t elements) {
+    return {name, (size_t)begin, (size_t)begin + elements * sizeof(floatX)};
+}
 
-typedef struct { ParamTable table; Plan plan; Buffers b; Links links; Memory memory; } Planned;
+typedef struct {
+    ParamTable table;
+    Plan plan;
+    Buffers b;
+    Links links;
+    Memory memory;
+} Planned;
 // As model_open up to where it allocates; then at addresses far apart.
 static void begin(Planned *r, const Options *o) {
     memset(r, 0, sizeof *r);
@@ -43,7 +58,11 @@ static void begin(Planned *r, const Options *o) {
         memcpy(b->where, &b->pointer, sizeof(void *));
     }
 }
-static void end(Planned *r) { free(r->memory.buffers); free(r->b.blocks); params_free(&r->table); }
+static void end(Planned *r) {
+    free(r->memory.buffers);
+    free(r->b.blocks);
+    params_free(&r->table);
+}
 
 // What is alive together does not overlap, and lies inside; what is saved fills its buffer to the last element.
 static void check_layout(Planned *run) {
@@ -56,25 +75,35 @@ static void check_layout(Planned *run) {
     const int again = o->recompute == 1 || o->recompute == 2, inside = o->recompute == 3 ? 1 : c->num_layers;
     const int da_apart = c->mlp == MLP_SWIGLU && p->activation_fused < 2;
     buffers_place(p, m);
-    const Part region = part("region", m->region, r.bytes / sizeof(floatX)), logits = part("logits", m->logits, head_rows(o, p->B, p->T) * (size_t)c->padded_vocab_size);
-    const Part df = part("df", m->df, r.da ? N * (size_t)fc_width(c) : 0), da = part("da", m->da, da_apart ? N * F : 0), a = part("a", m->blocks[0].a, again ? N * F : 0);
-    const Part dqkv = part("dqkv", m->dqkv, N * (size_t)qkv_width(c)), D = part("attention", (void *)m->attention, N * (size_t)c->num_heads * sizeof(float) / sizeof(floatX));
+    const Part region = part("region", m->region, r.bytes / sizeof(floatX)),
+               logits = part("logits", m->logits, head_rows(o, p->B, p->T) * (size_t)c->padded_vocab_size);
+    const Part df = part("df", m->df, r.da ? N * (size_t)fc_width(c) : 0), da = part("da", m->da, da_apart ? N * F : 0),
+               a = part("a", m->blocks[0].a, again ? N * F : 0);
+    const Part dqkv = part("dqkv", m->dqkv, N * (size_t)qkv_width(c)),
+               D = part("attention", (void *)m->attention, N * (size_t)c->num_heads * sizeof(float) / sizeof(floatX));
     for (const Part *p : {&logits, &df, &da, &a, &dqkv, &D})
-        fault_unless(p->begin == p->end || (p->begin >= region.begin && p->end <= region.end && p->begin % 16 == 0), o, p->name);
+        fault_unless(p->begin == p->end || (p->begin >= region.begin && p->end <= region.end && p->begin % 16 == 0), o,
+                     p->name);
     fault_unless(apart(&df, &da) && apart(&df, &a) && apart(&da, &a), o, "df, da, a overlap");
     fault_unless(apart(&dqkv, &D), o, "dqkv and attention's scratch overlap");
     size_t used = 0;
     for (int l = 0; l < inside; l++) {
         const BlockActs *y = &m->blocks[l];
-        const Part saved[] = {part("qkv", y->qkv, N * (size_t)qkv_width(c)), part("y", y->y, N * (size_t)(c->num_heads * c->head_dim)), part("f", y->f, N * (size_t)fc_width(c)),
-                              part("a", y->a, again ? 0 : N * F), part("h1", y->h1, o->recompute != 2 ? rows * C : 0), part("h2", y->h2, o->recompute != 2 ? rows * C : 0)};
+        const Part saved[] = {part("qkv", y->qkv, N * (size_t)qkv_width(c)),
+                              part("y", y->y, N * (size_t)(c->num_heads * c->head_dim)),
+                              part("f", y->f, N * (size_t)fc_width(c)),
+                              part("a", y->a, again ? 0 : N * F),
+                              part("h1", y->h1, o->recompute != 2 ? rows * C : 0),
+                              part("h2", y->h2, o->recompute != 2 ? rows * C : 0)};
         for (const Part &p : saved) {
-            fault_unless(p.begin == p.end || (p.begin == (size_t)m->saved_block + used && p.begin % 16 == 0), o, p.name);
+            fault_unless(p.begin == p.end || (p.begin == (size_t)m->saved_block + used && p.begin % 16 == 0), o,
+                         p.name);
             used += p.end - p.begin;
         }
     }
     fault_unless(used == (size_t)inside * saved_block_size(p) * sizeof(floatX), o, "saved layers have another size");
-    fault_unless(m->blocks[c->num_layers - 1].x_out == m->saved_x + ((size_t)(c->num_layers + inside) - 1) * rows * C, o, "residuals have another size");
+    fault_unless(m->blocks[c->num_layers - 1].x_out == m->saved_x + ((size_t)(c->num_layers + inside) - 1) * rows * C,
+                 o, "residuals have another size");
     layouts++;
 }
 
@@ -83,19 +112,31 @@ static double sum_of_sizes(const Planned *r) {
     const Plan *p = &r->plan;
     const Options *o = &p->options;
     const Config *c = &p->local;
-    const double b = sizeof(floatX), N = (double)p->N, tp = mesh.tp.world, states = (double)r->table.total / (o->zero_stage ? mesh.dp.world : 1), L = c->num_layers, C = c->channels, F = c->ffn_dim;
-    const double W = qkv_width(c), before = fc_width(c), heads = c->num_heads, H = heads * c->head_dim, inside = o->recompute == 3 ? 1 : L, again = o->recompute == 1 || o->recompute == 2 ? F : 0;
-    const int da_apart = c->mlp == MLP_SWIGLU && (o->gelu_fusion >= 0 ? o->gelu_fusion < 2 : N < MATMUL_FUSION_ROWS || b == 4 || c->ffn_dim % 64);
-    const int in_place = again && (o->gelu_fusion >= 0 ? o->gelu_fusion == 2 : N >= MATMUL_FUSION_ROWS && b == 2 && c->ffn_dim % (c->mlp == MLP_SWIGLU ? 64 : 8) == 0);  // df takes f's place
-    double bytes = 2 * b * (double)r->table.total + states * (2 * (strcmp(o->state_dtype, "bf16") ? 4 : 2) + (b == 2 && o->master_weights ? 4 : 0));
-    bytes += b * N * C / tp * (3 + L + inside + 2 * (o->recompute < 2 ? L : 1)) + b * N * C + inside * (b * N * (W + H + before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
-    bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size, N * fmax(b * ((in_place ? 0 : before) + da_apart * F + again), b * W + 4 * heads));
+    const double b = sizeof(floatX), N = (double)p->N, tp = mesh.tp.world,
+                 states = (double)r->table.total / (o->zero_stage ? mesh.dp.world : 1), L = c->num_layers,
+                 C = c->channels, F = c->ffn_dim;
+    const double W = qkv_width(c), before = fc_width(c), heads = c->num_heads, H = heads * c->head_dim,
+                 inside = o->recompute == 3 ? 1 : L, again = o->recompute == 1 || o->recompute == 2 ? F : 0;
+    const int da_apart =
+        c->mlp == MLP_SWIGLU &&
+        (o->gelu_fusion >= 0 ? o->gelu_fusion < 2 : N < MATMUL_FUSION_ROWS || b == 4 || c->ffn_dim % 64);
+    // df takes f's place
+    const int in_place = again && (o->gelu_fusion >= 0 ? o->gelu_fusion == 2
+                                                       : N >= MATMUL_FUSION_ROWS && b == 2 &&
+                                                             c->ffn_dim % (c->mlp == MLP_SWIGLU ? 64 : 8) == 0);
+    double bytes = 2 * b * (double)r->table.total +
+                   states * (2 * (strcmp(o->state_dtype, "bf16") ? 4 : 2) + (b == 2 && o->master_weights ? 4 : 0));
+    bytes += b * N * C / tp * (3 + L + inside + 2 * (o->recompute < 2 ? L : 1)) + b * N * C +
+             inside * (b * N * (W + H + before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
+    bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size,
+                  N * fmax(b * ((in_place ? 0 : before) + da_apart * F + again), b * W + 4 * heads));
     if (tp > 1) bytes += b * N * C * (o->tp_overlap ? 7 : 1);
     if (mesh.dp.world > 1) bytes += 4 * (double)zero_largest_unit(&r->table);
     return bytes + MATMUL_WORKSPACE_BYTES + 12 * N;
 }
 static void check_sum(const Planned *r) {
-    const double have = (double)r->memory.device_bytes, sum = sum_of_sizes(r), small = 40e6 * mesh.tp.world + 80e6 + 40.0 * r->b.num_chunks;
+    const double have = (double)r->memory.device_bytes, sum = sum_of_sizes(r),
+                 small = 40e6 * mesh.tp.world + 80e6 + 40.0 * r->b.num_chunks;
     fault_unless(have >= sum && have <= sum + small, &r->plan.options, "the table's sum is not that of the sizes");
 }
 
@@ -108,7 +149,8 @@ static void check_hints(const Planned *r, const Options *o, double share) {
     if (run_bytes(p, o, 1) <= free_bytes) {
         batch.batch_size = batch_that_fits(p, free_bytes);
         begin(&said, &batch);
-        fault_unless(said.memory.device_bytes <= free_bytes && run_bytes(p, o, (int)batch.batch_size + 1) > free_bytes, &batch, "is not the largest batch that fits");
+        fault_unless(said.memory.device_bytes <= free_bytes && run_bytes(p, o, (int)batch.batch_size + 1) > free_bytes,
+                     &batch, "is not the largest batch that fits");
         end(&said);
         hints++;
     }
@@ -124,13 +166,24 @@ static void check_model(const char *name, int tp, int dp) {
     const Comm alone = COMM_ALONE;
     config_parse(name, &config);
     mesh.job = mesh.dp = mesh.tp = alone;
-    mesh.job.world = tp * dp; mesh.dp.world = dp; mesh.tp.world = tp; mesh.tp.rank = tp - 1;
+    mesh.job.world = tp * dp;
+    mesh.dp.world = dp;
+    mesh.tp.world = tp;
+    mesh.tp.rank = tp - 1;
     const int sizes[][2] = {{2, 24}, {7, 64}, {4, 1024}, {9, 520}};
     for (int way = 0; way < 4 * 4 * 2 * 4; way++) {
         Options o = options_default();
-        o.recompute = way % 4; o.gelu_fusion = way / 4 % 4 - 1; o.head_chunks = way / 16 % 2 ? 8 : 0; o.batch_size = sizes[way / 32][0]; o.seq_len = sizes[way / 32][1];
-        o.tp = tp; o.tp_overlap = tp > 1 ? way % 3 - 1 : -1; o.zero_stage = way % 2; o.reduce_dtype = sizeof(floatX) == 2 ? "fp32" : "bf16";
-        o.state_dtype = way % 5 ? "fp32" : "bf16"; o.master_weights = way % 7 != 0;
+        o.recompute = way % 4;
+        o.gelu_fusion = way / 4 % 4 - 1;
+        o.head_chunks = way / 16 % 2 ? 8 : 0;
+        o.batch_size = sizes[way / 32][0];
+        o.seq_len = sizes[way / 32][1];
+        o.tp = tp;
+        o.tp_overlap = tp > 1 ? way % 3 - 1 : -1;
+        o.zero_stage = way % 2;
+        o.reduce_dtype = sizeof(floatX) == 2 ? "fp32" : "bf16";
+        o.state_dtype = way % 5 ? "fp32" : "bf16";
+        o.master_weights = way % 7 != 0;
         if (o.gelu_fusion > 0 && !matmul_can_fuse(config.mlp, config.ffn_dim / tp)) continue;
         static Planned m;
         begin(&m, &o);
@@ -142,7 +195,9 @@ static void check_model(const char *name, int tp, int dp) {
 }
 
 int main() {
-    const char *const models[] = {"gpt2:124M", "gpt2:124M,layers=2,channels=256,vocab=257,seq=2048", "llama3.2:1B,layers=3,channels=512,heads=8,kv_heads=4,vocab=500,ffn=1536", "llama3:8B,layers=2,channels=1024,ffn=2776",
+    const char *const models[] = {"gpt2:124M", "gpt2:124M,layers=2,channels=256,vocab=257,seq=2048",
+                                  "llama3.2:1B,layers=3,channels=512,heads=8,kv_heads=4,vocab=500,ffn=1536",
+                                  "llama3:8B,layers=2,channels=1024,ffn=2776",
                                   "qwen2.5:1.5B,layers=4,channels=512,heads=8,kv_heads=2,ffn=2048"};
     for (const char *model : models) {
         const int before = faults, had = layouts, said = hints;

@@ -1,16 +1,19 @@
-// Whole-model tests that need a backend and nothing else: test_gpt2.cu runs them on a GPU, dev/test/test_model.c on the CPU.
-//   reference   logits, loss, every gradient and ten training losses against PyTorch (a folder of train_gpt2.py --write-debug)
+// Whole-model tests that need a backend and nothing else: test_gpt2.cu runs them on a GPU, dev/test/test_model.c on the
+// CPU.
+//   reference
+//     logits, loss, every gradient and ten training losses against PyTorch (a folder of train_gpt2.py --write-debug)
 //   accumulate  1 micro-step of B sequences = B micro-steps of 1, to rounding
 //   repeat      the same run twice: the same bits
 //   short rows  model_losses of rows shorter than T = those of the same tokens in long rows
 //   resume      save after 3 steps, load into a new model, go on: the same bits as never having stopped
 //   recompute   every level gives the bits of keeping everything
-//   head        the LM head in parts: the same losses to the bit, the same gradients but for the order of a sum over parts
+//   head
+//     the LM head in parts: the same losses to the bit, the same gradients but for the order of a sum over parts
 //   states      m and v in bf16: near the run with fp32 ones
 //   memory      each of these options saves the bytes that the shapes say
 //   verdict     a step whose loss or norm is above its limit, or not finite, changes no bit of weights and states
-// A difference is measured twice: ||a - b|| / ||b||, and max|a - b| / max|b|. Each comparison is repeated with the largest
-// element negated and must then fail: a bound that cannot catch one wrong element is no test.
+// A difference is measured twice: ||a - b|| / ||b||, and max|a - b| / max|b|. Each comparison is repeated with the
+// largest element negated and must then fail: a bound that cannot catch one wrong element is no test.
 #ifndef LLMC_MODEL_TEST_H
 #define LLMC_MODEL_TEST_H
 
@@ -28,8 +31,10 @@ static inline void check(int ok, const char *format, ...) {
     vprintf(format, args);
     printf("\n");
     va_end(args);
-    if (ok) tests_passed++;
-    else tests_failed++;
+    if (ok)
+        tests_passed++;
+    else
+        tests_failed++;
     fflush(stdout);
 }
 
@@ -38,44 +43,63 @@ static inline Difference difference(const float *a, const float *b, size_t n) {
     double top = 0, bottom = 0, top_max = 0, bottom_max = 0;
     for (size_t i = 0; i < n; i++) {
         const double d = fabs((double)a[i] - b[i]);
-        if (!(d <= 1e300)) { Difference bad = {INFINITY, INFINITY}; return bad; }  // NaN or Inf is never close
-        top += d * d; bottom += (double)b[i] * b[i];
-        top_max = fmax(top_max, d); bottom_max = fmax(bottom_max, fabs((double)b[i]));
+        if (!(d <= 1e300)) {
+            Difference bad = {INFINITY, INFINITY};
+            return bad;
+        }  // NaN or Inf is never close
+        top += d * d;
+        bottom += (double)b[i] * b[i];
+        top_max = fmax(top_max, d);
+        bottom_max = fmax(bottom_max, fabs((double)b[i]));
     }
     Difference r = {sqrt(top / fmax(bottom, 1e-300)), top_max / fmax(bottom_max, 1e-300)};
     return r;
 }
-static inline int close_enough(Difference d, Difference bound) { return d.norm <= bound.norm && d.largest <= bound.largest; }
+static inline int close_enough(Difference d, Difference bound) {
+    return d.norm <= bound.norm && d.largest <= bound.largest;
+}
 
 // `a` is changed for a moment: its largest element is negated, and the comparison must notice.
-static inline void check_close(const char *name, float *a, const float *b, size_t n, Difference bound, Difference *worst) {
+static inline void check_close(const char *name, float *a, const float *b, size_t n, Difference bound,
+                               Difference *worst) {
     const Difference d = difference(a, b, n);
     size_t k = 0;
-    for (size_t i = 1; i < n; i++) if (fabsf(a[i]) > fabsf(a[k])) k = i;
+    for (size_t i = 1; i < n; i++)
+        if (fabsf(a[i]) > fabsf(a[k])) k = i;
     a[k] = -a[k];
     const int bites = !close_enough(difference(a, b, n), bound);
     a[k] = -a[k];
     worst->norm = fmax(worst->norm, d.norm);
     worst->largest = fmax(worst->largest, d.largest);
     if (!close_enough(d, bound) || !bites)
-        check(0, "%s: difference %.2e (bound %.0e), largest %.2e (bound %.0e)%s", name, d.norm, bound.norm, d.largest, bound.largest, bites ? "" : "; A SPOILT ELEMENT PASSES");
+        check(0, "%s: difference %.2e (bound %.0e), largest %.2e (bound %.0e)%s", name, d.norm, bound.norm, d.largest,
+              bound.largest, bites ? "" : "; A SPOILT ELEMENT PASSES");
 }
 
 // Bounds by dtype, each about three times the largest difference that was measured (dev/bench).
-typedef struct { Difference logits, gradients; double loss, losses; } Bounds;
+typedef struct {
+    Difference logits, gradients;
+    double loss, losses;
+} Bounds;
 static inline Bounds bounds_of(const Model *m) {
-    const Bounds fp32 = {{6e-6, 8e-6}, {8e-6, 8e-6}, 3e-6, 1.6e-4}, bf16 = {{2.7e-2, 4.5e-2}, {5.4e-2, 5.4e-2}, 1e-3, 2.8e-2};
+    const Bounds fp32 = {{6e-6, 8e-6}, {8e-6, 8e-6}, 3e-6, 1.6e-4},
+                 bf16 = {{2.7e-2, 4.5e-2}, {5.4e-2, 5.4e-2}, 1e-3, 2.8e-2};
     return strcmp(model_dtype(m), "fp32") ? bf16 : fp32;
 }
 
-typedef struct { StReader file; int B, T; int *tokens, *targets; } DebugFile;
+typedef struct {
+    StReader file;
+    int B, T;
+    int *tokens, *targets;
+} DebugFile;
 static inline DebugFile debug_open(const char *folder) {
     DebugFile d;
     char path[4200];
     snprintf(path, sizeof path, "%s/debug.safetensors", folder);
     st_open(&d.file, path);
     const StTensor *x = st_find(&d.file, "tokens"), *y = st_find(&d.file, "targets");
-    require(x && y && x->dims == 2, "'%s' holds no tokens and targets\nwrite it with train_gpt2.py --write-debug", path);
+    require(x && y && x->dims == 2, "'%s' holds no tokens and targets\nwrite it with train_gpt2.py --write-debug",
+            path);
     d.B = (int)x->shape[0];
     d.T = (int)x->shape[1];
     d.tokens = (int *)malloc_or_die(x->count * sizeof(int));
@@ -84,11 +108,16 @@ static inline DebugFile debug_open(const char *folder) {
     st_read_ints(&d.file, y, 0, x->count, d.targets);
     return d;
 }
-static inline void debug_close(DebugFile *d) { st_close(&d->file); free(d->tokens); free(d->targets); }
+static inline void debug_close(DebugFile *d) {
+    st_close(&d->file);
+    free(d->tokens);
+    free(d->targets);
+}
 
 static inline float *debug_floats(const DebugFile *d, const char *name, size_t count) {
     const StTensor *t = st_find(&d->file, name);
-    require(t && t->count == count, "the debug file has no '%s' of %zu values\nwrite it again with train_gpt2.py --write-debug", name, count);
+    require(t && t->count == count,
+            "the debug file has no '%s' of %zu values\nwrite it again with train_gpt2.py --write-debug", name, count);
     float *values = (float *)malloc_or_die(count * sizeof(float));
     st_read_floats(&d->file, t, 0, count, values);
     return values;
@@ -111,7 +140,12 @@ static inline void open_reference(Model *m, const char *folder, const Options *o
 // Loss and norm of a step, and the update of the debug file's ten steps.
 static inline StepVerdict debug_update(Model *m, float *loss, float *norm, int step, double most_loss) {
     UpdateParams p;
-    p.lr = 1e-3f; p.beta1 = 0.9f; p.beta2 = 0.95f; p.eps = 1e-8f; p.weight_decay = 0.1f; p.step = step;
+    p.lr = 1e-3f;
+    p.beta1 = 0.9f;
+    p.beta2 = 0.95f;
+    p.eps = 1e-8f;
+    p.weight_decay = 0.1f;
+    p.step = step;
     p.clip = 1;
     p.most_loss = most_loss;
     p.most_norm = INFINITY;
@@ -137,8 +171,10 @@ static inline void test_reference(const char *folder, const Options *base) {
     Difference worst = {0, 0};
     const int failed = tests_failed;
 
-    float *logits = debug_floats(&d, "logits", (size_t)B * T * V), *ours = (float *)malloc_or_die((size_t)V * sizeof(float));
-    model_decode_open(&m, 1, T);  // token by token, and in pieces: every place sees the keys and values of all before it
+    float *logits = debug_floats(&d, "logits", (size_t)B * T * V),
+          *ours = (float *)malloc_or_die((size_t)V * sizeof(float));
+    // token by token, and in pieces: every place sees the keys and values of all before it
+    model_decode_open(&m, 1, T);
     for (int b = 0; b < B; b++) {
         model_decode_reset(&m);
         for (int t = 0, n; t < T; t += n) {
@@ -149,7 +185,8 @@ static inline void test_reference(const char *folder, const Options *base) {
             check_close(name, ours, logits + ((size_t)b * T + t + n - 1) * V, (size_t)V, bound.logits, &worst);
         }
     }
-    check(failed == tests_failed, "%s: logits, worst difference %.1e, largest element %.1e", folder, worst.norm, worst.largest);
+    check(failed == tests_failed, "%s: logits, worst difference %.1e, largest element %.1e", folder, worst.norm,
+          worst.largest);
 
     float loss, norm, *reference = debug_floats(&d, "loss", 1), *losses = debug_floats(&d, "losses", 10);
     model_micro_step(&m, d.tokens, d.targets, 0, 1);
@@ -165,14 +202,23 @@ static inline void test_reference(const char *folder, const Options *base) {
         const StTensor *t = st_find(&d.file, name);
         require(t, "the debug file has no '%s'\nwrite it again with train_gpt2.py --write-debug", name);
         const size_t size = (size_t)p->file_rows * p->cols;
-        float *expected = (float *)malloc_or_die(p->size * sizeof(float)), *got = (float *)malloc_or_die(p->size * sizeof(float)), *scratch = (float *)malloc_or_die(p->size * sizeof(float));
+        float *expected = (float *)malloc_or_die(p->size * sizeof(float)),
+              *got = (float *)malloc_or_die(p->size * sizeof(float)),
+              *scratch = (float *)malloc_or_die(p->size * sizeof(float));
         param_read(&d.file, t, p, 0, size, expected, scratch);
         model_read(&m, SLOT_GRAD, p->offset, p->size, got);
         check_close(name, got, expected, size, bound.gradients, &worst);
-        for (size_t k = size; k < p->size; k++) if (got[k] != 0) { check(0, "%s: the vocabulary's padding has a gradient", name); break; }
-        free(expected); free(got); free(scratch);
+        for (size_t k = size; k < p->size; k++)
+            if (got[k] != 0) {
+                check(0, "%s: the vocabulary's padding has a gradient", name);
+                break;
+            }
+        free(expected);
+        free(got);
+        free(scratch);
     }
-    check(failed_gradients == tests_failed, "%s: %d gradients, worst difference %.1e, largest element %.1e", folder, m.table.count, worst.norm, worst.largest);
+    check(failed_gradients == tests_failed, "%s: %d gradients, worst difference %.1e, largest element %.1e", folder,
+          m.table.count, worst.norm, worst.largest);
 
     double worst_loss = 0;
     for (int step = 1; step <= 10; step++) {
@@ -180,20 +226,27 @@ static inline void test_reference(const char *folder, const Options *base) {
         debug_step(&m, &loss, &norm, step);
         worst_loss = fmax(worst_loss, fabs((double)loss - losses[step - 1]));
     }
-    check(worst_loss <= bound.losses && fabs(losses[0] - losses[9]) > 20 * bound.losses, "%s: ten losses %.4f -> %.4f, worst difference from PyTorch %.1e", folder, losses[0], losses[9], worst_loss);
-    free(logits); free(ours); free(reference); free(losses);
+    check(worst_loss <= bound.losses && fabs(losses[0] - losses[9]) > 20 * bound.losses,
+          "%s: ten losses %.4f -> %.4f, worst difference from PyTorch %.1e", folder, losses[0], losses[9], worst_loss);
+    free(logits);
+    free(ours);
+    free(reference);
+    free(losses);
     model_close(&m);
     debug_close(&d);
 }
 
-// Each row's first half, twice, as rows of T/2: attention is causal, so the losses are those of the first halves of whole rows.
+// Each row's first half, twice, as rows of T/2: attention is causal, so the losses are those of the first halves of
+// whole rows.
 static inline void test_short_rows(const char *folder, const Options *o) {
     DebugFile d = debug_open(folder);
     Model m;
     open_reference(&m, folder, o);
     const int B = d.B, T = d.T, H = T / 2, N = B * T;
-    int *tokens = (int *)malloc_or_die((size_t)N * sizeof(int)), *targets = (int *)malloc_or_die((size_t)N * sizeof(int));
-    float *whole = (float *)malloc_or_die((size_t)N * sizeof(float)), *halves = (float *)malloc_or_die((size_t)N * sizeof(float));
+    int *tokens = (int *)malloc_or_die((size_t)N * sizeof(int)),
+        *targets = (int *)malloc_or_die((size_t)N * sizeof(int));
+    float *whole = (float *)malloc_or_die((size_t)N * sizeof(float)),
+          *halves = (float *)malloc_or_die((size_t)N * sizeof(float));
     model_losses(&m, d.tokens, d.targets, T, whole);
     for (int i = 0; i < N; i++) {
         const int at = i / T * T + i % H;
@@ -204,13 +257,21 @@ static inline void test_short_rows(const char *folder, const Options *o) {
     double worst = 0, wrong_row = 0;
     int unscored = 1;
     for (int i = 0; i < N; i++) {
-        if (targets[i] < 0) { unscored &= halves[i] == 0; continue; }
+        if (targets[i] < 0) {
+            unscored &= halves[i] == 0;
+            continue;
+        }
         worst = fmax(worst, fabs((double)halves[i] - whole[i / T * T + i % H]));
         wrong_row = fmax(wrong_row, fabs((double)halves[i] - whole[(i / T + 1) % B * T + i % H]));
     }
     const double bound = strcmp(model_dtype(&m), "fp32") ? 2e-2 : 5e-6;
-    check(worst <= bound && unscored && wrong_row > 5 * bound, "%s: losses of rows of T/2, worst difference %.1e (bound %.0e; another row's: %.1e)", folder, worst, bound, wrong_row);
-    free(tokens); free(targets); free(whole); free(halves);
+    check(worst <= bound && unscored && wrong_row > 5 * bound,
+          "%s: losses of rows of T/2, worst difference %.1e (bound %.0e; another row's: %.1e)", folder, worst, bound,
+          wrong_row);
+    free(tokens);
+    free(targets);
+    free(whole);
+    free(halves);
     model_close(&m);
     debug_close(&d);
 }
@@ -223,7 +284,8 @@ static inline float *weights_after(const char *folder, const Options *o, int ste
     open_reference(&m, folder, o);
     const int micro_B = (int)o->batch_size, num_micro = d.B / micro_B;
     for (int step = 1; step <= steps; step++) {
-        for (int k = 0; k < num_micro; k++) model_micro_step(&m, d.tokens + k * micro_B * d.T, d.targets + k * micro_B * d.T, k, num_micro);
+        for (int k = 0; k < num_micro; k++)
+            model_micro_step(&m, d.tokens + k * micro_B * d.T, d.targets + k * micro_B * d.T, k, num_micro);
         debug_step(&m, last_loss, &norm, step);
     }
     float *weights = (float *)malloc_or_die(m.table.total * sizeof(float));
@@ -247,8 +309,10 @@ static inline void test_same_bits(const char *folder, const Options *a, const Op
     float loss_a, loss_b;
     const size_t n = weights_total(folder);
     float *x = weights_after(folder, a, 3, &loss_a), *y = weights_after(folder, b, 3, &loss_b);
-    check(memcmp(x, y, n * sizeof(float)) == 0 && memcmp(&loss_a, &loss_b, sizeof loss_a) == 0, "%s: %s, the same bits (loss %.6f and %.6f)", folder, what, loss_a, loss_b);
-    free(x); free(y);
+    check(memcmp(x, y, n * sizeof(float)) == 0 && memcmp(&loss_a, &loss_b, sizeof loss_a) == 0,
+          "%s: %s, the same bits (loss %.6f and %.6f)", folder, what, loss_a, loss_b);
+    free(x);
+    free(y);
 }
 
 static inline void test_accumulation(const char *folder, const Options *whole, double bound) {
@@ -258,8 +322,11 @@ static inline void test_accumulation(const char *folder, const Options *whole, d
     parts.batch_size = 1;
     float *x = weights_after(folder, whole, 3, &loss_a), *y = weights_after(folder, &parts, 3, &loss_b);
     const double d = difference(x, y, n).norm;
-    check(d <= bound && fabs(loss_a - loss_b) <= 10 * bound, "%s: %lld micro-steps against one: weights differ by %.1e, loss by %.1e (bound %.0e)", folder, whole->batch_size, d, fabs((double)loss_a - loss_b), bound);
-    free(x); free(y);
+    check(d <= bound && fabs(loss_a - loss_b) <= 10 * bound,
+          "%s: %lld micro-steps against one: weights differ by %.1e, loss by %.1e (bound %.0e)", folder,
+          whole->batch_size, d, fabs((double)loss_a - loss_b), bound);
+    free(x);
+    free(y);
 }
 
 static inline void test_recompute(const char *folder, const Options *o) {
@@ -269,15 +336,17 @@ static inline void test_recompute(const char *folder, const Options *o) {
         Options less = *o;
         less.recompute = level;
         float *x = weights_after(folder, &less, 3, &loss_less);
-        check(memcmp(x, all, n * sizeof(float)) == 0 && memcmp(&loss, &loss_less, sizeof loss) == 0, "%s: --recompute %d, the same bits (loss %.6f and %.6f)", folder, level, loss_less, loss);
+        check(memcmp(x, all, n * sizeof(float)) == 0 && memcmp(&loss, &loss_less, sizeof loss) == 0,
+              "%s: --recompute %d, the same bits (loss %.6f and %.6f)", folder, level, loss_less, loss);
         free(x);
     }
     free(all);
 }
 
-// The head on parts of the rows. All losses and every gradient have the same bits, but for the head's weight: its gradient is a sum
-// over parts, rounded after each. bound: 0 where the sum goes on in the same precision (CPU). exact: 0 where a matmul's order of
-// summation may depend on the number of rows (cuBLASLt in fp32); then losses and other gradients keep the bound too.
+// The head on parts of the rows. All losses and every gradient have the same bits, but for the head's weight: its
+// gradient is a sum over parts, rounded after each. bound: 0 where the sum goes on in the same precision (CPU). exact:
+// 0 where a matmul's order of summation may depend on the number of rows (cuBLASLt in fp32); then losses and other
+// gradients keep the bound too.
 static inline void test_head_chunks(const char *folder, const Options *whole, int exact, double bound) {
     DebugFile d = debug_open(folder);
     Options o = *whole;
@@ -299,34 +368,58 @@ static inline void test_head_chunks(const char *folder, const Options *whole, in
         debug_measure(&m, &loss[i], &norm);
         model_read(&m, SLOT_GRAD, 0, total, grads[i]);
         const Role head = m.config.tied ? ROLE_WTE : ROLE_HEADW;
-        int same = exact ? memcmp(losses[0], losses[i], N * sizeof(float)) == 0 && memcmp(&loss[0], &loss[i], sizeof(float)) == 0 : difference(losses[i], losses[0], N).norm <= bound, first_wrong = -1;
+        int same = exact ? memcmp(losses[0], losses[i], N * sizeof(float)) == 0 &&
+                               memcmp(&loss[0], &loss[i], sizeof(float)) == 0
+                         : difference(losses[i], losses[0], N).norm <= bound,
+            first_wrong = -1;
         for (int p = 0; p < m.table.count && i; p++) {
             const Param *t = &m.table.params[p];
             if (t->role == head) {
                 worst = fmaxf(worst, (float)difference(grads[1] + t->offset, grads[0] + t->offset, t->size).norm);
                 grads[1][t->offset] += 100 * fabsf(grads[1][t->offset]) + 1;
-                same &= difference(grads[1] + t->offset, grads[0] + t->offset, t->size).norm > bound;  // the bound bites
-            } else if ((exact ? memcmp(grads[0] + t->offset, grads[1] + t->offset, t->size * sizeof(float)) != 0 : difference(grads[1] + t->offset, grads[0] + t->offset, t->size).norm > bound) && first_wrong < 0) first_wrong = p;
+                // the bound bites
+                same &= difference(grads[1] + t->offset, grads[0] + t->offset, t->size).norm > bound;
+            } else if ((exact ? memcmp(grads[0] + t->offset, grads[1] + t->offset, t->size * sizeof(float)) != 0
+                              : difference(grads[1] + t->offset, grads[0] + t->offset, t->size).norm > bound) &&
+                       first_wrong < 0)
+                first_wrong = p;
         }
-        if (i) check(same && first_wrong < 0, "%s: --head-chunks %lld: %s losses, and gradients but the head's%s%s", folder, chunks[k], exact ? "the bits of all" : "near enough", first_wrong < 0 ? "" : "; differs: ", first_wrong < 0 ? "" : m.table.params[first_wrong].name);
+        if (i)
+            check(same && first_wrong < 0, "%s: --head-chunks %lld: %s losses, and gradients but the head's%s%s",
+                  folder, chunks[k], exact ? "the bits of all" : "near enough",
+                  first_wrong < 0 ? "" : "; differs: ", first_wrong < 0 ? "" : m.table.params[first_wrong].name);
         model_close(&m);
     }
-    check(worst <= bound, "%s: --head-chunks: the head's gradient differs by %.1e at most (bound %.1e)", folder, worst, bound);
-    for (int i = 0; i < 2; i++) { free(losses[i]); free(grads[i]); }
+    check(worst <= bound, "%s: --head-chunks: the head's gradient differs by %.1e at most (bound %.1e)", folder, worst,
+          bound);
+    for (int i = 0; i < 2; i++) {
+        free(losses[i]);
+        free(grads[i]);
+    }
     debug_close(&d);
 }
 
-// Six steps with m and v in bf16 against fp32 ones: the distance of the weights, as a share of how far training has moved them.
+// Six steps with m and v in bf16 against fp32 ones: the distance of the weights, as a share of how far training has
+// moved them.
 static inline void test_bf16_states(const char *folder, const Options *o, double bound) {
     Options less = *o;
     less.state_dtype = "bf16";
     float loss_a = 0, loss_b = 0;
     const size_t n = weights_total(folder);
-    float *start = weights_after(folder, o, 0, &loss_a), *x = weights_after(folder, o, 6, &loss_a), *y = weights_after(folder, &less, 6, &loss_b);
-    for (size_t i = 0; i < n; i++) { x[i] -= start[i]; y[i] -= start[i]; }
+    float *start = weights_after(folder, o, 0, &loss_a), *x = weights_after(folder, o, 6, &loss_a),
+          *y = weights_after(folder, &less, 6, &loss_b);
+    for (size_t i = 0; i < n; i++) {
+        x[i] -= start[i];
+        y[i] -= start[i];
+    }
     const double d = difference(y, x, n).norm;
-    check(d > 1e-4 && d <= bound && difference(start, x, n).norm > bound && fabs(loss_a - loss_b) <= bound, "%s: m and v in bf16: after six steps the weights are off by %.1e of their way (bound %.0e), the loss %.4f, with fp32 %.4f", folder, d, bound, loss_b, loss_a);
-    free(start); free(x); free(y);
+    check(d > 1e-4 && d <= bound && difference(start, x, n).norm > bound && fabs(loss_a - loss_b) <= bound,
+          "%s: m and v in bf16: after six steps the weights are off by %.1e of their way (bound %.0e), the loss %.4f, "
+          "with fp32 %.4f",
+          folder, d, bound, loss_b, loss_a);
+    free(start);
+    free(x);
+    free(y);
 }
 
 static inline double bytes_of_run(const Config *c, const Options *o) {
@@ -344,28 +437,38 @@ static inline void test_memory(const char *folder, const Options *base, int B, d
     o.head_chunks = 1;
     Model m;
     model_open(&m, &c, &o, &one_rank);
-    const double all = model_memory_gib(&m) * 1073741824.0, value = strcmp(model_dtype(&m), "fp32") ? 2 : 4, total = (double)m.table.total;
+    const double all = model_memory_gib(&m) * 1073741824.0, value = strcmp(model_dtype(&m), "fp32") ? 2 : 4,
+                 total = (double)m.table.total;
     model_close(&m);
-    const double N = (double)B * (double)o.seq_len, others = c.num_layers - 1, Q = c.num_heads * c.head_dim, KV = c.num_kv_heads * c.head_dim, F = c.ffn_dim, C = c.channels;
+    const double N = (double)B * (double)o.seq_len, others = c.num_layers - 1, Q = c.num_heads * c.head_dim,
+                 KV = c.num_kv_heads * c.head_dim, F = c.ffn_dim, C = c.channels;
     double expected = 0;
-    const double more[] = {F * value, 2 * C * value, (2 * Q + 2 * KV + (c.mlp == MLP_SWIGLU ? 2 : 1) * F + C) * value + (c.num_heads + 4) * 4.0};  // a token's; each level saves these besides
+    // a token's; each level saves these besides
+    const double more[] = {F * value, 2 * C * value,
+                           (2 * Q + 2 * KV + (c.mlp == MLP_SWIGLU ? 2 : 1) * F + C) * value + (c.num_heads + 4) * 4.0};
     for (int level = 1; level <= 3; level++) {
         less = o;
         less.recompute = level;
         expected += others * N * more[level - 1];
         const double saved = all - bytes_of_run(&c, &less);
-        check(fabs(saved - expected) <= slack && (!others || expected > 2 * slack), "%s: --recompute %d saves %.2f MiB of %.2f, as the shapes say: %.2f", folder, level, saved / 1048576, all / 1048576, expected / 1048576);
+        check(fabs(saved - expected) <= slack && (!others || expected > 2 * slack),
+              "%s: --recompute %d saves %.2f MiB of %.2f, as the shapes say: %.2f", folder, level, saved / 1048576,
+              all / 1048576, expected / 1048576);
     }
     less = o;
     less.state_dtype = "bf16";
     const double saved_states = all - bytes_of_run(&c, &less);
-    check(fabs(saved_states - 4 * total) <= slack, "%s: --state-dtype bf16 saves %.2f MiB, 4 bytes a parameter: %.2f", folder, saved_states / 1048576, 4 * total / 1048576);
+    check(fabs(saved_states - 4 * total) <= slack, "%s: --state-dtype bf16 saves %.2f MiB, 4 bytes a parameter: %.2f",
+          folder, saved_states / 1048576, 4 * total / 1048576);
     less = o;
     less.head_chunks = 8;
     const double saved_head = all - bytes_of_run(&c, &less);
     less.head_chunks = (long long)N;
-    const double most = all - bytes_of_run(&c, &less), seven = N * 7 / 8 * c.padded_vocab_size * value;  // on a GPU the logits share their place with a block's backward
-    check(fabs(saved_head - fmin(seven, most)) <= slack && (saved_head > slack || most <= slack), "%s: --head-chunks 8 saves %.2f MiB; seven eighths of the logits: %.2f, what is left at most: %.2f", folder, saved_head / 1048576, seven / 1048576, most / 1048576);
+    // on a GPU the logits share their place with a block's backward
+    const double most = all - bytes_of_run(&c, &less), seven = N * 7 / 8 * c.padded_vocab_size * value;
+    check(fabs(saved_head - fmin(seven, most)) <= slack && (saved_head > slack || most <= slack),
+          "%s: --head-chunks 8 saves %.2f MiB; seven eighths of the logits: %.2f, what is left at most: %.2f", folder,
+          saved_head / 1048576, seven / 1048576, most / 1048576);
 }
 
 // What must not be applied leaves everything as it was, and what may is applied after it.
@@ -376,12 +479,16 @@ static inline void test_verdict(const char *folder, const Options *o) {
     open_reference(&m, folder, o);
     const size_t n = m.table.total;
     const Slot slot = model_has_slot(&m, SLOT_MASTER) ? SLOT_MASTER : SLOT_WEIGHT;
-    float *before[2] = {(float *)malloc_or_die(n * sizeof(float)), (float *)malloc_or_die(n * sizeof(float))}, *after = (float *)malloc_or_die(n * sizeof(float));
+    float *before[2] = {(float *)malloc_or_die(n * sizeof(float)), (float *)malloc_or_die(n * sizeof(float))},
+          *after = (float *)malloc_or_die(n * sizeof(float));
     model_micro_step(&m, d.tokens, d.targets, 0, 1);
     debug_step(&m, &loss, &norm, 1);
     model_read(&m, slot, 0, n, before[0]);
     model_read(&m, SLOT_M, 0, n, before[1]);
-    const struct { double most_loss, most_norm; StepVerdict expected; } cases[] = {{0.5, INFINITY, STEP_LOSS_HIGH}, {INFINITY, 1e-6, STEP_NORM_HIGH}, {INFINITY, INFINITY, STEP_APPLIED}};
+    const struct {
+        double most_loss, most_norm;
+        StepVerdict expected;
+    } cases[] = {{0.5, INFINITY, STEP_LOSS_HIGH}, {INFINITY, 1e-6, STEP_NORM_HIGH}, {INFINITY, INFINITY, STEP_APPLIED}};
     for (int i = 0; i < 3; i++) {
         UpdateParams p = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, cases[i].most_loss, cases[i].most_norm, 2};
         model_micro_step(&m, d.tokens, d.targets, 0, 1);
@@ -390,11 +497,16 @@ static inline void test_verdict(const char *folder, const Options *o) {
         int same = memcmp(after, before[0], n * sizeof(float)) == 0;
         model_read(&m, SLOT_M, 0, n, after);
         same &= memcmp(after, before[1], n * sizeof(float)) == 0;
-        check(r.verdict == cases[i].expected && same == (r.verdict != STEP_APPLIED), "%s: loss %.4f of at most %g, norm %.4f of at most %g: verdict %d, weights and m are %s", folder, r.loss, cases[i].most_loss, r.norm,
-              cases[i].most_norm, (int)r.verdict, same ? "as before" : "updated");
+        check(r.verdict == cases[i].expected && same == (r.verdict != STEP_APPLIED),
+              "%s: loss %.4f of at most %g, norm %.4f of at most %g: verdict %d, weights and m are %s", folder, r.loss,
+              cases[i].most_loss, r.norm, cases[i].most_norm, (int)r.verdict, same ? "as before" : "updated");
     }
-    check(step_verdict(NAN, 1, INFINITY, INFINITY) == STEP_NOT_FINITE && step_verdict(1, INFINITY, INFINITY, INFINITY) == STEP_NOT_FINITE, "what is not finite is not applied");
-    free(before[0]); free(before[1]); free(after);
+    check(step_verdict(NAN, 1, INFINITY, INFINITY) == STEP_NOT_FINITE &&
+              step_verdict(1, INFINITY, INFINITY, INFINITY) == STEP_NOT_FINITE,
+          "what is not finite is not applied");
+    free(before[0]);
+    free(before[1]);
+    free(after);
     model_close(&m);
     debug_close(&d);
 }
@@ -413,7 +525,8 @@ static inline void test_resume(const char *folder, const Options *o, const char 
             s.step = 3;
             checkpoint_save(&m, output, &s, 0, 0);
             model_close(&m);
-            require(checkpoint_latest(&one_rank.job, output, 3, path, sizeof path), "no checkpoint in '%s'\ncheck the disk", output);
+            require(checkpoint_latest(&one_rank.job, output, 3, path, sizeof path),
+                    "no checkpoint in '%s'\ncheck the disk", output);
             const Config c = config_from_json(path);
             model_open(&m, &c, o, &one_rank);
             checkpoint_load(&m, path, &s);
@@ -423,16 +536,20 @@ static inline void test_resume(const char *folder, const Options *o, const char 
     }
     float *resumed = (float *)malloc_or_die(m.table.total * sizeof(float));
     model_read(&m, model_has_slot(&m, SLOT_MASTER) ? SLOT_MASTER : SLOT_WEIGHT, 0, m.table.total, resumed);
-    check(s.step == 3 && memcmp(&loss, &loss_straight, sizeof loss) == 0 && memcmp(resumed, straight, m.table.total * sizeof(float)) == 0,
-          "%s: resumed after 3 of 6 steps, the same bits as a straight run (loss %.6f and %.6f)", folder, loss, loss_straight);
-    free(straight); free(resumed);
+    check(s.step == 3 && memcmp(&loss, &loss_straight, sizeof loss) == 0 &&
+              memcmp(resumed, straight, m.table.total * sizeof(float)) == 0,
+          "%s: resumed after 3 of 6 steps, the same bits as a straight run (loss %.6f and %.6f)", folder, loss,
+          loss_straight);
+    free(straight);
+    free(resumed);
     state_free(&s);
     model_close(&m);
     debug_close(&d);
 }
 
 static inline int report_tests(const char *name) {
-    printf("%s: %d passed, %d failed%s\n", name, tests_passed, tests_failed, tests_passed + tests_failed ? "" : ": nothing was checked");
+    printf("%s: %d passed, %d failed%s\n", name, tests_passed, tests_failed,
+           tests_passed + tests_failed ? "" : ": nothing was checked");
     return tests_failed || !tests_passed ? EXIT_FAILURE : EXIT_SUCCESS;
 }
 

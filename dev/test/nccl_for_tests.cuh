@@ -1,14 +1,21 @@
 // NCCL's calls (llmc/ranks/nccl_calls.cuh) as tests need them. Include it before everything else of llmc/ranks.
 //   ranks_share_gpu    ranks exchange through MPI and host memory, so that all of them may have one GPU: slow
-//   otherwise          a communicator that is closed waits for the process's next model of the same ranks: tests open hundreds,
+//   otherwise
+//     a communicator that is closed waits for the process's next model of the same ranks: tests open hundreds,
 //                      and NCCL takes half a second for each
 #ifndef NCCL_FOR_TESTS_CUH
 #define NCCL_FOR_TESTS_CUH
 
 #include "../../llmc/ranks/nccl_calls.cuh"
 
-typedef struct { NcclHandle handle; int first, stride, world, max_ctas, open; } KeptNccl;
-static struct { KeptNccl all[64]; int count; } kept_nccl;
+typedef struct {
+    NcclHandle handle;
+    int first, stride, world, max_ctas, open;
+} KeptNccl;
+static struct {
+    KeptNccl all[64];
+    int count;
+} kept_nccl;
 
 // Ranks of a group make and close their communicators in the same order, so they find the same ones here.
 static inline NcclHandle test_connect(const Comm *comm, int max_ctas) {
@@ -45,8 +52,8 @@ template <typename T> inline void sum_of_rows(char *rows, int ranks, size_t stri
         ((T *)rows)[i] = (T)sum;
     }
 }
-static inline void test_carry(NcclHandle handle, NcclKind kind, const Comm *comm, void *to, const void *from, size_t count,
-                              size_t size, cudaStream_t stream) {
+static inline void test_carry(NcclHandle handle, NcclKind kind, const Comm *comm, void *to, const void *from,
+                              size_t count, size_t size, cudaStream_t stream) {
     if (!ranks_share_gpu) {
         nccl_carry(handle, kind, comm, to, from, count, size, stream);
         return;
@@ -61,8 +68,10 @@ static inline void test_carry(NcclHandle handle, NcclKind kind, const Comm *comm
     cudaCheck(cudaStreamSynchronize(stream));
     comm_all_gather(comm, all, sent);
     if (kind == NCCL_REDUCE_SCATTER) {
-        if (size == sizeof(float)) sum_of_rows<float>(mine, comm->world, sent, count);
-        else sum_of_rows<__nv_bfloat16>(mine, comm->world, sent, count);
+        if (size == sizeof(float))
+            sum_of_rows<float>(mine, comm->world, sent, count);
+        else
+            sum_of_rows<__nv_bfloat16>(mine, comm->world, sent, count);
         upload(0, mine, piece);
     }
     if (kind == NCCL_ALL_GATHER) upload(0, all, world * piece);

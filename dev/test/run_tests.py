@@ -2,10 +2,11 @@
 
     .venv/bin/python dev/test/run_tests.py [--only PART ...]      PART: a word in the names of the tests to run
 
-Builds go in parallel, tests one after another but for those in Python, of which two or more run beside each other. The output
-of each is kept in build/test/log/. The last line is
+Builds go in parallel, tests one after another but for those in Python, of which two or more run beside each other. The
+output of each is kept in build/test/log/. The last line is
 "N passed, N failed, N skipped"; the exit status is 0 only if nothing failed.
 """
+
 import argparse
 import os
 import re
@@ -30,8 +31,9 @@ PYTHON = sys.executable
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 TIMEOUT = 1200  # seconds for one test; none should come near it
 
-# One small model of every family, and what is awkward about each: head dimension 64 and 32, grouped queries, a vocabulary that
-# needs padding, tied and untied heads, scaled rope, a bias on q, k and v only. PyTorch writes logits, gradients and losses.
+# One small model of every family, and what is awkward about each: head dimension 64 and 32, grouped queries, a
+# vocabulary that needs padding, tied and untied heads, scaled rope, a bias on q, k and v only. PyTorch writes logits,
+# gradients and losses.
 MODELS = {
     "gpt2": "d3,channels=192,vocab=500,seq=128",
     "llama3": "llama3:8B,layers=3,channels=256,heads=4,kv_heads=2,vocab=512,seq=128",
@@ -77,7 +79,9 @@ def report(name, passed, failed, skipped, seconds, log):
     if failed:
         failures.append((name, log))
         if log:
-            print("".join(f"      | {line}\n" for line in log.read_text(errors="replace").splitlines()[-40:]), flush=True)
+            print(
+                "".join(f"      | {line}\n" for line in log.read_text(errors="replace").splitlines()[-40:]), flush=True
+            )
 
 
 def skip(name, why):
@@ -88,12 +92,19 @@ def skip(name, why):
 def execute(name, command, log, env=None):
     """Exit status and seconds; a test that hangs is ended with all that it started."""
     begin = time.time()
-    # OpenMP's threads wait for each other by spinning; where others use the cores too, short spins make tests many times faster.
-    environment = {"GOMP_SPINCOUNT": "2000"} | {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")} | (env or {})
+    # OpenMP's threads wait for each other by spinning; where others use the cores too, short spins make tests many
+    # times faster.
+    environment = (
+        {"GOMP_SPINCOUNT": "2000"}
+        | {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+        | (env or {})
+    )
     with open(log, "w") as f:
         f.write("$ " + " ".join(map(str, command)) + "\n")
         f.flush()
-        p = subprocess.Popen([str(c) for c in command], stdout=f, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        p = subprocess.Popen(
+            [str(c) for c in command], stdout=f, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
         running.add(p.pid)
         try:
             status = p.wait(TIMEOUT)
@@ -107,7 +118,8 @@ def execute(name, command, log, env=None):
 
 
 def counts_of(status, log, xml):
-    """Counts from pytest's report or from a last line "name: N passed, M failed"; otherwise one test, by exit status."""
+    """Counts from pytest's report or from a last line "name: N passed, M failed"; otherwise one test, by exit
+    status."""
     if xml and xml.exists():
         suite = next(ElementTree.parse(xml).getroot().iter("testsuite"))
         total, wrong, skipped = (int(suite.get(k, 0)) for k in ("tests", "failures", "skipped"))
@@ -119,7 +131,9 @@ def counts_of(status, log, xml):
     else:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-3:])
         found = re.search(r"(\d+) passed, (\d+) failed(?:, (\d+) skipped)?", tail)
-        passed, failed, skipped = (int(x or 0) for x in found.groups()) if found else (int(status == 0), int(status != 0), 0)
+        passed, failed, skipped = (
+            (int(x or 0) for x in found.groups()) if found else (int(status == 0), int(status != 0), 0)
+        )
     if status != 0 and status != 5 and not failed:  # a crash after the last line; pytest's 5 is "no tests in this file"
         failed = 1
     return passed, failed, skipped
@@ -147,15 +161,36 @@ def build_all(config, wanted):
     fat_folder = "build/{}-" + config.get("FAT_ARCHS", "").replace(" ", "-")
     ladder_arch = config.get("MACHINE_ARCHS", "").split()[0] if config["GPUS"] != "0" else "90a"  # one: to save time
     jobs = [("build train_gpt2", ["train_gpt2"]), ("build train_gpt2.asan", ["build/train_gpt2.asan"])]
-    jobs += [(f"build {t.stem}{kind}", [f"build/test/{t.stem}{kind}"]) for t in sorted(Path("dev/test").glob("test_*.c")) for kind in ("", ".asan")]
-    jobs += [("build test_comm.mpi", ["build/test/test_comm.mpi"])] if config.get("MPI_LIBS") and Path("dev/test/test_comm.c").exists() else []
+    jobs += [
+        (f"build {t.stem}{kind}", [f"build/test/{t.stem}{kind}"])
+        for t in sorted(Path("dev/test").glob("test_*.c"))
+        for kind in ("", ".asan")
+    ]
+    jobs += (
+        [("build test_comm.mpi", ["build/test/test_comm.mpi"])]
+        if config.get("MPI_LIBS") and Path("dev/test/test_comm.c").exists()
+        else []
+    )
     headers = sorted(Path("llmc").glob("*.h"))
     if config["NVCC"]:
         runs = config["GPUS"] != "0"  # what cannot run is compiled only: the trainers have the same kernels, and link
-        targets = {"test_gpt2cu": ("test_gpt2.ptx", "test_gpt2cu")} | {f"ladder {p.stem}": (f"dev/cuda/{p.stem}.ptx", f"dev/cuda/{p.stem}") for p in sorted(Path("dev/cuda").glob("*.cu"))}
+        targets = {"test_gpt2cu": ("test_gpt2.ptx", "test_gpt2cu")} | {
+            f"ladder {p.stem}": (f"dev/cuda/{p.stem}.ptx", f"dev/cuda/{p.stem}")
+            for p in sorted(Path("dev/cuda").glob("*.cu"))
+        }
         both = [(p, f"PRECISION={p.upper()}") for p in ("bf16", "fp32")]
-        jobs = [(f"build train_gpt2cu {p}", [f"{fat_folder.format(p)}/train_gpt2cu", fat, option]) for p, option in both] \
-            + [(f"{'build' if runs else 'compile'} {name} {p}", [f"build/{p}-{ladder_arch}/{target[runs]}", f"ARCHS={ladder_arch}", option]) for p, option in both for name, target in targets.items()] + jobs
+        jobs = (
+            [(f"build train_gpt2cu {p}", [f"{fat_folder.format(p)}/train_gpt2cu", fat, option]) for p, option in both]
+            + [
+                (
+                    f"{'build' if runs else 'compile'} {name} {p}",
+                    [f"build/{p}-{ladder_arch}/{target[runs]}", f"ARCHS={ladder_arch}", option],
+                )
+                for p, option in both
+                for name, target in targets.items()
+            ]
+            + jobs
+        )
         headers += sorted(Path("llmc").rglob("*.cuh"))
     jobs += [(f"header {name}", [f"build/headers/{name}.ok"]) for h in headers for name in [h.relative_to("llmc")]]
     jobs = [job for job in jobs if wanted(job[0])]
@@ -170,11 +205,31 @@ def host_tests(good, wanted, gpus):
     models = MODELS if wanted("test_model") or gpus and wanted("test_gpt2cu") else {}
     small = ASAN_MODELS if wanted("test_model.asan") else {}
     for name, model in (models | small).items():
-        test(f"PyTorch writes {name}", [PYTHON, "train_gpt2.py", "--write-debug", DEBUG / name, "--model", model, "-b", "8", "-t", "64", "--threads", "1"])
+        test(
+            f"PyTorch writes {name}",
+            [
+                PYTHON,
+                "train_gpt2.py",
+                "--write-debug",
+                DEBUG / name,
+                "--model",
+                model,
+                "-b",
+                "8",
+                "-t",
+                "64",
+                "--threads",
+                "1",
+            ],
+        )
     for source in sorted(Path("dev/test").glob("test_*.c")):
         for kind in ("", ".asan"):
             name = source.stem + kind
-            folders = [LOGS / f"{name}.run", *(DEBUG / n for n in (small if kind else models))] if source.stem == "test_model" else []
+            folders = (
+                [LOGS / f"{name}.run", *(DEBUG / n for n in (small if kind else models))]
+                if source.stem == "test_model"
+                else []
+            )
             if wanted(name) and f"build {name}" in good:
                 test(name, [f"build/test/{name}", *folders])
 
@@ -186,18 +241,69 @@ def gpu_tests(config, good, ladder_arch, wanted):
     ladders = sorted(p.stem for p in Path("dev/cuda").glob("*.cu"))
     tests = []
     for precision in ("bf16", "fp32"):
-        whole = lambda kind: [f"build/{precision}-{ladder_arch}/test_gpt2cu", LOGS / f"test_gpt2cu_{precision}{kind}.run", *(DEBUG / n for n in MODELS)]
+        whole = lambda kind: [
+            f"build/{precision}-{ladder_arch}/test_gpt2cu",
+            LOGS / f"test_gpt2cu_{precision}{kind}.run",
+            *(DEBUG / n for n in MODELS),
+        ]
         needs = f"build test_gpt2cu {precision}"
         tests += [(f"test_gpt2cu {precision}", needs, whole(""), None if gpus else "no GPU")]
-        tests += [(f"test_gpt2cu {precision}, {max(ranks, 2)} GPUs", needs, [config.get("MPIRUN"), "--oversubscribe", "-np", ranks, *whole("_ranks")],
-                   "fewer than two GPUs" if ranks < 2 else None if config.get("MPI_LIBS") and config.get("NCCL_LIBS") else "no MPI or no NCCL")]
+        tests += [
+            (
+                f"test_gpt2cu {precision}, {max(ranks, 2)} GPUs",
+                needs,
+                [config.get("MPIRUN"), "--oversubscribe", "-np", ranks, *whole("_ranks")],
+                "fewer than two GPUs"
+                if ranks < 2
+                else None
+                if config.get("MPI_LIBS") and config.get("NCCL_LIBS")
+                else "no MPI or no NCCL",
+            )
+        ]
         for where, count, options in (("one GPU", 4, ["--one-gpu"]), (f"{max(ranks, 2)} GPUs", ranks, [])):
-            tests += [(f"test_gpt2cu {precision}, tensor parallel on {where}", needs, [config.get("MPIRUN"), "--oversubscribe", "-np", count, whole("")[0], "--tp", *options],
-                       "no GPU" if not gpus else "fewer than two GPUs" if count < 2 else None if config.get("MPI_LIBS") and config.get("NCCL_LIBS") else "no MPI or no NCCL")]
-        tests += [(f"ladder {n} {precision}", f"build ladder {n} {precision}", [f"build/{precision}-{ladder_arch}/dev/cuda/{n}", "--check"], None if gpus else "no GPU")
-                  for n in ladders]
-        tests += [(f"ladder {n} {precision}, {max(ranks, 2)} GPUs", f"build ladder {n} {precision}", [config.get("MPIRUN"), "--oversubscribe", "-np", ranks, f"build/{precision}-{ladder_arch}/dev/cuda/{n}", "--check"],
-                   "fewer than two GPUs" if ranks < 2 else None if config.get("MPI_LIBS") and config.get("NCCL_LIBS") else "no MPI or no NCCL") for n in ("p2p", "tp")]
+            tests += [
+                (
+                    f"test_gpt2cu {precision}, tensor parallel on {where}",
+                    needs,
+                    [config.get("MPIRUN"), "--oversubscribe", "-np", count, whole("")[0], "--tp", *options],
+                    "no GPU"
+                    if not gpus
+                    else "fewer than two GPUs"
+                    if count < 2
+                    else None
+                    if config.get("MPI_LIBS") and config.get("NCCL_LIBS")
+                    else "no MPI or no NCCL",
+                )
+            ]
+        tests += [
+            (
+                f"ladder {n} {precision}",
+                f"build ladder {n} {precision}",
+                [f"build/{precision}-{ladder_arch}/dev/cuda/{n}", "--check"],
+                None if gpus else "no GPU",
+            )
+            for n in ladders
+        ]
+        tests += [
+            (
+                f"ladder {n} {precision}, {max(ranks, 2)} GPUs",
+                f"build ladder {n} {precision}",
+                [
+                    config.get("MPIRUN"),
+                    "--oversubscribe",
+                    "-np",
+                    ranks,
+                    f"build/{precision}-{ladder_arch}/dev/cuda/{n}",
+                    "--check",
+                ],
+                "fewer than two GPUs"
+                if ranks < 2
+                else None
+                if config.get("MPI_LIBS") and config.get("NCCL_LIBS")
+                else "no MPI or no NCCL",
+            )
+            for n in ("p2p", "tp")
+        ]
     for name, needs, command, why_not in tests:
         if not wanted(name):
             continue
@@ -209,7 +315,9 @@ def gpu_tests(config, good, ladder_arch, wanted):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", metavar="PART", help="run the tests whose name contains PART, or any of several")
+    parser.add_argument(
+        "--only", action="append", metavar="PART", help="run the tests whose name contains PART, or any of several"
+    )
     args = parser.parse_args()
     wanted = lambda name: not args.only or any(part in name for part in args.only)
     os.chdir(ROOT)
@@ -229,13 +337,21 @@ def main():
         for source in sorted(Path("dev/test").glob("test_*.py")):
             if wanted(source.name):
                 xml = LOGS / f"{source.stem}.xml"
-                pool.submit(test, source.name, [PYTHON, "-m", "pytest", "-q", "-rfEs", "--tb=short", f"--junitxml={xml}", source], xml=xml)
+                pool.submit(
+                    test,
+                    source.name,
+                    [PYTHON, "-m", "pytest", "-q", "-rfEs", "--tb=short", f"--junitxml={xml}", source],
+                    xml=xml,
+                )
     if Path("dev/test/parity.py").exists() and wanted("parity"):
         for program in ("train_gpt2cu", "train_gpt2fp32cu") if config["NVCC"] and config["GPUS"] != "0" else ():
             make(f"install {program}", program, "ARCHS=" + config["FAT_ARCHS"])
         test("parity", [PYTHON, "dev/test/parity.py"])
     if wanted("demo"):
-        test("demo, a short one", [PYTHON, "dev/demo.py", "--seconds", "10", "--output", "build/test/demo", "./train_gpt2"])
+        test(
+            "demo, a short one",
+            [PYTHON, "dev/demo.py", "--seconds", "10", "--output", "build/test/demo", "./train_gpt2"],
+        )
     if config["NVCC"]:
         gpu_tests(config, good, ladder_arch, wanted)
 
@@ -250,7 +366,10 @@ def main():
     print(f"\n{time.time() - begin:.0f} s on {CORES} cores")
     print(f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
     if not any(totals.values()):
-        sys.exit(f"error: no test has {' or '.join(args.only)} in its name\n  hint: names are those of files in dev/test, and of the builds that a whole run lists")
+        sys.exit(
+            f"error: no test has {' or '.join(args.only)} in its name\n"
+            f"  hint: names are those of files in dev/test, and of the builds that a whole run lists"
+        )
     sys.exit(1 if totals["failed"] else 0)
 
 

@@ -15,16 +15,21 @@ int main(int argc, char **argv) {
         for (char **name = argv + 2; *name; name++) {
             int vocab_given = config_parse(*name, &c);
             ParamTable t = params_table(&c);
-            printf("= %s %d %s %d %d %d %d %d %d %d %d %.9g %d %.9g %.9g %.9g %.9g %d %d %d %d %d\n", *name, vocab_given, c.model_type, c.num_layers, c.channels, c.num_heads,
-                   c.num_kv_heads, c.ffn_dim, c.vocab_size, c.max_seq_len, c.norm == NORM_LAYER, (double)c.norm_eps, c.position == POSITION_LEARNED, (double)c.rope_theta,
-                   (double)c.rope_factor, (double)c.rope_low_freq_factor, (double)c.rope_high_freq_factor, c.rope_original_len, c.mlp == MLP_GELU, c.qkv_bias, c.linear_bias, c.tied);
+            printf("= %s %d %s %d %d %d %d %d %d %d %d %.9g %d %.9g %.9g %.9g %.9g %d %d %d %d %d\n", *name,
+                   vocab_given, c.model_type, c.num_layers, c.channels, c.num_heads, c.num_kv_heads, c.ffn_dim,
+                   c.vocab_size, c.max_seq_len, c.norm == NORM_LAYER, (double)c.norm_eps,
+                   c.position == POSITION_LEARNED, (double)c.rope_theta, (double)c.rope_factor,
+                   (double)c.rope_low_freq_factor, (double)c.rope_high_freq_factor, c.rope_original_len,
+                   c.mlp == MLP_GELU, c.qkv_bias, c.linear_bias, c.tied);
             for (int i = 0; i < t.count; i++) {
                 const Param *p = &t.params[i];
-                printf("%s %d %d %d %d %d %d %.9g\n", p->name, p->unit, p->file_rows, p->cols, p->is_vector, p->transposed, (int)p->decay, (double)p->init_std);
+                printf("%s %d %d %d %d %d %d %.9g\n", p->name, p->unit, p->file_rows, p->cols, p->is_vector,
+                       p->transposed, (int)p->decay, (double)p->init_std);
             }
             params_free(&t);
         }
-    } else if (!strcmp(what, "init")) {  // model, seed: all values of all tensors, those of the vocabulary's padding left out
+    } else if (!strcmp(what, "init")) {
+        // model, seed: all values of all tensors, those of the vocabulary's padding left out
         config_parse(argv[2], &c);
         ParamTable t = params_table(&c);
         for (int i = 0; i < t.count; i++) {
@@ -58,7 +63,11 @@ int main(int argc, char **argv) {
         Candidate *scratch = (Candidate *)malloc_or_die((size_t)V * sizeof(Candidate));
         require(fread(logits, sizeof(float), (size_t)V, stdin) == (size_t)V, "no logits\n-");
         for (int i = 0; i < atoi(argv[6]); i++)
-            printf("%d\n", sample_token(logits, V, atof(argv[3]), 0, 1, rand_uniform(strtoull(argv[4], NULL, 10), rand_stream(RAND_SAMPLE, strtoull(argv[5], NULL, 10)), (uint64_t)i), scratch));
+            printf("%d\n",
+                   sample_token(logits, V, atof(argv[3]), 0, 1,
+                                rand_uniform(strtoull(argv[4], NULL, 10),
+                                             rand_stream(RAND_SAMPLE, strtoull(argv[5], NULL, 10)), (uint64_t)i),
+                                scratch));
     } else if (!strcmp(what, "gpu")) {  // uuid
         gpu_monitor_open(argv[2]);
         const GpuState s = gpu_monitor_read();

@@ -1,7 +1,10 @@
 // hf_weights.h and checkpoint.h on a model that lives in memory and computes nothing: files and folders, bit-exact
-// resuming, kills at every moment of a save, full disks, and every refusal. test_checkpoint_hf.py runs the same program as
-//   test_checkpoint --write FOLDER MODEL DTYPE | --copy FROM TO     to compare with the safetensors package and transformers.
-//   test_checkpoint --flip CHECKPOINT                               flips 50 bits of each of its files: all must be noticed
+// resuming, kills at every moment of a save, full disks, and every refusal. test_checkpoint_hf.py runs the same program
+// as
+//   test_checkpoint --write FOLDER MODEL DTYPE | --copy FROM TO
+//     to compare with the safetensors package and transformers.
+//   test_checkpoint --flip CHECKPOINT
+//     flips 50 bits of each of its files: all must be noticed
 #include "llmc/utils.h"
 
 #include <dirent.h>
@@ -12,7 +15,8 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-// What a save does to the disk, in order: f file flushed, d folder flushed, r renamed, u removed. And where it is killed.
+// What a save does to the disk, in order: f file flushed, d folder flushed, r renamed, u removed. And where it is
+// killed.
 static char disk_log[256];
 static int kill_at_rename = -1, kill_at_read = -1;  // before the n-th from now; -1: never
 static void note(char what);
@@ -25,7 +29,14 @@ static int noted_unlink(const char *path);
 
 #define HF_PIECE ((size_t)512)  // many pieces even in small tensors
 #include "llmc/backend.h"
-struct Model { Config config; ParamTable table; const Mesh *mesh; float *slots[5]; int bf16, master, bf16_states; };  // fake_model.h
+// fake_model.h
+struct Model {
+    Config config;
+    ParamTable table;
+    const Mesh *mesh;
+    float *slots[5];
+    int bf16, master, bf16_states;
+};
 #include "llmc/checkpoint.h"
 #undef fsync
 #undef rename
@@ -35,7 +46,10 @@ struct Model { Config config; ParamTable table; const Mesh *mesh; float *slots[5
 
 static void note(char what) {
     size_t n = strlen(disk_log);
-    if (n + 1 < sizeof disk_log) { disk_log[n] = what; disk_log[n + 1] = 0; }
+    if (n + 1 < sizeof disk_log) {
+        disk_log[n] = what;
+        disk_log[n + 1] = 0;
+    }
 }
 static int noted_fsync(int fd) {
     struct stat s;
@@ -54,7 +68,9 @@ static int noted_unlink(const char *path) {
 
 #include "dev/test/fake_model.h"
 
-static const struct { const char *name, *config; } models[] = {
+static const struct {
+    const char *name, *config;
+} models[] = {
     {"gpt2", "gpt2:124M,layers=2,channels=32,heads=2,vocab=300,seq=24"},
     {"gpt2-untied", "gpt2:124M,layers=1,channels=32,heads=2,vocab=300,seq=24,tied=0"},
     {"gpt2-odd", "gpt2:124M,layers=1,channels=40,heads=5,ffn=88,vocab=257,seq=7"},
@@ -67,7 +83,11 @@ static const struct { const char *name, *config; } models[] = {
 enum { NUM_MODELS = sizeof models / sizeof *models };
 static Config config_of(const char *name) {
     Config c;
-    for (int i = 0; i < NUM_MODELS; i++) if (strcmp(models[i].name, name) == 0) { config_parse(models[i].config, &c); return c; }
+    for (int i = 0; i < NUM_MODELS; i++)
+        if (strcmp(models[i].name, name) == 0) {
+            config_parse(models[i].config, &c);
+            return c;
+        }
     die("no model '%s'\nuse a name of the table above", name);
 }
 
@@ -93,7 +113,8 @@ static void write_text(const char *path, const char *text) {
 
 static int same_config(const Config *a, const Config *b) {
     char *x = config_text(a), *y = config_text(b);
-    const int same = strcmp(x, y) == 0 && a->padded_vocab_size == b->padded_vocab_size && a->qkv_bias == b->qkv_bias && a->linear_bias == b->linear_bias;
+    const int same = strcmp(x, y) == 0 && a->padded_vocab_size == b->padded_vocab_size && a->qkv_bias == b->qkv_bias &&
+                     a->linear_bias == b->linear_bias;
     free(x);
     free(y);
     return same;
@@ -112,7 +133,10 @@ static void test_weights(void) {
             model_load_weights(&b, at("weights"));
             StReader r;
             st_open(&r, at("weights"));
-            check(same_config(&c, &read) && same_slot(&a, &b, SLOT_WEIGHT) && r.tensors[0].type == (bf16 ? ST_BF16 : ST_F32), "%s %s: weights and config written and read back, bit for bit, padding zero", models[i].name, model_dtype(&a));
+            check(same_config(&c, &read) && same_slot(&a, &b, SLOT_WEIGHT) &&
+                      r.tensors[0].type == (bf16 ? ST_BF16 : ST_F32),
+                  "%s %s: weights and config written and read back, bit for bit, padding zero", models[i].name,
+                  model_dtype(&a));
             st_close(&r);
             fake_close(&a);
             fake_close(&b);
@@ -127,14 +151,25 @@ static void test_weights(void) {
     const StTensor *fc = st_find(&r, "transformer.h.0.mlp.c_fc.weight"), *wte = st_find(&r, "transformer.wte.weight");
     float x;
     st_read_floats(&r, fc, 3 * 88 + 70, 1, &x);
-    check(fc->shape[0] == 40 && fc->shape[1] == 88 && x == pattern(fc->name, 70 * 40 + 3), "GPT-2's block matrices are (in, out) in files");
-    check(wte->shape[0] == 257 && wte->shape[1] == 40 && !st_find(&r, "lm_head.weight"), "padding of the vocabulary and a tied head are not written");
+    check(fc->shape[0] == 40 && fc->shape[1] == 88 && x == pattern(fc->name, 70 * 40 + 3),
+          "GPT-2's block matrices are (in, out) in files");
+    check(wte->shape[0] == 257 && wte->shape[1] == 40 && !st_find(&r, "lm_head.weight"),
+          "padding of the vocabulary and a tied head are not written");
     st_close(&r);
     fake_close(&m);
 }
 
 // A folder of GPT-2 weights as others write it: names without "transformer.", masks, a copy of the head, some oddity.
-typedef enum { AS_IT_SHOULD, AS_HALF_NAMES, OTHER_HEAD, LACKS_ONE, HAS_MORE, OTHER_SHAPE, WHOLE_NUMBERS, ALL_WRONG } Oddity;
+typedef enum {
+    AS_IT_SHOULD,
+    AS_HALF_NAMES,
+    OTHER_HEAD,
+    LACKS_ONE,
+    HAS_MORE,
+    OTHER_SHAPE,
+    WHOLE_NUMBERS,
+    ALL_WRONG
+} Oddity;
 static void write_foreign(const Model *m, Oddity odd) {
     StWriter w;
     st_create(&w, at("foreign.safetensors"));
@@ -142,10 +177,15 @@ static void write_foreign(const Model *m, Oddity odd) {
         const Param *p = &m->table.params[i];
         uint64_t shape[2];
         const int dims = param_shape(p, shape);
-        if (odd == OTHER_SHAPE && i == 2) { uint64_t s = shape[0]; shape[0] = shape[1]; shape[1] = s; }
+        if (odd == OTHER_SHAPE && i == 2) {
+            uint64_t s = shape[0];
+            shape[0] = shape[1];
+            shape[1] = s;
+        }
         if (odd == LACKS_ONE && i == 3) continue;
         const char *name = strncmp(p->name, "transformer.", 12) == 0 ? p->name + 12 : p->name;
-        st_declare(&w, odd == ALL_WRONG ? name + 1 : name, odd == WHOLE_NUMBERS && i == 4 ? ST_I32 : ST_F32, dims, shape);
+        st_declare(&w, odd == ALL_WRONG ? name + 1 : name, odd == WHOLE_NUMBERS && i == 4 ? ST_I32 : ST_F32, dims,
+                   shape);
     }
     const int real = w.count;
     const uint64_t mask[4] = {1, 1, 24, 24}, head[2] = {(uint64_t)m->config.vocab_size, (uint64_t)m->config.channels};
@@ -157,7 +197,9 @@ static void write_foreign(const Model *m, Oddity odd) {
     float *values = (float *)calloc_or_die(1 << 20), *scratch = (float *)calloc_or_die(1 << 20);
     for (int i = 0; i < w.count; i++) {
         const StTensor *t = &w.tensors[i];
-        if ((i >= real && t->name[0] != 'l') || t->type != ST_F32 || (odd != AS_HALF_NAMES && odd != OTHER_HEAD) || (odd == OTHER_HEAD && i >= real)) st_pwrite(w.fd, w.path, scratch, t->count * (uint64_t)st_types[t->type].bytes, t->begin);
+        if ((i >= real && t->name[0] != 'l') || t->type != ST_F32 || (odd != AS_HALF_NAMES && odd != OTHER_HEAD) ||
+            (odd == OTHER_HEAD && i >= real))
+            st_pwrite(w.fd, w.path, scratch, t->count * (uint64_t)st_types[t->type].bytes, t->begin);
         else {
             const Param *p = &m->table.params[i < real ? i : 0];  // the head is the embedding again
             model_read(m, SLOT_WEIGHT, p->offset, p->size, values);
@@ -181,12 +223,20 @@ static void test_foreign(void) {
     fake_spoil(&b);
     write_foreign(&a, AS_HALF_NAMES);
     model_load_weights(&b, at("foreign.safetensors"));
-    check(same_slot(&a, &b, SLOT_WEIGHT), "GPT-2 names without 'transformer.'; masks and a copied head are passed over");
-    const struct { Oddity odd; const char *name, *expected; } bad[] = {
-        {LACKS_ONE, "a tensor missing", "1 differences: no transformer.h.0.attn.c_proj.weight\n"}, {HAS_MORE, "a tensor too many", "1 differences: h.0.attn.lora_A.weight is not part of the model\n"},
-        {OTHER_HEAD, "a head beside a tied one", "1 differences: lm_head.weight is not the embedding, as tie_word_embeddings says\n"},
-        {OTHER_SHAPE, "a transposed tensor", "1 differences: h.0.attn.c_attn.weight is (96, 32), not (32, 96)\n"}, {WHOLE_NUMBERS, "a tensor of whole numbers", "1 differences: h.0.mlp.c_fc.weight is I32\n"},
-        {ALL_WRONG, "another model: ten differences are named", "56 differences: no transformer.wte.weight; no transformer.wpe.weight; "}};
+    check(same_slot(&a, &b, SLOT_WEIGHT),
+          "GPT-2 names without 'transformer.'; masks and a copied head are passed over");
+    const struct {
+        Oddity odd;
+        const char *name, *expected;
+    } bad[] = {{LACKS_ONE, "a tensor missing", "1 differences: no transformer.h.0.attn.c_proj.weight\n"},
+               {HAS_MORE, "a tensor too many", "1 differences: h.0.attn.lora_A.weight is not part of the model\n"},
+               {OTHER_HEAD, "a head beside a tied one",
+                "1 differences: lm_head.weight is not the embedding, as tie_word_embeddings says\n"},
+               {OTHER_SHAPE, "a transposed tensor",
+                "1 differences: h.0.attn.c_attn.weight is (96, 32), not (32, 96)\n"},
+               {WHOLE_NUMBERS, "a tensor of whole numbers", "1 differences: h.0.mlp.c_fc.weight is I32\n"},
+               {ALL_WRONG, "another model: ten differences are named",
+                "56 differences: no transformer.wte.weight; no transformer.wpe.weight; "}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         write_foreign(&a, bad[i].odd);
         check_refused(bad[i].name, load_foreign, &c, bad[i].expected);
@@ -196,7 +246,8 @@ static void test_foreign(void) {
     Model untied = fake_open(&c, 0, 0);
     fake_spoil(&untied);
     model_load_weights(&untied, at("foreign.safetensors"));
-    check(untied.slots[SLOT_WEIGHT][param_at(&untied.table, 3, ROLE_HEADW)] == 0, "the head of an untied GPT-2 is read, not passed over");
+    check(untied.slots[SLOT_WEIGHT][param_at(&untied.table, 3, ROLE_HEADW)] == 0,
+          "the head of an untied GPT-2 is read, not passed over");
     fake_close(&untied);
     fake_close(&a);
     fake_close(&b);
@@ -222,7 +273,9 @@ static void test_shards(void) {
         st_begin(&w[k], 1);
         for (int t = 0; t < w[k].count; t++)
             for (int i = 0; i < a.table.count; i++)
-                if (strcmp(a.table.params[i].name, w[k].tensors[t].name) == 0) st_write_floats(&w[k], t, 0, w[k].tensors[t].count, a.slots[SLOT_WEIGHT] + a.table.params[i].offset);
+                if (strcmp(a.table.params[i].name, w[k].tensors[t].name) == 0)
+                    st_write_floats(&w[k], t, 0, w[k].tensors[t].count,
+                                    a.slots[SLOT_WEIGHT] + a.table.params[i].offset);
         st_finish(&w[k]);
     }
     model_load_weights(&b, at("shards"));
@@ -236,9 +289,17 @@ static void test_shards(void) {
 static TrainState example_state(int64_t step) {
     TrainState s;
     memset(&s, 0, sizeof s);
-    s.step = step; s.tokens = step * 524288; s.epoch = 3; s.row = 123456789012; s.seed = 1337;
-    s.data_tokens = 10000000000; s.data_shards = 103; s.data_hash = 0xfedcba9876543210;
-    s.tokenizer.kind = TOKENIZER_GPT2; s.tokenizer.vocab_size = 50257; s.tokenizer.hash = 0x8123456789abcdef;
+    s.step = step;
+    s.tokens = step * 524288;
+    s.epoch = 3;
+    s.row = 123456789012;
+    s.seed = 1337;
+    s.data_tokens = 10000000000;
+    s.data_shards = 103;
+    s.data_hash = 0xfedcba9876543210;
+    s.tokenizer.kind = TOKENIZER_GPT2;
+    s.tokenizer.vocab_size = 50257;
+    s.tokenizer.hash = 0x8123456789abcdef;
     s.loss.count = 1000;
     s.norm.count = 5;
     for (int i = 0; i < STATE_WINDOW; i++) s.loss.values[i] = 3 + rand_uniform(9, 0, (uint64_t)i);
@@ -252,13 +313,16 @@ static TrainState example_state(int64_t step) {
     return s;
 }
 static int same_state(const TrainState *a, const TrainState *b) {
-    int same = a->step == b->step && a->tokens == b->tokens && a->epoch == b->epoch && a->row == b->row && a->seed == b->seed && a->data_tokens == b->data_tokens && a->data_shards == b->data_shards
-        && a->data_hash == b->data_hash
-        && a->tokenizer.hash == b->tokenizer.hash && a->tokenizer.kind == b->tokenizer.kind
-        && a->tokenizer.vocab_size == b->tokenizer.vocab_size
-        && a->loss.count == b->loss.count && a->norm.count == b->norm.count
-        && memcmp(a->loss.values, b->loss.values, sizeof a->loss.values) == 0 && memcmp(a->norm.values, b->norm.values, sizeof a->norm.values) == 0 && a->num_options == b->num_options;
-    for (int i = 0; same && i < a->num_options; i++) same = state_option(b, a->options[i].name) && strcmp(state_option(b, a->options[i].name), a->options[i].value) == 0;
+    int same = a->step == b->step && a->tokens == b->tokens && a->epoch == b->epoch && a->row == b->row &&
+               a->seed == b->seed && a->data_tokens == b->data_tokens && a->data_shards == b->data_shards &&
+               a->data_hash == b->data_hash && a->tokenizer.hash == b->tokenizer.hash &&
+               a->tokenizer.kind == b->tokenizer.kind && a->tokenizer.vocab_size == b->tokenizer.vocab_size &&
+               a->loss.count == b->loss.count && a->norm.count == b->norm.count &&
+               memcmp(a->loss.values, b->loss.values, sizeof a->loss.values) == 0 &&
+               memcmp(a->norm.values, b->norm.values, sizeof a->norm.values) == 0 && a->num_options == b->num_options;
+    for (int i = 0; same && i < a->num_options; i++)
+        same = state_option(b, a->options[i].name) &&
+               strcmp(state_option(b, a->options[i].name), a->options[i].value) == 0;
     return same;
 }
 static int save(Model *m, const char *output, int64_t step, int keep, int major) {
@@ -274,14 +338,17 @@ static int loads_exactly(const Model *m, const char *folder, int64_t step) {
     memset(&s, 0, sizeof s);
     fake_spoil(&b);
     checkpoint_load(&b, folder, &s);
-    const int same = same_training(m, &b) && same_state(&expected, &s) && strcmp(s.dtype, model_dtype(m)) == 0 && s.master == m->master;
+    const int same = same_training(m, &b) && same_state(&expected, &s) && strcmp(s.dtype, model_dtype(m)) == 0 &&
+                     s.master == m->master;
     fake_close(&b);
     state_free(&s);
     state_free(&expected);
     return same;
 }
 static void test_state(void) {
-    const struct { int bf16, master, bf16_states; } kinds[] = {{0, 0, 0}, {1, 1, 0}, {1, 0, 0}, {0, 0, 1}, {1, 1, 1}, {1, 0, 1}};
+    const struct {
+        int bf16, master, bf16_states;
+    } kinds[] = {{0, 0, 0}, {1, 1, 0}, {1, 0, 0}, {0, 0, 1}, {1, 1, 1}, {1, 0, 1}};
     for (int i = 0; i < NUM_MODELS; i++)
         for (int k = 0; k < 6; k++) {
             if (k > 2 && i % 3) continue;
@@ -291,27 +358,40 @@ static void test_state(void) {
             fake_fill(&m, 40 + (uint64_t)i);
             char folder[600];
             save(&m, at("state/%s%d", models[i].name, k), 100, 0, 0);
-            const int found = checkpoint_latest(&one_rank.job, at("state/%s%d", models[i].name, k), 3, folder, sizeof folder);
+            const int found =
+                checkpoint_latest(&one_rank.job, at("state/%s%d", models[i].name, k), 3, folder, sizeof folder);
             StReader r;
             char path[700];
             snprintf(path, sizeof path, "%s/optimizer.safetensors", folder);
             st_open(&r, path);
             int types = 1;
-            for (int t = 0; t < r.count; t++) types &= r.tensors[t].type == (*r.tensors[t].name == 'm' && r.tensors[t].name[1] == 'a' ? ST_F32 : m.bf16_states ? ST_BF16 : ST_F32);
+            for (int t = 0; t < r.count; t++)
+                types &= r.tensors[t].type == (*r.tensors[t].name == 'm' && r.tensors[t].name[1] == 'a' ? ST_F32
+                                               : m.bf16_states                                          ? ST_BF16
+                                                                                                        : ST_F32);
             st_close(&r);
-            check(found && types && loads_exactly(&m, folder, 100), "%s %s, %s masters, states %s: weights, masters, m, v, windows and options resume bit for bit", models[i].name, model_dtype(&m), m.master ? "with" : "without", states_dtype(&m));
+            check(found && types && loads_exactly(&m, folder, 100),
+                  "%s %s, %s masters, states %s: weights, masters, m, v, windows and options resume bit for bit",
+                  models[i].name, model_dtype(&m), m.master ? "with" : "without", states_dtype(&m));
             if (i == 0 && k == 1) {
                 TrainState s = example_state(0);
                 checkpoint_load_state(folder, &s);
-                check(s.step == 100 && strcmp(state_option(&s, "learning-rate"), "0.0006") == 0 && !state_option(&s, "none"), "the state alone is read before a model is open");
+                check(s.step == 100 && strcmp(state_option(&s, "learning-rate"), "0.0006") == 0 &&
+                          !state_option(&s, "none"),
+                      "the state alone is read before a model is open");
                 state_free(&s);
-                check(rename(folder, at("best")) == 0 && loads_exactly(&m, at("best"), 100), "a checkpoint that was given another name still loads");
+                check(rename(folder, at("best")) == 0 && loads_exactly(&m, at("best"), 100),
+                      "a checkpoint that was given another name still loads");
             }
             fake_close(&m);
         }
 }
 
-typedef struct { Config config; int bf16, master, bf16_states; char folder[600]; } Attempt;
+typedef struct {
+    Config config;
+    int bf16, master, bf16_states;
+    char folder[600];
+} Attempt;
 static void load_attempt(void *argument) {
     Attempt *a = (Attempt *)argument;
     Model m = fake_open(&a->config, a->bf16, a->master);
@@ -331,11 +411,14 @@ static void test_mismatch(void) {
     save(&m, at("mismatch"), 7, 0, 0);
     snprintf(a.folder, sizeof a.folder, "%s", at("mismatch/step_00000007"));
     a.master = 0;
-    check_refused("a state with masters into a run without", load_attempt, &a, "with fp32 masters, this program runs bf16 without");
+    check_refused("a state with masters into a run without", load_attempt, &a,
+                  "with fp32 masters, this program runs bf16 without");
     a.bf16 = 0;
-    check_refused("a bf16 state into an fp32 run", load_attempt, &a, "is bf16 with fp32 masters, this program runs fp32");
+    check_refused("a bf16 state into an fp32 run", load_attempt, &a,
+                  "is bf16 with fp32 masters, this program runs fp32");
     a.bf16 = a.master = a.bf16_states = 1;
-    check_refused("fp32 states into a run with bf16 ones", load_attempt, &a, "has m and v in fp32, this run keeps them in bf16");
+    check_refused("fp32 states into a run with bf16 ones", load_attempt, &a,
+                  "has m and v in fp32, this run keeps them in bf16");
     a.bf16_states = 0;
     a.config.norm_eps = 1e-6f;
     check_refused("a state of a model that differs in no shape", load_attempt, &a, "holds another model");
@@ -349,10 +432,14 @@ static void test_mismatch(void) {
     check_refused("bf16 states into a run with fp32 ones", load_attempt, &a, "resume with --state-dtype bf16");
     save(&without, at("mismatch"), 8, 0, 0);
     snprintf(a.folder, sizeof a.folder, "%s", at("mismatch/step_00000008"));
-    check_refused("a state without masters into a run with", load_attempt, &a, "without fp32 masters, this program runs bf16 with");
-    require(rename(at("mismatch/step_00000008/optimizer.safetensors"), at("mismatch/step_00000007/optimizer.safetensors")) == 0, "cannot rename\ncheck the disk");
+    check_refused("a state without masters into a run with", load_attempt, &a,
+                  "without fp32 masters, this program runs bf16 with");
+    require(rename(at("mismatch/step_00000008/optimizer.safetensors"),
+                   at("mismatch/step_00000007/optimizer.safetensors")) == 0,
+            "cannot rename\ncheck the disk");
     snprintf(a.folder, sizeof a.folder, "%s", at("mismatch/step_00000007"));
-    check_refused("an optimizer file of another size", load_attempt, &a, "optimizer.safetensors does not have the size that was written");
+    check_refused("an optimizer file of another size", load_attempt, &a,
+                  "optimizer.safetensors does not have the size that was written");
     snprintf(a.folder, sizeof a.folder, "%s", at("nothing"));
     check_refused("a folder that is not there", load_attempt, &a, "No such file");
     fake_close(&m);
@@ -392,11 +479,13 @@ static void test_latest(Model *m) {
     save(m, run, 20, 0, 0);
     save(m, run, 100000000, 0, 0);
     check(latest_step(run) == 100000000, "the newest by number, beyond eight digits too");
-    check_refused("a fresh run in the folder of another", require_fresh, run, "holds 3 checkpoints of another run, up to step_100000000");
+    check_refused("a fresh run in the folder of another", require_fresh, run,
+                  "holds 3 checkpoints of another run, up to step_100000000");
     require(rename(at("run/step_100000000"), at("run/step_00000030.tmp")) == 0, "cannot rename\ncheck the disk");
     check(latest_step(run) == 20, "a .tmp folder is no checkpoint, however whole");
     require(rename(at("run/step_00000030.tmp"), at("run/step_00000030")) == 0, "cannot rename\ncheck the disk");
-    check(latest_step(run) == 20 && warns(run, "its step is 100000000"), "a folder under another step's name is left out, with a warning");
+    check(latest_step(run) == 20 && warns(run, "its step is 100000000"),
+          "a folder under another step's name is left out, with a warning");
     save(m, run, 30, 0, 0);
     require(truncate(at("run/step_00000030/model.safetensors"), 1000) == 0, "cannot truncate\ncheck the disk");
     check(latest_step(run) == 20 && warns(run, "model.safetensors does not have the size"), "a truncated file");
@@ -408,7 +497,8 @@ static void test_latest(Model *m) {
     write_text(at("run/step_00000032/train_state.json"), "{\"format\": 3, \"step\": 32}");
     check(latest_step(run) == 20 && warns(run, "its format is not 1 to 2"), "another format");
     write_text(at("run/step_00000032/train_state.json"), "{\"format\": 2, \"step\": 32}");
-    check(latest_step(run) == 20 && warns(run, "train_state.json is not what was written"), "a state without its checksum");
+    check(latest_step(run) == 20 && warns(run, "train_state.json is not what was written"),
+          "a state without its checksum");
     write_text(at("run/step_00000032/train_state.json"), "{\"format\": 1, \"st");
     check(latest_step(run) == 20 && warns(run, "train_state.json: "), "a state that is cut off");
     make_directory(at("run/step_00000033"));
@@ -418,7 +508,8 @@ static void test_latest(Model *m) {
     make_directory(at("run/other"));
     check(latest_step(run) == 20, "empty folders, files and other names");
     save(m, run, 30, 0, 0);
-    check(latest_step(run) == 30 && loads_exactly(m, at("run/step_00000030"), 30) && count_names(run, ".tmp") == 0, "a broken checkpoint is replaced when its step is saved again");
+    check(latest_step(run) == 30 && loads_exactly(m, at("run/step_00000030"), 30) && count_names(run, ".tmp") == 0,
+          "a broken checkpoint is replaced when its step is saved again");
     fake_fill(m, 77);
     save(m, run, 30, 0, 0);
     check(loads_exactly(m, at("run/step_00000030"), 30) && count_names(run, ".tmp") == 0, "so is a whole one");
@@ -438,7 +529,8 @@ static void flip(const char *path, int64_t bit) {
 }
 static int is_good(const char *folder, int files) {
     char why[256];
-    return checkpoint_is_whole(folder, -1, why, sizeof why) && checkpoint_is_intact(&one_rank.job, folder, files, why, sizeof why);
+    return checkpoint_is_whole(folder, -1, why, sizeof why) &&
+           checkpoint_is_intact(&one_rank.job, folder, files, why, sizeof why);
 }
 // How many of 50 single flipped bits of a file are noticed: the first and the last one, and others anywhere.
 static int flips_noticed(const char *folder, int file) {
@@ -446,7 +538,9 @@ static int flips_noticed(const char *folder, int file) {
     const int64_t bits = 8 * file_bytes(folder, checkpoint_files[file]);
     int noticed = 0;
     for (int i = 0; i < 50; i++) {
-        const int64_t bit = i == 0 ? 0 : i == 1 ? bits - 1 : (int64_t)(rand_u64(41, (uint64_t)file, (uint64_t)i) % (uint64_t)bits);
+        const int64_t bit = i == 0   ? 0
+                            : i == 1 ? bits - 1
+                                     : (int64_t)(rand_u64(41, (uint64_t)file, (uint64_t)i) % (uint64_t)bits);
         flip(path, bit);
         noticed += !is_good(folder, 3);
         flip(path, bit);
@@ -464,7 +558,10 @@ static int flip_for_python(const char *folder) {
     return all && is_good(folder, 3) ? 0 : EXIT_FAILURE;
 }
 static void test_flips(void) {
-    const struct { int bf16, master, bf16_states; const char *model; } kinds[] = {{0, 0, 0, "gpt2"}, {1, 1, 0, "llama3.2-tied"}, {1, 0, 1, "gpt2-odd"}};
+    const struct {
+        int bf16, master, bf16_states;
+        const char *model;
+    } kinds[] = {{0, 0, 0, "gpt2"}, {1, 1, 0, "llama3.2-tied"}, {1, 0, 1, "gpt2-odd"}};
     for (int k = 0; k < 3; k++) {
         Config c = config_of(kinds[k].model);
         Model m = fake_open(&c, kinds[k].bf16, kinds[k].master);
@@ -475,7 +572,8 @@ static void test_flips(void) {
         check(is_good(folder, 3), "%s %s: nothing flipped, nothing noticed", kinds[k].model, model_dtype(&m));
         for (int file = 0; file < NUM_CHECKPOINT_FILES; file++) {
             const int noticed = flips_noticed(folder, file);
-            check(noticed == 50, "%s %s: %d of 50 bits flipped in %s are noticed", kinds[k].model, model_dtype(&m), noticed, checkpoint_files[file]);
+            check(noticed == 50, "%s %s: %d of 50 bits flipped in %s are noticed", kinds[k].model, model_dtype(&m),
+                  noticed, checkpoint_files[file]);
         }
         fake_close(&m);
     }
@@ -501,12 +599,16 @@ static void test_damage(Model *m) {
     snprintf(run, sizeof run, "%s", at("damage"));
     for (int step = 1; step <= 5; step++) save(m, run, step, 0, 0);
     flip(at("damage/step_00000005/config.json"), 300);
-    check(latest_step(run) == 4 && warns(run, "step_00000005' is not whole and is left out: config.json is not what was written: damaged or edited")
-          && warns(run, "(edited: copy it and model.safetensors to a new folder, and start from that with --model)"), "a bit of config.json: back to the one before");
+    check(latest_step(run) == 4 &&
+              warns(run, "step_00000005' is not whole and is left out: config.json is not what was written: damaged or "
+                         "edited") &&
+              warns(run, "(edited: copy it and model.safetensors to a new folder, and start from that with --model)"),
+          "a bit of config.json: back to the one before");
     flip(at("damage/step_00000004/model.safetensors"), 70001);
     check(latest_step(run) == 3 && warns(run, "model.safetensors is not what was written"), "a bit of the weights");
     flip(at("damage/step_00000003/optimizer.safetensors"), 70001);
-    check(latest_step(run) == 2 && warns(run, "optimizer.safetensors is not what was written"), "a bit of the optimiser's states");
+    check(latest_step(run) == 2 && warns(run, "optimizer.safetensors is not what was written"),
+          "a bit of the optimiser's states");
     const int fd = open(at("damage/step_00000002/model.safetensors"), O_WRONLY);
     char zeros[4096] = "";
     for (int64_t left = file_bytes(at("damage/step_00000002"), "model.safetensors"), n; left > 0; left -= n) {
@@ -514,14 +616,18 @@ static void test_damage(Model *m) {
         require(write(fd, zeros, (size_t)n) == n, "cannot write\ncheck the disk");
     }
     close(fd);
-    check(latest_step(run) == 1 && loads_exactly(m, at("damage/step_00000001"), 1), "weights that are all zeros, header and all");
+    check(latest_step(run) == 1 && loads_exactly(m, at("damage/step_00000001"), 1),
+          "weights that are all zeros, header and all");
     flip(at("damage/step_00000001/train_state.json"), 2000);
     check_refused("to resume where every checkpoint is damaged", latest_of, run, "none of the 5 checkpoints in");
-    check_refused("hints that fit", latest_of, run, "hint: put back what was damaged or edited, or start anew in another folder");
+    check_refused("hints that fit", latest_of, run,
+                  "hint: put back what was damaged or edited, or start anew in another folder");
     snprintf(folder, sizeof folder, "%s", at("damage/step_00000004"));
-    check_refused("weights of a damaged checkpoint for a new run", require_intact, folder, "model.safetensors is not what was written");
+    check_refused("weights of a damaged checkpoint for a new run", require_intact, folder,
+                  "model.safetensors is not what was written");
     snprintf(folder, sizeof folder, "%s", at("damage/step_00000005"));
-    check_refused("an edited config.json says what to do", require_intact, folder, "copy it and model.safetensors to a new folder, and start from that");
+    check_refused("an edited config.json says what to do", require_intact, folder,
+                  "copy it and model.safetensors to a new folder, and start from that");
     unlink(at("damage/step_00000005/train_state.json"));
     checkpoint_require_intact(&one_rank.job, folder, 2);
     check(1, "a folder without train_state.json is one of others");
@@ -539,7 +645,8 @@ static void test_old_format(Model *m) {
     format[10] = '1';
     write_text(at("old/step_00000001/train_state.json"), text);
     char folder[600];
-    check(checkpoint_latest(&one_rank.job, at("old"), 3, folder, sizeof folder) && loads_exactly(m, folder, 1), "a checkpoint of before there were checksums resumes");
+    check(checkpoint_latest(&one_rank.job, at("old"), 3, folder, sizeof folder) && loads_exactly(m, folder, 1),
+          "a checkpoint of before there were checksums resumes");
     checkpoint_require_intact(&one_rank.job, folder, 3);
 }
 // Not a bound, but a report of what it costs, in this thread's own time.
@@ -554,8 +661,11 @@ static void test_speed(void) {
     const double memory = (double)(clock() - begin) / CLOCKS_PER_SEC;
     for (size_t done = 0; done < bytes; done += 1 << 20) st_pwrite(fd, path, piece, 1 << 20, done);
     begin = clock();
-    const int good = file_has_checksum(&one_rank.job, path, (int64_t)bytes, sum), read = !checksum_span(fd, 0, (int64_t)bytes, &again);
-    check(good && read && again == sum, "checksums: %.1f GB/s of memory, %.1f GB/s of a file that was just written, by one thread", 1e-9 * (double)bytes / memory, 2e-9 * (double)bytes / ((double)(clock() - begin) / CLOCKS_PER_SEC));
+    const int good = file_has_checksum(&one_rank.job, path, (int64_t)bytes, sum),
+              read = !checksum_span(fd, 0, (int64_t)bytes, &again);
+    check(good && read && again == sum,
+          "checksums: %.1f GB/s of memory, %.1f GB/s of a file that was just written, by one thread",
+          1e-9 * (double)bytes / memory, 2e-9 * (double)bytes / ((double)(clock() - begin) / CLOCKS_PER_SEC));
     close(fd);
     unlink(path);
     free(piece);
@@ -565,7 +675,8 @@ static void test_keep(Model *m) {
     char run[600];
     snprintf(run, sizeof run, "%s", at("keep"));
     for (int step = 10; step <= 90; step += 10) save(m, run, step, 2, 40);
-    check(count_names(run, "step_") == 3 && is_directory(at("keep/step_00000040")) && is_directory(at("keep/step_00000080")) && is_directory(at("keep/step_00000090")),
+    check(count_names(run, "step_") == 3 && is_directory(at("keep/step_00000040")) &&
+              is_directory(at("keep/step_00000080")) && is_directory(at("keep/step_00000090")),
           "of nine checkpoints the newest two and the multiples of 40 stay");
     check(latest_step(run) == 90 && loads_exactly(m, at("keep/step_00000040"), 40), "and those are whole");
     make_directory(at("keep/step_00000095.tmp"));
@@ -574,15 +685,21 @@ static void test_keep(Model *m) {
     make_directory(at("keep/notes.tmp"));
     disk_log[0] = 0;
     save(m, run, 100, 2, 40);
-    check(count_names(run, "step_00000095") == 0 && is_directory(at("keep/notes.tmp")), "what a killed save left is removed by the next, other names stay");
+    check(count_names(run, "step_00000095") == 0 && is_directory(at("keep/notes.tmp")),
+          "what a killed save left is removed by the next, other names stay");
     disk_log[0] = 0;
     save(m, run, 110, 2, 40);
-    check(strcmp(disk_log, "ffffdrdruuuu") == 0, "files flushed, folder flushed, renamed, parent flushed, and only then an old one removed: %s", disk_log);
+    check(strcmp(disk_log, "ffffdrdruuuu") == 0,
+          "files flushed, folder flushed, renamed, parent flushed, and only then an old one removed: %s", disk_log);
     write_text(at("keep/step_00000100/mine.txt"), "a user's own");
     save(m, run, 120, 1, 0);
-    check(is_directory(at("keep/step_00000100.tmp")) && file_exists(at("keep/step_00000100.tmp/mine.txt")) && !file_exists(at("keep/step_00000100.tmp/model.safetensors")), "a user's file in an old checkpoint is not removed");
+    check(is_directory(at("keep/step_00000100.tmp")) && file_exists(at("keep/step_00000100.tmp/mine.txt")) &&
+              !file_exists(at("keep/step_00000100.tmp/model.safetensors")),
+          "a user's file in an old checkpoint is not removed");
 }
-static void save_third_attempt(void *step) { save((Model *)((void **)step)[0], (const char *)((void **)step)[1], 3, 1, 0); }
+static void save_third_attempt(void *step) {
+    save((Model *)((void **)step)[0], (const char *)((void **)step)[1], 3, 1, 0);
+}
 static void save_attempt(void *step) { save((Model *)((void **)step)[0], (const char *)((void **)step)[1], 2, 1, 0); }
 static int failed_saves;
 // Files of at most so many bytes can be written.
@@ -680,7 +797,9 @@ static void test_kill(Model *m) {
     int reads = 0, safe = 0, kills = 0;
     for (int i = 0; i < newer.table.count; i++) {
         const Param *p = &newer.table.params[i];
-        for (size_t at = 0, size = (size_t)p->file_rows * (size_t)p->cols; at < size; at += param_piece(p, at, size - at)) reads += 2 + 1 + newer.master;
+        for (size_t at = 0, size = (size_t)p->file_rows * (size_t)p->cols; at < size;
+             at += param_piece(p, at, size - at))
+            reads += 2 + 1 + newer.master;
     }
     for (int n = 0; n < reads; n += reads / 20) {
         kill_at_read = n;
@@ -689,21 +808,26 @@ static void test_kill(Model *m) {
         kills += WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
         safe += latest_step(run) == 1 && count_names(run, ".tmp") == 1;
     }
-    check(kills >= 20 && safe == kills && loads_exactly(m, at("kill/step_00000001"), 1), "killed at %d moments of writing: each time the old checkpoint is there and exact", kills);
+    check(kills >= 20 && safe == kills && loads_exactly(m, at("kill/step_00000001"), 1),
+          "killed at %d moments of writing: each time the old checkpoint is there and exact", kills);
     kill_at_rename = 0;
     run_child(save_attempt, argument, text, sizeof text);
     check(latest_step(run) == 1, "killed before the rename: the old one");
     kill_at_rename = 1;
     run_child(save_attempt, argument, text, sizeof text);
     kill_at_rename = -1;
-    check(latest_step(run) == 2 && is_directory(at("kill/step_00000001")) && loads_exactly(&newer, at("kill/step_00000002"), 2), "killed after the rename, before the old one is removed: the new one");
+    check(latest_step(run) == 2 && is_directory(at("kill/step_00000001")) &&
+              loads_exactly(&newer, at("kill/step_00000002"), 2),
+          "killed after the rename, before the old one is removed: the new one");
     save(&newer, run, 3, 1, 0);
     check(count_names(run, "step_") == 1 && latest_step(run) == 3, "the next save cleans up");
     for (int n = 0; n < 2; n++) {
         kill_at_rename = n;
         run_child(save_third_attempt, argument, text, sizeof text);
         kill_at_rename = -1;
-        check(count_names(run, "step_00000003") > 0 && latest_step(run) == 3 && loads_exactly(&newer, at("kill/step_00000003"), 3), "its step saved again, killed before rename %d: it is there", n);
+        check(count_names(run, "step_00000003") > 0 && latest_step(run) == 3 &&
+                  loads_exactly(&newer, at("kill/step_00000003"), 3),
+              "its step saved again, killed before rename %d: it is there", n);
     }
     write_text(at("file"), "x");
     snprintf(run, sizeof run, "%s", at("file"));
@@ -721,30 +845,53 @@ static void write_sealed(const char *path, char *text) {
     strcpy(last, seal);
     write_text(path, text);
 }
-// A state of which one entry is wrong, but its checksum is right: nothing that somebody wrote there leads out of bounds.
+// A state of which one entry is wrong, but its checksum is right: nothing that somebody wrote there leads out of
+// bounds.
 static void test_damaged_state(Model *m) {
     const char *edits[][3] = {
-        {"\"tokens\": ", "\"tokens\": -", "tokens is missing or damaged"}, {"\"row\"", "\"raw\"", "row is missing or damaged"}, {"\"count\": 1000", "\"count\": 7", "loss_window is damaged"},
-        {"\"count\": 5", "\"count\": -1", "norm_window is damaged"}, {"\"values\": [0.3333333333333333", "\"values\": [true", "norm_window is damaged"},
-        {"\"count\": 1000", "\"count\": 9223372036854775807", "loss_window is damaged"}, {"\"count\": 1000", "\"count\": 1099511627777", "loss_window is damaged"},
-        {"\"count\": 1000", "\"count\": 1e3", "loss_window is damaged"}, {"\"norm_window\"", "\"norm_windows\"", "norm_window is damaged"},
-        {"\"count\": 5, \"values\": [", "\"count\": 2, \"values\": {\"a\": 1, \"b\": 2}, \"v\": [", "norm_window is damaged"},
+        {"\"tokens\": ", "\"tokens\": -", "tokens is missing or damaged"},
+        {"\"row\"", "\"raw\"", "row is missing or damaged"},
+        {"\"count\": 1000", "\"count\": 7", "loss_window is damaged"},
+        {"\"count\": 5", "\"count\": -1", "norm_window is damaged"},
+        {"\"values\": [0.3333333333333333", "\"values\": [true", "norm_window is damaged"},
+        {"\"count\": 1000", "\"count\": 9223372036854775807", "loss_window is damaged"},
+        {"\"count\": 1000", "\"count\": 1099511627777", "loss_window is damaged"},
+        {"\"count\": 1000", "\"count\": 1e3", "loss_window is damaged"},
+        {"\"norm_window\"", "\"norm_windows\"", "norm_window is damaged"},
+        {"\"count\": 5, \"values\": [", "\"count\": 2, \"values\": {\"a\": 1, \"b\": 2}, \"v\": [",
+         "norm_window is damaged"},
         {"\"values\": [0.3333333333333333", "\"values\": [1e999", "norm_window is damaged"},
-        {"\"step\": 1,", "\"step\": 1073741825,", "step is missing or damaged"}, {"\"step\": 1,", "\"step\": 9223372036854775807,", "step is missing or damaged"},
-        {"\"tokens\": 524288", "\"tokens\": 9223372036854775807", "tokens is missing or damaged"}, {"\"tokens\": 524288", "\"tokens\": 1152921504606846977", "tokens is missing or damaged"},
-        {"\"epoch\": 3", "\"epoch\": 9223372036854775807", "epoch is missing or damaged"}, {"\"epoch\": 3", "\"epoch\": 1099511627777", "epoch is missing or damaged"},
-        {"\"row\": 123456789012", "\"row\": 9223372036854775807", "row is missing or damaged"}, {"\"row\": 123456789012", "\"row\": -1", "row is missing or damaged"},
-        {"\"seed\": 1337", "\"seed\": -1337", "seed is missing or damaged"}, {"\"seed\": 1337", "\"seed\": 99999999999999999999", "seed is missing or damaged"},
-        {"\"dtype\"", "\"type\"", "dtype is neither fp32 nor bf16"}, {"\"dtype\": \"bf16\"", "\"dtype\": \"\\u001b[2J\"", "dtype is neither fp32 nor bf16"},
-        {"\"states\": \"fp32\"", "\"states\": \"fp8\"", "states is neither fp32 nor bf16"}, {"\"states\": \"fp32\"", "\"states\": 32", "states is neither fp32 nor bf16"},
+        {"\"step\": 1,", "\"step\": 1073741825,", "step is missing or damaged"},
+        {"\"step\": 1,", "\"step\": 9223372036854775807,", "step is missing or damaged"},
+        {"\"tokens\": 524288", "\"tokens\": 9223372036854775807", "tokens is missing or damaged"},
+        {"\"tokens\": 524288", "\"tokens\": 1152921504606846977", "tokens is missing or damaged"},
+        {"\"epoch\": 3", "\"epoch\": 9223372036854775807", "epoch is missing or damaged"},
+        {"\"epoch\": 3", "\"epoch\": 1099511627777", "epoch is missing or damaged"},
+        {"\"row\": 123456789012", "\"row\": 9223372036854775807", "row is missing or damaged"},
+        {"\"row\": 123456789012", "\"row\": -1", "row is missing or damaged"},
+        {"\"seed\": 1337", "\"seed\": -1337", "seed is missing or damaged"},
+        {"\"seed\": 1337", "\"seed\": 99999999999999999999", "seed is missing or damaged"},
+        {"\"dtype\"", "\"type\"", "dtype is neither fp32 nor bf16"},
+        {"\"dtype\": \"bf16\"", "\"dtype\": \"\\u001b[2J\"", "dtype is neither fp32 nor bf16"},
+        {"\"states\": \"fp32\"", "\"states\": \"fp8\"", "states is neither fp32 nor bf16"},
+        {"\"states\": \"fp32\"", "\"states\": 32", "states is neither fp32 nor bf16"},
         {"\"master\": true", "\"master\": 1", "master is missing"},
-        {"\"shards\"", "\"shard\"", "data is damaged"}, {"\"content\"", "\"contents\"", "data is damaged"}, {"\"shards\": 103", "\"shards\": 16777217", "data is damaged"},
-        {"\"data\": {\"tokens\": 10000000000", "\"data\": {\"tokens\": 9223372036854775807", "data is damaged"}, {"\"data\": {\"tokens\": 1", "\"data\": {\"tokens\": -1", "data is damaged"},
-        {"fedcba9876543210", "fedcba987654321g", "data is damaged"}, {"fedcba9876543210", "fedcba987654321", "data is damaged"}, {"\"data\": {", "\"data\": 7, \"date\": {", "data is damaged"},
-        {"\"kind\": 2", "\"kind\": 5", "tokenizer is damaged"}, {"\"tokens\": 50257", "\"tokens\": 2147483648", "tokenizer is damaged"},
-        {"\"0.0006\"", "6e-4", "option learning-rate is not a text"}, {"\"learning-rate\": ", "\"\\u001b]0;x\\u0007\": 6e-4, \"x\": ", "option ?]0;x? is not a text"},
-        {"\"options\": {", "\"options\": [\"a\"], \"o\": {", "options are no list"}, {"\"options\": {", "\"options\": null, \"o\": {", "options are no list"},
-        {"\"model.safetensors\": ", "\"model.safetensors\": 9", "model.safetensors does not have the size"}, {"\"files\"", "\"file\"", "config.json does not have the size"}};
+        {"\"shards\"", "\"shard\"", "data is damaged"},
+        {"\"content\"", "\"contents\"", "data is damaged"},
+        {"\"shards\": 103", "\"shards\": 16777217", "data is damaged"},
+        {"\"data\": {\"tokens\": 10000000000", "\"data\": {\"tokens\": 9223372036854775807", "data is damaged"},
+        {"\"data\": {\"tokens\": 1", "\"data\": {\"tokens\": -1", "data is damaged"},
+        {"fedcba9876543210", "fedcba987654321g", "data is damaged"},
+        {"fedcba9876543210", "fedcba987654321", "data is damaged"},
+        {"\"data\": {", "\"data\": 7, \"date\": {", "data is damaged"},
+        {"\"kind\": 2", "\"kind\": 5", "tokenizer is damaged"},
+        {"\"tokens\": 50257", "\"tokens\": 2147483648", "tokenizer is damaged"},
+        {"\"0.0006\"", "6e-4", "option learning-rate is not a text"},
+        {"\"learning-rate\": ", "\"\\u001b]0;x\\u0007\": 6e-4, \"x\": ", "option ?]0;x? is not a text"},
+        {"\"options\": {", "\"options\": [\"a\"], \"o\": {", "options are no list"},
+        {"\"options\": {", "\"options\": null, \"o\": {", "options are no list"},
+        {"\"model.safetensors\": ", "\"model.safetensors\": 9", "model.safetensors does not have the size"},
+        {"\"files\"", "\"file\"", "config.json does not have the size"}};
     Attempt a;
     a.bf16_states = 0;
     a.config = m->config;
@@ -758,7 +905,8 @@ static void test_damaged_state(Model *m) {
         fclose(f);
         char *place = strstr(text, edits[i][0]);
         assert(place);
-        snprintf(edited, sizeof edited, "%.*s%s%s", (int)(place - text), text, edits[i][1], place + strlen(edits[i][0]));
+        snprintf(edited, sizeof edited, "%.*s%s%s", (int)(place - text), text, edits[i][1],
+                 place + strlen(edits[i][0]));
         write_sealed(at("damaged/step_00000001/train_state.json"), edited);
         snprintf(a.folder, sizeof a.folder, "%s", at("damaged/step_00000001"));
         check_refused(edits[i][2], load_attempt, &a, edits[i][2]);
@@ -815,7 +963,8 @@ int main(int argc, char **argv) {
     if (argc == 5 && strcmp(argv[1], "--write") == 0) return write_for_python(argv[2], argv[3], argv[4]);
     if (argc == 3 && strcmp(argv[1], "--flip") == 0) return flip_for_python(argv[2]);
     if (argc == 4 && strcmp(argv[1], "--copy") == 0) return copy_for_python(argv[2], argv[3]);
-    require(argc == 1, "usage: test_checkpoint [--write FOLDER MODEL DTYPE | --copy FROM TO | --flip CHECKPOINT]\nwithout arguments all checks run");
+    require(argc == 1, "usage: test_checkpoint [--write FOLDER MODEL DTYPE | --copy FROM TO | --flip CHECKPOINT]\n"
+                       "without arguments all checks run");
     #ifdef _OPENMP
     omp_set_num_threads(1);  // checks of refusals fork, and a forked process has no threads
     #endif

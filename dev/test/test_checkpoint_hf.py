@@ -1,5 +1,6 @@
-"""What llmc/checkpoint.h writes, others read with the same values, and the other way round: the safetensors package, and
-transformers if it is installed. The C side is dev/test/test_checkpoint.c, compiled here into a temporary folder."""
+"""What llmc/checkpoint.h writes, others read with the same values, and the other way round: the safetensors package,
+and transformers if it is installed. The C side is dev/test/test_checkpoint.c, compiled here into a temporary folder."""
+
 import json
 import os
 import shlex
@@ -22,7 +23,9 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 def program(tmp_path_factory):
     path = tmp_path_factory.mktemp("build") / "test_checkpoint"
     cc = shlex.split(os.environ.get("CC", "cc"))
-    subprocess.run([*cc, "-std=gnu11", "-O1", "-I.", "dev/test/test_checkpoint.c", "-o", str(path), "-lm"], cwd=ROOT, check=True)
+    subprocess.run(
+        [*cc, "-std=gnu11", "-O1", "-I.", "dev/test/test_checkpoint.c", "-o", str(path), "-lm"], cwd=ROOT, check=True
+    )
     return path
 
 
@@ -67,8 +70,15 @@ def test_safetensors_reads_ours(program, tmp_path, model, dtype):
     for name, tensor in state.items():
         assert tensor.dtype == torch.float32 and torch.equal(tensor, pattern(name[2:], tensor.shape)), name
     facts = json.loads((folder / "train_state.json").read_text())
-    assert facts["step"] == 1 and facts["dtype"] == dtype and facts["parameters"] == sum(t.numel() for t in weights.values())
-    assert facts["options"] == {"learning-rate": "0.0006", "train-data": 'a "quoted"\n\u00e9 name'} and facts["loss_window"]["values"][7] == 5e-324
+    assert (
+        facts["step"] == 1
+        and facts["dtype"] == dtype
+        and facts["parameters"] == sum(t.numel() for t in weights.values())
+    )
+    assert (
+        facts["options"] == {"learning-rate": "0.0006", "train-data": 'a "quoted"\n\u00e9 name'}
+        and facts["loss_window"]["values"][7] == 5e-324
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
@@ -106,7 +116,9 @@ def automodel():
 @pytest.mark.parametrize("model", MODELS)
 def test_transformers_reads_ours(program, tmp_path, model, dtype):
     folder = write(program, tmp_path, model, dtype)
-    theirs, info = automodel().from_pretrained(folder, output_loading_info=True, torch_dtype="auto", local_files_only=True)
+    theirs, info = automodel().from_pretrained(
+        folder, output_loading_info=True, torch_dtype="auto", local_files_only=True
+    )
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         assert not info.get(what), (what, info)
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -115,7 +127,9 @@ def test_transformers_reads_ours(program, tmp_path, model, dtype):
     for name, tensor in weights.items():
         assert parameters[name].dtype == kind and torch.equal(parameters[name], tensor), name
     config = json.loads((folder / "config.json").read_text())
-    assert (theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight) == config["tie_word_embeddings"]
+    assert (theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight) == config[
+        "tie_word_embeddings"
+    ]
     for key, value in config.items():
         if key not in ("architectures", "torch_dtype", "rope_scaling", "rope_theta"):
             assert getattr(theirs.config, key) == value, key

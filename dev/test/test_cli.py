@@ -1,8 +1,9 @@
 """Bad input to the trainers gets a clear error, a non-zero exit status, and loses nothing.
 
-Every case runs the CPU trainer built with ASan and UBSan (so that hostile files are caught reading out of bounds), and the
-GPU trainer where there is a GPU: both share options.h, trainer.h, dataloader.h, safetensors.h and checkpoint.h.
+Every case runs the CPU trainer built with ASan and UBSan (so that hostile files are caught reading out of bounds), and
+the GPU trainer where there is a GPU: both share options.h, trainer.h, dataloader.h, safetensors.h and checkpoint.h.
 """
+
 import fcntl
 import json
 import os
@@ -32,7 +33,9 @@ ENDLESS = ["-d", 2**20 * 64]  # one step of hours
 STOPPED = 75  # the exit status of a run that a signal stopped
 F_OFD_SETLK = 37  # linux/fcntl.h; Python 3.10 and 3.11 have no name for it
 
-pytestmark = pytest.mark.skipif(not PROGRAMS[0].exists(), reason="build/train_gpt2.asan is not built (make build/train_gpt2.asan)")
+pytestmark = pytest.mark.skipif(
+    not PROGRAMS[0].exists(), reason="build/train_gpt2.asan is not built (make build/train_gpt2.asan)"
+)
 
 
 @pytest.fixture(params=PROGRAMS, ids=lambda p: p.name)
@@ -41,24 +44,53 @@ def trainer(request, tmp_path):
     good = shard(tmp_path / "good.bin")
 
     def words(*arguments):
-        options = {"-e": "d2,channels=64,vocab=256,seq=64", "-i": good, "-j": good, "-b": "2", "-t": "32", "-x": "2", "-v": "0", "-s": "0"}
+        options = {
+            "-e": "d2,channels=64,vocab=256,seq=64",
+            "-i": good,
+            "-j": good,
+            "-b": "2",
+            "-t": "32",
+            "-x": "2",
+            "-v": "0",
+            "-s": "0",
+        }
         names = arguments[::2]
         options = {k: v for k, v in options.items() if k not in names}
         return [request.param, *(str(w) for pair in options.items() for w in pair), *(str(a) for a in arguments)]
 
     def run(*arguments, **more):
-        return subprocess.run(words(*arguments), cwd=tmp_path, capture_output=True, text=True, errors="replace", timeout=300, env=ENVIRONMENT | more)
+        return subprocess.run(
+            words(*arguments),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=300,
+            env=ENVIRONMENT | more,
+        )
+
     started = []
 
     def start(*arguments, **more):
         """The same, left running."""
         more = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
-        started.append(subprocess.Popen(words(*arguments), cwd=tmp_path, text=True, errors="replace", env=ENVIRONMENT, **more))
+        started.append(
+            subprocess.Popen(words(*arguments), cwd=tmp_path, text=True, errors="replace", env=ENVIRONMENT, **more)
+        )
         return started[-1]
 
     def bare(*arguments):
         """Without the options that every test would give."""
-        return subprocess.run([request.param, *map(str, arguments)], cwd=tmp_path, capture_output=True, text=True, errors="replace", timeout=300, env=ENVIRONMENT)
+        return subprocess.run(
+            [request.param, *map(str, arguments)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=300,
+            env=ENVIRONMENT,
+        )
+
     run.start, run.bare, run.program = start, bare, request.param
     yield run
     for p in started:
@@ -91,49 +123,53 @@ def succeeds(run):
 
 # ---- options
 
+
 def test_good_input_trains(trainer):
     assert "step      2/2" in succeeds(trainer()).stdout
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--lerning-rate", "1"], ["--lerning-rate", "--learning-rate"]),
-    (["-zz", "1"], ["-zz", "--help"]),
-    (["stray"], ["stray"]),
-    (["--batch-size"], ["needs a value"]),
-    (["-b", "four"], ["whole number", "four"]),
-    (["-b", "0"], ["--batch-size 0"]),
-    (["-b", "-1"], ["--batch-size -1"]),
-    (["-t", "0"], ["--seq-len 0"]),
-    (["-b", "99999999999999999999"], ["batch-size"]),
-    (["-l", "nan"], ["learning-rate"]),
-    (["-l", "1e-3x"], ["1e-3x"]),
-    (["-d", "0"], ["--total-batch 0"]),
-    (["-d", "65"], ["65", "nearest: 64"]),
-    (["-d", "200", "-b", "1", "-t", "51"], ["200", "nearest: 204"]),
-    (["-d", "1", "-b", "1", "-t", "51"], ["nearest: 51"]),
-    (["-d", 2**40], ["more than 2^20 micro-steps of 64 tokens", "--batch-size"]),
-    (["-x", "0"], ["--max-steps 0"]),
-    (["-v", "1", "-m", "0"], ["--eval-steps 0"]),
-    (["-k", "cubic"], ["cubic"]),
-    (["--on-nan", "ignore"], ["ignore"]),
-    (["--state-dtype", "fp16"], ["fp16", "fp32 or bf16"]),
-    (["--recompute", "4"], ["--recompute 4"]),
-    (["--head-chunks", "-1"], ["--head-chunks -1"]),
-    (["--top-p", "0"], ["--top-p 0"]),
-    (["--temperature", "-1"], ["--temperature -1"]),
-    (["-z", "2"], ["ZeRO stage 2"]),
-    (["-pi", "tcp"], ["tcp", "mpi"]),
-    (["-pn", "8"], ["started as 8"]),
-    (["-n", "1"], ["--output"]),
-    (["-e", "gpt2:125M"], ["unknown model 'gpt2:125M'", "gpt2:{124M"]),
-    (["-e", "d2,chanels=64"], ["chanels", "channels"]),
-    (["-e", "d2,channels=0"], ["channels=0"]),
-    (["-e", "d2,channels=60"], ["60 channels"]),
-    (["-e", "d2,heads=3"], ["3 heads"]),
-    (["-e", "gpt2_124M.bin"], ["llm.c checkpoint", "python dev/eval/hf.py import gpt2_124M.bin FOLDER"]),
-    (["-t", "128"], ["--seq-len 128", "context of 64"]),
-    (["--prompt", "def"], ["prompt", "tokenizer"]),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--lerning-rate", "1"], ["--lerning-rate", "--learning-rate"]),
+        (["-zz", "1"], ["-zz", "--help"]),
+        (["stray"], ["stray"]),
+        (["--batch-size"], ["needs a value"]),
+        (["-b", "four"], ["whole number", "four"]),
+        (["-b", "0"], ["--batch-size 0"]),
+        (["-b", "-1"], ["--batch-size -1"]),
+        (["-t", "0"], ["--seq-len 0"]),
+        (["-b", "99999999999999999999"], ["batch-size"]),
+        (["-l", "nan"], ["learning-rate"]),
+        (["-l", "1e-3x"], ["1e-3x"]),
+        (["-d", "0"], ["--total-batch 0"]),
+        (["-d", "65"], ["65", "nearest: 64"]),
+        (["-d", "200", "-b", "1", "-t", "51"], ["200", "nearest: 204"]),
+        (["-d", "1", "-b", "1", "-t", "51"], ["nearest: 51"]),
+        (["-d", 2**40], ["more than 2^20 micro-steps of 64 tokens", "--batch-size"]),
+        (["-x", "0"], ["--max-steps 0"]),
+        (["-v", "1", "-m", "0"], ["--eval-steps 0"]),
+        (["-k", "cubic"], ["cubic"]),
+        (["--on-nan", "ignore"], ["ignore"]),
+        (["--state-dtype", "fp16"], ["fp16", "fp32 or bf16"]),
+        (["--recompute", "4"], ["--recompute 4"]),
+        (["--head-chunks", "-1"], ["--head-chunks -1"]),
+        (["--top-p", "0"], ["--top-p 0"]),
+        (["--temperature", "-1"], ["--temperature -1"]),
+        (["-z", "2"], ["ZeRO stage 2"]),
+        (["-pi", "tcp"], ["tcp", "mpi"]),
+        (["-pn", "8"], ["started as 8"]),
+        (["-n", "1"], ["--output"]),
+        (["-e", "gpt2:125M"], ["unknown model 'gpt2:125M'", "gpt2:{124M"]),
+        (["-e", "d2,chanels=64"], ["chanels", "channels"]),
+        (["-e", "d2,channels=0"], ["channels=0"]),
+        (["-e", "d2,channels=60"], ["60 channels"]),
+        (["-e", "d2,heads=3"], ["3 heads"]),
+        (["-e", "gpt2_124M.bin"], ["llm.c checkpoint", "python dev/eval/hf.py import gpt2_124M.bin FOLDER"]),
+        (["-t", "128"], ["--seq-len 128", "context of 64"]),
+        (["--prompt", "def"], ["prompt", "tokenizer"]),
+    ],
+)
 def test_bad_option(trainer, arguments, words):
     fails(trainer(*arguments), *words)
 
@@ -151,9 +187,13 @@ def test_help_lists_every_letter_of_llm_c(trainer):
 # ---- help, version, near names
 
 # name -> (letters, what it changes, help), as options.h has them
-OPTIONS = {field.replace("_", "-"): (letters, mark, text) for field, letters, mark, text in re.findall(
-    r'(?:STR|INT|FLT)\((\w+), "(\w*)", \'(.)\', (?:"[^"]*"|[^",]+)(?:, [^",]+, [^",]+)?, +"([^"]*)"\)',
-    " ".join((ROOT / "llmc/options.h").read_text().replace("\\\n", " ").split()).replace('" "', ""))}
+OPTIONS = {
+    field.replace("_", "-"): (letters, mark, text)
+    for field, letters, mark, text in re.findall(
+        r'(?:STR|INT|FLT)\((\w+), "(\w*)", \'(.)\', (?:"[^"]*"|[^",]+)(?:, [^",]+, [^",]+)?, +"([^"]*)"\)',
+        " ".join((ROOT / "llmc/options.h").read_text().replace("\\\n", " ").split()).replace('" "', ""),
+    )
+}
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["-b", "4", "-h", "-t", "8"], ["--help", "1"]], ids=" ".join)
@@ -186,16 +226,34 @@ def test_version(trainer):
     assert ("bf16" in said) == ("bf16" in str(trainer.program)) and ("CUDA" in said) == ("cu" in trainer.program.name)
 
 
-@pytest.mark.parametrize("typed, near", [
-    ("--lr", "--learning-rate"), ("-lr", "--learning-rate"), ("--learning_rate", "--learning-rate"),
-    ("--min_lr", "--final-lr-fraction"), ("--batch", "--batch-size or --total-batch"), ("--bs", "--batch-size"),
-    ("--per_device_train_batch_size=4", "--batch-size"), ("--gradient_accumulation_steps", "--total-batch"),
-    ("--epochs", "--max-steps"), ("--max_iters", "--max-steps"), ("--steps", "--max-steps or --eval-steps"),
-    ("--block_size", "--seq-len"), ("--sequence-length", "--seq-len"), ("--max_grad_norm", "--grad-clip"),
-    ("--wd", "--weight-decay"), ("--beta", "--beta1 or --beta2"), ("--temp", "--temperature"),
-    ("--out_dir", "--output"), ("--save", "--save-every or --save-keep or --save-major"), ("--resume-from", "--resume"),
-    ("--warmup_iters", "--max-steps or --warmup"), ("--log-interval", "--print-every"),
-    ("--gradient-checkpointing", "--recompute")])
+@pytest.mark.parametrize(
+    "typed, near",
+    [
+        ("--lr", "--learning-rate"),
+        ("-lr", "--learning-rate"),
+        ("--learning_rate", "--learning-rate"),
+        ("--min_lr", "--final-lr-fraction"),
+        ("--batch", "--batch-size or --total-batch"),
+        ("--bs", "--batch-size"),
+        ("--per_device_train_batch_size=4", "--batch-size"),
+        ("--gradient_accumulation_steps", "--total-batch"),
+        ("--epochs", "--max-steps"),
+        ("--max_iters", "--max-steps"),
+        ("--steps", "--max-steps or --eval-steps"),
+        ("--block_size", "--seq-len"),
+        ("--sequence-length", "--seq-len"),
+        ("--max_grad_norm", "--grad-clip"),
+        ("--wd", "--weight-decay"),
+        ("--beta", "--beta1 or --beta2"),
+        ("--temp", "--temperature"),
+        ("--out_dir", "--output"),
+        ("--save", "--save-every or --save-keep or --save-major"),
+        ("--resume-from", "--resume"),
+        ("--warmup_iters", "--max-steps or --warmup"),
+        ("--log-interval", "--print-every"),
+        ("--gradient-checkpointing", "--recompute"),
+    ],
+)
 def test_near_names(trainer, typed, near):
     fails(trainer(typed, "1"), f"unknown option '{typed.split('=')[0]}'", f"did you mean {near}? ")
 
@@ -211,19 +269,70 @@ def test_no_name_is_near(trainer, typed):
 
 # Values for each that the CPU trainer takes alone; where an option needs GPUs or ranks it has no effect here.
 CHANGED = {
-    "=": {"kv-cache": [0], "save-async": [0], "recompute": [1, 2, 3], "autotune": [0], "cuda-graphs": [0],
-          "threads": [2, 3], "zero-stage": [1], "tp-overlap": [0]},
-    "~": {"state-dtype": ["bf16"], "head-chunks": [3], "tf32": [0], "master-weights": [0], "gelu-fusion": [0],
-          "reduce-dtype": ["fp32"], "grad-dtype": ["fp32"], "p2p": [0]},
-    "*": {"train-data": ["other.bin"], "model": ["d1,channels=32,vocab=64,seq=64"], "batch-size": [4], "seq-len": [8],
-          "total-batch": [64], "max-steps": [6], "overfit": [1], "seed": [1], "schedule": ["linear", "wsd"],
-          "learning-rate": [1e-3], "warmup": [3], "final-lr-fraction": [0.5], "weight-decay": [10], "grad-clip": [0.01],
-          "beta1": [0.5], "beta2": [0.5], "adam-eps": [1e-2]},
-    " ": {"val-data": ["good.bin"], "print-every": [2], "timing": [2], "eval-every": [1], "eval-steps": [1],
-          "sample-every": [1], "sample-tokens": [5], "temperature": [0.5], "top-k": [3], "top-p": [0.5], "samples": [2],
-          "save-every": [2], "save-keep": [1], "save-major": [3], "timeout": [100], "gpus-per-node": [4]}}
+    "=": {
+        "kv-cache": [0],
+        "save-async": [0],
+        "recompute": [1, 2, 3],
+        "autotune": [0],
+        "cuda-graphs": [0],
+        "threads": [2, 3],
+        "zero-stage": [1],
+        "tp-overlap": [0],
+    },
+    "~": {
+        "state-dtype": ["bf16"],
+        "head-chunks": [3],
+        "tf32": [0],
+        "master-weights": [0],
+        "gelu-fusion": [0],
+        "reduce-dtype": ["fp32"],
+        "grad-dtype": ["fp32"],
+        "p2p": [0],
+    },
+    "*": {
+        "train-data": ["other.bin"],
+        "model": ["d1,channels=32,vocab=64,seq=64"],
+        "batch-size": [4],
+        "seq-len": [8],
+        "total-batch": [64],
+        "max-steps": [6],
+        "overfit": [1],
+        "seed": [1],
+        "schedule": ["linear", "wsd"],
+        "learning-rate": [1e-3],
+        "warmup": [3],
+        "final-lr-fraction": [0.5],
+        "weight-decay": [10],
+        "grad-clip": [0.01],
+        "beta1": [0.5],
+        "beta2": [0.5],
+        "adam-eps": [1e-2],
+    },
+    " ": {
+        "val-data": ["good.bin"],
+        "print-every": [2],
+        "timing": [2],
+        "eval-every": [1],
+        "eval-steps": [1],
+        "sample-every": [1],
+        "sample-tokens": [5],
+        "temperature": [0.5],
+        "top-k": [3],
+        "top-p": [0.5],
+        "samples": [2],
+        "save-every": [2],
+        "save-keep": [1],
+        "save-major": [3],
+        "timeout": [100],
+        "gpus-per-node": [4],
+    },
+}
 # Need ranks or GPUs, more steps, or a NaN.
-ELSEWHERE = {"=": set(), "~": {"dp-overlap", "tp"}, "*": {"skip-loss-z", "skip-norm-z", "on-nan", "skip-limit", "force"}}
+ELSEWHERE = {
+    "=": set(),
+    "~": {"dp-overlap", "tp"},
+    "*": {"skip-loss-z", "skip-norm-z", "on-nan", "skip-limit", "force"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -236,9 +345,21 @@ def numbers(tmp_path_factory):
 
     def run(options):
         output = Path(tempfile.mkdtemp(dir=folder))
-        base = {"model": "d2,channels=32,heads=2,vocab=64,seq=64", "train-data": "good.bin", "val-data": "other.bin",
-                "batch-size": 2, "seq-len": 16, "max-steps": 4, "eval-every": 0, "sample-every": 0, "threads": 1,
-                "learning-rate": 3e-3, "final-lr-fraction": 0.1, "save-every": 100, "output": output}
+        base = {
+            "model": "d2,channels=32,heads=2,vocab=64,seq=64",
+            "train-data": "good.bin",
+            "val-data": "other.bin",
+            "batch-size": 2,
+            "seq-len": 16,
+            "max-steps": 4,
+            "eval-every": 0,
+            "sample-every": 0,
+            "threads": 1,
+            "learning-rate": 3e-3,
+            "final-lr-fraction": 0.1,
+            "save-every": 100,
+            "output": output,
+        }
         words = [str(word) for name, value in (base | options).items() for word in (f"--{name}", value)]
         succeeds(subprocess.run([PROGRAMS[0], *words], cwd=folder, capture_output=True, text=True, env=ENVIRONMENT))
         steps = [(e["loss"], e["norm"]) for e in events(output, "step")][:4]
@@ -276,6 +397,7 @@ def test_options_that_change_the_run(numbers, name, value):
 
 # ---- the line of a step
 
+
 def rows_of(text, columns):
     """What a terminal that is so wide shows of a text."""
     rows, at = [""], 0
@@ -285,7 +407,7 @@ def rows_of(text, columns):
         elif c == "\n" or at == columns:
             rows, at = [*rows, ""], 0
         if c not in "\r\n":
-            rows[-1] = rows[-1][:at].ljust(at) + c + rows[-1][at + 1:]
+            rows[-1] = rows[-1][:at].ljust(at) + c + rows[-1][at + 1 :]
             at += 1
     return [row.rstrip() for row in rows]
 
@@ -358,25 +480,46 @@ def test_a_stopped_run_leaves_its_last_line(trainer, tmp_path):
 
 # ---- token shards
 
-@pytest.mark.parametrize("make, words", [
-    (lambda p: p, ["no file matches"]),
-    (lambda p: p.mkdir() or p, ["not a regular file"]),
-    (lambda p: p.write_bytes(b"") and p or p, ["0 bytes"]),
-    (lambda p: p.write_bytes(b"x" * 1000) and p, ["too short"]),
-    (lambda p: shard(p, magic=1), ["magic 1"]),
-    (lambda p: shard(p, version=9), ["version 9"]),
-    (lambda p: shard(p, count=5000), ["truncated"]),
-    (lambda p: shard(p, tail=b"more"), ["too long"]),
-    (lambda p: shard(p, count=-2), ["2^31"]),
-    (lambda p: shard(p, count=2**31 - 1), ["truncated"]),
-    (lambda p: shard(p, tokens=[65] * 32), ["too few", "--seq-len", "--val-fraction"]),
-    (lambda p: shard(p, tokens=[]), ["too few"]),
-    (lambda p: shard(p, tokens=[65] * 200 + [300] + [65] * 200), ["token 200 is 300", "vocabulary of 256"]),
-    (lambda p: shard(p, vocab=50257), ["50257", "256"]),
-    (lambda p: shard(p, vocab=-1), ["out of range"]),
-    (lambda p: shard(p, eot=256), ["out of range"]),
-], ids=["missing", "folder", "empty", "short", "magic", "version", "truncated", "over-long", "over-2GiB", "count", "shorter-than-T", "no-token",
-        "token-outside", "other-vocabulary", "negative-vocabulary", "end-of-text-outside"])
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda p: p, ["no file matches"]),
+        (lambda p: p.mkdir() or p, ["not a regular file"]),
+        (lambda p: p.write_bytes(b"") and p or p, ["0 bytes"]),
+        (lambda p: p.write_bytes(b"x" * 1000) and p, ["too short"]),
+        (lambda p: shard(p, magic=1), ["magic 1"]),
+        (lambda p: shard(p, version=9), ["version 9"]),
+        (lambda p: shard(p, count=5000), ["truncated"]),
+        (lambda p: shard(p, tail=b"more"), ["too long"]),
+        (lambda p: shard(p, count=-2), ["2^31"]),
+        (lambda p: shard(p, count=2**31 - 1), ["truncated"]),
+        (lambda p: shard(p, tokens=[65] * 32), ["too few", "--seq-len", "--val-fraction"]),
+        (lambda p: shard(p, tokens=[]), ["too few"]),
+        (lambda p: shard(p, tokens=[65] * 200 + [300] + [65] * 200), ["token 200 is 300", "vocabulary of 256"]),
+        (lambda p: shard(p, vocab=50257), ["50257", "256"]),
+        (lambda p: shard(p, vocab=-1), ["out of range"]),
+        (lambda p: shard(p, eot=256), ["out of range"]),
+    ],
+    ids=[
+        "missing",
+        "folder",
+        "empty",
+        "short",
+        "magic",
+        "version",
+        "truncated",
+        "over-long",
+        "over-2GiB",
+        "count",
+        "shorter-than-T",
+        "no-token",
+        "token-outside",
+        "other-vocabulary",
+        "negative-vocabulary",
+        "end-of-text-outside",
+    ],
+)
 @pytest.mark.parametrize("option", ["-i", "-j"])
 def test_bad_shard(trainer, tmp_path, make, words, option):
     # A whole epoch of either: a bad token is found when its row is read.
@@ -391,6 +534,7 @@ def test_shards_of_different_tokenizers_do_not_mix(trainer, tmp_path):
 
 
 # ---- folders and checkpoints
+
 
 def test_unwritable_output(trainer, tmp_path):
     (tmp_path / "file").write_text("mine")
@@ -422,7 +566,7 @@ def checkpoint(trainer, tmp_path):
         shutil.copy(tmp_path / "run/step_00000002" / name, folder)
     raw = (folder / "model.safetensors").read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
-    return folder, json.loads(raw[8:8 + size]), raw[8 + size:]
+    return folder, json.loads(raw[8 : 8 + size]), raw[8 + size :]
 
 
 def first_tensor(header):
@@ -435,16 +579,38 @@ def hostile_headers(header, data):
     entry = header[name]
     changed = lambda **more: {**header, name: {**entry, **more}}
     return {
-        "not-json": (b"{{{{", data), "empty": (b"", b""), "array": (b"[1,2]", data),
-        "deep": (b"{\"a\":" * 100000, data), "deep-arrays": (b"{\"a\":" + b"[" * 100000, data),
-        "unclosed-string": (b"{\"abc", data), "truncated-data": (header, data[:len(data) // 2]), "no-data": (header, b""),
-        "offsets-beyond": (changed(data_offsets=[0, 1 << 40]), data), "offsets-swapped": (changed(data_offsets=entry["data_offsets"][::-1]), data),
-        "offsets-negative": (changed(data_offsets=[-8, 8]), data), "offsets-huge": (changed(data_offsets=[2**64 - 8, 2**64 - 4]), data),
-        "offsets-overlap": ({k: ({**v, "data_offsets": [0, v["data_offsets"][1] - v["data_offsets"][0]]} if k != "__metadata__" else v) for k, v in header.items()}, data),
-        "shape-wrong": (changed(shape=[3, 5]), data), "shape-overflow": (changed(shape=[2**32, 2**32]), data), "shape-negative": (changed(shape=[-1]), data),
+        "not-json": (b"{{{{", data),
+        "empty": (b"", b""),
+        "array": (b"[1,2]", data),
+        "deep": (b'{"a":' * 100000, data),
+        "deep-arrays": (b'{"a":' + b"[" * 100000, data),
+        "unclosed-string": (b'{"abc', data),
+        "truncated-data": (header, data[: len(data) // 2]),
+        "no-data": (header, b""),
+        "offsets-beyond": (changed(data_offsets=[0, 1 << 40]), data),
+        "offsets-swapped": (changed(data_offsets=entry["data_offsets"][::-1]), data),
+        "offsets-negative": (changed(data_offsets=[-8, 8]), data),
+        "offsets-huge": (changed(data_offsets=[2**64 - 8, 2**64 - 4]), data),
+        "offsets-overlap": (
+            {
+                k: (
+                    {**v, "data_offsets": [0, v["data_offsets"][1] - v["data_offsets"][0]]}
+                    if k != "__metadata__"
+                    else v
+                )
+                for k, v in header.items()
+            },
+            data,
+        ),
+        "shape-wrong": (changed(shape=[3, 5]), data),
+        "shape-overflow": (changed(shape=[2**32, 2**32]), data),
+        "shape-negative": (changed(shape=[-1]), data),
         "shape-missing": ({**header, name: {k: v for k, v in entry.items() if k != "shape"}}, data),
-        "dtype-unknown": (changed(dtype="Q7"), data), "dtype-number": (changed(dtype=5), data), "entry-number": ({**header, name: 7}, data),
-        "tensor-missing": ({k: v for k, v in header.items() if k != name}, data), "name-twice": (b"{" + (json.dumps(header)[1:-1] + "," + json.dumps(header)[1:]).encode(), data),
+        "dtype-unknown": (changed(dtype="Q7"), data),
+        "dtype-number": (changed(dtype=5), data),
+        "entry-number": ({**header, name: 7}, data),
+        "tensor-missing": ({k: v for k, v in header.items() if k != name}, data),
+        "name-twice": (b"{" + (json.dumps(header)[1:-1] + "," + json.dumps(header)[1:]).encode(), data),
     }
 
 
@@ -462,7 +628,9 @@ def test_hostile_header_length(trainer, checkpoint, length):
     fails(trainer("-e", folder), "model.safetensors")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"{\"model_type\": \"bert\"}", b"\xff\xfe\x00", b"[" * 100000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b'{"model_type": "bert"}', b"\xff\xfe\x00", b"[" * 100000]
+)
 def test_bad_config_json(trainer, checkpoint, content):
     folder, _, _ = checkpoint
     (folder / "config.json").write_bytes(content)
@@ -490,23 +658,46 @@ def crafted(trainer, folder, change):
     return trainer("-o", folder, "-y", "1", "-x", "4")
 
 
-@pytest.mark.parametrize("field, value, words", [
-    ("loss_window", {"count": 2**63 - 1, "values": [0] * 128}, "loss_window is damaged"),
-    ("norm_window", {"count": 2**63 - 1, "values": [0] * 128}, "norm_window is damaged"),
-    ("norm_window", {"count": 2, "values": {"a": 1, "b": 2}}, "norm_window is damaged"),
-    ("epoch", 2**63 - 1, "epoch is missing or damaged"), ("tokens", 2**63 - 1, "tokens is missing or damaged"), ("step", 2**31 - 1, "its step is 2147483647"),
-    ("row", 2**62, "row is missing or damaged"), ("seed", -1, "seed is missing or damaged"), ("dtype", "\x1b[2J", "dtype is neither fp32 nor bf16"),
-    ("options", ["a"], "options are no list"), ("options", {str(i): "" for i in range(80000)}, "options are no list of at most 1024"), ("data", {"tokens": 1}, "data is damaged"),
-])
+@pytest.mark.parametrize(
+    "field, value, words",
+    [
+        ("loss_window", {"count": 2**63 - 1, "values": [0] * 128}, "loss_window is damaged"),
+        ("norm_window", {"count": 2**63 - 1, "values": [0] * 128}, "norm_window is damaged"),
+        ("norm_window", {"count": 2, "values": {"a": 1, "b": 2}}, "norm_window is damaged"),
+        ("epoch", 2**63 - 1, "epoch is missing or damaged"),
+        ("tokens", 2**63 - 1, "tokens is missing or damaged"),
+        ("step", 2**31 - 1, "its step is 2147483647"),
+        ("row", 2**62, "row is missing or damaged"),
+        ("seed", -1, "seed is missing or damaged"),
+        ("dtype", "\x1b[2J", "dtype is neither fp32 nor bf16"),
+        ("options", ["a"], "options are no list"),
+        ("options", {str(i): "" for i in range(80000)}, "options are no list of at most 1024"),
+        ("data", {"tokens": 1}, "data is damaged"),
+    ],
+)
 def test_crafted_training_state(trainer, tmp_path, field, value, words):
     begin = time.time()
     fails(crafted(trainer, tmp_path / "run", lambda text: json.dumps(json.loads(text) | {field: value})), words)
     assert time.time() - begin < 60
 
 
-@pytest.mark.parametrize("field, value", [("loss_window", {"count": 2**40, "values": [1e308] * 128}), ("epoch", 2**40), ("row", 2**55), ("tokens", 2**60), ("data", {"tokens": 2**60, "shards": 2**24, "hash": "f" * 16})])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("loss_window", {"count": 2**40, "values": [1e308] * 128}),
+        ("epoch", 2**40),
+        ("row", 2**55),
+        ("tokens", 2**60),
+        ("data", {"tokens": 2**60, "shards": 2**24, "hash": "f" * 16}),
+    ],
+)
 def test_the_largest_training_state_trains(trainer, tmp_path, field, value):
-    assert "step      4/4" in succeeds(crafted(trainer, tmp_path / "run", lambda text: json.dumps(json.loads(text) | {field: value}))).stdout
+    assert (
+        "step      4/4"
+        in succeeds(
+            crafted(trainer, tmp_path / "run", lambda text: json.dumps(json.loads(text) | {field: value}))
+        ).stdout
+    )
 
 
 def test_what_files_say_commands_no_terminal(trainer, checkpoint, tmp_path):
@@ -518,12 +709,20 @@ def test_what_files_say_commands_no_terminal(trainer, checkpoint, tmp_path):
     run = trainer("-e", folder)
     fails(run, "?]0;owned??[2J??31m?hint: all is well is not part of the model")
     told = run.stderr + run.stdout
-    run = crafted(trainer, tmp_path / "other", lambda text: json.dumps(json.loads(text) | {"options": {"model": "d2" + evil, "server-ip": evil, "total-batch": "64"}}))
-    assert re.search(r"--server-ip +\?]0;owned\?\?\[2J\?\?31m", succeeds(run).stdout)  # as the run's own, printed at its start
+    run = crafted(
+        trainer,
+        tmp_path / "other",
+        lambda text: json.dumps(
+            json.loads(text) | {"options": {"model": "d2" + evil, "server-ip": evil, "total-batch": "64"}}
+        ),
+    )
+    # as the run's own, printed at its start
+    assert re.search(r"--server-ip +\?]0;owned\?\?\[2J\?\?31m", succeeds(run).stdout)
     assert not set(told + run.stdout + run.stderr) & set("\x1b\x07\x9b")
 
 
 # ---- runs that go on, and what is in their way
+
 
 def events(folder, kind):
     return [e for e in map(json.loads, (folder / "main.jsonl").read_text().splitlines()) if e["event"] == kind]
@@ -552,10 +751,17 @@ def test_a_resumed_model_is_the_one_that_was_asked_for(trainer, tmp_path):
     succeeds(trainer("-o", tmp_path / "run", "-n", "2"))
     for same in (model, "d2,channels=64,heads=1,seq=64", tmp_path / "run/step_00000002"):
         succeeds(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-e", same))
-    fails(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-x", "4", "-e", "d4,channels=128,seq=64"), "is not of the model 'd4,channels=128,seq=64' but of", "leave out --model")
+    fails(
+        trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-x", "4", "-e", "d4,channels=128,seq=64"),
+        "is not of the model 'd4,channels=128,seq=64' but of",
+        "leave out --model",
+    )
     assert [p.name for p in tmp_path.glob("run/step_*")] == ["step_00000002"]
     left_out = succeeds(trainer.bare("-o", tmp_path / "run", "-y", "1", "-x", "4"))
-    assert f"| {model}\n" in left_out.stdout and [e["options"]["model"] for e in events(tmp_path / "run", "start")] == [model] * 5
+    assert (
+        f"| {model}\n" in left_out.stdout
+        and [e["options"]["model"] for e in events(tmp_path / "run", "start")] == [model] * 5
+    )
     for other in ("gpt2:124M", "d4,channels=128,seq=64"):
         fails(trainer("-o", tmp_path / "run", "-n", "2", "-y", "1", "-x", "6", "-e", other), f"but of '{model}'")
 
@@ -563,7 +769,23 @@ def test_a_resumed_model_is_the_one_that_was_asked_for(trainer, tmp_path):
 def test_resuming_needs_no_other_option(trainer, tmp_path):
     """All are in the checkpoint, the longest too; what is given wins, and is said."""
     straight, run = tmp_path / "straight", tmp_path / "run"
-    options = ["-i", "{" + str(tmp_path / "good.bin") + ",none" + "x" * 600 + "}", "-b", "3", "-l", "0.01", "-u", "5", "-c", "0.2", "--seed", "7", "-d", "192", "-x"]
+    options = [
+        "-i",
+        "{" + str(tmp_path / "good.bin") + ",none" + "x" * 600 + "}",
+        "-b",
+        "3",
+        "-l",
+        "0.01",
+        "-u",
+        "5",
+        "-c",
+        "0.2",
+        "--seed",
+        "7",
+        "-d",
+        "192",
+        "-x",
+    ]
     succeeds(trainer("-o", straight, *options, "6"))
     succeeds(trainer("-o", run, *options, "2"))
     said = succeeds(trainer.bare("-o", run, "-y", "1", "-x", "4")).stdout
@@ -573,7 +795,10 @@ def test_resuming_needs_no_other_option(trainer, tmp_path):
     assert [e["loss"] for e in events(run, "step")] == [e["loss"] for e in events(straight, "step")]
     first, last = (events(run, "start")[i]["options"] for i in (0, -1))
     assert first | {"resume": 1, "max-steps": 6, "timing": 2} == last
-    assert "changed since the checkpoint: --learning-rate 0.01 -> 0.001" in succeeds(trainer.bare("-o", run, "-y", "1", "-x", "7", "-l", "0.001")).stdout
+    assert (
+        "changed since the checkpoint: --learning-rate 0.01 -> 0.001"
+        in succeeds(trainer.bare("-o", run, "-y", "1", "-x", "7", "-l", "0.001")).stdout
+    )
     fails(trainer.bare("-o", run, "-y", "1", "-x", "8", "-k", "cubic"), "cubic")
 
 
@@ -583,7 +808,8 @@ def test_the_log_of_another_run_is_not_touched(trainer, tmp_path):
     before = log.read_bytes()
     fails(trainer("-o", tmp_path / "run", "-n", "0"), "holds the log of another run", "--resume 1")
     assert log.read_bytes() == before
-    again = succeeds(trainer("-o", tmp_path / "run", "-n", "0", "-y", "1"))  # as a script that starts it again after a crash
+    # as a script that starts it again after a crash
+    again = succeeds(trainer("-o", tmp_path / "run", "-n", "0", "-y", "1"))
     assert "there is no checkpoint in" in again.stdout and "step      1/2" in again.stdout
     assert log.read_bytes().startswith(before) and [e["step"] for e in events(tmp_path / "run", "step")] == [1, 2, 1, 2]
     log.write_bytes(before.splitlines(keepends=True)[0])  # a run that ended before its first step has no curve to mix
@@ -609,7 +835,9 @@ def test_a_run_that_a_signal_stops(trainer, tmp_path, save):
     end = events(tmp_path / "run", "end")[-1]
     assert process.returncode == end["status"] == STOPPED and end["reason"] == "Terminated"
     assert (tmp_path / f"run/step_{end['step']:08}").exists() == (save != ["-n", "0"])
-    assert ("--resume 1 goes on" if save != ["-n", "0"] else "nothing was saved") in said and not list((tmp_path / "run").glob("DONE_*"))
+    assert ("--resume 1 goes on" if save != ["-n", "0"] else "nothing was saved") in said and not list(
+        (tmp_path / "run").glob("DONE_*")
+    )
 
 
 def test_a_signal_ends_a_step_between_micro_steps(trainer, tmp_path):
@@ -622,10 +850,13 @@ def test_a_signal_ends_a_step_between_micro_steps(trainer, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == STOPPED and "after step 2; --resume 1" in process.stdout.read()
     succeeds(trainer("-o", tmp_path / "run", "-x", "4", "-y", "1", "-d", "64"))
-    assert [e["loss"] for e in events(tmp_path / "run", "step")] == [e["loss"] for e in events(tmp_path / "straight", "step")]
+    assert [e["loss"] for e in events(tmp_path / "run", "step")] == [
+        e["loss"] for e in events(tmp_path / "straight", "step")
+    ]
 
 
 # ---- saves that fail
+
 
 def limit_files(process, size):
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -641,7 +872,10 @@ def test_training_goes_on_when_a_save_fails(trainer, tmp_path):
     before = max(run.glob("step_*0"))
     limit_files(process, 3000)
     lines = []
-    while sum("FAILED: File too large; older ones are untouched; it is tried again after step" in line for line in lines) < 4:
+    while (
+        sum("FAILED: File too large; older ones are untouched; it is tried again after step" in line for line in lines)
+        < 4
+    ):
         lines.append(process.stdout.readline())
         assert process.poll() is None, process.communicate()
     assert before.exists() and not list(run.glob("*.tmp"))
@@ -656,7 +890,9 @@ def test_training_goes_on_when_a_save_fails(trainer, tmp_path):
     said = process.stderr.read()
     assert "warning: cannot write" in said and said.count("warning: cannot write the log") == 1
     steps = [e["step"] for e in events(run, "step")]
-    assert steps == list(range(1, len(steps) + 1)) and set(failed) <= {e["step"] for e in events(run, "checkpoint_failed")}
+    assert steps == list(range(1, len(steps) + 1)) and set(failed) <= {
+        e["step"] for e in events(run, "checkpoint_failed")
+    }
     assert "step " in succeeds(trainer("-o", run, "-y", "1", "-x", str(steps[-1] + 1), "-n", "20")).stdout
 
 
@@ -681,7 +917,12 @@ def test_a_disk_that_is_really_full(trainer, tmp_path):
         pytest.skip("this root may not mount")
     try:
         run = trainer("-o", disk / "run", "-n", "1", "-x", "6", "--save-async", "0")  # 1.4 MB each
-        assert run.returncode == 1 and "No space left on device" in run.stderr and run.stdout.count("FAILED: No space left") == 5 and "step      6/6" in run.stdout
+        assert (
+            run.returncode == 1
+            and "No space left on device" in run.stderr
+            and run.stdout.count("FAILED: No space left") == 5
+            and "step      6/6" in run.stdout
+        )
         assert [p.name for p in (disk / "run").glob("step_*")] == ["step_00000001"]
         (disk / "run/step_00000001/optimizer.safetensors").unlink()
         again = succeeds(trainer("-o", disk / "other", "-n", "0"))
@@ -695,7 +936,8 @@ def test_a_run_that_saves_nothing_leaves_the_log_of_one_that_did(trainer, tmp_pa
     before = (tmp_path / "run/main.jsonl").read_bytes()
     fails(trainer("-o", tmp_path / "run", "-e", tmp_path / "run/step_00000002"), "holds 1 checkpoints of another run")
     assert (tmp_path / "run/main.jsonl").read_bytes() == before
-    succeeds(trainer("-o", tmp_path / "run", "-e", tmp_path / "run/step_00000002", "-n", "2", "--evaluate", "1"))  # writes elsewhere
+    # writes elsewhere
+    succeeds(trainer("-o", tmp_path / "run", "-e", tmp_path / "run/step_00000002", "-n", "2", "--evaluate", "1"))
     assert (tmp_path / "run/main.jsonl").read_bytes() == before
 
 
@@ -703,7 +945,9 @@ def test_nothing_left_to_train(trainer, tmp_path):
     succeeds(trainer("-o", tmp_path / "run", "-n", "4", "-x", "4"))
     for steps, said in (("2", "the run has 2 steps"), ("4", "the run has 4 steps"), ("5", None)):
         text = succeeds(trainer("-o", tmp_path / "run", "-n", "4", "-x", steps, "-y", "1")).stdout
-        assert (f"nothing was left to train: {said}" if said else "step      5/5") in text and ("nothing was left" in text) == (said is not None)
+        assert (f"nothing was left to train: {said}" if said else "step      5/5") in text and (
+            "nothing was left" in text
+        ) == (said is not None)
 
 
 def test_a_model_that_is_no_folder(trainer, checkpoint):
@@ -714,9 +958,14 @@ def test_a_model_that_is_no_folder(trainer, checkpoint):
 
 def test_choices_alone_are_evaluated_by_a_preset(trainer, tmp_path):
     words = [65535, 26, 0, 1, 2, 2, 10, 11, 2, 1, 2, 1, 3]
-    (tmp_path / "choice.bin").write_bytes(struct.pack("<256i", 20240522, 1, 1, 26, *[0] * 252) + struct.pack("<13H", *words))
+    (tmp_path / "choice.bin").write_bytes(
+        struct.pack("<256i", 20240522, 1, 1, 26, *[0] * 252) + struct.pack("<13H", *words)
+    )
     for model in ("d1,channels=64,seq=64,vocab=256", "d1,channels=64,seq=64"):
-        assert "choice acc" in succeeds(trainer("-e", model, "-j", "", "--evaluate", "1", "--choice-data", "choice.bin")).stdout
+        assert (
+            "choice acc"
+            in succeeds(trainer("-e", model, "-j", "", "--evaluate", "1", "--choice-data", "choice.bin")).stdout
+        )
 
 
 def test_nothing_to_resume_for_evaluation(trainer, tmp_path):
@@ -727,7 +976,8 @@ def test_nothing_to_resume_for_evaluation(trainer, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be someone else")
 def test_a_folder_that_cannot_be_listed_is_not_empty(trainer, tmp_path):
-    """Its checkpoints must neither be passed over nor replaced. The program gets the folder open, because parents of tmp_path are not."""
+    """Its checkpoints must neither be passed over nor replaced. The program gets the folder open, because parents of
+    tmp_path are not."""
     if "train_gpt2cu" in str(trainer.program):
         pytest.skip("the rule is the same, and a GPU may not be open to all")
     succeeds(trainer("-o", tmp_path / "run", "-n", "1"))
@@ -739,11 +989,41 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(trainer, tmp_path):
         program = shutil.copy(trainer.program, open_folder)
         good = shard(Path(open_folder) / "good.bin")
         run.chmod(0o300)
-        p = subprocess.run(["setpriv", "--reuid=65534", "--clear-groups", program, "-e", "d2,channels=64,seq=64", "-i", good, "-j", good, "-b", "2", "-t", "32", "-x", "3", "-v", "0", "-s", "0", "-n", "1", "-y", "1", "-o", run],
-                           cwd=open_folder, capture_output=True, text=True, env=ENVIRONMENT)
+        p = subprocess.run(
+            [
+                "setpriv",
+                "--reuid=65534",
+                "--clear-groups",
+                program,
+                "-e",
+                "d2,channels=64,seq=64",
+                "-i",
+                good,
+                "-j",
+                good,
+                "-b",
+                "2",
+                "-t",
+                "32",
+                "-x",
+                "3",
+                "-v",
+                "0",
+                "-s",
+                "0",
+                "-n",
+                "1",
+                "-y",
+                "1",
+                "-o",
+                run,
+            ],
+            cwd=open_folder,
+            capture_output=True,
+            text=True,
+            env=ENVIRONMENT,
+        )
         fails(p, "cannot list folder")
-
-
 
 
 def wait_for_start(process, log, count=1):
@@ -813,7 +1093,18 @@ def test_the_terminal_is_closed(trainer, tmp_path, nohup):
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
 
-    process = trainer.start("-o", tmp_path / "run", "-n", "1000000", "-x", "1000000", stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=begin)
+    process = trainer.start(
+        "-o",
+        tmp_path / "run",
+        "-n",
+        "1000000",
+        "-x",
+        "1000000",
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=begin,
+    )
     os.close(theirs)
     wait_for_start(process, tmp_path / "run/main.jsonl")
     os.close(ours)
@@ -827,7 +1118,8 @@ def test_the_terminal_is_closed(trainer, tmp_path, nohup):
 
 
 def test_a_resumed_run_says_that_its_data_changed(trainer, tmp_path):
-    """Once, in the console and in the log; the run goes on. A checkpoint of before data were recorded has nothing to compare."""
+    """Once, in the console and in the log; the run goes on. A checkpoint of before data were recorded has nothing to
+    compare."""
     data, run = tmp_path / "data", tmp_path / "run"
     data.mkdir()
     for i in range(2):
@@ -855,14 +1147,16 @@ def test_a_resumed_run_says_that_its_data_changed(trainer, tmp_path):
     assert resume(7).startswith("9000 tokens in 3 shards -> 9000 in 3, with other names or other tokens; ")
     state = json.loads((run / "step_00000007/train_state.json").read_text())
     state["data"]["hash"] = state["data"].pop("content")  # as it was before shards were sampled
-    (run / "step_00000007/train_state.json").write_text(json.dumps(state | {"format": 1}))  # as before there were checksums
+    # as before there were checksums
+    (run / "step_00000007/train_state.json").write_text(json.dumps(state | {"format": 1}))
     assert resume(8) == ""
     (data / "x1.bin").unlink()
     (data / "x9.bin").unlink()
     assert resume(9).startswith("9000 tokens in 3 shards -> 1000 in 1; ")
     state = json.loads((run / "step_00000009/train_state.json").read_text())
     del state["data"]
-    (run / "step_00000009/train_state.json").write_text(json.dumps(state | {"format": 1}))  # as before there were checksums
+    # as before there were checksums
+    (run / "step_00000009/train_state.json").write_text(json.dumps(state | {"format": 1}))
     shard(data / "x3.bin")
     assert resume(10) == ""
     shard(data / "x4.bin")
@@ -957,13 +1251,37 @@ def test_a_name_with_brackets_is_that_file(trainer, tmp_path):
     data = shard(tmp_path / "a[1]/x{2,3}.bin")
     shard(tmp_path / "a1/x2.bin", tokens=np.zeros(3))
     assert "4000 tokens in 1 shards" in succeeds(trainer("-i", data, "-j", data, "-v", "2")).stdout
-    fails(trainer("-i", str(data).replace("{2,3}", "2")), "too few for one row")  # which is a pattern, and matches a1/x2.bin
+    # which is a pattern, and matches a1/x2.bin
+    fails(trainer("-i", str(data).replace("{2,3}", "2")), "too few for one row")
     succeeds(trainer("-i", tmp_path / "a[[]1]/*.bin"))
 
 
 def test_closed_output_does_not_become_the_log(trainer, tmp_path):
     data = shard(tmp_path / "x.bin")
-    run = ["sh", "-c", 'exec "$0" "$@" >&- 2>&-', trainer.program, "-e", "d1,channels=64,vocab=256", "-i", data, "-j", "", "-b", "1", "-t", "8", "-x", "2", "-n", "2", "-v", "0", "-o", tmp_path / "run"]
+    run = [
+        "sh",
+        "-c",
+        'exec "$0" "$@" >&- 2>&-',
+        trainer.program,
+        "-e",
+        "d1,channels=64,vocab=256",
+        "-i",
+        data,
+        "-j",
+        "",
+        "-b",
+        "1",
+        "-t",
+        "8",
+        "-x",
+        "2",
+        "-n",
+        "2",
+        "-v",
+        "0",
+        "-o",
+        tmp_path / "run",
+    ]
     subprocess.run([str(w) for w in run], check=True, env=ENVIRONMENT, timeout=300)
     logged = [json.loads(line)["event"] for line in (tmp_path / "run/main.jsonl").read_text().splitlines()]
     assert (logged[0], logged.count("step"), logged[-1]) == ("start", 2, "end")
@@ -971,13 +1289,18 @@ def test_closed_output_does_not_become_the_log(trainer, tmp_path):
 
 # ---- a loss that is not a number
 
+
 @pytest.fixture
 def nan_weights(checkpoint):
     folder, header, data = checkpoint
     spoilt = bytearray(data)
-    name = next(k for k, v in header.items() if k != "__metadata__" and len(v["shape"]) == 2 and v["shape"][0] >= 64 and "wte" not in k and "wpe" not in k)
+    name = next(
+        k
+        for k, v in header.items()
+        if k != "__metadata__" and len(v["shape"]) == 2 and v["shape"][0] >= 64 and "wte" not in k and "wpe" not in k
+    )
     at, dtype = header[name]["data_offsets"][0], header[name]["dtype"]
-    spoilt[at:at + (4 if dtype == "F32" else 2)] = b"\x00\x00\xc0\x7f" if dtype == "F32" else b"\xc0\x7f"
+    spoilt[at : at + (4 if dtype == "F32" else 2)] = b"\x00\x00\xc0\x7f" if dtype == "F32" else b"\xc0\x7f"
     write_safetensors(folder / "model.safetensors", header, bytes(spoilt))
     return folder, (folder / "model.safetensors").read_bytes()
 
@@ -985,14 +1308,21 @@ def nan_weights(checkpoint):
 def weights_of(path):
     raw = path.read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
-    header = json.loads(raw[8:8 + size])
-    tensors = {k: (v["dtype"], raw[8 + size + v["data_offsets"][0]:8 + size + v["data_offsets"][1]]) for k, v in header.items() if k != "__metadata__"}
-    return {k: one_nan(np.frombuffer(data, np.uint32 if dtype == "F32" else np.uint16)) for k, (dtype, data) in tensors.items()}
+    header = json.loads(raw[8 : 8 + size])
+    tensors = {
+        k: (v["dtype"], raw[8 + size + v["data_offsets"][0] : 8 + size + v["data_offsets"][1]])
+        for k, v in header.items()
+        if k != "__metadata__"
+    }
+    return {
+        k: one_nan(np.frombuffer(data, np.uint32 if dtype == "F32" else np.uint16))
+        for k, (dtype, data) in tensors.items()
+    }
 
 
 def one_nan(bits):
     """The same bits, but for NaNs: a GPU rounds all of them to one."""
-    infinity = bits.dtype.type(0x7f80 << 16 if bits.itemsize == 4 else 0x7f80)
+    infinity = bits.dtype.type(0x7F80 << 16 if bits.itemsize == 4 else 0x7F80)
     sign = bits.dtype.type(1 << 8 * bits.itemsize - 1)
     return np.where((bits & ~sign) > infinity, ~sign, bits).tobytes()
 
@@ -1014,7 +1344,12 @@ def test_skipping_ends(trainer, nan_weights, tmp_path):
     run = trainer("-e", folder, "-o", tmp_path / "nan", "--on-nan", "skip", "-x", "60")
     fails(run, "step 10", "as many steps in a row were not finite as --skip-limit allows")
     assert run.stdout.count("update skipped") == 9
-    assert trainer("-e", folder, "-o", tmp_path / "more", "--on-nan", "skip", "-x", "60", "--skip-limit", "70").stdout.count("update skipped") == 60
+    assert (
+        trainer(
+            "-e", folder, "-o", tmp_path / "more", "--on-nan", "skip", "-x", "60", "--skip-limit", "70"
+        ).stdout.count("update skipped")
+        == 60
+    )
 
 
 def test_a_diverged_run_keeps_what_was_good(trainer, tmp_path):
@@ -1023,7 +1358,12 @@ def test_a_diverged_run_keeps_what_was_good(trainer, tmp_path):
     succeeds(trainer("-o", run, "-x", "20", "-n", "5", "-nk", "1"))
     good = weights_of(run / "step_00000020/model.safetensors")
     for on_nan in ("stop", "skip"):
-        fails(trainer.bare("-o", run, "-y", "1", "-x", "1000", "-l", "1e3", "-c", "1e3", "--grad-clip", "0", "--on-nan", on_nan), "saved and marked as diverged")
+        fails(
+            trainer.bare(
+                "-o", run, "-y", "1", "-x", "1000", "-l", "1e3", "-c", "1e3", "--grad-clip", "0", "--on-nan", on_nan
+            ),
+            "saved and marked as diverged",
+        )
         marked = [p.parent.name for p in run.glob("step_*/diverged")]
         assert marked and "step_00000020" not in marked and weights_of(run / "step_00000020/model.safetensors") == good
         assert re.match(r"step \d+: loss", (run / max(marked) / "diverged").read_text())
@@ -1034,29 +1374,47 @@ def test_a_diverged_run_keeps_what_was_good(trainer, tmp_path):
 
 
 def test_a_checkpoint_is_judged_by_the_loss_of_its_weights(trainer, tmp_path):
-    """Step 4 has a good loss and makes weights of which step 5 finds a bad one: though each step is saved and one is kept, step 3 stays."""
+    """Step 4 has a good loss and makes weights of which step 5 finds a bad one: though each step is saved and one is
+    kept, step 3 stays."""
     run = tmp_path / "run"
     succeeds(trainer("-o", run, "-x", "3", "-n", "1", "-nk", "1"))
-    fails(trainer.bare("-o", run, "-y", "1", "-x", "9", "-l", "1e3", "-c", "1e3", "--grad-clip", "0"), "--on-nan stop ends the run")
+    fails(
+        trainer.bare("-o", run, "-y", "1", "-x", "9", "-l", "1e3", "-c", "1e3", "--grad-clip", "0"),
+        "--on-nan stop ends the run",
+    )
     names = sorted(p.name for p in run.glob("step_*"))
-    assert names[0] == "step_00000003" and not (run / names[0] / "diverged").exists() and all((run / name / "diverged").exists() for name in names[1:]) and len(names) == 2
+    assert (
+        names[0] == "step_00000003"
+        and not (run / names[0] / "diverged").exists()
+        and all((run / name / "diverged").exists() for name in names[1:])
+        and len(names) == 2
+    )
 
 
 # ---- llm.c's ways
 
+
 def test_a_constant_learning_rate_has_no_warm_up(trainer, tmp_path):
     said = succeeds(trainer("-o", tmp_path / "run", "-k", "constant", "-u", "10", "-l", "0.001", "-x", "3")).stdout
-    assert [e["lr"] for e in events(tmp_path / "run", "step")] == [0.001] * 3 and "no warm-up: --schedule constant has none" in said
+    assert [e["lr"] for e in events(tmp_path / "run", "step")] == [
+        0.001
+    ] * 3 and "no warm-up: --schedule constant has none" in said
 
 
 def test_the_13B_of_gpt3_has_two_names(trainer):
     for name in ("c5120", "c5140"):
-        assert "1 layers, 256 channels, 2 heads" in succeeds(trainer("-e", f"gpt3:{name},layers=1,channels=256,vocab=256,seq=64")).stdout
+        assert (
+            "1 layers, 256 channels, 2 heads"
+            in succeeds(trainer("-e", f"gpt3:{name},layers=1,channels=256,vocab=256,seq=64")).stdout
+        )
     fails(trainer("-e", "gpt3:c5130"), "unknown model 'gpt3:c5130'")
 
 
 def write_tokenizer(path, words=256, eot=0, kind=1):
-    path.write_bytes(struct.pack("<256i", 20240328, 2, words, eot, kind, *[0] * 251) + b"".join(bytes([1, i]) if i < 256 else bytes([2, i >> 8, i & 255]) for i in range(words)))
+    path.write_bytes(
+        struct.pack("<256i", 20240328, 2, words, eot, kind, *[0] * 251)
+        + b"".join(bytes([1, i]) if i < 256 else bytes([2, i >> 8, i & 255]) for i in range(words))
+    )
     return path
 
 
@@ -1065,7 +1423,10 @@ def test_the_tokenizer_of_llm_c_lies_in_the_working_folder(trainer, tmp_path):
     options = ["-i", tmp_path / "unnamed.bin", "-s", "2", "-g", "8"]
     ids = succeeds(trainer(*options)).stdout
     write_tokenizer(tmp_path / "gpt2_tokenizer.bin", 300, kind=0)
-    assert re.search(r"---- sample of step 2 .*\n(\d+ )+\n", ids) and re.search(r"---- sample of step 2 .*\n(\d+ )+\n", succeeds(trainer(*options)).stdout)  # another vocabulary
+    # another vocabulary
+    assert re.search(r"---- sample of step 2 .*\n(\d+ )+\n", ids) and re.search(
+        r"---- sample of step 2 .*\n(\d+ )+\n", succeeds(trainer(*options)).stdout
+    )
     write_tokenizer(tmp_path / "gpt2_tokenizer.bin", kind=0)
     assert not re.search(r"---- sample of step 2 .*\n(\d+ )+\n", succeeds(trainer(*options)).stdout)
 
@@ -1080,11 +1441,27 @@ def test_the_end_is_marked_for_scripts(trainer, tmp_path):
 
 # ---- what lies beside what was named
 
+
 def test_validation_data_beside_the_training_data(trainer, tmp_path):
     (tmp_path / "train").mkdir()
     for name in ("my_train_1", "my_train_2", "my_val_1", "my_val_2"):
         shard(tmp_path / f"train/{name}.bin")
-    words = ["-i", "train/my_train_*.bin", "-e", "d1,channels=64,seq=64", "-b", "2", "-t", "32", "-x", "2", "-v", "2", "-s", "0"]
+    words = [
+        "-i",
+        "train/my_train_*.bin",
+        "-e",
+        "d1,channels=64,seq=64",
+        "-b",
+        "2",
+        "-t",
+        "32",
+        "-x",
+        "2",
+        "-v",
+        "2",
+        "-s",
+        "0",
+    ]
     said = succeeds(trainer.bare(*words, "-o", "run")).stdout
     assert re.search(r"--val-data +train/my_val_\*\.bin", said) and "val loss" in said
     succeeds(trainer.bare("-o", "run", "-y", "1", "-x", "3", "-v", "3"))
@@ -1107,10 +1484,13 @@ def test_text_from_a_checkpoint_alone(trainer, tmp_path):
         assert "---- sample of step 3\ndef" in said
     os.rename(tmp_path / "data/tokenizer.bin", tmp_path / "mine.bin")
     fails(trainer.bare("-e", "run/step_00000003", "--generate", "-g", "4", "--prompt", "def"), "needs a tokenizer")
-    assert "---- sample of step 3\ndef" in succeeds(trainer.bare("-e", "run/step_00000003", "--generate", "-g", "4", "--prompt", "def", "--tokenizer", "mine.bin")).stdout
+    assert ("---- sample of step 3\ndef") in succeeds(
+        trainer.bare("-e", "run/step_00000003", "--generate", "-g", "4", "--prompt", "def", "--tokenizer", "mine.bin")
+    ).stdout
 
 
 # ---- GPU only
+
 
 def test_out_of_gpu_memory_says_what_would_fit(trainer, request, tmp_path):
     if "train_gpt2cu" not in request.node.name:

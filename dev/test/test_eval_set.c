@@ -4,10 +4,12 @@
 #include "dev/test/check.h"
 
 static char path[96];
-enum { WORDS = 64, HEADER_ID = 1 << 20 };  // `at` of write_eval: a word of the stream, or HEADER_ID + a word of the header
+// `at` of write_eval: a word of the stream, or HEADER_ID + a word of the header
+enum { WORDS = 64, HEADER_ID = 1 << 20 };
 
-// Two examples: context {1,2,3}, endings {10}, {20,21}, {30}, {40,41}; label 2. One word is then replaced, if at >= 0; `extra` words follow.
-// kind[i]: what word i of the stream is: 's'tructure (any change makes the file wrong), 'l'abel, 't'oken, 'c'haracters.
+// Two examples: context {1,2,3}, endings {10}, {20,21}, {30}, {40,41}; label 2. One word is then replaced, if at >= 0;
+// `extra` words follow. kind[i]: what word i of the stream is: 's'tructure (any change makes the file wrong), 'l'abel,
+// 't'oken, 'c'haracters.
 static char kind[WORDS];
 static int write_eval(int version, int at, int64_t value, int extra) {
     int32_t h[256] = {EVAL_MAGIC, version, 2};
@@ -17,7 +19,12 @@ static int write_eval(int version, int at, int64_t value, int extra) {
     #define WORD(k, v) (kind[n] = (k), s[n++] = (uint32_t)(v))
     for (int e = 0; e < 2; e++) {
         const int begin = n;
-        WORD('s', wide ? UINT32_MAX : UINT16_MAX); WORD('s', 0); WORD('s', e); WORD('l', 2); WORD('s', 4); WORD('s', 3);
+        WORD('s', wide ? UINT32_MAX : UINT16_MAX);
+        WORD('s', 0);
+        WORD('s', e);
+        WORD('l', 2);
+        WORD('s', 4);
+        WORD('s', 3);
         for (int t = 1; t <= 3; t++) WORD('t', t);
         for (int c = 0; c < 4; c++) {
             WORD('s', c % 2 + 1);
@@ -27,9 +34,16 @@ static int write_eval(int version, int at, int64_t value, int extra) {
         s[begin + 1] = (uint32_t)(word * (n - begin));
     }
     h[3] = (int32_t)s[1];
-    if (wide) { h[4] = 50257; h[5] = TOKENIZER_GPT2; h[6] = 77; h[7] = 1; }
-    if (at >= HEADER_ID) h[at - HEADER_ID] = (int32_t)value;
-    else if (at >= 0) s[at] = (uint32_t)value;
+    if (wide) {
+        h[4] = 50257;
+        h[5] = TOKENIZER_GPT2;
+        h[6] = 77;
+        h[7] = 1;
+    }
+    if (at >= HEADER_ID)
+        h[at - HEADER_ID] = (int32_t)value;
+    else if (at >= 0)
+        s[at] = (uint32_t)value;
     FILE *f = fopen_or_die(path, "wb", "tests need a writable /tmp");
     fwrite(h, 4, 256, f);
     for (int i = 0; i < n + extra; i++) {
@@ -42,7 +56,8 @@ static int write_eval(int version, int at, int64_t value, int extra) {
 static int row_is(const EvalSet *s, int choice, int T, const int *want_inputs, const int *want_targets) {
     int inputs[16], targets[16];
     eval_row(s, choice, T, inputs, targets);
-    return !memcmp(inputs, want_inputs, (size_t)T * sizeof(int)) && !memcmp(targets, want_targets, (size_t)T * sizeof(int));
+    return !memcmp(inputs, want_inputs, (size_t)T * sizeof(int)) &&
+           !memcmp(targets, want_targets, (size_t)T * sizeof(int));
 }
 
 static void test_read(int version) {
@@ -50,21 +65,36 @@ static void test_read(int version) {
     write_eval(version, -1, 0, 0);
     eval_open(&s, path, 6, 50257);
     const EvalExample *x = &s.examples[1];
-    check(s.num_examples == 2 && s.num_choices == 8 && s.num_cut == 0 && x->label == 2 && x->num_choices == 4 && x->context_len == 3 && x->first_choice == 4, "version %d: the second example", version);
-    check(s.choices[5].length == 2 && s.choices[7].tokens[1] == 41 && s.choices[7].example == 1, "version %d: its choices", version);
-    check(s.choices[7].characters == (version == 2 ? 10 : 0) && s.hash == (version == 2 ? 77 + (1ull << 32) : 0) && !strcmp(s.name, "arc"), "version %d: characters, tokenizer, name", version);
-    check(row_is(&s, 5, 6, (int[]){1, 2, 3, 20, 0, 0}, (int[]){-1, -1, 20, 21, -1, -1}) && eval_row_length(&s, 5, 6) == 4, "version %d: a row has context and ending; only the ending is scored", version);
-    check(row_is(&s, 5, 4, (int[]){1, 2, 3, 20}, (int[]){-1, -1, 20, 21}), "version %d: a shorter row where it suffices", version);
+    check(s.num_examples == 2 && s.num_choices == 8 && s.num_cut == 0 && x->label == 2 && x->num_choices == 4 &&
+              x->context_len == 3 && x->first_choice == 4,
+          "version %d: the second example", version);
+    check(s.choices[5].length == 2 && s.choices[7].tokens[1] == 41 && s.choices[7].example == 1,
+          "version %d: its choices", version);
+    check(s.choices[7].characters == (version == 2 ? 10 : 0) && s.hash == (version == 2 ? 77 + (1ull << 32) : 0) &&
+              !strcmp(s.name, "arc"),
+          "version %d: characters, tokenizer, name", version);
+    check(row_is(&s, 5, 6, (int[]){1, 2, 3, 20, 0, 0}, (int[]){-1, -1, 20, 21, -1, -1}) &&
+              eval_row_length(&s, 5, 6) == 4,
+          "version %d: a row has context and ending; only the ending is scored", version);
+    check(row_is(&s, 5, 4, (int[]){1, 2, 3, 20}, (int[]){-1, -1, 20, 21}),
+          "version %d: a shorter row where it suffices", version);
     eval_close(&s);
     eval_open(&s, path, 4, 0);
-    check(s.num_cut == 0 && row_is(&s, 1, 4, (int[]){1, 2, 3, 20}, (int[]){-1, -1, 20, 21}), "version %d: a row of exactly T + 1 tokens is whole", version);
+    check(s.num_cut == 0 && row_is(&s, 1, 4, (int[]){1, 2, 3, 20}, (int[]){-1, -1, 20, 21}),
+          "version %d: a row of exactly T + 1 tokens is whole", version);
     eval_close(&s);
     eval_open(&s, path, 2, 0);
-    check(s.num_cut == 8 && row_is(&s, 1, 2, (int[]){3, 20}, (int[]){20, 21}) && row_is(&s, 0, 2, (int[]){2, 3}, (int[]){-1, 10}), "version %d: a context that is too long loses its beginning", version);
+    check(s.num_cut == 8 && row_is(&s, 1, 2, (int[]){3, 20}, (int[]){20, 21}) &&
+              row_is(&s, 0, 2, (int[]){2, 3}, (int[]){-1, 10}),
+          "version %d: a context that is too long loses its beginning", version);
     eval_close(&s);
 }
 
-typedef struct { int version, at; int64_t value; int extra, T, vocab_size; } Case;
+typedef struct {
+    int version, at;
+    int64_t value;
+    int extra, T, vocab_size;
+} Case;
 static void open_case(void *argument) {
     const Case *c = (const Case *)argument;
     EvalSet s;
@@ -80,8 +110,17 @@ static void refused(int version, int at, int64_t value, int extra, int T, int vo
     snprintf(name, sizeof name, "version %d, %s", version, words);
     check_refused(name, open_case, &c, words);
 }
-static void missing(void *unused) { (void)unused; EvalSet s; eval_open(&s, "/nowhere/arc.bin", 6, 0); }
-static void empty(void *unused) { (void)unused; EvalSet s; fclose(fopen_or_die(path, "wb", ".")); eval_open(&s, path, 6, 0); }
+static void missing(void *unused) {
+    (void)unused;
+    EvalSet s;
+    eval_open(&s, "/nowhere/arc.bin", 6, 0);
+}
+static void empty(void *unused) {
+    (void)unused;
+    EvalSet s;
+    fclose(fopen_or_die(path, "wb", "."));
+    eval_open(&s, path, 6, 0);
+}
 
 static void test_refusals(int version) {
     const int w = version == 2;  // words that this version has more of: one for each ending
@@ -118,7 +157,8 @@ static void test_refusals(int version) {
     refused(version, -1, 0, 0, 6, 41, "a vocabulary of 50257 tokens, the model has 41");
 }
 
-// Every word takes values that it should not have: what makes the file wrong is refused, the rest is read; nothing crashes.
+// Every word takes values that it should not have: what makes the file wrong is refused, the rest is read; nothing
+// crashes.
 static void test_every_word(int version) {
     static const int64_t values[] = {0, 1, 3, 5, 6, 9, 12, 1000, 65534, 65535, INT32_MAX, UINT32_MAX};
     const int n = write_eval(version, -1, 0, 0);
@@ -135,16 +175,23 @@ static void test_every_word(int version) {
             fclose(f);
             if (before == values[v]) continue;
             const int64_t value = values[v];
-            const int allowed = kinds[at] == 't' ? value < 50257 : kinds[at] == 'l' ? value < 4 : kinds[at] == 'c' ? value > 0 && value <= INT32_MAX : 0;
+            const int allowed = kinds[at] == 't'   ? value < 50257
+                                : kinds[at] == 'l' ? value < 4
+                                : kinds[at] == 'c' ? value > 0 && value <= INT32_MAX
+                                                   : 0;
             Case c = {version, at, value, 0, 6, 50257};
             const int status = run_child(open_case, &c, text, sizeof text);
-            const int good = allowed ? WIFEXITED(status) && WEXITSTATUS(status) == 0 : WIFEXITED(status) && WEXITSTATUS(status) == EXIT_FAILURE && strstr(text, "error: '") && strstr(text, "hint: ") && !strstr(text, "Sanitizer");
+            const int good = allowed
+                                 ? WIFEXITED(status) && WEXITSTATUS(status) == 0
+                                 : WIFEXITED(status) && WEXITSTATUS(status) == EXIT_FAILURE &&
+                                       strstr(text, "error: '") && strstr(text, "hint: ") && !strstr(text, "Sanitizer");
             if (!good) printf("      word %d = %lld: status %x %s\n", at, (long long)value, (unsigned)status, text);
             wrong += !good;
             cases++;
             write_eval(version, -1, 0, 0);
         }
-    check(wrong == 0 && cases > 300, "version %d: %d wrong words, each refused with a message or harmless", version, cases);
+    check(wrong == 0 && cases > 300, "version %d: %d wrong words, each refused with a message or harmless", version,
+          cases);
 }
 
 int main(void) {

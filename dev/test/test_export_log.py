@@ -1,4 +1,6 @@
-"""dev/export_log.py with stand-ins for the two packages, which write down what they are told; with the real ones where they are installed."""
+"""dev/export_log.py with stand-ins for the two packages, which write down what they are told; with the real ones where
+they are installed."""
+
 import importlib.util
 import json
 import os
@@ -10,14 +12,15 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PROGRAM = [sys.executable, os.path.join(ROOT, "dev/export_log.py")]
 
-TELL = '''
+TELL = """
 import json, os
 def tell(*words):
     with open(os.environ["TOLD"], "a") as f:
         f.write(json.dumps(words) + "\\n")
-'''
+"""
 STAND_INS = {
-    "tensorboardX": TELL + '''
+    "tensorboardX": TELL
+    + """
 class SummaryWriter:
     def __init__(self, folder, purge_step, filename_suffix):
         tell("open", os.path.basename(folder), purge_step, filename_suffix)
@@ -25,8 +28,9 @@ class SummaryWriter:
     def add_text(self, *a): tell("text", *a)
     def flush(self): tell("flush")
     def close(self): tell("close")
-''',
-    "wandb": TELL + '''
+""",
+    "wandb": TELL
+    + """
 class Run:
     def __init__(self, **more): tell("init", more["project"], more["id"], more["resume"], more["config"]["steps"])
     def define_metric(self, *a, **more): tell("define", *a, more)
@@ -35,7 +39,7 @@ class Run:
     class config:
         update = staticmethod(lambda record, allow_val_change: tell("config", record["steps"]))
 init = Run
-''',
+""",
 }
 
 
@@ -44,7 +48,15 @@ def start(step=0, **more):
 
 
 def step(n, elapsed=None, **more):
-    return {"event": "step", "step": n, "elapsed": n if elapsed is None else elapsed, "loss": 10 - n, "mfu": None, "skipped": "outlier", **more}
+    return {
+        "event": "step",
+        "step": n,
+        "elapsed": n if elapsed is None else elapsed,
+        "loss": 10 - n,
+        "mfu": None,
+        "skipped": "outlier",
+        **more,
+    }
 
 
 @pytest.fixture
@@ -59,12 +71,20 @@ def export(tmp_path):
         """What the package was told, and the program's output."""
         told = tmp_path / "told"
         told.write_text("")
-        done = subprocess.run([*PROGRAM, target, str(tmp_path / "run"), *arguments], env=os.environ | {"PYTHONPATH": str(tmp_path / "packages"), "TOLD": str(told)}, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            [*PROGRAM, target, str(tmp_path / "run"), *arguments],
+            env=os.environ | {"PYTHONPATH": str(tmp_path / "packages"), "TOLD": str(told)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
         assert done.returncode == status, done.stderr
         return [json.loads(line) for line in told.read_text().splitlines()], done.stdout + done.stderr
 
     export.log = tmp_path / "run" / "main.jsonl"
-    export.append = lambda *records, tail="": open(export.log, "a").write("".join(json.dumps(r) + "\n" for r in records) + tail)
+    export.append = lambda *records, tail="": open(export.log, "a").write(
+        "".join(json.dumps(r) + "\n" for r in records) + tail
+    )
     return export
 
 
@@ -73,11 +93,27 @@ def scalars(told):
 
 
 def test_tensorboard(export):
-    export.append(start(), {"event": "eval", "step": 0, "elapsed": 0, "loss": 11.0, "bpb": 2.0}, step(1), {"event": "eval_choice", "step": 1, "elapsed": 1, "name": "arc", "acc": 0.25}, {"event": "sample", "step": 1, "text": "hello"},
-                  tail='{"event":"step","st')
+    export.append(
+        start(),
+        {"event": "eval", "step": 0, "elapsed": 0, "loss": 11.0, "bpb": 2.0},
+        step(1),
+        {"event": "eval_choice", "step": 1, "elapsed": 1, "name": "arc", "acc": 0.25},
+        {"event": "sample", "step": 1, "text": "hello"},
+        tail='{"event":"step","st',
+    )
     told, output = export("tensorboard", "--once")
-    assert told[0] == ["open", "000", 1, f".{export.log.read_text().index(chr(10)) + 1:015}"] and told[-2:] == [["flush"], ["close"]] and "5 records" in output
-    assert scalars(told) == [["val/loss", 11.0, 0, 1000], ["val/bpb", 2.0, 0, 1000], ["train/loss", 9, 1, 1001], ["train/skipped", 1, 1, 1001], ["arc/acc", 0.25, 1, 1001]]
+    assert (
+        told[0] == ["open", "000", 1, f".{export.log.read_text().index(chr(10)) + 1:015}"]
+        and told[-2:] == [["flush"], ["close"]]
+        and "5 records" in output
+    )
+    assert scalars(told) == [
+        ["val/loss", 11.0, 0, 1000],
+        ["val/bpb", 2.0, 0, 1000],
+        ["train/loss", 9, 1, 1001],
+        ["train/skipped", 1, 1, 1001],
+        ["arc/acc", 0.25, 1, 1001],
+    ]
     assert ["text", "sample", "hello", 1] in told
     assert export("tensorboard", "--once")[0] == []  # nothing new
     export.append(tail='ep":2,"loss":8,"elapsed":2}\n')  # half a line was not lost
@@ -86,11 +122,27 @@ def test_tensorboard(export):
 
 
 def test_tensorboard_of_a_resumed_and_of_a_new_run(export):
-    """purge_step hides what the resumed run takes back; clock times go on. Another log of the same name is another run."""
-    export.append(start(), step(1), step(2), step(3), start(2, time=5000), step(3, elapsed=1.5), {"event": "end", "step": 3, "reason": "all steps done"})
+    """purge_step hides what the resumed run takes back; clock times go on. Another log of the same name is another
+    run."""
+    export.append(
+        start(),
+        step(1),
+        step(2),
+        step(3),
+        start(2, time=5000),
+        step(3, elapsed=1.5),
+        {"event": "end", "step": 3, "reason": "all steps done"},
+    )
     told, _ = export("tensorboard")  # without --once: ends because the run has
-    assert [t[1:3] for t in told if t[0] == "open"] == [["000", 1], ["000", 3]] and len({t[3] for t in told if t[0] == "open"}) == 2
-    assert [s[2:] for s in scalars(told) if s[0] == "train/loss"] == [[1, 1001], [2, 1002], [3, 1003], [3, 1003.5]] and ["text", "end", "all steps done", 3] in told
+    assert [t[1:3] for t in told if t[0] == "open"] == [["000", 1], ["000", 3]] and len(
+        {t[3] for t in told if t[0] == "open"}
+    ) == 2
+    assert [s[2:] for s in scalars(told) if s[0] == "train/loss"] == [
+        [1, 1001],
+        [2, 1002],
+        [3, 1003],
+        [3, 1003.5],
+    ] and ["text", "end", "all steps done", 3] in told
     export.log.write_text("")
     export.append(start(time=7000), step(1), step(2), step(3), step(4), step(5), step(6), step(7))
     told, _ = export("tensorboard", "--once")
@@ -100,11 +152,24 @@ def test_tensorboard_of_a_resumed_and_of_a_new_run(export):
 def test_wandb(export):
     export.append(start(), step(1), step(2), step(3), start(1, steps=20), step(2, elapsed=0.5))
     told, _ = export("wandb", "--once", "--project", "mine")
-    assert told[0][:2] == ["init", "mine"] and told[0][3:] == ["allow", 9] and ["define", "*", {"step_metric": "step"}] in told and ["config", 20] in told and told[-1] == ["finish"]
-    assert [t[1]["step"] for t in told if t[0] == "log"] == [1, 2, 3, 2] and ["log", {"step": 3, "train/loss": 7.0, "train/skipped": 1.0}] in told
+    assert (
+        told[0][:2] == ["init", "mine"]
+        and told[0][3:] == ["allow", 9]
+        and ["define", "*", {"step_metric": "step"}] in told
+        and ["config", 20] in told
+        and told[-1] == ["finish"]
+    )
+    assert [t[1]["step"] for t in told if t[0] == "log"] == [1, 2, 3, 2] and [
+        "log",
+        {"step": 3, "train/loss": 7.0, "train/skipped": 1.0},
+    ] in told
     export.append(step(3), {"event": "end", "step": 3, "reason": "Terminated"})
     again, _ = export("wandb")
-    assert again[0][2] == told[0][2] and [t[1] for t in again if t[0] == "log"] == [{"step": 3, "train/loss": 7.0, "train/skipped": 1.0}, {"step": 3, "end": "Terminated"}]  # the same run goes on
+    # the same run goes on
+    assert again[0][2] == told[0][2] and [t[1] for t in again if t[0] == "log"] == [
+        {"step": 3, "train/loss": 7.0, "train/skipped": 1.0},
+        {"step": 3, "end": "Terminated"},
+    ]
 
 
 def test_messages(export, tmp_path):
@@ -118,8 +183,16 @@ def test_messages(export, tmp_path):
     assert "is damaged" in export("wandb", "--once", status=1)[1]
     for target, hint in (("tensorboard", "pip install tensorboardX"), ("wandb", "pip install wandb")):
         state.unlink(missing_ok=True)
-        hidden = "import sys; sys.modules.update({n: None for n in ('tensorboardX', 'torch', 'torch.utils', 'torch.utils.tensorboard', 'wandb')}); sys.path.insert(0, %r); import export_log; export_log.main(%r)"
-        done = subprocess.run([sys.executable, "-c", hidden % (os.path.join(ROOT, "dev"), [target, str(tmp_path / "run"), "--once"])], capture_output=True, text=True)
+        hidden = (
+            "import sys; sys.modules.update({n: None for n in ('tensorboardX', 'torch', 'torch.utils', "
+            "'torch.utils.tensorboard', 'wandb')}); sys.path.insert(0, %r); import export_log; "
+            "export_log.main(%r)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", hidden % (os.path.join(ROOT, "dev"), [target, str(tmp_path / "run"), "--once"])],
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 1 and hint in done.stderr and not list((tmp_path / "run").glob("*.json")), done.stderr
 
 

@@ -2,6 +2,7 @@
 
 Longer: make fuzz SECONDS=600
 """
+
 import os
 import re
 import shutil
@@ -90,9 +91,17 @@ def planted(tmp_path_factory):
     return folder / "build/fuzz/planted.replay"
 
 
-@pytest.mark.parametrize("text, words", [
-    ("good", ""), ("refused", ""), ("heap", "heap-buffer-overflow"), ("assertion", "Assertion"),
-    ("undefined", "shift exponent"), ("leak", "left == 0")])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("good", ""),
+        ("refused", ""),
+        ("heap", "heap-buffer-overflow"),
+        ("assertion", "Assertion"),
+        ("undefined", "shift exponent"),
+        ("leak", "left == 0"),
+    ],
+)
 def test_faults_are_found(planted, tmp_path, text, words):
     (tmp_path / "input").write_text(text)
     p = subprocess.run([planted, tmp_path / "input"], capture_output=True, text=True)

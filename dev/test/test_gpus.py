@@ -1,10 +1,11 @@
-"""The GPU trainer as a user starts it, on one GPU and on as many as there are: the stages of ZeRO and repeated runs agree, jobs resume on
-other numbers of GPUs, lost ranks end the job and are named, no two ranks share a GPU, and neither what saves memory nor what carries short
-messages changes a bit.
+"""The GPU trainer as a user starts it, on one GPU and on as many as there are: the stages of ZeRO and repeated runs
+agree, jobs resume on other numbers of GPUs, lost ranks end the job and are named, no two ranks share a GPU, and neither
+what saves memory nor what carries short messages changes a bit.
 
-test_gpt2.cu compares the same program with PyTorch; test_ranks.py has more of this on CPUs. To try these tests without a GPU:
-LLMC_GPU_PROGRAM=build/train_gpt2 LLMC_GPUS=4.
+test_gpt2.cu compares the same program with PyTorch; test_ranks.py has more of this on CPUs. To try these tests without
+a GPU: LLMC_GPU_PROGRAM=build/train_gpt2 LLMC_GPUS=4.
 """
+
 import os
 import random
 import re
@@ -15,13 +16,31 @@ from pathlib import Path
 
 import pytest
 from test_generate import MODELS, samples
-from test_ranks import CONFIG, MARGIN, MPIRUN, ROOT, Job, checkpoint, curve, data, events, steps_saved, stopped, succeeds  # noqa: F401  (data is a fixture)
+from test_ranks import (
+    CONFIG,
+    MARGIN,
+    MPIRUN,
+    ROOT,
+    Job,
+    checkpoint,
+    curve,
+    data,
+    events,
+    steps_saved,
+    stopped,
+    succeeds,
+)  # noqa: F401  (data is a fixture)
 
 STAND_IN = os.environ.get("LLMC_GPU_PROGRAM")
 GPUS = int(os.environ.get("LLMC_GPUS", CONFIG["GPUS"]))
 WORLD = 1 << min(3, GPUS.bit_length() - 1) if GPUS else 0  # 1, 2, 4 or 8: what shares the batch below
 MULTI = MPIRUN and (STAND_IN or CONFIG.get("NCCL_LIBS"))
-PROGRAMS = {p: Path(STAND_IN).resolve() if STAND_IN else ROOT / f"build/{p}-{CONFIG.get('FAT_ARCHS', '').replace(' ', '-')}/train_gpt2cu" for p in ("bf16", "fp32")}
+PROGRAMS = {
+    p: Path(STAND_IN).resolve()
+    if STAND_IN
+    else ROOT / f"build/{p}-{CONFIG.get('FAT_ARCHS', '').replace(' ', '-')}/train_gpt2cu"
+    for p in ("bf16", "fp32")
+}
 TIMEOUT = 5
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU")
@@ -31,11 +50,34 @@ several = pytest.mark.skipif(WORLD < 2 or not MULTI, reason="fewer than two GPUs
 @pytest.fixture
 def train(data, tmp_path):  # noqa: F811
     """train(ranks, output, options...): steps of 16 sequences of 64 tokens; ranks 0: started without mpirun."""
+
     def start(ranks, output, *arguments, precision="bf16", **job):
-        options = {"-e": "d3,channels=128,heads=2,vocab=256,seq=64", "-i": "train_*.bin", "-j": "val.bin", "-b": "2", "-t": "64", "-d": str(16 * 64), "-x": "12", "-v": "0", "-s": "0",
-                   "-l": "3e-3", "-z": "1", "--tf32": "0", "--timeout": "120", "-o": tmp_path / output}
+        options = {
+            "-e": "d3,channels=128,heads=2,vocab=256,seq=64",
+            "-i": "train_*.bin",
+            "-j": "val.bin",
+            "-b": "2",
+            "-t": "64",
+            "-d": str(16 * 64),
+            "-x": "12",
+            "-v": "0",
+            "-s": "0",
+            "-l": "3e-3",
+            "-z": "1",
+            "--tf32": "0",
+            "--timeout": "120",
+            "-o": tmp_path / output,
+        }
         words = [w for pair in (options | dict(zip(arguments[::2], arguments[1::2]))).items() for w in pair]
-        return Job(ranks, PROGRAMS[precision], *words, cwd=data, environment={"NCCL_NVLS_ENABLE": "0"} | job.pop("environment", {}), **job)
+        return Job(
+            ranks,
+            PROGRAMS[precision],
+            *words,
+            cwd=data,
+            environment={"NCCL_NVLS_ENABLE": "0"} | job.pop("environment", {}),
+            **job,
+        )
+
     return start
 
 
@@ -51,12 +93,15 @@ LONG = ["-x", "100000", "-n", "100000", "--timeout", TIMEOUT]
 
 # ---- one GPU
 
+
 @pytest.mark.parametrize("option", ["--recompute=1", "--recompute=2", "--recompute=3"])
 def test_recomputing_changes_no_bit(train, tmp_path, option):
     name, value = option.split("=")
     succeeds(train(0, "plain", "-n", "12", "--gelu-fusion", "0"), 300)
     succeeds(train(0, "less", "-n", "12", "--gelu-fusion", "0", name, value), 300)
-    assert curve(tmp_path / "plain") == curve(tmp_path / "less") and checkpoint(tmp_path / "plain", 12) == checkpoint(tmp_path / "less", 12)
+    assert curve(tmp_path / "plain") == curve(tmp_path / "less") and checkpoint(tmp_path / "plain", 12) == checkpoint(
+        tmp_path / "less", 12
+    )
 
 
 GRAPHS = {
@@ -64,7 +109,16 @@ GRAPHS = {
     "one micro-step": ["-b", "16"],
     "least memory": ["--recompute", "3", "--head-chunks", "3", "--state-dtype", "bf16", "--master-weights", "0"],
     "llama3.2": ["-e", "llama3.2:1B,layers=2,channels=256,heads=4,kv_heads=2,vocab=256,seq=64"],
-    "odd sizes": ["-e", "qwen2.5:0.5B,layers=3,channels=192,heads=3,kv_heads=1,vocab=257,seq=64", "-b", "1", "-t", "7", "-d", "21"],
+    "odd sizes": [
+        "-e",
+        "qwen2.5:0.5B,layers=3,channels=192,heads=3,kv_heads=1,vocab=257,seq=64",
+        "-b",
+        "1",
+        "-t",
+        "7",
+        "-d",
+        "21",
+    ],
 }
 
 
@@ -79,9 +133,32 @@ def same_run(a, b):
 @pytest.mark.parametrize("precision", PROGRAMS)
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_graphs_change_no_bit(train, tmp_path, kind, precision):
-    """Other work on the same buffers comes between steps: evaluation, samples, and steps that are timed, so not replayed."""
+    """Other work on the same buffers comes between steps: evaluation, samples, and steps that are timed, so not
+    replayed."""
     for name, value in (("graphs", 1), ("kernels", 0)):
-        succeeds(train(0, name, "-n", "12", "-v", "3", "-m", "2", "-s", "4", "-g", "20", "--timing", "5", "--cuda-graphs", value, *GRAPHS[kind], precision=precision), 300)
+        succeeds(
+            train(
+                0,
+                name,
+                "-n",
+                "12",
+                "-v",
+                "3",
+                "-m",
+                "2",
+                "-s",
+                "4",
+                "-g",
+                "20",
+                "--timing",
+                "5",
+                "--cuda-graphs",
+                value,
+                *GRAPHS[kind],
+                precision=precision,
+            ),
+            300,
+        )
     same_run(tmp_path / "graphs", tmp_path / "kernels")
 
 
@@ -107,7 +184,12 @@ def test_timing_adds_up(train, tmp_path):
     succeeds(train(0, "plain"), 300)
     assert curve(tmp_path / "timed") == curve(tmp_path / "plain")
     choices = events(tmp_path / "plain", "choices")
-    assert STAND_IN or len(choices) == 1 and choices[0]["text"].startswith("matmul plans: ") and " k " in choices[0]["text"]
+    assert (
+        STAND_IN
+        or len(choices) == 1
+        and choices[0]["text"].startswith("matmul plans: ")
+        and " k " in choices[0]["text"]
+    )
     for e in events(tmp_path / "timed", "timing"):
         step = next(s for s in events(tmp_path / "timed", "step") if s["step"] == e["step"])
         total = sum(g["ms"] for g in e["groups"].values())
@@ -116,7 +198,17 @@ def test_timing_adds_up(train, tmp_path):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_cache_changes_no_token(model):
-    options = ["-e", MODELS[model].replace("channels=64", "channels=128"), "--generate", "-g", "100", "--tf32", "0", "--seed", "3"]
+    options = [
+        "-e",
+        MODELS[model].replace("channels=64", "channels=128"),
+        "--generate",
+        "-g",
+        "100",
+        "--tf32",
+        "0",
+        "--seed",
+        "3",
+    ]
     run = lambda *more: samples(succeeds(Job(0, PROGRAMS["fp32"], *options, *more, cwd=ROOT), 300))  # noqa: E731
     cached = run()
     assert cached == run("--kv-cache", "0") and len(cached[0].split()) > 10
@@ -125,13 +217,16 @@ def test_the_cache_changes_no_token(model):
 
 # ---- several
 
+
 @several
 def test_stages_and_repeated_runs_give_the_same_bits(train, tmp_path):
     for name, stage in (("first", 1), ("again", 1), ("stage0", 0)):
         text = succeeds(train(WORLD, name, "-z", stage, "-n", "12"), 300)
         assert f"ranks     {WORLD}," in text
     assert curve(tmp_path / "first") == curve(tmp_path / "again") == curve(tmp_path / "stage0")
-    assert checkpoint(tmp_path / "first", 12) == checkpoint(tmp_path / "again", 12) == checkpoint(tmp_path / "stage0", 12)
+    assert (
+        checkpoint(tmp_path / "first", 12) == checkpoint(tmp_path / "again", 12) == checkpoint(tmp_path / "stage0", 12)
+    )
 
 
 @several
@@ -139,20 +234,55 @@ def test_stages_and_repeated_runs_give_the_same_bits(train, tmp_path):
 def test_graphs_change_no_bit_between_ranks(train, tmp_path, stage):
     """At least four micro-steps: the first and the last of a step meet other ranks, those between are graphs."""
     for name, value in (("graphs", 1), ("kernels", 0)):
-        succeeds(train(WORLD, name, "-z", stage, "-d", 4 * WORLD * 2 * 64, "-n", "12", "-v", "3", "-m", "2", "-s", "4", "-g", "20", "--cuda-graphs", value), 300)
+        succeeds(
+            train(
+                WORLD,
+                name,
+                "-z",
+                stage,
+                "-d",
+                4 * WORLD * 2 * 64,
+                "-n",
+                "12",
+                "-v",
+                "3",
+                "-m",
+                "2",
+                "-s",
+                "4",
+                "-g",
+                "20",
+                "--cuda-graphs",
+                value,
+            ),
+            300,
+        )
     same_run(tmp_path / "graphs", tmp_path / "kernels")
 
 
 @several
 @pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has no GPU")
-@pytest.mark.parametrize("more", [["-z", "0"], ["-z", "1"], ["-z", "1", "--reduce-dtype", "fp32"]], ids=["stage0", "stage1", "fp32"])
+@pytest.mark.parametrize(
+    "more", [["-z", "0"], ["-z", "1"], ["-z", "1", "--reduce-dtype", "fp32"]], ids=["stage0", "stage1", "fp32"]
+)
 def test_gradients_reduced_at_once(train, tmp_path, more):
-    """Again: the same bits. Two ranks: those of a reduction under backward, too; among more, NCCL may take another order."""
-    for name, overlap, how in (("under", 1, "unit by unit under backward"), ("once", 0, "all at once after backward"), ("again", 0, "all at once after backward")):
-        assert f"gradients: NCCL, {how}\n" in succeeds(train(WORLD, name, *more, "-n", "12", "--dp-overlap", overlap), 300)
-    assert curve(tmp_path / "once") == curve(tmp_path / "again") and checkpoint(tmp_path / "once", 12) == checkpoint(tmp_path / "again", 12)
+    """Again: the same bits. Two ranks: those of a reduction under backward, too; among more, NCCL may take another
+    order."""
+    for name, overlap, how in (
+        ("under", 1, "unit by unit under backward"),
+        ("once", 0, "all at once after backward"),
+        ("again", 0, "all at once after backward"),
+    ):
+        assert f"gradients: NCCL, {how}\n" in succeeds(
+            train(WORLD, name, *more, "-n", "12", "--dp-overlap", overlap), 300
+        )
+    assert curve(tmp_path / "once") == curve(tmp_path / "again") and checkpoint(tmp_path / "once", 12) == checkpoint(
+        tmp_path / "again", 12
+    )
     if WORLD == 2:
-        assert curve(tmp_path / "once") == curve(tmp_path / "under") and checkpoint(tmp_path / "once", 12) == checkpoint(tmp_path / "under", 12)
+        assert curve(tmp_path / "once") == curve(tmp_path / "under") and checkpoint(
+            tmp_path / "once", 12
+        ) == checkpoint(tmp_path / "under", 12)
     close(curve(tmp_path / "once"), curve(tmp_path / "under"), 2e-2)
 
 
@@ -178,10 +308,17 @@ def test_resume_on_other_numbers_of_gpus(train, tmp_path):
 
 TENSOR = [tp for tp in (2, 4, 8) if tp <= WORLD]
 HEADS = max(WORLD, 2)
-SHARED = {  # what all ranks can share; of the second one's heads of keys and values there are copies. A low rate: Adam turns the last bits of the smallest gradients into steps
+# what all ranks can share; of the second one's heads of keys and values there are copies. A low rate: Adam turns the
+# last bits of the smallest gradients into steps
+SHARED = {
     "gpt2": ["-l", "3e-4", "-e", f"d3,channels={64 * HEADS},heads={HEADS},vocab=256,seq=64"],
-    "llama3.2": ["-l", "3e-4", "-e", f"llama3.2:1B,layers=2,channels={64 * HEADS},heads={HEADS},"
-                 f"kv_heads={max(HEADS // 4, 1)},vocab=256,ffn=256,seq=64"],
+    "llama3.2": [
+        "-l",
+        "3e-4",
+        "-e",
+        f"llama3.2:1B,layers=2,channels={64 * HEADS},heads={HEADS},"
+        f"kv_heads={max(HEADS // 4, 1)},vocab=256,ffn=256,seq=64",
+    ],
 }
 
 
@@ -197,7 +334,9 @@ def test_tensor_parallel_ranks_train_as_one(train, tmp_path, kind, tp):
     close(curve(tmp_path / "mesh"), curve(tmp_path / "one"), 2e-5)
     a, b = ({e["step"]: (e["loss"],) for e in events(tmp_path / name, "eval")} for name in ("mesh", "one"))
     close(a, b, 2e-5)
-    assert [e["text"] for e in events(tmp_path / "mesh", "sample")] == [e["text"] for e in events(tmp_path / "one", "sample")]
+    assert [e["text"] for e in events(tmp_path / "mesh", "sample")] == [
+        e["text"] for e in events(tmp_path / "one", "sample")
+    ]
 
 
 def overlaps(text):
@@ -211,20 +350,29 @@ def overlaps(text):
 @pytest.mark.parametrize("tp", TENSOR)
 @pytest.mark.parametrize("kind", SHARED)
 def test_rows_that_travel_under_products_change_no_bit(train, tmp_path, kind, tp):
-    """Measured, never and always, the last two twice, with and without recomputed blocks: each run as the first; and as often as the layers say."""
+    """Measured, never and always, the last two twice, with and without recomputed blocks: each run as the first; and as
+    often as the layers say."""
     more, layers, micro = [*SHARED[kind], "-n", "12", "--tp", tp], 3 if kind == "gpt2" else 2, 8 * tp // WORLD
     overlaps(succeeds(train(WORLD, "first", *more), 300))
     for recompute in (0, 3):
         again = layers - 1 if recompute else 0
-        met = {"gathers": micro * (6 * layers + 2 * again), "scatters": micro * (4 * layers + again), "apart": 4 * micro}
+        met = {
+            "gathers": micro * (6 * layers + 2 * again),
+            "scatters": micro * (4 * layers + again),
+            "apart": 4 * micro,
+        }
         for overlap in (0, 1, 0, 1):
             name = f"{recompute}-{overlap}"
             text = succeeds(train(WORLD, name, *more, "--recompute", recompute, "--tp-overlap", overlap), 300)
-            assert curve(tmp_path / name) == curve(tmp_path / "first") and checkpoint(tmp_path / name, 12) == checkpoint(tmp_path / "first", 12)
+            assert curve(tmp_path / name) == curve(tmp_path / "first") and checkpoint(
+                tmp_path / name, 12
+            ) == checkpoint(tmp_path / "first", 12)
             counts = met if overlap else {"gathers": 0, "scatters": 0, "apart": sum(met.values())}
             logged = events(tmp_path / name, "overlap")
             assert [{k: e[k] for k in met} for e in logged] == [counts] and logged[0]["step"] == 1
-            assert f"{counts['gathers']} gathers and {counts['scatters']} scatters under products, {counts['apart']} apart" in text
+            assert (
+                f"{counts['gathers']} gathers and {counts['scatters']} scatters under products, {counts['apart']} apart"
+            ) in text
             shutil.rmtree(tmp_path / name)
 
 
@@ -235,21 +383,31 @@ def test_rows_under_products_that_rotate_change_no_bit(train, tmp_path):
     overlaps(succeeds(train(WORLD, "measured", *more), 300))
     for overlap in (0, 1):
         succeeds(train(WORLD, f"{overlap}", *more, "--tp-overlap", overlap), 300)
-        assert curve(tmp_path / f"{overlap}") == curve(tmp_path / "measured") and checkpoint(tmp_path / f"{overlap}", 4) == checkpoint(tmp_path / "measured", 4)
+        assert curve(tmp_path / f"{overlap}") == curve(tmp_path / "measured") and checkpoint(
+            tmp_path / f"{overlap}", 4
+        ) == checkpoint(tmp_path / "measured", 4)
 
 
 @several
 @pytest.mark.parametrize("tp", TENSOR)
 @pytest.mark.parametrize("kind", SHARED)
 def test_tensor_parallel_runs_repeat(train, tmp_path, kind, tp):
-    """bf16: near one GPU; again, with the other stage of ZeRO and whatever is recomputed: the same bits. Stopped and resumed, too."""
+    """bf16: near one GPU; again, with the other stage of ZeRO and whatever is recomputed: the same bits. Stopped and
+    resumed, too."""
     more = [*SHARED[kind], "-n", "6", "--gelu-fusion", "0"]
     succeeds(train(0, "one", *more), 300)
     succeeds(train(WORLD, "mesh", *more, "--tp", tp), 300)
     close(curve(tmp_path / "mesh"), curve(tmp_path / "one"), 2e-2)
-    for name, others in {"again": ["-z", "0"], "1": ["--recompute", "1"], "2": ["--recompute", "2"], "3": ["--recompute", "3", "--timing", "5"]}.items():
+    for name, others in {
+        "again": ["-z", "0"],
+        "1": ["--recompute", "1"],
+        "2": ["--recompute", "2"],
+        "3": ["--recompute", "3", "--timing", "5"],
+    }.items():
         succeeds(train(WORLD, name, *more, "--tp", tp, *others), 300)
-        assert curve(tmp_path / name) == curve(tmp_path / "mesh") and checkpoint(tmp_path / name, 12) == checkpoint(tmp_path / "mesh", 12)
+        assert curve(tmp_path / name) == curve(tmp_path / "mesh") and checkpoint(tmp_path / name, 12) == checkpoint(
+            tmp_path / "mesh", 12
+        )
     for steps, go_on in ((6, 0), (12, 1)):
         succeeds(train(WORLD, "run", *more, "--tp", tp, "-x", steps, "-y", go_on), 300)
     assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "mesh", 12)
@@ -257,7 +415,19 @@ def test_tensor_parallel_runs_repeat(train, tmp_path, kind, tp):
 
 @several
 def test_stochastic_rounding_repeats_on_resume(train, tmp_path):
-    more = [*SHARED["llama3.2"], "-n", "6", "--tp", WORLD, "--state-dtype", "bf16", "--master-weights", "0", "--head-chunks", "3"]
+    more = [
+        *SHARED["llama3.2"],
+        "-n",
+        "6",
+        "--tp",
+        WORLD,
+        "--state-dtype",
+        "bf16",
+        "--master-weights",
+        "0",
+        "--head-chunks",
+        "3",
+    ]
     succeeds(train(WORLD, "straight", *more), 300)
     for steps, go_on in ((6, 0), (12, 1)):
         succeeds(train(WORLD, "run", *more, "-x", steps, "-y", go_on), 300)
@@ -275,7 +445,9 @@ def test_resume_on_other_layouts(train, tmp_path):
     for step in (3, 6, 9, 12):
         (a, files), (b, others) = (checkpoint(tmp_path / name, step) for name in ("run", "straight"))
         assert [a[k] for k in ("step", "tokens", "epoch", "row")] == [b[k] for k in ("step", "tokens", "epoch", "row")]
-        assert files.keys() == others.keys() and all(len(files[n]) == len(others[n]) for n in files if n.endswith(".safetensors"))
+        assert files.keys() == others.keys() and all(
+            len(files[n]) == len(others[n]) for n in files if n.endswith(".safetensors")
+        )
 
 
 @several
@@ -291,7 +463,11 @@ def test_losing_a_rank(train, how, tp, overlap):
     begin = time.time()
     status, text = job.finish(TIMEOUT + MARGIN)
     assert status != 0
-    expected = rf"rank {rank} \(process \d+\) gives no sign of life" if how == signal.SIGSTOP else rf"rank {rank}\b.*(has ended: it was killed|signal 9|terminated)"
+    expected = (
+        rf"rank {rank} \(process \d+\) gives no sign of life"
+        if how == signal.SIGSTOP
+        else rf"rank {rank}\b.*(has ended: it was killed|signal 9|terminated)"
+    )
     assert re.search(expected, text), text
     print(f"rank {rank}, {how.name}: all ended after {time.time() - begin:.1f} s")
 
@@ -301,10 +477,35 @@ def test_losing_a_rank(train, how, tp, overlap):
 def test_short_messages_peer_to_peer_change_no_bit(train, tmp_path, tp):
     """Of more than two numbers NCCL's sums of gradients are in another order."""
     for name, value in (("near", 1), ("far", 0)):
-        text = succeeds(train(WORLD, name, *SHARED["llama3.2"], "--tp", tp, "-n", "12", "-v", "6", "-m", "2", "-s", "6", "-g", "20", "--p2p", value), 300)
-        assert STAND_IN or re.search(r"messages  loss and norm: " + ("peer to peer[;\n]" if value else r"NCCL \(--p2p 0\)"), text), text
+        text = succeeds(
+            train(
+                WORLD,
+                name,
+                *SHARED["llama3.2"],
+                "--tp",
+                tp,
+                "-n",
+                "12",
+                "-v",
+                "6",
+                "-m",
+                "2",
+                "-s",
+                "6",
+                "-g",
+                "20",
+                "--p2p",
+                value,
+            ),
+            300,
+        )
+        assert STAND_IN or re.search(
+            r"messages  loss and norm: " + ("peer to peer[;\n]" if value else r"NCCL \(--p2p 0\)"), text
+        ), text
     if WORLD // tp <= 2:
-        assert curve(tmp_path / "near") == curve(tmp_path / "far") and checkpoint(tmp_path / "near", 12) == checkpoint(tmp_path / "far", 12)
+        assert curve(tmp_path / "near") == curve(tmp_path / "far") and checkpoint(tmp_path / "near", 12) == checkpoint(
+            tmp_path / "far", 12
+        )
     else:
         close(curve(tmp_path / "near"), curve(tmp_path / "far"), 2e-2)
 
@@ -313,15 +514,21 @@ def test_short_messages_peer_to_peer_change_no_bit(train, tmp_path, tp):
 @pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has no GPU")
 @pytest.mark.parametrize("tp", [1, WORLD], ids=["data", "tensor"])
 def test_a_wait_says_whom_it_was_for(train, tp):
-    """Many micro-steps: the rank stops in one of them, hardly ever where others wait for it through MPI, which has less to say."""
+    """Many micro-steps: the rank stops in one of them, hardly ever where others wait for it through MPI, which has less
+    to say."""
     for _ in range(4):
-        job = train(WORLD, "run", *LONG, *SHARED["gpt2"], "--timeout", "10", "--tp", tp, "-d", 64 * WORLD // tp * 2 * 64).wait_for("step      3/", 300)
+        job = train(
+            WORLD, "run", *LONG, *SHARED["gpt2"], "--timeout", "10", "--tp", tp, "-d", 64 * WORLD // tp * 2 * 64
+        ).wait_for("step      3/", 300)
         time.sleep(random.random())
         rank = random.randrange(WORLD)
         os.kill(job.ranks()[rank], signal.SIGSTOP)
         status, text = job.finish(10 + MARGIN)
         assert status != 0 and re.search(rf"rank {rank} \(process \d+\) gives no sign of life", text), text
-        if wait := re.search(r"peer-to-peer .* of \d+ bytes, epoch \d+: rank \d+ waited [\d.]+ s for rank (\d+), which has not come", text):
+        if wait := re.search(
+            r"peer-to-peer .* of \d+ bytes, epoch \d+: rank \d+ waited [\d.]+ s for rank (\d+), which has not come",
+            text,
+        ):
             assert int(wait[1]) == rank, text
             return
     pytest.fail(f"no wait was reported:\n{text}")
@@ -368,7 +575,9 @@ def test_two_ranks_on_one_gpu_are_refused(train):
 @pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has no GPU")
 def test_more_ranks_than_gpus_are_refused(train):
     status, text = train(GPUS + 1, "run", "-d", "-1").finish(60)
-    assert status != 0 and re.search(rf"rank {GPUS} is process {GPUS + 1} of host .*, which shows it {GPUS} GPUs", text), text
+    assert status != 0 and re.search(
+        rf"rank {GPUS} is process {GPUS + 1} of host .*, which shows it {GPUS} GPUs", text
+    ), text
 
 
 @several

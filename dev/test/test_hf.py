@@ -1,4 +1,6 @@
-"""dev/eval/hf.py: models in and out, bit for bit, with transformers as the other side and a hub of this test's own. No network."""
+"""dev/eval/hf.py: models in and out, bit for bit, with transformers as the other side and a hub of this test's own. No
+network."""
+
 import json
 import os
 import resource
@@ -30,7 +32,13 @@ FAMILIES = ["gpt2", "llama3.1", "llama3.2-tied", "qwen2.5"]
 
 def run(*arguments, fails=None, **how):
     """hf.py as a user starts it. fails: words of its error."""
-    result = subprocess.run([sys.executable, ROOT / "dev/eval/hf.py", *map(str, arguments)], capture_output=True, text=True, timeout=300, **how)
+    result = subprocess.run(
+        [sys.executable, ROOT / "dev/eval/hf.py", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **how,
+    )
     text = result.stdout + result.stderr
     if fails is None:
         assert result.returncode == 0, text
@@ -86,6 +94,7 @@ def transformers():
 
 # ---- weights
 
+
 @pytest.mark.parametrize("dtype, shard", [("fp32", "20KB"), ("bf16", "10GB")])
 @pytest.mark.parametrize("model", MODELS)
 def test_round_trip(program, tmp_path, monkeypatch, model, dtype, shard):  # noqa: F811
@@ -96,8 +105,11 @@ def test_round_trip(program, tmp_path, monkeypatch, model, dtype, shard):  # noq
     assert (tmp_path / "theirs/model.safetensors.index.json").exists() == (shard == "20KB")
     main(monkeypatch, "import", tmp_path / "theirs", tmp_path / "back")
     assert weights_of(tmp_path / "back") == weights_of(ours)
-    mine, their, back = (json.loads((f / "config.json").read_text()) for f in (ours, tmp_path / "theirs", tmp_path / "back"))
-    assert back == mine | their | {"torch_dtype": mine["torch_dtype"]}  # theirs as it was, and our keys for other readers
+    mine, their, back = (
+        json.loads((f / "config.json").read_text()) for f in (ours, tmp_path / "theirs", tmp_path / "back")
+    )
+    # theirs as it was, and our keys for other readers
+    assert back == mine | their | {"torch_dtype": mine["torch_dtype"]}
     again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto", local_files_only=True)
     assert again.config.to_diff_dict() == theirs.config.to_diff_dict()
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -107,11 +119,18 @@ def test_round_trip(program, tmp_path, monkeypatch, model, dtype, shard):  # noq
 
 def test_conversions_are_those_of_torch():
     bits = np.arange(1 << 16, dtype="<u2")
-    values = np.concatenate([np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, dtype=np.uint64).astype("<u4"), np.arange(0x3F7F0000, 0x3F820000, dtype="<u4"),
-                             np.array([0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0, 1 << 31], "<u4")])
+    values = np.concatenate(
+        [
+            np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, dtype=np.uint64).astype("<u4"),
+            np.arange(0x3F7F0000, 0x3F820000, dtype="<u4"),
+            np.array([0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0, 1 << 31], "<u4"),
+        ]
+    )
     nan = lambda x: torch.isnan(x).numpy()
     for dtype, kind in (("BF16", torch.bfloat16), ("F16", torch.float16)):
-        mine = torch.from_numpy(hf.convert(bits if dtype == "BF16" else bits.view("<f2"), dtype, "F32").view(np.float32))
+        mine = torch.from_numpy(
+            hf.convert(bits if dtype == "BF16" else bits.view("<f2"), dtype, "F32").view(np.float32)
+        )
         theirs = torch.from_numpy(bits.view(np.int16)).view(kind).float()
         assert torch.equal(mine[~nan(theirs)], theirs[~nan(theirs)]) and (nan(mine) == nan(theirs)).all()
     for dtype, source in (("F32", values), ("F16", bits.view("<f2"))):
@@ -122,14 +141,21 @@ def test_conversions_are_those_of_torch():
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 def test_old_gpt2_files(program, tmp_path, monkeypatch, kind):  # noqa: F811
-    """As on the hub: no prefix, masks, a copy of the tied head. What comes out holds the model alone, in the dtype asked for."""
+    """As on the hub: no prefix, masks, a copy of the tied head. What comes out holds the model alone, in the dtype
+    asked for."""
     ours = write(program, tmp_path, "gpt2", "fp32")
     weights = {n.removeprefix("transformer."): t.to(kind) for n, t in load(ours).items()}
-    more = {"lm_head.weight": weights["wte.weight"].clone(), "h.0.attn.bias": torch.ones(1, 1, 24, 24), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    more = {
+        "lm_head.weight": weights["wte.weight"].clone(),
+        "h.0.attn.bias": torch.ones(1, 1, 24, 24),
+        "h.1.attn.masked_bias": torch.tensor(-1e4),
+    }
     save_file(weights | more, ours / "model.safetensors")
     main(monkeypatch, "import", ours, tmp_path / "kept")
     kept = load(tmp_path / "kept")
-    assert set(kept) == {"transformer." + n for n in weights} and all(t.equal(weights[n.removeprefix("transformer.")]) for n, t in kept.items())
+    assert set(kept) == {"transformer." + n for n in weights} and all(
+        t.equal(weights[n.removeprefix("transformer.")]) for n, t in kept.items()
+    )
     main(monkeypatch, "import", ours, tmp_path / "bf16", "--dtype", "bf16")
     assert all(t.equal(kept[n].to(torch.bfloat16)) for n, t in load_file(tmp_path / "bf16/model.safetensors").items())
     assert json.loads((tmp_path / "bf16/config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -137,26 +163,55 @@ def test_old_gpt2_files(program, tmp_path, monkeypatch, kind):  # noqa: F811
 
 # ---- what is refused
 
-@pytest.mark.parametrize("model, change, words", [
-    ("llama3.1", {"model_type": "mixtral"}, ["model_type is 'mixtral'"]),
-    ("qwen2.5", {"model_type": "qwen2_moe"}, ["model_type is 'qwen2_moe'"]),
-    ("qwen2.5", {"use_sliding_window": True}, ["use_sliding_window is true"]),
-    ("qwen2.5", {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types names 'sliding_attention'"]),
-    ("llama2", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["type is 'linear'"]),
-    ("qwen2.5", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_type is 'yarn'"]),
-    ("llama3.1", {"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, ["rope_type is 'dynamic'"]),
-    ("llama2", {"attention_bias": True}, ["attention_bias is true"]),
-    ("llama2", {"head_dim": 64}, ["head_dim 64"]),
-    ("llama2", {"hidden_act": "gelu"}, ["hidden_act is 'gelu'"]),
-    ("llama2", {"quantization_config": {"bits": 4}}, ["quantised"]),
-    ("gpt2", {"activation_function": "relu"}, ["activation_function is 'relu'"]),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx is true"]),
-    ("gpt2", {"n_layer": None}, ["has no n_layer"]),
-    ("gpt2", {"n_layer": 3}, ["12 differences: no transformer.h.2.attn.c_attn.weight; no transformer.h.2.attn.c_proj.weight"]),
-    ("gpt2", {"n_layer": 1}, ["12 differences: transformer.h.1.attn.c_attn.bias is not part of the model"]),
-    ("gpt2", {"vocab_size": 301, "n_positions": 25}, ["2 differences: transformer.wte.weight is (300, 32), not (301, 32); transformer.wpe.weight is (24, 32), not (25, 32)"]),
-    ("llama3.1", {"tie_word_embeddings": True}, ["1 differences: lm_head.weight is not the embedding, as tie_word_embeddings says"]),
-], ids=lambda x: "-".join(x) if isinstance(x, dict) else None)
+
+@pytest.mark.parametrize(
+    "model, change, words",
+    [
+        ("llama3.1", {"model_type": "mixtral"}, ["model_type is 'mixtral'"]),
+        ("qwen2.5", {"model_type": "qwen2_moe"}, ["model_type is 'qwen2_moe'"]),
+        ("qwen2.5", {"use_sliding_window": True}, ["use_sliding_window is true"]),
+        (
+            "qwen2.5",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            ["layer_types names 'sliding_attention'"],
+        ),
+        ("llama2", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["type is 'linear'"]),
+        ("qwen2.5", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_type is 'yarn'"]),
+        (
+            "llama3.1",
+            {"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            ["rope_type is 'dynamic'"],
+        ),
+        ("llama2", {"attention_bias": True}, ["attention_bias is true"]),
+        ("llama2", {"head_dim": 64}, ["head_dim 64"]),
+        ("llama2", {"hidden_act": "gelu"}, ["hidden_act is 'gelu'"]),
+        ("llama2", {"quantization_config": {"bits": 4}}, ["quantised"]),
+        ("gpt2", {"activation_function": "relu"}, ["activation_function is 'relu'"]),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx is true"]),
+        ("gpt2", {"n_layer": None}, ["has no n_layer"]),
+        (
+            "gpt2",
+            {"n_layer": 3},
+            ["12 differences: no transformer.h.2.attn.c_attn.weight; no transformer.h.2.attn.c_proj.weight"],
+        ),
+        ("gpt2", {"n_layer": 1}, ["12 differences: transformer.h.1.attn.c_attn.bias is not part of the model"]),
+        (
+            "gpt2",
+            {"vocab_size": 301, "n_positions": 25},
+            [
+                "2 differences: transformer.wte.weight is (300, 32), not (301, 32); transformer.wpe.weight is (24, "
+                "32), not "
+                "(25, 32)"
+            ],
+        ),
+        (
+            "llama3.1",
+            {"tie_word_embeddings": True},
+            ["1 differences: lm_head.weight is not the embedding, as tie_word_embeddings says"],
+        ),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
+)
 def test_models_that_cannot_be_trained(program, tmp_path, monkeypatch, capfd, model, change, words):  # noqa: F811
     folder = write(program, tmp_path, model, "fp32")
     edit(folder / "config.json", change)
@@ -165,14 +220,22 @@ def test_models_that_cannot_be_trained(program, tmp_path, monkeypatch, capfd, mo
     assert not list(tmp_path.glob("new*"))
 
 
-@pytest.mark.parametrize("model, change, words", [
-    ("llama3.1", lambda w: {n: t.double() for n, t in w.items()}, "convert it to F32, BF16 or F16"),
-    ("llama3.1", lambda w: {n.removeprefix("model."): t for n, t in w.items() if n != "lm_head.weight"}, "base model"),
-    ("llama3.2-tied", lambda w: {n.removeprefix("model."): t for n, t in w.items()}, "base model"),
-    ("qwen2.5", lambda w: w | {"score.weight": torch.ones(2, 64)}, "classifier"),
-    ("gpt2", lambda w: w | {"score.weight": torch.ones(2, 32)}, "classifier"),
-    ("gpt2", lambda w: w | {"transformer.extra": torch.ones(3)}, "use the config.json that belongs to it"),
-], ids=["F64", "base", "tied-base", "classifier", "gpt2-classifier", "other"])
+@pytest.mark.parametrize(
+    "model, change, words",
+    [
+        ("llama3.1", lambda w: {n: t.double() for n, t in w.items()}, "convert it to F32, BF16 or F16"),
+        (
+            "llama3.1",
+            lambda w: {n.removeprefix("model."): t for n, t in w.items() if n != "lm_head.weight"},
+            "base model",
+        ),
+        ("llama3.2-tied", lambda w: {n.removeprefix("model."): t for n, t in w.items()}, "base model"),
+        ("qwen2.5", lambda w: w | {"score.weight": torch.ones(2, 64)}, "classifier"),
+        ("gpt2", lambda w: w | {"score.weight": torch.ones(2, 32)}, "classifier"),
+        ("gpt2", lambda w: w | {"transformer.extra": torch.ones(3)}, "use the config.json that belongs to it"),
+    ],
+    ids=["F64", "base", "tied-base", "classifier", "gpt2-classifier", "other"],
+)
 def test_hints_for_weights_that_do_not_fit(program, tmp_path, monkeypatch, capfd, model, change, words):  # noqa: F811
     folder = write(program, tmp_path, model, "fp32")
     save_file(change(load(folder)), folder / "model.safetensors")
@@ -190,7 +253,7 @@ def test_damaged_files(program, tmp_path, monkeypatch, capfd):  # noqa: F811
     save_file(weights | {"transformer.extra": torch.ones(3)}, path)
     refuses(monkeypatch, capfd, "transformer.extra is not part of the model", "check", folder)
     names = sorted(weights)
-    parts = {f"model-0000{i}-of-00002.safetensors": {n: weights[n] for n in names[i - 1::2]} for i in (1, 2)}
+    parts = {f"model-0000{i}-of-00002.safetensors": {n: weights[n] for n in names[i - 1 :: 2]} for i in (1, 2)}
     for name, part in parts.items():
         save_file(part, folder / name)
     path.unlink()
@@ -199,8 +262,18 @@ def test_damaged_files(program, tmp_path, monkeypatch, capfd):  # noqa: F811
     main(monkeypatch, "check", folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     refuses(monkeypatch, capfd, ["model-00002-of-00002.safetensors", "No such file"], "check", folder)
-    save_file({**parts["model-00002-of-00002.safetensors"], "late": torch.ones(1)}, folder / "model-00002-of-00002.safetensors")
-    refuses(monkeypatch, capfd, f"names {len(names)} tensors, its files hold {len(names) + 1}", "import", folder, tmp_path / "new")
+    save_file(
+        {**parts["model-00002-of-00002.safetensors"], "late": torch.ones(1)},
+        folder / "model-00002-of-00002.safetensors",
+    )
+    refuses(
+        monkeypatch,
+        capfd,
+        f"names {len(names)} tensors, its files hold {len(names) + 1}",
+        "import",
+        folder,
+        tmp_path / "new",
+    )
     (folder / "model.safetensors.index.json").unlink()
     refuses(monkeypatch, capfd, "neither model.safetensors nor model.safetensors.index.json", "check", folder)
 
@@ -219,11 +292,18 @@ def test_commands(program, tmp_path, monkeypatch, capfd):  # noqa: F811
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))  # as a full disk
     run("import", ours, tmp_path / "other", fails=["cannot write", "free some space"], preexec_fn=limit)
     run("export", tmp_path / "new", tmp_path / "other.bin", fails=["cannot write", "free some space"], preexec_fn=limit)
-    run("import", ours, tmp_path / "other", fails=["config.json': File too large", "has room"], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))
+    run(
+        "import",
+        ours,
+        tmp_path / "other",
+        fails=["config.json': File too large", "has room"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)),
+    )
     assert not list(tmp_path.glob("other*"))
 
 
 # ---- llm.c's .bin
+
 
 def llmc_gpt2(folder, dtype):
     """What train_gpt2.py of llm.c writes, of transformers' tensors."""
@@ -232,30 +312,81 @@ def llmc_gpt2(folder, dtype):
     padded = (V + 127) // 128 * 128
     header = [20240326, 3 if dtype == "fp32" else 5, c["n_positions"], V, L, c["n_head"], c["n_embd"], padded]
     tensors = [torch.nn.functional.pad(w["transformer.wte.weight"], (0, 0, 0, padded - V)), w["transformer.wpe.weight"]]
-    for name in ("ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias",
-                 "ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"):
-        tensors += [w[f"transformer.h.{l}.{name}"].T if "c_" in name and "weight" in name else w[f"transformer.h.{l}.{name}"] for l in range(L)]
-    return struct.pack("<256i", *header, *[0] * 248) + data_of(tensors + [w["transformer.ln_f.weight"], w["transformer.ln_f.bias"]])
+    for name in (
+        "ln_1.weight",
+        "ln_1.bias",
+        "attn.c_attn.weight",
+        "attn.c_attn.bias",
+        "attn.c_proj.weight",
+        "attn.c_proj.bias",
+        "ln_2.weight",
+        "ln_2.bias",
+        "mlp.c_fc.weight",
+        "mlp.c_fc.bias",
+        "mlp.c_proj.weight",
+        "mlp.c_proj.bias",
+    ):
+        tensors += [
+            w[f"transformer.h.{l}.{name}"].T if "c_" in name and "weight" in name else w[f"transformer.h.{l}.{name}"]
+            for l in range(L)
+        ]
+    return struct.pack("<256i", *header, *[0] * 248) + data_of(
+        tensors + [w["transformer.ln_f.weight"], w["transformer.ln_f.bias"]]
+    )
 
 
 def llmc_llama(folder, dtype, multiplier, multiple_of):
     """What train_llama3.py of llm.c's llama3 branch writes."""
     c, w = json.loads((folder / "config.json").read_text()), load(folder)
     L, C, NH, NKV = c["num_hidden_layers"], c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
-    header = [20240803, 3 if dtype == "fp32" else 5, c["max_position_embeddings"], c["vocab_size"], L, NH, NKV, C, multiple_of, int("rope_scaling" in c), 3, 1]
+    header = [
+        20240803,
+        3 if dtype == "fp32" else 5,
+        c["max_position_embeddings"],
+        c["vocab_size"],
+        L,
+        NH,
+        NKV,
+        C,
+        multiple_of,
+        int("rope_scaling" in c),
+        3,
+        1,
+    ]
 
     def neighbours(x, heads):
         return x.view(heads, 2, len(x) // heads // 2, C).transpose(1, 2).reshape(len(x), C)
 
     def layer(l):
         get = lambda name: w[f"model.layers.{l}.{name}.weight"]
-        qkv = torch.cat([neighbours(get("self_attn.q_proj"), NH), neighbours(get("self_attn.k_proj"), NKV), get("self_attn.v_proj")])
+        qkv = torch.cat(
+            [neighbours(get("self_attn.q_proj"), NH), neighbours(get("self_attn.k_proj"), NKV), get("self_attn.v_proj")]
+        )
         fc, zeros = torch.cat([get("mlp.up_proj"), get("mlp.gate_proj")]), lambda n: torch.zeros(n, dtype=qkv.dtype)
-        return [get("input_layernorm"), zeros(C), qkv, zeros(len(qkv)), get("self_attn.o_proj"), zeros(C), get("post_attention_layernorm"), zeros(C),
-                fc, zeros(len(fc)), get("mlp.down_proj"), zeros(C)]
+        return [
+            get("input_layernorm"),
+            zeros(C),
+            qkv,
+            zeros(len(qkv)),
+            get("self_attn.o_proj"),
+            zeros(C),
+            get("post_attention_layernorm"),
+            zeros(C),
+            fc,
+            zeros(len(fc)),
+            get("mlp.down_proj"),
+            zeros(C),
+        ]
+
     layers = zip(*[layer(l) for l in range(L)])
     norm = w["model.norm.weight"]
-    tensors = [w["model.embed_tokens.weight"], w["lm_head.weight"], *[t for group in layers for t in group], norm, torch.zeros_like(norm)]
+    tensors = [
+        w["model.embed_tokens.weight"],
+        w["lm_head.weight"],
+        *[t for group in layers for t in group],
+        norm,
+        torch.zeros_like(norm),
+    ]
     floats = struct.pack("<256f", multiplier, c["rms_norm_eps"], c["rope_theta"], *[0] * 253)
     return struct.pack("<256i", *header, *[0] * 244) + floats + data_of(tensors)
 
@@ -276,7 +407,10 @@ def test_llmc_bin(program, tmp_path, monkeypatch, model, dtype):  # noqa: F811
         theirs = llmc_llama(folder, dtype, width / (8 * channels // 3), width & -width)
     (tmp_path / "their.bin").write_bytes(theirs)
     main(monkeypatch, "import", tmp_path / "their.bin", tmp_path / "new")
-    assert weights_of(tmp_path / "new") == weights_of(folder) and (tmp_path / "new/config.json").read_bytes() == (folder / "config.json").read_bytes()
+    assert (
+        weights_of(tmp_path / "new") == weights_of(folder)
+        and (tmp_path / "new/config.json").read_bytes() == (folder / "config.json").read_bytes()
+    )
     main(monkeypatch, "export", tmp_path / "new", tmp_path / "our.bin")
     assert (tmp_path / "our.bin").read_bytes() == theirs
     other = {"fp32": "bf16", "bf16": "fp32"}[dtype]
@@ -289,6 +423,7 @@ def test_llmc_bin(program, tmp_path, monkeypatch, model, dtype):  # noqa: F811
 def test_width_of_llama3_8b():
     """As Meta's own numbers give it: 1.3 and 1024 make 14336 at 4096 channels."""
     import llmc_bin
+
     assert llmc_bin.llama_ffn(4096, 1.3, 1024) == 14336
     for channels, width in ((4096, 14336), (2048, 8192), (3072, 8192), (4096, 11008), (64, 96), (8192, 28672)):
         assert llmc_bin.llama_ffn(channels, width / (8 * channels // 3), width & -width) == width
@@ -296,25 +431,28 @@ def test_width_of_llama3_8b():
 
 def words_at(data, **words):
     for at, value in words.items():
-        data[4 * int(at[1:]):4 * int(at[1:]) + 4] = struct.pack("<i", value)
+        data[4 * int(at[1:]) : 4 * int(at[1:]) + 4] = struct.pack("<i", value)
     return bytes(data)
 
 
-@pytest.mark.parametrize("model, spoil, words", [
-    ("gpt2", lambda d: words_at(d, w0=20240520), "not a model of llm.c (magic 20240520)"),
-    ("gpt2", lambda d: words_at(d, w1=1), "version 1"),
-    ("gpt2", lambda d: words_at(d, w7=300), "make no sense"),
-    ("gpt2", lambda d: words_at(d, w4=-1), "make no sense"),
-    ("gpt2", lambda d: words_at(d, w4=1 << 23), "make no sense"),
-    ("gpt2", lambda d: words_at(d, w1=5), "its header promises"),
-    ("gpt2", lambda d: bytes(d[:-4]), "its header promises"),
-    ("gpt2", lambda d: bytes(d) + b"more", "its header promises"),
-    ("gpt2", lambda d: bytes(d[:100]), "not a model of llm.c"),
-    ("gpt2", lambda d: words_at(d, w5=5), "32 channels"),
-    ("llama3.1", lambda d: words_at(d, w9=1024), "llm.c's master branch"),
-    ("llama3.1", lambda d: words_at(d, w256=0), "make no sense"),
-    ("llama3.1", lambda d: bytes(d[:-4]) + struct.pack("<f", 0.5), "biases that are not zero"),
-])
+@pytest.mark.parametrize(
+    "model, spoil, words",
+    [
+        ("gpt2", lambda d: words_at(d, w0=20240520), "not a model of llm.c (magic 20240520)"),
+        ("gpt2", lambda d: words_at(d, w1=1), "version 1"),
+        ("gpt2", lambda d: words_at(d, w7=300), "make no sense"),
+        ("gpt2", lambda d: words_at(d, w4=-1), "make no sense"),
+        ("gpt2", lambda d: words_at(d, w4=1 << 23), "make no sense"),
+        ("gpt2", lambda d: words_at(d, w1=5), "its header promises"),
+        ("gpt2", lambda d: bytes(d[:-4]), "its header promises"),
+        ("gpt2", lambda d: bytes(d) + b"more", "its header promises"),
+        ("gpt2", lambda d: bytes(d[:100]), "not a model of llm.c"),
+        ("gpt2", lambda d: words_at(d, w5=5), "32 channels"),
+        ("llama3.1", lambda d: words_at(d, w9=1024), "llm.c's master branch"),
+        ("llama3.1", lambda d: words_at(d, w256=0), "make no sense"),
+        ("llama3.1", lambda d: bytes(d[:-4]) + struct.pack("<f", 0.5), "biases that are not zero"),
+    ],
+)
 def test_bad_llmc_bin(program, tmp_path, monkeypatch, capfd, model, spoil, words):  # noqa: F811
     folder = write(program, tmp_path, model, "fp32")
     good = llmc_gpt2(folder, "fp32") if model == "gpt2" else llmc_llama(folder, "fp32", 96 / 170, 32)
@@ -323,8 +461,15 @@ def test_bad_llmc_bin(program, tmp_path, monkeypatch, capfd, model, spoil, words
     assert not list(tmp_path.glob("new*"))
 
 
-@pytest.mark.parametrize("model, words", [("gpt2-untied", "tie_word_embeddings false"), ("gpt2-odd", "n_inner"), ("qwen2.5", "model_type qwen2"),
-                                          ("llama3.2-tied", ["tie_word_embeddings true", "rope_scaling"])])
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        ("gpt2-untied", "tie_word_embeddings false"),
+        ("gpt2-odd", "n_inner"),
+        ("qwen2.5", "model_type qwen2"),
+        ("llama3.2-tied", ["tie_word_embeddings true", "rope_scaling"]),
+    ],
+)
 def test_what_llmc_cannot_say(program, tmp_path, monkeypatch, capfd, model, words):  # noqa: F811
     refuses(monkeypatch, capfd, words, "export", write(program, tmp_path, model, "fp32"), tmp_path / "x.bin")
     assert not (tmp_path / "x.bin").exists()
@@ -332,13 +477,21 @@ def test_what_llmc_cannot_say(program, tmp_path, monkeypatch, capfd, model, word
 
 # ---- tokenizers
 
+
 def trained(folder):
     """A GPT-2 tokenizer trained by the tokenizers package on Python's own source, as its file says it."""
     tokenizers = pytest.importorskip("tokenizers", reason="transformers is not installed")
     t = tokenizers.Tokenizer(tokenizers.models.BPE())
-    t.pre_tokenizer, t.decoder = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
-    t.train_from_iterator([python_source()[:500_000].decode()], tokenizers.trainers.BpeTrainer(
-        vocab_size=2000, show_progress=False, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    t.pre_tokenizer, t.decoder = (
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        tokenizers.decoders.ByteLevel(),
+    )
+    t.train_from_iterator(
+        [python_source()[:500_000].decode()],
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=2000, show_progress=False, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        ),
+    )
     t.add_special_tokens(["<|endoftext|>"])
     t.save(str(folder / "trained.json"))
     return folder / "trained.json"
@@ -350,15 +503,41 @@ def make(kind, folder):
     if kind == "real gpt2":
         return data_common.make_tokenizer("gpt2", str(ASSETS / "vocab.bpe"))
     t = data_common.make_tokenizer("bytes" if kind == "bytes" else "llama3", write_ranks(folder / "ranks"))
-    return data_common.Tokenizer("qwen2", t.tokens[:t.eot] + [b"<|endoftext|>", b"<|im_start|>", b"<|im_end|>"], t.eot, data_common.PATTERNS["qwen2"]) if kind == "qwen2" else t
+    return (
+        data_common.Tokenizer(
+            "qwen2",
+            t.tokens[: t.eot] + [b"<|endoftext|>", b"<|im_start|>", b"<|im_end|>"],
+            t.eot,
+            data_common.PATTERNS["qwen2"],
+        )
+        if kind == "qwen2"
+        else t
+    )
 
 
-TEXTS = ["Hello world, it's 12345 o'clock!\n\n  x = [1, 2]\r\n\tI'LL <|endoftext|> end", "e\u0301\u00e9 \u4e2d\u6587\u3002 \u0416 \U0001f600 \u2019s \u0130", " ", "", "\n", "'S's"]
+TEXTS = [
+    "Hello world, it's 12345 o'clock!\n\n  x = [1, 2]\r\n\tI'LL <|endoftext|> end",
+    "e\u0301\u00e9 \u4e2d\u6587\u3002 \u0416 \U0001f600 \u2019s \u0130",
+    " ",
+    "",
+    "\n",
+    "'S's",
+]
 
 
-@pytest.mark.parametrize("kind, model", [("bytes", "gpt2"), ("gpt2", "gpt2"), pytest.param("real gpt2", "gpt2", marks=needs_assets), ("llama3", "llama3.1"), ("qwen2", "qwen2.5")])
+@pytest.mark.parametrize(
+    "kind, model",
+    [
+        ("bytes", "gpt2"),
+        ("gpt2", "gpt2"),
+        pytest.param("real gpt2", "gpt2", marks=needs_assets),
+        ("llama3", "llama3.1"),
+        ("qwen2", "qwen2.5"),
+    ],
+)
 def test_tokenizer_files(program, tmp_path, monkeypatch, kind, model):  # noqa: F811
-    """AutoTokenizer of what we add gives the ids that our shards hold, and what it wrote makes the same tokenizer.bin again."""
+    """AutoTokenizer of what we add gives the ids that our shards hold, and what it wrote makes the same tokenizer.bin
+    again."""
     auto, ours = transformers().AutoTokenizer, make(kind, tmp_path)
     folder, data = write(program, tmp_path, model, "fp32"), tmp_path / "data"
     edit(folder / "config.json", {"vocab_size": ours.vocab_size + 7})  # as in Qwen2.5, the model has room for more
@@ -368,13 +547,16 @@ def test_tokenizer_files(program, tmp_path, monkeypatch, kind, model):  # noqa: 
     assert (folder / "tokenizer.bin").read_bytes() == (data / "tokenizer.bin").read_bytes()
     theirs = auto.from_pretrained(folder, local_files_only=True)
     for text in [*TEXTS, python_source()[:200_000].decode(), fuzz_text()[:100_000].decode(errors="ignore")]:
-        text = text.replace("<|endoftext|>", "") if kind != "bytes" else text  # which is text to us, and a command to them
+        # which is text to us, and a command to them
+        text = text.replace("<|endoftext|>", "") if kind != "bytes" else text
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert ids == ours.encode(text.encode()).tolist()
         assert kind == "qwen2" or theirs.decode(ids, clean_up_tokenization_spaces=False) == text
     if kind == "bytes":
         return
-    assert theirs.bos_token_id == ours.eot and theirs("<|endoftext|>" if kind != "llama3" else "<|begin_of_text|>", add_special_tokens=False)["input_ids"] == [ours.eot]
+    assert theirs.bos_token_id == ours.eot and theirs(
+        "<|endoftext|>" if kind != "llama3" else "<|begin_of_text|>", add_special_tokens=False
+    )["input_ids"] == [ours.eot]
     assert theirs("a")["input_ids"][:-1] == ([ours.eot] if kind == "llama3" else [])
     again = tokenizer_json.read_tokenizer_json(folder / "tokenizer.json")
     assert (again.kind, again.tokens, again.eot, again.hash) == (ours.kind, ours.tokens, ours.eot, ours.hash)
@@ -435,13 +617,20 @@ def test_every_tokenizer_beside_every_model(program, tmp_path, monkeypatch, capf
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "optimizer.safetensors", "train_state.json"])
 def test_a_checkpoint_that_changed_is_noticed(program, tmp_path, monkeypatch, capfd, name):  # noqa: F811
-    """One bit of any file, by check and, of what it reads, by import. Without train_state.json there is nothing to compare."""
+    """One bit of any file, by check and, of what it reads, by import. Without train_state.json there is nothing to
+    compare."""
     folder = test_checkpoint_hf.write(program, tmp_path / "run", "llama3.2-tied", "bf16")
     main(monkeypatch, "check", folder)
     raw = bytearray((folder / name).read_bytes())
     raw[raw.index(b"0")] ^= 1
     (folder / name).write_bytes(raw)
-    refuses(monkeypatch, capfd, [f"{name} is not what was written: damaged or edited", "name another checkpoint of the run"], "check", folder)
+    refuses(
+        monkeypatch,
+        capfd,
+        [f"{name} is not what was written: damaged or edited", "name another checkpoint of the run"],
+        "check",
+        folder,
+    )
     refuses(monkeypatch, capfd, name, "import", folder, tmp_path / "new")
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.partial").exists()
 
@@ -449,9 +638,13 @@ def test_a_checkpoint_that_changed_is_noticed(program, tmp_path, monkeypatch, ca
 def test_what_files_say_commands_no_terminal(program, tmp_path):  # noqa: F811
     """Names of files and tensors and what a tokenizer.json says of itself."""
     folder, evil = write(program, tmp_path / "run", "gpt2", "fp32"), "\x1b]0;x\x07\x9b2J\u202e"
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": evil, "vocab": {}}, "pre_tokenizer": {"type": "ByteLevel"}}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": {"type": evil, "vocab": {}}, "pre_tokenizer": {"type": "ByteLevel"}})
+    )
     (folder / evil).write_text("")
-    text = run("check", folder) + run("tokenizer", folder, "--tokenizer", tmp_path / "tokenizer.json", fails="the model is ?]0;x??2J?")
+    text = run("check", folder) + run(
+        "tokenizer", folder, "--tokenizer", tmp_path / "tokenizer.json", fails="the model is ?]0;x??2J?"
+    )
     weights = load(folder)
     save_file(weights | {evil: weights["transformer.wte.weight"].clone()}, folder / "model.safetensors")
     text += run("check", folder, fails="?]0;x???2J")
@@ -461,7 +654,13 @@ def test_what_files_say_commands_no_terminal(program, tmp_path):  # noqa: F811
 def test_an_edited_checkpoint(program, tmp_path, monkeypatch, capfd):  # noqa: F811
     folder = test_checkpoint_hf.write(program, tmp_path / "run", "gpt2", "fp32")
     edit(folder / "config.json", {"n_ctx": 12})
-    refuses(monkeypatch, capfd, ["config.json does not have the size that was written", "copy it and model.safetensors to a new folder"], "check", folder)
+    refuses(
+        monkeypatch,
+        capfd,
+        ["config.json does not have the size that was written", "copy it and model.safetensors to a new folder"],
+        "check",
+        folder,
+    )
     (tmp_path / "new").mkdir()
     for file in ("config.json", "model.safetensors"):
         (folder / file).rename(tmp_path / "new" / file)
@@ -469,7 +668,8 @@ def test_an_edited_checkpoint(program, tmp_path, monkeypatch, capfd):  # noqa: F
 
 
 def test_a_run_is_imported_whole(program, tmp_path, monkeypatch):  # noqa: F811
-    """A checkpoint names its data, whose tokenizer goes along; what training needs besides stays behind. generate() needs no script."""
+    """A checkpoint names its data, whose tokenizer goes along; what training needs besides stays behind. generate()
+    needs no script."""
     run_folder, data = test_checkpoint_hf.write(program, tmp_path / "run", "gpt2", "fp32"), tmp_path / "data"
     data.mkdir()
     make("bytes", tmp_path).write(data)
@@ -482,50 +682,115 @@ def test_a_run_is_imported_whole(program, tmp_path, monkeypatch):  # noqa: F811
     (run_folder / "train_state.json").write_text(json.dumps(state))
     main(monkeypatch, "import", run_folder, tmp_path / "new")
     assert (tmp_path / "from_no_data/tokenizer.bin").read_bytes() == (tmp_path / "new/tokenizer.bin").read_bytes()
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.bin", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.bin",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     auto = transformers()
-    tokenizer, model = auto.AutoTokenizer.from_pretrained(tmp_path / "new"), auto.AutoModelForCausalLM.from_pretrained(tmp_path / "new").float()
+    tokenizer, model = (
+        auto.AutoTokenizer.from_pretrained(tmp_path / "new"),
+        auto.AutoModelForCausalLM.from_pretrained(tmp_path / "new").float(),
+    )
     ids = tokenizer("def", return_tensors="pt")
     made = model.generate(**ids, max_new_tokens=12, do_sample=False)[0].tolist()
     greedy = list(b"def")
     while len(greedy) < len(made):
-        logits = np.frombuffer(hf.ask("logits", str(tmp_path / "new"), data=np.array(greedy, "<i4").tobytes()), "<f4").reshape(len(greedy), -1)
+        logits = np.frombuffer(
+            hf.ask("logits", str(tmp_path / "new"), data=np.array(greedy, "<i4").tobytes()), "<f4"
+        ).reshape(len(greedy), -1)
         greedy.append(int(logits[-1].argmax()))
     assert greedy == made and (len(made) == 15 or made[-1] == 0)
-    subprocess.run(["make", "--no-print-directory", "build/train_gpt2"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    sample = subprocess.run([ROOT / "build/train_gpt2", "-e", tmp_path / "new", "-t", "24", "--generate", "1", "--temperature", "0", "-g", "5", "--prompt", "def"],
-                            cwd=tmp_path, capture_output=True, text=True)
+    subprocess.run(
+        ["make", "--no-print-directory", "build/train_gpt2"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+    )
+    sample = subprocess.run(
+        [
+            ROOT / "build/train_gpt2",
+            "-e",
+            tmp_path / "new",
+            "-t",
+            "24",
+            "--generate",
+            "1",
+            "--temperature",
+            "0",
+            "-g",
+            "5",
+            "--prompt",
+            "def",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert sample.returncode == 0 and "\ndef" in sample.stdout, sample.stderr
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"model": {"type": "Unigram", "vocab": []}}, "the model is Unigram"),
-    ({"model": {"type": "BPE", "byte_fallback": True, "vocab": {}}}, "BPE with byte_fallback"),
-    ({"pre_tokenizer": {"type": "Metaspace"}}, "text is cut by ['Metaspace']"),
-    ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": "\\d"}}, {"type": "ByteLevel", "use_regex": False}]}}, "text is cut by ['\\\\d']"),
-    ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "add_prefix_space"),
-    ({"normalizer": {"type": "Lowercase"}}, "normalizer Lowercase"),
-    ({"added_tokens": [{"id": 3, "content": "<s>"}]}, "do not follow"),
-    ({"added_tokens": []}, "do not follow"),
-    ({"model": None}, "is not a tokenizer.json"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model": {"type": "Unigram", "vocab": []}}, "the model is Unigram"),
+        ({"model": {"type": "BPE", "byte_fallback": True, "vocab": {}}}, "BPE with byte_fallback"),
+        ({"pre_tokenizer": {"type": "Metaspace"}}, "text is cut by ['Metaspace']"),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Sequence",
+                    "pretokenizers": [
+                        {"type": "Split", "pattern": {"Regex": "\\d"}},
+                        {"type": "ByteLevel", "use_regex": False},
+                    ],
+                }
+            },
+            "text is cut by ['\\\\d']",
+        ),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "add_prefix_space"),
+        ({"normalizer": {"type": "Lowercase"}}, "normalizer Lowercase"),
+        ({"added_tokens": [{"id": 3, "content": "<s>"}]}, "do not follow"),
+        ({"added_tokens": []}, "do not follow"),
+        ({"model": None}, "is not a tokenizer.json"),
+    ],
+)
 def test_tokenizers_that_the_trainers_do_not_have(program, tmp_path, monkeypatch, capfd, change, words):  # noqa: F811
     """Asked for, such a file is refused; beside a model it is kept for others, and only tokenizer.bin is missing."""
     folder, path = write(program, tmp_path, "gpt2", "fp32"), tmp_path / "other/tokenizer.json"
     path.parent.mkdir()
-    path.write_text(json.dumps({**tokenizer_json.tokenizer_json(data_common.Tokenizer("gpt2", [bytes([b]) for b in range(256)] + [b"<|endoftext|>"], 256)), **change}))
+    path.write_text(
+        json.dumps(
+            {
+                **tokenizer_json.tokenizer_json(
+                    data_common.Tokenizer("gpt2", [bytes([b]) for b in range(256)] + [b"<|endoftext|>"], 256)
+                ),
+                **change,
+            }
+        )
+    )
     for given in (path, path.parent):
         refuses(monkeypatch, capfd, words, "tokenizer", folder, "--tokenizer", given)
     (folder / "tokenizer.json").write_bytes(path.read_bytes())
     main(monkeypatch, "import", folder, tmp_path / "new")
     assert "no tokenizer.bin, so the trainers know ids only" in capfd.readouterr().out
-    assert (tmp_path / "new/tokenizer.json").read_bytes() == path.read_bytes() and not (tmp_path / "new/tokenizer.bin").exists()
+    assert (tmp_path / "new/tokenizer.json").read_bytes() == path.read_bytes() and not (
+        tmp_path / "new/tokenizer.bin"
+    ).exists()
 
 
 def test_tokenizer_of_another_model(program, tmp_path, monkeypatch, capfd):  # noqa: F811
     folder = write(program, tmp_path, "llama2", "fp32")  # 256 tokens
     data_common.Tokenizer("gpt2", [bytes([b]) for b in range(256)] + [b"<|endoftext|>"], 256).write(tmp_path)
-    refuses(monkeypatch, capfd, ["has 257 tokens, the model 256"], "tokenizer", folder, "--tokenizer", tmp_path / "tokenizer.bin")
+    refuses(
+        monkeypatch,
+        capfd,
+        ["has 257 tokens, the model 256"],
+        "tokenizer",
+        folder,
+        "--tokenizer",
+        tmp_path / "tokenizer.bin",
+    )
     (tmp_path / "bad.bin").write_bytes(b"no")
     refuses(monkeypatch, capfd, "too short", "tokenizer", folder, "--tokenizer", tmp_path / "bad.bin")
     refuses(monkeypatch, capfd, "No such file", "tokenizer", folder, "--tokenizer", tmp_path / "none.bin")
@@ -534,21 +799,34 @@ def test_tokenizer_of_another_model(program, tmp_path, monkeypatch, capfd):  # n
 
 # ---- the hub
 
+
 @pytest.fixture
 def model_files(program, tmp_path):  # noqa: F811
     """A Qwen2.5 in two files, with a tokenizer, as the hub has it; and its weights in one."""
     folder = write(program, tmp_path / "source", "qwen2.5", "bf16")
     weights, single = load(folder), weights_of(folder)
     names = sorted(weights)
-    files = {f"model-0000{i}-of-00002.safetensors": names[i - 1::2] for i in (1, 2)}
+    files = {f"model-0000{i}-of-00002.safetensors": names[i - 1 :: 2] for i in (1, 2)}
     (tmp_path / "shards").mkdir()
     for file, part in files.items():
         save_file({n: weights[n] for n in part}, tmp_path / "shards" / file, {"format": "pt"})
-    ours = data_common.Tokenizer("qwen2", [bytes([b]) for b in range(256)] + [b"<|endoftext|>"], 256, data_common.PATTERNS["qwen2"])
+    ours = data_common.Tokenizer(
+        "qwen2", [bytes([b]) for b in range(256)] + [b"<|endoftext|>"], 256, data_common.PATTERNS["qwen2"]
+    )
     tokenizer_json.write_tokenizer_json(ours, tmp_path / "shards", 64, "qwen2")
-    held = {p.name: p.read_bytes() for p in (tmp_path / "shards").iterdir()} | {"config.json": (folder / "config.json").read_bytes()}
-    held |= {"model.safetensors.index.json": json.dumps({"weight_map": {n: file for file, part in files.items() for n in part}}).encode()}
-    return held | {"README.md": b"no weights", "onnx/model.onnx": b"not wanted", "pytorch_model.bin": b"neither"}, single
+    held = {p.name: p.read_bytes() for p in (tmp_path / "shards").iterdir()} | {
+        "config.json": (folder / "config.json").read_bytes()
+    }
+    held |= {
+        "model.safetensors.index.json": json.dumps(
+            {"weight_map": {n: file for file, part in files.items() for n in part}}
+        ).encode()
+    }
+    return held | {
+        "README.md": b"no weights",
+        "onnx/model.onnx": b"not wanted",
+        "pytorch_model.bin": b"neither",
+    }, single
 
 
 def asked_for(hub):  # noqa: F811
@@ -556,14 +834,26 @@ def asked_for(hub):  # noqa: F811
 
 
 def test_import_from_the_hub(hub, model_files, tmp_path, monkeypatch):  # noqa: F811
-    """Connections break, the program is stopped: what is there at the end is the model, and nothing was fetched twice."""
+    """Connections break, the program is stopped: what is there at the end is the model, and nothing was fetched
+    twice."""
     hub.files, single = model_files
     hub.faults = ["", "", "", "", "cut 30000", ""]
     main(monkeypatch, "import", "Qwen/tiny", tmp_path / "new")
-    wanted = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"]
+    wanted = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert sorted(set(asked_for(hub))) == wanted and len(asked_for(hub)) == 7
-    assert hub.asked[0][0] == "/api/models/Qwen/tiny/revision/main" and all("/Qwen/tiny/resolve/abc123/" in path for path, _, _ in hub.asked if "/resolve/" in path)
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == sorted([*wanted, "generation_config.json", "tokenizer.bin"])
+    assert hub.asked[0][0] == "/api/models/Qwen/tiny/revision/main" and all(
+        "/Qwen/tiny/resolve/abc123/" in path for path, _, _ in hub.asked if "/resolve/" in path
+    )
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == sorted(
+        [*wanted, "generation_config.json", "tokenizer.bin"]
+    )
     main(monkeypatch, "import", tmp_path / "new", tmp_path / "single")
     assert weights_of(tmp_path / "single") == single
 
@@ -577,7 +867,9 @@ def test_an_interrupted_import_goes_on(hub, model_files, tmp_path, monkeypatch):
     (tmp_path / "new.partial/stray.txt").write_text("of another model")
     hub.asked.clear()
     main(monkeypatch, "import", "Qwen/tiny", tmp_path / "new")
-    assert "model-00001-of-00002.safetensors" not in asked_for(hub) and "model-00002-of-00002.safetensors" in asked_for(hub)
+    assert "model-00001-of-00002.safetensors" not in asked_for(hub) and "model-00002-of-00002.safetensors" in asked_for(
+        hub
+    )
     assert not (tmp_path / "new/stray.txt").exists() and not (tmp_path / "new.partial").exists()
 
 
@@ -592,14 +884,17 @@ def test_leftovers_of_another_model_are_not_mixed_in(hub, model_files, tmp_path,
     assert (tmp_path / "new/model-00001-of-00002.safetensors").read_bytes() == first
 
 
-@pytest.mark.parametrize("change, faults, words", [
-    ({"config.json": b'{"model_type": "mixtral"}'}, [], "model_type is 'mixtral'"),
-    ({"config.json": None}, [], "has no 'config.json' at main"),
-    ({"model.safetensors.index.json": None}, [], "has no 'model.safetensors' at main"),
-    ({"model-00002-of-00002.safetensors": None}, [], "has no 'model-00002-of-00002.safetensors' at main"),
-    ({}, [401], "HF_TOKEN"),
-    ({}, [404], "404"),
-])
+@pytest.mark.parametrize(
+    "change, faults, words",
+    [
+        ({"config.json": b'{"model_type": "mixtral"}'}, [], "model_type is 'mixtral'"),
+        ({"config.json": None}, [], "has no 'config.json' at main"),
+        ({"model.safetensors.index.json": None}, [], "has no 'model.safetensors' at main"),
+        ({"model-00002-of-00002.safetensors": None}, [], "has no 'model-00002-of-00002.safetensors' at main"),
+        ({}, [401], "HF_TOKEN"),
+        ({}, [404], "404"),
+    ],
+)
 def test_the_hub_has_something_else(hub, model_files, tmp_path, monkeypatch, capfd, change, faults, words):
     hub.files, hub.faults = {k: v for k, v in {**model_files[0], **change}.items() if v is not None}, faults
     refuses(monkeypatch, capfd, words, "import", "Qwen/tiny", tmp_path / "new")
@@ -607,10 +902,17 @@ def test_the_hub_has_something_else(hub, model_files, tmp_path, monkeypatch, cap
     assert "model-00001-of-00002.safetensors" not in asked_for(hub)  # known before anything large is downloaded
 
 
-@pytest.mark.parametrize("name, listed", [
-    ("{outside}", True), ("{outside}", False), ("../outside/precious", True), ("x/../../outside/precious", True),
-    ("onnx/model.onnx", False), (7, False),
-])
+@pytest.mark.parametrize(
+    "name, listed",
+    [
+        ("{outside}", True),
+        ("{outside}", False),
+        ("../outside/precious", True),
+        ("x/../../outside/precious", True),
+        ("onnx/model.onnx", False),
+        (7, False),
+    ],
+)
 def test_a_hub_that_reaches_outside(hub, model_files, tmp_path, monkeypatch, capfd, name, listed):  # noqa: F811
     """By its list of files or by the index of the weights: refused before any weights come; nothing else is touched."""
     precious = tmp_path / "outside/precious"
@@ -635,7 +937,10 @@ def test_the_token_is_sent(hub, model_files, tmp_path, monkeypatch):  # noqa: F8
 
 # ---- logits
 
-@pytest.mark.parametrize("model, dtype", [*((model, "fp32") for model in MODELS), ("gpt2", "bf16"), ("llama3.2-tied", "bf16")])
+
+@pytest.mark.parametrize(
+    "model, dtype", [*((model, "fp32") for model in MODELS), ("gpt2", "bf16"), ("llama3.2-tied", "bf16")]
+)
 def test_verify(program, tmp_path, capfd, model, dtype):  # noqa: F811
     transformers()
     hf.verify(str(write(program, tmp_path, model, dtype)))

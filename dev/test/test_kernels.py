@@ -1,5 +1,6 @@
-"""dev/bench/kernels.py: what ladders print becomes a table, and what fails is said. No GPU: scripts stand in for the ladders, and for attention's
-kernels on mma.sync a CPU plays the threads of a block."""
+"""dev/bench/kernels.py: what ladders print becomes a table, and what fails is said. No GPU: scripts stand in for the
+ladders, and for attention's kernels on mma.sync a CPU plays the threads of a block."""
+
 import os
 import re
 import shlex
@@ -22,7 +23,11 @@ FORMATS = re.findall(r'printf\("([^"]*)"', (ROOT / "dev/cuda/common.cuh").read_t
 
 def ladder_sources():
     """(ladder, text) of each file with a ladder's cases: what a ladder times may have a file of its own."""
-    return [(path.stem.removesuffix("_bench"), path.read_text()) for path in sorted((ROOT / "dev/cuda").glob("*.cu*")) if path.name != "common.cuh"]
+    return [
+        (path.stem.removesuffix("_bench"), path.read_text())
+        for path in sorted((ROOT / "dev/cuda").glob("*.cu*"))
+        if path.name != "common.cuh"
+    ]
 
 
 def form(begin):
@@ -52,62 +57,156 @@ def ladder(tmp_path):
 
     def make(name, text, status=0):
         (folder / f"{name}.txt").write_text(text)
-        (folder / name).write_text(f'#!/bin/sh\n[ "$*" = --bench ] || exit 9\ncat "{folder}/{name}.txt"\nexit {status}\n')
+        (folder / name).write_text(
+            f'#!/bin/sh\n[ "$*" = --bench ] || exit 9\ncat "{folder}/{name}.txt"\nexit {status}\n'
+        )
         (folder / name).chmod(0o755)
+
     return make
 
 
 def run(tmp_path, *options):
-    return subprocess.run([sys.executable, ROOT / "dev/bench/kernels.py", "--build", tmp_path, *options], capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    return subprocess.run(
+        [sys.executable, ROOT / "dev/bench/kernels.py", "--build", tmp_path, *options],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
 
 
 def test_lines_of_a_ladder():
-    text = head("matmul") + timed("matmul", "forward with gelu", "GPT-2 124M up, N=65536 C=768 OC=3072", 429.04, flops=(720.8, 92.3), vendor=("cuBLASLt, dbias apart", 482)) \
-        + timed("matmul", "dbias", "GPT-2 124M up, N=65536 C=768 OC=3072", 99.5, bytes=(4046, 96.6)) + timed("matmul", "plain", "B=-1 n=5", 3) + "matmul: 0 passed, 0 failed\n"
+    text = (
+        head("matmul")
+        + timed(
+            "matmul",
+            "forward with gelu",
+            "GPT-2 124M up, N=65536 C=768 OC=3072",
+            429.04,
+            flops=(720.8, 92.3),
+            vendor=("cuBLASLt, dbias apart", 482),
+        )
+        + timed("matmul", "dbias", "GPT-2 124M up, N=65536 C=768 OC=3072", 99.5, bytes=(4046, 96.6))
+        + timed("matmul", "plain", "B=-1 n=5", 3)
+        + "matmul: 0 passed, 0 failed\n"
+    )
     found = kernels.parse("matmul", text)
-    assert (found.dtype, found.gpu, found.limits) == ("bf16", "NVIDIA H200", {"copy": (4187, "GB/s"), "matmul": (781.2, "TFLOP/s")})
+    assert (found.dtype, found.gpu, found.limits) == (
+        "bf16",
+        "NVIDIA H200",
+        {"copy": (4187, "GB/s"), "matmul": (781.2, "TFLOP/s")},
+    )
     assert [row.cells() for row in found.rows] == [
-        ["matmul forward with gelu", "GPT-2 124M up, N=65536 C=768 OC=3072", "429.0", "720.8 TFLOP/s", "92.3% of matmul", "cuBLASLt, dbias apart", "482.0", "1.12x", ""],
-        ["matmul dbias", "GPT-2 124M up, N=65536 C=768 OC=3072", "99.5", "4046 GB/s", "96.6% of copy", "-", "-", "-", ""],
-        ["matmul plain", "B=-1 n=5", "3.0", "-", "-", "-", "-", "-", ""]]
+        [
+            "matmul forward with gelu",
+            "GPT-2 124M up, N=65536 C=768 OC=3072",
+            "429.0",
+            "720.8 TFLOP/s",
+            "92.3% of matmul",
+            "cuBLASLt, dbias apart",
+            "482.0",
+            "1.12x",
+            "",
+        ],
+        [
+            "matmul dbias",
+            "GPT-2 124M up, N=65536 C=768 OC=3072",
+            "99.5",
+            "4046 GB/s",
+            "96.6% of copy",
+            "-",
+            "-",
+            "-",
+            "",
+        ],
+        ["matmul plain", "B=-1 n=5", "3.0", "-", "-", "-", "-", "-", ""],
+    ]
     assert found.rows[0].sizes == {"N": 65536, "C": 768, "OC": 3072} and found.rows[2].sizes == {"B": -1, "n": 5}
-    for broken in ("time matmul | forward | N=1 | nan us\n", "time matmul | forward | 3 us\n", "limit matmul | copy | inf GB/s\n"):
+    for broken in (
+        "time matmul | forward | N=1 | nan us\n",
+        "time matmul | forward | 3 us\n",
+        "limit matmul | copy | inf GB/s\n",
+    ):
         with pytest.raises(ValueError, match="not understood"):
             kernels.parse("matmul", text + broken)
 
 
 def test_table(ladder, tmp_path):
-    ladder("attention", head("attention") + timed("attention", "wgmma forward", "GPT-2 124M, B=2 T=64 NH=2 NKV=2 HD=64", 360.5, flops=(572.0, 73.2)))
-    ladder("attention_decode", head("attention_decode") + timed("attention_decode", "one token", "S=1 T=10 NH=2 NKV=2 HD=64", 5.0, bytes=(2001, 47.8), vendor=("theirs", 7.5)))
+    ladder(
+        "attention",
+        head("attention")
+        + timed("attention", "wgmma forward", "GPT-2 124M, B=2 T=64 NH=2 NKV=2 HD=64", 360.5, flops=(572.0, 73.2)),
+    )
+    ladder(
+        "attention_decode",
+        head("attention_decode")
+        + timed(
+            "attention_decode",
+            "one token",
+            "S=1 T=10 NH=2 NKV=2 HD=64",
+            5.0,
+            bytes=(2001, 47.8),
+            vendor=("theirs", 7.5),
+        ),
+    )
     done = run(tmp_path, "--only", "attention", "--output", tmp_path / "table.md")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^attention wgmma forward +GPT-2 124M, B=2 .* 360\.5 +572\.0 TFLOP/s +73\.2% of matmul +- +- +- +.*PyTorch", done.stdout, re.M), done.stdout
-    assert re.search(r"^attention_decode one token .* 5\.0 +2001 GB/s +47\.8% of copy +theirs +7\.5 +1\.50x$", done.stdout, re.M)
+    assert re.search(
+        r"^attention wgmma forward +GPT-2 124M, B=2 .* 360\.5 +572\.0 TFLOP/s +73\.2% of matmul +- +- "
+        r"+- +.*PyTorch",
+        done.stdout,
+        re.M,
+    ), done.stdout
+    assert re.search(
+        r"^attention_decode one token .* 5\.0 +2001 GB/s +47\.8% of copy +theirs +7\.5 +1\.50x$", done.stdout, re.M
+    )
     assert "1 of 1 kernels are as fast" in done.stdout and "copy 4187 GB/s, matmul 781 TFLOP/s" in done.stdout
     page = (tmp_path / "table.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("|")]
-    assert page.startswith("# Kernels, NVIDIA H200, 2") and len(rows) == 4 and {row.count("|") for row in rows} == {len(kernels.COLUMNS) + 1}
+    assert (
+        page.startswith("# Kernels, NVIDIA H200, 2")
+        and len(rows) == 4
+        and {row.count("|") for row in rows} == {len(kernels.COLUMNS) + 1}
+    )
 
 
 def test_fastest_of_the_vendors_and_the_rest():
-    row = kernels.Row("attention wgmma forward", "T=1", 100, "-", "-", {"FlashAttention-2": 250.0, "cuDNN": 125.0}, ["a note"])
+    row = kernels.Row(
+        "attention wgmma forward", "T=1", 100, "-", "-", {"FlashAttention-2": 250.0, "cuDNN": 125.0}, ["a note"]
+    )
     assert row.cells()[5:] == ["cuDNN", "125.0", "1.25x", "FlashAttention-2 250.0; a note"]
 
 
 def test_failures_are_passed_on(ladder, tmp_path):
-    ladder("attention", head("attention") + timed("attention", "wgmma forward", "T=64", 1.5) + "error: an illegal memory access\n  hint: run memcheck\n", status=3)
+    ladder(
+        "attention",
+        head("attention") + timed("attention", "wgmma forward", "T=64", 1.5) + "error: an illegal memory access\n"
+        "  hint: run memcheck\n",
+        status=3,
+    )
     ladder("attention_decode", head("attention_decode") + timed("attention_decode", "one token", "T=1", 2.5))
     done = run(tmp_path, "--only", "attention", "--output", tmp_path / "table.md")
     for text in (done.stdout, (tmp_path / "table.md").read_text()):
-        assert "attention failed: status 3" in text and "an illegal memory access" in text and "attention_decode one token" in text and "attention wgmma forward" in text
+        assert (
+            "attention failed: status 3" in text
+            and "an illegal memory access" in text
+            and "attention_decode one token" in text
+            and "attention wgmma forward" in text
+        )
     assert done.returncode == 1
-    for text, message in (("time attention | x | y | nan us\n", "not understood: time attention | x"), (head("attention"), "it timed nothing")):
+    for text, message in (
+        ("time attention | x | y | nan us\n", "not understood: time attention | x"),
+        (head("attention"), "it timed nothing"),
+    ):
         ladder("attention", text)
         done = run(tmp_path, "--only", "attention")
         assert done.returncode == 1 and f"attention failed: {message}" in done.stdout
     (tmp_path / "dev/cuda/attention_decode").unlink()
     done = run(tmp_path, "--only", "attention_decode")
-    assert done.returncode == 1 and "attention_decode failed: No such file" in done.stdout and "make ladders" in done.stdout
+    assert (
+        done.returncode == 1
+        and "attention_decode failed: No such file" in done.stdout
+        and "make ladders" in done.stdout
+    )
 
 
 def test_what_does_not_fit_is_said(ladder, tmp_path):
@@ -117,22 +216,34 @@ def test_what_does_not_fit_is_said(ladder, tmp_path):
     done = run(tmp_path, "--only", "attention", "--output", tmp_path / "table.md")
     assert done.returncode == 0, done.stdout + done.stderr
     for text in (done.stdout, (tmp_path / "table.md").read_text()):
-        assert "not timed: attention, GPT-2 124M, B=64 T=1024: needs 24.9 GiB or more, 22.1 GiB are free" in text and "attention_decode one token" in text
+        assert (
+            "not timed: attention, GPT-2 124M, B=64 T=1024: needs 24.9 GiB or more, 22.1 GiB are free" in text
+            and "attention_decode one token" in text
+        )
 
 
 def test_what_may_not_fit_can_be_skipped():
-    """Every function of a ladder that times shapes of real models, and those that check more than 2^31 elements. bench_ranks: a rank must not skip alone."""
+    """Every function of a ladder that times shapes of real models, and those that check more than 2^31 elements.
+    bench_ranks: a rank must not skip alone."""
     sources = [(ladder, " ".join(text.split())) for ladder, text in ladder_sources()]
     pattern = r"\bstatic \w+ ((?:bench_|check_large)[^{;]*\{)"
     heads = [(ladder, head) for ladder, text in sources for head in re.findall(pattern, text)]
-    allocate = [(ladder, head) for ladder, head in heads if not re.match(r"bench_(models|ranks|kind|alone|exchange|nccl)\(", head) and (ladder, head.split("(")[0]) != ("matmul", "check_large")]
+    allocate = [
+        (ladder, head)
+        for ladder, head in heads
+        if not re.match(r"bench_(models|ranks|kind|alone|exchange|nccl)\(", head)
+        and (ladder, head.split("(")[0]) != ("matmul", "check_large")
+    ]
     assert len(allocate) >= 18 and not [case for case in allocate if not case[1].endswith(") try {")]
     for _, text in ladder_sources():
         assert text.count(") try {\n") == text.count("\n} catch (const NoRoom &no) { ladder_skip(no); }\n")
 
 
 def test_options(tmp_path):
-    for options, message in ((["--only", "nosuch"], "no ladder has 'nosuch'"), (["--output", tmp_path / "a/b.md"], "there is no folder")):
+    for options, message in (
+        (["--only", "nosuch"], "no ladder has 'nosuch'"),
+        (["--output", tmp_path / "a/b.md"], "there is no folder"),
+    ):
         done = run(tmp_path, *options)
         assert done.returncode == 2 and message in done.stderr
 
@@ -140,12 +251,39 @@ def test_options(tmp_path):
 # What the ladders time, at sizes that a CPU does at once.
 HEADS = dict(B=2, T=16, NH=4, NKV=2, HD=16)
 TOKENS = dict(B=2, T=8, C=16, Vp=50)
-KERNELS = [(f"attention {path} {way}", HEADS) for path in ("wgmma", "mma.sync") for way in ("forward", "backward")] + [("attention wgmma backward, rotated", HEADS), ("attention_decode one token", HEADS | {"S": 2})] \
-    + [("matmul dbias", dict(N=8, C=8, OC=16))] + [(f"activation {what}", dict(N=8, F=16)) for what in ("gelu forward", "gelu forward with slopes", "gelu backward", "gelu backward in place", "swiglu forward", "swiglu forward with slopes", "swiglu backward")] \
-    + [(f"norm {kind} {what}", dict(N=8, C=16)) for kind in ("LayerNorm", "RMSNorm") for what in ("forward", "forward with residual", "backward")] + [("norm LayerNorm backward, bias gradient below", dict(N=8, C=16))] \
-    + [(f"rope {way}", HEADS) for way in ("forward", "backward")] + [(f"rope q, k, v product, {how}", HEADS | {"C": 16}) for how in ("then forward", "rotated")] + [(f"classifier {what}", dict(N=8, V=50, Vp=64)) for what in ("forward only", "forward and dlogits", "loss_sum")] \
-    + [(f"embedding {way}", TOKENS | dict(skew=skew, positions=positions)) for way in ("forward", "backward") for skew, positions in ((1, 1), (0, 0), (-1, 1))] \
-    + [("global_norm sum of squares", dict(n=100)), ("tp sum of parts", dict(ranks=3, rows=4, C=16))] + [("adamw update", dict(n=100, master=master, state_bytes=4 if master else 2)) for master in (0, 1)]
+KERNELS = (
+    [(f"attention {path} {way}", HEADS) for path in ("wgmma", "mma.sync") for way in ("forward", "backward")]
+    + [("attention wgmma backward, rotated", HEADS), ("attention_decode one token", HEADS | {"S": 2})]
+    + [("matmul dbias", dict(N=8, C=8, OC=16))]
+    + [
+        (f"activation {what}", dict(N=8, F=16))
+        for what in (
+            "gelu forward",
+            "gelu forward with slopes",
+            "gelu backward",
+            "gelu backward in place",
+            "swiglu forward",
+            "swiglu forward with slopes",
+            "swiglu backward",
+        )
+    ]
+    + [
+        (f"norm {kind} {what}", dict(N=8, C=16))
+        for kind in ("LayerNorm", "RMSNorm")
+        for what in ("forward", "forward with residual", "backward")
+    ]
+    + [("norm LayerNorm backward, bias gradient below", dict(N=8, C=16))]
+    + [(f"rope {way}", HEADS) for way in ("forward", "backward")]
+    + [(f"rope q, k, v product, {how}", HEADS | {"C": 16}) for how in ("then forward", "rotated")]
+    + [(f"classifier {what}", dict(N=8, V=50, Vp=64)) for what in ("forward only", "forward and dlogits", "loss_sum")]
+    + [
+        (f"embedding {way}", TOKENS | dict(skew=skew, positions=positions))
+        for way in ("forward", "backward")
+        for skew, positions in ((1, 1), (0, 0), (-1, 1))
+    ]
+    + [("global_norm sum of squares", dict(n=100)), ("tp sum of parts", dict(ranks=3, rows=4, C=16))]
+    + [("adamw update", dict(n=100, master=master, state_bytes=4 if master else 2)) for master in (0, 1)]
+)
 
 
 @pytest.fixture
@@ -156,7 +294,11 @@ def on_cpu(monkeypatch):
     torch_kernels.time_peer.cache_clear()
 
 
-@pytest.mark.parametrize("kernel, sizes", KERNELS, ids=[f"{kernel} {''.join(f'{k}{v}' for k, v in sizes.items())}" for kernel, sizes in KERNELS])
+@pytest.mark.parametrize(
+    "kernel, sizes",
+    KERNELS,
+    ids=[f"{kernel} {''.join(f'{k}{v}' for k, v in sizes.items())}" for kernel, sizes in KERNELS],
+)
 def test_pytorch_has_it(kernel, sizes, on_cpu):
     times, notes = torch_kernels.time_peers(kernel, sizes)
     if kernel.startswith("attention "):
@@ -168,20 +310,47 @@ def test_pytorch_has_it(kernel, sizes, on_cpu):
 
 def test_every_timed_kernel_is_known():
     """The names that the ladders hand to bench, up to what is filled in when they run."""
-    names = [(ladder, name) for ladder, text in ladder_sources() for name in
-             re.findall(r'\bbench\((?:named\(|path_name\(a, )?"([^"]+)"', re.sub(r"static void (bench_plans|bench_layouts)\(.*?\n}[^\n]*\n|if \(!ladder.variants\).*?\n}\n", "", text, flags=re.S))]
-    names = [(ladder, name) for ladder, name in names if not name.startswith("forward ") or ladder != "attention" or name == "forward"]
+    names = [
+        (ladder, name)
+        for ladder, text in ladder_sources()
+        for name in re.findall(
+            r'\bbench\((?:named\(|path_name\(a, )?"([^"]+)"',
+            re.sub(
+                r"static void (bench_plans|bench_layouts)\(.*?\n}[^\n]*\n|if \(!ladder.variants\).*?\n}\n",
+                "",
+                text,
+                flags=re.S,
+            ),
+        )
+    ]
+    names = [
+        (ladder, name)
+        for ladder, name in names
+        if not name.startswith("forward ") or ladder != "attention" or name == "forward"
+    ]
     known = {kernel for kernel, _ in KERNELS}
-    missing = [(ladder, name) for ladder, name in names if not any(k.startswith(ladder + " ") and k.endswith(name) for k in known)]
+    missing = [
+        (ladder, name)
+        for ladder, name in names
+        if not any(k.startswith(ladder + " ") and k.endswith(name) for k in known)
+    ]
     assert len(names) > 20 and not missing
 
 
 def test_what_pytorch_cannot(on_cpu, monkeypatch):
-    assert torch_kernels.time_peers("adamw update", dict(n=8, master=1, state_bytes=2)) == ({}, ["PyTorch, fused: its states have the weights' type"])
+    assert torch_kernels.time_peers("adamw update", dict(n=8, master=1, state_bytes=2)) == (
+        {},
+        ["PyTorch, fused: its states have the weights' type"],
+    )
     assert torch_kernels.time_peers("matmul forward", dict(N=8)) == ({}, [])
     monkeypatch.setattr(torch_kernels, "compile_seconds", 0.0)
-    monkeypatch.setattr(torch, "compile", lambda f, **more: lambda *x: (_ for _ in ()).throw(RuntimeError("no C compiler\nmore")))
-    assert torch_kernels.time_peers("rope forward", HEADS) == ({"PyTorch": 5.0}, ["PyTorch: not compiled: no C compiler"])
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **more: lambda *x: (_ for _ in ()).throw(RuntimeError("no C compiler\nmore"))
+    )
+    assert torch_kernels.time_peers("rope forward", HEADS) == (
+        {"PyTorch": 5.0},
+        ["PyTorch: not compiled: no C compiler"],
+    )
     monkeypatch.setattr(torch, "compile", lambda f, **more: f)
     torch_kernels.time_peer.cache_clear()
     assert torch_kernels.time_peers("rope forward", HEADS) == ({"PyTorch, compiled": 5.0}, [])
@@ -189,7 +358,21 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
 
 @pytest.mark.skipif(not CONFIG.get("CXX") or sys.platform != "linux", reason="no C++ compiler, or no Linux")
 def test_attention_on_mma_sync_without_a_gpu(tmp_path):
-    build = subprocess.run([CONFIG["CXX"], "-std=c++17", "-O2", "-I.", "dev/test/attention_mma.cpp", "-o", tmp_path / "attention_mma", "-lm"], cwd=ROOT, capture_output=True, text=True)
+    build = subprocess.run(
+        [
+            CONFIG["CXX"],
+            "-std=c++17",
+            "-O2",
+            "-I.",
+            "dev/test/attention_mma.cpp",
+            "-o",
+            tmp_path / "attention_mma",
+            "-lm",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert build.returncode == 0, build.stderr[-3000:]
     run = subprocess.run([tmp_path / "attention_mma"], capture_output=True, text=True)
     assert run.returncode == 0 and "92 passed, 0 failed" in run.stdout, run.stdout + run.stderr
@@ -199,7 +382,20 @@ def test_attention_on_mma_sync_without_a_gpu(tmp_path):
 @pytest.mark.parametrize("precision", [[], ["-DPRECISION_FP32"]], ids=["bf16", "fp32"])
 def test_attention_is_planned(tmp_path, precision):
     words = {name: shlex.split(CONFIG[name]) for name in ("NVCC", "CUDA_CFLAGS", "CUDA_LIBS")}
-    build = [*words["NVCC"], "-std=c++17", "-G", "-gencode", "arch=compute_80,code=compute_80", "-I.", *precision, *words["CUDA_CFLAGS"], "dev/test/attention_plan.cu", "-o", tmp_path / "plan", *words["CUDA_LIBS"]]
+    build = [
+        *words["NVCC"],
+        "-std=c++17",
+        "-G",
+        "-gencode",
+        "arch=compute_80,code=compute_80",
+        "-I.",
+        *precision,
+        *words["CUDA_CFLAGS"],
+        "dev/test/attention_plan.cu",
+        "-o",
+        tmp_path / "plan",
+        *words["CUDA_LIBS"],
+    ]
     assert subprocess.run(build, cwd=ROOT).returncode == 0
     for hopper in ([], ["hopper"]):
         run = subprocess.run([tmp_path / "plan", *hopper], capture_output=True, text=True)

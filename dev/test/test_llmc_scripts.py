@@ -1,8 +1,10 @@
-"""llm.c's run scripts start us unchanged: scripts/run_gpt2_124M.sh and run_gpt3_125M.sh of karpathy/llm.c, written anew.
+"""llm.c's run scripts start us unchanged: scripts/run_gpt2_124M.sh and run_gpt3_125M.sh of karpathy/llm.c, written
+anew.
 
-Their loop, flags and files are theirs: start the program with -y 1 until DONE_ of the last step is there. What is small here is the
-model, its batch, the data and the number of ranks, and the program is the CPU trainer; a kill in the middle is what the loop is for.
-"""
+Their loop, flags and files are theirs: start the program with -y 1 until DONE_ of the last step is there. What is small
+here is the model, its batch, the data and the number of ranks, and the program is the CPU trainer; a kill in the middle
+is what the loop is for."""
+
 import json
 import os
 import re
@@ -22,9 +24,23 @@ TOKENS = 524288 // 1024  # of a step: a thousandth of theirs
 
 # name: (model, the folder of its data, its last step, -b, -t, other flags as the script has them)
 SCRIPTS = {
-    "gpt2_124M": ("d12", "fineweb10B", None, 64, 1024, "-v 250 -s 20000 -g 144 -h 1 -r 0 -z 1 -c 0.1 -l 0.0006 -q 0.0 -u 700 -n 5000"),
-    "gpt3_125M": ("gpt3:c768", "fineweb100B", 572204, 32, 2048,
-                  "-v 250 -s 20000 -g 144 -h 1 -r 0 -z 1 -c 0.1 -l 0.0006 -q 0.1 -u 700 -n 10000 -nk 5 -nm 50000 -ge 1 -sl 7.0 -sg 7.0"),
+    "gpt2_124M": (
+        "d12",
+        "fineweb10B",
+        None,
+        64,
+        1024,
+        "-v 250 -s 20000 -g 144 -h 1 -r 0 -z 1 -c 0.1 -l 0.0006 -q 0.0 -u 700 -n 5000",
+    ),
+    "gpt3_125M": (
+        "gpt3:c768",
+        "fineweb100B",
+        572204,
+        32,
+        2048,
+        "-v 250 -s 20000 -g 144 -h 1 -r 0 -z 1 -c 0.1 -l 0.0006 -q 0.1 -u 700 -n 10000 -nk 5 -nm 50000 -ge "
+        "1 -sl 7.0 -sg 7.0",
+    ),
 }
 
 LOOP = """
@@ -43,7 +59,8 @@ done
 
 
 def write_shards(folder):
-    """As llm.c's fineweb.py leaves them: nothing but a number of tokens in the header. Returns the tokens to train on."""
+    """As llm.c's fineweb.py leaves them: nothing but a number of tokens in the header. Returns the tokens to train
+    on."""
     folder.mkdir(parents=True)
     random, total = np.random.default_rng(0), 0
     for name, count in (("val_000000", 3000), ("train_000001", 8000), ("train_000002", 8000), ("train_000003", 5024)):
@@ -65,7 +82,9 @@ def write_tokenizer(path):
     """llm.c's gpt2_tokenizer.bin, but that a token is three letters."""
     header = np.zeros(256, "<i4")
     header[:4] = 20240328, 2, 50257, 50256
-    tokens = [bytes([i]) for i in range(256)] + [bytes([97 + i % 26, 97 + i // 26 % 26, 97 + i // 676 % 26, 97 + i // 17576]) for i in range(50257 - 256)]
+    tokens = [bytes([i]) for i in range(256)] + [
+        bytes([97 + i % 26, 97 + i // 26 % 26, 97 + i // 676 % 26, 97 + i // 17576]) for i in range(50257 - 256)
+    ]
     path.write_bytes(header.tobytes() + b"".join(bytes([len(t)]) + t for t in tokens))
 
 
@@ -77,12 +96,31 @@ def test_the_loop_comes_to_its_end(name, tmp_path):
     total = write_shards(tmp_path / "dev/data" / data)
     write_tokenizer(tmp_path / "gpt2_tokenizer.bin")
     steps = 40 if last else total // TOKENS  # as llm.c counts an epoch
-    flags = small(flags, {"-v": "20", "-s": "40", "-g": "5", "-u": "10", "-n": "4", "-nm": "8", "-nk": "2"}) + (f" -x {steps}" if last else "")
-    script = LOOP.format(out=f"log_{name}", last=steps, launch=f"{MPIRUN} --oversubscribe -np 2" if last else "", program=ROOT / "build/train_gpt2", data=data,
-                         batch=batch // 32, length=length // 64, tokens=TOKENS, flags=flags, model=f"{model},layers=1,channels=64,heads=1")
+    flags = small(flags, {"-v": "20", "-s": "40", "-g": "5", "-u": "10", "-n": "4", "-nm": "8", "-nk": "2"}) + (
+        f" -x {steps}" if last else ""
+    )
+    script = LOOP.format(
+        out=f"log_{name}",
+        last=steps,
+        launch=f"{MPIRUN} --oversubscribe -np 2" if last else "",
+        program=ROOT / "build/train_gpt2",
+        data=data,
+        batch=batch // 32,
+        length=length // 64,
+        tokens=TOKENS,
+        flags=flags,
+        model=f"{model},layers=1,channels=64,heads=1",
+    )
     log = tmp_path / f"log_{name}/main.jsonl"
     with open(tmp_path / "output.txt", "w") as output:
-        loop = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT, env=launcher.ENVIRONMENT, start_new_session=True)
+        loop = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=launcher.ENVIRONMENT,
+            start_new_session=True,
+        )
     try:
         kill_the_program_at(12, log, loop)
         assert loop.wait(300) == 0
@@ -90,9 +128,13 @@ def test_the_loop_comes_to_its_end(name, tmp_path):
         if loop.poll() is None:
             os.killpg(loop.pid, signal.SIGKILL)
     said = (tmp_path / "output.txt").read_text(errors="replace")
-    events = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}") and line.count('{"event"') == 1]
+    events = [
+        json.loads(line) for line in log.read_text().splitlines() if line.endswith("}") and line.count('{"event"') == 1
+    ]
     starts = [e for e in events if e["event"] == "start"]
-    assert f"DONE_{steps:08d} exists. Exiting the loop." in said and len(starts) == 2 and starts[1]["resumed_from"], said[-3000:]
+    assert f"DONE_{steps:08d} exists. Exiting the loop." in said and len(starts) == 2 and starts[1]["resumed_from"], (
+        said[-3000:]
+    )
     assert [e for e in events if e["event"] == "step"][-1]["step"] == starts[0]["steps"] == steps
     assert [e["step"] for e in events if e["event"] == "eval"][-1] == steps
     text = [e["text"] for e in events if e["event"] == "sample"][-1]

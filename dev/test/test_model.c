@@ -4,7 +4,8 @@
 #include "model_test.h"
 
 int main(int argc, char **argv) {
-    require(argc >= 3, "usage: test_model OUTPUT_FOLDER DEBUG_FOLDER...\nwrite the folders with train_gpt2.py --write-debug");
+    require(argc >= 3,
+            "usage: test_model OUTPUT_FOLDER DEBUG_FOLDER...\nwrite the folders with train_gpt2.py --write-debug");
     for (int i = 2; i < argc; i++) {
         DebugFile d = debug_open(argv[i]);
         const Options o = options_for(argv[i], d.B, d.T);

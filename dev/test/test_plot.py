@@ -1,4 +1,5 @@
 """dev/plot.py on synthetic logs: whole, cut off, resumed, damaged."""
+
 import glob
 import json
 import math
@@ -20,12 +21,30 @@ def start(**more):
 
 
 def step(n, loss=None, elapsed=None, **more):
-    return {"event": "step", "step": n, "elapsed": n * 0.5 if elapsed is None else elapsed, "loss": 3 + 4 * math.exp(-n / 30) if loss is None else loss, "norm": 0.5,
-            "lr": 1e-3, "ms": 500, "tok_s": 1024, "mfu": None, "tokens": 512 * n, "mem_gib": None, **more}
+    return {
+        "event": "step",
+        "step": n,
+        "elapsed": n * 0.5 if elapsed is None else elapsed,
+        "loss": 3 + 4 * math.exp(-n / 30) if loss is None else loss,
+        "norm": 0.5,
+        "lr": 1e-3,
+        "ms": 500,
+        "tok_s": 1024,
+        "mfu": None,
+        "tokens": 512 * n,
+        "mem_gib": None,
+        **more,
+    }
 
 
 def evaluation(n, loss, elapsed=None):
-    return {"event": "eval", "step": n, "elapsed": n * 0.5 if elapsed is None else elapsed, "loss": loss, "tokens": 512 * n}
+    return {
+        "event": "eval",
+        "step": n,
+        "elapsed": n * 0.5 if elapsed is None else elapsed,
+        "loss": loss,
+        "tokens": 512 * n,
+    }
 
 
 def choice(n, acc, name="hellaswag"):
@@ -54,38 +73,74 @@ def losses(series):
 
 
 def content(run):
-    return {name: {k: list(c) for k, c in series.columns.items()} for name, series in (("step", run.step), ("eval", run.eval), *run.choices.items())}
+    return {
+        name: {k: list(c) for k, c in series.columns.items()}
+        for name, series in (("step", run.step), ("eval", run.eval), *run.choices.items())
+    }
 
 
 def test_reads_a_whole_log(tmp_path):
     run = plot.read_log(ordinary(tmp_path / "a"))
     assert list(run.step["step"]) == list(range(1, 121)) and list(run.eval["step"]) == [0, 40, 80, 120]
     assert run.step["loss"][9] == pytest.approx(3 + 4 * math.exp(-1 / 3) + 0.02 * math.sin(70))
-    assert plot.x_values(run, run.step, "tokens")[9] == 5120 and plot.x_values(run, run.step, "time")[9] == 5 and plot.x_values(run, run.eval, "step") == [0, 40, 80, 120]
-    assert run.end["reason"] == "all steps done" and math.isnan(run.step["mfu"][5]) and math.isnan(run.step["no such field"][119])
+    assert (
+        plot.x_values(run, run.step, "tokens")[9] == 5120
+        and plot.x_values(run, run.step, "time")[9] == 5
+        and plot.x_values(run, run.eval, "step") == [0, 40, 80, 120]
+    )
+    assert (
+        run.end["reason"] == "all steps done"
+        and math.isnan(run.step["mfu"][5])
+        and math.isnan(run.step["no such field"][119])
+    )
     assert content(plot.read_log(str(tmp_path / "a" / "main.jsonl"))) == content(run)
 
 
 def test_a_log_that_ends_in_the_middle_of_a_line(tmp_path, capsys):
     whole = content(plot.read_log(ordinary(tmp_path / "a")))
-    for tail in ('{"event":"step","step":121,"loss"', "{", '{"event":"step"}', "\x00\x00\x00\n", '"text"\n', '[1]\n{"event":"step","step":null}\n', "[" * 100000, '{"event":"step","step":1e999}\n'):
+    for tail in (
+        '{"event":"step","step":121,"loss"',
+        "{",
+        '{"event":"step"}',
+        "\x00\x00\x00\n",
+        '"text"\n',
+        '[1]\n{"event":"step","step":null}\n',
+        "[" * 100000,
+        '{"event":"step","step":1e999}\n',
+    ):
         run = plot.read_log(ordinary(tmp_path / "b", tail=tail))
         assert content(run) == whole and "damaged" in capsys.readouterr().err, tail[:50]
     text = (tmp_path / "a" / "main.jsonl").read_bytes()
-    (tmp_path / "a" / "main.jsonl").write_bytes(text[:2000] + b"\xff\xfe" + text[2100:])  # a hole in the middle: its neighbours stay
+    # a hole in the middle: its neighbours stay
+    (tmp_path / "a" / "main.jsonl").write_bytes(text[:2000] + b"\xff\xfe" + text[2100:])
     assert 110 <= len(plot.read_log(str(tmp_path / "a")).step) < 120
 
 
 def test_a_run_that_goes_on_behind_half_a_line(tmp_path):
     """Killed while it wrote; the resumed run's first record stands on the same line and counts."""
-    (tmp_path / "main.jsonl").write_text(json.dumps(step(1)) + '\n{"event":"step","step":2,"loss":4.' + json.dumps(start(steps=7)).replace('": ', '":') + "\n" + json.dumps(step(2, loss=2.0)) + "\n")
+    (tmp_path / "main.jsonl").write_text(
+        json.dumps(step(1)) + "\n"
+        '{"event":"step","step":2,"loss":4.'
+        + json.dumps(start(steps=7)).replace('": ', '":')
+        + "\n"
+        + json.dumps(step(2, loss=2.0))
+        + "\n"
+    )
     run = plot.read_log(str(tmp_path))
     assert run.start["steps"] == 7 and losses(run.step)[1] == (2, 2.0) and run.damaged == 0
 
 
 def test_line_ends_inside_of_samples(tmp_path):
-    (tmp_path / "main.jsonl").write_text(json.dumps(step(1)) + "\n" + json.dumps({"event": "sample", "step": 1, "text": "a\u2028b\x85c\rd"}, ensure_ascii=False) + "\n"
-                                         + json.dumps(step(2)) + "\n", encoding="utf-8", newline="\n")
+    (tmp_path / "main.jsonl").write_text(
+        json.dumps(step(1))
+        + "\n"
+        + json.dumps({"event": "sample", "step": 1, "text": "a\u2028b\x85c\rd"}, ensure_ascii=False)
+        + "\n"
+        + json.dumps(step(2))
+        + "\n",
+        encoding="utf-8",
+        newline="\n",
+    )
     run = plot.read_log(str(tmp_path))
     assert len(run.step) == 2 and run.sample["text"] == "a\u2028b\x85c\rd"
 
@@ -95,18 +150,26 @@ def test_a_resumed_run_goes_back(tmp_path):
     first = [start()] + [step(i, loss=5.0) for i in range(1, 31)]
     first[25:25] = [evaluation(24, 5.5), choice(20, 0.25), choice(24, 0.26), choice(20, 0.5, name="arc")]
     first += [evaluation(30, 5.6)]
-    second = [start(resumed_from="x"), evaluation(20, 4.5, elapsed=0.1), choice(20, 0.24)] + [step(i, loss=4.0, elapsed=(i - 20) * 0.5) for i in range(21, 26)]
+    second = [start(resumed_from="x"), evaluation(20, 4.5, elapsed=0.1), choice(20, 0.24)] + [
+        step(i, loss=4.0, elapsed=(i - 20) * 0.5) for i in range(21, 26)
+    ]
     run = plot.read_log(write(tmp_path / "a", first + second))
-    assert losses(run.step) == [(i, 5.0 if i <= 20 else 4.0) for i in range(1, 26)] and losses(run.eval) == [(20, 4.5)] and run.starts == 2
+    assert (
+        losses(run.step) == [(i, 5.0 if i <= 20 else 4.0) for i in range(1, 26)]
+        and losses(run.eval) == [(20, 4.5)]
+        and run.starts == 2
+    )
     assert list(run.choices["hellaswag"]["acc"]) == [0.24] and list(run.choices["arc"]["acc"]) == [0.5]
     times = plot.x_values(run, run.step, "time")
     assert times[19] == 10 and times[24] == pytest.approx(12.5) and all(b > a for a, b in zip(times, times[1:]))
-    run = plot.read_log(write(tmp_path / "a", first + second + [start()] + [step(1, loss=9.0)]))  # begun anew in the same folder
+    # begun anew in the same folder
+    run = plot.read_log(write(tmp_path / "a", first + second + [start()] + [step(1, loss=9.0)]))
     assert losses(run.step) == [(1, 9.0)] and not len(run.eval)
 
 
 def test_a_log_that_grows(tmp_path):
-    """Read at any moment, in the middle of a line too, it is what reading it at once gives; a replaced log is read from its beginning."""
+    """Read at any moment, in the middle of a line too, it is what reading it at once gives; a replaced log is read from
+    its beginning."""
     whole = plot.read_log(ordinary(tmp_path / "a"))
     text = (tmp_path / "a" / "main.jsonl").read_bytes()
     log = plot.RunLog(str(tmp_path / "b"))
@@ -119,7 +182,8 @@ def test_a_log_that_grows(tmp_path):
             log.poll(each=lambda *one: seen.append(one))
     assert content(log) == content(whole) and log.generation == 0
     assert [at for at, _ in seen] == [i + 1 for i, c in enumerate(text) if c == 10] and len(seen) == 120 + 4 + 2
-    write(tmp_path / "b", [start(time=1)] + [step(i, loss=1.0) for i in range(1, 200)])  # longer than before: only its beginning tells
+    # longer than before: only its beginning tells
+    write(tmp_path / "b", [start(time=1)] + [step(i, loss=1.0) for i in range(1, 200)])
     log.poll()
     assert log.generation == 1 and len(log.step) == 199 and not len(log.eval)
     os.truncate(log.path, 300)
@@ -129,12 +193,23 @@ def test_a_log_that_grows(tmp_path):
 
 def test_llmc_logs(tmp_path):
     """s:0 is what llm.c calls its first step; ours is the first one done."""
-    lines = "s:0 tel:11.0\n" + "".join(f"s:{i} trl:{11 - i / 10:.4f} lr:0.000600 norm:{1 + i:.2f}\n" for i in range(20)) + "s:20 tel:9.2\ns:20 eval:0.2471\ns:19 trl:nonsense lr:1 norm:2\n"
+    lines = (
+        "s:0 tel:11.0\n"
+        + "".join(f"s:{i} trl:{11 - i / 10:.4f} lr:0.000600 norm:{1 + i:.2f}\n" for i in range(20))
+        + ("s:20 tel:9.2\ns:20 eval:0.2471\ns:19 trl:nonsense lr:1 norm:2\n")
+    )
     (tmp_path / "main.log").write_text(lines)
     run = plot.read_log(str(tmp_path))
-    assert losses(run.step)[:2] == [(1, 11.0), (2, 10.9)] and len(run.step) == 20 and losses(run.eval) == [(0, 11.0), (20, 9.2)] and run.damaged == 1
+    assert (
+        losses(run.step)[:2] == [(1, 11.0), (2, 10.9)]
+        and len(run.step) == 20
+        and losses(run.eval) == [(0, 11.0), (20, 9.2)]
+        and run.damaged == 1
+    )
     assert run.step["norm"][3] == 4 and run.step["lr"][3] == 6e-4 and run.choices["hellaswag"]["acc_norm"][0] == 0.2471
-    plot.main([str(tmp_path), "-o", str(tmp_path / "x.png"), "--panels", "loss,accuracy,norm,lr", "--reference", "gpt2:124M"])
+    plot.main(
+        [str(tmp_path), "-o", str(tmp_path / "x.png"), "--panels", "loss,accuracy,norm,lr", "--reference", "gpt2:124M"]
+    )
     assert plot.run_names([str(tmp_path / "main.log")]) == [tmp_path.name]
 
 
@@ -142,7 +217,8 @@ def test_smoothing():
     assert plot.smooth([3.0] * 50, 5) == [pytest.approx(3.0)] * 50
     assert plot.smooth([1.0, 2.0, 3.0], 0) == [1, 2, 3]
     out = plot.smooth([1.0] * 100 + [float("nan"), float("inf")] + [2.0] * 5, 5)
-    assert out[100] == out[101] == pytest.approx(1) and out[106] == pytest.approx(1.5, abs=1e-6)  # half of the way after half_life values
+    # half of the way after half_life values
+    assert out[100] == out[101] == pytest.approx(1) and out[106] == pytest.approx(1.5, abs=1e-6)
     steep = [math.exp(-i / 20) for i in range(200)]
     assert max(s - v for s, v in zip(plot.smooth(steep, 50), steep)) < 0.1
     noisy = list(np.random.default_rng(0).normal(0, 1, 2000))
@@ -164,8 +240,11 @@ def test_the_scale_shows_the_curve(tmp_path):
     low, high = plot.loss_range([run], 10)
     assert 2.7 < low < 3.01 and high < 8
     assert plot.loss_range([plot.read_log(write(tmp_path / "b", [step(1, loss=float("nan"))]))], 1) is None
-    overfit = plot.read_log(write(tmp_path / "c", [start()] + [step(i, loss=5.0 * 0.9**i if i < 100 else 0.0) for i in range(101)]))
-    low, high = plot.loss_range([overfit], 0, [2.0], log_y=True)  # as near on a logarithmic axis, where there is no zero
+    overfit = plot.read_log(
+        write(tmp_path / "c", [start()] + [step(i, loss=5.0 * 0.9**i if i < 100 else 0.0) for i in range(101)])
+    )
+    # as near on a logarithmic axis, where there is no zero
+    low, high = plot.loss_range([overfit], 0, [2.0], log_y=True)
     assert 5e-5 < low < 5.0 * 0.9**99 and 5.0 < high < 10
 
 
@@ -173,7 +252,7 @@ def test_ticks_of_a_logarithmic_axis(tmp_path):
     """4 to 9 of them that can be told apart, and never a wide stretch without one, whatever the losses."""
     assert plot.log_ticks(1.3, 11) == [1.5, 2, 3, 4, 5, 6, 8, 10]
     rng = np.random.default_rng(0)
-    for low, ratio in zip(10 ** rng.uniform(-6, 3, 5000), 10 ** 10 ** rng.uniform(-2.5, 1, 5000)):
+    for low, ratio in zip(10 ** rng.uniform(-6, 3, 5000), 10**10 ** rng.uniform(-2.5, 1, 5000)):
         ticks = plot.log_ticks(low, low * ratio)
         gaps = [math.log(b / a) / math.log(ratio) for a, b in zip(ticks, ticks[1:])]
         assert 4 <= len(ticks) <= 9 and low <= ticks[0] and ticks[-1] <= low * ratio, (low, ratio)
@@ -214,27 +293,57 @@ def test_the_picture_has_every_run(tmp_path, x, capsys):
 
 
 def test_odd_logs_are_drawn(tmp_path):
-    odd = {"one_step": [step(1)], "only_evals": [evaluation(5, 3.0), evaluation(9, 2.9)], "no_fields": [{"event": "step", "step": i, "loss": 3.0} for i in range(1, 9)],
-           "nan": [step(i, loss=float("nan") if i > 3 else 4.0, norm=None) for i in range(1, 9)], "all_nan": [step(i, loss=float("nan")) for i in range(1, 4)],
-           "strings": [step(1, loss="NaN"), step(2)], "huge": [step(1, tokens=10**400), step(2)]}
+    odd = {
+        "one_step": [step(1)],
+        "only_evals": [evaluation(5, 3.0), evaluation(9, 2.9)],
+        "no_fields": [{"event": "step", "step": i, "loss": 3.0} for i in range(1, 9)],
+        "nan": [step(i, loss=float("nan") if i > 3 else 4.0, norm=None) for i in range(1, 9)],
+        "all_nan": [step(i, loss=float("nan")) for i in range(1, 4)],
+        "strings": [step(1, loss="NaN"), step(2)],
+        "huge": [step(1, tokens=10**400), step(2)],
+    }
     folders = [write(tmp_path / name, [start()] + records) for name, records in odd.items()]
     for x, log in (("step", []), ("tokens", ["--log"]), ("time", [])):
-        plot.main([*folders, "-o", str(tmp_path / "odd.png"), "--x", x, "--panels", "loss,accuracy,norm,speed,lr", "--reference", "gpt2:124M", *log])
+        plot.main(
+            [
+                *folders,
+                "-o",
+                str(tmp_path / "odd.png"),
+                "--x",
+                x,
+                "--panels",
+                "loss,accuracy,norm,speed,lr",
+                "--reference",
+                "gpt2:124M",
+                *log,
+            ]
+        )
     colours_of(str(tmp_path / "odd.png"))
 
 
 def test_messages(tmp_path, capsys):
     good, empty = ordinary(tmp_path / "good"), write(tmp_path / "empty", [start()])
-    for arguments, words in (([str(tmp_path / "none")], "no log"), ([empty], "no step or eval lines"), ([good, "--panels", "lost"], "unknown panel"), ([good, "--labels", "a,b"], "2 labels for 1 runs")):
+    for arguments, words in (
+        ([str(tmp_path / "none")], "no log"),
+        ([empty], "no step or eval lines"),
+        ([good, "--panels", "lost"], "unknown panel"),
+        ([good, "--labels", "a,b"], "2 labels for 1 runs"),
+    ):
         with pytest.raises(SystemExit) as e:
             plot.main([*arguments, "-o", str(tmp_path / "x.png")])
         assert e.value.code == 1 and words in capsys.readouterr().err
     llmc = tmp_path / "llmc.log"
     llmc.write_text("s:1 trl:3.0 lr:0.1 norm:1.0\n")
-    for arguments, words in (([good, "--reference", "gpt2"], "unknown reference"), ([good, "--follow", "0"], "no time"), ([str(llmc), "--x", "time"], "use --x step"),
-                             ([good, "-o", str(tmp_path / "no" / "x.png")], "cannot write"), ([good, "-o", str(tmp_path / "x.xyz")], "cannot write"),
-                             (["--bench", str(tmp_path / "good" / "main.jsonl")], "no ratio and no tokens/s"),
-                             ([__file__], "is no run's log"), ([__file__, "--follow"], "is no run's log")):
+    for arguments, words in (
+        ([good, "--reference", "gpt2"], "unknown reference"),
+        ([good, "--follow", "0"], "no time"),
+        ([str(llmc), "--x", "time"], "use --x step"),
+        ([good, "-o", str(tmp_path / "no" / "x.png")], "cannot write"),
+        ([good, "-o", str(tmp_path / "x.xyz")], "cannot write"),
+        (["--bench", str(tmp_path / "good" / "main.jsonl")], "no ratio and no tokens/s"),
+        ([__file__], "is no run's log"),
+        ([__file__, "--follow"], "is no run's log"),
+    ):
         with pytest.raises(SystemExit) as e:
             plot.main(["-o", str(tmp_path / "x.png"), *arguments])
         assert e.value.code == 1 and words in capsys.readouterr().err, words
@@ -242,7 +351,20 @@ def test_messages(tmp_path, capsys):
 
 
 def test_from_the_command_line(tmp_path):
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "dev/plot.py"), ordinary(tmp_path / "a"), "-o", str(tmp_path / "c.png"), "--title", "a title"], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            os.path.join(ROOT, "dev/plot.py"),
+            ordinary(tmp_path / "a"),
+            "-o",
+            str(tmp_path / "c.png"),
+            "--title",
+            "a title",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     assert "wrote" in done.stdout and colours_of(str(tmp_path / "c.png"))(plot.COLOURS[0]) > 500
 
 
@@ -254,13 +376,26 @@ def test_references_are_drawn_where_they_belong(tmp_path):
     assert words == [["gpt2:1558M 2.831"], ["gpt2:1558M 0.4889", "gpt3:1558M 0.547"]]
     assert above.get_ylim()[0] < 2.831 and below.get_ylim()[0] < 0.25 and below.get_ylim()[1] > 0.547
     scores = [line for line in below.lines if len(line.get_xdata()) == 3][0]
-    assert list(scores.get_xdata()) == [512 * 40, 512 * 80, 512 * 120] and scores.get_ydata()[2] == pytest.approx(0.33)  # acc_norm; tokens are those of the evaluation
+    # acc_norm; tokens are those of the evaluation
+    assert list(scores.get_xdata()) == [512 * 40, 512 * 80, 512 * 120] and scores.get_ydata()[2] == pytest.approx(0.33)
 
 
 def test_follow_redraws_until_the_end(tmp_path):
     """Begun before the run; every picture that is seen is whole; ends by itself when both runs have ended."""
     folders = [tmp_path / "a", tmp_path / "b"]
-    p = subprocess.Popen([sys.executable, os.path.join(ROOT, "dev/plot.py"), *map(str, folders), "-o", str(tmp_path / "live.png"), "--follow", "0.05"], stdout=subprocess.PIPE, text=True)
+    p = subprocess.Popen(
+        [
+            sys.executable,
+            os.path.join(ROOT, "dev/plot.py"),
+            *map(str, folders),
+            "-o",
+            str(tmp_path / "live.png"),
+            "--follow",
+            "0.05",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         for folder in folders:
             folder.mkdir()
@@ -268,10 +403,19 @@ def test_follow_redraws_until_the_end(tmp_path):
             for f in (a, b):
                 f.write(json.dumps(start()) + "\n" + json.dumps(step(1)) + "\n" + json.dumps(step(2))[:20])
                 f.flush()
-            assert p.stdout.readline().startswith("a: 1 steps") and p.stdout.readline().startswith("b: 1 steps") and "wrote" in p.stdout.readline()
+            assert (
+                p.stdout.readline().startswith("a: 1 steps")
+                and p.stdout.readline().startswith("b: 1 steps")
+                and "wrote" in p.stdout.readline()
+            )
             first = colours_of(str(tmp_path / "live.png"))
             for f in (a, b):
-                f.write(json.dumps(step(2))[20:] + "\n" + json.dumps({"event": "end", "step": 2, "reason": "all steps done"}) + "\n")
+                f.write(
+                    json.dumps(step(2))[20:]
+                    + "\n"
+                    + json.dumps({"event": "end", "step": 2, "reason": "all steps done"})
+                    + "\n"
+                )
                 f.flush()
         rest, _ = p.communicate(timeout=100)
         assert p.returncode == 0 and "a: 2 steps" in rest and "b: 2 steps" in rest and first
@@ -318,8 +462,10 @@ def test_bench_tables(tmp_path, capsys):
     # 8B has two figures a day: its own and the one under a later heading
     rates = {"124M": (600500, 640000), "8B": (9000, 9000), "124M, one GPU": (613e3, 613e3)}
     rates["124M, two GPU"] = (1203100, 1203100)
-    lines = {("x1", "tokens/s"): {label: list(zip(days, of_days)) for label, of_days in rates.items()},
-             ("x1", "ratio"): {"124M": [(days[0], 1.2), (days[1], 1.25)]}}
+    lines = {
+        ("x1", "tokens/s"): {label: list(zip(days, of_days)) for label, of_days in rates.items()},
+        ("x1", "ratio"): {"124M": [(days[0], 1.2), (days[1], 1.25)]},
+    }
     assert plot.bench_lines(files) == (lines, 1)
     plot.main(["--bench", *files, "-o", str(tmp_path / "bench.png")])
     assert "5 rows, 2026-11-20 to 2026-12-01; not drawn: 1 rows of one day" in capsys.readouterr().out

@@ -1,9 +1,10 @@
 """Several ranks under mpirun, on CPUs: the same code that trains on several GPUs, but for NCCL.
 
-Collectives bit for bit; training on 1, 3 and 4 ranks; resuming on other numbers of ranks; ranks that do not fit together; ranks
-that are stopped or killed at a random moment: the job must end in time with a non-zero status, name the rank, and leave no
-process, no shared memory and no broken checkpoint. LLMC_REPEAT=20 repeats the random ones more often than a suite has time for.
-"""
+Collectives bit for bit; training on 1, 3 and 4 ranks; resuming on other numbers of ranks; ranks that do not fit
+together; ranks that are stopped or killed at a random moment: the job must end in time with a non-zero status, name the
+rank, and leave no process, no shared memory and no broken checkpoint. LLMC_REPEAT=20 repeats the random ones more often
+than a suite has time for."""
+
 import json
 import os
 import random
@@ -26,15 +27,16 @@ CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_
 MPIRUN = CONFIG.get("MPIRUN", "")
 COMM, TRAINER = ROOT / "build/test/test_comm.mpi", ROOT / "build/train_gpt2"
 REPEAT = int(os.environ.get("LLMC_REPEAT", "3"))
-TIMEOUT = 2     # --timeout of the jobs that lose a rank, seconds; jobs that must succeed have a minute, because a machine may be busy
-MARGIN = 10     # all must be gone within the time-out and this
+# --timeout of the jobs that lose a rank, seconds; jobs that must succeed have a minute, because a machine may be busy
+TIMEOUT = 2
+MARGIN = 10  # all must be gone within the time-out and this
 
 pytestmark = pytest.mark.skipif(not MPIRUN, reason="no MPI (make toolkit)")
 
 
 class Job:
-    """mpirun of a program, or a program alone (ranks 0), or started by the words in `launch`. Its output is collected while it runs;
-    afterwards nothing of it may be left."""
+    """mpirun of a program, or a program alone (ranks 0), or started by the words in `launch`. Its output is collected
+    while it runs; afterwards nothing of it may be left."""
 
     def __init__(self, ranks, program, *arguments, cwd=ROOT / "build/test", launch=None, environment=()):
         self.mark = f"{time.time()}-{random.random()}"  # finds the job's processes, wherever they went
@@ -48,9 +50,20 @@ class Job:
         for _ in range(3):
             self.begin = time.time()
             with open(self.log, "wb") as f:
-                self.process = subprocess.Popen([*launch, str(program), *map(str, arguments)], cwd=cwd, stdout=f, stderr=subprocess.STDOUT,
-                                                env=ENVIRONMENT | {"LLMC_JOB": self.mark, "OMPI_MCA_btl_sm_backing_directory": str(self.memory), "OMPI_MCA_btl_vader_backing_directory": str(self.memory)} | dict(environment),
-                                                start_new_session=True)
+                self.process = subprocess.Popen(
+                    [*launch, str(program), *map(str, arguments)],
+                    cwd=cwd,
+                    stdout=f,
+                    stderr=subprocess.STDOUT,
+                    env=ENVIRONMENT
+                    | {
+                        "LLMC_JOB": self.mark,
+                        "OMPI_MCA_btl_sm_backing_directory": str(self.memory),
+                        "OMPI_MCA_btl_vader_backing_directory": str(self.memory),
+                    }
+                    | dict(environment),
+                    start_new_session=True,
+                )
             while own and self.process.poll() is None and not self.ranks() and time.time() < self.begin + 10:
                 time.sleep(0.01)
             if not own or launcher.FAILED not in self.text():
@@ -71,7 +84,9 @@ class Job:
         return found
 
     def processes(self):
-        return [int(p) for p in os.listdir("/proc") if p.isdigit() and f"LLMC_JOB={self.mark}" in read(f"/proc/{p}/environ")]
+        return [
+            int(p) for p in os.listdir("/proc") if p.isdigit() and f"LLMC_JOB={self.mark}" in read(f"/proc/{p}/environ")
+        ]
 
     def wait_for(self, words, seconds=60):
         end = time.time() + seconds
@@ -138,12 +153,15 @@ def stopped(job, seconds=60):
 
 @pytest.fixture(scope="session")
 def comm():
-    made = subprocess.run(["make", "--no-print-directory", str(COMM.relative_to(ROOT))], cwd=ROOT, capture_output=True, text=True)
+    made = subprocess.run(
+        ["make", "--no-print-directory", str(COMM.relative_to(ROOT))], cwd=ROOT, capture_output=True, text=True
+    )
     assert made.returncode == 0, made.stderr
     return COMM
 
 
 # ---- comm.h and watchdog.h
+
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_collectives(comm, ranks):
@@ -156,11 +174,20 @@ def test_ranks_that_fit_together(comm, field):
     assert "all fit together" in succeeds(Job(3, comm, "handshake", field))
 
 
-@pytest.mark.parametrize("field, words", [
-    ("gpu", r"rank 1 on \S+ and rank 2 on \S+ have the same GPU"), ("one-gpu", r"rank 1 on \S+ and rank 2 on \S+ have the same GPU"), ("gpus", "rank 2 is process 3 of host .* shows it 2 GPUs"), ("sm", "sm_80, rank 0"), ("build", "rank 2 on .* is build another, rank 0"),
-    ("config", "rank 2 on .* model configuration .* rank 0"), ("options", "rank 2 on .* options .* rank 0"),
-    ("data", r"rank 2 on \S+: data file 2 of 3, 'train_1.bin', is not that of rank 0 on \S+\n"),
-    ("fewer", r"rank 2 on \S+: its 2 data files are not the 3 of rank 0 on \S+\n")])
+@pytest.mark.parametrize(
+    "field, words",
+    [
+        ("gpu", r"rank 1 on \S+ and rank 2 on \S+ have the same GPU"),
+        ("one-gpu", r"rank 1 on \S+ and rank 2 on \S+ have the same GPU"),
+        ("gpus", "rank 2 is process 3 of host .* shows it 2 GPUs"),
+        ("sm", "sm_80, rank 0"),
+        ("build", "rank 2 on .* is build another, rank 0"),
+        ("config", "rank 2 on .* model configuration .* rank 0"),
+        ("options", "rank 2 on .* options .* rank 0"),
+        ("data", r"rank 2 on \S+: data file 2 of 3, 'train_1.bin', is not that of rank 0 on \S+\n"),
+        ("fewer", r"rank 2 on \S+: its 2 data files are not the 3 of rank 0 on \S+\n"),
+    ],
+)
 def test_ranks_that_do_not_fit_together(comm, field, words):
     job = Job(3, comm, "handshake", field)
     status, text = job.finish(20)
@@ -177,7 +204,16 @@ def test_one_rank_never_comes(comm):
     """It is alive, but does not enter the collective in which the others wait."""
     status, text = Job(4, comm, "late", 2, TIMEOUT).finish(TIMEOUT + MARGIN + 5)
     assert status != 0
-    assert len(re.findall(r"rank 2 \(process \d+\) is behind: it began 1 collectives, others 2; it is at step 2, forward, layer 7", text)) == 4, text
+    assert (
+        len(
+            re.findall(
+                r"rank 2 \(process \d+\) is behind: it began 1 collectives, others 2; it is at step 2, forward, "
+                r"layer 7",
+                text,
+            )
+        )
+        == 4
+    ), text
     assert len(re.findall(r"\[rank \d\]     #1 barrier 0 done \S+ \| #2 barrier 0 started", text)) == 3, text
 
 
@@ -188,17 +224,38 @@ def test_losing_a_rank(comm, how, repeat):
     time.sleep(random.random())
     rank = random.randrange(4)
     text, seconds = job.hit(rank, how)
-    expected = rf"rank {rank} \(process \d+\) gives no sign of life" if how == signal.SIGSTOP else rf"rank {rank}\b.*(has ended: it was killed|signal 9|terminated)"
+    expected = (
+        rf"rank {rank} \(process \d+\) gives no sign of life"
+        if how == signal.SIGSTOP
+        else rf"rank {rank}\b.*(has ended: it was killed|signal 9|terminated)"
+    )
     assert re.search(expected, text), text
     print(f"rank {rank}, {how.name}: all ended after {seconds:.1f} s")
 
 
 def test_a_rank_that_stops_at_the_start(comm, tmp_path):
     """After MPI's own start, before the ranks of the host see each other."""
-    source = '#include <signal.h>\nint memfd_create(const char *name, unsigned flags) { (void)name; (void)flags; raise(SIGSTOP); return -1; }'
-    subprocess.run([CONFIG["CC"], "-shared", "-fPIC", "-o", tmp_path / "stop.so", "-x", "c", "-"], input=source, text=True, check=True)
-    status, text = Job(3, comm, "loop", TIMEOUT, environment={"LD_PRELOAD": str(tmp_path / "stop.so")}).finish(4 * TIMEOUT + MARGIN + 5, memory_may_stay=True)
-    assert status != 0 and len(re.findall(r"error: no progress for 8 s .*\n.*\n.*last collectives.*\n.*#1 start of MPI 0 started", text)) == 2, text
+    source = (
+        "#include <signal.h>\n"
+        "int memfd_create(const char *name, unsigned flags) { (void)name; (void)flags; raise(SIGSTOP); return "
+        "-1; }"
+    )
+    subprocess.run(
+        [CONFIG["CC"], "-shared", "-fPIC", "-o", tmp_path / "stop.so", "-x", "c", "-"],
+        input=source,
+        text=True,
+        check=True,
+    )
+    status, text = Job(3, comm, "loop", TIMEOUT, environment={"LD_PRELOAD": str(tmp_path / "stop.so")}).finish(
+        4 * TIMEOUT + MARGIN + 5, memory_may_stay=True
+    )
+    assert (
+        status != 0
+        and len(
+            re.findall(r"error: no progress for 8 s .*\n.*\n.*last collectives.*\n.*#1 start of MPI 0 started", text)
+        )
+        == 2
+    ), text
 
 
 def test_a_pause_is_no_hang(comm):
@@ -218,6 +275,7 @@ def test_a_pause_is_no_hang(comm):
 
 # ---- the trainer
 
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A folder with shards that can be learned, and multiple-choice questions where the program looks for them."""
@@ -228,7 +286,10 @@ def data(tmp_path_factory):
         tokens = [r.randrange(256)]
         while len(tokens) < count:
             tokens.append((tokens[-1] * 31 + 7) % 251 if r.random() < 0.8 else r.randrange(256))
-        (folder / name).write_bytes(struct.pack("<256i", 20240520, 1, count, 256, 1, *[0] * 251) + struct.pack(f"<{count}H", *tokens))
+        (folder / name).write_bytes(
+            struct.pack("<256i", 20240520, 1, count, 256, 1, *[0] * 251) + struct.pack(f"<{count}H", *tokens)
+        )
+
     shard("train_1.bin", 6000)  # of different sizes, an epoch shorter than a run
     shard("train_2.bin", 3500)
     shard("val.bin", 3000)
@@ -241,23 +302,49 @@ def data(tmp_path_factory):
         words = [65535, 2 * (len(parts) + 5), i, r.randrange(4), 4, *parts]
         examples += struct.pack(f"<{len(words)}H", *words)
     (folder / "dev/data/hellaswag").mkdir(parents=True)
-    (folder / "dev/data/hellaswag/hellaswag_val.bin").write_bytes(struct.pack("<256i", 20240522, 1, 11, 100, *[0] * 252) + examples)
+    (folder / "dev/data/hellaswag/hellaswag_val.bin").write_bytes(
+        struct.pack("<256i", 20240522, 1, 11, 100, *[0] * 252) + examples
+    )
     return folder
 
 
 def run_words(output, *arguments):
     """Options of a run of steps of 12 sequences. One that is None is left out."""
-    options = {"-e": "d2,channels=64,vocab=256,seq=32", "-i": "train_*.bin", "-j": "val.bin", "-b": "1", "-t": "32", "-d": str(12 * 32), "-x": "12", "-v": "0", "-s": "0",
-               "-l": "3e-3", "-z": "1", "--threads": "1", "--timeout": "60", "-o": output}
-    return [w for pair in (options | dict(zip(arguments[::2], arguments[1::2]))).items() for w in pair if pair[1] is not None]
+    options = {
+        "-e": "d2,channels=64,vocab=256,seq=32",
+        "-i": "train_*.bin",
+        "-j": "val.bin",
+        "-b": "1",
+        "-t": "32",
+        "-d": str(12 * 32),
+        "-x": "12",
+        "-v": "0",
+        "-s": "0",
+        "-l": "3e-3",
+        "-z": "1",
+        "--threads": "1",
+        "--timeout": "60",
+        "-o": output,
+    }
+    return [
+        w
+        for pair in (options | dict(zip(arguments[::2], arguments[1::2]))).items()
+        for w in pair
+        if pair[1] is not None
+    ]
 
 
 @pytest.fixture
 def train(data, tmp_path):
-    """train(ranks, output, more options...) -> Job. then, change: how mpirun starts more ranks, and options that they get besides."""
+    """train(ranks, output, more options...) -> Job. then, change: how mpirun starts more ranks, and options that they
+    get besides."""
+
     def start(ranks, output, *arguments, then=(), change=(), environment=()):
         words = run_words(tmp_path / output, *arguments)
-        return Job(ranks, TRAINER, *words, *([":", *then, *words, *change] if then else []), cwd=data, environment=environment)
+        return Job(
+            ranks, TRAINER, *words, *([":", *then, *words, *change] if then else []), cwd=data, environment=environment
+        )
+
     return start
 
 
@@ -276,7 +363,12 @@ ssize_t pwrite(int fd, const void *from, size_t bytes, off_t offset) {
 def slow_disk(tmp_path_factory):
     """The environment of a job whose first two ranks write slowly."""
     library = tmp_path_factory.mktemp("slow") / "slow.so"
-    subprocess.run([CONFIG["CC"], "-D_GNU_SOURCE", "-shared", "-fPIC", "-o", library, "-x", "c", "-", "-ldl"], input=SLOW_DISK, text=True, check=True)
+    subprocess.run(
+        [CONFIG["CC"], "-D_GNU_SOURCE", "-shared", "-fPIC", "-o", library, "-x", "c", "-", "-ldl"],
+        input=SLOW_DISK,
+        text=True,
+        check=True,
+    )
     return {"LD_PRELOAD": str(library)}
 
 
@@ -289,7 +381,8 @@ def curve(folder):
 
 
 def checkpoint(folder, step):
-    """Everything in a checkpoint but the options of the run. Checksums of files are there and the same, however many ranks wrote them."""
+    """Everything in a checkpoint but the options of the run. Checksums of files are there and the same, however many
+    ranks wrote them."""
     path = folder / f"step_{step:08d}"
     state = json.loads((path / "train_state.json").read_text())
     state.pop("options")
@@ -302,7 +395,8 @@ def steps_saved(folder):
     return sorted(int(p.name[5:]) for p in folder.glob("step_*[0-9]"))
 
 
-# Losses and norms of the same global batch on other numbers of ranks: fp32 sums in another order, twelve steps long. Measured 5e-6.
+# Losses and norms of the same global batch on other numbers of ranks: fp32 sums in another order, twelve steps long.
+# Measured 5e-6.
 BOUND = 2e-5
 
 
@@ -321,7 +415,8 @@ def test_any_number_of_ranks_trains_alike(train, tmp_path):
     for ranks in (3, 4):
         runs = [f"{ranks}-zero1", f"{ranks}-again", f"{ranks}-zero0"]
         for run, stage in zip(runs, (1, 1, 0)):
-            text = succeeds(train(ranks, run, "-z", stage, "--save-async", stage, *more))  # a copy written beside training, or the model itself
+            # a copy written beside training, or the model itself
+            text = succeeds(train(ranks, run, "-z", stage, "--save-async", stage, *more))
             assert text.count("step     12/12") == 1 and f"ranks     {ranks}," in text  # one rank prints
         first, again, stage0 = (tmp_path / r for r in runs)
         assert curve(first) == curve(again) == curve(stage0)
@@ -329,13 +424,21 @@ def test_any_number_of_ranks_trains_alike(train, tmp_path):
         print(f"{ranks} ranks: largest relative difference from one rank {same_curve(curve(first), one):.1e}")
         for a, b in zip(events(first, "eval"), events(tmp_path / "one", "eval")):
             assert abs(a["loss"] - b["loss"]) < BOUND
-        assert [(e["acc"], e["acc_norm"]) for e in events(first, "eval_choice")] == [(e["acc"], e["acc_norm"]) for e in events(tmp_path / "one", "eval_choice")] != []
+        assert (
+            [(e["acc"], e["acc_norm"]) for e in events(first, "eval_choice")]
+            == [(e["acc"], e["acc_norm"]) for e in events(tmp_path / "one", "eval_choice")]
+            != []
+        )
     changed = {step: (loss * (1 + 2 * BOUND), norm) for step, (loss, norm) in one.items()}
     with pytest.raises(AssertionError):  # the bound bites
         same_curve(changed, one)
 
 
-@pytest.mark.parametrize("model", ["d2,channels=64,vocab=256,seq=32", "llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,vocab=256,seq=32,tied=0"], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "model",
+    ["d2,channels=64,vocab=256,seq=32", "llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,vocab=256,seq=32,tied=0"],
+    ids=["gpt2", "llama"],
+)
 def test_resume_on_other_numbers_of_ranks(train, tmp_path, model):
     model = ["-e", model, "-n", "4"]
     succeeds(train(0, "straight", *model))
@@ -355,27 +458,39 @@ def test_resume_on_the_same_ranks_is_bitwise(train, tmp_path, states):
     more = ["-n", "4", "--state-dtype", states]
     succeeds(train(3, "straight", *more))
     succeeds(train(3, "run", *more, "-x", "8"))
-    succeeds(train(3, "run", *more, "-y", "1", "-z", "0", "--save-async", "0"))  # the stage does not matter either, nor the way of saving
+    # the stage does not matter either, nor the way of saving
+    succeeds(train(3, "run", *more, "-y", "1", "-z", "0", "--save-async", "0"))
     assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "straight", 12)
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
 
 
 def test_bf16_states_on_any_number_of_ranks(train, tmp_path):
-    """The random bits belong to the element and the step, so gradients that differ in their last bits tip few roundings.
+    """The random bits belong to the element and the step, so gradients that differ in their last bits tip few
+    roundings.
 
-    A tipped one is a step of bf16, though: three times the bound of fp32 (measured 2.0e-5), still far below what fp32 states differ."""
+    A tipped one is a step of bf16, though: three times the bound of fp32 (measured 2.0e-5), still far below what fp32
+    states differ."""
     for run, ranks in (("one", 0), ("three", 3)):
         succeeds(train(ranks, run, "--state-dtype", "bf16", "-n", "12"))
     succeeds(train(0, "fp32", "-n", "12"))
     one, three, fp32 = (curve(tmp_path / name) for name in ("one", "three", "fp32"))
-    print(f"3 ranks: largest relative difference from one rank {same_curve(three, one, 3 * BOUND):.1e}, of fp32 states {same_curve(fp32, one, 1):.1e}")
+    print(
+        f"3 ranks: largest relative difference from one rank {same_curve(three, one, 3 * BOUND):.1e}, of fp32 "
+        f"states {same_curve(fp32, one, 1):.1e}"
+    )
     with pytest.raises(AssertionError):
         same_curve(fp32, one, 3 * BOUND)
-    a, b, other = (np.frombuffer(checkpoint(tmp_path / name, 12)[1]["optimizer.safetensors"], np.uint8) for name in ("one", "three", "fp32"))
-    data = lambda x: x[8 + int(x[:8].view(np.uint64)[0]):]
+    a, b, other = (
+        np.frombuffer(checkpoint(tmp_path / name, 12)[1]["optimizer.safetensors"], np.uint8)
+        for name in ("one", "three", "fp32")
+    )
+    data = lambda x: x[8 + int(x[:8].view(np.uint64)[0]) :]
     assert a.size == b.size and data(a).size * 2 == data(other).size
     a, b, other = data(a).view(np.uint16), data(b).view(np.uint16), data(other).view(np.uint32) >> 16
-    print(f"states that differ from one rank's: on 3 ranks {np.mean(a != b):.3f}, cut off from fp32 {np.mean(a != other):.3f}")
+    print(
+        f"states that differ from one rank's: on 3 ranks {np.mean(a != b):.3f}, cut off from fp32 "
+        f"{np.mean(a != other):.3f}"
+    )
     assert np.mean(a != b) < 0.15 and np.mean(a != other) > 0.4
     status, text = train(0, "fp32", "-n", "12", "-y", "1", "-x", "14", "--state-dtype", "bf16").finish()
     assert status != 0 and "has m and v in fp32, this run keeps them in bf16" in text and "--state-dtype fp32" in text
@@ -394,11 +509,17 @@ def test_timing_shows_what_ranks_wait_for(train, tmp_path):
         assert e["groups"]["matmul"]["laps"] == 4 * 2 * 4  # products of two layers in four micro-steps
 
 
-@pytest.mark.parametrize("ranks, share, more, per_weight", [(0, 1, [], 28), (0, 1, ["--state-dtype", "bf16"], 20), (2, 2, [], 28), (2, 1, ["-z", "0"], 28)],
-                         ids=["alone", "bf16", "shared", "copied"])
+@pytest.mark.parametrize(
+    "ranks, share, more, per_weight",
+    [(0, 1, [], 28), (0, 1, ["--state-dtype", "bf16"], 20), (2, 2, [], 28), (2, 1, ["-z", "0"], 28)],
+    ids=["alone", "bf16", "shared", "copied"],
+)
 def test_timing_counts_the_bytes_of_what_a_rank_updates(train, tmp_path, ranks, share, more, per_weight):
     text = succeeds(train(ranks, "timed", "-e", "d2,channels=256,vocab=4096,seq=32", "--timing", "2", "-x", "2", *more))
-    weights, counted = events(tmp_path / "timed", "start")[0]["parameters"], events(tmp_path / "timed", "timing")[0]["groups"]["AdamW"]["bytes"]
+    weights, counted = (
+        events(tmp_path / "timed", "start")[0]["parameters"],
+        events(tmp_path / "timed", "timing")[0]["groups"]["AdamW"]["bytes"],
+    )
     assert abs(counted * share / per_weight / weights - 1) < 0.1  # the last of the shards has the padding
     assert share > 1 or counted == weights * per_weight
     assert re.search(r"AdamW +1 .* \d+\n", text)  # and GB/s are printed
@@ -416,12 +537,21 @@ def test_another_build_is_refused(train, tmp_path):
     job = train(2, "run", then=["-np", 1, other])
     status, text = job.finish(20)
     assert status != 0 and job.seconds < 10
-    assert re.search("rank 2 on .* is build .*, rank 0 on .* is build", text) and "model configuration" not in text and "data file" not in text, text
+    assert (
+        re.search("rank 2 on .* is build .*, rank 0 on .* is build", text)
+        and "model configuration" not in text
+        and "data file" not in text
+    ), text
 
 
-@pytest.mark.parametrize("spoilt, words", [
-    ("train_2.bin", r"data file 2 of 4, 'train_2.bin', is not that"), ("val.bin", r"data file 3 of 4, 'val.bin', is not that"),
-    (None, "its 3 data files are not the 4")])
+@pytest.mark.parametrize(
+    "spoilt, words",
+    [
+        ("train_2.bin", r"data file 2 of 4, 'train_2.bin', is not that"),
+        ("val.bin", r"data file 3 of 4, 'val.bin', is not that"),
+        (None, "its 3 data files are not the 4"),
+    ],
+)
 def test_other_data_are_refused(train, data, tmp_path, spoilt, words):
     """One other token in a shard of the same name and size, or a shard that is not there."""
     theirs = shutil.copytree(data, tmp_path / "theirs")
@@ -442,7 +572,9 @@ def test_other_options_are_refused(train):
     job = train(2, "run", then=["-np", 1, TRAINER], change=["-l", "1"])
     status, text = job.finish(20)
     assert status != 0 and job.seconds < 10
-    assert re.search("rank 2 on .* has options .*, rank 0 on", text) and "data file" not in text and "is build" not in text, text
+    assert (
+        re.search("rank 2 on .* has options .*, rank 0 on", text) and "data file" not in text and "is build" not in text
+    ), text
 
 
 # ---- ranks that are lost, signals, disks
@@ -458,7 +590,11 @@ def test_losing_a_rank_while_training(train, how, repeat):
     time.sleep(random.random())
     rank = random.randrange(4)
     text, seconds = job.hit(rank, how)
-    expected = rf"rank {rank} \(process \d+\) gives no sign of life" if how == signal.SIGSTOP else rf"rank {rank}\b.*(has ended: it was killed|signal 9|terminated)"
+    expected = (
+        rf"rank {rank} \(process \d+\) gives no sign of life"
+        if how == signal.SIGSTOP
+        else rf"rank {rank}\b.*(has ended: it was killed|signal 9|terminated)"
+    )
     assert re.search(expected, text), text
     print(f"rank {rank}, {how.name}: all ended after {seconds:.1f} s")
 
@@ -481,7 +617,9 @@ def test_losing_the_launcher(train):
     job.finish(memory_may_stay=True)
 
 
-@pytest.mark.parametrize("number, to", [(signal.SIGUSR1, "launcher"), (signal.SIGTERM, "rank"), (signal.SIGUSR1, "rank")])
+@pytest.mark.parametrize(
+    "number, to", [(signal.SIGUSR1, "launcher"), (signal.SIGTERM, "rank"), (signal.SIGUSR1, "rank")]
+)
 def test_a_signal_saves_and_stops(train, tmp_path, number, to):
     job = train(3, "run", *LONG, "-n", "100000").wait_for("step      3/")
     os.kill(job.process.pid if to == "launcher" else job.ranks()[random.randrange(3)], number)
@@ -500,7 +638,11 @@ def endless(data):
     questions = np.tile(np.array(words, np.uint16), (count, 1))
     questions[:, 2] = range(count)
     (data / "questions.bin").write_bytes(struct.pack("<256i", 20240522, 1, count, 68, *[0] * 252) + questions.tobytes())
-    return {"loss": ["-v", "3", "-m", "-1", "-j", "long.bin"], "questions": ["-v", "3", "-j", "", "--choice-data", "questions.bin"], "sample": ["-s", "3", "-g", str(1 << 20), "--temperature", "0"]}
+    return {
+        "loss": ["-v", "3", "-m", "-1", "-j", "long.bin"],
+        "questions": ["-v", "3", "-j", "", "--choice-data", "questions.bin"],
+        "sample": ["-s", "3", "-g", str(1 << 20), "--temperature", "0"],
+    }
 
 
 @pytest.mark.parametrize("what", ["loss", "questions", "sample"])
@@ -516,11 +658,19 @@ def test_a_signal_between_steps(train, tmp_path, endless, what, ranks, tp):
     begin = time.time()
     text = stopped(job, 20)
     print(f"ended after {time.time() - begin:.1f} s")
-    assert "stopped by User defined signal 1 after step 3; --resume 1 goes on" in text and "eval      3" not in text, text
-    assert steps_saved(tmp_path / "run")[-1] == 3 and not [e for kind in ("eval", "eval_choice", "sample") for e in events(tmp_path / "run", kind)]
-    assert text.count("---- ") == text.count("---- the sample of step 3 was ended by a signal") == (what == "sample"), text
+    assert "stopped by User defined signal 1 after step 3; --resume 1 goes on" in text and "eval      3" not in text, (
+        text
+    )
+    assert steps_saved(tmp_path / "run")[-1] == 3 and not [
+        e for kind in ("eval", "eval_choice", "sample") for e in events(tmp_path / "run", kind)
+    ]
+    assert text.count("---- ") == text.count("---- the sample of step 3 was ended by a signal") == (what == "sample"), (
+        text
+    )
     succeeds(train(ranks, "run", *options, "-x", "5", "-y", "1", "-n", "5", "--choice-data", ""))
-    assert curve(tmp_path / "run") == curve(tmp_path / "straight") and checkpoint(tmp_path / "run", 5) == checkpoint(tmp_path / "straight", 5)
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight") and checkpoint(tmp_path / "run", 5) == checkpoint(
+        tmp_path / "straight", 5
+    )
 
 
 @pytest.mark.parametrize("what", ["loss", "questions"])
@@ -532,12 +682,15 @@ def test_a_checkpoint_gets_its_name_between_steps(train, tmp_path, endless, slow
     job.wait_for("step      3/").wait_for(f"checkpoint {tmp_path}/run/step_00000002 | written")
     assert "eval      3" not in job.text()
     job.hit(random.randrange(3), signal.SIGKILL)
-    assert steps_saved(tmp_path / "run") == [1, 2] and [e["at_step"] for e in events(tmp_path / "run", "checkpoint")] == [1, 3]
+    assert steps_saved(tmp_path / "run") == [1, 2] and [
+        e["at_step"] for e in events(tmp_path / "run", "checkpoint")
+    ] == [1, 3]
     assert "step      3/" in succeeds(train(3, "run", *options, "3", "-y", "1", "--choice-data", ""))
 
 
 def test_sigterm_to_the_launcher(train, tmp_path):
-    """mpirun then ends its ranks, whether they have saved or not: the job is over, and the newest whole checkpoint loads."""
+    """mpirun then ends its ranks, whether they have saved or not: the job is over, and the newest whole checkpoint
+    loads."""
     job = train(3, "run", *LONG, "-n", "5").wait_for("checkpoint ")
     os.kill(job.process.pid, signal.SIGTERM)
     status, text = job.finish(MARGIN, memory_may_stay=True)
@@ -548,24 +701,37 @@ def test_sigterm_to_the_launcher(train, tmp_path):
 
 @pytest.mark.parametrize("repeat", range(REPEAT))
 def test_kill_during_a_save(train, tmp_path, repeat):
-    """Most of the time goes into saving; whatever moment is hit, the newest checkpoint loads and no half one is in its way."""
+    """Most of the time goes into saving; whatever moment is hit, the newest checkpoint loads and no half one is in its
+    way."""
     job = train(3, "run", *LOST, "-n", "1", "-nk", "2").wait_for("checkpoint ")
     time.sleep(0.5 * random.random())
     job.hit(random.randrange(3), signal.SIGKILL)
     newest = steps_saved(tmp_path / "run")[-1]
     text = succeeds(train(4, "run", *LONG, "-n", "1", "-nk", "2", "-y", "1", "-x", str(newest + 2)))
-    assert f"step {newest + 1:6d}/" in text and "not whole" not in text and steps_saved(tmp_path / "run") == [newest + 1, newest + 2]
+    assert (
+        f"step {newest + 1:6d}/" in text
+        and "not whole" not in text
+        and steps_saved(tmp_path / "run") == [newest + 1, newest + 2]
+    )
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
-LAYOUTS = [(0, []), (2, ["-z", "1"]), (2, ["-z", "0", "--save-async", "0"]), (2, ["-z", "0", "--tp", "2"]), (4, ["-z", "1", "--tp", "2"])]
+LAYOUTS = [
+    (0, []),
+    (2, ["-z", "1"]),
+    (2, ["-z", "0", "--save-async", "0"]),
+    (2, ["-z", "0", "--tp", "2"]),
+    (4, ["-z", "1", "--tp", "2"]),
+]
 
 
 @pytest.mark.parametrize("ranks, more", LAYOUTS, ids=lambda x: str(x) if isinstance(x, int) else "".join(x) or "alone")
 def test_a_flipped_bit_is_noticed(train, tmp_path, ranks, more):
     """50 of each file, of a checkpoint by any layout of ranks."""
     succeeds(train(ranks, "run", "-e", "d2,channels=64,heads=2,vocab=256,seq=32", "-n", "2", "-x", "2", *more))
-    flips = subprocess.run([ROOT / "build/test/test_checkpoint", "--flip", tmp_path / "run/step_00000002"], capture_output=True, text=True)
+    flips = subprocess.run(
+        [ROOT / "build/test/test_checkpoint", "--flip", tmp_path / "run/step_00000002"], capture_output=True, text=True
+    )
     assert flips.returncode == 0 and flips.stdout.count(": 50 of 50 flipped bits are noticed") == 4, flips.stdout
 
 
@@ -581,17 +747,27 @@ def test_ranks_go_back_to_what_is_whole(train, tmp_path, ranks):
         path.write_bytes(raw)
     text = succeeds(train(ranks, "run", "-n", "2", "-x", "3", "-y", "1"))
     for step, name in ((6, "model.safetensors"), (4, "optimizer.safetensors")):
-        assert text.count(f"step_{step:08d}' is not whole and is left out: {name} is not what was written: damaged or edited") == 1
+        assert (
+            text.count(
+                f"step_{step:08d}' is not whole and is left out: {name} is not what was written: damaged or edited"
+            )
+            == 1
+        )
     assert text.count("checked ") == 1 and "step      3/3" in text and checkpoint(tmp_path / "run", 2) == first
     status, text = train(ranks, "new", "-e", str(tmp_path / "run/step_00000006")).finish()
-    assert status == 1 and text.count("error: ") == 1 and "model.safetensors is not what was written" in text and "name another checkpoint" in text
+    assert (
+        status == 1
+        and text.count("error: ") == 1
+        and "model.safetensors is not what was written" in text
+        and "name another checkpoint" in text
+    )
 
 
 @pytest.mark.parametrize("save_async", [0, 1])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_full_disk_during_a_save(train, tmp_path, rank, save_async):
-    """One rank may not write beyond a size, as on a full disk: a clear message, training goes on, nothing is left of what failed, the older checkpoint
-    is as it was; with room again the next save works."""
+    """One rank may not write beyond a size, as on a full disk: a clear message, training goes on, nothing is left of
+    what failed, the older checkpoint is as it was; with room again the next save works."""
     job = train(3, "run", *LONG, "-n", "50", "--save-async", save_async).wait_for("checkpoint ")
     before = checkpoint(tmp_path / "run", 50)
     full = lambda size: resource.prlimit(job.ranks()[rank], resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -607,7 +783,11 @@ def test_a_full_disk_during_a_save(train, tmp_path, rank, save_async):
     os.kill(job.ranks()[1], signal.SIGTERM)
     text = stopped(job)
     newest = steps_saved(tmp_path / "run")[-1]
-    assert not list((tmp_path / "run").glob("*.tmp")) and failed not in steps_saved(tmp_path / "run") and "watchdog" not in text
+    assert (
+        not list((tmp_path / "run").glob("*.tmp"))
+        and failed not in steps_saved(tmp_path / "run")
+        and "watchdog" not in text
+    )
     assert f"step {newest + 1:6d}/" in succeeds(train(3, "run", *LONG, "-n", "50", "-y", "1", "-x", str(newest + 1)))
 
 
@@ -617,7 +797,11 @@ def test_a_last_save_that_fails(train, tmp_path):
     job.wait_for("FAILED")
     os.kill(job.ranks()[1], signal.SIGTERM)
     status, text = job.finish()
-    assert status == 1 and "error: the last checkpoint was not written" in text and not list((tmp_path / "run").glob("*.tmp")), (status, text)
+    assert (
+        status == 1
+        and "error: the last checkpoint was not written" in text
+        and not list((tmp_path / "run").glob("*.tmp"))
+    ), (status, text)
 
 
 def test_a_signal_during_a_long_step(train, tmp_path):
@@ -635,8 +819,14 @@ def test_a_signal_during_a_long_step(train, tmp_path):
 
 def test_a_diverged_run_on_several_ranks(train, tmp_path):
     succeeds(train(3, "run", "-x", "20", "-n", "5", "-nk", "1"))
-    status, text = train(3, "run", "-x", "1000", "-n", "5", "-nk", "1", "-y", "1", "-l", "1e3", "-c", "1e3", "--grad-clip", "0").finish()
+    status, text = train(
+        3, "run", "-x", "1000", "-n", "5", "-nk", "1", "-y", "1", "-l", "1e3", "-c", "1e3", "--grad-clip", "0"
+    ).finish()
     assert status == 1 and "saved and marked as diverged" in text, text
     newest = steps_saved(tmp_path / "run")
-    assert newest[0] == 20 and len(newest) == 2 and [p.parent.name for p in (tmp_path / "run").glob("step_*/diverged")] == [f"step_{newest[1]:08}"]
+    assert (
+        newest[0] == 20
+        and len(newest) == 2
+        and [p.parent.name for p in (tmp_path / "run").glob("step_*/diverged")] == [f"step_{newest[1]:08}"]
+    )
     assert "step     21/22" in succeeds(train(4, "run", "-x", "22", "-y", "1"))

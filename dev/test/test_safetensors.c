@@ -1,4 +1,5 @@
-// safetensors.h: conversions against their definitions, spans in any order and from several processes, and every kind of hostile file.
+// safetensors.h: conversions against their definitions, spans in any order and from several processes, and every kind
+// of hostile file.
 #include "llmc/safetensors.h"
 #include "llmc/rand.h"
 
@@ -20,7 +21,8 @@ static uint16_t nearest_bf16(float x) {
     uint32_t u;
     memcpy(&u, &x, 4);
     const uint16_t toward_zero = (uint16_t)(u >> 16), away = (uint16_t)(toward_zero + 1);
-    const double a = st_float_of_bits((uint32_t)toward_zero << 16), b = (away & 0x7f80) == 0x7f80 ? (x < 0 ? -0x1p128 : 0x1p128) : st_float_of_bits((uint32_t)away << 16);
+    const double a = st_float_of_bits((uint32_t)toward_zero << 16),
+                 b = (away & 0x7f80) == 0x7f80 ? (x < 0 ? -0x1p128 : 0x1p128) : st_float_of_bits((uint32_t)away << 16);
     const double to_a = fabs((double)x - a), to_b = fabs((double)x - b);
     return to_a < to_b || (to_a == to_b && !(toward_zero & 1)) ? toward_zero : away;
 }
@@ -36,11 +38,16 @@ static void test_conversions(void) {
     }
     check(wrong == 0 && ties > 90000, "float to bf16: nearest, ties to even, 400000 values, %d of them ties", ties);
     int nan_lost = 0;
-    for (uint32_t low = 1; low < 0x800000; low += 4093) nan_lost += !isnan(bf16_widen(bf16_nearest(st_float_of_bits(0x7f800000u | low))));
-    check(nan_lost == 0 && bf16_nearest(INFINITY) == 0x7f80 && bf16_nearest(-INFINITY) == 0xff80 && bf16_nearest(-0.0f) == 0x8000 && bf16_nearest(3.4e38f) == 0x7f80, "NaN stays NaN, infinities and -0 stay, the largest floats round to infinity");
+    for (uint32_t low = 1; low < 0x800000; low += 4093)
+        nan_lost += !isnan(bf16_widen(bf16_nearest(st_float_of_bits(0x7f800000u | low))));
+    check(nan_lost == 0 && bf16_nearest(INFINITY) == 0x7f80 && bf16_nearest(-INFINITY) == 0xff80 &&
+              bf16_nearest(-0.0f) == 0x8000 && bf16_nearest(3.4e38f) == 0x7f80,
+          "NaN stays NaN, infinities and -0 stay, the largest floats round to infinity");
     for (uint32_t h = 0; h < 65536; h++) {
         const int exponent = h >> 10 & 31, fraction = h & 0x3ff;
-        const double sign = h >> 15 ? -1 : 1, value = exponent == 31 ? (fraction ? NAN : INFINITY) : exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
+        const double sign = h >> 15 ? -1 : 1, value = exponent == 31 ? (fraction ? NAN : INFINITY)
+                                                      : exponent     ? ldexp(1024 + fraction, exponent - 25)
+                                                                     : ldexp(fraction, -24);
         const float got = st_float_of_half((uint16_t)h);
         wrong += isnan(value) ? !isnan(got) : got != (float)(sign * value) || !signbit(got) != !(h >> 15);
     }
@@ -52,14 +59,17 @@ static void test_conversions(void) {
 static unsigned char sum_data[40000];
 static uint64_t sum_by_definition(size_t bytes) {  // as hash.h has it, a byte at a time
     uint64_t sum = 0;
-    for (size_t i = 0; i < bytes; i++) sum += ((uint64_t)sum_data[i] << 8 * (i % 4)) * checksum_odd(i / 4 % 1024 + 1) * checksum_odd(~(i / 4096));
+    for (size_t i = 0; i < bytes; i++)
+        sum += ((uint64_t)sum_data[i] << 8 * (i % 4)) * checksum_odd(i / 4 % 1024 + 1) * checksum_odd(~(i / 4096));
     return sum;
 }
 static void test_checksum(void) {
     const size_t N = sizeof sum_data;
     for (size_t i = 0; i < N; i++) sum_data[i] = (unsigned char)rand_u64(31, 0, i);
     const uint64_t whole = checksum(sum_data, N, 0);
-    check(whole == sum_by_definition(N) && checksum("123456789", 9, 0) == 0xe66a88b7bc5fdb27ull, "the checksum is what its definition says, and what it was: %016llx", (unsigned long long)checksum("123456789", 9, 0));
+    check(whole == sum_by_definition(N) && checksum("123456789", 9, 0) == 0xe66a88b7bc5fdb27ull,
+          "the checksum is what its definition says, and what it was: %016llx",
+          (unsigned long long)checksum("123456789", 9, 0));
     int same = 1, bits = 0, missed = 0;
     for (uint64_t round = 0; round < 50; round++) {
         uint64_t sum = 0;
@@ -81,18 +91,24 @@ static void test_checksum(void) {
         const size_t a = rand_u64(33, 0, i) % N / 4 * 4, b = rand_u64(33, 1, i) % N / 4 * 4;
         unsigned char one[4], two[4];
         if (a == b) continue;
-        sum_data[a + 3] ^= 0x80; sum_data[b + 3] ^= 0x80;
+        sum_data[a + 3] ^= 0x80;
+        sum_data[b + 3] ^= 0x80;
         missed += checksum(sum_data, N, 0) == whole;
-        sum_data[a + 3] ^= 0x80; sum_data[b + 3] ^= 0x80;
-        memcpy(one, sum_data + a, 4); memcpy(two, sum_data + b, 4);
-        memcpy(sum_data + a, two, 4); memcpy(sum_data + b, one, 4);
+        sum_data[a + 3] ^= 0x80;
+        sum_data[b + 3] ^= 0x80;
+        memcpy(one, sum_data + a, 4);
+        memcpy(two, sum_data + b, 4);
+        memcpy(sum_data + a, two, 4);
+        memcpy(sum_data + b, one, 4);
         missed += checksum(sum_data, N, 0) == whole && memcmp(one, two, 4) != 0;
-        memcpy(sum_data + a, one, 4); memcpy(sum_data + b, two, 4);
+        memcpy(sum_data + a, one, 4);
+        memcpy(sum_data + b, two, 4);
     }
     missed += checksum(sum_data + 1, N - 1, 0) == whole;
     missed += checksum(sum_data + 4096, 4096, 0) + checksum(sum_data, 4096, 4096) == checksum(sum_data, 8192, 0);
     missed += checksum(sum_data, N - 4096, 0) == whole;  // what follows is zeros
-    check(missed == 0, "20000 pairs of words, a shift by one byte, blocks in each other's place and a block of zeros: all noticed");
+    check(missed == 0,
+          "20000 pairs of words, a shift by one byte, blocks in each other's place and a block of zeros: all noticed");
 }
 
 // ---- good files
@@ -109,7 +125,8 @@ static int write_example(const char *path, int create, int part, int parts, uint
     st_declare(&w, "long", ST_BF16, 1, shapes[4]);
     st_begin(&w, create);
     for (int t = 4; t >= 0; t--) {  // backwards, in spans of odd length
-        const uint64_t count = w.tensors[t].count, first = count * (uint64_t)part / (uint64_t)parts, last = count * (uint64_t)(part + 1) / (uint64_t)parts;
+        const uint64_t count = w.tensors[t].count, first = count * (uint64_t)part / (uint64_t)parts,
+                       last = count * (uint64_t)(part + 1) / (uint64_t)parts;
         float *values = (float *)malloc_or_die(count * 4);
         for (uint64_t i = 0; i < count; i++) values[i] = (float)(t * 1000) + 0.25f * (float)(i % 1001);
         for (uint64_t end = last; end > first;) {
@@ -144,7 +161,8 @@ static int example_is_right(const char *path) {
         free(values);
     }
     const StTensor *m = st_find(&r, "matrix"), *e = st_find(&r, "empty"), *s = st_find(&r, "scalar");
-    good = good && m->dims == 2 && m->shape[0] == 300 && m->shape[1] == 257 && e->count == 0 && e->dims == 2 && s->dims == 0 && s->count == 1;
+    good = good && m->dims == 2 && m->shape[0] == 300 && m->shape[1] == 257 && e->count == 0 && e->dims == 2 &&
+           s->dims == 0 && s->count == 1;
     st_close(&r);
     return good;
 }
@@ -170,10 +188,12 @@ static void test_round_trip(void) {
     pread_or_die(fd, text, header, 8, path);
     text[header] = 0;
     close(fd);
-    check(header % 8 == 0 && strncmp(text, "{\"__metadata__\":{\"format\":\"pt\"},", 32) == 0, "data begin at a multiple of 8; the metadata name the format");
+    check(header % 8 == 0 && strncmp(text, "{\"__metadata__\":{\"format\":\"pt\"},", 32) == 0,
+          "data begin at a multiple of 8; the metadata name the format");
     uint64_t whole, sums[3], all = 0;
     const char *parts_path = in_folder("sums.safetensors");
-    check(write_example(path, 1, 0, 1, &whole) == 0 && whole == file_sum(path), "and their checksum is that of the file");
+    check(write_example(path, 1, 0, 1, &whole) == 0 && whole == file_sum(path),
+          "and their checksum is that of the file");
     for (int i = 0; i < 3; i++) {
         write_example(parts_path, i == 0, i, 3, &sums[i]);
         all += sums[i];
@@ -191,7 +211,11 @@ static void test_round_trip(void) {
 
 // ---- files made by hand
 
-typedef struct { const char *name, *header, *expected; int64_t data, length; } Hostile;  // data bytes; header length to claim, -1: the true one
+// data bytes; header length to claim, -1: the true one
+typedef struct {
+    const char *name, *header, *expected;
+    int64_t data, length;
+} Hostile;
 
 static void write_raw(const char *path, const char *header, int64_t data, int64_t claimed) {
     FILE *f = fopen_or_die(path, "wb", "check the disk");
@@ -206,7 +230,8 @@ static void open_path(void *path) {
     st_open(&r, (const char *)path);
     st_close(&r);
 }
-#define T_(dtype, shape, begin, end) "{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":[" begin "," end "]}"
+#define T_(dtype, shape, begin, end) \
+    "{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":[" begin "," end "]}"
 #define DEEP16 "[[[[[[[[[[[[[[[["
 static void test_hostile(void) {
     const Hostile files[] = {
@@ -224,20 +249,28 @@ static void test_hostile(void) {
         {"nine dimensions", "{\"a\":" T_("F32", "[1,1,1,1,1,1,1,1,1]", "0", "4") "}", "has no shape", 4, -1},
         {"negative size", "{\"a\":" T_("F32", "[-1]", "0", "4") "}", "no whole number >= 0", 4, -1},
         {"fractional size", "{\"a\":" T_("F32", "[1.0]", "0", "4") "}", "no whole number >= 0", 4, -1},
-        {"size beyond 64 bits", "{\"a\":" T_("F32", "[99999999999999999999]", "0", "4") "}", "no whole number >= 0", 4, -1},
-        {"product of sizes overflows", "{\"a\":" T_("F32", "[4294967296,4294967296]", "0", "0") "}", "overflows", 4, -1},
+        {"size beyond 64 bits", "{\"a\":" T_("F32", "[99999999999999999999]", "0", "4") "}", "no whole number >= 0", 4,
+         -1},
+        {"product of sizes overflows", "{\"a\":" T_("F32", "[4294967296,4294967296]", "0", "0") "}", "overflows", 4,
+         -1},
         {"bytes overflow", "{\"a\":" T_("F32", "[4611686018427387905]", "0", "4") "}", "overflows", 4, -1},
         {"offsets beyond the file", "{\"a\":" T_("F32", "[2]", "0", "8") "}", "do not lie in the file", 4, -1},
         {"offsets reversed", "{\"a\":" T_("F32", "[1]", "4", "0") "}", "do not lie in the file", 4, -1},
         {"negative offset", "{\"a\":" T_("F32", "[1]", "-4", "0") "}", "do not lie in the file", 4, -1},
-        {"three offsets", "{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4,8]}}", "do not lie in the file", 8, -1},
-        {"offsets that are no list", "{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":4}}", "do not lie in the file", 4, -1},
+        {"three offsets", "{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4,8]}}",
+         "do not lie in the file", 8, -1},
+        {"offsets that are no list", "{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":4}}",
+         "do not lie in the file", 4, -1},
         {"size does not match the shape", "{\"a\":" T_("F32", "[3]", "0", "8") "}", "its shape needs 12", 8, -1},
-        {"tensors overlap", "{\"a\":" T_("F32", "[2]", "0", "8") ",\"b\":" T_("F32", "[2]", "4", "12") "}", "overlap another tensor's", 12, -1},
-        {"a hole between tensors", "{\"a\":" T_("F32", "[1]", "0", "4") ",\"b\":" T_("F32", "[1]", "8", "12") "}", "follow a hole", 12, -1},
+        {"tensors overlap", "{\"a\":" T_("F32", "[2]", "0", "8") ",\"b\":" T_("F32", "[2]", "4", "12") "}",
+         "overlap another tensor's", 12, -1},
+        {"a hole between tensors", "{\"a\":" T_("F32", "[1]", "0", "4") ",\"b\":" T_("F32", "[1]", "8", "12") "}",
+         "follow a hole", 12, -1},
         {"a hole at the start", "{\"a\":" T_("F32", "[1]", "4", "8") "}", "follow a hole", 8, -1},
-        {"bytes behind the last tensor", "{\"a\":" T_("F32", "[1]", "0", "4") "}", "1 bytes behind its last tensor", 5, -1},
-        {"a name that commands the terminal", "{\"\\u001b[2J\\u0007\\nhint: \\u009b31m\":{}}", "tensor '?[2J??hint: \?\?31m' has no dtype", 0, -1},
+        {"bytes behind the last tensor", "{\"a\":" T_("F32", "[1]", "0", "4") "}", "1 bytes behind its last tensor", 5,
+         -1},
+        {"a name that commands the terminal", "{\"\\u001b[2J\\u0007\\nhint: \\u009b31m\":{}}",
+         "tensor '?[2J??hint: \?\?31m' has no dtype", 0, -1},
         {"a name twice", "{\"a\":" T_("F32", "[1]", "0", "4") ",\"a\":" T_("F32", "[1]", "4", "8") "}", "twice", 8, -1},
     };
     char *path = in_folder("hostile.safetensors");
@@ -258,18 +291,26 @@ static void test_hostile(void) {
 }
 // A good header with random bytes changed: either it opens or it is refused with a message; never a crash.
 static void test_random_damage(void) {
-    const char *header = "{\"__metadata__\":{\"format\":\"pt\"},\"a\":" T_("F32", "[2,3]", "0", "24") ",\"b\":" T_("BF16", "[4]", "24", "32") ",\"c\":" T_("I64", "[]", "32", "40") "}";
+    const char *header = "{\"__metadata__\":{\"format\":\"pt\"},\"a\":" T_("F32", "[2,3]", "0", "24") ",\"b\":" T_(
+        "BF16", "[4]", "24", "32") ",\"c\":" T_("I64", "[]", "32", "40") "}";
     const char *pool = "0123456789-\",:[]{}aF\x80";
     char *path = in_folder("damaged.safetensors"), *text = st_text(header, "", ""), message[8192];
     int opened = 0, refused = 0, other = 0;
     for (uint64_t round = 0; round < 400; round++) {
         strcpy(text, header);
-        for (uint64_t k = 0; k <= round % 3; k++) text[rand_u64(5, round, 2 * k) % strlen(header)] = pool[rand_u64(5, round, 2 * k + 1) % strlen(pool)];
+        for (uint64_t k = 0; k <= round % 3; k++)
+            text[rand_u64(5, round, 2 * k) % strlen(header)] = pool[rand_u64(5, round, 2 * k + 1) % strlen(pool)];
         write_raw(path, text, 40, -1);
         int status = run_child(open_path, path, message, sizeof message);
-        if (status == 0) opened++;
-        else if (WIFEXITED(status) && WEXITSTATUS(status) == 1 && strstr(message, "error: ") && !strstr(message, "Sanitizer")) refused++;
-        else { other++; printf("      %s\n%s", text, message); }
+        if (status == 0)
+            opened++;
+        else if (WIFEXITED(status) && WEXITSTATUS(status) == 1 && strstr(message, "error: ") &&
+                 !strstr(message, "Sanitizer"))
+            refused++;
+        else {
+            other++;
+            printf("      %s\n%s", text, message);
+        }
     }
     check(other == 0 && refused > 200, "400 damaged headers: %d open, %d are refused with a message", opened, refused);
     free(text);
@@ -309,7 +350,8 @@ static void test_types(void) {
         StReader r;
         st_open(&r, path);
         st_read_ints(&r, st_find(&r, "t"), 0, 4, x);
-        check(x[0] == 1 && x[1] == -2 && x[2] == 50256 && x[3] == (k ? INT32_MIN : INT32_MAX), "%s numbers are read", st_types[r.tensors[0].type].name);
+        check(x[0] == 1 && x[1] == -2 && x[2] == 50256 && x[3] == (k ? INT32_MIN : INT32_MAX), "%s numbers are read",
+              st_types[r.tensors[0].type].name);
         st_read_ints(&r, st_find(&r, "t"), 2, 1, x);
         check(x[0] == 50256, "and a part of them");
         st_close(&r);
@@ -319,13 +361,15 @@ static void test_types(void) {
     check_refused("a 64-bit number that does not fit", read_as_ints, path, "only 32-bit numbers");
     write_raw(path, "{\"t\":" T_("F16", "[2]", "0", "4") "}", 4, -1);
     check_refused("floats read as whole numbers", read_as_ints, path, "is F16");
-    check(run_child(read_beyond, path, text, sizeof text) != 0 && strstr(text, "Assertion"), "a span beyond the tensor is our own mistake: an assertion");
+    check(run_child(read_beyond, path, text, sizeof text) != 0 && strstr(text, "Assertion"),
+          "a span beyond the tensor is our own mistake: an assertion");
     const char *names[] = {"F64", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "F8_E5M2", "F8_E4M3"};
     const int sizes[] = {8, 2, 1, 8, 4, 2, 1, 1, 1, 1};
     int listed = 0;
     for (int i = 0; i < 10; i++) {
         char header[200];
-        snprintf(header, sizeof header, "{\"t\":{\"dtype\":\"%s\",\"shape\":[3],\"data_offsets\":[0,%d]}}", names[i], 3 * sizes[i]);
+        snprintf(header, sizeof header, "{\"t\":{\"dtype\":\"%s\",\"shape\":[3],\"data_offsets\":[0,%d]}}", names[i],
+                 3 * sizes[i]);
         write_raw(path, header, 3 * sizes[i], -1);
         StReader r;
         st_open(&r, path);
@@ -344,9 +388,11 @@ static void test_folder(void) {
     snprintf(model, sizeof model, "%s/model", folder);
     check_refused("a folder without weights", open_path, folder, "holds neither");
     make_directory(model);
-    write_raw(in_folder("model/one.safetensors"), "{\"a\":" T_("F32", "[1]", "0", "4") ",\"c\":" T_("F32", "[2]", "4", "12") "}", 12, -1);
+    write_raw(in_folder("model/one.safetensors"),
+              "{\"a\":" T_("F32", "[1]", "0", "4") ",\"c\":" T_("F32", "[2]", "4", "12") "}", 12, -1);
     write_raw(in_folder("model/two.safetensors"), "{\"b\":" T_("BF16", "[3]", "0", "6") "}", 6, -1);
-    const char *good = "{\"metadata\":{\"total_size\":18},\"weight_map\":{\"a\":\"one.safetensors\",\"b\":\"two.safetensors\",\"c\":\"one.safetensors\"}}";
+    const char *good = "{\"metadata\":{\"total_size\":18},\"weight_map\":{\"a\":\"one.safetensors\",\"b\":\"two."
+                       "safetensors\",\"c\":\"one.safetensors\"}}";
     write_index(good);
     StReader r;
     st_open(&r, model);
@@ -356,19 +402,30 @@ static void test_folder(void) {
     for (int i = 0; i < 4; i++) expected |= ((uint32_t)(i * 37 + 11) & 0xff) << 8 * i;
     st_read_floats(&r, b, 0, 3, from_two);
     st_read_floats(&r, st_find(&r, "a"), 0, 1, &bits);
-    check(r.num_files == 2 && r.count == 3 && b->file != c->file && memcmp(&bits, &expected, 4) == 0 && from_two[0] == st_float_of_bits(0x300b0000u), "a model in two files: tensors are found and read across them");
+    check(r.num_files == 2 && r.count == 3 && b->file != c->file && memcmp(&bits, &expected, 4) == 0 &&
+              from_two[0] == st_float_of_bits(0x300b0000u),
+          "a model in two files: tensors are found and read across them");
     st_close(&r);
-    const struct { const char *name, *index, *expected; } bad[] = {
+    const struct {
+        const char *name, *index, *expected;
+    } bad[] = {
         {"an index that is not JSON", "{", "is not JSON"},
         {"an index without weight_map", "{}", "has no weight_map"},
         {"an index whose weight_map is a list", "{\"weight_map\":[\"one.safetensors\"]}", "has no weight_map"},
-        {"an index that leaves its folder", "{\"weight_map\":{\"a\":\"../one.safetensors\"}}", "lies in no plain file name"},
-        {"an index that names a file below its folder", "{\"weight_map\":{\"a\":\"x/one.safetensors\"}}", "lies in no plain file name"},
+        {"an index that leaves its folder", "{\"weight_map\":{\"a\":\"../one.safetensors\"}}",
+         "lies in no plain file name"},
+        {"an index that names a file below its folder", "{\"weight_map\":{\"a\":\"x/one.safetensors\"}}",
+         "lies in no plain file name"},
         {"an index with a number for a file", "{\"weight_map\":{\"a\":1}}", "lies in no plain file name"},
         {"an index that names a missing file", "{\"weight_map\":{\"a\":\"three.safetensors\"}}", "No such file"},
-        {"an index that promises a missing tensor", "{\"weight_map\":{\"a\":\"one.safetensors\",\"c\":\"one.safetensors\",\"x\":\"one.safetensors\"}}", "promises tensor 'x'"},
-        {"an index that names the wrong file", "{\"weight_map\":{\"a\":\"two.safetensors\",\"b\":\"two.safetensors\",\"c\":\"one.safetensors\"}}", "promises tensor 'a'"},
-        {"an index that leaves a tensor out", "{\"weight_map\":{\"a\":\"one.safetensors\",\"b\":\"two.safetensors\"}}", "names 2 tensors, its files hold 3"},
+        {"an index that promises a missing tensor",
+         "{\"weight_map\":{\"a\":\"one.safetensors\",\"c\":\"one.safetensors\",\"x\":\"one.safetensors\"}}",
+         "promises tensor 'x'"},
+        {"an index that names the wrong file",
+         "{\"weight_map\":{\"a\":\"two.safetensors\",\"b\":\"two.safetensors\",\"c\":\"one.safetensors\"}}",
+         "promises tensor 'a'"},
+        {"an index that leaves a tensor out", "{\"weight_map\":{\"a\":\"one.safetensors\",\"b\":\"two.safetensors\"}}",
+         "names 2 tensors, its files hold 3"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         write_index(bad[i].index);
@@ -393,7 +450,8 @@ int main(void) {
     test_types();
     test_folder();
     check(write_example("/dev/full", 1, 0, 1, NULL) == ENOSPC, "a full disk is told to whoever writes");
-    check(write_example(in_folder("absent/x.safetensors"), 1, 0, 1, NULL) == ENOENT, "so is a place that does not exist");
+    check(write_example(in_folder("absent/x.safetensors"), 1, 0, 1, NULL) == ENOENT,
+          "so is a place that does not exist");
     char *remove = st_text("rm -r '", folder, "'");
     if (system(remove) != 0) fprintf(stderr, "warning: '%s' is left\n", folder);
     free(remove);

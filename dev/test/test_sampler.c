@@ -4,7 +4,8 @@
 
 static int plain(const float *logits, int V, double temperature, int top_k, double top_p, double coin, Candidate *c) {
     float most = -INFINITY;
-    for (int i = 0; i < V; i++) if (!isnan(logits[i])) most = fmaxf(most, logits[i]);
+    for (int i = 0; i < V; i++)
+        if (!isnan(logits[i])) most = fmaxf(most, logits[i]);
     for (int i = 0; i < V; i++) {
         c[i].p = isnan(logits[i]) ? 0 : (float)exp(((double)logits[i] - most) / temperature);
         c[i].id = i;
@@ -15,7 +16,8 @@ static int plain(const float *logits, int V, double temperature, int top_k, doub
     int n = 0;
     for (int i = 0; i < k; i++) limit += c[i].p;
     while (n < k && (n == 0 || kept < top_p * limit)) kept += c[n++].p;
-    for (int i = 0; i < n; i++) if ((sum += c[i].p) > coin * kept) return c[i].id;
+    for (int i = 0; i < n; i++)
+        if ((sum += c[i].p) > coin * kept) return c[i].id;
     return c[n - 1].id;
 }
 
@@ -28,10 +30,11 @@ static float *random_logits(int V, int round, double spread, int distinct) {
     return x;
 }
 
-// distinct: so many different logits, so that there are ties; 0: all differ. The same token for every coin, where there is a limit: else
-// sample_token does not sort.
+// distinct: so many different logits, so that there are ties; 0: all differ. The same token for every coin, where there
+// is a limit: else sample_token does not sort.
 static void test_agrees(int V, double spread, int distinct, double temperature, int top_k, double top_p) {
-    Candidate *a = (Candidate *)malloc_or_die((size_t)V * sizeof *a), *b = (Candidate *)malloc_or_die((size_t)V * sizeof *b);
+    Candidate *a = (Candidate *)malloc_or_die((size_t)V * sizeof *a),
+              *b = (Candidate *)malloc_or_die((size_t)V * sizeof *b);
     int differ = 0, seen = 0, last = -1;
     for (int round = 0; round < (V > 1000 ? 4 : 20); round++) {
         float *x = random_logits(V, round, spread, distinct);
@@ -45,8 +48,11 @@ static void test_agrees(int V, double spread, int distinct, double temperature, 
         }
         free(x);
     }
-    check(differ == 0 && seen >= 8, "V %d, spread %g, %d distinct, temperature %g, top-k %d, top-p %g: the plain sampler's tokens (%d changes)", V, spread, distinct, temperature, top_k, top_p, seen);
-    free(a); free(b);
+    check(differ == 0 && seen >= 8,
+          "V %d, spread %g, %d distinct, temperature %g, top-k %d, top-p %g: the plain sampler's tokens (%d changes)",
+          V, spread, distinct, temperature, top_k, top_p, seen);
+    free(a);
+    free(b);
 }
 
 static void test_edges(void) {
@@ -55,11 +61,16 @@ static void test_edges(void) {
     check(sample_token(x, 6, 0, 0, 1, 0.99, c) == 2, "temperature 0: the first of the likeliest");
     check(sample_token(x, 6, 1, 1, 1, 0.99, c) == 2, "top-k 1: the same");
     check(sample_token(x, 6, 1, 0, 1e-9, 0.99, c) == 2, "a tiny top-p keeps one");
-    check(sample_token(x, 6, 1, 2, 1, 0.0, c) == 2 && sample_token(x, 6, 1, 2, 1, 0.99, c) == 3, "top-k 2: both of the likeliest, equally");
+    check(sample_token(x, 6, 1, 2, 1, 0.0, c) == 2 && sample_token(x, 6, 1, 2, 1, 0.99, c) == 3,
+          "top-k 2: both of the likeliest, equally");
     check(sample_token(x, 6, 1, 3, 1, 0.999, c) == 5, "top-k 3: the third is next");
-    check(sample_token(x, 6, 1, 6, 1, 0.999999, c) == sample_token(x, 6, 1, 0, 1, 0.999999, c), "top-k of all tokens is no limit");
+    check(sample_token(x, 6, 1, 6, 1, 0.999999, c) == sample_token(x, 6, 1, 0, 1, 0.999999, c),
+          "top-k of all tokens is no limit");
     int wrong = 0;
-    for (int i = 0; i < 1000; i++) { const int id = sample_token(x, 6, 1, 5, 0.999999, i / 1000.0, c); wrong += id == 1 || id == 4; }
+    for (int i = 0; i < 1000; i++) {
+        const int id = sample_token(x, 6, 1, 5, 0.999999, i / 1000.0, c);
+        wrong += id == 1 || id == 4;
+    }
     check(wrong == 0, "NaN and -inf are never drawn");
     const float none[] = {NAN, NAN};
     check(sample_token(none, 2, 1, 0, 0.5, 0.5, c) == 0, "all NaN: token 0");

@@ -1,4 +1,5 @@
 """scripts/run_*.sh: what they say is what they do, the trainers accept every option, and they go on after a crash."""
+
 import glob
 import json
 import os
@@ -23,15 +24,35 @@ with open(os.path.join(ROOT, "build", "config.mk")) as config:
     MPIRUN = re.search(r"^MPIRUN := (.*)$", config.read(), re.M)[1]
 SCRIPTS = sorted(os.path.basename(f) for f in glob.glob(os.path.join(ROOT, "scripts", "*run_*.sh")))
 ON_GPUS = [s for s in SCRIPTS if s not in ("run_tiny_cpu.sh", "pyrun_gpt2_124M.sh")]
-SMALL = {"gpt2": "layers=1,channels=16,heads=2,vocab=256", "gpt3": "layers=1,channels=16,heads=2,vocab=256", "llama3": "layers=1,channels=32,heads=2,kv_heads=1,ffn=32,vocab=256",
-         "llama3.2": "layers=1,channels=32,heads=2,kv_heads=1,ffn=32,vocab=256", "d4": "layers=1,channels=16,heads=2"}
+SMALL = {
+    "gpt2": "layers=1,channels=16,heads=2,vocab=256",
+    "gpt3": "layers=1,channels=16,heads=2,vocab=256",
+    "llama3": "layers=1,channels=32,heads=2,kv_heads=1,ffn=32,vocab=256",
+    "llama3.2": "layers=1,channels=32,heads=2,kv_heads=1,ffn=32,vocab=256",
+    "d4": "layers=1,channels=16,heads=2",
+}
 
 
 def run(script, *arguments, **env):
-    """Started, not waited for. Its output goes to files: a pipe that nobody reads would stop a trainer that prints much."""
-    environment = {k: v for k, v in launcher.ENVIRONMENT.items() if k not in ("GPUS", "CUDA_VISIBLE_DEVICES", "DRY_RUN", "HWLOC_COMPONENTS", "OMPI_MCA_plm_rsh_agent")} | {"RETRY_SECONDS": "0", "GOMP_SPINCOUNT": "2000", "OMP_NUM_THREADS": "2", "LLMC_JOB": MARK} | env
+    """Started, not waited for. Its output goes to files: a pipe that nobody reads would stop a trainer that prints
+    much."""
+    environment = (
+        {
+            k: v
+            for k, v in launcher.ENVIRONMENT.items()
+            if k not in ("GPUS", "CUDA_VISIBLE_DEVICES", "DRY_RUN", "HWLOC_COMPONENTS", "OMPI_MCA_plm_rsh_agent")
+        }
+        | {"RETRY_SECONDS": "0", "GOMP_SPINCOUNT": "2000", "OMP_NUM_THREADS": "2", "LLMC_JOB": MARK}
+        | env
+    )
     files = [tempfile.TemporaryFile("a+") for _ in range(2)]
-    p = subprocess.Popen(["bash", os.path.join(ROOT, "scripts", script), *map(str, arguments)], env=environment, stdout=files[0], stderr=files[1], start_new_session=True)
+    p = subprocess.Popen(
+        ["bash", os.path.join(ROOT, "scripts", script), *map(str, arguments)],
+        env=environment,
+        stdout=files[0],
+        stderr=files[1],
+        start_new_session=True,
+    )
     p.files = files
     return p
 
@@ -83,7 +104,8 @@ def test_syntax(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_header_states_the_run(script):
-    """Data, tokens, expectation and time stand in the first lines; tokens and hours are those of the options and the measured speeds."""
+    """Data, tokens, expectation and time stand in the first lines; tokens and hours are those of the options and the
+    measured speeds."""
     with open(os.path.join(ROOT, "scripts", script)) as f:
         text = f.read()
     head = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
@@ -106,7 +128,8 @@ def test_header_states_the_run(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_data_commands(script):
-    """What the header says about data is a command that is there and takes these options, and makes the folder that the run reads."""
+    """What the header says about data is a command that is there and takes these options, and makes the folder that the
+    run reads."""
     with open(os.path.join(ROOT, "scripts", script)) as f:
         line = next(line for line in f if line.startswith("#   data "))
     words, _ = dry_run(script, gpus=gpus_of(script))
@@ -114,8 +137,12 @@ def test_data_commands(script):
     commands = re.findall(r"python (dev/data/\w+\.py)((?: --[\w-]+ [\w./]+| --python-stdlib)*)", line)
     assert commands
     for program, options in commands:
-        done = subprocess.run([sys.executable, program, *options.split(), "--help"], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0 and all(o in done.stdout for o in options.split() if o.startswith("--")), done.stderr
+        done = subprocess.run(
+            [sys.executable, program, *options.split(), "--help"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and all(o in done.stdout for o in options.split() if o.startswith("--")), (
+            done.stderr
+        )
     if "fineweb.py" in line:
         kind, size, tokenizer = (re.search(rf"--{o} (\w+)", line) for o in ("type", "version", "tokenizer"))
         assert folder == ("edu_" if kind else "") + "fineweb" + size[1] + (f"_{tokenizer[1]}" if tokenizer else "")
@@ -124,7 +151,8 @@ def test_data_commands(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_trainer_accepts_the_command(script, tmp_path):
-    """All options are parsed (--help comes last); then the same command trains two steps of a small model of the same family on the CPU."""
+    """All options are parsed (--help comes last); then the same command trains two steps of a small model of the same
+    family on the CPU."""
     words, _ = dry_run(script, gpus=gpus_of(script))
     if words[0].endswith("mpirun"):
         assert words[1:3] == ["-np", str(gpus_of(script))]
@@ -144,36 +172,65 @@ def test_trainer_accepts_the_command(script, tmp_path):
     tokenizer = data_common.make_tokenizer("bytes")
     for name in ("train", "val"):
         data_common.write_shard(str(tmp_path / f"{name}.bin"), np.arange(2000, dtype=np.uint16) % 251, tokenizer)
-    small = ["-i", tmp_path / "train.bin", "-j", tmp_path / "val.bin", "-o", tmp_path / "out", "-e", f"{model},{SMALL[family]}", "-b", 2, "-t", 16, "-d", 64, "-x", 2, "-s", 0, "--threads", 2]
+    small = [
+        "-i",
+        tmp_path / "train.bin",
+        "-j",
+        tmp_path / "val.bin",
+        "-o",
+        tmp_path / "out",
+        "-e",
+        f"{model},{SMALL[family]}",
+        "-b",
+        2,
+        "-t",
+        16,
+        "-d",
+        64,
+        "-x",
+        2,
+        "-s",
+        0,
+        "--threads",
+        2,
+    ]
     if "--prompt" in words:
         tokenizer.write(str(tmp_path))
     done = subprocess.run([*command, *map(str, small)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in open(tmp_path / "out" / "main.jsonl")]
-    assert [e["step"] for e in events if e["event"] == "step"] == [1, 2] and (tmp_path / "out" / "step_00000002").is_dir()
+    assert [e["step"] for e in events if e["event"] == "step"] == [1, 2] and (
+        tmp_path / "out" / "step_00000002"
+    ).is_dir()
 
 
 @pytest.mark.parametrize("script", ON_GPUS)
 def test_any_number_of_gpus(script):
-    """The tokens of a step are a whole number of micro-steps on 1, 2, 4 and 8 GPUs, and only mpirun differs (and -b where a step is too short,
-    and how 8B fits into one GPU)."""
+    """The tokens of a step are a whole number of micro-steps on 1, 2, 4 and 8 GPUs, and only mpirun differs (and -b
+    where a step is too short, and how 8B fits into one GPU)."""
     first = None
     for n in (1, 2, 4, 8):
         words, _ = dry_run(script, gpus=n)
         assert n == 1 or words[0].endswith("mpirun") and words[1:3] == ["-np", str(n)]
         words = words[3:] if n > 1 else words
-        assert words[0] == "./train_gpt2cu" and int(value(words, "d")) % (int(value(words, "b")) * int(value(words, "t")) * n) == 0
+        assert (
+            words[0] == "./train_gpt2cu"
+            and int(value(words, "d")) % (int(value(words, "b")) * int(value(words, "t")) * n) == 0
+        )
         if script == "run_tinyshakespeare.sh":
             words[words.index("-b") + 1] = "32"
         if script == "run_llama3_8B.sh" and n == 1:
-            assert words[words.index("--state-dtype") + 1] == "bf16" and words[words.index("--master-weights") + 1] == "0"
+            assert (
+                words[words.index("--state-dtype") + 1] == "bf16" and words[words.index("--master-weights") + 1] == "0"
+            )
             continue
         first = first or words
         assert words == first
 
 
 def test_memory_of_8B():
-    """What the header says follows from the number of parameters; two GPUs of 141 GB hold it, as does one of eight of 80 GB; one alone with bf16 states."""
+    """What the header says follows from the number of parameters; two GPUs of 141 GB hold it, as does one of eight of
+    80 GB; one alone with bf16 states."""
     with open(os.path.join(ROOT, "scripts", "run_llama3_8B.sh")) as f:
         text = f.read()
     parameters, G = 8030261248, 2**30  # Meta-Llama-3-8B's model.safetensors.index.json: 16,060,522,496 bytes of bf16
@@ -182,14 +239,33 @@ def test_memory_of_8B():
     activations = float(re.search(r"adds ([\d.]+) GiB", text)[1])
     alone = float(re.search(r"8 bytes a parameter: ([\d.]+) GiB", text)[1])
     assert parameters * 8 / G + activations < alone < 141e9 / G
-    assert sizes[0] + activations > 141e9 / G > sizes[1] + activations and sizes[2] + activations > 80e9 / G > sizes[3] + activations
+    assert (
+        sizes[0] + activations > 141e9 / G > sizes[1] + activations
+        and sizes[2] + activations > 80e9 / G > sizes[3] + activations
+    )
 
 
-@pytest.mark.parametrize("words, found", [("-o a", "a"), ("-o a --output=b", "b"), ("-o a --overfit -o b", "b"), ("--overfit -y -o b", "b"), ("-o a -x -1 -o b", "b"), ("-y 1 -o a -x -1", "a"), ("-o a -y", "a"), ("", "none")])
+@pytest.mark.parametrize(
+    "words, found",
+    [
+        ("-o a", "a"),
+        ("-o a --output=b", "b"),
+        ("-o a --overfit -o b", "b"),
+        ("--overfit -y -o b", "b"),
+        ("-o a -x -1 -o b", "b"),
+        ("-y 1 -o a -x -1", "a"),
+        ("-o a -y", "a"),
+        ("", "none"),
+    ],
+)
 def test_the_last_of_two_options_counts(words, found):
-    """As for the trainer, for which one that is 0 or 1 may stand alone: the lock and the plot belong to the run's own folder."""
+    """As for the trainer, for which one that is 0 or 1 may stand alone: the lock and the plot belong to the run's own
+    folder."""
     command = f"source scripts/common.sh; last_value none o output {words}"
-    assert subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout == found + "\n"
+    assert (
+        subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        == found + "\n"
+    )
 
 
 def test_messages(tmp_path):
@@ -202,7 +278,11 @@ def test_messages(tmp_path):
     assert "'many' is not a number" in message("run_gpt2_124M.sh", DRY_RUN="1", GPUS="many")
     if not glob.glob(os.path.join(ROOT, "dev/data/fineweb10B/fineweb_train_*.bin")):
         assert "make it with: python dev/data/fineweb.py" in message("run_gpt2_124M.sh", GPUS="1")
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'GPU 0: X (UUID: a)\\n  MIG 1g: (UUID: b)\\nGPU 1: X (UUID: c)\\nGPU 2: X (UUID: d)\\nGPU 3: X (UUID: e)\\n'\n")
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\n"
+        "printf 'GPU 0: X (UUID: a)\\n  MIG 1g: (UUID: b)\\nGPU 1: X (UUID: c)\\nGPU 2: X (UUID: d)\\nGPU 3: X "
+        "(UUID: e)\\n'\n"
+    )
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DRY_RUN": "1"}
     for more, count in (({}, "-np 4"), ({"CUDA_VISIBLE_DEVICES": "0,2"}, "-np 2")):
@@ -210,6 +290,7 @@ def test_messages(tmp_path):
 
 
 # ---- run_tiny_cpu.sh for real
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
@@ -220,7 +301,28 @@ def whole(tmp_path_factory):
     tokens = np.random.default_rng(0).integers(1, 256, 20000).astype(np.uint16)
     for name in ("train", "val"):
         data_common.write_shard(str(folder / f"{name}.bin"), tokens, tokenizer)
-    options = ["-i", folder / "train.bin", "-j", folder / "val.bin", "-e", "d1,channels=32,heads=2,vocab=256,seq=64", "-b", 4, "-d", 512, "-k", "constant", "-n", 10, "-v", 30, "-s", 0, "--threads", 1]
+    options = [
+        "-i",
+        folder / "train.bin",
+        "-j",
+        folder / "val.bin",
+        "-e",
+        "d1,channels=32,heads=2,vocab=256,seq=64",
+        "-b",
+        4,
+        "-d",
+        512,
+        "-k",
+        "constant",
+        "-n",
+        10,
+        "-v",
+        30,
+        "-s",
+        0,
+        "--threads",
+        1,
+    ]
     status, out, err = finish(run("run_tiny_cpu.sh", *options, "-o", folder / "whole", "-x", 60))
     assert status == 0, err
     assert (folder / "whole" / "loss.png").exists() and "wrote" in out
@@ -234,7 +336,11 @@ def steps(folder):
 
 
 def starts(folder):
-    return sum('"event":"start"' in line for line in open(folder / "main.jsonl")) if (folder / "main.jsonl").exists() else 0
+    return (
+        sum('"event":"start"' in line for line in open(folder / "main.jsonl"))
+        if (folder / "main.jsonl").exists()
+        else 0
+    )
 
 
 def process_state(pid):
@@ -283,7 +389,8 @@ def test_goes_on_after_a_crash(whole, tmp_path):
 
 
 def test_goes_on_when_all_was_killed(whole, tmp_path):
-    """SIGKILL of the script leaves the trainer behind, which holds the folder's lock; when it is gone too, a new start goes on."""
+    """SIGKILL of the script leaves the trainer behind, which holds the folder's lock; when it is gone too, a new start
+    goes on."""
     options, losses = whole
     first = run("run_tiny_cpu.sh", *options, "-o", tmp_path / "out")
     trainer = trainer_of(first, tmp_path / "out", 10)
@@ -305,10 +412,15 @@ def test_goes_on_when_all_was_killed(whole, tmp_path):
 
 @pytest.mark.skipif(not MPIRUN, reason="no MPI")
 def test_two_ranks(whole, tmp_path):
-    """A run for GPUs with the CPU's trainer in their place: the loss of one rank; a lost rank starts both again; SIGTERM reaches them through mpirun."""
+    """A run for GPUs with the CPU's trainer in their place: the loss of one rank; a lost rank starts both again;
+    SIGTERM reaches them through mpirun."""
     options, losses = whole
-    environment = {"PROGRAM": "./train_gpt2", "GPUS": "2",
-                   "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    environment = {
+        "PROGRAM": "./train_gpt2",
+        "GPUS": "2",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
     p = run("run_gpt2_124M.sh", *options, "-t", 64, "-l", 0.003, "-u", 50, "-o", tmp_path / "out", **environment)
     mpirun = trainer_of(p, tmp_path / "out", 10, names=("mpirun", "prterun", "orterun"))
     os.kill(trainer_of(None, tmp_path / "out", 10, parent=mpirun), signal.SIGKILL)

@@ -1,19 +1,34 @@
-// Checkpoint files written and read in shards: what several ranks write together is byte for byte what one rank writes, and each
-// rank reads exactly its piece. The ranks take turns in this one process: without MPI a barrier does nothing, what others say is zero,
-// and rank 0, which makes the file, comes first.
+// Checkpoint files written and read in shards: what several ranks write together is byte for byte what one rank writes,
+// and each rank reads exactly its piece. The ranks take turns in this one process: without MPI a barrier does nothing,
+// what others say is zero, and rank 0, which makes the file, comes first.
 #include "llmc/utils.h"
 
 #define HF_PIECE ((size_t)150)  // so little that pieces begin and end inside of rows
 #include "llmc/backend.h"
-struct Model { Config config; ParamTable table; const Mesh *mesh; float *slots[5], *copies[5]; };
+struct Model {
+    Config config;
+    ParamTable table;
+    const Mesh *mesh;
+    float *slots[5], *copies[5];
+};
 #include "llmc/checkpoint.h"
 
 #include "check.h"
 
-const char *model_dtype(const Model *m) { (void)m; return "fp32"; }
-int model_slot_is_bf16(const Model *m, Slot s) { (void)m; (void)s; return 0; }
+const char *model_dtype(const Model *m) {
+    (void)m;
+    return "fp32";
+}
+int model_slot_is_bf16(const Model *m, Slot s) {
+    (void)m;
+    (void)s;
+    return 0;
+}
 int model_has_slot(const Model *m, Slot s) { return m->slots[s] != NULL; }
-Span model_owned(const Model *m, Slot s, int unit) { return s == SLOT_WEIGHT ? param_unit(&m->table, unit) : param_shard(&m->table, unit, m->mesh->dp.rank, m->mesh->dp.world); }
+Span model_owned(const Model *m, Slot s, int unit) {
+    return s == SLOT_WEIGHT ? param_unit(&m->table, unit)
+                            : param_shard(&m->table, unit, m->mesh->dp.rank, m->mesh->dp.world);
+}
 static void check_owned(const Model *m, Slot s, size_t offset, size_t count) {
     int u = 0;
     while (offset >= m->table.unit_begin[u + 1]) u++;
@@ -46,7 +61,9 @@ static int same_file(const char *a, const char *b) {
     return system(command) == 0;
 }
 static Mesh mesh_turn(int rank, int dp, int tp) {  // of dp x tp ranks, rank's turn
-    const Comm all = {rank, dp * tp, rank, dp * tp, "this host", 0, 0, 1}, alike = {rank / tp, dp, rank, dp * tp, "this host", 0, rank % tp, tp}, group = {rank % tp, tp, rank, dp * tp, "this host", 0, rank / tp * tp, 1};
+    const Comm all = {rank, dp * tp, rank, dp * tp, "this host", 0, 0, 1},
+               alike = {rank / tp, dp, rank, dp * tp, "this host", 0, rank % tp, tp},
+               group = {rank % tp, tp, rank, dp * tp, "this host", 0, rank / tp * tp, 1};
     const Mesh m = {all, alike, group};
     return m;
 }
@@ -71,17 +88,21 @@ static void test_model(const char *text) {
         copy.slots[s] = (float *)malloc_or_die(m.table.total * sizeof(float));
         for (int i = 0; i < m.table.count; i++) {
             const Param *p = &m.table.params[i];  // zeros in the padding of the vocabulary, as in a trainer
-            for (size_t k = 0; k < (size_t)p->file_rows * (size_t)p->cols; k++) m.slots[s][p->offset + k] = rand_normal((uint64_t)s, 5, p->offset + k);
+            for (size_t k = 0; k < (size_t)p->file_rows * (size_t)p->cols; k++)
+                m.slots[s][p->offset + k] = rand_normal((uint64_t)s, 5, p->offset + k);
         }
     }
     const uint64_t sum = save_as(&m, 1, at("one"));
     const Comm alone = COMM_ALONE;
-    check(file_has_checksum(&alone, at("one"), file_bytes(folder, "one"), sum) && !file_has_checksum(&alone, at("one"), file_bytes(folder, "one"), sum + 1), "%s: the checksum is the file's", text);
+    check(file_has_checksum(&alone, at("one"), file_bytes(folder, "one"), sum) &&
+              !file_has_checksum(&alone, at("one"), file_bytes(folder, "one"), sum + 1),
+          "%s: the checksum is the file's", text);
     const int worlds[] = {2, 3, 7, 8};
     for (int w = 0; w < 4; w++) {
         const int world = worlds[w];
         const int same_sum = save_as(&m, world, at("several")) == sum;
-        check(same_sum && same_file(at("one"), at("several")), "%s: %d ranks write what one writes, and their checksums add up to the same", text, world);
+        check(same_sum && same_file(at("one"), at("several")),
+              "%s: %d ranks write what one writes, and their checksums add up to the same", text, world);
         for (int s = 0; s < 5; s++) memset(copy.slots[s], 0, m.table.total * sizeof(float));
         for (int rank = 0; rank < world; rank++) {  // every rank reads its piece; together they have all
             const Mesh mesh = mesh_turn(rank, world, 1);
@@ -91,14 +112,18 @@ static void test_model(const char *text) {
         int same = 1;
         for (int i = 0; i < m.table.count; i++) {
             const Param *p = &m.table.params[i];
-            for (int s = SLOT_M; s <= SLOT_V; s++) same &= memcmp(copy.slots[s] + p->offset, m.slots[s] + p->offset, p->size * sizeof(float)) == 0;
+            for (int s = SLOT_M; s <= SLOT_V; s++)
+                same &= memcmp(copy.slots[s] + p->offset, m.slots[s] + p->offset, p->size * sizeof(float)) == 0;
         }
         check(same, "%s: %d ranks read their pieces", text, world);
     }
     m.slots[SLOT_M][m.table.params[2].offset + 1] += 1;  // the comparison notices one element
     save_as(&m, 3, at("several"));
     check(!same_file(at("one"), at("several")), "%s: one other element is another file", text);
-    for (int s = 0; s < 5; s++) { free(m.slots[s]); free(copy.slots[s]); }
+    for (int s = 0; s < 5; s++) {
+        free(m.slots[s]);
+        free(copy.slots[s]);
+    }
     params_free(&m.table);
 }
 
@@ -112,7 +137,8 @@ static void take(Model *m, const Model *whole, Slot s) {
         }
     }
 }
-// Tensor-parallel ranks, with shards of their own if there are more: the files are those of one rank, and each reads what it has.
+// Tensor-parallel ranks, with shards of their own if there are more: the files are those of one rank, and each reads
+// what it has.
 static void test_layout(const char *text, int dp, int tp) {
     Model whole;
     memset(&whole, 0, sizeof whole);
@@ -122,7 +148,8 @@ static void test_layout(const char *text, int dp, int tp) {
         whole.slots[s] = (float *)calloc_or_die(whole.table.total * sizeof(float));
         for (int i = 0; i < whole.table.count; i++) {
             const Param *p = &whole.table.params[i];
-            for (size_t k = 0; k < (size_t)p->file_rows * (size_t)p->cols; k++) whole.slots[s][p->offset + k] = rand_normal((uint64_t)s, 5, p->offset + k);
+            for (size_t k = 0; k < (size_t)p->file_rows * (size_t)p->cols; k++)
+                whole.slots[s][p->offset + k] = rand_normal((uint64_t)s, 5, p->offset + k);
         }
     }
     const uint64_t sum = save_as(&whole, 1, at("one"));
@@ -141,18 +168,24 @@ static void test_layout(const char *text, int dp, int tp) {
                 take(&m, &whole, (Slot)s);
                 for (size_t e = 0; e < m.table.total; e++) read.slots[s][e] = 123;
             }
-            if (!reading) together += save_slots(&m, optimizer_slots, 2, at("several"));
-            else load_slots(&read, optimizer_slots, 2, at("several"));
+            if (!reading)
+                together += save_slots(&m, optimizer_slots, 2, at("several"));
+            else
+                load_slots(&read, optimizer_slots, 2, at("several"));
             for (int i = 0; i < 2 * m.table.count && reading; i++) {
                 const Param *p = &m.table.params[i / 2];
                 const Slot s = i % 2 ? SLOT_M : SLOT_V;
                 const Span mine = span_overlap(model_owned(&m, s, p->unit), p->offset, p->size);
                 same &= memcmp(m.slots[s] + mine.begin, read.slots[s] + mine.begin, mine.count * sizeof(float)) == 0;
             }
-            for (int s = SLOT_M; s <= SLOT_V; s++) { free(m.slots[s]); free(read.slots[s]); }
+            for (int s = SLOT_M; s <= SLOT_V; s++) {
+                free(m.slots[s]);
+                free(read.slots[s]);
+            }
             params_free(&m.table);
         }
-    check(together == sum && same_file(at("one"), at("several")), "%s: %d x %d ranks write what one writes, and their checksums add up to the same", text, dp, tp);
+    check(together == sum && same_file(at("one"), at("several")),
+          "%s: %d x %d ranks write what one writes, and their checksums add up to the same", text, dp, tp);
     check(same, "%s: %d x %d ranks read what they have", text, dp, tp);
     for (int s = 0; s < 5; s++) free(whole.slots[s]);
     params_free(&whole.table);
@@ -175,12 +208,14 @@ static void test_overlap(void) {
         m.slots[k] = (float *)calloc_or_die(bytes);
         m.copies[k] = (float *)calloc_or_die(bytes);
         for (int i = 0; i < m.table.count; i++)
-            for (size_t j = 0; j < (size_t)m.table.params[i].file_rows * (size_t)m.table.params[i].cols; j++) m.slots[k][m.table.params[i].offset + j] = rand_normal((uint64_t)k, 9, m.table.params[i].offset + j);
+            for (size_t j = 0; j < (size_t)m.table.params[i].file_rows * (size_t)m.table.params[i].cols; j++)
+                m.slots[k][m.table.params[i].offset + j] = rand_normal((uint64_t)k, 9, m.table.params[i].offset + j);
     }
     s.step = 5;
     checkpoint_begin(&saving, &m, at("run"), &s, 1);
     s.step = 6;
-    const int under_way = !checkpoint_written(&saving) && is_directory(at("run/step_00000005.tmp")) && !is_directory(at("run/step_00000005"));
+    const int under_way = !checkpoint_written(&saving) && is_directory(at("run/step_00000005.tmp")) &&
+                          !is_directory(at("run/step_00000005"));
     float *then[4];
     for (int k = 0; k < 4; k++) {
         then[k] = (float *)memcpy(malloc_or_die(bytes), m.slots[k], bytes);
@@ -198,7 +233,11 @@ static void test_overlap(void) {
     check(same, "it holds the moment of the save, bit for bit");
     remove_checkpoint(at("run/step_00000005"));
     rmdir(at("run"));
-    for (int k = 0; k < 4; k++) { free(m.slots[k]); free(m.copies[k]); free(then[k]); }
+    for (int k = 0; k < 4; k++) {
+        free(m.slots[k]);
+        free(m.copies[k]);
+        free(then[k]);
+    }
     state_free(&s);
     params_free(&m.table);
 }
@@ -214,7 +253,7 @@ static void too_many_ranks(void *unused) {
 int main(void) {
     snprintf(folder, sizeof folder, "%s/test_shards_XXXXXX", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp");
     require(mkdtemp(folder), "cannot make a folder in /tmp\ncheck the disk");
-    test_model("gpt2:124M,layers=2,channels=32,heads=2,vocab=300,seq=24");  // matrices transposed in files
+    test_model("gpt2:124M,layers=2,channels=32,heads=2,vocab=300,seq=24");         // matrices transposed in files
     test_model("gpt2:124M,layers=1,channels=160,heads=2,ffn=96,vocab=257,seq=8");  // a row is more than a piece
     test_model("llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,vocab=300,seq=64");
     test_layout("gpt2:124M,layers=2,channels=32,heads=4,vocab=300,seq=24", 1, 2);

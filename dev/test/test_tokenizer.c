@@ -10,15 +10,26 @@ static char path[64];
 // A small vocabulary: the 256 bytes in order, some merges, end-of-text.
 static const char *const merges[] = {"he", "ll", "hell", "hello", " h", " w", "or", "ld", "orld", "'s", "  "};
 enum { NUM_MERGES = sizeof merges / sizeof *merges, EOT = 256 + NUM_MERGES, VOCAB = EOT + 1 };
-static void write_file(TokenizerKind kind, int vocab, int eot, int drop_bytes, int extra_bytes, int spoilt_id, const char *spoilt) {
+static void write_file(TokenizerKind kind, int vocab, int eot, int drop_bytes, int extra_bytes, int spoilt_id,
+                       const char *spoilt) {
     int32_t h[256] = {0};
     unsigned char body[4096], *p = body;
-    h[0] = TOKENIZER_MAGIC; h[1] = TOKENIZER_VERSION; h[2] = vocab; h[3] = eot; h[4] = (int)kind;
+    h[0] = TOKENIZER_MAGIC;
+    h[1] = TOKENIZER_VERSION;
+    h[2] = vocab;
+    h[3] = eot;
+    h[4] = (int)kind;
     for (int id = 0; id < (kind == TOKENIZER_BYTES ? 256 : VOCAB); id++) {
-        const char *token = id == spoilt_id ? spoilt : id == EOT ? "<|endoftext|>" : id >= 256 ? merges[id - 256] : NULL;
+        const char *token = id == spoilt_id ? spoilt
+                            : id == EOT     ? "<|endoftext|>"
+                            : id >= 256     ? merges[id - 256]
+                                            : NULL;
         *p++ = (unsigned char)(token ? strlen(token) : 1);
-        if (token) { memcpy(p, token, strlen(token)); p += strlen(token); }
-        else *p++ = (unsigned char)id;
+        if (token) {
+            memcpy(p, token, strlen(token));
+            p += strlen(token);
+        } else
+            *p++ = (unsigned char)id;
     }
     memset(p, 1, (size_t)extra_bytes);
     FILE *f = fopen_or_die(path, "wb", "tests need a writable /tmp");
@@ -31,7 +42,8 @@ static void write_good(TokenizerKind kind) { write_file(kind, VOCAB, EOT, 0, 0, 
 // ---- what works
 
 static int encodes(const Tokenizer *t, const char *text, int n, const int *expected) {
-    int ids[256], got = tokenizer_encode(t, text, (int)strlen(text), ids), same = got == n && memcmp(ids, expected, (size_t)n * sizeof(int)) == 0;
+    int ids[256], got = tokenizer_encode(t, text, (int)strlen(text), ids),
+                  same = got == n && memcmp(ids, expected, (size_t)n * sizeof(int)) == 0;
     for (int i = 0; !same && i < got; i++) printf(i ? " %d" : "      got %d", ids[i]);
     if (!same) printf("\n");
     return same;
@@ -49,7 +61,11 @@ static void test_encode(void) {
     check(encodes(&t, "<|endoftext|>", 13, end_of_text), "end-of-text never comes from text");
     check(encodes(&t, "", 0, whole), "empty text");
     static const int invalid[] = {0xff, 'a', 0xc3};
-    check(encodes(&t, "\xff" "a\xc3", 3, invalid), "bytes that are not UTF-8 are single tokens");
+    check(encodes(&t,
+                  "\xff"
+                  "a\xc3",
+                  3, invalid),
+          "bytes that are not UTF-8 are single tokens");
     tokenizer_close(&t);
     write_file(TOKENIZER_BYTES, 256, 0, 0, 0, -1, NULL);
     tokenizer_open(&t, path);
@@ -66,7 +82,10 @@ static int merge_slowly(const Tokenizer *t, const char *text, int bytes, int *id
         int best = -1, best_id = INT_MAX;
         for (int i = 0; i + 1 < parts; i++) {
             const int id = tokenizer_find(t, (const unsigned char *)text + begin[i], begin[i + 2] - begin[i]);
-            if (id >= 0 && id < best_id) { best = i; best_id = id; }
+            if (id >= 0 && id < best_id) {
+                best = i;
+                best_id = id;
+            }
         }
         if (best < 0) break;
         for (int i = best + 1; i < parts; i++) begin[i] = begin[i + 1];
@@ -124,15 +143,25 @@ static int splits(const char *text, TokenizerKind kind, const char *expected) {
     return strcmp(joined, expected) == 0;
 }
 static void test_split(void) {
-    check(splits("I'll go  now\n\n x='5", TOKENIZER_GPT2, "I|'ll| go| | now|\n\n| x|='|5"), "GPT-2: contractions, spaces before words");
-    check(splits("it'S we'RE 's't", TOKENIZER_GPT2, "it|'|S| we|'|RE| '|s|'t"), "GPT-2: contractions are lower case, and only at the start of a chunk");
-    check(splits("12345 678\t\t9 ", TOKENIZER_GPT2, "12345| 678|\t|\t|9| "), "GPT-2: numbers whole; the last of several spaces stands alone");
-    check(splits("I'LL 12345 a.b\n\nc", TOKENIZER_LLAMA3, "I|'LL| |123|45| a|.b|\n\n|c"), "Llama 3: contractions in capitals, three digits, a mark before a word");
-    check(splits("x);\n\n  y \n z", TOKENIZER_LLAMA3, "x|);\n\n| | y| \n| z"), "Llama 3: newlines go with marks and with spaces before them");
-    check(splits("I'LL 12345 a.b\n\nc", TOKENIZER_QWEN2, "I|'LL| |1|2|3|4|5| a|.b|\n\n|c"), "Qwen2.5: as Llama 3, but digits one by one");
-    check(splits("a\xe2\x80\x94" "b\xe2\x80\x99s \xc3\xa9t\xc3\xa9\xc2\xa0!", TOKENIZER_GPT2,
-                 "a|\xe2\x80\x94|b|\xe2\x80\x99|s| \xc3\xa9t\xc3\xa9|\xc2\xa0|!"), "dash, curly quote, accents, no-break space");
-    check(splits("\xe4\xbd\xa0\xe5\xa5\xbd\xe3\x80\x82\xf0\x9f\x98\x80", TOKENIZER_GPT2, "\xe4\xbd\xa0\xe5\xa5\xbd|\xe3\x80\x82\xf0\x9f\x98\x80"), "Chinese, its full stop, an emoji");
+    check(splits("I'll go  now\n\n x='5", TOKENIZER_GPT2, "I|'ll| go| | now|\n\n| x|='|5"),
+          "GPT-2: contractions, spaces before words");
+    check(splits("it'S we'RE 's't", TOKENIZER_GPT2, "it|'|S| we|'|RE| '|s|'t"),
+          "GPT-2: contractions are lower case, and only at the start of a chunk");
+    check(splits("12345 678\t\t9 ", TOKENIZER_GPT2, "12345| 678|\t|\t|9| "),
+          "GPT-2: numbers whole; the last of several spaces stands alone");
+    check(splits("I'LL 12345 a.b\n\nc", TOKENIZER_LLAMA3, "I|'LL| |123|45| a|.b|\n\n|c"),
+          "Llama 3: contractions in capitals, three digits, a mark before a word");
+    check(splits("x);\n\n  y \n z", TOKENIZER_LLAMA3, "x|);\n\n| | y| \n| z"),
+          "Llama 3: newlines go with marks and with spaces before them");
+    check(splits("I'LL 12345 a.b\n\nc", TOKENIZER_QWEN2, "I|'LL| |1|2|3|4|5| a|.b|\n\n|c"),
+          "Qwen2.5: as Llama 3, but digits one by one");
+    check(splits("a\xe2\x80\x94"
+                 "b\xe2\x80\x99s \xc3\xa9t\xc3\xa9\xc2\xa0!",
+                 TOKENIZER_GPT2, "a|\xe2\x80\x94|b|\xe2\x80\x99|s| \xc3\xa9t\xc3\xa9|\xc2\xa0|!"),
+          "dash, curly quote, accents, no-break space");
+    check(splits("\xe4\xbd\xa0\xe5\xa5\xbd\xe3\x80\x82\xf0\x9f\x98\x80", TOKENIZER_GPT2,
+                 "\xe4\xbd\xa0\xe5\xa5\xbd|\xe3\x80\x82\xf0\x9f\x98\x80"),
+          "Chinese, its full stop, an emoji");
 }
 
 static int prints(const Tokenizer *t, const char *raw, const char *expected) {
@@ -152,12 +181,20 @@ static void test_text(void) {
     char *text = tokenizer_text(&t, ids, 5);
     check(strcmp(text, "hello world<|endoftext|>\\x00") == 0, "ids to text");
     free(text);
-    check(prints(&t, "a\tb\nc\r\x1b[31m\x7f", "a\tb\nc\\x0d\\x1b[31m\\x7f"), "control characters are escaped, tab and newline are not");
-    check(prints(&t, "\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80", "\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80"), "UTF-8 from several tokens passes");
-    check(prints(&t, "\xc2\x9b" "31m", "\\x9b31m"), "a control character beyond ASCII is escaped");
-    check(prints(&t, "a\xff\xc3(\xe2\x82", "a\xef\xbf\xbd\xef\xbf\xbd(\xef\xbf\xbd\xef\xbf\xbd"), "what is not UTF-8 becomes U+FFFD");
+    check(prints(&t, "a\tb\nc\r\x1b[31m\x7f", "a\tb\nc\\x0d\\x1b[31m\\x7f"),
+          "control characters are escaped, tab and newline are not");
+    check(prints(&t, "\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80", "\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80"),
+          "UTF-8 from several tokens passes");
+    check(prints(&t,
+                 "\xc2\x9b"
+                 "31m",
+                 "\\x9b31m"),
+          "a control character beyond ASCII is escaped");
+    check(prints(&t, "a\xff\xc3(\xe2\x82", "a\xef\xbf\xbd\xef\xbf\xbd(\xef\xbf\xbd\xef\xbf\xbd"),
+          "what is not UTF-8 becomes U+FFFD");
     #define REPLACED "\xef\xbf\xbd"
-    check(prints(&t, "\xc0\xaf\xed\xa0\x80\xf4\x90\x80\x80", REPLACED REPLACED REPLACED REPLACED REPLACED REPLACED REPLACED REPLACED REPLACED),
+    check(prints(&t, "\xc0\xaf\xed\xa0\x80\xf4\x90\x80\x80",
+                 REPLACED REPLACED REPLACED REPLACED REPLACED REPLACED REPLACED REPLACED REPLACED),
           "nor do over-long forms, surrogates and what lies beyond U+10FFFF");
     tokenizer_close(&t);
     char *beside = tokenizer_path("data/x/a_train_000000.bin"), *here = tokenizer_path("a.bin");
@@ -168,8 +205,18 @@ static void test_text(void) {
 
 // ---- what is refused
 
-static void open_it(void *unused) { (void)unused; Tokenizer t; tokenizer_open(&t, path); }
-static void encode_unknown(void *unused) { (void)unused; Tokenizer t; int ids[4]; tokenizer_open(&t, path); tokenizer_encode(&t, "abc", 3, ids); }
+static void open_it(void *unused) {
+    (void)unused;
+    Tokenizer t;
+    tokenizer_open(&t, path);
+}
+static void encode_unknown(void *unused) {
+    (void)unused;
+    Tokenizer t;
+    int ids[4];
+    tokenizer_open(&t, path);
+    tokenizer_encode(&t, "abc", 3, ids);
+}
 static void set_word(int word, int32_t value) {
     FILE *f = fopen_or_die(path, "r+b", ".");
     fseek(f, 4 * word, SEEK_SET);
@@ -177,10 +224,20 @@ static void set_word(int word, int32_t value) {
     fclose(f);
 }
 static void test_refusals(void) {
-    static const struct { int word, value; const char *expected; } words[] = {
-        {0, 7, "is not a tokenizer file (magic 7"}, {1, 1, "has version 1, this program reads 2"}, {2, 0, "vocabulary size 0"}, {2, -3, "is out of range"},
-        {2, VOCAB + 1, "is truncated: it ends in token"}, {2, VOCAB - 1, "end-of-text"}, {2, 1 << 30, "is out of range"}, {3, VOCAB, "is out of range"},
-        {3, -1, "is out of range"}, {4, 9, "is out of range"}, {4, TOKENIZER_BYTES, "are the same"}};
+    static const struct {
+        int word, value;
+        const char *expected;
+    } words[] = {{0, 7, "is not a tokenizer file (magic 7"},
+                 {1, 1, "has version 1, this program reads 2"},
+                 {2, 0, "vocabulary size 0"},
+                 {2, -3, "is out of range"},
+                 {2, VOCAB + 1, "is truncated: it ends in token"},
+                 {2, VOCAB - 1, "end-of-text"},
+                 {2, 1 << 30, "is out of range"},
+                 {3, VOCAB, "is out of range"},
+                 {3, -1, "is out of range"},
+                 {4, 9, "is out of range"},
+                 {4, TOKENIZER_BYTES, "are the same"}};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
         write_file(TOKENIZER_GPT2, VOCAB, EOT, 0, 0, words[i].word == 4 ? EOT : -1, "he");
         set_word(words[i].word, words[i].value);
@@ -215,11 +272,13 @@ static int encode_file(const char *tokenizer, const char *name) {
     tokenizer_open(&t, tokenizer);
     FILE *f = fopen_or_die(name, "rb", "name a text");
     char *text = (char *)malloc_or_die(1 << 26), *p = text;
-    int bytes = (int)fread(text, 1, 1 << 26, f), *ids = (int *)malloc_or_die((size_t)bytes * sizeof(int)), n = tokenizer_encode(&t, text, bytes, ids);
+    int bytes = (int)fread(text, 1, 1 << 26, f), *ids = (int *)malloc_or_die((size_t)bytes * sizeof(int)),
+        n = tokenizer_encode(&t, text, bytes, ids);
     for (int i = 0, length; i < n; i++) {
         printf("%d\n", ids[i]);
         const unsigned char *token = tokenizer_token(&t, ids[i], &length);
-        require(length <= text + bytes - p && memcmp(token, p, (size_t)length) == 0, "id %d of '%s' is not its text\n.", i, name);
+        require(length <= text + bytes - p && memcmp(token, p, (size_t)length) == 0, "id %d of '%s' is not its text\n.",
+                i, name);
         p += length;
     }
     return p == text + bytes ? EXIT_SUCCESS : EXIT_FAILURE;

@@ -1,4 +1,6 @@
-"""Tools whose reader goes away (dev/tool_output.py), as with `| head -1`: no traceback, and what they make is made. For the C trainers: test_cli.py."""
+"""Tools whose reader goes away (dev/tool_output.py), as with `| head -1`: no traceback, and what they make is made. For
+the C trainers: test_cli.py."""
+
 import json
 import os
 import re
@@ -12,16 +14,28 @@ import pytest
 from test_build import ROOT, tracked
 
 WITHOUT_HELP = {"dev/venv.py", "dev/test/sanitize.py"}  # make calls them
-TOOLS = [str(f) for f in tracked(".py") if '\nif __name__ == "__main__":' in (ROOT / f).read_text() and str(f) not in WITHOUT_HELP]
+TOOLS = [
+    str(f)
+    for f in tracked(".py")
+    if '\nif __name__ == "__main__":' in (ROOT / f).read_text() and str(f) not in WITHOUT_HELP
+]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"OMP_NUM_THREADS": "1"}
 SIGPIPE_STATUS = 128 + signal.SIGPIPE
 
 
 def unread(*command, lines=0, errors=False, **more):
-    """Runs a tool whose reader leaves after so many lines: (its status, what it wrote to stderr). errors: stderr goes the same way."""
+    """Runs a tool whose reader leaves after so many lines: (its status, what it wrote to stderr). errors: stderr goes
+    the same way."""
     environment = ENVIRONMENT | more
     begin, end = os.pipe()
-    with subprocess.Popen([sys.executable, *map(str, command)], stdout=end, stderr=end if errors else subprocess.PIPE, cwd=ROOT, env=environment, text=True) as p:
+    with subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        stdout=end,
+        stderr=end if errors else subprocess.PIPE,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+    ) as p:
         os.close(end)
         with os.fdopen(begin) as reader:
             for _ in range(lines):
@@ -31,7 +45,9 @@ def unread(*command, lines=0, errors=False, **more):
 
 
 def test_every_tool_is_looked_at():
-    assert {"train_gpt2.py", "dev/plot.py", "dev/data/prepare.py", "dev/eval/hf.py", "dev/bench/kernels.py"} < set(TOOLS) and len(TOOLS) >= 17
+    assert {"train_gpt2.py", "dev/plot.py", "dev/data/prepare.py", "dev/eval/hf.py", "dev/bench/kernels.py"} < set(
+        TOOLS
+    ) and len(TOOLS) >= 17
 
 
 def test_help():
@@ -59,11 +75,23 @@ def test_what_makes_something_makes_it(tmp_path, unbuffered):
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text(f"document {i} " * 500)
     for name, unread_too in (("read", False), ("unread", True), ("silent", True)):
-        command = ["dev/data/prepare.py", "--tokenizer", "bytes", "--output", tmp_path / name, "--name", "x", "--input", *sorted(tmp_path.glob("*.txt"))]
+        command = [
+            "dev/data/prepare.py",
+            "--tokenizer",
+            "bytes",
+            "--output",
+            tmp_path / name,
+            "--name",
+            "x",
+            "--input",
+            *sorted(tmp_path.glob("*.txt")),
+        ]
         if unread_too:
             assert unread(*command, errors=name == "silent", PYTHONUNBUFFERED=unbuffered) == (0, "")
         else:
-            subprocess.run([sys.executable, *map(str, command)], check=True, cwd=ROOT, env=ENVIRONMENT, capture_output=True)
+            subprocess.run(
+                [sys.executable, *map(str, command)], check=True, cwd=ROOT, env=ENVIRONMENT, capture_output=True
+            )
     shards = {f.name: f.read_bytes() for f in (tmp_path / "read").glob("*.bin")}
     assert len(shards) == 3
     for name in ("unread", "silent"):
@@ -72,8 +100,33 @@ def test_what_makes_something_makes_it(tmp_path, unbuffered):
 
 def test_a_training_run_is_saved_and_ends(tmp_path):
     data = tmp_path / "x.bin"
-    data.write_bytes(np.array([20240520, 1, 4000, 256, 1] + [0] * 251, np.int32).tobytes() + (np.arange(4000) % 90 + 32).astype(np.uint16).tobytes())
-    run = ("train_gpt2.py", "-e", "d1,channels=64,vocab=256,seq=64", "-i", data, "-j", "", "-b", 2, "-t", 32, "-v", 0, "-s", 0, "--device", "cpu", "-n", 1000000, "-o", tmp_path / "run")
+    data.write_bytes(
+        np.array([20240520, 1, 4000, 256, 1] + [0] * 251, np.int32).tobytes()
+        + (np.arange(4000) % 90 + 32).astype(np.uint16).tobytes()
+    )
+    run = (
+        "train_gpt2.py",
+        "-e",
+        "d1,channels=64,vocab=256,seq=64",
+        "-i",
+        data,
+        "-j",
+        "",
+        "-b",
+        2,
+        "-t",
+        32,
+        "-v",
+        0,
+        "-s",
+        0,
+        "--device",
+        "cpu",
+        "-n",
+        1000000,
+        "-o",
+        tmp_path / "run",
+    )
     assert unread(*run, "-x", 1000000, lines=3) == (0, "")
     end = json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[-1])
     assert end["event"] == "end" and end["reason"] == "Broken pipe" and 2 <= end["step"] < 1000000

@@ -1,5 +1,6 @@
 """train_gpt2.py against the C headers it mirrors (say.c prints what they say), against plain numpy, against
 transformers where that is installed, and from the command line."""
+
 import argparse
 import json
 import os
@@ -23,7 +24,20 @@ torch.set_num_threads(1)  # models are tiny
 def c_program(tmp_path_factory):
     """Runs say.c; returns its output as bytes."""
     program = str(tmp_path_factory.mktemp("c") / "say")
-    subprocess.run([os.environ.get("CC", "gcc"), "-std=gnu11", "-O1", "-Wno-unknown-pragmas", os.path.join(ROOT, "dev/test/say.c"), "-o", program, "-lm", "-ldl"], check=True)
+    subprocess.run(
+        [
+            os.environ.get("CC", "gcc"),
+            "-std=gnu11",
+            "-O1",
+            "-Wno-unknown-pragmas",
+            os.path.join(ROOT, "dev/test/say.c"),
+            "-o",
+            program,
+            "-lm",
+            "-ldl",
+        ],
+        check=True,
+    )
 
     def run(*arguments, stdin=None):
         return subprocess.run([program, *map(str, arguments)], check=True, stdout=subprocess.PIPE, input=stdin).stdout
@@ -32,12 +46,25 @@ def c_program(tmp_path_factory):
 
 
 DEPTHS = ["d1", "d6", "d12", "d24", "d36", "d48", "d60", "d72", "d84", "gpt2:d10"]
-OVERRIDDEN = ["d12,vocab=256,seq=64", "d4,channels=128", "d2,channels=96,heads=3,ffn=200", "llama3:8B,layers=2,channels=64,heads=8", "llama3:8B,channels=512",
-              "llama3.2:1B,layers=2,tied=0", "qwen2.5:0.5B,layers=1,channels=128,heads=4,kv_heads=4", "qwen2.5:7B,layers=2,channels=256", "gpt2:124M,tied=0,layers=1",
-              "qwen2.5:1.5B,channels=1000,heads=5"]
-SMALL = {"gpt2": "d2,channels=48,heads=3,vocab=97,seq=32", "llama": "llama3.1:8B,layers=2,channels=64,heads=4,kv_heads=2,ffn=88,vocab=97,seq=9000",
-         "qwen2": "qwen2.5:0.5B,layers=2,channels=64,heads=4,kv_heads=1,ffn=88,vocab=97,seq=64", "llama_tied": "llama3.2:1B,layers=2,channels=64,vocab=97",
-         "gpt2_untied": "d1,channels=64,heads=2,vocab=50,seq=16,tied=0"}
+OVERRIDDEN = [
+    "d12,vocab=256,seq=64",
+    "d4,channels=128",
+    "d2,channels=96,heads=3,ffn=200",
+    "llama3:8B,layers=2,channels=64,heads=8",
+    "llama3:8B,channels=512",
+    "llama3.2:1B,layers=2,tied=0",
+    "qwen2.5:0.5B,layers=1,channels=128,heads=4,kv_heads=4",
+    "qwen2.5:7B,layers=2,channels=256",
+    "gpt2:124M,tied=0,layers=1",
+    "qwen2.5:1.5B,channels=1000,heads=5",
+]
+SMALL = {
+    "gpt2": "d2,channels=48,heads=3,vocab=97,seq=32",
+    "llama": "llama3.1:8B,layers=2,channels=64,heads=4,kv_heads=2,ffn=88,vocab=97,seq=9000",
+    "qwen2": "qwen2.5:0.5B,layers=2,channels=64,heads=4,kv_heads=1,ffn=88,vocab=97,seq=64",
+    "llama_tied": "llama3.2:1B,layers=2,channels=64,vocab=97",
+    "gpt2_untied": "d1,channels=64,heads=2,vocab=50,seq=16,tied=0",
+}
 
 
 def small_model(descriptor, seed=1, noise=0.05):
@@ -83,17 +110,45 @@ def test_config_and_weights_are_those_of_c(c_tables, name):
     c, vocab_given = ref.config_parse(name)
     head, *rows = c_tables[name]
     theirs = [head[2]] + [float(x) for x in head[3:]]
-    rope = [c.rope_factor, c.rope_low_freq_factor, c.rope_high_freq_factor, c.rope_original_len] if c.rope_factor else [0, 0, 0, 0]
-    ours = [c.model_type, c.num_layers, c.channels, c.num_heads, c.num_kv_heads, c.ffn_dim, c.vocab_size, c.max_seq_len, c.norm == "layer", c.norm_eps,
-            c.position == "learned", c.rope_theta, *rope, c.mlp == "gelu", c.qkv_bias, c.linear_bias, c.tied]
+    rope = (
+        [c.rope_factor, c.rope_low_freq_factor, c.rope_high_freq_factor, c.rope_original_len]
+        if c.rope_factor
+        else [0, 0, 0, 0]
+    )
+    ours = [
+        c.model_type,
+        c.num_layers,
+        c.channels,
+        c.num_heads,
+        c.num_kv_heads,
+        c.ffn_dim,
+        c.vocab_size,
+        c.max_seq_len,
+        c.norm == "layer",
+        c.norm_eps,
+        c.position == "learned",
+        c.rope_theta,
+        *rope,
+        c.mlp == "gelu",
+        c.qkv_bias,
+        c.linear_bias,
+        c.tied,
+    ]
     assert [theirs[0], *ours[1:]] == [theirs[0], *(pytest.approx(x, rel=1e-7) for x in theirs[1:])]
     assert (ours[0], vocab_given) == (theirs[0], head[1] == "1")
     state = ref.Model(c, device="meta").state_dict()
     assert sorted(state) == sorted(row[0] for row in rows)
-    for p, row in zip(ref.param_table(c), rows, strict=True):  # the order is part of it: initial values depend on the index
+    # the order is part of it: initial values depend on the index
+    for p, row in zip(ref.param_table(c), rows, strict=True):
         name, unit, file_rows, cols, is_vector, transposed, decay = [row[0], *map(int, row[1:7])]
         shape = (cols,) if is_vector else (file_rows, cols)
-        assert (p.name, p.unit, p.shape, p.transposed, len(p.shape) > 1) == (name, unit, shape, bool(transposed), bool(decay))
+        assert (p.name, p.unit, p.shape, p.transposed, len(p.shape) > 1) == (
+            name,
+            unit,
+            shape,
+            bool(transposed),
+            bool(decay),
+        )
         assert p.std == pytest.approx(float(row[7]), rel=1e-7) and tuple(state[name].shape) == shape
 
 
@@ -136,7 +191,9 @@ def shards(tmp_path):
 @pytest.mark.parametrize("seed", [None, 5, 1337])
 def test_data_order_is_that_of_c(c_program, shards, seed):
     B, T, batches = 5, 10, 31  # 43 rows an epoch: the batches cross epochs in the middle
-    out = np.frombuffer(c_program("order", shards, B, T, int(seed is not None), seed or 0, batches), np.int32).reshape(batches, 2, B, T)
+    out = np.frombuffer(c_program("order", shards, B, T, int(seed is not None), seed or 0, batches), np.int32).reshape(
+        batches, 2, B, T
+    )
     stream = ref.rows(ref.open_shards(shards, T)[0], T, seed)
     for i in range(batches):
         inputs, targets = ref.batch(stream, B, "cpu", 1000)
@@ -169,7 +226,9 @@ def test_wide_shards_and_damaged_ones(tmp_path, capsys):
 def test_learning_rates_are_those_of_c(c_program, schedule, warmup, final, steps):
     theirs = [float(x) for x in c_program("lr", schedule, 6e-4, warmup, final, steps).split()]
     o = argparse.Namespace(schedule=schedule, learning_rate=6e-4, warmup=warmup, final_lr_fraction=final)
-    assert [ref.learning_rate_at(o, steps, s) for s in range(steps + 3)] == [pytest.approx(x, rel=1e-12, abs=1e-18) for x in theirs]
+    assert [ref.learning_rate_at(o, steps, s) for s in range(steps + 3)] == [
+        pytest.approx(x, rel=1e-12, abs=1e-18) for x in theirs
+    ]
     if schedule == "constant":  # llm.c's has no warm-up
         assert theirs == [pytest.approx(6e-4)] * (steps + 3)
     elif warmup == 7:
@@ -217,7 +276,10 @@ def test_validation_data_beside_the_training_data(tmp_path):
 
 
 def test_options_are_those_of_c(c_program):
-    theirs = {name: (letters, value) for name, letters, value in (line.split("\t") for line in c_program("options").decode().splitlines())}
+    theirs = {
+        name: (letters, value)
+        for name, letters, value in (line.split("\t") for line in c_program("options").decode().splitlines())
+    }
     assert set(ref.HONOURED) <= set(theirs)
     ours = vars(ref.parse_options([]))
     for name in ref.HONOURED:
@@ -259,9 +321,17 @@ def test_version(capsys):
     assert status == 0 and f"PyTorch {torch.__version__}" in " ".join(text.split()) and text.startswith("llm.cu ")
 
 
-@pytest.mark.parametrize("typed, near", [
-    ("--learning_rate=1", "--learning-rate"), ("--wd", "--weight-decay"), ("--batch", "--batch-size or --total-batch"),
-    ("--epochs", "--max-steps"), ("--lr", "--learning-rate or --final-lr-fraction"), ("--zzz", "")])
+@pytest.mark.parametrize(
+    "typed, near",
+    [
+        ("--learning_rate=1", "--learning-rate"),
+        ("--wd", "--weight-decay"),
+        ("--batch", "--batch-size or --total-batch"),
+        ("--epochs", "--max-steps"),
+        ("--lr", "--learning-rate or --final-lr-fraction"),
+        ("--zzz", ""),
+    ],
+)
 def test_near_names(capsys, typed, near):
     status, text = parse(capsys, typed, "1")
     assert status == 1 and f"unknown option '{typed.split('=')[0]}'" in text
@@ -278,25 +348,31 @@ def test_options_of_c_alone(capsys, typed):
 
 
 def numpy_logits(model, tokens):
-    """One sequence through the model in float64, head by head and position by position, from the table's weights by name."""
+    """One sequence through the model in float64, head by head and position by position, from the table's weights by
+    name."""
     c, w = model.config, {name: p.detach().double().numpy() for name, p in model.named_parameters()}
     is_gpt2, T, hd = c.model_type == "gpt2", len(tokens), c.head_dim
 
     def norm(x, name):
         if c.norm == "layer":
-            return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + c.norm_eps) * w[name + ".weight"] + w[name + ".bias"]
+            return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + c.norm_eps) * w[
+                name + ".weight"
+            ] + w[name + ".bias"]
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.norm_eps) * w[name + ".weight"]
 
     def linear(x, name):
         return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
 
-    def rotate(x):  # (T, HD): the pair (i, i + HD/2) turns by position * theta^(-2i/HD), slowed down as Llama 3.1's paper says
+    # (T, HD): the pair (i, i + HD/2) turns by position * theta^(-2i/HD), slowed down as Llama 3.1's paper says
+    def rotate(x):
         out = x.copy()
         for i in range(hd // 2):
             freq = c.rope_theta ** (-2 * i / hd)
             if c.rope_factor:
                 wavelength = 2 * np.pi / freq
-                blend = (c.rope_original_len / wavelength - c.rope_low_freq_factor) / (c.rope_high_freq_factor - c.rope_low_freq_factor)
+                blend = (c.rope_original_len / wavelength - c.rope_low_freq_factor) / (
+                    c.rope_high_freq_factor - c.rope_low_freq_factor
+                )
                 blend = min(max(blend, 0), 1)
                 freq = (1 - blend) * freq / c.rope_factor + blend * freq
             for t in range(T):
@@ -403,12 +479,16 @@ def test_folders_round_trip(kind, tmp_path):
 
 
 def test_folders_as_the_hub_has_them(tmp_path, capsys):
-    """Several files with an index, GPT-2's names without their prefix, its masks, a tied head stored twice; then damage."""
+    """Several files with an index, GPT-2's names without their prefix, its masks, a tied head stored twice; then
+    damage."""
     from safetensors.torch import save_file
 
     model = small_model(SMALL["gpt2"])
     ref.write_weights(model, tmp_path)
-    stored = {n.removeprefix("transformer."): torch.from_numpy(a) for n, a in load_file(tmp_path / "model.safetensors").items()}
+    stored = {
+        n.removeprefix("transformer."): torch.from_numpy(a)
+        for n, a in load_file(tmp_path / "model.safetensors").items()
+    }
     stored |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "lm_head.weight": stored["wte.weight"].clone()}
     os.remove(tmp_path / "model.safetensors")
     names, where = sorted(stored), {}
@@ -425,23 +505,39 @@ def test_folders_as_the_hub_has_them(tmp_path, capsys):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
     config = json.loads((tmp_path / "config.json").read_text())
-    for change, words in (({"n_layer": 3}, "lacks 12 tensors"), ({"n_inner": 200}, "do not belong together"), ({"model_type": "bert"}, "'bert'"),
-                          ({"activation_function": "relu"}, "tanh form"), ({"n_inner": 100}, "MLP width 100"),
-                          ({"n_inner": 100}, "such a model cannot be trained here")):
+    for change, words in (
+        ({"n_layer": 3}, "lacks 12 tensors"),
+        ({"n_inner": 200}, "do not belong together"),
+        ({"model_type": "bert"}, "'bert'"),
+        ({"activation_function": "relu"}, "tanh form"),
+        ({"n_inner": 100}, "MLP width 100"),
+        ({"n_inner": 100}, "such a model cannot be trained here"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(SystemExit):
             ref.make_model(str(tmp_path), seed=0)
         assert words in capsys.readouterr().err
-    for change, words in (({"rope_scaling": {"rope_type": "yarn"}}, "yarn"), ({"head_dim": 4}, "head_dim"), ({"attention_bias": True}, "biases"),
-                          ({"use_sliding_window": True}, "sliding")):
+    for change, words in (
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"head_dim": 4}, "head_dim"),
+        ({"attention_bias": True}, "biases"),
+        ({"use_sliding_window": True}, "sliding"),
+    ):
         with pytest.raises(SystemExit):
             ref.config_from_hf(ref.config_to_hf(ref.config_parse(SMALL["llama"])[0]) | change, "x")
         assert words in capsys.readouterr().err
 
 
 def test_unknown_models_are_refused(capsys):
-    for descriptor, words in (("d12,layer=3", "not key=value"), ("d12,layers=0", "out of range"), ("d12,tied=2", "out of range"), ("gpt2:125M,layers=1", "unknown model"),
-                              ("d0,layers=1", "unknown model"), ("d12,heads=7", "do not divide"), ("llama3:8B,kv_heads=5", "do not divide")):
+    for descriptor, words in (
+        ("d12,layer=3", "not key=value"),
+        ("d12,layers=0", "out of range"),
+        ("d12,tied=2", "out of range"),
+        ("gpt2:125M,layers=1", "unknown model"),
+        ("d0,layers=1", "unknown model"),
+        ("d12,heads=7", "do not divide"),
+        ("llama3:8B,kv_heads=5", "do not divide"),
+    ):
         with pytest.raises(SystemExit):
             ref.config_parse(descriptor)
         assert words in capsys.readouterr().err, descriptor
@@ -487,8 +583,17 @@ def test_debug_files(kind, tmp_path):
     shapes = {n: a.shape for n, a in load_file(folder / "model.safetensors").items()}
     assert {n.removeprefix("grad."): a.shape for n, a in debug.items() if n.startswith("grad.")} == shapes
     assert [(n, a.shape, a.dtype) for n, a in sorted(debug.items()) if not n.startswith("grad.")] == [
-        ("logits", (B, T, V), np.float32), ("loss", (1,), np.float32), ("losses", (10,), np.float32), ("targets", (B, T), np.int32), ("tokens", (B, T), np.int32)]
-    assert np.array_equal(debug["tokens"][:, 1:], debug["targets"][:, :-1]) and debug["tokens"].max() < V and len(np.unique(debug["tokens"])) > 5
+        ("logits", (B, T, V), np.float32),
+        ("loss", (1,), np.float32),
+        ("losses", (10,), np.float32),
+        ("targets", (B, T), np.int32),
+        ("tokens", (B, T), np.int32),
+    ]
+    assert (
+        np.array_equal(debug["tokens"][:, 1:], debug["targets"][:, :-1])
+        and debug["tokens"].max() < V
+        and len(np.unique(debug["tokens"])) > 5
+    )
     tokens, targets = torch.from_numpy(debug["tokens"]).long(), torch.from_numpy(debug["targets"]).long()
     np.testing.assert_allclose(logits_of(model, tokens).numpy(), debug["logits"], atol=1e-6)
     model(tokens, model.rope_table(T, "cpu"), targets).backward()
@@ -541,9 +646,13 @@ def test_decay_is_for_matrices_and_clipping_for_the_whole_gradient():
     model = small_model(SMALL["gpt2"])
     trainer = ref.Trainer(model, options(weight_decay=0.5))
     decays = {id(w): g["weight_decay"] for g in trainer.optimizer.param_groups for w in g["params"]}
-    assert all(decays[id(w)] == (0.5 if w.dim() == 2 else 0) for w in model.parameters()) and len(decays) == len(model.table)
+    assert all(decays[id(w)] == (0.5 if w.dim() == 2 else 0) for w in model.parameters()) and len(decays) == len(
+        model.table
+    )
     seen = []
-    trainer.optimizer.step = lambda: seen.append(float(torch.nn.utils.get_total_norm([w.grad for w in model.parameters()])))
+    trainer.optimizer.step = lambda: seen.append(
+        float(torch.nn.utils.get_total_norm([w.grad for w in model.parameters()]))
+    )
     batches = [(random_tokens(model, 2, 8), random_tokens(model, 2, 8, seed=1))]
     norm = trainer.step(batches, 1e-3)[1]
     trainer.o.grad_clip = norm / 3
@@ -563,7 +672,9 @@ def test_decay_is_for_matrices_and_clipping_for_the_whole_gradient():
 @pytest.fixture()
 def text_shards(tmp_path):
     """Random words as bytes in two shards, with a tokenizer."""
-    words = np.random.default_rng(0).choice("the sea of a grey ship and no wind under it for seven long days".split(), 7000)
+    words = np.random.default_rng(0).choice(
+        "the sea of a grey ship and no wind under it for seven long days".split(), 7000
+    )
     data = np.frombuffer(" ".join(words).encode(), np.uint8)
     write_shard(tmp_path / "a_train_0.bin", data[4000:], vocab=256, kind=1)
     write_shard(tmp_path / "a_val_0.bin", data[:4000], vocab=256, kind=1)
@@ -575,17 +686,74 @@ def text_shards(tmp_path):
 
 def test_a_run_from_the_command_line(text_shards, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, os.path.join(ROOT, "train_gpt2.py"), *text_shards, "--model", "d2,channels=64,seq=32", "--batch-size", "2", "--seq-len", "32", "--total-batch", "128",
-               "--max-steps", "24", "--learning-rate", "3e-3", "--warmup", "4", "--eval-every", "10", "--eval-steps", "5", "--sample-every", "20", "--sample-tokens", "9",
-               "--save-every", "20", "--output", str(out), "--device", "cpu", "--threads", "1"]
+    command = [
+        sys.executable,
+        os.path.join(ROOT, "train_gpt2.py"),
+        *text_shards,
+        "--model",
+        "d2,channels=64,seq=32",
+        "--batch-size",
+        "2",
+        "--seq-len",
+        "32",
+        "--total-batch",
+        "128",
+        "--max-steps",
+        "24",
+        "--learning-rate",
+        "3e-3",
+        "--warmup",
+        "4",
+        "--eval-every",
+        "10",
+        "--eval-steps",
+        "5",
+        "--sample-every",
+        "20",
+        "--sample-tokens",
+        "9",
+        "--save-every",
+        "20",
+        "--output",
+        str(out),
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+    ]
     text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     log = [json.loads(line) for line in (out / "main.jsonl").read_text().splitlines()]
     start, steps = log[0], [r for r in log if r["event"] == "step"]
-    assert start["event"] == "start" and start["options"]["batch-size"] == 2 and start["config"]["vocab_size"] == 256 and start["dtype"] == "fp32"
-    assert start["parameters"] == sum(w.numel() for w in ref.Model(ref.config_parse("d2,channels=64,seq=32,vocab=256")[0]).parameters())
-    assert [r["step"] for r in steps] == list(range(1, 25)) and [r["tokens"] for r in steps] == [128 * s for s in range(1, 25)]
-    assert set(steps[0]) == {"event", "step", "elapsed", "loss", "norm", "lr", "ms", "tok_s", "mfu", "tokens", "mem_gib"}
-    assert steps[0]["lr"] == pytest.approx(3e-3 / 4) and abs(steps[0]["loss"] - np.log(256)) < 0.3 and steps[-1]["loss"] < 4.5
+    assert (
+        start["event"] == "start"
+        and start["options"]["batch-size"] == 2
+        and start["config"]["vocab_size"] == 256
+        and start["dtype"] == "fp32"
+    )
+    assert start["parameters"] == sum(
+        w.numel() for w in ref.Model(ref.config_parse("d2,channels=64,seq=32,vocab=256")[0]).parameters()
+    )
+    assert [r["step"] for r in steps] == list(range(1, 25)) and [r["tokens"] for r in steps] == [
+        128 * s for s in range(1, 25)
+    ]
+    assert set(steps[0]) == {
+        "event",
+        "step",
+        "elapsed",
+        "loss",
+        "norm",
+        "lr",
+        "ms",
+        "tok_s",
+        "mfu",
+        "tokens",
+        "mem_gib",
+    }
+    assert (
+        steps[0]["lr"] == pytest.approx(3e-3 / 4)
+        and abs(steps[0]["loss"] - np.log(256)) < 0.3
+        and steps[-1]["loss"] < 4.5
+    )
     evals = {r["step"]: r for r in log if r["event"] == "eval"}
     assert sorted(evals) == [0, 10, 20, 24] and evals[24]["loss"] < evals[0]["loss"] - 1
     assert [r["step"] for r in log if r["event"] == "sample"] == [20, 24] and log[-1]["event"] == "end"
@@ -607,26 +775,65 @@ def test_evaluation_counts_every_token_once(text_shards):
     by_hand = float(model(torch.from_numpy(rows[:, :-1]), None, torch.from_numpy(rows[:, 1:])).detach())
     assert whole[0] == pytest.approx(by_hand, abs=1e-6)
     part = ref.Trainer(model, options(batch_size=4, seq_len=32, eval_steps=3)).evaluate(shards)
-    assert part == pytest.approx(float(model(torch.from_numpy(rows[:12, :-1]), None, torch.from_numpy(rows[:12, 1:])).detach()), abs=1e-6) and abs(part - by_hand) > 1e-4
+    assert (
+        part
+        == pytest.approx(
+            float(model(torch.from_numpy(rows[:12, :-1]), None, torch.from_numpy(rows[:12, 1:])).detach()), abs=1e-6
+        )
+        and abs(part - by_hand) > 1e-4
+    )
 
 
 def test_overfit_takes_one_batch(text_shards, tmp_path):
-    o = options(train_data=text_shards[1], val_data=text_shards[3], model="d1,channels=64,heads=2,seq=32", batch_size=2, seq_len=32, total_batch=128, max_steps=12, overfit=1,
-                learning_rate=3e-3, eval_every=0, sample_every=0, output=str(tmp_path))
+    o = options(
+        train_data=text_shards[1],
+        val_data=text_shards[3],
+        model="d1,channels=64,heads=2,seq=32",
+        batch_size=2,
+        seq_len=32,
+        total_batch=128,
+        max_steps=12,
+        overfit=1,
+        learning_rate=3e-3,
+        eval_every=0,
+        sample_every=0,
+        output=str(tmp_path),
+    )
     ref.train(o)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "main.jsonl").read_text().splitlines() if '"event": "step"' in line]
+    losses = [
+        json.loads(line)["loss"]
+        for line in (tmp_path / "main.jsonl").read_text().splitlines()
+        if '"event": "step"' in line
+    ]
     trainer = ref.Trainer(ref.make_model(o.model, o.seed, 256), o)
-    first = ref.batch(ref.rows(ref.open_shards(o.val_data, 32)[0], 32), 2, "cpu", 256)  # unshuffled, of the validation data
-    assert losses == [pytest.approx(trainer.step([first], 3e-3)[0], abs=1e-6) for _ in range(12)] and losses[-1] < losses[0] - 1
+    # unshuffled, of the validation data
+    first = ref.batch(ref.rows(ref.open_shards(o.val_data, 32)[0], 32), 2, "cpu", 256)
+    assert (
+        losses == [pytest.approx(trainer.step([first], 3e-3)[0], abs=1e-6) for _ in range(12)]
+        and losses[-1] < losses[0] - 1
+    )
 
 
-@pytest.mark.parametrize("columns, every, shown, kept", [
-    (50, 0, [1, 2, 3, 4, 5], [6]), (50, 4, [1, 2, 3, 5], [4, 6]), (0, 0, [], [1, 2, 3, 4, 5, 6]), (0, 4, [], [4, 6])])
+@pytest.mark.parametrize(
+    "columns, every, shown, kept",
+    [(50, 0, [1, 2, 3, 4, 5], [6]), (50, 4, [1, 2, 3, 5], [4, 6]), (0, 0, [], [1, 2, 3, 4, 5, 6]), (0, 4, [], [4, 6])],
+)
 def test_the_line_of_a_step(text_shards, monkeypatch, capsys, columns, every, shown, kept):
     """On a terminal that is so wide (0: in a pipe) each replaces the one before."""
     monkeypatch.setattr(ref, "console_columns", lambda: columns)
-    ref.train(options(train_data=text_shards[1], val_data="", model="d1,channels=64,vocab=256,seq=32", batch_size=1,
-                      seq_len=8, max_steps=6, eval_every=0, sample_every=0, print_every=every))
+    ref.train(
+        options(
+            train_data=text_shards[1],
+            val_data="",
+            model="d1,channels=64,vocab=256,seq=32",
+            batch_size=1,
+            seq_len=8,
+            max_steps=6,
+            eval_every=0,
+            sample_every=0,
+            print_every=every,
+        )
+    )
     out = capsys.readouterr().out
     lines = re.findall(r"\r(step +(\d+)/6 [^\r\n]*)(?=\r)", out)
     assert [int(step) for _, step in lines] == shown and all(len(line) == columns - 1 for line, _ in lines)
@@ -635,7 +842,19 @@ def test_the_line_of_a_step(text_shards, monkeypatch, capsys, columns, every, sh
 
 def test_a_vocabulary_may_be_rounded_up(text_shards, capsys):
     """As in the C trainers, samples are then of the tokenizer's tokens."""
-    ref.train(options(train_data=text_shards[1], val_data="", model="d1,channels=64,vocab=4096,seq=32", batch_size=1, seq_len=32, max_steps=1, eval_every=0, sample_every=1, sample_tokens=40))
+    ref.train(
+        options(
+            train_data=text_shards[1],
+            val_data="",
+            model="d1,channels=64,vocab=4096,seq=32",
+            batch_size=1,
+            seq_len=32,
+            max_steps=1,
+            eval_every=0,
+            sample_every=1,
+            sample_tokens=40,
+        )
+    )
     assert "---- sample of step 1 (" in capsys.readouterr().out
 
 
@@ -647,16 +866,37 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
     shard = bytearray((tmp_path / "a_train_0.bin").read_bytes())
     shard[20:28] = ref.fnv1a(tokenizer[1024:]).to_bytes(8, "little")
     (tmp_path / "hashed.bin").write_bytes(shard)
-    for changes, words in (({"train_data": "/nowhere/*.bin"}, "tinyshakespeare.py"),
-                           ({"seq_len": 64}, "longer than the model's context"),
-                           ({"total_batch": 100}, "nearest: 128"),
-                           ({"model": "/nowhere/model"}, "no folder and no preset"), ({"model": "d1,channels=64,vocab=20"}, "the model 20 tokens"),
-                           ({"save_every": 1}, "checkpoints need a folder"), ({"save_every": 1, "output": str(tmp_path / "used")}, "holds checkpoints of another run"),
-                           ({"evaluate": 1, "val_data": ""}, "has nothing to evaluate"), ({"overfit": 1, "val_data": "auto", "train_data": "x.bin"}, "--overfit 1 needs --val-data"),
-                           ({"max_steps": -1, "total_batch": 1 << 20}, "less than one step"), ({"tokenizer": str(tmp_path / "part.bin")}, "not a whole tokenizer file"),
-                           ({"train_data": str(tmp_path / "hashed.bin"), "tokenizer": str(tmp_path / "other.bin")}, "is not the one that made the data")):
+    for changes, words in (
+        ({"train_data": "/nowhere/*.bin"}, "tinyshakespeare.py"),
+        ({"seq_len": 64}, "longer than the model's context"),
+        ({"total_batch": 100}, "nearest: 128"),
+        ({"model": "/nowhere/model"}, "no folder and no preset"),
+        ({"model": "d1,channels=64,vocab=20"}, "the model 20 tokens"),
+        ({"save_every": 1}, "checkpoints need a folder"),
+        ({"save_every": 1, "output": str(tmp_path / "used")}, "holds checkpoints of another run"),
+        ({"evaluate": 1, "val_data": ""}, "has nothing to evaluate"),
+        ({"overfit": 1, "val_data": "auto", "train_data": "x.bin"}, "--overfit 1 needs --val-data"),
+        ({"max_steps": -1, "total_batch": 1 << 20}, "less than one step"),
+        ({"tokenizer": str(tmp_path / "part.bin")}, "not a whole tokenizer file"),
+        (
+            {"train_data": str(tmp_path / "hashed.bin"), "tokenizer": str(tmp_path / "other.bin")},
+            "is not the one that made the data",
+        ),
+    ):
         with pytest.raises(SystemExit) as e:
-            ref.train(options(**{"train_data": text_shards[1], "val_data": text_shards[3], "model": "d1,channels=64,seq=32", "batch_size": 2, "seq_len": 32, "max_steps": 1} | changes))
+            ref.train(
+                options(
+                    **{
+                        "train_data": text_shards[1],
+                        "val_data": text_shards[3],
+                        "model": "d1,channels=64,seq=32",
+                        "batch_size": 2,
+                        "seq_len": 32,
+                        "max_steps": 1,
+                    }
+                    | changes
+                )
+            )
         err = capsys.readouterr().err
         assert e.value.code == 1 and words in err and "hint:" in err, changes
     ref.write_weights(small_model("d1,channels=64,heads=2,vocab=256,seq=32"), str(tmp_path / "cut"))
@@ -664,8 +904,18 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
     with pytest.raises(SystemExit):
         ref.make_model(str(tmp_path / "cut"), 0)
     assert "it is damaged" in capsys.readouterr().err
-    for arguments in (["--schedule", "step"], ["--batch-size", "0"], ["--max-steps", "0"], ["--batchsize", "3"], ["--learning-rate", "fast"], ["--learning-rate", "nan"], ["--max-steps", "-5"], ["--seed", "-1"], ["--overfit", "2"],
-                      ["--total-batch", str((1 << 40) + 1)]):
+    for arguments in (
+        ["--schedule", "step"],
+        ["--batch-size", "0"],
+        ["--max-steps", "0"],
+        ["--batchsize", "3"],
+        ["--learning-rate", "fast"],
+        ["--learning-rate", "nan"],
+        ["--max-steps", "-5"],
+        ["--seed", "-1"],
+        ["--overfit", "2"],
+        ["--total-batch", str((1 << 40) + 1)],
+    ):
         with pytest.raises(SystemExit) as e:
             ref.parse_options(arguments)
         assert e.value.code != 0

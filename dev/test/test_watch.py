@@ -1,4 +1,6 @@
-"""dev/watch.py: its picture of odd and ordinary logs, and the program itself on a terminal of 80 by 24 that this test holds."""
+"""dev/watch.py: its picture of odd and ordinary logs, and the program itself on a terminal of 80 by 24 that this test
+holds."""
+
 import fcntl
 import json
 import math
@@ -25,13 +27,37 @@ PROGRAM = [sys.executable, os.path.join(ROOT, "dev/watch.py")]
 
 
 def start(**more):
-    return {"event": "start", "step": 0, "elapsed": 0.0, "time": 0, "device": "a GPU", "dtype": "bf16", "parameters": 124e6, "steps": 1000, "ranks": 4, "memory_gib": 26.5,
-            "options": {"model": "gpt2:124M"}, **more}
+    return {
+        "event": "start",
+        "step": 0,
+        "elapsed": 0.0,
+        "time": 0,
+        "device": "a GPU",
+        "dtype": "bf16",
+        "parameters": 124e6,
+        "steps": 1000,
+        "ranks": 4,
+        "memory_gib": 26.5,
+        "options": {"model": "gpt2:124M"},
+        **more,
+    }
 
 
 def step(n, loss=None, **more):
-    return {"event": "step", "step": n, "elapsed": n * 2.0, "loss": 3 + 4 * math.exp(-n / 30) if loss is None else loss, "norm": 0.5, "lr": 6e-4, "ms": 1900.0, "tok_s": 250000.0,
-            "mfu": 0.515, "tokens": 500000 * n, "mem_gib": 26.5, **more}
+    return {
+        "event": "step",
+        "step": n,
+        "elapsed": n * 2.0,
+        "loss": 3 + 4 * math.exp(-n / 30) if loss is None else loss,
+        "norm": 0.5,
+        "lr": 6e-4,
+        "ms": 1900.0,
+        "tok_s": 250000.0,
+        "mfu": 0.515,
+        "tokens": 500000 * n,
+        "mem_gib": 26.5,
+        **more,
+    }
 
 
 def lines_of(records):
@@ -43,36 +69,68 @@ def picture(tmp_path, records, width=80, height=23, age=0.0, tail=""):
     log = RunLog(str(tmp_path))
     log.poll()
     lines = watch.frame(log, width, height, 1000.0 + age, 1000.0)
-    assert len(lines) <= height and all(len(line) <= width for line in lines) and not any(unicodedata.category(c) == "Cc" for line in lines for c in line)
+    assert (
+        len(lines) <= height
+        and all(len(line) <= width for line in lines)
+        and not any(unicodedata.category(c) == "Cc" for line in lines for c in line)
+    )
     return "\n".join(lines)
 
 
 RUN = [start()] + [step(i) for i in range(1, 301)]
 RUN[101:101] = [{"event": "eval", "step": 100, "elapsed": 200.5, "loss": 3.5}]
-RUN += [{"event": "eval", "step": 300, "elapsed": 600.5, "loss": 3.7, "bpb": 1.25}, {"event": "eval_choice", "step": 300, "elapsed": 601, "name": "hellaswag", "acc": 0.25, "acc_norm": 0.294},
-        {"event": "sample", "step": 300, "elapsed": 602, "text": "Once \x1b[31mupon\na time"}, {"event": "checkpoint", "step": 300, "elapsed": 603, "path": "out/step_00000300"}]
+RUN += [
+    {"event": "eval", "step": 300, "elapsed": 600.5, "loss": 3.7, "bpb": 1.25},
+    {"event": "eval_choice", "step": 300, "elapsed": 601, "name": "hellaswag", "acc": 0.25, "acc_norm": 0.294},
+    {"event": "sample", "step": 300, "elapsed": 602, "text": "Once \x1b[31mupon\na time"},
+    {"event": "checkpoint", "step": 300, "elapsed": 603, "path": "out/step_00000300"},
+]
 
 
 def test_an_ordinary_run(tmp_path):
     text = picture(tmp_path, RUN)
     smoothed = watch.smooth([r["loss"] for r in RUN if r["event"] == "step"][-200:], 20)[-1]
-    for words in ("running", "gpt2:124M, 124M parameters", "bf16 on a GPU", "step 300 of 1000", " 30%   ETA 23m20s", f"loss       {step(300)['loss']:.4f}, smoothed {smoothed:.4f}", "norm       0.5000",
-                  "rate       6.00e-04", "speed    250k tokens/s, 51.5% MFU", "step     1900.0 ms, 150M tokens so far", "memory   26.50 GiB on each of 4 ranks",
-                  "val loss   3.7000, 1.2500 bits/byte, at step 300 (lowest 3.5000 at step 100)", "hellaswag  acc 0.2500, acc_norm 0.2940 at step 300", "checkpoint out/step_00000300", "sample of step 300:\nOnce  [31mupon a time"):
+    for words in (
+        "running",
+        "gpt2:124M, 124M parameters",
+        "bf16 on a GPU",
+        "step 300 of 1000",
+        " 30%   ETA 23m20s",
+        f"loss       {step(300)['loss']:.4f}, smoothed {smoothed:.4f}",
+        "norm       0.5000",
+        "rate       6.00e-04",
+        "speed    250k tokens/s, 51.5% MFU",
+        "step     1900.0 ms, 150M tokens so far",
+        "memory   26.50 GiB on each of 4 ranks",
+        "val loss   3.7000, 1.2500 bits/byte, at step 300 (lowest 3.5000 at step 100)",
+        "hellaswag  acc 0.2500, acc_norm 0.2940 at step 300",
+        "checkpoint out/step_00000300",
+        "sample of step 300:\nOnce  [31mupon a time",
+    ):
         assert words in text, (words, text)
     assert "note" not in text and "ended" not in text
     assert "no new line for 10m00s" in picture(tmp_path, RUN, age=600)  # a step takes 2 s
-    assert "ended: Terminated" in picture(tmp_path, RUN + [{"event": "end", "step": 300, "reason": "Terminated"}], age=600)
+    assert "ended: Terminated" in picture(
+        tmp_path, RUN + [{"event": "end", "step": 300, "reason": "Terminated"}], age=600
+    )
 
 
 def test_the_curve_falls(tmp_path):
     rows = [line for line in picture(tmp_path, RUN).splitlines() if re.search("[▁-█]", line) and "step" not in line]
-    share = lambda i: [step(n)["loss"] for n in range(i * 300 // 71 + 1, (i + 1) * 300 // 71 + 1)]  # 71 columns beside the numbers; the first 3 are cut off
-    assert len(rows) > 3 and rows[0].split()[0] == f"{sum(share(3)) / len(share(3)):.4g}" and rows[-1].split()[0] == f"{sum(share(70)) / len(share(70)):.4g}"
+    # 71 columns beside the numbers; the first 3 are cut off
+    share = lambda i: [step(n)["loss"] for n in range(i * 300 // 71 + 1, (i + 1) * 300 // 71 + 1)]
+    assert (
+        len(rows) > 3
+        and rows[0].split()[0] == f"{sum(share(3)) / len(share(3)):.4g}"
+        and rows[-1].split()[0] == f"{sum(share(70)) / len(share(70)):.4g}"
+    )
     heights = [sum(" ▁▂▃▄▅▆▇█".index(c) for c in column) for column in zip(*(row[9:].ljust(71) for row in rows))]
     assert heights == sorted(heights, reverse=True) and heights[0] == 8 * len(rows) and heights[-1] == 1
     assert watch.chart([3.0, math.nan, 1.0, 2.0], 13, 2, watch.BLOCKS) == ["       3 █  ▁", "       1 █ ▁█"]
-    assert watch.chart([math.nan] * 5, 80, 5, watch.BLOCKS) == [] and watch.chart([2.0] * 5, 80, 2, watch.BLOCKS)[1].count("▁") == 71
+    assert (
+        watch.chart([math.nan] * 5, 80, 5, watch.BLOCKS) == []
+        and watch.chart([2.0] * 5, 80, 2, watch.BLOCKS)[1].count("▁") == 71
+    )
     assert watch.chart([1.0, 2.0], 5, 5, watch.BLOCKS) == []
 
 
@@ -80,39 +138,84 @@ def test_a_resumed_run(tmp_path):
     """The second start goes back to step 200, and has ended nothing yet."""
     again = [start(step=200, resumed_from="out/step_00000200")] + [step(i, loss=2.5) for i in range(201, 211)]
     text = picture(tmp_path, RUN + [{"event": "end", "step": 300, "reason": "Terminated"}] + again)
-    assert "step 210 of 1000" in text and "started 2 times" in text and "running" in text and "loss       2.5000" in text and "val loss   3.5000 at step 100" in text
+    assert (
+        "step 210 of 1000" in text
+        and "started 2 times" in text
+        and "running" in text
+        and "loss       2.5000" in text
+        and "val loss   3.5000 at step 100" in text
+    )
 
 
 def test_odd_logs(tmp_path):
-    assert "step 0 of 1000" in picture(tmp_path, [start()]) and "step 0" in picture(tmp_path, [{"event": "sample", "step": 0, "text": "x"}])
-    text = picture(tmp_path, [start(), step(1, loss=None), step(2, loss=float("nan"), norm=None, tok_s=None, ms=None, mfu=None, skipped="loss is an outlier")], tail='{"event":"step","st')
-    assert "4321.5000 speed" in picture(tmp_path, [start(), step(1, loss=87654321.5), step(2, loss=87654321.5)])  # a run that went astray
+    assert "step 0 of 1000" in picture(tmp_path, [start()]) and "step 0" in picture(
+        tmp_path, [{"event": "sample", "step": 0, "text": "x"}]
+    )
+    text = picture(
+        tmp_path,
+        [
+            start(),
+            step(1, loss=None),
+            step(2, loss=float("nan"), norm=None, tok_s=None, ms=None, mfu=None, skipped="loss is an outlier"),
+        ],
+        tail='{"event":"step","st',
+    )
+    # a run that went astray
+    assert "4321.5000 speed" in picture(tmp_path, [start(), step(1, loss=87654321.5), step(2, loss=87654321.5)])
     assert "loss       -, smoothed" in text and "1 updates skipped" in text and "ETA" in text
     assert "1 damaged lines" in picture(tmp_path, [start(), step(1)], tail="nonsense\n")
-    picture(tmp_path, [{"event": "start"}, {"event": "step", "step": 1}, {"event": "eval", "step": 1}, {"event": "eval_choice", "step": 1}, {"event": "end", "step": 1}])
+    picture(
+        tmp_path,
+        [
+            {"event": "start"},
+            {"event": "step", "step": 1},
+            {"event": "eval", "step": 1},
+            {"event": "eval_choice", "step": 1},
+            {"event": "end", "step": 1},
+        ],
+    )
     picture(tmp_path, [start(steps="many", options=[], device=None, ranks=None), step(-5), step(10**15, tok_s=10**400)])
     for width, height in ((80, 23), (40, 10), (20, 5), (9, 3), (1, 1), (300, 100)):
         picture(tmp_path, RUN, width, height)
     wide = watch.cut("漢字かな漢字", 5)
     assert wide == "漢字" and watch.cut("e\u0301e\u0301e", 2) == "e\u0301e\u0301"
     (tmp_path / "main.jsonl").unlink()
-    (tmp_path / "main.log").write_text("s:0 tel:11.0\n" + "".join(f"s:{i} trl:{11 - i} lr:0.0006 norm:1.00\n" for i in range(5)))  # llm.c's
+    # llm.c's
+    (tmp_path / "main.log").write_text(
+        "s:0 tel:11.0\n" + "".join(f"s:{i} trl:{11 - i} lr:0.0006 norm:1.00\n" for i in range(5))
+    )
     log = RunLog(str(tmp_path))
     log.poll()
     assert "loss       7.0000" in "\n".join(watch.frame(log, 80, 23, 0, 0))
 
 
 def test_durations():
-    assert [watch.duration_text(s) for s in (-1, 0.4, 59, 75, 4000, 100000)] == ["0s", "0s", "59s", "1m15s", "1h06m", "1d03h"]  # as in llmc/logger.h
+    # as in llmc/logger.h
+    assert [watch.duration_text(s) for s in (-1, 0.4, 59, 75, 4000, 100000)] == [
+        "0s",
+        "0s",
+        "59s",
+        "1m15s",
+        "1h06m",
+        "1d03h",
+    ]
 
 
 def test_once_and_pipes(tmp_path):
     (tmp_path / "main.jsonl").write_text(lines_of(RUN) + '{"event":"st')
-    run = lambda *a, **env: subprocess.run([*PROGRAM, *a], capture_output=True, env=os.environ | env, stdin=subprocess.DEVNULL)
+    run = lambda *a, **env: subprocess.run(
+        [*PROGRAM, *a], capture_output=True, env=os.environ | env, stdin=subprocess.DEVNULL
+    )
     for arguments in ([str(tmp_path), "--once"], [str(tmp_path)]):  # no terminal: one picture
         done = run(*arguments, PYTHONIOENCODING="utf-8", COLUMNS="80", LINES="24")
         lines = done.stdout.decode().splitlines()
-        assert done.returncode == 0 and "step 300 of 1000" in done.stdout.decode() and b"\x1b" not in done.stdout and len(lines) <= 24 and max(map(len, lines)) <= 80
+        assert (
+            done.returncode == 0
+            and "step 300 of 1000" in done.stdout.decode()
+            and b"\x1b" not in done.stdout
+            and len(lines) <= 24
+            and max(map(len, lines)) <= 80
+        )
     plain = run(str(tmp_path), PYTHONIOENCODING="ascii", COLUMNS="80", LINES="24").stdout
     assert plain.isascii() and b"#####" in plain
     done = run(str(tmp_path / "none"), "--once")
@@ -134,10 +237,19 @@ class Terminal:
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.before = termios.tcgetattr(slave)
-        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"PYTHONIOENCODING": "utf-8"}
+        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {
+            "PYTHONIOENCODING": "utf-8"
+        }
         # a session of its own whose terminal this is, so that Ctrl-C typed here arrives as a signal
-        self.process = subprocess.Popen([*PROGRAM, *arguments, "--interval", "0.05"], stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
-                                        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+        self.process = subprocess.Popen(
+            [*PROGRAM, *arguments, "--interval", "0.05"],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
         self.slave, self.output = slave, ""
 
     def __enter__(self):
@@ -157,7 +269,8 @@ class Terminal:
 
     def screen(self):
         frames = self.output.split("\x1b[H")
-        return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", frames[-2]).replace("\r", "") if len(frames) > 2 else ""  # the last whole one
+        # the last whole one
+        return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", frames[-2]).replace("\r", "") if len(frames) > 2 else ""
 
     def type(self, keys):
         os.write(self.master, keys)
@@ -171,14 +284,20 @@ class Terminal:
         assert self.process.poll() is not None, "it did not leave"
         while select.select([self.master], [], [], 0.2)[0]:
             self.output += os.read(self.master, 65536).decode("utf-8", "replace")
-        result = self.process.wait(1), termios.tcgetattr(self.slave) == self.before, self.output.rindex("\x1b[?1049l") > self.output.rindex("\x1b[?1049h") and self.output.rindex("\x1b[?25h") > self.output.rindex("\x1b[?25l")
+        result = (
+            self.process.wait(1),
+            termios.tcgetattr(self.slave) == self.before,
+            self.output.rindex("\x1b[?1049l") > self.output.rindex("\x1b[?1049h")
+            and self.output.rindex("\x1b[?25h") > self.output.rindex("\x1b[?25l"),
+        )
         os.close(self.master)
         os.close(self.slave)
         return result
 
 
 def test_on_a_terminal(tmp_path):
-    """Begun before the run; follows it through growth, half a line, a new beginning and a resume; q leaves the terminal as it was."""
+    """Begun before the run; follows it through growth, half a line, a new beginning and a resume; q leaves the terminal
+    as it was."""
     with Terminal(str(tmp_path / "run")) as t:
         t.read(lambda s: f"waiting for {tmp_path}/run"[:79] in s)
         (tmp_path / "run").mkdir()
@@ -204,7 +323,7 @@ def test_on_a_terminal(tmp_path):
         t.read(lambda s: t.output.count("\x1b[H") > frames + 3)
         t.type(b"xq")
         assert t.leave() == (0, True, True)
-        assert "step 2 of 88" in t.output[t.output.rindex("\x1b[?1049l"):]  # the last picture stays
+        assert "step 2 of 88" in t.output[t.output.rindex("\x1b[?1049l") :]  # the last picture stays
 
 
 def test_a_file_that_is_no_log_on_a_terminal():

@@ -1,21 +1,32 @@
-// The model on a dp x tp mesh against itself on one rank, which every rank computes besides: tp_ranks.c does it on CPUs, test_gpt2.cu on GPUs.
-// Of each model: logits, losses, every gradient and the losses of three steps within a bound that a spoilt element breaks; the same bits on all
-// ranks, when run again, with every --recompute and (where the head's gradient is summed in fp32) in parts of the head; with dp > 1 ZeRO 0 and
-// 1, with the same bits. Include it after a backend and model_test.h.
+// The model on a dp x tp mesh against itself on one rank, which every rank computes besides: tp_ranks.c does it on
+// CPUs, test_gpt2.cu on GPUs. Of each model: logits, losses, every gradient and the losses of three steps within a
+// bound that a spoilt element breaks; the same bits on all ranks, when run again, with every --recompute and (where the
+// head's gradient is summed in fp32) in parts of the head; with dp > 1 ZeRO 0 and 1, with the same bits. Include it
+// after a backend and model_test.h.
 #ifndef LLMC_TP_TEST_H
 #define LLMC_TP_TEST_H
 
 enum { TP_STEPS = 3, TP_SEED = 11, TP_B = 2, TP_T = 24 };  // B of each tensor-parallel group
 
-// What fp32 sums in another order, or values rounded to bf16, may make of a number. exact_chunks: --head-chunks changes no bit.
-typedef struct { Difference logits, gradients; double losses; int exact_chunks; } TpBounds;
+// What fp32 sums in another order, or values rounded to bf16, may make of a number. exact_chunks: --head-chunks changes
+// no bit.
+typedef struct {
+    Difference logits, gradients;
+    double losses;
+    int exact_chunks;
+} TpBounds;
 
-// The backend's: the sizes of this rank, the sequences of a micro-step, and the logits of all rows, (rows, words of this rank), after model_losses with the head in one part.
+// The backend's: the sizes of this rank, the sequences of a micro-step, and the logits of all rows, (rows, words of
+// this rank), after model_losses with the head in one part.
 static const Config *local_config(const Model *m);
 static int batch_of(const Model *m);
 static void logits_of(const Model *m, int rows, float *out);
 
-typedef struct { float losses[TP_STEPS], norms[TP_STEPS]; uint64_t weights, gradients /*what this rank owns*/; OverlapCounts met; } TpRun;
+typedef struct {
+    float losses[TP_STEPS], norms[TP_STEPS];
+    uint64_t weights, gradients /*what this rank owns*/;
+    OverlapCounts met;
+} TpRun;
 
 static inline void fill_tokens(int *tokens, int *targets, int rows, int vocab, int step) {
     for (int i = 0; i < rows * TP_T; i++) {
@@ -47,7 +58,8 @@ static inline void take(const Param *p, float *out, const float *whole) {
     }
 }
 // A bound for what is all zeros cannot bite; there it is equality.
-static inline void compare(const char *name, float *ours, const float *expected, size_t n, Difference bound, Difference *worst) {
+static inline void compare(const char *name, float *ours, const float *expected, size_t n, Difference bound,
+                           Difference *worst) {
     int zeros = 1;
     for (size_t i = 0; i < n && zeros; i++) zeros = ours[i] == 0 && expected[i] == 0;
     if (!zeros) check_close(name, ours, expected, n, bound, worst);
@@ -58,21 +70,32 @@ static inline void compare_gradients(const Model *m, const Model *one, const TpB
     const int failed = tests_failed;
     for (int i = 0; i < m->table.count; i++) {
         const Param *p = &m->table.params[i];
-        float *expected = (float *)malloc_or_die(p->size * sizeof(float)), *ours = (float *)malloc_or_die(p->size * sizeof(float)), *whole = (float *)malloc_or_die(one->table.params[i].size * sizeof(float));
+        float *expected = (float *)malloc_or_die(p->size * sizeof(float)),
+              *ours = (float *)malloc_or_die(p->size * sizeof(float)),
+              *whole = (float *)malloc_or_die(one->table.params[i].size * sizeof(float));
         const Span mine = span_overlap(model_owned(m, SLOT_GRAD, p->unit), p->offset, p->size);
         model_read(one, SLOT_GRAD, one->table.params[i].offset, one->table.params[i].size, whole);
         take(p, expected, whole);
         model_read(m, SLOT_GRAD, mine.begin, mine.count, ours);
         compare(p->name, ours, expected + (mine.begin - p->offset), mine.count, bound->gradients, &worst);
-        free(expected); free(ours); free(whole);
+        free(expected);
+        free(ours);
+        free(whole);
     }
-    check(failed == tests_failed, "%s: %d gradients, worst difference %.1e, largest element %.1e", name, m->table.count, worst.norm, worst.largest);
+    check(failed == tests_failed, "%s: %d gradients, worst difference %.1e, largest element %.1e", name, m->table.count,
+          worst.norm, worst.largest);
 }
-static inline void compare_logits(Model *m, Model *one, const int *tokens, const int *targets, const TpBounds *bound, const char *name) {
+static inline void compare_logits(Model *m, Model *one, const int *tokens, const int *targets, const TpBounds *bound,
+                                  const char *name) {
     const Comm *dp = &m->mesh->dp, *tp = &m->mesh->tp;
-    const int N = TP_B * TP_T, all = N * dp->world, V = local_config(m)->vocab_size, Vp = local_config(m)->padded_vocab_size, Vp_one = one->config.padded_vocab_size, first = tp->rank * Vp;
-    float *losses = (float *)malloc_or_die((size_t)all * sizeof(float)), *losses_one = (float *)malloc_or_die((size_t)all * sizeof(float)), *expected = (float *)malloc_or_die((size_t)all * Vp_one * sizeof(float));
-    float *ours = (float *)malloc_or_die((size_t)N * Vp_one * sizeof(float)), *ours_rows = (float *)malloc_or_die((size_t)N * Vp * sizeof(float)), *rows_one = (float *)malloc_or_die((size_t)all * Vp_one * sizeof(float));
+    const int N = TP_B * TP_T, all = N * dp->world, V = local_config(m)->vocab_size,
+              Vp = local_config(m)->padded_vocab_size, Vp_one = one->config.padded_vocab_size, first = tp->rank * Vp;
+    float *losses = (float *)malloc_or_die((size_t)all * sizeof(float)),
+          *losses_one = (float *)malloc_or_die((size_t)all * sizeof(float)),
+          *expected = (float *)malloc_or_die((size_t)all * Vp_one * sizeof(float));
+    float *ours = (float *)malloc_or_die((size_t)N * Vp_one * sizeof(float)),
+          *ours_rows = (float *)malloc_or_die((size_t)N * Vp * sizeof(float)),
+          *rows_one = (float *)malloc_or_die((size_t)all * Vp_one * sizeof(float));
     Difference worst = {0, 0};
     const int failed = tests_failed;
     model_losses(m, tokens + dp->rank * N, targets + dp->rank * N, TP_T, losses);
@@ -97,10 +120,17 @@ static inline void compare_logits(Model *m, Model *one, const int *tokens, const
         model_decode(one, piece, n, expected);
         compare("logits of the next token", ours, expected, 2 * (size_t)m->config.vocab_size, bound->logits, &worst);
     }
-    check(failed == tests_failed, "%s: logits, worst difference %.1e, largest element %.1e", name, worst.norm, worst.largest);
-    free(losses); free(losses_one); free(ours); free(ours_rows); free(rows_one); free(expected);
+    check(failed == tests_failed, "%s: logits, worst difference %.1e, largest element %.1e", name, worst.norm,
+          worst.largest);
+    free(losses);
+    free(losses_one);
+    free(ours);
+    free(ours_rows);
+    free(rows_one);
+    free(expected);
 }
-static inline TpRun train_steps(const Config *c, const Options *o, const Mesh *mesh, Model *one /*NULL: only train*/, const TpBounds *bound, const char *name) {
+static inline TpRun train_steps(const Config *c, const Options *o, const Mesh *mesh, Model *one /*NULL: only train*/,
+                                const TpBounds *bound, const char *name) {
     TpRun r;
     Model m;
     int tokens[64 * TP_T], targets[64 * TP_T];
@@ -114,14 +144,16 @@ static inline TpRun train_steps(const Config *c, const Options *o, const Mesh *m
         fill_tokens(tokens, targets, groups * TP_B, c->vocab_size, step);
         if (one && step == 0) model_decode_open(&m, 2, TP_T);
         if (one && step == 0) compare_logits(&m, one, tokens, targets, bound, name);
-        for (int micro = 0; micro < 2; micro++) model_micro_step(&m, tokens + first, targets + first, micro, 2);  // twice: the second adds to the first
+        // twice: the second adds to the first
+        for (int micro = 0; micro < 2; micro++) model_micro_step(&m, tokens + first, targets + first, micro, 2);
         debug_step(&m, &r.losses[step], &r.norms[step], step + 1);
         for (int micro = 0; micro < 2 && one; micro++) model_micro_step(one, tokens, targets, micro, 2);
         if (one) {
             debug_step(one, &loss, &norm, step + 1);
             if (step == 0) compare_gradients(&m, one, bound, name);
-            check(fabs(r.losses[step] / loss - 1) < bound->losses && fabs(r.norms[step] / norm - 1) < bound->losses, "%s: step %d, loss %.6f and %.6f (%.1e), norm %.6f and %.6f (%.1e)", name, step + 1,
-                  r.losses[step], loss, fabs(r.losses[step] / loss - 1), r.norms[step], norm, fabs(r.norms[step] / norm - 1));
+            check(fabs(r.losses[step] / loss - 1) < bound->losses && fabs(r.norms[step] / norm - 1) < bound->losses,
+                  "%s: step %d, loss %.6f and %.6f (%.1e), norm %.6f and %.6f (%.1e)", name, step + 1, r.losses[step],
+                  loss, fabs(r.losses[step] / loss - 1), r.norms[step], norm, fabs(r.norms[step] / norm - 1));
         }
     }
     r.gradients = hash_of_gradients(&m);
@@ -132,7 +164,8 @@ static inline TpRun train_steps(const Config *c, const Options *o, const Mesh *m
     model_close(&m);
     return r;
 }
-// Weights that ranks have copies of, and what they decided by; with states in bf16, whose rounding must be the same too.
+// Weights that ranks have copies of, and what they decided by; with states in bf16, whose rounding must be the same
+// too.
 static inline void check_copies(const Config *c, const Options *o, const Mesh *mesh, const char *name) {
     Model m;
     Options bf16_states = *o;
@@ -165,15 +198,22 @@ static inline void check_copies(const Config *c, const Options *o, const Mesh *m
     const uint64_t hash = comm_hash(COMM_HASH, &r, sizeof r);
     comm_gather_all(&mesh->job, &hash, sizeof hash, all);
     for (int j = 0; j < mesh->job.world; j++) same &= all[j] == all[0];
-    check(same && (copies || mesh->tp.world == 1), "%s: losses, norms and %d tensors with copies have the same bits on all ranks", name, copies);
-    free(all); free(weights);
+    check(same && (copies || mesh->tp.world == 1),
+          "%s: losses, norms and %d tensors with copies have the same bits on all ranks", name, copies);
+    free(all);
+    free(weights);
     model_close(&m);
 }
-static inline int same_run(const TpRun *a, const TpRun *b) { return memcmp(a->losses, b->losses, sizeof a->losses) == 0 && memcmp(a->norms, b->norms, sizeof a->norms) == 0 && a->weights == b->weights; }
+static inline int same_run(const TpRun *a, const TpRun *b) {
+    return memcmp(a->losses, b->losses, sizeof a->losses) == 0 && memcmp(a->norms, b->norms, sizeof a->norms) == 0 &&
+           a->weights == b->weights;
+}
 // Losses and norms, but not the bits.
 static inline int near_run(const TpRun *a, const TpRun *b, const TpBounds *bound) {
     int near = 1;
-    for (int i = 0; i < TP_STEPS; i++) near &= fabs(a->losses[i] / b->losses[i] - 1) < bound->losses && fabs(a->norms[i] / b->norms[i] - 1) < bound->losses;
+    for (int i = 0; i < TP_STEPS; i++)
+        near &= fabs(a->losses[i] / b->losses[i] - 1) < bound->losses &&
+                fabs(a->norms[i] / b->norms[i] - 1) < bound->losses;
     return near;
 }
 
@@ -187,7 +227,9 @@ static inline void test_tp(const char *model, const Mesh *mesh, const TpBounds *
     alone.dp.local_rank = mesh->job.local_rank;  // one process, one GPU
     config_parse(model, &c);
     snprintf(name, sizeof name, "%d x %d, %s", mesh->dp.world, mesh->tp.world, model);
-    o.seq_len = TP_T; o.head_chunks = 1; o.batch_size = TP_B * mesh->dp.world;
+    o.seq_len = TP_T;
+    o.head_chunks = 1;
+    o.batch_size = TP_B * mesh->dp.world;
     model_open(&one, &c, &o, &alone);
     init_weights(&one, TP_SEED);
     model_decode_open(&one, 2, TP_T);
@@ -196,10 +238,14 @@ static inline void test_tp(const char *model, const Mesh *mesh, const TpBounds *
     check_copies(&c, &o, mesh, name);
     const struct { int zero, recompute, chunks; } ways[] = {{0, 0, 1}, {1, 1, 5}, {0, 2, 1}, {1, 3, 1}};
     for (int k = 0; k < 4; k++) {
-        o.zero_stage = ways[k].zero; o.recompute = ways[k].recompute; o.head_chunks = ways[k].chunks;
+        o.zero_stage = ways[k].zero;
+        o.recompute = ways[k].recompute;
+        o.head_chunks = ways[k].chunks;
         const TpRun again = train_steps(&c, &o, mesh, NULL, bound, name);
         const int exact = ways[k].chunks == 1 || bound->exact_chunks;
-        check(exact ? same_run(&first, &again) : near_run(&first, &again, bound), "%s: again with --zero-stage %d --recompute %d --head-chunks %d: %s", name, ways[k].zero, ways[k].recompute, ways[k].chunks, exact ? "the same bits" : "near enough");
+        check(exact ? same_run(&first, &again) : near_run(&first, &again, bound),
+              "%s: again with --zero-stage %d --recompute %d --head-chunks %d: %s", name, ways[k].zero,
+              ways[k].recompute, ways[k].chunks, exact ? "the same bits" : "near enough");
     }
     model_close(&one);
 }

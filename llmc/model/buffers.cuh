@@ -1,23 +1,25 @@
-// The buffers of a run on one GPU, by subject: parameters and optimiser states, what forward keeps for backward, scratch, tokens. buffers_request
-// names them all from a plan; memory.cuh prints the table and allocates.
+// The buffers of a run on one GPU, by subject: parameters and optimiser states, what forward keeps for backward,
+// scratch, tokens. buffers_request names them all from a plan; memory.cuh prints the table and allocates.
 //
-// Kept for backward, per block: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms' statistics: 8C + 2F (GELU)
-// values a token. --recompute 1 keeps f and no a, 2 h1 and h2 once and not per block, 3 all but x''.
+// Kept for backward, per block: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms'
+// statistics: 8C + 2F (GELU) values a token. --recompute 1 keeps f and no a, 2 h1 and h2 once and not per block, 3 all
+// but x''.
 #ifndef LLMC_BUFFERS_CUH
 #define LLMC_BUFFERS_CUH
 
-#include "../adamw.cuh"
-#include "../classifier.cuh"
-#include "../embedding.cuh"
-#include "../global_norm.cuh"
-#include "../grad_sum.cuh"
-#include "../memory.cuh"
-#include "../norm.cuh"
+#include "../kernels/adamw.cuh"
+#include "../kernels/classifier.cuh"
+#include "../kernels/embedding.cuh"
+#include "../kernels/global_norm.cuh"
+#include "../kernels/grad_sum.cuh"
+#include "../cuda/memory.cuh"
+#include "../kernels/norm.cuh"
 #include "../rope_table.h"
 #include "../ranks/zero.cuh"
 #include "plan.cuh"
 
-// What one block keeps: f is what the activation reads or its slopes, a what it gives. What is recomputed is one buffer for all blocks.
+// What one block keeps: f is what the activation reads or its slopes, a what it gives. What is recomputed is one buffer
+// for all blocks.
 typedef struct {
     floatX *h1, *qkv, *y, *x_mid, *h2, *f, *a, *x_out;
     float *lse, *mean1, *rstd1, *mean2, *rstd2;
@@ -26,50 +28,52 @@ typedef struct {
 typedef struct {
     // parameters, all in the layout of the table
     floatX *weights, *grads;
-    float *grad_sums;             // of the micro-steps so far, in fp32
-    float *master;                // ZeRO 1: this rank's pieces, unit after unit
-    void *m, *v;                  // the same
-    void *snapshots[NUM_SLOTS];   // --save-async: pinned copies of this rank's shards of a slot, unit after unit
-    float *reduce_staging;        // a unit's gradients in fp32
+    float *grad_sums;            // of the micro-steps so far, in fp32
+    float *master;               // ZeRO 1: this rank's pieces, unit after unit
+    void *m, *v;                 // the same
+    void *snapshots[NUM_SLOTS];  // --save-async: pinned copies of this rank's shards of a slot, unit after unit
+    float *reduce_staging;       // a unit's gradients in fp32
     AdamChunk *chunks;
     int num_chunks;
-    Span *shards;                 // of the gradients: what this rank adds to the norm
+    Span *shards;  // of the gradients: what this rank adds to the norm
     int num_shards;
     // activations
     floatX *x_embedding, *h_final, *saved_x, *saved_block, *shared_h;
     float *saved_stats, *mean_final, *rstd_final;
     float *cos_sin;
-    BlockActs *blocks;            // host memory
+    BlockActs *blocks;  // host memory
     // scratch
-    char *region;                 // see Region
+    char *region;  // see Region
     floatX *logits, *dqkv, *df, *da;
-    float *attention;             // its D
+    float *attention;  // its D
     AttentionTickets *tickets;
     floatX *dx, *branch;
-    float *stream_sums;           // (C) column sums of dx
-    float *column_sums;           // partial sums of the columns of df or dqkv
+    float *stream_sums;  // (C) column sums of dx
+    float *column_sums;  // partial sums of the columns of df or dqkv
     void *reduce, *matmul_workspace;
     // tokens and losses
     int *tokens, *targets, *host_tokens;  // host: two slots of (inputs, targets)
-    ClassifierPart *parts;        // tp: (ranks, head_rows)
-    float *losses, *host_losses;  // (B,T)
+    ClassifierPart *parts;                // tp: (ranks, head_rows)
+    float *losses, *host_losses;          // (B,T)
     StepScalars *step, *host_step;
-    float *gathered_step;         // (ranks, 2) loss and squared norm of all
+    float *gathered_step;  // (ranks, 2) loss and squared norm of all
 } Buffers;
 
-// What is never alive together shares one region: [logits], [df | da | a] of the MLP's backward, [dqkv | attention's scratch]. Where a part begins,
-// in bytes. With the activation computed again inside the gradient's product df takes f's place, and a is alone.
+// What is never alive together shares one region: [logits], [df | da | a] of the MLP's backward, [dqkv | attention's
+// scratch]. Where a part begins, in bytes. With the activation computed again inside the gradient's product df takes
+// f's place, and a is alone.
 typedef struct { size_t da /*0: df is not here*/, a, attention, bytes; } Region;
 static inline size_t largest(const size_t *sizes, size_t count) {
     size_t most = 0;
     for (size_t i = 0; i < count; i++) most = sizes[i] > most ? sizes[i] : most;
     return most;
 }
-#define LARGEST(sizes) largest((sizes), sizeof (sizes) / sizeof *(sizes))
+#define LARGEST(sizes) largest((sizes), sizeof(sizes) / sizeof *(sizes))
 static inline Region region_of(const Plan *p) {
     enum { ALIGN = 1024 };
     const Config *c = &p->local;
-    const int fused = p->activation_fused == 2, apart = activation_inputs(c->mlp) > 1 && !fused;  // GELU's da is df; SwiGLU's is in a product, or apart
+    // GELU's da is df; SwiGLU's is in a product, or apart
+    const int fused = p->activation_fused == 2, apart = activation_inputs(c->mlp) > 1 && !fused;
     const size_t width = round_up(p->N * (size_t)c->ffn_dim * sizeof(floatX), ALIGN);
     Region r;
     r.da = fused && p->recomputes_activation ? 0 : round_up(p->N * (size_t)fc_width(c) * sizeof(floatX), ALIGN);
@@ -100,9 +104,9 @@ static inline size_t saved_stats_size(const Plan *p) { return p->N * (size_t)p->
 static inline size_t reduce_bytes(const Plan *p, int spans) {
     const Config *c = &p->local;
     const size_t needs[] = {
-        global_norm_scratch_bytes(spans), norm_backward_scratch_bytes(c->channels), bias_backward_scratch_bytes(c->channels),
-        bias_backward_scratch_bytes(fc_width(c)), bias_backward_scratch_bytes(qkv_width(c)),
-        embedding_backward_scratch_bytes(p->B, p->T),
+        global_norm_scratch_bytes(spans),          norm_backward_scratch_bytes(c->channels),
+        bias_backward_scratch_bytes(c->channels),  bias_backward_scratch_bytes(fc_width(c)),
+        bias_backward_scratch_bytes(qkv_width(c)), embedding_backward_scratch_bytes(p->B, p->T),
     };
     return LARGEST(needs);
 }
@@ -119,21 +123,27 @@ static inline size_t column_sums_size(const Plan *p) {
 
 // ---- who has what of the parameters
 
-static inline Span plan_shard(const Plan *p, int unit) { return param_shard(p->table, unit, p->mesh->dp.rank, p->mesh->dp.world); }
+static inline Span plan_shard(const Plan *p, int unit) {
+    return param_shard(p->table, unit, p->mesh->dp.rank, p->mesh->dp.world);
+}
 static inline Span plan_owned(const Plan *p, Slot s, int unit) {
     const int whole = s == SLOT_WEIGHT || p->mesh->dp.world == 1 || !p->shards_states;
     return whole ? param_unit(p->table, unit) : plan_shard(p, unit);
 }
 // Where the states of an element of `unit` lie. The pieces of one rank are packed: unit_begin divided by the ranks.
 static inline size_t plan_state_at(const Plan *p, int unit, size_t offset) {
-    return p->shards_states ? p->table->unit_begin[unit] / (size_t)p->mesh->dp.world + offset - plan_shard(p, unit).begin : offset;
+    return p->shards_states
+               ? p->table->unit_begin[unit] / (size_t)p->mesh->dp.world + offset - plan_shard(p, unit).begin
+               : offset;
 }
 static inline int plan_slot_is_bf16(const Plan *p, Slot s) {
     return s == SLOT_WEIGHT || s == SLOT_GRAD ? sizeof(floatX) == 2 : (s == SLOT_M || s == SLOT_V) && p->bf16_states;
 }
-static inline size_t plan_slot_bytes(const Plan *p, Slot s) { return plan_slot_is_bf16(p, s) ? sizeof(__nv_bfloat16) : sizeof(float); }
-// The parts of the gradients that this rank adds to the norm: its shards, without copies that another rank of its tensor-parallel group counts.
-// Each is whole 16-byte vectors. out NULL: how many.
+static inline size_t plan_slot_bytes(const Plan *p, Slot s) {
+    return plan_slot_is_bf16(p, s) ? sizeof(__nv_bfloat16) : sizeof(float);
+}
+// The parts of the gradients that this rank adds to the norm: its shards, without copies that another rank of its
+// tensor-parallel group counts. Each is whole 16-byte vectors. out NULL: how many.
 static inline int norm_spans(const Plan *p, Span *out) {
     Span spans[TP_MAX_SPANS];
     int count = 0;
@@ -153,8 +163,9 @@ static inline int gradient_copies(const Plan *p, Copy *out, size_t *total) {
     free(owned);
     return count;
 }
-// What this rank updates, in pieces of at most ADAM_CHUNK elements of one tensor; the padding between units is never touched. Where something is
-// rounded stochastically, a piece's elements are neighbours in the whole tensor too. out NULL: how many.
+// What this rank updates, in pieces of at most ADAM_CHUNK elements of one tensor; the padding between units is never
+// touched. Where something is rounded stochastically, a piece's elements are neighbours in the whole tensor too. out
+// NULL: how many.
 static inline int adam_chunks(const Plan *p, AdamChunk *out) {
     const int by_runs = plan_is_split(p) && (p->bf16_states || (sizeof(floatX) == 2 && !p->has_master));
     int count = 0;
@@ -178,7 +189,8 @@ static inline int adam_chunks(const Plan *p, AdamChunk *out) {
 // ---- the table
 
 static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
-    const size_t total = p->table->total, world = (size_t)p->mesh->dp.world, states = p->shards_states ? total / world : total;
+    const size_t total = p->table->total, world = (size_t)p->mesh->dp.world,
+                 states = p->shards_states ? total / world : total;
     b->num_chunks = adam_chunks(p, NULL);
     b->num_shards = norm_spans(p, NULL);
     memory_request(m, &b->weights, "parameters", "weights", total);
@@ -187,39 +199,54 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     if (!p->trains) return;
     memory_request(m, &b->grads, "parameters", "gradients", total);
     if (p->sums_in_fp32) memory_request(m, &b->grad_sums, "parameters", "gradients over micro-steps, fp32", total);
-    if (world > 1 && p->reduces_in_fp32) memory_request(m, &b->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(p->table));
+    if (world > 1 && p->reduces_in_fp32)
+        memory_request(m, &b->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(p->table));
     if (p->has_master) memory_request(m, &b->master, "optimiser", "fp32 master weights", states);
-    memory_request(m, (char **)&b->m, "optimiser", p->bf16_states ? "AdamW m, bf16" : "AdamW m", states * plan_slot_bytes(p, SLOT_M));
-    memory_request(m, (char **)&b->v, "optimiser", p->bf16_states ? "AdamW v, bf16" : "AdamW v", states * plan_slot_bytes(p, SLOT_V));
+    memory_request(m, (char **)&b->m, "optimiser", p->bf16_states ? "AdamW m, bf16" : "AdamW m",
+                   states * plan_slot_bytes(p, SLOT_M));
+    memory_request(m, (char **)&b->v, "optimiser", p->bf16_states ? "AdamW v, bf16" : "AdamW v",
+                   states * plan_slot_bytes(p, SLOT_V));
     if (!saves_beside_training(&p->options)) return;
-    static const struct { Slot slot; const char *name; } copies[] = {
-        {SLOT_WEIGHT, "copy of weights, to be saved"}, {SLOT_M, "copy of m, to be saved"},
-        {SLOT_V, "copy of v, to be saved"}, {SLOT_MASTER, "copy of masters, to be saved"},
+    static const struct {
+        Slot slot;
+        const char *name;
+    } copies[] = {
+        {SLOT_WEIGHT, "copy of weights, to be saved"},
+        {SLOT_M, "copy of m, to be saved"},
+        {SLOT_V, "copy of v, to be saved"},
+        {SLOT_MASTER, "copy of masters, to be saved"},
     };
     for (const auto &copy : copies)
         if (copy.slot != SLOT_MASTER || p->has_master)
-            memory_request_pinned(m, (char **)&b->snapshots[copy.slot], "optimiser", copy.name, total / world * plan_slot_bytes(p, copy.slot));
+            memory_request_pinned(m, (char **)&b->snapshots[copy.slot], "optimiser", copy.name,
+                                  total / world * plan_slot_bytes(p, copy.slot));
 }
 static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
-    const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers, kept = p->recomputes_blocks ? 1 : L;
-    const char *names[] = {"qkv, y, f, h, a of all layers", "qkv, y, f, h of all layers", "qkv, y, f of all layers", "qkv, y, f, a, recomputed"};
+    const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers,
+                 kept = p->recomputes_blocks ? 1 : L;
+    const char *names[] = {"qkv, y, f, h, a of all layers", "qkv, y, f, h of all layers", "qkv, y, f of all layers",
+                           "qkv, y, f, a, recomputed"};
     memory_request(m, &b->x_embedding, "activations", "embedding (B,T,C)", rows * C);
-    memory_request(m, &b->saved_x, "activations", p->recomputes_blocks ? "residuals (L+1,B,T,C)" : "residuals (L,2,B,T,C)", (L + kept) * rows * C);
+    memory_request(m, &b->saved_x, "activations",
+                   p->recomputes_blocks ? "residuals (L+1,B,T,C)" : "residuals (L,2,B,T,C)", (L + kept) * rows * C);
     memory_request(m, &b->saved_block, "activations", names[p->options.recompute], kept * saved_block_size(p));
-    if (p->recomputes_norms) memory_request(m, &b->shared_h, "activations", "h1, h2 (2,B,T,C), recomputed", 2 * rows * C);
+    if (p->recomputes_norms)
+        memory_request(m, &b->shared_h, "activations", "h1, h2 (2,B,T,C), recomputed", 2 * rows * C);
     memory_request(m, &b->saved_stats, "activations", "lse, mean, 1/std", kept * saved_stats_size(p));
     memory_request(m, &b->h_final, "activations", "final norm (B,T,C)", rows * C);
     memory_request(m, &b->mean_final, "activations", "final mean (B,T)", rows);
     memory_request(m, &b->rstd_final, "activations", "final 1/std (B,T)", rows);
-    if (c->position == POSITION_ROPE) memory_request(m, &b->cos_sin, "activations", "rope table (T,HD/2,2)", (size_t)p->T * (size_t)c->head_dim);
+    if (c->position == POSITION_ROPE)
+        memory_request(m, &b->cos_sin, "activations", "rope table (T,HD/2,2)", (size_t)p->T * (size_t)c->head_dim);
 }
 static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const Region region = region_of(p);
     const char *df = !region.da ? "a, recomputed" : p->recomputes_activation ? "df; da, a follow" : "df; da follows";
     memory_request(m, &b->region, "scratch", "logits, or a block's backward", region.bytes);
-    memory_alias(m, &b->logits, "scratch", p->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)", &b->region, (size_t)p->head_rows * (size_t)c->padded_vocab_size);
+    memory_alias(m, &b->logits, "scratch", p->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)",
+                 &b->region, (size_t)p->head_rows * (size_t)c->padded_vocab_size);
     memory_alias(m, &b->dqkv, "scratch", "dqkv; attention follows", &b->region, p->N * (size_t)qkv_width(c));
     memory_alias(m, &b->df, "scratch", df, &b->region, p->N * (size_t)(region.da ? fc_width(c) : c->ffn_dim));
     memory_request(m, &b->dx, "scratch", "residual gradient (B,T,C)", p->rows * (size_t)c->channels);
@@ -260,8 +287,13 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
     const size_t N = p->N, rows = p->rows, C = (size_t)c->channels;
     floatX *next = b->saved_block, *x = b->saved_x;
     float *stats = b->saved_stats;
-    auto values = [](auto *&from, size_t count) { auto *p = from; from += count; return p; };
-    b->da = activation_inputs(c->mlp) > 1 ? (floatX *)(b->region + region.da) : b->df;  // GELU's gradient is computed in place
+    auto values = [](auto *&from, size_t count) {
+        auto *p = from;
+        from += count;
+        return p;
+    };
+    // GELU's gradient is computed in place
+    b->da = activation_inputs(c->mlp) > 1 ? (floatX *)(b->region + region.da) : b->df;
     b->attention = (float *)(b->region + region.attention);
     b->blocks = (BlockActs *)malloc_or_die((size_t)c->num_layers * sizeof(BlockActs));
     for (int l = 0; l < c->num_layers; l++) {
@@ -286,8 +318,8 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
         a->rstd2 = values(stats, rows);
     }
 }
-// Host to device in the order of a stream, and complete on return. (A plain cudaMemcpy of less than 64 KiB may return before the device has it,
-// and does not order itself before a kernel of a non-blocking stream.)
+// Host to device in the order of a stream, and complete on return. (A plain cudaMemcpy of less than 64 KiB may return
+// before the device has it, and does not order itself before a kernel of a non-blocking stream.)
 static inline void upload(void *to, const void *from, size_t bytes, cudaStream_t stream) {
     cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
     cudaCheck(cudaStreamSynchronize(stream));

@@ -1,5 +1,5 @@
-// What a run that does not fit into the GPU is told: which batch, or which options, would fit. Each answer is found by naming the buffers of that
-// run, as it would name them itself.
+// What a run that does not fit into the GPU is told: which batch, or which options, would fit. Each answer is found by
+// naming the buffers of that run, as it would name them itself.
 #ifndef LLMC_HINTS_CUH
 #define LLMC_HINTS_CUH
 
@@ -11,7 +11,8 @@ static inline void run_request(const Plan *p, Buffers *b, Links *k, Memory *m) {
     size_t copied = 0;
     const int copies = plan_is_split(p) ? gradient_copies(p, NULL, &copied) : 0;
     buffers_request(p, b, m);
-    links_request(k, &p->options, p->mesh, p->trains, p->may_overlap, p->N * (size_t)p->local.channels, copied, copies, m);
+    links_request(k, &p->options, p->mesh, p->trains, p->may_overlap, p->N * (size_t)p->local.channels, copied, copies,
+                  m);
 }
 // Bytes of the same model, ranks and T with other options and another batch. states: of these, what ZeRO 1 shards.
 static inline size_t run_bytes(const Plan *p, const Options *o, int B, size_t *states = NULL) {
@@ -26,7 +27,8 @@ static inline size_t run_bytes(const Plan *p, const Options *o, int B, size_t *s
     free(memory.buffers);
     return memory.device_bytes;
 }
-// Adds options that save memory, one after the other until batch B fits: the cheap ones first, last what changes the numbers.
+// Adds options that save memory, one after the other until batch B fits: the cheap ones first, last what changes the
+// numbers.
 static inline int options_that_fit(const Plan *p, Options *o, size_t free_bytes, int B) {
     for (int i = 0; i < 7 && run_bytes(p, o, B) > free_bytes; i++) {
         if ((i < 2 && o->recompute <= i) || i == 3) o->recompute = i < 2 ? i + 1 : 3;
@@ -46,8 +48,9 @@ static inline int batch_that_fits(const Plan *p, size_t free_bytes) {
     }
     return fits;
 }
-// Left to what is allocated after the table, and nobody knows how much: cuBLASLt's kernels and graphs, and what NCCL takes for a group (544 MB of
-// two A100s, 688 of more: NVIDIA/nccl issue 964). A run that has been asked for may try with less.
+// Left to what is allocated after the table, and nobody knows how much: cuBLASLt's kernels and graphs, and what NCCL
+// takes for a group (544 MB of two A100s, 688 of more: NVIDIA/nccl issue 964). A run that has been asked for may try
+// with less.
 static inline size_t run_reserve(const Plan *p) {
     const size_t groups = (size_t)((p->mesh->dp.world > 1) + plan_is_split(p));
     return ((size_t)512 << 20) + groups * ((size_t)768 << 20);
@@ -64,15 +67,22 @@ static void run_memory_hint(char *text, size_t size, size_t free_bytes, const Me
     options_that_differ(&this_batch, &p->options, with, sizeof with);
     options_that_differ(&one, &p->options, one_with, sizeof one_with);
     if (!generates) snprintf(at, sizeof at, " at --seq-len %d", p->T);
-    if (part_fits && fits && *with) snprintf(text, size, "%s %d would fit%s; or this one with%s", what, B, at, with);
-    else if (part_fits) snprintf(text, size, "%s %d would fit%s%s%s%s", what, B, at, *with ? " (more with" : "", with, *with ? ")" : "");
-    else if (fits || one_fits) snprintf(text, size, "%s %d would fit%s with%s", what, fits ? p->B : 1, at, fits ? with : one_with);
+    if (part_fits && fits && *with)
+        snprintf(text, size, "%s %d would fit%s; or this one with%s", what, B, at, with);
+    else if (part_fits)
+        snprintf(text, size, "%s %d would fit%s%s%s%s", what, B, at, *with ? " (more with" : "", with,
+                 *with ? ")" : "");
+    else if (fits || one_fits)
+        snprintf(text, size, "%s %d would fit%s with%s", what, fits ? p->B : 1, at, fits ? with : one_with);
     else {
         size_t states;
         const size_t least = run_bytes(p, &one, 1, &states);
         const int shards = least - states <= room && !p->shards_states;  // weights and gradients stay whole
-        snprintf(text, size, "not even %s 1 fits%s, with any option: use a %ssmaller model, or %s", what, at, generates ? "" : "shorter --seq-len or a ",
-                 shards ? "several GPUs with --zero-stage 1" : plan_is_split(p) ? "a larger --tp" : "several GPUs with --tp");
+        snprintf(text, size, "not even %s 1 fits%s, with any option: use a %ssmaller model, or %s", what, at,
+                 generates ? "" : "shorter --seq-len or a ",
+                 shards             ? "several GPUs with --zero-stage 1"
+                 : plan_is_split(p) ? "a larger --tp"
+                                    : "several GPUs with --tp");
     }
 }
 

@@ -1,4 +1,5 @@
-// Parameters and optimiser states from host memory and back, for checkpoints and tests: slots of backend.h. fp32 values, whatever a slot stores.
+// Parameters and optimiser states from host memory and back, for checkpoints and tests: slots of backend.h. fp32
+// values, whatever a slot stores.
 #ifndef LLMC_PARAMETERS_CUH
 #define LLMC_PARAMETERS_CUH
 
@@ -22,10 +23,13 @@ static inline char *slot_place(const Plan *p, const Buffers *b, Slot s, size_t o
 }
 // From what a slot stores, in host memory, to fp32.
 static inline void slot_widen(const Plan *p, Slot s, float *values, const void *stored, size_t count) {
-    if (!plan_slot_is_bf16(p, s)) memcpy(values, stored, count * sizeof(float));
-    else for (size_t i = 0; i < count; i++) values[i] = (float)((const __nv_bfloat16 *)stored)[i];
+    if (!plan_slot_is_bf16(p, s))
+        memcpy(values, stored, count * sizeof(float));
+    else
+        for (size_t i = 0; i < count; i++) values[i] = (float)((const __nv_bfloat16 *)stored)[i];
 }
-static inline void slot_write(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, const float *values, cudaStream_t stream) {
+static inline void slot_write(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, const float *values,
+                              cudaStream_t stream) {
     char *place = slot_place(p, b, s, offset, count);
     if (plan_slot_is_bf16(p, s)) {
         __nv_bfloat16 *rounded = (__nv_bfloat16 *)malloc_or_die(count * sizeof *rounded);
@@ -38,11 +42,14 @@ static inline void slot_write(const Plan *p, const Buffers *b, Slot s, size_t of
     }
     for (int u = 0; s == SLOT_WEIGHT && b->master && u < p->table->num_units; u++) {  // unrounded
         const Span mine = span_overlap(plan_owned(p, SLOT_MASTER, u), offset, count);
-        if (mine.count) upload(b->master + plan_state_at(p, u, mine.begin), values + (mine.begin - offset), mine.count * sizeof(float), stream);
+        if (mine.count)
+            upload(b->master + plan_state_at(p, u, mine.begin), values + (mine.begin - offset),
+                   mine.count * sizeof(float), stream);
     }
 }
 // Waits for both streams.
-static inline void slot_read(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, float *values, const Gpu *gpu) {
+static inline void slot_read(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, float *values,
+                             const Gpu *gpu) {
     const size_t bytes = count * plan_slot_bytes(p, s);
     void *stored = malloc_or_die(bytes);
     cudaCheck(cudaStreamSynchronize(gpu->compute));
@@ -60,11 +67,13 @@ static inline void slot_snapshot(const Plan *p, const Buffers *b, Slot s, const 
     for (int u = 0; u < p->table->num_units; u++) {
         const Span mine = plan_shard(p, u);
         const char *from = slot_place(p, b, s, mine.begin, mine.count);
-        cudaCheck(cudaMemcpyAsync(snapshot_place(p, b, s, u), from, mine.count * plan_slot_bytes(p, s), cudaMemcpyDeviceToHost, gpu->compute));
+        cudaCheck(cudaMemcpyAsync(snapshot_place(p, b, s, u), from, mine.count * plan_slot_bytes(p, s),
+                                  cudaMemcpyDeviceToHost, gpu->compute));
     }
     cudaCheck(cudaStreamSynchronize(gpu->compute));
 }
-static inline void slot_read_snapshot(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, float *values) {
+static inline void slot_read_snapshot(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count,
+                                      float *values) {
     const int u = param_unit_of(p->table, offset);
     const Span mine = plan_shard(p, u);
     assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);

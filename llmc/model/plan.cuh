@@ -1,44 +1,49 @@
-// Everything that a run never changes, decided once from the model, the options, the ranks and the GPU: plan_make. It is printed at the start
-// and logged. What computes reads the plan and asks no option again.
+// Everything that a run never changes, decided once from the model, the options, the ranks and the GPU: plan_make. It
+// is printed at the start and logged. What computes reads the plan and asks no option again.
 #ifndef LLMC_PLAN_CUH
 #define LLMC_PLAN_CUH
 
 #include "../ranks/linear.cuh"
 
 typedef struct {
-    Options options;         // what plan_make read
+    Options options;  // what plan_make read
     const Mesh *mesh;
-    const ParamTable *table; // of this rank
-    Config config, local;    // the whole model's sizes; this rank's
-    int B, T;                // of a micro-step
-    size_t N, rows;          // its tokens; rows of the residual stream that are here
-    int trains;              // has gradients and optimiser states
+    const ParamTable *table;  // of this rank
+    Config config, local;     // the whole model's sizes; this rank's
+    int B, T;                 // of a micro-step
+    size_t N, rows;           // its tokens; rows of the residual stream that are here
+    int trains;               // has gradients and optimiser states
     // numbers
-    int bf16_states;         // AdamW's m and v; else fp32
-    int has_master;          // fp32 copies of bf16 weights
-    int sums_in_fp32;        // gradients over several micro-steps; else in floatX
-    int reduces_in_fp32;     // sums of gradients over ranks; else in floatX
+    int bf16_states;      // AdamW's m and v; else fp32
+    int has_master;       // fp32 copies of bf16 weights
+    int sums_in_fp32;     // gradients over several micro-steps; else in floatX
+    int reduces_in_fp32;  // sums of gradients over ranks; else in floatX
     // memory
-    int shards_states;       // a rank has the optimiser states of its pieces only
+    int shards_states;          // a rank has the optimiser states of its pieces only
     int recomputes_activation;  // backward makes the activation again, from what it read
     int recomputes_norms;       // and h1, h2
     int recomputes_blocks;      // all of a block but its input
-    int head_rows;           // the head runs on so many rows at a time
+    int head_rows;              // the head runs on so many rows at a time
     // speed
-    int activation_fused;    // in the products: 0 not, 1 forward, 2 forward and backward
-    int rope_fused;          // in the q,k,v product
-    int may_overlap;         // rows may travel under products
-    int measures_overlap;    // where they do is measured before the first step
+    int activation_fused;                // in the products: 0 not, 1 forward, 2 forward and backward
+    int rope_fused;                      // in the q,k,v product
+    int may_overlap;                     // rows may travel under products
+    int measures_overlap;                // where they do is measured before the first step
     Linear qkv, proj, fc, fcproj, head;  // without weights and buffers
 } Plan;
 
 static inline int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
 
-// Where the activation is part of a product. Our kernel has the bits of a product with the activation apart and is faster (dev/cuda/matmul.cu).
+// Where the activation is part of a product. Our kernel has the bits of a product with the activation apart and is
+// faster (dev/cuda/matmul.cu).
 static inline int plan_activation_fused(const Plan *p) {
     const int can = matmul_can_fuse(p->local.mlp, p->local.ffn_dim);
     const int asked = (int)p->options.gelu_fusion;
-    require(asked <= 0 || can, "--gelu-fusion %d needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of 64\nleave it out", asked);
+    require(
+        asked <= 0 || can,
+        "--gelu-fusion %d needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of 64\n"
+        "leave it out",
+        asked);
     if (asked >= 0) return asked;
     return can && p->N >= MATMUL_FUSION_ROWS ? 2 : 0;
 }
@@ -52,24 +57,35 @@ static inline void plan_layers(Plan *p) {
     common.kv_heads = c->num_kv_heads;
     common.head_dim = c->head_dim;
     p->qkv = p->proj = p->fc = p->fcproj = p->head = common;
-    p->qkv.in = C;             p->qkv.out = qkv_width(c);
+    p->qkv.in = C;
+    p->qkv.out = qkv_width(c);
     p->qkv.split = LINEAR_COLUMNS;
-    p->qkv.forward = OVER_QKV; p->qkv.backward = OVER_D_QKV;
+    p->qkv.forward = OVER_QKV;
+    p->qkv.backward = OVER_D_QKV;
     p->qkv.output = c->position == POSITION_ROPE ? LINEAR_ROPE : LINEAR_PLAIN;
     p->qkv.epilogue = p->rope_fused ? EPILOGUE_ROPE : EPILOGUE_PLAIN;
-    p->proj.in = Q;            p->proj.out = C;
+    p->proj.in = Q;
+    p->proj.out = C;
     p->proj.split = LINEAR_ROWS;
-    p->proj.forward = OVER_PROJ; p->proj.backward = OVER_D_PROJ;
-    p->fc.in = C;              p->fc.out = fc_width(c);
+    p->proj.forward = OVER_PROJ;
+    p->proj.backward = OVER_D_PROJ;
+    p->fc.in = C;
+    p->fc.out = fc_width(c);
     p->fc.split = LINEAR_COLUMNS;
-    p->fc.forward = OVER_FC;   p->fc.backward = OVER_D_FC;
+    p->fc.forward = OVER_FC;
+    p->fc.backward = OVER_D_FC;
     p->fc.output = LINEAR_ACTIVATION;
-    if (p->activation_fused) p->fc.epilogue = p->recomputes_activation ? EPILOGUE_ACTIVATION_KEEPS_INPUT : EPILOGUE_ACTIVATION;
-    p->fcproj.in = c->ffn_dim; p->fcproj.out = C;
+    if (p->activation_fused)
+        p->fc.epilogue = p->recomputes_activation ? EPILOGUE_ACTIVATION_KEEPS_INPUT : EPILOGUE_ACTIVATION;
+    p->fcproj.in = c->ffn_dim;
+    p->fcproj.out = C;
     p->fcproj.split = LINEAR_ROWS;
-    p->fcproj.forward = OVER_FCPROJ; p->fcproj.backward = OVER_D_FCPROJ;
-    if (p->activation_fused == 2) p->fcproj.gradient = p->recomputes_activation ? EPILOGUE_GRADIENT_FROM_INPUT : EPILOGUE_GRADIENT;
-    p->head.in = C;            p->head.out = c->padded_vocab_size;
+    p->fcproj.forward = OVER_FCPROJ;
+    p->fcproj.backward = OVER_D_FCPROJ;
+    if (p->activation_fused == 2)
+        p->fcproj.gradient = p->recomputes_activation ? EPILOGUE_GRADIENT_FROM_INPUT : EPILOGUE_GRADIENT;
+    p->head.in = C;
+    p->head.out = c->padded_vocab_size;
 }
 // table, mesh: must outlive the plan. Sizes that cannot be computed stop with a message; nothing is allocated.
 static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const ParamTable *table) {
@@ -85,13 +101,16 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     p.N = (size_t)p.B * (size_t)p.T;
     p.rows = p.N / (size_t)ranks;
     p.trains = !forward_only(o);
-    require(!strcmp(o->reduce_dtype, "fp32") || !strcmp(o->reduce_dtype, "bf16"), "unknown --reduce-dtype '%s'\nuse fp32 or bf16", o->reduce_dtype);
+    require(!strcmp(o->reduce_dtype, "fp32") || !strcmp(o->reduce_dtype, "bf16"),
+            "unknown --reduce-dtype '%s'\nuse fp32 or bf16", o->reduce_dtype);
     attention_require_head(p.local.head_dim);
     p.bf16_states = !strcmp(o->state_dtype, "bf16");
     p.has_master = sizeof(floatX) != sizeof(float) && o->master_weights && p.trains;
     const int accumulates = o->total_batch > (long long)p.N * mesh->dp.world;
-    require(!strcmp(o->grad_dtype, "fp32") || !strcmp(o->grad_dtype, "bf16"), "unknown --grad-dtype '%s'\nuse fp32 or bf16", o->grad_dtype);
-    require(sizeof(floatX) == 2 || !strcmp(o->grad_dtype, "fp32"), "--grad-dtype bf16 needs a bf16 build\nleave it out");
+    require(!strcmp(o->grad_dtype, "fp32") || !strcmp(o->grad_dtype, "bf16"),
+            "unknown --grad-dtype '%s'\nuse fp32 or bf16", o->grad_dtype);
+    require(sizeof(floatX) == 2 || !strcmp(o->grad_dtype, "fp32"),
+            "--grad-dtype bf16 needs a bf16 build\nleave it out");
     p.sums_in_fp32 = sizeof(floatX) == 2 && p.trains && accumulates && !strcmp(o->grad_dtype, "fp32");
     p.reduces_in_fp32 = !strcmp(o->reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float);
     p.shards_states = o->zero_stage > 0 && mesh->dp.world > 1;
@@ -100,7 +119,8 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     p.recomputes_blocks = o->recompute == 3;
     p.head_rows = (int)head_rows(o, p.B, p.T);
     p.activation_fused = plan_activation_fused(&p);
-    p.rope_fused = p.local.position == POSITION_ROPE && matmul_can_rotate(p.local.head_dim) && p.N >= MATMUL_FUSION_ROWS;
+    p.rope_fused =
+        p.local.position == POSITION_ROPE && matmul_can_rotate(p.local.head_dim) && p.N >= MATMUL_FUSION_ROWS;
     p.may_overlap = ranks > 1 && (o->tp_overlap > 0 || (o->tp_overlap < 0 && p.trains));
     p.measures_overlap = p.may_overlap && o->tp_overlap < 0;
     plan_layers(&p);
@@ -118,15 +138,22 @@ static inline Plan plan_decode(const Plan *trained) {
 // A line a subject, for the console and the log.
 static inline void plan_print(const Plan *p, FILE *f) {
     static const char *const fused[] = {"of its own", "in the forward product", "in the products"};
-    static const char *const recompute[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
+    static const char *const recompute[] = {"nothing", "the activation", "the activation and the norms",
+                                            "whole blocks"};
     static const char *const paths[] = {"fp32", "mma.sync", "wgmma"};
     const int rope = p->local.position == POSITION_ROPE;
     fprintf(f, "plan      products %s, sums fp32 | activation %s", FLOATX_NAME, fused[p->activation_fused]);
     if (rope) fprintf(f, " | rope %s", fused[2 * p->rope_fused]);
-    fprintf(f, " | attention %s", paths[attention_plan(p->B, p->T, p->local.num_heads, p->local.num_kv_heads, p->local.head_dim).path]);
-    if (!p->trains) { fprintf(f, "\n"); return; }
-    fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | weights %s%s, gradients %s%s, m and v %s%s\n", recompute[p->options.recompute], ceil_div(p->N, (size_t)p->head_rows),
-            ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", FLOATX_NAME, p->has_master ? " and fp32" : "", FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "", p->bf16_states ? "bf16" : "fp32",
+    fprintf(f, " | attention %s",
+            paths[attention_plan(p->B, p->T, p->local.num_heads, p->local.num_kv_heads, p->local.head_dim).path]);
+    if (!p->trains) {
+        fprintf(f, "\n");
+        return;
+    }
+    fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | weights %s%s, gradients %s%s, m and v %s%s\n",
+            recompute[p->options.recompute], ceil_div(p->N, (size_t)p->head_rows),
+            ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", FLOATX_NAME, p->has_master ? " and fp32" : "",
+            FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "", p->bf16_states ? "bf16" : "fp32",
             p->shards_states ? ", a share of them on each rank" : "");
 }
 

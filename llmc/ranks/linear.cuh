@@ -1,51 +1,60 @@
-// A linear layer of a block: out (N,OC) = in (N,IC) weight (OC,IC)^T + bias, with what belongs to its output or its input. Its three calls are
-// all that a block knows of it; behind them lie the ranks of a tensor-parallel group, what runs under products, and what a product's epilogue does.
+// A linear layer of a block: out (N,OC) = in (N,IC) weight (OC,IC)^T + bias, with what belongs to its output or its
+// input. Its three calls are all that a block knows of it; behind them lie the ranks of a tensor-parallel group, what
+// runs under products, and what a product's epilogue does.
 //
-//   LINEAR_COLUMNS   reads whole rows, gives some columns: q,k,v and the MLP's first. Forward gathers rows; the gradient of its input is a
+//   LINEAR_COLUMNS
+//     reads whole rows, gives some columns: q,k,v and the MLP's first. Forward gathers rows; the gradient of its input
+//     is a
 //                    part of a sum over ranks, which linear_input_gradient finishes.
-//   LINEAR_ROWS      reads some columns, gives parts of a sum: the two projections. Forward scatters the sum; backward gathers its gradient.
+//   LINEAR_ROWS
+//     reads some columns, gives parts of a sum: the two projections. Forward scatters the sum; backward gathers its
+//     gradient.
 //
 // With one rank both are plain products. What the plan (model/plan.cuh) left out of a product is one more launch here.
 #ifndef LLMC_LINEAR_CUH
 #define LLMC_LINEAR_CUH
 
-#include "../activation.cuh"
-#include "../rope.cuh"
+#include "../kernels/activation.cuh"
+#include "../kernels/rope.cuh"
 #include "rows.cuh"
 
-// Partial sums (slices, columns) of the columns of a gradient, which whoever made the gradient left here. slices 0: nobody did.
-typedef struct { float *partial; int slices; } ColumnSums;
+// Partial sums (slices, columns) of the columns of a gradient, which whoever made the gradient left here. slices 0:
+// nobody did.
+typedef struct {
+    float *partial;
+    int slices;
+} ColumnSums;
 
 typedef enum { LINEAR_COLUMNS, LINEAR_ROWS } LinearSplit;
 typedef enum { LINEAR_PLAIN, LINEAR_ROPE, LINEAR_ACTIVATION } LinearOutput;  // what becomes of the product
 
 typedef struct {
     // The same in every block (plan.cuh).
-    int in, out;                     // columns of a row that are here
+    int in, out;  // columns of a row that are here
     LinearSplit split;
-    OverlapKind forward, backward;   // of its exchange with other ranks
+    OverlapKind forward, backward;  // of its exchange with other ranks
     LinearOutput output;
-    MatmulEpilogue epilogue;         // what of that is done in the product
-    MatmulEpilogue gradient;         // the same in the product that gives the gradient of an activation's output
-    MlpKind mlp;                     // the activation of its output or its input
-    int keeps_input;                 // for backward: what the activation read; else its slopes
-    int heads, kv_heads, head_dim;   // LINEAR_ROPE
+    MatmulEpilogue epilogue;        // what of that is done in the product
+    MatmulEpilogue gradient;        // the same in the product that gives the gradient of an activation's output
+    MlpKind mlp;                    // the activation of its output or its input
+    int keeps_input;                // for backward: what the activation read; else its slopes
+    int heads, kv_heads, head_dim;  // LINEAR_ROPE
     // Of the unit.
-    const floatX *weight, *bias;     // bias NULL: none
+    const floatX *weight, *bias;  // bias NULL: none
     floatX *dweight, *dbias;
-    ColumnSums sums;                 // of the gradient of its output
+    ColumnSums sums;  // of the gradient of its output
     // Of the block.
-    floatX *aux;                     // LINEAR_ACTIVATION: (N,out) what the activation reads, then perhaps its slopes
-    const floatX *gathered;          // LINEAR_ROWS, between its two gradients: all rows of the gradient of its output
+    floatX *aux;             // LINEAR_ACTIVATION: (N,out) what the activation reads, then perhaps its slopes
+    const floatX *gathered;  // LINEAR_ROWS, between its two gradients: all rows of the gradient of its output
 } Linear;
 
 // The gradient of the activation between an MLP's two layers, as the second one computes it.
 typedef struct {
-    floatX *slopes;          // (N, inputs F) by each of its inputs; keeps_input: the inputs
-    floatX *out;             // gradient of its inputs. EPILOGUE_GRADIENT_FROM_INPUT: it takes the inputs' place
-    floatX *activated;       // EPILOGUE_GRADIENT_FROM_INPUT: the activation (N,F), computed again
-    floatX *apart;           // EPILOGUE_PLAIN: gradient of the activation (N,F)
-    ColumnSums sums;         // where the epilogue leaves the column sums of `out`
+    floatX *slopes;     // (N, inputs F) by each of its inputs; keeps_input: the inputs
+    floatX *out;        // gradient of its inputs. EPILOGUE_GRADIENT_FROM_INPUT: it takes the inputs' place
+    floatX *activated;  // EPILOGUE_GRADIENT_FROM_INPUT: the activation (N,F), computed again
+    floatX *apart;      // EPILOGUE_PLAIN: gradient of the activation (N,F)
+    ColumnSums sums;    // where the epilogue leaves the column sums of `out`
 } ActivationGradient;
 
 // ---- forward
@@ -59,22 +68,30 @@ static inline void linear_product(const Pass *p, const Linear *l, floatX *out, c
     MatmulOperands x = {};
     x.a = in;
     x.b = l->weight;
-    x.bias = l->split == LINEAR_ROWS && pass_is_split(p) ? NULL : l->bias;  // a sum over ranks has it once: rows_scatter_end
+    // a sum over ranks has it once: rows_scatter_end
+    x.bias = l->split == LINEAR_ROWS && pass_is_split(p) ? NULL : l->bias;
     x.out = activates ? out + at / (size_t)activation_inputs(l->mlp) : to + at;
     x.aux = activates ? l->aux + at : NULL;
     if (l->epilogue == EPILOGUE_ROPE) x.rope = {p->cos_sin, first % p->T, p->T, (l->heads + l->kv_heads) * l->head_dim};
     matmul(p->matmul, &q, &x, p->stream);
 }
-// LINEAR_COLUMNS: out (N,out) from this rank's rows of the input. With an activation: out is the activation, and aux what backward needs of it.
+// LINEAR_COLUMNS: out (N,out) from this rank's rows of the input. With an activation: out is the activation, and aux
+// what backward needs of it.
 static inline void linear_forward(const Pass *p, const Linear *l, floatX *out, const floatX *in) {
-    rows_gather_under(p, l->forward, in, 0, [&](const floatX *rows, int first, int count) { linear_product(p, l, out, rows, first, count); });
+    rows_gather_under(p, l->forward, in, 0,
+                      [&](const floatX *rows, int first, int count) { linear_product(p, l, out, rows, first, count); });
     if (l->epilogue != EPILOGUE_PLAIN) return;
-    if (l->output == LINEAR_ROPE) rope_forward(out, p->cos_sin, p->B, p->T, l->heads, l->kv_heads, l->head_dim, p->stream);
-    if (l->output == LINEAR_ACTIVATION) activation_forward(l->mlp, out, l->keeps_input ? NULL : l->aux, l->aux, p->N, l->out / activation_inputs(l->mlp), p->stream);
+    if (l->output == LINEAR_ROPE)
+        rope_forward(out, p->cos_sin, p->B, p->T, l->heads, l->kv_heads, l->head_dim, p->stream);
+    if (l->output == LINEAR_ACTIVATION)
+        activation_forward(l->mlp, out, l->keeps_input ? NULL : l->aux, l->aux, p->N,
+                           l->out / activation_inputs(l->mlp), p->stream);
 }
 // LINEAR_ROWS: this rank's rows (rows,C) of the result, in p->branch.
 static inline const floatX *linear_project(const Pass *p, const Linear *l, const floatX *in) {
-    rows_scatter_under(p, l->forward, [&](int first, int count) { linear_product(p, l, p->branch, in + (size_t)first * l->in, first, count); });
+    rows_scatter_under(p, l->forward, [&](int first, int count) {
+        linear_product(p, l, p->branch, in + (size_t)first * l->in, first, count);
+    });
     return rows_scatter_end(p, l->forward, l->bias);
 }
 
@@ -88,13 +105,16 @@ static inline void linear_product_backward(const Pass *p, const Linear *l, float
     x.b = l->weight;
     matmul(p->matmul, &q, &x, p->stream);
 }
-// LINEAR_COLUMNS: the gradient of its input in p->branch, from dout (N,out); of several ranks a part of a sum. linear_input_gradient must follow.
+// LINEAR_COLUMNS: the gradient of its input in p->branch, from dout (N,out); of several ranks a part of a sum.
+// linear_input_gradient must follow.
 static inline void linear_backward_input(const Pass *p, const Linear *l, const floatX *dout) {
     rows_scatter_under(p, l->backward, [&](int first, int count) {
         linear_product_backward(p, l, p->branch + (size_t)first * p->C, dout + (size_t)first * l->out, count);
     });
 }
-static inline const floatX *linear_input_gradient(const Pass *p, const Linear *l) { return rows_scatter_end(p, l->backward, NULL); }
+static inline const floatX *linear_input_gradient(const Pass *p, const Linear *l) {
+    return rows_scatter_end(p, l->backward, NULL);
+}
 // LINEAR_ROWS: din (N,in) from this rank's rows of the gradient of its output.
 static inline void linear_backward_project(const Pass *p, Linear *l, floatX *din, const floatX *dout) {
     l->gathered = rows_gather_under(p, l->backward, dout, 1, [&](const floatX *d, int first, int count) {
@@ -102,14 +122,22 @@ static inline void linear_backward_project(const Pass *p, Linear *l, floatX *din
     });
 }
 // The same through the activation before it: g->out is the gradient of what the activation read.
-static inline void linear_backward_activation(const Pass *p, Linear *l, const ActivationGradient *g, const floatX *dout) {
+static inline void linear_backward_activation(const Pass *p, Linear *l, const ActivationGradient *g,
+                                              const floatX *dout) {
     const size_t F = (size_t)l->in, width = F * (size_t)activation_inputs(l->mlp);
     l->gathered = rows_gather_under(p, l->backward, dout, 1, [&](const floatX *d, int first, int count) {
-        const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, l->gradient, l->gradient == EPILOGUE_PLAIN ? MLP_GELU : l->mlp};
+        const MatmulProblem q = {MATMUL_BACKWARD_INPUT,
+                                 count,
+                                 l->in,
+                                 l->out,
+                                 l->gradient,
+                                 l->gradient == EPILOGUE_PLAIN ? MLP_GELU : l->mlp};
         MatmulOperands x = {};
         x.a = d;
         x.b = l->weight;
-        x.out = l->gradient == EPILOGUE_PLAIN ? g->apart + first * F : l->gradient == EPILOGUE_GRADIENT ? g->out + first * width : g->activated + first * F;
+        x.out = l->gradient == EPILOGUE_PLAIN      ? g->apart + first * F
+                : l->gradient == EPILOGUE_GRADIENT ? g->out + first * width
+                                                   : g->activated + first * F;
         x.aux = l->gradient == EPILOGUE_PLAIN ? NULL : g->slopes + first * width;
         x.column_sums = g->sums.slices ? g->sums.partial : NULL;
         matmul(p->matmul, &q, &x, p->stream);
@@ -117,9 +145,13 @@ static inline void linear_backward_activation(const Pass *p, Linear *l, const Ac
     if (l->gradient == EPILOGUE_PLAIN) activation_backward(l->mlp, g->out, g->apart, g->slopes, p->N, l->in, p->stream);
 }
 
-// For linear_backward_weight of LINEAR_COLUMNS: rows of `in` that other ranks have set out while something else is computed.
-static inline void linear_fetch_input(const Pass *p, const Linear *l, const floatX *in) { rows_fetch_begin(p, l->backward, in); }
-static inline void linear_product_weight(const Pass *p, const Linear *l, const floatX *dout, const floatX *in, int count, int accumulate) {
+// For linear_backward_weight of LINEAR_COLUMNS: rows of `in` that other ranks have set out while something else is
+// computed.
+static inline void linear_fetch_input(const Pass *p, const Linear *l, const floatX *in) {
+    rows_fetch_begin(p, l->backward, in);
+}
+static inline void linear_product_weight(const Pass *p, const Linear *l, const floatX *dout, const floatX *in,
+                                         int count, int accumulate) {
     const MatmulProblem q = {MATMUL_BACKWARD_WEIGHT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU};
     MatmulOperands x = {};
     x.out = l->dweight;
@@ -128,13 +160,16 @@ static inline void linear_product_weight(const Pass *p, const Linear *l, const f
     x.accumulate = accumulate;
     matmul(p->matmul, &q, &x, p->stream);
 }
-// dweight, dbias from dout (N,out) and the input: this rank's rows of it (LINEAR_COLUMNS) or its columns of all rows (LINEAR_ROWS).
+// dweight, dbias from dout (N,out) and the input: this rank's rows of it (LINEAR_COLUMNS) or its columns of all rows
+// (LINEAR_ROWS).
 static inline void linear_backward_weight(const Pass *p, const Linear *l, const floatX *dout, const floatX *in) {
     const floatX *all_in = l->split == LINEAR_COLUMNS ? rows_fetch_end(p, l->backward, in) : in;
     linear_product_weight(p, l, l->split == LINEAR_ROWS ? l->gathered : dout, all_in, p->N, p->accumulate);
     if (!l->dbias) return;
-    if (l->sums.slices) bias_finish(l->dbias, l->sums.partial, l->sums.slices, l->out, p->accumulate, p->stream);
-    else bias_backward(l->dbias, dout, p->N, l->out, p->accumulate, p->scratch, p->stream);
+    if (l->sums.slices)
+        bias_finish(l->dbias, l->sums.partial, l->sums.slices, l->out, p->accumulate, p->stream);
+    else
+        bias_backward(l->dbias, dout, p->N, l->out, p->accumulate, p->scratch, p->stream);
 }
 
 #endif

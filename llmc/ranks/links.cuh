@@ -71,11 +71,15 @@ static inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, 
         const char *not_tried = why_not_p2p(o, k->mesh, i, may_overlap);
         char *why = k->why_not[i];
         if (group->world == 1) continue;
-        if (not_tried) snprintf(why, sizeof k->why_not[i], "%s", not_tried);
-        else p2p_open(&k->p2p[i], group, stream, 30 /*all begin its trial together*/, why, sizeof k->why_not[i]);
+        if (not_tried)
+            snprintf(why, sizeof k->why_not[i], "%s", not_tried);
+        else
+            p2p_open(&k->p2p[i], group, stream, 30 /*all begin its trial together*/, why, sizeof k->why_not[i]);
         watchdog_print(text, size, "%s%s: ", *text ? "; " : "", short_names[i]);
-        if (*why) watchdog_print(text, size, "NCCL (%s)", why);
-        else watchdog_print(text, size, "peer to peer");
+        if (*why)
+            watchdog_print(text, size, "NCCL (%s)", why);
+        else
+            watchdog_print(text, size, "peer to peer");
         if (!*why && i != SHORT_LOSS) watchdog_print(text, size, " up to %zu KiB", short_bytes(i) >> 10);
     }
     const char *when = k->zero.at_once ? "all at once after backward" : "unit by unit under backward";

@@ -21,13 +21,16 @@ typedef struct {
     const P2p *p2p;    // open: takes what fits into it; or NULL
     cudaStream_t stream;
     int rank, world, lane;
-    uint32_t bundle;   // number of the entry of all that follows, up to nccl_bundle_end; 0: none
+    uint32_t bundle;  // number of the entry of all that follows, up to nccl_bundle_end; 0: none
 } Nccl;
 
 // ---- what the watchdog's thread sees
 
 // By lane: communicators, and in pinned memory {started, done} of the lane's stream, which the stream writes.
-static struct { NcclHandle handles[WATCHDOG_LANES]; uint32_t *progress; } nccl_watched;
+static struct {
+    NcclHandle handles[WATCHDOG_LANES];
+    uint32_t *progress;
+} nccl_watched;
 
 static inline int nccl_hook(char *text, size_t size) {
     const char *error = NULL;
@@ -98,9 +101,12 @@ static inline void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *t
     const int is_short = nccl_is_short(n, bytes);
     if (n->world == 1) return;
     const uint32_t number = n->bundle ? 0 : lane_begin(n->lane, name, bytes, n->stream);
-    if (is_short && kind == NCCL_REDUCE_SCATTER) p2p_reduce_scatter(n->p2p, (T *)from, count);
-    else if (is_short && kind == NCCL_ALL_GATHER) p2p_all_gather(n->p2p, to, count, from);
-    else nccl_carry(n->handle, kind, n->comm, to, from, count, sizeof(T), n->stream);
+    if (is_short && kind == NCCL_REDUCE_SCATTER)
+        p2p_reduce_scatter(n->p2p, (T *)from, count);
+    else if (is_short && kind == NCCL_ALL_GATHER)
+        p2p_all_gather(n->p2p, to, count, from);
+    else
+        nccl_carry(n->handle, kind, n->comm, to, from, count, sizeof(T), n->stream);
     if (!n->bundle) lane_end(n->lane, number, n->stream);
 }
 // data (world * count): piece `rank` becomes the sum over ranks, in place; the other pieces are left undefined.

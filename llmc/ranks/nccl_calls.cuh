@@ -5,7 +5,7 @@
 #define LLMC_NCCL_CALLS_CUH
 
 #include "../comm.h"
-#include "../cuda_common.cuh"
+#include "../cuda/common.cuh"
 
 inline bool ranks_share_gpu = false;  // for those tests
 
@@ -73,7 +73,8 @@ enum { NCCL_BUILT = 0 };
 typedef void *NcclHandle;
 static inline NcclHandle nccl_connect(const Comm *comm, int) {
     die("this build has no NCCL and was started as %d ranks\n"
-        "install NCCL (make doctor says how) and build again, or start one rank", comm->world);
+        "install NCCL (make doctor says how) and build again, or start one rank",
+        comm->world);
 }
 static inline void nccl_disconnect(NcclHandle) {}
 static inline const char *nccl_error(NcclHandle) { return NULL; }

@@ -8,25 +8,39 @@
 #define LLMC_OVERLAP_CUH
 
 #include "../comm.h"
-#include "../cuda_common.cuh"
+#include "../cuda/common.cuh"
 
 // A block's four products, of which two read rows that are gathered and two give parts that are scattered; the same in
 // backward.
 enum OverlapKind {
-    OVER_QKV, OVER_PROJ, OVER_FC, OVER_FCPROJ, OVER_D_FCPROJ, OVER_D_FC, OVER_D_PROJ, OVER_D_QKV, OVER_KINDS
+    OVER_QKV,
+    OVER_PROJ,
+    OVER_FC,
+    OVER_FCPROJ,
+    OVER_D_FCPROJ,
+    OVER_D_FC,
+    OVER_D_PROJ,
+    OVER_D_QKV,
+    OVER_KINDS
 };
 static const char *const overlap_names[] = {
-    "q,k,v", "projection", "MLP, first", "MLP, second", "backward, MLP, second", "backward, MLP, first",
-    "backward, projection", "backward, q,k,v",
+    "q,k,v",
+    "projection",
+    "MLP, first",
+    "MLP, second",
+    "backward, MLP, second",
+    "backward, MLP, first",
+    "backward, projection",
+    "backward, q,k,v",
 };
 // Ways: synchronous, then by one rank's rows, by two, by four.
 enum { OVER_WAYS = 4, OVER_REGIONS = 1024 /*those behind them are not timed*/, OVER_REPEATS = 3 };
 static const double OVER_GAIN = 0.99;  // of the synchronous time, at least
 
 typedef struct {
-    int on[OVER_KINDS];             // by so many ranks' rows; 0: synchronous
-    int never[OVER_KINDS];          // cannot be computed in parts
-    int ways, differs;              // of the measurement; overlapped gradients had other bits
+    int on[OVER_KINDS];                // by so many ranks' rows; 0: synchronous
+    int never[OVER_KINDS];             // cannot be computed in parts
+    int ways, differs;                 // of the measurement; overlapped gradients had other bits
     double us[OVER_WAYS][OVER_KINDS];  // of a micro-step on the slowest rank
     int measures, way, regions, kinds[OVER_REGIONS];
     float best[OVER_WAYS][OVER_REGIONS];
@@ -89,12 +103,17 @@ static inline void overlap_print(const OverlapChoice *o, FILE *f) {
     for (int k = 0; k < OVER_KINDS; k++) {
         fprintf(f, "  %-22s ", overlap_names[k]);
         for (int way = 0; way < o->ways && o->us[0][k] > 0; way++) {
-            if (way == 0) fprintf(f, "synchronous %9.1f us", o->us[way][k]);
-            else fprintf(f, ", by %d %s %9.1f", overlap_ranks(way), way == 1 ? "rank's rows" : "ranks'", o->us[way][k]);
+            if (way == 0)
+                fprintf(f, "synchronous %9.1f us", o->us[way][k]);
+            else
+                fprintf(f, ", by %d %s %9.1f", overlap_ranks(way), way == 1 ? "rank's rows" : "ranks'", o->us[way][k]);
         }
-        if (o->never[k]) fprintf(f, ": synchronous, it sums a bias gradient over all rows\n");
-        else if (o->on[k]) fprintf(f, ": overlapped, by %d\n", o->on[k]);
-        else fprintf(f, ": synchronous\n");
+        if (o->never[k])
+            fprintf(f, ": synchronous, it sums a bias gradient over all rows\n");
+        else if (o->on[k])
+            fprintf(f, ": overlapped, by %d\n", o->on[k]);
+        else
+            fprintf(f, ": synchronous\n");
     }
 }
 static inline void overlap_close(OverlapChoice *o) {

@@ -22,11 +22,11 @@
 #include "peers.cuh"
 
 enum {
-    P2P_BLOCK_VECS = 128,     // a block more for so many vectors of 16 bytes
-    P2P_LINE_THREADS = 256,   // and a warp that counts
+    P2P_BLOCK_VECS = 128,                        // a block more for so many vectors of 16 bytes
+    P2P_LINE_THREADS = 256,                      // and a warp that counts
     P2P_LEAST_BYTES = 2 * P2P_TEST * P2P_RANKS,  // for trials: one shot cuts both halves of a workspace for all ranks
-    P2P_MOST_BYTES = 1 << 29, // of a message: offsets are 32 bits
-    P2P_ALLOCATION = 2 << 20, // cudaIpc shares a whole allocation of the driver: nothing else shall be in it
+    P2P_MOST_BYTES = 1 << 29,                    // of a message: offsets are 32 bits
+    P2P_ALLOCATION = 2 << 20,  // cudaIpc shares a whole allocation of the driver: nothing else shall be in it
 };
 // Where one kind of all-reduce gives way to the next, in bytes. Of n bytes lines send 2 (W - 1) n and one shot (W - 1)
 // n, with a fence and a flag: the first constant is what is sent meanwhile. Two shots send 2 (W - 1) / W n, meet twice
@@ -42,7 +42,10 @@ static inline size_t p2p_one_shot_bytes(int world) {
 
 // ---- all kinds but lines
 
-template <typename T> struct P2pPiece { T *p; unsigned count; };
+template <typename T> struct P2pPiece {
+    T *p;
+    unsigned count;
+};
 // Its elements are moved in packs of 16 bytes (int4) or 8 (uint2), at once where the address allows. Pack i, zeros
 // behind the end:
 template <typename Pack, typename T> __device__ inline Pack p2p_read(const P2pPiece<T> &piece, unsigned i) {
@@ -100,8 +103,9 @@ __device__ inline int p2p_peer(const P2pView &v, int k) {
 
 // A message is `world` pieces, of which block b has the same part in each; by one shot each piece is the whole of it.
 // What is read and written of `data` at a place is read and written by one thread. from: see p2p_all_gather.
-template <typename T, P2pKind KIND> __global__ void __launch_bounds__(P2P_THREADS)
-p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned count) {
+template <typename T, P2pKind KIND>
+__global__ void __launch_bounds__(P2P_THREADS)
+    p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned count) {
     constexpr bool one_shot = KIND == P2P_ONE_SHOT, two_shots = KIND == P2P_TWO_SHOTS;
     constexpr bool reduces = KIND != P2P_ALL_GATHER, gathers = KIND == P2P_ALL_GATHER || two_shots;
     constexpr unsigned size = sizeof(int4) / sizeof(T);
@@ -161,8 +165,9 @@ p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned c
 
 // ---- lines
 
-template <typename T> __global__ void __launch_bounds__(P2P_LINE_THREADS + WARP)
-p2p_lines_kernel(const __grid_constant__ P2pView v, T *data, const T * /*from*/, unsigned count) {
+template <typename T>
+__global__ void __launch_bounds__(P2P_LINE_THREADS + WARP)
+    p2p_lines_kernel(const __grid_constant__ P2pView v, T *data, const T * /*from*/, unsigned count) {
     constexpr unsigned size = sizeof(uint2) / sizeof(T);
     const P2pCall call = {P2P_LINES, p2p_epoch(v), 0, count * sizeof(T)};
     const P2pPiece<T> piece = {data, count};
@@ -287,7 +292,8 @@ static inline void p2p_try(const P2p *p, P2pCard *mine) {
         if (wrong && !*mine->why)
             snprintf(mine->why, sizeof mine->why,
                      "the first %s came out wrong on rank %d: GPUs do not reach each other's memory as they say; look"
-                     " for IOMMU and PCIe ACS", p2p_names[kind], p2p_job_rank(p, rank));
+                     " for IOMMU and PCIe ACS",
+                     p2p_names[kind], p2p_job_rank(p, rank));
     }
 }
 

@@ -31,7 +31,7 @@
 #define LLMC_PEERS_CUH
 
 #include "../comm.h"
-#include "../memory.cuh"
+#include "../cuda/memory.cuh"
 
 #ifndef P2P_DELAY
 #define P2P_DELAY(rank, epoch, place)  // where the ladder makes blocks late
@@ -39,20 +39,32 @@
 
 enum {
     P2P_RANKS = 8,
-    P2P_BLOCKS = 32,          // at most; the other SMs belong to others
+    P2P_BLOCKS = 32,  // at most; the other SMs belong to others
     P2P_THREADS = 512,
-    P2P_WORKSPACES = 16,      // of a process
-    P2P_TRIALS = 3,           // first calls of a workspace: each kind of all-reduce
-    P2P_TEST = 1000,          // floats of a trial
+    P2P_WORKSPACES = 16,  // of a process
+    P2P_TRIALS = 3,       // first calls of a workspace: each kind of all-reduce
+    P2P_TEST = 1000,      // floats of a trial
 };
 
 // Behind the kinds that are carried out here: what is pushed by others that wait as these do (push.cuh).
 enum P2pKind {
-    P2P_LINES, P2P_ONE_SHOT, P2P_TWO_SHOTS, P2P_REDUCE_SCATTER, P2P_ALL_GATHER, P2P_KINDS, P2P_PUSHED = P2P_KINDS
+    P2P_LINES,
+    P2P_ONE_SHOT,
+    P2P_TWO_SHOTS,
+    P2P_REDUCE_SCATTER,
+    P2P_ALL_GATHER,
+    P2P_KINDS,
+    P2P_PUSHED = P2P_KINDS
 };
 static const char *const p2p_names[] = {
-    "all-reduce (lines)", "all-reduce (one shot)", "all-reduce (two shots)", "reduce-scatter", "all-gather",
-    "push of rows", "push of rows for weight gradients", "push of parts of sums",
+    "all-reduce (lines)",
+    "all-reduce (one shot)",
+    "all-reduce (two shots)",
+    "reduce-scatter",
+    "all-gather",
+    "push of rows",
+    "push of rows for weight gradients",
+    "push of parts of sums",
 };
 
 // What begins a workspace: all that is compared with epochs. The lines follow, [odd or even][rank][line] of 16 bytes.
@@ -77,25 +89,25 @@ typedef struct {
 
 // What kernels get.
 typedef struct {
-    char *payload[P2P_RANKS];        // of every rank: [odd or even][first and second half]
+    char *payload[P2P_RANKS];  // of every rank: [odd or even][first and second half]
     P2pSignals *signals[P2P_RANKS];
     P2pRecord *record;
     uint64_t budget_ns;
-    unsigned half, line_slot;        // bytes: of half the payload of an epoch; of a rank's lines
+    unsigned half, line_slot;  // bytes: of half the payload of an epoch; of a rank's lines
     int rank, world;
 } P2pView;
 
 typedef struct {
     P2pView view;
-    size_t max_bytes;           // of a message
-    int blocks;                 // at most P2P_BLOCKS, the same on all ranks
-    int opened;                 // peers' memory is mapped
-    char *memory;               // signals and lines, payload, what push.cuh puts behind them
-    char *mapped[P2P_RANKS];    // every rank's
+    size_t max_bytes;         // of a message
+    int blocks;               // at most P2P_BLOCKS, the same on all ranks
+    int opened;               // peers' memory is mapped
+    char *memory;             // signals and lines, payload, what push.cuh puts behind them
+    char *mapped[P2P_RANKS];  // every rank's
     size_t payload_at, behind_at;
     P2pRecord *record;
-    cudaStream_t stream;        // the only one that calls are on
-    const Comm *comm;           // the group
+    cudaStream_t stream;  // the only one that calls are on
+    const Comm *comm;     // the group
 } P2p;
 
 // ---- memory that others write or read meanwhile
@@ -106,19 +118,22 @@ __device__ inline uint64_t p2p_clock(void) {
     return ns;
 }
 __device__ inline void p2p_store(char *to, const int4 &x) {
-    asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4};"
-                 :: "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w)
+                 : "memory");
 }
 __device__ inline int4 p2p_load(const char *from) {
     int4 x;
     asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from)
+                 : "memory");
     return x;
 }
 // Two single 8-byte accesses in one instruction: each half of a line is whole or absent.
 __device__ inline void p2p_store_line(char *to, const uint2 &x, uint32_t epoch) {
     const unsigned long long tag = (unsigned long long)epoch << 32;
-    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" :: "l"(to), "l"(tag | x.x), "l"(tag | x.y) : "memory");
+    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(tag | x.x), "l"(tag | x.y) : "memory");
 }
 __device__ inline ulonglong2 p2p_load_line(const char *from) {
     ulonglong2 x;
@@ -126,7 +141,7 @@ __device__ inline ulonglong2 p2p_load_line(const char *from) {
     return x;
 }
 __device__ inline void p2p_store_flag(unsigned long long *to, unsigned long long x) {
-    asm volatile("st.release.sys.global.b64 [%0], %1;" :: "l"(to), "l"(x) : "memory");
+    asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
 }
 __device__ inline unsigned long long p2p_load_flag(const unsigned long long *from) {
     unsigned long long x;
@@ -149,14 +164,21 @@ __device__ inline void p2p_advance(const P2pView &v, uint32_t epoch) {
     uint32_t before = 0;
     if (gridDim.x > 1)
         asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                     : "=r"(before) : "l"(&own->arrived), "r"(gridDim.x - 1) : "memory");
+                     : "=r"(before)
+                     : "l"(&own->arrived), "r"(gridDim.x - 1)
+                     : "memory");
     if (before == gridDim.x - 1)
-        asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" :: "l"(&own->epoch), "r"(epoch) : "memory");
+        asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(&own->epoch), "r"(epoch) : "memory");
 }
 
 // ---- waiting
 
-typedef struct { P2pKind kind; uint32_t epoch; int meeting; unsigned long long bytes; } P2pCall;
+typedef struct {
+    P2pKind kind;
+    uint32_t epoch;
+    int meeting;
+    unsigned long long bytes;
+} P2pCall;
 
 // The budget of a wait is spent, or the peer is in another call: the record says so. A second later this kernel ends,
 // and with it the context; by then the watchdog, which looks twice a second, has ended the job with what the record
@@ -238,7 +260,8 @@ static inline int p2p_describe(const P2p *p, char *text, size_t size) {
         watchdog_print(text, size, "rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)",
                        rank, 1e-9 * (double)r->elapsed_ns, peer, r->block, r->meeting);
     if (state == P2P_LATE && is_trial)
-        watchdog_print(text, size, "; a first trial: maybe what they store for each other does not arrive,"
+        watchdog_print(text, size,
+                       "; a first trial: maybe what they store for each other does not arrive,"
                        " look for IOMMU and PCIe ACS, or use --p2p 0");
     if (state == P2P_APART)
         watchdog_print(text, size, "rank %d met rank %d in another one: %s, or another count or type (block %d)", rank,
@@ -325,7 +348,8 @@ static inline void p2p_map(P2p *p, const P2pCard *all, P2pCard *mine) {
         cudaError_t status = cudaSuccess;
         if (r != p->view.rank) status = cudaIpcOpenMemHandle(&memory, all[r].memory, cudaIpcMemLazyEnablePeerAccess);
         cudaGetLastError();
-        if (status == cudaSuccess) p2p_place(p, r, (char *)memory);
+        if (status == cudaSuccess)
+            p2p_place(p, r, (char *)memory);
         else
             snprintf(mine->why, sizeof mine->why,
                      "rank %d cannot open the memory of rank %d (cudaIpcOpenMemHandle: %s); in containers,"

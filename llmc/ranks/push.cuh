@@ -39,8 +39,8 @@ static const char *const push_names[] = {"push rows", "push rows again", "push p
 enum { PUSH_STREAMS = 2 };
 
 typedef struct {
-    uint32_t call;     // number of the last one
-    uint32_t entry;    // its entry of the watchdog's ring
+    uint32_t call;   // number of the last one
+    uint32_t entry;  // its entry of the watchdog's ring
     int under_way;
     unsigned sent, come;  // peers that were pushed to and waited for, a bit each
     cudaEvent_t pushed[PUSH_STREAMS];
@@ -57,7 +57,7 @@ typedef struct {
 
 // A thread for each peer of the mask: until its flag holds the call's number.
 static __global__ void __launch_bounds__(WARP)
-push_wait_kernel(const __grid_constant__ P2pView v, const uint32_t *flags, unsigned peers, const P2pCall call) {
+    push_wait_kernel(const __grid_constant__ P2pView v, const uint32_t *flags, unsigned peers, const P2pCall call) {
     const int peer = (int)threadIdx.x;
     if (!(peers >> peer & 1)) return;
     p2p_wait(v, call, [&] {

@@ -10,10 +10,10 @@
 #ifndef LLMC_ROWS_CUH
 #define LLMC_ROWS_CUH
 
-#include "../attention.cuh"
-#include "../attention_decode.cuh"
+#include "../kernels/attention.cuh"
+#include "../kernels/attention_decode.cuh"
 #include "../backend.h"
-#include "../matmul.cuh"
+#include "../kernels/matmul.cuh"
 #include "overlap.cuh"
 #include "push.cuh"
 #include "sums.cuh"
@@ -30,20 +30,20 @@ typedef struct {
 
 // One pass over N = B T tokens: all that the calls of a block share.
 typedef struct {
-    int B, T, N;            // sequences, tokens of each, all of them
-    int rows;               // of the residual stream that are here: N / spread
-    int spread;             // ranks that these rows are spread over: the group; 1 while decoding, where all have all
-    int C;                  // channels
-    int accumulate;         // backward adds to the gradients instead of writing them
-    int sum;                // GradSum: what becomes of a unit's gradients when they are complete
-    int reduce;             // backward hands over each unit's gradients when they are complete
-    const float *cos_sin;   // rotary angles of the T positions (T,HD/2,2)
+    int B, T, N;           // sequences, tokens of each, all of them
+    int rows;              // of the residual stream that are here: N / spread
+    int spread;            // ranks that these rows are spread over: the group; 1 while decoding, where all have all
+    int C;                 // channels
+    int accumulate;        // backward adds to the gradients instead of writing them
+    int sum;               // GradSum: what becomes of a unit's gradients when they are complete
+    int reduce;            // backward hands over each unit's gradients when they are complete
+    const float *cos_sin;  // rotary angles of the T positions (T,HD/2,2)
     AttentionProblem attention;
-    KvCache *cache;         // decoding: keys and values of the tokens before; NULL otherwise
+    KvCache *cache;  // decoding: keys and values of the tokens before; NULL otherwise
     Matmul *matmul;
     RowExchange *exchange;
-    floatX *branch;         // (N,C) what a branch adds to the stream; backward: the gradient of its input
-    void *scratch;          // of reductions
+    floatX *branch;  // (N,C) what a branch adds to the stream; backward: the gradient of its input
+    void *scratch;   // of reductions
     cudaStream_t stream;
 } Pass;
 

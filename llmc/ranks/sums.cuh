@@ -22,8 +22,8 @@ enum { SUM_THREADS = 256, SUM_IN_FLIGHT = 4 /*parts that a thread reads before i
 // out (rows,C) = its own values, which are part `own` of the sum, and slots (world,rows,C), without slot `own` (< 0:
 // all of them), + row (first + n) % period of add (period,C; NULL: none)
 static __global__ void __launch_bounds__(SUM_THREADS)
-rows_sum_kernel(floatX *out, const floatX *__restrict__ slots, const floatX *__restrict__ add, int world, int own,
-                size_t piece, int C, int first, int period) {
+    rows_sum_kernel(floatX *out, const floatX *__restrict__ slots, const floatX *__restrict__ add, int world, int own,
+                    size_t piece, int C, int first, int period) {
     const size_t i = ((size_t)blockIdx.x * SUM_THREADS + threadIdx.x) * VecX::size;
     if (i >= piece) return;
     float sum[VecX::size] = {};
@@ -65,7 +65,10 @@ static inline void rows_sum(floatX *out, const floatX *slots, const floatX *add,
 // ---- gradients of copies
 
 // Gradients [offset, offset + count), at `packed` of a batch: the sum of those of ranks first, ..., first + ranks - 1.
-typedef struct { size_t offset, packed; int count, first, ranks; } Copy;
+typedef struct {
+    size_t offset, packed;
+    int count, first, ranks;
+} Copy;
 enum { COPY_MOST = 8192, COPY_BATCH = 4 << 20 };  // elements at most, of a Copy and of a batch
 
 typedef struct {
@@ -76,13 +79,13 @@ typedef struct {
 
 // A block for each copy, of one batch.
 static __global__ void __launch_bounds__(SUM_THREADS)
-copies_pack_kernel(floatX *__restrict__ batch, const floatX *__restrict__ grads, const Copy *__restrict__ copies) {
+    copies_pack_kernel(floatX *__restrict__ batch, const floatX *__restrict__ grads, const Copy *__restrict__ copies) {
     const Copy c = copies[blockIdx.x];
     for (int i = threadIdx.x; i < c.count; i += SUM_THREADS) batch[c.packed + i] = grads[c.offset + i];
 }
 static __global__ void __launch_bounds__(SUM_THREADS)
-copies_unpack_kernel(floatX *__restrict__ grads, const floatX *__restrict__ batch, const Copy *__restrict__ copies,
-                     size_t size) {
+    copies_unpack_kernel(floatX *__restrict__ grads, const floatX *__restrict__ batch, const Copy *__restrict__ copies,
+                         size_t size) {
     const Copy c = copies[blockIdx.x];
     for (int i = threadIdx.x; i < c.count; i += SUM_THREADS) {
         float sum = 0;

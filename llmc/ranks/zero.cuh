@@ -23,15 +23,15 @@ enum { ZERO_CTAS = 16, ZERO_CTAS_AT_ONCE = 32, ZERO_AT_ONCE_TOKENS = 16384 };
 enum { WIDEN_BLOCKS = 64, WIDEN_THREADS = 256 };  // few blocks: the other SMs belong to backward
 
 typedef struct {
-    Nccl nccl;                  // on the communication stream
+    Nccl nccl;  // on the communication stream
     const ParamTable *table;
     cudaStream_t compute;
-    cudaEvent_t compute_done;   // recorded on compute, waited for by comm
-    cudaEvent_t reduced;        // recorded on comm after the last reduction
-    cudaEvent_t *gathered;      // per unit
-    int arrived;                // units whose weights the compute stream has waited for since they were last gathered
-    int stage, wide, at_once;   // wide: reduce in fp32; at_once: all units after backward
-    float *staging;             // (largest unit) fp32, if wide
+    cudaEvent_t compute_done;  // recorded on compute, waited for by comm
+    cudaEvent_t reduced;       // recorded on comm after the last reduction
+    cudaEvent_t *gathered;     // per unit
+    int arrived;               // units whose weights the compute stream has waited for since they were last gathered
+    int stage, wide, at_once;  // wide: reduce in fp32; at_once: all units after backward
+    float *staging;            // (largest unit) fp32, if wide
 } Zero;
 
 static inline size_t zero_largest_unit(const ParamTable *t) {

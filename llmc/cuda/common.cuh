@@ -11,7 +11,7 @@
 #include <initializer_list>
 #include <nvtx3/nvToolsExt.h>
 
-#include "timing.h"
+#include "../timing.h"
 
 // ---- numbers: floatX is what weights, activations and gradients are stored in; sums are always fp32
 #ifdef PRECISION_FP32
@@ -67,7 +67,8 @@ static inline void gpu_require_code(const cudaDeviceProp *prop) {
     for (int arch : built) snprintf(list + strlen(list), sizeof list - strlen(list), " sm_%d", arch / 10);
     cudaFuncAttributes attributes;
     const cudaError_t status = cudaFuncGetAttributes(&attributes, gpu_code_kernel);
-    require(status == cudaSuccess, "this program was built for%s and does not run on %s, which is sm_%d: %s\n"
+    require(status == cudaSuccess,
+            "this program was built for%s and does not run on %s, which is sm_%d: %s\n"
             "build it on this machine, or with make's ARCHS=%d%s",
             list, prop->name, sm, cudaGetErrorString(status), sm, sm == 90 ? "a" : "");
 }
@@ -86,8 +87,10 @@ static inline Gpu gpu_open(int local_rank) {
     Gpu g = {};
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
-    require(status == cudaSuccess && count > 0, "no usable GPU: %s\n"
-            "run `make doctor`; `make train_gpt2` builds the CPU trainer", cudaGetErrorString(status));
+    require(status == cudaSuccess && count > 0,
+            "no usable GPU: %s\n"
+            "run `make doctor`; `make train_gpt2` builds the CPU trainer",
+            cudaGetErrorString(status));
     g.device = gpu_of_rank(local_rank, count);
     require(g.device < count, "local rank %d has no GPU: this machine shows %d\nstart no more ranks on it", local_rank,
             count);
@@ -154,7 +157,11 @@ static inline void stream_write(cudaStream_t stream, uint32_t *place, uint32_t n
 
 // ---- laps of the compute stream (timing.h): an event at the end of each, read when the step is over
 enum { TIMING_LAPS = 1 << 16 };
-typedef struct { cudaEvent_t event; const char *name; double flops, bytes; } TimingLap;
+typedef struct {
+    cudaEvent_t event;
+    const char *name;
+    double flops, bytes;
+} TimingLap;
 static TimingLap timing_laps[TIMING_LAPS];  // 2 MiB, untouched without --timing
 static int num_timing_laps;
 
@@ -203,7 +210,8 @@ template <typename T> __device__ inline void vec_store(T *p, const Vec<T> &x) { 
 // To fp32 in one instruction an element, and back in one for two: casts of single elements compile to two each.
 template <typename T> __device__ inline void vec_widen(float (&to)[Vec<T>::size], const Vec<T> &x) {
     for (int k = 0; k < Vec<T>::size; k++) {
-        if constexpr (sizeof(T) == 4) to[k] = x[k];
+        if constexpr (sizeof(T) == 4)
+            to[k] = x[k];
         else {
             const unsigned pair = ((const unsigned *)x.v)[k / 2];
             to[k] = __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16);
@@ -213,8 +221,11 @@ template <typename T> __device__ inline void vec_widen(float (&to)[Vec<T>::size]
 template <typename T = floatX> __device__ inline Vec<T> vec_narrow(const float (&x)[Vec<T>::size]) {
     Vec<T> to;
     for (int k = 0; k < Vec<T>::size; k += 2) {
-        if constexpr (sizeof(T) == 4) { to[k] = x[k]; to[k + 1] = x[k + 1]; }
-        else ((__nv_bfloat162 *)to.v)[k / 2] = __floats2bfloat162_rn(x[k], x[k + 1]);
+        if constexpr (sizeof(T) == 4) {
+            to[k] = x[k];
+            to[k + 1] = x[k + 1];
+        } else
+            ((__nv_bfloat162 *)to.v)[k / 2] = __floats2bfloat162_rn(x[k], x[k + 1]);
     }
     return to;
 }
@@ -275,8 +286,8 @@ template <typename Op> __device__ inline float block_reduce(float x, float *shar
     return x;
 }
 
-// Rotary embedding of a pair by the angle of cosine c and sine s, for its own kernel and for the matmul before it, see rope.cuh. Spelt out,
-// so that both round alike.
+// Rotary embedding of a pair by the angle of cosine c and sine s, for its own kernel and for the matmul before it, see
+// rope.cuh. Spelt out, so that both round alike.
 __device__ inline void rotate_pair(float &a, float &b, float c, float s) {
     const float x = fmaf(a, c, -(b * s));
     b = fmaf(b, c, a * s);

@@ -106,7 +106,9 @@ struct Plain {
     static constexpr bool READS_AUX = false, SUMS_COLUMNS = false;
     template <int COLUMNS> static constexpr int slots = COLUMNS / 32;
     template <typename T> __device__ void begin(const T &) {}
-    template <typename T> __device__ void finish(T &t, int slot) { t.put_half(slot, [](int) {}); }
+    template <typename T> __device__ void finish(T &t, int slot) {
+        t.put_half(slot, [](int) {});
+    }
 };
 // A column block is a head. Both columns of a pair lie in the same thread.
 struct Rotate : Plain {
@@ -132,7 +134,9 @@ struct Rotate : Plain {
             }
         }
     }
-    template <typename T> __device__ void finish(T &t, int slot) { t.put_half(slot, [&](int c) { rotate(t, c); }); }
+    template <typename T> __device__ void finish(T &t, int slot) {
+        t.put_half(slot, [&](int c) { rotate(t, c); });
+    }
 };
 
 // ---- an activation
@@ -307,7 +311,8 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
     }
     template <typename T> __device__ void store(const T &t, int c, bool last) const {
         const CUtensorMap *gradient = FROM_INPUT ? t.aux_map : t.out_map;
-        if (last) t.store(t.out_map, 0, c);
+        if (last)
+            t.store(t.out_map, 0, c);
         else
             for (int p = 0; p < INPUTS; p++) t.store(gradient, (ALTERNATES ? c % 2 : 0) + p, c, p);
         if (FROM_INPUT && INPUTS == 1) t.store(t.out_map, 1, c);

@@ -8,9 +8,9 @@
 #ifndef LLMC_GLOBAL_NORM_CUH
 #define LLMC_GLOBAL_NORM_CUH
 
-#include "cuda_common.cuh"
-#include "params.h"
-#include "step.h"
+#include "../cuda/common.cuh"
+#include "../params.h"
+#include "../step.h"
 
 enum {
     GLOBAL_NORM_THREADS = 512,
@@ -20,7 +20,7 @@ enum {
 };
 
 __global__ void __launch_bounds__(GLOBAL_NORM_THREADS)
-global_norm_blocks_kernel(float *__restrict__ partials, const floatX *__restrict__ grads, size_t n) {
+    global_norm_blocks_kernel(float *__restrict__ partials, const floatX *__restrict__ grads, size_t n) {
     __shared__ float shared[WARP];
     const size_t vecs = n / VecX::size, stride = (size_t)gridDim.x * blockDim.x;
     const size_t thread = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -82,7 +82,8 @@ static inline void global_norm_squared(float *out, const floatX *grads, size_t n
     float *partials = (float *)scratch;
     const int full = 2048 / GLOBAL_NORM_THREADS * device_attribute(cudaDevAttrMultiProcessorCount);
     int blocks = full < GLOBAL_NORM_MAX_BLOCKS ? full : GLOBAL_NORM_MAX_BLOCKS;
-    if (!spans) global_norm_blocks_kernel<<<blocks, GLOBAL_NORM_THREADS, 0, stream>>>(partials, grads, n);
+    if (!spans)
+        global_norm_blocks_kernel<<<blocks, GLOBAL_NORM_THREADS, 0, stream>>>(partials, grads, n);
     else {
         const dim3 grid(GLOBAL_NORM_SPAN_BLOCKS, (unsigned)num_spans);
         blocks = num_spans * GLOBAL_NORM_SPAN_BLOCKS;

@@ -3,7 +3,7 @@
 #ifndef LLMC_ATTENTION_PROBLEM_CUH
 #define LLMC_ATTENTION_PROBLEM_CUH
 
-#include "tile.cuh"
+#include "../cuda/tile.cuh"
 
 typedef enum { ATTENTION_FP32, ATTENTION_MMA, ATTENTION_HOPPER } AttentionPath;
 
@@ -14,9 +14,9 @@ typedef struct { unsigned taken, finished; } AttentionTickets;
 // Made by attention_plan of attention.cuh. The caller then names the buffers.
 typedef struct {
     int B, T, NH, NKV, HD;
-    float scale, scale2;        // of the scores; scale * log2(e), for powers of two
+    float scale, scale2;  // of the scores; scale * log2(e), for powers of two
     AttentionPath path;
-    int group;                  // heads of keys and values that stay in L2 together
+    int group;  // heads of keys and values that stay in L2 together
     // (T,HD/2,2) of rope.cuh: backward rotates the gradients of q and k back. NULL: no rotation
     const float *cos_sin;
     float *D;                   // scratch of backward, (B,NH,T)
@@ -94,7 +94,6 @@ __device__ inline void mask_scores(float (&c)[MT][NT][4], int row, int column) {
 }
 
 // ---- softmax in powers of two
-
 
 // Weights may refer to any number near a row's maximum. The running one, and the sums that refer to it, move only when
 // a score exceeds it by more than this many powers of two (as in FlashAttention-4): seldom, and weights stay below 2^8.

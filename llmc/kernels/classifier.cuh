@@ -1,32 +1,45 @@
 // Cross entropy and its gradient in one visit to each row of logits.
-//   losses[n] = lse - x[target],  lse = log(sum over v < V of exp(x[v]));  logits[v] <- (exp(x[v] - lse) - [v = target]) * dloss
-// logits (N,Vp) floatX, in place; losses (N) fp32; targets (N), < 0: ignored (loss 0, gradient 0). Columns V..Vp-1 are padding:
+//   losses[n] = lse - x[target],  lse = log(sum over v < V of exp(x[v]));  logits[v] <- (exp(x[v] - lse) - [v =
+//   target]) * dloss
+// logits (N,Vp) floatX, in place; losses (N) fp32; targets (N), < 0: ignored (loss 0, gradient 0). Columns V..Vp-1 are
+// padding:
 // whatever they hold is left out of the sum and their gradient is 0.
-// One pass over a row finds its maximum and sum, online (Milakov and Gimelshein, arXiv:1805.02867), a second one writes the gradient. Each logit
-// is read from memory once: what the first pass has seen waits in shared memory for the second.
-//   Hopper, long rows: one persistent block on each multiprocessor, whose shared memory is a ring of stages that a producer warp fills by
-//     TMA, row after row. A stage is free when the second pass has read it, so that the next row comes in while this one is computed and
-//     written: memory is never left idle by the two phases. Long rows are shared by the two blocks of a cluster, which exchange maxima and sums.
-//   else: one block per row, with as much of it in shared memory as fits; the second pass takes the rest from L2. Where a row fits twice
-//     on an SM (50304 bf16 on Hopper) two blocks of 512 threads overlap each other's phases; longer rows get one block of 1024.
-// A NaN or +inf logit makes the loss NaN, as does a row whose largest logit is not between -1e8 and 1e8; a -inf one has probability 0; a target >= V gives NaN. Sums are fp32, in fixed order.
-// Where ranks share the words (mesh.h), classifier_parts finds of each row what the rank's own words say, (rank, row) maximum, sum and the target's
-// logit; when these were exchanged, classifier_ranks takes them together in the order of the ranks, as above a row's warps, and goes on.
+// One pass over a row finds its maximum and sum, online (Milakov and Gimelshein, arXiv:1805.02867), a second one writes
+// the gradient. Each logit is read from memory once: what the first pass has seen waits in shared memory for the
+// second.
+//   Hopper, long rows: one persistent block on each multiprocessor, whose shared memory is a ring of stages that a
+//   producer warp fills by
+//     TMA, row after row. A stage is free when the second pass has read it, so that the next row comes in while this
+//     one is computed and
+//     written: memory is never left idle by the two phases. Long rows are shared by the two blocks of a cluster, which
+//     exchange maxima and sums.
+//   else: one block per row, with as much of it in shared memory as fits; the second pass takes the rest from L2. Where
+//   a row fits twice
+//     on an SM (50304 bf16 on Hopper) two blocks of 512 threads overlap each other's phases; longer rows get one block
+//     of 1024.
+// A NaN or +inf logit makes the loss NaN, as does a row whose largest logit is not between -1e8 and 1e8; a -inf one has
+// probability 0; a target >= V gives NaN. Sums are fp32, in fixed order. Where ranks share the words (mesh.h),
+// classifier_parts finds of each row what the rank's own words say, (rank, row) maximum, sum and the target's logit;
+// when these were exchanged, classifier_ranks takes them together in the order of the ranks, as above a row's warps,
+// and goes on.
 // Ladder: dev/cuda/classifier.cu. Not supported: label smoothing, z-loss; Vp not a multiple of a 16-byte vector.
 #ifndef LLMC_CLASSIFIER_CUH
 #define LLMC_CLASSIFIER_CUH
 
-#include "tile.cuh"
+#include "../cuda/tile.cuh"
 
-// Two passes of 50304 elements leave an SM of Hopper 11,000 cycles a row at copy speed, of which 6,300 go to the special-function unit at one
-// exponential in each pass. So the rest is kept short: maxima of pairs in bf16, widening by a shift or a mask, one fma for an exponent.
+// Two passes of 50304 elements leave an SM of Hopper 11,000 cycles a row at copy speed, of which 6,300 go to the
+// special-function unit at one exponential in each pass. So the rest is kept short: maxima of pairs in bf16, widening
+// by a shift or a mask, one fma for an exponent.
 
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
 __device__ inline float vec_max(const VecX &x) {
-    if constexpr (sizeof(floatX) == 4) return fmaxf(fmaxf((float)x[0], (float)x[1]), fmaxf((float)x[2], (float)x[3]));
+    if constexpr (sizeof(floatX) == 4)
+        return fmaxf(fmaxf((float)x[0], (float)x[1]), fmaxf((float)x[2], (float)x[3]));
     else {
-        const __nv_bfloat162 *pairs = (const __nv_bfloat162 *)x.v, m = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+        const __nv_bfloat162 *pairs = (const __nv_bfloat162 *)x.v,
+                             m = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
         return fmaxf(__low2float(m), __high2float(m));
     }
 }
@@ -37,9 +50,11 @@ __device__ inline void mask_padding(VecX &x, int i, int V) {
     for (int k = 0; k < VecX::size; k++)
         if (i + k >= V) x[k] = (floatX)-INFINITY;
 }
-// sum of exp(x) = 2^offset sum; offset is max log2(e), rounded: off by at most 9 where |max| < MOST_LOGIT, so that nothing overflows.
+// sum of exp(x) = 2^offset sum; offset is max log2(e), rounded: off by at most 9 where |max| < MOST_LOGIT, so that
+// nothing overflows.
 constexpr float MOST_LOGIT = 1e8f;
-__device__ inline float offset_of(float max) { return __fmul_rn(max, LOG2_E); }  // never part of an fma: everywhere the same number
+// never part of an fma: everywhere the same number
+__device__ inline float offset_of(float max) { return __fmul_rn(max, LOG2_E); }
 struct OnlineSum {
     float max = -MOST_LOGIT, offset = -MOST_LOGIT * LOG2_E, sum = 0;  // a finite start: -inf - offset must not be NaN
     __device__ void add(const VecX &x) {
@@ -68,7 +83,9 @@ struct RowSum {
         return fabsf(max) < MOST_LOGIT ? max - target_logit + logf(sum) - LN_2 * fmaf(max, LOG2_E, -offset) : NAN;
     }
     // The logit's gradient where it is not the target's; factor: dloss / sum
-    __device__ float gradient(float logit, float factor) const { return exp2_approx(fmaf(logit, LOG2_E, -offset)) * factor; }
+    __device__ float gradient(float logit, float factor) const {
+        return exp2_approx(fmaf(logit, LOG2_E, -offset)) * factor;
+    }
     __device__ VecX gradient(const VecX &x, float factor) const {
         float p[VecX::size];
         VecX d;
@@ -82,7 +99,7 @@ struct RowSum {
 // `cached` elements of the row, whole vectors, live in shared memory between the passes.
 template <int THREADS, bool WRITE_DLOGITS>
 __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss, int V, int Vp, int cached) {
+    classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss, int V, int Vp, int cached) {
     constexpr int stride = THREADS * VecX::size, unroll = 4;
     extern __shared__ int4 shared_row[];
     __shared__ float scratch[WARP];
@@ -127,7 +144,8 @@ classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss
         #pragma unroll 2
         for (int i = mine; i < Vp; i += stride) {  // every thread meets its own vectors again
             VecX x;
-            if (i < cached) x = vec_load(cache + i);
+            if (i < cached)
+                x = vec_load(cache + i);
             else {
                 x = vec_load_streaming(row + i);
                 mask_padding(x, i, V);
@@ -143,22 +161,32 @@ classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss
 
 // MATH threads compute, each VECTORS vectors of a stage; CLUSTER blocks share a row.
 template <int MATH_, int VECTORS_, int CLUSTER_> struct ClassifierRing {
-    static constexpr int MATH = MATH_, VECTORS = VECTORS_, CLUSTER = CLUSTER_, THREADS = MATH + WARP, WARPS = MATH / WARP;
+    static constexpr int MATH = MATH_, VECTORS = VECTORS_, CLUSTER = CLUSTER_, THREADS = MATH + WARP,
+                         WARPS = MATH / WARP;
     static constexpr int STAGE = MATH * VECTORS * VecX::size, STAGE_BYTES = STAGE * (int)sizeof(floatX);  // elements
-    static constexpr int SHARED = 227 * 1024, STATIC = 2048, STAGES = (SHARED - STATIC) / STAGE_BYTES, BYTES = STAGES * STAGE_BYTES;
+    static constexpr int SHARED = 227 * 1024, STATIC = 2048, STAGES = (SHARED - STATIC) / STAGE_BYTES,
+                         BYTES = STAGES * STAGE_BYTES;
 };
 
-template <typename S> __device__ inline void classifier_ring(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp) {
+template <typename S>
+__device__ inline void classifier_ring(floatX *logits, float *losses, const int *targets, float dloss, int N, int V,
+                                       int Vp) {
     extern __shared__ int4 shared_row[];
     __shared__ uint64_t barriers[2 * S::STAGES + 2];
-    __shared__ float2 pairs[2][S::WARPS * S::CLUSTER];  // maximum and sum of each warp that has a part of the row; of two rows in turns
+    // maximum and sum of each warp that has a part of the row; of two rows in turns
+    __shared__ float2 pairs[2][S::WARPS * S::CLUSTER];
     static_assert(sizeof barriers + sizeof pairs <= S::STATIC, "the stages do not leave room");
     const unsigned full = shared_address(barriers), empty = full + 8 * S::STAGES, known = empty + 8 * S::STAGES;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, block = (int)blockIdx.x % S::CLUSTER;
     const int first_row = (int)blockIdx.x / S::CLUSTER, row_step = (int)gridDim.x / S::CLUSTER;
-    const int part = (Vp / VecX::size + S::CLUSTER - 1) / S::CLUSTER * VecX::size, begin = block * part, end = min(Vp, begin + part);  // of each row, in this block
+    // of each row, in this block
+    const int part = (Vp / VecX::size + S::CLUSTER - 1) / S::CLUSTER * VecX::size, begin = block * part,
+              end = min(Vp, begin + part);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < S::STAGES; i++) { mbarrier_init(full + 8 * i, 1); mbarrier_init(empty + 8 * i, S::WARPS); }
+        for (int i = 0; i < S::STAGES; i++) {
+            mbarrier_init(full + 8 * i, 1);
+            mbarrier_init(empty + 8 * i, S::WARPS);
+        }
         for (int i = 0; i < 2; i++) mbarrier_init(known + 8 * i, S::CLUSTER > 1 ? 1 : S::WARPS);
         mbarrier_init_fence();
     }
@@ -175,7 +203,8 @@ template <typename S> __device__ inline void classifier_ring(floatX *logits, flo
                 const int bytes = min(S::STAGE, end - i) * (int)sizeof(floatX);
                 mbarrier_wait(empty + 8 * place.stage, place.parity ^ 1);
                 mbarrier_arrive_expect(full + 8 * place.stage, bytes);
-                bulk_load(shared_address(shared_row) + place.stage * S::STAGE_BYTES, row + i, bytes, full + 8 * place.stage);
+                bulk_load(shared_address(shared_row) + place.stage * S::STAGE_BYTES, row + i, bytes,
+                          full + 8 * place.stage);
             }
             target = next_target;
         }
@@ -216,16 +245,21 @@ template <typename S> __device__ inline void classifier_ring(floatX *logits, flo
             all.sum = warp_reduce<Sum>(online.sum * exp2_approx(online.offset - offset_of(all.max)));
             float2 *pair = &pairs[turn][block * S::WARPS + warp];
             if constexpr (S::CLUSTER == 1) {
-                if (lane == 0) { *pair = make_float2(all.max, all.sum); mbarrier_arrive(barrier); }
+                if (lane == 0) {
+                    *pair = make_float2(all.max, all.sum);
+                    mbarrier_arrive(barrier);
+                }
             } else if (lane < S::CLUSTER)
-                cluster_send(cluster_address(shared_address(pair), lane), make_float2(all.max, all.sum), cluster_address(barrier, lane));
+                cluster_send(cluster_address(shared_address(pair), lane), make_float2(all.max, all.sum),
+                             cluster_address(barrier, lane));
             mbarrier_wait(barrier, uses / 2 & 1);
             uses++;
             for (int j = lane; j < S::WARPS * S::CLUSTER; j += WARP) all.max = fmaxf(all.max, pairs[turn][j].x);
             all.max = warp_reduce<Max>(all.max);
             all.offset = offset_of(all.max);
             all.sum = 0;
-            for (int j = lane; j < S::WARPS * S::CLUSTER; j += WARP) all.sum += pairs[turn][j].y * exp2_approx(offset_of(pairs[turn][j].x) - all.offset);
+            for (int j = lane; j < S::WARPS * S::CLUSTER; j += WARP)
+                all.sum += pairs[turn][j].y * exp2_approx(offset_of(pairs[turn][j].x) - all.offset);
             all.sum = warp_reduce<Sum>(all.sum);
             if (target >= V && block == 0 && threadIdx.x == 0) losses[n] = NAN;
 
@@ -262,20 +296,26 @@ template <typename S> __device__ inline void classifier_ring(floatX *logits, flo
     }
     if (S::CLUSTER > 1) cluster_sync();  // nobody leaves while the other may still send
 }
-template <typename S> __global__ void __launch_bounds__(S::THREADS, 1)
-classifier_ring_kernel(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp) {
-    if constexpr (HOPPER_CODE) classifier_ring<S>(logits, losses, targets, dloss, N, V, Vp);
-    else __trap();
+template <typename S>
+__global__ void __launch_bounds__(S::THREADS, 1)
+    classifier_ring_kernel(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp) {
+    if constexpr (HOPPER_CODE)
+        classifier_ring<S>(logits, losses, targets, dloss, N, V, Vp);
+    else
+        __trap();
 }
 
 // ---- words shared by ranks
 
-// Of a row, by one rank's words: their largest logit, the sum of 2^(logit log2(e) - offset_of(that)), the target's logit if it is one of them.
+// Of a row, by one rank's words: their largest logit, the sum of 2^(logit log2(e) - offset_of(that)), the target's
+// logit if it is one of them.
 typedef struct { float max, sum, target; } ClassifierPart;
 
 // Rank `rank` has the words from rank * Vp on; V of its Vp columns are words, which may be none.
-template <int THREADS> __global__ void __launch_bounds__(THREADS)
-classifier_parts_kernel(ClassifierPart *__restrict__ parts, const floatX *__restrict__ logits, const int *__restrict__ targets, int rank, int V, int Vp) {
+template <int THREADS>
+__global__ void __launch_bounds__(THREADS)
+    classifier_parts_kernel(ClassifierPart *__restrict__ parts, const floatX *__restrict__ logits,
+                            const int *__restrict__ targets, int rank, int V, int Vp) {
     constexpr int stride = THREADS * VecX::size, unroll = 4;
     __shared__ float scratch[WARP];
     const floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
@@ -303,20 +343,25 @@ classifier_parts_kernel(ClassifierPart *__restrict__ parts, const floatX *__rest
     if (threadIdx.x == 0) parts[blockIdx.x] = part;
 }
 // parts (ranks,N), the same on all of them
-template <int THREADS> __global__ void __launch_bounds__(THREADS)
-classifier_ranks_kernel(floatX *logits, float *__restrict__ losses, const ClassifierPart *__restrict__ parts, const int *__restrict__ targets, float dloss,
-                        int ranks, int rank, int N, int V, int Vp, int write_dlogits) {
+template <int THREADS>
+__global__ void __launch_bounds__(THREADS)
+    classifier_ranks_kernel(floatX *logits, float *__restrict__ losses, const ClassifierPart *__restrict__ parts,
+                            const int *__restrict__ targets, float dloss, int ranks, int rank, int N, int V, int Vp,
+                            int write_dlogits) {
     constexpr int stride = THREADS * VecX::size;
     floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
-    const int target = targets[blockIdx.x], owner = target < 0 ? 0 : target / Vp, mine = owner == rank && target >= 0 && target % Vp < V ? target % Vp : -1;
+    const int target = targets[blockIdx.x], owner = target < 0 ? 0 : target / Vp,
+              mine = owner == rank && target >= 0 && target % Vp < V ? target % Vp : -1;
     RowSum all = {-MOST_LOGIT, 0, 0};
     parts += blockIdx.x;
     if (target >= 0) {
         for (int r = 0; r < ranks; r++) all.max = fmaxf(all.max, parts[(size_t)r * N].max);
         all.offset = offset_of(all.max);
-        for (int r = 0; r < ranks; r++) all.sum += parts[(size_t)r * N].sum * exp2_approx(offset_of(parts[(size_t)r * N].max) - all.offset);
+        for (int r = 0; r < ranks; r++)
+            all.sum += parts[(size_t)r * N].sum * exp2_approx(offset_of(parts[(size_t)r * N].max) - all.offset);
     }
-    if (threadIdx.x == 0) losses[blockIdx.x] = target < 0 ? 0 : owner < ranks ? all.loss(parts[(size_t)owner * N].target) : NAN;
+    if (threadIdx.x == 0)
+        losses[blockIdx.x] = target < 0 ? 0 : owner < ranks ? all.loss(parts[(size_t)owner * N].target) : NAN;
     if (!write_dlogits) return;
     const float factor = dloss / all.sum;
     #pragma unroll 2
@@ -348,13 +393,20 @@ __global__ void __launch_bounds__(1024) loss_sum_kernel(float *total, const floa
 
 // ---- launchers
 
-template <int THREADS> static inline void classifier_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, int cached, cudaStream_t stream) {
+template <int THREADS>
+static inline void classifier_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V,
+                                     int Vp, int cached, cudaStream_t stream) {
     const size_t bytes = (size_t)cached * sizeof(floatX);
-    cudaCheck(cudaFuncSetAttribute(classifier_kernel<THREADS, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    cudaCheck(cudaFuncSetAttribute(classifier_kernel<THREADS, true>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-    classifier_kernel<THREADS, true><<<(unsigned)N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, V, Vp, cached);
+    cudaCheck(cudaFuncSetAttribute(classifier_kernel<THREADS, true>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   (int)bytes));
+    cudaCheck(cudaFuncSetAttribute(classifier_kernel<THREADS, true>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                   cudaSharedmemCarveoutMaxShared));
+    classifier_kernel<THREADS, true>
+        <<<(unsigned)N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, V, Vp, cached);
 }
-template <typename S> static inline void classifier_ring_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, cudaStream_t stream) {
+template <typename S>
+static inline void classifier_ring_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V,
+                                          int Vp, cudaStream_t stream) {
     cudaCheck(cudaFuncSetAttribute(classifier_ring_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     const int most = device_attribute(cudaDevAttrMultiProcessorCount) / S::CLUSTER;
     cudaLaunchAttribute attribute;
@@ -370,34 +422,43 @@ template <typename S> static inline void classifier_ring_launch(floatX *logits, 
     launch.numAttrs = S::CLUSTER > 1;
     cudaCheck(cudaLaunchKernelEx(&launch, classifier_ring_kernel<S>, logits, losses, targets, dloss, N, V, Vp));
 }
-// A row alone in a ring leaves some of its stages to the next one; else two blocks share it. False if it is too long or too short even so,
-// or the code that was loaded for this GPU is not Hopper's.
-static inline bool classifier_ring_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, cudaStream_t stream) {
+// A row alone in a ring leaves some of its stages to the next one; else two blocks share it. False if it is too long or
+// too short even so, or the code that was loaded for this GPU is not Hopper's.
+static inline bool classifier_ring_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V,
+                                       int Vp, cudaStream_t stream) {
     enum { RING_LEAST = 16384, MATH = 640, VECTORS = 2 };  // 768 threads of one vector: 10% slower
     typedef ClassifierRing<MATH, VECTORS, 1> Alone;
     typedef ClassifierRing<MATH, VECTORS, 2> Shared;
     static const bool available = has_hopper_code(classifier_ring_kernel<Alone>);
-    const int stages = (Vp + Alone::STAGE - 1) / Alone::STAGE, half_stages = (Vp / 2 + VecX::size + Alone::STAGE - 1) / Alone::STAGE;
+    const int stages = (Vp + Alone::STAGE - 1) / Alone::STAGE,
+              half_stages = (Vp / 2 + VecX::size + Alone::STAGE - 1) / Alone::STAGE;
     if (!available || Vp < RING_LEAST || half_stages > Shared::STAGES) return false;
-    if (4 * stages <= 3 * Alone::STAGES) classifier_ring_launch<Alone>(logits, losses, targets, dloss, N, V, Vp, stream);
-    else classifier_ring_launch<Shared>(logits, losses, targets, dloss, N, V, Vp, stream);
+    if (4 * stages <= 3 * Alone::STAGES)
+        classifier_ring_launch<Alone>(logits, losses, targets, dloss, N, V, Vp, stream);
+    else
+        classifier_ring_launch<Shared>(logits, losses, targets, dloss, N, V, Vp, stream);
     return true;
 }
 
 inline bool classifier_rings = true;  // false: as on GPUs without them, for dev/cuda/classifier.cu
 
 // logits (N,Vp) become their own gradient if write_dlogits, else they are only read; losses (N) "="
-static inline void classifier(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp, int write_dlogits, cudaStream_t stream) {
-    require(V > 0 && V <= Vp && Vp % VecX::size == 0, "%d logits in rows of %d\nrows must be padded to a multiple of %d", V, Vp, VecX::size);
+static inline void classifier(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
+                              int write_dlogits, cudaStream_t stream) {
+    require(V > 0 && V <= Vp && Vp % VecX::size == 0,
+            "%d logits in rows of %d\nrows must be padded to a multiple of %d", V, Vp, VecX::size);
     require((uintptr_t)logits % 16 == 0, "logits do not begin on 16 bytes\nallocate them with memory_request");
     const int reserved = 2048;  // the kernel's own shared memory and the driver's, per block
     const int per_sm = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     const int per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     const size_t row_bytes = (size_t)Vp * sizeof(floatX);
     const int room = per_block - (int)sizeof(float) * WARP;
-    if (write_dlogits && classifier_rings && classifier_ring_run(logits, losses, targets, dloss, N, V, Vp, stream)) ;
-    else if (!write_dlogits) classifier_kernel<512, false><<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, V, Vp, 0);
-    else if (row_bytes + reserved <= (size_t)per_sm / 2) classifier_launch<512>(logits, losses, targets, dloss, N, V, Vp, Vp, stream);
+    if (write_dlogits && classifier_rings && classifier_ring_run(logits, losses, targets, dloss, N, V, Vp, stream))
+        ;
+    else if (!write_dlogits)
+        classifier_kernel<512, false><<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, V, Vp, 0);
+    else if (row_bytes + reserved <= (size_t)per_sm / 2)
+        classifier_launch<512>(logits, losses, targets, dloss, N, V, Vp, Vp, stream);
     else {
         const size_t cached = row_bytes < (size_t)room ? (size_t)Vp : (size_t)(room / 16 * VecX::size);
         classifier_launch<1024>(logits, losses, targets, dloss, N, V, Vp, (int)cached, stream);
@@ -406,16 +467,21 @@ static inline void classifier(floatX *logits, float *losses, const int *targets,
     timing_lap("classifier", 0, (write_dlogits ? 2.0 : 1.0) * N * Vp * sizeof(floatX), stream);
 }
 // parts (N) of this rank = ; logits (N,Vp), of which V columns are words
-static inline void classifier_parts(ClassifierPart *parts, const floatX *logits, const int *targets, int rank, int N, int V, int Vp, cudaStream_t stream) {
-    require(V >= 0 && V <= Vp && Vp % VecX::size == 0 && (uintptr_t)logits % 16 == 0, "%d logits in rows of %d\nrows must be padded to a multiple of %d and begin on 16 bytes", V, Vp, VecX::size);
+static inline void classifier_parts(ClassifierPart *parts, const floatX *logits, const int *targets, int rank, int N,
+                                    int V, int Vp, cudaStream_t stream) {
+    require(V >= 0 && V <= Vp && Vp % VecX::size == 0 && (uintptr_t)logits % 16 == 0,
+            "%d logits in rows of %d\nrows must be padded to a multiple of %d and begin on 16 bytes", V, Vp,
+            VecX::size);
     classifier_parts_kernel<512><<<(unsigned)N, 512, 0, stream>>>(parts, logits, targets, rank, V, Vp);
     launchCheck();
     timing_lap("classifier", 0, (double)N * V * sizeof(floatX), stream);
 }
 // losses (N) "=", and logits become their own gradient if write_dlogits. parts (ranks,N): of all ranks
-static inline void classifier_ranks(floatX *logits, float *losses, const ClassifierPart *parts, const int *targets, float dloss, int ranks, int rank, int N, int V, int Vp,
-                                    int write_dlogits, cudaStream_t stream) {
-    classifier_ranks_kernel<512><<<(unsigned)N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, ranks, rank, N, V, Vp, write_dlogits);
+static inline void classifier_ranks(floatX *logits, float *losses, const ClassifierPart *parts, const int *targets,
+                                    float dloss, int ranks, int rank, int N, int V, int Vp, int write_dlogits,
+                                    cudaStream_t stream) {
+    classifier_ranks_kernel<512>
+        <<<(unsigned)N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, ranks, rank, N, V, Vp, write_dlogits);
     launchCheck();
     timing_lap("classifier", 0, write_dlogits ? 2.0 * N * Vp * sizeof(floatX) : 0, stream);
 }

@@ -27,7 +27,8 @@
 
 // Before anything is allocated: whether there are kernels for heads of HD.
 static inline void attention_require_head(int HD) {
-    require(HD >= 8 && HD <= 256 && HD % 8 == 0,
+    require(
+        HD >= 8 && HD <= 256 && HD % 8 == 0,
         "attention has no kernel for heads of %d\nchoose heads so that channels / heads is a multiple of 8 up to 256",
         HD);
 }
@@ -41,10 +42,10 @@ static inline int attention_group(int T, int HD, int mib) {
 static inline AttentionProblem attention_plan(int B, int T, int NH, int NKV, int HD) {
     attention_require_head(HD);
     require(B >= 1 && T >= 1 && NH >= 1 && NKV >= 1 && NH % NKV == 0,
-        "attention: B %d, T %d, %d heads, %d KV heads\nall must be positive and the KV heads must divide the heads",
-        B, T, NH, NKV);
+            "attention: B %d, T %d, %d heads, %d KV heads\nall must be positive and the KV heads must divide the heads",
+            B, T, NH, NKV);
     require((size_t)T * (NH + 2 * NKV) * HD < (size_t)1 << 31,
-        "attention: a sequence of %d tokens has 2^31 or more elements in q, k, v\nuse a shorter sequence", T);
+            "attention: a sequence of %d tokens has 2^31 or more elements in q, k, v\nuse a shorter sequence", T);
     AttentionProblem a = {B, T, NH, NKV, HD};
     a.path = sizeof(floatX) == 4 ? ATTENTION_FP32 : attention_has_hopper(HD) ? ATTENTION_HOPPER : ATTENTION_MMA;
     a.scale = (float)(1 / sqrt((double)HD));
@@ -73,28 +74,27 @@ void attention_run_backward(const AttentionLaunch<floatX> &a, cudaStream_t strea
 
 static inline void attention_require_aligned(const AttentionLaunch<floatX> &a) {
     require(((uintptr_t)a.out | (uintptr_t)a.dqkv | (uintptr_t)a.qkv | (uintptr_t)a.dout) % 16 == 0,
-        "attention: a buffer is not aligned to 16 bytes\nallocate it through memory.cuh");
+            "attention: a buffer is not aligned to 16 bytes\nallocate it through memory.cuh");
 }
 // out, lse = attention(qkv)
 static inline void attention_forward(const AttentionProblem *p, floatX *out, float *lse, const floatX *qkv,
-    cudaStream_t stream) {
+                                     cudaStream_t stream) {
     const AttentionLaunch<floatX> a = {*p, out, NULL, qkv, NULL, lse};
     attention_require_aligned(a);
     attention_run_forward(a, stream);
     timing_lap("attention", 2.0 * a.B * a.NH * a.T * a.T * a.HD,
-        (double)a.B * a.T * (2.0 * a.NH + 2.0 * a.NKV) * a.HD * sizeof(floatX), stream);
+               (double)a.B * a.T * (2.0 * a.NH + 2.0 * a.NKV) * a.HD * sizeof(floatX), stream);
 }
 // dqkv = gradient of everything in the packed rows; with p->cos_sin that of q and k before they were rotated.
 // column_sums: NULL, or (attention_column_slices, (NH + 2 NKV) HD), whose sum over slices is that of dqkv's rows.
 static inline void attention_backward(const AttentionProblem *p, floatX *dqkv, float *column_sums, const floatX *dout,
-    const floatX *qkv, const floatX *out,
-                                      const float *lse, cudaStream_t stream) {
+                                      const floatX *qkv, const floatX *out, const float *lse, cudaStream_t stream) {
     const bool inside = attention_sums_columns(p);
     const AttentionLaunch<floatX> a = {*p, (floatX *)out, dqkv, qkv, dout, (float *)lse, inside ? column_sums : NULL};
     attention_require_aligned(a);
     attention_run_backward(a, stream);
     timing_lap("attention backward", 5.0 * a.B * a.NH * a.T * a.T * a.HD,
-        (double)a.B * a.T * (4.0 * a.NH + 4.0 * a.NKV) * a.HD * sizeof(floatX), stream);
+               (double)a.B * a.T * (4.0 * a.NH + 4.0 * a.NKV) * a.HD * sizeof(floatX), stream);
     if (a.cos_sin && a.path != ATTENTION_HOPPER) rope_backward(dqkv, a.cos_sin, a.B, a.T, a.NH, a.NKV, a.HD, stream);
     if (column_sums && !inside) bias_partial(column_sums, dqkv, a.B * a.T, attention_width(p), stream);
 }

@@ -15,8 +15,8 @@
 #ifndef LLMC_MATMUL_PROBLEM_CUH
 #define LLMC_MATMUL_PROBLEM_CUH
 
-#include "config.h"
-#include "cuda_common.cuh"
+#include "../config.h"
+#include "../cuda/common.cuh"
 
 typedef enum { MATMUL_FORWARD, MATMUL_BACKWARD_INPUT, MATMUL_BACKWARD_WEIGHT } MatmulForm;
 typedef enum {
@@ -47,7 +47,7 @@ typedef struct {
     floatX *aux;                 // of activations and their gradients
     float *column_sums;          // NULL, or where matmul_sums_columns: partial sums of the gradient's columns
     RopeRows rope;
-    int accumulate;              // of EPILOGUE_PLAIN without bias: out += the product
+    int accumulate;  // of EPILOGUE_PLAIN without bias: out += the product
 } MatmulOperands;
 
 // The product in row-major terms: out (M,N) = a (M,K) b (K,N).

@@ -25,8 +25,9 @@ template <int INPUTS> struct ActivationRows {
     }
 };
 // slopes: NULL, or where they go; may be inp.
-template <typename Act> __global__ void __launch_bounds__(ACTIVATION_THREADS)
-activation_forward_kernel(floatX *out, floatX *slopes, const floatX *inp, const ActivationRows<Act::INPUTS> rows) {
+template <typename Act>
+__global__ void __launch_bounds__(ACTIVATION_THREADS)
+    activation_forward_kernel(floatX *out, floatX *slopes, const floatX *inp, const ActivationRows<Act::INPUTS> rows) {
     constexpr int INPUTS = Act::INPUTS, UNROLL = rows.UNROLL;
     VecX x[UNROLL][INPUTS];
     #pragma unroll
@@ -56,8 +57,10 @@ activation_forward_kernel(floatX *out, floatX *slopes, const floatX *inp, const 
         for (int p = 0; p < INPUTS; p++) vec_store_streaming(slopes + rows.place(i, p), vec_narrow(slope[p]));
     }
 }
-template <int INPUTS> __global__ void __launch_bounds__(ACTIVATION_THREADS)
-activation_backward_kernel(floatX *dinp, const floatX *dout, const floatX *slopes, const ActivationRows<INPUTS> rows) {
+template <int INPUTS>
+__global__ void __launch_bounds__(ACTIVATION_THREADS)
+    activation_backward_kernel(floatX *dinp, const floatX *dout, const floatX *slopes,
+                               const ActivationRows<INPUTS> rows) {
     constexpr int UNROLL = rows.UNROLL;
     VecX slope[UNROLL][INPUTS], d[UNROLL];
     #pragma unroll

@@ -1,5 +1,5 @@
-// Attention in fp32, by plain FMA: kernels for attention.cu, which launches them. Formulas and layouts are those of attention.cuh.
-// Ladder: dev/cuda/attention.cu.
+// Attention in fp32, by plain FMA: kernels for attention.cu, which launches them. Formulas and layouts are those of
+// attention.cuh. Ladder: dev/cuda/attention.cu.
 #ifndef LLMC_ATTENTION_FP32_CUH
 #define LLMC_ATTENTION_FP32_CUH
 
@@ -12,26 +12,26 @@ enum { ROWS_PER_WARP = 4 };
 // with zeros in shared memory and do not store them.
 template <int W, int TENSORS> struct Fp32 {
     static constexpr int THREADS = W <= 128 ? 256 : 128, FIXED = THREADS / WARP * ROWS_PER_WARP,
-        DIMS = (W + WARP - 1) / WARP;
+                         DIMS = (W + WARP - 1) / WARP;
     static constexpr int ROW = W + 4;  // 16-byte reads of eight neighbouring rows meet no bank conflict
     static constexpr int FIXED_TILE = FIXED * ROW, STREAMED_TILE = WARP * ROW,
-        BYTES = (TENSORS * FIXED_TILE + 2 * STREAMED_TILE) * (int)sizeof(float);
+                         BYTES = (TENSORS * FIXED_TILE + 2 * STREAMED_TILE) * (int)sizeof(float);
     static_assert(BYTES <= 99 * 1024, "a block has no more on sm_86, 89 and 120");
     typedef float Sums[ROWS_PER_WARP][DIMS];
 
     // Rows first, ... of a head.
-    template <int ROWS> __device__ static void load(float *tile, const AttentionProblem &a, const float *head,
-        int stride, int first) {
+    template <int ROWS>
+    __device__ static void load(float *tile, const AttentionProblem &a, const float *head, int stride, int first) {
         for (int i = threadIdx.x; i < ROWS * W / 4; i += THREADS) {
             const int row = i / (W / 4), column = i % (W / 4) * 4;
             const bool valid = first + row < a.T && column < a.HD;
-            *(float4 *)(tile + row * ROW + column) = valid ?
-                *(const float4 *)(head + (unsigned)((first + row) * stride + column)) : float4{0, 0, 0, 0};
+            *(float4 *)(tile + row * ROW + column) =
+                valid ? *(const float4 *)(head + (unsigned)((first + row) * stride + column)) : float4{0, 0, 0, 0};
         }
     }
     // The next two streamed tiles, when all warps have left those before.
     __device__ static void stream(float *tiles, const AttentionProblem &a, const float *x, int x_stride, const float *y,
-        int y_stride, int first) {
+                                  int y_stride, int first) {
         __syncthreads();
         load<WARP>(tiles, a, x, x_stride, first);
         load<WARP>(tiles + STREAMED_TILE, a, y, y_stride, first);
@@ -81,12 +81,12 @@ template <int W, int TENSORS> struct Fp32 {
     }
 };
 
-template <int W> __global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2)
-attention_forward_fp32(const AttentionLaunch<float> a) {
+template <int W>
+__global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2) attention_forward_fp32(const AttentionLaunch<float> a) {
     typedef Fp32<W, 1> S;
     extern __shared__ int4 attention_shared[];
     float *const q_tile = (float *)attention_shared, *const k_tile = q_tile + S::FIXED_TILE,
-        *const v_tile = k_tile + S::STREAMED_TILE;
+                 *const v_tile = k_tile + S::STREAMED_TILE;
     const AttentionPiece piece = a.piece(blockIdx.x);
     const float *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
     const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
@@ -121,15 +121,15 @@ attention_forward_fp32(const AttentionLaunch<float> a) {
     S::store(a, a.out + a.out_head(piece.b, piece.h), a.out_row(), row0, o);
 }
 
-template <int W> __global__ void __launch_bounds__(Fp32<W, 2>::THREADS)
-attention_backward_q_fp32(const AttentionLaunch<float> a) {
+template <int W>
+__global__ void __launch_bounds__(Fp32<W, 2>::THREADS) attention_backward_q_fp32(const AttentionLaunch<float> a) {
     typedef Fp32<W, 2> S;
     extern __shared__ int4 attention_shared[];
     float *const q_tile = (float *)attention_shared, *const do_tile = q_tile + S::FIXED_TILE,
-        *const k_tile = do_tile + S::FIXED_TILE, *const v_tile = k_tile + S::STREAMED_TILE;
+                 *const k_tile = do_tile + S::FIXED_TILE, *const v_tile = k_tile + S::STREAMED_TILE;
     const AttentionPiece piece = a.piece(blockIdx.x);
     const size_t q_head = a.qkv_head(piece.b, piece.h), out_head = a.out_head(piece.b, piece.h),
-        numbers = (size_t)piece.head * a.T;
+                 numbers = (size_t)piece.head * a.T;
     const float *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
     const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
     const int lane = threadIdx.x % WARP, end = key_tiles<WARP>(a, block_row, S::FIXED) * WARP;
@@ -143,7 +143,7 @@ attention_backward_q_fp32(const AttentionLaunch<float> a) {
         d[r] = row_lse[r] = 0;
         for (int c = lane; c < a.HD && valid; c += WARP)
             d[r] = fmaf(do_tile[(row0 - block_row + r) * S::ROW + c],
-                a.out[out_head + (size_t)(row0 + r) * a.out_row() + c], d[r]);
+                        a.out[out_head + (size_t)(row0 + r) * a.out_row() + c], d[r]);
         d[r] = warp_reduce<Sum>(d[r]);
         if (valid) row_lse[r] = a.lse[numbers + row0 + r];
         if (valid && lane == 0) a.D[numbers + row0 + r] = d[r];
@@ -161,15 +161,15 @@ attention_backward_q_fp32(const AttentionLaunch<float> a) {
     S::store(a, a.dqkv + q_head, a.qkv_row(), row0, dq);
 }
 
-template <int W> __global__ void __launch_bounds__(Fp32<W, 2>::THREADS, 1)
-attention_backward_kv_fp32(const AttentionLaunch<float> a) {
+template <int W>
+__global__ void __launch_bounds__(Fp32<W, 2>::THREADS, 1) attention_backward_kv_fp32(const AttentionLaunch<float> a) {
     typedef Fp32<W, 2> S;
     extern __shared__ int4 attention_shared[];
     float *const k_tile = (float *)attention_shared, *const v_tile = k_tile + S::FIXED_TILE,
-        *const q_tile = v_tile + S::FIXED_TILE, *const do_tile = q_tile + S::STREAMED_TILE;
+                 *const q_tile = v_tile + S::FIXED_TILE, *const do_tile = q_tile + S::STREAMED_TILE;
     const AttentionPiece piece = a.piece(blockIdx.x);
     const int ratio = a.NH / a.NKV, block_row = piece.tile * S::FIXED,
-        row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP, lane = threadIdx.x % WARP;
+              row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP, lane = threadIdx.x % WARP;
     const size_t k_head = a.qkv_head(piece.b, a.NH + piece.h), v_head = k_head + a.NKV * a.HD;
     S::template load<S::FIXED>(k_tile, a, a.qkv + k_head, a.qkv_row(), block_row);
     S::template load<S::FIXED>(v_tile, a, a.qkv + v_head, a.qkv_row(), block_row);
@@ -177,7 +177,7 @@ attention_backward_kv_fp32(const AttentionLaunch<float> a) {
     for (int h = piece.h * ratio; h < (piece.h + 1) * ratio; h++)
         for (int query0 = first_query(block_row); query0 < a.T; query0 += WARP) {
             S::stream(q_tile, a, a.qkv + a.qkv_head(piece.b, h), a.qkv_row(), a.dout + a.out_head(piece.b, h),
-                a.out_row(), query0);
+                      a.out_row(), query0);
             const bool valid = query0 + lane < a.T;
             const size_t row = ((size_t)piece.b * a.NH + h) * a.T + query0 + lane;
             const float l = valid ? a.lse[row] : 0, d = valid ? a.D[row] : 0;

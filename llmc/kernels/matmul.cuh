@@ -27,12 +27,12 @@
 #include "activation_policy.cuh"
 #include "bias.cuh"
 #include "matmul_problem.cuh"
-#include "rand.h"
+#include "../rand.h"
 
 enum {
     MATMUL_WORKSPACE_BYTES = 32 << 20,
     MATMUL_ALIGNMENT = 16,
-    MATMUL_VENDOR = 16,     // candidates of cuBLASLt's
+    MATMUL_VENDOR = 16,  // candidates of cuBLASLt's
     MATMUL_CANDIDATES = 24,
     MATMUL_FUSION_ROWS = 4096  // from here on activations in the matmul are faster
 };
@@ -51,7 +51,7 @@ typedef struct {
     MatmulCandidate vendor;  // the same or, where our kernel is in use, the best of cuBLASLt's, which can accumulate
     int tuned;
     int found, identical, chosen;  // candidates: offered, bitwise identical to the first, index of the one in use
-    float ms, first_ms;                   // the chosen one and candidate 0
+    float ms, first_ms;            // the chosen one and candidate 0
 } MatmulPlan;
 typedef struct Matmul {
     cublasLtHandle_t handle;
@@ -151,8 +151,8 @@ static inline int matmul_vendor_candidates(const Matmul *mm, const MatmulPlan *p
     cublasLtMatmulHeuristicResult_t results[MATMUL_VENDOR], part;
     int found = 0, count = 0;
     cublasCheck(cublasLtMatmulPreferenceCreate(&preference));
-    #define matmulPrefer(name, value) cublasCheck( \
-        cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value)))
+    #define matmulPrefer(name, value) \
+    cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value)))
     matmulPrefer(MAX_WORKSPACE_BYTES, mm->workspace_bytes);
     matmulPrefer(REDUCTION_SCHEME_MASK, reductions);
     matmulPrefer(MIN_ALIGNMENT_A_BYTES, alignment);
@@ -362,11 +362,16 @@ static inline void matmul_report(const Matmul *mm, FILE *f) {
         const MatmulProblem *q = &p->problem;
         fprintf(f, "  %d rows, %d to %d, %s%s%s: ", q->rows, q->in, q->out, forms[q->form],
                 p->with_bias ? ", bias" : "", epilogues[q->epilogue]);
-        if (p->use.own) fprintf(f, "own kernel, %d columns, clusters of %d", p->use.own->columns, p->use.own->cluster);
+        if (p->use.own)
+            fprintf(f, "own kernel, %d columns, clusters of %d", p->use.own->columns, p->use.own->cluster);
         else {
-            static const struct { const char *name; cublasLtMatmulAlgoConfigAttributes_t attribute; } shown[] = {
-                {"cuBLASLt algorithm", CUBLASLT_ALGO_CONFIG_ID}, {" tile", CUBLASLT_ALGO_CONFIG_TILE_ID},
-                {" stages", CUBLASLT_ALGO_CONFIG_STAGES_ID}, {" split", CUBLASLT_ALGO_CONFIG_SPLITK_NUM}};
+            static const struct {
+                const char *name;
+                cublasLtMatmulAlgoConfigAttributes_t attribute;
+            } shown[] = {{"cuBLASLt algorithm", CUBLASLT_ALGO_CONFIG_ID},
+                         {" tile", CUBLASLT_ALGO_CONFIG_TILE_ID},
+                         {" stages", CUBLASLT_ALGO_CONFIG_STAGES_ID},
+                         {" split", CUBLASLT_ALGO_CONFIG_SPLITK_NUM}};
             for (const auto &s : shown) {
                 int value = 0;
                 size_t written;

@@ -20,12 +20,12 @@ enum { MMA_THREADS = 128 };  // 4 warps; two blocks per SM overlap each other's 
 // read from shared memory once.
 template <int W_, int TENSORS, int MT_, int STREAMED_, bool IN_REGISTERS_> struct MmaShape {
     static constexpr int W = W_, MT = MT_, THREADS = MMA_THREADS, FIXED = MMA_THREADS / WARP * 16 * MT,
-        STREAMED = STREAMED_;
+                         STREAMED = STREAMED_;
     static constexpr bool IN_REGISTERS = IN_REGISTERS_;
     // Tiles in shared memory have rows of W + 8 elements: an odd number of 16-byte pieces, so that the eight rows of an
     // 8x8 matrix lie in different banks, and every address is one register plus a constant.
     static constexpr int ROW = (W + 8) * (int)sizeof(bf16), FIXED_TILE = FIXED * ROW, STREAMED_TILE = STREAMED * ROW,
-        STAGE = 2 * STREAMED_TILE;
+                         STAGE = 2 * STREAMED_TILE;
     static constexpr int BYTES = TENSORS * FIXED_TILE + 2 * STAGE;
     static_assert(BYTES <= 99 * 1024, "a block has no more on sm_86, 89 and 120");
     // The 16 bytes behind each row of the first tile hold four floats for backward: D of the fixed rows, or lse and D
@@ -39,13 +39,13 @@ template <int W_, int TENSORS, int MT_, int STREAMED_, bool IN_REGISTERS_> struc
 template <int W, typename Narrow, typename Middle, typename Wide>
 using ShapeFor = std::conditional_t<W <= 64, Narrow, std::conditional_t<W <= 128, Middle, Wide>>;
 template <int W>
-using ForwardShape = 
+using ForwardShape =
     ShapeFor<W, MmaShape<W, 1, 2, 64, true>, MmaShape<W, 1, 2, 32, false>, MmaShape<W, 1, 1, 32, false>>;
 template <int W>
-using BackwardQShape = 
+using BackwardQShape =
     ShapeFor<W, MmaShape<W, 2, 2, 64, true>, MmaShape<W, 2, 1, 32, true>, MmaShape<W, 2, 1, 16, false>>;
 template <int W>
-using BackwardKVShape = 
+using BackwardKVShape =
     ShapeFor<W, MmaShape<W, 2, 2, 32, false>, MmaShape<W, 2, 1, 32, true>, MmaShape<W, 2, 1, 16, false>>;
 // dK and dV of wide heads do not fit into the registers of a block: as many blocks compute W / KV_PARTS columns each.
 template <int W> constexpr int KV_PARTS = W <= 128 ? 1 : 2;
@@ -65,7 +65,7 @@ template <typename S> struct TileCopy {
         for (int i = 0; i < (ROWS + PASS - 1) / PASS; i++)
             if (ROWS % PASS == 0 || row + i * PASS < ROWS)
                 copy_async_16(tile + to + i * PASS * S::ROW, mine + (unsigned)(i * PASS * stride),
-                    first + row + i * PASS < end);
+                              first + row + i * PASS < end);
     }
     // The j-th streamed tile of both, into its stage.
     __device__ void keys_and_values(unsigned stages, const bf16 *k, const bf16 *v, int j) const {
@@ -100,14 +100,15 @@ template <typename S> struct OwnRows {
         if constexpr (S::IN_REGISTERS)
             #pragma unroll
             for (int i = 0; i < 4; i++) a[i] = r[m][k][i];
-        else ldmatrix(a, place + m * 16 * S::ROW + k * 32);
+        else
+            ldmatrix(a, place + m * 16 * S::ROW + k * 32);
     }
 };
 
 // c(16*MT, 8*NT) = start + A B^T, both with W along their rows; B: 8*NT rows of a tile. tile: with lane_place_second;
 // start(m, n, i): the element's.
-template <typename S, int MT, int NT, typename Start> __device__ inline void product_abt(float (&c)[MT][NT][4],
-    const OwnRows<S> &rows, unsigned tile, Start start) {
+template <typename S, int MT, int NT, typename Start>
+__device__ inline void product_abt(float (&c)[MT][NT][4], const OwnRows<S> &rows, unsigned tile, Start start) {
     each_element(c, [&](float &x, int m, int n, int i) { x = start(m, n, i); });
     #pragma unroll
     for (int k = 0; k < S::W / 16; k++) {
@@ -129,12 +130,11 @@ template <typename S, int MT, int NT, typename Start> __device__ inline void pro
 
 // c(16*MT, 8*ND) += P Y; Y: 8*NT rows of a tile. The accumulators P(16*MT, 8*NT), rounded to bf16, are the operand:
 // column pairs of two neighbouring 8-wide tiles.
-template <typename S, int MT, int NT, int ND> __device__ inline void product_ab(float (&c)[MT][ND][4],
-    const float (&P)[MT][NT][4], unsigned tile) {
+template <typename S, int MT, int NT, int ND>
+__device__ inline void product_ab(float (&c)[MT][ND][4], const float (&P)[MT][NT][4], unsigned tile) {
     unsigned a[MT][NT / 2][4];
-    each_pair<MT, NT>([&](int m, int n, int r) {
-        a[m][n / 2][n % 2 * 2 + r] = pack_bf16(P[m][n][2 * r], P[m][n][2 * r + 1]);
-    });
+    each_pair<MT, NT>(
+        [&](int m, int n, int r) { a[m][n / 2][n % 2 * 2 + r] = pack_bf16(P[m][n][2 * r], P[m][n][2 * r + 1]); });
     #pragma unroll
     for (int k = 0; k < NT / 2; k++)
         #pragma unroll
@@ -152,11 +152,11 @@ template <typename S, int MT, int NT, int ND> __device__ inline void product_ab(
 // A block's shared memory and its warp's place in it: the fixed tiles, then two stages of streamed tiles.
 template <typename S> struct MmaBlock {
     char *const shared;
-    const unsigned tiles, stages;                     // addresses
+    const unsigned tiles, stages;                                                 // addresses
     const int lane = threadIdx.x % WARP, mine = threadIdx.x / WARP * 16 * S::MT;  // mine: the warp's first fixed row
     const unsigned place = lane_place<S>(), second = lane_place_second<S>();
-    __device__ MmaBlock(int4 *memory, int tensors) : shared((char *)memory), tiles(shared_address(memory)),
-        stages(tiles + tensors * S::FIXED_TILE) {}
+    __device__ MmaBlock(int4 *memory, int tensors)
+        : shared((char *)memory), tiles(shared_address(memory)), stages(tiles + tensors * S::FIXED_TILE) {}
     __device__ OwnRows<S> own_rows(int tensor) const {
         return OwnRows<S>(tiles + tensor * S::FIXED_TILE + place + mine * S::ROW);
     }
@@ -164,7 +164,7 @@ template <typename S> struct MmaBlock {
     // so that no other warp is waited for: global stores of 16 bytes.
     template <int ND, typename Scale>
     __device__ void store(bf16 *head, int stride, int first, int T, int columns, const float (&c)[S::MT][ND][4],
-        int tensor, Scale scale) const {
+                          int tensor, Scale scale) const {
         char *const tile = shared + tensor * S::FIXED_TILE + mine * S::ROW;
         __syncwarp();
         each_pair<S::MT, ND>([&](int m, int n, int r) {
@@ -185,8 +185,9 @@ template <typename S> struct MmaBlock {
 
 // Scores p become weights relative to row_max. Where a score exceeds that by more than SOFTMAX_SLACK it moves, and
 // row_sum and o with it; lanes that share a row (four) meet only then.
-template <int MT, int NT, int ND> __device__ inline void online_softmax(float (&p)[MT][NT][4], float (&o)[MT][ND][4],
-    float (&row_max)[MT][2], float (&row_sum)[MT][2], float scale2) {
+template <int MT, int NT, int ND>
+__device__ inline void online_softmax(float (&p)[MT][NT][4], float (&o)[MT][ND][4], float (&row_max)[MT][2],
+                                      float (&row_sum)[MT][2], float scale2) {
     float x[MT][2];
     bool moved = false;
     each_row<MT>([&](int m, int r) {
@@ -204,7 +205,10 @@ template <int MT, int NT, int ND> __device__ inline void online_softmax(float (&
             const float fade = exp2_approx((before - row_max[m][r]) * scale2);
             row_sum[m][r] *= fade;
             #pragma unroll
-            for (int n = 0; n < ND; n++) { o[m][n][2 * r] *= fade; o[m][n][2 * r + 1] *= fade; }
+            for (int n = 0; n < ND; n++) {
+                o[m][n][2 * r] *= fade;
+                o[m][n][2 * r + 1] *= fade;
+            }
         });
     each_row<MT>([&](int m, int r) {
         const float shift = row_max[m][r] * scale2;
@@ -217,8 +221,8 @@ template <int MT, int NT, int ND> __device__ inline void online_softmax(float (&
     });
 }
 
-template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2)
-attention_forward_bf16(const AttentionLaunch<bf16> a) {
+template <int W>
+__global__ void __launch_bounds__(MMA_THREADS, 2) attention_forward_bf16(const AttentionLaunch<bf16> a) {
     typedef ForwardShape<W> S;
     constexpr int MT = S::MT, NT = S::STREAMED / 8;
     extern __shared__ int4 attention_shared[];
@@ -237,7 +241,10 @@ attention_forward_bf16(const AttentionLaunch<bf16> a) {
 
     // Keys come in rising order: the first tile holds key 0, which every row sees, so the maximum is finite ever after.
     float o[MT][W / 8][4] = {}, row_max[MT][2], row_sum[MT][2];
-    each_row<MT>([&](int m, int r) { row_max[m][r] = -INFINITY; row_sum[m][r] = 0; });
+    each_row<MT>([&](int m, int r) {
+        row_max[m][r] = -INFINITY;
+        row_sum[m][r] = 0;
+    });
     for (int j = 0; j < tiles; j++) {
         copy_async_wait<0>();
         __syncthreads();  // tile j has arrived for all warps, and all have left the stage that is filled next
@@ -254,18 +261,18 @@ attention_forward_bf16(const AttentionLaunch<bf16> a) {
 
     each_row<MT>([&](int m, int r) {  // row_sum becomes what the row is multiplied with
         const int row = row0 + m * 16 + r * 8 + block.lane / 4;
-        row_sum[m][r] = finish_row(a.lse + (size_t)piece.head * a.T + row, row_max[m][r], row_sum[m][r], a.scale,
-            row < a.T);
+        row_sum[m][r] =
+            finish_row(a.lse + (size_t)piece.head * a.T + row, row_max[m][r], row_sum[m][r], a.scale, row < a.T);
     });
     block.store(a.out + a.out_head(piece.b, piece.h), a.out_row(), row0, a.T, a.HD, o, 0,
-        [&](int m, int r) { return row_sum[m][r]; });
+                [&](int m, int r) { return row_sum[m][r]; });
 }
 
 // ---- bf16 backward
 
 // dQ of one query tile; writes D for the other kernel on its way.
-template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2)
-attention_backward_q_bf16(const AttentionLaunch<bf16> a) {
+template <int W>
+__global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_q_bf16(const AttentionLaunch<bf16> a) {
     typedef BackwardQShape<W> S;
     // the streamed tile is worked off 32 keys at a time
     constexpr int MT = S::MT, NT = S::STREAMED < 32 ? S::STREAMED / 8 : 4;
@@ -295,7 +302,7 @@ attention_backward_q_bf16(const AttentionLaunch<bf16> a) {
         float sum = 0;
         for (int i = 0; i < W; i += 8) {
             const Vec<bf16> x = vec_load((const bf16 *)(rows + S::FIXED_TILE) + i),
-                y = vec_load((const bf16 *)(rows + OUT) + i);
+                            y = vec_load((const bf16 *)(rows + OUT) + i);
             #pragma unroll
             for (int k = 0; k < 8; k++) sum += (float)x[k] * (float)y[k];
         }
@@ -324,7 +331,7 @@ attention_backward_q_bf16(const AttentionLaunch<bf16> a) {
             float p[MT][NT][4], ds[MT][NT][4];
             product_abt<S>(p, q, k_part + block.second, [](int, int, int) { return 0.0f; });
             product_abt<S>(ds, d_o, k_part + block.second + S::STREAMED_TILE,
-                [&](int m, int, int i) { return d[m][i / 2]; });
+                           [&](int m, int, int i) { return d[m][i / 2]; });
             if (key0 + 8 * NT - 1 > row0) mask_scores<true>(p, row0, key0);
             each_element(ds, [&](float &x, int m, int n, int i) {
                 x *= exp2_approx(fmaf(p[m][n][i], a.scale2, -lse2[m][i / 2]));
@@ -337,8 +344,8 @@ attention_backward_q_bf16(const AttentionLaunch<bf16> a) {
 
 // dK and dV of one key tile: S and dP are computed transposed (keys along the rows), so that P^T and dS^T are operands
 // as they are.
-template <int W> __global__ void __launch_bounds__(MMA_THREADS, 2)
-attention_backward_kv_bf16(const AttentionLaunch<bf16> a) {
+template <int W>
+__global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_kv_bf16(const AttentionLaunch<bf16> a) {
     typedef BackwardKVShape<W> S;
     constexpr int MT = S::MT, NT = S::STREAMED / 8, PARTS = KV_PARTS<W>, COLUMNS = W / PARTS;
     extern __shared__ int4 attention_shared[];
@@ -362,7 +369,7 @@ attention_backward_kv_bf16(const AttentionLaunch<bf16> a) {
         if (threadIdx.x < 2 * S::STREAMED) {
             const int number = query + threadIdx.x % S::STREAMED;
             copy_async_4(block.tiles + S::number(threadIdx.x) + stage * (S::STREAMED / 2 * S::ROW),
-                (threadIdx.x < S::STREAMED ? a.lse : a.D) + (row + number), number < a.T);
+                         (threadIdx.x < S::STREAMED ? a.lse : a.D) + (row + number), number < a.T);
         }
         copy_async_commit();
     };
@@ -381,7 +388,11 @@ attention_backward_kv_bf16(const AttentionLaunch<bf16> a) {
         copy_async_wait<0>();
         __syncthreads();
         query += S::STREAMED;
-        if (query >= a.T) { query = first; row += a.T; column += a.HD; }
+        if (query >= a.T) {
+            query = first;
+            row += a.T;
+            column += a.HD;
+        }
         if (j + 1 < tiles) load((j + 1) % 2);
         if (query0 + S::STREAMED - 1 < row0) continue;  // these queries see none of the warp's keys
         const unsigned q_tile = block.stages + j % 2 * S::STAGE;
@@ -394,7 +405,7 @@ attention_backward_kv_bf16(const AttentionLaunch<bf16> a) {
         for (int n = 0; n < NT; n++) d[n] = pair(NT + n);
         product_abt<S>(p, k, q_tile + block.second, [](int, int, int) { return 0.0f; });
         product_abt<S>(ds, v, q_tile + block.second + S::STREAMED_TILE,
-            [&](int, int n, int i) { return i % 2 ? -d[n].y : -d[n].x; });
+                       [&](int, int n, int i) { return i % 2 ? -d[n].y : -d[n].x; });
         if (query0 < row0 + 16 * MT - 1) mask_scores<false>(p, row0, query0);
         each_element(ds, [&](float &x, int m, int n, int i) {
             const float2 l = pair(n);
@@ -405,9 +416,9 @@ attention_backward_kv_bf16(const AttentionLaunch<bf16> a) {
         product_ab<S>(dk, ds, q_tile + block.place + column0 * 2);
     }
     block.store(a.dqkv + k_head + column0, a.qkv_row(), row0, a.T, a.HD - column0, dk, 0,
-        [&](int, int) { return a.scale; });
+                [&](int, int) { return a.scale; });
     block.store(a.dqkv + v_head + column0, a.qkv_row(), row0, a.T, a.HD - column0, dv, 1,
-        [](int, int) { return 1.0f; });
+                [](int, int) { return 1.0f; });
 }
 
 #endif

@@ -7,16 +7,16 @@
 #ifndef LLMC_BIAS_CUH
 #define LLMC_BIAS_CUH
 
-#include "cuda_common.cuh"
+#include "../cuda/common.cuh"
 
 enum { BIAS_THREADS = 256, BIAS_WARPS = BIAS_THREADS / WARP, BIAS_COLUMNS = WARP * VecX::size, BIAS_BLOCKS = 512 };
 
 // partial (slices, OC). Block (column group, slice): a warp reads a row's BIAS_COLUMNS at a time, the warps take turns.
 static __global__ void __launch_bounds__(BIAS_THREADS, 4)
-bias_partial_kernel(float *partial, const floatX *dout, int N, int OC, int slice_rows) {
+    bias_partial_kernel(float *partial, const floatX *dout, int N, int OC, int slice_rows) {
     __shared__ float shared[BIAS_WARPS][BIAS_COLUMNS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = blockIdx.x * BIAS_COLUMNS,
-        column = first + lane * VecX::size;
+              column = first + lane * VecX::size;
     const int begin = blockIdx.y * slice_rows, end = min(N, begin + slice_rows);
     float sum[VecX::size] = {};
     if (column < OC) {
@@ -37,8 +37,8 @@ bias_partial_kernel(float *partial, const floatX *dout, int N, int OC, int slice
     const int mine = first + lane * VecX::size + warp;  // k of the element at shared[..][k * WARP + lane]
     if (mine < OC) partial[(size_t)blockIdx.y * OC + mine] = total;
 }
-static __global__ void __launch_bounds__(WARP * WARP)
-bias_finish_kernel(floatX *dbias, const float *partial, int slices, int OC, int accumulate) {
+static __global__ void __launch_bounds__(WARP *WARP)
+    bias_finish_kernel(floatX *dbias, const float *partial, int slices, int OC, int accumulate) {
     __shared__ float shared[WARP][WARP + 1];
     const int column = blockIdx.x * WARP + threadIdx.x;
     float sum = 0;
@@ -51,9 +51,9 @@ bias_finish_kernel(floatX *dbias, const float *partial, int slices, int OC, int 
     if (threadIdx.x == 0 && mine < OC) dbias[mine] = (floatX)(sum + (accumulate ? (float)dbias[mine] : 0.0f));
 }
 static inline void bias_finish(floatX *dbias, const float *partial, int slices, int OC, int accumulate,
-    cudaStream_t stream) {
-    bias_finish_kernel<<<(unsigned)ceil_div((size_t)OC, WARP), dim3(WARP, WARP), 0,
-        stream>>>(dbias, partial, slices, OC, accumulate);
+                               cudaStream_t stream) {
+    bias_finish_kernel<<<(unsigned)ceil_div((size_t)OC, WARP), dim3(WARP, WARP), 0, stream>>>(dbias, partial, slices,
+                                                                                              OC, accumulate);
     launchCheck();
 }
 // About BIAS_BLOCKS blocks in all, whatever the GPU, so that the order of the sum is the same everywhere.
@@ -65,17 +65,17 @@ static inline size_t bias_backward_scratch_bytes(int OC) {
 // partial (bias_slices(OC), OC): column sums of slices of dout's rows (N,OC), for bias_finish
 static inline void bias_partial(float *partial, const floatX *dout, int N, int OC, cudaStream_t stream) {
     require(OC % VecX::size == 0 && ((uintptr_t)dout | (uintptr_t)partial) % 16 == 0,
-        "bias gradient over %d columns\nuse a multiple of %d, and buffers from memory_request", OC, VecX::size);
+            "bias gradient over %d columns\nuse a multiple of %d, and buffers from memory_request", OC, VecX::size);
     const int slices = bias_slices(OC);
     const dim3 blocks((unsigned)ceil_div((size_t)OC, BIAS_COLUMNS), (unsigned)slices);
-    bias_partial_kernel<<<blocks, BIAS_THREADS, 0,
-        stream>>>(partial, dout, N, OC, (int)ceil_div((size_t)N, (size_t)slices));
+    bias_partial_kernel<<<blocks, BIAS_THREADS, 0, stream>>>(partial, dout, N, OC,
+                                                             (int)ceil_div((size_t)N, (size_t)slices));
     launchCheck();
     timing_lap("bias gradient", 0, (double)N * OC * sizeof(floatX), stream);
 }
 // dbias (OC) = or (accumulate) += column sums of dout (N,OC)
 static inline void bias_backward(floatX *dbias, const floatX *dout, int N, int OC, int accumulate, void *scratch,
-    cudaStream_t stream) {
+                                 cudaStream_t stream) {
     bias_partial((float *)scratch, dout, N, OC, stream);
     bias_finish(dbias, (const float *)scratch, bias_slices(OC), OC, accumulate, stream);
 }

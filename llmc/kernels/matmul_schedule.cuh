@@ -4,7 +4,7 @@
 #ifndef LLMC_MATMUL_SCHEDULE_CUH
 #define LLMC_MATMUL_SCHEDULE_CUH
 
-#include "cuda_common.cuh"
+#include "../cuda/common.cuh"
 
 struct MatmulSchedule {
     int row_tiles, column_tiles, group;  // a row tile is that of a whole cluster; row tiles of a group

@@ -11,7 +11,7 @@
 #ifndef LLMC_MEMORY_CUH
 #define LLMC_MEMORY_CUH
 
-#include "cuda_common.cuh"
+#include "common.cuh"
 
 enum MemoryKind { MEMORY_DEVICE, MEMORY_PINNED, MEMORY_ALIAS };
 typedef struct {

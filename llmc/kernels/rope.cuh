@@ -11,14 +11,15 @@
 #ifndef LLMC_ROPE_CUH
 #define LLMC_ROPE_CUH
 
-#include "cuda_common.cuh"
+#include "../cuda/common.cuh"
 
 enum { ROPE_THREADS = 256 };
 template <int N> struct alignas(N * sizeof(floatX)) RopeVector { floatX x[N]; };
 
 // blockDim (HD/2 / N, heads at a time); sign is -1 for backward
-template <int N> __global__ void __launch_bounds__(ROPE_THREADS)
-rope_kernel(floatX *qkv, const float *cos_sin, int T, int heads, int HD, int row, float sign) {
+template <int N>
+__global__ void __launch_bounds__(ROPE_THREADS)
+    rope_kernel(floatX *qkv, const float *cos_sin, int T, int heads, int HD, int row, float sign) {
     typedef RopeVector<N> Vector;
     const int half = HD / 2, i = threadIdx.x * N, t = (int)(blockIdx.x % (unsigned)T);
     float c[N], s[N];
@@ -26,7 +27,10 @@ rope_kernel(floatX *qkv, const float *cos_sin, int T, int heads, int HD, int row
     #pragma unroll
     for (int k = 0; k < N; k += 2) {  // (cos, sin, cos, sin)
         const float4 f = __ldg(table + k / 2);
-        c[k] = f.x; s[k] = f.y * sign; c[k + 1] = f.z; s[k + 1] = f.w * sign;
+        c[k] = f.x;
+        s[k] = f.y * sign;
+        c[k + 1] = f.z;
+        s[k + 1] = f.w * sign;
     }
     floatX *token = qkv + (size_t)blockIdx.x * row + i;
     for (int h = threadIdx.y; h < heads; h += blockDim.y) {
@@ -45,15 +49,15 @@ rope_kernel(floatX *qkv, const float *cos_sin, int T, int heads, int HD, int row
 }
 
 static inline void rope_launch(floatX *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD, float sign,
-    cudaStream_t stream) {
+                               cudaStream_t stream) {
     const bool whole = HD / 2 % VecX::size == 0;
     const int lanes = HD / 2 / (whole ? VecX::size : 4), heads = NH + NKV;  // q heads and k heads are neighbours
     require(HD % 8 == 0 && lanes <= ROPE_THREADS,
-        "rotary embedding needs a head dimension that is a multiple of 8, not %d\nchange heads=", HD);
+            "rotary embedding needs a head dimension that is a multiple of 8, not %d\nchange heads=", HD);
     require(((uintptr_t)qkv | (uintptr_t)cos_sin) % 16 == 0,
-        "rope's buffers do not begin on 16 bytes\nallocate them with memory_request");
+            "rope's buffers do not begin on 16 bytes\nallocate them with memory_request");
     require((size_t)B * (size_t)T < (1u << 31),
-        "%d x %d tokens are too many for one launch\nuse a smaller --batch-size", B, T);
+            "%d x %d tokens are too many for one launch\nuse a smaller --batch-size", B, T);
     const int at_once = ROPE_THREADS / lanes, passes = (heads + at_once - 1) / at_once;
     const dim3 threads((unsigned)lanes, (unsigned)((heads + passes - 1) / passes));  // every pass as full as the others
     const auto kernel = whole ? rope_kernel<VecX::size> : rope_kernel<4>;
@@ -64,11 +68,11 @@ static inline void rope_launch(floatX *qkv, const float *cos_sin, int B, int T, 
 
 // qkv (B,T,(NH+2*NKV)*HD), in place
 static inline void rope_forward(floatX *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD,
-    cudaStream_t stream) {
+                                cudaStream_t stream) {
     rope_launch(qkv, cos_sin, B, T, NH, NKV, HD, 1, stream);
 }
 static inline void rope_backward(floatX *dqkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD,
-    cudaStream_t stream) {
+                                 cudaStream_t stream) {
     rope_launch(dqkv, cos_sin, B, T, NH, NKV, HD, -1, stream);
 }
 

@@ -9,16 +9,15 @@
 
 #include "matmul_problem.cuh"
 #include "matmul_schedule.cuh"
-#include "tile.cuh"
+#include "../cuda/tile.cuh"
 
 // ---- what tile.cuh does not have: wide wgmma, multicast
 
 #define WGMMA_TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
-#define WGMMA_NINETY WGMMA_TEN() WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) WGMMA_TEN(6) \
-    WGMMA_TEN(7) WGMMA_TEN(8)
+#define WGMMA_NINETY \
+    WGMMA_TEN() WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) WGMMA_TEN(6) WGMMA_TEN(7) WGMMA_TEN(8)
 #define WGMMA_D192 "{" WGMMA_NINETY "%90,%91,%92,%93,%94,%95}"
-#define WGMMA_D256 \
-    "{" WGMMA_NINETY WGMMA_TEN(9) WGMMA_TEN(10) WGMMA_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127}"
+#define WGMMA_D256 "{" WGMMA_NINETY WGMMA_TEN(9) WGMMA_TEN(10) WGMMA_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127}"
 
 // tile.cuh's wgmma, both operands in shared memory, of 192 or 256 columns.
 template <int N, int MN_A, int MN_B>
@@ -44,8 +43,9 @@ __device__ inline void wgmma_wide(float (&d)[N / 2], unsigned long long a, unsig
 __device__ inline void box_load_all(unsigned to, const CUtensorMap *map, unsigned barrier, int column, int row,
                                     unsigned short blocks) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-                 " [%0], [%1, {%3, %4, %5, %4}], [%2], %6;"
-                 ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(0), "r"(row), "h"(blocks) : "memory");
+                 " [%0], [%1, {%3, %4, %5, %4}], [%2], %6;" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(column), "r"(0), "r"(row), "h"(blocks)
+                 : "memory");
 }
 
 // ---- the dtype's policy: elements of k in a stage, and the products of a quarter of it
@@ -107,8 +107,10 @@ __device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_
                 const int at = j / EACH * N + column + j % EACH * BOX_COLUMNS;
                 const unsigned to = b + j * BOX_BYTES;
                 const int x = S::MN_B ? at : k, y = S::MN_B ? k : at;
-                if constexpr (S::CLUSTER > 1) box_load_all(to, b_map, barrier, x, y, (1 << S::CLUSTER) - 1);
-                else box_load(to, b_map, barrier, x, 0, y, 0);
+                if constexpr (S::CLUSTER > 1)
+                    box_load_all(to, b_map, barrier, x, y, (1 << S::CLUSTER) - 1);
+                else
+                    box_load(to, b_map, barrier, x, 0, y, 0);
             }
         }
     }
@@ -132,8 +134,10 @@ template <typename S> struct MmaConsumer {
     // Every warp tells every block that fetches for it.
     __device__ void release() const {
         const int lane = threadIdx.x % WARP;
-        if constexpr (S::CLUSTER > 1) { if (lane < S::CLUSTER) cluster_arrive(empty_there + last); }
-        else if (lane == 0) mbarrier_arrive(empty + last);
+        if constexpr (S::CLUSTER > 1) {
+            if (lane < S::CLUSTER) cluster_arrive(empty_there + last);
+        } else if (lane == 0)
+            mbarrier_arrive(empty + last);
     }
     // A stage's products; those of the step before are then complete, and its stage is free.
     __device__ void step(bool first) {

@@ -13,7 +13,7 @@
 #ifndef LLMC_GRAPH_CUH
 #define LLMC_GRAPH_CUH
 
-#include "cuda_common.cuh"
+#include "common.cuh"
 
 typedef struct {
     cudaGraphExec_t exec;  // NULL: not captured yet

@@ -18,17 +18,21 @@
 #ifndef LLMC_ADAMW_CUH
 #define LLMC_ADAMW_CUH
 
-#include "bf16.h"
-#include "cuda_common.cuh"
+#include "../bf16.h"
+#include "../cuda/common.cuh"
 #include "global_norm.cuh"
-#include "rand.h"
+#include "../rand.h"
 
 enum { ADAM_CHUNK = 8192, ADAM_THREADS = 256 };  // most weights of a chunk; threads of its block
 
 // Weights [weight_offset, weight_offset + count), their states from state_offset on. rate, decay: factors of the
 // learning rate and of the weight decay. key: index of the first weight in the whole model, for the random numbers; its
 // neighbours follow. All offsets, key and count are multiples of 8.
-typedef struct { size_t weight_offset, state_offset, key; int count; float rate, decay; } AdamChunk;
+typedef struct {
+    size_t weight_offset, state_offset, key;
+    int count;
+    float rate, decay;
+} AdamChunk;
 
 // grad_scale is read from the device.
 typedef struct {
@@ -54,9 +58,9 @@ __device__ inline float adamw_step(float w, float &m, float &v, float grad, cons
 // S: what m and v are stored in
 template <bool MASTER, typename S>
 __global__ void __launch_bounds__(ADAM_THREADS)
-adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__restrict__ m, S *__restrict__ v,
-             const floatX *__restrict__ grads, const AdamChunk *__restrict__ chunks, AdamConstants a,
-             const StepScalars *__restrict__ step) {
+    adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__restrict__ m, S *__restrict__ v,
+                 const floatX *__restrict__ grads, const AdamChunk *__restrict__ chunks, AdamConstants a,
+                 const StepScalars *__restrict__ step) {
     if (step->verdict != STEP_APPLIED) return;
     a.grad_scale = step->grad_scale;
     constexpr bool random_bits = !MASTER || sizeof(S) < sizeof(float);
@@ -72,22 +76,27 @@ adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__rest
     master += MASTER ? chunk.state_offset : 0;
     m += chunk.state_offset;
     v += chunk.state_offset;
-    #pragma unroll (N == 4 ? 2 : 1)
+    #pragma unroll(N == 4 ? 2 : 1)
     for (int i = threadIdx.x * N; i + N <= chunk.count; i += ADAM_THREADS * N) {
         const VecW g = *(const VecW *)(grads + i);
         VecS mv = *(const VecS *)(m + i), vv = *(const VecS *)(v + i);
         VecF w;
         VecW x;
-        if (MASTER) w = *(const VecF *)(master + i);
-        else x = *(const VecW *)(weights + i);
+        if (MASTER)
+            w = *(const VecF *)(master + i);
+        else
+            x = *(const VecW *)(weights + i);
         const size_t index = chunk.key + (size_t)i;  // a multiple of N: the vector has one upper half
         const uint64_t key = random_bits ? rand_u64(a.seed, a.stream, index >> 32) : 0;
         for (int k = 0; k < N; k++) {
             const Rand3 r = random_bits ? rand_three(key, (uint32_t)index + k) : Rand3{0, 0, 0};
             float mk = (float)mv.v[k], vk = (float)vv.v[k];
             float wk = adamw_step(MASTER ? w.v[k] : (float)x.v[k], mk, vk, (float)g.v[k], a, weight_decay);
-            if (MASTER) { w.v[k] = wk; x.v[k] = (floatX)wk; }
-            else adamw_round(&x.v[k], wk, r.a);
+            if (MASTER) {
+                w.v[k] = wk;
+                x.v[k] = (floatX)wk;
+            } else
+                adamw_round(&x.v[k], wk, r.a);
             adamw_round(&mv.v[k], mk, r.b);
             adamw_round(&vv.v[k], vk, r.c);
         }
@@ -110,8 +119,8 @@ static inline void adamw_update(floatX *weights, float *master, S *m, S *v, cons
     if (num_chunks == 0) return;  // a rank may own nothing
     const float correction1 = (float)(1 / (1 - pow((double)p->beta1, p->step)));
     const float correction2 = (float)(1 / (1 - pow((double)p->beta2, p->step)));
-    const AdamConstants a = {p->lr, p->beta1, p->beta2, p->eps, p->weight_decay, 1, correction1, correction2,
-                             seed, rand_stream(RAND_ROUND, (uint64_t)p->step)};
+    const AdamConstants a = {p->lr, p->beta1,    p->beta2,    p->eps, p->weight_decay,
+                             1,     correction1, correction2, seed,   rand_stream(RAND_ROUND, (uint64_t)p->step)};
     const auto kernel = master ? adamw_kernel<true, S> : adamw_kernel<false, S>;
     kernel<<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a, scalars);
     launchCheck();

@@ -51,8 +51,8 @@ struct HopperMaps { CUtensorMap qkv, out /*in backward dout*/, dqkv; };  // as T
 struct HopperLaunch : AttentionLaunch<bf16> {
     // Where the column sums of 64 rows of a head of dqkv go: (B ceil(T/64), (NH + 2 NKV) HD). NULL: nowhere.
     template <int HD> __device__ float *sums_of(int head, int row, int b) const {
-        return column_sums ? column_sums + ((size_t)b * ((T + 63) / 64) + row / 64) * ((NH + 2 * NKV) * HD) +
-            head * HD : NULL;
+        return column_sums ? column_sums + ((size_t)b * ((T + 63) / 64) + row / 64) * ((NH + 2 * NKV) * HD) + head * HD
+                           : NULL;
     }
     // Query tiles are counted from the end of the sequence, rounded up to 64, so that if one is not full it is the
     // first and cheapest: rows before 0 do not exist.
@@ -68,7 +68,7 @@ struct HopperLaunch : AttentionLaunch<bf16> {
 };
 
 template <typename S> struct HopperBlock {
-    unsigned own, second;  // tiles of the piece's two tensors, or of one and the result
+    unsigned own, second;       // tiles of the piece's two tensors, or of one and the result
     unsigned a_tiles, b_tiles;  // streamed
     Ring<2> own_ring;
     Ring<S::A_STAGES> a_ring;
@@ -80,7 +80,7 @@ template <typename S> struct HopperBlock {
     // complete.
     __device__ HopperBlock(unsigned barriers, AttentionPiece *pieces, int releases, int fills)
         : own_ring(barriers), a_ring(barriers + 8 * ring_barriers<2>),
-            b_ring(a_ring.full + 8 * ring_barriers<S::A_STAGES>), pieces(pieces) {
+          b_ring(a_ring.full + 8 * ring_barriers<S::A_STAGES>), pieces(pieces) {
         extern __shared__ int4 attention_shared[];
         own = (shared_address_once(attention_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT;
         b_tiles = own + (S::BYTES - TILE_ALIGNMENT) - S::B_STAGES * S::TILE_BYTES;
@@ -129,7 +129,7 @@ template <typename S> struct HopperBlock {
     // filled.
     template <bool FROM_DIAGONAL>
     __device__ unsigned stream_keys(const HopperLaunch &a, const CUtensorMap *qkv_map, const AttentionPiece &piece,
-        int row, unsigned &use) const {
+                                    int row, unsigned &use) const {
         const int kv = a.keys_of(piece.h), n = key_tiles<S::TILE>(a, row, S::ROWS);
         unsigned ticket;
         for (int step = 0; step < n; step++, use++) {
@@ -137,14 +137,20 @@ template <typename S> struct HopperBlock {
             if (step == max(n - S::A_STAGES, 0)) ticket = a.draw();
             tile_fetch<S::TILE, S::HD>(a_tile(use), qkv_map, a_ring.acquire(use, S::TILE_BYTES), kv, key, piece.b);
             tile_fetch<S::TILE, S::HD>(b_tile(use), qkv_map, b_ring.acquire(use, S::TILE_BYTES), kv + a.NKV, key,
-                piece.b);
+                                       piece.b);
         }
         return ticket;
     }
     // A warp has read its rows, or a streamed tile.
-    __device__ void free_own(unsigned i) const { if (threadIdx.x % WARP == 0) own_ring.release(i); }
-    __device__ void free_a(unsigned use) const { if (threadIdx.x % WARP == 0) a_ring.release(use); }
-    __device__ void free_b(unsigned use) const { if (threadIdx.x % WARP == 0) b_ring.release(use); }
+    __device__ void free_own(unsigned i) const {
+        if (threadIdx.x % WARP == 0) own_ring.release(i);
+    }
+    __device__ void free_a(unsigned use) const {
+        if (threadIdx.x % WARP == 0) a_ring.release(use);
+    }
+    __device__ void free_b(unsigned use) const {
+        if (threadIdx.x % WARP == 0) b_ring.release(use);
+    }
     // Streamed tiles for other warpgroups' rows: all stages turn for all warpgroups.
     __device__ void pass(unsigned &use, unsigned end) const {
         for (; use < end; use++) {
@@ -169,8 +175,8 @@ template <typename S, int N2> __device__ inline void product_abt(float (&x)[N2],
         wgmma<2 * N2, 0, 0>(x, operand_k<S::ROWS>(a, k), operand_k<S::TILE>(b, k), k > 0);
 }
 // d(64, HD) += P B; p: P(64, 16*K), b: 16*K rows of a tile of TILE.
-template <typename S, int K> __device__ inline void product_ab(float (&d)[S::HD / 2], const unsigned (&p)[K][4],
-    unsigned b) {
+template <typename S, int K>
+__device__ inline void product_ab(float (&d)[S::HD / 2], const unsigned (&p)[K][4], unsigned b) {
     wgmma_fence();
     #pragma unroll
     for (int k = 0; k < K; k++) wgmma<S::HD, 1>(d, p[k], operand_mn<S::TILE>(b, k), 1);
@@ -178,7 +184,7 @@ template <typename S, int K> __device__ inline void product_ab(float (&d)[S::HD 
 }
 // mask_scores, of a warp's 16 of the 64 rows. row, column: the warpgroup's first.
 template <bool QUERIES_ALONG_ROWS, int N2> __device__ inline void mask_tile(float (&x)[N2], int row, int column) {
-    mask_scores<QUERIES_ALONG_ROWS>((float (&)[1][N2 / 4][4])x, row + threadIdx.x / WARP % 4 * 16, column);
+    mask_scores<QUERIES_ALONG_ROWS>((float (&)[1][N2 / 4][4]) x, row + threadIdx.x / WARP % 4 * 16, column);
 }
 // sums (64) = column sums of 64 x 64 bf16 in shared memory, by a warpgroup: a thread takes two columns of every fourth
 // row; of the eight 16-byte pieces of each row that a warp reads together, no two lie in the same banks.
@@ -189,8 +195,9 @@ __device__ inline void column_sums_of_box(float *sums, unsigned box) {
     for (int i = 0; i < 16; i++) {
         const int row = rows + i % 2;  // of 8; the swizzle sees no more of it
         unsigned x;
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(box + (i / 2 * 8 + row) * 128 + ((pair / 4) ^ row) * 16 +
-            pair % 4 * 4));
+        asm volatile("ld.shared.b32 %0, [%1];"
+                     : "=r"(x)
+                     : "r"(box + (i / 2 * 8 + row) * 128 + ((pair / 4) ^ row) * 16 + pair % 4 * 4));
         even += __uint_as_float(x << 16);
         odd += __uint_as_float(x & 0xffff0000u);
     }
@@ -204,8 +211,7 @@ __device__ inline void column_sums_of_box(float *sums, unsigned box) {
 // may be reused. All threads of the warpgroup call it. sums: NULL, or where the HD column sums of what was stored go.
 template <typename S>
 __device__ inline void store_through(const CUtensorMap *map, unsigned tile, int warpgroup, const float (&d)[S::HD / 2],
-    float scale0, float scale1,
-                                     int head, int row, int b, float *sums) {
+                                     float scale0, float scale1, int head, int row, int b, float *sums) {
     fragment_store<S::ROWS, S::HD>(tile, threadIdx.x / WARP % 4 * 16, d, scale0, scale1);
     fence_async();
     named_barrier(1 + warpgroup, WARPGROUP);
@@ -226,15 +232,19 @@ __device__ inline void store_through(const CUtensorMap *map, unsigned tile, int 
 
 // Scores become probabilities relative to the running maximum; fade is what earlier sums must be multiplied by. Returns
 // whether a maximum of the warp has moved. LAZY: with SOFTMAX_SLACK.
-template <int KEYS, bool LAZY> __device__ inline bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2],
-    float (&row_sum)[2], float (&fade)[2], float scale2) {
+template <int KEYS, bool LAZY>
+__device__ inline bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], float (&row_sum)[2], float (&fade)[2],
+                                    float scale2) {
     const float slack = SOFTMAX_SLACK / scale2;
     bool moved = false;
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         float x = s[2 * r], y = s[2 * r + 1];  // two chains each: latency counts with so few warps
         #pragma unroll
-        for (int n = 4 + 2 * r; n < KEYS / 2; n += 4) { x = fmaxf(x, s[n]); y = fmaxf(y, s[n + 1]); }
+        for (int n = 4 + 2 * r; n < KEYS / 2; n += 4) {
+            x = fmaxf(x, s[n]);
+            y = fmaxf(y, s[n + 1]);
+        }
         x = fmaxf(x, y);
         x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
         x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -262,14 +272,14 @@ template <int KEYS, bool LAZY> __device__ inline bool softmax_tile(float (&s)[KE
 // out and lse of the warpgroup's rows of piece i. use: of the streamed tiles.
 template <typename S>
 __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const HopperLaunch &a,
-    const CUtensorMap *out_map,
-                                           const AttentionPiece &piece, unsigned i, unsigned &use) {
+                                           const CUtensorMap *out_map, const AttentionPiece &piece, unsigned i,
+                                           unsigned &use) {
     constexpr int HD = S::HD, KEYS = S::TILE;
     constexpr bool LAZY = HD == 128;  // narrow heads lose more by the comparison than by what it saves
     const int T = a.T, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, warpgroup = block.warpgroup;
     const float scale = a.scale, scale2 = a.scale2;
     const int block_row = a.first_row<S::ROWS>(piece.tile), row0 = block_row + warpgroup * 64,
-        row = row0 + warp * 16 + lane / 4;
+              row = row0 + warp * 16 + lane / 4;
     const int n = row0 >= 0 ? key_tiles<KEYS>(a, row0, 64) : 0;
     const unsigned q_tile = block.own_tile(i) + warpgroup * BOX_BYTES, out_tile = block.second + warpgroup * BOX_BYTES;
     float s[KEYS / 2], o[HD / 2] = {}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, fade[2];
@@ -293,7 +303,7 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
         block.free_a(use);
         mask_tile<true>(x, row0, (n - 1) * KEYS);
         softmax_tile<WIDTH, LAZY>(x, row_max, row_sum, fade, scale2);
-        fragment_round<WIDTH>((unsigned (&)[WIDTH / 16][4])p, x);
+        fragment_round<WIDTH>((unsigned (&)[WIDTH / 16][4]) p, x);
         #pragma unroll
         for (int k = WIDTH / 4; k < KEYS / 4; k++) p[k / 4][k % 4] = 0;
     };
@@ -303,8 +313,10 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
         block.free_own(i);
         return;
     }
-    if (KEYS > 64 && n * KEYS >= row0 + 128) diagonal((float (&)[32])s);
-    else diagonal(s);
+    if (KEYS > 64 && n * KEYS >= row0 + 128)
+        diagonal((float (&)[32])s);
+    else
+        diagonal(s);
     #pragma unroll 1
     for (int j = 1; j < n; j++) {
         use++;
@@ -333,24 +345,28 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
     float inverse[2];
     #pragma unroll
     for (int r = 0; r < 2; r++)
-        inverse[r] = finish_row(a.lse + (size_t)piece.head * T + row + 8 * r, row_max[r], row_sum[r], scale,
-            row + 8 * r < T);
+        inverse[r] =
+            finish_row(a.lse + (size_t)piece.head * T + row + 8 * r, row_max[r], row_sum[r], scale, row + 8 * r < T);
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // the piece before has left the tile
     named_barrier(1 + warpgroup, WARPGROUP);
     store_through<S>(out_map, out_tile, warpgroup, o, inverse[0], inverse[1], piece.h, row0, piece.b, NULL);
 }
-template <typename S> __global__ void __launch_bounds__(S::THREADS, 1)
-attention_forward_hopper(const __grid_constant__ HopperMaps maps, const HopperLaunch a) {
+template <typename S>
+__global__ void __launch_bounds__(S::THREADS, 1)
+    attention_forward_hopper(const __grid_constant__ HopperMaps maps, const HopperLaunch a) {
     if constexpr (HOPPER_CODE) {
         HOPPER_BLOCK(S, 4, 1);
         unsigned use = 0;
         if (block.warpgroup < 0) {
-            block.produce(a, S::OWN_BYTES, [&](const AttentionPiece &piece, unsigned i, unsigned full) {
-                tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &maps.qkv, full, piece.h,
-                    a.first_row<S::ROWS>(piece.tile), piece.b);
-            }, [&](const AttentionPiece &piece) {
-                return block.template stream_keys<true>(a, &maps.qkv, piece, a.first_row<S::ROWS>(piece.tile), use);
-            });
+            block.produce(
+                a, S::OWN_BYTES,
+                [&](const AttentionPiece &piece, unsigned i, unsigned full) {
+                    tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &maps.qkv, full, piece.h,
+                                               a.first_row<S::ROWS>(piece.tile), piece.b);
+                },
+                [&](const AttentionPiece &piece) {
+                    return block.template stream_keys<true>(a, &maps.qkv, piece, a.first_row<S::ROWS>(piece.tile), use);
+                });
             return;
         }
         registers_raise<S::MATH_REGISTERS>();
@@ -397,7 +413,7 @@ template <int HD> __device__ inline void row_pair_load(RowPair<HD> &r, const bf1
 }
 __device__ inline float dot_bf16(int x, int y) {
     return __int_as_float(x << 16) * __int_as_float(y << 16) +
-        __int_as_float(x & 0xffff0000) * __int_as_float(y & 0xffff0000);
+           __int_as_float(x & 0xffff0000) * __int_as_float(y & 0xffff0000);
 }
 template <int HD> __device__ inline float row_pair_dot(const RowPair<HD> &r) {
     float sum = 0;
@@ -409,19 +425,18 @@ template <int HD> __device__ inline float row_pair_dot(const RowPair<HD> &r) {
     return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
-
 // D, dout and its product with V, and dQ of the warpgroup's rows of piece i. first_use: of the streamed tiles.
 template <typename S>
 __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const HopperLaunch &a,
-    const CUtensorMap *dqkv_map,
-                                              const AttentionPiece &piece, unsigned i, unsigned first_use, int n) {
+                                              const CUtensorMap *dqkv_map, const AttentionPiece &piece, unsigned i,
+                                              unsigned first_use, int n) {
     constexpr int HD = S::HD, KEYS = S::TILE;
     const int T = a.T, b = piece.b, h = piece.h, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4,
-        warpgroup = block.warpgroup;
+              warpgroup = block.warpgroup;
     const float scale = a.scale, scale2 = a.scale2;
     const int row0 = a.first_row<S::ROWS>(piece.tile) + warpgroup * 64, row = row0 + warp * 16 + lane / 4;
     const unsigned q_tile = block.own_tile(i) + warpgroup * BOX_BYTES,
-        do_tile = block.second_tile(i) + warpgroup * BOX_BYTES;
+                   do_tile = block.second_tile(i) + warpgroup * BOX_BYTES;
     float s[KEYS / 2], dp[KEYS / 2], dq[HD / 2] = {}, d[2], lse2[2];
     unsigned ds[KEYS / 16][4];
     auto scores = [&](unsigned use) {  // S = Q K^T, dP = dout V^T
@@ -483,19 +498,24 @@ __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const
     store_through<S>(dqkv_map, q_tile, warpgroup, dq, scale, scale, h, row0, b, a.sums_of<HD>(h, row0, b));
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
 }
-template <typename S> __global__ void __launch_bounds__(S::THREADS, 1)
-attention_backward_q_hopper(const __grid_constant__ HopperMaps maps, const HopperLaunch a) {
+template <typename S>
+__global__ void __launch_bounds__(S::THREADS, 1)
+    attention_backward_q_hopper(const __grid_constant__ HopperMaps maps, const HopperLaunch a) {
     if constexpr (HOPPER_CODE) {
         HOPPER_BLOCK(S, 1, 1);  // one thread frees a warpgroup's rows, after its result has left the tile
         unsigned use = 0;
         if (block.warpgroup < 0) {
-            block.produce(a, 2 * S::OWN_BYTES, [&](const AttentionPiece &piece, unsigned i, unsigned full) {
-                const int row = a.first_row<S::ROWS>(piece.tile);
-                tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &maps.qkv, full, piece.h, row, piece.b);
-                tile_fetch<S::ROWS, S::HD>(block.second_tile(i), &maps.out, full, piece.h, row, piece.b);
-            }, [&](const AttentionPiece &piece) {
-                return block.template stream_keys<false>(a, &maps.qkv, piece, a.first_row<S::ROWS>(piece.tile), use);
-            });
+            block.produce(
+                a, 2 * S::OWN_BYTES,
+                [&](const AttentionPiece &piece, unsigned i, unsigned full) {
+                    const int row = a.first_row<S::ROWS>(piece.tile);
+                    tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &maps.qkv, full, piece.h, row, piece.b);
+                    tile_fetch<S::ROWS, S::HD>(block.second_tile(i), &maps.out, full, piece.h, row, piece.b);
+                },
+                [&](const AttentionPiece &piece) {
+                    return block.template stream_keys<false>(a, &maps.qkv, piece, a.first_row<S::ROWS>(piece.tile),
+                                                             use);
+                });
             return;
         }
         registers_raise<S::MATH_REGISTERS>();
@@ -505,9 +525,11 @@ attention_backward_q_hopper(const __grid_constant__ HopperMaps maps, const Hoppe
             const AttentionPiece piece = pieces[block.own_ring.stage(i)];
             if (piece.head < 0) break;
             const int row = a.first_row<S::ROWS>(piece.tile), row0 = row + block.warpgroup * 64,
-                n = row0 >= 0 ? key_tiles<S::TILE>(a, row0, 64) : 0;
-            if (n > 0) hopper_backward_q_rows<S>(block, a, &maps.dqkv, piece, i, use, n);
-            else named_barrier(1 + block.warpgroup, WARPGROUP);  // all have read `piece`
+                      n = row0 >= 0 ? key_tiles<S::TILE>(a, row0, 64) : 0;
+            if (n > 0)
+                hopper_backward_q_rows<S>(block, a, &maps.dqkv, piece, i, use, n);
+            else
+                named_barrier(1 + block.warpgroup, WARPGROUP);  // all have read `piece`
             if (storer) block.own_ring.release(i);
             const unsigned end = use + key_tiles<S::TILE>(a, row, S::ROWS);
             use += n;
@@ -525,9 +547,8 @@ template <typename S> struct HopperColumns { float lse2[S::TILE], D[S::TILE]; };
 // on.
 template <typename S>
 __device__ inline unsigned hopper_stream_queries(const HopperBlock<S> &block, const HopperLaunch &a,
-    const HopperMaps &maps,
-                                                 HopperColumns<S> *columns, const AttentionPiece &piece,
-                                                     unsigned &use) {
+                                                 const HopperMaps &maps, HopperColumns<S> *columns,
+                                                 const AttentionPiece &piece, unsigned &use) {
     constexpr int QUERIES = S::TILE;
     const int ratio = a.NH / a.NKV, b = piece.b, end = (piece.h + 1) * ratio, lane = threadIdx.x % WARP;
     const int first = first_query(piece.tile * S::ROWS) / QUERIES * QUERIES;
@@ -567,9 +588,9 @@ __device__ inline unsigned hopper_stream_queries(const HopperBlock<S> &block, co
 // s, dp: S^T and dP^T, whose registers the caller keeps. k_tile, v_tile: the warpgroup's rows; key0: the first of them.
 template <typename S, int N2>
 __device__ inline void hopper_backward_kv_step(float (&dk)[S::HD / 2], float (&dv)[S::HD / 2], float (&s)[N2],
-    float (&dp)[N2], unsigned q_tile, unsigned do_tile,
-                                               unsigned k_tile, unsigned v_tile, const HopperColumns<S> &columns,
-                                                   int key0, int query, float scale2) {
+                                               float (&dp)[N2], unsigned q_tile, unsigned do_tile, unsigned k_tile,
+                                               unsigned v_tile, const HopperColumns<S> &columns, int key0, int query,
+                                               float scale2) {
     constexpr int WIDTH = 2 * N2, SKIP = S::TILE - WIDTH;
     // two neighbouring queries of eight
     const float2 *const lse2 = (const float2 *)(columns.lse2 + SKIP) + threadIdx.x % 4;
@@ -614,21 +635,21 @@ __device__ inline void hopper_backward_kv_step(float (&dk)[S::HD / 2], float (&d
 // dK and dV of the warpgroup's keys of piece i. use: of the streamed tiles.
 template <typename S>
 __device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, const HopperLaunch &a,
-    const CUtensorMap *dqkv_map, const HopperColumns<S> *columns,
+                                               const CUtensorMap *dqkv_map, const HopperColumns<S> *columns,
                                                const AttentionPiece &piece, unsigned i, unsigned &use) {
     constexpr int HD = S::HD, QUERIES = S::TILE;
     const int T = a.T, warpgroup = block.warpgroup;
     const float scale = a.scale, scale2 = a.scale2;
     const int block_key = piece.tile * S::ROWS, key0 = block_key + warpgroup * 64;
     const int first = first_query(block_key) / QUERIES, end = (T + QUERIES - 1) / QUERIES,
-        mine = min(end, first_query(key0) / QUERIES);
+              mine = min(end, first_query(key0) / QUERIES);
     const unsigned k_tile = block.own_tile(i) + warpgroup * BOX_BYTES,
-        v_tile = block.second_tile(i) + warpgroup * BOX_BYTES;
+                   v_tile = block.second_tile(i) + warpgroup * BOX_BYTES;
     float s[QUERIES / 2], dp[QUERIES / 2], dk[HD / 2] = {}, dv[HD / 2] = {};
     auto step = [&](auto &s, auto &dp, int j) {
         block.a_ring.wait(use);
         hopper_backward_kv_step<S>(dk, dv, s, dp, block.a_tile(use), block.b_tile(use), k_tile, v_tile,
-            columns[block.a_ring.stage(use)], key0, j * QUERIES, scale2);
+                                   columns[block.a_ring.stage(use)], key0, j * QUERIES, scale2);
         __syncwarp();  // all lanes have read their columns
         block.free_a(use);
         use++;
@@ -650,25 +671,29 @@ __device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, cons
     const int k_head = a.NH + piece.h, v_head = k_head + a.NKV;
     if (a.cos_sin) rotate_back<HD>(dk, a.cos_sin, key0, T);
     store_through<S>(dqkv_map, k_tile, warpgroup, dk, scale, scale, k_head, key0, piece.b,
-        a.sums_of<HD>(k_head, key0, piece.b));
+                     a.sums_of<HD>(k_head, key0, piece.b));
     store_through<S>(dqkv_map, v_tile, warpgroup, dv, 1.0f, 1.0f, v_head, key0, piece.b,
-        a.sums_of<HD>(v_head, key0, piece.b));
+                     a.sums_of<HD>(v_head, key0, piece.b));
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
 }
-template <typename S> __global__ void __launch_bounds__(S::THREADS, 1)
-attention_backward_kv_hopper(const __grid_constant__ HopperMaps maps, const HopperLaunch a) {
+template <typename S>
+__global__ void __launch_bounds__(S::THREADS, 1)
+    attention_backward_kv_hopper(const __grid_constant__ HopperMaps maps, const HopperLaunch a) {
     if constexpr (HOPPER_CODE) {
         HOPPER_BLOCK(S, 1, 1 + WARP);  // releases as in dQ's kernel; a tile is complete with the producer's numbers
         __shared__ alignas(8) HopperColumns<S> columns[S::A_STAGES];
         unsigned use = 0;
         if (block.warpgroup < 0) {
-            block.produce(a, 2 * S::OWN_BYTES, [&](const AttentionPiece &piece, unsigned i, unsigned full) {
-                const int k_head = a.NH + piece.h, key = piece.tile * S::ROWS;
-                tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &maps.qkv, full, k_head, key, piece.b);
-                tile_fetch<S::ROWS, S::HD>(block.second_tile(i), &maps.qkv, full, k_head + a.NKV, key, piece.b);
-            }, [&](const AttentionPiece &piece) {
-                return hopper_stream_queries<S>(block, a, maps, columns, piece, use);
-            });
+            block.produce(
+                a, 2 * S::OWN_BYTES,
+                [&](const AttentionPiece &piece, unsigned i, unsigned full) {
+                    const int k_head = a.NH + piece.h, key = piece.tile * S::ROWS;
+                    tile_fetch<S::ROWS, S::HD>(block.own_tile(i), &maps.qkv, full, k_head, key, piece.b);
+                    tile_fetch<S::ROWS, S::HD>(block.second_tile(i), &maps.qkv, full, k_head + a.NKV, key, piece.b);
+                },
+                [&](const AttentionPiece &piece) {
+                    return hopper_stream_queries<S>(block, a, maps, columns, piece, use);
+                });
             return;
         }
         registers_raise<S::MATH_REGISTERS>();
@@ -699,10 +724,10 @@ static void hopper_launch(Kernel kernel, const AttentionLaunch<bf16> &a, cudaStr
     h.tiles = ((BY_QUERIES ? (a.T + 63) / 64 * 64 : a.T) + S::ROWS - 1) / S::ROWS;
     const size_t pieces = (size_t)h.all * h.tiles;
     require(pieces + 2 * blocks < (size_t)1 << 31,
-        "attention: %zu pieces of work are too many for one launch\nuse a smaller batch", pieces);
+            "attention: %zu pieces of work are too many for one launch\nuse a smaller batch", pieces);
     const auto map = [&](const bf16 *x, int heads) { return x ? tensor_map(x, a.B, a.T, heads, a.HD) : CUtensorMap(); };
     const HopperMaps maps = {map(a.qkv, a.NH + 2 * a.NKV), map(a.dqkv ? a.dout : a.out, a.NH),
-        map(a.dqkv, a.NH + 2 * a.NKV)};
+                             map(a.dqkv, a.NH + 2 * a.NKV)};
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     kernel<<<(unsigned)(pieces < (size_t)blocks ? pieces : (size_t)blocks), S::THREADS, S::BYTES, stream>>>(maps, h);
     launchCheck();

@@ -1,4 +1,5 @@
-// The kernels of attention for every width of a head, and their launches (attention.cuh). An object of its own, because they take long to compile.
+// The kernels of attention for every width of a head, and their launches (attention.cuh). An object of its own, because
+// they take long to compile.
 #include <type_traits>
 
 #include "attention.cuh"
@@ -16,8 +17,9 @@ template <typename X> static bool has_hopper_kernels(int HD) {
 bool attention_has_hopper(int HD) { return has_hopper_kernels<floatX>(HD); }
 
 // One block for each head and tile of rows.
-template <typename S, typename X> static void attention_launch(void (*kernel)(AttentionLaunch<X>), AttentionLaunch<X> a,
-    int heads, int at_once, cudaStream_t stream) {
+template <typename S, typename X>
+static void attention_launch(void (*kernel)(AttentionLaunch<X>), AttentionLaunch<X> a, int heads, int at_once,
+                             cudaStream_t stream) {
     a.heads = heads;
     a.all = a.B * heads;
     a.tiles = (a.T + S::FIXED - 1) / S::FIXED;
@@ -59,11 +61,11 @@ template <int W> static void attention_backward_of(const AttentionLaunch<bf16> &
         if (a.path == ATTENTION_HOPPER) {
             hopper_launch<typename H::BackwardQ, true>(attention_backward_q_hopper<typename H::BackwardQ>, a, stream);
             return hopper_launch<typename H::BackwardKV, false>(attention_backward_kv_hopper<typename H::BackwardKV>, a,
-                stream);
+                                                                stream);
         }
     attention_launch<BackwardQShape<W>>(attention_backward_q_bf16<W>, a, a.NH, a.group, stream);
     attention_launch<BackwardKVShape<W>>(attention_backward_kv_bf16<W>, a, a.NKV * KV_PARTS<W>,
-        (a.group * a.NKV + a.NH - 1) / a.NH * KV_PARTS<W>, stream);
+                                         (a.group * a.NKV + a.NH - 1) / a.NH * KV_PARTS<W>, stream);
 }
 
 void attention_run_forward(const AttentionLaunch<floatX> &a, cudaStream_t stream) {

@@ -17,8 +17,8 @@
 #ifndef LLMC_NORM_CUH
 #define LLMC_NORM_CUH
 
-#include "config.h"
-#include "cuda_common.cuh"
+#include "../config.h"
+#include "../cuda/common.cuh"
 
 enum {
     NORM_FORWARD_WARPS = 8,  // of a forward block whose warps hold a row each
@@ -32,22 +32,24 @@ typedef struct {
     float eps;
     const floatX *weight, *bias;  // (C); bias NULL: none
     floatX *dweight, *dbias;
-    float *mean, *rstd;           // (N); mean NULL for RMSNorm
-    const floatX *x;              // (N,C): the rows that it normalised, for backward
+    float *mean, *rstd;  // (N); mean NULL for RMSNorm
+    const floatX *x;     // (N,C): the rows that it normalised, for backward
 } Norm;
 
 // The threads of one row are a warp (ROW_THREADS = WARP) or a block of at most ROW_THREADS; each holds VECS vectors,
 // strided so that neighbours read neighbouring 16 bytes.
 template <int ROW_THREADS> __device__ inline float norm_row_sum(float x, float *shared) {
-    if constexpr (ROW_THREADS == WARP) return warp_reduce<Sum>(x);
-    else return block_reduce<Sum>(x, shared);
+    if constexpr (ROW_THREADS == WARP)
+        return warp_reduce<Sum>(x);
+    else
+        return block_reduce<Sum>(x, shared);
 }
 
 template <NormKind KIND, bool RESIDUAL, int ROW_THREADS, int VECS>
 __global__ void __launch_bounds__(ROW_THREADS == WARP ? NORM_FORWARD_WARPS * WARP : ROW_THREADS)
-norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, float *__restrict__ mean,
-                    float *__restrict__ rstd, const floatX *__restrict__ a, const floatX *__restrict__ b,
-                    const floatX *__restrict__ weight, const floatX *__restrict__ bias, int N, int C, float eps) {
+    norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, float *__restrict__ mean,
+                        float *__restrict__ rstd, const floatX *__restrict__ a, const floatX *__restrict__ b,
+                        const floatX *__restrict__ weight, const floatX *__restrict__ bias, int N, int C, float eps) {
     constexpr bool warp_row = ROW_THREADS == WARP;
     __shared__ float shared[WARP];
     const int thread = warp_row ? threadIdx.x % WARP : threadIdx.x, threads = warp_row ? WARP : blockDim.x;
@@ -148,9 +150,9 @@ __device__ inline void norm_add_sums(float4 *to, const float (&x)[VecX::size], b
 // row are folded.
 template <NormKind KIND, bool SUMS, int ROW_THREADS, int VECS, int ROWS, int MAX_THREADS, int MIN_BLOCKS>
 __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
-norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *__restrict__ dout,
-                     const floatX *__restrict__ inp, const floatX *__restrict__ weight, const float *__restrict__ mean,
-                     const float *__restrict__ rstd, int N, int C) {
+    norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *__restrict__ dout,
+                         const floatX *__restrict__ inp, const floatX *__restrict__ weight,
+                         const float *__restrict__ mean, const float *__restrict__ rstd, int N, int C) {
     constexpr bool warp_row = ROW_THREADS == WARP;
     constexpr int VALUES = KIND == NORM_LAYER ? 2 : 1;  // of a row: the sums of g n and of g
     constexpr int sums = VALUES + SUMS;
@@ -252,8 +254,8 @@ norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *_
 // dweight and dbias (NULL: not wanted) and behind them the column sums of dinp, (C) each: the sums of the blocks, added
 // in their order. A block of 32x32 threads takes 32 columns.
 __global__ void __launch_bounds__(1024)
-norm_backward_sum_kernel(floatX *dweight, floatX *dbias, float *stream_sums, const float *__restrict__ partials,
-                         int num_partials, int C, int columns, int accumulate) {
+    norm_backward_sum_kernel(floatX *dweight, floatX *dbias, float *stream_sums, const float *__restrict__ partials,
+                             int num_partials, int C, int columns, int accumulate) {
     __shared__ float shared[WARP][WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, column = blockIdx.x * WARP + lane;
     float sum = 0;
@@ -306,7 +308,11 @@ static inline void norm_forward(const Norm *n, floatX *residual, floatX *out, co
 
 // How a backward pass over rows of C is laid out. More blocks hide more latency but leave more sums to add up.
 typedef decltype(norm_backward_kernel<NORM_RMS, false, WARP, 1, 1, 512, 1>) NormBackwardKernel;
-typedef struct { NormBackwardKernel *kernel; int rows, threads, blocks_per_sm; size_t shared_bytes; } NormBackwardPlan;
+typedef struct {
+    NormBackwardKernel *kernel;
+    int rows, threads, blocks_per_sm;
+    size_t shared_bytes;
+} NormBackwardPlan;
 
 // rows: of a block at a time. Sums take registers: the more vectors a thread has, the fewer threads.
 template <NormKind KIND, bool SUMS> static NormBackwardPlan norm_backward_plan(int C) {
@@ -337,18 +343,19 @@ static inline void norm_backward(const Norm *n, floatX *dinp, float *stream_sums
     const int C = n->C, layer = n->kind == NORM_LAYER;
     norm_require(n, {dinp, stream_sums, dout, n->x, scratch});
     assert(layer || !stream_sums);
-    const auto plan_for = !layer ? norm_backward_plan<NORM_RMS, false>
-                        : stream_sums ? norm_backward_plan<NORM_LAYER, true> : norm_backward_plan<NORM_LAYER, false>;
+    const auto plan_for = !layer        ? norm_backward_plan<NORM_RMS, false>
+                          : stream_sums ? norm_backward_plan<NORM_LAYER, true>
+                                        : norm_backward_plan<NORM_LAYER, false>;
     const NormBackwardPlan p = plan_for(C);
     const int sms = device_attribute(cudaDevAttrMultiProcessorCount);
     const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * p.blocks_per_sm, needed = (int)ceil_div(N, p.rows);
     const int blocks = needed < most ? needed : most, columns = (1 + layer + (stream_sums != NULL)) * C;
     float *partials = (float *)scratch;
-    p.kernel<<<blocks, p.threads, p.shared_bytes, stream>>>(
-        dinp, partials, dout, n->x, n->weight, n->mean, n->rstd, N, C);
+    p.kernel<<<blocks, p.threads, p.shared_bytes, stream>>>(dinp, partials, dout, n->x, n->weight, n->mean, n->rstd, N,
+                                                            C);
     launchCheck();
-    norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, stream>>>(
-        n->dweight, n->dbias, stream_sums, partials, blocks, C, columns, accumulate);
+    norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, stream>>>(n->dweight, n->dbias, stream_sums,
+                                                                             partials, blocks, C, columns, accumulate);
     launchCheck();
     timing_lap("norm backward", 0, 4.0 * N * C * sizeof(floatX), stream);
 }

@@ -10,7 +10,7 @@
 #ifndef LLMC_ATTENTION_DECODE_CUH
 #define LLMC_ATTENTION_DECODE_CUH
 
-#include "memory.cuh"
+#include "../cuda/memory.cuh"
 
 // Keys and values of all tokens that generation has seen. It has a memory table of its own: only ranks that sample have
 // it.
@@ -27,8 +27,8 @@ typedef struct {
 enum { DECODE_WARPS = 16, DECODE_THREADS = DECODE_WARPS * WARP, DECODE_KEYS = 8 };
 
 // Block: one token.
-__global__ void __launch_bounds__(DECODE_THREADS)
-kv_append_kernel(floatX *keys, floatX *values, const floatX *qkv, int n, int at, int room, int NH, int NKV, int HD) {
+__global__ void __launch_bounds__(DECODE_THREADS) kv_append_kernel(floatX *keys, floatX *values, const floatX *qkv,
+                                                                   int n, int at, int room, int NH, int NKV, int HD) {
     const int s = blockIdx.x / n, t = blockIdx.x % n, vectors = NKV * HD / VecX::size;
     const floatX *k = qkv + (size_t)blockIdx.x * (NH + 2 * NKV) * HD + (size_t)NH * HD, *v = k + (size_t)NKV * HD;
     for (int i = threadIdx.x; i < vectors; i += DECODE_THREADS) {

@@ -16,23 +16,26 @@
 #ifndef LLMC_EMBEDDING_CUH
 #define LLMC_EMBEDDING_CUH
 
-#include "cuda_common.cuh"
+#include "../cuda/common.cuh"
 
 enum {
     EMBEDDING_THREADS = 256,
     EMBEDDING_WARPS = EMBEDDING_THREADS / WARP,
-    SORT_TILE = 2048,        // pairs that a block sorts in shared memory
+    SORT_TILE = 2048,  // pairs that a block sorts in shared memory
     SORT_THREADS = SORT_TILE / 2,
-    LONG_RUN = WARP,         // positions; a longer run gets a block for every slice of columns
+    LONG_RUN = WARP,  // positions; a longer run gets a block for every slice of columns
     LONG_RUN_THREADS = 512,
-    LONG_RUN_BLOCKS = 512,   // they share (long runs) x (slices)
-    SLICE_LANES = 8,         // a slice is 8 lanes of 16 bytes
-    SHORT_RUN_VECS = 4,      // vectors a lane of a short run's warp; further warps take the next columns
-    ROWS_IN_FLIGHT = 4,      // rows of dout that a thread reads before it adds the first
+    LONG_RUN_BLOCKS = 512,  // they share (long runs) x (slices)
+    SLICE_LANES = 8,        // a slice is 8 lanes of 16 bytes
+    SHORT_RUN_VECS = 4,     // vectors a lane of a short run's warp; further warps take the next columns
+    ROWS_IN_FLIGHT = 4,     // rows of dout that a thread reads before it adds the first
 };
 
 // A token as a row of wte, counted from `first`; Vp, behind all rows, for the tokens of other ranks.
-typedef struct { const int *tokens; int first, count, Vp; } TokenRows;
+typedef struct {
+    const int *tokens;
+    int first, count, Vp;
+} TokenRows;
 __device__ inline int token_row(const TokenRows &t, int i) {
     const int row = t.tokens[i] - t.first;
     return row >= 0 && row < t.count ? row : t.Vp;
@@ -41,8 +44,8 @@ __device__ inline int token_row(const TokenRows &t, int i) {
 // ---- forward: a warp copies a row
 
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-embedding_forward_kernel(floatX *__restrict__ out, TokenRows t, const floatX *__restrict__ wte,
-                         const floatX *__restrict__ wpe, int N, int T, int C) {
+    embedding_forward_kernel(floatX *__restrict__ out, TokenRows t, const floatX *__restrict__ wte,
+                             const floatX *__restrict__ wpe, int N, int T, int C) {
     const int n = blockIdx.x * EMBEDDING_WARPS + threadIdx.x / WARP;
     if (n >= N) return;
     const int row = token_row(t, n);
@@ -85,7 +88,7 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_step_kernel(uint64_t *list,
 // Of stages first .. last all steps that stay inside a tile. Stage 2, the first, makes the pairs of N tokens; padding
 // comes last.
 __global__ void __launch_bounds__(SORT_THREADS)
-sort_tile_kernel(uint64_t *list, TokenRows rows, int N, unsigned first, unsigned last) {
+    sort_tile_kernel(uint64_t *list, TokenRows rows, int N, unsigned first, unsigned last) {
     __shared__ uint64_t tile[SORT_TILE];
     const unsigned base = blockIdx.x * SORT_TILE;
     for (unsigned i = threadIdx.x; i < SORT_TILE; i += SORT_THREADS) {
@@ -132,8 +135,10 @@ __device__ inline int embedding_run_end(const uint64_t *sorted, int i, int N) {
     int last = i, end = N;  // last has the row, end does not
     while (end - last > 1) {
         const int middle = last + (end - last) / 2;
-        if (pair_row(sorted[middle]) == pair_row(sorted[i])) last = middle;
-        else end = middle;
+        if (pair_row(sorted[middle]) == pair_row(sorted[i]))
+            last = middle;
+        else
+            end = middle;
     }
     return end;
 }
@@ -196,7 +201,7 @@ __global__ void __launch_bounds__(LONG_RUN_THREADS)
 }
 
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-embedding_positions_kernel(floatX *dwpe, const floatX *__restrict__ dout, int B, size_t TC) {
+    embedding_positions_kernel(floatX *dwpe, const floatX *__restrict__ dout, int B, size_t TC) {
     const size_t i = ((size_t)blockIdx.x * EMBEDDING_THREADS + threadIdx.x) * VecX::size;
     if (i >= TC) return;
     float sum[VecX::size] = {};
@@ -217,8 +222,8 @@ static inline void embedding_forward(floatX *out, TokenRows t, const floatX *wte
                                      int C, cudaStream_t stream) {
     embedding_require(out, wte, wpe, B, T, C);
     const int N = B * T;
-    embedding_forward_kernel<<<blocks_for(N, EMBEDDING_WARPS), EMBEDDING_THREADS, 0, stream>>>(
-        out, t, wte, wpe, N, T, C);
+    embedding_forward_kernel<<<blocks_for(N, EMBEDDING_WARPS), EMBEDDING_THREADS, 0, stream>>>(out, t, wte, wpe, N, T,
+                                                                                               C);
     launchCheck();
     timing_lap("embedding", 0, 2.0 * (double)N * C * sizeof(floatX), stream);
 }
@@ -261,8 +266,9 @@ static inline void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *
     timing_lap("embedding backward", 0, 2.0 * N * C * sizeof(floatX), stream);
     if (!dwpe) return;
     const size_t TC = (size_t)T * C;
-    embedding_positions_kernel<<<blocks_for(TC / VecX::size, EMBEDDING_THREADS), EMBEDDING_THREADS, 0, stream>>>(
-        dwpe, dout, B, TC);
+    embedding_positions_kernel<<<blocks_for(TC / VecX::size, EMBEDDING_THREADS), EMBEDDING_THREADS, 0, stream>>>(dwpe,
+                                                                                                                 dout,
+                                                                                                                 B, TC);
     launchCheck();
     timing_lap("embedding backward", 0, (double)N * C * sizeof(floatX), stream);
 }

@@ -96,10 +96,13 @@ __device__ inline void matmul_block(const CUtensorMap *a_map, const CUtensorMap 
 }
 template <typename S>
 __global__ void __launch_bounds__(S::THREADS, 1)
-matmul_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-              const __grid_constant__ CUtensorMap out, const __grid_constant__ CUtensorMap aux, const HopperWork w) {
-    if constexpr (HOPPER_CODE) matmul_block<S>(&a, &b, &out, &aux, w);
-    else __trap();
+    matmul_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                  const __grid_constant__ CUtensorMap out, const __grid_constant__ CUtensorMap aux,
+                  const HopperWork w) {
+    if constexpr (HOPPER_CODE)
+        matmul_block<S>(&a, &b, &out, &aux, w);
+    else
+        __trap();
 }
 
 // ---- the launcher

@@ -1,6 +1,7 @@
 // The MLP's activation functions: one policy each, for elementwise kernels (activation.cuh) and for matmuls
 // (matmul_epilogue.cuh).
-//   GELU (GPT-2, tanh form; Hendrycks and Gimpel, arXiv:1606.08415)   gelu(x) = x * sigmoid(2u),  u = sqrt(2/pi) (x + 0.044715 x^3)
+//   GELU (GPT-2, tanh form; Hendrycks and Gimpel, arXiv:1606.08415)
+//     gelu(x) = x * sigmoid(2u),  u = sqrt(2/pi) (x + 0.044715 x^3)
 //     because (1 + tanh u) / 2 = sigmoid(2u);   gelu'(x) = s + x s (1 - s) 2u',  s = sigmoid(2u)
 //   SwiGLU (Llama, Qwen; Shazeer, arXiv:2002.05202)                   h = silu(gate) * up,  silu(g) = g sigmoid(g)
 //     silu'(g) = s (1 + g (1 - s)),  s = sigmoid(g)
@@ -8,8 +9,8 @@
 #ifndef LLMC_ACTIVATION_POLICY_CUH
 #define LLMC_ACTIVATION_POLICY_CUH
 
-#include "config.h"
-#include "cuda_common.cuh"
+#include "../config.h"
+#include "../cuda/common.cuh"
 
 // 1 / (1 + 2^x) to about 4 units in the last place of fp32: two special-function instructions. Denormals, flushed to
 // zero here, vanish beside the 1.
