@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 import missing_package  # noqa: F401, before matplotlib
+from tool_output import end_with_reader
 
 import matplotlib
 
@@ -248,6 +249,7 @@ def gradient_unit(p, bottom):
 
 
 def main():
+    end_with_reader()
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     batch = Picture(58)
     batch_model(batch, 49.5)

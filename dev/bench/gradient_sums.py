@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import dev.missing_package  # noqa: E402,F401, before numpy
+from dev.tool_output import end_with_reader  # noqa: E402
 
 import numpy as np  # noqa: E402
 
@@ -22,6 +23,7 @@ def gradient(program, micro, dtype, shards, folder):
 
 
 def main():
+    end_with_reader()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bf16", required=True, metavar="PROGRAM", help="the bf16 build")
     parser.add_argument("--fp32", required=True, metavar="PROGRAM", help="the fp32 build")

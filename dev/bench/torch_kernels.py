@@ -157,7 +157,7 @@ def norm(s, compiled, kind):
 
 
 # Ours adds the gradient of the norm to that of the residual sum: one pass in a compiled function too.
-@peer(r"norm (LayerNorm|RMSNorm) (forward with residual|backward|backward, bias gradient below)")
+@peer(r"norm (LayerNorm|RMSNorm) (forward with residual|backward|backward with column sums)")
 def residual_norm(s, compiled, kind, what):
     a, b, weight, bias, below = (
         normal(*size).requires_grad_() for size in ((s.N, s.C), (s.N, s.C), (s.C,), (s.C,), (s.C,))

@@ -29,7 +29,8 @@ static void print_logits(const Config *c, const char *folder) {
     Model m;
     model_open(&m, c, &o, &one_rank);
     model_load_weights(&m, folder);
-    model_forward(&m, tokens, 1, T, NULL);
+    const Pass pass = pass_of(&m, 1, T);
+    model_forward(&m, &pass, tokens);
     float *logits = (float *)malloc_or_die((size_t)T * (size_t)c->vocab_size * sizeof(float));
     matmul_forward_cpu(logits, m.h_final, head_weight(&m, m.weights), NULL, T, c->channels, c->vocab_size);
     fwrite(logits, sizeof(float), (size_t)T * (size_t)c->vocab_size, stdout);

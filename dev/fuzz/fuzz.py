@@ -12,6 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tool_output import end_with_reader  # noqa: E402
+
 DICTIONARY = Path(__file__).resolve().parent / "fuzz.dict"
 
 
@@ -45,6 +48,7 @@ def fuzz(build, target, *limits):
 
 
 def main():
+    end_with_reader()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, required=True, help="folder of the built targets")
     parser.add_argument("--seconds", type=int, default=60, help="for each target")

@@ -503,9 +503,7 @@ def test_scores_are_those_of_the_definition(world, tmp_path):
     assert {k: got["mixed"][k] for k in right} == {k: v / 13 for k, v in right.items()} and len(set(right.values())) > 1
     assert (
         cut > 0
-        and (
-            f"mixed: 13 examples, {sum(len(e['choices']) for e in examples)} choices, {cut} choices lose the beginning"
-        )
+        and (f"mixed: 13 examples, {sum(len(e['choices']) for e in examples)} choices, {cut} lose the beginning")
         in said
     )
 
@@ -619,7 +617,7 @@ def test_refusals(world, tmp_path, capsys, monkeypatch):
         ({"--choice-data": "choice/mixed.bin,twice/mixed.bin"}, "name"),
         ({"--choice-data": "a_val_0.bin"}, "is not a multiple-choice file"),
         ({"-t": 8}, "more than T = 8"),
-        ({"--choice-data": "twice/damaged.bin"}, "twice/damaged.bin': example"),
+        ({"--choice-data": "twice/damaged.bin"}, "twice/damaged.bin'"),
     ):
         in_c(world, tmp_path / "x", fails=words, program=CHECKED, **changes)
         with pytest.raises(SystemExit) as e:
