@@ -1,5 +1,5 @@
-// The set-up of a run, before its first step: options, the checkpoint it goes on from, configuration, data, tokenizer, ranks that fit together,
-// weights. Include it after a backend (backend.h).
+// The set-up of a run, before its first step: options, the checkpoint that it goes on from, configuration, data,
+// tokenizer, ranks that fit together, weights. Include it after a backend (backend.h).
 #ifndef LLMC_TRAINER_SETUP_H
 #define LLMC_TRAINER_SETUP_H
 
