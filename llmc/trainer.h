@@ -231,11 +231,23 @@ static inline int run_micro_steps(Trainer *t) {
     }
     return 0;
 }
+// What the step was: its loss and norm enter the windows, unless one of them is not finite.
+static inline StepReport report_of(Trainer *t, const StepResult *result) {
+    const Options *o = &t->o;
+    const int finite = result->verdict != STEP_NOT_FINITE;
+    StepReport r;
+    memset(&r, 0, sizeof r);
+    r.loss = result->loss;
+    r.norm = result->norm;
+    r.lr = learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
+    r.skipped = verdict_names[result->verdict];
+    r.loss_z = finite ? window_zscore(&t->state.loss, r.loss) : NAN;
+    r.norm_z = finite ? window_zscore(&t->state.norm, r.norm) : NAN;
+    return r;
+}
 // Returns the signal that ended it before it was made, or 0.
 static inline int train_step(Trainer *t, double *clock) {
     const Options *o = &t->o;
-    StepReport r;
-    memset(&r, 0, sizeof r);
     watchdog_step(t->state.step + 1);
     console_overwrite(t->step_line);
     const int timed = o->timing > 0 && (t->state.step + 1) % o->timing == 0;
@@ -247,15 +259,8 @@ static inline int train_step(Trainer *t, double *clock) {
     }
     const UpdateParams p = update_params(t);
     const StepResult result = model_update(&t->model, &p);
-    const int finite = result.verdict != STEP_NOT_FINITE;
-    r.loss = result.loss;
-    r.norm = result.norm;
     console_overwrite("");
-    r.lr = learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
-    r.skipped = verdict_names[result.verdict];
-    // What is not finite never enters the statistics.
-    r.loss_z = finite ? window_zscore(&t->state.loss, r.loss) : NAN;
-    r.norm_z = finite ? window_zscore(&t->state.norm, r.norm) : NAN;
+    StepReport r = report_of(t, &result);
     judge_step(t, &r);
     if (reason_to_end(t)) end_diverged(t, reason_to_end(t));
     t->state.step++;

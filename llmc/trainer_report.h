@@ -37,15 +37,14 @@ static inline void print_start(const Trainer *t) {
            (long long)t->steps, t->o.total_batch, t->num_micro, t->mesh.dp.world, t->o.batch_size, t->o.seq_len,
            (double)t->steps * (double)(t->o.total_batch / t->o.seq_len) / (double)t->train.rows_per_epoch);
 }
-static inline void log_start(Trainer *t) {
-    FILE *f = logger_begin(&t->log, "start", t->state.step);
-    if (!f) return;
+static inline void log_start_fields(Trainer *t, FILE *f, const char *plan) {
     fprintf(f, ",\"time\":%lld", (long long)time(NULL));
     logger_text(f, "git", GIT_REVISION);
     logger_text(f, "device", model_device(&t->model));
     logger_text(f, "dtype", model_dtype(&t->model));
     logger_text(f, "messages", model_carriers(&t->model));
     logger_text(f, "build", __VERSION__);
+    logger_text(f, "plan", plan);
     logger_text(f, "resumed_from", t->resumed_from);
     if (*t->data_changed) logger_text(f, "data_changed", t->data_changed);
     fprintf(f, ",\"parameters\":%zu,\"steps\":%lld,\"num_micro\":%d,\"ranks\":%d,\"tp\":%d", t->model.table.num_weights,
@@ -55,6 +54,17 @@ static inline void log_start(Trainer *t) {
     fputs(",\"config\":", f);
     config_to_json(&t->config, model_dtype(&t->model), f);
     logger_end(&t->log);
+}
+static inline void log_start(Trainer *t) {
+    char *plan = NULL;
+    size_t size = 0;
+    FILE *memory = open_memstream(&plan, &size);
+    require(memory, "out of memory\nclose other programs");
+    model_print_plan(&t->model, memory);
+    fclose(memory);
+    FILE *f = logger_begin(&t->log, "start", t->state.step);
+    if (f) log_start_fields(t, f, plan);
+    free(plan);
 }
 static inline void report_gpu(Trainer *t) {
     const GpuState s = gpu_monitor_read();
