@@ -475,8 +475,9 @@ static inline int lock_is_held_elsewhere(int folder, int file) {
 // Both stay open until the process ends. A file server keeps the lock of a host that was lost until its lease is over
 // (90 s of NFS): a job on several hosts, which may have been started again because of that, waits.
 static inline void checkpoint_lock(const Comm *c, const char *output, double timeout) {
-    // seconds
-    const int most = c->local_world == c->world ? 0 : timeout > 0 && timeout < 60 ? (int)(2 * timeout) : 120;
+    // Seconds. A killed process holds its locks until the last of its threads is gone, a lost host until the file
+    // server notices.
+    const int most = c->local_world == c->world ? 2 : timeout > 0 && timeout < 60 ? (int)(2 * timeout) : 120;
     char *path = st_text(output, "/", ".lock.train");
     const int folder = open(output, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     require(folder >= 0, "cannot list folder '%s': %s\ncheck its permissions", output, strerror(errno));
