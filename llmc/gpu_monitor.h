@@ -13,11 +13,11 @@ typedef struct {
     unsigned long long held_back;  // bits, see gpu_held_back
 } GpuState;
 
-static struct { void *library, *device; } gpu_monitor;
+static struct { void *nvml, *device; } gpu_monitor;
 
 #define NVML_HINT "it comes with NVIDIA's driver (libnvidia-ml.so.1); or leave --log-gpu-every out"
 static inline void *nvml_function(const char *name) {
-    void *found = dlsym(gpu_monitor.library, name);
+    void *found = dlsym(gpu_monitor.nvml, name);
     require(found, "--log-gpu-every: the management library has no %s\n" NVML_HINT, name);
     return found;
 }
@@ -48,8 +48,8 @@ static inline void gpu_monitor_open(const char *uuid) {
     char name[48];
     require(strlen(uuid) == 32, "--log-gpu-every: this run has no GPU\nleave it out");
     snprintf(name, sizeof name, "GPU-%.8s-%.4s-%.4s-%.4s-%.12s", uuid, uuid + 8, uuid + 12, uuid + 16, uuid + 20);
-    gpu_monitor.library = dlopen("libnvidia-ml.so.1", RTLD_NOW);
-    require(gpu_monitor.library, "--log-gpu-every: %s\n" NVML_HINT, dlerror());
+    gpu_monitor.nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+    require(gpu_monitor.nvml, "--log-gpu-every: %s\n" NVML_HINT, dlerror());
     int status = ((Init *)nvml_function("nvmlInit_v2"))();
     require(status == 0, "--log-gpu-every: the management library does not start (status %d)\n" NVML_HINT, status);
     status = ((Find *)nvml_function("nvmlDeviceGetHandleByUUID"))(name, &gpu_monitor.device);
