@@ -316,7 +316,7 @@ static void check_parts(int N, int rows, int C, int OC, int told) {
 
 int main(int argc, char **argv) {
     ladder_open("matmul", argc, argv);
-    own_matmuls = hopper_variants(&own_count);
+    own_matmuls = hopper_variants(MATMUL_FLOATX, &own_count);
     cudaCheck(cudaMalloc(&workspace, MATMUL_WORKSPACE_BYTES));
     if (ladder.check) {
         if (own_count) {

@@ -9,7 +9,11 @@ bool attention_has_hopper(int HD) { return sizeof(floatX) == 2 && (HD == 64 || H
 void attention_run_forward(const AttentionLaunch<floatX> &, cudaStream_t) {}
 void attention_run_backward(const AttentionLaunch<floatX> &, cudaStream_t) {}
 // matmul_hopper.cu's table is not linked: here every activation can be part of a matmul.
-const HopperVariant *hopper_variants(int *count) {
+const HopperVariant *hopper_variants_e4m3(int *count) {
+    *count = 0;
+    return NULL;
+}
+const HopperVariant *hopper_variants_bf16(int *count) {
     static const HopperVariant variants[] = {{MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_GELU, 256, 1, NULL},
                                              {MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_SWIGLU, 256, 1, NULL},
                                              {MATMUL_FORWARD, EPILOGUE_ROPE, MLP_GELU, 256, 1, NULL}};

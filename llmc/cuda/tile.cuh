@@ -97,21 +97,23 @@ template <typename Kernel> static inline bool has_hopper_code(Kernel kernel) {
     return attributes.sharedSizeBytes > 0;
 }
 
-// ---- tensor maps: how TMA sees a packed bf16 tensor (B, T, heads, HD) of contiguous rows
+// ---- tensor maps: how TMA sees a packed tensor (B, T, heads, HD) of contiguous rows, of bf16 or of bytes
 
 // Rows are counted per sequence, so that what lies before row 0 or from row T on is read as zero and never written.
+template <typename Element = bf16>
 static inline CUtensorMap tensor_map(const void *base, int B, int T, int heads, int HD) {
     typedef CUresult Encode(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                             const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                             CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
     static Encode *encode = NULL;
     if (!encode) encode = (Encode *)driver_function("cuTensorMapEncodeTiled");
-    const cuuint64_t row = (cuuint64_t)heads * HD * sizeof(bf16);
+    const cuuint64_t row = (cuuint64_t)heads * HD * sizeof(Element);
     const cuuint64_t sizes[4] = {(cuuint64_t)HD, (cuuint64_t)heads, (cuuint64_t)T, (cuuint64_t)B},
-                     strides[3] = {HD * sizeof(bf16), row, row * T};
-    const cuuint32_t box[4] = {BOX_COLUMNS, 1, BOX_ROWS, 1}, steps[4] = {1, 1, 1, 1};
+                     strides[3] = {HD * sizeof(Element), row, row * T};
+    const cuuint32_t box[4] = {BOX_BYTES / BOX_ROWS / sizeof(Element), 1, BOX_ROWS, 1}, steps[4] = {1, 1, 1, 1};
+    const CUtensorMapDataType type = sizeof(Element) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     CUtensorMap map;
-    CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void *)base, sizes, strides, box, steps,
+    CUresult result = encode(&map, type, 4, (void *)base, sizes, strides, box, steps,
                              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     require(result == CUDA_SUCCESS,

@@ -25,6 +25,7 @@
 #define LLMC_MATMUL_CUH
 
 #include "activation_policy.cuh"
+#include "../fp8.h"
 #include "bias.cuh"
 #include "matmul_problem.cuh"
 #include "../rand.h"
@@ -58,6 +59,7 @@ typedef struct Matmul {
     void *workspace;
     size_t workspace_bytes;
     uint64_t *hashes;  // the last bytes of the workspace
+    float *scales;     // behind them
     cublasComputeType_t compute;
     int autotune, count;
     // 0, or: products of a multiple of part_rows are parts of one of whole_rows, and bitwise identical to it.
@@ -69,12 +71,13 @@ typedef struct Matmul {
 // `workspace`: device memory, used by one stream only; several Matmuls may share it there.
 static inline void matmul_open(Matmul *mm, void *workspace, size_t workspace_bytes, int allow_tf32, int autotune = 1) {
     memset(mm, 0, sizeof *mm);
-    const size_t reserved = 256;
+    const size_t reserved = 512;
     assert(workspace_bytes > reserved && (uintptr_t)workspace % 256 == 0 &&
-           MATMUL_CANDIDATES * sizeof(uint64_t) <= reserved);
+           MATMUL_CANDIDATES * sizeof(uint64_t) <= reserved / 2);
     mm->workspace = workspace;
     mm->workspace_bytes = workspace_bytes / 256 * 256 - reserved;
     mm->hashes = (uint64_t *)((char *)workspace + mm->workspace_bytes);
+    mm->scales = (float *)((char *)mm->hashes + reserved / 2);
     mm->compute = sizeof(floatX) == 4 && allow_tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     mm->autotune = autotune;
     cublasCheck(cublasLtCreate(&mm->handle));
@@ -91,12 +94,14 @@ static inline void matmul_close(Matmul *mm) {
     memset(mm, 0, sizeof *mm);
 }
 
+static inline size_t matmul_element(const MatmulProblem *q) { return q->dtype == MATMUL_E4M3 ? 1 : sizeof(floatX); }
+
 // ---- what can be fused, asked before anything is planned
 
 // The next variant of ours for this problem from `*at` on; NULL: no more.
 static inline const HopperVariant *matmul_variant(const MatmulProblem *q, int *at) {
     int count;
-    const HopperVariant *variants = hopper_variants(&count);
+    const HopperVariant *variants = hopper_variants(q->dtype, &count);
     while (*at < count) {
         const HopperVariant *v = &variants[(*at)++];
         const int same_activation = q->epilogue < EPILOGUE_ACTIVATION || v->activation == q->activation;
@@ -183,7 +188,7 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
     const HopperVariant *v;
     memset(candidates, 0, MATMUL_CANDIDATES * sizeof *candidates);
     int count = q->epilogue == EPILOGUE_PLAIN ? matmul_vendor_candidates(mm, p, candidates) : 0, at = 0;
-    if (matmul_sizes(q).K % 8) return count;  // TMA needs rows of whole 16 bytes
+    if (matmul_sizes(q).K * matmul_element(q) % 16) return count;  // TMA needs rows of whole 16 bytes
     while (count < MATMUL_CANDIDATES && (v = matmul_variant(q, &at))) candidates[count++].own = v;
     return count;
 }
@@ -191,11 +196,12 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
 static inline void matmul_describe(const Matmul *mm, MatmulPlan *p, const void *bias) {
     const MatmulProblem *q = &p->problem;
     const MatmulSizes z = matmul_sizes(q);
-    const int turn_a = q->form == MATMUL_FORWARD, turn_b = q->form == MATMUL_BACKWARD_WEIGHT;
+    const int fp8 = q->dtype == MATMUL_E4M3;
+    const int turn_a = fp8 || q->form == MATMUL_FORWARD, turn_b = !fp8 && q->form == MATMUL_BACKWARD_WEIGHT;
     const uint64_t m = (uint64_t)z.N, n = (uint64_t)z.M, k = (uint64_t)z.K;
     const cublasOperation_t op_a = turn_a ? CUBLAS_OP_T : CUBLAS_OP_N, op_b = turn_b ? CUBLAS_OP_T : CUBLAS_OP_N;
     const cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-    const cudaDataType_t type = CUDA_FLOATX;
+    const cudaDataType_t type = CUDA_FLOATX, factors = fp8 ? CUDA_R_8F_E4M3 : type;
     cublasCheck(cublasLtMatmulDescCreate(&p->desc, mm->compute, CUDA_R_32F));
     matmulSet(p->desc, CUBLASLT_MATMUL_DESC_TRANSA, op_a);
     matmulSet(p->desc, CUBLASLT_MATMUL_DESC_TRANSB, op_b);
@@ -204,8 +210,13 @@ static inline void matmul_describe(const Matmul *mm, MatmulPlan *p, const void *
         matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type);
         matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     }
-    cublasCheck(cublasLtMatrixLayoutCreate(&p->a, type, turn_a ? k : m, turn_a ? m : k, turn_a ? z.K : z.N));
-    cublasCheck(cublasLtMatrixLayoutCreate(&p->b, type, turn_b ? n : k, turn_b ? k : n, turn_b ? z.M : z.K));
+    if (fp8) {
+        const float *a_inverse = mm->scales, *b_inverse = mm->scales + 4;  // on 16 bytes
+        matmulSet(p->desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, b_inverse);
+        matmulSet(p->desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, a_inverse);
+    }
+    cublasCheck(cublasLtMatrixLayoutCreate(&p->a, factors, turn_a ? k : m, turn_a ? m : k, turn_a ? z.K : z.N));
+    cublasCheck(cublasLtMatrixLayoutCreate(&p->b, factors, turn_b ? n : k, turn_b ? k : n, turn_b ? z.M : z.K));
     cublasCheck(cublasLtMatrixLayoutCreate(&p->d, type, m, n, z.N));
 }
 static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const void *bias) {
@@ -232,9 +243,18 @@ static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const 
     }
     return p;
 }
+// What cuBLASLt multiplies an fp8 product by. It reads one scale of a.
+static __global__ void matmul_scales_kernel(float *inverse, const float *a_absmax, const float *b_absmax) {
+    inverse[0] = 1 / fp8_scale(FP8_E4M3, *a_absmax);
+    inverse[4] = 1 / fp8_scale(FP8_E4M3, *b_absmax);
+}
 static inline cublasStatus_t matmul_launch(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *c,
                                            const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream) {
     const float alpha = 1, beta = x->accumulate ? 1 : 0;
+    if (!c->own && q->dtype == MATMUL_E4M3) {
+        matmul_scales_kernel<<<1, 1, 0, stream>>>(mm->scales, x->a_absmax, x->b_absmax);
+        launchCheck();
+    }
     if (!c->own)
         return cublasLtMatmul(mm->handle, p->desc, &alpha, x->b, p->a, x->a, p->b, &beta, x->out, p->d, x->out, p->d,
                               &c->algo, mm->workspace, mm->workspace_bytes, stream);

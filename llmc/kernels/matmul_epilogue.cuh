@@ -24,6 +24,8 @@ struct HopperWork {
     const bf16 *bias;
     float *column_sums;
     RopeRows rope;
+    const float *a_absmax, *b_absmax;
+    int a_by_row;
 };
 
 __device__ inline float2 unpack_bf16(unsigned x) {

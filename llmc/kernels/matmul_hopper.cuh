@@ -1,4 +1,4 @@
-// Matmul for Hopper: bf16 in and out, fp32 sums, whatever the rest of a linear layer needs in the epilogue. In four
+// Matmul for Hopper: bf16 or fp8 in, bf16 out, fp32 sums, whatever the rest of a linear layer needs in the epilogue. In four
 // parts:
 //   matmul_schedule.cuh   which tile a block computes next
 //   matmul_mma.cuh        a tile's products: stages fetched by TMA, multiplied by wgmma, by the policy of a dtype
@@ -12,9 +12,23 @@
 #ifndef LLMC_MATMUL_HOPPER_CUH
 #define LLMC_MATMUL_HOPPER_CUH
 
+#include "../fp8.h"
 #include "matmul_epilogue.cuh"
 
 // ---- the kernel: warpgroup 0 fetches, warpgroups 1 and 2 multiply and finish
+
+// What this thread's two rows of a product, row + g and row + g + 8, are multiplied by: one over both operands' scales.
+template <typename S> __device__ inline float2 matmul_row_scales(const HopperWork &w, int row) {
+    if constexpr (!S::Dtype::SCALED) return make_float2(1, 1);
+    const int first = row + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
+    float inverse[2];
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float absmax = w.a_absmax[w.a_by_row ? min(first + 8 * h, w.M - 1) : 0];
+        inverse[h] = 1 / fp8_scale(FP8_E4M3, absmax) * (1 / fp8_scale(FP8_E4M3, *w.b_absmax));
+    }
+    return make_float2(inverse[0], inverse[1]);
+}
 
 template <typename S>
 __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, unsigned tiles, unsigned full,
@@ -32,7 +46,7 @@ __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, un
         const int here = i < w.schedule.tiles() ? steps : 0;
         #pragma unroll
         for (int s = 0; s < S::SLOTS; s++) {
-            if (s < here) mma.step(s == 0);
+            if (s < here) mma.step(s);
             if (s == S::SLOTS - 1) wgmma_wait<0>();  // ptxas puts a wait here anyway, and says so (C7517) if we do not
             if (waiting) epilogue.finish(out, s);
         }
@@ -42,20 +56,26 @@ __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, un
         out.column = t.column * S::OUT_COLUMNS;
         epilogue.begin(out);
         #pragma unroll 1
-        for (int s = S::SLOTS; s < steps; s++) mma.step(false);
+        for (int s = S::SLOTS; s < steps; s++) mma.step(s);
         if (with_bias) {
             if (thread < S::COLUMNS / 2)
                 bias_pairs[thread] =
                     out.column + 2 * thread < w.N ? ((const unsigned *)(w.bias + out.column))[thread] : 0;
             named_barrier(1 + out.warpgroup, WARPGROUP);
         }
-        mma.complete();
+        mma.complete(steps);
+        const float2 scale = matmul_row_scales<S>(w, out.row);
         #pragma unroll
         for (int n = 0; n < S::COLUMNS / 8; n++) {
             const float *acc = mma.acc + 4 * n;
             const float2 b = with_bias ? unpack_bf16(bias_pairs[4 * n + lane % 4]) : make_float2(0, 0);
-            out.packed[2 * n] = pack_bf16(acc[0] + b.x, acc[1] + b.y);
-            out.packed[2 * n + 1] = pack_bf16(acc[2] + b.x, acc[3] + b.y);
+            if constexpr (S::Dtype::SCALED) {
+                out.packed[2 * n] = pack_bf16(fmaf(acc[0], scale.x, b.x), fmaf(acc[1], scale.x, b.y));
+                out.packed[2 * n + 1] = pack_bf16(fmaf(acc[2], scale.y, b.x), fmaf(acc[3], scale.y, b.y));
+            } else {
+                out.packed[2 * n] = pack_bf16(acc[0] + b.x, acc[1] + b.y);
+                out.packed[2 * n + 1] = pack_bf16(acc[2] + b.x, acc[3] + b.y);
+            }
             // Else halves are kept apart, and spill.
             asm volatile("" : "+r"(out.packed[2 * n]), "+r"(out.packed[2 * n + 1]));
         }
@@ -107,15 +127,16 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 
 // ---- the launcher
 
-static inline CUtensorMap matrix_map(const floatX *p, int rows, int columns) {
-    return tensor_map(p, 1, rows, 1, columns);
+template <typename Element> static CUtensorMap matrix_map(const void *p, int rows, int columns) {
+    return tensor_map<Element>(p, 1, rows, 1, columns);
 }
 
 template <typename S> static void hopper_launch(const MatmulProblem *q, const MatmulOperands *o, cudaStream_t stream) {
     typedef typename S::Epilogue E;
+    typedef typename S::Dtype::Element Element;
     const MatmulSizes z = matmul_sizes(q);
     const int M = z.M, N = z.N / E::PRODUCTS, K = z.K;
-    require(M > 0 && N % 8 == 0 && K % 8 == 0 && (!S::MN_A || M % 8 == 0),
+    require(M > 0 && N % 8 == 0 && K * sizeof(Element) % 16 == 0 && (!S::MN_A || M % 8 == 0),
             "Hopper matmul of M %d N %d K %d\nrows of all matrices must be multiples of 16 bytes", M, N, K);
     assert((!E::READS_AUX || !o->bias) && (E::PRODUCTS * E::AUX_PARTS < 2 || N % BOX_COLUMNS == 0));
     static int multiprocessors = 0;
@@ -124,11 +145,12 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
         cudaCheck(cudaFuncSetAttribute(matmul_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     }
     const MatmulSchedule schedule = matmul_schedule(M, N, S::ROWS * S::CLUSTER, S::OUT_COLUMNS);
-    const HopperWork w = {M, N, K, schedule, (const bf16 *)o->bias, o->column_sums, o->rope};
-    const CUtensorMap a = S::MN_A ? matrix_map(o->a, K, M) : matrix_map(o->a, M, K);
-    const CUtensorMap b = S::MN_B ? matrix_map(o->b, K, N) : matrix_map(o->b, z.N, K);
-    const CUtensorMap out = matrix_map(o->out, M, E::OUT_PARTS * N);
-    const CUtensorMap aux = E::AUX_PARTS ? matrix_map(o->aux, M, E::AUX_PARTS * N) : out;
+    const HopperWork w = {M,       N,           K,           schedule,   (const bf16 *)o->bias, o->column_sums,
+                          o->rope, o->a_absmax, o->b_absmax, o->a_by_row};
+    const CUtensorMap a = S::MN_A ? matrix_map<Element>(o->a, K, M) : matrix_map<Element>(o->a, M, K);
+    const CUtensorMap b = S::MN_B ? matrix_map<Element>(o->b, K, N) : matrix_map<Element>(o->b, z.N, K);
+    const CUtensorMap out = matrix_map<bf16>(o->out, M, E::OUT_PARTS * N);
+    const CUtensorMap aux = E::AUX_PARTS ? matrix_map<bf16>(o->aux, M, E::AUX_PARTS * N) : out;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = S::CLUSTER;
@@ -141,6 +163,32 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
     launch.attrs = &attribute;
     launch.numAttrs = S::CLUSTER > 1;
     cudaCheck(cudaLaunchKernelEx(&launch, matmul_kernel<S>, a, b, out, aux, w));
+}
+
+// ---- for the tables of variants
+
+template <typename Dtype, MatmulForm FORM, int COLUMNS, int CLUSTER, typename Epilogue>
+constexpr HopperVariant hopper_variant(MatmulEpilogue epilogue, MlpKind activation = MLP_GELU) {
+    // Both fp8 operands lie as those of FORWARD do: one kernel serves all forms.
+    typedef HopperTile<Dtype, Dtype::SCALED ? MATMUL_FORWARD : FORM, COLUMNS, CLUSTER, Epilogue> Tile;
+    return {FORM, epilogue, activation, COLUMNS, CLUSTER, hopper_launch<Tile>};
+}
+#define HOPPER_ROPE(Dtype, columns, cluster) \
+    hopper_variant<Dtype, MATMUL_FORWARD, columns, cluster, Rotate>(EPILOGUE_ROPE)
+#define HOPPER_ACTIVATION(Dtype, columns, cluster, kind, Policy) \
+    hopper_variant<Dtype, MATMUL_FORWARD, columns, cluster, Activate<Policy, false>>(EPILOGUE_ACTIVATION, kind), \
+        hopper_variant<Dtype, MATMUL_FORWARD, columns, cluster, Activate<Policy, true>>( \
+            EPILOGUE_ACTIVATION_KEEPS_INPUT, kind), \
+        hopper_variant<Dtype, MATMUL_BACKWARD_INPUT, columns, cluster, ActivationGradient<Policy, false>>( \
+            EPILOGUE_GRADIENT, kind), \
+        hopper_variant<Dtype, MATMUL_BACKWARD_INPUT, columns, cluster, ActivationGradient<Policy, true>>( \
+            EPILOGUE_GRADIENT_FROM_INPUT, kind)
+template <typename Dtype, int COLUMNS, size_t COUNT>
+static const HopperVariant *hopper_available(const HopperVariant (&variants)[COUNT], int *count) {
+    static const bool available = 
+        has_hopper_code(matmul_kernel<HopperTile<Dtype, MATMUL_FORWARD, COLUMNS, 1, Plain>>);
+    *count = available ? (int)COUNT : 0;
+    return variants;
 }
 
 #endif

@@ -10,6 +10,7 @@
 #include "matmul_problem.cuh"
 #include "matmul_schedule.cuh"
 #include "../cuda/tile.cuh"
+#include <cuda_fp8.h>
 
 // ---- what tile.cuh does not have: wide wgmma, multicast
 
@@ -19,6 +20,24 @@
 #define WGMMA_D192 "{" WGMMA_NINETY "%90,%91,%92,%93,%94,%95}"
 #define WGMMA_D256 "{" WGMMA_NINETY WGMMA_TEN(9) WGMMA_TEN(10) WGMMA_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127}"
 
+// The same of e4m3: k is 32, and both operands are K-major.
+template <int N> __device__ inline void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
+    static_assert(N == 128 || N == 256, "write the asm for this width");
+    if constexpr (N == 128)
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " WGMMA_D128
+            ", %64, %65, p, 1, 1; }"
+            : WGMMA_32(0), WGMMA_32(32)
+            : "l"(a), "l"(b), "r"(add)
+            : "memory");
+    else
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " WGMMA_D256
+            ", %128, %129, p, 1, 1; }"
+            : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96)
+            : "l"(a), "l"(b), "r"(add)
+            : "memory");
+}
 // tile.cuh's wgmma, both operands in shared memory, of 192 or 256 columns.
 template <int N, int MN_A, int MN_B>
 __device__ inline void wgmma_wide(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
@@ -51,12 +70,29 @@ __device__ inline void box_load_all(unsigned to, const CUtensorMap *map, unsigne
 // ---- the dtype's policy: elements of k in a stage, and the products of a quarter of it
 
 struct MmaBf16 {
+    typedef bf16 Element;
     static constexpr int STAGE_K = 64;
+    static constexpr bool SCALED = false;
+    static constexpr int PROMOTES = 0;
     template <int COLUMNS, int MN_A, int MN_B>
     __device__ static void multiply(float (&d)[COLUMNS / 2], unsigned a, unsigned b, int quarter, int add) {
         const unsigned long long A = MN_A ? operand_mn<BOX_ROWS>(a, quarter) : operand_k<BOX_ROWS>(a, quarter);
         const unsigned long long B = MN_B ? operand_mn<BOX_ROWS>(b, quarter) : operand_k<BOX_ROWS>(b, quarter);
         wgmma_wide<COLUMNS, MN_A, MN_B>(d, A, B, add);
+    }
+};
+
+// Sums of fp8 products keep some 14 bits inside the tensor core. PROMOTES: those of so many stages, of 128 terms each, are
+// added to fp32 registers; 0: never.
+template <int PROMOTES_> struct MmaE4m3 {
+    typedef __nv_fp8_e4m3 Element;
+    static constexpr int STAGE_K = 128;
+    static constexpr bool SCALED = true;
+    static constexpr int PROMOTES = PROMOTES_;
+    template <int COLUMNS, int MN_A, int MN_B>
+    __device__ static void multiply(float (&d)[COLUMNS / 2], unsigned a, unsigned b, int quarter, int add) {
+        static_assert(!MN_A && !MN_B, "fp8 operands are K-major");
+        wgmma_e4m3<COLUMNS>(d, operand_k<BOX_ROWS>(a, quarter), operand_k<BOX_ROWS>(b, quarter), add);
     }
 };
 
@@ -67,7 +103,7 @@ template <typename Dtype_, MatmulForm FORM, int COLUMNS_, int CLUSTER_, typename
     typedef Dtype_ Dtype;
     typedef Epilogue_ Epilogue;
     static constexpr int COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, ROWS = 128, THREADS = 3 * WARPGROUP;
-    static constexpr int MN_A = FORM == MATMUL_BACKWARD_WEIGHT, MN_B = FORM != MATMUL_FORWARD;
+    static constexpr int MN_A = FORM == MATMUL_BACKWARD_WEIGHT, MN_B = FORM != MATMUL_FORWARD;  // fp8: FORM is FORWARD
     static constexpr int OUT_COLUMNS = COLUMNS / Epilogue::PRODUCTS;
     static constexpr int SLOTS = Epilogue::template slots<COLUMNS>;
     static constexpr int A_BOXES = ROWS / BOX_ROWS, B_BOXES = COLUMNS / BOX_COLUMNS;
@@ -123,6 +159,9 @@ template <typename S> struct MmaConsumer {
     RingPlace<S::STAGES> ring;
     unsigned last = 0;  // offset of the barrier of the step before
     float acc[S::COLUMNS / 2];
+    // Of the last stages, in the tensor core's precision.
+    static constexpr int PROMOTES = S::Dtype::PROMOTES;
+    float part[PROMOTES ? S::COLUMNS / 2 : 1];
 
     __device__ void open(unsigned tiles, unsigned full_, unsigned empty_, int warpgroup) {
         full = full_;
@@ -139,25 +178,43 @@ template <typename S> struct MmaConsumer {
         } else if (lane == 0)
             mbarrier_arrive(empty + last);
     }
-    // A stage's products; those of the step before are then complete, and its stage is free.
-    __device__ void step(bool first) {
+    // The products of stage s of a tile; those of the step before are then complete, and its stage is free.
+    __device__ void step(int s) {
         const unsigned a = a_tiles + ring.stage * S::STAGE_BYTES, b = b_tiles + ring.stage * S::STAGE_BYTES;
         const unsigned at = 8 * ring.stage;
         mbarrier_wait(full + at, ring.parity);
         wgmma_fence();
         #pragma unroll
-        for (int k = 0; k < 4; k++)
-            S::Dtype::template multiply<S::COLUMNS, S::MN_A, S::MN_B>(acc, a, b, k, !first || k > 0);
+        for (int k = 0; k < 4; k++) {
+            if constexpr (PROMOTES)
+                S::Dtype::template multiply<S::COLUMNS, 0, 0>(part, a, b, k, s % PROMOTES > 0 || k > 0);
+            else
+                S::Dtype::template multiply<S::COLUMNS, S::MN_A, S::MN_B>(acc, a, b, k, s > 0 || k > 0);
+        }
         wgmma_commit();
-        if (!first) {
+        if (PROMOTES ? s % PROMOTES > 0 : s > 0) {
             wgmma_wait<1>();
             release();
         }
         last = at;
         ring.next();
+        if constexpr (PROMOTES)
+            if (s % PROMOTES == PROMOTES - 1) promote(s < PROMOTES);
     }
-    // After the last step: acc is complete.
-    __device__ void complete() {
+    // What is in `part` goes to acc.
+    __device__ void promote(bool first) {
+        wgmma_wait<0>();
+        wgmma_pin(part);
+        release();
+        #pragma unroll
+        for (int i = 0; i < S::COLUMNS / 2; i++) acc[i] = first ? part[i] : acc[i] + part[i];
+    }
+    // After the last of `steps`: acc is complete.
+    __device__ void complete(int steps) {
+        if constexpr (PROMOTES) {
+            if (steps % PROMOTES) promote(steps < PROMOTES);
+            return;
+        }
         wgmma_wait<0>();
         wgmma_pin(acc);
         release();

@@ -10,6 +10,11 @@
 //   ACTIVATION_KEEPS_INPUT   of FORWARD: f(x), aux = x
 //   GRADIENT                 of BACKWARD_INPUT: x times the slopes in aux
 //   GRADIENT_FROM_INPUT      of BACKWARD_INPUT: aux is the input of f. x f'(aux) takes its place, and out = f(aux)
+// In fp8 (e4m3) each operand has a scale, and k runs along the rows of both as they lie in memory, as Hopper's fp8
+// products need it:
+//   FORWARD          a: inp (rows,in)    b: weight (out,in)
+//   BACKWARD_INPUT   a: dout (rows,out)  b: weight^T (in,out)
+//   BACKWARD_WEIGHT  a: dout^T (out,rows)  b: inp^T (in,rows)
 // SwiGLU has two inputs, gate and up, side by side: twice the columns in weight and x of FORWARD, in aux, and in x
 // times slopes. BACKWARD_INPUT's `in` is then one of the two, the width of f.
 #ifndef LLMC_MATMUL_PROBLEM_CUH
@@ -28,11 +33,14 @@ typedef enum {
     EPILOGUE_GRADIENT_FROM_INPUT
 } MatmulEpilogue;
 
+typedef enum { MATMUL_FLOATX, MATMUL_E4M3 } MatmulDtype;  // of a and b
+
 typedef struct {  // ints only: compared as bytes
     MatmulForm form;
     int rows, in, out;  // rows: of inp and dout; weight (out,in)
     MatmulEpilogue epilogue;
     MlpKind activation;  // of the epilogues that have one, else 0
+    MatmulDtype dtype;
 } MatmulProblem;
 
 // Rows are tokens of sequences of T, the first of them token `first`; the first `columns` are rotated; cos_sin
@@ -43,11 +51,16 @@ typedef struct {
 } RopeRows;
 typedef struct {
     floatX *out;
-    const floatX *a, *b, *bias;  // bias: NULL without
+    const void *a, *b;  // of the problem's dtype
+    const floatX *bias;          // NULL: none
     floatX *aux;                 // of activations and their gradients
     float *column_sums;          // NULL, or where matmul_sums_columns: partial sums of the gradient's columns
     RopeRows rope;
     int accumulate;  // of EPILOGUE_PLAIN without bias: out += the product
+    // fp8: the largest absolute values of a and b, from which their scales follow (fp8.h). a_by_row: one for each row of
+    // a, else one.
+    const float *a_absmax, *b_absmax;
+    int a_by_row;
 } MatmulOperands;
 
 // The product in row-major terms: out (M,N) = a (M,K) b (K,N).
@@ -70,8 +83,11 @@ typedef struct {
     int columns, cluster;
     void (*run)(const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream);
 } HopperVariant;
-// All that exist; *count is 0 in an fp32 build and where this GPU's code has none. In an object of its own:
-// matmul_hopper.cu.
-const HopperVariant *hopper_variants(int *count);
+// All of a dtype; *count is 0 in an fp32 build and where this GPU's code has none. Each dtype is an object of its own.
+const HopperVariant *hopper_variants_bf16(int *count);
+const HopperVariant *hopper_variants_e4m3(int *count);
+static inline const HopperVariant *hopper_variants(MatmulDtype dtype, int *count) {
+    return dtype == MATMUL_E4M3 ? hopper_variants_e4m3(count) : hopper_variants_bf16(count);
+}
 
 #endif
