@@ -1,0 +1,219 @@
+// bf16 tensors to fp8 (fp8.h), as the operands of an fp8 matmul.
+//   absmax_tensor   *absmax = the larger of *absmax and |x| (count)
+//   quantise        q (rows,columns) = fp8(x * scale), qt (columns,rows) its transpose; scale by the tensor's absmax
+//   quantise_rows   q (rows,columns) with a scale for each row by its absmax, which goes to row_absmax (rows)
+// The scale is fp8_scale of the absmax, a power of two: q and qt hold the same values, and none saturates.
+//
+// Bound by memory: 4 bytes an element with both layouts, 3 with one. A thread takes 16 rows of 8 columns, which are 16
+// loads of 16 bytes in flight. It transposes them in registers, four rows of four columns at a time, so that its part
+// of a row of qt is one store of 16 bytes. No shared memory, no barrier: warps load, compute and store beside each
+// other. How the lanes of a warp lie side by side decides how long the pieces of rows are that it reads and writes.
+// rows, columns: multiples of 16. Ladder: dev/cuda/quantise.cu.
+#ifndef LLMC_QUANTISE_CUH
+#define LLMC_QUANTISE_CUH
+
+#include <cuda_fp8.h>
+
+#include "../cuda/tile.cuh"
+#include "../fp8.h"
+
+// Of a kind of tensor: values that were quantised, and those of them that became zero.
+typedef struct { unsigned long long flushed, values; } Fp8Count;
+
+// ---- vectors
+
+typedef Vec<bf16> VecB;
+template <Fp8Kind KIND> __device__ inline uint2 quantise_vec(const VecB &x, float scale) {
+    float wide[VecB::size];
+    unsigned pair[VecB::size / 2];
+    vec_widen(wide, x);
+    #pragma unroll
+    for (int k = 0; k < VecB::size / 2; k++)
+        pair[k] = __nv_cvt_float2_to_fp8x2(make_float2(wide[2 * k] * scale, wide[2 * k + 1] * scale), __NV_SATFINITE,
+                                           KIND == FP8_E4M3 ? __NV_E4M3 : __NV_E5M2);
+    return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
+}
+// How many become zero that are not.
+template <Fp8Kind KIND> __device__ inline unsigned quantise_flushes(const VecB &x, float scale) {
+    constexpr float most = KIND == FP8_E4M3 ? 0x1p-10f : 0x1p-17f;  // half of the smallest: a tie goes to zero
+    float wide[VecB::size];
+    unsigned flushed = 0;
+    vec_widen(wide, x);
+    #pragma unroll
+    for (int k = 0; k < VecB::size; k++) flushed += wide[k] != 0 && fabsf(wide[k] * scale) <= most;
+    return flushed;
+}
+// All threads of the launch call it.
+__device__ inline void quantise_count(Fp8Count *count, unsigned flushed, size_t values) {
+    flushed = __reduce_add_sync(0xffffffffu, flushed);
+    if (threadIdx.x % WARP == 0 && flushed) atomicAdd(&count->flushed, (unsigned long long)flushed);
+    if (threadIdx.x + blockIdx.x + blockIdx.y == 0) atomicAdd(&count->values, (unsigned long long)values);
+}
+// Byte j of word i becomes byte i of word j.
+__device__ inline void transpose_bytes(unsigned &a, unsigned &b, unsigned &c, unsigned &d) {
+    const unsigned ab_low = __byte_perm(a, b, 0x5140), ab_high = __byte_perm(a, b, 0x7362);
+    const unsigned cd_low = __byte_perm(c, d, 0x5140), cd_high = __byte_perm(c, d, 0x7362);
+    a = __byte_perm(ab_low, cd_low, 0x5410);
+    b = __byte_perm(ab_low, cd_low, 0x7632);
+    c = __byte_perm(ab_high, cd_high, 0x5410);
+    d = __byte_perm(ab_high, cd_high, 0x7632);
+}
+
+// ---- kernels
+
+enum { ABSMAX_THREADS = 512, ABSMAX_UNROLL = 4 };  // vectors in flight per thread
+static __global__ void __launch_bounds__(ABSMAX_THREADS) absmax_kernel(float *absmax, const bf16 *x, size_t vecs) {
+    __shared__ float shared[WARP];
+    const size_t stride = (size_t)gridDim.x * ABSMAX_THREADS;
+    unsigned most = 0;
+    for (size_t i = (size_t)blockIdx.x * ABSMAX_THREADS + threadIdx.x; i < vecs; i += ABSMAX_UNROLL * stride) {
+        VecB v[ABSMAX_UNROLL];
+        #pragma unroll
+        for (int u = 0; u < ABSMAX_UNROLL; u++)
+            v[u] = i + u * stride < vecs ? vec_load(x + (i + u * stride) * VecB::size) : VecB();
+        #pragma unroll
+        for (int u = 0; u < ABSMAX_UNROLL; u++) absmax_take(most, v[u]);
+    }
+    const float m = block_reduce<MaxBits>(absmax_value<bf16>(most), shared);
+    if (threadIdx.x == 0) absmax_raise(absmax, m);
+}
+
+enum {
+    QUANTISE_THREADS = 128,
+    QUANTISE_TILE = 128,  // rows and columns of a block
+    QUANTISE_ROWS = 16,   // of a thread
+};
+// LANES: of a warp along a row, each with 8 columns; the others lie below them. q, qt, count: NULL if not wanted.
+template <Fp8Kind KIND, int LANES>
+__global__ void __launch_bounds__(QUANTISE_THREADS, 4)
+    quantise_kernel(uint8_t *__restrict__ q, uint8_t *__restrict__ qt, const bf16 *__restrict__ x, int rows,
+                    int columns, const float *__restrict__ absmax, Fp8Count *count) {
+    constexpr int ROWS = QUANTISE_ROWS, WARPS_ALONG = QUANTISE_TILE / (LANES * VecB::size);
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int column = blockIdx.x * QUANTISE_TILE + (warp % WARPS_ALONG * LANES + lane % LANES) * VecB::size,
+              row = blockIdx.y * QUANTISE_TILE + (warp / WARPS_ALONG * (WARP / LANES) + lane / LANES) * ROWS;
+    const bool inside = row < rows && column < columns;
+    const size_t place = (size_t)row * columns + column;
+    VecB v[ROWS];
+    #pragma unroll
+    for (int i = 0; i < ROWS; i++) v[i] = inside ? vec_load_streaming(x + place + (size_t)i * columns) : VecB();
+    const float scale = fp8_scale(KIND, *absmax);
+    if (count) {
+        unsigned flushed = 0;
+        #pragma unroll
+        for (int i = 0; i < ROWS; i++) flushed += quantise_flushes<KIND>(v[i], scale);
+        quantise_count(count, flushed, (size_t)rows * columns);
+    }
+    if (!inside) return;
+    uint2 y[ROWS];
+    #pragma unroll
+    for (int i = 0; i < ROWS; i++) y[i] = quantise_vec<KIND>(v[i], scale);
+    if (q)
+        #pragma unroll
+        for (int i = 0; i < ROWS; i++) *(uint2 *)(q + place + (size_t)i * columns) = y[i];
+    if (!qt) return;
+    #pragma unroll
+    for (int i = 0; i < ROWS; i += 4) {
+        transpose_bytes(y[i].x, y[i + 1].x, y[i + 2].x, y[i + 3].x);
+        transpose_bytes(y[i].y, y[i + 1].y, y[i + 2].y, y[i + 3].y);
+    }
+    uint8_t *const to = qt + (size_t)column * rows + row;
+    #pragma unroll
+    for (int k = 0; k < 4; k++) {
+        *(uint4 *)(to + (size_t)k * rows) = make_uint4(y[k].x, y[k + 4].x, y[k + 8].x, y[k + 12].x);
+        *(uint4 *)(to + (size_t)(k + 4) * rows) = make_uint4(y[k].y, y[k + 4].y, y[k + 8].y, y[k + 12].y);
+    }
+}
+
+// A block holds a row in registers, VECS vectors a thread, so that it is read once.
+enum { QUANTISE_ROW_THREADS = 512 };
+template <Fp8Kind KIND, int VECS>
+__global__ void __launch_bounds__(QUANTISE_ROW_THREADS, VECS == 4 ? 3 : 2)
+    quantise_rows_kernel(uint8_t *__restrict__ q, float *__restrict__ row_absmax, float *absmax,
+                         const bf16 *__restrict__ x, int rows, int columns, Fp8Count *count) {
+    __shared__ float shared[WARP];
+    const size_t start = (size_t)blockIdx.x * columns;
+    VecB v[VECS];
+    unsigned most = 0;
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) {
+        const int column = (i * blockDim.x + threadIdx.x) * VecB::size;
+        v[i] = column < columns ? vec_load_streaming(x + start + column) : VecB();
+    }
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) absmax_take(most, v[i]);
+    const float m = block_reduce<MaxBits>(absmax_value<bf16>(most), shared), scale = fp8_scale(KIND, m);
+    if (threadIdx.x == 0) {
+        row_absmax[blockIdx.x] = m;
+        absmax_raise(absmax, m);
+    }
+    unsigned flushed = 0;
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) {
+        const int column = (i * blockDim.x + threadIdx.x) * VecB::size;
+        if (column < columns) *(uint2 *)(q + start + column) = quantise_vec<KIND>(v[i], scale);
+        if (count) flushed += quantise_flushes<KIND>(v[i], scale);
+    }
+    if (count) quantise_count(count, flushed, (size_t)rows * columns);
+}
+
+// ---- launchers
+
+static inline void absmax_tensor(float *absmax, const bf16 *x, size_t count, cudaStream_t stream) {
+    require_aligned("absmax", {x});
+    assert(count % VecB::size == 0);
+    const size_t vecs = count / VecB::size;
+    const unsigned full = 2048 / ABSMAX_THREADS * device_attribute(cudaDevAttrMultiProcessorCount),
+                   needed = blocks_for(vecs, ABSMAX_THREADS * ABSMAX_UNROLL), blocks = needed < full ? needed : full;
+    absmax_kernel<<<blocks, ABSMAX_THREADS, 0, stream>>>(absmax, x, vecs);
+    launchCheck();
+    timing_lap("absmax", 0, (double)count * sizeof(bf16), stream);
+}
+
+static inline void quantise_require(int rows, int columns, std::initializer_list<const void *> pointers) {
+    require(rows > 0 && columns > 0 && rows % 16 == 0 && columns % 16 == 0,
+            "fp8: a matrix of %d x %d\nuse sizes that are multiples of 16", rows, columns);
+    require_aligned("fp8", pointers);
+}
+template <Fp8Kind KIND, int LANES>
+static void quantise_launch(uint8_t *q, uint8_t *qt, const bf16 *x, int rows, int columns, const float *absmax,
+                            Fp8Count *count, cudaStream_t stream) {
+    const dim3 blocks(blocks_for(columns, QUANTISE_TILE), blocks_for(rows, QUANTISE_TILE));
+    require(blocks.y < 65536, "fp8: %d rows are too many for one launch\nuse a smaller --batch-size", rows);
+    quantise_kernel<KIND, LANES><<<blocks, QUANTISE_THREADS, 0, stream>>>(q, qt, x, rows, columns, absmax, count);
+    launchCheck();
+}
+template <Fp8Kind KIND>
+static void quantise_of_kind(uint8_t *q, uint8_t *qt, const bf16 *x, int rows, int columns, const float *absmax,
+                             Fp8Count *count, cudaStream_t stream) {
+    // whole lines of 128 bytes where there is one layout, half ones of each where there are two
+    const auto launch = !qt ? quantise_launch<KIND, 16> : !q ? quantise_launch<KIND, 4> : quantise_launch<KIND, 8>;
+    launch(q, qt, x, rows, columns, absmax, count, stream);
+}
+// q (rows,columns), qt (columns,rows), either NULL = x (rows,columns) quantised by *absmax (device memory); count
+// (device memory or NULL) +=
+static inline void quantise(Fp8Kind kind, uint8_t *q, uint8_t *qt, const bf16 *x, int rows, int columns,
+                            const float *absmax, Fp8Count *count, cudaStream_t stream) {
+    quantise_require(rows, columns, {q, qt, x});
+    const auto of_kind = kind == FP8_E4M3 ? quantise_of_kind<FP8_E4M3> : quantise_of_kind<FP8_E5M2>;
+    of_kind(q, qt, x, rows, columns, absmax, count, stream);
+    timing_lap("quantise", 0, (2.0 + (q != NULL) + (qt != NULL)) * rows * columns, stream);
+}
+// q (rows,columns) = x, each row by its own absmax, which goes to row_absmax (rows); *absmax rises to the largest
+static inline void quantise_rows(Fp8Kind kind, uint8_t *q, float *row_absmax, float *absmax, const bf16 *x, int rows,
+                                 int columns, Fp8Count *count, cudaStream_t stream) {
+    enum { NARROW = 4, WIDE = 8, VEC_THREADS = QUANTISE_ROW_THREADS * VecB::size };
+    quantise_require(rows, columns, {q, x});
+    require(columns <= WIDE * VEC_THREADS, "fp8: rows of %d columns\na scale for each row needs at most %d", columns,
+            WIDE * VEC_THREADS);
+    const auto narrow =
+        kind == FP8_E4M3 ? quantise_rows_kernel<FP8_E4M3, NARROW> : quantise_rows_kernel<FP8_E5M2, NARROW>;
+    const auto wide = kind == FP8_E4M3 ? quantise_rows_kernel<FP8_E4M3, WIDE> : quantise_rows_kernel<FP8_E5M2, WIDE>;
+    const int vecs = columns <= NARROW * VEC_THREADS ? NARROW : WIDE;
+    const unsigned threads = (unsigned)round_up(ceil_div(columns / VecB::size, vecs), WARP);
+    (vecs == NARROW ? narrow : wide)<<<rows, threads, 0, stream>>>(q, row_absmax, absmax, x, rows, columns, count);
+    launchCheck();
+    timing_lap("quantise", 0, 3.0 * rows * columns, stream);
+}
+
+#endif
