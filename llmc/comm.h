@@ -1,10 +1,13 @@
-// The ranks of a job and what they say to each other, over MPI. Everything is exact: sums run over ranks in their
-// order, so that all ranks hold the same bits and take the same decisions; sizes are bounded per message; the watchdog
-// sees every call. A Comm is a group of ranks: the whole job, or (comm_split) a part of it that speaks among itself.
+// The ranks of a job and their collectives over MPI. A Comm is a group of ranks: the whole job, or a part of it
+// (comm_split).
 //
-// MPI is used where the build has it (USE_MPI) and a launcher started the process (mpirun, srun --mpi=pmix). Otherwise
-// the job is one rank, and every function returns at once. A build without MPI that was started as several processes
-// stops: they would be as many trainers writing one folder. When one rank dies (die, require), all end with status 1.
+// Sums run over ranks in their order, so results are bitwise identical on all ranks and all take the same decisions.
+// Messages have a bounded size. The watchdog sees every collective.
+//
+// MPI is used if the build has it (USE_MPI) and a launcher started the process (mpirun, srun --mpi=pmix). Otherwise the
+// job is one rank, and every function returns at once. A build without MPI stops if it was started as several
+// processes: each would train alone and write to the same folder. When one rank dies (die, require), all end with
+// status 1.
 #ifndef LLMC_COMM_H
 #define LLMC_COMM_H
 
@@ -28,15 +31,18 @@ typedef struct {
     int rank, world;              // in the group
     int local_rank, local_world;  // among the job's ranks on this host
     char host[64];
-    int group, first, stride;  // MPI's communicator; the group's rank k is rank first + k * stride of the job
+    int group;          // index of MPI's communicator
+    int first, stride;  // the group's rank k is the job's rank first + k * stride
 } Comm;
 #define COMM_ALONE {0, 1, 0, 1, "this host", 0, 0, 1}  // one rank, no job
 
-enum { COMM_MESSAGE = 1 << 28 };  // bytes of a message at most
-enum { COMM_PIECE = 1 << 16 };    // floats of a rank's piece that are summed at a time
+enum {
+    COMM_MESSAGE = 1 << 28,  // bytes of a message at most
+    COMM_PIECE = 1 << 16,    // floats of a rank's piece that are summed at a time
+};
 
-// How many processes the launcher says it started; 0: there was none. mpirun under a batch system comes first: its own
-// variables describe the job, the batch system's its daemons.
+// How many processes the launcher says it started; 0: there was no launcher. The variables of mpirun are read before
+// those of a batch system, because under mpirun the latter count mpirun's daemons.
 static inline int comm_launched(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE",
                                         "SLURM_STEP_NUM_TASKS"};
@@ -65,7 +71,8 @@ static int comm_num_groups = 2;
 static inline void mpi_open(Comm *c, int *argc, char ***argv) {
     int level;
     const char *here = getenv("OMPI_COMM_WORLD_LOCAL_SIZE");
-    // Open MPI ends a rank that lost its connection to another host: a second later, so that the watchdog speaks first.
+    // Open MPI ends a rank that lost its connection to another host. It waits a second, so that the watchdog's report
+    // comes first.
     if (!here || atoi(here) < comm_launched()) setenv("OMPI_MCA_mpi_abort_delay", "1", 0);
     mpiCheck(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &level));  // the watchdog and other threads may abort
     require(level == MPI_THREAD_MULTIPLE, "this MPI does not allow calls from several threads\nuse one built with "
@@ -96,7 +103,7 @@ static inline void mpi_exchange(const Comm *c, int to, const void *send, int fro
     watchdog_peers(-1, -1);
 }
 #else
-// Nobody else is there. Tests that play several ranks in one process hear zeros.
+// One rank. Tests that give one process several ranks receive zeros.
 #define mpi_open(c, argc, argv) ((void)(argc), (void)(argv))
 #define mpi_close() ((void)0)
 #define mpi_abort() ((void)0)
@@ -108,9 +115,9 @@ static inline void mpi_exchange(const Comm *c, int to, const void *send, int fro
 
 // ---- how a job ends, and what ranks of a host share
 
-// mpirun ends when the daemon on every host has answered: for ever not, if a host is lost or its network. A child in a
-// session of its own, which mpirun does not end together with this rank, gives it (or this host's daemon) time, and
-// then ends it. Nothing here needs a lock that a hanging thread may hold.
+// mpirun ends only when its daemons on all hosts have answered, so it hangs if a host or its network is lost. A child
+// process gives mpirun (or the daemon of this host) some seconds and then ends it. The child has a session of its own,
+// so that it is not ended together with this rank. No call here needs a lock that a hanging thread may hold.
 static inline void comm_end_launcher(void) {
     static const char *const names[] = {"prterun", "prted", "mpirun",        "mpiexec",
                                         "orterun", "orted", "mpiexec.hydra", "hydra_pmi_proxy"};
@@ -139,8 +146,8 @@ static inline void comm_abort(void) {
     mpi_abort();
 }
 
-// Memory shared by the ranks of this host, zeros at first. It is the first local rank's open descriptor and has no name
-// in any folder: nothing can stay behind. NULL where that is not possible (ranks in different containers).
+// Memory shared by the ranks of this host, zeros at first. It is an open descriptor of the first local rank without a
+// name in any folder, so nothing stays behind. NULL where ranks cannot open it (in different containers).
 static inline void *comm_share(const Comm *c, size_t bytes) {
     int64_t where[3] = {(int64_t)getpid(), -1, (int64_t)(1e9 * now_seconds())};
     char name[64], path[64], target[128] = "";
@@ -168,57 +175,60 @@ static inline size_t comm_part(size_t total, size_t at, size_t most) { return to
 
 static inline void comm_barrier(const Comm *c) {
     if (c->world == 1) return;
-    const uint64_t op = watchdog_op_begin("barrier", 0, OP_STARTED);
+    const uint64_t op = watchdog_op_begin("barrier", 0, WATCHDOG_HOST);
     mpi_barrier(c->group);
     watchdog_op_done(op);
 }
 static inline void comm_broadcast(const Comm *c, void *data, size_t bytes, int root) {
     if (c->world == 1) return;
-    const uint64_t op = watchdog_op_begin("broadcast", bytes, OP_STARTED);
+    const uint64_t op = watchdog_op_begin("broadcast", bytes, WATCHDOG_HOST);
     for (size_t at = 0; at < bytes; at += COMM_MESSAGE)
         mpi_broadcast(c->group, (char *)data + at, comm_part(bytes, at, COMM_MESSAGE), root);
     watchdog_op_done(op);
 }
-// data: `world` pieces of which piece `rank` is mine; afterwards all are there. In each of world - 1 rounds everybody
-// has another partner.
-static inline void comm_all_gather(const Comm *c, void *data, size_t bytes_per_rank) {
-    if (c->world == 1) return;
-    const uint64_t op = watchdog_op_begin("all_gather", bytes_per_rank * (size_t)c->world, OP_STARTED);
-    char *pieces = (char *)data;
+// Each rank exchanges with every other, with another one in each round. To rank r it sends what lies at send + r *
+// send_stride; it receives into receive + r * receive_stride.
+static inline void comm_rounds(const Comm *c, const void *send, size_t send_stride, void *receive,
+                               size_t receive_stride, size_t bytes) {
     for (int k = 1; k < c->world; k++) {
         const int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
-        for (size_t at = 0; at < bytes_per_rank; at += COMM_MESSAGE)
-            mpi_exchange(c, to, pieces + (size_t)c->rank * bytes_per_rank + at, from,
-                         pieces + (size_t)from * bytes_per_rank + at, comm_part(bytes_per_rank, at, COMM_MESSAGE));
+        mpi_exchange(c, to, (const char *)send + to * send_stride, from, (char *)receive + from * receive_stride,
+                     bytes);
     }
+}
+// data: `world` pieces, of which this rank has written piece `rank`; afterwards all are there.
+static inline void comm_all_gather(const Comm *c, void *data, size_t bytes_per_rank) {
+    if (c->world == 1) return;
+    const uint64_t op = watchdog_op_begin("all_gather", bytes_per_rank * c->world, WATCHDOG_HOST);
+    char *pieces = (char *)data;
+    for (size_t at = 0; at < bytes_per_rank; at += COMM_MESSAGE)
+        comm_rounds(c, pieces + c->rank * bytes_per_rank + at, 0, pieces + at, bytes_per_rank,
+                    comm_part(bytes_per_rank, at, COMM_MESSAGE));
     watchdog_op_done(op);
 }
-static inline void comm_gather_all(const Comm *c, const void *mine, size_t bytes, void *all /*world * bytes*/) {
-    memcpy((char *)all + (size_t)c->rank * bytes, mine, bytes);
+// all: (world, bytes)
+static inline void comm_gather_all(const Comm *c, const void *mine, size_t bytes, void *all) {
+    memcpy((char *)all + c->rank * bytes, mine, bytes);
     comm_all_gather(c, all, bytes);
 }
 // data: `world` pieces; afterwards piece `rank` is the sum of that piece over ranks 0, 1, ... in this order; the others
-// keep their values. scratch: world * COMM_PIECE floats.
+// keep their values. scratch: (world, COMM_PIECE).
 static inline void comm_reduce_scatter(const Comm *c, float *data, size_t count_per_rank, float *scratch) {
     if (c->world == 1) return;
-    const uint64_t op =
-        watchdog_op_begin("reduce_scatter", count_per_rank * (size_t)c->world * sizeof(float), OP_STARTED);
-    float *mine = data + (size_t)c->rank * count_per_rank;
+    const size_t stride = count_per_rank * sizeof(float);
+    const uint64_t op = watchdog_op_begin("reduce_scatter", stride * c->world, WATCHDOG_HOST);
     for (size_t at = 0; at < count_per_rank; at += COMM_PIECE) {
-        const size_t n = comm_part(count_per_rank, at, COMM_PIECE);
-        for (int k = 1; k < c->world; k++) {
-            const int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
-            mpi_exchange(c, to, data + (size_t)to * count_per_rank + at, from, scratch + (size_t)from * COMM_PIECE,
-                         n * sizeof(float));
-        }
-        memcpy(scratch + (size_t)c->rank * COMM_PIECE, mine + at, n * sizeof(float));
-        memcpy(mine + at, scratch, n * sizeof(float));
+        float *mine = data + c->rank * count_per_rank + at;
+        const size_t n = comm_part(count_per_rank, at, COMM_PIECE), bytes = n * sizeof(float);
+        comm_rounds(c, data + at, stride, scratch, COMM_PIECE * sizeof(float), bytes);
+        memcpy(scratch + (size_t)c->rank * COMM_PIECE, mine, bytes);
+        memcpy(mine, scratch, bytes);
         for (int r = 1; r < c->world; r++)
-            for (size_t i = 0; i < n; i++) mine[at + i] += scratch[(size_t)r * COMM_PIECE + i];
+            for (size_t i = 0; i < n; i++) mine[i] += scratch[(size_t)r * COMM_PIECE + i];
     }
     watchdog_op_done(op);
 }
-// What all ranks have, in a new array (world, bytes): free() it.
+// What all ranks have, in a new array (world, bytes). The caller frees it.
 static inline void *comm_gathered(const Comm *c, const void *mine, size_t bytes) {
     void *all = malloc_or_die((size_t)c->world * bytes);
     comm_gather_all(c, mine, bytes, all);
@@ -236,17 +246,16 @@ static inline int comm_or(const Comm *c, int flags) {  // any rank's flags becom
     free(all);
     return together;
 }
-// Parts of the job met unequally often: from here on all ranks count alike again, because the watchdog knows by the
-// number who is behind.
+// After groups of the job had unequally many collectives: from here on all ranks have the same number again. The
+// watchdog takes the rank with the lowest number for the one that is behind.
 static inline void comm_align(const Comm *job) {
     if (job->world == 1) return;
     uint64_t mine = watchdog_mine->ops, most = 0, *all = (uint64_t *)comm_gathered(job, &mine, sizeof mine);
     for (int r = 0; r < job->world; r++) most = all[r] > most ? all[r] : most;
-    WATCHDOG_SET(watchdog_mine->done, most + 1);
-    WATCHDOG_SET(watchdog_mine->ops, most + 1);
+    watchdog_mine->done = watchdog_mine->ops = most + 1;
     free(all);
 }
-// For what all ranks find alike: rank 0 says it, all end.
+// For conditions that all ranks find alike: rank 0 prints the message and ends the job.
 static inline void comm_leave(void) {
     sleep(8);
     _exit(EXIT_FAILURE);
@@ -255,49 +264,44 @@ static inline void comm_leave(void) {
 
 // ---- life
 
+#ifdef USE_MPI
+#define COMM_APART_HINT "start it with the mpirun of the MPI that it was built with, or srun --mpi=pmix"
+#else
+#define COMM_APART_HINT \
+    "this build has no MPI and trains on one rank: start it without mpirun; or install MPI, see make doctor, and " \
+    "build " \
+    "again"
+#endif
 // timeout: seconds without progress after which the watchdog ends the job.
 static inline Comm comm_open(int *argc, char ***argv, double timeout) {
-    Comm c;
-    memset(&c, 0, sizeof c);
-    c.world = c.local_world = c.stride = 1;
-    gethostname(c.host, sizeof c.host - 1);
+    Comm c = COMM_ALONE;
     const int launched = comm_launched();
     char (*hosts)[64] = NULL;
-    WatchdogSlot alone;  // the neighbours are not known yet
     uint64_t op = 0;
-    if (launched) {
-        memset(&alone, 0, sizeof alone);
+    gethostname(c.host, sizeof c.host - 1);
+    if (launched) {  // a watchdog of this rank alone: MPI's start may hang
         if (getenv("PMIX_RANK")) die_rank = atoi(getenv("PMIX_RANK"));
-        watchdog_start(&alone, 1, 0, die_rank, timeout, comm_end_launcher);
-        op = watchdog_op_begin("start of MPI", 0, OP_STARTED);
+        watchdog_start(NULL, 1, 0, die_rank, timeout, comm_end_launcher);
+        op = watchdog_op_begin("start of MPI", 0, WATCHDOG_HOST);
         mpi_open(&c, argc, argv);
         hosts = (char (*)[64])comm_gathered(&c, c.host, sizeof c.host);
     }
     die_rank = c.world > 1 ? c.rank : -1;
     require(launched <= c.world, "this program was started as %d processes, but they do not see each other\n%s",
-            launched,
-            #ifdef USE_MPI
-            "start it with the mpirun of the MPI that it was built with, or srun --mpi=pmix");
-            #else
-            "this build has no MPI and trains on one rank: start it without mpirun; or install MPI, see make doctor, "
-            "and build again");
-            #endif
+            launched, COMM_APART_HINT);
     if (launched) die_hook = comm_abort;
-    WatchdogSlot *slots = (WatchdogSlot *)comm_share(&c, (size_t)c.local_world * sizeof(WatchdogSlot));
+    WatchdogSlot *slots = (WatchdogSlot *)comm_share(&c, c.local_world * sizeof(WatchdogSlot));
     if (launched) {
         watchdog_op_done(op);
         watchdog_stop();
     }
-    if (slots)
-        watchdog_start(slots, c.local_world, c.local_rank, c.rank, timeout, comm_abort);
-    else
-        watchdog_start((WatchdogSlot *)calloc_or_die(sizeof(WatchdogSlot)), 1, 0, c.rank, timeout, comm_abort);
+    watchdog_start(slots, c.local_world, c.local_rank, c.rank, timeout, comm_abort);
     watchdog.world = c.world;
     if (watchdog.count < c.world)
         watchdog.hosts = (const char (*)[64])hosts;
     else
         free(hosts);
-    if (c.world > 1) mpi_barrier(1);  // every neighbour shows itself before anyone may be missed
+    if (c.world > 1) mpi_barrier(1);  // all slots are in use before any rank can be missed
     return c;
 }
 static inline void comm_close(Comm *c) {
@@ -306,12 +310,11 @@ static inline void comm_close(Comm *c) {
     die_hook = NULL;
     watchdog_stop();
     free((void *)watchdog.hosts);
-    watchdog.hosts = NULL;
     memset(c, 0, sizeof *c);
 }
 
-// The group of this rank when all ranks of the job fall into groups of `world`, each of them rank first, first +
-// stride, ... of the job. All ranks call it alike; what they name differs in `first` alone.
+// This rank's group, when the job is divided into groups of `world` ranks: first, first + stride, ... All ranks of the
+// job call it, with the same stride and world.
 static inline Comm comm_split(const Comm *job, int first, int stride, int world) {
     Comm c = *job;
     c.rank = (job->rank - first) / stride;
@@ -325,9 +328,9 @@ static inline Comm comm_split(const Comm *job, int first, int stride, int world)
 
 // ---- cores
 
-// Open MPI binds each of one or two ranks to one core, although a rank has several threads. One that is bound so, and
-// whose share of the cores that the launcher itself may use is larger, gets its share: the ranks of a host one stretch
-// after another. Returns its cores then, 0 if nothing changed.
+// Open MPI binds each rank of a job of one or two to one core, although a rank has several threads. A rank that is
+// bound to one core gets its share of the launcher's cores instead, if that is more: neighbouring cores for each rank.
+// Returns how many it got, or 0 if nothing changed.
 static inline int comm_spread(const Comm *c, pid_t launcher) {
     cpu_set_t bound, all, mine;
     CPU_ZERO(&mine);
@@ -339,7 +342,7 @@ static inline int comm_spread(const Comm *c, pid_t launcher) {
         if (CPU_ISSET(core, &all) && seen++ / share == c->local_rank) CPU_SET(core, &mine);
     return sched_setaffinity(0, sizeof mine, &mine) == 0 ? share : 0;
 }
-// Its cores, shared with the ranks that the launcher bound to the same.
+// The cores of this rank, divided by the number of ranks that the launcher bound to the same ones.
 static inline int comm_threads(const Comm *c) {
     typedef struct {
         char host[64];
@@ -356,9 +359,9 @@ static inline int comm_threads(const Comm *c) {
     const int cores = CPU_COUNT(&mine.cores);
     return cores > sharing ? cores / sharing : 1;
 }
-// All ranks of the job, before they start threads. threads: what the user wants, or 0. Then, if OMP_NUM_THREADS is not
-// set either, a rank that a launcher started computes with all its cores. Only Open MPI's mpirun is known to bind
-// unasked: a batch system's binding is an allocation.
+// All ranks of the job call it before they start threads. threads: what the user wants, or 0. Without that and
+// OMP_NUM_THREADS, a rank that a launcher started computes with all its cores. comm_spread is for Open MPI's mpirun
+// alone: it binds without being asked, while a batch system's binding is an allocation.
 static inline void comm_use_cores(const Comm *c, int threads) {
     const int asked = threads > 0 || getenv("OMP_NUM_THREADS");
     if (!asked && comm_launched()) {

@@ -321,7 +321,7 @@ static inline void take_options(Trainer *t, int argc, char **argv) {
         if (state_option(&t->before, option_table[i].name))
             option_set(&o, &option_table[i], state_option(&t->before, option_table[i].name));
     t->o = options_parse_over(o, argc, argv);
-    watchdog.timeout_ms = (int64_t)(1e3 * t->o.timeout);
+    watchdog.timeout = t->o.timeout;
 }
 
 // --val-data auto: beside the training data, named as all programs that make shards name them; or none.

@@ -72,7 +72,7 @@ static int test_groups(Comm *c) {
     for (int r = 0; r < c->world; r++) require(all[r] == mine, "ranks count differently\n");
     free(all);
     printf("rank %d of %d, local %d of %d: %llu collectives\n", c->rank, c->world, c->local_rank, c->local_world,
-           (unsigned long long)watchdog_mine->ops);
+           watchdog_mine->ops);
     return 0;
 }
 
@@ -130,13 +130,12 @@ static int test_late(Comm *c, int late) {
 
 static void hang_alone(void *unused) {
     (void)unused;
-    WatchdogSlot *slots = (WatchdogSlot *)calloc_or_die(2 * sizeof(WatchdogSlot));
-    watchdog_start(slots, 1, 0, 3, 0.2, NULL);
+    watchdog_start(NULL, 1, 0, 3, 0.2, NULL);
     watchdog_step(11);
     watchdog_step(12);
     watchdog_beat(PHASE_SAVE, 4);
-    for (int i = 0; i < 100; i++) watchdog_op_done(watchdog_op_begin("reduce", 1000 + (size_t)i, OP_ENQUEUED));
-    watchdog_op_begin("gather", 77, OP_STARTED);
+    for (int i = 0; i < 100; i++) watchdog_op_done(watchdog_op_begin("reduce", 1000 + (size_t)i, WATCHDOG_HOST));
+    watchdog_op_begin("gather", 77, WATCHDOG_HOST);
     sleep(30);
 }
 static int hook_finds(char *text, size_t size) {
@@ -145,19 +144,19 @@ static int hook_finds(char *text, size_t size) {
 }
 static void hang_with_hook(void *unused) {
     (void)unused;
-    watchdog_start((WatchdogSlot *)calloc_or_die(sizeof(WatchdogSlot)), 1, 0, 3, 100, NULL);
+    watchdog_start(NULL, 1, 0, 3, 100, NULL);
     watchdog_watch(hook_finds, NULL);
     sleep(30);
 }
 static void hang_of_a_device(void *unused) {
     (void)unused;
     static const volatile uint32_t device[2 * WATCHDOG_LANES] = {3, 2, 6, 5};  // of operations 1 to 4, and of 5 to 7
-    watchdog_start((WatchdogSlot *)calloc_or_die(sizeof(WatchdogSlot)), 1, 0, 3, 0.2, NULL);
+    watchdog_start(NULL, 1, 0, 3, 0.2, NULL);
     watchdog_watch(NULL, device);
     watchdog_step(1);
     watchdog_step(2);
-    for (int i = 1; i <= 4; i++) watchdog_op_enqueue("reduce gradients", (size_t)i, 0);
-    for (int i = 5; i <= 7; i++) watchdog_op_enqueue("gather rows", (size_t)i, 1);
+    for (int i = 1; i <= 4; i++) watchdog_op_begin("reduce gradients", (size_t)i, 0);
+    for (int i = 5; i <= 7; i++) watchdog_op_begin("gather rows", (size_t)i, 1);
     sleep(30);
 }
 static void too_many(void *unused) {
@@ -208,7 +207,7 @@ static int test_alone(Comm *c) {
     check(comm_hash(comm_hash(COMM_HASH, "ab", 2), "c", 1) == 0xe71fa2190541574bull,
           "hash is FNV-1a of the parts in order");
     // ASan hangs in a child that is forked while another thread is being started: wait until the watchdog runs.
-    for (const int64_t start = watchdog_now(); WATCHDOG_GET(watchdog_mine->life_ms) <= start;) usleep(1000);
+    for (const double start = now_seconds(); watchdog_mine->life <= start;) usleep(1000);
     const double begin = now_seconds();
     int status = run_child(hang_alone, NULL, text, sizeof text);
     const double seconds = now_seconds() - begin;

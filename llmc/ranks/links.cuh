@@ -59,7 +59,7 @@ static inline void links_request(Links *k, const Options *o, const Mesh *mesh, i
 
 // A wait ends before the watchdog's time-out, because it can say whom it was for; sooner from the second step on.
 static inline void links_patience(Links *k) {
-    const double seconds = 0.8e-3 * (double)watchdog.timeout_ms * watchdog_patience();
+    const double seconds = 0.8 * watchdog.timeout * watchdog_patience();
     for (P2p &p : k->p2p) p2p_patience(&p, seconds);
 }
 static inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, int may_overlap) {

@@ -51,7 +51,7 @@ static inline void nccl_watch(int lane, NcclHandle handle) {
 }
 // Around what a stream does together with those of other ranks. On the compute stream, what follows waits for it.
 static inline uint32_t lane_begin(int lane, const char *name, size_t bytes, cudaStream_t stream) {
-    const uint32_t number = (uint32_t)watchdog_op_enqueue(name, bytes, lane);
+    const uint32_t number = (uint32_t)watchdog_op_begin(name, bytes, lane);
     if (lane == LANE_TENSOR) timing_lap("other", 0, 0, stream);
     stream_write(stream, &nccl_watched.progress[2 * lane], number);
     return number;
