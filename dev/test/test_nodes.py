@@ -198,7 +198,7 @@ def test_ranks_know_their_hosts(comm, hosts):
     assert (
         status != 0
         and job.seconds < 10
-        and re.search("rank 3 on beta is build another, rank 0 on alpha is build", text)
+        and re.search("rank 3 on beta has build another, rank 0 on alpha has build", text)
     ), text
 
 

@@ -181,7 +181,7 @@ def test_ranks_that_fit_together(comm, field):
         ("one-gpu", r"rank 1 on \S+ and rank 2 on \S+ have the same GPU"),
         ("gpus", "rank 2 is process 3 of host .* shows it 2 GPUs"),
         ("sm", "sm_80, rank 0"),
-        ("build", "rank 2 on .* is build another, rank 0"),
+        ("build", "rank 2 on .* has build another, rank 0"),
         ("config", "rank 2 on .* model configuration .* rank 0"),
         ("options", "rank 2 on .* options .* rank 0"),
         ("data", r"rank 2 on \S+: data file 2 of 3, 'train_1.bin', is not that of rank 0 on \S+\n"),
@@ -538,7 +538,7 @@ def test_another_build_is_refused(train, tmp_path):
     status, text = job.finish(20)
     assert status != 0 and job.seconds < 10
     assert (
-        re.search("rank 2 on .* is build .*, rank 0 on .* is build", text)
+        re.search("rank 2 on .* has build .*, rank 0 on .* has build", text)
         and "model configuration" not in text
         and "data file" not in text
     ), text
@@ -565,7 +565,7 @@ def test_other_data_are_refused(train, data, tmp_path, spoilt, words):
     status, text = job.finish(20)
     assert status != 0 and job.seconds < 10
     assert re.search(rf"rank 2 on \S+: {words} of rank 0 on \S+\n", text), text
-    assert "is build" not in text and "options" not in text.split("hint")[0], text
+    assert "has build" not in text and "options" not in text.split("hint")[0], text
 
 
 def test_other_options_are_refused(train):
@@ -573,7 +573,9 @@ def test_other_options_are_refused(train):
     status, text = job.finish(20)
     assert status != 0 and job.seconds < 10
     assert (
-        re.search("rank 2 on .* has options .*, rank 0 on", text) and "data file" not in text and "is build" not in text
+        re.search("rank 2 on .* has options .*, rank 0 on", text)
+        and "data file" not in text
+        and "has build" not in text
     ), text
 
 

@@ -197,11 +197,10 @@ int main(void) {
         Refused what;
         const char *expected;
     } refused[] = {{{"gpt2:124M", 5, 1000}, "12 heads do not divide over --tp 5 ranks"},
-                   {{"qwen2.5:0.5B", 7, 700},
-                    "2 heads of keys and values do not divide over --tp 7 ranks, nor the ranks over them"},
+                   {{"qwen2.5:0.5B", 7, 700}, "2 heads of keys and values do not divide over --tp 7 ranks"},
                    {{"llama3.2:1B,ffn=72", 2, 100},
-                    "an MLP of width 72 does not divide over --tp 2 ranks in multiples of 8"},
-                   {{"gpt2:124M", 4, 130}, "a micro-step of 130 tokens does not divide over --tp 4 ranks"}};
+                    "72 columns of the MLP, in multiples of 8, do not divide over --tp 2 ranks"},
+                   {{"gpt2:124M", 4, 130}, "130 tokens of a micro-step do not divide over --tp 4 ranks"}};
     for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
         check_refused(refused[i].expected, try_split, (void *)&refused[i].what, refused[i].expected);
     return checks_report("test_tp");

@@ -226,7 +226,7 @@ def test_samples_and_choices(train, data, tmp_path):
     [
         (3, ["--tp", "2"], "3 ranks are not groups of --tp 2"),
         (3, ["--tp", "3"], "2 heads do not divide over --tp 3 ranks"),
-        (2, ["--tp", "2", "-t", "31", "-d", "31"], "a micro-step of 31 tokens does not divide over --tp 2 ranks"),
+        (2, ["--tp", "2", "-t", "31", "-d", "31"], "31 tokens of a micro-step do not divide over --tp 2 ranks"),
         (4, ["--tp", "2", "-d", 3 * 32], "is not a multiple of batch-size * seq-len * ranks / tp = 64"),
         (0, ["--tp", "2"], "1 ranks are not groups of --tp 2"),
         (2, ["--tp", "2", "--tp-overlap", "1"], "--tp-overlap 1 needs GPUs"),
