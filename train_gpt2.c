@@ -16,6 +16,7 @@
 //
 // With LLMC_ORACLE defined only the *_cpu functions remain: tests of kernels include this file.
 #include "llmc/bf16.h"
+#include "llmc/fp8.h"
 #include "llmc/params.h"
 
 #include <math.h>
@@ -240,6 +241,50 @@ void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
         }
         for (int i = 0; i < size; i++) dbias[begin + i] += sum[i];
     }
+}
+
+// ---- operands as a low-precision product reads them, in fp32: the products above sum what it must sum
+
+// x rounded to fp8 and divided by its scale again, which is exact. scale_rows: each row has a scale of its own. counts,
+// added to: [0] values that were not 0 and became it, [1] values above the largest fp8.
+void fp8_round_cpu(float *out, const float *x, Fp8Kind kind, int rows, int cols, int scale_rows, double counts[2]) {
+    uint32_t *absmax = (uint32_t *)malloc_or_die(rows * sizeof(uint32_t)), largest = 0;
+    int64_t flushed = 0, saturated = 0;
+    PARALLEL_FOR
+    for (int i = 0; i < rows; i++) {
+        const float *row = x + area(i, cols);
+        uint32_t most = 0;  // bits: of positive numbers they have the numbers' order, and NaN is above all
+        #pragma omp simd reduction(max : most)
+        for (int k = 0; k < cols; k++) {
+            const uint32_t size = fp8_float_bits(row[k]) & 0x7fffffff;
+            most = size > most ? size : most;
+        }
+        absmax[i] = most;
+    }
+    for (int i = 0; i < rows; i++) largest = absmax[i] > largest ? absmax[i] : largest;
+    #pragma omp parallel for schedule(static) reduction(+ : flushed, saturated)
+    for (int i = 0; i < rows; i++) {
+        const float scale = fp8_scale(kind, fp8_bits_float(scale_rows ? absmax[i] : largest));
+        const float inverse = 1 / scale, most = fp8_largest(kind), *row = x + area(i, cols);
+        float *to = out + area(i, cols);
+        int zeros = 0, cut = 0;
+        #pragma omp simd reduction(+ : zeros, cut)
+        for (int k = 0; k < cols; k++) {
+            const float y = row[k] * scale, rounded = fp8_to_float(kind, fp8_from_float(kind, y));
+            zeros += rounded == 0 && y != 0;
+            cut += fabsf(y) > most;
+            to[k] = rounded * inverse;
+        }
+        flushed += zeros;
+        saturated += cut;
+    }
+    counts[0] += (double)flushed;
+    counts[1] += (double)saturated;
+    free(absmax);
+}
+void bf16_round_cpu(float *out, const float *x, size_t n) {
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) out[i] = bf16_widen(bf16_nearest(x[i]));
 }
 
 // ---- embedding: out (B, T, C) = wte[token] + wpe[position]. A token < 0 belongs to another rank: 0, and no gradient
@@ -669,10 +714,18 @@ typedef struct {
     float *weight, *bias, *dweight, *dbias, *mean, *rstd;
     const float *x;
 } Norm;
+// --matmul-dtype: what the blocks' products round their operands to, and scratch for a rounded one of each kind.
+typedef enum { MATMUL_NATIVE, MATMUL_BF16, MATMUL_FP8 } MatmulDtype;
+typedef struct {
+    MatmulDtype dtype, dweight_dtype;  // the second: of products that are weights' gradients
+    float *rounded[NUM_FP8_TENSORS];
+    Fp8Counts counts[NUM_FP8_TENSORS];
+} Operands;
 // weight (out,in), bias (out) or NULL, and their gradients.
 typedef struct {
     float *weight, *bias, *dweight, *dbias;
-    int in, out;
+    int in, out, scale_rows;  // scale_rows: in its forward product each row of the input has its own fp8 scale
+    Operands *operands;
 } Linear;
 // A block's activations.
 typedef struct { float *h1, *mean1, *rstd1, *qkv, *y, *lse, *x_mid, *h2, *mean2, *rstd2, *f, *a, *x_out; } BlockActs;
@@ -693,6 +746,7 @@ struct Model {
     Config config, local;  // the whole model's sizes; this rank's
     ParamTable table;
     const Mesh *mesh;
+    Operands *operands;
     int B, T, recompute, zero_stage;
     float *weights, *grads;  // the layout of the table
     // the same, fp32 or bf16 (uint16_t); ZeRO 1: this rank's shards, one after another
@@ -747,7 +801,9 @@ static Linear linear_of(const Model *m, int unit, Role weight, Role bias, int in
                     param_pointer(m, m->grads, unit, weight),
                     param_pointer(m, m->grads, unit, bias),
                     in,
-                    out};
+                    out,
+                    weight == ROLE_FCPROJW,
+                    m->operands};
 }
 static const float *block_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->blocks[l - 1].x_out; }
 static Block block_get(const Model *m, int l) {
@@ -823,15 +879,39 @@ static void norm_rows(const Model *m, const Pass *p, const Norm *n, float *out) 
                      m->config.norm_eps);
     timing_clock_lap("norm", 0, 0);
 }
+// x (rows,cols) as a product of this dtype reads it. Valid until the next operand of its kind.
+static const float *operand(Operands *o, MatmulDtype dtype, Fp8Tensor kind, const float *x, int rows, int cols,
+                            int scale_rows) {
+    Fp8Counts *counts = &o->counts[kind];
+    double added[2] = {0, 0};
+    if (dtype == MATMUL_NATIVE) return x;
+    if (dtype == MATMUL_BF16) {
+        bf16_round_cpu(o->rounded[kind], x, area(rows, cols));
+    } else {
+        fp8_round_cpu(o->rounded[kind], x, FP8_E4M3, rows, cols, scale_rows, added);
+        counts->values += (double)area(rows, cols);
+        counts->flushed += added[0];
+        counts->saturated += added[1];
+    }
+    timing_clock_lap("rounding operands", 0, 0);
+    return o->rounded[kind];
+}
+static const float *weight_operand(const Linear *l) {
+    return operand(l->operands, l->operands->dtype, FP8_WEIGHTS, l->weight, l->out, l->in, 0);
+}
+static const float *input_operand(const Linear *l, const float *x, int N) {
+    return operand(l->operands, l->operands->dtype, FP8_INPUTS, x, N, l->in, l->scale_rows);
+}
 static void linear_forward(Model *m, const Pass *p, const Linear *l, float *out, const float *h) {
-    matmul_forward_cpu(out, gather_rows(m, p, h), l->weight, l->bias, p->N, l->in, l->out);
+    const float *inp = input_operand(l, gather_rows(m, p, h), p->N);
+    matmul_forward_cpu(out, inp, weight_operand(l), l->bias, p->N, l->in, l->out);
     timing_clock_lap("matmul", 2.0 * p->N * l->in * l->out, 0);
 }
 // The second layer of a branch: out (rows,C) = x + bias + a weight^T. Every tensor-parallel rank has some columns of a.
 static void linear_project(Model *m, const Pass *p, const Linear *l, float *out, const float *x, const float *a) {
     const int C = l->out, alone = m->mesh->tp.world == 1;
-    multiply(alone ? out : m->branch, C, alone ? x : NULL, alone ? l->bias : NULL, matrix(a, l->in),
-             transposed(l->weight, l->in), p->N, C, l->in);
+    const Matrix inp = matrix(input_operand(l, a, p->N), l->in), weight = transposed(weight_operand(l), l->in);
+    multiply(alone ? out : m->branch, C, alone ? x : NULL, alone ? l->bias : NULL, inp, weight, p->N, C, l->in);
     timing_clock_lap("matmul", 2.0 * p->N * C * l->in, 0);
     if (alone) return;
     const float *sum = scatter_rows(m, p, m->branch);
@@ -958,13 +1038,17 @@ static void head(Model *m, const Pass *p, const int *targets, float dloss, int b
 
 // dinp (N,in) = dout (N,out) weight
 static void linear_backward_input(const Pass *p, const Linear *l, float *dinp, const float *dout) {
-    matmul_backward_input_cpu(dinp, dout, l->weight, p->N, l->in, l->out);
+    const float *d = operand(l->operands, l->operands->dtype, FP8_GRADIENTS, dout, p->N, l->out, 0);
+    matmul_backward_input_cpu(dinp, d, weight_operand(l), p->N, l->in, l->out);
     timing_clock_lap("block backward", 2.0 * p->N * l->in * l->out, 0);
 }
 // The gradients of weight and bias. The bias sums over `bias_rows` rows of bias_dout: a projection's over this rank's
 // rows of the stream's gradient, of which dout are all rows.
 static void linear_backward_weight(const Pass *p, const Linear *l, const float *dout, const float *inp,
                                    const float *bias_dout, int bias_rows) {
+    const MatmulDtype dtype = l->operands->dweight_dtype;
+    dout = operand(l->operands, dtype, FP8_GRADIENTS, dout, p->N, l->out, 0);
+    inp = operand(l->operands, dtype, FP8_INPUTS, inp, p->N, l->in, 0);
     matmul_backward_weight(l->dweight, dout, inp, p->N, l->in, l->out, p->accumulate);
     if (l->dbias) bias_backward_cpu(l->dbias, bias_dout, bias_rows, l->out);
     timing_clock_lap("block backward", 2.0 * p->N * l->in * l->out, 0);
@@ -1276,7 +1360,9 @@ void model_identify(HandshakeRecord *r) { (void)r; }
 static void check_run(const Config *c, const Options *o, const Mesh *mesh) {
     const Comm *job = &mesh->job;
     const int64_t N = o->batch_size * o->seq_len;
+    const Config local = tp_config(c, &mesh->tp);
     tp_check(job, c, mesh->tp.world, N);
+    matmul_check(job, &local, o);
     comm_require(job, o->tp_overlap < 1,
                  "--tp-overlap 1 needs GPUs: CPUs have nothing that copies rows while they compute\n"
                  "leave it out");
@@ -1313,6 +1399,24 @@ static BlockActs block_acts(Model *m, size_t N, size_t rows, const BlockActs *sh
     a.lse = floats(m, N * c->num_heads);
     a.f = floats(m, N * fc_width(c));
     return a;
+}
+// Scratch for the largest operand of each kind.
+static void open_operands(Model *m, const Options *o) {
+    const Config *c = &m->local;
+    const size_t C = (size_t)c->channels, Q = (size_t)c->num_heads * c->head_dim, F = (size_t)c->ffn_dim,
+                 N = (size_t)m->B * m->T, outs[] = {qkv_width(c), fc_width(c), C},
+                 sizes[NUM_FP8_TENSORS][3] = {{N * C, N * Q, N * F},
+                                              {C * outs[0], C * outs[1], C * (Q > F ? Q : F)},
+                                              {N * outs[0], N * outs[1], N * C}};
+    const int rounds = strcmp(o->matmul_dtype, "native") != 0;
+    Operands *p = m->operands = (Operands *)room(m, sizeof *m->operands);
+    p->dtype = matmul_is_fp8(o) ? MATMUL_FP8 : rounds ? MATMUL_BF16 : MATMUL_NATIVE;
+    p->dweight_dtype = matmul_weight_gradient_is_fp8(o) ? MATMUL_FP8 : rounds ? MATMUL_BF16 : MATMUL_NATIVE;
+    for (int kind = 0; kind < NUM_FP8_TENSORS && rounds; kind++) {
+        size_t most = 0;
+        for (int i = 0; i < 3; i++) most = sizes[kind][i] > most ? sizes[kind][i] : most;
+        p->rounded[kind] = floats(m, most);
+    }
 }
 // Rows that the head runs on at a time. Without --head-chunks: as many as 256 MiB of logits allow, but at least 64.
 static int rows_of_head(const Model *m, const Options *o, size_t N) {
@@ -1364,6 +1468,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     describe_device(m->device, sizeof m->device);
     m->weights = floats(m, m->table.total);
     open_activations(m, o);
+    open_operands(m, o);
     if (forward_only(o)) return;
     const size_t states = m->zero_stage ? m->table.total / dp : m->table.total;
     m->grads = floats(m, m->table.total);
@@ -1409,6 +1514,10 @@ void model_timing_end(Model *m) {
     (void)m;
     timing.on = 0;
 }
+void model_fp8_begin(Model *m) { memset(m->operands->counts, 0, sizeof m->operands->counts); }
+void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]) {
+    memcpy(counts, m->operands->counts, sizeof m->operands->counts);
+}
 void model_tune(Model *m) { (void)m; }
 void model_report(const Model *m, FILE *f) {
     (void)m;
@@ -1420,7 +1529,13 @@ OverlapCounts model_overlap(const Model *m) {
 }  // counted on GPUs
 void model_print_plan(const Model *m, FILE *f) {
     static const char *const levels[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
-    fprintf(f, "plan      products and sums fp32 | backward recomputes %s | head on %d rows at a time | m and v %s\n",
+    static const char *const dtypes[] = {"fp32", "bf16", "fp8"};
+    const Operands *p = m->operands;
+    fprintf(f, "plan      products ");
+    if (p->dtype != MATMUL_NATIVE)
+        fprintf(f, "of blocks %s, their weights' gradients %s, of the head ", dtypes[p->dtype],
+                dtypes[p->dweight_dtype]);
+    fprintf(f, "fp32, sums fp32 | backward recomputes %s | head on %d rows at a time | m and v %s\n",
             levels[m->recompute], m->head_rows, m->bf16_states ? "bf16" : "fp32");
 }
 

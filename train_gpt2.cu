@@ -646,6 +646,8 @@ double model_peak_flops(const Model *m) {
 }
 void model_timing_begin(Model *m) { timing_begin(m->gpu.compute); }
 void model_timing_end(Model *m) { timing_end(m->gpu.compute); }
+void model_fp8_begin(Model *) {}  // nothing is rounded to fp8
+void model_fp8_end(Model *, Fp8Counts counts[NUM_FP8_TENSORS]) { memset(counts, 0, NUM_FP8_TENSORS * sizeof *counts); }
 OverlapCounts model_overlap(const Model *m) { return m->met; }
 void model_print_plan(const Model *m, FILE *f) { plan_print(&m->plan, f); }
 void model_report(const Model *m, FILE *f) {

@@ -43,6 +43,27 @@ static inline int saves_beside_training(const Options *o) {
     return o->save_every > 0 && o->save_async && !forward_only(o);
 }
 
+// The blocks' products, forward and of the inputs' gradients, round their operands to fp8 / those of the weights'
+// gradients do. --matmul-dtype has more values: what is neither is native or bf16.
+static inline int matmul_is_fp8(const Options *o) { return !strncmp(o->matmul_dtype, "fp8", 3); }
+static inline int matmul_weight_gradient_is_fp8(const Options *o) { return !strcmp(o->matmul_dtype, "fp8"); }
+// Instructions take 16 fp8 of a row at a time. local: the sizes of one rank (tp_config).
+static inline void matmul_check(const Comm *job, const Config *local, const Options *o) {
+    const struct {
+        const char *name, *hint;
+        long long size;
+    } sizes[] = {{"channels", "use another --model, or leave it out", local->channels},
+                 {"width of q, k and v", "use another --model or --tp, or leave it out", qkv_width(local)},
+                 {"width of the heads", "use another --model or --tp, or leave it out",
+                  local->num_heads * local->head_dim},
+                 {"MLP width", "use another --model or --tp, or leave it out", local->ffn_dim},
+                 {"tokens of a micro-step", "use another --batch-size or --seq-len, or fp8-dw-bf16",
+                  matmul_weight_gradient_is_fp8(o) && !forward_only(o) ? o->batch_size * o->seq_len : 0}};
+    for (int i = 0; i < 5 && matmul_is_fp8(o); i++)
+        comm_require(job, sizes[i].size % 16 == 0, "--matmul-dtype %s needs multiples of 16: the %s are %lld\n%s",
+                     o->matmul_dtype, sizes[i].name, sizes[i].size, sizes[i].hint);
+}
+
 // Fills in what the handshake compares of this rank's device; allocates nothing.
 void model_identify(HandshakeRecord *r);
 // Allocates everything for micro-steps of (o->batch_size, o->seq_len) tokens of this rank. Weights are zero afterwards.
@@ -83,6 +104,12 @@ StepResult model_update(Model *m, const UpdateParams *p);
 // Between these two every lap of a step is timed (timing.h holds the result); the numbers stay the same.
 void model_timing_begin(Model *m);
 void model_timing_end(Model *m);
+// The same for what the step's products round to fp8: how many values, how many of them were not 0 and became it, and
+// how many were above the largest fp8. With micro-steps and tensors that are rounded twice, each time counts.
+typedef enum { FP8_INPUTS, FP8_WEIGHTS, FP8_GRADIENTS, NUM_FP8_TENSORS } Fp8Tensor;
+typedef struct { double values, flushed, saturated; } Fp8Counts;
+void model_fp8_begin(Model *m);
+void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]);
 // How often rows met the rows of other tensor-parallel ranks in the last step: under products, and with nothing else to
 // do.
 typedef struct { int gathers, scatters, apart; } OverlapCounts;

@@ -37,6 +37,8 @@ FP8_FN uint32_t fp8_mantissa_bits(Fp8Kind kind) { return kind == FP8_E4M3 ? 3 : 
 // Exponents are stored with 7 or 15 added, in an fp32 with 127.
 FP8_FN uint32_t fp8_rebias(Fp8Kind kind) { return kind == FP8_E4M3 ? 127 - 7 : 127 - 15; }
 
+FP8_FN float fp8_largest(Fp8Kind kind) { return kind == FP8_E4M3 ? 448.0f : 57344.0f; }
+
 FP8_FN uint8_t fp8_from_float(Fp8Kind kind, float x) {
     const uint32_t cut = 23 - fp8_mantissa_bits(kind), rebias = fp8_rebias(kind);
     const uint32_t largest = kind == FP8_E4M3 ? 0x7e : 0x7b;

@@ -34,6 +34,8 @@
     INT(log_gpu_every, "lg", ' ', -1, -1, 1 << 30, \
         "print the GPU's clocks, power and temperature every N steps (-1: never)") \
     INT(timing, "", ' ', 0, 0, 1 << 30, "print where the time of every N-th step goes (0: never)") \
+    INT(log_fp8_every, "", ' ', 100, 0, 1 << 30, \
+        "print what fp8 rounds to 0 and cuts to its largest value in every N-th step (0: never)") \
     SECTION("batch and length of the run") \
     INT(batch_size, "b", '*', 4, 1, 1 << 20, "sequences in a micro-step of one rank (B)") \
     INT(seq_len, "t", '*', 1024, 1, 1 << 24, "tokens in a sequence (T)") \
@@ -87,6 +89,9 @@
     INT(resume, "y", ' ', 0, 0, 1, \
         "1: go on from the newest checkpoint in --output, with its options where none are given; 0: start anew") \
     SECTION("numbers and memory") \
+    STR(matmul_dtype, "", '*', "native", \
+        "what the blocks' matmuls multiply: native (the dtype of the build), bf16, fp8 with a scale a tensor, or " \
+        "fp8-dw-bf16 (gradients of weights in bf16)") \
     INT(tf32, "f", '~', 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \
     INT(master_weights, "w", '~', 1, 0, 1, "keep an fp32 copy of bf16 weights; 0: stochastic rounding instead") \
     STR(state_dtype, "", '~', "fp32", "AdamW's m and v: fp32, or bf16 with stochastic rounding, half the bytes") \

@@ -251,7 +251,10 @@ static inline int train_step(Trainer *t, double *clock) {
     watchdog_step(t->state.step + 1);
     console_overwrite(t->step_line);
     const int timed = o->timing > 0 && (t->state.step + 1) % o->timing == 0;
+    const int64_t every = matmul_is_fp8(o) ? o->log_fp8_every : 0;
+    const int counted = every > 0 && (t->state.step + 1) % every == 0;
     if (timed) model_timing_begin(&t->model);
+    if (counted) model_fp8_begin(&t->model);
     const int stopped = run_micro_steps(t);
     if (stopped) {
         console_overwrite("");
@@ -269,6 +272,7 @@ static inline int train_step(Trainer *t, double *clock) {
         report_timing(t);
         report_overlap(t);
     }
+    if (counted) report_fp8(t);
     dataloader_position(&t->train, &t->state.epoch, &t->state.row);
     const double now = now_seconds();
     r.seconds = now - *clock;

@@ -171,6 +171,29 @@ static inline void report_overlap(Trainer *t) {
     fprintf(f, ",\"gathers\":%d,\"scatters\":%d,\"apart\":%d", n.gathers, n.scatters, n.apart);
     logger_end(&t->log);
 }
+// Of rank 0's step.
+static inline void report_fp8(Trainer *t) {
+    static const char *const names[NUM_FP8_TENSORS] = {"inputs", "weights", "gradients"};
+    Fp8Counts counts[NUM_FP8_TENSORS];
+    model_fp8_end(&t->model, counts);
+    printf("fp8, %% rounded to 0 and saturated:");
+    for (int i = 0; i < NUM_FP8_TENSORS; i++) {
+        const Fp8Counts *n = &counts[i];
+        printf("%s %s %.3g and %.3g", i ? "," : "", names[i], 100 * n->flushed / n->values,
+               100 * n->saturated / n->values);
+    }
+    putchar('\n');
+    FILE *f = logger_begin(&t->log, "fp8", t->state.step);
+    if (!f) return;
+    for (int i = 0; i < NUM_FP8_TENSORS; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "%s_flushed", names[i]);
+        logger_number(f, name, counts[i].flushed / counts[i].values);
+        snprintf(name, sizeof name, "%s_saturated", names[i]);
+        logger_number(f, name, counts[i].saturated / counts[i].values);
+    }
+    logger_end(&t->log);
+}
 // Of rank 0's step. What it waited for other ranks is the communication that nothing hid.
 static inline void report_timing(Trainer *t) {
     model_timing_end(&t->model);

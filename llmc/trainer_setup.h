@@ -53,6 +53,9 @@ static inline void check_options(const Options *o) {
             "ranks cannot find each other by '%s'\nuse mpirun or srun (--init-method mpi)", o->init_method);
     require(!strcmp(o->state_dtype, "fp32") || !strcmp(o->state_dtype, "bf16"),
             "unknown --state-dtype '%s'\nuse fp32 or bf16", o->state_dtype);
+    require(!strcmp(o->matmul_dtype, "native") || !strcmp(o->matmul_dtype, "bf16") || !strcmp(o->matmul_dtype, "fp8") ||
+                !strcmp(o->matmul_dtype, "fp8-dw-bf16"),
+            "unknown --matmul-dtype '%s'\nuse native, bf16, fp8 or fp8-dw-bf16", o->matmul_dtype);
     require(o->tp_overlap < 1 || o->tp > 1,
             "--tp-overlap 1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
     require(o->zero_stage <= 1, "ZeRO stage %lld is not built yet\nuse --zero-stage 0 or 1", o->zero_stage);

@@ -103,6 +103,10 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     p.trains = !forward_only(o);
     require(!strcmp(o->reduce_dtype, "fp32") || !strcmp(o->reduce_dtype, "bf16"),
             "unknown --reduce-dtype '%s'\nuse fp32 or bf16", o->reduce_dtype);
+    matmul_check(&mesh->job, &p.local, o);
+    require(!matmul_is_fp8(o), "--matmul-dtype %s is not built for GPUs yet\nleave it out", o->matmul_dtype);
+    require(strcmp(o->matmul_dtype, "bf16") || sizeof(floatX) == 2,
+            "--matmul-dtype bf16 needs a bf16 build\nleave it out");
     attention_require_head(p.local.head_dim);
     p.bf16_states = !strcmp(o->state_dtype, "bf16");
     p.has_master = sizeof(floatX) != sizeof(float) && o->master_weights && p.trains;
