@@ -35,6 +35,8 @@ struct Model {
     cudaEvent_t copied[2];  // tokens of either slot
     cudaEvent_t decided;    // the step's result is in host memory
     int slot;
+    int weights_changed;  // since their fp8 copies were made
+    int counts_fp8;       // what is quantised is counted
 };
 
 // A block as one pass sees it.
@@ -80,8 +82,22 @@ static Norm norm_of(Model *m, floatX *weights, int unit, Role weight, Role bias,
             rstd,
             x};
 }
-static Linear linear_of(Model *m, floatX *weights, const Linear *planned, int unit, Role weight, Role bias,
-                        ColumnSums sums) {
+// The fp8 side of a block's layer: copies of its weight, largest values.
+static void linear_fp8(Model *m, const Pass *p, Linear *l, int unit, Role weight) {
+    const ParamTable *t = &m->table;
+    const size_t at = param_at(t, unit, weight) - t->unit_begin[1];
+    const int layers = FP8_LAYERS * m->config.num_layers;
+    float *absmax = m->b.absmax + (unit - 1) * FP8_LAYERS + (weight - ROLE_QKVW);
+    uint8_t *quantised = m->b.weights_fp8 + at, *turned = m->b.weights_turned ? m->b.weights_turned + at : NULL;
+    l->weight_absmax = absmax;
+    l->in_absmax = absmax + layers;
+    l->dout_absmax = absmax + 2 * layers;
+    l->weight_fp8 = quantised;
+    l->weight_turned = turned;
+    if (p->quantises) linear_quantise(p, l, quantised, turned);
+}
+static Linear linear_of(Model *m, const Pass *p, floatX *weights, const Linear *planned, int unit, Role weight,
+                        Role bias, ColumnSums sums) {
     const ParamTable *t = &m->table;
     Linear l = *planned;
     l.weight = param_pointer(weights, t, unit, weight);
@@ -89,6 +105,7 @@ static Linear linear_of(Model *m, floatX *weights, const Linear *planned, int un
     l.dweight = param_pointer(m->b.grads, t, unit, weight);
     l.dbias = param_pointer(m->b.grads, t, unit, bias);
     l.sums = sums;
+    if (l.dtype == MATMUL_E4M3) linear_fp8(m, p, &l, unit, weight);
     return l;
 }
 static const floatX *block_input(const Model *m, int l) { return l == 0 ? m->b.x_embedding : m->b.blocks[l - 1].x_out; }
@@ -105,10 +122,10 @@ static Block block_get(Model *m, const Pass *p, int l) {
     Block b;
     b.norm1 = norm_of(m, w, u, ROLE_LN1W, ROLE_LN1B, a->mean1, a->rstd1, block_input(m, l));
     b.norm2 = norm_of(m, w, u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
-    b.qkv = linear_of(m, w, &plan->qkv, u, ROLE_QKVW, ROLE_QKVB, attention);
-    b.proj = linear_of(m, w, &plan->proj, u, ROLE_PROJW, ROLE_PROJB, stream);
-    b.fc = linear_of(m, w, &plan->fc, u, ROLE_FCW, ROLE_FCB, activation);
-    b.fcproj = linear_of(m, w, &plan->fcproj, u, ROLE_FCPROJW, ROLE_FCPROJB, stream);
+    b.qkv = linear_of(m, p, w, &plan->qkv, u, ROLE_QKVW, ROLE_QKVB, attention);
+    b.proj = linear_of(m, p, w, &plan->proj, u, ROLE_PROJW, ROLE_PROJB, stream);
+    b.fc = linear_of(m, p, w, &plan->fc, u, ROLE_FCW, ROLE_FCB, activation);
+    b.fcproj = linear_of(m, p, w, &plan->fcproj, u, ROLE_FCPROJW, ROLE_FCPROJB, stream);
     b.h1 = a->h1;
     b.q_k_v = a->qkv;
     b.y = a->y;
@@ -187,10 +204,16 @@ static Norm final_norm(Model *m) {
     return norm_of(m, unit_get(m, L + 1), L + 1, ROLE_LNFW, ROLE_LNFB, m->b.mean_final, m->b.rstd_final,
                    block_input(m, L));
 }
+// Of inputs and gradients in fp8.
+static void clear_absmax(Model *m, const Pass *p) {
+    const size_t layers = (size_t)FP8_LAYERS * (size_t)m->config.num_layers;
+    if (m->plan.fp8) cudaCheck(cudaMemsetAsync(m->b.absmax + layers, 0, 2 * layers * sizeof(float), p->stream));
+}
 // m->b.tokens (B,T) -> m->b.h_final (rows,C)
 static void model_forward(Model *m, const Pass *p) {
     Range range("forward");
     const int L = m->config.num_layers;
+    clear_absmax(m, p);
     embed(m, p);
     Residual x = {m->b.x_embedding, NULL};
     for (int l = 0; l < L; l++) block_forward(m, p, l, &x);
@@ -200,9 +223,9 @@ static void model_forward(Model *m, const Pass *p) {
 
 // ---- head: forward and its own backward
 
-static Linear head_of(Model *m) {
+static Linear head_of(Model *m, const Pass *p) {
     const int tied = m->config.tied;  // the embedding is its weight, too
-    return linear_of(m, m->b.weights, &m->plan.head, tied ? 0 : m->config.num_layers + 1, tied ? ROLE_WTE : ROLE_HEADW,
+    return linear_of(m, p, m->b.weights, &m->plan.head, tied ? 0 : m->config.num_layers + 1, tied ? ROLE_WTE : ROLE_HEADW,
                      NUM_ROLES, {NULL, 0});
 }
 // Losses of rows from n0 on; m->b.logits becomes their gradient. Of several ranks each has some of the columns.
@@ -223,7 +246,7 @@ static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, 
 // part of a sum over ranks).
 static void head(Model *m, const Pass *p, float dloss, int backward) {
     Range range("head");
-    const Linear l = head_of(m);
+    const Linear l = head_of(m, p);
     const floatX *h_all = rows_gather(p, m->b.h_final);
     for (int n0 = 0; n0 < p->N; n0 += m->plan.head_rows) {
         const int rows = p->N - n0 < m->plan.head_rows ? p->N - n0 : m->plan.head_rows;
@@ -333,6 +356,12 @@ static Pass pass_of(Model *m, int B, int T) {
     p.branch = m->b.branch;
     p.scratch = m->b.reduce;
     p.stream = m->gpu.compute;
+    p.quantises = m->plan.fp8 && m->weights_changed;
+    p.fp8 = m->b.fp8;
+    if (!m->counts_fp8) return p;
+    p.fp8.inputs = m->b.fp8_counts + FP8_INPUTS;
+    p.fp8.weights = m->b.fp8_counts + FP8_WEIGHTS;
+    p.fp8.gradients = m->b.fp8_counts + FP8_GRADIENTS;
     return p;
 }
 // Copies tokens through one of two pinned slots, so that the host may refill the other at once.
@@ -363,7 +392,9 @@ static void micro_step(Model *m, int micro, int num_micro, int reduce) {
         p.accumulate = micro > 0;
     p.reduce = reduce;
     if (micro == 0) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
+    p.quantises = m->plan.fp8 && micro == 0;
     model_forward(m, &p);
+    p.quantises = 0;
     head(m, &p, share, 1);
     loss_sum(&m->b.step->loss, m->b.losses, p.N, share, p.stream);
     model_backward(m, &p);
@@ -378,10 +409,11 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     upload_tokens(m, inputs, targets, m->plan.N);
     if (micro == 0) memset(&m->links.rows.met, 0, sizeof m->links.rows.met);
     const int meets_ranks = m->mesh->tp.world > 1 || (dp > 1 && (last || !zero_all_arrived(&m->links.zero)));
-    if (!m->plan.options.cuda_graphs || timing.on || meets_ranks)
+    if (!m->plan.options.cuda_graphs || timing.on || m->counts_fp8 || meets_ranks)
         work();
     else
         graph_run(&m->graphs[kind], num_micro, m->gpu.compute, work);
+    m->weights_changed = 0;
 }
 
 // The step's loss and the square of its gradient's norm, of all ranks, in m->b.step. (A tensor-parallel group has one
@@ -432,6 +464,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     cudaCheck(cudaEventRecord(m->decided, s));
     queue_adamw(m, p);
     zero_gather(&m->links.zero, m->b.weights);
+    m->weights_changed = 1;
     cudaCheck(cudaEventSynchronize(m->decided));  // the device goes on with the update
     m->met = m->links.rows.met;
     return {m->b.host_step->loss, m->b.host_step->norm, (StepVerdict)m->b.host_step->verdict};
@@ -445,6 +478,7 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     const Pass p = pass_of(m, (int)N / T, T);
     upload_tokens(m, inputs, targets, N);
     model_forward(m, &p);
+    m->weights_changed = 0;
     head(m, &p, 0, 0);
     cudaCheck(cudaMemcpyAsync(m->b.host_losses, m->b.losses, N * sizeof(float), cudaMemcpyDeviceToHost, p.stream));
     cudaCheck(cudaStreamSynchronize(p.stream));
@@ -507,6 +541,7 @@ static void decode_forward(Model *m, const int *tokens, int n) {
         const Pass p = decode_pass(m, count);
         upload_tokens(m, piece, NULL, (size_t)p.N);
         model_forward(m, &p);
+        m->weights_changed = 0;
         k->count += count;
         if (t0 + count == n)
             cudaCheck(cudaMemcpy2DAsync(k->last, row, m->b.h_final + (size_t)(count - 1) * C, (size_t)count * row, row,
@@ -524,7 +559,7 @@ void model_decode(Model *m, const int *tokens, int n, float *logits) {
     assert(n >= 1 && k->count + n <= k->room);
     decode_forward(m, tokens, n);
     const Pass p = decode_pass(m, 1);
-    const Linear l = head_of(m);
+    const Linear l = head_of(m, &p);
     linear_product(&p, &l, all + (size_t)m->mesh->tp.rank * share, k->last, 0, S);
     if (ranks > 1) nccl_all_gather(&m->links.rows.nccl, "gather", all, share);
     cudaCheck(cudaMemcpyAsync(k->host_logits, all, (size_t)ranks * share * sizeof(floatX), cudaMemcpyDeviceToHost, s));
@@ -646,8 +681,21 @@ double model_peak_flops(const Model *m) {
 }
 void model_timing_begin(Model *m) { timing_begin(m->gpu.compute); }
 void model_timing_end(Model *m) { timing_end(m->gpu.compute); }
-void model_fp8_begin(Model *) {}  // nothing is rounded to fp8
-void model_fp8_end(Model *, Fp8Counts counts[NUM_FP8_TENSORS]) { memset(counts, 0, NUM_FP8_TENSORS * sizeof *counts); }
+void model_fp8_begin(Model *m) {
+    m->counts_fp8 = m->plan.fp8;
+    if (m->plan.fp8)
+        cudaCheck(cudaMemsetAsync(m->b.fp8_counts, 0, NUM_FP8_TENSORS * sizeof(Fp8Count), m->gpu.compute));
+}
+void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]) {
+    Fp8Count host[NUM_FP8_TENSORS] = {};
+    if (m->plan.fp8) {
+        cudaCheck(cudaMemcpyAsync(host, m->b.fp8_counts, sizeof host, cudaMemcpyDeviceToHost, m->gpu.compute));
+        cudaCheck(cudaStreamSynchronize(m->gpu.compute));
+    }
+    // A scale that follows from the largest value saturates none.
+    for (int i = 0; i < NUM_FP8_TENSORS; i++) counts[i] = {(double)host[i].values, (double)host[i].flushed, 0};
+    m->counts_fp8 = 0;
+}
 OverlapCounts model_overlap(const Model *m) { return m->met; }
 void model_print_plan(const Model *m, FILE *f) { plan_print(&m->plan, f); }
 void model_report(const Model *m, FILE *f) {
@@ -659,6 +707,7 @@ int model_has_slot(const Model *m, Slot s) { return slot_pointer(&m->b, s) != NU
 int model_slot_is_bf16(const Model *m, Slot s) { return plan_slot_is_bf16(&m->plan, s); }
 Span model_owned(const Model *m, Slot s, int unit) { return plan_owned(&m->plan, s, unit); }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
+    m->weights_changed |= s == SLOT_WEIGHT;
     slot_write(&m->plan, &m->b, s, offset, count, values, m->gpu.compute);
 }
 void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {

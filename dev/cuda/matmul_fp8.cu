@@ -109,7 +109,7 @@ static void check_shape(int M, int N, int K, int by_row) {
             check_same_bits(text, {{f.out, n * sizeof(floatX)}}, [&] { own->run(&q, &x, stream); });
         }
     }
-    if (by_row) return;
+    if (by_row || M % 16) return;
     for (int form = 0; form < 3; form++) {
         Matmul mm;
         matmul_open(&mm, workspace, MATMUL_WORKSPACE_BYTES, 0, 1);

@@ -178,8 +178,9 @@ static inline int matmul_vendor_candidates(const Matmul *mm, const MatmulPlan *p
             state = cublasLtMatmulAlgoCheck(mm->handle, p->desc, p->a, p->b, p->d, p->d, algo, &part);
         if (state == CUBLAS_STATUS_SUCCESS) candidates[count++].algo = *algo;
     }
-    require(count > 0, "cuBLASLt has no kernel for %d rows of %d to %d channels: %s\ncheck its version: make doctor",
-            q->rows, q->in, q->out, cublasGetStatusString(status));
+    require(count > 0 || q->dtype == MATMUL_E4M3,
+            "cuBLASLt has no kernel for %d rows of %d to %d channels: %s\ncheck its version: make doctor", q->rows,
+            q->in, q->out, cublasGetStatusString(status));
     return count;
 }
 // All candidates, the one that fixes the numbers first.
@@ -187,9 +188,12 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
     const MatmulProblem *q = &p->problem;
     const HopperVariant *v;
     memset(candidates, 0, MATMUL_CANDIDATES * sizeof *candidates);
-    int count = q->epilogue == EPILOGUE_PLAIN ? matmul_vendor_candidates(mm, p, candidates) : 0, at = 0;
-    if (matmul_sizes(q).K * matmul_element(q) % 16) return count;  // TMA needs rows of whole 16 bytes
-    while (count < MATMUL_CANDIDATES && (v = matmul_variant(q, &at))) candidates[count++].own = v;
+    // In fp8 ours come first: they take a scale for each row, and promote their sums.
+    const int plain = q->epilogue == EPILOGUE_PLAIN, fp8 = q->dtype == MATMUL_E4M3;
+    const int fits = matmul_sizes(q).K * matmul_element(q) % 16 == 0;  // TMA needs rows of whole 16 bytes
+    int count = plain && !fp8 ? matmul_vendor_candidates(mm, p, candidates) : 0, at = 0;
+    while (fits && count < MATMUL_CANDIDATES && (v = matmul_variant(q, &at))) candidates[count++].own = v;
+    if (plain && fp8) count += matmul_vendor_candidates(mm, p, candidates + count);
     return count;
 }
 // cuBLASLt's description, complete before it is asked for candidates.
@@ -240,6 +244,8 @@ static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const 
                 "ask matmul_can_fuse, matmul_can_rotate first",
                 q->rows, q->in, q->out, (int)q->epilogue);
         p->use = p->vendor = candidates[0];
+        for (int i = p->found - 1; i >= 0; i--)
+            if (!candidates[i].own) p->vendor = candidates[i];
     }
     return p;
 }

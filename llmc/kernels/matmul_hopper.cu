@@ -26,9 +26,12 @@ const HopperVariant *hopper_variants_bf16(int *count) {
         PLAIN(MATMUL_BACKWARD_WEIGHT, 256, 2),
         HOPPER_ROPE(MmaBf16, 256, 1),
         HOPPER_ROPE(MmaBf16, 256, 2),
-        HOPPER_ACTIVATION(MmaBf16, 256, 1, MLP_GELU, Gelu),
-        HOPPER_ACTIVATION(MmaBf16, 256, 2, MLP_GELU, Gelu),
-        HOPPER_ACTIVATION(MmaBf16, 256, 1, MLP_SWIGLU, Swiglu),
+        HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 1, MLP_GELU, Gelu),
+        HOPPER_ACTIVATION_BACKWARD(MmaBf16, 256, 1, MLP_GELU, Gelu),
+        HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 2, MLP_GELU, Gelu),
+        HOPPER_ACTIVATION_BACKWARD(MmaBf16, 256, 2, MLP_GELU, Gelu),
+        HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 1, MLP_SWIGLU, Swiglu),
+        HOPPER_ACTIVATION_BACKWARD(MmaBf16, 256, 1, MLP_SWIGLU, Swiglu),
     };
     return hopper_available<MmaBf16, 256>(variants, count);
 }

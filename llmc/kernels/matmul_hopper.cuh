@@ -175,11 +175,12 @@ constexpr HopperVariant hopper_variant(MatmulEpilogue epilogue, MlpKind activati
 }
 #define HOPPER_ROPE(Dtype, columns, cluster) \
     hopper_variant<Dtype, MATMUL_FORWARD, columns, cluster, Rotate>(EPILOGUE_ROPE)
-#define HOPPER_ACTIVATION(Dtype, columns, cluster, kind, Policy) \
+#define HOPPER_ACTIVATION_FORWARD(Dtype, columns, cluster, kind, Policy) \
     hopper_variant<Dtype, MATMUL_FORWARD, columns, cluster, Activate<Policy, false>>(EPILOGUE_ACTIVATION, kind), \
         hopper_variant<Dtype, MATMUL_FORWARD, columns, cluster, Activate<Policy, true>>( \
-            EPILOGUE_ACTIVATION_KEEPS_INPUT, kind), \
-        hopper_variant<Dtype, MATMUL_BACKWARD_INPUT, columns, cluster, ActivationGradient<Policy, false>>( \
+            EPILOGUE_ACTIVATION_KEEPS_INPUT, kind)
+#define HOPPER_ACTIVATION_BACKWARD(Dtype, columns, cluster, kind, Policy) \
+    hopper_variant<Dtype, MATMUL_BACKWARD_INPUT, columns, cluster, ActivationGradient<Policy, false>>( \
             EPILOGUE_GRADIENT, kind), \
         hopper_variant<Dtype, MATMUL_BACKWARD_INPUT, columns, cluster, ActivationGradient<Policy, true>>( \
             EPILOGUE_GRADIENT_FROM_INPUT, kind)

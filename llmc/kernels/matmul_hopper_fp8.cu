@@ -9,20 +9,25 @@ const HopperVariant *hopper_variants_e4m3(int *count) {
 #else
 #include "matmul_hopper.cuh"
 
-#define PLAIN(Dtype, columns, cluster) \
-    hopper_variant<Dtype, MATMUL_FORWARD, columns, cluster, Plain>(EPILOGUE_PLAIN), \
-        hopper_variant<Dtype, MATMUL_BACKWARD_INPUT, columns, cluster, Plain>(EPILOGUE_PLAIN), \
-        hopper_variant<Dtype, MATMUL_BACKWARD_WEIGHT, columns, cluster, Plain>(EPILOGUE_PLAIN)
+// Sums of forward stay in the tensor core, as other trainers have it; those of gradients are promoted.
+typedef MmaE4m3<0> Fast;
+typedef MmaE4m3<2> Exact;
+#define PLAIN(form, Dtype, columns, cluster) hopper_variant<Dtype, form, columns, cluster, Plain>(EPILOGUE_PLAIN)
 
 const HopperVariant *hopper_variants_e4m3(int *count) {
     static const HopperVariant variants[] = {
-        PLAIN(MmaE4m3<1>, 128, 1),
-        PLAIN(MmaE4m3<2>, 128, 1),
-        PLAIN(MmaE4m3<4>, 128, 1),
-        PLAIN(MmaE4m3<0>, 128, 1),
-        PLAIN(MmaE4m3<0>, 256, 1),
-        PLAIN(MmaE4m3<0>, 256, 2),
+        PLAIN(MATMUL_FORWARD, Fast, 256, 1),
+        PLAIN(MATMUL_FORWARD, Fast, 256, 2),
+        PLAIN(MATMUL_BACKWARD_INPUT, Exact, 128, 1),
+        PLAIN(MATMUL_BACKWARD_INPUT, Exact, 128, 2),
+        PLAIN(MATMUL_BACKWARD_WEIGHT, Exact, 128, 1),
+        PLAIN(MATMUL_BACKWARD_WEIGHT, Exact, 128, 2),
+        HOPPER_ROPE(Fast, 256, 1),
+        HOPPER_ACTIVATION_FORWARD(Fast, 256, 1, MLP_GELU, Gelu),
+        HOPPER_ACTIVATION_FORWARD(Fast, 256, 1, MLP_SWIGLU, Swiglu),
+        HOPPER_ACTIVATION_BACKWARD(Exact, 128, 1, MLP_GELU, Gelu),
+        HOPPER_ACTIVATION_BACKWARD(Exact, 128, 1, MLP_SWIGLU, Swiglu),
     };
-    return hopper_available<MmaE4m3<1>, 128>(variants, count);
+    return hopper_available<Exact, 128>(variants, count);
 }
 #endif

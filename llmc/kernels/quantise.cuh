@@ -1,7 +1,7 @@
 // bf16 tensors to fp8 (fp8.h), as the operands of an fp8 matmul.
 //   absmax_tensor   *absmax = the larger of *absmax and |x| (count)
 //   quantise        q (rows,columns) = fp8(x * scale), qt (columns,rows) its transpose; scale by the tensor's absmax
-//   quantise_rows   q (rows,columns) with a scale for each row by its absmax, which goes to row_absmax (rows)
+//   quantise_rows   q (rows,columns) with a scale for each row by its absmax, which goes to row_absmax (rows); any rows
 // The scale is fp8_scale of the absmax, a power of two: q and qt hold the same values, and none saturates.
 //
 // Bound by memory: 4 bytes an element with both layouts, 3 with one. A thread takes 16 rows of 8 columns, which are 16
@@ -203,7 +203,7 @@ static inline void quantise(Fp8Kind kind, uint8_t *q, uint8_t *qt, const bf16 *x
 static inline void quantise_rows(Fp8Kind kind, uint8_t *q, float *row_absmax, float *absmax, const bf16 *x, int rows,
                                  int columns, Fp8Count *count, cudaStream_t stream) {
     enum { NARROW = 4, WIDE = 8, VEC_THREADS = QUANTISE_ROW_THREADS * VecB::size };
-    quantise_require(rows, columns, {q, x});
+    quantise_require(16, columns, {q, x});  // any number of rows
     require(columns <= WIDE * VEC_THREADS, "fp8: rows of %d columns\na scale for each row needs at most %d", columns,
             WIDE * VEC_THREADS);
     const auto narrow =

@@ -33,6 +33,12 @@ typedef struct {
     void *m, *v;                 // the same
     void *snapshots[NUM_SLOTS];  // --save-async: pinned copies of this rank's shards of a slot, unit after unit
     float *reduce_staging;       // a unit's gradients in fp32
+    // fp8: the blocks' weights as they lie and transposed, in the layout of the table from block 1 on; absmax of each
+    // layer's weights, then of its inputs, then of its outputs' gradients, four in a block
+    uint8_t *weights_fp8, *weights_turned;
+    float *absmax;
+    Fp8Scratch fp8;
+    Fp8Count *fp8_counts;  // by Fp8Tensor
     AdamChunk *chunks;
     int num_chunks;
     Span *shards;  // of the gradients: what this rank adds to the norm
@@ -257,6 +263,27 @@ static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, (char **)&b->reduce, "scratch", "partial sums, sorting", reduce_bytes(p, b->num_shards));
     memory_request(m, (char **)&b->matmul_workspace, "scratch", "matmul workspace", MATMUL_WORKSPACE_BYTES);
 }
+enum { FP8_LAYERS = 4 };  // of a block, in the order of their roles
+static inline size_t plan_fp8_weights(const Plan *p) {  // of all blocks
+    return p->table->unit_begin[p->config.num_layers + 1] - p->table->unit_begin[1];
+}
+static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
+    const Config *c = &p->local;
+    const size_t in[] = {(size_t)c->channels, (size_t)c->num_heads * (size_t)c->head_dim, (size_t)c->ffn_dim};
+    const size_t out[] = {(size_t)qkv_width(c), (size_t)c->channels, (size_t)fc_width(c)};
+    const size_t widest_in = LARGEST(in), widest_out = LARGEST(out);
+    const size_t widest = p->trains && widest_out > widest_in ? widest_out : widest_in;
+    if (!p->fp8) return;
+    memory_request(m, &b->weights_fp8, "fp8", "blocks' weights", plan_fp8_weights(p));
+    if (p->trains) memory_request(m, &b->weights_turned, "fp8", "the same, transposed", plan_fp8_weights(p));
+    memory_request(m, &b->absmax, "fp8", "largest values", 3 * FP8_LAYERS * (size_t)c->num_layers);
+    memory_request(m, &b->fp8_counts, "fp8", "counts", NUM_FP8_TENSORS);
+    memory_request(m, &b->fp8.rows, "fp8", "a product's input or gradient", p->N * widest);
+    memory_request(m, &b->fp8.row_absmax, "fp8", "largest values of its rows", p->N);
+    if (!p->fp8_weight_gradients) return;
+    memory_request(m, &b->fp8.left, "fp8", "an output's gradient, transposed", p->N * widest_out);
+    memory_request(m, &b->fp8.right, "fp8", "an input, transposed", p->N * widest_in);
+}
 static inline void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     const size_t ranks = (size_t)p->mesh->tp.world, world = (size_t)p->mesh->dp.world;
     memory_request(m, &b->tokens, "tokens", "inputs (B,T)", p->N);
@@ -275,6 +302,7 @@ static inline void buffers_request(const Plan *p, Buffers *b, Memory *m) {
     request_parameters(p, b, m);
     request_activations(p, b, m);
     request_scratch(p, b, m);
+    request_fp8(p, b, m);
     request_tokens(p, b, m);
 }
 

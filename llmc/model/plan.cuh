@@ -18,6 +18,7 @@ typedef struct {
     int has_master;       // fp32 copies of bf16 weights
     int sums_in_fp32;     // gradients over several micro-steps; else in floatX
     int reduces_in_fp32;  // sums of gradients over ranks; else in floatX
+    int fp8, fp8_weight_gradients;  // the blocks' products forward and of inputs' gradients; those of weights' gradients
     // memory
     int shards_states;          // a rank has the optimiser states of its pieces only
     int recomputes_activation;  // backward makes the activation again, from what it read
@@ -84,8 +85,18 @@ static inline void plan_layers(Plan *p) {
     p->fcproj.backward = OVER_D_FCPROJ;
     if (p->activation_fused == 2)
         p->fcproj.gradient = p->recomputes_activation ? EPILOGUE_GRADIENT_FROM_INPUT : EPILOGUE_GRADIENT;
+    for (Linear *l : {&p->qkv, &p->proj, &p->fc, &p->fcproj}) {
+        l->dtype = p->fp8 ? MATMUL_E4M3 : MATMUL_FLOATX;
+        l->weight_dtype = p->fp8_weight_gradients ? MATMUL_E4M3 : MATMUL_FLOATX;
+    }
     p->head.in = C;
     p->head.out = c->padded_vocab_size;
+}
+static inline void plan_require_fp8(const Plan *p) {
+    int count;
+    hopper_variants(MATMUL_E4M3, &count);
+    require(!p->fp8 || count > 0, "--matmul-dtype %s needs a bf16 build and a Hopper GPU\nleave it out",
+            p->options.matmul_dtype);
 }
 // table, mesh: must outlive the plan. Sizes that cannot be computed stop with a message; nothing is allocated.
 static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const ParamTable *table) {
@@ -104,10 +115,12 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     require(!strcmp(o->reduce_dtype, "fp32") || !strcmp(o->reduce_dtype, "bf16"),
             "unknown --reduce-dtype '%s'\nuse fp32 or bf16", o->reduce_dtype);
     matmul_check(&mesh->job, &p.local, o);
-    require(!matmul_is_fp8(o), "--matmul-dtype %s is not built for GPUs yet\nleave it out", o->matmul_dtype);
     require(strcmp(o->matmul_dtype, "bf16") || sizeof(floatX) == 2,
             "--matmul-dtype bf16 needs a bf16 build\nleave it out");
     attention_require_head(p.local.head_dim);
+    p.fp8 = matmul_is_fp8(o);
+    p.fp8_weight_gradients = p.trains && matmul_weight_gradient_is_fp8(o);
+    plan_require_fp8(&p);
     p.bf16_states = !strcmp(o->state_dtype, "bf16");
     p.has_master = sizeof(floatX) != sizeof(float) && o->master_weights && p.trains;
     const int accumulates = o->total_batch > (long long)p.N * mesh->dp.world;
@@ -146,7 +159,9 @@ static inline void plan_print(const Plan *p, FILE *f) {
                                             "whole blocks"};
     static const char *const paths[] = {"fp32", "mma.sync", "wgmma"};
     const int rope = p->local.position == POSITION_ROPE;
-    fprintf(f, "plan      products %s, sums fp32 | activation %s", FLOATX_NAME, fused[p->activation_fused]);
+    fprintf(f, "plan      products %s%s, sums fp32 | activation %s", p->fp8 ? "fp8 (e4m3)" : FLOATX_NAME,
+            p->fp8 && p->trains && !p->fp8_weight_gradients ? ", of weights' gradients bf16" : "",
+            fused[p->activation_fused]);
     if (rope) fprintf(f, " | rope %s", fused[2 * p->rope_fused]);
     fprintf(f, " | attention %s",
             paths[attention_plan(p->B, p->T, p->local.num_heads, p->local.num_kv_heads, p->local.head_dim).path]);

@@ -11,6 +11,11 @@
 //     gradient.
 //
 // With one rank both are plain products. What the plan (model/plan.cuh) left out of a product is one more launch here.
+//
+// In fp8 (--matmul-dtype) it takes and gives floatX, too: operands are quantised here. Rows of inputs and of output
+// gradients have a scale each, so that a product of some rows has the numbers of one of all rows, wherever they come
+// from. Weights, and the transposed operands of the weight's gradient, have one scale: that of the tensor's absmax,
+// which is taken along where its rows are quantised.
 #ifndef LLMC_LINEAR_CUH
 #define LLMC_LINEAR_CUH
 
@@ -37,11 +42,15 @@ typedef struct {
     MatmulEpilogue epilogue;        // what of that is done in the product
     MatmulEpilogue gradient;        // the same in the product that gives the gradient of an activation's output
     MlpKind mlp;                    // the activation of its output or its input
+    MatmulDtype dtype;              // of the products of its output and of its input's gradient
+    MatmulDtype weight_dtype;       // of the product of its weight's gradient
     int keeps_input;                // for backward: what the activation read; else its slopes
     int heads, kv_heads, head_dim;  // LINEAR_ROPE
     // Of the unit.
     const floatX *weight, *bias;  // bias NULL: none
     floatX *dweight, *dbias;
+    const uint8_t *weight_fp8, *weight_turned;            // (out,in), (in,out), quantised
+    float *in_absmax, *dout_absmax, *weight_absmax;
     ColumnSums sums;  // of the gradient of its output
     // Of the block.
     floatX *aux;             // LINEAR_ACTIVATION: (N,out) what the activation reads, then perhaps its slopes
@@ -57,17 +66,43 @@ typedef struct {
     ColumnSums sums;    // where the epilogue leaves the column sums of `out`
 } ActivationGradient;
 
+// ---- operands
+
+// The fp8 copies of a weight that has changed.
+static inline void linear_quantise(const Pass *p, const Linear *l, uint8_t *quantised, uint8_t *turned) {
+    const bf16 *w = (const bf16 *)l->weight;
+    cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
+    absmax_tensor(l->weight_absmax, w, (size_t)l->out * (size_t)l->in, p->stream);
+    quantise(FP8_E4M3, quantised, turned, w, l->out, l->in, l->weight_absmax, p->fp8.weights, p->stream);
+}
+
+// x (rows,width), whose absmax raises *absmax, as operand a: the input or the gradient of the output.
+static inline void linear_rows(const Pass *p, const Linear *l, MatmulOperands *o, const floatX *x, int rows, int width,
+                               float *absmax, Fp8Count *count) {
+    o->a = x;
+    if (l->dtype == MATMUL_FLOATX) return;
+    quantise_rows(FP8_E4M3, p->fp8.rows, p->fp8.row_absmax, absmax, (const bf16 *)x, rows, width, count, p->stream);
+    o->a = p->fp8.rows;
+    o->a_absmax = p->fp8.row_absmax;
+    o->a_by_row = 1;
+}
+static inline void linear_weight(const Linear *l, MatmulOperands *o, const uint8_t *quantised) {
+    o->b = l->dtype == MATMUL_FLOATX ? (const void *)l->weight : quantised;
+    o->b_absmax = l->weight_absmax;
+}
+
 // ---- forward
 
 // Rows first, ..., first + count - 1 of the product, from rows `in` of the input.
 static inline void linear_product(const Pass *p, const Linear *l, floatX *out, const floatX *in, int first, int count) {
     const int activates = l->epilogue >= EPILOGUE_ACTIVATION;
-    const MatmulProblem q = {MATMUL_FORWARD, count, l->in, l->out, l->epilogue, activates ? l->mlp : MLP_GELU};
+    const MatmulProblem q = {MATMUL_FORWARD, count,    l->in, l->out, l->epilogue, activates ? l->mlp : MLP_GELU,
+                             l->dtype};
     const size_t at = (size_t)first * (size_t)l->out;
     floatX *to = l->output == LINEAR_ACTIVATION ? l->aux : out;
     MatmulOperands x = {};
-    x.a = in;
-    x.b = l->weight;
+    linear_rows(p, l, &x, in, count, l->in, l->in_absmax, p->fp8.inputs);
+    linear_weight(l, &x, l->weight_fp8);
     // a sum over ranks has it once: rows_scatter_end
     x.bias = l->split == LINEAR_ROWS && pass_is_split(p) ? NULL : l->bias;
     x.out = activates ? out + at / (size_t)activation_inputs(l->mlp) : to + at;
@@ -98,11 +133,11 @@ static inline const floatX *linear_project(const Pass *p, const Linear *l, const
 // ---- backward
 
 static inline void linear_product_backward(const Pass *p, const Linear *l, floatX *din, const floatX *dout, int count) {
-    const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU};
+    const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU, l->dtype};
     MatmulOperands x = {};
     x.out = din;
-    x.a = dout;
-    x.b = l->weight;
+    linear_rows(p, l, &x, dout, count, l->out, l->dout_absmax, p->fp8.gradients);
+    linear_weight(l, &x, l->weight_turned);
     matmul(p->matmul, &q, &x, p->stream);
 }
 // LINEAR_COLUMNS: the gradient of its input in p->branch, from dout (N,out); of several ranks a part of a sum.
@@ -131,10 +166,11 @@ static inline void linear_backward_activation(const Pass *p, Linear *l, const Ac
                                  l->in,
                                  l->out,
                                  l->gradient,
-                                 l->gradient == EPILOGUE_PLAIN ? MLP_GELU : l->mlp};
+                                 l->gradient == EPILOGUE_PLAIN ? MLP_GELU : l->mlp,
+                                 l->dtype};
         MatmulOperands x = {};
-        x.a = d;
-        x.b = l->weight;
+        linear_rows(p, l, &x, d, count, l->out, l->dout_absmax, p->fp8.gradients);
+        linear_weight(l, &x, l->weight_turned);
         x.out = l->gradient == EPILOGUE_PLAIN      ? g->apart + first * F
                 : l->gradient == EPILOGUE_GRADIENT ? g->out + first * width
                                                    : g->activated + first * F;
@@ -152,12 +188,21 @@ static inline void linear_fetch_input(const Pass *p, const Linear *l, const floa
 }
 static inline void linear_product_weight(const Pass *p, const Linear *l, const floatX *dout, const floatX *in,
                                          int count, int accumulate) {
-    const MatmulProblem q = {MATMUL_BACKWARD_WEIGHT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU};
+    const MatmulProblem q = {MATMUL_BACKWARD_WEIGHT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU, l->weight_dtype};
     MatmulOperands x = {};
     x.out = l->dweight;
     x.a = dout;
     x.b = in;
     x.accumulate = accumulate;
+    if (l->weight_dtype == MATMUL_E4M3) {
+        const Fp8Scratch *s = &p->fp8;
+        quantise(FP8_E4M3, NULL, s->left, (const bf16 *)dout, count, l->out, l->dout_absmax, NULL, p->stream);
+        quantise(FP8_E4M3, NULL, s->right, (const bf16 *)in, count, l->in, l->in_absmax, NULL, p->stream);
+        x.a = s->left;
+        x.b = s->right;
+        x.a_absmax = l->dout_absmax;
+        x.b_absmax = l->in_absmax;
+    }
     matmul(p->matmul, &q, &x, p->stream);
 }
 // dweight, dbias from dout (N,out) and the input: this rank's rows of it (LINEAR_COLUMNS) or its columns of all rows

@@ -14,6 +14,7 @@
 #include "../kernels/attention_decode.cuh"
 #include "../backend.h"
 #include "../kernels/matmul.cuh"
+#include "../kernels/quantise.cuh"
 #include "overlap.cuh"
 #include "push.cuh"
 #include "sums.cuh"
@@ -27,6 +28,13 @@ typedef struct {
     floatX *gathered;       // (B T,C): all rows, or what other ranks have of this rank's
     int rank, ranks;        // this rank of the group
 } RowExchange;
+
+// Where operands of fp8 products are quantised, for the width of the widest layer. Counts: NULL, or of what is quantised.
+typedef struct {
+    uint8_t *rows, *left, *right;  // rows of a; for a weight's gradient: its two operands, transposed
+    float *row_absmax;             // (N)
+    Fp8Count *inputs, *weights, *gradients;
+} Fp8Scratch;
 
 // One pass over N = B T tokens: all that the calls of a block share.
 typedef struct {
@@ -42,6 +50,8 @@ typedef struct {
     KvCache *cache;  // decoding: keys and values of the tokens before; NULL otherwise
     Matmul *matmul;
     RowExchange *exchange;
+    Fp8Scratch fp8;
+    int quantises;   // weights have changed since they were quantised
     floatX *branch;  // (N,C) what a branch adds to the stream; backward: the gradient of its input
     void *scratch;   // of reductions
     cudaStream_t stream;
