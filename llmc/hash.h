@@ -2,11 +2,11 @@
 //
 // fnv1a (FNV-1a, 64 bits): of names, options, vocabularies and small files. Shards and tokenizer files store it.
 //
-// checksum: of files that many ranks write and read at once. It is a sum over the words of the file, so each rank adds
-// up its own stretch and the sums of all stretches are the checksum, however the file was divided.
+// checksum: of files that many ranks write and read at once. It is a sum over the 4-byte words of the file, so each
+// rank adds up its own part and the sums of all parts add up to the checksum, however the file was divided.
 //   checksum = sum of word[i] * key[i], modulo 2^64; word[i]: the four bytes at 4 i as a number; key[i]: odd, 64 bits
-// Damage inside one word is always noticed: a difference below 2^32 times an odd key is no multiple of 2^64. Other
-// damage is missed with a probability of at most 2^-32. Zeros add nothing, so compare sizes too. It finds faults of
+// Damage inside one word is always detected: a difference below 2^32 times an odd key is no multiple of 2^64. Other
+// damage is missed with a probability of at most 2^-32. Zeros add nothing, so compare sizes too. It detects faults of
 // disks, cables and memory, not forgery. 10 GB/s and more on one core.
 #ifndef LLMC_HASH_H
 #define LLMC_HASH_H
@@ -34,8 +34,8 @@ static inline uint64_t checksum(const void *data, size_t bytes, uint64_t offset)
     const unsigned char *p = (const unsigned char *)data;
     uint64_t sum = 0;
     for (size_t n; bytes > 0; p += n, bytes -= n, offset += n) {
-        const size_t first = offset / 4 % CHECKSUM_KEYS, room = CHECKSUM_KEYS - first;
-        const size_t words = bytes / 4 < room ? bytes / 4 : room;
+        size_t first = offset / 4 % CHECKSUM_KEYS, room = CHECKSUM_KEYS - first;
+        size_t words = bytes / 4 < room ? bytes / 4 : room;
         uint64_t block = 0;
         n = offset % 4 || words == 0 ? 1 : 4 * words;
         if (n == 1) block = ((uint64_t)*p << 8 * (offset % 4)) * checksum_keys[first];  // part of a word

@@ -1,7 +1,7 @@
-// Config <-> Hugging Face's config.json for GPT-2, Llama and Qwen2: transformers opens what we write, and we open what
-// others wrote. A file that Config cannot express is refused (another family, activation, bias, rope scaling, a sliding
-// window, quantisation). Absent keys have the defaults of transformers' configuration classes. Dropout is ignored: we
-// train without.
+// Config <-> Hugging Face's config.json for GPT-2, Llama and Qwen2. transformers opens what we write, and we open what
+// others wrote. A file that Config cannot express is refused: another family, activation, bias or rope scaling, a
+// sliding window, quantisation. Absent keys have the defaults of transformers' configuration classes. Dropout is
+// ignored: training uses none.
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 
@@ -10,30 +10,28 @@
 #include "config.h"
 #include "json.h"
 
-// A number of Config and its key in files of GPT-2, and in those of Llama and Qwen2. NULL: they have no such key.
+// A number of Config, and its key in GPT-2's files and in those of Llama and Qwen2. NULL: no such key.
 typedef struct {
     const char *gpt2, *llama;
     size_t offset;
     int is_float;
 } ConfigKey;
 #define KEY(gpt2, llama, field, is_float) {gpt2, llama, offsetof(Config, field), is_float}
-static const ConfigKey config_sizes[] = {KEY("n_layer", "num_hidden_layers", num_layers, 0),
-                                         KEY("n_embd", "hidden_size", channels, 0),
-                                         KEY("n_head", "num_attention_heads", num_heads, 0),
-                                         KEY(NULL, "num_key_value_heads", num_kv_heads, 0),
-                                         KEY("n_inner", "intermediate_size", ffn_dim, 0),
-                                         KEY("n_ctx", NULL, max_seq_len,
-                                             0),  // an older name; if a file has both, the next one counts
-                                         KEY("n_positions", "max_position_embeddings", max_seq_len, 0),
-                                         KEY("layer_norm_epsilon", "rms_norm_eps", norm_eps, 1),
-                                         KEY(NULL, "rope_theta", rope_theta, 1),
-                                         KEY("vocab_size", "vocab_size", vocab_size, 0)};
+static const ConfigKey config_sizes[] = {
+    KEY("n_layer", "num_hidden_layers", num_layers, 0), KEY("n_embd", "hidden_size", channels, 0),
+    KEY("n_head", "num_attention_heads", num_heads, 0), KEY(NULL, "num_key_value_heads", num_kv_heads, 0),
+    KEY("n_inner", "intermediate_size", ffn_dim, 0),
+    // n_ctx: an older name; if a file has both, the next one counts
+    KEY("n_ctx", NULL, max_seq_len, 0), KEY("n_positions", "max_position_embeddings", max_seq_len, 0),
+    KEY("layer_norm_epsilon", "rms_norm_eps", norm_eps, 1), KEY(NULL, "rope_theta", rope_theta, 1),
+    KEY("vocab_size", "vocab_size", vocab_size, 0)};
 static const ConfigKey config_rope_scaling[] = {KEY(NULL, "factor", rope_factor, 1),
                                                 KEY(NULL, "low_freq_factor", rope_low_freq_factor, 1),
                                                 KEY(NULL, "high_freq_factor", rope_high_freq_factor, 1),
                                                 KEY(NULL, "original_max_position_embeddings", rope_original_len, 0)};
 #undef KEY
 #define CONFIG_EACH(k, keys) for (const ConfigKey *k = keys; k < keys + sizeof keys / sizeof *keys; k++)
+static inline int config_same(const Config *a, const Config *b) { return memcmp(a, b, sizeof *a) == 0; }
 static inline int config_is(const Config *c, const char *type) { return strcmp(c->model_type, type) == 0; }
 static inline const char *config_key_of(const Config *c, const ConfigKey *k) {
     return config_is(c, "gpt2") ? k->gpt2 : k->llama;
@@ -56,7 +54,7 @@ static inline void config_special_tokens(int vocab_size, int *bos, int *eos) {
     }
 }
 
-// separator: between two entries, a space or a newline with indentation.
+// separator: what follows a comma, a space or a newline with indentation.
 static inline void config_write_key(const Config *c, FILE *f, const char *separator, const ConfigKey *k) {
     const char *key = config_key_of(c, k), *field = (const char *)c + k->offset;
     if (!key) return;
@@ -66,26 +64,30 @@ static inline void config_write_key(const Config *c, FILE *f, const char *separa
     else
         fprintf(f, "%d", *(const int *)field);
 }
-// dtype: "fp32" or "bf16", that of the weights beside the file.
+// dtype: "fp32" or "bf16", of the weights beside the file.
 static inline void config_write(const Config *c, const char *dtype, FILE *f, const char *separator) {
     const char *s = separator;
-    const int gpt2 = config_is(c, "gpt2"), qwen2 = config_is(c, "qwen2");
-    const char *class_name = gpt2 ? "GPT2LMHeadModel" : qwen2 ? "Qwen2ForCausalLM" : "LlamaForCausalLM";
-    int bos, eos;
-    config_special_tokens(c->vocab_size, &bos, &eos);
-    fprintf(f, "{%s\"architectures\": [\"%s\"],%s\"model_type\": \"%s\"", s, class_name, s, c->model_type);
+    int gpt2 = config_is(c, "gpt2"), qwen2 = config_is(c, "qwen2"), bos, eos;
+    fprintf(f, "{%s\"architectures\": [\"%s\"],%s\"model_type\": \"%s\"", s,
+            gpt2    ? "GPT2LMHeadModel"
+            : qwen2 ? "Qwen2ForCausalLM"
+                    : "LlamaForCausalLM",
+            s, c->model_type);
     CONFIG_EACH(k, config_sizes) config_write_key(c, f, s, k);
     if (gpt2)
-        fprintf(f, ",%s\"activation_function\": \"gelu_new\"", s);
+        fprintf(f,
+                ",%s\"activation_function\": \"gelu_new\",%s\"attn_pdrop\": 0.0,%s\"embd_pdrop\": 0.0"
+                ",%s\"resid_pdrop\": 0.0",
+                s, s, s, s);
     else
         fprintf(f, ",%s\"hidden_act\": \"silu\"", s);
-    if (gpt2) fprintf(f, ",%s\"attn_pdrop\": 0.0,%s\"embd_pdrop\": 0.0,%s\"resid_pdrop\": 0.0", s, s, s);
     if (c->rope_factor > 0) {
         fprintf(f, ",%s\"rope_scaling\": {\"rope_type\": \"llama3\"", s);
         CONFIG_EACH(k, config_rope_scaling) config_write_key(c, f, " ", k);
         fputc('}', f);
     }
     if (qwen2) fprintf(f, ",%s\"use_sliding_window\": false", s);
+    config_special_tokens(c->vocab_size, &bos, &eos);
     if (eos >= 0)
         fprintf(f, ",%s\"bos_token_id\": %d,%s\"eos_token_id\": %d", s, bos, s, eos);
     else
@@ -96,9 +98,9 @@ static inline void config_write(const Config *c, const char *dtype, FILE *f, con
 // On one line, for logs.
 static inline void config_to_json(const Config *c, const char *dtype, FILE *f) { config_write(c, dtype, f, " "); }
 
-// ---- reading. `fallback`: the value of an absent key. CONFIG_NEEDED: the file must have it
+// ---- reading. `fallback` is the value of an absent key; CONFIG_NEEDED: the key must be there
 
-enum { CONFIG_NEEDED = -1, CONFIG_DERIVED = -2 /* from other sizes, later */ };
+enum { CONFIG_NEEDED = -1, CONFIG_DERIVED = -2 };  // derived: computed from other sizes, later
 typedef struct {
     Json json;
     const char *path;
@@ -195,10 +197,9 @@ static inline void config_read_llama(const ConfigFile *f, Config *c) {
 }
 // `path`: a Hugging Face folder or its config.json.
 static inline Config config_from_json(const char *path) {
-    char in_folder[4096];
-    snprintf(in_folder, sizeof in_folder, "%s/config.json", path);
+    Path in_folder = path_of("%s/config.json", path);
     ConfigFile f;
-    f.path = is_directory(path) ? in_folder : path;
+    f.path = is_directory(path) ? in_folder.text : path;
     require(json_load(&f.json, f.path),
             "cannot read '%s': %s\nname a Hugging Face folder, or another checkpoint of a run", f.path, f.json.error);
     const char *type = json_string(&f.json, json_get(&f.json, 0, "model_type"));

@@ -1,9 +1,11 @@
-// Parameters <-> safetensors files with Hugging Face's names, shapes and orientation: no padding of the vocabulary,
-// GPT-2's block matrices as (in, out). What transformers, vLLM and llama.cpp open; what they wrote, whole or in several
-// files, loads here, and a file that is not exactly this model is refused with what differs. Any slot of a backend can
-// be stored this way, with a prefix before the names: checkpoint.h does so with the optimiser's. Every rank writes its
-// shard of each unit into the one file, and reads what it owns; with tensor parallelism that is of each tensor what
-// params.h says it has, and of copies the first is written. Host memory is bounded: tensors pass through two pieces.
+// Parameters <-> safetensors files with Hugging Face's names, shapes and orientation: the vocabulary is not padded,
+// GPT-2's block matrices are (in, out). transformers, vLLM and llama.cpp open these files. What they wrote, in one file
+// or several, loads here. A file that is not exactly this model is refused, and the differences are listed.
+//
+// Any slot of a backend can be stored this way, with a prefix before the names: checkpoint.h stores the optimiser's
+// slots. Every rank writes its shard of each unit into the one file, and reads what it owns. With tensor parallelism,
+// the parts of a tensor (params.h) say what a rank has of it. Of several copies the first is written.
+// Host memory is bounded: tensors pass through two pieces of HF_PIECE floats.
 // Include this after a backend (backend.h).
 #ifndef LLMC_HF_WEIGHTS_H
 #define LLMC_HF_WEIGHTS_H
@@ -23,7 +25,7 @@ static inline void transpose(float *out, const float *in, size_t rows, size_t co
             for (size_t c = c0; c < c0 + 32 && c < cols; c++)
                 for (size_t r = r0; r < r0 + 32 && r < rows; r++) out[c * rows + r] = in[r * cols + c];
 }
-// A tensor of a file that is read or written.
+// A tensor of a file that is read, or of one that is written.
 typedef struct {
     const StReader *reader;
     const StTensor *from;
@@ -36,8 +38,8 @@ static inline void param_file_span(const ParamFile *f, size_t begin, size_t coun
     else
         st_write_floats(f->writer, f->to, begin, count, values);
 }
-// How many of the `left` elements of a rank's tensor from `at` on go together: of one part, what fits a piece; of a
-// transposed tensor whole rows, or what is left of one.
+// How many of the `left` elements of a rank's tensor from `at` on are moved together. They fit a piece and are of one
+// part. Of a transposed tensor they are whole rows, or the rest of one row.
 static inline size_t param_piece(const Param *p, size_t at, size_t left) {
     const ParamPart *q = param_part_at(p, at);
     size_t most = left < HF_PIECE ? left : HF_PIECE;
@@ -47,14 +49,15 @@ static inline size_t param_piece(const Param *p, size_t at, size_t left) {
     if (!p->transposed) return most;
     return rest < cols || most < cols ? (most < rest ? most : rest) : most / cols * cols;
 }
-// Elements [at, at + count) of a rank's tensor between memory and the file; `count` as param_piece says; `scratch` is
-// as large as `values`.
+// Moves elements [at, at + count) of a rank's tensor between `values` and the file; `count` as param_piece says.
+// `scratch` is as large as `values`.
 static inline void param_move(const ParamFile *f, const Param *p, size_t at, size_t count, float *values,
                               float *scratch) {
     const ParamPart *q = param_part_at(p, at);
-    const size_t cols = param_width(p, q), all = (size_t)p->file_rows, row = (size_t)q->row + (at - q->begin) / cols,
-                 col = (size_t)q->col + (at - q->begin) % cols, rows = count / cols;
-    if (!p->transposed) {  // whole rows of a column split lie apart in the file
+    size_t cols = param_width(p, q), rows = count / cols, all = p->file_rows, row = q->row + (at - q->begin) / cols,
+           col = q->col + (at - q->begin) % cols;
+    if (!p->transposed) {
+        // rows of a tensor that is split by columns are apart in the file
         for (size_t done = 0, n; done < count; done += n) {
             n = param_run(p, at + done, count - done);
             param_file_span(f, param_whole(p, q, at + done), n, values + done);
@@ -66,9 +69,10 @@ static inline void param_move(const ParamFile *f, const Param *p, size_t at, siz
         else
             for (size_t c = 0; c < cols; c++) param_file_span(f, (col + c) * all + row, rows, scratch + c * rows);
         if (f->reader) transpose(values, scratch, cols, rows);
-    } else
+    } else {
+        // part of a row, at the edge of a shard
         for (size_t i = 0; i < count; i++) param_file_span(f, (col + i) * all + row, 1, values + i);
-    // part of a row, at the edge of a shard
+    }
 }
 static inline void param_read(const StReader *r, const StTensor *t, const Param *p, size_t at, size_t count, float *out,
                               float *scratch) {
@@ -78,14 +82,9 @@ static inline void param_read(const StReader *r, const StTensor *t, const Param 
     else
         memset(out, 0, count * sizeof(float));  // the padding of the vocabulary
 }
-static inline void param_write(StWriter *w, int tensor, const Param *p, size_t at, size_t count, float *in,
-                               float *scratch) {
-    const ParamFile f = {NULL, NULL, w, tensor};
-    param_move(&f, p, at, count, in, scratch);
-}
-// The shape in files; returns the number of dimensions.
+// Sets the shape in files and returns the number of dimensions.
 static inline int param_shape(const Param *p, uint64_t *shape) {
-    const uint64_t rows = (uint64_t)p->file_rows, cols = (uint64_t)p->file_cols;
+    int rows = p->file_rows, cols = p->file_cols;
     shape[0] = p->transposed || p->is_vector ? cols : rows;
     shape[1] = p->transposed ? rows : cols;
     return p->is_vector ? 1 : 2;
@@ -95,11 +94,17 @@ typedef struct {
     const char *prefix;
 } SlotName;
 static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}};
+static const SlotName optimizer_slots[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};
+// Not every model has the last ones.
+static inline int num_optimizer_slots(const Model *m) {
+    int n = 0;
+    while (n < 3 && model_has_slot(m, optimizer_slots[n].slot)) n++;
+    return n;
+}
 
-// One file of slots, written by all ranks: open, write this rank's shards, st_finish. After a write that failed
-// (StWriter's error) the rest is passed over.
-// model_read or model_read_snapshot
 typedef void SlotReader(const Model *m, Slot s, size_t offset, size_t count, float *values);
+// One file of slots, which all ranks write: slots_declare, st_begin (rank 0 first), slots_write, st_finish. After a
+// write that failed (StWriter's error) nothing more is written.
 typedef struct {
     StWriter file;
     const SlotName *slots;
@@ -113,38 +118,38 @@ static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *sl
     for (int k = 0; k < num_slots; k++)
         for (int i = 0; i < m->table.count; i++) {
             uint64_t shape[2];
-            const int dims = param_shape(&m->table.params[i], shape);
-            char *name = st_text(slots[k].prefix, m->table.params[i].name, "");
+            char name[96];
+            int dims = param_shape(&m->table.params[i], shape);
+            snprintf(name, sizeof name, "%s%s", slots[k].prefix, m->table.params[i].name);
             st_declare(&f->file, name, model_slot_is_bf16(m, slots[k].slot) ? ST_BF16 : ST_F32, dims, shape);
-            free(name);
         }
 }
-// While all ranks write their pieces, those that have no more wait for the others here: on a host that is done the
-// watchdog would see no progress.
+// Ranks meet here while they write. A rank that is done waits here too, so that its watchdog sees progress.
 static inline int slots_meet(const Model *m, int on) {
     watchdog_beat(PHASE_SAVE, -1);
     return comm_or(&m->mesh->job, on);
 }
-// progress counts the pieces that are written. All ranks call it; with model_read_snapshot any thread may, which then
-// asks nothing of other ranks and does not beat for training.
+// Writes this rank's shards. `read` is model_read: all ranks call it. Or model_read_snapshot: any thread may call it,
+// since it then neither meets other ranks nor touches the watchdog. progress counts the pieces that are written.
 static inline void slots_write(SlotFile *f, const Model *m, SlotReader *read, int64_t *progress) {
     const ParamTable *table = &m->table;
-    float *piece = (float *)malloc_or_die(HF_PIECE * 4), *scratch = (float *)malloc_or_die(HF_PIECE * 4);
+    float *piece = (float *)malloc_or_die(2 * HF_PIECE * sizeof(float));
     size_t unflushed = 0;
     for (int k = 0; k < f->num_slots; k++)
         for (int i = 0; i < table->count; i++) {
             const Param *p = &table->params[i];
-            const Span mine =
+            const ParamFile to = {NULL, NULL, &f->file, k * table->count + i};
+            Span mine =
                 span_overlap(param_shard(table, p->unit, m->mesh->dp.rank, m->mesh->dp.world), p->offset, p->size);
             for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {
                 const ParamPart *q = param_part_at(p, at);
                 n = param_piece(p, at, end - at);
-                if (!q || q->copy || f->file.error) continue;  // padding, and what another rank has too and writes
+                if (!q || q->copy || f->file.error) continue;  // padding; a copy that another rank writes
                 read(m, f->slots[k].slot, p->offset + at, n, piece);
-                param_write(&f->file, k * table->count + i, p, at, n, piece, scratch);
-                // a slow disk shows progress, and the last flush is short
-                if ((unflushed += n * sizeof(float)) >= (size_t)1 << 30) {
-                    if (fdatasync(f->file.fd) != 0 && !f->file.error) f->file.error = st_failed(f->file.path);
+                param_move(&to, p, at, n, piece, piece + HF_PIECE);
+                // flushed in between: a slow disk shows progress, and the last flush is short
+                if ((unflushed += n * sizeof(float)) >= 1 << 30) {
+                    if (fdatasync(f->file.fd) != 0 && !f->file.error) f->file.error = st_failed(f->file.path.text);
                     unflushed = 0;
                 }
                 __atomic_fetch_add(progress, 1, __ATOMIC_RELAXED);
@@ -154,22 +159,9 @@ static inline void slots_write(SlotFile *f, const Model *m, SlotReader *read, in
     while (read == model_read && slots_meet(m, 0)) {
     }
     free(piece);
-    free(scratch);
-}
-// Returns the checksum of what this rank wrote.
-static inline uint64_t save_slots(const Model *m, const SlotName *slots, int num_slots, const char *path) {
-    SlotFile f;
-    int64_t progress = 0;
-    slots_declare(&f, m, slots, num_slots, path);
-    if (m->mesh->job.rank == 0) st_begin(&f.file, 1);
-    comm_barrier(&m->mesh->job);
-    if (m->mesh->job.rank > 0) st_begin(&f.file, 0);
-    slots_write(&f, m, model_read, &progress);
-    const uint64_t sum = f.file.sum;
-    require(st_finish(&f.file) == 0, "'%s' is not whole\nmake room or name another place", path);
-    return sum;
 }
 
+// The first ten differences as text, and how many there are.
 typedef struct {
     int count;
     char text[1536];
@@ -181,26 +173,26 @@ __attribute__((format(printf, 2, 3))) static inline void differ(Differences *d, 
     if (d->count++ < 10) vsnprintf(d->text + used, sizeof d->text - used, format, args);
     va_end(args);
 }
-static inline const char *shape_text(int dims, const uint64_t *shape, char *out, size_t size) {
-    size_t used = (size_t)snprintf(out, size, "(");
-    for (int i = 0; i < dims && used < size; i++)
-        used += (size_t)snprintf(out + used, size - used, "%s%llu", i ? ", " : "", (unsigned long long)shape[i]);
-    if (used < size) snprintf(out + used, size - used, ")");
-    return out;
+typedef struct { char text[200]; } ShapeText;
+static inline ShapeText shape_text(int dims, const uint64_t *shape) {
+    ShapeText s = {"("};
+    for (int i = 0; i < dims; i++)
+        sprintf(s.text + strlen(s.text), "%s%llu", i ? ", " : "", (unsigned long long)shape[i]);
+    strcat(s.text, ")");
+    return s;
 }
 // A tensor by its full name, or by GPT-2's without "transformer.", as the base model saves it.
 static inline const StTensor *find_param(const StReader *r, const char *prefix, const Param *p) {
-    char *name = st_text(prefix, p->name, "");
+    char name[96];
+    snprintf(name, sizeof name, "%s%s", prefix, p->name);
     const StTensor *t = st_find(r, name);
-    if (!t && !*prefix && strncmp(p->name, "transformer.", 12) == 0) t = st_find(r, strcpy(name, p->name + 12));
-    free(name);
-    return t;
+    return t || *prefix || strncmp(p->name, "transformer.", 12) != 0 ? t : st_find(r, p->name + 12);
 }
-// What old files hold beside the weights: masks, rope tables, and the copy of a tied head.
+// What some files hold beside the weights: masks, rope tables, the copy of a tied head.
 static inline int is_redundant(const char *name) {
     static const char *const endings[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight"};
     for (int i = 0; i < 4; i++) {
-        const size_t n = strlen(name), k = strlen(endings[i]);
+        size_t n = strlen(name), k = strlen(endings[i]);
         if (n >= k && strcmp(name + n - k, endings[i]) == 0) return 1;
     }
     return 0;
@@ -210,17 +202,16 @@ static inline const char *hint_of_differences(const Model *m, const StReader *r,
     static const char *const of_others[] = {"embed_tokens.weight", "score.weight", "classifier.weight"};
     int headless = !m->config.tied && !st_find(r, "lm_head.weight");
     for (int i = 0; i < 3; i++) headless |= st_find(r, of_others[i]) != NULL;
-    for (int i = 0; i < r->count; i++)
-        if (r->tensors[i].type == ST_F64 || r->tensors[i].type >= ST_F8_E5M2) return "convert it to F32, BF16 or F16";
     if (!headless || *prefix) return "use the config.json that belongs to it";
     return "it is a base model or a classifier: use a whole language model (...ForCausalLM, GPT2LMHeadModel)";
 }
 // Stops unless the file holds exactly the tensors of these slots.
 static inline void require_same_tensors(const Model *m, const SlotName *slots, int num_slots, const StReader *r,
                                         const char *path) {
+    const char *hint = hint_of_differences(m, r, slots[0].prefix);
     Differences d;
     memset(&d, 0, sizeof d);
-    char *known = (char *)calloc_or_die((size_t)r->count);
+    char *known = (char *)calloc_or_die(r->count);
     for (int k = 0; k < num_slots; k++)
         for (int i = 0; i < m->table.count; i++) {
             const Param *p = &m->table.params[i];
@@ -231,13 +222,14 @@ static inline void require_same_tensors(const Model *m, const SlotName *slots, i
             }
             known[t - r->tensors] = 1;
             uint64_t shape[2];
-            char has[100], needs[100];
-            const int dims = param_shape(p, shape);
-            if (t->dims != dims || memcmp(t->shape, shape, (size_t)dims * sizeof *shape) != 0)
-                differ(&d, "; %s is %s, not %s", t->name, shape_text(t->dims, t->shape, has, sizeof has),
-                       shape_text(dims, shape, needs, sizeof needs));
-            else if (!st_is_float(t))
+            int dims = param_shape(p, shape);
+            if (t->dims != dims || memcmp(t->shape, shape, dims * sizeof *shape) != 0)
+                differ(&d, "; %s is %s, not %s", t->name, shape_text(t->dims, t->shape).text,
+                       shape_text(dims, shape).text);
+            else if (!st_is_float(t)) {
                 differ(&d, "; %s is %s", t->name, st_types[t->type].name);
+                hint = "convert it to F32, BF16 or F16";
+            }
         }
     for (int i = 0; i < r->count; i++)
         if (!known[i] && !is_redundant(r->tensors[i].name))
@@ -247,10 +239,11 @@ static inline void require_same_tensors(const Model *m, const SlotName *slots, i
     if (m->config.tied && head && embedding && !st_same(r, head, embedding))
         differ(&d, "; lm_head.weight is not the embedding, as tie_word_embeddings says");
     require(d.count == 0, "'%s' does not hold this model, %d differences: %s%s\n%s", path, d.count, d.text + 2,
-            d.count > 10 ? "; ..." : "", hint_of_differences(m, r, slots[0].prefix));
+            d.count > 10 ? "; ..." : "", hint);
 }
+// Loads slots from a file, or from a folder of weights. All ranks call it.
 static inline void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path) {
-    float *piece = (float *)malloc_or_die(HF_PIECE * 4), *scratch = (float *)malloc_or_die(HF_PIECE * 4);
+    float *piece = (float *)malloc_or_die(2 * HF_PIECE * sizeof(float));
     StReader r;
     st_open(&r, path);
     require_same_tensors(m, slots, num_slots, &r, path);
@@ -258,56 +251,36 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
         for (int i = 0; i < m->table.count; i++) {
             const Param *p = &m->table.params[i];
             const StTensor *t = find_param(&r, slots[k].prefix, p);
-            const Span mine = span_overlap(model_owned(m, slots[k].slot, p->unit), p->offset, p->size);
+            Span mine = span_overlap(model_owned(m, slots[k].slot, p->unit), p->offset, p->size);
             for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {
                 watchdog_beat(PHASE_LOAD, p->unit - 1);
                 n = param_piece(p, at, end - at);
-                param_read(&r, t, p, at, n, piece, scratch);
+                param_read(&r, t, p, at, n, piece, piece + HF_PIECE);
                 model_write(m, slots[k].slot, p->offset + at, n, piece);
             }
         }
     st_close(&r);
     free(piece);
-    free(scratch);
 }
+// Weights (F32, BF16 or F16) of a Hugging Face folder or a safetensors file, into a model of the same shape.
+static inline void model_load_weights(Model *m, const char *folder) { load_slots(m, weight_slot, 1, folder); }
 
-// ---- folders
-
-// A small text file, flushed; `text` is an open_memstream's and is freed. sum: its checksum, unless NULL.
-// Returns errno of what failed, or 0.
-static inline int write_text_file(const char *folder, const char *name, FILE *stream, char **text, uint64_t *sum) {
-    require(fclose(stream) == 0, "out of memory for %s\nclose other programs", name);
-    char *path = st_text(folder, "/", name);
-    const int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    if (sum) *sum = checksum(*text, strlen(*text), 0);
-    int error = fd < 0 ? st_failed(path) : st_pwrite(fd, path, *text, strlen(*text), 0);
-    error = st_flush_and_close(fd, path, error);
-    free(path);
-    free(*text);
-    return error;
+// A small text file, flushed. sum: becomes its checksum, unless NULL. Returns errno of what failed, or 0.
+static inline int write_text_file(const char *folder, const char *name, const char *text, uint64_t *sum) {
+    Path path = path_of("%s/%s", folder, name);
+    int fd = open(path.text, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (sum) *sum = checksum(text, strlen(text), 0);
+    int error = fd < 0 ? st_failed(path.text) : st_pwrite(fd, path.text, text, strlen(text), 0);
+    return st_flush_and_close(fd, path.text, error);
 }
-
 static inline int write_config(const Model *m, const char *folder, uint64_t *sum) {
-    char *text = NULL;
-    size_t length;
-    FILE *f = open_memstream(&text, &length);
-    require(f, "out of memory for config.json\nclose other programs");
+    Text text;
+    FILE *f = text_open(&text);
     config_write(&m->config, model_dtype(m), f, "\n  ");
     fputc('\n', f);
-    return write_text_file(folder, "config.json", f, &text, sum);
+    int error = write_text_file(folder, "config.json", text_close(&text), sum);
+    free(text.bytes);
+    return error;
 }
-// A folder that transformers opens, by all ranks together. Written in place: checkpoint_save writes a run's.
-static inline void model_save_weights(const Model *m, const char *folder) {
-    char *path = st_text(folder, "/", "model.safetensors");
-    if (m->mesh->job.rank == 0) {
-        make_directory(folder);
-        require(write_config(m, folder, NULL) == 0, "folder '%s' has no config.json\nmake room or name another place",
-                folder);
-    }
-    save_slots(m, weight_slot, 1, path);
-    free(path);
-}
-// Weights (F32, BF16 or F16) of a Hugging Face folder or a safetensors file into a model of the same shape.
-static inline void model_load_weights(Model *m, const char *folder) { load_slots(m, weight_slot, 1, folder); }
 
 #endif

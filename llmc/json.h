@@ -16,14 +16,14 @@ typedef struct {
     JsonKind kind;
     int begin;  // byte of `text` where it begins; strings are decoded
     int items;  // of an array or object
-    int next;   // the token after this value and its contents; of a key: after its value
+    int next;   // the token after this value and all that it contains; of a key: the token after its value
 } JsonToken;
 typedef struct {
     char *text;
     JsonToken *tokens;
     int count, capacity;
     int at, length;   // while parsing
-    char error[128];  // of a failed parse
+    char error[128];  // why reading or parsing failed
 } Json;
 enum { JSON_NONE = -1, JSON_MAX_DEPTH = 32, JSON_MAX_BYTES = 100 << 20 };
 #define JSON_TOO_LONG "more than 100 MiB of JSON"
@@ -44,7 +44,7 @@ static inline int json_fail(Json *j, const char *what) {
 static inline void json_space(Json *j) {
     while (j->text[j->at] && strchr(" \t\r\n", j->text[j->at])) j->at++;
 }
-// The text ends with a NUL, which no rule below accepts: that is what keeps every loop inside it.
+// The text ends with a NUL. No rule below accepts a NUL, so every loop stops there.
 static inline int json_digits(Json *j) {
     int begin = j->at;
     while (j->text[j->at] >= '0' && j->text[j->at] <= '9') j->at++;
@@ -77,7 +77,8 @@ static inline int json_hex4(const char *s) {
     }
     return value;
 }
-// \uXXXX or a surrogate pair; *in points behind the first u. Writes UTF-8 to `out`; returns its length, 0: not valid.
+// Decodes \uXXXX or a surrogate pair; *in points behind the first u. Writes UTF-8 to `out`.
+// Returns its length, 0: not valid.
 static inline int json_unicode(const char **in, char *out) {
     int c = json_hex4(*in);
     if (c <= 0 || (c >= 0xdc00 && c < 0xe000)) return 0;
@@ -124,8 +125,7 @@ static inline int json_parse_string(Json *j) {
 static inline int json_push(Json *j, JsonKind kind, int begin) {
     if (j->count == j->capacity) {
         j->capacity = j->capacity ? 2 * j->capacity : 64;
-        j->tokens = (JsonToken *)realloc(j->tokens, (size_t)j->capacity * sizeof(JsonToken));
-        require(j->tokens, "out of memory for JSON of %d bytes\ncheck that the file is what it should be", j->length);
+        j->tokens = (JsonToken *)realloc_or_die(j->tokens, j->capacity * sizeof(JsonToken));
     }
     const JsonToken t = {kind, begin, 0, j->count + 1};
     j->tokens[j->count] = t;
@@ -133,7 +133,7 @@ static inline int json_push(Json *j, JsonKind kind, int begin) {
 }
 static inline int json_parse_value(Json *j, int depth);
 static inline int json_parse_items(Json *j, int container, int depth) {
-    const int object = j->tokens[container].kind == JSON_OBJECT, close = object ? '}' : ']';
+    int object = j->tokens[container].kind == JSON_OBJECT, close = object ? '}' : ']';
     for (j->at++, json_space(j); j->text[j->at] != close; json_space(j)) {
         if (j->tokens[container].items++ > 0) {
             if (j->text[j->at] != ',') return json_fail(j, object ? "',' or '}' is missing" : "',' or ']' is missing");
@@ -169,7 +169,7 @@ static inline int json_parse_value(Json *j, int depth) {
     }
     static const char *const literals[] = {"null", "true", "false"};
     for (int i = 0; i < 3; i++) {
-        const size_t length = strlen(literals[i]);
+        size_t length = strlen(literals[i]);
         if (strncmp(s, literals[i], length) != 0) continue;
         json_push(j, i == 0 ? JSON_NULL : JSON_BOOL, j->at);
         j->at += (int)length;
@@ -184,7 +184,7 @@ static inline void json_free(Json *j) {
     memset(j, 0, sizeof *j);
 }
 
-// Takes over `text`: `length` bytes and room for one more, from malloc. Returns 1, or 0 with the reason in j->error.
+// Takes over `text`, from malloc: `length` bytes and room for one more. Returns 1, or 0 with the reason in j->error.
 // Call json_free in either case.
 static inline int json_parse_owned(Json *j, char *text, size_t length) {
     memset(j, 0, sizeof *j);
@@ -202,18 +202,15 @@ static inline char *json_read(Json *j, const char *path, size_t *length) {
     FILE *f = fopen(path, "rb");
     struct stat s;
     char *text = NULL;
-    const char *wrong = NULL;
     if (!f || fstat(fileno(f), &s) != 0)
-        wrong = strerror(errno);
+        snprintf(j->error, sizeof j->error, "%s", strerror(errno));
     else if (!S_ISREG(s.st_mode))
-        wrong = "not a file";
+        strcpy(j->error, "not a file");
     else if (s.st_size > JSON_MAX_BYTES)
-        wrong = JSON_TOO_LONG;
-    if (wrong)
-        snprintf(j->error, sizeof j->error, "%s", wrong);
+        strcpy(j->error, JSON_TOO_LONG);
     else {
-        text = (char *)malloc_or_die((size_t)s.st_size + 1);
-        *length = fread(text, 1, (size_t)s.st_size, f);
+        text = (char *)malloc_or_die(s.st_size + 1);
+        *length = fread(text, 1, s.st_size, f);
     }
     if (f) fclose(f);
     return text;
@@ -228,8 +225,8 @@ static inline int json_load(Json *j, const char *path) {
 static inline int json_is(const Json *j, int value, JsonKind kind) {
     return value != JSON_NONE && j->tokens[value].kind == kind;
 }
-// A loop over the items of an array, or over the KEYS of an object: the value of key k is k + 1. Anything else has
-// none.
+// A loop over the items of an array, or over the KEYS of an object: the value of key k is k + 1.
+// Other values have no items.
 #define JSON_EACH(j, v, container) \
     for (int v = (container) + 1, v##_end = json_end((j), (container)); v < v##_end; v = (j)->tokens[v].next)
 static inline int json_end(const Json *j, int container) {
@@ -242,24 +239,24 @@ static inline const char *json_value_text(const Json *j, int value, JsonKind kin
     return json_is(j, value, kind) ? j->text + j->tokens[value].begin : NULL;
 }
 static inline const char *json_string(const Json *j, int value) { return json_value_text(j, value, JSON_STRING); }
-// The value of a key; of the first if the key comes twice.
+// The value of a key. If the key comes twice, the first counts.
 static inline int json_get(const Json *j, int object, const char *key) {
     if (json_is(j, object, JSON_OBJECT)) JSON_EACH(j, k, object) if (strcmp(json_string(j, k), key) == 0) return k + 1;
     return JSON_NONE;
 }
-// These return 1 and set *out, or 0 if the value is of another kind or does not fit.
+// These return 1 and set *out. They return 0 if the value is of another kind or does not fit.
 static inline int json_int(const Json *j, int value, int64_t *out) {
     const char *text = json_value_text(j, value, JSON_NUMBER);
     char *end = NULL;
     errno = 0;
-    const long long n = text ? strtoll(text, &end, 10) : 0;
+    long long n = text ? strtoll(text, &end, 10) : 0;
     if (!text || errno || strchr(".eE", *end ? *end : ' ')) return 0;
     *out = n;
     return 1;
 }
 static inline int json_double(const Json *j, int value, double *out) {
     const char *text = json_value_text(j, value, JSON_NUMBER);
-    const double x = text ? strtod(text, NULL) : NAN;
+    double x = text ? strtod(text, NULL) : NAN;
     if (isfinite(x)) *out = x;
     return isfinite(x);
 }
@@ -269,9 +266,9 @@ static inline int json_bool(const Json *j, int value, int *out) {
     return text != NULL;
 }
 
-// ---- writing; for text in memory use open_memstream
+// ---- writing
 
-// Quoted and escaped. Bytes that are not UTF-8 become U+FFFD: a sample may end inside a character.
+// Quoted and escaped. Bytes that are not UTF-8 become U+FFFD: generated text may end inside a character.
 static inline void json_write_string(FILE *f, const char *s) {
     fputc('"', f);
     while (*s) {
@@ -289,7 +286,7 @@ static inline void json_write_string(FILE *f, const char *s) {
     }
     fputc('"', f);
 }
-// The shortest text that reads back as the same double (or float). JSON has no NaN and no infinity: null.
+// The shortest text that reads back as the same double or float. NaN and infinity become null: JSON has neither.
 static inline void json_write_number(FILE *f, double x, int as_float) {
     char text[40] = "null";
     for (int digits = 6; isfinite(x) && digits <= 17; digits++) {

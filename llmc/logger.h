@@ -1,8 +1,8 @@
-// Seeing a run: a console line a step for people, overwritten on a terminal, and main.jsonl in the output folder for
-// dev/plot.py (evaluate.jsonl: of runs that only evaluate).
-// JSONL events: start (options, config, git, device, ...), step, eval, eval_choice, sample, checkpoint,
-// checkpoint_failed, end; each a line, written at once. An older log of the folder goes on. What a full disk does not
-// take is kept and written when there is room again.
+// What a run shows: on the console a line for each step, overwritten on a terminal; in the output folder main.jsonl
+// for dev/plot.py (evaluate.jsonl of runs that only evaluate).
+// Each JSON line is an event, written at once: start (options, config, git, device, ...), step, eval, eval_choice,
+// sample, checkpoint, checkpoint_failed, end. A log that the folder already has is continued. What does not fit a full
+// disk is kept in memory and written when there is room again.
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
 
@@ -14,47 +14,45 @@
 #include "options.h"
 
 typedef struct {
-    FILE *lines;             // in memory, not yet in the file. NULL: no output folder, or not rank 0
-    char *text;              // of `lines`
-    size_t length, written;  // bytes of it, and how many of them the file has
-    int file, failed;        // failed: the last write did, and that was said
-    double opened;           // now_seconds() at the start
+    Text lines;      // in memory, not yet in the file. lines.file NULL: no output folder, or not rank 0
+    size_t written;  // bytes of `lines` that the file already has
+    int file;
+    int failed;     // the last write did, and a warning said so
+    double opened;  // now_seconds() at the start
 } Logger;
 
-// folder "": no file. `g` stays where it is.
+// folder "": no file.
 static inline void logger_open(Logger *g, const char *folder, const char *name) {
     memset(g, 0, sizeof *g);
     g->opened = now_seconds();
     if (!*folder) return;
-    char path[4200];
     make_directory(folder);
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    g->file = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
-    require(g->file >= 0, "cannot open '%s': %s\nname another --output folder, or make this one writable", path,
+    Path path = path_of("%s/%s", folder, name);
+    g->file = open(path.text, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    require(g->file >= 0, "cannot open '%s': %s\nname another --output folder, or make this one writable", path.text,
             strerror(errno));
-    g->lines = open_memstream(&g->text, &g->length);
-    require(g->lines, "out of memory for the log\nclose other programs");
+    text_open(&g->lines);
 }
 static inline void logger_close(Logger *g) {
-    if (!g->lines) return;
-    fclose(g->lines);
-    free(g->text);
+    if (!g->lines.file) return;
+    free(text_close(&g->lines));
     close(g->file);
     memset(g, 0, sizeof *g);
 }
 
 // Begins an event's line; returns NULL when nothing is logged. End it with logger_end.
 static inline FILE *logger_begin(Logger *g, const char *event, int64_t step) {
-    if (!g->lines) return NULL;
-    fprintf(g->lines, "{\"event\":\"%s\",\"step\":%lld,\"elapsed\":%.3f", event, (long long)step,
-            now_seconds() - g->opened);
-    return g->lines;
+    FILE *f = g->lines.file;
+    if (f)
+        fprintf(f, "{\"event\":\"%s\",\"step\":%lld,\"elapsed\":%.3f", event, (long long)step,
+                now_seconds() - g->opened);
+    return f;
 }
 static inline void logger_end(Logger *g) {
-    fputs("}\n", g->lines);
-    require(fflush(g->lines) == 0, "out of memory for the log\nclose other programs");
-    while (g->written < g->length) {
-        const ssize_t n = write(g->file, g->text + g->written, g->length - g->written);
+    fputs("}\n", g->lines.file);
+    text_flush(&g->lines);
+    while (g->written < g->lines.length) {
+        ssize_t n = write(g->file, g->lines.bytes + g->written, g->lines.length - g->written);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) {  // a full disk must not end the training
             if (!g->failed)
@@ -63,19 +61,18 @@ static inline void logger_end(Logger *g) {
             g->failed = 1;
             return;
         }
-        g->written += (size_t)n;
+        g->written += n;
     }
-    rewind(g->lines);  // the next line begins where this one did
+    rewind(g->lines.file);  // the next line begins where this one did
     g->written = 0;
     g->failed = 0;
 }
 // Whether an older log of the folder has a training step.
 static inline int logger_has_steps(const char *folder, const char *name) {
-    char path[4200], *line = NULL;
+    char *line = NULL;
     size_t size = 0;
     int found = 0;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    FILE *f = fopen(path, "r");
+    FILE *f = fopen(path_of("%s/%s", folder, name).text, "r");
     while (f && !found && getline(&line, &size, f) > 0) found = strstr(line, "\"event\":\"step\"") != NULL;
     free(line);
     if (f) fclose(f);
@@ -105,14 +102,14 @@ static inline void logger_options(FILE *f, const Options *o) {
     fputs("}", f);
 }
 
-// Columns of the terminal that we print to. 0: a file or a pipe; mpirun's terminal has none where it prints to one.
+// Columns of the terminal that stdout is. 0: a file or a pipe, or mpirun's terminal when it prints to one of these.
 static inline int console_columns(void) {
     struct winsize w;
     return ioctl(STDOUT_FILENO, TIOCGWINSZ, &w) == 0 ? w.ws_col : 0;
 }
-// On a terminal: over what its line holds, cut to one line; "" clears it, for what is printed next.
+// On a terminal: prints over the current line, cut to its width. "" clears the line.
 static inline void console_overwrite(const char *text) {
-    const int width = console_columns() - 1;
+    int width = console_columns() - 1;
     if (width < 1) return;
     printf("\r%-*.*s%s", width, width, text, *text ? "" : "\r");
     if (*text) fflush(stdout);

@@ -1,10 +1,9 @@
-// safetensors, Hugging Face's format for weights and, beside token shards, our only binary format:
-//   u64 header length | JSON header {"name": {"dtype", "shape", "data_offsets": [begin, end)}, ...} | the tensors'
-//   bytes
-// huggingface.co/docs/safetensors). Little-endian, row-major, no holes. An index.json beside several files says
-// (https:
-// which file holds which tensor. Headers come from strangers: the reader trusts no length, offset, shape or name.
-// The writer declares every tensor first; then any span of any tensor may be written, in any order, by any thread or
+// safetensors, Hugging Face's format for weights (https://huggingface.co/docs/safetensors). Beside token shards it is
+// our only binary format. A file is, little-endian and row-major, without holes:
+//   u64 length of the header | JSON header {"name": {"dtype", "shape", "data_offsets": [begin, end)}, ...} | data
+// Weights may be in several files: an index.json beside them then says which file holds which tensor.
+// Files come from strangers: the reader trusts no length, offset, shape or name.
+// The writer declares every tensor first. Then any span of any tensor may be written, in any order, by any thread or
 // rank.
 #ifndef LLMC_SAFETENSORS_H
 #define LLMC_SAFETENSORS_H
@@ -13,31 +12,14 @@
 #include "hash.h"
 #include "json.h"
 
-#include <fcntl.h>
-
-typedef enum {
-    ST_F32,
-    ST_BF16,
-    ST_F16,
-    ST_I32,
-    ST_I64,
-    ST_F64,
-    ST_I16,
-    ST_I8,
-    ST_U64,
-    ST_U32,
-    ST_U16,
-    ST_U8,
-    ST_BOOL,
-    ST_F8_E5M2,
-    ST_F8_E4M3,
-    ST_NUM_TYPES
-} StType;
+typedef enum { ST_F32, ST_BF16, ST_F16, ST_I32, ST_U8, ST_NUM_TYPES = 15 } StType;
+// The first five are StType's. Floats are the first three; the others are skipped, but their sizes must be known.
 static const struct {
     const char *name;
-    int bytes;
-} st_types[] = {{"F32", 4}, {"BF16", 2}, {"F16", 2}, {"I32", 4}, {"I64", 8},  {"F64", 8},     {"I16", 2},    {"I8", 1},
-                {"U64", 8}, {"U32", 4},  {"U16", 2}, {"U8", 1},  {"BOOL", 1}, {"F8_E5M2", 1}, {"F8_E4M3", 1}};
+    uint64_t bytes;
+} st_types[ST_NUM_TYPES] = {{"F32", 4}, {"BF16", 2}, {"F16", 2},  {"I32", 4},     {"U8", 1},
+                            {"I64", 8}, {"F64", 8},  {"I16", 2},  {"I8", 1},      {"U64", 8},
+                            {"U32", 4}, {"U16", 2},  {"BOOL", 1}, {"F8_E5M2", 1}, {"F8_E4M3", 1}};
 enum { ST_MAX_DIMS = 8, ST_PIECE_BYTES = 1 << 16 };
 
 typedef struct {
@@ -45,36 +27,33 @@ typedef struct {
     StType type;
     int dims;
     uint64_t shape[ST_MAX_DIMS];
-    uint64_t count;  // elements
-    uint64_t begin;  // byte in the file
-    int file;        // of a reader
+    uint64_t count, bytes;  // elements, bytes
+    uint64_t begin;         // its first byte in the file
+    int file;               // the reader's file that holds it
 } StTensor;
 typedef struct {
-    char *path;
+    Path path;
     int fd;
     Json header;
 } StFile;
 typedef struct {
-    int count, capacity;
-    StTensor *tensors;  // by name
+    int count;
+    StTensor *tensors;  // sorted by name
     int num_files;
     StFile *files;
 } StReader;
 typedef struct {
-    char *path;
-    int fd, count, capacity;
-    int error;          // errno of the first write that failed, 0: none; nothing is written after it
-    StTensor *tensors;  // as declared
-    uint64_t sum;       // checksum of what this process wrote; those of all ranks add up to the file's
+    Path path;
+    int fd, count;
+    int error;          // errno of the first write that failed, 0: none. Nothing is written after it
+    StTensor *tensors;  // in the order of declaration
+    uint64_t sum;       // checksum of what this process wrote. The sums of all ranks add up to the file's checksum
 } StWriter;
 
-static inline void st_push(StTensor **tensors, int *count, int *capacity, const StTensor *t) {
-    if (*count == *capacity) {
-        *capacity = *capacity ? 2 * *capacity : 256;
-        *tensors = (StTensor *)realloc(*tensors, (size_t)*capacity * sizeof(StTensor));
-        require(*tensors, "out of memory for %d tensor names\ncheck that the file is what it should be", *capacity);
-    }
-    (*tensors)[(*count)++] = *t;
+static inline StTensor *st_push(StTensor *tensors, int *count, const StTensor *t) {
+    tensors = (StTensor *)realloc_or_die(tensors, (*count + 1) * sizeof(StTensor));
+    tensors[(*count)++] = *t;
+    return tensors;
 }
 static inline char *st_text(const char *a, const char *b, const char *c) {
     char *text = (char *)malloc_or_die(strlen(a) + strlen(b) + strlen(c) + 1);
@@ -108,61 +87,56 @@ static inline int st_by_begin(const void *a, const void *b) {
     return (x->count > y->count) - (x->count < y->count);  // empty tensors first
 }
 
-// One entry of a header; data begins at byte `data` of `size`.
+// One entry of a header. Data begin at byte `data` of a file of `size` bytes.
 static inline StTensor st_parse_tensor(const Json *j, int key, const char *path, uint64_t data, uint64_t size) {
+    #define ST_REQUIRE(condition, what, ...) \
+        require(condition, "'%s': tensor '%.100s' " what, path, t.name, ##__VA_ARGS__)
     StTensor t;
     memset(&t, 0, sizeof t);
     t.name = json_string(j, key);
     const char *type = json_string(j, json_get(j, key + 1, "dtype"));
-    require(type, "'%s': tensor '%.100s' has no dtype" ST_BROKEN, path, t.name);
-    while (t.type < ST_NUM_TYPES && strcmp(type, st_types[t.type].name) != 0) t.type = (StType)(t.type + 1);
-    require(t.type < ST_NUM_TYPES,
-            "'%s': tensor '%.100s' has the unknown dtype '%.20s'\nuse a file of F32, BF16 or F16", path, t.name, type);
-    const int shape = json_get(j, key + 1, "shape"), offsets = json_get(j, key + 1, "data_offsets");
-    require(json_is(j, shape, JSON_ARRAY) && json_items(j, shape) <= ST_MAX_DIMS,
-            "'%s': tensor '%.100s' has no shape of up to %d sizes" ST_BROKEN, path, t.name, ST_MAX_DIMS);
-    uint64_t bytes = (uint64_t)st_types[t.type].bytes;
+    ST_REQUIRE(type, "has no dtype" ST_BROKEN);
+    int kind = 0;
+    while (kind < ST_NUM_TYPES && strcmp(type, st_types[kind].name) != 0) kind++;
+    ST_REQUIRE(kind < ST_NUM_TYPES, "has the unknown dtype '%.20s'\nuse a file of F32, BF16 or F16", type);
+    t.type = (StType)kind;
+    int shape = json_get(j, key + 1, "shape"), offsets = json_get(j, key + 1, "data_offsets");
+    ST_REQUIRE(json_is(j, shape, JSON_ARRAY) && json_items(j, shape) <= ST_MAX_DIMS,
+               "has no shape of up to %d sizes" ST_BROKEN, ST_MAX_DIMS);
     t.count = 1;
     JSON_EACH(j, v, shape) {
         int64_t n = -1;
-        require(json_int(j, v, &n) && n >= 0, "'%s': tensor '%.100s' has a size that is no whole number >= 0" ST_BROKEN,
-                path, t.name);
-        t.shape[t.dims++] = (uint64_t)n;
-        require(!__builtin_mul_overflow(t.count, (uint64_t)n, &t.count),
-                "'%s': the shape of tensor '%.100s' overflows" ST_BROKEN, path, t.name);
+        ST_REQUIRE(json_int(j, v, &n) && n >= 0, "has a size that is no whole number >= 0" ST_BROKEN);
+        t.shape[t.dims++] = n;
+        ST_REQUIRE(!__builtin_mul_overflow(t.count, n, &t.count), "has a shape that overflows" ST_BROKEN);
     }
-    require(!__builtin_mul_overflow(bytes, t.count, &bytes), "'%s': the shape of tensor '%.100s' overflows" ST_BROKEN,
-            path, t.name);
+    ST_REQUIRE(!__builtin_mul_overflow(t.count, st_types[kind].bytes, &t.bytes),
+               "has a shape that overflows" ST_BROKEN);
     int64_t begin = -1, end = -1;
-    require(json_is(j, offsets, JSON_ARRAY) && json_items(j, offsets) == 2 && json_int(j, offsets + 1, &begin) &&
-                json_int(j, offsets + 2, &end) && begin >= 0 && begin <= end && (uint64_t)end <= size - data,
-            "'%s': the data of tensor '%.100s' do not lie in the file" ST_BROKEN, path, t.name);
-    require((uint64_t)(end - begin) == bytes,
-            "'%s': tensor '%.100s' has %lld bytes of data, its shape needs %llu" ST_BROKEN, path, t.name,
-            (long long)(end - begin), (unsigned long long)bytes);
-    t.begin = data + (uint64_t)begin;
+    ST_REQUIRE(json_is(j, offsets, JSON_ARRAY) && json_items(j, offsets) == 2 && json_int(j, offsets + 1, &begin) &&
+                   json_int(j, offsets + 2, &end) && begin >= 0 && begin <= end && (uint64_t)end <= size - data,
+               "has data that do not lie in the file" ST_BROKEN);
+    ST_REQUIRE((uint64_t)(end - begin) == t.bytes, "has %lld bytes of data, its shape needs %llu" ST_BROKEN,
+               (long long)(end - begin), (unsigned long long)t.bytes);
+    t.begin = data + begin;
     return t;
+    #undef ST_REQUIRE
 }
 
 static inline void st_open_file(StReader *r, const char *path) {
-    struct stat s;
-    require(stat(path, &s) == 0, "cannot open '%s': %s\ncheck the name", path, strerror(errno));
-    require(S_ISREG(s.st_mode), "'%s' is not a file\ncheck the name", path);
-    const int number = r->num_files++, first = r->count;
-    r->files = (StFile *)realloc(r->files, (size_t)r->num_files * sizeof(StFile));
-    require(r->files, "out of memory for '%s'\nuse fewer files", path);
-    StFile *f = &r->files[number];
-    f->path = st_text(path, "", "");
-    f->fd = open(path, O_RDONLY | O_CLOEXEC);
-    require(f->fd >= 0, "cannot open '%s': %s\ncheck its permissions", path, strerror(errno));
-    const uint64_t size = (uint64_t)s.st_size;
+    int64_t size;
     uint64_t length = 0;
-    require(size >= 10, "'%s' has %llu bytes, too few for a safetensors file" ST_BROKEN, path,
-            (unsigned long long)size);
+    int number = r->num_files++, first = r->count;
+    r->files = (StFile *)realloc_or_die(r->files, r->num_files * sizeof(StFile));
+    StFile *f = &r->files[number];
+    f->path = path_of("%s", path);
+    f->fd = open_data_file(path, "check the name and its permissions", &size);
+    require(size >= 10, "'%s' has %lld bytes, too few for a safetensors file" ST_BROKEN, path, (long long)size);
     pread_or_die(f->fd, &length, 8, 0, path);
-    require(length <= size - 8 && length <= JSON_MAX_BYTES,
-            "'%s': the header's length %llu does not fit a file of %llu bytes, or is above %d" ST_BROKEN, path,
-            (unsigned long long)length, (unsigned long long)size, JSON_MAX_BYTES);
+    uint64_t data = 8 + length, end = data;
+    require(length <= JSON_MAX_BYTES && data <= (uint64_t)size,
+            "'%s': the header's length %llu does not fit a file of %lld bytes, or is above %d" ST_BROKEN, path,
+            (unsigned long long)length, (long long)size, JSON_MAX_BYTES);
     char *text = (char *)malloc_or_die(length + 1);
     pread_or_die(f->fd, text, length, 8, path);
     const Json *j = &f->header;
@@ -170,26 +144,25 @@ static inline void st_open_file(StReader *r, const char *path) {
             "'%s': the header is not a JSON object (%s)" ST_BROKEN, path, j->error);
     JSON_EACH(j, key, 0) {
         if (strcmp(json_string(j, key), "__metadata__") == 0) continue;
-        StTensor t = st_parse_tensor(j, key, path, 8 + length, size);
+        StTensor t = st_parse_tensor(j, key, path, data, size);
         t.file = number;
-        st_push(&r->tensors, &r->count, &r->capacity, &t);
+        r->tensors = st_push(r->tensors, &r->count, &t);
     }
-    uint64_t end = 8 + length;
-    if (r->count > first) qsort(r->tensors + first, (size_t)(r->count - first), sizeof(StTensor), st_by_begin);
+    if (r->count > first) qsort(r->tensors + first, r->count - first, sizeof(StTensor), st_by_begin);
     for (int i = first; i < r->count; i++) {
         const StTensor *t = &r->tensors[i];
         require(t->begin == end, "'%s': the data of tensor '%.100s' %s" ST_BROKEN, path, t->name,
                 t->begin < end ? "overlap another tensor's" : "follow a hole");
-        end += t->count * (uint64_t)st_types[t->type].bytes;
+        end += t->bytes;
     }
-    require(end == size, "'%s' has %llu bytes behind its last tensor" ST_BROKEN, path,
+    require(end == (uint64_t)size, "'%s' has %llu bytes behind its last tensor" ST_BROKEN, path,
             (unsigned long long)(size - end));
 }
 
 static inline const StTensor *st_find(const StReader *r, const char *name) {
     StTensor key;
     key.name = name;
-    return r->count ? (const StTensor *)bsearch(&key, r->tensors, (size_t)r->count, sizeof key, st_by_name) : NULL;
+    return r->count ? (const StTensor *)bsearch(&key, r->tensors, r->count, sizeof key, st_by_name) : NULL;
 }
 
 // The files that an index names, each once. File names only: an index must not reach outside its folder.
@@ -203,11 +176,10 @@ static inline void st_open_indexed(StReader *r, const char *folder, const char *
         require(name && *name && *name != '.' && !strchr(name, '/'),
                 "'%s': tensor '%.100s' lies in no plain file name\nmake or download it again", index_path,
                 json_string(index, key));
-        char *path = st_text(folder, "/", name);
+        Path path = path_of("%s/%s", folder, name);
         int known = 0;
-        for (int i = r->num_files - 1; i >= 0 && !known; i--) known = strcmp(r->files[i].path, path) == 0;
-        if (!known) st_open_file(r, path);
-        free(path);
+        for (int i = r->num_files - 1; i >= 0 && !known; i--) known = strcmp(r->files[i].path.text, path.text) == 0;
+        if (!known) st_open_file(r, path.text);
     }
 }
 
@@ -216,42 +188,39 @@ static inline void st_open(StReader *r, const char *path) {
     memset(r, 0, sizeof *r);
     Json index;
     memset(&index, 0, sizeof index);
-    char *single = st_text(path, "/", "model.safetensors"), *index_path = st_text(single, ".index.json", "");
+    Path single = path_of("%s/model.safetensors", path), index_path = path_of("%s.index.json", single.text);
     if (!is_directory(path))
         st_open_file(r, path);
-    else if (file_exists(single))
-        st_open_file(r, single);
+    else if (file_exists(single.text))
+        st_open_file(r, single.text);
     else {
-        require(file_exists(index_path),
+        require(file_exists(index_path.text),
                 "folder '%s' holds neither model.safetensors nor model.safetensors.index.json\n"
                 "name a Hugging Face folder; .bin and .pth files must be converted first",
                 path);
-        st_open_indexed(r, path, index_path, &index);
+        st_open_indexed(r, path, index_path.text, &index);
     }
-    if (r->count) qsort(r->tensors, (size_t)r->count, sizeof(StTensor), st_by_name);
+    if (r->count) qsort(r->tensors, r->count, sizeof(StTensor), st_by_name);
     for (int i = 1; i < r->count; i++)
         require(st_by_name(&r->tensors[i - 1], &r->tensors[i]) != 0, "'%s' holds tensor '%.100s' twice" ST_BROKEN, path,
                 r->tensors[i].name);
-    const int map = json_get(&index, index.text ? 0 : JSON_NONE, "weight_map");
+    int map = json_get(&index, index.text ? 0 : JSON_NONE, "weight_map");
     JSON_EACH(&index, key, map) {
         const StTensor *t = st_find(r, json_string(&index, key));
-        require(t && strcmp(strrchr(r->files[t->file].path, '/') + 1, json_string(&index, key + 1)) == 0,
+        require(t && strcmp(file_name(r->files[t->file].path.text), json_string(&index, key + 1)) == 0,
                 "'%s' promises tensor '%.100s' in a file that does not hold it\n"
                 "make or download the files again",
-                index_path, json_string(&index, key));
+                index_path.text, json_string(&index, key));
     }
     require(map == JSON_NONE || json_items(&index, map) == r->count,
-            "'%s' names %d tensors, its files hold %d\nmake or download the files again", index_path,
+            "'%s' names %d tensors, its files hold %d\nmake or download the files again", index_path.text,
             json_items(&index, map), r->count);
     json_free(&index);
-    free(single);
-    free(index_path);
 }
 static inline void st_close(StReader *r) {
     for (int i = 0; i < r->num_files; i++) {
         close(r->files[i].fd);
         json_free(&r->files[i].header);
-        free(r->files[i].path);
     }
     free(r->files);
     free(r->tensors);
@@ -261,24 +230,22 @@ static inline void st_close(StReader *r) {
 static inline void st_check_span(const StTensor *t, uint64_t begin, uint64_t count) {
     assert(begin <= t->count && count <= t->count - begin);
 }
-static inline int st_is_float(const StTensor *t) {
-    return t->type == ST_F32 || t->type == ST_BF16 || t->type == ST_F16;
-}
+static inline int st_is_float(const StTensor *t) { return t->type <= ST_F16; }
 
 // Elements [begin, begin + count) of a tensor of floats.
 static inline void st_read_floats(const StReader *r, const StTensor *t, uint64_t begin, uint64_t count, float *out) {
     const StFile *f = &r->files[t->file];
-    require(st_is_float(t), "'%s': tensor '%.100s' is %s\nF32, BF16 or F16 is needed", f->path, t->name,
+    require(st_is_float(t), "'%s': tensor '%.100s' is %s\nF32, BF16 or F16 is needed", f->path.text, t->name,
             st_types[t->type].name);
     st_check_span(t, begin, count);
     if (t->type == ST_F32) {
-        pread_or_die(f->fd, out, count * 4, t->begin + begin * 4, f->path);
+        pread_or_die(f->fd, out, count * 4, t->begin + begin * 4, f->path.text);
         return;
     }
     uint16_t raw[ST_PIECE_BYTES / 2];
     for (uint64_t i = 0, n; i < count; i += n) {
         n = count - i < ST_PIECE_BYTES / 2 ? count - i : ST_PIECE_BYTES / 2;
-        pread_or_die(f->fd, raw, n * 2, t->begin + (begin + i) * 2, f->path);
+        pread_or_die(f->fd, raw, n * 2, t->begin + (begin + i) * 2, f->path.text);
         if (t->type == ST_BF16)
             for (uint64_t k = 0; k < n; k++) out[i + k] = bf16_widen(raw[k]);
         else
@@ -287,41 +254,23 @@ static inline void st_read_floats(const StReader *r, const StTensor *t, uint64_t
 }
 // Whether two tensors hold the same bits.
 static inline int st_same(const StReader *r, const StTensor *a, const StTensor *b) {
-    const uint64_t bytes = a->count * (uint64_t)st_types[a->type].bytes;
+    const StFile *p = &r->files[a->file], *q = &r->files[b->file];
     char x[ST_PIECE_BYTES], y[ST_PIECE_BYTES];
     int same = a->type == b->type && a->count == b->count;
-    for (uint64_t at = 0, n; at < bytes && same; at += n) {
-        n = bytes - at < ST_PIECE_BYTES ? bytes - at : (uint64_t)ST_PIECE_BYTES;
-        pread_or_die(r->files[a->file].fd, x, n, a->begin + at, r->files[a->file].path);
-        pread_or_die(r->files[b->file].fd, y, n, b->begin + at, r->files[b->file].path);
+    for (uint64_t at = 0, n; at < a->bytes && same; at += n) {
+        n = a->bytes - at < ST_PIECE_BYTES ? a->bytes - at : ST_PIECE_BYTES;
+        pread_or_die(p->fd, x, n, a->begin + at, p->path.text);
+        pread_or_die(q->fd, y, n, b->begin + at, q->path.text);
         same = memcmp(x, y, n) == 0;
     }
     return same;
-}
-// As st_read_floats, for whole numbers, e.g. tokens.
-static inline void st_read_ints(const StReader *r, const StTensor *t, uint64_t begin, uint64_t count, int *out) {
-    const StFile *f = &r->files[t->file];
-    require(t->type == ST_I32 || t->type == ST_I64, "'%s': tensor '%.100s' is %s\nI32 or I64 is needed", f->path,
-            t->name, st_types[t->type].name);
-    st_check_span(t, begin, count);
-    if (t->type == ST_I32) {
-        pread_or_die(f->fd, out, count * 4, t->begin + begin * 4, f->path);
-        return;
-    }
-    for (uint64_t i = 0; i < count; i++) {
-        int64_t value;
-        pread_or_die(f->fd, &value, 8, t->begin + (begin + i) * 8, f->path);
-        require(value == (int)value, "'%s': tensor '%.100s' holds %lld\nonly 32-bit numbers can be used", f->path,
-                t->name, (long long)value);
-        out[i] = (int)value;
-    }
 }
 
 // ---- writer
 
 static inline void st_create(StWriter *w, const char *path) {
     memset(w, 0, sizeof *w);
-    w->path = st_text(path, "", "");
+    w->path = path_of("%s", path);
     w->fd = -1;
 }
 // Returns the tensor's number.
@@ -334,12 +283,13 @@ static inline int st_declare(StWriter *w, const char *name, StType type, int dim
     t.dims = dims;
     t.count = 1;
     for (int i = 0; i < dims; i++) t.count *= t.shape[i] = shape[i];
-    st_push(&w->tensors, &w->count, &w->capacity, &t);
+    t.bytes = t.count * st_types[type].bytes;
+    w->tensors = st_push(w->tensors, &w->count, &t);
     return w->count - 1;
 }
-// What fails is said here and returned as errno: whoever writes decides whether the program ends.
+// Warns that writing failed and returns errno. The caller decides whether the program ends.
 static inline int st_failed(const char *path) {
-    const int error = errno;
+    int error = errno;
     char rank[32] = "";
     if (die_rank >= 0) snprintf(rank, sizeof rank, "[rank %d] ", die_rank);
     fprintf(stderr, "%swarning: cannot write '%s': %s\n", rank, path, strerror(error));
@@ -348,17 +298,17 @@ static inline int st_failed(const char *path) {
 static inline int st_pwrite(int fd, const char *path, const void *source, uint64_t bytes, uint64_t offset) {
     const char *from = (const char *)source;
     while (bytes > 0) {
-        ssize_t n = pwrite(fd, from, bytes, (off_t)offset);
+        ssize_t n = pwrite(fd, from, bytes, offset);
         if (n < 0 && errno == EINTR) continue;
         if (n == 0) errno = ENOSPC;
         if (n <= 0) return st_failed(path);
         from += n;
-        bytes -= (uint64_t)n;
-        offset += (uint64_t)n;
+        bytes -= n;
+        offset += n;
     }
     return 0;
 }
-// On the disk, not in a cache, and closed. `error`: of the writes so far; returns that, or what happens now.
+// Flushes to the disk and closes. `error`: errno of a write before, or 0. Returns it, or errno of what fails here.
 static inline int st_flush_and_close(int fd, const char *path, int error) {
     if (fd < 0) return error;
     if (!error && fsync(fd) != 0) error = st_failed(path);
@@ -366,17 +316,15 @@ static inline int st_flush_and_close(int fd, const char *path, int error) {
     return error;
 }
 static inline void st_write(StWriter *w, const void *source, uint64_t bytes, uint64_t offset) {
-    if (!w->error) w->error = st_pwrite(w->fd, w->path, source, bytes, offset);
+    if (!w->error) w->error = st_pwrite(w->fd, w->path.text, source, bytes, offset);
     if (w->error) return;
     __atomic_fetch_add(&w->sum, checksum(source, bytes, offset), __ATOMIC_RELAXED);
 }
 // After the last declaration: makes the file and writes its header. create = 0: another rank has done that with the
-// same declarations; open its file.
+// same declarations, only open the file.
 static inline void st_begin(StWriter *w, int create) {
-    char *text = NULL;
-    size_t length = 0;
-    FILE *f = open_memstream(&text, &length);
-    require(f, "out of memory for the header of '%s'\nuse a smaller model", w->path);
+    Text text;
+    FILE *f = text_open(&text);
     uint64_t offset = 0;
     fputs("{\"__metadata__\":{\"format\":\"pt\"}", f);  // transformers insists on the format
     for (int i = 0; i < w->count; i++) {
@@ -386,24 +334,23 @@ static inline void st_begin(StWriter *w, int create) {
         fprintf(f, ":{\"dtype\":\"%s\",\"shape\":[", st_types[t->type].name);
         for (int d = 0; d < t->dims; d++) fprintf(f, "%s%llu", d ? "," : "", (unsigned long long)t->shape[d]);
         t->begin = offset;
-        offset += t->count * (uint64_t)st_types[t->type].bytes;
+        offset += t->bytes;
         fprintf(f, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)t->begin, (unsigned long long)offset);
     }
     fputc('}', f);
-    while (ftell(f) % 8) fputc(' ', f);  // the data begin at a multiple of 8
-    require(fclose(f) == 0, "out of memory for the header of '%s'\nuse a smaller model", w->path);
-    const uint64_t header = length;
-    for (int i = 0; i < w->count; i++) w->tensors[i].begin += 8 + header;
+    while (ftell(f) % 8) fputc(' ', f);  // data begin at a multiple of 8
+    text_close(&text);
+    for (int i = 0; i < w->count; i++) w->tensors[i].begin += 8 + text.length;
     if (!w->error) {
-        const int flags = create ? O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC : O_WRONLY | O_CLOEXEC;
-        w->fd = open(w->path, flags, 0666);
-        if (w->fd < 0) w->error = st_failed(w->path);
+        w->fd = open(w->path.text, O_WRONLY | O_CLOEXEC | (create ? O_CREAT | O_TRUNC : 0), 0666);
+        if (w->fd < 0) w->error = st_failed(w->path.text);
     }
     if (create) {
-        st_write(w, &header, 8, 0);
-        st_write(w, text, header, 8);
+        uint64_t length = text.length;
+        st_write(w, &length, 8, 0);
+        st_write(w, text.bytes, length, 8);
     }
-    free(text);
+    free(text.bytes);
 }
 static inline void st_write_floats(StWriter *w, int tensor, uint64_t begin, uint64_t count, const float *source) {
     const StTensor *t = &w->tensors[tensor];
@@ -420,12 +367,11 @@ static inline void st_write_floats(StWriter *w, int tensor, uint64_t begin, uint
         st_write(w, raw, n * 2, t->begin + (begin + i) * 2);
     }
 }
-// All is on the disk when this returns 0; else errno of what failed.
+// Returns 0 when all is on the disk, else errno of what failed.
 static inline int st_finish(StWriter *w) {
-    const int error = st_flush_and_close(w->fd, w->path, w->error);
+    int error = st_flush_and_close(w->fd, w->path.text, w->error);
     for (int i = 0; i < w->count; i++) free((void *)w->tensors[i].name);
     free(w->tensors);
-    free(w->path);
     memset(w, 0, sizeof *w);
     return error;
 }

@@ -74,7 +74,7 @@ static inline void save_finish(void *trainer) {
     if (!t->saving.m) return;
     char path[4300];
     const double begin = now_seconds();
-    snprintf(path, sizeof path, "%s", t->saving.folder);
+    snprintf(path, sizeof path, "%s", t->saving.folder.text);
     const int64_t step = t->saving.state.step, wait = t->o.save_every > 10 ? t->o.save_every / 10 : 1;
     const int error = checkpoint_finish(&t->saving);
     const double now = now_seconds();
@@ -93,7 +93,8 @@ static inline void save(Trainer *t) {
     watchdog_beat(PHASE_SAVE, -1);
     t->save_begin = now_seconds();
     checkpoint_begin(&t->saving, &t->model, t->o.output, &t->state, saves_beside_training(&t->o));
-    if (*t->diverged && t->comm.rank == 0 && !t->saving.error) checkpoint_mark_diverged(t->saving.writing, t->diverged);
+    if (*t->diverged && t->comm.rank == 0 && !t->saving.error)
+        checkpoint_mark_diverged(t->saving.writing.text, t->diverged);
     t->saved_step = t->state.step;
     t->unproven = !*t->diverged;
     t->save_held = now_seconds() - t->save_begin;
@@ -109,9 +110,8 @@ static inline int save_is_due(const Trainer *t, int ends) {
 static inline void prove_checkpoint(Trainer *t) {
     if (!t->unproven) return;
     if (*t->diverged && t->comm.rank == 0) {
-        char *folder = checkpoint_folder(t->o.output, t->saved_step, "");
-        checkpoint_mark_diverged(t->saving.m ? t->saving.writing : folder, t->diverged);
-        free(folder);
+        Path folder = checkpoint_folder(t->o.output, t->saved_step, "");
+        checkpoint_mark_diverged(t->saving.m ? t->saving.writing.text : folder.text, t->diverged);
     }
     t->unproven = 0;
     rotate(t);
@@ -195,9 +195,7 @@ static inline void end_diverged(Trainer *t, const char *reason) {
     t->ending = 1;
     if (save_is_due(t, 1)) save(t);
     save_finish(t);
-    char *folder = checkpoint_folder(t->o.output, t->state.step, "");
-    const int saved = checkpoint_is_diverged(folder);
-    free(folder);
+    const int saved = checkpoint_is_diverged(checkpoint_folder(t->o.output, t->state.step, "").text);
     FILE *f = logger_begin(&t->log, "end", t->state.step);
     if (f) {
         logger_text(f, "reason", t->diverged);

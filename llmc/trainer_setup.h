@@ -95,13 +95,10 @@ static inline void require_resumed_model(Trainer *t) {
         named.vocab_size = t->config.vocab_size;  // the data's
         config_finish(&named, NULL);
     }
-    char *a = config_text(&named), *b = config_text(&t->config);
-    require(!strcmp(a, b),
+    require(config_same(&named, &t->config),
             "checkpoint '%s' is not of the model '%s' but of '%s'\nleave out --model when resuming, or start a new run "
             "with another --output",
             t->resumed_from, model, before);
-    free(a);
-    free(b);
 }
 // Model sizes: from the checkpoint that is resumed, a Hugging Face folder, or a preset. A preset without vocab= takes
 // the vocabulary that the training data names.
@@ -307,8 +304,8 @@ static inline void report_changed_options(const Trainer *t) {
 // other's data lie. What the command line gives wins.
 static inline void take_options(Trainer *t, int argc, char **argv) {
     static const char *const of_the_data[] = {"tokenizer", "train-data"};
-    char why[256];
-    const int named = !*t->resumed_from && t->o.generate && checkpoint_is_whole(t->o.model, -1, why, sizeof why);
+    char why[WHY_BYTES];
+    const int named = !*t->resumed_from && t->o.generate && checkpoint_is_whole(t->o.model, -1, why);
     if (!*t->resumed_from && !named) return;
     checkpoint_load_state(named ? t->o.model : t->resumed_from, &t->state);
     Options o = options_default();
@@ -405,8 +402,8 @@ static inline void compare_data(Trainer *t) {
 }
 static inline void handshake(const Trainer *t) {
     HandshakeRecord r = comm_record(&t->comm);
-    char *config = config_text(&t->config), value[512];
-    r.config = comm_hash(COMM_HASH, config, strlen(config));
+    char value[512];
+    r.config = comm_hash(COMM_HASH, &t->config, sizeof t->config);
     r.options = COMM_HASH;
     for (int i = 0; i < NUM_OPTIONS; i++) {
         if (option_table[i].kind == OPTION_SECTION) continue;
@@ -423,7 +420,6 @@ static inline void handshake(const Trainer *t) {
     comm_handshake(&t->comm, &r, files, count);
     free(files);
     if (t->o.log_gpu_every > 0 && t->comm.rank == 0) gpu_monitor_open(r.device);
-    free(config);
 }
 
 static inline void load_or_init(Trainer *t) {

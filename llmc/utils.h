@@ -80,6 +80,43 @@ static inline void *malloc_or_die(size_t bytes) {
     return p;
 }
 static inline void *calloc_or_die(size_t bytes) { return memset(malloc_or_die(bytes), 0, bytes); }
+static inline void *realloc_or_die(void *p, size_t bytes) {
+    p = realloc(p, bytes);
+    require(p, "out of memory: %zu bytes were asked for\nclose other programs", bytes);
+    return p;
+}
+
+// The name of a file or folder, by value: pass path_of("%s/%s", folder, name).text.
+typedef struct { char text[4096]; } Path;
+__attribute__((format(printf, 1, 2))) static inline Path path_of(const char *format, ...) {
+    Path path;
+    va_list args;
+    va_start(args, format);
+    int length = vsnprintf(path.text, sizeof path.text, format, args);
+    va_end(args);
+    require(length < (int)sizeof path.text, "path is too long: %.80s...\nuse a shorter one", path.text);
+    return path;
+}
+
+// A text in memory that is written like a file. It stays where it is while it is open. free(bytes) in the end.
+typedef struct {
+    FILE *file;
+    char *bytes;  // valid after text_flush, until the next write; a NUL follows the last
+    size_t length;
+} Text;
+static inline FILE *text_open(Text *t) {
+    t->file = open_memstream(&t->bytes, &t->length);
+    require(t->file, "out of memory for a text\nclose other programs");
+    return t->file;
+}
+static inline void text_flush(Text *t) {
+    require(fflush(t->file) == 0, "out of memory for a text\nclose other programs");
+}
+static inline char *text_close(Text *t) {
+    text_flush(t);
+    fclose(t->file);
+    return t->bytes;
+}
 
 static inline FILE *fopen_or_die(const char *path, const char *mode, const char *hint) {
     FILE *f = fopen(path, mode);

@@ -13,6 +13,7 @@ struct Model {
     int micro_steps;
 };
 #include "../../llmc/checkpoint.h"
+#include "../test/save_model.h"
 #include "../../llmc/stop.h"
 
 // What a process does once, and what would leave threads or signal handlers behind.

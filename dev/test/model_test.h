@@ -20,6 +20,7 @@
 #include "../../llmc/backend.h"
 #include "../../llmc/checkpoint.h"
 #include "../../llmc/trainer.h"
+#include "save_model.h"
 
 static int tests_passed, tests_failed;
 static const Mesh one_rank = MESH_ALONE;
@@ -92,6 +93,13 @@ typedef struct {
     int B, T;
     int *tokens, *targets;
 } DebugFile;
+static inline int *read_tokens(const StReader *r, const StTensor *t) {
+    const StFile *f = &r->files[t->file];
+    int *tokens = (int *)malloc_or_die(t->bytes);
+    require(t->type == ST_I32, "'%s': %s is not I32\nwrite it with train_gpt2.py --write-debug", f->path.text, t->name);
+    pread_or_die(f->fd, tokens, t->bytes, t->begin, f->path.text);
+    return tokens;
+}
 static inline DebugFile debug_open(const char *folder) {
     DebugFile d;
     char path[4200];
@@ -102,10 +110,8 @@ static inline DebugFile debug_open(const char *folder) {
             path);
     d.B = (int)x->shape[0];
     d.T = (int)x->shape[1];
-    d.tokens = (int *)malloc_or_die(x->count * sizeof(int));
-    d.targets = (int *)malloc_or_die(x->count * sizeof(int));
-    st_read_ints(&d.file, x, 0, x->count, d.tokens);
-    st_read_ints(&d.file, y, 0, x->count, d.targets);
+    d.tokens = read_tokens(&d.file, x);
+    d.targets = read_tokens(&d.file, y);
     return d;
 }
 static inline void debug_close(DebugFile *d) {

@@ -67,6 +67,7 @@ static int noted_unlink(const char *path) {
 }
 
 #include "dev/test/fake_model.h"
+#include "dev/test/save_model.h"
 
 static const struct {
     const char *name, *config;
@@ -111,15 +112,6 @@ static void write_text(const char *path, const char *text) {
 
 // ---- weights
 
-static int same_config(const Config *a, const Config *b) {
-    char *x = config_text(a), *y = config_text(b);
-    const int same = strcmp(x, y) == 0 && a->padded_vocab_size == b->padded_vocab_size && a->qkv_bias == b->qkv_bias &&
-                     a->linear_bias == b->linear_bias;
-    free(x);
-    free(y);
-    return same;
-}
-
 static void test_weights(void) {
     for (int i = 0; i < NUM_MODELS; i++) {
         Config c = config_of(models[i].name);
@@ -133,7 +125,7 @@ static void test_weights(void) {
             model_load_weights(&b, at("weights"));
             StReader r;
             st_open(&r, at("weights"));
-            check(same_config(&c, &read) && same_slot(&a, &b, SLOT_WEIGHT) &&
+            check(config_same(&c, &read) && same_slot(&a, &b, SLOT_WEIGHT) &&
                       r.tensors[0].type == (bf16 ? ST_BF16 : ST_F32),
                   "%s %s: weights and config written and read back, bit for bit, padding zero", models[i].name,
                   model_dtype(&a));
@@ -199,11 +191,12 @@ static void write_foreign(const Model *m, Oddity odd) {
         const StTensor *t = &w.tensors[i];
         if ((i >= real && t->name[0] != 'l') || t->type != ST_F32 || (odd != AS_HALF_NAMES && odd != OTHER_HEAD) ||
             (odd == OTHER_HEAD && i >= real))
-            st_pwrite(w.fd, w.path, scratch, t->count * (uint64_t)st_types[t->type].bytes, t->begin);
+            st_pwrite(w.fd, w.path.text, scratch, t->bytes, t->begin);
         else {
             const Param *p = &m->table.params[i < real ? i : 0];  // the head is the embedding again
             model_read(m, SLOT_WEIGHT, p->offset, p->size, values);
-            param_write(&w, i, p, 0, (size_t)p->file_rows * (size_t)p->cols, values, scratch);
+            const ParamFile file = {NULL, NULL, &w, i};
+            param_move(&file, p, 0, (size_t)p->file_rows * (size_t)p->cols, values, scratch);
             memset(scratch, 0, 1 << 20);
         }
     }
@@ -528,9 +521,8 @@ static void flip(const char *path, int64_t bit) {
     require(pwrite(fd, &byte, 1, bit / 8) == 1 && close(fd) == 0, "cannot write '%s'\ncheck the disk", path);
 }
 static int is_good(const char *folder, int files) {
-    char why[256];
-    return checkpoint_is_whole(folder, -1, why, sizeof why) &&
-           checkpoint_is_intact(&one_rank.job, folder, files, why, sizeof why);
+    char why[WHY_BYTES];
+    return checkpoint_is_whole(folder, -1, why) && checkpoint_is_intact(&one_rank.job, folder, files, why);
 }
 // How many of 50 single flipped bits of a file are noticed: the first and the last one, and others anywhere.
 static int flips_noticed(const char *folder, int file) {
@@ -739,7 +731,7 @@ static void save_diverged(Model *m, const char *output, int64_t step) {
     Checkpoint c;
     memset(&c, 0, sizeof c);
     checkpoint_begin(&c, m, output, &s, 0);
-    checkpoint_mark_diverged(c.writing, "loss nan");
+    checkpoint_mark_diverged(c.writing.text, "loss nan");
     checkpoint_finish(&c);
     remove_old_checkpoints(output, step, 1, 0);
     state_free(&s);
@@ -849,8 +841,8 @@ static void write_sealed(const char *path, char *text) {
 // bounds.
 static void test_damaged_state(Model *m) {
     const char *edits[][3] = {
-        {"\"tokens\": ", "\"tokens\": -", "tokens is missing or damaged"},
-        {"\"row\"", "\"raw\"", "row is missing or damaged"},
+        {"\"tokens\": ", "\"tokens\": -", "tokens is damaged"},
+        {"\"row\"", "\"raw\"", "row is damaged"},
         {"\"count\": 1000", "\"count\": 7", "loss_window is damaged"},
         {"\"count\": 5", "\"count\": -1", "norm_window is damaged"},
         {"\"values\": [0.3333333333333333", "\"values\": [true", "norm_window is damaged"},
@@ -861,21 +853,21 @@ static void test_damaged_state(Model *m) {
         {"\"count\": 5, \"values\": [", "\"count\": 2, \"values\": {\"a\": 1, \"b\": 2}, \"v\": [",
          "norm_window is damaged"},
         {"\"values\": [0.3333333333333333", "\"values\": [1e999", "norm_window is damaged"},
-        {"\"step\": 1,", "\"step\": 1073741825,", "step is missing or damaged"},
-        {"\"step\": 1,", "\"step\": 9223372036854775807,", "step is missing or damaged"},
-        {"\"tokens\": 524288", "\"tokens\": 9223372036854775807", "tokens is missing or damaged"},
-        {"\"tokens\": 524288", "\"tokens\": 1152921504606846977", "tokens is missing or damaged"},
-        {"\"epoch\": 3", "\"epoch\": 9223372036854775807", "epoch is missing or damaged"},
-        {"\"epoch\": 3", "\"epoch\": 1099511627777", "epoch is missing or damaged"},
-        {"\"row\": 123456789012", "\"row\": 9223372036854775807", "row is missing or damaged"},
-        {"\"row\": 123456789012", "\"row\": -1", "row is missing or damaged"},
-        {"\"seed\": 1337", "\"seed\": -1337", "seed is missing or damaged"},
-        {"\"seed\": 1337", "\"seed\": 99999999999999999999", "seed is missing or damaged"},
-        {"\"dtype\"", "\"type\"", "dtype is neither fp32 nor bf16"},
-        {"\"dtype\": \"bf16\"", "\"dtype\": \"\\u001b[2J\"", "dtype is neither fp32 nor bf16"},
-        {"\"states\": \"fp32\"", "\"states\": \"fp8\"", "states is neither fp32 nor bf16"},
-        {"\"states\": \"fp32\"", "\"states\": 32", "states is neither fp32 nor bf16"},
-        {"\"master\": true", "\"master\": 1", "master is missing"},
+        {"\"step\": 1,", "\"step\": 1073741825,", "step is damaged"},
+        {"\"step\": 1,", "\"step\": 9223372036854775807,", "step is damaged"},
+        {"\"tokens\": 524288", "\"tokens\": 9223372036854775807", "tokens is damaged"},
+        {"\"tokens\": 524288", "\"tokens\": 1152921504606846977", "tokens is damaged"},
+        {"\"epoch\": 3", "\"epoch\": 9223372036854775807", "epoch is damaged"},
+        {"\"epoch\": 3", "\"epoch\": 1099511627777", "epoch is damaged"},
+        {"\"row\": 123456789012", "\"row\": 9223372036854775807", "row is damaged"},
+        {"\"row\": 123456789012", "\"row\": -1", "row is damaged"},
+        {"\"seed\": 1337", "\"seed\": -1337", "seed is damaged"},
+        {"\"seed\": 1337", "\"seed\": 99999999999999999999", "seed is damaged"},
+        {"\"dtype\"", "\"type\"", "dtype is damaged"},
+        {"\"dtype\": \"bf16\"", "\"dtype\": \"\\u001b[2J\"", "dtype is damaged"},
+        {"\"states\": \"fp32\"", "\"states\": \"fp8\"", "states is damaged"},
+        {"\"states\": \"fp32\"", "\"states\": 32", "states is damaged"},
+        {"\"master\": true", "\"master\": 1", "master is damaged"},
         {"\"shards\"", "\"shard\"", "data is damaged"},
         {"\"content\"", "\"contents\"", "data is damaged"},
         {"\"shards\": 103", "\"shards\": 16777217", "data is damaged"},

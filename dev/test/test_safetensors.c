@@ -325,12 +325,6 @@ static void read_as_floats(void *path) {
     st_open(&r, (const char *)path);
     st_read_floats(&r, &r.tensors[0], 0, 1, x);
 }
-static void read_as_ints(void *path) {
-    StReader r;
-    int x[4];
-    st_open(&r, (const char *)path);
-    st_read_ints(&r, &r.tensors[0], 0, r.tensors[0].count, x);
-}
 static void read_beyond(void *path) {
     StReader r;
     float x[8];
@@ -339,35 +333,15 @@ static void read_beyond(void *path) {
 }
 static void test_types(void) {
     char *path = in_folder("types.safetensors"), text[4096];
-    const int32_t small[4] = {1, -2, 50256, INT32_MAX};
-    const int64_t large[4] = {1, -2, 50256, INT32_MIN};
-    const char *headers[] = {"{\"t\":" T_("I32", "[2,2]", "0", "16") "}", "{\"t\":" T_("I64", "[4]", "0", "32") "}"};
-    for (int k = 0; k < 2; k++) {
-        int x[4];
-        write_raw(path, headers[k], 0, -1);
-        FILE *f = fopen_or_die(path, "ab", "check the disk");
-        fwrite(k ? (const void *)large : (const void *)small, k ? 8 : 4, 4, f);
-        fclose(f);
-        StReader r;
-        st_open(&r, path);
-        st_read_ints(&r, st_find(&r, "t"), 0, 4, x);
-        check(x[0] == 1 && x[1] == -2 && x[2] == 50256 && x[3] == (k ? INT32_MIN : INT32_MAX), "%s numbers are read",
-              st_types[r.tensors[0].type].name);
-        st_read_ints(&r, st_find(&r, "t"), 2, 1, x);
-        check(x[0] == 50256, "and a part of them");
-        st_close(&r);
-    }
+    write_raw(path, "{\"t\":" T_("I64", "[4]", "0", "32") "}", 32, -1);
     check_refused("whole numbers read as floats", read_as_floats, path, "is I64");
-    write_raw(path, "{\"t\":" T_("I64", "[1]", "0", "8") "}", 8, -1);
-    check_refused("a 64-bit number that does not fit", read_as_ints, path, "only 32-bit numbers");
     write_raw(path, "{\"t\":" T_("F16", "[2]", "0", "4") "}", 4, -1);
-    check_refused("floats read as whole numbers", read_as_ints, path, "is F16");
     check(run_child(read_beyond, path, text, sizeof text) != 0 && strstr(text, "Assertion"),
           "a span beyond the tensor is our own mistake: an assertion");
-    const char *names[] = {"F64", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "F8_E5M2", "F8_E4M3"};
-    const int sizes[] = {8, 2, 1, 8, 4, 2, 1, 1, 1, 1};
+    const char *names[] = {"I32", "I64", "F64", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "F8_E5M2", "F8_E4M3"};
+    const int sizes[] = {4, 8, 8, 2, 1, 8, 4, 2, 1, 1, 1, 1};
     int listed = 0;
-    for (int i = 0; i < 10; i++) {
+    for (int i = 0; i < 12; i++) {
         char header[200];
         snprintf(header, sizeof header, "{\"t\":{\"dtype\":\"%s\",\"shape\":[3],\"data_offsets\":[0,%d]}}", names[i],
                  3 * sizes[i]);
@@ -377,7 +351,7 @@ static void test_types(void) {
         listed += r.count == 1 && strcmp(st_types[r.tensors[0].type].name, names[i]) == 0;
         st_close(&r);
     }
-    check(listed == 10, "ten more dtypes are listed with their sizes");
+    check(listed == 12, "twelve more dtypes are listed with their sizes");
 }
 static void write_index(const char *text) {
     FILE *f = fopen_or_die(in_folder("model/model.safetensors.index.json"), "wb", "check the disk");

@@ -14,6 +14,7 @@ struct Model {
 #include "llmc/checkpoint.h"
 
 #include "check.h"
+#include "save_model.h"
 
 const char *model_dtype(const Model *m) {
     (void)m;
