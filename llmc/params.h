@@ -2,19 +2,19 @@
 // checkpoints, Hugging Face files and tests walk it by name or role. Nothing counts tensors by hand.
 //
 // Memory is block-major: unit 0 = embedding, units 1..L = blocks, unit L+1 = final norm and head. Inside a unit
-// matrices come first, then vectors. Each unit is padded to a multiple of UNIT_ALIGN elements, so that one unit is one
-// collective with one shard rule. Hugging Face tensors that one matmul uses together (q,k,v and gate,up) are neighbours
-// in memory: one packed (rows, cols) matrix to the trainers, separate tensors in files.
+// matrices come first, then vectors. Each unit is padded to a multiple of UNIT_ALIGN elements, so that a unit is one
+// collective, sharded by one rule. Hugging Face tensors that one matmul uses together (q,k,v and gate,up) are
+// neighbours in memory: one packed (rows, cols) matrix to the trainers, separate tensors in files.
 //
 // All matrices are (rows = out, cols = in), row-major. GPT-2's files hold its block matrices as (in, out):
 // `transposed`.
 //
-// Tensor parallelism is a column of the table. `split` says along which dimension a tensor is divided over the ranks of
-// a group. The table of one rank (params_of_rank) has that rank's sizes and offsets. The parts of a tensor say which
-// elements of the whole tensor, as it lies in files, the rank has: of a packed q, k, v three stretches of rows. Initial
-// values, checkpoints and Hugging Face's files go by these parts, so weights are the same for any layout of ranks.
-// Other ranks may have copies of a part: norms, biases that are added to a sum over ranks, and keys and values where
-// there are fewer heads than ranks.
+// Tensor parallelism is a column of the table: `split` is the dimension along which a tensor is divided over the ranks
+// of a group. The table of one rank (params_of_rank) has that rank's sizes and offsets. The parts of a tensor say which
+// elements of the whole tensor in files the rank has: of a packed q, k, v three ranges of rows. Initial values,
+// checkpoints and Hugging Face files go by these parts, so weights are the same for any layout of ranks. Several ranks
+// may have copies of a part: norms, biases that are added to a sum over ranks, and keys and values where there are
+// fewer heads than ranks.
 #ifndef LLMC_PARAMS_H
 #define LLMC_PARAMS_H
 
@@ -43,23 +43,14 @@ typedef enum {
     NUM_ROLES
 } Role;
 
-// What updates a tensor.
-typedef enum { OPTIMISER_ADAMW } OptimiserKind;
-// Its states: values that it keeps of each element, beside the weight and a master copy.
-static inline int optimiser_states(OptimiserKind kind) {
-    switch (kind) {
-    case OPTIMISER_ADAMW: return 2;  // m and v
-    default: unhandled(kind);
-    }
-}
-
 // Which dimension of a tensor is divided over the ranks of a tensor-parallel group.
 typedef enum { SPLIT_NONE, SPLIT_ROWS, SPLIT_COLS } Split;
 
-// Whole rows of a rank's tensor that belong together in the whole one. No part covers the padding of the vocabulary.
+// A range of elements of a rank's tensor, in whole rows, that are together in the whole tensor. No part covers the
+// padding of the vocabulary.
 typedef struct {
     size_t begin, count;  // elements of the rank's tensor
-    int row, col;         // where its first element lies in the whole tensor; all its rows begin at column `col`
+    int row, col;         // place of its first element in the whole tensor; all its rows begin at column `col`
     int copy, copies;     // `copies` neighbouring ranks have it; this one is number `copy` of them
 } ParamPart;
 
@@ -67,19 +58,15 @@ typedef struct {
     char name[80];  // Hugging Face's name
     Role role;
     int unit;
-    int rows, cols;  // as in this rank's memory: (out, in); a vector has rows = 1
-    // of the whole tensor, as many as exist in files: V of the Vp rows of the embedding and the head
-    int file_rows;
-    int file_cols;
+    int rows, cols;            // as in this rank's memory: (out, in); a vector has rows = 1
+    int file_rows, file_cols;  // of the whole tensor in files: V of the Vp rows of the embedding and the head
     Split split;
     int num_parts;  // 1; 3 of a split q, k, v in one tensor; 0 where a rank has nothing but padding
     ParamPart parts[3];
-    int is_vector;   // 1-dimensional in files
-    int transposed;  // files hold (cols, rows)
-    // How it is trained: the column of the optimiser.
-    OptimiserKind optimiser;
-    float rate, decay;  // of the learning rate and of the weight decay: decay 1 for matrices, 0 for vectors
-    float init_std;     // > 0: normal; 0: zeros; < 0: ones
+    int is_vector;      // 1-dimensional in files
+    int transposed;     // files hold (cols, rows)
+    float rate, decay;  // factors of the learning rate and of the weight decay: decay 1 for matrices, 0 for vectors
+    float init_std;     // initial values; > 0: normal; 0: zeros; < 0: ones
     size_t offset;      // first element, counted from the start of the parameter buffer
     size_t size;        // rows * cols
     size_t whole_offset, whole_size;  // of the whole tensor, in the table of a single rank
@@ -105,7 +92,7 @@ static inline size_t param_at(const ParamTable *t, int unit, Role role) { return
 // Elements [begin, begin + count) of the parameter buffer.
 typedef struct { size_t begin, count; } Span;
 static inline Span span_overlap(Span a, size_t begin, size_t count) {
-    const size_t end = a.begin + a.count < begin + count ? a.begin + a.count : begin + count;
+    size_t end = a.begin + a.count < begin + count ? a.begin + a.count : begin + count;
     if (a.begin < begin) a.begin = begin;
     a.count = end > a.begin ? end - a.begin : 0;
     return a;
@@ -119,7 +106,7 @@ static inline int param_unit_of(const ParamTable *t, size_t offset) {
     while (offset >= t->unit_begin[u + 1]) u++;
     return u;
 }
-// The piece of a unit that `rank` sums, updates and saves.
+// The shard of a unit that `rank` sums, updates and saves.
 static inline Span param_shard(const ParamTable *t, int unit, int rank, int world) {
     require(UNIT_ALIGN % (8 * world) == 0,
             "%d ranks cannot share units of a multiple of %d elements\n"
@@ -131,8 +118,7 @@ static inline Span param_shard(const ParamTable *t, int unit, int rank, int worl
     return s;
 }
 
-// How a role's tensors are split: q, k, v, gate and up by what they give, projections by what they take, embedding and
-// head by the vocabulary.
+// q, k, v, gate and up are split by their outputs, projections by their inputs, embedding and head by the vocabulary.
 static inline Split split_of(Role role) {
     switch (role) {
     case ROLE_WTE:
@@ -146,16 +132,15 @@ static inline Split split_of(Role role) {
     default: return SPLIT_NONE;
     }
 }
-static inline int role_is_vector(Role role) { return role >= ROLE_LN1W && role != ROLE_HEADW; }
 // As Param.init_std. GPT-2 scales what is added to the residual stream by 1 / sqrt(2 L).
-static inline float role_init_std(Role role, int num_layers) {
+static inline float role_init_std(Role role, int is_vector, int num_layers) {
     switch (role) {
     case ROLE_LN1W:
     case ROLE_LN2W:
     case ROLE_LNFW: return -1;
     case ROLE_PROJW:
-    case ROLE_FCPROJW: return 0.02f / sqrtf(2.0f * (float)num_layers);
-    default: return role_is_vector(role) ? 0 : 0.02f;
+    case ROLE_FCPROJW: return 0.02f / sqrtf(2.0f * num_layers);
+    default: return is_vector ? 0 : 0.02f;
     }
 }
 // Whether a model has tensors of a role at all.
@@ -173,7 +158,7 @@ static inline int config_has(const Config *c, Role role) {
     default: return 1;
     }
 }
-// Sizes of tensors: sums and products of Config's (DIM_QKV: of all rows of a packed q, k, v).
+// Sizes of tensors. DIM_QKV: all rows of a packed q, k, v.
 typedef enum { DIM_1, DIM_V, DIM_T, DIM_C, DIM_Q, DIM_KV, DIM_QKV, DIM_F } Dim;
 static inline int dim_size(const Config *c, Dim dim) {
     switch (dim) {
@@ -188,8 +173,8 @@ static inline int dim_size(const Config *c, Dim dim) {
     default: unhandled(dim);
     }
 }
-// Every tensor, in the order of memory: its names in GPT-2's files and in the others'. NULL: not in those. A block's
-// begin with "transformer.h.%d." or "model.layers.%d.".
+// Every tensor in the order of memory, with its name in GPT-2's files and in the others'. NULL: not in those. Names in
+// a block follow "transformer.h.%d." or "model.layers.%d.".
 typedef struct {
     Role role;
     const char *gpt2, *other;
@@ -197,8 +182,7 @@ typedef struct {
 } ParamKind;
 static const ParamKind embedding_kinds[] = {{ROLE_WTE, "transformer.wte.weight", "model.embed_tokens.weight", DIM_V,
                                              DIM_C},
-                                            {ROLE_WPE, "transformer.wpe.weight", "transformer.wpe.weight", DIM_T,
-                                             DIM_C}};
+                                            {ROLE_WPE, "transformer.wpe.weight", NULL, DIM_T, DIM_C}};
 static const ParamKind block_kinds[] = {{ROLE_QKVW, "attn.c_attn.weight", NULL, DIM_QKV, DIM_C},
                                         {ROLE_QKVW, NULL, "self_attn.q_proj.weight", DIM_Q, DIM_C},
                                         {ROLE_QKVW, NULL, "self_attn.k_proj.weight", DIM_KV, DIM_C},
@@ -208,60 +192,58 @@ static const ParamKind block_kinds[] = {{ROLE_QKVW, "attn.c_attn.weight", NULL, 
                                         {ROLE_FCW, "mlp.c_fc.weight", "mlp.up_proj.weight", DIM_F, DIM_C},
                                         {ROLE_FCPROJW, "mlp.c_proj.weight", "mlp.down_proj.weight", DIM_C, DIM_F},
                                         {ROLE_LN1W, "ln_1.weight", "input_layernorm.weight", DIM_1, DIM_C},
-                                        {ROLE_LN1B, "ln_1.bias", "ln_1.bias", DIM_1, DIM_C},
+                                        {ROLE_LN1B, "ln_1.bias", NULL, DIM_1, DIM_C},
                                         {ROLE_QKVB, "attn.c_attn.bias", NULL, DIM_1, DIM_QKV},
                                         {ROLE_QKVB, NULL, "self_attn.q_proj.bias", DIM_1, DIM_Q},
                                         {ROLE_QKVB, NULL, "self_attn.k_proj.bias", DIM_1, DIM_KV},
                                         {ROLE_QKVB, NULL, "self_attn.v_proj.bias", DIM_1, DIM_KV},
-                                        {ROLE_PROJB, "attn.c_proj.bias", "attn.c_proj.bias", DIM_1, DIM_C},
+                                        {ROLE_PROJB, "attn.c_proj.bias", NULL, DIM_1, DIM_C},
                                         {ROLE_LN2W, "ln_2.weight", "post_attention_layernorm.weight", DIM_1, DIM_C},
-                                        {ROLE_LN2B, "ln_2.bias", "ln_2.bias", DIM_1, DIM_C},
-                                        {ROLE_FCB, "mlp.c_fc.bias", "mlp.c_fc.bias", DIM_1, DIM_F},
-                                        {ROLE_FCPROJB, "mlp.c_proj.bias", "mlp.c_proj.bias", DIM_1, DIM_C}};
+                                        {ROLE_LN2B, "ln_2.bias", NULL, DIM_1, DIM_C},
+                                        {ROLE_FCB, "mlp.c_fc.bias", NULL, DIM_1, DIM_F},
+                                        {ROLE_FCPROJB, "mlp.c_proj.bias", NULL, DIM_1, DIM_C}};
 static const ParamKind head_kinds[] = {{ROLE_HEADW, "lm_head.weight", "lm_head.weight", DIM_V, DIM_C},
                                        {ROLE_LNFW, "transformer.ln_f.weight", "model.norm.weight", DIM_1, DIM_C},
-                                       {ROLE_LNFB, "transformer.ln_f.bias", "transformer.ln_f.bias", DIM_1, DIM_C}};
+                                       {ROLE_LNFB, "transformer.ln_f.bias", NULL, DIM_1, DIM_C}};
 
-// Rows of the embedding and the head that each of tp ranks has: equally many, padding in the last ones.
-static inline int vocab_rows(const Config *c, int tp) {
-    return (int)round_up((size_t)c->vocab_size, 128 * (size_t)tp) / tp;
-}
-// From the whole tensor to what rank `index` of tp has of it: stretches of equal size, in the order of the ranks. A
-// head is never divided. If heads are fewer than ranks, several ranks have a copy of one; all have copies of what is
-// not split.
+// Rows of the embedding and of the head that each of tp ranks has. The last ranks have the padding.
+static inline int vocab_rows(const Config *c, int tp) { return round_up(c->vocab_size, 128 * tp) / tp; }
+// Reduces a whole tensor to what rank `index` of tp has of it: ranges of equal size, in the order of the ranks. An
+// attention head is never divided. With fewer heads than ranks, several ranks have copies of one head. All ranks have
+// copies of what is not split.
 static inline void param_split(Param *p, const Config *c, int tp, int index) {
-    const int heads = p->role == ROLE_QKVW || p->role == ROLE_QKVB,
-              vocab = p->role == ROLE_WTE || p->role == ROLE_HEADW;
-    const int by_rows = !p->is_vector && p->split != SPLIT_COLS;
+    int heads = p->role == ROLE_QKVW || p->role == ROLE_QKVB, vocab = p->role == ROLE_WTE || p->role == ROLE_HEADW;
+    int by_rows = !p->is_vector && p->split != SPLIT_COLS;
     int *along = by_rows ? &p->rows : &p->cols, sizes[3] = {vocab ? p->file_rows : *along, 0, 0};
+    size_t across = by_rows ? p->cols : p->rows;
     if (heads && *along == qkv_width(c)) {
         sizes[0] = dim_size(c, DIM_Q);
         sizes[1] = sizes[2] = dim_size(c, DIM_KV);
     }
     *along = 0;
     for (int i = 0, first = 0; i < 3 && sizes[i]; first += sizes[i++]) {
-        const int pieces = p->split == SPLIT_NONE ? 1 : heads ? sizes[i] / c->head_dim : sizes[i];
-        const int copies = vocab || pieces >= tp ? 1 : tp / pieces;
-        const int share = vocab ? vocab_rows(c, tp) : sizes[i] / (tp / copies), begin = index / copies * share;
-        const int mine = sizes[i] - begin < share ? sizes[i] - begin : share;
+        int pieces = p->split == SPLIT_NONE ? 1 : heads ? sizes[i] / c->head_dim : sizes[i];
+        int copies = vocab || pieces >= tp ? 1 : tp / pieces;
+        int share = vocab ? vocab_rows(c, tp) : sizes[i] / (tp / copies), begin = index / copies * share;
+        int mine = sizes[i] - begin < share ? sizes[i] - begin : share;
         assert(vocab || (sizes[i] % (tp / copies) == 0 && tp % copies == 0));
-        const size_t across = (size_t)(by_rows ? p->cols : p->rows);
-        const ParamPart part = {(size_t)*along * across,     (size_t)mine * across, by_rows ? first + begin : 0,
-                                by_rows ? 0 : first + begin, index % copies,        copies};
+        const ParamPart part = {
+            *along * across, mine * across, by_rows ? first + begin : 0, by_rows ? 0 : first + begin,
+            index % copies,  copies};
         if (mine > 0) p->parts[p->num_parts++] = part;
         *along += share;
     }
 }
-// Adds the tensors of a unit to the table of rank `index` of tp, behind the `whole` elements that a single rank's has.
+// Adds the tensors of a unit to the table of rank `index` of tp. *whole: elements so far in the table of a single rank.
 static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int index, const ParamKind *kinds,
                                    size_t count, size_t *whole) {
-    const int gpt2 = strcmp(c->model_type, "gpt2") == 0;  // decides names and `transposed`, nothing else
-    const int unit = t->num_units++, in_block = kinds == block_kinds;
+    int gpt2 = strcmp(c->model_type, "gpt2") == 0;  // decides names and `transposed`, nothing else
+    int unit = t->num_units++, in_block = kinds == block_kinds;
     t->unit_begin[unit] = t->total = round_up(t->total, UNIT_ALIGN);
     *whole = round_up(*whole, UNIT_ALIGN);
     for (const ParamKind *k = kinds; k < kinds + count; k++) {
         const char *name = gpt2 ? k->gpt2 : k->other;
-        const int is_gate = k->role == ROLE_FCW && !k->gpt2;
+        int is_gate = k->role == ROLE_FCW && !k->gpt2;
         if (!name || !config_has(c, k->role) || (is_gate && !mlp_is_gated(c->mlp))) continue;
         Param *p = &t->params[t->count++];
         memset(p, 0, sizeof *p);
@@ -275,20 +257,19 @@ static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int i
         p->file_rows = k->rows == DIM_V ? c->vocab_size : p->rows;
         p->cols = p->file_cols = dim_size(c, k->cols);
         p->split = split_of(k->role);
-        p->is_vector = role_is_vector(k->role);
+        p->is_vector = k->rows == DIM_1;
         p->transposed = in_block && gpt2 && !p->is_vector;
-        p->optimiser = OPTIMISER_ADAMW;
         p->rate = 1;
-        p->decay = p->is_vector ? 0 : 1;
-        p->init_std = role_init_std(k->role, c->num_layers);
-        p->whole_size = (size_t)p->rows * (size_t)p->cols;
+        p->decay = !p->is_vector;
+        p->init_std = role_init_std(k->role, p->is_vector, c->num_layers);
+        p->whole_size = (size_t)p->rows * p->cols;
         p->whole_offset = *whole;
         *whole += p->whole_size;
         param_split(p, c, tp, index);
-        p->size = (size_t)p->rows * (size_t)p->cols;
+        p->size = (size_t)p->rows * p->cols;
         p->offset = t->total;
         t->total += p->size;
-        t->num_weights += (size_t)p->file_rows * (size_t)p->file_cols;
+        t->num_weights += (size_t)p->file_rows * p->file_cols;
         size_t *first = &t->first[unit * NUM_ROLES + p->role];
         if (*first == NO_PARAM) *first = p->offset;
     }
@@ -298,8 +279,7 @@ static inline ParamTable params_of_rank(const Config *c, int tp, int index) {
     ParamTable t;
     memset(&t, 0, sizeof t);
     #define KINDS(kinds) kinds, sizeof kinds / sizeof *kinds
-    const size_t units = (size_t)c->num_layers + 2, most = sizeof block_kinds / sizeof *block_kinds;
-    size_t whole = 0;
+    size_t units = c->num_layers + 2, most = sizeof block_kinds / sizeof *block_kinds, whole = 0;
     t.params = (Param *)malloc_or_die(units * most * sizeof *t.params);
     t.unit_begin = (size_t *)malloc_or_die((units + 1) * sizeof *t.unit_begin);
     t.first = (size_t *)malloc_or_die(units * NUM_ROLES * sizeof *t.first);
@@ -330,30 +310,29 @@ static inline size_t param_width(const Param *p, const ParamPart *q) {
 }
 // Whether neighbours in a part are neighbours in the whole tensor.
 static inline int param_is_dense(const Param *p) { return p->is_vector || p->cols == p->file_cols; }
-// Which element of the whole tensor, as (file_rows, file_cols), the one at `element` of the rank's tensor is.
+// The place in the whole tensor, (file_rows, file_cols), of an element of the rank's tensor.
 static inline size_t param_whole(const Param *p, const ParamPart *q, size_t element) {
-    const size_t i = element - q->begin, width = param_width(p, q);
-    const size_t corner = (size_t)q->row * (size_t)p->file_cols + (size_t)q->col;
-    return corner + (param_is_dense(p) ? i : i / width * (size_t)p->file_cols + i % width);
+    size_t i = element - q->begin, width = param_width(p, q), row_length = p->file_cols;
+    return q->row * row_length + q->col + (param_is_dense(p) ? i : i / width * row_length + i % width);
 }
 
-// How many of the `left` elements from `at` on are neighbours in the whole tensor too, or all padding.
+// How many of the `left` elements from `at` on are neighbours in the whole tensor too, or are all padding.
 static inline size_t param_run(const Param *p, size_t at, size_t left) {
     const ParamPart *q = param_part_at(p, at);
     if (!q) return left;
-    const size_t width = param_width(p, q);
-    const size_t run = param_is_dense(p) ? q->begin + q->count - at : width - (at - q->begin) % width;
+    size_t width = param_width(p, q);
+    size_t run = param_is_dense(p) ? q->begin + q->count - at : width - (at - q->begin) % width;
     return run < left ? run : left;
 }
 
 // Initial values of elements [begin, begin + count) of a rank's tensor. They depend on the seed, the tensor's index and
-// the element of the whole tensor: the same for any sharding. The vocabulary's padding is zeros.
+// the place in the whole tensor, so they are the same for any sharding. The vocabulary's padding is zeros.
 static inline void param_init(const ParamTable *t, int index, uint64_t seed, size_t begin, size_t count, float *out) {
     const Param *p = &t->params[index];
-    const uint64_t stream = rand_stream(RAND_INIT, (uint64_t)index);
+    uint64_t stream = rand_stream(RAND_INIT, index);
     PARALLEL_FOR
     for (int64_t k = 0; k < (int64_t)count; k++) {
-        const size_t element = begin + (size_t)k;
+        size_t element = begin + k;
         const ParamPart *q = param_part_at(p, element);
         if (!q || p->init_std <= 0)
             out[k] = q && p->init_std < 0 ? 1 : 0;
@@ -363,12 +342,12 @@ static inline void param_init(const ParamTable *t, int index, uint64_t seed, siz
 }
 
 // FLOPs of training on one token: 6 for every weight that multiplies (the head counts, tied or not; embeddings do not)
-// plus 6 L C T for causal attention. Every MFU here is by this formula.
+// plus 6 L C T for causal attention. Every MFU is computed from this.
 static inline double flops_per_token(const Config *c, const ParamTable *t, int T) {
     double weights = 0;
     for (int i = 0; i < t->count; i++) {
         const Param *p = &t->params[i];
-        const int is_embedding = p->role == ROLE_WPE || (p->role == ROLE_WTE && !c->tied);
+        int is_embedding = p->role == ROLE_WPE || (p->role == ROLE_WTE && !c->tied);
         if (!p->is_vector && !is_embedding) weights += (double)p->whole_size;
     }
     return 6 * weights + 6.0 * c->num_layers * c->channels * T;
