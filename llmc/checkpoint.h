@@ -27,7 +27,6 @@
 #include "tokenizer.h"
 
 #include <dirent.h>
-#include <fnmatch.h>
 #include <stddef.h>
 #include <sys/file.h>
 #include <sys/syscall.h>
@@ -53,10 +52,7 @@ typedef struct {
     StateWindow loss, norm;  // for the z-scores
     int num_options;
     StateOption *options;  // the run's options as text, to compare or to restore
-    // Set by loading, of the checkpoint:
-    char dtype[8];   // "fp32" or "bf16"
-    int master;      // whether it has fp32 masters
-    char states[8];  // dtype of m and v
+    char precision[64];    // set by loading; see precision_text
 } TrainState;
 // Numbers of train_state.json, and the largest that is accepted: far above what a run can have, low enough that sums
 // and products do not overflow.
@@ -90,9 +86,9 @@ static inline void state_set_option(TrainState *s, const char *name, const char 
         free(s->options[i].value);
     else {
         s->options = (StateOption *)realloc_or_die(s->options, ++s->num_options * sizeof(StateOption));
-        s->options[i].name = st_text(name, "", "");
+        s->options[i].name = strdup(name);
     }
-    s->options[i].value = st_text(value, "", "");
+    s->options[i].value = strdup(value);
 }
 static inline void state_free(TrainState *s) {
     for (int i = 0; i < s->num_options; i++) {
@@ -138,6 +134,10 @@ static inline int state_is_sealed(const char *text, size_t length) {
     return memcmp(text + length - size, seal, size) == 0;
 }
 static inline const char *states_dtype(const Model *m) { return model_slot_is_bf16(m, SLOT_M) ? "bf16" : "fp32"; }
+// What must be the same in a run that goes on. dtype: of the weights; states: of m and v.
+static inline void precision_text(char *text, size_t size, const char *dtype, int master, const char *states) {
+    snprintf(text, size, "%s with%s fp32 masters, m and v in %s", dtype, master ? "" : "out", states);
+}
 static inline int write_train_state(const Model *m, const char *folder, const TrainState *s, const uint64_t *sums) {
     Text text;
     FILE *f = text_open(&text);
@@ -282,7 +282,7 @@ static inline int file_has_checksum(const Comm *c, const char *path, int64_t byt
         watchdog_beat(PHASE_LOAD, -1);
         PARALLEL_FOR
         for (int k = 0; k < PIECES; k++) {
-            int64_t from = begin + (int64_t)k * PIECE;
+            int64_t from = begin + k * PIECE;
             errors[k] = checksum_span(fd, from, from + PIECE < bytes ? from + PIECE : bytes, &sums[k]);
         }
         for (int k = 0; k < PIECES; k++) {
@@ -348,7 +348,7 @@ static inline void checkpoint_require_intact(const Comm *c, const char *folder, 
 // ---- whether a run has diverged
 
 static inline int compare_doubles(const void *a, const void *b) {
-    const double x = *(const double *)a, y = *(const double *)b;
+    double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
 // Whether the last losses lie far above their window. Scatter is the distance from the median down to the lowest sixth
@@ -364,8 +364,8 @@ static inline int losses_have_diverged(const StateWindow *w) {
         if (isfinite(w->values[i])) sorted[n++] = w->values[i];
     if (n < FEWEST) return 0;  // too few to tell
     for (int i = 1; i <= LATEST; i++) latest += w->values[(w->count - i) % STATE_WINDOW] / LATEST;
-    qsort(sorted, (size_t)n, sizeof *sorted, compare_doubles);
-    const double median = sorted[n / 2], scatter = median - sorted[n / 6];
+    qsort(sorted, n, sizeof *sorted, compare_doubles);
+    double median = sorted[n / 2], scatter = median - sorted[n / 6];
     return !(latest <= median + 6 * scatter + 0.05 * fabs(median));
 }
 // Marks a checkpoint, also one that is still being written. If that fails, a warning says so and there is no mark.
@@ -381,53 +381,56 @@ static inline int checkpoint_is_diverged(const char *folder) { return file_bytes
 // The checkpoints of a run by their steps; none if there is no such folder. Stops if the folder cannot be read, which
 // must not pass for an empty one.
 static inline int list_checkpoints(const char *output, struct dirent ***names) {
-    const int count = scandir(output, names, is_step_name, by_step);
+    int count = scandir(output, names, is_step_name, by_step);
     require(count >= 0 || errno == ENOENT, "cannot list folder '%s': %s\ncheck its permissions", output,
             strerror(errno));
     return count;
 }
-// Rank 0: the next checkpoint to try, or "" after the last. Those that have not diverged come first, newest first; then
-// the others. at: how many were looked at. why: what is wrong with this one, or "".
-static inline void next_checkpoint(const char *output, struct dirent **names, int count, int *at, char *folder,
-                                   size_t size, char *why) {
-    for (*folder = 0; *at < 2 * count && !*folder; ++*at) {
+typedef struct {
+    Path folder;          // "": there are no more
+    char why[WHY_BYTES];  // it is not whole; or ""
+} FoundFolder;
+// Rank 0: the next checkpoint to try. Those that have not diverged come first, newest first; then the others. at: how
+// many were looked at.
+static inline FoundFolder next_checkpoint(const char *output, struct dirent **names, int count, int *at) {
+    FoundFolder c;
+    memset(&c, 0, sizeof c);
+    for (; *at < 2 * count && !*c.folder.text; ++*at) {
         const char *name = names[count - 1 - *at % count]->d_name;
-        require((size_t)snprintf(folder, size, "%s/%s", output, name) < size,
-                "folder name '%s/%s' is too long\nuse a shorter output folder", output, name);
-        int second_time = *at >= count, diverged = checkpoint_is_diverged(folder);
+        Path folder = path_of("%s/%s", output, name);
+        int second_time = *at >= count, diverged = checkpoint_is_diverged(folder.text);
         if (diverged && !second_time)
             fprintf(stderr,
                     "warning: checkpoint '%s' is marked as diverged, its file " DIVERGED_MARK
                     " says why; an older one is looked for\n",
-                    folder);
-        if (diverged == second_time)
-            checkpoint_is_whole(folder, atoll(name + 5), why);
-        else
-            *folder = 0;
+                    folder.text);
+        if (diverged != second_time) continue;
+        c.folder = folder;
+        checkpoint_is_whole(folder.text, atoll(name + 5), c.why);
     }
+    return c;
 }
 // The checkpoint that a run goes on from: 1 and its folder, or 0 if there is none at all. It is the newest whole one
 // that has not diverged; if all have, the newest whole one. All ranks call it; rank 0 alone looks, so that all see the
 // same. files: how many of checkpoint_files the caller will use.
-static inline int checkpoint_latest(const Comm *c, const char *output, int files, char *folder, size_t size) {
+static inline int checkpoint_latest(const Comm *comm, const char *output, int files, Path *folder) {
     struct dirent **names = NULL;
-    int count = c->rank == 0 ? list_checkpoints(output, &names) : 0, found = 0, at = 0;
-    char why[WHY_BYTES] = "";
+    int count = comm->rank == 0 ? list_checkpoints(output, &names) : 0, found = 0, at = 0;
+    FoundFolder c;
     do {
-        if (c->rank == 0) next_checkpoint(output, names, count, &at, folder, size, why);
-        comm_broadcast(c, folder, size, 0);
-        comm_broadcast(c, why, sizeof why, 0);
-        found = *folder && !*why && checkpoint_is_intact(c, folder, files, why);
-        if (*folder && !found && c->rank == 0)
-            fprintf(stderr, "warning: checkpoint '%s' is not whole and is left out: %s\n", folder, why);
-    } while (*folder && !found);
-    if (found && c->rank == 0 && checkpoint_is_diverged(folder))
+        if (comm->rank == 0) c = next_checkpoint(output, names, count, &at);
+        comm_broadcast(comm, &c, sizeof c, 0);
+        found = *c.folder.text && !*c.why && checkpoint_is_intact(comm, c.folder.text, files, c.why);
+        if (*c.folder.text && !found && comm->rank == 0)
+            fprintf(stderr, "warning: checkpoint '%s' is not whole and is left out: %s\n", c.folder.text, c.why);
+    } while (*c.folder.text && !found);
+    if (found && comm->rank == 0 && checkpoint_is_diverged(c.folder.text))
         fprintf(stderr, "warning: all whole checkpoints in '%s' are marked so: the newest is taken\n", output);
     require(found || count <= 0,
             "none of the %d checkpoints in '%s' is whole\n"
-            "put back what was damaged or edited, or start anew in another "
-            "folder; the warnings above name the files",
+            "put back what was damaged or edited, or start anew in another folder; the warnings above name the files",
             count, output);
+    *folder = c.folder;
     free_names(names, count);
     return found;
 }
@@ -497,12 +500,6 @@ static inline void remove_old_checkpoints(const char *output, int64_t step, int 
     }
     free_names(names, count);
 }
-static inline void remove_leftovers(const char *output) {
-    struct dirent **names = NULL;
-    int count = scandir(output, &names, is_leftover_name, alphasort);
-    for (int i = 0; i < count; i++) remove_checkpoint(path_of("%s/%s", output, names[i]->d_name).text);
-    free_names(names, count);
-}
 // A checkpoint on its way to the disk. All zeros: none.
 typedef struct {
     const Model *m;  // NULL: nothing is being written
@@ -542,8 +539,11 @@ static inline void checkpoint_open_files(Checkpoint *c, int create) {
     }
 }
 static inline void checkpoint_make_folder(Checkpoint *c) {
+    struct dirent **names = NULL;
     make_directory(c->output.text);
-    remove_leftovers(c->output.text);
+    int leftovers = scandir(c->output.text, &names, is_leftover_name, alphasort);
+    for (int i = 0; i < leftovers; i++) remove_checkpoint(path_of("%s/%s", c->output.text, names[i]->d_name).text);
+    free_names(names, leftovers);
     if (mkdir(c->writing.text, 0777) != 0 && errno != EEXIST)
         c->error = st_failed(c->writing.text);
     else
@@ -679,10 +679,10 @@ static inline TokenizerId read_tokenizer_id(const Json *j, const char *path) {
     id.hash = strtoull(hash, NULL, 16);
     return id;
 }
-static inline void read_dtype(const Json *j, const char *path, const char *key, char *dtype) {
-    const char *text = json_string(j, json_get(j, 0, key));
-    STATE_REQUIRE(text && (!strcmp(text, "fp32") || !strcmp(text, "bf16")), key);
-    strcpy(dtype, text);
+static inline const char *read_dtype(const Json *j, const char *path, const char *key) {
+    const char *dtype = json_string(j, json_get(j, 0, key));
+    STATE_REQUIRE(dtype && (!strcmp(dtype, "fp32") || !strcmp(dtype, "bf16")), key);
+    return dtype;
 }
 // train_state.json alone, e.g. to know the options before the model is opened. `s` is zeroed or was used before.
 static inline void checkpoint_load_state(const char *folder, TrainState *s) {
@@ -691,6 +691,7 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
     Path file = path_of("%s/train_state.json", folder);
     const char *path = file.text;
     Json j;
+    int master;
     require(state_open(&j, folder, -1, NUM_SUMMED_FILES, why), "checkpoint '%s' is not whole: %s" STATE_DAMAGED, folder,
             why);
     for (int i = 0; i < NUM_STATE_NUMBERS; i++)
@@ -699,10 +700,10 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
                       state_numbers[i].key);
     read_data_place(&j, path, s);
     s->tokenizer = read_tokenizer_id(&j, path);
-    read_dtype(&j, path, "dtype", s->dtype);
-    strcpy(s->states, "fp32");  // checkpoints of before --state-dtype do not say
-    if (json_get(&j, 0, "states") != JSON_NONE) read_dtype(&j, path, "states", s->states);
-    STATE_REQUIRE(json_bool(&j, json_get(&j, 0, "master"), &s->master), "master");
+    STATE_REQUIRE(json_bool(&j, json_get(&j, 0, "master"), &master), "master");
+    int old = json_get(&j, 0, "states") == JSON_NONE;  // of before --state-dtype
+    precision_text(s->precision, sizeof s->precision, read_dtype(&j, path, "dtype"), master,
+                   old ? "fp32" : read_dtype(&j, path, "states"));
     read_window(&j, path, "loss_window", &s->loss);
     read_window(&j, path, "norm_window", &s->norm);
     read_options(&j, path, s);
@@ -711,15 +712,12 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
 // Weights, masters, m, v and state, bit for bit: only into the same model, dtypes and kind of masters.
 static inline void checkpoint_load(Model *m, const char *folder, TrainState *s) {
     checkpoint_load_state(folder, s);
-    int master = model_has_slot(m, SLOT_MASTER);
-    require(strcmp(s->dtype, model_dtype(m)) == 0 && s->master == master,
-            "checkpoint '%s' is %s with%s fp32 masters, this program runs %s with%s\n"
-            "resume with the same; or start a new run from its weights with --model %s",
-            folder, s->dtype, s->master ? "" : "out", model_dtype(m), master ? "" : "out", folder);
-    require(strcmp(s->states, states_dtype(m)) == 0,
-            "checkpoint '%s' has m and v in %s, this run keeps them in %s\n"
-            "resume with --state-dtype %s; or start a new run from its weights, with m and v of zero, with --model %s",
-            folder, s->states, states_dtype(m), s->states, folder);
+    char precision[sizeof s->precision];
+    precision_text(precision, sizeof precision, model_dtype(m), model_has_slot(m, SLOT_MASTER), states_dtype(m));
+    require(strcmp(s->precision, precision) == 0,
+            "checkpoint '%s' is %s; this run is %s\n"
+            "resume with the same --state-dtype and kind of build; or start a new run from its weights with --model %s",
+            folder, s->precision, precision, folder);
     Config saved = config_from_json(folder);
     require(config_same(&saved, &m->config),
             "checkpoint '%s' holds another model than this run's\n"

@@ -98,9 +98,9 @@ static inline void config_write(const Config *c, const char *dtype, FILE *f, con
 // On one line, for logs.
 static inline void config_to_json(const Config *c, const char *dtype, FILE *f) { config_write(c, dtype, f, " "); }
 
-// ---- reading. `fallback` is the value of an absent key; CONFIG_NEEDED: the key must be there
+// ---- reading. `fallback` is the value of an absent key; NEEDED: the key must be there
 
-enum { CONFIG_NEEDED = -1, CONFIG_DERIVED = -2 };  // derived: computed from other sizes, later
+enum { NEEDED = -1, DERIVED = -2 };  // derived: computed from other sizes, later
 typedef struct {
     Json json;
     const char *path;
@@ -114,21 +114,21 @@ static inline int config_key(const ConfigFile *f, int object, const char *key, i
 }
 static inline int config_int(const ConfigFile *f, int object, const char *key, int fallback) {
     int64_t n = fallback;
-    const int value = config_key(f, object, key, fallback == CONFIG_NEEDED);
+    int value = config_key(f, object, key, fallback == NEEDED);
     require(value == JSON_NONE || (json_int(&f->json, value, &n) && n >= 0 && n <= 1 << 28),
             "'%s': %s is no whole number from 0 to 2^28\ncorrect it", f->path, key);
-    return (int)n;
+    return n;
 }
 static inline float config_float(const ConfigFile *f, int object, const char *key, double fallback) {
     double x = fallback;
-    const int value = config_key(f, object, key, fallback == CONFIG_NEEDED);
+    int value = config_key(f, object, key, fallback == NEEDED);
     require(value == JSON_NONE || (json_double(&f->json, value, &x) && isfinite((float)x)),
             "'%s': %s is not a number of fp32\ncorrect it", f->path, key);
     return (float)x;
 }
 static inline int config_bool(const ConfigFile *f, const char *key, int fallback) {
     int b = fallback;
-    const int value = config_key(f, 0, key, 0);
+    int value = config_key(f, 0, key, 0);
     require(value == JSON_NONE || json_bool(&f->json, value, &b), "'%s': %s is neither true nor false\ncorrect it",
             f->path, key);
     return b;
@@ -147,7 +147,7 @@ static inline void config_require_bool(const ConfigFile *f, const char *key, int
     config_require(config_bool(f, key, needed) == needed, f->path, "", "%s is %s", key, needed ? "false" : "true");
 }
 static inline void config_require_text(const ConfigFile *f, int object, const char *key, const char *a, const char *b) {
-    const int value = config_key(f, object, key, 0);
+    int value = config_key(f, object, key, 0);
     const char *text = value == JSON_NONE ? a : json_string(&f->json, value);
     config_require(text && (strcmp(text, a) == 0 || strcmp(text, b) == 0), f->path, "", "%s is '%.40s', not %s%s%s",
                    key, text ? text : "no text", a, *b ? " or " : "", b);
@@ -162,13 +162,13 @@ static inline void config_read_rope(const ConfigFile *f, Config *c) {
     JSON_EACH(&f->json, key, rope)
     config_require(!json_items(&f->json, key + 1), f->path, "", "rope differs between layers");
     c->rope_theta = config_float(f, rope, "rope_theta", c->rope_theta);
-    const float part = config_float(f, rope, "partial_rotary_factor", config_float(f, 0, "partial_rotary_factor", 1));
+    float part = config_float(f, rope, "partial_rotary_factor", config_float(f, 0, "partial_rotary_factor", 1));
     config_require(part == 1, f->path, "", "partial_rotary_factor is %g, not 1", (double)part);
     const char *kind_key = config_key(f, rope, "rope_type", 0) == JSON_NONE ? "type" : "rope_type";
     config_require_text(f, rope, kind_key, "default", "llama3");
     const char *kind = json_string(&f->json, config_key(f, rope, kind_key, 0));
     if (!kind || strcmp(kind, "default") == 0) return;
-    c->rope_factor = c->rope_low_freq_factor = c->rope_high_freq_factor = c->rope_original_len = CONFIG_NEEDED;
+    c->rope_factor = c->rope_low_freq_factor = c->rope_high_freq_factor = c->rope_original_len = NEEDED;
     CONFIG_EACH(k, config_rope_scaling) config_read_key(f, rope, c, k);
     require(c->rope_factor > 0 && c->rope_low_freq_factor > 0 && c->rope_high_freq_factor > c->rope_low_freq_factor &&
                 c->rope_original_len > 0,
@@ -181,7 +181,7 @@ static inline void config_read_gpt2(const ConfigFile *f) {
     config_require_bool(f, "add_cross_attention", 0);
 }
 static inline void config_read_llama(const ConfigFile *f, Config *c) {
-    const int qwen2 = config_is(c, "qwen2");
+    int qwen2 = config_is(c, "qwen2");
     config_read_rope(f, c);
     config_require_text(f, 0, "hidden_act", "silu", "");
     config_require_bool(f, "mlp_bias", 0);
@@ -191,7 +191,7 @@ static inline void config_read_llama(const ConfigFile *f, Config *c) {
         config_require(kind && strcmp(kind, "full_attention") == 0, f->path, "",
                        "layer_types names '%.40s', not full_attention", kind ? kind : "?");
     }
-    const int head_dim = config_int(f, 0, "head_dim", 0);
+    int head_dim = config_int(f, 0, "head_dim", 0);
     config_require(!head_dim || head_dim * (int64_t)c->num_heads == c->channels, f->path, "",
                    "head_dim %d times %d heads is not hidden_size %d", head_dim, c->num_heads, c->channels);
 }
@@ -203,7 +203,6 @@ static inline Config config_from_json(const char *path) {
     require(json_load(&f.json, f.path),
             "cannot read '%s': %s\nname a Hugging Face folder, or another checkpoint of a run", f.path, f.json.error);
     const char *type = json_string(&f.json, json_get(&f.json, 0, "model_type"));
-    enum { NEEDED = CONFIG_NEEDED, DERIVED = CONFIG_DERIVED };
     const Config defaults[] = {config_gpt2(NEEDED, NEEDED, NEEDED, 1024),
                                config_llama(NEEDED, NEEDED, NEEDED, DERIVED, NEEDED, NEEDED, 2048, 1e4f, 0, 0),
                                config_qwen2(NEEDED, NEEDED, NEEDED, DERIVED, NEEDED, NEEDED, 0)};

@@ -14,6 +14,8 @@
 #include "hf_config.h"
 #include "safetensors.h"
 
+#include <fnmatch.h>
+
 #ifndef HF_PIECE
 #define HF_PIECE ((size_t)8 << 20)  // floats in each of the two pieces; tests make it small
 #endif
@@ -54,25 +56,22 @@ static inline size_t param_piece(const Param *p, size_t at, size_t left) {
 static inline void param_move(const ParamFile *f, const Param *p, size_t at, size_t count, float *values,
                               float *scratch) {
     const ParamPart *q = param_part_at(p, at);
-    size_t cols = param_width(p, q), rows = count / cols, all = p->file_rows, row = q->row + (at - q->begin) / cols,
-           col = q->col + (at - q->begin) % cols;
+    size_t cols = param_width(p, q), row = q->row + (at - q->begin) / cols, col = q->col + (at - q->begin) % cols;
     if (!p->transposed) {
         // rows of a tensor that is split by columns are apart in the file
         for (size_t done = 0, n; done < count; done += n) {
             n = param_run(p, at + done, count - done);
             param_file_span(f, param_whole(p, q, at + done), n, values + done);
         }
-    } else if (count % cols == 0) {
-        if (f->writer) transpose(scratch, values, rows, cols);
-        if (rows == all)
-            param_file_span(f, col * all, rows * cols, scratch);
-        else
-            for (size_t c = 0; c < cols; c++) param_file_span(f, (col + c) * all + row, rows, scratch + c * rows);
-        if (f->reader) transpose(values, scratch, cols, rows);
-    } else {
-        // part of a row, at the edge of a shard
-        for (size_t i = 0; i < count; i++) param_file_span(f, (col + i) * all + row, 1, values + i);
+        return;
     }
+    size_t rows = count < cols ? 1 : count / cols, width = count / rows, all = p->file_rows;
+    if (f->writer) transpose(scratch, values, rows, width);
+    if (rows == all)
+        param_file_span(f, col * all, count, scratch);
+    else
+        for (size_t c = 0; c < width; c++) param_file_span(f, (col + c) * all + row, rows, scratch + c * rows);
+    if (f->reader) transpose(values, scratch, width, rows);
 }
 static inline void param_read(const StReader *r, const StTensor *t, const Param *p, size_t at, size_t count, float *out,
                               float *scratch) {
@@ -190,11 +189,10 @@ static inline const StTensor *find_param(const StReader *r, const char *prefix, 
 }
 // What some files hold beside the weights: masks, rope tables, the copy of a tied head.
 static inline int is_redundant(const char *name) {
-    static const char *const endings[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight"};
-    for (int i = 0; i < 4; i++) {
-        size_t n = strlen(name), k = strlen(endings[i]);
-        if (n >= k && strcmp(name + n - k, endings[i]) == 0) return 1;
-    }
+    static const char *const names[] = {"*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq",
+                                        "*lm_head.weight"};
+    for (int i = 0; i < 4; i++)
+        if (fnmatch(names[i], name, 0) == 0) return 1;
     return 0;
 }
 // What to do about weights that are not the model's. `prefix`: of their names.

@@ -26,7 +26,6 @@ typedef struct {
     char error[128];  // why reading or parsing failed
 } Json;
 enum { JSON_NONE = -1, JSON_MAX_DEPTH = 32, JSON_MAX_BYTES = 100 << 20 };
-#define JSON_TOO_LONG "more than 100 MiB of JSON"
 
 // Bytes of the UTF-8 character at s, 0 if it is none.
 static inline int utf8_length(const char *s) {
@@ -73,7 +72,7 @@ static inline int json_hex4(const char *s) {
     for (int i = 0; i < 4; i++) {
         const char *digits = "0123456789abcdef", *digit = s[i] < '0' ? NULL : strchr(digits, s[i] | 32);
         if (!digit) return -1;
-        value = value * 16 + (int)(digit - digits);
+        value = value * 16 + (digit - digits);
     }
     return value;
 }
@@ -99,12 +98,12 @@ static inline int json_parse_string(Json *j) {
     const char *in = j->text + j->at + 1;
     char *out = j->text + j->at + 1;
     while (*in != '"') {
-        j->at = (int)(in - j->text);
+        j->at = in - j->text;
         if ((unsigned char)*in < 0x20) return json_fail(j, "a string is cut off or holds a control character");
         int n = utf8_length(in);
         if (n == 0) return json_fail(j, "a string is not UTF-8");
         if (*in != '\\') {
-            memmove(out, in, (size_t)n);
+            memmove(out, in, n);
             in += n;
             out += n;
             continue;
@@ -119,7 +118,7 @@ static inline int json_parse_string(Json *j) {
         out += n;
     }
     *out = 0;
-    j->at = (int)(in + 1 - j->text);
+    j->at = in + 1 - j->text;
     return 1;
 }
 static inline int json_push(Json *j, JsonKind kind, int begin) {
@@ -172,7 +171,7 @@ static inline int json_parse_value(Json *j, int depth) {
         size_t length = strlen(literals[i]);
         if (strncmp(s, literals[i], length) != 0) continue;
         json_push(j, i == 0 ? JSON_NULL : JSON_BOOL, j->at);
-        j->at += (int)length;
+        j->at += length;
         return 1;
     }
     json_push(j, JSON_NUMBER, j->at);
@@ -184,13 +183,12 @@ static inline void json_free(Json *j) {
     memset(j, 0, sizeof *j);
 }
 
-// Takes over `text`, from malloc: `length` bytes and room for one more. Returns 1, or 0 with the reason in j->error.
-// Call json_free in either case.
+// Takes over `text`, from malloc: `length` <= JSON_MAX_BYTES bytes and room for one more. Returns 1, or 0 with the
+// reason in j->error. Call json_free in either case.
 static inline int json_parse_owned(Json *j, char *text, size_t length) {
     memset(j, 0, sizeof *j);
     j->text = text;
-    if (length > JSON_MAX_BYTES) return json_fail(j, JSON_TOO_LONG);
-    j->length = (int)length;
+    j->length = length;
     text[length] = 0;
     if (!json_parse_value(j, 0)) return 0;
     json_space(j);
@@ -207,7 +205,7 @@ static inline char *json_read(Json *j, const char *path, size_t *length) {
     else if (!S_ISREG(s.st_mode))
         strcpy(j->error, "not a file");
     else if (s.st_size > JSON_MAX_BYTES)
-        strcpy(j->error, JSON_TOO_LONG);
+        strcpy(j->error, "more than 100 MiB of JSON");
     else {
         text = (char *)malloc_or_die(s.st_size + 1);
         *length = fread(text, 1, s.st_size, f);
@@ -281,7 +279,7 @@ static inline void json_write_string(FILE *f, const char *s) {
         else if ((unsigned char)*s < 0x20)
             fprintf(f, "\\u%04x", *s);
         else
-            fwrite(s, 1, (size_t)n, f);
+            fwrite(s, 1, n, f);
         s += n ? n : 1;
     }
     fputc('"', f);

@@ -113,8 +113,8 @@ static inline Span param_shard(const ParamTable *t, int unit, int rank, int worl
             "use 1 to 8, 16, 24, 32, 48, 64 or 128 ranks, or another divisor of %d",
             world, UNIT_ALIGN, UNIT_ALIGN / 8);
     Span s = param_unit(t, unit);
-    s.count /= (size_t)world;
-    s.begin += (size_t)rank * s.count;
+    s.count /= world;
+    s.begin += rank * s.count;
     return s;
 }
 
@@ -348,7 +348,7 @@ static inline double flops_per_token(const Config *c, const ParamTable *t, int T
     for (int i = 0; i < t->count; i++) {
         const Param *p = &t->params[i];
         int is_embedding = p->role == ROLE_WPE || (p->role == ROLE_WTE && !c->tied);
-        if (!p->is_vector && !is_embedding) weights += (double)p->whole_size;
+        if (!p->is_vector && !is_embedding) weights += p->whole_size;
     }
     return 6 * weights + 6.0 * c->num_layers * c->channels * T;
 }

@@ -3,8 +3,7 @@
 //   u64 length of the header | JSON header {"name": {"dtype", "shape", "data_offsets": [begin, end)}, ...} | data
 // Weights may be in several files: an index.json beside them then says which file holds which tensor.
 // Files come from strangers: the reader trusts no length, offset, shape or name.
-// The writer declares every tensor first. Then any span of any tensor may be written, in any order, by any thread or
-// rank.
+// The writer declares every tensor first. Then any span of any tensor may be written, in any order, by any rank.
 #ifndef LLMC_SAFETENSORS_H
 #define LLMC_SAFETENSORS_H
 
@@ -68,7 +67,7 @@ static inline float st_float_of_bits(uint32_t u) {
     return x;
 }
 static inline float st_float_of_half(uint16_t h) {
-    const uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 0x3ff;
+    uint32_t sign = (h & 0x8000u) << 16, exponent = h >> 10 & 31, fraction = h & 0x3ff;
     if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * 0x1p-24f;  // zero and subnormals
     return st_float_of_bits(sign | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13);
 }
@@ -278,7 +277,7 @@ static inline int st_declare(StWriter *w, const char *name, StType type, int dim
     assert(w->fd < 0 && dims <= ST_MAX_DIMS);
     StTensor t;
     memset(&t, 0, sizeof t);
-    t.name = st_text(name, "", "");
+    t.name = strdup(name);
     t.type = type;
     t.dims = dims;
     t.count = 1;
@@ -318,7 +317,7 @@ static inline int st_flush_and_close(int fd, const char *path, int error) {
 static inline void st_write(StWriter *w, const void *source, uint64_t bytes, uint64_t offset) {
     if (!w->error) w->error = st_pwrite(w->fd, w->path.text, source, bytes, offset);
     if (w->error) return;
-    __atomic_fetch_add(&w->sum, checksum(source, bytes, offset), __ATOMIC_RELAXED);
+    w->sum += checksum(source, bytes, offset);
 }
 // After the last declaration: makes the file and writes its header. create = 0: another rank has done that with the
 // same declarations, only open the file.

@@ -363,8 +363,9 @@ static inline void find_checkpoint(Trainer *t) {
         if (writes) make_directory(o->output);  // before the long part: an unwritable folder is found now
         if (writes) checkpoint_lock(&t->comm, o->output, o->timeout);
     }
-    const int resumed = checkpoint_latest(&t->comm, o->resume ? o->output : "", forward_only(o) ? 2 : 3,
-                                          t->resumed_from, sizeof t->resumed_from);
+    Path folder;
+    const int resumed = checkpoint_latest(&t->comm, o->resume ? o->output : "", forward_only(o) ? 2 : 3, &folder);
+    strcpy(t->resumed_from, folder.text);
     if (t->comm.rank == 0) {
         require(resumed || !o->resume || !forward_only(o),
                 "there is no checkpoint in '%s' to resume\n"

@@ -522,7 +522,7 @@ static inline void test_resume(const char *folder, const Options *o, const char 
     Model m;
     TrainState s;
     float loss, norm, loss_straight;
-    char path[4300];
+    Path path;
     memset(&s, 0, sizeof s);
     float *straight = weights_after(folder, o, 6, &loss_straight);
     open_reference(&m, folder, o);
@@ -531,11 +531,11 @@ static inline void test_resume(const char *folder, const Options *o, const char 
             s.step = 3;
             checkpoint_save(&m, output, &s, 0, 0);
             model_close(&m);
-            require(checkpoint_latest(&one_rank.job, output, 3, path, sizeof path),
-                    "no checkpoint in '%s'\ncheck the disk", output);
-            const Config c = config_from_json(path);
+            require(checkpoint_latest(&one_rank.job, output, 3, &path), "no checkpoint in '%s'\ncheck the disk",
+                    output);
+            const Config c = config_from_json(path.text);
             model_open(&m, &c, o, &one_rank);
-            checkpoint_load(&m, path, &s);
+            checkpoint_load(&m, path.text, &s);
         }
         model_micro_step(&m, d.tokens, d.targets, 0, 1);
         debug_step(&m, &loss, &norm, step);
