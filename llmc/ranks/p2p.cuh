@@ -1,20 +1,19 @@
 // All-reduce, reduce-scatter and all-gather among the GPUs of one host (at most 8) that write into each other's memory:
-// for messages so short that NCCL's start takes longer than their bytes. A rank stores what a peer needs into a place
-// of its own in the peer's workspace, then a flag. Each rank waits for flags in its own memory, which disturbs nobody
-// else, and adds.
+// for messages so short that NCCL's start takes longer than their transfer. Each rank has a place in every peer's
+// workspace: it stores there what the peer needs, then a flag. The peer waits for the flag in its own memory and adds.
 //
 //   p2p_request(&p, &memory, world, max_bytes, 0)               the workspace, among the buffers of memory.cuh
-//   p2p_open(&p, &comm, stream, timeout, why, sizeof why)       0 and why, on all of them: NCCL must do it
+//   p2p_open(&p, &comm, stream, timeout, why, sizeof why)       0 and why, on all ranks: NCCL must be used
 //   p2p_all_reduce(&p, data, count)                             data (count), in place, as are these:
 //   p2p_reduce_scatter, p2p_all_gather(&p, data, count)         data (world * count); piece k is rank k's
 //
 // Messages of up to p.max_bytes, of float or bf16, any count, any element's address; 16-byte accesses where the address
 // is a multiple of 16. Sums are taken in fp32 over ranks 0, 1, ... and rounded once: bitwise identical on all ranks,
 // and to a plain loop (but for the payload of a NaN). Three all-reduces, from short to long:
-//   lines      8 bytes that are stored hold 4 of data and the number of the call, so that no fence and no flag follow
-//              them: twice the bytes, half the way
+//   lines      each store of 8 bytes holds 4 bytes of data and the number of the call, so no fence and no flag follow:
+//              twice the bytes, half the latency
 //   one shot   every rank gets the data of every rank and adds all of it
-//   two shots  rank k adds piece k and gives the sum to the others
+//   two shots  rank k adds piece k and sends the sum to the others
 // peers.cuh has the workspace and the protocol. Ladder: dev/cuda/p2p.cu.
 #ifndef LLMC_P2P_CUH
 #define LLMC_P2P_CUH
@@ -22,21 +21,22 @@
 #include "peers.cuh"
 
 enum {
-    P2P_BLOCK_VECS = 128,                        // a block more for so many vectors of 16 bytes
-    P2P_LINE_THREADS = 256,                      // and a warp that counts
-    P2P_LEAST_BYTES = 2 * P2P_TEST * P2P_RANKS,  // for trials: one shot cuts both halves of a workspace for all ranks
+    P2P_BLOCK_VECS = 128,                        // vectors of 16 bytes that are worth a block
+    P2P_LINE_THREADS = 256,                      // of a block, beside a warp that advances the epoch
+    P2P_LEAST_BYTES = 2 * P2P_TEST * P2P_RANKS,  // for the trials: one shot divides a workspace among all ranks
     P2P_MOST_BYTES = 1 << 29,                    // of a message: offsets are 32 bits
-    P2P_ALLOCATION = 2 << 20,  // cudaIpc shares a whole allocation of the driver: nothing else shall be in it
+    P2P_ALLOCATION = 2 << 20,  // cudaIpc shares a whole allocation of the driver: it must hold nothing else
 };
-// Where one kind of all-reduce gives way to the next, in bytes. Of n bytes lines send 2 (W - 1) n and one shot (W - 1)
-// n, with a fence and a flag: the first constant is what is sent meanwhile. Two shots send 2 (W - 1) / W n, meet twice
-// and add less: the second is what is sent during a meeting, the third where adding decides. Measured on two and four
-// GPUs (dev/bench/h200_2026-11-22_tp.md, _x4.md); for more they follow from these counts.
+// Sizes in bytes at which one kind of all-reduce becomes slower than the next. For n bytes and W ranks, lines send
+// 2 (W - 1) n. One shot sends (W - 1) n, a fence and a flag; P2P_LINES_SENT is what could be sent during the latter
+// two. Two shots send 2 (W - 1) / W n, meet twice and add less; P2P_ONE_SHOT_MEETING is what could be sent during a
+// meeting, and from P2P_ONE_SHOT_MOST on the additions decide. Measured on two and four GPUs
+// (dev/bench/h200_2026-11-22_tp.md, _x4.md); for more ranks they follow from these counts.
 enum { P2P_LINES_SENT = 192 << 10, P2P_ONE_SHOT_MEETING = 640 << 10, P2P_ONE_SHOT_MOST = 2 << 20 };
-static inline size_t p2p_lines_bytes(int world) { return (size_t)P2P_LINES_SENT / (size_t)(world - 1) / 16 * 16; }
+static inline size_t p2p_lines_bytes(int world) { return P2P_LINES_SENT / (world - 1) / 16 * 16; }
 static inline size_t p2p_one_shot_bytes(int world) {
-    const size_t rounds = (size_t)((world - 1) * (world - 2));
-    const size_t meeting = world == 2 ? SIZE_MAX : (size_t)P2P_ONE_SHOT_MEETING * (size_t)world / rounds;
+    if (world == 2) return P2P_ONE_SHOT_MOST;
+    const size_t meeting = P2P_ONE_SHOT_MEETING * world / ((world - 1) * (world - 2));
     return meeting < P2P_ONE_SHOT_MOST ? meeting : P2P_ONE_SHOT_MOST;
 }
 
@@ -46,8 +46,8 @@ template <typename T> struct P2pPiece {
     T *p;
     unsigned count;
 };
-// Its elements are moved in packs of 16 bytes (int4) or 8 (uint2), at once where the address allows. Pack i, zeros
-// behind the end:
+// Elements are moved in packs of 16 bytes (int4) or 8 (uint2), in one access where the address allows it. Pack i; zeros
+// behind the end.
 template <typename Pack, typename T> __device__ inline Pack p2p_read(const P2pPiece<T> &piece, unsigned i) {
     constexpr unsigned size = sizeof(Pack) / sizeof(T);
     if ((uintptr_t)piece.p % sizeof(Pack) == 0 && (i + 1) * size <= piece.count)
@@ -68,7 +68,7 @@ __device__ inline void p2p_write(const P2pPiece<T> &piece, unsigned i, const Pac
     for (unsigned k = 0; k < size; k++)
         if (i * size + k < piece.count) piece.p[i * size + k] = ((const T *)&pack)[k];
 }
-// x: of every rank but this one, whose is `own`.
+// The sum over ranks in their order. x: the packs of all ranks but this one; own: this rank's.
 template <typename T, typename Pack>
 __device__ inline Pack p2p_sum(const P2pView &v, const Pack (&x)[P2P_RANKS], const Pack &own) {
     constexpr int size = sizeof(Pack) / sizeof(T);
@@ -96,13 +96,13 @@ __device__ inline Pack p2p_sum(const P2pView &v, const Pack (&x)[P2P_RANKS], con
     }
     return to;
 }
-// The k-th rank after this one: all begin with another.
+// The k-th rank after this one: each rank begins with another peer.
 __device__ inline int p2p_peer(const P2pView &v, int k) {
     return v.rank + k < v.world ? v.rank + k : v.rank + k - v.world;
 }
 
-// A message is `world` pieces, of which block b has the same part in each; by one shot each piece is the whole of it.
-// What is read and written of `data` at a place is read and written by one thread. from: see p2p_all_gather.
+// A message is `world` pieces, and block b works on the same part of each; in one shot each piece is the whole message.
+// An element of `data` is read and written by one thread only. from: see p2p_all_gather.
 template <typename T, P2pKind KIND>
 __global__ void __launch_bounds__(P2P_THREADS)
     p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned count) {
@@ -122,12 +122,12 @@ __global__ void __launch_bounds__(P2P_THREADS)
     auto slots = [&](int rank, int second) {
         return v.payload[rank] + (size_t)((call.epoch & 1) * 2 + second) * v.half;
     };
-    auto give = [&](unsigned i, const int4 &x) {  // to all, into their second half
+    auto give = [&](unsigned i, const int4 &x) {  // to all peers, into the second half
         #pragma unroll
         for (int k = 1; k < P2P_RANKS; k++)
             if (k < v.world) p2p_store(slots(p2p_peer(v, k), 1) + v.rank * slot + i * 16, x);
     };
-    int4 x[P2P_RANKS];  // loads go before stores and sums, so that all of them are under way at once
+    int4 x[P2P_RANKS];  // loads go before stores and sums, so that all of them are in flight at once
     for (unsigned i = first + threadIdx.x; i < last && reduces; i += P2P_THREADS) {
         #pragma unroll
         for (int k = 1; k < P2P_RANKS; k++)
@@ -218,7 +218,7 @@ static inline size_t p2p_limit(const P2p *p, P2pKind kind) {
     if (kind == P2P_LINES) return p2p_lines_bytes(p->view.world);
     return kind == P2P_ONE_SHOT && one_shot < p->max_bytes ? one_shot : p->max_bytes;
 }
-// All ranks of the group: the same kind, type and count.
+// All ranks of the group call it, with the same kind, type and count.
 template <typename T>
 static inline void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, const T *from = NULL) {
     void (*const kernels[])(const P2pView, T *, const T *, unsigned) = {
@@ -234,7 +234,7 @@ static inline void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, co
             p2p_names[kind], bytes, p2p_limit(p, kind));
     const int lines = kind == P2P_LINES;
     const size_t vecs = (kind == P2P_TWO_SHOTS ? world : 1) * P2P_BLOCK_VECS;
-    const size_t block_bytes = lines ? 8 * P2P_LINE_THREADS : 16 * vecs;  // of data that are worth a block
+    const size_t block_bytes = lines ? 8 * P2P_LINE_THREADS : 16 * vecs;  // that are worth a block
     const size_t blocks = ceil_div(count * sizeof(T), block_bytes), most = (size_t)p->blocks;
     const int threads = lines ? P2P_LINE_THREADS + WARP : P2P_THREADS;
     const unsigned grid = (unsigned)(blocks < most ? blocks : most);
@@ -254,16 +254,15 @@ template <typename T> static inline void p2p_all_reduce(const P2p *p, T *data, s
 template <typename T> static inline void p2p_reduce_scatter(const P2p *p, T *data, size_t count) {
     p2p_run(p, P2P_REDUCE_SCATTER, data, count);
 }
-// data (world * count): piece k = rank k's; from (count): where this rank's lies, in its place or outside data; NULL:
-// in its place
+// data (world * count): piece k = rank k's. from (count): this rank's piece, in its place or outside data; NULL: in its
+// place
 template <typename T> static inline void p2p_all_gather(const P2p *p, T *data, size_t count, const T *from = NULL) {
     p2p_run(p, P2P_ALL_GATHER, data, count, from);
 }
 
 // ---- life
 
-// For messages of up to max_bytes among `world` ranks; `behind` bytes more, which this file does not use, are shared
-// with them. p must not move.
+// For messages of up to max_bytes among `world` ranks. `behind` more bytes are shared for push.cuh. p must not move.
 static inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, size_t behind) {
     assert(world <= P2P_RANKS && max_bytes <= P2P_MOST_BYTES);
     memset(p, 0, sizeof *p);
@@ -278,45 +277,44 @@ static inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, s
     memory_request(m, &p->memory, "peer-to-peer", name, round_up(p->behind_at + behind, P2P_ALLOCATION));
     memory_request_pinned(m, &p->record, "peer-to-peer", "record", 1);
 }
-// Known numbers through flags and through lines: there are hosts on which stores to a peer end elsewhere.
-static inline void p2p_try(const P2p *p, P2pCard *mine) {
+// Sums known numbers by each kind of all-reduce: on some hosts stores to a peer's memory do not arrive there.
+static inline void p2p_try(P2p *p, const P2pCard *, P2pCard *mine) {
     const int world = p->view.world, rank = p->view.rank;
     float *device = p->view.signals[rank]->test, x[P2P_TEST];
     for (int kind = 0, wrong = 0; kind < P2P_TRIALS; kind++) {
-        for (int i = 0; i < P2P_TEST; i++) x[i] = (float)((rank + 1) * (i + 1));
+        for (int i = 0; i < P2P_TEST; i++) x[i] = (rank + 1) * (i + 1);
         cudaCheck(cudaMemcpyAsync(device, x, sizeof x, cudaMemcpyHostToDevice, p->stream));
         p2p_run(p, (P2pKind)kind, device, P2P_TEST);
         cudaCheck(cudaMemcpyAsync(x, device, sizeof x, cudaMemcpyDeviceToHost, p->stream));
         cudaCheck(cudaStreamSynchronize(p->stream));
-        for (int i = 0; i < P2P_TEST; i++) wrong += x[i] != (float)(world * (world + 1) / 2 * (i + 1));
+        for (int i = 0; i < P2P_TEST; i++) wrong += x[i] != world * (world + 1) / 2 * (i + 1);
         if (wrong && !*mine->why)
             snprintf(mine->why, sizeof mine->why,
-                     "the first %s came out wrong on rank %d: GPUs do not reach each other's memory as they say; look"
+                     "the first %s came out wrong on rank %d: stores to another GPU's memory do not arrive there; look"
                      " for IOMMU and PCIe ACS",
                      p2p_names[kind], p2p_job_rank(p, rank));
     }
 }
 
-// comm: the group, as many ranks as p2p_request was told; it must not move. timeout: seconds that a wait may last, 0
-// for ever; a little less than the watchdog's own lets the wait speak first. 1, or 0 and why not: the same on all of
-// them.
+// comm: the group, as many ranks as p2p_request was told; it must not move. timeout: bound of a wait in seconds, 0 for
+// none; shorter than the watchdog's, so that the wait's message comes first. Returns 1, or 0 and why not: the same on
+// all ranks.
 static inline int p2p_open(P2p *p, const Comm *comm, cudaStream_t stream, double timeout, char *why, size_t size) {
-    P2pCard mine, all[P2P_RANKS];
+    P2pCard mine = {}, all[P2P_RANKS];
     *why = 0;
     if (p->view.world == 1) return 1;
     assert(comm->world == p->view.world);
     p2p_prepare(p, comm, P2P_BLOCKS, stream, timeout);
-    mine = p2p_card(p);
-    int good = p2p_agree(p, &mine, all, why, size);  // and flags are zero everywhere
-    if (good) p2p_map(p, all, &mine);
-    good = good && p2p_agree(p, &mine, all, why, size);
-    if (good) p2p_try(p, &mine);
-    good = good && p2p_agree(p, &mine, all, why, size);
-    p->opened = good;
-    if (!good) p2p_unmap(p);
-    return good;
+    for (auto step : {p2p_share, p2p_map, p2p_try}) {  // flags are zero on all ranks before any of them maps
+        if (*why) break;
+        step(p, all, &mine);
+        p2p_agree(p, &mine, all, why, size);
+    }
+    p->opened = !*why;
+    if (*why) p2p_unmap(p);
+    return p->opened;
 }
-// All ranks of the group, before memory_free: memory goes when nobody has it mapped any longer.
+// All ranks of the group call it before memory_free: memory must not be freed while a peer maps it.
 static inline void p2p_close(P2p *p) {
     if (!p->opened) return;
     cudaCheck(cudaStreamSynchronize(p->stream));

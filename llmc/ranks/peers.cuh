@@ -1,6 +1,7 @@
-// Memory of each GPU of a group on one host (at most 8) that all of them map, calls on it that are numbered, flags, and
-// waits that are bounded: what p2p.cuh and push.cuh have in common. Everybody waits for flags in its own memory, which
-// disturbs nobody else. No multicast, no virtual memory: cudaIpc on a plain allocation.
+// What p2p.cuh and push.cuh have in common: a workspace in the memory of each GPU of a group on one host (at most 8),
+// which all GPUs of the group map; numbered calls on it; flags; and bounded waits. A rank waits for flags in its own
+// memory only, so waiting loads no link. The workspace is a plain allocation shared through cudaIpc: no multicast and
+// no virtual memory.
 //
 // The protocol. Calls of a workspace are numbered: the call's number is its epoch, kept in device memory and advanced
 // by the kernel itself, so that a replayed graph goes on counting. Nothing is ever reset.
@@ -24,9 +25,9 @@
 //        waits for all peers. An end of a kernel joins all its blocks, so the grid may have another size in each call.
 //     4. b began its call n + 1 after its call n had ended, with all its reads.
 // (d) No wait is for ever: a block waits only for blocks of the same number, and all blocks of a call fit on the GPU at
-//     once beside what else runs there. Waits are bounded all the same: p2p_stop says which rank did not come.
-// The flag also holds a signature of kind, type and count, so that ranks that call unequally are found. (With lines
-// only a wait ends.)
+//     once beside what else runs there. Waits are bounded all the same: p2p_stop reports which rank did not come.
+// The flag also holds a signature of kind, type and count, which finds ranks that are in different calls. (Lines have
+// no flag: there a wait reaches its bound.)
 #ifndef LLMC_PEERS_CUH
 #define LLMC_PEERS_CUH
 
@@ -39,14 +40,14 @@
 
 enum {
     P2P_RANKS = 8,
-    P2P_BLOCKS = 32,  // at most; the other SMs belong to others
+    P2P_BLOCKS = 32,  // at most; the other SMs are left to other kernels
     P2P_THREADS = 512,
     P2P_WORKSPACES = 16,  // of a process
     P2P_TRIALS = 3,       // first calls of a workspace: each kind of all-reduce
     P2P_TEST = 1000,      // floats of a trial
 };
 
-// Behind the kinds that are carried out here: what is pushed by others that wait as these do (push.cuh).
+// From P2P_PUSHED on: the classes of push.cuh, whose waits are reported like those of p2p.cuh.
 enum P2pKind {
     P2P_LINES,
     P2P_ONE_SHOT,
@@ -67,24 +68,31 @@ static const char *const p2p_names[] = {
     "push of parts of sums",
 };
 
-// What begins a workspace: all that is compared with epochs. The lines follow, [odd or even][rank][line] of 16 bytes.
+// The begin of a workspace. The lines follow it: [odd or even][rank][line] of 16 bytes.
 typedef struct {
     // [odd or even][meeting][block][peer]: signature and epoch, which the peer writes
     unsigned long long flags[2][2][P2P_BLOCKS][P2P_RANKS];
-    // From here on all is this rank's own.
+    // No peer reads or writes what follows.
     alignas(128) uint32_t epoch;  // of its last call
     uint32_t arrived, claimed;    // blocks that have read it; whether p2p_stop has been called
     alignas(128) float test[P2P_TEST];
 } P2pSignals;
 
-// In pinned memory, which outlives the context.
+typedef struct {
+    P2pKind kind;
+    uint32_t epoch;
+    int meeting;
+    unsigned long long bytes;
+} P2pCall;
 enum P2pState { P2P_RUNS, P2P_LATE, P2P_APART };  // APART: the peer is in another call, of kind `other`
+// Why a wait was given up. It is in pinned memory, which outlives the context.
 typedef struct {
     uint32_t state;  // written last
-    uint32_t epoch;
-    int rank, peer, kind, other, block, meeting;  // ranks in the group
-    unsigned long long bytes, elapsed_ns;
-    uint32_t beats;  // of p2p_hook; 0: nobody watches
+    P2pCall call;
+    int rank, peer;  // in the group
+    int other, block;
+    unsigned long long elapsed_ns;
+    uint32_t beats;  // calls of p2p_hook; 0: no watchdog runs
 } P2pRecord;
 
 // What kernels get.
@@ -99,18 +107,17 @@ typedef struct {
 
 typedef struct {
     P2pView view;
-    size_t max_bytes;         // of a message
-    int blocks;               // at most P2P_BLOCKS, the same on all ranks
-    int opened;               // peers' memory is mapped
-    char *memory;             // signals and lines, payload, what push.cuh puts behind them
-    char *mapped[P2P_RANKS];  // every rank's
+    size_t max_bytes;  // of a message
+    int blocks;        // at most P2P_BLOCKS, the same on all ranks
+    int opened;        // peers' memory is mapped
+    char *memory;      // signals and lines; payload; buffers and flags of push.cuh
     size_t payload_at, behind_at;
     P2pRecord *record;
-    cudaStream_t stream;  // the only one that calls are on
+    cudaStream_t stream;  // of all calls
     const Comm *comm;     // the group
 } P2p;
 
-// ---- memory that others write or read meanwhile
+// ---- memory that peers read or write at the same time
 
 __device__ inline uint64_t p2p_clock(void) {
     uint64_t ns;
@@ -130,7 +137,7 @@ __device__ inline int4 p2p_load(const char *from) {
                  : "memory");
     return x;
 }
-// Two single 8-byte accesses in one instruction: each half of a line is whole or absent.
+// One instruction makes two 8-byte accesses. Each of them is atomic, so a half of a line is either whole or absent.
 __device__ inline void p2p_store_line(char *to, const uint2 &x, uint32_t epoch) {
     const unsigned long long tag = (unsigned long long)epoch << 32;
     asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(tag | x.x), "l"(tag | x.y) : "memory");
@@ -158,7 +165,8 @@ __device__ inline uint32_t p2p_epoch(const P2pView &v) {  // of this call
     P2P_DELAY(v.rank, epoch, 0);
     return epoch;
 }
-// By one thread of each block when all threads of the block have their epoch: the last block to come writes it.
+// One thread of each block calls it when all threads of the block have read the epoch. The last block writes the new
+// one.
 __device__ inline void p2p_advance(const P2pView &v, uint32_t epoch) {
     P2pSignals *own = v.signals[v.rank];
     uint32_t before = 0;
@@ -173,39 +181,29 @@ __device__ inline void p2p_advance(const P2pView &v, uint32_t epoch) {
 
 // ---- waiting
 
-typedef struct {
-    P2pKind kind;
-    uint32_t epoch;
-    int meeting;
-    unsigned long long bytes;
-} P2pCall;
-
-// The budget of a wait is spent, or the peer is in another call: the record says so. A second later this kernel ends,
-// and with it the context; by then the watchdog, which looks twice a second, has ended the job with what the record
-// says.
+// Gives a wait up, because its time is over or the peer is in another call. It fills the record and ends the kernel,
+// and with it the context, a second later. By then the watchdog, which reads the record twice a second, has ended the
+// job with a message.
 static __device__ __noinline__ void p2p_stop(const P2pView &v, const P2pCall &call, P2pState state, int peer, int other,
                                              uint64_t elapsed) {
     P2pRecord *r = v.record;
     if (atomicCAS(&v.signals[v.rank]->claimed, 0u, 1u) == 0) {
-        r->epoch = call.epoch;
+        r->call = call;
         r->rank = v.rank;
         r->peer = peer;
-        r->kind = (int)call.kind;
         r->other = other;
-        r->block = (int)blockIdx.x;
-        r->meeting = call.meeting;
-        r->bytes = call.bytes;
+        r->block = blockIdx.x;
         r->elapsed_ns = elapsed;
         __threadfence_system();
-        *(volatile uint32_t *)&r->state = (uint32_t)state;
+        *(volatile uint32_t *)&r->state = state;
         __threadfence_system();
     }
     for (const uint64_t begin = p2p_clock(); p2p_clock() - begin < 1000000000ull;) __nanosleep(1000000);
     __trap();
 }
-// missing() looks once more, and says for which peers it must go on, a bit for each. The watchdog asks p2p_hook twice a
-// second: while it does not, this process is suspended, and the peers maybe too. So the budget is spent only after as
-// many beats.
+// Waits until missing() is 0. missing() looks once and returns a bit for each peer that has not come yet. The watchdog
+// calls p2p_hook twice a second. While it does not, this process is suspended, and the peers may be suspended too: so a
+// wait is given up only if p2p_hook was called as often as budget_ns should see.
 template <typename Missing> __device__ inline void p2p_wait(const P2pView &v, const P2pCall &call, Missing missing) {
     uint64_t begin = 0;
     uint32_t beats = 0;
@@ -221,8 +219,8 @@ template <typename Missing> __device__ inline void p2p_wait(const P2pView &v, co
             p2p_stop(v, call, P2P_LATE, __ffs((int)peers) - 1, 0, now - begin);
     }
 }
-// Steps 2 to 5 of the protocol, with all peers: what this block has stored is in their memory, what their blocks of
-// this number have stored is here.
+// Steps 2 to 5 of the protocol, with all peers. Afterwards what this block has stored is in their memory, and what
+// their blocks of this number have stored is here.
 __device__ inline void p2p_meet(const P2pView &v, const P2pCall &call, uint32_t signature, bool advance) {
     P2P_DELAY(v.rank, call.epoch, 1 + 2 * call.meeting);
     __syncthreads();
@@ -239,12 +237,12 @@ __device__ inline void p2p_meet(const P2pView &v, const P2pCall &call, uint32_t 
         });
         if (found >> 32 != signature) p2p_stop(v, call, P2P_APART, peer, (int)(found >> 32 & 7), 0);
     }
-    if (advance && threadIdx.x == P2P_THREADS - 1) p2p_advance(v, call.epoch);  // of another warp than those that wait
+    if (advance && threadIdx.x == P2P_THREADS - 1) p2p_advance(v, call.epoch);  // a warp that does not wait
     __syncthreads();
     P2P_DELAY(v.rank, call.epoch, 2 + 2 * call.meeting);
 }
 
-// ---- what the watchdog says
+// ---- what the watchdog reports
 
 static const P2p *p2p_watched[P2P_WORKSPACES];  // changed and read with the watchdog's lock
 
@@ -253,22 +251,23 @@ static inline int p2p_describe(const P2p *p, char *text, size_t size) {
     const P2pRecord *r = p->record;
     const uint32_t state = __atomic_load_n(&r->state, __ATOMIC_ACQUIRE);
     const int rank = p2p_job_rank(p, r->rank), peer = p2p_job_rank(p, r->peer);
-    const int is_trial = r->kind < P2P_TRIALS && r->epoch <= P2P_TRIALS;
+    const P2pCall call = r->call;
     if (state == P2P_RUNS) return 0;
-    snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: ", p2p_names[r->kind & 7], r->bytes, r->epoch);
-    if (state == P2P_LATE)
-        watchdog_print(text, size, "rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)",
-                       rank, 1e-9 * (double)r->elapsed_ns, peer, r->block, r->meeting);
-    if (state == P2P_LATE && is_trial)
-        watchdog_print(text, size,
-                       "; a first trial: maybe what they store for each other does not arrive,"
-                       " look for IOMMU and PCIe ACS, or use --p2p 0");
+    snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: ", p2p_names[call.kind & 7], call.bytes, call.epoch);
     if (state == P2P_APART)
         watchdog_print(text, size, "rank %d met rank %d in another one: %s, or another count or type (block %d)", rank,
                        peer, p2p_names[r->other & 7], r->block);
+    else
+        watchdog_print(text, size, "rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)",
+                       rank, 1e-9 * r->elapsed_ns, peer, r->block, call.meeting);
+    if (state == P2P_LATE && call.kind < P2P_TRIALS && call.epoch <= P2P_TRIALS)
+        watchdog_print(
+            text, size,
+            "; a first trial: maybe stores to another GPU's memory do not arrive, look for IOMMU and PCIe ACS,"
+            " or use --p2p 0");
     return 1;
 }
-// For the watchdog's thread: whether a wait has come to its end, and whose.
+// The watchdog's thread calls it: whether a wait was given up, and a message in `text`.
 static inline int p2p_hook(char *text, size_t size) {
     int found = 0;
     for (const P2p *p : p2p_watched) {
@@ -289,7 +288,7 @@ static inline void p2p_watch(const P2p *from, const P2p *to) {
 
 // ---- life
 
-// How long waits of later calls may last, in seconds; 0: for ever.
+// Bounds the waits of later calls. seconds 0: no bound.
 static inline void p2p_patience(P2p *p, double seconds) {
     p->view.budget_ns = seconds > 0 ? (uint64_t)(1e9 * seconds) : UINT64_MAX;
 }
@@ -307,21 +306,21 @@ static inline void p2p_prepare(P2p *p, const Comm *comm, int blocks, cudaStream_
     cudaCheck(cudaStreamSynchronize(stream));
     p2p_watch(NULL, p);
 }
-// Where rank r's workspace is.
+// memory: rank r's workspace.
 static inline void p2p_place(P2p *p, int r, char *memory) {
-    p->mapped[r] = memory;
     p->view.signals[r] = (P2pSignals *)memory;
     p->view.payload[r] = memory + p->payload_at;
 }
 
+// What ranks tell each other while they open a workspace.
 typedef struct {
     char host[64];
     cudaIpcMemHandle_t memory;
-    char why[256];  // not, if not empty
+    char why[256];  // why it cannot be opened, or empty
 } P2pCard;
 
-// What every rank says; the first trouble among them becomes everybody's. Nobody comes back before all have come.
-static inline int p2p_agree(const P2p *p, const P2pCard *mine, P2pCard *all, char *why, size_t size) {
+// Gathers the cards of all ranks. The first reason not to go on becomes that of all ranks. It is a barrier, too.
+static inline void p2p_agree(const P2p *p, const P2pCard *mine, P2pCard *all, char *why, size_t size) {
     comm_gather_all(p->comm, mine, sizeof *mine, all);
     for (int r = 0; r < p->view.world && !*why; r++) {
         if (strcmp(all[r].host, all[0].host) != 0)
@@ -329,24 +328,21 @@ static inline int p2p_agree(const P2p *p, const P2pCard *mine, P2pCard *all, cha
                      p2p_job_rank(p, r), all[0].host, all[r].host);
         if (*all[r].why) snprintf(why, size, "%s", all[r].why);
     }
-    return !*why;
 }
-static inline P2pCard p2p_card(const P2p *p) {
-    P2pCard card;
-    memset(&card, 0, sizeof card);
-    snprintf(card.host, sizeof card.host, "%s", p->comm->host);
-    const cudaError_t status = cudaIpcGetMemHandle(&card.memory, p->memory);
+static inline void p2p_share(P2p *p, const P2pCard *, P2pCard *mine) {
+    snprintf(mine->host, sizeof mine->host, "%s", p->comm->host);
+    const cudaError_t status = cudaIpcGetMemHandle(&mine->memory, p->memory);
     cudaGetLastError();
     if (status != cudaSuccess)
-        snprintf(card.why, sizeof card.why, "rank %d cannot share its memory (cudaIpcGetMemHandle: %s)",
+        snprintf(mine->why, sizeof mine->why, "rank %d cannot share its memory (cudaIpcGetMemHandle: %s)",
                  p2p_job_rank(p, p->view.rank), cudaGetErrorString(status));
-    return card;
 }
 static inline void p2p_map(P2p *p, const P2pCard *all, P2pCard *mine) {
+    p2p_place(p, p->view.rank, p->memory);
     for (int r = 0; r < p->view.world && !*mine->why; r++) {
-        void *memory = p->memory;
-        cudaError_t status = cudaSuccess;
-        if (r != p->view.rank) status = cudaIpcOpenMemHandle(&memory, all[r].memory, cudaIpcMemLazyEnablePeerAccess);
+        void *memory;
+        if (r == p->view.rank) continue;
+        const cudaError_t status = cudaIpcOpenMemHandle(&memory, all[r].memory, cudaIpcMemLazyEnablePeerAccess);
         cudaGetLastError();
         if (status == cudaSuccess)
             p2p_place(p, r, (char *)memory);
@@ -359,8 +355,8 @@ static inline void p2p_map(P2p *p, const P2pCard *all, P2pCard *mine) {
 }
 static inline void p2p_unmap(P2p *p) {
     for (int r = 0; r < p->view.world; r++) {
-        if (r != p->view.rank && p->mapped[r]) cudaCheck(cudaIpcCloseMemHandle(p->mapped[r]));
-        p->mapped[r] = NULL;
+        if (r != p->view.rank && p->view.signals[r]) cudaCheck(cudaIpcCloseMemHandle(p->view.signals[r]));
+        p->view.signals[r] = NULL;
     }
     p2p_watch(p, NULL);
 }

@@ -73,10 +73,10 @@ static inline unsigned push_peers(const Push *t) {
 // Of the call under way, in a rank's memory.
 static inline size_t push_slot(const Push *t, PushClass c) { return (size_t)(2 * c) + (t->states[c].call & 1); }
 static inline char *push_buffer_of(const Push *t, PushClass c, int rank) {
-    return t->p2p->mapped[rank] + t->p2p->behind_at + push_slot(t, c) * t->bytes;
+    return (char *)t->p2p->view.signals[rank] + t->p2p->behind_at + push_slot(t, c) * t->bytes;
 }
 static inline uint32_t *push_flags_of(const Push *t, PushClass c, int rank) {
-    char *flags = t->p2p->mapped[rank] + t->p2p->behind_at + 2 * PUSH_CLASSES * t->bytes;
+    char *flags = (char *)t->p2p->view.signals[rank] + t->p2p->behind_at + 2 * PUSH_CLASSES * t->bytes;
     return (uint32_t *)flags + push_slot(t, c) * P2P_RANKS;
 }
 // Rank k's rows, or its part of this rank's, are at k times the bytes of a rank's rows.
