@@ -1,63 +1,66 @@
-// What joins this rank's GPU to those of others: gradients and weights by unit (zero.cuh), rows of a tensor-parallel
-// group (rows.cuh), and short messages, which go peer to peer (p2p.cuh) where GPUs reach each other's memory, else
-// through NCCL. With one rank nothing is opened.
+// The links of this rank's GPU to those of other ranks: gradients and weights by unit (zero.cuh), rows of a
+// tensor-parallel group (rows.cuh), and short messages. Short messages go peer to peer (p2p.cuh) if GPUs can write to
+// each other's memory, else through NCCL. With one rank nothing is opened.
 #ifndef LLMC_LINKS_CUH
 #define LLMC_LINKS_CUH
 
 #include "rows.cuh"
 #include "zero.cuh"
 
-// Short messages: what they are, whose, and of how many bytes.
+// Short messages. Those with more bytes (of all pieces) go through NCCL. For a tensor-parallel group, whose compute
+// stream waits, two GPUs break even at 8 to 16 MiB. For a data-parallel group the limit is a guess: while a block waits
+// for the slowest rank, backward has an SM less.
 enum { SHORT_LOSS, SHORT_DATA, SHORT_TENSOR, NUM_SHORT };
-static const char *const short_names[NUM_SHORT] = {"loss and norm", "data parallel", "tensor parallel"};
+static const struct {
+    const char *name;
+    size_t bytes;
+} short_messages[NUM_SHORT] = {
+    {"loss and norm", 2 * sizeof(float)},
+    {"data parallel", 256 << 10},
+    {"tensor parallel", 8 << 20},
+};
 enum { TENSOR_CTAS = 32 };  // of NCCL, for rows
-// Above so many bytes, of all pieces, a message is NCCL's. In a tensor-parallel group the stream that computes waits;
-// two GPUs break even at 8 to 16 MiB. In a data-parallel one blocks take SMs from backward for as long as the slowest
-// rank takes to come (a guess).
-enum { SHORT_TENSOR_BYTES = 8 << 20, SHORT_DATA_BYTES = 256 << 10 };
 
 typedef struct {
     const Mesh *mesh;
     Zero zero;
     RowExchange rows;
     Copies copies;                 // gradients that ranks of the tensor-parallel group have parts of
-    P2p p2p[NUM_SHORT];            // workspaces of short messages; the last one is for pushed rows, too
-    char why_not[NUM_SHORT][256];  // they are not open; empty: they are
-    char carriers[768];            // who carries short messages, for people
+    P2p p2p[NUM_SHORT];            // workspaces of short messages; the last one is also that of `rows.push`
+    char why_not[NUM_SHORT][256];  // why a workspace is not open; empty: it is open
+    char carriers[768];            // says by what messages are sent, for the log
 } Links;
 
 static inline const Comm *short_group(const Mesh *mesh, int which) {
     return which == SHORT_LOSS ? &mesh->job : which == SHORT_DATA ? &mesh->dp : &mesh->tp;
 }
-static inline size_t short_bytes(int which) {
-    return which == SHORT_LOSS ? 2 * sizeof(float) : which == SHORT_DATA ? SHORT_DATA_BYTES : SHORT_TENSOR_BYTES;
-}
-// Why p2p.cuh is not even tried, as far as one rank knows; NULL: p2p_open finds out. Ranks that share a GPU take turns
-// at every wait, which is slow: they only push rows.
+// Why p2p_open is not even called; NULL: it is. Ranks that share a GPU are suspended in turns at every wait, which is
+// slow: they only push rows.
 static inline const char *why_not_p2p(const Options *o, const Mesh *mesh, int which, int pushes) {
     if (!o->p2p) return "--p2p 0";
     if (ranks_share_gpu && !(which == SHORT_TENSOR && pushes)) return "ranks may share a GPU";
     return short_group(mesh, which)->world > P2P_RANKS ? "more than 8 ranks" : NULL;
 }
 
-// Names the buffers of links, which must not move. row_elements: of all rows of the residual stream; copied, copies:
-// gradients that a group has copies of, in elements and in stretches.
+// Requests the buffers of links, which must not move. row_elements: of all rows of the residual stream. copied, copies:
+// elements and number of the gradients that a tensor-parallel group has copies of.
 static inline void links_request(Links *k, const Options *o, const Mesh *mesh, int trains, int may_overlap,
                                  size_t row_elements, size_t copied, int copies, Memory *memory) {
-    const size_t ranks = (size_t)mesh->tp.world, batch = copied < COPY_BATCH ? copied : (size_t)COPY_BATCH;
+    const size_t ranks = mesh->tp.world, batch = copied < COPY_BATCH ? copied : (size_t)COPY_BATCH;
     for (int i = 0; i < NUM_SHORT; i++) {
         const size_t rows = i == SHORT_TENSOR && may_overlap ? push_bytes(row_elements * sizeof(floatX)) : 0;
         if (why_not_p2p(o, mesh, i, may_overlap)) continue;
-        p2p_request(&k->p2p[i], memory, short_group(mesh, i)->world, short_bytes(i), rows);
+        p2p_request(&k->p2p[i], memory, short_group(mesh, i)->world, short_messages[i].bytes, rows);
     }
     if (ranks == 1) return;
     memory_request(memory, &k->rows.gathered, "tensor parallel", "all rows, or parts of a sum (B,T,C)", row_elements);
     if (!trains) return;
     memory_request(memory, &k->copies.batch, "tensor parallel", "gradients of copies", ranks * batch);
-    memory_request(memory, &k->copies.list, "tensor parallel", "table of copies", (size_t)copies);
+    memory_request(memory, &k->copies.list, "tensor parallel", "table of copies", copies);
 }
 
-// A wait ends before the watchdog's time-out, because it can say whom it was for; sooner from the second step on.
+// A wait is given up before the watchdog's time-out, because its message names the rank that did not come. The bound is
+// shorter from the second step on.
 static inline void links_patience(Links *k) {
     const double seconds = 0.8 * watchdog.timeout * watchdog_patience();
     for (P2p &p : k->p2p) p2p_patience(&p, seconds);
@@ -75,20 +78,21 @@ static inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, 
             snprintf(why, sizeof k->why_not[i], "%s", not_tried);
         else
             p2p_open(&k->p2p[i], group, stream, 30 /*all begin its trial together*/, why, sizeof k->why_not[i]);
-        watchdog_print(text, size, "%s%s: ", *text ? "; " : "", short_names[i]);
+        watchdog_print(text, size, "%s%s: ", *text ? "; " : "", short_messages[i].name);
         if (*why)
             watchdog_print(text, size, "NCCL (%s)", why);
-        else
+        else if (i == SHORT_LOSS)
             watchdog_print(text, size, "peer to peer");
-        if (!*why && i != SHORT_LOSS) watchdog_print(text, size, " up to %zu KiB", short_bytes(i) >> 10);
+        else
+            watchdog_print(text, size, "peer to peer up to %zu KiB", short_messages[i].bytes >> 10);
     }
     const char *when = k->zero.at_once ? "all at once after backward" : "unit by unit under backward";
     if (*text && k->mesh->dp.world > 1) watchdog_print(text, size, "; gradients: NCCL, %s", when);
     nccl_shorten(&k->zero.nccl, &k->p2p[SHORT_DATA]);
     if (!ranks_share_gpu) nccl_shorten(&k->rows.nccl, &k->p2p[SHORT_TENSOR]);
-    comm_align(&k->mesh->job);  // groups may have come to unequal answers
+    comm_align(&k->mesh->job);  // p2p_open has a different number of collectives where it fails
 }
-// Rows under products: all groups of the job alike. bytes: of all rows
+// Opens the exchange of rows under products, in all groups of the job or in none. bytes: of all rows.
 static inline void links_open_overlap(Links *k, const Options *o, size_t bytes, int never_d_fcproj) {
     const Comm *job = &k->mesh->job;
     const P2p *p2p = &k->p2p[SHORT_TENSOR];
@@ -105,7 +109,7 @@ static inline void links_open_overlap(Links *k, const Options *o, size_t bytes, 
     x->overlap.never[OVER_D_FCPROJ] = never_d_fcproj;
     overlap_set(&x->overlap, o->tp_overlap > 0);
 }
-// data (count) = the sum over all ranks of the job, on the compute stream. 0: somebody else must do it.
+// data (count) = the sum over all ranks of the job, on the compute stream. Returns 0 if it cannot.
 static inline int links_sum(Links *k, const char *name, float *data, size_t count) {
     const P2p *p = &k->p2p[SHORT_LOSS];
     if (!p->opened) return 0;

@@ -1,9 +1,9 @@
-// Collectives of a group of ranks, on one stream. NCCL carries them; short ones go peer to peer (p2p.cuh) where
-// nccl_shorten gave a workspace of the same group and stream. What is gathered is the same. A sum that NCCL rounds to
-// bf16 after each hop is there one in fp32 over ranks 0, 1, ... and rounded once: bitwise identical for two ranks.
+// Collectives of a group of ranks, on one stream, by NCCL. Short messages go peer to peer (p2p.cuh) if nccl_shorten
+// gave a workspace of the same group and stream. NCCL rounds a bf16 sum after each hop; p2p.cuh sums in fp32 over ranks
+// 0, 1, ... and rounds once. For two ranks both are bitwise identical.
 //
-// Each call is an entry of the watchdog's ring, and the stream itself says when it begins and when it is done, so that
-// a report names the collective that stands. The watchdog also asks NCCL for errors: one of a peer ends the job.
+// Each call is an entry of the watchdog's ring. The stream itself writes when a call begins and when it is done, so a
+// report shows which collective hangs. The watchdog also polls NCCL's errors: an error of a peer ends the job.
 // With one rank every call returns at once.
 #ifndef LLMC_NCCL_CUH
 #define LLMC_NCCL_CUH
@@ -11,22 +11,21 @@
 #include "nccl_calls.cuh"
 #include "p2p.cuh"
 
-// Streams whose progress the watchdog sees: gradients and weights (zero.cuh), rows (rows.cuh), and each class of
-// push.cuh.
+// The lanes of the watchdog: gradients and weights (zero.cuh), rows (rows.cuh), then one for each class of push.cuh.
 enum NcclLane { LANE_DATA, LANE_TENSOR, LANE_PUSH };
 
 typedef struct {
     NcclHandle handle;
     const Comm *comm;  // the group
-    const P2p *p2p;    // open: takes what fits into it; or NULL
+    const P2p *p2p;    // carries messages that fit; or NULL
     cudaStream_t stream;
     int rank, world, lane;
-    uint32_t bundle;  // number of the entry of all that follows, up to nccl_bundle_end; 0: none
+    uint32_t bundle;  // number of the entry that all calls up to nccl_bundle_end share; 0: none
 } Nccl;
 
-// ---- what the watchdog's thread sees
+// ---- what the watchdog's thread reads
 
-// By lane: communicators, and in pinned memory {started, done} of the lane's stream, which the stream writes.
+// By lane: the communicator, and in pinned memory {started, done}, which the lane's stream writes.
 static struct {
     NcclHandle handles[WATCHDOG_LANES];
     uint32_t *progress;
@@ -34,7 +33,7 @@ static struct {
 
 static inline int nccl_hook(char *text, size_t size) {
     const char *error = NULL;
-    if (p2p_hook(text, size)) return 1;  // knows which rank did not come
+    if (p2p_hook(text, size)) return 1;  // it names the rank that did not come
     for (NcclHandle handle : nccl_watched.handles)
         if (handle && !error) error = nccl_error(handle);
     if (error) snprintf(text, size, "NCCL: %s; NCCL_DEBUG=INFO says more", error);
@@ -45,13 +44,13 @@ static inline void nccl_watch(int lane, NcclHandle handle) {
         cudaCheck(cudaMallocHost(&nccl_watched.progress, 2 * WATCHDOG_LANES * sizeof(uint32_t)));
         memset(nccl_watched.progress, 0, 2 * WATCHDOG_LANES * sizeof(uint32_t));
     }
-    watchdog_watch(NULL, NULL);  // nobody looks while it changes
+    watchdog_watch(NULL, NULL);  // its thread must not read `handles` now
     nccl_watched.handles[lane] = handle;
     watchdog_watch(nccl_hook, nccl_watched.progress);
 }
-// Around what a stream does together with those of other ranks. On the compute stream, what follows waits for it.
+// Around a collective on a stream. The compute stream has LANE_TENSOR; its laps show what collectives cost.
 static inline uint32_t lane_begin(int lane, const char *name, size_t bytes, cudaStream_t stream) {
-    const uint32_t number = (uint32_t)watchdog_op_begin(name, bytes, lane);
+    const uint32_t number = watchdog_op_begin(name, bytes, lane);
     if (lane == LANE_TENSOR) timing_lap("other", 0, 0, stream);
     stream_write(stream, &nccl_watched.progress[2 * lane], number);
     return number;
@@ -63,7 +62,7 @@ static inline void lane_end(int lane, uint32_t number, cudaStream_t stream) {
 
 // ---- life
 
-// comm must not move. lane: another one for each communicator of a process. max_ctas: see nccl_connect.
+// comm must not move. Each communicator of a process has a lane of its own. max_ctas: see nccl_connect.
 static inline Nccl nccl_open(const Comm *comm, cudaStream_t stream, int max_ctas, int lane) {
     Nccl n = {NULL, comm, NULL, stream, comm->rank, comm->world, lane, 0};
     if (n.world == 1) return n;
@@ -77,13 +76,13 @@ static inline void nccl_close(Nccl *n) {
     nccl_disconnect(n->handle);
     n->world = 1;
 }
-// Takes messages that fit from now on, if it is open. It must not move.
+// From now on p carries the messages that fit, if it is open. p must not move.
 static inline void nccl_shorten(Nccl *n, const P2p *p) { n->p2p = p->opened ? p : NULL; }
 static inline int nccl_is_short(const Nccl *n, size_t bytes) { return n->p2p && bytes <= n->p2p->max_bytes; }
 
 // ---- collectives
 
-// All that lies between these two is one entry, and one kernel of NCCL; it needs no names.
+// All calls between these two are one entry of the watchdog's ring and one kernel of NCCL. They need no names.
 static inline void nccl_bundle_begin(Nccl *n, const char *name, size_t bytes) {
     if (n->world == 1) return;
     n->bundle = lane_begin(n->lane, name, bytes, n->stream);
@@ -97,7 +96,7 @@ static inline void nccl_bundle_end(Nccl *n) {
 }
 template <typename T>
 static inline void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *to, const T *from, size_t count) {
-    const size_t bytes = (size_t)n->world * count * sizeof(T);
+    const size_t bytes = n->world * count * sizeof(T);
     const int is_short = nccl_is_short(n, bytes);
     if (n->world == 1) return;
     const uint32_t number = n->bundle ? 0 : lane_begin(n->lane, name, bytes, n->stream);
@@ -111,7 +110,7 @@ static inline void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *t
 }
 // data (world * count): piece `rank` becomes the sum over ranks, in place; the other pieces are left undefined.
 template <typename T> inline void nccl_reduce_scatter(const Nccl *n, const char *name, T *data, size_t count) {
-    nccl_run(n, NCCL_REDUCE_SCATTER, name, data + (size_t)n->rank * count, (const T *)data, count);
+    nccl_run(n, NCCL_REDUCE_SCATTER, name, data + n->rank * count, (const T *)data, count);
 }
 // to (world, count): every rank's `mine` (count), which may be its place in `to`
 template <typename T> inline void nccl_all_gather(const Nccl *n, const char *name, T *to, const T *mine, size_t count) {
@@ -119,10 +118,9 @@ template <typename T> inline void nccl_all_gather(const Nccl *n, const char *nam
 }
 // data (world * count): piece k becomes rank k's, in place.
 template <typename T> inline void nccl_all_gather(const Nccl *n, const char *name, T *data, size_t count) {
-    nccl_all_gather(n, name, data, data + (size_t)n->rank * count, count);
+    nccl_all_gather(n, name, data, data + n->rank * count, count);
 }
-// slots (world, count): what rank r has of this rank's piece of parts (world, count) comes to slot r, but for this
-// rank's own.
+// slots, parts (world, count): slot r becomes rank r's part of this rank's piece, for all ranks but this one.
 template <typename T>
 inline void nccl_exchange(const Nccl *n, const char *name, T *slots, const T *parts, size_t count) {
     nccl_run(n, NCCL_EXCHANGE, name, slots, parts, count);

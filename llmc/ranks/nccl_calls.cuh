@@ -1,5 +1,5 @@
-// All that is asked of NCCL, and the only file where a build with and without it differ. Without it there is one rank,
-// and none of these calls is made. Tests whose ranks share a GPU, which NCCL does not allow, have calls of their own
+// All calls of NCCL. Only this file differs between a build with NCCL and one without. A build without NCCL has one
+// rank and makes none of these calls. NCCL does not allow ranks to share a GPU: tests that do have their own calls
 // (dev/test/nccl_for_tests.cuh).
 #ifndef LLMC_NCCL_CALLS_CUH
 #define LLMC_NCCL_CALLS_CUH
@@ -7,9 +7,9 @@
 #include "../comm.h"
 #include "../cuda/common.cuh"
 
-inline bool ranks_share_gpu = false;  // for those tests
+inline bool ranks_share_gpu = false;  // true in these tests only
 
-// What is carried, by pieces of `count` elements: one for each rank, in the order of ranks.
+// Collectives on pieces of `count` elements, one for each rank, in the order of ranks.
 enum NcclKind {
     NCCL_REDUCE_SCATTER,  // from (world * count) -> to (count): the sum over ranks of this rank's piece
     NCCL_ALL_GATHER,      // from (count) -> to (world * count): every rank's
@@ -28,8 +28,8 @@ static inline void nccl_check(ncclResult_t status, const char *call, const char 
 }
 #define ncclCheck(call) nccl_check((call), #call, __FILE__, __LINE__)
 
-// The group's first rank makes the id, MPI carries it: no file, no address, nothing stale. `max_ctas` leaves the other
-// SMs to matmuls.
+// The group's first rank makes the id and MPI broadcasts it: no file and no address. max_ctas: SMs that NCCL may use;
+// the others are left to matmuls.
 static inline NcclHandle nccl_connect(const Comm *comm, int max_ctas) {
     ncclUniqueId id;
     NcclHandle handle;
@@ -44,15 +44,15 @@ static inline void nccl_disconnect(NcclHandle handle) { ncclCheck(ncclCommDestro
 // NULL, or why the communicator is broken. Safe to call from another thread.
 static inline const char *nccl_error(NcclHandle handle) {
     ncclResult_t status = ncclSuccess;
-    const ncclResult_t asked = ncclCommGetAsyncError(handle, &status);
-    if (asked == ncclSuccess && (status == ncclSuccess || status == ncclInProgress)) return NULL;
+    if (ncclCommGetAsyncError(handle, &status) == ncclSuccess && (status == ncclSuccess || status == ncclInProgress))
+        return NULL;
     return ncclGetErrorString(status);
 }
-// What NCCL is asked for between begin and end is one kernel.
+// NCCL makes one kernel of all calls between begin and end.
 static inline void nccl_calls_begin(void) { ncclCheck(ncclGroupStart()); }
 static inline void nccl_calls_end(void) { ncclCheck(ncclGroupEnd()); }
 
-// size: of an element, which is a float or bf16
+// size: bytes of an element, which is a float or bf16.
 static inline void nccl_carry(NcclHandle handle, NcclKind kind, const Comm *comm, void *to, const void *from,
                               size_t count, size_t size, cudaStream_t stream) {
     const ncclDataType_t type = size == sizeof(float) ? ncclFloat : ncclBfloat16;
@@ -62,8 +62,8 @@ static inline void nccl_carry(NcclHandle handle, NcclKind kind, const Comm *comm
     nccl_calls_begin();
     for (int k = 1; k < comm->world; k++) {
         const int next = (comm->rank + k) % comm->world, before = (comm->rank - k + comm->world) % comm->world;
-        ncclCheck(ncclSend((const char *)from + (size_t)next * count * size, count, type, next, handle, stream));
-        ncclCheck(ncclRecv((char *)to + (size_t)before * count * size, count, type, before, handle, stream));
+        ncclCheck(ncclSend((const char *)from + next * count * size, count, type, next, handle, stream));
+        ncclCheck(ncclRecv((char *)to + before * count * size, count, type, before, handle, stream));
     }
     nccl_calls_end();
 }
@@ -76,11 +76,11 @@ static inline NcclHandle nccl_connect(const Comm *comm, int) {
         "install NCCL (make doctor says how) and build again, or start one rank",
         comm->world);
 }
-static inline void nccl_disconnect(NcclHandle) {}
-static inline const char *nccl_error(NcclHandle) { return NULL; }
+static inline void nccl_disconnect(...) {}
+static inline const char *nccl_error(...) { return NULL; }
 static inline void nccl_calls_begin(void) {}
 static inline void nccl_calls_end(void) {}
-static inline void nccl_carry(NcclHandle, NcclKind, const Comm *, void *, const void *, size_t, size_t, cudaStream_t) {}
+static inline void nccl_carry(...) {}
 #endif
 
 #endif

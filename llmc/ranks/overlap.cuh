@@ -1,17 +1,16 @@
-// Which products of a block overlap with the exchange of their rows: what --tp-overlap says, or what was measured
-// faster. Each kind of product is decided for itself, and for all blocks alike.
+// Which products of a block overlap with the exchange of their rows: as --tp-overlap says, or as measured to be faster.
+// The choice is made for each kind of product, and is the same in all blocks.
 //
-// A product overlaps in parts: of the rows of one rank, of two, of four. Fewer parts hide less, and each fills the GPU
-// better. overlap_begin and overlap_end stand around each product with its exchange; while the measurement runs they
-// time it.
+// A product that overlaps is computed in parts: the rows of one rank, of two, of four. Fewer parts hide less of the
+// exchange, but use the GPU better. overlap_begin and overlap_end are called around each product with its exchange;
+// they time it while the measurement runs.
 #ifndef LLMC_OVERLAP_CUH
 #define LLMC_OVERLAP_CUH
 
 #include "../comm.h"
 #include "../cuda/common.cuh"
 
-// A block's four products, of which two read rows that are gathered and two give parts that are scattered; the same in
-// backward.
+// A block's four products: two read gathered rows, two give parts that are scattered. The same in backward.
 enum OverlapKind {
     OVER_QKV,
     OVER_PROJ,
@@ -33,14 +32,15 @@ static const char *const overlap_names[] = {
     "backward, projection",
     "backward, q,k,v",
 };
-// Ways: synchronous, then by one rank's rows, by two, by four.
-enum { OVER_WAYS = 4, OVER_REGIONS = 1024 /*those behind them are not timed*/, OVER_REPEATS = 3 };
-static const double OVER_GAIN = 0.99;  // of the synchronous time, at least
+// Ways: synchronous; by one rank's rows, by two, by four. Regions: products of a micro-step that are timed, at most.
+enum { OVER_WAYS = 4, OVER_REGIONS = 1024, OVER_REPEATS = 3 };
+static const double OVER_GAIN = 0.99;  // overlap is chosen below this fraction of the synchronous time
 
 typedef struct {
-    int on[OVER_KINDS];                // by so many ranks' rows; 0: synchronous
-    int never[OVER_KINDS];             // cannot be computed in parts
-    int ways, differs;                 // of the measurement; overlapped gradients had other bits
+    int on[OVER_KINDS];     // ranks whose rows are a part; 0: synchronous
+    int never[OVER_KINDS];  // cannot be computed in parts
+    // Of the measurement.
+    int ways, differs;                 // differs: overlapped gradients were not bitwise identical
     double us[OVER_WAYS][OVER_KINDS];  // of a micro-step on the slowest rank
     int measures, way, regions, kinds[OVER_REGIONS];
     float best[OVER_WAYS][OVER_REGIONS];
@@ -68,21 +68,21 @@ static inline void overlap_end(OverlapChoice *o, cudaStream_t stream) {
     if (!o->measures || o->regions == OVER_REGIONS) return;
     cudaCheck(cudaEventRecord(o->events[o->regions++][1], stream));
 }
-// A micro-step is over; repeat: from 0.
+// After a micro-step. repeat: from 0.
 static inline void overlap_read(OverlapChoice *o, int repeat, cudaStream_t stream) {
     cudaCheck(cudaStreamSynchronize(stream));
     for (int i = 0; i < o->regions; i++) {
         float ms;
         cudaCheck(cudaEventElapsedTime(&ms, o->events[i][0], o->events[i][1]));
-        o->best[o->way][i] = repeat == 0 || ms < o->best[o->way][i] ? ms : o->best[o->way][i];
+        if (repeat == 0 || ms < o->best[o->way][i]) o->best[o->way][i] = ms;
     }
 }
-// All ranks of the job get the same times and so decide alike.
+// Decides by the times of all ranks of the job, so all ranks decide alike.
 static inline void overlap_decide(OverlapChoice *o, const Comm *job, int differs) {
     typedef double Times[OVER_WAYS][OVER_KINDS];
     memset(o->us, 0, sizeof o->us);
     for (int way = 0; way < o->ways; way++)
-        for (int i = 0; i < o->regions; i++) o->us[way][o->kinds[i]] += 1e3 * (double)o->best[way][i];
+        for (int i = 0; i < o->regions; i++) o->us[way][o->kinds[i]] += 1e3 * o->best[way][i];
     Times *all = (Times *)comm_gathered(job, o->us, sizeof o->us);
     for (int k = 0; k < OVER_KINDS; k++) {
         int best = 0;
@@ -99,15 +99,12 @@ static inline void overlap_print(const OverlapChoice *o, FILE *f) {
     int on = 0;
     for (int k = 0; k < OVER_KINDS; k++) on += o->on[k] > 0;
     fprintf(f, "rows between tensor-parallel ranks: %d of %d kinds of products overlap%s\n", on, (int)OVER_KINDS,
-            o->differs ? ": overlapped, gradients had other bits" : "");
+            o->differs ? ": overlapped gradients were not bitwise identical" : "");
     for (int k = 0; k < OVER_KINDS; k++) {
         fprintf(f, "  %-22s ", overlap_names[k]);
-        for (int way = 0; way < o->ways && o->us[0][k] > 0; way++) {
-            if (way == 0)
-                fprintf(f, "synchronous %9.1f us", o->us[way][k]);
-            else
-                fprintf(f, ", by %d %s %9.1f", overlap_ranks(way), way == 1 ? "rank's rows" : "ranks'", o->us[way][k]);
-        }
+        if (o->us[0][k] > 0) fprintf(f, "synchronous %9.1f us", o->us[0][k]);
+        for (int way = 1; way < o->ways && o->us[0][k] > 0; way++)
+            fprintf(f, ", by %d %s %9.1f", overlap_ranks(way), way == 1 ? "rank's rows" : "ranks'", o->us[way][k]);
         if (o->never[k])
             fprintf(f, ": synchronous, it sums a bias gradient over all rows\n");
         else if (o->on[k])

@@ -96,9 +96,11 @@ __device__ inline Pack p2p_sum(const P2pView &v, const Pack (&x)[P2P_RANKS], con
     }
     return to;
 }
-// The k-th rank after this one: each rank begins with another peer.
-__device__ inline int p2p_peer(const P2pView &v, int k) {
-    return v.rank + k < v.world ? v.rank + k : v.rank + k - v.world;
+// body(k, r) for k = 1, 2, ...: r is the k-th rank after this one, so that each rank begins with another peer.
+template <typename Body> __device__ __forceinline__ void p2p_for_peers(const P2pView &v, Body &&body) {
+    #pragma unroll
+    for (int k = 1; k < P2P_RANKS; k++)
+        if (k < v.world) body(k, v.rank + k < v.world ? v.rank + k : v.rank + k - v.world);
 }
 
 // A message is `world` pieces, and block b works on the same part of each; in one shot each piece is the whole message.
@@ -122,19 +124,10 @@ __global__ void __launch_bounds__(P2P_THREADS)
     auto slots = [&](int rank, int second) {
         return v.payload[rank] + (size_t)((call.epoch & 1) * 2 + second) * v.half;
     };
-    auto give = [&](unsigned i, const int4 &x) {  // to all peers, into the second half
-        #pragma unroll
-        for (int k = 1; k < P2P_RANKS; k++)
-            if (k < v.world) p2p_store(slots(p2p_peer(v, k), 1) + v.rank * slot + i * 16, x);
-    };
     int4 x[P2P_RANKS];  // loads go before stores and sums, so that all of them are in flight at once
     for (unsigned i = first + threadIdx.x; i < last && reduces; i += P2P_THREADS) {
-        #pragma unroll
-        for (int k = 1; k < P2P_RANKS; k++)
-            if (k < v.world) x[k] = one_shot && k > 1 ? x[1] : p2p_read<int4>(piece_of(p2p_peer(v, k)), i);
-        #pragma unroll
-        for (int k = 1; k < P2P_RANKS; k++)
-            if (k < v.world) p2p_store(slots(p2p_peer(v, k), 0) + v.rank * slot + i * 16, x[k]);
+        p2p_for_peers(v, [&](int k, int r) { x[k] = one_shot && k > 1 ? x[1] : p2p_read<int4>(piece_of(r), i); });
+        p2p_for_peers(v, [&](int k, int r) { p2p_store(slots(r, 0) + v.rank * slot + i * 16, x[k]); });
     }
     if (reduces) p2p_meet(v, call, signature, true);
     for (unsigned i = first + threadIdx.x; i < last; i += P2P_THREADS) {
@@ -148,18 +141,14 @@ __global__ void __launch_bounds__(P2P_THREADS)
             own = p2p_sum<T>(v, x, own);
             p2p_write(mine, i, own);
         }
-        if (gathers) give(i, own);
+        if (gathers) p2p_for_peers(v, [&](int, int r) { p2p_store(slots(r, 1) + v.rank * slot + i * 16, own); });
     }
     if (!gathers) return;
     call.meeting = 1;
     p2p_meet(v, call, signature, !reduces);
     for (unsigned i = first + threadIdx.x; i < last; i += P2P_THREADS) {
-        #pragma unroll
-        for (int k = 1; k < P2P_RANKS; k++)
-            if (k < v.world) x[k] = p2p_load(slots(v.rank, 1) + p2p_peer(v, k) * slot + i * 16);
-        #pragma unroll
-        for (int k = 1; k < P2P_RANKS; k++)
-            if (k < v.world) p2p_write(piece_of(p2p_peer(v, k)), i, x[k]);
+        p2p_for_peers(v, [&](int k, int r) { x[k] = p2p_load(slots(v.rank, 1) + r * slot + i * 16); });
+        p2p_for_peers(v, [&](int k, int r) { p2p_write(piece_of(r), i, x[k]); });
     }
 }
 
@@ -177,9 +166,8 @@ __global__ void __launch_bounds__(P2P_LINE_THREADS + WARP)
     auto slots = [&](int rank) { return (char *)(v.signals[rank] + 1) + parity; };
     for (unsigned i = first; i < lines && threadIdx.x < P2P_LINE_THREADS; i += stride) {
         const uint2 own = p2p_read<uint2>(piece, i);
-        #pragma unroll
-        for (int k = 1; k < P2P_RANKS; k++)
-            if (k < v.world) p2p_store_line(slots(p2p_peer(v, k)) + v.rank * v.line_slot + i * 16, own, call.epoch);
+        p2p_for_peers(v,
+                      [&](int, int r) { p2p_store_line(slots(r) + v.rank * v.line_slot + i * 16, own, call.epoch); });
     }
     P2P_DELAY(v.rank, call.epoch, 1);
     __syncthreads();

@@ -1,10 +1,12 @@
-// Rows between the GPUs of a tensor-parallel group while their SMs go on multiplying (--tp-overlap). A rank pushes what
-// a peer needs into the peer's memory by copy engine, on streams of its own. Behind it, on the same stream and without
-// a kernel, goes a flag: a kernel would wait for an SM, and a matmul has them all. The peer's compute stream waits for
+// Exchanges rows between the GPUs of a tensor-parallel group while their SMs compute products (--tp-overlap). A rank
+// pushes what a peer needs into the peer's memory by copy engine, on push streams. Then the same stream writes a flag
+// without a kernel: a kernel would wait for an SM while a matmul uses all of them. The peer's compute stream waits for
 // the flag just before it reads.
 //
-//   gather    push_rows: this rank's rows to all; push_wait(k): rows k of the buffer are there; push_end
-//   scatter   push_begin; push_part(k): its part of rows k; push_wait(all): parts of its own rows are there; push_end
+//   gather    push_rows sends this rank's rows to all; push_wait(k): rank k's rows are in the buffer; push_end
+//   scatter
+//     push_begin; push_part(k) sends this rank's part of rank k's rows; push_wait(all): the parts of this rank's
+//             rows are in the buffer; push_end
 //
 // The protocol. Calls are numbered by the host, separately in each of three classes. All ranks of a group make the same
 // calls in the same order. Each class has two buffers and two sets of flags, for odd and for even calls.
@@ -16,38 +18,38 @@
 //                            6 event `pushed`       buffer [n odd or even][a]  -->  7 reads
 //       8 push_end: waits for 6
 //
-// (a) Rows are there when they are read: 3 and 4 are one stream's, 4 is seen after 3, and 5 comes before 7.
-// (b) No rows are overwritten before they are read, and b need not say that it has read:
+// (a) Rows are there when they are read: 3 and 4 are on one stream, so 4 is visible after 3; and 5 comes before 7.
+// (b) No rows are overwritten before they are read, and b need not signal that it has read them:
 //     1. a's call n + 2 writes where its call n wrote; call n + 1 has other places.
-//     2. a pushes n + 2 behind its own begin of n + 2 (step 2), so after its compute stream has ended n + 1.
+//     2. a pushes call n + 2 after its own begin of n + 2 (step 2), so after its compute stream has ended n + 1.
 //     3. To end n + 1, a waited for b's push of n + 1. (Asserted: a call ends when all peers were waited for.)
-//     4. b pushed n + 1 behind its own begin of n + 1, so after all that b's compute stream had been given before.
-//     So callers give a call's reads to the compute stream before they begin the next call of the class.
-// (c) What is pushed may be overwritten after push_end, by 8. Calls of different classes may overlap.
-// (d) No wait holds up the push that it waits for, even where all streams of a process share one queue of the device:
-//     on every rank the host gives a call's pushes before its waits. Waits are bounded as all are in peers.cuh.
+//     4. b pushed n + 1 after its own begin of n + 1, so after all work that was enqueued before on b's compute stream.
+//     So callers enqueue the reads of a call on the compute stream before they begin the next call of the class.
+// (c) What was pushed may be overwritten after push_end, by 8. Calls of different classes may overlap.
+// (d) No wait blocks the push that it waits for, even if all streams of a process share one queue of the device: on
+//     every rank the host enqueues a call's pushes before its waits. Waits are bounded as in peers.cuh.
 #ifndef LLMC_PUSH_CUH
 #define LLMC_PUSH_CUH
 
 #include "nccl.cuh"
 
-// What is gathered for products by rows, for weight gradients, and what is summed.
+// Rows that are gathered for products; rows that are gathered for weight gradients; parts of a sum.
 enum PushClass { PUSH_ROWS, PUSH_ROWS_AGAIN, PUSH_PARTS, PUSH_CLASSES };
 static const char *const push_names[] = {"push rows", "push rows again", "push parts"};
-// One copy engine nearly fills the links of a GPU. Peers that are pushed to one after another get theirs in the order
-// in which they compute.
+// Few, because one copy engine nearly saturates the links of a GPU. Pushes to several peers on one stream arrive in the
+// order in which the peers compute.
 enum { PUSH_STREAMS = 2 };
 
 typedef struct {
     uint32_t call;   // number of the last one
-    uint32_t entry;  // its entry of the watchdog's ring
+    uint32_t entry;  // its number in the watchdog's ring
     int under_way;
-    unsigned sent, come;  // peers that were pushed to and waited for, a bit each
+    unsigned sent, come;  // peers that were pushed to; peers that were waited for: a bit each
     cudaEvent_t pushed[PUSH_STREAMS];
 } PushState;
 
 typedef struct {
-    const P2p *p2p;  // its workspace has behind it: [class][odd or even] buffers, [class][odd or even][rank] flags
+    const P2p *p2p;  // behind its workspace: [class][odd or even] buffers, then [class][odd or even][rank] flags
     size_t bytes;    // of a buffer
     int opened;
     cudaStream_t streams[PUSH_STREAMS];
@@ -55,7 +57,7 @@ typedef struct {
     PushState states[PUSH_CLASSES];
 } Push;
 
-// A thread for each peer of the mask: until its flag holds the call's number.
+// One thread for each peer of the mask waits until the peer's flag holds the call's number.
 static __global__ void __launch_bounds__(WARP)
     push_wait_kernel(const __grid_constant__ P2pView v, const uint32_t *flags, unsigned peers, const P2pCall call) {
     const int peer = (int)threadIdx.x;
@@ -70,16 +72,18 @@ static __global__ void __launch_bounds__(WARP)
 static inline unsigned push_peers(const Push *t) {
     return ((1u << t->p2p->view.world) - 1) & ~(1u << t->p2p->view.rank);
 }
-// Of the call under way, in a rank's memory.
-static inline size_t push_slot(const Push *t, PushClass c) { return (size_t)(2 * c) + (t->states[c].call & 1); }
+// Where the current call of a class has its buffer and its flags in a rank's memory.
+static inline size_t push_slot(const Push *t, PushClass c) { return 2 * c + (t->states[c].call & 1); }
+static inline char *push_memory(const Push *t, int rank) {
+    return (char *)t->p2p->view.signals[rank] + t->p2p->behind_at;
+}
 static inline char *push_buffer_of(const Push *t, PushClass c, int rank) {
-    return (char *)t->p2p->view.signals[rank] + t->p2p->behind_at + push_slot(t, c) * t->bytes;
+    return push_memory(t, rank) + push_slot(t, c) * t->bytes;
 }
 static inline uint32_t *push_flags_of(const Push *t, PushClass c, int rank) {
-    char *flags = (char *)t->p2p->view.signals[rank] + t->p2p->behind_at + 2 * PUSH_CLASSES * t->bytes;
-    return (uint32_t *)flags + push_slot(t, c) * P2P_RANKS;
+    return (uint32_t *)(push_memory(t, rank) + 2 * PUSH_CLASSES * t->bytes) + push_slot(t, c) * P2P_RANKS;
 }
-// Rank k's rows, or its part of this rank's, are at k times the bytes of a rank's rows.
+// Rank k's rows, or its part of this rank's rows, begin at k times the bytes of one rank's rows.
 static inline char *push_buffer(const Push *t, PushClass c) { return push_buffer_of(t, c, t->p2p->view.rank); }
 
 // ---- calls
@@ -95,7 +99,7 @@ static inline void push_begin(Push *t, PushClass c) {
 static inline void push_wait(Push *t, PushClass c, unsigned peers) {
     cudaStream_t stream = t->p2p->stream;
     PushState *s = &t->states[c];
-    const P2pCall call = {(P2pKind)(P2P_PUSHED + c), s->call, 0, t->bytes / (size_t)t->p2p->view.world};
+    const P2pCall call = {(P2pKind)(P2P_PUSHED + c), s->call, 0, t->bytes / t->p2p->view.world};
     assert(s->under_way && (peers & ~push_peers(t)) == 0);
     s->come |= peers;
     timing_lap("other", 0, 0, stream);
@@ -103,11 +107,11 @@ static inline void push_wait(Push *t, PushClass c, unsigned peers) {
     launchCheck();
     timing_lap(TIMING_RANKS, 0, 0, stream);
 }
-// To this rank's place in a rank's buffer what the compute stream has computed so far; `ready` has been recorded behind
-// it.
+// Pushes to this rank's place in the buffer of rank `to`. The event `ready` must have been recorded after `from` was
+// computed.
 static inline void push_to(Push *t, PushClass c, int to, const void *from, size_t bytes) {
     const int rank = t->p2p->view.rank, world = t->p2p->view.world, i = (to - rank + world) % PUSH_STREAMS;
-    const size_t at = (size_t)rank * bytes;
+    const size_t at = rank * bytes;
     cudaStream_t stream = t->streams[i];
     PushState *s = &t->states[c];
     assert(s->under_way && !(s->sent >> to & 1) && at + bytes <= t->bytes);
@@ -119,7 +123,7 @@ static inline void push_to(Push *t, PushClass c, int to, const void *from, size_
     }
     cudaCheck(cudaEventRecord(s->pushed[i], stream));
 }
-// A gather begins: `mine`, of `bytes`, goes to everybody, with `whole` to this rank's own buffer too. Returns that.
+// Begins a gather: sends `mine` to all peers and, if `whole`, to this rank's own buffer. Returns this buffer.
 static inline char *push_rows(Push *t, PushClass c, const void *mine, size_t bytes, int whole) {
     const int rank = t->p2p->view.rank, world = t->p2p->view.world;
     push_begin(t, c);
@@ -128,7 +132,7 @@ static inline char *push_rows(Push *t, PushClass c, const void *mine, size_t byt
     if (whole) push_to(t, c, rank, mine, bytes);
     return push_buffer(t, c);
 }
-// Of a scatter: this rank's part of a peer's rows.
+// In a scatter: sends this rank's part of a peer's rows.
 static inline void push_part(Push *t, int peer, const void *part, size_t bytes) {
     cudaCheck(cudaEventRecord(t->ready, t->p2p->stream));
     push_to(t, PUSH_PARTS, peer, part, bytes);
@@ -144,11 +148,11 @@ static inline void push_end(Push *t, PushClass c) {
 // ---- life
 
 static inline size_t push_buffer_bytes(size_t bytes) { return round_up(bytes, 512); }
-// What p2p_request must share behind its own, for `bytes` of all rows.
+// What p2p_request must share behind its workspace. bytes: of all rows.
 static inline size_t push_bytes(size_t bytes) {
     return 2 * PUSH_CLASSES * (push_buffer_bytes(bytes) + P2P_RANKS * sizeof(uint32_t));
 }
-// p2p: open, and on the compute stream; it must not move.
+// p2p: open and on the compute stream. It must not move.
 static inline void push_open(Push *t, const P2p *p2p, size_t bytes) {
     int low, high;
     memset(t, 0, sizeof *t);
@@ -162,7 +166,7 @@ static inline void push_open(Push *t, const P2p *p2p, size_t bytes) {
     for (PushState &s : t->states)
         for (cudaEvent_t &event : s.pushed) cudaCheck(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
 }
-// All ranks of the group, before p2p_close, which waits until nobody pushes any more.
+// All ranks of the group call it before p2p_close, whose barrier is behind the last push of all ranks.
 static inline void push_close(Push *t) {
     if (!t->opened) return;
     cudaCheck(cudaDeviceSynchronize());

@@ -1,12 +1,14 @@
-// Sums over the ranks of a tensor-parallel group (mesh.h says what is split). All of them run over ranks in their
-// order, in fp32, and are rounded once: the same on every rank, and the same whatever carried the parts.
+// Sums over the ranks of a tensor-parallel group (mesh.h says what is split). They run over ranks in their order, in
+// fp32, and are rounded once: bitwise identical on all ranks, and independent of how the parts were sent.
 //
-//   rows_sum     rows of which each rank has sent its part, with the bias or the positions that belong to the sum. Of
-//                one part it is bitwise what a matmul gives that adds the bias itself.
-//   copies_sum   gradients of norms, biases and, where there are fewer heads than ranks, keys and values: packed,
-//                gathered, added in the order of the ranks that have them. It comes after the data-parallel sum, whose
-//                order may differ between groups: so copies stay copies, bit for bit. (Of positions each rank has all
-//                of the sum already: the first one's is taken.)
+//   rows_sum     sums the parts of rows that the ranks have sent, and adds the bias or the position embeddings. For one
+//                part it is bitwise identical to a matmul that adds the bias in its epilogue.
+//   copies_sum
+//     sums gradients that several ranks have parts of: of norms, biases and, where there are fewer heads than
+//                ranks, keys and values. They are packed, gathered, and added in the order of the ranks that have them.
+//                It comes after the data-parallel sum, whose order may differ between groups, so that copies stay
+//                bitwise identical. (Of position embeddings each rank has the whole sum already: the first rank's is
+//                taken.)
 //
 // Ladder: dev/cuda/tp.cu.
 #ifndef LLMC_SUMS_CUH
@@ -15,12 +17,14 @@
 #include "../mesh.h"
 #include "nccl.cuh"
 
+#include <algorithm>
+
 enum { SUM_THREADS = 256, SUM_IN_FLIGHT = 4 /*parts that a thread reads before it adds the first*/ };
 
 // ---- rows
 
-// out (rows,C) = its own values, which are part `own` of the sum, and slots (world,rows,C), without slot `own` (< 0:
-// all of them), + row (first + n) % period of add (period,C; NULL: none)
+// out (rows,C) = the sum of slots (world,rows,C), + row (first + n) % period of add (period,C; NULL: none). out itself
+// holds part `own`, whose slot is not read (own < 0: all slots are read).
 static __global__ void __launch_bounds__(SUM_THREADS)
     rows_sum_kernel(floatX *out, const floatX *__restrict__ slots, const floatX *__restrict__ add, int world, int own,
                     size_t piece, int C, int first, int period) {
@@ -54,17 +58,19 @@ static __global__ void __launch_bounds__(SUM_THREADS)
 static inline void rows_sum(floatX *out, const floatX *slots, const floatX *add, int world, int own, int rows, int C,
                             int first, int period, cudaStream_t stream) {
     const size_t piece = (size_t)rows * C;
-    const unsigned blocks = (unsigned)ceil_div(piece / VecX::size, SUM_THREADS);
     require(C % VecX::size == 0 && period > 0 && ((uintptr_t)out | (uintptr_t)slots | (uintptr_t)add) % 16 == 0,
             "sum of parts of %d channels\nuse a multiple of %d, and buffers from memory_request", C, VecX::size);
-    rows_sum_kernel<<<blocks, SUM_THREADS, 0, stream>>>(out, slots, add, world, own, piece, C, first, period);
+    rows_sum_kernel<<<blocks_for(piece / VecX::size, SUM_THREADS), SUM_THREADS, 0, stream>>>(out, slots, add, world,
+                                                                                             own, piece, C, first,
+                                                                                             period);
     launchCheck();
-    timing_lap("sum of parts", 0, (world + 1.0) * (double)piece * sizeof(floatX), stream);
+    timing_lap("sum of parts", 0, (world + 1.0) * piece * sizeof(floatX), stream);
 }
 
 // ---- gradients of copies
 
-// Gradients [offset, offset + count), at `packed` of a batch: the sum of those of ranks first, ..., first + ranks - 1.
+// Gradients [offset, offset + count) become the sum of those of ranks first, ..., first + ranks - 1. packed: their
+// place in a batch.
 typedef struct {
     size_t offset, packed;
     int count, first, ranks;
@@ -77,7 +83,7 @@ typedef struct {
     size_t total;            // elements of all copies
 } Copies;
 
-// A block for each copy, of one batch.
+// One block for each copy of a batch.
 static __global__ void __launch_bounds__(SUM_THREADS)
     copies_pack_kernel(floatX *__restrict__ batch, const floatX *__restrict__ grads, const Copy *__restrict__ copies) {
     const Copy c = copies[blockIdx.x];
@@ -94,19 +100,18 @@ static __global__ void __launch_bounds__(SUM_THREADS)
     }
 }
 static inline void copies_pack(floatX *batch, const floatX *grads, const Copy *copies, int count, cudaStream_t stream) {
-    copies_pack_kernel<<<(unsigned)count, SUM_THREADS, 0, stream>>>(batch, grads, copies);
+    copies_pack_kernel<<<count, SUM_THREADS, 0, stream>>>(batch, grads, copies);
     launchCheck();
 }
 // batch (ranks, size)
 static inline void copies_unpack(floatX *grads, const floatX *batch, const Copy *copies, int count, size_t size,
                                  cudaStream_t stream) {
-    copies_unpack_kernel<<<(unsigned)count, SUM_THREADS, 0, stream>>>(grads, batch, copies, size);
+    copies_unpack_kernel<<<count, SUM_THREADS, 0, stream>>>(grads, batch, copies, size);
     launchCheck();
 }
 
-// The list of this rank's copies that must be added up, none of them across the border of a batch of `room` elements:
-// owned[u] is what this rank has of unit u's gradients when the data-parallel sum is done. out NULL: only their number.
-// *total: their elements.
+// Lists this rank's copies that must be added up; none of them crosses the end of a batch of `room` elements. owned[u]:
+// what this rank has of unit u's gradients after the data-parallel sum. out NULL: only counts. *total: their elements.
 static inline int copies_find(const Mesh *mesh, const ParamTable *t, const Span *owned, size_t room, Copy *out,
                               size_t *total) {
     int count = 0;
@@ -119,11 +124,8 @@ static inline int copies_find(const Mesh *mesh, const ParamTable *t, const Span 
             if (q->copies == 1 || (!partial && mesh->dp.world == 1)) continue;
             Span left = span_overlap(owned[p->unit], p->offset + q->begin, q->count);
             while (left.count) {
-                size_t n = room - *total % room;
-                if (n > left.count) n = left.count;
-                if (n > COPY_MOST) n = COPY_MOST;
-                const Copy c = {left.begin, *total % room, (int)n, mesh->tp.rank - q->copy, partial ? q->copies : 1};
-                if (out) out[count] = c;
+                const size_t at = *total % room, n = std::min({room - at, left.count, (size_t)COPY_MOST});
+                if (out) out[count] = {left.begin, at, (int)n, mesh->tp.rank - q->copy, partial ? q->copies : 1};
                 count++;
                 *total += n;
                 left.begin += n;
@@ -132,17 +134,17 @@ static inline int copies_find(const Mesh *mesh, const ParamTable *t, const Span 
         }
     return count;
 }
-// The copies of the first batch, of the list from `begin` on, end before the one that is returned. size: of the batch
+// The end of the batch of `size` elements that begins with list[begin].
 static inline int copies_batch_end(const Copy *list, int begin, size_t size) {
-    for (size_t n = 0; n < size; begin++) n += (size_t)list[begin].count;
+    for (size_t n = 0; n < size; begin++) n += list[begin].count;
     return begin;
 }
 static inline void copies_sum(const Copies *c, const Nccl *group, floatX *grads) {
     int begin = 0;
     for (size_t at = 0, size; at < c->total; at += size) {
-        size = c->total - at < COPY_BATCH ? c->total - at : (size_t)COPY_BATCH;
+        size = std::min(c->total - at, (size_t)COPY_BATCH);
         const int end = copies_batch_end(c->host_list, begin, size);
-        copies_pack(c->batch + (size_t)group->rank * size, grads, c->list + begin, end - begin, group->stream);
+        copies_pack(c->batch + group->rank * size, grads, c->list + begin, end - begin, group->stream);
         nccl_all_gather(group, "gather copies", c->batch, size);
         copies_unpack(grads, c->batch, c->list + begin, end - begin, size, group->stream);
         begin = end;
