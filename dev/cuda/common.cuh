@@ -298,6 +298,17 @@ static int check(const char *what, const T *device, const float *ref, size_t row
     return ok && bites;
 }
 
+// The absmax that a kernel left beside its output, to the bit; NaN if the output has one. `more`: what it began from.
+template <typename T>
+static void check_absmax(const char *what, const float *absmax, const T *out, size_t n, float more) {
+    const float *x = download(out, n), got = *download(absmax, 1);
+    float want = more;
+    for (size_t i = 0; i < n; i++)
+        if (isnan(x[i]) || fabsf(x[i]) > want) want = fabsf(x[i]);
+    check_true(got == want || (isnan(got) && isnan(want)), "absmax of %s is %g, not %g", what, (double)got,
+               (double)want);
+}
+
 // ---- determinism: `run` sets its += outputs and launches; every repeat must leave the same bits in all spans
 
 typedef struct {

@@ -80,6 +80,51 @@ static void check_norm(NormKind kind, int N, int C, int with_bias, int accumulat
                     run);
 }
 
+// The absmax beside the results, which must not change by it. `before`: absmax of other rows; `special` is one input.
+static void check_absmax_of_norm(NormKind kind, int N, int C, float before, float special) {
+    ladder_case("absmax %s N=%d C=%d before %g special %g", kind_name(kind), N, C, (double)before, (double)special);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t n = (size_t)N * C;
+    const int layer = kind == NORM_LAYER;
+    float *a = host_normal(n, 1.0f), *old = host_normal(n, 0.1f);
+    a[n - 1] = as_floatX(special);
+    floatX *d_a = upload<floatX>(a, n), *b = device_normal<floatX>(n, 1), *weight = device_normal<floatX>(C, 1),
+           *dout = device_normal<floatX>(n, 0.1f), *out[2], *dinp[2];
+    floatX *residual = device_new<floatX>(n), *dweight = device_new<floatX>(C), *dbias = device_new<floatX>(C);
+    float *mean = layer ? device_new<float>(N) : NULL, *rstd = device_new<float>(N), *absmax = device_new<float>(1),
+          *dabsmax = device_new<float>(1);
+    char *scratch = device_new<char>(norm_backward_scratch_bytes(C));
+    for (int with = 0; with < 2; with++) {
+        out[with] = device_new<floatX>(n);
+        dinp[with] = upload<floatX>(old, n);
+    }
+    for (int with_residual = 0; with_residual < 2; with_residual++) {
+        for (int with = 0; with < 2; with++) {
+            upload_to(absmax, &before, 1);
+            const Norm norm = {kind,
+                               C,
+                               1e-5f,
+                               weight,
+                               layer ? weight : NULL,
+                               dweight,
+                               layer ? dbias : NULL,
+                               mean,
+                               rstd,
+                               residual,
+                               with ? absmax : NULL,
+                               with ? dabsmax : NULL};
+            norm_forward(&norm, residual, out[with], d_a, with_residual ? b : NULL, N, stream);
+            if (!with_residual) continue;
+            upload_to(dabsmax, &before, 1);
+            norm_backward(&norm, dinp[with], NULL, dout, N, 0, scratch, stream);
+        }
+        check_absmax(with_residual ? "out of the residual" : "out", absmax, out[1], n, before);
+        check_true(!memcmp(download(out[0], n), download(out[1], n), n * sizeof(float)), "out is the same with absmax");
+    }
+    check_absmax("dinp", dabsmax, dinp[1], n, before);
+    check_true(!memcmp(download(dinp[0], n), download(dinp[1], n), n * sizeof(float)), "dinp is the same with absmax");
+}
+
 static void bench_norm(const char *name, NormKind kind, int N, int C) try {
     ladder_case("%s, N=%d C=%d", name, N, C);
     cudaStream_t stream = ladder.gpu.compute;
@@ -103,6 +148,31 @@ static void bench_norm(const char *name, NormKind kind, int N, int C) try {
         bench(named("backward with column sums"), 4 * U + stats, 0,
               [&] { norm_backward(&norm, dinp, sums, a, N, 0, scratch, stream); });
     #undef named
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
+
+// What the absmax costs.
+static void bench_absmax(const char *name, NormKind kind, int N, int C) try {
+    ladder_case("%s, N=%d C=%d", name, N, C);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t n = (size_t)N * C;
+    const double U = (double)n * sizeof(floatX);
+    floatX *a = device_normal<floatX>(n, 1), *b = device_normal<floatX>(n, 1), *out = device_new<floatX>(n),
+           *residual = device_new<floatX>(n), *weight = device_normal<floatX>(C, 1), *dweight = device_new<floatX>(C),
+           *dinp = device_normal<floatX>(n, 1);
+    float *mean = kind == NORM_LAYER ? device_new<float>(N) : NULL, *rstd = device_new<float>(N);
+    float *absmax = device_new<float>(2);
+    char *scratch = device_new<char>(norm_backward_scratch_bytes(C));
+    cudaCheck(cudaMemset(absmax, 0, 2 * sizeof(float)));
+    const Norm alone = {kind, C, 1e-5f, weight, NULL, dweight, NULL, mean, rstd, residual};
+    Norm with = alone;
+    with.absmax = absmax;
+    with.dabsmax = absmax + 1;
+    const auto forward = [&](const Norm *norm) { norm_forward(norm, residual, out, a, b, N, stream); };
+    const auto backward = [&](const Norm *norm) { norm_backward(norm, dinp, NULL, b, N, 0, scratch, stream); };
+    bench_beside("forward and absmax", 4 * U, 0, [&] { forward(&with); }, "without", [&] { forward(&alone); });
+    bench_beside("backward and absmax", 4 * U, 0, [&] { backward(&with); }, "without", [&] { backward(&alone); });
 } catch (const NoRoom &no) {
     ladder_skip(no);
 }
@@ -141,7 +211,7 @@ template <NormKind KIND> static void bench_layouts(int N, int C) try {
         const int columns = (KIND == NORM_LAYER ? 2 : 1) * C;
         bench(name, 4.0 * (double)n * sizeof(floatX), 0, [&] {
             p.kernel<<<blocks, p.threads, p.shared_bytes, ladder.gpu.compute>>>(dinp, partials, dout, inp, weight, mean,
-                                                                                rstd, N, C);
+                                                                                rstd, NULL, N, C);
             norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, ladder.gpu.compute>>>(dweight, dbias, NULL,
                                                                                                  partials, blocks, C,
                                                                                                  columns, 0);
@@ -180,6 +250,14 @@ int main(int argc, char **argv) {
             check_norm(NORM_LAYER, C < 4096 ? 1000 : 37, C, 1, 0, 0.5f);
             check_norm(NORM_RMS, C < 4096 ? 333 : 37, C, 0, 0, 0.5f);
         }
+        for (int C : {8, 768, 1600, 4096, 14336})
+            for (int N : {1, 9, 500}) {
+                check_absmax_of_norm(NORM_LAYER, N, C, 0, 1);
+                check_absmax_of_norm(NORM_RMS, N, C, 0, 1);
+            }
+        check_absmax_of_norm(NORM_RMS, 100, 2048, 1e4f, 1);
+        check_absmax_of_norm(NORM_RMS, 100, 2048, 0, NAN);
+        check_absmax_of_norm(NORM_LAYER, 100, 768, 0, NAN);
         check_norm(NORM_LAYER, 1, 768, 1, 0, 0.5f);
         check_norm(NORM_LAYER, 4097, 768, 1, 1, 0.5f);
         check_norm(NORM_LAYER, 1025, 1600, 1, 1, 0.5f);
@@ -195,6 +273,8 @@ int main(int argc, char **argv) {
         bench_norm("Llama-3.2-1B", NORM_RMS, 32768, 2048);
         bench_norm("Llama-3-8B", NORM_RMS, 8192, 4096);
         bench_norm("Qwen2.5-1.5B", NORM_RMS, 16384, 1536);
+        bench_absmax("GPT-2 124M", NORM_LAYER, 65536, 768);
+        bench_absmax("Llama-3-8B", NORM_RMS, 8192, 4096);
     }
     if (ladder.variants) {
         bench_norm("GPT-2 350M", NORM_LAYER, 32768, 1024);

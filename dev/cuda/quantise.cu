@@ -105,7 +105,7 @@ static float *host_values(size_t n, float largest) {
 
 // ---- checks
 
-static void check_absmax(size_t n, float special) {
+static void check_absmax_tensor(size_t n, float special) {
     ladder_case("absmax n=%zu special %g", n, (double)special);
     float *x = host_values(n, 3);
     const float before[2] = {0, 1000};
@@ -250,7 +250,7 @@ int main(int argc, char **argv) {
     ladder_open("quantise", argc, argv);
     if (ladder.check) {
         for (size_t n : {(size_t)8, (size_t)4104, (size_t)1 << 20, ((size_t)132 * 2048 * 32) + 8})
-            for (float special : {1.0f, 3e38f, NAN, INFINITY, -INFINITY}) check_absmax(n, special);
+            for (float special : {1.0f, 3e38f, NAN, INFINITY, -INFINITY}) check_absmax_tensor(n, special);
         check_all(FP8_E4M3);
         check_all(FP8_E5M2);
     }

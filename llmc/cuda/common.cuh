@@ -312,6 +312,12 @@ template <typename T> __device__ inline float absmax_value(unsigned most) {
     return __uint_as_float(sizeof(T) == 4 ? most : max(most << 16, most & 0xffff0000u));
 }
 __device__ inline void absmax_raise(float *absmax, float x) { atomicMax((unsigned *)absmax, __float_as_uint(x)); }
+// As block_reduce: one atomic for all threads of the block. Returns their maximum.
+template <typename T> __device__ inline float absmax_of_block(float *absmax, unsigned most, float *shared) {
+    const float x = block_reduce<MaxBits>(absmax_value<T>(most), shared);
+    if (threadIdx.x == 0) absmax_raise(absmax, x);
+    return x;
+}
 
 // Rotary embedding of a pair by the angle of cosine c and sine s, for its own kernel and for the matmul before it, see
 // rope.cuh. Spelt out, so that both round alike.

@@ -32,8 +32,9 @@ typedef struct {
     float eps;
     const floatX *weight, *bias;  // (C); bias NULL: none
     floatX *dweight, *dbias;
-    float *mean, *rstd;  // (N); mean NULL for RMSNorm
-    const floatX *x;     // (N,C): the rows that it normalised, for backward
+    float *mean, *rstd;       // (N); mean NULL for RMSNorm
+    const floatX *x;          // (N,C): the rows that it normalised, for backward
+    float *absmax, *dabsmax;  // raised to that of out, of dinp; NULL: not wanted
 } Norm;
 
 // The threads of one row are a warp (ROW_THREADS = WARP) or a block of at most ROW_THREADS; each holds VECS vectors,
@@ -49,12 +50,17 @@ template <NormKind KIND, bool RESIDUAL, int ROW_THREADS, int VECS>
 __global__ void __launch_bounds__(ROW_THREADS == WARP ? NORM_FORWARD_WARPS * WARP : ROW_THREADS)
     norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, float *__restrict__ mean,
                         float *__restrict__ rstd, const floatX *__restrict__ a, const floatX *__restrict__ b,
-                        const floatX *__restrict__ weight, const floatX *__restrict__ bias, int N, int C, float eps) {
+                        const floatX *__restrict__ weight, const floatX *__restrict__ bias, float *absmax, int N, int C,
+                        float eps) {
     constexpr bool warp_row = ROW_THREADS == WARP;
     __shared__ float shared[WARP];
     const int thread = warp_row ? threadIdx.x % WARP : threadIdx.x, threads = warp_row ? WARP : blockDim.x;
     const int row = warp_row ? blockIdx.x * NORM_FORWARD_WARPS + threadIdx.x / WARP : blockIdx.x;
-    if (row >= N) return;
+    unsigned most = 0;
+    if (row >= N) {
+        if (absmax) absmax_of_block<floatX>(absmax, most, shared);
+        return;
+    }
     const size_t start = (size_t)row * C;
 
     float x[VECS][VecX::size], sum = 0;
@@ -102,12 +108,15 @@ __global__ void __launch_bounds__(ROW_THREADS == WARP ? NORM_FORWARD_WARPS * WAR
         vec_widen(w, vec_load(weight + c));
         if (KIND == NORM_LAYER && bias) vec_widen(shift, vec_load(bias + c));
         for (int k = 0; k < VecX::size; k++) x[i][k] = x[i][k] * s * w[k] + shift[k];
-        vec_store(out + start + c, vec_narrow(x[i]));
+        const VecX rounded = vec_narrow(x[i]);
+        vec_store(out + start + c, rounded);
+        if (absmax) absmax_take(most, rounded);
     }
     if (thread == 0) {
         rstd[row] = s;
         if (KIND == NORM_LAYER) mean[row] = m;
     }
+    if (absmax) absmax_of_block<floatX>(absmax, most, shared);
 }
 
 // ---- backward
@@ -152,7 +161,7 @@ template <NormKind KIND, bool SUMS, int ROW_THREADS, int VECS, int ROWS, int MAX
 __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
     norm_backward_kernel(floatX *dinp, float *__restrict__ partials, const floatX *__restrict__ dout,
                          const floatX *__restrict__ inp, const floatX *__restrict__ weight,
-                         const float *__restrict__ mean, const float *__restrict__ rstd, int N, int C) {
+                         const float *__restrict__ mean, const float *__restrict__ rstd, float *absmax, int N, int C) {
     constexpr bool warp_row = ROW_THREADS == WARP;
     constexpr int VALUES = KIND == NORM_LAYER ? 2 : 1;  // of a row: the sums of g n and of g
     constexpr int sums = VALUES + SUMS;
@@ -163,6 +172,7 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
     const int step = warp_row ? gridDim.x * warps : gridDim.x;
     const float scale = 1.0f / C;
     float dweight[VECS][VecX::size] = {}, dbias[VECS][VecX::size] = {}, dsums[SUMS ? VECS : 1][VecX::size] = {};
+    unsigned most = 0;
     VecX w[VECS];
     #pragma unroll
     for (int i = 0; i < VECS; i++) {
@@ -224,6 +234,7 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
                     o[k] = fmaf(n[r][i][k], by_n, fmaf(g[r][i][k], scales[r], o[k])) + by_one;
                 const VecX rounded = vec_narrow(o);
                 vec_store(dinp + (size_t)(row + r) * C + c, rounded);
+                if (absmax) absmax_take(most, rounded);
                 if constexpr (SUMS) {
                     vec_widen(o, rounded);
                     for (int k = 0; k < VecX::size; k++) dsums[i][k] += o[k];
@@ -249,6 +260,7 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
     if constexpr (warp_row)
         for (int i = threadIdx.x; i < sums * C / 4; i += blockDim.x)
             ((float4 *)(partials + (size_t)blockIdx.x * sums * C))[i] = turn[i];
+    if (absmax) absmax_of_block<floatX>(absmax, most, shared[0][0]);
 }
 
 // dweight and dbias (NULL: not wanted) and behind them the column sums of dinp, (C) each: the sums of the blocks, added
@@ -301,7 +313,8 @@ static inline void norm_forward(const Norm *n, floatX *residual, floatX *out, co
     const auto of_layer = b ? norm_forward_kernel_for<NORM_LAYER, true> : norm_forward_kernel_for<NORM_LAYER, false>;
     const auto of_rms = b ? norm_forward_kernel_for<NORM_RMS, true> : norm_forward_kernel_for<NORM_RMS, false>;
     NormForwardKernel *const kernel = (n->kind == NORM_LAYER ? of_layer : of_rms)(vecs);
-    kernel<<<blocks, threads, 0, stream>>>(residual, out, n->mean, n->rstd, a, b, n->weight, n->bias, N, C, n->eps);
+    kernel<<<blocks, threads, 0, stream>>>(residual, out, n->mean, n->rstd, a, b, n->weight, n->bias, n->absmax, N, C,
+                                           n->eps);
     launchCheck();
     timing_lap("norm", 0, (b ? 4.0 : 2.0) * N * C * sizeof(floatX), stream);
 }
@@ -351,8 +364,8 @@ static inline void norm_backward(const Norm *n, floatX *dinp, float *stream_sums
     const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * p.blocks_per_sm, needed = (int)ceil_div(N, p.rows);
     const int blocks = needed < most ? needed : most, columns = (1 + layer + (stream_sums != NULL)) * C;
     float *partials = (float *)scratch;
-    p.kernel<<<blocks, p.threads, p.shared_bytes, stream>>>(dinp, partials, dout, n->x, n->weight, n->mean, n->rstd, N,
-                                                            C);
+    p.kernel<<<blocks, p.threads, p.shared_bytes, stream>>>(dinp, partials, dout, n->x, n->weight, n->mean, n->rstd,
+                                                            n->dabsmax, N, C);
     launchCheck();
     norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, stream>>>(n->dweight, n->dbias, stream_sums,
                                                                              partials, blocks, C, columns, accumulate);

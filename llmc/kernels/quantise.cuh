@@ -74,8 +74,7 @@ static __global__ void __launch_bounds__(ABSMAX_THREADS) absmax_kernel(float *ab
         #pragma unroll
         for (int u = 0; u < ABSMAX_UNROLL; u++) absmax_take(most, v[u]);
     }
-    const float m = block_reduce<MaxBits>(absmax_value<bf16>(most), shared);
-    if (threadIdx.x == 0) absmax_raise(absmax, m);
+    absmax_of_block<bf16>(absmax, most, shared);
 }
 
 enum {
@@ -142,11 +141,8 @@ __global__ void __launch_bounds__(QUANTISE_ROW_THREADS, VECS == 4 ? 3 : 2)
     }
     #pragma unroll
     for (int i = 0; i < VECS; i++) absmax_take(most, v[i]);
-    const float m = block_reduce<MaxBits>(absmax_value<bf16>(most), shared), scale = fp8_scale(KIND, m);
-    if (threadIdx.x == 0) {
-        row_absmax[blockIdx.x] = m;
-        absmax_raise(absmax, m);
-    }
+    const float of_row = absmax_of_block<bf16>(absmax, most, shared), scale = fp8_scale(KIND, of_row);
+    if (threadIdx.x == 0) row_absmax[blockIdx.x] = of_row;
     unsigned flushed = 0;
     #pragma unroll
     for (int i = 0; i < VECS; i++) {
