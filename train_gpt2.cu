@@ -445,7 +445,7 @@ static void queue_adamw(Model *m, const UpdateParams *p) {
     Buffers *b = &m->b;
     auto update = [&](auto *states_m, auto *states_v) {
         adamw_update(b->weights, b->master, states_m, states_v, b->grads, b->chunks, b->num_chunks, m->num_updated, p,
-                     b->step, (uint64_t)m->plan.options.seed, m->gpu.compute);
+                     b->step, NULL, (uint64_t)m->plan.options.seed, m->gpu.compute);
     };
     if (m->plan.bf16_states)
         update((__nv_bfloat16 *)b->m, (__nv_bfloat16 *)b->v);

@@ -298,11 +298,11 @@ template <typename Op> __device__ inline float block_reduce(float x, float *shar
 
 // `most` of a lane, 0 at first: the bits of its largest |x|, those of bf16 as a pair of columns.
 __device__ inline void absmax_take_pair(unsigned &most, unsigned pair) { most = __vmaxu2(most, pair & 0x7fff7fffu); }
-template <typename T> __device__ inline void absmax_take(unsigned &most, const Vec<T> &x) {
+template <typename V> __device__ inline void absmax_take(unsigned &most, const V &x) {
     #pragma unroll
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < (int)sizeof x / 4; k++) {
         const unsigned word = ((const unsigned *)x.v)[k];
-        if constexpr (sizeof(T) == 4)
+        if constexpr (sizeof *x.v == 4)
             most = max(most, word & 0x7fffffffu);
         else
             absmax_take_pair(most, word);
