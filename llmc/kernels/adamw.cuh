@@ -59,7 +59,7 @@ __device__ inline float adamw_step(float w, float &m, float &v, float grad, cons
 
 // S: what m and v are stored in
 template <bool MASTER, typename S>
-__global__ void __launch_bounds__(ADAM_THREADS)
+__global__ void __launch_bounds__(ADAM_THREADS, 4)
     adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__restrict__ m, S *__restrict__ v,
                  const floatX *__restrict__ grads, const AdamChunk *__restrict__ chunks, AdamConstants a,
                  const StepScalars *__restrict__ step, float *absmax) {
