@@ -264,16 +264,18 @@ static void print_parts(const float *dqkv, const float *ref, Shape s) {
     printf("\n");
 }
 
-// With column sums, without them, and twice alike. ref: the gradient's.
-static void check_backward(const AttentionProblem &a, floatX *dqkv, const float *ref, const floatX *dout,
-                           const floatX *qkv, const floatX *out, const float *lse) {
+// With column sums, without them, with absmax and without, all alike. ref: the gradient's.
+static void check_backward(AttentionProblem a, floatX *dqkv, const float *ref, const floatX *dout, const floatX *qkv,
+                           const floatX *out, const float *lse) {
     const Shape s = {a.B, a.T, a.NH, a.NKV, a.HD};
     const size_t rows = (size_t)s.B * s.T, stride = (size_t)attention_width(&a),
                  slices = (size_t)attention_column_slices(&a);
     float *sums = device_new<float>(slices * stride), *columns = host_new<float>(stride),
           *totals = host_new<float>(stride);
     cudaStream_t stream = ladder.gpu.compute;
+    float *const absmax = device_zero<float>(1);
     auto backward = [&] {
+        a.dabsmax = a.dabsmax ? NULL : absmax;
         cudaCheck(cudaMemsetAsync(a.D, 0xff, attention_scratch_bytes(&a), stream));
         attention_backward(&a, dqkv, sums, dout, qkv, out, lse, stream);
     };
@@ -283,6 +285,7 @@ static void check_backward(const AttentionProblem &a, floatX *dqkv, const float 
     backward();
     // On Hopper the rotation comes before the gradient is rounded, elsewhere after.
     check(path_name(a, a.cos_sin ? "dqkv, rotated" : "dqkv"), dqkv, ref, rows, stride, bound(1e-2, 5e-6));
+    check_absmax(path_name(a, "dqkv"), absmax, dqkv, rows * stride, 0);
     print_parts(download(dqkv, rows * stride), ref, s);
     const float *parts = download(sums, slices * stride);
     for (size_t i = 0; i < slices * stride; i++) totals[i % stride] += parts[i];
@@ -306,12 +309,17 @@ static void check_shape(Shape s, float std) {
     floatX *d_qkv = upload<floatX>(qkv, rows * stride), *d_out = device_new<floatX>(rows * width);
     float *d_lse = device_new<float>(rows_lse * s.T + 1) + 1;  // on 4 bytes only, as a layer's may
     cudaStream_t stream = ladder.gpu.compute;
-    for (const AttentionProblem &a : paths(s)) {
-        auto forward = [&] { attention_forward(&a, d_out, d_lse, d_qkv, stream); };
+    for (AttentionProblem a : paths(s)) {
+        float *const absmax = device_zero<float>(1);
+        auto forward = [&] {  // with absmax and without in turns
+            a.absmax = a.absmax ? NULL : absmax;
+            attention_forward(&a, d_out, d_lse, d_qkv, stream);
+        };
         poison(d_out, rows * width);
         poison(d_lse, rows_lse * s.T);
         forward();
         check(path_name(a, "out"), d_out, out, rows, width, bound(5e-3, 2e-6));
+        check_absmax(path_name(a, "out"), absmax, d_out, rows * width, 0);
         check(path_name(a, "lse"), d_lse, lse, rows_lse, s.T, bound(1e-5, 2e-6), 1e-4);
         check_same_bits(path_name(a, "forward"),
                         {{d_out, rows * width * sizeof(floatX)}, {d_lse, rows_lse * s.T * sizeof(float)}}, forward);
@@ -349,10 +357,19 @@ static void bench_shape(const char *name, Shape s) try {
         bench(path_name(a, "forward"), 0, flops, [&] { attention_forward(&a, out, lse, qkv, stream); });
         bench(path_name(a, "backward"), 0, 2.5 * flops,
               [&] { attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream); });
+        AttentionProblem with = a;
+        with.absmax = with.dabsmax = device_zero<float>(1);
+        const auto backward = [&](const AttentionProblem *p) {
+            attention_backward(p, dqkv, NULL, dout, qkv, out, lse, stream);
+        };
+        bench_beside(
+            path_name(a, "forward and absmax"), 0, flops, [&] { attention_forward(&with, out, lse, qkv, stream); },
+            "without", [&] { attention_forward(&a, out, lse, qkv, stream); });
+        bench_beside(
+            path_name(a, "backward and absmax"), 0, 2.5 * flops, [&] { backward(&with); }, "without",
+            [&] { backward(&a); });
         a.cos_sin = cos_sin;
-        if (a.path == ATTENTION_HOPPER)
-            bench(path_name(a, "backward, rotated"), 0, 2.5 * flops,
-                  [&] { attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream); });
+        if (a.path == ATTENTION_HOPPER) bench(path_name(a, "backward, rotated"), 0, 2.5 * flops, [&] { backward(&a); });
     }
     for (int mib = 4; ladder.variants && mib <= 32; mib *= 2) {  // what may be streamed in L2 at a time
         AttentionProblem a = all[0];

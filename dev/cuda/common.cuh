@@ -135,6 +135,12 @@ template <typename T> static T *device_new(size_t n) {
     ladder.device[ladder.num_device++].bytes = bytes;
     return (T *)p;
 }
+template <typename T> static T *device_zero(size_t n) {
+    T *p = device_new<T>(n);
+    cudaCheck(cudaMemset(p, 0, n * sizeof(T)));
+    cudaCheck(cudaDeviceSynchronize());
+    return p;
+}
 template <typename T> static void poison(T *p, size_t n) {
     cudaCheck(cudaMemsetAsync(p, 0xff, n * sizeof(T), ladder.gpu.compute));
 }

@@ -162,9 +162,8 @@ static void bench_absmax(const char *name, NormKind kind, int N, int C) try {
            *residual = device_new<floatX>(n), *weight = device_normal<floatX>(C, 1), *dweight = device_new<floatX>(C),
            *dinp = device_normal<floatX>(n, 1);
     float *mean = kind == NORM_LAYER ? device_new<float>(N) : NULL, *rstd = device_new<float>(N);
-    float *absmax = device_new<float>(2);
+    float *absmax = device_zero<float>(2);
     char *scratch = device_new<char>(norm_backward_scratch_bytes(C));
-    cudaCheck(cudaMemset(absmax, 0, 2 * sizeof(float)));
     const Norm alone = {kind, C, 1e-5f, weight, NULL, dweight, NULL, mean, rstd, residual};
     Norm with = alone;
     with.absmax = absmax;

@@ -81,14 +81,10 @@ static void check_count(const char *what, const Fp8Count *device, Fp8Count want,
                "%s: %llu of %llu values flushed, not %llu of %llu", what, got.flushed, got.values, times * want.flushed,
                times * want.values);
 }
-template <typename T> static T *device_zero(size_t n) {
-    T *p = device_new<T>(n);
-    cudaCheck(cudaMemset(p, 0, n * sizeof(T)));
-    return p;
-}
 static uint8_t *device_codes(size_t n) {
     uint8_t *p = device_new<uint8_t>(n);
     cudaCheck(cudaMemset(p, 0x55, n));  // no NaN, so that a NaN that is expected has to be written
+    cudaCheck(cudaDeviceSynchronize());
     return p;
 }
 static float as_bf16(float x) { return __bfloat162float(__float2bfloat16(x)); }

@@ -80,6 +80,7 @@ CORE_KB = 606
 FOLDERS = ("llmc", "llmc/cuda", "llmc/kernels", "llmc/ranks", "llmc/model", ".")
 # Kernels know no other operation than their own (the first word of their name), but for these.
 SHARED_BY_KERNELS = {
+    "absmax.cuh": "the largest value of a tensor, which the kernel that writes it leaves for fp8",
     "bias.cuh": "the sum of columns, of whatever is a layer's gradient",
     "activation_policy.cuh": "an activation's formulas, which matmuls apply, too",
     "global_norm.cuh": "the scalars of a step, which the optimiser reads",

@@ -248,13 +248,6 @@ struct Max {
     static constexpr float identity = -3.402823466e38f;
     __device__ static float apply(float a, float b) { return fmaxf(a, b); }
 };
-// Of values that are not negative: their bits are ordered as they are, those of Inf and NaN above all others.
-struct MaxBits {
-    static constexpr float identity = 0;
-    __device__ static float apply(float a, float b) {
-        return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
-    }
-};
 template <typename Op> __device__ inline float warp_reduce(float x) {
     #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
@@ -290,32 +283,6 @@ template <typename Op> __device__ inline float block_reduce(float x, float *shar
     x = lane < warps ? shared[lane] : Op::identity;
     x = warp_reduce<Op>(x);
     __syncthreads();
-    return x;
-}
-
-// ---- absmax: the largest |x| of a tensor; Inf and NaN win. A maximum does not depend on the order of the atomics, so
-// that runs are bitwise identical. The caller sets *absmax to zero before.
-
-// `most` of a lane, 0 at first: the bits of its largest |x|, those of bf16 as a pair of columns.
-__device__ inline void absmax_take_pair(unsigned &most, unsigned pair) { most = __vmaxu2(most, pair & 0x7fff7fffu); }
-template <typename V> __device__ inline void absmax_take(unsigned &most, const V &x) {
-    #pragma unroll
-    for (int k = 0; k < (int)sizeof x / 4; k++) {
-        const unsigned word = ((const unsigned *)x.v)[k];
-        if constexpr (sizeof *x.v == 4)
-            most = max(most, word & 0x7fffffffu);
-        else
-            absmax_take_pair(most, word);
-    }
-}
-template <typename T> __device__ inline float absmax_value(unsigned most) {
-    return __uint_as_float(sizeof(T) == 4 ? most : max(most << 16, most & 0xffff0000u));
-}
-__device__ inline void absmax_raise(float *absmax, float x) { atomicMax((unsigned *)absmax, __float_as_uint(x)); }
-// As block_reduce: one atomic for all threads of the block. Returns their maximum.
-template <typename T> __device__ inline float absmax_of_block(float *absmax, unsigned most, float *shared) {
-    const float x = block_reduce<MaxBits>(absmax_value<T>(most), shared);
-    if (threadIdx.x == 0) absmax_raise(absmax, x);
     return x;
 }
 

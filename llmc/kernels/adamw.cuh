@@ -20,6 +20,7 @@
 
 #include "../bf16.h"
 #include "../cuda/common.cuh"
+#include "absmax.cuh"
 #include "global_norm.cuh"
 #include "../rand.h"
 

@@ -17,6 +17,7 @@
 #ifndef LLMC_ATTENTION_HOPPER_CUH
 #define LLMC_ATTENTION_HOPPER_CUH
 
+#include "absmax.cuh"
 #include "attention_problem.cuh"
 
 // ---- a block: shared memory, barriers, the producer's walk
@@ -207,11 +208,20 @@ __device__ inline void column_sums_of_box(float *sums, unsigned box) {
     }
     if (lane < 8) *(float2 *)(sums + 2 * pair) = make_float2(even, odd);
 }
+// Raises *absmax to that of scale * d, a warp's 16 rows, as bf16.
+template <int N> __device__ inline void raise_absmax(float *absmax, const float (&d)[N], float scale0, float scale1) {
+    float most = 0;
+    #pragma unroll
+    for (int k = 0; k < N; k++) most = MaxBits::apply(most, fabsf(d[k] * (k / 2 % 2 ? scale1 : scale0)));
+    most = warp_reduce<MaxBits>(most);
+    if (threadIdx.x % WARP == 0) absmax_raise(absmax, __bfloat162float(__float2bfloat16(most)));
+}
 // Stores scale * d as 64 rows of a head through the warpgroup's rows of a tile, which nobody else reads; then the tile
-// may be reused. All threads of the warpgroup call it. sums: NULL, or where the HD column sums of what was stored go.
+// may be reused. All threads of the warpgroup call it. absmax, sums: NULL, or where that of what was stored, and its HD
+// column sums, go. Rows that do not exist are zeros.
 template <typename S>
 __device__ inline void store_through(const CUtensorMap *map, unsigned tile, int warpgroup, const float (&d)[S::HD / 2],
-                                     float scale0, float scale1, int head, int row, int b, float *sums) {
+                                     float scale0, float scale1, int head, int row, int b, float *absmax, float *sums) {
     fragment_store<S::ROWS, S::HD>(tile, threadIdx.x / WARP % 4 * 16, d, scale0, scale1);
     fence_async();
     named_barrier(1 + warpgroup, WARPGROUP);
@@ -221,6 +231,7 @@ __device__ inline void store_through(const CUtensorMap *map, unsigned tile, int 
             box_store(map, tile + c * (S::ROWS * 128), c * BOX_COLUMNS, head, row, b);
         bulk_commit();
     }
+    if (absmax) raise_absmax(absmax, d, scale0, scale1);
     if constexpr (S::HD == 64)
         if (sums) {
             column_sums_of_box(sums, tile);
@@ -349,7 +360,7 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
             finish_row(a.lse + (size_t)piece.head * T + row + 8 * r, row_max[r], row_sum[r], scale, row + 8 * r < T);
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // the piece before has left the tile
     named_barrier(1 + warpgroup, WARPGROUP);
-    store_through<S>(out_map, out_tile, warpgroup, o, inverse[0], inverse[1], piece.h, row0, piece.b, NULL);
+    store_through<S>(out_map, out_tile, warpgroup, o, inverse[0], inverse[1], piece.h, row0, piece.b, a.absmax, NULL);
 }
 template <typename S>
 __global__ void __launch_bounds__(S::THREADS, 1)
@@ -495,7 +506,7 @@ __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const
     block.free_a(first_use + n - 1);
     named_barrier(1 + warpgroup, WARPGROUP);  // all four warps have read their queries
     if (a.cos_sin) rotate_back<HD>(dq, a.cos_sin, row0, T);
-    store_through<S>(dqkv_map, q_tile, warpgroup, dq, scale, scale, h, row0, b, a.sums_of<HD>(h, row0, b));
+    store_through<S>(dqkv_map, q_tile, warpgroup, dq, scale, scale, h, row0, b, a.dabsmax, a.sums_of<HD>(h, row0, b));
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
 }
 template <typename S>
@@ -670,9 +681,9 @@ __device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, cons
     if (key0 >= T) return;
     const int k_head = a.NH + piece.h, v_head = k_head + a.NKV;
     if (a.cos_sin) rotate_back<HD>(dk, a.cos_sin, key0, T);
-    store_through<S>(dqkv_map, k_tile, warpgroup, dk, scale, scale, k_head, key0, piece.b,
+    store_through<S>(dqkv_map, k_tile, warpgroup, dk, scale, scale, k_head, key0, piece.b, a.dabsmax,
                      a.sums_of<HD>(k_head, key0, piece.b));
-    store_through<S>(dqkv_map, v_tile, warpgroup, dv, 1.0f, 1.0f, v_head, key0, piece.b,
+    store_through<S>(dqkv_map, v_tile, warpgroup, dv, 1.0f, 1.0f, v_head, key0, piece.b, a.dabsmax,
                      a.sums_of<HD>(v_head, key0, piece.b));
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
 }

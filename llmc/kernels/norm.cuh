@@ -19,6 +19,7 @@
 
 #include "../config.h"
 #include "../cuda/common.cuh"
+#include "absmax.cuh"
 
 enum {
     NORM_FORWARD_WARPS = 8,  // of a forward block whose warps hold a row each

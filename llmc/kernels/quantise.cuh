@@ -1,5 +1,4 @@
 // bf16 tensors to fp8 (fp8.h), as the operands of an fp8 matmul.
-//   absmax_tensor   *absmax = the larger of *absmax and |x| (count)
 //   quantise        q (rows,columns) = fp8(x * scale), qt (columns,rows) its transpose; scale by the tensor's absmax
 //   quantise_rows   q (rows,columns) with a scale for each row by its absmax, which goes to row_absmax (rows); any rows
 // The scale is fp8_scale of the absmax, a power of two: q and qt hold the same values, and none saturates.
@@ -16,6 +15,7 @@
 
 #include "../cuda/tile.cuh"
 #include "../fp8.h"
+#include "absmax.cuh"
 
 // Of a kind of tensor: values that were quantised, and those of them that became zero.
 typedef struct { unsigned long long flushed, values; } Fp8Count;
@@ -60,22 +60,6 @@ __device__ inline void transpose_bytes(unsigned &a, unsigned &b, unsigned &c, un
 }
 
 // ---- kernels
-
-enum { ABSMAX_THREADS = 512, ABSMAX_UNROLL = 4 };  // vectors in flight per thread
-static __global__ void __launch_bounds__(ABSMAX_THREADS) absmax_kernel(float *absmax, const bf16 *x, size_t vecs) {
-    __shared__ float shared[WARP];
-    const size_t stride = (size_t)gridDim.x * ABSMAX_THREADS;
-    unsigned most = 0;
-    for (size_t i = (size_t)blockIdx.x * ABSMAX_THREADS + threadIdx.x; i < vecs; i += ABSMAX_UNROLL * stride) {
-        VecB v[ABSMAX_UNROLL];
-        #pragma unroll
-        for (int u = 0; u < ABSMAX_UNROLL; u++)
-            v[u] = i + u * stride < vecs ? vec_load(x + (i + u * stride) * VecB::size) : VecB();
-        #pragma unroll
-        for (int u = 0; u < ABSMAX_UNROLL; u++) absmax_take(most, v[u]);
-    }
-    absmax_of_block<bf16>(absmax, most, shared);
-}
 
 enum {
     QUANTISE_THREADS = 128,
@@ -154,17 +138,6 @@ __global__ void __launch_bounds__(QUANTISE_ROW_THREADS, VECS == 4 ? 3 : 2)
 }
 
 // ---- launchers
-
-static inline void absmax_tensor(float *absmax, const bf16 *x, size_t count, cudaStream_t stream) {
-    require_aligned("absmax", {x});
-    assert(count % VecB::size == 0);
-    const size_t vecs = count / VecB::size;
-    const unsigned full = 2048 / ABSMAX_THREADS * device_attribute(cudaDevAttrMultiProcessorCount),
-                   needed = blocks_for(vecs, ABSMAX_THREADS * ABSMAX_UNROLL), blocks = needed < full ? needed : full;
-    absmax_kernel<<<blocks, ABSMAX_THREADS, 0, stream>>>(absmax, x, vecs);
-    launchCheck();
-    timing_lap("absmax", 0, (double)count * sizeof(bf16), stream);
-}
 
 static inline void quantise_require(int rows, int columns, std::initializer_list<const void *> pointers) {
     require(rows > 0 && columns > 0 && rows % 16 == 0 && columns % 16 == 0,
