@@ -46,6 +46,7 @@ typedef struct {
     floatX *h1, *q_k_v, *y, *x_mid, *h2, *a, *x_out;
     float *lse;
     ActivationGradient activation;
+    AttentionProblem attention;
 } Block;
 
 // The residual stream on its way: x, and a branch that is not added yet (NULL: none).
@@ -108,6 +109,11 @@ static Linear linear_of(Model *m, const Pass *p, floatX *weights, const Linear *
     if (l.dtype == MATMUL_E4M3) linear_fp8(m, p, &l, unit, weight);
     return l;
 }
+// Of the gradient of block l's output, which the norm above writes.
+static float *stream_absmax(const Model *m, int l) {
+    const int which = 2 * m->config.num_layers + l;
+    return m->b.absmax + which * FP8_LAYERS + (ROLE_FCPROJW - ROLE_QKVW);
+}
 static const floatX *block_input(const Model *m, int l) { return l == 0 ? m->b.x_embedding : m->b.blocks[l - 1].x_out; }
 static Block block_get(Model *m, const Pass *p, int l) {
     const Plan *plan = p->cache ? &m->decoding : &m->plan;
@@ -140,6 +146,12 @@ static Block block_get(Model *m, const Pass *p, int l) {
     b.activation.activated = a->a;
     b.activation.apart = m->b.da;
     b.activation.sums = activation;
+    b.attention = p->attention;
+    if (!plan->qkv.tensor_gradient) return b;
+    b.attention.dabsmax = b.qkv.dout_absmax;
+    b.norm2.dabsmax = b.proj.dout_absmax;
+    b.norm1.dabsmax = l ? stream_absmax(m, l - 1) : NULL;
+    b.activation.absmax = b.fc.dout_absmax;
     return b;
 }
 
@@ -296,7 +308,7 @@ static void block_backward(Model *m, const Pass *p, int l) {
     linear_backward_project(p, &b.proj, p->branch, m->b.dx);
     linear_fetch_input(p, &b.qkv, b.h1);
     linear_backward_weight(p, &b.proj, m->b.dx, b.y);
-    attention_backward(&p->attention, m->b.dqkv, b.qkv.dbias ? b.qkv.sums.partial : NULL, p->branch, b.q_k_v, b.y,
+    attention_backward(&b.attention, m->b.dqkv, b.qkv.dbias ? b.qkv.sums.partial : NULL, p->branch, b.q_k_v, b.y,
                        b.lse, p->stream);
     linear_backward_input(p, &b.qkv, m->b.dqkv);
     linear_backward_weight(p, &b.qkv, m->b.dqkv, b.h1);
@@ -324,7 +336,8 @@ static void clear_gradients(Model *m, const Pass *p) {
 static void model_backward(Model *m, const Pass *p) {
     Range range("backward");
     const int L = m->config.num_layers;
-    const Norm norm = final_norm(m);
+    Norm norm = final_norm(m);
+    norm.dabsmax = m->plan.qkv.tensor_gradient ? stream_absmax(m, L - 1) : NULL;
     clear_gradients(m, p);
     norm_gradient(m, p, &norm, rows_scatter(p, p->branch, NULL, 1));
     unit_release(m, p, L + 1);
@@ -445,7 +458,7 @@ static void queue_adamw(Model *m, const UpdateParams *p) {
     Buffers *b = &m->b;
     auto update = [&](auto *states_m, auto *states_v) {
         adamw_update(b->weights, b->master, states_m, states_v, b->grads, b->chunks, b->num_chunks, m->num_updated, p,
-                     b->step, NULL, (uint64_t)m->plan.options.seed, m->gpu.compute);
+                     b->step, (uint64_t)m->plan.options.seed, m->gpu.compute);
     };
     if (m->plan.bf16_states)
         update((__nv_bfloat16 *)b->m, (__nv_bfloat16 *)b->v);

@@ -20,7 +20,6 @@
 
 #include "../bf16.h"
 #include "../cuda/common.cuh"
-#include "absmax.cuh"
 #include "global_norm.cuh"
 #include "../rand.h"
 
@@ -28,14 +27,12 @@ enum { ADAM_CHUNK = 8192, ADAM_THREADS = 256 };  // most weights of a chunk; thr
 
 // Weights [weight_offset, weight_offset + count), their states from state_offset on. rate, decay: factors of the
 // learning rate and of the weight decay. key: index of the first weight in the whole model, for the random numbers; its
-// neighbours follow. All offsets, key and count are multiples of 8. absmax: index of its tensor's, or ADAM_NO_ABSMAX.
+// neighbours follow. All offsets, key and count are multiples of 8.
 typedef struct {
     size_t weight_offset, state_offset, key;
     int count;
     float rate, decay;
-    int absmax;
 } AdamChunk;
-enum { ADAM_NO_ABSMAX = -1 };
 
 // grad_scale is read from the device.
 typedef struct {
@@ -60,14 +57,11 @@ __device__ inline float adamw_step(float w, float &m, float &v, float grad, cons
 
 // S: what m and v are stored in
 template <bool MASTER, typename S>
-__global__ void __launch_bounds__(ADAM_THREADS, 4)
+__global__ void __launch_bounds__(ADAM_THREADS)
     adamw_kernel(floatX *__restrict__ weights, float *__restrict__ master, S *__restrict__ m, S *__restrict__ v,
                  const floatX *__restrict__ grads, const AdamChunk *__restrict__ chunks, AdamConstants a,
-                 const StepScalars *__restrict__ step, float *absmax) {
-    const bool applied = step->verdict == STEP_APPLIED;
-    if (!applied && !absmax) return;
-    __shared__ float shared[WARP];
-    unsigned most = 0;
+                 const StepScalars *__restrict__ step) {
+    if (step->verdict != STEP_APPLIED) return;
     a.grad_scale = step->grad_scale;
     constexpr bool random_bits = !MASTER || sizeof(S) < sizeof(float);
     constexpr int N = MASTER || sizeof(S) + sizeof(floatX) > 4 ? 4 : 8;
@@ -82,11 +76,8 @@ __global__ void __launch_bounds__(ADAM_THREADS, 4)
     master += MASTER ? chunk.state_offset : 0;
     m += chunk.state_offset;
     v += chunk.state_offset;
-    for (int i = threadIdx.x * N; !applied && i + N <= chunk.count; i += ADAM_THREADS * N)
-        absmax_take(most, *(const VecW *)(weights + i));  // the weights stay, and their absmax is wanted
-    const int count = applied ? chunk.count : 0;
     #pragma unroll(N == 4 ? 2 : 1)
-    for (int i = threadIdx.x * N; i + N <= count; i += ADAM_THREADS * N) {
+    for (int i = threadIdx.x * N; i + N <= chunk.count; i += ADAM_THREADS * N) {
         const VecW g = *(const VecW *)(grads + i);
         VecS mv = *(const VecS *)(m + i), vv = *(const VecS *)(v + i);
         VecF w;
@@ -110,21 +101,19 @@ __global__ void __launch_bounds__(ADAM_THREADS, 4)
             adamw_round(&vv.v[k], vk, r.c);
         }
         *(VecW *)(weights + i) = x;
-        if (absmax) absmax_take(most, x);
         *(VecS *)(m + i) = mv;
         *(VecS *)(v + i) = vv;
         if (MASTER) *(VecF *)(master + i) = w;
     }
-    if (absmax && chunk.absmax != ADAM_NO_ABSMAX) absmax_of_block<floatX>(absmax + chunk.absmax, most, shared);
 }
 
 // Updates weights, master (NULL: none), m and v (S: float or bf16) in place. chunks (num_chunks, in device memory)
 // cover `count` weights, which only the timing reads. scalars (device memory): the scale of the gradients, and whether
-// the step is applied. absmax (device memory, or NULL): raised to those of the tensors as they are afterwards.
+// the step is applied.
 template <typename S>
 static inline void adamw_update(floatX *weights, float *master, S *m, S *v, const floatX *grads,
                                 const AdamChunk *chunks, int num_chunks, size_t count, const UpdateParams *p,
-                                const StepScalars *scalars, float *absmax, uint64_t seed, cudaStream_t stream) {
+                                const StepScalars *scalars, uint64_t seed, cudaStream_t stream) {
     require_aligned("AdamW", {weights, master, m, v, grads});
     assert(p->step >= 1);
     if (num_chunks == 0) return;  // a rank may own nothing
@@ -133,7 +122,7 @@ static inline void adamw_update(floatX *weights, float *master, S *m, S *v, cons
     const AdamConstants a = {p->lr, p->beta1,    p->beta2,    p->eps, p->weight_decay,
                              1,     correction1, correction2, seed,   rand_stream(RAND_ROUND, (uint64_t)p->step)};
     const auto kernel = master ? adamw_kernel<true, S> : adamw_kernel<false, S>;
-    kernel<<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a, scalars, absmax);
+    kernel<<<num_chunks, ADAM_THREADS, 0, stream>>>(weights, master, m, v, grads, chunks, a, scalars);
     launchCheck();
     const size_t bytes = 4 * sizeof(S) + 2 * sizeof(floatX) + (master ? 2 * sizeof(float) : sizeof(floatX));
     timing_lap("AdamW", 0, (double)(count * bytes), stream);

@@ -188,12 +188,11 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
     const MatmulProblem *q = &p->problem;
     const HopperVariant *v;
     memset(candidates, 0, MATMUL_CANDIDATES * sizeof *candidates);
-    // In fp8 ours come first: they take a scale for each row, and promote their sums.
-    const int plain = q->epilogue == EPILOGUE_PLAIN, fp8 = q->dtype == MATMUL_E4M3;
+    // In fp8 cuBLASLt takes one scale of a, which only weights' gradients have always; and it promotes its sums.
+    const int plain = q->epilogue == EPILOGUE_PLAIN && (q->dtype == MATMUL_FLOATX || q->form == MATMUL_BACKWARD_WEIGHT);
     const int fits = matmul_sizes(q).K * matmul_element(q) % 16 == 0;  // TMA needs rows of whole 16 bytes
-    int count = plain && !fp8 ? matmul_vendor_candidates(mm, p, candidates) : 0, at = 0;
+    int count = plain ? matmul_vendor_candidates(mm, p, candidates) : 0, at = 0;
     while (fits && count < MATMUL_CANDIDATES && (v = matmul_variant(q, &at))) candidates[count++].own = v;
-    if (plain && fp8) count += matmul_vendor_candidates(mm, p, candidates + count);
     return count;
 }
 // cuBLASLt's description, complete before it is asked for candidates.
@@ -244,8 +243,6 @@ static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const 
                 "ask matmul_can_fuse, matmul_can_rotate first",
                 q->rows, q->in, q->out, (int)q->epilogue);
         p->use = p->vendor = candidates[0];
-        for (int i = p->found - 1; i >= 0; i--)
-            if (!candidates[i].own) p->vendor = candidates[i];
     }
     return p;
 }

@@ -10,11 +10,12 @@
 //
 // A policy says: PRODUCTS, of which each has its part of b's columns (gate and up); BOXES that it stages in shared
 // memory for each warpgroup; how many matrices of a product's size lie side by side in out and in aux; whether it
-// READS_AUX and SUMS_COLUMNS; slots<COLUMNS>; begin(tile), when the tile's place is known; and finish(tile, slot), with
-// `slot` known at compile time.
+// READS_AUX and SUMS_COLUMNS; slots<COLUMNS>; begin(tile), when the tile's place is known; finish(tile, slot), with
+// `slot` known at compile time; and end(tile) after the last tile.
 #ifndef LLMC_MATMUL_EPILOGUE_CUH
 #define LLMC_MATMUL_EPILOGUE_CUH
 
+#include "absmax.cuh"
 #include "activation_policy.cuh"
 #include "matmul_mma.cuh"
 
@@ -22,7 +23,7 @@ struct HopperWork {
     int M, N, K;  // N: one half of what is gated
     MatmulSchedule schedule;
     const bf16 *bias;
-    float *column_sums;
+    float *absmax, *column_sums;
     RopeRows rope;
     const float *a_absmax, *b_absmax;
     int a_by_row;
@@ -36,6 +37,7 @@ __device__ inline float2 unpack_bf16(unsigned x) {
 
 template <typename S> struct FinishedTile {
     static constexpr int BLOCKS = S::B_BOXES;  // of 64 columns
+    static constexpr bool TAKES_ABSMAX = S::Dtype::SCALED;
     const CUtensorMap *out_map, *aux_map;
     const HopperWork &work;
     unsigned boxes, aux_barriers;  // staged boxes of this warpgroup; a barrier for each
@@ -108,6 +110,7 @@ struct Plain {
     static constexpr bool READS_AUX = false, SUMS_COLUMNS = false;
     template <int COLUMNS> static constexpr int slots = COLUMNS / 32;
     template <typename T> __device__ void begin(const T &) {}
+    template <typename T> __device__ void end(const T &) {}
     template <typename T> __device__ void finish(T &t, int slot) {
         t.put_half(slot, [](int) {});
     }
@@ -167,6 +170,7 @@ template <typename Act, bool KEEPS_INPUT> struct Activate {
     static constexpr bool READS_AUX = false, SUMS_COLUMNS = false;
     template <int COLUMNS> static constexpr int slots = COLUMNS / 16 / STEPS;
     template <typename T> __device__ void begin(const T &) {}
+    template <typename T> __device__ void end(const T &) {}
 
     template <typename T> __device__ void finish(T &t, int slot) {
         constexpr int EACH = 4 / STEPS, LAST = Act::INPUTS - 1;
@@ -217,6 +221,7 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
     template <int COLUMNS> static constexpr int slots = COLUMNS / BOX_COLUMNS * EACH;
 
     unsigned parity = 0;  // of aux's barriers: bit per box
+    unsigned most = 0;    // of what was written
     float sums[8];        // of 32 columns: column 2t+e of 8-column group g of the k-th 16 is [4g + 2e + k]
 
     // By the storer: a box is free once the store from it has read it.
@@ -283,6 +288,7 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
                     odd = i % 2 ? odd + y.y : y.y;
                 }
                 aux[p][i] = pack_bf16(y.x, y.y);
+                if constexpr (T::TAKES_ABSMAX) most = __vmaxu2(most, aux[p][i] & 0x7fff7fffu);
             }
         }
         #pragma unroll
@@ -310,6 +316,12 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
         }
         t.box_full();
         if (t.storer) store(t, c, begin == 4);
+    }
+    // After the last tile.
+    template <typename T> __device__ void end(const T &t) const {
+        if (!T::TAKES_ABSMAX || !t.work.absmax) return;
+        const float x = warp_reduce<MaxBits>(absmax_of_thread<bf16>(most));
+        if (threadIdx.x % WARP == 0) absmax_raise(t.work.absmax, x);
     }
     template <typename T> __device__ void store(const T &t, int c, bool last) const {
         const CUtensorMap *gradient = FROM_INPUT ? t.aux_map : t.out_map;

@@ -81,6 +81,7 @@ __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, un
         }
         waiting = true;
     }
+    epilogue.end(out);
     if (out.storer) bulk_wait();
 }
 template <typename S>
@@ -145,7 +146,7 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
         cudaCheck(cudaFuncSetAttribute(matmul_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     }
     const MatmulSchedule schedule = matmul_schedule(M, N, S::ROWS * S::CLUSTER, S::OUT_COLUMNS);
-    const HopperWork w = {M,       N,           K,           schedule,   (const bf16 *)o->bias, o->column_sums,
+    const HopperWork w = {M, N, K, schedule, (const bf16 *)o->bias, o->absmax, o->column_sums,
                           o->rope, o->a_absmax, o->b_absmax, o->a_by_row};
     const CUtensorMap a = S::MN_A ? matrix_map<Element>(o->a, K, M) : matrix_map<Element>(o->a, M, K);
     const CUtensorMap b = S::MN_B ? matrix_map<Element>(o->b, K, N) : matrix_map<Element>(o->b, z.N, K);

@@ -54,6 +54,7 @@ typedef struct {
     const void *a, *b;  // of the problem's dtype
     const floatX *bias;          // NULL: none
     floatX *aux;                 // of activations and their gradients
+    float *absmax;               // NULL, or what the absmax of an activation's gradient raises
     float *column_sums;          // NULL, or where matmul_sums_columns: partial sums of the gradient's columns
     RopeRows rope;
     int accumulate;  // of EPILOGUE_PLAIN without bias: out += the product

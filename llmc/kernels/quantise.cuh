@@ -108,8 +108,35 @@ __global__ void __launch_bounds__(QUANTISE_THREADS, 4)
     }
 }
 
-// A block holds a row in registers, VECS vectors a thread, so that it is read once.
-enum { QUANTISE_ROW_THREADS = 512 };
+// A warp or a block holds a row in registers, VECS vectors a thread, so that it is read once.
+enum { QUANTISE_ROW_THREADS = 512, QUANTISE_ROW_WARPS = 8 };
+template <Fp8Kind KIND, int VECS>
+__global__ void __launch_bounds__(QUANTISE_ROW_WARPS *WARP)
+    quantise_narrow_rows_kernel(uint8_t *__restrict__ q, float *__restrict__ row_absmax, float *absmax,
+                                const bf16 *__restrict__ x, int rows, int columns, Fp8Count *count) {
+    __shared__ float shared[WARP];
+    const int lane = threadIdx.x % WARP, row = blockIdx.x * QUANTISE_ROW_WARPS + threadIdx.x / WARP;
+    const size_t start = (size_t)row * columns;
+    VecB v[VECS];
+    unsigned most = 0, flushed = 0;
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) {
+        const int column = (i * WARP + lane) * VecB::size;
+        v[i] = row < rows && column < columns ? vec_load_streaming(x + start + column) : VecB();
+    }
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) absmax_take(most, v[i]);
+    const float of_row = warp_reduce<MaxBits>(absmax_of_thread<bf16>(most)), scale = fp8_scale(KIND, of_row);
+    if (row < rows && lane == 0) row_absmax[row] = of_row;
+    #pragma unroll
+    for (int i = 0; i < VECS; i++) {
+        const int column = (i * WARP + lane) * VecB::size;
+        if (row < rows && column < columns) *(uint2 *)(q + start + column) = quantise_vec<KIND>(v[i], scale);
+        if (count) flushed += quantise_flushes<KIND>(v[i], scale);
+    }
+    absmax_of_block<bf16>(absmax, most, shared);
+    if (count) quantise_count(count, flushed, (size_t)rows * columns);
+}
 template <Fp8Kind KIND, int VECS>
 __global__ void __launch_bounds__(QUANTISE_ROW_THREADS, VECS == 4 ? 3 : 2)
     quantise_rows_kernel(uint8_t *__restrict__ q, float *__restrict__ row_absmax, float *absmax,
@@ -171,10 +198,22 @@ static inline void quantise(Fp8Kind kind, uint8_t *q, uint8_t *qt, const bf16 *x
 // q (rows,columns) = x, each row by its own absmax, which goes to row_absmax (rows); *absmax rises to the largest
 static inline void quantise_rows(Fp8Kind kind, uint8_t *q, float *row_absmax, float *absmax, const bf16 *x, int rows,
                                  int columns, Fp8Count *count, cudaStream_t stream) {
-    enum { NARROW = 4, WIDE = 8, VEC_THREADS = QUANTISE_ROW_THREADS * VecB::size };
+    enum { NARROW = 4, WIDE = 8, VEC_THREADS = QUANTISE_ROW_THREADS * VecB::size, VEC_WARP = WARP * VecB::size };
     quantise_require(16, columns, {q, x});  // any number of rows
     require(columns <= WIDE * VEC_THREADS, "fp8: rows of %d columns\na scale for each row needs at most %d", columns,
             WIDE * VEC_THREADS);
+    if (columns <= WIDE * VEC_WARP) {
+        const auto kernel = columns <= NARROW * VEC_WARP
+                                ? kind == FP8_E4M3 ? quantise_narrow_rows_kernel<FP8_E4M3, NARROW>
+                                                   : quantise_narrow_rows_kernel<FP8_E5M2, NARROW>
+                            : kind == FP8_E4M3 ? quantise_narrow_rows_kernel<FP8_E4M3, WIDE>
+                                               : quantise_narrow_rows_kernel<FP8_E5M2, WIDE>;
+        kernel<<<blocks_for(rows, QUANTISE_ROW_WARPS), QUANTISE_ROW_WARPS * WARP, 0, stream>>>(
+            q, row_absmax, absmax, x, rows, columns, count);
+        launchCheck();
+        timing_lap("quantise", 0, 3.0 * rows * columns, stream);
+        return;
+    }
     const auto narrow =
         kind == FP8_E4M3 ? quantise_rows_kernel<FP8_E4M3, NARROW> : quantise_rows_kernel<FP8_E5M2, NARROW>;
     const auto wide = kind == FP8_E4M3 ? quantise_rows_kernel<FP8_E4M3, WIDE> : quantise_rows_kernel<FP8_E5M2, WIDE>;

@@ -185,7 +185,7 @@ static inline int adam_chunks(const Plan *p, AdamChunk *out) {
             if (!out) continue;
             const ParamPart *part = param_part_at(q, element);
             const size_t key = q->whole_offset + (part ? param_whole(q, part, element) : element);
-            const AdamChunk chunk = {at, plan_state_at(p, q->unit, at), key, (int)n, q->rate, q->decay, ADAM_NO_ABSMAX};
+            const AdamChunk chunk = {at, plan_state_at(p, q->unit, at), key, (int)n, q->rate, q->decay};
             out[count] = chunk;
         }
     }

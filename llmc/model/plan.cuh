@@ -88,6 +88,7 @@ static inline void plan_layers(Plan *p) {
     for (Linear *l : {&p->qkv, &p->proj, &p->fc, &p->fcproj}) {
         l->dtype = p->fp8 ? MATMUL_E4M3 : MATMUL_FLOATX;
         l->weight_dtype = p->fp8_weight_gradients ? MATMUL_E4M3 : MATMUL_FLOATX;
+        l->tensor_gradient = p->fp8_weight_gradients && !plan_is_split(p);
     }
     p->head.in = C;
     p->head.out = c->padded_vocab_size;

@@ -12,10 +12,10 @@
 //
 // With one rank both are plain products. What the plan (model/plan.cuh) left out of a product is one more launch here.
 //
-// In fp8 (--matmul-dtype) it takes and gives floatX, too: operands are quantised here. Rows of inputs and of output
-// gradients have a scale each, so that a product of some rows has the numbers of one of all rows, wherever they come
-// from. Weights, and the transposed operands of the weight's gradient, have one scale: that of the tensor's absmax,
-// which is taken along where its rows are quantised.
+// In fp8 (--matmul-dtype) it takes and gives floatX, too: operands are quantised here. Rows of inputs have a scale each:
+// what a token becomes does not depend on those beside and after it, and a product of some rows has the numbers of one
+// of all rows. Weights, and both operands of the weight's gradient, have one scale: that of the tensor's absmax. So has
+// the output's gradient, which is then quantised once for both products (tensor_gradient); else its rows have theirs.
 #ifndef LLMC_LINEAR_CUH
 #define LLMC_LINEAR_CUH
 
@@ -44,6 +44,7 @@ typedef struct {
     MlpKind mlp;                    // the activation of its output or its input
     MatmulDtype dtype;              // of the products of its output and of its input's gradient
     MatmulDtype weight_dtype;       // of the product of its weight's gradient
+    int tensor_gradient;            // fp8: the output's gradient comes with its absmax, and has one scale
     int keeps_input;                // for backward: what the activation read; else its slopes
     int heads, kv_heads, head_dim;  // LINEAR_ROPE
     // Of the unit.
@@ -64,6 +65,7 @@ typedef struct {
     floatX *activated;  // EPILOGUE_GRADIENT_FROM_INPUT: the activation (N,F), computed again
     floatX *apart;      // EPILOGUE_PLAIN: gradient of the activation (N,F)
     ColumnSums sums;    // where the epilogue leaves the column sums of `out`
+    float *absmax;      // NULL, or raised to that of `out`
 } ActivationGradient;
 
 // ---- operands
@@ -85,6 +87,14 @@ static inline void linear_rows(const Pass *p, const Linear *l, MatmulOperands *o
     o->a = p->fp8.rows;
     o->a_absmax = p->fp8.row_absmax;
     o->a_by_row = 1;
+}
+// The gradient of the output.
+static inline void linear_gradient(const Pass *p, const Linear *l, MatmulOperands *o, const floatX *dout, int rows) {
+    if (!l->tensor_gradient) return linear_rows(p, l, o, dout, rows, l->out, l->dout_absmax, p->fp8.gradients);
+    quantise(FP8_E4M3, p->fp8.rows, p->fp8.left, (const bf16 *)dout, rows, l->out, l->dout_absmax, p->fp8.gradients,
+             p->stream);
+    o->a = p->fp8.rows;
+    o->a_absmax = l->dout_absmax;
 }
 static inline void linear_weight(const Linear *l, MatmulOperands *o, const uint8_t *quantised) {
     o->b = l->dtype == MATMUL_FLOATX ? (const void *)l->weight : quantised;
@@ -136,7 +146,7 @@ static inline void linear_product_backward(const Pass *p, const Linear *l, float
     const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU, l->dtype};
     MatmulOperands x = {};
     x.out = din;
-    linear_rows(p, l, &x, dout, count, l->out, l->dout_absmax, p->fp8.gradients);
+    linear_gradient(p, l, &x, dout, count);
     linear_weight(l, &x, l->weight_turned);
     matmul(p->matmul, &q, &x, p->stream);
 }
@@ -169,16 +179,19 @@ static inline void linear_backward_activation(const Pass *p, Linear *l, const Ac
                                  l->gradient == EPILOGUE_PLAIN ? MLP_GELU : l->mlp,
                                  l->dtype};
         MatmulOperands x = {};
-        linear_rows(p, l, &x, d, count, l->out, l->dout_absmax, p->fp8.gradients);
+        linear_gradient(p, l, &x, d, count);
         linear_weight(l, &x, l->weight_turned);
         x.out = l->gradient == EPILOGUE_PLAIN      ? g->apart + first * F
                 : l->gradient == EPILOGUE_GRADIENT ? g->out + first * width
                                                    : g->activated + first * F;
         x.aux = l->gradient == EPILOGUE_PLAIN ? NULL : g->slopes + first * width;
+        x.absmax = g->absmax;
         x.column_sums = g->sums.slices ? g->sums.partial : NULL;
         matmul(p->matmul, &q, &x, p->stream);
     });
-    if (l->gradient == EPILOGUE_PLAIN) activation_backward(l->mlp, g->out, g->apart, g->slopes, p->N, l->in, p->stream);
+    if (l->gradient != EPILOGUE_PLAIN) return;
+    activation_backward(l->mlp, g->out, g->apart, g->slopes, p->N, l->in, p->stream);
+    if (g->absmax) absmax_tensor(g->absmax, g->out, (size_t)p->N * width, p->stream);
 }
 
 // For linear_backward_weight of LINEAR_COLUMNS: rows of `in` that other ranks have set out while something else is
@@ -196,7 +209,8 @@ static inline void linear_product_weight(const Pass *p, const Linear *l, const f
     x.accumulate = accumulate;
     if (l->weight_dtype == MATMUL_E4M3) {
         const Fp8Scratch *s = &p->fp8;
-        quantise(FP8_E4M3, NULL, s->left, (const bf16 *)dout, count, l->out, l->dout_absmax, NULL, p->stream);
+        if (!l->tensor_gradient)
+            quantise(FP8_E4M3, NULL, s->left, (const bf16 *)dout, count, l->out, l->dout_absmax, NULL, p->stream);
         quantise(FP8_E4M3, NULL, s->right, (const bf16 *)in, count, l->in, l->in_absmax, NULL, p->stream);
         x.a = s->left;
         x.b = s->right;
