@@ -125,7 +125,7 @@ static Block block_get(Model *m, const Pass *p, int l) {
     // the gradient's product leaves them
     const int fc_sums = m->config.linear_bias && plan->fcproj.gradient != EPILOGUE_PLAIN;
     const ColumnSums activation = {m->b.column_sums, fc_sums ? matmul_sum_slices(p->N) : 0};
-    Block b;
+    Block b = {};
     b.norm1 = norm_of(m, w, u, ROLE_LN1W, ROLE_LN1B, a->mean1, a->rstd1, block_input(m, l));
     b.norm2 = norm_of(m, w, u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
     b.qkv = linear_of(m, p, w, &plan->qkv, u, ROLE_QKVW, ROLE_QKVB, attention);
