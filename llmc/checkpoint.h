@@ -31,8 +31,8 @@
 #include <sys/file.h>
 #include <sys/syscall.h>
 
-// Format 1 had no checksums. More or longer options than these are refused.
-enum { STATE_FORMAT = 2, STATE_WINDOW = 128, STATE_MAX_OPTIONS = 1024, STATE_MAX_TEXT = 4096 };
+// Format 1 had no checksums. Values of options must be shorter than STATE_MAX_TEXT bytes.
+enum { STATE_FORMAT = 2, STATE_WINDOW = 128, STATE_MAX_TEXT = 4096 };
 enum { WHY_BYTES = 256 };  // room for the reason why a checkpoint is not whole
 
 // The latest values of a statistic, a ring: the i-th value ever pushed lies at i % STATE_WINDOW.
@@ -40,7 +40,6 @@ typedef struct {
     int64_t count;
     double values[STATE_WINDOW];
 } StateWindow;
-typedef struct { char *name, *value; } StateOption;
 // What a run is, beside its tensors. All zeros is a fresh one.
 typedef struct {
     int64_t step, tokens;              // done so far
@@ -49,10 +48,9 @@ typedef struct {
     uint64_t data_hash;                // of the shards' names and samples of their content, 0: it does not say
     TokenizerId tokenizer;             // of the data
     int64_t seed;
-    StateWindow loss, norm;  // for the z-scores
-    int num_options;
-    StateOption *options;  // the run's options as text, to compare or to restore
-    char precision[64];    // set by loading; see precision_text
+    StateWindow loss, norm;      // for the z-scores
+    char *options[NUM_OPTIONS];  // the run's options as text, to compare or to restore; NULL: not known
+    char precision[64];          // set by loading; see precision_text
 } TrainState;
 // Numbers of train_state.json, and the largest that is accepted: far above what a run can have, low enough that sums
 // and products do not overflow.
@@ -67,10 +65,15 @@ static const struct {
                      {"seed", offsetof(TrainState, seed), INT64_MAX}};
 enum { NUM_STATE_NUMBERS = sizeof state_numbers / sizeof *state_numbers };
 
-static inline const char *state_option(const TrainState *s, const char *name) {
-    for (int i = 0; i < s->num_options; i++)
-        if (strcmp(s->options[i].name, name) == 0) return s->options[i].value;
+// The place of an option, NULL if there is no option of this name.
+static inline char **state_option_place(TrainState *s, const char *name) {
+    for (int i = 0; i < NUM_OPTIONS; i++)
+        if (strcmp(option_table[i].name, name) == 0) return &s->options[i];
     return NULL;
+}
+static inline const char *state_option(const TrainState *s, const char *name) {
+    char **place = state_option_place((TrainState *)s, name);
+    return place ? *place : NULL;
 }
 // The checkpoint's place in the data, in rows of `seq_len` tokens.
 static inline int64_t state_row(const TrainState *s, int64_t seq_len) {
@@ -80,22 +83,13 @@ static inline int64_t state_row(const TrainState *s, int64_t seq_len) {
     return s->row > INT64_MAX / T ? -1 : s->row * T / seq_len;
 }
 static inline void state_set_option(TrainState *s, const char *name, const char *value) {
-    int i = 0;
-    while (i < s->num_options && strcmp(s->options[i].name, name) != 0) i++;
-    if (i < s->num_options)
-        free(s->options[i].value);
-    else {
-        s->options = (StateOption *)realloc_or_die(s->options, ++s->num_options * sizeof(StateOption));
-        s->options[i].name = strdup(name);
-    }
-    s->options[i].value = strdup(value);
+    char **place = state_option_place(s, name);
+    if (!place) return;  // another version of the program has it
+    free(*place);
+    *place = strdup(value);
 }
 static inline void state_free(TrainState *s) {
-    for (int i = 0; i < s->num_options; i++) {
-        free(s->options[i].name);
-        free(s->options[i].value);
-    }
-    free(s->options);
+    for (int i = 0; i < NUM_OPTIONS; i++) free(s->options[i]);
     memset(s, 0, sizeof *s);
 }
 
@@ -157,11 +151,12 @@ static inline int write_train_state(const Model *m, const char *folder, const Tr
     write_window(f, "loss_window", &s->loss);
     write_window(f, "norm_window", &s->norm);
     fputs("  \"options\": {", f);
-    for (int i = 0; i < s->num_options; i++) {
-        fputs(i ? ",\n    " : "\n    ", f);
-        json_write_string(f, s->options[i].name);
-        fputs(": ", f);
-        json_write_string(f, s->options[i].value);
+    const char *separator = "\n    ";
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        if (!s->options[i]) continue;
+        fprintf(f, "%s\"%s\": ", separator, option_table[i].name);
+        json_write_string(f, s->options[i]);
+        separator = ",\n    ";
     }
     fputs("\n  },\n  \"files\": {", f);
     for (int i = 0; i < NUM_SUMMED_FILES; i++)
@@ -655,8 +650,7 @@ static inline void read_data_place(const Json *j, const char *path, TrainState *
 }
 static inline void read_options(const Json *j, const char *path, TrainState *s) {
     int options = json_get(j, 0, "options");
-    require(json_is(j, options, JSON_OBJECT) && json_items(j, options) <= STATE_MAX_OPTIONS,
-            "'%s': options are no list of at most %d" STATE_DAMAGED, path, STATE_MAX_OPTIONS);
+    STATE_REQUIRE(json_is(j, options, JSON_OBJECT), "options");
     JSON_EACH(j, key, options) {
         const char *name = json_string(j, key), *value = json_string(j, key + 1);
         require(value && strlen(value) < STATE_MAX_TEXT,

@@ -98,7 +98,7 @@ static inline void config_write(const Config *c, const char *dtype, FILE *f, con
 // On one line, for logs.
 static inline void config_to_json(const Config *c, const char *dtype, FILE *f) { config_write(c, dtype, f, " "); }
 
-// ---- reading. `fallback` is the value of an absent key; NEEDED: the key must be there
+// ---- reading. The fallback is the value of an absent key. NEEDED: the key must be there
 
 enum { NEEDED = -1, DERIVED = -2 };  // derived: computed from other sizes, later
 typedef struct {
@@ -112,19 +112,20 @@ static inline int config_key(const ConfigFile *f, int object, const char *key, i
     require(!needed || value != JSON_NONE, "'%s' has no %s\nuse a complete config.json", f->path, key);
     return value;
 }
-static inline int config_int(const ConfigFile *f, int object, const char *key, int fallback) {
-    int64_t n = fallback;
-    int value = config_key(f, object, key, fallback == NEEDED);
+// Numbers are read into a field, whose value before is the fallback.
+static inline void config_read_int(const ConfigFile *f, int object, const char *key, int *field) {
+    int64_t n = *field;
+    int value = config_key(f, object, key, n == NEEDED);
     require(value == JSON_NONE || (json_int(&f->json, value, &n) && n >= 0 && n <= 1 << 28),
             "'%s': %s is no whole number from 0 to 2^28\ncorrect it", f->path, key);
-    return n;
+    *field = n;
 }
-static inline float config_float(const ConfigFile *f, int object, const char *key, double fallback) {
-    double x = fallback;
-    int value = config_key(f, object, key, fallback == NEEDED);
+static inline void config_read_float(const ConfigFile *f, int object, const char *key, float *field) {
+    double x = *field;
+    int value = config_key(f, object, key, x == NEEDED);
     require(value == JSON_NONE || (json_double(&f->json, value, &x) && isfinite((float)x)),
             "'%s': %s is not a number of fp32\ncorrect it", f->path, key);
-    return (float)x;
+    *field = x;
 }
 static inline int config_bool(const ConfigFile *f, const char *key, int fallback) {
     int b = fallback;
@@ -133,15 +134,14 @@ static inline int config_bool(const ConfigFile *f, const char *key, int fallback
             f->path, key);
     return b;
 }
-// Into the field, whose value until now is the fallback.
 static inline void config_read_key(const ConfigFile *f, int object, Config *c, const ConfigKey *k) {
     const char *key = config_key_of(c, k);
     char *field = (char *)c + k->offset;
     if (!key) return;
     if (k->is_float)
-        *(float *)field = config_float(f, object, key, *(float *)field);
+        config_read_float(f, object, key, (float *)field);
     else
-        *(int *)field = config_int(f, object, key, *(int *)field);
+        config_read_int(f, object, key, (int *)field);
 }
 static inline void config_require_bool(const ConfigFile *f, const char *key, int needed) {
     config_require(config_bool(f, key, needed) == needed, f->path, "", "%s is %s", key, needed ? "false" : "true");
@@ -161,8 +161,10 @@ static inline void config_read_rope(const ConfigFile *f, Config *c) {
                    "the rope settings are no object");
     JSON_EACH(&f->json, key, rope)
     config_require(!json_items(&f->json, key + 1), f->path, "", "rope differs between layers");
-    c->rope_theta = config_float(f, rope, "rope_theta", c->rope_theta);
-    float part = config_float(f, rope, "partial_rotary_factor", config_float(f, 0, "partial_rotary_factor", 1));
+    config_read_float(f, rope, "rope_theta", &c->rope_theta);
+    float part = 1;
+    config_read_float(f, 0, "partial_rotary_factor", &part);
+    config_read_float(f, rope, "partial_rotary_factor", &part);
     config_require(part == 1, f->path, "", "partial_rotary_factor is %g, not 1", (double)part);
     const char *kind_key = config_key(f, rope, "rope_type", 0) == JSON_NONE ? "type" : "rope_type";
     config_require_text(f, rope, kind_key, "default", "llama3");
@@ -191,7 +193,8 @@ static inline void config_read_llama(const ConfigFile *f, Config *c) {
         config_require(kind && strcmp(kind, "full_attention") == 0, f->path, "",
                        "layer_types names '%.40s', not full_attention", kind ? kind : "?");
     }
-    int head_dim = config_int(f, 0, "head_dim", 0);
+    int head_dim = 0;
+    config_read_int(f, 0, "head_dim", &head_dim);
     config_require(!head_dim || head_dim * (int64_t)c->num_heads == c->channels, f->path, "",
                    "head_dim %d times %d heads is not hidden_size %d", head_dim, c->num_heads, c->channels);
 }
