@@ -384,11 +384,11 @@ static inline int list_checkpoints(const char *output, struct dirent ***names) {
 typedef struct {
     Path folder;          // "": there are no more
     char why[WHY_BYTES];  // it is not whole; or ""
-} FoundFolder;
+} NextCheckpoint;
 // Rank 0: the next checkpoint to try. Those that have not diverged come first, newest first; then the others. at: how
 // many were looked at.
-static inline FoundFolder next_checkpoint(const char *output, struct dirent **names, int count, int *at) {
-    FoundFolder c;
+static inline NextCheckpoint next_checkpoint(const char *output, struct dirent **names, int count, int *at) {
+    NextCheckpoint c;
     memset(&c, 0, sizeof c);
     for (; *at < 2 * count && !*c.folder.text; ++*at) {
         const char *name = names[count - 1 - *at % count]->d_name;
@@ -411,21 +411,21 @@ static inline FoundFolder next_checkpoint(const char *output, struct dirent **na
 static inline int checkpoint_latest(const Comm *comm, const char *output, int files, Path *folder) {
     struct dirent **names = NULL;
     int count = comm->rank == 0 ? list_checkpoints(output, &names) : 0, found = 0, at = 0;
-    FoundFolder c;
+    NextCheckpoint next;
     do {
-        if (comm->rank == 0) c = next_checkpoint(output, names, count, &at);
-        comm_broadcast(comm, &c, sizeof c, 0);
-        found = *c.folder.text && !*c.why && checkpoint_is_intact(comm, c.folder.text, files, c.why);
-        if (*c.folder.text && !found && comm->rank == 0)
-            fprintf(stderr, "warning: checkpoint '%s' is not whole and is left out: %s\n", c.folder.text, c.why);
-    } while (*c.folder.text && !found);
-    if (found && comm->rank == 0 && checkpoint_is_diverged(c.folder.text))
+        if (comm->rank == 0) next = next_checkpoint(output, names, count, &at);
+        comm_broadcast(comm, &next, sizeof next, 0);
+        found = *next.folder.text && !*next.why && checkpoint_is_intact(comm, next.folder.text, files, next.why);
+        if (*next.folder.text && !found && comm->rank == 0)
+            fprintf(stderr, "warning: checkpoint '%s' is not whole and is left out: %s\n", next.folder.text, next.why);
+    } while (*next.folder.text && !found);
+    if (found && comm->rank == 0 && checkpoint_is_diverged(next.folder.text))
         fprintf(stderr, "warning: all whole checkpoints in '%s' are marked so: the newest is taken\n", output);
     require(found || count <= 0,
             "none of the %d checkpoints in '%s' is whole\n"
             "put back what was damaged or edited, or start anew in another folder; the warnings above name the files",
             count, output);
-    *folder = c.folder;
+    *folder = next.folder;
     free_names(names, count);
     return found;
 }
@@ -453,9 +453,7 @@ static inline void checkpoint_lock(const Comm *c, const char *output, double tim
     int folder = open(output, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     require(folder >= 0, "cannot list folder '%s': %s\ncheck its permissions", output, strerror(errno));
     Path path = path_of("%s/.lock.train", output);
-    int file = open(path.text, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-    require(file >= 0, "cannot open '%s': %s\nname another --output folder, or make this one writable", path.text,
-            strerror(errno));
+    int file = open_or_die(path.text, O_RDWR | O_CREAT, "name another --output folder, or make this one writable");
     for (int waited = 0; lock_is_held_elsewhere(folder, file); waited++) {
         require(waited < most, "another run writes to '%s'\nend it first, or name another folder with --output",
                 output);
@@ -703,20 +701,15 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
     read_options(&j, path, s);
     json_free(&j);
 }
-// Weights, masters, m, v and state, bit for bit: only into the same model, dtypes and kind of masters.
-static inline void checkpoint_load(Model *m, const char *folder, TrainState *s) {
-    checkpoint_load_state(folder, s);
+// Weights, masters, m and v, bit for bit: only into the dtypes and kind of masters that were saved. `s`: the state that
+// was loaded from the same folder.
+static inline void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
     char precision[sizeof s->precision];
     precision_text(precision, sizeof precision, model_dtype(m), model_has_slot(m, SLOT_MASTER), states_dtype(m));
     require(strcmp(s->precision, precision) == 0,
             "checkpoint '%s' is %s; this run is %s\n"
             "resume with the same --state-dtype and kind of build; or start a new run from its weights with --model %s",
             folder, s->precision, precision, folder);
-    Config saved = config_from_json(folder);
-    require(config_same(&saved, &m->config),
-            "checkpoint '%s' holds another model than this run's\n"
-            "leave out --model when resuming, or name the run's own",
-            folder);
     model_load_weights(m, folder);  // first: this sets the masters too
     load_slots(m, optimizer_slots, num_optimizer_slots(m), path_of("%s/optimizer.safetensors", folder).text);
 }

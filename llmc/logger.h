@@ -28,9 +28,8 @@ static inline void logger_open(Logger *g, const char *folder, const char *name) 
     if (!*folder) return;
     make_directory(folder);
     Path path = path_of("%s/%s", folder, name);
-    g->file = open(path.text, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
-    require(g->file >= 0, "cannot open '%s': %s\nname another --output folder, or make this one writable", path.text,
-            strerror(errno));
+    g->file = open_or_die(path.text, O_WRONLY | O_APPEND | O_CREAT,
+                          "name another --output folder, or make this one writable");
     text_open(&g->lines);
 }
 static inline void logger_close(Logger *g) {

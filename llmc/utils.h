@@ -134,10 +134,14 @@ static inline void pread_or_die(int fd, void *destination, size_t bytes, uint64_
     }
 }
 
+static inline int open_or_die(const char *path, int flags, const char *hint) {
+    int fd = open(path, flags | O_CLOEXEC, 0666);
+    require(fd >= 0, "cannot open '%s': %s\n%s", path, strerror(errno), hint);
+    return fd;
+}
 static inline int open_data_file(const char *path, const char *hint, int64_t *bytes) {
     struct stat s;
-    const int fd = open(path, O_RDONLY | O_CLOEXEC);
-    require(fd >= 0, "cannot open '%s': %s\n%s", path, strerror(errno), hint);
+    const int fd = open_or_die(path, O_RDONLY, hint);
     require(fstat(fd, &s) == 0 && S_ISREG(s.st_mode), "'%s' is not a regular file\nname a file, not a folder", path);
     *bytes = s.st_size;
     return fd;

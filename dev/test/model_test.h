@@ -535,6 +535,7 @@ static inline void test_resume(const char *folder, const Options *o, const char 
                     output);
             const Config c = config_from_json(path.text);
             model_open(&m, &c, o, &one_rank);
+            checkpoint_load_state(path.text, &s);
             checkpoint_load(&m, path.text, &s);
         }
         model_micro_step(&m, d.tokens, d.targets, 0, 1);

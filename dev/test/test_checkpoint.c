@@ -331,6 +331,7 @@ static int loads_exactly(const Model *m, const char *folder, int64_t step) {
     b.bf16_states = m->bf16_states;
     memset(&s, 0, sizeof s);
     fake_spoil(&b);
+    checkpoint_load_state(folder, &s);
     checkpoint_load(&b, folder, &s);
     const int same = same_training(m, &b) && same_state(&expected, &s) &&
                      strstr(s.precision, model_dtype(m)) == s.precision &&
@@ -391,6 +392,7 @@ static void load_attempt(void *argument) {
     m.bf16_states = a->bf16_states;
     TrainState s;
     memset(&s, 0, sizeof s);
+    checkpoint_load_state(a->folder, &s);
     checkpoint_load(&m, a->folder, &s);
 }
 static void test_mismatch(void) {
@@ -413,10 +415,8 @@ static void test_mismatch(void) {
     check_refused("fp32 states into a run with bf16 ones", load_attempt, &a,
                   "m and v in fp32; this run is bf16 with fp32 masters, m and v in bf16");
     a.bf16_states = 0;
-    a.config.norm_eps = 1e-6f;
-    check_refused("a state of a model that differs in no shape", load_attempt, &a, "holds another model");
     a.config = config_of("gpt2-odd");
-    check_refused("a state of another model", load_attempt, &a, "holds another model");
+    check_refused("a state of another model", load_attempt, &a, "does not hold this model");
     a.config = config_of("gpt2");
     m.bf16_states = 1;
     fake_fill(&m, 3);

@@ -1225,6 +1225,11 @@ def test_data_of_another_tokenizer_than_the_models(trainer, tmp_path):
     forced = succeeds(trainer(*data(other), "-e", imported, "--force", "1", "-o", tmp_path / "forced", "-n", "2"))
     assert "warning: the model has the tokenizer bytes" in forced.stdout
     succeeds(trainer(*data(other), "-o", tmp_path / "forced", "-n", "2", "-x", "4", "-y", "1"))  # its own by now
+    swapped = tmp_path / "swapped"
+    succeeds(trainer(*data(own), "-o", swapped, "-n", "2"))
+    succeeds(trainer(*data(other), "-o", swapped, "-n", "2", "-x", "4", "-y", "1", "--force", "1"))
+    state = json.loads((swapped / "step_00000004/train_state.json").read_text())
+    assert state["tokenizer"]["hash"] == "123456789abcdef0"  # of the data that it goes on with
 
 
 def test_an_unquoted_pattern(trainer, tmp_path):

@@ -16,13 +16,18 @@ static char *in_folder(const char *name) {  // good until the eighth call after 
 
 // ---- conversions
 
+static float float_of_bits(uint32_t u) {
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
 // The nearest of the two bf16 neighbours of x by their distance in double; the even one on a tie.
 static uint16_t nearest_bf16(float x) {
     uint32_t u;
     memcpy(&u, &x, 4);
     const uint16_t toward_zero = (uint16_t)(u >> 16), away = (uint16_t)(toward_zero + 1);
-    const double a = st_float_of_bits((uint32_t)toward_zero << 16),
-                 b = (away & 0x7f80) == 0x7f80 ? (x < 0 ? -0x1p128 : 0x1p128) : st_float_of_bits((uint32_t)away << 16);
+    const double a = float_of_bits((uint32_t)toward_zero << 16),
+                 b = (away & 0x7f80) == 0x7f80 ? (x < 0 ? -0x1p128 : 0x1p128) : float_of_bits((uint32_t)away << 16);
     const double to_a = fabs((double)x - a), to_b = fabs((double)x - b);
     return to_a < to_b || (to_a == to_b && !(toward_zero & 1)) ? toward_zero : away;
 }
@@ -31,7 +36,7 @@ static void test_conversions(void) {
     for (uint64_t i = 0; i < 400000; i++) {
         uint32_t u = (uint32_t)rand_u64(1, 0, i);
         if (i % 4 == 0) u = (u & 0xffff0000u) | 0x8000;  // exactly between two
-        float x = st_float_of_bits(u);
+        float x = float_of_bits(u);
         if (!isfinite(x)) continue;
         ties += (u & 0xffff) == 0x8000;
         wrong += bf16_nearest(x) != nearest_bf16(x);
@@ -39,7 +44,7 @@ static void test_conversions(void) {
     check(wrong == 0 && ties > 90000, "float to bf16: nearest, ties to even, 400000 values, %d of them ties", ties);
     int nan_lost = 0;
     for (uint32_t low = 1; low < 0x800000; low += 4093)
-        nan_lost += !isnan(bf16_widen(bf16_nearest(st_float_of_bits(0x7f800000u | low))));
+        nan_lost += !isnan(bf16_widen(bf16_nearest(float_of_bits(0x7f800000u | low))));
     check(nan_lost == 0 && bf16_nearest(INFINITY) == 0x7f80 && bf16_nearest(-INFINITY) == 0xff80 &&
               bf16_nearest(-0.0f) == 0x8000 && bf16_nearest(3.4e38f) == 0x7f80,
           "NaN stays NaN, infinities and -0 stay, the largest floats round to infinity");
@@ -378,7 +383,7 @@ static void test_folder(void) {
     st_read_floats(&r, b, 0, 3, from_two);
     st_read_floats(&r, st_find(&r, "a"), 0, 1, &bits);
     check(r.num_files == 2 && r.count == 3 && b->file != c->file && memcmp(&bits, &expected, 4) == 0 &&
-              from_two[0] == st_float_of_bits(0x300b0000u),
+              from_two[0] == float_of_bits(0x300b0000u),
           "a model in two files: tensors are found and read across them");
     st_close(&r);
     const struct {

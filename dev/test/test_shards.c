@@ -227,6 +227,7 @@ static void test_overlap(void) {
     memset(m.slots[SLOT_WEIGHT], 0, bytes);
     memset(m.slots[SLOT_M], 0, bytes);
     memset(m.slots[SLOT_V], 0, bytes);
+    checkpoint_load_state(at("run/step_00000005"), &s);
     checkpoint_load(&m, at("run/step_00000005"), &s);
     int same = s.step == 5 && !saving.m;
     const Slot saved[] = {SLOT_WEIGHT, SLOT_M, SLOT_V};
