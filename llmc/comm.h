@@ -94,12 +94,12 @@ static inline void mpi_close(void) { mpiCheck(MPI_Finalize()); }
 static inline void mpi_abort(void) { MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE); }
 static inline void mpi_barrier(int group) { mpiCheck(MPI_Barrier(comm_groups[group])); }
 static inline void mpi_broadcast(int group, void *data, size_t bytes, int root) {
-    mpiCheck(MPI_Bcast(data, (int)bytes, MPI_BYTE, root, comm_groups[group]));
+    mpiCheck(MPI_Bcast(data, bytes, MPI_BYTE, root, comm_groups[group]));
 }
 static inline void mpi_exchange(const Comm *c, int to, const void *send, int from, void *receive, size_t bytes) {
     watchdog_peers(c->first + to * c->stride, c->first + from * c->stride);
-    mpiCheck(MPI_Sendrecv(send, (int)bytes, MPI_BYTE, to, 0, receive, (int)bytes, MPI_BYTE, from, 0,
-                          comm_groups[c->group], MPI_STATUS_IGNORE));
+    mpiCheck(MPI_Sendrecv(send, bytes, MPI_BYTE, to, 0, receive, bytes, MPI_BYTE, from, 0, comm_groups[c->group],
+                          MPI_STATUS_IGNORE));
     watchdog_peers(-1, -1);
 }
 #else
@@ -123,9 +123,9 @@ static inline void comm_end_launcher(void) {
                                         "orterun", "orted", "mpiexec.hydra", "hydra_pmi_proxy"};
     char path[64], name[32] = "";
     int known = 0;
-    const pid_t launcher = getppid();
-    snprintf(path, sizeof path, "/proc/%d/comm", (int)launcher);
-    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    pid_t launcher = getppid();
+    snprintf(path, sizeof path, "/proc/%d/comm", launcher);
+    int file = open(path, O_RDONLY | O_CLOEXEC);
     if (file >= 0 && read(file, name, sizeof name - 1) > 0) name[strcspn(name, "\n")] = 0;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) known |= strcmp(name, names[i]) == 0;
     if (!known || syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0) != 0) return;
@@ -154,18 +154,18 @@ static inline void *comm_share(const Comm *c, size_t bytes) {
     if (c->local_rank == 0) {
         snprintf(name, sizeof name, "llmc-%llx", (long long)where[2]);
         where[1] = memfd_create(name, MFD_CLOEXEC);
-        require(where[1] >= 0 && ftruncate((int)where[1], (off_t)bytes) == 0,
+        require(where[1] >= 0 && ftruncate(where[1], bytes) == 0,
                 "cannot make shared memory: %s\ncheck the memory limits of the job", strerror(errno));
     }
     if (c->local_world > 1) mpi_broadcast(1, where, sizeof where, 0);
     snprintf(name, sizeof name, "/memfd:llmc-%llx", (long long)where[2]);
     snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)where[0], (long long)where[1]);
-    const int known = readlink(path, target, sizeof target - 1) > 0 && strncmp(target, name, strlen(name)) == 0;
-    const int fd = known ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    int known = readlink(path, target, sizeof target - 1) > 0 && strncmp(target, name, strlen(name)) == 0;
+    int fd = known ? open(path, O_RDWR | O_CLOEXEC) : -1;
     void *memory = fd < 0 ? MAP_FAILED : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (c->local_world > 1) mpi_barrier(1);
     if (fd >= 0) close(fd);
-    if (c->local_rank == 0) close((int)where[1]);
+    if (c->local_rank == 0) close(where[1]);
     return memory == MAP_FAILED ? NULL : memory;
 }
 
@@ -175,13 +175,13 @@ static inline size_t comm_part(size_t total, size_t at, size_t most) { return to
 
 static inline void comm_barrier(const Comm *c) {
     if (c->world == 1) return;
-    const uint64_t op = watchdog_op_begin("barrier", 0, WATCHDOG_HOST);
+    uint64_t op = watchdog_op_begin("barrier", 0, WATCHDOG_HOST);
     mpi_barrier(c->group);
     watchdog_op_done(op);
 }
 static inline void comm_broadcast(const Comm *c, void *data, size_t bytes, int root) {
     if (c->world == 1) return;
-    const uint64_t op = watchdog_op_begin("broadcast", bytes, WATCHDOG_HOST);
+    uint64_t op = watchdog_op_begin("broadcast", bytes, WATCHDOG_HOST);
     for (size_t at = 0; at < bytes; at += COMM_MESSAGE)
         mpi_broadcast(c->group, (char *)data + at, comm_part(bytes, at, COMM_MESSAGE), root);
     watchdog_op_done(op);
@@ -191,7 +191,7 @@ static inline void comm_broadcast(const Comm *c, void *data, size_t bytes, int r
 static inline void comm_rounds(const Comm *c, const void *send, size_t send_stride, void *receive,
                                size_t receive_stride, size_t bytes) {
     for (int k = 1; k < c->world; k++) {
-        const int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
+        int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
         mpi_exchange(c, to, (const char *)send + to * send_stride, from, (char *)receive + from * receive_stride,
                      bytes);
     }
@@ -199,7 +199,7 @@ static inline void comm_rounds(const Comm *c, const void *send, size_t send_stri
 // data: `world` pieces, of which this rank has written piece `rank`; afterwards all are there.
 static inline void comm_all_gather(const Comm *c, void *data, size_t bytes_per_rank) {
     if (c->world == 1) return;
-    const uint64_t op = watchdog_op_begin("all_gather", bytes_per_rank * c->world, WATCHDOG_HOST);
+    uint64_t op = watchdog_op_begin("all_gather", bytes_per_rank * c->world, WATCHDOG_HOST);
     char *pieces = (char *)data;
     for (size_t at = 0; at < bytes_per_rank; at += COMM_MESSAGE)
         comm_rounds(c, pieces + c->rank * bytes_per_rank + at, 0, pieces + at, bytes_per_rank,
@@ -215,22 +215,22 @@ static inline void comm_gather_all(const Comm *c, const void *mine, size_t bytes
 // keep their values. scratch: (world, COMM_PIECE).
 static inline void comm_reduce_scatter(const Comm *c, float *data, size_t count_per_rank, float *scratch) {
     if (c->world == 1) return;
-    const size_t stride = count_per_rank * sizeof(float);
-    const uint64_t op = watchdog_op_begin("reduce_scatter", stride * c->world, WATCHDOG_HOST);
+    size_t stride = count_per_rank * sizeof(float);
+    uint64_t op = watchdog_op_begin("reduce_scatter", stride * c->world, WATCHDOG_HOST);
     for (size_t at = 0; at < count_per_rank; at += COMM_PIECE) {
         float *mine = data + c->rank * count_per_rank + at;
-        const size_t n = comm_part(count_per_rank, at, COMM_PIECE), bytes = n * sizeof(float);
+        size_t n = comm_part(count_per_rank, at, COMM_PIECE), bytes = n * sizeof(float);
         comm_rounds(c, data + at, stride, scratch, COMM_PIECE * sizeof(float), bytes);
-        memcpy(scratch + (size_t)c->rank * COMM_PIECE, mine, bytes);
+        memcpy(scratch + c->rank * COMM_PIECE, mine, bytes);
         memcpy(mine, scratch, bytes);
         for (int r = 1; r < c->world; r++)
-            for (size_t i = 0; i < n; i++) mine[i] += scratch[(size_t)r * COMM_PIECE + i];
+            for (size_t i = 0; i < n; i++) mine[i] += scratch[r * COMM_PIECE + i];
     }
     watchdog_op_done(op);
 }
 // What all ranks have, in a new array (world, bytes). The caller frees it.
 static inline void *comm_gathered(const Comm *c, const void *mine, size_t bytes) {
-    void *all = malloc_or_die((size_t)c->world * bytes);
+    void *all = malloc_or_die(c->world * bytes);
     comm_gather_all(c, mine, bytes, all);
     return all;
 }
@@ -275,7 +275,7 @@ static inline void comm_leave(void) {
 // timeout: seconds without progress after which the watchdog ends the job.
 static inline Comm comm_open(int *argc, char ***argv, double timeout) {
     Comm c = COMM_ALONE;
-    const int launched = comm_launched();
+    int launched = comm_launched();
     char (*hosts)[64] = NULL;
     uint64_t op = 0;
     gethostname(c.host, sizeof c.host - 1);
@@ -336,7 +336,7 @@ static inline int comm_spread(const Comm *c, pid_t launcher) {
     CPU_ZERO(&mine);
     if (sched_getaffinity(0, sizeof bound, &bound) != 0 || sched_getaffinity(launcher, sizeof all, &all) != 0) return 0;
     if (CPU_COUNT(&bound) > 2 /*two threads of one core*/) return 0;
-    const int share = CPU_COUNT(&all) / c->local_world;
+    int share = CPU_COUNT(&all) / c->local_world;
     if (share <= CPU_COUNT(&bound)) return 0;
     for (int core = 0, seen = 0; core < CPU_SETSIZE; core++)
         if (CPU_ISSET(core, &all) && seen++ / share == c->local_rank) CPU_SET(core, &mine);
@@ -356,16 +356,16 @@ static inline int comm_threads(const Comm *c) {
     Place *all = (Place *)comm_gathered(c, &mine, sizeof mine);
     for (int r = 0; r < c->world; r++) sharing += memcmp(&all[r], &mine, sizeof mine) == 0;
     free(all);
-    const int cores = CPU_COUNT(&mine.cores);
+    int cores = CPU_COUNT(&mine.cores);
     return cores > sharing ? cores / sharing : 1;
 }
 // All ranks of the job call it before they start threads. threads: what the user wants, or 0. Without that and
 // OMP_NUM_THREADS, a rank that a launcher started computes with all its cores. comm_spread is for Open MPI's mpirun
 // alone: it binds without being asked, while a batch system's binding is an allocation.
 static inline void comm_use_cores(const Comm *c, int threads) {
-    const int asked = threads > 0 || getenv("OMP_NUM_THREADS");
+    int asked = threads > 0 || getenv("OMP_NUM_THREADS");
     if (!asked && comm_launched()) {
-        const int share = getenv("OMPI_COMM_WORLD_LOCAL_SIZE") ? comm_spread(c, getppid()) : 0;
+        int share = getenv("OMPI_COMM_WORLD_LOCAL_SIZE") ? comm_spread(c, getppid()) : 0;
         if (share) printf("cores     %d for each rank; it was bound to one\n", share);
         threads = comm_threads(c);
     }

@@ -29,7 +29,7 @@ static inline HandshakeRecord comm_record(const Comm *c) {
     memset(&r, 0, sizeof r);
     snprintf(r.host, sizeof r.host, "%s", c->host);
     r.local_rank = c->local_rank;
-    const int fd = open_data_file("/proc/self/exe", "is /proc mounted?", &bytes);
+    int fd = open_data_file("/proc/self/exe", "is /proc mounted?", &bytes);
     char *program = (char *)malloc_or_die(bytes);
     pread_or_die(fd, program, bytes, 0, "/proc/self/exe");
     snprintf(r.build, sizeof r.build, "%s, file %016llx", GIT_REVISION,

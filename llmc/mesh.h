@@ -42,7 +42,7 @@ static inline Mesh mesh_open(const Comm *job, int tp) {
 
 // Stops if the model or the batch cannot be split. rows: of a micro-step.
 static inline void tp_check(const Comm *job, const Config *c, int tp, int64_t rows) {
-    const int kv = c->num_kv_heads;
+    int kv = c->num_kv_heads;
     const struct {
         int divides;
         long long count;
@@ -62,11 +62,10 @@ static inline void tp_check(const Comm *job, const Config *c, int tp, int64_t ro
 static inline void tp_require_one_host(const Mesh *m) {
     const Comm *tp = &m->tp;
     if (tp->world == 1) return;
-    char (*hosts)[sizeof tp->host] = (char (*)[sizeof tp->host])comm_gathered(tp, tp->host, sizeof tp->host);
-    int differ = 0;
-    for (int r = 1; r < tp->world; r++) differ |= strcmp(hosts[r], hosts[0]) != 0;
-    free(hosts);
-    differ = comm_or(&m->job, differ);
+    char host[sizeof tp->host];  // of the group's first rank
+    memcpy(host, tp->host, sizeof host);
+    comm_broadcast(tp, host, sizeof host, 0);
+    int differ = comm_or(&m->job, strcmp(host, tp->host) != 0);
     comm_require(&m->job, !differ,
                  "a group of --tp %d ranks lies on several hosts\nuse a --tp that divides the number of ranks on each "
                  "host, and place neighbouring ranks together",
@@ -75,7 +74,7 @@ static inline void tp_require_one_host(const Mesh *m) {
 // The sizes of one rank's part. Channels stay whole: the residual stream is split by rows.
 static inline Config tp_config(const Config *c, const Comm *tp) {
     Config local = *c;
-    const int first = tp->rank * vocab_rows(c, tp->world), left = c->vocab_size - first;
+    int first = tp->rank * vocab_rows(c, tp->world), left = c->vocab_size - first;
     local.num_heads /= tp->world;
     local.num_kv_heads = c->num_kv_heads > tp->world ? c->num_kv_heads / tp->world : 1;
     local.ffn_dim /= tp->world;

@@ -103,8 +103,8 @@ static inline void watchdog_step(int64_t step) {
 static inline int watchdog_patience(void) { return watchdog_mine->step > watchdog.first_step ? 1 : WATCHDOG_PATIENCE; }
 // A collective begins, or is enqueued in a lane. Returns its number.
 static inline uint64_t watchdog_op_begin(const char *name, size_t bytes, int lane) {
-    const uint64_t number = watchdog_mine->ops + 1;
-    const double now = now_seconds();
+    uint64_t number = watchdog_mine->ops + 1;
+    double now = now_seconds();
     watchdog.ring[number % WATCHDOG_RING] =
         (WatchdogOp){number, name, bytes, lane, lane < 0 ? OP_STARTED : OP_ENQUEUED, now};
     watchdog_mine->beat = now;
@@ -133,7 +133,7 @@ static inline void watchdog_watch(int (*hook)(char *text, size_t size), const vo
 
 __attribute__((format(printf, 3, 4))) static inline void watchdog_print(char *text, size_t size, const char *format,
                                                                         ...) {  // appends
-    const size_t used = strlen(text);
+    size_t used = strlen(text);
     va_list args;
     va_start(args, format);
     vsnprintf(text + used, size - used, format, args);
@@ -161,7 +161,7 @@ static inline void watchdog_report_others(void) {
     watchdog_report("every rank of this host waits for others:");
     for (int i = 0; i < 2 * watchdog.count; i++) {
         const volatile WatchdogSlot *s = &watchdog.slots[i / 2];
-        const int peer = s->peers[i % 2] - 1;
+        int peer = s->peers[i % 2] - 1;
         if (peer < 0 || watchdog_is_here(peer) || (i % 2 && s->peers[0] == s->peers[1])) continue;
         watchdog_report("%s rank %d for rank %d on %s", listed++ ? "," : "", s->rank, peer, watchdog.hosts[peer]);
     }
@@ -189,7 +189,7 @@ static inline int watchdog_report_culprit(double now) {
     int all_wait = watchdog.hosts != NULL;
     for (int i = 0; i < watchdog.count; i++) {
         const volatile WatchdogSlot *s = &watchdog.slots[i];
-        const int state = s->state, waits = s->done < s->ops;
+        int state = s->state, waits = s->done < s->ops;
         if (state == RANK_UNKNOWN || state == RANK_ENDED) continue;
         if (state != RANK_REPORTED && watchdog_is_gone(s)) {
             watchdog_report("rank %d has ended: %s", s->rank,
@@ -231,7 +231,7 @@ static inline int watchdog_report_culprit(double now) {
     return !watchdog.hosts;
 }
 static inline void watchdog_report_ops(const char *who, double now) {
-    const unsigned long long last = watchdog_mine->ops, first = last >= WATCHDOG_RING ? last - WATCHDOG_RING + 1 : 1;
+    unsigned long long last = watchdog_mine->ops, first = last >= WATCHDOG_RING ? last - WATCHDOG_RING + 1 : 1;
     watchdog_report("\n%s  its last collectives (number name bytes state, age in s):%s", who, last ? "" : " none");
     for (unsigned long long n = first; n <= last; n++) {
         const WatchdogOp *op = &watchdog.ring[n % WATCHDOG_RING];
@@ -245,11 +245,11 @@ static inline void watchdog_report_ops(const char *who, double now) {
 // Writes the report in one piece, waits until the other ranks of this host (and other hosts) had time for theirs, and
 // ends the process. Uses no malloc and no stdio: the main thread may hang with their locks.
 __attribute__((noreturn)) static inline void watchdog_end(const char *why) {
-    const double now = now_seconds();
+    double now = now_seconds();
     char who[32] = "";
     if (die_rank >= 0) snprintf(who, sizeof who, "[rank %d] ", die_rank);
     watchdog_report("\n%serror: %s: ", who, why);
-    const int named = watchdog_report_culprit(now);
+    int named = watchdog_report_culprit(now);
     watchdog_report("\n%s  this rank: ", who);
     watchdog_report_place("", watchdog_mine);
     watchdog_report(", last progress %.1f s ago; all processes of the job end", now - watchdog_mine->beat);
@@ -262,7 +262,7 @@ __attribute__((noreturn)) static inline void watchdog_end(const char *why) {
         for (waiting = !named, i = 0; i < watchdog.count; i++)
             waiting |= watchdog.slots[i].state == RANK_RUNNING && !watchdog_is_gone(&watchdog.slots[i]);
     for (int i = 0; i < watchdog.count; i++) {  // a stopped process obeys no other signal
-        const int state = watchdog.slots[i].state, pid = watchdog.slots[i].pid;
+        int state = watchdog.slots[i].state, pid = watchdog.slots[i].pid;
         if ((state == RANK_RUNNING || state == RANK_FAILED) && pid > 0) kill(pid, SIGKILL);
     }
     if (watchdog.abort_job) watchdog.abort_job();
@@ -274,7 +274,7 @@ static inline void watchdog_look_at_device(int asks_hook) {
     char why[512];
     uint64_t finished = 0;
     pthread_mutex_lock(&watchdog.lock);
-    const int broken = asks_hook && watchdog.hook && watchdog.hook(why, sizeof why);
+    int broken = asks_hook && watchdog.hook && watchdog.hook(why, sizeof why);
     for (int i = 0; i < WATCHDOG_LANES && watchdog.device; i++) finished += watchdog.device[2 * i + 1];
     if (watchdog.device) watchdog_mine->device_ops = finished;
     pthread_mutex_unlock(&watchdog.lock);
@@ -284,7 +284,7 @@ static inline void *watchdog_thread(void *unused) {
     char why[512];
     double since = now_seconds(), last_tick = since;
     for (int tick = 0; watchdog.running; tick++, usleep(WATCHDOG_TICK_US)) {
-        const double now = now_seconds(), timeout = watchdog.timeout;
+        double now = now_seconds(), timeout = watchdog.timeout;
         if (now - last_tick > WATCHDOG_SUSPENDED) since = now;
         last_tick = watchdog_mine->life = now;
         if (watchdog_mine->state != RANK_RUNNING) continue;  // it has failed and is ending
@@ -292,14 +292,14 @@ static inline void *watchdog_thread(void *unused) {
         double progress = since;
         for (int i = 0; i < watchdog.count; i++) {
             const volatile WatchdogSlot *s = &watchdog.slots[i];
-            const int state = s->state;
-            const double beat = s->beat, life = s->life;
+            int state = s->state;
+            double beat = s->beat, life = s->life;
             if (state == RANK_UNKNOWN || state == RANK_ENDED) continue;
             if (beat > progress) progress = beat;
-            const int silent = state == RANK_RUNNING && timeout > 0 && now - (life > since ? life : since) > timeout;
+            int silent = state == RANK_RUNNING && timeout > 0 && now - (life > since ? life : since) > timeout;
             if (silent || watchdog_is_gone(s)) watchdog_end("a rank is lost");
         }
-        const int patience = watchdog_patience();
+        int patience = watchdog_patience();
         if (timeout <= 0 || now - progress <= patience * timeout) continue;
         snprintf(why, sizeof why, "no progress for %.0f s (--timeout %.0f%s)", now - progress, timeout,
                  patience > 1 ? ", 4 times as long until the first step is done" : "");
@@ -326,7 +326,7 @@ static inline void watchdog_start(WatchdogSlot *slots, int count, int mine, int 
     watchdog.timeout = timeout;
     watchdog.abort_job = abort_job;
     volatile WatchdogSlot *s = watchdog_mine = watchdog.slots + (slots ? mine : 0);
-    s->pid = (int)getpid();
+    s->pid = getpid();
     s->rank = rank;
     s->beat = s->life = now_seconds();
     s->step = watchdog.first_step = -1;

@@ -31,12 +31,12 @@ typedef struct {
     char carriers[768];            // says by what messages are sent, for the log
 } Links;
 
-static inline const Comm *short_group(const Mesh *mesh, int which) {
+inline const Comm *short_group(const Mesh *mesh, int which) {
     return which == SHORT_LOSS ? &mesh->job : which == SHORT_DATA ? &mesh->dp : &mesh->tp;
 }
 // Why p2p_open is not even called; NULL: it is. Ranks that share a GPU are suspended in turns at every wait, which is
 // slow: they only push rows.
-static inline const char *why_not_p2p(const Options *o, const Mesh *mesh, int which, int pushes) {
+inline const char *why_not_p2p(const Options *o, const Mesh *mesh, int which, int pushes) {
     if (!o->p2p) return "--p2p 0";
     if (ranks_share_gpu && !(which == SHORT_TENSOR && pushes)) return "ranks may share a GPU";
     return short_group(mesh, which)->world > P2P_RANKS ? "more than 8 ranks" : NULL;
@@ -44,11 +44,11 @@ static inline const char *why_not_p2p(const Options *o, const Mesh *mesh, int wh
 
 // Requests the buffers of links, which must not move. row_elements: of all rows of the residual stream. copied, copies:
 // elements and number of the gradients that a tensor-parallel group has copies of.
-static inline void links_request(Links *k, const Options *o, const Mesh *mesh, int trains, int may_overlap,
-                                 size_t row_elements, size_t copied, int copies, Memory *memory) {
-    const size_t ranks = mesh->tp.world, batch = copied < COPY_BATCH ? copied : (size_t)COPY_BATCH;
+inline void links_request(Links *k, const Options *o, const Mesh *mesh, int trains, int may_overlap,
+                          size_t row_elements, size_t copied, int copies, Memory *memory) {
+    size_t ranks = mesh->tp.world, batch = std::min(copied, (size_t)COPY_BATCH);
     for (int i = 0; i < NUM_SHORT; i++) {
-        const size_t rows = i == SHORT_TENSOR && may_overlap ? push_bytes(row_elements * sizeof(floatX)) : 0;
+        size_t rows = i == SHORT_TENSOR && may_overlap ? push_bytes(row_elements * sizeof(floatX)) : 0;
         if (why_not_p2p(o, mesh, i, may_overlap)) continue;
         p2p_request(&k->p2p[i], memory, short_group(mesh, i)->world, short_messages[i].bytes, rows);
     }
@@ -61,13 +61,13 @@ static inline void links_request(Links *k, const Options *o, const Mesh *mesh, i
 
 // A wait is given up before the watchdog's time-out, because its message names the rank that did not come. The bound is
 // shorter from the second step on.
-static inline void links_patience(Links *k) {
-    const double seconds = 0.8 * watchdog.timeout * watchdog_patience();
+inline void links_patience(Links *k) {
+    double seconds = 0.8 * watchdog.timeout * watchdog_patience();
     for (P2p &p : k->p2p) p2p_patience(&p, seconds);
 }
-static inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, int may_overlap) {
+inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, int may_overlap) {
     char *text = k->carriers;
-    const size_t size = sizeof k->carriers;
+    size_t size = sizeof k->carriers;
     for (int i = 0; i < NUM_SHORT; i++) {
         const Comm *group = short_group(k->mesh, i);
         cudaStream_t stream = i == SHORT_DATA ? gpu->comm : gpu->compute;
@@ -93,12 +93,12 @@ static inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, 
     comm_align(&k->mesh->job);  // p2p_open has a different number of collectives where it fails
 }
 // Opens the exchange of rows under products, in all groups of the job or in none. bytes: of all rows.
-static inline void links_open_overlap(Links *k, const Options *o, size_t bytes, int never_d_fcproj) {
+inline void links_open_overlap(Links *k, const Options *o, size_t bytes, int never_d_fcproj) {
     const Comm *job = &k->mesh->job;
     const P2p *p2p = &k->p2p[SHORT_TENSOR];
     RowExchange *x = &k->rows;
     char *why = k->why_not[SHORT_TENSOR];
-    const int failed = comm_or(job, !p2p->opened);
+    int failed = comm_or(job, !p2p->opened);
     comm_align(job);
     if (failed && !*why) snprintf(why, sizeof k->why_not[SHORT_TENSOR], "another group of ranks cannot push rows");
     comm_require(job, !failed || o->tp_overlap < 0,
@@ -110,15 +110,15 @@ static inline void links_open_overlap(Links *k, const Options *o, size_t bytes, 
     overlap_set(&x->overlap, o->tp_overlap > 0);
 }
 // data (count) = the sum over all ranks of the job, on the compute stream. Returns 0 if it cannot.
-static inline int links_sum(Links *k, const char *name, float *data, size_t count) {
+inline int links_sum(Links *k, const char *name, float *data, size_t count) {
     const P2p *p = &k->p2p[SHORT_LOSS];
     if (!p->opened) return 0;
-    const uint32_t number = lane_begin(LANE_TENSOR, name, count * sizeof *data, p->stream);
+    uint32_t number = lane_begin(LANE_TENSOR, name, count * sizeof *data, p->stream);
     p2p_all_reduce(p, data, count);
     lane_end(LANE_TENSOR, number, p->stream);
     return 1;
 }
-static inline void links_close(Links *k) {
+inline void links_close(Links *k) {
     push_close(&k->rows.push);
     for (P2p &p : k->p2p) p2p_close(&p);
     zero_close(&k->zero);

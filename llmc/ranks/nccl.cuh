@@ -31,7 +31,7 @@ static struct {
     uint32_t *progress;
 } nccl_watched;
 
-static inline int nccl_hook(char *text, size_t size) {
+inline int nccl_hook(char *text, size_t size) {
     const char *error = NULL;
     if (p2p_hook(text, size)) return 1;  // it names the rank that did not come
     for (NcclHandle handle : nccl_watched.handles)
@@ -39,7 +39,7 @@ static inline int nccl_hook(char *text, size_t size) {
     if (error) snprintf(text, size, "NCCL: %s; NCCL_DEBUG=INFO says more", error);
     return error != NULL;
 }
-static inline void nccl_watch(int lane, NcclHandle handle) {
+inline void nccl_watch(int lane, NcclHandle handle) {
     if (!nccl_watched.progress) {  // for as long as the process lives
         cudaCheck(cudaMallocHost(&nccl_watched.progress, 2 * WATCHDOG_LANES * sizeof(uint32_t)));
         memset(nccl_watched.progress, 0, 2 * WATCHDOG_LANES * sizeof(uint32_t));
@@ -49,13 +49,13 @@ static inline void nccl_watch(int lane, NcclHandle handle) {
     watchdog_watch(nccl_hook, nccl_watched.progress);
 }
 // Around a collective on a stream. The compute stream has LANE_TENSOR; its laps show what collectives cost.
-static inline uint32_t lane_begin(int lane, const char *name, size_t bytes, cudaStream_t stream) {
-    const uint32_t number = watchdog_op_begin(name, bytes, lane);
+inline uint32_t lane_begin(int lane, const char *name, size_t bytes, cudaStream_t stream) {
+    uint32_t number = watchdog_op_begin(name, bytes, lane);
     if (lane == LANE_TENSOR) timing_lap("other", 0, 0, stream);
     stream_write(stream, &nccl_watched.progress[2 * lane], number);
     return number;
 }
-static inline void lane_end(int lane, uint32_t number, cudaStream_t stream) {
+inline void lane_end(int lane, uint32_t number, cudaStream_t stream) {
     stream_write(stream, &nccl_watched.progress[2 * lane + 1], number);
     if (lane == LANE_TENSOR) timing_lap(TIMING_RANKS, 0, 0, stream);
 }
@@ -63,47 +63,47 @@ static inline void lane_end(int lane, uint32_t number, cudaStream_t stream) {
 // ---- life
 
 // comm must not move. Each communicator of a process has a lane of its own. max_ctas: see nccl_connect.
-static inline Nccl nccl_open(const Comm *comm, cudaStream_t stream, int max_ctas, int lane) {
+inline Nccl nccl_open(const Comm *comm, cudaStream_t stream, int max_ctas, int lane) {
     Nccl n = {NULL, comm, NULL, stream, comm->rank, comm->world, lane, 0};
     if (n.world == 1) return n;
     n.handle = nccl_connect(comm, max_ctas);
     nccl_watch(lane, n.handle);
     return n;
 }
-static inline void nccl_close(Nccl *n) {
+inline void nccl_close(Nccl *n) {
     if (n->world == 1) return;
     nccl_watch(n->lane, NULL);
     nccl_disconnect(n->handle);
     n->world = 1;
 }
 // From now on p carries the messages that fit, if it is open. p must not move.
-static inline void nccl_shorten(Nccl *n, const P2p *p) { n->p2p = p->opened ? p : NULL; }
-static inline int nccl_is_short(const Nccl *n, size_t bytes) { return n->p2p && bytes <= n->p2p->max_bytes; }
+inline void nccl_shorten(Nccl *n, const P2p *p) { n->p2p = p->opened ? p : NULL; }
+inline int nccl_is_short(const Nccl *n, size_t bytes) { return n->p2p && bytes <= n->p2p->max_bytes; }
 
 // ---- collectives
 
 // All calls between these two are one entry of the watchdog's ring and one kernel of NCCL. They need no names.
-static inline void nccl_bundle_begin(Nccl *n, const char *name, size_t bytes) {
+inline void nccl_bundle_begin(Nccl *n, const char *name, size_t bytes) {
     if (n->world == 1) return;
     n->bundle = lane_begin(n->lane, name, bytes, n->stream);
     nccl_calls_begin();
 }
-static inline void nccl_bundle_end(Nccl *n) {
+inline void nccl_bundle_end(Nccl *n) {
     if (n->world == 1) return;
     nccl_calls_end();
     lane_end(n->lane, n->bundle, n->stream);
     n->bundle = 0;
 }
 template <typename T>
-static inline void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *to, const T *from, size_t count) {
-    const size_t bytes = n->world * count * sizeof(T);
-    const int is_short = nccl_is_short(n, bytes);
+inline void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *to, const T *from, size_t count) {
+    size_t bytes = n->world * count * sizeof(T);
+    int is_short = nccl_is_short(n, bytes);
     if (n->world == 1) return;
-    const uint32_t number = n->bundle ? 0 : lane_begin(n->lane, name, bytes, n->stream);
+    uint32_t number = n->bundle ? 0 : lane_begin(n->lane, name, bytes, n->stream);
     if (is_short && kind == NCCL_REDUCE_SCATTER)
-        p2p_reduce_scatter(n->p2p, (T *)from, count);
+        p2p_run(n->p2p, P2P_REDUCE_SCATTER, (T *)from, count);
     else if (is_short && kind == NCCL_ALL_GATHER)
-        p2p_all_gather(n->p2p, to, count, from);
+        p2p_run(n->p2p, P2P_ALL_GATHER, to, count, from);
     else
         nccl_carry(n->handle, kind, n->comm, to, from, count, sizeof(T), n->stream);
     if (!n->bundle) lane_end(n->lane, number, n->stream);

@@ -21,7 +21,7 @@ enum NcclKind {
 enum { NCCL_BUILT = 1 };
 typedef ncclComm_t NcclHandle;
 
-static inline void nccl_check(ncclResult_t status, const char *call, const char *file, int line) {
+inline void nccl_check(ncclResult_t status, const char *call, const char *file, int line) {
     if (status == ncclSuccess) return;
     die_at(file, line, "NCCL: %s (%s)\nfailed call: %s; NCCL_DEBUG=INFO says more", ncclGetErrorString(status),
            ncclGetLastError(NULL), call);
@@ -30,7 +30,7 @@ static inline void nccl_check(ncclResult_t status, const char *call, const char 
 
 // The group's first rank makes the id and MPI broadcasts it: no file and no address. max_ctas: SMs that NCCL may use;
 // the others are left to matmuls.
-static inline NcclHandle nccl_connect(const Comm *comm, int max_ctas) {
+inline NcclHandle nccl_connect(const Comm *comm, int max_ctas) {
     ncclUniqueId id;
     NcclHandle handle;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -40,28 +40,28 @@ static inline NcclHandle nccl_connect(const Comm *comm, int max_ctas) {
     ncclCheck(ncclCommInitRankConfig(&handle, comm->world, id, comm->rank, &config));
     return handle;
 }
-static inline void nccl_disconnect(NcclHandle handle) { ncclCheck(ncclCommDestroy(handle)); }
+inline void nccl_disconnect(NcclHandle handle) { ncclCheck(ncclCommDestroy(handle)); }
 // NULL, or why the communicator is broken. Safe to call from another thread.
-static inline const char *nccl_error(NcclHandle handle) {
+inline const char *nccl_error(NcclHandle handle) {
     ncclResult_t status = ncclSuccess;
     if (ncclCommGetAsyncError(handle, &status) == ncclSuccess && (status == ncclSuccess || status == ncclInProgress))
         return NULL;
     return ncclGetErrorString(status);
 }
 // NCCL makes one kernel of all calls between begin and end.
-static inline void nccl_calls_begin(void) { ncclCheck(ncclGroupStart()); }
-static inline void nccl_calls_end(void) { ncclCheck(ncclGroupEnd()); }
+inline void nccl_calls_begin(void) { ncclCheck(ncclGroupStart()); }
+inline void nccl_calls_end(void) { ncclCheck(ncclGroupEnd()); }
 
 // size: bytes of an element, which is a float or bf16.
-static inline void nccl_carry(NcclHandle handle, NcclKind kind, const Comm *comm, void *to, const void *from,
-                              size_t count, size_t size, cudaStream_t stream) {
+inline void nccl_carry(NcclHandle handle, NcclKind kind, const Comm *comm, void *to, const void *from, size_t count,
+                       size_t size, cudaStream_t stream) {
     const ncclDataType_t type = size == sizeof(float) ? ncclFloat : ncclBfloat16;
     if (kind == NCCL_REDUCE_SCATTER) ncclCheck(ncclReduceScatter(from, to, count, type, ncclSum, handle, stream));
     if (kind == NCCL_ALL_GATHER) ncclCheck(ncclAllGather(from, to, count, type, handle, stream));
     if (kind != NCCL_EXCHANGE) return;
     nccl_calls_begin();
     for (int k = 1; k < comm->world; k++) {
-        const int next = (comm->rank + k) % comm->world, before = (comm->rank - k + comm->world) % comm->world;
+        int next = (comm->rank + k) % comm->world, before = (comm->rank - k + comm->world) % comm->world;
         ncclCheck(ncclSend((const char *)from + next * count * size, count, type, next, handle, stream));
         ncclCheck(ncclRecv((char *)to + before * count * size, count, type, before, handle, stream));
     }
@@ -71,16 +71,16 @@ static inline void nccl_carry(NcclHandle handle, NcclKind kind, const Comm *comm
 #else
 enum { NCCL_BUILT = 0 };
 typedef void *NcclHandle;
-static inline NcclHandle nccl_connect(const Comm *comm, int) {
+inline NcclHandle nccl_connect(const Comm *comm, int) {
     die("this build has no NCCL and was started as %d ranks\n"
         "install NCCL (make doctor says how) and build again, or start one rank",
         comm->world);
 }
-static inline void nccl_disconnect(...) {}
-static inline const char *nccl_error(...) { return NULL; }
-static inline void nccl_calls_begin(void) {}
-static inline void nccl_calls_end(void) {}
-static inline void nccl_carry(...) {}
+inline void nccl_disconnect(...) {}
+inline const char *nccl_error(...) { return NULL; }
+inline void nccl_calls_begin(void) {}
+inline void nccl_calls_end(void) {}
+inline void nccl_carry(...) {}
 #endif
 
 #endif

@@ -47,29 +47,29 @@ typedef struct {
     cudaEvent_t events[OVER_REGIONS][2];
 } OverlapChoice;
 
-static inline int overlap_ranks(int way) { return way ? 1 << (way - 1) : 0; }
-static inline int overlap_ways(int world) {
+inline int overlap_ranks(int way) { return way ? 1 << (way - 1) : 0; }
+inline int overlap_ways(int world) {
     int ways = 2;
     while (ways < OVER_WAYS && overlap_ranks(ways) < world && world % overlap_ranks(ways) == 0) ways++;
     return ways;
 }
-static inline void overlap_set(OverlapChoice *o, int way) {
+inline void overlap_set(OverlapChoice *o, int way) {
     for (int k = 0; k < OVER_KINDS; k++) o->on[k] = o->never[k] ? 0 : overlap_ranks(way);
 }
 // Where a product with its exchange begins and ends, on the compute stream.
-static inline void overlap_begin(OverlapChoice *o, OverlapKind kind, cudaStream_t stream) {
+inline void overlap_begin(OverlapChoice *o, OverlapKind kind, cudaStream_t stream) {
     if (!o->measures || o->regions == OVER_REGIONS) return;
     cudaEvent_t *events = o->events[o->regions];
     o->kinds[o->regions] = kind;
     for (int i = 0; i < 2 && !events[i]; i++) cudaCheck(cudaEventCreate(&events[i]));
     cudaCheck(cudaEventRecord(events[0], stream));
 }
-static inline void overlap_end(OverlapChoice *o, cudaStream_t stream) {
+inline void overlap_end(OverlapChoice *o, cudaStream_t stream) {
     if (!o->measures || o->regions == OVER_REGIONS) return;
     cudaCheck(cudaEventRecord(o->events[o->regions++][1], stream));
 }
 // After a micro-step. repeat: from 0.
-static inline void overlap_read(OverlapChoice *o, int repeat, cudaStream_t stream) {
+inline void overlap_read(OverlapChoice *o, int repeat, cudaStream_t stream) {
     cudaCheck(cudaStreamSynchronize(stream));
     for (int i = 0; i < o->regions; i++) {
         float ms;
@@ -78,7 +78,7 @@ static inline void overlap_read(OverlapChoice *o, int repeat, cudaStream_t strea
     }
 }
 // Decides by the times of all ranks of the job, so all ranks decide alike.
-static inline void overlap_decide(OverlapChoice *o, const Comm *job, int differs) {
+inline void overlap_decide(OverlapChoice *o, const Comm *job, int differs) {
     typedef double Times[OVER_WAYS][OVER_KINDS];
     memset(o->us, 0, sizeof o->us);
     for (int way = 0; way < o->ways; way++)
@@ -95,7 +95,7 @@ static inline void overlap_decide(OverlapChoice *o, const Comm *job, int differs
     o->differs = differs;
     free(all);
 }
-static inline void overlap_print(const OverlapChoice *o, FILE *f) {
+inline void overlap_print(const OverlapChoice *o, FILE *f) {
     int on = 0;
     for (int k = 0; k < OVER_KINDS; k++) on += o->on[k] > 0;
     fprintf(f, "rows between tensor-parallel ranks: %d of %d kinds of products overlap%s\n", on, (int)OVER_KINDS,
@@ -113,7 +113,7 @@ static inline void overlap_print(const OverlapChoice *o, FILE *f) {
             fprintf(f, ": synchronous\n");
     }
 }
-static inline void overlap_close(OverlapChoice *o) {
+inline void overlap_close(OverlapChoice *o) {
     for (auto &region : o->events)
         for (cudaEvent_t event : region)
             if (event) cudaCheck(cudaEventDestroy(event));

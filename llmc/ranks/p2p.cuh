@@ -5,7 +5,7 @@
 //   p2p_request(&p, &memory, world, max_bytes, 0)               the workspace, among the buffers of memory.cuh
 //   p2p_open(&p, &comm, stream, timeout, why, sizeof why)       0 and why, on all ranks: NCCL must be used
 //   p2p_all_reduce(&p, data, count)                             data (count), in place, as are these:
-//   p2p_reduce_scatter, p2p_all_gather(&p, data, count)         data (world * count); piece k is rank k's
+//   p2p_run(&p, kind, data, count)                              reduce-scatter, all-gather: data (world * count)
 //
 // Messages of up to p.max_bytes, of float or bf16, any count, any element's address; 16-byte accesses where the address
 // is a multiple of 16. Sums are taken in fp32 over ranks 0, 1, ... and rounded once: bitwise identical on all ranks,
@@ -20,6 +20,8 @@
 
 #include "peers.cuh"
 
+#include <algorithm>
+
 enum {
     P2P_BLOCK_VECS = 128,                        // vectors of 16 bytes that are worth a block
     P2P_LINE_THREADS = 256,                      // of a block, beside a warp that advances the epoch
@@ -33,11 +35,10 @@ enum {
 // meeting, and from P2P_ONE_SHOT_MOST on the additions decide. Measured on two and four GPUs
 // (dev/bench/h200_2026-11-22_tp.md, _x4.md); for more ranks they follow from these counts.
 enum { P2P_LINES_SENT = 192 << 10, P2P_ONE_SHOT_MEETING = 640 << 10, P2P_ONE_SHOT_MOST = 2 << 20 };
-static inline size_t p2p_lines_bytes(int world) { return P2P_LINES_SENT / (world - 1) / 16 * 16; }
-static inline size_t p2p_one_shot_bytes(int world) {
+inline size_t p2p_lines_bytes(int world) { return P2P_LINES_SENT / (world - 1) / 16 * 16; }
+inline size_t p2p_one_shot_bytes(int world) {
     if (world == 2) return P2P_ONE_SHOT_MOST;
-    const size_t meeting = P2P_ONE_SHOT_MEETING * world / ((world - 1) * (world - 2));
-    return meeting < P2P_ONE_SHOT_MOST ? meeting : P2P_ONE_SHOT_MOST;
+    return std::min(P2P_ONE_SHOT_MEETING * world / ((world - 1) * (world - 2)), (int)P2P_ONE_SHOT_MOST);
 }
 
 // ---- all kinds but lines
@@ -78,9 +79,9 @@ __device__ inline Pack p2p_sum(const P2pView &v, const Pack (&x)[P2P_RANKS], con
         if (r >= v.world) continue;
         #pragma unroll
         for (int k = 0; k < size; k++) {
-            const int w = k * (int)sizeof(T) / 4;
-            const uint32_t word = r == v.rank ? ((const uint32_t *)&own)[w] : ((const uint32_t *)&x[r])[w];
-            const float y = __uint_as_float(sizeof(T) == 4 ? word : k % 2 ? word & 0xffff0000u : word << 16);
+            int w = k * (int)sizeof(T) / 4;
+            uint32_t word = r == v.rank ? ((const uint32_t *)&own)[w] : ((const uint32_t *)&x[r])[w];
+            float y = __uint_as_float(sizeof(T) == 4 ? word : k % 2 ? word & 0xffff0000u : word << 16);
             sum[k] = r ? sum[k] + y : y;
         }
     }
@@ -104,7 +105,7 @@ template <typename Body> __device__ __forceinline__ void p2p_for_peers(const P2p
 }
 
 // A message is `world` pieces, and block b works on the same part of each; in one shot each piece is the whole message.
-// An element of `data` is read and written by one thread only. from: see p2p_all_gather.
+// An element of `data` is read and written by one thread only. from: see p2p_run.
 template <typename T, P2pKind KIND>
 __global__ void __launch_bounds__(P2P_THREADS)
     p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned count) {
@@ -112,13 +113,13 @@ __global__ void __launch_bounds__(P2P_THREADS)
     constexpr bool reduces = KIND != P2P_ALL_GATHER, gathers = KIND == P2P_ALL_GATHER || two_shots;
     constexpr unsigned size = sizeof(int4) / sizeof(T);
     P2pCall call = {KIND, p2p_epoch(v), 0, count * sizeof(T)};
-    const uint32_t signature = (count * 0x9e3779b1u & ~15u) | (sizeof(T) == 4) << 3 | KIND;
-    const unsigned piece = two_shots ? (count + v.world * size - 1) / (v.world * size) * size : count;
-    const unsigned vecs = (piece + size - 1) / size, slot = vecs * 16;
-    const unsigned part = (vecs + gridDim.x - 1) / gridDim.x, first = blockIdx.x * part;
-    const unsigned last = first + part < vecs ? first + part : vecs;
+    uint32_t signature = (count * 0x9e3779b1u & ~15u) | (sizeof(T) == 4) << 3 | KIND;
+    unsigned piece = two_shots ? (count + v.world * size - 1) / (v.world * size) * size : count;
+    unsigned vecs = (piece + size - 1) / size, slot = vecs * 16;
+    unsigned part = (vecs + gridDim.x - 1) / gridDim.x, first = blockIdx.x * part;
+    unsigned last = first + part < vecs ? first + part : vecs;
     auto piece_of = [&](int r) {
-        const unsigned at = one_shot ? 0 : r * piece, left = !two_shots ? count : at < count ? count - at : 0;
+        unsigned at = one_shot ? 0 : r * piece, left = !two_shots ? count : at < count ? count - at : 0;
         return P2pPiece<T>{data + at, left < piece ? left : piece};
     };
     auto slots = [&](int rank, int second) {
@@ -160,9 +161,9 @@ __global__ void __launch_bounds__(P2P_LINE_THREADS + WARP)
     constexpr unsigned size = sizeof(uint2) / sizeof(T);
     const P2pCall call = {P2P_LINES, p2p_epoch(v), 0, count * sizeof(T)};
     const P2pPiece<T> piece = {data, count};
-    const unsigned lines = (count + size - 1) / size, stride = gridDim.x * P2P_LINE_THREADS;
-    const unsigned first = blockIdx.x * P2P_LINE_THREADS + threadIdx.x;
-    const unsigned parity = (call.epoch & 1) * v.world * v.line_slot;
+    unsigned lines = (count + size - 1) / size, stride = gridDim.x * P2P_LINE_THREADS;
+    unsigned first = blockIdx.x * P2P_LINE_THREADS + threadIdx.x;
+    unsigned parity = (call.epoch & 1) * v.world * v.line_slot;
     auto slots = [&](int rank) { return (char *)(v.signals[rank] + 1) + parity; };
     for (unsigned i = first; i < lines && threadIdx.x < P2P_LINE_THREADS; i += stride) {
         const uint2 own = p2p_read<uint2>(piece, i);
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(P2P_LINE_THREADS + WARP)
         if (threadIdx.x == P2P_LINE_THREADS) p2p_advance(v, call.epoch);
         return;
     }
-    const unsigned others = ((1u << v.world) - 1) & ~(1u << v.rank);
+    unsigned others = ((1u << v.world) - 1) & ~(1u << v.rank);
     for (unsigned i = first; i < lines; i += stride) {
         const uint2 own = p2p_read<uint2>(piece, i);
         const char *line = slots(v.rank) + i * 16;
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(P2P_LINE_THREADS + WARP)
             #pragma unroll
             for (int r = 0; r < P2P_RANKS; r++) {
                 x[r] = make_uint2((uint32_t)found[r].x, (uint32_t)found[r].y);
-                const uint32_t first_epoch = (uint32_t)(found[r].x >> 32), second_epoch = (uint32_t)(found[r].y >> 32);
+                uint32_t first_epoch = (uint32_t)(found[r].x >> 32), second_epoch = (uint32_t)(found[r].y >> 32);
                 if (first_epoch != call.epoch || second_epoch != call.epoch) peers |= 1u << r;
             }
             return peers & others;
@@ -201,73 +202,64 @@ __global__ void __launch_bounds__(P2P_LINE_THREADS + WARP)
 // ---- calls
 
 // The longest message of a kind, in bytes.
-static inline size_t p2p_limit(const P2p *p, P2pKind kind) {
-    const size_t one_shot = 2 * (size_t)p->view.half / (size_t)p->view.world / 16 * 16;
+inline size_t p2p_limit(const P2p *p, P2pKind kind) {
     if (kind == P2P_LINES) return p2p_lines_bytes(p->view.world);
-    return kind == P2P_ONE_SHOT && one_shot < p->max_bytes ? one_shot : p->max_bytes;
+    if (kind != P2P_ONE_SHOT) return p->max_bytes;
+    return std::min((size_t)2 * p->view.half / p->view.world / 16 * 16, p->max_bytes);
 }
 // All ranks of the group call it, with the same kind, type and count.
-template <typename T>
-static inline void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, const T *from = NULL) {
+//   all-reduce       data (count) = the sum over ranks
+//   reduce-scatter
+//     data (world * count): piece `rank` = the sum of that piece over ranks; the others keep their values
+//   all-gather       data (world * count): piece k = rank k's. from (count): this rank's piece, in its place or outside
+//                    data; NULL: in its place
+template <typename T> inline void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, const T *from = NULL) {
     void (*const kernels[])(const P2pView, T *, const T *, unsigned) = {
         p2p_lines_kernel<T>,           p2p_kernel<T, P2P_ONE_SHOT>,
         p2p_kernel<T, P2P_TWO_SHOTS>,  p2p_kernel<T, P2P_REDUCE_SCATTER>,
         p2p_kernel<T, P2P_ALL_GATHER>,
     };
-    const size_t world = (size_t)p->view.world, bytes = (kind <= P2P_TWO_SHOTS ? 1 : world) * count * sizeof(T);
+    size_t world = p->view.world, bytes = (kind <= P2P_TWO_SHOTS ? 1 : world) * count * sizeof(T);
     if (world == 1 || count == 0) return;
     assert(((uintptr_t)data | (uintptr_t)from) % sizeof(T) == 0 && (!from || kind == P2P_ALL_GATHER));
-    require(bytes <= p2p_limit(p, kind),
-            "a peer-to-peer %s of %zu bytes, and the workspace is for %zu\nask NCCL, or p2p_request for more",
-            p2p_names[kind], bytes, p2p_limit(p, kind));
-    const int lines = kind == P2P_LINES;
-    const size_t vecs = (kind == P2P_TWO_SHOTS ? world : 1) * P2P_BLOCK_VECS;
-    const size_t block_bytes = lines ? 8 * P2P_LINE_THREADS : 16 * vecs;  // that are worth a block
-    const size_t blocks = ceil_div(count * sizeof(T), block_bytes), most = (size_t)p->blocks;
-    const int threads = lines ? P2P_LINE_THREADS + WARP : P2P_THREADS;
-    const unsigned grid = (unsigned)(blocks < most ? blocks : most);
-    kernels[kind]<<<grid, threads, 0, p->stream>>>(p->view, data, from, (unsigned)count);
+    assert(bytes <= p2p_limit(p, kind));
+    int lines = kind == P2P_LINES;
+    size_t vecs = (kind == P2P_TWO_SHOTS ? world : 1) * P2P_BLOCK_VECS;
+    size_t block_bytes = lines ? 8 * P2P_LINE_THREADS : 16 * vecs;  // that are worth a block
+    unsigned blocks = std::min(blocks_for(count * sizeof(T), block_bytes), (unsigned)p->blocks);
+    int threads = lines ? P2P_LINE_THREADS + WARP : P2P_THREADS;
+    kernels[kind]<<<blocks, threads, 0, p->stream>>>(p->view, data, from, count);
     launchCheck();
 }
-static inline P2pKind p2p_choose(const P2p *p, size_t bytes) {
+inline P2pKind p2p_choose(const P2p *p, size_t bytes) {
     if (bytes <= p2p_limit(p, P2P_LINES)) return P2P_LINES;
-    const int short_enough = bytes <= p2p_one_shot_bytes(p->view.world) && bytes <= p2p_limit(p, P2P_ONE_SHOT);
-    return short_enough ? P2P_ONE_SHOT : P2P_TWO_SHOTS;
+    return bytes <= std::min(p2p_one_shot_bytes(p->view.world), p2p_limit(p, P2P_ONE_SHOT)) ? P2P_ONE_SHOT
+                                                                                            : P2P_TWO_SHOTS;
 }
 // data (count) = the sum over ranks
-template <typename T> static inline void p2p_all_reduce(const P2p *p, T *data, size_t count) {
+template <typename T> inline void p2p_all_reduce(const P2p *p, T *data, size_t count) {
     p2p_run(p, p2p_choose(p, count * sizeof(T)), data, count);
 }
-// data (world * count): piece `rank` = the sum of that piece over ranks; the others keep what they hold
-template <typename T> static inline void p2p_reduce_scatter(const P2p *p, T *data, size_t count) {
-    p2p_run(p, P2P_REDUCE_SCATTER, data, count);
-}
-// data (world * count): piece k = rank k's. from (count): this rank's piece, in its place or outside data; NULL: in its
-// place
-template <typename T> static inline void p2p_all_gather(const P2p *p, T *data, size_t count, const T *from = NULL) {
-    p2p_run(p, P2P_ALL_GATHER, data, count, from);
-}
-
 // ---- life
 
 // For messages of up to max_bytes among `world` ranks. `behind` more bytes are shared for push.cuh. p must not move.
-static inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, size_t behind) {
+inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, size_t behind) {
     assert(world <= P2P_RANKS && max_bytes <= P2P_MOST_BYTES);
     memset(p, 0, sizeof *p);
-    p->max_bytes = round_up(max_bytes > P2P_LEAST_BYTES ? max_bytes : P2P_LEAST_BYTES, 16);
+    p->max_bytes = round_up(std::max(max_bytes, (size_t)P2P_LEAST_BYTES), 16);
     p->view.world = world;
     if (world == 1) return;
-    p->view.half = (unsigned)round_up(p->max_bytes + 16 * P2P_RANKS, 512);
-    p->view.line_slot = (unsigned)(2 * p2p_lines_bytes(world));
-    p->payload_at = round_up(sizeof(P2pSignals) + 2 * (size_t)world * p->view.line_slot, 512);
+    p->view.half = round_up(p->max_bytes + 16 * P2P_RANKS, 512);
+    p->view.line_slot = 2 * p2p_lines_bytes(world);
+    p->payload_at = round_up(sizeof(P2pSignals) + 2 * world * p->view.line_slot, 512);
     p->behind_at = p->payload_at + 4 * (size_t)p->view.half;
     const char *name = behind ? "short messages; pushed rows (6,B,T,C)" : "short messages";
     memory_request(m, &p->memory, "peer-to-peer", name, round_up(p->behind_at + behind, P2P_ALLOCATION));
     memory_request_pinned(m, &p->record, "peer-to-peer", "record", 1);
 }
 // Sums known numbers by each kind of all-reduce: on some hosts stores to a peer's memory do not arrive there.
-static inline void p2p_try(P2p *p, const P2pCard *, P2pCard *mine) {
-    const int world = p->view.world, rank = p->view.rank;
+inline void p2p_try(P2p *p, const P2pCard *, P2pCard *mine) {
+    int world = p->view.world, rank = p->view.rank;
     float *device = p->view.signals[rank]->test, x[P2P_TEST];
     for (int kind = 0, wrong = 0; kind < P2P_TRIALS; kind++) {
         for (int i = 0; i < P2P_TEST; i++) x[i] = (rank + 1) * (i + 1);
@@ -287,7 +279,7 @@ static inline void p2p_try(P2p *p, const P2pCard *, P2pCard *mine) {
 // comm: the group, as many ranks as p2p_request was told; it must not move. timeout: bound of a wait in seconds, 0 for
 // none; shorter than the watchdog's, so that the wait's message comes first. Returns 1, or 0 and why not: the same on
 // all ranks.
-static inline int p2p_open(P2p *p, const Comm *comm, cudaStream_t stream, double timeout, char *why, size_t size) {
+inline int p2p_open(P2p *p, const Comm *comm, cudaStream_t stream, double timeout, char *why, size_t size) {
     P2pCard mine = {}, all[P2P_RANKS];
     *why = 0;
     if (p->view.world == 1) return 1;
@@ -303,7 +295,7 @@ static inline int p2p_open(P2p *p, const Comm *comm, cudaStream_t stream, double
     return p->opened;
 }
 // All ranks of the group call it before memory_free: memory must not be freed while a peer maps it.
-static inline void p2p_close(P2p *p) {
+inline void p2p_close(P2p *p) {
     if (!p->opened) return;
     cudaCheck(cudaStreamSynchronize(p->stream));
     comm_barrier(p->comm);

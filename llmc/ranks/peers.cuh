@@ -139,7 +139,7 @@ __device__ inline int4 p2p_load(const char *from) {
 }
 // One instruction makes two 8-byte accesses. Each of them is atomic, so a half of a line is either whole or absent.
 __device__ inline void p2p_store_line(char *to, const uint2 &x, uint32_t epoch) {
-    const unsigned long long tag = (unsigned long long)epoch << 32;
+    unsigned long long tag = (unsigned long long)epoch << 32;
     asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(tag | x.x), "l"(tag | x.y) : "memory");
 }
 __device__ inline ulonglong2 p2p_load_line(const char *from) {
@@ -161,7 +161,7 @@ __device__ inline unsigned long long p2p_load_flag(const unsigned long long *fro
 __device__ inline uint32_t p2p_epoch(const P2pView &v) {  // of this call
     uint32_t last;
     asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(last) : "l"(&v.signals[v.rank]->epoch) : "memory");
-    const uint32_t epoch = last == 0xffffffffu ? 2 : last + 1;
+    uint32_t epoch = last == 0xffffffffu ? 2 : last + 1;
     P2P_DELAY(v.rank, epoch, 0);
     return epoch;
 }
@@ -198,7 +198,7 @@ static __device__ __noinline__ void p2p_stop(const P2pView &v, const P2pCall &ca
         *(volatile uint32_t *)&r->state = state;
         __threadfence_system();
     }
-    for (const uint64_t begin = p2p_clock(); p2p_clock() - begin < 1000000000ull;) __nanosleep(1000000);
+    for (uint64_t begin = p2p_clock(); p2p_clock() - begin < 1000000000ull;) __nanosleep(1000000);
     __trap();
 }
 // Waits until missing() is 0. missing() looks once and returns a bit for each peer that has not come yet. The watchdog
@@ -210,7 +210,7 @@ template <typename Missing> __device__ inline void p2p_wait(const P2pView &v, co
     const volatile uint32_t *beat = &v.record->beats;
     for (unsigned looks = 1, peers; (peers = missing()) != 0; looks++) {
         if (looks % 256) continue;
-        const uint64_t now = p2p_clock();
+        uint64_t now = p2p_clock();
         if (!begin) {
             begin = now;
             beats = *beat;
@@ -224,9 +224,9 @@ template <typename Missing> __device__ inline void p2p_wait(const P2pView &v, co
 __device__ inline void p2p_meet(const P2pView &v, const P2pCall &call, uint32_t signature, bool advance) {
     P2P_DELAY(v.rank, call.epoch, 1 + 2 * call.meeting);
     __syncthreads();
-    const int peer = (int)threadIdx.x;
+    int peer = (int)threadIdx.x;
     if (peer < v.world && peer != v.rank) {
-        const size_t at = (((call.epoch & 1) * 2 + call.meeting) * P2P_BLOCKS + blockIdx.x) * P2P_RANKS;
+        size_t at = (((call.epoch & 1) * 2 + call.meeting) * P2P_BLOCKS + blockIdx.x) * P2P_RANKS;
         unsigned long long *theirs = &v.signals[peer]->flags[0][0][0][0] + at + v.rank;
         const unsigned long long *flag = &v.signals[v.rank]->flags[0][0][0][0] + at + peer;
         unsigned long long found = 0;
@@ -246,11 +246,11 @@ __device__ inline void p2p_meet(const P2pView &v, const P2pCall &call, uint32_t 
 
 static const P2p *p2p_watched[P2P_WORKSPACES];  // changed and read with the watchdog's lock
 
-static inline int p2p_job_rank(const P2p *p, int r) { return p->comm->first + r * p->comm->stride; }
-static inline int p2p_describe(const P2p *p, char *text, size_t size) {
+inline int p2p_job_rank(const P2p *p, int r) { return p->comm->first + r * p->comm->stride; }
+inline int p2p_describe(const P2p *p, char *text, size_t size) {
     const P2pRecord *r = p->record;
-    const uint32_t state = __atomic_load_n(&r->state, __ATOMIC_ACQUIRE);
-    const int rank = p2p_job_rank(p, r->rank), peer = p2p_job_rank(p, r->peer);
+    uint32_t state = __atomic_load_n(&r->state, __ATOMIC_ACQUIRE);
+    int rank = p2p_job_rank(p, r->rank), peer = p2p_job_rank(p, r->peer);
     const P2pCall call = r->call;
     if (state == P2P_RUNS) return 0;
     snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: ", p2p_names[call.kind & 7], call.bytes, call.epoch);
@@ -268,7 +268,7 @@ static inline int p2p_describe(const P2p *p, char *text, size_t size) {
     return 1;
 }
 // The watchdog's thread calls it: whether a wait was given up, and a message in `text`.
-static inline int p2p_hook(char *text, size_t size) {
+inline int p2p_hook(char *text, size_t size) {
     int found = 0;
     for (const P2p *p : p2p_watched) {
         if (!p) continue;
@@ -277,24 +277,24 @@ static inline int p2p_hook(char *text, size_t size) {
     }
     return found;
 }
-static inline void p2p_watch(const P2p *from, const P2p *to) {
+inline void p2p_watch(const P2p *from, const P2p *to) {
     int i = 0;
     pthread_mutex_lock(&watchdog.lock);
     while (i < P2P_WORKSPACES && p2p_watched[i] != from) i++;
-    if (i < P2P_WORKSPACES) p2p_watched[i] = to;
+    assert(i < P2P_WORKSPACES);
+    p2p_watched[i] = to;
     pthread_mutex_unlock(&watchdog.lock);
-    require(i < P2P_WORKSPACES, "more than %d peer-to-peer workspaces\nclose one", P2P_WORKSPACES);
 }
 
 // ---- life
 
 // Bounds the waits of later calls. seconds 0: no bound.
-static inline void p2p_patience(P2p *p, double seconds) {
+inline void p2p_patience(P2p *p, double seconds) {
     p->view.budget_ns = seconds > 0 ? (uint64_t)(1e9 * seconds) : UINT64_MAX;
 }
 // This rank's side. Flags are zero when it returns.
-static inline void p2p_prepare(P2p *p, const Comm *comm, int blocks, cudaStream_t stream, double timeout) {
-    require(blocks > 0 && blocks <= P2P_BLOCKS, "%d blocks for peer-to-peer collectives\n1 to %d", blocks, P2P_BLOCKS);
+inline void p2p_prepare(P2p *p, const Comm *comm, int blocks, cudaStream_t stream, double timeout) {
+    assert(blocks > 0 && blocks <= P2P_BLOCKS);
     p->view.rank = comm->rank;
     p->view.record = p->record;
     p2p_patience(p, timeout);
@@ -307,7 +307,7 @@ static inline void p2p_prepare(P2p *p, const Comm *comm, int blocks, cudaStream_
     p2p_watch(NULL, p);
 }
 // memory: rank r's workspace.
-static inline void p2p_place(P2p *p, int r, char *memory) {
+inline void p2p_place(P2p *p, int r, char *memory) {
     p->view.signals[r] = (P2pSignals *)memory;
     p->view.payload[r] = memory + p->payload_at;
 }
@@ -320,7 +320,7 @@ typedef struct {
 } P2pCard;
 
 // Gathers the cards of all ranks. The first reason not to go on becomes that of all ranks. It is a barrier, too.
-static inline void p2p_agree(const P2p *p, const P2pCard *mine, P2pCard *all, char *why, size_t size) {
+inline void p2p_agree(const P2p *p, const P2pCard *mine, P2pCard *all, char *why, size_t size) {
     comm_gather_all(p->comm, mine, sizeof *mine, all);
     for (int r = 0; r < p->view.world && !*why; r++) {
         if (strcmp(all[r].host, all[0].host) != 0)
@@ -329,20 +329,20 @@ static inline void p2p_agree(const P2p *p, const P2pCard *mine, P2pCard *all, ch
         if (*all[r].why) snprintf(why, size, "%s", all[r].why);
     }
 }
-static inline void p2p_share(P2p *p, const P2pCard *, P2pCard *mine) {
+inline void p2p_share(P2p *p, const P2pCard *, P2pCard *mine) {
     snprintf(mine->host, sizeof mine->host, "%s", p->comm->host);
-    const cudaError_t status = cudaIpcGetMemHandle(&mine->memory, p->memory);
+    cudaError_t status = cudaIpcGetMemHandle(&mine->memory, p->memory);
     cudaGetLastError();
     if (status != cudaSuccess)
         snprintf(mine->why, sizeof mine->why, "rank %d cannot share its memory (cudaIpcGetMemHandle: %s)",
                  p2p_job_rank(p, p->view.rank), cudaGetErrorString(status));
 }
-static inline void p2p_map(P2p *p, const P2pCard *all, P2pCard *mine) {
+inline void p2p_map(P2p *p, const P2pCard *all, P2pCard *mine) {
     p2p_place(p, p->view.rank, p->memory);
     for (int r = 0; r < p->view.world && !*mine->why; r++) {
         void *memory;
         if (r == p->view.rank) continue;
-        const cudaError_t status = cudaIpcOpenMemHandle(&memory, all[r].memory, cudaIpcMemLazyEnablePeerAccess);
+        cudaError_t status = cudaIpcOpenMemHandle(&memory, all[r].memory, cudaIpcMemLazyEnablePeerAccess);
         cudaGetLastError();
         if (status == cudaSuccess)
             p2p_place(p, r, (char *)memory);
@@ -353,7 +353,7 @@ static inline void p2p_map(P2p *p, const P2pCard *all, P2pCard *mine) {
                      p2p_job_rank(p, p->view.rank), p2p_job_rank(p, r), cudaGetErrorString(status));
     }
 }
-static inline void p2p_unmap(P2p *p) {
+inline void p2p_unmap(P2p *p) {
     for (int r = 0; r < p->view.world; r++) {
         if (r != p->view.rank && p->view.signals[r]) cudaCheck(cudaIpcCloseMemHandle(p->view.signals[r]));
         p->view.signals[r] = NULL;

@@ -60,7 +60,7 @@ typedef struct {
 // One thread for each peer of the mask waits until the peer's flag holds the call's number.
 static __global__ void __launch_bounds__(WARP)
     push_wait_kernel(const __grid_constant__ P2pView v, const uint32_t *flags, unsigned peers, const P2pCall call) {
-    const int peer = (int)threadIdx.x;
+    int peer = (int)threadIdx.x;
     if (!(peers >> peer & 1)) return;
     p2p_wait(v, call, [&] {
         uint32_t found;
@@ -69,26 +69,22 @@ static __global__ void __launch_bounds__(WARP)
     });
 }
 
-static inline unsigned push_peers(const Push *t) {
-    return ((1u << t->p2p->view.world) - 1) & ~(1u << t->p2p->view.rank);
-}
+inline unsigned push_peers(const Push *t) { return ((1u << t->p2p->view.world) - 1) & ~(1u << t->p2p->view.rank); }
 // Where the current call of a class has its buffer and its flags in a rank's memory.
-static inline size_t push_slot(const Push *t, PushClass c) { return 2 * c + (t->states[c].call & 1); }
-static inline char *push_memory(const Push *t, int rank) {
-    return (char *)t->p2p->view.signals[rank] + t->p2p->behind_at;
-}
-static inline char *push_buffer_of(const Push *t, PushClass c, int rank) {
+inline size_t push_slot(const Push *t, PushClass c) { return 2 * c + (t->states[c].call & 1); }
+inline char *push_memory(const Push *t, int rank) { return (char *)t->p2p->view.signals[rank] + t->p2p->behind_at; }
+inline char *push_buffer_of(const Push *t, PushClass c, int rank) {
     return push_memory(t, rank) + push_slot(t, c) * t->bytes;
 }
-static inline uint32_t *push_flags_of(const Push *t, PushClass c, int rank) {
+inline uint32_t *push_flags_of(const Push *t, PushClass c, int rank) {
     return (uint32_t *)(push_memory(t, rank) + 2 * PUSH_CLASSES * t->bytes) + push_slot(t, c) * P2P_RANKS;
 }
 // Rank k's rows, or its part of this rank's rows, begin at k times the bytes of one rank's rows.
-static inline char *push_buffer(const Push *t, PushClass c) { return push_buffer_of(t, c, t->p2p->view.rank); }
+inline char *push_buffer(const Push *t, PushClass c) { return push_buffer_of(t, c, t->p2p->view.rank); }
 
 // ---- calls
 
-static inline void push_begin(Push *t, PushClass c) {
+inline void push_begin(Push *t, PushClass c) {
     PushState *s = &t->states[c];
     assert(t->opened && !s->under_way);
     s->call++;
@@ -96,7 +92,7 @@ static inline void push_begin(Push *t, PushClass c) {
     s->sent = s->come = 0;
     s->entry = lane_begin(LANE_PUSH + c, push_names[c], t->bytes, t->p2p->stream);
 }
-static inline void push_wait(Push *t, PushClass c, unsigned peers) {
+inline void push_wait(Push *t, PushClass c, unsigned peers) {
     cudaStream_t stream = t->p2p->stream;
     PushState *s = &t->states[c];
     const P2pCall call = {(P2pKind)(P2P_PUSHED + c), s->call, 0, t->bytes / t->p2p->view.world};
@@ -109,9 +105,9 @@ static inline void push_wait(Push *t, PushClass c, unsigned peers) {
 }
 // Pushes to this rank's place in the buffer of rank `to`. The event `ready` must have been recorded after `from` was
 // computed.
-static inline void push_to(Push *t, PushClass c, int to, const void *from, size_t bytes) {
-    const int rank = t->p2p->view.rank, world = t->p2p->view.world, i = (to - rank + world) % PUSH_STREAMS;
-    const size_t at = rank * bytes;
+inline void push_to(Push *t, PushClass c, int to, const void *from, size_t bytes) {
+    int rank = t->p2p->view.rank, world = t->p2p->view.world, i = (to - rank + world) % PUSH_STREAMS;
+    size_t at = rank * bytes;
     cudaStream_t stream = t->streams[i];
     PushState *s = &t->states[c];
     assert(s->under_way && !(s->sent >> to & 1) && at + bytes <= t->bytes);
@@ -124,8 +120,8 @@ static inline void push_to(Push *t, PushClass c, int to, const void *from, size_
     cudaCheck(cudaEventRecord(s->pushed[i], stream));
 }
 // Begins a gather: sends `mine` to all peers and, if `whole`, to this rank's own buffer. Returns this buffer.
-static inline char *push_rows(Push *t, PushClass c, const void *mine, size_t bytes, int whole) {
-    const int rank = t->p2p->view.rank, world = t->p2p->view.world;
+inline char *push_rows(Push *t, PushClass c, const void *mine, size_t bytes, int whole) {
+    int rank = t->p2p->view.rank, world = t->p2p->view.world;
     push_begin(t, c);
     cudaCheck(cudaEventRecord(t->ready, t->p2p->stream));
     for (int k = 1; k < world; k++) push_to(t, c, (rank + k) % world, mine, bytes);
@@ -133,11 +129,11 @@ static inline char *push_rows(Push *t, PushClass c, const void *mine, size_t byt
     return push_buffer(t, c);
 }
 // In a scatter: sends this rank's part of a peer's rows.
-static inline void push_part(Push *t, int peer, const void *part, size_t bytes) {
+inline void push_part(Push *t, int peer, const void *part, size_t bytes) {
     cudaCheck(cudaEventRecord(t->ready, t->p2p->stream));
     push_to(t, PUSH_PARTS, peer, part, bytes);
 }
-static inline void push_end(Push *t, PushClass c) {
+inline void push_end(Push *t, PushClass c) {
     PushState *s = &t->states[c];
     assert(s->under_way && s->sent == push_peers(t) && s->come == push_peers(t));
     for (cudaEvent_t pushed : s->pushed) cudaCheck(cudaStreamWaitEvent(t->p2p->stream, pushed, 0));
@@ -147,13 +143,13 @@ static inline void push_end(Push *t, PushClass c) {
 
 // ---- life
 
-static inline size_t push_buffer_bytes(size_t bytes) { return round_up(bytes, 512); }
+inline size_t push_buffer_bytes(size_t bytes) { return round_up(bytes, 512); }
 // What p2p_request must share behind its workspace. bytes: of all rows.
-static inline size_t push_bytes(size_t bytes) {
+inline size_t push_bytes(size_t bytes) {
     return 2 * PUSH_CLASSES * (push_buffer_bytes(bytes) + P2P_RANKS * sizeof(uint32_t));
 }
 // p2p: open and on the compute stream. It must not move.
-static inline void push_open(Push *t, const P2p *p2p, size_t bytes) {
+inline void push_open(Push *t, const P2p *p2p, size_t bytes) {
     int low, high;
     memset(t, 0, sizeof *t);
     t->p2p = p2p;
@@ -167,7 +163,7 @@ static inline void push_open(Push *t, const P2p *p2p, size_t bytes) {
         for (cudaEvent_t &event : s.pushed) cudaCheck(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
 }
 // All ranks of the group call it before p2p_close, whose barrier is behind the last push of all ranks.
-static inline void push_close(Push *t) {
+inline void push_close(Push *t) {
     if (!t->opened) return;
     cudaCheck(cudaDeviceSynchronize());
     for (cudaStream_t stream : t->streams) cudaCheck(cudaStreamDestroy(stream));

@@ -17,8 +17,6 @@
 #include "../mesh.h"
 #include "nccl.cuh"
 
-#include <algorithm>
-
 enum { SUM_THREADS = 256, SUM_IN_FLIGHT = 4 /*parts that a thread reads before it adds the first*/ };
 
 // ---- rows
@@ -28,7 +26,7 @@ enum { SUM_THREADS = 256, SUM_IN_FLIGHT = 4 /*parts that a thread reads before i
 static __global__ void __launch_bounds__(SUM_THREADS)
     rows_sum_kernel(floatX *out, const floatX *__restrict__ slots, const floatX *__restrict__ add, int world, int own,
                     size_t piece, int C, int first, int period) {
-    const size_t i = ((size_t)blockIdx.x * SUM_THREADS + threadIdx.x) * VecX::size;
+    size_t i = ((size_t)blockIdx.x * SUM_THREADS + threadIdx.x) * VecX::size;
     if (i >= piece) return;
     float sum[VecX::size] = {};
     for (int r0 = 0; r0 < world; r0 += SUM_IN_FLIGHT) {
@@ -47,7 +45,7 @@ static __global__ void __launch_bounds__(SUM_THREADS)
         }
     }
     if (add) {
-        const size_t row = (i / C + first) % period;
+        size_t row = (i / C + first) % period;
         float more[VecX::size];
         vec_widen(more, vec_load(add + row * C + i % C));
         #pragma unroll
@@ -55,11 +53,11 @@ static __global__ void __launch_bounds__(SUM_THREADS)
     }
     vec_store(out + i, vec_narrow(sum));
 }
-static inline void rows_sum(floatX *out, const floatX *slots, const floatX *add, int world, int own, int rows, int C,
-                            int first, int period, cudaStream_t stream) {
-    const size_t piece = (size_t)rows * C;
-    require(C % VecX::size == 0 && period > 0 && ((uintptr_t)out | (uintptr_t)slots | (uintptr_t)add) % 16 == 0,
-            "sum of parts of %d channels\nuse a multiple of %d, and buffers from memory_request", C, VecX::size);
+inline void rows_sum(floatX *out, const floatX *slots, const floatX *add, int world, int own, int rows, int C,
+                     int first, int period, cudaStream_t stream) {
+    size_t piece = (size_t)rows * C;
+    assert(C % VecX::size == 0 && period > 0);
+    require_aligned("sum of parts", {out, slots, add});
     rows_sum_kernel<<<blocks_for(piece / VecX::size, SUM_THREADS), SUM_THREADS, 0, stream>>>(out, slots, add, world,
                                                                                              own, piece, C, first,
                                                                                              period);
@@ -99,32 +97,32 @@ static __global__ void __launch_bounds__(SUM_THREADS)
         grads[c.offset + i] = (floatX)sum;
     }
 }
-static inline void copies_pack(floatX *batch, const floatX *grads, const Copy *copies, int count, cudaStream_t stream) {
+inline void copies_pack(floatX *batch, const floatX *grads, const Copy *copies, int count, cudaStream_t stream) {
     copies_pack_kernel<<<count, SUM_THREADS, 0, stream>>>(batch, grads, copies);
     launchCheck();
 }
 // batch (ranks, size)
-static inline void copies_unpack(floatX *grads, const floatX *batch, const Copy *copies, int count, size_t size,
-                                 cudaStream_t stream) {
+inline void copies_unpack(floatX *grads, const floatX *batch, const Copy *copies, int count, size_t size,
+                          cudaStream_t stream) {
     copies_unpack_kernel<<<count, SUM_THREADS, 0, stream>>>(grads, batch, copies, size);
     launchCheck();
 }
 
 // Lists this rank's copies that must be added up; none of them crosses the end of a batch of `room` elements. owned[u]:
 // what this rank has of unit u's gradients after the data-parallel sum. out NULL: only counts. *total: their elements.
-static inline int copies_find(const Mesh *mesh, const ParamTable *t, const Span *owned, size_t room, Copy *out,
-                              size_t *total) {
+inline int copies_find(const Mesh *mesh, const ParamTable *t, const Span *owned, size_t room, Copy *out,
+                       size_t *total) {
     int count = 0;
     *total = 0;
     for (int i = 0; i < t->count; i++)
         for (int k = 0; k < t->params[i].num_parts; k++) {
             const Param *p = &t->params[i];
             const ParamPart *q = &p->parts[k];
-            const int partial = tp_is_partial(p, q);
+            int partial = tp_is_partial(p, q);
             if (q->copies == 1 || (!partial && mesh->dp.world == 1)) continue;
             Span left = span_overlap(owned[p->unit], p->offset + q->begin, q->count);
             while (left.count) {
-                const size_t at = *total % room, n = std::min({room - at, left.count, (size_t)COPY_MOST});
+                size_t at = *total % room, n = std::min({room - at, left.count, (size_t)COPY_MOST});
                 if (out) out[count] = {left.begin, at, (int)n, mesh->tp.rank - q->copy, partial ? q->copies : 1};
                 count++;
                 *total += n;
@@ -135,15 +133,15 @@ static inline int copies_find(const Mesh *mesh, const ParamTable *t, const Span 
     return count;
 }
 // The end of the batch of `size` elements that begins with list[begin].
-static inline int copies_batch_end(const Copy *list, int begin, size_t size) {
+inline int copies_batch_end(const Copy *list, int begin, size_t size) {
     for (size_t n = 0; n < size; begin++) n += list[begin].count;
     return begin;
 }
-static inline void copies_sum(const Copies *c, const Nccl *group, floatX *grads) {
+inline void copies_sum(const Copies *c, const Nccl *group, floatX *grads) {
     int begin = 0;
     for (size_t at = 0, size; at < c->total; at += size) {
         size = std::min(c->total - at, (size_t)COPY_BATCH);
-        const int end = copies_batch_end(c->host_list, begin, size);
+        int end = copies_batch_end(c->host_list, begin, size);
         copies_pack(c->batch + group->rank * size, grads, c->list + begin, end - begin, group->stream);
         nccl_all_gather(group, "gather copies", c->batch, size);
         copies_unpack(grads, c->batch, c->list + begin, end - begin, size, group->stream);
