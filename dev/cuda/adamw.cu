@@ -24,12 +24,10 @@ static float round_stochastic(float x, int step, uint64_t seed, size_t index) {
                                             .a));
 }
 // The oracle for either kind of states; m and v are fp32 values here.
-typedef struct { float lr, beta1, beta2, eps, weight_decay, grad_scale; } Settings;
 template <typename S>
-static void oracle(float *w, float *m, float *v, const float *grad, size_t n, Settings a, int step, uint64_t seed,
-                   size_t first) {
+static void oracle(float *w, float *m, float *v, const float *grad, size_t n, AdamW a, uint64_t seed, size_t first) {
     if (sizeof(S) == 4) {
-        adamw_update_cpu(w, m, v, grad, n, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, step);
+        adamw_update_cpu(w, m, v, grad, n, a);
         return;
     }
     uint16_t *m16 = (uint16_t *)malloc_or_die(2 * n * sizeof *m16), *v16 = m16 + n;
@@ -37,8 +35,7 @@ static void oracle(float *w, float *m, float *v, const float *grad, size_t n, Se
         m16[i] = bf16_nearest(m[i]);
         v16[i] = bf16_nearest(v[i]);
     }
-    adamw_update_bf16_cpu(w, m16, v16, grad, n, a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, step, seed,
-                          first);
+    adamw_update_bf16_cpu(w, m16, v16, grad, n, a, seed, first);
     for (size_t i = 0; i < n; i++) {
         m[i] = bf16_widen(m16[i]);
         v[i] = bf16_widen(v16[i]);
@@ -103,8 +100,8 @@ template <typename S> static void check_adamw(int with_master, int step) {
       *d_old_v = upload<S>(v, states);
     AdamChunk *d_chunks = upload_chunks(chunks, NUM);
     const uint64_t seed = rand_u64(ladder.seed, 2, ladder.draws++);
-    const Settings settings = {lr, beta1, beta2, eps, weight_decay, grad_scale},
-                   no_decay = {lr, beta1, beta2, eps, 0, grad_scale};
+    const AdamW settings = {lr, beta1, beta2, eps, weight_decay, grad_scale, step},
+                no_decay = {lr, beta1, beta2, eps, 0, grad_scale, step};
     const StepScalars *d_step = upload_step(grad_scale);
     auto run = [&] {
         cudaCheck(cudaMemcpyAsync(d_weight, d_old_weight, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
@@ -125,8 +122,7 @@ template <typename S> static void check_adamw(int with_master, int step) {
     for (int i = 0; i < NUM; i++) {
         const size_t w = chunks[i].weight_offset, s = chunks[i].state_offset, count = (size_t)chunks[i].count;
         float *to = with_master ? master + s : weight + w;
-        oracle<S>(to, m + s, v + s, grad + w, count, chunks[i].decay > 0 ? settings : no_decay, step, seed,
-                  chunks[i].key);
+        oracle<S>(to, m + s, v + s, grad + w, count, chunks[i].decay > 0 ? settings : no_decay, seed, chunks[i].key);
         for (size_t k = 0; k < count; k++)
             weight[w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed, chunks[i].key + k);
     }
@@ -149,9 +145,9 @@ template <typename S> static void check_exact(int with_master, int of_weights) {
     ladder_case("exact %s, %s master, states %s", of_weights ? "weights" : "states", with_master ? "with" : "no",
                 state_name<S>());
     enum { NUM = 5, ROOM = ADAM_CHUNK + 64, TOTAL = NUM * ROOM };
-    const Settings a = {of_weights ? 1.0f / 1024 : 0, 0.5f, 0.75f, 0, 0.125f, 1};
-    const uint64_t seed = rand_u64(ladder.seed, 3, ladder.draws++);
     const int step = of_weights ? 1 : 4;
+    const AdamW a = {of_weights ? 1.0f / 1024 : 0, 0.5f, 0.75f, 0, 0.125f, 1, step};
+    const uint64_t seed = rand_u64(ladder.seed, 3, ladder.draws++);
     // part: of a model that ranks share, further on
     const size_t base = ((size_t)1 << 32) - 2 * ROOM - ADAM_CHUNK / 2, part = 3 * 8;
     AdamChunk chunks[NUM];
@@ -190,7 +186,7 @@ template <typename S> static void check_exact(int with_master, int of_weights) {
             const size_t w = chunks[i].weight_offset - base, s = chunks[i].state_offset,
                          count = (size_t)chunks[i].count;
             float *to = with_master ? master[other] + s : weight[other] + w;
-            oracle<S>(to, m[other] + s, v[other] + s, start[3] + w, count, a, step, seed + other, base + part + w);
+            oracle<S>(to, m[other] + s, v[other] + s, start[3] + w, count, a, seed + other, base + part + w);
             for (size_t k = 0; k < count; k++)
                 weight[other][w + k] =
                     with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed + other, base + part + w + k);

@@ -132,10 +132,10 @@ static void check_shape(int N, int C, int OC, int allow_tf32) {
     floatX *d_inp = upload<floatX>(inp, ni), *d_weight = upload<floatX>(weight, nw),
            *d_bias = upload<floatX>(bias, (size_t)OC), *d_dout = upload<floatX>(dout, no);
     floatX *d_out = device_new<floatX>(no), *d_dinp = device_new<floatX>(ni), *d_dweight = device_new<floatX>(nw);
-    matmul_forward_cpu(x, inp, weight, bias, N, C, OC);
-    matmul_forward_cpu(out, inp, weight, NULL, N, C, OC);
+    matmul_forward_cpu(x, NULL, inp, weight, bias, N, C, OC);
+    matmul_forward_cpu(out, NULL, inp, weight, NULL, N, C, OC);
     matmul_backward_input_cpu(dinp, dout, weight, N, C, OC);
-    matmul_backward_weight_cpu(dweight, dout, inp, N, C, OC);
+    matmul_backward_weight_cpu(dweight, dout, inp, 1, N, C, OC);
 
     float *d_naive = device_new<float>(ni + nw + no);  // the lower rung, exact fp32 sums
     naive_forward(d_naive, d_inp, d_weight, N, C, OC);

@@ -183,7 +183,7 @@ static void test_avalanche(void) {
 }
 
 enum { N = 40001 };
-static const float lr = 1e-3f, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, decay = 0.1f, scale = 0.37f;
+static const AdamW fifth_step = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.37f, 5};
 typedef struct {
     float weight[N], m[N], v[N], grad[N];
     uint16_t m16[N], v16[N];
@@ -201,8 +201,10 @@ static States *states_new(void) {
     return s;
 }
 static void update16(States *s, size_t begin, size_t count, int step, uint64_t seed) {
-    adamw_update_bf16_cpu(s->weight + begin, s->m16 + begin, s->v16 + begin, s->grad + begin, count, lr, beta1, beta2,
-                          eps, decay, scale, step, seed, 1000000007 + begin);
+    AdamW a = fifth_step;
+    a.step = step;
+    adamw_update_bf16_cpu(s->weight + begin, s->m16 + begin, s->v16 + begin, s->grad + begin, count, a, seed,
+                          1000000007 + begin);
 }
 static int same_bits(const States *a, const States *b) {
     return !memcmp(a->weight, b->weight, sizeof a->weight) && !memcmp(a->m16, b->m16, sizeof a->m16) &&
@@ -215,7 +217,7 @@ static int is_neighbour(float x, uint16_t y) {
 }
 static void test_update(void) {
     States *a = states_new(), *b = states_new();
-    adamw_update_cpu(a->weight, a->m, a->v, a->grad, N, lr, beta1, beta2, eps, decay, scale, 5);
+    adamw_update_cpu(a->weight, a->m, a->v, a->grad, N, fifth_step);
     update16(b, 0, N, 5, 42);
     int good = 1, up_m = 0, up_v = 0, up_both = 0;
     for (int i = 0; i < N; i++) {
@@ -239,16 +241,15 @@ static void test_update(void) {
     // elements around the 2^32nd, where the key changes: in one call and in two
     States *f = states_new(), *g = states_new();
     const size_t place = ((size_t)1 << 32) - 12345;
-    adamw_update_bf16_cpu(f->weight, f->m16, f->v16, f->grad, N, lr, beta1, beta2, eps, decay, scale, 5, 42, place);
-    adamw_update_bf16_cpu(g->weight, g->m16, g->v16, g->grad, 12000, lr, beta1, beta2, eps, decay, scale, 5, 42, place);
-    adamw_update_bf16_cpu(g->weight + 12000, g->m16 + 12000, g->v16 + 12000, g->grad + 12000, N - 12000, lr, beta1,
-                          beta2, eps, decay, scale, 5, 42, place + 12000);
+    adamw_update_bf16_cpu(f->weight, f->m16, f->v16, f->grad, N, fifth_step, 42, place);
+    adamw_update_bf16_cpu(g->weight, g->m16, g->v16, g->grad, 12000, fifth_step, 42, place);
+    adamw_update_bf16_cpu(g->weight + 12000, g->m16 + 12000, g->v16 + 12000, g->grad + 12000, N - 12000, fifth_step, 42,
+                          place + 12000);
     check(same_bits(f, g), "around element 2^32: the same bits");
     States *h = states_new();
-    adamw_update_bf16_cpu(h->weight, h->m16, h->v16, h->grad, N, lr, beta1, beta2, eps, decay, scale, 5, 42,
-                          (size_t)1 << 32);
+    adamw_update_bf16_cpu(h->weight, h->m16, h->v16, h->grad, N, fifth_step, 42, (size_t)1 << 32);
     States *k = states_new();
-    adamw_update_bf16_cpu(k->weight, k->m16, k->v16, k->grad, N, lr, beta1, beta2, eps, decay, scale, 5, 42, 0);
+    adamw_update_bf16_cpu(k->weight, k->m16, k->v16, k->grad, N, fifth_step, 42, 0);
     check(memcmp(h->m16, k->m16, sizeof h->m16), "element 2^32 + i has other bits than element i");
     free(f);
     free(g);
@@ -269,6 +270,7 @@ static void test_update(void) {
 // v = 1 and no gradient: it must fall by 1 - beta2 a step. To nearest it would stay where it is for ever.
 static void test_stagnation(void) {
     const float slow = 0.999f;
+    AdamW a = {1e-3f, 0.9f, slow, 1e-8f, 0, 1, 0};
     const int steps = 300;
     States *s = states_new();
     memset(s->grad, 0, sizeof s->grad);
@@ -276,8 +278,7 @@ static void test_stagnation(void) {
         s->v16[i] = bf16_nearest(1);
         s->m16[i] = 0;
     }
-    for (int step = 1; step <= steps; step++)
-        adamw_update_bf16_cpu(s->weight, s->m16, s->v16, s->grad, N, lr, beta1, slow, eps, 0, 1, step, 42, 0);
+    for (a.step = 1; a.step <= steps; a.step++) adamw_update_bf16_cpu(s->weight, s->m16, s->v16, s->grad, N, a, 42, 0);
     double sum = 0, squares = 0, expected = pow(slow, steps);
     for (int i = 0; i < N; i++) {
         const double v = bf16_widen(s->v16[i]);
