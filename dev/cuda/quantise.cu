@@ -176,7 +176,7 @@ static void check_rows(Fp8Kind kind, int rows, int columns, float special) {
 }
 static void check_all(Fp8Kind kind) {
     const int sizes[][2] = {{16, 16},   {16, 48},   {48, 16},    {128, 128},   {144, 272},
-                            {272, 144}, {1040, 80}, {80, 65552}, {65552, 112}, {2048, 3072}};
+                            {272, 144}, {1040, 80}, {80, 65552}, {65552, 112}, {2192, 3072}};
     for (const auto &s : sizes) check_quantise(kind, s[0], s[1], 2.5f);
     for (float largest : {0.0f, 1e-38f, 1e-30f, 1e-3f, 448.0f, 57344.0f, 1e30f})
         check_quantise(kind, 160, 208, largest);
@@ -216,17 +216,19 @@ static void bench_quantise(const char *name, int rows, int columns) try {
 } catch (const NoRoom &no) {
     ladder_skip(no);
 }
-// Other ways in which a warp's lanes lie side by side.
+// Other ways in which a warp's lanes lie side by side, and in which the blocks follow each other.
 template <int LANES>
 static void time_lanes(const bf16 *x, uint8_t *q, uint8_t *qt, const float *absmax, int rows, int columns) {
     char text[64];
-    for (int layouts = 1; layouts < 4; layouts++) {
-        uint8_t *const to_q = layouts & 1 ? q : NULL, *const to_qt = layouts & 2 ? qt : NULL;
-        snprintf(text, sizeof text, "%s, %d lanes along", layouts == 3 ? "both" : to_q ? "q" : "qt", LANES);
-        bench(text, (layouts == 3 ? 4.0 : 3.0) * rows * columns, 0, [&] {
-            quantise_launch<FP8_E4M3, LANES>(to_q, to_qt, x, rows, columns, absmax, NULL, ladder.gpu.compute);
-        });
-    }
+    for (int layouts = 1; layouts < 4; layouts++)
+        for (unsigned band : {1, 4, 16, 64}) {
+            uint8_t *const to_q = layouts & 1 ? q : NULL, *const to_qt = layouts & 2 ? qt : NULL;
+            const char *what = layouts == 3 ? "both" : to_q ? "q" : "qt";
+            snprintf(text, sizeof text, "%s, %d lanes, band %u", what, LANES, band);
+            bench(text, (layouts == 3 ? 4.0 : 3.0) * rows * columns, 0, [&] {
+                quantise_launch<FP8_E4M3, LANES>(to_q, to_qt, x, rows, columns, absmax, NULL, ladder.gpu.compute, band);
+            });
+        }
 }
 static void bench_layouts(int rows, int columns) try {
     ladder_case("layouts, rows=%d columns=%d", rows, columns);

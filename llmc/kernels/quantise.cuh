@@ -47,7 +47,7 @@ template <Fp8Kind KIND> __device__ inline unsigned quantise_flushes(const VecB &
 __device__ inline void quantise_count(Fp8Count *count, unsigned flushed, size_t values) {
     flushed = __reduce_add_sync(0xffffffffu, flushed);
     if (threadIdx.x % WARP == 0 && flushed) atomicAdd(&count->flushed, (unsigned long long)flushed);
-    if (threadIdx.x + blockIdx.x + blockIdx.y == 0) atomicAdd(&count->values, (unsigned long long)values);
+    if (threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0) atomicAdd(&count->values, (unsigned long long)values);
 }
 // Byte j of word i becomes byte i of word j.
 __device__ inline void transpose_bytes(unsigned &a, unsigned &b, unsigned &c, unsigned &d) {
@@ -65,6 +65,7 @@ enum {
     QUANTISE_THREADS = 128,
     QUANTISE_TILE = 128,  // rows and columns of a block
     QUANTISE_ROWS = 16,   // of a thread
+    QUANTISE_BAND = 16,   // tiles below each other that are taken before those beside them: long pieces of x and of qt
 };
 // LANES: of a warp along a row, each with 8 columns; the others lie below them. q, qt, count: NULL if not wanted.
 template <Fp8Kind KIND, int LANES>
@@ -73,8 +74,9 @@ __global__ void __launch_bounds__(QUANTISE_THREADS, 4)
                     int columns, const float *__restrict__ absmax, Fp8Count *count) {
     constexpr int ROWS = QUANTISE_ROWS, WARPS_ALONG = QUANTISE_TILE / (LANES * VecB::size);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int column = blockIdx.x * QUANTISE_TILE + (warp % WARPS_ALONG * LANES + lane % LANES) * VecB::size,
-              row = blockIdx.y * QUANTISE_TILE + (warp / WARPS_ALONG * (WARP / LANES) + lane / LANES) * ROWS;
+    const int column = blockIdx.y * QUANTISE_TILE + (warp % WARPS_ALONG * LANES + lane % LANES) * VecB::size,
+              row = (blockIdx.z * gridDim.x + blockIdx.x) * QUANTISE_TILE +
+                    (warp / WARPS_ALONG * (WARP / LANES) + lane / LANES) * ROWS;
     const bool inside = row < rows && column < columns;
     const size_t place = (size_t)row * columns + column;
     VecB v[ROWS];
@@ -173,9 +175,10 @@ static inline void quantise_require(int rows, int columns, std::initializer_list
 }
 template <Fp8Kind KIND, int LANES>
 static void quantise_launch(uint8_t *q, uint8_t *qt, const bf16 *x, int rows, int columns, const float *absmax,
-                            Fp8Count *count, cudaStream_t stream) {
-    const dim3 blocks(blocks_for(columns, QUANTISE_TILE), blocks_for(rows, QUANTISE_TILE));
-    require(blocks.y < 65536, "fp8: %d rows are too many for one launch\nuse a smaller --batch-size", rows);
+                            Fp8Count *count, cudaStream_t stream, unsigned band = QUANTISE_BAND) {
+    const unsigned tiles = blocks_for(rows, QUANTISE_TILE);
+    if (band > tiles) band = tiles;
+    const dim3 blocks(band, blocks_for(columns, QUANTISE_TILE), blocks_for(tiles, band));
     quantise_kernel<KIND, LANES><<<blocks, QUANTISE_THREADS, 0, stream>>>(q, qt, x, rows, columns, absmax, count);
     launchCheck();
 }
@@ -184,7 +187,7 @@ static void quantise_of_kind(uint8_t *q, uint8_t *qt, const bf16 *x, int rows, i
                              Fp8Count *count, cudaStream_t stream) {
     // whole lines of 128 bytes where there is one layout, half ones of each where there are two
     const auto launch = !qt ? quantise_launch<KIND, 16> : !q ? quantise_launch<KIND, 4> : quantise_launch<KIND, 8>;
-    launch(q, qt, x, rows, columns, absmax, count, stream);
+    launch(q, qt, x, rows, columns, absmax, count, stream, QUANTISE_BAND);
 }
 // q (rows,columns), qt (columns,rows), either NULL = x (rows,columns) quantised by *absmax (device memory); count
 // (device memory or NULL) +=
