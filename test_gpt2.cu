@@ -105,7 +105,7 @@ static Options least_memory(Options o) {
 }
 static void test_brief(const char *folder) {
     DebugFile d = debug_open(folder);
-    Options o = options_for(folder, d.B, d.T);
+    Options o = options_for(folder, &d, d.B);
     debug_close(&d);
     o.tf32 = o.gelu_fusion = 0;
     const Options least = least_memory(o);
@@ -120,7 +120,7 @@ static void test_brief(const char *folder) {
 
 static void test_one_gpu(const char *folder, const char *output) {
     DebugFile d = debug_open(folder);
-    Options o = options_for(folder, d.B, d.T);
+    Options o = options_for(folder, &d, d.B);
     debug_close(&d);
     o.tf32 = 0;
     o.gelu_fusion = 0;
@@ -214,7 +214,7 @@ static void test_memory_hint(void) {
 static double train_on_ranks(const char *folder, const Comm *comm, int stage, int p2p, const char *reduce,
                              const char *states, uint64_t *hash) {
     DebugFile d = debug_open(folder);
-    Options o = options_for(folder, d.B / comm->world, d.T);
+    Options o = options_for(folder, &d, d.B / comm->world);
     const Config c = config_from_json(folder);
     Model m;
     float loss, norm, *losses = debug_floats(&d, "losses", 10);

@@ -401,10 +401,43 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
+# ---- operands of the blocks' products (--matmul-dtype)
+def rounded(x, dtype, scale_rows=False):
+    """x in bf16, or in fp8 (e4m3) and divided by its scale again, as llmc/fp8.h does it. scale_rows: one for each
+    row."""
+    if dtype == "bf16":
+        return x.to(torch.bfloat16).to(x.dtype)
+    absmax = (x.abs().amax(-1, keepdim=True) if scale_rows else x.abs().amax()).float()
+    fraction, exponent = torch.frexp(absmax)  # absmax = fraction * 2^exponent, 1/2 <= fraction < 1; 448 = 7/8 * 2^9
+    power = torch.where(absmax > 0, (9 - exponent - (fraction > 0.875).int()).clamp(max=126), 0)
+    scale = torch.ldexp(torch.where(absmax.isfinite(), 1.0, math.nan), power)
+    return ((x * scale).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
+
+
+class RoundedLinear(torch.autograd.Function):
+    """x weight^T of rounded operands, and both gradients. matmul_dtype: fp8, bf16 or fp8-dw-bf16."""
+
+    @staticmethod
+    def forward(ctx, x, weight, matmul_dtype, scale_rows):
+        ctx.save_for_backward(x, weight)
+        ctx.dtype, *_, ctx.dweight_dtype = matmul_dtype.split("-") * 2
+        return F.linear(rounded(x, ctx.dtype, scale_rows), rounded(weight, ctx.dtype))
+
+    @staticmethod
+    def backward(ctx, dout):
+        x, weight = ctx.saved_tensors
+        dx = rounded(dout, ctx.dtype) @ rounded(weight, ctx.dtype).to(dout.dtype)  # dout is bf16 with --dtype bf16
+        dweight = rounded(dout, ctx.dweight_dtype).flatten(0, 1).T @ rounded(x, ctx.dweight_dtype).flatten(0, 1).to(
+            dout.dtype
+        )
+        return dx.to(x.dtype), dweight.to(weight.dtype), None, None
+
+
 class Model(nn.Module):
     def __init__(self, config, device=None):
         super().__init__()
         self.config, self.table = config, param_table(config)
+        self.matmul_dtype = "native"
         # unit -> role -> its parameters: q, k, v share one role
         self.units = [{} for _ in range(config.num_layers + 2)]
         for p in self.table:
@@ -425,7 +458,12 @@ class Model(nn.Module):
     def linear(self, x, unit, name):
         """One output for each weight of this role."""
         weights = unit[name + "w"]
-        return [F.linear(x, w, b) for w, b in zip(weights, unit.get(name + "b", [None] * len(weights)))]
+        biases = unit.get(name + "b", [None] * len(weights))
+        if self.matmul_dtype == "native":
+            return [F.linear(x, w, b) for w, b in zip(weights, biases)]
+        out = RoundedLinear.apply(x, torch.cat(weights), self.matmul_dtype, name == "fcproj")  # one scale for all
+        parts = out.split([len(w) for w in weights], -1)
+        return [y if b is None else y + b.to(y.dtype) for y, b in zip(parts, biases)]
 
     def block(self, x, unit, rope):
         c, (B, T, C) = self.config, x.shape
@@ -586,7 +624,8 @@ def batch(stream, B, device, vocab_size):
 
 HONOURED = """train-data val-data model output tokenizer print-every batch-size seq-len total-batch max-steps overfit
     seed schedule learning-rate warmup final-lr-fraction weight-decay grad-clip beta1 beta2 adam-eps eval-every
-    eval-steps hellaswag choice-data evaluate sample-every sample-tokens temperature save-every threads""".split()
+    eval-steps hellaswag choice-data evaluate sample-every sample-tokens temperature save-every matmul-dtype
+    threads""".split()
 
 
 def in_range(of, low, high):
@@ -717,6 +756,11 @@ def parse_options(argv=None):
         o.schedule in ("cosine", "linear", "constant", "wsd"),
         f"unknown schedule '{o.schedule}'",
         "use cosine, linear, constant or wsd",
+    )
+    require(
+        o.matmul_dtype in ("native", "bf16", "fp8", "fp8-dw-bf16"),
+        f"unknown --matmul-dtype '{o.matmul_dtype}'",
+        "use native, bf16, fp8 or fp8-dw-bf16",
     )
     o.device = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
     require(
@@ -887,6 +931,7 @@ def train(o):
     )
     val_shards = open_shards(o.val_data, T)[0] if o.val_data and (o.eval_every > 0 or o.evaluate) else None
     model = make_model(o.model, o.seed, int(header[3]))
+    model.matmul_dtype = o.matmul_dtype
     c = model.config
     require(
         T <= c.max_seq_len,
@@ -1032,6 +1077,7 @@ def train(o):
 def write_debug(o):
     """Weights, one random batch, its logits, loss and gradients, and the losses of ten AdamW steps on it."""
     model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
+    model.matmul_dtype = o.matmul_dtype
     write_weights(model, folder)
     ids = rand_u64(o.seed, rand_stream(RAND_SAMPLE, 0), np.arange(B * (T + 1))) % np.uint64(model.config.vocab_size)
     ids = torch.from_numpy(ids.astype(np.int64)).view(B, T + 1)
@@ -1056,6 +1102,7 @@ def write_debug(o):
     }
     trainer = Trainer(model, argparse.Namespace(**vars(o) | fixed))
     debug["losses"] = torch.tensor([trainer.step([(inputs, targets)], 1e-3)[0] for _ in range(10)])
+    debug["matmul_dtype"] = torch.tensor(list(o.matmul_dtype.encode()), dtype=torch.int32)  # its characters
     save_tensors(debug, os.path.join(folder, "debug.safetensors"))
     print(f"wrote {folder}: loss {float(loss.detach()):.6f}, of the tenth step {float(debug['losses'][-1]):.6f}")
 

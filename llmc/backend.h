@@ -50,18 +50,19 @@ static inline int matmul_weight_gradient_is_fp8(const Options *o) { return !strc
 // Instructions take 16 fp8 of a row at a time. local: the sizes of one rank (tp_config).
 static inline void matmul_check(const Comm *job, const Config *local, const Options *o) {
     const struct {
-        const char *name, *hint;
+        const char *name;
         long long size;
-    } sizes[] = {{"channels", "use another --model, or leave it out", local->channels},
-                 {"width of q, k and v", "use another --model or --tp, or leave it out", qkv_width(local)},
-                 {"width of the heads", "use another --model or --tp, or leave it out",
-                  local->num_heads * local->head_dim},
-                 {"MLP width", "use another --model or --tp, or leave it out", local->ffn_dim},
-                 {"tokens of a micro-step", "use another --batch-size or --seq-len, or fp8-dw-bf16",
+    } sizes[] = {{"channels", local->channels},
+                 {"width of q, k and v", qkv_width(local)},
+                 {"width of all heads", local->num_heads * local->head_dim},
+                 {"MLP width", local->ffn_dim},
+                 {"tokens of a micro-step",
                   matmul_weight_gradient_is_fp8(o) && !forward_only(o) ? o->batch_size * o->seq_len : 0}};
     for (int i = 0; i < 5 && matmul_is_fp8(o); i++)
-        comm_require(job, sizes[i].size % 16 == 0, "--matmul-dtype %s needs multiples of 16: the %s are %lld\n%s",
-                     o->matmul_dtype, sizes[i].name, sizes[i].size, sizes[i].hint);
+        comm_require(job, sizes[i].size % 16 == 0,
+                     "--matmul-dtype %s needs multiples of 16, but %s: %lld\n"
+                     "choose --model, --tp, --batch-size and --seq-len so, or another --matmul-dtype",
+                     o->matmul_dtype, sizes[i].name, sizes[i].size);
 }
 
 // Fills in what the handshake compares of this rank's device; allocates nothing.

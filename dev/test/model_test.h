@@ -92,6 +92,7 @@ typedef struct {
     StReader file;
     int B, T;
     int *tokens, *targets;
+    char matmul_dtype[32];  // that it was computed with
 } DebugFile;
 static inline int *read_tokens(const StReader *r, const StTensor *t) {
     const StFile *f = &r->files[t->file];
@@ -112,6 +113,12 @@ static inline DebugFile debug_open(const char *folder) {
     d.T = (int)x->shape[1];
     d.tokens = read_tokens(&d.file, x);
     d.targets = read_tokens(&d.file, y);
+    const StTensor *dtype = st_find(&d.file, "matmul_dtype");
+    require(dtype && dtype->count < sizeof d.matmul_dtype,
+            "'%s' does not name the --matmul-dtype\nwrite it again with train_gpt2.py --write-debug", path);
+    int *characters = read_tokens(&d.file, dtype);
+    for (size_t i = 0; i <= dtype->count; i++) d.matmul_dtype[i] = i < dtype->count ? (char)characters[i] : 0;
+    free(characters);
     return d;
 }
 static inline void debug_close(DebugFile *d) {
@@ -129,11 +136,13 @@ static inline float *debug_floats(const DebugFile *d, const char *name, size_t c
     return values;
 }
 
-static inline Options options_for(const char *folder, int B, int T) {
+// Of micro-steps of B sequences. Valid as long as d.
+static inline Options options_for(const char *folder, const DebugFile *d, int B) {
     Options o = options_default();
     o.model = folder;
     o.batch_size = B;
-    o.seq_len = T;
+    o.seq_len = d->T;
+    o.matmul_dtype = d->matmul_dtype;
     o.autotune = 0;
     return o;
 }

@@ -1,4 +1,6 @@
 // Says what the plain-C headers compute, for test_train_gpt2.py: say WHAT ARGUMENTS...
+#define LLMC_ORACLE
+#include "../../train_gpt2.c"
 #include "../../llmc/options.h"
 #include "../../llmc/dataloader.h"
 #include "../../llmc/gpu_monitor.h"
@@ -68,6 +70,13 @@ int main(int argc, char **argv) {
                                 rand_uniform(strtoull(argv[4], NULL, 10),
                                              rand_stream(RAND_SAMPLE, strtoull(argv[5], NULL, 10)), (uint64_t)i),
                                 scratch));
+    } else if (!strcmp(what, "fp8")) {  // rows, columns, a scale for each row; values on stdin
+        const int rows = atoi(argv[2]), cols = atoi(argv[3]);
+        float *x = (float *)malloc_or_die(area(rows, cols) * sizeof(float));
+        double counts[2] = {0, 0};
+        require(fread(x, sizeof(float), area(rows, cols), stdin) == area(rows, cols), "no values\n-");
+        fp8_round_cpu(x, x, FP8_E4M3, rows, cols, atoi(argv[4]), counts);
+        fwrite(x, sizeof(float), area(rows, cols), stdout);
     } else if (!strcmp(what, "gpu")) {  // uuid
         gpu_monitor_open(argv[2]);
         const GpuState s = gpu_monitor_read();

@@ -8,7 +8,7 @@ int main(int argc, char **argv) {
             "usage: test_model OUTPUT_FOLDER DEBUG_FOLDER...\nwrite the folders with train_gpt2.py --write-debug");
     for (int i = 2; i < argc; i++) {
         DebugFile d = debug_open(argv[i]);
-        const Options o = options_for(argv[i], d.B, d.T);
+        const Options o = options_for(argv[i], &d, d.B);
         char output[4200];
         debug_close(&d);
         snprintf(output, sizeof output, "%s/%d", argv[1], i);

@@ -286,9 +286,71 @@ def test_options_are_those_of_c(c_program):
         letters, value = theirs[name]
         key = name.replace("-", "_")
         assert str(ours[key]) == value or float(ours[key]) == float(value), name
-        sample = {str: "linear", int: "1", float: "0.5"}[type(ours[key])]
+        sample = "fp8" if name == "matmul-dtype" else {str: "linear", int: "1", float: "0.5"}[type(ours[key])]
         for flag in [f"--{name}"] + [f"-{letters}"] * bool(letters):
             assert getattr(ref.parse_options([flag, sample]), key) == type(ours[key])(sample)
+
+
+@pytest.mark.parametrize("scale_rows", [0, 1])
+def test_fp8_is_that_of_c(c_program, scale_rows):
+    """Each row of another size, down to numbers whose scale is limited; rows of zeros, with an infinity and a NaN."""
+    rng, borders = np.random.default_rng(0), 1.75 * 2.0 ** np.arange(-9, 9)
+    exponents = np.concatenate([np.arange(-149, 128, 6), np.zeros(4)])
+    x = (np.exp2(exponents)[:, None] * rng.normal(size=(len(exponents), 64)) / 8).astype(np.float32)
+    x[:, 0], x[-4], x[-3, 5], x[-2, 7] = 0, 0, np.inf, np.nan
+    x[-1, 10 : 10 + len(borders)] = borders
+    for part in (x, x[:-4], x[-5:-3], x[:12], x[-1:], np.nextafter(x[-1:], np.float32(np.inf))):
+        data = np.ascontiguousarray(part)
+        said = np.frombuffer(c_program("fp8", *data.shape, scale_rows, stdin=data.tobytes()), np.float32)
+        ours = ref.rounded(torch.from_numpy(data), "fp8", bool(scale_rows)).numpy()
+        np.testing.assert_array_equal(ours, said.reshape(ours.shape))
+    finite = ref.rounded(torch.from_numpy(x[:-4]), "fp8", bool(scale_rows)).numpy()
+    assert np.isfinite(finite).all() and (finite[20] != 0).any() == bool(scale_rows)
+
+
+@pytest.mark.parametrize("name, dtype, dweight_dtype", [("bf16",) * 3, ("fp8",) * 3, ("fp8-dw-bf16", "fp8", "bf16")])
+@pytest.mark.parametrize("scale_rows", [False, True])
+def test_products_of_rounded_operands(name, dtype, dweight_dtype, scale_rows):
+    generator = torch.Generator().manual_seed(0)
+    x, w, dout = (torch.randn(shape, generator=generator) for shape in ((2, 5, 32), (24, 32), (2, 5, 24)))
+    x = (x * torch.tensor([1e-6, 1, 1, 1, 1]).view(1, 5, 1)).requires_grad_()  # small rows keep their own scale only
+    w.requires_grad_()
+    out = ref.RoundedLinear.apply(x, w, name, scale_rows)
+    out.backward(dout)
+    with torch.no_grad():
+        expected = [
+            ref.rounded(x, dtype, scale_rows) @ ref.rounded(w, dtype).T,
+            ref.rounded(dout, dtype) @ ref.rounded(w, dtype),
+            torch.einsum("bto,bti->oi", ref.rounded(dout, dweight_dtype), ref.rounded(x, dweight_dtype)),
+        ]
+        exact = [x @ w.T, dout @ w, torch.einsum("bto,bti->oi", dout, x)]
+    for got, good, other in zip((out, x.grad, w.grad), expected, exact):
+        torch.testing.assert_close(got, good, rtol=1e-6, atol=1e-5)
+        assert (got - other).abs().max() > 1e-3
+    small = out[:, 0].abs().max() > 0
+    assert small == (scale_rows or dtype == "bf16")
+
+
+def test_matmul_dtype_of_a_model():
+    """Every block's products round, the head's does not; under bf16 autocast, too."""
+    model, tokens = small_model(SMALL["llama"]), random_tokens(small_model(SMALL["llama"]), 2, 16)
+    native = logits_of(model, tokens)
+    shared = {"qkv": 3, "proj": 1, "fc": 2, "fcproj": 1}  # weights that are one matrix, with one scale
+    calls, apply = [], ref.RoundedLinear.apply
+    ref.RoundedLinear.apply = lambda x, w, name, rows: calls.append((len(w), name, rows)) or apply(x, w, name, rows)
+    try:
+        model.matmul_dtype = "fp8"
+        rounded = logits_of(model, tokens)
+    finally:
+        ref.RoundedLinear.apply = apply
+    unit = model.units[1]
+    widths = [(sum(len(w) for w in unit[role + "w"]), "fp8", role == "fcproj") for role in shared]
+    assert calls == widths * model.config.num_layers and [len(unit[r + "w"]) for r in shared] == list(shared.values())
+    off = float((rounded - native).norm() / native.norm())
+    assert 5e-3 < off < 0.2
+    trainer = ref.Trainer(model, options(dtype="bf16"))
+    losses = [trainer.step([(tokens, tokens)], 1e-2)[0] for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def parse(capsys, *words):
@@ -586,6 +648,7 @@ def test_debug_files(kind, tmp_path):
         ("logits", (B, T, V), np.float32),
         ("loss", (1,), np.float32),
         ("losses", (10,), np.float32),
+        ("matmul_dtype", (len("native"),), np.int32),
         ("targets", (B, T), np.int32),
         ("tokens", (B, T), np.int32),
     ]
