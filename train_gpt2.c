@@ -886,8 +886,8 @@ static const int *words_here(const Model *m, const Pass *p, const int *tokens) {
 
 // ---- the three products of a linear layer, of every one in a block and of the head, over `rows` rows
 
-// x (rows,cols) as a product of this dtype reads it, in fp8 with a scale for the tensor or for each row. Valid until the
-// next operand of its kind.
+// x (rows,cols) as a product of this dtype reads it, in fp8 with a scale for the tensor or for each row. Valid until
+// the next operand of its kind.
 static const float *operand(const Linear *l, int of_dweight, Fp8Tensor kind, const float *x, int rows, int cols,
                             int by_row) {
     Operands *o = l->operands;

@@ -237,8 +237,8 @@ static void model_forward(Model *m, const Pass *p) {
 
 static Linear head_of(Model *m, const Pass *p) {
     const int tied = m->config.tied;  // the embedding is its weight, too
-    return linear_of(m, p, m->b.weights, &m->plan.head, tied ? 0 : m->config.num_layers + 1, tied ? ROLE_WTE : ROLE_HEADW,
-                     NUM_ROLES, {NULL, 0});
+    return linear_of(m, p, m->b.weights, &m->plan.head, tied ? 0 : m->config.num_layers + 1,
+                     tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES, {NULL, 0});
 }
 // Losses of rows from n0 on; m->b.logits becomes their gradient. Of several ranks each has some of the columns.
 static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, int backward) {
@@ -308,8 +308,8 @@ static void block_backward(Model *m, const Pass *p, int l) {
     linear_backward_project(p, &b.proj, p->branch, m->b.dx);
     linear_fetch_input(p, &b.qkv, b.h1);
     linear_backward_weight(p, &b.proj, m->b.dx, b.y);
-    attention_backward(&b.attention, m->b.dqkv, b.qkv.dbias ? b.qkv.sums.partial : NULL, p->branch, b.q_k_v, b.y,
-                       b.lse, p->stream);
+    attention_backward(&b.attention, m->b.dqkv, b.qkv.dbias ? b.qkv.sums.partial : NULL, p->branch, b.q_k_v, b.y, b.lse,
+                       p->stream);
     linear_backward_input(p, &b.qkv, m->b.dqkv);
     linear_backward_weight(p, &b.qkv, m->b.dqkv, b.h1);
     norm_gradient(m, p, &b.norm1, linear_input_gradient(p, &b.qkv));
@@ -696,8 +696,7 @@ void model_timing_begin(Model *m) { timing_begin(m->gpu.compute); }
 void model_timing_end(Model *m) { timing_end(m->gpu.compute); }
 void model_fp8_begin(Model *m) {
     m->counts_fp8 = m->plan.fp8;
-    if (m->plan.fp8)
-        cudaCheck(cudaMemsetAsync(m->b.fp8_counts, 0, NUM_FP8_TENSORS * sizeof(Fp8Count), m->gpu.compute));
+    if (m->plan.fp8) cudaCheck(cudaMemsetAsync(m->b.fp8_counts, 0, NUM_FP8_TENSORS * sizeof(Fp8Count), m->gpu.compute));
 }
 void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]) {
     Fp8Count host[NUM_FP8_TENSORS] = {};

@@ -418,19 +418,22 @@ class RoundedLinear(torch.autograd.Function):
     """x weight^T of rounded operands, and both gradients. matmul_dtype: fp8, bf16 or fp8-dw-bf16."""
 
     @staticmethod
-    def forward(ctx, x, weight, matmul_dtype, scale_rows):
+    def forward(ctx, x, weight, matmul_dtype):
         ctx.save_for_backward(x, weight)
         ctx.dtype, *_, ctx.dweight_dtype = matmul_dtype.split("-") * 2
-        return F.linear(rounded(x, ctx.dtype, scale_rows), rounded(weight, ctx.dtype))
+        return F.linear(rounded(x, ctx.dtype, scale_rows=True), rounded(weight, ctx.dtype))
 
     @staticmethod
     def backward(ctx, dout):
         x, weight = ctx.saved_tensors
-        dx = rounded(dout, ctx.dtype) @ rounded(weight, ctx.dtype).to(dout.dtype)  # dout is bf16 with --dtype bf16
+        # In fp8 the output's gradient is rounded once for both products where both are fp8. It is bf16 with --dtype
+        # bf16.
+        dx = rounded(dout, ctx.dtype, scale_rows=ctx.dweight_dtype != ctx.dtype)
+        dx = dx @ rounded(weight, ctx.dtype).to(dout.dtype)
         dweight = rounded(dout, ctx.dweight_dtype).flatten(0, 1).T @ rounded(x, ctx.dweight_dtype).flatten(0, 1).to(
             dout.dtype
         )
-        return dx.to(x.dtype), dweight.to(weight.dtype), None, None
+        return dx.to(x.dtype), dweight.to(weight.dtype), None
 
 
 class Model(nn.Module):
@@ -461,7 +464,7 @@ class Model(nn.Module):
         biases = unit.get(name + "b", [None] * len(weights))
         if self.matmul_dtype == "native":
             return [F.linear(x, w, b) for w, b in zip(weights, biases)]
-        out = RoundedLinear.apply(x, torch.cat(weights), self.matmul_dtype, name == "fcproj")  # one scale for all
+        out = RoundedLinear.apply(x, torch.cat(weights), self.matmul_dtype)  # one scale for all
         parts = out.split([len(w) for w in weights], -1)
         return [y if b is None else y + b.to(y.dtype) for y, b in zip(parts, biases)]
 

@@ -90,7 +90,7 @@
         "1: go on from the newest checkpoint in --output, with its options where none are given; 0: start anew") \
     SECTION("numbers and memory") \
     STR(matmul_dtype, "", '*', "native", \
-        "what the blocks' matmuls multiply: native (the dtype of the build), bf16, fp8 with a scale a tensor, or " \
+        "what the blocks' matmuls multiply: native (the dtype of the build), bf16, fp8 (e4m3, scaled), or " \
         "fp8-dw-bf16 (gradients of weights in bf16)") \
     INT(tf32, "f", '~', 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \
     INT(master_weights, "w", '~', 1, 0, 1, "keep an fp32 copy of bf16 weights; 0: stochastic rounding instead") \

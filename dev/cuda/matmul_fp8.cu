@@ -105,7 +105,8 @@ static void check_shape(int M, int N, int K, int by_row) {
             own->run(&q, &x, stream);
             snprintf(text, sizeof text, "%s %d/%d%s", form_names[own->form], own->columns, own->cluster,
                      with_bias ? " bias" : "");
-            check(text, f.out, with_bias ? biased : product, M, N, n < 1000 ? 3.9e-3 : 2.2e-3, own->columns == 256 ? 1e-2 : 6e-3);
+            check(text, f.out, with_bias ? biased : product, M, N, n < 1000 ? 3.9e-3 : 2.2e-3,
+                  own->columns == 256 ? 1e-2 : 6e-3);
             check_same_bits(text, {{f.out, n * sizeof(floatX)}}, [&] { own->run(&q, &x, stream); });
         }
     }
@@ -218,7 +219,8 @@ static void bench_shape(MatmulForm form, int M, int N, int K) try {
     };
     for (int turn = 0; turn < TURNS; turn++) {
         for (int fast = 0; fast < 2; fast++)
-            us[MOST + fast] += sustained([&] { matmul_launch(&mm[fast], plan[fast], &plan[fast]->use, &q, &x, stream); }) / TURNS;
+            us[MOST + fast] +=
+                sustained([&] { matmul_launch(&mm[fast], plan[fast], &plan[fast]->use, &q, &x, stream); }) / TURNS;
         for (int i = 0; i < count; i++) us[i] += sustained([&] { own[i]->run(&q, &x, stream); }) / TURNS;
     }
     printf("pair matmul_fp8 %s: %s: cuBLASLt %.0f TFLOP/s, fast sums %.0f", ladder.title, form_names[form],

@@ -1,5 +1,5 @@
-// Matmul for Hopper: bf16 or fp8 in, bf16 out, fp32 sums, whatever the rest of a linear layer needs in the epilogue. In four
-// parts:
+// Matmul for Hopper: bf16 or fp8 in, bf16 out, fp32 sums, whatever the rest of a linear layer needs in the epilogue. In
+// four parts:
 //   matmul_schedule.cuh   which tile a block computes next
 //   matmul_mma.cuh        a tile's products: stages fetched by TMA, multiplied by wgmma, by the policy of a dtype
 //   matmul_epilogue.cuh   what is done with a finished tile: a policy each
@@ -146,8 +146,9 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
         cudaCheck(cudaFuncSetAttribute(matmul_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     }
     const MatmulSchedule schedule = matmul_schedule(M, N, S::ROWS * S::CLUSTER, S::OUT_COLUMNS);
-    const HopperWork w = {M, N, K, schedule, (const bf16 *)o->bias, o->absmax, o->column_sums,
-                          o->rope, o->a_absmax, o->b_absmax, o->a_by_row};
+    const HopperWork w = {
+        M,       N,           K,           schedule,   (const bf16 *)o->bias, o->absmax, o->column_sums,
+        o->rope, o->a_absmax, o->b_absmax, o->a_by_row};
     const CUtensorMap a = S::MN_A ? matrix_map<Element>(o->a, K, M) : matrix_map<Element>(o->a, M, K);
     const CUtensorMap b = S::MN_B ? matrix_map<Element>(o->b, K, N) : matrix_map<Element>(o->b, z.N, K);
     const CUtensorMap out = matrix_map<bf16>(o->out, M, E::OUT_PARTS * N);
@@ -182,13 +183,12 @@ constexpr HopperVariant hopper_variant(MatmulEpilogue epilogue, MlpKind activati
             EPILOGUE_ACTIVATION_KEEPS_INPUT, kind)
 #define HOPPER_ACTIVATION_BACKWARD(Dtype, columns, cluster, kind, Policy) \
     hopper_variant<Dtype, MATMUL_BACKWARD_INPUT, columns, cluster, ActivationGradient<Policy, false>>( \
-            EPILOGUE_GRADIENT, kind), \
+        EPILOGUE_GRADIENT, kind), \
         hopper_variant<Dtype, MATMUL_BACKWARD_INPUT, columns, cluster, ActivationGradient<Policy, true>>( \
             EPILOGUE_GRADIENT_FROM_INPUT, kind)
 template <typename Dtype, int COLUMNS, size_t COUNT>
 static const HopperVariant *hopper_available(const HopperVariant (&variants)[COUNT], int *count) {
-    static const bool available = 
-        has_hopper_code(matmul_kernel<HopperTile<Dtype, MATMUL_FORWARD, COLUMNS, 1, Plain>>);
+    static const bool available = has_hopper_code(matmul_kernel<HopperTile<Dtype, MATMUL_FORWARD, COLUMNS, 1, Plain>>);
     *count = available ? (int)COUNT : 0;
     return variants;
 }

@@ -21,7 +21,8 @@
 #define WGMMA_D256 "{" WGMMA_NINETY WGMMA_TEN(9) WGMMA_TEN(10) WGMMA_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127}"
 
 // The same of e4m3: k is 32, and both operands are K-major.
-template <int N> __device__ inline void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
+template <int N>
+__device__ inline void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
     static_assert(N == 128 || N == 256, "write the asm for this width");
     if constexpr (N == 128)
         asm volatile(
@@ -82,8 +83,8 @@ struct MmaBf16 {
     }
 };
 
-// Sums of fp8 products keep some 14 bits inside the tensor core. PROMOTES: those of so many stages, of 128 terms each, are
-// added to fp32 registers; 0: never.
+// Sums of fp8 products keep some 14 bits inside the tensor core. PROMOTES: those of so many stages, of 128 terms each,
+// are added to fp32 registers; 0: never.
 template <int PROMOTES_> struct MmaE4m3 {
     typedef __nv_fp8_e4m3 Element;
     static constexpr int STAGE_K = 128;

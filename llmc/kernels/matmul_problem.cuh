@@ -51,15 +51,15 @@ typedef struct {
 } RopeRows;
 typedef struct {
     floatX *out;
-    const void *a, *b;  // of the problem's dtype
-    const floatX *bias;          // NULL: none
-    floatX *aux;                 // of activations and their gradients
-    float *absmax;               // NULL, or what the absmax of an activation's gradient raises
-    float *column_sums;          // NULL, or where matmul_sums_columns: partial sums of the gradient's columns
+    const void *a, *b;   // of the problem's dtype
+    const floatX *bias;  // NULL: none
+    floatX *aux;         // of activations and their gradients
+    float *absmax;       // NULL, or what the absmax of an activation's gradient raises
+    float *column_sums;  // NULL, or where matmul_sums_columns: partial sums of the gradient's columns
     RopeRows rope;
     int accumulate;  // of EPILOGUE_PLAIN without bias: out += the product
-    // fp8: the largest absolute values of a and b, from which their scales follow (fp8.h). a_by_row: one for each row of
-    // a, else one.
+    // fp8: the largest absolute values of a and b, from which their scales follow (fp8.h). a_by_row: one for each row
+    // of a, else one.
     const float *a_absmax, *b_absmax;
     int a_by_row;
 } MatmulOperands;

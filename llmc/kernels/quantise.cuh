@@ -206,13 +206,13 @@ static inline void quantise_rows(Fp8Kind kind, uint8_t *q, float *row_absmax, fl
     require(columns <= WIDE * VEC_THREADS, "fp8: rows of %d columns\na scale for each row needs at most %d", columns,
             WIDE * VEC_THREADS);
     if (columns <= WIDE * VEC_WARP) {
-        const auto kernel = columns <= NARROW * VEC_WARP
-                                ? kind == FP8_E4M3 ? quantise_narrow_rows_kernel<FP8_E4M3, NARROW>
-                                                   : quantise_narrow_rows_kernel<FP8_E5M2, NARROW>
-                            : kind == FP8_E4M3 ? quantise_narrow_rows_kernel<FP8_E4M3, WIDE>
-                                               : quantise_narrow_rows_kernel<FP8_E5M2, WIDE>;
-        kernel<<<blocks_for(rows, QUANTISE_ROW_WARPS), QUANTISE_ROW_WARPS * WARP, 0, stream>>>(
-            q, row_absmax, absmax, x, rows, columns, count);
+        const auto kernel = columns <= NARROW * VEC_WARP ? kind == FP8_E4M3
+                                                               ? quantise_narrow_rows_kernel<FP8_E4M3, NARROW>
+                                                               : quantise_narrow_rows_kernel<FP8_E5M2, NARROW>
+                            : kind == FP8_E4M3           ? quantise_narrow_rows_kernel<FP8_E4M3, WIDE>
+                                                         : quantise_narrow_rows_kernel<FP8_E5M2, WIDE>;
+        kernel<<<blocks_for(rows, QUANTISE_ROW_WARPS), QUANTISE_ROW_WARPS * WARP, 0, stream>>>(q, row_absmax, absmax, x,
+                                                                                               rows, columns, count);
         launchCheck();
         timing_lap("quantise", 0, 3.0 * rows * columns, stream);
         return;

@@ -263,7 +263,7 @@ static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, (char **)&b->reduce, "scratch", "partial sums, sorting", reduce_bytes(p, b->num_shards));
     memory_request(m, (char **)&b->matmul_workspace, "scratch", "matmul workspace", MATMUL_WORKSPACE_BYTES);
 }
-enum { FP8_LAYERS = 4 };  // of a block, in the order of their roles
+enum { FP8_LAYERS = 4 };                                // of a block, in the order of their roles
 static inline size_t plan_fp8_weights(const Plan *p) {  // of all blocks
     return p->table->unit_begin[p->config.num_layers + 1] - p->table->unit_begin[1];
 }

@@ -18,7 +18,8 @@ typedef struct {
     int has_master;       // fp32 copies of bf16 weights
     int sums_in_fp32;     // gradients over several micro-steps; else in floatX
     int reduces_in_fp32;  // sums of gradients over ranks; else in floatX
-    int fp8, fp8_weight_gradients;  // the blocks' products forward and of inputs' gradients; those of weights' gradients
+    // the blocks' products forward and of inputs' gradients; those of weights' gradients
+    int fp8, fp8_weight_gradients;
     // memory
     int shards_states;          // a rank has the optimiser states of its pieces only
     int recomputes_activation;  // backward makes the activation again, from what it read

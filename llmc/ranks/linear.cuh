@@ -12,10 +12,11 @@
 //
 // With one rank both are plain products. What the plan (model/plan.cuh) left out of a product is one more launch here.
 //
-// In fp8 (--matmul-dtype) it takes and gives floatX, too: operands are quantised here. Rows of inputs have a scale each:
-// what a token becomes does not depend on those beside and after it, and a product of some rows has the numbers of one
-// of all rows. Weights, and both operands of the weight's gradient, have one scale: that of the tensor's absmax. So has
-// the output's gradient, which is then quantised once for both products (tensor_gradient); else its rows have theirs.
+// In fp8 (--matmul-dtype) it takes and gives floatX, too: operands are quantised here. Rows of inputs have a scale
+// each: what a token becomes does not depend on those beside and after it, and a product of some rows has the numbers
+// of one of all rows. Weights, and both operands of the weight's gradient, have one scale: that of the tensor's absmax.
+// So has the output's gradient, which is then quantised once for both products (tensor_gradient); else its rows have
+// theirs.
 #ifndef LLMC_LINEAR_CUH
 #define LLMC_LINEAR_CUH
 
@@ -50,7 +51,7 @@ typedef struct {
     // Of the unit.
     const floatX *weight, *bias;  // bias NULL: none
     floatX *dweight, *dbias;
-    const uint8_t *weight_fp8, *weight_turned;            // (out,in), (in,out), quantised
+    const uint8_t *weight_fp8, *weight_turned;  // (out,in), (in,out), quantised
     float *in_absmax, *dout_absmax, *weight_absmax;
     ColumnSums sums;  // of the gradient of its output
     // Of the block.
@@ -106,7 +107,7 @@ static inline void linear_weight(const Linear *l, MatmulOperands *o, const uint8
 // Rows first, ..., first + count - 1 of the product, from rows `in` of the input.
 static inline void linear_product(const Pass *p, const Linear *l, floatX *out, const floatX *in, int first, int count) {
     const int activates = l->epilogue >= EPILOGUE_ACTIVATION;
-    const MatmulProblem q = {MATMUL_FORWARD, count,    l->in, l->out, l->epilogue, activates ? l->mlp : MLP_GELU,
+    const MatmulProblem q = {MATMUL_FORWARD, count, l->in, l->out, l->epilogue, activates ? l->mlp : MLP_GELU,
                              l->dtype};
     const size_t at = (size_t)first * (size_t)l->out;
     floatX *to = l->output == LINEAR_ACTIVATION ? l->aux : out;

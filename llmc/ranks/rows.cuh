@@ -29,7 +29,8 @@ typedef struct {
     int rank, ranks;        // this rank of the group
 } RowExchange;
 
-// Where operands of fp8 products are quantised, for the width of the widest layer. Counts: NULL, or of what is quantised.
+// Where operands of fp8 products are quantised, for the width of the widest layer. Counts: NULL, or of what is
+// quantised.
 typedef struct {
     uint8_t *rows, *left, *right;  // rows of a; for a weight's gradient: its two operands, transposed
     float *row_absmax;             // (N)
