@@ -310,16 +310,11 @@ static void check_shape(Shape s, float std) {
     float *d_lse = device_new<float>(rows_lse * s.T + 1) + 1;  // on 4 bytes only, as a layer's may
     cudaStream_t stream = ladder.gpu.compute;
     for (AttentionProblem a : paths(s)) {
-        float *const absmax = device_zero<float>(1);
-        auto forward = [&] {  // with absmax and without in turns
-            a.absmax = a.absmax ? NULL : absmax;
-            attention_forward(&a, d_out, d_lse, d_qkv, stream);
-        };
+        auto forward = [&] { attention_forward(&a, d_out, d_lse, d_qkv, stream); };
         poison(d_out, rows * width);
         poison(d_lse, rows_lse * s.T);
         forward();
         check(path_name(a, "out"), d_out, out, rows, width, bound(5e-3, 2e-6));
-        check_absmax(path_name(a, "out"), absmax, d_out, rows * width, 0);
         check(path_name(a, "lse"), d_lse, lse, rows_lse, s.T, bound(1e-5, 2e-6), 1e-4);
         check_same_bits(path_name(a, "forward"),
                         {{d_out, rows * width * sizeof(floatX)}, {d_lse, rows_lse * s.T * sizeof(float)}}, forward);
@@ -358,13 +353,10 @@ static void bench_shape(const char *name, Shape s) try {
         bench(path_name(a, "backward"), 0, 2.5 * flops,
               [&] { attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream); });
         AttentionProblem with = a;
-        with.absmax = with.dabsmax = device_zero<float>(1);
+        with.dabsmax = device_zero<float>(1);
         const auto backward = [&](const AttentionProblem *p) {
             attention_backward(p, dqkv, NULL, dout, qkv, out, lse, stream);
         };
-        bench_beside(
-            path_name(a, "forward and absmax"), 0, flops, [&] { attention_forward(&with, out, lse, qkv, stream); },
-            "without", [&] { attention_forward(&a, out, lse, qkv, stream); });
         bench_beside(
             path_name(a, "backward and absmax"), 0, 2.5 * flops, [&] { backward(&with); }, "without",
             [&] { backward(&a); });

@@ -105,7 +105,7 @@ static void check_absmax_tensor(size_t n, float special) {
     ladder_case("absmax n=%zu special %g", n, (double)special);
     float *x = host_values(n, 3);
     const float before[2] = {0, 1000};
-    x[n - 1 - rand_u64(ladder.seed, 2, n) % (n < 8 ? n : 8)] = special;
+    x[n - 1 - rand_u64(ladder.seed, 2, n) % (n < 8 ? n : 8)] = as_floatX(special);
     bf16 *d_x = upload<bf16>(x, n);
     for (int i = 0; i < 2; i++) {
         float *d_absmax = upload<float>(&before[i], 1);

@@ -11,7 +11,7 @@
 // 128 on Hopper in attention_hopper.cuh. The fp32 build has the plain FMA kernels below.
 // A problem is planned once and says which kernels run:
 //   AttentionProblem a = attention_plan(B, T, NH, NKV, HD);
-//   a.cos_sin = ..., a.absmax = ..., a.D = ... of attention_scratch_bytes(&a), a.tickets = ... zero
+//   a.cos_sin = ..., a.dabsmax = ..., a.D = ... of attention_scratch_bytes(&a), a.tickets = ... zero
 //   attention_forward(&a, out, lse, qkv, stream);
 //   attention_backward(&a, dqkv, column_sums, dout, qkv, out, lse, stream);
 // Not supported: heads of more than 256 or not of a multiple of 8; dropout; windows; other masks.
@@ -85,7 +85,6 @@ static inline void attention_forward(const AttentionProblem *p, floatX *out, flo
     attention_run_forward(a, stream);
     timing_lap("attention", 2.0 * a.B * a.NH * a.T * a.T * a.HD,
                (double)a.B * a.T * (2.0 * a.NH + 2.0 * a.NKV) * a.HD * sizeof(floatX), stream);
-    if (a.absmax && a.path != ATTENTION_HOPPER) absmax_tensor(a.absmax, out, (size_t)a.B * a.T * a.NH * a.HD, stream);
 }
 // dqkv = gradient of everything in the packed rows; with p->cos_sin that of q and k before they were rotated.
 // column_sums: NULL, or (attention_column_slices, (NH + 2 NKV) HD), whose sum over slices is that of dqkv's rows.

@@ -360,7 +360,7 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
             finish_row(a.lse + (size_t)piece.head * T + row + 8 * r, row_max[r], row_sum[r], scale, row + 8 * r < T);
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // the piece before has left the tile
     named_barrier(1 + warpgroup, WARPGROUP);
-    store_through<S>(out_map, out_tile, warpgroup, o, inverse[0], inverse[1], piece.h, row0, piece.b, a.absmax, NULL);
+    store_through<S>(out_map, out_tile, warpgroup, o, inverse[0], inverse[1], piece.h, row0, piece.b, NULL, NULL);
 }
 template <typename S>
 __global__ void __launch_bounds__(S::THREADS, 1)

@@ -21,7 +21,7 @@ typedef struct {
     const float *cos_sin;
     float *D;                   // scratch of backward, (B,NH,T)
     AttentionTickets *tickets;  // for ATTENTION_HOPPER
-    float *absmax, *dabsmax;    // raised to that of out, of dqkv; NULL: not wanted
+    float *dabsmax;             // raised to the absmax of dqkv; NULL: not wanted
 } AttentionProblem;
 
 // ---- what a launch hands to its blocks: the problem, its tensors, and pieces of work, which are tiles of rows of a
@@ -99,12 +99,12 @@ __device__ inline void mask_scores(float (&c)[MT][NT][4], int row, int column) {
 // Weights may refer to any number near a row's maximum. The running one, and the sums that refer to it, move only when
 // a score exceeds it by more than this many powers of two (as in FlashAttention-4): seldom, and weights stay below 2^8.
 constexpr float SOFTMAX_SLACK = 8;
-// Ends a row that four lanes share: stores its lse, returns what its output is multiplied with, 0 if it is not valid.
+// Ends a row that four lanes share: stores its lse, returns what its output is multiplied with.
 __device__ inline float finish_row(float *lse, float row_max, float sum, float scale, bool valid) {
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     if (threadIdx.x % 4 == 0 && valid) *lse = row_max * scale + logf(sum);
-    return valid ? 1.0f / sum : 0.0f;
+    return 1.0f / sum;
 }
 
 #endif

@@ -35,7 +35,7 @@ typedef struct {
     floatX *dweight, *dbias;
     float *mean, *rstd;       // (N); mean NULL for RMSNorm
     const floatX *x;          // (N,C): the rows that it normalised, for backward
-    float *absmax, *dabsmax;  // raised to that of out, of dinp; NULL: not wanted
+    float *dabsmax;           // raised to the absmax of dinp; NULL: not wanted
 } Norm;
 
 // The threads of one row are a warp (ROW_THREADS = WARP) or a block of at most ROW_THREADS; each holds VECS vectors,
@@ -51,17 +51,12 @@ template <NormKind KIND, bool RESIDUAL, int ROW_THREADS, int VECS>
 __global__ void __launch_bounds__(ROW_THREADS == WARP ? NORM_FORWARD_WARPS * WARP : ROW_THREADS)
     norm_forward_kernel(floatX *__restrict__ residual, floatX *__restrict__ out, float *__restrict__ mean,
                         float *__restrict__ rstd, const floatX *__restrict__ a, const floatX *__restrict__ b,
-                        const floatX *__restrict__ weight, const floatX *__restrict__ bias, float *absmax, int N, int C,
-                        float eps) {
+                        const floatX *__restrict__ weight, const floatX *__restrict__ bias, int N, int C, float eps) {
     constexpr bool warp_row = ROW_THREADS == WARP;
     __shared__ float shared[WARP];
     const int thread = warp_row ? threadIdx.x % WARP : threadIdx.x, threads = warp_row ? WARP : blockDim.x;
     const int row = warp_row ? blockIdx.x * NORM_FORWARD_WARPS + threadIdx.x / WARP : blockIdx.x;
-    unsigned most = 0;
-    if (row >= N) {
-        if (absmax) absmax_of_block<floatX>(absmax, most, shared);
-        return;
-    }
+    if (row >= N) return;
     const size_t start = (size_t)row * C;
 
     float x[VECS][VecX::size], sum = 0;
@@ -109,15 +104,12 @@ __global__ void __launch_bounds__(ROW_THREADS == WARP ? NORM_FORWARD_WARPS * WAR
         vec_widen(w, vec_load(weight + c));
         if (KIND == NORM_LAYER && bias) vec_widen(shift, vec_load(bias + c));
         for (int k = 0; k < VecX::size; k++) x[i][k] = x[i][k] * s * w[k] + shift[k];
-        const VecX rounded = vec_narrow(x[i]);
-        vec_store(out + start + c, rounded);
-        if (absmax) absmax_take(most, rounded);
+        vec_store(out + start + c, vec_narrow(x[i]));
     }
     if (thread == 0) {
         rstd[row] = s;
         if (KIND == NORM_LAYER) mean[row] = m;
     }
-    if (absmax) absmax_of_block<floatX>(absmax, most, shared);
 }
 
 // ---- backward
@@ -314,7 +306,7 @@ static inline void norm_forward(const Norm *n, floatX *residual, floatX *out, co
     const auto of_layer = b ? norm_forward_kernel_for<NORM_LAYER, true> : norm_forward_kernel_for<NORM_LAYER, false>;
     const auto of_rms = b ? norm_forward_kernel_for<NORM_RMS, true> : norm_forward_kernel_for<NORM_RMS, false>;
     NormForwardKernel *const kernel = (n->kind == NORM_LAYER ? of_layer : of_rms)(vecs);
-    kernel<<<blocks, threads, 0, stream>>>(residual, out, n->mean, n->rstd, a, b, n->weight, n->bias, n->absmax, N, C,
+    kernel<<<blocks, threads, 0, stream>>>(residual, out, n->mean, n->rstd, a, b, n->weight, n->bias, N, C,
                                            n->eps);
     launchCheck();
     timing_lap("norm", 0, (b ? 4.0 : 2.0) * N * C * sizeof(floatX), stream);
