@@ -290,45 +290,39 @@ static inline int file_has_checksum(const Comm *c, const char *path, int64_t byt
     comm_add_sums(c, &sum, 1);
     return !comm_or(c, failed != 0) && sum == expected;
 }
-// What train_state.json says of the first `files` of checkpoint_files; 2 leaves the optimiser out.
-typedef struct {
-    int files;  // -1: the checkpoint is not whole; 0: it has no checksums
-    int64_t bytes[NUM_SUMMED_FILES];
-    uint64_t sums[NUM_SUMMED_FILES];
-} CheckpointSums;
-static inline CheckpointSums checkpoint_sums(const char *folder, int files, char *why) {
-    CheckpointSums s;
-    Json j;
-    memset(&s, 0, sizeof s);
-    int format = state_open(&j, folder, -1, files, why);
-    s.files = !format ? -1 : format == 1 ? 0 : files;
-    for (int i = 0; i < s.files; i++) {
-        const char *sum = json_string(&j, json_get(&j, json_get(&j, 0, "checksums"), checkpoint_files[i]));
-        s.sums[i] = sum ? strtoull(sum, NULL, 16) : 0;
-        s.bytes[i] = file_bytes(folder, checkpoint_files[i]);
-    }
-    json_free(&j);
-    return s;
-}
-// All ranks: whether the files have their checksums; else `why` not. Checkpoints of format 1 have none and pass.
+// All ranks: whether the first `files` of checkpoint_files have their checksums, 2 leaves the optimiser out; else `why`
+// not. Rank 0 reads train_state.json for all. Checkpoints of format 1 have no checksums and pass.
 static inline int checkpoint_is_intact(const Comm *c, const char *folder, int files, char *why) {
-    CheckpointSums s;
+    struct {
+        int files;  // with checksums; -1: the checkpoint is not whole
+        int64_t bytes[NUM_SUMMED_FILES];
+        uint64_t sums[NUM_SUMMED_FILES];
+    } s;
     memset(&s, 0, sizeof s);
     *why = 0;
-    if (c->rank == 0) s = checkpoint_sums(folder, files, why);
+    if (c->rank == 0) {
+        Json j;
+        int format = state_open(&j, folder, -1, files, why);
+        s.files = !format ? -1 : format == 1 ? 0 : files;
+        for (int i = 0; i < s.files; i++) {
+            const char *sum = json_string(&j, json_get(&j, json_get(&j, 0, "checksums"), checkpoint_files[i]));
+            s.sums[i] = sum ? strtoull(sum, NULL, 16) : 0;
+            s.bytes[i] = file_bytes(folder, checkpoint_files[i]);
+        }
+        json_free(&j);
+    }
     comm_broadcast(c, &s, sizeof s, 0);
-    double begin = now_seconds();
-    int64_t bytes = 0;
+    double begin = now_seconds(), gigabytes = 0;
     int intact = s.files >= 0;
     for (int i = 0; i < s.files && intact; i++) {
         intact = file_has_checksum(c, path_of("%s/%s", folder, checkpoint_files[i]).text, s.bytes[i], s.sums[i]);
-        bytes += s.bytes[i];
+        gigabytes += 1e-9 * s.bytes[i];
         if (!intact)
             snprintf(why, WHY_BYTES, "%s is not what was written: damaged or edited%s", checkpoint_files[i],
                      edit_hint(i));
     }
     if (intact && s.files)
-        printf("checked   %s: %.2f GB have their checksums, %.1f s\n", folder, 1e-9 * bytes, now_seconds() - begin);
+        printf("checked   %s: %.2f GB have their checksums, %.1f s\n", folder, gigabytes, now_seconds() - begin);
     return intact;
 }
 // For a folder that --model names. A checkpoint of ours must have its checksums; other folders have none.

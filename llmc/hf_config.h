@@ -128,11 +128,10 @@ static inline void config_read_float(const ConfigFile *f, int object, const char
     *field = x;
 }
 static inline int config_bool(const ConfigFile *f, const char *key, int fallback) {
-    int b = fallback;
     int value = config_key(f, 0, key, 0);
-    require(value == JSON_NONE || json_bool(&f->json, value, &b), "'%s': %s is neither true nor false\ncorrect it",
-            f->path, key);
-    return b;
+    require(value == JSON_NONE || json_bool(&f->json, value, &fallback),
+            "'%s': %s is neither true nor false\ncorrect it", f->path, key);
+    return fallback;
 }
 static inline void config_read_key(const ConfigFile *f, int object, Config *c, const ConfigKey *k) {
     const char *key = config_key_of(c, k);
@@ -175,12 +174,6 @@ static inline void config_read_rope(const ConfigFile *f, Config *c) {
     require(c->rope_factor > 0 && c->rope_low_freq_factor > 0 && c->rope_high_freq_factor > c->rope_low_freq_factor &&
                 c->rope_original_len > 0,
             "'%s': the llama3 rope scaling makes no sense\ncorrect its four numbers", f->path);
-}
-static inline void config_read_gpt2(const ConfigFile *f) {
-    config_require_text(f, 0, "activation_function", "gelu_new", "gelu_pytorch_tanh");  // one function, two names
-    config_require_bool(f, "scale_attn_weights", 1);
-    config_require_bool(f, "scale_attn_by_inverse_layer_idx", 0);
-    config_require_bool(f, "add_cross_attention", 0);
 }
 static inline void config_read_llama(const ConfigFile *f, Config *c) {
     int qwen2 = config_is(c, "qwen2");
@@ -226,9 +219,12 @@ static inline Config config_from_json(const char *path) {
     c.tied = config_bool(&f, "tie_word_embeddings", c.tied);
     if (c.num_kv_heads == DERIVED) c.num_kv_heads = c.num_heads;
     if (c.ffn_dim == DERIVED) c.ffn_dim = 4 * c.channels;
-    if (family == 0)
-        config_read_gpt2(&f);
-    else
+    if (family == 0) {
+        config_require_text(&f, 0, "activation_function", "gelu_new", "gelu_pytorch_tanh");  // one function, two names
+        config_require_bool(&f, "scale_attn_weights", 1);
+        config_require_bool(&f, "scale_attn_by_inverse_layer_idx", 0);
+        config_require_bool(&f, "add_cross_attention", 0);
+    } else
         config_read_llama(&f, &c);
     json_free(&f.json);
     config_finish(&c, f.path);
