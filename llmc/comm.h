@@ -30,7 +30,7 @@
 typedef struct {
     int rank, world;              // in the group
     int local_rank, local_world;  // among the job's ranks on this host
-    char host[64];
+    HostName host;
     int group;          // index of MPI's communicator
     int first, stride;  // the group's rank k is the job's rank first + k * stride
 } Comm;
@@ -53,7 +53,7 @@ static inline int comm_launched(void) {
     return getenv("PMIX_RANK") ? 1 : 0;
 }
 
-// ---- all that is asked of MPI
+// ---- all calls of MPI
 
 #ifdef USE_MPI
 static inline void mpi_check(int status, const char *call) {
@@ -134,14 +134,14 @@ static inline void comm_end_launcher(void) {
     struct pollfd ended = {(int)syscall(SYS_pidfd_open, launcher, 0), POLLIN, 0};
     const int wait_ms[] = {4000, 500, 500, 1000}, signals[] = {SIGTERM, SIGTERM, SIGTERM, SIGKILL};
     for (int i = 0; i < 4 && ended.fd >= 0 && poll(&ended, 1, wait_ms[i]) == 0; i++)
-        kill(launcher, signals[i]);  // mpirun gives in at the third
+        kill(launcher, signals[i]);  // the third signal ends mpirun without an answer of its daemons
     _exit(EXIT_SUCCESS);
 }
 
 static inline void comm_abort(void) {
     watchdog_failed();
     signal(SIGALRM, SIG_DFL);
-    alarm(5);  // should the launcher not answer
+    alarm(5);  // if the launcher does not answer
     if (watchdog.hosts) comm_end_launcher();
     mpi_abort();
 }
@@ -149,23 +149,27 @@ static inline void comm_abort(void) {
 // Memory shared by the ranks of this host, zeros at first. It is an open descriptor of the first local rank without a
 // name in any folder, so nothing stays behind. NULL where ranks cannot open it (in different containers).
 static inline void *comm_share(const Comm *c, size_t bytes) {
-    int64_t where[3] = {(int64_t)getpid(), -1, (int64_t)(1e9 * now_seconds())};
-    char name[64], path[64], target[128] = "";
+    struct {
+        char path[64], target[64];  // the descriptor in /proc, and what it links to
+    } shared;
+    char found[128] = "";
+    int own = -1;
     if (c->local_rank == 0) {
-        snprintf(name, sizeof name, "llmc-%llx", (long long)where[2]);
-        where[1] = memfd_create(name, MFD_CLOEXEC);
-        require(where[1] >= 0 && ftruncate(where[1], bytes) == 0,
+        snprintf(shared.target, sizeof shared.target, "/memfd:llmc-%.9f", now_seconds());
+        own = memfd_create(shared.target + strlen("/memfd:"), MFD_CLOEXEC);
+        require(own >= 0 && ftruncate(own, bytes) == 0,
                 "cannot make shared memory: %s\ncheck the memory limits of the job", strerror(errno));
+        snprintf(shared.path, sizeof shared.path, "/proc/%d/fd/%d", getpid(), own);
     }
-    if (c->local_world > 1) mpi_broadcast(1, where, sizeof where, 0);
-    snprintf(name, sizeof name, "/memfd:llmc-%llx", (long long)where[2]);
-    snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)where[0], (long long)where[1]);
-    int known = readlink(path, target, sizeof target - 1) > 0 && strncmp(target, name, strlen(name)) == 0;
-    int fd = known ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    if (c->local_world > 1) mpi_broadcast(1, &shared, sizeof shared, 0);
+    // In another container this path may name something else.
+    int known =
+        readlink(shared.path, found, sizeof found - 1) > 0 && strncmp(found, shared.target, strlen(shared.target)) == 0;
+    int fd = known ? open(shared.path, O_RDWR | O_CLOEXEC) : -1;
     void *memory = fd < 0 ? MAP_FAILED : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (c->local_world > 1) mpi_barrier(1);
     if (fd >= 0) close(fd);
-    if (c->local_rank == 0) close(where[1]);
+    if (own >= 0) close(own);
     return memory == MAP_FAILED ? NULL : memory;
 }
 
@@ -269,14 +273,13 @@ static inline void comm_leave(void) {
 #else
 #define COMM_APART_HINT \
     "this build has no MPI and trains on one rank: start it without mpirun; or install MPI, see make doctor, and " \
-    "build " \
-    "again"
+    "build again"
 #endif
 // timeout: seconds without progress after which the watchdog ends the job.
 static inline Comm comm_open(int *argc, char ***argv, double timeout) {
     Comm c = COMM_ALONE;
     int launched = comm_launched();
-    char (*hosts)[64] = NULL;
+    HostName *hosts = NULL;
     uint64_t op = 0;
     gethostname(c.host, sizeof c.host - 1);
     if (launched) {  // a watchdog of this rank alone: MPI's start may hang
@@ -284,7 +287,7 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
         watchdog_start(NULL, 1, 0, die_rank, timeout, comm_end_launcher);
         op = watchdog_op_begin("start of MPI", 0, WATCHDOG_HOST);
         mpi_open(&c, argc, argv);
-        hosts = (char (*)[64])comm_gathered(&c, c.host, sizeof c.host);
+        hosts = (HostName *)comm_gathered(&c, c.host, sizeof c.host);
     }
     die_rank = c.world > 1 ? c.rank : -1;
     require(launched <= c.world, "this program was started as %d processes, but they do not see each other\n%s",
@@ -298,7 +301,7 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
     watchdog_start(slots, c.local_world, c.local_rank, c.rank, timeout, comm_abort);
     watchdog.world = c.world;
     if (watchdog.count < c.world)
-        watchdog.hosts = (const char (*)[64])hosts;
+        watchdog.hosts = hosts;
     else
         free(hosts);
     if (c.world > 1) mpi_barrier(1);  // all slots are in use before any rank can be missed
@@ -309,7 +312,7 @@ static inline void comm_close(Comm *c) {
     if (comm_launched()) mpi_close();
     die_hook = NULL;
     watchdog_stop();
-    free((void *)watchdog.hosts);
+    free(watchdog.hosts);
     memset(c, 0, sizeof *c);
 }
 
@@ -345,7 +348,7 @@ static inline int comm_spread(const Comm *c, pid_t launcher) {
 // The cores of this rank, divided by the number of ranks that the launcher bound to the same ones.
 static inline int comm_threads(const Comm *c) {
     typedef struct {
-        char host[64];
+        HostName host;
         cpu_set_t cores;
     } Place;
     Place mine;

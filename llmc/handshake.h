@@ -8,9 +8,10 @@
 #include "hash.h"
 
 typedef struct {
-    char host[64], device[48], build[96];  // device: UUID of the GPU, "" on a CPU
-    char other_file[256];                  // the first of its data files that differs from rank 0's, "" if none does
-    int local_rank, devices;               // devices: GPUs that the rank sees, 0 on a CPU
+    HostName host;
+    char device[48], build[96];  // device: UUID of the GPU, "" on a CPU
+    char other_file[256];        // the first of its data files that differs from rank 0's, "" if none does
+    int local_rank, devices;     // devices: GPUs that the rank sees, 0 on a CPU
     int sm, driver;
     uint64_t config, options;  // hashes
 } HandshakeRecord;

@@ -62,7 +62,7 @@ static inline void tp_check(const Comm *job, const Config *c, int tp, int64_t ro
 static inline void tp_require_one_host(const Mesh *m) {
     const Comm *tp = &m->tp;
     if (tp->world == 1) return;
-    char host[sizeof tp->host];  // of the group's first rank
+    HostName host;  // of the group's first rank
     memcpy(host, tp->host, sizeof host);
     comm_broadcast(tp, host, sizeof host, 0);
     int differ = comm_or(&m->job, strcmp(host, tp->host) != 0);

@@ -68,6 +68,8 @@ typedef struct {
     char unused[48];
 } WatchdogSlot;
 
+typedef char HostName[64];
+
 static WatchdogSlot watchdog_alone;
 // volatile: another process or thread reads and writes it.
 static volatile WatchdogSlot *watchdog_mine = &watchdog_alone;
@@ -75,7 +77,7 @@ static struct {
     volatile WatchdogSlot *slots;  // of the ranks of this host
     int count;
     volatile int running;
-    const char (*hosts)[64];  // of all `world` ranks, if not all are on this host
+    HostName *hosts;  // of all `world` ranks, if not all are on this host
     int world;
     double timeout;  // 0: only lost ranks are noticed
     volatile long long first_step;
@@ -185,7 +187,8 @@ static inline OpState watchdog_state_now(const WatchdogOp *op) {
 // the fewest collectives, else the one whose device has the fewest. On several hosts, a rank that waits in a collective
 // may wait for another host. Returns 0 if the rank is on another host, as far as is known.
 static inline int watchdog_report_culprit(double now) {
-    const volatile WatchdogSlot *behind = NULL, *ahead = NULL, *asleep = NULL, *slow = NULL, *fast = NULL;
+    const volatile WatchdogSlot *behind = NULL, *asleep = NULL, *slow = NULL;
+    unsigned long long most_ops = 0, most_device_ops = 0;
     int all_wait = watchdog.hosts != NULL;
     for (int i = 0; i < watchdog.count; i++) {
         const volatile WatchdogSlot *s = &watchdog.slots[i];
@@ -200,9 +203,9 @@ static inline int watchdog_report_culprit(double now) {
         all_wait &= waits;
         if (state == RANK_RUNNING && (!asleep || s->life < asleep->life)) asleep = s;
         if (!(watchdog.hosts && waits) && (!behind || s->ops < behind->ops)) behind = s;
-        if (!ahead || s->ops > ahead->ops) ahead = s;
+        if (s->ops > most_ops) most_ops = s->ops;
         if (!slow || s->device_ops < slow->device_ops) slow = s;
-        if (!fast || s->device_ops > fast->device_ops) fast = s;
+        if (s->device_ops > most_device_ops) most_device_ops = s->device_ops;
     }
     if (asleep && now - asleep->life > WATCHDOG_SUSPENDED) {
         watchdog_report("rank %d (process %d) gives no sign of life since %.1f s: it was stopped (SIGSTOP) or its host "
@@ -211,15 +214,15 @@ static inline int watchdog_report_culprit(double now) {
         watchdog_report_place("; it is at ", asleep);
         return 1;
     }
-    if (behind && behind->ops < ahead->ops) {
+    if (behind && behind->ops < most_ops) {
         watchdog_report("rank %d (process %d) is behind: it began %llu collectives, others %llu", behind->rank,
-                        behind->pid, behind->ops, ahead->ops);
+                        behind->pid, behind->ops, most_ops);
         watchdog_report_place("; it is at ", behind);
         return 1;
     }
-    if (slow && slow->device_ops < fast->device_ops) {
+    if (slow && slow->device_ops < most_device_ops) {
         watchdog_report("the GPU of rank %d (process %d) is behind: it finished collective %llu, others %llu",
-                        slow->rank, slow->pid, slow->device_ops, fast->device_ops);
+                        slow->rank, slow->pid, slow->device_ops, most_device_ops);
         return 1;
     }
     if (all_wait)

@@ -314,7 +314,7 @@ inline void p2p_place(P2p *p, int r, char *memory) {
 
 // What ranks tell each other while they open a workspace.
 typedef struct {
-    char host[64];
+    HostName host;
     cudaIpcMemHandle_t memory;
     char why[256];  // why it cannot be opened, or empty
 } P2pCard;
