@@ -77,7 +77,7 @@ inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, int may
         if (not_tried)
             snprintf(why, sizeof k->why_not[i], "%s", not_tried);
         else
-            p2p_open(&k->p2p[i], group, stream, 30 /*all begin its trial together*/, why, sizeof k->why_not[i]);
+            p2p_open(&k->p2p[i], group, stream, 30 /*s*/, why, sizeof k->why_not[i]);
         watchdog_print(text, size, "%s%s: ", *text ? "; " : "", short_messages[i].name);
         if (*why)
             watchdog_print(text, size, "NCCL (%s)", why);

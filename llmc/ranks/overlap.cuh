@@ -105,12 +105,10 @@ inline void overlap_print(const OverlapChoice *o, FILE *f) {
         if (o->us[0][k] > 0) fprintf(f, "synchronous %9.1f us", o->us[0][k]);
         for (int way = 1; way < o->ways && o->us[0][k] > 0; way++)
             fprintf(f, ", by %d %s %9.1f", overlap_ranks(way), way == 1 ? "rank's rows" : "ranks'", o->us[way][k]);
-        if (o->never[k])
-            fprintf(f, ": synchronous, it sums a bias gradient over all rows\n");
-        else if (o->on[k])
+        if (o->on[k])
             fprintf(f, ": overlapped, by %d\n", o->on[k]);
         else
-            fprintf(f, ": synchronous\n");
+            fprintf(f, ": synchronous%s\n", o->never[k] ? ", it sums a bias gradient over all rows" : "");
     }
 }
 inline void overlap_close(OverlapChoice *o) {

@@ -207,12 +207,10 @@ inline size_t p2p_limit(const P2p *p, P2pKind kind) {
     if (kind != P2P_ONE_SHOT) return p->max_bytes;
     return std::min((size_t)2 * p->view.half / p->view.world / 16 * 16, p->max_bytes);
 }
-// All ranks of the group call it, with the same kind, type and count.
-//   all-reduce       data (count) = the sum over ranks
-//   reduce-scatter
-//     data (world * count): piece `rank` = the sum of that piece over ranks; the others keep their values
-//   all-gather       data (world * count): piece k = rank k's. from (count): this rank's piece, in its place or outside
-//                    data; NULL: in its place
+// All ranks of the group call it, with the same kind, type and count. `data` by kind:
+//   all-reduce       (count)           becomes the sum over ranks
+//   reduce-scatter   (world, count)    piece `rank` becomes the sum of that piece over ranks; the others stay
+//   all-gather       (world, count)    piece k becomes rank k's. from (count): this rank's piece; NULL: it is in data
 template <typename T> inline void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, const T *from = NULL) {
     void (*const kernels[])(const P2pView, T *, const T *, unsigned) = {
         p2p_lines_kernel<T>,           p2p_kernel<T, P2P_ONE_SHOT>,
@@ -236,10 +234,11 @@ inline P2pKind p2p_choose(const P2p *p, size_t bytes) {
     return bytes <= std::min(p2p_one_shot_bytes(p->view.world), p2p_limit(p, P2P_ONE_SHOT)) ? P2P_ONE_SHOT
                                                                                             : P2P_TWO_SHOTS;
 }
-// data (count) = the sum over ranks
+// data (count) = the sum over ranks, by the fastest kind.
 template <typename T> inline void p2p_all_reduce(const P2p *p, T *data, size_t count) {
     p2p_run(p, p2p_choose(p, count * sizeof(T)), data, count);
 }
+
 // ---- life
 
 // For messages of up to max_bytes among `world` ranks. `behind` more bytes are shared for push.cuh. p must not move.
