@@ -56,8 +56,8 @@ typedef struct {
     double time;    // when the state changed
 } WatchdogOp;
 // What a rank shows to the other ranks of its host, on cache lines of its own. Times are seconds of the host's
-// monotonic clock.
-typedef struct {
+// monotonic clock. volatile: other processes and threads read and write it.
+typedef volatile struct {
     int pid, rank, state, phase, layer;
     int peers[2];  // ranks that it sends to and receives from through MPI, plus 1; 0: none
     long long step;
@@ -67,14 +67,12 @@ typedef struct {
     double beat, life;              // last progress; last round of the watchdog
     char unused[48];
 } WatchdogSlot;
-
 typedef char HostName[64];
 
 static WatchdogSlot watchdog_alone;
-// volatile: another process or thread reads and writes it.
-static volatile WatchdogSlot *watchdog_mine = &watchdog_alone;
+static WatchdogSlot *watchdog_mine = &watchdog_alone;
 static struct {
-    volatile WatchdogSlot *slots;  // of the ranks of this host
+    WatchdogSlot *slots;  // of the ranks of this host
     int count;
     volatile int running;
     HostName *hosts;  // of all `world` ranks, if not all are on this host
@@ -142,12 +140,12 @@ __attribute__((format(printf, 3, 4))) static inline void watchdog_print(char *te
     va_end(args);
 }
 #define watchdog_report(...) watchdog_print(watchdog.report, sizeof watchdog.report, __VA_ARGS__)
-static inline void watchdog_report_place(const char *before, const volatile WatchdogSlot *s) {
+static inline void watchdog_report_place(const char *before, const WatchdogSlot *s) {
     watchdog_report("%sstep %lld, %s, layer %d", before, s->step, phase_names[s->phase], s->layer);
 }
 // Ended without watchdog_stop. The state is read after the process was found missing: a rank that ends well sets it
 // first.
-static inline int watchdog_is_gone(const volatile WatchdogSlot *s) {
+static inline int watchdog_is_gone(const WatchdogSlot *s) {
     return kill(s->pid, 0) != 0 && errno == ESRCH && __atomic_load_n(&s->state, __ATOMIC_ACQUIRE) != RANK_ENDED;
 }
 
@@ -162,7 +160,7 @@ static inline void watchdog_report_others(void) {
     int listed = 0;
     watchdog_report("every rank of this host waits for others:");
     for (int i = 0; i < 2 * watchdog.count; i++) {
-        const volatile WatchdogSlot *s = &watchdog.slots[i / 2];
+        const WatchdogSlot *s = &watchdog.slots[i / 2];
         int peer = s->peers[i % 2] - 1;
         if (peer < 0 || watchdog_is_here(peer) || (i % 2 && s->peers[0] == s->peers[1])) continue;
         watchdog_report("%s rank %d for rank %d on %s", listed++ ? "," : "", s->rank, peer, watchdog.hosts[peer]);
@@ -187,11 +185,11 @@ static inline OpState watchdog_state_now(const WatchdogOp *op) {
 // the fewest collectives, else the one whose device has the fewest. On several hosts, a rank that waits in a collective
 // may wait for another host. Returns 0 if the rank is on another host, as far as is known.
 static inline int watchdog_report_culprit(double now) {
-    const volatile WatchdogSlot *behind = NULL, *asleep = NULL, *slow = NULL;
+    const WatchdogSlot *behind = NULL, *asleep = NULL, *slow = NULL;
     unsigned long long most_ops = 0, most_device_ops = 0;
     int all_wait = watchdog.hosts != NULL;
     for (int i = 0; i < watchdog.count; i++) {
-        const volatile WatchdogSlot *s = &watchdog.slots[i];
+        const WatchdogSlot *s = &watchdog.slots[i];
         int state = s->state, waits = s->done < s->ops;
         if (state == RANK_UNKNOWN || state == RANK_ENDED) continue;
         if (state != RANK_REPORTED && watchdog_is_gone(s)) {
@@ -294,7 +292,7 @@ static inline void *watchdog_thread(void *unused) {
         watchdog_look_at_device(tick % 10 == 0);
         double progress = since;
         for (int i = 0; i < watchdog.count; i++) {
-            const volatile WatchdogSlot *s = &watchdog.slots[i];
+            const WatchdogSlot *s = &watchdog.slots[i];
             int state = s->state;
             double beat = s->beat, life = s->life;
             if (state == RANK_UNKNOWN || state == RANK_ENDED) continue;
@@ -321,14 +319,14 @@ static inline void watchdog_failed(void) { watchdog_mine->state = RANK_FAILED; }
 static inline void watchdog_start(WatchdogSlot *slots, int count, int mine, int rank, double timeout,
                                   void (*abort_job)(void)) {
     memset(&watchdog, 0, sizeof watchdog);
-    memset(&watchdog_alone, 0, sizeof watchdog_alone);
+    memset((void *)&watchdog_alone, 0, sizeof watchdog_alone);
     pthread_mutex_init(&watchdog.lock, NULL);
     watchdog.slots = slots ? slots : &watchdog_alone;
     watchdog.count = slots ? count : 1;
     watchdog.running = 1;
     watchdog.timeout = timeout;
     watchdog.abort_job = abort_job;
-    volatile WatchdogSlot *s = watchdog_mine = watchdog.slots + (slots ? mine : 0);
+    WatchdogSlot *s = watchdog_mine = watchdog.slots + (slots ? mine : 0);
     s->pid = getpid();
     s->rank = rank;
     s->beat = s->life = now_seconds();
