@@ -54,7 +54,6 @@ typedef struct {
     const void *a, *b;   // of the problem's dtype
     const floatX *bias;  // NULL: none
     floatX *aux;         // of activations and their gradients
-    float *absmax;       // NULL, or what the absmax of an activation's gradient raises
     float *column_sums;  // NULL, or where matmul_sums_columns: partial sums of the gradient's columns
     RopeRows rope;
     int accumulate;  // of EPILOGUE_PLAIN without bias: out += the product
@@ -62,6 +61,7 @@ typedef struct {
     // of a, else one.
     const float *a_absmax, *b_absmax;
     int a_by_row;
+    float *absmax;  // fp8: NULL, or raised to the absmax of an activation's gradient
 } MatmulOperands;
 
 // The product in row-major terms: out (M,N) = a (M,K) b (K,N).
