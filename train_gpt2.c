@@ -655,29 +655,26 @@ typedef struct {
     float lr, beta1, beta2, eps, weight_decay, grad_scale;
     int step;  // from 1
 } AdamW;
-// Bias corrections of m and v.
-typedef struct { float m, v; } AdamWCorrection;
-static inline AdamWCorrection adamw_correction(AdamW a) {
-    AdamWCorrection c = {(float)(1 - pow(a.beta1, a.step)), (float)(1 - pow(a.beta2, a.step))};
-    return c;
-}
-static inline float adamw_step(float weight, float *m, float *v, float grad, AdamW a, AdamWCorrection c) {
+// correct_m, correct_v: the sums of all weights in the running means m and v so far
+static inline float adamw_step(float weight, float *m, float *v, float grad, AdamW a, float correct_m,
+                               float correct_v) {
     float g = grad * a.grad_scale;
     *m = a.beta1 * *m + (1 - a.beta1) * g;
     *v = a.beta2 * *v + (1 - a.beta2) * g * g;
-    return weight - a.lr * (*m / c.m / (sqrtf(*v / c.v) + a.eps) + a.weight_decay * weight);
+    return weight - a.lr * (*m / correct_m / (sqrtf(*v / correct_v) + a.eps) + a.weight_decay * weight);
 }
+static inline float adamw_correction(float beta, int step) { return 1 - pow(beta, step); }
 void adamw_update_cpu(float *weight, float *m, float *v, const float *grad, size_t n, AdamW a) {
-    AdamWCorrection c = adamw_correction(a);
+    float correct_m = adamw_correction(a.beta1, a.step), correct_v = adamw_correction(a.beta2, a.step);
     #pragma omp parallel for simd schedule(static)
-    for (size_t i = 0; i < n; i++) weight[i] = adamw_step(weight[i], &m[i], &v[i], grad[i], a, c);
+    for (size_t i = 0; i < n; i++) weight[i] = adamw_step(weight[i], &m[i], &v[i], grad[i], a, correct_m, correct_v);
 }
 // The same with m and v in bf16, rounded stochastically when they are stored (llmc/bf16.h says why). Random bits depend
 // on seed, step and element; `first` is the place of element 0 among all parameters. The first of an element's three
 // random numbers is for the weight's own rounding (llmc/kernels/adamw.cuh), the others for m and v.
 void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float *grad, size_t n, AdamW a, uint64_t seed,
                            size_t first) {
-    AdamWCorrection c = adamw_correction(a);
+    float correct_m = adamw_correction(a.beta1, a.step), correct_v = adamw_correction(a.beta2, a.step);
     uint64_t stream = rand_stream(RAND_ROUND, a.step);
     for (size_t begin = 0, end; begin < n; begin = end) {  // a key serves 2^32 elements
         size_t rest = ((size_t)1 << 32) - (uint32_t)(first + begin);
@@ -687,7 +684,7 @@ void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float 
         for (size_t i = begin; i < end; i++) {
             Rand3 random = rand_three(key, (uint32_t)(first + i));
             float mi = bf16_widen(m[i]), vi = bf16_widen(v[i]);
-            weight[i] = adamw_step(weight[i], &mi, &vi, grad[i], a, c);
+            weight[i] = adamw_step(weight[i], &mi, &vi, grad[i], a, correct_m, correct_v);
             m[i] = bf16_stochastic(mi, random.b);
             v[i] = bf16_stochastic(vi, random.c);
         }
@@ -814,7 +811,7 @@ static float *param_pointer(const Model *m, float *buffer, int unit, Role role) 
     size_t at = role == NUM_ROLES ? NO_PARAM : param_at(&m->table, unit, role);  // NUM_ROLES: there is none
     return at == NO_PARAM || !buffer ? NULL : buffer + at;
 }
-static Weights weights_of(const Model *m, int unit, Role weight, Role bias) {
+static Weights weights_at(const Model *m, int unit, Role weight, Role bias) {
     return (Weights){param_pointer(m, m->weights, unit, weight), param_pointer(m, m->weights, unit, bias),
                      param_pointer(m, m->grads, unit, weight), param_pointer(m, m->grads, unit, bias)};
 }
@@ -824,12 +821,12 @@ static Block block_get(const Model *m, int l) {
     const BlockActs *a = &m->blocks[l];
     int u = l + 1, C = c->channels, Q = c->num_heads * c->head_dim;
     return (Block){
-        .norm1 = {weights_of(m, u, ROLE_LN1W, ROLE_LN1B), a->mean1, a->rstd1, block_input(m, l)},
-        .norm2 = {weights_of(m, u, ROLE_LN2W, ROLE_LN2B), a->mean2, a->rstd2, a->x_mid},
-        .qkv = {weights_of(m, u, ROLE_QKVW, ROLE_QKVB), C, qkv_width(c), m->operands},
-        .proj = {weights_of(m, u, ROLE_PROJW, ROLE_PROJB), Q, C, m->operands},
-        .fc = {weights_of(m, u, ROLE_FCW, ROLE_FCB), C, fc_width(c), m->operands},
-        .fcproj = {weights_of(m, u, ROLE_FCPROJW, ROLE_FCPROJB), c->ffn_dim, C, m->operands},
+        .norm1 = {weights_at(m, u, ROLE_LN1W, ROLE_LN1B), a->mean1, a->rstd1, block_input(m, l)},
+        .norm2 = {weights_at(m, u, ROLE_LN2W, ROLE_LN2B), a->mean2, a->rstd2, a->x_mid},
+        .qkv = {weights_at(m, u, ROLE_QKVW, ROLE_QKVB), C, qkv_width(c), m->operands},
+        .proj = {weights_at(m, u, ROLE_PROJW, ROLE_PROJB), Q, C, m->operands},
+        .fc = {weights_at(m, u, ROLE_FCW, ROLE_FCB), C, fc_width(c), m->operands},
+        .fcproj = {weights_at(m, u, ROLE_FCPROJW, ROLE_FCPROJB), c->ffn_dim, C, m->operands},
         .a = *a,
     };
 }
@@ -1008,7 +1005,7 @@ static void embed(Model *m, const Pass *p, const int *tokens) {
 }
 static Norm final_norm(const Model *m) {
     int L = m->config.num_layers;
-    return (Norm){weights_of(m, L + 1, ROLE_LNFW, ROLE_LNFB), m->mean_final, m->rstd_final, block_input(m, L)};
+    return (Norm){weights_at(m, L + 1, ROLE_LNFW, ROLE_LNFB), m->mean_final, m->rstd_final, block_input(m, L)};
 }
 // tokens (B,T) -> m->h_final (rows,C)
 static void model_forward(Model *m, const Pass *p, const int *tokens) {
@@ -1022,7 +1019,7 @@ static void model_forward(Model *m, const Pass *p, const int *tokens) {
 
 static Linear head_of(const Model *m) {
     int tied = m->config.tied;  // the embedding is its weight, too
-    return (Linear){weights_of(m, tied ? 0 : m->config.num_layers + 1, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES),
+    return (Linear){weights_at(m, tied ? 0 : m->config.num_layers + 1, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES),
                     m->config.channels, m->local.padded_vocab_size, NULL};
 }
 // Losses of rows from n0 on; m->logits becomes their gradient. Each tensor-parallel rank has some columns.

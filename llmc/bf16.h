@@ -1,18 +1,18 @@
 // bf16 as bits, for host and device: the upper half of an fp32, eight bits of precision and the same range.
 //   widen         exact
 //   nearest       to the closer neighbour, the even one on a tie; a NaN stays one
-//   stochastic    to the upper neighbour with the probability of the part cut off: the expectation is x itself
+//   stochastic    up with the probability of the part that is cut off: the expected value is x itself
 //
-// Why stochastic. A state that is updated by a small share of itself, x + d with |d| below half the distance to its
-// neighbour (2^-9 to 2^-8 of x), does not move at all when it is rounded to nearest: "stagnation" (Croci et al. 2022,
+// Why stochastic. A state that changes by a small part of itself, x + d with |d| below half the distance to its
+// neighbour (2^-9 to 2^-8 of x), never moves when it is rounded to nearest: "stagnation" (Croci et al. 2022,
 // "Stochastic rounding: implementation, error analysis and applications", doi:10.1098/rsos.211631). It is what stops
 // bf16 weights (Zamirai et al. 2020, "Revisiting BFloat16 training", arXiv:2010.06192), and AdamW's second moment: once
-// gradients get smaller, v shrinks by 1 - beta2 of itself a step, so with beta2 = 0.999 it would never shrink at all,
-// and with 0.95 (5% a step) it moves but loses every difference of g^2 from v below 4 to 8%. Rounding at random keeps
-// each of these in expectation (for training first in Gupta et al. 2015, "Deep learning with limited numerical
-// precision", arXiv:1502.02551). The price is noise of a standard deviation up to half a step of bf16, 2^-8 of the
-// value, each time, hence up to 2^-8 / sqrt(1 - beta^2) in m and v: 0.9% of m at beta1 = 0.9; at beta2 = 0.95 1.3% of
-// v, of which the root halves the effect; 9% of v at 0.999.
+// gradients get smaller, v shrinks by 1 - beta2 of itself a step. With beta2 = 0.999 it would never shrink. With 0.95
+// (5% a step) it moves, but every difference of g^2 from v below 4 to 8% is lost. Stochastic rounding keeps each of
+// these in expectation (for training first in Gupta et al. 2015, "Deep learning with limited numerical
+// precision", arXiv:1502.02551). The price is noise: each rounding adds a standard deviation of up to half a step of
+// bf16, 2^-8 of the value. In m and v that adds up to 2^-8 / sqrt(1 - beta^2): 0.9% of m at beta1 = 0.9, 1.3% of v at
+// beta2 = 0.95 (its root halves the effect), 9% of v at 0.999.
 #ifndef LLMC_BF16_H
 #define LLMC_BF16_H
 
@@ -36,8 +36,8 @@ BF16_FN uint16_t bf16_nearest(float x) {
     if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40);
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
-// The low 16 bits of `random` count. Infinities stay what they are, because their low bits are 0, and NaN stays NaN;
-// the largest finite numbers may become infinite.
+// Uses the low 16 bits of `random`. Infinities stay infinite, because their low bits are 0. NaN stays NaN. The largest
+// finite numbers may become infinite.
 BF16_FN uint16_t bf16_stochastic(float x, uint32_t random) {
     uint32_t u;
     memcpy(&u, &x, 4);

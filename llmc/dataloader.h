@@ -1,21 +1,23 @@
-// Token shards -> batches. Plain C, shared by both trainers.
+// Token shards -> batches, for both trainers.
 //
 //   dataloader_open(&d, "data/x_train_*.bin", B, T, rank, world, shuffle, seed, vocab_size);
 //   dataloader_next(&d);                       d.inputs, d.targets: this rank's next (B,T)
-//   dataloader_read_ahead(&d);                 a thread reads what the next call will return while these are used
-//   dataloader_position / dataloader_seek      (epoch, row): where the next step begins, the same on every rank
+//   dataloader_read_ahead(&d);                 a thread reads the next batch while this one is used
+//   dataloader_position, dataloader_seek       (epoch, row) where the next call begins, the same on every rank
 //
-// A shard is llm.c's: 256 int32 {magic, version, tokens, vocab_size, tokenizer, hash_lo, hash_hi, eot, 0...}, then the
-// tokens: uint16 (magic 20240520, version 1) or uint32 (20240801, 7). From vocab_size on 0 may mean unknown.
+// A shard has llm.c's format: 256 int32 {magic, version, tokens, vocab_size, tokenizer, hash_lo, hash_hi, eot, 0...},
+// then the tokens: uint16 (magic 20240520, version 1) or uint32 (20240801, 7). vocab_size and all after it may be 0:
+// unknown.
 //
-// Row r of a shard is its tokens [r*T, r*T + T]: T inputs, and T targets one further on. One epoch visits every row of
-// every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard), the rows of one in
-// order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of dataloader_next takes
-// the next world * B rows, rank k those from k * B on: what a step sees depends on the global batch alone. An epoch may
-// end inside a step. One shard is open at a time, and at most one batch is read ahead.
+// Row r of a shard is its tokens [r*T, r*T + T]: T inputs, and T targets one position later. One epoch visits every row
+// of every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard), the rows of one
+// shard in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of
+// dataloader_next takes the next world * B rows. Rank k takes those from k * B on, so a step's tokens depend on the
+// global batch alone. An epoch may end inside a step. One shard is open at a time, and at most one batch is read ahead.
 //
-// A shard is known by a hash of 64 KiB of it (shard_hash), which the handshake and a resumed run compare. It is checked
-// again when the shard is opened, and when it was written to while open: no batch of a changed shard is used.
+// A shard is identified by a hash of up to 64 KiB of it (shard_hash), which the handshake and a resumed run compare.
+// The hash is checked again when the shard is opened, and when the file was written to while open: no batch of a
+// changed shard is used.
 #ifndef LLMC_DATALOADER_H
 #define LLMC_DATALOADER_H
 
@@ -40,7 +42,7 @@ typedef struct {
 
 typedef struct DataLoader {
     int B, T;
-    int *inputs, *targets;  // (B,T) each
+    int *inputs, *targets;  // (B,T) each, in one buffer
     // what the shards say
     int num_shards;
     int64_t num_tokens, rows_per_epoch;
@@ -50,9 +52,10 @@ typedef struct DataLoader {
     int eot;
     // private
     Shard *shards;
+    int32_t header[HEADER_WORDS];  // of the first shard
     int token_bytes, rank, world, shuffle, check_vocab;
     uint64_t seed;
-    int64_t epoch, row;       // where the next call begins, for all ranks together
+    int64_t next;             // rows of all epochs and ranks before the next call's
     int64_t order_epoch;      // the epoch of shard_order, -1: none yet
     ShuffleKey *shard_order;  // [num_shards]
     int64_t *slot_begin;      // [num_shards + 1] first row of the epoch in the i-th shard of the order
@@ -61,11 +64,11 @@ typedef struct DataLoader {
     struct timespec modified;  // when the open shard was last written to
     ShuffleKey *row_order;     // rows of the open shard, if shuffled
     void *raw;                 // (T + 1) tokens as they are in the file
-    // read ahead: while `reading` all of the above but epoch and row belongs to the thread
+    // read ahead: while `reading` all of the above but `next` belongs to the thread
     pthread_t thread;
     int reading;
-    int *ahead_inputs, *ahead_targets;  // (B,T) each: the batch of
-    int64_t ahead_epoch, ahead_row;     // this place; -1: none
+    int *ahead;          // (2,B,T): inputs and targets of the call that
+    int64_t ahead_next;  // begins here; -1: none
 } DataLoader;
 
 // ---- shards
@@ -83,19 +86,19 @@ static inline int compare_keys(const void *a, const void *b) {
 // 0..n-1 in the order of their random keys; in their own order if not shuffled.
 static inline void fill_order(ShuffleKey *order, int64_t n, int shuffle, uint64_t seed, uint64_t part) {
     for (int64_t i = 0; i < n; i++) {
-        order[i].key = shuffle ? rand_u64(seed, rand_stream(RAND_SHUFFLE, part), (uint64_t)i) : 0;
+        order[i].key = shuffle ? rand_u64(seed, rand_stream(RAND_SHUFFLE, part), i) : 0;
         order[i].index = i;
     }
-    if (shuffle) qsort(order, (size_t)n, sizeof *order, compare_keys);
+    if (shuffle) qsort(order, n, sizeof *order, compare_keys);
 }
 // glob(), sorted. The name of an existing file means that file, whatever characters it has.
 static inline int find_files(const char *pattern, glob_t *found) {
-    const int literal = file_exists(pattern);
+    int literal = file_exists(pattern);
     char *escaped = (char *)malloc_or_die(2 * strlen(pattern) + 1), *to = escaped;
     for (const char *from = pattern; *from; *to++ = *from++)
         if (literal && strchr("\\*?[{~", *from)) *to++ = '\\';
     *to = 0;
-    const int status = glob(escaped, GLOB_TILDE | GLOB_BRACE, NULL, found);
+    int status = glob(escaped, GLOB_TILDE | GLOB_BRACE, NULL, found);
     free(escaped);
     return status;
 }
@@ -105,20 +108,20 @@ static inline int find_files(const char *pattern, glob_t *found) {
 static inline uint64_t shard_hash(int fd, int64_t bytes, const char *path) {
     unsigned char samples[SHARD_SAMPLES * SHARD_SAMPLE_BYTES];
     int64_t at[SHARD_SAMPLES];
-    const int64_t block = bytes < (int64_t)SHARD_SAMPLE_BYTES ? bytes : (int64_t)SHARD_SAMPLE_BYTES;
+    int64_t block = bytes < SHARD_SAMPLE_BYTES ? bytes : SHARD_SAMPLE_BYTES;
     posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);  // else the system reads up to megabytes around each block
     for (int i = 0; i < SHARD_SAMPLES; i++) {
         at[i] = i * (bytes - block) / (SHARD_SAMPLES - 1);
         posix_fadvise(fd, at[i], block, POSIX_FADV_WILLNEED);  // a network disk then fetches all blocks at once
     }
-    for (int i = 0; i < SHARD_SAMPLES; i++) pread_or_die(fd, samples + i * block, (size_t)block, (uint64_t)at[i], path);
+    for (int i = 0; i < SHARD_SAMPLES; i++) pread_or_die(fd, samples + i * block, block, at[i], path);
     posix_fadvise(fd, 0, 0, POSIX_FADV_NORMAL);
-    return fnv1a(FNV1A, samples, (size_t)(SHARD_SAMPLES * block));
+    return fnv1a(FNV1A, samples, SHARD_SAMPLES * block);
 }
 // The open shard must be the file that was there at the start.
 static inline void shard_require_same(DataLoader *d) {
     const Shard *s = &d->shards[d->open_shard];
-    const int64_t bytes = HEADER_BYTES + s->tokens * d->token_bytes;
+    int64_t bytes = HEADER_BYTES + s->tokens * d->token_bytes;
     struct stat now;
     require(fstat(d->fd, &now) == 0 && now.st_size == bytes && shard_hash(d->fd, bytes, s->path) == s->hash,
             "'%s' holds other tokens than at the start of this run\n"
@@ -138,22 +141,22 @@ static inline void shard_leave(DataLoader *d) {
     d->open_shard = d->fd = -1;
 }
 
-// Reads one shard's header into the loader's description (the first shard) or compares it with it (all others).
-static inline void shard_open(DataLoader *d, Shard *s, int first) {
+// Checks one shard. All must have the tokenizer of the first.
+static inline void shard_open(DataLoader *d, Shard *s) {
     #define SHARD_REQUIRE(ok, what, ...) require(ok, "'%s' " what, s->path, __VA_ARGS__)
     int64_t bytes;
     int32_t h[HEADER_WORDS];
-    const int fd = open_with_header(s->path, "a token shard", DATA_HINT, h, &bytes);
+    int fd = open_with_header(s->path, "a token shard", DATA_HINT, h, &bytes);
     SHARD_REQUIRE(h[0] == SHARD_MAGIC_16 || h[0] == SHARD_MAGIC_32,
                   "is not a token shard (magic %d, not %d or %d)\n" DATA_HINT, h[0], SHARD_MAGIC_16, SHARD_MAGIC_32);
-    const int narrow = h[0] == SHARD_MAGIC_16, version = narrow ? SHARD_VERSION_16 : SHARD_VERSION_32;
-    const int token_bytes = narrow ? 2 : 4;
+    int narrow = h[0] == SHARD_MAGIC_16, version = narrow ? SHARD_VERSION_16 : SHARD_VERSION_32;
+    d->token_bytes = narrow ? 2 : 4;
     SHARD_REQUIRE(h[1] == version, "is a token shard of version %d, this program reads %d\n" DATA_HINT, h[1], version);
     SHARD_REQUIRE(h[2] >= 0,
-                  "is no shard: its header counts %d tokens, more than 2^31 - 1 do not fit\n"
-                  "make smaller shards: --shard-tokens 100000000",
+                  "is no shard: its header counts %d tokens\n"
+                  "at most 2^31 - 1 fit: make smaller shards with --shard-tokens 100000000",
                   h[2]);
-    const int64_t expected = HEADER_BYTES + (int64_t)h[2] * token_bytes;
+    int64_t expected = HEADER_BYTES + (int64_t)h[2] * d->token_bytes;
     SHARD_REQUIRE(bytes == expected, "is %s: %lld bytes, its header promises %lld\nmake or download it again",
                   bytes < expected ? "truncated" : "too long", (long long)bytes, (long long)expected);
     SHARD_REQUIRE(
@@ -169,29 +172,19 @@ static inline void shard_open(DataLoader *d, Shard *s, int first) {
     s->rows = (s->tokens - 1) / d->T;
     s->hash = shard_hash(fd, bytes, s->path);
     close(fd);
-    const uint64_t hash = header_hash(h + 5);
-    if (first) {
-        d->token_bytes = token_bytes;
-        d->vocab_size = h[3];
-        d->tokenizer = (TokenizerKind)h[4];
-        d->hash = hash;
-        d->eot = h[7];
-    }
-    SHARD_REQUIRE(token_bytes == d->token_bytes && h[3] == d->vocab_size && h[4] == (int)d->tokenizer &&
-                      hash == d->hash && h[7] == d->eot,
+    if (s == d->shards) memcpy(d->header, h, sizeof h);
+    SHARD_REQUIRE(h[0] == d->header[0] && !memcmp(h + 3, d->header + 3, sizeof h - 3 * sizeof *h),
                   "and '%s' were made with different tokenizers\nname shards of one kind only", d->shards[0].path);
 }
 
 // Stops with a message if anything is wrong with any shard. vocab_size > 0: every token id must be below it.
 static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, int rank, int world, int shuffle,
                                    uint64_t seed, int vocab_size) {
-    const size_t tokens = (size_t)B * (size_t)T;
+    size_t tokens = (size_t)B * T;
     memset(d, 0, sizeof *d);
-    require(B > 0, "batch size %d is not positive\nuse --batch-size 1 or more", B);
-    require(T > 0, "sequence length %d is not positive\nuse --seq-len 1 or more", T);
     require(tokens <= INT32_MAX / 4, "batch size %d times sequence length %d is too large\nuse a smaller --batch-size",
             B, T);
-    assert(0 <= rank && rank < world);
+    assert(B > 0 && T > 0 && 0 <= rank && rank < world);
     d->B = B;
     d->T = T;
     d->rank = rank;
@@ -200,40 +193,45 @@ static inline void dataloader_open(DataLoader *d, const char *pattern, int B, in
     d->seed = seed;
     d->check_vocab = vocab_size;
     glob_t found;
-    const int status = find_files(pattern, &found);
+    int status = find_files(pattern, &found);
     require(status == 0 || status == GLOB_NOMATCH, "cannot list '%s': %s\ncheck the folder", pattern, strerror(errno));
     require(status == 0 && found.gl_pathc > 0, "no file matches '%s'\n" DATA_HINT, pattern);
     require(found.gl_pathc < (1 << 24) - 1, "%zu files match '%s': too many\nmake larger shards", found.gl_pathc,
             pattern);
-    const size_t n = found.gl_pathc;
-    d->num_shards = (int)n;
+    size_t n = found.gl_pathc;
+    d->num_shards = n;
     d->shards = (Shard *)malloc_or_die(n * sizeof(Shard));
     for (size_t i = 0; i < n; i++)
         require((d->shards[i].path = strdup(found.gl_pathv[i])), "out of memory\nuse fewer shards");
     globfree(&found);
     qsort(d->shards, n, sizeof(Shard), compare_paths);
     for (size_t i = 0; i < n; i++) {
-        shard_open(d, &d->shards[i], i == 0);
+        shard_open(d, &d->shards[i]);
         d->num_tokens += d->shards[i].tokens;
         d->rows_per_epoch += d->shards[i].rows;
     }
+    d->vocab_size = d->header[3];
+    d->tokenizer = (TokenizerKind)d->header[4];
+    d->hash = header_hash(d->header + 5);
+    d->eot = d->header[7];
     require(!vocab_size || d->vocab_size <= vocab_size,
             "'%s' was made with a vocabulary of %d tokens, the model has %d\n"
             "use a model with that vocabulary, or other shards",
             d->shards[0].path, d->vocab_size, vocab_size);
-    int **const batches[] = {&d->inputs, &d->targets, &d->ahead_inputs, &d->ahead_targets};
-    for (int i = 0; i < 4; i++) *batches[i] = (int *)malloc_or_die(tokens * sizeof(int));
-    d->raw = malloc_or_die((size_t)(T + 1) * (size_t)d->token_bytes);
+    d->inputs = (int *)malloc_or_die(2 * tokens * sizeof(int));
+    d->targets = d->inputs + tokens;
+    d->ahead = (int *)malloc_or_die(2 * tokens * sizeof(int));
+    d->raw = malloc_or_die((size_t)(T + 1) * d->token_bytes);
     d->shard_order = (ShuffleKey *)malloc_or_die(n * sizeof(ShuffleKey));
     d->slot_begin = (int64_t *)malloc_or_die((n + 1) * sizeof(int64_t));
     d->order_epoch = d->open_shard = d->fd = -1;
-    d->ahead_row = -1;
+    d->ahead_next = -1;
 }
 
 // Turns (epoch, row of the epoch) into (open shard, row of the shard). Rows come in rising order but for a seek.
 static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t row) {
     if (epoch != d->order_epoch) {
-        fill_order(d->shard_order, d->num_shards, d->shuffle, d->seed, (uint64_t)epoch);
+        fill_order(d->shard_order, d->num_shards, d->shuffle, d->seed, epoch);
         d->slot_begin[0] = 0;
         for (int i = 0; i < d->num_shards; i++)
             d->slot_begin[i + 1] = d->slot_begin[i] + d->shards[d->shard_order[i].index].rows;
@@ -243,7 +241,7 @@ static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t ro
     }
     if (row < d->slot_begin[d->slot]) d->slot = 0;
     while (row >= d->slot_begin[d->slot + 1]) d->slot++;
-    const int index = (int)d->shard_order[d->slot].index;
+    int index = (int)d->shard_order[d->slot].index;
     const Shard *s = &d->shards[index];
     if (index != d->open_shard) {
         int64_t bytes;
@@ -253,25 +251,25 @@ static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t ro
         shard_require_same(d);
         if (d->shuffle) {
             free(d->row_order);
-            d->row_order = (ShuffleKey *)malloc_or_die((size_t)s->rows * sizeof(ShuffleKey));
-            fill_order(d->row_order, s->rows, 1, d->seed, ((uint64_t)epoch << 24) + (uint64_t)index + 1);
+            d->row_order = (ShuffleKey *)malloc_or_die(s->rows * sizeof(ShuffleKey));
+            fill_order(d->row_order, s->rows, 1, d->seed, ((uint64_t)epoch << 24) + index + 1);
         }
     }
-    const int64_t at = row - d->slot_begin[d->slot];
+    int64_t at = row - d->slot_begin[d->slot];
     return d->shuffle ? d->row_order[at].index : at;
 }
 
 // Row `r` of the open shard as T inputs and T targets.
 static inline void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, int *targets) {
     const char *path = d->shards[d->open_shard].path;
-    const int T = d->T, check = d->check_vocab ? d->check_vocab : d->vocab_size;
-    const uint32_t limit = check ? (uint32_t)check : INT32_MAX;
-    const size_t token_bytes = (size_t)d->token_bytes;
+    int T = d->T, check = d->check_vocab ? d->check_vocab : d->vocab_size;
+    uint32_t limit = check ? check : INT32_MAX;
+    size_t token_bytes = d->token_bytes;
     const uint16_t *raw16 = (const uint16_t *)d->raw;
     const uint32_t *raw32 = (const uint32_t *)d->raw;
-    pread_or_die(d->fd, d->raw, (T + 1) * token_bytes, HEADER_BYTES + (uint64_t)(r * T) * token_bytes, path);
+    pread_or_die(d->fd, d->raw, (T + 1) * token_bytes, HEADER_BYTES + r * T * token_bytes, path);
     for (int t = 0; t <= T; t++) {
-        const uint32_t id = token_bytes == 2 ? raw16[t] : raw32[t];
+        uint32_t id = token_bytes == 2 ? raw16[t] : raw32[t];
         require(id < limit,
                 "'%s': token %lld is %u, outside the vocabulary of %u\n"
                 "use a model with the vocabulary that the shards were made for (--model ...,vocab=N)",
@@ -281,11 +279,12 @@ static inline void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, in
     }
 }
 
-// Reads this rank's B rows of the call that begins at (epoch, row). The only function that touches the disk after open.
-static inline void dataloader_read_batch(DataLoader *d, int64_t epoch, int64_t row, int *inputs, int *targets) {
+// Reads this rank's B rows of the call that begins at row `next`. The only function that touches the disk after open.
+static inline void dataloader_read_batch(DataLoader *d, int64_t next, int *inputs) {
+    int *targets = inputs + d->B * d->T;
     for (int b = 0; b < d->B; b++) {
-        const int64_t at = row + (int64_t)d->rank * d->B + b;
-        const int64_t r = dataloader_locate(d, epoch + at / d->rows_per_epoch, at % d->rows_per_epoch);
+        int64_t at = next + (int64_t)d->rank * d->B + b;
+        int64_t r = dataloader_locate(d, at / d->rows_per_epoch, at % d->rows_per_epoch);
         dataloader_read_row(d, r, inputs + b * d->T, targets + b * d->T);
     }
     shard_require_unchanged(d);
@@ -293,54 +292,50 @@ static inline void dataloader_read_batch(DataLoader *d, int64_t epoch, int64_t r
 
 static inline void *dataloader_thread(void *loader) {
     DataLoader *d = (DataLoader *)loader;
-    dataloader_read_batch(d, d->ahead_epoch, d->ahead_row, d->ahead_inputs, d->ahead_targets);
+    dataloader_read_batch(d, d->ahead_next, d->ahead);
     return NULL;
 }
 // Waits for the thread. Returns whether the next batch has been read.
 static inline int dataloader_wait(DataLoader *d) {
     if (d->reading) pthread_join(d->thread, NULL);
     d->reading = 0;
-    return d->ahead_row == d->row && d->ahead_epoch == d->epoch;
+    return d->ahead_next == d->next;
 }
 static inline void dataloader_read_ahead(DataLoader *d) {
     if (dataloader_wait(d)) return;
-    d->ahead_epoch = d->epoch;
-    d->ahead_row = d->row;
+    d->ahead_next = d->next;
     d->reading = pthread_create(&d->thread, NULL, dataloader_thread, d) == 0;
-    if (!d->reading) d->ahead_row = -1;  // no thread to be had: the next call reads by itself
+    if (!d->reading) d->ahead_next = -1;  // there is no thread: the next call reads by itself
 }
 static inline void dataloader_position(const DataLoader *d, int64_t *epoch, int64_t *row) {
-    *epoch = d->epoch;
-    *row = d->row;
+    *epoch = d->next / d->rows_per_epoch;
+    *row = d->next % d->rows_per_epoch;
 }
 static inline void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row) {
-    require(epoch >= 0 && row >= 0,
+    require(epoch >= 0 && row >= 0 && epoch <= (INT64_MAX - row) / d->rows_per_epoch,
             "epoch %lld, row %lld is no place in the data\n"
             "the saved training state is damaged: use an older one",
             (long long)epoch, (long long)row);
-    d->epoch = epoch + row / d->rows_per_epoch;
-    d->row = row % d->rows_per_epoch;
+    d->next = epoch * d->rows_per_epoch + row;
 }
 static inline void dataloader_next(DataLoader *d) {
     if (dataloader_wait(d)) {
-        int *inputs = d->inputs, *targets = d->targets;
-        d->inputs = d->ahead_inputs;
-        d->targets = d->ahead_targets;
-        d->ahead_inputs = inputs;
-        d->ahead_targets = targets;
-        d->ahead_row = -1;
+        int *used = d->inputs;
+        d->inputs = d->ahead;
+        d->targets = d->inputs + d->B * d->T;
+        d->ahead = used;
+        d->ahead_next = -1;
     } else {
-        dataloader_read_batch(d, d->epoch, d->row, d->inputs, d->targets);
+        dataloader_read_batch(d, d->next, d->inputs);
     }
-    dataloader_seek(d, d->epoch, d->row + (int64_t)d->world * d->B);
+    d->next += (int64_t)d->world * d->B;
 }
 static inline void dataloader_reset(DataLoader *d) { dataloader_seek(d, 0, 0); }  // to the first row of the first epoch
 static inline void dataloader_close(DataLoader *d) {
     dataloader_wait(d);
     for (int i = 0; i < d->num_shards; i++) free(d->shards[i].path);
     if (d->fd >= 0) close(d->fd);
-    void *const owned[] = {d->inputs, d->targets,     d->ahead_inputs, d->ahead_targets, d->shards,
-                           d->raw,    d->shard_order, d->slot_begin,   d->row_order};
+    void *const owned[] = {d->inputs, d->ahead, d->shards, d->raw, d->shard_order, d->slot_begin, d->row_order};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
     memset(d, 0, sizeof *d);
 }

@@ -1,5 +1,5 @@
-// Counter-based random numbers: a value depends on (seed, stream, counter) alone, never on the order or the place in
-// which it is drawn, so that any sharding, any thread count and Python (train_gpt2.py has the same lines) agree.
+// Counter-based random numbers: a value depends on (seed, stream, counter) alone, not on the order in which or the rank
+// by which it is drawn. Any sharding, any number of threads and Python (train_gpt2.py has the same lines) agree.
 // The mixer is splitmix64's finaliser (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
 #ifndef LLMC_RAND_H
 #define LLMC_RAND_H
@@ -13,7 +13,7 @@
 #define RAND_FN static inline
 #endif
 
-// Streams: what a number is for. Two purposes never share numbers.
+// Purposes of numbers. No two share a stream.
 enum { RAND_INIT = 1, RAND_SHUFFLE = 2, RAND_SAMPLE = 3, RAND_ROUND = 4 };
 
 RAND_FN uint64_t rand_mix(uint64_t z) {
@@ -26,14 +26,14 @@ RAND_FN uint64_t rand_u64(uint64_t seed, uint64_t stream, uint64_t counter) {
     return rand_mix(rand_mix(rand_mix(seed + 0x9e3779b97f4a7c15ull) + stream) + counter * 0x9e3779b97f4a7c15ull);
 }
 RAND_FN uint64_t rand_stream(uint64_t purpose, uint64_t part) { return purpose << 56 ^ part; }
-// Three numbers of 16 random bits, where thousands of millions are drawn at a time and 64-bit multiplications would
-// outlast the traffic with memory. `key` is a rand_u64, of which each serves 2^32 counters. The hash is lowbias32
-// (Wellons, "Prospecting for hash functions", nullprogram.com/blog/2018/07/31; constants of
-// github.com/skeeto/hash-prospector, issue 19) with half of the key before each multiplication: a permutation of the
-// 32-bit numbers for each key. By itself it leaves counters apart by a power of two related; the upper halves of its
-// products with a, a^2 and a^3 (mod 2^32) are not. a is that of a good congruential generator: the pairs of
-// neighbouring powers lie on a lattice 98% as wide as any can be, those of a and a^3 on one of 89%.
-// dev/test/test_adamw.c tests all of this.
+// Three numbers of 16 random bits each. For places that draw billions at a time, where 64-bit multiplications would
+// take longer than the memory traffic. `key` is a rand_u64; each serves 2^32 counters. The hash is lowbias32 (Wellons,
+// "Prospecting for hash functions", nullprogram.com/blog/2018/07/31; constants of github.com/skeeto/hash-prospector,
+// issue 19) with half of the key before each multiplication: for each key a permutation of the 32-bit numbers.
+// lowbias32 alone leaves correlations between counters that differ by a power of two. The upper halves of its products
+// with a, a^2 and a^3 (mod 2^32) have none. a is the multiplier of a good congruential generator: pairs of neighbouring
+// powers lie on a lattice 98% as wide as any can be, pairs of a and a^3 on one of 89%. dev/test/test_adamw.c tests all
+// of this.
 typedef struct { uint32_t a, b, c; } Rand3;
 RAND_FN Rand3 rand_three(uint64_t key, uint32_t counter) {
     uint32_t x = counter ^ (uint32_t)key;

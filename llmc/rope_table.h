@@ -1,6 +1,6 @@
-// Rotary position embedding (Su et al., arXiv:2104.09864): the angles, once, for both trainers. Frequencies in double;
-// Llama 3.1 stretches the slow ones (wavelength beyond original_len / low_freq_factor) by `factor`, leaves the fast
-// ones, and blends between (Meta's published rule, in every 3.1+ config.json as rope_type "llama3").
+// Rotary position embedding (Su et al., arXiv:2104.09864): the table of angles of both trainers. Frequencies are
+// doubles. Llama 3.1 divides the low ones (wavelength above original_len / low_freq_factor) by `factor`, leaves the
+// high ones, and interpolates between (Meta's published rule, in every config.json from 3.1 on as rope_type "llama3").
 #ifndef LLMC_ROPE_TABLE_H
 #define LLMC_ROPE_TABLE_H
 
@@ -23,7 +23,7 @@ static inline double rope_inv_freq(const Config *c, int i) {
 
 // cos_sin (T, HD/2, 2): cosine and sine of position * frequency.
 static inline void rope_table(const Config *c, int T, float *cos_sin) {
-    const int half = c->head_dim / 2;
+    int half = c->head_dim / 2;
     for (int i = 0; i < half; i++) {
         double freq = rope_inv_freq(c, i);
         for (int t = 0; t < T; t++) {

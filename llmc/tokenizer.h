@@ -2,15 +2,16 @@
 //
 // The file is llm.c's: 256 int32 {20240328, 2, vocab_size, eot, kind, 0...} (kind 0: unknown), then for each token one
 // byte with its length and its bytes. Text is split into chunks by the tokenizer's pattern. Inside a chunk the adjacent
-// pair whose joined bytes have the lowest id is merged until none is left (byte-pair encoding, Sennrich et al. 2016;
-// the ids of GPT-2, Llama 3 and Qwen2.5 are in the order of their merges). Ids from eot on are special and never come
-// from text. The patterns ask for Unicode's letters, numbers and spaces. These are exact for Latin, Greek, Cyrillic,
-// Hebrew, kana, Han, emoji and the common symbols. Elsewhere every character counts as a letter: combining marks and
-// native digits of other scripts may be split differently than by the published tokenizer.
+// pair whose joined bytes have the lowest id is merged, until no pair is a token (byte-pair encoding, Sennrich et al.
+// 2016; the ids of GPT-2, Llama 3 and Qwen2.5 are in the order of their merges). Ids from eot on are special and never
+// come from text. The patterns need Unicode's letters, numbers and spaces. These are exact for Latin, Greek, Cyrillic,
+// Hebrew, kana, Han, emoji and the common symbols. In other scripts every character counts as a letter: combining marks
+// and native digits may be split differently than by the published tokenizer.
 #ifndef LLMC_TOKENIZER_H
 #define LLMC_TOKENIZER_H
 
 #include <limits.h>
+#include <strings.h>
 
 #include "hash.h"
 
@@ -53,18 +54,18 @@ static inline const unsigned char *tokenizer_token(const Tokenizer *t, int id, i
     *length = t->file[t->begin[id] - 1];
     return t->file + t->begin[id];
 }
-// The slot of the map that holds these bytes, or the empty one where they belong.
-static inline uint32_t tokenizer_slot(const Tokenizer *t, const unsigned char *p, int n) {
-    uint32_t slot = (uint32_t)fnv1a(FNV1A, p, (size_t)n) & t->map_mask;
+// The slot of the map that holds the id of these bytes; if they are no token, the empty one where it belongs.
+static inline int *tokenizer_slot(const Tokenizer *t, const unsigned char *p, int n) {
+    uint32_t slot = fnv1a(FNV1A, p, n) & t->map_mask;
     for (; t->map[slot] >= 0; slot = (slot + 1) & t->map_mask) {
         int length;
         const unsigned char *other = tokenizer_token(t, t->map[slot], &length);
-        if (length == n && memcmp(other, p, (size_t)n) == 0) break;
+        if (length == n && memcmp(other, p, n) == 0) break;
     }
-    return slot;
+    return &t->map[slot];
 }
 static inline int tokenizer_find(const Tokenizer *t, const unsigned char *p, int n) {
-    return n > 255 ? -1 : t->map[tokenizer_slot(t, p, n)];
+    return n > UINT8_MAX ? -1 : *tokenizer_slot(t, p, n);
 }
 // Bytes of the text that a token stands for: end-of-text has none.
 static inline int tokenizer_bytes(const Tokenizer *t, int id) {
@@ -92,36 +93,36 @@ static inline void tokenizer_open(Tokenizer *t, const char *path) {
     memset(t, 0, sizeof *t);
     int64_t bytes;
     int32_t h[HEADER_WORDS];
-    const int fd = open_with_header(path, "a tokenizer", TOKENIZER_HINT, h, &bytes);
+    int fd = open_with_header(path, "a tokenizer", TOKENIZER_HINT, h, &bytes);
     TOKENIZER_REQUIRE(bytes <= 1 << 30, "is no tokenizer file: larger than 1 GiB");
-    const size_t size = (size_t)bytes - HEADER_BYTES;
+    size_t size = bytes - HEADER_BYTES;
     tokenizer_read_header(t, path, h, size);
     t->file = (unsigned char *)malloc_or_die(size);
     pread_or_die(fd, t->file, size, HEADER_BYTES, path);
     close(fd);
     t->hash = fnv1a(FNV1A, t->file, size);
     t->map_mask = 1;
-    while (t->map_mask < 2 * (uint32_t)t->vocab_size) t->map_mask = 2 * t->map_mask + 1;
-    const size_t map_bytes = ((size_t)t->map_mask + 1) * sizeof *t->map;
-    t->begin = (uint32_t *)malloc_or_die((size_t)t->vocab_size * sizeof *t->begin);
+    while (t->map_mask / 2 < (uint32_t)t->vocab_size) t->map_mask = 2 * t->map_mask + 1;
+    size_t map_bytes = ((size_t)t->map_mask + 1) * sizeof *t->map;
+    t->begin = (uint32_t *)malloc_or_die(t->vocab_size * sizeof *t->begin);
     t->map = (int *)memset(malloc_or_die(map_bytes), -1, map_bytes);
     size_t at = 0;
     for (int id = 0; id < t->vocab_size; id++) {
         TOKENIZER_REQUIRE(at < size && t->file[at] < size - at, "is truncated: it ends in token %d of %d", id,
                           t->vocab_size);
         TOKENIZER_REQUIRE(t->file[at] > 0, "is damaged: token %d is empty", id);
-        t->begin[id] = (uint32_t)at + 1;
+        t->begin[id] = at + 1;
         if (t->kind == TOKENIZER_BYTES || id < t->eot) {
-            int *place = &t->map[tokenizer_slot(t, t->file + at + 1, t->file[at])];
+            int *place = tokenizer_slot(t, t->file + at + 1, t->file[at]);
             TOKENIZER_REQUIRE(*place < 0, "is damaged: tokens %d and %d are the same", *place, id);
             *place = id;
         }
-        at += 1 + (size_t)t->file[at];
+        at += 1 + t->file[at];
     }
     TOKENIZER_REQUIRE(at == size, "is too long: %zu bytes follow the last token", size - at);
     for (int b = 0; b < 256 && t->kind != TOKENIZER_UNKNOWN; b++) {
-        const unsigned char byte = (unsigned char)b;
-        const int id = tokenizer_find(t, &byte, 1);
+        unsigned char byte = b;
+        int id = tokenizer_find(t, &byte, 1);
         TOKENIZER_REQUIRE(id >= 0 && (t->kind != TOKENIZER_BYTES || id == b), "is damaged: byte %d has no token", b);
     }
 }
@@ -141,7 +142,7 @@ static inline const char *tokenizer_name(const TokenizerId *id, char *text, size
 }
 // tokenizer.bin in the folder of a shard, where the scripts put it. free() it.
 static inline char *tokenizer_path(const char *shard_path) {
-    const size_t folder = (size_t)(file_name(shard_path) - shard_path);
+    size_t folder = file_name(shard_path) - shard_path;
     char *path = (char *)malloc_or_die(folder + sizeof "tokenizer.bin");
     strcpy((char *)memcpy(path, shard_path, folder) + folder, "tokenizer.bin");
     return path;
@@ -155,13 +156,13 @@ static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n) {
     size_t total = 0;
     int length;
     unsigned char *raw = (unsigned char *)malloc_or_die((size_t)n * UINT8_MAX);
-    for (int i = 0; i < n; i++, total += (size_t)length) {
+    for (int i = 0; i < n; i++, total += length) {
         const unsigned char *p = tokenizer_token(t, ids[i], &length);
-        memcpy(raw + total, p, (size_t)length);
+        memcpy(raw + total, p, length);
     }
     char *text = (char *)malloc_or_die(4 * total + 1), *to = text;  // the longest form of a byte is four, e.g. \x1b
     for (const unsigned char *p = raw; p < raw + total; p += length) {
-        const int c = utf8_next(p, raw + total, &length), control = c < 32 || (c >= 127 && c < 160);
+        int c = utf8_next(p, raw + total, &length), control = c < 32 || (c >= 127 && c < 160);
         if (c < 0)
             to += sprintf(to, "\xef\xbf\xbd");
         else if (control && c != '\n' && c != '\t')
@@ -178,7 +179,7 @@ static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n) {
 
 typedef enum { CHAR_LETTER, CHAR_NUMBER, CHAR_SPACE, CHAR_OTHER } CharClass;
 
-// By ranges from U+0080 on that are not letters (Unicode 14: general categories L and N, White_Space).
+// The tables have the ranges from U+0080 on that are not letters (Unicode 14: categories L and N, White_Space).
 static inline CharClass char_class(int c) {
     static const int spaces[][2] = {{0x85, 0x85},     {0xa0, 0xa0},     {0x1680, 0x1680}, {0x2000, 0x200a},
                                     {0x2028, 0x2029}, {0x202f, 0x202f}, {0x205f, 0x205f}, {0x3000, 0x3000}};
@@ -201,7 +202,7 @@ static inline CharClass char_class(int c) {
     #define IN_TABLE(table) \
         for (size_t i = 0; i < sizeof table / sizeof *table; i++) \
             if (table[i][0] <= c && c <= table[i][1])
-    if (c < 0x80) {  // also -1, which is not UTF-8: other
+    if (c < 0x80) {  // -1, for bytes that are not UTF-8, is OTHER
         if ((c | 32) >= 'a' && (c | 32) <= 'z') return CHAR_LETTER;
         if (c >= '0' && c <= '9') return CHAR_NUMBER;
         return c == ' ' || (c >= 9 && c <= 13) ? CHAR_SPACE : CHAR_OTHER;
@@ -222,7 +223,7 @@ static inline const unsigned char *run_end(const unsigned char *p, const unsigne
     return p;
 }
 
-// The end of the chunk that begins at p. These patterns written out, tried from left to right:
+// The end of the chunk that begins at p. The alternatives of these patterns are tried from left to right:
 //   GPT-2    '(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 //   Llama 3  (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+
 //            |\s+(?!\S)|\s+
@@ -230,27 +231,23 @@ static inline const unsigned char *run_end(const unsigned char *p, const unsigne
 static inline const unsigned char *chunk_end(const unsigned char *p, const unsigned char *end,
                                              TokenizerKind tokenizer) {
     #define IS_NEWLINE(c) ((c) == '\n' || (c) == '\r')
-    #define TO_LOWER(c) ((c) >= 'A' && (c) <= 'Z' ? (c) | 32 : (c))
+    static const char *const endings[] = {"s", "d", "m", "t", "ll", "ve", "re"};
     const unsigned char *last = p;
-    const int llama3 = tokenizer == TOKENIZER_LLAMA3 || tokenizer == TOKENIZER_QWEN2;
-    const int digits = tokenizer == TOKENIZER_QWEN2 ? 1 : llama3 ? 3 : INT_MAX;
+    int llama3 = tokenizer != TOKENIZER_GPT2;  // or Qwen2.5
+    int digits = tokenizer == TOKENIZER_QWEN2 ? 1 : llama3 ? 3 : INT_MAX;
     int length, unused;
-    if (*p == '\'' && p + 1 < end) {
-        int a = p[1], b = p + 2 < end ? p[2] : 0;
-        if (llama3) {
-            a = TO_LOWER(a);
-            b = TO_LOWER(b);
-        }
-        if (a == 's' || a == 'd' || a == 'm' || a == 't') return p + 2;
-        if ((a == 'l' && b == 'l') || (a == 'v' && b == 'e') || (a == 'r' && b == 'e')) return p + 3;
+    for (int i = 0; i < 7 && *p == '\''; i++) {
+        int n = strlen(endings[i]);
+        const char *rest = (const char *)p + 1;
+        if (end - p > n && !(llama3 ? strncasecmp : strncmp)(rest, endings[i], n)) return p + 1 + n;
     }
-    const CharClass first = class_at(p, end, &length);
+    CharClass first = class_at(p, end, &length);
     const unsigned char *second = p + length;
-    const int may_precede = llama3 && (first == CHAR_SPACE || first == CHAR_OTHER) && !IS_NEWLINE(*p);
+    int may_precede = llama3 && (first == CHAR_SPACE || first == CHAR_OTHER) && !IS_NEWLINE(*p);
     if (may_precede && second < end && class_at(second, end, &unused) == CHAR_LETTER)
         return run_end(second, end, CHAR_LETTER, INT_MAX, &last);
     const unsigned char *word = *p == ' ' ? p + 1 : p;
-    const CharClass kind = word < end ? class_at(word, end, &unused) : CHAR_SPACE;
+    CharClass kind = word < end ? class_at(word, end, &unused) : CHAR_SPACE;
     if (kind == CHAR_OTHER || kind == CHAR_LETTER || (kind == CHAR_NUMBER && !(llama3 && word > p))) {
         const unsigned char *q = run_end(word, end, kind, kind == CHAR_NUMBER ? digits : INT_MAX, &last);
         while (llama3 && kind == CHAR_OTHER && q < end && IS_NEWLINE(*q)) q++;
@@ -269,7 +266,7 @@ static inline void merge_push(uint64_t *heap, int *count, uint64_t merge) {
     heap[i] = merge;
 }
 static inline uint64_t merge_pop(uint64_t *heap, int *count) {
-    const uint64_t first = heap[0], last = heap[--*count];
+    uint64_t first = heap[0], last = heap[--*count];
     int i = 0;
     for (int child; (child = 2 * i + 1) < *count; i = child) {
         child += child + 1 < *count && heap[child + 1] < heap[child];
@@ -279,8 +276,8 @@ static inline uint64_t merge_pop(uint64_t *heap, int *count) {
     heap[i] = last;
     return first;
 }
-// A chunk while it is merged. end[i]: where the part that begins at i ends, 0: no part begins there. before[i]: where
-// the part before it begins. heap, count: possible merges.
+// A chunk while it is merged. end[i]: where the part that begins at i ends; 0: no part begins there. before[i]: where
+// the previous part begins. heap, count: possible merges.
 typedef struct {
     const unsigned char *text;
     int bytes, *end, *before;
@@ -289,8 +286,8 @@ typedef struct {
 } Merging;
 // Offers the merge of the part at `start` with the next part.
 static inline void merge_offer(const Tokenizer *t, Merging *m, int start) {
-    const int middle = start < 0 ? m->bytes : m->end[start];
-    const int id = middle < m->bytes ? tokenizer_find(t, m->text + start, m->end[middle] - start) : -1;
+    int middle = start < 0 ? m->bytes : m->end[start];
+    int id = middle < m->bytes ? tokenizer_find(t, m->text + start, m->end[middle] - start) : -1;
     if (id >= 0) merge_push(m->heap, &m->count, (uint64_t)id << 32 | (uint64_t)start);
 }
 static inline int encode_chunk(const Tokenizer *t, Merging *m, int *ids) {
@@ -302,12 +299,12 @@ static inline int encode_chunk(const Tokenizer *t, Merging *m, int *ids) {
     }
     for (int i = 0; i < m->bytes; i++) merge_offer(t, m, i);
     while (m->count) {
-        const uint64_t merge = merge_pop(m->heap, &m->count);
-        const int start = (int)(uint32_t)merge, middle = m->end[start];
-        tokenizer_token(t, (int)(merge >> 32), &length);
+        uint64_t merge = merge_pop(m->heap, &m->count);
+        int start = (uint32_t)merge, middle = m->end[start];
+        tokenizer_token(t, merge >> 32, &length);
         // one of the two has been merged already
         if (!middle || middle == m->bytes || m->end[middle] != start + length) continue;
-        const int end = m->end[start] = m->end[middle];
+        int end = m->end[start] = m->end[middle];
         m->end[middle] = 0;
         if (end < m->bytes) m->before[end] = start;
         merge_offer(t, m, m->before[start]);
@@ -322,8 +319,8 @@ static inline int tokenizer_encode(const Tokenizer *t, const char *text, int byt
     require(t->kind != TOKENIZER_UNKNOWN, "this tokenizer file does not say how to split text\n" TOKENIZER_HINT);
     const unsigned char *end = (const unsigned char *)text + bytes;
     Merging m = {(const unsigned char *)text, 0, NULL, NULL, NULL, 0};
-    m.heap = (uint64_t *)malloc_or_die(2 * (size_t)bytes * sizeof *m.heap);  // each merge takes one and offers two
-    m.end = (int *)malloc_or_die(2 * (size_t)bytes * sizeof *m.end);
+    m.heap = (uint64_t *)malloc_or_die(2 * sizeof *m.heap * bytes);  // each merge takes one and offers two
+    m.end = (int *)malloc_or_die(2 * sizeof *m.end * bytes);
     m.before = m.end + bytes;
     int n = 0;
     for (; m.text < end; m.text += m.bytes) {

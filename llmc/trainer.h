@@ -223,7 +223,7 @@ static inline int run_micro_steps(Trainer *t) {
         const int stopped = micro > 0 && micro % apart == 0 ? agree(t) : 0;
         if (stopped) return stopped;
         watchdog_beat(PHASE_DATA, -1);
-        if (!o->overfit || (t->train.epoch == 0 && t->train.row == 0)) dataloader_next(&t->train);
+        if (!o->overfit || t->train.next == 0) dataloader_next(&t->train);
         if (!o->overfit && (micro + 1 < t->num_micro || t->state.step + 1 < t->steps)) dataloader_read_ahead(&t->train);
         model_micro_step(&t->model, t->train.inputs, t->train.targets, micro, t->num_micro);
     }

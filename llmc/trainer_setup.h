@@ -393,7 +393,7 @@ static inline void compare_data(Trainer *t) {
                  "%lld of %lld, where this run goes on, to the end of the epoch some come again, and some that did not "
                  "come are left out",
                  (long long)s->data_tokens, (long long)s->data_shards, (long long)d->num_tokens, d->num_shards,
-                 same_size ? ", with other names or other tokens" : "", (long long)d->row,
+                 same_size ? ", with other names or other tokens" : "", (long long)(d->next % d->rows_per_epoch),
                  (long long)d->rows_per_epoch);
         printf("changed since the checkpoint: the training data, %s\n", t->data_changed);
     }
