@@ -797,7 +797,8 @@ struct Model {
 
 // One pass forward, or forward and backward, over B sequences of T tokens.
 typedef struct {
-    int B, T, N, rows;       // N = B * T; rows of the stream that this rank has: N / tp, while decoding N
+    int B, T, N, C;          // N = B * T; channels
+    int rows;                // of the stream that this rank has: N / tp, while decoding N
     int accumulate, reduce;  // add to the gradients; sum them over ranks as soon as they are complete
     const KvCache *cache;    // decoding: the tokens follow those in the cache
 } Pass;
@@ -847,7 +848,7 @@ static void unit_release(Model *m, const Pass *p, int unit) {
 
 // All N rows, of which `mine` are this rank's. Valid until the next call.
 static const float *gather_rows(Model *m, const Pass *p, const float *mine) {
-    size_t piece = area(p->rows, m->config.channels);
+    size_t piece = area(p->rows, p->C);
     if (p->rows == p->N) return mine;
     comm_gather_all(&m->mesh->tp, mine, piece * sizeof(float), m->gathered);
     lap(TIMING_RANKS, 0);
@@ -856,7 +857,7 @@ static const float *gather_rows(Model *m, const Pass *p, const float *mine) {
 // The sum of all ranks' parts (N,C). Returns this rank's rows of it, in place. While decoding these are all rows.
 static const float *scatter_rows(Model *m, const Pass *p, float *parts) {
     const Comm *tp = &m->mesh->tp;
-    size_t piece = area(p->rows, m->config.channels);
+    size_t piece = area(p->rows, p->C);
     if (tp->world == 1) return parts;
     if (p->rows < p->N) {
         comm_reduce_scatter(tp, parts, piece, m->exchange);
@@ -927,7 +928,7 @@ static double linear_flops(const Linear *l, int rows) { return 2.0 * rows * l->i
 // ---- forward
 
 static void norm_rows(const Model *m, const Pass *p, const Norm *n, float *out) {
-    norm_forward_cpu(m->config.norm, out, n->mean, n->rstd, n->x, n->w.weight, n->w.bias, p->rows, m->config.channels,
+    norm_forward_cpu(m->config.norm, out, n->mean, n->rstd, n->x, n->w.weight, n->w.bias, p->rows, p->C,
                      m->config.norm_eps);
     lap("norm", 0);
 }
@@ -937,14 +938,14 @@ static void linear_forward(Model *m, const Pass *p, const Linear *l, float *out,
 }
 // The second layer of a branch: out (rows,C) = x + bias + a weight^T. Every tensor-parallel rank has some columns of a.
 static void linear_project(Model *m, const Pass *p, const Linear *l, float *out, const float *x, const float *a) {
-    int C = l->out, alone = m->mesh->tp.world == 1;
+    int alone = m->mesh->tp.world == 1;
     Linear part = *l;
     if (!alone) part.w.bias = NULL;
     linear_product(&part, alone ? out : m->branch, alone ? x : NULL, a, p->N);
     lap("matmul", linear_flops(l, p->N));
     if (alone) return;
     const float *sum = scatter_rows(m, p, m->branch);
-    for (size_t i = 0; i < area(p->rows, C); i++) out[i] = x[i] + (l->w.bias ? l->w.bias[i % C] : 0) + sum[i];
+    for (size_t i = 0; i < area(p->rows, p->C); i++) out[i] = x[i] + (l->w.bias ? l->w.bias[i % p->C] : 0) + sum[i];
 }
 static void activation_forward(const Model *m, const Pass *p, float *a, const float *f) {
     int F = m->local.ffn_dim;
@@ -997,11 +998,11 @@ static void embed(Model *m, const Pass *p, const int *tokens) {
                 "token id %d is not in the vocabulary of %d\n"
                 "use data made with the model's tokenizer",
                 tokens[n], V);
-    if (wpe && p->cache) wpe += area(p->cache->count, m->config.channels);
+    if (wpe && p->cache) wpe += area(p->cache->count, p->C);
     if (m->mesh->tp.rank > 0) wpe = NULL;  // of the ranks' sum one has the word, the first the position
-    embedding_forward_cpu(m->branch, words_here(m, p, tokens), wte, wpe, p->B, p->T, m->config.channels);
+    embedding_forward_cpu(m->branch, words_here(m, p, tokens), wte, wpe, p->B, p->T, p->C);
     lap("embedding", 0);
-    copy_floats(m->x_embedding, scatter_rows(m, p, m->branch), area(p->rows, m->config.channels));
+    copy_floats(m->x_embedding, scatter_rows(m, p, m->branch), area(p->rows, p->C));
 }
 static Norm final_norm(const Model *m) {
     int L = m->config.num_layers;
@@ -1079,7 +1080,7 @@ static void linear_backward_weight(const Pass *p, const Linear *l, const float *
 static void norm_gradient(Model *m, const Pass *p, const Norm *n) {
     const float *dout = scatter_rows(m, p, m->branch);
     norm_backward_cpu(m->config.norm, m->dx, n->w.dweight, n->w.dbias, dout, n->x, n->w.weight, n->mean, n->rstd,
-                      p->rows, m->config.channels);
+                      p->rows, p->C);
     lap("norm backward", 0);
 }
 static void activation_backward(const Model *m, const Pass *p, const float *f) {
@@ -1133,12 +1134,12 @@ static void block_backward(Model *m, const Pass *p, int l) {
 static void embed_backward(Model *m, const Pass *p, const int *tokens) {
     float *dwte = param_pointer(m, m->grads, 0, ROLE_WTE), *dwpe = param_pointer(m, m->grads, 0, ROLE_WPE);
     const float *dx = gather_rows(m, p, m->dx);
-    embedding_backward_cpu(dwte, dwpe, dx, words_here(m, p, tokens), p->B, p->T, m->config.channels);
+    embedding_backward_cpu(dwte, dwpe, dx, words_here(m, p, tokens), p->B, p->T, p->C);
     lap("embedding backward", 0);
 }
 // Zeros where something is added: the stream's gradient; before the first micro-step also vectors and embeddings.
 static void clear_gradients(Model *m, const Pass *p) {
-    memset(m->dx, 0, area(p->rows, m->config.channels) * sizeof(float));
+    memset(m->dx, 0, area(p->rows, p->C) * sizeof(float));
     for (int i = 0; i < m->table.count && !p->accumulate; i++) {
         const Param *t = &m->table.params[i];
         int is_embedding = t->role == ROLE_WPE || (t->role == ROLE_WTE && !m->config.tied);
@@ -1162,7 +1163,7 @@ static void model_backward(Model *m, const Pass *p, const int *tokens) {
 
 static Pass pass_of(const Model *m, int B, int T) {
     int N = B * T;
-    return (Pass){.B = B, .T = T, .N = N, .rows = N / m->mesh->tp.world};
+    return (Pass){.B = B, .T = T, .N = N, .C = m->config.channels, .rows = N / m->mesh->tp.world};
 }
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
     Pass p = pass_of(m, m->B, m->T);
@@ -1335,7 +1336,7 @@ static void decode_forward(Model *m, const int *tokens, int n) {
         count = min_int(n - t0, most);
         for (int s = 0; s < S; s++) memcpy(piece + s * count, tokens + area(s, n) + t0, count * sizeof(int));
         int N = S * count;
-        Pass p = {.B = S, .T = count, .N = N, .rows = N, .cache = k};  // few rows: every rank has them all
+        Pass p = {.B = S, .T = count, .N = N, .C = C, .rows = N, .cache = k};  // few rows: every rank has them all
         model_forward(m, &p, piece);
         k->count += count;
         for (int s = 0; s < S; s++) copy_floats(m->branch + area(s, C), m->h_final + area((s + 1) * count - 1, C), C);

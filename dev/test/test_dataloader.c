@@ -433,6 +433,12 @@ static void bad_seek(void *unused) {
     dataloader_open(&d, in_folder("good.bin"), 1, 4, 0, 1, 0, 1, 0);
     dataloader_seek(&d, -1, 0);
 }
+static void far_seek(void *unused) {
+    (void)unused;
+    DataLoader d;
+    dataloader_open(&d, in_folder("good.bin"), 1, 4, 0, 1, 0, 1, 0);
+    dataloader_seek(&d, INT64_MAX / 2, 0);
+}
 static void shrunk(void *unused) {
     (void)unused;
     DataLoader d;
@@ -471,6 +477,7 @@ static void test_refusals(void) {
     REFUSES(other_vocab, "a vocabulary of 50257 tokens, the model has 256");
     REFUSES(bad_header, "is out of range");
     REFUSES(bad_seek, "is no place in the data");
+    REFUSES(far_seek, "is no place in the data");
     REFUSES(shrunk, "holds other tokens than at the start of this run");
 }
 
