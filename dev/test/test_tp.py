@@ -229,9 +229,9 @@ def test_samples_and_choices(train, data, tmp_path):
         (2, ["--tp", "2", "-t", "31", "-d", "31"], "31 tokens of a micro-step do not divide over --tp 2 ranks"),
         (4, ["--tp", "2", "-d", 3 * 32], "is not a multiple of batch-size * seq-len * ranks / tp = 64"),
         (0, ["--tp", "2"], "1 ranks are not groups of --tp 2"),
-        (2, ["--tp", "2", "--tp-overlap", "1"], "--tp-overlap 1 needs GPUs"),
+        (2, ["--tp", "2", "--tp-overlap", "1"], "--tp-overlap 1 needs a GPU"),
         (2, ["--tp-overlap", "1"], "--tp-overlap 1 has nothing to overlap with --tp 1"),
-        (2, ["--dp-overlap", "0"], "--dp-overlap 0 needs GPUs"),
+        (2, ["--dp-overlap", "0"], "--dp-overlap needs a GPU"),
     ],
 )
 def test_refusals(train, ranks, more, words):
