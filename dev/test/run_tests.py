@@ -43,6 +43,12 @@ MODELS = {
 ASAN_MODELS = {  # ten times smaller, because ASan makes a model many times slower
     "gpt2-small": "d1,channels=64,vocab=100,seq=64",
     "qwen2.5-small": "qwen2.5:1.5B,layers=2,channels=64,heads=2,kv_heads=1,vocab=100,seq=64",
+    "llama3-small-fp8": "llama3:8B,layers=1,channels=64,heads=2,kv_heads=1,ffn=160,vocab=100,seq=64 --matmul-dtype fp8",
+}
+ROUNDED_MODELS = {  # widths in multiples of 16
+    "gpt2-fp8": MODELS["gpt2"] + " --matmul-dtype fp8",
+    "llama3-fp8-dw-bf16": MODELS["llama3"] + " --matmul-dtype fp8-dw-bf16",
+    "qwen2.5-fp8": MODELS["qwen2.5"] + ",ffn=1504 --matmul-dtype fp8",
 }
 DEBUG = ROOT / "build/test/debug"
 
@@ -203,8 +209,9 @@ def build_all(config, wanted):
 def host_tests(good, wanted, gpus):
     """Tests in C, plain and under ASan; test_model runs on models that PyTorch wrote."""
     models = MODELS if wanted("test_model") or gpus and wanted("test_gpt2cu") else {}
+    rounded = ROUNDED_MODELS if wanted("test_model") else {}
     small = ASAN_MODELS if wanted("test_model.asan") else {}
-    for name, model in (models | small).items():
+    for name, model in (models | rounded | small).items():
         test(
             f"PyTorch writes {name}",
             [
@@ -213,7 +220,7 @@ def host_tests(good, wanted, gpus):
                 "--write-debug",
                 DEBUG / name,
                 "--model",
-                model,
+                *model.split(),
                 "-b",
                 "8",
                 "-t",
@@ -226,7 +233,7 @@ def host_tests(good, wanted, gpus):
         for kind in ("", ".asan"):
             name = source.stem + kind
             folders = (
-                [LOGS / f"{name}.run", *(DEBUG / n for n in (small if kind else models))]
+                [LOGS / f"{name}.run", *(DEBUG / n for n in (small if kind else models | rounded))]
                 if source.stem == "test_model"
                 else []
             )

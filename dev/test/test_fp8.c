@@ -1,9 +1,7 @@
-// llmc/fp8.h against the formats' definition and a search for the nearest value.
-#include "../../llmc/fp8.h"
-#include "../../llmc/rand.h"
+// llmc/fp8.h against the formats' definition and a search for the nearest value, and how tensors are rounded.
+#define LLMC_ORACLE
+#include "../../train_gpt2.c"
 #include "check.h"
-
-#include <math.h>
 
 static const char *const names[] = {"e4m3", "e5m2"};
 static const double largest[] = {448, 57344};
@@ -119,11 +117,51 @@ static void test_scale(Fp8Kind kind) {
     check(all_nan, "%s: an infinity in a tensor makes all of it NaN", names[kind]);
 }
 
+// A tensor whose rows have sizes of their own, some of zeros: what one scale for all makes of it, and one for each row.
+static void test_tensor(Fp8Kind kind, int scale_rows) {
+    enum { ROWS = 37, COLS = 129 };
+    static float x[ROWS * COLS], got[ROWS * COLS];
+    int wrong = 0;
+    double counts[2] = {5, 7}, flushed = 0;
+    float most[ROWS], largest = 0;
+    for (int i = 0; i < ROWS; i++) {
+        most[i] = 0;
+        for (int k = 0; k < COLS; k++) {
+            const float value = ldexpf(rand_normal(8, kind, (uint64_t)(i * COLS + k)), i - ROWS);
+            x[i * COLS + k] = i % 9 == 4 || k % 50 == 3 ? 0 : value;
+            most[i] = fmaxf(most[i], fabsf(x[i * COLS + k]));
+        }
+        largest = fmaxf(largest, most[i]);
+    }
+    fp8_round_cpu(got, x, kind, ROWS, COLS, scale_rows, counts);
+    for (int i = 0; i < ROWS; i++) {
+        const double scale = fp8_scale(kind, scale_rows ? most[i] : largest);
+        for (int k = 0; k < COLS; k++) {
+            const float y = (float)(x[i * COLS + k] * scale);
+            const double expected = value_of(kind, nearest(kind, y)) / scale;
+            wrong += got[i * COLS + k] != expected;
+            flushed += expected == 0 && y != 0;
+        }
+    }
+    check(wrong == 0 && counts[0] == 5 + flushed && counts[1] == 7 && (flushed > 100) == !scale_rows,
+          "%s, %s: %d of %d values are wrong, %g became 0", names[kind],
+          scale_rows ? "a scale for each row" : "one scale", wrong, ROWS * COLS, flushed);
+    x[5 * COLS + 9] = NAN;
+    x[20 * COLS + 1] = INFINITY;
+    fp8_round_cpu(got, x, kind, ROWS, COLS, scale_rows, counts);
+    int nans = 0;
+    for (int i = 0; i < ROWS * COLS; i++) nans += isnan(got[i]) && (!scale_rows || i / COLS == 5 || i / COLS == 20);
+    check(nans == (scale_rows ? 2 : ROWS) * COLS, "%s: a NaN and an infinity make their %s NaN", names[kind],
+          scale_rows ? "rows" : "tensor");
+}
+
 int main(void) {
     for (int kind = FP8_E4M3; kind <= FP8_E5M2; kind++) {
         test_codes((Fp8Kind)kind);
         test_rounding((Fp8Kind)kind);
         test_scale((Fp8Kind)kind);
+        test_tensor((Fp8Kind)kind, 0);
+        test_tensor((Fp8Kind)kind, 1);
     }
     return checks_report("test_fp8");
 }
