@@ -152,6 +152,14 @@ def test_good_input_trains(trainer):
         (["-k", "cubic"], ["cubic"]),
         (["--on-nan", "ignore"], ["ignore"]),
         (["--state-dtype", "fp16"], ["fp16", "fp32 or bf16"]),
+        (["--matmul-dtype", "fp16"], ["fp16", "native, bf16, fp8 or fp8-dw-bf16"]),
+        (["--matmul-dtype", "fp8", "-e", "d1,channels=24,heads=1"], ["multiples of 16, but channels: 24", "--model"]),
+        (["--matmul-dtype", "fp8", "-e", "d1,channels=32,heads=1,ffn=72"], ["multiples of 16, but MLP width: 72"]),
+        (["--matmul-dtype", "fp8-dw-bf16", "-e", "d1,channels=24,heads=1"], ["multiples of 16, but channels: 24"]),
+        (
+            ["--matmul-dtype", "fp8", "-b", "1", "-t", "40"],
+            ["but tokens of a micro-step: 40", "another --matmul-dtype"],
+        ),
         (["--recompute", "4"], ["--recompute 4"]),
         (["--head-chunks", "-1"], ["--head-chunks -1"]),
         (["--top-p", "0"], ["--top-p 0"]),
@@ -298,6 +306,7 @@ CHANGED = {
         "max-steps": [6],
         "overfit": [1],
         "seed": [1],
+        "matmul-dtype": ["bf16", "fp8", "fp8-dw-bf16"],
         "schedule": ["linear", "wsd"],
         "learning-rate": [1e-3],
         "warmup": [3],
@@ -312,6 +321,7 @@ CHANGED = {
         "val-data": ["good.bin"],
         "print-every": [2],
         "timing": [2],
+        "log-fp8-every": [1],
         "eval-every": [1],
         "eval-steps": [1],
         "sample-every": [1],
@@ -393,6 +403,65 @@ def test_options_that_change_the_run(numbers, name, value):
     run, (steps, weights) = numbers
     new_steps, new_weights = run({name: value})
     assert not np.allclose(new_steps, steps, rtol=1e-6) and new_weights != weights
+
+
+def test_counting_what_fp8_loses_changes_no_number(numbers):
+    run, _ = numbers
+    assert run({"matmul-dtype": "fp8", "log-fp8-every": 1}) == run({"matmul-dtype": "fp8", "log-fp8-every": 0})
+
+
+# ---- fp8
+
+FP8 = ["-e", "d2,channels=64,vocab=256,seq=64", "-b", "2", "-t", "40", "-n", "2", "--log-fp8-every", "2"]
+
+
+def test_what_fp8_loses_is_said(trainer, tmp_path):
+    """In every N-th step, as shares; a native run says nothing."""
+    said = succeeds(trainer(*FP8, "-x", "5", "-o", tmp_path / "fp8", "--matmul-dtype", "fp8")).stdout
+    logged = events(tmp_path / "fp8", "fp8")
+    assert [e["step"] for e in logged] == [2, 4] and said.count("fp8, % rounded to 0 and saturated: inputs ") == 2
+    names = {f"{name}_{loss}" for name in ("inputs", "weights", "gradients") for loss in ("flushed", "saturated")}
+    for e in logged:
+        assert names == set(e) - {"event", "step", "elapsed"}
+        assert all(0 <= e[name] < 0.1 for name in names) and all(e[n] == 0 for n in names if "saturated" in n)
+        # of the gradients of 80 tokens' rows some are a million times smaller than others
+        assert e["gradients_flushed"] > 1e-4 and e["inputs_flushed"] < 0.1 * e["gradients_flushed"]
+    assert "fp8" in events(tmp_path / "fp8", "start")[0]["plan"]
+    succeeds(trainer(*FP8, "-x", "5", "-o", tmp_path / "native"))
+    assert not events(tmp_path / "native", "fp8")
+
+
+def test_a_run_goes_on_in_another_matmul_dtype(trainer, tmp_path):
+    """Forth and back, and says so. What is not given stays."""
+    run = tmp_path / "run"
+    succeeds(trainer(*FP8, "-x", "2", "-o", run))
+    for steps, given, expected in (
+        (4, ["--matmul-dtype", "fp8"], ["--matmul-dtype native -> fp8"]),
+        (6, [], []),
+        (8, ["--matmul-dtype", "fp8-dw-bf16"], ["--matmul-dtype fp8 -> fp8-dw-bf16"]),
+        (10, ["--matmul-dtype", "native"], ["--matmul-dtype fp8-dw-bf16 -> native"]),
+    ):
+        said = succeeds(trainer.bare("-o", run, "-y", "1", "-x", steps, *given)).stdout
+        changed = set(re.findall("changed since the checkpoint: (.*)", said))
+        assert changed == {*expected, f"--max-steps {steps - 2} -> {steps}"}
+    dtypes = [e["options"]["matmul-dtype"] for e in events(run, "start")]
+    assert dtypes == ["native", "fp8", "fp8", "fp8-dw-bf16", "native"]
+    assert [e["step"] for e in events(run, "fp8")] == [4, 6, 8]
+
+
+def test_evaluation_and_samples_are_in_the_dtype_that_trains(trainer, tmp_path):
+    """The same weights have another validation loss in fp8; the run and --evaluate of its checkpoint have the same."""
+    run = tmp_path / "run"
+    every = ["-x", "2", "-v", "2", "-m", "2", "-s", "2", "-g", "8"]
+    succeeds(trainer(*FP8, *every, "-o", run, "-l", "3e-2", "--matmul-dtype", "fp8"))
+    trained = events(run, "eval")[-1]["loss"]
+    losses = {}
+    for dtype in ("fp8", "native"):
+        words = ["-o", run, "-y", "1", "--evaluate", "1", "--matmul-dtype", dtype]
+        succeeds(trainer.bare(*words))
+        losses[dtype] = events(run, "eval", "evaluate.jsonl")[-1]["loss"]
+    assert losses["fp8"] == trained and losses["native"] != trained
+    assert abs(losses["native"] - trained) < 0.1
 
 
 # ---- the line of a step
@@ -723,8 +792,8 @@ def test_what_files_say_commands_no_terminal(trainer, checkpoint, tmp_path):
 # ---- runs that go on, and what is in their way
 
 
-def events(folder, kind):
-    return [e for e in map(json.loads, (folder / "main.jsonl").read_text().splitlines()) if e["event"] == kind]
+def events(folder, kind, name="main.jsonl"):
+    return [e for e in map(json.loads, (folder / name).read_text().splitlines()) if e["event"] == kind]
 
 
 def test_overfit_goes_on_with_its_batch(trainer, tmp_path):
