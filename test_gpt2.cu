@@ -49,15 +49,13 @@ static int can_fuse(const char *folder) {
     const Config c = config_from_json(folder);
     return matmul_can_fuse(c.mlp, c.ffn_dim);
 }
-// Error of all gradients of the debug batch against PyTorch's, in micro-steps of batch_size sequences.
-static double gradient_error(const char *folder, const Options *base, int batch_size, const char *grad_dtype) {
+// each(got, expected, count) of every gradient of the debug batch, in micro-steps of batch_size sequences; expected:
+// PyTorch's.
+template <typename Each> static void compare_gradients(const char *folder, Options o, int batch_size, Each each) {
     DebugFile d = debug_open(folder);
-    Options o = *base;
     Model m;
-    double difference = 0, reference = 0;
     o.batch_size = batch_size;
     o.total_batch = (long long)d.B * d.T;
-    o.grad_dtype = grad_dtype;
     open_reference(&m, folder, &o);
     const int num_micro = d.B / batch_size;
     for (int step = 0; step < 3; step++)  // the same again as graphs
@@ -74,17 +72,59 @@ static double gradient_error(const char *folder, const Options *base, int batch_
               *scratch = (float *)malloc_or_die(p->size * sizeof(float));
         param_read(&d.file, t, p, 0, size, expected, scratch);
         model_read(&m, SLOT_GRAD, p->offset, p->size, got);
-        for (size_t k = 0; k < size; k++) {
-            difference += (double)(got[k] - expected[k]) * (got[k] - expected[k]);
-            reference += (double)expected[k] * expected[k];
-        }
+        each(got, expected, size);
         free(expected);
         free(got);
         free(scratch);
     }
     model_close(&m);
     debug_close(&d);
+}
+static double gradient_error(const char *folder, const Options *base, int batch_size, const char *grad_dtype) {
+    Options o = *base;
+    double difference = 0, reference = 0;
+    o.grad_dtype = grad_dtype;
+    compare_gradients(folder, o, batch_size, [&](const float *got, const float *expected, size_t count) {
+        for (size_t k = 0; k < count; k++) {
+            difference += (double)(got[k] - expected[k]) * (got[k] - expected[k]);
+            reference += (double)expected[k] * expected[k];
+        }
+    });
     return sqrt(difference / reference);
+}
+// fp8: direction and size of each gradient, and that nothing which only saves time or memory changes a bit.
+static void test_fp8(const char *folder, const Options *base, const char *dtype) {
+    uint64_t first = 0;
+    for (int way = 0; way < 6; way++) {
+        Options o = *base;
+        o.matmul_dtype = dtype;
+        o.recompute = way < 4 ? way : 0;
+        o.gelu_fusion = way == 4 && can_fuse(folder) ? 2 : 0;
+        o.head_chunks = way == 5 ? 2 : 0;
+        double cosines = 0, sizes = 0, least = 1;
+        int tensors = 0;
+        uint64_t hash = COMM_HASH;
+        compare_gradients(folder, o, (int)o.batch_size, [&](const float *got, const float *expected, size_t count) {
+            double both = 0, mine = 0, theirs = 0;
+            for (size_t k = 0; k < count; k++) {
+                both += (double)got[k] * expected[k];
+                mine += (double)got[k] * got[k];
+                theirs += (double)expected[k] * expected[k];
+            }
+            hash = comm_hash(hash, got, count * sizeof(float));
+            if (theirs == 0) return;
+            const double cosine = both / sqrt(mine * theirs);
+            cosines += cosine;
+            sizes += fabs(sqrt(mine / theirs) - 1);
+            least = fmin(least, cosine);
+            tensors++;
+        });
+        if (way == 0) first = hash;
+        check(cosines / tensors > 0.99 && sizes / tensors < 0.012 && least > 0.95 && hash == first,
+              "%s, %s, way %d: gradients' mean cosine %.4f, least %.4f, mean error of their norms %.2f%%, %s bits",
+              folder, dtype, way, cosines / tensors, least, 100 * sizes / tensors,
+              hash == first ? "the same" : "OTHER");
+    }
 }
 // Over eight micro-steps: sums in fp32 are as good as one micro-step, sums in bf16 are not.
 static void test_gradient_sums(const char *folder, const Options *o) {
@@ -125,6 +165,13 @@ static void test_one_gpu(const char *folder, const char *output) {
     o.tf32 = 0;
     o.gelu_fusion = 0;
     test_reference(folder, &o);
+    const Config c = config_from_json(folder);
+    int count;
+    hopper_variants(MATMUL_E4M3, &count);
+    if (count && c.ffn_dim % 16 == 0) {
+        test_fp8(folder, &o, "fp8");
+        test_fp8(folder, &o, "fp8-dw-bf16");
+    }
     test_short_rows(folder, &o);
     if (can_fuse(folder)) {
         Options fused = o;
