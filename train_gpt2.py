@@ -654,8 +654,8 @@ def option_table():
         # lines and strings may break anywhere
         text = " ".join(f.read().replace("\\\n", " ").split()).replace('" "', "")
     row = (
-        r'SECTION\("([^"]*)"\)|(STR|INT|FLT)\((\w+), "(\w*)", \'.\', '
-        r'(?:"([^"]*)"|([^",]+)), +(?:([^",]+), ([^",]+), +)?"([^"]*)"\)'
+        r'SECTION\("([^"]*)"\)|(STR|ONE|INT|FLT)\((\w+), "(\w*)", \'.\', '
+        r'(?:"([^"]*)"|([^",]+)), +(?:"[^"]*", +|([^",]+), ([^",]+), +)?"([^"]*)"\)'
     )
     rows, section = [], ""
     for title, kind, field, *others in re.findall(row, text):
@@ -704,7 +704,7 @@ def parse_options(argv=None):
     for section, kind, name, letters, text, number, low, high, about in table:
         if name not in HONOURED:
             continue
-        of, flags = {"STR": str, "INT": int, "FLT": float}[kind], [f"-{letters}"] * bool(letters) + [f"--{name}"]
+        of, flags = {"INT": int, "FLT": float}.get(kind, str), [f"-{letters}"] * bool(letters) + [f"--{name}"]
         alone = {"nargs": "?", "const": 1} if (kind, low, high) == ("INT", "0", "1") else {}  # means 1
         groups[section].add_argument(
             *flags,

@@ -1,18 +1,17 @@
 // Multiple-choice sets -> rows to score. Plain C, shared by both trainers.
 //
 //   eval_open(&set, "dev/data/choice/arc_easy.bin", T, vocab_size);     checks every byte: nothing can fail afterwards
-//   eval_row(&set, choice, T, inputs, targets);
-//     context and one ending; only the ending is scored
+//   eval_row(&set, choice, T, inputs, targets);                         context and one ending; the ending is scored
 //
 // The file is 256 int32 {magic, version, examples, longest, vocab_size, tokenizer, hash_lo, hash_hi, 0...} (`longest`:
 // bytes of the longest example, not used here), then for each example the numbers
 //      START, bytes, index, label, choices, n, n context tokens, and for each choice m, [characters,] m tokens.
 // `bytes` counts all of these. Version 1 is llm.c's (its hellaswag_val.bin): numbers of 16 bits, START 65535, no
-// `characters`, nothing about the tokenizer. Version 2 is ours: numbers of 32 bits, START 2^32 - 1, and the number of
-// characters in the text of the choice.
+// `characters`, no tokenizer. Version 2 is this project's: numbers of 32 bits, START 2^32 - 1, `characters` in the text
+// of the choice.
 //
-// If context and ending are longer than T + 1 tokens, the context loses its first tokens, as in lm-eval. num_cut counts
-// such choices. An ending of more than T tokens is refused: it would lose tokens that are scored.
+// If context and ending together exceed T + 1 tokens, the first tokens of the context are cut off, as in lm-eval. An
+// ending of more than T tokens is refused, because scored tokens would be cut off.
 #ifndef LLMC_EVAL_SET_H
 #define LLMC_EVAL_SET_H
 
@@ -25,16 +24,16 @@ typedef struct {
     const uint32_t *context;
 } EvalExample;
 typedef struct {
-    int example, length, characters /* 0: not said */;
+    int example, length, characters /* 0: unknown */;
     const uint32_t *tokens;
 } EvalChoice;
 typedef struct EvalSet {
     char name[64];                  // of the file, without folder, .bin and _val
     int num_examples, num_choices;  // choices of all examples together
-    int num_cut;                    // choices that lose some of their context
+    int num_cut;                    // choices whose context is cut
     EvalExample *examples;
     EvalChoice *choices;
-    uint64_t hash;  // of the tokenizer's tokens, as in tokenizer.h; 0: not said
+    uint64_t hash;  // of the tokenizer's tokens, as in tokenizer.h; 0: unknown
     // private
     uint32_t *stream;  // the file without its header
     size_t words;
@@ -46,11 +45,10 @@ typedef struct EvalSet {
 
 #define EVAL_REQUIRE(ok, what, ...) require(ok, "'%s' " what, path, __VA_ARGS__)
 
-// Reads the example at number *at into s->examples[i] and s->choices (NULL: only counts them). Returns NULL, or what is
-// wrong.
-static inline const char *eval_parse(EvalSet *s, int i, size_t *at, int wide) {
+// Reads the example that begins with number *at, and moves *at behind it. Returns NULL, or what is wrong.
+static const char *eval_parse(EvalSet *s, int i, size_t *at, int wide) {
     const uint32_t *p = s->stream + *at, start = wide ? UINT32_MAX : UINT16_MAX, word = wide ? 4 : 2;
-    const size_t words = s->words - *at;
+    size_t words = s->words - *at;
     if (words < 6 || p[0] != start) return "does not begin with an example's header";
     if (p[1] % word || p[1] / word < 6 || p[1] / word > words) return "is longer than the file";
     const uint32_t *end = p + p[1] / word;
@@ -59,32 +57,33 @@ static inline const char *eval_parse(EvalSet *s, int i, size_t *at, int wide) {
     if (p[5] < 1 || p[5] > (size_t)(end - p - 6) || p[5] > INT32_MAX / 4) return "has a context of impossible length";
     const EvalExample x = {(int)p[3], (int)p[4], s->num_choices, (int)p[5], p + 6};
     const uint32_t *next = x.context + x.context_len;
-    for (int c = 0; c < x.num_choices; c++, next += *next + 1 + (uint32_t)wide) {
-        const int64_t left = end - next - 1 - wide;
+    s->examples[i] = x;
+    s->choices = (EvalChoice *)realloc(s->choices, (s->num_choices + x.num_choices) * sizeof(EvalChoice));
+    if (!s->choices) return "does not fit into memory";
+    for (int c = 0; c < x.num_choices; c++, next += *next + 1 + wide) {
+        int64_t left = end - next - 1 - wide;
         if (left < 0 || *next < 1 || *next > left || *next > INT32_MAX / 4) return "has an ending of impossible length";
         if (wide && (next[1] < 1 || next[1] > INT32_MAX)) return "has an ending of impossible length in characters";
         const EvalChoice choice = {i, (int)*next, wide ? (int)next[1] : 0, next + 1 + wide};
-        if (s->choices) s->choices[x.first_choice + c] = choice;
+        s->choices[s->num_choices++] = choice;
     }
     if (next != end) return "does not fill its length";
-    if (s->examples) s->examples[i] = x;
-    s->num_choices += x.num_choices;
-    *at += (size_t)(end - p);
+    *at += end - p;
     return NULL;
 }
-static inline void eval_parse_all(EvalSet *s, const char *path, int wide) {
+static void eval_parse_all(EvalSet *s, const char *path, int wide) {
     size_t at = 0;
-    s->num_choices = 0;
+    s->examples = new_array(EvalExample, s->num_examples);
     for (int i = 0; i < s->num_examples; i++) {
         const char *wrong = eval_parse(s, i, &at, wide);
         EVAL_REQUIRE(!wrong, "is damaged: example %d %s\n" EVAL_HINT, i, wrong);
     }
     EVAL_REQUIRE(at == s->words, "is too long: %zu words follow the last example\n" EVAL_HINT, s->words - at);
 }
-// The file's numbers; those of 16 bits are widened.
-static inline void eval_read(EvalSet *s, int fd, const char *path, int wide) {
-    s->stream = (uint32_t *)malloc_or_die(s->words * 4);
-    // 16 bits: into the upper half, so that widening can go upwards in place.
+// Reads the file's numbers and widens those of 16 bits.
+static void eval_read(EvalSet *s, int fd, const char *path, int wide) {
+    s->stream = new_array(uint32_t, s->words);
+    // 16 bits: into the upper half, so that they can be widened in place, from the first one on.
     char *raw = (char *)s->stream + (wide ? 0 : s->words * 2);
     pread_or_die(fd, raw, s->words * (wide ? 4 : 2), HEADER_BYTES, path);
     for (size_t i = 0; i < s->words && !wide; i++) {
@@ -93,8 +92,8 @@ static inline void eval_read(EvalSet *s, int fd, const char *path, int wide) {
         s->stream[i] = word;
     }
 }
-static inline void eval_check_tokens(const char *path, int example, const uint32_t *tokens, int n, int vocab_size) {
-    const uint32_t limit = vocab_size ? (uint32_t)vocab_size : INT32_MAX;
+static void eval_check_tokens(const char *path, int example, const uint32_t *tokens, int n, int vocab_size) {
+    uint32_t limit = vocab_size ? vocab_size : INT32_MAX;
     for (int t = 0; t < n; t++)
         EVAL_REQUIRE(tokens[t] < limit,
                      "holds token %u, outside the vocabulary of %u, in example %d\n"
@@ -105,13 +104,13 @@ static inline void eval_check_tokens(const char *path, int example, const uint32
 static inline void eval_open(EvalSet *s, const char *path, int T, int vocab_size) {
     int64_t bytes;
     int32_t h[HEADER_WORDS];
-    const int fd = open_with_header(path, "a multiple-choice file", EVAL_HINT, h, &bytes);
+    int fd = open_with_header(path, "a multiple-choice file", EVAL_HINT, h, &bytes);
     EVAL_REQUIRE(h[0] == EVAL_MAGIC, "is not a multiple-choice file (magic %d, not %d)\n" EVAL_HINT, h[0], EVAL_MAGIC);
     EVAL_REQUIRE(h[1] == EVAL_VERSION || h[1] == EVAL_VERSION_32,
                  "has version %d, this program reads %d and %d\n" EVAL_HINT, h[1], EVAL_VERSION, EVAL_VERSION_32);
-    const int wide = h[1] == EVAL_VERSION_32, word = wide ? 4 : 2;
+    int wide = h[1] == EVAL_VERSION_32, word = wide ? 4 : 2;
     memset(s, 0, sizeof *s);
-    s->words = (size_t)(bytes - HEADER_BYTES) / (size_t)word;
+    s->words = (bytes - HEADER_BYTES) / word;
     s->num_examples = h[2];
     EVAL_REQUIRE(bytes <= INT32_MAX, "has %lld bytes, more than 2 GiB\nsplit the set into several files",
                  (long long)bytes);
@@ -124,9 +123,6 @@ static inline void eval_open(EvalSet *s, const char *path, int T, int vocab_size
     s->hash = wide ? header_hash(h + 6) : 0;
     eval_read(s, fd, path, wide);
     close(fd);
-    eval_parse_all(s, path, wide);  // counts
-    s->examples = (EvalExample *)malloc_or_die((size_t)h[2] * sizeof(EvalExample));
-    s->choices = (EvalChoice *)malloc_or_die((size_t)s->num_choices * sizeof(EvalChoice));
     eval_parse_all(s, path, wide);
     for (int k = 0; k < s->num_choices; k++) {
         const EvalChoice *c = &s->choices[k];
@@ -142,7 +138,7 @@ static inline void eval_open(EvalSet *s, const char *path, int T, int vocab_size
     snprintf(s->name, sizeof s->name, "%s", file_name(path));
     static const char *const ends[2] = {".bin", "_val"};
     for (int k = 0; k < 2; k++) {
-        const size_t n = strlen(s->name), m = strlen(ends[k]);
+        size_t n = strlen(s->name), m = strlen(ends[k]);
         if (n > m && strcmp(s->name + n - m, ends[k]) == 0) s->name[n - m] = 0;
     }
 }
@@ -155,21 +151,21 @@ static inline void eval_close(EvalSet *s) {
 
 // ---- rows
 
-// How many positions a row of this choice needs, at most T. The last token of the ending is only a target.
-static inline int eval_row_length(const EvalSet *s, int choice, int T) {
+// Positions that a row of this choice needs, at most T. The last token of the ending is a target only.
+static int eval_row_length(const EvalSet *s, int choice, int T) {
     const EvalChoice *c = &s->choices[choice];
-    const int all = s->examples[c->example].context_len + c->length - 1;
+    int all = s->examples[c->example].context_len + c->length - 1;
     return all < T ? all : T;
 }
-// One row (T), T at least eval_row_length of the T that the set was opened for. Targets that are not scored are -1.
+// One row (T), where T is at least eval_row_length for the T of eval_open. Targets that are not scored are -1.
 static inline void eval_row(const EvalSet *s, int choice, int T, int *inputs, int *targets) {
     const EvalChoice *c = &s->choices[choice];
     const EvalExample *x = &s->examples[c->example];
-    const int n = eval_row_length(s, choice, T), context = n + 1 - c->length;
+    int n = eval_row_length(s, choice, T), context = n + 1 - c->length;
     const uint32_t *first = x->context + x->context_len - context;
     for (int t = 0; t < T; t++) {
-        const int next = t + 1 - context;  // position t predicts this token of the ending
-        inputs[t] = t >= n ? 0 : (int)(t < context ? first[t] : c->tokens[t - context]);
+        int next = t + 1 - context;  // position t predicts this token of the ending
+        inputs[t] = t >= n ? 0 : t < context ? first[t] : c->tokens[t - context];
         targets[t] = next >= 0 && next < c->length ? (int)c->tokens[next] : -1;
     }
 }

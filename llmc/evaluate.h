@@ -1,5 +1,5 @@
-// How good the model is: the loss on the validation set, and accuracy on multiple-choice sets. Every rank takes part,
-// rank 0 prints and logs. No result depends on batch size or number of ranks, but for fp32's rounding.
+// The loss on the validation set, and the accuracy on multiple-choice sets. Every rank takes part, rank 0 prints and
+// logs. Batch size and number of ranks change results by fp32's rounding only.
 #ifndef LLMC_EVALUATE_H
 #define LLMC_EVALUATE_H
 
@@ -13,21 +13,21 @@ typedef struct {
     int64_t val_batches;  // in a validation loss, of each rank; -1: the whole set
     DataLoader val;       // if has_val
     EvalSet *sets;        // multiple choice
-    int stopped;          // a signal came: what was counted is no result
+    int stopped;          // a signal has ended the evaluation: it has no result
 } Evaluation;
 
-typedef struct { double loss, bpb; } ValScore;  // nats a token; bits a byte, NAN without a tokenizer
+typedef struct { double loss, bpb; } ValScore;  // nats a token; bits a byte of text, NAN without a tokenizer
 typedef struct {
-    double acc;       // share of examples whose right choice has the smallest loss: summed over its tokens,
-    double acc_norm;  // divided by its tokens, as llm.c does,
-    double acc_char;  // or by its characters, as lm-eval's acc_norm does; NAN: the file does not know them
-    double loss;      // mean loss of a token of the right choices: moves long before accuracy does
+    double acc;       // share of examples whose right choice has the smallest loss, summed over its tokens
+    double acc_norm;  // the same, the sum divided by the number of tokens, as in llm.c
+    double acc_char;  // the same, divided by the number of characters, as lm-eval's acc_norm; NAN: not in the file
+    double loss;      // mean loss of a token of the right choices; falls long before accuracy rises
 } ChoiceScore;
 
 // ---- what is evaluated
 
 // `patterns`: files or globs with commas between.
-static inline void evaluation_add_sets(Evaluation *e, const char *patterns, int vocab_size) {
+static void evaluation_add_sets(Evaluation *e, const char *patterns, int vocab_size) {
     char *copy = strdup(patterns), *rest = copy;
     require(copy, "out of memory\nname fewer sets");
     for (char *pattern; (pattern = strsep(&rest, ","));) {
@@ -37,7 +37,7 @@ static inline void evaluation_add_sets(Evaluation *e, const char *patterns, int 
                 "no file matches '%s'\n"
                 "make multiple-choice sets with: python dev/data/multiple_choice.py",
                 pattern);
-        e->sets = (EvalSet *)realloc(e->sets, ((size_t)e->num_sets + found.gl_pathc) * sizeof(EvalSet));
+        e->sets = (EvalSet *)realloc(e->sets, (e->num_sets + found.gl_pathc) * sizeof(EvalSet));
         require(e->sets, "out of memory\nname fewer sets");
         for (size_t i = 0; i < found.gl_pathc; i++) {
             EvalSet *added = &e->sets[e->num_sets];
@@ -53,8 +53,8 @@ static inline void evaluation_add_sets(Evaluation *e, const char *patterns, int 
     }
     free(copy);
 }
-// Hash of the tokenizer that made what is evaluated; 0: no file says it.
-static inline uint64_t evaluation_tokenizer(const Evaluation *e) {
+// Hash of the tokenizer of the evaluation data; 0: unknown.
+static uint64_t evaluation_tokenizer(const Evaluation *e) {
     uint64_t hash = e->val.hash;
     for (int i = 0; i < e->num_sets && !hash; i++) hash = e->sets[i].hash;
     return hash;
@@ -62,13 +62,13 @@ static inline uint64_t evaluation_tokenizer(const Evaluation *e) {
 static inline void evaluation_open(Evaluation *e, const Options *o, const Comm *comm, int vocab_size) {
     const char *hellaswag = "dev/data/hellaswag/hellaswag_val.bin";
     memset(e, 0, sizeof *e);
-    e->B = (int)o->batch_size;
-    e->T = (int)o->seq_len;
+    e->B = o->batch_size;
+    e->T = o->seq_len;
     e->val_batches = o->eval_steps;
     if (!o->eval_every && !o->evaluate) return;
     e->has_val = *o->val_data != 0;
     if (e->has_val) dataloader_open(&e->val, o->val_data, e->B, e->T, comm->rank, comm->world, 0, 0, vocab_size);
-    const int found = o->hellaswag && file_exists(hellaswag);
+    int found = o->hellaswag && file_exists(hellaswag);
     if (found) evaluation_add_sets(e, hellaswag, vocab_size);
     if (o->hellaswag && !found)
         printf("HellaSwag is skipped: there is no %s\nmake it with: python dev/data/hellaswag.py\n", hellaswag);
@@ -92,7 +92,7 @@ static inline void evaluation_print(const Evaluation *e) {
         putchar('\n');
     }
 }
-// What is read, for the handshake: all ranks must have the same files. These return how many there are.
+// Files for the handshake: all ranks must have the same. Both return their number.
 static inline int list_shards(const DataLoader *d, DataFile *files) {
     for (int i = 0; i < d->num_shards; i++) files[i] = (DataFile){file_name(d->shards[i].path), d->shards[i].hash};
     return d->num_shards;
@@ -107,36 +107,36 @@ static inline int list_sets(const Evaluation *e, DataFile *files) {
 
 // ---- ends early
 
-// Called before each batch with MEET_ON. A job that is told to stop has seconds, an evaluation may take an hour: all
-// ranks end at the same batch.
-static inline int evaluation_goes_on(Evaluation *e, const Model *m, int on) {
+// Called before each batch with MEET_ON. After a signal a job has seconds, but an evaluation may take an hour: all
+// ranks end it at the same batch.
+static int evaluation_goes_on(Evaluation *e, const Model *m, int on) {
     watchdog_beat(PHASE_EVALUATE, -1);
-    const int all = e->stopped ? 0 : stop_meet(&m->mesh->job, on);
+    int all = e->stopped ? 0 : stop_meet(&m->mesh->job, on);
     e->stopped |= all & MEET_ON && all & MEET_STOP;
     return all & MEET_ON && !e->stopped;
 }
 // After its last batch a rank meets those that have more.
-static inline void evaluation_end(Evaluation *e, const Model *m) {
+static void evaluation_end(Evaluation *e, const Model *m) {
     while (evaluation_goes_on(e, m, 0)) {
     }
-    if (m->mesh->tp.world > 1) comm_align(&m->mesh->job);  // tensor-parallel groups had different numbers of batches
+    if (m->mesh->tp.world > 1) comm_align(&m->mesh->job);  // tensor-parallel groups have different numbers of batches
 }
 
 // ---- validation set
 
-// Over the first sequences of the validation set, which ranks share. Every token counts once, whatever the batch size.
-// Bits per byte of text (end-of-text has no bytes) compare models with different tokenizers.
-static inline ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *tokenizer) {
+// Over the first sequences of the validation set, divided among ranks. Every token counts once, at any batch size. Bits
+// per byte of text (end-of-text has no bytes) compare models with different tokenizers.
+static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *tokenizer) {
     const Comm *dp = &m->mesh->dp;
-    const int B = e->B, T = e->T, step = B * dp->world;
+    int B = e->B, T = e->T, step = B * dp->world;
     int64_t rows = e->val.rows_per_epoch, bytes = 0;
     if (e->val_batches > 0 && e->val_batches * step < rows) rows = e->val_batches * step;
-    float *losses = (float *)malloc_or_die((size_t)B * T * sizeof(float));
+    float *losses = new_array(float, B *(size_t)T);
     double sum = 0;
     dataloader_reset(&e->val);
     for (int64_t row = 0; row < rows && evaluation_goes_on(e, m, MEET_ON); row += step) {
-        // The last batch may run on into the next epoch.
-        const int64_t left = rows - row - (int64_t)dp->rank * B, counted = (left < B ? left : B) * T;
+        // The last batch may continue in the next epoch.
+        int64_t left = rows - row - (int64_t)dp->rank * B, counted = (left < B ? left : B) * T;
         dataloader_next(&e->val);
         if (row + step < rows) dataloader_read_ahead(&e->val);
         model_losses(m, e->val.inputs, e->val.targets, T, losses);
@@ -147,23 +147,23 @@ static inline ValScore validation_score(Evaluation *e, Model *m, const Tokenizer
     }
     free(losses);
     evaluation_end(e, m);
-    const double total = comm_sum(dp, sum), text = comm_sum(dp, (double)bytes);
+    double total = comm_sum(dp, sum), text = comm_sum(dp, bytes);
     const ValScore r = {total / ((double)rows * T), text > 0 ? total / log(2) / text : NAN};
     return r;
 }
 
 // ---- multiple choice
 
-// Rows that wait for the model, up to its B * T tokens.
+// Rows to score, up to the model's B * T tokens at a time.
 typedef struct {
     Model *m;
     int T, rows, filled, *inputs, *targets, *choice;
     float *losses;
 } ChoiceBatch;
 
-static inline void choice_flush(ChoiceBatch *b, Evaluation *e, double *sums) {
+static void choice_flush(ChoiceBatch *b, Evaluation *e, double *sums) {
     if (b->filled == 0) return;
-    const size_t T = (size_t)b->T, used = b->filled * T, rest = (b->rows - b->filled) * T * sizeof(int);
+    size_t T = b->T, used = b->filled * T, rest = (b->rows - b->filled) * T * sizeof(int);
     b->filled = 0;
     if (!evaluation_goes_on(e, b->m, MEET_ON)) return;
     memset(b->inputs + used, 0, rest);
@@ -171,41 +171,40 @@ static inline void choice_flush(ChoiceBatch *b, Evaluation *e, double *sums) {
     model_losses(b->m, b->inputs, b->targets, b->T, b->losses);
     for (size_t i = 0; i < used; i++) sums[b->choice[i / T]] += b->losses[i];  // 0 where nothing is scored
 }
-// sums[choice]: the loss of its ending, for this rank's examples: every world-th. Most questions are much shorter than
-// T: rows of up to T/2, T/4, ... tokens are scored apart, more of them at a time. Which rows a choice is scored with
-// depends on lengths alone.
-static inline void choice_losses(Evaluation *e, const EvalSet *s, Model *m, double *sums) {
+// sums[choice]: the loss of its ending, for every world-th example. Most rows are much shorter than T. Those of at most
+// T/2, T/4, ... tokens are scored separately, 2, 4, ... times as many at a time. A choice's place depends on lengths
+// alone.
+static void choice_losses(Evaluation *e, const EvalSet *s, Model *m, double *sums) {
     enum { SHORTEST = 16 };
-    const size_t bytes = (size_t)e->B * e->T * sizeof(int);
-    int *tokens[3];
-    for (int i = 0; i < 3; i++) tokens[i] = (int *)malloc_or_die(bytes);
-    ChoiceBatch b = {m, e->T, e->B, 0, tokens[0], tokens[1], tokens[2], (float *)malloc_or_die(bytes)};
+    size_t most = e->B * (size_t)e->T;
+    int *tokens = new_array(int, 3 * most);
+    ChoiceBatch b = {m, e->T, e->B, 0, tokens, tokens + most, tokens + 2 * most, new_array(float, most)};
     for (int last = 0; !last; b.T /= 2, b.rows *= 2) {
         last = b.T % 2 || b.T / 2 < SHORTEST;
         for (int k = 0; k < s->num_choices; k++) {
-            const int length = eval_row_length(s, k, e->T), fits = length <= b.T && (last || length > b.T / 2);
+            int length = eval_row_length(s, k, e->T), fits = length <= b.T && (last || length > b.T / 2);
             if (!fits || s->choices[k].example % m->mesh->dp.world != m->mesh->dp.rank) continue;
-            const size_t at = (size_t)b.filled * b.T;
+            size_t at = b.filled * (size_t)b.T;
             eval_row(s, k, b.T, b.inputs + at, b.targets + at);
             b.choice[b.filled++] = k;
             if (b.filled == b.rows) choice_flush(&b, e, sums);
         }
         choice_flush(&b, e, sums);
     }
-    for (int i = 0; i < 3; i++) free(tokens[i]);
+    free(tokens);
     free(b.losses);
 }
 
-// Whether the right choice has the smallest loss by some measure; the first of equals counts.
-static inline int choice_is_right(const EvalExample *x, const double *measure) {
+// Whether the right choice has the smallest measure; of equal ones the first counts.
+static int choice_is_right(const EvalExample *x, const double *measure) {
     int best = 0;
     for (int c = 1; c < x->num_choices; c++)
         if (measure[c] < measure[best]) best = c;
     return best == x->label;
 }
-static inline ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
+static ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
     const Comm *dp = &m->mesh->dp;
-    double *sums = (double *)calloc_or_die((size_t)s->num_choices * sizeof(double));
+    double *sums = (double *)calloc_or_die(s->num_choices * sizeof(double));
     double total[5] = {0};  // right by each measure; loss and tokens of right choices
     choice_losses(e, s, m, sums);
     for (int i = dp->rank; i < s->num_examples; i += dp->world) {
@@ -225,7 +224,7 @@ static inline ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m
     evaluation_end(e, m);
     free(sums);
     for (int k = 0; k < 5; k++) total[k] = comm_sum(dp, total[k]);
-    const double n = s->num_examples;
+    double n = s->num_examples;
     const ChoiceScore r = {total[0] / n, total[1] / n, s->choices->characters ? total[2] / n : NAN,
                            total[3] / total[4]};
     return r;
@@ -233,44 +232,29 @@ static inline ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m
 
 // ---- everything
 
-// After `step` optimiser steps and `tokens` tokens. tokenizer: of the data, or NULL. Reports nothing if a signal ended
-// it.
-static inline void evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, int64_t step,
-                            int64_t tokens) {
-    FILE *f;
+// After `step` optimiser steps and `tokens` tokens. tokenizer: of the data, or NULL. What a signal ends is not
+// reported.
+static inline void evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, long long step,
+                            long long tokens) {
     double begin = now_seconds();
     if (e->has_val) {
         const ValScore v = validation_score(e, m, tokenizer);
         if (e->stopped) return;
-        printf("eval %6lld | val loss %.4f", (long long)step, v.loss);
+        printf("eval %6lld | val loss %.4f", step, v.loss);
         if (!isnan(v.bpb)) printf(" | %.4f bits/byte", v.bpb);
         printf(" | %.1f s\n", now_seconds() - begin);
-        if ((f = logger_begin(log, "eval", step))) {
-            logger_number(f, "loss", v.loss);
-            if (!isnan(v.bpb)) logger_number(f, "bpb", v.bpb);
-            fprintf(f, ",\"tokens\":%lld", (long long)tokens);
-            logger_end(log);
-        }
-        fflush(stdout);
+        logger_event(log, "eval", step, "loss %g bpb %f tokens %lld", v.loss, v.bpb, tokens);
     }
     for (int i = 0; i < e->num_sets; i++) {
         const EvalSet *s = &e->sets[i];
         begin = now_seconds();
         const ChoiceScore c = choice_score(e, s, m);
         if (e->stopped) return;
-        printf("eval %6lld | %s acc %.4f, by token %.4f", (long long)step, s->name, c.acc, c.acc_norm);
+        printf("eval %6lld | %s acc %.4f, by token %.4f", step, s->name, c.acc, c.acc_norm);
         if (!isnan(c.acc_char)) printf(", by character %.4f", c.acc_char);
         printf(" of %d | loss %.4f | %.1f s\n", s->num_examples, c.loss, now_seconds() - begin);
-        if ((f = logger_begin(log, "eval_choice", step))) {
-            logger_text(f, "name", s->name);
-            logger_number(f, "acc", c.acc);
-            logger_number(f, "acc_norm", c.acc_norm);
-            if (!isnan(c.acc_char)) logger_number(f, "acc_char", c.acc_char);
-            logger_number(f, "loss", c.loss);
-            fprintf(f, ",\"count\":%d,\"tokens\":%lld", s->num_examples, (long long)tokens);
-            logger_end(log);
-        }
-        fflush(stdout);
+        logger_event(log, "eval_choice", step, "name %s acc %g acc_norm %g acc_char %f loss %g count %d tokens %lld",
+                     s->name, c.acc, c.acc_norm, c.acc_char, c.loss, s->num_examples, tokens);
     }
 }
 

@@ -1,7 +1,7 @@
-// Text from a model: --samples sequences at a time after one prompt, with a cache of keys and values (backend.h).
-// When a sequence is longer than the window, its last half goes on as a new beginning, so that positions never leave
-// what the model was trained on. --kv-cache 0 computes everything anew for each token: the same tokens, slowly. Include
-// this after a backend.
+// Generates text: --samples sequences at a time after one prompt, with a cache of keys and values (backend.h). When a
+// sequence exceeds the window, it continues from the last half of the window, so that positions stay within those that
+// the model was trained on. --kv-cache 0 recomputes everything for each token: the same tokens, slowly. Include this
+// after a backend.
 #ifndef LLMC_GENERATE_H
 #define LLMC_GENERATE_H
 
@@ -11,28 +11,35 @@
 #include "stop.h"
 #include "tokenizer.h"
 
+// The samples while they are generated. Row s of `tokens` is eot, the prompt, and the new tokens of sample s.
 typedef struct {
-    int eot, window;             // begins every sample and ends it; tokens that are seen at a time
+    Model *m;
+    const Options *o;
     const Tokenizer *tokenizer;  // NULL: token ids are printed
+    int eot, window;             // token before and after every sample; context length
+    int count, prompt;           // tokens in each row; in the prompt
+    int begin, cached;           // first token of the window; the model has keys and values up to `cached`
+    int running, made;           // samples that have not ended; new tokens of all samples
+    int longest, *tokens;        // (S, longest)
+    int *length;                 // (S) tokens up to eot; 0: not ended
 } Generation;
 
-// Tokens that the longest sample can have: a token of text has one byte at least.
-static inline int64_t generation_longest(const Options *o) { return 1 + (int64_t)strlen(o->prompt) + o->sample_tokens; }
+// Bounds the tokens of a sample: a token of text has at least one byte.
+static int64_t generation_longest(const Options *o) { return 1 + strlen(o->prompt) + o->sample_tokens; }
 
 // The text of tokens, or their ids. free() it.
-static inline char *generation_text(const Generation *g, const int *tokens, int count) {
+static char *generation_text(const Generation *g, const int *tokens, int count) {
     if (g->tokenizer) return tokenizer_text(g->tokenizer, tokens, count);
-    char *text = (char *)calloc_or_die((size_t)count * 12 + 1), *end = text;
+    char *text = (char *)calloc_or_die(count * 12 + 1), *end = text;
     for (int i = 0; i < count; i++) end += sprintf(end, "%d ", tokens[i]);
     return text;
 }
-// Prints tokens as they come. Returns how many: a character may have more than one token, the last of which must come
-// first.
-static inline int generation_stream(const Generation *g, const int *tokens, int count) {
+// Prints new tokens and returns their number; 0 while they end inside a character, which may have several tokens.
+static int generation_stream(const Generation *g, const int *tokens, int count) {
     char *text = generation_text(g, tokens, count);
-    const size_t n = strlen(text);
-    // U+FFFD: a part of a character, or no text at all
-    const int whole = n < 3 || strcmp(text + n - 3, "\xef\xbf\xbd") != 0 || count >= 4;
+    size_t n = strlen(text);
+    // U+FFFD stands for a part of a character. After 4 tokens it is no text at all.
+    int whole = n < 3 || strcmp(text + n - 3, "\xef\xbf\xbd") != 0 || count >= 4;
     if (whole) {
         fputs(text, stdout);
         fflush(stdout);
@@ -48,91 +55,110 @@ static inline void generate_elsewhere(const Comm *job) {
     }
 }
 
-// step: names the samples and, with --seed, decides them. Prints them, one alone as it comes if `stream`; returns the
-// first's text. NULL, and nothing is printed: a signal ended them.
-static inline char *generate(const Generation *g, Model *m, const Options *o, int64_t step, int stream) {
-    const int S = (int)o->samples, V = m->config.vocab_size, window = g->window;
-    // a model's vocabulary may be rounded up
-    const int known = g->tokenizer && g->tokenizer->vocab_size < V ? g->tokenizer->vocab_size : V;
-    const int64_t longest = generation_longest(o);
-    int *tokens = (int *)malloc_or_die((size_t)(S * longest) * sizeof(int)),
-        *piece = (int *)malloc_or_die((size_t)S * (size_t)window * sizeof(int));
-    int *length = (int *)calloc_or_die((size_t)S * sizeof(int)), count = 0, begin = 0, cached = 0, running = S,
-        made = 0, printed = 1, stopped = 0;
-    float *logits = (float *)malloc_or_die((size_t)S * (size_t)V * sizeof(float));
-    Candidate *scratch = (Candidate *)malloc_or_die((size_t)S * (size_t)V * sizeof(Candidate));
-    tokens[count++] = g->eot;
-    if (*o->prompt) count += tokenizer_encode(g->tokenizer, o->prompt, (int)strlen(o->prompt), tokens + count);
-    for (int s = 1; s < S; s++) memcpy(tokens + s * longest, tokens, (size_t)count * sizeof(int));
-    const int prompt = count - 1;
+// Runs the model on the tokens that it has not seen yet. logits (S, V) are those of the next token.
+static void generation_decode(Generation *g, int *piece, float *logits) {
+    int slides = g->count - g->begin > g->window;
+    if (slides) g->begin = g->count - (g->window + 1) / 2;
+    if (slides || !g->o->kv_cache || g->cached == 0) {
+        model_decode_reset(g->m);
+        g->cached = g->begin;
+    }
+    int n = g->count - g->cached;
+    for (int s = 0; s < g->o->samples; s++)
+        memcpy(piece + s * n, g->tokens + (size_t)s * g->longest + g->cached, n * sizeof(int));
+    watchdog_beat(PHASE_SAMPLE, -1);
+    model_decode(g->m, piece, n, logits);
+    g->cached = g->count;
+}
+// Draws the next token of each sample. One that has ended continues unseen beside the others. scratch (S, V).
+static void generation_draw(Generation *g, const float *logits, Candidate *scratch, int64_t step) {
+    const Options *o = g->o;
+    int V = g->m->config.vocab_size, at = g->count++, i = at - g->prompt - 1;
+    // A model's vocabulary may be padded.
+    int known = g->tokenizer && g->tokenizer->vocab_size < V ? g->tokenizer->vocab_size : V;
+    int *next = g->tokens + at;
+    PARALLEL_FOR  // with a large vocabulary this takes as long as a small model on a GPU
+        for (int s = 0; s < o->samples; s++) {
+        double coin = rand_uniform(o->seed, rand_stream(RAND_SAMPLE, step), (uint64_t)s << 32 | i);
+        next[(size_t)s * g->longest] = sample_token(logits + (size_t)s * V, known, o->temperature, o->top_k, o->top_p,
+                                                    coin, scratch + (size_t)s * V);
+    }
+    for (int s = 0; s < o->samples; s++) {
+        int ends = next[(size_t)s * g->longest] == g->eot;
+        if (g->length[s]) continue;
+        if (ends) g->length[s] = at;
+        g->running -= ends;
+        g->made += !ends;
+    }
+}
+// The text of sample s from its token `first` on. free() it.
+static char *generation_sample(const Generation *g, int s, int first) {
+    int end = g->length[s] ? g->length[s] : g->count;
+    return generation_text(g, g->tokens + (size_t)s * g->longest + first, end - first);
+}
+// Prints all samples.
+static void generation_print(const Generation *g, int64_t step, double rate) {
+    int S = g->o->samples;
+    for (int s = 0; s < S; s++) {
+        int end = g->length[s] ? g->length[s] : g->count;
+        char *text = generation_sample(g, s, 1), which[48] = "";
+        if (S > 1) snprintf(which, sizeof which, ", %d of %d", s + 1, S);
+        printf("---- sample of step %lld%s (%d tokens, %.1f tokens/s)\n%s\n", (long long)step, which,
+               end - 1 - g->prompt, rate / S, text);
+        free(text);
+    }
+    if (S > 1)
+        printf("---- %d tokens in all, %.1f tokens/s\n", g->made, rate);
+    else
+        printf("----\n");
+}
+
+// g: its first five fields are given. step: names the samples and, with --seed, determines them. stream: prints a
+// single sample token by token. Returns the first sample's text; NULL if a signal ended them.
+static inline char *generate(Generation *g, int64_t step, int stream) {
+    const Options *o = g->o;
+    size_t S = o->samples, V = g->m->config.vocab_size;
+    int *piece = new_array(int, S * g->window), printed = 1, stopped = 0;
+    float *logits = new_array(float, S *V);
+    Candidate *scratch = new_array(Candidate, S * V);
+    g->longest = generation_longest(o);
+    g->tokens = new_array(int, S * g->longest);
+    g->length = (int *)calloc_or_die(S * sizeof(int));
+    g->tokens[0] = g->eot;
+    if (*o->prompt) g->prompt = tokenizer_encode(g->tokenizer, o->prompt, strlen(o->prompt), g->tokens + 1);
+    g->count = 1 + g->prompt;
+    g->running = S;
+    for (size_t s = 1; s < S; s++) memcpy(g->tokens + s * g->longest, g->tokens, g->count * sizeof(int));
     stream &= S == 1;
     if (stream) printf("---- sample of step %lld\n", (long long)step);
     double clock = now_seconds(), prompt_seconds = 0;
-    for (int64_t i = 0; i < o->sample_tokens && running && !stopped; i++) {
-        const int slide = count - begin > window, anew = slide || !o->kv_cache || i == 0;
-        if (slide) begin = count - (window + 1) / 2;
-        if (anew) model_decode_reset(m);
-        if (anew) cached = begin;
-        const int n = count - cached;
-        for (int s = 0; s < S; s++) memcpy(piece + s * n, tokens + s * longest + cached, (size_t)n * sizeof(int));
-        watchdog_beat(PHASE_SAMPLE, -1);
-        model_decode(m, piece, n, logits);
-        cached = count;
-        if (i == 0) {
+    for (int i = 1; i <= o->sample_tokens && g->running && !stopped; i++) {
+        generation_decode(g, piece, logits);
+        if (i == 1) {
             prompt_seconds = now_seconds() - clock;
             clock += prompt_seconds;
         }
-        PARALLEL_FOR  // a large vocabulary takes as long as a small model on a GPU
-            for (int s = 0; s < S; s++) {
-            const double coin = rand_uniform((uint64_t)o->seed, rand_stream(RAND_SAMPLE, (uint64_t)step),
-                                             (uint64_t)s << 32 | (uint64_t)i);
-            tokens[s * longest + count] = sample_token(logits + (size_t)s * (size_t)V, known, o->temperature,
-                                                       (int)o->top_k, o->top_p, coin, scratch + (size_t)s * (size_t)V);
-        }
-        for (int s = 0; s < S; s++) {
-            const int id = tokens[s * longest + count];
-            if (length[s]) continue;  // has ended; goes on unseen beside the others
-            made += id != g->eot;
-            if (id == g->eot) {
-                length[s] = count;
-                running--;
-            }
-        }
-        count++;
-        if (i % GENERATE_MEETING == GENERATE_MEETING - 1 && running && i + 1 < o->sample_tokens)
-            stopped = (stop_meet(&m->mesh->job, MEET_ON) & MEET_STOP) != 0;
-        if (stream && !length[0]) printed += generation_stream(g, tokens + printed, count - printed);
+        generation_draw(g, logits, scratch, step);
+        if (i % GENERATE_MEETING == 0 && g->running && i < o->sample_tokens)
+            stopped = (stop_meet(&g->m->mesh->job, MEET_ON) & MEET_STOP) != 0;
+        if (stream && !g->length[0]) printed += generation_stream(g, g->tokens + printed, g->count - printed);
     }
-    stop_meet(&m->mesh->job, 0);
-    // the first token of each is the prompt's
-    const double seconds = now_seconds() - clock, rate = made > S ? (made - S) / seconds : 0;
-    char *first = NULL;
-    for (int s = 0; s < S && !stopped; s++) {
-        char *text = generation_text(g, tokens + s * longest + 1, (length[s] ? length[s] : count) - 1), which[48] = "";
-        if (S > 1) snprintf(which, sizeof which, ", %d of %d", s + 1, S);
-        if (!stream)
-            printf("---- sample of step %lld%s (%d tokens, %.1f tokens/s)\n%s\n", (long long)step, which,
-                   (length[s] ? length[s] : count) - 1 - prompt, rate / S, text);
-        if (s == 0)
-            first = text;
-        else
-            free(text);
-    }
+    stop_meet(&g->m->mesh->job, 0);
+    // The first token of each sample is part of the prompt's time.
+    double rate = g->made > o->samples ? (g->made - o->samples) / (now_seconds() - clock) : 0;
     if (stream) {
-        char *rest = generation_text(g, tokens + printed, (length[0] ? length[0] : count) - printed);
-        printf("%s\n---- %d tokens, %.1f tokens/s; prompt of %d tokens %.0f ms\n", rest, made, rate, prompt,
+        char *rest = generation_sample(g, 0, printed);
+        printf("%s\n---- %d tokens, %.1f tokens/s; prompt of %d tokens %.0f ms\n", rest, g->made, rate, g->prompt,
                1e3 * prompt_seconds);
         free(rest);
     } else if (stopped)
         printf("---- the sample of step %lld was ended by a signal\n", (long long)step);
-    else if (S > 1)
-        printf("---- %d tokens in all, %.1f tokens/s\n", made, rate);
     else
-        printf("----\n");
-    fflush(stdout);
-    free(tokens);
+        generation_print(g, step, rate);
+    char *first = stopped ? NULL : generation_sample(g, 0, 1);
+    free(g->tokens);
+    free(g->length);
     free(piece);
-    free(length);
     free(logits);
     free(scratch);
     return first;

@@ -1,6 +1,5 @@
-// A GPU's state while it works: clocks, power, temperature, and what holds the clocks back (--log-gpu-every, llm.c's
-// -lg). From NVIDIA's management library, which comes with the driver and is opened when it is first needed; nothing is
-// linked.
+// The state of a working GPU: clocks, power, temperature, and what holds the clocks back (--log-gpu-every, llm.c's
+// -lg). NVIDIA's management library tells it. It comes with the driver and is opened when it is needed, not linked.
 #ifndef LLMC_GPU_MONITOR_H
 #define LLMC_GPU_MONITOR_H
 
@@ -16,32 +15,34 @@ typedef struct {
 static struct { void *nvml, *device; } gpu_monitor;
 
 #define NVML_HINT "it comes with NVIDIA's driver (libnvidia-ml.so.1); or leave --log-gpu-every out"
-static inline void *nvml_function(const char *name) {
+static void *nvml_function(const char *name) {
     void *found = dlsym(gpu_monitor.nvml, name);
     require(found, "--log-gpu-every: the management library has no %s\n" NVML_HINT, name);
     return found;
 }
-// What a GPU does not tell (a fan, a limit) stays 0: monitoring never ends a run.
-static inline GpuState gpu_monitor_read(void) {
-    typedef int ReadKind(void *, int, unsigned *);
-    typedef int Read(void *, unsigned *);
-    typedef int ReadBits(void *, unsigned long long *);
+// Reads one value; functions for several sensors get a number first. A value that the GPU does not have stays 0:
+// monitoring never ends a run.
+static void nvml_read(const char *name, void *value) {
+    ((int (*)(void *, void *))nvml_function(name))(gpu_monitor.device, value);
+}
+static void nvml_read_sensor(const char *name, int sensor, unsigned *value) {
+    ((int (*)(void *, int, unsigned *))nvml_function(name))(gpu_monitor.device, sensor, value);
+}
+static GpuState gpu_monitor_read(void) {
     enum { CLOCK_SM = 1, CLOCK_MEMORY = 2, SENSOR_GPU = 0 };
-    void *device = gpu_monitor.device;
     GpuState s;
     memset(&s, 0, sizeof s);
-    ReadKind *clock = (ReadKind *)nvml_function("nvmlDeviceGetClockInfo");
-    clock(device, CLOCK_SM, &s.sm_mhz);
-    clock(device, CLOCK_MEMORY, &s.memory_mhz);
-    ((ReadKind *)nvml_function("nvmlDeviceGetMaxClockInfo"))(device, CLOCK_SM, &s.sm_mhz_most);
-    ((Read *)nvml_function("nvmlDeviceGetPowerUsage"))(device, &s.milliwatts);
-    ((Read *)nvml_function("nvmlDeviceGetEnforcedPowerLimit"))(device, &s.milliwatts_most);
-    ((ReadKind *)nvml_function("nvmlDeviceGetTemperature"))(device, SENSOR_GPU, &s.celsius);
-    ((ReadBits *)nvml_function("nvmlDeviceGetCurrentClocksThrottleReasons"))(device, &s.held_back);
+    nvml_read_sensor("nvmlDeviceGetClockInfo", CLOCK_SM, &s.sm_mhz);
+    nvml_read_sensor("nvmlDeviceGetClockInfo", CLOCK_MEMORY, &s.memory_mhz);
+    nvml_read_sensor("nvmlDeviceGetMaxClockInfo", CLOCK_SM, &s.sm_mhz_most);
+    nvml_read_sensor("nvmlDeviceGetTemperature", SENSOR_GPU, &s.celsius);
+    nvml_read("nvmlDeviceGetPowerUsage", &s.milliwatts);
+    nvml_read("nvmlDeviceGetEnforcedPowerLimit", &s.milliwatts_most);
+    nvml_read("nvmlDeviceGetCurrentClocksThrottleReasons", &s.held_back);
     return s;
 }
-// uuid: of the handshake, 32 hexadecimal digits. Stops with a message if the library is missing, lacks a function, or
-// does not know the GPU.
+// uuid: that of the handshake, 32 hexadecimal digits. Stops with a message if the library is missing, lacks a function,
+// or does not know the GPU.
 static inline void gpu_monitor_open(const char *uuid) {
     typedef int Init(void);
     typedef int Find(const char *, void **);
@@ -55,9 +56,9 @@ static inline void gpu_monitor_open(const char *uuid) {
     status = ((Find *)nvml_function("nvmlDeviceGetHandleByUUID"))(name, &gpu_monitor.device);
     require(status == 0, "--log-gpu-every: the management library does not know %s (status %d)\n" NVML_HINT, name,
             status);
-    gpu_monitor_read();  // finds every function now, not in the middle of a run
+    gpu_monitor_read();  // a function that is missing ends the run now, not later
 }
-static inline const char *gpu_held_back(unsigned long long bits, char *text, size_t size) {
+static const char *gpu_held_back(unsigned long long bits, char *text, size_t size) {
     static const struct {
         unsigned long long bit;
         const char *what;
@@ -73,11 +74,11 @@ static inline const char *gpu_held_back(unsigned long long bits, char *text, siz
             used += (size_t)snprintf(text + used, size - used, "%s%s", used ? ", " : "", reasons[i].what);
     return text;
 }
-static inline void gpu_monitor_print(FILE *f, const GpuState *s) {
+static inline void gpu_monitor_print(const GpuState *s) {
     char text[256];
     gpu_held_back(s->held_back, text, sizeof text);
-    fprintf(f, "gpu  SM %u MHz of %u | memory %u MHz | %.0f W of %.0f | %u C | clocks held back by: %s\n", s->sm_mhz,
-            s->sm_mhz_most, s->memory_mhz, 1e-3 * s->milliwatts, 1e-3 * s->milliwatts_most, s->celsius, text);
+    printf("gpu  SM %u MHz of %u | memory %u MHz | %.0f W of %.0f | %u C | clocks held back by: %s\n", s->sm_mhz,
+           s->sm_mhz_most, s->memory_mhz, 1e-3 * s->milliwatts, 1e-3 * s->milliwatts_most, s->celsius, text);
 }
 
 #endif

@@ -77,20 +77,49 @@ static inline int logger_has_steps(const char *folder, const char *name) {
     if (f) fclose(f);
     return found;
 }
-static inline void logger_number(FILE *f, const char *key, double value) {
-    fprintf(f, ",\"%s\":", key);
+static inline void logger_number(FILE *f, const char *name, double value) {
+    fprintf(f, ",\"%s\":", name);
     json_write_double(f, value);
 }
-static inline void logger_text(FILE *f, const char *key, const char *value) {
-    fprintf(f, ",\"%s\":", key);
+static inline void logger_text(FILE *f, const char *name, const char *value) {
+    fprintf(f, ",\"%s\":", name);
     json_write_string(f, value);
 }
+// Adds fields to an event's line: "name %d other %s ...". %d and %lld: whole numbers, %g: a number. %f: a number, left
+// out if it is NaN. %s: a text, left out if it is NULL.
+__attribute__((format(printf, 2, 3))) static inline void logger_fields(FILE *f, const char *format, ...) {
+    char name[32], kind[8];
+    va_list args;
+    va_start(args, format);
+    for (int n; sscanf(format, "%31s %7s%n", name, kind, &n) == 2; format += n) {
+        if (kind[1] == 'd') {
+            fprintf(f, ",\"%s\":%d", name, va_arg(args, int));
+        } else if (kind[1] == 'l') {
+            fprintf(f, ",\"%s\":%lld", name, va_arg(args, long long));
+        } else if (kind[1] == 's') {
+            const char *text = va_arg(args, const char *);
+            if (text) logger_text(f, name, text);
+        } else {
+            const double value = va_arg(args, double);
+            if (kind[1] == 'g' || !isnan(value)) logger_number(f, name, value);
+        }
+    }
+    va_end(args);
+}
+// Logs one event with such fields.
+#define logger_event(logger, event, step, ...) \
+    do { \
+        FILE *event_line = logger_begin(logger, event, step); \
+        if (!event_line) break; \
+        logger_fields(event_line, __VA_ARGS__); \
+        logger_end(logger); \
+    } while (0)
 static inline void logger_options(FILE *f, const Options *o) {
     fputs(",\"options\":{", f);
     const char *comma = "";
     OPTION_EACH(info) {
-        char value[512];
-        option_value(o, info, value, sizeof value);
+        char number[OPTION_NUMBER];
+        const char *value = option_text(o, info, number);
         fprintf(f, "%s\"%s\":", comma, info->name);
         if (info->kind == OPTION_STR)
             json_write_string(f, value);

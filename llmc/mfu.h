@@ -1,5 +1,5 @@
-// Peak rates of GPUs, so that every run can print its distance from the hardware's limit.
-// Dense matmul TFLOP/s with fp32 accumulation, from NVIDIA's datasheets. An unknown GPU gives 0, and no MFU is printed.
+// Peak rates of GPUs, for model FLOP/s utilisation (MFU): dense matmul TFLOP/s with fp32 accumulation, from NVIDIA's
+// datasheets. The rate of an unknown GPU is 0; no MFU is then printed.
 #ifndef LLMC_MFU_H
 #define LLMC_MFU_H
 
@@ -10,12 +10,11 @@
 typedef enum { PEAK_BF16, PEAK_TF32, PEAK_FP32 } PeakKind;
 
 // FLOP/s of the device with this cudaDeviceProp name, or 0. The first entry that occurs in the name as a whole word
-// counts (A40 is not A4000), unless the name says that it is another chip of that number, or a slice of it.
+// counts (A40 is not A4000), unless the name has one of `others`: another chip of that number, or a slice.
 static inline double peak_flops(const char *device, PeakKind kind) {
-    // name, peaks by PeakKind
     static const struct {
         const char *name;
-        double peaks[3];
+        double peaks[3];  // by PeakKind
     } table[] = {
         {"B200", {2250, 1100, 75}},
         {"H200 NVL", {835.5, 417.5, 60}},

@@ -1,5 +1,5 @@
-// One optimiser step's result, and what becomes of it: the same decision on a CPU and on a GPU, where the host need not
-// be asked.
+// The result of an optimiser step, and whether its update is applied. CPU and GPU take the same decision; a GPU takes
+// it without the host.
 #ifndef LLMC_STEP_H
 #define LLMC_STEP_H
 
@@ -12,11 +12,11 @@
 #define HOST_DEVICE
 #endif
 
-// One update, and when it must not be made.
+// The parameters of an update, and the limits above which it is skipped.
 typedef struct {
     float lr, beta1, beta2, eps, weight_decay;
     double clip;                  // largest norm of the gradient; 0: any
-    double most_loss, most_norm;  // a step above either is left out
+    double most_loss, most_norm;  // a step above one of them is skipped
     int step;                     // from 1, for AdamW's bias correction
 } UpdateParams;
 
@@ -28,12 +28,12 @@ typedef struct {
 
 HOST_DEVICE static inline StepVerdict step_verdict(float loss, float norm, double most_loss, double most_norm) {
     if (!(fabsf(loss) <= FLT_MAX) || !(fabsf(norm) <= FLT_MAX)) return STEP_NOT_FINITE;
-    if ((double)loss > most_loss) return STEP_LOSS_HIGH;
-    return (double)norm > most_norm ? STEP_NORM_HIGH : STEP_APPLIED;
+    if (loss > most_loss) return STEP_LOSS_HIGH;
+    return norm > most_norm ? STEP_NORM_HIGH : STEP_APPLIED;
 }
-// What gradients are multiplied by.
+// The factor of gradient clipping.
 HOST_DEVICE static inline float step_grad_scale(float norm, double clip) {
-    return clip > 0 && (double)norm > clip ? (float)(clip / (double)norm) : 1.0f;
+    return clip > 0 && norm > clip ? (float)(clip / norm) : 1.0f;
 }
 
 #endif

@@ -1,6 +1,6 @@
-// Where a step's time goes (--timing N): work is timed in laps, each with a name. A lap lasts from the end of the one
-// before. A name's floor is the least time that its arithmetic and its memory traffic take at the hardware's published
-// peaks. A backend ends its laps by a clock, or on a GPU by events on the compute stream (cuda/common.cuh).
+// Where a step's time goes (--timing N). Work is timed in named laps; a lap begins where the last one ended. The floor
+// of a name is the least time for its FLOPs and its memory traffic at the hardware's published peaks. A backend ends
+// laps by a clock, or on a GPU by events on the compute stream (cuda/common.cuh).
 #ifndef LLMC_TIMING_H
 #define LLMC_TIMING_H
 
@@ -13,15 +13,15 @@ typedef struct {
     int laps;
 } TimingName;
 static struct {
-    int on, count;  // whether laps are taken; names
+    int on, count;  // whether laps are timed; number of names
     TimingName names[TIMING_NAMES];
     double last;  // end of a clock's last lap
 } timing;
 
-// Communication that nothing hides has this name.
+// The name of communication that does not overlap with computation.
 #define TIMING_RANKS "waiting for ranks"
 
-static inline void timing_add(const char *name, double seconds, double flops, double bytes) {
+static void timing_add(const char *name, double seconds, double flops, double bytes) {
     int i = 0;
     while (i < timing.count && strcmp(timing.names[i].name, name) != 0) i++;
     assert(i < TIMING_NAMES);
@@ -43,42 +43,41 @@ static inline void timing_start(void) {
 }
 static inline void timing_clock_lap(const char *name, double flops, double bytes) {
     if (!timing.on) return;
-    const double now = now_seconds();
+    double now = now_seconds();
     timing_add(name, now - timing.last, flops, bytes);
     timing.last = now;
 }
-// Seconds; 0: not known.
-static inline double timing_floor(const TimingName *n, double peak_flops, double peak_bytes) {
-    const double compute = peak_flops > 0 ? n->flops / peak_flops : 0;
-    const double memory = peak_bytes > 0 ? n->bytes / peak_bytes : 0;
+// Seconds; 0: unknown.
+static double timing_floor(const TimingName *n, double peak_flops, double peak_bytes) {
+    double compute = peak_flops > 0 ? n->flops / peak_flops : 0;
+    double memory = peak_bytes > 0 ? n->bytes / peak_bytes : 0;
     return compute > memory ? compute : memory;
 }
-// peaks: FLOP/s and bytes/s, 0 where they are not known
-static inline void timing_print(FILE *f, long long step, double peak_flops, double peak_bytes) {
+// peaks: FLOP/s and bytes/s, 0: unknown
+static inline void timing_print(long long step, double peak_flops, double peak_bytes) {
     double total = 0, floor = 0;
     for (int i = 0; i < timing.count; i++) total += timing.names[i].seconds;
-    fprintf(f, "---- time of step %lld\n%31s%10s%7s%10s%8s%10s%9s\n", step, "laps", "ms", "share", "floor ms", "floor",
-            "GFLOP/s", "GB/s");
+    printf("---- time of step %lld\n%31s%10s%7s%10s%8s%10s%9s\n", step, "laps", "ms", "share", "floor ms", "floor",
+           "GFLOP/s", "GB/s");
     for (int i = 0; i < timing.count; i++) {
         const TimingName *n = &timing.names[i];
-        const double least = timing_floor(n, peak_flops, peak_bytes);
+        double least = timing_floor(n, peak_flops, peak_bytes);
         floor += least;
-        fprintf(f, "  %-22s %6d %9.2f %5.1f%%", n->name, n->laps, 1e3 * n->seconds, 100 * n->seconds / total);
+        printf("  %-22s %6d %9.2f %5.1f%%", n->name, n->laps, 1e3 * n->seconds, 100 * n->seconds / total);
         if (least > 0)
-            fprintf(f, " %9.2f %6.1f%%", 1e3 * least, 100 * least / n->seconds);
+            printf(" %9.2f %6.1f%%", 1e3 * least, 100 * least / n->seconds);
         else
-            fprintf(f, " %9s %7s", "", "");
+            printf(" %9s %7s", "", "");
         if (n->flops > 0)
-            fprintf(f, " %9.1f", 1e-9 * n->flops / n->seconds);
+            printf(" %9.1f", 1e-9 * n->flops / n->seconds);
         else
-            fprintf(f, " %9s", "");
-        if (n->bytes > 0) fprintf(f, " %8.0f", 1e-9 * n->bytes / n->seconds);
-        fputc('\n', f);
+            printf(" %9s", "");
+        if (n->bytes > 0) printf(" %8.0f", 1e-9 * n->bytes / n->seconds);
+        putchar('\n');
     }
-    fprintf(f, "  %-22s %6s %9.2f", "sum", "", 1e3 * total);
-    if (floor > 0) fprintf(f, " %6s %9.2f %6.1f%%", "", 1e3 * floor, 100 * floor / total);
-    fprintf(f, "\n----\n");
-    fflush(f);
+    printf("  %-22s %6s %9.2f", "sum", "", 1e3 * total);
+    if (floor > 0) printf(" %6s %9.2f %6.1f%%", "", 1e3 * floor, 100 * floor / total);
+    printf("\n----\n");
 }
 
 #endif

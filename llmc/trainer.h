@@ -1,94 +1,83 @@
-// The training loop of both programs: options -> ranks -> data -> handshake -> model -> steps, evaluation, samples,
-// checkpoints, log. Include it last, after a backend (backend.h): it knows nothing of how the model is computed. Every
-// rank runs it; rank 0 alone prints and logs. What decides about the next call (skip, stop, save) is the same value on
-// all ranks, or passed through comm_or. Step s (from 1 in every message) takes the s-th global batch; evaluation and
-// samples of "step s" see the weights after it.
+// The training loop of both programs: steps, evaluation, samples, checkpoints. Include it last, after a backend
+// (backend.h), through which it calls the model. Every rank runs it; rank 0 alone prints and logs. Decisions about the
+// next call (skip, stop, save) follow from values that are the same on all ranks, or that comm_or has combined.
+// Messages count steps from 1. Evaluation and samples of step s use the weights after it.
 #ifndef LLMC_TRAINER_H
 #define LLMC_TRAINER_H
 
+#include "schedule.h"
 #include "trainer_report.h"
 
-static inline void score(Trainer *t) {
+static void score(Trainer *t) {
     evaluate(&t->eval, &t->model, t->has_tokenizer ? &t->tokenizer : NULL, &t->log, t->state.step, t->state.tokens);
 }
 
 // ---- samples
 
-static inline int first_token(const Trainer *t) {
+static int first_token(const Trainer *t) {
     return t->has_tokenizer                             ? t->tokenizer.eot
            : t->train.num_tokens && t->train.vocab_size ? t->train.eot
                                                         : t->config.vocab_size - 1;
 }
 
-// Generation alone needs little room: the samples side by side, a prompt in pieces.
-static inline Options options_of_model(Trainer *t) {
+// With --generate the model needs room for one token of each sample, or a piece of the prompt.
+static Options options_of_model(Trainer *t) {
     enum { PIECE = 256 };
     Options o = t->o;
-    const int64_t longest = generation_longest(&o),
-                  most = o.seq_len < t->config.max_seq_len ? o.seq_len : t->config.max_seq_len;
-    t->window = (int)(longest < most ? longest : most);
+    int most = o.seq_len < t->config.max_seq_len ? o.seq_len : t->config.max_seq_len;
+    t->window = generation_longest(&o) < most ? generation_longest(&o) : most;
     if (!o.generate) return o;
     o.batch_size = o.samples;
-    o.seq_len = (long long)round_up((size_t)(t->window < PIECE ? t->window : PIECE), (size_t)o.tp);
+    o.seq_len = round_up(t->window < PIECE ? t->window : PIECE, o.tp);
     return o;
 }
-static inline void sample(Trainer *t) {
-    const Generation g = {first_token(t), t->window, t->has_tokenizer ? &t->tokenizer : NULL};
-    char *text = generate(&g, &t->model, &t->o, t->state.step, t->o.generate);
-    FILE *f = text ? logger_begin(&t->log, "sample", t->state.step) : NULL;
-    if (f) {
-        logger_text(f, "text", text);
-        logger_end(&t->log);
-    }
+static void sample(Trainer *t) {
+    Generation g;
+    memset(&g, 0, sizeof g);
+    g.m = &t->model;
+    g.o = &t->o;
+    g.tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
+    g.eot = first_token(t);
+    g.window = t->window;
+    char *text = generate(&g, t->state.step, t->o.generate);
+    if (text) logger_event(&t->log, "sample", t->state.step, "text %s", text);
     free(text);
 }
 
 // ---- checkpoints
 
-// The options that the next checkpoints record: those of this run from now on.
-static inline void record_options(Trainer *t) {
-    char number[64];
-    for (int i = 0; i < NUM_OPTIONS; i++)
-        if (option_table[i].kind != OPTION_SECTION)
-            state_set_option(&t->state, option_table[i].name,
-                             option_text(&t->o, &option_table[i], number, sizeof number));
-    if (t->o.val_data == t->val_data)
-        state_set_option(&t->state, "val-data", "auto");  // looked for again, beside other training data too
-}
-static inline int save_is_busy(void *trainer) {
+static int save_is_busy(void *trainer) {
     const Checkpoint *c = &((const Trainer *)trainer)->saving;
     return c->m && !checkpoint_written(c);
 }
-// Older checkpoints go when the newest is on the disk and a loss of its weights was seen: one that turns out to have
-// diverged replaces none.
-static inline void rotate(Trainer *t) {
+// Removes older checkpoints once the newest is on the disk and a loss has been computed with its weights: a checkpoint
+// of a diverged run replaces none.
+static void rotate(Trainer *t) {
     if (t->saving.m || t->unproven || !t->unrotated) return;
-    if (t->comm.rank == 0)
-        remove_old_checkpoints(t->o.output, t->saved_step, (int)t->o.save_keep, (int)t->o.save_major);
+    if (t->comm.rank == 0) remove_old_checkpoints(t->o.output, t->saved_step, t->o.save_keep, t->o.save_major);
     t->unrotated = 0;
 }
-// All ranks: waits until the checkpoint that is being written, if any, is on the disk, or has failed: then it is due
-// again some steps later.
-static inline void save_finish(void *trainer) {
+// All ranks: waits until the checkpoint that is being written, if any, is on the disk or has failed. After a failure it
+// is due again some steps later.
+static void save_finish(void *trainer) {
     Trainer *t = (Trainer *)trainer;
     if (!t->saving.m) return;
-    char path[4300];
-    const double begin = now_seconds();
-    snprintf(path, sizeof path, "%s", t->saving.folder.text);
-    const int64_t step = t->saving.state.step, wait = t->o.save_every > 10 ? t->o.save_every / 10 : 1;
-    const int error = checkpoint_finish(&t->saving);
-    const double now = now_seconds();
+    Path path = t->saving.folder;
+    double begin = now_seconds();
+    int64_t step = t->saving.state.step, wait = t->o.save_every > 10 ? t->o.save_every / 10 : 1;
+    int error = checkpoint_finish(&t->saving);
+    double now = now_seconds();
     t->retry_step = error ? (t->state.step + wait < t->steps ? t->state.step + wait : t->steps) : 0;
     t->unrotated = !error;
     t->unproven &= !error;
     console_overwrite("");
     if (error)
-        report_failed_save(t, path, step, error);
+        report_failed_save(t, path.text, step, error);
     else
-        report_save(t, path, step, now - t->save_begin, t->save_held + now - begin);
+        report_save(t, path.text, step, now - t->save_begin, t->save_held + now - begin);
     rotate(t);
 }
-static inline void save(Trainer *t) {
+static void save(Trainer *t) {
     save_finish(t);
     watchdog_beat(PHASE_SAVE, -1);
     t->save_begin = now_seconds();
@@ -100,14 +89,14 @@ static inline void save(Trainer *t) {
     t->save_held = now_seconds() - t->save_begin;
     if (!saves_beside_training(&t->o)) save_finish(t);
 }
-// After a step. `ends`: it is the last one, or a signal stops the run.
-static inline int save_is_due(const Trainer *t, int ends) {
-    const int64_t every = t->o.save_every, step = t->state.step;
+// After a step. `ends`: it was the last one, or a signal stops the run.
+static int save_is_due(const Trainer *t, int ends) {
+    int64_t every = t->o.save_every, step = t->state.step;
     if (!every || (step == t->saved_step && !t->retry_step)) return 0;
     return ends || (every > 0 && step % every == 0) || (t->retry_step && step >= t->retry_step);
 }
-// In the first step that the weights of a checkpoint make: its loss shows what they are worth.
-static inline void prove_checkpoint(Trainer *t) {
+// Called when the loss of a step is known: the first loss with a checkpoint's weights shows whether they have diverged.
+static void prove_checkpoint(Trainer *t) {
     if (!t->unproven) return;
     if (*t->diverged && t->comm.rank == 0) {
         Path folder = checkpoint_folder(t->o.output, t->saved_step, "");
@@ -119,108 +108,90 @@ static inline void prove_checkpoint(Trainer *t) {
 
 // ---- one step
 
-// Of a full window.
-static inline int window_moments(const StateWindow *w, double *mean, double *deviation) {
-    double variance = 0;
-    *mean = 0;
-    if (w->count < STATE_WINDOW) return 0;
-    for (int i = 0; i < STATE_WINDOW; i++) *mean += w->values[i] / STATE_WINDOW;
-    for (int i = 0; i < STATE_WINDOW; i++) variance += (w->values[i] - *mean) * (w->values[i] - *mean) / STATE_WINDOW;
-    *deviation = sqrt(variance);
-    return 1;
+// NaN until the window is full.
+typedef struct { double mean, deviation; } Moments;
+static Moments window_moments(const StateWindow *w) {
+    double mean = 0, variance = 0;
+    for (int i = 0; i < STATE_WINDOW; i++) mean += w->values[i] / STATE_WINDOW;
+    for (int i = 0; i < STATE_WINDOW; i++) variance += (w->values[i] - mean) * (w->values[i] - mean) / STATE_WINDOW;
+    if (w->count < STATE_WINDOW) mean = variance = NAN;
+    const Moments m = {mean, sqrt(variance)};
+    return m;
 }
-// How many standard deviations x lies above the window's mean; NaN until the window is full. x then joins the window.
-static inline double window_zscore(StateWindow *w, double x) {
-    double mean, deviation, z = NAN;
-    if (window_moments(w, &mean, &deviation)) z = deviation > 0 ? (x - mean) / deviation : 0;
+// How many standard deviations x lies above the window's mean. x then joins the window.
+static double window_zscore(StateWindow *w, double x) {
+    const Moments m = window_moments(w);
     w->values[w->count++ % STATE_WINDOW] = x;
-    return z;
+    return m.deviation == 0 ? 0 : (x - m.mean) / m.deviation;
 }
-// What is more than z standard deviations above the mean; z 0, or the window is not full: nothing is.
-static inline double window_limit(const StateWindow *w, double z) {
-    double mean, deviation;
-    return z > 0 && window_moments(w, &mean, &deviation) && deviation > 0 ? mean + z * deviation : INFINITY;
+// What lies z standard deviations above the mean. Infinity: z is 0, or the window is not full.
+static double window_limit(const StateWindow *w, double z) {
+    const Moments m = window_moments(w);
+    return z > 0 && m.deviation > 0 ? m.mean + z * m.deviation : INFINITY;
 }
 
-// Why an update was not applied; NULL if it was.
-static const char *const verdict_names[] = {NULL, "loss or gradient norm is not finite", "loss is an outlier",
-                                            "gradient norm is an outlier"};
-
-static inline UpdateParams update_params(const Trainer *t) {
+static UpdateParams update_params(const Trainer *t, double lr) {
     const Options *o = &t->o;
     UpdateParams p;
-    p.lr = (float)learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps,
-                                   t->state.step);
-    p.beta1 = (float)o->beta1;
-    p.beta2 = (float)o->beta2;
-    p.eps = (float)o->adam_eps;
-    p.weight_decay = (float)o->weight_decay;
+    p.lr = lr;
+    p.beta1 = o->beta1;
+    p.beta2 = o->beta2;
+    p.eps = o->adam_eps;
+    p.weight_decay = o->weight_decay;
     p.clip = o->grad_clip;
     p.most_loss = window_limit(&t->state.loss, o->skip_loss_z);
     p.most_norm = window_limit(&t->state.norm, o->skip_norm_z);
-    p.step = (int)t->state.step + 1;
+    p.step = t->state.step + 1;
     return p;
 }
 
-static inline int is_finite_step(const StepReport *r) { return isfinite(r->loss) && isfinite(r->norm); }
-
-// Sets what the loss and norm of a step say about the run, before its update is made or skipped.
-static inline void judge_step(Trainer *t, const StepReport *r) {
-    const long long step = t->state.step + 1;
-    const int finite = is_finite_step(r);
-    *t->diverged = 0;
+// Judges the run by the loss and the norm of a step.
+static void judge_step(Trainer *t, const StepResult *r) {
+    char why[100] = "";
+    int finite = r->verdict != STEP_NOT_FINITE;
     if (!finite)
-        snprintf(t->diverged, sizeof t->diverged, "step %lld: loss %g, gradient norm %g", step, (double)r->loss,
-                 (double)r->norm);
+        snprintf(why, sizeof why, ", gradient norm %g", r->norm);
     else if (losses_have_diverged(&t->state.loss))
-        snprintf(t->diverged, sizeof t->diverged, "step %lld: loss %g is far above the losses before it", step,
-                 (double)r->loss);
+        strcpy(why, " is far above the losses before it");
     else if (r->loss > 2 * log(t->config.vocab_size))
-        snprintf(t->diverged, sizeof t->diverged, "step %lld: loss %g is more than twice that of guessing", step,
-                 (double)r->loss);
+        strcpy(why, " is more than twice that of guessing");
+    *t->diverged = 0;
+    if (*why) snprintf(t->diverged, sizeof t->diverged, "step %lld: loss %g%s", t->state.step + 1ll, r->loss, why);
     t->not_finite_in_a_row = finite ? 0 : t->not_finite_in_a_row + 1;
     t->not_finite += !finite;
     prove_checkpoint(t);
 }
-// Why a step that is not finite ends the run; NULL: training goes on.
-static inline const char *reason_to_end(const Trainer *t) {
-    const int64_t limit = t->o.skip_limit;
+// Why steps that are not finite end the run; NULL: training goes on.
+static const char *reason_to_end(const Trainer *t) {
+    long long limit = t->o.skip_limit;
     if (t->not_finite_in_a_row == 0) return NULL;
     if (!strcmp(t->o.on_nan, "stop")) return "--on-nan stop ends the run";
     if (t->not_finite_in_a_row >= limit) return "as many steps in a row were not finite as --skip-limit allows";
     if (t->not_finite >= 10 * limit) return "ten times --skip-limit steps were not finite";
     return NULL;
 }
-static inline void end_diverged(Trainer *t, const char *reason) {
+static void end_diverged(Trainer *t, const char *reason) {
     t->ending = 1;
     if (save_is_due(t, 1)) save(t);
     save_finish(t);
-    const int saved = checkpoint_is_diverged(checkpoint_folder(t->o.output, t->state.step, "").text);
-    FILE *f = logger_begin(&t->log, "end", t->state.step);
-    if (f) {
-        logger_text(f, "reason", t->diverged);
-        fprintf(f, ",\"status\":%d", EXIT_FAILURE);
-        logger_end(&t->log);
-    }
+    int saved = checkpoint_is_diverged(checkpoint_folder(t->o.output, t->state.step, "").text);
+    logger_event(&t->log, "end", t->state.step, "reason %s status %d", t->diverged, EXIT_FAILURE);
     comm_require(&t->comm, 0, "%s; %s. The weights are those of step %lld%s\nlower --learning-rate%s", t->diverged,
                  reason, (long long)t->state.step,
                  saved ? ", saved and marked as diverged: --resume 1 prefers an older checkpoint" : "",
                  strcmp(t->o.on_nan, "stop") ? ", or look at the data" : ", or --on-nan skip to leave such steps out");
 }
 
-// After a step all ranks meet. Returns the signal that stops the run, because any of them got it, or 0.
-static inline int agree(const Trainer *t) { return stop_signal_of(stop_meet(&t->comm, 0)); }
+// All ranks meet. Returns the signal that any of them got, which stops the run, or 0.
+static int agree(const Trainer *t) { return stop_signal_of(stop_meet(&t->comm, 0)); }
 
-// Several ranks meet after so many micro-steps: a message for each would cost more than the seconds that a signal may
-// wait.
-enum { MICRO_STEPS_BETWEEN_MEETINGS = 8 };
-// The micro-steps of a step. Returns the signal that ended them early: their gradients are then lost, and the step is
-// not made.
-static inline int run_micro_steps(Trainer *t) {
+// The micro-steps of a step. Returns the signal that ended them early, or 0. The step is then not made.
+static int run_micro_steps(Trainer *t) {
     const Options *o = &t->o;
-    const int apart = t->comm.world > 1 ? MICRO_STEPS_BETWEEN_MEETINGS : 1;
+    // Several ranks look for a signal every 8 micro-steps: a message each time would cost more than the delay.
+    int every = t->comm.world > 1 ? 8 : 1;
     for (int micro = 0; micro < t->num_micro; micro++) {
-        const int stopped = micro > 0 && micro % apart == 0 ? agree(t) : 0;
+        int stopped = micro > 0 && micro % every == 0 ? agree(t) : 0;
         if (stopped) return stopped;
         watchdog_beat(PHASE_DATA, -1);
         if (!o->overfit || t->train.next == 0) dataloader_next(&t->train);
@@ -229,40 +200,30 @@ static inline int run_micro_steps(Trainer *t) {
     }
     return 0;
 }
-// What the step was: its loss and norm enter the windows, unless one of them is not finite.
-static inline StepReport report_of(Trainer *t, const StepResult *result) {
-    const Options *o = &t->o;
-    const int finite = result->verdict != STEP_NOT_FINITE;
-    StepReport r;
-    memset(&r, 0, sizeof r);
-    r.loss = result->loss;
-    r.norm = result->norm;
-    r.lr = learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
-    r.skipped = verdict_names[result->verdict];
-    r.loss_z = finite ? window_zscore(&t->state.loss, r.loss) : NAN;
-    r.norm_z = finite ? window_zscore(&t->state.norm, r.norm) : NAN;
-    return r;
-}
-// Returns the signal that ended it before it was made, or 0.
-static inline int train_step(Trainer *t, double *clock) {
+// Returns the signal that ended it early, or 0. The step is then not made.
+static int train_step(Trainer *t, double *clock) {
     const Options *o = &t->o;
     watchdog_step(t->state.step + 1);
     console_overwrite(t->step_line);
-    const int timed = o->timing > 0 && (t->state.step + 1) % o->timing == 0;
-    const int64_t every = matmul_is_fp8(o) ? o->log_fp8_every : 0;
-    const int counted = every > 0 && (t->state.step + 1) % every == 0;
+    int timed = o->timing > 0 && (t->state.step + 1) % o->timing == 0;
+    int64_t every = matmul_is_fp8(o) ? o->log_fp8_every : 0;
+    int counted = every > 0 && (t->state.step + 1) % every == 0;
     if (timed) model_timing_begin(&t->model);
     if (counted) model_fp8_begin(&t->model);
-    const int stopped = run_micro_steps(t);
+    int stopped = run_micro_steps(t);
     if (stopped) {
         console_overwrite("");
         return stopped;
     }
-    const UpdateParams p = update_params(t);
-    const StepResult result = model_update(&t->model, &p);
+    StepReport r;
+    r.lr = learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
+    const UpdateParams p = update_params(t, r.lr);
+    r.result = model_update(&t->model, &p);
     console_overwrite("");
-    StepReport r = report_of(t, &result);
-    judge_step(t, &r);
+    int finite = r.result.verdict != STEP_NOT_FINITE;
+    r.loss_z = finite ? window_zscore(&t->state.loss, r.result.loss) : NAN;
+    r.norm_z = finite ? window_zscore(&t->state.norm, r.result.norm) : NAN;
+    judge_step(t, &r.result);
     if (reason_to_end(t)) end_diverged(t, reason_to_end(t));
     t->state.step++;
     t->state.tokens += o->total_batch;
@@ -272,87 +233,80 @@ static inline int train_step(Trainer *t, double *clock) {
     }
     if (counted) report_fp8(t);
     dataloader_position(&t->train, &t->state.epoch, &t->state.row);
-    const double now = now_seconds();
+    double now = now_seconds();
     r.seconds = now - *clock;
     *clock = now;
     report_step(t, &r);
     return 0;
 }
 
-// An evaluation between steps, which a signal may have ended early.
-static inline int score_and_agree(Trainer *t) {
+// Whether something is due every so many steps and at the end.
+static int due(const Trainer *t, int64_t every) {
+    return every > 0 && (t->state.step % every == 0 || t->state.step == t->steps);
+}
+// Returns the signal that stops the run, or 0.
+static int score_if_due(Trainer *t) {
+    if (!due(t, t->o.eval_every)) return 0;
     score(t);
     return agree(t);
 }
-
-static inline int due(int64_t every, int64_t step, int64_t last) {
-    return every > 0 && (step % every == 0 || step == last);
-}
-
-// What is due after a step besides saving. Returns the signal that stops the run, or 0.
-static inline int after_step(Trainer *t, int64_t first) {
+// What is due after a step, except saving. Returns the signal that stops the run, or 0.
+static int after_step(Trainer *t, int64_t first) {
     const Options *o = &t->o;
-    const int64_t step = t->state.step;
+    int64_t step = t->state.step;
     if (step == first + 1) {
         report_choices(t);
         report_overlap(t);
     }
     if (o->log_gpu_every > 0 && step % o->log_gpu_every == 0 && t->comm.rank == 0) report_gpu(t);
     int stopped = agree(t);
-    if (due(o->eval_every, step, t->steps) && !stopped) stopped = score_and_agree(t);
-    if (!due(o->sample_every, step, t->steps) || stopped) return stopped;
+    if (!stopped) stopped = score_if_due(t);
+    if (!due(t, o->sample_every) || stopped) return stopped;
     if (t->mesh.dp.rank == 0)
         sample(t);
     else
         generate_elsewhere(&t->comm);
-    // The first group alone has met. The others wait here, not in a collective of the device, whose waits are bounded.
+    // Only the first group sampled. The others wait for it here, because waits in a collective of the GPU are bounded.
     comm_align(&t->comm);
     return agree(t);
 }
 
-// llm.c's run scripts start the program again and again until this file is there.
-static inline void write_done_file(const Trainer *t) {
-    char path[4300];
-    snprintf(path, sizeof path, "%s/DONE_%08lld", t->o.output, (long long)t->steps);
-    const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
-    if (fd < 0 || close(fd) != 0) st_failed(path);
+// llm.c's run scripts restart the program until this file exists.
+static void write_done_file(const Trainer *t) {
+    Path path = path_of("%s/DONE_%08lld", t->o.output, t->steps);
+    int fd = open(path.text, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0 || close(fd) != 0) st_failed(path.text);
 }
 // Says how training ended; returns the exit status.
-static inline int end_training(Trainer *t, int64_t first, int stopped) {
-    const int unsaved = t->retry_step != 0, status = unsaved ? EXIT_FAILURE : stopped ? STATUS_STOPPED : EXIT_SUCCESS;
-    const long long step = t->state.step;
+static int end_training(Trainer *t, int64_t first, int stopped) {
+    int unsaved = t->retry_step != 0, status = unsaved ? EXIT_FAILURE : stopped ? STATUS_STOPPED : EXIT_SUCCESS;
+    long long step = t->state.step;
     if (first >= t->steps)
         printf("nothing was left to train: the run has %lld steps, as --max-steps or the data say, and the checkpoint "
                "is of step %lld\n",
-               (long long)t->steps, (long long)first);
+               t->steps, (long long)first);
     if (stopped) {
         console_overwrite("");
         if (*t->step_line) puts(t->step_line);
         printf("stopped by %s after step %lld%s\n", strsignal(stopped), step,
                t->o.save_every ? "; --resume 1 goes on" : "; nothing was saved (--save-every)");
     }
-    fflush(stdout);
     if (unsaved && t->comm.rank == 0)
         fprintf(stderr,
                 "error: the last checkpoint was not written, see above\n  hint: make room in '%s' and go on with "
                 "--resume 1\n",
                 t->o.output);
     if (status == EXIT_SUCCESS && *t->o.output && t->comm.rank == 0) write_done_file(t);
-    FILE *f = logger_begin(&t->log, "end", step);
-    if (!f) return status;
-    logger_text(f, "reason", stopped ? strsignal(stopped) : "all steps done");
-    fprintf(f, ",\"status\":%d", status);
-    logger_end(&t->log);
+    logger_event(&t->log, "end", step, "reason %s status %d", stopped ? strsignal(stopped) : "all steps done", status);
     return status;
 }
-static inline int train(Trainer *t) {
-    const int64_t first = t->state.step;
-    int stopped = 0;
+static int train(Trainer *t) {
+    int64_t first = t->state.step;
     t->saved_step = first;
     background.busy = save_is_busy;
     background.end = save_finish;
     background.of = t;
-    if (due(t->o.eval_every, t->state.step, t->steps)) stopped = score_and_agree(t);
+    int stopped = score_if_due(t);
     double clock = now_seconds();
     while (t->state.step < t->steps && !stopped) {
         stopped = train_step(t, &clock);
@@ -362,18 +316,19 @@ static inline int train(Trainer *t) {
         clock = now_seconds();
     }
     save_finish(t);
-    t->unproven = 0;  // no step follows
+    t->unproven = 0;  // no step will compute a loss with its weights
     rotate(t);
     return end_training(t, first, stopped);
 }
 
-// A program may be started with its output closed (>&-): the first file that is opened, the log, would then get what is
-// printed.
-static inline void open_standard_streams(void) {
+// A program may be started with its output closed (>&-). The first file that it opens would then receive what it
+// prints.
+static void open_standard_streams(void) {
     int fd;
     do fd = open("/dev/null", O_RDWR);
     while (fd >= 0 && fd <= STDERR_FILENO);
     if (fd >= 0) close(fd);
+    setvbuf(stdout, NULL, _IOLBF, 0);  // so that every line reaches a log file at once
 }
 
 static inline int trainer_main(int argc, char **argv) {
@@ -381,7 +336,7 @@ static inline int trainer_main(int argc, char **argv) {
     Trainer *t = (Trainer *)calloc_or_die(sizeof(Trainer));
     t->o = options_parse(argc, argv);
     const Options *o = &t->o;
-    if (!o->resume) settle_options(t);  // else when those of the checkpoint are known
+    if (!o->resume) settle_options(t);  // else with the options of the checkpoint
     t->comm = comm_open(&argc, &argv, o->timeout);
     const Comm *comm = &t->comm;
     comm_require(comm, o->num_processes == 1 || o->num_processes == comm->world,
@@ -397,8 +352,8 @@ static inline int trainer_main(int argc, char **argv) {
     comm_require(comm, comm->world == o->tp || !o->generate,
                  "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun",
                  comm->world);
-    comm_use_cores(comm, (int)o->threads);
-    t->mesh = mesh_open(comm, (int)o->tp);
+    comm_use_cores(comm, o->threads);
+    t->mesh = mesh_open(comm, o->tp);
     choose_config(t);
     if (!o->generate) open_data(t);
     open_tokenizer(t);
@@ -407,10 +362,9 @@ static inline int trainer_main(int argc, char **argv) {
     const Options model_options = options_of_model(t);
     model_open(&t->model, &t->config, &model_options, &t->mesh);
     if (t->mesh.dp.rank == 0 && (o->generate || (o->sample_every && !o->evaluate)))
-        model_decode_open(&t->model, (int)o->samples, t->window);
+        model_decode_open(&t->model, o->samples, t->window);
     load_or_init(t);
     if (!forward_only(o)) model_tune(&t->model);
-    record_options(t);
     print_start(t);
     logger_open(&t->log, o->generate || comm->rank > 0 ? "" : o->output, o->evaluate ? "evaluate.jsonl" : "main.jsonl");
     log_start(t);
@@ -428,11 +382,11 @@ static inline int trainer_main(int argc, char **argv) {
     if (!o->generate && !o->evaluate) dataloader_close(&t->train);
     state_free(&t->state);
     state_free(&t->before);
-    const int rank = t->comm.rank, others = t->comm.world - 1;
+    int rank = t->comm.rank, others = t->comm.world - 1;
     comm_close(&t->comm);
     free(t);
     if (!status || rank > 0) return EXIT_SUCCESS;
-    // A launcher ends every rank that is left when one ends with a status: by then the others have ended well.
+    // When a rank ends with an error, a launcher kills the rest. Rank 0 waits until the others have ended.
     if (others) usleep(500000);
     return status;
 }

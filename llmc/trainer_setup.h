@@ -1,5 +1,5 @@
-// The set-up of a run, before its first step: options, the checkpoint that it goes on from, configuration, data,
-// tokenizer, ranks that fit together, weights. Include it after a backend (backend.h).
+// The set-up of a run, before its first step: options, the checkpoint to resume, configuration, data, tokenizer,
+// handshake of the ranks, weights. Include it after a backend (backend.h).
 #ifndef LLMC_TRAINER_SETUP_H
 #define LLMC_TRAINER_SETUP_H
 
@@ -8,7 +8,6 @@
 #include "evaluate.h"
 #include "generate.h"
 #include "gpu_monitor.h"
-#include "schedule.h"
 #include "stop.h"
 #include "tokenizer.h"
 
@@ -21,44 +20,34 @@ typedef struct {
     DataLoader train;
     Evaluation eval;
     int has_tokenizer;
-    int window;  // tokens that a sample sees at a time
+    int window;  // context length of samples, tokens
     Tokenizer tokenizer;
     Logger log;
-    TrainState state;     // what a checkpoint holds beside the parameters
-    TrainState before;    // options of the checkpoint that this run goes on or generates from; o points into them
-    char val_data[4200];  // what --val-data auto has found
-    Checkpoint saving;    // on its way to the disk
-    double save_begin, save_held;  // when it began; how long training stood still for it, seconds
-    int64_t saved_step;            // of the newest checkpoint of this run; at first the step that it begins with
-    int64_t retry_step;            // the save before failed: the next one is due here; 0: it did not
-    int unproven, unrotated;       // of that checkpoint: its weights made no loss yet; older ones are to be removed
-    int ending;                    // what is saved now is the last of this run
-    char diverged[200];            // why a checkpoint of now must not be taken for a good one; "": it may
-    int64_t not_finite_in_a_row, not_finite;  // steps
-    int64_t steps;                            // optimiser steps of the whole run
-    int num_micro;                            // micro-steps in a step
-    char resumed_from[4300];                  // checkpoint folder, "" for a fresh run
-    char data_changed[400];                   // what became of its data; "": nothing
-    double step_seconds;  // smoothed time of a step; starts with the second one, since the first also warms up
+    TrainState state;                     // what a checkpoint holds beside the parameters
+    TrainState before;                    // options of the checkpoint that is resumed or generates; o points into them
+    Path val_data;                        // the shards that --val-data auto found
+    Checkpoint saving;                    // is being written
+    double save_begin, save_held;         // its begin on the clock, and how long training stood still for it, seconds
+    int64_t saved_step;                   // of the newest checkpoint of this run; at first the step it begins with
+    long long retry_step;                 // the last save failed and is due again at this step; 0: it succeeded
+    int unproven;                         // no loss has been computed with the newest checkpoint's weights yet
+    int unrotated;                        // checkpoints older than the newest have yet to be removed
+    int ending;                           // the next checkpoint is the last of this run
+    char diverged[200];                   // how the run has diverged; "": it has not
+    int not_finite_in_a_row, not_finite;  // steps
+    long long steps;                      // optimiser steps of the whole run
+    int num_micro;                        // micro-steps in a step
+    Path resumed_from;                    // checkpoint folder, "" for a fresh run
+    char data_changed[400];               // how the data differ from the checkpoint's; "": they do not
+    double step_seconds;                  // smoothed; from the second step on, because the first also warms up
     int steps_timed;
-    char step_line[256];  // the last step's, shown on a terminal while the next one computes; "": it was printed
+    char step_line[256];  // the last step's, shown on a terminal during the next step; "": it was printed for good
 } Trainer;
 
-// Combinations that no single option can check.
-static inline void check_options(const Options *o) {
-    schedule_check(o->schedule);
-    require(!strcmp(o->on_nan, "stop") || !strcmp(o->on_nan, "skip"), "unknown --on-nan '%s'\nuse stop or skip",
-            o->on_nan);
-    require(!strcmp(o->init_method, "mpi"),
-            "ranks cannot find each other by '%s'\nuse mpirun or srun (--init-method mpi)", o->init_method);
-    require(!strcmp(o->state_dtype, "fp32") || !strcmp(o->state_dtype, "bf16"),
-            "unknown --state-dtype '%s'\nuse fp32 or bf16", o->state_dtype);
-    require(!strcmp(o->matmul_dtype, "native") || !strcmp(o->matmul_dtype, "bf16") || !strcmp(o->matmul_dtype, "fp8") ||
-                !strcmp(o->matmul_dtype, "fp8-dw-bf16"),
-            "unknown --matmul-dtype '%s'\nuse native, bf16, fp8 or fp8-dw-bf16", o->matmul_dtype);
+// Refuses combinations of options.
+static void check_options(const Options *o) {
     require(o->tp_overlap < 1 || o->tp > 1,
             "--tp-overlap 1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
-    require(o->zero_stage <= 1, "ZeRO stage %lld is not built yet\nuse --zero-stage 0 or 1", o->zero_stage);
     require(*o->output || (o->save_every <= 0 && !o->resume), "checkpoints need a folder\nadd --output FOLDER");
     require(o->total_batch == -1 || o->total_batch > 0,
             "--total-batch %lld is not a number of tokens\nleave it out or give B*T times a whole number",
@@ -74,20 +63,17 @@ static inline void check_options(const Options *o) {
             "--eval-every 0 never scores --choice-data\ngive a number of steps, or leave --choice-data out");
     require(o->eval_steps != 0 || (!o->eval_every && !o->evaluate),
             "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
-    require(o->top_p > 0,
-            "--top-p 0 leaves no token to sample\nuse a value in (0, 1], or --temperature 0 for the likeliest token");
     require(o->samples <= o->batch_size || o->generate || !o->sample_every,
             "--samples %lld is more than --batch-size %lld\nsample fewer at a time while training", o->samples,
             o->batch_size);
 }
 
-// A --model that a resumed run names must be the checkpoint's: that is what goes on, under the name that the run began
-// with.
-static inline void require_resumed_model(Trainer *t) {
+// The model of a resumed run is the checkpoint's. A --model that is named, too, must have the same configuration.
+static void require_resumed_model(Trainer *t) {
     const char *model = t->o.model, *before = state_option(&t->before, "model");
     if (!before || !strcmp(model, before)) return;
     t->o.model = before;
-    const int folder = is_directory(model) || strchr(model, '/');
+    int folder = is_directory(model) || strchr(model, '/');
     Config named;
     if (folder)
         named = config_from_json(model);
@@ -96,14 +82,16 @@ static inline void require_resumed_model(Trainer *t) {
         config_finish(&named, NULL);
     }
     require(config_same(&named, &t->config),
-            "checkpoint '%s' is not of the model '%s' but of '%s'\nleave out --model when resuming, or start a new run "
-            "with another --output",
-            t->resumed_from, model, before);
+            "checkpoint '%s' is not of the model '%s' but of '%s'\n"
+            "leave out --model when resuming, or start a new run with another --output",
+            t->resumed_from.text, model, before);
 }
-// Model sizes: from the checkpoint that is resumed, a Hugging Face folder, or a preset. A preset without vocab= takes
-// the vocabulary that the training data names.
+// Where the model comes from: the resumed checkpoint, a Hugging Face folder, or a preset.
+static const char *model_source(const Trainer *t) { return *t->resumed_from.text ? t->resumed_from.text : t->o.model; }
+// Model sizes: those of the resumed checkpoint, of a Hugging Face folder, or of a preset. A preset without vocab= takes
+// the vocabulary of the data.
 static inline void choose_config(Trainer *t) {
-    const char *model = *t->resumed_from ? t->resumed_from : t->o.model;
+    const char *model = model_source(t);
     size_t n = strlen(model);
     require(n < 4 || strcmp(model + n - 4, ".bin") != 0,
             "'%s' is an llm.c checkpoint\n"
@@ -113,9 +101,9 @@ static inline void choose_config(Trainer *t) {
             "'%s' is no folder\nname the Hugging Face folder that holds config.json and model.safetensors", model);
     const char *data = t->o.overfit || t->o.evaluate ? t->o.val_data : t->o.train_data;
     if (is_directory(model)) {
-        if (!*t->resumed_from) checkpoint_require_intact(&t->comm, model, 2);
+        if (!*t->resumed_from.text) checkpoint_require_intact(&t->comm, model, 2);
         t->config = config_from_json(model);
-        if (*t->resumed_from) require_resumed_model(t);
+        if (*t->resumed_from.text) require_resumed_model(t);
     } else if (!config_parse(model, &t->config) && !t->o.generate && (*data || !t->o.evaluate)) {
         DataLoader peek;
         dataloader_open(&peek, data, 1, 1, 0, 1, 0, 0, 0);
@@ -131,60 +119,56 @@ static inline void choose_config(Trainer *t) {
 
 static inline void open_data(Trainer *t) {
     Options *o = &t->o;
-    const int B = (int)o->batch_size, T = (int)o->seq_len, V = t->config.vocab_size, rank = t->mesh.dp.rank,
-              world = t->mesh.dp.world;
-    if (o->evaluate) {
-        evaluation_open(&t->eval, o, &t->mesh.dp, V);
-        return;
-    }
-    dataloader_open(&t->train, o->overfit ? o->val_data : o->train_data, B, T, rank, world, !o->overfit,
-                    (uint64_t)o->seed, V);
-    evaluation_open(&t->eval, o, &t->mesh.dp, V);
+    int V = t->config.vocab_size;
+    const Comm *dp = &t->mesh.dp;
+    if (!o->evaluate)
+        dataloader_open(&t->train, o->overfit ? o->val_data : o->train_data, o->batch_size, o->seq_len, dp->rank,
+                        dp->world, !o->overfit, o->seed, V);
+    evaluation_open(&t->eval, o, dp, V);
+    if (o->evaluate) return;
     require(t->train.vocab_size <= V,
             "the training data has a vocabulary of %d and the model of %d\nuse data made with the model's tokenizer",
             t->train.vocab_size, V);
     if (t->train.hash && evaluation_tokenizer(&t->eval))
         require(t->train.hash == evaluation_tokenizer(&t->eval),
                 "training and evaluation data were made with different tokenizers\nmake both with one");
-    const int64_t micro_tokens = (int64_t)B * T * world;
+    long long micro_tokens = o->batch_size * o->seq_len * dp->world;
     const char *before = state_option(&t->before, "total-batch");
-    if (o->total_batch == -1)
-        o->total_batch = micro_tokens;  // recorded so: a resumed run keeps its batch on any number of ranks
-    const int64_t total = o->total_batch;
-    const int64_t near = (total + micro_tokens / 2) / micro_tokens;
+    // The checkpoint records the number: a resumed run keeps its batch on any number of ranks.
+    if (o->total_batch == -1) o->total_batch = micro_tokens;
+    long long total = o->total_batch, near = (total + micro_tokens / 2) / micro_tokens;
     require((total - 1) / micro_tokens < 1 << 20,
             "--total-batch %lld is more than 2^20 micro-steps of %lld tokens\n"
             "use a smaller one, or a larger --batch-size",
-            (long long)total, (long long)micro_tokens);
+            total, micro_tokens);
     require(total % micro_tokens == 0,
             "--total-batch %lld%s is not a multiple of batch-size * seq-len * ranks%s"
             " = %lld\nnearest: %lld; or choose another --batch-size",
-            (long long)total, before && atoll(before) == total ? " of the resumed run" : "", o->tp > 1 ? " / tp" : "",
-            (long long)micro_tokens, (long long)((near < 1 ? 1 : near) * micro_tokens));
-    t->num_micro = (int)(total / micro_tokens);
-    // An epoch as llm.c counts it: its last rows may be the next one's first.
+            total, before && atoll(before) == total ? " of the resumed run" : "", o->tp > 1 ? " / tp" : "",
+            micro_tokens, (near < 1 ? 1 : near) * micro_tokens);
+    t->num_micro = total / micro_tokens;
+    // As in llm.c, an epoch's last step may end with the next epoch's first rows.
     t->steps = o->max_steps != -1 ? o->max_steps : t->train.num_tokens / total;
     require(t->steps > 0,
             "the training data has %lld tokens, less than one step of %lld\n"
             "use a smaller --total-batch or give --max-steps",
-            (long long)t->train.num_tokens, (long long)total);
+            (long long)t->train.num_tokens, total);
 }
 
-// The tokenizer.bin that --tokenizer names, or the first of these that is there: that of the model's folder, to
-// generate; the one beside the shards; llm.c's, in the working folder. NULL: none. *guessed: nothing ties it to the
-// model but the number of its tokens. free() it.
-static inline char *find_tokenizer(const Trainer *t, int *guessed) {
+// The path of --tokenizer, or else the first of these files that exists: tokenizer.bin in the model's folder (with
+// --generate), the one beside the shards, gpt2_tokenizer.bin in the working folder. NULL: none. free() it. *guessed:
+// whether it is the model's is known only from its number of tokens.
+static char *find_tokenizer(const Trainer *t, int *guessed) {
     const Options *o = &t->o, standard = options_default();
     const DataLoader *data = o->evaluate ? &t->eval.val : &t->train;
     const char *shard = data->num_shards ? data->shards[0].path : o->evaluate ? o->val_data : o->train_data;
-    char *model = st_text(*t->resumed_from ? t->resumed_from : o->model, "/", "tokenizer.bin"),
-         *beside = tokenizer_path(shard);
-    const int nobody_named =
+    char *model = st_text(model_source(t), "/", "tokenizer.bin"), *beside = tokenizer_path(shard);
+    int default_data =
         o->generate && !state_option(&t->before, "train-data") && !strcmp(o->train_data, standard.train_data);
     const struct {
         const char *path;
         int guessed;
-    } places[] = {{o->generate ? model : "", 0}, {beside, nobody_named}, {"gpt2_tokenizer.bin", 1}};
+    } places[] = {{o->generate ? model : "", 0}, {beside, default_data}, {"gpt2_tokenizer.bin", 1}};
     char *found = *o->tokenizer ? st_text(o->tokenizer, "", "") : NULL;
     *guessed = 0;
     for (int i = 0; i < 3 && !found; i++) {
@@ -196,40 +180,43 @@ static inline char *find_tokenizer(const Trainer *t, int *guessed) {
     free(beside);
     return found;
 }
-// Without a tokenizer, samples print token ids.
+// Without a tokenizer, samples print token ids. A guessed tokenizer that does not fit is not used.
 static inline void open_tokenizer(Trainer *t) {
     int guessed;
     char *path = find_tokenizer(t, &guessed);
-    const uint64_t hash = t->train.hash ? t->train.hash : evaluation_tokenizer(&t->eval);
-    const int needed = *t->o.prompt != 0, V = t->config.vocab_size;
+    uint64_t hash = t->train.hash ? t->train.hash : evaluation_tokenizer(&t->eval);
+    int needed = *t->o.prompt != 0, V = t->config.vocab_size;
     require(path || !needed, "a --prompt needs a tokenizer, and none lies beside the model or the training data\n"
                              "give --tokenizer FILE");
     if (!path) return;
     tokenizer_open(&t->tokenizer, path);
-    const int has = t->tokenizer.vocab_size, fits = has == V && (!hash || t->tokenizer.hash == hash);
-    t->has_tokenizer = !guessed || fits;
-    require(t->has_tokenizer || !needed,
-            "a --prompt needs the model's tokenizer: '%s' has %d tokens, the model %d\ngive --tokenizer FILE", path,
-            has, V);
-    if (!t->has_tokenizer) tokenizer_close(&t->tokenizer);
-    require(!t->has_tokenizer || has <= V,
-            "tokenizer '%s' has %d tokens, the model %d\ngive the model's own --tokenizer", path, has, V);
-    require(!t->has_tokenizer || !hash || t->tokenizer.hash == hash,
-            "tokenizer '%s' is not the one that made the data\ngive the data's own --tokenizer", path);
+    int has = t->tokenizer.vocab_size, same = !hash || t->tokenizer.hash == hash;
+    t->has_tokenizer = !guessed || (has == V && same);
+    if (t->has_tokenizer) {
+        require(has <= V, "tokenizer '%s' has %d tokens, the model %d\ngive the model's own --tokenizer", path, has, V);
+        require(same, "tokenizer '%s' is not the one that made the data\ngive the data's own --tokenizer", path);
+    } else {
+        require(!needed,
+                "a --prompt needs the model's tokenizer: '%s' has %d tokens, the model %d\ngive --tokenizer FILE", path,
+                has, V);
+        tokenizer_close(&t->tokenizer);
+    }
     free(path);
 }
 
-// Of the model: as its checkpoint or the tokenizer.bin in its folder tells.
-static inline TokenizerId tokenizer_of_model(const Trainer *t) {
+static TokenizerId tokenizer_id(const Tokenizer *t) {
+    const TokenizerId id = {t->kind, t->vocab_size, t->hash};
+    return id;
+}
+// The model's, according to its checkpoint or the tokenizer.bin in its folder.
+static TokenizerId tokenizer_of_model(const Trainer *t) {
     TokenizerId id = t->state.tokenizer;
-    if (*t->resumed_from || !is_directory(t->o.model)) return id;
+    if (*t->resumed_from.text || !is_directory(t->o.model)) return id;
     char *bin = st_text(t->o.model, "/", "tokenizer.bin"), *state = st_text(t->o.model, "/", "train_state.json");
     if (file_exists(bin)) {
         Tokenizer own;
         tokenizer_open(&own, bin);
-        id.kind = own.kind;
-        id.vocab_size = own.vocab_size;
-        id.hash = own.hash;
+        id = tokenizer_id(&own);
         tokenizer_close(&own);
     } else if (file_exists(state)) {
         Json j;
@@ -241,27 +228,19 @@ static inline TokenizerId tokenizer_of_model(const Trainer *t) {
     free(state);
     return id;
 }
-// Of the data: as the shards tell, the multiple-choice sets, or else the tokenizer.bin beside them.
-static inline TokenizerId tokenizer_of_data(const Trainer *t) {
+// The data's, according to the shards, the multiple-choice sets, or the tokenizer.bin beside them.
+static TokenizerId tokenizer_of_data(const Trainer *t) {
     const DataLoader *shards = t->train.hash ? &t->train : &t->eval.val;
     TokenizerId id = {shards->tokenizer, shards->vocab_size, shards->hash};
     if (!id.hash) id.hash = evaluation_tokenizer(&t->eval);
-    if (!id.hash && t->has_tokenizer) {
-        id.kind = t->tokenizer.kind;
-        id.vocab_size = t->tokenizer.vocab_size;
-        id.hash = t->tokenizer.hash;
-    }
-    return id;
+    return !id.hash && t->has_tokenizer ? tokenizer_id(&t->tokenizer) : id;
 }
-// To a model, the ids of another tokenizer are noise. The next checkpoints name the tokenizer of this run's data.
+// Ids of another tokenizer than the model's are noise. The next checkpoints record the tokenizer of this run's data.
 static inline void compare_tokenizers(Trainer *t) {
     const TokenizerId model = tokenizer_of_model(t), data = tokenizer_of_data(t);
-    const char *folder = *t->resumed_from ? t->resumed_from : t->o.model;
+    const char *folder = model_source(t);
     char models[96], datas[96];
-    if (data.hash)
-        t->state.tokenizer = data;
-    else
-        t->state.tokenizer = model;
+    t->state.tokenizer = data.hash ? data : model;
     if (!model.hash || !data.hash || model.hash == data.hash) return;
     tokenizer_name(&model, models, sizeof models);
     tokenizer_name(&data, datas, sizeof datas);
@@ -273,13 +252,13 @@ static inline void compare_tokenizers(Trainer *t) {
     printf("warning: the model has the tokenizer %s, the data were made with %s (--force 1)\n", models, datas);
 }
 
-static inline void init_weights(Model *m, uint64_t seed) {
-    const size_t PIECE = (size_t)1 << 22;
-    float *values = (float *)malloc_or_die(PIECE * sizeof(float));
+static void init_weights(Model *m, uint64_t seed) {
+    size_t PIECE = 1 << 22;
+    float *values = new_array(float, PIECE);
     for (int i = 0; i < m->table.count; i++) {
         const Param *p = &m->table.params[i];
         for (size_t at = 0; at < p->size; at += PIECE) {
-            const size_t count = p->size - at < PIECE ? p->size - at : PIECE;
+            size_t count = p->size - at < PIECE ? p->size - at : PIECE;
             param_init(&m->table, i, seed, at, count, values);
             model_write(m, SLOT_WEIGHT, p->offset + at, count, values);
         }
@@ -287,60 +266,57 @@ static inline void init_weights(Model *m, uint64_t seed) {
     free(values);
 }
 
-// What a resumed run changes is said aloud: the curve will show it.
-static inline void report_changed_options(const Trainer *t) {
-    for (int i = 0; i < NUM_OPTIONS; i++) {
-        const OptionInfo *info = &option_table[i];
-        const char *before = info->kind == OPTION_SECTION ? NULL : state_option(&t->before, info->name);
-        char number[64];
-        if (!before || !strcmp(info->name, "resume") || !strcmp(info->name, "output")) continue;
-        const char *now = option_text(&t->o, info, number, sizeof number);
-        if (!strcmp(info->name, "val-data") && t->o.val_data == t->val_data) now = "auto";
-        if (strcmp(before, now) != 0) printf("changed since the checkpoint: --%s %s -> %s\n", info->name, before, now);
+// The options that the next checkpoints record: those of this run. --val-data auto stays auto: a resumed run may have
+// other training data.
+static void record_options(Trainer *t) {
+    char number[OPTION_NUMBER];
+    OPTION_EACH(p) state_set_option(&t->state, p->name, option_text(&t->o, p, number));
+    if (t->o.val_data == t->val_data.text) state_set_option(&t->state, "val-data", "auto");
+}
+// Prints what a resumed run changes, because its loss curve will show it.
+static void report_changed_options(const Trainer *t) {
+    OPTION_EACH(p) {
+        const char *before = state_option(&t->before, p->name), *now = state_option(&t->state, p->name);
+        if (before && strcmp(before, now) != 0 && strcmp(p->name, "resume") != 0 && strcmp(p->name, "output") != 0)
+            printf("changed since the checkpoint: --%s %s -> %s\n", p->name, before, now);
     }
 }
 
-// The checkpoint that is resumed, or that --generate names as its --model, has options: all of the one, where the
-// other's data lie. What the command line gives wins.
+// Takes over the options of a checkpoint: of a resumed one all, of the --model of --generate those that say where its
+// tokenizer is. The command line has precedence.
 static inline void take_options(Trainer *t, int argc, char **argv) {
-    static const char *const of_the_data[] = {"tokenizer", "train-data"};
     char why[WHY_BYTES];
-    const int named = !*t->resumed_from && t->o.generate && checkpoint_is_whole(t->o.model, -1, why);
-    if (!*t->resumed_from && !named) return;
-    checkpoint_load_state(named ? t->o.model : t->resumed_from, &t->state);
+    int named = !*t->resumed_from.text && t->o.generate && checkpoint_is_whole(t->o.model, -1, why);
+    if (!*t->resumed_from.text && !named) return;
+    checkpoint_load_state(model_source(t), &t->state);
     Options o = options_default();
-    for (int i = 0; i < NUM_OPTIONS; i++) {
-        const char *name = option_table[i].name, *value = state_option(&t->state, name);
-        if (option_table[i].kind == OPTION_SECTION || !value) continue;
-        if (named && strcmp(name, of_the_data[0]) != 0 && strcmp(name, of_the_data[1]) != 0) continue;
-        char *text = printable(st_text(value, "", ""), "\n\t");  // a copy: the state's own change with the run
-        state_set_option(&t->before, name, text);
+    OPTION_EACH(p) {
+        const char *value = state_option(&t->state, p->name);
+        if (!value || (named && strcmp(p->name, "tokenizer") != 0 && strcmp(p->name, "train-data") != 0)) continue;
+        char *text = printable(st_text(value, "", ""), "\n\t");
+        state_set_option(&t->before, p->name, text);  // a copy: those of `state` change during the run
         free(text);
+        option_set(&o, p, state_option(&t->before, p->name));
     }
-    for (int i = 0; i < NUM_OPTIONS; i++)
-        if (state_option(&t->before, option_table[i].name))
-            option_set(&o, &option_table[i], state_option(&t->before, option_table[i].name));
     t->o = options_parse_over(o, argc, argv);
     watchdog.timeout = t->o.timeout;
 }
 
-// --val-data auto: beside the training data, named as all programs that make shards name them; or none.
-static inline void find_validation_data(Trainer *t) {
+// --val-data auto: the shards beside the training data with "val" for the last "train" in their name; "": none.
+static void find_validation_data(Trainer *t) {
     const char *train = t->o.train_data, *slash = strrchr(train, '/'), *word = NULL;
     if (strcmp(t->o.val_data, "auto") != 0) return;
     for (const char *p = slash ? slash : train; (p = strstr(p, "train")); p++) word = p;
-    require(strlen(train) < sizeof t->val_data, "--train-data is too long\nuse a shorter path");
     glob_t found;
-    if (word)
-        snprintf(t->val_data, sizeof t->val_data, "%.*sval%s", (int)(word - train), train, word + strlen("train"));
-    if (!word || find_files(t->val_data, &found) != 0)
-        *t->val_data = 0;
+    if (word) t->val_data = path_of("%.*sval%s", (int)(word - train), train, word + strlen("train"));
+    if (!word || find_files(t->val_data.text, &found) != 0)
+        *t->val_data.text = 0;
     else
         globfree(&found);
-    t->o.val_data = t->val_data;
+    t->o.val_data = t->val_data.text;
 }
 
-// What depends on nothing but options and files. Called again when the options of a checkpoint have joined them.
+// What depends on options and files alone. Called again after take_options.
 static inline void settle_options(Trainer *t) {
     Options *o = &t->o;
     find_validation_data(t);
@@ -348,50 +324,45 @@ static inline void settle_options(Trainer *t) {
     check_options(o);
 }
 
-// A fresh run must not mix its checkpoints and curves with those of an earlier one.
-static inline void require_fresh_folder(const char *output) {
-    checkpoint_require_fresh(output);
-    require(!logger_has_steps(output, "main.jsonl"),
-            "folder '%s' holds the log of another run, which left no checkpoint\n"
-            "name another folder with --output, or begin that run again with --resume 1: its log then goes on",
-            output);
-}
 static inline void find_checkpoint(Trainer *t) {
     const Options *o = &t->o;
-    const int writes = *o->output && !forward_only(o);
-    if (t->comm.rank == 0) {
-        if (writes) make_directory(o->output);  // before the long part: an unwritable folder is found now
-        if (writes) checkpoint_lock(&t->comm, o->output, o->timeout);
+    int writes = *o->output && !forward_only(o) && t->comm.rank == 0;
+    if (writes) make_directory(o->output);  // now, so that an unwritable folder ends the run at once
+    if (writes) checkpoint_lock(&t->comm, o->output, o->timeout);
+    int files = forward_only(o) ? 2 : 3;
+    int resumed = checkpoint_latest(&t->comm, o->resume ? o->output : "", files, &t->resumed_from);
+    if (t->comm.rank > 0) return;
+    require(resumed || !o->resume || !forward_only(o),
+            "there is no checkpoint in '%s' to resume\n"
+            "name the run's --output, or leave --resume out to use --model",
+            o->output);
+    if (*o->output && o->evaluate) make_directory(o->output);  // --generate may only read the folder
+    if (!writes || resumed) return;
+    if (o->resume) {
+        printf("there is no checkpoint in '%s': the run begins with step 1\n", o->output);
+        return;
     }
-    Path folder;
-    const int resumed = checkpoint_latest(&t->comm, o->resume ? o->output : "", forward_only(o) ? 2 : 3, &folder);
-    strcpy(t->resumed_from, folder.text);
-    if (t->comm.rank == 0) {
-        require(resumed || !o->resume || !forward_only(o),
-                "there is no checkpoint in '%s' to resume\n"
-                "name the run's --output, or leave --resume out to use --model",
-                o->output);
-        if (*o->output && o->evaluate) make_directory(o->output);  // a folder that --generate reads may be another's
-        if (writes && o->resume && !resumed)
-            printf("there is no checkpoint in '%s': the run begins with step 1\n", o->output);
-        if (writes && !o->resume) require_fresh_folder(o->output);
-    }
+    // A new run must not mix its checkpoints and its log with those of an earlier one.
+    checkpoint_require_fresh(o->output);
+    require(!logger_has_steps(o->output, "main.jsonl"),
+            "folder '%s' holds the log of another run, which left no checkpoint\n"
+            "name another folder with --output, or begin that run again with --resume 1: its log then goes on",
+            o->output);
 }
 
-// The place in the data is a row of an epoch, and the epoch's order that of all its shards: with other shards it is
-// another place.
-static inline void compare_data(Trainer *t) {
+// A checkpoint's place in the data is a row of an epoch, whose order depends on all shards. With other shards the same
+// row is another place.
+static void compare_data(Trainer *t) {
     const DataLoader *d = &t->train;
     TrainState *s = &t->state;
-    DataFile *files = (DataFile *)malloc_or_die((size_t)d->num_shards * sizeof *files);
-    const uint64_t hash = hash_of_files(files, list_shards(d, files));
+    DataFile *files = new_array(DataFile, d->num_shards);
+    uint64_t hash = hash_of_files(files, list_shards(d, files));
     free(files);
-    const int same_size = s->data_tokens == d->num_tokens && s->data_shards == d->num_shards;
+    int same_size = s->data_tokens == d->num_tokens && s->data_shards == d->num_shards;
     if (s->data_tokens && (!same_size || (s->data_hash && s->data_hash != hash))) {
         snprintf(t->data_changed, sizeof t->data_changed,
-                 "%lld tokens in %lld shards -> %lld in %d%s; sequences come in another order now: from number "
-                 "%lld of %lld, where this run goes on, to the end of the epoch some come again, and some that did not "
-                 "come are left out",
+                 "%lld tokens in %lld shards -> %lld in %d%s; the order of sequences differs: from number %lld of "
+                 "%lld, where this run goes on, to the end of the epoch some are seen again and others not at all",
                  (long long)s->data_tokens, (long long)s->data_shards, (long long)d->num_tokens, d->num_shards,
                  same_size ? ", with other names or other tokens" : "", (long long)(d->next % d->rows_per_epoch),
                  (long long)d->rows_per_epoch);
@@ -403,18 +374,16 @@ static inline void compare_data(Trainer *t) {
 }
 static inline void handshake(const Trainer *t) {
     HandshakeRecord r = comm_record(&t->comm);
-    char value[512];
+    char number[OPTION_NUMBER];
     r.config = comm_hash(COMM_HASH, &t->config, sizeof t->config);
     r.options = COMM_HASH;
-    for (int i = 0; i < NUM_OPTIONS; i++) {
-        if (option_table[i].kind == OPTION_SECTION) continue;
-        option_value(&t->o, &option_table[i], value, sizeof value);
+    OPTION_EACH(p) {
+        const char *value = option_text(&t->o, p, number);
         r.options = comm_hash(r.options, value, strlen(value) + 1);
     }
     model_identify(&r);
     const Evaluation *e = &t->eval;
-    const int most = t->train.num_shards + e->val.num_shards + e->num_sets;
-    DataFile *files = (DataFile *)malloc_or_die((size_t)most * sizeof *files);
+    DataFile *files = new_array(DataFile, t->train.num_shards + e->val.num_shards + e->num_sets);
     int count = list_shards(&t->train, files);
     count += list_shards(&e->val, files + count);
     count += list_sets(e, files + count);
@@ -425,21 +394,22 @@ static inline void handshake(const Trainer *t) {
 
 static inline void load_or_init(Trainer *t) {
     watchdog_beat(PHASE_LOAD, -1);
-    if (*t->resumed_from && forward_only(&t->o)) {
-        model_load_weights(&t->model, t->resumed_from);
-    } else if (*t->resumed_from) {
-        checkpoint_load(&t->model, t->resumed_from, &t->state);
-        report_changed_options(t);
-        // --overfit takes the first batch, always
+    if (*t->resumed_from.text && forward_only(&t->o)) {
+        model_load_weights(&t->model, t->resumed_from.text);
+    } else if (*t->resumed_from.text) {
+        checkpoint_load(&t->model, t->resumed_from.text, &t->state);
+        // --overfit always trains on the first batch
         if (t->train.num_shards && !t->o.overfit)
             dataloader_seek(&t->train, t->state.epoch, state_row(&t->state, t->o.seq_len));
     } else {
         if (is_directory(t->o.model))
             model_load_weights(&t->model, t->o.model);
         else
-            init_weights(&t->model, (uint64_t)t->o.seed);
-        t->state.seed = (uint64_t)t->o.seed;
+            init_weights(&t->model, t->o.seed);
+        t->state.seed = t->o.seed;
     }
+    record_options(t);
+    if (*t->resumed_from.text && !forward_only(&t->o)) report_changed_options(t);
     if (t->train.num_shards && !t->o.overfit) compare_data(t);
 }
 

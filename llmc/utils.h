@@ -1,16 +1,16 @@
-// The base of every other file: errors with hints, checked memory and files, UTF-8, a clock.
-// Plain C11 that also compiles as C++17: the CPU and the GPU trainer share it.
+// What every other file uses: errors with hints, checked memory and files, UTF-8, a clock.
+// C11 that also compiles as C++17, because the CPU and the GPU trainer share it.
 //
-//   require(condition, "what is wrong %d\nwhat to do about it", value)   for anything a user can cause
-//   assert(condition)                                                   for our own mistakes
-// A failed require prints rank, message, hint and file:line to stderr and ends the process with a non-zero status.
+//   require(condition, "what is wrong %d\nwhat to do about it", value)   for anything that a user can cause
+//   assert(condition)                                                   for mistakes of the program itself
+// A failed require prints rank, message, hint and file:line to stderr and exits with EXIT_FAILURE.
 #ifndef LLMC_UTILS_H
 #define LLMC_UTILS_H
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#undef NDEBUG  // shipped builds check their assertions too
+#undef NDEBUG  // release builds keep their assertions
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -27,12 +27,13 @@
 #define GIT_REVISION "unknown"  // the Makefile passes -DGIT_REVISION='"..."'
 #endif
 
-// The rank that messages name (-1: one process alone), and what else must stop with this process.
+// The rank that messages name, -1 for a single process; and what die calls before it exits.
 static int die_rank = -1;
 static void (*die_hook)(void) = NULL;
 
-// Terminals obey control characters, also those of UTF-8. In names and texts from files they become '?'.
-static inline char *printable(char *text, const char *except) {
+// A terminal executes control characters. In names and texts that come from files they become '?', except those in
+// `except`. UTF-8 has control characters, too: c2 80 to c2 9f.
+static char *printable(char *text, const char *except) {
     for (unsigned char *p = (unsigned char *)text; *p; p++) {
         if (*p == 0xc2 && p[1] >= 0x80 && p[1] < 0xa0) *p = p[1] = '?';
         if ((*p < ' ' || *p == 0x7f) && !strchr(except, *p)) *p = '?';
@@ -40,16 +41,16 @@ static inline char *printable(char *text, const char *except) {
     return text;
 }
 
-__attribute__((noreturn, cold, format(printf, 3, 4))) static inline void die_at(const char *file, int line,
-                                                                                const char *format, ...) {
+__attribute__((noreturn, cold, format(printf, 3, 4))) static void die_at(const char *file, int line, const char *format,
+                                                                         ...) {
     char text[2048], what[2048], rank[32] = "";
     va_list args, again;
     va_start(args, format);
     va_copy(again, args);
     vsnprintf(text, sizeof text, format, args);
-    // The message ends where the format's own newline stands: a file name may contain others.
+    // Message and hint are split at the newline of the format: a file name may contain newlines, too.
     snprintf(what, sizeof what, "%.*s", (int)strcspn(format, "\n"), format);
-    const int length = vsnprintf(NULL, 0, what, again);
+    int length = vsnprintf(NULL, 0, what, again);
     va_end(args);
     va_end(again);
     if (die_rank >= 0) snprintf(rank, sizeof rank, "[rank %d] ", die_rank);
@@ -70,16 +71,17 @@ __attribute__((noreturn, cold, format(printf, 3, 4))) static inline void die_at(
         if (!(condition)) die(__VA_ARGS__); \
     } while (0)
 
-// ---- memory and files: each call works, or stops and says why
+// ---- memory and files: each call succeeds, or ends the process with a message
 
-// Aligned to 64 bytes: one cache line, one AVX-512 vector.
-static inline void *malloc_or_die(size_t bytes) {
+// Aligned to 64 bytes: a cache line, an AVX-512 vector.
+static void *malloc_or_die(size_t bytes) {
     void *p = NULL;
     require(posix_memalign(&p, 64, bytes ? bytes : 1) == 0,
-            "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", (double)bytes / 1048576.0);
+            "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", bytes / 1048576.0);
     return p;
 }
 static inline void *calloc_or_die(size_t bytes) { return memset(malloc_or_die(bytes), 0, bytes); }
+#define new_array(type, count) ((type *)malloc_or_die((size_t)(count) * sizeof(type)))
 static inline void *realloc_or_die(void *p, size_t bytes) {
     p = realloc(p, bytes);
     require(p, "out of memory: %zu bytes were asked for\nclose other programs", bytes);
@@ -118,15 +120,10 @@ static inline char *text_close(Text *t) {
     return t->bytes;
 }
 
-static inline FILE *fopen_or_die(const char *path, const char *mode, const char *hint) {
-    FILE *f = fopen(path, mode);
-    require(f, "cannot open '%s': %s\n%s", path, strerror(errno), hint);
-    return f;
-}
-// Reads exactly `bytes` bytes at `offset`.
-static inline void pread_or_die(int fd, void *destination, size_t bytes, uint64_t offset, const char *path) {
+// Reads exactly `bytes` bytes from `offset` on.
+static void pread_or_die(int fd, void *destination, size_t bytes, uint64_t offset, const char *path) {
     char *to = (char *)destination;
-    for (ssize_t n; bytes > 0; to += n, bytes -= (size_t)n, offset += (uint64_t)n) {
+    for (ssize_t n; bytes > 0; to += n, bytes -= n, offset += n) {
         while ((n = pread(fd, to, bytes, (off_t)offset)) < 0 && errno == EINTR) {
         }
         require(n >= 0, "cannot read '%s': %s\ncheck the disk and the file", path, strerror(errno));
@@ -139,17 +136,17 @@ static inline int open_or_die(const char *path, int flags, const char *hint) {
     require(fd >= 0, "cannot open '%s': %s\n%s", path, strerror(errno), hint);
     return fd;
 }
-static inline int open_data_file(const char *path, const char *hint, int64_t *bytes) {
+static int open_data_file(const char *path, const char *hint, int64_t *bytes) {
     struct stat s;
-    const int fd = open_or_die(path, O_RDONLY, hint);
+    int fd = open_or_die(path, O_RDONLY, hint);
     require(fstat(fd, &s) == 0 && S_ISREG(s.st_mode), "'%s' is not a regular file\nname a file, not a folder", path);
     *bytes = s.st_size;
     return fd;
 }
-// Our data files begin with 256 int32. Reads those that are in use into h.
+// The project's data files begin with 256 int32. h: the first of them; the others are 0.
 enum { HEADER_BYTES = 1024, HEADER_WORDS = 8 };
 static inline int open_with_header(const char *path, const char *what, const char *hint, int32_t *h, int64_t *bytes) {
-    const int fd = open_data_file(path, hint, bytes);
+    int fd = open_data_file(path, hint, bytes);
     require(*bytes >= HEADER_BYTES, "'%s' has %lld bytes: too short for %s\n%s", path, (long long)*bytes, what, hint);
     pread_or_die(fd, h, HEADER_WORDS * sizeof *h, 0, path);
     return fd;
@@ -162,7 +159,7 @@ static inline int file_exists(const char *path) {
     struct stat s;
     return stat(path, &s) == 0;
 }
-static inline int is_directory(const char *path) {
+static int is_directory(const char *path) {
     struct stat s;
     return stat(path, &s) == 0 && S_ISDIR(s.st_mode);
 }
@@ -171,9 +168,9 @@ static inline const char *file_name(const char *path) {
     const char *slash = strrchr(path, '/');
     return slash ? slash + 1 : path;
 }
-// A folder with all its parents.
+// Makes a folder with all its parents.
 static inline void make_directory(const char *path) {
-    #define DIRECTORY_HINT "name a folder that you may write to"
+    const char *hint = "name a folder that you may write to";
     char part[4096];
     require(strlen(path) < sizeof part, "folder name is too long: %.80s...\nuse a shorter path", path);
     strcpy(part, path);
@@ -181,20 +178,20 @@ static inline void make_directory(const char *path) {
         const char kept = *slash;
         if (kept && kept != '/') continue;
         *slash = 0;
-        require(mkdir(part, 0777) == 0 || errno == EEXIST, "cannot make folder '%s': %s\n" DIRECTORY_HINT, part,
-                strerror(errno));
+        require(mkdir(part, 0777) == 0 || errno == EEXIST, "cannot make folder '%s': %s\n%s", part, strerror(errno),
+                hint);
         if (!kept) break;
         *slash = kept;
     }
-    require(is_directory(path) && access(path, W_OK | X_OK) == 0, "folder '%s' is not writable\n" DIRECTORY_HINT, path);
+    require(is_directory(path) && access(path, W_OK | X_OK) == 0, "folder '%s' is not writable\n%s", path, hint);
 }
 
 // ---- text
 
-// The code point at p and its length in bytes; -1 and length 1 where the bytes are not UTF-8 (RFC 3629).
-// Reads no further than `end`, nor than a terminating NUL.
+// The code point at p and its length in bytes; -1 and length 1 if the bytes are not UTF-8 (RFC 3629).
+// Reads up to `end` or a terminating NUL.
 static inline int utf8_next(const unsigned char *p, const unsigned char *end, int *length) {
-    const int need = *p < 0x80 ? 1 : *p < 0xc2 ? 0 : *p < 0xe0 ? 2 : *p < 0xf0 ? 3 : *p < 0xf5 ? 4 : 0;
+    int need = *p < 0x80 ? 1 : *p < 0xc2 ? 0 : *p < 0xe0 ? 2 : *p < 0xf0 ? 3 : *p < 0xf5 ? 4 : 0;
     *length = 1;
     if (need == 0 || need > end - p) return -1;
     int c = need == 1 ? *p : *p & (0x7f >> need);
@@ -202,8 +199,8 @@ static inline int utf8_next(const unsigned char *p, const unsigned char *end, in
         if ((p[i] & 0xc0) != 0x80) return -1;
         c = c << 6 | (p[i] & 0x3f);
     }
-    const int overlong = (need == 3 && c < 0x800) || (need == 4 && c < 0x10000);
-    const int surrogate = c >= 0xd800 && c < 0xe000;
+    int overlong = (need == 3 && c < 0x800) || (need == 4 && c < 0x10000);
+    int surrogate = c >= 0xd800 && c < 0xe000;
     if (overlong || surrogate || c > 0x10ffff) return -1;
     *length = need;
     return c;
@@ -215,10 +212,10 @@ static inline int utf8_next(const unsigned char *p, const unsigned char *end, in
 static inline double now_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-// Before a loop whose iterations are independent: the CPU's threads share them if the build has OpenMP.
+// Stands before a loop of independent iterations. With OpenMP the CPU's threads share them.
 #ifdef _OPENMP
 #define PARALLEL_FOR _Pragma("omp parallel for schedule(static)")
 #else

@@ -16,7 +16,7 @@
 #ifndef FUZZ_H
 #define FUZZ_H
 
-#include "../../llmc/utils.h"
+#include "../test/fopen_or_die.h"
 
 #include "../../llmc/rand.h"
 

@@ -10,7 +10,7 @@ struct Model {
 #include "../../llmc/trainer.h"
 
 static void fuzz_one(const uint8_t *data, size_t size) {
-    static char text[1 << 16], values[NUM_OPTIONS][64];
+    static char text[1 << 16], values[NUM_OPTIONS][OPTION_NUMBER];
     char *argv[200] = {(char *)"train_gpt2"}, *again[2 * NUM_OPTIONS + 1] = {(char *)"train_gpt2"}, *rest = text;
     int argc = 1, count = 1;
     if (size >= sizeof text) return;
@@ -24,11 +24,7 @@ static void fuzz_one(const uint8_t *data, size_t size) {
         if (info->kind == OPTION_SECTION) continue;
         snprintf(names[i], sizeof names[i], "--%s", info->name);
         again[count++] = names[i];
-        again[count++] = values[i];
-        if (info->kind == OPTION_STR)
-            again[count - 1] = *(char **)((char *)&o + info->offset);
-        else
-            option_value(&o, info, values[i], sizeof values[i]);
+        again[count++] = (char *)option_text(&o, info, values[i]);
     }
     const Options same = options_parse(count, again);
     assert(memcmp(&o, &same, sizeof o) == 0);

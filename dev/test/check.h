@@ -2,7 +2,7 @@
 #ifndef CHECK_H
 #define CHECK_H
 
-#include "llmc/utils.h"
+#include "fopen_or_die.h"
 
 #include <sys/wait.h>
 

@@ -80,16 +80,16 @@ int main(int argc, char **argv) {
     } else if (!strcmp(what, "gpu")) {  // uuid
         gpu_monitor_open(argv[2]);
         const GpuState s = gpu_monitor_read();
-        gpu_monitor_print(stdout, &s);
+        gpu_monitor_print(&s);
     } else if (!strcmp(what, "peak")) {  // of each GPU named
         for (char **name = argv + 2; *name; name++) printf("%g\n", 1e-12 * peak_flops(*name, PEAK_BF16));
     } else if (!strcmp(what, "options")) {
         Options o = options_default();
         for (int i = 0; i < NUM_OPTIONS; i++) {
-            char value[512];
+            char number[OPTION_NUMBER];
             if (option_table[i].kind == OPTION_SECTION) continue;
-            option_value(&o, &option_table[i], value, sizeof value);
-            printf("%s\t%s\t%s\n", option_table[i].name, option_table[i].letters, value);
+            printf("%s\t%s\t%s\n", option_table[i].name, option_table[i].letters,
+                   option_text(&o, &option_table[i], number));
         }
     }
     return 0;

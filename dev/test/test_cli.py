@@ -149,10 +149,13 @@ def test_good_input_trains(trainer):
         (["-d", 2**40], ["more than 2^20 micro-steps of 64 tokens", "--batch-size"]),
         (["-x", "0"], ["--max-steps 0"]),
         (["-v", "1", "-m", "0"], ["--eval-steps 0"]),
-        (["-k", "cubic"], ["cubic"]),
+        (["-k", "cubic"], ["--schedule 'cubic' is not cosine|linear|wsd|constant"]),
+        (["-k", "cosine|linear"], ["--schedule 'cosine|linear' is not"]),
+        (["-k", ""], ["--schedule '' is not"]),
+        (["--reduce-dtype", "fp"], ["--reduce-dtype 'fp' is not fp32|bf16"]),
         (["--on-nan", "ignore"], ["ignore"]),
-        (["--state-dtype", "fp16"], ["fp16", "fp32 or bf16"]),
-        (["--matmul-dtype", "fp16"], ["fp16", "native, bf16, fp8 or fp8-dw-bf16"]),
+        (["--state-dtype", "fp16"], ["--state-dtype 'fp16' is not fp32|bf16"]),
+        (["--matmul-dtype", "fp16"], ["--matmul-dtype 'fp16' is not native|bf16|fp8|fp8-dw-bf16"]),
         (["--matmul-dtype", "fp8", "-e", "d1,channels=24,heads=1"], ["multiples of 16, but channels: 24", "--model"]),
         (["--matmul-dtype", "fp8", "-e", "d1,channels=32,heads=1,ffn=72"], ["multiples of 16, but MLP width: 72"]),
         (["--matmul-dtype", "fp8-dw-bf16", "-e", "d1,channels=24,heads=1"], ["multiples of 16, but channels: 24"]),
@@ -164,7 +167,7 @@ def test_good_input_trains(trainer):
         (["--head-chunks", "-1"], ["--head-chunks -1"]),
         (["--top-p", "0"], ["--top-p 0"]),
         (["--temperature", "-1"], ["--temperature -1"]),
-        (["-z", "2"], ["ZeRO stage 2"]),
+        (["-z", "2"], ["--zero-stage 2", "2 and 3 are not built yet"]),
         (["-pi", "tcp"], ["tcp", "mpi"]),
         (["-pn", "8"], ["started as 8"]),
         (["-n", "1"], ["--output"]),
@@ -198,7 +201,8 @@ def test_help_lists_every_letter_of_llm_c(trainer):
 OPTIONS = {
     field.replace("_", "-"): (letters, mark, text)
     for field, letters, mark, text in re.findall(
-        r'(?:STR|INT|FLT)\((\w+), "(\w*)", \'(.)\', (?:"[^"]*"|[^",]+)(?:, [^",]+, [^",]+)?, +"([^"]*)"\)',
+        r'(?:STR|ONE|INT|FLT)\((\w+), "(\w*)", \'(.)\', (?:"[^"]*"|[^",]+)(?:, [^",]+, [^",]+|, "[^"]*")?, '
+        r'+"([^"]*)"\)',
         " ".join((ROOT / "llmc/options.h").read_text().replace("\\\n", " ").split()).replace('" "', ""),
     )
 }
@@ -888,8 +892,8 @@ def test_the_log_of_another_run_is_not_touched(trainer, tmp_path):
 def test_a_run_with_output_saves_at_its_end(trainer, tmp_path):
     succeeds(trainer("-o", tmp_path / "run", "-x", "3"))
     assert [p.name for p in (tmp_path / "run").glob("step_*")] == ["step_00000003"]
-    assert "nothing is saved" in succeeds(trainer("-o", tmp_path / "none", "-n", "0")).stdout
-    assert "nothing is saved" in succeeds(trainer()).stdout and not list((tmp_path / "none").glob("step_*"))
+    assert "no checkpoint is saved" in succeeds(trainer("-o", tmp_path / "none", "-n", "0")).stdout
+    assert "no checkpoint is saved" in succeeds(trainer()).stdout and not list((tmp_path / "none").glob("step_*"))
 
 
 @pytest.mark.parametrize("save", [[], ["-n", "0"], ["-n", "1000000"]])

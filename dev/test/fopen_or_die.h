@@ -1,0 +1,13 @@
+// Opens a file of a test, or ends the test.
+#ifndef FOPEN_OR_DIE_H
+#define FOPEN_OR_DIE_H
+
+#include "../../llmc/utils.h"
+
+__attribute__((unused)) static FILE *fopen_or_die(const char *path, const char *mode, const char *hint) {
+    FILE *f = fopen(path, mode);
+    require(f, "cannot open '%s': %s\n%s", path, strerror(errno), hint);
+    return f;
+}
+
+#endif
