@@ -30,8 +30,7 @@ typedef enum {
     NUM_SLOTS
 } Slot;
 
-// Rows of B*T on which the head runs at a time: one of --head-chunks parts, but at least B, one for each sequence that
-// is sampled.
+// Rows of B*T that the head processes at a time: one of --head-chunks parts, but at least the B of sampling.
 static inline size_t head_rows(const Options *o, int B, int T) {
     size_t rows = ceil_div((size_t)B * T, o->head_chunks ? o->head_chunks : 1);
     return rows > (size_t)B ? rows : (size_t)B;
@@ -90,8 +89,7 @@ void model_read(const Model *m, Slot s, size_t offset, size_t count, float *valu
 void model_snapshot(Model *m, Slot s);
 void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values);
 
-// Once, with the weights and before the first step: chooses by measuring. Leaves weights, gradients and states
-// unchanged.
+// Once, with the weights and before the first step: chooses by measuring. Changes no weights and no states.
 void model_tune(Model *m);
 // One optimiser step = num_micro calls of model_micro_step, then model_update.
 // inputs, targets (B,T). The gradient is that of the mean loss over num_micro * B * T tokens of all ranks; micro-step 0

@@ -217,18 +217,13 @@ static inline int config_parse(const char *descriptor, Config *c) {
     char *rest = strcpy(text, descriptor), *preset = strsep(&rest, ",");
     require(config_preset(preset, c), "unknown model '%s'\nuse a checkpoint folder or one of " CONFIG_PRESETS, preset);
     const Config base = *c;
-    int heads = 0, kv_heads = 0, ffn = 0, vocab = 0;
+    c->num_heads = c->num_kv_heads = c->ffn_dim = c->vocab_size = 0;  // not given
     const struct {
         const char *key;
         int *value;
-    } keys[] = {{"layers", &c->num_layers},
-                {"channels", &c->channels},
-                {"heads", &heads},
-                {"kv_heads", &kv_heads},
-                {"ffn", &ffn},
-                {"vocab", &vocab},
-                {"seq", &c->max_seq_len},
-                {"tied", &c->tied}};
+    } keys[] = {{"layers", &c->num_layers},     {"channels", &c->channels}, {"heads", &c->num_heads},
+                {"kv_heads", &c->num_kv_heads}, {"ffn", &c->ffn_dim},       {"vocab", &c->vocab_size},
+                {"seq", &c->max_seq_len},       {"tied", &c->tied}};
     size_t num_keys = sizeof keys / sizeof *keys;
     for (char *item; (item = strsep(&rest, ","));) {
         char *value = strchr(item, '='), *end = NULL;
@@ -244,14 +239,14 @@ static inline int config_parse(const char *descriptor, Config *c) {
                 descriptor);
         *keys[k].value = number;
     }
-    if (vocab) c->vocab_size = vocab;
-    int head_dim = base.channels / base.num_heads, group = base.num_heads / base.num_kv_heads;
-    c->num_heads = heads ? heads : c->channels % head_dim == 0 ? c->channels / head_dim : base.num_heads;
-    c->num_kv_heads = kv_heads ? kv_heads : c->num_heads % group == 0 ? c->num_heads / group : c->num_heads;
-    c->ffn_dim = ffn;
-    if (!ffn) c->ffn_dim = round_up((size_t)c->channels * base.ffn_dim / base.channels, 8);
+    int vocab_given = c->vocab_size, head_dim = base.channels / base.num_heads,
+        group = base.num_heads / base.num_kv_heads;
+    if (!vocab_given) c->vocab_size = base.vocab_size;
+    if (!c->num_heads) c->num_heads = c->channels % head_dim ? base.num_heads : c->channels / head_dim;
+    if (!c->num_kv_heads) c->num_kv_heads = c->num_heads % group ? c->num_heads : c->num_heads / group;
+    if (!c->ffn_dim) c->ffn_dim = round_up((size_t)c->channels * base.ffn_dim / base.channels, 8);
     config_finish(c, NULL);
-    return vocab != 0;
+    return vocab_given != 0;
 }
 
 #endif

@@ -172,8 +172,8 @@ static void choice_flush(ChoiceBatch *b, Evaluation *e, double *sums) {
     for (size_t i = 0; i < used; i++) sums[b->choice[i / T]] += b->losses[i];  // 0 where nothing is scored
 }
 // sums[choice]: the loss of its ending, for every world-th example. Most rows are much shorter than T. Those of at most
-// T/2, T/4, ... tokens are scored separately, 2, 4, ... times as many at a time. A choice's place depends on lengths
-// alone.
+// T/2, T/4, ... tokens are scored separately, 2, 4, ... times as many at a time, in an order that depends on lengths
+// only.
 static void choice_losses(Evaluation *e, const EvalSet *s, Model *m, double *sums) {
     enum { SHORTEST = 16 };
     size_t most = e->B * (size_t)e->T;
@@ -232,8 +232,8 @@ static ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
 
 // ---- everything
 
-// After `step` optimiser steps and `tokens` tokens. tokenizer: of the data, or NULL. What a signal ends is not
-// reported.
+// After `step` optimiser steps and `tokens` tokens. tokenizer: of the data, or NULL. Prints nothing that a signal
+// ended.
 static inline void evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, long long step,
                             long long tokens) {
     double begin = now_seconds();

@@ -10,8 +10,8 @@
 #include "utils.h"
 
 // KIND(field, llm.c's letters, effect, default, [choices,] [smallest, largest,] help)
-// The long name is the field's with '-' for '_'. STR: any text, ONE: one of the choices, INT and FLT: a number within
-// the range.
+// The long name is the field's with '-' for '_'. STR is any text, ONE one of the choices, INT and FLT a number in the
+// range.
 // The effect of an option on what is trained, which test_cli.py tests:
 //   '*'  losses and weights differ
 //   '~'  losses and weights differ by rounding, in their last digits

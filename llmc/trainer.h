@@ -321,8 +321,7 @@ static int train(Trainer *t) {
     return end_training(t, first, stopped);
 }
 
-// A program may be started with its output closed (>&-). The first file that it opens would then receive what it
-// prints.
+// If a program is started with its output closed (>&-), the first file that it opens would receive what it prints.
 static void open_standard_streams(void) {
     int fd;
     do fd = open("/dev/null", O_RDWR);
