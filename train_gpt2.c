@@ -753,7 +753,16 @@ typedef struct {
 } Linear;
 // A block's activations.
 typedef struct { float *h1, *mean1, *rstd1, *qkv, *y, *lse, *x_mid, *h2, *mean2, *rstd2, *f, *a, *x_out; } BlockActs;
+// A unit's weights and, in backward, gradients, each from the unit's first element on. A block's are there until the
+// next block's unit_get.
+typedef enum { UNIT_FORWARD, UNIT_BACKWARD } UnitUse;
 typedef struct {
+    const ParamTable *table;
+    int number;
+    float *weights, *grads;
+} Unit;
+typedef struct {
+    Unit unit;
     Norm norm1, norm2;
     Linear qkv, proj, fc, fcproj;
     BlockActs a;
@@ -772,9 +781,11 @@ struct Model {
     const Mesh *mesh;
     Operands *operands;
     int B, T, recompute, zero_stage;
-    float *weights, *grads;  // the layout of the table
-    // the same, fp32 or bf16 (uint16_t); ZeRO 1: this rank's shards, one after another
-    void *m, *v;
+    float *weights, *grads;  // units in the order of the table, of each what slot_keeps says
+    void *m, *v;             // the same, fp32 or bf16 (uint16_t)
+    float *block_weights;    // ZeRO 3: all weights of unit block_here (0: of none)
+    float *block_grads;      // ZeRO 2, 3: a block's gradients of one micro-step
+    int block_here;
     int bf16_states;
     uint64_t seed;               // of the states' stochastic rounding
     char *snapshots[NUM_SLOTS];  // --save-async: a copy of this rank's shards of a slot
@@ -808,40 +819,71 @@ static void lap(const char *name, double flops) { timing_clock_lap(name, flops, 
 
 // ---- units
 
-static float *param_pointer(const Model *m, float *buffer, int unit, Role role) {
-    size_t at = role == NUM_ROLES ? NO_PARAM : param_at(&m->table, unit, role);  // NUM_ROLES: there is none
-    return at == NO_PARAM || !buffer ? NULL : buffer + at;
+// Elements that this rank keeps of a slot's units before `unit`.
+static size_t kept_of(const Model *m, Slot s, int unit) {
+    return kept_before(&m->mesh->dp, &m->table, slot_keeps(m->zero_stage, s), unit);
 }
-static Weights weights_at(const Model *m, int unit, Role weight, Role bias) {
-    return (Weights){param_pointer(m, m->weights, unit, weight), param_pointer(m, m->weights, unit, bias),
-                     param_pointer(m, m->grads, unit, weight), param_pointer(m, m->grads, unit, bias)};
+static size_t shard_size(const Model *m, int unit) { return param_unit(&m->table, unit).count / m->mesh->dp.world; }
+// All weights of a block, from the shards of all ranks.
+static void gather_block(Model *m, int unit) {
+    if (m->block_here == unit) return;
+    size_t bytes = shard_size(m, unit) * sizeof(float);
+    m->block_here = unit;
+    comm_gather_all(&m->mesh->dp, m->weights + kept_of(m, SLOT_WEIGHT, unit), bytes, m->block_weights);
+    lap(TIMING_RANKS, 0);
+}
+static Unit unit_get(Model *m, int unit, UnitUse use) {
+    int block = unit_is_block(&m->table, unit);
+    Unit u = {&m->table, unit, m->weights + kept_of(m, SLOT_WEIGHT, unit), NULL};
+    if (block && m->block_weights) {
+        gather_block(m, unit);
+        u.weights = m->block_weights;
+    }
+    if (use == UNIT_FORWARD) return u;
+    u.grads = m->grads + kept_of(m, SLOT_GRAD, unit);
+    if (block && m->block_grads) u.grads = memset(m->block_grads, 0, param_unit(&m->table, unit).count * sizeof(float));
+    return u;
+}
+static float *param_pointer(const Unit *u, float *buffer, Role role) {
+    size_t at = role == NUM_ROLES ? NO_PARAM : param_at(u->table, u->number, role);  // NUM_ROLES: there is none
+    return at == NO_PARAM || !buffer ? NULL : buffer + (at - u->table->unit_begin[u->number]);
+}
+static Weights weights_at(const Unit *u, Role weight, Role bias) {
+    return (Weights){param_pointer(u, u->weights, weight), param_pointer(u, u->weights, bias),
+                     param_pointer(u, u->grads, weight), param_pointer(u, u->grads, bias)};
 }
 static const float *block_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->blocks[l - 1].x_out; }
-static Block block_get(const Model *m, int l) {
+static Block block_get(Model *m, int l, UnitUse use) {
     const Config *c = &m->local;
     const BlockActs *a = &m->blocks[l];
-    int u = l + 1, C = c->channels, Q = c->num_heads * c->head_dim;
+    int C = c->channels, Q = c->num_heads * c->head_dim;
+    Unit u = unit_get(m, l + 1, use);
     return (Block){
-        .norm1 = {weights_at(m, u, ROLE_LN1W, ROLE_LN1B), a->mean1, a->rstd1, block_input(m, l)},
-        .norm2 = {weights_at(m, u, ROLE_LN2W, ROLE_LN2B), a->mean2, a->rstd2, a->x_mid},
-        .qkv = {weights_at(m, u, ROLE_QKVW, ROLE_QKVB), C, qkv_width(c), m->operands},
-        .proj = {weights_at(m, u, ROLE_PROJW, ROLE_PROJB), Q, C, m->operands},
-        .fc = {weights_at(m, u, ROLE_FCW, ROLE_FCB), C, fc_width(c), m->operands},
-        .fcproj = {weights_at(m, u, ROLE_FCPROJW, ROLE_FCPROJB), c->ffn_dim, C, m->operands},
+        .unit = u,
+        .norm1 = {weights_at(&u, ROLE_LN1W, ROLE_LN1B), a->mean1, a->rstd1, block_input(m, l)},
+        .norm2 = {weights_at(&u, ROLE_LN2W, ROLE_LN2B), a->mean2, a->rstd2, a->x_mid},
+        .qkv = {weights_at(&u, ROLE_QKVW, ROLE_QKVB), C, qkv_width(c), m->operands},
+        .proj = {weights_at(&u, ROLE_PROJW, ROLE_PROJB), Q, C, m->operands},
+        .fc = {weights_at(&u, ROLE_FCW, ROLE_FCB), C, fc_width(c), m->operands},
+        .fcproj = {weights_at(&u, ROLE_FCPROJW, ROLE_FCPROJB), c->ffn_dim, C, m->operands},
         .a = *a,
     };
 }
 // The gradients of a unit are complete on every rank. They become the sums over ranks, of this rank's shard or (ZeRO 0)
-// of all.
-static void unit_release(Model *m, const Pass *p, int unit) {
+// of all. A block's that are not kept whole (ZeRO 2, 3) are one micro-step's: they are added to the shard.
+static void unit_release(Model *m, const Pass *p, const Unit *u) {
     const Comm *dp = &m->mesh->dp;
-    Span all = param_unit(&m->table, unit);
-    size_t shard = all.count / dp->world;
-    if (!p->reduce) return;
-    tp_sum_partial(&m->mesh->tp, &m->table, unit, m->grads, m->partial);
-    comm_reduce_scatter(dp, m->grads + all.begin, shard, m->exchange);
-    if (!m->zero_stage) comm_all_gather(dp, m->grads + all.begin, shard * sizeof(float));
+    int apart = u->grads == m->block_grads;
+    size_t shard = shard_size(m, u->number);
+    if (!p->reduce && !apart) return;
+    tp_sum_partial(&m->mesh->tp, &m->table, u->number, u->grads, m->partial);
+    comm_reduce_scatter(dp, u->grads, shard, m->exchange);
+    if (!m->zero_stage) comm_all_gather(dp, u->grads, shard * sizeof(float));
     lap(TIMING_RANKS, 0);
+    if (!apart) return;
+    const float *sum = u->grads + dp->rank * shard;
+    float *kept = m->grads + kept_of(m, SLOT_GRAD, u->number);
+    for (size_t i = 0; i < shard; i++) kept[i] = p->accumulate ? kept[i] + sum[i] : sum[i];
 }
 
 // ---- rows of the residual stream, divided over the tensor-parallel group
@@ -983,8 +1025,8 @@ static void block_inside(Model *m, const Pass *p, const Block *b, int l) {
     activation_forward(m, p, a->a, a->f);
 }
 static void block_forward(Model *m, const Pass *p, int l) {
-    Block b = block_get(m, l);
     watchdog_beat(PHASE_FORWARD, l);
+    Block b = block_get(m, l, UNIT_FORWARD);
     block_inside(m, p, &b, l);
     linear_project(m, p, &b.fcproj, b.a.x_out, b.a.x_mid, b.a.a);
 }
@@ -992,7 +1034,8 @@ static void block_forward(Model *m, const Pass *p, int l) {
 // tokens (B,T) -> the stream, m->x_embedding (rows,C)
 static void embed(Model *m, const Pass *p, const int *tokens) {
     int V = m->config.vocab_size;
-    const float *wte = param_pointer(m, m->weights, 0, ROLE_WTE), *wpe = param_pointer(m, m->weights, 0, ROLE_WPE);
+    Unit u = unit_get(m, 0, UNIT_FORWARD);
+    const float *wte = param_pointer(&u, u.weights, ROLE_WTE), *wpe = param_pointer(&u, u.weights, ROLE_WPE);
     for (int n = 0; n < p->N; n++)
         require(tokens[n] >= 0 && tokens[n] < V,
                 "token id %d is not in the vocabulary of %d\n"
@@ -1004,24 +1047,27 @@ static void embed(Model *m, const Pass *p, const int *tokens) {
     lap("embedding", 0);
     copy_floats(m->x_embedding, scatter_rows(m, p, m->branch), area(p->rows, p->C));
 }
-static Norm final_norm(const Model *m) {
-    int L = m->config.num_layers;
-    return (Norm){weights_at(m, L + 1, ROLE_LNFW, ROLE_LNFB), m->mean_final, m->rstd_final, block_input(m, L)};
+static Norm final_norm(const Model *m, const Unit *last) {
+    const float *x = block_input(m, m->config.num_layers);
+    return (Norm){weights_at(last, ROLE_LNFW, ROLE_LNFB), m->mean_final, m->rstd_final, x};
 }
 // tokens (B,T) -> m->h_final (rows,C)
 static void model_forward(Model *m, const Pass *p, const int *tokens) {
-    Norm norm = final_norm(m);
+    int L = m->config.num_layers;
     embed(m, p, tokens);
-    for (int l = 0; l < m->config.num_layers; l++) block_forward(m, p, l);
+    for (int l = 0; l < L; l++) block_forward(m, p, l);
+    Unit last = unit_get(m, L + 1, UNIT_FORWARD);
+    Norm norm = final_norm(m, &last);
     norm_rows(m, p, &norm, m->h_final);
 }
 
 // ---- head: forward and its own backward
 
-static Linear head_of(const Model *m) {
+static Linear head_of(Model *m, UnitUse use) {
     int tied = m->config.tied;  // the embedding is its weight, too
-    return (Linear){weights_at(m, tied ? 0 : m->config.num_layers + 1, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES),
-                    m->config.channels, m->local.padded_vocab_size, NULL};
+    Unit u = unit_get(m, tied ? 0 : m->config.num_layers + 1, use);
+    return (Linear){weights_at(&u, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES), m->config.channels,
+                    m->local.padded_vocab_size, NULL};
 }
 // Losses of rows from n0 on; m->logits becomes their gradient. Each tensor-parallel rank has some columns.
 static void head_losses(Model *m, const int *targets, int n0, int rows, float dloss, int backward) {
@@ -1045,7 +1091,7 @@ static void head_losses(Model *m, const int *targets, int n0, int rows, float dl
 // sum). Runs on head_rows rows at a time to bound the memory of the logits. Each sum over rows continues where the
 // previous chunk ended, so results do not depend on the chunks.
 static void head(Model *m, const Pass *p, const int *targets, float dloss, int backward) {
-    Linear l = head_of(m);
+    Linear l = head_of(m, backward ? UNIT_BACKWARD : UNIT_FORWARD);
     const float *h_all = gather_rows(m, p, m->h_final);
     for (int n0 = 0; n0 < p->N; n0 += m->head_rows) {
         int rows = min_int(p->N - n0, m->head_rows);
@@ -1111,8 +1157,8 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
 }
 // m->dx is the gradient of the block's output on entry and of its input on return.
 static void block_backward(Model *m, const Pass *p, int l) {
-    Block b = block_get(m, l);
     watchdog_beat(PHASE_BACKWARD, l);
+    Block b = block_get(m, l, UNIT_BACKWARD);
     block_recompute(m, p, &b, l);
     const float *dx = gather_rows(m, p, m->dx);
     linear_backward_weight(p, &b.fcproj, dx, b.a.a, m->dx, p->rows);
@@ -1128,35 +1174,40 @@ static void block_backward(Model *m, const Pass *p, int l) {
     linear_backward_weight(p, &b.qkv, m->dqkv, gather_rows(m, p, b.a.h1), m->dqkv, p->N);
     linear_backward_input(p, &b.qkv, m->branch, m->dqkv);
     norm_gradient(m, p, &b.norm1);
-    unit_release(m, p, l + 1);
+    unit_release(m, p, &b.unit);
 }
 // dx (rows,C) is added to the embedding's gradients.
 static void embed_backward(Model *m, const Pass *p, const int *tokens) {
-    float *dwte = param_pointer(m, m->grads, 0, ROLE_WTE), *dwpe = param_pointer(m, m->grads, 0, ROLE_WPE);
+    Unit u = unit_get(m, 0, UNIT_BACKWARD);
+    float *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE);
     const float *dx = gather_rows(m, p, m->dx);
     embedding_backward_cpu(dwte, dwpe, dx, words_here(m, p, tokens), p->B, p->T, p->C);
     lap("embedding backward", 0);
+    unit_release(m, p, &u);
 }
-// Zeros where something is added: the stream's gradient; before the first micro-step also vectors and embeddings.
+// Zeros where something is added: the stream's gradient; before the first micro-step also vectors and embeddings, but
+// for what unit_get clears.
 static void clear_gradients(Model *m, const Pass *p) {
     memset(m->dx, 0, area(p->rows, p->C) * sizeof(float));
     for (int i = 0; i < m->table.count && !p->accumulate; i++) {
         const Param *t = &m->table.params[i];
         int is_embedding = t->role == ROLE_WPE || (t->role == ROLE_WTE && !m->config.tied);
-        if (t->is_vector || is_embedding) memset(m->grads + t->offset, 0, t->size * sizeof(float));
+        size_t at = kept_of(m, SLOT_GRAD, t->unit) + t->offset - m->table.unit_begin[t->unit];
+        if (m->block_grads && unit_is_block(&m->table, t->unit)) continue;
+        if (t->is_vector || is_embedding) memset(m->grads + at, 0, t->size * sizeof(float));
     }
 }
 // All gradients but the head's own, whose backward has run.
 static void model_backward(Model *m, const Pass *p, const int *tokens) {
     int L = m->config.num_layers;
-    Norm norm = final_norm(m);
+    Unit last = unit_get(m, L + 1, UNIT_BACKWARD);
+    Norm norm = final_norm(m, &last);
     watchdog_beat(PHASE_BACKWARD, L);
     clear_gradients(m, p);
     norm_gradient(m, p, &norm);
-    unit_release(m, p, L + 1);
+    unit_release(m, p, &last);
     for (int l = L - 1; l >= 0; l--) block_backward(m, p, l);
     embed_backward(m, p, tokens);
-    unit_release(m, p, 0);
 }
 
 // ---- one step
@@ -1185,22 +1236,19 @@ static void *slot_pointer(const Model *m, Slot s) {
     return slots[s];
 }
 int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
-static Span shard_of(const Model *m, int unit) {
-    return param_shard(&m->table, unit, m->mesh->dp.rank, m->mesh->dp.world);
-}
 Span model_owned(const Model *m, Slot s, int unit) {
-    return m->zero_stage && s != SLOT_WEIGHT ? shard_of(m, unit) : param_unit(&m->table, unit);
+    return kept_span(&m->mesh->dp, &m->table, slot_owns(m->zero_stage, s), unit);
 }
-// Elements [offset, offset + count) of a slot or of its snapshot. Snapshots and, with ZeRO 1, states hold this rank's
-// shards, one after another.
+// Elements [offset, offset + count) of a slot or of its snapshot, which holds this rank's shards.
 static void *slot_place(const Model *m, Slot s, int snapshot, size_t offset, size_t count) {
+    const Comm *dp = &m->mesh->dp;
     char *buffer = snapshot ? m->snapshots[s] : slot_pointer(m, s);
-    int u = param_unit_of(&m->table, offset), sharded = snapshot || (m->zero_stage && (s == SLOT_M || s == SLOT_V));
-    Span held = sharded ? shard_of(m, u) : param_unit(&m->table, u);
+    Keep keep = snapshot ? KEEP_SHARDS : slot_keeps(m->zero_stage, s);
+    int u = param_unit_of(&m->table, offset);
+    Span held = kept_span(dp, &m->table, keep, u);
     assert(buffer && offset >= held.begin && offset + count <= m->table.total);
-    assert(!sharded || offset + count <= held.begin + held.count);
-    if (sharded) offset += m->table.unit_begin[u] / m->mesh->dp.world - held.begin;
-    return buffer + offset * slot_bytes(m, s);
+    assert(keep == KEEP_WHOLE || offset + count <= held.begin + held.count);
+    return buffer + kept_at(dp, &m->table, keep, u, offset) * slot_bytes(m, s);
 }
 static void slot_read(const Model *m, Slot s, int snapshot, size_t offset, size_t count, float *values) {
     const void *place = slot_place(m, s, snapshot, offset, count);
@@ -1219,6 +1267,7 @@ void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, fl
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     void *place = slot_place(m, s, 0, offset, count);
     uint16_t *narrow = place;
+    if (s == SLOT_WEIGHT) m->block_here = 0;
     if (!model_slot_is_bf16(m, s))
         copy_floats(place, values, count);
     else
@@ -1226,7 +1275,7 @@ void model_write(Model *m, Slot s, size_t offset, size_t count, const float *val
 }
 void model_snapshot(Model *m, Slot s) {
     for (int u = 0; u < m->table.num_units; u++) {
-        Span mine = shard_of(m, u);
+        Span mine = kept_span(&m->mesh->dp, &m->table, KEEP_SHARDS, u);
         memcpy(slot_place(m, s, 1, mine.begin, mine.count), slot_place(m, s, 0, mine.begin, mine.count),
                mine.count * slot_bytes(m, s));
     }
@@ -1237,7 +1286,10 @@ static void loss_and_norm(Model *m, float *loss, float *norm) {
     for (int u = 0; u < m->table.num_units; u++) {
         Span spans[TP_MAX_SPANS];
         int count = tp_counted(&m->mesh->dp, &m->table, u, spans);
-        for (int i = 0; i < count; i++) squares += sum_of_squares(m->grads + spans[i].begin, spans[i].count);
+        for (int i = 0; i < count; i++) {
+            size_t begin = spans[i].begin, size = spans[i].count;
+            if (size) squares += sum_of_squares(slot_place(m, SLOT_GRAD, 0, begin, size), size);
+        }
     }
     lap("gradient norm", 0);
     *loss = comm_sum(&m->mesh->dp, m->loss);
@@ -1249,7 +1301,8 @@ static size_t update_param(Model *m, const Param *t, const UpdateParams *p, floa
     Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
     if (s.count == 0) return 0;
     AdamW a = {t->rate * p->lr, p->beta1, p->beta2, p->eps, t->decay * p->weight_decay, grad_scale, p->step};
-    float *weight = m->weights + s.begin, *grad = m->grads + s.begin;
+    float *weight = slot_place(m, SLOT_WEIGHT, 0, s.begin, s.count);
+    const float *grad = slot_place(m, SLOT_GRAD, 0, s.begin, s.count);
     void *mm = slot_place(m, SLOT_M, 0, s.begin, s.count), *vv = slot_place(m, SLOT_V, 0, s.begin, s.count);
     uint16_t *m16 = mm, *v16 = vv;
     if (!m->bf16_states)
@@ -1277,10 +1330,10 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     // m, v and the weight are read and written, the gradient is read.
     timing_clock_lap("AdamW", 0, updated * (4.0 * slot_bytes(m, SLOT_M) + 3 * sizeof(float)));
     if (!m->zero_stage) return r;
-    for (int u = 0; u < m->table.num_units; u++) {
-        Span all = param_unit(&m->table, u);
-        comm_all_gather(dp, m->weights + all.begin, all.count / dp->world * sizeof(float));
-    }
+    m->block_here = 0;
+    for (int u = 0; u < m->table.num_units; u++)
+        if (!m->block_weights || !unit_is_block(&m->table, u))
+            comm_all_gather(dp, m->weights + kept_of(m, SLOT_WEIGHT, u), shard_size(m, u) * sizeof(float));
     lap(TIMING_RANKS, 0);
     return r;
 }
@@ -1345,7 +1398,7 @@ static void decode_forward(Model *m, const int *tokens, int n) {
 }
 void model_decode(Model *m, const int *tokens, int n, float *logits) {
     const Comm *tp = &m->mesh->tp;
-    Linear l = head_of(m);
+    Linear l = head_of(m, UNIT_FORWARD);
     int S = m->cache.sequences, V = m->config.vocab_size, Vp = l.out;
     size_t share = area(S, Vp);
     float *all = malloc_or_die(tp->world * share * sizeof(float));  // (rank,S,Vp)
@@ -1382,6 +1435,7 @@ static void check_run(const Config *c, const Options *o, const Mesh *mesh) {
                            : strcmp(o->grad_dtype, "fp32") ? "--grad-dtype bf16"
                                                            : NULL;
     tp_check(&mesh->job, c, mesh->tp.world, N);
+    if (!forward_only(o) || computes_together(o, &mesh->dp)) zero_check(&mesh->job, &mesh->dp);
     matmul_check(&mesh->job, &local, o);
     comm_require(&mesh->job, !for_gpus, "%s needs a GPU\nleave it out", for_gpus);
     require(N <= 1 << 28, "micro-steps of %lld x %lld tokens are too large\nuse a smaller --batch-size", o->batch_size,
@@ -1459,7 +1513,6 @@ static void open_activations(Model *m, const Options *o) {
     m->words = room(m, N * sizeof(int));
 }
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
-    size_t dp = mesh->dp.world;
     check_run(c, o, mesh);
     *m = (Model){.config = *c,
                  .local = tp_config(c, &mesh->tp),
@@ -1468,18 +1521,21 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
                  .B = o->batch_size,
                  .T = o->seq_len,
                  .recompute = o->recompute,
-                 .zero_stage = dp > 1 ? o->zero_stage : 0,
+                 .zero_stage = zero_stage_of(o, &mesh->dp),
                  .bf16_states = !strcmp(o->state_dtype, "bf16"),
                  .seed = o->seed};
     describe_device(m->device, sizeof m->device);
-    m->weights = floats(m, m->table.total);
+    int units = m->table.num_units;
+    size_t block = param_unit(&m->table, 1).count, shard = m->table.total / mesh->dp.world;
+    m->weights = floats(m, kept_of(m, SLOT_WEIGHT, units));
+    if (m->zero_stage >= 3) m->block_weights = floats(m, block);
     open_activations(m, o);
     open_operands(m, o);
     if (forward_only(o)) return;
-    size_t shard = m->table.total / dp, states = m->zero_stage ? shard : m->table.total;
-    m->grads = floats(m, m->table.total);
-    m->m = room(m, states * slot_bytes(m, SLOT_M));
-    m->v = room(m, states * slot_bytes(m, SLOT_V));
+    m->grads = floats(m, kept_of(m, SLOT_GRAD, units));
+    if (m->zero_stage >= 2) m->block_grads = floats(m, block);
+    m->m = room(m, kept_of(m, SLOT_M, units) * slot_bytes(m, SLOT_M));
+    m->v = room(m, kept_of(m, SLOT_V, units) * slot_bytes(m, SLOT_V));
     if (!saves_beside_training(o)) return;
     for (Slot s = 0; s < NUM_SLOTS; s++)
         if (model_has_slot(m, s) && s != SLOT_GRAD) m->snapshots[s] = room(m, shard * slot_bytes(m, s));

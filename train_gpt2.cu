@@ -41,6 +41,7 @@ struct Model {
 
 // A block as one pass sees it.
 typedef struct {
+    Unit unit;
     Norm norm1, norm2;
     Linear qkv, proj, fc, fcproj;
     floatX *h1, *q_k_v, *y, *x_mid, *h2, *a, *x_out;
@@ -53,32 +54,25 @@ typedef struct {
 typedef struct { const floatX *x, *branch; } Residual;
 
 // ---- units: weights are there between get and release; gradients are added up and go to other ranks when they are
-// released
+// released (ranks/zero.cuh)
 
-static floatX *param_pointer(floatX *buffer, const ParamTable *t, int unit, Role role) {
-    const size_t at = role == NUM_ROLES ? NO_PARAM : param_at(t, unit, role);  // NUM_ROLES: there is none
-    return at == NO_PARAM || !buffer ? NULL : buffer + at;
+static Unit unit_get(Model *m, int unit, UnitUse use) { return zero_get(&m->links.zero, unit, use); }
+static void unit_release(Model *m, const Pass *p, const Unit *u, UnitUse use) {
+    zero_release(&m->links.zero, u, use, (GradSum)p->sum, p->reduce);
 }
-static floatX *unit_get(Model *m, int unit) {
-    zero_wait(&m->links.zero, unit);
-    return m->b.weights;
+static floatX *param_pointer(const Unit *u, floatX *buffer, Role role) {
+    const size_t at = role == NUM_ROLES ? NO_PARAM : param_at(u->table, u->number, role);  // NUM_ROLES: there is none
+    return at == NO_PARAM || !buffer ? NULL : buffer + (at - u->table->unit_begin[u->number]);
 }
-static void unit_release(Model *m, const Pass *p, int unit) {
-    const Span all = param_unit(&m->table, unit);
-    grad_sum((GradSum)p->sum, m->b.grad_sums + all.begin, m->b.grads + all.begin, all.count, p->stream);
-    if (p->reduce) zero_reduce(&m->links.zero, m->b.grads, unit);
-}
-static Norm norm_of(Model *m, floatX *weights, int unit, Role weight, Role bias, float *mean, float *rstd,
-                    const floatX *x) {
-    const ParamTable *t = &m->table;
+static Norm norm_of(const Model *m, const Unit *u, Role weight, Role bias, float *mean, float *rstd, const floatX *x) {
     const Config *c = &m->config;
     return {c->norm,
             c->channels,
             c->norm_eps,
-            param_pointer(weights, t, unit, weight),
-            param_pointer(weights, t, unit, bias),
-            param_pointer(m->b.grads, t, unit, weight),
-            param_pointer(m->b.grads, t, unit, bias),
+            param_pointer(u, u->weights, weight),
+            param_pointer(u, u->weights, bias),
+            param_pointer(u, u->grads, weight),
+            param_pointer(u, u->grads, bias),
             mean,
             rstd,
             x};
@@ -86,7 +80,8 @@ static Norm norm_of(Model *m, floatX *weights, int unit, Role weight, Role bias,
 // The fp8 side of a block's layer: copies of its weight, largest values.
 static void linear_fp8(Model *m, const Pass *p, Linear *l, int unit, Role weight) {
     const ParamTable *t = &m->table;
-    const size_t at = param_at(t, unit, weight) - t->unit_begin[1];
+    const int gathered = m->plan.zero_stage >= 3;  // anew for each use
+    const size_t at = param_at(t, unit, weight) - t->unit_begin[gathered ? unit : 1];
     const int layers = FP8_LAYERS * m->config.num_layers;
     float *absmax = m->b.absmax + (unit - 1) * FP8_LAYERS + (weight - ROLE_QKVW);
     uint8_t *quantised = m->b.weights_fp8 + at, *turned = m->b.weights_turned ? m->b.weights_turned + at : NULL;
@@ -95,18 +90,17 @@ static void linear_fp8(Model *m, const Pass *p, Linear *l, int unit, Role weight
     l->dout_absmax = absmax + 2 * layers;
     l->weight_fp8 = quantised;
     l->weight_turned = turned;
-    if (p->quantises) linear_quantise(p, l, quantised, turned);
+    if (p->quantises || gathered) linear_quantise(p, l, quantised, turned);
 }
-static Linear linear_of(Model *m, const Pass *p, floatX *weights, const Linear *planned, int unit, Role weight,
-                        Role bias, ColumnSums sums) {
-    const ParamTable *t = &m->table;
+static Linear linear_of(Model *m, const Pass *p, const Unit *u, const Linear *planned, Role weight, Role bias,
+                        ColumnSums sums) {
     Linear l = *planned;
-    l.weight = param_pointer(weights, t, unit, weight);
-    l.bias = param_pointer(weights, t, unit, bias);
-    l.dweight = param_pointer(m->b.grads, t, unit, weight);
-    l.dbias = param_pointer(m->b.grads, t, unit, bias);
+    l.weight = param_pointer(u, u->weights, weight);
+    l.bias = param_pointer(u, u->weights, bias);
+    l.dweight = param_pointer(u, u->grads, weight);
+    l.dbias = param_pointer(u, u->grads, bias);
     l.sums = sums;
-    if (l.dtype == MATMUL_E4M3) linear_fp8(m, p, &l, unit, weight);
+    if (l.dtype == MATMUL_E4M3) linear_fp8(m, p, &l, u->number, weight);
     return l;
 }
 // Of the gradient of block l's output, which the norm above writes.
@@ -115,23 +109,23 @@ static float *stream_absmax(const Model *m, int l) {
     return m->b.absmax + which * FP8_LAYERS + (ROLE_FCPROJW - ROLE_QKVW);
 }
 static const floatX *block_input(const Model *m, int l) { return l == 0 ? m->b.x_embedding : m->b.blocks[l - 1].x_out; }
-static Block block_get(Model *m, const Pass *p, int l) {
+static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const Plan *plan = p->cache ? &m->decoding : &m->plan;
     const BlockActs *a = &m->b.blocks[l];
-    const int u = l + 1;
-    floatX *w = unit_get(m, u);
+    const Unit u = unit_get(m, l + 1, use);
     const ColumnSums stream = {m->b.stream_sums, 1},
                      attention = {m->b.column_sums, attention_column_slices(&p->attention)};
     // the gradient's product leaves them
     const int fc_sums = m->config.linear_bias && plan->fcproj.gradient != EPILOGUE_PLAIN;
     const ColumnSums activation = {m->b.column_sums, fc_sums ? matmul_sum_slices(p->N) : 0};
     Block b = {};
-    b.norm1 = norm_of(m, w, u, ROLE_LN1W, ROLE_LN1B, a->mean1, a->rstd1, block_input(m, l));
-    b.norm2 = norm_of(m, w, u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
-    b.qkv = linear_of(m, p, w, &plan->qkv, u, ROLE_QKVW, ROLE_QKVB, attention);
-    b.proj = linear_of(m, p, w, &plan->proj, u, ROLE_PROJW, ROLE_PROJB, stream);
-    b.fc = linear_of(m, p, w, &plan->fc, u, ROLE_FCW, ROLE_FCB, activation);
-    b.fcproj = linear_of(m, p, w, &plan->fcproj, u, ROLE_FCPROJW, ROLE_FCPROJB, stream);
+    b.unit = u;
+    b.norm1 = norm_of(m, &u, ROLE_LN1W, ROLE_LN1B, a->mean1, a->rstd1, block_input(m, l));
+    b.norm2 = norm_of(m, &u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
+    b.qkv = linear_of(m, p, &u, &plan->qkv, ROLE_QKVW, ROLE_QKVB, attention);
+    b.proj = linear_of(m, p, &u, &plan->proj, ROLE_PROJW, ROLE_PROJB, stream);
+    b.fc = linear_of(m, p, &u, &plan->fc, ROLE_FCW, ROLE_FCB, activation);
+    b.fcproj = linear_of(m, p, &u, &plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream);
     b.h1 = a->h1;
     b.q_k_v = a->qkv;
     b.y = a->y;
@@ -186,9 +180,10 @@ static void block_inside(const Model *m, const Pass *p, const Block *b, int l, R
 static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
     Range range("block", l);
     watchdog_beat(PHASE_FORWARD, l);
-    const Block b = block_get(m, p, l);
+    const Block b = block_get(m, p, l, UNIT_FORWARD);
     block_inside(m, p, &b, l, x);
     x->branch = linear_project(p, &b.fcproj, b.a);
+    unit_release(m, p, &b.unit, UNIT_FORWARD);
 }
 
 // The tokens as rows of this rank's shard of the vocabulary.
@@ -199,8 +194,8 @@ static TokenRows token_rows(const Model *m) {
 // m->b.tokens (B,T) -> the stream, m->b.x_embedding (rows,C)
 static void embed(Model *m, const Pass *p) {
     const TokenRows rows = token_rows(m);
-    floatX *w = unit_get(m, 0), *wte = param_pointer(w, &m->table, 0, ROLE_WTE),
-           *wpe = param_pointer(w, &m->table, 0, ROLE_WPE);
+    const Unit u = unit_get(m, 0, UNIT_FORWARD);
+    const floatX *wte = param_pointer(&u, u.weights, ROLE_WTE), *wpe = param_pointer(&u, u.weights, ROLE_WPE);
     if (wpe && p->cache) wpe += (size_t)p->cache->count * p->C;
     if (!pass_is_split(p)) {
         embedding_forward(m->b.x_embedding, rows, wte, wpe, p->B, p->T, p->C, p->stream);
@@ -211,10 +206,9 @@ static void embed(Model *m, const Pass *p) {
     cudaCheck(
         cudaMemcpyAsync(m->b.x_embedding, x, pass_piece(p) * sizeof(floatX), cudaMemcpyDeviceToDevice, p->stream));
 }
-static Norm final_norm(Model *m) {
-    const int L = m->config.num_layers;
-    return norm_of(m, unit_get(m, L + 1), L + 1, ROLE_LNFW, ROLE_LNFB, m->b.mean_final, m->b.rstd_final,
-                   block_input(m, L));
+static Norm final_norm(const Model *m, const Unit *last) {
+    return norm_of(m, last, ROLE_LNFW, ROLE_LNFB, m->b.mean_final, m->b.rstd_final,
+                   block_input(m, m->config.num_layers));
 }
 // Of inputs and gradients in fp8.
 static void clear_absmax(Model *m, const Pass *p) {
@@ -229,7 +223,8 @@ static void model_forward(Model *m, const Pass *p) {
     embed(m, p);
     Residual x = {m->b.x_embedding, NULL};
     for (int l = 0; l < L; l++) block_forward(m, p, l, &x);
-    const Norm norm = final_norm(m);
+    const Unit last = unit_get(m, L + 1, UNIT_FORWARD);
+    const Norm norm = final_norm(m, &last);
     residual_norm(p, &norm, m->b.h_final, m->b.blocks[L - 1].x_out, &x);
 }
 
@@ -237,8 +232,8 @@ static void model_forward(Model *m, const Pass *p) {
 
 static Linear head_of(Model *m, const Pass *p) {
     const int tied = m->config.tied;  // the embedding is its weight, too
-    return linear_of(m, p, m->b.weights, &m->plan.head, tied ? 0 : m->config.num_layers + 1,
-                     tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES, {NULL, 0});
+    const Unit u = unit_get(m, tied ? 0 : m->config.num_layers + 1, UNIT_FORWARD);
+    return linear_of(m, p, &u, &m->plan.head, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES, {NULL, 0});
 }
 // Losses of rows from n0 on; m->b.logits becomes their gradient. Of several ranks each has some of the columns.
 static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, int backward) {
@@ -297,7 +292,7 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
 static void block_backward(Model *m, const Pass *p, int l) {
     Range range("block backward", l);
     watchdog_beat(PHASE_BACKWARD, l);
-    Block b = block_get(m, p, l);
+    Block b = block_get(m, p, l, UNIT_BACKWARD);
     block_recompute(m, p, &b, l);
     linear_backward_activation(p, &b.fcproj, &b.activation, m->b.dx);
     linear_fetch_input(p, &b.fc, b.h2);
@@ -313,37 +308,48 @@ static void block_backward(Model *m, const Pass *p, int l) {
     linear_backward_input(p, &b.qkv, m->b.dqkv);
     linear_backward_weight(p, &b.qkv, m->b.dqkv, b.h1);
     norm_gradient(m, p, &b.norm1, linear_input_gradient(p, &b.qkv));
-    unit_release(m, p, l + 1);
+    unit_release(m, p, &b.unit, UNIT_BACKWARD);
 }
 
 // dx (rows,C) -> the embedding's gradients, which are added to.
 static void embed_backward(Model *m, const Pass *p) {
-    floatX *dwte = param_pointer(m->b.grads, &m->table, 0, ROLE_WTE),
-           *dwpe = param_pointer(m->b.grads, &m->table, 0, ROLE_WPE);
+    const Unit u = unit_get(m, 0, UNIT_BACKWARD);
+    floatX *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE);
     embedding_backward(dwte, dwpe, rows_gather(p, m->b.dx), token_rows(m), p->B, p->T, p->C, p->scratch, p->stream);
+    unit_release(m, p, &u, UNIT_BACKWARD);
 }
 // Zeros where something is added: the stream's gradient, and the embedding's before the first micro-step.
 static void clear_gradients(Model *m, const Pass *p) {
-    floatX *dwte = param_pointer(m->b.grads, &m->table, 0, ROLE_WTE),
-           *dwpe = param_pointer(m->b.grads, &m->table, 0, ROLE_WPE);
+    const Unit u = unit_get(m, 0, UNIT_BACKWARD);
+    floatX *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE);
     const size_t row = (size_t)p->C * sizeof(floatX);
     cudaCheck(cudaMemsetAsync(m->b.dx, 0, (size_t)p->rows * row, p->stream));
     if (p->accumulate) return;
     if (!m->config.tied) cudaCheck(cudaMemsetAsync(dwte, 0, (size_t)m->plan.local.padded_vocab_size * row, p->stream));
     if (dwpe) cudaCheck(cudaMemsetAsync(dwpe, 0, (size_t)m->config.max_seq_len * row, p->stream));
 }
+// What blocks have of a pass. Where their gradients are kept as shards, each micro-step's are made anew, and added
+// later.
+static Pass pass_of_blocks(const Model *m, const Pass *p) {
+    Pass b = *p;
+    if (m->plan.zero_stage < 2 || !p->accumulate) return b;
+    b.accumulate = 0;
+    b.sum = GRAD_SUM_ADD;
+    return b;
+}
 // The head's backward has run: all other gradients of this micro-step.
 static void model_backward(Model *m, const Pass *p) {
     Range range("backward");
     const int L = m->config.num_layers;
-    Norm norm = final_norm(m);
+    const Pass blocks = pass_of_blocks(m, p);
+    const Unit last = unit_get(m, L + 1, UNIT_BACKWARD);
+    Norm norm = final_norm(m, &last);
     norm.dabsmax = m->plan.qkv.tensor_gradient ? stream_absmax(m, L - 1) : NULL;
     clear_gradients(m, p);
     norm_gradient(m, p, &norm, rows_scatter(p, p->branch, NULL, 1));
-    unit_release(m, p, L + 1);
-    for (int l = L - 1; l >= 0; l--) block_backward(m, p, l);
+    unit_release(m, p, &last, UNIT_BACKWARD);
+    for (int l = L - 1; l >= 0; l--) block_backward(m, &blocks, l);
     embed_backward(m, p);
-    unit_release(m, p, 0);
     if (!p->reduce || !pass_is_split(p)) return;
     zero_wait_reduced(&m->links.zero);
     copies_sum(&m->links.copies, &m->links.rows.nccl, m->b.grads);
@@ -421,7 +427,8 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     auto work = [&] { micro_step(m, micro, num_micro, reduces); };
     upload_tokens(m, inputs, targets, m->plan.N);
     if (micro == 0) memset(&m->links.rows.met, 0, sizeof m->links.rows.met);
-    const int meets_ranks = m->mesh->tp.world > 1 || (dp > 1 && (last || !zero_all_arrived(&m->links.zero)));
+    const int meets_ranks =
+        m->mesh->tp.world > 1 || m->plan.zero_stage >= 2 || (dp > 1 && (last || !zero_all_arrived(&m->links.zero)));
     if (!m->plan.options.cuda_graphs || timing.on || m->counts_fp8 || meets_ranks)
         work();
     else
@@ -476,7 +483,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     cudaCheck(cudaMemcpyAsync(m->b.host_step, m->b.step, sizeof *m->b.step, cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaEventRecord(m->decided, s));
     queue_adamw(m, p);
-    zero_gather(&m->links.zero, m->b.weights);
+    zero_gather(&m->links.zero);
     m->weights_changed = 1;
     cudaCheck(cudaEventSynchronize(m->decided));  // the device goes on with the update
     m->met = m->links.rows.met;
@@ -592,10 +599,12 @@ static void open_links(Model *m) {
     const Plan *p = &m->plan;
     const Options *o = &p->options;
     Links *k = &m->links;
-    const int at_once = zero_at_once(&m->mesh->dp, &m->mesh->job, (int)o->dp_overlap, p->reduces_in_fp32, p->N);
+    const int at_once =
+        zero_at_once(&m->mesh->dp, &m->mesh->job, p->zero_stage, (int)o->dp_overlap, p->reduces_in_fp32, p->N);
+    const ZeroBuffers buffers = {m->b.weights,       m->b.grads,       m->b.grad_sums,
+                                 m->b.block_weights, m->b.block_grads, m->b.reduce_staging};
     k->mesh = m->mesh;
-    k->zero = zero_open(&m->mesh->dp, &m->table, &m->gpu, (int)o->zero_stage, p->reduces_in_fp32, at_once,
-                        m->b.reduce_staging);
+    k->zero = zero_open(&m->mesh->dp, &m->table, &m->gpu, p->zero_stage, p->reduces_in_fp32, at_once, &buffers);
     links_open_short(k, o, &m->gpu, p->may_overlap);
     const int sums_bias = p->activation_fused == 2 && p->local.mlp == MLP_GELU;  // so it cannot be computed in parts
     if (p->may_overlap) links_open_overlap(k, o, p->N * (size_t)p->config.channels * sizeof(floatX), sums_bias);
@@ -611,6 +620,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     m->config = *c;
     m->mesh = mesh;
     tp_check(&mesh->job, c, mesh->tp.world, o->batch_size * o->seq_len);
+    zero_check(&mesh->job, &mesh->dp);
     tp_require_one_host(mesh);
     m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
     m->gpu = gpu_open(mesh->dp.local_rank);
@@ -654,7 +664,8 @@ static void measure_overlap(Model *m) {
             micro_step(m, 0, 1, 0);
             if (repeat >= 0) overlap_read(o, repeat, m->gpu.compute);
         }
-        const uint64_t hash = matmul_hash(&m->matmul, m->b.grads, m->table.total, m->gpu.compute);
+        zero_wait_reduced(&m->links.zero);
+        const uint64_t hash = matmul_hash(&m->matmul, m->b.grads, plan_kept(&m->plan, SLOT_GRAD), m->gpu.compute);
         if (o->way == 0) synchronous = hash;
         differs |= hash != synchronous;
     }
@@ -721,6 +732,7 @@ Span model_owned(const Model *m, Slot s, int unit) { return plan_owned(&m->plan,
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     m->weights_changed |= s == SLOT_WEIGHT;
     slot_write(&m->plan, &m->b, s, offset, count, values, m->gpu.compute);
+    if (s == SLOT_WEIGHT) zero_forget(&m->links.zero);
 }
 void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {
     slot_read(&m->plan, &m->b, s, offset, count, values, &m->gpu);

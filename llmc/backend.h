@@ -3,11 +3,14 @@
 // *mesh; ... }` and all functions below. `config` is that of the whole model. `table`, and so every offset and count of
 // elements, is that of this rank's part (params_of_rank).
 //
-// All ranks of the mesh call these functions in the same order with the same arguments, except tokens, which are the
-// same within a tensor-parallel group. A tensor-parallel group holds all weights. A unit's gradients are summed over
-// the data-parallel ranks as soon as the last micro-step's backward has computed them. ZeRO 0: every rank has m, v and
-// masters of all its weights. ZeRO 1: data-parallel rank k has those of param_shard(unit, k) and updates these; then
-// the weights are all-gathered.
+// All ranks of the mesh call these in the same order, with the same arguments but for the tokens, which are the same in
+// a tensor-parallel group. The gradients of a unit are summed over the data-parallel ranks as soon as the last
+// micro-step's backward has them. Each stage of ZeRO keeps less on a rank:
+//   0   all of everything
+//   1   of m, v and masters, data-parallel rank k has those of param_shard(unit, k), which it updates; then the weights
+//       are gathered
+//   2   of blocks' gradients also its shards alone: each micro-step's are summed over ranks and added to them
+//   3   of blocks' weights, too: each pass gathers them block by block
 #ifndef LLMC_BACKEND_H
 #define LLMC_BACKEND_H
 
@@ -29,6 +32,23 @@ typedef enum {
     SLOT_MASTER,  // fp32 weights that AdamW updates, if those of forward are bf16
     NUM_SLOTS
 } Slot;
+
+// What a rank keeps of a slot in memory. stage: of ZeRO, see zero_stage_of.
+static inline Keep slot_keeps(int stage, Slot s) {
+    switch (s) {
+    case SLOT_WEIGHT: return stage >= 3 ? KEEP_BLOCK_SHARDS : KEEP_WHOLE;
+    case SLOT_GRAD: return stage >= 2 ? KEEP_BLOCK_SHARDS : KEEP_WHOLE;
+    default: return stage >= 1 ? KEEP_SHARDS : KEEP_WHOLE;
+    }
+}
+// What counts of it: of gradients that are kept whole the shard alone is a sum over ranks.
+static inline Keep slot_owns(int stage, Slot s) {
+    return s == SLOT_GRAD && stage >= 1 ? KEEP_SHARDS : slot_keeps(stage, s);
+}
+// One data-parallel rank has nothing to share.
+static inline int zero_stage_of(const Options *o, const Comm *dp) { return dp->world > 1 ? (int)o->zero_stage : 0; }
+// ZeRO 3: a pass needs the shards of all data-parallel ranks, so one that has nothing to compute goes along.
+static inline int computes_together(const Options *o, const Comm *dp) { return zero_stage_of(o, dp) >= 3; }
 
 // Rows of B*T that the head processes at a time: one of --head-chunks parts, but at least the B of sampling.
 static inline size_t head_rows(const Options *o, int B, int T) {
@@ -117,13 +137,14 @@ void model_print_plan(const Model *m, FILE *f);
 // Prints what the first steps chose by measuring: a summary, then a line each. Nothing if nothing was chosen.
 void model_report(const Model *m, FILE *f);
 
-// Forward only, within one tensor-parallel group: the loss of each of batch_size * seq_len tokens, in rows of T, 0
-// where the target is -1. T is seq_len or, for short rows, a smaller divisor of batch_size * seq_len.
+// Forward only, within one tensor-parallel group (but see computes_together): the loss of each of batch_size * seq_len
+// tokens, in rows of T, 0 where the target is -1. T is seq_len or, for short rows, a smaller divisor of batch_size *
+// seq_len.
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses);
 
-// Generation by one tensor-parallel group. A cache holds the keys and values of S = `sequences` <= B sequences of up to
-// `room` tokens, room <= the model's context. model_decode adds n tokens to each, tokens (S,n), and returns the logits
-// (S,V) of the next ones.
+// Generation by one tensor-parallel group (but see computes_together). A cache holds the keys and values of S =
+// `sequences` <= B sequences of up to `room` tokens, room <= the model's context. model_decode adds n tokens to each,
+// tokens (S,n), and returns the logits (S,V) of the next ones.
 void model_decode_open(Model *m, int sequences, int room);  // once, before the first step
 void model_decode_reset(Model *m);                          // empties the cache
 void model_decode(Model *m, const int *tokens, int n, float *logits);

@@ -13,6 +13,7 @@ typedef struct {
     int64_t val_batches;  // in a validation loss, of each rank; -1: the whole set
     DataLoader val;       // if has_val
     EvalSet *sets;        // multiple choice
+    int together;         // all ranks go through each pass: computes_together
     int stopped;          // a signal has ended the evaluation: it has no result
 } Evaluation;
 
@@ -65,6 +66,7 @@ static inline void evaluation_open(Evaluation *e, const Options *o, const Comm *
     e->B = o->batch_size;
     e->T = o->seq_len;
     e->val_batches = o->eval_steps;
+    e->together = computes_together(o, comm);
     if (!o->eval_every && !o->evaluate) return;
     e->has_val = *o->val_data != 0;
     if (e->has_val) dataloader_open(&e->val, o->val_data, e->B, e->T, comm->rank, comm->world, 0, 0, vocab_size);
@@ -115,10 +117,21 @@ static int evaluation_goes_on(Evaluation *e, const Model *m, int on) {
     e->stopped |= all & MEET_ON && all & MEET_STOP;
     return all & MEET_ON && !e->stopped;
 }
-// After its last batch a rank meets those that have more.
-static void evaluation_end(Evaluation *e, const Model *m) {
-    while (evaluation_goes_on(e, m, 0)) {
-    }
+// A batch in which nothing is scored.
+static void empty_batch(const Evaluation *e, Model *m) {
+    const size_t count = (size_t)e->B * e->T;
+    int *inputs = (int *)calloc_or_die(count * sizeof(int)), *targets = (int *)malloc_or_die(count * sizeof(int));
+    float *losses = (float *)malloc_or_die(count * sizeof(float));
+    memset(targets, -1, count * sizeof(int));
+    model_losses(m, inputs, targets, e->T, losses);
+    free(inputs);
+    free(targets);
+    free(losses);
+}
+// After its last batch a rank meets those that have more, and goes along with them if it must.
+static void evaluation_end(Evaluation *e, Model *m) {
+    while (evaluation_goes_on(e, m, 0))
+        if (e->together) empty_batch(e, m);
     if (m->mesh->tp.world > 1) comm_align(&m->mesh->job);  // tensor-parallel groups have different numbers of batches
 }
 

@@ -83,6 +83,10 @@ static void generation_draw(Generation *g, const float *logits, Candidate *scrat
         next[(size_t)s * g->longest] = sample_token(logits + (size_t)s * V, known, o->temperature, o->top_k, o->top_p,
                                                     coin, scratch + (size_t)s * V);
     }
+    // Ranks that compute together have the tokens of their first.
+    const Comm *dp = &g->m->mesh->dp;
+    for (int s = 0; s < o->samples && computes_together(o, dp); s++)
+        comm_broadcast(dp, next + (size_t)s * g->longest, sizeof *next, 0);
     for (int s = 0; s < o->samples; s++) {
         int ends = next[(size_t)s * g->longest] == g->eot;
         if (g->length[s]) continue;

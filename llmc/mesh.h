@@ -83,6 +83,38 @@ static inline Config tp_config(const Config *c, const Comm *tp) {
     return local;
 }
 
+// ---- what a data-parallel rank keeps of the units (ZeRO)
+
+// Of each unit: all of it; of blocks its shard, and all of the other two, which are few and used at both ends of a
+// pass; or its shard. In memory what is kept lies one after another, in the order of the units.
+typedef enum { KEEP_WHOLE, KEEP_BLOCK_SHARDS, KEEP_SHARDS } Keep;
+static inline Span kept_span(const Comm *dp, const ParamTable *t, Keep keep, int unit) {
+    const int shard = keep == KEEP_SHARDS || (keep == KEEP_BLOCK_SHARDS && unit_is_block(t, unit));
+    return shard ? param_shard(t, unit, dp->rank, dp->world) : param_unit(t, unit);
+}
+// Elements that are kept of the units before `unit`; of all, if it is num_units.
+static inline size_t kept_before(const Comm *dp, const ParamTable *t, Keep keep, int unit) {
+    const size_t *begin = t->unit_begin, world = (size_t)dp->world;
+    if (keep == KEEP_WHOLE || unit == 0) return begin[unit];
+    if (keep == KEEP_SHARDS) return begin[unit] / world;
+    const int last = t->num_units - 1;
+    const size_t blocks = begin[unit < last ? unit : last] - begin[1];
+    return begin[unit] - blocks + blocks / world;
+}
+// Where an element of a unit, at `offset` of the table, lies among those that are kept.
+static inline size_t kept_at(const Comm *dp, const ParamTable *t, Keep keep, int unit, size_t offset) {
+    return kept_before(dp, t, keep, unit) + offset - kept_span(dp, t, keep, unit).begin;
+}
+// Numbers of ranks that cannot share units stop with a message.
+static inline void zero_check(const Comm *job, const Comm *dp) {
+    comm_require(job, UNIT_ALIGN % (8 * dp->world) == 0,
+                 "%d data-parallel ranks cannot share units of a multiple of %d elements\n"
+                 "use 1 to 8, 16, 24, 32, 48, 64 or 128 of them, or another divisor of %d",
+                 dp->world, UNIT_ALIGN, UNIT_ALIGN / 8);
+}
+
+// ---- tensor parallelism: gradients of which ranks have copies
+
 // Whether a rank has computed the gradient of this part from its own rows or query heads alone: the gradients of all
 // copies must be added up. (Position embeddings are not partial: the embedding's backward reads all rows on every
 // rank.)
@@ -95,12 +127,13 @@ static inline size_t tp_most_partial(const ParamTable *t) {  // elements of the 
     return most;
 }
 // Adds up the copies of a unit's partial gradients over the group in the order of ranks: bitwise identical on all
-// ranks. scratch: (ranks, tp_most_partial).
+// ranks. grads: the unit's. scratch: (ranks, tp_most_partial).
 static inline void tp_sum_partial(const Comm *tp, const ParamTable *t, int unit, float *grads, float *scratch) {
     for (const Param *p = t->params; p < t->params + t->count; p++)
         for (int k = 0; k < p->num_parts && p->unit == unit; k++) {
             const ParamPart *q = &p->parts[k];
-            float *grad = grads + p->offset + q->begin, *copies = scratch + (tp->rank - q->copy) * q->count;
+            float *grad = grads + (p->offset - t->unit_begin[unit]) + q->begin,
+                  *copies = scratch + (tp->rank - q->copy) * q->count;
             if (!tp_is_partial(p, q)) continue;
             comm_gather_all(tp, grad, q->count * sizeof *grad, scratch);
             memcpy(grad, copies, q->count * sizeof *grad);

@@ -106,7 +106,9 @@
     INT(threads, "", '=', 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
     FLT(timeout, "", ' ', 300, 0, 1e9, \
         "seconds without progress after which every rank reports and ends (0: never); 4 times that in the first step") \
-    INT(zero_stage, "z", '=', 0, 0, 1, "1: shard optimiser states over ranks (2 and 3 are not built yet)") \
+    INT(zero_stage, "z", '~', 0, 0, 3, \
+        "shard over data-parallel ranks: 1 optimiser states, 2 and blocks' gradients, 3 and blocks' weights (bitwise " \
+        "identical, but for 2 and 3 with several micro-steps)") \
     INT(dp_overlap, "", '~', -1, -1, 1, \
         "on GPUs: reduce gradients 1 during backward, 0 after it (-1: after it over NVLink if tokens are many)") \
     INT(tp, "", '~', 1, 1, 128, "tensor parallelism: N neighbouring ranks share one model") \

@@ -101,6 +101,7 @@ static inline Span param_unit(const ParamTable *t, int unit) {
     const Span s = {t->unit_begin[unit], t->unit_begin[unit + 1] - t->unit_begin[unit]};
     return s;
 }
+static inline int unit_is_block(const ParamTable *t, int unit) { return unit > 0 && unit + 1 < t->num_units; }
 static inline int param_unit_of(const ParamTable *t, size_t offset) {
     int u = 0;
     while (offset >= t->unit_begin[u + 1]) u++;
@@ -108,10 +109,7 @@ static inline int param_unit_of(const ParamTable *t, size_t offset) {
 }
 // The shard of a unit that `rank` sums, updates and saves.
 static inline Span param_shard(const ParamTable *t, int unit, int rank, int world) {
-    require(UNIT_ALIGN % (8 * world) == 0,
-            "%d ranks cannot share units of a multiple of %d elements\n"
-            "use 1 to 8, 16, 24, 32, 48, 64 or 128 ranks, or another divisor of %d",
-            world, UNIT_ALIGN, UNIT_ALIGN / 8);
+    assert(UNIT_ALIGN % (8 * world) == 0);  // mesh.h: zero_check
     Span s = param_unit(t, unit);
     s.count /= world;
     s.begin += rank * s.count;

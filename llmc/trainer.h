@@ -31,6 +31,8 @@ static Options options_of_model(Trainer *t) {
     o.seq_len = round_up(t->window < PIECE ? t->window : PIECE, o.tp);
     return o;
 }
+// Whether this rank takes part in samples, which the first group writes.
+static int samples_here(const Trainer *t) { return t->mesh.dp.rank == 0 || computes_together(&t->o, &t->mesh.dp); }
 static void sample(Trainer *t) {
     Generation g;
     memset(&g, 0, sizeof g);
@@ -262,7 +264,7 @@ static int after_step(Trainer *t, int64_t first) {
     int stopped = agree(t);
     if (!stopped) stopped = score_if_due(t);
     if (!due(t, o->sample_every) || stopped) return stopped;
-    if (t->mesh.dp.rank == 0)
+    if (samples_here(t))
         sample(t);
     else
         generate_elsewhere(&t->comm);
@@ -360,7 +362,7 @@ static inline int trainer_main(int argc, char **argv) {
     handshake(t);
     const Options model_options = options_of_model(t);
     model_open(&t->model, &t->config, &model_options, &t->mesh);
-    if (t->mesh.dp.rank == 0 && (o->generate || (o->sample_every && !o->evaluate)))
+    if (samples_here(t) && (o->generate || (o->sample_every && !o->evaluate)))
         model_decode_open(&t->model, o->samples, t->window);
     load_or_init(t);
     if (!forward_only(o)) model_tune(&t->model);

@@ -17,8 +17,10 @@ static inline void print_start(const Trainer *t) {
     printf("memory    %.2f GiB\n", model_memory_gib(&t->model));
     model_print_plan(&t->model, stdout);
     if (t->comm.world > 1)
-        printf("ranks     %d, %d of them on this host, ZeRO stage %lld\n", t->comm.world, t->comm.local_world,
-               o->zero_stage);
+        printf("ranks     %d, %d of them on this host, ZeRO stage %d\n", t->comm.world, t->comm.local_world,
+               zero_stage_of(o, &t->mesh.dp));
+    if (o->zero_stage >= 2 && t->mesh.dp.world == 1)
+        printf("--zero-stage %lld shares nothing: there is one data-parallel rank\n", o->zero_stage);
     if (*model_carriers(&t->model)) printf("messages  %s\n", model_carriers(&t->model));
     if (o->tp > 1) printf("mesh      %d data-parallel x %d tensor-parallel\n", t->mesh.dp.world, t->mesh.tp.world);
     if (o->generate) return;

@@ -48,6 +48,10 @@ typedef struct {
 static void check_options(const Options *o) {
     require(o->tp_overlap < 1 || o->tp > 1,
             "--tp-overlap 1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
+    require(o->zero_stage < 2 || o->dp_overlap != 0,
+            "--dp-overlap 0 keeps all gradients until backward is done, --zero-stage %lld has no room for them\n"
+            "leave one of them out",
+            o->zero_stage);
     require(*o->output || (o->save_every <= 0 && !o->resume), "checkpoints need a folder\nadd --output FOLDER");
     require(o->total_batch == -1 || o->total_batch > 0,
             "--total-batch %lld is not a number of tokens\nleave it out or give B*T times a whole number",
@@ -257,10 +261,11 @@ static void init_weights(Model *m, uint64_t seed) {
     float *values = new_array(float, PIECE);
     for (int i = 0; i < m->table.count; i++) {
         const Param *p = &m->table.params[i];
-        for (size_t at = 0; at < p->size; at += PIECE) {
-            size_t count = p->size - at < PIECE ? p->size - at : PIECE;
-            param_init(&m->table, i, seed, at, count, values);
-            model_write(m, SLOT_WEIGHT, p->offset + at, count, values);
+        const Span mine = span_overlap(model_owned(m, SLOT_WEIGHT, p->unit), p->offset, p->size);
+        for (size_t at = mine.begin, end = at + mine.count, n; at < end; at += n) {
+            n = end - at < PIECE ? end - at : PIECE;
+            param_init(&m->table, i, seed, at - p->offset, n, values);
+            model_write(m, SLOT_WEIGHT, at, n, values);
         }
     }
     free(values);

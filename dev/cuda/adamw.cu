@@ -65,7 +65,8 @@ static AdamChunk *upload_chunks(const AdamChunk *chunks, int count) {
     return p;
 }
 
-// Chunks with gaps between them, states packed elsewhere than weights. What no chunk covers must stay as it was.
+// Chunks with gaps between them, gradients and states packed elsewhere than weights. What no chunk covers must stay as
+// it was.
 template <typename S> static void check_adamw(int with_master, int step) {
     ladder_case("%s master, states %s, step %d", with_master ? "with" : "no", state_name<S>(), step);
     cudaStream_t stream = ladder.gpu.compute;
@@ -75,12 +76,12 @@ template <typename S> static void check_adamw(int with_master, int step) {
     size_t n = 16, states = 8;
     for (int i = 0; i < NUM; i++) {
         // as of a larger model
-        AdamChunk c = {n, states, 8 * (size_t)i + 3 * n, counts[i], 1, i % 3 != 1 ? 1.0f : 0.0f};
+        AdamChunk c = {n, states, states, 8 * (size_t)i + 3 * n, counts[i], 1, i % 3 != 1 ? 1.0f : 0.0f};
         chunks[i] = c;
         n += round_up(counts[i], 8) + 24;
         states += round_up(counts[i], 8);
     }
-    float *weight = host_normal(n, 0.02f), *grad = host_normal(n, 0.01f), *master = host_normal(states, 0.02f),
+    float *weight = host_normal(n, 0.02f), *grad = host_normal(states, 0.01f), *master = host_normal(states, 0.02f),
           *m = host_normal(states, 0.01f), *v = host_normal(states, 0.01f);
     // masters are no bf16 numbers
     for (size_t i = 0; i < states; i++) {
@@ -92,7 +93,7 @@ template <typename S> static void check_adamw(int with_master, int step) {
             m[i] = bf16_widen(bf16_nearest(m[i]));
             v[i] = bf16_widen(bf16_nearest(v[i]));
         }
-    floatX *d_weight = upload<floatX>(weight, n), *d_grad = upload<floatX>(grad, n),
+    floatX *d_weight = upload<floatX>(weight, n), *d_grad = upload<floatX>(grad, states),
            *d_old_weight = upload<floatX>(weight, n);
     float *d_master = device_master(with_master, master, states),
           *d_old_master = device_master(with_master, master, states);
@@ -120,11 +121,12 @@ template <typename S> static void check_adamw(int with_master, int step) {
     check_true(memcmp(applied, download(d_weight, n), n * sizeof(float)) == 0,
                "a step that is left out changes no weight");
     for (int i = 0; i < NUM; i++) {
-        const size_t w = chunks[i].weight_offset, s = chunks[i].state_offset, count = (size_t)chunks[i].count;
+        const AdamChunk c = chunks[i];
+        const size_t w = c.weight_offset, s = c.state_offset, count = (size_t)c.count;
         float *to = with_master ? master + s : weight + w;
-        oracle<S>(to, m + s, v + s, grad + w, count, chunks[i].decay > 0 ? settings : no_decay, seed, chunks[i].key);
+        oracle<S>(to, m + s, v + s, grad + c.grad_offset, count, c.decay > 0 ? settings : no_decay, seed, c.key);
         for (size_t k = 0; k < count; k++)
-            weight[w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed, chunks[i].key + k);
+            weight[w + k] = with_master ? as_floatX(to[k]) : round_stochastic(to[k], step, seed, c.key + k);
     }
     // The last bit of an fp32 sum may tip a stochastic rounding: a few bf16 numbers may differ by one step.
     const double states_error = sizeof(S) == 2 ? 2e-4 : 1e-6, states_worst = sizeof(S) == 2 ? 1e-2 : 64e-6;
@@ -152,12 +154,8 @@ template <typename S> static void check_exact(int with_master, int of_weights) {
     const size_t base = ((size_t)1 << 32) - 2 * ROOM - ADAM_CHUNK / 2, part = 3 * 8;
     AdamChunk chunks[NUM];
     for (int i = 0; i < NUM; i++) {
-        AdamChunk c = {base + (size_t)i * ROOM + 8,
-                       (size_t)i * ROOM,
-                       base + part + (size_t)i * ROOM + 8,
-                       ADAM_CHUNK - 8 * i,
-                       1,
-                       1};
+        const size_t at = base + (size_t)i * ROOM + 8;
+        AdamChunk c = {at, at, (size_t)i * ROOM, part + at, ADAM_CHUNK - 8 * i, 1, 1};
         chunks[i] = c;
     }
     float *start[4], *weight[2], *master[2], *m[2], *v[2];  // of the two seeds
@@ -220,7 +218,8 @@ static void check_rounding(void) {
     enum { NUM = 128, N = NUM * ADAM_CHUNK };
     AdamChunk chunks[NUM];
     for (int i = 0; i < NUM; i++) {
-        AdamChunk c = {(size_t)i * ADAM_CHUNK, (size_t)i * ADAM_CHUNK, (size_t)i * ADAM_CHUNK, ADAM_CHUNK, 1, 0};
+        const size_t at = (size_t)i * ADAM_CHUNK;
+        AdamChunk c = {at, at, at, at, ADAM_CHUNK, 1, 0};
         chunks[i] = c;
     }
     float *ones = host_new<float>(N), *zeros = host_new<float>(N);
@@ -245,7 +244,7 @@ static void check_rounding(void) {
 // A gradient of NaN or infinity must not end as an ordinary weight.
 template <typename S> static void check_nan(int with_master) {
     ladder_case("NaN, %s master, states %s", with_master ? "with" : "no", state_name<S>());
-    AdamChunk chunk = {0, 0, 0, 64, 1, 1};
+    AdamChunk chunk = {0, 0, 0, 0, 64, 1, 1};
     float *x = host_normal(64, 1.0f), *v = host_new<float>(64);
     const float bad[] = {NAN, INFINITY, -INFINITY};
     for (int i = 0; i < 64; i++) v[i] = 1;
@@ -266,7 +265,7 @@ template <typename S> static void bench_adamw(const char *name, size_t n, int wi
     AdamChunk *chunks = host_new<AdamChunk>(num);
     for (int i = 0; i < num; i++) {
         size_t at = (size_t)i * ADAM_CHUNK;
-        AdamChunk c = {at, at, at, (int)(n - at < ADAM_CHUNK ? n - at : ADAM_CHUNK), 1, 1};
+        AdamChunk c = {at, at, at, at, (int)(n - at < ADAM_CHUNK ? n - at : ADAM_CHUNK), 1, 1};
         chunks[i] = c;
     }
     AdamChunk *d_chunks = upload_chunks(chunks, num);

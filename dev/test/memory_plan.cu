@@ -116,9 +116,8 @@ static double sum_of_sizes(const Planned *r) {
     const Plan *p = &r->plan;
     const Options *o = &p->options;
     const Config *c = &p->local;
-    const double b = sizeof(floatX), N = (double)p->N, tp = mesh.tp.world,
-                 states = (double)r->table.total / (o->zero_stage ? mesh.dp.world : 1), L = c->num_layers,
-                 C = c->channels, F = c->ffn_dim;
+    const double b = sizeof(floatX), N = (double)p->N, tp = mesh.tp.world, L = c->num_layers, C = c->channels,
+                 F = c->ffn_dim;
     const double W = qkv_width(c), before = fc_width(c), heads = c->num_heads, H = heads * c->head_dim,
                  inside = o->recompute == 3 ? 1 : L, again = o->recompute == 1 || o->recompute == 2 ? F : 0;
     const int da_apart =
@@ -128,7 +127,11 @@ static double sum_of_sizes(const Planned *r) {
     const int in_place = again && (o->gelu_fusion >= 0 ? o->gelu_fusion == 2
                                                        : N >= MATMUL_FUSION_ROWS && b == 2 &&
                                                              c->ffn_dim % (c->mlp == MLP_SWIGLU ? 64 : 8) == 0);
-    double bytes = 2 * b * (double)r->table.total +
+    const int stage = mesh.dp.world > 1 ? (int)o->zero_stage : 0;
+    const double total = (double)r->table.total, block = (double)param_unit(&r->table, 1).count,
+                 share = 1.0 / mesh.dp.world, states = total * (stage ? share : 1),
+                 sharded = total - L * block * (1 - share) + 2 * block;
+    double bytes = b * (stage >= 3 ? sharded : total) + b * (stage >= 2 ? sharded : total) +
                    states * (2 * (strcmp(o->state_dtype, "bf16") ? 4 : 2) + (b == 2 && o->master_weights ? 4 : 0));
     bytes += b * N * C / tp * (3 + L + inside + 2 * (o->recompute < 2 ? L : 1)) + b * N * C +
              inside * (b * N * (W + H + before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
@@ -175,16 +178,16 @@ static void check_model(const char *name, int tp, int dp) {
     mesh.tp.world = tp;
     mesh.tp.rank = tp - 1;
     const int sizes[][2] = {{2, 24}, {7, 64}, {4, 1024}, {9, 520}};
-    for (int way = 0; way < 4 * 4 * 2 * 4; way++) {
+    for (int way = 0; way < 4 * 4 * 2 * 4 * 2; way++) {
         Options o = options_default();
         o.recompute = way % 4;
         o.gelu_fusion = way / 4 % 4 - 1;
         o.head_chunks = way / 16 % 2 ? 8 : 0;
-        o.batch_size = sizes[way / 32][0];
-        o.seq_len = sizes[way / 32][1];
+        o.batch_size = sizes[way / 32 % 4][0];
+        o.seq_len = sizes[way / 32 % 4][1];
         o.tp = tp;
         o.tp_overlap = tp > 1 ? way % 3 - 1 : -1;
-        o.zero_stage = way % 2;
+        o.zero_stage = way % 2 + way / 128 * 2;
         o.reduce_dtype = sizeof(floatX) == 2 ? "fp32" : "bf16";
         o.state_dtype = way % 5 ? "fp32" : "bf16";
         o.master_weights = way % 7 != 0;

@@ -167,7 +167,8 @@ def test_good_input_trains(trainer):
         (["--head-chunks", "-1"], ["--head-chunks -1"]),
         (["--top-p", "0"], ["--top-p 0"]),
         (["--temperature", "-1"], ["--temperature -1"]),
-        (["-z", "2"], ["--zero-stage 2", "2 and 3 are not built yet"]),
+        (["-z", "4"], ["--zero-stage 4 is outside 0 to 3"]),
+        (["-z", "2", "--dp-overlap", "0"], ["--dp-overlap 0 keeps all gradients", "--zero-stage 2"]),
         (["-pi", "tcp"], ["tcp", "mpi"]),
         (["-pn", "8"], ["started as 8"]),
         (["-n", "1"], ["--output"]),
@@ -288,7 +289,6 @@ CHANGED = {
         "autotune": [0],
         "cuda-graphs": [0],
         "threads": [2, 3],
-        "zero-stage": [1],
         "tp-overlap": [0],
     },
     "~": {
@@ -300,6 +300,7 @@ CHANGED = {
         "reduce-dtype": ["fp32"],
         "grad-dtype": ["fp32"],
         "p2p": [0],
+        "zero-stage": [1, 2, 3],
     },
     "*": {
         "train-data": ["other.bin"],

@@ -322,6 +322,94 @@ SHARED = {
 }
 
 
+# ---- ZeRO 2 and 3: gradients and weights of blocks are kept as shards
+
+
+def one_micro_step(tp=1):
+    return ["-b", 16 * tp // WORLD]
+
+
+@several
+@pytest.mark.parametrize("reduce", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", SHARED)
+def test_stages_of_zero_with_one_micro_step(train, tmp_path, kind, reduce):
+    """The same bits, whatever is kept: losses, evaluations, samples, what is saved beside training or not."""
+    more = [*SHARED[kind], *one_micro_step(), "--reduce-dtype", reduce]
+    watched = ["-n", "12", "-v", "3", "-m", "2", "-s", "4", "-g", "20"]
+    for name, stage, others in (
+        ("1", 1, []),
+        ("2", 2, ["--save-async", 0]),
+        ("3", 3, []),
+        ("again", 3, ["--recompute", 3, "--save-async", 0, "--timing", 5]),
+    ):
+        text = succeeds(train(WORLD, name, *more, *watched, "-z", stage, *others), 300)
+        assert f"ranks     {WORLD}," in text and f"ZeRO stage {stage}" in text
+    for name in ("2", "3", "again"):
+        same_run(tmp_path / name, tmp_path / "1")
+
+
+@several
+@pytest.mark.parametrize(
+    "precision, sums, bound",
+    [("bf16", "fp32", 2e-2), ("bf16", "bf16", 2e-2), ("fp32", "fp32", 1e-4)],
+    ids=["bf16", "bf16-sums", "fp32"],
+)
+def test_stages_of_zero_with_several_micro_steps(train, tmp_path, precision, sums, bound):
+    """Four: the first, those between and the last are different kernels. Sums over ranks are added up, not sums over
+    micro-steps over ranks. Both stages take the same, and again."""
+    if STAND_IN and sums == "bf16":
+        pytest.skip("a stand-in has gradients in fp32")
+    more = [*SHARED["llama3.2"], "-n", "12", "-d", 4 * WORLD * 2 * 64, "--grad-dtype", sums]
+    for name, stage in (("1", 1), ("2", 2), ("3", 3), ("again", 3)):
+        succeeds(train(WORLD, name, *more, "-z", stage, precision=precision), 300)
+    curves = [curve(tmp_path / name) for name in ("1", "2", "3", "again")]
+    close(curves[1], curves[0], bound)
+    assert curves[1] == curves[2] == curves[3]
+    for name in ("3", "again"):
+        assert checkpoint(tmp_path / name, 12) == checkpoint(tmp_path / "2", 12)
+
+
+@several
+@pytest.mark.parametrize("tp", [tp for tp in TENSOR if tp < WORLD])
+def test_stages_of_zero_with_tensor_parallel_groups(train, tmp_path, tp):
+    more = [*SHARED["llama3.2"], *one_micro_step(tp), "-n", "12", "-v", "6", "-m", "2", "-s", "4", "-g", "20"]
+    for stage in (1, 2, 3):
+        succeeds(train(WORLD, f"{stage}", *more, "--tp", tp, "-z", stage), 300)
+    for stage in (2, 3):
+        same_run(tmp_path / f"{stage}", tmp_path / "1")
+
+
+@several
+def test_resume_on_other_stages_of_zero(train, tmp_path):
+    """On the same ranks bit for bit, at last on one GPU."""
+    more = [*SHARED["gpt2"], *one_micro_step(), "-n", "3"]
+    succeeds(train(WORLD, "straight", *more, "-z", "1"), 300)
+    for steps, stage in ((3, 3), (6, 1), (9, 2), (12, 3)):
+        succeeds(train(WORLD, "run", *more, "-z", stage, "-x", steps, "-y", int(steps > 3)), 300)
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    for step in (3, 6, 9, 12):
+        assert checkpoint(tmp_path / "run", step) == checkpoint(tmp_path / "straight", step)
+    succeeds(train(0, "run", *more, "-z", "3", "-x", "14", "-y", "1"), 300)
+    succeeds(train(WORLD, "straight", *more, "-z", "1", "-x", "14", "-y", "1"), 300)
+    close(curve(tmp_path / "run"), curve(tmp_path / "straight"), 2e-2)
+
+
+@several
+@pytest.mark.skipif(bool(STAND_IN), reason="test_ranks.py has it on CPUs")
+def test_stages_of_zero_save_what_they_say(train, tmp_path):
+    """A rank gives up its share of the blocks' gradients, then of their weights, for two blocks' each."""
+    memory, layers, C = [], 12, 768
+    for stage in (1, 2, 3):
+        succeeds(
+            train(WORLD, f"{stage}", "-e", "gpt2:124M,vocab=256,seq=64", *one_micro_step(), "-z", stage, "-x", "1"), 300
+        )
+        memory.append(events(tmp_path / f"{stage}", "start")[0]["memory_gib"] * 2**30)
+    block = -(-(12 * C * C + 13 * C) // 107520) * 107520 * 2
+    saved = layers * block * (1 - 1 / WORLD) - 2 * block
+    for more, less in zip(memory, memory[1:]):
+        assert abs(more - less - saved) < 8 << 20, (memory, saved)  # the driver rounds buffers up
+
+
 @several
 @pytest.mark.parametrize("tp", TENSOR)
 @pytest.mark.parametrize("kind", SHARED)
@@ -451,12 +539,18 @@ def test_resume_on_other_layouts(train, tmp_path):
 
 
 @several
-@pytest.mark.parametrize("tp, overlap", [(1, -1), (WORLD, 0), (WORLD, 1)], ids=["data", "tensor", "overlapped"])
+@pytest.mark.parametrize(
+    "tp, overlap, stage",
+    [(1, -1, 1), (1, -1, 3), (WORLD, 0, 1), (WORLD, 1, 1)],
+    ids=["data", "sharded", "tensor", "overlapped"],
+)
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
-def test_losing_a_rank(train, how, tp, overlap):
+def test_losing_a_rank(train, how, tp, overlap, stage):
+    """Of sharded ranks weights are on their way most of the time."""
     if overlap == 1:
         overlaps(succeeds(train(WORLD, "first", *SHARED["gpt2"], "--tp", tp, "-x", "1"), 300))
-    job = train(WORLD, "run", *LONG, *SHARED["gpt2"], "--tp", tp, "--tp-overlap", overlap).wait_for("step      3/", 300)
+    more = [*LONG, *SHARED["gpt2"], "--tp", tp, "--tp-overlap", overlap, "-z", stage]
+    job = train(WORLD, "run", *more).wait_for("step      3/", 300)
     time.sleep(random.random())
     rank = random.randrange(WORLD)
     os.kill(job.ranks()[rank], how)

@@ -379,9 +379,7 @@ def test_attention_on_mma_sync_without_a_gpu(tmp_path):
     assert run.returncode == 0 and "92 passed, 0 failed" in run.stdout, run.stdout + run.stderr
 
 
-@pytest.mark.skipif(not CONFIG.get("NVCC"), reason="no CUDA toolkit (make toolkit)")
-@pytest.mark.parametrize("precision", [[], ["-DPRECISION_FP32"]], ids=["bf16", "fp32"])
-def test_attention_is_planned(tmp_path, precision):
+def build_for_no_gpu(source, program, precision=()):
     words = {name: shlex.split(CONFIG[name]) for name in ("NVCC", "CUDA_CFLAGS", "CUDA_LIBS")}
     build = [
         *words["NVCC"],
@@ -392,12 +390,25 @@ def test_attention_is_planned(tmp_path, precision):
         "-I.",
         *precision,
         *words["CUDA_CFLAGS"],
-        "dev/test/attention_plan.cu",
+        source,
         "-o",
-        tmp_path / "plan",
+        program,
         *words["CUDA_LIBS"],
     ]
     assert subprocess.run(build, cwd=ROOT).returncode == 0
+
+
+@pytest.mark.skipif(not CONFIG.get("NVCC"), reason="no CUDA toolkit (make toolkit)")
+def test_who_waits_for_whom_with_zero(tmp_path):
+    build_for_no_gpu("dev/test/zero_schedule.cu", tmp_path / "schedule")
+    run = subprocess.run([tmp_path / "schedule"], capture_output=True, text=True)
+    assert run.returncode == 0 and "15 passed, 0 failed" in run.stdout, run.stdout + run.stderr
+
+
+@pytest.mark.skipif(not CONFIG.get("NVCC"), reason="no CUDA toolkit (make toolkit)")
+@pytest.mark.parametrize("precision", [[], ["-DPRECISION_FP32"]], ids=["bf16", "fp32"])
+def test_attention_is_planned(tmp_path, precision):
+    build_for_no_gpu("dev/test/attention_plan.cu", tmp_path / "plan", precision)
     for hopper in ([], ["hopper"]):
         run = subprocess.run([tmp_path / "plan", *hopper], capture_output=True, text=True)
         assert run.returncode == 0 and "8 passed, 0 failed" in run.stdout, run.stdout + run.stderr

@@ -7,7 +7,7 @@
 static void test_scales(const char *folder, const Options *o) {
     Model m;
     open_reference(&m, folder, o);
-    const Block b = block_get(&m, 0);
+    const Block b = block_get(&m, 0, UNIT_FORWARD);
     const Pass p = pass_of(&m, m.B, m.T);
     const struct {
         const char *name;

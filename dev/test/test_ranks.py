@@ -496,6 +496,104 @@ def test_bf16_states_on_any_number_of_ranks(train, tmp_path):
     assert status != 0 and "m and v in fp32; this run is " in text and "resume with the same --state-dtype" in text
 
 
+# ---- ZeRO 2 and 3: gradients and weights of blocks are kept as shards
+
+SHARDED = {
+    "gpt2": ["-e", "d3,channels=64,heads=4,vocab=256,seq=32"],
+    "llama": [
+        "-e",
+        "llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,vocab=256,seq=32,tied=0",
+        "--state-dtype",
+        "bf16",
+        "--recompute",
+        "3",
+    ],
+}
+WATCHED = ["-v", "6", "-m", "-1", "-h", "1", "-s", "6", "-g", "20", "--temperature", "0", "-n", "12"]
+
+
+def told(folder):
+    """All that a run says of its numbers."""
+    of = {"eval": ["loss"], "eval_choice": ["acc", "acc_norm", "loss"], "sample": ["text"], "step": ["loss", "norm"]}
+    return [[e["step"], *(e[k] for k in of[kind])] for kind in of for e in events(folder, kind)]
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_stages_of_zero_with_one_micro_step(train, tmp_path, ranks, kind):
+    """Bitwise: losses, evaluations, samples, what is saved beside training or not."""
+    more = [*SHARDED[kind], *WATCHED, "-b", 12 // ranks]
+    for stage in (1, 2, 3):
+        succeeds(train(ranks, f"{stage}", *more, "-z", stage, "--save-async", stage % 2))
+    one, *others = (tmp_path / f"{stage}" for stage in (1, 2, 3))
+    assert len(told(one)) == 3 + 3 + 2 + 12
+    for other in others:
+        assert told(other) == told(one) and checkpoint(other, 12) == checkpoint(one, 12)
+
+
+@pytest.mark.parametrize("ranks, tp", [(3, 1), (4, 2)])
+def test_stages_of_zero_with_several_micro_steps(train, tmp_path, ranks, tp):
+    """Sums over ranks are added up, not sums over micro-steps over ranks: fp32 sums in another order. Both stages take
+    the same. Batches of one row: some ranks have more questions than others."""
+    more = [*SHARDED["gpt2"], *WATCHED, "--tp", tp]
+    for stage in (1, 2, 3):
+        text = succeeds(train(ranks, f"{stage}", *more, "-z", stage, "--recompute", stage))
+        assert f"{12 * tp // ranks} micro-steps of" in text
+    curves = [curve(tmp_path / f"{stage}") for stage in (1, 2, 3)]
+    print(f"largest relative difference from stage 1 {same_curve(curves[1], curves[0]):.1e}")
+    assert curves[1] == curves[2] != curves[0] and told(tmp_path / "2") == told(tmp_path / "3")
+    assert checkpoint(tmp_path / "2", 12) == checkpoint(tmp_path / "3", 12)
+
+
+def test_resume_on_other_stages_of_zero(train, tmp_path):
+    """On the same ranks, one micro-step: bit for bit."""
+    more = [*SHARDED["gpt2"], "-n", "3", "-b", "6"]
+    succeeds(train(2, "straight", *more, "-z", "0"))
+    for steps, stage in ((3, 3), (6, 1), (9, 2), (12, 3)):
+        succeeds(train(2, "run", *more, "-z", stage, "-x", steps, "-y", int(steps > 3), "--save-async", stage % 2))
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    for step in (3, 6, 9, 12):
+        assert checkpoint(tmp_path / "run", step) == checkpoint(tmp_path / "straight", step)
+
+
+def test_resume_on_other_stages_and_ranks(train, tmp_path):
+    more = [*SHARDED["llama"], "--state-dtype", "fp32", "-n", "3"]
+    succeeds(train(0, "straight", *more))
+    for ranks, stage, steps in ((4, 3, 3), (3, 1, 6), (2, 2, 9), (3, 3, 12)):
+        succeeds(train(ranks, "run", *more, "-z", stage, "-x", steps, "-y", int(steps > 3)))
+    same_curve(curve(tmp_path / "run"), curve(tmp_path / "straight"))
+    for step in (3, 6, 9, 12):
+        a, b = (checkpoint(tmp_path / name, step)[0] for name in ("run", "straight"))
+        assert [a[k] for k in ("step", "tokens", "epoch", "row")] == [b[k] for k in ("step", "tokens", "epoch", "row")]
+
+
+def test_stages_of_zero_save_what_they_say(train, tmp_path):
+    """A rank of 3 gives up two thirds of the blocks' gradients, then of their weights, for one block's each."""
+    memory = []
+    for stage in (1, 2, 3):
+        succeeds(train(3, f"{stage}", "-e", "d6,vocab=256,seq=32", "-z", stage, "-x", "1"))
+        memory.append(events(tmp_path / f"{stage}", "start")[0]["memory_gib"] * 2**30)
+    C = 384
+    block = -(-(12 * C * C + 13 * C) // 107520) * 107520 * 4
+    for more, less in zip(memory, memory[1:]):
+        assert abs((more - less) / (6 * block * 2 / 3 - block) - 1) < 1e-3, memory
+
+
+def test_a_rank_that_has_nothing_to_share_with(train, tmp_path):
+    """Said aloud, and all is whole."""
+    more = [*SHARDED["gpt2"], "--tp", "2", "-x", "2", "-n", "2"]
+    for stage in (0, 3):
+        text = succeeds(train(2, f"{stage}", *more, "-z", stage))
+        assert "ZeRO stage 0" in text
+        assert ("--zero-stage 3 shares nothing: there is one data-parallel rank" in text) == (stage == 3)
+    assert checkpoint(tmp_path / "0", 2) == checkpoint(tmp_path / "3", 2)
+
+
+def test_ranks_that_cannot_share_units(train):
+    status, text = train(9, "run", "-z", "3", "-d", 9 * 32).finish()
+    assert status != 0 and text.count("9 data-parallel ranks cannot share units") == 1 and "memory" not in text, text
+
+
 def test_timing_shows_what_ranks_wait_for(train, tmp_path):
     text = succeeds(train(3, "timed", "--timing", "4", "-x", "8"))
     succeeds(train(3, "plain", "-x", "8"))
@@ -587,8 +685,9 @@ LOST = [*LONG, "--timeout", TIMEOUT]
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 @pytest.mark.parametrize("repeat", range(REPEAT))
-def test_losing_a_rank_while_training(train, how, repeat):
-    job = train(4, "run", *LOST).wait_for("step      3/")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_losing_a_rank_while_training(train, how, repeat, stage):
+    job = train(4, "run", *LOST, "-z", stage).wait_for("step      3/")
     time.sleep(random.random())
     rank = random.randrange(4)
     text, seconds = job.hit(rank, how)
@@ -648,10 +747,10 @@ def endless(data):
 
 
 @pytest.mark.parametrize("what", ["loss", "questions", "sample"])
-@pytest.mark.parametrize("ranks, tp", [(0, 1), (3, 1), (4, 2)])
-def test_a_signal_between_steps(train, tmp_path, endless, what, ranks, tp):
+@pytest.mark.parametrize("ranks, tp, stage", [(0, 1, 0), (3, 1, 1), (3, 1, 3), (4, 2, 1)])
+def test_a_signal_between_steps(train, tmp_path, endless, what, ranks, tp, stage):
     """To one rank. What takes long ends early and counts for nothing; the run goes on as if nothing had been."""
-    options = ["-e", "d2,channels=64,heads=4,vocab=256,seq=32", "--tp", tp]
+    options = ["-e", "d2,channels=64,heads=4,vocab=256,seq=32", "--tp", tp, "-z", stage]
     succeeds(train(ranks, "straight", *options, "-x", "5", "-n", "5"))
     succeeds(train(ranks, "run", *options, "-x", "2", "-n", "2"))
     job = train(ranks, "run", *options, *endless[what], "-x", "100", "-n", "100", "-y", "1").wait_for("step      3/")

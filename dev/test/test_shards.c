@@ -246,10 +246,8 @@ static void test_overlap(void) {
 
 static void too_many_ranks(void *unused) {
     (void)unused;
-    Config c;
-    config_parse("d1,channels=64,vocab=256", &c);
-    const ParamTable t = params_table(&c);
-    param_shard(&t, 0, 0, 11);
+    const Mesh mesh = mesh_turn(0, 11, 1);
+    zero_check(&mesh.job, &mesh.dp);
 }
 
 int main(void) {
@@ -263,7 +261,7 @@ int main(void) {
     test_layout("llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,ffn=96,vocab=300,seq=64,tied=0", 2, 4);
     test_layout("qwen2.5:1.5B,layers=1,channels=48,heads=6,kv_heads=1,ffn=96,vocab=500,seq=64", 1, 3);
     test_overlap();
-    check_refused("a number of ranks that does not divide a unit", too_many_ranks, NULL, "11 ranks");
+    check_refused("a number of ranks that does not divide a unit", too_many_ranks, NULL, "11 data-parallel ranks");
     unlink(at("one"));
     unlink(at("several"));
     rmdir(folder);

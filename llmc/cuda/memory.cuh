@@ -77,7 +77,7 @@ static inline void memory_print(const Memory *m, FILE *f, size_t free_bytes) {
     fprintf(f, "  %-51s %11.1f\n", "free before", mib(free_bytes));
 }
 static inline void memory_does_not_fit(const Memory *m, size_t free_bytes, MemoryHint *hint, void *context) {
-    char text[256] = "use a smaller --batch-size or --seq-len";
+    char text[320] = "use a smaller --batch-size or --seq-len";
     memory_print(m, stderr, free_bytes);
     if (hint) hint(text, sizeof text, free_bytes, m, context);
     die("this run needs %.0f MiB and the GPU has %.0f MiB free (table above)\n%s", mib(m->device_bytes),

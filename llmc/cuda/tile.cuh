@@ -111,11 +111,12 @@ static inline CUtensorMap tensor_map(const void *base, int B, int T, int heads, 
     const cuuint64_t sizes[4] = {(cuuint64_t)HD, (cuuint64_t)heads, (cuuint64_t)T, (cuuint64_t)B},
                      strides[3] = {HD * sizeof(Element), row, row * T};
     const cuuint32_t box[4] = {BOX_BYTES / BOX_ROWS / sizeof(Element), 1, BOX_ROWS, 1}, steps[4] = {1, 1, 1, 1};
-    const CUtensorMapDataType type = sizeof(Element) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const CUtensorMapDataType type =
+        sizeof(Element) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     CUtensorMap map;
-    CUresult result = encode(&map, type, 4, (void *)base, sizes, strides, box, steps,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult result =
+        encode(&map, type, 4, (void *)base, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     require(result == CUDA_SUCCESS,
             "cuTensorMapEncodeTiled failed with %d for B %d, T %d, %d heads of %d\n"
             "the tensor must begin at a multiple of 16 bytes",

@@ -4,9 +4,9 @@
 //   m = beta1 m + (1 - beta1) g                 v = beta2 v + (1 - beta2) g^2
 //   w = w - rate (m' / (sqrt(v') + eps) + weight_decay w)      m' = m / (1 - beta1^step), v' = v / (1 - beta2^step)
 //
-// weights, grads floatX, addressed by a chunk's weight_offset; master fp32, m, v fp32 or bf16, by its state_offset (a
-// rank may hold a shard of the states). With a master, w is the fp32 master and the weight its value rounded to
-// nearest. Without one, the weight itself is updated and rounded stochastically: up with the probability of the part
+// weights, grads floatX, addressed by a chunk's weight_offset and grad_offset; master fp32, m, v fp32 or bf16, by its
+// state_offset (a rank may hold a shard of each). With a master, w is the fp32 master and the weight its value rounded
+// to nearest. Without one, the weight itself is updated and rounded stochastically: up with the probability of the part
 // cut off, so that updates smaller than a bf16 step are kept in expectation. So are m and v in bf16 when they are
 // stored; the weight's update uses them unrounded. bf16.h says why, and what it costs. The random numbers depend on
 // (seed, step, the weight's index in the whole model) alone: the first of rand_three is for the weight, the second for
@@ -25,11 +25,11 @@
 
 enum { ADAM_CHUNK = 8192, ADAM_THREADS = 256 };  // most weights of a chunk; threads of its block
 
-// Weights [weight_offset, weight_offset + count), their states from state_offset on. rate, decay: factors of the
-// learning rate and of the weight decay. key: index of the first weight in the whole model, for the random numbers; its
-// neighbours follow. All offsets, key and count are multiples of 8.
+// Weights [weight_offset, weight_offset + count), their gradients from grad_offset, their states from state_offset on.
+// rate, decay: factors of the learning rate and of the weight decay. key: index of the first weight in the whole model,
+// for the random numbers; its neighbours follow. All offsets, key and count are multiples of 8.
 typedef struct {
-    size_t weight_offset, state_offset, key;
+    size_t weight_offset, grad_offset, state_offset, key;
     int count;
     float rate, decay;
 } AdamChunk;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(ADAM_THREADS)
     const float weight_decay = chunk.decay * a.weight_decay;
     a.rate *= chunk.rate;
     weights += chunk.weight_offset;
-    grads += chunk.weight_offset;
+    grads += chunk.grad_offset;
     master += MASTER ? chunk.state_offset : 0;
     m += chunk.state_offset;
     v += chunk.state_offset;

@@ -2,50 +2,63 @@
 // micro-step's gradient is rounded once when it is made, and the sum once when it is complete. Added up in bf16, each
 // addition would round the sum: over n micro-steps of like size an error that grows with n, and from some 256 on
 // additions that are lost (dev/bench has measurements).
-//   FIRST   sums = grads        MIDDLE  sums += grads        LAST  grads = sums + grads
-// sums, grads (count), both on 16 bytes, count a multiple of 8.
+//   NONE    to = grads          FIRST   sums = grads         MIDDLE  sums += grads        LAST  to = sums + grads
+//   ADD     to += grads, without sums: the shards of --grad-dtype bf16 and of fp32 builds
+// sums, to, grads (count), all on 16 bytes, count a multiple of 8; to may be grads.
 #ifndef LLMC_GRAD_SUM_CUH
 #define LLMC_GRAD_SUM_CUH
 
 #include "../cuda/common.cuh"
 
-typedef enum { GRAD_SUM_NONE, GRAD_SUM_FIRST, GRAD_SUM_MIDDLE, GRAD_SUM_LAST } GradSum;
+typedef enum { GRAD_SUM_NONE, GRAD_SUM_FIRST, GRAD_SUM_MIDDLE, GRAD_SUM_LAST, GRAD_SUM_ADD } GradSum;
 
 template <GradSum STEP>
 static __global__ void __launch_bounds__(256)
-    grad_sum_kernel(float *__restrict__ sums, floatX *__restrict__ grads, size_t vectors) {
+    grad_sum_kernel(float *__restrict__ sums, floatX *to, const floatX *grads, size_t vectors) {
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= vectors) return;
     constexpr int N = VecX::size;
     float g[N], sum[N] = {};
     vec_widen(g, vec_load(grads + i * N));
-    if constexpr (STEP != GRAD_SUM_FIRST)
+    if constexpr (STEP == GRAD_SUM_ADD) vec_widen(sum, vec_load(to + i * N));
+    if constexpr (STEP == GRAD_SUM_MIDDLE || STEP == GRAD_SUM_LAST)
         #pragma unroll
         for (int k = 0; k < N; k += 4) *(float4 *)(sum + k) = *(const float4 *)(sums + i * N + k);
     #pragma unroll
     for (int k = 0; k < N; k++) sum[k] += g[k];
-    if constexpr (STEP == GRAD_SUM_LAST)
-        vec_store(grads + i * N, vec_narrow(sum));
+    if constexpr (STEP == GRAD_SUM_LAST || STEP == GRAD_SUM_ADD)
+        vec_store(to + i * N, vec_narrow(sum));
     else
         #pragma unroll
         for (int k = 0; k < N; k += 4) *(float4 *)(sums + i * N + k) = *(const float4 *)(sum + k);
 }
-static inline void grad_sum(GradSum step, float *sums, floatX *grads, size_t count, cudaStream_t stream) {
-    require(((uintptr_t)sums | (uintptr_t)grads) % 16 == 0 && count % VecX::size == 0,
+static inline double grad_sum_bytes(GradSum step, size_t count) {
+    const size_t sums = step == GRAD_SUM_ADD      ? 0
+                        : step == GRAD_SUM_MIDDLE ? 2
+                                                  : 1,
+                 grads = step == GRAD_SUM_ADD    ? 3
+                         : step == GRAD_SUM_LAST ? 2
+                                                 : 1;
+    return (double)(count * (sums * sizeof(float) + grads * sizeof(floatX)));
+}
+// On any stream, so without a lap of --timing.
+static inline void grad_sum(GradSum step, float *sums, floatX *to, const floatX *grads, size_t count,
+                            cudaStream_t stream) {
+    require(((uintptr_t)sums | (uintptr_t)to | (uintptr_t)grads) % 16 == 0 && count % VecX::size == 0,
             "a sum of %zu gradients\nuse whole units, in buffers from memory_request", count);
     const size_t vectors = count / VecX::size;
     const unsigned blocks = (unsigned)ceil_div(vectors, 256);
     switch (step) {
-    case GRAD_SUM_NONE: return;
-    case GRAD_SUM_FIRST: grad_sum_kernel<GRAD_SUM_FIRST><<<blocks, 256, 0, stream>>>(sums, grads, vectors); break;
-    case GRAD_SUM_MIDDLE: grad_sum_kernel<GRAD_SUM_MIDDLE><<<blocks, 256, 0, stream>>>(sums, grads, vectors); break;
-    case GRAD_SUM_LAST: grad_sum_kernel<GRAD_SUM_LAST><<<blocks, 256, 0, stream>>>(sums, grads, vectors); break;
+    case GRAD_SUM_NONE:
+        if (to == grads) return;
+        cudaCheck(cudaMemcpyAsync(to, grads, count * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+        break;
+    case GRAD_SUM_FIRST: grad_sum_kernel<GRAD_SUM_FIRST><<<blocks, 256, 0, stream>>>(sums, to, grads, vectors); break;
+    case GRAD_SUM_MIDDLE: grad_sum_kernel<GRAD_SUM_MIDDLE><<<blocks, 256, 0, stream>>>(sums, to, grads, vectors); break;
+    case GRAD_SUM_LAST: grad_sum_kernel<GRAD_SUM_LAST><<<blocks, 256, 0, stream>>>(sums, to, grads, vectors); break;
+    case GRAD_SUM_ADD: grad_sum_kernel<GRAD_SUM_ADD><<<blocks, 256, 0, stream>>>(sums, to, grads, vectors); break;
     }
     launchCheck();
-    const double traffic = step == GRAD_SUM_MIDDLE  ? 2 * sizeof(float) + sizeof(floatX)
-                           : step == GRAD_SUM_FIRST ? sizeof(float) + sizeof(floatX)
-                                                    : sizeof(float) + 2 * sizeof(floatX);
-    timing_lap("gradient sum", 0, (double)count * traffic, stream);
 }
 
 #endif

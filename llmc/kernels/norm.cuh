@@ -33,9 +33,9 @@ typedef struct {
     float eps;
     const floatX *weight, *bias;  // (C); bias NULL: none
     floatX *dweight, *dbias;
-    float *mean, *rstd;       // (N); mean NULL for RMSNorm
-    const floatX *x;          // (N,C): the rows that it normalised, for backward
-    float *dabsmax;           // raised to the absmax of dinp; NULL: not wanted
+    float *mean, *rstd;  // (N); mean NULL for RMSNorm
+    const floatX *x;     // (N,C): the rows that it normalised, for backward
+    float *dabsmax;      // raised to the absmax of dinp; NULL: not wanted
 } Norm;
 
 // The threads of one row are a warp (ROW_THREADS = WARP) or a block of at most ROW_THREADS; each holds VECS vectors,
@@ -306,8 +306,7 @@ static inline void norm_forward(const Norm *n, floatX *residual, floatX *out, co
     const auto of_layer = b ? norm_forward_kernel_for<NORM_LAYER, true> : norm_forward_kernel_for<NORM_LAYER, false>;
     const auto of_rms = b ? norm_forward_kernel_for<NORM_RMS, true> : norm_forward_kernel_for<NORM_RMS, false>;
     NormForwardKernel *const kernel = (n->kind == NORM_LAYER ? of_layer : of_rms)(vecs);
-    kernel<<<blocks, threads, 0, stream>>>(residual, out, n->mean, n->rstd, a, b, n->weight, n->bias, N, C,
-                                           n->eps);
+    kernel<<<blocks, threads, 0, stream>>>(residual, out, n->mean, n->rstd, a, b, n->weight, n->bias, N, C, n->eps);
     launchCheck();
     timing_lap("norm", 0, (b ? 4.0 : 2.0) * N * C * sizeof(floatX), stream);
 }

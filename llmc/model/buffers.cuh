@@ -26,11 +26,13 @@ typedef struct {
 } BlockActs;
 
 typedef struct {
-    // parameters, all in the layout of the table
+    // parameters: units in the order of the table, of each what slot_keeps says
     floatX *weights, *grads;
-    float *grad_sums;            // of the micro-steps so far, in fp32
-    float *master;               // ZeRO 1: this rank's pieces, unit after unit
-    void *m, *v;                 // the same
+    float *grad_sums;       // of the micro-steps so far, in fp32; laid out as grads
+    floatX *block_weights;  // ZeRO 3: those of two blocks, gathered
+    floatX *block_grads;    // ZeRO 2, 3: those of two blocks, of one micro-step
+    float *master;
+    void *m, *v;
     void *snapshots[NUM_SLOTS];  // --save-async: pinned copies of this rank's shards of a slot, unit after unit
     float *reduce_staging;       // a unit's gradients in fp32
     // fp8: the blocks' weights as they lie and transposed, in the layout of the table from block 1 on; absmax of each
@@ -129,18 +131,16 @@ static inline size_t column_sums_size(const Plan *p) {
 
 // ---- who has what of the parameters
 
-static inline Span plan_shard(const Plan *p, int unit) {
-    return param_shard(p->table, unit, p->mesh->dp.rank, p->mesh->dp.world);
-}
+static inline Span plan_shard(const Plan *p, int unit) { return kept_span(&p->mesh->dp, p->table, KEEP_SHARDS, unit); }
 static inline Span plan_owned(const Plan *p, Slot s, int unit) {
-    const int whole = s == SLOT_WEIGHT || p->mesh->dp.world == 1 || !p->shards_states;
-    return whole ? param_unit(p->table, unit) : plan_shard(p, unit);
+    return kept_span(&p->mesh->dp, p->table, slot_owns(p->zero_stage, s), unit);
 }
-// Where the states of an element of `unit` lie. The pieces of one rank are packed: unit_begin divided by the ranks.
-static inline size_t plan_state_at(const Plan *p, int unit, size_t offset) {
-    return p->shards_states
-               ? p->table->unit_begin[unit] / (size_t)p->mesh->dp.world + offset - plan_shard(p, unit).begin
-               : offset;
+// Elements of a slot in this rank's memory, and where that at `offset` of the table lies, which is of `unit`.
+static inline size_t plan_kept(const Plan *p, Slot s) {
+    return kept_before(&p->mesh->dp, p->table, slot_keeps(p->zero_stage, s), p->table->num_units);
+}
+static inline size_t plan_at(const Plan *p, Slot s, int unit, size_t offset) {
+    return kept_at(&p->mesh->dp, p->table, slot_keeps(p->zero_stage, s), unit, offset);
 }
 static inline int plan_slot_is_bf16(const Plan *p, Slot s) {
     return s == SLOT_WEIGHT || s == SLOT_GRAD ? sizeof(floatX) == 2 : (s == SLOT_M || s == SLOT_V) && p->bf16_states;
@@ -148,24 +148,29 @@ static inline int plan_slot_is_bf16(const Plan *p, Slot s) {
 static inline size_t plan_slot_bytes(const Plan *p, Slot s) {
     return plan_slot_is_bf16(p, s) ? sizeof(__nv_bfloat16) : sizeof(float);
 }
-// The parts of the gradients that this rank adds to the norm: its shards, without copies that another rank of its
+// The parts of the kept gradients that this rank adds to the norm: its shards, without copies that another rank of its
 // tensor-parallel group counts. Each is whole 16-byte vectors. out NULL: how many.
 static inline int norm_spans(const Plan *p, Span *out) {
     Span spans[TP_MAX_SPANS];
     int count = 0;
     for (int u = 0; u < p->table->num_units; u++) {
         const int n = tp_counted(&p->mesh->dp, p->table, u, spans);
-        for (int i = 0; i < n; i++) assert(spans[i].begin % 8 == 0 && spans[i].count % 8 == 0);
+        for (int i = 0; i < n; i++) {
+            spans[i].begin = plan_at(p, SLOT_GRAD, u, spans[i].begin);
+            assert(spans[i].begin % 8 == 0 && spans[i].count % 8 == 0);
+        }
         if (out) memcpy(out + count, spans, (size_t)n * sizeof(Span));
         count += n;
     }
     return count;
 }
-// Gradients that ranks of the tensor-parallel group have copies of. *total: their elements.
+// Kept gradients that ranks of the tensor-parallel group have copies of. *total: their elements.
 static inline int gradient_copies(const Plan *p, Copy *out, size_t *total) {
     Span *owned = (Span *)malloc_or_die((size_t)p->table->num_units * sizeof(Span));
     for (int u = 0; u < p->table->num_units; u++) owned[u] = plan_owned(p, SLOT_GRAD, u);
     const int count = copies_find(p->mesh, p->table, owned, COPY_BATCH, out, total);
+    for (int i = 0; out && i < count; i++)
+        out[i].offset = plan_at(p, SLOT_GRAD, param_unit_of(p->table, out[i].offset), out[i].offset);
     free(owned);
     return count;
 }
@@ -185,7 +190,10 @@ static inline int adam_chunks(const Plan *p, AdamChunk *out) {
             if (!out) continue;
             const ParamPart *part = param_part_at(q, element);
             const size_t key = q->whole_offset + (part ? param_whole(q, part, element) : element);
-            const AdamChunk chunk = {at, plan_state_at(p, q->unit, at), key, (int)n, q->rate, q->decay};
+            AdamChunk chunk = {0, 0, 0, key, (int)n, q->rate, q->decay};
+            chunk.weight_offset = plan_at(p, SLOT_WEIGHT, q->unit, at);
+            chunk.grad_offset = plan_at(p, SLOT_GRAD, q->unit, at);
+            chunk.state_offset = plan_at(p, SLOT_M, q->unit, at);
             out[count] = chunk;
         }
     }
@@ -195,16 +203,20 @@ static inline int adam_chunks(const Plan *p, AdamChunk *out) {
 // ---- the table
 
 static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
-    const size_t total = p->table->total, world = (size_t)p->mesh->dp.world,
-                 states = p->shards_states ? total / world : total;
+    const size_t world = (size_t)p->mesh->dp.world, grads = plan_kept(p, SLOT_GRAD), states = plan_kept(p, SLOT_M),
+                 two_blocks = 2 * param_unit(p->table, 1).count;
     b->num_chunks = adam_chunks(p, NULL);
     b->num_shards = norm_spans(p, NULL);
-    memory_request(m, &b->weights, "parameters", "weights", total);
+    memory_request(m, &b->weights, "parameters", p->zero_stage >= 3 ? "weights, of blocks a share" : "weights",
+                   plan_kept(p, SLOT_WEIGHT));
+    if (p->zero_stage >= 3) memory_request(m, &b->block_weights, "parameters", "weights of two blocks", two_blocks);
     memory_request(m, &b->chunks, "optimiser", "chunk table", (size_t)b->num_chunks);
     memory_request(m, &b->shards, "optimiser", "shard table", (size_t)b->num_shards);
     if (!p->trains) return;
-    memory_request(m, &b->grads, "parameters", "gradients", total);
-    if (p->sums_in_fp32) memory_request(m, &b->grad_sums, "parameters", "gradients over micro-steps, fp32", total);
+    memory_request(m, &b->grads, "parameters", p->zero_stage >= 2 ? "gradients, of blocks a share" : "gradients",
+                   grads);
+    if (p->zero_stage >= 2) memory_request(m, &b->block_grads, "parameters", "gradients of two blocks", two_blocks);
+    if (p->sums_in_fp32) memory_request(m, &b->grad_sums, "parameters", "gradients over micro-steps, fp32", grads);
     if (world > 1 && p->reduces_in_fp32)
         memory_request(m, &b->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(p->table));
     if (p->has_master) memory_request(m, &b->master, "optimiser", "fp32 master weights", states);
@@ -225,7 +237,7 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     for (const auto &copy : copies)
         if (copy.slot != SLOT_MASTER || p->has_master)
             memory_request_pinned(m, (char **)&b->snapshots[copy.slot], "optimiser", copy.name,
-                                  total / world * plan_slot_bytes(p, copy.slot));
+                                  p->table->total / world * plan_slot_bytes(p, copy.slot));
 }
 static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
@@ -263,9 +275,11 @@ static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, (char **)&b->reduce, "scratch", "partial sums, sorting", reduce_bytes(p, b->num_shards));
     memory_request(m, (char **)&b->matmul_workspace, "scratch", "matmul workspace", MATMUL_WORKSPACE_BYTES);
 }
-enum { FP8_LAYERS = 4 };                                // of a block, in the order of their roles
-static inline size_t plan_fp8_weights(const Plan *p) {  // of all blocks
-    return p->table->unit_begin[p->config.num_layers + 1] - p->table->unit_begin[1];
+enum { FP8_LAYERS = 4 };  // of a block, in the order of their roles
+// Where weights are gathered block by block they are quantised as often, for this block alone.
+static inline int plan_fp8_blocks(const Plan *p) { return p->zero_stage >= 3 ? 1 : p->config.num_layers; }
+static inline size_t plan_fp8_weights(const Plan *p) {
+    return p->table->unit_begin[plan_fp8_blocks(p) + 1] - p->table->unit_begin[1];
 }
 static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;

@@ -14,8 +14,8 @@ static inline void run_request(const Plan *p, Buffers *b, Links *k, Memory *m) {
     links_request(k, &p->options, p->mesh, p->trains, p->may_overlap, p->N * (size_t)p->local.channels, copied, copies,
                   m);
 }
-// Bytes of the same model, ranks and T with other options and another batch. states: of these, what ZeRO 1 shards.
-static inline size_t run_bytes(const Plan *p, const Options *o, int B, size_t *states = NULL) {
+// Bytes of the same model, ranks and T with other options and another batch.
+static inline size_t run_bytes(const Plan *p, const Options *o, int B) {
     Options other = *o;
     Buffers b = {};
     Links k = {};
@@ -23,21 +23,41 @@ static inline size_t run_bytes(const Plan *p, const Options *o, int B, size_t *s
     other.batch_size = B;
     const Plan plan = plan_make(&p->config, &other, p->mesh, p->table);
     run_request(&plan, &b, &k, &memory);
-    if (states) *states = memory_group_bytes(&memory, "optimiser");
     free(memory.buffers);
     return memory.device_bytes;
 }
 // Adds options that save memory, one after the other until batch B fits: the cheap ones first, last what changes the
 // numbers.
 static inline int options_that_fit(const Plan *p, Options *o, size_t free_bytes, int B) {
-    for (int i = 0; i < 7 && run_bytes(p, o, B) > free_bytes; i++) {
-        if ((i < 2 && o->recompute <= i) || i == 3) o->recompute = i < 2 ? i + 1 : 3;
-        if (i == 2 && o->head_chunks <= 1) o->head_chunks = 8;
-        if (i == 4 && p->trains) o->state_dtype = "bf16";
-        if (i == 5 && p->sums_in_fp32) o->grad_dtype = "bf16";
-        if (i == 6 && p->has_master) o->master_weights = 0;
+    const int most = p->mesh->dp.world == 1 ? 0 : o->dp_overlap ? 3 : 1;  // stage of ZeRO
+    for (int i = 0; i < 10 && run_bytes(p, o, B) > free_bytes; i++) {
+        const int stage = i == 0 ? 1 : i == 4 ? 2 : i == 5 ? 3 : 0;
+        if (stage <= most && o->zero_stage < stage) o->zero_stage = stage;
+        if ((i == 1 || i == 2) && o->recompute < i) o->recompute = i;
+        if (i == 3 && o->head_chunks <= 1) o->head_chunks = 8;
+        if (i == 6) o->recompute = 3;
+        if (i == 7 && p->trains) o->state_dtype = "bf16";
+        if (i == 8 && p->sums_in_fp32) o->grad_dtype = "bf16";
+        if (i == 9 && p->has_master) o->master_weights = 0;
     }
     return run_bytes(p, o, B) <= free_bytes;
+}
+// Whether one sequence of this run fits with more data-parallel ranks, all of which share all that can be shared.
+static inline int more_ranks_fit(const Plan *p, const Options *o, size_t free_bytes) {
+    Plan shared = *p;
+    Options options = *o;
+    Mesh mesh = *p->mesh;
+    mesh.dp.world = mesh.dp.world == 1 ? 8 : 2 * mesh.dp.world;
+    mesh.dp.rank = 0;
+    shared.mesh = &mesh;
+    options.zero_stage = 3;
+    return UNIT_ALIGN % (8 * mesh.dp.world) == 0 && run_bytes(&shared, &options, 1) <= free_bytes;
+}
+// Weights and gradients that a rank has whole with ZeRO 3: those of embedding and head, and two blocks'.
+static inline size_t whole_bytes(const Plan *p) {
+    const ParamTable *t = p->table;
+    const int last = t->num_units - 1;
+    return 2 * sizeof(floatX) * (param_unit(t, 0).count + param_unit(t, last).count + 2 * param_unit(t, 1).count);
 }
 // The largest batch that fits, below this run's; one sequence does. Searched for, because each buffer is rounded up.
 static inline int batch_that_fits(const Plan *p, size_t free_bytes) {
@@ -75,14 +95,16 @@ static void run_memory_hint(char *text, size_t size, size_t free_bytes, const Me
     else if (fits || one_fits)
         snprintf(text, size, "%s %d would fit%s with%s", what, fits ? p->B : 1, at, fits ? with : one_with);
     else {
-        size_t states;
-        const size_t least = run_bytes(p, &one, 1, &states);
-        const int shards = least - states <= room && !p->shards_states;  // weights and gradients stay whole
-        snprintf(text, size, "not even %s 1 fits%s, with any option: use a %ssmaller model, or %s", what, at,
-                 generates ? "" : "shorter --seq-len or a ",
-                 shards             ? "several GPUs with --zero-stage 1"
-                 : plan_is_split(p) ? "a larger --tp"
-                                    : "several GPUs with --tp");
+        const int shares = !generates && more_ranks_fit(p, &one, room);
+        const int used = snprintf(text, size, "not even %s 1 fits%s, with any option: use a %ssmaller model, or %s",
+                                  what, at, generates ? "" : "shorter --seq-len or a ",
+                                  shares             ? "more GPUs with --zero-stage 3"
+                                  : plan_is_split(p) ? "a larger --tp"
+                                                     : "several GPUs with --tp");
+        if (p->trains && whole_bytes(p) > room && (size_t)used < size)
+            snprintf(text + used, size - (size_t)used,
+                     ": embedding, head and two blocks, which --zero-stage 3 has whole, take %.0f MiB",
+                     mib(whole_bytes(p)));
     }
 }
 

@@ -14,12 +14,14 @@ static inline void *slot_pointer(const Buffers *b, Slot s) {
     default: return b->master;
     }
 }
-// Where elements [offset, offset + count) of a slot are. This rank has all of them.
+// Where elements [offset, offset + count) of a slot are. This rank keeps all of them.
 static inline char *slot_place(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count) {
     assert(slot_pointer(b, s) && offset + count <= p->table->total);
-    const int unit = param_unit_of(p->table, offset), sharded = s != SLOT_WEIGHT && s != SLOT_GRAD;
-    assert(!sharded || !p->shards_states || span_overlap(plan_owned(p, s, unit), offset, count).count == count);
-    return (char *)slot_pointer(b, s) + (sharded ? plan_state_at(p, unit, offset) : offset) * plan_slot_bytes(p, s);
+    const Keep keep = slot_keeps(p->zero_stage, s);
+    const int unit = param_unit_of(p->table, offset);
+    const Span kept = kept_span(&p->mesh->dp, p->table, keep, unit);
+    assert(keep == KEEP_WHOLE || span_overlap(kept, offset, count).count == count);
+    return (char *)slot_pointer(b, s) + plan_at(p, s, unit, offset) * plan_slot_bytes(p, s);
 }
 // From what a slot stores, in host memory, to fp32.
 static inline void slot_widen(const Plan *p, Slot s, float *values, const void *stored, size_t count) {
@@ -43,7 +45,7 @@ static inline void slot_write(const Plan *p, const Buffers *b, Slot s, size_t of
     for (int u = 0; s == SLOT_WEIGHT && b->master && u < p->table->num_units; u++) {  // unrounded
         const Span mine = span_overlap(plan_owned(p, SLOT_MASTER, u), offset, count);
         if (mine.count)
-            upload(b->master + plan_state_at(p, u, mine.begin), values + (mine.begin - offset),
+            upload(b->master + plan_at(p, SLOT_MASTER, u, mine.begin), values + (mine.begin - offset),
                    mine.count * sizeof(float), stream);
     }
 }

@@ -21,7 +21,7 @@ typedef struct {
     // the blocks' products forward and of inputs' gradients; those of weights' gradients
     int fp8, fp8_weight_gradients;
     // memory
-    int shards_states;          // a rank has the optimiser states of its pieces only
+    int zero_stage;             // what a rank keeps a share of; 0 if there is no other data-parallel rank
     int recomputes_activation;  // backward makes the activation again, from what it read
     int recomputes_norms;       // and h1, h2
     int recomputes_blocks;      // all of a block but its input
@@ -128,7 +128,7 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
             "--grad-dtype bf16 needs a bf16 build\nleave it out");
     p.sums_in_fp32 = sizeof(floatX) == 2 && p.trains && accumulates && !strcmp(o->grad_dtype, "fp32");
     p.reduces_in_fp32 = !strcmp(o->reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float);
-    p.shards_states = o->zero_stage > 0 && mesh->dp.world > 1;
+    p.zero_stage = zero_stage_of(o, &mesh->dp);
     p.recomputes_activation = o->recompute == 1 || o->recompute == 2;
     p.recomputes_norms = o->recompute == 2;
     p.recomputes_blocks = o->recompute == 3;
@@ -155,6 +155,8 @@ static inline void plan_print(const Plan *p, FILE *f) {
     static const char *const fused[] = {"of its own", "in the forward product", "in the products"};
     static const char *const recompute[] = {"nothing", "the activation", "the activation and the norms",
                                             "whole blocks"};
+    static const char *const shares[] = {"", " | a rank has a share of m, v and masters", ", and of blocks' gradients",
+                                         " and weights"};
     static const char *const paths[] = {"fp32", "mma.sync", "wgmma"};
     const int rope = p->local.position == POSITION_ROPE;
     fprintf(f, "plan      products %s%s, sums fp32 | activation %s", p->fp8 ? "fp8 (e4m3)" : FLOATX_NAME,
@@ -167,11 +169,12 @@ static inline void plan_print(const Plan *p, FILE *f) {
         fprintf(f, "\n");
         return;
     }
-    fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | weights %s%s, gradients %s%s, m and v %s%s\n",
+    fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | weights %s%s, gradients %s%s, m and v %s",
             recompute[p->options.recompute], ceil_div(p->N, (size_t)p->head_rows),
             ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", FLOATX_NAME, p->has_master ? " and fp32" : "",
-            FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "", p->bf16_states ? "bf16" : "fp32",
-            p->shards_states ? ", a share of them on each rank" : "");
+            FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "", p->bf16_states ? "bf16" : "fp32");
+    for (int stage = 1; stage <= p->zero_stage; stage++) fprintf(f, "%s", shares[stage]);
+    fprintf(f, "\n");
 }
 
 #endif

@@ -1,18 +1,34 @@
-// Data parallelism on GPUs, unit by unit (params.h: embedding, blocks, final), on the communication stream.
-//   backward  as soon as a unit's gradients are complete they are reduced and scattered: rank k keeps the sum of piece
-//             k (zero_reduce), while the compute stream works on the unit below; or all units at once when all are
-//             complete
-//   update    every rank updates piece k of every unit; ZeRO 1 holds optimiser states for these pieces only
-//   forward   the updated pieces are gathered (zero_gather), unit by unit; a unit's first use waits for its own gather
-//             alone (zero_wait), so that all but the first hide under the next forward
+// Data parallelism on GPUs, unit by unit (params.h: embedding, blocks, final), on the communication stream. The pass
+// knows of it a unit's get and release alone.
+//   backward  as soon as a unit's gradients are complete (release) they are reduced and scattered: rank k keeps the sum
+//             of piece k, while the compute stream works on the unit below; or all units at once when all are complete
+//   update    every rank updates piece k of every unit; from ZeRO 1 on it holds optimiser states for these pieces only
+//   forward   the updated pieces are gathered (zero_gather), unit by unit; a unit's first use (get) waits for its own
+//             gather alone, so that all but the first hide under the next forward
 // ZeRO 0 differs in one thing: every rank holds all states, gathers the reduced gradients instead, and updates
-// everything. Sums: --reduce-dtype bf16 sends gradients as they are and NCCL rounds after each hop; fp32 sends them
-// widened, so that the sum is rounded once. Units that fit p2p.cuh's workspace (the final norm's) are rounded once in
-// both. With one rank every call returns at once.
+// everything.
+//
+// ZeRO 2: gradients of blocks are made in two buffers, those of block u in number u % 2. Each micro-step's are reduced
+// and added to this rank's shard; then the buffer is free. ZeRO 3: in the same way weights of blocks are gathered into
+// two buffers; the get of a block starts the gather of the next one. Four blocks; w: gathered, g: reduced and added:
+//
+//             forward                   backward                              update
+//   compute   | 1  | 2  | 3  | 4 | head | 4 | 3     | 2     | 1  | embedding | AdamW |       | 1 ...
+//   comm      | w2 | w3 | w4 |   |      |   | g4 w2 | g3 w1 | g2 | g1        |       | w1 w2 |
+//
+// Blocks 4 and 3 are there from forward, and 1 and 2 for the next micro-step. Who waits for whom:
+//   w(u)      for the release of the block before in its buffer, u - 2 or u + 2
+//   g(u)      for the release of block u
+//   block u   for w(u); in backward, where it writes gradients, for g(u + 2)
+//
+// Sums: --reduce-dtype bf16 sends gradients as they are and NCCL rounds after each hop; fp32 sends them widened, so
+// that the sum is rounded once. Units that fit p2p.cuh's workspace (the final norm's) are rounded once in both. With
+// one rank nothing is sent and nothing waited for.
 #ifndef LLMC_ZERO_CUH
 #define LLMC_ZERO_CUH
 
-#include "../params.h"
+#include "../backend.h"
+#include "../kernels/grad_sum.cuh"
 #include "nccl.cuh"
 
 // Under backward, reductions take SMs and keep links awake (50 ms after each message, on an H200), whose power matmuls
@@ -22,16 +38,34 @@
 enum { ZERO_CTAS = 16, ZERO_CTAS_AT_ONCE = 32, ZERO_AT_ONCE_TOKENS = 16384 };
 enum { WIDEN_BLOCKS = 64, WIDEN_THREADS = 256 };  // few blocks: the other SMs belong to backward
 
+// A unit's weights and gradients, each from the unit's first element on. Gradients: in backward alone.
+typedef enum { UNIT_FORWARD, UNIT_BACKWARD } UnitUse;
+typedef struct {
+    const ParamTable *table;
+    int number;
+    floatX *weights, *grads;
+} Unit;
+// Device memory; NULL: this stage, or a run that only goes forward, has none.
+typedef struct {
+    floatX *weights, *grads;  // what slot_keeps says
+    float *sums;              // of gradients over micro-steps, kept as they are
+    floatX *block_weights;    // (2, block) ZeRO 3: gathered
+    floatX *block_grads;      // (2, block) ZeRO 2, 3: of one micro-step
+    float *staging;           // (largest unit) fp32, if wide
+} ZeroBuffers;
 typedef struct {
     Nccl nccl;  // on the communication stream
+    ZeroBuffers b;
     const ParamTable *table;
     cudaStream_t compute;
     cudaEvent_t compute_done;  // recorded on compute, waited for by comm
     cudaEvent_t reduced;       // recorded on comm after the last reduction
     cudaEvent_t *gathered;     // per unit
+    cudaEvent_t released[2];   // of block_weights, recorded on compute: comm may overwrite them
+    cudaEvent_t added[2];      // of block_grads, recorded on comm: compute may overwrite them
+    int fetched[2];            // the blocks in block_weights, there or on their way; 0: none
     int arrived;               // units whose weights the compute stream has waited for since they were last gathered
     int stage, wide, at_once;  // wide: reduce in fp32; at_once: all units after backward
-    float *staging;            // (largest unit) fp32, if wide
 } Zero;
 
 static inline size_t zero_largest_unit(const ParamTable *t) {
@@ -63,12 +97,18 @@ static inline int zero_linked(const Comm *comm, const Comm *job) {
     return !comm_or(job, apart);
 }
 // tokens: of a rank's micro-step. overlap: --dp-overlap.
-static inline int zero_at_once(const Comm *comm, const Comm *job, int overlap, int wide, size_t tokens) {
+static inline int zero_at_once(const Comm *comm, const Comm *job, int stage, int overlap, int wide, size_t tokens) {
+    if (stage >= 2) return 0;  // gradients of two blocks are there at a time
     if (comm->world == 1 || overlap >= 0) return comm->world > 1 && overlap == 0;
     return zero_linked(comm, job) && tokens >= (wide ? 2 : 1) * (size_t)ZERO_AT_ONCE_TOKENS;
 }
+template <typename Do> static inline void zero_events(Zero *z, Do each) {
+    for (int u = 0; u < z->table->num_units; u++) each(&z->gathered[u]);
+    for (cudaEvent_t *e : {&z->compute_done, &z->reduced, &z->released[0], &z->released[1], &z->added[0], &z->added[1]})
+        each(e);
+}
 static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide,
-                             int at_once, float *staging) {
+                             int at_once, const ZeroBuffers *buffers) {
     Zero z = {};
     z.nccl = nccl_open(comm, gpu->comm, at_once ? ZERO_CTAS_AT_ONCE : ZERO_CTAS, LANE_DATA);
     z.table = table;
@@ -77,20 +117,15 @@ static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gp
     z.stage = stage;
     z.wide = wide;
     z.at_once = at_once;
-    z.staging = staging;
-    cudaCheck(cudaEventCreateWithFlags(&z.compute_done, cudaEventDisableTiming));
-    cudaCheck(cudaEventCreateWithFlags(&z.reduced, cudaEventDisableTiming));
+    z.b = *buffers;
     z.gathered = (cudaEvent_t *)malloc_or_die((size_t)table->num_units * sizeof(cudaEvent_t));
-    for (int u = 0; u < table->num_units; u++)
-        cudaCheck(cudaEventCreateWithFlags(&z.gathered[u], cudaEventDisableTiming));
+    zero_events(&z, [](cudaEvent_t *e) { cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming)); });
     return z;
 }
 static inline void zero_close(Zero *z) {
     nccl_close(&z->nccl);
-    for (int u = 0; u < z->table->num_units; u++) cudaCheck(cudaEventDestroy(z->gathered[u]));
+    zero_events(z, [](cudaEvent_t *e) { cudaCheck(cudaEventDestroy(*e)); });
     free(z->gathered);
-    cudaCheck(cudaEventDestroy(z->compute_done));
-    cudaCheck(cudaEventDestroy(z->reduced));
 }
 
 static __global__ void widen_kernel(float *__restrict__ to, const floatX *__restrict__ from, size_t vecs) {
@@ -126,36 +161,69 @@ static inline void zero_wait_reduced(Zero *z) {
 static inline size_t zero_piece(const Zero *z, int unit) {
     return param_unit(z->table, unit).count / (size_t)z->nccl.world;
 }
+// Elements that this rank keeps of a slot's units before `unit`.
+static inline size_t zero_before(const Zero *z, Slot s, int unit) {
+    return kept_before(z->nccl.comm, z->table, slot_keeps(z->stage, s), unit);
+}
+// Whether a unit is not kept whole, but in one of the two buffers of `blocks` while it is used.
+static inline int zero_passes(const Zero *z, const floatX *blocks, int unit) {
+    return blocks && unit_is_block(z->table, unit);
+}
+static inline floatX *zero_buffer(const Zero *z, floatX *blocks, int unit) {
+    return blocks + (size_t)(unit % 2) * param_unit(z->table, unit).count;  // blocks are of equal size
+}
+static inline floatX *zero_weights(const Zero *z, int unit) {
+    if (zero_passes(z, z->b.block_weights, unit)) return zero_buffer(z, z->b.block_weights, unit);
+    return z->b.weights + zero_before(z, SLOT_WEIGHT, unit);
+}
+static inline floatX *zero_grads(const Zero *z, int unit) {
+    if (zero_passes(z, z->b.block_grads, unit)) return zero_buffer(z, z->b.block_grads, unit);
+    return z->b.grads ? z->b.grads + zero_before(z, SLOT_GRAD, unit) : NULL;
+}
+
+// ---- gradients
+
 // The sum over ranks of a unit's gradients, in fp32: piece k on rank k.
 static inline void zero_sum_wide(Zero *z, floatX *grads, int unit) {
     const size_t piece = zero_piece(z, unit), mine = piece * (size_t)z->nccl.rank, vecs = piece / VecX::size;
     cudaStream_t stream = z->nccl.stream;
-    widen_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, stream>>>(z->staging, grads, vecs * (size_t)z->nccl.world);
+    widen_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, stream>>>(z->b.staging, grads, vecs * (size_t)z->nccl.world);
     launchCheck();
-    nccl_reduce_scatter(&z->nccl, "reduce gradients", z->staging, piece);
-    narrow_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, stream>>>(grads + mine, z->staging + mine, vecs);
+    nccl_reduce_scatter(&z->nccl, "reduce gradients", z->b.staging, piece);
+    narrow_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, stream>>>(grads + mine, z->b.staging + mine, vecs);
     launchCheck();
 }
 // The sums over ranks of the gradients of units first..last: piece k on rank k, with ZeRO 0 all pieces everywhere.
-static inline void zero_sum(Zero *z, floatX *grads, int first, int last) {
+static inline void zero_sum(Zero *z, int first, int last) {
     const size_t *begin = z->table->unit_begin, bytes = (begin[last + 1] - begin[first]) * sizeof(floatX);
     if (z->wide) {
-        for (int u = last; u >= first; u--) zero_sum_wide(z, grads + begin[u], u);
+        for (int u = last; u >= first; u--) zero_sum_wide(z, zero_grads(z, u), u);
     } else {
         nccl_bundle_begin(&z->nccl, "reduce gradients", bytes);
-        for (int u = last; u >= first; u--) nccl_reduce_scatter(&z->nccl, NULL, grads + begin[u], zero_piece(z, u));
+        for (int u = last; u >= first; u--) nccl_reduce_scatter(&z->nccl, NULL, zero_grads(z, u), zero_piece(z, u));
         nccl_bundle_end(&z->nccl);
     }
     if (z->stage > 0) return;
     nccl_bundle_begin(&z->nccl, "gather gradients", bytes);
-    for (int u = last; u >= first; u--) nccl_all_gather(&z->nccl, NULL, grads + begin[u], zero_piece(z, u));
+    for (int u = last; u >= first; u--) nccl_all_gather(&z->nccl, NULL, zero_grads(z, u), zero_piece(z, u));
     nccl_bundle_end(&z->nccl);
 }
-// The gradients of `unit` are complete on the compute stream; the embedding's are the last. grads: the whole buffer.
-static inline void zero_reduce(Zero *z, floatX *grads, int unit) {
+// The gradients of `unit`, all of a step's micro-steps, are complete on the compute stream; the embedding's are the
+// last.
+static inline void zero_reduce(Zero *z, int unit) {
     if (z->nccl.world == 1 || (z->at_once && unit > 0)) return;
     zero_hand_over(z);
-    zero_sum(z, grads, unit, z->at_once ? z->table->num_units - 1 : unit);
+    zero_sum(z, unit, z->at_once ? z->table->num_units - 1 : unit);
+    cudaCheck(cudaEventRecord(z->reduced, z->nccl.stream));
+}
+// Those of a block in one of the two buffers, one micro-step's: they join this rank's shard as `sum` says.
+static inline void zero_add(Zero *z, int unit, GradSum sum) {
+    const size_t piece = zero_piece(z, unit), at = zero_before(z, SLOT_GRAD, unit);
+    zero_hand_over(z);
+    zero_sum(z, unit, unit);
+    grad_sum(sum, z->b.sums + at, z->b.grads + at, zero_grads(z, unit) + piece * (size_t)z->nccl.rank, piece,
+             z->nccl.stream);
+    cudaCheck(cudaEventRecord(z->added[unit % 2], z->nccl.stream));
     cudaCheck(cudaEventRecord(z->reduced, z->nccl.stream));
 }
 // to (ranks, count): every rank's `mine`. The compute stream has made it, and goes on when all are here.
@@ -166,24 +234,73 @@ static inline void zero_gather_small(Zero *z, const char *name, float *to, const
     zero_wait_reduced(z);
 }
 
-// The compute stream has updated this rank's pieces: gather all units, in the order in which forward needs them.
-static inline void zero_gather(Zero *z, floatX *weights) {
+// ---- weights
+
+// A block's weights into their buffer of the two, unless they are there or on their way.
+static inline void zero_fetch(Zero *z, int unit) {
+    if (z->fetched[unit % 2] == unit) return;
+    z->fetched[unit % 2] = unit;
+    cudaCheck(cudaStreamWaitEvent(z->nccl.stream, z->released[unit % 2], 0));
+    const floatX *shard = z->b.weights + zero_before(z, SLOT_WEIGHT, unit);
+    nccl_all_gather(&z->nccl, "gather weights", zero_weights(z, unit), shard, zero_piece(z, unit));
+    cudaCheck(cudaEventRecord(z->gathered[unit], z->nccl.stream));
+}
+// The shards have changed: what was gathered is old.
+static inline void zero_forget(Zero *z) { z->fetched[0] = z->fetched[1] = 0; }
+// The compute stream has updated this rank's pieces: gather all units, in the order in which forward needs them; of
+// blocks that only pass through, those for which there is room.
+static inline void zero_gather(Zero *z) {
     if (z->nccl.world == 1 || z->stage == 0) return;
     z->arrived = 0;
+    zero_forget(z);
     zero_hand_over(z);
     for (int u = 0; u < z->table->num_units; u++) {
-        nccl_all_gather(&z->nccl, "gather weights", weights + z->table->unit_begin[u], zero_piece(z, u));
+        if (zero_passes(z, z->b.block_weights, u)) {
+            if (u <= 2) zero_fetch(z, u);
+            continue;
+        }
+        nccl_all_gather(&z->nccl, "gather weights", zero_weights(z, u), zero_piece(z, u));
         cudaCheck(cudaEventRecord(z->gathered[u], z->nccl.stream));
     }
 }
-// Before the compute stream reads a unit's weights, in the order of the units. Once after each gather: what it reads
-// later comes later.
+// Before the compute stream reads the weights of a unit that is kept whole. Once after each gather: what it reads later
+// comes later.
 static inline void zero_wait(Zero *z, int unit) {
     if (unit < z->arrived) return;
-    assert(unit == z->arrived);
-    z->arrived++;
+    assert(unit == z->arrived || z->b.block_weights);
+    z->arrived = unit + 1;
     zero_wait_for(z, z->gathered[unit]);
 }
 static inline int zero_all_arrived(const Zero *z) { return z->arrived == z->table->num_units; }
+
+// ---- what the pass knows
+
+// Between these two the compute stream may read a unit's weights and, in backward, write its gradients. Passes go
+// through units in their order, backward in the reverse order.
+static inline Unit zero_get(Zero *z, int unit, UnitUse use) {
+    const int next = use == UNIT_FORWARD ? unit + 1 : unit - 1;
+    if (zero_passes(z, z->b.block_weights, unit)) {
+        zero_fetch(z, unit);
+        if (unit_is_block(z->table, next)) zero_fetch(z, next);
+        zero_wait_for(z, z->gathered[unit]);
+    } else
+        zero_wait(z, unit);
+    if (use == UNIT_BACKWARD && zero_passes(z, z->b.block_grads, unit)) zero_wait_for(z, z->added[unit % 2]);
+    return {z->table, unit, zero_weights(z, unit), zero_grads(z, unit)};
+}
+// sum: what becomes of the gradients. reduce: they are the last micro-step's.
+static inline void zero_release(Zero *z, const Unit *u, UnitUse use, GradSum sum, int reduce) {
+    const size_t at = zero_before(z, SLOT_GRAD, u->number), count = param_unit(z->table, u->number).count;
+    if (zero_passes(z, z->b.block_weights, u->number))
+        cudaCheck(cudaEventRecord(z->released[u->number % 2], z->compute));
+    if (use == UNIT_FORWARD) return;
+    if (zero_passes(z, z->b.block_grads, u->number)) {
+        zero_add(z, u->number, sum);
+        return;
+    }
+    grad_sum(sum, z->b.sums + at, u->grads, u->grads, count, z->compute);
+    if (sum != GRAD_SUM_NONE) timing_lap("gradient sum", 0, grad_sum_bytes(sum, count), z->compute);
+    if (reduce) zero_reduce(z, u->number);
+}
 
 #endif
