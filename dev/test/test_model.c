@@ -3,42 +3,58 @@
 #include "../../train_gpt2.c"
 #include "model_test.h"
 
-// A row of an input that is far smaller than the others keeps its values: it has a scale of its own.
+// The first row is far smaller than the others: it becomes 0 where the tensor has one scale.
+static float *with_small_row(int rows, int cols, uint64_t seed) {
+    float *x = (float *)malloc_or_die(area(rows, cols) * sizeof(float));
+    for (size_t k = 0; k < area(rows, cols); k++) x[k] = rand_normal(seed, 2, k) * (k < (size_t)cols ? 1e-7f : 1);
+    return x;
+}
+static void check_scale(const char *folder, const char *product, const char *operand, const Fp8Counts *c, int rows,
+                        int cols, int by_row) {
+    const int good = by_row ? c->flushed < 0.5 * cols : c->flushed >= cols;
+    check(good && c->values == (double)area(rows, cols) && c->saturated == 0,
+          "%s: %s, %s: %s, %g of %g values become 0", folder, product, operand,
+          by_row ? "a scale for each row" : "one scale", c->flushed, c->values);
+}
+// Which scale each operand of each product has, and what is counted.
 static void test_scales(const char *folder, const Options *o) {
     Model m;
     open_reference(&m, folder, o);
-    const Block b = block_get(&m, 0, UNIT_FORWARD);
-    const Pass p = pass_of(&m, m.B, m.T);
-    const struct {
-        const char *name;
-        const Linear *l;
-        int projects;
-    } products[] = {{"q,k,v", &b.qkv, 0}, {"proj", &b.proj, 1}, {"fc", &b.fc, 0}, {"fcproj", &b.fcproj, 1}};
-    for (int i = 0; i < 4; i++) {
-        const Linear *l = products[i].l;
-        Linear plain = *l;
-        plain.w.bias = NULL;
-        const size_t n = area(p.N, l->in);
-        float *x = (float *)malloc_or_die(n * sizeof(float)),
-              *zeros = (float *)calloc_or_die(area(p.N, l->out) * sizeof(float)),
-              *out = (float *)malloc_or_die(area(p.N, l->out) * sizeof(float));
-        for (size_t k = 0; k < n; k++) x[k] = rand_normal(1, 2, k) * (k < (size_t)l->in ? 1e-7f : 1);
-        Fp8Counts counts[NUM_FP8_TENSORS];
-        model_fp8_begin(&m);
-        if (products[i].projects)
-            linear_project(&m, &p, &plain, out, zeros, x);
-        else
-            linear_forward(&m, &p, &plain, out, x);
-        model_fp8_end(&m, counts);
-        const Fp8Counts c = counts[FP8_INPUTS];
-        const double first = sum_of_squares(out, l->out), second = sum_of_squares(out + l->out, l->out);
-        check(first > 1e-15 * second && c.flushed < 0.5 * l->in && c.values == (double)n && c.saturated == 0 &&
-                  counts[FP8_GRADIENTS].values == 0 && counts[FP8_WEIGHTS].values == (double)area(l->in, l->out),
-              "%s, %s: a small row has its own scale: %g of its values became 0", folder, products[i].name, c.flushed);
-        free(x);
-        free(zeros);
-        free(out);
+    Linear l = block_get(&m, 0, UNIT_FORWARD).fc;
+    const int N = m.B * m.T, fp8_dweight = !strcmp(o->matmul_dtype, "fp8");
+    float *weight = with_small_row(l.out, l.in, 1), *inp = with_small_row(N, l.in, 2),
+          *dout = with_small_row(N, l.out, 3), *out = (float *)malloc_or_die(area(N, l.out) * sizeof(float));
+    Fp8Counts counts[NUM_FP8_TENSORS];
+    l.w.weight = weight;
+    l.w.bias = NULL;
+    model_fp8_begin(&m);
+    linear_product(&l, out, NULL, inp, N);
+    model_fp8_end(&m, counts);
+    check_scale(folder, "forward", "input", &counts[FP8_INPUTS], N, l.in, 1);
+    check_scale(folder, "forward", "weight", &counts[FP8_WEIGHTS], l.out, l.in, 0);
+    check(out[1] != 0 && out[0] == 0 && out[l.out] == 0 && sum_of_squares(out + 1, l.out - 1) > 0 &&
+              counts[FP8_GRADIENTS].values == 0,
+          "%s: the small row of the input stays, that of the weight does not", folder);
+    model_fp8_begin(&m);
+    linear_product_backward(&l, out, dout, N);
+    model_fp8_end(&m, counts);
+    check_scale(folder, "gradient of the input", "gradient", &counts[FP8_GRADIENTS], N, l.out, !fp8_dweight);
+    check_scale(folder, "gradient of the input", "weight", &counts[FP8_WEIGHTS], l.out, l.in, 0);
+    check((sum_of_squares(out, l.in) > 0) == !fp8_dweight && counts[FP8_INPUTS].values == 0,
+          "%s: the small row of the gradient %s", folder, fp8_dweight ? "is lost" : "stays");
+    model_fp8_begin(&m);
+    linear_product_weight(&l, dout, inp, N, 0);
+    model_fp8_end(&m, counts);
+    if (fp8_dweight) {
+        check_scale(folder, "gradient of the weight", "gradient", &counts[FP8_GRADIENTS], N, l.out, 0);
+        check_scale(folder, "gradient of the weight", "input", &counts[FP8_INPUTS], N, l.in, 0);
     }
+    check(fp8_dweight || counts[FP8_GRADIENTS].values + counts[FP8_INPUTS].values == 0,
+          "%s: gradients of weights are rounded to fp8 with --matmul-dtype fp8 alone", folder);
+    free(weight);
+    free(inp);
+    free(dout);
+    free(out);
     model_close(&m);
 }
 
@@ -46,6 +62,7 @@ static void test_scales(const char *folder, const Options *o) {
 static void test_rounded(const char *folder, const Options *o, const char *output) {
     test_rounded_reference(folder, o, 0.25, 0.02);
     test_scales(folder, o);
+    test_short_rows(folder, o);
     test_accumulation(folder, o, 5e-3);
     test_recompute(folder, o);
     test_resume(folder, o, output);
