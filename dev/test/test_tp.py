@@ -108,8 +108,12 @@ def test_resume_on_other_layouts(train, tmp_path, model):
         )
 
 
-@pytest.mark.parametrize("ranks, tp, states", [(4, 2, "bf16"), (3, 3, "fp32")], ids=["2x2-bf16", "1x3"])
-def test_resume_on_the_same_layout_is_bitwise(train, tmp_path, ranks, tp, states):
+@pytest.mark.parametrize(
+    "ranks, tp, states, dtype",
+    [(4, 2, "bf16", "native"), (3, 3, "fp32", "native"), (4, 2, "fp32", "fp8-dw-bf16")],
+    ids=["2x2-bf16", "1x3", "2x2-fp8"],
+)
+def test_resume_on_the_same_layout_is_bitwise(train, tmp_path, ranks, tp, states, dtype):
     more = [
         "-e",
         "qwen2.5:1.5B,layers=2,channels=96,heads=6,kv_heads=1,vocab=300,ffn=192,seq=32",
@@ -125,6 +129,8 @@ def test_resume_on_the_same_layout_is_bitwise(train, tmp_path, ranks, tp, states
         "6",
         "--state-dtype",
         states,
+        "--matmul-dtype",
+        dtype,
     ]
     succeeds(train(ranks, "straight", *more))
     succeeds(train(ranks, "again", *more, "-z", "0", "--recompute", "3"))
