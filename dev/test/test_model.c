@@ -58,10 +58,31 @@ static void test_scales(const char *folder, const Options *o) {
     model_close(&m);
 }
 
+// A weight of zeros has no scale of its own, and what is not finite is not rounded away: the step shows it.
+static void test_strange_weights(const char *folder, const Options *o) {
+    DebugFile d = debug_open(folder);
+    const float values[] = {0, INFINITY, NAN};
+    for (int i = 0; i < 3; i++) {
+        Model m;
+        float loss, norm;
+        open_reference(&m, folder, o);
+        const Linear l = block_get(&m, 0).fcproj;
+        for (size_t k = 0; k < area(l.out, l.in); k++)
+            if (i == 0 || k == 7) l.w.weight[k] = values[i];
+        model_micro_step(&m, d.tokens, d.targets, 0, 1);
+        const StepVerdict verdict = debug_update(&m, &loss, &norm, 1, INFINITY);
+        check(verdict == (i ? STEP_NOT_FINITE : STEP_APPLIED), "%s: a weight with %g: loss %g, the step %s", folder,
+              values[i], loss, verdict == STEP_APPLIED ? "is applied" : "is not applied");
+        model_close(&m);
+    }
+    debug_close(&d);
+}
+
 // Of a folder that was written with another --matmul-dtype than native.
 static void test_rounded(const char *folder, const Options *o, const char *output) {
     test_rounded_reference(folder, o, 0.25, 0.02);
     test_scales(folder, o);
+    test_strange_weights(folder, o);
     test_short_rows(folder, o);
     test_accumulation(folder, o, 5e-3);
     test_recompute(folder, o);
