@@ -798,6 +798,7 @@ class Trainer:
     def __init__(self, model, o):
         on_gpu = o.device == "cuda"
         self.o, self.model, self.vocab_size = o, model.to(o.device), model.config.vocab_size
+        model.matmul_dtype = o.matmul_dtype
         self.net = torch.compile(model) if o.compile == 1 or (o.compile < 0 and on_gpu) else model
         self.dtype = ("bf16" if on_gpu else "fp32") if o.dtype == "auto" else o.dtype
         self.autocast = torch.autocast(o.device, torch.bfloat16, enabled=self.dtype == "bf16")
@@ -934,7 +935,6 @@ def train(o):
     )
     val_shards = open_shards(o.val_data, T)[0] if o.val_data and (o.eval_every > 0 or o.evaluate) else None
     model = make_model(o.model, o.seed, int(header[3]))
-    model.matmul_dtype = o.matmul_dtype
     c = model.config
     require(
         T <= c.max_seq_len,

@@ -112,7 +112,6 @@ def main():
         stream = ref.rows(shards, args.seq_len, 1337)
         held_out = ref.batch(stream, args.batch_size, "cpu", model.config.vocab_size)
         report(f"{name}, 0", model, *held_out)
-        model.matmul_dtype = "native"
         model.zero_grad()
         trainer = ref.Trainer(model, o)
         for step in range(args.steps):

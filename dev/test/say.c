@@ -9,6 +9,27 @@
 #include "../../llmc/rope_table.h"
 #include "../../llmc/sampler.h"
 #include "../../llmc/schedule.h"
+
+static float *read_values(size_t count) {
+    float *x = (float *)malloc_or_die(count * sizeof(float));
+    require(fread(x, sizeof(float), count, stdin) == count, "too few values\n-");
+    return x;
+}
+static void say_fp8(int rows, int cols, int scale_rows) {
+    float *x = read_values(area(rows, cols));
+    double counts[2] = {0, 0};
+    fp8_round_cpu(x, x, FP8_E4M3, rows, cols, scale_rows, counts);
+    fwrite(x, sizeof(float), area(rows, cols), stdout);
+}
+static void say_samples(int V, double temperature, uint64_t seed, uint64_t step, int draws) {
+    float *logits = read_values((size_t)V);
+    Candidate *scratch = (Candidate *)malloc_or_die((size_t)V * sizeof(Candidate));
+    for (int i = 0; i < draws; i++) {
+        const double coin = rand_uniform(seed, rand_stream(RAND_SAMPLE, step), (uint64_t)i);
+        printf("%d\n", sample_token(logits, V, temperature, 0, 1, coin, scratch));
+    }
+}
+
 int main(int argc, char **argv) {
     (void)argc;
     const char *what = argv[1];
@@ -60,23 +81,10 @@ int main(int argc, char **argv) {
         rope_table(&c, T, cos_sin);
         fwrite(cos_sin, sizeof(float), (size_t)T * (size_t)c.head_dim, stdout);
     } else if (!strcmp(what, "sample")) {  // V, temperature, seed, step, draws; logits on stdin
-        int V = atoi(argv[2]);
-        float *logits = (float *)malloc_or_die((size_t)V * sizeof(float));
-        Candidate *scratch = (Candidate *)malloc_or_die((size_t)V * sizeof(Candidate));
-        require(fread(logits, sizeof(float), (size_t)V, stdin) == (size_t)V, "no logits\n-");
-        for (int i = 0; i < atoi(argv[6]); i++)
-            printf("%d\n",
-                   sample_token(logits, V, atof(argv[3]), 0, 1,
-                                rand_uniform(strtoull(argv[4], NULL, 10),
-                                             rand_stream(RAND_SAMPLE, strtoull(argv[5], NULL, 10)), (uint64_t)i),
-                                scratch));
+        say_samples(atoi(argv[2]), atof(argv[3]), strtoull(argv[4], NULL, 10), strtoull(argv[5], NULL, 10),
+                    atoi(argv[6]));
     } else if (!strcmp(what, "fp8")) {  // rows, columns, a scale for each row; values on stdin
-        const int rows = atoi(argv[2]), cols = atoi(argv[3]);
-        float *x = (float *)malloc_or_die(area(rows, cols) * sizeof(float));
-        double counts[2] = {0, 0};
-        require(fread(x, sizeof(float), area(rows, cols), stdin) == area(rows, cols), "no values\n-");
-        fp8_round_cpu(x, x, FP8_E4M3, rows, cols, atoi(argv[4]), counts);
-        fwrite(x, sizeof(float), area(rows, cols), stdout);
+        say_fp8(atoi(argv[2]), atoi(argv[3]), atoi(argv[4]));
     } else if (!strcmp(what, "gpu")) {  // uuid
         gpu_monitor_open(argv[2]);
         const GpuState s = gpu_monitor_read();

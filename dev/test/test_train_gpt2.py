@@ -348,7 +348,7 @@ def test_matmul_dtype_of_a_model():
     assert calls == widths * model.config.num_layers and [len(unit[r + "w"]) for r in shared] == list(shared.values())
     off = float((rounded - native).norm() / native.norm())
     assert 5e-3 < off < 0.2
-    trainer = ref.Trainer(model, options(dtype="bf16"))
+    trainer = ref.Trainer(model, options(dtype="bf16", matmul_dtype="fp8"))
     losses = [trainer.step([(tokens, tokens)], 1e-2)[0] for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0]
 
