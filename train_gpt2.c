@@ -1461,24 +1461,16 @@ static BlockActs block_acts(Model *m, int N, int rows, const BlockActs *shared) 
     a.f = floats(m, area(N, fc_width(c)));
     return a;
 }
-// Scratch for the largest operand of each kind.
 static void open_operands(Model *m, const Options *o) {
     const Config *c = &m->local;
-    const size_t C = (size_t)c->channels, Q = (size_t)c->num_heads * c->head_dim, F = (size_t)c->ffn_dim,
-                 N = (size_t)m->B * m->T, outs[] = {qkv_width(c), fc_width(c), C},
-                 sizes[NUM_FP8_TENSORS][3] = {{N * C, N * Q, N * F},
-                                              {C * outs[0], C * outs[1], C * (Q > F ? Q : F)},
-                                              {N * outs[0], N * outs[1], N * C}};
-    const int rounds = strcmp(o->matmul_dtype, "native") != 0;
+    int C = c->channels, wide = qkv_width(c) > fc_width(c) ? qkv_width(c) : fc_width(c), widest = C > wide ? C : wide;
+    int rounds = strcmp(o->matmul_dtype, "native") != 0;
     Operands *p = m->operands = (Operands *)room(m, sizeof *m->operands);
     p->dtype = matmul_is_fp8(o) ? OPERANDS_FP8 : rounds ? OPERANDS_BF16 : OPERANDS_NATIVE;
     p->dweight_dtype = matmul_weight_gradient_is_fp8(o) ? OPERANDS_FP8 : rounds ? OPERANDS_BF16 : OPERANDS_NATIVE;
     p->gradients_by_row = p->dweight_dtype != OPERANDS_FP8 || m->mesh->tp.world > 1;
-    for (int kind = 0; kind < NUM_FP8_TENSORS && rounds; kind++) {
-        size_t most = 0;
-        for (int i = 0; i < 3; i++) most = sizes[kind][i] > most ? sizes[kind][i] : most;
-        p->rounded[kind] = floats(m, most);
-    }
+    for (int kind = 0; kind < NUM_FP8_TENSORS && rounds; kind++)  // each weight has C rows or columns
+        p->rounded[kind] = floats(m, area(kind == FP8_WEIGHTS ? C : m->B * m->T, widest));
 }
 // Rows that the head runs on at a time. Without --head-chunks: as many as 256 MiB of logits allow, but at least 64.
 static int rows_of_head(const Model *m, const Options *o, int N) {
