@@ -66,7 +66,7 @@ static void test_strange_weights(const char *folder, const Options *o) {
         Model m;
         float loss, norm;
         open_reference(&m, folder, o);
-        const Linear l = block_get(&m, 0).fcproj;
+        const Linear l = block_get(&m, 0, UNIT_FORWARD).fcproj;
         for (size_t k = 0; k < area(l.out, l.in); k++)
             if (i == 0 || k == 7) l.w.weight[k] = values[i];
         model_micro_step(&m, d.tokens, d.targets, 0, 1);
