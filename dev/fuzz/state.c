@@ -108,6 +108,12 @@ StepResult model_update(Model *m, const UpdateParams *p) {
 }
 void model_timing_begin(Model *m) { (void)m; }
 void model_timing_end(Model *m) { (void)m; }
+void model_fp8_begin(Model *m) { (void)m; }
+void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]) {
+    (void)m;
+    const Fp8Counts none = {1, 0, 0};
+    for (int i = 0; i < NUM_FP8_TENSORS; i++) counts[i] = none;
+}
 OverlapCounts model_overlap(const Model *m) {
     const OverlapCounts none = {0, 0, 0};
     (void)m;

@@ -82,7 +82,8 @@ def planted(tmp_path_factory):
     """A target with one fault of each kind."""
     folder = tmp_path_factory.mktemp("planted")
     shutil.copytree(ROOT / "dev/fuzz", folder / "dev/fuzz")
-    (folder / "llmc").symlink_to(ROOT / "llmc")
+    for name in ("llmc", "dev/test"):
+        (folder / name).symlink_to(ROOT / name)
     (folder / "dev/fuzz/planted.c").write_text(PLANTED)
     for name in ("Makefile", "dev/doctor.py", "dev/tool_output.py"):
         shutil.copy(ROOT / name, folder / name)
