@@ -154,6 +154,41 @@ static __global__ void quantise_for_bench(fp8 *q, const float *x, size_t count, 
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x)
         q[i] = fp8_from_float(FP8_E4M3, 64 * x[i % period]);
 }
+// cuBLASLt's fastest, with sums that stay in the tensor core (fast) or are promoted.
+static MatmulPlan *vendor_plan(Matmul *mm, int fast, const MatmulProblem *q, const MatmulOperands *x) {
+    matmul_open(mm, workspace, MATMUL_WORKSPACE_BYTES, 0, 0);
+    MatmulPlan *plan = matmul_plan(mm, q, NULL);
+    const int8_t fast_sums = (int8_t)fast;
+    matmulSet(plan->desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast_sums);
+    MatmulCandidate candidates[MATMUL_CANDIDATES] = {};
+    const int count = matmul_vendor_candidates(mm, plan, candidates);
+    double best = INFINITY;
+    for (int i = 0; i < count; i++) {
+        auto run = [&] { return matmul_launch(mm, plan, &candidates[i], q, x, ladder.gpu.compute); };
+        if (run()) continue;
+        const double us = time_us(run, 5);
+        if (us < best) plan->use = candidates[i];
+        best = fmin(best, us);
+    }
+    return plan;
+}
+// Microseconds of one of some 100 ms without a pause.
+template <typename F> static double sustained(double flops, F run) {
+    cudaEvent_t begin, end;
+    float ms;
+    const int runs = (int)(100e-3 / (flops / 1.2e15)) + 1;
+    cudaCheck(cudaEventCreate(&begin));
+    cudaCheck(cudaEventCreate(&end));
+    for (int i = 0; i < runs / 4; i++) run();
+    cudaCheck(cudaEventRecord(begin, ladder.gpu.compute));
+    for (int i = 0; i < runs; i++) run();
+    cudaCheck(cudaEventRecord(end, ladder.gpu.compute));
+    cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
+    cudaCheck(cudaEventElapsedTime(&ms, begin, end));
+    cudaCheck(cudaEventDestroy(begin));
+    cudaCheck(cudaEventDestroy(end));
+    return 1e3 * ms / runs;
+}
 // All variants and cuBLASLt (tuned; with and without fast sums) in turns, each for long, so that power is at its limit.
 static void bench_shape(MatmulForm form, int M, int N, int K) try {
     enum { MOST = 12, TURNS = 3 };
@@ -175,25 +210,7 @@ static void bench_shape(MatmulForm form, int M, int N, int K) try {
     const MatmulOperands x = operands_of(&f, false);
     Matmul mm[2];
     MatmulPlan *plan[2];
-    for (int fast = 0; fast < 2; fast++) {
-        matmul_open(&mm[fast], workspace, MATMUL_WORKSPACE_BYTES, 0, 0);
-        plan[fast] = matmul_plan(&mm[fast], &q, NULL);
-        const int8_t fast_sums = (int8_t)fast;
-        matmulSet(plan[fast]->desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast_sums);
-        MatmulCandidate candidates[MATMUL_CANDIDATES];
-        const int count = matmul_candidates(&mm[fast], plan[fast], candidates);
-        double best = INFINITY;
-        for (int i = 0; i < count; i++) {
-            if (candidates[i].own) continue;
-            auto run = [&] { matmul_launch(&mm[fast], plan[fast], &candidates[i], &q, &x, stream); };
-            if (matmul_launch(&mm[fast], plan[fast], &candidates[i], &q, &x, stream)) continue;
-            const double us = time_us(run, 5);
-            if (us < best) {
-                best = us;
-                plan[fast]->use = candidates[i];
-            }
-        }
-    }
+    for (int fast = 0; fast < 2; fast++) plan[fast] = vendor_plan(&mm[fast], fast, &q, &x);
     const HopperVariant *own[MOST];
     int count = 0;
     for (int v = 0; v < own_count; v++)
@@ -201,27 +218,12 @@ static void bench_shape(MatmulForm form, int M, int N, int K) try {
             own[count++] = &own_matmuls[v];
     const double flops = 2.0 * M * N * K;
     double us[MOST + 2] = {};
-    auto sustained = [&](auto run) {  // some 100 ms without a pause
-        cudaEvent_t begin, end;
-        float ms;
-        const int runs = (int)(100e-3 / (flops / 1.2e15)) + 1;
-        cudaCheck(cudaEventCreate(&begin));
-        cudaCheck(cudaEventCreate(&end));
-        for (int i = 0; i < runs / 4; i++) run();
-        cudaCheck(cudaEventRecord(begin, stream));
-        for (int i = 0; i < runs; i++) run();
-        cudaCheck(cudaEventRecord(end, stream));
-        cudaCheck(cudaStreamSynchronize(stream));
-        cudaCheck(cudaEventElapsedTime(&ms, begin, end));
-        cudaCheck(cudaEventDestroy(begin));
-        cudaCheck(cudaEventDestroy(end));
-        return 1e3 * ms / runs;
-    };
     for (int turn = 0; turn < TURNS; turn++) {
         for (int fast = 0; fast < 2; fast++)
             us[MOST + fast] +=
-                sustained([&] { matmul_launch(&mm[fast], plan[fast], &plan[fast]->use, &q, &x, stream); }) / TURNS;
-        for (int i = 0; i < count; i++) us[i] += sustained([&] { own[i]->run(&q, &x, stream); }) / TURNS;
+                sustained(flops, [&] { matmul_launch(&mm[fast], plan[fast], &plan[fast]->use, &q, &x, stream); }) /
+                TURNS;
+        for (int i = 0; i < count; i++) us[i] += sustained(flops, [&] { own[i]->run(&q, &x, stream); }) / TURNS;
     }
     printf("pair matmul_fp8 %s: %s: cuBLASLt %.0f TFLOP/s, fast sums %.0f", ladder.title, form_names[form],
            flops / us[MOST] * 1e-6, flops / us[MOST + 1] * 1e-6);

@@ -4,35 +4,32 @@
 #include "common.cuh"
 #include "../../llmc/kernels/quantise.cuh"
 
-static const char *kind_name(Fp8Kind kind) { return kind == FP8_E4M3 ? "e4m3" : "e5m2"; }
-
 // ---- the oracle, and what it is compared with
 
-static int is_nan_code(Fp8Kind kind, uint8_t q) { return isnan(fp8_to_float(kind, q)); }
-static size_t wrong_codes(Fp8Kind kind, const uint8_t *got, const uint8_t *want, size_t n, size_t *first) {
+static int is_nan_code(uint8_t q) { return isnan(fp8_to_float(FP8_E4M3, q)); }
+static size_t wrong_codes(const uint8_t *got, const uint8_t *want, size_t n, size_t *first) {
     size_t wrong = 0;
     for (size_t i = n; i-- > 0;) {
         // a NaN has several codes
-        if (got[i] == want[i] || (is_nan_code(kind, got[i]) && is_nan_code(kind, want[i]))) continue;
+        if (got[i] == want[i] || (is_nan_code(got[i]) && is_nan_code(want[i]))) continue;
         wrong++;
         *first = i;
     }
     return wrong;
 }
 // Every code; then with one that is spoilt, which must be found.
-static void check_codes(const char *what, Fp8Kind kind, const uint8_t *device, const uint8_t *want, int rows,
-                        int columns) {
+static void check_codes(const char *what, const uint8_t *device, const uint8_t *want, int rows, int columns) {
     const size_t n = (size_t)rows * columns;
     uint8_t *got = host_new<uint8_t>(n);
     size_t first = 0, spoilt_first = 0;
     cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
     cudaCheck(cudaMemcpy(got, device, n, cudaMemcpyDeviceToHost));
-    const size_t wrong = wrong_codes(kind, got, want, n, &first);
+    const size_t wrong = wrong_codes(got, want, n, &first);
     const unsigned was = got[first];
     const size_t at = rand_u64(ladder.seed, 0, ladder.draws++) % n;
-    got[at] = is_nan_code(kind, want[at]) ? 0 : (uint8_t)(want[at] ^ 1);
-    if (is_nan_code(kind, got[at])) got[at] = 0;
-    const size_t found = wrong_codes(kind, got, want, n, &spoilt_first);
+    got[at] = is_nan_code(want[at]) ? 0 : (uint8_t)(want[at] ^ 1);
+    if (is_nan_code(got[at])) got[at] = 0;
+    const size_t found = wrong_codes(got, want, n, &spoilt_first);
     ladder_result(!wrong && found == 1, "%s: %zu of %zu codes are wrong, the first at [%zu,%zu]: %02x, not %02x%s",
                   what, wrong, n, first / columns, first % columns, was, want[first],
                   wrong || found ? "" : "; A SPOILT CODE PASSED");
@@ -59,14 +56,14 @@ typedef struct {
     Fp8Count count;
 } Expected;
 // Of rows with a scale each (rows_apart) or one for all.
-static Expected expect(Fp8Kind kind, const float *x, int rows, int columns, const float *absmax, int rows_apart) {
+static Expected expect(const float *x, int rows, int columns, const float *absmax, int rows_apart) {
     const size_t n = (size_t)rows * columns;
     Expected e = {host_new<uint8_t>(n), host_new<uint8_t>(n), {0, n}};
     for (int r = 0; r < rows; r++) {
-        const float scale = fp8_scale(kind, absmax[rows_apart ? r : 0]);
+        const float scale = fp8_scale(FP8_E4M3, absmax[rows_apart ? r : 0]);
         for (int c = 0; c < columns; c++) {
             const float y = x[(size_t)r * columns + c];
-            const uint8_t code = fp8_from_float(kind, y * scale);
+            const uint8_t code = fp8_from_float(FP8_E4M3, y * scale);
             e.q[(size_t)r * columns + c] = e.qt[(size_t)c * rows + r] = code;
             e.count.flushed += y != 0 && (code & 0x7f) == 0;
         }
@@ -114,42 +111,42 @@ static void check_absmax_tensor(size_t n, float special) {
         check_bits(i ? "raised" : "from zero", d_absmax, &want, 1);
     }
 }
-static void check_tensor(Fp8Kind kind, const float *x, int rows, int columns, float absmax) {
+static void check_tensor(const float *x, int rows, int columns, float absmax) {
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)rows * columns;
-    const Expected e = expect(kind, x, rows, columns, &absmax, 0);
+    const Expected e = expect(x, rows, columns, &absmax, 0);
     bf16 *d_x = upload<bf16>(x, n);
     float *d_absmax = upload<float>(&absmax, 1);
     Fp8Count *count = device_zero<Fp8Count>(1);
     uint8_t *q = device_codes(n), *qt = device_codes(n), *q_alone = device_codes(n), *qt_alone = device_codes(n);
-    quantise(kind, q_alone, NULL, d_x, rows, columns, d_absmax, NULL, stream);
-    check_codes("q alone", kind, q_alone, e.q, rows, columns);
-    quantise(kind, NULL, qt_alone, d_x, rows, columns, d_absmax, count, stream);
-    check_codes("qt alone", kind, qt_alone, e.qt, columns, rows);
+    quantise(q_alone, NULL, d_x, rows, columns, d_absmax, NULL, stream);
+    check_codes("q alone", q_alone, e.q, rows, columns);
+    quantise(NULL, qt_alone, d_x, rows, columns, d_absmax, count, stream);
+    check_codes("qt alone", qt_alone, e.qt, columns, rows);
     check_count("qt alone", count, e.count, 1);
-    quantise(kind, q, qt, d_x, rows, columns, d_absmax, count, stream);
-    check_codes("q", kind, q, e.q, rows, columns);
-    check_codes("qt", kind, qt, e.qt, columns, rows);
+    quantise(q, qt, d_x, rows, columns, d_absmax, count, stream);
+    check_codes("q", q, e.q, rows, columns);
+    check_codes("qt", qt, e.qt, columns, rows);
     check_count("both", count, e.count, 2);
 }
-static void check_quantise(Fp8Kind kind, int rows, int columns, float largest) {
-    ladder_case("%s rows=%d columns=%d largest %g", kind_name(kind), rows, columns, (double)largest);
+static void check_quantise(int rows, int columns, float largest) {
+    ladder_case("rows=%d columns=%d largest %g", rows, columns, (double)largest);
     const size_t n = (size_t)rows * columns;
     float *x = host_values(n, largest);
-    check_tensor(kind, x, rows, columns, host_absmax(x, n));
+    check_tensor(x, rows, columns, host_absmax(x, n));
 }
 // Every bf16, in scales that bring some of it to each code, on ties, below the smallest and above the largest.
-static void check_every_bf16(Fp8Kind kind, float absmax) {
-    ladder_case("%s of every bf16, absmax %g", kind_name(kind), (double)absmax);
+static void check_every_bf16(float absmax) {
+    ladder_case("of every bf16, absmax %g", (double)absmax);
     float *x = host_new<float>(1 << 16);
     for (uint32_t i = 0; i < 1 << 16; i++) {
         const uint32_t bits = i * 40503u % (1 << 16) << 16;  // neighbours are no neighbours
         memcpy(&x[i], &bits, sizeof bits);
     }
-    check_tensor(kind, x, 256, 256, absmax);
+    check_tensor(x, 256, 256, absmax);
 }
-static void check_rows(Fp8Kind kind, int rows, int columns, float special) {
-    ladder_case("%s rows apart rows=%d columns=%d special %g", kind_name(kind), rows, columns, (double)special);
+static void check_rows(int rows, int columns, float special) {
+    ladder_case("rows apart rows=%d columns=%d special %g", rows, columns, (double)special);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)rows * columns;
     float *x = host_values(n, 5), *row_absmax = host_new<float>(rows);
@@ -161,29 +158,28 @@ static void check_rows(Fp8Kind kind, int rows, int columns, float special) {
         row_absmax[r] = host_absmax(x + (size_t)r * columns, columns);
     }
     const float absmax = host_absmax(x, n);
-    const Expected e = expect(kind, x, rows, columns, row_absmax, 1);
+    const Expected e = expect(x, rows, columns, row_absmax, 1);
     bf16 *d_x = upload<bf16>(x, n);
     uint8_t *q = device_codes(n);
     float *d_rows = device_new<float>(rows), *d_absmax = device_zero<float>(1);
     Fp8Count *count = device_zero<Fp8Count>(1);
-    quantise_rows(kind, q, d_rows, d_absmax, d_x, rows, columns, NULL, stream);
-    check_codes("q", kind, q, e.q, rows, columns);
+    quantise_rows(q, d_rows, d_absmax, d_x, rows, columns, NULL, stream);
+    check_codes("q", q, e.q, rows, columns);
     check_bits("absmax of rows", d_rows, row_absmax, rows);
     check_bits("absmax", d_absmax, &absmax, 1);
-    quantise_rows(kind, q, d_rows, d_absmax, d_x, rows, columns, count, stream);
-    check_codes("q, counted", kind, q, e.q, rows, columns);
+    quantise_rows(q, d_rows, d_absmax, d_x, rows, columns, count, stream);
+    check_codes("q, counted", q, e.q, rows, columns);
     check_count("count", count, e.count, 1);
 }
-static void check_all(Fp8Kind kind) {
+static void check_all(void) {
     const int sizes[][2] = {{16, 16},   {16, 48},   {48, 16},    {128, 128},   {144, 272},
                             {272, 144}, {1040, 80}, {80, 65552}, {65552, 112}, {2192, 3072}};
-    for (const auto &s : sizes) check_quantise(kind, s[0], s[1], 2.5f);
-    for (float largest : {0.0f, 1e-38f, 1e-30f, 1e-3f, 448.0f, 57344.0f, 1e30f})
-        check_quantise(kind, 160, 208, largest);
+    for (const auto &s : sizes) check_quantise(s[0], s[1], 2.5f);
+    for (float largest : {0.0f, 1e-38f, 1e-30f, 1e-3f, 448.0f, 57344.0f, 1e30f}) check_quantise(160, 208, largest);
     for (float absmax : {0.0f, 1e-39f, 1e-37f, 1.0f, 1.75f, 1.7578125f, 448.0f, 450.0f, 57344.0f, 3e38f, NAN, INFINITY})
-        check_every_bf16(kind, absmax);
+        check_every_bf16(absmax);
     for (int columns : {16, 48, 768, 3072, 6400, 14336, 16384, 16400, 28672, 32768})
-        for (float special : {1.0f, NAN, INFINITY}) check_rows(kind, 48, columns, special);
+        for (float special : {1.0f, NAN, INFINITY}) check_rows(48, columns, special);
 }
 
 // ---- speed
@@ -205,14 +201,13 @@ static void bench_quantise(const char *name, int rows, int columns) try {
     Fp8Count *count = device_zero<Fp8Count>(1);
     const double bytes = (double)n;
     beside_copy("absmax", 2 * bytes, [&] { absmax_tensor(absmax, x, n, stream); });
-    beside_copy("both layouts", 4 * bytes, [&] { quantise(FP8_E4M3, q, qt, x, rows, columns, absmax, NULL, stream); });
-    beside_copy("both layouts, counted", 4 * bytes,
-                [&] { quantise(FP8_E4M3, q, qt, x, rows, columns, absmax, count, stream); });
-    beside_copy("q alone", 3 * bytes, [&] { quantise(FP8_E4M3, q, NULL, x, rows, columns, absmax, NULL, stream); });
-    beside_copy("qt alone", 3 * bytes, [&] { quantise(FP8_E4M3, NULL, qt, x, rows, columns, absmax, NULL, stream); });
+    beside_copy("both layouts", 4 * bytes, [&] { quantise(q, qt, x, rows, columns, absmax, NULL, stream); });
+    beside_copy("both layouts, counted", 4 * bytes, [&] { quantise(q, qt, x, rows, columns, absmax, count, stream); });
+    beside_copy("q alone", 3 * bytes, [&] { quantise(q, NULL, x, rows, columns, absmax, NULL, stream); });
+    beside_copy("qt alone", 3 * bytes, [&] { quantise(NULL, qt, x, rows, columns, absmax, NULL, stream); });
     if (columns <= 32768)
         beside_copy("rows apart", 3 * bytes,
-                    [&] { quantise_rows(FP8_E4M3, q, row_absmax, absmax, x, rows, columns, NULL, stream); });
+                    [&] { quantise_rows(q, row_absmax, absmax, x, rows, columns, NULL, stream); });
 } catch (const NoRoom &no) {
     ladder_skip(no);
 }
@@ -226,7 +221,7 @@ static void time_lanes(const bf16 *x, uint8_t *q, uint8_t *qt, const float *absm
             const char *what = layouts == 3 ? "both" : to_q ? "q" : "qt";
             snprintf(text, sizeof text, "%s, %d lanes, band %u", what, LANES, band);
             bench(text, (layouts == 3 ? 4.0 : 3.0) * rows * columns, 0, [&] {
-                quantise_launch<FP8_E4M3, LANES>(to_q, to_qt, x, rows, columns, absmax, NULL, ladder.gpu.compute, band);
+                quantise_launch<LANES>(to_q, to_qt, x, rows, columns, absmax, NULL, ladder.gpu.compute, band);
             });
         }
 }
@@ -249,8 +244,7 @@ int main(int argc, char **argv) {
     if (ladder.check) {
         for (size_t n : {(size_t)8, (size_t)4104, (size_t)1 << 20, ((size_t)132 * 2048 * 32) + 8})
             for (float special : {1.0f, 3e38f, NAN, INFINITY, -INFINITY}) check_absmax_tensor(n, special);
-        check_all(FP8_E4M3);
-        check_all(FP8_E5M2);
+        check_all();
     }
     if (ladder.bench) {
         bench_quantise("GPT-2 124M", 65536, 768);

@@ -1,4 +1,4 @@
-// bf16 tensors to fp8 (fp8.h), as the operands of an fp8 matmul.
+// bf16 tensors to fp8 (e4m3 of fp8.h), as the operands of an fp8 matmul.
 //   quantise        q (rows,columns) = fp8(x * scale), qt (columns,rows) its transpose; scale by the tensor's absmax
 //   quantise_rows   q (rows,columns) with a scale for each row by its absmax, which goes to row_absmax (rows); any rows
 // The scale is fp8_scale of the absmax, a power of two: q and qt hold the same values, and none saturates.
@@ -23,19 +23,19 @@ typedef struct { unsigned long long flushed, values; } Fp8Count;
 // ---- vectors
 
 typedef Vec<bf16> VecB;
-template <Fp8Kind KIND> __device__ inline uint2 quantise_vec(const VecB &x, float scale) {
+__device__ inline uint2 quantise_vec(const VecB &x, float scale) {
     float wide[VecB::size];
     unsigned pair[VecB::size / 2];
     vec_widen(wide, x);
     #pragma unroll
     for (int k = 0; k < VecB::size / 2; k++)
         pair[k] = __nv_cvt_float2_to_fp8x2(make_float2(wide[2 * k] * scale, wide[2 * k + 1] * scale), __NV_SATFINITE,
-                                           KIND == FP8_E4M3 ? __NV_E4M3 : __NV_E5M2);
+                                           __NV_E4M3);
     return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
 }
 // How many become zero that are not.
-template <Fp8Kind KIND> __device__ inline unsigned quantise_flushes(const VecB &x, float scale) {
-    constexpr float most = KIND == FP8_E4M3 ? 0x1p-10f : 0x1p-17f;  // half of the smallest: a tie goes to zero
+__device__ inline unsigned quantise_flushes(const VecB &x, float scale) {
+    constexpr float most = 0x1p-10f;  // half of the smallest: a tie goes to zero
     float wide[VecB::size];
     unsigned flushed = 0;
     vec_widen(wide, x);
@@ -68,7 +68,7 @@ enum {
     QUANTISE_BAND = 16,   // tiles below each other that are taken before those beside them: long pieces of x and of qt
 };
 // LANES: of a warp along a row, each with 8 columns; the others lie below them. q, qt, count: NULL if not wanted.
-template <Fp8Kind KIND, int LANES>
+template <int LANES>
 __global__ void __launch_bounds__(QUANTISE_THREADS, 4)
     quantise_kernel(uint8_t *__restrict__ q, uint8_t *__restrict__ qt, const bf16 *__restrict__ x, int rows,
                     int columns, const float *__restrict__ absmax, Fp8Count *count) {
@@ -82,17 +82,17 @@ __global__ void __launch_bounds__(QUANTISE_THREADS, 4)
     VecB v[ROWS];
     #pragma unroll
     for (int i = 0; i < ROWS; i++) v[i] = inside ? vec_load_streaming(x + place + (size_t)i * columns) : VecB();
-    const float scale = fp8_scale(KIND, *absmax);
+    const float scale = fp8_scale(FP8_E4M3, *absmax);
     if (count) {
         unsigned flushed = 0;
         #pragma unroll
-        for (int i = 0; i < ROWS; i++) flushed += quantise_flushes<KIND>(v[i], scale);
+        for (int i = 0; i < ROWS; i++) flushed += quantise_flushes(v[i], scale);
         quantise_count(count, flushed, (size_t)rows * columns);
     }
     if (!inside) return;
     uint2 y[ROWS];
     #pragma unroll
-    for (int i = 0; i < ROWS; i++) y[i] = quantise_vec<KIND>(v[i], scale);
+    for (int i = 0; i < ROWS; i++) y[i] = quantise_vec(v[i], scale);
     if (q)
         #pragma unroll
         for (int i = 0; i < ROWS; i++) *(uint2 *)(q + place + (size_t)i * columns) = y[i];
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(QUANTISE_THREADS, 4)
 
 // A warp or a block holds a row in registers, VECS vectors a thread, so that it is read once.
 enum { QUANTISE_ROW_THREADS = 512, QUANTISE_ROW_WARPS = 8 };
-template <Fp8Kind KIND, int VECS>
+template <int VECS>
 __global__ void __launch_bounds__(QUANTISE_ROW_WARPS *WARP)
     quantise_narrow_rows_kernel(uint8_t *__restrict__ q, float *__restrict__ row_absmax, float *absmax,
                                 const bf16 *__restrict__ x, int rows, int columns, Fp8Count *count) {
@@ -128,18 +128,18 @@ __global__ void __launch_bounds__(QUANTISE_ROW_WARPS *WARP)
     }
     #pragma unroll
     for (int i = 0; i < VECS; i++) absmax_take(most, v[i]);
-    const float of_row = warp_reduce<MaxBits>(absmax_of_thread<bf16>(most)), scale = fp8_scale(KIND, of_row);
+    const float of_row = warp_reduce<MaxBits>(absmax_of_thread<bf16>(most)), scale = fp8_scale(FP8_E4M3, of_row);
     if (row < rows && lane == 0) row_absmax[row] = of_row;
     #pragma unroll
     for (int i = 0; i < VECS; i++) {
         const int column = (i * WARP + lane) * VecB::size;
-        if (row < rows && column < columns) *(uint2 *)(q + start + column) = quantise_vec<KIND>(v[i], scale);
-        if (count) flushed += quantise_flushes<KIND>(v[i], scale);
+        if (row < rows && column < columns) *(uint2 *)(q + start + column) = quantise_vec(v[i], scale);
+        if (count) flushed += quantise_flushes(v[i], scale);
     }
     absmax_of_block<bf16>(absmax, most, shared);
     if (count) quantise_count(count, flushed, (size_t)rows * columns);
 }
-template <Fp8Kind KIND, int VECS>
+template <int VECS>
 __global__ void __launch_bounds__(QUANTISE_ROW_THREADS, VECS == 4 ? 3 : 2)
     quantise_rows_kernel(uint8_t *__restrict__ q, float *__restrict__ row_absmax, float *absmax,
                          const bf16 *__restrict__ x, int rows, int columns, Fp8Count *count) {
@@ -154,14 +154,14 @@ __global__ void __launch_bounds__(QUANTISE_ROW_THREADS, VECS == 4 ? 3 : 2)
     }
     #pragma unroll
     for (int i = 0; i < VECS; i++) absmax_take(most, v[i]);
-    const float of_row = absmax_of_block<bf16>(absmax, most, shared), scale = fp8_scale(KIND, of_row);
+    const float of_row = absmax_of_block<bf16>(absmax, most, shared), scale = fp8_scale(FP8_E4M3, of_row);
     if (threadIdx.x == 0) row_absmax[blockIdx.x] = of_row;
     unsigned flushed = 0;
     #pragma unroll
     for (int i = 0; i < VECS; i++) {
         const int column = (i * blockDim.x + threadIdx.x) * VecB::size;
-        if (column < columns) *(uint2 *)(q + start + column) = quantise_vec<KIND>(v[i], scale);
-        if (count) flushed += quantise_flushes<KIND>(v[i], scale);
+        if (column < columns) *(uint2 *)(q + start + column) = quantise_vec(v[i], scale);
+        if (count) flushed += quantise_flushes(v[i], scale);
     }
     if (count) quantise_count(count, flushed, (size_t)rows * columns);
 }
@@ -173,56 +173,40 @@ static inline void quantise_require(int rows, int columns, std::initializer_list
             "fp8: a matrix of %d x %d\nuse sizes that are multiples of 16", rows, columns);
     require_aligned("fp8", pointers);
 }
-template <Fp8Kind KIND, int LANES>
+template <int LANES>
 static void quantise_launch(uint8_t *q, uint8_t *qt, const bf16 *x, int rows, int columns, const float *absmax,
-                            Fp8Count *count, cudaStream_t stream, unsigned band = QUANTISE_BAND) {
+                            Fp8Count *count, cudaStream_t stream, unsigned band) {
     const unsigned tiles = blocks_for(rows, QUANTISE_TILE);
     if (band > tiles) band = tiles;
     const dim3 blocks(band, blocks_for(columns, QUANTISE_TILE), blocks_for(tiles, band));
-    quantise_kernel<KIND, LANES><<<blocks, QUANTISE_THREADS, 0, stream>>>(q, qt, x, rows, columns, absmax, count);
+    quantise_kernel<LANES><<<blocks, QUANTISE_THREADS, 0, stream>>>(q, qt, x, rows, columns, absmax, count);
     launchCheck();
-}
-template <Fp8Kind KIND>
-static void quantise_of_kind(uint8_t *q, uint8_t *qt, const bf16 *x, int rows, int columns, const float *absmax,
-                             Fp8Count *count, cudaStream_t stream) {
-    // whole lines of 128 bytes where there is one layout, half ones of each where there are two
-    const auto launch = !qt ? quantise_launch<KIND, 16> : !q ? quantise_launch<KIND, 4> : quantise_launch<KIND, 8>;
-    launch(q, qt, x, rows, columns, absmax, count, stream, QUANTISE_BAND);
 }
 // q (rows,columns), qt (columns,rows), either NULL = x (rows,columns) quantised by *absmax (device memory); count
 // (device memory or NULL) +=
-static inline void quantise(Fp8Kind kind, uint8_t *q, uint8_t *qt, const bf16 *x, int rows, int columns,
-                            const float *absmax, Fp8Count *count, cudaStream_t stream) {
+static inline void quantise(uint8_t *q, uint8_t *qt, const bf16 *x, int rows, int columns, const float *absmax,
+                            Fp8Count *count, cudaStream_t stream) {
     quantise_require(rows, columns, {q, qt, x});
-    const auto of_kind = kind == FP8_E4M3 ? quantise_of_kind<FP8_E4M3> : quantise_of_kind<FP8_E5M2>;
-    of_kind(q, qt, x, rows, columns, absmax, count, stream);
+    // whole lines of 128 bytes where there is one layout, half ones of each where there are two
+    const auto launch = !qt ? quantise_launch<16> : !q ? quantise_launch<4> : quantise_launch<8>;
+    launch(q, qt, x, rows, columns, absmax, count, stream, QUANTISE_BAND);
     timing_lap("quantise", 0, (2.0 + (q != NULL) + (qt != NULL)) * rows * columns, stream);
 }
 // q (rows,columns) = x, each row by its own absmax, which goes to row_absmax (rows); *absmax rises to the largest
-static inline void quantise_rows(Fp8Kind kind, uint8_t *q, float *row_absmax, float *absmax, const bf16 *x, int rows,
-                                 int columns, Fp8Count *count, cudaStream_t stream) {
+static inline void quantise_rows(uint8_t *q, float *row_absmax, float *absmax, const bf16 *x, int rows, int columns,
+                                 Fp8Count *count, cudaStream_t stream) {
     enum { NARROW = 4, WIDE = 8, VEC_THREADS = QUANTISE_ROW_THREADS * VecB::size, VEC_WARP = WARP * VecB::size };
     quantise_require(16, columns, {q, x});  // any number of rows
     require(columns <= WIDE * VEC_THREADS, "fp8: rows of %d columns\na scale for each row needs at most %d", columns,
             WIDE * VEC_THREADS);
-    if (columns <= WIDE * VEC_WARP) {
-        const auto kernel = columns <= NARROW * VEC_WARP ? kind == FP8_E4M3
-                                                               ? quantise_narrow_rows_kernel<FP8_E4M3, NARROW>
-                                                               : quantise_narrow_rows_kernel<FP8_E5M2, NARROW>
-                            : kind == FP8_E4M3           ? quantise_narrow_rows_kernel<FP8_E4M3, WIDE>
-                                                         : quantise_narrow_rows_kernel<FP8_E5M2, WIDE>;
-        kernel<<<blocks_for(rows, QUANTISE_ROW_WARPS), QUANTISE_ROW_WARPS * WARP, 0, stream>>>(q, row_absmax, absmax, x,
-                                                                                               rows, columns, count);
-        launchCheck();
-        timing_lap("quantise", 0, 3.0 * rows * columns, stream);
-        return;
-    }
-    const auto narrow =
-        kind == FP8_E4M3 ? quantise_rows_kernel<FP8_E4M3, NARROW> : quantise_rows_kernel<FP8_E5M2, NARROW>;
-    const auto wide = kind == FP8_E4M3 ? quantise_rows_kernel<FP8_E4M3, WIDE> : quantise_rows_kernel<FP8_E5M2, WIDE>;
-    const int vecs = columns <= NARROW * VEC_THREADS ? NARROW : WIDE;
-    const unsigned threads = (unsigned)round_up(ceil_div(columns / VecB::size, vecs), WARP);
-    (vecs == NARROW ? narrow : wide)<<<rows, threads, 0, stream>>>(q, row_absmax, absmax, x, rows, columns, count);
+    const int warp_rows = columns <= WIDE * VEC_WARP, each = warp_rows ? VEC_WARP : VEC_THREADS;
+    const int vecs = columns <= NARROW * each ? NARROW : WIDE;
+    const auto narrow = warp_rows ? quantise_narrow_rows_kernel<NARROW> : quantise_rows_kernel<NARROW>;
+    const auto wide = warp_rows ? quantise_narrow_rows_kernel<WIDE> : quantise_rows_kernel<WIDE>;
+    const unsigned of_row = (unsigned)round_up(ceil_div(columns / VecB::size, vecs), WARP);
+    const unsigned threads = warp_rows ? QUANTISE_ROW_WARPS * WARP : of_row;
+    const unsigned blocks = warp_rows ? blocks_for(rows, QUANTISE_ROW_WARPS) : (unsigned)rows;
+    (vecs == NARROW ? narrow : wide)<<<blocks, threads, 0, stream>>>(q, row_absmax, absmax, x, rows, columns, count);
     launchCheck();
     timing_lap("quantise", 0, 3.0 * rows * columns, stream);
 }

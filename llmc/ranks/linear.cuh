@@ -76,7 +76,7 @@ static inline void linear_quantise(const Pass *p, const Linear *l, uint8_t *quan
     const bf16 *w = (const bf16 *)l->weight;
     cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
     absmax_tensor(l->weight_absmax, w, (size_t)l->out * (size_t)l->in, p->stream);
-    quantise(FP8_E4M3, quantised, turned, w, l->out, l->in, l->weight_absmax, p->fp8.weights, p->stream);
+    quantise(quantised, turned, w, l->out, l->in, l->weight_absmax, p->fp8.weights, p->stream);
 }
 
 // x (rows,width), whose absmax raises *absmax, as operand a: the input or the gradient of the output.
@@ -84,7 +84,7 @@ static inline void linear_rows(const Pass *p, const Linear *l, MatmulOperands *o
                                float *absmax, Fp8Count *count) {
     o->a = x;
     if (l->dtype == MATMUL_FLOATX) return;
-    quantise_rows(FP8_E4M3, p->fp8.rows, p->fp8.row_absmax, absmax, (const bf16 *)x, rows, width, count, p->stream);
+    quantise_rows(p->fp8.rows, p->fp8.row_absmax, absmax, (const bf16 *)x, rows, width, count, p->stream);
     o->a = p->fp8.rows;
     o->a_absmax = p->fp8.row_absmax;
     o->a_by_row = 1;
@@ -92,8 +92,7 @@ static inline void linear_rows(const Pass *p, const Linear *l, MatmulOperands *o
 // The gradient of the output.
 static inline void linear_gradient(const Pass *p, const Linear *l, MatmulOperands *o, const floatX *dout, int rows) {
     if (!l->tensor_gradient) return linear_rows(p, l, o, dout, rows, l->out, l->dout_absmax, p->fp8.gradients);
-    quantise(FP8_E4M3, p->fp8.rows, p->fp8.left, (const bf16 *)dout, rows, l->out, l->dout_absmax, p->fp8.gradients,
-             p->stream);
+    quantise(p->fp8.rows, p->fp8.left, (const bf16 *)dout, rows, l->out, l->dout_absmax, p->fp8.gradients, p->stream);
     o->a = p->fp8.rows;
     o->a_absmax = l->dout_absmax;
 }
@@ -211,8 +210,8 @@ static inline void linear_product_weight(const Pass *p, const Linear *l, const f
     if (l->weight_dtype == MATMUL_E4M3) {
         const Fp8Scratch *s = &p->fp8;
         if (!l->tensor_gradient)
-            quantise(FP8_E4M3, NULL, s->left, (const bf16 *)dout, count, l->out, l->dout_absmax, NULL, p->stream);
-        quantise(FP8_E4M3, NULL, s->right, (const bf16 *)in, count, l->in, l->in_absmax, NULL, p->stream);
+            quantise(NULL, s->left, (const bf16 *)dout, count, l->out, l->dout_absmax, NULL, p->stream);
+        quantise(NULL, s->right, (const bf16 *)in, count, l->in, l->in_absmax, NULL, p->stream);
         x.a = s->left;
         x.b = s->right;
         x.a_absmax = l->dout_absmax;
