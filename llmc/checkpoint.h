@@ -107,7 +107,7 @@ static inline int64_t file_bytes(const char *folder, const char *name) {  // -1:
     struct stat s;
     return stat(path_of("%s/%s", folder, name).text, &s) == 0 && S_ISREG(s.st_mode) ? s.st_size : -1;
 }
-static inline int window_values(const StateWindow *w) { return w->count < STATE_WINDOW ? w->count : STATE_WINDOW; }
+static inline int window_values(const StateWindow *w) { return w->count < STATE_WINDOW ? w->count : (int)STATE_WINDOW; }
 static inline void write_window(FILE *f, const char *name, const StateWindow *w) {
     fprintf(f, "  \"%s\": {\"count\": %lld, \"values\": [", name, (long long)w->count);
     for (int i = 0; i < window_values(w); i++) {

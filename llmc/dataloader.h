@@ -108,7 +108,7 @@ static inline int find_files(const char *pattern, glob_t *found) {
 static inline uint64_t shard_hash(int fd, int64_t bytes, const char *path) {
     unsigned char samples[SHARD_SAMPLES * SHARD_SAMPLE_BYTES];
     int64_t at[SHARD_SAMPLES];
-    int64_t block = bytes < SHARD_SAMPLE_BYTES ? bytes : SHARD_SAMPLE_BYTES;
+    int64_t block = bytes < SHARD_SAMPLE_BYTES ? bytes : (int64_t)SHARD_SAMPLE_BYTES;
     posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);  // else the system reads up to megabytes around each block
     for (int i = 0; i < SHARD_SAMPLES; i++) {
         at[i] = i * (bytes - block) / (SHARD_SAMPLES - 1);

@@ -255,7 +255,7 @@ static inline int st_same(const StReader *r, const StTensor *a, const StTensor *
     char x[ST_PIECE_BYTES], y[ST_PIECE_BYTES];
     int same = a->type == b->type && a->count == b->count;
     for (uint64_t at = 0, n; at < a->bytes && same; at += n) {
-        n = a->bytes - at < ST_PIECE_BYTES ? a->bytes - at : ST_PIECE_BYTES;
+        n = a->bytes - at < ST_PIECE_BYTES ? a->bytes - at : (size_t)ST_PIECE_BYTES;
         pread_or_die(p->fd, x, n, a->begin + at, p->path.text);
         pread_or_die(q->fd, y, n, b->begin + at, q->path.text);
         same = memcmp(x, y, n) == 0;
