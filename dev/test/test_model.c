@@ -23,9 +23,11 @@ static void test_scales(const char *folder, const Options *o) {
     Linear l = block_get(&m, 0, UNIT_FORWARD).fc;
     const int N = m.B * m.T, fp8_dweight = !strcmp(o->matmul_dtype, "fp8");
     float *weight = with_small_row(l.out, l.in, 1), *inp = with_small_row(N, l.in, 2),
-          *dout = with_small_row(N, l.out, 3), *out = (float *)malloc_or_die(area(N, l.out) * sizeof(float));
+          *dout = with_small_row(N, l.out, 3), *out = (float *)malloc_or_die(area(N, l.out) * sizeof(float)),
+          *dweight = (float *)malloc_or_die(area(l.out, l.in) * sizeof(float));
     Fp8Counts counts[NUM_FP8_TENSORS];
     l.w.weight = weight;
+    l.w.dweight = dweight;
     l.w.bias = NULL;
     model_fp8_begin(&m);
     linear_product(&l, out, NULL, inp, N);
@@ -52,6 +54,7 @@ static void test_scales(const char *folder, const Options *o) {
     check(fp8_dweight || counts[FP8_GRADIENTS].values + counts[FP8_INPUTS].values == 0,
           "%s: gradients of weights are rounded to fp8 with --matmul-dtype fp8 alone", folder);
     free(weight);
+    free(dweight);
     free(inp);
     free(dout);
     free(out);
