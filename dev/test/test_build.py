@@ -64,7 +64,7 @@ LONGER = {
     "dev/cuda/norm.cu: check_norm": 70,
     "dev/cuda/tp.cu: check_copies": 77,
     "dev/test/model_test.h: test_reference": 74,
-    "dev/test/say.c: main": 78,
+    "dev/test/say.c: main": 72,
     "dev/test/test_checkpoint.c: test_damaged_state": 65,
     "dev/test/test_json.c: test_grammar": 89,
     "dev/test/test_tp.c: test_split": 64,
@@ -74,7 +74,7 @@ LONGER = {
     "train_gpt2.py: train": 153,
 }
 # Of llmc, train_gpt2.cu and train_gpt2.c, without comments and indentation: every KB must earn its place.
-CORE_KB = 606
+CORE_KB = 630
 # Includes go one way: a file of llmc may include those of its own folder and of those before it.
 FOLDERS = ("llmc", "llmc/cuda", "llmc/kernels", "llmc/ranks", "llmc/model", ".")
 # Kernels know no other operation than their own (the first word of their name), but for these.
