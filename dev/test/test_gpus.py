@@ -215,7 +215,74 @@ def test_the_cache_changes_no_token(model):
     assert len(run("--samples", "3")) == 3
 
 
+# ---- fp8
+
+
+FP8_MODEL = "llama3.2:1B,layers=3,channels=256,heads=4,kv_heads=2,vocab=256,ffn=512,seq=64"
+
+
+def fp8(dtype, *more):
+    return ["-e", FP8_MODEL, "--matmul-dtype", dtype, "-l", "3e-4", *more]
+
+
+def losses(folder):
+    return {step: values[:1] for step, values in curve(folder).items()}
+
+
+def succeeds_in_fp8(job):
+    """Skips the test where there are no fp8 products for this GPU."""
+    status, text = job.finish(300)
+    if status and "a Hopper GPU" in text:
+        pytest.skip("--matmul-dtype fp8 needs a Hopper GPU")
+    assert status == 0, text
+    return text
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8-dw-bf16"])
+def test_fp8_repeats_whatever_saves_time_or_memory(train, tmp_path, dtype):
+    """Several micro-steps, evaluations and samples between steps; and stopped and resumed."""
+    more = fp8(dtype, "-n", "6", "-v", "3", "-m", "2", "-s", "4", "-g", "20", "--log-fp8-every", "4")
+    text = succeeds_in_fp8(train(0, "first", *more))
+    assert "fp8, % rounded to 0 and saturated: inputs" in text
+    for name, others in {
+        "again": [],
+        "kernels": ["--cuda-graphs", "0"],
+        "recomputed": ["--recompute", "3", "--timing", "5"],
+        "apart": ["--gelu-fusion", "0", "--recompute", "2"],
+    }.items():
+        succeeds(train(0, name, *more, *others), 300)
+        same_run(tmp_path / name, tmp_path / "first")
+    for steps, go_on in ((6, 0), (12, 1)):
+        succeeds(train(0, "run", *more, "-x", steps, "-y", go_on), 300)
+    assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "first", 12)
+    succeeds(train(0, "native", "-e", FP8_MODEL, "-l", "3e-4"), 300)
+    close(losses(tmp_path / "first"), losses(tmp_path / "native"), 1e-2)
+    assert losses(tmp_path / "first") != losses(tmp_path / "native")
+
+
 # ---- several
+
+
+@several
+@pytest.mark.parametrize("dtype", ["fp8", "fp8-dw-bf16"])
+def test_fp8_between_ranks(train, tmp_path, dtype):
+    """Stages of ZeRO with one micro-step, the same bits; groups that share a model, with rows under products or not."""
+    one = fp8(dtype, "-n", "12", "-b", 16 // WORLD)
+    succeeds_in_fp8(train(WORLD, "1", *one, "-z", 1))
+    for stage in (0, 2, 3):
+        succeeds(train(WORLD, f"{stage}", *one, "-z", stage), 300)
+        assert curve(tmp_path / f"{stage}") == curve(tmp_path / "1")
+        assert checkpoint(tmp_path / f"{stage}", 12) == checkpoint(tmp_path / "1", 12)
+    shared = fp8(dtype, "-n", "12", "--tp", 2)
+    succeeds(train(WORLD, "tp", *shared), 300)
+    for name, others in {"again": [], "recomputed": ["--recompute", 3], "stage 0": ["-z", 0]}.items():
+        succeeds(train(WORLD, name, *shared, *others), 300)
+        assert curve(tmp_path / name) == curve(tmp_path / "tp")
+        assert checkpoint(tmp_path / name, 12) == checkpoint(tmp_path / "tp", 12)
+    close(losses(tmp_path / "tp"), losses(tmp_path / "1"), 1e-2)
+    if not STAND_IN:
+        succeeds(train(WORLD, "apart", *shared, "--tp-overlap", 0), 300)
+        assert curve(tmp_path / "apart") == curve(tmp_path / "tp")
 
 
 @several
