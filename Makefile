@@ -129,13 +129,13 @@ $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 $(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(HEADERS) $(wildcard dev/cuda/*.cuh dev/test/*.h dev/test/*.cuh) $(BUILD)/revision.h $(CONFIG) Makefile
 	mkdir -p $(@D) && $(NVCC) $(subst code=sm_,code=compute_,$(nvflags)) -G --ptx $< -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
 # What takes long to compile is an object that trainer, tests and ladders share.
-MATMUL_OBJECTS := $(CU)/llmc/kernels/matmul_hopper.o $(CU)/llmc/kernels/matmul_hopper_fp8.o
+MATMUL_OBJECTS := $(patsubst %,$(CU)/llmc/kernels/matmul_hopper_%.o,forward backward fp8)
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu $(addprefix dev/cuda/,matmul matmul_fp8 rope tp)): $(MATMUL_OBJECTS)
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu): $(CU)/llmc/kernels/attention.o
 $(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
 	$(NVCC) $(NVFLAGS) $^ -o $@.$(PARTIAL) $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.$(PARTIAL) $@
 # All objects at once, under a plain make, too. fp32 has a name of its own, to have both.
-at_once = --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j4)
+at_once = --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j5)
 train_gpt2cu test_gpt2cu: FORCE
 	@$(MAKE) $(at_once) $(CU)/$@
 	@$(call renew,$(CU)/$@)

@@ -168,9 +168,7 @@ static void test_one_gpu(const char *folder, const char *output) {
     o.gelu_fusion = 0;
     test_reference(folder, &o);
     const Config c = config_from_json(folder);
-    int count;
-    hopper_variants(MATMUL_E4M3, &count);
-    if (count && c.ffn_dim % 16 == 0) {
+    if (matmul_has_fp8() && c.ffn_dim % 16 == 0) {
         test_fp8(folder, &o, "fp8");
         test_fp8(folder, &o, "fp8-dw-bf16");
     }

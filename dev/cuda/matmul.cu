@@ -1,7 +1,7 @@
 // Ladder for llmc/kernels/matmul.cuh. The lower rung is a matmul of one thread per output, checked against the loops of
 // train_gpt2.c; at sizes that the CPU cannot do it is the reference for cuBLASLt.
 //   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32]
-//        dev/cuda/matmul.cu llmc/kernels/matmul_hopper.cu -o build/matmul -lcublasLt -lcublas
+//        dev/cuda/matmul.cu llmc/kernels/matmul_hopper_*.cu -o build/matmul -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "../../llmc/kernels/activation.cuh"
@@ -316,7 +316,8 @@ static void check_parts(int N, int rows, int C, int OC, int told) {
 
 int main(int argc, char **argv) {
     ladder_open("matmul", argc, argv);
-    own_matmuls = hopper_variants(MATMUL_FLOATX, &own_count);
+    for (int i = 0; const HopperVariant *v = hopper_variant(i); i++)
+        if (v->dtype == MATMUL_FLOATX) own_matmuls[own_count++] = *v;
     cudaCheck(cudaMalloc(&workspace, MATMUL_WORKSPACE_BYTES));
     if (ladder.check) {
         if (own_count) {

@@ -8,7 +8,7 @@
 static const char *form_names[] = {"forward", "dinp", "dweight"};
 static const char *epilogue_names[] = {
     "", " rotated", " with gelu", " with gelu, keeping its input", " with slopes", " from gelu's input"};
-static const HopperVariant *own_matmuls;
+static HopperVariant own_matmuls[64];
 static int own_count;
 // out (M,N) = a b, where a and b lie as this form has them.
 static MatmulProblem problem_of(MatmulForm form, int M, int N, int K, MatmulEpilogue epilogue = EPILOGUE_PLAIN,
@@ -23,8 +23,10 @@ static const HopperVariant *find_own(MatmulForm form, MatmulEpilogue epilogue, i
         if (own->form == form && own->epilogue == epilogue && own->cluster == cluster && own->activation == MLP_GELU)
             return own;
     }
-    require(0, "no variant of form %d with epilogue %d and clusters of %d\nadd it to matmul_hopper.cu", (int)form,
-            (int)epilogue, cluster);
+    require(0,
+            "no variant of form %d with epilogue %d and clusters of %d\n"
+            "add it to matmul_hopper_forward.cu or _backward.cu",
+            (int)form, (int)epilogue, cluster);
     return NULL;
 }
 static void run_own(const HopperVariant *own, int M, int N, int K, bf16 *out, bf16 *aux, const bf16 *a, const bf16 *b,

@@ -1,7 +1,7 @@
 // Ladder for llmc/kernels/rope.cuh: rotary embedding in place on packed q, k, v rows, and inside the product that makes
 // them.
 //   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32]
-//   dev/cuda/rope.cu llmc/kernels/matmul_hopper.cu -o build/rope -lcublasLt -lcublas
+//   dev/cuda/rope.cu llmc/kernels/matmul_hopper_*.cu -o build/rope -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "../../llmc/kernels/rope.cuh"

@@ -8,18 +8,21 @@
 bool attention_has_hopper(int HD) { return sizeof(floatX) == 2 && (HD == 64 || HD == 128); }
 void attention_run_forward(const AttentionLaunch<floatX> &, cudaStream_t) {}
 void attention_run_backward(const AttentionLaunch<floatX> &, cudaStream_t) {}
-// matmul_hopper.cu's table is not linked: here every activation can be part of a matmul.
-const HopperVariant *hopper_variants_e4m3(int *count) {
-    *count = 0;
-    return NULL;
-}
-const HopperVariant *hopper_variants_bf16(int *count) {
-    static const HopperVariant variants[] = {{MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_GELU, 256, 1, NULL},
-                                             {MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_SWIGLU, 256, 1, NULL},
-                                             {MATMUL_FORWARD, EPILOGUE_ROPE, MLP_GELU, 256, 1, NULL}};
+// The tables of our matmuls are not linked: here every activation can be part of a matmul.
+const HopperVariant *hopper_forward(int *count) {
+    static const HopperVariant variants[] = {
+        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_GELU, 256, 1, NULL},
+        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_SWIGLU, 256, 1, NULL},
+        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ROPE, MLP_GELU, 256, 1, NULL},
+    };
     *count = sizeof variants / sizeof *variants;
     return variants;
 }
+const HopperVariant *hopper_backward(int *count) {
+    *count = 0;
+    return NULL;
+}
+const HopperVariant *hopper_fp8(int *count) { return hopper_backward(count); }
 
 typedef struct {
     const char *name;

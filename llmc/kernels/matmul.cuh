@@ -100,12 +100,9 @@ static inline size_t matmul_element(const MatmulProblem *q) { return q->dtype ==
 
 // The next variant of ours for this problem from `*at` on; NULL: no more.
 static inline const HopperVariant *matmul_variant(const MatmulProblem *q, int *at) {
-    int count;
-    const HopperVariant *variants = hopper_variants(q->dtype, &count);
-    while (*at < count) {
-        const HopperVariant *v = &variants[(*at)++];
+    while (const HopperVariant *v = hopper_variant((*at)++)) {
         const int same_activation = q->epilogue < EPILOGUE_ACTIVATION || v->activation == q->activation;
-        if (v->form == q->form && v->epilogue == q->epilogue && same_activation) return v;
+        if (v->dtype == q->dtype && v->form == q->form && v->epilogue == q->epilogue && same_activation) return v;
     }
     return NULL;
 }
@@ -116,6 +113,11 @@ static inline int matmul_has_epilogue(MatmulForm form, MatmulEpilogue epilogue, 
     q.epilogue = epilogue;
     q.activation = activation;
     return matmul_variant(&q, &at) != NULL;
+}
+static inline int matmul_has_fp8(void) {
+    int count;
+    hopper_fp8(&count);
+    return count > 0;
 }
 // Whether the activation of an MLP of width F can be part of its matmuls, in every direction. If not: matmul first,
 // then activation.cuh.

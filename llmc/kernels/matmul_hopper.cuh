@@ -170,25 +170,26 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
 // ---- for the tables of variants
 
 template <typename Dtype, MatmulForm FORM, int COLUMNS, int CLUSTER, typename Epilogue>
-constexpr HopperVariant hopper_variant(MatmulEpilogue epilogue, MlpKind activation = MLP_GELU) {
+constexpr HopperVariant hopper_row(MatmulEpilogue epilogue, MlpKind activation = MLP_GELU) {
     // Both fp8 operands lie as those of FORWARD do: one kernel serves all forms.
     typedef HopperTile<Dtype, Dtype::SCALED ? MATMUL_FORWARD : FORM, COLUMNS, CLUSTER, Epilogue> Tile;
-    return {FORM, epilogue, activation, COLUMNS, CLUSTER, hopper_launch<Tile>};
+    constexpr MatmulDtype dtype = Dtype::SCALED ? MATMUL_E4M3 : MATMUL_FLOATX;
+    return {dtype, FORM, epilogue, activation, COLUMNS, CLUSTER, hopper_launch<Tile>};
 }
-#define HOPPER_ROPE(Dtype, columns, cluster) \
-    hopper_variant<Dtype, MATMUL_FORWARD, columns, cluster, Rotate>(EPILOGUE_ROPE)
+#define HOPPER_PLAIN(Dtype, form, columns, cluster) hopper_row<Dtype, form, columns, cluster, Plain>(EPILOGUE_PLAIN)
+#define HOPPER_ROPE(Dtype, columns, cluster) hopper_row<Dtype, MATMUL_FORWARD, columns, cluster, Rotate>(EPILOGUE_ROPE)
 #define HOPPER_ACTIVATION_FORWARD(Dtype, columns, cluster, kind, Policy) \
-    hopper_variant<Dtype, MATMUL_FORWARD, columns, cluster, Activate<Policy, false>>(EPILOGUE_ACTIVATION, kind), \
-        hopper_variant<Dtype, MATMUL_FORWARD, columns, cluster, Activate<Policy, true>>( \
-            EPILOGUE_ACTIVATION_KEEPS_INPUT, kind)
+    hopper_row<Dtype, MATMUL_FORWARD, columns, cluster, Activate<Policy, false>>(EPILOGUE_ACTIVATION, kind), \
+        hopper_row<Dtype, MATMUL_FORWARD, columns, cluster, Activate<Policy, true>>(EPILOGUE_ACTIVATION_KEEPS_INPUT, \
+                                                                                    kind)
 #define HOPPER_ACTIVATION_BACKWARD(Dtype, columns, cluster, kind, Policy) \
-    hopper_variant<Dtype, MATMUL_BACKWARD_INPUT, columns, cluster, ActivationGradient<Policy, false>>( \
-        EPILOGUE_GRADIENT, kind), \
-        hopper_variant<Dtype, MATMUL_BACKWARD_INPUT, columns, cluster, ActivationGradient<Policy, true>>( \
+    hopper_row<Dtype, MATMUL_BACKWARD_INPUT, columns, cluster, ActivationGradient<Policy, false>>(EPILOGUE_GRADIENT, \
+                                                                                                  kind), \
+        hopper_row<Dtype, MATMUL_BACKWARD_INPUT, columns, cluster, ActivationGradient<Policy, true>>( \
             EPILOGUE_GRADIENT_FROM_INPUT, kind)
-template <typename Dtype, int COLUMNS, size_t COUNT>
+template <typename Dtype, MatmulForm FORM, int COLUMNS, size_t COUNT>
 static const HopperVariant *hopper_available(const HopperVariant (&variants)[COUNT], int *count) {
-    static const bool available = has_hopper_code(matmul_kernel<HopperTile<Dtype, MATMUL_FORWARD, COLUMNS, 1, Plain>>);
+    static const bool available = has_hopper_code(matmul_kernel<HopperTile<Dtype, FORM, COLUMNS, 1, Plain>>);
     *count = available ? (int)COUNT : 0;
     return variants;
 }

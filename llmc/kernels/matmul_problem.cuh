@@ -78,17 +78,26 @@ static inline MatmulSizes matmul_sizes(const MatmulProblem *q) {
 
 // A kernel of ours, and what it solves. Those of one form and epilogue are bitwise identical.
 typedef struct {
+    MatmulDtype dtype;
     MatmulForm form;
     MatmulEpilogue epilogue;
     MlpKind activation;
     int columns, cluster;
     void (*run)(const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream);
 } HopperVariant;
-// All of a dtype; *count is 0 in an fp32 build and where this GPU's code has none. Each dtype is an object of its own.
-const HopperVariant *hopper_variants_bf16(int *count);
-const HopperVariant *hopper_variants_e4m3(int *count);
-static inline const HopperVariant *hopper_variants(MatmulDtype dtype, int *count) {
-    return dtype == MATMUL_E4M3 ? hopper_variants_e4m3(count) : hopper_variants_bf16(count);
+// All that exist, in tables that are objects of their own, so that they are compiled beside each other. *count is 0 in
+// an fp32 build and where this GPU's code has none.
+typedef const HopperVariant *HopperTable(int *count);
+HopperTable hopper_forward, hopper_backward, hopper_fp8;
+// Variant i of all; NULL: no more.
+static inline const HopperVariant *hopper_variant(int i) {
+    for (HopperTable *table : {hopper_forward, hopper_backward, hopper_fp8}) {
+        int count;
+        const HopperVariant *variants = table(&count);
+        if (i < count) return &variants[i];
+        i -= count;
+    }
+    return NULL;
 }
 
 #endif

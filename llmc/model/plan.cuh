@@ -95,9 +95,7 @@ static inline void plan_layers(Plan *p) {
     p->head.out = c->padded_vocab_size;
 }
 static inline void plan_require_fp8(const Plan *p) {
-    int count;
-    hopper_variants(MATMUL_E4M3, &count);
-    require(!p->fp8 || count > 0, "--matmul-dtype %s needs a bf16 build and a Hopper GPU\nleave it out",
+    require(!p->fp8 || matmul_has_fp8(), "--matmul-dtype %s needs a bf16 build and a Hopper GPU\nleave it out",
             p->options.matmul_dtype);
 }
 // table, mesh: must outlive the plan. Sizes that cannot be computed stop with a message; nothing is allocated.

@@ -1,0 +1,26 @@
+// The Hopper matmul's variants of both gradients in bf16.
+#include "matmul_problem.cuh"
+
+#ifdef PRECISION_FP32
+const HopperVariant *hopper_backward(int *count) {
+    *count = 0;
+    return NULL;
+}
+#else
+#include "matmul_hopper.cuh"
+
+const HopperVariant *hopper_backward(int *count) {
+    static const HopperVariant variants[] = {
+        HOPPER_PLAIN(MmaBf16, MATMUL_BACKWARD_INPUT, 256, 1),
+        HOPPER_PLAIN(MmaBf16, MATMUL_BACKWARD_INPUT, 256, 2),
+        HOPPER_PLAIN(MmaBf16, MATMUL_BACKWARD_INPUT, 192, 1),
+        HOPPER_PLAIN(MmaBf16, MATMUL_BACKWARD_INPUT, 192, 2),
+        HOPPER_PLAIN(MmaBf16, MATMUL_BACKWARD_WEIGHT, 256, 1),
+        HOPPER_PLAIN(MmaBf16, MATMUL_BACKWARD_WEIGHT, 256, 2),
+        HOPPER_ACTIVATION_BACKWARD(MmaBf16, 256, 1, MLP_GELU, Gelu),
+        HOPPER_ACTIVATION_BACKWARD(MmaBf16, 256, 2, MLP_GELU, Gelu),
+        HOPPER_ACTIVATION_BACKWARD(MmaBf16, 256, 1, MLP_SWIGLU, Swiglu),
+    };
+    return hopper_available<MmaBf16, MATMUL_BACKWARD_WEIGHT, 256>(variants, count);
+}
+#endif

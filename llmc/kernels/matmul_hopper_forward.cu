@@ -1,0 +1,26 @@
+// The Hopper matmul's variants of MATMUL_FORWARD in bf16.
+#include "matmul_problem.cuh"
+
+#ifdef PRECISION_FP32
+const HopperVariant *hopper_forward(int *count) {
+    *count = 0;
+    return NULL;
+}
+#else
+#include "matmul_hopper.cuh"
+
+const HopperVariant *hopper_forward(int *count) {
+    static const HopperVariant variants[] = {
+        HOPPER_PLAIN(MmaBf16, MATMUL_FORWARD, 256, 1),
+        HOPPER_PLAIN(MmaBf16, MATMUL_FORWARD, 256, 2),
+        HOPPER_PLAIN(MmaBf16, MATMUL_FORWARD, 192, 1),
+        HOPPER_PLAIN(MmaBf16, MATMUL_FORWARD, 192, 2),
+        HOPPER_ROPE(MmaBf16, 256, 1),
+        HOPPER_ROPE(MmaBf16, 256, 2),
+        HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 1, MLP_GELU, Gelu),
+        HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 2, MLP_GELU, Gelu),
+        HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 1, MLP_SWIGLU, Swiglu),
+    };
+    return hopper_available<MmaBf16, MATMUL_FORWARD, 256>(variants, count);
+}
+#endif
