@@ -142,7 +142,7 @@ def test_a_missing_package_is_named():
         results = dict(zip(TOOLS, pool.map(run, TOOLS)))
     failed = {tool: done for tool, done in results.items() if done.returncode}
     for tool, done in failed.items():
-        said = r"error: the package (numpy|matplotlib|pytest) is not installed for \S+\n  hint: "
+        said = r"error: the package (numpy|matplotlib|pytest|torch) is not installed for \S+\n  hint: "
         assert done.returncode == 1, (tool, done.stderr)
         assert re.fullmatch(said + "make venv; source .venv/bin/activate\n", done.stderr), (tool, done.stderr)
     data = {"dev/data/prepare.py", "dev/data/multiple_choice.py", "dev/data/tinyshakespeare.py", "dev/data/fineweb.py"}
