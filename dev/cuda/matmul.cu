@@ -316,8 +316,7 @@ static void check_parts(int N, int rows, int C, int OC, int told) {
 
 int main(int argc, char **argv) {
     ladder_open("matmul", argc, argv);
-    for (int i = 0; const HopperVariant *v = hopper_variant(i); i++)
-        if (v->dtype == MATMUL_FLOATX) own_matmuls[own_count++] = *v;
+    own_open();
     cudaCheck(cudaMalloc(&workspace, MATMUL_WORKSPACE_BYTES));
     if (ladder.check) {
         if (own_count) {

@@ -10,6 +10,10 @@ static const char *epilogue_names[] = {
     "", " rotated", " with gelu", " with gelu, keeping its input", " with slopes", " from gelu's input"};
 static HopperVariant own_matmuls[64];
 static int own_count;
+static void own_open(void) {
+    for (int i = 0; const HopperVariant *v = hopper_variant(i); i++)
+        if (v->dtype == MATMUL_FLOATX) own_matmuls[own_count++] = *v;
+}
 // out (M,N) = a b, where a and b lie as this form has them.
 static MatmulProblem problem_of(MatmulForm form, int M, int N, int K, MatmulEpilogue epilogue = EPILOGUE_PLAIN,
                                 MlpKind kind = MLP_GELU) {
