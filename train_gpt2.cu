@@ -77,17 +77,20 @@ static Norm norm_of(const Model *m, const Unit *u, Role weight, Role bias, float
             rstd,
             x};
 }
-// The fp8 side of a block's layer: copies of its weight, largest values.
+// fp8: the absmax of one tensor of a block's layer.
+typedef enum { ABSMAX_WEIGHT, ABSMAX_INPUT, ABSMAX_GRADIENT } AbsmaxOf;
+static float *layer_absmax(const Model *m, AbsmaxOf of, int l, Role weight) {
+    return m->b.absmax + (of * m->config.num_layers + l) * FP8_LAYERS + (weight - ROLE_QKVW);
+}
+// The fp8 side of a block's layer: copies of its weight, absmax of its tensors.
 static void linear_fp8(Model *m, const Pass *p, Linear *l, int unit, Role weight) {
     const ParamTable *t = &m->table;
     const int gathered = m->plan.zero_stage >= 3;  // anew for each use
     const size_t at = param_at(t, unit, weight) - t->unit_begin[gathered ? unit : 1];
-    const int layers = FP8_LAYERS * m->config.num_layers;
-    float *absmax = m->b.absmax + (unit - 1) * FP8_LAYERS + (weight - ROLE_QKVW);
     uint8_t *quantised = m->b.weights_fp8 + at, *turned = m->b.weights_turned ? m->b.weights_turned + at : NULL;
-    l->weight_absmax = absmax;
-    l->in_absmax = absmax + layers;
-    l->dout_absmax = absmax + 2 * layers;
+    l->weight_absmax = layer_absmax(m, ABSMAX_WEIGHT, unit - 1, weight);
+    l->in_absmax = layer_absmax(m, ABSMAX_INPUT, unit - 1, weight);
+    l->dout_absmax = layer_absmax(m, ABSMAX_GRADIENT, unit - 1, weight);
     l->weight_fp8 = quantised;
     l->weight_turned = turned;
     if (p->quantises || gathered) linear_quantise(p, l, quantised, turned);
@@ -104,10 +107,7 @@ static Linear linear_of(Model *m, const Pass *p, const Unit *u, const Linear *pl
     return l;
 }
 // Of the gradient of block l's output, which the norm above writes.
-static float *stream_absmax(const Model *m, int l) {
-    const int which = 2 * m->config.num_layers + l;
-    return m->b.absmax + which * FP8_LAYERS + (ROLE_FCPROJW - ROLE_QKVW);
-}
+static float *stream_absmax(const Model *m, int l) { return layer_absmax(m, ABSMAX_GRADIENT, l, ROLE_FCPROJW); }
 static const floatX *block_input(const Model *m, int l) { return l == 0 ? m->b.x_embedding : m->b.blocks[l - 1].x_out; }
 static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const Plan *plan = p->cache ? &m->decoding : &m->plan;
@@ -213,7 +213,8 @@ static Norm final_norm(const Model *m, const Unit *last) {
 // Of inputs and gradients in fp8.
 static void clear_absmax(Model *m, const Pass *p) {
     const size_t layers = (size_t)FP8_LAYERS * (size_t)m->config.num_layers;
-    if (m->plan.fp8) cudaCheck(cudaMemsetAsync(m->b.absmax + layers, 0, 2 * layers * sizeof(float), p->stream));
+    float *first = layer_absmax(m, ABSMAX_INPUT, 0, ROLE_QKVW);  // gradients follow
+    if (m->plan.fp8) cudaCheck(cudaMemsetAsync(first, 0, 2 * layers * sizeof(float), p->stream));
 }
 // m->b.tokens (B,T) -> m->b.h_final (rows,C)
 static void model_forward(Model *m, const Pass *p) {

@@ -88,6 +88,7 @@ def close(a, b, bound):
     assert worst < bound, worst
 
 
+WATCHED = ["-n", "12", "-v", "3", "-m", "2", "-s", "4", "-g", "20"]  # saved, evaluated, sampled
 LONG = ["-x", "100000", "-n", "100000", "--timeout", TIMEOUT]
 
 
@@ -140,16 +141,7 @@ def test_graphs_change_no_bit(train, tmp_path, kind, precision):
             train(
                 0,
                 name,
-                "-n",
-                "12",
-                "-v",
-                "3",
-                "-m",
-                "2",
-                "-s",
-                "4",
-                "-g",
-                "20",
+                *WATCHED,
                 "--timing",
                 "5",
                 "--cuda-graphs",
@@ -309,16 +301,7 @@ def test_graphs_change_no_bit_between_ranks(train, tmp_path, stage):
                 stage,
                 "-d",
                 4 * WORLD * 2 * 64,
-                "-n",
-                "12",
-                "-v",
-                "3",
-                "-m",
-                "2",
-                "-s",
-                "4",
-                "-g",
-                "20",
+                *WATCHED,
                 "--cuda-graphs",
                 value,
             ),
@@ -402,14 +385,13 @@ def one_micro_step(tp=1):
 def test_stages_of_zero_with_one_micro_step(train, tmp_path, kind, reduce):
     """The same bits, whatever is kept: losses, evaluations, samples, what is saved beside training or not."""
     more = [*SHARED[kind], *one_micro_step(), "--reduce-dtype", reduce]
-    watched = ["-n", "12", "-v", "3", "-m", "2", "-s", "4", "-g", "20"]
     for name, stage, others in (
         ("1", 1, []),
         ("2", 2, ["--save-async", 0]),
         ("3", 3, []),
         ("again", 3, ["--recompute", 3, "--save-async", 0, "--timing", 5]),
     ):
-        text = succeeds(train(WORLD, name, *more, *watched, "-z", stage, *others), 300)
+        text = succeeds(train(WORLD, name, *more, *WATCHED, "-z", stage, *others), 300)
         assert f"ranks     {WORLD}," in text and f"ZeRO stage {stage}" in text
     for name in ("2", "3", "again"):
         same_run(tmp_path / name, tmp_path / "1")

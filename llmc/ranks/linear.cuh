@@ -1,22 +1,21 @@
 // A linear layer of a block: out (N,OC) = in (N,IC) weight (OC,IC)^T + bias, with what belongs to its output or its
-// input. Its three calls are all that a block knows of it; behind them lie the ranks of a tensor-parallel group, what
-// runs under products, and what a product's epilogue does.
+// input. A block calls it without knowing of the ranks of a tensor-parallel group, of what runs under products, of
+// epilogues and of dtypes.
 //
-//   LINEAR_COLUMNS
-//     reads whole rows, gives some columns: q,k,v and the MLP's first. Forward gathers rows; the gradient of its input
-//     is a
-//                    part of a sum over ranks, which linear_input_gradient finishes.
-//   LINEAR_ROWS
-//     reads some columns, gives parts of a sum: the two projections. Forward scatters the sum; backward gathers its
-//     gradient.
+//   LINEAR_COLUMNS   reads whole rows, gives some columns: q,k,v and the MLP's first. Forward gathers rows; the
+//                    gradient of its input is a part of a sum over ranks: linear_input_gradient finishes it.
+//   LINEAR_ROWS      reads some columns, gives parts of a sum: the two projections. Forward scatters the sum;
+//                    backward gathers its gradient.
 //
 // With one rank both are plain products. What the plan (model/plan.cuh) left out of a product is one more launch here.
 //
-// In fp8 (--matmul-dtype) it takes and gives floatX, too: operands are quantised here. Rows of inputs have a scale
-// each: what a token becomes does not depend on those beside and after it, and a product of some rows has the numbers
-// of one of all rows. Weights, and both operands of the weight's gradient, have one scale: that of the tensor's absmax.
-// So has the output's gradient, which is then quantised once for both products (tensor_gradient); else its rows have
-// theirs.
+// In fp8 (--matmul-dtype) it takes and gives floatX, too, and quantises the operands of its products:
+//   input, forward                     a scale for each row: a token's result does not depend on other tokens, and a
+//                                      product of some rows gives the same numbers as one of all rows
+//   weight                             the scale of the tensor's absmax
+//   gradient of the output             that of the tensor (tensor_gradient), quantised once for both products that read
+//                                      it; else a scale for each row
+//   operands of the weight's gradient  that of the tensor
 #ifndef LLMC_LINEAR_CUH
 #define LLMC_LINEAR_CUH
 
@@ -71,7 +70,7 @@ typedef struct {
 
 // ---- operands
 
-// The fp8 copies of a weight that has changed.
+// Makes the fp8 copies of a weight; turned NULL: without the transposed one.
 static inline void linear_quantise(const Pass *p, const Linear *l, uint8_t *quantised, uint8_t *turned) {
     const bf16 *w = (const bf16 *)l->weight;
     cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
@@ -79,7 +78,8 @@ static inline void linear_quantise(const Pass *p, const Linear *l, uint8_t *quan
     quantise(quantised, turned, w, l->out, l->in, l->weight_absmax, p->fp8.weights, p->stream);
 }
 
-// x (rows,width), whose absmax raises *absmax, as operand a: the input or the gradient of the output.
+// Operand a of a product: x (rows,width), an input or the gradient of an output; in fp8 with a scale for each row.
+// *absmax is raised to the absmax of x.
 static inline void linear_rows(const Pass *p, const Linear *l, MatmulOperands *o, const floatX *x, int rows, int width,
                                float *absmax, Fp8Count *count) {
     o->a = x;
