@@ -274,7 +274,7 @@ void fp8_round_cpu(float *out, const float *x, Fp8Kind kind, int rows, int cols,
         uint32_t most = 0;  // bits: of positive numbers they have the numbers' order, and NaN is above all
         #pragma omp simd reduction(max : most)
         for (int k = 0; k < cols; k++) {
-            const uint32_t size = fp8_float_bits(row[k]) & 0x7fffffff;
+            const uint32_t size = float_bits(row[k]) & 0x7fffffff;
             most = size > most ? size : most;
         }
         absmax[i] = most;
@@ -282,7 +282,7 @@ void fp8_round_cpu(float *out, const float *x, Fp8Kind kind, int rows, int cols,
     for (int i = 0; i < rows; i++) largest = absmax[i] > largest ? absmax[i] : largest;
     #pragma omp parallel for schedule(static) reduction(+ : flushed, saturated)
     for (int i = 0; i < rows; i++) {
-        const float scale = fp8_scale(kind, fp8_bits_float(scale_rows ? absmax[i] : largest));
+        const float scale = fp8_scale(kind, bits_float(scale_rows ? absmax[i] : largest));
         const float inverse = 1 / scale, most = fp8_largest(kind), *row = x + area(i, cols);
         float *to = out + area(i, cols);
         int zeros = 0, cut = 0;

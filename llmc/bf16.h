@@ -18,29 +18,16 @@
 
 #include "utils.h"
 
-#ifdef __CUDACC__
-#define BF16_FN __host__ __device__ static inline
-#else
-#define BF16_FN static inline
-#endif
-
-BF16_FN float bf16_widen(uint16_t b) {
-    const uint32_t u = (uint32_t)b << 16;
-    float x;
-    memcpy(&x, &u, 4);
-    return x;
-}
-BF16_FN uint16_t bf16_nearest(float x) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
+HOST_DEVICE static inline float bf16_widen(uint16_t b) { return bits_float((uint32_t)b << 16); }
+HOST_DEVICE static inline uint16_t bf16_nearest(float x) {
+    uint32_t u = float_bits(x);
     if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40);
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 // Uses the low 16 bits of `random`. Infinities stay infinite, because their low bits are 0. NaN stays NaN. The largest
 // finite numbers may become infinite.
-BF16_FN uint16_t bf16_stochastic(float x, uint32_t random) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
+HOST_DEVICE static inline uint16_t bf16_stochastic(float x, uint32_t random) {
+    uint32_t u = float_bits(x);
     return (uint16_t)((x == x ? u + (random & 0xffff) : u | 0x400000) >> 16);
 }
 

@@ -15,61 +15,45 @@
 
 #include "utils.h"
 
-#ifdef __CUDACC__
-#define FP8_FN __host__ __device__ static inline
-#else
-#define FP8_FN static inline
-#endif
-
 typedef enum { FP8_E4M3, FP8_E5M2 } Fp8Kind;
 
-FP8_FN uint32_t fp8_float_bits(float x) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
-    return u;
-}
-FP8_FN float fp8_bits_float(uint32_t u) {
-    float x;
-    memcpy(&x, &u, 4);
-    return x;
-}
-FP8_FN uint32_t fp8_mantissa_bits(Fp8Kind kind) { return kind == FP8_E4M3 ? 3 : 2; }
+HOST_DEVICE static inline uint32_t fp8_mantissa_bits(Fp8Kind kind) { return kind == FP8_E4M3 ? 3 : 2; }
 // Exponents are stored with 7 or 15 added, in an fp32 with 127.
-FP8_FN uint32_t fp8_rebias(Fp8Kind kind) { return kind == FP8_E4M3 ? 127 - 7 : 127 - 15; }
+HOST_DEVICE static inline uint32_t fp8_rebias(Fp8Kind kind) { return kind == FP8_E4M3 ? 127 - 7 : 127 - 15; }
 
-FP8_FN float fp8_largest(Fp8Kind kind) { return kind == FP8_E4M3 ? 448.0f : 57344.0f; }
+HOST_DEVICE static inline float fp8_largest(Fp8Kind kind) { return kind == FP8_E4M3 ? 448.0f : 57344.0f; }
 
-FP8_FN uint8_t fp8_from_float(Fp8Kind kind, float x) {
+HOST_DEVICE static inline uint8_t fp8_from_float(Fp8Kind kind, float x) {
     const uint32_t cut = 23 - fp8_mantissa_bits(kind), rebias = fp8_rebias(kind);
     const uint32_t largest = kind == FP8_E4M3 ? 0x7e : 0x7b;
-    const uint32_t sign = fp8_float_bits(x) >> 31 << 7, size = fp8_float_bits(x) & 0x7fffffff;
+    const uint32_t sign = float_bits(x) >> 31 << 7, size = float_bits(x) & 0x7fffffff;
     const uint32_t normal = ((size + (1u << (cut - 1)) - 1 + (size >> cut & 1)) >> cut) - (rebias << (23 - cut));
     // The last bit of this sum is worth one subnormal fp8: the addition rounds.
-    const float shift = fp8_bits_float((rebias + 1 + cut) << 23);
-    const uint32_t subnormal = fp8_float_bits(fp8_bits_float(size) + shift) - fp8_float_bits(shift);
+    const float shift = bits_float((rebias + 1 + cut) << 23);
+    const uint32_t subnormal = float_bits(bits_float(size) + shift) - float_bits(shift);
     const uint32_t code = size < (rebias + 1) << 23 ? subnormal : normal < largest ? normal : largest;
     return (uint8_t)(sign | (size > 0x7f800000 ? 0x7f : code));
 }
 
-FP8_FN float fp8_to_float(Fp8Kind kind, uint8_t q) {
+HOST_DEVICE static inline float fp8_to_float(Fp8Kind kind, uint8_t q) {
     const uint32_t mantissa = fp8_mantissa_bits(kind), rebias = fp8_rebias(kind), code = q & 0x7f;
     const uint32_t not_finite = kind == FP8_E4M3 ? 0x7f : 0x7c;
-    const float smallest = fp8_bits_float((rebias + 1 - mantissa) << 23);
+    const float smallest = bits_float((rebias + 1 - mantissa) << 23);
     const uint32_t shifted = code << (23 - mantissa);
     const uint32_t normal = code < not_finite ? shifted + (rebias << 23) : shifted | 0x7f800000;
-    const uint32_t size = code >> mantissa ? normal : fp8_float_bits((float)code * smallest);
-    return fp8_bits_float(size | (uint32_t)(q >> 7) << 31);
+    const uint32_t size = code >> mantissa ? normal : float_bits((float)code * smallest);
+    return bits_float(size | (uint32_t)(q >> 7) << 31);
 }
 
 // The largest power of two that lifts no value above the largest finite one, 1.75 * 2^8 or 1.75 * 2^15: nothing
 // saturates. It and its inverse are normal fp32. Of a tensor of zeros: 1. An absmax that is Inf or NaN makes every
 // value NaN, so that the step sees it.
-FP8_FN float fp8_scale(Fp8Kind kind, float absmax) {
-    const uint32_t u = fp8_float_bits(absmax) & 0x7fffffff, exponent = u >> 23, above = (u & 0x7fffff) > 0x600000;
+HOST_DEVICE static inline float fp8_scale(Fp8Kind kind, float absmax) {
+    const uint32_t u = float_bits(absmax) & 0x7fffffff, exponent = u >> 23, above = (u & 0x7fffff) > 0x600000;
     const uint32_t power = 127 + 127 + (kind == FP8_E4M3 ? 8 : 15) - exponent - above;
     if (u == 0) return 1;
-    if (exponent == 255) return fp8_bits_float(0x7fc00000);
-    return fp8_bits_float((power < 253 ? power : 253) << 23);
+    if (exponent == 255) return bits_float(0x7fc00000);
+    return bits_float((power < 253 ? power : 253) << 23);
 }
 
 #endif

@@ -64,10 +64,7 @@ static inline char *st_text(const char *a, const char *b, const char *c) {
 static inline float st_float_of_half(uint16_t h) {
     uint32_t sign = (h & 0x8000u) << 16, exponent = h >> 10 & 31, fraction = h & 0x3ff;
     if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * 0x1p-24f;  // zero and subnormals
-    uint32_t bits = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
+    return bits_float(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
 }
 
 // ---- reader

@@ -6,11 +6,7 @@
 #include <float.h>
 #include <math.h>
 
-#ifdef __CUDACC__
-#define HOST_DEVICE __host__ __device__
-#else
-#define HOST_DEVICE
-#endif
+#include "utils.h"
 
 // The parameters of an update, and the limits above which it is skipped.
 typedef struct {

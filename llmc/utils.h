@@ -23,6 +23,23 @@
 #include <time.h>
 #include <unistd.h>
 
+// What begins a function that kernels call, too.
+#ifdef __CUDACC__
+#define HOST_DEVICE __host__ __device__
+#else
+#define HOST_DEVICE
+#endif
+HOST_DEVICE static inline uint32_t float_bits(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return u;
+}
+HOST_DEVICE static inline float bits_float(uint32_t u) {
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+
 #ifndef GIT_REVISION
 #define GIT_REVISION "unknown"  // the Makefile passes -DGIT_REVISION='"..."'
 #endif

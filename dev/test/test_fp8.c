@@ -52,7 +52,7 @@ static void test_rounding(Fp8Kind kind) {
     for (uint32_t upper = 0; upper < 65536; upper++) {  // all bf16, with five different lower halves
         const uint32_t lower[] = {0, 1, 0x8000, 0xffff, (uint32_t)rand_u64(3, kind, upper) & 0xffff};
         for (int i = 0; i < 5; i++) {
-            const float x = fp8_bits_float(upper << 16 | lower[i]);
+            const float x = bits_float(upper << 16 | lower[i]);
             if (isnan(x)) continue;
             wrong += fp8_from_float(kind, x) != nearest(kind, x);
             tried++;
@@ -74,8 +74,7 @@ static void test_rounding(Fp8Kind kind) {
           names[kind], ties, 2 * finite);
     int strange = 0;
     const uint32_t nan_bits[] = {0x7fc00000, 0xffc00000, 0x7f800001, 0xff800001, 0x7fffffff};
-    for (int i = 0; i < 5; i++)
-        strange += !isnan(fp8_to_float(kind, fp8_from_float(kind, fp8_bits_float(nan_bits[i]))));
+    for (int i = 0; i < 5; i++) strange += !isnan(fp8_to_float(kind, fp8_from_float(kind, bits_float(nan_bits[i]))));
     const float beyond[] = {INFINITY, 3e38f, (float)largest[kind] * 1.5f};
     for (int i = 0; i < 3; i++)
         strange += fp8_from_float(kind, beyond[i]) != finite || fp8_from_float(kind, -beyond[i]) != (finite | 0x80);
