@@ -160,6 +160,26 @@ static void test_brief(const char *folder) {
     test_one_step(folder, &o, "and computed again");
 }
 
+// Ten steps with states in host memory: every bit of those without, what is not applied changes nothing, and a run
+// resumes.
+static void test_offload(const char *folder, const Options *o, const char *output) {
+    const int masters = sizeof(floatX) == 2 && o->master_weights;
+    const size_t n = weights_total(folder) + 1;  // and the last loss
+    float loss, *here = weights_after(folder, o, 10, &loss);
+    Options away = *o;
+    for (const char *list : {"states", "master", "master,states", "activations,states"}) {
+        if ((!masters && strstr(list, "master")) || (o->recompute < 3 && strstr(list, "activations"))) continue;
+        away.offload = list;
+        float *there = weights_after(folder, &away, 10, &loss);
+        check(memcmp(here, there, n * sizeof(float)) == 0,
+              "%s: --offload %s, %s states: ten steps, the same bits (loss %.6f)", folder, list, o->state_dtype, loss);
+        free(there);
+    }
+    free(here);
+    test_verdict(folder, &away);
+    test_resume(folder, &away, output);
+}
+
 static void test_one_gpu(const char *folder, const char *output) {
     DebugFile d = debug_open(folder);
     Options o = options_for(folder, &d, d.B);
@@ -207,6 +227,10 @@ static void test_one_gpu(const char *folder, const char *output) {
     snprintf(least_output, sizeof least_output, "%s-least", output);
     test_same_bits(folder, &least, &least, "all that saves memory, run twice");
     test_resume(folder, &least, least_output);
+    snprintf(least_output, sizeof least_output, "%s-offload", output);
+    test_offload(folder, &o, least_output);
+    snprintf(least_output, sizeof least_output, "%s-offload-least", output);
+    test_offload(folder, &least, least_output);
     if (sizeof(floatX) == 2) {
         Options no_master = o;
         no_master.master_weights = 0;
@@ -222,11 +246,12 @@ static void test_memory_hint(void) {
         const char *model;
         int B, T, free_gib;
         const char *hint;
-        int generate;
+        int generate, host_gib;
     } cases[] = {
         {"gpt2:124M", 64, 1024, 23, "; or this one with --recompute 1"},
         {"gpt2:124M", 8192, 64, 139, "; or this one with --recompute 2 --head-chunks 8"},
         {"llama3:8B", 1, 8192, 139, " with --recompute 3 --head-chunks 8"},
+        {"llama3:8B", 2, 8192, 78, " with --recompute 3 --head-chunks 8 --offload states,master", 0, 128},
         {"llama3:8B", 2, 8192, 78, " with --master-weights 0 --state-dtype bf16 --recompute 3 --head-chunks 8"},
         {"llama3:8B", 1, 8192, 60,
          ", with any option: use a shorter --seq-len or a smaller model, or more GPUs with --zero-stage 3"},
@@ -238,7 +263,7 @@ static void test_memory_hint(void) {
     for (const auto &c : cases) {
         char text[320];
         Config config;
-        const size_t free_bytes = (size_t)c.free_gib << 30;
+        const MemoryBytes free_bytes = {(size_t)c.free_gib << 30, (size_t)(1 + c.host_gib) << 30};
         Options o = options_default();
         config_parse(c.model, &config);
         o.generate = c.generate;
@@ -247,11 +272,11 @@ static void test_memory_hint(void) {
         ParamTable table = params_table(&config);
         Plan p = plan_make(&config, &o, &one_rank, &table);
         run_memory_hint(text, sizeof text, free_bytes, NULL, &p);
-        const size_t bytes = run_bytes(&p, &o, c.B), named = (size_t)atoi(text + strcspn(text, "0123456789")),
-                     room = free_bytes - run_reserve(&p);
-        const int is_largest =
-            c.B < 64 || (run_bytes(&p, &o, (int)named) <= room && run_bytes(&p, &o, (int)named + 1) > room);
-        check(bytes > free_bytes && is_largest && strlen(text) > strlen(c.hint) &&
+        const size_t bytes = run_bytes(&p, &o, c.B).device;
+        const MemoryBytes room = {free_bytes.device - run_reserve(&p), free_bytes.host};
+        const int named = atoi(text + strcspn(text, "0123456789"));
+        const int is_largest = c.B < 64 || (run_fits(&p, &o, named, room) && !run_fits(&p, &o, named + 1, room));
+        check(bytes > free_bytes.device && is_largest && strlen(text) > strlen(c.hint) &&
                   strcmp(text + strlen(text) - strlen(c.hint), c.hint) == 0,
               "%s, B %d, %.1f GiB where %d are free: %s", c.model, c.B, (double)bytes / 1073741824.0, c.free_gib, text);
         params_free(&table);

@@ -1433,6 +1433,7 @@ static void check_run(const Config *c, const Options *o, const Mesh *mesh) {
     const char *for_gpus = o->tp_overlap == 1              ? "--tp-overlap 1"
                            : o->dp_overlap >= 0            ? "--dp-overlap"
                            : strcmp(o->grad_dtype, "fp32") ? "--grad-dtype bf16"
+                           : *o->offload                   ? "--offload"
                                                            : NULL;
     tp_check(&mesh->job, c, mesh->tp.world, N);
     if (!forward_only(o) || computes_together(o, &mesh->dp)) zero_check(&mesh->job, &mesh->dp);

@@ -14,6 +14,7 @@
 #include "llmc/cuda/graph.cuh"
 #include "llmc/mfu.h"
 #include "llmc/model/hints.cuh"
+#include "llmc/model/offload.cuh"
 #include "llmc/model/parameters.cuh"
 
 // ---- what is kept
@@ -28,10 +29,10 @@ struct Model {
     Buffers b;
     Links links;
     Matmul matmul, decode_matmul;
-    KvCache cache;          // empty unless this rank samples
-    Graph graphs[3];        // of the first micro-step of a step, of those that follow, of the last
-    OverlapCounts met;      // in the last step
-    size_t num_updated;     // weights that this rank updates
+    KvCache cache;      // empty unless this rank samples
+    Graph graphs[3];    // of the first micro-step of a step, of those that follow, of the last
+    OverlapCounts met;  // in the last step
+    Offload offload;
     cudaEvent_t copied[2];  // tokens of either slot
     cudaEvent_t decided;    // the step's result is in host memory
     int slot;
@@ -113,6 +114,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const Plan *plan = p->cache ? &m->decoding : &m->plan;
     const BlockActs *a = &m->b.blocks[l];
     const Unit u = unit_get(m, l + 1, use);
+    input_get(&m->offload, p, l, use);
     const ColumnSums stream = {m->b.stream_sums, 1},
                      attention = {m->b.column_sums, attention_column_slices(&p->attention)};
     // the gradient's product leaves them
@@ -183,6 +185,7 @@ static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
     const Block b = block_get(m, p, l, UNIT_FORWARD);
     block_inside(m, p, &b, l, x);
     x->branch = linear_project(p, &b.fcproj, b.a);
+    input_release(&m->offload, p, l);
     unit_release(m, p, &b.unit, UNIT_FORWARD);
 }
 
@@ -225,6 +228,7 @@ static void model_forward(Model *m, const Pass *p) {
     Residual x = {m->b.x_embedding, NULL};
     for (int l = 0; l < L; l++) block_forward(m, p, l, &x);
     const Unit last = unit_get(m, L + 1, UNIT_FORWARD);
+    input_get(&m->offload, p, L, UNIT_FORWARD);
     const Norm norm = final_norm(m, &last);
     residual_norm(p, &norm, m->b.h_final, m->b.blocks[L - 1].x_out, &x);
 }
@@ -430,7 +434,7 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     if (micro == 0) memset(&m->links.rows.met, 0, sizeof m->links.rows.met);
     const int meets_ranks =
         m->mesh->tp.world > 1 || m->plan.zero_stage >= 2 || (dp > 1 && (last || !zero_all_arrived(&m->links.zero)));
-    if (!m->plan.options.cuda_graphs || timing.on || m->counts_fp8 || meets_ranks)
+    if (!m->plan.options.cuda_graphs || timing.on || m->counts_fp8 || meets_ranks || m->b.host_x)
         work();
     else
         graph_run(&m->graphs[kind], num_micro, m->gpu.compute, work);
@@ -463,15 +467,23 @@ static void queue_norm(Model *m) {
     sum_over_ranks(m);
 }
 static void queue_adamw(Model *m, const UpdateParams *p) {
-    Buffers *b = &m->b;
-    auto update = [&](auto *states_m, auto *states_v) {
-        adamw_update(b->weights, b->master, states_m, states_v, b->grads, b->chunks, b->num_chunks, m->num_updated, p,
-                     b->step, (uint64_t)m->plan.options.seed, m->gpu.compute);
-    };
-    if (m->plan.bf16_states)
-        update((__nv_bfloat16 *)b->m, (__nv_bfloat16 *)b->v);
-    else
-        update((float *)b->m, (float *)b->v);
+    const Plan *plan = &m->plan;
+    const Buffers *b = &m->b;
+    const AdamChunk *chunks = b->chunks;
+    for (int i = 0; i < b->num_pieces; chunks += b->piece_chunks[i++]) {
+        auto place = [&](Slot s) { return piece_place(&m->offload, s, i); };
+        auto update = [&](auto *states_m, auto *states_v) {
+            adamw_update(b->weights, (float *)place(SLOT_MASTER), states_m, states_v, b->grads, chunks,
+                         b->piece_chunks[i], piece_span(plan, i).count, p, b->step, (uint64_t)plan->options.seed,
+                         m->gpu.compute);
+        };
+        piece_get(&m->offload, i);
+        if (plan->bf16_states)
+            update((__nv_bfloat16 *)place(SLOT_M), (__nv_bfloat16 *)place(SLOT_V));
+        else
+            update((float *)place(SLOT_M), (float *)place(SLOT_V));
+        piece_release(&m->offload, i);
+    }
 }
 // Norm, clipping, the decision and the update are queued; then the host waits for the result, the one wait of a step.
 StepResult model_update(Model *m, const UpdateParams *p) {
@@ -506,12 +518,13 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     memcpy(losses, m->b.host_losses, N * sizeof(float));
 }
 
-static void decode_memory_hint(char *text, size_t size, size_t, const Memory *, void *model) {
+static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memory *, void *model) {
     const char *less = ((const Model *)model)->plan.options.generate ? "a shorter --seq-len" : "a smaller --batch-size";
     snprintf(text, size, "this is beside the model, for samples alone: use fewer --samples or --sample-tokens, or %s",
              less);
 }
 void model_decode_open(Model *m, int sequences, int room) {
+    static const Comm alone = COMM_ALONE;  // other ranks may not sample
     const Config *c = &m->plan.local;
     KvCache *k = &m->cache;
     const int split = m->mesh->tp.world > 1;
@@ -534,7 +547,7 @@ void model_decode_open(Model *m, int sequences, int room) {
     if (split) memory_request(&k->memory, &k->logits, "samples", "logits (ranks,S,Vp)", logits);
     memory_request_pinned(&k->memory, &k->host_logits, "samples", split ? "logits (ranks,S,Vp)" : "logits (S,Vp)",
                           logits);
-    memory_allocate(&k->memory, 1, decode_memory_hint, m);
+    memory_allocate(&k->memory, &alone, decode_memory_hint, m);
     if (c->position == POSITION_ROPE) upload_rope_table(c, k->cos_sin, room, m->gpu.compute);
 }
 void model_decode_reset(Model *m) { m->cache.count = 0; }
@@ -631,7 +644,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     m->links.rows.ranks = mesh->tp.world;
     m->links.rows.nccl = nccl_open(&mesh->tp, m->gpu.compute, TENSOR_CTAS, LANE_TENSOR);
     run_request(&m->plan, &m->b, &m->links, &m->memory);
-    memory_allocate(&m->memory, mesh->job.rank == 0, run_memory_hint, &m->plan);
+    memory_allocate(&m->memory, &mesh->job, run_memory_hint, &m->plan);
     buffers_place(&m->plan, &m->b);
     matmul_open(&m->matmul, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
     matmul_open(&m->decode_matmul, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, 0);
@@ -639,7 +652,8 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
         m->matmul.whole_rows = (int)m->plan.N;
         m->matmul.part_rows = (int)m->plan.rows;
     }
-    m->num_updated = buffers_upload_tables(&m->plan, &m->b, m->gpu.compute);
+    buffers_upload_tables(&m->plan, &m->b, m->gpu.compute);
+    offload_open(&m->offload, &m->plan, &m->b, &m->gpu);
     for (cudaEvent_t *e : {&m->copied[0], &m->copied[1], &m->decided})
         cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming));
     open_links(m);
@@ -682,12 +696,14 @@ void model_close(Model *m) {
     cudaCheck(cudaDeviceSynchronize());
     links_close(&m->links);
     for (Graph &g : m->graphs) graph_close(&g);
+    offload_close(&m->offload);
     for (cudaEvent_t e : {m->copied[0], m->copied[1], m->decided}) cudaCheck(cudaEventDestroy(e));
     matmul_close(&m->matmul);
     matmul_close(&m->decode_matmul);
     memory_free(&m->memory);
     memory_free(&m->cache.memory);
     free(m->b.blocks);
+    free(m->b.piece_chunks);
     params_free(&m->table);
     gpu_close(&m->gpu);
 }
@@ -698,7 +714,7 @@ const char *model_device(const Model *m) { return m->gpu.prop.name; }
 const char *model_dtype(const Model *) { return FLOATX_NAME; }
 const char *model_carriers(const Model *m) { return m->links.carriers; }
 double model_memory_gib(const Model *m) {
-    return (double)(m->memory.device_bytes + m->cache.memory.device_bytes) / 1073741824.0;
+    return (double)(m->memory.bytes.device + m->cache.memory.bytes.device) / 1073741824.0;
 }
 double model_peak_bytes(const Model *) { return gpu_peak_bytes(); }
 double model_peak_flops(const Model *m) {
@@ -732,7 +748,7 @@ int model_slot_is_bf16(const Model *m, Slot s) { return plan_slot_is_bf16(&m->pl
 Span model_owned(const Model *m, Slot s, int unit) { return plan_owned(&m->plan, s, unit); }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     m->weights_changed |= s == SLOT_WEIGHT;
-    slot_write(&m->plan, &m->b, s, offset, count, values, m->gpu.compute);
+    slot_write(&m->plan, &m->b, s, offset, count, values, &m->gpu);
     if (s == SLOT_WEIGHT) zero_forget(&m->links.zero);
 }
 void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {

@@ -62,6 +62,22 @@ static inline int saves_beside_training(const Options *o) {
     return o->save_every > 0 && o->save_async && !forward_only(o);
 }
 
+// What --offload names, as bits.
+enum { OFFLOAD_STATES = 1, OFFLOAD_MASTER = 2, OFFLOAD_ACTIVATIONS = 4 };
+static inline int offloads(const Options *o) {
+    static const char *const names[] = {"states", "master", "activations"};
+    int bits = 0;
+    for (const char *at = o->offload; *at; at += *at == ',') {
+        const int length = (int)strcspn(at, ",");
+        int i = 0;
+        while (i < 3 && (strncmp(names[i], at, length) || names[i][length])) i++;
+        require(i < 3, "unknown --offload '%.*s'\nuse states, master, activations, with commas between", length, at);
+        bits |= 1 << i;
+        at += length;
+    }
+    return bits;
+}
+
 // The blocks' products, forward and of the inputs' gradients, round their operands to fp8 / those of the weights'
 // gradients do. --matmul-dtype has more values: what is neither is native or bf16.
 static inline int matmul_is_fp8(const Options *o) { return !strncmp(o->matmul_dtype, "fp8", 3); }

@@ -99,9 +99,13 @@
         "less memory, more time: 1 recomputes activation functions, 2 norms too, 3 whole blocks") \
     INT(head_chunks, "", '~', 0, 0, 1 << 20, \
         "parts of the LM head: 1/N of the logits in memory (0: 1 on a GPU, parts of 256 MiB on a CPU)") \
+    STR(offload, "", '=', "", \
+        "what a GPU keeps in host memory: states (m and v), master, activations (needs --recompute 3), with commas " \
+        "between") \
     INT(autotune, "", '=', 1, 0, 1, "time cuBLASLt's candidates at start; 0: take its first") \
     INT(cuda_graphs, "", '=', 1, 0, 1, \
-        "on a GPU: launch a micro-step as a CUDA graph, unless it is timed or meets other ranks") \
+        "on a GPU: launch a micro-step as a CUDA graph, unless it is timed, meets other ranks or " \
+        "offloads activations") \
     SECTION("processes") \
     INT(threads, "", '=', 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
     FLT(timeout, "", ' ', 300, 0, 1e9, \

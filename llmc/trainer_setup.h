@@ -46,6 +46,7 @@ typedef struct {
 
 // Refuses combinations of options.
 static void check_options(const Options *o) {
+    offloads(o);  // refuses what it does not know
     require(o->tp_overlap < 1 || o->tp > 1,
             "--tp-overlap 1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
     require(o->zero_stage < 2 || o->dp_overlap != 0,

@@ -176,7 +176,7 @@ static void group_open(int world, size_t max_bytes, double timeout) {
         memory_request(&m->memory, &m->data, "test", "data", max_bytes + (2 * STRIP + SHIFTS) * sizeof(float));
         memory_request(&m->memory, &m->from, "test", "a piece", max_bytes / (size_t)world + SHIFTS * sizeof(float));
         memory_request(&m->memory, &m->progress, "test", "progress", 1);
-        memory_allocate(&m->memory, 0, NULL, NULL);
+        memory_allocate(&m->memory, NULL, NULL, NULL);
         cudaCheck(cudaStreamCreateWithFlags(&m->stream, cudaStreamNonBlocking));
         if (apart)
             require(p2p_open(&m->p2p, &m->comm, m->stream, timeout, why, sizeof why),

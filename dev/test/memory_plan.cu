@@ -1,8 +1,11 @@
 // The GPU trainer's memory without a GPU: in which bytes of the shared region each part lies, whether a layer's buffers
-// fill what was asked for, whether the table's sum is what the sizes say, written down anew here, and whether what a
-// hint says would fit does. test_docs.py runs it.
+// fill what was asked for, whether the table's sum is what the sizes say, written down anew here, whether what a
+// hint says would fit does, and whether what is offloaded is where it should be when it should be. test_docs.py runs
+// it.
 #include <cuda_runtime.h>
+#include "dev/test/streams.h"
 #include "llmc/model/hints.cuh"
+#include "llmc/model/offload.cuh"
 #include "dev/test/check.h"
 
 bool attention_has_hopper(int HD) { return sizeof(floatX) == 2 && (HD == 64 || HD == 128); }
@@ -30,7 +33,7 @@ typedef struct {
 } Part;  // bytes
 static Config config;
 static Mesh mesh;
-static int faults, layouts, hints;
+static int faults, layouts, hints, offloaded;
 static void fault_unless(int condition, const Options *o, const char *what) {
     char options[256];
     const Options standard = options_default();
@@ -109,11 +112,26 @@ static void check_layout(Planned *run) {
         }
     }
     fault_unless(used == (size_t)inside * saved_block_size(p) * sizeof(floatX), o, "saved layers have another size");
-    fault_unless(m->blocks[c->num_layers - 1].x_out == m->saved_x + ((size_t)(c->num_layers + inside) - 1) * rows * C,
+    const int L = c->num_layers, leave = m->host_x != NULL, last = leave ? 1 + (L - 1) % 2 : L + inside - 1;
+    fault_unless(m->blocks[L - 1].x_out == m->saved_x + (size_t)last * rows * C &&
+                     (!leave || m->blocks[L - 3].x_out == m->blocks[L - 1].x_out),
                  o, "residuals have another size");
     layouts++;
 }
 
+// Bytes of m, v and masters on the GPU or in host memory; count: elements of each.
+static double states_on(const Plan *p, int host, double count) {
+    const Options *o = &p->options;
+    const double fp32 = strcmp(o->state_dtype, "bf16") ? 4 : 2,
+                 master = sizeof(floatX) == 2 && o->master_weights ? 4 : 0,
+                 moved = (strstr(o->offload, "states") ? 2 * fp32 : 0) + (strstr(o->offload, "master") ? master : 0),
+                 staged = 2 * fmin(ceil(count / 16), 8 << 20);
+    return host ? moved * count : (2 * fp32 + master - moved) * count + moved * staged;
+}
+// Blocks whose input waits in host memory.
+static int leaving(const Plan *p) {
+    return strstr(p->options.offload, "activations") && p->config.num_layers > 2 ? p->config.num_layers - 2 : 0;
+}
 // All bytes but tables, sums in parts and messages, which are small.
 static double sum_of_sizes(const Planned *r) {
     const Plan *p = &r->plan;
@@ -134,9 +152,8 @@ static double sum_of_sizes(const Planned *r) {
     const double total = (double)r->table.total, block = (double)param_unit(&r->table, 1).count,
                  share = 1.0 / mesh.dp.world, states = total * (stage ? share : 1),
                  sharded = total - L * block * (1 - share) + 2 * block;
-    double bytes = b * (stage >= 3 ? sharded : total) + b * (stage >= 2 ? sharded : total) +
-                   states * (2 * (strcmp(o->state_dtype, "bf16") ? 4 : 2) + (b == 2 && o->master_weights ? 4 : 0));
-    bytes += b * N * C / tp * (3 + L + inside + 2 * (o->recompute < 2 ? L : 1)) + b * N * C +
+    double bytes = b * (stage >= 3 ? sharded : total) + b * (stage >= 2 ? sharded : total) + states_on(p, 0, states);
+    bytes += b * N * C / tp * (3 + L - leaving(p) + inside + 2 * (o->recompute < 2 ? L : 1)) + b * N * C +
              inside * (b * N * (W + H + before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
     bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size,
                   N * fmax(b * ((in_place ? 0 : before) + da_apart * F + again), b * W + 4 * heads));
@@ -145,30 +162,179 @@ static double sum_of_sizes(const Planned *r) {
     return bytes + MATMUL_WORKSPACE_BYTES + 12 * N;
 }
 static void check_sum(const Planned *r) {
-    const double have = (double)r->memory.device_bytes, sum = sum_of_sizes(r),
+    const Plan *p = &r->plan;
+    const double leave = leaving(p) * (double)(p->rows * (size_t)p->local.channels * sizeof(floatX));
+    const double have = (double)r->memory.bytes.device, sum = sum_of_sizes(r),
                  small = 40e6 * mesh.tp.world + 80e6 + 40.0 * r->b.num_chunks;
-    fault_unless(have >= sum && have <= sum + small, &r->plan.options, "the table's sum is not that of the sizes");
+    fault_unless(have >= sum && have <= sum + small, &p->options, "the table's sum is not that of the sizes");
+    const double host = (double)r->memory.bytes.host, states = states_on(p, 1, (double)plan_kept(p, SLOT_M));
+    fault_unless(host >= states + leave && host <= states + leave + 1e6 + 20 * (double)p->N, &p->options,
+                 "host memory is not what is offloaded");
+}
+// Every element that is updated is in one piece, whole chunks after each other, at its place in the piece.
+static void check_pieces(const Planned *r) {
+    const Plan *p = &r->plan;
+    const size_t piece = plan_piece(p), kept = plan_kept(p, SLOT_M);
+    AdamChunk *chunks = (AdamChunk *)malloc_or_die((size_t)r->b.num_chunks * sizeof *chunks);
+    int *per_piece = (int *)calloc_or_die((size_t)r->b.num_pieces * sizeof(int)), chunk = 0;
+    adam_chunks(p, chunks, per_piece);
+    size_t updated = 0, owned = 0;
+    for (int i = 0; i < r->b.num_pieces; i++) {
+        size_t end = 0;
+        for (int k = 0; k < per_piece[i]; k++, chunk++) {
+            const AdamChunk *c = &chunks[chunk];
+            fault_unless(c->state_offset >= end, &p->options, "chunks overlap");
+            end = c->state_offset + (size_t)c->count;
+            updated += (size_t)c->count;
+        }
+        fault_unless(end <= std::min(piece, kept - piece * (size_t)i), &p->options, "a chunk leaves its piece");
+    }
+    for (int i = 0; i < r->table.count; i++) {
+        const Param *q = &r->table.params[i];
+        owned += span_overlap(plan_owned(p, SLOT_M, q->unit), q->offset, q->size).count;
+    }
+    fault_unless(chunk == r->b.num_chunks && updated == owned, &p->options, "chunks are not what is updated");
+    fault_unless(r->b.num_pieces == (plan_offloads(p, SLOT_M) || plan_offloads(p, SLOT_MASTER) ? 16 : 1) ||
+                     piece == OFFLOAD_PIECE,
+                 &p->options, "another number of pieces");
+    free(chunks);
+    free(per_piece);
 }
 
 // A run that is started as the hint says needs no more than there is.
 static void check_hints(const Planned *r, const Options *o, double share) {
     const Plan *p = &r->plan;
-    const size_t free_bytes = (size_t)(share * (double)r->memory.device_bytes);
+    const MemoryBytes room = {(size_t)(share * (double)r->memory.bytes.device), (size_t)4 << 30};
     Options batch = *o, options = *o;
     static Planned said;
-    if (run_bytes(p, o, 1) <= free_bytes) {
-        batch.batch_size = batch_that_fits(p, free_bytes);
+    if (run_fits(p, o, 1, room)) {
+        batch.batch_size = batch_that_fits(p, room);
         begin(&said, &batch);
-        fault_unless(said.memory.device_bytes <= free_bytes && run_bytes(p, o, (int)batch.batch_size + 1) > free_bytes,
-                     &batch, "is not the largest batch that fits");
+        fault_unless(bytes_fit(said.memory.bytes, room) && !run_fits(p, o, (int)batch.batch_size + 1, room), &batch,
+                     "is not the largest batch that fits");
         end(&said);
         hints++;
     }
-    if (options_that_fit(p, &options, free_bytes, p->B)) {
+    if (options_that_fit(p, &options, room, p->B)) {
         begin(&said, &options);
-        fault_unless(said.memory.device_bytes <= free_bytes, &options, "was said to fit, and does not");
+        fault_unless(bytes_fit(said.memory.bytes, room), &options, "was said to fit, and does not");
         end(&said);
         hints++;
+        offloaded += strcmp(options.offload, o->offload) != 0;
+    }
+}
+
+// ---- what is offloaded, on streams that run ahead of each other
+
+typedef struct {
+    Planned run;
+    Gpu gpu;
+    Offload offload;
+    int step, wrong;
+} Steps;
+static float state_after(int steps, size_t i) { return (float)(i % 1000) + (float)(steps * (1 + (int)(i % 7))); }
+// What block l, or the final norm, reads.
+static unsigned char *input_of(const Steps *t, int l) { return (unsigned char *)t->run.b.blocks[l - 1].x_out; }
+static void compute(Steps *t, std::function<void()> work) {
+    stream_work(t->gpu.compute, std::move(work));
+    streams_run(stream_random() % 8);
+}
+static void check_input(Steps *t, int l) {
+    const int step = t->step;
+    compute(t, [=] {
+        const size_t bytes = t->run.plan.rows * (size_t)config.channels * sizeof(floatX);
+        for (size_t i = 0; i < bytes; i += 97) t->wrong += input_of(t, l)[i] != (unsigned char)(16 * step + l);
+    });
+}
+// As model_forward and model_backward.
+static void simulate_micro_step(Steps *t) {
+    const Plan *p = &t->run.plan;
+    const Pass pass = {};
+    const int L = config.num_layers, step = t->step;
+    for (int l = 0; l <= L; l++) {
+        input_get(&t->offload, &pass, l, UNIT_FORWARD);
+        if (l > 0)
+            compute(t,
+                    [=] { memset(input_of(t, l), 16 * step + l, p->rows * (size_t)config.channels * sizeof(floatX)); });
+        if (l > 0) check_input(t, l);
+        if (l < L) input_release(&t->offload, &pass, l);
+    }
+    check_input(t, L);
+    for (int l = L - 1; l >= 0; l--) {
+        input_get(&t->offload, &pass, l, UNIT_BACKWARD);
+        if (l > 0) check_input(t, l);
+        if (l > 0) check_input(t, l);
+    }
+}
+// As queue_adamw: every state of the piece goes a step further, if it is where it should be.
+static void simulate_update(Steps *t, int applied) {
+    const Plan *p = &t->run.plan;
+    const Buffers *b = &t->run.b;
+    for (int k = 0; k < b->num_pieces; k++) {
+        piece_get(&t->offload, k);
+        const Span span = piece_span(p, k);
+        const int step = t->step;
+        for (Slot s : {SLOT_M, SLOT_V, SLOT_MASTER}) {
+            float *place = (float *)piece_place(&t->offload, s, k);
+            compute(t, [=] {
+                for (size_t i = 0; i < span.count; i++) {
+                    t->wrong += place[i] != state_after(step, span.begin + i);
+                    if (applied) place[i] = state_after(step + 1, span.begin + i);
+                }
+            });
+        }
+        piece_release(&t->offload, k);
+    }
+    t->step += applied;
+}
+static void check_order(const char *list) {
+    static Steps t;
+    int wrong = 0, stuck = 0;
+    for (int trial = 0; trial < 12; trial++) {
+        Options o = options_default();
+        o.batch_size = 2;
+        o.seq_len = 16;
+        o.recompute = 3;
+        o.offload = list;
+        begin(&t.run, &o);
+        for (int i = 0; i < t.run.memory.count; i++) {
+            Buffer *b = &t.run.memory.buffers[i];
+            b->pointer = calloc_or_die(b->bytes);
+            memcpy(b->where, &b->pointer, sizeof(void *));
+        }
+        buffers_place(&t.run.plan, &t.run.b);
+        t.gpu.compute = (cudaStream_t)1;
+        t.gpu.in = (cudaStream_t)2;
+        t.gpu.out = (cudaStream_t)3;
+        t.step = t.wrong = stream_events = 0;
+        stream_seed = (unsigned)trial;
+        offload_open(&t.offload, &t.run.plan, &t.run.b, &t.gpu);
+        for (Slot s : {SLOT_M, SLOT_V, SLOT_MASTER})
+            for (size_t i = 0; i < plan_kept(&t.run.plan, s); i++)
+                ((float *)slot_pointer(&t.run.b, s))[i] = state_after(0, i);
+        for (int step = 0; step < 4; step++) {
+            for (int micro = 0; micro < 2; micro++) simulate_micro_step(&t);
+            simulate_update(&t, step != 1);
+        }
+        stuck += !streams_run(1 << 30);
+        wrong += t.wrong;
+        for (Slot s : {SLOT_M, SLOT_V, SLOT_MASTER})
+            for (size_t i = 0; i < plan_kept(&t.run.plan, s); i++)
+                wrong += ((float *)slot_pointer(&t.run.b, s))[i] != state_after(3, i);
+        for (int i = 0; i < t.run.memory.count; i++) free(t.run.memory.buffers[i].pointer);
+        end(&t.run);
+    }
+    check(!wrong && !stuck, "--offload %s, %d layers: four steps in twelve orders: %d values are wrong, %d runs hang",
+          list, config.num_layers, wrong, stuck);
+}
+static void check_orders(void) {
+    const Comm alone = COMM_ALONE;
+    mesh.job = mesh.dp = mesh.tp = alone;
+    for (const char *model :
+         {"d1,channels=64,vocab=257,seq=16", "d3,channels=64,vocab=257,seq=16", "d6,channels=64,vocab=257,seq=16"}) {
+        config_parse(model, &config);
+        for (const char *list : {"", "states,master,activations", "states", "master,activations"})
+            if (sizeof(floatX) == 2 || !strstr(list, "master")) check_order(list);
     }
 }
 
@@ -194,11 +360,14 @@ static void check_model(const char *name, int tp, int dp) {
         o.reduce_dtype = sizeof(floatX) == 2 ? "fp32" : "bf16";
         o.state_dtype = way % 5 ? "fp32" : "bf16";
         o.master_weights = way % 7 != 0;
+        o.offload = way % 3 ? "" : sizeof(floatX) == 4 || !o.master_weights || way % 2 ? "states" : "master,states";
+        if (o.recompute == 3 && way % 3 == 1) o.offload = way % 2 ? "activations" : "activations,states";
         if (o.gelu_fusion > 0 && !matmul_can_fuse(config.mlp, config.ffn_dim / tp)) continue;
         static Planned m;
         begin(&m, &o);
         check_layout(&m);
         check_sum(&m);
+        check_pieces(&m);
         for (double share = 0.35; share < 1; share += 0.15) check_hints(&m, &o, share);
         end(&m);
     }
@@ -217,5 +386,7 @@ int main() {
         check_model(model, 4, 2);
         check(faults == before, "%s, %s: %d layouts, %d hints", model, FLOATX_NAME, layouts - had, hints - said);
     }
+    check(offloaded > 100, "%d hints say --offload", offloaded);
+    check_orders();
     return checks_report("memory_plan");
 }

@@ -168,6 +168,7 @@ def test_good_input_trains(trainer):
         (["--top-p", "0"], ["--top-p 0"]),
         (["--temperature", "-1"], ["--temperature -1"]),
         (["-z", "4"], ["--zero-stage 4 is outside 0 to 3"]),
+        (["--offload", "states,m"], ["unknown --offload 'm'", "use states, master, activations"]),
         (["-z", "2", "--dp-overlap", "0"], ["--dp-overlap 0 keeps all gradients", "--zero-stage 2"]),
         (["-pi", "tcp"], ["tcp", "mpi"]),
         (["-pn", "8"], ["started as 8"]),
@@ -344,7 +345,7 @@ CHANGED = {
 }
 # Need ranks or GPUs, more steps, or a NaN.
 ELSEWHERE = {
-    "=": set(),
+    "=": {"offload"},
     "~": {"dp-overlap", "tp"},
     "*": {"skip-loss-z", "skip-norm-z", "on-nan", "skip-limit", "force"},
 }

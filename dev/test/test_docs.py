@@ -332,7 +332,8 @@ def test_memory_on_the_cpu(tmp_path, model, more):
 
 @pytest.mark.skipif(not CONFIG.get("NVCC"), reason="no CUDA toolkit (make toolkit)")
 def test_the_gpu_trainers_table(tmp_path):
-    """Needs no GPU: which buffers share bytes, what they add up to, and whether what a hint says would fit does."""
+    """Needs no GPU: which buffers share bytes, what they add up to, whether what a hint says would fit
+    does, and whether copies to and from host memory come in time."""
     words = {name: shlex.split(CONFIG[name]) for name in ("NVCC", "CUDA_CFLAGS", "CUDA_LIBS")}
     succeeds(
         *words["NVCC"],
@@ -349,7 +350,7 @@ def test_the_gpu_trainers_table(tmp_path):
         tmp_path / "memory_plan",
         *words["CUDA_LIBS"],
     )
-    assert "5 passed, 0 failed" in succeeds(tmp_path / "memory_plan")
+    assert "18 passed, 0 failed" in succeeds(tmp_path / "memory_plan")
 
 
 def test_memory_on_a_gpu():

@@ -171,6 +171,54 @@ def test_resuming_is_bitwise(train, tmp_path):
         assert checkpoint(tmp_path / f"run-{kind}", 12) == checkpoint(tmp_path / f"straight-{kind}", 12)
 
 
+OFFLOAD = ["--offload", "states,master"]
+on_a_gpu = pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has no GPU")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("more", [[], ["--state-dtype", "bf16"]], ids=["fp32", "bf16"])
+def test_offloading_changes_no_bit(train, tmp_path, more):
+    """Saved beside training, or not; resumed with and without."""
+    more = [*more, "-n", "4"]
+    succeeds(train(0, "here", *more), 300)
+    succeeds(train(0, "away", *more, *OFFLOAD), 300)
+    succeeds(train(0, "mixed", *more, *OFFLOAD, "-x", "4", "--save-async", "0"), 300)
+    succeeds(train(0, "mixed", *more, "-y", "1", "-x", "8", "--offload", ""), 300)
+    text = succeeds(train(0, "mixed", *more, "-y", "1", *OFFLOAD), 300)
+    assert " | in host memory: states,master\n" in text and "two pieces of masters" in text
+    for name in ("away", "mixed"):
+        assert curve(tmp_path / name) == curve(tmp_path / "here")
+        for step in (4, 8, 12):
+            assert checkpoint(tmp_path / name, step) == checkpoint(tmp_path / "here", step)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("kind", ["gpt2", "llama3.2"])
+def test_offloading_activations_changes_no_bit(train, tmp_path, kind):
+    """Three to seven layers: one to five inputs leave. Evaluations and samples come between steps."""
+    sizes = {"gpt2": "d{},channels=128,heads=2,vocab=256,seq=64", "llama3.2": "llama3.2:1B,layers={},channels=256,"}
+    sizes["llama3.2"] += "heads=4,kv_heads=2,vocab=256,seq=64"
+    for layers in (3, 4, 7):
+        more = ["-e", sizes[kind].format(layers), "-n", "12", "-v", "3", "-m", "2", "-s", "4", "-g", "20"]
+        more += ["--recompute", "3"]
+        succeeds(train(0, f"here{layers}", *more), 300)
+        text = succeeds(train(0, f"away{layers}", *more, "--offload", "activations,states"), 300)
+        assert "residuals (L-2,B,T,C)" in text
+        same_run(tmp_path / f"away{layers}", tmp_path / f"here{layers}")
+
+
+@on_a_gpu
+def test_what_cannot_be_offloaded_is_refused(train):
+    """The last: more than any host has, said before anything is allocated."""
+    for more, words in (
+        (["--offload", "master", "-w", "0"], "--offload master has none"),
+        (["--offload", "activations"], "add --recompute 3"),
+        (["-e", "llama3:70B,layers=900,vocab=256,seq=64", *OFFLOAD], "MiB of host memory, and a rank's share"),
+    ):
+        status, text = train(0, "run", *more).finish(120)
+        assert status != 0 and words in text and "hint: " in text, text
+
+
 def test_timing_adds_up(train, tmp_path):
     succeeds(train(0, "timed", "--timing", "6"), 300)
     succeeds(train(0, "plain"), 300)
@@ -416,6 +464,29 @@ def test_stages_of_zero_with_several_micro_steps(train, tmp_path, precision, sum
     assert curves[1] == curves[2] == curves[3]
     for name in ("3", "again"):
         assert checkpoint(tmp_path / name, 12) == checkpoint(tmp_path / "2", 12)
+
+
+@several
+@on_a_gpu
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_offloading_changes_no_bit_between_ranks(train, tmp_path, stage):
+    """Saved beside training, and sampled."""
+    more = [*SHARED["llama3.2"], *one_micro_step(), "-z", stage, "-n", "6", "-v", "3", "-m", "2", "-s", "4", "-g", "20"]
+    for name, offload in (("here", []), ("away", OFFLOAD)):
+        succeeds(train(WORLD, name, *more, *offload), 300)
+    same_run(tmp_path / "away", tmp_path / "here")
+
+
+@several
+@on_a_gpu
+@pytest.mark.parametrize("tp", TENSOR)
+def test_offloading_changes_no_bit_in_a_tensor_parallel_group(train, tmp_path, tp):
+    """bf16 states: what is rounded depends on the weight's index alone, so on neither ranks nor pieces."""
+    more = [*SHARED["llama3.2"], *one_micro_step(tp), "--tp", tp, "--state-dtype", "bf16", "-n", "6"]
+    for name, offload in (("here", []), ("away", OFFLOAD)):
+        succeeds(train(WORLD, name, *more, *offload), 300)
+    assert curve(tmp_path / "away") == curve(tmp_path / "here")
+    assert checkpoint(tmp_path / "away", 12) == checkpoint(tmp_path / "here", 12)
 
 
 @several

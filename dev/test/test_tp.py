@@ -238,6 +238,7 @@ def test_samples_and_choices(train, data, tmp_path):
         (2, ["--tp", "2", "--tp-overlap", "1"], "--tp-overlap 1 needs a GPU"),
         (2, ["--tp-overlap", "1"], "--tp-overlap 1 has nothing to overlap with --tp 1"),
         (2, ["--dp-overlap", "0"], "--dp-overlap needs a GPU"),
+        (2, ["--offload", "states"], "--offload needs a GPU"),
     ],
 )
 def test_refusals(train, ranks, more, words):

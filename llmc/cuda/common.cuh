@@ -1,4 +1,4 @@
-// The CUDA ground: number types, checked calls, the Gpu (one device, two streams), 128-bit vectors, reductions.
+// The CUDA ground: number types, checked calls, the Gpu (one device, its streams), 128-bit vectors, reductions.
 // Precision and architecture are decided by #if here and in tile.cuh alone.
 #ifndef LLMC_CUDA_COMMON_CUH
 #define LLMC_CUDA_COMMON_CUH
@@ -56,6 +56,7 @@ typedef struct {
     int device;
     cudaDeviceProp prop;
     cudaStream_t compute, comm;  // of all kernels and matmuls; of all collectives and weight prefetches
+    cudaStream_t in, out;        // of copies from and to host memory that pass under other work
 } Gpu;
 
 // Does nothing: a program has code for a GPU if it has this kernel's.
@@ -97,9 +98,13 @@ static inline Gpu gpu_open(int local_rank) {
     cudaCheck(cudaSetDevice(g.device));
     cudaCheck(cudaGetDeviceProperties(&g.prop, g.device));
     gpu_require_code(&g.prop);
-    cudaCheck(cudaStreamCreateWithFlags(&g.compute, cudaStreamNonBlocking));
-    cudaCheck(cudaStreamCreateWithFlags(&g.comm, cudaStreamNonBlocking));
+    for (cudaStream_t *s : {&g.compute, &g.comm, &g.in, &g.out})
+        cudaCheck(cudaStreamCreateWithFlags(s, cudaStreamNonBlocking));
     return g;
+}
+// The host waits for all streams.
+static inline void gpu_wait(const Gpu *g) {
+    for (cudaStream_t s : {g->compute, g->comm, g->in, g->out}) cudaCheck(cudaStreamSynchronize(s));
 }
 // What ranks compare before any of them allocates: the UUID, architecture and driver of the device that gpu_open would
 // select. A rank without a device leaves uuid empty.
@@ -128,8 +133,7 @@ static inline double gpu_peak_bytes(void) {
     return 2e3 * device_attribute(cudaDevAttrMemoryClockRate) * device_attribute(cudaDevAttrGlobalMemoryBusWidth) / 8;
 }
 static inline void gpu_close(Gpu *g) {
-    cudaCheck(cudaStreamDestroy(g->comm));
-    cudaCheck(cudaStreamDestroy(g->compute));
+    for (cudaStream_t s : {g->compute, g->comm, g->in, g->out}) cudaCheck(cudaStreamDestroy(s));
 }
 
 // A function of the loaded driver, so that programs need not link with libcuda.
@@ -173,6 +177,12 @@ static inline void timing_lap(const char *name, double flops, double bytes, cuda
     if (!l->event) cudaCheck(cudaEventCreate(&l->event));
     *l = {l->event, name, flops, bytes};
     cudaCheck(cudaEventRecord(l->event, stream));
+}
+// What follows on the stream waits for the event. The time until then has a name of its own.
+static inline void timing_wait(const char *name, cudaEvent_t event, cudaStream_t stream) {
+    timing_lap("other", 0, 0, stream);
+    cudaCheck(cudaStreamWaitEvent(stream, event, 0));
+    timing_lap(name, 0, 0, stream);
 }
 static inline void timing_begin(cudaStream_t stream) {
     timing_start();

@@ -3,7 +3,7 @@
 //
 //   memory_request(&memory, &acts.qkv, "activations", "qkv (L,B,T,3C)", count);   // acts must not move
 //   memory_alias(&memory, &acts.scratch, "scratch", "logits", &acts.qkv, count);  // the same bytes under another name
-//   memory_allocate(&memory, verbose, hint, context);                             // fills every pointer; all bytes 0
+//   memory_allocate(&memory, job, hint, context);                                 // fills every pointer; all bytes 0
 //   memory_free(&memory);
 //
 // One cudaMalloc per buffer, not one for all: compute-sanitizer then sees a write past the end of any buffer, and every
@@ -11,6 +11,9 @@
 #ifndef LLMC_MEMORY_CUH
 #define LLMC_MEMORY_CUH
 
+#include <sys/resource.h>
+
+#include "../comm.h"
 #include "common.cuh"
 
 enum MemoryKind { MEMORY_DEVICE, MEMORY_PINNED, MEMORY_ALIAS };
@@ -22,14 +25,29 @@ typedef struct {
     void *pointer;  // device, or pinned host memory
     int alias_of;   // index of the buffer whose bytes these are
 } Buffer;
+typedef struct { size_t device, host; } MemoryBytes;  // of the GPU; pinned
 typedef struct {
     Buffer *buffers;
     int count;
-    size_t device_bytes;  // with the driver's rounding
+    MemoryBytes bytes;  // with the driver's rounding
 } Memory;
 
-// Writes one line: what to do when it does not fit.
-typedef void MemoryHint(char *text, size_t size, size_t free_bytes, const Memory *m, void *context);
+// Writes one line: what to do when it does not fit into the GPU.
+typedef void MemoryHint(char *text, size_t size, MemoryBytes room, const Memory *m, void *context);
+
+static inline int bytes_fit(MemoryBytes bytes, MemoryBytes room) {
+    return bytes.device <= room.device && bytes.host <= room.host;
+}
+// What a program may take without others being swapped out or ended; nothing known: all.
+static inline size_t host_bytes_free(void) {
+    char line[128];
+    size_t kib, bytes = SIZE_MAX;
+    FILE *f = fopen("/proc/meminfo", "r");
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "MemAvailable: %zu", &kib) == 1) bytes = kib << 10;
+    if (f) fclose(f);
+    return bytes;
+}
 
 static inline Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, const char *group, const char *name,
                                      size_t bytes) {
@@ -37,7 +55,8 @@ static inline Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, co
     require(m->buffers, "out of host memory\nclose other programs");
     Buffer *b = &m->buffers[m->count++];
     *b = {kind, group, name, bytes ? bytes : 16, where, NULL, -1};
-    if (kind == MEMORY_DEVICE) m->device_bytes += round_up(b->bytes, b->bytes >= (1 << 20) ? 2 << 20 : 512);
+    if (kind == MEMORY_DEVICE) m->bytes.device += round_up(b->bytes, b->bytes >= (1 << 20) ? 2 << 20 : 512);
+    if (kind == MEMORY_PINNED) m->bytes.host += b->bytes;
     return b;
 }
 template <typename T>
@@ -65,45 +84,61 @@ static inline size_t memory_group_bytes(const Memory *m, const char *group) {
     return bytes;
 }
 static inline double mib(size_t bytes) { return (double)bytes / 0x1p20; }
-static inline void memory_print(const Memory *m, FILE *f, size_t free_bytes) {
-    fprintf(f, "memory (MiB)\n");
-    for (int i = 0; i < m->count; i++) {
-        const Buffer *b = &m->buffers[i];
-        const char *note = b->kind == MEMORY_PINNED ? "  host memory" : b->kind == MEMORY_ALIAS ? "  inside " : "";
-        const char *of = b->kind == MEMORY_ALIAS ? m->buffers[b->alias_of].name : "";
-        fprintf(f, "  %-14s %-36s %11.1f%s%s\n", b->group, b->name, mib(b->bytes), note, of);
+static inline void memory_print(const Memory *m, FILE *f, MemoryBytes room) {
+    for (int pinned = 0; pinned < 2; pinned++) {
+        fprintf(f, "%s (MiB)\n", pinned ? "host memory" : "memory");
+        for (int i = 0; i < m->count; i++) {
+            const Buffer *b = &m->buffers[i];
+            const int is_alias = b->kind == MEMORY_ALIAS;
+            if ((b->kind == MEMORY_PINNED) != pinned) continue;
+            fprintf(f, "  %-14s %-36s %11.1f%s%s\n", b->group, b->name, mib(b->bytes), is_alias ? "  inside " : "",
+                    is_alias ? m->buffers[b->alias_of].name : "");
+        }
+        fprintf(f, "  %-51s %11.1f\n", pinned ? "total in host memory" : "total on the GPU",
+                mib(pinned ? m->bytes.host : m->bytes.device));
+        fprintf(f, "  %-51s %11.1f\n", "free before", mib(pinned ? room.host : room.device));
     }
-    fprintf(f, "  %-51s %11.1f\n", "total on the GPU", mib(m->device_bytes));
-    fprintf(f, "  %-51s %11.1f\n", "free before", mib(free_bytes));
 }
-static inline void memory_does_not_fit(const Memory *m, size_t free_bytes, MemoryHint *hint, void *context) {
+static inline void memory_does_not_fit(const Memory *m, MemoryBytes room, MemoryHint *hint, void *context) {
     char text[320] = "use a smaller --batch-size or --seq-len";
-    memory_print(m, stderr, free_bytes);
-    if (hint) hint(text, sizeof text, free_bytes, m, context);
-    die("this run needs %.0f MiB and the GPU has %.0f MiB free (table above)\n%s", mib(m->device_bytes),
-        mib(free_bytes), text);
+    memory_print(m, stderr, room);
+    require(
+        m->bytes.host <= room.host,
+        "this run needs %.0f MiB of host memory, and a rank's share of what is free here is %.0f MiB (table above)\n"
+        "close other programs, use --save-async 0, or --offload less",
+        mib(m->bytes.host), mib(room.host));
+    if (hint) hint(text, sizeof text, room, m, context);
+    die("this run needs %.0f MiB and the GPU has %.0f MiB free (table above)\n%s", mib(m->bytes.device),
+        mib(room.device), text);
 }
-static inline void memory_allocate(Memory *m, int verbose, MemoryHint *hint, void *context) {
-    size_t free_bytes, all_bytes;
-    cudaCheck(cudaMemGetInfo(&free_bytes, &all_bytes));
-    if (m->device_bytes > free_bytes) memory_does_not_fit(m, free_bytes, hint, context);
-    if (verbose) memory_print(m, stdout, free_bytes);
+static inline void memory_pin(Buffer *b) {
+    struct rlimit limit = {};
+    const cudaError_t status = cudaMallocHost(&b->pointer, b->bytes);
+    getrlimit(RLIMIT_MEMLOCK, &limit);
+    require(status == cudaSuccess,
+            "no %.0f MiB of host memory for '%s': %s\n"
+            "close other programs, use --save-async 0, or --offload less%s",
+            mib(b->bytes), b->name, cudaGetErrorString(status),
+            limit.rlim_cur < b->bytes ? "; or raise what a process may lock (ulimit -l)" : "");
+}
+// All ranks of the job together: a host's share what it has. The first one prints the table. NULL: alone, in silence.
+static inline void memory_allocate(Memory *m, const Comm *job, MemoryHint *hint, void *context) {
+    size_t all_bytes;
+    MemoryBytes room = {0, host_bytes_free() / (size_t)(job ? job->local_world : 1)};
+    cudaCheck(cudaMemGetInfo(&room.device, &all_bytes));
+    if (job) comm_barrier(job);  // nobody takes any before all have looked
+    if (!bytes_fit(m->bytes, room)) memory_does_not_fit(m, room, hint, context);
+    if (job && job->rank == 0) memory_print(m, stdout, room);
     for (int i = 0; i < m->count; i++) {
         Buffer *b = &m->buffers[i];
         if (b->kind == MEMORY_ALIAS) b->pointer = m->buffers[b->alias_of].pointer;
-        if (b->kind == MEMORY_PINNED) {
-            const cudaError_t status = cudaMallocHost(&b->pointer, b->bytes);
-            require(status == cudaSuccess,
-                    "no %.0f MiB of host memory for '%s': %s\nclose other programs, or use --save-async 0",
-                    mib(b->bytes), b->name, cudaGetErrorString(status));
-            memset(b->pointer, 0, b->bytes);
-        }
+        if (b->kind == MEMORY_PINNED) memory_pin(b);
         if (b->kind == MEMORY_DEVICE) {  // "free" counts fragments too, so the device has the last word
             if (cudaMalloc(&b->pointer, b->bytes) == cudaErrorMemoryAllocation)
-                memory_does_not_fit(m, free_bytes, hint, context);
+                memory_does_not_fit(m, room, hint, context);
             cudaCheck(cudaGetLastError());
-            cudaCheck(cudaMemsetAsync(b->pointer, 0, b->bytes, cudaStreamLegacy));
         }
+        if (b->kind != MEMORY_ALIAS) cudaCheck(cudaMemsetAsync(b->pointer, 0, b->bytes, cudaStreamLegacy));
         memcpy(b->where, &b->pointer, sizeof(void *));
     }
     cudaCheck(cudaStreamSynchronize(cudaStreamLegacy));  // the Gpu's streams do not wait for the legacy one

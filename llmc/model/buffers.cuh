@@ -33,6 +33,7 @@ typedef struct {
     floatX *block_grads;    // ZeRO 2, 3: those of two blocks, of one micro-step
     float *master;
     void *m, *v;
+    char *staging[NUM_SLOTS];    // (2, plan_piece) --offload: of a slot that is in host memory
     void *snapshots[NUM_SLOTS];  // --save-async: pinned copies of this rank's shards of a slot, unit after unit
     float *reduce_staging;       // a unit's gradients in fp32
     // fp8: the blocks' weights as they lie and transposed, in the layout of the table from block 1 on; absmax of each
@@ -42,11 +43,13 @@ typedef struct {
     Fp8Scratch fp8;
     Fp8Count *fp8_counts;  // by Fp8Tensor
     AdamChunk *chunks;
-    int num_chunks;
-    Span *shards;  // of the gradients: what this rank adds to the norm
+    int num_chunks, num_pieces;
+    int *piece_chunks;  // of each piece of the states; host memory
+    Span *shards;       // of the gradients: what this rank adds to the norm
     int num_shards;
     // activations
     floatX *x_embedding, *h_final, *saved_x, *saved_block, *shared_h;
+    floatX *host_x;  // (L-2,B,T,C) --offload activations: inputs of all blocks but the first and the last
     float *saved_stats, *mean_final, *rstd_final;
     float *cos_sin;
     BlockActs *blocks;  // host memory
@@ -148,6 +151,15 @@ static inline int plan_slot_is_bf16(const Plan *p, Slot s) {
 static inline size_t plan_slot_bytes(const Plan *p, Slot s) {
     return plan_slot_is_bf16(p, s) ? sizeof(__nv_bfloat16) : sizeof(float);
 }
+static inline void *slot_pointer(const Buffers *b, Slot s) {
+    switch (s) {
+    case SLOT_WEIGHT: return b->weights;
+    case SLOT_GRAD: return b->grads;
+    case SLOT_M: return b->m;
+    case SLOT_V: return b->v;
+    default: return b->master;
+    }
+}
 // The parts of the kept gradients that this rank adds to the norm: its shards, without copies that another rank of its
 // tensor-parallel group counts. Each is whole 16-byte vectors. out NULL: how many.
 static inline int norm_spans(const Plan *p, Span *out) {
@@ -174,18 +186,32 @@ static inline int gradient_copies(const Plan *p, Copy *out, size_t *total) {
     free(owned);
     return count;
 }
-// What this rank updates, in pieces of at most ADAM_CHUNK elements of one tensor; the padding between units is never
-// touched. Where something is rounded stochastically, a piece's elements are neighbours in the whole tensor too. out
-// NULL: how many.
-static inline int adam_chunks(const Plan *p, AdamChunk *out) {
+// Whether a slot is in host memory. The update takes it to the GPU in pieces, see offload.cuh.
+static inline int plan_offloads(const Plan *p, Slot s) {
+    return s == SLOT_MASTER ? p->offload & OFFLOAD_MASTER
+                            : (s == SLOT_M || s == SLOT_V) && (p->offload & OFFLOAD_STATES);
+}
+// Elements of such a piece: 32 MiB in fp32 keep PCIe busy, and so many pieces that small models have several, too.
+// Where all is on the GPU there is one.
+enum { OFFLOAD_PIECE = 8 << 20, OFFLOAD_PIECES = 16 };
+static inline size_t plan_piece(const Plan *p) {
+    const size_t kept = plan_kept(p, SLOT_M), share = round_up(ceil_div(kept, OFFLOAD_PIECES), 8);
+    if (!(p->offload & (OFFLOAD_STATES | OFFLOAD_MASTER))) return kept;
+    return share < OFFLOAD_PIECE ? share : OFFLOAD_PIECE;
+}
+// What this rank updates, in chunks of at most ADAM_CHUNK elements of one tensor, of which no piece has a part; the
+// padding between units is never touched. Where something is rounded stochastically, a chunk's elements are neighbours
+// in the whole tensor too. Returns how many. out, per_piece: NULL, or the chunks and each piece's number of them.
+static inline int adam_chunks(const Plan *p, AdamChunk *out, int *per_piece) {
+    const size_t piece = plan_piece(p);
     const int by_runs = plan_is_split(p) && (p->bf16_states || (sizeof(floatX) == 2 && !p->has_master));
     int count = 0;
     for (int i = 0; i < p->table->count; i++) {
         const Param *q = &p->table->params[i];
         const Span mine = span_overlap(plan_owned(p, SLOT_M, q->unit), q->offset, q->size);
         for (size_t at = mine.begin, n; at < mine.begin + mine.count; at += n, count++) {
-            const size_t left = mine.begin + mine.count - at, element = at - q->offset;
-            n = left < (size_t)ADAM_CHUNK ? left : (size_t)ADAM_CHUNK;
+            const size_t element = at - q->offset, state = plan_at(p, SLOT_M, q->unit, at);
+            n = std::min({(size_t)ADAM_CHUNK, mine.begin + mine.count - at, piece - state % piece});
             if (by_runs) n = param_run(q, element, n);
             if (!out) continue;
             const ParamPart *part = param_part_at(q, element);
@@ -193,8 +219,9 @@ static inline int adam_chunks(const Plan *p, AdamChunk *out) {
             AdamChunk chunk = {0, 0, 0, key, (int)n, q->rate, q->decay};
             chunk.weight_offset = plan_at(p, SLOT_WEIGHT, q->unit, at);
             chunk.grad_offset = plan_at(p, SLOT_GRAD, q->unit, at);
-            chunk.state_offset = plan_at(p, SLOT_M, q->unit, at);
+            chunk.state_offset = state % piece;
             out[count] = chunk;
+            per_piece[state / piece]++;
         }
     }
     return count;
@@ -202,10 +229,33 @@ static inline int adam_chunks(const Plan *p, AdamChunk *out) {
 
 // ---- the table
 
+// m, v and masters.
+static inline void request_states(const Plan *p, Buffers *b, Memory *m) {
+    const struct {
+        Slot slot;
+        void *where;
+        const char *name, *pieces;
+    } states[] = {
+        {SLOT_MASTER, &b->master, "fp32 master weights", "two pieces of masters"},
+        {SLOT_M, &b->m, p->bf16_states ? "AdamW m, bf16" : "AdamW m", "two pieces of m"},
+        {SLOT_V, &b->v, p->bf16_states ? "AdamW v, bf16" : "AdamW v", "two pieces of v"},
+    };
+    for (const auto &s : states) {
+        const size_t size = plan_slot_bytes(p, s.slot), bytes = plan_kept(p, s.slot) * size;
+        if (s.slot == SLOT_MASTER && !p->has_master) continue;
+        if (!plan_offloads(p, s.slot)) {
+            memory_request(m, (char **)s.where, "optimiser", s.name, bytes);
+            continue;
+        }
+        memory_request_pinned(m, (char **)s.where, "optimiser", s.name, bytes);
+        memory_request(m, &b->staging[s.slot], "optimiser", s.pieces, 2 * plan_piece(p) * size);
+    }
+}
 static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
-    const size_t world = (size_t)p->mesh->dp.world, grads = plan_kept(p, SLOT_GRAD), states = plan_kept(p, SLOT_M),
+    const size_t world = (size_t)p->mesh->dp.world, grads = plan_kept(p, SLOT_GRAD),
                  two_blocks = 2 * param_unit(p->table, 1).count;
-    b->num_chunks = adam_chunks(p, NULL);
+    b->num_chunks = adam_chunks(p, NULL, NULL);
+    b->num_pieces = (int)ceil_div(plan_kept(p, SLOT_M), plan_piece(p));
     b->num_shards = norm_spans(p, NULL);
     memory_request(m, &b->weights, "parameters", p->zero_stage >= 3 ? "weights, of blocks a share" : "weights",
                    plan_kept(p, SLOT_WEIGHT));
@@ -219,11 +269,7 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     if (p->sums_in_fp32) memory_request(m, &b->grad_sums, "parameters", "gradients over micro-steps, fp32", grads);
     if (world > 1 && p->reduces_in_fp32)
         memory_request(m, &b->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(p->table));
-    if (p->has_master) memory_request(m, &b->master, "optimiser", "fp32 master weights", states);
-    memory_request(m, (char **)&b->m, "optimiser", p->bf16_states ? "AdamW m, bf16" : "AdamW m",
-                   states * plan_slot_bytes(p, SLOT_M));
-    memory_request(m, (char **)&b->v, "optimiser", p->bf16_states ? "AdamW v, bf16" : "AdamW v",
-                   states * plan_slot_bytes(p, SLOT_V));
+    request_states(p, b, m);
     if (!saves_beside_training(&p->options)) return;
     static const struct {
         Slot slot;
@@ -241,13 +287,18 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
 }
 static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
+    const int leave = p->offload & OFFLOAD_ACTIVATIONS && c->num_layers > 2;
     const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers,
-                 kept = p->recomputes_blocks ? 1 : L;
+                 kept = p->recomputes_blocks ? 1 : L, streams = leave ? 2 : L;
     const char *names[] = {"qkv, y, f, h, a of all layers", "qkv, y, f, h of all layers", "qkv, y, f of all layers",
                            "qkv, y, f, a, recomputed"};
     memory_request(m, &b->x_embedding, "activations", "embedding (B,T,C)", rows * C);
     memory_request(m, &b->saved_x, "activations",
-                   p->recomputes_blocks ? "residuals (L+1,B,T,C)" : "residuals (L,2,B,T,C)", (L + kept) * rows * C);
+                   leave                  ? "residuals (3,B,T,C)"
+                   : p->recomputes_blocks ? "residuals (L+1,B,T,C)"
+                                          : "residuals (L,2,B,T,C)",
+                   (streams + kept) * rows * C);
+    if (leave) memory_request_pinned(m, &b->host_x, "activations", "residuals (L-2,B,T,C)", (L - 2) * rows * C);
     memory_request(m, &b->saved_block, "activations", names[p->options.recompute], kept * saved_block_size(p));
     if (p->recomputes_norms)
         memory_request(m, &b->shared_h, "activations", "h1, h2 (2,B,T,C), recomputed", 2 * rows * C);
@@ -342,7 +393,7 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
         BlockActs *a = &b->blocks[l];
         if (p->recomputes_blocks && l > 0) {  // all but x'' are those of block 0
             *a = b->blocks[0];
-            a->x_out = values(x, rows * C);
+            a->x_out = l >= 2 && b->host_x ? b->blocks[l - 2].x_out : values(x, rows * C);
             continue;
         }
         a->x_mid = values(x, rows * C);
@@ -360,10 +411,10 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
         a->rstd2 = values(stats, rows);
     }
 }
-// Host to device in the order of a stream, and complete on return. (A plain cudaMemcpy of less than 64 KiB may return
+// From host memory in the order of a stream, and complete on return. (A plain cudaMemcpy of less than 64 KiB may return
 // before the device has it, and does not order itself before a kernel of a non-blocking stream.)
 static inline void upload(void *to, const void *from, size_t bytes, cudaStream_t stream) {
-    cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
+    cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
     cudaCheck(cudaStreamSynchronize(stream));
 }
 static inline void upload_rope_table(const Config *c, float *to, int T, cudaStream_t stream) {
@@ -373,20 +424,18 @@ static inline void upload_rope_table(const Config *c, float *to, int T, cudaStre
     upload(to, cos_sin, count * sizeof(float), stream);
     free(cos_sin);
 }
-// The tables that kernels read. Returns how many weights this rank updates.
-static inline size_t buffers_upload_tables(const Plan *p, Buffers *b, cudaStream_t stream) {
-    size_t updated = 0;
+// The tables that kernels read.
+static inline void buffers_upload_tables(const Plan *p, Buffers *b, cudaStream_t stream) {
     AdamChunk *chunks = (AdamChunk *)malloc_or_die((size_t)b->num_chunks * sizeof(AdamChunk));
     Span *shards = (Span *)malloc_or_die((size_t)b->num_shards * sizeof(Span));
-    adam_chunks(p, chunks);
+    b->piece_chunks = (int *)calloc_or_die((size_t)b->num_pieces * sizeof(int));
+    adam_chunks(p, chunks, b->piece_chunks);
     norm_spans(p, shards);
-    for (int i = 0; i < b->num_chunks; i++) updated += (size_t)chunks[i].count;
     upload(b->chunks, chunks, (size_t)b->num_chunks * sizeof(AdamChunk), stream);
     upload(b->shards, shards, (size_t)b->num_shards * sizeof(Span), stream);
     free(chunks);
     free(shards);
     if (p->local.position == POSITION_ROPE) upload_rope_table(&p->local, b->cos_sin, p->T, stream);
-    return updated;
 }
 
 #endif

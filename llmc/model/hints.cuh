@@ -15,7 +15,7 @@ static inline void run_request(const Plan *p, Buffers *b, Links *k, Memory *m) {
                   m);
 }
 // Bytes of the same model, ranks and T with other options and another batch.
-static inline size_t run_bytes(const Plan *p, const Options *o, int B) {
+static inline MemoryBytes run_bytes(const Plan *p, const Options *o, int B) {
     Options other = *o;
     Buffers b = {};
     Links k = {};
@@ -24,26 +24,40 @@ static inline size_t run_bytes(const Plan *p, const Options *o, int B) {
     const Plan plan = plan_make(&p->config, &other, p->mesh, p->table);
     run_request(&plan, &b, &k, &memory);
     free(memory.buffers);
-    return memory.device_bytes;
+    return memory.bytes;
+}
+static inline int run_fits(const Plan *p, const Options *o, int B, MemoryBytes room) {
+    return bytes_fit(run_bytes(p, o, B), room);
+}
+// Activations, states, both: what the host has room for, unless a list was given.
+static inline void offload_if_host_has_room(const Plan *p, Options *o, int which, int B, MemoryBytes room) {
+    static const char *const lists[][2] = {{"activations", "activations"},
+                                           {"states", "states,master"},
+                                           {"states,activations", "states,master,activations"}};
+    Options other = *o;
+    other.offload = lists[which][p->has_master];
+    if (p->trains && !*p->options.offload && run_bytes(p, &other, B).host <= room.host) *o = other;
 }
 // Adds options that save memory, one after the other until batch B fits: the cheap ones first, last what changes the
 // numbers.
-static inline int options_that_fit(const Plan *p, Options *o, size_t free_bytes, int B) {
+static inline int options_that_fit(const Plan *p, Options *o, MemoryBytes room, int B) {
     const int most = p->mesh->dp.world == 1 ? 0 : o->dp_overlap ? 3 : 1;  // stage of ZeRO
-    for (int i = 0; i < 10 && run_bytes(p, o, B) > free_bytes; i++) {
+    for (int i = 0; i < 13 && !run_fits(p, o, B, room); i++) {
         const int stage = i == 0 ? 1 : i == 4 ? 2 : i == 5 ? 3 : 0;
         if (stage <= most && o->zero_stage < stage) o->zero_stage = stage;
         if ((i == 1 || i == 2) && o->recompute < i) o->recompute = i;
         if (i == 3 && o->head_chunks <= 1) o->head_chunks = 8;
         if (i == 6) o->recompute = 3;
-        if (i == 7 && p->trains) o->state_dtype = "bf16";
-        if (i == 8 && p->sums_in_fp32) o->grad_dtype = "bf16";
-        if (i == 9 && p->has_master) o->master_weights = 0;
+        if (i >= 7 && i < 10) offload_if_host_has_room(p, o, i - 7, B, room);
+        const int offloaded = offloads(o);
+        if (i == 10 && p->trains && !(offloaded & OFFLOAD_STATES)) o->state_dtype = "bf16";
+        if (i == 11 && p->sums_in_fp32) o->grad_dtype = "bf16";
+        if (i == 12 && p->has_master && !(offloaded & OFFLOAD_MASTER)) o->master_weights = 0;
     }
-    return run_bytes(p, o, B) <= free_bytes;
+    return run_fits(p, o, B, room);
 }
 // Whether one sequence of this run fits with more data-parallel ranks, all of which share all that can be shared.
-static inline int more_ranks_fit(const Plan *p, const Options *o, size_t free_bytes) {
+static inline int more_ranks_fit(const Plan *p, const Options *o, MemoryBytes room) {
     Plan shared = *p;
     Options options = *o;
     Mesh mesh = *p->mesh;
@@ -51,7 +65,7 @@ static inline int more_ranks_fit(const Plan *p, const Options *o, size_t free_by
     mesh.dp.rank = 0;
     shared.mesh = &mesh;
     options.zero_stage = 3;
-    return UNIT_ALIGN % (8 * mesh.dp.world) == 0 && run_bytes(&shared, &options, 1) <= free_bytes;
+    return UNIT_ALIGN % (8 * mesh.dp.world) == 0 && run_fits(&shared, &options, 1, room);
 }
 // Weights and gradients that a rank has whole with ZeRO 3: those of embedding and head, and two blocks'.
 static inline size_t whole_bytes(const Plan *p) {
@@ -60,11 +74,11 @@ static inline size_t whole_bytes(const Plan *p) {
     return 2 * sizeof(floatX) * (param_unit(t, 0).count + param_unit(t, last).count + 2 * param_unit(t, 1).count);
 }
 // The largest batch that fits, below this run's; one sequence does. Searched for, because each buffer is rounded up.
-static inline int batch_that_fits(const Plan *p, size_t free_bytes) {
+static inline int batch_that_fits(const Plan *p, MemoryBytes room) {
     int fits = 1, too_large = p->B;
     while (too_large - fits > 1) {
         const int B = fits + (too_large - fits) / 2;
-        *(run_bytes(p, &p->options, B) <= free_bytes ? &fits : &too_large) = B;
+        *(run_fits(p, &p->options, B, room) ? &fits : &too_large) = B;
     }
     return fits;
 }
@@ -75,11 +89,12 @@ static inline size_t run_reserve(const Plan *p) {
     const size_t groups = (size_t)((p->mesh->dp.world > 1) + plan_is_split(p));
     return ((size_t)512 << 20) + groups * ((size_t)768 << 20);
 }
-static void run_memory_hint(char *text, size_t size, size_t free_bytes, const Memory *, void *plan) {
+static void run_memory_hint(char *text, size_t size, MemoryBytes room, const Memory *, void *plan) {
     const Plan *p = (const Plan *)plan;
-    const size_t reserve = run_reserve(p), room = free_bytes > reserve ? free_bytes - reserve : 0;
+    const size_t reserve = run_reserve(p);
     Options this_batch = p->options, one = p->options;
-    const int part_fits = run_bytes(p, &p->options, 1) <= room, B = part_fits ? batch_that_fits(p, room) : 0;
+    room.device -= std::min(reserve, room.device);
+    const int part_fits = run_fits(p, &p->options, 1, room), B = part_fits ? batch_that_fits(p, room) : 0;
     const int fits = options_that_fit(p, &this_batch, room, p->B), one_fits = options_that_fit(p, &one, room, 1);
     const int generates = (int)p->options.generate;  // B is --samples then, and T nothing that was asked for
     const char *what = generates ? "--samples" : "--batch-size";
@@ -101,7 +116,7 @@ static void run_memory_hint(char *text, size_t size, size_t free_bytes, const Me
                                   shares             ? "more GPUs with --zero-stage 3"
                                   : plan_is_split(p) ? "a larger --tp"
                                                      : "several GPUs with --tp");
-        if (p->trains && whole_bytes(p) > room && (size_t)used < size)
+        if (p->trains && whole_bytes(p) > room.device && (size_t)used < size)
             snprintf(text + used, size - (size_t)used,
                      ": embedding, head and two blocks, which --zero-stage 3 has whole, take %.0f MiB",
                      mib(whole_bytes(p)));

@@ -1,19 +1,10 @@
 // Parameters and optimiser states from host memory and back, for checkpoints and tests: slots of backend.h. fp32
-// values, whatever a slot stores.
+// values, whatever a slot stores. What is offloaded is in host memory: CUDA sees from the pointers what a copy is.
 #ifndef LLMC_PARAMETERS_CUH
 #define LLMC_PARAMETERS_CUH
 
 #include "buffers.cuh"
 
-static inline void *slot_pointer(const Buffers *b, Slot s) {
-    switch (s) {
-    case SLOT_WEIGHT: return b->weights;
-    case SLOT_GRAD: return b->grads;
-    case SLOT_M: return b->m;
-    case SLOT_V: return b->v;
-    default: return b->master;
-    }
-}
 // Where elements [offset, offset + count) of a slot are. This rank keeps all of them.
 static inline char *slot_place(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count) {
     assert(slot_pointer(b, s) && offset + count <= p->table->total);
@@ -30,9 +21,12 @@ static inline void slot_widen(const Plan *p, Slot s, float *values, const void *
     else
         for (size_t i = 0; i < count; i++) values[i] = (float)((const __nv_bfloat16 *)stored)[i];
 }
+// Waits for all streams.
 static inline void slot_write(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, const float *values,
-                              cudaStream_t stream) {
+                              const Gpu *gpu) {
+    cudaStream_t stream = gpu->compute;
     char *place = slot_place(p, b, s, offset, count);
+    gpu_wait(gpu);
     if (plan_slot_is_bf16(p, s)) {
         __nv_bfloat16 *rounded = (__nv_bfloat16 *)malloc_or_die(count * sizeof *rounded);
         PARALLEL_FOR
@@ -49,14 +43,13 @@ static inline void slot_write(const Plan *p, const Buffers *b, Slot s, size_t of
                    mine.count * sizeof(float), stream);
     }
 }
-// Waits for both streams.
+// Waits for all streams.
 static inline void slot_read(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, float *values,
                              const Gpu *gpu) {
     const size_t bytes = count * plan_slot_bytes(p, s);
     void *stored = malloc_or_die(bytes);
-    cudaCheck(cudaStreamSynchronize(gpu->compute));
-    cudaCheck(cudaStreamSynchronize(gpu->comm));
-    cudaCheck(cudaMemcpy(stored, slot_place(p, b, s, offset, count), bytes, cudaMemcpyDeviceToHost));
+    gpu_wait(gpu);
+    cudaCheck(cudaMemcpy(stored, slot_place(p, b, s, offset, count), bytes, cudaMemcpyDefault));
     slot_widen(p, s, values, stored, count);
     free(stored);
 }
@@ -65,12 +58,12 @@ static inline char *snapshot_place(const Plan *p, const Buffers *b, Slot s, int 
     return (char *)b->snapshots[s] + p->table->unit_begin[unit] / (size_t)p->mesh->dp.world * plan_slot_bytes(p, s);
 }
 static inline void slot_snapshot(const Plan *p, const Buffers *b, Slot s, const Gpu *gpu) {
-    cudaCheck(cudaStreamSynchronize(gpu->comm));  // weights are being gathered
+    gpu_wait(gpu);  // weights may be on their way from other ranks, states to host memory
     for (int u = 0; u < p->table->num_units; u++) {
         const Span mine = plan_shard(p, u);
         const char *from = slot_place(p, b, s, mine.begin, mine.count);
         cudaCheck(cudaMemcpyAsync(snapshot_place(p, b, s, u), from, mine.count * plan_slot_bytes(p, s),
-                                  cudaMemcpyDeviceToHost, gpu->compute));
+                                  cudaMemcpyDefault, gpu->compute));
     }
     cudaCheck(cudaStreamSynchronize(gpu->compute));
 }

@@ -25,6 +25,7 @@ typedef struct {
     int recomputes_activation;  // backward makes the activation again, from what it read
     int recomputes_norms;       // and h1, h2
     int recomputes_blocks;      // all of a block but its input
+    int offload;                // what is in host memory while it is not used: bits of backend.h
     int head_rows;              // the head runs on so many rows at a time
     // speed
     int activation_fused;                // in the products: 0 not, 1 forward, 2 forward and backward
@@ -98,6 +99,15 @@ static inline void plan_require_fp8(const Plan *p) {
     require(!p->fp8 || matmul_has_fp8(), "--matmul-dtype %s needs a bf16 build and a Hopper GPU\nleave it out",
             p->options.matmul_dtype);
 }
+static inline int plan_offload(const Plan *p) {
+    const int asked = p->trains ? offloads(&p->options) : 0;
+    require(p->has_master || !(asked & OFFLOAD_MASTER),
+            "--offload master has none: weights are fp32 already, or --master-weights is 0\nleave master out");
+    require(p->recomputes_blocks || !(asked & OFFLOAD_ACTIVATIONS),
+            "--offload activations moves the input of each block, all that --recompute 3 keeps\n"
+            "add --recompute 3, or leave activations out");
+    return asked;
+}
 // table, mesh: must outlive the plan. Sizes that cannot be computed stop with a message; nothing is allocated.
 static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const ParamTable *table) {
     Plan p = {};
@@ -130,6 +140,7 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     p.recomputes_activation = o->recompute == 1 || o->recompute == 2;
     p.recomputes_norms = o->recompute == 2;
     p.recomputes_blocks = o->recompute == 3;
+    p.offload = plan_offload(&p);
     p.head_rows = (int)head_rows(o, p.B, p.T);
     p.activation_fused = plan_activation_fused(&p);
     p.rope_fused =
@@ -172,6 +183,7 @@ static inline void plan_print(const Plan *p, FILE *f) {
             ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", FLOATX_NAME, p->has_master ? " and fp32" : "",
             FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "", p->bf16_states ? "bf16" : "fp32");
     for (int stage = 1; stage <= p->zero_stage; stage++) fprintf(f, "%s", shares[stage]);
+    if (p->offload) fprintf(f, " | in host memory: %s", p->options.offload);
     fprintf(f, "\n");
 }
 

@@ -149,13 +149,8 @@ static inline void zero_hand_over(Zero *z) {
     cudaCheck(cudaEventRecord(z->compute_done, z->compute));
     cudaCheck(cudaStreamWaitEvent(z->nccl.stream, z->compute_done, 0));
 }
-static inline void zero_wait_for(Zero *z, cudaEvent_t event) {
-    timing_lap("other", 0, 0, z->compute);
-    cudaCheck(cudaStreamWaitEvent(z->compute, event, 0));
-    timing_lap(TIMING_RANKS, 0, 0, z->compute);
-}
 static inline void zero_wait_reduced(Zero *z) {
-    if (z->nccl.world > 1) zero_wait_for(z, z->reduced);
+    if (z->nccl.world > 1) timing_wait(TIMING_RANKS, z->reduced, z->compute);
 }
 
 static inline size_t zero_piece(const Zero *z, int unit) {
@@ -269,7 +264,7 @@ static inline void zero_wait(Zero *z, int unit) {
     if (unit < z->arrived) return;
     assert(unit == z->arrived || z->b.block_weights);
     z->arrived = unit + 1;
-    zero_wait_for(z, z->gathered[unit]);
+    timing_wait(TIMING_RANKS, z->gathered[unit], z->compute);
 }
 static inline int zero_all_arrived(const Zero *z) { return z->arrived == z->table->num_units; }
 
@@ -282,10 +277,11 @@ static inline Unit zero_get(Zero *z, int unit, UnitUse use) {
     if (zero_passes(z, z->b.block_weights, unit)) {
         zero_fetch(z, unit);
         if (unit_is_block(z->table, next)) zero_fetch(z, next);
-        zero_wait_for(z, z->gathered[unit]);
+        timing_wait(TIMING_RANKS, z->gathered[unit], z->compute);
     } else
         zero_wait(z, unit);
-    if (use == UNIT_BACKWARD && zero_passes(z, z->b.block_grads, unit)) zero_wait_for(z, z->added[unit % 2]);
+    if (use == UNIT_BACKWARD && zero_passes(z, z->b.block_grads, unit))
+        timing_wait(TIMING_RANKS, z->added[unit % 2], z->compute);
     return {z->table, unit, zero_weights(z, unit), zero_grads(z, unit)};
 }
 // sum: what becomes of the gradients. reduce: they are the last micro-step's.
