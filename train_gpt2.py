@@ -792,6 +792,13 @@ def learning_rate_at(o, steps, step):
     return low + left * (o.learning_rate - low)
 
 
+def gumbel(seed, stream, position, count):
+    """The noise of ids 0..count-1: -log(-log(1 - v)), v of 62 random bits, see llmc/sampler.h."""
+    random = rand_u64(seed, stream, position << np.uint64(32) | np.arange(count, dtype=np.uint64))
+    high, low = random >> np.uint64(33), random & np.uint64(0x7FFFFFFF) | np.uint64(1)
+    return -np.log(-np.log1p(-np.minimum(high * 2.0**-31 + low * 2.0**-62, 1 - 2.0**-24)))
+
+
 class Trainer:
     """Model, optimiser and precision: what a step needs besides data."""
 
@@ -857,12 +864,9 @@ class Trainer:
                 begin = len(ids) - (o.seq_len + 1) // 2
             window = torch.tensor([ids[begin:]], device=o.device)
             logits = self.logits(window)[0, -1, :known].double().cpu().numpy()
-            sums = (
-                np.exp((logits - logits.max()) / max(o.temperature, 1e-9)).astype(np.float32).cumsum(dtype=np.float64)
-            )
-            # rand.h's uniform
-            coin = int(rand_u64(o.seed, rand_stream(RAND_SAMPLE, step), len(ids) - 1)[0] >> np.uint64(11)) * 2.0**-53
-            ids.append(int(np.searchsorted(sums, coin * sums[-1], side="right")))
+            position = np.uint64(len(ids) - 1)
+            noise = gumbel(o.seed, rand_stream(RAND_SAMPLE, step), position, len(logits)) if o.temperature > 0 else 0
+            ids.append(int(np.argmax(logits / max(o.temperature, 1e-30) + noise)))
         return [i for i in ids[1:] if i != first]
 
 

@@ -70,18 +70,20 @@ static void generation_decode(Generation *g, int *piece, float *logits) {
     model_decode(g->m, piece, n, logits);
     g->cached = g->count;
 }
-// Draws the next token of each sample. One that has ended continues unseen beside the others. scratch (S, V).
-static void generation_draw(Generation *g, const float *logits, Candidate *scratch, int64_t step) {
+// Draws the next token of each sample. One that has ended continues unseen beside the others.
+static void generation_draw(Generation *g, const float *logits, int64_t step) {
     const Options *o = g->o;
-    int V = g->m->config.vocab_size, at = g->count++, i = at - g->prompt - 1;
+    int V = g->m->config.vocab_size, at = g->count++;
     // A model's vocabulary may be padded.
     int known = g->tokenizer && g->tokenizer->vocab_size < V ? g->tokenizer->vocab_size : V;
     int *next = g->tokens + at;
     PARALLEL_FOR  // with a large vocabulary this takes as long as a small model on a GPU
         for (int s = 0; s < o->samples; s++) {
-        double coin = rand_uniform(o->seed, rand_stream(RAND_SAMPLE, step), (uint64_t)s << 32 | i);
-        next[(size_t)s * g->longest] = sample_token(logits + (size_t)s * V, known, o->temperature, o->top_k, o->top_p,
-                                                    coin, scratch + (size_t)s * V);
+        const uint64_t stream = rand_stream(RAND_SAMPLE, (uint64_t)s << 40 | (uint64_t)step);
+        const Draw d = {(float)o->temperature, (int)o->top_k, (float)o->top_p, (uint64_t)o->seed, stream, 0};
+        Drawn drawn;
+        draw_token(logits + (size_t)s * V, known, &d, (uint64_t)at - 1, &drawn);
+        next[(size_t)s * g->longest] = drawn.token;
     }
     // Ranks that compute together have the tokens of their first.
     const Comm *dp = &g->m->mesh->dp;
@@ -124,7 +126,6 @@ static inline char *generate(Generation *g, int64_t step, int stream) {
     size_t S = o->samples, V = g->m->config.vocab_size;
     int *piece = new_array(int, S * g->window), printed = 1, stopped = 0;
     float *logits = new_array(float, S *V);
-    Candidate *scratch = new_array(Candidate, S * V);
     g->longest = generation_longest(o);
     g->tokens = new_array(int, S * g->longest);
     g->length = (int *)calloc_or_die(S * sizeof(int));
@@ -142,7 +143,7 @@ static inline char *generate(Generation *g, int64_t step, int stream) {
             prompt_seconds = now_seconds() - clock;
             clock += prompt_seconds;
         }
-        generation_draw(g, logits, scratch, step);
+        generation_draw(g, logits, step);
         if (i % GENERATE_MEETING == 0 && g->running && i < o->sample_tokens)
             stopped = (stop_meet(&g->m->mesh->job, MEET_ON) & MEET_STOP) != 0;
         if (stream && !g->length[0]) printed += generation_stream(g, g->tokens + printed, g->count - printed);
@@ -164,7 +165,6 @@ static inline char *generate(Generation *g, int64_t step, int stream) {
     free(g->length);
     free(piece);
     free(logits);
-    free(scratch);
     return first;
 }
 

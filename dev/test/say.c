@@ -23,10 +23,11 @@ static void say_fp8(int rows, int cols, int scale_rows) {
 }
 static void say_samples(int V, double temperature, uint64_t seed, uint64_t step, int draws) {
     float *logits = read_values((size_t)V);
-    Candidate *scratch = (Candidate *)malloc_or_die((size_t)V * sizeof(Candidate));
+    const Draw d = {(float)temperature, 0, 1, seed, rand_stream(RAND_SAMPLE, step), 0};
     for (int i = 0; i < draws; i++) {
-        const double coin = rand_uniform(seed, rand_stream(RAND_SAMPLE, step), (uint64_t)i);
-        printf("%d\n", sample_token(logits, V, temperature, 0, 1, coin, scratch));
+        Drawn drawn;
+        draw_token(logits, V, &d, (uint64_t)i, &drawn);
+        printf("%d\n", drawn.token);
     }
 }
 
