@@ -16,8 +16,10 @@
 //
 // With LLMC_ORACLE defined only the *_cpu functions remain: tests of kernels include this file.
 #include "llmc/bf16.h"
+#include "llmc/cpu_decode.h"
 #include "llmc/fp8.h"
 #include "llmc/params.h"
+#include "llmc/vectors.h"
 
 #include <math.h>
 #ifdef _OPENMP
@@ -61,17 +63,9 @@ static inline void copy_floats(float *to, const float *from, size_t n) { memcpy(
 // into panels (K, TILE_N) that are dense in the L2 cache, BLOCK_K deep and BLOCK_N wide at a time; a is read in place
 // where its rows are contiguous. Each element of c is summed by one thread in the order of k: how the work is split
 // never changes the result.
-#if defined __AVX512F__
-enum { LANES = 16, TILE_N = 4 * LANES };  // 6 x 4 accumulators of 32 registers
-#elif defined __AVX__
-enum { LANES = 8, TILE_N = 2 * LANES };  // 6 x 2 of 16
-#else
-enum { LANES = 4, TILE_N = 2 * LANES };
-#endif
-enum { TILE_M = 6, BLOCK_M = 96, BLOCK_K = 384, BLOCK_N = 384 };
-// Vectors of GCC and Clang: + and * work on all lanes.
-typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+// 6 x 4 accumulators of 32 registers, or 6 x 2 of 16
+enum { TILE_M = 6, TILE_N = LANES == 16 ? 4 * LANES : 2 * LANES };
+enum { BLOCK_M = 96, BLOCK_K = 384, BLOCK_N = 384 };
 
 // A view of a matrix: element (i, j) is at[i * row + j * col]. Swapping row and col transposes it.
 typedef struct {
@@ -234,6 +228,24 @@ void matmul_forward_cpu(float *out, const float *x /*NULL: none*/, const float *
     Product p = {out, x, bias, (size_t)OC, matrix(inp, C), transposed(weight, C), N, OC, C};
     multiply(p);
 }
+// The same with weights in any format: some rows of them at a time are widened.
+void matmul_forward_quant_cpu(float *out, const float *x, const float *inp, QuantMatrix weight, const float *bias,
+                              int N) {
+    const int C = weight.cols, OC = weight.rows, most = (1 << 18) / C / TILE_N * TILE_N, part = most ? most : TILE_N;
+    float *wide = (float *)malloc_or_die(area(part, C) * sizeof(float));
+    for (int n = 0; n < OC; n += part) {
+        const int rows = min_int(OC - n, part);
+        PARALLEL_FOR
+        for (int i = n; i < n + rows; i++)
+            quant_widen(weight.format, wide + area(i - n, C), quant_codes(&weight, i), quant_scales(&weight, i), C);
+        Product p = {out, x, bias, (size_t)OC, matrix(inp, C), transposed(wide, C), N, rows, C};
+        p.c += n;
+        if (x) p.init += n;
+        if (bias) p.bias += n;
+        multiply(p);
+    }
+    free(wide);
+}
 // dinp (N, C) = dout (N, OC) weight (OC, C)
 void matmul_backward_input_cpu(float *dinp /*=*/, const float *dout, const float *weight, int N, int C, int OC) {
     Product p = {dinp, NULL, NULL, (size_t)C, matrix(dout, OC), matrix(weight, C), N, C, OC};
@@ -310,7 +322,7 @@ void bf16_round_cpu(float *out, const float *x, size_t n) {
 
 void embedding_forward_cpu(float *out, const int *tokens, const float *wte, const float *wpe /*NULL: none*/, int B,
                            int T, int C) {
-    PARALLEL_FOR
+    #pragma omp parallel for schedule(static) if (B * T > 1)
     for (int n = 0; n < B * T; n++) {
         const float *word = tokens[n] < 0 ? NULL : wte + area(tokens[n], C);
         const float *position = wpe ? wpe + area(n % T, C) : NULL;
@@ -341,8 +353,8 @@ void embedding_backward_cpu(float *dwte /*+=*/, float *dwpe /*+=, NULL: none*/, 
 
 void norm_forward_cpu(NormKind kind, float *out, float *mean /*NULL for RMS*/, float *rstd, const float *inp,
                       const float *weight, const float *bias /*NULL: none*/, int N, int C, float eps) {
-    int counted = norm_is_centred(kind) ? C : 0;  // RMSNorm's mean is 0
-    PARALLEL_FOR
+    int counted = norm_is_centred(kind) ? C : 0;          // RMSNorm's mean is 0
+    #pragma omp parallel for schedule(static) if (N > 1)  // a token alone: threads would wait longer than it takes
     for (int n = 0; n < N; n++) {
         const float *x = inp + area(n, C);
         float m = 0, variance = 0;
@@ -546,7 +558,7 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
 
 // GELU in its tanh form: x/2 (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
 void gelu_forward_cpu(float *out, const float *inp, size_t n) {
-    #pragma omp parallel for simd schedule(static)
+    #pragma omp parallel for simd schedule(static) if (n > 1 << 14)
     for (size_t i = 0; i < n; i++) {
         float x = inp[i];
         out[i] = x * sigmoid(1.5957691216f * x * (1.0f + 0.044715f * x * x));
@@ -561,7 +573,7 @@ void gelu_backward_cpu(float *dinp /*=*/, const float *dout, const float *inp, s
 }
 // out (N, F) = silu(gate) * up, silu(x) = x sigmoid(x); gate_up (N, 2F) = [gate | up]
 void swiglu_forward_cpu(float *out, const float *gate_up, int N, int F) {
-    PARALLEL_FOR
+    #pragma omp parallel for schedule(static) if (N > 1)
     for (int n = 0; n < N; n++) {
         const float *gate = gate_up + area(n, 2 * F), *up = gate + F;
         #pragma omp simd
@@ -747,19 +759,23 @@ typedef struct {
 } Operands;
 // A linear layer: weight (out,in), bias (out).
 typedef struct {
-    Weights w;
+    Weights w;  // the weight: NULL if it is quantised
     int in, out;
     Operands *operands;  // NULL: as they are
+    QuantMatrix stored;  // the weight as it is stored
+    int decodes;         // generation: few rows, each of whose bits do not depend on the others
 } Linear;
 // A block's activations.
 typedef struct { float *h1, *mean1, *rstd1, *qkv, *y, *lse, *x_mid, *h2, *mean2, *rstd2, *f, *a, *x_out; } BlockActs;
 // A unit's weights and, in backward, gradients, each from the unit's first element on. A block's are there until the
 // next block's unit_get.
-typedef enum { UNIT_FORWARD, UNIT_BACKWARD } UnitUse;
+typedef enum { UNIT_FORWARD, UNIT_BACKWARD, UNIT_DECODE } UnitUse;
 typedef struct {
     const ParamTable *table;
     int number;
+    UnitUse use;
     float *weights, *grads;
+    size_t first;  // the element of the table that they begin with: before it are quantised matrices
 } Unit;
 typedef struct {
     Unit unit;
@@ -782,6 +798,7 @@ struct Model {
     Operands *operands;
     int B, T, recompute, zero_stage;
     float *weights, *grads;  // units in the order of the table, of each what slot_keeps says
+    QuantMatrix *quantised;  // --weights: each block's four matrices in the order of roles, and the head; NULL: native
     void *m, *v;             // the same, fp32 or bf16 (uint16_t)
     float *block_weights;    // ZeRO 3: all weights of unit block_here (0: of none)
     float *block_grads;      // ZeRO 2, 3: a block's gradients of one micro-step
@@ -819,9 +836,24 @@ static void lap(const char *name, double flops) { timing_clock_lap(name, flops, 
 
 // ---- units
 
+// Elements of a unit that are quantised, not in m->weights: the matrices, which come first. The embedding is in both.
+static size_t quantised_elements(const Model *m, int unit) {
+    if (!m->quantised || unit == 0) return 0;
+    const Role vector = unit_is_block(&m->table, unit) ? ROLE_LN1W : ROLE_LNFW;
+    return param_at(&m->table, unit, vector) - m->table.unit_begin[unit];
+}
+// The matrix of a role, NULL if it is native.
+static QuantMatrix *quantised_matrix(const Model *m, int unit, Role role) {
+    const int block = unit_is_block(&m->table, unit) && role >= ROLE_QKVW && role <= ROLE_FCPROJW;
+    const int head = role == (m->config.tied ? ROLE_WTE : ROLE_HEADW);
+    if (!m->quantised || (!block && !head)) return NULL;
+    return m->quantised + 4 * (block ? unit - 1 : m->config.num_layers) + (block ? (int)role - ROLE_QKVW : 0);
+}
 // Elements that this rank keeps of a slot's units before `unit`.
 static size_t kept_of(const Model *m, Slot s, int unit) {
-    return kept_before(&m->mesh->dp, &m->table, slot_keeps(m->zero_stage, s), unit);
+    size_t kept = kept_before(&m->mesh->dp, &m->table, slot_keeps(m->zero_stage, s), unit);
+    for (int u = 0; u < unit && s == SLOT_WEIGHT; u++) kept -= quantised_elements(m, u);
+    return kept;
 }
 static size_t shard_size(const Model *m, int unit) { return param_unit(&m->table, unit).count / m->mesh->dp.world; }
 // All weights of a block, from the shards of all ranks.
@@ -834,23 +866,30 @@ static void gather_block(Model *m, int unit) {
 }
 static Unit unit_get(Model *m, int unit, UnitUse use) {
     int block = unit_is_block(&m->table, unit);
-    Unit u = {&m->table, unit, m->weights + kept_of(m, SLOT_WEIGHT, unit), NULL};
+    Unit u = {.table = &m->table, .number = unit, .use = use, .weights = m->weights + kept_of(m, SLOT_WEIGHT, unit)};
+    u.first = m->table.unit_begin[unit] + quantised_elements(m, unit);
     if (block && m->block_weights) {
         gather_block(m, unit);
         u.weights = m->block_weights;
     }
-    if (use == UNIT_FORWARD) return u;
+    if (use != UNIT_BACKWARD) return u;
     u.grads = m->grads + kept_of(m, SLOT_GRAD, unit);
     if (block && m->block_grads) u.grads = memset(m->block_grads, 0, param_unit(&m->table, unit).count * sizeof(float));
     return u;
 }
 static float *param_pointer(const Unit *u, float *buffer, Role role) {
     size_t at = role == NUM_ROLES ? NO_PARAM : param_at(u->table, u->number, role);  // NUM_ROLES: there is none
-    return at == NO_PARAM || !buffer ? NULL : buffer + (at - u->table->unit_begin[u->number]);
+    return at == NO_PARAM || !buffer || at < u->first ? NULL : buffer + (at - u->first);
 }
 static Weights weights_at(const Unit *u, Role weight, Role bias) {
     return (Weights){param_pointer(u, u->weights, weight), param_pointer(u, u->weights, bias),
                      param_pointer(u, u->grads, weight), param_pointer(u, u->grads, bias)};
+}
+static Linear linear_at(const Model *m, const Unit *u, Role weight, Role bias, int in, int out) {
+    const QuantMatrix *q = quantised_matrix(m, u->number, weight);
+    const Weights w = weights_at(u, weight, bias);
+    const QuantMatrix native = {WEIGHTS_FP32, out, in, (uint8_t *)w.weight, NULL};
+    return (Linear){w, in, out, m->operands, q ? *q : native, u->use == UNIT_DECODE};
 }
 static const float *block_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->blocks[l - 1].x_out; }
 static Block block_get(Model *m, int l, UnitUse use) {
@@ -862,10 +901,10 @@ static Block block_get(Model *m, int l, UnitUse use) {
         .unit = u,
         .norm1 = {weights_at(&u, ROLE_LN1W, ROLE_LN1B), a->mean1, a->rstd1, block_input(m, l)},
         .norm2 = {weights_at(&u, ROLE_LN2W, ROLE_LN2B), a->mean2, a->rstd2, a->x_mid},
-        .qkv = {weights_at(&u, ROLE_QKVW, ROLE_QKVB), C, qkv_width(c), m->operands},
-        .proj = {weights_at(&u, ROLE_PROJW, ROLE_PROJB), Q, C, m->operands},
-        .fc = {weights_at(&u, ROLE_FCW, ROLE_FCB), C, fc_width(c), m->operands},
-        .fcproj = {weights_at(&u, ROLE_FCPROJW, ROLE_FCPROJB), c->ffn_dim, C, m->operands},
+        .qkv = linear_at(m, &u, ROLE_QKVW, ROLE_QKVB, C, qkv_width(c)),
+        .proj = linear_at(m, &u, ROLE_PROJW, ROLE_PROJB, Q, C),
+        .fc = linear_at(m, &u, ROLE_FCW, ROLE_FCB, C, fc_width(c)),
+        .fcproj = linear_at(m, &u, ROLE_FCPROJW, ROLE_FCPROJB, c->ffn_dim, C),
         .a = *a,
     };
 }
@@ -951,8 +990,14 @@ static const float *weight_operand(const Linear *l) {
 }
 // out (rows,out) = [x +] inp (rows,in) weight^T [+ bias]
 static void linear_product(const Linear *l, float *out, const float *x /*NULL: none*/, const float *inp, int rows) {
-    inp = operand(l, 0, FP8_INPUTS, inp, rows, l->in, 1);
-    matmul_forward_cpu(out, x, inp, weight_operand(l), l->w.bias, rows, l->in, l->out);
+    const int rounds = l->operands && l->operands->dtype != OPERANDS_NATIVE;
+    if (l->decodes && !rounds)
+        decode_product_cpu(out, x, inp, l->stored, l->w.bias, rows);
+    else if (l->stored.format != WEIGHTS_FP32)
+        matmul_forward_quant_cpu(out, x, inp, l->stored, l->w.bias, rows);
+    else
+        matmul_forward_cpu(out, x, operand(l, 0, FP8_INPUTS, inp, rows, l->in, 1), weight_operand(l), l->w.bias, rows,
+                           l->in, l->out);
 }
 // dinp (rows,in) = dout (rows,out) weight
 static void linear_product_backward(const Linear *l, float *dinp, const float *dout, int rows) {
@@ -1026,7 +1071,7 @@ static void block_inside(Model *m, const Pass *p, const Block *b, int l) {
 }
 static void block_forward(Model *m, const Pass *p, int l) {
     watchdog_beat(PHASE_FORWARD, l);
-    Block b = block_get(m, l, UNIT_FORWARD);
+    Block b = block_get(m, l, p->cache && p->T == 1 ? UNIT_DECODE : UNIT_FORWARD);
     block_inside(m, p, &b, l);
     linear_project(m, p, &b.fcproj, b.a.x_out, b.a.x_mid, b.a.a);
 }
@@ -1066,8 +1111,10 @@ static void model_forward(Model *m, const Pass *p, const int *tokens) {
 static Linear head_of(Model *m, UnitUse use) {
     int tied = m->config.tied;  // the embedding is its weight, too
     Unit u = unit_get(m, tied ? 0 : m->config.num_layers + 1, use);
-    return (Linear){weights_at(&u, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES), m->config.channels,
-                    m->local.padded_vocab_size, NULL};
+    Linear l =
+        linear_at(m, &u, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES, m->config.channels, m->local.padded_vocab_size);
+    l.operands = NULL;
+    return l;
 }
 // Losses of rows from n0 on; m->logits becomes their gradient. Each tensor-parallel rank has some columns.
 static void head_losses(Model *m, const int *targets, int n0, int rows, float dloss, int backward) {
@@ -1248,7 +1295,9 @@ static void *slot_place(const Model *m, Slot s, int snapshot, size_t offset, siz
     Span held = kept_span(dp, &m->table, keep, u);
     assert(buffer && offset >= held.begin && offset + count <= m->table.total);
     assert(keep == KEEP_WHOLE || offset + count <= held.begin + held.count);
-    return buffer + kept_at(dp, &m->table, keep, u, offset) * slot_bytes(m, s);
+    size_t place = kept_at(dp, &m->table, keep, u, offset);
+    for (int before = 0; before <= u && s == SLOT_WEIGHT; before++) place -= quantised_elements(m, before);
+    return buffer + place * slot_bytes(m, s);
 }
 static void slot_read(const Model *m, Slot s, int snapshot, size_t offset, size_t count, float *values) {
     const void *place = slot_place(m, s, snapshot, offset, count);
@@ -1264,7 +1313,23 @@ void model_read(const Model *m, Slot s, size_t offset, size_t count, float *valu
 void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
     slot_read(m, s, 1, offset, count, values);
 }
+// Whole rows of a tensor become a part of its matrix.
+static void write_quantised(const Model *m, const Param *t, const QuantMatrix *q, size_t offset, size_t count,
+                            const float *values) {
+    const size_t cols = q->cols, first = (offset - param_at(&m->table, t->unit, t->role)) / cols;
+    int refused = 0;
+    assert((offset - t->offset) % cols == 0 && count % cols == 0 && offset + count <= t->offset + t->size);
+    #pragma omp parallel for schedule(static) reduction(| : refused)
+    for (size_t i = 0; i < count / cols; i++)
+        refused |=
+            !quant_row(q->format, quant_codes(q, first + i), quant_scales(q, first + i), values + i * cols, cols);
+    require(!refused, "%s has weights that are not finite or above 2^100\nonly --weights native takes them", t->name);
+}
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
+    const Param *t = s == SLOT_WEIGHT && m->quantised ? param_of(&m->table, offset) : NULL;
+    const QuantMatrix *q = t ? quantised_matrix(m, t->unit, t->role) : NULL;
+    if (q) write_quantised(m, t, q, offset, count, values);
+    if (q && t->role != ROLE_WTE) return;
     void *place = slot_place(m, s, 0, offset, count);
     uint16_t *narrow = place;
     if (s == SLOT_WEIGHT) m->block_here = 0;
@@ -1398,7 +1463,7 @@ static void decode_forward(Model *m, const int *tokens, int n) {
 }
 void model_decode(Model *m, const int *tokens, int n, float *logits) {
     const Comm *tp = &m->mesh->tp;
-    Linear l = head_of(m, UNIT_FORWARD);
+    Linear l = head_of(m, UNIT_DECODE);
     int S = m->cache.sequences, V = m->config.vocab_size, Vp = l.out;
     size_t share = area(S, Vp);
     float *all = malloc_or_die(tp->world * share * sizeof(float));  // (rank,S,Vp)
@@ -1441,6 +1506,23 @@ static void check_run(const Config *c, const Options *o, const Mesh *mesh) {
     comm_require(&mesh->job, !for_gpus, "%s needs a GPU\nleave it out", for_gpus);
     require(N <= 1 << 28, "micro-steps of %lld x %lld tokens are too large\nuse a smaller --batch-size", o->batch_size,
             o->seq_len);
+}
+// --weights other than native: the blocks' matrices and the head's.
+static void open_quantised(Model *m, WeightFormat f) {
+    const Config *c = &m->local;
+    const int C = c->channels, Q = c->num_heads * c->head_dim, L = c->num_layers;
+    const int sizes[][2] = {{qkv_width(c), C}, {C, Q}, {fc_width(c), C}, {C, c->ffn_dim}, {c->padded_vocab_size, C}};
+    quant_check(f, "channels", C);
+    quant_check(f, "columns of all heads", Q);
+    quant_check(f, "columns of the MLP", c->ffn_dim);
+    m->quantised = (QuantMatrix *)room(m, (4 * L + 1) * sizeof *m->quantised);
+    for (int i = 0; i <= 4 * L; i++) {
+        const int *size = sizes[i < 4 * L ? i % 4 : 4];
+        QuantMatrix q = {f, size[0], size[1], NULL, NULL};
+        q.codes = (uint8_t *)room(m, q.rows * quant_row_bytes(f, q.cols));
+        q.scales = (uint8_t *)room(m, q.rows * quant_scale_bytes(f, q.cols));
+        m->quantised[i] = q;
+    }
 }
 // Activations of one block. What a block shares with block 0 is recomputed in backward.
 static BlockActs block_acts(Model *m, int N, int rows, const BlockActs *shared) {
@@ -1520,6 +1602,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     describe_device(m->device, sizeof m->device);
     int units = m->table.num_units;
     size_t block = param_unit(&m->table, 1).count, shard = m->table.total / mesh->dp.world;
+    if (weights_are_quantised(o)) open_quantised(m, quant_format(o->weights));
     m->weights = floats(m, kept_of(m, SLOT_WEIGHT, units));
     if (m->zero_stage >= 3) m->block_weights = floats(m, block);
     open_activations(m, o);
@@ -1554,6 +1637,7 @@ void model_print_plan(const Model *m, FILE *f) {
     if (p->dtype != OPERANDS_NATIVE)
         fprintf(f, "of blocks %s, their weights' gradients %s, of the head ", dtypes[p->dtype],
                 dtypes[p->dweight_dtype]);
+    if (m->quantised) fprintf(f, "of %s weights, ", weight_format_names[m->quantised->format]);
     fprintf(f, "fp32, sums fp32 | backward recomputes %s | head on %d rows at a time | m and v %s\n",
             levels[m->recompute], m->head_rows, m->bf16_states ? "bf16" : "fp32");
 }

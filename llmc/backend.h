@@ -57,6 +57,7 @@ static inline size_t head_rows(const Options *o, int B, int T) {
 }
 // Runs that only go forward have no gradients and no optimiser states.
 static int forward_only(const Options *o) { return o->generate || o->evaluate; }
+static inline int weights_are_quantised(const Options *o) { return strcmp(o->weights, "native") != 0; }
 // Whether checkpoints are written during training, from a copy in host memory. One at the end of a run needs no copy.
 static inline int saves_beside_training(const Options *o) {
     return o->save_every > 0 && o->save_async && !forward_only(o);
@@ -117,7 +118,8 @@ int model_slot_is_bf16(const Model *m, Slot s);  // what it stores; else fp32
 // The elements of a unit that this rank holds: all, or its shard. That of gradients holds after the last micro-step.
 Span model_owned(const Model *m, Slot s, int unit);
 // fp32 values in and out, converted to and from the slot's dtype, within model_owned. Writing SLOT_WEIGHT sets the
-// master, too, without rounding.
+// master, too, without rounding. With --weights other than native it takes whole rows of one tensor, and they cannot be
+// read again.
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values);
 void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values);
 // A copy in host memory of this rank's shard (param_shard) of every unit, for a checkpoint that is written during

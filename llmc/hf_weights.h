@@ -41,14 +41,12 @@ static inline void param_file_span(const ParamFile *f, size_t begin, size_t coun
         st_write_floats(f->writer, f->to, begin, count, values);
 }
 // How many of the `left` elements of a rank's tensor from `at` on are moved together. They fit a piece and are of one
-// part. Of a transposed tensor they are whole rows, or the rest of one row.
+// part. They are whole rows, or the rest of one row.
 static inline size_t param_piece(const Param *p, size_t at, size_t left) {
     const ParamPart *q = param_part_at(p, at);
     size_t most = left < HF_PIECE ? left : HF_PIECE;
-    if (!q) return most;
-    if (q->begin + q->count - at < most) most = q->begin + q->count - at;
-    const size_t cols = param_width(p, q), rest = cols - (at - q->begin) % cols;
-    if (!p->transposed) return most;
+    if (q && q->begin + q->count - at < most) most = q->begin + q->count - at;
+    const size_t cols = q ? param_width(p, q) : (size_t)p->cols, rest = cols - (at - (q ? q->begin : 0)) % cols;
     return rest < cols || most < cols ? (most < rest ? most : rest) : most / cols * cols;
 }
 // Moves elements [at, at + count) of a rank's tensor between `values` and the file; `count` as param_piece says.

@@ -107,6 +107,12 @@ static inline int param_unit_of(const ParamTable *t, size_t offset) {
     while (offset >= t->unit_begin[u + 1]) u++;
     return u;
 }
+// The tensor that begins at an element or before it.
+static inline const Param *param_of(const ParamTable *t, size_t offset) {
+    int i = t->count - 1;
+    while (i > 0 && t->params[i].offset > offset) i--;
+    return &t->params[i];
+}
 // The shard of a unit that `rank` sums, updates and saves.
 static inline Span param_shard(const ParamTable *t, int unit, int rank, int world) {
     assert(UNIT_ALIGN % (8 * world) == 0);  // mesh.h: zero_check

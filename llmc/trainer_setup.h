@@ -47,6 +47,15 @@ typedef struct {
 // Refuses combinations of options.
 static void check_options(const Options *o) {
     offloads(o);  // refuses what it does not know
+    require(!weights_are_quantised(o) || forward_only(o),
+            "--weights %s is for --generate and --evaluate: a training run changes its weights\n"
+            "leave it out; --matmul-dtype fp8 trains with fewer bits",
+            o->weights);
+    #ifdef __CUDACC__
+    require(!weights_are_quantised(o), "--weights %s is the CPU trainer's so far\nleave it out", o->weights);
+    #endif
+    require(!weights_are_quantised(o) || (!strcmp(o->matmul_dtype, "native") && o->zero_stage < 3),
+            "--weights %s goes with neither --matmul-dtype nor --zero-stage 3\nleave them out", o->weights);
     require(o->tp_overlap < 1 || o->tp > 1,
             "--tp-overlap 1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
     require(o->zero_stage < 2 || o->dp_overlap != 0,
@@ -264,7 +273,8 @@ static void init_weights(Model *m, uint64_t seed) {
         const Param *p = &m->table.params[i];
         const Span mine = span_overlap(model_owned(m, SLOT_WEIGHT, p->unit), p->offset, p->size);
         for (size_t at = mine.begin, end = at + mine.count, n; at < end; at += n) {
-            n = end - at < PIECE ? end - at : PIECE;
+            n = PIECE / p->cols * p->cols;  // whole rows
+            if (n > end - at) n = end - at;
             param_init(&m->table, i, seed, at - p->offset, n, values);
             model_write(m, SLOT_WEIGHT, at, n, values);
         }

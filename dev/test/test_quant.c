@@ -1,0 +1,196 @@
+// llmc/quant.h: what each format makes of a row. llmc/cpu_decode.h: its products against sums in double, and that a
+// row's bits depend on nothing else.
+#define LLMC_ORACLE
+#include "../../train_gpt2.c"
+#include "check.h"
+
+enum { MOST = 1100 };
+
+static void fill(float *x, int n, int stream, float size) {
+    for (int i = 0; i < n; i++) x[i] = size * rand_normal(11, stream, i);
+}
+static float largest(const float *x, int n) {
+    float most = 0;
+    for (int i = 0; i < n; i++) most = fmaxf(most, fabsf(x[i]));
+    return most;
+}
+
+// A row: its codes, scales and values again.
+typedef struct {
+    uint8_t codes[4 * MOST], scales[4 * MOST];
+    float values[MOST];
+    int taken;
+} Row;
+static Row *row_of(WeightFormat f, const float *x, int cols) {
+    static Row r;
+    memset(&r, 0xee, sizeof r);
+    r.taken = quant_row(f, r.codes, r.scales, x, cols);
+    quant_widen(f, r.values, r.codes, r.scales, cols);
+    return &r;
+}
+
+static void test_values(WeightFormat f) {
+    const char *name = weight_format_names[f];
+    enum { COLS = 384 };
+    static float x[COLS], again[COLS];
+    int outside = 0, changed = 0, bytes = 0;
+    for (int t = 0; t < 200; t++) {
+        fill(x, COLS, t, ldexpf(1, t - 100 < -80 ? -80 : t - 100 > 90 ? 90 : t - 100));
+        Row *r = row_of(f, x, COLS);
+        for (int i = 0; i < COLS; i++) {
+            const float most = largest(x, COLS), group = largest(x + i / 128 * 128, 128), size = fabsf(x[i]);
+            const float e4m3 = fmaxf(size / 16, most / 448 * 0x1p-9f);
+            const float bounds[] = {0, size * 0x1p-8f, most / 254 * 1.0001f, group * 0.23f, e4m3};
+            outside += !(fabsf(r->values[i] - x[i]) <= bounds[f]);
+        }
+        memcpy(again, r->values, sizeof again);
+        changed += f != WEIGHTS_INT4 && memcmp(again, row_of(f, again, COLS)->values, sizeof again) != 0;
+        bytes += r->codes[quant_row_bytes(f, COLS) - 1] == 0xee && r->codes[quant_row_bytes(f, COLS)] != 0xee;
+        bytes += r->scales[quant_scale_bytes(f, COLS)] != 0xee;
+    }
+    check(outside == 0, "%s: no value is further away than half a step, of int4 where it is cut two", name);
+    check(changed == 0, "%s: what was rounded once stays", name);
+    check(bytes == 0, "%s: a row takes the bytes that it should", name);
+}
+// The sum of squared errors relative to that of the values, over values from a normal distribution.
+static void test_noise(void) {
+    enum { COLS = 1024 };
+    static float x[COLS];
+    double got[NUM_WEIGHT_FORMATS];
+    for (int f = 0; f < NUM_WEIGHT_FORMATS; f++) {
+        double error = 0, all = 0;
+        for (int t = 0; t < 50; t++) {
+            fill(x, COLS, t, 0.02f);
+            const Row *r = row_of((WeightFormat)f, x, COLS);
+            for (int i = 0; i < COLS; i++) {
+                error += pow(r->values[i] - x[i], 2);
+                all += pow(x[i], 2);
+            }
+        }
+        got[f] = sqrt(error / all);
+    }
+    check(got[WEIGHTS_FP32] == 0 && got[WEIGHTS_BF16] < 0.002 && got[WEIGHTS_INT8] < 0.008 && got[WEIGHTS_FP8] < 0.03 &&
+              got[WEIGHTS_INT4] < 0.1,
+          "root mean square errors: bf16 %.5f, int8 %.5f, fp8 %.5f, int4 %.5f", got[WEIGHTS_BF16], got[WEIGHTS_INT8],
+          got[WEIGHTS_FP8], got[WEIGHTS_INT4]);
+}
+static void test_codes(void) {
+    float x[128] = {127, -127, 0.5f, 1.5f, 2.5f, -0.5f, -1.5f, 126.5f, -126.5f, 0.49f};
+    const int8_t ties[] = {127, -127, 0, 2, 2, 0, -2, 126, -126, 0};
+    Row *r = row_of(WEIGHTS_INT8, x, 128);
+    check(!memcmp(r->codes, ties, sizeof ties) && *(float *)r->scales == 1, "int8: ties go to the even code");
+    int exact = 1;
+    for (int k = 1; k < 1000; k++) {  // products of codes and scales have at most 24 bits
+        x[0] = 127 * (1 + k * 0.00123f);
+        r = row_of(WEIGHTS_INT8, x, 10);
+        for (int i = 0; i < 10; i++) exact &= r->values[i] == (double)*(float *)r->scales * (int8_t)r->codes[i];
+    }
+    check(exact, "int8: each value is exactly code times scale");
+    memset(x, 0, sizeof x);
+    for (int i = 0; i < 16; i++) x[i] = 2 * (i - 8);
+    r = row_of(WEIGHTS_INT4, x, 128);
+    int good = *(uint16_t *)r->scales == bf16_nearest(2) && r->codes[63] == 0x88;
+    for (int i = 0; i < 16; i++) good &= (r->codes[i / 2] >> i % 2 * 4 & 15) == i && r->values[i] == x[i];
+    check(good, "int4: -8 to 7 times 2 come back, the even columns in the low halves");
+    for (int i = 0; i < 128; i++) x[i] = -x[i];
+    r = row_of(WEIGHTS_INT4, x, 128);
+    check(r->values[0] == 16 && r->values[15] == -14, "int4: a scale may be negative, so that 16 is eight steps, too");
+    for (int i = 0; i < 8; i++) x[i] = (float[]){448, -448, 1, 1.0625f, 1.1875f, 0x1p-9f, 0x1p-10f, 0}[i];
+    r = row_of(WEIGHTS_FP8, x, 128);
+    const float rounded[] = {448, -448, 1, 1, 1.25f, 0x1p-9f, 0, 0};
+    check(!memcmp(r->values, rounded, sizeof rounded) && *(float *)r->scales == 1, "fp8: e4m3 with ties to even");
+}
+static void test_extremes(WeightFormat f) {
+    const char *name = weight_format_names[f];
+    float x[256] = {0};
+    int good = 1;
+    Row *r = row_of(f, x, 256);
+    for (int i = 0; i < 256; i++) good &= r->taken && r->values[i] == 0;
+    check(good, "%s: zeros stay zeros", name);
+    const float refused[] = {NAN, -NAN, INFINITY, -INFINITY, 0x1.1p100f, -3e38f};
+    for (int i = 0; i < 6; i++) {
+        x[i * 40 + 7] = refused[i];
+        good &= !row_of(f, x, 256)->taken;
+        x[i * 40 + 7] = 0;
+    }
+    check(good, "%s: NaN, Inf and values above 2^100 are refused, wherever they are", name);
+    x[200] = -0x1p100f;
+    x[3] = 0x1p-90f;  // in another group
+    r = row_of(f, x, 256);
+    good = r->taken && fabsf(r->values[200] / x[200] - 1) < 0.07f && isfinite(r->values[3]);
+    x[200] = -1e-38f;
+    x[3] = 1e-45f;
+    r = row_of(f, x, 256);
+    for (int i = 0; i < 256; i++) good &= r->taken && fabsf(r->values[i] - x[i]) <= 0x1p-100f;
+    check(good, "%s: the largest and the smallest numbers give no Inf and no NaN", name);
+}
+
+// out against sums in double over the widened weights, alone and beside other rows, on 1 to 3 threads.
+static void test_product(WeightFormat f, int cols, int rows, int N) {
+    float *w = new_array(float, cols *rows), *inp = new_array(float, N *cols), *x = new_array(float, N *rows);
+    float *out = new_array(float, N *rows), *other = new_array(float, N *rows), *bias = new_array(float, rows);
+    float *gemm = new_array(float, N *rows);
+    QuantMatrix q = {f, rows, cols, malloc_or_die(rows * quant_row_bytes(f, cols) + 1), malloc_or_die(rows * 4 * cols)};
+    int wrong = 0, differ = 0;
+    fill(w, cols * rows, 1, 0.1f);
+    fill(inp, N * cols, 2, 1);
+    fill(x, N * rows, 3, 1);
+    fill(bias, rows, 4, 1);
+    for (int i = 0; i < rows; i++) quant_row(f, quant_codes(&q, i), quant_scales(&q, i), w + area(i, cols), cols);
+    for (int i = 0; i < rows; i++) quant_widen(f, w + area(i, cols), quant_codes(&q, i), quant_scales(&q, i), cols);
+    decode_product_cpu(out, x, inp, q, bias, N);
+    matmul_forward_quant_cpu(gemm, x, inp, q, bias, N);
+    matmul_forward_cpu(other, x, inp, w, bias, N, cols, rows);
+    differ += memcmp(gemm, other, area(N, rows) * sizeof(float)) != 0;
+    for (int n = 0; n < N; n++)
+        for (int i = 0; i < rows; i++) {
+            double sum = (double)x[area(n, rows) + i] + bias[i], size = fabs(sum) + 1;
+            for (int k = 0; k < cols; k++) {
+                const double a = (double)inp[area(n, cols) + k] * w[area(i, cols) + k];
+                sum += a;
+                size += fabs(a);
+            }
+            wrong += !(fabs(out[area(n, rows) + i] - sum) <= 3e-7 * size);
+        }
+    for (int n = 0; n < N; n++) {  // each row alone
+        decode_product_cpu(other, x + area(n, rows), inp + area(n, cols), q, bias, 1);
+        differ += memcmp(other, out + area(n, rows), rows * sizeof(float)) != 0;
+    }
+    #ifdef _OPENMP
+    for (int threads = 1; threads <= 3; threads++) {
+        omp_set_num_threads(threads);
+        decode_product_cpu(other, x, inp, q, bias, N);
+        differ += memcmp(other, out, area(N, rows) * sizeof(float)) != 0;
+    }
+    #endif
+    decode_product_cpu(other, NULL, inp, q, NULL, N);
+    for (int i = 0; i < N * rows; i++)
+        wrong += !(fabs(out[i] - x[i] - bias[i % rows] - other[i]) <= 1e-5 * (1 + fabs(x[i]) + fabs(other[i])));
+    check(wrong == 0 && differ == 0, "%s (%d,%d) for %d rows: %d sums are wrong, %d rows differ by their neighbours",
+          weight_format_names[f], rows, cols, N, wrong, differ);
+    void *all[] = {w, inp, x, out, other, bias, gemm, q.codes, q.scales};
+    for (int i = 0; i < 9; i++) free(all[i]);
+}
+
+static void refuse_columns(void *unused) {
+    (void)unused;
+    quant_check(WEIGHTS_INT4, "channels", 192);
+}
+
+int main(void) {
+    for (int f = 0; f < NUM_WEIGHT_FORMATS; f++) {
+        test_values((WeightFormat)f);
+        test_extremes((WeightFormat)f);
+        check(quant_format(weight_format_names[f]) == (WeightFormat)f, "%s has a name", weight_format_names[f]);
+    }
+    test_noise();
+    test_codes();
+    for (int f = 0; f < NUM_WEIGHT_FORMATS; f++)
+        for (int N = 1; N <= 17; N += N < 7 ? 1 : 5) test_product((WeightFormat)f, N % 2 ? 384 : 1024, 70, N);
+    const int odd[] = {1, 7, 63, 65, 100, 130, 1090};  // no multiples of what is read at once
+    for (int f = 0; f < NUM_WEIGHT_FORMATS; f++)
+        for (int i = 0; i < 7 && f != WEIGHTS_INT4; i++) test_product((WeightFormat)f, odd[i], 9, 5);
+    check_refused("int4 with columns that do not divide", refuse_columns, NULL,
+                  "multiple of 128, but the channels are 192");
+    return checks_report("test_quant");
+}

@@ -1,0 +1,177 @@
+// Matrices in few bits, row by row (--weights). Both programs store and read them like this; generation reads every
+// weight for every token, so its time is that of their bytes.
+//
+//          a weight                                      its value         scales
+//   fp32   4 bytes                                       itself            none
+//   bf16   2 bytes, rounded to nearest                   itself            none
+//   int8   1 byte, -127..127, two's complement           code * scale      one fp32 a row: absmax / 127
+//   fp8    1 byte, e4m3 (fp8.h)                          code * scale      one fp32 a row: a power of two
+//   int4   half a byte, -8..7, stored with 8 added;      code * scale      one bf16 for each group of 128 columns; a
+//          column 2 i is the low half of byte i                            row's are padded to an even number
+//
+// Codes are rounded to nearest, ties to even. Each value is exact in fp32: int8's scale is rounded to 17 bits, so that
+// 7 bits times 17 fit. Weights are finite and at most 2^100, else they are refused. A row or group whose values are all
+// below 2^-100 becomes zeros.
+#ifndef LLMC_QUANT_H
+#define LLMC_QUANT_H
+
+#include <math.h>
+
+#include "bf16.h"
+#include "fp8.h"
+
+typedef enum { WEIGHTS_FP32, WEIGHTS_BF16, WEIGHTS_INT8, WEIGHTS_INT4, WEIGHTS_FP8, NUM_WEIGHT_FORMATS } WeightFormat;
+static const char *const weight_format_names[] = {"fp32", "bf16", "int8", "int4", "fp8"};
+enum { INT4_GROUP = 128 };
+
+// A matrix in such a format. Rows lie one after another, and so do their scales.
+typedef struct {
+    WeightFormat format;
+    int rows, cols;
+    uint8_t *codes, *scales;
+} QuantMatrix;
+
+HOST_DEVICE static inline size_t quant_row_bytes(WeightFormat f, int cols) {
+    switch (f) {
+    case WEIGHTS_FP32: return (size_t)cols * 4;
+    case WEIGHTS_BF16: return (size_t)cols * 2;
+    case WEIGHTS_INT4: return (size_t)cols / 2;
+    default: return (size_t)cols;
+    }
+}
+HOST_DEVICE static inline size_t quant_scale_bytes(WeightFormat f, int cols) {
+    switch (f) {
+    case WEIGHTS_FP32:
+    case WEIGHTS_BF16: return 0;
+    case WEIGHTS_INT4: return (size_t)(cols / INT4_GROUP + 1) / 2 * 4;
+    default: return sizeof(float);
+    }
+}
+static inline uint8_t *quant_codes(const QuantMatrix *q, size_t row) {
+    return q->codes + row * quant_row_bytes(q->format, q->cols);
+}
+static inline uint8_t *quant_scales(const QuantMatrix *q, size_t row) {
+    return q->scales + row * quant_scale_bytes(q->format, q->cols);
+}
+// Of a name of --weights.
+static inline WeightFormat quant_format(const char *name) {
+    int f = 0;
+    while (f < NUM_WEIGHT_FORMATS && strcmp(weight_format_names[f], name)) f++;
+    assert(f < NUM_WEIGHT_FORMATS);
+    return (WeightFormat)f;
+}
+// what: of the matrix, for people
+static inline void quant_check(WeightFormat f, const char *what, int cols) {
+    require(f != WEIGHTS_INT4 || cols % INT4_GROUP == 0,
+            "int4 weights need rows of a multiple of %d, but the %s are %d\nuse --weights int8, or a smaller --tp",
+            (int)INT4_GROUP, what, cols);
+}
+
+// The largest absolute value; NaN if there is one.
+static inline float quant_absmax(const float *x, int n) {
+    uint32_t most = 0;  // bits: of positive numbers they have the numbers' order, and NaN is above all
+    for (int i = 0; i < n; i++) {
+        const uint32_t size = float_bits(x[i]) & 0x7fffffff;
+        most = size > most ? size : most;
+    }
+    return bits_float(most);
+}
+static inline int quant_is_nothing(float absmax) { return absmax < 0x1p-100f; }
+
+static inline float quant_row_int8(int8_t *codes, const float *x, int cols, float absmax) {
+    const float scale = quant_is_nothing(absmax) ? 0 : bits_float((float_bits(absmax / 127) + 0x40) & ~0x7fu);
+    for (int i = 0; i < cols; i++) codes[i] = (int8_t)(scale > 0 ? rintf(x[i] / scale) : 0);
+    return scale;
+}
+static inline float quant_row_fp8(uint8_t *codes, const float *x, int cols, float absmax) {
+    const float up = quant_is_nothing(absmax) ? 0 : fp8_scale(FP8_E4M3, absmax);
+    for (int i = 0; i < cols; i++) codes[i] = fp8_from_float(FP8_E4M3, x[i] * up);
+    return up > 0 ? 1 / up : 0;
+}
+
+// times: x / scale
+static inline float int4_code(float times) {
+    const float code = rintf(times);
+    return code < -8 ? -8 : code > 7 ? 7 : code;
+}
+// Squared, in units of the scale.
+static inline float int4_error(const float *x, float scale) {
+    enum { PARTS = 8 };  // partial sums, for vectors
+    float sums[PARTS] = {0}, sum = 0;
+    for (int i = 0; i < INT4_GROUP; i += PARTS)
+        for (int k = 0; k < PARTS; k++) {
+            const float times = x[i + k] / scale, e = times - int4_code(times);
+            sums[k] += e * e;
+        }
+    for (int k = 0; k < PARTS; k++) sum += sums[k];
+    return sum;
+}
+// Of a few scales the one with the least squared error. The value of largest size gets a code from -7 to -9, which is
+// cut to -8: the other 15 codes may then lie closer.
+static inline uint16_t int4_scale(const float *x, float absmax) {
+    enum { TRIED = 9 };
+    float extreme = 0, least = INFINITY;
+    uint16_t best = 0;
+    for (int i = 0; i < INT4_GROUP; i++)
+        if (fabsf(x[i]) == absmax) extreme = x[i];
+    for (int k = 0; k < TRIED && !quant_is_nothing(absmax); k++) {
+        const uint16_t scale = bf16_nearest(extreme / (-7 - 0.25f * k));
+        const float unit = bf16_widen(scale) / absmax, error = int4_error(x, bf16_widen(scale)) * unit * unit;
+        if (error >= least) continue;
+        least = error;
+        best = scale;
+    }
+    return best;
+}
+static inline void quant_row_int4(uint8_t *codes, uint16_t *scales, const float *x, int cols) {
+    for (int g = 0; g < cols / INT4_GROUP; g++) {
+        const float *group = x + g * INT4_GROUP;
+        scales[g] = int4_scale(group, quant_absmax(group, INT4_GROUP));
+        const float scale = bf16_widen(scales[g]);
+        for (int i = 0; i < INT4_GROUP; i += 2) {
+            const int low = scale == 0 ? 0 : (int)int4_code(group[i] / scale);
+            const int high = scale == 0 ? 0 : (int)int4_code(group[i + 1] / scale);
+            *codes++ = (uint8_t)((low + 8) | (high + 8) << 4);
+        }
+    }
+    if (cols / INT4_GROUP % 2) scales[cols / INT4_GROUP] = 0;
+}
+// Returns 0 if a weight is refused.
+static inline int quant_row(WeightFormat f, void *codes, void *scales, const float *x, int cols) {
+    const float absmax = quant_absmax(x, cols);
+    if (!(absmax <= 0x1p100f)) return 0;
+    switch (f) {
+    case WEIGHTS_INT8: *(float *)scales = quant_row_int8((int8_t *)codes, x, cols, absmax); break;
+    case WEIGHTS_FP8: *(float *)scales = quant_row_fp8((uint8_t *)codes, x, cols, absmax); break;
+    case WEIGHTS_INT4: quant_row_int4((uint8_t *)codes, (uint16_t *)scales, x, cols); break;
+    case WEIGHTS_BF16:
+        for (int i = 0; i < cols; i++) ((uint16_t *)codes)[i] = bf16_nearest(x[i]);
+        break;
+    default: memcpy(codes, x, cols * sizeof *x);
+    }
+    return 1;
+}
+
+// x = the values of a row, in fp32
+static inline void quant_widen(WeightFormat f, float *x, const void *codes, const void *scales, int cols) {
+    const uint8_t *bytes = (const uint8_t *)codes;
+    const float scale = f == WEIGHTS_INT8 || f == WEIGHTS_FP8 ? *(const float *)scales : 1;
+    switch (f) {
+    case WEIGHTS_INT8:
+        for (int i = 0; i < cols; i++) x[i] = (int8_t)bytes[i] * scale;
+        break;
+    case WEIGHTS_FP8:
+        for (int i = 0; i < cols; i++) x[i] = fp8_to_float(FP8_E4M3, bytes[i]) * scale;
+        break;
+    case WEIGHTS_INT4:
+        for (int i = 0; i < cols; i++)
+            x[i] = ((bytes[i / 2] >> i % 2 * 4 & 15) - 8) * bf16_widen(((const uint16_t *)scales)[i / INT4_GROUP]);
+        break;
+    case WEIGHTS_BF16:
+        for (int i = 0; i < cols; i++) x[i] = bf16_widen(((const uint16_t *)codes)[i]);
+        break;
+    default: memcpy(x, codes, cols * sizeof *x);
+    }
+}
+
+#endif
