@@ -186,7 +186,7 @@ $(BUILD)/fuzz/%.fuzzer: dev/fuzz/%.c dev/fuzz/fuzz.h $(C_HEADERS) $(CONFIG) Make
 
 # A header is included by a file that has nothing else (what comes after a backend: a Model and nothing else). C headers serve
 # C and C++; device code is compiled for one GPU only, and not optimised (-G), which would take six times as long.
-AFTER_BACKEND := hf_weights checkpoint evaluate generate trainer trainer_report trainer_setup
+AFTER_BACKEND := chat hf_weights checkpoint engine evaluate generate serve trainer trainer_report trainer_setup
 headers: $(HEADERS:llmc/%=$(BUILD)/headers/%.ok)
 $(BUILD)/headers/%.h.ok: llmc/%.h $(C_HEADERS) $(CONFIG)
 	@mkdir -p $(@D)

@@ -454,6 +454,19 @@ typedef struct {
     size_t sequence, head, token;
 } KeysValues;
 
+// x (n) = softmax(scale x). Returns the logarithm of the sum of exponentials.
+static inline float softmax(float *x, int n, float scale) {
+    float highest = -INFINITY, sum = 0;
+    #pragma omp simd reduction(max : highest)
+    for (int s = 0; s < n; s++) highest = x[s] > highest ? x[s] : highest;
+    #pragma omp simd reduction(+ : sum)
+    for (int s = 0; s < n; s++) {
+        x[s] = fast_exp((x[s] - highest) * scale);
+        sum += x[s];
+    }
+    for (int s = 0; s < n; s++) x[s] *= 1 / sum;
+    return highest * scale + logf(sum);
+}
 // T queries in each of B sequences. The i-th is the token at + i of its sequence: it sees the keys up to its own.
 static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const float *qkv, KeysValues kv, int at, int B,
                    int T, int NH, int NKV, int HD) {
@@ -470,18 +483,10 @@ static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const fl
             Matrix q = matrix(head_at(qkv, b, T, row, h, HD) + t0 * row, row);
             multiply_small(p, keys, 0, q, keys_transposed, rows, keys, HD);
             for (int i = 0; i < rows; i++) {
-                float *x = p + area(i, keys), highest = -INFINITY, sum = 0;
+                float *x = p + area(i, keys);
                 int seen = at + t0 + i + 1;
-                #pragma omp simd reduction(max : highest)
-                for (int s = 0; s < seen; s++) highest = x[s] > highest ? x[s] : highest;
-                #pragma omp simd reduction(+ : sum)
-                for (int s = 0; s < seen; s++) {
-                    x[s] = fast_exp((x[s] - highest) * scale);
-                    sum += x[s];
-                }
-                for (int s = 0; s < seen; s++) x[s] *= 1 / sum;
+                lse[area(task, T) + t0 + i] = softmax(x, seen, scale);
                 for (int s = seen; s < keys; s++) x[s] = 0;
-                lse[area(task, T) + t0 + i] = highest * scale + logf(sum);
             }
             float *o = out + (area(b, T) + t0) * out_row + area(h, HD);
             multiply_small(o, out_row, 0, matrix(p, keys), values, rows, HD, keys);
@@ -494,20 +499,56 @@ void attention_forward_cpu(float *out, float *lse, const float *qkv, int B, int 
     KeysValues kv = {qkv + area(NH, HD), qkv + area(NH + NKV, HD), T * row, (size_t)HD, row};
     attend(out, lse, qkv, kv, 0, B, T, NH, NKV, HD);
 }
-// The same for n new tokens of each of S sequences that have `at` tokens already. Their keys and values go into the
-// cache, keys and values (S,NKV,room,HD) each.
-void attention_decode_cpu(float *out /*(S,n,NH*HD)*/, float *lse /*(S,NH,n)*/, float *keys, float *values,
-                          const float *qkv /*(S,n,..)*/, int S, int n, int at, int room, int NH, int NKV, int HD) {
-    size_t row = area(NH + 2 * NKV, HD), head = area(room, HD);
-    for (int i = 0; i < S * NKV * n; i++) {
-        int s = i / (NKV * n), kv = i / n % NKV, t = i % n;
-        size_t place = (s * NKV + kv) * head + area(at + t, HD);
-        copy_floats(keys + place, head_at(qkv, s, n, row, NH + kv, HD) + t * row, HD);
-        copy_floats(values + place, head_at(qkv, s, n, row, NH + NKV + kv, HD) + t * row, HD);
-    }
-    KeysValues kv = {keys, values, NKV * head, head, (size_t)HD};
-    attend(out, lse, qkv, kv, at, S, n, NH, NKV, HD);
+// ---- the same over a cache of keys and values, (slots,NKV,room,HD) each
+
+// A row is token `at` of the sequence in a slot.
+typedef struct { int slot, at; } KvPlace;
+static inline size_t kv_place(int slot, int kv, int at, int room, int NKV, int HD) {
+    return area(slot * NKV + kv, HD) * (size_t)room + area(at, HD);
 }
+// The keys and values of N rows go to their places.
+void kv_append_cpu(float *keys, float *values, const float *qkv, const KvPlace *places, int N, int room, int NH,
+                   int NKV, int HD) {
+    size_t row = area(NH + 2 * NKV, HD);
+    for (int i = 0; i < N * NKV; i++) {
+        int n = i / NKV, kv = i % NKV;
+        size_t place = kv_place(places[n].slot, kv, places[n].at, room, NKV, HD);
+        copy_floats(keys + place, head_at(qkv, n, 1, row, NH + kv, HD), HD);
+        copy_floats(values + place, head_at(qkv, n, 1, row, NH + NKV + kv, HD), HD);
+    }
+}
+// T tokens of one slot from place `at` on, whose keys and values are in the cache: as in training, bit for bit.
+void attention_prompt_cpu(float *out /*(T,NH*HD)*/, float *lse /*(NH,T)*/, const float *keys, const float *values,
+                          const float *qkv, int slot, int at, int T, int room, int NH, int NKV, int HD) {
+    size_t first = kv_place(slot, 0, 0, room, NKV, HD);
+    KeysValues kv = {keys + first, values + first, 0, area(room, HD), (size_t)HD};
+    attend(out, lse, qkv, kv, at, 1, T, NH, NKV, HD);
+}
+// N rows of any slots: each sees the keys of its slot up to its own.
+void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *keys, const float *values, const float *qkv,
+                          const KvPlace *places, int N, int room, int NH, int NKV, int HD) {
+    size_t row = area(NH + 2 * NKV, HD);
+    #pragma omp parallel for schedule(dynamic)
+    for (int task = 0; task < N * NH; task++) {
+        int n = task / NH, h = task % NH, seen = places[n].at + 1;
+        size_t first = kv_place(places[n].slot, h / (NH / NKV), 0, room, NKV, HD);
+        const float *q = head_at(qkv, n, 1, row, h, HD), *k = keys + first, *v = values + first;
+        float *o = out + area(task, HD), *p = (float *)malloc_or_die(seen * sizeof(float));
+        for (int s = 0; s < seen; s++) {
+            float dot = 0;
+            #pragma omp simd reduction(+ : dot)
+            for (int i = 0; i < HD; i++) dot += q[i] * k[area(s, HD) + i];
+            p[s] = dot;
+        }
+        softmax(p, seen, 1.0f / sqrtf(HD));
+        for (int i = 0; i < HD; i++) o[i] = 0;
+        for (int s = 0; s < seen; s++)
+            for (int i = 0; i < HD; i++) o[i] += p[s] * v[area(s, HD) + i];
+        free(p);
+    }
+}
+
+// ---- backward of attention
 //   p = exp(scale q k^T - lse)     ds = p (dp - rowsum(dout * out)), dp = dout v^T
 //   dv = p^T dout                  dq = scale ds k, dk = scale ds^T q
 // A task is one key/value head with its group of query heads: no two threads add to the same dk, dv.
@@ -784,11 +825,22 @@ typedef struct {
     BlockActs a;
 } Block;
 
-// Keys and values of all tokens that generation has seen.
+// A queued step of generation. It runs when it is waited for.
 typedef struct {
-    float *keys, *values;        // (L,S,NKV,room,HD) each
-    float *cos_sin;              // (room,HD/2,2)
-    int sequences, room, count;  // S; tokens of each that fit, and that are there
+    DecodeRow rows[DECODE_ROWS];
+    KvPlace places[DECODE_ROWS];
+    Drawn drawn[DECODE_ROWS];
+    int count, has_run;
+} DecodeStep;
+typedef struct {
+    float *keys, *values;    // (L,slots,NKV,room,HD) each
+    float *cos_sin;          // (room,HD/2,2)
+    float *positions;        // (N,C): of a table of positions, the rows that a pass has
+    float *parts, *logits;   // of the ranks (tp,DECODE_ROWS,Vp); of a step (DECODE_ROWS,V)
+    int slots, room, known;  // see model_decode_open
+    int *length, *drawn;     // (slots) tokens that are there; the token that the latest row drew
+    DecodeStep steps[DECODE_STEPS];
+    int queued;  // steps, the oldest first
 } KvCache;
 
 struct Model {
@@ -826,9 +878,11 @@ struct Model {
 // One pass forward, or forward and backward, over B sequences of T tokens.
 typedef struct {
     int B, T, N, C;          // N = B * T; channels
-    int rows;                // of the stream that this rank has: N / tp, while decoding N
+    int rows;                // of the stream that this rank has: N / tp, while generating N
     int accumulate, reduce;  // add to the gradients; sum them over ranks as soon as they are complete
-    const KvCache *cache;    // decoding: the tokens follow those in the cache
+    const KvCache *cache;    // generating: B = 1, the keys and values of the tokens before; NULL: training
+    const KvPlace *places;   // of the N rows in the cache
+    int prompt;              // they are consecutive tokens of one slot, which are not drawn from
 } Pass;
 
 // Ends a lap of --timing.
@@ -1043,19 +1097,35 @@ static void activation_forward(const Model *m, const Pass *p, float *a, const fl
     }
     lap("activation", 0);
 }
-static void attend_block(const Model *m, const Pass *p, const Block *b, int l) {
+// Row t of a table of positions belongs to the tokens t of a pass: while generating, the rows of their places.
+static const float *of_positions(const Pass *p, const float *table, int width) {
+    if (!p->cache || !table) return table;
+    for (int n = 0; n < p->N; n++)
+        copy_floats(p->cache->positions + area(n, width), table + area(p->places[n].at, width), width);
+    return p->cache->positions;
+}
+static void attend_cached(const Model *m, const Pass *p, const Block *b, int l) {
     const Config *c = &m->local;
     const KvCache *k = p->cache;
     int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
-    const float *cos_sin = k ? k->cos_sin + area(k->count, HD) : m->cos_sin;
+    size_t layer = l * area(k->slots * NKV, HD) * k->room;
+    float *keys = k->keys + layer, *values = k->values + layer;
+    kv_append_cpu(keys, values, b->a.qkv, p->places, p->N, k->room, NH, NKV, HD);
+    if (p->prompt)
+        attention_prompt_cpu(b->a.y, b->a.lse, keys, values, b->a.qkv, p->places->slot, p->places->at, p->N, k->room,
+                             NH, NKV, HD);
+    else
+        attention_decode_cpu(b->a.y, keys, values, b->a.qkv, p->places, p->N, k->room, NH, NKV, HD);
+}
+static void attend_block(const Model *m, const Pass *p, const Block *b, int l) {
+    const Config *c = &m->local;
+    int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
+    const float *cos_sin = p->cache ? of_positions(p, p->cache->cos_sin, HD) : m->cos_sin;
     if (position_is_rotary(c->position)) rope_forward_cpu(b->a.qkv, cos_sin, p->B, p->T, NH, NKV, HD);
-    if (k) {
-        size_t layer = l * area(p->B * NKV, k->room * HD);
-        attention_decode_cpu(b->a.y, b->a.lse, k->keys + layer, k->values + layer, b->a.qkv, p->B, p->T, k->count,
-                             k->room, NH, NKV, HD);
-    } else {
+    if (p->cache)
+        attend_cached(m, p, b, l);
+    else
         attention_forward_cpu(b->a.y, b->a.lse, b->a.qkv, p->B, p->T, NH, NKV, HD);
-    }
     lap("attention", 2.0 * p->N * p->T * NH * HD);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 computes again.
@@ -1071,7 +1141,7 @@ static void block_inside(Model *m, const Pass *p, const Block *b, int l) {
 }
 static void block_forward(Model *m, const Pass *p, int l) {
     watchdog_beat(PHASE_FORWARD, l);
-    Block b = block_get(m, l, p->cache && p->T == 1 ? UNIT_DECODE : UNIT_FORWARD);
+    Block b = block_get(m, l, p->cache && !p->prompt ? UNIT_DECODE : UNIT_FORWARD);
     block_inside(m, p, &b, l);
     linear_project(m, p, &b.fcproj, b.a.x_out, b.a.x_mid, b.a.a);
 }
@@ -1086,9 +1156,8 @@ static void embed(Model *m, const Pass *p, const int *tokens) {
                 "token id %d is not in the vocabulary of %d\n"
                 "use data made with the model's tokenizer",
                 tokens[n], V);
-    if (wpe && p->cache) wpe += area(p->cache->count, p->C);
     if (m->mesh->tp.rank > 0) wpe = NULL;  // of the ranks' sum one has the word, the first the position
-    embedding_forward_cpu(m->branch, words_here(m, p, tokens), wte, wpe, p->B, p->T, p->C);
+    embedding_forward_cpu(m->branch, words_here(m, p, tokens), wte, of_positions(p, wpe, p->C), p->B, p->T, p->C);
     lap("embedding", 0);
     copy_floats(m->x_embedding, scatter_rows(m, p, m->branch), area(p->rows, p->C));
 }
@@ -1432,48 +1501,110 @@ static float *rope_of(Model *m, int positions) {
     return cos_sin;
 }
 
-void model_decode_open(Model *m, int sequences, int room) {
+// Rows that one pass of generation has at most: every rank has them all.
+static int most_rows(const Model *m) { return m->B * m->T / m->mesh->tp.world; }
+void model_decode_open(Model *m, int slots, int room, int known) {
     const Config *c = &m->local;
-    size_t size = area(c->num_layers * sequences, c->num_kv_heads) * area(room, c->head_dim);
-    int most = pass_of(m, m->B, m->T).rows;
-    assert(!m->cache.keys && sequences <= m->B && room <= c->max_seq_len);
-    require(sequences <= most,
-            "%d samples at a time are more than the %d rows of a micro-step that a rank has with --tp\n"
-            "sample fewer, or use a longer --seq-len",
-            sequences, most);
-    m->cache = (KvCache){floats(m, size), floats(m, size), rope_of(m, room), sequences, room, 0};
-}
-void model_decode_reset(Model *m) { m->cache.count = 0; }
-
-// n more tokens of each of the S sequences, as many at a time as fit. Leaves h of the last ones, (S,C), in m->branch.
-static void decode_forward(Model *m, const int *tokens, int n) {
     KvCache *k = &m->cache;
-    int S = k->sequences, C = m->config.channels, most = pass_of(m, m->B, m->T).rows / S;
-    int *piece = malloc_or_die(area(S, min_int(n, most)) * sizeof(int));
-    for (int t0 = 0, count; t0 < n; t0 += count) {
-        count = min_int(n - t0, most);
-        for (int s = 0; s < S; s++) memcpy(piece + s * count, tokens + area(s, n) + t0, count * sizeof(int));
-        int N = S * count;
-        Pass p = {.B = S, .T = count, .N = N, .C = C, .rows = N, .cache = k};  // few rows: every rank has them all
-        model_forward(m, &p, piece);
-        k->count += count;
-        for (int s = 0; s < S; s++) copy_floats(m->branch + area(s, C), m->h_final + area((s + 1) * count - 1, C), C);
-    }
-    free(piece);
+    size_t size = area(c->num_layers * slots, c->num_kv_heads) * area(room, c->head_dim);
+    assert(!k->keys && room <= c->max_seq_len && known <= m->config.vocab_size);
+    k->keys = floats(m, size);
+    k->values = floats(m, size);
+    k->cos_sin = rope_of(m, room);
+    k->positions = floats(m, area(most_rows(m), c->channels));
+    k->parts = floats(m, m->mesh->tp.world * area(min_int(most_rows(m), DECODE_ROWS), c->padded_vocab_size));
+    k->logits = floats(m, area(DECODE_ROWS, m->config.vocab_size));
+    k->length = (int *)floats(m, slots);
+    k->drawn = (int *)floats(m, slots);
+    k->slots = slots;
+    k->room = room;
+    k->known = known;
 }
-void model_decode(Model *m, const int *tokens, int n, float *logits) {
+int model_length(const Model *m, int slot) { return m->cache.length[slot]; }
+
+// The places of a slot's next n tokens.
+static void append(KvCache *k, int slot, KvPlace *places, int n) {
+    require(k->length[slot] + n <= k->room, "a sequence of %d tokens does not fit into %d\n-", k->length[slot] + n,
+            k->room);
+    for (int i = 0; i < n; i++) places[i] = (KvPlace){slot, k->length[slot]++};
+}
+// tokens (N) at their places -> m->h_final (N,C)
+static void cached_forward(Model *m, const int *tokens, const KvPlace *places, int N, int prompt) {
+    int C = m->config.channels;
+    Pass p = {.B = 1, .T = N, .N = N, .C = C, .rows = N, .cache = &m->cache, .places = places, .prompt = prompt};
+    watchdog_beat(PHASE_SAMPLE, -1);
+    model_forward(m, &p, tokens);
+}
+// m->h_final (N,C) -> logits (N,V), the same on all ranks.
+static void next_logits(Model *m, float *logits, int N) {
     const Comm *tp = &m->mesh->tp;
     Linear l = head_of(m, UNIT_DECODE);
-    int S = m->cache.sequences, V = m->config.vocab_size, Vp = l.out;
-    size_t share = area(S, Vp);
-    float *all = malloc_or_die(tp->world * share * sizeof(float));  // (rank,S,Vp)
-    assert(n >= 1 && m->cache.count + n <= m->cache.room);
-    decode_forward(m, tokens, n);
-    linear_product(&l, all + tp->rank * share, NULL, m->branch, S);
-    comm_all_gather(tp, all, share * sizeof(float));
-    for (int s = 0; s < S; s++)
-        for (int v = 0; v < V; v++) logits[area(s, V) + v] = all[v / Vp * share + area(s, Vp) + v % Vp];
-    free(all);
+    int V = m->config.vocab_size, Vp = l.out;
+    float *parts = m->cache.parts;  // (tp,N,Vp)
+    linear_product(&l, parts + tp->rank * area(N, Vp), NULL, m->h_final, N);
+    comm_all_gather(tp, parts, area(N, Vp) * sizeof(float));
+    for (int n = 0; n < N; n++)
+        for (int r = 0; r * Vp < V; r++)
+            copy_floats(logits + area(n, V) + r * Vp, parts + area(r * N + n, Vp), min_int(V - r * Vp, Vp));
+}
+static void run_step(Model *m, DecodeStep *s) {
+    KvCache *k = &m->cache;
+    int tokens[DECODE_ROWS], V = m->config.vocab_size;
+    for (int i = 0; i < s->count; i++) {
+        const DecodeRow *row = &s->rows[i];
+        tokens[i] = row->token == DECODE_DRAWN ? k->drawn[row->slot] : row->token;
+    }
+    for (int i = 0, n; i < s->count; i += n) {
+        n = min_int(s->count - i, most_rows(m));
+        cached_forward(m, tokens + i, s->places + i, n, 0);
+        next_logits(m, k->logits + area(i, V), n);
+    }
+    PARALLEL_FOR
+    for (int i = 0; i < s->count; i++)
+        draw_token(k->logits + area(i, V), k->known, &s->rows[i].draw, s->places[i].at, &s->drawn[i]);
+    share_drawn(m->mesh, m->zero_stage >= 3, s->drawn, s->count);
+    for (int i = 0; i < s->count; i++) k->drawn[s->rows[i].slot] = s->drawn[i].token;
+    s->has_run = 1;
+}
+static void run_queued(Model *m) {
+    for (int i = 0; i < m->cache.queued; i++)
+        if (!m->cache.steps[i].has_run) run_step(m, &m->cache.steps[i]);
+}
+void model_forget(Model *m, int slot, int length) {
+    assert(length >= 0 && length <= m->cache.length[slot]);
+    run_queued(m);
+    m->cache.length[slot] = length;
+}
+void model_prompt(Model *m, int slot, const int *tokens, int n) {
+    KvPlace *places = new_array(KvPlace, n);
+    run_queued(m);
+    append(&m->cache, slot, places, n);
+    for (int i = 0, count; i < n; i += count) {
+        count = min_int(n - i, most_rows(m));
+        cached_forward(m, tokens + i, places + i, count, 1);
+    }
+    free(places);
+}
+void model_decode(Model *m, const DecodeRow *rows, int count) {
+    KvCache *k = &m->cache;
+    assert(count > 0 && count <= DECODE_ROWS && k->queued < DECODE_STEPS);
+    DecodeStep *s = &k->steps[k->queued++];
+    memcpy(s->rows, rows, count * sizeof *rows);
+    for (int i = 0; i < count; i++) append(k, rows[i].slot, &s->places[i], 1);
+    s->count = count;
+    s->has_run = 0;
+}
+void model_drawn(Model *m, Drawn *drawn) {
+    KvCache *k = &m->cache;
+    DecodeStep *s = k->steps;
+    assert(k->queued > 0);
+    if (!s->has_run) run_step(m, s);
+    memcpy(drawn, s->drawn, s->count * sizeof *drawn);
+    memmove(s, s + 1, --k->queued * sizeof *s);
+}
+void model_logits(Model *m, int row, float *logits) {
+    int V = m->config.vocab_size;
+    copy_floats(logits, m->cache.logits + area(row, V), V);
 }
 
 // ---- life

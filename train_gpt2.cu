@@ -19,6 +19,14 @@
 
 // ---- what is kept
 
+// Generation: a row runs when it is queued, alone.
+typedef struct {
+    int length[DECODE_ROWS], drawn[DECODE_ROWS];  // of each slot its tokens, and what its latest row drew
+    Drawn steps[DECODE_STEPS][DECODE_ROWS];       // what queued steps drew
+    int count[DECODE_STEPS], queued;
+    float *logits;  // (DECODE_ROWS,V) of the last step
+} DecodeQueue;
+
 struct Model {
     Config config;     // of the whole model
     ParamTable table;  // of this rank
@@ -29,7 +37,8 @@ struct Model {
     Buffers b;
     Links links;
     Matmul matmul, decode_matmul;
-    KvCache cache;      // empty unless this rank samples
+    KvCache cache;  // empty unless this rank samples
+    DecodeQueue queue;
     Graph graphs[3];    // of the first micro-step of a step, of those that follow, of the last
     OverlapCounts met;  // in the last step
     Offload offload;
@@ -166,8 +175,8 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
         return;
     }
     const KvCache *k = p->cache;
-    const size_t layer = (size_t)l * p->B * NKV * k->room * HD;
-    attention_decode(b->y, k->keys + layer, k->values + layer, b->q_k_v, p->B, p->T, k->count, k->room, NH, NKV, HD,
+    const size_t place = ((size_t)l * k->slots + k->slot) * NKV * k->room * HD;
+    attention_decode(b->y, k->keys + place, k->values + place, b->q_k_v, 1, p->T, k->at, k->room, NH, NKV, HD,
                      p->stream);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
@@ -199,7 +208,7 @@ static void embed(Model *m, const Pass *p) {
     const TokenRows rows = token_rows(m);
     const Unit u = unit_get(m, 0, UNIT_FORWARD);
     const floatX *wte = param_pointer(&u, u.weights, ROLE_WTE), *wpe = param_pointer(&u, u.weights, ROLE_WPE);
-    if (wpe && p->cache) wpe += (size_t)p->cache->count * p->C;
+    if (wpe && p->cache) wpe += (size_t)p->cache->at * p->C;
     if (!pass_is_split(p)) {
         embedding_forward(m->b.x_embedding, rows, wte, wpe, p->B, p->T, p->C, p->stream);
         return;
@@ -523,84 +532,97 @@ static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memor
     snprintf(text, size, "this is beside the model, for samples alone: use fewer --samples or --sample-tokens, or %s",
              less);
 }
-void model_decode_open(Model *m, int sequences, int room) {
+void model_decode_open(Model *m, int slots, int room, int known) {
     static const Comm alone = COMM_ALONE;  // other ranks may not sample
     const Config *c = &m->plan.local;
     KvCache *k = &m->cache;
     const int split = m->mesh->tp.world > 1;
-    const size_t S = (size_t)sequences, ranks = (size_t)m->mesh->tp.world,
-                 logits = ranks * S * (size_t)c->padded_vocab_size;
-    const size_t size = (size_t)c->num_layers * S * (size_t)c->num_kv_heads * (size_t)room * (size_t)c->head_dim;
-    assert(!k->keys && sequences <= m->plan.B && room <= c->max_seq_len);
-    require(S <= m->plan.rows,
-            "%zu samples at a time are more than the %zu rows of a micro-step that a rank has with --tp\n"
-            "sample fewer, or use a longer --seq-len",
-            S, m->plan.rows);
-    k->sequences = sequences;
+    const size_t logits = (size_t)m->mesh->tp.world * (size_t)c->padded_vocab_size;
+    const size_t size = (size_t)c->num_layers * slots * (size_t)c->num_kv_heads * (size_t)room * (size_t)c->head_dim;
+    assert(!k->keys && slots <= DECODE_ROWS && room <= c->max_seq_len);
+    k->slots = slots;
     k->room = room;
-    memory_request(&k->memory, &k->keys, "samples", "keys (L,S,NKV,room,HD)", size);
-    memory_request(&k->memory, &k->values, "samples", "values (L,S,NKV,room,HD)", size);
-    memory_request(&k->memory, &k->last, "samples", "last tokens (S,C)", S * (size_t)c->channels);
+    k->known = known;
+    memory_request(&k->memory, &k->keys, "samples", "keys (L,slots,NKV,room,HD)", size);
+    memory_request(&k->memory, &k->values, "samples", "values (L,slots,NKV,room,HD)", size);
     if (c->position == POSITION_ROPE)
         memory_request(&k->memory, &k->cos_sin, "samples", "rope table (room,HD/2,2)",
                        (size_t)room * (size_t)c->head_dim);
-    if (split) memory_request(&k->memory, &k->logits, "samples", "logits (ranks,S,Vp)", logits);
-    memory_request_pinned(&k->memory, &k->host_logits, "samples", split ? "logits (ranks,S,Vp)" : "logits (S,Vp)",
-                          logits);
+    if (split) memory_request(&k->memory, &k->logits, "samples", "logits (ranks,Vp)", logits);
+    memory_request_pinned(&k->memory, &k->host_logits, "samples", split ? "logits (ranks,Vp)" : "logits (Vp)", logits);
     memory_allocate(&k->memory, &alone, decode_memory_hint, m);
     if (c->position == POSITION_ROPE) upload_rope_table(c, k->cos_sin, room, m->gpu.compute);
+    m->queue.logits = new_array(float, (size_t)DECODE_ROWS *(size_t)m->config.vocab_size);
 }
-void model_decode_reset(Model *m) { m->cache.count = 0; }
+int model_length(const Model *m, int slot) { return m->queue.length[slot]; }
+void model_forget(Model *m, int slot, int length) { m->queue.length[slot] = length; }
 
-// `count` more tokens of each of the S sequences. Every rank has all rows.
-static Pass decode_pass(Model *m, int count) {
+// `count` more tokens of a slot. Every rank has all rows.
+static Pass decode_pass(Model *m, int slot, int count) {
     KvCache *k = &m->cache;
-    Pass p = pass_of(m, k->sequences, count);
+    Pass p = pass_of(m, 1, count);
+    k->slot = slot;
+    k->at = m->queue.length[slot];
     p.spread = 1;
     p.rows = p.N;
     p.cache = k;
     p.matmul = &m->decode_matmul;
-    p.cos_sin = k->cos_sin ? k->cos_sin + (size_t)k->count * m->config.head_dim : NULL;
+    p.cos_sin = k->cos_sin ? k->cos_sin + (size_t)k->at * m->config.head_dim : NULL;
     return p;
 }
-// n more tokens of each sequence, as many at a time as fit -> the last ones' final norms in the cache.
-static void decode_forward(Model *m, const int *tokens, int n) {
-    KvCache *k = &m->cache;
-    const int C = m->config.channels, S = k->sequences, most = (int)m->plan.rows / S;
-    const size_t row = (size_t)C * sizeof(floatX);
-    int *piece = (int *)malloc_or_die((size_t)S * (size_t)(n < most ? n : most) * sizeof(int));
-    for (int t0 = 0, count; t0 < n; t0 += count) {
-        count = n - t0 < most ? n - t0 : most;
-        for (int i = 0; i < S; i++) memcpy(piece + i * count, tokens + (size_t)i * n + t0, (size_t)count * sizeof(int));
-        const Pass p = decode_pass(m, count);
-        upload_tokens(m, piece, NULL, (size_t)p.N);
+void model_prompt(Model *m, int slot, const int *tokens, int n) {
+    const int most = (int)m->plan.rows;
+    assert(m->queue.length[slot] + n <= m->cache.room);
+    for (int i = 0, count; i < n; i += count) {
+        count = n - i < most ? n - i : most;
+        watchdog_beat(PHASE_SAMPLE, -1);
+        const Pass p = decode_pass(m, slot, count);
+        upload_tokens(m, tokens + i, NULL, (size_t)count);
         model_forward(m, &p);
         m->weights_changed = 0;
-        k->count += count;
-        if (t0 + count == n)
-            cudaCheck(cudaMemcpy2DAsync(k->last, row, m->b.h_final + (size_t)(count - 1) * C, (size_t)count * row, row,
-                                        (size_t)S, cudaMemcpyDeviceToDevice, p.stream));
+        m->queue.length[slot] += count;
     }
-    free(piece);
 }
-void model_decode(Model *m, const int *tokens, int n, float *logits) {
+// m->b.h_final (1,C) -> logits (V)
+static void next_logits(Model *m, const Pass *p, float *logits) {
     KvCache *k = &m->cache;
-    const int S = k->sequences, ranks = m->mesh->tp.world, V = m->config.vocab_size,
-              Vp = m->plan.local.padded_vocab_size;
-    const size_t share = (size_t)S * Vp;
-    cudaStream_t s = m->gpu.compute;
-    floatX *all = ranks > 1 ? k->logits : m->b.logits;  // (ranks,S,Vp)
-    assert(n >= 1 && k->count + n <= k->room);
-    decode_forward(m, tokens, n);
-    const Pass p = decode_pass(m, 1);
-    const Linear l = head_of(m, &p);
-    linear_product(&p, &l, all + (size_t)m->mesh->tp.rank * share, k->last, 0, S);
-    if (ranks > 1) nccl_all_gather(&m->links.rows.nccl, "gather", all, share);
-    cudaCheck(cudaMemcpyAsync(k->host_logits, all, (size_t)ranks * share * sizeof(floatX), cudaMemcpyDeviceToHost, s));
-    cudaCheck(cudaStreamSynchronize(s));
-    for (int i = 0; i < S; i++)
-        for (int v = 0; v < V; v++)
-            logits[(size_t)i * V + v] = (float)k->host_logits[(size_t)(v / Vp) * share + (size_t)i * Vp + v % Vp];
+    const int ranks = m->mesh->tp.world, V = m->config.vocab_size, Vp = m->plan.local.padded_vocab_size;
+    floatX *all = ranks > 1 ? k->logits : m->b.logits;  // (ranks,Vp)
+    const Linear l = head_of(m, p);
+    linear_product(p, &l, all + (size_t)m->mesh->tp.rank * Vp, m->b.h_final, 0, 1);
+    if (ranks > 1) nccl_all_gather(&m->links.rows.nccl, "gather", all, (size_t)Vp);
+    cudaCheck(
+        cudaMemcpyAsync(k->host_logits, all, (size_t)ranks * Vp * sizeof(floatX), cudaMemcpyDeviceToHost, p->stream));
+    cudaCheck(cudaStreamSynchronize(p->stream));
+    for (int v = 0; v < V; v++) logits[v] = (float)k->host_logits[v];
+}
+void model_decode(Model *m, const DecodeRow *rows, int count) {
+    DecodeQueue *q = &m->queue;
+    Drawn *drawn = q->steps[q->queued];
+    assert(count > 0 && count <= DECODE_ROWS && q->queued < DECODE_STEPS);
+    for (int i = 0; i < count; i++) {
+        const int slot = rows[i].slot, token = rows[i].token == DECODE_DRAWN ? q->drawn[slot] : rows[i].token;
+        float *logits = q->logits + (size_t)i * m->config.vocab_size;
+        model_prompt(m, slot, &token, 1);
+        const Pass p = decode_pass(m, slot, 1);
+        next_logits(m, &p, logits);
+        draw_token(logits, m->cache.known, &rows[i].draw, (uint64_t)(q->length[slot] - 1), &drawn[i]);
+    }
+    share_drawn(m->mesh, computes_together(&m->plan.options, &m->mesh->dp), drawn, count);
+    for (int i = 0; i < count; i++) q->drawn[rows[i].slot] = drawn[i].token;
+    q->count[q->queued++] = count;
+}
+void model_drawn(Model *m, Drawn *drawn) {
+    DecodeQueue *q = &m->queue;
+    assert(q->queued > 0);
+    memcpy(drawn, q->steps[0], (size_t)q->count[0] * sizeof *drawn);
+    memcpy(q->steps[0], q->steps[1], sizeof q->steps[0]);
+    q->count[0] = q->count[1];
+    q->queued--;
+}
+void model_logits(Model *m, int row, float *logits) {
+    const size_t V = (size_t)m->config.vocab_size;
+    memcpy(logits, m->queue.logits + (size_t)row * V, V * sizeof(float));
 }
 
 // ---- life
@@ -702,6 +724,7 @@ void model_close(Model *m) {
     matmul_close(&m->decode_matmul);
     memory_free(&m->memory);
     memory_free(&m->cache.memory);
+    free(m->queue.logits);
     free(m->b.blocks);
     free(m->b.piece_chunks);
     params_free(&m->table);

@@ -146,6 +146,7 @@ def main():
     print(
         "  python dev/data/prepare.py --input YOUR_TEXT --output dev/data/mine       train on your own text (README.md)"
     )
+    print(f"\ntalk to what was trained (Ctrl-D ends):\n  {args.trainer} -e {args.output} --generate -g 200")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@
 #include "handshake.h"
 #include "options.h"
 #include "params.h"
+#include "sampler.h"
 #include "step.h"
 #include "timing.h"
 #include "mesh.h"
@@ -56,7 +57,7 @@ static inline size_t head_rows(const Options *o, int B, int T) {
     return rows > (size_t)B ? rows : (size_t)B;
 }
 // Runs that only go forward have no gradients and no optimiser states.
-static int forward_only(const Options *o) { return o->generate || o->evaluate; }
+static int forward_only(const Options *o) { return o->generate || o->serve || o->evaluate; }
 static inline int weights_are_quantised(const Options *o) { return strcmp(o->weights, "native") != 0; }
 // Whether checkpoints are written during training, from a copy in host memory. One at the end of a run needs no copy.
 static inline int saves_beside_training(const Options *o) {
@@ -160,11 +161,34 @@ void model_report(const Model *m, FILE *f);
 // seq_len.
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses);
 
-// Generation by one tensor-parallel group (but see computes_together). A cache holds the keys and values of S =
-// `sequences` <= B sequences of up to `room` tokens, room <= the model's context. model_decode adds n tokens to each,
-// tokens (S,n), and returns the logits (S,V) of the next ones.
-void model_decode_open(Model *m, int sequences, int room);  // once, before the first step
-void model_decode_reset(Model *m);                          // empties the cache
-void model_decode(Model *m, const int *tokens, int n, float *logits);
+// Generation by one tensor-parallel group (but see computes_together). A slot holds the keys and values of one
+// sequence. A row is one token of a slot that the model runs on. A row's bits depend on the earlier tokens of its slot
+// alone, not on other rows of the step nor on their number.
+enum {
+    DECODE_ROWS = 64,  // of a step, at most
+    DECODE_STEPS = 2,  // that are queued, at most
+    DECODE_DRAWN = -1  // as a token: the one that its slot's latest row drew
+};
+typedef struct {
+    int slot, token;
+    Draw draw;  // of the token that follows
+} DecodeRow;
+// Once, before the first step: room for `slots` sequences of up to `room` tokens, room <= the model's context. Tokens
+// from `known` on are never drawn, because a vocabulary may be padded.
+void model_decode_open(Model *m, int slots, int room, int known);
+int model_length(const Model *m, int slot);         // tokens that a slot has, those of queued steps included
+void model_forget(Model *m, int slot, int length);  // keeps the first `length` tokens of a slot
+// Appends n tokens to a slot: bitwise identical however they are divided into calls.
+void model_prompt(Model *m, int slot, const int *tokens, int n);
+// Queues a step: appends each row's token to its slot, rows of one slot in their order, and draws what follows each.
+void model_decode(Model *m, const DecodeRow *rows, int count);
+void model_drawn(Model *m, Drawn *drawn);  // waits for the oldest queued step: drawn (count), the same on all ranks
+// logits (V) of a row of the last step that was waited for. Call it before the next step is queued.
+void model_logits(Model *m, int row, float *logits);
+// What rank 0 drew becomes that of its group; together: of all groups (computes_together).
+static inline void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count) {
+    comm_broadcast(&mesh->tp, drawn, (size_t)count * sizeof *drawn, 0);
+    if (together) comm_broadcast(&mesh->dp, drawn, (size_t)count * sizeof *drawn, 0);
+}
 
 #endif

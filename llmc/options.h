@@ -24,7 +24,8 @@
         "token shards to train on: a file or a quoted glob") \
     STR(val_data, "j", ' ', "auto", \
         "token shards of the validation loss (auto: --train-data with val for train, if that file exists; '': none)") \
-    STR(model, "e", '*', "gpt2:124M", "preset[,key=value...] with random weights, or a Hugging Face folder") \
+    STR(model, "e", '*', "gpt2:124M", \
+        "preset[,key=value...] with random weights, a Hugging Face folder, or a run's folder: its newest checkpoint") \
     STR(output, "o", ' ', "", "folder of the log and the checkpoints ('': console only)") \
     STR(tokenizer, "", ' ', "", \
         "tokenizer.bin for samples ('': the one beside the training data, or gpt2_tokenizer.bin)") \
@@ -72,10 +73,15 @@
     FLT(temperature, "", ' ', 1.0, 0, 100, "sampling temperature (0: the likeliest token)") \
     INT(top_k, "", ' ', 0, 0, 1 << 24, "sample from the k likeliest tokens (0: all)") \
     FLT(top_p, "", ' ', 1.0, 1e-9, 1, "sample from the likeliest tokens that together have this probability") \
-    INT(samples, "", ' ', 1, 1, 1024, "samples at a time (at most --batch-size while training)") \
+    INT(samples, "", ' ', 1, 1, 1024, "samples after one prompt") \
     INT(kv_cache, "", '=', 1, 0, 1, \
         "keep keys and values of earlier tokens while sampling; 0: recompute them for every token") \
-    INT(generate, "", ' ', 0, 0, 1, "1: print samples, without training") \
+    INT(generate, "", ' ', 0, 0, 1, \
+        "1: print samples, without training; on a terminal and without --prompt: talk to the model") \
+    STR(draft, "", ' ', "", "folder of a small model that proposes tokens: the same samples, sooner ('': none)") \
+    INT(draft_tokens, "", ' ', 4, 1, 31, "tokens that --draft proposes at a time") \
+    INT(serve, "", ' ', 0, 0, 64, \
+        "generate for requests on standard input, this many sequences at a time (doc/generate.md)") \
     SECTION("checkpoints (need --output)") \
     INT(save_every, "n", ' ', -1, -1, 1 << 30, \
         "write a checkpoint every N steps, at the end and when a signal stops the run (-1: not every N, 0: never)") \

@@ -150,8 +150,24 @@ static inline char *tokenizer_path(const char *shard_path) {
 
 // ---- ids -> text
 
-// The text of n ids, safe to print and to log: valid UTF-8 with U+FFFD for what is not, control characters escaped.
-// free() it.
+// Bytes as valid UTF-8, with U+FFFD for what is not. escape: safe to print and to log, control characters are escaped;
+// else only NUL becomes U+FFFD, too. free() it.
+static inline char *text_of_bytes(const unsigned char *bytes, size_t count, int escape) {
+    char *text = (char *)malloc_or_die(4 * count + 1), *to = text;  // the longest form of a byte is four, e.g. \x1b
+    int length;
+    for (const unsigned char *p = bytes; p < bytes + count; p += length) {
+        int c = utf8_next(p, bytes + count, &length), control = c < 32 || (c >= 127 && c < 160);
+        if (c < 0 || (c == 0 && !escape))
+            to += sprintf(to, "\xef\xbf\xbd");
+        else if (escape && control && c != '\n' && c != '\t')
+            to += sprintf(to, "\\x%02x", (unsigned)c);
+        else
+            to += sprintf(to, "%.*s", length, (const char *)p);
+    }
+    *to = 0;
+    return text;
+}
+// The text of n ids, safe to print and to log. free() it.
 static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n) {
     size_t total = 0;
     int length;
@@ -160,18 +176,34 @@ static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n) {
         const unsigned char *p = tokenizer_token(t, ids[i], &length);
         memcpy(raw + total, p, length);
     }
-    char *text = (char *)malloc_or_die(4 * total + 1), *to = text;  // the longest form of a byte is four, e.g. \x1b
-    for (const unsigned char *p = raw; p < raw + total; p += length) {
-        int c = utf8_next(p, raw + total, &length), control = c < 32 || (c >= 127 && c < 160);
-        if (c < 0)
-            to += sprintf(to, "\xef\xbf\xbd");
-        else if (control && c != '\n' && c != '\t')
-            to += sprintf(to, "\\x%02x", (unsigned)c);
-        else
-            to += sprintf(to, "%.*s", length, (const char *)p);
-    }
-    *to = 0;
+    char *text = text_of_bytes(raw, total, 1);
     free(raw);
+    return text;
+}
+
+// Text that comes token by token: whole characters alone. A character may have several tokens.
+typedef struct {
+    unsigned char bytes[3 + UINT8_MAX];  // of an unfinished character
+    int count;
+} TextTail;
+// Whether the bytes from p to the end are the beginning of a character.
+static inline int utf8_is_cut(const unsigned char *p, const unsigned char *end) {
+    int need = *p < 0xc2 ? 1 : *p < 0xe0 ? 2 : *p < 0xf0 ? 3 : *p < 0xf5 ? 4 : 1;
+    for (const unsigned char *q = p + 1; q < end; q++)
+        if ((*q & 0xc0) != 0x80) return 0;
+    return end - p < need;
+}
+// The text of the characters that end with this token. id < 0: no more tokens come. free() it.
+static inline char *tokenizer_stream(const Tokenizer *t, TextTail *tail, int id, int escape) {
+    int length = 0;
+    const unsigned char *token = id < 0 ? NULL : tokenizer_token(t, id, &length);
+    if (token) memcpy(tail->bytes + tail->count, token, length);
+    int count = tail->count + length, whole = count;
+    for (int back = 1; token && back <= 3 && back <= count; back++)
+        if (utf8_is_cut(tail->bytes + count - back, tail->bytes + count)) whole = count - back;
+    char *text = text_of_bytes(tail->bytes, whole, escape);
+    memmove(tail->bytes, tail->bytes + whole, count - whole);
+    tail->count = count - whole;
     return text;
 }
 
@@ -329,6 +361,34 @@ static inline int tokenizer_encode(const Tokenizer *t, const char *text, int byt
     }
     free(m.heap);
     free(m.end);
+    return n;
+}
+
+// The special token, such as <|im_start|>, whose name stands at the beginning of the text: the longest; -1: none.
+static inline int tokenizer_special(const Tokenizer *t, const char *text, int bytes) {
+    int found = -1, longest = 0, length;
+    for (int id = t->kind == TOKENIZER_BYTES ? 256 : t->eot; id < t->vocab_size; id++) {
+        const unsigned char *name = tokenizer_token(t, id, &length);
+        if (length <= longest || length > bytes || memcmp(name, text, length)) continue;
+        found = id;
+        longest = length;
+    }
+    return found;
+}
+// As tokenizer_encode, but the names of special tokens stand for these tokens.
+static inline int tokenizer_encode_special(const Tokenizer *t, const char *text, int bytes, int *ids) {
+    int n = 0, length;
+    for (int begin = 0, at = 0; begin < bytes;) {
+        int special = at < bytes ? tokenizer_special(t, text + at, bytes - at) : -1;
+        if (special < 0 && at++ < bytes) continue;
+        if (at > bytes) at = bytes;
+        n += tokenizer_encode(t, text + begin, at - begin, ids + n);
+        begin = at;
+        if (special < 0) continue;
+        tokenizer_token(t, special, &length);
+        ids[n++] = special;
+        begin = at += length;
+    }
     return n;
 }
 

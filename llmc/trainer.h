@@ -20,30 +20,77 @@ static int first_token(const Trainer *t) {
                                                         : t->config.vocab_size - 1;
 }
 
-// With --generate the model needs room for one token of each sample, or a piece of the prompt.
+// With --generate the model needs room for a piece of the prompt, and for a token of each slot.
 static Options options_of_model(Trainer *t) {
-    enum { PIECE = 256 };
+    enum { PIECE = 512 };
     Options o = t->o;
-    int most = o.seq_len < t->config.max_seq_len ? o.seq_len : t->config.max_seq_len;
-    t->window = generation_longest(&o) < most ? generation_longest(&o) : most;
+    int most = o.seq_len < t->config.max_seq_len ? o.seq_len : t->config.max_seq_len, longest = generation_longest(&o);
+    if (*o.draft && t->draft_config.max_seq_len < most) most = t->draft_config.max_seq_len;
+    t->window = longest < most && !o.serve && !t->talks ? longest : most;
     if (!o.generate) return o;
-    o.batch_size = o.samples;
-    o.seq_len = round_up(t->window < PIECE ? t->window : PIECE, o.tp);
+    o.seq_len = t->window < PIECE ? t->window : PIECE;
+    o.batch_size = o.tp * ceil_div(generation_slots(&o), o.seq_len);  // each rank has all rows
     return o;
 }
 // Whether this rank takes part in samples, which the first group writes.
 static int samples_here(const Trainer *t) { return t->mesh.dp.rank == 0 || computes_together(&t->o, &t->mesh.dp); }
+static int known_tokens(const Trainer *t) {
+    int V = t->config.vocab_size;
+    return t->has_tokenizer && t->tokenizer.vocab_size < V ? t->tokenizer.vocab_size : V;
+}
+static void open_engine(Trainer *t, Engine *e) {
+    e->m = &t->model;
+    e->draft = *t->o.draft ? &t->draft : NULL;
+    e->drafted = (int)t->o.draft_tokens;
+    e->slots = generation_slots(&t->o);
+    e->window = t->window;
+    e->keeps = (int)t->o.kv_cache;
+    e->ends = end_tokens(first_token(t), model_source(t));
+}
 static void sample(Trainer *t) {
-    Generation g;
-    memset(&g, 0, sizeof g);
-    g.m = &t->model;
-    g.o = &t->o;
-    g.tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
-    g.eot = first_token(t);
-    g.window = t->window;
-    char *text = generate(&g, t->state.step, t->o.generate);
+    Generation *g = (Generation *)calloc_or_die(sizeof *g);
+    open_engine(t, &g->engine);
+    g->o = &t->o;
+    g->tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
+    g->eot = first_token(t);
+    char *text = t->talks ? chat(g, model_source(t)) : generate(g, t->state.step, t->o.generate);
     if (text) logger_event(&t->log, "sample", t->state.step, "text %s", text);
     free(text);
+    free(g);
+}
+// The draft's tokens must be the model's.
+static void open_draft(Trainer *t, const Options *o) {
+    const char *folder = t->o.draft;
+    Path path = path_of("%s/tokenizer.bin", folder);
+    int vocab = t->draft_config.vocab_size, known = known_tokens(t), same;
+    if (t->has_tokenizer && file_exists(path.text)) {
+        Tokenizer own;
+        tokenizer_open(&own, path.text);
+        same = own.hash == t->tokenizer.hash;
+        tokenizer_close(&own);
+    } else {
+        same = t->has_tokenizer ? vocab >= known : vocab == known;
+    }
+    require(same && vocab >= known,
+            "the draft '%s' has another tokenizer than the model (vocabulary of %d, the model's: %d)\n"
+            "name a draft with the model's own tokenizer",
+            folder, vocab, known);
+    checkpoint_require_intact(&t->comm, folder, 2);
+    model_open(&t->draft, &t->draft_config, o, &t->mesh);
+    model_decode_open(&t->draft, generation_slots(&t->o), t->window, known);
+    model_load_weights(&t->draft, folder);
+}
+static void serve_model(Trainer *t) {
+    Server *s = (Server *)calloc_or_die(sizeof *s);
+    s->tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
+    s->tp = &t->mesh.tp;
+    s->seed = t->o.seed;
+    s->eot = first_token(t);
+    s->vocab = known_tokens(t);
+    s->out = t->out;
+    open_engine(t, &s->engine);
+    serve(s, model_source(t));
+    free(s);
 }
 
 // ---- checkpoints
@@ -337,6 +384,7 @@ static inline int trainer_main(int argc, char **argv) {
     Trainer *t = (Trainer *)calloc_or_die(sizeof(Trainer));
     t->o = options_parse(argc, argv);
     const Options *o = &t->o;
+    t->out = o->serve ? serve_take_output() : NULL;
     if (!o->resume) settle_options(t);  // else with the options of the checkpoint
     t->comm = comm_open(&argc, &argv, o->timeout);
     const Comm *comm = &t->comm;
@@ -344,8 +392,9 @@ static inline int trainer_main(int argc, char **argv) {
                  "this job was not started as %lld processes but as %d\nlet mpirun or srun start them",
                  o->num_processes, comm->world);
     // rank 0 alone prints
-    if (comm->rank > 0)
-        require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\ncheck the machine", strerror(errno));
+    for (int i = 0; i < 2 && comm->rank > 0; i++)
+        require(!(i ? t->out : stdout) || freopen("/dev/null", "w", i ? t->out : stdout),
+                "cannot open /dev/null: %s\ncheck the machine", strerror(errno));
     catch_signals(forward_only(o));
     find_checkpoint(t);
     take_options(t, argc, argv);
@@ -353,9 +402,11 @@ static inline int trainer_main(int argc, char **argv) {
     comm_require(comm, comm->world == o->tp || !o->generate,
                  "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun",
                  comm->world);
+    t->talks = o->generate && !o->serve && chat_can_talk(o) && comm->world == 1;
     comm_use_cores(comm, o->threads);
     t->mesh = mesh_open(comm, o->tp);
     choose_config(t);
+    if (*o->draft) t->draft_config = config_from_json(o->draft);
     if (!o->generate) open_data(t);
     open_tokenizer(t);
     if (!o->generate) compare_tokenizers(t);
@@ -363,14 +414,17 @@ static inline int trainer_main(int argc, char **argv) {
     const Options model_options = options_of_model(t);
     model_open(&t->model, &t->config, &model_options, &t->mesh);
     if (samples_here(t) && (o->generate || (o->sample_every && !o->evaluate)))
-        model_decode_open(&t->model, o->samples, t->window);
+        model_decode_open(&t->model, generation_slots(o), t->window, known_tokens(t));
     load_or_init(t);
+    if (*o->draft) open_draft(t, &model_options);
     if (!forward_only(o)) model_tune(&t->model);
     print_start(t);
     logger_open(&t->log, o->generate || comm->rank > 0 ? "" : o->output, o->evaluate ? "evaluate.jsonl" : "main.jsonl");
     log_start(t);
     int status = EXIT_SUCCESS;
-    if (o->generate)
+    if (o->serve)
+        serve_model(t);
+    else if (o->generate)
         sample(t);
     else if (o->evaluate)
         score(t);
@@ -378,6 +432,7 @@ static inline int trainer_main(int argc, char **argv) {
         status = train(t);
     logger_close(&t->log);
     model_close(&t->model);
+    if (*o->draft) model_close(&t->draft);
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
     evaluation_close(&t->eval);
     if (!o->generate && !o->evaluate) dataloader_close(&t->train);

@@ -4,10 +4,11 @@
 #define LLMC_TRAINER_SETUP_H
 
 #include "backend.h"
+#include "chat.h"
 #include "checkpoint.h"
 #include "evaluate.h"
-#include "generate.h"
 #include "gpu_monitor.h"
+#include "serve.h"
 #include "stop.h"
 #include "tokenizer.h"
 
@@ -16,11 +17,14 @@ typedef struct {
     Comm comm;  // the job
     Mesh mesh;
     Config config;
-    Model model;
+    Model model, draft;  // draft: if --draft names one
+    Config draft_config;
     DataLoader train;
     Evaluation eval;
     int has_tokenizer;
     int window;  // context length of samples, tokens
+    int talks;   // --generate asks for prompts on a terminal
+    FILE *out;   // --serve: of events
     Tokenizer tokenizer;
     Logger log;
     TrainState state;                     // what a checkpoint holds beside the parameters
@@ -37,6 +41,7 @@ typedef struct {
     int not_finite_in_a_row, not_finite;  // steps
     long long steps;                      // optimiser steps of the whole run
     int num_micro;                        // micro-steps in a step
+    Path newest, newest_draft;            // --model, --draft is a run's folder: its newest checkpoint
     Path resumed_from;                    // checkpoint folder, "" for a fresh run
     char data_changed[400];               // how the data differ from the checkpoint's; "": they do not
     double step_seconds;                  // smoothed; from the second step on, because the first also warms up
@@ -70,16 +75,22 @@ static void check_options(const Options *o) {
             "--max-steps 0 trains nothing\n"
             "give a number of steps, or -1 for one epoch; --evaluate 1 evaluates and stops");
     require(!o->generate || !o->evaluate, "--generate 1 and --evaluate 1 are two runs\nleave one of them out");
+    require(!o->serve || !*o->prompt, "--serve reads its prompts from standard input\nleave --prompt out");
     require(!o->evaluate || *o->val_data || *o->choice_data || o->hellaswag,
             "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
+    require(!*o->draft || (o->generate && o->kv_cache),
+            "--draft proposes tokens for --generate and --serve, with --kv-cache 1\nleave it out");
+    require(!*o->draft || is_directory(o->draft), "--draft '%s' is no folder\nname the folder of a small model",
+            o->draft);
+    require(!*o->draft || generation_slots(o) * (o->draft_tokens + 1) <= DECODE_ROWS,
+            "%d sequences with %lld drafted tokens each are more than the %d rows of a step\n"
+            "use fewer --samples, --serve or --draft-tokens",
+            generation_slots(o), o->draft_tokens, DECODE_ROWS);
     require(!o->overfit || *o->val_data, "--overfit 1 needs --val-data, whose first batch it trains on\nname shards");
     require(!*o->choice_data || o->eval_every || o->evaluate || o->generate,
             "--eval-every 0 never scores --choice-data\ngive a number of steps, or leave --choice-data out");
     require(o->eval_steps != 0 || (!o->eval_every && !o->evaluate),
             "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
-    require(o->samples <= o->batch_size || o->generate || !o->sample_every,
-            "--samples %lld is more than --batch-size %lld\nsample fewer at a time while training", o->samples,
-            o->batch_size);
 }
 
 // The model of a resumed run is the checkpoint's. A --model that is named, too, must have the same configuration.
@@ -315,6 +326,8 @@ static inline void take_options(Trainer *t, int argc, char **argv) {
         option_set(&o, p, state_option(&t->before, p->name));
     }
     t->o = options_parse_over(o, argc, argv);
+    if (*t->newest.text) t->o.model = t->newest.text;
+    if (*t->newest_draft.text) t->o.draft = t->newest_draft.text;
     watchdog.timeout = t->o.timeout;
 }
 
@@ -335,13 +348,21 @@ static void find_validation_data(Trainer *t) {
 // What depends on options and files alone. Called again after take_options.
 static inline void settle_options(Trainer *t) {
     Options *o = &t->o;
+    o->generate |= o->serve > 0;
     find_validation_data(t);
     if (!*o->output && o->save_every < 0 && !forward_only(o)) o->save_every = 0;
     check_options(o);
 }
 
+// The folder of a run stands for its newest checkpoint. All ranks call it.
+static const char *newest_of_run(const Comm *comm, const char *model, Path *newest) {
+    if (!is_directory(model) || file_exists(path_of("%s/config.json", model).text)) return model;
+    return checkpoint_latest(comm, model, 0, newest) ? newest->text : model;
+}
 static inline void find_checkpoint(Trainer *t) {
     const Options *o = &t->o;
+    t->o.model = newest_of_run(&t->comm, o->model, &t->newest);
+    t->o.draft = newest_of_run(&t->comm, o->draft, &t->newest_draft);
     int writes = *o->output && !forward_only(o) && t->comm.rank == 0;
     if (writes) make_directory(o->output);  // now, so that an unwritable folder ends the run at once
     if (writes) checkpoint_lock(&t->comm, o->output, o->timeout);

@@ -12,7 +12,8 @@ static void check_shape(int S, int room, int NH, int NKV, int HD) {
     cudaStream_t stream = ladder.gpu.compute;
     const size_t width = (size_t)(NH + 2 * NKV) * HD, cache = (size_t)S * NKV * room * HD;
     float *keys = host_new<float>(cache), *values = host_new<float>(cache),
-          *out = host_new<float>((size_t)S * room * NH * HD), *lse = host_new<float>((size_t)S * NH * room);
+          *out = host_new<float>((size_t)S * room * NH * HD);
+    KvPlace *places = host_new<KvPlace>((size_t)S * room);
     floatX *d_keys = device_new<floatX>(cache), *d_values = device_new<floatX>(cache),
            *d_out = device_new<floatX>((size_t)S * room * NH * HD),
            *d_qkv = device_new<floatX>((size_t)S * room * width);
@@ -22,7 +23,9 @@ static void check_shape(int S, int room, int NH, int NKV, int HD) {
         float *qkv = (float *)malloc(rows * width * sizeof(float));
         for (size_t i = 0; i < rows * width; i++)
             qkv[i] = (float)(floatX)rand_normal(ladder.seed, 77 + (uint64_t)at, i);
-        attention_decode_cpu(out, lse, keys, values, qkv, S, piece, at, room, NH, NKV, HD);
+        for (int i = 0; i < S * piece; i++) places[i] = {i / piece, at + i % piece};
+        kv_append_cpu(keys, values, qkv, places, S * piece, room, NH, NKV, HD);
+        attention_decode_cpu(out, keys, values, qkv, places, S * piece, room, NH, NKV, HD);
         upload_to(d_qkv, qkv, rows * width);
         attention_decode(d_out, d_keys, d_values, d_qkv, S, piece, at, room, NH, NKV, HD, stream);
         check("out", d_out, out, rows, (size_t)NH * HD, bound(4e-3, 2e-6), bound(1.5e-2, 1e-5));

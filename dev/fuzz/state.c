@@ -135,17 +135,35 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     (void)T;
     (void)losses;
 }
-void model_decode_open(Model *m, int sequences, int room) {
+void model_decode_open(Model *m, int slots, int room, int known) {
     (void)m;
-    (void)sequences;
+    (void)slots;
     (void)room;
+    (void)known;
 }
-void model_decode_reset(Model *m) { (void)m; }
-void model_decode(Model *m, const int *tokens, int n, float *logits) {
+int model_length(const Model *m, int slot) {
     (void)m;
+    return slot;
+}
+void model_forget(Model *m, int slot, int length) {
+    (void)m;
+    (void)slot;
+    (void)length;
+}
+void model_prompt(Model *m, int slot, const int *tokens, int n) {
+    (void)m;
+    (void)slot;
     (void)tokens;
     (void)n;
-    (void)logits;
+}
+void model_decode(Model *m, const DecodeRow *rows, int count) {
+    (void)m;
+    (void)rows;
+    (void)count;
+}
+void model_drawn(Model *m, Drawn *drawn) {
+    (void)m;
+    (void)drawn;
 }
 
 // ---- the run that is resumed: run/step_00000003, data.bin

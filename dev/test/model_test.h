@@ -176,6 +176,17 @@ static inline void debug_step(Model *m, float *loss, float *norm, int step) {
 // Without an update: the loss is above what is allowed.
 static inline void debug_measure(Model *m, float *loss, float *norm) { debug_update(m, loss, norm, 1, -INFINITY); }
 
+// Appends n tokens to a slot, all but the last as a prompt. logits (V) of the next.
+static const Draw likeliest = {0, 0, 1, 0, 0, 0};
+static inline void append_tokens(Model *m, int slot, const int *tokens, int n, float *logits) {
+    const DecodeRow row = {slot, tokens[n - 1], likeliest};
+    Drawn drawn;
+    if (n > 1) model_prompt(m, slot, tokens, n - 1);
+    model_decode(m, &row, 1);
+    model_drawn(m, &drawn);
+    model_logits(m, 0, logits);
+}
+
 static inline void test_reference(const char *folder, const Options *base) {
     DebugFile d = debug_open(folder);
     Options o = *base;
@@ -189,13 +200,13 @@ static inline void test_reference(const char *folder, const Options *base) {
     float *logits = debug_floats(&d, "logits", (size_t)B * T * V),
           *ours = (float *)malloc_or_die((size_t)V * sizeof(float));
     // token by token, and in pieces: every place sees the keys and values of all before it
-    model_decode_open(&m, 1, T);
+    model_decode_open(&m, 1, T, V);
     for (int b = 0; b < B; b++) {
-        model_decode_reset(&m);
+        model_forget(&m, 0, 0);
         for (int t = 0, n; t < T; t += n) {
             char name[64];
             n = b % 2 == 0 || t < 3 ? 1 : t + 13 < T ? 13 : T - t;
-            model_decode(&m, d.tokens + b * T + t, n, ours);
+            append_tokens(&m, 0, d.tokens + b * T + t, n, ours);
             snprintf(name, sizeof name, "logits of sequence %d after %d tokens", b, t + n);
             check_close(name, ours, logits + ((size_t)b * T + t + n - 1) * V, (size_t)V, bound.logits, &worst);
         }
@@ -251,6 +262,76 @@ static inline void test_reference(const char *folder, const Options *base) {
     debug_close(&d);
 }
 
+// Bitwise: a row's logits do not depend on the other rows of its step, a slot's contents not on how its prompt was
+// divided or on what was forgotten before.
+static inline void test_slots(const char *folder, const Options *o) {
+    enum { SLOTS = 3, DRAWS = 6 };
+    DebugFile d = debug_open(folder);
+    Model m;
+    open_reference(&m, folder, o);
+    const int T = d.T < DECODE_ROWS ? d.T : DECODE_ROWS, V = m.config.vocab_size;
+    const size_t row = (size_t)V * sizeof(float);
+    float *alone = (float *)malloc_or_die((size_t)T * row), *ours = (float *)malloc_or_die(row);
+    DecodeRow rows[DECODE_ROWS];
+    Drawn drawn[DECODE_ROWS];
+    int same = 1, tokens[DRAWS];
+    model_decode_open(&m, SLOTS, T, V);
+    for (int t = 0; t < T; t++) append_tokens(&m, 1, d.tokens + t, 1, alone + (size_t)t * V);
+    // several rows of one slot, and between them those of another
+    for (int begin = 0, n; begin < T; begin += n) {
+        n = T - begin < DECODE_ROWS / 2 ? T - begin : DECODE_ROWS / 2;
+        for (int i = 0; i < n; i++) {
+            const DecodeRow pair[] = {{0, d.tokens[T - 1 - begin - i], likeliest}, {2, d.tokens[begin + i], likeliest}};
+            memcpy(rows + 2 * i, pair, sizeof pair);
+        }
+        model_decode(&m, rows, 2 * n);
+        model_drawn(&m, drawn);
+        for (int i = 0; i < n; i++) {
+            model_logits(&m, 2 * i + 1, ours);
+            same &= memcmp(ours, alone + (size_t)(begin + i) * V, row) == 0;
+        }
+    }
+    check(same && model_length(&m, 0) == T && model_length(&m, 2) == T, "%s: %d rows beside others: the same bits",
+          folder, T);
+    const int pieces[SLOTS][2] = {{T - 1, T - 1}, {1, 2}, {3, T / 2}};
+    for (int slot = 0; slot < SLOTS; slot++) {
+        model_forget(&m, slot, 0);
+        for (int t = 0, n; t < T - 1; t += n) {
+            n = pieces[slot][t > 0];
+            if (n > T - 1 - t) n = T - 1 - t;
+            model_prompt(&m, slot, d.tokens + t, n);
+        }
+        if (slot == 0) model_forget(&m, 0, T / 2);
+        if (slot == 0) model_prompt(&m, 0, d.tokens + T / 2, T - 1 - T / 2);
+        append_tokens(&m, slot, d.tokens + T - 1, 1, slot ? ours : alone);
+        same &= slot == 0 || memcmp(ours, alone, row) == 0;
+    }
+    check(same, "%s: prompts in pieces: the same bits", folder);
+    same = 1;
+    // what a row drew is the next one's token before the host has seen it
+    const Draw draw = {1, 0, 1, 7, 9, 3};
+    for (int queued = 0; queued < 2; queued++) {
+        model_forget(&m, 0, 1);
+        int token = d.tokens[1];
+        for (int i = 0; i < DRAWS; i++) {
+            const DecodeRow next = {0, i && queued ? DECODE_DRAWN : token, draw};
+            model_decode(&m, &next, 1);
+            if (queued && i == 0) continue;
+            model_drawn(&m, drawn);
+            token = drawn->token;
+            same &= !queued || token == tokens[i - 1];
+            if (!queued) tokens[i] = token;
+        }
+        if (queued) model_drawn(&m, drawn);
+        same &= drawn->token == tokens[DRAWS - 1] && drawn->logprob <= drawn->top_logprob[0];
+    }
+    check(same, "%s: queued rows draw the same", folder);
+    free(alone);
+    free(ours);
+    model_close(&m);
+    debug_close(&d);
+}
+
 // All logits of the debug batch, as generation computes them, then all gradients.
 static inline float *model_numbers(const char *folder, const DebugFile *d, const Options *o) {
     Model m;
@@ -258,10 +339,10 @@ static inline float *model_numbers(const char *folder, const DebugFile *d, const
     open_reference(&m, folder, o);
     const size_t row = (size_t)m.config.vocab_size, count = (size_t)(d->B * d->T) * row;
     float *all = (float *)calloc_or_die((count + m.table.total) * sizeof(float));
-    model_decode_open(&m, 1, d->T);
+    model_decode_open(&m, 1, d->T, m.config.vocab_size);
     for (int i = 0; i < d->B * d->T; i++) {
-        if (i % d->T == 0) model_decode_reset(&m);
-        model_decode(&m, d->tokens + i, 1, all + (size_t)i * row);
+        if (i % d->T == 0) model_forget(&m, 0, 0);
+        append_tokens(&m, 0, d->tokens + i, 1, all + (size_t)i * row);
     }
     model_micro_step(&m, d->tokens, d->targets, 0, 1);
     debug_measure(&m, &loss, &norm);

@@ -1,15 +1,24 @@
 """Text from a model: the cache of keys and values changes no token, samples beside each other do not meet, a long
 sample slides."""
 
+import fcntl
+import json
 import os
+import pty
 import re
 import shlex
+import shutil
+import signal
 import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
+import launcher
 import pytest
+import test_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "build/train_gpt2"
@@ -40,14 +49,18 @@ def samples(text):
     return [m.strip() for m in re.findall(r"---- sample of step [^\n]*\n(.*?)\n(?=----)", body, re.S)]
 
 
+def write_tokenizer(path, special):
+    """256 bytes, and special tokens of which the first is the end of text."""
+    tokens = [bytes([i]) for i in range(256)] + special
+    header = struct.pack("<256i", 20240328, 2, len(tokens), 256, 1, *[0] * 251)
+    path.write_bytes(header + b"".join(bytes([len(t)]) + t for t in tokens))
+
+
 @pytest.fixture(scope="module")
 def bytes_tokenizer(tmp_path_factory):
     """256 bytes and an end of text."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.bin"
-    tokens = [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]
-    path.write_bytes(
-        struct.pack("<256i", 20240328, 2, 257, 256, 1, *[0] * 251) + b"".join(bytes([len(t)]) + t for t in tokens)
-    )
+    write_tokenizer(path, [b"<|endoftext|>"])
     return path
 
 
@@ -148,8 +161,368 @@ def test_a_demo_leaves_a_model_to_generate_from(tmp_path):
     assert demo.returncode == 0, demo.stderr
     command = re.search(rf"^  {TRAINER} .*--generate .*(?= {{3}})", demo.stdout, re.M)[0]
     said = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    last = demo.stdout.splitlines()[-1]
+    assert last == f"  {TRAINER} -e {left} --generate -g 200", last
+    status, parts = talk(left, "import ", options=["-g", 40])
+    assert status == 0 and parts[1].startswith("import \nimport "), parts
     step = int(re.search(r"^model: +.*/step_(\d+)$", demo.stdout, re.M)[1])
     assert said.returncode == 0 and f"---- sample of step {step}\nimport " in said.stdout, said.stderr
     assert sorted(os.listdir(left)) == sorted(
         [".lock.train", f"DONE_{step:08d}", "loss.png", "main.jsonl", "mine.txt", "probe", f"step_{step:08d}"]
     )
+
+
+# ---- trained models: `big` and `small` of one tokenizer, whose heads divide over 2, 3 and 4 ranks
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of two short runs, each with checkpoints of steps 20 and 40, and tokenizer.bin beside their data."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_tokenizer(folder / "tokenizer.bin", [b"<|endoftext|>", b"<|im_start|>", b"<|im_end|>"])
+    text = (ROOT / "train_gpt2.c").read_bytes()[:60000]
+    header = struct.pack("<256i", 20240520, 1, len(text), 259, *[0] * 252)
+    (folder / "train.bin").write_bytes(header + struct.pack(f"<{len(text)}H", *text))
+    for name, model in (("big", "d2,channels=96"), ("small", "d1,channels=96")):
+        run(
+            *("-e", f"{model},heads=12,vocab=259,seq=64", "-i", folder / "train.bin", "-j", "", "-b", 4, "-t", 64),
+            *("-x", 40, "-n", 20, "-l", 3e-3, "-v", 0, "-s", 0, "-o", folder / name),
+        )
+    return folder
+
+
+def test_the_folder_of_a_run_is_its_newest_checkpoint(runs, tmp_path):
+    options = ["--generate", "-g", 20, "--prompt", "int "]
+    text = run("-e", runs / "big", *options)
+    assert "---- sample of step 40" in text and f"weights   {runs}/big/step_00000040" in text
+    assert samples(text) == samples(run("-e", runs / "big/step_00000040", *options))
+    data = ["-i", runs / "train.bin", "-j", runs / "train.bin"]
+    said = run("-e", runs / "big", "--evaluate", *data, "-b", 4, "-t", 64, "-m", 2)
+    assert f"weights   {runs}/big/step_00000040" in said
+    started = ["-b", 1, "-t", 16, "-x", 1, "-v", 0, "-s", 0]
+    assert f"weights   {runs}/big/step_00000040" in run("-e", runs / "big", *data, *started)
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in run("-e", tmp_path / "empty", "--generate", status=1)
+
+
+def test_more_samples_than_slots():
+    """As one ends another begins, and each is what it is beside two."""
+    options = ["-e", "d1,channels=64,vocab=40,seq=64", "--generate", "-g", 12, "--samples"]
+    many, few = samples(run(*options, 70)), samples(run(*options, 3))
+    assert len(many) == 70 and many[:3] == few and len(set(many)) > 60
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("more", [[], ["--samples", 3], ["--draft-tokens", 9], ["--top-k", 5, "--top-p", 0.9]])
+def test_a_draft_changes_no_token(runs, temperature, more):
+    """Past the window of 64, too."""
+    options = ["-e", runs / "big", "--generate", "-g", 150, "--temperature", temperature, *more, "--prompt", "static "]
+    alone, drafted = run(*options), run(*options, "--draft", runs / "small")
+    assert samples(alone) == samples(drafted)
+    proposed, share = re.search(r"; of (\d+) drafted tokens ([\d.]+)% accepted", drafted).groups()
+    assert int(proposed) > 100 and 5 < float(share) < 100 + (temperature == 0)
+    itself = run(*options, "--draft", runs / "big")
+    assert samples(itself) == samples(alone) and "tokens 100.0% accepted" in itself
+
+
+def test_drafts_that_are_refused(runs, tmp_path):
+    options = ["-e", runs / "big", "--generate", "--draft"]
+    assert "is no folder" in run(*options, tmp_path / "none", status=1)
+    assert "more than the 64 rows of a step" in run(*options, runs / "small", "--samples", 13, status=1)
+    assert "--kv-cache 1" in run(*options, runs / "small", "--kv-cache", 0, status=1)
+    run(
+        *("-e", "d1,channels=48,vocab=300,seq=64", "-i", runs / "train.bin", "-b", 1, "-t", 16, "-x", 1, "-v", 0),
+        *("-s", 0, "-o", tmp_path / "other", "--tokenizer", runs / "tokenizer.bin"),
+    )
+    tokenizer = (runs / "tokenizer.bin").read_bytes()
+    (tmp_path / "other/step_00000001/tokenizer.bin").write_bytes(tokenizer.replace(b"im_end", b"im_nd_"))
+    assert "another tokenizer than the model" in run(*options, tmp_path / "other", status=1)
+
+
+@pytest.mark.skipif(not test_ranks.MPIRUN, reason="no MPI (make toolkit)")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_that_share_a_model(runs, ranks):
+    """Sampled, past the window, several at a time, with and without a draft: one result."""
+    options = ["-e", runs / "big", "--generate", "-g", 100, "--samples", 4, "--prompt", "int ", "--tp", ranks]
+    start = lambda *more: test_ranks.succeeds(test_ranks.Job(ranks, TRAINER, *options, *more, cwd=runs), 120)
+    alone, drafted = start(), start("--draft", runs / "small")
+    assert samples(alone) == samples(drafted) and len(set(samples(alone))) == 4
+    assert "drafted tokens" in drafted
+
+
+@pytest.mark.skipif(not test_ranks.MPIRUN, reason="no MPI (make toolkit)")
+def test_losing_a_rank_that_shares_a_model(runs):
+    options = ["-e", runs / "big", "--generate", "-g", 1 << 22, "--tp", 3, "--timeout", test_ranks.TIMEOUT]
+    job = test_ranks.Job(3, TRAINER, *options, "--draft", runs / "small", cwd=runs).wait_for("---- sample of step 40")
+    text, _ = job.hit(2, signal.SIGKILL)
+    assert re.search(r"rank 2\b.*(has ended: it was killed|signal 9|terminated)", text), text
+
+
+# ---- --serve
+
+
+class Server:
+    def __init__(self, *options, command=(TRAINER,)):
+        self.process = subprocess.Popen(
+            [*map(str, command), "--serve", *map(str, options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env=launcher.ENVIRONMENT,
+        )
+        self.ready = self.event()
+
+    def event(self):
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read().decode()
+        return json.loads(line)
+
+    def send(self, *requests):
+        for r in requests:
+            self.process.stdin.write((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n")
+        self.process.stdin.flush()
+
+    def until_ended(self, count):
+        """Events until `count` sequences have ended."""
+        events = []
+        while sum(e["event"] == "end" for e in events) < count:
+            events.append(self.event())
+        return events
+
+    def close(self, quits=False):
+        """quits: mpirun may not pass on the end of the input."""
+        if quits:
+            self.send({"quit": True})
+        self.process.stdin.close()
+        events = [json.loads(line) for line in self.process.stdout.read().splitlines()]
+        assert self.process.wait(60) == 0
+        return events
+
+
+def sequences(events):
+    """{(id, index): [(token, logprob)...]}"""
+    found = {}
+    for e in events:
+        if e["event"] == "token":
+            found.setdefault((e["id"], e["index"]), []).append((e["token"], e["logprob"]))
+    return found
+
+
+REQUESTS = [
+    {"id": str(i), "prompt": "static int main(void) {\n"[: 3 + i], "max_tokens": 5 + 2 * i, "seed": i, "n": 1 + i % 2}
+    | ({"temperature": 0} if i % 5 == 0 else {"top_k": 7, "top_p": 0.9} if i % 3 == 0 else {})
+    for i in range(12)
+]
+
+
+@pytest.mark.parametrize("more", [[], ["--draft"]], ids=["", "draft"])
+def test_neighbours_change_nothing(runs, more):
+    """Each request alone, and all at once in fewer slots than they need: bitwise the same."""
+    draft = ["--draft", runs / "small", "--draft-tokens", 3] if more else []
+    alone, together = {}, Server(16, "-e", runs / "big", *draft)
+    one = Server(1, "-e", runs / "big")
+    for r in REQUESTS:
+        one.send(r)
+        alone |= sequences(one.until_ended(r["n"]))
+    together.send(*REQUESTS)
+    beside = together.until_ended(sum(r["n"] for r in REQUESTS))
+    assert sequences(beside) == alone and len(alone) == 18
+    ends = {(e["id"], e["index"]): (e["reason"], e["tokens"]) for e in beside if e["event"] == "end"}
+    assert all(ends[k] == ("length", len(v)) or ends[k][0] == "stop" for k, v in alone.items())
+    begins = [e["id"] for e in beside if e["event"] == "start"]
+    assert begins == [r["id"] for r in REQUESTS] and not one.close() and not together.close()
+
+
+def test_what_the_server_says(runs):
+    server = Server(2, "-e", runs / "big")
+    assert server.ready == {
+        "event": "ready",
+        "model": f"{runs}/big/step_00000040",
+        "context": 64,
+        "vocab": 259,
+        "slots": 2,
+        "waiting": 1024,
+        "eot": 256,
+        "ends": [256],
+    }
+    server.send({"id": "a", "prompt": "int", "logprobs": 3, "max_tokens": 6, "temperature": 0})
+    start, *tokens, end = server.until_ended(1)
+    assert start == {"event": "start", "id": "a", "prompt_tokens": 4}
+    assert end == {"event": "end", "id": "a", "index": 0, "reason": "length", "tokens": 6, "text": ""}
+    for t in tokens:
+        assert t["top"][0] == [t["token"], t["text"], t["logprob"]] and len(t["top"]) == 3
+        assert t["top"][0][2] >= t["top"][1][2] >= t["top"][2][2]
+    # the same as tokens, and as --generate; then ending at what was drawn third
+    server.send({"id": "b", "tokens": [256, *b"int"], "max_tokens": 6, "temperature": 0})
+    again = server.until_ended(1)
+    assert sequences(again)["b", 0] == sequences(tokens)["a", 0]
+    said = samples(run("-e", runs / "big", "--generate", "-g", 6, "--temperature", 0, "--prompt", "int"))
+    assert said == [("int" + "".join(t["text"] for t in tokens)).strip()]
+    third = tokens[2]["token"]
+    server.send({"id": "c", "prompt": "int", "max_tokens": 6, "temperature": 0, "ends": [third]})
+    *_, end = server.until_ended(1)
+    assert end["reason"] == "stop" and end["tokens"] == [t["token"] for t in tokens].index(third)
+    # names of special tokens are text, or tokens
+    server.send({"id": "d", "prompt": "<|im_start|>x", "max_tokens": 1})
+    server.send({"id": "e", "prompt": "<|im_start|>x<|im_end|><|im", "max_tokens": 1, "special": True})
+    starts = {e["id"]: e["prompt_tokens"] for e in server.until_ended(2) if e["event"] == "start"}
+    assert starts == {"d": 14, "e": 7}
+    server.send(
+        {"id": "f", "prompt": "x", "n": 3}, {"id": "f", "cancel": True, "index": 2}, {"id": "no", "cancel": True}
+    )
+    ended = [(e["index"], e["reason"]) for e in server.until_ended(3) if e["event"] == "end"]
+    assert ended[0] == (2, "cancelled") and sorted(ended)[:2] == [(0, "length"), (1, "length")]
+    server.send({"id": "g", "prompt": "x"}, {"id": "h", "prompt": "x"}, {"id": "i", "prompt": "x"})
+    events = server.close()
+    assert [e["reason"] for e in events if e["event"] == "end"] == ["cancelled"] * 3
+    assert "served 9 requests" in server.process.stderr.read().decode()
+
+
+BAD = [
+    (b"junk", None, "no JSON"),
+    (b'{"id":"x","prompt":"\xff"}', None, "not UTF-8"),
+    (b"[]", None, "no JSON object"),
+    ({"prompt": "x"}, None, "no id"),
+    ({"id": "", "prompt": "x"}, None, "no id"),
+    ({"id": "x" * 201, "prompt": "x"}, None, "no id"),
+    ({"id": "x"}, "x", '"prompt" or "tokens"'),
+    ({"id": "x", "prompt": "x", "tokens": [1]}, "x", '"prompt" or "tokens"'),
+    ({"id": "x", "tokens": []}, "x", "bad value of 'tokens'"),
+    ({"id": "x", "tokens": [259]}, "x", "not in the vocabulary"),
+    ({"id": "x", "tokens": [-1]}, "x", "not in the vocabulary"),
+    ({"id": "x", "tokens": [1.5]}, "x", "not in the vocabulary"),
+    ({"id": "x", "prompt": "y" * 63}, "x", "the prompt of 64 tokens does not fit into the context of 64"),
+    ({"id": "x", "prompt": "y" * 1000000}, "x", "does not fit into the context"),
+    ({"id": "x", "prompt": "x", "stop": "y"}, "x", "unknown field 'stop'"),
+    ({"id": "x", "prompt": "x", "index": 0}, "x", '"index" belongs to "cancel"'),
+    ({"id": "x", "prompt": "x", "ends": [1000]}, "x", '"ends" is not in the vocabulary'),
+    (b'{"id":"x","prompt":"' + b"y" * (17 << 20) + b'"}', None, "a line is longer than 16 MiB"),
+] + [
+    ({"id": "x", "prompt": "x"} | {key: value}, "x", f"bad value of '{key}'")
+    for key, values in {
+        "n": [0, 129, 1.5, "1"],
+        "max_tokens": [0, -1],
+        "temperature": [-1, 101, None],
+        "top_p": [0, 1.1],
+        "top_k": [-1],
+        "seed": [-1],
+        "logprobs": [21],
+        "special": [1],
+        "ends": [list(range(17))],
+    }.items()
+    for value in values
+]
+
+
+def test_bad_lines(runs):
+    """Each gets an error and ends nothing: a request that runs beside them goes on to its end."""
+    server = Server(2, "-e", runs / "big", command=[ROOT / "build/train_gpt2.asan"])
+    server.send({"id": "good", "prompt": "x"})
+    for line, name, words in BAD:
+        server.send(line)
+        events = [server.event()]
+        while events[-1]["event"] != "error":
+            events.append(server.event())
+        assert events[-1]["id"] == name and words in events[-1]["message"] and events[-1]["hint"], (line, events[-1])
+    server.send({"id": "more", "prompt": "x", "max_tokens": 2}, b"")
+    assert server.event()["id"] in ("good", "more")
+    # 1,024 wait beside those that run
+    server.send(*({"id": f"w{i}", "prompt": "x", "n": 128} for i in range(10)))
+    refused = [server.event()]
+    while refused[-1]["event"] != "error":
+        refused.append(server.event())
+    assert "the queue is full" in refused[-1]["message"]
+    server.close()
+
+
+@pytest.mark.skipif(not test_ranks.MPIRUN, reason="no MPI (make toolkit)")
+def test_ranks_serve_together(runs):
+    command = [test_ranks.MPIRUN, "--oversubscribe", "-np", 3, TRAINER]
+    server = Server(4, "-e", runs / "big", "--tp", 3, command=command)
+    server.send(*REQUESTS[:4], b"junk")
+    events = server.until_ended(sum(r["n"] for r in REQUESTS[:4]))
+    assert len(sequences(events)) == 6 and sum(e["event"] == "error" for e in events) == 1
+    assert not server.close(quits=True)
+
+
+# ---- on a terminal
+
+
+def talk(folder, *lines, options=()):
+    """What a terminal shows after each line, which is typed when the program asks. [line]: Ctrl-C when the answer has
+    begun."""
+    ours, theirs = pty.openpty()
+
+    def begin():
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        [str(TRAINER), "-e", str(folder), "--generate", *map(str, options)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=begin,
+        cwd=ROOT,
+        env=launcher.ENVIRONMENT,
+    )
+    os.close(theirs)
+    shown, parts = b"", []
+
+    def read(enough):
+        nonlocal shown
+        while not enough(shown):
+            try:
+                shown += os.read(ours, 4096)
+            except OSError:  # the program has ended
+                break
+
+    for line in (None, *lines, "\x04"):
+        if isinstance(line, list):
+            os.write(ours, line[0].encode() + b"\n")
+            read(lambda text: len(text) > 3 * len(line[0]) + 100)
+            os.write(ours, b"\x03")
+        elif line is not None:
+            os.write(ours, line.encode() + b"\n" * (line != "\x04"))
+        read(lambda text: b"\n> " in text)
+        part, _, shown = shown.partition(b"\n> ")
+        parts.append(part.decode(errors="replace").replace("\r", ""))
+    status = process.wait(60)
+    os.close(ours)
+    return status, parts
+
+
+def test_a_text_goes_on_on_a_terminal(runs):
+    """What is shown is what --prompt makes of it. Ctrl-C stops an answer, Ctrl-D ends."""
+    options = ["-g", 30, "--temperature", 0]
+    status, parts = talk(runs / "big", "static int", "", "const ", options=options)
+    assert status == 0 and "The model continues your text. Ctrl-C stops an answer, Ctrl-D ends." in parts[0], parts
+    for prompt, part in (("static int", parts[1]), ("const ", parts[3])):
+        said = samples(run("-e", runs / "big", "--generate", *options, "--prompt", prompt))
+        assert part.startswith(prompt + "\n" + prompt) and said == [part[len(prompt) :].strip()]
+    begin = time.time()
+    status, parts = talk(runs / "big", ["int"], "", options=["-g", 1 << 23, "--temperature", 0.5])
+    assert status == 0 and parts[1].startswith("int\nint") and time.time() - begin < 60
+
+
+def test_a_conversation_on_a_terminal(runs, tmp_path):
+    """With ChatML's template: what --serve makes of the same text."""
+    folder = tmp_path / "chat"
+    shutil.copytree(runs / "big/step_00000040", folder)
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    options = ["--temperature", 0]
+    status, parts = talk(folder, "Hi", "Yo", "z" * 100, options=options)
+    assert status == 0 and "Talk to the model" in parts[0], parts
+    server = Server(1, "-e", folder)
+    for user, part in (("Hi", parts[1]), ("Yo", parts[2])):  # 64 tokens have no room for both
+        prompt = f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
+        server.send({"id": user, "prompt": prompt, "special": True, "temperature": 0, "ends": [258]})
+        said = "".join(e["text"] for e in server.until_ended(1) if e["event"] in ("token", "end"))
+        assert part.endswith(re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda c: f"\\x{ord(c[0]):02x}", said)), part
+    server.close()
+    assert "no longer fits" in parts[2] and "too long for the context of 64 tokens" in parts[3]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "[INST] {{ m.content }} [/INST]"}))
+    status, parts = talk(folder, options=options)
+    assert status == 1 and "neither ChatML nor Llama 3's" in parts[0]

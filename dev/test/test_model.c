@@ -106,6 +106,7 @@ int main(int argc, char **argv) {
             continue;
         }
         test_reference(argv[i], &o);
+        test_slots(argv[i], &o);
         test_short_rows(argv[i], &o);
         test_accumulation(argv[i], &o, 2e-5);
         test_same_bits(argv[i], &o, &o, "run twice");

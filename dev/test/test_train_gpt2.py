@@ -262,7 +262,7 @@ def test_samples_are_those_of_c(c_program, temperature):
 
     trainer = ref.Trainer.__new__(ref.Trainer)
     trainer.model, trainer.autocast = Fixed(), torch.autocast("cpu", enabled=False)
-    trainer.o = argparse.Namespace(sample_tokens=draws, seq_len=8, device="cpu", seed=seed, temperature=temperature)
+    trainer.o = argparse.Namespace(sample_tokens=draws, seq_len=draws, device="cpu", seed=seed, temperature=temperature)
     assert trainer.sample(first=V, step=step) == theirs  # V never comes: no early end
     assert len(set(theirs)) == 1 if temperature == 0 else len(set(theirs)) > 5
 

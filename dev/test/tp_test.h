@@ -114,16 +114,14 @@ static inline void compare_logits(Model *m, Model *one, const int *tokens, const
             expected[n * V + v] = rows_one[(size_t)(dp->rank * N + n) * Vp_one + first + v];
         }
     if (V) compare("logits", ours, expected, (size_t)N * V, bound->logits, &worst);
-    model_decode_reset(m);
-    model_decode_reset(one);
     for (int t = 0, n; t < TP_T; t += n) {  // two sequences, in pieces and token by token
         n = t < 4 ? 1 : t < 9 ? 5 : 7;
         if (n > TP_T - t) n = TP_T - t;
-        int piece[2 * TP_T];
-        for (int s = 0; s < 2; s++) memcpy(piece + s * n, tokens + s * TP_T + t, (size_t)n * sizeof(int));
-        model_decode(m, piece, n, ours);
-        model_decode(one, piece, n, expected);
-        compare("logits of the next token", ours, expected, 2 * (size_t)m->config.vocab_size, bound->logits, &worst);
+        for (int slot = 0; slot < 2; slot++) {
+            append_tokens(m, slot, tokens + slot * TP_T + t, n, ours);
+            append_tokens(one, slot, tokens + slot * TP_T + t, n, expected);
+            compare("logits of the next token", ours, expected, (size_t)m->config.vocab_size, bound->logits, &worst);
+        }
     }
     check(failed == tests_failed, "%s: logits, worst difference %.1e, largest element %.1e", name, worst.norm,
           worst.largest);
@@ -147,7 +145,7 @@ static inline TpRun train_steps(const Config *c, const Options *o, const Mesh *m
     for (int step = 0; step < TP_STEPS; step++) {
         float loss, norm;
         fill_tokens(tokens, targets, groups * TP_B, c->vocab_size, step);
-        if (one && step == 0) model_decode_open(&m, 2, TP_T);
+        if (one && step == 0) model_decode_open(&m, 2, TP_T, c->vocab_size);
         if (one && step == 0) compare_logits(&m, one, tokens, targets, bound, name);
         // twice: the second adds to the first
         for (int micro = 0; micro < 2; micro++) model_micro_step(&m, tokens + first, targets + first, micro, 2);
@@ -237,7 +235,7 @@ static inline void test_tp(const char *model, const Mesh *mesh, const TpBounds *
     o.batch_size = TP_B * mesh->dp.world;
     model_open(&one, &c, &o, &alone);
     init_weights(&one, TP_SEED);
-    model_decode_open(&one, 2, TP_T);
+    model_decode_open(&one, 2, TP_T, c.vocab_size);
     o.batch_size = TP_B;
     const TpRun first = train_steps(&c, &o, mesh, &one, bound, name);
     check_copies(&c, &o, mesh, name);

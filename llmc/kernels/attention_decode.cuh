@@ -16,12 +16,12 @@
 // it.
 typedef struct {
     Memory memory;
-    floatX *keys, *values;       // (L,S,NKV,room,HD) each
-    float *cos_sin;              // (room,HD/2,2)
-    floatX *last;                // (S,C): the rows that the head reads
-    floatX *logits;              // (ranks,S,Vp), with --tp only
-    floatX *host_logits;         // pinned (ranks,S,Vp)
-    int sequences, room, count;  // S; tokens of each that fit, and that are there
+    floatX *keys, *values;   // (L,slots,NKV,room,HD) each
+    float *cos_sin;          // (room,HD/2,2)
+    floatX *logits;          // (ranks,Vp), with --tp only
+    floatX *host_logits;     // pinned (ranks,Vp)
+    int slots, room, known;  // see model_decode_open
+    int slot, at;            // of the pass that runs, and how many tokens the slot has
 } KvCache;
 
 enum { DECODE_WARPS = 16, DECODE_THREADS = DECODE_WARPS * WARP, DECODE_KEYS = 8 };

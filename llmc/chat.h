@@ -1,0 +1,175 @@
+// --generate on a terminal without a prompt: asks for prompts, and streams what the model makes of each. If the model's
+// folder has a chat template, that is a conversation; of templates ChatML and Llama 3's are known. Ctrl-C stops an
+// answer, Ctrl-D ends. Include this after a backend.
+#ifndef LLMC_CHAT_H
+#define LLMC_CHAT_H
+
+#include "generate.h"
+#include "json.h"
+
+// How a turn is written: [before][role][after][text][end][between]. Those in <> are special tokens.
+typedef struct { const char *known_by, *start, *before, *after, *end, *between; } ChatTemplate;
+static const ChatTemplate chat_templates[] = {
+    {"<|im_start|>", "", "<|im_start|>", "\n", "<|im_end|>", "\n"},
+    {"<|start_header_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", ""},
+};
+
+static inline int chat_can_talk(const Options *o) {
+    return !*o->prompt && o->samples == 1 && isatty(STDIN_FILENO) && isatty(STDOUT_FILENO);
+}
+// The template of a model's folder. NULL: it has none.
+static const ChatTemplate *chat_template_of(const char *folder) {
+    Json j;
+    int found = json_load(&j, path_of("%s/tokenizer_config.json", folder).text);
+    const char *text = found ? json_string(&j, json_get(&j, 0, "chat_template")) : NULL;
+    const ChatTemplate *t = NULL;
+    for (int i = 0; i < 2 && text && !t; i++)
+        if (strstr(text, chat_templates[i].known_by)) t = &chat_templates[i];
+    require(!text || t,
+            "the chat template in '%s/tokenizer_config.json' is neither ChatML nor Llama 3's\n"
+            "use --prompt to complete a text",
+            folder);
+    json_free(&j);
+    return t;
+}
+
+// The conversation so far, as tokens; where its turns begin.
+typedef struct {
+    Generation *g;
+    const ChatTemplate *style;  // NULL: each prompt stands for itself
+    int *tokens, count, *turns, num_turns, room;
+} Chat;
+
+static volatile sig_atomic_t chat_interrupted;
+static void chat_on_interrupt(int number) {
+    (void)number;
+    chat_interrupted = 1;
+}
+
+static void chat_room(Chat *c, size_t more) {
+    if (c->count + more <= (size_t)c->room) return;
+    c->room = 2 * (c->count + (int)more);
+    c->tokens = (int *)realloc_or_die(c->tokens, c->room * sizeof *c->tokens);
+}
+// A text, of which the special tokens' names are tokens if it is the template's; never if the user wrote it.
+static void chat_append(Chat *c, const char *text, int special) {
+    int bytes = (int)strlen(text);
+    chat_room(c, bytes);
+    c->count +=
+        (special ? tokenizer_encode_special : tokenizer_encode)(c->g->tokenizer, text, bytes, c->tokens + c->count);
+}
+static void chat_begin_turn(Chat *c, const char *role) {
+    c->turns = (int *)realloc_or_die(c->turns, (c->num_turns + 1) * sizeof *c->turns);
+    c->turns[c->num_turns++] = c->count;
+    chat_append(c, c->style->before, 1);
+    chat_append(c, role, 0);
+    chat_append(c, c->style->after, 1);
+}
+static void chat_end_turn(Chat *c) {
+    chat_append(c, c->style->end, 1);
+    chat_append(c, c->style->between, 1);
+}
+// Forgets the oldest two turns while less than a quarter of the context is left for the answer. Returns 0 if the last
+// message alone is too long, and forgets that.
+static int chat_make_room(Chat *c) {
+    int most = c->g->engine.window - (c->g->engine.window + 3) / 4, forgotten = 0;
+    for (; c->count > most && c->num_turns > 2; forgotten = 1) {
+        int from = c->turns[2], by = from - c->turns[0];
+        memmove(c->tokens + c->turns[0], c->tokens + from, (c->count - from) * sizeof *c->tokens);
+        c->count -= by;
+        c->num_turns -= 2;
+        for (int i = 0; i < c->num_turns; i++) c->turns[i] = c->turns[i + 2] - by;
+    }
+    if (forgotten) printf("(the beginning of the conversation no longer fits into the context)\n");
+    if (c->count <= most) return 1;
+    printf("this is too long for the context of %d tokens (--seq-len)\n", c->g->engine.window);
+    c->count = c->turns[0];
+    c->num_turns = 0;
+    return 0;
+}
+// What is asked: the tokens to continue. Returns 0 if they do not fit.
+static int chat_ask(Chat *c, const char *text) {
+    if (!c->style) {
+        c->count = 1;
+        chat_append(c, text, 0);
+        fputs(text, stdout);
+        return 1;
+    }
+    chat_begin_turn(c, "user");
+    chat_append(c, text, 0);
+    chat_end_turn(c);
+    chat_begin_turn(c, "assistant");
+    return chat_make_room(c);
+}
+static void chat_answer(Chat *c) {
+    Generation *g = c->g;
+    const Options *o = g->o;
+    const Draw draw = {(float)o->temperature,
+                       (int)o->top_k,
+                       (float)o->top_p,
+                       (uint64_t)o->seed,
+                       rand_stream(RAND_SAMPLE, c->count),
+                       0};
+    Sequence s;
+    memset(&s, 0, sizeof s);
+    s.most = c->style ? g->engine.window - c->count : (int)o->sample_tokens;
+    s.prompt = c->count;
+    s.draw = draw;
+    chat_room(c, s.most);
+    s.tokens = c->tokens;
+    chat_interrupted = 0;
+    signal(SIGINT, chat_on_interrupt);
+    engine_add(&g->engine, &s);
+    while (engine_step(&g->engine))
+        if (chat_interrupted) engine_clear(&g->engine);
+    signal(SIGINT, SIG_DFL);
+    putchar('\n');
+    c->count += s.made;
+    if (c->style) chat_end_turn(c);
+}
+// Asks for a line. Returns 0 at the end. People may take their time: the watchdog sees progress.
+static int chat_read(char **line, size_t *size) {
+    struct pollfd in = {STDIN_FILENO, POLLIN, 0};
+    fputs("> ", stdout);
+    fflush(stdout);
+    while (poll(&in, 1, 1000) == 0) watchdog_beat(PHASE_SAMPLE, -1);
+    return getline(line, size, stdin) >= 0;
+}
+// Returns NULL.
+static inline char *chat(Generation *g, const char *folder) {
+    Chat *c = (Chat *)calloc_or_die(sizeof *c);
+    char *line = NULL;
+    size_t size = 0;
+    require(g->tokenizer, "talking to a model needs a tokenizer, and none lies beside it\ngive --tokenizer FILE");
+    setvbuf(stdin, NULL, _IONBF, 0);  // so that poll sees all lines
+    c->g = g;
+    c->style = chat_template_of(folder);
+    g->engine.hear = generation_hear;
+    g->engine.caller = g;
+    g->streams = 1;
+    chat_room(c, 1);
+    c->tokens[0] = g->eot;
+    if (c->style) {
+        int end = tokenizer_special(g->tokenizer, c->style->end, (int)strlen(c->style->end));
+        require(end >= 0,
+                "the tokenizer has no %s, which ends the turns of the chat template\n"
+                "give the model's own --tokenizer",
+                c->style->end);
+        add_end_token(&g->engine.ends, end);
+        chat_append(c, c->style->start, 1);
+    }
+    printf("%s. Ctrl-C stops an answer, Ctrl-D ends.\n",
+           c->style ? "Talk to the model" : "The model continues your text");
+    while (chat_read(&line, &size)) {
+        line[strcspn(line, "\n")] = 0;
+        if (*line && chat_ask(c, line)) chat_answer(c);
+    }
+    putchar('\n');
+    free(line);
+    free(c->tokens);
+    free(c->turns);
+    free(c);
+    return NULL;
+}
+
+#endif
