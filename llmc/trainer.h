@@ -379,6 +379,27 @@ static void open_standard_streams(void) {
     setvbuf(stdout, NULL, _IOLBF, 0);  // so that every line reaches a log file at once
 }
 
+// What the options ask for. Returns the exit status.
+static int run(Trainer *t) {
+    if (!forward_only(&t->o)) return train(t);
+    if (t->o.serve)
+        serve_model(t);
+    else if (t->o.generate)
+        sample(t);
+    else
+        score(t);
+    return EXIT_SUCCESS;
+}
+static void open_models(Trainer *t) {
+    const Options *o = &t->o;
+    const Options model_options = options_of_model(t);
+    model_open(&t->model, &t->config, &model_options, &t->mesh);
+    if (samples_here(t) && (o->generate || (o->sample_every && !o->evaluate)))
+        model_decode_open(&t->model, generation_slots(o), t->window, known_tokens(t));
+    load_or_init(t);
+    if (*o->draft) open_draft(t, &model_options);
+}
+
 static inline int trainer_main(int argc, char **argv) {
     open_standard_streams();
     Trainer *t = (Trainer *)calloc_or_die(sizeof(Trainer));
@@ -411,25 +432,12 @@ static inline int trainer_main(int argc, char **argv) {
     open_tokenizer(t);
     if (!o->generate) compare_tokenizers(t);
     handshake(t);
-    const Options model_options = options_of_model(t);
-    model_open(&t->model, &t->config, &model_options, &t->mesh);
-    if (samples_here(t) && (o->generate || (o->sample_every && !o->evaluate)))
-        model_decode_open(&t->model, generation_slots(o), t->window, known_tokens(t));
-    load_or_init(t);
-    if (*o->draft) open_draft(t, &model_options);
+    open_models(t);
     if (!forward_only(o)) model_tune(&t->model);
     print_start(t);
     logger_open(&t->log, o->generate || comm->rank > 0 ? "" : o->output, o->evaluate ? "evaluate.jsonl" : "main.jsonl");
     log_start(t);
-    int status = EXIT_SUCCESS;
-    if (o->serve)
-        serve_model(t);
-    else if (o->generate)
-        sample(t);
-    else if (o->evaluate)
-        score(t);
-    else
-        status = train(t);
+    const int status = run(t);
     logger_close(&t->log);
     model_close(&t->model);
     if (*o->draft) model_close(&t->draft);

@@ -262,72 +262,84 @@ static inline void test_reference(const char *folder, const Options *base) {
     debug_close(&d);
 }
 
-// Bitwise: a row's logits do not depend on the other rows of its step, a slot's contents not on how its prompt was
-// divided or on what was forgotten before.
+// Rows of one slot, and between them those of another: each has the logits (T,V) that it has alone.
+static inline void check_rows(Model *m, const int *tokens, int T, float *alone, const char *name) {
+    const int V = m->config.vocab_size;
+    float *ours = (float *)malloc_or_die((size_t)V * sizeof(float));
+    DecodeRow rows[DECODE_ROWS];
+    Drawn drawn[DECODE_ROWS];
+    int same = 1;
+    for (int t = 0; t < T; t++) append_tokens(m, 1, tokens + t, 1, alone + (size_t)t * V);
+    for (int begin = 0, n; begin < T; begin += n) {
+        n = T - begin < DECODE_ROWS / 2 ? T - begin : DECODE_ROWS / 2;
+        for (int i = 0; i < n; i++) {
+            const DecodeRow pair[] = {{0, tokens[T - 1 - begin - i], likeliest}, {2, tokens[begin + i], likeliest}};
+            memcpy(rows + 2 * i, pair, sizeof pair);
+        }
+        model_decode(m, rows, 2 * n);
+        model_drawn(m, drawn);
+        for (int i = 0; i < n; i++) {
+            model_logits(m, 2 * i + 1, ours);
+            same &= memcmp(ours, alone + (size_t)(begin + i) * V, (size_t)V * sizeof(float)) == 0;
+        }
+    }
+    check(same && model_length(m, 0) == T && model_length(m, 2) == T, "%s: %d rows beside others: the same bits", name,
+          T);
+    free(ours);
+}
+// A prompt in pieces, and one of which a part was forgotten. first, ours (V).
+static inline void check_prompts(Model *m, const int *tokens, int T, float *first, float *ours, const char *name) {
+    const int pieces[][2] = {{T - 1, T - 1}, {1, 2}, {3, T / 2}};
+    int same = 1;
+    for (int slot = 0; slot < 3; slot++) {
+        model_forget(m, slot, 0);
+        for (int t = 0, n; t < T - 1; t += n) {
+            n = pieces[slot][t > 0];
+            if (n > T - 1 - t) n = T - 1 - t;
+            model_prompt(m, slot, tokens + t, n);
+        }
+        if (slot == 0) model_forget(m, 0, T / 2);
+        if (slot == 0) model_prompt(m, 0, tokens + T / 2, T - 1 - T / 2);
+        append_tokens(m, slot, tokens + T - 1, 1, slot ? ours : first);
+        same &= slot == 0 || memcmp(ours, first, (size_t)m->config.vocab_size * sizeof(float)) == 0;
+    }
+    check(same, "%s: prompts in pieces: the same bits", name);
+}
+// What a row drew is the next one's token before the host has seen it.
+static inline void check_queued_rows(Model *m, const int *tokens, const char *name) {
+    enum { DRAWS = 6 };
+    const Draw draw = {1, 0, 1, 7, 9, 3};
+    Drawn drawn[DECODE_ROWS];
+    int same = 1, expected[DRAWS];
+    for (int queued = 0; queued < 2; queued++) {
+        model_forget(m, 0, 1);
+        int token = tokens[1];
+        for (int i = 0; i < DRAWS; i++) {
+            const DecodeRow next = {0, i && queued ? DECODE_DRAWN : token, draw};
+            model_decode(m, &next, 1);
+            if (queued && i == 0) continue;
+            model_drawn(m, drawn);
+            token = drawn->token;
+            same &= !queued || token == expected[i - 1];
+            if (!queued) expected[i] = token;
+        }
+        if (queued) model_drawn(m, drawn);
+        same &= drawn->token == expected[DRAWS - 1] && drawn->logprob <= drawn->top_logprob[0];
+    }
+    check(same, "%s: queued rows draw the same", name);
+}
+// A slot's contents and a row's logits, bit for bit.
 static inline void test_slots(const char *folder, const Options *o) {
-    enum { SLOTS = 3, DRAWS = 6 };
     DebugFile d = debug_open(folder);
     Model m;
     open_reference(&m, folder, o);
     const int T = d.T < DECODE_ROWS ? d.T : DECODE_ROWS, V = m.config.vocab_size;
-    const size_t row = (size_t)V * sizeof(float);
-    float *alone = (float *)malloc_or_die((size_t)T * row), *ours = (float *)malloc_or_die(row);
-    DecodeRow rows[DECODE_ROWS];
-    Drawn drawn[DECODE_ROWS];
-    int same = 1, tokens[DRAWS];
-    model_decode_open(&m, SLOTS, T, V);
-    for (int t = 0; t < T; t++) append_tokens(&m, 1, d.tokens + t, 1, alone + (size_t)t * V);
-    // several rows of one slot, and between them those of another
-    for (int begin = 0, n; begin < T; begin += n) {
-        n = T - begin < DECODE_ROWS / 2 ? T - begin : DECODE_ROWS / 2;
-        for (int i = 0; i < n; i++) {
-            const DecodeRow pair[] = {{0, d.tokens[T - 1 - begin - i], likeliest}, {2, d.tokens[begin + i], likeliest}};
-            memcpy(rows + 2 * i, pair, sizeof pair);
-        }
-        model_decode(&m, rows, 2 * n);
-        model_drawn(&m, drawn);
-        for (int i = 0; i < n; i++) {
-            model_logits(&m, 2 * i + 1, ours);
-            same &= memcmp(ours, alone + (size_t)(begin + i) * V, row) == 0;
-        }
-    }
-    check(same && model_length(&m, 0) == T && model_length(&m, 2) == T, "%s: %d rows beside others: the same bits",
-          folder, T);
-    const int pieces[SLOTS][2] = {{T - 1, T - 1}, {1, 2}, {3, T / 2}};
-    for (int slot = 0; slot < SLOTS; slot++) {
-        model_forget(&m, slot, 0);
-        for (int t = 0, n; t < T - 1; t += n) {
-            n = pieces[slot][t > 0];
-            if (n > T - 1 - t) n = T - 1 - t;
-            model_prompt(&m, slot, d.tokens + t, n);
-        }
-        if (slot == 0) model_forget(&m, 0, T / 2);
-        if (slot == 0) model_prompt(&m, 0, d.tokens + T / 2, T - 1 - T / 2);
-        append_tokens(&m, slot, d.tokens + T - 1, 1, slot ? ours : alone);
-        same &= slot == 0 || memcmp(ours, alone, row) == 0;
-    }
-    check(same, "%s: prompts in pieces: the same bits", folder);
-    same = 1;
-    // what a row drew is the next one's token before the host has seen it
-    const Draw draw = {1, 0, 1, 7, 9, 3};
-    for (int queued = 0; queued < 2; queued++) {
-        model_forget(&m, 0, 1);
-        int token = d.tokens[1];
-        for (int i = 0; i < DRAWS; i++) {
-            const DecodeRow next = {0, i && queued ? DECODE_DRAWN : token, draw};
-            model_decode(&m, &next, 1);
-            if (queued && i == 0) continue;
-            model_drawn(&m, drawn);
-            token = drawn->token;
-            same &= !queued || token == tokens[i - 1];
-            if (!queued) tokens[i] = token;
-        }
-        if (queued) model_drawn(&m, drawn);
-        same &= drawn->token == tokens[DRAWS - 1] && drawn->logprob <= drawn->top_logprob[0];
-    }
-    check(same, "%s: queued rows draw the same", folder);
+    float *alone = (float *)malloc_or_die((size_t)(T * V) * sizeof(float));
+    model_decode_open(&m, 3, T, V);
+    check_rows(&m, d.tokens, T, alone, folder);
+    check_prompts(&m, d.tokens, T, alone, alone + V, folder);
+    check_queued_rows(&m, d.tokens, folder);
     free(alone);
-    free(ours);
     model_close(&m);
     debug_close(&d);
 }
