@@ -2,6 +2,7 @@
 
     dev/venv.py demo       numpy and matplotlib
     dev/venv.py test       besides: torch, tiktoken, transformers, pytest and more (requirements.txt)
+    dev/venv.py serve      aiohttp and jinja2, for dev/serve.py (dev/serve_requirements.txt)
     dev/venv.py toolkit    a CUDA toolkit with cuBLASLt, NCCL and MPI, 1.1 GB, no root needed
     dev/venv.py mpi        MPI alone
 
@@ -45,15 +46,17 @@ def stop(what, hint):
 
 
 def requirements(group):
-    """Lines of requirements.txt under "# demo", or under "# demo" and "# test"."""
+    """Lines of the requirements' files under the heading of the group; what tests need is all of it."""
     if group in ("toolkit", "mpi"):
         return TOOLKIT if group == "toolkit" else MPI
+    sections = {"demo": ("demo",), "test": ("demo", "serve", "test"), "serve": ("serve",)}[group]
     wanted, section = [], ""
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
-        if line.startswith("# "):
-            section = line[2:].partition(":")[0]
-        elif line.strip() and section in ("demo", group):
-            wanted.append(line.strip())
+    for file in (ROOT / "requirements.txt", *ROOT.glob("dev/*_requirements.txt")):
+        for line in file.read_text().splitlines():
+            if line.startswith("# "):
+                section = line[2:].partition(":")[0]
+            elif line.strip() and section in sections:
+                wanted.append(line.strip())
     return wanted
 
 
@@ -129,7 +132,7 @@ def install(wanted):
 
 
 def main():
-    if len(sys.argv) != 2 or sys.argv[1] not in ("demo", "test", "toolkit", "mpi"):
+    if len(sys.argv) != 2 or sys.argv[1] not in ("demo", "test", "serve", "toolkit", "mpi"):
         sys.exit(__doc__)
     if sys.version_info < (3, 10):
         stop(f"Python {sys.version.split()[0]} is too old", "run make with PYTHON=/path/to/python3.10 or newer")
