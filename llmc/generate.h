@@ -24,9 +24,10 @@ typedef struct {
 
 // Bounds the tokens of a sample: a token of text has at least one byte.
 static int64_t generation_longest(const Options *o) { return 1 + strlen(o->prompt) + o->sample_tokens; }
-// Samples at a time. The others follow as these end.
+// Sequences at a time, each with a row of its own and one for each token of the draft. The others follow as these end.
 static int generation_slots(const Options *o) {
-    return o->serve ? (int)o->serve : o->samples < DECODE_ROWS ? (int)o->samples : DECODE_ROWS;
+    const int most = DECODE_ROWS / (*o->draft ? 1 + (int)o->draft_tokens : 1);
+    return o->serve ? (int)o->serve : o->samples < most ? (int)o->samples : most;
 }
 
 // The text of tokens, or their ids. free() it.

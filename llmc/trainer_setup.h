@@ -84,7 +84,7 @@ static void check_options(const Options *o) {
             o->draft);
     require(!*o->draft || generation_slots(o) * (o->draft_tokens + 1) <= DECODE_ROWS,
             "%d sequences with %lld drafted tokens each are more than the %d rows of a step\n"
-            "use fewer --samples, --serve or --draft-tokens",
+            "use a smaller --serve or --draft-tokens",
             generation_slots(o), o->draft_tokens, DECODE_ROWS);
     require(!o->overfit || *o->val_data, "--overfit 1 needs --val-data, whose first batch it trains on\nname shards");
     require(!*o->choice_data || o->eval_every || o->evaluate || o->generate,

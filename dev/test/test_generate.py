@@ -213,7 +213,7 @@ def test_more_samples_than_slots():
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("more", [[], ["--samples", 3], ["--draft-tokens", 9], ["--top-k", 5, "--top-p", 0.9]])
+@pytest.mark.parametrize("more", [[], ["--samples", 15], ["--draft-tokens", 9], ["--top-k", 5, "--top-p", 0.9]])
 def test_a_draft_changes_no_token(runs, temperature, more):
     """Past the window of 64, too."""
     options = ["-e", runs / "big", "--generate", "-g", 150, "--temperature", temperature, *more, "--prompt", "static "]
@@ -228,7 +228,7 @@ def test_a_draft_changes_no_token(runs, temperature, more):
 def test_drafts_that_are_refused(runs, tmp_path):
     options = ["-e", runs / "big", "--generate", "--draft"]
     assert "is no folder" in run(*options, tmp_path / "none", status=1)
-    assert "more than the 64 rows of a step" in run(*options, runs / "small", "--samples", 13, status=1)
+    assert "more than the 64 rows of a step" in run(*options, runs / "small", "--serve", 13, status=1)
     assert "--kv-cache 1" in run(*options, runs / "small", "--kv-cache", 0, status=1)
     run(
         *("-e", "d1,channels=48,vocab=300,seq=64", "-i", runs / "train.bin", "-b", 1, "-t", 16, "-x", 1, "-v", 0),
