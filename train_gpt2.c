@@ -16,9 +16,9 @@
 //
 // With LLMC_ORACLE defined only the *_cpu functions remain: tests of kernels include this file.
 #include "llmc/bf16.h"
-#include "llmc/cpu_decode.h"
 #include "llmc/fp8.h"
 #include "llmc/params.h"
+#include "llmc/quant.h"
 #include "llmc/vectors.h"
 
 #include <math.h>
@@ -778,6 +778,7 @@ static inline double sum_of_squares(const float *x, size_t n) {
 #include <sys/mman.h>
 
 #include "llmc/backend.h"
+#include "llmc/cpu_decode.h"
 #include "llmc/rope_table.h"
 
 // ---- what is kept
