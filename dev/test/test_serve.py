@@ -289,12 +289,13 @@ def test_a_stop_string_does_not_depend_on_tokens():
         choice, sent, at = serve.Choice(0, stops), "", 0
         while at < len(text) and not choice.finish:
             n = draw.randint(0, 4)
-            sent += choice.add({"text": text[at : at + n]})[0]
+            choice.add({"event": "token", "text": text[at : at + n]})
+            sent += choice.take()[0]
             at += n
             assert expected.startswith(sent)
         if not choice.finish:
-            rest, tokens = choice.end({"reason": "length", "text": ""})
-            sent += rest
+            choice.add({"event": "end", "reason": "length", "text": ""})
+            sent += choice.take()[0]
         assert sent == expected and (choice.finish == "stop") == bool(ends), (text, stops)
         stopped += bool(ends)
     assert 500 < stopped < 2900
@@ -528,7 +529,7 @@ def test_a_full_queue(tmp_path):
         [t.join() for t in threads]
         good, refused = [[r for r in results if (r[0] == 200) == ok] for ok in (True, False)]
         assert len(good) >= 5 and len(refused) >= 10 and {r[0] for r in refused} == {429}
-        assert all(int(r[1]["retry-after"]) > 0 for r in refused) and "prompts are waiting" in refused[0][2]
+        assert all(int(r[1]["retry-after"]) > 0 for r in refused) and "sequences are waiting" in refused[0][2]
         assert s.post("completions", body)[0] == 200
         with pytest.raises(openai.RateLimitError):
             s.client().completions.create(model="model", prompt=["a"] * 6)
@@ -550,15 +551,16 @@ def test_a_client_that_goes_away(tmp_path, stream):
         if stream:
             assert b"200 OK" in first.recv(4096)
         second = s.raw(head.encode() + body)  # waits for the slot, and is gone before its turn
-        time.sleep(0.2)
+        s.wait(lambda: len(s.requests()) == 2)
         second.close()
-        time.sleep(0.2)
+        s.wait(lambda: len(s.requests()) == 3)
+        assert s.requests()[2] == {"id": s.requests()[1]["id"], "cancel": True}
         begin = time.time()
         first.close()
-        s.wait(lambda: len(s.requests()) == 2)
-        assert s.requests()[1] == {"id": s.requests()[0]["id"], "cancel": True}
+        s.wait(lambda: len(s.requests()) == 4)
+        assert s.requests()[3] == {"id": s.requests()[0]["id"], "cancel": True}
         assert s.client().completions.create(model="model", prompt="say hi").choices[0].text == "hi"
-        assert time.time() - begin < 5 and len(s.requests()) == 3  # the second never came to the program
+        assert time.time() - begin < 5 and len(s.requests()) == 5
         assert "Traceback" not in s.text
 
 
