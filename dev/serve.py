@@ -64,11 +64,11 @@ def end_with_server():
 
 
 class Job:
-    """One prompt and its choices: what the program is sent, and where its events go."""
+    """One prompt and its choices. The program's events about it go to the queue `events`, as (job, event)."""
 
-    def __init__(self, answer, request, choices):
+    def __init__(self, request, choices, events):
         self.id = uuid.uuid4().hex
-        self.answer, self.request, self.choices = answer, {"id": self.id, **request}, choices
+        self.request, self.choices, self.events = {"id": self.id, **request}, choices, events
         self.running = len(choices)  # sequences that the program has not ended
         self.child, self.accepted = None, False
 
@@ -119,9 +119,10 @@ class Child:
             while event := await self.read():
                 self.take(event)
             self.facts = None
+            hint = "it is being started again; the server's log has the reason"
             for job in self.jobs.values():
-                hint = "it is being started again; the server's log has the reason"
-                job.answer.refuse(Refusal(500, "the model's program ended", hint))
+                error = {"event": "error", "status": 500, "message": "the model's program ended", "hint": hint}
+                job.events.put_nowait((job, error))
             self.jobs.clear()
             log.error("%s ended: %s", self.command[0], await self.end(1))
             pause = 1
@@ -142,7 +143,7 @@ class Child:
             job.running -= {"end": 1, "error": job.running}.get(event["event"], 0)
             if job.running == 0:
                 del self.jobs[job.id]
-            job.answer.take(job, event)
+            job.events.put_nowait((job, event))
 
     async def end(self, patience):
         """Asks the program to end, then tells it to; returns how it ended. mpirun does not always pass on the end of
@@ -174,11 +175,12 @@ def is_list(value, is_item, most=1 << 30):
 
 
 def is_part(value):
-    return isinstance(value, dict) and value.keys() == {"type", "text"} and value["type"] == "text"
-
-
-def is_content(value):
-    return is_text(value) or is_list(value, lambda part: is_part(part) and is_text(part["text"]))
+    return (
+        isinstance(value, dict)
+        and set(value) == {"type", "text"}
+        and value["type"] == "text"
+        and is_text(value["text"])
+    )
 
 
 def is_stop(value):
@@ -194,7 +196,7 @@ whole = lambda low, high: (lambda v: type(v) is int and low <= v <= high, f"a wh
 STREAM_OPTIONS = {"include_usage": (False, *BOOLEAN)}
 MESSAGE = {
     "role": (None, lambda v: v in ("system", "user", "assistant"), "system, user or assistant"),
-    "content": (None, is_content, "text, or a list of parts of type text"),
+    "content": (None, lambda v: is_text(v) or is_list(v, is_part), "text, or a list of parts of type text"),
 }
 # Fields of OpenAI's that this server does not have. The value that asks for nothing is allowed.
 NEUTRAL = dict(best_of=1, presence_penalty=0, frequency_penalty=0, logit_bias={}, suffix="", store=False)
@@ -387,52 +389,40 @@ class Answer:
 
     def __init__(self, body, chat, server):
         self.chat, self.asked = chat, understand(body, chat, server)
-        self.jobs, self.choices = [], []
+        self.jobs, self.choices, self.events = [], [], asyncio.Queue()
         for prompt in self.asked["prompts"]:
             begin = prompt if self.asked.get("echo") else ""
             first = len(self.choices)
             self.choices += [Choice(first + i, self.asked["stops"], begin) for i in range(self.asked["n"])]
             request = self.asked["options"] | {"prompt" if isinstance(prompt, str) else "tokens": prompt}
-            self.jobs.append(Job(self, request, self.choices[first:]))
-        self.changed, self.refusal = asyncio.Event(), None
-        self.fresh = {}  # choices that have changed since the last round: a set in order
-        self.accepted = self.finished = 0  # jobs, choices
+            self.jobs.append(Job(request, self.choices[first:], self.events))
         self.prompt_tokens = self.made_tokens = 0
         kind = "chat.completion" + ".chunk" * self.asked["stream"] if chat else "text_completion"
         id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self.head = {"id": id, "object": kind, "created": int(time.time()), "model": server.name}
 
-    def refuse(self, refusal):
-        self.refusal = refusal
-        self.changed.set()
-
-    def take(self, job, event):
-        """An event of the program."""
-        kind = event["event"]
-        self.changed.set()
-        if kind == "error":
-            self.refuse(Refusal(400, event["message"], event["hint"]))
-        elif kind == "start":
-            self.accepted += 1
-            self.prompt_tokens += event["prompt_tokens"]
-        elif not (choice := job.choices[event["index"]]).finish:  # a stop string may have ended it before the program
-            choice.add(event)
-            self.fresh[choice] = True
-            self.made_tokens += kind == "token"
-            self.finished += choice.finish is not None
-            if choice.finish and kind == "token":
-                job.child.send({"id": job.id, "cancel": True, "index": event["index"]})
-
     async def rounds(self):
-        """Choices that have changed. The first when all prompts are accepted: until then a refusal is the answer."""
-        while self.finished < len(self.choices):
-            await self.changed.wait()
-            self.changed.clear()
-            if self.refusal:
-                raise self.refusal
-            if self.accepted == len(self.jobs):
-                fresh, self.fresh = self.fresh, {}
-                yield fresh
+        """Sets of choices that have changed. The first when all prompts are accepted: until then a refusal is the
+        answer. What comes fast goes together."""
+        accepted, finished, changed = 0, 0, {}  # a dict keeps the order
+        while finished < len(self.choices):
+            job, event = await self.events.get()
+            if event["event"] == "error":
+                raise Refusal(event.get("status", 400), event["message"], event["hint"])
+            if event["event"] == "start":
+                accepted += 1
+                self.prompt_tokens += event["prompt_tokens"]
+            elif not (choice := job.choices[event["index"]]).finish:  # else a stop string has ended it already
+                choice.add(event)
+                changed[choice] = True
+                self.made_tokens += event["event"] == "token"
+                finished += choice.finish is not None
+                if choice.finish and event["event"] == "token":
+                    job.child.send({"id": job.id, "cancel": True, "index": event["index"]})
+            if self.events.empty() and accepted == len(self.jobs):
+                yield changed
+                changed = {}
+        yield changed
 
     def usage(self):
         made, prompt = self.made_tokens, self.prompt_tokens
@@ -441,18 +431,17 @@ class Answer:
     def logprobs(self, tokens):
         if not tokens or self.asked["logprobs"] is None:
             return None
-        fact = lambda text, logprob: {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-        chat, texts, logprobs, tops, offsets = [], [], [], [], []
-        for event, at in tokens:
-            text, logprob, top = event["text"], event["logprob"], event.get("top", [])
-            chat.append(fact(text, logprob) | {"top_logprobs": [fact(text, p) for _, text, p in top]})
-            tops.append({text: p for _, text, p in reversed(top)} | {text: logprob})
-            texts.append(text)
-            logprobs.append(logprob)
-            offsets.append(at)
         if self.chat:
-            return {"content": chat}
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+            fact = lambda text, logprob: {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            top = lambda event: {"top_logprobs": [fact(text, p) for _, text, p in event.get("top", [])]}
+            return {"content": [fact(event["text"], event["logprob"]) | top(event) for event, _ in tokens]}
+        top = lambda event: {text: p for _, text, p in reversed(event.get("top", []))}
+        return {
+            "tokens": [event["text"] for event, _ in tokens],
+            "token_logprobs": [event["logprob"] for event, _ in tokens],
+            "top_logprobs": [top(event) | {event["text"]: event["logprob"]} for event, _ in tokens],
+            "text_offset": [at for _, at in tokens],
+        }
 
     def json(self, choice):
         """What is new of a choice: all of it, if the answer is not streamed."""
@@ -464,10 +453,9 @@ class Answer:
     def whole(self):
         return self.head | {"choices": [self.json(choice) for choice in self.choices], "usage": self.usage()}
 
-    def chunks(self, fresh):
-        """An event for each choice: several tokens together if they come fast."""
+    def chunks(self, choices):
         usage = {"usage": None} if self.asked["include_usage"] else {}
-        return b"".join(sse(self.head | {"choices": [self.json(choice)]} | usage) for choice in fresh)
+        return b"".join(sse(self.head | {"choices": [self.json(choice)]} | usage) for choice in choices)
 
     def last_chunk(self):
         usage = sse(self.head | {"choices": [], "usage": self.usage()}) if self.asked["include_usage"] else b""
@@ -584,10 +572,10 @@ class Server:
         try:
             for job in answer.jobs:
                 self.submit(job)
-            async for fresh in answer.rounds():
+            async for changed in answer.rounds():
                 if answer.asked["stream"]:
                     await stream.prepare(request)
-                    await stream.write(answer.chunks(fresh))
+                    await stream.write(answer.chunks(changed))
             if not answer.asked["stream"]:
                 return web.json_response(answer.whole())
             await stream.write(answer.last_chunk())
