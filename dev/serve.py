@@ -175,12 +175,7 @@ def is_list(value, is_item, most=1 << 30):
 
 
 def is_part(value):
-    return (
-        isinstance(value, dict)
-        and set(value) == {"type", "text"}
-        and value["type"] == "text"
-        and is_text(value["text"])
-    )
+    return isinstance(value, dict) and is_text(value.get("text")) and value == {"type": "text", "text": value["text"]}
 
 
 def is_stop(value):
@@ -193,10 +188,11 @@ BOOLEAN = lambda v: isinstance(v, bool), "true or false"
 number = lambda low, high: (lambda v: type(v) in (int, float) and low <= v <= high, f"a number from {low} to {high}")
 whole = lambda low, high: (lambda v: type(v) is int and low <= v <= high, f"a whole number from {low} to {high}")
 # Of each field: its default, and what it must be.
+REQUIRED = object()
 STREAM_OPTIONS = {"include_usage": (False, *BOOLEAN)}
 MESSAGE = {
-    "role": (None, lambda v: v in ("system", "user", "assistant"), "system, user or assistant"),
-    "content": (None, lambda v: is_text(v) or is_list(v, is_part), "text, or a list of parts of type text"),
+    "role": (REQUIRED, lambda v: v in ("system", "user", "assistant"), "system, user or assistant"),
+    "content": (REQUIRED, lambda v: is_text(v) or is_list(v, is_part), "text, or a list of parts of type text"),
 }
 # Fields of OpenAI's that this server does not have. The value that asks for nothing is allowed.
 NEUTRAL = dict(best_of=1, presence_penalty=0, frequency_penalty=0, logit_bias={}, suffix="", store=False)
@@ -227,7 +223,7 @@ def fields(context, vocab):
         "echo": (False, *BOOLEAN),
     }
     chat = {
-        "messages": (None, lambda v: is_list(v, lambda message: True), "a list of messages"),
+        "messages": (REQUIRED, lambda v: is_list(v, lambda message: True), "a list of messages"),
         "max_tokens": (None, *limit),
         "max_completion_tokens": (None, *limit),
         "logprobs": (False, *BOOLEAN),
@@ -253,7 +249,10 @@ def check(given, table, where=""):
             raise Refusal(400, f"{path} is unknown", "leave it out; doc/serve.md lists what there is", path)
         elif value != NEUTRAL[name]:
             raise Refusal(400, f"{path} is not supported", "leave it out", path)
-    return {name: given.get(name, default) for name, (default, *_) in table.items()}
+    for name, (default, _, meaning) in table.items():
+        if given.setdefault(name, default) is REQUIRED:
+            raise Refusal(400, f"{where}{name} is missing", f"{name} must be {meaning}", where + name)
+    return given
 
 
 def understand(body, chat, server):
@@ -285,13 +284,8 @@ def understand_chat(f, template):
         raise Refusal(400, problem, "set logprobs to true", "top_logprobs")
     f["logprobs"] = (f["top_logprobs"] or 0) if f["logprobs"] else None
     f["max_tokens"] = f["max_completion_tokens"] or f["max_tokens"]
-    if f["messages"] is None:
-        hint = 'send {"messages": [{"role": "user", "content": "..."}]}'
-        raise Refusal(400, "there are no messages", hint, "messages")
     messages = [check(message, MESSAGE, f"messages[{i}].") for i, message in enumerate(f["messages"])]
-    for i, message in enumerate(messages):
-        if None in message.values():
-            raise Refusal(400, f"messages[{i}] lacks a role or a content", "give both", "messages")
+    for message in messages:
         if isinstance(message["content"], list):
             message["content"] = "".join(part["text"] for part in message["content"])
     f |= {"prompts": [template.render(messages)], "special": True, "ends": template.ends}
@@ -483,11 +477,9 @@ class Server:
 
     def application(self):
         app = web.Application(middlewares=[self.guard], client_max_size=self.args.max_body)
-        app.router.add_get("/", self.index)
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/v1/models/{name}", self.models)
-        app.router.add_post("/v1/completions", self.complete)
-        app.router.add_post("/v1/chat/completions", self.complete)
+        get = {"/": self.index, "/v1/models": self.models, "/v1/models/{name}": self.models}
+        app.add_routes([web.get(path, handler) for path, handler in get.items()])
+        app.add_routes([web.post(f"/v1/{kind}", self.complete) for kind in ("completions", "chat/completions")])
         app.cleanup_ctx.append(self.programs)
         return app
 
@@ -502,7 +494,7 @@ class Server:
             self.template = ChatTemplate(Path(facts["model"]))
             self.model = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "llm.cu"}
             self.model |= {"context": facts["context"], "chat": self.template.problem is None}
-            log.info("%s is ready: http://%s:%d (Ctrl-C ends)", self.name, self.args.host, self.args.port)
+            log.info("%s is ready: %s (Ctrl-C ends)", self.name, self.args.url)
             yield
         finally:
             for task in tasks:
@@ -653,16 +645,17 @@ def main():
         listener = socket.create_server((args.host, args.port), family=family, backlog=1024)
     except (OSError, OverflowError) as e:
         stop(f"cannot listen on {args.host}, port {args.port}: {e}", "give another --host or --port")
-    args.port = listener.getsockname()[1]
-    if not key and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
-        log.warning("anybody who reaches %s can use this model: %s is not set", args.host, KEY_VARIABLE)
+    address, port = listener.getsockname()[:2]
+    host = socket.gethostname() if ipaddress.ip_address(address).is_unspecified else args.host
+    args.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if not key and not ipaddress.ip_address(address).is_loopback:
+        log.warning("anybody who reaches %s can use this model: %s is not set", args.url, KEY_VARIABLE)
     server = Server(args, key and key.encode(), commands(args, options))
     # When a client goes away, the task that works for it is cancelled.
     how = {"handler_cancellation": True, "shutdown_timeout": 1, "print": None}
+    how |= {"access_log": log, "access_log_format": '%a "%r" %s %b bytes %Tf s'}
     try:
-        web.run_app(
-            server.application(), sock=listener, access_log=log, access_log_format='%a "%r" %s %b bytes %Tf s', **how
-        )
+        web.run_app(server.application(), sock=listener, **how)
     except (OSError, RuntimeError) as e:  # the program's own words are above
         stop(f"the model did not start: {e}", "the lines above say why")
 

@@ -388,11 +388,11 @@ BAD = [
     (b"null", "the body is not an object"),
 ]
 BAD_CHATS = [
-    ({}, "there are no messages"),
+    ({}, "messages is missing\nhint: messages must be a list"),
     ({"messages": "hi"}, "messages is"),
     ({"messages": []}, "messages is []"),
     ({"messages": [5]}, "messages[0] is not an object"),
-    ({"messages": [{"role": "user"}]}, "messages[0] lacks"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
     (
         {"messages": [{"role": "robot", "content": "hi"}]},
         'messages[0].role is "robot"\nhint: role must be system, user',
