@@ -396,9 +396,9 @@ class Answer:
         self.head = {"id": id, "object": kind, "created": int(time.time()), "model": server.name}
 
     async def rounds(self):
-        """Sets of choices that have changed. The first when all prompts are accepted: until then a refusal is the
-        answer. What comes fast goes together."""
-        accepted, finished, changed = 0, 0, {}  # a dict keeps the order
+        """Again and again the choices that have something to say, once all prompts are accepted: until then a refusal
+        is the whole answer. Tokens that come fast go together."""
+        accepted, finished, changed = 0, 0, {}  # jobs, choices; a dict keeps the order
         while finished < len(self.choices):
             job, event = await self.events.get()
             if event["event"] == "error":
@@ -408,7 +408,8 @@ class Answer:
                 self.prompt_tokens += event["prompt_tokens"]
             elif not (choice := job.choices[event["index"]]).finish:  # else a stop string has ended it already
                 choice.add(event)
-                changed[choice] = True
+                if choice.ready or choice.finish:
+                    changed[choice] = True
                 self.made_tokens += event["event"] == "token"
                 finished += choice.finish is not None
                 if choice.finish and event["event"] == "token":
@@ -420,7 +421,7 @@ class Answer:
 
     def usage(self):
         made, prompt = self.made_tokens, self.prompt_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        return {"usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}}
 
     def logprobs(self, tokens):
         if not tokens or self.asked["logprobs"] is None:
@@ -437,23 +438,15 @@ class Answer:
             "text_offset": [at for _, at in tokens],
         }
 
-    def json(self, choice):
+    def said(self, choice):
         """What is new of a choice: all of it, if the answer is not streamed."""
         (text, tokens), role, choice.role = choice.take(), choice.role, {}
         said = {"delta" if self.asked["stream"] else "message": role | {"content": text}}
         said = said if self.chat else {"text": text}
         return {"index": choice.index, **said, "logprobs": self.logprobs(tokens), "finish_reason": choice.finish}
 
-    def whole(self):
-        return self.head | {"choices": [self.json(choice) for choice in self.choices], "usage": self.usage()}
-
-    def chunks(self, choices):
-        usage = {"usage": None} if self.asked["include_usage"] else {}
-        return b"".join(sse(self.head | {"choices": [self.json(choice)]} | usage) for choice in choices)
-
-    def last_chunk(self):
-        usage = sse(self.head | {"choices": [], "usage": self.usage()}) if self.asked["include_usage"] else b""
-        return usage + b"data: [DONE]\n\n"
+    def json(self, choices, more):
+        return self.head | {"choices": [self.said(choice) for choice in choices]} | more
 
 
 def sse(value):
@@ -560,17 +553,21 @@ class Server:
 
     async def complete(self, request):
         answer = Answer(await self.read(request), request.path == "/v1/chat/completions", self)
+        asked = answer.asked
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             for job in answer.jobs:
                 self.submit(job)
             async for changed in answer.rounds():
-                if answer.asked["stream"]:
+                if asked["stream"]:
                     await stream.prepare(request)
-                    await stream.write(answer.chunks(changed))
-            if not answer.asked["stream"]:
-                return web.json_response(answer.whole())
-            await stream.write(answer.last_chunk())
+                    usage = {"usage": None} if asked["include_usage"] else {}
+                    await stream.write(b"".join(sse(answer.json([choice], usage)) for choice in changed))
+            if not asked["stream"]:
+                return web.json_response(answer.json(answer.choices, answer.usage()))
+            if asked["include_usage"]:
+                await stream.write(sse(answer.json([], answer.usage())))
+            await stream.write(b"data: [DONE]\n\n")
         except Refusal as refusal:
             if not stream.prepared:
                 raise

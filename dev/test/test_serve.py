@@ -221,6 +221,7 @@ def test_streams(client, n, speed):
         # tokens that come fast go together
         assert len(mine) > len(SAY) / 2 if speed else mine
         assert [c.finish_reason for c in mine] == [None] * (len(mine) - 1) + ["stop"]
+        assert all(c.delta.content for c in mine[:-1])  # nothing while a character is incomplete
     chunks = list(complete(client, "say " + SAY, stream=True, n=n, max_tokens=9, echo=True))
     for index in range(n):
         mine = [c.choices[0] for c in chunks if c.choices[0].index == index]
