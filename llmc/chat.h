@@ -37,7 +37,7 @@ static const ChatTemplate *chat_template_of(const char *folder) {
 typedef struct {
     Generation *g;
     const ChatTemplate *style;  // NULL: each prompt stands for itself
-    int *tokens, count, *turns, num_turns, room;
+    int *tokens, count, *turns, num_turns;
 } Chat;
 
 static volatile sig_atomic_t chat_interrupted;
@@ -47,16 +47,13 @@ static void chat_on_interrupt(int number) {
 }
 
 static void chat_room(Chat *c, size_t more) {
-    if (c->count + more <= (size_t)c->room) return;
-    c->room = 2 * (c->count + (int)more);
-    c->tokens = (int *)realloc_or_die(c->tokens, c->room * sizeof *c->tokens);
+    c->tokens = (int *)realloc_or_die(c->tokens, (c->count + more + 1) * sizeof *c->tokens);
 }
-// A text, of which the special tokens' names are tokens if it is the template's; never if the user wrote it.
+// special: the text is the template's, and names of special tokens in it are these tokens. The user's text has none.
 static void chat_append(Chat *c, const char *text, int special) {
     int bytes = (int)strlen(text);
     chat_room(c, bytes);
-    c->count +=
-        (special ? tokenizer_encode_special : tokenizer_encode)(c->g->tokenizer, text, bytes, c->tokens + c->count);
+    c->count += tokenizer_encode_text(c->g->engine.tokenizer, text, bytes, special, c->tokens + c->count);
 }
 static void chat_begin_turn(Chat *c, const char *role) {
     c->turns = (int *)realloc_or_die(c->turns, (c->num_turns + 1) * sizeof *c->turns);
@@ -72,7 +69,8 @@ static void chat_end_turn(Chat *c) {
 // Forgets the oldest two turns while less than a quarter of the context is left for the answer. Returns 0 if the last
 // message alone is too long, and forgets that.
 static int chat_make_room(Chat *c) {
-    int most = c->g->engine.window - (c->g->engine.window + 3) / 4, forgotten = 0;
+    const int window = c->g->engine.window, most = window - (window + 3) / 4;
+    int forgotten = 0;
     for (; c->count > most && c->num_turns > 2; forgotten = 1) {
         int from = c->turns[2], by = from - c->turns[0];
         memmove(c->tokens + c->turns[0], c->tokens + from, (c->count - from) * sizeof *c->tokens);
@@ -82,7 +80,7 @@ static int chat_make_room(Chat *c) {
     }
     if (forgotten) printf("(the beginning of the conversation no longer fits into the context)\n");
     if (c->count <= most) return 1;
-    printf("this is too long for the context of %d tokens (--seq-len)\n", c->g->engine.window);
+    printf("this is too long for the context of %d tokens (--seq-len)\n", window);
     c->count = c->turns[0];
     c->num_turns = 0;
     return 0;
@@ -102,29 +100,23 @@ static int chat_ask(Chat *c, const char *text) {
     return chat_make_room(c);
 }
 static void chat_answer(Chat *c) {
-    Generation *g = c->g;
-    const Options *o = g->o;
-    const Draw draw = {(float)o->temperature,
-                       (int)o->top_k,
-                       (float)o->top_p,
-                       (uint64_t)o->seed,
-                       rand_stream(RAND_SAMPLE, c->count),
-                       0};
+    Engine *e = &c->g->engine;
+    const Options *o = c->g->o;
     Sequence s;
     memset(&s, 0, sizeof s);
-    s.most = c->style ? g->engine.window - c->count : (int)o->sample_tokens;
-    s.prompt = c->count;
-    s.draw = draw;
-    chat_room(c, s.most);
+    s.count = c->count;
+    s.most = c->style ? e->window : c->count + (int)o->sample_tokens;
+    s.draw = generation_draw(o, c->count);
+    chat_room(c, s.most - c->count);
     s.tokens = c->tokens;
     chat_interrupted = 0;
     signal(SIGINT, chat_on_interrupt);
-    engine_add(&g->engine, &s);
-    while (engine_step(&g->engine))
-        if (chat_interrupted) engine_clear(&g->engine);
+    engine_add(e, &s);
+    while (engine_step(e))
+        if (chat_interrupted) engine_clear(e);
     signal(SIGINT, SIG_DFL);
     putchar('\n');
-    c->count += s.made;
+    c->count = s.count;
     if (c->style) chat_end_turn(c);
 }
 // Asks for a line. Returns 0 at the end. People may take their time: the watchdog sees progress.
@@ -135,41 +127,41 @@ static int chat_read(char **line, size_t *size) {
     while (poll(&in, 1, 1000) == 0) watchdog_beat(PHASE_SAMPLE, -1);
     return getline(line, size, stdin) >= 0;
 }
-// Returns NULL.
-static inline char *chat(Generation *g, const char *folder) {
-    Chat *c = (Chat *)calloc_or_die(sizeof *c);
-    char *line = NULL;
-    size_t size = 0;
-    require(g->tokenizer, "talking to a model needs a tokenizer, and none lies beside it\ngive --tokenizer FILE");
+static void chat_open(Chat *c, Generation *g, const char *folder) {
+    Engine *e = &g->engine;
+    require(e->tokenizer, "talking to a model needs a tokenizer, and none lies beside it\ngive --tokenizer FILE");
     setvbuf(stdin, NULL, _IONBF, 0);  // so that poll sees all lines
+    memset(c, 0, sizeof *c);
     c->g = g;
     c->style = chat_template_of(folder);
-    g->engine.hear = generation_hear;
-    g->engine.caller = g;
-    g->streams = 1;
-    chat_room(c, 1);
-    c->tokens[0] = g->eot;
-    if (c->style) {
-        int end = tokenizer_special(g->tokenizer, c->style->end, (int)strlen(c->style->end));
-        require(end >= 0,
-                "the tokenizer has no %s, which ends the turns of the chat template\n"
-                "give the model's own --tokenizer",
-                c->style->end);
-        add_end_token(&g->engine.ends, end);
-        chat_append(c, c->style->start, 1);
-    }
+    generation_open(g, 1);
+    chat_room(c, 0);
+    c->tokens[0] = e->eot;
+    if (!c->style) return;
+    const char *end_name = c->style->end;
+    int end = tokenizer_special(e->tokenizer, end_name, (int)strlen(end_name));
+    require(end >= 0,
+            "the tokenizer has no %s, which ends the turns of the chat template\n"
+            "give the model's own --tokenizer",
+            end_name);
+    add_end_token(&e->ends, end);
+    chat_append(c, c->style->start, 1);
+}
+static inline void chat(Generation *g, const char *folder) {
+    Chat c;
+    char *line = NULL;
+    size_t size = 0;
+    chat_open(&c, g, folder);
     printf("%s. Ctrl-C stops an answer, Ctrl-D ends.\n",
-           c->style ? "Talk to the model" : "The model continues your text");
+           c.style ? "Talk to the model" : "The model continues your text");
     while (chat_read(&line, &size)) {
         line[strcspn(line, "\n")] = 0;
-        if (*line && chat_ask(c, line)) chat_answer(c);
+        if (*line && chat_ask(&c, line)) chat_answer(&c);
     }
     putchar('\n');
     free(line);
-    free(c->tokens);
-    free(c->turns);
-    free(c);
-    return NULL;
+    free(c.tokens);
+    free(c.turns);
 }
 
 #endif

@@ -1,26 +1,26 @@
-// Generation of many sequences at once. They join and leave a running batch: each has a slot of the model's cache while
-// it runs, and waits for one before. What a sequence generates does not depend on its neighbours. Include this after a
-// backend.
+// Generation of many sequences at once. They join and leave a running batch: a sequence waits, then has a slot of the
+// model's cache until it ends. What it generates does not depend on its neighbours. Include this after a backend.
 //
 // With --draft a small model proposes the next tokens of each sequence, and the large one runs on all of them in one
 // step. Both draw with the same noise, and the large model accepts a proposal if it draws the same token: the tokens
 // are those of the large model alone (Daliri et al., arXiv:2408.07978).
 //
-// Without it a step is queued before the tokens of the step before it are looked at, so that a device never waits for
-// the host. A sequence that then turns out to have ended has one row too many, whose token nobody gets.
+// Without a draft the next step is queued before the tokens of this one are looked at, so that a device never waits for
+// the host. A sequence that then turns out to have ended has one row too many, whose token is dropped.
 #ifndef LLMC_ENGINE_H
 #define LLMC_ENGINE_H
 
 #include "backend.h"
 #include "json.h"
+#include "tokenizer.h"
 
-// Tokens after which nothing follows.
+// Tokens that end a sequence.
 enum { END_TOKENS = 16 };
 typedef struct { int ids[END_TOKENS], count; } EndTokens;
 static inline int is_end_token(const EndTokens *e, int token) {
-    int found = 0;
-    for (int i = 0; i < e->count; i++) found |= e->ids[i] == token;
-    return found;
+    for (int i = 0; i < e->count; i++)
+        if (e->ids[i] == token) return 1;
+    return 0;
 }
 static inline void add_end_token(EndTokens *e, int64_t token) {
     if (token >= 0 && token <= INT32_MAX && e->count < END_TOKENS && !is_end_token(e, (int)token))
@@ -43,70 +43,69 @@ static inline EndTokens end_tokens(int eot, const char *folder) {
 
 typedef enum { SEQUENCE_RUNS, SEQUENCE_STOP, SEQUENCE_LENGTH, SEQUENCE_CANCELLED } SequenceEnd;
 
-// The caller sets all that is not private, and frees `tokens` after the end.
+// The caller sets the first fields, and frees `tokens` after the end.
 typedef struct Sequence {
-    int *tokens;  // the prompt, at least one token, then what is generated: room for prompt + most
-    int prompt;   // tokens
-    int most;     // generated tokens at most
+    int *tokens;  // (most) the prompt, then what is generated
+    int count;    // tokens so far: at first those of the prompt, at least one
+    int most;     // tokens at which it ends
     Draw draw;
     EndTokens ends;  // beside those of the engine
     void *of;        // for the caller
-    int index;
-    int ended;  // 1: it has no slot and does not wait
+    TextTail tail;   // for the caller, zero at first
     // private
-    int made;      // generated tokens
-    int slot;      // SLOT_NONE: it waits
+    int prompt;    // tokens of the prompt
+    int slot;      // -1: it waits
     int begin;     // the first token that is in the slot
     int prompted;  // the first token that did not go through model_prompt
     int ahead;     // rows that are queued
+    int proposed;  // tokens of the draft, behind the last one in `tokens`
     struct Sequence *next;
 } Sequence;
-enum { SLOT_NONE = -1 };
 
-// Called for each token that is generated, and at the end (drawn NULL), which a token in `ends` brings unheard.
+// Called for each generated token, and at the end with drawn NULL. A token that ends the sequence is not reported.
 typedef void EngineHear(void *caller, Sequence *s, const Drawn *drawn, SequenceEnd end);
 typedef struct {
-    Model *m, *draft;   // draft NULL: there is none
-    int drafted;        // tokens that it proposes at a time; slots * (drafted + 1) <= DECODE_ROWS
-    int slots, window;  // sequences at a time, at most DECODE_ROWS; tokens of a slot
-    int keeps;          // keys and values; 0: each token recomputes them (--kv-cache 0)
+    Model *m, *draft;            // draft NULL: there is none
+    int drafted;                 // tokens that it proposes at a time; slots * (drafted + 1) <= DECODE_ROWS
+    int slots, window;           // sequences at a time, at most DECODE_ROWS; tokens of a slot
+    int keeps;                   // keys and values; 0: each token recomputes them (--kv-cache 0)
+    int eot;                     // token before every text
+    const Tokenizer *tokenizer;  // NULL: token ids are printed
     EndTokens ends;
     EngineHear *hear;
     void *caller;
     // private
-    Sequence *running[DECODE_ROWS];  // by slot
-    Sequence *waiting;               // the first
-    int num_waiting;
-    Sequence *rows[DECODE_STEPS][DECODE_ROWS];  // of queued steps; NULL: it has ended
-    int count[DECODE_STEPS], queued;
+    Sequence *first;         // of those that have not ended, in the order of engine_add
+    int count;               // of those
+    char used[DECODE_ROWS];  // slots
+    struct {
+        Sequence *of[DECODE_ROWS];  // the sequence of each row; NULL: its token is dropped
+        int count;
+    } steps[DECODE_STEPS];  // that are queued, the oldest first
+    int queued;
     int64_t proposed, accepted;  // tokens of the draft
 } Engine;
-enum { DRAFT_MOST = 31 };
 
 static inline void engine_add(Engine *e, Sequence *s) {
-    Sequence **last = &e->waiting;
+    Sequence **last = &e->first;
     while (*last) last = &(*last)->next;
-    assert(s->prompt > 0 && s->most > 0);
-    s->made = s->ahead = s->ended = 0;
-    s->slot = SLOT_NONE;
+    assert(s->count > 0 && s->count < s->most);
+    s->prompt = s->count;
+    s->slot = -1;
+    s->ahead = s->proposed = 0;
     s->next = NULL;
     *last = s;
-    e->num_waiting++;
+    e->count++;
 }
-// Ends a sequence: it leaves its slot or the queue.
 static inline void engine_end(Engine *e, Sequence *s, SequenceEnd end) {
+    Sequence **at = &e->first;
+    while (*at != s) at = &(*at)->next;
+    *at = s->next;
+    e->count--;
+    if (s->slot >= 0) e->used[s->slot] = 0;
     for (int i = 0; i < e->queued; i++)
-        for (int r = 0; r < e->count[i]; r++)
-            if (e->rows[i][r] == s) e->rows[i][r] = NULL;
-    if (s->slot != SLOT_NONE) {
-        e->running[s->slot] = NULL;
-    } else {
-        Sequence **at = &e->waiting;
-        while (*at != s) at = &(*at)->next;
-        *at = s->next;
-        e->num_waiting--;
-    }
-    s->ended = 1;
+        for (int r = 0; r < e->steps[i].count; r++)
+            if (e->steps[i].of[r] == s) e->steps[i].of[r] = NULL;
     e->hear(e->caller, s, NULL, end);
 }
 static void engine_heard(Engine *e, Sequence *s, const Drawn *drawn) {
@@ -114,20 +113,15 @@ static void engine_heard(Engine *e, Sequence *s, const Drawn *drawn) {
         engine_end(e, s, SEQUENCE_STOP);
         return;
     }
-    s->tokens[s->prompt + s->made++] = drawn->token;
+    s->tokens[s->count++] = drawn->token;
     e->hear(e->caller, s, drawn, SEQUENCE_RUNS);
-    if (s->made == s->most) engine_end(e, s, SEQUENCE_LENGTH);
+    if (s->count == s->most) engine_end(e, s, SEQUENCE_LENGTH);
 }
 
-static void add_row(DecodeRow *rows, int *n, int slot, int token, Draw draw, int top) {
-    const DecodeRow row = {slot, token, draw};
-    rows[*n] = row;
-    rows[(*n)++].draw.top = top;
-}
 // The tokens before the last go into the empty slot. What exceeds the window is left out, and half of it stays free, so
 // that positions are those that the model was trained on.
 static void engine_prompt(Engine *e, Sequence *s) {
-    int last = s->prompt + s->made - 1;
+    int last = s->count - 1;
     if (last - s->begin >= e->window) {
         s->begin = last + 1 - (e->window + 1) / 2;
         s->prompted = last;
@@ -140,164 +134,125 @@ static void engine_prompt(Engine *e, Sequence *s) {
     }
 }
 static void engine_join(Engine *e) {
-    for (int slot = 0; slot < e->slots && e->waiting; slot++) {
-        Sequence *s = e->waiting;
-        if (e->running[slot]) continue;
-        e->waiting = s->next;
-        e->num_waiting--;
-        e->running[slot] = s;
+    int slot = 0;
+    for (Sequence *s = e->first; s; s = s->next) {
+        if (s->slot >= 0) continue;
+        while (slot < e->slots && e->used[slot]) slot++;
+        if (slot == e->slots) return;
+        e->used[slot] = 1;
         s->slot = slot;
         s->begin = 0;
-        s->prompted = s->prompt - 1;
+        s->prompted = s->count - 1;
         engine_prompt(e, s);
     }
 }
+static DecodeRow engine_row(const Sequence *s, int token) {
+    const DecodeRow row = {s->slot, token, s->draw};
+    return row;
+}
 // --kv-cache 0: the keys and values of a slot anew, by rows as they were made.
 static void engine_recompute(Engine *e, Sequence *s) {
-    Drawn drawn[DECODE_ROWS];
     DecodeRow rows[DECODE_ROWS];
+    Drawn drawn[DECODE_ROWS];
     engine_prompt(e, s);
-    for (int at = s->prompted, last = s->prompt + s->made - 1, n; at < last; at += n) {
-        int most = last - at < DECODE_ROWS ? last - at : DECODE_ROWS;
-        for (n = 0; n < most;) add_row(rows, &n, s->slot, s->tokens[at + n], s->draw, 0);
+    for (int at = s->prompted, n; at < s->count - 1; at += n) {
+        for (n = 0; n < DECODE_ROWS && at + n < s->count - 1; n++) rows[n] = engine_row(s, s->tokens[at + n]);
         model_decode(e->m, rows, n);
         model_drawn(e->m, drawn);
     }
 }
-// Queues one row of each sequence that goes on. A full slot first has to know its last token.
+
+// How many tokens the draft proposes for a sequence. Both models forget the proposals that were not accepted.
+static int engine_proposals(Engine *e, Sequence *s) {
+    const int length = s->count - 1 - s->begin;
+    if (model_length(e->m, s->slot) > length) model_forget(e->m, s->slot, length);
+    if (model_length(e->draft, s->slot) > length) model_forget(e->draft, s->slot, length);
+    if (length == e->window) engine_prompt(e, s);
+    const int left = s->most - s->count - 1, fits = e->window - model_length(e->m, s->slot) - 1;
+    const int most = left < fits ? left : fits;
+    return most < e->drafted ? most : e->drafted;
+}
+// The draft draws token after token. First it runs on the tokens that it has not had: the last one, or, if all its
+// proposals were accepted, the last two.
+static void engine_propose(Engine *e) {
+    for (Sequence *s = e->first; s; s = s->next)
+        if (s->slot >= 0) s->proposed = engine_proposals(e, s);
+    for (int k = 0; k < e->drafted; k++) {
+        DecodeRow rows[DECODE_ROWS];
+        Drawn drawn[DECODE_ROWS];
+        int *to[DECODE_ROWS], n = 0;
+        for (Sequence *s = e->first; s; s = s->next) {
+            if (s->slot < 0 || k >= s->proposed) continue;
+            for (int at = s->begin + model_length(e->draft, s->slot); at < s->count + k; at++) {
+                rows[n] = engine_row(s, s->tokens[at]);
+                to[n++] = s->tokens + s->count + k;  // the last row of a sequence counts
+            }
+        }
+        if (n == 0) return;
+        model_decode(e->draft, rows, n);
+        model_drawn(e->draft, drawn);
+        for (int r = 0; r < n; r++) *to[r] = drawn[r].token;
+    }
+}
+// Queues the rows of each sequence that goes on: its last token and what is proposed.
 static void engine_queue(Engine *e) {
     DecodeRow rows[DECODE_ROWS];
-    Sequence **of = e->rows[e->queued];
     int n = 0;
-    for (int slot = 0; slot < e->slots; slot++) {
-        Sequence *s = e->running[slot];
-        if (!s || s->made + s->ahead >= s->most) continue;
-        int full = model_length(e->m, slot) == e->window;
-        if (full && s->ahead) continue;
+    for (Sequence *s = e->first; s; s = s->next) {
+        if (s->slot < 0 || s->count + s->ahead >= s->most) continue;
+        int full = model_length(e->m, s->slot) == e->window;
+        if (full && s->ahead) continue;  // it first has to know its last token
         if (full) engine_prompt(e, s);
         if (!e->keeps) engine_recompute(e, s);
-        of[n] = s;
-        add_row(rows, &n, slot, s->ahead ? DECODE_DRAWN : s->tokens[s->prompt + s->made - 1], s->draw, s->draw.top);
-        s->ahead++;
+        const int drawn = s->ahead > 0;
+        for (int k = 0; k <= s->proposed; k++, s->ahead++) {
+            e->steps[e->queued].of[n] = s;
+            rows[n++] = engine_row(s, drawn ? DECODE_DRAWN : s->tokens[s->count - 1 + k]);
+        }
+        e->proposed += s->proposed;
     }
     if (n == 0) return;
     model_decode(e->m, rows, n);
-    e->count[e->queued++] = n;
+    e->steps[e->queued++].count = n;
 }
-// Waits for the oldest step and hands out its tokens.
+// Waits for the oldest step and hands out its tokens. Rows after a wrong proposal are dropped.
 static void engine_wait(Engine *e) {
     Drawn drawn[DECODE_ROWS];
-    Sequence *of[DECODE_ROWS];
-    int n = e->count[0];
     model_drawn(e->m, drawn);
-    e->queued--;
-    memcpy(of, e->rows[0], sizeof of);
-    memcpy(e->rows[0], e->rows[1], sizeof of);
-    e->count[0] = e->count[1];
-    for (int r = 0; r < n; r++) {
-        if (!of[r]) continue;
-        of[r]->ahead--;
-        engine_heard(e, of[r], &drawn[r]);
-    }
-}
-// ---- with a draft
-
-// What is proposed for a sequence. Its slot has `at` tokens: all but the last.
-typedef struct {
-    Sequence *of;
-    int at, count, tokens[DRAFT_MOST];
-} Proposal;
-
-// The draft makes token k of each proposal. At first it may have to make up for the last token that was accepted.
-static void propose_token(Engine *e, Proposal *p, int count, int k) {
-    DecodeRow rows[DECODE_ROWS];
-    Drawn drawn[DECODE_ROWS];
-    int n = 0, from[DECODE_ROWS];
-    for (int i = 0; i < count; i++) {
-        const Sequence *s = p[i].of;
-        if (k >= p[i].count) continue;
-        for (int at = model_length(e->draft, s->slot); k == 0 && at < p[i].at; at++)
-            add_row(rows, &n, s->slot, s->tokens[s->begin + at], s->draw, 0);
-        add_row(rows, &n, s->slot, k ? p[i].tokens[k - 1] : s->tokens[s->begin + p[i].at], s->draw, 0);
-        from[i] = n - 1;
-    }
-    if (n == 0) return;
-    model_decode(e->draft, rows, n);
-    model_drawn(e->draft, drawn);
-    for (int i = 0; i < count; i++)
-        if (k < p[i].count) p[i].tokens[k] = drawn[from[i]].token;
-}
-// Hands out what the large model drew, as far as it was run on the right tokens.
-static void engine_accept(Engine *e, const Proposal *p, const Drawn *drawn) {
-    Sequence *s = p->of;
-    int slot = s->slot, right = 1, made = 0;
-    e->proposed += p->count;
-    for (int k = 0; k <= p->count && right && e->running[slot] == s; k++, made++) {
-        right = k < p->count && drawn[k].token == p->tokens[k];
-        e->accepted += right;
-        engine_heard(e, s, &drawn[k]);
-    }
-    if (e->running[slot] != s) return;
-    int drafted = model_length(e->draft, slot);
-    model_forget(e->m, slot, p->at + made);
-    model_forget(e->draft, slot, drafted < p->at + made ? drafted : p->at + made);
-}
-static void engine_speculate(Engine *e) {
-    Proposal p[DECODE_ROWS];
-    DecodeRow rows[DECODE_ROWS];
-    Drawn drawn[DECODE_ROWS];
-    int count = 0, n = 0, first = 0;
-    for (int slot = 0; slot < e->slots; slot++) {
-        Sequence *s = e->running[slot];
+    for (int r = 0; r < e->steps[0].count; r++) {
+        Sequence **of = e->steps[0].of + r, *s = *of;
         if (!s) continue;
-        if (model_length(e->m, slot) == e->window) engine_prompt(e, s);
-        const int at = model_length(e->m, slot), left = s->most - s->made - 1, fits = e->window - at - 1;
-        int most = left < fits ? left : fits;
-        p[count].of = s;
-        p[count].at = at;
-        p[count++].count = most < e->drafted ? most : e->drafted;
+        s->ahead--;
+        if (s->proposed && s->ahead && s->tokens[s->count] == drawn[r].token)
+            e->accepted++;
+        else if (s->proposed)
+            for (; s->ahead; s->ahead--) of[s->ahead] = NULL;
+        engine_heard(e, s, &drawn[r]);
     }
-    for (int k = 0; k < e->drafted; k++) propose_token(e, p, count, k);
-    for (int i = 0; i < count; i++) {
-        const Sequence *s = p[i].of;
-        for (int k = 0; k <= p[i].count; k++)
-            add_row(rows, &n, s->slot, k ? p[i].tokens[k - 1] : s->tokens[s->begin + p[i].at], s->draw, s->draw.top);
-    }
-    if (n == 0) return;
-    model_decode(e->m, rows, n);
-    model_drawn(e->m, drawn);
-    for (int i = 0; i < count; first += 1 + p[i++].count) engine_accept(e, &p[i], drawn + first);
+    e->queued--;
+    e->steps[0] = e->steps[1];
 }
-
-// For people: how the draft did; "" without one.
-static inline const char *engine_acceptance(const Engine *e, char *text, size_t size) {
-    *text = 0;
-    if (e->draft)
-        snprintf(text, size, "; of %lld drafted tokens %.1f%% accepted", (long long)e->proposed,
-                 e->proposed ? 100.0 * e->accepted / e->proposed : 0);
-    return text;
-}
-
-// ---- all together
 
 // One step. Returns 0 when nothing is left to do.
 static inline int engine_step(Engine *e) {
-    int left = 0, ahead = e->queued > 0 || !e->keeps;
+    const int waits = e->queued > 0 || e->draft || !e->keeps;
     engine_join(e);
-    if (e->draft)
-        engine_speculate(e);
-    else
-        engine_queue(e);
-    if (e->queued && ahead) engine_wait(e);
-    for (int slot = 0; slot < e->slots; slot++) left |= e->running[slot] != NULL;
-    return left || e->queued || e->waiting;
+    if (e->draft) engine_propose(e);
+    engine_queue(e);
+    if (e->queued && waits) engine_wait(e);
+    return e->first || e->queued;
 }
 // Ends all sequences.
 static inline void engine_clear(Engine *e) {
-    while (e->waiting) engine_end(e, e->waiting, SEQUENCE_CANCELLED);
-    for (int slot = 0; slot < e->slots; slot++)
-        if (e->running[slot]) engine_end(e, e->running[slot], SEQUENCE_CANCELLED);
+    while (e->first) engine_end(e, e->first, SEQUENCE_CANCELLED);
     while (e->queued) engine_wait(e);
+}
+// The end of a line for people: how the draft did.
+static inline void engine_print_end(const Engine *e) {
+    if (e->draft)
+        printf("; of %lld drafted tokens %.1f%% accepted", (long long)e->proposed,
+               e->proposed ? 100.0 * e->accepted / e->proposed : 0);
+    putchar('\n');
 }
 
 #endif

@@ -5,21 +5,16 @@
 #define LLMC_GENERATE_H
 
 #include "engine.h"
-#include "logger.h"
 #include "stop.h"
-#include "tokenizer.h"
 
 typedef struct {
-    Engine engine;  // its public fields are given
+    Engine engine;  // its public fields are given, but for `hear`
     const Options *o;
-    const Tokenizer *tokenizer;  // NULL: token ids are printed
-    int eot;                     // token before every sample
     // private
-    Sequence *samples;  // (S)
-    int streams, stopped;
+    int streams;          // prints tokens as they come
+    int stopped;          // by a signal
     int made;             // tokens of all samples
     double begin, clock;  // when it began; when the first token was there
-    TextTail tail;
 } Generation;
 
 // Bounds the tokens of a sample: a token of text has at least one byte.
@@ -29,33 +24,31 @@ static int generation_slots(const Options *o) {
     const int most = DECODE_ROWS / (*o->draft ? 1 + (int)o->draft_tokens : 1);
     return o->serve ? (int)o->serve : o->samples < most ? (int)o->samples : most;
 }
-
-// The text of tokens, or their ids. free() it.
-static char *generation_text(const Generation *g, const int *tokens, int count) {
-    if (g->tokenizer) return tokenizer_text(g->tokenizer, tokens, count);
-    char *text = (char *)calloc_or_die(count * 12 + 1), *end = text;
-    for (int i = 0; i < count; i++) end += sprintf(end, "%d ", tokens[i]);
-    return text;
+static Draw generation_draw(const Options *o, uint64_t part) {
+    const Draw d = {
+        (float)o->temperature, (int)o->top_k, (float)o->top_p, (uint64_t)o->seed, rand_stream(RAND_SAMPLE, part), 0};
+    return d;
 }
-// The text of a sample: what follows end-of-text.
-static char *generation_sample(const Generation *g, const Sequence *s) {
-    return generation_text(g, s->tokens + 1, s->prompt - 1 + s->made);
+// The text after end-of-text. free() it.
+static char *generation_text(const Generation *g, const Sequence *s) {
+    return tokenizer_text(g->engine.tokenizer, s->tokens + 1, s->count - 1, 1);
 }
-// Prints what a token adds to the streamed sample; -1: what is left at its end.
-static void generation_stream(Generation *g, int token) {
-    char *text =
-        g->tokenizer ? tokenizer_stream(g->tokenizer, &g->tail, token, 1) : generation_text(g, &token, token >= 0);
+static void generation_hear(void *generation, Sequence *s, const Drawn *drawn, SequenceEnd end) {
+    Generation *g = (Generation *)generation;
+    (void)end;
+    if (g->clock == 0) g->clock = now_seconds();
+    g->made += drawn != NULL;
+    if (!g->streams) return;
+    char *text = tokenizer_stream(g->engine.tokenizer, &s->tail, drawn ? drawn->token : -1, 1);
     fputs(text, stdout);
     fflush(stdout);
     free(text);
 }
-static void generation_hear(void *generation, Sequence *s, const Drawn *drawn, SequenceEnd end) {
-    Generation *g = (Generation *)generation;
-    (void)s;
-    (void)end;
-    if (g->clock == 0) g->clock = now_seconds();
-    if (drawn) g->made++;
-    if (g->streams) generation_stream(g, drawn ? drawn->token : -1);
+static void generation_open(Generation *g, int streams) {
+    g->engine.hear = generation_hear;
+    g->engine.caller = g;
+    g->streams = streams;
+    g->begin = now_seconds();
 }
 
 // While a group of ranks samples, the job's other ranks meet it here.
@@ -72,72 +65,54 @@ static void generation_run(Generation *g) {
     if (g->stopped) engine_clear(e);
     stop_meet(job, 0);
 }
-
-// Prints how it went, and the samples that were not streamed. The first token of each sample is part of the prompt's
-// time.
-static void generation_print(const Generation *g, int64_t step) {
-    int S = g->o->samples;
-    double rate = g->made > S ? (g->made - S) / (now_seconds() - g->clock) : 0;
-    char draft[80];
-    engine_acceptance(&g->engine, draft, sizeof draft);
-    if (g->streams) {
-        printf("\n---- %d tokens, %.1f tokens/s; prompt of %d tokens %.0f ms%s\n", g->made, rate,
-               g->samples->prompt - 1, 1e3 * (g->clock - g->begin), draft);
-        return;
-    }
+// Prints how it went, and the samples that were not streamed. A rate leaves out each sample's first token, which is
+// part of the prompt's time.
+static void generation_print(const Generation *g, const Sequence *samples, int64_t step) {
+    const int S = g->o->samples;
+    const double rate = g->made > S ? (g->made - S) / (now_seconds() - g->clock) : 0;
     if (g->stopped) {
         printf("---- the sample of step %lld was ended by a signal\n", (long long)step);
         return;
     }
-    for (int i = 0; i < S; i++) {
-        const Sequence *s = &g->samples[i];
-        char *text = generation_sample(g, s), which[48] = "";
+    for (int i = 0; i < S && !g->streams; i++) {
+        char *text = generation_text(g, &samples[i]), which[48] = "";
         if (S > 1) snprintf(which, sizeof which, ", %d of %d", i + 1, S);
-        printf("---- sample of step %lld%s (%d tokens, %.1f tokens/s)\n%s\n", (long long)step, which, s->made, rate / S,
-               text);
+        printf("---- sample of step %lld%s (%d tokens, %.1f tokens/s)\n%s\n", (long long)step, which,
+               samples[i].count - samples[i].prompt, rate / S, text);
         free(text);
     }
-    if (S > 1)
-        printf("---- %d tokens in all, %.1f tokens/s%s\n", g->made, rate, draft);
+    if (g->streams)
+        printf("\n---- %d tokens, %.1f tokens/s; prompt of %d tokens %.0f ms", g->made, rate, samples->prompt - 1,
+               1e3 * (g->clock - g->begin));
     else
-        printf("----%s\n", draft);
+        printf(S > 1 ? "---- %d tokens in all, %.1f tokens/s" : "----", g->made, rate);
+    engine_print_end(&g->engine);
 }
-
-static void generation_add(Generation *g, int64_t step) {
-    const Options *o = g->o;
-    const Draw draw = {(float)o->temperature, (int)o->top_k, (float)o->top_p, (uint64_t)o->seed, 0, 0};
-    for (int i = 0; i < o->samples; i++) {
-        Sequence *s = &g->samples[i];
-        s->tokens = new_array(int, generation_longest(o));
-        s->tokens[0] = g->eot;
-        s->prompt = 1;
-        if (*o->prompt) s->prompt += tokenizer_encode(g->tokenizer, o->prompt, strlen(o->prompt), s->tokens + 1);
-        s->most = o->sample_tokens;
-        s->draw = draw;
-        s->draw.stream = rand_stream(RAND_SAMPLE, (uint64_t)i << 40 | (uint64_t)step);
-        engine_add(&g->engine, s);
-    }
-}
-// g: its public fields are given. step: names the samples and, with --seed, determines them. streams: prints a single
-// sample token by token. Returns the first sample's text; NULL if a signal ended them.
+// step: names the samples and, with --seed, determines them. streams: prints a single sample token by token. Returns
+// the first sample's text; NULL if a signal ended them.
 static inline char *generate(Generation *g, int64_t step, int streams) {
     const Options *o = g->o;
-    g->engine.hear = generation_hear;
-    g->engine.caller = g;
-    g->samples = (Sequence *)calloc_or_die(o->samples * sizeof *g->samples);
-    g->streams = streams && o->samples == 1;
-    g->begin = now_seconds();
-    generation_add(g, step);
-    if (g->streams) {
-        char *prompt = generation_sample(g, g->samples);
-        printf("---- sample of step %lld\n%s", (long long)step, prompt);
-        free(prompt);
+    const size_t bytes = strlen(o->prompt);
+    Sequence *samples = (Sequence *)calloc_or_die(o->samples * sizeof *samples);
+    generation_open(g, streams && o->samples == 1);
+    for (int i = 0; i < o->samples; i++) {
+        Sequence *s = &samples[i];
+        s->tokens = new_array(int, generation_longest(o));
+        s->tokens[0] = g->engine.eot;
+        s->count = 1;
+        if (bytes) s->count += tokenizer_encode(g->engine.tokenizer, o->prompt, (int)bytes, s->tokens + 1);
+        s->most = s->count + (int)o->sample_tokens;
+        s->draw = generation_draw(o, (uint64_t)i << 40 | (uint64_t)step);
+        engine_add(&g->engine, s);
     }
+    char *first = generation_text(g, samples);
+    if (g->streams) printf("---- sample of step %lld\n%s", (long long)step, first);
+    free(first);
     generation_run(g);
-    generation_print(g, step);
-    char *first = g->stopped ? NULL : generation_sample(g, g->samples);
-    for (int i = 0; i < o->samples; i++) free(g->samples[i].tokens);
-    free(g->samples);
+    generation_print(g, samples, step);
+    first = g->stopped ? NULL : generation_text(g, samples);
+    for (int i = 0; i < o->samples; i++) free(samples[i].tokens);
+    free(samples);
     return first;
 }
 

@@ -266,10 +266,10 @@ static inline int json_bool(const Json *j, int value, int *out) {
 
 // ---- writing
 
-// Quoted and escaped. Bytes that are not UTF-8 become U+FFFD: generated text may end inside a character.
+// Quoted and escaped; null for NULL. Bytes that are not UTF-8 become U+FFFD.
 static inline void json_write_string(FILE *f, const char *s) {
-    fputc('"', f);
-    while (*s) {
+    fputs(s ? "\"" : "null", f);
+    while (s && *s) {
         int n = utf8_length(s);
         const char *names = "\"\\nrt", *values = "\"\\\n\r\t", *special = strchr(values, *s);
         if (n == 0)
@@ -282,7 +282,7 @@ static inline void json_write_string(FILE *f, const char *s) {
             fwrite(s, 1, n, f);
         s += n ? n : 1;
     }
-    fputc('"', f);
+    if (s) fputc('"', f);
 }
 // The shortest text that reads back as the same double or float. NaN and infinity become null: JSON has neither.
 static inline void json_write_number(FILE *f, double x, int as_float) {

@@ -85,8 +85,8 @@ static inline void logger_text(FILE *f, const char *name, const char *value) {
     fprintf(f, ",\"%s\":", name);
     json_write_string(f, value);
 }
-// Adds fields to an event's line: "name %d other %s ...". %d and %lld: whole numbers, %g: a number. %f: a number, left
-// out if it is NaN. %s: a text, left out if it is NULL.
+// Adds fields to an event's line: "name %d other %s ...". %d and %lld: whole numbers, %g, %e: a number, a float. %f: a
+// number, left out if it is NaN. %s: a text, left out if it is NULL.
 __attribute__((format(printf, 2, 3))) static inline void logger_fields(FILE *f, const char *format, ...) {
     char name[32], kind[8];
     va_list args;
@@ -101,7 +101,9 @@ __attribute__((format(printf, 2, 3))) static inline void logger_fields(FILE *f, 
             if (text) logger_text(f, name, text);
         } else {
             const double value = va_arg(args, double);
-            if (kind[1] == 'g' || !isnan(value)) logger_number(f, name, value);
+            if (kind[1] == 'f' && isnan(value)) continue;
+            fprintf(f, ",\"%s\":", name);
+            json_write_number(f, value, kind[1] == 'e');
         }
     }
     va_end(args);

@@ -167,16 +167,19 @@ static inline char *text_of_bytes(const unsigned char *bytes, size_t count, int 
     *to = 0;
     return text;
 }
-// The text of n ids, safe to print and to log. free() it.
-static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n) {
+// The text of n ids; t NULL: the ids themselves. escape: see text_of_bytes. free() it.
+static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n, int escape) {
     size_t total = 0;
-    int length;
-    unsigned char *raw = (unsigned char *)malloc_or_die((size_t)n * UINT8_MAX);
+    int length = 0;
+    char *raw = (char *)malloc_or_die((size_t)n * UINT8_MAX);
     for (int i = 0; i < n; i++, total += length) {
-        const unsigned char *p = tokenizer_token(t, ids[i], &length);
-        memcpy(raw + total, p, length);
+        const unsigned char *token = t ? tokenizer_token(t, ids[i], &length) : NULL;
+        if (token)
+            memcpy(raw + total, token, length);
+        else
+            length = sprintf(raw + total, "%d ", ids[i]);
     }
-    char *text = text_of_bytes(raw, total, 1);
+    char *text = text_of_bytes((unsigned char *)raw, total, escape);
     free(raw);
     return text;
 }
@@ -193,9 +196,10 @@ static inline int utf8_is_cut(const unsigned char *p, const unsigned char *end) 
         if ((*q & 0xc0) != 0x80) return 0;
     return end - p < need;
 }
-// The text of the characters that end with this token. id < 0: no more tokens come. free() it.
+// The text of the characters that end with this token. id < 0: no more tokens come. t NULL: the id. free() it.
 static inline char *tokenizer_stream(const Tokenizer *t, TextTail *tail, int id, int escape) {
     int length = 0;
+    if (!t) return tokenizer_text(NULL, &id, id >= 0, 0);
     const unsigned char *token = id < 0 ? NULL : tokenizer_token(t, id, &length);
     if (token) memcpy(tail->bytes + tail->count, token, length);
     int count = tail->count + length, whole = count;
@@ -375,21 +379,19 @@ static inline int tokenizer_special(const Tokenizer *t, const char *text, int by
     }
     return found;
 }
-// As tokenizer_encode, but the names of special tokens stand for these tokens.
-static inline int tokenizer_encode_special(const Tokenizer *t, const char *text, int bytes, int *ids) {
-    int n = 0, length;
-    for (int begin = 0, at = 0; begin < bytes;) {
-        int special = at < bytes ? tokenizer_special(t, text + at, bytes - at) : -1;
-        if (special < 0 && at++ < bytes) continue;
-        if (at > bytes) at = bytes;
+// special: the names of special tokens in the text are these tokens.
+static inline int tokenizer_encode_text(const Tokenizer *t, const char *text, int bytes, int special, int *ids) {
+    int n = 0, begin = 0, length;
+    for (int at = 0; special && at < bytes; at++) {
+        int id = tokenizer_special(t, text + at, bytes - at);
+        if (id < 0) continue;
+        tokenizer_token(t, id, &length);
         n += tokenizer_encode(t, text + begin, at - begin, ids + n);
-        begin = at;
-        if (special < 0) continue;
-        tokenizer_token(t, special, &length);
-        ids[n++] = special;
-        begin = at += length;
+        ids[n++] = id;
+        begin = at + length;
+        at = begin - 1;
     }
-    return n;
+    return n + tokenizer_encode(t, text + begin, bytes - begin, ids + n);
 }
 
 #endif

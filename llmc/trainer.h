@@ -38,25 +38,44 @@ static int known_tokens(const Trainer *t) {
     int V = t->config.vocab_size;
     return t->has_tokenizer && t->tokenizer.vocab_size < V ? t->tokenizer.vocab_size : V;
 }
-static void open_engine(Trainer *t, Engine *e) {
-    e->m = &t->model;
-    e->draft = *t->o.draft ? &t->draft : NULL;
-    e->drafted = (int)t->o.draft_tokens;
-    e->slots = generation_slots(&t->o);
-    e->window = t->window;
-    e->keeps = (int)t->o.kv_cache;
-    e->ends = end_tokens(first_token(t), model_source(t));
+static Engine engine_of(Trainer *t) {
+    Engine e;
+    memset(&e, 0, sizeof e);
+    e.m = &t->model;
+    e.draft = *t->o.draft ? &t->draft : NULL;
+    e.drafted = (int)t->o.draft_tokens;
+    e.slots = generation_slots(&t->o);
+    e.window = t->window;
+    e.keeps = (int)t->o.kv_cache;
+    e.eot = first_token(t);
+    e.tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
+    e.ends = end_tokens(e.eot, model_source(t));
+    return e;
 }
 static void sample(Trainer *t) {
-    Generation *g = (Generation *)calloc_or_die(sizeof *g);
-    open_engine(t, &g->engine);
-    g->o = &t->o;
-    g->tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
-    g->eot = first_token(t);
-    char *text = t->talks ? chat(g, model_source(t)) : generate(g, t->state.step, t->o.generate);
+    Generation g;
+    memset(&g, 0, sizeof g);
+    g.engine = engine_of(t);
+    g.o = &t->o;
+    char *text = generate(&g, t->state.step, t->o.generate);
     if (text) logger_event(&t->log, "sample", t->state.step, "text %s", text);
     free(text);
-    free(g);
+}
+static void talk(Trainer *t) {
+    Generation g;
+    memset(&g, 0, sizeof g);
+    g.engine = engine_of(t);
+    g.o = &t->o;
+    chat(&g, model_source(t));
+}
+static void serve_model(Trainer *t) {
+    Server s;
+    memset(&s, 0, sizeof s);
+    s.engine = engine_of(t);
+    s.seed = t->o.seed;
+    s.vocab = known_tokens(t);
+    s.out = t->out;
+    serve(&s, model_source(t));
 }
 // The draft's tokens must be the model's.
 static void open_draft(Trainer *t, const Options *o) {
@@ -79,18 +98,6 @@ static void open_draft(Trainer *t, const Options *o) {
     model_open(&t->draft, &t->draft_config, o, &t->mesh);
     model_decode_open(&t->draft, generation_slots(&t->o), t->window, known);
     model_load_weights(&t->draft, folder);
-}
-static void serve_model(Trainer *t) {
-    Server *s = (Server *)calloc_or_die(sizeof *s);
-    s->tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
-    s->tp = &t->mesh.tp;
-    s->seed = t->o.seed;
-    s->eot = first_token(t);
-    s->vocab = known_tokens(t);
-    s->out = t->out;
-    open_engine(t, &s->engine);
-    serve(s, model_source(t));
-    free(s);
 }
 
 // ---- checkpoints
@@ -384,6 +391,8 @@ static int run(Trainer *t) {
     if (!forward_only(&t->o)) return train(t);
     if (t->o.serve)
         serve_model(t);
+    else if (t->talks)
+        talk(t);
     else if (t->o.generate)
         sample(t);
     else
