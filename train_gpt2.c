@@ -1525,16 +1525,8 @@ int model_length(const Model *m, int slot) { return m->cache.length[slot]; }
 
 // The places of a slot's next n tokens.
 static void append(KvCache *k, int slot, KvPlace *places, int n) {
-    require(k->length[slot] + n <= k->room, "a sequence of %d tokens does not fit into %d\n-", k->length[slot] + n,
-            k->room);
+    assert(k->length[slot] + n <= k->room);
     for (int i = 0; i < n; i++) places[i] = (KvPlace){slot, k->length[slot]++};
-}
-// tokens (N) at their places -> m->h_final (N,C)
-static void cached_forward(Model *m, const int *tokens, const KvPlace *places, int N, int prompt) {
-    int C = m->config.channels;
-    Pass p = {.B = 1, .T = N, .N = N, .C = C, .rows = N, .cache = &m->cache, .places = places, .prompt = prompt};
-    watchdog_beat(PHASE_SAMPLE, -1);
-    model_forward(m, &p, tokens);
 }
 // m->h_final (N,C) -> logits (N,V), the same on all ranks.
 static void next_logits(Model *m, float *logits, int N) {
@@ -1548,6 +1540,17 @@ static void next_logits(Model *m, float *logits, int N) {
         for (int r = 0; r * Vp < V; r++)
             copy_floats(logits + area(n, V) + r * Vp, parts + area(r * N + n, Vp), min_int(V - r * Vp, Vp));
 }
+// tokens (N) at their places -> logits (N,V). NULL: the tokens are a prompt, from which nothing is drawn.
+static void cached_forward(Model *m, const int *tokens, const KvPlace *places, int N, float *logits) {
+    watchdog_beat(PHASE_SAMPLE, -1);
+    for (int i = 0, n; i < N; i += n) {
+        n = min_int(N - i, most_rows(m));
+        Pass p = {.B = 1, .T = n, .N = n, .C = m->config.channels, .rows = n, .cache = &m->cache, .places = places + i};
+        p.prompt = !logits;
+        model_forward(m, &p, tokens + i);
+        if (logits) next_logits(m, logits + area(i, m->config.vocab_size), n);
+    }
+}
 static void run_step(Model *m, DecodeStep *s) {
     KvCache *k = &m->cache;
     int tokens[DECODE_ROWS], V = m->config.vocab_size;
@@ -1555,11 +1558,7 @@ static void run_step(Model *m, DecodeStep *s) {
         const DecodeRow *row = &s->rows[i];
         tokens[i] = row->token == DECODE_DRAWN ? k->drawn[row->slot] : row->token;
     }
-    for (int i = 0, n; i < s->count; i += n) {
-        n = min_int(s->count - i, most_rows(m));
-        cached_forward(m, tokens + i, s->places + i, n, 0);
-        next_logits(m, k->logits + area(i, V), n);
-    }
+    cached_forward(m, tokens, s->places, s->count, k->logits);
     PARALLEL_FOR
     for (int i = 0; i < s->count; i++)
         draw_token(k->logits + area(i, V), k->known, &s->rows[i].draw, s->places[i].at, &s->drawn[i]);
@@ -1580,10 +1579,7 @@ void model_prompt(Model *m, int slot, const int *tokens, int n) {
     KvPlace *places = new_array(KvPlace, n);
     run_queued(m);
     append(&m->cache, slot, places, n);
-    for (int i = 0, count; i < n; i += count) {
-        count = min_int(n - i, most_rows(m));
-        cached_forward(m, tokens + i, places + i, count, 1);
-    }
+    cached_forward(m, tokens, places, n, NULL);
     free(places);
 }
 void model_decode(Model *m, const DecodeRow *rows, int count) {
@@ -1769,9 +1765,11 @@ void model_print_plan(const Model *m, FILE *f) {
     if (p->dtype != OPERANDS_NATIVE)
         fprintf(f, "of blocks %s, their weights' gradients %s, of the head ", dtypes[p->dtype],
                 dtypes[p->dweight_dtype]);
-    if (m->quantised) fprintf(f, "of %s weights, ", weight_format_names[m->quantised->format]);
-    fprintf(f, "fp32, sums fp32 | backward recomputes %s | head on %d rows at a time | m and v %s\n",
-            levels[m->recompute], m->head_rows, m->bf16_states ? "bf16" : "fp32");
+    if (m->quantised) fprintf(f, "of %s weights with ", weight_format_names[m->quantised->format]);
+    fprintf(f, "fp32, sums fp32 | head on %d rows at a time", m->head_rows);
+    if (m->grads)
+        fprintf(f, " | backward recomputes %s | m and v %s", levels[m->recompute], m->bf16_states ? "bf16" : "fp32");
+    fputs("\n", f);
 }
 // The same for every model on a CPU: the dtype; MPI alone carries messages; the hardware's peaks are not known; nothing
 // is chosen by measuring; no exchange is hidden under products.

@@ -35,9 +35,7 @@ typedef struct {
     QuantMatrix weight;
 } DecodeProduct;
 
-DECODE_INLINE int codes_of_word(WeightFormat f) {
-    return f == WEIGHTS_FP32 ? 1 : f == WEIGHTS_BF16 ? 2 : f == WEIGHTS_INT4 ? 8 : 4;
-}
+DECODE_INLINE int codes_of_word(WeightFormat f) { return 32 / quant_bits(f); }
 // A block is what one turn of the loop reads: a multiple of SUMS codes of every lane.
 DECODE_INLINE int words_of_block(WeightFormat f) { return codes_of_word(f) < SUMS ? SUMS / codes_of_word(f) : 1; }
 DECODE_INLINE int codes_of_block(WeightFormat f) { return words_of_block(f) * codes_of_word(f) * LANES; }
@@ -67,22 +65,6 @@ DECODE_INLINE Vector widen_code(WeightFormat f, Words w, int j) {
     default: return (Vector)w;
     }
 }
-// A row of activations in the order in which words have their codes, with zeros up to a whole block. The vectors of the
-// R rows of a tile alternate.
-DECODE_INLINE void arrange(WeightFormat f, int R, float *inp, int arranged, const float *x, int cols) {
-    const int codes = codes_of_word(f), piece = codes * LANES;
-    float last[8 * LANES];
-    for (int k = 0; k < arranged; k += piece) {
-        const float *from = x + k;
-        if (k + piece > cols) {
-            memset(last, 0, sizeof last);
-            if (k < cols) memcpy(last, x + k, (cols - k) * sizeof *x);
-            from = last;
-        }
-        for (int j = 0; j < codes; j++, inp += R * LANES)
-            for (int l = 0; l < LANES; l++) inp[l] = from[l * codes + j] / (1 << code_bit(f, j));
-    }
-}
 // sum (R,SUMS) += a block
 DECODE_INLINE void multiply_block_of_codes(WeightFormat f, int R, Vector *sum, const uint8_t *codes, const float *inp) {
     DECODE_UNROLL
@@ -110,9 +92,7 @@ DECODE_INLINE void multiply_weight_row(WeightFormat f, int R, const DecodeProduc
     const QuantMatrix *w = &p->weight;
     const int block = codes_of_block(f), groups = f == WEIGHTS_INT4 ? w->cols / INT4_GROUP : 1;
     const int blocks = w->cols / block / groups, bytes = words_of_block(f) * (int)sizeof(Words);
-    const size_t row_bytes = quant_row_bytes(f, w->cols);
-    const uint8_t *codes = w->codes + row * row_bytes, *end = codes + row_bytes;
-    const uint8_t *scales = w->scales + row * quant_scale_bytes(f, w->cols);
+    const uint8_t *codes = quant_codes(w, row), *end = codes + quant_row_bytes(f, w->cols);
     const float *inp = p->inp + n * p->arranged;
     const Vector zero = {0};
     Vector total[DECODE_TILE];
@@ -120,7 +100,6 @@ DECODE_INLINE void multiply_weight_row(WeightFormat f, int R, const DecodeProduc
     for (int r = 0; r < R; r++) total[r] = zero;
     for (int g = 0; g < groups; g++) {
         Vector sum[DECODE_TILE * SUMS];
-        float scale = 1;
         DECODE_UNROLL
         for (int i = 0; i < R * SUMS; i++) sum[i] = zero;
         for (int b = 0; b < blocks; b++, codes += bytes, inp += R * block)
@@ -130,8 +109,7 @@ DECODE_INLINE void multiply_weight_row(WeightFormat f, int R, const DecodeProduc
             memcpy(last, codes, end - codes);
             multiply_block_of_codes(f, R, sum, last, inp);
         }
-        if (f == WEIGHTS_INT4) scale = bf16_widen(((const uint16_t *)scales)[g]);
-        if (f == WEIGHTS_INT8 || f == WEIGHTS_FP8) scale = *(const float *)scales;
+        const float scale = quant_scale(f, quant_scales(w, row), g * INT4_GROUP);
         DECODE_UNROLL
         for (int r = 0; r < R; r++) {
             const Vector *s = sum + r * SUMS;
@@ -146,9 +124,18 @@ DECODE_INLINE void multiply_weight_row(WeightFormat f, int R, const DecodeProduc
 }
 // Rows of activations go in tiles of DECODE_TILE, the last ones alone.
 static inline int tile_rows(int n, int N) { return n / DECODE_TILE < N / DECODE_TILE ? DECODE_TILE : 1; }
-DECODE_INLINE void arrange_row(WeightFormat f, float *arranged, size_t size, const float *inp, int n, int N, int cols) {
-    const int R = tile_rows(n, N), r = n % R;
-    arrange(f, R, arranged + (n - r) * size + r * LANES, (int)size, inp + (size_t)n * cols, cols);
+// Row n of the activations in the order in which words have their codes, with zeros up to a whole block. The vectors of
+// the rows of a tile alternate.
+DECODE_INLINE void arrange(WeightFormat f, float *arranged, size_t size, const float *inp, int n, int N, int cols) {
+    const int R = tile_rows(n, N), r = n % R, codes = codes_of_word(f);
+    const float *x = inp + (size_t)n * cols;
+    float *to = arranged + (n - r) * size + r * LANES;
+    for (int k = 0; k < (int)size; k += codes * LANES)
+        for (int j = 0; j < codes; j++, to += R * LANES)
+            for (int l = 0; l < LANES; l++) {
+                const int i = k + l * codes + j;
+                to[l] = i < cols ? x[i] / (1 << code_bit(f, j)) : 0;
+            }
 }
 DECODE_INLINE void multiply_weight_row_all(WeightFormat f, const DecodeProduct *p, int row) {
     int n = 0;
@@ -171,7 +158,7 @@ static inline void decode_product_cpu(float *out, const float *x /*NULL: none*/,
     float *scratch = (float *)malloc_or_die(N * arranged * sizeof(float));
     const DecodeProduct p = {out, x, bias, scratch, arranged, N, weight};
     #pragma omp parallel for schedule(static) if (N > DECODE_TILE)
-    for (int n = 0; n < N; n++) DECODE_FORMAT(f, arrange_row, scratch, arranged, inp, n, N, weight.cols)
+    for (int n = 0; n < N; n++) DECODE_FORMAT(f, arrange, scratch, arranged, inp, n, N, weight.cols)
     PARALLEL_FOR
     for (int row = 0; row < weight.rows; row++) DECODE_FORMAT(f, multiply_weight_row_all, &p, row)
     free(scratch);

@@ -34,8 +34,7 @@ static inline EndTokens end_tokens(int eot, const char *folder) {
     if (json_load(&j, path_of("%s/generation_config.json", folder).text)) {
         int value = json_get(&j, 0, "eos_token_id");
         if (json_int(&j, value, &id)) add_end_token(&e, id);
-        if (json_is(&j, value, JSON_ARRAY))
-            JSON_EACH(&j, item, value) if (json_int(&j, item, &id)) add_end_token(&e, id);
+        JSON_EACH(&j, item, value) if (json_int(&j, item, &id)) add_end_token(&e, id);
     }
     json_free(&j);
     return e;

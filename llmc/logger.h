@@ -77,14 +77,6 @@ static inline int logger_has_steps(const char *folder, const char *name) {
     if (f) fclose(f);
     return found;
 }
-static inline void logger_number(FILE *f, const char *name, double value) {
-    fprintf(f, ",\"%s\":", name);
-    json_write_double(f, value);
-}
-static inline void logger_text(FILE *f, const char *name, const char *value) {
-    fprintf(f, ",\"%s\":", name);
-    json_write_string(f, value);
-}
 // Adds fields to an event's line: "name %d other %s ...". %d and %lld: whole numbers, %g, %e: a number, a float. %f: a
 // number, left out if it is NaN. %s: a text, left out if it is NULL.
 __attribute__((format(printf, 2, 3))) static inline void logger_fields(FILE *f, const char *format, ...) {
@@ -92,19 +84,18 @@ __attribute__((format(printf, 2, 3))) static inline void logger_fields(FILE *f, 
     va_list args;
     va_start(args, format);
     for (int n; sscanf(format, "%31s %7s%n", name, kind, &n) == 2; format += n) {
-        if (kind[1] == 'd') {
-            fprintf(f, ",\"%s\":%d", name, va_arg(args, int));
-        } else if (kind[1] == 'l') {
-            fprintf(f, ",\"%s\":%lld", name, va_arg(args, long long));
-        } else if (kind[1] == 's') {
-            const char *text = va_arg(args, const char *);
-            if (text) logger_text(f, name, text);
-        } else {
-            const double value = va_arg(args, double);
-            if (kind[1] == 'f' && isnan(value)) continue;
-            fprintf(f, ",\"%s\":", name);
-            json_write_number(f, value, kind[1] == 'e');
-        }
+        const int text = kind[1] == 's', whole = kind[1] == 'd' || kind[1] == 'l';
+        const char *string = text ? va_arg(args, const char *) : NULL;
+        const long long integer = kind[1] == 'l' ? va_arg(args, long long) : whole ? va_arg(args, int) : 0;
+        const double number = text || whole ? 0 : va_arg(args, double);
+        if ((text && !string) || (kind[1] == 'f' && isnan(number))) continue;
+        fprintf(f, ",\"%s\":", name);
+        if (text)
+            json_write_string(f, string);
+        else if (whole)
+            fprintf(f, "%lld", integer);
+        else
+            json_write_number(f, number, kind[1] == 'e');
     }
     va_end(args);
 }

@@ -31,21 +31,20 @@ typedef struct {
     uint8_t *codes, *scales;
 } QuantMatrix;
 
-HOST_DEVICE static inline size_t quant_row_bytes(WeightFormat f, int cols) {
-    switch (f) {
-    case WEIGHTS_FP32: return (size_t)cols * 4;
-    case WEIGHTS_BF16: return (size_t)cols * 2;
-    case WEIGHTS_INT4: return (size_t)cols / 2;
-    default: return (size_t)cols;
-    }
+// Bits of a code.
+HOST_DEVICE static inline int quant_bits(WeightFormat f) {
+    return f == WEIGHTS_FP32 ? 32 : f == WEIGHTS_BF16 ? 16 : f == WEIGHTS_INT4 ? 4 : 8;
 }
+HOST_DEVICE static inline int quant_has_row_scale(WeightFormat f) { return f == WEIGHTS_INT8 || f == WEIGHTS_FP8; }
+HOST_DEVICE static inline size_t quant_row_bytes(WeightFormat f, int cols) { return (size_t)cols * quant_bits(f) / 8; }
 HOST_DEVICE static inline size_t quant_scale_bytes(WeightFormat f, int cols) {
-    switch (f) {
-    case WEIGHTS_FP32:
-    case WEIGHTS_BF16: return 0;
-    case WEIGHTS_INT4: return (size_t)(cols / INT4_GROUP + 1) / 2 * 4;
-    default: return sizeof(float);
-    }
+    if (f == WEIGHTS_INT4) return (size_t)(cols / INT4_GROUP + 1) / 2 * 4;
+    return quant_has_row_scale(f) ? sizeof(float) : 0;
+}
+// The scale of a row's column.
+static inline float quant_scale(WeightFormat f, const void *scales, int col) {
+    if (f == WEIGHTS_INT4) return bf16_widen(((const uint16_t *)scales)[col / INT4_GROUP]);
+    return quant_has_row_scale(f) ? *(const float *)scales : 1;
 }
 static inline uint8_t *quant_codes(const QuantMatrix *q, size_t row) {
     return q->codes + row * quant_row_bytes(q->format, q->cols);
@@ -77,17 +76,6 @@ static inline float quant_absmax(const float *x, int n) {
     return bits_float(most);
 }
 static inline int quant_is_nothing(float absmax) { return absmax < 0x1p-100f; }
-
-static inline float quant_row_int8(int8_t *codes, const float *x, int cols, float absmax) {
-    const float scale = quant_is_nothing(absmax) ? 0 : bits_float((float_bits(absmax / 127) + 0x40) & ~0x7fu);
-    for (int i = 0; i < cols; i++) codes[i] = (int8_t)(scale > 0 ? rintf(x[i] / scale) : 0);
-    return scale;
-}
-static inline float quant_row_fp8(uint8_t *codes, const float *x, int cols, float absmax) {
-    const float up = quant_is_nothing(absmax) ? 0 : fp8_scale(FP8_E4M3, absmax);
-    for (int i = 0; i < cols; i++) codes[i] = fp8_from_float(FP8_E4M3, x[i] * up);
-    return up > 0 ? 1 / up : 0;
-}
 
 // times: x / scale
 static inline float int4_code(float times) {
@@ -124,14 +112,12 @@ static inline uint16_t int4_scale(const float *x, float absmax) {
     return best;
 }
 static inline void quant_row_int4(uint8_t *codes, uint16_t *scales, const float *x, int cols) {
-    for (int g = 0; g < cols / INT4_GROUP; g++) {
-        const float *group = x + g * INT4_GROUP;
-        scales[g] = int4_scale(group, quant_absmax(group, INT4_GROUP));
-        const float scale = bf16_widen(scales[g]);
+    for (int g = 0; g < cols / INT4_GROUP; g++, x += INT4_GROUP) {
+        scales[g] = int4_scale(x, quant_absmax(x, INT4_GROUP));
+        const float scale = bf16_widen(scales[g]), unit = scale == 0 ? 1 : scale;
         for (int i = 0; i < INT4_GROUP; i += 2) {
-            const int low = scale == 0 ? 0 : (int)int4_code(group[i] / scale);
-            const int high = scale == 0 ? 0 : (int)int4_code(group[i + 1] / scale);
-            *codes++ = (uint8_t)((low + 8) | (high + 8) << 4);
+            const int low = 8 + (int)int4_code(x[i] / unit), high = 8 + (int)int4_code(x[i + 1] / unit);
+            *codes++ = (uint8_t)(low | high << 4);
         }
     }
     if (cols / INT4_GROUP % 2) scales[cols / INT4_GROUP] = 0;
@@ -139,23 +125,30 @@ static inline void quant_row_int4(uint8_t *codes, uint16_t *scales, const float 
 // Returns 0 if a weight is refused.
 static inline int quant_row(WeightFormat f, void *codes, void *scales, const float *x, int cols) {
     const float absmax = quant_absmax(x, cols);
+    const int nothing = quant_is_nothing(absmax);
     if (!(absmax <= 0x1p100f)) return 0;
-    switch (f) {
-    case WEIGHTS_INT8: *(float *)scales = quant_row_int8((int8_t *)codes, x, cols, absmax); break;
-    case WEIGHTS_FP8: *(float *)scales = quant_row_fp8((uint8_t *)codes, x, cols, absmax); break;
-    case WEIGHTS_INT4: quant_row_int4((uint8_t *)codes, (uint16_t *)scales, x, cols); break;
-    case WEIGHTS_BF16:
+    if (f == WEIGHTS_INT8) {
+        const float scale = bits_float((float_bits(absmax / 127) + 0x40) & ~0x7fu);
+        for (int i = 0; i < cols; i++) ((int8_t *)codes)[i] = (int8_t)(nothing ? 0 : rintf(x[i] / scale));
+        *(float *)scales = nothing ? 0 : scale;
+    } else if (f == WEIGHTS_FP8) {
+        const float up = nothing ? 0 : fp8_scale(FP8_E4M3, absmax);
+        for (int i = 0; i < cols; i++) ((uint8_t *)codes)[i] = fp8_from_float(FP8_E4M3, x[i] * up);
+        *(float *)scales = nothing ? 0 : 1 / up;
+    } else if (f == WEIGHTS_INT4) {
+        quant_row_int4((uint8_t *)codes, (uint16_t *)scales, x, cols);
+    } else if (f == WEIGHTS_BF16) {
         for (int i = 0; i < cols; i++) ((uint16_t *)codes)[i] = bf16_nearest(x[i]);
-        break;
-    default: memcpy(codes, x, cols * sizeof *x);
+    } else {
+        memcpy(codes, x, cols * sizeof *x);
     }
     return 1;
 }
 
-// x = the values of a row, in fp32
+// x = the values of a row, in fp32. Each format has its own loop, which becomes vectors.
 static inline void quant_widen(WeightFormat f, float *x, const void *codes, const void *scales, int cols) {
     const uint8_t *bytes = (const uint8_t *)codes;
-    const float scale = f == WEIGHTS_INT8 || f == WEIGHTS_FP8 ? *(const float *)scales : 1;
+    const float scale = quant_scale(f, scales, 0);
     switch (f) {
     case WEIGHTS_INT8:
         for (int i = 0; i < cols; i++) x[i] = (int8_t)bytes[i] * scale;
@@ -165,7 +158,7 @@ static inline void quant_widen(WeightFormat f, float *x, const void *codes, cons
         break;
     case WEIGHTS_INT4:
         for (int i = 0; i < cols; i++)
-            x[i] = ((bytes[i / 2] >> i % 2 * 4 & 15) - 8) * bf16_widen(((const uint16_t *)scales)[i / INT4_GROUP]);
+            x[i] = ((bytes[i / 2] >> i % 2 * 4 & 15) - 8) * quant_scale(WEIGHTS_INT4, scales, i);
         break;
     case WEIGHTS_BF16:
         for (int i = 0; i < cols; i++) x[i] = bf16_widen(((const uint16_t *)codes)[i]);

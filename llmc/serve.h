@@ -48,8 +48,8 @@ static FILE *serve_event(Server *s, const char *event, const char *id) {
     json_write_string(s->out, id);
     return s->out;
 }
-// The format: "message\nhint".
-__attribute__((format(printf, 3, 4))) static void serve_refuse(Server *s, const char *id, const char *format, ...) {
+// The format: "message\nhint". Returns 0.
+__attribute__((format(printf, 3, 4))) static int serve_refuse(Server *s, const char *id, const char *format, ...) {
     char message[600];
     va_list args;
     va_start(args, format);
@@ -60,6 +60,7 @@ __attribute__((format(printf, 3, 4))) static void serve_refuse(Server *s, const 
     FILE *f = serve_event(s, "error", id);
     logger_fields(f, "message %s hint %s", message, hint);
     fputs("}\n", f);
+    return 0;
 }
 static void serve_top(Server *s, const Drawn *drawn, int count) {
     fputs(",\"top\":[", s->out);
@@ -128,20 +129,15 @@ static int asked_read(Server *s, const Json *j, Asked *a) {
     const Asked nothing = {
         json_string(j, json_get(j, 0, "id")), NULL, JSON_NONE, JSON_NONE, 0, 0, 1 << 30, 1, 0, 1, -1, 1, 0, -1};
     *a = nothing;
-    if (!json_is(j, 0, JSON_OBJECT)) {
-        serve_refuse(s, NULL, "a line is no JSON object\nsend one object a line");
-        return 0;
-    }
-    if (!a->id || !*a->id || strlen(a->id) > SERVE_ID) {
-        serve_refuse(s, NULL, "a request has no id that can be used\ngive an id of 1 to %d bytes", (int)SERVE_ID);
-        return 0;
-    }
+    if (!json_is(j, 0, JSON_OBJECT)) return serve_refuse(s, NULL, "a line is no JSON object\nsend one object a line");
+    if (!a->id || !*a->id || strlen(a->id) > SERVE_ID)
+        return serve_refuse(s, NULL, "a request has no id that can be used\ngive an id of 1 to %d bytes",
+                            (int)SERVE_ID);
     JSON_EACH(j, key, 0) {
         const char *name = json_string(j, key);
         const int good = asked_field(j, key + 1, name, a);
-        if (good < 0) serve_refuse(s, a->id, "unknown field '%.40s'\nleave it out", name);
-        if (good == 0) serve_refuse(s, a->id, "bad value of '%s'\nsee doc/generate.md for what is allowed", name);
-        if (good != 1) return 0;
+        if (good < 0) return serve_refuse(s, a->id, "unknown field '%.40s'\nleave it out", name);
+        if (!good) return serve_refuse(s, a->id, "bad value of '%s'\nsee doc/generate.md for what is allowed", name);
     }
     return 1;
 }

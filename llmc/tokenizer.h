@@ -189,22 +189,16 @@ typedef struct {
     unsigned char bytes[3 + UINT8_MAX];  // of an unfinished character
     int count;
 } TextTail;
-// Whether the bytes from p to the end are the beginning of a character.
-static inline int utf8_is_cut(const unsigned char *p, const unsigned char *end) {
-    int need = *p < 0xc2 ? 1 : *p < 0xe0 ? 2 : *p < 0xf0 ? 3 : *p < 0xf5 ? 4 : 1;
-    for (const unsigned char *q = p + 1; q < end; q++)
-        if ((*q & 0xc0) != 0x80) return 0;
-    return end - p < need;
-}
 // The text of the characters that end with this token. id < 0: no more tokens come. t NULL: the id. free() it.
 static inline char *tokenizer_stream(const Tokenizer *t, TextTail *tail, int id, int escape) {
     int length = 0;
     if (!t) return tokenizer_text(NULL, &id, id >= 0, 0);
     const unsigned char *token = id < 0 ? NULL : tokenizer_token(t, id, &length);
     if (token) memcpy(tail->bytes + tail->count, token, length);
-    int count = tail->count + length, whole = count;
-    for (int back = 1; token && back <= 3 && back <= count; back++)
-        if (utf8_is_cut(tail->bytes + count - back, tail->bytes + count)) whole = count - back;
+    int count = tail->count + length, whole = count, back = 1;
+    while (back < 3 && back < count && (tail->bytes[count - back] & 0xc0) == 0x80) back++;
+    // the last character may be unfinished
+    if (token && back <= count && utf8_bytes(tail->bytes[count - back]) > back) whole = count - back;
     char *text = text_of_bytes(tail->bytes, whole, escape);
     memmove(tail->bytes, tail->bytes + whole, count - whole);
     tail->count = count - whole;

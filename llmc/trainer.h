@@ -57,16 +57,13 @@ static void sample(Trainer *t) {
     memset(&g, 0, sizeof g);
     g.engine = engine_of(t);
     g.o = &t->o;
+    if (t->talks) {
+        chat(&g, model_source(t));
+        return;
+    }
     char *text = generate(&g, t->state.step, t->o.generate);
     if (text) logger_event(&t->log, "sample", t->state.step, "text %s", text);
     free(text);
-}
-static void talk(Trainer *t) {
-    Generation g;
-    memset(&g, 0, sizeof g);
-    g.engine = engine_of(t);
-    g.o = &t->o;
-    chat(&g, model_source(t));
 }
 static void serve_model(Trainer *t) {
     Server s;
@@ -80,16 +77,9 @@ static void serve_model(Trainer *t) {
 // The draft's tokens must be the model's.
 static void open_draft(Trainer *t, const Options *o) {
     const char *folder = t->o.draft;
-    Path path = path_of("%s/tokenizer.bin", folder);
-    int vocab = t->draft_config.vocab_size, known = known_tokens(t), same;
-    if (t->has_tokenizer && file_exists(path.text)) {
-        Tokenizer own;
-        tokenizer_open(&own, path.text);
-        same = own.hash == t->tokenizer.hash;
-        tokenizer_close(&own);
-    } else {
-        same = t->has_tokenizer ? vocab >= known : vocab == known;
-    }
+    const int vocab = t->draft_config.vocab_size, known = known_tokens(t);
+    const uint64_t hash = tokenizer_of_folder(folder).hash;
+    const int same = !t->has_tokenizer ? vocab == known : !hash || hash == t->tokenizer.hash;
     require(same && vocab >= known,
             "the draft '%s' has another tokenizer than the model (vocabulary of %d, the model's: %d)\n"
             "name a draft with the model's own tokenizer",
@@ -391,8 +381,6 @@ static int run(Trainer *t) {
     if (!forward_only(&t->o)) return train(t);
     if (t->o.serve)
         serve_model(t);
-    else if (t->talks)
-        talk(t);
     else if (t->o.generate)
         sample(t);
     else

@@ -79,7 +79,8 @@ static void check_options(const Options *o) {
     require(!o->evaluate || *o->val_data || *o->choice_data || o->hellaswag,
             "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
     require(!*o->draft || (o->generate && o->kv_cache),
-            "--draft proposes tokens for --generate and --serve, with --kv-cache 1\nleave it out");
+            "--draft proposes tokens for --generate and --serve, with --kv-cache 1\n"
+            "add --generate 1, or leave --draft out");
     require(!*o->draft || is_directory(o->draft), "--draft '%s' is no folder\nname the folder of a small model",
             o->draft);
     require(!*o->draft || generation_slots(o) * (o->draft_tokens + 1) <= DECODE_ROWS,
@@ -233,24 +234,21 @@ static TokenizerId tokenizer_id(const Tokenizer *t) {
     const TokenizerId id = {t->kind, t->vocab_size, t->hash};
     return id;
 }
-// The model's, according to its checkpoint or the tokenizer.bin in its folder.
-static TokenizerId tokenizer_of_model(const Trainer *t) {
-    TokenizerId id = t->state.tokenizer;
-    if (*t->resumed_from.text || !is_directory(t->o.model)) return id;
-    char *bin = st_text(t->o.model, "/", "tokenizer.bin"), *state = st_text(t->o.model, "/", "train_state.json");
-    if (file_exists(bin)) {
+// Of the model in a folder, according to its tokenizer.bin or its checkpoint. Hash 0: neither says.
+static TokenizerId tokenizer_of_folder(const char *folder) {
+    const Path bin = path_of("%s/tokenizer.bin", folder), state = path_of("%s/train_state.json", folder);
+    TokenizerId id = {TOKENIZER_UNKNOWN, 0, 0};
+    if (file_exists(bin.text)) {
         Tokenizer own;
-        tokenizer_open(&own, bin);
+        tokenizer_open(&own, bin.text);
         id = tokenizer_id(&own);
         tokenizer_close(&own);
-    } else if (file_exists(state)) {
+    } else if (file_exists(state.text)) {
         Json j;
-        require(json_load(&j, state), "cannot read '%s': %s\nuse another checkpoint", state, j.error);
-        id = read_tokenizer_id(&j, state);
+        require(json_load(&j, state.text), "cannot read '%s': %s\nuse another checkpoint", state.text, j.error);
+        id = read_tokenizer_id(&j, state.text);
         json_free(&j);
     }
-    free(bin);
-    free(state);
     return id;
 }
 // The data's, according to the shards, the multiple-choice sets, or the tokenizer.bin beside them.
@@ -262,8 +260,10 @@ static TokenizerId tokenizer_of_data(const Trainer *t) {
 }
 // Ids of another tokenizer than the model's are noise. The next checkpoints record the tokenizer of this run's data.
 static inline void compare_tokenizers(Trainer *t) {
-    const TokenizerId model = tokenizer_of_model(t), data = tokenizer_of_data(t);
     const char *folder = model_source(t);
+    const int from_folder = !*t->resumed_from.text && is_directory(folder);
+    const TokenizerId model = from_folder ? tokenizer_of_folder(folder) : t->state.tokenizer;
+    const TokenizerId data = tokenizer_of_data(t);
     char models[96], datas[96];
     t->state.tokenizer = data.hash ? data : model;
     if (!model.hash || !data.hash || model.hash == data.hash) return;

@@ -205,10 +205,14 @@ static inline void make_directory(const char *path) {
 
 // ---- text
 
+// Bytes of the UTF-8 character that begins with this byte; 0: none does.
+static inline int utf8_bytes(unsigned char first) {
+    return first < 0x80 ? 1 : first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
+}
 // The code point at p and its length in bytes; -1 and length 1 if the bytes are not UTF-8 (RFC 3629).
 // Reads up to `end` or a terminating NUL.
 static inline int utf8_next(const unsigned char *p, const unsigned char *end, int *length) {
-    int need = *p < 0x80 ? 1 : *p < 0xc2 ? 0 : *p < 0xe0 ? 2 : *p < 0xf0 ? 3 : *p < 0xf5 ? 4 : 0;
+    int need = utf8_bytes(*p);
     *length = 1;
     if (need == 0 || need > end - p) return -1;
     int c = need == 1 ? *p : *p & (0x7f >> need);
