@@ -499,40 +499,45 @@ void attention_forward_cpu(float *out, float *lse, const float *qkv, int B, int 
     KeysValues kv = {qkv + area(NH, HD), qkv + area(NH + NKV, HD), T * row, (size_t)HD, row};
     attend(out, lse, qkv, kv, 0, B, T, NH, NKV, HD);
 }
-// ---- the same over a cache of keys and values, (slots,NKV,room,HD) each
+// ---- the same over a cache of keys and values
 
+// The cache of a layer: keys and values (slots,NKV,room,HD).
+typedef struct {
+    float *keys, *values;
+    int room, NH, NKV, HD;
+} KvLayer;
 // A row is token `at` of the sequence in a slot.
 typedef struct { int slot, at; } KvPlace;
-static inline size_t kv_place(int slot, int kv, int at, int room, int NKV, int HD) {
-    return area(slot * NKV + kv, HD) * (size_t)room + area(at, HD);
+static inline size_t kv_place(const KvLayer *c, KvPlace p, int kv) {
+    return area(p.slot * c->NKV + kv, c->HD) * (size_t)c->room + area(p.at, c->HD);
 }
 // The keys and values of N rows go to their places.
-void kv_append_cpu(float *keys, float *values, const float *qkv, const KvPlace *places, int N, int room, int NH,
-                   int NKV, int HD) {
-    size_t row = area(NH + 2 * NKV, HD);
+void kv_append_cpu(const KvLayer *c, const float *qkv, const KvPlace *places, int N) {
+    const int NKV = c->NKV, HD = c->HD;
+    const size_t row = area(c->NH + 2 * NKV, HD);
     for (int i = 0; i < N * NKV; i++) {
-        int n = i / NKV, kv = i % NKV;
-        size_t place = kv_place(places[n].slot, kv, places[n].at, room, NKV, HD);
-        copy_floats(keys + place, head_at(qkv, n, 1, row, NH + kv, HD), HD);
-        copy_floats(values + place, head_at(qkv, n, 1, row, NH + NKV + kv, HD), HD);
+        const int n = i / NKV, kv = i % NKV;
+        const size_t place = kv_place(c, places[n], kv);
+        copy_floats(c->keys + place, head_at(qkv, n, 1, row, c->NH + kv, HD), HD);
+        copy_floats(c->values + place, head_at(qkv, n, 1, row, c->NH + NKV + kv, HD), HD);
     }
 }
-// T tokens of one slot from place `at` on, whose keys and values are in the cache: as in training, bit for bit.
-void attention_prompt_cpu(float *out /*(T,NH*HD)*/, float *lse /*(NH,T)*/, const float *keys, const float *values,
-                          const float *qkv, int slot, int at, int T, int room, int NH, int NKV, int HD) {
-    size_t first = kv_place(slot, 0, 0, room, NKV, HD);
-    KeysValues kv = {keys + first, values + first, 0, area(room, HD), (size_t)HD};
-    attend(out, lse, qkv, kv, at, 1, T, NH, NKV, HD);
+// T tokens of one slot, whose keys and values are in the cache: as in training, bit for bit.
+void attention_prompt_cpu(float *out /*(T,NH*HD)*/, float *lse /*(NH,T)*/, const float *qkv, const KvLayer *c,
+                          KvPlace first, int T) {
+    const size_t slot = kv_place(c, (KvPlace){first.slot, 0}, 0);
+    const KeysValues kv = {c->keys + slot, c->values + slot, 0, area(c->room, c->HD), (size_t)c->HD};
+    attend(out, lse, qkv, kv, first.at, 1, T, c->NH, c->NKV, c->HD);
 }
 // N rows of any slots: each sees the keys of its slot up to its own.
-void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *keys, const float *values, const float *qkv,
-                          const KvPlace *places, int N, int room, int NH, int NKV, int HD) {
-    size_t row = area(NH + 2 * NKV, HD);
+void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLayer *c, const KvPlace *places, int N) {
+    const int NH = c->NH, HD = c->HD;
+    const size_t row = area(NH + 2 * c->NKV, HD);
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < N * NH; task++) {
-        int n = task / NH, h = task % NH, seen = places[n].at + 1;
-        size_t first = kv_place(places[n].slot, h / (NH / NKV), 0, room, NKV, HD);
-        const float *q = head_at(qkv, n, 1, row, h, HD), *k = keys + first, *v = values + first;
+        const int n = task / NH, h = task % NH, seen = places[n].at + 1;
+        const size_t first = kv_place(c, (KvPlace){places[n].slot, 0}, h / (NH / c->NKV));
+        const float *q = head_at(qkv, n, 1, row, h, HD), *k = c->keys + first, *v = c->values + first;
         float *o = out + area(task, HD), *p = (float *)malloc_or_die(seen * sizeof(float));
         for (int s = 0; s < seen; s++) {
             float dot = 0;
@@ -1108,15 +1113,13 @@ static const float *of_positions(const Pass *p, const float *table, int width) {
 static void attend_cached(const Model *m, const Pass *p, const Block *b, int l) {
     const Config *c = &m->local;
     const KvCache *k = p->cache;
-    int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
-    size_t layer = l * area(k->slots * NKV, HD) * k->room;
-    float *keys = k->keys + layer, *values = k->values + layer;
-    kv_append_cpu(keys, values, b->a.qkv, p->places, p->N, k->room, NH, NKV, HD);
+    const size_t layer = l * area(k->slots * c->num_kv_heads, c->head_dim) * k->room;
+    const KvLayer kv = {k->keys + layer, k->values + layer, k->room, c->num_heads, c->num_kv_heads, c->head_dim};
+    kv_append_cpu(&kv, b->a.qkv, p->places, p->N);
     if (p->prompt)
-        attention_prompt_cpu(b->a.y, b->a.lse, keys, values, b->a.qkv, p->places->slot, p->places->at, p->N, k->room,
-                             NH, NKV, HD);
+        attention_prompt_cpu(b->a.y, b->a.lse, b->a.qkv, &kv, *p->places, p->N);
     else
-        attention_decode_cpu(b->a.y, keys, values, b->a.qkv, p->places, p->N, k->room, NH, NKV, HD);
+        attention_decode_cpu(b->a.y, b->a.qkv, &kv, p->places, p->N);
 }
 static void attend_block(const Model *m, const Pass *p, const Block *b, int l) {
     const Config *c = &m->local;

@@ -140,12 +140,9 @@ static inline const char *tokenizer_name(const TokenizerId *id, char *text, size
     snprintf(text, size, "%s (%shash %016llx)", kinds[id->kind], tokens, (unsigned long long)id->hash);
     return text;
 }
-// tokenizer.bin in the folder of a shard, where the scripts put it. free() it.
-static inline char *tokenizer_path(const char *shard_path) {
-    size_t folder = file_name(shard_path) - shard_path;
-    char *path = (char *)malloc_or_die(folder + sizeof "tokenizer.bin");
-    strcpy((char *)memcpy(path, shard_path, folder) + folder, "tokenizer.bin");
-    return path;
+// tokenizer.bin in the folder of a shard, where the scripts put it.
+static inline Path tokenizer_path(const char *shard_path) {
+    return path_of("%.*stokenizer.bin", (int)(file_name(shard_path) - shard_path), shard_path);
 }
 
 // ---- ids -> text

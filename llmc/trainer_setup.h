@@ -182,39 +182,37 @@ static inline void open_data(Trainer *t) {
 }
 
 // The path of --tokenizer, or else the first of these files that exists: tokenizer.bin in the model's folder (with
-// --generate), the one beside the shards, gpt2_tokenizer.bin in the working folder. NULL: none. free() it. *guessed:
-// whether it is the model's is known only from its number of tokens.
-static char *find_tokenizer(const Trainer *t, int *guessed) {
+// --generate), the one beside the shards, gpt2_tokenizer.bin in the working folder. "": none. *guessed: whether it is
+// the model's is known only from its number of tokens.
+static Path find_tokenizer(const Trainer *t, int *guessed) {
     const Options *o = &t->o, standard = options_default();
     const DataLoader *data = o->evaluate ? &t->eval.val : &t->train;
     const char *shard = data->num_shards ? data->shards[0].path : o->evaluate ? o->val_data : o->train_data;
-    char *model = st_text(model_source(t), "/", "tokenizer.bin"), *beside = tokenizer_path(shard);
-    int default_data =
+    const int default_data =
         o->generate && !state_option(&t->before, "train-data") && !strcmp(o->train_data, standard.train_data);
     const struct {
-        const char *path;
-        int guessed;
-    } places[] = {{o->generate ? model : "", 0}, {beside, default_data}, {"gpt2_tokenizer.bin", 1}};
-    char *found = *o->tokenizer ? st_text(o->tokenizer, "", "") : NULL;
+        Path path;
+        int skipped, guessed;
+    } places[] = {{path_of("%s/tokenizer.bin", model_source(t)), !o->generate, 0},
+                  {tokenizer_path(shard), 0, default_data},
+                  {path_of("gpt2_tokenizer.bin"), 0, 1}};
     *guessed = 0;
-    for (int i = 0; i < 3 && !found; i++) {
-        if (!file_exists(places[i].path)) continue;
-        found = st_text(places[i].path, "", "");
+    for (int i = 0; i < 3 && !*o->tokenizer; i++) {
         *guessed = places[i].guessed;
+        if (!places[i].skipped && file_exists(places[i].path.text)) return places[i].path;
     }
-    free(model);
-    free(beside);
-    return found;
+    return path_of("%s", o->tokenizer);
 }
 // Without a tokenizer, samples print token ids. A guessed tokenizer that does not fit is not used.
 static inline void open_tokenizer(Trainer *t) {
     int guessed;
-    char *path = find_tokenizer(t, &guessed);
+    const Path found = find_tokenizer(t, &guessed);
+    const char *path = found.text;
     uint64_t hash = t->train.hash ? t->train.hash : evaluation_tokenizer(&t->eval);
     int needed = *t->o.prompt != 0, V = t->config.vocab_size;
-    require(path || !needed, "a --prompt needs a tokenizer, and none lies beside the model or the training data\n"
-                             "give --tokenizer FILE");
-    if (!path) return;
+    require(*path || !needed, "a --prompt needs a tokenizer, and none lies beside the model or the training data\n"
+                              "give --tokenizer FILE");
+    if (!*path) return;
     tokenizer_open(&t->tokenizer, path);
     int has = t->tokenizer.vocab_size, same = !hash || t->tokenizer.hash == hash;
     t->has_tokenizer = !guessed || (has == V && same);
@@ -227,7 +225,6 @@ static inline void open_tokenizer(Trainer *t) {
                 has, V);
         tokenizer_close(&t->tokenizer);
     }
-    free(path);
 }
 
 static TokenizerId tokenizer_id(const Tokenizer *t) {
@@ -334,7 +331,7 @@ static inline void take_options(Trainer *t, int argc, char **argv) {
 // --val-data auto: the shards beside the training data with "val" for the last "train" in their name; "": none.
 static void find_validation_data(Trainer *t) {
     const char *train = t->o.train_data, *slash = strrchr(train, '/'), *word = NULL;
-    if (strcmp(t->o.val_data, "auto") != 0) return;
+    if (t->o.generate || strcmp(t->o.val_data, "auto") != 0) return;
     for (const char *p = slash ? slash : train; (p = strstr(p, "train")); p++) word = p;
     glob_t found;
     if (word) t->val_data = path_of("%.*sval%s", (int)(word - train), train, word + strlen("train"));

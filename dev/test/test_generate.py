@@ -379,6 +379,15 @@ def test_what_the_server_says(runs):
     assert "served 9 requests" in server.process.stderr.read().decode()
 
 
+def test_more_logprobs_than_tokens():
+    """Without a tokenizer a text is the ids."""
+    server = Server(1, "-e", "d1,channels=32,vocab=5,seq=16")
+    server.send({"id": "a", "tokens": [1], "max_tokens": 1, "logprobs": 20, "ends": [4], "temperature": 0})
+    token = next(e for e in server.until_ended(1) if e["event"] == "token")
+    assert sorted(t[:2] for t in token["top"]) == [[i, f"{i} "] for i in range(5)]
+    assert token["top"][0] == [token["token"], token["text"], token["logprob"]] and not server.close()
+
+
 BAD = [
     (b"junk", None, "no JSON"),
     (b'{"id":"x","prompt":"\xff"}', None, "not UTF-8"),

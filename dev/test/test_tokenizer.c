@@ -197,10 +197,9 @@ static void test_text(void) {
                  REPLACED REPLACED REPLACED REPLACED REPLACED REPLACED REPLACED REPLACED REPLACED),
           "nor do over-long forms, surrogates and what lies beyond U+10FFFF");
     tokenizer_close(&t);
-    char *beside = tokenizer_path("data/x/a_train_000000.bin"), *here = tokenizer_path("a.bin");
-    check(!strcmp(beside, "data/x/tokenizer.bin") && !strcmp(here, "tokenizer.bin"), "the path beside a shard");
-    free(beside);
-    free(here);
+    const Path beside = tokenizer_path("data/x/a_train_000000.bin"), here = tokenizer_path("a.bin");
+    check(!strcmp(beside.text, "data/x/tokenizer.bin") && !strcmp(here.text, "tokenizer.bin"),
+          "the path beside a shard");
 }
 
 // ---- what is refused
