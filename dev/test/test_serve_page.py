@@ -232,7 +232,7 @@ def test_completion(page, tmp_path):
         page.events.clear()
         page.call("Page.navigate", url=f"http://127.0.0.1:{s.port}/")
         page.wait("document.readyState == 'complete' && !at('keyed').hidden")
-        assert "the API key is missing or wrong" in page.js("at('state').textContent")
+        page.wait("at('state').textContent.includes('the API key is missing or wrong')")
         page.click("key")
         page.type("open sesame")
         page.press("Enter")

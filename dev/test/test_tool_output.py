@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_build import ROOT, tracked
 
-WITHOUT_HELP = {"dev/venv.py", "dev/test/sanitize.py"}  # make calls them
+WITHOUT_HELP = {"dev/venv.py", "dev/test/sanitize.py", "dev/test/serve_child.py"}  # make and tests call them
 TOOLS = [
     str(f)
     for f in tracked(".py")
@@ -142,9 +142,12 @@ def test_a_missing_package_is_named():
         results = dict(zip(TOOLS, pool.map(run, TOOLS)))
     failed = {tool: done for tool, done in results.items() if done.returncode}
     for tool, done in failed.items():
-        said = r"error: the package (numpy|matplotlib|pytest|torch) is not installed for \S+\n  hint: "
+        package, command = r"numpy|matplotlib|pytest|torch", "make venv"
+        if tool == "dev/serve.py":
+            package, command = "aiohttp", "python3 dev/venv.py serve"
+        said = rf"error: the package ({package}) is not installed for \S+\n  hint: "
         assert done.returncode == 1, (tool, done.stderr)
-        assert re.fullmatch(said + "make venv; source .venv/bin/activate\n", done.stderr), (tool, done.stderr)
+        assert re.fullmatch(said + f"{command}; source .venv/bin/activate\n", done.stderr), (tool, done.stderr)
     data = {"dev/data/prepare.py", "dev/data/multiple_choice.py", "dev/data/tinyshakespeare.py", "dev/data/fineweb.py"}
     assert {"train_gpt2.py", "dev/plot.py", "dev/eval/hf.py", "dev/test/run_tests.py", *data} < set(failed)
     assert not {"dev/watch.py", "dev/demo.py", "dev/doctor.py", "dev/export_log.py"} & set(failed)
