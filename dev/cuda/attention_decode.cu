@@ -14,6 +14,7 @@ static void check_shape(int S, int room, int NH, int NKV, int HD) {
     float *keys = host_new<float>(cache), *values = host_new<float>(cache),
           *out = host_new<float>((size_t)S * room * NH * HD);
     KvPlace *places = host_new<KvPlace>((size_t)S * room);
+    const KvLayer layer = {keys, values, room, NH, NKV, HD};
     floatX *d_keys = device_new<floatX>(cache), *d_values = device_new<floatX>(cache),
            *d_out = device_new<floatX>((size_t)S * room * NH * HD),
            *d_qkv = device_new<floatX>((size_t)S * room * width);
@@ -24,8 +25,8 @@ static void check_shape(int S, int room, int NH, int NKV, int HD) {
         for (size_t i = 0; i < rows * width; i++)
             qkv[i] = (float)(floatX)rand_normal(ladder.seed, 77 + (uint64_t)at, i);
         for (int i = 0; i < S * piece; i++) places[i] = {i / piece, at + i % piece};
-        kv_append_cpu(keys, values, qkv, places, S * piece, room, NH, NKV, HD);
-        attention_decode_cpu(out, keys, values, qkv, places, S * piece, room, NH, NKV, HD);
+        kv_append_cpu(&layer, qkv, places, S * piece);
+        attention_decode_cpu(out, qkv, &layer, places, S * piece);
         upload_to(d_qkv, qkv, rows * width);
         attention_decode(d_out, d_keys, d_values, d_qkv, S, piece, at, room, NH, NKV, HD, stream);
         check("out", d_out, out, rows, (size_t)NH * HD, bound(4e-3, 2e-6), bound(1.5e-2, 1e-5));

@@ -9,7 +9,7 @@ static void fuzz_one(const uint8_t *data, size_t size) {
     int ids[MOST], length, n = 0;
     tokenizer_open(&t, fuzz_file(data, size));
     for (; n < t.vocab_size && n < MOST; n++) ids[n] = t.vocab_size - 1 - n;
-    free(tokenizer_text(&t, ids, n));
+    free(tokenizer_text(&t, ids, n, 1));
     const size_t bytes = size < MOST ? size : MOST;
     const uint8_t *text = data + size - bytes, *at = text;  // the tokens of the file, with their lengths between them
     n = t.kind == TOKENIZER_UNKNOWN ? 0 : tokenizer_encode(&t, (const char *)text, (int)bytes, ids);

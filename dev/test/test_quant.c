@@ -2,6 +2,7 @@
 // row's bits depend on nothing else.
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
+#include "../../llmc/cpu_decode.h"
 #include "check.h"
 
 enum { MOST = 1100 };
