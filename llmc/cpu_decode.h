@@ -1,4 +1,5 @@
-// The products of generation on a CPU: few rows of activations with a matrix that is read once, at the speed of memory.
+// The products of generation on a CPU: few rows of activations with a matrix that is read once. fp32 and bf16 are bound
+// by memory, formats of fewer bits by the instructions that widen them (dev/bench/cpu_decode_2026-11-23.md).
 //
 //   out (N,rows) = [x +] inp (N,cols) weight (rows,cols)^T [+ bias]     weight: a QuantMatrix; sums in fp32
 //

@@ -92,30 +92,31 @@ static inline size_t run_reserve(const Plan *p) {
 static void run_memory_hint(char *text, size_t size, MemoryBytes room, const Memory *, void *plan) {
     const Plan *p = (const Plan *)plan;
     const size_t reserve = run_reserve(p);
+    const char *ranks = plan_is_split(p) ? "a larger --tp" : "several GPUs with --tp";
+    if (p->options.generate) {  // its batch is not asked for, and small
+        snprintf(text, size, "this is the weights and a piece of a prompt: use a smaller model, or %s", ranks);
+        return;
+    }
     Options this_batch = p->options, one = p->options;
     room.device -= std::min(reserve, room.device);
     const int part_fits = run_fits(p, &p->options, 1, room), B = part_fits ? batch_that_fits(p, room) : 0;
     const int fits = options_that_fit(p, &this_batch, room, p->B), one_fits = options_that_fit(p, &one, room, 1);
-    const int generates = (int)p->options.generate;  // B is --samples then, and T nothing that was asked for
-    const char *what = generates ? "--samples" : "--batch-size";
-    char with[128], one_with[128], at[32] = "";
+    char with[128], one_with[128];
     options_that_differ(&this_batch, &p->options, with, sizeof with);
     options_that_differ(&one, &p->options, one_with, sizeof one_with);
-    if (!generates) snprintf(at, sizeof at, " at --seq-len %d", p->T);
     if (part_fits && fits && *with)
-        snprintf(text, size, "%s %d would fit%s; or this one with%s", what, B, at, with);
+        snprintf(text, size, "--batch-size %d would fit at --seq-len %d; or this one with%s", B, p->T, with);
     else if (part_fits)
-        snprintf(text, size, "%s %d would fit%s%s%s%s", what, B, at, *with ? " (more with" : "", with,
-                 *with ? ")" : "");
+        snprintf(text, size, "--batch-size %d would fit at --seq-len %d%s%s%s", B, p->T, *with ? " (more with" : "",
+                 with, *with ? ")" : "");
     else if (fits || one_fits)
-        snprintf(text, size, "%s %d would fit%s with%s", what, fits ? p->B : 1, at, fits ? with : one_with);
+        snprintf(text, size, "--batch-size %d would fit at --seq-len %d with%s", fits ? p->B : 1, p->T,
+                 fits ? with : one_with);
     else {
-        const int shares = !generates && more_ranks_fit(p, &one, room);
-        const int used = snprintf(text, size, "not even %s 1 fits%s, with any option: use a %ssmaller model, or %s",
-                                  what, at, generates ? "" : "shorter --seq-len or a ",
-                                  shares             ? "more GPUs with --zero-stage 3"
-                                  : plan_is_split(p) ? "a larger --tp"
-                                                     : "several GPUs with --tp");
+        const int used = snprintf(text, size,
+                                  "not even --batch-size 1 fits at --seq-len %d, with any option: use a shorter "
+                                  "--seq-len or a smaller model, or %s",
+                                  p->T, more_ranks_fit(p, &one, room) ? "more GPUs with --zero-stage 3" : ranks);
         if (p->trains && whole_bytes(p) > room.device && (size_t)used < size)
             snprintf(text + used, size - (size_t)used,
                      ": embedding, head and two blocks, which --zero-stage 3 has whole, take %.0f MiB",
