@@ -91,11 +91,13 @@ static double gradient_error(const char *folder, const Options *base, int batch_
     return sqrt(difference / reference);
 }
 // fp8: direction and size of each gradient; what is recomputed is bitwise identical.
-static void test_fp8(const char *folder, const Options *base, const char *dtype) {
+static void test_fp8(const char *folder, const Options *base, const char *dtype, const char *head) {
+    const char *products = hopper_matmuls ? "" : ", by cuBLASLt";
     uint64_t first = 0;
     for (int way = 0; way < 6; way++) {
         Options o = *base;
         o.matmul_dtype = dtype;
+        o.head_dtype = head;
         o.recompute = way < 4 ? way : 0;
         o.gelu_fusion = way == 4 && can_fuse(folder) ? 2 : 0;
         o.head_chunks = way == 5 ? 2 : 0;
@@ -121,10 +123,51 @@ static void test_fp8(const char *folder, const Options *base, const char *dtype)
         // GELU in a product sums its bias gradient before rounding; chunks add up the head's gradient in bf16.
         const int exact = way < 4 || (way == 4 && config_from_json(folder).mlp == MLP_SWIGLU);
         check(cosines / tensors > 0.99 && sizes / tensors < 0.012 && least > 0.95 && (hash == first || !exact),
-              "%s, %s, way %d: gradients' mean cosine %.4f, least %.4f, mean error of their norms %.2f%%, %s bits",
-              folder, dtype, way, cosines / tensors, least, 100 * sizes / tensors,
+              "%s, %s, head %s%s, way %d: gradients' mean cosine %.4f, least %.4f, mean error of their norms %.2f%%, "
+              "%s bits",
+              folder, dtype, head, products, way, cosines / tensors, least, 100 * sizes / tensors,
               hash == first ? "the same" : "other");
     }
+}
+// All logits of the debug batch as generation computes them, in the head's dtype, and after a step anew.
+static void test_fp8_head(const char *folder, const Options *base) {
+    DebugFile d = debug_open(folder);
+    Model m[2];
+    const size_t V = (size_t)config_from_json(folder).vocab_size;
+    float loss, norm, *logits[2];
+    for (int i = 0; i < 2; i++) {
+        Options o = *base;
+        o.head_dtype = i ? "fp8" : "native";
+        logits[i] = (float *)malloc_or_die(2 * V * sizeof(float));
+        open_reference(&m[i], folder, &o);
+        model_decode_open(&m[i], 1, d.T, (int)V);
+        for (int step = 0; step < 2; step++) {
+            model_forget(&m[i], 0, 0);
+            append_tokens(&m[i], 0, d.tokens, d.T, logits[i] + (size_t)step * V);
+            model_micro_step(&m[i], d.tokens, d.targets, 0, 1);
+            debug_step(&m[i], &loss, &norm, step + 1);
+        }
+        model_close(&m[i]);
+    }
+    for (int step = 0; step < 2; step++) {
+        const double off = difference(logits[1] + (size_t)step * V, logits[0] + (size_t)step * V, V).norm;
+        check(off > 5e-3 && off < 0.12, "%s: --head-dtype fp8: logits after %d steps are off by %.2e", folder, step,
+              off);
+    }
+    for (float *x : logits) free(x);
+    debug_close(&d);
+}
+// With our kernels, and as on GPUs without them.
+static void test_fp8_all(const char *folder, const Options *o) {
+    for (bool own : {true, false}) {
+        hopper_matmuls = own;
+        test_fp8(folder, o, "fp8", "native");
+        test_fp8(folder, o, "fp8-dw-bf16", "native");
+        test_fp8(folder, o, "fp8", "fp8");
+        test_fp8(folder, o, "native", "fp8");
+        test_fp8_head(folder, o);
+    }
+    hopper_matmuls = true;
 }
 // Over eight micro-steps: sums in fp32 are as good as one micro-step, sums in bf16 are not.
 static void test_gradient_sums(const char *folder, const Options *o) {
@@ -143,12 +186,74 @@ static Options least_memory(Options o) {
     o.head_chunks = 3;
     return o;
 }
+// Generation with weights in all formats that this model's sizes allow. brief: in one.
+static void test_weights(const char *folder, const Options *base, int brief) {
+    const Config c = config_from_json(folder);
+    const int whole =
+        c.channels % INT4_GROUP == 0 && c.num_heads * c.head_dim % INT4_GROUP == 0 && c.ffn_dim % INT4_GROUP == 0;
+    for (const char *weights : {"native", "int8", "fp8", "int4"}) {
+        if ((!strcmp(weights, "int4") && !whole) || (brief && strcmp(weights, "int8"))) continue;
+        Options o = *base;
+        o.generate = 1;
+        o.recompute = 3;
+        o.weights = weights;
+        printf("with --weights %s\n", weights);
+        test_slots(folder, &o);
+        o.cuda_graphs = 0;
+        if (!brief) test_slots(folder, &o);
+    }
+}
+// Products and attention of 64 to 1,024 rows, each with the bits of the others. What follows a prompt of 700 tokens is
+// the same alone and as one of 64 rows.
+static void test_long_prompts(const char *model, const char *weights) {
+    enum { TOKENS = 1000, SLOTS = 3 };
+    int tokens[TOKENS];
+    Config c;
+    Options o = options_default();
+    Model m;
+    config_parse(model, &c);
+    o.generate = 1;
+    o.recompute = 3;
+    o.head_chunks = o.seq_len = 1024;
+    o.batch_size = 1;
+    o.tf32 = 0;
+    o.weights = weights;
+    model_open(&m, &c, &o, &one_rank);
+    init_weights(&m, TP_SEED);
+    model_decode_open(&m, SLOTS, TOKENS, c.vocab_size);
+    for (int i = 0; i < TOKENS; i++) tokens[i] = (int)(rand_u64(TP_SEED, 7, (uint64_t)i) % (uint64_t)c.vocab_size);
+    const size_t V = (size_t)c.vocab_size;
+    float *alone = (float *)malloc_or_die(2 * V * sizeof(float));
+    printf("%s --weights %s\n", model, weights);
+    check_prompts(&m, tokens, TOKENS, alone, alone + V, "1,000 tokens");
+    for (int others = 0; others < 2; others++) {
+        DecodeRow rows[DECODE_ROWS];
+        Drawn drawn[DECODE_ROWS];
+        const int count = others ? DECODE_ROWS : 1, last = 700;
+        for (int slot = 0; slot < SLOTS; slot++) model_forget(&m, slot, slot == 1 ? last : 0);
+        for (int i = 0; i < count - 1; i++) rows[i] = {2 * (i % 2), tokens[i], likeliest};
+        rows[count - 1] = {1, tokens[last], likeliest};
+        model_decode(&m, rows, count);
+        model_drawn(&m, drawn);
+        model_logits(&m, count - 1, alone + others * V);
+    }
+    check(memcmp(alone, alone + V, V * sizeof(float)) == 0, "%s: a token after 700, alone and beside 63", model);
+    free(alone);
+    model_close(&m);
+}
+static void test_all_long_prompts(void) {
+    for (const char *weights : {"native", "int8", "int4"}) {
+        test_long_prompts("gpt2:124M,layers=2,vocab=512", weights);
+        test_long_prompts("llama3:8B,layers=2,channels=1024,heads=8,kv_heads=2,ffn=2816,vocab=512,seq=1024", weights);
+    }
+}
 static void test_brief(const char *folder) {
     DebugFile d = debug_open(folder);
     Options o = options_for(folder, &d, d.B);
     debug_close(&d);
     o.tf32 = o.gelu_fusion = 0;
     const Options least = least_memory(o);
+    test_weights(folder, &o, 1);
     test_one_step(folder, &o, "plain");
     test_one_step(folder, &least, "least memory");
     o.gelu_fusion = 2;
@@ -185,11 +290,10 @@ static void test_one_gpu(const char *folder, const char *output) {
     o.tf32 = 0;
     o.gelu_fusion = 0;
     test_reference(folder, &o);
+    test_slots(folder, &o);
+    test_weights(folder, &o, 0);
     const Config c = config_from_json(folder);
-    if (matmul_has_fp8() && c.ffn_dim % 16 == 0) {
-        test_fp8(folder, &o, "fp8");
-        test_fp8(folder, &o, "fp8-dw-bf16");
-    }
+    if (matmul_has_fp8() && c.ffn_dim % 16 == 0) test_fp8_all(folder, &o);
     test_short_rows(folder, &o);
     if (can_fuse(folder)) {
         Options fused = o;
@@ -256,7 +360,7 @@ static void test_memory_hint(void) {
         {"llama3:70B", 1, 1024, 139, ", or more GPUs with --zero-stage 3"},  // weights and gradients alone are 282 GB
         {"llama3:70B", 1, 1024, 12,
          ", or several GPUs with --tp: embedding, head and two blocks, which --zero-stage 3 has whole, take 14545 MiB"},
-        {"llama3:8B", 1024, 256, 30, " would fit (more with --recompute 3 --head-chunks 8)", 1},
+        {"llama3:8B", 1, 256, 12, ": use --weights int8 or int4, a smaller model, or several GPUs with --tp", 1},
     };
     for (const auto &c : cases) {
         char text[320];
@@ -429,10 +533,14 @@ static void test_tp_overlap(const char *model, const Mesh *mesh, const Options *
     o.batch_size = TP_B;
     const struct {
         int zero, recompute, fusion, often;
-    } ways[] = {{0, 0, 0, 1}, {1, 0, 2, 0}, {1, 1, 0, 0}, {0, 2, 2, 0}, {1, 3, 0, 1}, {0, 3, 2, 0}};
+        const char *dtype;
+    } ways[] = {{0, 0, 0, 1, "native"}, {1, 0, 2, 0, "native"}, {1, 1, 0, 0, "native"}, {0, 2, 2, 0, "native"},
+                {1, 3, 0, 1, "native"}, {0, 3, 2, 0, "native"}, {1, 0, 0, 1, "fp8"},    {1, 2, 2, 0, "fp8-dw-bf16"}};
     for (const auto &way : ways) {
         if ((way.fusion && !can) || (ranks_share_gpu && !way.often))
             continue;  // ranks on one GPU take turns at every wait: slow
+        if (strcmp(way.dtype, "native") && (!matmul_has_own_fp8() || tp_config(&c, &mesh->tp).ffn_dim % 16)) continue;
+        o.matmul_dtype = way.dtype;
         o.zero_stage = way.zero;
         o.recompute = way.recompute;
         o.gelu_fusion = way.fusion;
@@ -456,10 +564,10 @@ static void test_tp_overlap(const char *model, const Mesh *mesh, const Options *
         const int met = plain.met.gathers + plain.met.scatters,
                   all = expected.gathers + expected.scatters + expected.apart;
         check(same && met == 0 && plain.met.apart == all,
-              "%d x %d, %s: --tp-overlap 1 twice%s, --zero-stage %d --recompute %d --gelu-fusion %d: the same bits as "
-              "0, which overlaps %d of %d",
+              "%d x %d, %s: --tp-overlap 1 twice%s, --zero-stage %d --recompute %d --gelu-fusion %d --matmul-dtype %s: "
+              "the same bits as 0, which overlaps %d of %d",
               mesh->dp.world, mesh->tp.world, model, &way == ways ? " and -1" : "", way.zero, way.recompute, way.fusion,
-              met, all);
+              way.dtype, met, all);
     }
 }
 // About three times what may be expected: in bf16 of the differences from PyTorch, in fp32 of sums in another order.
@@ -515,6 +623,7 @@ int main(int argc, char **argv) {
     require(argc >= 3, "usage: test_gpt2cu [--brief] OUTPUT_FOLDER DEBUG_FOLDER...\n"
                        "write the folders with train_gpt2.py --write-debug");
     if (comm.world == 1 && sizeof(floatX) == 2 && !brief) test_memory_hint();
+    if (comm.world == 1 && !brief) test_all_long_prompts();
     for (int i = 2; i < argc; i++) {
         char output[4200];
         snprintf(output, sizeof output, "%s/%d", argv[1], i);

@@ -796,19 +796,20 @@ typedef struct {
     float *mean, *rstd;
     const float *x;
 } Norm;
-// --matmul-dtype: what the blocks' products round their operands to, and scratch for a rounded one of each kind.
+// What products round their operands to (--matmul-dtype, --head-dtype), and scratch for a rounded one of each kind.
 typedef enum { OPERANDS_NATIVE, OPERANDS_BF16, OPERANDS_FP8 } OperandDtype;
 typedef struct {
-    OperandDtype dtype, dweight_dtype;  // the second: of products that are weights' gradients
-    int gradients_by_row;               // fp8: rows of an output's gradient have a scale each; else the tensor has one
+    OperandDtype dtype, dinput_dtype, dweight_dtype;  // of products forward, and of each gradient
+    // fp8: rows of an output's gradient have a scale each; else the tensor has one
+    int gradients_by_row;
     float *rounded[NUM_FP8_TENSORS];
-    Fp8Counts counts[NUM_FP8_TENSORS];
+    Fp8Counts *counts;  // by Fp8Tensor
 } Operands;
 // A linear layer: weight (out,in), bias (out).
 typedef struct {
     Weights w;  // the weight: NULL if it is quantised
     int in, out;
-    Operands *operands;  // NULL: as they are
+    const Operands *operands;
     QuantMatrix stored;  // the weight as it is stored
     int decodes;         // generation: few rows, each of whose bits do not depend on the others
 } Linear;
@@ -853,7 +854,8 @@ struct Model {
     Config config, local;  // the whole model's sizes; this rank's
     ParamTable table;
     const Mesh *mesh;
-    Operands *operands;
+    Operands operands, head_operands;  // of the blocks, of the head
+    Fp8Counts fp8_counts[NUM_FP8_TENSORS];
     int B, T, recompute, zero_stage;
     float *weights, *grads;  // units in the order of the table, of each what slot_keeps says
     QuantMatrix *quantised;  // --weights: each block's four matrices in the order of roles, and the head; NULL: native
@@ -949,7 +951,7 @@ static Linear linear_at(const Model *m, const Unit *u, Role weight, Role bias, i
     const QuantMatrix *q = quantised_matrix(m, u->number, weight);
     const Weights w = weights_at(u, weight, bias);
     const QuantMatrix native = {WEIGHTS_FP32, out, in, (uint8_t *)w.weight, NULL};
-    return (Linear){w, in, out, m->operands, q ? *q : native, u->use == UNIT_DECODE};
+    return (Linear){w, in, out, &m->operands, q ? *q : native, u->use == UNIT_DECODE};
 }
 static const float *block_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->blocks[l - 1].x_out; }
 static Block block_get(Model *m, int l, UnitUse use) {
@@ -1027,10 +1029,9 @@ static const int *words_here(const Model *m, const Pass *p, const int *tokens) {
 
 // x (rows,cols) as a product of this dtype reads it, in fp8 with a scale for the tensor or for each row. Valid until
 // the next operand of its kind.
-static const float *operand(const Linear *l, int of_dweight, Fp8Tensor kind, const float *x, int rows, int cols,
+static const float *operand(const Linear *l, OperandDtype dtype, Fp8Tensor kind, const float *x, int rows, int cols,
                             int by_row) {
-    Operands *o = l->operands;
-    const OperandDtype dtype = !o ? OPERANDS_NATIVE : of_dweight ? o->dweight_dtype : o->dtype;
+    const Operands *o = l->operands;
     double added[2] = {0, 0};
     if (dtype == OPERANDS_NATIVE) return x;
     if (dtype == OPERANDS_BF16) {
@@ -1045,29 +1046,31 @@ static const float *operand(const Linear *l, int of_dweight, Fp8Tensor kind, con
     lap("rounding operands", 0);
     return o->rounded[kind];
 }
-static const float *weight_operand(const Linear *l) {
-    return operand(l, 0, FP8_WEIGHTS, l->w.weight, l->out, l->in, 0);
+static const float *weight_operand(const Linear *l, OperandDtype dtype) {
+    return operand(l, dtype, FP8_WEIGHTS, l->w.weight, l->out, l->in, 0);
 }
 // out (rows,out) = [x +] inp (rows,in) weight^T [+ bias]
 static void linear_product(const Linear *l, float *out, const float *x /*NULL: none*/, const float *inp, int rows) {
-    const int rounds = l->operands && l->operands->dtype != OPERANDS_NATIVE;
-    if (l->decodes && !rounds)
+    const OperandDtype dtype = l->operands->dtype;
+    if (l->decodes && dtype == OPERANDS_NATIVE)
         decode_product_cpu(out, x, inp, l->stored, l->w.bias, rows);
     else if (l->stored.format != WEIGHTS_FP32)
         matmul_forward_quant_cpu(out, x, inp, l->stored, l->w.bias, rows);
     else
-        matmul_forward_cpu(out, x, operand(l, 0, FP8_INPUTS, inp, rows, l->in, 1), weight_operand(l), l->w.bias, rows,
-                           l->in, l->out);
+        matmul_forward_cpu(out, x, operand(l, dtype, FP8_INPUTS, inp, rows, l->in, 1), weight_operand(l, dtype),
+                           l->w.bias, rows, l->in, l->out);
 }
 // dinp (rows,in) = dout (rows,out) weight
 static void linear_product_backward(const Linear *l, float *dinp, const float *dout, int rows) {
-    dout = operand(l, 0, FP8_GRADIENTS, dout, rows, l->out, l->operands && l->operands->gradients_by_row);
-    matmul_backward_input_cpu(dinp, dout, weight_operand(l), rows, l->in, l->out);
+    const OperandDtype dtype = l->operands->dinput_dtype;
+    dout = operand(l, dtype, FP8_GRADIENTS, dout, rows, l->out, l->operands->gradients_by_row);
+    matmul_backward_input_cpu(dinp, dout, weight_operand(l, dtype), rows, l->in, l->out);
 }
 // dweight = [dweight +] dout^T inp
 static void linear_product_weight(const Linear *l, const float *dout, const float *inp, int rows, int accumulate) {
-    dout = operand(l, 1, FP8_GRADIENTS, dout, rows, l->out, 0);
-    inp = operand(l, 1, FP8_INPUTS, inp, rows, l->in, 0);
+    const OperandDtype dtype = l->operands->dweight_dtype;
+    dout = operand(l, dtype, FP8_GRADIENTS, dout, rows, l->out, 0);
+    inp = operand(l, dtype, FP8_INPUTS, inp, rows, l->in, 0);
     matmul_backward_weight_cpu(l->w.dweight, dout, inp, accumulate, rows, l->in, l->out);
 }
 static double linear_flops(const Linear *l, int rows) { return 2.0 * rows * l->in * l->out; }  // of each
@@ -1186,7 +1189,7 @@ static Linear head_of(Model *m, UnitUse use) {
     Unit u = unit_get(m, tied ? 0 : m->config.num_layers + 1, use);
     Linear l =
         linear_at(m, &u, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES, m->config.channels, m->local.padded_vocab_size);
-    l.operands = NULL;
+    l.operands = &m->head_operands;
     return l;
 }
 // Losses of rows from n0 on; m->logits becomes their gradient. Each tensor-parallel rank has some columns.
@@ -1679,12 +1682,17 @@ static void open_operands(Model *m, const Options *o) {
     const Config *c = &m->local;
     int C = c->channels, wide = qkv_width(c) > fc_width(c) ? qkv_width(c) : fc_width(c), widest = C > wide ? C : wide;
     int rounds = strcmp(o->matmul_dtype, "native") != 0;
-    Operands *p = m->operands = (Operands *)room(m, sizeof *m->operands);
-    p->dtype = matmul_is_fp8(o) ? OPERANDS_FP8 : rounds ? OPERANDS_BF16 : OPERANDS_NATIVE;
+    Operands *p = &m->operands, *head = &m->head_operands;
+    p->counts = head->counts = m->fp8_counts;
+    p->dtype = p->dinput_dtype = matmul_is_fp8(o) ? OPERANDS_FP8 : rounds ? OPERANDS_BF16 : OPERANDS_NATIVE;
     p->dweight_dtype = matmul_weight_gradient_is_fp8(o) ? OPERANDS_FP8 : rounds ? OPERANDS_BF16 : OPERANDS_NATIVE;
     p->gradients_by_row = p->dweight_dtype != OPERANDS_FP8 || m->mesh->tp.world > 1;
     for (int kind = 0; kind < NUM_FP8_TENSORS && rounds; kind++)  // each weight has C rows or columns
         p->rounded[kind] = floats(m, area(kind == FP8_WEIGHTS ? C : m->B * m->T, widest));
+    if (!head_is_fp8(o)) return;
+    head->dtype = OPERANDS_FP8;
+    head->rounded[FP8_INPUTS] = floats(m, area(m->head_rows, C));
+    head->rounded[FP8_WEIGHTS] = floats(m, area(c->padded_vocab_size, C));
 }
 // Rows that the head runs on at a time. Without --head-chunks: as many as 256 MiB of logits allow, but at least 64.
 static int rows_of_head(const Model *m, const Options *o, int N) {
@@ -1763,13 +1771,12 @@ double model_memory_gib(const Model *m) { return m->bytes / 1073741824.0; }
 void model_print_plan(const Model *m, FILE *f) {
     static const char *const levels[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
     static const char *const dtypes[] = {"fp32", "bf16", "fp8"};
-    const Operands *p = m->operands;
-    fprintf(f, "plan      products ");
-    if (p->dtype != OPERANDS_NATIVE)
-        fprintf(f, "of blocks %s, their weights' gradients %s, of the head ", dtypes[p->dtype],
-                dtypes[p->dweight_dtype]);
-    if (m->quantised) fprintf(f, "of %s weights with ", weight_format_names[m->quantised->format]);
-    fprintf(f, "fp32, sums fp32 | head on %d rows at a time", m->head_rows);
+    const Operands *p = &m->operands;
+    fprintf(f, "plan      products %s", dtypes[p->dtype]);
+    if (p->dtype != p->dweight_dtype) fprintf(f, ", weights' gradients %s", dtypes[p->dweight_dtype]);
+    fprintf(f, ", logits %s", dtypes[m->head_operands.dtype]);
+    if (m->quantised) fprintf(f, ", weights %s", weight_format_names[m->quantised->format]);
+    fprintf(f, ", sums fp32 | head on %d rows at a time", m->head_rows);
     if (m->grads)
         fprintf(f, " | backward recomputes %s | m and v %s", levels[m->recompute], m->bf16_states ? "bf16" : "fp32");
     fputs("\n", f);
@@ -1799,10 +1806,8 @@ void model_timing_end(Model *m) {
     (void)m;
     timing.on = 0;
 }
-void model_fp8_begin(Model *m) { memset(m->operands->counts, 0, sizeof m->operands->counts); }
-void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]) {
-    memcpy(counts, m->operands->counts, sizeof m->operands->counts);
-}
+void model_fp8_begin(Model *m) { memset(m->fp8_counts, 0, sizeof m->fp8_counts); }
+void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]) { memcpy(counts, m->fp8_counts, sizeof m->fp8_counts); }
 
 #ifndef LLMC_NO_MAIN  // test_model.c has its own
 #include "llmc/trainer.h"

@@ -11,21 +11,13 @@
 //
 // The first micro-step of a step overwrites gradients, the others add. The head runs in --head-chunks parts, forward
 // and backward of each before the next: losses and the gradient of h are those of one part, bit for bit.
-#include "llmc/cuda/graph.cuh"
 #include "llmc/mfu.h"
+#include "llmc/model/decoder.cuh"
 #include "llmc/model/hints.cuh"
 #include "llmc/model/offload.cuh"
 #include "llmc/model/parameters.cuh"
 
 // ---- what is kept
-
-// Generation: a row runs when it is queued, alone.
-typedef struct {
-    int length[DECODE_ROWS], drawn[DECODE_ROWS];  // of each slot its tokens, and what its latest row drew
-    Drawn steps[DECODE_STEPS][DECODE_ROWS];       // what queued steps drew
-    int count[DECODE_STEPS], queued;
-    float *logits;  // (DECODE_ROWS,V) of the last step
-} DecodeQueue;
 
 struct Model {
     Config config;     // of the whole model
@@ -37,8 +29,7 @@ struct Model {
     Buffers b;
     Links links;
     Matmul matmul, decode_matmul;
-    KvCache cache;  // empty unless this rank samples
-    DecodeQueue queue;
+    Decoder decoder;    // empty unless this rank samples
     Graph graphs[3];    // of the first micro-step of a step, of those that follow, of the last
     OverlapCounts met;  // in the last step
     Offload offload;
@@ -66,7 +57,10 @@ typedef struct { const floatX *x, *branch; } Residual;
 // ---- units: weights are there between get and release; gradients are added up and go to other ranks when they are
 // released (ranks/zero.cuh)
 
-static Unit unit_get(Model *m, int unit, UnitUse use) { return zero_get(&m->links.zero, unit, use); }
+static Unit unit_get(Model *m, const Pass *p, int unit, UnitUse use) {
+    if (m->plan.weights != WEIGHTS_FP32) return quantised_unit(&m->plan, &m->b, unit, p->stream);
+    return zero_get(&m->links.zero, unit, use, p->fp8.weights);
+}
 static void unit_release(Model *m, const Pass *p, const Unit *u, UnitUse use) {
     zero_release(&m->links.zero, u, use, (GradSum)p->sum, p->reduce);
 }
@@ -87,23 +81,24 @@ static Norm norm_of(const Model *m, const Unit *u, Role weight, Role bias, float
             rstd,
             x};
 }
-// fp8: the absmax of one tensor of a block's layer.
+// fp8: the absmax of one tensor of a block's layer, or of the head, which is in another unit.
 typedef enum { ABSMAX_WEIGHT, ABSMAX_INPUT, ABSMAX_GRADIENT } AbsmaxOf;
-static float *layer_absmax(const Model *m, AbsmaxOf of, int l, Role weight) {
-    return m->b.absmax + (of * m->config.num_layers + l) * FP8_LAYERS + (weight - ROLE_QKVW);
+static float *layer_absmax(const Model *m, AbsmaxOf of, int unit, Role weight) {
+    const int layers = plan_fp8_layers(&m->plan), in_block = (unit - 1) * FP8_LAYERS + (weight - ROLE_QKVW);
+    return m->b.absmax + of * layers + (unit_is_block(&m->table, unit) ? in_block : layers - 1);
 }
-// The fp8 side of a block's layer: copies of its weight, absmax of its tensors.
-static void linear_fp8(Model *m, const Pass *p, Linear *l, int unit, Role weight) {
-    const ParamTable *t = &m->table;
-    const int gathered = m->plan.zero_stage >= 3;  // anew for each use
-    const size_t at = param_at(t, unit, weight) - t->unit_begin[gathered ? unit : 1];
-    uint8_t *quantised = m->b.weights_fp8 + at, *turned = m->b.weights_turned ? m->b.weights_turned + at : NULL;
-    l->weight_absmax = layer_absmax(m, ABSMAX_WEIGHT, unit - 1, weight);
-    l->in_absmax = layer_absmax(m, ABSMAX_INPUT, unit - 1, weight);
-    l->dout_absmax = layer_absmax(m, ABSMAX_GRADIENT, unit - 1, weight);
+// The fp8 side of a layer: copies of its weight, absmax of its tensors. The copy of the head's is behind the blocks'.
+static void linear_fp8(Model *m, const Pass *p, Linear *l, const Unit *u, Role weight) {
+    const int is_block = unit_is_block(u->table, u->number), gathered = is_block && m->plan.zero_stage >= 3;
+    const size_t at = param_at(u->table, u->number, weight) - u->table->unit_begin[u->number];
+    uint8_t *quantised = is_block ? u->quantised + at : m->b.weights_fp8 + plan_fp8_block_weights(&m->plan, 0);
+    uint8_t *turned = is_block && m->b.weights_turned ? u->turned + at : NULL;
+    l->weight_absmax = layer_absmax(m, ABSMAX_WEIGHT, u->number, weight);
+    l->in_absmax = layer_absmax(m, ABSMAX_INPUT, u->number, weight);
+    l->dout_absmax = layer_absmax(m, ABSMAX_GRADIENT, u->number, weight);
     l->weight_fp8 = quantised;
     l->weight_turned = turned;
-    if (p->quantises || gathered) linear_quantise(p, l, quantised, turned);
+    if (p->quantises && !gathered) linear_quantise(p, l, quantised, turned);
 }
 static Linear linear_of(Model *m, const Pass *p, const Unit *u, const Linear *planned, Role weight, Role bias,
                         ColumnSums sums) {
@@ -113,16 +108,16 @@ static Linear linear_of(Model *m, const Pass *p, const Unit *u, const Linear *pl
     l.dweight = param_pointer(u, u->grads, weight);
     l.dbias = param_pointer(u, u->grads, bias);
     l.sums = sums;
-    if (l.dtype == MATMUL_E4M3) linear_fp8(m, p, &l, u->number, weight);
+    if (l.dtype == MATMUL_E4M3) linear_fp8(m, p, &l, u, weight);
     return l;
 }
 // Of the gradient of block l's output, which the norm above writes.
-static float *stream_absmax(const Model *m, int l) { return layer_absmax(m, ABSMAX_GRADIENT, l, ROLE_FCPROJW); }
+static float *stream_absmax(const Model *m, int l) { return layer_absmax(m, ABSMAX_GRADIENT, l + 1, ROLE_FCPROJW); }
 static const floatX *block_input(const Model *m, int l) { return l == 0 ? m->b.x_embedding : m->b.blocks[l - 1].x_out; }
 static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const Plan *plan = p->cache ? &m->decoding : &m->plan;
     const BlockActs *a = &m->b.blocks[l];
-    const Unit u = unit_get(m, l + 1, use);
+    const Unit u = unit_get(m, p, l + 1, use);
     input_get(&m->offload, p, l, use);
     const ColumnSums stream = {m->b.stream_sums, 1},
                      attention = {m->b.column_sums, attention_column_slices(&p->attention)};
@@ -140,11 +135,15 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.h1 = a->h1;
     b.q_k_v = a->qkv;
     b.y = a->y;
+    b.lse = a->lse;
+    if (p->cache && p->cache->prompt) {
+        b.q_k_v = p->cache->qkv + (size_t)p->cache->at * b.qkv.out;
+        b.y = p->cache->y + (size_t)p->cache->at * b.proj.in;
+    }
     b.x_mid = a->x_mid;
     b.h2 = a->h2;
     b.a = a->a;
     b.x_out = a->x_out;
-    b.lse = a->lse;
     b.fc.aux = a->f;
     b.activation.slopes = a->f;
     b.activation.out = plan->fcproj.gradient == EPILOGUE_GRADIENT_FROM_INPUT ? a->f : m->b.df;
@@ -176,8 +175,13 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     }
     const KvCache *k = p->cache;
     const size_t place = ((size_t)l * k->slots + k->slot) * NKV * k->room * HD;
-    attention_decode(b->y, k->keys + place, k->values + place, b->q_k_v, 1, p->T, k->at, k->room, NH, NKV, HD,
-                     p->stream);
+    floatX *keys = k->keys + place, *values = k->values + place;
+    if (!k->prompt) {
+        attention_decode(b->y, keys, values, b->q_k_v, 1, p->T, k->at, k->room, NH, NKV, HD, p->stream);
+        return;
+    }
+    kv_prompt(k->qkv, keys, values, k->at, p->T, p->attention.T, k->room, NH, NKV, HD, p->stream);
+    attention_forward(&p->attention, k->y, k->lse, k->qkv, p->stream);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
 static void block_inside(const Model *m, const Pass *p, const Block *b, int l, Residual *x) {
@@ -206,7 +210,7 @@ static TokenRows token_rows(const Model *m) {
 // m->b.tokens (B,T) -> the stream, m->b.x_embedding (rows,C)
 static void embed(Model *m, const Pass *p) {
     const TokenRows rows = token_rows(m);
-    const Unit u = unit_get(m, 0, UNIT_FORWARD);
+    const Unit u = unit_get(m, p, 0, UNIT_FORWARD);
     const floatX *wte = param_pointer(&u, u.weights, ROLE_WTE), *wpe = param_pointer(&u, u.weights, ROLE_WPE);
     if (wpe && p->cache) wpe += (size_t)p->cache->at * p->C;
     if (!pass_is_split(p)) {
@@ -224,8 +228,8 @@ static Norm final_norm(const Model *m, const Unit *last) {
 }
 // Of inputs and gradients in fp8.
 static void clear_absmax(Model *m, const Pass *p) {
-    const size_t layers = (size_t)FP8_LAYERS * (size_t)m->config.num_layers;
-    float *first = layer_absmax(m, ABSMAX_INPUT, 0, ROLE_QKVW);  // gradients follow
+    const size_t layers = (size_t)plan_fp8_layers(&m->plan);
+    float *first = layer_absmax(m, ABSMAX_INPUT, 1, ROLE_QKVW);  // gradients follow
     if (m->plan.fp8) cudaCheck(cudaMemsetAsync(first, 0, 2 * layers * sizeof(float), p->stream));
 }
 // m->b.tokens (B,T) -> m->b.h_final (rows,C)
@@ -236,7 +240,7 @@ static void model_forward(Model *m, const Pass *p) {
     embed(m, p);
     Residual x = {m->b.x_embedding, NULL};
     for (int l = 0; l < L; l++) block_forward(m, p, l, &x);
-    const Unit last = unit_get(m, L + 1, UNIT_FORWARD);
+    const Unit last = unit_get(m, p, L + 1, UNIT_FORWARD);
     input_get(&m->offload, p, L, UNIT_FORWARD);
     const Norm norm = final_norm(m, &last);
     residual_norm(p, &norm, m->b.h_final, m->b.blocks[L - 1].x_out, &x);
@@ -246,8 +250,10 @@ static void model_forward(Model *m, const Pass *p) {
 
 static Linear head_of(Model *m, const Pass *p) {
     const int tied = m->config.tied;  // the embedding is its weight, too
-    const Unit u = unit_get(m, tied ? 0 : m->config.num_layers + 1, UNIT_FORWARD);
-    return linear_of(m, p, &u, &m->plan.head, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES, {NULL, 0});
+    const Unit u = unit_get(m, p, tied ? 0 : m->config.num_layers + 1, UNIT_FORWARD);
+    Linear l = linear_of(m, p, &u, &m->plan.head, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES, {NULL, 0});
+    if (m->plan.weights != WEIGHTS_FP32) l.weight = quantised_head(&m->plan, &m->b.quantised, p->stream);
+    return l;
 }
 // Losses of rows from n0 on; m->b.logits becomes their gradient. Of several ranks each has some of the columns.
 static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, int backward) {
@@ -327,14 +333,14 @@ static void block_backward(Model *m, const Pass *p, int l) {
 
 // dx (rows,C) -> the embedding's gradients, which are added to.
 static void embed_backward(Model *m, const Pass *p) {
-    const Unit u = unit_get(m, 0, UNIT_BACKWARD);
+    const Unit u = unit_get(m, p, 0, UNIT_BACKWARD);
     floatX *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE);
     embedding_backward(dwte, dwpe, rows_gather(p, m->b.dx), token_rows(m), p->B, p->T, p->C, p->scratch, p->stream);
     unit_release(m, p, &u, UNIT_BACKWARD);
 }
 // Zeros where something is added: the stream's gradient, and the embedding's before the first micro-step.
 static void clear_gradients(Model *m, const Pass *p) {
-    const Unit u = unit_get(m, 0, UNIT_BACKWARD);
+    const Unit u = unit_get(m, p, 0, UNIT_BACKWARD);
     floatX *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE);
     const size_t row = (size_t)p->C * sizeof(floatX);
     cudaCheck(cudaMemsetAsync(m->b.dx, 0, (size_t)p->rows * row, p->stream));
@@ -356,7 +362,7 @@ static void model_backward(Model *m, const Pass *p) {
     Range range("backward");
     const int L = m->config.num_layers;
     const Pass blocks = pass_of_blocks(m, p);
-    const Unit last = unit_get(m, L + 1, UNIT_BACKWARD);
+    const Unit last = unit_get(m, p, L + 1, UNIT_BACKWARD);
     Norm norm = final_norm(m, &last);
     norm.dabsmax = m->plan.qkv.tensor_gradient ? stream_absmax(m, L - 1) : NULL;
     clear_gradients(m, p);
@@ -427,8 +433,8 @@ static void micro_step(Model *m, int micro, int num_micro, int reduce) {
     if (micro == 0) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
     p.quantises = m->plan.fp8 && micro == 0;
     model_forward(m, &p);
-    p.quantises = 0;
     head(m, &p, share, 1);
+    p.quantises = 0;
     loss_sum(&m->b.step->loss, m->b.losses, p.N, share, p.stream);
     model_backward(m, &p);
 }
@@ -527,102 +533,94 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     memcpy(losses, m->b.host_losses, N * sizeof(float));
 }
 
-static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memory *, void *model) {
-    const char *less = ((const Model *)model)->plan.options.generate ? "a shorter --seq-len" : "a smaller --batch-size";
-    snprintf(text, size, "this is beside the model, for samples alone: use fewer --samples or --sample-tokens, or %s",
-             less);
-}
 void model_decode_open(Model *m, int slots, int room, int known) {
-    static const Comm alone = COMM_ALONE;  // other ranks may not sample
-    const Config *c = &m->plan.local;
-    KvCache *k = &m->cache;
-    const int split = m->mesh->tp.world > 1;
-    const size_t logits = (size_t)m->mesh->tp.world * (size_t)c->padded_vocab_size;
-    const size_t size = (size_t)c->num_layers * slots * (size_t)c->num_kv_heads * (size_t)room * (size_t)c->head_dim;
-    assert(!k->keys && slots <= DECODE_ROWS && room <= c->max_seq_len);
-    k->slots = slots;
-    k->room = room;
-    k->known = known;
-    memory_request(&k->memory, &k->keys, "samples", "keys (L,slots,NKV,room,HD)", size);
-    memory_request(&k->memory, &k->values, "samples", "values (L,slots,NKV,room,HD)", size);
-    if (c->position == POSITION_ROPE)
-        memory_request(&k->memory, &k->cos_sin, "samples", "rope table (room,HD/2,2)",
-                       (size_t)room * (size_t)c->head_dim);
-    if (split) memory_request(&k->memory, &k->logits, "samples", "logits (ranks,Vp)", logits);
-    memory_request_pinned(&k->memory, &k->host_logits, "samples", split ? "logits (ranks,Vp)" : "logits (Vp)", logits);
-    memory_allocate(&k->memory, &alone, decode_memory_hint, m);
-    if (c->position == POSITION_ROPE) upload_rope_table(c, k->cos_sin, room, m->gpu.compute);
-    m->queue.logits = new_array(float, (size_t)DECODE_ROWS *(size_t)m->config.vocab_size);
+    decoder_open(&m->decoder, &m->plan, &m->b, slots, room, known, m->gpu.compute);
 }
-int model_length(const Model *m, int slot) { return m->queue.length[slot]; }
-void model_forget(Model *m, int slot, int length) { m->queue.length[slot] = length; }
+int model_length(const Model *m, int slot) { return m->decoder.length[slot]; }
+void model_forget(Model *m, int slot, int length) { m->decoder.length[slot] = length; }
 
-// `count` more tokens of a slot. Every rank has all rows.
-static Pass decode_pass(Model *m, int slot, int count) {
-    KvCache *k = &m->cache;
-    Pass p = pass_of(m, 1, count);
+// `count` tokens of a slot from `at` on. Every rank has all rows. Products run on whole multiples of a number of rows,
+// so that all have the same algorithm; the rows behind the last token are any.
+static Pass decode_pass(Model *m, int slot, int at, int count, int prompt) {
+    KvCache *k = &m->decoder.cache;
+    Pass p = pass_of(m, 1, prompt ? (int)round_up((size_t)(at + count), PROMPT_ROWS) : count);
     k->slot = slot;
-    k->at = m->queue.length[slot];
+    k->at = at;
+    k->prompt = prompt;
     p.spread = 1;
-    p.rows = p.N;
+    p.T = count;  // attention runs on all tokens
+    p.rows = p.N = prompt ? (int)round_up((size_t)count, (size_t)m->decode_matmul.part_rows) : count;
     p.cache = k;
     p.matmul = &m->decode_matmul;
-    p.cos_sin = k->cos_sin ? k->cos_sin + (size_t)k->at * m->config.head_dim : NULL;
+    p.cos_sin = k->cos_sin ? k->cos_sin + (size_t)at * m->config.head_dim : NULL;
     return p;
 }
 void model_prompt(Model *m, int slot, const int *tokens, int n) {
-    const int most = (int)m->plan.rows;
-    assert(m->queue.length[slot] + n <= m->cache.room);
+    int *length = &m->decoder.length[slot];
+    const int most = m->decode_matmul.whole_rows;
+    assert(*length + n <= m->decoder.cache.room);
     for (int i = 0, count; i < n; i += count) {
         count = n - i < most ? n - i : most;
         watchdog_beat(PHASE_SAMPLE, -1);
-        const Pass p = decode_pass(m, slot, count);
+        const Pass p = decode_pass(m, slot, *length, count, 1);
         upload_tokens(m, tokens + i, NULL, (size_t)count);
         model_forward(m, &p);
-        m->weights_changed = 0;
-        m->queue.length[slot] += count;
+        *length += count;
     }
 }
-// m->b.h_final (1,C) -> logits (V)
-static void next_logits(Model *m, const Pass *p, float *logits) {
-    KvCache *k = &m->cache;
-    const int ranks = m->mesh->tp.world, V = m->config.vocab_size, Vp = m->plan.local.padded_vocab_size;
-    floatX *all = ranks > 1 ? k->logits : m->b.logits;  // (ranks,Vp)
-    const Linear l = head_of(m, p);
-    linear_product(p, &l, all + (size_t)m->mesh->tp.rank * Vp, m->b.h_final, 0, 1);
+// The row's token -> its logits, in fp32.
+static void decode_row(Model *m, const DecodeInput *row, float *logits) {
+    Decoder *d = &m->decoder;
+    const int token = row->token == DECODE_DRAWN ? d->last[row->slot] : row->token;
+    const int ranks = m->mesh->tp.world, Vp = m->plan.local.padded_vocab_size;
+    floatX *all = ranks > 1 ? d->gathered : m->b.logits;  // (ranks,Vp)
+    const Pass p = decode_pass(m, row->slot, row->position, 1, 0);
+    upload_tokens(m, &token, NULL, 1);
+    model_forward(m, &p);
+    const Linear l = head_of(m, &p);
+    linear_product(&p, &l, all + (size_t)m->mesh->tp.rank * Vp, m->b.h_final, 0, 1);
+    m->weights_changed = 0;
     if (ranks > 1) nccl_all_gather(&m->links.rows.nccl, "gather", all, (size_t)Vp);
-    cudaCheck(
-        cudaMemcpyAsync(k->host_logits, all, (size_t)ranks * Vp * sizeof(floatX), cudaMemcpyDeviceToHost, p->stream));
-    cudaCheck(cudaStreamSynchronize(p->stream));
-    for (int v = 0; v < V; v++) logits[v] = (float)k->host_logits[v];
+    widen_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, p.stream>>>(logits, all, (size_t)(d->width / VecX::size));
+    launchCheck();
+}
+// Row by row, and the host waits: what rank 0 drew is what all ranks go on with.
+static void decode_rows(Model *m, int step) {
+    Decoder *d = &m->decoder;
+    const DecodeTold *told = &d->host_told[step];
+    Drawn *drawn = d->host_drawn + step * DECODE_ROWS;
+    const int count = d->count[step];
+    decoder_queue(d, step, m->gpu.compute, [&] {
+        for (int i = 0; i < count; i++) decode_row(m, &told->inputs[i], d->logits + (size_t)i * d->width);
+    });
+    cudaCheck(cudaStreamSynchronize(m->gpu.compute));
+    share_drawn(m->mesh, computes_together(&m->plan.options, &m->mesh->dp), drawn, count);
+    for (int i = 0; i < count; i++) d->last[told->inputs[i].slot] = drawn[i].token;
 }
 void model_decode(Model *m, const DecodeRow *rows, int count) {
-    DecodeQueue *q = &m->queue;
-    Drawn *drawn = q->steps[q->queued];
-    assert(count > 0 && count <= DECODE_ROWS && q->queued < DECODE_STEPS);
-    for (int i = 0; i < count; i++) {
-        const int slot = rows[i].slot, token = rows[i].token == DECODE_DRAWN ? q->drawn[slot] : rows[i].token;
-        float *logits = q->logits + (size_t)i * m->config.vocab_size;
-        model_prompt(m, slot, &token, 1);
-        const Pass p = decode_pass(m, slot, 1);
-        next_logits(m, &p, logits);
-        draw_token(logits, m->cache.known, &rows[i].draw, (uint64_t)(q->length[slot] - 1), &drawn[i]);
-    }
-    share_drawn(m->mesh, computes_together(&m->plan.options, &m->mesh->dp), drawn, count);
-    for (int i = 0; i < count; i++) q->drawn[rows[i].slot] = drawn[i].token;
-    q->count[q->queued++] = count;
+    Decoder *d = &m->decoder;
+    const int step = decoder_begin(d, rows, count);
+    watchdog_beat(PHASE_SAMPLE, -1);
+    if (d->has_kernel) {
+        for (int u = 0; u < m->table.num_units; u++) zero_wait(&m->links.zero, u);  // weights may be on their way
+        decoder_run(d, step, (int)m->plan.options.cuda_graphs, m->gpu.compute);
+    } else
+        decode_rows(m, step);
+    cudaCheck(cudaEventRecord(d->done[step], m->gpu.compute));
 }
 void model_drawn(Model *m, Drawn *drawn) {
-    DecodeQueue *q = &m->queue;
-    assert(q->queued > 0);
-    memcpy(drawn, q->steps[0], (size_t)q->count[0] * sizeof *drawn);
-    memcpy(q->steps[0], q->steps[1], sizeof q->steps[0]);
-    q->count[0] = q->count[1];
-    q->queued--;
+    Decoder *d = &m->decoder;
+    const int step = d->first;
+    assert(d->queued > 0);
+    cudaCheck(cudaEventSynchronize(d->done[step]));
+    memcpy(drawn, d->host_drawn + step * DECODE_ROWS, (size_t)d->count[step] * sizeof *drawn);
+    d->first = (step + 1) % DECODE_STEPS;
+    d->queued--;
 }
 void model_logits(Model *m, int row, float *logits) {
-    const size_t V = (size_t)m->config.vocab_size;
-    memcpy(logits, m->queue.logits + (size_t)row * V, V * sizeof(float));
+    const Decoder *d = &m->decoder;
+    const size_t bytes = (size_t)m->config.vocab_size * sizeof *logits;
+    upload(logits, d->logits + (size_t)row * d->width, bytes, m->gpu.compute);
 }
 
 // ---- life
@@ -637,8 +635,14 @@ static void open_links(Model *m) {
     Links *k = &m->links;
     const int at_once =
         zero_at_once(&m->mesh->dp, &m->mesh->job, p->zero_stage, (int)o->dp_overlap, p->reduces_in_fp32, p->N);
-    const ZeroBuffers buffers = {m->b.weights,       m->b.grads,       m->b.grad_sums,
-                                 m->b.block_weights, m->b.block_grads, m->b.reduce_staging};
+    const Buffers *b = &m->b;
+    ZeroBuffers buffers = {b->weights, b->grads, b->grad_sums, b->block_weights, b->block_grads, b->reduce_staging};
+    if (p->fp8_blocks) {
+        buffers.quantised = b->weights_fp8;
+        buffers.turned = b->weights_turned;
+        buffers.absmax = b->absmax;
+        buffers.vectors = b->vectors;
+    }
     k->mesh = m->mesh;
     k->zero = zero_open(&m->mesh->dp, &m->table, &m->gpu, p->zero_stage, p->reduces_in_fp32, at_once, &buffers);
     links_open_short(k, o, &m->gpu, p->may_overlap);
@@ -650,6 +654,14 @@ static void open_links(Model *m) {
     k->copies.host_list = (Copy *)malloc_or_die((size_t)copies * sizeof(Copy));
     gradient_copies(p, k->copies.host_list, &k->copies.total);
     upload(k->copies.list, k->copies.host_list, (size_t)copies * sizeof(Copy), m->gpu.compute);
+}
+// A prompt's products: any multiple of part_rows has the bits of whole_rows, as many as the buffers hold.
+static void open_decode_matmul(Model *m) {
+    Matmul *mm = &m->decode_matmul;
+    matmul_open(mm, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)m->plan.options.tf32, 0);
+    mm->part_rows = PROMPT_ROWS;
+    while (mm->part_rows > (int)m->plan.rows) mm->part_rows /= 2;
+    mm->whole_rows = (int)m->plan.rows / mm->part_rows * mm->part_rows;
 }
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     memset(m, 0, sizeof *m);
@@ -669,7 +681,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     memory_allocate(&m->memory, &mesh->job, run_memory_hint, &m->plan);
     buffers_place(&m->plan, &m->b);
     matmul_open(&m->matmul, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
-    matmul_open(&m->decode_matmul, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, 0);
+    open_decode_matmul(m);
     if (plan_is_split(&m->plan)) {  // overlapped or not, the same kernels
         m->matmul.whole_rows = (int)m->plan.N;
         m->matmul.part_rows = (int)m->plan.rows;
@@ -723,8 +735,8 @@ void model_close(Model *m) {
     matmul_close(&m->matmul);
     matmul_close(&m->decode_matmul);
     memory_free(&m->memory);
-    memory_free(&m->cache.memory);
-    free(m->queue.logits);
+    decoder_close(&m->decoder);
+    free(m->b.quantised.matrix);
     free(m->b.blocks);
     free(m->b.piece_chunks);
     params_free(&m->table);
@@ -737,7 +749,7 @@ const char *model_device(const Model *m) { return m->gpu.prop.name; }
 const char *model_dtype(const Model *) { return FLOATX_NAME; }
 const char *model_carriers(const Model *m) { return m->links.carriers; }
 double model_memory_gib(const Model *m) {
-    return (double)(m->memory.bytes.device + m->cache.memory.bytes.device) / 1073741824.0;
+    return (double)(m->memory.bytes.device + m->decoder.memory.bytes.device) / 1073741824.0;
 }
 double model_peak_bytes(const Model *) { return gpu_peak_bytes(); }
 double model_peak_flops(const Model *m) {
@@ -747,7 +759,9 @@ void model_timing_begin(Model *m) { timing_begin(m->gpu.compute); }
 void model_timing_end(Model *m) { timing_end(m->gpu.compute); }
 void model_fp8_begin(Model *m) {
     m->counts_fp8 = m->plan.fp8;
-    if (m->plan.fp8) cudaCheck(cudaMemsetAsync(m->b.fp8_counts, 0, NUM_FP8_TENSORS * sizeof(Fp8Count), m->gpu.compute));
+    if (!m->plan.fp8) return;
+    cudaCheck(cudaMemsetAsync(m->b.fp8_counts, 0, NUM_FP8_TENSORS * sizeof(Fp8Count), m->gpu.compute));
+    zero_forget(&m->links.zero);  // all are gathered, so counted, again
 }
 void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]) {
     Fp8Count host[NUM_FP8_TENSORS] = {};
@@ -771,6 +785,7 @@ int model_slot_is_bf16(const Model *m, Slot s) { return plan_slot_is_bf16(&m->pl
 Span model_owned(const Model *m, Slot s, int unit) { return plan_owned(&m->plan, s, unit); }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     m->weights_changed |= s == SLOT_WEIGHT;
+    if (s == SLOT_WEIGHT && weight_write_quantised(&m->plan, &m->b, offset, count, values, &m->gpu)) return;
     slot_write(&m->plan, &m->b, s, offset, count, values, &m->gpu);
     if (s == SLOT_WEIGHT) zero_forget(&m->links.zero);
 }

@@ -401,10 +401,12 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-# ---- operands of the blocks' products (--matmul-dtype)
+# ---- operands of products (--matmul-dtype, --head-dtype)
 def rounded(x, dtype, scale_rows=False):
-    """x in bf16, or in fp8 (e4m3) and divided by its scale again, as llmc/fp8.h does it. scale_rows: one for each
-    row."""
+    """x, or x in bf16, or in fp8 (e4m3) and divided by its scale again, as llmc/fp8.h does it. scale_rows: one for
+    each row."""
+    if dtype == "native":
+        return x
     if dtype == "bf16":
         return x.to(torch.bfloat16).to(x.dtype)
     absmax = (x.abs().amax(-1, keepdim=True) if scale_rows else x.abs().amax()).float()
@@ -415,32 +417,32 @@ def rounded(x, dtype, scale_rows=False):
 
 
 class RoundedLinear(torch.autograd.Function):
-    """x weight^T of rounded operands, and both gradients. matmul_dtype: fp8, bf16 or fp8-dw-bf16."""
+    """x weight^T of rounded operands, and both gradients, of operands in dtypes of their own. gradients_by_row: in fp8
+    each row of the output's gradient has a scale for the input's gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, matmul_dtype):
+    def forward(ctx, x, weight, dtype, dx_dtype, dweight_dtype, gradients_by_row):
         ctx.save_for_backward(x, weight)
-        ctx.dtype, *_, ctx.dweight_dtype = matmul_dtype.split("-") * 2
-        return F.linear(rounded(x, ctx.dtype, scale_rows=True), rounded(weight, ctx.dtype))
+        ctx.dx_dtype, ctx.dweight_dtype, ctx.gradients_by_row = dx_dtype, dweight_dtype, gradients_by_row
+        return F.linear(rounded(x, dtype, scale_rows=True), rounded(weight, dtype))
 
     @staticmethod
     def backward(ctx, dout):
         x, weight = ctx.saved_tensors
-        # In fp8 the output's gradient is rounded once for both products where both are fp8. It is bf16 with --dtype
-        # bf16.
-        dx = rounded(dout, ctx.dtype, scale_rows=ctx.dweight_dtype != ctx.dtype)
-        dx = dx @ rounded(weight, ctx.dtype).to(dout.dtype)
+        # The output's gradient is bf16 with --dtype bf16.
+        dx = rounded(dout, ctx.dx_dtype, scale_rows=ctx.gradients_by_row)
+        dx = dx @ rounded(weight, ctx.dx_dtype).to(dout.dtype)
         dweight = rounded(dout, ctx.dweight_dtype).flatten(0, 1).T @ rounded(x, ctx.dweight_dtype).flatten(0, 1).to(
             dout.dtype
         )
-        return dx.to(x.dtype), dweight.to(weight.dtype), None
+        return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None, None
 
 
 class Model(nn.Module):
     def __init__(self, config, device=None):
         super().__init__()
         self.config, self.table = config, param_table(config)
-        self.matmul_dtype = "native"
+        self.matmul_dtype = self.head_dtype = "native"
         # unit -> role -> its parameters: q, k, v share one role
         self.units = [{} for _ in range(config.num_layers + 2)]
         for p in self.table:
@@ -464,9 +466,17 @@ class Model(nn.Module):
         biases = unit.get(name + "b", [None] * len(weights))
         if self.matmul_dtype == "native":
             return [F.linear(x, w, b) for w, b in zip(weights, biases)]
-        out = RoundedLinear.apply(x, torch.cat(weights), self.matmul_dtype)  # one scale for all
+        dtype, *_, dweight_dtype = self.matmul_dtype.split("-") * 2
+        # one scale for all weights; and where both products of a gradient are fp8 it is rounded once for both
+        out = RoundedLinear.apply(x, torch.cat(weights), dtype, dtype, dweight_dtype, dtype != dweight_dtype)
         parts = out.split([len(w) for w in weights], -1)
         return [y if b is None else y + b.to(y.dtype) for y, b in zip(parts, biases)]
+
+    def head(self, x):
+        weight = self.units[-1].get("headw", self.units[0]["wte"])[0]
+        if self.head_dtype == "native":
+            return F.linear(x, weight)
+        return RoundedLinear.apply(x, weight, self.head_dtype, "native", "native", False)
 
     def block(self, x, unit, rope):
         c, (B, T, C) = self.config, x.shape
@@ -499,7 +509,7 @@ class Model(nn.Module):
             x = x + first["wpe"][0][: tokens.shape[1]]
         for unit in blocks:
             x = self.block(x, unit, rope)
-        logits = F.linear(self.norm(x, last, "lnf"), last.get("headw", first["wte"])[0])
+        logits = self.head(self.norm(x, last, "lnf"))
         return logits if targets is None else F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
@@ -628,7 +638,7 @@ def batch(stream, B, device, vocab_size):
 HONOURED = """train-data val-data model output tokenizer print-every batch-size seq-len total-batch max-steps overfit
     seed schedule learning-rate warmup final-lr-fraction weight-decay grad-clip beta1 beta2 adam-eps eval-every
     eval-steps hellaswag choice-data evaluate sample-every sample-tokens temperature save-every matmul-dtype
-    threads""".split()
+    head-dtype threads""".split()
 
 
 def in_range(of, low, high):
@@ -765,6 +775,7 @@ def parse_options(argv=None):
         f"unknown --matmul-dtype '{o.matmul_dtype}'",
         "use native, bf16, fp8 or fp8-dw-bf16",
     )
+    require(o.head_dtype in ("native", "fp8"), f"unknown --head-dtype '{o.head_dtype}'", "use native or fp8")
     o.device = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
     require(
         o.device == "cpu" or torch.cuda.is_available(),
@@ -805,7 +816,7 @@ class Trainer:
     def __init__(self, model, o):
         on_gpu = o.device == "cuda"
         self.o, self.model, self.vocab_size = o, model.to(o.device), model.config.vocab_size
-        model.matmul_dtype = o.matmul_dtype
+        model.matmul_dtype, model.head_dtype = o.matmul_dtype, o.head_dtype
         self.net = torch.compile(model) if o.compile == 1 or (o.compile < 0 and on_gpu) else model
         self.dtype = ("bf16" if on_gpu else "fp32") if o.dtype == "auto" else o.dtype
         self.autocast = torch.autocast(o.device, torch.bfloat16, enabled=self.dtype == "bf16")
@@ -1084,7 +1095,7 @@ def train(o):
 def write_debug(o):
     """Weights, one random batch, its logits, loss and gradients, and the losses of ten AdamW steps on it."""
     model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
-    model.matmul_dtype = o.matmul_dtype
+    model.matmul_dtype, model.head_dtype = o.matmul_dtype, o.head_dtype
     write_weights(model, folder)
     ids = rand_u64(o.seed, rand_stream(RAND_SAMPLE, 0), np.arange(B * (T + 1))) % np.uint64(model.config.vocab_size)
     ids = torch.from_numpy(ids.astype(np.int64)).view(B, T + 1)
@@ -1109,7 +1120,8 @@ def write_debug(o):
     }
     trainer = Trainer(model, argparse.Namespace(**vars(o) | fixed))
     debug["losses"] = torch.tensor([trainer.step([(inputs, targets)], 1e-3)[0] for _ in range(10)])
-    debug["matmul_dtype"] = torch.tensor(list(o.matmul_dtype.encode()), dtype=torch.int32)  # its characters
+    for name in ("matmul_dtype", "head_dtype"):  # characters
+        debug[name] = torch.tensor(list(getattr(o, name).encode()), dtype=torch.int32)
     save_tensors(debug, os.path.join(folder, "debug.safetensors"))
     print(f"wrote {folder}: loss {float(loss.detach()):.6f}, of the tenth step {float(debug['losses'][-1]):.6f}")
 

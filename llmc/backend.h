@@ -80,26 +80,29 @@ static inline int offloads(const Options *o) {
     return bits;
 }
 
-// The blocks' products, forward and of the inputs' gradients, round their operands to fp8 / those of the weights'
-// gradients do. --matmul-dtype has more values: what is neither is native or bf16.
+// The blocks' products, forward and of the inputs' gradients, round their operands to fp8 / the head's forward does /
+// those of the weights' gradients do. --matmul-dtype has more values: what is neither is native or bf16.
 static inline int matmul_is_fp8(const Options *o) { return !strncmp(o->matmul_dtype, "fp8", 3); }
+static inline int head_is_fp8(const Options *o) { return !strcmp(o->head_dtype, "fp8"); }
 static inline int matmul_weight_gradient_is_fp8(const Options *o) { return !strcmp(o->matmul_dtype, "fp8"); }
 // Instructions take 16 fp8 of a row at a time. local: the sizes of one rank (tp_config).
 static inline void matmul_check(const Comm *job, const Config *local, const Options *o) {
+    const int blocks = matmul_is_fp8(o), head = head_is_fp8(o);
     const struct {
         const char *name;
+        int in_fp8;
         long long size;
-    } sizes[] = {{"channels", local->channels},
-                 {"width of q, k and v", qkv_width(local)},
-                 {"width of all heads", local->num_heads * local->head_dim},
-                 {"MLP width", local->ffn_dim},
-                 {"tokens of a micro-step",
-                  matmul_weight_gradient_is_fp8(o) && !forward_only(o) ? o->batch_size * o->seq_len : 0}};
-    for (int i = 0; i < 5 && matmul_is_fp8(o); i++)
-        comm_require(job, sizes[i].size % 16 == 0,
-                     "--matmul-dtype %s needs multiples of 16, but %s: %lld\n"
-                     "choose --model, --tp, --batch-size and --seq-len so, or another --matmul-dtype",
-                     o->matmul_dtype, sizes[i].name, sizes[i].size);
+    } sizes[] = {{"channels", blocks || head, local->channels},
+                 {"width of q, k and v", blocks, qkv_width(local)},
+                 {"width of all heads", blocks, local->num_heads * local->head_dim},
+                 {"MLP width", blocks, local->ffn_dim},
+                 {"tokens of a micro-step", !forward_only(o) && matmul_weight_gradient_is_fp8(o),
+                  o->batch_size * o->seq_len}};
+    for (int i = 0; i < 5; i++)
+        comm_require(job, !sizes[i].in_fp8 || sizes[i].size % 16 == 0,
+                     "fp8 needs multiples of 16, but %s: %lld\n"
+                     "choose --model, --tp, --batch-size and --seq-len so, or another --matmul-dtype or --head-dtype",
+                     sizes[i].name, sizes[i].size);
 }
 
 // Fills in the fields of this rank's device for the handshake; allocates nothing.

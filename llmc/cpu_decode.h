@@ -60,7 +60,7 @@ DECODE_INLINE Vector widen_code(WeightFormat f, Words w, int j) {
     case WEIGHTS_INT8: return widen_integer(upper ? (Words)(w >> 16) : w, code_bit(f, j), 8, 1);
     case WEIGHTS_INT4: return widen_integer(upper ? (Words)(w >> 16) : w, code_bit(f, j), 4, 0);
     case WEIGHTS_FP8:  // the bits of an e4m3 are those of an fp32 that is 2^120 times smaller, subnormals too
-        w <<= 24 - 8 * j;
+        w = w << (uint32_t)(24 - 8 * j);
         w = (w & 0x80000000u) | (w >> 4 & 0x07f00000u);
         return (Vector)w * 0x1p120f;
     default: return (Vector)w;

@@ -97,6 +97,9 @@
     ONE(weights, "", ' ', "native", "native|bf16|int8|int4|fp8", \
         "how --generate and --evaluate store the matrices of blocks and head: native (the dtype of the build), bf16, " \
         "int8 or fp8 (a scale for each row), int4 (a scale for each 128)") \
+    ONE(head_dtype, "", '*', "native", "native|fp8", \
+        "what the LM head's logits are a product of: native, or fp8 with any --matmul-dtype; its gradients stay " \
+        "native") \
     INT(tf32, "f", '~', 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \
     INT(master_weights, "w", '~', 1, 0, 1, "keep an fp32 copy of bf16 weights; 0: stochastic rounding instead") \
     ONE(state_dtype, "", '~', "fp32", "fp32|bf16", "AdamW's m and v: fp32, or bf16 with stochastic rounding") \

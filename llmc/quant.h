@@ -7,7 +7,7 @@
 //   int8   1 byte, -127..127, two's complement           code * scale      one fp32 a row: absmax / 127
 //   fp8    1 byte, e4m3 (fp8.h)                          code * scale      one fp32 a row: a power of two
 //   int4   half a byte, -8..7, stored with 8 added;      code * scale      one bf16 for each group of 128 columns; a
-//          column 2 i is the low half of byte i                            row's are padded to an even number
+//          column 2 i is the low half of byte i                            row's are padded to a multiple of 16
 //
 // Codes are rounded to nearest, ties to even. Each value is exact in fp32: int8's scale is rounded to 17 bits, so that
 // 7 bits times 17 fit. Weights are finite and at most 2^100, else they are refused. A row or group whose values are all
@@ -38,7 +38,7 @@ HOST_DEVICE static inline int quant_bits(WeightFormat f) {
 HOST_DEVICE static inline int quant_has_row_scale(WeightFormat f) { return f == WEIGHTS_INT8 || f == WEIGHTS_FP8; }
 HOST_DEVICE static inline size_t quant_row_bytes(WeightFormat f, int cols) { return (size_t)cols * quant_bits(f) / 8; }
 HOST_DEVICE static inline size_t quant_scale_bytes(WeightFormat f, int cols) {
-    if (f == WEIGHTS_INT4) return (size_t)(cols / INT4_GROUP + 1) / 2 * 4;
+    if (f == WEIGHTS_INT4) return (size_t)(cols / INT4_GROUP + 15) / 16 * 32;
     return quant_has_row_scale(f) ? sizeof(float) : 0;
 }
 // The scale of a row's column.

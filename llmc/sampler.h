@@ -6,7 +6,7 @@
 // so that a draft model and its large one, drawing at the same place, mostly draw the same token (Daliri et al.,
 // arXiv:2408.07978).
 //
-// Any CPU and any GPU draw the same and report the same, to the bit:
+// Any CPU and any GPU (kernels/draw.cuh) draw the same and report the same, to the bit:
 //   - exp2 and log are written here. Products that are added are an explicit fmaf: no compiler can fuse what is fused.
 //   - Masses are 64-bit integers, whose sums have no order.
 //   - The ids are processed in parts of DRAW_PART. A part knows its own largest logit before any other part's, so one

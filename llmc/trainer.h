@@ -20,9 +20,14 @@ static int first_token(const Trainer *t) {
                                                         : t->config.vocab_size - 1;
 }
 
-// With --generate the model needs room for a piece of the prompt, and for a token of each slot.
+// With --generate the model needs room for a piece of the prompt, and for a token of each slot. It keeps no block's
+// activations, and the head runs on few rows.
 static Options options_of_model(Trainer *t) {
+    #ifdef __CUDACC__
+    enum { PIECE = 8192 };
+    #else
     enum { PIECE = 512 };
+    #endif
     Options o = t->o;
     int most = o.seq_len < t->config.max_seq_len ? o.seq_len : t->config.max_seq_len, longest = generation_longest(&o);
     if (*o.draft && t->draft_config.max_seq_len < most) most = t->draft_config.max_seq_len;
@@ -30,6 +35,8 @@ static Options options_of_model(Trainer *t) {
     if (!o.generate) return o;
     o.seq_len = t->window < PIECE ? t->window : PIECE;
     o.batch_size = o.tp * ceil_div(generation_slots(&o), o.seq_len);  // each rank has all rows
+    o.recompute = 3;
+    o.head_chunks = o.seq_len;
     return o;
 }
 // Whether this rank takes part in samples, which the first group writes.
@@ -252,7 +259,7 @@ static int train_step(Trainer *t, double *clock) {
     watchdog_step(t->state.step + 1);
     console_overwrite(t->step_line);
     int timed = o->timing > 0 && (t->state.step + 1) % o->timing == 0;
-    int64_t every = matmul_is_fp8(o) ? o->log_fp8_every : 0;
+    int64_t every = matmul_is_fp8(o) || head_is_fp8(o) ? o->log_fp8_every : 0;
     int counted = every > 0 && (t->state.step + 1) % every == 0;
     if (timed) model_timing_begin(&t->model);
     if (counted) model_fp8_begin(&t->model);

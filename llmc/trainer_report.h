@@ -143,8 +143,9 @@ static inline void report_fp8(Trainer *t) {
     double flushed[NUM_FP8_TENSORS], saturated[NUM_FP8_TENSORS];
     model_fp8_end(&t->model, counts);
     for (int i = 0; i < NUM_FP8_TENSORS; i++) {
-        flushed[i] = counts[i].flushed / counts[i].values;
-        saturated[i] = counts[i].saturated / counts[i].values;
+        const double values = counts[i].values > 0 ? counts[i].values : 1;  // --head-dtype alone rounds no gradients
+        flushed[i] = counts[i].flushed / values;
+        saturated[i] = counts[i].saturated / values;
     }
     printf("fp8, %% rounded to 0 and saturated: inputs %.3g and %.3g, weights %.3g and %.3g, gradients %.3g and %.3g\n",
            100 * flushed[FP8_INPUTS], 100 * saturated[FP8_INPUTS], 100 * flushed[FP8_WEIGHTS],

@@ -56,11 +56,10 @@ static void check_options(const Options *o) {
             "--weights %s is for --generate and --evaluate: a training run changes its weights\n"
             "leave it out; --matmul-dtype fp8 trains with fewer bits",
             o->weights);
-    #ifdef __CUDACC__
-    require(!weights_are_quantised(o), "--weights %s is the CPU trainer's so far\nleave it out", o->weights);
-    #endif
-    require(!weights_are_quantised(o) || (!strcmp(o->matmul_dtype, "native") && o->zero_stage < 3),
-            "--weights %s goes with neither --matmul-dtype nor --zero-stage 3\nleave them out", o->weights);
+    const int native = !strcmp(o->matmul_dtype, "native") && !strcmp(o->head_dtype, "native");
+    require(!weights_are_quantised(o) || (native && o->zero_stage < 3),
+            "--weights %s goes with none of --matmul-dtype, --head-dtype and --zero-stage 3\nleave them out",
+            o->weights);
     require(o->tp_overlap < 1 || o->tp > 1,
             "--tp-overlap 1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
     require(o->zero_stage < 2 || o->dp_overlap != 0,

@@ -47,18 +47,18 @@ class Linear(ref.RoundedLinear):
     @staticmethod
     def backward(ctx, dout):
         x, weight = ctx.saved_tensors
-        both = ctx.dweight_dtype == ctx.dtype  # as in train_gpt2.py: one rounding for both products
+        both = not ctx.gradients_by_row  # as in train_gpt2.py: one rounding for both products
         if Linear.format == "unrounded":
             rounded = dout
         elif Linear.format == "e5m2":
             rounded = e5m2(dout, not both)
         else:
-            rounded = ref.rounded(dout, ctx.dtype, not both)
+            rounded = ref.rounded(dout, ctx.dx_dtype, not both)
         Linear.flushed += int(((rounded == 0) & (dout != 0)).sum())
         Linear.values += dout.numel()
         to_weight = rounded if both else ref.rounded(dout, ctx.dweight_dtype)
         dweight = to_weight.flatten(0, 1).T @ ref.rounded(x, ctx.dweight_dtype).flatten(0, 1)
-        return rounded @ ref.rounded(weight, ctx.dtype), dweight, None
+        return rounded @ ref.rounded(weight, ctx.dx_dtype), dweight, None, None, None, None
 
 
 def gradients(model, tokens, targets, matmul_dtype):

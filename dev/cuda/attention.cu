@@ -7,6 +7,7 @@
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "../../llmc/kernels/attention.cu"  // its kernels in other shapes, too
+#include "../../llmc/kernels/kv_cache.cuh"
 #include "common.cuh"
 
 #include <vector>
@@ -337,6 +338,36 @@ static void check_shape(Shape s, float std) {
     }
 }
 
+// A prompt of s.T tokens (a multiple of PROMPT_ROWS) in pieces, by a cache: the bits of one piece.
+static void check_pieces(Shape s, float std) {
+    ladder_case("pieces of T=%d NH=%d NKV=%d HD=%d std=%g", s.T, s.NH, s.NKV, s.HD, std);
+    const size_t stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD, rows = prompt_rows(s.T),
+                 cached = (size_t)(s.NKV * s.T * s.HD);
+    const floatX *whole = device_normal<floatX>(rows * stride, std);
+    floatX *qkv = device_normal<floatX>(rows * stride, std), *expected = device_new<floatX>(rows * width),
+           *out = device_new<floatX>(rows * width), *keys = device_zero<floatX>(cached),
+           *values = device_zero<floatX>(cached);
+    float *lse = device_new<float>(rows * s.NH);
+    cudaStream_t stream = ladder.gpu.compute;
+    for (AttentionProblem a : paths(s)) {
+        attention_forward(&a, expected, lse, whole, stream);
+        for (int at = 0, n, piece = 0; at < s.T; at += n, piece++) {
+            const int sizes[] = {70, 1, 41, 64, 200};
+            n = std::min(sizes[piece % 5], s.T - at);
+            a.T = (int)round_up((size_t)(at + n), PROMPT_ROWS);
+            cudaCheck(cudaMemcpyAsync(qkv + at * stride, whole + at * stride, n * stride * sizeof(floatX),
+                                      cudaMemcpyDeviceToDevice, stream));
+            kv_prompt(qkv, keys, values, at, n, a.T, s.T, s.NH, s.NKV, s.HD, stream);
+            poison(out, rows * width);
+            attention_forward(&a, out, lse, qkv, stream);
+            const float *mine = download(out + at * width, n * width),
+                        *theirs = download(expected + at * width, n * width);
+            check_true(memcmp(mine, theirs, n * width * sizeof(float)) == 0, "%s: rows %d to %d have other bits",
+                       path_name(a, "forward"), at, at + n - 1);
+        }
+    }
+}
+
 static void bench_shape(const char *name, Shape s) try {
     ladder_case("%s, B=%d T=%d NH=%d NKV=%d HD=%d", name, s.B, s.T, s.NH, s.NKV, s.HD);
     const size_t rows = (size_t)s.B * s.T, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD;
@@ -391,6 +422,8 @@ int main(int argc, char **argv) {
         for (const Shape &s : shapes) check_shape(s, 1.0f);
         check_variants<floatX>({2, 700, 4, 2, 64});
         check_variants<floatX>({1, 700, 4, 2, 128});
+        for (float std : {1.0f, 3.0f})
+            for (int HD : {64, 128, 80, 256}) check_pieces({1, 512, 4, 2, HD}, std);
         check_shape({1, 385, 2, 1, 64}, 3.0f);
         check_shape({1, 385, 2, 1, 128}, 3.0f);
     }

@@ -1,5 +1,6 @@
-// Ladder of llmc/kernels/quantise.cuh: absmax, both layouts of a tensor in fp8, a scale for each row, the count of what
-// is flushed; each code against fp8.h on the CPU; speed beside a copy of as many bytes.
+// Ladder of llmc/kernels/quantise.cuh: absmax, both layouts of a tensor in fp8, one from the other, parts of a tensor,
+// a scale for each row, the count of what is flushed; each code against fp8.h on the CPU; speed beside a copy of as
+// many bytes.
 // Build and run: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
 #include "../../llmc/kernels/quantise.cuh"
@@ -129,11 +130,28 @@ static void check_tensor(const float *x, int rows, int columns, float absmax) {
     check_codes("qt", qt, e.qt, columns, rows);
     check_count("both", count, e.count, 2);
 }
+// What of a tensor each of several ranks quantises, the gathered tensor transposed.
+static void check_parts(const float *x, int rows, int columns, float absmax) {
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t n = (size_t)rows * columns, first = n / 3 / 8 * 8;
+    const Expected e = expect(x, rows, columns, &absmax, 0);
+    bf16 *d_x = upload<bf16>(x, n);
+    float *d_absmax = upload<float>(&absmax, 1);
+    Fp8Count *count = device_zero<Fp8Count>(1);
+    uint8_t *q = device_codes(n), *qt = device_codes(n);
+    quantise_part(q, d_x, first, d_absmax, count, stream);
+    quantise_part(q + first, d_x + first, n - first, d_absmax, count, stream);
+    transpose_fp8(qt, q, rows, columns, stream);
+    check_codes("q by parts", q, e.q, rows, columns);
+    check_codes("qt from q", qt, e.qt, columns, rows);
+    check_count("by parts", count, e.count, 1);
+}
 static void check_quantise(int rows, int columns, float largest) {
     ladder_case("rows=%d columns=%d largest %g", rows, columns, (double)largest);
     const size_t n = (size_t)rows * columns;
     float *x = host_values(n, largest);
     check_tensor(x, rows, columns, host_absmax(x, n));
+    check_parts(x, rows, columns, host_absmax(x, n));
 }
 // Every bf16, in scales that bring some of it to each code, on ties, below the smallest and above the largest.
 static void check_every_bf16(float absmax) {
@@ -167,6 +185,16 @@ static void check_rows(int rows, int columns, float special) {
     check_codes("q", q, e.q, rows, columns);
     check_bits("absmax of rows", d_rows, row_absmax, rows);
     check_bits("absmax", d_absmax, &absmax, 1);
+    // as ranks that have some of the rows each
+    const int here = 20;
+    uint8_t *parts = device_codes(n);
+    float *d_apart = device_new<float>(rows), *d_raised = device_zero<float>(1);
+    quantise_rows(parts, d_apart, d_raised, d_x, here, columns, NULL, stream);
+    quantise_rows(parts + (size_t)here * columns, d_apart + here, d_raised, d_x + (size_t)here * columns, rows - here,
+                  columns, NULL, stream);
+    check_codes("q by parts", parts, e.q, rows, columns);
+    check_bits("absmax of rows by parts", d_apart, row_absmax, rows);
+    check_bits("absmax by parts", d_raised, &absmax, 1);
     quantise_rows(q, d_rows, d_absmax, d_x, rows, columns, count, stream);
     check_codes("q, counted", q, e.q, rows, columns);
     check_count("count", count, e.count, 1);
@@ -205,6 +233,8 @@ static void bench_quantise(const char *name, int rows, int columns) try {
     beside_copy("both layouts, counted", 4 * bytes, [&] { quantise(q, qt, x, rows, columns, absmax, count, stream); });
     beside_copy("q alone", 3 * bytes, [&] { quantise(q, NULL, x, rows, columns, absmax, NULL, stream); });
     beside_copy("qt alone", 3 * bytes, [&] { quantise(NULL, qt, x, rows, columns, absmax, NULL, stream); });
+    beside_copy("a part of a tensor", 3 * bytes, [&] { quantise_part(q, x, n, absmax, NULL, stream); });
+    beside_copy("qt from q", 2 * bytes, [&] { transpose_fp8(qt, q, rows, columns, stream); });
     if (columns <= 32768)
         beside_copy("rows apart", 3 * bytes,
                     [&] { quantise_rows(q, row_absmax, absmax, x, rows, columns, NULL, stream); });

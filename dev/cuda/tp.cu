@@ -234,21 +234,27 @@ static void check_pushes(int calls, int spoil) {
     for (int call = 0; call < calls; call++) {
         const size_t bytes =
             call % 3 ? piece / 16 * (1 + rand_u64(ladder.seed, 7, (uint64_t)call) % 16) / 16 * 16 : piece;
+        const size_t more = call % 2 ? std::min(piece - bytes, (size_t)48) : 0;
         char *again = group.rows, *mine = group.mine;
         fill(again, bytes, key_of(call, PUSH_ROWS_AGAIN, rank, 0));
         const char *late = push_rows(t, PUSH_ROWS_AGAIN, again, bytes, 1);
         delay(call, 0);
         fill(mine, bytes, key_of(call, PUSH_ROWS, rank, 0));
-        const char *rows = push_rows(t, PUSH_ROWS, mine, bytes, call % 2);
+        fill(mine + bytes, more, key_of(call, PUSH_ROWS, rank, 1));
+        const char *rows = push_rows(t, PUSH_ROWS, mine, bytes, call % 2, more ? mine + bytes : NULL, more);
         for (int k = 1; k < world; k++) {
             const int from = (rank + world - k) % world;
             push_wait(t, PUSH_ROWS, 1u << from);
             delay(call, k);
             compare(rows + from * bytes, bytes, key_of(call, PUSH_ROWS, from, 0) + (spoil && call == calls / 2));
+            compare(rows + world * bytes + from * more, more, key_of(call, PUSH_ROWS, from, 1));
         }
         push_end(t, PUSH_ROWS);
-        if (call % 2) compare(rows + rank * bytes, bytes, key_of(call, PUSH_ROWS, rank, 0));
-        fill(mine, bytes, 0);
+        if (call % 2) {
+            compare(rows + rank * bytes, bytes, key_of(call, PUSH_ROWS, rank, 0));
+            compare(rows + world * bytes + rank * more, more, key_of(call, PUSH_ROWS, rank, 1));
+        }
+        fill(mine, bytes + more, 0);
         push_begin(t, PUSH_PARTS);
         for (int k = 1; k < world; k++) {
             const int to = (rank + k) % world;

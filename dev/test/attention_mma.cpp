@@ -7,6 +7,10 @@
 #define SHARED_MEMORY attention_shared
 #include "dev/test/block_on_cpu.h"
 #include "llmc/kernels/attention_mma.cuh"
+typedef bf16 floatX;
+typedef Vec<bf16> VecX;
+static void vec_store(bf16 *p, const VecX &x) { memcpy(p, x.v, sizeof x); }
+#include "llmc/kernels/kv_cache.cuh"
 #include "dev/test/check.h"
 
 static const int B = 1, NH = 2, NKV = 1, GROUP = 3;
@@ -57,7 +61,43 @@ template <int W> static void check_heads(int HD, int T, bool late, float std = 1
     check(gradient < 1e-2, "heads of %d, T %d, copies %s: dqkv %.1e (bound 1e-2)", HD, T, late ? "late" : "at once",
           gradient);
 }
+// A prompt of T tokens in pieces, by a cache: each has the bits of the whole.
+template <int W> static void check_pieces(int HD, float std) {
+    const int T = 320, stride = (NH + 2 * NKV) * HD, width = NH * HD, pieces[] = {0, 70, 111, 112, 320};
+    const size_t all = prompt_rows(T), cached = (size_t)(NKV * T * HD);
+    std::vector<bf16> whole((size_t)(T * stride)), qkv(all * stride, (bf16)NAN), keys(cached), values(cached),
+        expected((size_t)(T * width)), out(all * width);
+    std::vector<float> lse(all * NH);
+    int same = 1;
+    for (size_t i = 0; i < whole.size(); i++) whole[i] = std * rand_normal(19, 0, i);
+    const auto attend = [&](std::vector<bf16> &to, std::vector<bf16> &from, int rows) {
+        typedef ForwardShape<W> S;
+        AttentionLaunch<bf16> a = {{B, rows, NH, NKV, HD}, to.data(), NULL, from.data(), NULL, lse.data()};
+        a.scale = 1 / sqrtf((float)HD);
+        a.scale2 = a.scale * LOG2E;
+        a.at_once = GROUP;
+        a.heads = a.all = NH;
+        a.tiles = (rows + S::FIXED - 1) / S::FIXED;
+        launch_on_cpu(a.all * a.tiles, S::THREADS, S::BYTES, false, [&] { attention_forward_bf16<W>(a); });
+    };
+    attend(expected, whole, T);
+    for (int i = 0; i < 4; i++) {
+        const int at = pieces[i], n = pieces[i + 1] - at, rows = (int)round_up((size_t)(at + n), PROMPT_ROWS);
+        memcpy(&qkv[(size_t)(at * stride)], &whole[(size_t)(at * stride)], (size_t)(n * stride) * sizeof(bf16));
+        launch_on_cpu(rows, PROMPT_THREADS, 0, false,
+                      [&] { kv_prompt_kernel(qkv.data(), keys.data(), values.data(), at, n, T, NH, NKV, HD); });
+        attend(out, qkv, rows);
+        same &=
+            !memcmp(&out[(size_t)(at * width)], &expected[(size_t)(at * width)], (size_t)(n * width) * sizeof(bf16));
+        std::fill(qkv.begin(), qkv.end(), (bf16)NAN);  // nothing is left of it but the cache
+    }
+    check(same, "heads of %d, std %.0f: a prompt's pieces have the bits of the whole", HD, (double)std);
+}
 int main(void) {
+    for (float std : {1.0f, 4.0f}) {
+        check_pieces<64>(64, std);
+        check_pieces<128>(128, std);
+    }
     for (int late = 0; late < 2; late++)
         for (int T : {1, 17, 100, 193}) {
             check_heads<64>(64, T, late);

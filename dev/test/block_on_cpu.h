@@ -1,8 +1,9 @@
 // A block of a CUDA kernel on a CPU: its threads are fibers that take turns, warp-wide instructions wait for all 32
 // lanes. For kernels that use no more of cuda/common.cuh and tile.cuh than stands here, which takes the place of both.
 // It shows what a kernel computes and whether its barriers and waits suffice: asynchronous copies arrive at once, or as
-// late as their wait allows. It does not run threads beside each other. SHARED_MEMORY, defined before: the name under
-// which the kernels declare theirs.
+// late as their wait allows. It does not run the threads of a block beside each other. SHARED_MEMORY, defined before:
+// the name under which the kernels declare theirs. Blocks that wait for each other each have a thread of the CPU
+// (run_block); their shared memory is then declared by `#define __shared__ static thread_local`.
 #ifndef BLOCK_ON_CPU_H
 #define BLOCK_ON_CPU_H
 #define LLMC_CUDA_COMMON_CUH
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <deque>
 #include <functional>
+#include <map>
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -80,15 +82,15 @@ struct Meeting {
     int arrived;
     unsigned round;
 };
-static std::vector<Fiber> fibers;
-static Fiber *fiber;  // that runs
-static ucontext_t scheduler;
-static Meeting block_meeting, warp_meetings[32];
+static thread_local std::vector<Fiber> fibers;
+static thread_local Fiber *fiber;  // that runs
+static thread_local ucontext_t scheduler;
+static thread_local Meeting block_meeting, named_meeting, warp_meetings[32];
 static bool copies_late;
 static std::function<void()> fiber_body;
-struct Index { int x; };
-static Index blockIdx;
-#define threadIdx (Index{fiber->index})
+struct Index { int x, y; };
+static thread_local Index blockIdx;
+#define threadIdx (Index{fiber->index, 0})
 enum { SHARED_BYTES = 1 << 18 };
 alignas(1024) int4 SHARED_MEMORY[SHARED_BYTES / sizeof(int4)];
 static char *const shared_memory = (char *)SHARED_MEMORY;
@@ -110,6 +112,7 @@ static inline void meet(Meeting *m, int count) {
     for (Fiber *me = fiber; m->round == round; fiber = me) swapcontext(&me->context, &scheduler);
 }
 static inline void __syncthreads() { meet(&block_meeting, (int)fibers.size()); }
+static inline void named_barrier(int, int threads) { meet(&named_meeting, threads); }
 static inline void __syncwarp() { meet(&warp_meetings[fiber->index / WARP], WARP); }
 static inline const uint32_t *words_of(int lane) { return fibers[fiber->index / WARP * WARP + lane].words; }
 static void fiber_entry() {
@@ -117,47 +120,69 @@ static void fiber_entry() {
     fiber->ended = true;
     swapcontext(&fiber->context, &scheduler);
 }
+// An mbarrier: arrivals and bytes that are missing in this phase.
+struct Barrier {
+    int count, missing;
+    long long bytes;
+    unsigned phase;
+    std::vector<AsyncCopy> late;
+};
+static thread_local std::map<unsigned, Barrier> barriers;  // by address
+// The block `blockIdx` of fiber_body.
+static void run_block(int threads) {
+    memset(&block_meeting, 0, sizeof block_meeting);
+    memset(&named_meeting, 0, sizeof named_meeting);
+    barriers.clear();
+    memset(warp_meetings, 0, sizeof warp_meetings);
+    fibers.resize((size_t)threads);
+    for (int i = 0; i < threads; i++) {
+        Fiber *f = &fibers[(size_t)i];
+        f->index = i;
+        f->ended = false;
+        f->groups.clear();
+        f->open.clear();
+        f->stack.resize(1 << 17);
+        getcontext(&f->context);
+        f->context.uc_stack.ss_sp = f->stack.data();
+        f->context.uc_stack.ss_size = f->stack.size();
+        makecontext(&f->context, fiber_entry, 0);
+    }
+    for (int running = threads; running;)
+        for (Fiber &f : fibers) {
+            if (f.ended) continue;
+            fiber = &f;
+            swapcontext(&scheduler, &f.context);
+            running -= f.ended;
+        }
+}
 // Blocks one after another; shared memory and registers begin as NaN and garbage. What lies behind shared_bytes is not
 // theirs.
-static void launch_on_cpu(int blocks, int threads, int shared_bytes, bool late, std::function<void()> body) {
+static inline void launch_on_cpu(int blocks, int threads, int shared_bytes, bool late, std::function<void()> body) {
     shared_limit = (uint32_t)shared_bytes;
     copies_late = late;
     fiber_body = body;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
         memset(shared_memory, 0xff, SHARED_BYTES);
-        memset(&block_meeting, 0, sizeof block_meeting);
-        memset(warp_meetings, 0, sizeof warp_meetings);
-        fibers.resize((size_t)threads);
-        for (int i = 0; i < threads; i++) {
-            Fiber *f = &fibers[(size_t)i];
-            f->index = i;
-            f->ended = false;
-            f->groups.clear();
-            f->open.clear();
-            f->stack.resize(1 << 17);
-            getcontext(&f->context);
-            f->context.uc_stack.ss_sp = f->stack.data();
-            f->context.uc_stack.ss_size = f->stack.size();
-            makecontext(&f->context, fiber_entry, 0);
-        }
-        for (int running = threads; running;)
-            for (Fiber &f : fibers) {
-                if (f.ended) continue;
-                fiber = &f;
-                swapcontext(&scheduler, &f.context);
-                running -= f.ended;
-            }
+        run_block(threads);
     }
 }
 
 // ---- what warps do together
 
-static inline float __shfl_xor_sync(unsigned, float x, int mask) {
+// What the lane `from` of the warp has.
+template <typename T> static inline T lane_value(T x, int from) {
     memcpy(fiber->words, &x, sizeof x);
     __syncwarp();
-    const float other = float_of_bits(words_of(fiber->index % WARP ^ mask)[0]);
+    T other;
+    memcpy(&other, words_of(from), sizeof other);
     __syncwarp();
     return other;
+}
+template <typename T> static inline T __shfl_xor_sync(unsigned, T x, int mask) {
+    return lane_value(x, fiber->index % WARP ^ mask);
+}
+template <typename T> static inline T __shfl_up_sync(unsigned, T x, int by) {
+    return lane_value(x, fiber->index % WARP < by ? fiber->index % WARP : fiber->index % WARP - by);
 }
 static inline bool __any_sync(unsigned, bool x) {
     fiber->words[0] = x;
@@ -223,6 +248,38 @@ static inline void copy_async_commit() {
 template <int PENDING> static inline void copy_async_wait() {
     for (; fiber->groups.size() > PENDING; fiber->groups.pop_front())
         for (const AsyncCopy &c : fiber->groups.front()) copy_now(c);
+}
+static inline bool elect_one() { return fiber->index % WARP == 0; }
+static inline void mbarrier_init(unsigned barrier, int count) { barriers[barrier] = {count, count, 0, 0, {}}; }
+static inline void mbarrier_init_fence() {}
+static inline void mbarrier_arrive(unsigned barrier) { barriers.at(barrier).missing--; }
+static inline void mbarrier_arrive_expect(unsigned barrier, int bytes) {
+    barriers.at(barrier).bytes += bytes;
+    barriers.at(barrier).missing--;
+}
+static inline void bulk_load(unsigned to, const void *from, int bytes, unsigned barrier) {
+    Barrier &b = barriers.at(barrier);
+    require_shared("bulk copy", to, 16);
+    require_shared("bulk copy", to + (unsigned)bytes - 16, 16);
+    b.bytes -= bytes;
+    b.late.push_back({to, from, (size_t)bytes, true});
+    if (copies_late) return;
+    copy_now(b.late.back());
+    b.late.pop_back();
+}
+static inline void mbarrier_wait(unsigned barrier, unsigned parity) {
+    Fiber *me = fiber;
+    for (;; fiber = me) {
+        Barrier &b = barriers.at(barrier);
+        if (b.missing == 0 && b.bytes == 0) {
+            for (const AsyncCopy &c : b.late) copy_now(c);
+            b.late.clear();
+            b.missing = b.count;
+            b.phase++;
+        }
+        if (b.phase % 2 != parity) return;  // the phase of this parity is over
+        swapcontext(&me->context, &scheduler);
+    }
 }
 
 #endif

@@ -4,6 +4,17 @@
 // it.
 #include <cuda_runtime.h>
 #include "dev/test/streams.h"
+static int sm = 89;
+static cudaError_t first_device(int *device) {
+    *device = 0;
+    return cudaSuccess;
+}
+static cudaError_t sm_attribute(int *value, cudaDeviceAttr attribute, int) {
+    *value = attribute == cudaDevAttrComputeCapabilityMajor ? sm / 10 : sm % 10;
+    return cudaSuccess;
+}
+#define cudaGetDevice first_device
+#define cudaDeviceGetAttribute sm_attribute
 #include "llmc/model/hints.cuh"
 #include "llmc/model/offload.cuh"
 #include "dev/test/check.h"
@@ -132,7 +143,22 @@ static double states_on(const Plan *p, int host, double count) {
 static int leaving(const Plan *p) {
     return strstr(p->options.offload, "activations") && p->config.num_layers > 2 ? p->config.num_layers - 2 : 0;
 }
-// All bytes but tables, sums in parts and messages, which are small.
+// Copies of weights, and scratch for the operands of one product. With ZeRO 3 two blocks' weights as they lie, instead
+// of those in floatX, and one block's transposed.
+static double fp8_sizes(const Plan *p, int stage, double block) {
+    const Options *o = &p->options;
+    const Config *c = &p->local;
+    const int blocks = strcmp(o->matmul_dtype, "native") != 0, head = !strcmp(o->head_dtype, "fp8");
+    const double N = blocks * (double)p->N, part = head * (double)head_rows(o, p->B, p->T), C = c->channels,
+                 V = c->padded_vocab_size, H = c->num_heads * c->head_dim;
+    const double copies = stage >= 3 ? 2 + 1 - 2 * (double)sizeof(floatX) : 2 * c->num_layers,
+                 weights = blocks * copies * block + head * C * V;
+    const double inputs = fmax(N * fmax(fmax(C, H), c->ffn_dim), part * C),
+                 gradients = N * fmax(fmax(qkv_width(c), fc_width(c)), C);
+    return weights + fmax(inputs, gradients) + !strcmp(o->matmul_dtype, "fp8") * (inputs + gradients) +
+           4 * (blocks || head) * (double)p->N;
+}
+// All bytes but tables, sums in parts, vectors and messages, which are small.
 static double sum_of_sizes(const Planned *r) {
     const Plan *p = &r->plan;
     const Options *o = &p->options;
@@ -159,7 +185,7 @@ static double sum_of_sizes(const Planned *r) {
                   N * fmax(b * ((in_place ? 0 : before) + da_apart * F + again), b * W + 4 * heads));
     if (tp > 1) bytes += b * N * C * (o->tp_overlap ? 7 : 1);
     if (mesh.dp.world > 1) bytes += 4 * (double)zero_largest_unit(&r->table);
-    return bytes + MATMUL_WORKSPACE_BYTES + 12 * N;
+    return bytes + fp8_sizes(p, stage, block) + MATMUL_WORKSPACE_BYTES + 12 * N;
 }
 static void check_sum(const Planned *r) {
     const Plan *p = &r->plan;
@@ -338,6 +364,68 @@ static void check_orders(void) {
     }
 }
 
+// --weights: what stays native is in `weights`, one tensor behind the other, and all else in codes and scales, which
+// matrices fill to the last byte.
+static int quantised;
+static void check_quantised(const char *format) {
+    Options o = options_default();
+    o.generate = 1;
+    o.batch_size = mesh.tp.world;
+    o.weights = format;
+    const int heads = config.num_heads * config.head_dim;
+    if (!strcmp(format, "int4") && (heads | config.ffn_dim) / mesh.tp.world % INT4_GROUP) return;
+    static Planned r;
+    begin(&r, &o);
+    const Plan *p = &r.plan;
+    Quantised *q = &r.b.quantised;
+    buffers_place(p, &r.b);
+    size_t end = 0, native = 0;
+    const uint8_t *codes = q->codes, *scales = q->scales;
+    for (int i = 0; i < r.table.count; i++) {
+        const Param *t = &r.table.params[i];
+        const int number = quantised_number(p, t->unit, t->role);
+        if (number >= 0 && t->role != ROLE_WTE) continue;
+        const size_t at = plan_at(p, SLOT_WEIGHT, t->unit, t->offset);
+        fault_unless(at >= end && at % 8 == 0, &o, "native weights overlap or are not aligned");
+        end = at + t->size;
+        native += t->size;
+    }
+    const size_t padding = (size_t)r.table.num_units * UNIT_ALIGN;
+    fault_unless(end <= plan_kept(p, SLOT_WEIGHT) && plan_kept(p, SLOT_WEIGHT) <= native + padding, &o,
+                 "native weights have another size");
+    for (int i = 0; i < quantised_count(p); i++) {
+        const QuantMatrix *x = &q->matrix[i];
+        const size_t row = (quant_row_bytes(x->format, x->cols) + 15) / 16 * 16;
+        const int head = i == quantised_count(p) - 1, unit = head ? r.table.num_units - 1 : 1 + i / 4,
+                  tied = head && p->config.tied;
+        const Role role = tied ? ROLE_WTE : head ? ROLE_HEADW : (Role)(ROLE_QKVW + i % 4);
+        fault_unless(quantised_number(p, tied ? 0 : unit, role) == i, &o, "a matrix has another number");
+        fault_unless((size_t)x->codes % 16 == 0 && x->codes == codes && x->scales == scales, &o, "codes overlap");
+        codes += (size_t)x->rows * row;
+        scales += round_up((size_t)x->rows * quant_scale_bytes(x->format, x->cols), 16);
+    }
+    const auto bytes_of = [&](void *where) {
+        for (int i = 0; i < r.memory.count; i++)
+            if (r.memory.buffers[i].where == where) return r.memory.buffers[i].bytes;
+        return (size_t)0;
+    };
+    fault_unless(bytes_of(&q->codes) == (size_t)(codes - q->codes) &&
+                     bytes_of(&q->scales) == (size_t)(scales - q->scales),
+                 &o, "codes and scales have another size");
+    quantised++;
+    free(q->matrix);
+    ::end(&r);
+}
+static void check_fp8_gpus(void) {
+    int wrong = 0;
+    for (int known : {80, 86, 87, 89, 90, 100, 120}) {
+        sm = known;
+        wrong += matmul_has_fp8() != (sizeof(floatX) == 2 && known >= 89);
+    }
+    sm = 89;
+    check(!wrong && !matmul_has_own_fp8(), "fp8 from sm_89 on, in bf16 builds; without wgmma by cuBLASLt");
+}
+
 static void check_model(const char *name, int tp, int dp) {
     const Comm alone = COMM_ALONE;
     config_parse(name, &config);
@@ -346,6 +434,7 @@ static void check_model(const char *name, int tp, int dp) {
     mesh.dp.world = dp;
     mesh.tp.world = tp;
     mesh.tp.rank = tp - 1;
+    for (const char *format : {"int8", "int4", "fp8"}) check_quantised(format);
     const int sizes[][2] = {{2, 24}, {7, 64}, {4, 1024}, {9, 520}};
     for (int way = 0; way < 4 * 4 * 2 * 4 * 2; way++) {
         Options o = options_default();
@@ -362,6 +451,10 @@ static void check_model(const char *name, int tp, int dp) {
         o.master_weights = way % 7 != 0;
         o.offload = way % 3 ? "" : sizeof(floatX) == 4 || !o.master_weights || way % 2 ? "states" : "master,states";
         if (o.recompute == 3 && way % 3 == 1) o.offload = way % 2 ? "activations" : "activations,states";
+        const char *const dtypes[] = {"native", "fp8", "fp8-dw-bf16"};
+        const int fp8 = sizeof(floatX) == 2 && o.seq_len % 16 == 0 && config.ffn_dim / tp % 16 == 0;
+        o.matmul_dtype = dtypes[fp8 * (way / 3 % 3)];
+        o.head_dtype = fp8 && way / 5 % 2 ? "fp8" : "native";
         if (o.gelu_fusion > 0 && !matmul_can_fuse(config.mlp, config.ffn_dim / tp)) continue;
         static Planned m;
         begin(&m, &o);
@@ -371,6 +464,30 @@ static void check_model(const char *name, int tp, int dp) {
         for (double share = 0.35; share < 1; share += 0.15) check_hints(&m, &o, share);
         end(&m);
     }
+}
+
+// Llama 3 8B on eight GPUs: what ZeRO 3 saves of the weights that ZeRO 2 has whole, in bf16 and in fp8.
+static void check_gathered_fp8(void) {
+    static Planned whole, shared;
+    Options o = options_default();
+    config_parse("llama3:8B", &config);
+    mesh = {};
+    mesh.job = mesh.dp = mesh.tp = COMM_ALONE;
+    mesh.job.world = mesh.dp.world = 8;
+    o.batch_size = 1;
+    o.seq_len = 1024;
+    o.matmul_dtype = "fp8";
+    o.zero_stage = 2;
+    begin(&whole, &o);
+    o.zero_stage = 3;
+    begin(&shared, &o);
+    const double L = config.num_layers, block = (double)param_unit(&shared.table, 1).count,
+                 vectors = L * 2 * 2 * config.channels, saved = L * block * 2 * 7 / 8 + (2 * L - 3) * block - vectors,
+                 have = (double)whole.memory.bytes.device - (double)shared.memory.bytes.device;
+    check(fabs(have - saved) < 16 << 20, "ZeRO 3 in fp8 saves %.0f MiB, by its sizes %.0f", have / (1 << 20),
+          saved / (1 << 20));
+    end(&whole);
+    end(&shared);
 }
 
 int main() {
@@ -387,6 +504,9 @@ int main() {
         check(faults == before, "%s, %s: %d layouts, %d hints", model, FLOATX_NAME, layouts - had, hints - said);
     }
     check(offloaded > 100, "%d hints say --offload", offloaded);
+    check(quantised > 40, "%d layouts of quantised weights", quantised);
+    check_gathered_fp8();
     check_orders();
+    check_fp8_gpus();
     return checks_report("memory_plan");
 }

@@ -52,6 +52,11 @@ template <typename T> inline void sum_of_rows(char *rows, int ranks, size_t stri
         ((T *)rows)[i] = (T)sum;
     }
 }
+// The first of `ranks` rows of `count` numbers becomes the largest of each column.
+static inline void largest_of_rows(uint32_t *rows, size_t ranks, size_t count) {
+    for (size_t i = count; i < ranks * count; i++)
+        if (rows[i] > rows[i % count]) rows[i % count] = rows[i];
+}
 static inline void test_carry(NcclHandle handle, NcclKind kind, const Comm *comm, void *to, const void *from,
                               size_t count, size_t size, cudaStream_t stream) {
     if (!ranks_share_gpu) {
@@ -59,8 +64,8 @@ static inline void test_carry(NcclHandle handle, NcclKind kind, const Comm *comm
         return;
     }
     const size_t world = (size_t)comm->world, rank = (size_t)comm->rank, piece = count * size;
-    const size_t sent = kind == NCCL_ALL_GATHER ? piece : world * piece;
-    char *all = (char *)malloc_or_die(world * sent), *mine = all + (kind == NCCL_ALL_GATHER ? 0 : rank * piece);
+    const size_t sent = kind == NCCL_ALL_GATHER || kind == NCCL_MAX ? piece : world * piece;
+    char *all = (char *)malloc_or_die(world * sent), *mine = all + (sent == piece ? 0 : rank * piece);
     auto upload = [&](size_t at, const char *data, size_t bytes) {
         cudaCheck(cudaMemcpyAsync((char *)to + at, data, bytes, cudaMemcpyHostToDevice, stream));
     };
@@ -73,6 +78,10 @@ static inline void test_carry(NcclHandle handle, NcclKind kind, const Comm *comm
         else
             sum_of_rows<__nv_bfloat16>(mine, comm->world, sent, count);
         upload(0, mine, piece);
+    }
+    if (kind == NCCL_MAX) {
+        largest_of_rows((uint32_t *)all, world, count);
+        upload(0, all, piece);
     }
     if (kind == NCCL_ALL_GATHER) upload(0, all, world * piece);
     for (size_t r = 0; r < world && kind == NCCL_EXCHANGE; r++)

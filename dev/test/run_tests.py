@@ -49,6 +49,8 @@ ROUNDED_MODELS = {  # widths in multiples of 16
     "gpt2-fp8": MODELS["gpt2"] + " --matmul-dtype fp8",
     "llama3-fp8-dw-bf16": MODELS["llama3"] + " --matmul-dtype fp8-dw-bf16",
     "qwen2.5-fp8": MODELS["qwen2.5"] + ",ffn=1504 --matmul-dtype fp8",
+    "gpt2-fp8-head": MODELS["gpt2"] + " --matmul-dtype fp8 --head-dtype fp8",
+    "llama3-head-alone": MODELS["llama3"] + " --head-dtype fp8",
 }
 DEBUG = ROOT / "build/test/debug"
 

@@ -163,6 +163,11 @@ def test_good_input_trains(trainer):
             ["--matmul-dtype", "fp8", "-b", "1", "-t", "40"],
             ["but tokens of a micro-step: 40", "another --matmul-dtype"],
         ),
+        (["--head-dtype", "bf16"], ["--head-dtype 'bf16' is not native|fp8"]),
+        (
+            ["--head-dtype", "fp8", "-e", "d1,channels=24,heads=1"],
+            ["multiples of 16, but channels: 24", "or --head-dtype"],
+        ),
         (["--recompute", "4"], ["--recompute 4"]),
         (["--head-chunks", "-1"], ["--head-chunks -1"]),
         (["--top-p", "0"], ["--top-p 0"]),
@@ -313,6 +318,7 @@ CHANGED = {
         "overfit": [1],
         "seed": [1],
         "matmul-dtype": ["bf16", "fp8", "fp8-dw-bf16"],
+        "head-dtype": ["fp8"],
         "schedule": ["linear", "wsd"],
         "learning-rate": [1e-3],
         "warmup": [3],
@@ -435,6 +441,31 @@ def test_what_fp8_loses_is_said(trainer, tmp_path):
     assert "fp8" in events(tmp_path / "fp8", "start")[0]["plan"]
     succeeds(trainer(*FP8, "-x", "5", "-o", tmp_path / "native"))
     assert not events(tmp_path / "native", "fp8")
+
+
+def test_the_head_in_fp8(trainer, tmp_path):
+    """With blocks in any dtype; in parts, in training and after."""
+    steps = {}
+    for blocks in ("native", "bf16", "fp8", "fp8-dw-bf16"):
+        for head in ("native", "fp8"):
+            run = tmp_path / f"{blocks}-{head}"
+            words = ["--matmul-dtype", blocks, "--head-dtype", head, "-x", "2", "-v", "2", "-m", "2", "-s", "0"]
+            succeeds(trainer(*FP8, *words, "-o", run))
+            steps[run.name] = [(e["loss"], e["norm"]) for e in events(run, "step")]
+            assert len(events(run, "fp8")) == (head == "fp8" or blocks.startswith("fp8"))
+            plan = events(run, "start")[0]["plan"]
+            assert ("of logits fp8" in plan) == (head == "fp8")
+    assert len({tuple(s) for s in steps.values()}) == len(steps)
+    run = tmp_path / "native-fp8"
+    assert events(run, "fp8")[0]["gradients_flushed"] == 0  # none is rounded
+    losses = {}
+    for head in ("fp8", "native"):
+        succeeds(trainer.bare("-o", run, "-y", "1", "--evaluate", "1", "--head-dtype", head))
+        losses[head] = events(run, "eval", "evaluate.jsonl")[-1]["loss"]
+    assert losses["fp8"] == events(run, "eval")[-1]["loss"] != losses["native"]
+    succeeds(trainer(*FP8, "--head-dtype", "fp8", "--head-chunks", "5", "-x", "2", "-o", tmp_path / "parts"))
+    parts = [(e["loss"], e["norm"]) for e in events(tmp_path / "parts", "step")]
+    assert parts[0][0] == steps["native-fp8"][0][0] and np.allclose(parts, steps["native-fp8"], rtol=1e-2)
 
 
 def test_a_run_goes_on_in_another_matmul_dtype(trainer, tmp_path):

@@ -358,25 +358,27 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
 
 
 @pytest.mark.skipif(not CONFIG.get("CXX") or sys.platform != "linux", reason="no C++ compiler, or no Linux")
-def test_attention_on_mma_sync_without_a_gpu(tmp_path):
+@pytest.mark.parametrize(
+    "source, flags, passed",
+    [
+        ("attention_mma", (), 96),
+        ("decode", (), 18),
+        ("decode", ("-DPRECISION_FP32",), 2),
+        ("draw_on_cpu", ("-pthread",), 34),
+    ],
+)
+def test_kernels_without_a_gpu(source, flags, passed, tmp_path):
+    program = tmp_path / source
     build = subprocess.run(
-        [
-            CONFIG["CXX"],
-            "-std=c++17",
-            "-O2",
-            "-I.",
-            "dev/test/attention_mma.cpp",
-            "-o",
-            tmp_path / "attention_mma",
-            "-lm",
-        ],
+        [CONFIG["CXX"], "-std=c++17", "-O2", "-fno-strict-aliasing", *flags]
+        + ["-I.", f"dev/test/{source}.cpp", "-o", program, "-lm"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert build.returncode == 0, build.stderr[-3000:]
-    run = subprocess.run([tmp_path / "attention_mma"], capture_output=True, text=True)
-    assert run.returncode == 0 and "92 passed, 0 failed" in run.stdout, run.stdout + run.stderr
+    run = subprocess.run([program], capture_output=True, text=True)
+    assert run.returncode == 0 and f"{passed} passed, 0 failed" in run.stdout, run.stdout + run.stderr
 
 
 def build_for_no_gpu(source, program, precision=()):
@@ -402,7 +404,7 @@ def build_for_no_gpu(source, program, precision=()):
 def test_who_waits_for_whom_with_zero(tmp_path):
     build_for_no_gpu("dev/test/zero_schedule.cu", tmp_path / "schedule")
     run = subprocess.run([tmp_path / "schedule"], capture_output=True, text=True)
-    assert run.returncode == 0 and "15 passed, 0 failed" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 0 and "28 passed, 0 failed" in run.stdout, run.stdout + run.stderr
 
 
 @pytest.mark.skipif(not CONFIG.get("NVCC"), reason="no CUDA toolkit (make toolkit)")

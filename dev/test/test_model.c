@@ -61,6 +61,35 @@ static void test_scales(const char *folder, const Options *o) {
     model_close(&m);
 }
 
+// The head rounds its operands forward; its gradients are those of what it was given.
+static void test_head(const char *folder, const Options *o) {
+    Model m;
+    open_reference(&m, folder, o);
+    Linear l = head_of(&m, UNIT_FORWARD);
+    const int rows = m.head_rows;
+    float *weight = with_small_row(l.out, l.in, 1), *inp = with_small_row(rows, l.in, 2),
+          *out = (float *)malloc_or_die(area(rows, l.out) * sizeof(float));
+    Fp8Counts counts[NUM_FP8_TENSORS];
+    l.w.weight = weight;
+    model_fp8_begin(&m);
+    linear_product(&l, out, NULL, inp, rows);
+    model_fp8_end(&m, counts);
+    check_scale(folder, "logits", "input", &counts[FP8_INPUTS], rows, l.in, 1);
+    check_scale(folder, "logits", "weight", &counts[FP8_WEIGHTS], l.out, l.in, 0);
+    check(out[1] != 0 && out[0] == 0, "%s: the small row of the head's weight is lost", folder);
+    model_fp8_begin(&m);
+    linear_product_backward(&l, inp, out, rows);
+    l.w.dweight = weight;
+    linear_product_weight(&l, out, inp, rows, 0);
+    model_fp8_end(&m, counts);
+    check(counts[FP8_GRADIENTS].values + counts[FP8_INPUTS].values + counts[FP8_WEIGHTS].values == 0,
+          "%s: the head's gradients round nothing", folder);
+    free(weight);
+    free(inp);
+    free(out);
+    model_close(&m);
+}
+
 // A weight of zeros has no scale of its own, and what is not finite is not rounded away: the step shows it.
 static void test_strange_weights(const char *folder, const Options *o) {
     DebugFile d = debug_open(folder);
@@ -81,10 +110,11 @@ static void test_strange_weights(const char *folder, const Options *o) {
     debug_close(&d);
 }
 
-// Of a folder that was written with another --matmul-dtype than native.
+// Of a folder that was written with another --matmul-dtype or --head-dtype than native.
 static void test_rounded(const char *folder, const Options *o, const char *output) {
     test_rounded_reference(folder, o, 0.25, 0.02);
-    test_scales(folder, o);
+    if (matmul_is_fp8(o)) test_scales(folder, o);
+    if (head_is_fp8(o)) test_head(folder, o);
     test_strange_weights(folder, o);
     test_short_rows(folder, o);
     test_accumulation(folder, o, 5e-3);
@@ -101,7 +131,7 @@ int main(int argc, char **argv) {
         char output[4200];
         debug_close(&d);
         snprintf(output, sizeof output, "%s/%d", argv[1], i);
-        if (strcmp(o.matmul_dtype, "native") != 0) {
+        if (strcmp(o.matmul_dtype, "native") != 0 || head_is_fp8(&o)) {
             test_rounded(argv[i], &o, output);
             continue;
         }

@@ -109,11 +109,16 @@ def test_resume_on_other_layouts(train, tmp_path, model):
 
 
 @pytest.mark.parametrize(
-    "ranks, tp, states, dtype",
-    [(4, 2, "bf16", "native"), (3, 3, "fp32", "native"), (4, 2, "fp32", "fp8-dw-bf16")],
-    ids=["2x2-bf16", "1x3", "2x2-fp8"],
+    "ranks, tp, states, dtype, head",
+    [
+        (4, 2, "bf16", "native", "native"),
+        (3, 3, "fp32", "native", "native"),
+        (4, 2, "fp32", "fp8-dw-bf16", "native"),
+        (4, 2, "fp32", "native", "fp8"),
+    ],
+    ids=["2x2-bf16", "1x3", "2x2-fp8", "2x2-head"],
 )
-def test_resume_on_the_same_layout_is_bitwise(train, tmp_path, ranks, tp, states, dtype):
+def test_resume_on_the_same_layout_is_bitwise(train, tmp_path, ranks, tp, states, dtype, head):
     more = [
         "-e",
         "qwen2.5:1.5B,layers=2,channels=96,heads=6,kv_heads=1,vocab=300,ffn=192,seq=32",
@@ -131,6 +136,8 @@ def test_resume_on_the_same_layout_is_bitwise(train, tmp_path, ranks, tp, states
         states,
         "--matmul-dtype",
         dtype,
+        "--head-dtype",
+        head,
     ]
     succeeds(train(ranks, "straight", *more))
     succeeds(train(ranks, "again", *more, "-z", "0", "--recompute", "3"))

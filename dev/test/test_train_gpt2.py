@@ -286,7 +286,11 @@ def test_options_are_those_of_c(c_program):
         letters, value = theirs[name]
         key = name.replace("-", "_")
         assert str(ours[key]) == value or float(ours[key]) == float(value), name
-        sample = "fp8" if name == "matmul-dtype" else {str: "linear", int: "1", float: "0.5"}[type(ours[key])]
+        sample = (
+            "fp8"
+            if name in ("matmul-dtype", "head-dtype")
+            else {str: "linear", int: "1", float: "0.5"}[type(ours[key])]
+        )
         for flag in [f"--{name}"] + [f"-{letters}"] * bool(letters):
             assert getattr(ref.parse_options([flag, sample]), key) == type(ours[key])(sample)
 
@@ -308,47 +312,63 @@ def test_fp8_is_that_of_c(c_program, scale_rows):
     assert np.isfinite(finite).all() and (finite[20] != 0).any() == bool(scale_rows)
 
 
-@pytest.mark.parametrize("name, dtype, dweight_dtype", [("bf16",) * 3, ("fp8",) * 3, ("fp8-dw-bf16", "fp8", "bf16")])
-def test_products_of_rounded_operands(name, dtype, dweight_dtype):
+@pytest.mark.parametrize(
+    "dtype, dx_dtype, dweight_dtype, by_row",
+    [
+        ("bf16", "bf16", "bf16", False),
+        ("fp8", "fp8", "fp8", False),
+        ("fp8", "fp8", "bf16", True),
+        ("fp8", "native", "native", False),
+    ],
+)
+def test_products_of_rounded_operands(dtype, dx_dtype, dweight_dtype, by_row):
     generator = torch.Generator().manual_seed(0)
     x, w, dout = (torch.randn(shape, generator=generator) for shape in ((2, 5, 32), (24, 32), (2, 5, 24)))
     small = torch.tensor([1e-6, 1, 1, 1, 1]).view(1, 5, 1)  # such rows are lost unless they have a scale of their own
     x, dout = (x * small).requires_grad_(), dout * small
     w.requires_grad_()
-    out = ref.RoundedLinear.apply(x, w, name)
+    out = ref.RoundedLinear.apply(x, w, dtype, dx_dtype, dweight_dtype, by_row)
     out.backward(dout)
     with torch.no_grad():
         expected = [
             ref.rounded(x, dtype, True) @ ref.rounded(w, dtype).T,
-            ref.rounded(dout, dtype, dtype != dweight_dtype) @ ref.rounded(w, dtype),
+            ref.rounded(dout, dx_dtype, by_row) @ ref.rounded(w, dx_dtype),
             torch.einsum("bto,bti->oi", ref.rounded(dout, dweight_dtype), ref.rounded(x, dweight_dtype)),
         ]
         exact = [x @ w.T, dout @ w, torch.einsum("bto,bti->oi", dout, x)]
-    for got, good, other in zip((out, x.grad, w.grad), expected, exact):
+    dtypes = dtype, dx_dtype, dweight_dtype
+    for got, good, other, rounds in zip((out, x.grad, w.grad), expected, exact, dtypes):
         torch.testing.assert_close(got, good, rtol=1e-6, atol=1e-5)
-        assert (got - other).abs().max() > 1e-3
+        assert (got - other).abs().max() > 1e-3 or rounds == "native"
     assert out[:, 0].abs().max() > 0
-    assert (x.grad[:, 0].abs().max() > 0) == (name != "fp8")
+    assert (x.grad[:, 0].abs().max() > 0) == (by_row or dx_dtype != "fp8")
 
 
-def test_matmul_dtype_of_a_model():
-    """Every block's products round, the head's does not; under bf16 autocast, too."""
+@pytest.mark.parametrize("head", ["native", "fp8"])
+@pytest.mark.parametrize("blocks", ["native", "fp8", "fp8-dw-bf16"])
+def test_matmul_dtype_of_a_model(blocks, head):
+    """Which products round; under bf16 autocast, too."""
+    if blocks == head == "native":
+        pytest.skip("no product rounds")
     model, tokens = small_model(SMALL["llama"]), random_tokens(small_model(SMALL["llama"]), 2, 16)
     native = logits_of(model, tokens)
     shared = {"qkv": 3, "proj": 1, "fc": 2, "fcproj": 1}  # weights that are one matrix, with one scale
     calls, apply = [], ref.RoundedLinear.apply
-    ref.RoundedLinear.apply = lambda x, w, name: calls.append((len(w), name)) or apply(x, w, name)
+    ref.RoundedLinear.apply = lambda x, w, *how: calls.append((len(w), *how)) or apply(x, w, *how)
     try:
-        model.matmul_dtype = "fp8"
+        model.matmul_dtype, model.head_dtype = blocks, head
         rounded = logits_of(model, tokens)
     finally:
         ref.RoundedLinear.apply = apply
     unit = model.units[1]
-    widths = [(sum(len(w) for w in unit[role + "w"]), "fp8") for role in shared]
-    assert calls == widths * model.config.num_layers and [len(unit[r + "w"]) for r in shared] == list(shared.values())
+    dweight, by_row = blocks.split("-")[-1], blocks == "fp8-dw-bf16"
+    widths = [(sum(len(w) for w in unit[role + "w"]), "fp8", "fp8", dweight, by_row) for role in shared]
+    expected = widths * model.config.num_layers if blocks != "native" else []
+    expected += [(model.config.vocab_size, "fp8", "native", "native", False)] if head == "fp8" else []
+    assert calls == expected and [len(unit[r + "w"]) for r in shared] == list(shared.values())
     off = float((rounded - native).norm() / native.norm())
     assert 5e-3 < off < 0.2
-    trainer = ref.Trainer(model, options(dtype="bf16", matmul_dtype="fp8"))
+    trainer = ref.Trainer(model, options(dtype="bf16", matmul_dtype=blocks, head_dtype=head))
     losses = [trainer.step([(tokens, tokens)], 1e-2)[0] for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0]
 
@@ -645,6 +665,7 @@ def test_debug_files(kind, tmp_path):
     shapes = {n: a.shape for n, a in load_file(folder / "model.safetensors").items()}
     assert {n.removeprefix("grad."): a.shape for n, a in debug.items() if n.startswith("grad.")} == shapes
     assert [(n, a.shape, a.dtype) for n, a in sorted(debug.items()) if not n.startswith("grad.")] == [
+        ("head_dtype", (len("native"),), np.int32),
         ("logits", (B, T, V), np.float32),
         ("loss", (1,), np.float32),
         ("losses", (10,), np.float32),

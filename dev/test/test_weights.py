@@ -139,7 +139,7 @@ def test_refused(data, tmp_path):
     run("-e", MODELS["gpt2"], *shards, "--weights", "int8", fails="--weights int8 is for --generate and --evaluate")
     generate = ["-e", MODELS["gpt2"], "--generate", "-g", 3]
     run(*generate, "--weights", "int3", fails="--weights 'int3' is not native|bf16|int8|int4|fp8")
-    run(*generate, "--weights", "int8", "--matmul-dtype", "fp8", fails="goes with neither --matmul-dtype nor")
+    run(*generate, "--weights", "int8", "--matmul-dtype", "fp8", fails="goes with none of --matmul-dtype")
     narrow = ["-e", "d2,channels=64,vocab=300,seq=64", "--generate", "--weights", "int4"]
     run(*narrow, fails="int4 weights need rows of a multiple of 128, but the channels are 64")
 

@@ -168,9 +168,10 @@ typedef struct {
 } TimingLap;
 static TimingLap timing_laps[TIMING_LAPS];  // 2 MiB, untouched without --timing
 static int num_timing_laps;
+static cudaStream_t timing_stream;
 
 static inline void timing_lap(const char *name, double flops, double bytes, cudaStream_t stream) {
-    if (!timing.on) return;
+    if (!timing.on || stream != timing_stream) return;
     require(num_timing_laps < TIMING_LAPS, "--timing: a step has more than %d laps\nuse fewer micro-steps",
             TIMING_LAPS);
     TimingLap *l = &timing_laps[num_timing_laps++];
@@ -186,6 +187,7 @@ static inline void timing_wait(const char *name, cudaEvent_t event, cudaStream_t
 }
 static inline void timing_begin(cudaStream_t stream) {
     timing_start();
+    timing_stream = stream;
     num_timing_laps = 0;
     timing_lap("", 0, 0, stream);
 }
@@ -258,7 +260,7 @@ struct Max {
     static constexpr float identity = -3.402823466e38f;
     __device__ static float apply(float a, float b) { return fmaxf(a, b); }
 };
-template <typename Op> __device__ inline float warp_reduce(float x) {
+template <typename Op, typename T> __device__ inline T warp_reduce(T x) {
     #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
     return x;
@@ -283,14 +285,14 @@ template <int K, int STRIDE = 1> __device__ inline float warp_totals(float (&x)[
     }
     return x[0];
 }
-// All threads of the block must call it; blockDim.x is a multiple of 32. `shared` holds one float per warp and may be
+// All threads of the block must call it; blockDim.x is a multiple of 32. `shared` holds one value per warp and may be
 // reused after the call returns.
-template <typename Op> __device__ inline float block_reduce(float x, float *shared) {
+template <typename Op, typename T> __device__ inline T block_reduce(T x, T *shared) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     x = warp_reduce<Op>(x);
     if (lane == 0) shared[warp] = x;
     __syncthreads();
-    x = lane < warps ? shared[lane] : Op::identity;
+    x = lane < warps ? shared[lane] : (T)Op::identity;
     x = warp_reduce<Op>(x);
     __syncthreads();
     return x;

@@ -56,6 +56,10 @@ __device__ inline void copy_async_16(unsigned to, const void *from, bool valid) 
 __device__ inline void copy_async_4(unsigned to, const void *from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
+// All of this thread's copies so far: `barrier` gets an arrival when they are there.
+__device__ inline void copy_async_arrive(unsigned barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ inline void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -88,6 +92,85 @@ __device__ inline float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// 16 bytes that another SM may have written during this kernel, past L1. Stays behind a barrier that stands before it.
+__device__ inline int4 load_past_l1(const void *p) {
+    int4 x;
+    asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p)
+                 : "memory");
+    return x;
+}
+__device__ inline float load_float_past_l1(const float *p) {
+    float x;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+    return x;
+}
+// From shared memory that an asynchronous copy has written; stays behind the wait that stands before it.
+__device__ inline int4 load_shared_16(unsigned from) {
+    int4 x;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(from)
+                 : "memory");
+    return x;
+}
+__device__ inline unsigned load_shared_4(unsigned from) {
+    unsigned x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
+__device__ inline void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ inline void store_shared_16(unsigned to, const int4 &x) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+// a * b + c of two bf16, each rounded once
+__device__ inline unsigned fma_bf16(unsigned a, unsigned b, unsigned c) {
+    unsigned d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+// All blocks of a cooperative launch meet: after grid_wait each sees what the others have written before their
+// grid_arrive. `counter` is never set back: 64 bits do not run over. The number of blocks is the same in every launch.
+// target: 0 at first, then ours. sync(): a barrier of the threads of a block that call this.
+template <typename Sync>
+__device__ inline void grid_arrive(unsigned long long *counter, unsigned long long &target, Sync sync) {
+    sync();
+    if (threadIdx.x) return;
+    const unsigned long long blocks = gridDim.x;
+    unsigned long long now;
+    if (target == 0) {
+        asm volatile("atom.add.release.gpu.global.u64 %0, [%1], 1;" : "=l"(now) : "l"(counter) : "memory");
+        target = (now / blocks + 1) * blocks;
+    } else {
+        asm volatile("red.add.release.gpu.global.u64 [%0], 1;" ::"l"(counter) : "memory");
+        target += blocks;
+    }
+}
+template <typename Sync>
+__device__ inline void grid_wait(const unsigned long long *counter, unsigned long long target, Sync sync) {
+    unsigned long long now;
+    if (threadIdx.x == 0) do
+            asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(counter) : "memory");
+        while (now < target);
+    sync();
+}
+// Adds one. Of as many blocks as `count` says one gets true: the last. It then sees what the others have written
+// before, and the counter is 0 again. `shared` holds an int; sync as above.
+template <typename Sync>
+__device__ inline bool last_to_arrive(unsigned *counter, unsigned count, int *shared, Sync sync) {
+    sync();
+    if (threadIdx.x == 0) {
+        unsigned before;
+        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+        *shared = before + 1 == count;
+        if (before + 1 == count) *counter = 0;
+    }
+    sync();
+    return *shared != 0;
 }
 
 // Whether the code that was loaded for this GPU has a Hopper kernel: only then it has barriers in static shared memory.
@@ -165,6 +248,13 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
         // An illegal store, not a trap: a trap is an exit, and with an exit in a role ptxas ignores its setmaxnreg.
         if (now - begin > 10000000000ull) asm volatile("st.global.u32 [%0], 0;" ::"l"(0ull) : "memory");
     }
+}
+
+// True in one lane of the warp, of which the compiler knows that it is one: copies by TMA need no loop over lanes.
+__device__ inline bool elect_one() {
+    unsigned elected;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+    return elected;
 }
 
 // ---- clusters: blocks that reach each other's shared memory

@@ -4,25 +4,13 @@
 //   out (S,n,NH*HD): query t of a sequence sees places 0..at+t
 // One block per query and head. Its warps take turns over the keys, DECODE_KEYS at a time so that their loads and sums
 // overlap. Each keeps a running maximum and sum (online softmax, Milakov and Gimelshein, arXiv:1805.02867). These are
-// joined in the order of the warps, so that every run is bitwise identical. The prompt comes this way too, in pieces;
-// attention.cuh would be faster for a long one.
+// joined in the order of the warps, so that every run is bitwise identical. For --tp and --zero-stage 3, whose steps
+// run row by row: decode.cuh has no sums over ranks yet.
 // Ladder: dev/cuda/attention_decode.cu. Not supported: HD above 256 or not a multiple of a 16-byte vector.
 #ifndef LLMC_ATTENTION_DECODE_CUH
 #define LLMC_ATTENTION_DECODE_CUH
 
-#include "../cuda/memory.cuh"
-
-// Keys and values of all tokens that generation has seen. It has a memory table of its own: only ranks that sample have
-// it.
-typedef struct {
-    Memory memory;
-    floatX *keys, *values;   // (L,slots,NKV,room,HD) each
-    float *cos_sin;          // (room,HD/2,2)
-    floatX *logits;          // (ranks,Vp), with --tp only
-    floatX *host_logits;     // pinned (ranks,Vp)
-    int slots, room, known;  // see model_decode_open
-    int slot, at;            // of the pass that runs, and how many tokens the slot has
-} KvCache;
+#include "../cuda/common.cuh"
 
 enum { DECODE_WARPS = 16, DECODE_THREADS = DECODE_WARPS * WARP, DECODE_KEYS = 8 };
 

@@ -15,6 +15,11 @@
 // BACKWARD_WEIGHT, whose output is small and whose sum is long, may be split along k, and only with fp32 partial sums
 // in the workspace, added in a fixed order.
 //
+// In fp8 there is the same choice for weights' gradients alone, whose sums are long: cuBLASLt promotes them to fp32.
+// The other products are ours, which keeps sums in the tensor core and has a scale for each row of a; on GPUs that have
+// fp8 but no wgmma they are cuBLASLt's. It reads one scale of a: where rows have one each, and for a bias, a pass over
+// the product follows.
+//
 // cuBLASLt is column-major. A row-major (R,K) matrix is, in the same bytes, a column-major (K,R) one with leading
 // dimension K; so we ask for the transpose of what we want, with the factors swapped: its m, n are our N, M, its a, b
 // our b, a.
@@ -114,10 +119,17 @@ static inline int matmul_has_epilogue(MatmulForm form, MatmulEpilogue epilogue, 
     q.activation = activation;
     return matmul_variant(&q, &at) != NULL;
 }
+// Of ours; without it cuBLASLt has all fp8 products.
+static inline int matmul_has_own_fp8(void) {
+    MatmulProblem q = {};
+    int at = 0;
+    q.dtype = MATMUL_E4M3;
+    return matmul_variant(&q, &at) != NULL;
+}
 static inline int matmul_has_fp8(void) {
-    int count;
-    hopper_fp8(&count);
-    return count > 0;
+    const int sm =
+        10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
+    return sizeof(floatX) == 2 && sm >= 89;
 }
 // Whether the activation of an MLP of width F can be part of its matmuls, in every direction. If not: matmul first,
 // then activation.cuh.
@@ -180,9 +192,8 @@ static inline int matmul_vendor_candidates(const Matmul *mm, const MatmulPlan *p
             state = cublasLtMatmulAlgoCheck(mm->handle, p->desc, p->a, p->b, p->d, p->d, algo, &part);
         if (state == CUBLAS_STATUS_SUCCESS) candidates[count++].algo = *algo;
     }
-    require(count > 0 || q->dtype == MATMUL_E4M3,
-            "cuBLASLt has no kernel for %d rows of %d to %d channels: %s\ncheck its version: make doctor", q->rows,
-            q->in, q->out, cublasGetStatusString(status));
+    require(count > 0, "cuBLASLt has no%s kernel for %d rows of %d to %d channels: %s\ncheck its version: make doctor",
+            q->dtype == MATMUL_E4M3 ? " fp8" : "", q->rows, q->in, q->out, cublasGetStatusString(status));
     return count;
 }
 // All candidates, the one that fixes the numbers first.
@@ -190,10 +201,10 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
     const MatmulProblem *q = &p->problem;
     const HopperVariant *v;
     memset(candidates, 0, MATMUL_CANDIDATES * sizeof *candidates);
-    // In fp8 cuBLASLt takes one scale of a, which only weights' gradients have always; and it promotes its sums.
-    const int plain = q->epilogue == EPILOGUE_PLAIN && (q->dtype == MATMUL_FLOATX || q->form == MATMUL_BACKWARD_WEIGHT);
+    const int plain = q->epilogue == EPILOGUE_PLAIN, fp8 = q->dtype == MATMUL_E4M3;
+    const int vendor = plain && (!fp8 || q->form == MATMUL_BACKWARD_WEIGHT || !matmul_has_own_fp8());
     const int fits = matmul_sizes(q).K * matmul_element(q) % 16 == 0;  // TMA needs rows of whole 16 bytes
-    int count = plain ? matmul_vendor_candidates(mm, p, candidates) : 0, at = 0;
+    int count = vendor ? matmul_vendor_candidates(mm, p, candidates) : 0, at = 0;
     while (fits && count < MATMUL_CANDIDATES && (v = matmul_variant(q, &at))) candidates[count++].own = v;
     return count;
 }
@@ -248,21 +259,47 @@ static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const 
     }
     return p;
 }
-// What cuBLASLt multiplies an fp8 product by. It reads one scale of a.
+// What cuBLASLt multiplies an fp8 product by. a_absmax NULL: rows of a have a scale each.
 static __global__ void matmul_scales_kernel(float *inverse, const float *a_absmax, const float *b_absmax) {
-    inverse[0] = 1 / fp8_scale(FP8_E4M3, *a_absmax);
+    inverse[0] = a_absmax ? 1 / fp8_scale(FP8_E4M3, *a_absmax) : 1;
     inverse[4] = 1 / fp8_scale(FP8_E4M3, *b_absmax);
+}
+// out (M, vectors of a row) of an fp8 product of cuBLASLt's: each row divided by its scale, which is exact, and + bias.
+// absmax, bias: NULL if not wanted.
+static __global__ void __launch_bounds__(256)
+    matmul_finish_kernel(floatX *out, const float *absmax, const floatX *bias, unsigned of_row, size_t vecs) {
+    const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x, row = i / of_row, column = i % of_row;
+    if (i >= vecs) return;
+    const float inverse = absmax ? 1 / fp8_scale(FP8_E4M3, absmax[row]) : 1;
+    VecX x = vec_load(out + i * VecX::size), b = {};
+    if (bias) b = vec_load(bias + column * VecX::size);
+    #pragma unroll
+    for (int k = 0; k < VecX::size; k++) x[k] = (floatX)((float)x[k] * inverse + (float)b[k]);
+    vec_store(out + i * VecX::size, x);
+}
+static inline void matmul_finish(const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream) {
+    const MatmulSizes z = matmul_sizes(q);
+    const unsigned of_row = (unsigned)(z.N / VecX::size);
+    const size_t vecs = (size_t)z.M * of_row;
+    matmul_finish_kernel<<<blocks_for(vecs, 256), 256, 0, stream>>>(x->out, x->a_by_row ? x->a_absmax : NULL, x->bias,
+                                                                    of_row, vecs);
+    launchCheck();
 }
 static inline cublasStatus_t matmul_launch(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *c,
                                            const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream) {
     const float alpha = 1, beta = x->accumulate ? 1 : 0;
-    if (!c->own && q->dtype == MATMUL_E4M3) {
-        matmul_scales_kernel<<<1, 1, 0, stream>>>(mm->scales, x->a_absmax, x->b_absmax);
-        launchCheck();
+    const int fp8 = q->dtype == MATMUL_E4M3;
+    if (!c->own) {
+        if (fp8) {
+            matmul_scales_kernel<<<1, 1, 0, stream>>>(mm->scales, x->a_by_row ? NULL : x->a_absmax, x->b_absmax);
+            launchCheck();
+        }
+        const cublasStatus_t status =
+            cublasLtMatmul(mm->handle, p->desc, &alpha, x->b, p->a, x->a, p->b, &beta, x->out, p->d, x->out, p->d,
+                           &c->algo, mm->workspace, mm->workspace_bytes, stream);
+        if (fp8 && (x->a_by_row || x->bias)) matmul_finish(q, x, stream);
+        return status;
     }
-    if (!c->own)
-        return cublasLtMatmul(mm->handle, p->desc, &alpha, x->b, p->a, x->a, p->b, &beta, x->out, p->d, x->out, p->d,
-                              &c->algo, mm->workspace, mm->workspace_bytes, stream);
     const HopperVariant *v = c->own;
     for (int at = 0; v->epilogue != q->epilogue || v->columns != c->own->columns || v->cluster != c->own->cluster;)
         v = matmul_variant(q, &at);
@@ -424,11 +461,13 @@ static inline void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperan
         require((uintptr_t)operand % MATMUL_ALIGNMENT == 0,
                 "a matmul operand does not begin on %d bytes\nallocate it with memory_request", MATMUL_ALIGNMENT);
     assert(x->out != x->a && x->out != x->b && (!x->aux || x->out != x->aux));
-    assert((q->epilogue == EPILOGUE_PLAIN || !x->accumulate) && (!x->column_sums || matmul_sums_columns(q)));
+    assert((q->epilogue == EPILOGUE_PLAIN || !x->accumulate) && !(x->a_by_row && x->accumulate) &&
+           (!x->column_sums || matmul_sums_columns(q)));
     // What writes over its input must not run twice: the choice made with slopes holds for it, too.
     MatmulProblem planned = *q;
     if (q->epilogue == EPILOGUE_GRADIENT_FROM_INPUT) planned.epilogue = EPILOGUE_GRADIENT;
-    MatmulPlan *p = matmul_plan(mm, &planned, x->bias);
+    // cuBLASLt would add the bias before rows are divided by their scales
+    MatmulPlan *p = matmul_plan(mm, &planned, q->dtype == MATMUL_E4M3 ? NULL : x->bias);
     const double flops = 2.0 * q->rows * q->in * q->out;
     if (mm->autotune && !p->tuned && p->found > 1 && flops >= MATMUL_TUNE_FLOPS && !x->accumulate)
         matmul_tune(mm, p, x, stream);

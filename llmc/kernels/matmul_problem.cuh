@@ -89,8 +89,10 @@ typedef struct {
 // an fp32 build and where this GPU's code has none.
 typedef const HopperVariant *HopperTable(int *count);
 HopperTable hopper_forward, hopper_backward, hopper_fp8;
+inline bool hopper_matmuls = true;  // false: as on GPUs without them, for tests
 // Variant i of all; NULL: no more.
 static inline const HopperVariant *hopper_variant(int i) {
+    if (!hopper_matmuls) return NULL;
     for (HopperTable *table : {hopper_forward, hopper_backward, hopper_fp8}) {
         int count;
         const HopperVariant *variants = table(&count);

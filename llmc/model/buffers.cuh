@@ -16,7 +16,7 @@
 #include "../kernels/norm.cuh"
 #include "../rope_table.h"
 #include "../ranks/zero.cuh"
-#include "plan.cuh"
+#include "quantised.cuh"
 
 // What one block keeps: f is what the activation reads or its slopes, a what it gives. What is recomputed is one buffer
 // for all blocks.
@@ -28,6 +28,7 @@ typedef struct {
 typedef struct {
     // parameters: units in the order of the table, of each what slot_keeps says
     floatX *weights, *grads;
+    Quantised quantised;    // --weights: the matrices, which are then not in `weights`
     float *grad_sums;       // of the micro-steps so far, in fp32; laid out as grads
     floatX *block_weights;  // ZeRO 3: those of two blocks, gathered
     floatX *block_grads;    // ZeRO 2, 3: those of two blocks, of one micro-step
@@ -36,9 +37,11 @@ typedef struct {
     char *staging[NUM_SLOTS];    // (2, plan_piece) --offload: of a slot that is in host memory
     void *snapshots[NUM_SLOTS];  // --save-async: pinned copies of this rank's shards of a slot, unit after unit
     float *reduce_staging;       // a unit's gradients in fp32
-    // fp8: the blocks' weights as they lie and transposed, in the layout of the table from block 1 on; absmax of each
-    // layer's weights, then of its inputs, then of its outputs' gradients, four in a block
+    // fp8: weights as they lie, those of blocks in the layout of the table from block 1 on, with ZeRO 3 of two blocks,
+    // then the head's; the blocks' transposed, with ZeRO 3 of one; all blocks' vectors; absmax of each layer's weights,
+    // then of its inputs, then of its outputs' gradients: four in a block and the head's
     uint8_t *weights_fp8, *weights_turned;
+    floatX *vectors;
     float *absmax;
     Fp8Scratch fp8;
     Fp8Count *fp8_counts;  // by Fp8Tensor
@@ -140,10 +143,14 @@ static inline Span plan_owned(const Plan *p, Slot s, int unit) {
 }
 // Elements of a slot in this rank's memory, and where that at `offset` of the table lies, which is of `unit`.
 static inline size_t plan_kept(const Plan *p, Slot s) {
-    return kept_before(&p->mesh->dp, p->table, slot_keeps(p->zero_stage, s), p->table->num_units);
+    size_t kept = kept_before(&p->mesh->dp, p->table, slot_keeps(p->zero_stage, s), p->table->num_units);
+    for (int u = 0; u < p->table->num_units && s == SLOT_WEIGHT; u++) kept -= quantised_elements(p, u);
+    return kept;
 }
 static inline size_t plan_at(const Plan *p, Slot s, int unit, size_t offset) {
-    return kept_at(&p->mesh->dp, p->table, slot_keeps(p->zero_stage, s), unit, offset);
+    size_t at = kept_at(&p->mesh->dp, p->table, slot_keeps(p->zero_stage, s), unit, offset);
+    for (int u = 0; u <= unit && s == SLOT_WEIGHT; u++) at -= quantised_elements(p, u);
+    return at;
 }
 static inline int plan_slot_is_bf16(const Plan *p, Slot s) {
     return s == SLOT_WEIGHT || s == SLOT_GRAD ? sizeof(floatX) == 2 : (s == SLOT_M || s == SLOT_V) && p->bf16_states;
@@ -259,7 +266,9 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     b->num_shards = norm_spans(p, NULL);
     memory_request(m, &b->weights, "parameters", p->zero_stage >= 3 ? "weights, of blocks a share" : "weights",
                    plan_kept(p, SLOT_WEIGHT));
-    if (p->zero_stage >= 3) memory_request(m, &b->block_weights, "parameters", "weights of two blocks", two_blocks);
+    quantised_request(p, &b->quantised, m);
+    if (p->zero_stage >= 3 && !p->fp8_blocks)
+        memory_request(m, &b->block_weights, "parameters", "weights of two blocks", two_blocks);
     memory_request(m, &b->chunks, "optimiser", "chunk table", (size_t)b->num_chunks);
     memory_request(m, &b->shards, "optimiser", "shard table", (size_t)b->num_shards);
     if (!p->trains) return;
@@ -285,9 +294,13 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
             memory_request_pinned(m, (char **)&b->snapshots[copy.slot], "optimiser", copy.name,
                                   p->table->total / world * plan_slot_bytes(p, copy.slot));
 }
+// Whether a block's input is gone when the next but one has run: it waits in host memory, or nobody asks for it again.
+static inline int inputs_leave(const Plan *p) {
+    return p->recomputes_blocks && (p->offload & OFFLOAD_ACTIVATIONS || !p->trains) && p->config.num_layers > 2;
+}
 static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
-    const int leave = p->offload & OFFLOAD_ACTIVATIONS && c->num_layers > 2;
+    const int leave = inputs_leave(p);
     const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers,
                  kept = p->recomputes_blocks ? 1 : L, streams = leave ? 2 : L;
     const char *names[] = {"qkv, y, f, h, a of all layers", "qkv, y, f, h of all layers", "qkv, y, f of all layers",
@@ -298,7 +311,8 @@ static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
                    : p->recomputes_blocks ? "residuals (L+1,B,T,C)"
                                           : "residuals (L,2,B,T,C)",
                    (streams + kept) * rows * C);
-    if (leave) memory_request_pinned(m, &b->host_x, "activations", "residuals (L-2,B,T,C)", (L - 2) * rows * C);
+    if (leave && p->trains)
+        memory_request_pinned(m, &b->host_x, "activations", "residuals (L-2,B,T,C)", (L - 2) * rows * C);
     memory_request(m, &b->saved_block, "activations", names[p->options.recompute], kept * saved_block_size(p));
     if (p->recomputes_norms)
         memory_request(m, &b->shared_h, "activations", "h1, h2 (2,B,T,C), recomputed", 2 * rows * C);
@@ -326,28 +340,39 @@ static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, (char **)&b->reduce, "scratch", "partial sums, sorting", reduce_bytes(p, b->num_shards));
     memory_request(m, (char **)&b->matmul_workspace, "scratch", "matmul workspace", MATMUL_WORKSPACE_BYTES);
 }
-enum { FP8_LAYERS = 4 };  // of a block, in the order of their roles
-// Where weights are gathered block by block they are quantised as often, for this block alone.
-static inline int plan_fp8_blocks(const Plan *p) { return p->zero_stage >= 3 ? 1 : p->config.num_layers; }
-static inline size_t plan_fp8_weights(const Plan *p) {
-    return p->table->unit_begin[plan_fp8_blocks(p) + 1] - p->table->unit_begin[1];
+// The blocks' weights in fp8, as they lie or transposed. With ZeRO 3 they are gathered so, block by block.
+static inline size_t plan_fp8_block_weights(const Plan *p, int turned) {
+    const size_t blocks = p->zero_stage < 3 ? (size_t)p->config.num_layers : turned ? 1 : 2;
+    return p->fp8_blocks ? blocks * param_unit(p->table, 1).count : 0;
 }
+static inline int plan_fp8_layers(const Plan *p) { return FP8_LAYERS * p->config.num_layers + 1; }
 static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
-    const size_t in[] = {(size_t)c->channels, (size_t)c->num_heads * (size_t)c->head_dim, (size_t)c->ffn_dim};
-    const size_t out[] = {(size_t)qkv_width(c), (size_t)c->channels, (size_t)fc_width(c)};
-    const size_t widest_in = LARGEST(in), widest_out = LARGEST(out);
-    const size_t widest = p->trains && widest_out > widest_in ? widest_out : widest_in;
+    const size_t C = (size_t)c->channels, head = p->fp8_head ? (size_t)c->padded_vocab_size * C : 0;
+    // of operands, in elements; the head's are of some rows
+    const size_t N = p->fp8_blocks ? p->N : 0, part = p->fp8_head ? (size_t)p->head_rows : 0;
+    const size_t in[] = {N * C, N * (size_t)(c->num_heads * c->head_dim), N * (size_t)c->ffn_dim, part * C};
+    const size_t out[] = {N * (size_t)qkv_width(c), N * C, N * (size_t)fc_width(c)};
+    const size_t inputs = LARGEST(in), gradients = LARGEST(out);
+    const int passes = p->fp8_blocks && p->zero_stage >= 3;
     if (!p->fp8) return;
-    memory_request(m, &b->weights_fp8, "fp8", "blocks' weights", plan_fp8_weights(p));
-    if (p->trains) memory_request(m, &b->weights_turned, "fp8", "the same, transposed", plan_fp8_weights(p));
-    memory_request(m, &b->absmax, "fp8", "largest values", 3 * FP8_LAYERS * (size_t)c->num_layers);
+    memory_request(m, &b->weights_fp8, "fp8", passes ? "weights, of two blocks" : "weights",
+                   plan_fp8_block_weights(p, 0) + head);
+    if (p->trains && p->fp8_blocks)
+        memory_request(m, &b->weights_turned, "fp8",
+                       passes ? "one block's weights, transposed" : "blocks' weights, transposed",
+                       plan_fp8_block_weights(p, 1));
+    if (passes)
+        memory_request(m, &b->vectors, "fp8", "blocks' norms and biases",
+                       (size_t)c->num_layers * unit_vectors(p->table).count);
+    memory_request(m, &b->absmax, "fp8", "largest values", 3 * (size_t)plan_fp8_layers(p));
     memory_request(m, &b->fp8_counts, "fp8", "counts", NUM_FP8_TENSORS);
-    memory_request(m, &b->fp8.rows, "fp8", "a product's input or gradient", p->N * widest);
+    memory_request(m, &b->fp8.rows, "fp8", "a product's input or gradient",
+                   p->trains && gradients > inputs ? gradients : inputs);
     memory_request(m, &b->fp8.row_absmax, "fp8", "largest values of its rows", p->N);
     if (!p->fp8_weight_gradients) return;
-    memory_request(m, &b->fp8.left, "fp8", "an output's gradient, transposed", p->N * widest_out);
-    memory_request(m, &b->fp8.right, "fp8", "an input, transposed", p->N * widest_in);
+    memory_request(m, &b->fp8.left, "fp8", "an output's gradient, transposed", gradients);
+    memory_request(m, &b->fp8.right, "fp8", "an input, transposed", inputs);
 }
 static inline void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     const size_t ranks = (size_t)p->mesh->tp.world, world = (size_t)p->mesh->dp.world;
@@ -380,6 +405,7 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
     const size_t N = p->N, rows = p->rows, C = (size_t)c->channels;
     floatX *next = b->saved_block, *x = b->saved_x;
     float *stats = b->saved_stats;
+    quantised_place(p, &b->quantised);
     auto values = [](auto *&from, size_t count) {
         auto *p = from;
         from += count;
@@ -393,7 +419,7 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
         BlockActs *a = &b->blocks[l];
         if (p->recomputes_blocks && l > 0) {  // all but x'' are those of block 0
             *a = b->blocks[0];
-            a->x_out = l >= 2 && b->host_x ? b->blocks[l - 2].x_out : values(x, rows * C);
+            a->x_out = l >= 2 && inputs_leave(p) ? b->blocks[l - 2].x_out : values(x, rows * C);
             continue;
         }
         a->x_mid = values(x, rows * C);
@@ -410,6 +436,24 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
         a->mean2 = values(stats, rows);
         a->rstd2 = values(stats, rows);
     }
+}
+// A unit whose matrices are kept in few bits. Of a block all parameters are in one buffer until the next block's are.
+static inline Unit quantised_unit(const Plan *p, const Buffers *b, int unit, cudaStream_t stream) {
+    const Span span = param_unit(p->table, unit);
+    const size_t matrices = quantised_elements(p, unit);
+    floatX *rest = b->weights + plan_at(p, SLOT_WEIGHT, unit, span.begin + matrices), *whole = b->quantised.widened;
+    if (!unit_is_block(p->table, unit)) return {p->table, unit, rest - matrices, NULL};
+    for (Role role : {ROLE_QKVW, ROLE_PROJW, ROLE_FCW, ROLE_FCPROJW})
+        quantised_widen(whole + (param_at(p->table, unit, role) - span.begin),
+                        &b->quantised.matrix[quantised_number(p, unit, role)], stream);
+    cudaCheck(cudaMemcpyAsync(whole + matrices, rest, (span.count - matrices) * sizeof *whole, cudaMemcpyDeviceToDevice,
+                              stream));
+    return {p->table, unit, whole, NULL};
+}
+// The head's weight, in that buffer.
+static inline const floatX *quantised_head(const Plan *p, const Quantised *q, cudaStream_t stream) {
+    quantised_widen(q->widened, &q->matrix[quantised_count(p) - 1], stream);
+    return q->widened;
 }
 // From host memory in the order of a stream, and complete on return. (A plain cudaMemcpy of less than 64 KiB may return
 // before the device has it, and does not order itself before a kernel of a non-blocking stream.)

@@ -67,11 +67,14 @@ static inline int more_ranks_fit(const Plan *p, const Options *o, MemoryBytes ro
     options.zero_stage = 3;
     return UNIT_ALIGN % (8 * mesh.dp.world) == 0 && run_fits(&shared, &options, 1, room);
 }
-// Weights and gradients that a rank has whole with ZeRO 3: those of embedding and head, and two blocks'.
+// Weights and gradients that a rank has whole with ZeRO 3: those of embedding and head, and two blocks', whose weights
+// are perhaps in fp8.
 static inline size_t whole_bytes(const Plan *p) {
     const ParamTable *t = p->table;
     const int last = t->num_units - 1;
-    return 2 * sizeof(floatX) * (param_unit(t, 0).count + param_unit(t, last).count + 2 * param_unit(t, 1).count);
+    const size_t weight = p->fp8_blocks ? sizeof(uint8_t) : sizeof(floatX);
+    return 2 * sizeof(floatX) * (param_unit(t, 0).count + param_unit(t, last).count) +
+           2 * (weight + sizeof(floatX)) * param_unit(t, 1).count;
 }
 // The largest batch that fits, below this run's; one sequence does. Searched for, because each buffer is rounded up.
 static inline int batch_that_fits(const Plan *p, MemoryBytes room) {
@@ -94,7 +97,8 @@ static void run_memory_hint(char *text, size_t size, MemoryBytes room, const Mem
     const size_t reserve = run_reserve(p);
     const char *ranks = plan_is_split(p) ? "a larger --tp" : "several GPUs with --tp";
     if (p->options.generate) {  // its batch is not asked for, and small
-        snprintf(text, size, "this is the weights and a piece of a prompt: use a smaller model, or %s", ranks);
+        snprintf(text, size, "this is the weights and a piece of a prompt: use %sa smaller model, or %s",
+                 p->weights == WEIGHTS_FP32 ? "--weights int8 or int4, " : "", ranks);
         return;
     }
     Options this_batch = p->options, one = p->options;

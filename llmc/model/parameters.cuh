@@ -21,6 +21,20 @@ static inline void slot_widen(const Plan *p, Slot s, float *values, const void *
     else
         for (size_t i = 0; i < count; i++) values[i] = (float)((const __nv_bfloat16 *)stored)[i];
 }
+// Whole rows of a tensor that is kept in few bits. Returns whether that was all: an embedding that is tied to the head
+// is kept as it is, too. Waits for all streams.
+static inline int weight_write_quantised(const Plan *p, const Buffers *b, size_t offset, size_t count,
+                                         const float *values, const Gpu *gpu) {
+    const Param *t = param_of(p->table, offset);
+    const int number = quantised_number(p, t->unit, t->role);
+    if (number < 0) return 0;
+    const QuantMatrix *q = &b->quantised.matrix[number];
+    const size_t cols = (size_t)q->cols, first = (offset - param_at(p->table, t->unit, t->role)) / cols;
+    assert((offset - t->offset) % cols == 0 && count % cols == 0 && offset + count <= t->offset + t->size);
+    gpu_wait(gpu);
+    quantised_write(q, t, first, count / cols, values, gpu->compute);
+    return t->role != ROLE_WTE;
+}
 // Waits for all streams.
 static inline void slot_write(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, const float *values,
                               const Gpu *gpu) {

@@ -3,6 +3,7 @@
 #ifndef LLMC_PLAN_CUH
 #define LLMC_PLAN_CUH
 
+#include "../quant.h"
 #include "../ranks/linear.cuh"
 
 typedef struct {
@@ -14,12 +15,15 @@ typedef struct {
     size_t N, rows;           // its tokens; rows of the residual stream that are here
     int trains;               // has gradients and optimiser states
     // numbers
-    int bf16_states;      // AdamW's m and v; else fp32
-    int has_master;       // fp32 copies of bf16 weights
-    int sums_in_fp32;     // gradients over several micro-steps; else in floatX
-    int reduces_in_fp32;  // sums of gradients over ranks; else in floatX
-    // the blocks' products forward and of inputs' gradients; those of weights' gradients
-    int fp8, fp8_weight_gradients;
+    int bf16_states;           // AdamW's m and v; else fp32
+    int has_master;            // fp32 copies of bf16 weights
+    int sums_in_fp32;          // gradients over several micro-steps; else in floatX
+    int reduces_in_fp32;       // sums of gradients over ranks; else in floatX
+    int fp8;                   // some products are
+    int fp8_blocks;            // products of blocks forward and of inputs' gradients
+    int fp8_weight_gradients;  // those of blocks' weights' gradients
+    int fp8_head;              // logits
+    WeightFormat weights;      // of the blocks' matrices and the head; WEIGHTS_FP32: as the build has all weights
     // memory
     int zero_stage;             // what a rank keeps a share of; 0 if there is no other data-parallel rank
     int recomputes_activation;  // backward makes the activation again, from what it read
@@ -88,16 +92,36 @@ static inline void plan_layers(Plan *p) {
     if (p->activation_fused == 2)
         p->fcproj.gradient = p->recomputes_activation ? EPILOGUE_GRADIENT_FROM_INPUT : EPILOGUE_GRADIENT;
     for (Linear *l : {&p->qkv, &p->proj, &p->fc, &p->fcproj}) {
-        l->dtype = p->fp8 ? MATMUL_E4M3 : MATMUL_FLOATX;
+        l->dtype = l->input_dtype = p->fp8_blocks ? MATMUL_E4M3 : MATMUL_FLOATX;
         l->weight_dtype = p->fp8_weight_gradients ? MATMUL_E4M3 : MATMUL_FLOATX;
         l->tensor_gradient = p->fp8_weight_gradients && !plan_is_split(p);
     }
     p->head.in = C;
     p->head.out = c->padded_vocab_size;
+    p->head.dtype = p->fp8_head ? MATMUL_E4M3 : MATMUL_FLOATX;
 }
-static inline void plan_require_fp8(const Plan *p) {
-    require(!p->fp8 || matmul_has_fp8(), "--matmul-dtype %s needs a bf16 build and a Hopper GPU\nleave it out",
-            p->options.matmul_dtype);
+static inline void plan_fp8(Plan *p) {
+    const Options *o = &p->options;
+    p->fp8_blocks = matmul_is_fp8(o);
+    p->fp8_head = head_is_fp8(o);
+    p->fp8_weight_gradients = p->trains && matmul_weight_gradient_is_fp8(o);
+    p->fp8 = p->fp8_blocks || p->fp8_head;
+    require(
+        !p->fp8 || matmul_has_fp8(),
+        "--matmul-dtype %s --head-dtype %s needs a bf16 build and a GPU that multiplies fp8: sm_89, sm_90 or newer\n"
+        "leave fp8 out",
+        o->matmul_dtype, o->head_dtype);
+}
+static inline WeightFormat plan_weights(const Plan *p) {
+    const Config *c = &p->local;
+    if (!weights_are_quantised(&p->options)) return WEIGHTS_FP32;
+    const WeightFormat f = quant_format(p->options.weights);
+    require(f != WEIGHTS_BF16 || sizeof(floatX) == 2,
+            "--weights bf16 needs a bf16 build\nleave it out: this build is for exact numbers");
+    quant_check(f, "channels", c->channels);
+    quant_check(f, "columns of all heads", c->num_heads * c->head_dim);
+    quant_check(f, "columns of the MLP", c->ffn_dim);
+    return f == WEIGHTS_BF16 ? WEIGHTS_FP32 : f;
 }
 static inline int plan_offload(const Plan *p) {
     const int asked = p->trains ? offloads(&p->options) : 0;
@@ -126,9 +150,8 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     require(strcmp(o->matmul_dtype, "bf16") || sizeof(floatX) == 2,
             "--matmul-dtype bf16 needs a bf16 build\nleave it out");
     attention_require_head(p.local.head_dim);
-    p.fp8 = matmul_is_fp8(o);
-    p.fp8_weight_gradients = p.trains && matmul_weight_gradient_is_fp8(o);
-    plan_require_fp8(&p);
+    plan_fp8(&p);
+    p.weights = plan_weights(&p);
     p.bf16_states = !strcmp(o->state_dtype, "bf16");
     p.has_master = sizeof(floatX) != sizeof(float) && o->master_weights && p.trains;
     const int accumulates = o->total_batch > (long long)p.N * mesh->dp.world;
@@ -150,10 +173,12 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     plan_layers(&p);
     return p;
 }
-// Generation: few rows of shapes that come once, so nothing is in an epilogue and nothing is kept for backward.
+// Generation: shapes that come once, so nothing is in an epilogue and nothing is kept for backward. A step multiplies
+// by native weights, and so does a prompt.
 static inline Plan plan_decode(const Plan *trained) {
     Plan p = *trained;
     p.activation_fused = p.rope_fused = 0;
+    p.fp8 = p.fp8_weight_gradients = 0;
     p.recomputes_activation = 1;  // the activation's input stays as it is
     plan_layers(&p);
     return p;
@@ -168,9 +193,12 @@ static inline void plan_print(const Plan *p, FILE *f) {
                                          " and weights"};
     static const char *const paths[] = {"fp32", "mma.sync", "wgmma"};
     const int rope = p->local.position == POSITION_ROPE;
-    fprintf(f, "plan      products %s%s, sums fp32 | activation %s", p->fp8 ? "fp8 (e4m3)" : FLOATX_NAME,
-            p->fp8 && p->trains && !p->fp8_weight_gradients ? ", of weights' gradients bf16" : "",
+    fprintf(f, "plan      products %s%s, logits %s%s, sums fp32 | activation %s",
+            p->fp8_blocks ? "fp8 (e4m3)" : FLOATX_NAME,
+            p->fp8_blocks && p->trains && !p->fp8_weight_gradients ? ", of weights' gradients bf16" : "",
+            p->fp8_head ? "fp8 (e4m3)" : FLOATX_NAME, p->fp8 && !matmul_has_own_fp8() ? ", fp8 by cuBLASLt" : "",
             fused[p->activation_fused]);
+    if (p->weights != WEIGHTS_FP32) fprintf(f, " | weights %s", weight_format_names[p->weights]);
     if (rope) fprintf(f, " | rope %s", fused[2 * p->rope_fused]);
     fprintf(f, " | attention %s",
             paths[attention_plan(p->B, p->T, p->local.num_heads, p->local.num_kv_heads, p->local.head_dim).path]);

@@ -1,6 +1,6 @@
-// A linear layer of a block: out (N,OC) = in (N,IC) weight (OC,IC)^T + bias, with what belongs to its output or its
-// input. A block calls it without knowing of the ranks of a tensor-parallel group, of what runs under products, of
-// epilogues and of dtypes.
+// A linear layer of a block, or the head: out (N,OC) = in (N,IC) weight (OC,IC)^T + bias, with what belongs to its
+// output or its input. A block calls it without knowing of the ranks of a tensor-parallel group, of what runs under
+// products, of epilogues and of dtypes.
 //
 //   LINEAR_COLUMNS   reads whole rows, gives some columns: q,k,v and the MLP's first. Forward gathers rows; the
 //                    gradient of its input is a part of a sum over ranks: linear_input_gradient finishes it.
@@ -16,6 +16,7 @@
 //   gradient of the output             that of the tensor (tensor_gradient), quantised once for both products that read
 //                                      it; else a scale for each row
 //   operands of the weight's gradient  that of the tensor
+// The head's gradients stay in floatX: those of its output are too far apart for e4m3 (doc/fp8.md).
 #ifndef LLMC_LINEAR_CUH
 #define LLMC_LINEAR_CUH
 
@@ -42,7 +43,8 @@ typedef struct {
     MatmulEpilogue epilogue;        // what of that is done in the product
     MatmulEpilogue gradient;        // the same in the product that gives the gradient of an activation's output
     MlpKind mlp;                    // the activation of its output or its input
-    MatmulDtype dtype;              // of the products of its output and of its input's gradient
+    MatmulDtype dtype;              // of the product of its output
+    MatmulDtype input_dtype;        // of the product of its input's gradient
     MatmulDtype weight_dtype;       // of the product of its weight's gradient
     int tensor_gradient;            // fp8: the output's gradient comes with its absmax, and has one scale
     int keeps_input;                // for backward: what the activation read; else its slopes
@@ -78,41 +80,45 @@ static inline void linear_quantise(const Pass *p, const Linear *l, uint8_t *quan
     quantise(quantised, turned, w, l->out, l->in, l->weight_absmax, p->fp8.weights, p->stream);
 }
 
-// Operand a of a product: x (rows,width), an input or the gradient of an output; in fp8 with a scale for each row.
+// What a product reads of x (rows,width), an input or the gradient of an output; in fp8 with a scale for each row.
 // *absmax is raised to the absmax of x.
-static inline void linear_rows(const Pass *p, const Linear *l, MatmulOperands *o, const floatX *x, int rows, int width,
-                               float *absmax, Fp8Count *count) {
-    o->a = x;
-    if (l->dtype == MATMUL_FLOATX) return;
+static inline Rows linear_rows(const Pass *p, MatmulDtype dtype, const floatX *x, int rows, int width, float *absmax,
+                               Fp8Count *count) {
+    if (dtype == MATMUL_FLOATX) return {x, NULL};
     quantise_rows(p->fp8.rows, p->fp8.row_absmax, absmax, (const bf16 *)x, rows, width, count, p->stream);
-    o->a = p->fp8.rows;
-    o->a_absmax = p->fp8.row_absmax;
-    o->a_by_row = 1;
+    return {p->fp8.rows, p->fp8.row_absmax};
+}
+// As operand a.
+static inline void linear_operand(MatmulOperands *o, Rows rows) {
+    o->a = rows.x;
+    o->a_absmax = rows.absmax;
+    o->a_by_row = rows.absmax != NULL;
 }
 // The gradient of the output.
 static inline void linear_gradient(const Pass *p, const Linear *l, MatmulOperands *o, const floatX *dout, int rows) {
-    if (!l->tensor_gradient) return linear_rows(p, l, o, dout, rows, l->out, l->dout_absmax, p->fp8.gradients);
+    if (!l->tensor_gradient)
+        return linear_operand(o, linear_rows(p, l->input_dtype, dout, rows, l->out, l->dout_absmax, p->fp8.gradients));
     quantise(p->fp8.rows, p->fp8.left, (const bf16 *)dout, rows, l->out, l->dout_absmax, p->fp8.gradients, p->stream);
     o->a = p->fp8.rows;
     o->a_absmax = l->dout_absmax;
 }
-static inline void linear_weight(const Linear *l, MatmulOperands *o, const uint8_t *quantised) {
-    o->b = l->dtype == MATMUL_FLOATX ? (const void *)l->weight : quantised;
+static inline void linear_weight(const Linear *l, MatmulDtype dtype, MatmulOperands *o, const uint8_t *quantised) {
+    o->b = dtype == MATMUL_FLOATX ? (const void *)l->weight : quantised;
     o->b_absmax = l->weight_absmax;
 }
 
 // ---- forward
 
-// Rows first, ..., first + count - 1 of the product, from rows `in` of the input.
-static inline void linear_product(const Pass *p, const Linear *l, floatX *out, const floatX *in, int first, int count) {
+// Rows first, ..., first + count - 1 of the product, from rows `in` of the input as linear_rows gives them.
+static inline void linear_product_of(const Pass *p, const Linear *l, floatX *out, Rows in, int first, int count) {
     const int activates = l->epilogue >= EPILOGUE_ACTIVATION;
     const MatmulProblem q = {MATMUL_FORWARD, count, l->in, l->out, l->epilogue, activates ? l->mlp : MLP_GELU,
                              l->dtype};
     const size_t at = (size_t)first * (size_t)l->out;
     floatX *to = l->output == LINEAR_ACTIVATION ? l->aux : out;
     MatmulOperands x = {};
-    linear_rows(p, l, &x, in, count, l->in, l->in_absmax, p->fp8.inputs);
-    linear_weight(l, &x, l->weight_fp8);
+    linear_operand(&x, in);
+    linear_weight(l, l->dtype, &x, l->weight_fp8);
     // a sum over ranks has it once: rows_scatter_end
     x.bias = l->split == LINEAR_ROWS && pass_is_split(p) ? NULL : l->bias;
     x.out = activates ? out + at / (size_t)activation_inputs(l->mlp) : to + at;
@@ -120,11 +126,18 @@ static inline void linear_product(const Pass *p, const Linear *l, floatX *out, c
     if (l->epilogue == EPILOGUE_ROPE) x.rope = {p->cos_sin, first % p->T, p->T, (l->heads + l->kv_heads) * l->head_dim};
     matmul(p->matmul, &q, &x, p->stream);
 }
+static inline void linear_product(const Pass *p, const Linear *l, floatX *out, const floatX *in, int first, int count) {
+    linear_product_of(p, l, out, linear_rows(p, l->dtype, in, count, l->in, l->in_absmax, p->fp8.inputs), first, count);
+}
 // LINEAR_COLUMNS: out (N,out) from this rank's rows of the input. With an activation: out is the activation, and aux
 // what backward needs of it.
 static inline void linear_forward(const Pass *p, const Linear *l, floatX *out, const floatX *in) {
-    rows_gather_under(p, l->forward, in, 0,
-                      [&](const floatX *rows, int first, int count) { linear_product(p, l, out, rows, first, count); });
+    const int reads_absmax = p->spread > 1 && l->weight_dtype == MATMUL_E4M3;  // backward, of all rows
+    const Rows mine = linear_rows(p, l->dtype, in, p->rows, l->in, l->in_absmax, p->fp8.inputs);
+    const Rows all = rows_gather_under(p, l->forward, mine, reads_absmax, [&](Rows rows, int first, int count) {
+        linear_product_of(p, l, out, rows, first, count);
+    });
+    if (reads_absmax) absmax_tensor(l->in_absmax, all.absmax, (size_t)p->N, p->stream);
     if (l->epilogue != EPILOGUE_PLAIN) return;
     if (l->output == LINEAR_ROPE)
         rope_forward(out, p->cos_sin, p->B, p->T, l->heads, l->kv_heads, l->head_dim, p->stream);
@@ -143,11 +156,11 @@ static inline const floatX *linear_project(const Pass *p, const Linear *l, const
 // ---- backward
 
 static inline void linear_product_backward(const Pass *p, const Linear *l, floatX *din, const floatX *dout, int count) {
-    const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU, l->dtype};
+    const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU, l->input_dtype};
     MatmulOperands x = {};
     x.out = din;
     linear_gradient(p, l, &x, dout, count);
-    linear_weight(l, &x, l->weight_turned);
+    linear_weight(l, l->input_dtype, &x, l->weight_turned);
     matmul(p->matmul, &q, &x, p->stream);
 }
 // LINEAR_COLUMNS: the gradient of its input in p->branch, from dout (N,out); of several ranks a part of a sum.
@@ -162,25 +175,22 @@ static inline const floatX *linear_input_gradient(const Pass *p, const Linear *l
 }
 // LINEAR_ROWS: din (N,in) from this rank's rows of the gradient of its output.
 static inline void linear_backward_project(const Pass *p, Linear *l, floatX *din, const floatX *dout) {
-    l->gathered = rows_gather_under(p, l->backward, dout, 1, [&](const floatX *d, int first, int count) {
-        linear_product_backward(p, l, din + (size_t)first * l->in, d, count);
-    });
+    const auto product = [&](Rows d, int first, int count) {
+        linear_product_backward(p, l, din + (size_t)first * l->in, (const floatX *)d.x, count);
+    };
+    l->gathered = (const floatX *)rows_gather_under(p, l->backward, {dout, NULL}, 1, product).x;
 }
 // The same through the activation before it: g->out is the gradient of what the activation read.
 static inline void linear_backward_activation(const Pass *p, Linear *l, const ActivationGradient *g,
                                               const floatX *dout) {
     const size_t F = (size_t)l->in, width = F * (size_t)activation_inputs(l->mlp);
-    l->gathered = rows_gather_under(p, l->backward, dout, 1, [&](const floatX *d, int first, int count) {
-        const MatmulProblem q = {MATMUL_BACKWARD_INPUT,
-                                 count,
-                                 l->in,
-                                 l->out,
-                                 l->gradient,
-                                 l->gradient == EPILOGUE_PLAIN ? MLP_GELU : l->mlp,
-                                 l->dtype};
+    const auto product = [&](Rows d, int first, int count) {
+        const MatmulProblem q = {
+            MATMUL_BACKWARD_INPUT, count, l->in, l->out, l->gradient, l->gradient == EPILOGUE_PLAIN ? MLP_GELU : l->mlp,
+            l->input_dtype};
         MatmulOperands x = {};
-        linear_gradient(p, l, &x, d, count);
-        linear_weight(l, &x, l->weight_turned);
+        linear_gradient(p, l, &x, (const floatX *)d.x, count);
+        linear_weight(l, l->input_dtype, &x, l->weight_turned);
         x.out = l->gradient == EPILOGUE_PLAIN      ? g->apart + first * F
                 : l->gradient == EPILOGUE_GRADIENT ? g->out + first * width
                                                    : g->activated + first * F;
@@ -188,7 +198,8 @@ static inline void linear_backward_activation(const Pass *p, Linear *l, const Ac
         x.absmax = g->absmax;
         x.column_sums = g->sums.slices ? g->sums.partial : NULL;
         matmul(p->matmul, &q, &x, p->stream);
-    });
+    };
+    l->gathered = (const floatX *)rows_gather_under(p, l->backward, {dout, NULL}, 1, product).x;
     if (l->gradient != EPILOGUE_PLAIN) return;
     activation_backward(l->mlp, g->out, g->apart, g->slopes, p->N, l->in, p->stream);
     if (g->absmax) absmax_tensor(g->absmax, g->out, (size_t)p->N * width, p->stream);

@@ -14,6 +14,7 @@ enum NcclKind {
     NCCL_REDUCE_SCATTER,  // from (world * count) -> to (count): the sum over ranks of this rank's piece
     NCCL_ALL_GATHER,      // from (count) -> to (world * count): every rank's
     NCCL_EXCHANGE,        // from (world * count) -> to (world * count): every other rank's piece for this one
+    NCCL_MAX,             // from (count), 4 bytes each -> to (count): of their bits the largest number over ranks
 };
 
 #ifdef USE_NCCL
@@ -58,6 +59,7 @@ inline void nccl_carry(NcclHandle handle, NcclKind kind, const Comm *comm, void 
     const ncclDataType_t type = size == sizeof(float) ? ncclFloat : ncclBfloat16;
     if (kind == NCCL_REDUCE_SCATTER) ncclCheck(ncclReduceScatter(from, to, count, type, ncclSum, handle, stream));
     if (kind == NCCL_ALL_GATHER) ncclCheck(ncclAllGather(from, to, count, type, handle, stream));
+    if (kind == NCCL_MAX) ncclCheck(ncclAllReduce(from, to, count, ncclUint32, ncclMax, handle, stream));
     if (kind != NCCL_EXCHANGE) return;
     nccl_calls_begin();
     for (int k = 1; k < comm->world; k++) {

@@ -103,29 +103,35 @@ inline void push_wait(Push *t, PushClass c, unsigned peers) {
     launchCheck();
     timing_lap(TIMING_RANKS, 0, 0, stream);
 }
-// Pushes to this rank's place in the buffer of rank `to`. The event `ready` must have been recorded after `from` was
-// computed.
-inline void push_to(Push *t, PushClass c, int to, const void *from, size_t bytes) {
+// Pushes to this rank's place in the buffer of rank `to`; `more` (NULL: nothing) to its place behind the places of all
+// ranks. The event `ready` must have been recorded after both were computed.
+inline void push_to(Push *t, PushClass c, int to, const void *from, size_t bytes, const void *more = NULL,
+                    size_t more_bytes = 0) {
     int rank = t->p2p->view.rank, world = t->p2p->view.world, i = (to - rank + world) % PUSH_STREAMS;
-    size_t at = rank * bytes;
+    size_t at = rank * bytes, more_at = world * bytes + rank * more_bytes;
     cudaStream_t stream = t->streams[i];
     PushState *s = &t->states[c];
-    assert(s->under_way && !(s->sent >> to & 1) && at + bytes <= t->bytes);
+    assert(s->under_way && !(s->sent >> to & 1) && world * (bytes + more_bytes) <= t->bytes);
     cudaCheck(cudaStreamWaitEvent(stream, t->ready, 0));
     cudaCheck(cudaMemcpyAsync(push_buffer_of(t, c, to) + at, from, bytes, cudaMemcpyDeviceToDevice, stream));
+    if (more)
+        cudaCheck(
+            cudaMemcpyAsync(push_buffer_of(t, c, to) + more_at, more, more_bytes, cudaMemcpyDeviceToDevice, stream));
     if (to != rank) {
         stream_write(stream, push_flags_of(t, c, to) + rank, s->call);
         s->sent |= 1u << to;
     }
     cudaCheck(cudaEventRecord(s->pushed[i], stream));
 }
-// Begins a gather: sends `mine` to all peers and, if `whole`, to this rank's own buffer. Returns this buffer.
-inline char *push_rows(Push *t, PushClass c, const void *mine, size_t bytes, int whole) {
+// Begins a gather: sends `mine`, and `more` of it, to all peers and, if `whole`, to this rank's own buffer. Returns
+// this buffer.
+inline char *push_rows(Push *t, PushClass c, const void *mine, size_t bytes, int whole, const void *more = NULL,
+                       size_t more_bytes = 0) {
     int rank = t->p2p->view.rank, world = t->p2p->view.world;
     push_begin(t, c);
     cudaCheck(cudaEventRecord(t->ready, t->p2p->stream));
-    for (int k = 1; k < world; k++) push_to(t, c, (rank + k) % world, mine, bytes);
-    if (whole) push_to(t, c, rank, mine, bytes);
+    for (int k = 1; k < world; k++) push_to(t, c, (rank + k) % world, mine, bytes, more, more_bytes);
+    if (whole) push_to(t, c, rank, mine, bytes, more, more_bytes);
     return push_buffer(t, c);
 }
 // In a scatter: sends this rank's part of a peer's rows.

@@ -4,6 +4,9 @@
 // gathered. Products that read some columns give parts of a sum: parts are scattered, and each rank adds up those of
 // its own rows. With one rank every call here returns what it was given.
 //
+// In fp8 the rows that a product reads are quantised before they are gathered: each has a scale of its own, so they are
+// those that would be quantised after it, and half of the bytes travel.
+//
 // Under products (--tp-overlap) the product itself is cut by rows. It begins with the rows that are here, and goes on
 // with those of other ranks as they arrive (rows_gather_under); or it begins with the rows that others wait for, which
 // leave while the next are computed (rows_scatter_under). The bits are those of one product.
@@ -12,12 +15,19 @@
 
 #include "../kernels/attention.cuh"
 #include "../kernels/attention_decode.cuh"
+#include "../kernels/kv_cache.cuh"
 #include "../backend.h"
 #include "../kernels/matmul.cuh"
 #include "../kernels/quantise.cuh"
 #include "overlap.cuh"
 #include "push.cuh"
 #include "sums.cuh"
+
+// Rows of the stream's width; in fp8 each with its absmax. NULL: they are floatX.
+typedef struct {
+    const void *x;
+    const float *absmax;
+} Rows;
 
 // How a rank exchanges rows with its group.
 typedef struct {
@@ -65,13 +75,32 @@ static inline int rows_overlap(const Pass *p, OverlapKind kind) {
     return p->spread > 1 && p->exchange->overlap.on[kind];
 }
 
+static inline size_t rows_bytes(const Pass *p, Rows r, int count) {
+    return (size_t)count * (size_t)p->C * (r.absmax ? 1 : sizeof(floatX));
+}
+static inline size_t rows_absmax_bytes(Rows r, int count) { return r.absmax ? (size_t)count * sizeof(float) : 0; }
+static inline Rows rows_from(const Pass *p, Rows r, int first) {
+    return {(const char *)r.x + rows_bytes(p, r, first), r.absmax ? r.absmax + first : NULL};
+}
+// All N rows, as `mine`, in a buffer: behind them the absmax of each.
+static inline Rows rows_in(const Pass *p, Rows mine, const void *buffer) {
+    return {buffer, mine.absmax ? (const float *)((const char *)buffer + rows_bytes(p, mine, p->N)) : NULL};
+}
 // All N rows of which this rank has `mine`. Good until the next exchange.
-static inline const floatX *rows_gather(const Pass *p, const floatX *mine) {
+static inline Rows rows_gather(const Pass *p, Rows mine) {
     RowExchange *x = p->exchange;
+    const size_t bytes = rows_bytes(p, mine, p->rows), ranks = (size_t)p->spread;
+    const Rows all = rows_in(p, mine, x->gathered);
     if (p->spread == 1) return mine;
     x->met.apart++;
-    nccl_all_gather(&x->nccl, "gather rows", x->gathered, mine, pass_piece(p));
-    return x->gathered;
+    nccl_bundle_begin(&x->nccl, "gather rows", ranks * (bytes + rows_absmax_bytes(mine, p->rows)));
+    nccl_all_gather(&x->nccl, NULL, x->gathered, (const floatX *)mine.x, bytes / sizeof(floatX));
+    if (mine.absmax) nccl_all_gather(&x->nccl, NULL, (float *)all.absmax, mine.absmax, (size_t)p->rows);
+    nccl_bundle_end(&x->nccl);
+    return all;
+}
+static inline const floatX *rows_gather(const Pass *p, const floatX *mine) {
+    return (const floatX *)rows_gather(p, Rows{mine, NULL}).x;
 }
 // Every rank has parts of all N rows: their sums, on every rank, in place.
 static inline floatX *rows_sum_everywhere(const Pass *p, floatX *parts, const floatX *add, int period) {
@@ -101,22 +130,24 @@ static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *a
 // body(rows, first, count) computes from rows first, ..., first + count - 1 of the N. Returns all rows if they were
 // gathered at once or `whole` asks for them; good until the next exchange.
 template <typename Body>
-static inline const floatX *rows_gather_under(const Pass *p, OverlapKind kind, const floatX *mine, int whole,
-                                              Body body) {
+static inline Rows rows_gather_under(const Pass *p, OverlapKind kind, Rows mine, int whole, Body body) {
     RowExchange *x = p->exchange;
+    const size_t bytes = rows_bytes(p, mine, p->rows);
     overlap_begin(&x->overlap, kind, p->stream);
     if (!rows_overlap(p, kind)) {
-        const floatX *all = rows_gather(p, mine);
+        const Rows all = rows_gather(p, mine);
         body(all, 0, p->N);
         overlap_end(&x->overlap, p->stream);
         return all;
     }
     x->met.gathers++;
-    const floatX *all = (const floatX *)push_rows(&x->push, PUSH_ROWS, mine, pass_piece(p) * sizeof(floatX), whole);
+    const char *buffer =
+        push_rows(&x->push, PUSH_ROWS, mine.x, bytes, whole, mine.absmax, rows_absmax_bytes(mine, p->rows));
+    const Rows all = rows_in(p, mine, buffer);
     auto part = [&](int from, int to) {  // the rows of ranks from, ..., to - 1
         if (from == to) return;
         push_wait(&x->push, PUSH_ROWS, (1u << to) - (1u << from));
-        body(all + from * pass_piece(p), from * p->rows, (to - from) * p->rows);
+        body(rows_from(p, all, from * p->rows), from * p->rows, (to - from) * p->rows);
     };
     const int group = x->overlap.on[kind], first = x->rank / group * group;
     body(mine, x->rank * p->rows, p->rows);  // the others in the order in which they push to this one

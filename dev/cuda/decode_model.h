@@ -1,0 +1,243 @@
+// Small models of every family with random weights as decode.cuh stores them, and what a step of generation must give,
+// in plain loops. For the ladder and for the test on a CPU; floatX must be known.
+#ifndef DECODE_MODEL_H
+#define DECODE_MODEL_H
+
+#include <vector>
+
+typedef struct {
+    const char *name;
+    int L, C, NH, NKV, HD, F, V;
+    NormKind norm;
+    int rope;
+    MlpKind mlp;
+    int qkv_bias, linear_bias;
+} ModelSizes;
+
+static uint64_t model_seed = 1, model_draws;
+static inline std::vector<floatX> random_vector(size_t n, float std, float mean) {
+    std::vector<floatX> x(n);
+    const uint64_t stream = model_draws++;
+    #pragma omp parallel for
+    for (size_t i = 0; i < n; i++) x[i] = (floatX)(mean + std * rand_normal(model_seed, stream, i));
+    return x;
+}
+struct HostMatrix {
+    DecodeShape shape;
+    std::vector<uint8_t> bytes, scales;
+    std::vector<float> values;  // what bytes and scales stand for
+    std::vector<floatX> bias, gain, norm_bias;
+
+    void put(int row, int k, const void *value, size_t size) {
+        memcpy(&bytes[(size_t)row * decode_row_bytes(shape) + k * size], value, size);
+    }
+    float one(int row, int k, uint64_t r, float std) {
+        switch (shape.dtype) {
+        case DECODE_INT8: {
+            const int8_t q = (int8_t)(r % 255 - 127);
+            put(row, k, &q, 1);
+            return q * ((float *)scales.data())[row];
+        }
+        case DECODE_E4M3: {
+            uint8_t q = (uint8_t)r;
+            if ((q & 0x7f) > 0x68) q ^= 0x40;
+            put(row, k, &q, 1);
+            return fp8_to_float(FP8_E4M3, q) * ((float *)scales.data())[row];
+        }
+        case DECODE_INT4: {
+            const size_t at = (size_t)row * decode_row_bytes(shape) + k / 2;
+            const unsigned q = r % 16;
+            uint16_t scale;
+            memcpy(&scale, &scales[(size_t)row * decode_scale_bytes(shape.K) + k / DECODE_INT4_GROUP * 2], 2);
+            bytes[at] = (uint8_t)(bytes[at] | q << k % 2 * 4);
+            return ((float)q - 8) * bits_float((uint32_t)scale << 16);
+        }
+        default: {
+            const floatX x = (floatX)(std * rand_normal(r, 0, 0));
+            put(row, k, &x, sizeof x);
+            return (float)x;
+        }
+        }
+    }
+    void fill(const DecodeShape &s) {
+        const float std = 1 / sqrtf((float)s.K);
+        shape = s;
+        bytes.assign((size_t)s.columns * decode_row_bytes(s), 0);
+        values.resize((size_t)s.columns * s.K);
+        const uint64_t stream = model_draws++;
+        if (s.dtype == DECODE_INT4) {
+            scales.assign((size_t)s.columns * decode_scale_bytes(s.K), 0);
+            for (size_t i = 0; i < scales.size(); i += 2) {
+                const uint16_t scale = (uint16_t)(float_bits(std / 5 * (1 + i % 7)) >> 16);
+                memcpy(&scales[i], &scale, 2);
+            }
+        } else {
+            scales.resize((size_t)s.columns * 4);
+            for (int i = 0; i < s.columns; i++)
+                ((float *)scales.data())[i] = std / (s.dtype == DECODE_INT8 ? 70 : 10) * (float)(1 + i % 3);
+        }
+        #pragma omp parallel for
+        for (int row = 0; row < s.columns; row++)
+            for (int k = 0; k < s.K; k++)
+                values[(size_t)row * s.K + k] =
+                    one(row, k, rand_u64(model_seed, stream, (uint64_t)row * s.K + k) >> 8, std);
+    }
+};
+struct HostModel {
+    ModelSizes z;
+    int slots, room;
+    std::vector<HostMatrix> matrix;
+    std::vector<floatX> wte, wpe, keys, values;
+    std::vector<float> cos_sin;
+
+    // What the kernel is told of sizes.
+    Decode sizes(const int *dtype) const {
+        Decode d = {};
+        d.layers = z.L;
+        d.C = z.C;
+        d.NH = z.NH;
+        d.NKV = z.NKV;
+        d.HD = z.HD;
+        d.F = z.F;
+        d.head_columns = z.V;
+        d.slots = slots;
+        d.room = room;
+        d.norm = z.norm;
+        d.norm_eps = 1e-5f;
+        d.mlp = z.mlp;
+        for (int k = 0; k < DECODE_KINDS; k++) d.dtype[k] = dtype[k];
+        return d;
+    }
+    HostModel(const ModelSizes &sizes_, const int *dtype, int slots_, int room_)
+        : z(sizes_), slots(slots_), room(room_) {
+        const Decode d = sizes(dtype);
+        matrix.resize(4 * (size_t)z.L + 1);
+        for (size_t m = 0; m < matrix.size(); m++) {
+            const DecodeKind kind = m + 1 == matrix.size() ? DECODE_HEAD : (DecodeKind)(m % 4);
+            matrix[m].fill(decode_shape(&d, kind));
+            const int biased = kind == DECODE_QKV ? z.qkv_bias : kind == DECODE_HEAD ? 0 : z.linear_bias;
+            if (biased) matrix[m].bias = random_vector((size_t)matrix[m].shape.columns, 0.2f, 0);
+            if (kind == DECODE_PROJ || kind == DECODE_FCPROJ) continue;
+            matrix[m].gain = random_vector((size_t)z.C, 0.2f, 1);
+            if (z.norm == NORM_LAYER) matrix[m].norm_bias = random_vector((size_t)z.C, 0.2f, 0);
+        }
+        wte = random_vector((size_t)z.V * z.C, 1, 0.3f);
+        if (!z.rope) wpe = random_vector((size_t)room * z.C, 0.5f, 0);
+        const size_t cache = (size_t)z.L * slots * z.NKV * room * z.HD;
+        keys = random_vector(cache, 1, 0);
+        values = random_vector(cache, 1, 0);
+        for (int t = 0; t < room && z.rope; t++)
+            for (int i = 0; i < z.HD / 2; i++) {
+                const double angle = t * pow(10000.0, -2.0 * i / z.HD);
+                cos_sin.push_back((float)cos(angle));
+                cos_sin.push_back((float)sin(angle));
+            }
+    }
+
+    // ---- the oracle
+
+    static std::vector<float> rounded(std::vector<float> x) {
+        for (float &v : x) v = (float)(floatX)v;
+        return x;
+    }
+    std::vector<float> product(const HostMatrix &m, const std::vector<float> &x) const {
+        std::vector<float> y((size_t)m.shape.columns);
+        #pragma omp parallel for
+        for (size_t i = 0; i < y.size(); i++) {
+            double sum = m.bias.empty() ? 0 : (float)m.bias[i];
+            for (int k = 0; k < m.shape.K; k++) sum += (double)m.values[i * m.shape.K + k] * x[(size_t)k];
+            y[i] = (float)sum;
+        }
+        return y;
+    }
+    std::vector<float> norm(const HostMatrix &m, std::vector<float> x) const {
+        double mean = 0, squares = 0;
+        if (z.norm == NORM_LAYER)
+            for (float v : x) mean += v / (double)z.C;
+        for (float v : x) squares += (v - mean) * (v - mean) / z.C;
+        const double rstd = 1 / sqrt(squares + 1e-5);
+        for (size_t i = 0; i < x.size(); i++)
+            x[i] = (float)((x[i] - mean) * rstd * (float)m.gain[i] + (m.norm_bias.empty() ? 0 : (float)m.norm_bias[i]));
+        return rounded(x);
+    }
+    void attend(std::vector<float> &y, const std::vector<float> &qkv, int layer, int slot, int position) {
+        for (int h = 0; h < z.NH; h++) {
+            const size_t at = (((size_t)layer * slots + slot) * z.NKV + h / (z.NH / z.NKV)) * room * z.HD;
+            std::vector<double> p((size_t)position + 1);
+            double top = -1e30, sum = 0;
+            for (int t = 0; t <= position; t++) {
+                for (int i = 0; i < z.HD; i++)
+                    p[(size_t)t] += qkv[(size_t)h * z.HD + i] * (double)(float)keys[at + (size_t)t * z.HD + i];
+                p[(size_t)t] /= sqrt((double)z.HD);
+                top = fmax(top, p[(size_t)t]);
+            }
+            for (double &v : p) sum += v = exp(v - top);
+            for (int i = 0; i < z.HD; i++) {
+                double x = 0;
+                for (int t = 0; t <= position; t++) x += p[(size_t)t] * (float)values[at + (size_t)t * z.HD + i];
+                y[(size_t)h * z.HD + i] = (float)(x / sum);
+            }
+        }
+    }
+    void rotate_and_append(std::vector<float> &qkv, int layer, int slot, int position) {
+        const int half = z.HD / 2;
+        for (int h = 0; h < z.NH + z.NKV && z.rope; h++)
+            for (int i = 0; i < half; i++) {
+                float &a = qkv[(size_t)h * z.HD + i], &b = qkv[(size_t)h * z.HD + i + half];
+                const float *f = &cos_sin[2 * ((size_t)position * half + i)], x = a * f[0] - b * f[1];
+                b = b * f[0] + a * f[1];
+                a = x;
+            }
+        qkv = rounded(qkv);
+        for (int h = 0; h < 2 * z.NKV; h++)
+            for (int i = 0; i < z.HD; i++) {
+                std::vector<floatX> &to = h < z.NKV ? keys : values;
+                to[((((size_t)layer * slots + slot) * z.NKV + h % z.NKV) * room + position) * z.HD + i] =
+                    (floatX)qkv[(size_t)(z.NH + h) * z.HD + i];
+            }
+    }
+    std::vector<float> activate(const std::vector<float> &f) const {
+        std::vector<float> h((size_t)z.F);
+        for (int i = 0; i < z.F; i++) {
+            const double x = f[(size_t)i];
+            h[(size_t)i] = z.mlp == MLP_SWIGLU
+                               ? (float)(x / (1 + exp(-x)) * f[(size_t)(z.F + i)])
+                               : (float)(x / (1 + exp(-2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))));
+        }
+        return rounded(h);
+    }
+    // Appends to the cache; logits (V).
+    std::vector<float> step(int slot, int position, int token) {
+        std::vector<float> x((size_t)z.C), y((size_t)z.NH * z.HD);
+        for (int i = 0; i < z.C; i++) {
+            x[(size_t)i] = (float)wte[(size_t)token * z.C + i];
+            if (!z.rope) x[(size_t)i] += (float)wpe[(size_t)position * z.C + i];
+        }
+        const auto add = [&](const std::vector<float> &more) {
+            for (size_t i = 0; i < x.size(); i++) x[i] += more[i];
+        };
+        for (int l = 0; l < z.L; l++) {
+            const HostMatrix *m = &matrix[4 * (size_t)l];
+            std::vector<float> qkv = product(m[0], norm(m[0], x));
+            rotate_and_append(qkv, l, slot, position);
+            attend(y, qkv, l, slot, position);
+            add(product(m[1], rounded(y)));
+            add(product(m[3], activate(product(m[2], norm(m[2], x)))));
+        }
+        return product(matrix.back(), norm(matrix.back(), x));
+    }
+};
+
+// Rows of a step: most of a slot of their own at a position of their own; every third continues the row before.
+static inline std::vector<DecodeInput> model_rows(int rows, int room, int V, const std::vector<int> &positions) {
+    std::vector<DecodeInput> in((size_t)rows);
+    for (int r = 0; r < rows; r++) {
+        const int token = (int)(rand_u64(model_seed, 99, (uint64_t)r) % (uint64_t)V);
+        const int position = positions[(size_t)r % positions.size()];
+        in[(size_t)r] = {r, position < room - 2 ? position : room - 2, token};
+        if (r % 3 == 2) in[(size_t)r] = {in[(size_t)r - 1].slot, in[(size_t)r - 1].position + 1, token};
+    }
+    return in;
+}
+
+#endif

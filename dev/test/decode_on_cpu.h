@@ -1,0 +1,120 @@
+// What the kernel of a step of generation uses of CUDA beside what block_on_cpu.h has.
+#ifndef DECODE_ON_CPU_H
+#define DECODE_ON_CPU_H
+#define LLMC_ACTIVATION_POLICY_CUH
+#define __host__
+#define __forceinline__ inline
+#define __noinline__
+#define __grid_constant__
+
+#ifdef PRECISION_FP32
+typedef float floatX;
+#else
+typedef bf16 floatX;
+#endif
+typedef Vec<floatX> VecX;
+struct float4 { float x, y, z, w; };
+struct uint2 { unsigned x, y; };
+static Index gridDim = {1};
+
+template <typename T> static inline void vec_widen(float (&to)[Vec<T>::size], const Vec<T> &x) {
+    for (int k = 0; k < Vec<T>::size; k++) to[k] = (float)x.v[k];
+}
+template <typename T> static inline Vec<T> vec_narrow(const float (&x)[Vec<T>::size]) {
+    Vec<T> to;
+    for (int k = 0; k < Vec<T>::size; k++) to.v[k] = (T)x[k];
+    return to;
+}
+template <typename T> static inline void vec_store(T *p, const Vec<T> &x) { memcpy(p, x.v, sizeof x); }
+
+struct Sum {
+    static float apply(float a, float b) { return a + b; }
+};
+struct Max {
+    static float apply(float a, float b) { return fmaxf(a, b); }
+};
+template <typename Op> static inline float warp_reduce(float x) {
+    for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0, x, offset));
+    return x;
+}
+template <typename T> static inline T __shfl_sync(unsigned, T x, int from) {
+    static_assert(sizeof(T) <= 8, "registers");
+    memcpy(fiber->words, &x, sizeof x);
+    __syncwarp();
+    memcpy(&x, words_of(from), sizeof x);
+    __syncwarp();
+    return x;
+}
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const uint64_t both = (uint64_t)y << 32 | x;
+    unsigned r = 0;
+    for (int i = 0; i < 4; i++) r |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return r;
+}
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline long long clock64() { return 0; }
+static inline unsigned fma_bf16(unsigned a, unsigned b, unsigned c) {
+    return pack_bf16(fmaf(half_of(a, 0), half_of(b, 0), half_of(c, 0)),
+                     fmaf(half_of(a, 1), half_of(b, 1), half_of(c, 1)));
+}
+static inline void rotate_pair(float &a, float &b, float c, float s) {
+    const float x = fmaf(a, c, -(b * s));
+    b = fmaf(b, c, a * s);
+    a = x;
+}
+static inline int4 load_past_l1(const void *p) {
+    int4 x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+static inline int4 load_shared_16(unsigned from) {
+    require_shared("load", from, 16);
+    return load_past_l1(shared_memory + from);
+}
+static inline void prefetch_l2(const void *p) { (void)*(const volatile char *)p; }
+static inline void store_shared_16(unsigned to, const int4 &x) {
+    require_shared("store", to, 16);
+    memcpy(shared_memory + to, &x, sizeof x);
+}
+static inline unsigned load_shared_4(unsigned from) {
+    unsigned x;
+    require_shared("load", from, 4);
+    memcpy(&x, shared_memory + from, 4);
+    return x;
+}
+template <typename Sync> static inline void grid_arrive(unsigned long long *, unsigned long long &, Sync sync) {
+    sync();
+}
+template <typename Sync> static inline void grid_wait(const unsigned long long *, unsigned long long, Sync sync) {
+    sync();
+}
+template <typename Sync> static inline bool last_to_arrive(unsigned *counter, unsigned count, int *shared, Sync sync) {
+    sync();
+    if (threadIdx.x == 0) {
+        *shared = ++*counter == count;
+        if (*shared) *counter = 0;
+    }
+    sync();
+    return *shared != 0;
+}
+static inline float load_float_past_l1(const float *p) { return *p; }
+static inline void copy_async_arrive(unsigned) {}
+struct Gelu {
+    static float apply(float (&)[1], const float (&x)[1]) {
+        const float u = 0.79788456f * (x[0] + 0.044715f * x[0] * x[0] * x[0]);
+        return x[0] / (1 + expf(-2 * u));
+    }
+};
+struct Swiglu {
+    static float apply(float (&)[2], const float (&x)[2]) { return x[0] / (1 + expf(-x[0])) * x[1]; }
+};
+enum { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
+static int shared_room = 232448;
+static inline int device_attribute(int which) {
+    return which == cudaDevAttrMultiProcessorCount ? gridDim.x : shared_room;
+}
+
+#endif

@@ -1,0 +1,493 @@
+// A step of generation as one kernel: each of 1 to 64 rows is one token of one slot, and its logits are what follows
+// it. A slot holds the keys and values of a sequence; several rows may continue the same slot, one position after
+// another.
+//
+//   embedding | for each layer: q, k, v | attention | proj | fc | fcproj | and at last the head
+//
+// Between the phases all blocks meet. One or two rows of the residual stream (fp32) are normalised by each block for
+// itself, into its shared memory; with more rows the norm is a phase of its own. Everything else that is done to single
+// elements stands where sums are finished: scales, biases, RoPE, the cache, activation, residual stream.
+// A row's bits depend on its slot's earlier tokens, on the model's sizes and on the GPU alone, not on the rows beside
+// it.
+//
+//   decode_prepare(&d);  memory (decode_workspace(&d, NULL)) of zeros;  decode_workspace(&d, memory);
+//   decode_launch(&d, rows, stream);    any number of times, also in a graph
+//
+// decode_stream.cuh has how weights arrive, decode_product.cuh how they are multiplied. Ladder: dev/cuda/decode.cu.
+// decode_fits says which sizes it does not have.
+#ifndef LLMC_DECODE_CUH
+#define LLMC_DECODE_CUH
+
+#include "activation_policy.cuh"
+#include "decode_attention.cuh"
+
+// What a row is: in device memory, read when a step begins.
+typedef struct {
+    int slot, position;
+    int token;  // < 0: the one that was drawn for this slot
+} DecodeInput;
+
+// Filled once: first what is given, then what decode_prepare and decode_workspace add. Sizes are those of this rank.
+typedef struct {
+    int layers, C, NH, NKV, HD, F, head_columns;
+    int slots, room;  // room: tokens of a slot
+    NormKind norm;
+    float norm_eps;
+    MlpKind mlp;
+    int dtype[DECODE_KINDS];
+    const DecodeMatrix *matrix;  // (4 layers + 1), in device memory
+    const floatX *wte, *wpe;     // (V,C); (T,C) or NULL
+    const float *cos_sin;        // (room,HD/2,2) or NULL: no RoPE
+    floatX *keys, *values;       // (L,slots,NKV,room,HD)
+    const DecodeInput *inputs;   // (rows)
+    const int *drawn;            // (slots)
+    float *logits;               // (rows,head_columns)
+    long long *clocks;           // NULL, or where block 0 leaves the clock at both ends of each phase
+
+    DecodePlan plan;
+    int blocks, shared_bytes;
+    float *x;                    // (64,C): residual stream
+    floatX *normed, *q, *y, *h;  // (64,C); (64,NH HD) twice; (64,F)
+    float *parts;                // as DecodeAttention has it
+    unsigned *arrived;
+    unsigned long long *meetings;
+} Decode;
+
+enum {
+    DECODE_OWN_ROWS = 2,    // at most so many are normalised by each block for itself
+    DECODE_NORM_TURNS = 8,  // of four elements of a row that a thread normalises, at most
+};
+
+struct DecodeShared {
+    union {
+        float sums[DECODE_BLOCK_WARPS * DECODE_TILES * DECODE_GROUP * DECODE_SUM_STRIDE];
+        DecodeAttentionShared attention;
+    };
+    unsigned long long barriers[2 * DECODE_STAGES];
+    DecodeMatrix matrix[2];  // of even and odd number
+    float norm_sums[DECODE_OWN_ROWS][2][DECODE_BLOCK_WARPS];
+    int slots[DECODE_MOST_ROWS], positions[DECODE_MOST_ROWS], spans_before[DECODE_MOST_ROWS + 1];
+};
+constexpr int DECODE_SHARED_BYTES = (int)((sizeof(DecodeShared) + 127) / 128 * 128);
+
+static inline __host__ __device__ bool decode_is_normed(DecodeKind kind) {
+    return kind != DECODE_PROJ && kind != DECODE_FCPROJ;
+}
+
+// ---- the rows that are multiplied
+
+// Blocks take turns of the residual stream.
+__device__ inline void decode_embed(const Decode &d, const DecodeShared &s, int rows) {
+    const int step = gridDim.x * DECODE_BLOCK_THREADS;
+    for (int i = blockIdx.x * DECODE_BLOCK_THREADS + threadIdx.x; i < rows * d.C; i += step) {
+        const int row = i / d.C, c = i % d.C;
+        const int given = d.inputs[row].token, token = given < 0 ? d.drawn[s.slots[row]] : given;
+        float x = (float)d.wte[(size_t)token * d.C + c];
+        if (d.wpe) x = __fadd_rn(x, (float)d.wpe[(size_t)s.positions[row] * d.C + c]);
+        d.x[i] = x;
+    }
+}
+// Four neighbouring elements, as they are in memory.
+#ifdef PRECISION_FP32
+typedef float4 DecodeFour;
+__device__ inline void decode_widen_four(float (&to)[4], const DecodeFour &x) {
+    to[0] = x.x;
+    to[1] = x.y;
+    to[2] = x.z;
+    to[3] = x.w;
+}
+__device__ inline DecodeFour decode_narrow_four(const float (&x)[4]) { return DecodeFour{x[0], x[1], x[2], x[3]}; }
+#else
+typedef uint2 DecodeFour;
+__device__ inline void decode_widen_four(float (&to)[4], const DecodeFour &x) {
+    to[0] = bits_float(x.x << 16);
+    to[1] = bits_float(x.x & 0xffff0000u);
+    to[2] = bits_float(x.y << 16);
+    to[3] = bits_float(x.y & 0xffff0000u);
+}
+__device__ inline DecodeFour decode_narrow_four(const float (&x)[4]) {
+    return DecodeFour{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])};
+}
+#endif
+// While the blocks meet: a norm's parameters come to L2.
+__device__ inline void decode_prefetch_norm(const DecodeMatrix &m, int C) {
+    constexpr int LINE = 128 / (int)sizeof(floatX);
+    for (int c = threadIdx.x * LINE; c < C; c += DECODE_BLOCK_THREADS * LINE) {
+        prefetch_l2(m.gain + c);
+        if (m.norm_bias) prefetch_l2(m.norm_bias + c);
+    }
+}
+// Normalises a row by all threads of the block, in registers. store(c, four elements from c on).
+template <typename Store>
+__device__ __forceinline__ void decode_normalise(const Decode &d, const DecodeMatrix &m,
+                                                 float (*sums)[DECODE_BLOCK_WARPS], int row, Store store) {
+    const float share = __fdiv_rn(1, (float)d.C);
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    float x[DECODE_NORM_TURNS][4] = {}, mean = 0, squares = 0;
+    DecodeFour gain[DECODE_NORM_TURNS] = {}, bias[DECODE_NORM_TURNS] = {};
+    const auto each = [&](auto body) {
+        #pragma unroll
+        for (int turn = 0; turn < DECODE_NORM_TURNS; turn++) {
+            const int c = (turn * DECODE_BLOCK_THREADS + (int)threadIdx.x) * 4;
+            if (c < d.C) body(turn, c);
+        }
+    };
+    const auto total = [&](float part, int which) {
+        part = warp_reduce<Sum>(part);
+        if (lane == 0) sums[which][warp] = part;
+        decode_sync();
+        return decode_sum_of_warps(sums[which], 1);
+    };
+    each([&](int turn, int c) {
+        const int4 bits = load_past_l1(d.x + (size_t)row * d.C + c);
+        x[turn][0] = bits_float((uint32_t)bits.x);
+        x[turn][1] = bits_float((uint32_t)bits.y);
+        x[turn][2] = bits_float((uint32_t)bits.z);
+        x[turn][3] = bits_float((uint32_t)bits.w);
+        gain[turn] = *(const DecodeFour *)(m.gain + c);
+        if (m.norm_bias) bias[turn] = *(const DecodeFour *)(m.norm_bias + c);
+    });
+    if (d.norm == NORM_LAYER) {
+        each([&](int turn, int) {
+            #pragma unroll
+            for (int k = 0; k < 4; k++) mean = __fadd_rn(mean, x[turn][k]);
+        });
+        mean = __fmul_rn(total(mean, 0), share);
+    }
+    each([&](int turn, int) {
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float delta = __fsub_rn(x[turn][k], mean);
+            squares = fmaf(delta, delta, squares);
+        }
+    });
+    const float rstd = rsqrtf(fmaf(total(squares, 1), share, d.norm_eps));
+    each([&](int turn, int c) {
+        float g[4], b[4], y[4];
+        decode_widen_four(g, gain[turn]);
+        decode_widen_four(b, bias[turn]);
+        #pragma unroll
+        for (int k = 0; k < 4; k++) y[k] = fmaf(__fmul_rn(__fsub_rn(x[turn][k], mean), rstd), g[k], b[k]);
+        store(c, decode_narrow_four(y));
+    });
+}
+
+// ---- where sums are finished
+
+// What a thread finishes: of a row the columns `column` and `column` + pair. Everything that does not depend on the
+// sums is loaded before they are there.
+struct DecodePair {
+    int tile, row, n, column;  // tile of the pass; n: column of the tile, the other one is n + 8
+    bool valid;
+    float scale[2], bias[2];
+    float other[2];  // the residual stream, or RoPE's angle
+
+    __device__ DecodePair(const Decode &d, const DecodeShared &s, int m, const DecodeShare &share, int pass, int group,
+                          int rows) {
+        const DecodeKind kind = d.plan.kind(m);
+        const DecodeShape &shape = d.plan.shape[kind];
+        const DecodeMatrix &matrix = s.matrix[m % 2];
+        tile = threadIdx.x / (DECODE_GROUP * 8);
+        row = group * DECODE_GROUP + threadIdx.x / 8 % DECODE_GROUP;
+        n = threadIdx.x % 8;
+        valid = row < rows && tile < min(share.each, share.end - pass);
+        if (!valid) return;
+        column = decode_column(shape, pass + tile) + n;
+        const bool residual = !decode_is_normed(kind),
+                   scaled = shape.dtype == DECODE_INT8 || shape.dtype == DECODE_E4M3;
+        const int i = kind == DECODE_QKV ? column % d.HD : 0;
+        #pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int c = column + e * shape.pair;
+            scale[e] = scaled ? ((const float *)matrix.scales)[c] : 1;
+            bias[e] = matrix.bias ? (float)matrix.bias[c] : 0;
+            other[e] = 1 - (float)e;
+            if (residual) other[e] = load_float_past_l1(d.x + (size_t)row * d.C + c);
+            if (kind == DECODE_QKV && d.cos_sin && column < (d.NH + d.NKV) * d.HD)
+                other[e] = d.cos_sin[((size_t)s.positions[row] * (d.HD / 2) + i) * 2 + e];
+        }
+    }
+};
+__device__ inline void decode_finish_qkv(const Decode &d, const DecodeShared &s, int layer, const DecodePair &p,
+                                         float a, float b) {
+    const int head = p.column / d.HD, i = p.column % d.HD;
+    if (d.cos_sin && head < d.NH + d.NKV) rotate_pair(a, b, p.other[0], p.other[1]);
+    floatX *to = d.q + ((size_t)p.row * d.NH + head) * d.HD;
+    if (head >= d.NH) {
+        const int kv = (head - d.NH) % d.NKV;
+        to = head < d.NH + d.NKV ? d.keys : d.values;
+        to += ((((size_t)layer * d.slots + s.slots[p.row]) * d.NKV + kv) * d.room + s.positions[p.row]) * d.HD;
+    }
+    to[i] = (floatX)a;
+    to[i + d.HD / 2] = (floatX)b;
+}
+__device__ inline void decode_finish_fc(const Decode &d, const DecodePair &p, float a, float b) {
+    floatX *h = d.h + (size_t)p.row * d.F + p.column;
+    float slopes[2];
+    if (d.mlp == MLP_SWIGLU) {
+        h[0] = (floatX)Swiglu::apply(slopes, {a, b});
+        return;
+    }
+    float slope[1];
+    h[0] = (floatX)Gelu::apply(slope, {a});
+    h[8] = (floatX)Gelu::apply(slope, {b});
+}
+// The sum over ranks of a projection's partial sum.
+__device__ inline float decode_join_ranks(float x) { return x; }
+__device__ inline void decode_finish(const Decode &d, const DecodeShared &s, int m, const DecodePair &p) {
+    constexpr int WARPS_APART = DECODE_TILES * DECODE_GROUP * DECODE_SUM_STRIDE;
+    const DecodeKind kind = d.plan.kind(m);
+    if (!p.valid) return;
+    const float *sums = decode_sum_place((float *)s.sums, 0, p.tile, p.row % DECODE_GROUP, p.n);
+    float a = __fmul_rn(decode_sum_of_warps(sums, WARPS_APART), p.scale[0]);
+    float b = __fmul_rn(decode_sum_of_warps(sums + 8, WARPS_APART), p.scale[1]);
+    if (!decode_is_normed(kind)) {
+        a = decode_join_ranks(a);
+        b = decode_join_ranks(b);
+    }
+    a = __fadd_rn(a, p.bias[0]);
+    b = __fadd_rn(b, p.bias[1]);
+    if (kind == DECODE_QKV)
+        decode_finish_qkv(d, s, m / 4, p, a, b);
+    else if (kind == DECODE_FC)
+        decode_finish_fc(d, p, a, b);
+    else {
+        const bool head = kind == DECODE_HEAD;
+        float *to = (head ? d.logits : d.x) + (size_t)p.row * (head ? d.head_columns : d.C) + p.column;
+        to[0] = head ? a : __fadd_rn(p.other[0], a);
+        to[8] = head ? b : __fadd_rn(p.other[1], b);
+    }
+}
+
+// ---- phases
+
+// A block's share of matrix m. pair: of the first pass and rows.
+template <typename W, int GROUPS, bool SHARED>
+__device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s, DecodeRing &ring, int m,
+                                               const DecodeRows &in, const DecodeShare &share, DecodePair pair) {
+    constexpr int TILES = decode_tiles_at_once(W::DTYPE, GROUPS);
+    const int row_bytes = decode_row_bytes(d.plan.shape[d.plan.kind(m)]);
+    for (int pass = share.first; pass < share.end; pass += share.each) {
+        const int tiles = min(share.each, share.end - pass);
+        if (pass != share.first) pair = DecodePair(d, s, m, share, pass, 0, in.rows);
+        float acc[TILES][GROUPS][4] = {};
+        decode_accumulate<W, GROUPS, SHARED>(acc, ring, in, tiles, row_bytes);
+        #pragma unroll
+        for (int n = 0; n < GROUPS; n++) {
+            if (n * DECODE_GROUP >= in.rows) break;
+            if (n) pair = DecodePair(d, s, m, share, pass, n, in.rows);
+            decode_sync();  // the sums before are read
+            #pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+                if (tile < tiles) decode_leave_sums(s.sums, acc[tile][n], tile);
+            decode_sync();
+            decode_finish(d, s, m, pair);
+        }
+    }
+}
+template <int GROUPS, bool SHARED>
+__device__ __forceinline__ void decode_matrix(const Decode &d, DecodeShared &s, DecodeRing &ring, int m,
+                                              const DecodeRows &in, const DecodeShare &share, const DecodePair &pair) {
+    switch (d.plan.shape[d.plan.kind(m)].dtype) {
+    case DECODE_INT8: decode_product<WeightsInt8, GROUPS, SHARED>(d, s, ring, m, in, share, pair); break;
+    case DECODE_E4M3: decode_product<WeightsE4m3, GROUPS, SHARED>(d, s, ring, m, in, share, pair); break;
+    case DECODE_INT4: decode_product<WeightsInt4, GROUPS, SHARED>(d, s, ring, m, in, share, pair); break;
+    default: decode_product<WeightsNative, GROUPS, SHARED>(d, s, ring, m, in, share, pair);
+    }
+}
+__device__ inline DecodeAttention decode_layer_attention(const Decode &d, int layer) {
+    const size_t cache = (size_t)layer * d.slots * d.NKV * d.room * d.HD;
+    return {d.NH, d.NKV,   d.HD,     d.room, LOG2E * rsqrtf((float)d.HD), d.q, d.keys + cache, d.values + cache,
+            d.y,  d.parts, d.arrived};
+}
+__device__ __forceinline__ void decode_attention(const Decode &d, DecodeShared &s, const DecodeAttention &a,
+                                                 const DecodeAttended &in, const DecodeTurn &first) {
+    if (d.HD == 64)
+        decode_attend<64>(a, s.attention, in, first);
+    else if (d.HD == 128)
+        decode_attend<128>(a, s.attention, in, first);
+    else
+        decode_attend<256>(a, s.attention, in, first);
+}
+__device__ inline void decode_mark(const Decode &d, int &marks) {
+    if (d.clocks && blockIdx.x == 0 && threadIdx.x == 0) d.clocks[marks++] = clock64();
+}
+__device__ inline void decode_read_inputs(const Decode &d, DecodeShared &s, int rows) {
+    for (int row = threadIdx.x; row < rows; row += DECODE_BLOCK_THREADS) {
+        s.slots[row] = d.inputs[row].slot;
+        s.positions[row] = d.inputs[row].position;
+    }
+    decode_sync();
+    if (threadIdx.x == 0) {
+        s.spans_before[0] = 0;
+        for (int row = 0; row < rows; row++)
+            s.spans_before[row + 1] = s.spans_before[row] + DecodeSpans(s.positions[row]).count;
+    }
+    decode_sync();
+}
+
+// One block on each SM. GROUPS: of 8 rows.
+template <int GROUPS>
+__global__ void __launch_bounds__(DECODE_ALL_THREADS, 1) decode_kernel(const __grid_constant__ Decode d, int rows) {
+    extern __shared__ int4 decode_shared[];
+    DecodeShared &s = *(DecodeShared *)decode_shared;
+    const unsigned own_rows = shared_address(decode_shared) + DECODE_SHARED_BYTES;
+    DecodeRing ring(d.plan, shared_address(s.barriers), own_rows + DECODE_OWN_ROWS * decode_shared_row(d.C));
+    if (threadIdx.x == 0) {
+        ring.init();
+        if (DECODE_BULK) mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x >= DECODE_BLOCK_THREADS) {
+        decode_load(d.plan, ring, GROUPS);
+        return;
+    }
+    unsigned long long meeting = 0;
+    int marks = 0, turn = 0;
+    const auto arrive = [&] {
+        decode_mark(d, marks);
+        grid_arrive(d.meetings, meeting, decode_sync);
+    };
+    const auto wait = [&] {
+        grid_wait(d.meetings, meeting, decode_sync);
+        decode_mark(d, marks);
+    };
+    decode_mark(d, marks);
+    if (threadIdx.x == 0) s.matrix[0] = d.matrix[0];
+    decode_read_inputs(d, s, rows);
+    decode_embed(d, s, rows);
+    const bool own = GROUPS == 1 && rows <= DECODE_OWN_ROWS;
+    for (int m = 0; m < d.plan.matrices; m++) {
+        const DecodeKind kind = d.plan.kind(m);
+        const DecodeShape &shape = d.plan.shape[kind];
+        const DecodeMatrix &matrix = s.matrix[m % 2];
+        if (kind == DECODE_PROJ) {
+            const DecodeAttended attended = {s.slots, s.positions, s.spans_before, rows};
+            const DecodeAttention a = decode_layer_attention(d, m / 4);
+            arrive();
+            const DecodeTurn first(a, attended);
+            decode_prefetch(a, first);
+            wait();
+            decode_attention(d, s, a, attended, first);
+        }
+        // While the other blocks arrive: what does not depend on them.
+        arrive();
+        const DecodeShare share(shape, GROUPS, turn);
+        const DecodePair pair(d, s, m, share, share.first, 0, rows);
+        if (decode_is_normed(kind)) decode_prefetch_norm(matrix, d.C);
+        if (threadIdx.x == DECODE_BLOCK_THREADS - 1 && m + 1 < d.plan.matrices) s.matrix[(m + 1) % 2] = d.matrix[m + 1];
+        wait();
+        DecodeRows in = {kind == DECODE_PROJ ? d.y : kind == DECODE_FCPROJ ? d.h : d.normed, own_rows, rows, shape.K};
+        if (!decode_is_normed(kind)) {
+            decode_matrix<GROUPS, false>(d, s, ring, m, in, share, pair);
+            continue;
+        }
+        if (own) {
+            for (int row = 0; row < rows; row++)
+                decode_normalise(d, matrix, s.norm_sums[row], row, [&](int c, const DecodeFour &y) {
+                    char *to = (char *)decode_shared + DECODE_SHARED_BYTES + row * decode_shared_row(d.C);
+                    *(DecodeFour *)((floatX *)to + c) = y;
+                });
+            decode_sync();
+            if constexpr (GROUPS == 1) decode_matrix<GROUPS, true>(d, s, ring, m, in, share, pair);
+            continue;
+        }
+        for (int row = blockIdx.x; row < rows; row += gridDim.x)
+            decode_normalise(d, matrix, s.norm_sums[0], row, [&](int c, const DecodeFour &y) {
+                *(DecodeFour *)(d.normed + (size_t)row * d.C + c) = y;
+            });
+        arrive();
+        wait();
+        decode_matrix<GROUPS, false>(d, s, ring, m, in, share, pair);
+    }
+    decode_mark(d, marks);
+}
+
+// ---- host
+
+static inline DecodeShape decode_shape(const Decode *d, DecodeKind kind) {
+    const int gated = mlp_is_gated(d->mlp), attended = d->NH * d->HD;
+    switch (kind) {
+    case DECODE_QKV: return {(d->NH + 2 * d->NKV) * d->HD, d->C, d->HD / 2, d->dtype[kind]};
+    case DECODE_PROJ: return {d->C, attended, 8, d->dtype[kind]};
+    case DECODE_FC: return {gated ? 2 * d->F : d->F, d->C, gated ? d->F : 8, d->dtype[kind]};
+    case DECODE_FCPROJ: return {d->C, d->F, 8, d->dtype[kind]};
+    case DECODE_HEAD: return {d->head_columns, d->C, 8, d->dtype[kind]};
+    default: unhandled(kind);
+    }
+}
+// Shared memory beside the ring.
+static inline int decode_fixed_bytes(const Decode *d) {
+    return DECODE_SHARED_BYTES + DECODE_OWN_ROWS * (int)decode_shared_row(d->C);
+}
+// Whether the kernel has these sizes, and this GPU enough shared memory for them.
+static inline int decode_fits(const Decode *d) {
+    int fits = d->HD % 16 == 0 && d->HD <= DECODE_MOST_HD && d->C <= DECODE_NORM_TURNS * DECODE_BLOCK_THREADS * 4;
+    for (int k = 0; k < DECODE_KINDS; k++) {
+        const DecodeShape s = decode_shape(d, (DecodeKind)k);
+        fits &= s.columns % DECODE_COLUMNS == 0 && s.pair % 8 == 0 && decode_row_bytes(s) % DECODE_PIECE == 0;
+        fits &= s.K % (s.dtype == DECODE_INT4 ? DECODE_INT4_GROUP : 1) == 0;
+        fits &= decode_fixed_bytes(d) + 2 * decode_stage_bytes(s.dtype) <=
+                device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    }
+    return fits;
+}
+// Decides how this GPU runs it.
+static inline void decode_prepare(Decode *d) {
+    DecodePlan *p = &d->plan;
+    d->blocks = device_attribute(cudaDevAttrMultiProcessorCount);
+    p->matrices = 4 * d->layers + 1;
+    p->matrix = d->matrix;
+    p->stage_bytes = 0;
+    for (int k = 0; k < DECODE_KINDS; k++) {
+        DecodeShape *s = &p->shape[k];
+        *s = decode_shape(d, (DecodeKind)k);
+        s->each = s->columns / DECODE_COLUMNS / d->blocks;
+        s->more = s->columns / DECODE_COLUMNS % d->blocks;
+        p->stage_bytes = p->stage_bytes > decode_stage_bytes(s->dtype) ? p->stage_bytes : decode_stage_bytes(s->dtype);
+    }
+    const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - decode_fixed_bytes(d);
+    p->stages = room / p->stage_bytes < DECODE_STAGES ? room / p->stage_bytes : DECODE_STAGES;
+    d->shared_bytes = decode_fixed_bytes(d) + p->stages * p->stage_bytes;
+}
+// Places the buffers of a step in `memory`, which holds zeros; returns the bytes that they take. NULL: only these.
+static inline size_t decode_workspace(Decode *d, void *memory) {
+    size_t at = 0;
+    const auto place = [&](auto **pointer, size_t count) {
+        if (memory) *(void **)pointer = (char *)memory + at;
+        at += round_up(count * sizeof **pointer, 256);
+    };
+    const size_t rows = DECODE_MOST_ROWS, width = (size_t)d->NH * d->HD;
+    place(&d->meetings, 1);
+    place(&d->arrived, rows * d->NKV);
+    place(&d->x, rows * d->C);
+    place(&d->normed, rows * d->C);
+    place(&d->q, rows * width);
+    place(&d->y, rows * width);
+    place(&d->h, rows * d->F);
+    place(&d->parts, rows * d->NH * DECODE_SPANS * (d->HD + 2));
+    return at;
+}
+#ifdef __CUDACC__  // not where a CPU runs the kernel (dev/test/decode.cpp)
+static inline void decode_launch(const Decode *d, int rows, cudaStream_t stream) {
+    const auto kernel = rows <= 8    ? decode_kernel<1>
+                        : rows <= 16 ? decode_kernel<2>
+                        : rows <= 32 ? decode_kernel<4>
+                                     : decode_kernel<8>;
+    assert(rows >= 1 && rows <= DECODE_MOST_ROWS);
+    cudaLaunchAttribute together;
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = dim3((unsigned)d->blocks);
+    launch.blockDim = dim3(DECODE_ALL_THREADS);
+    launch.dynamicSmemBytes = (size_t)d->shared_bytes;
+    launch.stream = stream;
+    launch.attrs = &together;
+    launch.numAttrs = 1;
+    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, d->shared_bytes));
+    cudaCheck(cudaLaunchKernelEx(&launch, kernel, *d, rows));
+}
+#endif
+
+#endif

@@ -1,0 +1,342 @@
+// Attention of a step of generation: each row's queries see its slot's keys up to its position.
+// An item is a row, a head of keys, up to 8 of its queries and a span of chunks of 128 keys. A block has an item, each
+// of its warps 16 keys of each chunk (a turn), for all queries, on tensor cores: scores (queries x keys), weights
+// (exp2, online: Milakov and Gimelshein, arXiv:1805.02867), then values (dimensions x queries). Weights are rounded to
+// bf16. While a turn is computed, the next one's keys and values are on their way to L2. In the end the warps' sums are
+// joined in shared memory. What several spans give is written to scratch, and who finishes last joins them in their
+// order. The spans follow from the position alone, so a row's bits do not depend on the rows beside it.
+#ifndef LLMC_DECODE_ATTENTION_CUH
+#define LLMC_DECODE_ATTENTION_CUH
+
+#include "decode_product.cuh"
+
+enum {
+    DECODE_WARP_KEYS = 16,
+    DECODE_CHUNK_KEYS = DECODE_BLOCK_WARPS * DECODE_WARP_KEYS,
+    DECODE_SPANS = 32,   // of a row, at most
+    DECODE_QUERIES = 8,  // of an item
+    DECODE_MOST_HD = 256,
+    DECODE_JOIN = 64,  // dimensions that are joined at once
+};
+
+// Chunks are divided over at most DECODE_SPANS spans of as many chunks each, the last of fewer.
+struct DecodeSpans {
+    int chunks, each, count;
+    __host__ __device__ DecodeSpans(int position) {
+        chunks = position / DECODE_CHUNK_KEYS + 1;
+        each = (chunks + DECODE_SPANS - 1) / DECODE_SPANS;
+        count = (chunks + each - 1) / each;
+    }
+};
+struct DecodeAttention {
+    int NH, NKV, HD, room;
+    float scale;            // 1 / sqrt(HD) and log2 e
+    const floatX *q;        // (rows, NH * HD)
+    floatX *keys, *values;  // (slots, NKV, room, HD) of a layer
+    floatX *out;            // (rows, NH * HD)
+    // (rows, NH, DECODE_SPANS, HD + 2): the sum weighted by exp2, then maximum and sum of exp2
+    float *parts;
+    unsigned *arrived;  // (rows, NKV), zeros
+};
+// In shared memory, where sums of products are at other times.
+struct DecodeAttentionShared {
+    float acc[DECODE_BLOCK_WARPS][DECODE_QUERIES][DECODE_JOIN + 2];
+    float highest[DECODE_BLOCK_WARPS][DECODE_QUERIES], sum[DECODE_BLOCK_WARPS][DECODE_QUERIES];
+    int last;
+};
+// The rows of a step, in shared memory. spans_before (rows + 1): spans of the rows before.
+struct DecodeAttended {
+    const int *slots, *positions, *spans_before;
+    int rows;
+};
+
+// A chunk of an item.
+struct DecodeTurn {
+    int item, row, slot, position, kv, query, queries, span, chunk, end;
+    bool valid;
+
+    __device__ DecodeTurn(const DecodeAttention &a, const DecodeAttended &in) : item(blockIdx.x), row(0) {
+        open(a, in);
+    }
+    __device__ void open(const DecodeAttention &a, const DecodeAttended &in) {
+        const int group = a.NH / a.NKV, parts = (group + DECODE_QUERIES - 1) / DECODE_QUERIES, each = a.NKV * parts;
+        valid = item < in.spans_before[in.rows] * each;
+        if (!valid) return;
+        const int at = item / each, rest = item % each;
+        while (in.spans_before[row + 1] <= at) row++;
+        slot = in.slots[row];
+        position = in.positions[row];
+        kv = rest / parts;
+        query = rest % parts * DECODE_QUERIES;
+        queries = min((int)DECODE_QUERIES, group - query);
+        query += kv * group;
+        span = at - in.spans_before[row];
+        const DecodeSpans spans(position);
+        chunk = span * spans.each;
+        end = min(chunk + spans.each, spans.chunks);
+    }
+    __device__ void next(const DecodeAttention &a, const DecodeAttended &in) {
+        if (++chunk < end) return;
+        item += gridDim.x;
+        open(a, in);
+    }
+    __device__ int first_key() const {
+        return chunk * DECODE_CHUNK_KEYS + (int)(threadIdx.x / WARP) * DECODE_WARP_KEYS;
+    }
+};
+
+// Lets a warp's keys and values of a turn come to L2.
+__device__ inline void decode_prefetch(const DecodeAttention &a, const DecodeTurn &turn) {
+    const int lane = threadIdx.x % WARP, key = turn.first_key() + lane / 2;
+    if (!turn.valid || key > turn.position) return;
+    const size_t at = (((size_t)turn.slot * a.NKV + turn.kv) * a.room + key) * a.HD * sizeof(floatX);
+    for (int i = lane % 2 * 128; i < a.HD * (int)sizeof(floatX); i += 256) {
+        prefetch_l2((const char *)a.keys + at + i);
+        prefetch_l2((const char *)a.values + at + i);
+    }
+}
+// A warp's part of an item. ROOM: for HD dimensions, precisely so many up to 128. With g = lane / 4 and t = lane % 4 a
+// lane has of each 4 vectors of query g and of keys g and g + 8 the one with number t, of each 8 vectors of the values
+// of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 the one with number g.
+template <int ROOM> struct DecodeWarp {
+    static constexpr int EACH = VecX::size, PIECES = ROOM / (4 * EACH), BLOCKS = ROOM / (8 * EACH), TILES = EACH / 2;
+    static constexpr bool EXACT = ROOM <= 128;  // otherwise there are registers for a part of the keys and values only
+    const DecodeAttention &a;
+    int4 k[2][PIECES], v[4][BLOCKS];
+    float acc[BLOCKS][TILES][4];  // of two neighbouring dimensions, each for queries 2 t and 2 t + 1
+    float highest, sum;           // of query g; sum: over this lane's keys
+    float score[2][4];            // of query g and keys 2 t and 2 t + 1, then 8 further
+
+    __device__ int HD() const { return EXACT ? ROOM : a.HD; }
+    // Vectors `vector` + i * step of a key; zeros behind the position.
+    template <int STEP, int COUNT, typename Put>
+    __device__ void load(const floatX *from, const DecodeTurn &turn, int key, int vector, Put put) const {
+        const floatX *row = from + (((size_t)turn.slot * a.NKV + turn.kv) * a.room + key) * HD();
+        const bool seen = turn.valid && key <= turn.position;
+        #pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            int4 bits = {0, 0, 0, 0};
+            const int d = (vector + i * STEP) * EACH;
+            if (seen && (EXACT || d < HD())) bits = load_past_l1(row + d);
+            put(i, bits);
+        }
+    }
+    __device__ void load_keys(const DecodeTurn &turn, int i) {
+        load<4, PIECES>(a.keys, turn, turn.first_key() + threadIdx.x % WARP / 4 + 8 * i, threadIdx.x % 4,
+                        [&](int p, const int4 &x) { k[i][p] = x; });
+    }
+    // Block b; all of them: -1.
+    __device__ void load_values(const DecodeTurn &turn, int b) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int key = turn.first_key() + threadIdx.x % 4 * 2 + i % 2 + i / 2 * 8, g = threadIdx.x % WARP / 4;
+            if (b < 0)
+                load<8, BLOCKS>(a.values, turn, key, g, [&](int block, const int4 &x) { v[i][block] = x; });
+            else
+                load<8, 1>(a.values, turn, key, 8 * b + g, [&](int, const int4 &x) { v[i][b] = x; });
+        }
+    }
+    __device__ void open() {
+        #pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+            #pragma unroll
+            for (int j = 0; j < TILES; j++)
+                #pragma unroll
+                for (int e = 0; e < 4; e++) acc[b][j][e] = 0;
+        highest = -INFINITY;
+        sum = 0;
+    }
+    // The queries are loaded each time: there are no registers for them.
+    __device__ void take_scores(const DecodeTurn &turn) {
+        const int g = threadIdx.x % WARP / 4;
+        const floatX *from = a.q + ((size_t)turn.row * a.NH + turn.query + g) * HD();
+        load_keys(turn, 0);
+        load_keys(turn, 1);
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) score[i][e] = 0;
+        #pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            const int vector = 4 * p + threadIdx.x % 4;
+            int4 q = {0, 0, 0, 0};
+            unsigned x[4];
+            if (g < turn.queries && (EXACT || vector * EACH < HD())) q = load_past_l1(from + vector * EACH);
+            decode_words(x, q);
+            const unsigned rows[2][4] = {{x[0], 0, x[1], 0}, {x[2], 0, x[3], 0}};
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int4 &key = k[i][p];
+                decode_mma(score[i], rows[0], (unsigned)key.x, (unsigned)key.y);
+                decode_mma(score[i], rows[1], (unsigned)key.z, (unsigned)key.w);
+            }
+        }
+    }
+    // Scores become weights.
+    __device__ void weigh(const DecodeTurn &turn) {
+        const int lane = threadIdx.x % WARP, t = lane % 4;
+        float top = highest;
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            #pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const bool seen = turn.first_key() + 8 * i + 2 * t + e <= turn.position;
+                score[i][e] = seen ? __fmul_rn(score[i][e], a.scale) : -INFINITY;
+                top = fmaxf(top, score[i][e]);
+            }
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        const float keep = exp2_approx(__fsub_rn(highest, top));
+        highest = top;
+        sum = __fmul_rn(sum, keep);
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            #pragma unroll
+            for (int e = 0; e < 2; e++) {
+                score[i][e] = exp2_approx(__fsub_rn(score[i][e], top));
+                sum = __fadd_rn(sum, score[i][e]);
+            }
+        const float keeps[2] = {__shfl_sync(0xffffffffu, keep, 8 * t), __shfl_sync(0xffffffffu, keep, 8 * t + 4)};
+        #pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+            #pragma unroll
+            for (int j = 0; j < TILES; j++)
+                #pragma unroll
+                for (int e = 0; e < 4; e++) acc[b][j][e] = __fmul_rn(acc[b][j][e], keeps[e % 2]);
+    }
+    __device__ void add_values(const DecodeTurn &turn) {
+        #pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            unsigned x[4][4];
+            if (!EXACT) load_values(turn, b);
+            #pragma unroll
+            for (int i = 0; i < 4; i++) decode_words(x[i], v[i][b]);
+            #pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                #ifdef PRECISION_FP32
+                for (int i = 0; i < 2; i++) {
+                    const unsigned *first = x[2 * i], *second = x[2 * i + 1];
+                    const unsigned rows[4] = {first[2 * j], first[2 * j + 1], second[2 * j], second[2 * j + 1]};
+                    decode_mma(acc[b][j], rows, float_bits(score[i][0]), float_bits(score[i][1]));
+                }
+                #else
+                const unsigned rows[4] = {__byte_perm(x[0][j], x[1][j], 0x5410), __byte_perm(x[0][j], x[1][j], 0x7632),
+                                          __byte_perm(x[2][j], x[3][j], 0x5410), __byte_perm(x[2][j], x[3][j], 0x7632)};
+                decode_mma(acc[b][j], rows, pack_bf16(score[0][0], score[0][1]), pack_bf16(score[1][0], score[1][1]));
+                #endif
+            }
+        }
+    }
+    // Joins the warps' sums.
+    __device__ void close(const DecodeTurn &turn, DecodeAttentionShared &shared, bool whole) {
+        constexpr int WIDTH = 8 * EACH;
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        #pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            if (b * WIDTH >= HD()) break;
+            decode_sync();  // what was there before is read
+            if (t == 0) {
+                shared.highest[warp][g] = highest;
+                shared.sum[warp][g] = sum;
+            }
+            #pragma unroll
+            for (int j = 0; j < TILES; j++)
+                #pragma unroll
+                for (int e = 0; e < 2; e++)
+                    *(float2 *)&shared.acc[warp][2 * t + e][g * EACH + 2 * j] = float2{acc[b][j][e], acc[b][j][2 + e]};
+            decode_sync();
+            for (int i = threadIdx.x; i < turn.queries * WIDTH; i += DECODE_BLOCK_THREADS)
+                if (b * WIDTH + i % WIDTH < HD()) join_warps(turn, shared, i / WIDTH, i % WIDTH, b * WIDTH, whole);
+        }
+    }
+    __device__ void join_warps(const DecodeTurn &turn, const DecodeAttentionShared &shared, int query, int d, int first,
+                               bool whole) const {
+        float top = -INFINITY, x = 0, total = 0;
+        #pragma unroll
+        for (int w = 0; w < DECODE_BLOCK_WARPS; w++) top = fmaxf(top, shared.highest[w][query]);
+        #pragma unroll
+        for (int w = 0; w < DECODE_BLOCK_WARPS; w++) {
+            const float add = exp2_approx(__fsub_rn(shared.highest[w][query], top));
+            x = fmaf(shared.acc[w][query][d], add, x);
+            total = fmaf(shared.sum[w][query], add, total);
+        }
+        const size_t at = (size_t)turn.row * a.NH + turn.query + query;
+        if (whole) {
+            a.out[at * HD() + first + d] = (floatX)__fdiv_rn(x, total);
+            return;
+        }
+        float *part = a.parts + (at * DECODE_SPANS + turn.span) * (HD() + 2);
+        part[first + d] = x;
+        if (first + d == 0) {
+            part[HD()] = top;
+            part[HD() + 1] = total;
+        }
+    }
+};
+// All spans of a row and head are in scratch.
+__device__ inline void decode_join_spans(const DecodeAttention &a, int HD, int row, int kv, int spans) {
+    constexpr int AT_ONCE = 8;
+    const int group = a.NH / a.NKV, stride = HD + 2;
+    for (int i = threadIdx.x; i < group * HD; i += DECODE_BLOCK_THREADS) {
+        const int d = i % HD;
+        const size_t query = (size_t)row * a.NH + kv * group + i / HD;
+        const float *part = a.parts + query * DECODE_SPANS * stride;
+        float top = -INFINITY, x = 0, total = 0;
+        for (int first = 0; first < spans; first += AT_ONCE, part += AT_ONCE * stride) {
+            float highest[AT_ONCE], sum[AT_ONCE], value[AT_ONCE];
+            #pragma unroll
+            for (int s = 0; s < AT_ONCE; s++) {
+                const bool there = first + s < spans;
+                highest[s] = there ? part[s * stride + HD] : -INFINITY;
+                sum[s] = there ? part[s * stride + HD + 1] : 0;
+                value[s] = there ? part[s * stride + d] : 0;
+            }
+            const float before = top;
+            #pragma unroll
+            for (int s = 0; s < AT_ONCE; s++) top = fmaxf(top, highest[s]);
+            const float keep = exp2_approx(__fsub_rn(before, top));
+            x = __fmul_rn(x, keep);
+            total = __fmul_rn(total, keep);
+            #pragma unroll
+            for (int s = 0; s < AT_ONCE; s++) {
+                const float add = exp2_approx(__fsub_rn(highest[s], top));
+                x = fmaf(value[s], add, x);
+                total = fmaf(sum[s], add, total);
+            }
+        }
+        a.out[query * HD + d] = (floatX)__fdiv_rn(x, total);
+    }
+}
+template <int ROOM>
+__device__ __forceinline__ void decode_attend(const DecodeAttention &a, DecodeAttentionShared &shared,
+                                              const DecodeAttended &in, DecodeTurn turn) {
+    DecodeWarp<ROOM> warp = {a};
+    bool opens = true;
+    while (turn.valid) {
+        if (opens) warp.open();
+        const bool has_keys = turn.first_key() <= turn.position;
+        if (has_keys) warp.take_scores(turn);
+        DecodeTurn next = turn;
+        next.next(a, in);
+        decode_prefetch(a, next);
+        if (has_keys) {
+            if (warp.EXACT) warp.load_values(turn, -1);  // not before: keys and values together are too many registers
+            warp.weigh(turn);
+            warp.add_values(turn);
+        }
+        opens = next.item != turn.item;
+        if (opens) {
+            const int spans = DecodeSpans(turn.position).count, group = a.NH / a.NKV;
+            warp.close(turn, shared, spans == 1);
+            if (spans > 1 &&
+                last_to_arrive(a.arrived + turn.row * a.NKV + turn.kv,
+                               spans * ((group + DECODE_QUERIES - 1) / DECODE_QUERIES), &shared.last, decode_sync))
+                decode_join_spans(a, warp.HD(), turn.row, turn.kv, spans);
+        }
+        turn = next;
+    }
+}
+
+#endif

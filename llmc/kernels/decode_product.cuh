@@ -1,0 +1,296 @@
+// Products of a step's rows with the streamed weights, on tensor cores: 16 columns of the output by 8 rows at a time.
+// Weights are widened in registers. A lane takes 16 bytes of two rows of weights (8 bf16 or 32 int4) and the same
+// elements of a row; the order of k inside an instruction does not matter, as long as both sides have the same.
+// A sum is taken over a warp's pieces in their order, then over the warps as a tree. So its bits depend on K and the
+// dtype alone, not on the rows beside it. Where bits must not depend on how a loop is compiled, rounding is spelt out.
+#ifndef LLMC_DECODE_PRODUCT_CUH
+#define LLMC_DECODE_PRODUCT_CUH
+
+#include "../fp8.h"
+#include "decode_stream.cuh"
+
+enum {
+    DECODE_GROUP = 8,                        // rows of an instruction
+    DECODE_MOST_ROWS = 64,                   // of a step
+    DECODE_TILES = 4,                        // of a pass, at most
+    DECODE_SUM_STRIDE = DECODE_COLUMNS + 4,  // floats: lanes that store sums have all banks
+};
+// The threads that compute, without the warp that loads.
+__device__ inline void decode_sync() { named_barrier(1, DECODE_BLOCK_THREADS); }
+
+// ---- how weights are widened: of 16 bytes, step `v` becomes the 4 registers that go with 16 bytes of a row
+// GROUPED: scales are those of groups, of 128 weights each. SPREAD: the 8 elements of a step are in another order.
+
+struct WeightsNative {
+    static constexpr int DTYPE = DECODE_NATIVE;
+    static constexpr int ELEMENTS = 16 / sizeof(floatX);
+    static constexpr bool GROUPED = false, SPREAD = false;
+    __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) w[i] = x[i];
+    }
+};
+#ifdef PRECISION_FP32  // need not be fast
+struct WeightsInt8 {
+    static constexpr int DTYPE = DECODE_INT8;
+    static constexpr int ELEMENTS = 16;
+    static constexpr bool GROUPED = false, SPREAD = false;
+    __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
+        for (int i = 0; i < 4; i++) w[i] = float_bits((float)(int8_t)(x[v] >> i * 8));
+    }
+};
+struct WeightsE4m3 {
+    static constexpr int DTYPE = DECODE_E4M3;
+    static constexpr int ELEMENTS = 16;
+    static constexpr bool GROUPED = false, SPREAD = false;
+    __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
+        for (int i = 0; i < 4; i++) w[i] = float_bits(fp8_to_float(FP8_E4M3, (uint8_t)(x[v] >> i * 8)));
+    }
+};
+struct WeightsInt4 {
+    static constexpr int DTYPE = DECODE_INT4;
+    static constexpr int ELEMENTS = 32;
+    static constexpr bool GROUPED = true, SPREAD = false;
+    __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
+        for (int i = 0; i < 4; i++) w[i] = float_bits((float)(x[v / 2] >> (v % 2 * 4 + i) * 4 & 15) - 8);
+    }
+};
+#else
+constexpr unsigned BF16_ONE = 0x3f803f80;
+// Two neighbouring bytes of a word, each in the low half of a bf16 whose upper byte is that of `upper`.
+__device__ inline unsigned spread_bytes(unsigned word, unsigned pair, unsigned upper) {
+    return __byte_perm(word, upper, pair ? 0x4342 : 0x4140);
+}
+// With m the low 7 bits and s the sign bit of a byte, its value is m - s. 128 + m and 128 + s are bf16s that have these
+// bits as their mantissa (s: the last bit of the exponent, 256).
+struct WeightsInt8 {
+    static constexpr int DTYPE = DECODE_INT8;
+    static constexpr int ELEMENTS = 16;
+    static constexpr bool GROUPED = false, SPREAD = false;
+    __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const unsigned y = spread_bytes(x[2 * v + i / 2], i % 2, 0x43);
+            w[i] = fma_bf16(y & 0xff7fff7f, BF16_ONE, (y & 0xff80ff80) | 0x80008000);
+        }
+    }
+};
+// The bits of an e4m3 are those of a bf16 that is 2^120 times smaller: both steps are exact, subnormals too.
+struct WeightsE4m3 {
+    static constexpr int DTYPE = DECODE_E4M3;
+    static constexpr int ELEMENTS = 16;
+    static constexpr bool GROUPED = false, SPREAD = false;
+    __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const unsigned y = spread_bytes(x[2 * v + i / 2], i % 2, 0);
+            w[i] = fma_bf16((y & 0x007f007f) << 4 | (y & 0x00800080) << 8, 0x7b807b80, 0x80008000);
+        }
+    }
+};
+// 128 + n is a bf16 with n in its mantissa; n - 8 is the value. Of 8 elements, register i gets i and i + 4.
+struct WeightsInt4 {
+    static constexpr int DTYPE = DECODE_INT4;
+    static constexpr int ELEMENTS = 32;
+    static constexpr bool GROUPED = true, SPREAD = true;
+    __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++)
+            w[i] = fma_bf16((x[v] >> i * 4 & 0x000f000f) | 0x43004300, BF16_ONE, 0xc308c308);  // - 136
+    }
+};
+#endif
+__device__ inline void decode_words(unsigned (&w)[4], const int4 &x) {
+    w[0] = (unsigned)x.x;
+    w[1] = (unsigned)x.y;
+    w[2] = (unsigned)x.z;
+    w[3] = (unsigned)x.w;
+}
+// 8 elements of a row in the order in which int4 weights are widened.
+__device__ inline int4 decode_spread(const int4 &x) {
+    int4 y;
+    y.x = (int)__byte_perm((unsigned)x.x, (unsigned)x.z, 0x5410);
+    y.y = (int)__byte_perm((unsigned)x.x, (unsigned)x.z, 0x7632);
+    y.z = (int)__byte_perm((unsigned)x.y, (unsigned)x.w, 0x5410);
+    y.w = (int)__byte_perm((unsigned)x.y, (unsigned)x.w, 0x7632);
+    return y;
+}
+
+// ---- the product of 16 columns of the output and 8 rows
+
+#ifdef PRECISION_FP32
+// Not inlined: of hundreds of copies the assembler would have minutes of work.
+static __device__ __noinline__ float4 decode_mma_fp32(float4 c, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                                      unsigned b0, unsigned b1) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    const auto from = [](unsigned x, int there) { return bits_float(__shfl_sync(0xffffffffu, x, there)); };
+    for (int k = 0; k < 4; k++) {
+        const float x0 = from(a0, g * 4 + k), x1 = from(a1, g * 4 + k), x2 = from(a2, g * 4 + k),
+                    x3 = from(a3, g * 4 + k);
+        const float v0 = from(b0, 8 * t + k), v1 = from(b1, 8 * t + k);
+        const float w0 = from(b0, 8 * t + 4 + k), w1 = from(b1, 8 * t + 4 + k);
+        c = {fmaf(x2, v1, fmaf(x0, v0, c.x)), fmaf(x2, w1, fmaf(x0, w0, c.y)), fmaf(x3, v1, fmaf(x1, v0, c.z)),
+             fmaf(x3, w1, fmaf(x1, w0, c.w))};
+    }
+    return c;
+}
+#endif
+// c (16, 8): a lane's registers of a are those of its rows g and g + 8, then again of the next k; b0 and b1 are of
+// column g.
+__device__ inline void decode_mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    #ifdef PRECISION_FP32
+    const float4 sum = decode_mma_fp32(float4{c[0], c[1], c[2], c[3]}, a[0], a[1], a[2], a[3], b0, b1);
+    c[0] = sum.x;
+    c[1] = sum.y;
+    c[2] = sum.z;
+    c[3] = sum.w;
+    #else
+    mma_m16n8k16(c, a, b0, b1);
+    #endif
+}
+
+// ---- the rows that are multiplied
+
+// Rows of floatX, in global memory or, if they have room there, in shared memory: then DECODE_PAD bytes apart.
+struct DecodeRows {
+    const floatX *from;  // (rows, K)
+    unsigned shared;     // 0: global
+    int rows, K;
+};
+static inline __host__ __device__ unsigned decode_shared_row(int K) {
+    return (unsigned)K * sizeof(floatX) + DECODE_PAD;
+}
+
+// What a lane needs of GROUPS groups of 8 rows for a warp's pieces of a segment: of its row 4 t.. vectors that go with
+// its 16 bytes of weights.
+template <typename W, int GROUPS, bool SHARED> struct DecodeOperand {
+    static constexpr int PIECES = decode_segment(W::DTYPE, GROUPS) / DECODE_BLOCK_WARPS / DECODE_PIECE;
+    static constexpr int STEPS = W::ELEMENTS / VecX::size;
+    int4 x[PIECES][GROUPS][STEPS];
+
+    // first: piece of the row. Behind `pieces` there are zeros.
+    __device__ void load(const DecodeRows &in, int first, int pieces) {
+        const int t = threadIdx.x % 4, g = threadIdx.x % WARP / 4;
+        #pragma unroll
+        for (int i = 0; i < PIECES; i++)
+            #pragma unroll
+            for (int n = 0; n < GROUPS; n++) {
+                const int row = n * DECODE_GROUP + g, piece = first + i * DECODE_BLOCK_WARPS;
+                const bool there = row < in.rows && piece < pieces;
+                #pragma unroll
+                for (int v = 0; v < STEPS; v++) {
+                    const int vector = (piece * 4 + t) * STEPS + v;
+                    int4 bits = {0, 0, 0, 0};
+                    if (there && SHARED) bits = load_shared_16(in.shared + row * decode_shared_row(in.K) + vector * 16);
+                    if (there && !SHARED) bits = load_past_l1(in.from + (size_t)row * in.K + vector * VecX::size);
+                    x[i][n][v] = W::SPREAD ? decode_spread(bits) : bits;
+                }
+            }
+    }
+};
+
+// ---- the sums of a pass
+
+// A warp's piece of a stage. at: this lane's 16 bytes of row g; scales: the piece's of row g.
+template <typename W, int GROUPS, bool SHARED>
+__device__ __forceinline__ void decode_multiply(float (&acc)[GROUPS][4], unsigned at, unsigned stride, unsigned scales,
+                                                const int4 (&rows)[GROUPS][DecodeOperand<W, GROUPS, SHARED>::STEPS]) {
+    constexpr int STEPS = DecodeOperand<W, GROUPS, SHARED>::STEPS;
+    constexpr int SCALES = decode_scale_segment(decode_segment(W::DTYPE, GROUPS));
+    unsigned x[2][4];
+    float sum[GROUPS][4] = {};
+    decode_words(x[0], load_shared_16(at));
+    decode_words(x[1], load_shared_16(at + 8 * stride));
+    #pragma unroll
+    for (int v = 0; v < STEPS; v++) {
+        unsigned w[2][4];
+        W::widen(w[0], x[0], v);
+        W::widen(w[1], x[1], v);
+        #pragma unroll
+        for (int n = 0; n < GROUPS; n++) {
+            unsigned b[4];
+            decode_words(b, rows[n][v]);
+            #pragma unroll
+            for (int s = 0; s < 2; s++) {
+                const unsigned a[4] = {w[0][2 * s], w[1][2 * s], w[0][2 * s + 1], w[1][2 * s + 1]};
+                decode_mma(W::GROUPED ? sum[n] : acc[n], a, b[2 * s], b[2 * s + 1]);
+            }
+        }
+    }
+    if constexpr (W::GROUPED) {
+        float scale[2];
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const unsigned both = load_shared_4((scales & ~3u) + i * 8 * SCALES);
+            scale[i] = bits_float(scales & 2 ? both & 0xffff0000u : both << 16);
+        }
+        #pragma unroll
+        for (int n = 0; n < GROUPS; n++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) acc[n][e] = fmaf(sum[n][e], scale[e / 2], acc[n][e]);
+    }
+}
+// tiles: of this pass. The rows' part of the next segment is loaded while this one is multiplied, if there are
+// registers.
+template <typename W, int GROUPS, bool SHARED, int TILES>
+__device__ __forceinline__ void decode_accumulate(float (&acc)[TILES][GROUPS][4], DecodeRing &ring,
+                                                  const DecodeRows &in, int tiles, int row_bytes) {
+    typedef DecodeOperand<W, GROUPS, SHARED> Operand;
+    constexpr int SEGMENT = decode_segment(W::DTYPE, GROUPS), STRIDE = SEGMENT + DECODE_PAD;
+    constexpr bool AHEAD = sizeof(Operand) <= (GROUPS == 1 ? 128 : 64);
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, pieces = row_bytes / DECODE_PIECE;
+    const unsigned offset = g * STRIDE + warp * DECODE_PIECE + lane % 4 * 16;
+    const unsigned scales = DECODE_COLUMNS * STRIDE + g * decode_scale_segment(SEGMENT) + warp * 2;
+    Operand rows, next;
+    int piece = warp;
+    rows.load(in, piece, pieces);
+    for (int at = 0; at < row_bytes; at += SEGMENT) {
+        if (AHEAD) next.load(in, piece + SEGMENT / DECODE_PIECE, pieces);
+        #pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            if (tile >= tiles) break;
+            ring.wait_full();
+            #pragma unroll
+            for (int i = 0; i < Operand::PIECES; i++)
+                if (piece + i * DECODE_BLOCK_WARPS < pieces)
+                    decode_multiply<W, GROUPS, SHARED>(acc[tile], ring.address + offset + i * (SEGMENT / 2), STRIDE,
+                                                       ring.address + scales + i * DECODE_BLOCK_WARPS * 2, rows.x[i]);
+            ring.release();
+        }
+        piece += SEGMENT / DECODE_PIECE;
+        if (AHEAD)
+            rows = next;
+        else
+            rows.load(in, piece, pieces);
+    }
+}
+
+// The sums of 8 rows over all warps: sums (warps, DECODE_TILES, 8, DECODE_SUM_STRIDE) in shared memory.
+__device__ inline float *decode_sum_place(float *sums, int warp, int tile, int row, int column) {
+    return sums + ((warp * DECODE_TILES + tile) * DECODE_GROUP + row) * DECODE_SUM_STRIDE + column;
+}
+__device__ inline void decode_leave_sums(float *sums, const float (&acc)[4], int tile) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    #pragma unroll
+    for (int e = 0; e < 4; e++)
+        *decode_sum_place(sums, threadIdx.x / WARP, tile, 2 * t + e % 2, g + e / 2 * 8) = acc[e];
+}
+template <int N> __device__ inline float decode_tree(const float (&x)[N]) {
+    if constexpr (N == 1)
+        return x[0];
+    else {
+        float y[N / 2];
+        #pragma unroll
+        for (int i = 0; i < N / 2; i++) y[i] = __fadd_rn(x[i], x[i + N / 2]);
+        return decode_tree(y);
+    }
+}
+// Of x[warp * stride] of all warps.
+__device__ inline float decode_sum_of_warps(const float *from, int stride) {
+    float x[DECODE_BLOCK_WARPS];
+    #pragma unroll
+    for (int w = 0; w < DECODE_BLOCK_WARPS; w++) x[w] = from[w * stride];
+    return decode_tree(x);
+}
+
+#endif

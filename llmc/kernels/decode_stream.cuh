@@ -1,0 +1,213 @@
+// The weights of a step of generation, as a stream. Which weights a block reads, and in which order, depends on sizes
+// alone. So one warp of each block does nothing but load: over passes, matrices, layers and the meetings of all blocks.
+// Device memory never waits for a meeting.
+//
+//   tile    16 columns of a matrix's output, that is 16 rows of weights: columns i..i+7 and i+pair..i+pair+7. pair is
+//           HD/2 for q, k, v (what RoPE rotates together), F for [gate | up], otherwise 8: then they are neighbours. A
+//           block has a range of neighbouring tiles. Who gets one more than others goes round.
+//   pass    a few tiles whose sums are taken at once, so that the rows they are multiplied with are read once
+//   stage   a segment of each row of a tile; of int4 also its scales
+//   piece   64 bytes of a row. Piece p of a row is multiplied by warp p % 8.
+#ifndef LLMC_DECODE_STREAM_CUH
+#define LLMC_DECODE_STREAM_CUH
+
+#include "../config.h"
+#include "../cuda/tile.cuh"
+
+enum {
+    DECODE_BLOCK_WARPS = 8,  // that compute
+    DECODE_BLOCK_THREADS = DECODE_BLOCK_WARPS * WARP,
+    DECODE_ALL_THREADS = DECODE_BLOCK_THREADS + WARP,
+    DECODE_COLUMNS = 16,  // of a tile
+    DECODE_PIECE = 64,    // bytes
+    DECODE_PAD = 64,      // bytes behind a row in shared memory: two rows at once have all banks
+    DECODE_STAGES = 20,   // at most
+    DECODE_FLYING = 3,    // stages that are on their way at a time; with more, all else waits longer for L2
+    DECODE_INT4_GROUP = 128,
+};
+
+// How a matrix is stored, row by row; a row has a multiple of 64 bytes.
+typedef enum {
+    DECODE_NATIVE,  // floatX
+    DECODE_INT8,    // -127..127; scales (rows) float
+    DECODE_E4M3,    // scales (rows) float, by which a value is multiplied
+    DECODE_INT4,    // -8..7, stored + 8: element 2 i in the low half of byte i; scales (rows, K / 128) bf16, padded to
+                    // 32 bytes a row
+} DecodeDtype;
+typedef enum { DECODE_QKV, DECODE_PROJ, DECODE_FC, DECODE_FCPROJ, DECODE_HEAD, DECODE_KINDS } DecodeKind;
+
+// Of all matrices of a kind: weights (columns, K). Each block has `each` tiles, some blocks one more.
+typedef struct { int columns, K, pair, dtype, each, more; } DecodeShape;
+// One of 4 L + 1, in the order of use.
+typedef struct {
+    const void *weights, *scales;
+    const floatX *bias;              // (columns) or NULL
+    const floatX *gain, *norm_bias;  // (K), of the norm before it; NULL: none
+} DecodeMatrix;
+
+static inline __host__ __device__ int decode_row_bytes(const DecodeShape &s) {
+    return s.dtype == DECODE_NATIVE ? s.K * (int)sizeof(floatX) : s.dtype == DECODE_INT4 ? s.K / 2 : s.K;
+}
+static inline __host__ __device__ int decode_scale_bytes(int K) { return (K / DECODE_INT4_GROUP + 15) / 16 * 32; }
+// Bytes of a row in a stage, for so many groups of 8 rows: a warp has one or two pieces of it.
+static inline __host__ __device__ constexpr int decode_segment(int dtype, int groups) {
+    return dtype == DECODE_INT4 && groups > 1 ? 512 : 1024;
+}
+// Of its scales, a bf16 for each piece.
+static inline __host__ __device__ constexpr int decode_scale_segment(int segment) { return segment / DECODE_PIECE * 2; }
+static inline __host__ __device__ int decode_stage_bytes(int dtype) {
+    const int segment = decode_segment(dtype, 1);
+    return DECODE_COLUMNS * (segment + DECODE_PAD + (dtype == DECODE_INT4 ? decode_scale_segment(segment) : 0));
+}
+// How many tiles a pass has at most, with registers for so many groups of 8 rows.
+static inline __host__ __device__ constexpr int decode_tiles_at_once(int dtype, int groups) {
+    return groups < 8 ? 4 : dtype == DECODE_NATIVE ? 2 : 1;
+}
+
+struct DecodePlan {
+    int matrices;             // 4 L + 1
+    int stages, stage_bytes;  // of the ring
+    DecodeShape shape[DECODE_KINDS];
+    const DecodeMatrix *matrix;
+    __host__ __device__ DecodeKind kind(int m) const { return m == matrices - 1 ? DECODE_HEAD : (DecodeKind)(m % 4); }
+};
+
+// A block's tiles of a matrix, `each` in a pass.
+struct DecodeShare {
+    int first, end, each;
+    // turn: which block is the first to get one tile more. Moves on.
+    __device__ DecodeShare(const DecodeShape &s, int groups, int &turn) {
+        const int block = (int)blockIdx.x - turn + ((int)blockIdx.x < turn ? (int)gridDim.x : 0);
+        const int count = s.each + (block < s.more), at_once = decode_tiles_at_once(s.dtype, groups);
+        const int passes = (count + at_once - 1) / at_once;
+        first = block * s.each + min(block, s.more);
+        end = first + count;
+        each = passes > 1 ? (count + passes - 1) / passes : count;
+        turn += s.more;
+        if (turn >= (int)gridDim.x) turn -= gridDim.x;
+    }
+};
+// The first column of a tile.
+__device__ inline int decode_column(const DecodeShape &s, int tile) {
+    const int in_group = s.pair / 8;
+    return in_group == 1 ? tile * DECODE_COLUMNS : tile / in_group * 2 * s.pair + tile % in_group * 8;
+}
+
+// ---- the ring: both sides walk it in step
+
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ < 900
+constexpr bool DECODE_BULK = false;  // copies of 16 bytes by all lanes instead
+__device__ inline void decode_wait(unsigned barrier, unsigned parity) {
+    unsigned done;
+    do
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
+    while (!done);
+}
+__device__ inline void decode_release(unsigned barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+#else
+constexpr bool DECODE_BULK = true;
+__device__ inline void decode_wait(unsigned barrier, unsigned parity) { mbarrier_wait(barrier, parity); }
+__device__ inline void decode_release(unsigned barrier) { mbarrier_arrive(barrier); }
+#endif
+
+struct DecodeRing {
+    unsigned barriers, first, address;  // of full and empty, stage by stage; of stage 0; of this stage
+    unsigned barrier, parity;
+    int stage, stages, bytes;
+
+    __device__ DecodeRing(const DecodePlan &plan, unsigned barriers_, unsigned first_)
+        : barriers(barriers_), first(first_), address(first_), barrier(barriers_), parity(0), stage(0),
+          stages(plan.stages), bytes(plan.stage_bytes) {}
+    __device__ void init() const {
+        for (int i = 0; i < stages; i++) {
+            mbarrier_init(barriers + 16 * i, DECODE_BULK ? 1 : WARP);
+            mbarrier_init(barriers + 16 * i + 8, DECODE_BLOCK_WARPS);
+        }
+    }
+    __device__ void wait_full() const { decode_wait(barrier, parity); }
+    __device__ void wait_empty() const { decode_wait(barrier + 8, parity ^ 1); }
+    __device__ void next() {
+        address += bytes;
+        barrier += 16;
+        if (++stage < stages) return;
+        stage = 0;
+        parity ^= 1;
+        address = first;
+        barrier = barriers;
+    }
+    // A warp has read this stage.
+    __device__ void release() {
+        __syncwarp();
+        if (threadIdx.x % WARP == 0) decode_release(barrier + 8);
+        next();
+    }
+};
+
+// ---- the warp that loads
+
+// A segment of a tile's rows. `more`: from a row to the one that is `pair` columns further.
+__device__ inline void decode_load_stage(const DecodeRing &ring, const char *rows, size_t row_bytes, size_t more,
+                                         const char *scales, size_t scale_bytes, size_t more_scales, int bytes,
+                                         int segment) {
+    const int stride = segment + DECODE_PAD, part = decode_scale_segment(segment);
+    const unsigned to_scales = ring.address + DECODE_COLUMNS * stride;
+    if constexpr (DECODE_BULK) {
+        if (!elect_one()) return;
+        mbarrier_arrive_expect(ring.barrier, DECODE_COLUMNS * (bytes + (scales ? part : 0)));
+        #pragma unroll
+        for (int r = 0; r < DECODE_COLUMNS; r++)
+            bulk_load(ring.address + r * stride, rows + r % 8 * row_bytes + r / 8 * more, bytes, ring.barrier);
+        if (!scales) return;
+        #pragma unroll
+        for (int r = 0; r < DECODE_COLUMNS; r++)
+            bulk_load(to_scales + r * part, scales + r % 8 * scale_bytes + r / 8 * more_scales, part, ring.barrier);
+    } else {
+        const int lane = threadIdx.x % WARP, r = lane % DECODE_COLUMNS;
+        for (int i = 0; i < DECODE_COLUMNS; i++)
+            for (int b = lane * 16; b < bytes; b += WARP * 16)
+                copy_async_16(ring.address + i * stride + b, rows + i % 8 * row_bytes + i / 8 * more + b, true);
+        if (scales && lane / DECODE_COLUMNS * 16 < part)
+            copy_async_16(to_scales + r * part + lane / DECODE_COLUMNS * 16,
+                          scales + r % 8 * scale_bytes + r / 8 * more_scales + lane / DECODE_COLUMNS * 16, true);
+        copy_async_arrive(ring.barrier);
+    }
+}
+// groups: of 8 rows, as the kernel has them.
+__device__ inline void decode_load(const DecodePlan &plan, DecodeRing ring, int groups) {
+    const char *weights = (const char *)plan.matrix[0].weights, *scales = (const char *)plan.matrix[0].scales;
+    int turn = 0, count = 0;
+    DecodeRing landed = ring;
+    for (int m = 0; m < plan.matrices; m++) {
+        const DecodeShape &s = plan.shape[plan.kind(m)];
+        const DecodeShare share(s, groups, turn);
+        const int segment = decode_segment(s.dtype, groups), row_bytes = decode_row_bytes(s);
+        const size_t scale_bytes = s.dtype == DECODE_INT4 ? decode_scale_bytes(s.K) : 0;
+        const char *from_weights = weights, *from_scales = scales;
+        if (m + 1 < plan.matrices) {  // on its way while this one is loaded
+            weights = (const char *)plan.matrix[m + 1].weights;
+            scales = (const char *)plan.matrix[m + 1].scales;
+        }
+        for (int pass = share.first; pass < share.end; pass += share.each)
+            for (int at = 0, part = 0; at < row_bytes; at += segment, part += decode_scale_segment(segment))
+                for (int tile = pass; tile < min(pass + share.each, share.end); tile++) {
+                    const size_t row = (size_t)decode_column(s, tile);
+                    ring.wait_empty();
+                    if (count++ >= DECODE_FLYING) {
+                        landed.wait_full();
+                        landed.next();
+                    }
+                    decode_load_stage(ring, from_weights + row * row_bytes + at, (size_t)row_bytes,
+                                      (size_t)s.pair * row_bytes,
+                                      scale_bytes ? from_scales + row * scale_bytes + part : NULL, scale_bytes,
+                                      s.pair * scale_bytes, min(segment, row_bytes - at), segment);
+                    ring.next();
+                }
+    }
+}
+
+#endif

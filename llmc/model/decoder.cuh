@@ -1,0 +1,180 @@
+// Steps of generation on a GPU: queued without waiting for the host, each an upload of what its rows are, the model,
+// and the draw. The model is one kernel (kernels/decode.cuh), and the three are a CUDA graph for each number of rows.
+// With --tp, --zero-stage 3, products in fp8 and sizes that the kernel does not have the model runs row by row through
+// the training forward instead (train_gpt2.cu).
+//
+// What a row draws goes to the host, into pinned memory, and to the device's own table of slots. A queued step reads
+// its token there (DECODE_DRAWN).
+#ifndef LLMC_DECODER_CUH
+#define LLMC_DECODER_CUH
+
+#include "../cuda/graph.cuh"
+#include "../kernels/decode.cuh"
+#include "../kernels/draw.cuh"
+#include "buffers.cuh"
+
+// What a step is told.
+typedef struct {
+    DecodeInput inputs[DECODE_ROWS];
+    int positions[DECODE_ROWS];
+    int keeps[DECODE_ROWS];  // the row's slot if it is the slot's last row of this step, else -1
+    Draw draws[DECODE_ROWS];
+} DecodeTold;
+
+typedef struct {
+    Memory memory;
+    KvCache cache;
+    Decode kernel;
+    int has_kernel;                // else row by row
+    int known, width;              // see model_decode_open; floats from row to row of the logits
+    float *logits;                 // (DECODE_ROWS,width) of the last step
+    floatX *gathered;              // --tp: a row's logits of all ranks
+    int *drawn;                    // (slots) on the device
+    DecodeTold *told, *host_told;  // (1), pinned (DECODE_STEPS)
+    Drawn *host_drawn;             // pinned (DECODE_STEPS,DECODE_ROWS)
+    DecodeMatrix *matrices;
+    char *workspace, *draw_scratch;
+    cudaEvent_t done[DECODE_STEPS];
+    Graph graphs[DECODE_STEPS][DECODE_ROWS];
+    int length[DECODE_ROWS], last[DECODE_ROWS];  // of each slot its tokens; what it drew, if row by row
+    int count[DECODE_STEPS], first, queued;      // queued steps: `first`, then the other one
+} Decoder;
+
+// ---- before the first step
+
+static inline void decoder_request(const Plan *p, Decoder *d) {
+    const Config *c = &p->local;
+    KvCache *k = &d->cache;
+    Memory *m = &d->memory;
+    const size_t heads = (size_t)c->num_kv_heads * (size_t)c->head_dim, rows = prompt_rows(k->room),
+                 size = (size_t)c->num_layers * (size_t)k->slots * (size_t)k->room * heads;
+    memory_request(m, &k->keys, "samples", "keys (L,slots,NKV,room,HD)", size);
+    memory_request(m, &k->values, "samples", "values (L,slots,NKV,room,HD)", size);
+    memory_request(m, &k->qkv, "samples", "a prompt's q, k, v", rows * (size_t)qkv_width(c));
+    memory_request(m, &k->y, "samples", "a prompt's attention", rows * (size_t)(c->num_heads * c->head_dim));
+    memory_request(m, &k->lse, "samples", "a prompt's lse", rows * (size_t)c->num_heads);
+    if (c->position == POSITION_ROPE)
+        memory_request(m, &k->cos_sin, "samples", "rope table (room,HD/2,2)", (size_t)k->room * (size_t)c->head_dim);
+    memory_request(m, &d->logits, "samples", "logits (64,Vp)", (size_t)DECODE_ROWS * (size_t)d->width);
+    if (plan_is_split(p)) memory_request(m, &d->gathered, "samples", "a row's logits (Vp)", (size_t)d->width);
+    memory_request(m, &d->drawn, "samples", "what was drawn", (size_t)k->slots);
+    memory_request(m, &d->told, "samples", "rows of a step", 1);
+    memory_request(m, &d->draw_scratch, "samples", "draws", draw_scratch_bytes(DECODE_ROWS, d->known));
+    memory_request_pinned(m, &d->host_told, "samples", "rows of two steps", DECODE_STEPS);
+    memory_request_pinned(m, &d->host_drawn, "samples", "what they drew", (size_t)(DECODE_STEPS * DECODE_ROWS));
+    if (!d->has_kernel) return;
+    memory_request(m, &d->matrices, "samples", "table of matrices", (size_t)quantised_count(p));
+    memory_request(m, &d->workspace, "samples", "rows inside a step", decode_workspace(&d->kernel, NULL));
+}
+static inline const floatX *weights_of_role(const Plan *p, const Buffers *b, int unit, Role role) {
+    const size_t at = param_at(p->table, unit, role);
+    return at == NO_PARAM ? NULL : b->weights + plan_at(p, SLOT_WEIGHT, unit, at);
+}
+static inline void decoder_upload_matrices(const Plan *p, const Buffers *b, DecodeMatrix *to, cudaStream_t stream) {
+    static const struct {
+        Role weight, bias, gain, norm_bias;
+    } roles[] = {{ROLE_QKVW, ROLE_QKVB, ROLE_LN1W, ROLE_LN1B},
+                 {ROLE_PROJW, ROLE_PROJB, NUM_ROLES, NUM_ROLES},
+                 {ROLE_FCW, ROLE_FCB, ROLE_LN2W, ROLE_LN2B},
+                 {ROLE_FCPROJW, ROLE_FCPROJB, NUM_ROLES, NUM_ROLES},
+                 {ROLE_HEADW, NUM_ROLES, ROLE_LNFW, ROLE_LNFB}};
+    const int count = quantised_count(p), final = p->table->num_units - 1;
+    DecodeMatrix *table = new_array(DecodeMatrix, count);
+    for (int i = 0; i < count; i++) {
+        const int head = i == count - 1, unit = head ? final : 1 + i / 4, tied = head && p->config.tied;
+        const auto &r = roles[head ? 4 : i % 4];
+        const auto vector = [&](Role role) { return role == NUM_ROLES ? NULL : weights_of_role(p, b, unit, role); };
+        table[i] = {NULL, NULL, vector(r.bias), vector(r.gain), vector(r.norm_bias)};
+        if (p->weights == WEIGHTS_FP32) {
+            table[i].weights = weights_of_role(p, b, tied ? 0 : unit, tied ? ROLE_WTE : r.weight);
+        } else {
+            table[i].weights = b->quantised.matrix[i].codes;
+            table[i].scales = b->quantised.matrix[i].scales;
+        }
+    }
+    upload(to, table, (size_t)count * sizeof *table, stream);
+    free(table);
+}
+static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memory *, void *plan) {
+    const char *less = ((const Plan *)plan)->options.generate ? "a shorter --seq-len" : "a smaller --batch-size";
+    snprintf(text, size, "this is beside the model, for samples alone: use fewer --samples or --sample-tokens, or %s",
+             less);
+}
+static inline void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int slots, int room, int known,
+                                cudaStream_t stream) {
+    static const Comm alone = COMM_ALONE;  // other ranks may not sample
+    const Config *c = &p->local;
+    KvCache *k = &d->cache;
+    Decode *kernel = &d->kernel;
+    assert(!k->keys && slots <= DECODE_ROWS && room <= c->max_seq_len);
+    k->slots = slots;
+    k->room = room;
+    d->known = known;
+    d->width = p->mesh->tp.world * c->padded_vocab_size;
+    *kernel = decode_of_plan(p);
+    kernel->slots = slots;
+    kernel->room = room;
+    d->has_kernel = plan_has_decode_kernel(p);
+    decoder_request(p, d);
+    memory_allocate(&d->memory, &alone, decode_memory_hint, (void *)p);
+    if (k->cos_sin) upload_rope_table(c, k->cos_sin, room, stream);
+    for (cudaEvent_t &e : d->done) cudaCheck(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
+    if (!d->has_kernel) return;
+    decoder_upload_matrices(p, b, d->matrices, stream);
+    kernel->matrix = d->matrices;
+    kernel->wte = weights_of_role(p, b, 0, ROLE_WTE);
+    kernel->wpe = weights_of_role(p, b, 0, ROLE_WPE);
+    kernel->cos_sin = k->cos_sin;
+    kernel->keys = k->keys;
+    kernel->values = k->values;
+    kernel->inputs = d->told->inputs;
+    kernel->drawn = d->drawn;
+    kernel->logits = d->logits;
+    decode_prepare(kernel);
+    decode_workspace(kernel, d->workspace);
+}
+static inline void decoder_close(Decoder *d) {
+    if (!d->cache.keys) return;
+    for (auto &step : d->graphs)
+        for (Graph &g : step) graph_close(&g);
+    for (cudaEvent_t e : d->done) cudaCheck(cudaEventDestroy(e));
+    memory_free(&d->memory);
+}
+
+// ---- a step
+
+// Appends the rows' tokens to their slots and writes down what the step is told. Returns its place.
+static inline int decoder_begin(Decoder *d, const DecodeRow *rows, int count) {
+    assert(count > 0 && count <= DECODE_ROWS && d->queued < DECODE_STEPS);
+    const int step = (d->first + d->queued++) % DECODE_STEPS;
+    DecodeTold *told = &d->host_told[step];  // no longer read: the step that was here has been waited for
+    int last[DECODE_ROWS];
+    for (int i = 0; i < count; i++) {
+        const int slot = rows[i].slot, position = d->length[slot]++;
+        assert(slot >= 0 && slot < d->cache.slots && position < d->cache.room);
+        told->inputs[i] = {slot, position, rows[i].token};
+        told->positions[i] = position;
+        told->draws[i] = rows[i].draw;
+        last[slot] = i;
+    }
+    for (int i = 0; i < count; i++) told->keeps[i] = last[rows[i].slot] == i ? rows[i].slot : -1;
+    d->count[step] = count;
+    return step;
+}
+// model() queues what makes the logits of the step's rows.
+template <typename Work> static inline void decoder_queue(Decoder *d, int step, cudaStream_t stream, Work model) {
+    cudaCheck(cudaMemcpyAsync(d->told, &d->host_told[step], sizeof *d->told, cudaMemcpyHostToDevice, stream));
+    model();
+    draw_rows(d->host_drawn + step * DECODE_ROWS, d->logits, (size_t)d->width, d->known, d->told->draws,
+              d->told->positions, d->count[step], d->draw_scratch, stream, d->drawn, d->told->keeps);
+}
+static inline void decoder_run(Decoder *d, int step, int graphs, cudaStream_t stream) {
+    const int count = d->count[step];
+    const auto work = [&] { decoder_queue(d, step, stream, [&] { decode_launch(&d->kernel, count, stream); }); };
+    if (graphs)
+        graph_run(&d->graphs[step][count - 1], count, stream, work);
+    else
+        work();
+}
+
+#endif
