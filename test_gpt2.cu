@@ -283,12 +283,26 @@ static void test_offload(const char *folder, const Options *o, const char *outpu
     test_resume(folder, &away, output);
 }
 
+// Of a folder that was written with --documents or --window.
+static void test_ranges(const char *folder, Options o, const char *output) {
+    Options kernels = o, parts = o;  // steps 2 and 3 are graphs
+    kernels.cuda_graphs = 0;
+    test_reference(folder, &o);
+    if (o.documents) test_documents(folder, &o);
+    test_accumulation(folder, &o, sizeof(floatX) == 2 ? 2e-3 : 2e-5);
+    test_same_bits(folder, &o, &kernels, "--cuda-graphs 0");
+    parts.batch_size = kernels.batch_size = 1;
+    test_same_bits(folder, &parts, &kernels, "--cuda-graphs 0 and micro-steps");
+    test_recompute(folder, &o);
+    test_resume(folder, &o, output);
+}
 static void test_one_gpu(const char *folder, const char *output) {
     DebugFile d = debug_open(folder);
     Options o = options_for(folder, &d, d.B);
     debug_close(&d);
     o.tf32 = 0;
     o.gelu_fusion = 0;
+    if (sees_ranges(&o)) return test_ranges(folder, o, output);
     test_reference(folder, &o);
     test_slots(folder, &o);
     test_weights(folder, &o, 0);

@@ -318,21 +318,21 @@ void bf16_round_cpu(float *out, const float *x, size_t n) {
 }
 
 // ---- embedding: out (B, T, C) = wte[token] + wpe[position]. Of a token < 0, which belongs to another rank, the row of
-// wte counts as zeros and gets no gradient.
+// wte counts as zeros and gets no gradient. positions (B, T); NULL: those in the row.
 
-void embedding_forward_cpu(float *out, const int *tokens, const float *wte, const float *wpe /*NULL: none*/, int B,
-                           int T, int C) {
+void embedding_forward_cpu(float *out, const int *tokens, const int *positions, const float *wte,
+                           const float *wpe /*NULL: none*/, int B, int T, int C) {
     #pragma omp parallel for schedule(static) if (B * T > 1)
     for (int n = 0; n < B * T; n++) {
         const float *word = tokens[n] < 0 ? NULL : wte + area(tokens[n], C);
-        const float *position = wpe ? wpe + area(n % T, C) : NULL;
+        const float *position = wpe ? wpe + area(positions ? positions[n] : n % T, C) : NULL;
         float *o = out + area(n, C);
         for (int c = 0; c < C; c++) o[c] = (word ? word[c] : 0) + (position ? position[c] : 0);
     }
 }
 // Tasks are blocks of channels: threads never add to the same element, even if positions have the same token.
 void embedding_backward_cpu(float *dwte /*+=*/, float *dwpe /*+=, NULL: none*/, const float *dout, const int *tokens,
-                            int B, int T, int C) {
+                            const int *positions, int B, int T, int C) {
     enum { BLOCK = 64 };
     PARALLEL_FOR
     for (int begin = 0; begin < C; begin += BLOCK) {
@@ -340,7 +340,7 @@ void embedding_backward_cpu(float *dwte /*+=*/, float *dwpe /*+=, NULL: none*/, 
         for (int n = 0; n < B * T; n++) {
             const float *d = dout + area(n, C);
             float *word = tokens[n] < 0 ? NULL : dwte + area(tokens[n], C);
-            float *position = dwpe ? dwpe + area(n % T, C) : NULL;
+            float *position = dwpe ? dwpe + area(positions ? positions[n] : n % T, C) : NULL;
             for (int c = begin; c < end && word; c++) word[c] += d[c];
             for (int c = begin; c < end && position; c++) position[c] += d[c];
         }
@@ -433,7 +433,7 @@ void rope_backward_cpu(float *dqkv, const float *cos_sin, int B, int T, int NH, 
 }
 
 // ---- causal attention: out_t = sum over s <= t of p_ts v_s, p_t = softmax(q_t k_s / sqrt(HD)). Query head h reads
-// key/value head h / (NH/NKV).
+// key/value head h / (NH/NKV). first (B, T): t sees s >= first_t alone, which rises along a row; NULL: all s <= t.
 
 // Queries at a time: their scores against all keys up to the last of them are a (QUERIES, keys) matrix in the cache.
 enum { QUERIES = 64 };
@@ -468,8 +468,8 @@ static inline float softmax(float *x, int n, float scale) {
     return highest * scale + logf(sum);
 }
 // T queries in each of B sequences. The i-th is the token at + i of its sequence: it sees the keys up to its own.
-static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const float *qkv, KeysValues kv, int at, int B,
-                   int T, int NH, int NKV, int HD) {
+static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const float *qkv, KeysValues kv,
+                   const int *first, int at, int B, int T, int NH, int NKV, int HD) {
     size_t row = area(NH + 2 * NKV, HD), out_row = area(NH, HD);
     float scale = 1.0f / sqrtf(HD);
     #pragma omp parallel for schedule(dynamic)
@@ -477,27 +477,30 @@ static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const fl
         int b = task / NH, h = task % NH;
         size_t head = b * kv.sequence + h / (NH / NKV) * kv.head;
         Matrix keys_transposed = transposed(kv.keys + head, kv.token), values = matrix(kv.values + head, kv.token);
+        const int *sees_from = first ? first + area(b, T) : NULL;
         float *p = (float *)malloc_or_die(area(min_int(T, QUERIES), at + T) * sizeof(float));  // (rows, keys)
         for (int t0 = 0; t0 < T; t0 += QUERIES) {
-            int rows = min_int(T - t0, QUERIES), keys = at + t0 + rows;
+            int rows = min_int(T - t0, QUERIES), begin = first ? sees_from[t0] : 0, keys = at + t0 + rows - begin;
             Matrix q = matrix(head_at(qkv, b, T, row, h, HD) + t0 * row, row);
-            multiply_small(p, keys, 0, q, keys_transposed, rows, keys, HD);
+            multiply_small(p, keys, 0, q, submatrix(keys_transposed, 0, begin), rows, keys, HD);
             for (int i = 0; i < rows; i++) {
                 float *x = p + area(i, keys);
-                int seen = at + t0 + i + 1;
-                lse[area(task, T) + t0 + i] = softmax(x, seen, scale);
-                for (int s = seen; s < keys; s++) x[s] = 0;
+                int unseen = first ? sees_from[t0 + i] - begin : 0, end = at + t0 + i + 1 - begin;
+                for (int s = 0; s < unseen; s++) x[s] = 0;
+                lse[area(task, T) + t0 + i] = softmax(x + unseen, end - unseen, scale);
+                for (int s = end; s < keys; s++) x[s] = 0;
             }
             float *o = out + (area(b, T) + t0) * out_row + area(h, HD);
-            multiply_small(o, out_row, 0, matrix(p, keys), values, rows, HD, keys);
+            multiply_small(o, out_row, 0, matrix(p, keys), submatrix(values, begin, 0), rows, HD, keys);
         }
         free(p);
     }
 }
-void attention_forward_cpu(float *out, float *lse, const float *qkv, int B, int T, int NH, int NKV, int HD) {
+void attention_forward_cpu(float *out, float *lse, const float *qkv, const int *first, int B, int T, int NH, int NKV,
+                           int HD) {
     size_t row = area(NH + 2 * NKV, HD);
     KeysValues kv = {qkv + area(NH, HD), qkv + area(NH + NKV, HD), T * row, (size_t)HD, row};
-    attend(out, lse, qkv, kv, 0, B, T, NH, NKV, HD);
+    attend(out, lse, qkv, kv, first, 0, B, T, NH, NKV, HD);
 }
 // ---- the same over a cache of keys and values
 
@@ -527,7 +530,7 @@ void attention_prompt_cpu(float *out /*(T,NH*HD)*/, float *lse /*(NH,T)*/, const
                           KvPlace first, int T) {
     const size_t slot = kv_place(c, (KvPlace){first.slot, 0}, 0);
     const KeysValues kv = {c->keys + slot, c->values + slot, 0, area(c->room, c->HD), (size_t)c->HD};
-    attend(out, lse, qkv, kv, first.at, 1, T, c->NH, c->NKV, c->HD);
+    attend(out, lse, qkv, kv, NULL, first.at, 1, T, c->NH, c->NKV, c->HD);
 }
 // N rows of any slots: each sees the keys of its slot up to its own.
 void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLayer *c, const KvPlace *places, int N) {
@@ -558,7 +561,7 @@ void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLa
 //   dv = p^T dout                  dq = scale ds k, dk = scale ds^T q
 // A task is one key/value head with its group of query heads: no two threads add to the same dk, dv.
 void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *qkv, const float *out, const float *lse,
-                            int B, int T, int NH, int NKV, int HD) {
+                            const int *first, int B, int T, int NH, int NKV, int HD) {
     size_t row = area(NH + 2 * NKV, HD), out_row = area(NH, HD);
     float scale = 1.0f / sqrtf(HD);
     #pragma omp parallel for schedule(dynamic)
@@ -571,27 +574,31 @@ void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *q
         for (int t = 0; t < T; t++)
             for (int i = 0; i < HD; i++) dk[t * row + i] = dv[t * row + i] = 0;
         for (int step = 0; step < group * T;) {
-            int h = kv * group + step / T, t0 = step % T, rows = min_int(T - t0, QUERIES), keys = t0 + rows;
+            int h = kv * group + step / T, t0 = step % T, rows = min_int(T - t0, QUERIES);
+            const int *sees_from = first ? first + area(b, T) + t0 : NULL;
+            int begin = first ? sees_from[0] : 0, keys = t0 + rows - begin;
+            const float *k0 = k + begin * row, *v0 = v + begin * row;
             const float *q = head_at(qkv, b, T, row, h, HD) + t0 * row;
             const float *o = out + (area(b, T) + t0) * out_row + area(h, HD), *d = dout + (o - out);
-            multiply_small(p, keys, 0, matrix(q, row), transposed(k, row), rows, keys, HD);
-            multiply_small(ds, keys, 0, matrix(d, out_row), transposed(v, row), rows, keys, HD);
+            multiply_small(p, keys, 0, matrix(q, row), transposed(k0, row), rows, keys, HD);
+            multiply_small(ds, keys, 0, matrix(d, out_row), transposed(v0, row), rows, keys, HD);
             for (int i = 0; i < rows; i++) {
                 float *x = p + area(i, keys), *dx = ds + area(i, keys), dot = 0;
                 float log_sum = lse[area(b * NH + h, T) + t0 + i];
-                int seen = t0 + i + 1;
+                int unseen = first ? sees_from[i] - begin : 0, end = t0 + i + 1 - begin;
                 #pragma omp simd reduction(+ : dot)
                 for (int j = 0; j < HD; j++) dot += d[i * out_row + j] * o[i * out_row + j];
+                for (int s = 0; s < unseen; s++) x[s] = dx[s] = 0;
                 #pragma omp simd
-                for (int s = 0; s < seen; s++) {
+                for (int s = unseen; s < end; s++) {
                     x[s] = fast_exp(x[s] * scale - log_sum);
                     dx[s] = x[s] * (dx[s] - dot) * scale;
                 }
-                for (int s = seen; s < keys; s++) x[s] = dx[s] = 0;
+                for (int s = end; s < keys; s++) x[s] = dx[s] = 0;
             }
-            multiply_small(dqkv + (q - qkv), row, 0, matrix(ds, keys), matrix(k, row), rows, HD, keys);
-            multiply_small(dk, row, 1, transposed(ds, keys), matrix(q, row), keys, HD, rows);
-            multiply_small(dv, row, 1, transposed(p, keys), matrix(d, out_row), keys, HD, rows);
+            multiply_small(dqkv + (q - qkv), row, 0, matrix(ds, keys), matrix(k0, row), rows, HD, keys);
+            multiply_small(dk + begin * row, row, 1, transposed(ds, keys), matrix(q, row), keys, HD, rows);
+            multiply_small(dv + begin * row, row, 1, transposed(p, keys), matrix(d, out_row), keys, HD, rows);
             step += rows;
         }
         free(p);
@@ -784,6 +791,7 @@ static inline double sum_of_squares(const float *x, size_t n) {
 
 #include "llmc/backend.h"
 #include "llmc/cpu_decode.h"
+#include "llmc/documents.h"
 #include "llmc/rope_table.h"
 
 // ---- what is kept
@@ -876,7 +884,10 @@ struct Model {
     int head_rows;  // rows that the head runs on at a time
     // gradients: of the residual stream, of a block's branch, and inside the branch
     float *dx, *branch, *dqkv, *df, *da;
-    double loss;    // sum over the step's micro-steps
+    double loss;            // sum over the step's micro-steps
+    double tokens, masked;  // of the step: of all ranks; of this rank, those that are not learned
+    Ranges ranges;          // --documents, --window: of the pass; else empty
+    long long window;
     KvCache cache;  // empty unless this rank samples
     void *newest;   // of the buffers that model_close frees
     size_t bytes;   // of all buffers
@@ -891,6 +902,7 @@ typedef struct {
     const KvCache *cache;    // generating: B = 1, the keys and values of the tokens before; NULL: training
     const KvPlace *places;   // of the N rows in the cache
     int prompt;              // they are consecutive tokens of one slot, which are not drawn from
+    Ranges ranges;           // (B,T) empty: a token sees its row up to itself
 } Pass;
 
 // Ends a lap of --timing.
@@ -1132,7 +1144,7 @@ static void attend_block(const Model *m, const Pass *p, const Block *b, int l) {
     if (p->cache)
         attend_cached(m, p, b, l);
     else
-        attention_forward_cpu(b->a.y, b->a.lse, b->a.qkv, p->B, p->T, NH, NKV, HD);
+        attention_forward_cpu(b->a.y, b->a.lse, b->a.qkv, p->ranges.first, p->B, p->T, NH, NKV, HD);
     lap("attention", 2.0 * p->N * p->T * NH * HD);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 computes again.
@@ -1164,7 +1176,8 @@ static void embed(Model *m, const Pass *p, const int *tokens) {
                 "use data made with the model's tokenizer",
                 tokens[n], V);
     if (m->mesh->tp.rank > 0) wpe = NULL;  // of the ranks' sum one has the word, the first the position
-    embedding_forward_cpu(m->branch, words_here(m, p, tokens), wte, of_positions(p, wpe, p->C), p->B, p->T, p->C);
+    embedding_forward_cpu(m->branch, words_here(m, p, tokens), p->ranges.position, wte, of_positions(p, wpe, p->C),
+                          p->B, p->T, p->C);
     lap("embedding", 0);
     copy_floats(m->x_embedding, scatter_rows(m, p, m->branch), area(p->rows, p->C));
 }
@@ -1264,7 +1277,7 @@ static void activation_backward(const Model *m, const Pass *p, const float *f) {
 static void attend_backward(const Model *m, const Pass *p, const Block *b) {
     const Config *c = &m->local;
     int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
-    attention_backward_cpu(m->dqkv, m->branch, b->a.qkv, b->a.y, b->a.lse, p->B, p->T, NH, NKV, HD);
+    attention_backward_cpu(m->dqkv, m->branch, b->a.qkv, b->a.y, b->a.lse, p->ranges.first, p->B, p->T, NH, NKV, HD);
     if (position_is_rotary(c->position)) rope_backward_cpu(m->dqkv, m->cos_sin, p->B, p->T, NH, NKV, HD);
     lap("attention backward", 5.0 * p->N * p->T * NH * HD);
 }
@@ -1304,7 +1317,7 @@ static void embed_backward(Model *m, const Pass *p, const int *tokens) {
     Unit u = unit_get(m, 0, UNIT_BACKWARD);
     float *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE);
     const float *dx = gather_rows(m, p, m->dx);
-    embedding_backward_cpu(dwte, dwpe, dx, words_here(m, p, tokens), p->B, p->T, p->C);
+    embedding_backward_cpu(dwte, dwpe, dx, words_here(m, p, tokens), p->ranges.position, p->B, p->T, p->C);
     lap("embedding backward", 0);
     unit_release(m, p, &u);
 }
@@ -1339,16 +1352,26 @@ static Pass pass_of(const Model *m, int B, int T) {
     int N = B * T;
     return (Pass){.B = B, .T = T, .N = N, .C = m->config.channels, .rows = N / m->mesh->tp.world};
 }
+// What each token sees. Returns the inputs without their marks.
+static const int *read_marks(const Model *m, Pass *p, const int *inputs) {
+    p->ranges = m->ranges;
+    if (!p->ranges.ids) return inputs;
+    ranges_fill(&p->ranges, inputs, p->B, p->T, m->window);
+    return p->ranges.ids;
+}
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
     Pass p = pass_of(m, m->B, m->T);
     double tokens = (double)p.N * num_micro * m->mesh->dp.world;  // of the step
+    inputs = read_marks(m, &p, inputs);
     p.accumulate = micro > 0;
     p.reduce = micro == num_micro - 1 && m->mesh->job.world > 1;
     model_forward(m, &p, inputs);
     head(m, &p, targets, 1 / tokens, 1);
     model_backward(m, &p, inputs);
-    if (micro == 0) m->loss = 0;
+    if (micro == 0) m->loss = m->masked = 0;
+    m->tokens = tokens;
     for (int n = 0; n < p.N; n++) m->loss += m->losses[n] / tokens;
+    for (int n = 0; n < p.N; n++) m->masked += targets[n] < 0;
 }
 
 // Slots (backend.h): weights, gradients and optimiser states, read and written by the training loop and checkpoints.
@@ -1422,7 +1445,7 @@ void model_snapshot(Model *m, Slot s) {
     }
 }
 
-static void loss_and_norm(Model *m, float *loss, float *norm) {
+static void loss_and_norm(Model *m, float share, float *loss, float *norm) {
     double squares = 0;
     for (int u = 0; u < m->table.num_units; u++) {
         Span spans[TP_MAX_SPANS];
@@ -1433,8 +1456,8 @@ static void loss_and_norm(Model *m, float *loss, float *norm) {
         }
     }
     lap("gradient norm", 0);
-    *loss = comm_sum(&m->mesh->dp, m->loss);
-    *norm = sqrt(comm_sum(&m->mesh->job, squares));
+    *loss = share * comm_sum(&m->mesh->dp, m->loss);
+    *norm = share * sqrt(comm_sum(&m->mesh->job, squares));
     if (m->mesh->job.world > 1) lap(TIMING_RANKS, 0);
 }
 // AdamW of what this rank owns of a tensor. Returns how many elements that is.
@@ -1462,11 +1485,12 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     const Comm *dp = &m->mesh->dp;
     StepResult r;
     size_t updated = 0;
-    loss_and_norm(m, &r.loss, &r.norm);
+    const float share = step_share(m->tokens, comm_sum(dp, m->masked));
+    loss_and_norm(m, share, &r.loss, &r.norm);
     r.verdict = step_verdict(r.loss, r.norm, p->most_loss, p->most_norm);
     if (r.verdict != STEP_APPLIED) return r;
     watchdog_beat(PHASE_UPDATE, -1);
-    float grad_scale = step_grad_scale(r.norm, p->clip);
+    float grad_scale = share * step_grad_scale(r.norm, p->clip);
     for (int i = 0; i < m->table.count; i++) updated += update_param(m, &m->table.params[i], p, grad_scale);
     // m, v and the weight are read and written, the gradient is read.
     timing_clock_lap("AdamW", 0, updated * (4.0 * slot_bytes(m, SLOT_M) + 3 * sizeof(float)));
@@ -1485,7 +1509,7 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     int N = m->B * m->T;
     Pass p = pass_of(m, N / T, T);
     assert(T >= 1 && T <= m->T && N % T == 0);
-    model_forward(m, &p, inputs);
+    model_forward(m, &p, read_marks(m, &p, inputs));
     head(m, &p, targets, 0, 0);
     copy_floats(losses, m->losses, N);
 }
@@ -1711,6 +1735,8 @@ static void open_activations(Model *m, const Options *o) {
     m->rstd_final = floats(m, rows);
     m->losses = floats(m, N);
     m->cos_sin = rope_of(m, m->T);
+    if (o->documents || o->window > 0) m->ranges = ranges_at(room(m, RANGES_ARRAYS * N * sizeof(int)), N);
+    m->window = o->window;
     m->logits = floats(m, area(m->head_rows, c->padded_vocab_size));
     m->dx = floats(m, stream);
     m->branch = floats(m, all_rows);

@@ -11,6 +11,7 @@
 //
 // The first micro-step of a step overwrites gradients, the others add. The head runs in --head-chunks parts, forward
 // and backward of each before the next: losses and the gradient of h are those of one part, bit for bit.
+#include "llmc/documents.h"
 #include "llmc/mfu.h"
 #include "llmc/model/decoder.cuh"
 #include "llmc/model/hints.cuh"
@@ -36,8 +37,9 @@ struct Model {
     cudaEvent_t copied[2];  // tokens of either slot
     cudaEvent_t decided;    // the step's result is in host memory
     int slot;
-    int weights_changed;  // since their fp8 copies were made
-    int counts_fp8;       // what is quantised is counted
+    double step_tokens, masked;  // of all ranks; of this rank, those that are not learned so far
+    int weights_changed;         // since their fp8 copies were made
+    int counts_fp8;              // what is quantised is counted
 };
 
 // A block as one pass sees it.
@@ -203,22 +205,22 @@ static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
 }
 
 // The tokens as rows of this rank's shard of the vocabulary.
-static TokenRows token_rows(const Model *m) {
+static TokenRows token_rows(const Model *m, const Pass *p) {
     const Config *c = &m->plan.local;
-    return {m->b.tokens, m->mesh->tp.rank * c->padded_vocab_size, c->vocab_size, c->padded_vocab_size};
+    return {m->b.tokens, m->mesh->tp.rank * c->padded_vocab_size, c->vocab_size, c->padded_vocab_size,
+            p->cache ? NULL : m->b.ranges};
 }
 // m->b.tokens (B,T) -> the stream, m->b.x_embedding (rows,C)
 static void embed(Model *m, const Pass *p) {
-    const TokenRows rows = token_rows(m);
+    const TokenRows rows = token_rows(m, p);
     const Unit u = unit_get(m, p, 0, UNIT_FORWARD);
     const floatX *wte = param_pointer(&u, u.weights, ROLE_WTE), *wpe = param_pointer(&u, u.weights, ROLE_WPE);
+    const int split = pass_is_split(p);
     if (wpe && p->cache) wpe += (size_t)p->cache->at * p->C;
-    if (!pass_is_split(p)) {
-        embedding_forward(m->b.x_embedding, rows, wte, wpe, p->B, p->T, p->C, p->stream);
-        return;
-    }
-    embedding_forward(p->branch, rows, wte, NULL, p->B, p->T, p->C, p->stream);
-    const floatX *x = rows_scatter(p, p->branch, wpe, p->T);
+    if (m->mesh->tp.rank > 0) wpe = NULL;  // of the ranks' sum one has the word, the first the position
+    embedding_forward(split ? p->branch : m->b.x_embedding, rows, wte, wpe, p->B, p->T, p->C, p->stream);
+    if (!split) return;
+    const floatX *x = rows_scatter(p, p->branch, NULL);
     cudaCheck(
         cudaMemcpyAsync(m->b.x_embedding, x, pass_piece(p) * sizeof(floatX), cudaMemcpyDeviceToDevice, p->stream));
 }
@@ -335,7 +337,7 @@ static void block_backward(Model *m, const Pass *p, int l) {
 static void embed_backward(Model *m, const Pass *p) {
     const Unit u = unit_get(m, p, 0, UNIT_BACKWARD);
     floatX *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE);
-    embedding_backward(dwte, dwpe, rows_gather(p, m->b.dx), token_rows(m), p->B, p->T, p->C, p->scratch, p->stream);
+    embedding_backward(dwte, dwpe, rows_gather(p, m->b.dx), token_rows(m, p), p->B, p->T, p->C, p->scratch, p->stream);
     unit_release(m, p, &u, UNIT_BACKWARD);
 }
 // Zeros where something is added: the stream's gradient, and the embedding's before the first micro-step.
@@ -366,7 +368,7 @@ static void model_backward(Model *m, const Pass *p) {
     Norm norm = final_norm(m, &last);
     norm.dabsmax = m->plan.qkv.tensor_gradient ? stream_absmax(m, L - 1) : NULL;
     clear_gradients(m, p);
-    norm_gradient(m, p, &norm, rows_scatter(p, p->branch, NULL, 1));
+    norm_gradient(m, p, &norm, rows_scatter(p, p->branch, NULL));
     unit_release(m, p, &last, UNIT_BACKWARD);
     for (int l = L - 1; l >= 0; l--) block_backward(m, &blocks, l);
     embed_backward(m, p);
@@ -390,6 +392,10 @@ static Pass pass_of(Model *m, int B, int T) {
     p.attention.cos_sin = m->b.cos_sin;
     p.attention.D = m->b.attention;
     p.attention.tickets = m->b.tickets;
+    if (m->plan.ranged) {
+        p.attention.first = m->b.ranges + m->plan.N;
+        p.attention.last = p.attention.first + m->plan.N;
+    }
     p.matmul = &m->matmul;
     p.exchange = &m->links.rows;
     p.branch = m->b.branch;
@@ -403,19 +409,28 @@ static Pass pass_of(Model *m, int B, int T) {
     p.fp8.gradients = m->b.fp8_counts + FP8_GRADIENTS;
     return p;
 }
-// Copies tokens through one of two pinned slots, so that the host may refill the other at once.
-static void upload_tokens(Model *m, const int *inputs, const int *targets, size_t count) {
+// Copies tokens through one of two pinned slots, so that the host may refill the other at once. Those that have targets
+// are rows of T.
+static void upload_tokens(Model *m, const int *inputs, const int *targets, size_t count, int T) {
     const size_t N = m->plan.N;
     cudaStream_t s = m->gpu.compute;
+    const auto copy = [&](int *to, const int *host, size_t n) {
+        cudaCheck(cudaMemcpyAsync(to, host, n * sizeof(int), cudaMemcpyHostToDevice, s));
+    };
     assert(count <= N);
     m->slot ^= 1;
     cudaCheck(cudaEventSynchronize(m->copied[m->slot]));
-    int *host = m->b.host_tokens + 2 * N * m->slot;
-    memcpy(host, inputs, count * sizeof(int));
-    cudaCheck(cudaMemcpyAsync(m->b.tokens, host, count * sizeof(int), cudaMemcpyHostToDevice, s));
+    int *host = m->b.host_tokens + plan_token_slot(&m->plan) * m->slot;
+    const Ranges ranges = {host, host + 2 * N, host + 3 * N, host + 4 * N};
+    if (m->plan.ranged && targets) {
+        ranges_fill(&ranges, inputs, (int)count / T, T, m->plan.options.window);
+        copy(m->b.ranges, ranges.position, 3 * N);
+    } else
+        memcpy(host, inputs, count * sizeof(int));
+    copy(m->b.tokens, host, count);
     if (targets) {
         memcpy(host + N, targets, count * sizeof(int));
-        cudaCheck(cudaMemcpyAsync(m->b.targets, host + N, count * sizeof(int), cudaMemcpyHostToDevice, s));
+        copy(m->b.targets, host + N, count);
     }
     cudaCheck(cudaEventRecord(m->copied[m->slot], s));
 }
@@ -445,7 +460,10 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     // micro-steps of one kind are the same work
     const int kind = micro == 0 ? 0 : last && m->plan.sums_in_fp32 ? 2 : 1;
     auto work = [&] { micro_step(m, micro, num_micro, reduces); };
-    upload_tokens(m, inputs, targets, m->plan.N);
+    upload_tokens(m, inputs, targets, m->plan.N, m->plan.T);
+    m->step_tokens = (double)m->plan.N * num_micro * dp;
+    if (micro == 0) m->masked = 0;
+    for (size_t i = 0; i < m->plan.N; i++) m->masked += targets[i] < 0;
     if (micro == 0) memset(&m->links.rows.met, 0, sizeof m->links.rows.met);
     const int meets_ranks =
         m->mesh->tp.world > 1 || m->plan.zero_stage >= 2 || (dp > 1 && (last || !zero_all_arrived(&m->links.zero)));
@@ -456,21 +474,22 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     m->weights_changed = 0;
 }
 
-// The step's loss and the square of its gradient's norm, of all ranks, in m->b.step. (A tensor-parallel group has one
-// loss: its first rank's counts.)
+// The step's loss, the square of its gradient's norm and its masked tokens, of all ranks, in m->b.step. (A
+// tensor-parallel group has one loss: its first rank's counts.)
 static void sum_over_ranks(Model *m) {
     const Mesh *mesh = m->mesh;
     StepScalars *step = m->b.step;
     float *all = m->b.gathered_step;
     cudaStream_t s = m->gpu.compute;
     if (mesh->tp.rank > 0) cudaCheck(cudaMemsetAsync(&step->loss, 0, sizeof step->loss, s));
-    if (mesh->job.world == 1 || links_sum(&m->links, "loss and norm", &step->loss, 2)) return;
+    if (m->masked > 0 && mesh->tp.rank == 0) step_masked(step, m->masked, s);
+    if (mesh->job.world == 1 || links_sum(&m->links, "loss and norm", &step->loss, STEP_SUMS)) return;
     if (mesh->tp.world > 1) {
-        nccl_all_gather(&m->links.rows.nccl, "loss and norm", all, &step->loss, 2);
+        nccl_all_gather(&m->links.rows.nccl, "loss and norm", all, &step->loss, STEP_SUMS);
         step_sum(step, all, mesh->tp.world, s);
     }
     if (mesh->dp.world > 1) {
-        zero_gather_small(&m->links.zero, "loss and norm", all, &step->loss, 2);
+        zero_gather_small(&m->links.zero, "loss and norm", all, &step->loss, STEP_SUMS);
         step_sum(step, all, mesh->dp.world, s);
     }
 }
@@ -507,7 +526,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     cudaStream_t s = m->gpu.compute;
     links_patience(&m->links);
     queue_norm(m);
-    step_decide(m->b.step, p, s);
+    step_decide(m->b.step, m->step_tokens, p, s);
     cudaCheck(cudaMemcpyAsync(m->b.host_step, m->b.step, sizeof *m->b.step, cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaEventRecord(m->decided, s));
     queue_adamw(m, p);
@@ -524,7 +543,7 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     const size_t N = m->plan.N;
     assert(T >= 1 && T <= m->plan.T && N % (size_t)T == 0);
     const Pass p = pass_of(m, (int)N / T, T);
-    upload_tokens(m, inputs, targets, N);
+    upload_tokens(m, inputs, targets, N, T);
     model_forward(m, &p);
     m->weights_changed = 0;
     head(m, &p, 0, 0);
@@ -548,7 +567,8 @@ static Pass decode_pass(Model *m, int slot, int at, int count, int prompt) {
     k->at = at;
     k->prompt = prompt;
     p.spread = 1;
-    p.T = count;  // attention runs on all tokens
+    p.T = count;                                  // attention runs on all tokens
+    p.attention.first = p.attention.last = NULL;  // a sample is no longer than a window
     p.rows = p.N = prompt ? (int)round_up((size_t)count, (size_t)m->decode_matmul.part_rows) : count;
     p.cache = k;
     p.matmul = &m->decode_matmul;
@@ -563,7 +583,7 @@ void model_prompt(Model *m, int slot, const int *tokens, int n) {
         count = n - i < most ? n - i : most;
         watchdog_beat(PHASE_SAMPLE, -1);
         const Pass p = decode_pass(m, slot, *length, count, 1);
-        upload_tokens(m, tokens + i, NULL, (size_t)count);
+        upload_tokens(m, tokens + i, NULL, (size_t)count, count);
         model_forward(m, &p);
         *length += count;
     }
@@ -575,7 +595,7 @@ static void decode_row(Model *m, const DecodeInput *row, float *logits) {
     const int ranks = m->mesh->tp.world, Vp = m->plan.local.padded_vocab_size;
     floatX *all = ranks > 1 ? d->gathered : m->b.logits;  // (ranks,Vp)
     const Pass p = decode_pass(m, row->slot, row->position, 1, 0);
-    upload_tokens(m, &token, NULL, 1);
+    upload_tokens(m, &token, NULL, 1, 1);
     model_forward(m, &p);
     const Linear l = head_of(m, &p);
     linear_product(&p, &l, all + (size_t)m->mesh->tp.rank * Vp, m->b.h_final, 0, 1);
@@ -709,7 +729,7 @@ static void measure_overlap(Model *m) {
         for (int repeat = -1; repeat < OVER_REPEATS; repeat++) {
             o->measures = repeat >= 0;
             o->regions = 0;
-            upload_tokens(m, tokens, tokens, m->plan.N);
+            upload_tokens(m, tokens, tokens, m->plan.N, m->plan.T);
             micro_step(m, 0, 1, 0);
             if (repeat >= 0) overlap_read(o, repeat, m->gpu.compute);
         }

@@ -42,14 +42,16 @@ from dev.data.data_common import find_files, fnv1a, outlive_reader, reader_is_go
 from dev.data.rows import (
     RAND_INIT,
     RAND_SAMPLE,
+    bytes_per_token,
     open_shards,
     rand_normal,
     rand_stream,
     rand_u64,
+    pieces_of,
+    places,
     read_tokenizer,
     require,
     rows,
-    text_bytes,
 )
 from dev.eval.choices import open_sets
 
@@ -443,6 +445,7 @@ class Model(nn.Module):
         super().__init__()
         self.config, self.table = config, param_table(config)
         self.matmul_dtype = self.head_dtype = "native"
+        self.documents, self.window = 0, -1
         # unit -> role -> its parameters: q, k, v share one role
         self.units = [{} for _ in range(config.num_layers + 2)]
         for p in self.table:
@@ -478,7 +481,7 @@ class Model(nn.Module):
             return F.linear(x, weight)
         return RoundedLinear.apply(x, weight, self.head_dtype, "native", "native", False)
 
-    def block(self, x, unit, rope):
+    def block(self, x, unit, rope, mask):
         c, (B, T, C) = self.config, x.shape
         qkv = self.linear(self.norm(x, unit, "ln1"), unit, "qkv")
         if len(qkv) == 1:
@@ -486,7 +489,8 @@ class Model(nn.Module):
         q, k, v = (y.reshape(B, T, -1, c.head_dim).transpose(1, 2) for y in qkv)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.num_kv_heads != c.num_heads)
+        grouped = c.num_kv_heads != c.num_heads
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         x = x + self.linear(y.transpose(1, 2).reshape(B, T, C), unit, "proj")[0]
         h = self.linear(self.norm(x, unit, "ln2"), unit, "fc")
         h = F.silu(h[0]) * h[1] if c.mlp == "swiglu" else F.gelu(h[0], approximate="tanh")
@@ -500,17 +504,32 @@ class Model(nn.Module):
             self.rope = tuple(torch.tensor(f(angles), dtype=torch.float32, device=device) for f in (np.cos, np.sin))
         return tuple(table[:T] for table in self.rope)
 
-    def forward(self, tokens, rope=None, targets=None):
-        """tokens, targets (B,T) -> logits (B,T,V), or the mean loss. `rope`: rope_table(T), made outside of what is
-        compiled."""
+    def ranges(self, inputs):
+        """llmc/documents.h: inputs (B,T) with marks -> ids, positions, and which keys each query sees (B,1,T,T); None:
+        all before it."""
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        if not self.documents and self.window < 0:
+            return inputs, places, None
+        begins = torch.where(inputs < 0, places, 0).cummax(1).values
+        first = begins if self.window < 0 else torch.maximum(begins, places - self.window + 1)
+        mask = (places <= places[:, None]) & (places >= first[:, :, None])
+        return torch.where(inputs < 0, ~inputs, inputs), places - begins, mask[:, None]
+
+    def forward(self, inputs, rope=None, targets=None):
+        """inputs, targets (B,T) -> logits (B,T,V), or the learned tokens' mean loss. `rope`: rope_table(T), made
+        outside of what is compiled."""
         first, *blocks, last = self.units
+        tokens, positions, mask = self.ranges(inputs)
         x = F.embedding(tokens, first["wte"][0])
         if self.config.position == "learned":
-            x = x + first["wpe"][0][: tokens.shape[1]]
+            x = x + F.embedding(positions, first["wpe"][0])
         for unit in blocks:
-            x = self.block(x, unit, rope)
+            x = self.block(x, unit, rope, mask)
         logits = self.head(self.norm(x, last, "lnf"))
-        return logits if targets is None else F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        if targets is None:
+            return logits
+        total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+        return total / (targets >= 0).sum().clamp(min=1)
 
     @torch.no_grad()
     def init(self, seed):
@@ -625,20 +644,21 @@ def make_model(descriptor, seed, data_vocab=0):
 # ---- training
 def batch(stream, B, device, vocab_size):
     """The next B rows -> inputs, targets (B,T)."""
-    tokens = np.stack([next(stream) for _ in range(B)]).astype(np.int64)
+    tokens = np.stack([next(stream) for _ in range(B)]).astype(np.int64)  # (B,2,T)
+    largest = np.where(tokens[:, 0] < 0, ~tokens[:, 0], tokens[:, 0]).max(initial=tokens.max())
     require(
-        tokens.max() < vocab_size,
-        f"the data has token {tokens.max()}, the model {vocab_size} tokens",
+        largest < vocab_size,
+        f"the data has token {largest}, the model {vocab_size} tokens",
         "use the model that the shards were made for (--model ...,vocab=N)",
     )
-    tokens = torch.from_numpy(tokens).to(device)
-    return tokens[:, :-1], tokens[:, 1:]
+    inputs, targets = torch.from_numpy(tokens).to(device).unbind(1)
+    return inputs, targets
 
 
-HONOURED = """train-data val-data model output tokenizer print-every batch-size seq-len total-batch max-steps overfit
-    seed schedule learning-rate warmup final-lr-fraction weight-decay grad-clip beta1 beta2 adam-eps eval-every
-    eval-steps hellaswag choice-data evaluate sample-every sample-tokens temperature save-every matmul-dtype
-    head-dtype threads""".split()
+HONOURED = """train-data val-data model output tokenizer print-every batch-size seq-len total-batch max-steps
+    overfit pack documents window seed schedule learning-rate warmup final-lr-fraction weight-decay
+    grad-clip beta1 beta2 adam-eps eval-every eval-steps hellaswag choice-data evaluate sample-every
+    sample-tokens temperature save-every matmul-dtype head-dtype threads""".split()
 
 
 def in_range(of, low, high):
@@ -750,11 +770,8 @@ def parse_options(argv=None):
         if re.match("-+[A-Za-z]", word) and word.split("=")[0] not in p._option_string_actions:
             refuse_unknown(word, table, others)
     o = p.parse_args(argv)
-    require(
-        o.total_batch and (o.max_steps or o.evaluate),
-        "--total-batch 0 or --max-steps 0 trains nothing",
-        "leave it out, or give a number",
-    )
+    trains = o.total_batch and (o.max_steps or o.evaluate)
+    require(trains, "--total-batch 0 or --max-steps 0 trains nothing", "leave it out, or give a number")
     require(
         o.eval_steps or not (o.eval_every or o.evaluate),
         "--eval-steps 0 measures nothing",
@@ -765,6 +782,8 @@ def parse_options(argv=None):
         "--eval-every 0 never scores --choice-data",
         "give a number of steps, or leave --choice-data out",
     )
+    require(o.pack in ("no", "whole", "cut"), f"unknown --pack '{o.pack}'", "use no, whole or cut")
+    require(o.window, "--window 0: a token would not see itself", "give a number of tokens, or -1 for all")
     require(
         o.schedule in ("cosine", "linear", "constant", "wsd"),
         f"unknown schedule '{o.schedule}'",
@@ -817,6 +836,7 @@ class Trainer:
         on_gpu = o.device == "cuda"
         self.o, self.model, self.vocab_size = o, model.to(o.device), model.config.vocab_size
         model.matmul_dtype, model.head_dtype = o.matmul_dtype, o.head_dtype
+        model.documents, model.window = o.documents, o.window
         self.net = torch.compile(model) if o.compile == 1 or (o.compile < 0 and on_gpu) else model
         self.dtype = ("bf16" if on_gpu else "fp32") if o.dtype == "auto" else o.dtype
         self.autocast = torch.autocast(o.device, torch.bfloat16, enabled=self.dtype == "bf16")
@@ -834,10 +854,11 @@ class Trainer:
             return self.net(inputs, self.model.rope_table(inputs.shape[1], inputs.device), targets)
 
     def step(self, batches, lr):
-        """One optimiser step over a list of micro-batches. Returns mean loss and gradient norm."""
-        total = 0.0
-        for inputs, targets in batches:
-            loss = self.loss(inputs, targets) / len(batches)
+        """One optimiser step over a list of micro-batches. Returns the learned tokens' mean loss and its gradient's
+        norm."""
+        total, learned = 0.0, [int((targets >= 0).sum()) for _, targets in batches]
+        for (inputs, targets), count in zip(batches, learned):
+            loss = self.loss(inputs, targets) * (count / max(sum(learned), 1))
             loss.backward()
             total += loss.detach()
         grads = [w.grad for w in self.model.parameters()]
@@ -851,16 +872,23 @@ class Trainer:
         self.optimizer.zero_grad()
         return float(total), float(norm)
 
-    def eval_rows(self, shards):
-        count = sum((len(s) - 1) // self.o.seq_len for s in shards)
+    def rows(self, shards, eot, seed=None):
+        return rows(shards, self.o.seq_len, seed, self.o.pack, self.o.documents, eot)
+
+    def eval_rows(self, shards, eot=0):
+        count = sum(len(pieces_of(s, self.o.seq_len, self.o.pack, eot)) for s in shards)
         return min(count, self.o.eval_steps * self.o.batch_size) if self.o.eval_steps > 0 else count
 
     @torch.no_grad()
-    def evaluate(self, shards):
-        """Mean loss over the first --eval-steps batches of rows in the files' order (-1: all rows)."""
-        B, T, count = self.o.batch_size, self.o.seq_len, self.eval_rows(shards)
-        stream, sizes = rows(shards, T), [min(B, count - at) for at in range(0, count, B)]
-        return sum(n * float(self.loss(*batch(stream, n, self.o.device, self.vocab_size))) for n in sizes) / count
+    def evaluate(self, shards, eot=0):
+        """Learned tokens' mean loss over the first --eval-steps batches of rows in the files' order (-1: all rows)."""
+        B, count, total, learned = self.o.batch_size, self.eval_rows(shards, eot), 0.0, 0
+        stream = self.rows(shards, eot)
+        for at in range(0, count, B):
+            inputs, targets = batch(stream, min(B, count - at), self.o.device, self.vocab_size)
+            tokens = int((targets >= 0).sum())
+            total, learned = total + tokens * float(self.loss(inputs, targets)), learned + tokens
+        return total / learned
 
     def logits(self, inputs):
         with self.autocast:
@@ -870,9 +898,10 @@ class Trainer:
     def sample(self, first, step, known=None):
         """Ids (below `known`) drawn as llmc/sampler.h draws them, until the end-of-text token `first` comes again."""
         ids, o, begin = [first], self.o, 0
+        most = min(o.seq_len, o.window if o.window > 0 else o.seq_len)
         while len(ids) <= o.sample_tokens and (len(ids) == 1 or ids[-1] != first):
-            if len(ids) - begin > o.seq_len:  # the last half goes on as a new beginning, as in llmc/generate.h
-                begin = len(ids) - (o.seq_len + 1) // 2
+            if len(ids) - begin > most:  # the last half goes on as a new beginning, as in llmc/generate.h
+                begin = len(ids) - (most + 1) // 2
             window = torch.tensor([ids[begin:]], device=o.device)
             logits = self.logits(window)[0, -1, :known].double().cpu().numpy()
             position = np.uint64(len(ids) - 1)
@@ -941,14 +970,10 @@ def train(o):
     B, T = o.batch_size, o.seq_len
     find_validation_data(o)
     require(o.output or o.save_every <= 0, "checkpoints need a folder", "add --output FOLDER")
-    shards, header = (
-        open_shards(o.val_data if o.overfit else o.train_data, T)
-        if not o.evaluate
-        else open_shards(o.val_data, T)
-        if o.val_data
-        else ([], [0] * 256)
-    )
-    val_shards = open_shards(o.val_data, T)[0] if o.val_data and (o.eval_every > 0 or o.evaluate) else None
+    kind, data = (T, o.pack, o.documents), o.val_data if o.overfit or o.evaluate else o.train_data
+    shards, header = open_shards(data, *kind) if data or not o.evaluate else ([], [0] * 256)
+    data_eot = int(header[7])
+    val_shards = open_shards(o.val_data, *kind)[0] if o.val_data and (o.eval_every > 0 or o.evaluate) else None
     model = make_model(o.model, o.seed, int(header[3]))
     c = model.config
     require(
@@ -963,7 +988,7 @@ def train(o):
         f"--total-batch {total} is not a multiple of batch-size * seq-len = {B * T}",
         f"nearest: {nearest}; or choose another --batch-size",
     )
-    steps = 0 if o.evaluate else o.max_steps if o.max_steps > 0 else sum(map(len, shards)) // total
+    steps = 0 if o.evaluate else o.max_steps if o.max_steps > 0 else places(shards, T, o.pack, data_eot) // total
     require(
         steps or o.evaluate,
         f"the training data has less than one step of {total} tokens",
@@ -985,7 +1010,8 @@ def train(o):
         "give the data's own --tokenizer",
     )
     sets = open_sets(o.hellaswag, o.choice_data, T, c.vocab_size)
-    trainer, stream = Trainer(model, o), rows(shards, T, None if o.overfit else o.seed)
+    trainer = Trainer(model, o)
+    stream = trainer.rows(shards, data_eot, None if o.overfit else o.seed)
     parameters = sum(w.numel() for w in model.parameters())
     device = torch.cuda.get_device_name() if o.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     started = time.perf_counter()
@@ -1021,15 +1047,15 @@ def train(o):
             f"choices   {s.name}: {s.count} examples, {len(s.rows)} choices"
             + f", {s.cut} choices lose the beginning of their context: longer than T = {T}" * (s.cut > 0)
         )
-    count = trainer.eval_rows(val_shards or [])
-    bytes_per_token = text_bytes(val_shards, T, count, names, eot) / (count * T) if val_shards and names else 0
+    val_rows = trainer.rows(val_shards or [], data_eot), trainer.eval_rows(val_shards or [], data_eot)
+    token_bytes = bytes_per_token(*val_rows, names, eot) if val_shards and names else 0
 
     def evaluate(step):
         if not o.evaluate and (o.eval_every == 0 or (step % o.eval_every and step != steps)):
             return
         if val_shards:
-            begin, loss = time.perf_counter(), trainer.evaluate(val_shards)
-            bpb = {"bpb": loss / math.log(2) / bytes_per_token} if bytes_per_token else {}
+            begin, loss = time.perf_counter(), trainer.evaluate(val_shards, data_eot)
+            bpb = {"bpb": loss / math.log(2) / token_bytes} if token_bytes else {}
             print(
                 f"eval {step:6} | val loss {loss:.4f}"
                 + "".join(f" | {x:.4f} bits/byte" for x in bpb.values())
@@ -1093,15 +1119,21 @@ def train(o):
 
 
 def write_debug(o):
-    """Weights, one random batch, its logits, loss and gradients, and the losses of ten AdamW steps on it."""
+    """Weights, one random batch, its logits, loss and gradients, and the losses of ten AdamW steps on it. With
+    --documents 1 some tokens begin a document, and some are not learned."""
     model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
     model.matmul_dtype, model.head_dtype = o.matmul_dtype, o.head_dtype
     write_weights(model, folder)
     ids = rand_u64(o.seed, rand_stream(RAND_SAMPLE, 0), np.arange(B * (T + 1))) % np.uint64(model.config.vocab_size)
     ids = torch.from_numpy(ids.astype(np.int64)).view(B, T + 1)
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    model.documents, model.window = o.documents, o.window
+    if o.documents:
+        random = rand_u64(o.seed, rand_stream(RAND_SAMPLE, 1), np.arange(2 * B * T)).view(np.int64).reshape(2, B, T)
+        begins, masked = torch.from_numpy(random % 12 == 0)
+        inputs, targets = torch.where(begins, ~inputs, inputs), torch.where(masked, -1, targets)
     logits = model(inputs, model.rope_table(T, "cpu"))
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     loss.backward()
     debug = {"tokens": inputs.int(), "targets": targets.int(), "logits": logits.detach(), "loss": loss.detach().view(1)}
     debug |= {
@@ -1120,6 +1152,7 @@ def write_debug(o):
     }
     trainer = Trainer(model, argparse.Namespace(**vars(o) | fixed))
     debug["losses"] = torch.tensor([trainer.step([(inputs, targets)], 1e-3)[0] for _ in range(10)])
+    debug |= {name: torch.tensor([getattr(o, name)], dtype=torch.int32) for name in ("documents", "window")}
     for name in ("matmul_dtype", "head_dtype"):  # characters
         debug[name] = torch.tensor(list(getattr(o, name).encode()), dtype=torch.int32)
     save_tensors(debug, os.path.join(folder, "debug.safetensors"))

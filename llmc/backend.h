@@ -134,12 +134,13 @@ void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, fl
 // Once, with the weights and before the first step: chooses by measuring. Changes no weights and no states.
 void model_tune(Model *m);
 // One optimiser step = num_micro calls of model_micro_step, then model_update.
-// inputs, targets (B,T). The gradient is that of the mean loss over num_micro * B * T tokens of all ranks; micro-step 0
-// overwrites it.
+// inputs, targets (B,T). A target < 0 is not learned. With --documents an input is ~id where a document begins. The
+// gradient is that of the sum of losses, divided by the num_micro * B * T tokens of all ranks; micro-step 0 overwrites
+// it.
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro);
-// Computes the mean loss of the step's tokens and the global norm of the gradient, where every weight counts once;
-// either may be NaN or Inf. Then updates the weights if the verdict is STEP_APPLIED. Bitwise identical on all ranks.
-// Waits for the GPU once, after everything is queued.
+// Computes the mean loss of the step's learned tokens, of all ranks, and the global norm of its gradient (step.h),
+// where every weight counts once; either may be NaN or Inf. Then updates the weights if the verdict is STEP_APPLIED.
+// Bitwise identical on all ranks. Waits for the GPU once, after everything is queued.
 StepResult model_update(Model *m, const UpdateParams *p);
 // Between these two calls every lap of a step is timed, into timing.h. Losses and weights stay bitwise identical.
 void model_timing_begin(Model *m);
@@ -160,7 +161,7 @@ void model_print_plan(const Model *m, FILE *f);
 void model_report(const Model *m, FILE *f);
 
 // Forward only, within one tensor-parallel group (but see computes_together): the loss of each of batch_size * seq_len
-// tokens, in rows of T, 0 where the target is -1. T is seq_len or, for short rows, a smaller divisor of batch_size *
+// tokens, in rows of T, 0 where the target is < 0. T is seq_len or, for short rows, a smaller divisor of batch_size *
 // seq_len.
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses);
 

@@ -9,7 +9,9 @@
 // then the tokens: uint16 (magic 20240520, version 1) or uint32 (20240801, 7). vocab_size and all after it may be 0:
 // unknown.
 //
-// Row r of a shard is its tokens [r*T, r*T + T]: T inputs, and T targets one position later. One epoch visits every row
+// Row r of a shard is its tokens [r*T, r*T + T]: T inputs, and T targets one position later. Or (RowKind) documents are
+// packed into rows: each token but a document's first is a target once, and so is the end-of-text that follows it. What
+// is left of a row is padding, end-of-text with targets of -1, which are not learned. One epoch visits every row
 // of every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard), the rows of one
 // shard in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of
 // dataloader_next takes the next world * B rows. Rank k takes those from k * B on, so a step's tokens depend on the
@@ -24,12 +26,23 @@
 #include <glob.h>
 #include <pthread.h>
 
+#include "packing.h"
 #include "rand.h"
 #include "tokenizer.h"
 
 enum { SHARD_MAGIC_16 = 20240520, SHARD_VERSION_16 = 1, SHARD_MAGIC_32 = 20240801, SHARD_VERSION_32 = 7 };
 enum { SHARD_SAMPLES = 16, SHARD_SAMPLE_BYTES = 4096 };
 
+// A document is an end-of-text token and all until the next one.
+typedef enum {
+    PACK_NO,     // rows are cut from the stream of documents
+    PACK_WHOLE,  // rows are documents, packed; one that is longer than a row is refused
+    PACK_CUT     // such a one is cut into rows, and what is left of it is packed
+} Pack;
+typedef struct {
+    Pack pack;
+    int marks;  // an input where a document begins, and padding, is ~id: so a model sees where documents end
+} RowKind;
 typedef struct {
     char *path;
     int64_t tokens, rows;
@@ -50,7 +63,10 @@ typedef struct DataLoader {
     TokenizerKind tokenizer;
     uint64_t hash;  // of the tokenizer's tokens, as in tokenizer.h; 0: not said
     int eot;
+    int64_t cut_documents;  // longer than a row
     // private
+    RowKind kind;
+    Packing packing;  // of the open shard
     Shard *shards;
     int32_t header[HEADER_WORDS];  // of the first shard
     int token_bytes, rank, world, shuffle, check_vocab;
@@ -63,7 +79,7 @@ typedef struct DataLoader {
     int open_shard, fd;        // -1: none
     struct timespec modified;  // when the open shard was last written to
     ShuffleKey *row_order;     // rows of the open shard, if shuffled
-    void *raw;                 // (T + 1) tokens as they are in the file
+    void *raw;                 // tokens as they are in the file: T + 1, or those of a block
     // read ahead: while `reading` all of the above but `next` belongs to the thread
     pthread_t thread;
     int reading;
@@ -141,6 +157,40 @@ static inline void shard_leave(DataLoader *d) {
     d->open_shard = d->fd = -1;
 }
 
+// ---- documents
+
+static inline uint32_t raw_token(const DataLoader *d, int64_t i) {
+    return d->token_bytes == 2 ? ((const uint16_t *)d->raw)[i] : ((const uint32_t *)d->raw)[i];
+}
+enum { SCAN_TOKENS = 1 << 18 };  // that are read at a time
+static inline void packing_add_document(DataLoader *d, const Shard *s, Packing *p, int64_t begin, int64_t end) {
+    const int64_t T = d->T, length = end - begin;
+    require(d->kind.pack == PACK_CUT || length <= T,
+            "'%s': the document at token %lld has %lld tokens, a row %lld\n"
+            "use a longer --seq-len, or --pack cut, which cuts such a document into rows",
+            s->path, (long long)begin, (long long)length, (long long)T);
+    for (; begin + T < end; begin += T) packing_add(p, (int)begin, (int)T);
+    if (begin < end) packing_add(p, (int)begin, (int)(end - begin));
+}
+// The rows of a shard, whose documents are found by reading all of it. Returns how many are longer than a row.
+static inline int64_t shard_pack(DataLoader *d, const Shard *s, int fd, Packing *p) {
+    int64_t begin = 0, cut = 0;
+    packing_free(p);
+    for (int64_t at = 0, n; at < s->tokens; at += n) {
+        n = s->tokens - at < SCAN_TOKENS ? s->tokens - at : SCAN_TOKENS;
+        pread_or_die(fd, d->raw, n * d->token_bytes, HEADER_BYTES + at * d->token_bytes, s->path);
+        for (int64_t i = 0; i < n; i++) {
+            if (raw_token(d, i) != (uint32_t)d->header[7]) continue;
+            cut += at + i - begin > d->T;
+            packing_add_document(d, s, p, begin, at + i);
+            begin = at + i;
+        }
+    }
+    packing_add_document(d, s, p, begin, s->tokens);
+    packing_fill(p, d->T);
+    return cut + (s->tokens - begin > d->T);
+}
+
 // Checks one shard. All must have the tokenizer of the first.
 static inline void shard_open(DataLoader *d, Shard *s) {
     #define SHARD_REQUIRE(ok, what, ...) require(ok, "'%s' " what, s->path, __VA_ARGS__)
@@ -160,7 +210,7 @@ static inline void shard_open(DataLoader *d, Shard *s) {
     SHARD_REQUIRE(bytes == expected, "is %s: %lld bytes, its header promises %lld\nmake or download it again",
                   bytes < expected ? "truncated" : "too long", (long long)bytes, (long long)expected);
     SHARD_REQUIRE(
-        h[2] > d->T,
+        h[2] > (d->kind.pack ? 0 : d->T),
         "has %d tokens: too few for one row of T = %d (T + 1 are needed)\n"
         "use a shorter --seq-len, or more text; prepare.py --val-fraction says how much of it is for validation",
         h[2], d->T);
@@ -168,18 +218,23 @@ static inline void shard_open(DataLoader *d, Shard *s) {
                   "has vocabulary size %d, tokenizer %d and end-of-text %d in its header: one of them is out of "
                   "range\n" DATA_HINT,
                   h[3], h[4], h[7]);
+    require(h[3] > 0 || (!d->kind.pack && !d->kind.marks),
+            "'%s' does not say which token ends a text: nobody knows where its documents begin\n"
+            "make shards with dev/data/prepare.py, or leave --documents and --pack out",
+            s->path);
     s->tokens = h[2];
-    s->rows = (s->tokens - 1) / d->T;
     s->hash = shard_hash(fd, bytes, s->path);
-    close(fd);
     if (s == d->shards) memcpy(d->header, h, sizeof h);
+    if (d->kind.pack) d->cut_documents += shard_pack(d, s, fd, &d->packing);
+    s->rows = d->kind.pack ? d->packing.num_rows : (s->tokens - 1) / d->T;
+    close(fd);
     SHARD_REQUIRE(h[0] == d->header[0] && !memcmp(h + 3, d->header + 3, sizeof h - 3 * sizeof *h),
                   "and '%s' were made with different tokenizers\nname shards of one kind only", d->shards[0].path);
 }
 
 // Stops with a message if anything is wrong with any shard. vocab_size > 0: every token id must be below it.
-static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, int rank, int world, int shuffle,
-                                   uint64_t seed, int vocab_size) {
+static inline void dataloader_open_rows(DataLoader *d, const char *pattern, int B, int T, RowKind kind, int rank,
+                                        int world, int shuffle, uint64_t seed, int vocab_size) {
     size_t tokens = (size_t)B * T;
     memset(d, 0, sizeof *d);
     require(tokens <= INT32_MAX / 4, "batch size %d times sequence length %d is too large\nuse a smaller --batch-size",
@@ -187,6 +242,7 @@ static inline void dataloader_open(DataLoader *d, const char *pattern, int B, in
     assert(B > 0 && T > 0 && 0 <= rank && rank < world);
     d->B = B;
     d->T = T;
+    d->kind = kind;
     d->rank = rank;
     d->world = world;
     d->shuffle = shuffle;
@@ -198,8 +254,9 @@ static inline void dataloader_open(DataLoader *d, const char *pattern, int B, in
     require(status == 0 && found.gl_pathc > 0, "no file matches '%s'\n" DATA_HINT, pattern);
     require(found.gl_pathc < (1 << 24) - 1, "%zu files match '%s': too many\nmake larger shards", found.gl_pathc,
             pattern);
-    size_t n = found.gl_pathc;
+    size_t n = found.gl_pathc, most = kind.pack && T < SCAN_TOKENS ? SCAN_TOKENS : T + 1;
     d->num_shards = n;
+    d->raw = malloc_or_die(most * sizeof(uint32_t));
     d->shards = (Shard *)malloc_or_die(n * sizeof(Shard));
     for (size_t i = 0; i < n; i++)
         require((d->shards[i].path = strdup(found.gl_pathv[i])), "out of memory\nuse fewer shards");
@@ -221,11 +278,20 @@ static inline void dataloader_open(DataLoader *d, const char *pattern, int B, in
     d->inputs = (int *)malloc_or_die(2 * tokens * sizeof(int));
     d->targets = d->inputs + tokens;
     d->ahead = (int *)malloc_or_die(2 * tokens * sizeof(int));
-    d->raw = malloc_or_die((size_t)(T + 1) * d->token_bytes);
     d->shard_order = (ShuffleKey *)malloc_or_die(n * sizeof(ShuffleKey));
     d->slot_begin = (int64_t *)malloc_or_die((n + 1) * sizeof(int64_t));
     d->order_epoch = d->open_shard = d->fd = -1;
     d->ahead_next = -1;
+}
+static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, int rank, int world, int shuffle,
+                                   uint64_t seed, int vocab_size) {
+    const RowKind plain = {PACK_NO, 0};
+    dataloader_open_rows(d, pattern, B, T, plain, rank, world, shuffle, seed, vocab_size);
+}
+// The share of all places in rows that is padding.
+static inline double dataloader_padding(const DataLoader *d) {
+    const double places = (double)d->rows_per_epoch * d->T;
+    return d->kind.pack ? 1 - d->num_tokens / places : 0;
 }
 
 // Turns (epoch, row of the epoch) into (open shard, row of the shard). Rows come in rising order but for a seek.
@@ -249,6 +315,7 @@ static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t ro
         d->fd = open_data_file(s->path, DATA_HINT, &bytes);
         d->open_shard = index;
         shard_require_same(d);
+        if (d->kind.pack) shard_pack(d, s, d->fd, &d->packing);
         if (d->shuffle) {
             free(d->row_order);
             d->row_order = (ShuffleKey *)malloc_or_die(s->rows * sizeof(ShuffleKey));
@@ -259,23 +326,38 @@ static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t ro
     return d->shuffle ? d->row_order[at].index : at;
 }
 
-// Row `r` of the open shard as T inputs and T targets.
-static inline void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, int *targets) {
-    const char *path = d->shards[d->open_shard].path;
-    int T = d->T, check = d->check_vocab ? d->check_vocab : d->vocab_size;
-    uint32_t limit = check ? check : INT32_MAX;
-    size_t token_bytes = d->token_bytes;
-    const uint16_t *raw16 = (const uint16_t *)d->raw;
-    const uint32_t *raw32 = (const uint32_t *)d->raw;
-    pread_or_die(d->fd, d->raw, (T + 1) * token_bytes, HEADER_BYTES + r * T * token_bytes, path);
-    for (int t = 0; t <= T; t++) {
-        uint32_t id = token_bytes == 2 ? raw16[t] : raw32[t];
+// A piece of the open shard as inputs and targets.
+static inline void dataloader_read_piece(DataLoader *d, Piece piece, int *inputs, int *targets) {
+    const Shard *s = &d->shards[d->open_shard];
+    const int check = d->check_vocab ? d->check_vocab : d->vocab_size, n = piece.length;
+    const int follows = piece.begin + (int64_t)n < s->tokens;  // else the text ends with the shard
+    const uint32_t limit = check ? check : INT32_MAX;
+    const size_t token_bytes = d->token_bytes;
+    pread_or_die(d->fd, d->raw, (n + follows) * token_bytes, HEADER_BYTES + piece.begin * token_bytes, s->path);
+    for (int t = 0; t < n + follows; t++) {
+        const uint32_t id = raw_token(d, t);
+        const int begins = d->kind.marks && ((d->kind.pack && t == 0) || id == (uint32_t)d->eot);
         require(id < limit,
                 "'%s': token %lld is %u, outside the vocabulary of %u\n"
                 "use a model with the vocabulary that the shards were made for (--model ...,vocab=N)",
-                path, (long long)(r * T + t), id, limit);
-        if (t < T) inputs[t] = (int)id;
+                s->path, (long long)piece.begin + t, id, limit);
+        if (t < n) inputs[t] = begins ? ~(int)id : (int)id;
         if (t > 0) targets[t - 1] = (int)id;
+    }
+    if (!follows) targets[n - 1] = d->eot;
+}
+// Row `r` of the open shard as T inputs and T targets.
+static inline void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, int *targets) {
+    const Piece cut = {(int)(r * d->T), d->T};
+    const int pack = d->kind.pack != PACK_NO, padding = d->kind.marks ? ~d->eot : d->eot;
+    const Piece *pieces = pack ? d->packing.pieces + d->packing.row_begin[r] : &cut;
+    const int64_t count = pack ? d->packing.row_begin[r + 1] - d->packing.row_begin[r] : 1;
+    int used = 0;
+    for (int64_t i = 0; i < count; used += pieces[i++].length)
+        dataloader_read_piece(d, pieces[i], inputs + used, targets + used);
+    for (; used < d->T; used++) {
+        inputs[used] = padding;
+        targets[used] = -1;
     }
 }
 
@@ -335,6 +417,7 @@ static inline void dataloader_close(DataLoader *d) {
     dataloader_wait(d);
     for (int i = 0; i < d->num_shards; i++) free(d->shards[i].path);
     if (d->fd >= 0) close(d->fd);
+    packing_free(&d->packing);
     void *const owned[] = {d->inputs, d->ahead, d->shards, d->raw, d->shard_order, d->slot_begin, d->row_order};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
     memset(d, 0, sizeof *d);

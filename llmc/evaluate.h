@@ -27,6 +27,14 @@ typedef struct {
 
 // ---- what is evaluated
 
+// What rows the options ask for.
+static inline RowKind rows_of(const Options *o) {
+    const RowKind r = {!strcmp(o->pack, "no")      ? PACK_NO
+                       : !strcmp(o->pack, "whole") ? PACK_WHOLE
+                                                   : PACK_CUT,
+                       (int)o->documents};
+    return r;
+}
 // `patterns`: files or globs with commas between.
 static void evaluation_add_sets(Evaluation *e, const char *patterns, int vocab_size) {
     char *copy = strdup(patterns), *rest = copy;
@@ -69,7 +77,8 @@ static inline void evaluation_open(Evaluation *e, const Options *o, const Comm *
     e->together = computes_together(o, comm);
     if (!o->eval_every && !o->evaluate) return;
     e->has_val = *o->val_data != 0;
-    if (e->has_val) dataloader_open(&e->val, o->val_data, e->B, e->T, comm->rank, comm->world, 0, 0, vocab_size);
+    if (e->has_val)
+        dataloader_open_rows(&e->val, o->val_data, e->B, e->T, rows_of(o), comm->rank, comm->world, 0, 0, vocab_size);
     int found = o->hellaswag && file_exists(hellaswag);
     if (found) evaluation_add_sets(e, hellaswag, vocab_size);
     if (o->hellaswag && !found)
@@ -137,12 +146,13 @@ static void evaluation_end(Evaluation *e, Model *m) {
 
 // ---- validation set
 
-// Over the first sequences of the validation set, divided among ranks. Every token counts once, at any batch size. Bits
+// Over the first sequences of the validation set, divided among ranks. Every learned token counts once, at any batch
+// size. Bits
 // per byte of text (end-of-text has no bytes) compare models with different tokenizers.
 static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *tokenizer) {
     const Comm *dp = &m->mesh->dp;
     int B = e->B, T = e->T, step = B * dp->world;
-    int64_t rows = e->val.rows_per_epoch, bytes = 0;
+    int64_t rows = e->val.rows_per_epoch, bytes = 0, learned = 0;
     if (e->val_batches > 0 && e->val_batches * step < rows) rows = e->val_batches * step;
     float *losses = new_array(float, B *(size_t)T);
     double sum = 0;
@@ -154,14 +164,16 @@ static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *token
         if (row + step < rows) dataloader_read_ahead(&e->val);
         model_losses(m, e->val.inputs, e->val.targets, T, losses);
         for (int64_t i = 0; i < counted; i++) {
+            if (e->val.targets[i] < 0) continue;
             sum += losses[i];
+            learned++;
             if (tokenizer) bytes += tokenizer_bytes(tokenizer, e->val.targets[i]);
         }
     }
     free(losses);
     evaluation_end(e, m);
-    double total = comm_sum(dp, sum), text = comm_sum(dp, bytes);
-    const ValScore r = {total / ((double)rows * T), text > 0 ? total / log(2) / text : NAN};
+    double total = comm_sum(dp, sum), text = comm_sum(dp, bytes), tokens = comm_sum(dp, learned);
+    const ValScore r = {tokens > 0 ? total / tokens : NAN, text > 0 ? total / log(2) / text : NAN};
     return r;
 }
 

@@ -27,6 +27,11 @@ HOST_DEVICE static inline StepVerdict step_verdict(float loss, float norm, doubl
     if (loss > most_loss) return STEP_LOSS_HIGH;
     return norm > most_norm ? STEP_NORM_HIGH : STEP_APPLIED;
 }
+// What the sum of losses is multiplied by, and its gradient, after it was divided by all `tokens` of a step, of which
+// `masked` were not learned: then it is a mean. A step that learns nothing has loss and gradient 0.
+HOST_DEVICE static inline float step_share(double tokens, double masked) {
+    return masked < tokens ? (float)(tokens / (tokens - masked)) : 0;
+}
 // The factor of gradient clipping.
 HOST_DEVICE static inline float step_grad_scale(float norm, double clip) {
     return clip > 0 && norm > clip ? (float)(clip / norm) : 1.0f;

@@ -31,6 +31,7 @@ static Options options_of_model(Trainer *t) {
     Options o = t->o;
     int most = o.seq_len < t->config.max_seq_len ? o.seq_len : t->config.max_seq_len, longest = generation_longest(&o);
     if (*o.draft && t->draft_config.max_seq_len < most) most = t->draft_config.max_seq_len;
+    if (o.window > 0 && o.window < most) most = (int)o.window;  // what a sample's token saw in training
     t->window = longest < most && !o.serve && !t->talks ? longest : most;
     if (!o.generate) return o;
     o.seq_len = t->window < PIECE ? t->window : PIECE;

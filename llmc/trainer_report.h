@@ -35,6 +35,9 @@ static inline void print_start(const Trainer *t) {
         printf("no warm-up: --schedule constant has none; use linear with --final-lr-fraction 1\n");
     printf("data      %lld tokens in %d shards, %lld sequences of %lld an epoch\n", (long long)t->train.num_tokens,
            t->train.num_shards, (long long)t->train.rows_per_epoch, o->seq_len);
+    if (t->train.kind.pack)
+        printf("rows      documents, packed: %.2f%% of the places are padding; %lld documents are longer than a row\n",
+               100 * dataloader_padding(&t->train), (long long)t->train.cut_documents);
     printf("run       %lld steps of %lld tokens (%d micro-steps of %d x %lld x %lld): %.2f epochs\n\n", t->steps,
            o->total_batch, t->num_micro, t->mesh.dp.world, o->batch_size, o->seq_len,
            (double)t->steps * (o->total_batch / o->seq_len) / t->train.rows_per_epoch);

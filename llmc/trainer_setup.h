@@ -86,6 +86,7 @@ static void check_options(const Options *o) {
             "%d sequences with %lld drafted tokens each are more than the %d rows of a step\n"
             "use a smaller --serve or --draft-tokens",
             generation_slots(o), o->draft_tokens, DECODE_ROWS);
+    require(o->window != 0, "--window 0: a token would not see itself\ngive a number of tokens, or -1 for all");
     require(!o->overfit || *o->val_data, "--overfit 1 needs --val-data, whose first batch it trains on\nname shards");
     require(!*o->choice_data || o->eval_every || o->evaluate || o->generate,
             "--eval-every 0 never scores --choice-data\ngive a number of steps, or leave --choice-data out");
@@ -147,8 +148,8 @@ static inline void open_data(Trainer *t) {
     int V = t->config.vocab_size;
     const Comm *dp = &t->mesh.dp;
     if (!o->evaluate)
-        dataloader_open(&t->train, o->overfit ? o->val_data : o->train_data, o->batch_size, o->seq_len, dp->rank,
-                        dp->world, !o->overfit, o->seed, V);
+        dataloader_open_rows(&t->train, o->overfit ? o->val_data : o->train_data, o->batch_size, o->seq_len, rows_of(o),
+                             dp->rank, dp->world, !o->overfit, o->seed, V);
     evaluation_open(&t->eval, o, dp, V);
     if (o->evaluate) return;
     require(t->train.vocab_size <= V,
@@ -173,11 +174,12 @@ static inline void open_data(Trainer *t) {
             micro_tokens, (near < 1 ? 1 : near) * micro_tokens);
     t->num_micro = total / micro_tokens;
     // As in llm.c, an epoch's last step may end with the next epoch's first rows.
-    t->steps = o->max_steps != -1 ? o->max_steps : t->train.num_tokens / total;
+    const int64_t places = t->train.kind.pack ? t->train.rows_per_epoch * o->seq_len : t->train.num_tokens;
+    t->steps = o->max_steps != -1 ? o->max_steps : places / total;
     require(t->steps > 0,
             "the training data has %lld tokens, less than one step of %lld\n"
             "use a smaller --total-batch or give --max-steps",
-            (long long)t->train.num_tokens, total);
+            (long long)places, total);
 }
 
 // The path of --tokenizer, or else the first of these files that exists: tokenizer.bin in the model's folder (with
@@ -306,7 +308,7 @@ static void report_changed_options(const Trainer *t) {
 }
 
 // Takes over the options of a checkpoint: of a resumed one all, of the --model of --generate those that say where its
-// tokenizer is. The command line has precedence.
+// tokenizer is and what its tokens see. The command line has precedence.
 static inline void take_options(Trainer *t, int argc, char **argv) {
     char why[WHY_BYTES];
     int named = !*t->resumed_from.text && t->o.generate && checkpoint_is_whole(t->o.model, -1, why);
@@ -315,7 +317,9 @@ static inline void take_options(Trainer *t, int argc, char **argv) {
     Options o = options_default();
     OPTION_EACH(p) {
         const char *value = state_option(&t->state, p->name);
-        if (!value || (named && strcmp(p->name, "tokenizer") != 0 && strcmp(p->name, "train-data") != 0)) continue;
+        const int kept =
+            !named || !strcmp(p->name, "tokenizer") || !strcmp(p->name, "train-data") || !strcmp(p->name, "window");
+        if (!value || !kept) continue;
         char *text = printable(st_text(value, "", ""), "\n\t");
         state_set_option(&t->before, p->name, text);  // a copy: those of `state` change during the run
         free(text);

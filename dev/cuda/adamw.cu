@@ -45,7 +45,7 @@ static void oracle(float *w, float *m, float *v, const float *grad, size_t n, Ad
 
 // The step's decision, as step_decide leaves it.
 static StepScalars *upload_step(float scale, StepVerdict verdict = STEP_APPLIED) {
-    const StepScalars host = {1, 1, 1, scale, verdict};
+    const StepScalars host = {1, 1, 0, 1, scale, verdict};
     StepScalars *p = device_new<StepScalars>(1);
     cudaCheck(cudaMemcpy(p, &host, sizeof host, cudaMemcpyHostToDevice));
     return p;

@@ -1,11 +1,13 @@
 // Ladder for llmc/kernels/attention.cuh, llmc/kernels/attention_hopper.cuh and llmc/cuda/tile.cuh: causal attention,
-// forward and backward, against the plain loops of train_gpt2.c, on every path that this GPU has. On Hopper first each
+// forward and backward, within documents and windows too, against the plain loops of train_gpt2.c, on every path that
+// this GPU has. On Hopper first each
 // primitive of tile.cuh alone, so that a fault shows where it is, and several shapes of the forward kernel beside the
 // chosen one.
 // nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32]
 // dev/cuda/attention.cu -o build/attention -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
+#include "../../llmc/documents.h"
 #include "../../llmc/kernels/attention.cu"  // its kernels in other shapes, too
 #include "../../llmc/kernels/kv_cache.cuh"
 #include "common.cuh"
@@ -24,6 +26,41 @@ static std::vector<AttentionProblem> paths(Shape s) {
     a.path = ATTENTION_MMA;
     if (all[0].path == ATTENTION_HOPPER) all.push_back(a);
     return all;
+}
+// What tokens see. document: tokens of one on average, drawn at random, or if negative exactly; 0: the row is one.
+// window: -1: all.
+typedef struct { int document, window; } Sight;
+static const Sight whole_rows = {0, -1};
+static bool sees_all(Sight g) { return g.document == 0 && g.window < 0; }
+static Ranges host_ranges(Shape s, Sight g) {
+    const size_t N = (size_t)s.B * s.T;
+    int *inputs = host_new<int>(N);
+    const Ranges r = ranges_at(host_new<int>(RANGES_ARRAYS * N), N);
+    for (size_t i = 0; i < N; i++) {
+        const int at = (int)(i % s.T), random = g.document > 0 ? (int)(rand_u64(3, 0, i) % (uint64_t)g.document) : 1;
+        const bool begins = g.document < 0 ? at % -g.document == 0 : random == 0;
+        inputs[i] = begins ? ~1 : 1;
+    }
+    ranges_fill(&r, inputs, s.B, s.T, g.window);
+    return r;
+}
+static void set_ranges(AttentionProblem *a, const Ranges &r) {
+    const size_t N = (size_t)a->B * a->T;
+    a->first = upload_ints(r.first, N);
+    a->last = upload_ints(r.last, N);
+}
+static const char *sight_name(Sight g) {
+    static char names[4][48];
+    static int next;
+    char *name = names[next++ % 4];
+    const int n = abs(g.document);
+    if (sees_all(g)) return "";
+    snprintf(name, sizeof names[0],
+             n && g.window > 0 ? " documents=%d window=%d"
+             : n               ? " documents=%d"
+                               : " window=%d",
+             n ? n : g.window, g.window);
+    return name;
 }
 static const char *path_name(const AttentionProblem &a, const char *what) {  // three names may be in use at a time
     static char names[4][64];
@@ -180,21 +217,21 @@ template <int HD, typename X> static void each_variant(const Tensors<X> &t) {
     const size_t rows = (size_t)p->B * p->T, width = (size_t)p->NH * HD, stride = (size_t)attention_width(p);
     cudaStream_t stream = ladder.gpu.compute;
     #define FORWARD(...) \
-        { \
-            typedef HopperForward<__VA_ARGS__> S; \
-            auto run = [&] { hopper_launch<S, true>(attention_forward_hopper<S>, forward, stream); }; \
-            if (!t.ref_out) \
-                bench("forward " #__VA_ARGS__, 0, t.flops, run); \
-            else { \
-                poison(t.out, rows * width); \
-                run(); \
-                check("forward " #__VA_ARGS__, t.out, t.ref_out, rows, width, 5e-3); \
-            } \
-        }
+    { \
+        typedef HopperForward<__VA_ARGS__> S; \
+        auto run = [&] { hopper_launch<S, true>(RANGED_OR_NOT(*p, attention_forward_hopper, S), forward, stream); }; \
+        if (!t.ref_out) \
+            bench("forward " #__VA_ARGS__, 0, t.flops, run); \
+        else { \
+            poison(t.out, rows * width); \
+            run(); \
+            check("forward " #__VA_ARGS__, t.out, t.ref_out, rows, width, 5e-3); \
+        } \
+    }
     #define BACKWARD(name, flops, by_queries, kernel, ...) \
         { \
             typedef __VA_ARGS__ S; \
-            auto run = [&] { hopper_launch<S, by_queries>(kernel<S>, backward, stream); }; \
+            auto run = [&] { hopper_launch<S, by_queries>(RANGED_OR_NOT(*p, kernel, S), backward, stream); }; \
             if (!t.ref_out) \
                 bench(name, 0, flops, run); \
             else { \
@@ -231,18 +268,21 @@ template <typename X> static void variants(const Tensors<X> &t) {
             each_variant<128>(t);
     }
 }
-template <typename X> static void check_variants(Shape s) {
-    ladder_case("variants B=%d T=%d NH=%d NKV=%d HD=%d", s.B, s.T, s.NH, s.NKV, s.HD);
+template <typename X> static void check_variants(Shape s, Sight g = whole_rows) {
+    ladder_case("variants B=%d T=%d NH=%d NKV=%d HD=%d%s", s.B, s.T, s.NH, s.NKV, s.HD, sight_name(g));
+    const Ranges ranges = host_ranges(s, g);
+    const int *const first = sees_all(g) ? NULL : ranges.first;
+    AttentionProblem a = paths(s)[0];
+    if (first) set_ranges(&a, ranges);
     const size_t rows = (size_t)s.B * s.T, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD;
     float *qkv = host_normal(rows * stride, 1.0f), *dout = host_normal(rows * width, 1.0f),
           *out = host_new<float>(rows * width), *lse = host_new<float>(rows * s.NH),
           *dqkv = host_new<float>(rows * stride);
-    attention_forward_cpu(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD);
+    attention_forward_cpu(out, lse, qkv, first, s.B, s.T, s.NH, s.NKV, s.HD);
     for (size_t i = 0; i < rows * width; i++) out[i] = as_floatX(out[i]);
-    attention_backward_cpu(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD);
-    variants(Tensors<X>{paths(s)[0], device_new<X>(rows * width), device_new<X>(rows * stride),
-                        upload<X>(qkv, rows * stride), upload<X>(dout, rows * width), device_new<float>(rows * s.NH),
-                        out, dqkv, 0});
+    attention_backward_cpu(dqkv, dout, qkv, out, lse, first, s.B, s.T, s.NH, s.NKV, s.HD);
+    variants(Tensors<X>{a, device_new<X>(rows * width), device_new<X>(rows * stride), upload<X>(qkv, rows * stride),
+                        upload<X>(dout, rows * width), device_new<float>(rows * s.NH), out, dqkv, 0});
 }
 
 // ---- attention
@@ -299,18 +339,23 @@ static void check_backward(AttentionProblem a, floatX *dqkv, const float *ref, c
 
 // `std` of q, k, v: scores have a deviation of std^2; with 3 the softmax is nearly one-hot and the running maximum
 // moves often.
-static void check_shape(Shape s, float std) {
-    ladder_case("B=%d T=%d NH=%d NKV=%d HD=%d std=%g", s.B, s.T, s.NH, s.NKV, s.HD, std);
+static void check_shape(Shape s, float std, Sight g = whole_rows) {
+    ladder_case("B=%d T=%d NH=%d NKV=%d HD=%d std=%g%s", s.B, s.T, s.NH, s.NKV, s.HD, std, sight_name(g));
+    const Ranges ranges = host_ranges(s, g);
+    const int *const first = sees_all(g) ? NULL : ranges.first;
     const size_t rows = (size_t)s.B * s.T, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD,
                  rows_lse = (size_t)s.B * s.NH;
     float *qkv = host_normal(rows * stride, std), *dout = host_normal(rows * width, 1.0f);
     float *out = host_new<float>(rows * width), *lse = host_new<float>(rows_lse * s.T),
           *dqkv = host_new<float>(rows * stride);
-    attention_forward_cpu(out, lse, qkv, s.B, s.T, s.NH, s.NKV, s.HD);
+    attention_forward_cpu(out, lse, qkv, first, s.B, s.T, s.NH, s.NKV, s.HD);
     floatX *d_qkv = upload<floatX>(qkv, rows * stride), *d_out = device_new<floatX>(rows * width);
     float *d_lse = device_new<float>(rows_lse * s.T + 1) + 1;  // on 4 bytes only, as a layer's may
     cudaStream_t stream = ladder.gpu.compute;
-    for (AttentionProblem a : paths(s)) {
+    std::vector<AttentionProblem> all = paths(s);
+    for (AttentionProblem &a : all)
+        if (first) set_ranges(&a, ranges);
+    for (AttentionProblem a : all) {
         auto forward = [&] { attention_forward(&a, d_out, d_lse, d_qkv, stream); };
         poison(d_out, rows * width);
         poison(d_lse, rows_lse * s.T);
@@ -323,7 +368,7 @@ static void check_shape(Shape s, float std) {
 
     // Both backward passes read the oracle's out and lse, rounded alike, so that only the backward pass is judged.
     for (size_t i = 0; i < rows * width; i++) out[i] = as_floatX(out[i]);
-    attention_backward_cpu(dqkv, dout, qkv, out, lse, s.B, s.T, s.NH, s.NKV, s.HD);
+    attention_backward_cpu(dqkv, dout, qkv, out, lse, first, s.B, s.T, s.NH, s.NKV, s.HD);
     floatX *d_dout = upload<floatX>(dout, rows * width), *d_dqkv = device_new<floatX>(rows * stride);
     upload_to(d_out, out, rows * width);
     upload_to(d_lse, lse, rows_lse * s.T);
@@ -331,10 +376,41 @@ static void check_shape(Shape s, float std) {
     const float *d_angles = upload<float>(angles, (size_t)s.T * s.HD);
     for (int rotate = 0; rotate < 2; rotate++) {
         if (rotate) rope_backward_cpu(dqkv, angles, s.B, s.T, s.NH, s.NKV, s.HD);
-        for (AttentionProblem a : paths(s)) {
+        for (AttentionProblem a : all) {
             a.cos_sin = rotate ? d_angles : NULL;
             check_backward(a, d_dqkv, dqkv, d_dout, d_qkv, d_out, d_lse);
         }
+    }
+}
+
+// A row of documents of `document` tokens, which is a multiple of all tiles: the bits of each document alone.
+static void check_alone(Shape s, int document) {
+    ladder_case("T=%d NH=%d NKV=%d HD=%d in documents of %d", s.T, s.NH, s.NKV, s.HD, document);
+    const size_t stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD, T = (size_t)s.T;
+    const Ranges ranges = host_ranges(s, {-document, -1});
+    const floatX *qkv = device_normal<floatX>(T * stride, 1.0f), *dout = device_normal<floatX>(T * width, 1.0f);
+    floatX *out = device_new<floatX>(T * width), *dqkv = device_new<floatX>(T * stride);
+    floatX *alone = device_new<floatX>(T * width), *dalone = device_new<floatX>(T * stride);
+    float *lse = device_new<float>(T * s.NH);
+    cudaStream_t stream = ladder.gpu.compute;
+    for (AttentionProblem a : paths(s)) {
+        set_ranges(&a, ranges);
+        attention_forward(&a, out, lse, qkv, stream);
+        attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream);
+        a.first = a.last = NULL;
+        a.T = document;
+        for (size_t at = 0; at < T; at += document) {
+            attention_forward(&a, alone + at * width, lse, qkv + at * stride, stream);
+            attention_backward(&a, dalone + at * stride, NULL, dout + at * width, qkv + at * stride, alone + at * width,
+                               lse, stream);
+        }
+        const float *mine = download(out, T * width), *theirs = download(alone, T * width);
+        check_true(memcmp(mine, theirs, T * width * sizeof(float)) == 0, "%s: other bits than those of documents alone",
+                   path_name(a, "forward"));
+        mine = download(dqkv, T * stride);
+        theirs = download(dalone, T * stride);
+        check_true(memcmp(mine, theirs, T * stride * sizeof(float)) == 0,
+                   "%s: other bits than those of documents alone", path_name(a, "backward"));
     }
 }
 
@@ -404,6 +480,41 @@ static void bench_shape(const char *name, Shape s) try {
     ladder_skip(no);
 }
 
+// Beside whole rows: what documents and windows save.
+static void bench_ranges(const char *name, Shape s, Sight g) try {
+    ladder_case("%s, B=%d T=%d NH=%d NKV=%d HD=%d%s", name, s.B, s.T, s.NH, s.NKV, s.HD, sight_name(g));
+    const size_t rows = (size_t)s.B * s.T, stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD;
+    const Ranges ranges = host_ranges(s, g);
+    double seen = 0;  // pairs of a query and a key
+    for (size_t i = 0; i < rows; i++) seen += (double)(i % s.T) - ranges.first[i] + 1;
+    const double flops = 4.0 * s.NH * s.HD * seen;
+    floatX *qkv = device_normal<floatX>(rows * stride, 1.0f), *dout = device_normal<floatX>(rows * width, 1.0f);
+    floatX *out = device_new<floatX>(rows * width), *dqkv = device_new<floatX>(rows * stride);
+    float *lse = device_new<float>(rows * s.NH);
+    cudaStream_t stream = ladder.gpu.compute;
+    for (const AttentionProblem &plain : paths(s)) {
+        AttentionProblem ranged = plain;
+        set_ranges(&ranged, ranges);
+        const auto forward = [&](const AttentionProblem &a) { attention_forward(&a, out, lse, qkv, stream); };
+        const auto backward = [&](const AttentionProblem &a) {
+            attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream);
+        };
+        const auto step = [&](const AttentionProblem &a) {
+            forward(a);
+            backward(a);
+        };
+        bench_beside(
+            path_name(plain, "forward"), 0, flops, [&] { forward(ranged); }, "whole rows", [&] { forward(plain); });
+        bench_beside(
+            path_name(plain, "backward"), 0, 2.5 * flops, [&] { backward(ranged); }, "whole rows",
+            [&] { backward(plain); });
+        bench_beside(
+            path_name(plain, "both"), 0, 3.5 * flops, [&] { step(ranged); }, "whole rows", [&] { step(plain); });
+    }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
+
 int main(int argc, char **argv) {
     ladder_open("attention", argc, argv);
     if (ladder.check) {
@@ -426,6 +537,20 @@ int main(int argc, char **argv) {
             for (int HD : {64, 128, 80, 256}) check_pieces({1, 512, 4, 2, HD}, std);
         check_shape({1, 385, 2, 1, 64}, 3.0f);
         check_shape({1, 385, 2, 1, 128}, 3.0f);
+        // documents shorter than a tile and longer, windows within a tile and beyond, and documents of one token
+        for (Sight g : {Sight{40, -1}, {200, -1}, {0, 33}, {0, 300}, {200, 70}, {1, -1}})
+            for (Shape s : {Shape{2, 17, 2, 2, 64}, {2, 700, 4, 2, 64}, {1, 1000, 3, 1, 128}, {1, 257, 2, 1, 80}})
+                check_shape(s, 1.0f, g);
+        check_shape({2, 1025, 2, 2, 64}, 3.0f, {150, -1});
+        check_shape({1, 1025, 2, 1, 128}, 3.0f, {150, -1});
+        check_shape({12, 1000, 12, 6, 64}, 1.0f, {100, -1});  // more pieces of work than multiprocessors
+        check_shape({12, 600, 12, 6, 128}, 1.0f, {100, 90});
+        check_shape({1, 300, 2, 1, 192}, 1.0f, {60, -1});
+        check_shape({1, 300, 2, 1, 32}, 1.0f, {60, -1});
+        check_variants<floatX>({2, 700, 4, 2, 64}, {150, 200});
+        check_variants<floatX>({1, 700, 4, 2, 128}, {150, 200});
+        check_alone({1, 1536, 4, 2, 64}, 384);
+        check_alone({1, 1536, 4, 2, 128}, 384);
     }
     if (ladder.bench || ladder.variants) {
         bench_shape("GPT-2 124M", {64, 1024, 12, 12, 64});
@@ -434,6 +559,10 @@ int main(int argc, char **argv) {
             bench_shape("Llama-3.2-1B", {4, 8192, 32, 8, 64});
             bench_shape("Qwen2.5-1.5B", {16, 1024, 12, 2, 128});
             bench_shape("Llama-3-8B", {1, 8192, 32, 8, 128});
+            for (Sight g : {Sight{700, -1}, {0, 1024}, {700, 1024}}) {
+                bench_ranges("12 heads", {4, 8192, 12, 12, 64}, g);
+                bench_ranges("Llama-3-8B", {1, 8192, 32, 8, 128}, g);
+            }
         }
     }
     return ladder_close();

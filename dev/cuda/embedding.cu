@@ -36,16 +36,29 @@ static void check_sort(int N, int Vp, double skew) {
                (unsigned long long)sorted[first], (unsigned long long)expected[first]);
 }
 
+enum { NO_POSITIONS, IN_ROW, IN_DOCUMENT };
+// Positions in documents of 30 tokens on average.
+static int *random_positions(size_t N, int T) {
+    int *positions = host_new<int>(N);
+    for (size_t i = 0; i < N; i++) {
+        const int begins = i % (size_t)T == 0 || rand_u64(ladder.seed, 7, i) % 30 == 0;
+        positions[i] = begins ? 0 : positions[i - 1] + 1;
+    }
+    return positions;
+}
 static void check_embedding(int B, int T, int C, int Vp, double skew, int positions) {
-    ladder_case("B=%d T=%d C=%d Vp=%d skew %g%s", B, T, C, Vp, skew, positions ? "" : " no wpe");
+    static const char *const names[] = {" no wpe", "", " documents"};
+    ladder_case("B=%d T=%d C=%d Vp=%d skew %g%s", B, T, C, Vp, skew, names[positions]);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t N = (size_t)B * T, wte_size = (size_t)Vp * C, wpe_size = positions ? (size_t)T * C : 0;
     int *tokens = random_tokens(N, Vp, skew), *d_tokens = upload_ints(tokens, N);
+    int *within = positions == IN_DOCUMENT ? random_positions(N, T) : NULL;
+    const TokenRows token_rows = {d_tokens, 0, Vp, Vp, within ? upload_ints(within, N) : NULL};
     float *wte = host_normal(wte_size, 0.02f), *wpe = host_normal(wpe_size, 0.02f), *out = host_new<float>(N * C);
     floatX *d_wte = upload<floatX>(wte, wte_size), *d_wpe = positions ? upload<floatX>(wpe, wpe_size) : NULL,
            *d_out = device_new<floatX>(N * C);
-    embedding_forward_cpu(out, tokens, wte, positions ? wpe : NULL, B, T, C);
-    embedding_forward(d_out, {d_tokens, 0, Vp, Vp}, d_wte, d_wpe, B, T, C, stream);
+    embedding_forward_cpu(out, tokens, within, wte, positions ? wpe : NULL, B, T, C);
+    embedding_forward(d_out, token_rows, d_wte, d_wpe, B, T, C, stream);
     check("out", d_out, out, N, C, bound(4e-3, 1e-7), bound(5e-3, 1e-6));
 
     // Gradients are added to what is there: here the (random) weights.
@@ -59,12 +72,13 @@ static void check_embedding(int B, int T, int C, int Vp, double skew, int positi
         if (positions)
             cudaCheck(cudaMemcpyAsync(d_dwpe, d_wpe, wpe_size * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
         cudaCheck(cudaMemsetAsync(scratch, 0xff, scratch_bytes, stream));
-        embedding_backward(d_dwte, d_dwpe, d_dout, {d_tokens, 0, Vp, Vp}, B, T, C, scratch, stream);
+        embedding_backward(d_dwte, d_dwpe, d_dout, token_rows, B, T, C, scratch, stream);
     };
     run();
-    embedding_backward_cpu(wte, positions ? wpe : NULL, dout, tokens, B, T, C);
+    embedding_backward_cpu(wte, positions ? wpe : NULL, dout, tokens, within, B, T, C);
     check("dwte", d_dwte, wte, Vp, C, bound(4e-3, 2e-5), bound(5e-3, 1e-3));
-    if (positions) check("dwpe", d_dwpe, wpe, T, C, bound(4e-3, 1e-6), bound(5e-3, 1e-4));
+    if (positions)
+        check("dwpe", d_dwpe, wpe, T, C, bound(4e-3, within ? 2e-5 : 1e-6), bound(5e-3, within ? 1e-3 : 1e-4));
     check_same_bits("dwte, dwpe", {{d_dwte, wte_size * sizeof(floatX)}, {d_dwpe, wpe_size * sizeof(floatX)}}, run);
 }
 
@@ -90,7 +104,7 @@ static void check_ranks(int B, int T, int C, int V, int Vp, int ranks, double sk
             mine[i] = tokens[i] / Vp == r ? tokens[i] % Vp : -1;
             known += mine[i] >= 0;
         }
-        embedding_forward_cpu(out, mine, wte, NULL, B, T, C);
+        embedding_forward_cpu(out, mine, NULL, wte, NULL, B, T, C);
         poison(d_out, N * C);
         embedding_forward(d_out, {d_tokens, r * Vp, count, Vp}, d_wte, NULL, B, T, C, stream);
         check("out", d_out, out, N, C, 1e-7, 1e-6);
@@ -103,7 +117,7 @@ static void check_ranks(int B, int T, int C, int V, int Vp, int ranks, double sk
             embedding_backward(d_dwte, d_dwpe, d_dout, {d_tokens, r * Vp, count, Vp}, B, T, C, scratch, stream);
         };
         run();
-        embedding_backward_cpu(dwte, dwpe, dout, mine, B, T, C);
+        embedding_backward_cpu(dwte, dwpe, dout, mine, NULL, B, T, C);
         check("dwte", d_dwte, dwte, Vp, C, bound(4e-3, 2e-5), bound(5e-3, 1e-3));
         if (positions) check("dwpe", d_dwpe, dwpe, T, C, bound(4e-3, 1e-6), bound(5e-3, 1e-4));
         check_same_bits("dwte, dwpe", {{d_dwte, wte_size * sizeof(floatX)}, {d_dwpe, wpe_size * sizeof(floatX)}}, run);
@@ -153,6 +167,8 @@ int main(int argc, char **argv) {
         check_embedding(2, 40, 4104, 256, 1, 0);  // columns in several warps, the last one partly filled
         check_embedding(64, 1024, 64, 50304, 1, 1);
         check_embedding(1, 131072, 16, 256, 1, 0);
+        check_embedding(4, 300, 136, 256, 1, IN_DOCUMENT);
+        check_embedding(16, 1024, 768, 50304, 1, IN_DOCUMENT);
         check_ranks(4, 64, 768, 50257, 25216, 2, 1, 1);
         check_ranks(2, 128, 512, 128256, 16128, 8, 1, 0);  // the last rank's rows have padding
         // one rank has none; other ranks' tokens make a run of thousands

@@ -1,6 +1,7 @@
 """What the trainers draw and read, in numpy: random numbers (llmc/rand.h), token shards and the order of their rows
 (llmc/dataloader.h), tokenizer.bin (llmc/tokenizer.h). The PyTorch reference stands on it."""
 
+import bisect
 import os
 import sys
 
@@ -48,7 +49,7 @@ def rand_normal(seed, stream, counters):
 
 
 # ---- data: token shards and the order of rows (llmc/dataloader.h), tokenizer.bin
-def open_shards(pattern, T):
+def open_shards(pattern, T, pack="no", documents=0):
     """llm.c's files: 256 int32 of header, then tokens. Returns (the shards' tokens in the order of their names, the
     first header)."""
     paths, shards, headers = find_files(pattern), [], []
@@ -70,7 +71,14 @@ def open_shards(pattern, T):
             "make it again",
         )
         require(
-            n > T, f"'{path}' has {n} tokens: too few for one row of {T} + 1", "use a shorter --seq-len, or more text"
+            n > (T if pack == "no" else 0),
+            f"'{path}' has {n} tokens: too few for one row of {T} + 1",
+            "use a shorter --seq-len, or more text",
+        )
+        require(
+            headers[-1][3] > 0 or (pack == "no" and not documents),
+            f"'{path}' does not say which token ends a text: nobody knows where its documents begin",
+            "make shards with dev/data/prepare.py, or leave --documents and --pack out",
         )
         shards.append(np.memmap(path, dtype, "r", 1024, (n,)))
     return shards, headers[0]
@@ -84,13 +92,70 @@ def row_order(n, seed, part):
     )
 
 
-def rows(shards, T, seed=None):
-    """Rows of T + 1 tokens, epoch after epoch without end; seed None: in the files' order."""
-    epoch = 0
+def best_fit(lengths, T):
+    """llmc/packing.h: the longest first, each into the fullest row that has room. Returns rows of indices."""
+    filled, rooms, newest = [], [], [[] for _ in range(T + 1)]  # rooms: those that rows have, rising
+    for i in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
+        at = bisect.bisect_left(rooms, lengths[i])
+        if at == len(rooms):
+            row, left = len(filled), T - lengths[i]
+            filled.append([])
+        else:
+            row, left = newest[rooms[at]].pop(), rooms[at] - lengths[i]
+            if not newest[rooms[at]]:
+                del rooms[at]
+        filled[row].append(i)
+        if not newest[left]:
+            bisect.insort(rooms, left)
+        newest[left].append(row)
+    return filled
+
+
+def pieces_of(tokens, T, pack, eot):
+    """The rows of a shard, each a list of (begin, length)."""
+    n = len(tokens)
+    if pack == "no":
+        return [[(r * T, T)] for r in range((n - 1) // T)]
+    begins = np.union1d([0], np.flatnonzero(tokens == eot)).tolist()
+    documents = list(zip(begins, begins[1:] + [n]))
+    longest = max(documents, key=lambda d: d[1] - d[0])
+    require(
+        pack == "cut" or longest[1] - longest[0] <= T,
+        f"the document at token {longest[0]} has {longest[1] - longest[0]} tokens, a row {T}",
+        "use a longer --seq-len, or --pack cut, which cuts such a document into rows",
+    )
+    pieces = [(at, min(T, end - at)) for begin, end in documents for at in range(begin, end, T)]
+    return [[pieces[i] for i in row] for row in best_fit([length for _, length in pieces], T)]
+
+
+def places(shards, T, pack, eot):
+    """Of tokens in an epoch, padding included."""
+    return sum(len(s) if pack == "no" else T * len(pieces_of(s, T, pack, eot)) for s in shards)
+
+
+def read_row(tokens, pieces, T, pack, documents, eot):
+    """Inputs and targets of a row: see llmc/dataloader.h."""
+    inputs, targets = np.full(T, ~eot if documents else eot), np.full(T, -1)
+    used = 0
+    for begin, length in pieces:
+        ids = np.append(tokens[begin : begin + length + 1].astype(np.int64), eot)
+        here = slice(used, used + length)
+        inputs[here], targets[here] = ids[:length], ids[1 : length + 1]
+        if documents:
+            marks = ids[:length] == eot
+            marks[0] |= pack != "no"
+            inputs[here] = np.where(marks, ~ids[:length], ids[:length])
+        used += length
+    return inputs, targets
+
+
+def rows(shards, T, seed=None, pack="no", documents=0, eot=0):
+    """Inputs and targets of rows, epoch after epoch without end; seed None: in the files' order."""
+    epoch, made = 0, [pieces_of(tokens, T, pack, eot) for tokens in shards]
     while True:
         for s in row_order(len(shards), seed, epoch).tolist():
-            for r in row_order((len(shards[s]) - 1) // T, seed, (epoch << 24) + s + 1).tolist():
-                yield shards[s][r * T : r * T + T + 1]
+            for r in row_order(len(made[s]), seed, (epoch << 24) + s + 1).tolist():
+                yield read_row(shards[s], made[s][r], T, pack, documents, eot)
         epoch += 1
 
 
@@ -111,17 +176,16 @@ def read_tokenizer(path):
     return tokens, header[3], body
 
 
-def text_bytes(shards, T, count, names, eot):
-    """Bytes of the text that the targets of the first `count` rows stand for: none for end-of-text."""
-    lengths, total = np.array([len(name) for name in names]), 0
+def bytes_per_token(stream, count, names, eot):
+    """Of the text that the targets of the first `count` rows stand for; end-of-text has none."""
+    lengths, total, learned = np.array([len(name) for name in names]), 0, 0
     lengths[eot] = 0
-    for s in shards:
-        n = min((len(s) - 1) // T, count)
-        targets = s[1 : n * T + 1]
+    for _, (_, targets) in zip(range(count), stream):
+        targets = targets[targets >= 0]
         require(
-            n == 0 or targets.max() < len(names),
+            targets.max(initial=0) < len(names),
             f"the data holds token {targets.max(initial=0)} and the tokenizer has {len(names)}",
             "give the data's own --tokenizer",
         )
-        total, count = total + int(lengths[targets].sum()), count - n
-    return total
+        total, learned = total + int(lengths[targets].sum()), learned + len(targets)
+    return total / learned

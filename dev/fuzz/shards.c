@@ -1,4 +1,4 @@
-// dataloader.h: any bytes as a token shard, behind 16 bytes that say where in the data a run goes on.
+// dataloader.h: any bytes as a token shard, behind 16 bytes that say where in the data a run goes on, and its rows.
 #include "fuzz.h"
 
 #include "../../llmc/dataloader.h"
@@ -8,8 +8,9 @@ enum { B = 2, T = 4, VOCAB = 300 };
 static void next_batch(DataLoader *d) {
     dataloader_next(d);
     for (int i = 0; i < B * T; i++) {
-        assert(d->inputs[i] >= 0 && d->inputs[i] < VOCAB);
-        assert(d->targets[i] >= 0 && d->targets[i] < VOCAB);
+        const int id = d->inputs[i] < 0 && d->kind.marks ? ~d->inputs[i] : d->inputs[i];
+        assert(id >= 0 && id < VOCAB);
+        assert(d->targets[i] >= (d->kind.pack ? -1 : 0) && d->targets[i] < VOCAB);
     }
 }
 static void fuzz_one(const uint8_t *data, size_t size) {
@@ -17,7 +18,8 @@ static void fuzz_one(const uint8_t *data, size_t size) {
     DataLoader d;
     if (size < sizeof place) return;
     memcpy(place, data, sizeof place);
-    dataloader_open(&d, fuzz_file(data + sizeof place, size - sizeof place), B, T, 0, 1, 1, 1, VOCAB);
+    const RowKind kind = {(Pack)((uint64_t)place[1] % 3), place[0] & 1};
+    dataloader_open_rows(&d, fuzz_file(data + sizeof place, size - sizeof place), B, T, kind, 0, 1, 1, 1, VOCAB);
     for (int i = 0; i < 4; i++) next_batch(&d);
     dataloader_seek(&d, place[0], place[1]);
     next_batch(&d);
@@ -39,5 +41,6 @@ static void seed_shard(int64_t epoch, int64_t row, int wide, int tokens) {
 }
 static void fuzz_seeds(void) {
     seed_shard(0, 3, 0, 60);
-    seed_shard(2, 1000000, 1, 33);
+    seed_shard(2, 1000002, 1, 33);
+    seed_shard(1, 5, 0, 60);
 }

@@ -1,5 +1,6 @@
 // Attention's kernels on mma.sync without a GPU, against the loops of train_gpt2.c: heads that fill a compiled width
-// and heads that do not, grouped heads, lengths that fill no tile, copies that arrive at once and as late as they may.
+// and heads that do not, grouped heads, lengths that fill no tile, documents and windows, copies that arrive at once
+// and as late as they may.
 // test_kernels.py runs it.
 #define LLMC_ORACLE
 #include "train_gpt2.c"
@@ -10,6 +11,7 @@
 typedef bf16 floatX;
 typedef Vec<bf16> VecX;
 static void vec_store(bf16 *p, const VecX &x) { memcpy(p, x.v, sizeof x); }
+#include "llmc/documents.h"
 #include "llmc/kernels/kv_cache.cuh"
 #include "dev/test/check.h"
 
@@ -24,42 +26,132 @@ static double error_of(const std::vector<bf16> &x, const std::vector<float> &ref
     }
     return d2 <= 1e30 ? sqrt(d2 / (r2 + 1e-60)) : INFINITY;
 }
-// Heads of HD in the kernels of width W. `std` of q, k, v: with 2 the running maximum moves in later tiles too.
-template <int W> static void check_heads(int HD, int T, bool late, float std = 1) {
+// What the tokens of a row see: documents that begin with the tokens for which `begins` is true, and a window.
+struct Limits {
+    std::vector<int> inputs, buffer;
+    Ranges ranges;
+    template <typename Begins>
+    Limits(int T, int window, Begins begins) : inputs((size_t)T), buffer((size_t)(RANGES_ARRAYS * T)) {
+        for (int t = 0; t < T; t++) inputs[t] = begins(t) ? ~7 : 7;
+        ranges = ranges_at(buffer.data(), (size_t)T);
+        ranges_fill(&ranges, inputs.data(), 1, T, window);
+    }
+};
+// One launch of each kernel: forward, dq, dk and dv. The kernels for ranges run if a.first is given.
+template <int W> struct Kernels {
+    AttentionLaunch<bf16> a;
+    bool late = false;
+    template <typename S> void launch(int heads, void (*kernel)(AttentionLaunch<bf16>)) {
+        a.heads = heads;
+        a.all = a.B * heads;
+        a.tiles = (a.T + S::FIXED - 1) / S::FIXED;
+        launch_on_cpu(a.all * a.tiles, S::THREADS, S::BYTES, late, [&] { kernel(a); });
+    }
+    void forward() {
+        launch<ForwardShape<W>>(NH, a.first ? attention_forward_bf16<W, true> : attention_forward_bf16<W, false>);
+    }
+    void backward() {
+        launch<BackwardQShape<W>>(NH,
+                                  a.first ? attention_backward_q_bf16<W, true> : attention_backward_q_bf16<W, false>);
+        launch<BackwardKVShape<W>>(NKV * KV_PARTS<W>, a.first ? attention_backward_kv_bf16<W, true>
+                                                              : attention_backward_kv_bf16<W, false>);
+    }
+};
+// Heads of HD in the kernels of width W. `std` of q, k, v: with 2 the running maximum moves in later tiles too. limits:
+// NULL: none.
+template <int W>
+static void check_heads(int HD, int T, bool late, float std = 1, const char *name = "", const Limits *limits = NULL) {
+    const int *const first = limits ? limits->ranges.first : NULL;
     const size_t width = (size_t)NH * HD, stride = (size_t)(NH + 2 * NKV) * HD, rows = (size_t)B * T;
     std::vector<bf16> qkv(rows * stride), dout(rows * width), out(rows * width, NAN), dqkv(rows * stride, NAN);
     std::vector<float> x(rows * stride), dy(rows * width), y(rows * width), dx(rows * stride), lse(rows * NH),
         mine(rows * NH, NAN), D(rows * NH, NAN);
     for (size_t i = 0; i < x.size(); i++) x[i] = qkv[i] = std * rand_normal(17, 0, i);
     for (size_t i = 0; i < dy.size(); i++) dy[i] = dout[i] = rand_normal(17, 1, i);
-    attention_forward_cpu(y.data(), lse.data(), x.data(), B, T, NH, NKV, HD);
-    AttentionLaunch<bf16> a = {{B, T, NH, NKV, HD}, out.data(), dqkv.data(), qkv.data(), dout.data(), mine.data()};
-    a.scale = 1 / sqrtf((float)HD);
-    a.scale2 = a.scale * LOG2E;
-    a.D = D.data();
-    a.at_once = GROUP;
-    const auto launch = [&](auto shape, int heads, void (*kernel)(AttentionLaunch<bf16>)) {
-        typedef decltype(shape) S;
-        a.heads = heads;
-        a.all = B * heads;
-        a.tiles = (T + S::FIXED - 1) / S::FIXED;
-        launch_on_cpu(a.all * a.tiles, S::THREADS, S::BYTES, late, [&] { kernel(a); });
-    };
-    launch(ForwardShape<W>(), NH, attention_forward_bf16<W>);
+    attention_forward_cpu(y.data(), lse.data(), x.data(), first, B, T, NH, NKV, HD);
+    Kernels<W> k = {{{B, T, NH, NKV, HD}, out.data(), dqkv.data(), qkv.data(), dout.data(), mine.data()}, late};
+    k.a.scale = 1 / sqrtf((float)HD);
+    k.a.scale2 = k.a.scale * LOG2E;
+    k.a.D = D.data();
+    k.a.at_once = GROUP;
+    k.a.first = first;
+    k.a.last = limits ? limits->ranges.last : NULL;
+    k.forward();
     double worst = 0;
     for (size_t i = 0; i < lse.size(); i++)
         worst = fabs((double)lse[i] - mine[i]) <= worst ? worst : fabs((double)lse[i] - mine[i]);
     const double error = T > 1 ? error_of(out, y) : 0;
-    check(error < 5e-3 && worst < 1e-4, "heads of %d, T %d, copies %s: out %.1e (bound 5e-3), lse %.1e (1e-4)", HD, T,
-          late ? "late" : "at once", error, worst);
+    check(error < 5e-3 && worst < 1e-4, "heads of %d, T %d%s, copies %s: out %.1e (bound 5e-3), lse %.1e (1e-4)", HD, T,
+          name, late ? "late" : "at once", error, worst);
     for (size_t i = 0; i < y.size(); i++) y[i] = out[i] = y[i];  // backward reads the oracle's, rounded
-    attention_backward_cpu(dx.data(), dy.data(), x.data(), y.data(), lse.data(), B, T, NH, NKV, HD);
-    a.lse = lse.data();
-    launch(BackwardQShape<W>(), NH, attention_backward_q_bf16<W>);
-    launch(BackwardKVShape<W>(), NKV * KV_PARTS<W>, attention_backward_kv_bf16<W>);
+    attention_backward_cpu(dx.data(), dy.data(), x.data(), y.data(), lse.data(), first, B, T, NH, NKV, HD);
+    k.a.lse = lse.data();
+    k.backward();
     const double gradient = error_of(dqkv, dx);
-    check(gradient < 1e-2, "heads of %d, T %d, copies %s: dqkv %.1e (bound 1e-2)", HD, T, late ? "late" : "at once",
-          gradient);
+    check(gradient < 1e-2, "heads of %d, T %d%s, copies %s: dqkv %.1e (bound 1e-2)", HD, T, name,
+          late ? "late" : "at once", gradient);
+}
+// Documents of random lengths, windows, and both.
+template <int W> static void check_ranges(int HD, int T, bool late) {
+    const auto random = [](int mean) {
+        return [mean](int t) { return rand_u64(23, (uint64_t)mean, (uint64_t)t) % (uint64_t)mean == 0; };
+    };
+    const Limits documents(T, -1, random(40)), long_ones(T, -1, random(150)), window(T, 33, [](int) { return false; }),
+        alone(T, -1, [](int) { return true; }), both(T, 20, random(40));
+    check_heads<W>(HD, T, late, 1, ", documents of 40 tokens", &documents);
+    check_heads<W>(HD, T, late, 2, ", documents of 150", &long_ones);
+    check_heads<W>(HD, T, late, 1, ", a window of 33", &window);
+    check_heads<W>(HD, T, late, 1, ", documents and a window of 20", &both);
+    // out is the token's own value, q and k have no gradient but for rounding
+    std::vector<bf16> qkv((size_t)((NH + 2 * NKV) * HD * T)), out((size_t)(NH * HD * T), NAN);
+    std::vector<float> lse((size_t)(NH * T));
+    for (size_t i = 0; i < qkv.size(); i++) qkv[i] = rand_normal(29, 0, i);
+    Kernels<W> k = {{{B, T, NH, NKV, HD}, out.data(), NULL, qkv.data(), NULL, lse.data()}, late};
+    k.a.scale2 = LOG2E;
+    k.a.at_once = GROUP;
+    k.a.first = alone.ranges.first;
+    k.forward();
+    int same = 1;
+    for (int i = 0; i < T * NH * HD; i++)
+        same &= out[i].bits == qkv[i / (NH * HD) * (NH + 2 * NKV) * HD + (NH + NKV) * HD + i % HD].bits;
+    check(same, "heads of %d, T %d: a document of one token is its own value", HD, T);
+}
+// Documents that begin where tiles do have the bits that they have alone, and what they do not see is not read.
+template <int W> static void check_alone(int HD) {
+    const int T = 512, stride = (NH + 2 * NKV) * HD, width = NH * HD, begins[] = {0, 128, 384, 512};
+    const Limits limits(T, -1, [](int t) { return t == 128 || t == 384; });
+    std::vector<bf16> qkv((size_t)(T * stride)), dout((size_t)(T * width)), out[2], dqkv[2];
+    std::vector<float> lse((size_t)(T * NH)), D((size_t)(T * NH));
+    size_t read[3] = {};  // in rows of documents; by documents alone; with nothing skipped
+    for (size_t i = 0; i < qkv.size(); i++) qkv[i] = rand_normal(31, 0, i);
+    for (size_t i = 0; i < dout.size(); i++) dout[i] = rand_normal(31, 1, i);
+    const auto run = [&](int at, int n, int pass) {
+        const size_t to = (size_t)at * width, from = (size_t)at * stride, before = copies_made;
+        bf16 *const o = &out[pass][to];
+        Kernels<W> k = {{{B, n, NH, NKV, HD}, o, &dqkv[pass][from], &qkv[from], &dout[to], lse.data()}};
+        k.a.scale = 1 / sqrtf((float)HD);
+        k.a.scale2 = k.a.scale * LOG2E;
+        k.a.D = D.data();
+        k.a.at_once = GROUP;
+        k.a.first = pass ? NULL : limits.ranges.first;
+        k.a.last = pass ? NULL : limits.ranges.last;
+        k.forward();
+        k.backward();
+        return copies_made - before;
+    };
+    for (int pass = 0; pass < 2; pass++) {
+        out[pass].assign((size_t)(T * width), (bf16)NAN);
+        dqkv[pass].assign((size_t)(T * stride), (bf16)NAN);
+    }
+    read[0] = run(0, T, 0);
+    read[2] = run(0, T, 1);
+    for (int i = 0; i < 3; i++) read[1] += run(begins[i], begins[i + 1] - begins[i], 1);
+    check(!memcmp(out[0].data(), out[1].data(), out[0].size() * sizeof(bf16)) &&
+              !memcmp(dqkv[0].data(), dqkv[1].data(), dqkv[0].size() * sizeof(bf16)),
+          "heads of %d: documents that begin where tiles do have the bits that they have alone", HD);
+    check(read[0] == read[1] && 4 * read[0] < 3 * read[2],
+          "heads of %d: %zu bytes are read, by documents alone %zu, without documents %zu", HD, read[0], read[1],
+          read[2]);
 }
 // A prompt of T tokens in pieces, by a cache: each has the bits of the whole.
 template <int W> static void check_pieces(int HD, float std) {
@@ -98,8 +190,14 @@ int main(void) {
         check_pieces<64>(64, std);
         check_pieces<128>(128, std);
     }
+    check_alone<64>(64);
+    check_alone<128>(128);
     for (int late = 0; late < 2; late++)
         for (int T : {1, 17, 100, 193}) {
+            if (T == 193 && late) {
+                check_ranges<64>(64, T, late);
+                check_ranges<128>(128, T, late);
+            }
             check_heads<64>(64, T, late);
             check_heads<128>(128, T, late);
             if (T == 193) {

@@ -25,7 +25,9 @@
 #define __global__
 #define __launch_bounds__(...)
 #define __shared__
+using std::max;
 using std::min;
+template <typename T> static inline T __ldg(const T *p) { return *p; }
 static constexpr float LOG2E = 1.4426950408889634f;
 enum { WARP = 32 };
 struct int4 { int x, y, z, w; };
@@ -87,6 +89,7 @@ static thread_local Fiber *fiber;  // that runs
 static thread_local ucontext_t scheduler;
 static thread_local Meeting block_meeting, named_meeting, warp_meetings[32];
 static bool copies_late;
+static size_t copies_made;  // asynchronous ones, in bytes
 static std::function<void()> fiber_body;
 struct Index { int x, y; };
 static thread_local Index blockIdx;
@@ -234,6 +237,7 @@ static inline void copy_now(const AsyncCopy &c) {
 }
 static inline void copy_async(const AsyncCopy &c) {
     require_shared("copy", c.to, c.bytes);
+    copies_made += c.bytes;
     if (copies_late)
         fiber->open.push_back(c);
     else

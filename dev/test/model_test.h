@@ -4,6 +4,7 @@
 //     logits, loss, every gradient and ten training losses against PyTorch (a folder of train_gpt2.py --write-debug)
 //   accumulate  1 micro-step of B sequences = B micro-steps of 1, to rounding
 //   repeat      the same run twice: the same bits
+//   documents   the losses of each document of a row = those that it has alone; the tests above, within documents
 //   short rows  model_losses of rows shorter than T = those of the same tokens in long rows
 //   resume      save after 3 steps, load into a new model, go on: the same bits as never having stopped
 //   recompute   every level gives the bits of keeping everything
@@ -92,6 +93,7 @@ typedef struct {
     StReader file;
     int B, T;
     int *tokens, *targets;
+    int documents, window;                  // that it was computed with, and these
     char matmul_dtype[32], head_dtype[32];  // that it was computed with
 } DebugFile;
 static inline int *read_tokens(const StReader *r, const StTensor *t) {
@@ -109,6 +111,13 @@ static inline void read_text(const StReader *r, const char *name, char *text, si
     for (size_t i = 0; i <= t->count; i++) text[i] = i < t->count ? (char)characters[i] : 0;
     free(characters);
 }
+static inline int read_int(const StReader *r, const char *name) {
+    const StTensor *t = st_find(r, name);
+    require(t && t->count == 1, "the debug file has no '%s'\nwrite it again with train_gpt2.py --write-debug", name);
+    int *values = read_tokens(r, t), value = values[0];
+    free(values);
+    return value;
+}
 static inline DebugFile debug_open(const char *folder) {
     DebugFile d;
     char path[4200];
@@ -121,6 +130,8 @@ static inline DebugFile debug_open(const char *folder) {
     d.T = (int)x->shape[1];
     d.tokens = read_tokens(&d.file, x);
     d.targets = read_tokens(&d.file, y);
+    d.documents = read_int(&d.file, "documents");
+    d.window = read_int(&d.file, "window");
     read_text(&d.file, "matmul_dtype", d.matmul_dtype, sizeof d.matmul_dtype);
     read_text(&d.file, "head_dtype", d.head_dtype, sizeof d.head_dtype);
     return d;
@@ -148,6 +159,8 @@ static inline Options options_for(const char *folder, const DebugFile *d, int B)
     o.seq_len = d->T;
     o.matmul_dtype = d->matmul_dtype;
     o.head_dtype = d->head_dtype;
+    o.documents = d->documents;
+    o.window = d->window;
     o.autotune = 0;
     return o;
 }
@@ -192,40 +205,52 @@ static inline void append_tokens(Model *m, int slot, const int *tokens, int n, f
     model_logits(m, 0, logits);
 }
 
-static inline void test_reference(const char *folder, const Options *base) {
-    DebugFile d = debug_open(folder);
-    Options o = *base;
-    Model m;
-    open_reference(&m, folder, &o);
-    const Bounds bound = bounds_of(&m);
-    const int V = m.config.vocab_size, B = d.B, T = d.T;
+static inline int sees_ranges(const Options *o) { return o->documents || o->window > 0; }
+// What the gradients that a model keeps are multiplied by: they are sums over all tokens, divided by their number.
+static inline float debug_share(const DebugFile *d) {
+    int masked = 0;
+    for (int i = 0; i < d->B * d->T; i++) masked += d->targets[i] < 0;
+    return step_share(d->B * d->T, masked);
+}
+// Token by token, and in pieces: every place sees the keys and values of all before it.
+static inline void test_logits(Model *m, const char *folder, const DebugFile *d) {
+    const Bounds bound = bounds_of(m);
+    const int V = m->config.vocab_size, B = d->B, T = d->T, failed = tests_failed;
     Difference worst = {0, 0};
-    const int failed = tests_failed;
-
-    float *logits = debug_floats(&d, "logits", (size_t)B * T * V),
+    float *logits = debug_floats(d, "logits", (size_t)B * T * V),
           *ours = (float *)malloc_or_die((size_t)V * sizeof(float));
-    // token by token, and in pieces: every place sees the keys and values of all before it
-    model_decode_open(&m, 1, T, V);
+    model_decode_open(m, 1, T, V);
     for (int b = 0; b < B; b++) {
-        model_forget(&m, 0, 0);
+        model_forget(m, 0, 0);
         for (int t = 0, n; t < T; t += n) {
             char name[64];
             n = b % 2 == 0 || t < 3 ? 1 : t + 13 < T ? 13 : T - t;
-            append_tokens(&m, 0, d.tokens + b * T + t, n, ours);
+            append_tokens(m, 0, d->tokens + b * T + t, n, ours);
             snprintf(name, sizeof name, "logits of sequence %d after %d tokens", b, t + n);
             check_close(name, ours, logits + ((size_t)b * T + t + n - 1) * V, (size_t)V, bound.logits, &worst);
         }
     }
     check(failed == tests_failed, "%s: logits, worst difference %.1e, largest element %.1e", folder, worst.norm,
           worst.largest);
+    free(logits);
+    free(ours);
+}
+static inline void test_reference(const char *folder, const Options *base) {
+    DebugFile d = debug_open(folder);
+    Options o = *base;
+    Model m;
+    open_reference(&m, folder, &o);
+    const Bounds bound = bounds_of(&m);
+    Difference worst = {0, 0};
 
+    if (!sees_ranges(&o)) test_logits(&m, folder, &d);
+    const float share = debug_share(&d);
     float loss, norm, *reference = debug_floats(&d, "loss", 1), *losses = debug_floats(&d, "losses", 10);
     model_micro_step(&m, d.tokens, d.targets, 0, 1);
     debug_measure(&m, &loss, &norm);
     check(fabs((double)loss - reference[0]) <= bound.loss, "%s: loss %.6f, PyTorch %.6f", folder, loss, reference[0]);
 
     const int failed_gradients = tests_failed;
-    worst.norm = worst.largest = 0;
     for (int i = 0; i < m.table.count; i++) {
         const Param *p = &m.table.params[i];
         char name[128];
@@ -238,6 +263,7 @@ static inline void test_reference(const char *folder, const Options *base) {
               *scratch = (float *)malloc_or_die(p->size * sizeof(float));
         param_read(&d.file, t, p, 0, size, expected, scratch);
         model_read(&m, SLOT_GRAD, p->offset, p->size, got);
+        for (size_t k = 0; k < p->size; k++) got[k] *= share;
         check_close(name, got, expected, size, bound.gradients, &worst);
         for (size_t k = size; k < p->size; k++)
             if (got[k] != 0) {
@@ -259,8 +285,6 @@ static inline void test_reference(const char *folder, const Options *base) {
     }
     check(worst_loss <= bound.losses && fabs(losses[0] - losses[9]) > 20 * bound.losses,
           "%s: ten losses %.4f -> %.4f, worst difference from PyTorch %.1e", folder, losses[0], losses[9], worst_loss);
-    free(logits);
-    free(ours);
     free(reference);
     free(losses);
     model_close(&m);
@@ -465,6 +489,62 @@ static inline void test_short_rows(const char *folder, const Options *o) {
     free(targets);
     free(whole);
     free(halves);
+    model_close(&m);
+    debug_close(&d);
+}
+
+// Losses of rows of a document each, of a model that knows no documents. begin: of each document; begin[count]: behind
+// the last.
+static inline void losses_alone(Model *m, const DebugFile *d, const int *begin, int count, float *losses) {
+    const size_t N = (size_t)d->B * d->T;
+    int *tokens = (int *)malloc_or_die(N * sizeof(int)), *targets = (int *)malloc_or_die(N * sizeof(int));
+    float *alone = (float *)malloc_or_die(N * sizeof(float));
+    for (int i = 0; i < count; i += d->B) {
+        memset(tokens, 0, N * sizeof(int));
+        memset(targets, -1, N * sizeof(int));
+        for (int b = 0; b < d->B && i + b < count; b++)
+            for (int t = begin[i + b]; t < begin[i + b + 1]; t++) {
+                tokens[b * d->T + t - begin[i + b]] = d->tokens[t] < 0 ? ~d->tokens[t] : d->tokens[t];
+                targets[b * d->T + t - begin[i + b]] = d->targets[t];
+            }
+        model_losses(m, tokens, targets, d->T, alone);
+        for (int b = 0; b < d->B && i + b < count; b++)
+            memcpy(losses + begin[i + b], alone + b * d->T, (size_t)(begin[i + b + 1] - begin[i + b]) * sizeof(float));
+    }
+    free(tokens);
+    free(targets);
+    free(alone);
+}
+static inline void test_documents(const char *folder, const Options *o) {
+    DebugFile d = debug_open(folder);
+    const int N = d.B * d.T;
+    int *begin = (int *)malloc_or_die((size_t)(N + 1) * sizeof(int)), count = 0;
+    float *within = (float *)malloc_or_die((size_t)N * sizeof(float)),
+          *alone = (float *)malloc_or_die((size_t)N * sizeof(float)),
+          *without = (float *)malloc_or_die((size_t)N * sizeof(float));
+    Options plain = *o;
+    Model m;
+    for (int i = 0; i < N; i++)
+        if (i % d.T == 0 || d.tokens[i] < 0) begin[count++] = i;
+    begin[count] = N;
+    open_reference(&m, folder, o);
+    model_losses(&m, d.tokens, d.targets, d.T, within);
+    model_close(&m);
+    plain.documents = 0;
+    open_reference(&m, folder, &plain);
+    losses_alone(&m, &d, begin, count, alone);
+    for (int i = 0; i < N; i++) d.tokens[i] = d.tokens[i] < 0 ? ~d.tokens[i] : d.tokens[i];
+    model_losses(&m, d.tokens, d.targets, d.T, without);
+    const double bound = strcmp(model_dtype(&m), "fp32") ? 5e-3 : 5e-6,
+                 far = difference(without, alone, (size_t)N).norm, d_norm = difference(within, alone, (size_t)N).norm;
+    check(
+        count > 2 * d.B && d_norm <= bound && far > 5 * bound,
+        "%s: losses of %d documents in %d rows, difference from those alone %.1e (bound %.0e; without documents %.1e)",
+        folder, count, d.B, d_norm, bound, far);
+    free(begin);
+    free(within);
+    free(alone);
+    free(without);
     model_close(&m);
     debug_close(&d);
 }

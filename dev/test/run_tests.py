@@ -39,9 +39,13 @@ MODELS = {
     "llama3": "llama3:8B,layers=3,channels=256,heads=4,kv_heads=2,vocab=512,seq=128",
     "llama3.2": "llama3.2:1B,layers=2,channels=128,heads=4,kv_heads=1,vocab=300,seq=128",
     "qwen2.5": "qwen2.5:1.5B,layers=2,channels=256,heads=4,kv_heads=2,vocab=400,seq=128",
+    "gpt2-documents": "d3,channels=192,vocab=500,seq=128 --documents 1",
+    "llama3-window": "llama3:8B,layers=2,channels=256,heads=4,kv_heads=2,vocab=512,seq=128 --window 20",
+    "llama3-both": "llama3:8B,layers=2,channels=256,heads=2,kv_heads=1,vocab=512,seq=128 --documents 1 --window 7",
 }
 ASAN_MODELS = {  # ten times smaller, because ASan makes a model many times slower
     "gpt2-small": "d1,channels=64,vocab=100,seq=64",
+    "gpt2-small-documents": "d1,channels=64,vocab=100,seq=64 --documents 1 --window 9",
     "qwen2.5-small": "qwen2.5:1.5B,layers=2,channels=64,heads=2,kv_heads=1,vocab=100,seq=64",
     "llama3-small-fp8": "llama3:8B,layers=1,channels=64,heads=2,kv_heads=1,ffn=160,vocab=100,seq=64 --matmul-dtype fp8",
 }

@@ -149,6 +149,9 @@ def test_good_input_trains(trainer):
         (["-d", 2**40], ["more than 2^20 micro-steps of 64 tokens", "--batch-size"]),
         (["-x", "0"], ["--max-steps 0"]),
         (["-v", "1", "-m", "0"], ["--eval-steps 0"]),
+        (["--window", "0"], ["--window 0: a token would not see itself", "-1 for all"]),
+        (["--pack", "best"], ["--pack 'best' is not no|whole|cut"]),
+        (["--pack", "whole"], ["the document at token 0 has 4000 tokens, a row 32", "--pack cut"]),
         (["-k", "cubic"], ["--schedule 'cubic' is not cosine|linear|wsd|constant"]),
         (["-k", "cosine|linear"], ["--schedule 'cosine|linear' is not"]),
         (["-k", ""], ["--schedule '' is not"]),
@@ -328,6 +331,9 @@ CHANGED = {
         "beta1": [0.5],
         "beta2": [0.5],
         "adam-eps": [1e-2],
+        "pack": ["cut"],
+        "documents": [1],
+        "window": [5],
     },
     " ": {
         "val-data": ["good.bin"],
@@ -631,6 +637,22 @@ def test_bad_shard(trainer, tmp_path, make, words, option):
     # A whole epoch of either: a bad token is found when its row is read.
     more = ["-v", "1", "-m", "-1"] if option == "-j" else ["-x", "8"]
     fails(trainer(option, make(tmp_path / "bad.bin"), *more), "bad.bin", *words)
+
+
+@pytest.mark.parametrize("option", [["--documents"], ["--pack", "cut"]])
+def test_data_that_do_not_say_what_ends_a_text(trainer, tmp_path, option):
+    data = shard(tmp_path / "x.bin", vocab=0)
+    words = ["does not say which token ends a text", "leave --documents and --pack out"]
+    fails(trainer("-i", data, "-e", "d1,channels=32,vocab=256,seq=64", *option), *words)
+
+
+def test_packed_rows_are_counted(trainer, tmp_path):
+    tokens = np.arange(4000) % 90 + 32
+    tokens[[0, 100, 130]] = 0  # documents of 100, 30 and 3870 tokens: 6 rows of 16 and 4; 16 and 14; 241 rows and 14
+    run = succeeds(trainer("-i", shard(tmp_path / "x.bin", tokens), "--pack", "cut", "-b", "1", "-t", "16", "-x", "-1"))
+    assert "251 sequences of 16 an epoch" in run.stdout
+    assert "0.40% of the places are padding; 3 documents are longer than a row" in run.stdout
+    assert "251 steps of 16 tokens" in run.stdout
 
 
 def test_shards_of_different_tokenizers_do_not_mix(trainer, tmp_path):

@@ -318,6 +318,125 @@ static void test_big_shards(void) {
     }
 }
 
+// ---- documents in rows
+
+// Documents of these lengths, with their end-of-text (0) before them; all other tokens differ. A shard begins inside of
+// a document, without end-of-text, if its first length is negative.
+enum { DOCUMENTS_END = 1 << 20, MOST_TOKENS = 4096 };
+static int follows[MOST_TOKENS];  // of a token that is not end-of-text: the next one
+static int write_documents(const char *name, const int *lengths, int first) {
+    uint16_t tokens[MOST_TOKENS];
+    int n = 0;
+    for (int i = 0; lengths[i] != DOCUMENTS_END; i++)
+        for (int t = 0; t < abs(lengths[i]); t++, n++) tokens[n] = (uint16_t)(t == 0 && lengths[i] > 0 ? 0 : first + n);
+    for (int i = 0; i < n; i++) follows[tokens[i]] = i + 1 < n ? tokens[i + 1] : 0;
+    int32_t h[256] = {SHARD_MAGIC_16, 1, n, MOST_TOKENS, TOKENIZER_GPT2};
+    FILE *f = fopen_or_die(in_folder(name), "wb", "tests need a writable /tmp");
+    fwrite(h, 4, 256, f);
+    fwrite(tokens, 2, (size_t)n, f);
+    fclose(f);
+    return n;
+}
+enum { ROW = 16 };
+static const int short_ones[] = {5, 11, 3, 1, 16, 7, 9, 2, 2, 2, 10, DOCUMENTS_END},
+                 long_ones[] = {-4, 40, 16, 17, 33, 1, 6, DOCUMENTS_END};
+static void open_documents(DataLoader *d, const char *name, int B, RowKind kind, int rank, int world) {
+    dataloader_open_rows(d, in_folder(name), B, ROW, kind, rank, world, 1, 5, 0);
+}
+// An epoch in rows: every token once, followed by what follows it in the text; the rest is padding at the rows' ends.
+static void check_epoch(const char *what, const char *name, RowKind kind, int tokens, int rows) {
+    DataLoader d;
+    int ok = 1, used = 0, seen[MOST_TOKENS] = {0};
+    open_documents(&d, name, 1, kind, 0, 1);
+    for (int r = 0; r < d.rows_per_epoch; r++) {
+        dataloader_next(&d);
+        int length = 0;
+        while (length < ROW && d.targets[length] >= 0) length++;
+        used += length;
+        for (int t = 0; t < length; t++) {
+            const int id = d.inputs[t] < 0 ? ~d.inputs[t] : d.inputs[t];
+            const int begins = t == 0 || id == 0 || (d.targets[t - 1] != id);
+            ok &= kind.marks ? (d.inputs[t] < 0) == begins : d.inputs[t] >= 0;
+            ok &= id == 0 || (seen[id]++ == 0 && d.targets[t] == follows[id]);
+            if (id == 0) ok &= d.targets[t] == 0 || seen[d.targets[t]] == 0;  // the document's first word follows
+        }
+        for (int t = length; t < ROW; t++) ok &= d.inputs[t] == (kind.marks ? ~0 : 0) && d.targets[t] == -1;
+    }
+    for (int id = 1; id < MOST_TOKENS; id++) ok &= seen[id] == (follows[id] >= 0);
+    check(ok && used == tokens && d.rows_per_epoch == rows &&
+              fabs(dataloader_padding(&d) - (1 - tokens / (double)(rows * ROW))) < 1e-12,
+          "%s: %d tokens in %d rows of %d, each once, %.1f%% padding", what, used, (int)d.rows_per_epoch, ROW,
+          100 * dataloader_padding(&d));
+    dataloader_close(&d);
+}
+static void test_packing(void) {
+    const RowKind whole = {PACK_WHOLE, 1}, cut = {PACK_CUT, 1}, unmarked = {PACK_CUT, 0};
+    memset(follows, -1, sizeof follows);
+    const int few = write_documents("short.bin", short_ones, 1);
+    check_epoch("documents, packed", "short.bin", whole, few, 5);
+    check_epoch("documents that need no cut", "short.bin", cut, few, 5);
+    const int many = write_documents("long.bin", long_ones, 1000);
+    check_epoch("documents, cut and packed", "[sl]*o*.bin", cut, few + many, 5 + 8);
+    check_epoch("the same without marks", "[sl]*o*.bin", unmarked, few + many, 5 + 8);
+    DataLoader d;
+    open_documents(&d, "[sl]*o*.bin", 1, cut, 0, 1);
+    check(d.cut_documents == 3, "three documents are longer than a row");
+    dataloader_close(&d);
+}
+// The same rows for any number of ranks, and from any place on.
+static void test_packed_ranks(void) {
+    const RowKind cut = {PACK_CUT, 1};
+    DataLoader one, three[3], again;
+    int ok = 1;
+    open_documents(&one, "[sl]*o*.bin", 6, cut, 0, 1);
+    open_documents(&again, "[sl]*o*.bin", 6, cut, 0, 1);
+    for (int r = 0; r < 3; r++) open_documents(&three[r], "[sl]*o*.bin", 2, cut, r, 3);
+    for (int step = 0; step < 12; step++) {
+        int64_t epoch, row;
+        dataloader_position(&one, &epoch, &row);
+        dataloader_next(&one);
+        if (step % 3) dataloader_read_ahead(&one);
+        for (int r = 0; r < 3; r++) {
+            dataloader_next(&three[r]);
+            ok &= !memcmp(three[r].inputs, one.inputs + 2 * r * ROW, 2 * ROW * sizeof(int));
+            ok &= !memcmp(three[r].targets, one.targets + 2 * r * ROW, 2 * ROW * sizeof(int));
+        }
+        dataloader_seek(&again, epoch, row);
+        dataloader_next(&again);
+        ok &= !memcmp(again.inputs, one.inputs, 6 * ROW * sizeof(int));
+        ok &= !memcmp(again.targets, one.targets, 6 * ROW * sizeof(int));
+        dataloader_seek(&again, 2, 7);
+        dataloader_next(&again);
+    }
+    check(ok, "packed rows do not depend on the number of ranks, nor on where one begins to read");
+    dataloader_close(&one);
+    dataloader_close(&again);
+    for (int r = 0; r < 3; r++) dataloader_close(&three[r]);
+}
+// Many documents of random lengths: little is left over.
+static void test_packing_is_tight(void) {
+    enum { COUNT = 20000, T = 1000 };
+    Packing p = {0};
+    int64_t total = 0;
+    int ok = 1;
+    for (int i = 0; i < COUNT; i++) {
+        const double u = rand_u64(3, 0, (uint64_t)i) / 18446744073709551616.0;
+        const int length = 1 + (int)(300 * -log(1 - u));
+        total += length > T ? T : length;
+        packing_add(&p, i, length > T ? T : length);
+    }
+    packing_fill(&p, T);
+    for (int64_t r = 0; r < p.num_rows; r++) {
+        int used = 0;
+        for (int64_t i = p.row_begin[r]; i < p.row_begin[r + 1]; i++) used += p.pieces[i].length;
+        ok &= used > 0 && used <= T;
+    }
+    const double padding = 1 - (double)total / (double)(p.num_rows * T);
+    check(ok && p.row_begin[p.num_rows] == COUNT && padding < 0.001, "20,000 documents of 300 tokens: %.3f%% padding",
+          100 * padding);
+    packing_free(&p);
+}
+
 // ---- what is refused
 
 static void open_pattern(const char *name, int B, int T, int vocab_size) {
@@ -439,6 +558,18 @@ static void far_seek(void *unused) {
     dataloader_open(&d, in_folder("good.bin"), 1, 4, 0, 1, 0, 1, 0);
     dataloader_seek(&d, INT64_MAX / 2, 0);
 }
+static void no_end_of_text(void *unused) {
+    (void)unused;
+    const RowKind marks = {PACK_NO, 1};
+    DataLoader d;
+    open_documents(&d, "good.bin", 1, marks, 0, 1);
+}
+static void long_document(void *unused) {
+    (void)unused;
+    const RowKind whole = {PACK_WHOLE, 1};
+    DataLoader d;
+    open_documents(&d, "long.bin", 1, whole, 0, 1);
+}
 static void shrunk(void *unused) {
     (void)unused;
     DataLoader d;
@@ -478,6 +609,9 @@ static void test_refusals(void) {
     REFUSES(bad_header, "is out of range");
     REFUSES(bad_seek, "is no place in the data");
     REFUSES(far_seek, "is no place in the data");
+    REFUSES(no_end_of_text, "does not say which token ends a text");
+    REFUSES(long_document, "the document at token 4 has 40 tokens, a row 16");
+    REFUSES(long_document, "--pack cut");
     REFUSES(shrunk, "holds other tokens than at the start of this run");
 }
 
@@ -495,6 +629,9 @@ int main(void) {
     test_hash();
     test_swapped();
     test_big_shards();
+    test_packing();
+    test_packed_ranks();
+    test_packing_is_tight();
     test_refusals();
     char command[96];
     snprintf(command, sizeof command, "rm -rf '%s'", folder);

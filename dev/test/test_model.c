@@ -122,6 +122,17 @@ static void test_rounded(const char *folder, const Options *o, const char *outpu
     test_resume(folder, o, output);
 }
 
+// Of a folder that was written with --documents or --window.
+static void test_ranges(const char *folder, const Options *o, const char *output) {
+    test_reference(folder, o);
+    if (o->documents) test_documents(folder, o);
+    test_accumulation(folder, o, 2e-5);
+    test_same_bits(folder, o, o, "run twice");
+    test_recompute(folder, o);
+    test_head_chunks(folder, o, 1, 0);
+    test_resume(folder, o, output);
+}
+
 int main(int argc, char **argv) {
     require(argc >= 3,
             "usage: test_model OUTPUT_FOLDER DEBUG_FOLDER...\nwrite the folders with train_gpt2.py --write-debug");
@@ -133,6 +144,10 @@ int main(int argc, char **argv) {
         snprintf(output, sizeof output, "%s/%d", argv[1], i);
         if (strcmp(o.matmul_dtype, "native") != 0 || head_is_fp8(&o)) {
             test_rounded(argv[i], &o, output);
+            continue;
+        }
+        if (sees_ranges(&o)) {
+            test_ranges(argv[i], &o, output);
             continue;
         }
         test_reference(argv[i], &o);

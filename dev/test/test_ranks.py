@@ -434,6 +434,28 @@ def test_any_number_of_ranks_trains_alike(train, tmp_path):
         same_curve(changed, one)
 
 
+@pytest.mark.parametrize("more", [["--pack", "cut", "--documents", "1"], ["--documents", "1", "--window", "9"]])
+def test_documents_on_any_number_of_ranks(train, tmp_path, more):
+    """Rows have different numbers of learned tokens: the mean is over those of all ranks and micro-steps."""
+    model = ["-e", "d2,channels=64,heads=2,vocab=256,seq=32"]
+    more = [*model, *more, "-v", "6", "-m", "-1", "-n", "4"]
+    succeeds(train(0, "one", *more, "-b", "4"))
+    succeeds(train(0, "micro", *more))
+    succeeds(train(3, "three", *more))
+    succeeds(train(4, "two", *more, "--tp", "2", "-b", "2"))
+    succeeds(train(4, "run", *more, "-x", "4"))
+    succeeds(train(3, "run", *more, "-y", "1"))
+    one = curve(tmp_path / "one")
+    for run in ("micro", "three", "two", "run"):
+        same_curve(curve(tmp_path / run), one)
+        assert checkpoint(tmp_path / run, 12)[0]["row"] == checkpoint(tmp_path / "one", 12)[0]["row"]
+    losses = [[e["loss"] for e in events(tmp_path / run, "eval")] for run in ("one", "three")]
+    assert np.allclose(*losses, rtol=0, atol=BOUND) and len(losses[0]) == 3
+    succeeds(train(0, "plain", *model))
+    with pytest.raises(AssertionError):
+        same_curve(curve(tmp_path / "plain"), one)
+
+
 @pytest.mark.parametrize(
     "model",
     ["d2,channels=64,vocab=256,seq=32", "llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,vocab=256,seq=32,tied=0"],

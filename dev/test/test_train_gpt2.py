@@ -191,18 +191,41 @@ def shards(tmp_path):
 @pytest.mark.parametrize("seed", [None, 5, 1337])
 def test_data_order_is_that_of_c(c_program, shards, seed):
     B, T, batches = 5, 10, 31  # 43 rows an epoch: the batches cross epochs in the middle
-    out = np.frombuffer(c_program("order", shards, B, T, int(seed is not None), seed or 0, batches), np.int32).reshape(
-        batches, 2, B, T
-    )
+    out = np.frombuffer(
+        c_program("order", shards, B, T, int(seed is not None), seed or 0, batches, 0, 0), np.int32
+    ).reshape(batches, 2, B, T)
     stream = ref.rows(ref.open_shards(shards, T)[0], T, seed)
     for i in range(batches):
         inputs, targets = ref.batch(stream, B, "cpu", 1000)
         assert np.array_equal(inputs, out[i, 0]) and np.array_equal(targets, out[i, 1]), f"batch {i}"
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize(
+    "pack, documents, mean", [("no", 1, 9), ("whole", 1, 9), ("whole", 0, 9), ("cut", 1, 40), ("cut", 0, 40)]
+)
+def test_documents_are_those_of_c(c_program, tmp_path, seed, pack, documents, mean):
+    B, T, batches, eot = 4, 24, 40, 3
+    rng = np.random.default_rng(1)
+    for i, n in enumerate((700, 230, 451)):
+        tokens = rng.integers(4, 200, n)
+        begins = np.concatenate([np.arange(0, n, 20)] * (pack == "whole") + [np.flatnonzero(rng.random(n) < 1 / mean)])
+        tokens[begins[i > 0 :].astype(int)] = eot  # the first shard begins with one
+        header = [20240520, 1, n, 256, 1, 0, 0, eot] + [0] * 248
+        (tmp_path / f"d_{i}.bin").write_bytes(np.array(header, "<i4").tobytes() + tokens.astype("<u2").tobytes())
+    pattern, number = str(tmp_path / "d_*.bin"), ["no", "whole", "cut"].index(pack)
+    words = ("order", pattern, B, T, int(seed is not None), seed or 0, batches, number, documents)
+    out = np.frombuffer(c_program(*words), np.int32).reshape(batches, 2, B, T)
+    stream = ref.rows(ref.open_shards(pattern, T, pack, documents)[0], T, seed, pack, documents, eot)
+    for i in range(batches):
+        inputs, targets = ref.batch(stream, B, "cpu", 256)
+        assert np.array_equal(inputs, out[i, 0]) and np.array_equal(targets, out[i, 1]), f"batch {i}"
+    assert bool((out[:, 0] < 0).any()) == bool(documents) and bool((out[:, 1] < 0).any()) == (pack != "no")
+
+
 def test_an_epoch_has_every_row_once(shards):
     stream = ref.rows(ref.open_shards(shards, 10)[0], 10, seed=3)
-    first, second = ([int(next(stream)[0]) for _ in range(44)] for _ in range(2))
+    first, second = ([int(next(stream)[0][0]) for _ in range(44)] for _ in range(2))
     assert len(set(first)) == 44 and sorted(first) == sorted(second) and first != second and first != sorted(first)
 
 
@@ -210,7 +233,7 @@ def test_wide_shards_and_damaged_ones(tmp_path, capsys):
     header = np.zeros(256, "<i4")
     header[:3] = [20240801, 7, 40]
     (tmp_path / "wide.bin").write_bytes(header.tobytes() + (np.arange(40, dtype="<u4") + 100000).tobytes())
-    assert int(next(ref.rows(ref.open_shards(str(tmp_path / "wide.bin"), 4)[0], 4))[3]) == 100003
+    assert int(next(ref.rows(ref.open_shards(str(tmp_path / "wide.bin"), 4)[0], 4))[0][3]) == 100003
     (tmp_path / "short.bin").write_bytes(header.tobytes() + bytes(156))
     (tmp_path / "text.bin").write_bytes(b"to be or not to be" * 100)
     for name, words in (("short.bin", "size"), ("text.bin", "not a token shard"), ("none.bin", "no file matches")):
@@ -262,7 +285,9 @@ def test_samples_are_those_of_c(c_program, temperature):
 
     trainer = ref.Trainer.__new__(ref.Trainer)
     trainer.model, trainer.autocast = Fixed(), torch.autocast("cpu", enabled=False)
-    trainer.o = argparse.Namespace(sample_tokens=draws, seq_len=draws, device="cpu", seed=seed, temperature=temperature)
+    trainer.o = argparse.Namespace(
+        sample_tokens=draws, seq_len=draws, window=-1, device="cpu", seed=seed, temperature=temperature
+    )
     assert trainer.sample(first=V, step=step) == theirs  # V never comes: no early end
     assert len(set(theirs)) == 1 if temperature == 0 else len(set(theirs)) > 5
 
@@ -286,11 +311,8 @@ def test_options_are_those_of_c(c_program):
         letters, value = theirs[name]
         key = name.replace("-", "_")
         assert str(ours[key]) == value or float(ours[key]) == float(value), name
-        sample = (
-            "fp8"
-            if name in ("matmul-dtype", "head-dtype")
-            else {str: "linear", int: "1", float: "0.5"}[type(ours[key])]
-        )
+        choice = {"matmul-dtype": "fp8", "head-dtype": "fp8", "pack": "cut"}.get(name, "linear")
+        sample = {str: choice, int: "1", float: "0.5"}[type(ours[key])]
         for flag in [f"--{name}"] + [f"-{letters}"] * bool(letters):
             assert getattr(ref.parse_options([flag, sample]), key) == type(ours[key])(sample)
 
@@ -665,6 +687,7 @@ def test_debug_files(kind, tmp_path):
     shapes = {n: a.shape for n, a in load_file(folder / "model.safetensors").items()}
     assert {n.removeprefix("grad."): a.shape for n, a in debug.items() if n.startswith("grad.")} == shapes
     assert [(n, a.shape, a.dtype) for n, a in sorted(debug.items()) if not n.startswith("grad.")] == [
+        ("documents", (1,), np.int32),
         ("head_dtype", (len("native"),), np.int32),
         ("logits", (B, T, V), np.float32),
         ("loss", (1,), np.float32),
@@ -672,6 +695,7 @@ def test_debug_files(kind, tmp_path):
         ("matmul_dtype", (len("native"),), np.int32),
         ("targets", (B, T), np.int32),
         ("tokens", (B, T), np.int32),
+        ("window", (1,), np.int32),
     ]
     assert (
         np.array_equal(debug["tokens"][:, 1:], debug["targets"][:, :-1])
@@ -724,6 +748,42 @@ def test_accumulated_steps_are_whole_steps():
     np.testing.assert_allclose(results[1], results[0], rtol=2e-5)
     np.testing.assert_allclose(results[2], results[0], rtol=2e-5)
     assert results[0][3][0] < results[0][0][0] - 0.05
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_document_is_as_it_is_alone(kind):
+    T, begins = 24, [0, 7, 8, 19]
+    model = small_model(SMALL[kind])
+    tokens, targets = random_tokens(model, 1, T), random_tokens(model, 1, T, seed=1)
+    marked = tokens.clone()
+    marked[0, begins] = ~tokens[0, begins]
+    model.documents = 1
+    together = logits_of(model, marked)
+    model.documents = 0
+    for begin, end in zip(begins, begins[1:] + [T]):
+        np.testing.assert_allclose(together[:, begin:end], logits_of(model, tokens[:, begin:end]), atol=3e-6)
+    assert (together - logits_of(model, tokens)).abs()[:, begins[1] :].max() > 1e-2
+    model.window = 5
+    within = logits_of(model, tokens)
+    model.window = -1
+    whole = logits_of(model, tokens)
+    np.testing.assert_allclose(within[:, :5], whole[:, :5], atol=3e-6)  # these see all before them
+    assert (within - whole).abs()[:, 5:].amax(-1).min() > 1e-4
+    losses = torch.nn.functional.cross_entropy(whole[0], targets[0], reduction="none")
+    targets[0, ::3] = -1
+    mean = float(model(tokens, model.rope_table(T, "cpu"), targets).detach())
+    assert mean == pytest.approx(float(losses[targets[0] >= 0].mean()), abs=1e-6)
+
+
+def test_the_mean_is_over_the_learned_tokens_of_the_whole_step():
+    tokens, targets = random_tokens(small_model(SMALL["gpt2"]), 4, 16), random_tokens(small_model(SMALL["gpt2"]), 4, 16)
+    targets[0, 3:], targets[2] = -1, -1  # a micro-step with nothing to learn
+    results = []
+    for size in (4, 2, 1):
+        trainer = ref.Trainer(small_model(SMALL["gpt2"]), options(learning_rate=1e-3))
+        batches = [(tokens[at : at + size], targets[at : at + size]) for at in range(0, 4, size)]
+        results.append([x for _ in range(3) for x in trainer.step(batches, 1e-3)])
+    assert results[1] == pytest.approx(results[0], abs=2e-6) and results[2] == pytest.approx(results[0], abs=2e-6)
 
 
 def test_decay_is_for_matrices_and_clipping_for_the_whole_gradient():

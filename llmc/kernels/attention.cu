@@ -16,6 +16,9 @@ template <typename X> static bool has_hopper_kernels(int HD) {
 }
 bool attention_has_hopper(int HD) { return has_hopper_kernels<floatX>(HD); }
 
+// The kernel for a problem with ranges, or without.
+#define RANGED_OR_NOT(a, kernel, ...) ((a).first ? kernel<__VA_ARGS__, true> : kernel<__VA_ARGS__, false>)
+
 // One block for each head and tile of rows.
 template <typename S, typename X>
 static void attention_launch(void (*kernel)(AttentionLaunch<X>), AttentionLaunch<X> a, int heads, int at_once,
@@ -30,6 +33,26 @@ static void attention_launch(void (*kernel)(AttentionLaunch<X>), AttentionLaunch
     kernel<<<(unsigned)blocks, S::THREADS, S::BYTES, stream>>>(a);
     launchCheck();
 }
+// One block per SM, or fewer when there is less work. BY_QUERIES: pieces are tiles of queries of NH heads, else of keys
+// of NKV.
+template <typename S, bool BY_QUERIES, typename Kernel>
+static void hopper_launch(Kernel kernel, const AttentionLaunch<bf16> &a, cudaStream_t stream) {
+    static const int blocks = device_attribute(cudaDevAttrMultiProcessorCount);
+    HopperLaunch h = {a};
+    h.heads = BY_QUERIES ? a.NH : a.NKV;
+    h.at_once = a.group * (h.heads / a.NKV);
+    h.all = a.B * h.heads;
+    h.tiles = ((BY_QUERIES ? (a.T + 63) / 64 * 64 : a.T) + S::ROWS - 1) / S::ROWS;
+    const size_t pieces = (size_t)h.all * h.tiles;
+    require(pieces + 2 * blocks < (size_t)1 << 31,
+            "attention: %zu pieces of work are too many for one launch\nuse a smaller batch", pieces);
+    const auto map = [&](const bf16 *x, int heads) { return x ? tensor_map(x, a.B, a.T, heads, a.HD) : CUtensorMap(); };
+    const HopperMaps maps = {map(a.qkv, a.NH + 2 * a.NKV), map(a.dqkv ? a.dout : a.out, a.NH),
+                             map(a.dqkv, a.NH + 2 * a.NKV)};
+    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+    kernel<<<(unsigned)(pieces < (size_t)blocks ? pieces : (size_t)blocks), S::THREADS, S::BYTES, stream>>>(maps, h);
+    launchCheck();
+}
 // run(W) for the smallest compiled width W that holds heads of HD. The number is in its type.
 template <int W, int... WIDER, typename Run> static void attention_for_width(int HD, Run run) {
     if constexpr (sizeof...(WIDER) > 0)
@@ -42,29 +65,35 @@ template <typename Run> static void attention_for_width(int HD, Run run) {
 
 // The element type chooses the kernels, so that a build holds only those of its precision.
 template <int W> static void attention_forward_of(const AttentionLaunch<float> &a, cudaStream_t stream) {
-    attention_launch<Fp32<W, 1>>(attention_forward_fp32<W>, a, a.NH, a.group, stream);
+    attention_launch<Fp32<W, 1>>(RANGED_OR_NOT(a, attention_forward_fp32, W), a, a.NH, a.group, stream);
 }
 template <int W> static void attention_backward_of(const AttentionLaunch<float> &a, cudaStream_t stream) {
-    attention_launch<Fp32<W, 2>>(attention_backward_q_fp32<W>, a, a.NH, a.group, stream);
-    attention_launch<Fp32<W, 2>>(attention_backward_kv_fp32<W>, a, a.NKV, (a.group * a.NKV + a.NH - 1) / a.NH, stream);
+    attention_launch<Fp32<W, 2>>(RANGED_OR_NOT(a, attention_backward_q_fp32, W), a, a.NH, a.group, stream);
+    attention_launch<Fp32<W, 2>>(RANGED_OR_NOT(a, attention_backward_kv_fp32, W), a, a.NKV,
+                                 (a.group * a.NKV + a.NH - 1) / a.NH, stream);
 }
 template <int W> static void attention_forward_of(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
     typedef HopperChoice<W == 64 ? 64 : 128> H;
     if constexpr (W == 64 || W == 128)
         if (a.path == ATTENTION_HOPPER)
-            return hopper_launch<typename H::Forward, true>(attention_forward_hopper<typename H::Forward>, a, stream);
-    attention_launch<ForwardShape<W>>(attention_forward_bf16<W>, a, a.NH, a.group, stream);
+            return hopper_launch<typename H::Forward, true>(RANGED_OR_NOT(a, attention_forward_hopper,
+                                                                          typename H::Forward),
+                                                            a, stream);
+    attention_launch<ForwardShape<W>>(RANGED_OR_NOT(a, attention_forward_bf16, W), a, a.NH, a.group, stream);
 }
 template <int W> static void attention_backward_of(const AttentionLaunch<bf16> &a, cudaStream_t stream) {
     typedef HopperChoice<W == 64 ? 64 : 128> H;
     if constexpr (W == 64 || W == 128)
         if (a.path == ATTENTION_HOPPER) {
-            hopper_launch<typename H::BackwardQ, true>(attention_backward_q_hopper<typename H::BackwardQ>, a, stream);
-            return hopper_launch<typename H::BackwardKV, false>(attention_backward_kv_hopper<typename H::BackwardKV>, a,
-                                                                stream);
+            hopper_launch<typename H::BackwardQ, true>(RANGED_OR_NOT(a, attention_backward_q_hopper,
+                                                                     typename H::BackwardQ),
+                                                       a, stream);
+            return hopper_launch<typename H::BackwardKV, false>(RANGED_OR_NOT(a, attention_backward_kv_hopper,
+                                                                              typename H::BackwardKV),
+                                                                a, stream);
         }
-    attention_launch<BackwardQShape<W>>(attention_backward_q_bf16<W>, a, a.NH, a.group, stream);
-    attention_launch<BackwardKVShape<W>>(attention_backward_kv_bf16<W>, a, a.NKV * KV_PARTS<W>,
+    attention_launch<BackwardQShape<W>>(RANGED_OR_NOT(a, attention_backward_q_bf16, W), a, a.NH, a.group, stream);
+    attention_launch<BackwardKVShape<W>>(RANGED_OR_NOT(a, attention_backward_kv_bf16, W), a, a.NKV * KV_PARTS<W>,
                                          (a.group * a.NKV + a.NH - 1) / a.NH * KV_PARTS<W>, stream);
 }
 

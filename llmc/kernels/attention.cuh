@@ -1,5 +1,5 @@
 // Causal self-attention with grouped queries, forward and backward, straight from the packed qkv rows of the model.
-//   out = softmax(scale * Q K^T + causal mask) V,  scale = 1/sqrt(HD),  lse = log(sum(exp(scale * Q K^T)))
+//   out = softmax(scale * Q K^T + mask) V,  scale = 1/sqrt(HD),  lse = log(sum(exp(scale * Q K^T)))
 //   D = rowsum(dout * out),  P = exp(scale * Q K^T - lse),  dS = P * (dout V^T - D)
 //   dQ = scale * dS K,  dK = scale * dS^T Q,  dV = P^T dout
 // qkv, dqkv (B,T,(NH+2*NKV)*HD): a row is [q: NH*HD | k: NKV*HD | v: NKV*HD]; query head h reads KV head h/(NH/NKV).
@@ -11,10 +11,11 @@
 // 128 on Hopper in attention_hopper.cuh. The fp32 build has the plain FMA kernels below.
 // A problem is planned once and says which kernels run:
 //   AttentionProblem a = attention_plan(B, T, NH, NKV, HD);
+//   a.first = ..., a.last = ... within documents or a window: tiles in which nothing sees anything are skipped
 //   a.cos_sin = ..., a.dabsmax = ..., a.D = ... of attention_scratch_bytes(&a), a.tickets = ... zero
 //   attention_forward(&a, out, lse, qkv, stream);
 //   attention_backward(&a, dqkv, column_sums, dout, qkv, out, lse, stream);
-// Not supported: heads of more than 256 or not of a multiple of 8; dropout; windows; other masks.
+// Not supported: heads of more than 256 or not of a multiple of 8; dropout; masks that are no ranges.
 // Ladder: dev/cuda/attention.cu.
 #ifndef LLMC_ATTENTION_CUH
 #define LLMC_ATTENTION_CUH

@@ -81,7 +81,7 @@ template <int W, int TENSORS> struct Fp32 {
     }
 };
 
-template <int W>
+template <int W, bool RANGED = false>
 __global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2) attention_forward_fp32(const AttentionLaunch<float> a) {
     typedef Fp32<W, 1> S;
     extern __shared__ int4 attention_shared[];
@@ -92,15 +92,15 @@ __global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2) attention_forward_fp32
     const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
     const int lane = threadIdx.x % WARP, end = key_tiles<WARP>(a, block_row, S::FIXED) * WARP;
     float o[ROWS_PER_WARP][S::DIMS] = {}, row_max[ROWS_PER_WARP], row_sum[ROWS_PER_WARP] = {};
-    for (int r = 0; r < ROWS_PER_WARP; r++) row_max[r] = -INFINITY;
+    for (int r = 0; r < ROWS_PER_WARP; r++) row_max[r] = LOWEST_SCORE;
     S::template load<S::FIXED>(q_tile, a, a.qkv + a.qkv_head(piece.b, piece.h), a.qkv_row(), block_row);
-    for (int key0 = 0; key0 < end; key0 += WARP) {
+    for (int key0 = first_key_tile<RANGED, WARP>(a, piece.b, block_row) * WARP; key0 < end; key0 += WARP) {
         S::stream(k_tile, a, k_head, a.qkv_row(), v_head, a.qkv_row(), key0);
         float p[ROWS_PER_WARP];
         S::scores(p, q_tile, k_tile);
         #pragma unroll
         for (int r = 0; r < ROWS_PER_WARP; r++) {
-            p[r] = sees(row0 + r, key0 + lane) ? p[r] * a.scale : -INFINITY;
+            p[r] = sees<RANGED>(a, piece.b, row0 + r, key0 + lane) ? p[r] * a.scale : -INFINITY;
             const float before = row_max[r];
             row_max[r] = fmaxf(before, warp_reduce<Max>(p[r]));
             const float fade = expf(before - row_max[r]);
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2) attention_forward_fp32
     S::store(a, a.out + a.out_head(piece.b, piece.h), a.out_row(), row0, o);
 }
 
-template <int W>
+template <int W, bool RANGED = false>
 __global__ void __launch_bounds__(Fp32<W, 2>::THREADS) attention_backward_q_fp32(const AttentionLaunch<float> a) {
     typedef Fp32<W, 2> S;
     extern __shared__ int4 attention_shared[];
@@ -148,20 +148,22 @@ __global__ void __launch_bounds__(Fp32<W, 2>::THREADS) attention_backward_q_fp32
         if (valid) row_lse[r] = a.lse[numbers + row0 + r];
         if (valid && lane == 0) a.D[numbers + row0 + r] = d[r];
     }
-    for (int key0 = 0; key0 < end; key0 += WARP) {
+    for (int key0 = first_key_tile<RANGED, WARP>(a, piece.b, block_row) * WARP; key0 < end; key0 += WARP) {
         S::stream(k_tile, a, k_head, a.qkv_row(), v_head, a.qkv_row(), key0);
         float p[ROWS_PER_WARP], ds[ROWS_PER_WARP];
         S::scores(p, q_tile, k_tile);
         S::scores(ds, do_tile, v_tile);
         #pragma unroll
         for (int r = 0; r < ROWS_PER_WARP; r++)
-            ds[r] = sees(row0 + r, key0 + lane) ? a.scale * expf(p[r] * a.scale - row_lse[r]) * (ds[r] - d[r]) : 0;
+            ds[r] = sees<RANGED>(a, piece.b, row0 + r, key0 + lane)
+                        ? a.scale * expf(p[r] * a.scale - row_lse[r]) * (ds[r] - d[r])
+                        : 0;
         S::accumulate(dq, ds, k_tile);
     }
     S::store(a, a.dqkv + q_head, a.qkv_row(), row0, dq);
 }
 
-template <int W>
+template <int W, bool RANGED = false>
 __global__ void __launch_bounds__(Fp32<W, 2>::THREADS, 1) attention_backward_kv_fp32(const AttentionLaunch<float> a) {
     typedef Fp32<W, 2> S;
     extern __shared__ int4 attention_shared[];
@@ -174,8 +176,9 @@ __global__ void __launch_bounds__(Fp32<W, 2>::THREADS, 1) attention_backward_kv_
     S::template load<S::FIXED>(k_tile, a, a.qkv + k_head, a.qkv_row(), block_row);
     S::template load<S::FIXED>(v_tile, a, a.qkv + v_head, a.qkv_row(), block_row);
     float dk[ROWS_PER_WARP][S::DIMS] = {}, dv[ROWS_PER_WARP][S::DIMS] = {};
+    const int end = query_end<RANGED>(a, piece.b, block_row, S::FIXED);
     for (int h = piece.h * ratio; h < (piece.h + 1) * ratio; h++)
-        for (int query0 = first_query(block_row); query0 < a.T; query0 += WARP) {
+        for (int query0 = first_query(block_row); query0 < end; query0 += WARP) {
             S::stream(q_tile, a, a.qkv + a.qkv_head(piece.b, h), a.qkv_row(), a.dout + a.out_head(piece.b, h),
                       a.out_row(), query0);
             const bool valid = query0 + lane < a.T;
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(Fp32<W, 2>::THREADS, 1) attention_backward_kv_
             S::scores(ds, v_tile, do_tile);
             #pragma unroll
             for (int r = 0; r < ROWS_PER_WARP; r++) {
-                p[r] = sees(query0 + lane, row0 + r) ? expf(p[r] * a.scale - l) : 0;
+                p[r] = sees<RANGED>(a, piece.b, query0 + lane, row0 + r) ? expf(p[r] * a.scale - l) : 0;
                 ds[r] = a.scale * p[r] * (ds[r] - d);
             }
             S::accumulate(dv, p, do_tile);

@@ -128,13 +128,14 @@ template <typename S> struct HopperBlock {
     }
     // Keys and values of the KV head that queries row, ... see. The next ticket is drawn when the last stages are
     // filled.
-    template <bool FROM_DIAGONAL>
+    template <bool FROM_DIAGONAL, bool RANGED>
     __device__ unsigned stream_keys(const HopperLaunch &a, const CUtensorMap *qkv_map, const AttentionPiece &piece,
                                     int row, unsigned &use) const {
-        const int kv = a.keys_of(piece.h), n = key_tiles<S::TILE>(a, row, S::ROWS);
+        const int begin = first_key_tile<RANGED, S::TILE>(a, piece.b, row);
+        const int kv = a.keys_of(piece.h), n = key_tiles<S::TILE>(a, row, S::ROWS) - begin;
         unsigned ticket;
         for (int step = 0; step < n; step++, use++) {
-            const int key = (FROM_DIAGONAL ? n - 1 - step : step) * S::TILE;
+            const int key = (begin + (FROM_DIAGONAL ? n - 1 - step : step)) * S::TILE;
             if (step == max(n - S::A_STAGES, 0)) ticket = a.draw();
             tile_fetch<S::TILE, S::HD>(a_tile(use), qkv_map, a_ring.acquire(use, S::TILE_BYTES), kv, key, piece.b);
             tile_fetch<S::TILE, S::HD>(b_tile(use), qkv_map, b_ring.acquire(use, S::TILE_BYTES), kv + a.NKV, key,
@@ -187,6 +188,14 @@ __device__ inline void product_ab(float (&d)[S::HD / 2], const unsigned (&p)[K][
 template <bool QUERIES_ALONG_ROWS, int N2> __device__ inline void mask_tile(float (&x)[N2], int row, int column) {
     mask_scores<QUERIES_ALONG_ROWS>((float (&)[1][N2 / 4][4]) x, row + threadIdx.x / WARP % 4 * 16, column);
 }
+// The limits of a warp's 16 of the 64 rows, and the scores that they mask. row: the warpgroup's first.
+template <bool RANGED, bool BEFORE>
+__device__ inline WarpRange<RANGED, BEFORE, 1> tile_range(const AttentionProblem &a, int b, int row) {
+    return WarpRange<RANGED, BEFORE, 1>(a, BEFORE ? a.first : a.last, b, row + threadIdx.x / WARP % 4 * 16);
+}
+template <typename Range, int N2> __device__ inline void mask_range(float (&x)[N2], const Range &range, int column) {
+    range.mask((float (&)[1][N2 / 4][4]) x, column, 2 * N2);
+}
 // sums (64) = column sums of 64 x 64 bf16 in shared memory, by a warpgroup: a thread takes two columns of every fourth
 // row; of the eight 16-byte pieces of each row that a warp reads together, no two lie in the same banks.
 __device__ inline void column_sums_of_box(float *sums, unsigned box) {
@@ -195,10 +204,7 @@ __device__ inline void column_sums_of_box(float *sums, unsigned box) {
     #pragma unroll
     for (int i = 0; i < 16; i++) {
         const int row = rows + i % 2;  // of 8; the swizzle sees no more of it
-        unsigned x;
-        asm volatile("ld.shared.b32 %0, [%1];"
-                     : "=r"(x)
-                     : "r"(box + (i / 2 * 8 + row) * 128 + ((pair / 4) ^ row) * 16 + pair % 4 * 4));
+        const unsigned x = load_shared_4(box + (i / 2 * 8 + row) * 128 + ((pair / 4) ^ row) * 16 + pair % 4 * 4);
         even += __uint_as_float(x << 16);
         odd += __uint_as_float(x & 0xffff0000u);
     }
@@ -281,7 +287,7 @@ __device__ inline bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], f
 // ---- forward
 
 // out and lse of the warpgroup's rows of piece i. use: of the streamed tiles.
-template <typename S>
+template <typename S, bool RANGED>
 __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const HopperLaunch &a,
                                            const CUtensorMap *out_map, const AttentionPiece &piece, unsigned i,
                                            unsigned &use) {
@@ -292,6 +298,7 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
     const int block_row = a.first_row<S::ROWS>(piece.tile), row0 = block_row + warpgroup * 64,
               row = row0 + warp * 16 + lane / 4;
     const int n = row0 >= 0 ? key_tiles<KEYS>(a, row0, 64) : 0;
+    const int begin = first_key_tile<RANGED, KEYS>(a, piece.b, row0);
     const unsigned q_tile = block.own_tile(i) + warpgroup * BOX_BYTES, out_tile = block.second + warpgroup * BOX_BYTES;
     float s[KEYS / 2], o[HD / 2] = {}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, fade[2];
     unsigned p[KEYS / 16][4];
@@ -305,6 +312,7 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
         block.b_ring.wait(use);
         product_ab<S>(o, p, block.b_tile(use));
     };
+    const auto range = tile_range<RANGED, true>(a, piece.b, row0);
     // The first tile, that of the diagonal: WIDTH keys, behind which no row sees any.
     auto diagonal = [&](auto &x) {
         constexpr int WIDTH = sizeof x / 2;
@@ -313,13 +321,16 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
         wgmma_pin(x);
         block.free_a(use);
         mask_tile<true>(x, row0, (n - 1) * KEYS);
+        mask_range(x, range, (n - 1) * KEYS);
         softmax_tile<WIDTH, LAZY>(x, row_max, row_sum, fade, scale2);
         fragment_round<WIDTH>((unsigned (&)[WIDTH / 16][4]) p, x);
         #pragma unroll
         for (int k = WIDTH / 4; k < KEYS / 4; k++) p[k / 4][k % 4] = 0;
     };
-    const unsigned mine = use + key_tiles<KEYS>(a, block_row, S::ROWS) - n;
-    block.pass(use, mine);
+    const int block_end = key_tiles<KEYS>(a, block_row, S::ROWS);
+    const unsigned mine = use + block_end - n,
+                   end = use + block_end - first_key_tile<RANGED, KEYS>(a, piece.b, block_row);
+    block.pass(use, RANGED && n == 0 ? end : mine);
     if (n == 0) {
         block.free_own(i);
         return;
@@ -329,13 +340,14 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
     else
         diagonal(s);
     #pragma unroll 1
-    for (int j = 1; j < n; j++) {
+    for (int j = 1; j < n - begin; j++) {
         use++;
         scores(s);
         values(use - 1);
         wgmma_wait<1>();
         wgmma_pin(s);
         block.free_a(use);
+        mask_range(s, range, (n - 1 - j) * KEYS);
         const bool moved = softmax_tile<KEYS, LAZY>(s, row_max, row_sum, fade, scale2);
         wgmma_hold(row_sum[0] + row_sum[1]);
         wgmma_wait<0>();
@@ -352,6 +364,7 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
     wgmma_pin(o);
     block.free_b(use);
     use++;
+    if (RANGED) block.pass(use, end);
 
     float inverse[2];
     #pragma unroll
@@ -362,7 +375,7 @@ __device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const Ho
     named_barrier(1 + warpgroup, WARPGROUP);
     store_through<S>(out_map, out_tile, warpgroup, o, inverse[0], inverse[1], piece.h, row0, piece.b, NULL, NULL);
 }
-template <typename S>
+template <typename S, bool RANGED = false>
 __global__ void __launch_bounds__(S::THREADS, 1)
     attention_forward_hopper(const __grid_constant__ HopperMaps maps, const HopperLaunch a) {
     if constexpr (HOPPER_CODE) {
@@ -376,7 +389,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                                                a.first_row<S::ROWS>(piece.tile), piece.b);
                 },
                 [&](const AttentionPiece &piece) {
-                    return block.template stream_keys<true>(a, &maps.qkv, piece, a.first_row<S::ROWS>(piece.tile), use);
+                    return block.template stream_keys<true, RANGED>(a, &maps.qkv, piece,
+                                                                    a.first_row<S::ROWS>(piece.tile), use);
                 });
             return;
         }
@@ -386,7 +400,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
             const AttentionPiece piece = pieces[block.own_ring.stage(i)];
             __syncwarp();  // all lanes have read it: one of them gives the place back
             if (piece.head < 0) break;
-            hopper_forward_rows<S>(block, a, &maps.out, piece, i, use);
+            hopper_forward_rows<S, RANGED>(block, a, &maps.out, piece, i, use);
         }
         if (threadIdx.x % WARPGROUP == 0) bulk_wait();
     } else
@@ -436,11 +450,12 @@ template <int HD> __device__ inline float row_pair_dot(const RowPair<HD> &r) {
     return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
-// D, dout and its product with V, and dQ of the warpgroup's rows of piece i. first_use: of the streamed tiles.
-template <typename S>
+// D, dout and its product with V, and dQ of the warpgroup's rows of piece i, which meet the streamed tiles begin, ...,
+// n - 1. first_use: of tile 0, or where it would be.
+template <typename S, bool RANGED>
 __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const HopperLaunch &a,
                                               const CUtensorMap *dqkv_map, const AttentionPiece &piece, unsigned i,
-                                              unsigned first_use, int n) {
+                                              unsigned first_use, int begin, int n) {
     constexpr int HD = S::HD, KEYS = S::TILE;
     const int T = a.T, b = piece.b, h = piece.h, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4,
               warpgroup = block.warpgroup;
@@ -459,8 +474,10 @@ __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const
         product_abt<S>(dp, do_tile, block.b_tile(use));
         wgmma_commit();
     };
+    const auto range = tile_range<RANGED, true>(a, b, row0);
     auto differentiate = [&](int j) {  // dP becomes dS
         if (j == n - 1) mask_tile<true>(s, row0, j * KEYS);
+        mask_range(s, range, j * KEYS);
         #pragma unroll
         for (int e = 0; e < KEYS / 2; e++)
             dp[e] = exp2_approx(fmaf(s[e], scale2, -lse2[e / 2 % 2])) * (dp[e] - d[e / 2 % 2]);
@@ -473,7 +490,7 @@ __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const
         row_pair_load<HD>(pair[r], a.dout + at, a.out + at, valid);
         lse2[r] = valid ? a.lse[(size_t)piece.head * T + row + 8 * r] * LOG2E : 0.0f;
     }
-    scores(first_use);
+    scores(first_use + begin);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         d[r] = row_pair_dot<HD>(pair[r]);
@@ -482,11 +499,11 @@ __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const
     wgmma_wait<0>();
     wgmma_pin(s);
     wgmma_pin(dp);
-    block.free_b(first_use);
-    differentiate(0);
+    block.free_b(first_use + begin);
+    differentiate(begin);
     fragment_round<KEYS>(ds, dp);
     #pragma unroll 1
-    for (int j = 1; j < n; j++) {
+    for (int j = begin + 1; j < n; j++) {
         const unsigned use = first_use + j;
         scores(use);
         product_ab<S>(dq, ds, block.a_tile(use - 1));
@@ -509,7 +526,7 @@ __device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const
     store_through<S>(dqkv_map, q_tile, warpgroup, dq, scale, scale, h, row0, b, a.dabsmax, a.sums_of<HD>(h, row0, b));
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
 }
-template <typename S>
+template <typename S, bool RANGED = false>
 __global__ void __launch_bounds__(S::THREADS, 1)
     attention_backward_q_hopper(const __grid_constant__ HopperMaps maps, const HopperLaunch a) {
     if constexpr (HOPPER_CODE) {
@@ -524,8 +541,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                     tile_fetch<S::ROWS, S::HD>(block.second_tile(i), &maps.out, full, piece.h, row, piece.b);
                 },
                 [&](const AttentionPiece &piece) {
-                    return block.template stream_keys<false>(a, &maps.qkv, piece, a.first_row<S::ROWS>(piece.tile),
-                                                             use);
+                    return block.template stream_keys<false, RANGED>(a, &maps.qkv, piece,
+                                                                     a.first_row<S::ROWS>(piece.tile), use);
                 });
             return;
         }
@@ -537,8 +554,14 @@ __global__ void __launch_bounds__(S::THREADS, 1)
             if (piece.head < 0) break;
             const int row = a.first_row<S::ROWS>(piece.tile), row0 = row + block.warpgroup * 64,
                       n = row0 >= 0 ? key_tiles<S::TILE>(a, row0, 64) : 0;
+            const int block_begin = first_key_tile<RANGED, S::TILE>(a, piece.b, row),
+                      begin = first_key_tile<RANGED, S::TILE>(a, piece.b, row0);  // 0 where there are no rows
+            if (RANGED) {
+                block.pass(use, use + begin - block_begin);
+                use -= begin;  // as if the walk began with tile 0
+            }
             if (n > 0)
-                hopper_backward_q_rows<S>(block, a, &maps.dqkv, piece, i, use, n);
+                hopper_backward_q_rows<S, RANGED>(block, a, &maps.dqkv, piece, i, use, begin, n);
             else
                 named_barrier(1 + block.warpgroup, WARPGROUP);  // all have read `piece`
             if (storer) block.own_ring.release(i);
@@ -556,18 +579,19 @@ template <typename S> struct HopperColumns { float lse2[S::TILE], D[S::TILE]; };
 
 // The producer's walk for dK and dV: over the query heads of the KV head, in each over the queries from the diagonal
 // on.
-template <typename S>
+template <typename S, bool RANGED>
 __device__ inline unsigned hopper_stream_queries(const HopperBlock<S> &block, const HopperLaunch &a,
                                                  const HopperMaps &maps, HopperColumns<S> *columns,
                                                  const AttentionPiece &piece, unsigned &use) {
     constexpr int QUERIES = S::TILE;
     const int ratio = a.NH / a.NKV, b = piece.b, end = (piece.h + 1) * ratio, lane = threadIdx.x % WARP;
     const int first = first_query(piece.tile * S::ROWS) / QUERIES * QUERIES;
+    const int query_stop = query_end<RANGED>(a, b, piece.tile * S::ROWS, S::ROWS);
     // a ticket is drawn so far before the end of a piece
-    const int last = max(piece.tile * S::ROWS, a.T - 1 - S::A_STAGES * QUERIES) / QUERIES * QUERIES;
+    const int last = max(piece.tile * S::ROWS, query_stop - 1 - S::A_STAGES * QUERIES) / QUERIES * QUERIES;
     unsigned ticket;
     for (int h = piece.h * ratio; h < end; h++)
-        for (int query = first; query < a.T; query += QUERIES, use++) {
+        for (int query = first; query < query_stop; query += QUERIES, use++) {
             if (lane == 0 && h == end - 1 && query == last) ticket = a.draw();
             const int at = (b * a.NH + h) * a.T + query + lane;  // below 2^31: qkv would be 256 GiB
             float lse2[QUERIES / WARP], d[QUERIES / WARP];       // on the way while TMA is started
@@ -597,11 +621,11 @@ __device__ inline unsigned hopper_stream_queries(const HopperBlock<S> &block, co
 }
 // dK, dV of the warpgroup's keys += what the last 2 * sizeof s queries of the streamed tile from `query` on give.
 // s, dp: S^T and dP^T, whose registers the caller keeps. k_tile, v_tile: the warpgroup's rows; key0: the first of them.
-template <typename S, int N2>
+template <typename S, typename Range, int N2>
 __device__ inline void hopper_backward_kv_step(float (&dk)[S::HD / 2], float (&dv)[S::HD / 2], float (&s)[N2],
                                                float (&dp)[N2], unsigned q_tile, unsigned do_tile, unsigned k_tile,
                                                unsigned v_tile, const HopperColumns<S> &columns, int key0, int query,
-                                               float scale2) {
+                                               float scale2, const Range &range) {
     constexpr int WIDTH = 2 * N2, SKIP = S::TILE - WIDTH;
     // two neighbouring queries of eight
     const float2 *const lse2 = (const float2 *)(columns.lse2 + SKIP) + threadIdx.x % 4;
@@ -617,6 +641,7 @@ __device__ inline void hopper_backward_kv_step(float (&dk)[S::HD / 2], float (&d
     wgmma_wait<1>();
     wgmma_pin(s);
     if (query < key0 + 63) mask_tile<false>(s, key0, query + SKIP);
+    mask_range(s, range, query + SKIP);
     #pragma unroll
     for (int e = 0; e < N2; e += 4) {
         const float2 l = lse2[e];
@@ -644,7 +669,7 @@ __device__ inline void hopper_backward_kv_step(float (&dk)[S::HD / 2], float (&d
     wgmma_wait<0>();
 }
 // dK and dV of the warpgroup's keys of piece i. use: of the streamed tiles.
-template <typename S>
+template <typename S, bool RANGED>
 __device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, const HopperLaunch &a,
                                                const CUtensorMap *dqkv_map, const HopperColumns<S> *columns,
                                                const AttentionPiece &piece, unsigned i, unsigned &use) {
@@ -652,15 +677,19 @@ __device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, cons
     const int T = a.T, warpgroup = block.warpgroup;
     const float scale = a.scale, scale2 = a.scale2;
     const int block_key = piece.tile * S::ROWS, key0 = block_key + warpgroup * 64;
-    const int first = first_query(block_key) / QUERIES, end = (T + QUERIES - 1) / QUERIES,
+    const auto tiles = [&](int key, int keys) {
+        return (query_end<RANGED>(a, piece.b, key, keys) + QUERIES - 1) / QUERIES;
+    };
+    const int first = first_query(block_key) / QUERIES, block_end = tiles(block_key, S::ROWS), end = tiles(key0, 64),
               mine = min(end, first_query(key0) / QUERIES);
     const unsigned k_tile = block.own_tile(i) + warpgroup * BOX_BYTES,
                    v_tile = block.second_tile(i) + warpgroup * BOX_BYTES;
     float s[QUERIES / 2], dp[QUERIES / 2], dk[HD / 2] = {}, dv[HD / 2] = {};
+    const auto range = tile_range<RANGED, false>(a, piece.b, key0);
     auto step = [&](auto &s, auto &dp, int j) {
         block.a_ring.wait(use);
         hopper_backward_kv_step<S>(dk, dv, s, dp, block.a_tile(use), block.b_tile(use), k_tile, v_tile,
-                                   columns[block.a_ring.stage(use)], key0, j * QUERIES, scale2);
+                                   columns[block.a_ring.stage(use)], key0, j * QUERIES, scale2, range);
         __syncwarp();  // all lanes have read their columns
         block.free_a(use);
         use++;
@@ -674,6 +703,10 @@ __device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, cons
         if (QUERIES > 64 && j < end && key0 >= j * QUERIES + 64) step((float (&)[32])s, (float (&)[32])dp, j++);
         #pragma unroll 1
         for (; j < end; j++) step(s, dp, j);
+        for (; RANGED && j < block_end; j++, use++) {  // these neither
+            block.a_ring.wait(use);
+            block.free_a(use);
+        }
     }
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -687,7 +720,7 @@ __device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, cons
                      a.sums_of<HD>(v_head, key0, piece.b));
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
 }
-template <typename S>
+template <typename S, bool RANGED = false>
 __global__ void __launch_bounds__(S::THREADS, 1)
     attention_backward_kv_hopper(const __grid_constant__ HopperMaps maps, const HopperLaunch a) {
     if constexpr (HOPPER_CODE) {
@@ -703,7 +736,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                     tile_fetch<S::ROWS, S::HD>(block.second_tile(i), &maps.qkv, full, k_head + a.NKV, key, piece.b);
                 },
                 [&](const AttentionPiece &piece) {
-                    return hopper_stream_queries<S>(block, a, maps, columns, piece, use);
+                    return hopper_stream_queries<S, RANGED>(block, a, maps, columns, piece, use);
                 });
             return;
         }
@@ -713,7 +746,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
             // read again where needed: registers are short
             const AttentionPiece &piece = pieces[block.own_ring.stage(i)];
             if (piece.head < 0) break;
-            hopper_backward_kv_rows<S>(block, a, &maps.dqkv, columns, piece, i, use);
+            hopper_backward_kv_rows<S, RANGED>(block, a, &maps.dqkv, columns, piece, i, use);
             if (threadIdx.x % WARPGROUP == 0) block.own_ring.release(i);
         }
         if (threadIdx.x % WARPGROUP == 0) bulk_wait();
@@ -721,28 +754,6 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         __trap();
 }
 
-// ---- launchers
-
-// One block per SM, or fewer when there is less work. BY_QUERIES: pieces are tiles of queries of NH heads, else of keys
-// of NKV.
-template <typename S, bool BY_QUERIES, typename Kernel>
-static void hopper_launch(Kernel kernel, const AttentionLaunch<bf16> &a, cudaStream_t stream) {
-    static const int blocks = device_attribute(cudaDevAttrMultiProcessorCount);
-    HopperLaunch h = {a};
-    h.heads = BY_QUERIES ? a.NH : a.NKV;
-    h.at_once = a.group * (h.heads / a.NKV);
-    h.all = a.B * h.heads;
-    h.tiles = ((BY_QUERIES ? (a.T + 63) / 64 * 64 : a.T) + S::ROWS - 1) / S::ROWS;
-    const size_t pieces = (size_t)h.all * h.tiles;
-    require(pieces + 2 * blocks < (size_t)1 << 31,
-            "attention: %zu pieces of work are too many for one launch\nuse a smaller batch", pieces);
-    const auto map = [&](const bf16 *x, int heads) { return x ? tensor_map(x, a.B, a.T, heads, a.HD) : CUtensorMap(); };
-    const HopperMaps maps = {map(a.qkv, a.NH + 2 * a.NKV), map(a.dqkv ? a.dout : a.out, a.NH),
-                             map(a.dqkv, a.NH + 2 * a.NKV)};
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
-    kernel<<<(unsigned)(pieces < (size_t)blocks ? pieces : (size_t)blocks), S::THREADS, S::BYTES, stream>>>(maps, h);
-    launchCheck();
-}
 // What an H200 runs fastest.
 template <int HD> struct HopperChoice;
 template <> struct HopperChoice<64> {

@@ -221,7 +221,7 @@ __device__ inline void online_softmax(float (&p)[MT][NT][4], float (&o)[MT][ND][
     });
 }
 
-template <int W>
+template <int W, bool RANGED = false>
 __global__ void __launch_bounds__(MMA_THREADS, 2) attention_forward_bf16(const AttentionLaunch<bf16> a) {
     typedef ForwardShape<W> S;
     constexpr int MT = S::MT, NT = S::STREAMED / 8;
@@ -230,31 +230,32 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_forward_bf16(const A
     const AttentionPiece piece = a.piece(blockIdx.x);
     const bf16 *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
     const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, tiles = key_tiles<S::STREAMED>(a, block_row, S::FIXED);
-    const int row0 = block_row + block.mine;
+    const int row0 = block_row + block.mine, begin = first_key_tile<RANGED, S::STREAMED>(a, piece.b, block_row);
     const TileCopy<S> copy(a, a.qkv_row());
     copy.template rows<S::FIXED>(block.tiles, a.qkv + a.qkv_head(piece.b, piece.h), block_row);
     copy_async_commit();
-    copy.keys_and_values(block.stages, k_head, v_head, 0);
+    copy.keys_and_values(block.stages, k_head, v_head, begin);
     copy_async_wait<1>();
     __syncthreads();
     const OwnRows<S> q = block.own_rows(0);
 
-    // Keys come in rising order: the first tile holds key 0, which every row sees, so the maximum is finite ever after.
     float o[MT][W / 8][4] = {}, row_max[MT][2], row_sum[MT][2];
     each_row<MT>([&](int m, int r) {
-        row_max[m][r] = -INFINITY;
+        row_max[m][r] = LOWEST_SCORE;
         row_sum[m][r] = 0;
     });
-    for (int j = 0; j < tiles; j++) {
+    const WarpRange<RANGED, true, MT> range(a, a.first, piece.b, row0);
+    for (int j = begin; j < tiles; j++) {
         copy_async_wait<0>();
         __syncthreads();  // tile j has arrived for all warps, and all have left the stage that is filled next
         if (j + 1 < tiles) copy.keys_and_values(block.stages, k_head, v_head, j + 1);
         const int key0 = j * S::STREAMED;
-        if (key0 > row0 + 16 * MT - 1) continue;  // all masked for this warp
+        if (key0 > row0 + 16 * MT - 1 || range.hides(key0, S::STREAMED)) continue;  // all masked for this warp
         const unsigned k_tile = block.stages + j % 2 * S::STAGE;
         float p[MT][NT][4];
         product_abt<S>(p, q, k_tile + block.second, [](int, int, int) { return 0.0f; });
         if (key0 + S::STREAMED - 1 > row0) mask_scores<true>(p, row0, key0);
+        range.mask(p, key0, S::STREAMED);
         online_softmax(p, o, row_max, row_sum, a.scale2);
         product_ab<S>(o, p, k_tile + block.place + S::STREAMED_TILE);
     }
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_forward_bf16(const A
 // ---- bf16 backward
 
 // dQ of one query tile; writes D for the other kernel on its way.
-template <int W>
+template <int W, bool RANGED = false>
 __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_q_bf16(const AttentionLaunch<bf16> a) {
     typedef BackwardQShape<W> S;
     // the streamed tile is worked off 32 keys at a time
@@ -284,6 +285,8 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_q_bf16(cons
     const size_t out_head = a.out_head(piece.b, piece.h);
     const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, tiles = key_tiles<S::STREAMED>(a, block_row, S::FIXED);
     const int row0 = block_row + block.mine;
+    // even: through the first stage
+    const int begin = 2 * first_key_tile<RANGED, 2 * S::STREAMED>(a, piece.b, block_row);
     const TileCopy<S> copy(a, a.qkv_row()), copy_out(a, a.out_row());
     // `out` passes through the end of the stages: through the second one, while the first one fills, where it is large
     // enough.
@@ -294,7 +297,7 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_q_bf16(cons
     copy_out.template rows<S::FIXED>(block.tiles + S::FIXED_TILE, a.dout + out_head, block_row);
     copy_out.template rows<S::FIXED>(block.tiles + OUT, a.out + out_head, block_row);
     copy_async_commit();
-    if (APART) copy.keys_and_values(block.stages, k_head, v_head, 0);
+    if (APART) copy.keys_and_values(block.stages, k_head, v_head, begin);
     copy_async_wait<APART>();
     __syncthreads();
     if (threadIdx.x < S::FIXED) {  // one thread per row
@@ -311,7 +314,7 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_q_bf16(cons
     }
     const OwnRows<S> q = block.own_rows(0), d_o = block.own_rows(1);
     __syncthreads();
-    if (!APART) copy.keys_and_values(block.stages, k_head, v_head, 0);
+    if (!APART) copy.keys_and_values(block.stages, k_head, v_head, begin);
     float lse2[MT][2], d[MT][2];
     each_row<MT>([&](int m, int r) {
         const int row = block.mine + m * 16 + r * 8 + block.lane / 4;
@@ -320,7 +323,8 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_q_bf16(cons
     });
 
     float dq[MT][W / 8][4] = {};
-    for (int j = 0; j < tiles; j++) {
+    const WarpRange<RANGED, true, MT> range(a, a.first, piece.b, row0);
+    for (int j = begin; j < tiles; j++) {
         copy_async_wait<0>();
         __syncthreads();
         if (j + 1 < tiles) copy.keys_and_values(block.stages, k_head, v_head, j + 1);
@@ -328,11 +332,13 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_q_bf16(cons
         #pragma unroll 1
         for (int key0 = j * S::STREAMED; key0 < (j + 1) * S::STREAMED && key0 < row0 + 16 * MT;
              key0 += 8 * NT, k_part += 8 * NT * S::ROW) {
+            if (range.hides(key0, 8 * NT)) continue;
             float p[MT][NT][4], ds[MT][NT][4];
             product_abt<S>(p, q, k_part + block.second, [](int, int, int) { return 0.0f; });
             product_abt<S>(ds, d_o, k_part + block.second + S::STREAMED_TILE,
                            [&](int m, int, int i) { return d[m][i / 2]; });
             if (key0 + 8 * NT - 1 > row0) mask_scores<true>(p, row0, key0);
+            range.mask(p, key0, 8 * NT);
             each_element(ds, [&](float &x, int m, int n, int i) {
                 x *= exp2_approx(fmaf(p[m][n][i], a.scale2, -lse2[m][i / 2]));
             });
@@ -344,7 +350,7 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_q_bf16(cons
 
 // dK and dV of one key tile: S and dP are computed transposed (keys along the rows), so that P^T and dS^T are operands
 // as they are.
-template <int W>
+template <int W, bool RANGED = false>
 __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_kv_bf16(const AttentionLaunch<bf16> a) {
     typedef BackwardKVShape<W> S;
     constexpr int MT = S::MT, NT = S::STREAMED / 8, PARTS = KV_PARTS<W>, COLUMNS = W / PARTS;
@@ -355,7 +361,8 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_kv_bf16(con
     const bf16 *const q_heads = a.qkv + a.qkv_head(b, 0), *const do_heads = a.dout + a.out_head(b, 0);
     const size_t k_head = a.qkv_head(b, a.NH + kv), v_head = a.qkv_head(b, a.NH + a.NKV + kv);
     const int block_row = piece.tile * S::FIXED, first = first_query(block_row);
-    const int row0 = block_row + block.mine, tiles = (a.T - first + S::STREAMED - 1) / S::STREAMED * ratio;
+    const int end = query_end<RANGED>(a, b, block_row, S::FIXED);
+    const int row0 = block_row + block.mine, tiles = (end - first + S::STREAMED - 1) / S::STREAMED * ratio;
 
     // The walk: query head by query head, and in each the query tiles from the diagonal on.
     static_assert(2 * S::STREAMED <= MMA_THREADS, "a thread copies one number of a column");
@@ -383,18 +390,20 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_kv_bf16(con
     const OwnRows<S> k = block.own_rows(0), v = block.own_rows(1);
 
     float dk[MT][COLUMNS / 8][4] = {}, dv[MT][COLUMNS / 8][4] = {};
+    const WarpRange<RANGED, false, MT> range(a, a.last, b, row0);
     for (int j = 0; j < tiles; j++) {
         const int query0 = query;
         copy_async_wait<0>();
         __syncthreads();
         query += S::STREAMED;
-        if (query >= a.T) {
+        if (query >= end) {
             query = first;
             row += a.T;
             column += a.HD;
         }
         if (j + 1 < tiles) load((j + 1) % 2);
-        if (query0 + S::STREAMED - 1 < row0) continue;  // these queries see none of the warp's keys
+        // these queries see none of the warp's keys
+        if (query0 + S::STREAMED - 1 < row0 || range.hides(query0, S::STREAMED)) continue;
         const unsigned q_tile = block.stages + j % 2 * S::STAGE;
         // lse of queries 2t, 2t+1, ...; then D
         const char *const numbers = block.shared + S::number(block.lane % 4 * 2) + j % 2 * (S::STREAMED / 2 * S::ROW);
@@ -407,6 +416,7 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_kv_bf16(con
         product_abt<S>(ds, v, q_tile + block.second + S::STREAMED_TILE,
                        [&](int, int n, int i) { return i % 2 ? -d[n].y : -d[n].x; });
         if (query0 < row0 + 16 * MT - 1) mask_scores<false>(p, row0, query0);
+        range.mask(p, query0, S::STREAMED);
         each_element(ds, [&](float &x, int m, int n, int i) {
             const float2 l = pair(n);
             p[m][n][i] = exp2_approx(fmaf(p[m][n][i], a.scale2, -LOG2E * (i % 2 ? l.y : l.x)));

@@ -1,4 +1,4 @@
-// What all kernels of attention share: the problem, how its rows are cut into pieces of work, and the causal mask.
+// What all kernels of attention share: the problem, how its rows are cut into pieces of work, and the mask.
 // Sizes: B sequences of T tokens, NH heads of queries, NKV heads of keys and values, HD elements in a head.
 #ifndef LLMC_ATTENTION_PROBLEM_CUH
 #define LLMC_ATTENTION_PROBLEM_CUH
@@ -17,6 +17,9 @@ typedef struct {
     float scale, scale2;  // of the scores; scale * log2(e), for powers of two
     AttentionPath path;
     int group;  // heads of keys and values that stay in L2 together
+    // (B,T), both rise along a row: the first key that a query sees, the last query that sees a key (llmc/documents.h).
+    // NULL: a query sees the keys up to its own position
+    const int *first, *last;
     // (T,HD/2,2) of rope.cuh: backward rotates the gradients of q and k back. NULL: no rotation
     const float *cos_sin;
     float *D;                   // scratch of backward, (B,NH,T)
@@ -50,15 +53,28 @@ template <typename X> struct AttentionLaunch : AttentionProblem {
     __device__ int keys_of(int h) const { return NH + h / (NH / NKV); }
 };
 
-// ---- the mask: a query sees the keys up to its own position. Here is all that knows it.
+// ---- the mask: a query sees the keys up to its own position; RANGED: no others than `first` and `last` of the problem
+// say. Here is all that knows it.
 
-// Tiles of KEYS keys that queries row, ..., row + rows - 1 see: those from 0 on.
+// Of queries row, ..., row + rows - 1 of sequence b: the tiles of KEYS keys that any of them sees are those from
+// first_key_tile to before key_tiles.
 template <int KEYS> __device__ inline int key_tiles(const AttentionProblem &a, int row, int rows) {
     return (min(a.T, row + rows) + KEYS - 1) / KEYS;
 }
-// The first query that sees keys from `key` on; all later ones do.
+__device__ inline int limit_of(const AttentionProblem &a, const int *limits, int b, int row) {
+    return __ldg(limits + (size_t)b * a.T + max(0, min(row, a.T - 1)));
+}
+template <bool RANGED, int KEYS> __device__ inline int first_key_tile(const AttentionProblem &a, int b, int row) {
+    return RANGED ? limit_of(a, a.first, b, row) / KEYS : 0;
+}
+// The queries that see any of the keys key, ..., key + keys - 1 are those from first_query to before query_end.
 __device__ inline int first_query(int key) { return key; }
-__device__ inline bool sees(int query, int key) { return key <= query; }
+template <bool RANGED> __device__ inline int query_end(const AttentionProblem &a, int b, int key, int keys) {
+    return RANGED ? limit_of(a, a.last, b, key + keys - 1) + 1 : a.T;
+}
+template <bool RANGED> __device__ inline bool sees(const AttentionProblem &a, int b, int query, int key) {
+    return key <= query && (!RANGED || key >= limit_of(a, a.first, b, query));
+}
 // What a lane holds of 16*MT rows and 8*NT columns of a warp: with g = lane/4, t = lane%4 rows g, g+8 and columns 2t,
 // 2t+1 of each 16 by 8.
 template <int MT, int NT, typename Do> __device__ inline void each_element(float (&c)[MT][NT][4], Do element) {
@@ -94,7 +110,49 @@ __device__ inline void mask_scores(float (&c)[MT][NT][4], int row, int column) {
     });
 }
 
+// What a lane's rows have of `first` or `last`. row: the warp's first.
+template <int MT> struct RowLimits {
+    int of[MT][2];
+    __device__ RowLimits(const AttentionProblem &a, const int *limits, int b, int row) {
+        each_row<MT>([&](int m, int r) {
+            of[m][r] = limit_of(a, limits, b, row + m * 16 + r * 8 + (int)threadIdx.x % WARP / 4);
+        });
+    }
+};
+// The same for scores in columns before the limits of their rows (queries, by `first`), or else behind them (keys, by
+// `last`).
+template <bool BEFORE, int MT, int NT>
+__device__ inline void mask_beyond(float (&c)[MT][NT][4], const RowLimits<MT> &limits, int column) {
+    column += threadIdx.x % 4 * 2;
+    each_element(c, [&](float &x, int m, int n, int i) {
+        const int here = column + n * 8 + i % 2, limit = limits.of[m][i / 2];
+        if (BEFORE ? here < limit : here > limit) x = -INFINITY;
+    });
+}
+
+// The limits of a warp's 16*MT rows from `row` on: BEFORE, of queries by `first`; else of keys by `last`. Empty unless
+// RANGED.
+template <bool RANGED, bool BEFORE, int MT> struct WarpRange {
+    __device__ WarpRange(const AttentionProblem &, const int *, int, int) {}
+    __device__ bool hides(int, int) const { return false; }
+    template <int NT> __device__ void mask(float (&)[MT][NT][4], int, int) const {}
+};
+template <bool BEFORE, int MT> struct WarpRange<true, BEFORE, MT> {
+    const int low, high;  // of the first row and the last
+    const RowLimits<MT> rows;
+    __device__ WarpRange(const AttentionProblem &a, const int *limits, int b, int row)
+        : low(limit_of(a, limits, b, row)), high(limit_of(a, limits, b, row + 16 * MT - 1)), rows(a, limits, b, row) {}
+    // Whether no row has anything in columns column, ..., column + count - 1.
+    __device__ bool hides(int column, int count) const { return BEFORE ? column + count <= low : column > high; }
+    template <int NT> __device__ void mask(float (&c)[MT][NT][4], int column, int count) const {
+        if (BEFORE ? column < high : column + count - 1 > low) mask_beyond<BEFORE>(c, rows, column);
+    }
+};
+
 // ---- softmax in powers of two
+
+// A row's maximum before its first score: finite, because a first tile may hold none that the row sees.
+constexpr float LOWEST_SCORE = -1e30f;
 
 // Weights may refer to any number near a row's maximum. The running one, and the sums that refer to it, move only when
 // a score exceeds it by more than this many powers of two (as in FlashAttention-4): seldom, and weights stay below 2^8.

@@ -3,6 +3,7 @@
 //   forward    out[b,t,:] = wte[tokens[b,t] - first,:] + wpe[t,:]          (wpe NULL: models with rotary positions)
 //   backward   dwte[v - first,:] += sum of dout[b,t,:] over all (b,t) with token v
 //              dwpe[t,:] += sum over b of dout[b,t,:]
+// or, where positions are given, positions[b,t] for t in wpe and dwpe.
 //
 // wte, dwte (Vp,C); wpe, dwpe (at least T,C); out, dout (B,T,C) floatX; tokens (B,T) int32. With tensor parallelism
 // (mesh.h) a rank has the rows of tokens first .. first + count - 1 alone; the tokens of other ranks give zeros, and no
@@ -35,6 +36,7 @@ enum {
 typedef struct {
     const int *tokens;
     int first, count, Vp;
+    const int *positions;  // NULL: those in the row
 } TokenRows;
 __device__ inline int token_row(const TokenRows &t, int i) {
     const int row = t.tokens[i] - t.first;
@@ -52,7 +54,7 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
     const bool mine = row < t.Vp;
     out += (size_t)n * C;
     wte += mine ? (size_t)row * C : 0;
-    wpe += wpe ? (size_t)(n % T) * C : 0;
+    wpe += wpe ? (size_t)(t.positions ? t.positions[n] : n % T) * C : 0;
     #pragma unroll 4
     for (int c = threadIdx.x % WARP * VecX::size; c < C; c += WARP * VecX::size) {
         VecX x = {};
@@ -249,22 +251,31 @@ static inline void embedding_sort(uint64_t *list, TokenRows rows, int N, cudaStr
     }
     launchCheck();
 }
-// dwte (Vp,C) +=, dwpe (T,C) += or NULL
-static inline void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, TokenRows t, int B, int T, int C,
-                                      void *scratch, cudaStream_t stream) {
-    embedding_require(dout, dwte, dwpe, B, T, C);
-    const int N = B * T;
+// dweight (Vp,C) +=
+static inline void embedding_sum_runs(floatX *dweight, const floatX *dout, TokenRows t, int N, int C, void *scratch,
+                                      cudaStream_t stream) {
     uint64_t *sorted = (uint64_t *)scratch;
     LongRuns *long_runs = (LongRuns *)(sorted + embedding_list_length(N));
     embedding_sort(sorted, t, N, stream);
     cudaCheck(cudaMemsetAsync(&long_runs->count, 0, sizeof(int), stream));
     const dim3 warps(blocks_for(N, EMBEDDING_WARPS), blocks_for(C / VecX::size, SHORT_RUN_VECS * WARP));
-    embedding_short_runs_kernel<<<warps, EMBEDDING_THREADS, 0, stream>>>(dwte, long_runs, dout, sorted, N, C, t.Vp);
+    embedding_short_runs_kernel<<<warps, EMBEDDING_THREADS, 0, stream>>>(dweight, long_runs, dout, sorted, N, C, t.Vp);
     launchCheck();
-    embedding_long_runs_kernel<<<LONG_RUN_BLOCKS, LONG_RUN_THREADS, 0, stream>>>(dwte, long_runs, dout, sorted, C);
+    embedding_long_runs_kernel<<<LONG_RUN_BLOCKS, LONG_RUN_THREADS, 0, stream>>>(dweight, long_runs, dout, sorted, C);
     launchCheck();
     timing_lap("embedding backward", 0, 2.0 * N * C * sizeof(floatX), stream);
+}
+// dwte (Vp,C) +=, dwpe (T,C) += or NULL
+static inline void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, TokenRows t, int B, int T, int C,
+                                      void *scratch, cudaStream_t stream) {
+    embedding_require(dout, dwte, dwpe, B, T, C);
+    const int N = B * T;
+    embedding_sum_runs(dwte, dout, t, N, C, scratch, stream);
     if (!dwpe) return;
+    if (t.positions) {
+        embedding_sum_runs(dwpe, dout, {t.positions, 0, T, T, NULL}, N, C, scratch, stream);
+        return;
+    }
     const size_t TC = (size_t)T * C;
     embedding_positions_kernel<<<blocks_for(TC / VecX::size, EMBEDDING_THREADS), EMBEDDING_THREADS, 0, stream>>>(dwpe,
                                                                                                                  dout,

@@ -98,27 +98,38 @@ static inline void global_norm_squared(float *out, const floatX *grads, size_t n
 // ---- the decision on the step, made where the update reads it
 
 typedef struct {
-    float loss, norm_squared;  // of this rank, then of all
-    float norm, grad_scale;    // gradients are multiplied by grad_scale
-    int verdict;               // StepVerdict; unless it is STEP_APPLIED the update does nothing
+    // of this rank, then of all ranks; masked: tokens that are not learned
+    float loss, norm_squared, masked;
+    float norm, grad_scale;  // gradients are multiplied by grad_scale
+    int verdict;             // StepVerdict; unless it is STEP_APPLIED the update does nothing
 } StepScalars;
 
-// of_ranks (ranks, 2): loss and squared norm of each rank, added in the order of the ranks in fp32.
+enum { STEP_SUMS = 3 };  // the first of them are summed over ranks
+
+// of_ranks (ranks, STEP_SUMS): those of each rank, added in the order of the ranks in fp32.
 static __global__ void step_sum_kernel(StepScalars *s, const float *of_ranks, int ranks) {
-    s->loss = of_ranks[0];
-    s->norm_squared = of_ranks[1];
-    for (int r = 1; r < ranks; r++) {
-        s->loss += of_ranks[2 * r];
-        s->norm_squared += of_ranks[2 * r + 1];
+    float *const sums = &s->loss;
+    for (int i = 0; i < STEP_SUMS; i++) {
+        sums[i] = of_ranks[i];
+        for (int r = 1; r < ranks; r++) sums[i] += of_ranks[STEP_SUMS * r + i];
     }
 }
-static __global__ void step_decide_kernel(StepScalars *s, double clip, double most_loss, double most_norm) {
-    s->norm = (float)sqrt((double)s->norm_squared);
-    s->grad_scale = step_grad_scale(s->norm, clip);
+static __global__ void step_masked_kernel(StepScalars *s, float masked) { s->masked = masked; }
+static __global__ void step_decide_kernel(StepScalars *s, double tokens, double clip, double most_loss,
+                                          double most_norm) {
+    const float share = step_share(tokens, s->masked);
+    s->loss *= share;
+    s->norm = share * (float)sqrt((double)s->norm_squared);
+    s->grad_scale = share * step_grad_scale(s->norm, clip);
     s->verdict = step_verdict(s->loss, s->norm, most_loss, most_norm);
 }
-static inline void step_decide(StepScalars *s, const UpdateParams *p, cudaStream_t stream) {
-    step_decide_kernel<<<1, 1, 0, stream>>>(s, p->clip, p->most_loss, p->most_norm);
+// tokens: of the step, of all ranks.
+static inline void step_decide(StepScalars *s, double tokens, const UpdateParams *p, cudaStream_t stream) {
+    step_decide_kernel<<<1, 1, 0, stream>>>(s, tokens, p->clip, p->most_loss, p->most_norm);
+    launchCheck();
+}
+static inline void step_masked(StepScalars *s, double masked, cudaStream_t stream) {
+    step_masked_kernel<<<1, 1, 0, stream>>>(s, (float)masked);
     launchCheck();
 }
 static inline void step_sum(StepScalars *s, const float *of_ranks, int ranks, cudaStream_t stream) {

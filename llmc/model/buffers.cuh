@@ -66,11 +66,12 @@ typedef struct {
     float *column_sums;  // partial sums of the columns of df or dqkv
     void *reduce, *matmul_workspace;
     // tokens and losses
-    int *tokens, *targets, *host_tokens;  // host: two slots of (inputs, targets)
-    ClassifierPart *parts;                // tp: (ranks, head_rows)
-    float *losses, *host_losses;          // (B,T)
+    int *tokens, *targets, *ranges;  // ranges (3,B,T) of documents.h: position, first, last
+    int *host_tokens;                // two slots of (inputs, targets, ranges)
+    ClassifierPart *parts;           // tp: (ranks, head_rows)
+    float *losses, *host_losses;     // (B,T)
     StepScalars *step, *host_step;
-    float *gathered_step;  // (ranks, 2) loss and squared norm of all
+    float *gathered_step;  // (ranks, STEP_SUMS) of all
 } Buffers;
 
 // What is never alive together shares one region: [logits], [df | da | a] of the MLP's backward, [dqkv | attention's
@@ -374,14 +375,18 @@ static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->fp8.left, "fp8", "an output's gradient, transposed", gradients);
     memory_request(m, &b->fp8.right, "fp8", "an input, transposed", inputs);
 }
+// Integers of a slot in which tokens wait for the device.
+static inline size_t plan_token_slot(const Plan *p) { return (p->ranged ? 5 : 2) * p->N; }
 static inline void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     const size_t ranks = (size_t)p->mesh->tp.world, world = (size_t)p->mesh->dp.world;
     memory_request(m, &b->tokens, "tokens", "inputs (B,T)", p->N);
     memory_request(m, &b->targets, "tokens", "targets (B,T)", p->N);
     memory_request(m, &b->losses, "tokens", "losses (B,T)", p->N);
     memory_request(m, &b->step, "tokens", "loss, norm, clipping", 1);
-    memory_request(m, &b->gathered_step, "tokens", "loss, norm of all ranks", 2 * (ranks > world ? ranks : world));
-    memory_request_pinned(m, &b->host_tokens, "tokens", "two slots of inputs, targets", 4 * p->N);
+    memory_request(m, &b->gathered_step, "tokens", "loss, norm of all ranks",
+                   STEP_SUMS * (ranks > world ? ranks : world));
+    if (p->ranged) memory_request(m, &b->ranges, "tokens", "what each sees (3,B,T)", 3 * p->N);
+    memory_request_pinned(m, &b->host_tokens, "tokens", "two slots of inputs, targets", 2 * plan_token_slot(p));
     memory_request_pinned(m, &b->host_step, "tokens", "loss, norm, clipping", 1);
     memory_request_pinned(m, &b->host_losses, "tokens", "losses", p->N);
     if (ranks == 1) return;

@@ -14,6 +14,7 @@ typedef struct {
     int B, T;                 // of a micro-step
     size_t N, rows;           // its tokens; rows of the residual stream that are here
     int trains;               // has gradients and optimiser states
+    int ranged;               // tokens see a range of their row: --documents, --window
     // numbers
     int bf16_states;           // AdamW's m and v; else fp32
     int has_master;            // fp32 copies of bf16 weights
@@ -146,6 +147,7 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     p.N = (size_t)p.B * (size_t)p.T;
     p.rows = p.N / (size_t)ranks;
     p.trains = !forward_only(o);
+    p.ranged = o->documents || o->window > 0;
     matmul_check(&mesh->job, &p.local, o);
     require(strcmp(o->matmul_dtype, "bf16") || sizeof(floatX) == 2,
             "--matmul-dtype bf16 needs a bf16 build\nleave it out");
@@ -200,8 +202,9 @@ static inline void plan_print(const Plan *p, FILE *f) {
             fused[p->activation_fused]);
     if (p->weights != WEIGHTS_FP32) fprintf(f, " | weights %s", weight_format_names[p->weights]);
     if (rope) fprintf(f, " | rope %s", fused[2 * p->rope_fused]);
-    fprintf(f, " | attention %s",
-            paths[attention_plan(p->B, p->T, p->local.num_heads, p->local.num_kv_heads, p->local.head_dim).path]);
+    fprintf(f, " | attention %s%s",
+            paths[attention_plan(p->B, p->T, p->local.num_heads, p->local.num_kv_heads, p->local.head_dim).path],
+            p->ranged ? " within documents or a window" : "");
     if (!p->trains) {
         fprintf(f, "\n");
         return;

@@ -103,18 +103,18 @@ static inline const floatX *rows_gather(const Pass *p, const floatX *mine) {
     return (const floatX *)rows_gather(p, Rows{mine, NULL}).x;
 }
 // Every rank has parts of all N rows: their sums, on every rank, in place.
-static inline floatX *rows_sum_everywhere(const Pass *p, floatX *parts, const floatX *add, int period) {
+static inline floatX *rows_sum_everywhere(const Pass *p, floatX *parts, const floatX *add) {
     RowExchange *x = p->exchange;
     nccl_all_gather(&x->nccl, "gather rows", x->gathered, (const floatX *)parts, pass_piece(p));
-    rows_sum(parts, x->gathered, add, x->ranks, -1, p->rows, p->C, 0, period, p->stream);
+    rows_sum(parts, x->gathered, add, x->ranks, -1, p->rows, p->C, p->stream);
     return parts;
 }
-// parts (N,C): this rank's part of a sum over ranks. Returns this rank's rows of the sum, in place. add (period,C;
-// NULL: none): to row n of the N its row n % period.
-static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *add, int period) {
+// parts (N,C): this rank's part of a sum over ranks. Returns this rank's rows of the sum, in place. add (C; NULL: none)
+// is added to each.
+static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *add) {
     RowExchange *x = p->exchange;
     if (x->ranks == 1) return parts;
-    if (p->spread == 1) return rows_sum_everywhere(p, parts, add, period);
+    if (p->spread == 1) return rows_sum_everywhere(p, parts, add);
     const size_t piece = pass_piece(p);
     floatX *mine = parts + (size_t)x->rank * piece;
     x->met.apart++;
@@ -123,7 +123,7 @@ static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *a
         return mine;
     }
     nccl_exchange(&x->nccl, "scatter rows", x->gathered, (const floatX *)parts, piece);
-    rows_sum(mine, x->gathered, add, x->ranks, x->rank, p->rows, p->C, x->rank * p->rows, period, p->stream);
+    rows_sum(mine, x->gathered, add, x->ranks, x->rank, p->rows, p->C, p->stream);
     return mine;
 }
 
@@ -195,10 +195,10 @@ static inline floatX *rows_scatter_end(const Pass *p, OverlapKind kind, const fl
     if (rows_overlap(p, kind)) {
         const floatX *others = (const floatX *)push_buffer(&x->push, PUSH_PARTS);
         push_wait(&x->push, PUSH_PARTS, push_peers(&x->push));
-        rows_sum(mine, others, add, p->spread, x->rank, p->rows, p->C, x->rank * p->rows, 1, p->stream);
+        rows_sum(mine, others, add, p->spread, x->rank, p->rows, p->C, p->stream);
         push_end(&x->push, PUSH_PARTS);
     } else {
-        mine = rows_scatter(p, p->branch, add, 1);
+        mine = rows_scatter(p, p->branch, add);
     }
     overlap_end(&x->overlap, p->stream);
     return mine;

@@ -21,11 +21,11 @@ enum { SUM_THREADS = 256, SUM_IN_FLIGHT = 4 /*parts that a thread reads before i
 
 // ---- rows
 
-// out (rows,C) = the sum of slots (world,rows,C), + row (first + n) % period of add (period,C; NULL: none). out itself
-// holds part `own`, whose slot is not read (own < 0: all slots are read).
+// out (rows,C) = the sum of slots (world,rows,C) [+ add (C) in each row]. out itself holds part `own`, whose slot is
+// not read (own < 0: all slots are read).
 static __global__ void __launch_bounds__(SUM_THREADS)
     rows_sum_kernel(floatX *out, const floatX *__restrict__ slots, const floatX *__restrict__ add, int world, int own,
-                    size_t piece, int C, int first, int period) {
+                    size_t piece, int C) {
     size_t i = ((size_t)blockIdx.x * SUM_THREADS + threadIdx.x) * VecX::size;
     if (i >= piece) return;
     float sum[VecX::size] = {};
@@ -45,22 +45,20 @@ static __global__ void __launch_bounds__(SUM_THREADS)
         }
     }
     if (add) {
-        size_t row = (i / C + first) % period;
         float more[VecX::size];
-        vec_widen(more, vec_load(add + row * C + i % C));
+        vec_widen(more, vec_load(add + i % C));
         #pragma unroll
         for (int j = 0; j < VecX::size; j++) sum[j] += more[j];
     }
     vec_store(out + i, vec_narrow(sum));
 }
-inline void rows_sum(floatX *out, const floatX *slots, const floatX *add, int world, int own, int rows, int C,
-                     int first, int period, cudaStream_t stream) {
+inline void rows_sum(floatX *out, const floatX *slots, const floatX *add /*NULL: none*/, int world, int own, int rows,
+                     int C, cudaStream_t stream) {
     size_t piece = (size_t)rows * C;
-    assert(C % VecX::size == 0 && period > 0);
+    assert(C % VecX::size == 0);
     require_aligned("sum of parts", {out, slots, add});
     rows_sum_kernel<<<blocks_for(piece / VecX::size, SUM_THREADS), SUM_THREADS, 0, stream>>>(out, slots, add, world,
-                                                                                             own, piece, C, first,
-                                                                                             period);
+                                                                                             own, piece, C);
     launchCheck();
     timing_lap("sum of parts", 0, (world + 1.0) * piece * sizeof(floatX), stream);
 }
