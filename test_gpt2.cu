@@ -64,7 +64,7 @@ template <typename Each> static void compare_gradients(const char *folder, Optio
         char name[128];
         snprintf(name, sizeof name, "grad.%s", p->name);
         const StTensor *t = st_find(&d.file, name);
-        const size_t size = (size_t)p->file_rows * p->cols;
+        const size_t size = (size_t)p->file_rows * p->file_cols;
         float *expected = (float *)malloc_or_die(p->size * sizeof(float)),
               *got = (float *)malloc_or_die(p->size * sizeof(float)),
               *scratch = (float *)malloc_or_die(p->size * sizeof(float));

@@ -1,5 +1,5 @@
-// The CPU trainer: GPT-2, Llama 3 and Qwen2.5 in fp32, written to be read. One file goes all the way from token ids to
-// updated weights. Its *_cpu functions are also the oracle that every CUDA kernel is tested against.
+// The CPU trainer: GPT-2, Llama 3, Qwen2.5 and Qwen3 in fp32, written to be read. One file goes all the way from token
+// ids to updated weights. Its *_cpu functions are also the oracle that every CUDA kernel is tested against.
 //
 // Idea. A transformer is a list of few operations. Each is a function X_forward_cpu(outputs, inputs, sizes). Its
 // X_backward_cpu turns the gradient of the outputs into gradients of the inputs: the chain rule, written out by hand.
@@ -263,13 +263,14 @@ void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
     PARALLEL_FOR
     for (int begin = 0; begin < OC; begin += BLOCK) {
         int size = min_int(OC - begin, BLOCK);
-        float sum[BLOCK] = {0};
+        float sum[BLOCK];
+        copy_floats(sum, dbias + begin, size);
         for (int n = 0; n < N; n++) {
             const float *d = dout + area(n, OC) + begin;
             #pragma omp simd
             for (int i = 0; i < size; i++) sum[i] += d[i];
         }
-        for (int i = 0; i < size; i++) dbias[begin + i] += sum[i];
+        copy_floats(dbias + begin, sum, size);
     }
 }
 
@@ -430,6 +431,64 @@ void rope_forward_cpu(float *qkv, const float *cos_sin, int B, int T, int NH, in
 }
 void rope_backward_cpu(float *dqkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD) {
     rope_rotate(dqkv, cos_sin, B, T, NH, NKV, HD, -1);
+}
+
+// ---- RMSNorm of each q and k head, before they are rotated
+
+// What is the same for all rows. gains, dgains (2, HD): of all q heads, of all k heads.
+typedef struct {
+    const float *gains;  // NULL: all are 1
+    float *dgains;       // +=
+    float eps, scale;    // scale: of q heads, so that the softmax has a scale of its own
+} HeadNorm;
+
+// out = qkv with normalised q and k heads
+void qk_norm_forward_cpu(float *out, const float *qkv, HeadNorm norm, int N, int NH, int NKV, int HD) {
+    const size_t row = area(NH + 2 * NKV, HD);
+    PARALLEL_FOR
+    for (int n = 0; n < N; n++) {
+        copy_floats(out + n * row, qkv + n * row, row);
+        for (int h = 0; h < NH + NKV; h++) {
+            const float *x = qkv + n * row + area(h, HD), *gains = norm.gains + (h < NH ? 0 : HD);
+            float *y = out + n * row + area(h, HD), squares = 0;
+            #pragma omp simd reduction(+ : squares)
+            for (int i = 0; i < HD; i++) squares += x[i] * x[i];
+            const float rstd = (h < NH ? norm.scale : 1) / sqrtf(squares / HD + norm.eps);
+            for (int i = 0; i < HD; i++) y[i] = x[i] * rstd * (norm.gains ? gains[i] : 1);
+        }
+    }
+}
+// With d the gradient of a head and g = d * gain * scale:
+//   dx = rstd * (g - x * rstd * avg(g * x * rstd)), in place of d;
+//     dgain = sum over rows and heads of d * scale * x * rstd
+// Sums are taken within each task of ROWS rows, then over tasks in order.
+void qk_norm_backward_cpu(float *dqkv, const float *qkv, HeadNorm norm, int N, int NH, int NKV, int HD) {
+    enum { ROWS = 32 };
+    const int tasks = (N + ROWS - 1) / ROWS, heads = NH + NKV;
+    const size_t row = area(NH + 2 * NKV, HD);
+    float *sums = (float *)calloc_or_die(area(tasks, 2 * HD) * sizeof(float));
+    PARALLEL_FOR
+    for (int task = 0; task < tasks; task++)
+        for (int i = task * ROWS * heads; i < min_int((task + 1) * ROWS, N) * heads; i++) {
+            const int h = i % heads, first = h < NH ? 0 : HD;
+            const size_t head = i / heads * row + area(h, HD);
+            const float *x = qkv + head, *gains = norm.gains + first, scale = h < NH ? norm.scale : 1;
+            float *d = dqkv + head, *sum = sums + area(task, 2 * HD) + first, squares = 0, dot = 0;
+            #pragma omp simd reduction(+ : squares, dot)
+            for (int j = 0; j < HD; j++) {
+                squares += x[j] * x[j];
+                dot += d[j] * scale * (norm.gains ? gains[j] : 1) * x[j];
+            }
+            const float rstd = 1 / sqrtf(squares / HD + norm.eps), along = dot * rstd * rstd / HD;
+            for (int j = 0; j < HD; j++) {
+                const float dn = d[j] * scale;
+                sum[j] += dn * x[j] * rstd;
+                d[j] = rstd * (dn * (norm.gains ? gains[j] : 1) - x[j] * along);
+            }
+        }
+    for (int task = 0; task < tasks && norm.dgains; task++)
+        for (int i = 0; i < 2 * HD; i++) norm.dgains[i] += sums[area(task, 2 * HD) + i];
+    free(sums);
 }
 
 // ---- causal attention: out_t = sum over s <= t of p_ts v_s, p_t = softmax(q_t k_s / sqrt(HD)). Query head h reads
@@ -647,9 +706,31 @@ void swiglu_backward_cpu(float *dgate_up /*=*/, const float *dout, const float *
     }
 }
 
+// out = max(x, 0)^2
+void relu2_forward_cpu(float *out, const float *inp, size_t n) {
+    #pragma omp parallel for simd schedule(static) if (n > 1 << 14)
+    for (size_t i = 0; i < n; i++) out[i] = inp[i] < 0 ? 0 : inp[i] * inp[i];
+}
+void relu2_backward_cpu(float *dinp /*=*/, const float *dout, const float *inp, size_t n) {
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) dinp[i] = inp[i] < 0 ? 0 : dout[i] * 2 * inp[i];
+}
+
 // ---- cross entropy over the first V of Vp columns: loss = logsumexp(logits) - logits[target]. write_dlogits: logits
 // become their own gradient (softmax - onehot) * dloss, zeros in the padding. A target < 0 is ignored: loss 0,
-// gradient 0.
+// gradient 0. With softcap a > 0 it is that of y = a x / sqrt(x^2 + a^2) instead of the logits x.
+
+// x = y. Returns the row.
+static inline const float *softcap_row(float *x, float softcap, int V) {
+    #pragma omp simd
+    for (int i = 0; i < (softcap > 0 ? V : 0); i++) x[i] *= softcap / sqrtf(x[i] * x[i] + softcap * softcap);
+    return x;
+}
+// dy/dx = (1 - (y/a)^2)^(3/2)
+static inline float softcap_slope(float y, float softcap) {
+    const float s = 1 - y / softcap * (y / softcap);
+    return s * sqrtf(s);
+}
 
 // Of the columns of one rank: the largest logit, the sum of exp(logit - largest), the target's logit.
 typedef struct { float highest, sum, target; } LogitSums;
@@ -669,49 +750,55 @@ static inline LogitSums classifier_sums(const float *x, int target /*< 0: in non
     s.highest = highest;
     return s;
 }
-// Returns the loss of one row; x, this rank's columns of it, becomes their gradient. sums: those of rank r at
+// Returns the loss of one row; x, this rank's columns of it, capped, becomes their gradient. sums: those of rank r at
 // sums[r * stride].
 static inline float classifier_row(float *x, const LogitSums *sums, size_t stride, int target, float dloss, int ranks,
-                                   int rank, int V, int Vp, int write_dlogits) {
+                                   int rank, int V, int Vp, int write_dlogits, float softcap) {
     int owner = target < 0 ? 0 : target / Vp;
     float highest = -INFINITY, sum = 0;
     for (int r = 0; r < ranks; r++) highest = fmaxf(highest, sums[r * stride].highest);
     for (int r = 0; r < ranks; r++) sum += sums[r * stride].sum * fast_exp(sums[r * stride].highest - highest);
     if (write_dlogits) {
         if (target < 0) dloss = 0;
-        float factor = dloss / sum;
-        #pragma omp simd
-        for (int i = 0; i < V; i++) x[i] = fast_exp(x[i] - highest) * factor;
+        float factor = dloss / sum, *mine = target >= 0 && owner == rank ? &x[target % Vp] : NULL,
+              dtarget = mine && softcap > 0 ? dloss * softcap_slope(*mine, softcap) : dloss;
+        if (softcap > 0)
+            #pragma omp simd
+            for (int i = 0; i < V; i++) x[i] = fast_exp(x[i] - highest) * factor * softcap_slope(x[i], softcap);
+        else
+            #pragma omp simd
+            for (int i = 0; i < V; i++) x[i] = fast_exp(x[i] - highest) * factor;
         for (int i = V; i < Vp; i++) x[i] = 0;
-        if (target >= 0 && owner == rank) x[target % Vp] -= dloss;
+        if (mine) *mine -= dtarget;
     }
     return target < 0 ? 0 : highest + logf(sum) - sums[owner * stride].target;
 }
 void classifier_cpu(float *logits, float *losses /*(N) =*/, const int *targets, float dloss, int N, int V, int Vp,
-                    int write_dlogits) {
+                    int write_dlogits, float softcap) {
     PARALLEL_FOR
     for (int n = 0; n < N; n++) {
         float *x = logits + area(n, Vp);
-        LogitSums s = classifier_sums(x, targets[n], V);
-        losses[n] = classifier_row(x, &s, 0, targets[n], dloss, 1, 0, V, Vp, write_dlogits);
+        LogitSums s = classifier_sums(softcap_row(x, softcap, V), targets[n], V);
+        losses[n] = classifier_row(x, &s, 0, targets[n], dloss, 1, 0, V, Vp, write_dlogits, softcap);
     }
 }
 // The same where each of `ranks` has Vp columns, of which V are not padding. First each rank's sums over its own
-// columns, sums (rank, N), which ranks exchange. Then the losses, and the gradient of its own columns.
-void classifier_sums_cpu(LogitSums *sums /*(N) =*/, const float *logits, const int *targets, int rank, int N, int V,
-                         int Vp) {
+// columns, sums (rank, N), which ranks exchange; logits are capped. Then the losses, and the gradient of its own
+// columns.
+void classifier_sums_cpu(LogitSums *sums /*(N) =*/, float *logits, const int *targets, int rank, int N, int V, int Vp,
+                         float softcap) {
     PARALLEL_FOR
     for (int n = 0; n < N; n++) {
         int mine = targets[n] >= 0 && targets[n] / Vp == rank;
-        sums[n] = classifier_sums(logits + area(n, Vp), mine ? targets[n] % Vp : -1, V);
+        sums[n] = classifier_sums(softcap_row(logits + area(n, Vp), softcap, V), mine ? targets[n] % Vp : -1, V);
     }
 }
 void classifier_ranks_cpu(float *logits, float *losses /*(N) =*/, const LogitSums *sums, const int *targets,
-                          float dloss, int ranks, int rank, int N, int V, int Vp, int write_dlogits) {
+                          float dloss, int ranks, int rank, int N, int V, int Vp, int write_dlogits, float softcap) {
     PARALLEL_FOR
     for (int n = 0; n < N; n++)
-        losses[n] =
-            classifier_row(logits + area(n, Vp), sums + n, N, targets[n], dloss, ranks, rank, V, Vp, write_dlogits);
+        losses[n] = classifier_row(logits + area(n, Vp), sums + n, N, targets[n], dloss, ranks, rank, V, Vp,
+                                   write_dlogits, softcap);
 }
 
 // ---- AdamW (Loshchilov and Hutter, arXiv:1711.05101), one pass over memory
@@ -779,7 +866,8 @@ static inline double sum_of_squares(const float *x, size_t n) {
 // in the same order.
 //
 // One block, for every family:
-//   h1 = norm1(x)     q,k,v = rope(h1 Wqkv^T + b)     y = attention(q,k,v)     x_mid = x + y Wproj^T + b
+//   h1 = norm1(x)     q,k,v = h1 Wqkv^T + b           y = attention(q,k,v)     x_mid = x + y Wproj^T + b
+//                     q,k = rope(norm(q,k))
 //   h2 = norm2(x_mid) f = h2 Wfc^T + b                a = activation(f)        x_out = x_mid + a Wfcproj^T + b
 // Backward reads all of these. --recompute 1 keeps one `a` for all blocks, 2 also one h1 and h2, 3 one of everything
 // but x_out; backward recomputes what was not kept.
@@ -821,8 +909,10 @@ typedef struct {
     QuantMatrix stored;  // the weight as it is stored
     int decodes;         // generation: few rows, each of whose bits do not depend on the others
 } Linear;
-// A block's activations.
-typedef struct { float *h1, *mean1, *rstd1, *qkv, *y, *lse, *x_mid, *h2, *mean2, *rstd2, *f, *a, *x_out; } BlockActs;
+// A block's activations. attended: q, k, v as attention reads them.
+typedef struct {
+    float *h1, *mean1, *rstd1, *qkv, *attended, *y, *lse, *x_mid, *h2, *mean2, *rstd2, *f, *a, *x_out;
+} BlockActs;
 // A unit's weights and, in backward, gradients, each from the unit's first element on. A block's are there until the
 // next block's unit_get.
 typedef enum { UNIT_FORWARD, UNIT_BACKWARD, UNIT_DECODE } UnitUse;
@@ -837,6 +927,7 @@ typedef struct {
     Unit unit;
     Norm norm1, norm2;
     Linear qkv, proj, fc, fcproj;
+    HeadNorm qk_norm;
     BlockActs a;
 } Block;
 
@@ -872,16 +963,18 @@ struct Model {
     float *block_grads;      // ZeRO 2, 3: a block's gradients of one micro-step
     int block_here;
     int bf16_states;
-    uint64_t seed;               // of the states' stochastic rounding
-    char *snapshots[NUM_SLOTS];  // --save-async: a copy of this rank's shards of a slot
-    float *exchange;             // the other ranks' gradients
-    float *gathered, *partial;   // tp: all rows (B*T,C); gradients of which every rank has a part (tp,..)
-    LogitSums *logit_sums;       // tp: (tp,head_rows)
-    int *words;                  // tp: (B,T) tokens as rows of this rank's embedding
+    uint64_t seed;                  // of the states' stochastic rounding
+    char *snapshots[NUM_SLOTS];     // --save-async: a copy of this rank's shards of a slot
+    float *exchange;                // the other ranks' gradients
+    float *gathered, *partial;      // tp: all rows (B*T,C); gradients of which every rank has a part (tp,..)
+    LogitSums *logit_sums;          // tp: (tp,head_rows)
+    int *words;                     // tp: (B,T) tokens as rows of this rank's embedding
+    float *x_tokens, *rstd_tokens;  // the embedding before its norm, if it has one
     float *x_embedding, *h_final, *mean_final, *rstd_final, *losses, *cos_sin;
     BlockActs *blocks;
-    float *logits;  // (head_rows,Vp)
-    int head_rows;  // rows that the head runs on at a time
+    float *normalised;  // QK-norm: q and k normalised, and v, of one block
+    float *logits;      // (head_rows,Vp)
+    int head_rows;      // rows that the head runs on at a time
     // gradients: of the residual stream, of a block's branch, and inside the branch
     float *dx, *branch, *dqkv, *df, *da;
     double loss;            // sum over the step's micro-steps
@@ -979,6 +1072,8 @@ static Block block_get(Model *m, int l, UnitUse use) {
         .proj = linear_at(m, &u, ROLE_PROJW, ROLE_PROJB, Q, C),
         .fc = linear_at(m, &u, ROLE_FCW, ROLE_FCB, C, fc_width(c)),
         .fcproj = linear_at(m, &u, ROLE_FCPROJW, ROLE_FCPROJB, c->ffn_dim, C),
+        .qk_norm = {param_pointer(&u, u.weights, ROLE_QKNORMW), param_pointer(&u, u.grads, ROLE_QKNORMW), c->norm_eps,
+                    query_scale(c)},
         .a = *a,
     };
 }
@@ -1114,6 +1209,7 @@ static void activation_forward(const Model *m, const Pass *p, float *a, const fl
     switch (m->config.mlp) {
     case MLP_GELU: gelu_forward_cpu(a, f, area(p->N, F)); break;
     case MLP_SWIGLU: swiglu_forward_cpu(a, f, p->N, F); break;
+    case MLP_RELU2: relu2_forward_cpu(a, f, area(p->N, F)); break;
     default: unhandled(m->config.mlp);
     }
     lap("activation", 0);
@@ -1130,21 +1226,28 @@ static void attend_cached(const Model *m, const Pass *p, const Block *b, int l) 
     const KvCache *k = p->cache;
     const size_t layer = l * area(k->slots * c->num_kv_heads, c->head_dim) * k->room;
     const KvLayer kv = {k->keys + layer, k->values + layer, k->room, c->num_heads, c->num_kv_heads, c->head_dim};
-    kv_append_cpu(&kv, b->a.qkv, p->places, p->N);
+    kv_append_cpu(&kv, b->a.attended, p->places, p->N);
     if (p->prompt)
-        attention_prompt_cpu(b->a.y, b->a.lse, b->a.qkv, &kv, *p->places, p->N);
+        attention_prompt_cpu(b->a.y, b->a.lse, b->a.attended, &kv, *p->places, p->N);
     else
-        attention_decode_cpu(b->a.y, b->a.qkv, &kv, p->places, p->N);
+        attention_decode_cpu(b->a.y, b->a.attended, &kv, p->places, p->N);
+}
+// What attention reads of q and k: normalised and rotated, if the model does that.
+static void normalise_and_rotate(const Model *m, const Pass *p, const Block *b) {
+    const Config *c = &m->local;
+    int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
+    const float *cos_sin = p->cache ? of_positions(p, p->cache->cos_sin, HD) : m->cos_sin;
+    if (c->qk_norm) qk_norm_forward_cpu(b->a.attended, b->a.qkv, b->qk_norm, p->N, NH, NKV, HD);
+    if (position_is_rotary(c->position)) rope_forward_cpu(b->a.attended, cos_sin, p->B, p->T, NH, NKV, HD);
 }
 static void attend_block(const Model *m, const Pass *p, const Block *b, int l) {
     const Config *c = &m->local;
     int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
-    const float *cos_sin = p->cache ? of_positions(p, p->cache->cos_sin, HD) : m->cos_sin;
-    if (position_is_rotary(c->position)) rope_forward_cpu(b->a.qkv, cos_sin, p->B, p->T, NH, NKV, HD);
+    normalise_and_rotate(m, p, b);
     if (p->cache)
         attend_cached(m, p, b, l);
     else
-        attention_forward_cpu(b->a.y, b->a.lse, b->a.qkv, p->ranges.first, p->B, p->T, NH, NKV, HD);
+        attention_forward_cpu(b->a.y, b->a.lse, b->a.attended, p->ranges.first, p->B, p->T, NH, NKV, HD);
     lap("attention", 2.0 * p->N * p->T * NH * HD);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 computes again.
@@ -1165,6 +1268,9 @@ static void block_forward(Model *m, const Pass *p, int l) {
     linear_project(m, p, &b.fcproj, b.a.x_out, b.a.x_mid, b.a.a);
 }
 
+static Norm embedding_norm(const Model *m, const Unit *first) {
+    return (Norm){weights_at(first, ROLE_LNEW, NUM_ROLES), NULL, m->rstd_tokens, m->x_tokens};
+}
 // tokens (B,T) -> the stream, m->x_embedding (rows,C)
 static void embed(Model *m, const Pass *p, const int *tokens) {
     int V = m->config.vocab_size;
@@ -1179,7 +1285,10 @@ static void embed(Model *m, const Pass *p, const int *tokens) {
     embedding_forward_cpu(m->branch, words_here(m, p, tokens), p->ranges.position, wte, of_positions(p, wpe, p->C),
                           p->B, p->T, p->C);
     lap("embedding", 0);
-    copy_floats(m->x_embedding, scatter_rows(m, p, m->branch), area(p->rows, p->C));
+    copy_floats(m->x_tokens, scatter_rows(m, p, m->branch), area(p->rows, p->C));
+    if (!m->config.embedding_norm) return;
+    Norm norm = embedding_norm(m, &u);
+    norm_rows(m, p, &norm, m->x_embedding);
 }
 static Norm final_norm(const Model *m, const Unit *last) {
     const float *x = block_input(m, m->config.num_layers);
@@ -1201,7 +1310,7 @@ static Linear head_of(Model *m, UnitUse use) {
     int tied = m->config.tied;  // the embedding is its weight, too
     Unit u = unit_get(m, tied ? 0 : m->config.num_layers + 1, use);
     Linear l =
-        linear_at(m, &u, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES, m->config.channels, m->local.padded_vocab_size);
+        linear_at(m, &u, tied ? ROLE_WTE : ROLE_HEADW, ROLE_HEADB, m->config.channels, m->local.padded_vocab_size);
     l.operands = &m->head_operands;
     return l;
 }
@@ -1209,17 +1318,17 @@ static Linear head_of(Model *m, UnitUse use) {
 static void head_losses(Model *m, const int *targets, int n0, int rows, float dloss, int backward) {
     const Comm *tp = &m->mesh->tp;
     int V = m->local.vocab_size, Vp = m->local.padded_vocab_size;
-    float *losses = m->losses + n0;
+    float *losses = m->losses + n0, softcap = m->config.logit_softcap;
     targets += n0;
     if (tp->world == 1)
-        classifier_cpu(m->logits, losses, targets, dloss, rows, V, Vp, backward);
+        classifier_cpu(m->logits, losses, targets, dloss, rows, V, Vp, backward, softcap);
     else {
-        classifier_sums_cpu(m->logit_sums + area(tp->rank, rows), m->logits, targets, tp->rank, rows, V, Vp);
+        classifier_sums_cpu(m->logit_sums + area(tp->rank, rows), m->logits, targets, tp->rank, rows, V, Vp, softcap);
         lap("classifier", 0);
         comm_all_gather(tp, m->logit_sums, rows * sizeof(LogitSums));
         lap(TIMING_RANKS, 0);
         classifier_ranks_cpu(m->logits, losses, m->logit_sums, targets, dloss, tp->world, tp->rank, rows, V, Vp,
-                             backward);
+                             backward, softcap);
     }
     lap("classifier", 0);
 }
@@ -1238,6 +1347,8 @@ static void head(Model *m, const Pass *p, const int *targets, float dloss, int b
         head_losses(m, targets, n0, rows, dloss, backward);
         if (!backward) continue;
         linear_product_weight(&l, m->logits, h, rows, p->accumulate || n0 > 0);
+        if (l.w.dbias && !p->accumulate && n0 == 0) memset(l.w.dbias, 0, l.out * sizeof(float));
+        if (l.w.dbias) bias_backward_cpu(l.w.dbias, m->logits, rows, l.out);
         linear_product_backward(&l, m->branch + area(n0, l.in), m->logits, rows);
         lap("head backward", 2 * linear_flops(&l, rows));
     }
@@ -1270,6 +1381,7 @@ static void activation_backward(const Model *m, const Pass *p, const float *f) {
     switch (m->config.mlp) {
     case MLP_GELU: gelu_backward_cpu(m->df, m->da, f, area(p->N, F)); break;
     case MLP_SWIGLU: swiglu_backward_cpu(m->df, m->da, f, p->N, F); break;
+    case MLP_RELU2: relu2_backward_cpu(m->df, m->da, f, area(p->N, F)); break;
     default: unhandled(m->config.mlp);
     }
     lap("activation backward", 0);
@@ -1277,8 +1389,10 @@ static void activation_backward(const Model *m, const Pass *p, const float *f) {
 static void attend_backward(const Model *m, const Pass *p, const Block *b) {
     const Config *c = &m->local;
     int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
-    attention_backward_cpu(m->dqkv, m->branch, b->a.qkv, b->a.y, b->a.lse, p->ranges.first, p->B, p->T, NH, NKV, HD);
+    attention_backward_cpu(m->dqkv, m->branch, b->a.attended, b->a.y, b->a.lse, p->ranges.first, p->B, p->T, NH, NKV,
+                           HD);
     if (position_is_rotary(c->position)) rope_backward_cpu(m->dqkv, m->cos_sin, p->B, p->T, NH, NKV, HD);
+    if (c->qk_norm) qk_norm_backward_cpu(m->dqkv, b->a.qkv, b->qk_norm, p->N, NH, NKV, HD);
     lap("attention backward", 5.0 * p->N * p->T * NH * HD);
 }
 // What --recompute did not keep of a block.
@@ -1286,6 +1400,7 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     int level = m->recompute;
     // the last block's values are still there
     if (level == 3 && l + 1 < m->config.num_layers) block_inside(m, p, b, l);
+    if (level < 3 && m->config.qk_norm) normalise_and_rotate(m, p, b);
     if (level == 1 || level == 2) activation_forward(m, p, b->a.a, b->a.f);
     if (level != 2) return;
     norm_rows(m, p, &b->norm1, b->a.h1);
@@ -1316,13 +1431,21 @@ static void block_backward(Model *m, const Pass *p, int l) {
 static void embed_backward(Model *m, const Pass *p, const int *tokens) {
     Unit u = unit_get(m, 0, UNIT_BACKWARD);
     float *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE);
-    const float *dx = gather_rows(m, p, m->dx);
+    const float *dx = m->dx;
+    if (m->config.embedding_norm) {
+        Norm n = embedding_norm(m, &u);
+        memset(m->branch, 0, area(p->rows, p->C) * sizeof(float));
+        norm_backward_cpu(m->config.norm, m->branch, n.w.dweight, n.w.dbias, m->dx, n.x, n.w.weight, n.mean, n.rstd,
+                          p->rows, p->C);
+        dx = m->branch;
+    }
+    dx = gather_rows(m, p, dx);
     embedding_backward_cpu(dwte, dwpe, dx, words_here(m, p, tokens), p->ranges.position, p->B, p->T, p->C);
     lap("embedding backward", 0);
     unit_release(m, p, &u);
 }
 // Zeros where something is added: the stream's gradient; before the first micro-step also vectors and embeddings, but
-// for what unit_get clears.
+// for what unit_get clears and for the head's bias, whose backward has run.
 static void clear_gradients(Model *m, const Pass *p) {
     memset(m->dx, 0, area(p->rows, p->C) * sizeof(float));
     for (int i = 0; i < m->table.count && !p->accumulate; i++) {
@@ -1330,7 +1453,7 @@ static void clear_gradients(Model *m, const Pass *p) {
         int is_embedding = t->role == ROLE_WPE || (t->role == ROLE_WTE && !m->config.tied);
         size_t at = kept_of(m, SLOT_GRAD, t->unit) + t->offset - m->table.unit_begin[t->unit];
         if (m->block_grads && unit_is_block(&m->table, t->unit)) continue;
-        if (t->is_vector || is_embedding) memset(m->grads + at, 0, t->size * sizeof(float));
+        if ((t->is_vector && t->role != ROLE_HEADB) || is_embedding) memset(m->grads + at, 0, t->size * sizeof(float));
     }
 }
 // All gradients but the head's own, whose backward has run.
@@ -1569,6 +1692,7 @@ static void next_logits(Model *m, float *logits, int N) {
     for (int n = 0; n < N; n++)
         for (int r = 0; r * Vp < V; r++)
             copy_floats(logits + area(n, V) + r * Vp, parts + area(r * N + n, Vp), min_int(V - r * Vp, Vp));
+    for (int n = 0; n < N; n++) softcap_row(logits + area(n, V), m->config.logit_softcap, V);
 }
 // tokens (N) at their places -> logits (N,V). NULL: the tokens are a prompt, from which nothing is drawn.
 static void cached_forward(Model *m, const int *tokens, const KvPlace *places, int N, float *logits) {
@@ -1697,6 +1821,7 @@ static BlockActs block_acts(Model *m, int N, int rows, const BlockActs *shared) 
     for (int i = 0; i < 4; i++) *statistics[i] = floats(m, rows);
     a.x_mid = floats(m, stream);
     a.qkv = floats(m, area(N, qkv_width(c)));
+    a.attended = m->normalised ? m->normalised : a.qkv;
     a.y = floats(m, area(N, c->num_heads * c->head_dim));
     a.lse = floats(m, area(N, c->num_heads));
     a.f = floats(m, area(N, fc_width(c)));
@@ -1727,9 +1852,12 @@ static void open_activations(Model *m, const Options *o) {
     const Config *c = &m->local;
     int tp = m->mesh->tp.world, dp = m->mesh->dp.world, most = tp > dp ? tp : dp;
     int N = m->B * m->T, rows = N / tp;
+    int heads = c->num_heads * c->head_dim, branch = heads > c->channels ? heads : c->channels;
     size_t stream = area(rows, c->channels), all_rows = area(N, c->channels);
     m->head_rows = rows_of_head(m, o, N);
-    m->x_embedding = floats(m, stream);
+    m->x_embedding = m->x_tokens = floats(m, stream);
+    if (c->embedding_norm) m->x_tokens = floats(m, stream);
+    if (c->embedding_norm) m->rstd_tokens = floats(m, rows);
     m->h_final = floats(m, stream);
     m->mean_final = floats(m, rows);
     m->rstd_final = floats(m, rows);
@@ -1739,7 +1867,8 @@ static void open_activations(Model *m, const Options *o) {
     m->window = o->window;
     m->logits = floats(m, area(m->head_rows, c->padded_vocab_size));
     m->dx = floats(m, stream);
-    m->branch = floats(m, all_rows);
+    m->branch = floats(m, area(N, branch));
+    if (c->qk_norm) m->normalised = floats(m, area(N, qkv_width(c)));
     m->dqkv = floats(m, area(N, qkv_width(c)));
     m->df = floats(m, area(N, fc_width(c)));
     m->da = mlp_is_gated(c->mlp) ? floats(m, area(N, c->ffn_dim)) : m->df;  // GELU's backward works in place

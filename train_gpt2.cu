@@ -1,11 +1,12 @@
-// GPT-2, Llama 3 and Qwen2.5 on GPUs: what a model keeps, block, forward, backward, update, in the order of
+// GPT-2, Llama 3, Qwen2.5 and Qwen3 on GPUs: what a model keeps, block, forward, backward, update, in the order of
 // train_gpt2.c, which computes the same in plain loops. Below each call lies one header: a kernel (llmc/kernels), a
 // linear layer with all that belongs to it (llmc/ranks/linear.cuh), a decision that was taken before the first step
 // (llmc/model/plan.cuh). The training loop is llmc/trainer.h, all options are --help.
 //   make train_gpt2cu && ./train_gpt2cu -i "data/train_*.bin" -j "data/val_*.bin" -e gpt2:124M -b 64 -d 524288 -o out
 //
 // One block, for every family:
-//   h1 = norm1(x)     q,k,v = rope(h1 Wqkv^T + b)     y = attention(q,k,v)     x' = x + y Wproj^T + b
+//   h1 = norm1(x)     q,k,v = h1 Wqkv^T + b           y = attention(q,k,v)     x' = x + y Wproj^T + b
+//                     q,k = rope(norm(q,k))
 //   h2 = norm2(x')    f = h2 Wfc^T + b                a = activation(f)        x'' = x' + a Wfcproj^T + b
 // The sum x + branch is taken by the norm that reads it: the stream travels with the branch that it has not added yet.
 //
@@ -121,8 +122,10 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const BlockActs *a = &m->b.blocks[l];
     const Unit u = unit_get(m, p, l + 1, use);
     input_get(&m->offload, p, l, use);
+    const int normalises_qk = plan_normalises_qk(plan);
     const ColumnSums stream = {m->b.stream_sums, 1},
-                     attention = {m->b.column_sums, attention_column_slices(&p->attention)};
+                     of_qkv = {m->b.column_sums, attention_column_slices(&p->attention)},
+                     attention = normalises_qk ? ColumnSums() : of_qkv;
     // the gradient's product leaves them
     const int fc_sums = m->config.linear_bias && plan->fcproj.gradient != EPILOGUE_PLAIN;
     const ColumnSums activation = {m->b.column_sums, fc_sums ? matmul_sum_slices(p->N) : 0};
@@ -135,7 +138,10 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.fc = linear_of(m, p, &u, &plan->fc, ROLE_FCW, ROLE_FCB, activation);
     b.fcproj = linear_of(m, p, &u, &plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream);
     b.h1 = a->h1;
-    b.q_k_v = a->qkv;
+    b.q_k_v = normalises_qk ? m->b.normalised : a->qkv;
+    b.qkv.aux = normalises_qk ? a->qkv : NULL;
+    b.qkv.qk_norm.gains = param_pointer(&u, u.weights, ROLE_QKNORMW);
+    b.qkv.qk_norm.dgains = param_pointer(&u, u.grads, ROLE_QKNORMW);
     b.y = a->y;
     b.lse = a->lse;
     if (p->cache && p->cache->prompt) {
@@ -154,7 +160,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.activation.sums = activation;
     b.attention = p->attention;
     if (!plan->qkv.tensor_gradient) return b;
-    b.attention.dabsmax = b.qkv.dout_absmax;
+    b.attention.dabsmax = normalises_qk ? NULL : b.qkv.dout_absmax;
     b.norm2.dabsmax = b.proj.dout_absmax;
     b.norm1.dabsmax = l ? stream_absmax(m, l - 1) : NULL;
     b.activation.absmax = b.fc.dout_absmax;
@@ -210,19 +216,26 @@ static TokenRows token_rows(const Model *m, const Pass *p) {
     return {m->b.tokens, m->mesh->tp.rank * c->padded_vocab_size, c->vocab_size, c->padded_vocab_size,
             p->cache ? NULL : m->b.ranges};
 }
+static Norm embedding_norm(const Model *m, const Unit *first) {
+    return norm_of(m, first, ROLE_LNEW, NUM_ROLES, NULL, m->b.rstd_tokens, m->b.x_tokens);
+}
 // m->b.tokens (B,T) -> the stream, m->b.x_embedding (rows,C)
-static void embed(Model *m, const Pass *p) {
+static void embed_tokens(Model *m, const Pass *p, const Unit &u) {
     const TokenRows rows = token_rows(m, p);
-    const Unit u = unit_get(m, p, 0, UNIT_FORWARD);
     const floatX *wte = param_pointer(&u, u.weights, ROLE_WTE), *wpe = param_pointer(&u, u.weights, ROLE_WPE);
     const int split = pass_is_split(p);
     if (wpe && p->cache) wpe += (size_t)p->cache->at * p->C;
     if (m->mesh->tp.rank > 0) wpe = NULL;  // of the ranks' sum one has the word, the first the position
-    embedding_forward(split ? p->branch : m->b.x_embedding, rows, wte, wpe, p->B, p->T, p->C, p->stream);
+    embedding_forward(split ? p->branch : m->b.x_tokens, rows, wte, wpe, p->B, p->T, p->C, p->stream);
     if (!split) return;
     const floatX *x = rows_scatter(p, p->branch, NULL);
-    cudaCheck(
-        cudaMemcpyAsync(m->b.x_embedding, x, pass_piece(p) * sizeof(floatX), cudaMemcpyDeviceToDevice, p->stream));
+    cudaCheck(cudaMemcpyAsync(m->b.x_tokens, x, pass_piece(p) * sizeof(floatX), cudaMemcpyDeviceToDevice, p->stream));
+}
+static void embed(Model *m, const Pass *p) {
+    const Unit u = unit_get(m, p, 0, UNIT_FORWARD);
+    const Norm norm = embedding_norm(m, &u);
+    embed_tokens(m, p, u);
+    if (norm.weight) norm_forward(&norm, NULL, m->b.x_embedding, m->b.x_tokens, NULL, p->rows, p->stream);
 }
 static Norm final_norm(const Model *m, const Unit *last) {
     return norm_of(m, last, ROLE_LNFW, ROLE_LNFB, m->b.mean_final, m->b.rstd_final,
@@ -253,7 +266,7 @@ static void model_forward(Model *m, const Pass *p) {
 static Linear head_of(Model *m, const Pass *p) {
     const int tied = m->config.tied;  // the embedding is its weight, too
     const Unit u = unit_get(m, p, tied ? 0 : m->config.num_layers + 1, UNIT_FORWARD);
-    Linear l = linear_of(m, p, &u, &m->plan.head, tied ? ROLE_WTE : ROLE_HEADW, NUM_ROLES, {NULL, 0});
+    Linear l = linear_of(m, p, &u, &m->plan.head, tied ? ROLE_WTE : ROLE_HEADW, ROLE_HEADB, {NULL, 0});
     if (m->plan.weights != WEIGHTS_FP32) l.weight = quantised_head(&m->plan, &m->b.quantised, p->stream);
     return l;
 }
@@ -261,15 +274,16 @@ static Linear head_of(Model *m, const Pass *p) {
 static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, int backward) {
     const int rank = m->mesh->tp.rank, ranks = m->mesh->tp.world;
     const int V = m->plan.local.vocab_size, Vp = m->plan.local.padded_vocab_size;
+    const float cap = m->config.logit_softcap;
     Buffers *b = &m->b;
     if (ranks == 1) {
-        classifier(b->logits, b->losses + n0, b->targets + n0, dloss, rows, V, Vp, backward, p->stream);
+        classifier(b->logits, b->losses + n0, b->targets + n0, dloss, rows, V, Vp, backward, p->stream, cap);
         return;
     }
-    classifier_parts(b->parts + (size_t)rank * rows, b->logits, b->targets + n0, rank, rows, V, Vp, p->stream);
+    classifier_parts(b->parts + (size_t)rank * rows, b->logits, b->targets + n0, rank, rows, V, Vp, p->stream, cap);
     nccl_all_gather(&p->exchange->nccl, "gather", (float *)b->parts, (size_t)rows * (sizeof *b->parts / sizeof(float)));
     classifier_ranks(b->logits, b->losses + n0, b->parts, b->targets + n0, dloss, ranks, rank, rows, V, Vp, backward,
-                     p->stream);
+                     p->stream, cap);
 }
 // m->b.h_final, m->b.targets -> m->b.losses; backward: the head's weight gradient, and that of h_final in p->branch (a
 // part of a sum over ranks).
@@ -284,6 +298,7 @@ static void head(Model *m, const Pass *p, float dloss, int backward) {
         head_losses(m, p, n0, rows, dloss, backward);
         if (!backward) continue;
         linear_product_weight(p, &l, m->b.logits, h, rows, p->accumulate || n0 > 0);
+        if (l.dbias) bias_backward(l.dbias, m->b.logits, rows, l.out, p->accumulate || n0 > 0, p->scratch, p->stream);
         linear_product_backward(p, &l, p->branch + (size_t)n0 * p->C, m->b.logits, rows);
     }
 }
@@ -302,6 +317,7 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
     // the last block's values are still there
     if (plan->recomputes_blocks && l + 1 < m->config.num_layers) block_inside(m, p, b, l, &x);
+    if (plan_normalises_qk(plan) && !plan->recomputes_blocks) linear_output(p, &b->qkv, b->q_k_v);
     if (plan->recomputes_norms) {
         residual_norm(p, &b->norm1, b->h1, NULL, &x);
         residual_norm(p, &b->norm2, b->h2, NULL, &x_mid);
@@ -327,6 +343,7 @@ static void block_backward(Model *m, const Pass *p, int l) {
     linear_backward_weight(p, &b.proj, m->b.dx, b.y);
     attention_backward(&b.attention, m->b.dqkv, b.qkv.dbias ? b.qkv.sums.partial : NULL, p->branch, b.q_k_v, b.y, b.lse,
                        p->stream);
+    linear_backward_output(p, &b.qkv, m->b.dqkv);
     linear_backward_input(p, &b.qkv, m->b.dqkv);
     linear_backward_weight(p, &b.qkv, m->b.dqkv, b.h1);
     norm_gradient(m, p, &b.norm1, linear_input_gradient(p, &b.qkv));
@@ -336,8 +353,14 @@ static void block_backward(Model *m, const Pass *p, int l) {
 // dx (rows,C) -> the embedding's gradients, which are added to.
 static void embed_backward(Model *m, const Pass *p) {
     const Unit u = unit_get(m, p, 0, UNIT_BACKWARD);
-    floatX *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE);
-    embedding_backward(dwte, dwpe, rows_gather(p, m->b.dx), token_rows(m, p), p->B, p->T, p->C, p->scratch, p->stream);
+    floatX *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE), *dx = m->b.dx;
+    const Norm norm = embedding_norm(m, &u);
+    if (norm.weight) {
+        dx = p->branch;
+        cudaCheck(cudaMemsetAsync(dx, 0, pass_piece(p) * sizeof(floatX), p->stream));
+        norm_backward(&norm, dx, NULL, m->b.dx, p->rows, p->accumulate, p->scratch, p->stream);
+    }
+    embedding_backward(dwte, dwpe, rows_gather(p, dx), token_rows(m, p), p->B, p->T, p->C, p->scratch, p->stream);
     unit_release(m, p, &u, UNIT_BACKWARD);
 }
 // Zeros where something is added: the stream's gradient, and the embedding's before the first micro-step.
@@ -389,7 +412,7 @@ static Pass pass_of(Model *m, int B, int T) {
     p.C = m->config.channels;
     p.cos_sin = m->b.cos_sin;
     p.attention = attention_plan(B, T, m->plan.local.num_heads, m->plan.local.num_kv_heads, m->plan.local.head_dim);
-    p.attention.cos_sin = m->b.cos_sin;
+    p.attention.cos_sin = plan_normalises_qk(&m->plan) ? NULL : m->b.cos_sin;
     p.attention.D = m->b.attention;
     p.attention.tickets = m->b.tickets;
     if (m->plan.ranged) {
@@ -603,6 +626,7 @@ static void decode_row(Model *m, const DecodeInput *row, float *logits) {
     if (ranks > 1) nccl_all_gather(&m->links.rows.nccl, "gather", all, (size_t)Vp);
     widen_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, p.stream>>>(logits, all, (size_t)(d->width / VecX::size));
     launchCheck();
+    softcap_logits(logits, m->config.logit_softcap, (size_t)d->width, p.stream);
 }
 // Row by row, and the host waits: what rank 0 drew is what all ranks go on with.
 static void decode_rows(Model *m, int step) {
@@ -666,7 +690,8 @@ static void open_links(Model *m) {
     k->mesh = m->mesh;
     k->zero = zero_open(&m->mesh->dp, &m->table, &m->gpu, p->zero_stage, p->reduces_in_fp32, at_once, &buffers);
     links_open_short(k, o, &m->gpu, p->may_overlap);
-    const int sums_bias = p->activation_fused == 2 && p->local.mlp == MLP_GELU;  // so it cannot be computed in parts
+    // so it cannot be computed in parts
+    const int sums_bias = p->activation_fused == 2 && activation_inputs(p->local.mlp) == 1;
     if (p->may_overlap) links_open_overlap(k, o, p->N * (size_t)p->config.channels * sizeof(floatX), sums_bias);
     links_patience(k);
     const int copies = plan_is_split(p) && p->trains ? gradient_copies(p, NULL, &k->copies.total) : 0;

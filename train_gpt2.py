@@ -59,7 +59,8 @@ from dev.eval.choices import open_sets
 # ---- Config: sizes plus one flag for each architectural difference (llmc/config.h)
 @dataclass
 class Config:
-    model_type: str  # Hugging Face's name: gpt2, llama, qwen2. Decides names and layouts in files, nothing else
+    # Hugging Face's name: gpt2, llama, mistral, modern, qwen2, qwen3. Decides names and layouts in files, nothing else
+    model_type: str
     num_layers: int
     channels: int
     num_heads: int
@@ -75,14 +76,18 @@ class Config:
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_len: int = 8192
-    mlp: str = "swiglu"  # or "gelu"
+    head_dim: int = 0  # config_check makes channels / heads of 0
+    rotary_fraction: float = 1.0  # share of a head that is rotated: its fastest frequencies
+    qk_norm: str = ""  # or "plain" or "gains": RMSNorm of each q and k head, before RoPE
+    softmax_scale: float = 0.0  # of q k^T; 0: 1 / sqrt(head_dim)
+    mlp: str = "swiglu"  # or "gelu" or "relu2"
     qkv_bias: bool = False
     linear_bias: bool = False
     tied: bool = False
-
-    @property
-    def head_dim(self):
-        return self.channels // self.num_heads
+    head_bias: bool = False
+    embedding_norm: bool = False  # RMSNorm of the embedding, before the first block
+    logit_softcap: float = 0.0  # a: logits x become a x / sqrt(x^2 + a^2); 0: they stay
+    init: str = "gpt2"  # or "modern": param_table
 
 
 def gpt2(layers, channels, heads, max_seq_len=1024, vocab=50257, ffn=None):
@@ -124,6 +129,10 @@ def llama3(layers, channels, heads, ffn, max_seq_len=8192, rope_factor=0.0, tied
     )
 
 
+def mistral(layers, channels, heads, ffn, vocab, max_seq_len):
+    return Config("mistral", layers, channels, heads, 8, ffn, vocab, max_seq_len, rope_theta=1e6)
+
+
 def qwen2(layers, channels, heads, kv_heads, ffn, vocab, tied):
     return Config(
         "qwen2",
@@ -138,6 +147,52 @@ def qwen2(layers, channels, heads, kv_heads, ffn, vocab, tied):
         rope_theta=1e6,
         qkv_bias=True,
         tied=tied,
+    )
+
+
+def qwen3(layers, channels, heads, ffn, tied):
+    return Config(
+        "qwen3",
+        layers,
+        channels,
+        heads,
+        8,
+        ffn,
+        151936,
+        40960,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        head_dim=128,
+        qk_norm="gains",
+        tied=tied,
+    )
+
+
+def modern(layers):
+    """64 channels and half a head of 128 for each layer."""
+    heads = (layers + 1) // 2
+    return Config(
+        "modern",
+        layers,
+        64 * layers,
+        heads,
+        heads,
+        256 * layers,
+        50257,
+        1024,
+        norm_eps=1e-6,
+        rope_theta=1280.5791,  # the slowest of 32 frequencies is 1/1024: theta^(-31/32)
+        rotary_fraction=0.5,
+        head_dim=128,
+        qk_norm="plain",
+        softmax_scale=0.12,
+        mlp="relu2",
+        qkv_bias=True,
+        linear_bias=True,
+        head_bias=True,
+        embedding_norm=True,
+        logit_softcap=15.0,
+        init="modern",
     )
 
 
@@ -169,6 +224,7 @@ PRESETS = {
     "llama3.1:70B": llama3(80, 8192, 64, 28672, 131072, 8),
     "llama3.2:1B": llama3(16, 2048, 32, 8192, 131072, 32, True),
     "llama3.2:3B": llama3(28, 3072, 24, 8192, 131072, 32, True),
+    "mistral:7B": mistral(32, 4096, 32, 14336, 32768, 32768),
     "qwen2.5:0.5B": qwen2(24, 896, 14, 2, 4864, 151936, True),
     "qwen2.5:1.5B": qwen2(28, 1536, 12, 2, 8960, 151936, True),
     "qwen2.5:3B": qwen2(36, 2048, 16, 2, 11008, 151936, True),
@@ -176,12 +232,20 @@ PRESETS = {
     "qwen2.5:14B": qwen2(48, 5120, 40, 8, 13824, 152064, False),
     "qwen2.5:32B": qwen2(64, 5120, 40, 8, 27648, 152064, False),
     "qwen2.5:72B": qwen2(80, 8192, 64, 8, 29568, 152064, False),
+    "qwen3:0.6B": qwen3(28, 1024, 16, 3072, True),
+    "qwen3:1.7B": qwen3(28, 2048, 16, 6144, True),
+    "qwen3:4B": qwen3(36, 2560, 32, 9728, True),
+    "qwen3:8B": qwen3(36, 4096, 32, 12288, False),
+    "qwen3:14B": qwen3(40, 5120, 40, 17408, False),
+    "qwen3:32B": qwen3(64, 5120, 64, 25600, False),
+    "modern:124M": modern(12),
 }
 OVERRIDES = {
     "layers": "num_layers",
     "channels": "channels",
     "heads": "num_heads",
     "kv_heads": "num_kv_heads",
+    "head_dim": "head_dim",
     "ffn": "ffn_dim",
     "vocab": "vocab_size",
     "seq": "max_seq_len",
@@ -194,6 +258,8 @@ def config_preset(name):
     if name.removeprefix("gpt2:").startswith("d") and depth.isdigit() and 0 < int(depth) <= 1024:
         n = int(depth)
         return gpt2(n, *GPT2_DEPTHS.get(n, (64 * n, n)))
+    if re.fullmatch(r"modern:d\d+", name) and 0 < int(name[8:]) <= 1024:
+        return modern(int(name[8:]))
     return PRESETS.get("gpt3:c5120" if name == "gpt3:c5140" else name)  # the paper and llm.c print 5140
 
 
@@ -214,8 +280,8 @@ def config_parse(descriptor):
         require(ok, f"{item} in model '{descriptor}' is out of range", "give a positive whole number (tied: 0 or 1)")
         given[OVERRIDES[key]] = bool(int(value)) if key == "tied" else int(value)
     c, group = replace(base, **given), base.num_heads // base.num_kv_heads
-    if "num_heads" not in given and c.channels % base.head_dim == 0:
-        c.num_heads = c.channels // base.head_dim
+    if "num_heads" not in given and c.channels * base.num_heads % base.channels == 0:
+        c.num_heads = c.channels * base.num_heads // base.channels
     if "num_kv_heads" not in given:
         c.num_kv_heads = c.num_heads // group if c.num_heads % group == 0 else c.num_heads
     if "ffn_dim" not in given and c.channels != base.channels:
@@ -230,8 +296,9 @@ def config_check(c, where=""):
         hint = "such a model cannot be trained here: use another" if where else f"change {keys} in --model"
         require(ok, f"{where}: {problem}" if where else problem, hint)
 
+    c.head_dim = c.head_dim or c.channels // c.num_heads * (c.channels % c.num_heads == 0)
     check(
-        c.channels % 8 == 0 and c.channels % c.num_heads == 0 and c.head_dim % 8 == 0,
+        c.channels % 8 == 0 and c.head_dim > 0 and c.head_dim % 8 == 0,
         "channels= or heads=",
         f"{c.channels} channels do not divide into {c.num_heads} heads of a multiple of 8",
     )
@@ -241,6 +308,14 @@ def config_check(c, where=""):
         f"{c.num_heads} query heads do not divide over {c.num_kv_heads} key/value heads",
     )
     check(c.ffn_dim % 8 == 0, "ffn=", f"MLP width {c.ffn_dim} is not a multiple of 8")
+    check(0 < c.rotary_fraction <= 1, "", f"rotary fraction {c.rotary_fraction:g} is not between 0 and 1")
+    check(
+        c.softmax_scale >= 0 and (c.softmax_scale == 0 or c.qk_norm),
+        "",
+        f"softmax scale {c.softmax_scale:g} is negative, or not that of normalised q and k",
+    )
+    check(c.logit_softcap >= 0, "", f"softcap {c.logit_softcap:g} of the logits is negative")
+    check(not (c.head_bias and c.tied), "tied=", "a head with bias that shares the embedding is not built")
     return c
 
 
@@ -266,7 +341,9 @@ HF_LLAMA = {
     "norm_eps": "rms_norm_eps",
     "rope_theta": "rope_theta",
     "tied": "tie_word_embeddings",
+    "head_dim": "head_dim",
 }
+HF_MODERN = ("rotary_fraction", "softmax_scale", "logit_softcap")  # the same names
 HF_ROPE = {
     "rope_factor": "factor",
     "rope_low_freq_factor": "low_freq_factor",
@@ -275,31 +352,48 @@ HF_ROPE = {
 }
 
 
+HF_FAMILIES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "modern": "ModernForCausalLM",  # only the trainers open it
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
 def config_to_hf(c):
     """Config -> the dict of a Hugging Face config.json."""
-    name = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[c.model_type]
-    hf = {"architectures": [name], "model_type": c.model_type, "torch_dtype": "float32"}
-    hf |= {"activation_function": "gelu_new"} if c.model_type == "gpt2" else {"hidden_act": "silu"}
+    hf = {"architectures": [HF_FAMILIES[c.model_type]], "model_type": c.model_type, "torch_dtype": "float32"}
+    act = "relu2" if c.mlp == "relu2" else "silu"
+    hf |= {"activation_function": "gelu_new"} if c.model_type == "gpt2" else {"hidden_act": act}
+    hf |= {name: getattr(c, name) for name in HF_MODERN if c.model_type == "modern"}
     hf |= {theirs: getattr(c, ours) for ours, theirs in (HF_GPT2 if c.model_type == "gpt2" else HF_LLAMA).items()}
+    if c.model_type == "mistral":
+        hf["sliding_window"] = None
     if c.rope_factor > 0:
         hf["rope_scaling"] = {"rope_type": "llama3"} | {theirs: getattr(c, ours) for ours, theirs in HF_ROPE.items()}
     return hf
+
+
+# what differs from Llama, and what an absent key means to transformers
+HF_DEFAULTS = {
+    "mistral": {"num_kv_heads": 8, "max_seq_len": 131072},
+    "qwen3": {"num_kv_heads": 32, "max_seq_len": 32768, "head_dim": 128, "qk_norm": "gains"},
+}
 
 
 def config_from_hf(hf, where):
     """The dict of a config.json -> Config. What this model cannot express is refused, not ignored."""
     kind = hf.get("model_type")
     require(
-        kind in ("gpt2", "llama", "qwen2"),
-        f"{where}: model_type {kind!r} is not gpt2, llama or qwen2",
+        kind in HF_FAMILIES,
+        f"{where}: model_type {kind!r} is not one of {', '.join(HF_FAMILIES)}",
         "use a model of one of these families",
     )
     # transformers 5 moved theta and scaling into rope_parameters
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    rope_type, head_dims = (
-        rope.get("rope_type", rope.get("type", "default")),
-        (None, hf.get("hidden_size", 0) // hf.get("num_attention_heads", 1)),
-    )
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     require(
         hf.get("activation_function", "gelu_new") in ("gelu_new", "gelu_pytorch_tanh"),
         f"{where}: not the tanh form of GELU",
@@ -311,24 +405,24 @@ def config_from_hf(hf, where):
         "use a model with default or llama3 scaling",
     )
     require(
-        hf.get("head_dim") in head_dims, f"{where}: head_dim is not hidden_size / heads", "such models are not built"
-    )
-    require(
-        not hf.get("mlp_bias") and not (kind == "llama" and hf.get("attention_bias")),
+        not hf.get("mlp_bias") and not (kind not in ("qwen2", "modern") and hf.get("attention_bias")),
         f"{where}: biases beyond Qwen2's",
         "such models are not built",
     )
+    window = (hf.get("sliding_window", 4096) or math.inf) if kind == "mistral" else math.inf
     require(
-        not hf.get("use_sliding_window"), f"{where}: sliding-window attention is not built", "use a model without it"
+        not hf.get("use_sliding_window") and window >= hf.get("max_position_embeddings", 131072),
+        f"{where}: sliding-window attention is not built",
+        "use a model without it",
     )
-    base = (
-        gpt2(1, 64, 1)
-        if kind == "gpt2"
-        else Config(kind, 1, 64, 1, 0, 0, 2, 2048, norm_eps=1e-6, rope_theta=1e4, qkv_bias=kind == "qwen2")
-    )
+    base = Config(kind, 1, 64, 1, 0, 0, 2, 2048, norm_eps=1e-6, rope_theta=1e4, qkv_bias=kind == "qwen2")
+    base = replace(base, **HF_DEFAULTS.get(kind, {})) if kind != "gpt2" else gpt2(1, 64, 1)
+    base = modern(1) if kind == "modern" else base
+    base = replace(base, **{name: hf[name] for name in HF_MODERN if kind == "modern" and name in hf})
     keys, values = HF_GPT2 if kind == "gpt2" else HF_LLAMA, {**hf, **rope}
     c = replace(base, **{ours: values[theirs] for ours, theirs in keys.items() if values.get(theirs) is not None})
-    c.num_kv_heads = c.num_kv_heads if values.get("num_key_value_heads") else c.num_heads
+    c.num_kv_heads = c.num_kv_heads or c.num_heads
+    c.num_kv_heads = c.num_heads if kind == "gpt2" else c.num_kv_heads
     c.ffn_dim = c.ffn_dim if kind != "gpt2" or values.get("n_inner") else 4 * c.channels
     c = replace(c, **{ours: rope[theirs] for ours, theirs in HF_ROPE.items()}) if rope_type == "llama3" else c
     return config_check(c, where)
@@ -350,8 +444,13 @@ def param_table(c):
     is_gpt2, layer_norm = c.model_type == "gpt2", c.norm == "layer"
     # GPT-2: residual branches scaled by 1/sqrt(2L)
     std, residual_std = 0.02, float(np.float32(0.02) / np.sqrt(np.float32(2 * L)))
-    t = [Param("transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight", "wte", 0, (c.vocab_size, C), std)]
+    embedding_std = head_std = std
+    if c.init == "modern":  # branches and logits begin with 0
+        std, residual_std, embedding_std, head_std = float(1 / np.sqrt(np.float32(3 * C))), 0, 1, 0
+    embedding = "transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight"
+    t = [Param(embedding, "wte", 0, (c.vocab_size, C), embedding_std)]
     t += [Param("transformer.wpe.weight", "wpe", 0, (c.max_seq_len, C), std)] * (c.position == "learned")
+    t += [Param("model.embed_norm.weight", "lnew", 0, (C,), -1)] * c.embedding_norm
     if is_gpt2:
         qkv, proj, fc, fcproj = [("attn.c_attn", Q + 2 * KV)], "attn.c_proj", ["mlp.c_fc"], "mlp.c_proj"
     else:
@@ -373,23 +472,28 @@ def param_table(c):
         block += [(f"{n}.bias", "fcb", (ffn,), 0) for n in fc] * c.linear_bias + [
             (f"{fcproj}.bias", "fcprojb", (C,), 0)
         ] * c.linear_bias
+        gains = ["self_attn.q_norm", "self_attn.k_norm"] if c.qk_norm == "gains" else []
+        block += [(f"{n}.weight", "qknormw", (c.head_dim,), -1) for n in gains]
         prefix = f"transformer.h.{l}." if is_gpt2 else f"model.layers.{l}."
         t += [
             Param(prefix + name, role, l + 1, shape, s, is_gpt2 and len(shape) == 2) for name, role, shape, s in block
         ]
     norm = "transformer.ln_f" if is_gpt2 else "model.norm"
-    t += [Param("lm_head.weight", "headw", L + 1, (c.vocab_size, C), std)] * (not c.tied)
+    t += [Param("lm_head.weight", "headw", L + 1, (c.vocab_size, C), head_std)] * (not c.tied)
     return (
         t
         + [Param(norm + ".weight", "lnfw", L + 1, (C,), -1)]
         + [Param(norm + ".bias", "lnfb", L + 1, (C,), 0)] * layer_norm
+        + [Param("lm_head.bias", "headb", L + 1, (c.vocab_size,), 0)] * c.head_bias
     )
 
 
 # ---- the model
 def rope_inv_freq(c):
     """Frequencies (HD/2) in float64, with Llama 3.1's stretching of the slow ones (llmc/rope_table.h)."""
-    freq = c.rope_theta ** (-2.0 * np.arange(c.head_dim // 2) / c.head_dim)
+    half = int(c.head_dim * c.rotary_fraction) // 2  # pairs that are rotated
+    freq = np.zeros(c.head_dim // 2)
+    freq[:half] = float(np.float32(c.rope_theta)) ** (-1.0 * np.arange(half) / half)
     if c.rope_factor <= 0:
         return freq
     turns = c.rope_original_len * freq / (2 * math.pi)  # full turns within the original context
@@ -463,6 +567,10 @@ class Model(nn.Module):
             return F.layer_norm(x, (c.channels,), weight, unit[name + "b"][0], c.norm_eps)
         return F.rms_norm(x, (c.channels,), weight, c.norm_eps)
 
+    def head_norm(self, x, gain):
+        """RMSNorm of each head's row, in fp32."""
+        return F.rms_norm(x.float(), (self.config.head_dim,), gain, self.config.norm_eps).to(x.dtype)
+
     def linear(self, x, unit, name):
         """One output for each weight of this role."""
         weights = unit[name + "w"]
@@ -476,25 +584,38 @@ class Model(nn.Module):
         return [y if b is None else y + b.to(y.dtype) for y, b in zip(parts, biases)]
 
     def head(self, x):
-        weight = self.units[-1].get("headw", self.units[0]["wte"])[0]
+        last, cap = self.units[-1], self.config.logit_softcap
+        weight, bias = last.get("headw", self.units[0]["wte"])[0], last.get("headb", [None])[0]
         if self.head_dtype == "native":
-            return F.linear(x, weight)
-        return RoundedLinear.apply(x, weight, self.head_dtype, "native", "native", False)
+            logits = F.linear(x, weight, bias)
+        else:
+            logits = RoundedLinear.apply(x, weight, self.head_dtype, "native", "native", False)
+            logits = logits if bias is None else logits + bias
+        return cap * logits.float() * torch.rsqrt(logits.float() ** 2 + cap**2) if cap else logits
 
     def block(self, x, unit, rope, mask):
-        c, (B, T, C) = self.config, x.shape
+        c, (B, T, _) = self.config, x.shape
         qkv = self.linear(self.norm(x, unit, "ln1"), unit, "qkv")
         if len(qkv) == 1:
             qkv = qkv[0].split([n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)], -1)
         q, k, v = (y.reshape(B, T, -1, c.head_dim).transpose(1, 2) for y in qkv)
+        if c.qk_norm:
+            q, k = (self.head_norm(y, gain) for y, gain in zip((q, k), unit.get("qknormw", (None, None))))
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
+        scale = c.softmax_scale or None
         grouped = c.num_kv_heads != c.num_heads
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-        x = x + self.linear(y.transpose(1, 2).reshape(B, T, C), unit, "proj")[0]
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+        x = x + self.linear(y.transpose(1, 2).flatten(2), unit, "proj")[0]
         h = self.linear(self.norm(x, unit, "ln2"), unit, "fc")
-        h = F.silu(h[0]) * h[1] if c.mlp == "swiglu" else F.gelu(h[0], approximate="tanh")
-        return x + self.linear(h, unit, "fcproj")[0]
+        return x + self.linear(self.activate(*h), unit, "fcproj")[0]
+
+    def activate(self, x, up=None):
+        if self.config.mlp == "swiglu":
+            return F.silu(x) * up
+        return F.relu(x).square() if self.config.mlp == "relu2" else F.gelu(x, approximate="tanh")
 
     def rope_table(self, T, device):
         if self.config.position != "rope":
@@ -523,6 +644,8 @@ class Model(nn.Module):
         x = F.embedding(tokens, first["wte"][0])
         if self.config.position == "learned":
             x = x + F.embedding(positions, first["wpe"][0])
+        if self.config.embedding_norm:
+            x = self.norm(x, first, "lne")
         for unit in blocks:
             x = self.block(x, unit, rope, mask)
         logits = self.head(self.norm(x, last, "lnf"))
@@ -1118,11 +1241,23 @@ def train(o):
         log("end", step, reason="all steps done" if step == steps else "Broken pipe")
 
 
+@torch.no_grad()
+def disturb(model, seed):
+    """What begins as 0 or 1 would hide that it is multiplied with: gains of q and k, and all of a modern model."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.table:
+        noise = torch.randn(p.shape, generator=generator)
+        if p.role == "qknormw" or model.config.init == "modern":
+            model.get_parameter(p.name).add_(noise * (0.3 if len(p.shape) == 1 else 1 / math.sqrt(p.shape[1])))
+
+
 def write_debug(o):
     """Weights, one random batch, its logits, loss and gradients, and the losses of ten AdamW steps on it. With
     --documents 1 some tokens begin a document, and some are not learned."""
     model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
     model.matmul_dtype, model.head_dtype = o.matmul_dtype, o.head_dtype
+    if model.config.qk_norm:
+        disturb(model, o.seed)
     write_weights(model, folder)
     ids = rand_u64(o.seed, rand_stream(RAND_SAMPLE, 0), np.arange(B * (T + 1))) % np.uint64(model.config.vocab_size)
     ids = torch.from_numpy(ids.astype(np.int64)).view(B, T + 1)

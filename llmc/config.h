@@ -3,18 +3,28 @@
 //   GPT-2 / GPT-3   LayerNorm, learned positions, GELU, biases everywhere, tied head
 //   Llama 2 / 3.x   RMSNorm, RoPE (3.1 scaling), SwiGLU, grouped-query attention, no bias, head untied or tied
 //   Qwen2.5         Llama with a bias on q, k and v
+//   Qwen3           Llama with normalised q and k, and heads whose width is a size of its own
+//   Mistral         Llama under another name, as long as it has no sliding window
+//   modern          a small model's recipe of 2026: ReLU^2, normalised q and k without gains, RoPE on half of a head,
+//                   a norm after the embedding, an untied head with bias and soft-capped logits, zeros where a branch
+//                   ends (github.com/KellerJordan/modded-nanogpt, track 3: train_gpt_simple.py)
 // Sizes are those of the published config.json files; GPT-3's are from its paper (arXiv:2005.14165, table 2.1).
 #ifndef LLMC_CONFIG_H
 #define LLMC_CONFIG_H
+
+#include <math.h>
 
 #include "utils.h"
 
 typedef enum { NORM_LAYER, NORM_RMS } NormKind;
 typedef enum { POSITION_LEARNED, POSITION_ROPE } PositionKind;
-typedef enum { MLP_GELU, MLP_SWIGLU } MlpKind;
+typedef enum { MLP_GELU, MLP_SWIGLU, MLP_RELU2 } MlpKind;
+typedef enum { QK_NORM_NONE, QK_NORM_PLAIN, QK_NORM_GAINS } QkNormKind;  // RMSNorm of each q and k head, before RoPE
+typedef enum { INIT_GPT2, INIT_MODERN } InitKind;                        // params.h: role_init_std
 
 typedef struct {
-    char model_type[16];    // Hugging Face's name of the family, for files only: gpt2, llama, qwen2
+    // Hugging Face's name of the family, for files only: gpt2, llama, mistral, modern, qwen2, qwen3
+    char model_type[16];
     int vocab_size;         // V: token ids are 0..V-1
     int padded_vocab_size;  // Vp: V rounded up to 128, to align the rows of the head's matmul; derived
     int max_seq_len;        // longest T
@@ -22,7 +32,7 @@ typedef struct {
     int channels;           // C
     int num_heads;          // NH
     int num_kv_heads;       // NKV: NH of them, or fewer for grouped-query attention
-    int head_dim;           // HD = C / NH; derived
+    int head_dim;           // HD; derived if it is 0: C / NH
     int ffn_dim;            // F: width of the MLP
     NormKind norm;
     float norm_eps;
@@ -30,10 +40,17 @@ typedef struct {
     float rope_theta;
     float rope_factor, rope_low_freq_factor, rope_high_freq_factor;  // Llama-3.1 scaling; rope_factor 0: none
     int rope_original_len;
+    float rotary_fraction;  // share of a head that is rotated: its fastest frequencies
+    QkNormKind qk_norm;
+    float softmax_scale;  // of q k^T; 0: 1 / sqrt(HD)
     MlpKind mlp;
     int qkv_bias;     // bias on q, k, v
     int linear_bias;  // bias on every other linear layer
     int tied;         // the head shares the token embedding
+    int head_bias;
+    int embedding_norm;   // RMSNorm of the embedding, before the first block
+    float logit_softcap;  // a: logits x become a x / sqrt(x^2 + a^2); 0: they stay
+    InitKind init;
 } Config;
 
 enum { VOCAB_GPT2 = 50257, VOCAB_LLAMA2 = 32000, VOCAB_LLAMA3 = 128256 };
@@ -55,13 +72,18 @@ static int position_is_rotary(PositionKind kind) {  // else added to the token e
 }
 static int mlp_is_gated(MlpKind kind) {  // two matrices lead into it: gate and up
     switch (kind) {
-    case MLP_GELU: return 0;
+    case MLP_GELU:
+    case MLP_RELU2: return 0;
     case MLP_SWIGLU: return 1;
     default: unhandled(kind);
     }
 }
 // Rows of the packed matrices [q | k | v] and [gate | up].
 static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
+// What q is multiplied with, so that a softmax of scale 1 / sqrt(HD) has the model's own.
+static inline float query_scale(const Config *c) {
+    return c->softmax_scale > 0 ? c->softmax_scale * sqrtf((float)c->head_dim) : 1;
+}
 static inline int fc_width(const Config *c) { return mlp_is_gated(c->mlp) ? 2 * c->ffn_dim : c->ffn_dim; }
 
 static Config config_gpt2(int layers, int channels, int heads, int max_seq_len) {
@@ -78,6 +100,7 @@ static Config config_gpt2(int layers, int channels, int heads, int max_seq_len) 
     c.norm_eps = 1e-5f;
     c.position = POSITION_LEARNED;
     c.mlp = MLP_GELU;
+    c.rotary_fraction = 1;
     c.qkv_bias = c.linear_bias = c.tied = 1;
     return c;
 }
@@ -102,11 +125,41 @@ static Config config_llama(int layers, int channels, int heads, int kv_heads, in
     c.rope_original_len = 8192;
     return c;
 }
+static Config config_mistral(int layers, int channels, int heads, int ffn, int vocab, int max_seq_len) {
+    Config c = config_llama(layers, channels, heads, 8, ffn, vocab, max_seq_len, 1e6f, 0, 0);
+    strcpy(c.model_type, "mistral");
+    return c;
+}
 static Config config_qwen2(int layers, int channels, int heads, int kv_heads, int ffn, int vocab, int tied) {
     Config c = config_llama(layers, channels, heads, kv_heads, ffn, vocab, 32768, 1e6f, 0, tied);
     strcpy(c.model_type, "qwen2");
     c.norm_eps = 1e-6f;
     c.qkv_bias = 1;
+    return c;
+}
+static Config config_qwen3(int layers, int channels, int heads, int ffn, int tied) {
+    Config c = config_llama(layers, channels, heads, 8, ffn, 151936, 40960, 1e6f, 0, tied);
+    strcpy(c.model_type, "qwen3");
+    c.norm_eps = 1e-6f;
+    c.head_dim = 128;
+    c.qk_norm = QK_NORM_GAINS;
+    return c;
+}
+
+// 64 channels and half a head of 128 for each layer. RoPE's slowest frequency is 1/1024: theta^(-31/32), of 32 in all.
+static Config config_modern(int layers) {
+    Config c = config_llama(layers, 64 * layers, (layers + 1) / 2, (layers + 1) / 2, 256 * layers, VOCAB_GPT2, 1024,
+                            1280.5791f, 0, 0);
+    strcpy(c.model_type, "modern");
+    c.head_dim = 128;
+    c.norm_eps = 1e-6f;
+    c.rotary_fraction = 0.5f;
+    c.qk_norm = QK_NORM_PLAIN;
+    c.softmax_scale = 0.12f;
+    c.mlp = MLP_RELU2;
+    c.qkv_bias = c.linear_bias = c.head_bias = c.embedding_norm = 1;
+    c.logit_softcap = 15;
+    c.init = INIT_MODERN;
     return c;
 }
 
@@ -122,15 +175,21 @@ static Config config_gpt2_depth(int depth) {
 
 #define CONFIG_PRESETS \
     "dN, gpt2:{124M,350M,774M,1558M,dN}, gpt3:c{384,768,1024,1536,2048,2560,4096,5120,12288}, " \
-    "llama2:{7B,13B,70B}, llama3:{8B,70B}, llama3.1:{8B,70B}, llama3.2:{1B,3B}, qwen2.5:{0.5B,1.5B,3B,7B,14B,32B,72B}"
+    "llama2:{7B,13B,70B}, llama3:{8B,70B}, llama3.1:{8B,70B}, llama3.2:{1B,3B}, mistral:7B, " \
+    "qwen2.5:{0.5B,1.5B,3B,7B,14B,32B,72B}, qwen3:{0.6B,1.7B,4B,8B,14B,32B}, modern:{124M,dN}"
 
-static int config_preset(const char *name, Config *c) {
-    int n, end = 0;
-    int depth = sscanf(name, "d%d%n", &n, &end) == 1 || sscanf(name, "gpt2:d%d%n", &n, &end) == 1;
-    if (depth && !name[end] && n > 0 && n <= 1024) {
-        *c = config_gpt2_depth(n);
+// dN, gpt2:dN, modern:dN
+static int config_of_depth(const char *name, Config *c) {
+    static const char *const forms[] = {"d%d%n", "gpt2:d%d%n", "modern:d%d%n"};
+    for (int i = 0, n, end; i < 3; i++) {
+        if (sscanf(name, forms[i], &n, &end) != 1 || name[end] || n <= 0 || n > 1024) continue;
+        *c = i == 2 ? config_modern(n) : config_gpt2_depth(n);
         return 1;
     }
+    return 0;
+}
+static int config_preset(const char *name, Config *c) {
+    if (config_of_depth(name, c)) return 1;
     const struct {
         const char *name;
         Config config;
@@ -158,6 +217,7 @@ static int config_preset(const char *name, Config *c) {
         {"llama3.1:70B", config_llama(80, 8192, 64, 8, 28672, VOCAB_LLAMA3, 131072, 5e5f, 8, 0)},
         {"llama3.2:1B", config_llama(16, 2048, 32, 8, 8192, VOCAB_LLAMA3, 131072, 5e5f, 32, 1)},
         {"llama3.2:3B", config_llama(28, 3072, 24, 8, 8192, VOCAB_LLAMA3, 131072, 5e5f, 32, 1)},
+        {"mistral:7B", config_mistral(32, 4096, 32, 14336, 32768, 32768)},
         {"qwen2.5:0.5B", config_qwen2(24, 896, 14, 2, 4864, 151936, 1)},
         {"qwen2.5:1.5B", config_qwen2(28, 1536, 12, 2, 8960, 151936, 1)},
         {"qwen2.5:3B", config_qwen2(36, 2048, 16, 2, 11008, 151936, 1)},
@@ -165,6 +225,13 @@ static int config_preset(const char *name, Config *c) {
         {"qwen2.5:14B", config_qwen2(48, 5120, 40, 8, 13824, 152064, 0)},
         {"qwen2.5:32B", config_qwen2(64, 5120, 40, 8, 27648, 152064, 0)},
         {"qwen2.5:72B", config_qwen2(80, 8192, 64, 8, 29568, 152064, 0)},
+        {"qwen3:0.6B", config_qwen3(28, 1024, 16, 3072, 1)},
+        {"qwen3:1.7B", config_qwen3(28, 2048, 16, 6144, 1)},
+        {"qwen3:4B", config_qwen3(36, 2560, 32, 9728, 1)},
+        {"qwen3:8B", config_qwen3(36, 4096, 32, 12288, 0)},
+        {"qwen3:14B", config_qwen3(40, 5120, 40, 17408, 0)},
+        {"qwen3:32B", config_qwen3(64, 5120, 64, 25600, 0)},
+        {"modern:124M", config_modern(12)},
     };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         if (strcmp(table[i].name, name) != 0) continue;
@@ -194,24 +261,35 @@ static void config_finish(Config *c, const char *path) {
     REQUIRE(L > 0 && L <= 1024, "layers=", "%d layers are not 1 to 1024", L);
     REQUIRE(C > 0 && C % 8 == 0 && C <= 65536, "channels=", "%d channels are not a positive multiple of 8 up to 65536",
             C);
-    REQUIRE(NH > 0 && C % NH == 0, "channels= or heads=", "%d channels do not divide into %d heads", C, NH);
-    c->head_dim = C / NH;
-    REQUIRE(c->head_dim % 8 == 0, "heads=", "head dimension %d (= channels %d / heads %d) is not a multiple of 8",
+    REQUIRE(NH > 0 && NH <= most && (c->head_dim || C % NH == 0),
+            "channels= or heads=", "%d channels do not divide into %d heads", C, NH);
+    if (!c->head_dim) c->head_dim = C / NH;
+    REQUIRE(c->head_dim > 0 && c->head_dim % 8 == 0,
+            "heads= or head_dim=", "head dimension %d (of %d channels and %d heads) is not a multiple of 8",
             c->head_dim, C, NH);
+    REQUIRE((int64_t)NH * c->head_dim <= 1 << 20, "heads= or head_dim=", "%d heads of %d are more than 2^20 columns",
+            NH, c->head_dim);
     REQUIRE(NKV > 0 && NH % NKV == 0, "kv_heads=", "%d query heads do not divide over %d key/value heads", NH, NKV);
     REQUIRE(F > 0 && F % 8 == 0, "ffn=", "MLP width %d is not a positive multiple of 8", F);
     REQUIRE(V > 1 && V <= most, "vocab=", "vocabulary size %d is not between 2 and 2^24", V);
     REQUIRE(T > 0 && T <= most, "seq=", "context length %d is not between 1 and 2^24", T);
     REQUIRE(c->norm_eps > 0, "", "norm epsilon %g is not positive", c->norm_eps);
     REQUIRE(!position_is_rotary(c->position) || c->rope_theta > 0, "", "rope theta %g is not positive", c->rope_theta);
+    REQUIRE(c->rotary_fraction > 0 && c->rotary_fraction <= 1, "", "rotary fraction %g is not between 0 and 1",
+            c->rotary_fraction);
+    REQUIRE(c->softmax_scale >= 0 && (c->softmax_scale == 0 || c->qk_norm), "",
+            "softmax scale %g is negative, or not that of normalised q and k", c->softmax_scale);
+    REQUIRE(c->logit_softcap >= 0, "", "softcap %g of the logits is negative", c->logit_softcap);
+    REQUIRE(!c->head_bias || !c->tied, "tied=", "a head with bias that shares the embedding is not built");
     #undef REQUIRE
     c->padded_vocab_size = round_up(V, 128);
 }
 
 // "preset[,key=value...]", e.g. "d6,vocab=256" or "llama3.2:1B,layers=2,tied=0". Returns 1 if vocab= was given. Other
-// sizes keep the preset's proportions: heads its head dimension, kv_heads and ffn their ratios.
+// sizes keep the preset's proportions: heads, kv_heads and ffn their ratios. head_dim is channels / heads, unless the
+// preset has one of its own or head_dim= is given.
 static inline int config_parse(const char *descriptor, Config *c) {
-    #define CONFIG_KEYS "keys: layers channels heads kv_heads ffn vocab seq tied"
+    #define CONFIG_KEYS "keys: layers channels heads kv_heads head_dim ffn vocab seq tied"
     char text[512];
     require(strlen(descriptor) < sizeof text, "model description is too long\nuse preset[,key=value...]");
     char *rest = strcpy(text, descriptor), *preset = strsep(&rest, ",");
@@ -222,8 +300,8 @@ static inline int config_parse(const char *descriptor, Config *c) {
         const char *key;
         int *value;
     } keys[] = {{"layers", &c->num_layers},     {"channels", &c->channels}, {"heads", &c->num_heads},
-                {"kv_heads", &c->num_kv_heads}, {"ffn", &c->ffn_dim},       {"vocab", &c->vocab_size},
-                {"seq", &c->max_seq_len},       {"tied", &c->tied}};
+                {"kv_heads", &c->num_kv_heads}, {"head_dim", &c->head_dim}, {"ffn", &c->ffn_dim},
+                {"vocab", &c->vocab_size},      {"seq", &c->max_seq_len},   {"tied", &c->tied}};
     size_t num_keys = sizeof keys / sizeof *keys;
     for (char *item; (item = strsep(&rest, ","));) {
         char *value = strchr(item, '='), *end = NULL;
@@ -239,10 +317,10 @@ static inline int config_parse(const char *descriptor, Config *c) {
                 descriptor);
         *keys[k].value = number;
     }
-    int vocab_given = c->vocab_size, head_dim = base.channels / base.num_heads,
-        group = base.num_heads / base.num_kv_heads;
+    int vocab_given = c->vocab_size, group = base.num_heads / base.num_kv_heads;
+    int64_t heads = (int64_t)c->channels * base.num_heads;
     if (!vocab_given) c->vocab_size = base.vocab_size;
-    if (!c->num_heads) c->num_heads = c->channels % head_dim ? base.num_heads : c->channels / head_dim;
+    if (!c->num_heads) c->num_heads = heads % base.channels ? base.num_heads : heads / base.channels;
     if (!c->num_kv_heads) c->num_kv_heads = c->num_heads % group ? c->num_heads : c->num_heads / group;
     if (!c->ffn_dim) c->ffn_dim = round_up((size_t)c->channels * base.ffn_dim / base.channels, 8);
     config_finish(c, NULL);

@@ -1,7 +1,8 @@
-// Config <-> Hugging Face's config.json for GPT-2, Llama and Qwen2. transformers opens what we write, and we open what
-// others wrote. A file that Config cannot express is refused: another family, activation, bias or rope scaling, a
-// sliding window, quantisation. Absent keys have the defaults of transformers' configuration classes. Dropout is
-// ignored: training uses none.
+// Config <-> Hugging Face's config.json for GPT-2, Llama, Mistral, Qwen2 and Qwen3. transformers opens what we write,
+// and we open what others wrote. (Of "modern" transformers has no model: only the trainers open it.) A file that Config
+// cannot express is refused: another family, activation, bias or rope scaling, a sliding window, quantisation. Absent
+// keys have the defaults of transformers' configuration classes.
+// Dropout is ignored: training uses none.
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 
@@ -10,7 +11,7 @@
 #include "config.h"
 #include "json.h"
 
-// A number of Config, and its key in GPT-2's files and in those of Llama and Qwen2. NULL: no such key.
+// A number of Config, and its key in GPT-2's files and in those of the others. NULL: no such key.
 typedef struct {
     const char *gpt2, *llama;
     size_t offset;
@@ -29,12 +30,32 @@ static const ConfigKey config_rope_scaling[] = {KEY(NULL, "factor", rope_factor,
                                                 KEY(NULL, "low_freq_factor", rope_low_freq_factor, 1),
                                                 KEY(NULL, "high_freq_factor", rope_high_freq_factor, 1),
                                                 KEY(NULL, "original_max_position_embeddings", rope_original_len, 0)};
+static const ConfigKey config_modern_numbers[] = {KEY(NULL, "head_dim", head_dim, 0),
+                                                  KEY(NULL, "rotary_fraction", rotary_fraction, 1),
+                                                  KEY(NULL, "softmax_scale", softmax_scale, 1),
+                                                  KEY(NULL, "logit_softcap", logit_softcap, 1)};
 #undef KEY
 #define CONFIG_EACH(k, keys) for (const ConfigKey *k = keys; k < keys + sizeof keys / sizeof *keys; k++)
 static inline int config_same(const Config *a, const Config *b) { return memcmp(a, b, sizeof *a) == 0; }
 static inline int config_is(const Config *c, const char *type) { return strcmp(c->model_type, type) == 0; }
 static inline const char *config_key_of(const Config *c, const ConfigKey *k) {
     return config_is(c, "gpt2") ? k->gpt2 : k->llama;
+}
+
+static const struct {
+    const char *type, *architecture;
+} hf_families[] = {{"gpt2", "GPT2LMHeadModel"},     {"llama", "LlamaForCausalLM"}, {"mistral", "MistralForCausalLM"},
+                   {"modern", "ModernForCausalLM"}, {"qwen2", "Qwen2ForCausalLM"}, {"qwen3", "Qwen3ForCausalLM"}};
+enum { HF_FAMILIES = sizeof hf_families / sizeof *hf_families };
+static inline const char *hf_architecture(const Config *c) {
+    int i = 0;
+    while (!config_is(c, hf_families[i].type)) i++;
+    return hf_families[i].architecture;
+}
+static inline const char *hidden_act(const Config *c) { return c->mlp == MLP_RELU2 ? "relu2" : "silu"; }
+// An absent head_dim means channels / heads, but 128 of Qwen3.
+static inline int config_writes_head_dim(const Config *c) {
+    return c->num_heads * c->head_dim != c->channels || config_is(c, "qwen3");
 }
 
 // The first and the last token of a text in the published tokenizer of this size; 0 for raw bytes; -1 if unknown.
@@ -67,26 +88,28 @@ static inline void config_write_key(const Config *c, FILE *f, const char *separa
 // dtype: "fp32" or "bf16", of the weights beside the file.
 static inline void config_write(const Config *c, const char *dtype, FILE *f, const char *separator) {
     const char *s = separator;
-    int gpt2 = config_is(c, "gpt2"), qwen2 = config_is(c, "qwen2"), bos, eos;
-    fprintf(f, "{%s\"architectures\": [\"%s\"],%s\"model_type\": \"%s\"", s,
-            gpt2    ? "GPT2LMHeadModel"
-            : qwen2 ? "Qwen2ForCausalLM"
-                    : "LlamaForCausalLM",
-            s, c->model_type);
+    int bos, eos;
+    fprintf(f, "{%s\"architectures\": [\"%s\"],%s\"model_type\": \"%s\"", s, hf_architecture(c), s, c->model_type);
     CONFIG_EACH(k, config_sizes) config_write_key(c, f, s, k);
-    if (gpt2)
+    if (config_is(c, "modern"))
+        CONFIG_EACH(k, config_modern_numbers) config_write_key(c, f, s, k);
+    else if (config_writes_head_dim(c))
+        fprintf(f, ",%s\"head_dim\": %d", s, c->head_dim);
+    if (config_is(c, "gpt2"))
         fprintf(f,
                 ",%s\"activation_function\": \"gelu_new\",%s\"attn_pdrop\": 0.0,%s\"embd_pdrop\": 0.0"
                 ",%s\"resid_pdrop\": 0.0",
                 s, s, s, s);
     else
-        fprintf(f, ",%s\"hidden_act\": \"silu\"", s);
+        fprintf(f, ",%s\"hidden_act\": \"%s\"", s, hidden_act(c));
     if (c->rope_factor > 0) {
         fprintf(f, ",%s\"rope_scaling\": {\"rope_type\": \"llama3\"", s);
         CONFIG_EACH(k, config_rope_scaling) config_write_key(c, f, " ", k);
         fputc('}', f);
     }
-    if (qwen2) fprintf(f, ",%s\"use_sliding_window\": false", s);
+    if (config_is(c, "mistral")) fprintf(f, ",%s\"sliding_window\": null", s);
+    if (config_is(c, "qwen2") || config_is(c, "qwen3")) fprintf(f, ",%s\"use_sliding_window\": false", s);
+    if (config_is(c, "qwen3")) fprintf(f, ",%s\"attention_bias\": false", s);
     config_special_tokens(c->vocab_size, &bos, &eos);
     if (eos >= 0)
         fprintf(f, ",%s\"bos_token_id\": %d,%s\"eos_token_id\": %d", s, bos, s, eos);
@@ -175,21 +198,28 @@ static inline void config_read_rope(const ConfigFile *f, Config *c) {
                 c->rope_original_len > 0,
             "'%s': the llama3 rope scaling makes no sense\ncorrect its four numbers", f->path);
 }
+// Mistral's is in use unless it is null; absent, it has 4,096 tokens. It hides nothing if it is as long as the context.
+static inline void config_read_window(const ConfigFile *f, const Config *c) {
+    int window = 4096, value = json_get(&f->json, 0, "sliding_window");
+    if (!config_is(c, "mistral") || (value != JSON_NONE && json_is(&f->json, value, JSON_NULL))) return;
+    config_read_int(f, 0, "sliding_window", &window);
+    config_require(window >= c->max_seq_len, f->path, "", "sliding_window is %d, less than the context of %d", window,
+                   c->max_seq_len);
+}
 static inline void config_read_llama(const ConfigFile *f, Config *c) {
-    int qwen2 = config_is(c, "qwen2");
     config_read_rope(f, c);
-    config_require_text(f, 0, "hidden_act", "silu", "");
+    config_require_text(f, 0, "hidden_act", hidden_act(c), "");
     config_require_bool(f, "mlp_bias", 0);
-    config_require_bool(f, qwen2 ? "use_sliding_window" : "attention_bias", 0);
+    if (!c->qkv_bias) config_require_bool(f, "attention_bias", 0);
+    if (config_is(c, "modern")) CONFIG_EACH(k, config_modern_numbers) config_read_key(f, 0, c, k);
+    config_require_bool(f, "use_sliding_window", 0);
+    config_read_window(f, c);
     JSON_EACH(&f->json, layer, json_get(&f->json, 0, "layer_types")) {
         const char *kind = json_string(&f->json, layer);
         config_require(kind && strcmp(kind, "full_attention") == 0, f->path, "",
                        "layer_types names '%.40s', not full_attention", kind ? kind : "?");
     }
-    int head_dim = 0;
-    config_read_int(f, 0, "head_dim", &head_dim);
-    config_require(!head_dim || head_dim * (int64_t)c->num_heads == c->channels, f->path, "",
-                   "head_dim %d times %d heads is not hidden_size %d", head_dim, c->num_heads, c->channels);
+    config_read_int(f, 0, "head_dim", &c->head_dim);
 }
 // `path`: a Hugging Face folder or its config.json.
 static inline Config config_from_json(const char *path) {
@@ -201,10 +231,14 @@ static inline Config config_from_json(const char *path) {
     const char *type = json_string(&f.json, json_get(&f.json, 0, "model_type"));
     const Config defaults[] = {config_gpt2(NEEDED, NEEDED, NEEDED, 1024),
                                config_llama(NEEDED, NEEDED, NEEDED, DERIVED, NEEDED, NEEDED, 2048, 1e4f, 0, 0),
-                               config_qwen2(NEEDED, NEEDED, NEEDED, DERIVED, NEEDED, NEEDED, 0)};
+                               config_mistral(NEEDED, NEEDED, NEEDED, NEEDED, NEEDED, 131072),
+                               config_modern(1),
+                               config_qwen2(NEEDED, NEEDED, NEEDED, DERIVED, NEEDED, NEEDED, 0),
+                               config_qwen3(NEEDED, NEEDED, NEEDED, NEEDED, 0)};
     int family = 0;
-    while (family < 3 && !(type && config_is(&defaults[family], type))) family++;
-    config_require(family < 3, f.path, "", "model_type is '%.40s', not gpt2, llama or qwen2", type ? type : "missing");
+    while (family < HF_FAMILIES && !(type && strcmp(hf_families[family].type, type) == 0)) family++;
+    config_require(family < HF_FAMILIES, f.path, "",
+                   "model_type is '%.40s', not gpt2, llama, mistral, modern, qwen2 or qwen3", type ? type : "missing");
     require(config_key(&f, 0, "quantization_config", 0) == JSON_NONE,
             "'%s': the weights are quantised\nuse the model's F32, BF16 or F16 weights", f.path);
     Config c = defaults[family];
@@ -214,6 +248,12 @@ static inline Config config_from_json(const char *path) {
     } else {
         c.norm_eps = 1e-6f;
         c.rope_theta = 1e4f;
+        if (config_is(&c, "qwen3")) {
+            c.num_kv_heads = 32;
+            c.max_seq_len = 32768;
+        }
+        if (config_is(&c, "modern"))
+            c.num_layers = c.channels = c.num_heads = c.num_kv_heads = c.ffn_dim = c.vocab_size = NEEDED;
     }
     CONFIG_EACH(k, config_sizes) config_read_key(&f, 0, &c, k);
     c.tied = config_bool(&f, "tie_word_embeddings", c.tied);

@@ -21,10 +21,11 @@
 #include "config.h"
 #include "rand.h"
 
-// What a tensor is for. A packed matrix (QKVW, and FCW if the MLP is gated) is several tensors with one role.
+// What a tensor is for. What is packed (QKVW, FCW if the MLP is gated, QKNORMW) is several tensors with one role.
 typedef enum {
     ROLE_WTE,
-    ROLE_WPE,  // unit 0
+    ROLE_WPE,
+    ROLE_LNEW,  // unit 0
     ROLE_QKVW,
     ROLE_PROJW,
     ROLE_FCW,
@@ -36,10 +37,12 @@ typedef enum {
     ROLE_LN2W,
     ROLE_LN2B,
     ROLE_FCB,
-    ROLE_FCPROJB,  // blocks: vectors
+    ROLE_FCPROJB,
+    ROLE_QKNORMW,  // blocks: vectors
     ROLE_HEADW,
     ROLE_LNFW,
-    ROLE_LNFB,  // unit L+1
+    ROLE_LNFB,
+    ROLE_HEADB,  // unit L+1
     NUM_ROLES
 } Role;
 
@@ -127,6 +130,7 @@ static inline Split split_of(Role role) {
     switch (role) {
     case ROLE_WTE:
     case ROLE_HEADW:
+    case ROLE_HEADB:
     case ROLE_QKVW:
     case ROLE_QKVB:
     case ROLE_FCW:
@@ -136,15 +140,21 @@ static inline Split split_of(Role role) {
     default: return SPLIT_NONE;
     }
 }
-// As Param.init_std. GPT-2 scales what is added to the residual stream by 1 / sqrt(2 L).
-static inline float role_init_std(Role role, int is_vector, int num_layers) {
+// As Param.init_std. GPT-2 scales what is added to the residual stream by 1 / sqrt(2 L). The modern recipe begins with
+// branches and logits of 0, and keeps the variance 1/3 of uniform weights between -1 and 1 over sqrt(inputs).
+static inline float role_init_std(Role role, int is_vector, const Config *c) {
+    const int modern = c->init == INIT_MODERN;
     switch (role) {
+    case ROLE_LNEW:
     case ROLE_LN1W:
     case ROLE_LN2W:
+    case ROLE_QKNORMW:
     case ROLE_LNFW: return -1;
     case ROLE_PROJW:
-    case ROLE_FCPROJW: return 0.02f / sqrtf(2.0f * num_layers);
-    default: return is_vector ? 0 : 0.02f;
+    case ROLE_FCPROJW: return modern ? 0 : 0.02f / sqrtf(2.0f * c->num_layers);
+    case ROLE_WTE: return modern ? 1 : 0.02f;
+    case ROLE_HEADW: return modern ? 0 : 0.02f;
+    default: return is_vector ? 0 : modern ? 1 / sqrtf(3.0f * c->channels) : 0.02f;
     }
 }
 // Whether a model has tensors of a role at all.
@@ -155,15 +165,18 @@ static inline int config_has(const Config *c, Role role) {
     case ROLE_LN2B:
     case ROLE_LNFB: return norm_is_centred(c->norm);
     case ROLE_QKVB: return c->qkv_bias;
+    case ROLE_QKNORMW: return c->qk_norm == QK_NORM_GAINS;
     case ROLE_PROJB:
     case ROLE_FCB:
     case ROLE_FCPROJB: return c->linear_bias;
+    case ROLE_LNEW: return c->embedding_norm;
     case ROLE_HEADW: return !c->tied;
+    case ROLE_HEADB: return c->head_bias;
     default: return 1;
     }
 }
 // Sizes of tensors. DIM_QKV: all rows of a packed q, k, v.
-typedef enum { DIM_1, DIM_V, DIM_T, DIM_C, DIM_Q, DIM_KV, DIM_QKV, DIM_F } Dim;
+typedef enum { DIM_1, DIM_V, DIM_T, DIM_C, DIM_Q, DIM_KV, DIM_QKV, DIM_F, DIM_HEAD } Dim;
 static inline int dim_size(const Config *c, Dim dim) {
     switch (dim) {
     case DIM_1: return 1;
@@ -174,6 +187,7 @@ static inline int dim_size(const Config *c, Dim dim) {
     case DIM_KV: return c->num_kv_heads * c->head_dim;
     case DIM_QKV: return qkv_width(c);
     case DIM_F: return c->ffn_dim;
+    case DIM_HEAD: return c->head_dim;
     default: unhandled(dim);
     }
 }
@@ -186,7 +200,8 @@ typedef struct {
 } ParamKind;
 static const ParamKind embedding_kinds[] = {{ROLE_WTE, "transformer.wte.weight", "model.embed_tokens.weight", DIM_V,
                                              DIM_C},
-                                            {ROLE_WPE, "transformer.wpe.weight", NULL, DIM_T, DIM_C}};
+                                            {ROLE_WPE, "transformer.wpe.weight", NULL, DIM_T, DIM_C},
+                                            {ROLE_LNEW, NULL, "model.embed_norm.weight", DIM_1, DIM_C}};
 static const ParamKind block_kinds[] = {{ROLE_QKVW, "attn.c_attn.weight", NULL, DIM_QKV, DIM_C},
                                         {ROLE_QKVW, NULL, "self_attn.q_proj.weight", DIM_Q, DIM_C},
                                         {ROLE_QKVW, NULL, "self_attn.k_proj.weight", DIM_KV, DIM_C},
@@ -201,14 +216,17 @@ static const ParamKind block_kinds[] = {{ROLE_QKVW, "attn.c_attn.weight", NULL, 
                                         {ROLE_QKVB, NULL, "self_attn.q_proj.bias", DIM_1, DIM_Q},
                                         {ROLE_QKVB, NULL, "self_attn.k_proj.bias", DIM_1, DIM_KV},
                                         {ROLE_QKVB, NULL, "self_attn.v_proj.bias", DIM_1, DIM_KV},
-                                        {ROLE_PROJB, "attn.c_proj.bias", NULL, DIM_1, DIM_C},
+                                        {ROLE_PROJB, "attn.c_proj.bias", "self_attn.o_proj.bias", DIM_1, DIM_C},
                                         {ROLE_LN2W, "ln_2.weight", "post_attention_layernorm.weight", DIM_1, DIM_C},
                                         {ROLE_LN2B, "ln_2.bias", NULL, DIM_1, DIM_C},
-                                        {ROLE_FCB, "mlp.c_fc.bias", NULL, DIM_1, DIM_F},
-                                        {ROLE_FCPROJB, "mlp.c_proj.bias", NULL, DIM_1, DIM_C}};
+                                        {ROLE_FCB, "mlp.c_fc.bias", "mlp.up_proj.bias", DIM_1, DIM_F},
+                                        {ROLE_FCPROJB, "mlp.c_proj.bias", "mlp.down_proj.bias", DIM_1, DIM_C},
+                                        {ROLE_QKNORMW, NULL, "self_attn.q_norm.weight", DIM_1, DIM_HEAD},
+                                        {ROLE_QKNORMW, NULL, "self_attn.k_norm.weight", DIM_1, DIM_HEAD}};
 static const ParamKind head_kinds[] = {{ROLE_HEADW, "lm_head.weight", "lm_head.weight", DIM_V, DIM_C},
                                        {ROLE_LNFW, "transformer.ln_f.weight", "model.norm.weight", DIM_1, DIM_C},
-                                       {ROLE_LNFB, "transformer.ln_f.bias", NULL, DIM_1, DIM_C}};
+                                       {ROLE_LNFB, "transformer.ln_f.bias", NULL, DIM_1, DIM_C},
+                                       {ROLE_HEADB, NULL, "lm_head.bias", DIM_1, DIM_V}};
 
 // Rows of the embedding and of the head that each of tp ranks has. The last ranks have the padding.
 static inline int vocab_rows(const Config *c, int tp) { return round_up(c->vocab_size, 128 * tp) / tp; }
@@ -216,9 +234,10 @@ static inline int vocab_rows(const Config *c, int tp) { return round_up(c->vocab
 // attention head is never divided. With fewer heads than ranks, several ranks have copies of one head. All ranks have
 // copies of what is not split.
 static inline void param_split(Param *p, const Config *c, int tp, int index) {
-    int heads = p->role == ROLE_QKVW || p->role == ROLE_QKVB, vocab = p->role == ROLE_WTE || p->role == ROLE_HEADW;
+    int heads = p->role == ROLE_QKVW || p->role == ROLE_QKVB,
+        vocab = p->role == ROLE_WTE || p->role == ROLE_HEADW || p->role == ROLE_HEADB;
     int by_rows = !p->is_vector && p->split != SPLIT_COLS;
-    int *along = by_rows ? &p->rows : &p->cols, sizes[3] = {vocab ? p->file_rows : *along, 0, 0};
+    int *along = by_rows ? &p->rows : &p->cols, sizes[3] = {vocab ? c->vocab_size : *along, 0, 0};
     size_t across = by_rows ? p->cols : p->rows;
     if (heads && *along == qkv_width(c)) {
         sizes[0] = dim_size(c, DIM_Q);
@@ -259,13 +278,14 @@ static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int i
         p->unit = unit;
         p->rows = dim_size(c, k->rows);
         p->file_rows = k->rows == DIM_V ? c->vocab_size : p->rows;
-        p->cols = p->file_cols = dim_size(c, k->cols);
+        p->cols = dim_size(c, k->cols);
+        p->file_cols = k->cols == DIM_V ? c->vocab_size : p->cols;
         p->split = split_of(k->role);
         p->is_vector = k->rows == DIM_1;
         p->transposed = in_block && gpt2 && !p->is_vector;
         p->rate = 1;
         p->decay = !p->is_vector;
-        p->init_std = role_init_std(k->role, p->is_vector, c->num_layers);
+        p->init_std = role_init_std(k->role, p->is_vector, c);
         p->whole_size = (size_t)p->rows * p->cols;
         p->whole_offset = *whole;
         *whole += p->whole_size;
@@ -346,7 +366,7 @@ static inline void param_init(const ParamTable *t, int index, uint64_t seed, siz
 }
 
 // FLOPs of training on one token: 6 for every weight that multiplies (the head counts, tied or not; embeddings do not)
-// plus 6 L C T for causal attention. Every MFU is computed from this.
+// plus 6 L NH HD T for causal attention. Every MFU is computed from this.
 static inline double flops_per_token(const Config *c, const ParamTable *t, int T) {
     double weights = 0;
     for (int i = 0; i < t->count; i++) {
@@ -354,7 +374,7 @@ static inline double flops_per_token(const Config *c, const ParamTable *t, int T
         int is_embedding = p->role == ROLE_WPE || (p->role == ROLE_WTE && !c->tied);
         if (!p->is_vector && !is_embedding) weights += p->whole_size;
     }
-    return 6 * weights + 6.0 * c->num_layers * c->channels * T;
+    return 6 * weights + 6.0 * c->num_layers * dim_size(c, DIM_Q) * T;
 }
 
 #endif

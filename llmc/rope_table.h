@@ -10,8 +10,9 @@
 
 static inline double rope_inv_freq(const Config *c, int i) {
     const double pi = 3.14159265358979323846;
-    double freq = pow((double)c->rope_theta, -2.0 * i / c->head_dim);
-    if (c->rope_factor <= 0) return freq;
+    const int half = (int)(c->head_dim * c->rotary_fraction) / 2;  // pairs that are rotated
+    double freq = i < half ? pow((double)c->rope_theta, -1.0 * i / half) : 0;
+    if (c->rope_factor <= 0 || freq == 0) return freq;
     double wavelength = 2 * pi / freq, low = c->rope_original_len / (double)c->rope_low_freq_factor,
            high = c->rope_original_len / (double)c->rope_high_freq_factor;
     if (wavelength < high) return freq;

@@ -182,6 +182,14 @@ def rope(s, compiled, way):
     return (lambda: f(x)) if way == "forward" else backward([f(x)], [x])
 
 
+@peer(r"qk_norm (forward|backward)")
+def qk_norm(s, compiled, way):
+    rotate = rotation(s)
+    f = compiled(lambda x, gains: rotate(F.rms_norm(x, (s.HD,), gains)))
+    x, gains = normal(s.B, s.T, s.NH + s.NKV, s.HD).requires_grad_(), normal(s.HD).requires_grad_()
+    return (lambda: f(x, gains)) if way == "forward" else backward([f(x, gains)], [x, gains])
+
+
 @peer(r"rope q, k, v product, (?:then forward|rotated)")
 def rotated_product(s, compiled):
     rotate = rotation(s)
@@ -195,11 +203,13 @@ def rotated_product(s, compiled):
     return lambda: f(x, weight)
 
 
-@peer(r"classifier (forward only|forward and dlogits)")
+@peer(r"classifier (forward only|forward and dlogits|forward and dlogits, softcap)")
 def classifier(s, compiled, what):
     @compiled
     def f(logits, targets):
-        return F.cross_entropy(logits.float(), targets, reduction="sum")
+        x = logits.float()
+        x = 15 * x * torch.rsqrt(x * x + 225) if "softcap" in what else x
+        return F.cross_entropy(x, targets, reduction="sum")
 
     logits, targets = normal(s.N, s.Vp).requires_grad_(), torch.randint(0, s.V, (s.N,), device=DEVICE)
     return (

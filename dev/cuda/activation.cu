@@ -1,4 +1,4 @@
-// Ladder for llmc/kernels/activation.cuh: GELU and SwiGLU, forward and backward.
+// Ladder for llmc/kernels/activation.cuh: GELU, ReLU^2 and SwiGLU, forward and backward.
 //   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32]
 //   dev/cuda/activation.cu -o build/activation -lcublasLt -lcublas
 #define LLMC_ORACLE
@@ -22,29 +22,31 @@ static void add_hard_values(float *x, size_t n) {
     for (size_t i = 0; i < sizeof hard / sizeof *hard && i * 5 < n; i++) x[i * 5] = as_floatX(hard[i]);
 }
 
-static void check_gelu(int N, int F) {
-    ladder_case("gelu N=%d F=%d", N, F);
+// Of one input: GELU, ReLU^2.
+static void check_plain(MlpKind kind, int N, int F) {
+    const bool gelu = kind == MLP_GELU;
+    ladder_case("%s N=%d F=%d", gelu ? "gelu" : "relu2", N, F);
     const size_t n = (size_t)N * F;
     cudaStream_t stream = ladder.gpu.compute;
     float *inp = host_normal(n, 1.5f), *dout = host_normal(n, 1.0f), *out = host_new<float>(n),
           *dinp = host_new<float>(n);
-    add_hard_values(inp, n);
-    gelu_forward_cpu(out, inp, n);
-    gelu_backward_cpu(dinp, dout, inp, n);
+    if (gelu) add_hard_values(inp, n);
+    (gelu ? gelu_forward_cpu : relu2_forward_cpu)(out, inp, n);
+    (gelu ? gelu_backward_cpu : relu2_backward_cpu)(dinp, dout, inp, n);
     floatX *d_inp = upload<floatX>(inp, n), *d_dout = upload<floatX>(dout, n), *d_out = device_new<floatX>(n),
            *d_slopes = device_new<floatX>(n), *d_dinp = device_new<floatX>(n);
-    activation_forward(MLP_GELU, d_out, NULL, d_inp, N, F, stream);
+    activation_forward(kind, d_out, NULL, d_inp, N, F, stream);
     check("out alone", d_out, out, N, F, error_bound(), worst_bound());
     poison(d_out, n);
-    activation_forward(MLP_GELU, d_out, d_slopes, d_inp, N, F, stream);
-    activation_backward(MLP_GELU, d_dinp, d_dout, d_slopes, N, F, stream);
+    activation_forward(kind, d_out, d_slopes, d_inp, N, F, stream);
+    activation_backward(kind, d_dinp, d_dout, d_slopes, N, F, stream);
     check("out", d_out, out, N, F, error_bound(), worst_bound());
     check("dinp", d_dinp, dinp, N, F, twice_bound(n), worst_twice());
-    activation_backward(MLP_GELU, d_dout, d_dout, d_slopes, N, F, stream);
+    activation_backward(kind, d_dout, d_dout, d_slopes, N, F, stream);
     check("dinp in place of dout", d_dout, dinp, N, F, twice_bound(n), worst_twice());
     check_same_bits("bits", {{d_out, n * sizeof(floatX)}, {d_slopes, n * sizeof(floatX)}},
-                    [&] { activation_forward(MLP_GELU, d_out, d_slopes, d_inp, N, F, stream); });
-    activation_forward(MLP_GELU, d_out, d_inp, d_inp, N, F, stream);
+                    [&] { activation_forward(kind, d_out, d_slopes, d_inp, N, F, stream); });
+    activation_forward(kind, d_out, d_inp, d_inp, N, F, stream);
     check_true(!memcmp(download(d_inp, n), download(d_slopes, n), n * sizeof(float)),
                "slopes in place of inp, every bit");
 }
@@ -88,6 +90,11 @@ static void check_not_finite(void) {
                (double)y[0], (double)y[1], (double)y[2]);
     activation_backward(MLP_GELU, d_y, d_x, d_x, 1, 8, ladder.gpu.compute);
     check_true(isnan(download(d_y, 8)[0]), "NaN spreads through gelu's gradient");
+    upload_to(d_x, x, 8);
+    activation_forward(MLP_RELU2, d_y, d_x, d_x, 1, 8, ladder.gpu.compute);
+    y = download(d_y, 8);
+    check_true(isnan(y[0]) && isinf(y[1]) && y[2] == 0 && isnan(download(d_x, 8)[0]),
+               "relu2 of NaN, inf, -inf: %g %g %g", (double)y[0], (double)y[1], (double)y[2]);
 }
 
 static void bench_gelu(const char *name, int N, int F) try {
@@ -125,10 +132,12 @@ static void bench_swiglu(const char *name, int N, int F) try {
 int main(int argc, char **argv) {
     ladder_open("activation", argc, argv);
     if (ladder.check) {
-        check_gelu(1, 8);
-        check_gelu(255, 8);
-        check_gelu(1, 8 * 1025);
-        check_gelu(1, (1 << 20) + 8);
+        for (MlpKind kind : {MLP_GELU, MLP_RELU2}) {
+            check_plain(kind, 1, 8);
+            check_plain(kind, 255, 8);
+            check_plain(kind, 1, 8 * 1025);
+            check_plain(kind, 1, (1 << 20) + 8);
+        }
         check_swiglu(1, 8);
         check_swiglu(3, 24);
         check_swiglu(129, 4864);

@@ -16,8 +16,8 @@ static const char *rows_come(void) { return classifier_rings ? "rings" : "rows b
 
 // Every fifth target is ignored, the first and last columns are hit, and the padding is full of NaN, which must not
 // leak.
-static void check_shape(int N, int V, int Vp, float std) {
-    ladder_case("%s, N=%d V=%d Vp=%d std=%g", rows_come(), N, V, Vp, (double)std);
+static void check_shape(int N, int V, int Vp, float std, float softcap = 0) {
+    ladder_case("%s, N=%d V=%d Vp=%d std=%g softcap=%g", rows_come(), N, V, Vp, (double)std, (double)softcap);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)N * Vp;
     const float dloss = 1.0f / 16;
@@ -31,17 +31,17 @@ static void check_shape(int N, int V, int Vp, float std) {
     floatX *d_given = upload<floatX>(logits, n), *d_logits = upload<floatX>(logits, n);
     float *d_losses = device_new<float>((size_t)N);
     int *d_targets = upload_ints(targets, (size_t)N);
-    classifier(d_logits, d_losses, d_targets, dloss, N, V, Vp, 0, stream);
+    classifier(d_logits, d_losses, d_targets, dloss, N, V, Vp, 0, stream, softcap);
     const float *untouched = download(d_logits, n);
     size_t changed = 0;
     for (size_t i = 0; i < n; i++) changed += (int)(i % Vp) < V && untouched[i] != logits[i];
     check_true(changed == 0, "%zu logits changed without write_dlogits", changed);
-    classifier_cpu(logits, losses, targets, dloss, N, V, Vp, 1);
+    classifier_cpu(logits, losses, targets, dloss, N, V, Vp, 1, softcap);
     check("losses, forward only", d_losses, losses, N, 1, LOSS_BOUND, LOSS_WORST);
     poison(d_losses, N);
     auto run = [&] {
         cudaCheck(cudaMemcpyAsync(d_logits, d_given, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
-        classifier(d_logits, d_losses, d_targets, dloss, N, V, Vp, 1, stream);
+        classifier(d_logits, d_losses, d_targets, dloss, N, V, Vp, 1, stream, softcap);
     };
     run();
     check("losses", d_losses, losses, N, 1, LOSS_BOUND, LOSS_WORST);
@@ -54,7 +54,7 @@ static void check_shape(int N, int V, int Vp, float std) {
                             cudaMemcpyAsync(d_logits, d_given, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
                         for (int n0 = 0, step = parts++ % 2 ? (N + 2) / 3 : N; n0 < N; n0 += step)
                             classifier(d_logits + (size_t)n0 * Vp, d_losses + n0, d_targets + n0, dloss,
-                                       N - n0 < step ? N - n0 : step, V, Vp, 1, stream);
+                                       N - n0 < step ? N - n0 : step, V, Vp, 1, stream, softcap);
                     });
 }
 
@@ -95,6 +95,7 @@ static void check_special(int V, int Vp) {
 
 typedef struct {
     int ranks, N, V, Vp;
+    float softcap;
     floatX *given[8], *logits[8];
     float *losses[8];
     ClassifierPart *parts;
@@ -106,15 +107,8 @@ static int words_of(const Shared *s, int r) {
 }
 // logits (N, V); the padding is full of NaN.
 static Shared share(int ranks, int N, int V, const float *logits, const int *targets) {
-    Shared s = {ranks,
-                N,
-                V,
-                (int)round_up((size_t)V, 128 * (size_t)ranks) / ranks,
-                {},
-                {},
-                {},
-                device_new<ClassifierPart>((size_t)ranks * N),
-                upload_ints(targets, (size_t)N)};
+    Shared s = {ranks, N,  V,  (int)round_up((size_t)V, 128 * (size_t)ranks) / ranks, 0,
+                {},    {}, {}, device_new<ClassifierPart>((size_t)ranks * N),         upload_ints(targets, (size_t)N)};
     const size_t n = (size_t)N * s.Vp;
     for (int r = 0; r < ranks; r++) {
         float *mine = host_new<float>(n);
@@ -135,21 +129,22 @@ static void run_shared(const Shared *s, float dloss, int write, int rows) {  // 
         n = s->N - n0 < rows ? s->N - n0 : rows;
         for (int r = 0; r < s->ranks; r++)
             classifier_parts(s->parts + (size_t)r * n, s->logits[r] + (size_t)n0 * s->Vp, s->targets + n0, r, n,
-                             words_of(s, r), s->Vp, stream);
+                             words_of(s, r), s->Vp, stream, s->softcap);
         for (int r = 0; r < s->ranks; r++)
             classifier_ranks(s->logits[r] + (size_t)n0 * s->Vp, s->losses[r] + n0, s->parts, s->targets + n0, dloss,
-                             s->ranks, r, n, words_of(s, r), s->Vp, write, stream);
+                             s->ranks, r, n, words_of(s, r), s->Vp, write, stream, s->softcap);
     }
 }
-static void check_shared(int ranks, int N, int V, float std) {
-    ladder_case("%d ranks, N=%d V=%d std=%g", ranks, N, V, (double)std);
+static void check_shared(int ranks, int N, int V, float std, float softcap = 0) {
+    ladder_case("%d ranks, N=%d V=%d std=%g softcap=%g", ranks, N, V, (double)std, (double)softcap);
     const float dloss = 1.0f / 16;
     float *logits = host_normal((size_t)N * V, std), *losses = host_new<float>((size_t)N);
     int *targets = host_ints((size_t)N, V);
     for (int i = 0; i < N; i++) targets[i] = i % 5 == 4 ? -1 : i % 5 == 3 ? (i % 2 ? V - 1 : 0) : targets[i];
-    const Shared s = share(ranks, N, V, logits, targets);
+    Shared s = share(ranks, N, V, logits, targets);
+    s.softcap = softcap;
     const size_t n = (size_t)N * s.Vp;
-    classifier_cpu(logits, losses, targets, dloss, N, V, V, 1);
+    classifier_cpu(logits, losses, targets, dloss, N, V, V, 1, softcap);
     run_shared(&s, dloss, 0, N);
     for (int r = 0; r < ranks; r++) {
         const float *before = download(s.given[r], n), *after = download(s.logits[r], n);
@@ -227,7 +222,7 @@ static void check_large(void) try {
     classifier(d_logits, d_losses, d_targets, 1, N, V, Vp, 1, ladder.gpu.compute);
     for (int i = 0; i < 2; i++) {
         float losses[rows];
-        classifier_cpu(logits[i], losses, targets + begins[i], 1, rows, V, Vp, 1);
+        classifier_cpu(logits[i], losses, targets + begins[i], 1, rows, V, Vp, 1, 0);
         check(i ? "last rows' losses" : "first rows' losses", d_losses + begins[i], losses, rows, 1, LOSS_BOUND,
               LOSS_WORST);
         check(i ? "last rows" : "first rows", d_logits + (size_t)begins[i] * Vp, logits[i], rows, Vp, dlogits_bound(),
@@ -270,6 +265,8 @@ static void bench_shape(int N, int V, const char *name) try {
     bench("forward only", bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 0, ladder.gpu.compute); });
     bench("forward and dlogits", 2 * bytes, 0,
           [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
+    bench("forward and dlogits, softcap", 2 * bytes, 0,
+          [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute, 15); });
     bench("loss_sum", (double)N * sizeof(float), 0, [&] { loss_sum(total, losses, N, 1, ladder.gpu.compute); });
 } catch (const NoRoom &no) {
     ladder_skip(no);
@@ -292,6 +289,10 @@ int main(int argc, char **argv) {
             check_shape(500, 50257, 50304, 3);  // several rows for each block
             check_shape(150, 128000, 128256, 3);
             check_shape(150, 151665, 151936, 3);
+            check_shape(7, 100, 128, 4, 15);
+            check_shape(9, 50257, 50304, 4, 15);
+            check_shape(300, 50257, 50304, 4, 15);
+            check_shape(5, 151936, 151936, 4, 30);
             check_special(50257, 50304);
             check_special(128256, 128256);
         }
@@ -300,6 +301,7 @@ int main(int argc, char **argv) {
         check_shared(4, 6, 300, 1);  // the last rank has no words
         check_shared(8, 11, 128256, 3);
         check_shared(2, 1, 2, 1);
+        check_shared(3, 7, 1001, 4, 15);
         check_special_shared();
         check_large();
         check_loss_sum(1);

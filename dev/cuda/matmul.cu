@@ -196,8 +196,8 @@ static void check_bias(int N, int OC) {
     check("dbias +=", d_dbias, dbias, 1, OC, error_bound((size_t)OC), worst_bound());
 }
 
-// Fused GELU has the bits of the plain product followed by activation.cuh.
-static void check_fusion_bits(const floatX *inp, const floatX *weight, const floatX *dout,
+// A fused activation has the bits of the plain product followed by activation.cuh.
+static void check_fusion_bits(MlpKind kind, const floatX *inp, const floatX *weight, const floatX *dout,
                               const floatX *x /*(N,OC), plain*/, const floatX *dx /*(N,C), plain*/, int N, int C,
                               int OC) {
     cudaStream_t stream = ladder.gpu.compute;
@@ -206,32 +206,32 @@ static void check_fusion_bits(const floatX *inp, const floatX *weight, const flo
            *dinp = device_new<floatX>(ni), *dapart = device_new<floatX>(ni);
     floatX *slopes_apart = device_new<floatX>(no), *given = device_normal<floatX>(ni, 1.0f),
            *again = device_new<floatX>(ni), *gradient = device_new<floatX>(ni), *f = device_new<floatX>(ni);
-    activation_forward(MLP_GELU, again, f, given, N, C, stream);
-    activation_backward(MLP_GELU, gradient, dx, f, N, C, stream);
-    activation_forward(MLP_GELU, apart, slopes_apart, x, N, OC, stream);
-    activation_backward(MLP_GELU, dapart, dx, given, N, C, stream);
+    activation_forward(kind, again, f, given, N, C, stream);
+    activation_backward(kind, gradient, dx, f, N, C, stream);
+    activation_forward(kind, apart, slopes_apart, x, N, OC, stream);
+    activation_backward(kind, dapart, dx, given, N, C, stream);
     const float *h_apart = download(apart, no), *h_dapart = download(dapart, ni),
                 *h_slopes = download(slopes_apart, no);
     for (int autotune = 0; autotune < 2; autotune++) {
         Matmul mm = open_matmul(0, autotune);
         cudaCheck(cudaMemcpyAsync(f, given, ni * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
-        run(&mm, input_call(dinp, dout, weight, f, N, C, OC,
-                            EPILOGUE_GRADIENT_FROM_INPUT));  // first: tuning must leave f alone
+        run(&mm, input_call(dinp, dout, weight, f, N, C, OC, EPILOGUE_GRADIENT_FROM_INPUT,
+                            kind));  // first: tuning must leave f alone
         check_true(!memcmp(download(dinp, ni), download(again, ni), ni * sizeof(float)) &&
                        !memcmp(download(f, ni), download(gradient, ni), ni * sizeof(float)),
-                   "autotune %d: gelu from its input, backward, has the bits of three kernels", autotune);
-        run(&mm, forward_call(out, inp, weight, NULL, slopes, N, C, OC));
-        run(&mm, input_call(dinp, dout, weight, given, N, C, OC));
+                   "autotune %d: an activation from its input, backward, has the bits of three kernels", autotune);
+        run(&mm, forward_call(out, inp, weight, NULL, slopes, N, C, OC, EPILOGUE_ACTIVATION, kind));
+        run(&mm, input_call(dinp, dout, weight, given, N, C, OC, EPILOGUE_GRADIENT, kind));
         check_true(!memcmp(download(out, no), h_apart, no * sizeof(float)),
-                   "autotune %d: out with gelu has the bits of two kernels", autotune);
+                   "autotune %d: out with it has the bits of two kernels", autotune);
         check_true(!memcmp(download(slopes, no), h_slopes, no * sizeof(float)),
                    "autotune %d: slopes have the bits of two kernels", autotune);
         check_true(!memcmp(download(dinp, ni), h_dapart, ni * sizeof(float)),
-                   "autotune %d: dinp with gelu has the bits of two kernels", autotune);
-        run(&mm, forward_call(out, inp, weight, NULL, slopes, N, C, OC, EPILOGUE_ACTIVATION_KEEPS_INPUT));
+                   "autotune %d: dinp with it has the bits of two kernels", autotune);
+        run(&mm, forward_call(out, inp, weight, NULL, slopes, N, C, OC, EPILOGUE_ACTIVATION_KEEPS_INPUT, kind));
         check_true(!memcmp(download(out, no), h_apart, no * sizeof(float)) &&
                        !memcmp(download(slopes, no), download(x, no), no * sizeof(float)),
-                   "autotune %d: gelu that keeps its input has the bits of two kernels", autotune);
+                   "autotune %d: one that keeps its input has the bits of two kernels", autotune);
         matmul_report(&mm, stdout);
         matmul_close(&mm);
     }
@@ -258,7 +258,8 @@ static void check_large(int N, int C, int OC) {
         matmul_report(&mm, stdout);
         matmul_close(&mm);
     }
-    if (matmul_can_fuse(MLP_GELU, OC)) check_fusion_bits(inp, weight, dout, out[0], dinp[0], N, C, OC);
+    for (MlpKind kind : {MLP_GELU, MLP_RELU2})
+        if (matmul_can_fuse(kind, OC)) check_fusion_bits(kind, inp, weight, dout, out[0], dinp[0], N, C, OC);
     floatX **results[] = {out, dinp, dweight};
     const size_t sizes[] = {no, ni, nw};
     const char *names[] = {"out", "dinp", "dweight"};

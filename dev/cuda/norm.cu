@@ -47,7 +47,7 @@ static void check_norm(NormKind kind, int N, int C, int with_bias, int accumulat
     floatX *d_dout = upload<floatX>(dout, n), *d_dinp = device_new<floatX>(n), *d_old_dinp = upload<floatX>(dinp, n);
     floatX *d_dweight = device_new<floatX>(C), *d_dbias = with_bias ? device_new<floatX>(C) : NULL;
     // of the columns of dinp, with and without
-    float *d_sums = kind == NORM_LAYER && N % 2 ? device_new<float>(C) : NULL;
+    float *d_sums = N % 2 ? device_new<float>(C) : NULL;
     char *scratch = device_new<char>(norm_backward_scratch_bytes(C));
     norm.dweight = d_dweight;
     norm.dbias = d_dbias;
@@ -205,7 +205,7 @@ template <NormKind KIND> static void bench_layouts(int N, int C) try {
                                                                                 rstd, NULL, N, C);
             norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, ladder.gpu.compute>>>(dweight, dbias, NULL,
                                                                                                  partials, blocks, C,
-                                                                                                 columns, 0);
+                                                                                                 columns, columns, 0);
             launchCheck();
         });
     };

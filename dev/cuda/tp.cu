@@ -481,7 +481,8 @@ int main(int argc, char **argv) {
         check_own_slot();
         const char *const models[] = {"d2,channels=128,heads=8,vocab=300,seq=24",
                                       "llama3:8B,layers=2,channels=128,heads=8,kv_heads=2,vocab=500,ffn=256,seq=24",
-                                      "qwen2.5:1.5B,layers=2,channels=128,heads=8,kv_heads=1,vocab=300,ffn=128,seq=24"};
+                                      "qwen2.5:1.5B,layers=2,channels=128,heads=8,kv_heads=1,vocab=300,ffn=128,seq=24",
+                                      "qwen3:0.6B,layers=2,channels=64,heads=8,kv_heads=2,head_dim=16,ffn=128,seq=24"};
         for (const char *model : models)
             for (int tp : {2, 4, 8}) {
                 check_copies(model, 1, 0, tp, 0, COPY_BATCH);

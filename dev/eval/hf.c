@@ -32,8 +32,9 @@ static void print_logits(const Config *c, const char *folder) {
     const Pass pass = pass_of(&m, 1, T);
     model_forward(&m, &pass, tokens);
     float *logits = (float *)malloc_or_die((size_t)T * (size_t)c->vocab_size * sizeof(float));
-    matmul_forward_cpu(logits, NULL, m.h_final, head_of(&m, UNIT_FORWARD).w.weight, NULL, T, c->channels,
-                       c->vocab_size);
+    const Weights head = head_of(&m, UNIT_FORWARD).w;
+    matmul_forward_cpu(logits, NULL, m.h_final, head.weight, head.bias, T, c->channels, c->vocab_size);
+    for (int t = 0; t < T; t++) softcap_row(logits + area(t, c->vocab_size), c->logit_softcap, c->vocab_size);
     fwrite(logits, sizeof(float), (size_t)T * (size_t)c->vocab_size, stdout);
     free(logits);
     free(tokens);

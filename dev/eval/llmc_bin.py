@@ -229,6 +229,7 @@ def export_bin(folder, path, to):
             ["tie_word_embeddings true"] * config["tie_word_embeddings"]
             + ["rope_scaling"] * (rope not in (None, LLAMA_ROPE))
             + ["intermediate_size"] * (not widths)
+            + ["head_dim"] * ("head_dim" in config)
         )
         if not cannot:
             header[:12] = (
@@ -247,7 +248,7 @@ def export_bin(folder, path, to):
             )
             header[256:259] = np.array([widths[0][0], config["rms_norm_eps"], config["rope_theta"]], "<f4").view("<i4")
     else:
-        cannot = ["model_type qwen2"]
+        cannot = [f"model_type {config['model_type']}"]
     if cannot:
         die(f"'{folder}': llm.c's .bin cannot say {', '.join(cannot)}", "such a model stays a Hugging Face folder")
 

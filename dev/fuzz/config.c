@@ -38,4 +38,14 @@ static void fuzz_seeds(void) {
     fuzz_seed_text("{\"model_type\":\"qwen2\",\"num_attention_heads\":2,\"num_hidden_layers\":1,\"hidden_size\":32,"
                    "\"intermediate_size\":64,\"vocab_size\":300,\"use_sliding_window\":false,"
                    "\"layer_types\":[\"full_attention\"],\"rope_parameters\":{\"rope_theta\":1e6}}");
+    fuzz_seed_text(
+        "{\"model_type\":\"qwen3\",\"num_attention_heads\":4,\"num_key_value_heads\":2,\"num_hidden_layers\":1,"
+        "\"hidden_size\":32,\"intermediate_size\":64,\"vocab_size\":300,\"head_dim\":16}");
+    fuzz_seed_text("{\"model_type\":\"mistral\",\"num_attention_heads\":4,\"num_key_value_heads\":2,"
+                   "\"num_hidden_layers\":1,\"hidden_size\":32,\"intermediate_size\":64,\"vocab_size\":300,"
+                   "\"sliding_window\":null}");
+    fuzz_seed_text(
+        "{\"model_type\":\"modern\",\"num_attention_heads\":4,\"num_key_value_heads\":4,\"num_hidden_layers\":1,"
+        "\"hidden_size\":32,\"intermediate_size\":64,\"vocab_size\":300,\"hidden_act\":\"relu2\","
+        "\"rotary_fraction\":0.5,\"softmax_scale\":0.12,\"logit_softcap\":15}");
 }

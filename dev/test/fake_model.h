@@ -61,9 +61,9 @@ static void fake_fill(Model *m, uint64_t seed) {
         for (int i = 0; i < m->table.count; i++) {
             const Param *p = &m->table.params[i];
             for (size_t k = 0; k < p->size; k++)
-                values[k] = k >= (size_t)p->file_rows * (size_t)p->cols ? 0
-                            : seed                                      ? rand_normal(seed, (uint64_t)s, p->offset + k)
-                                                                        : pattern(p->name, k);
+                values[k] = k >= (size_t)p->file_rows * (size_t)p->file_cols ? 0
+                            : seed ? rand_normal(seed, (uint64_t)s, p->offset + k)
+                                   : pattern(p->name, k);
             model_write(m, (Slot)s, p->offset, p->size, values);
         }
     }

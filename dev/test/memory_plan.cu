@@ -27,6 +27,7 @@ const HopperVariant *hopper_forward(int *count) {
     static const HopperVariant variants[] = {
         {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_GELU, 256, 1, NULL},
         {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_SWIGLU, 256, 1, NULL},
+        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_RELU2, 256, 1, NULL},
         {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ROPE, MLP_GELU, 256, 1, NULL},
     };
     *count = sizeof variants / sizeof *variants;
@@ -179,7 +180,8 @@ static double sum_of_sizes(const Planned *r) {
                  share = 1.0 / mesh.dp.world, states = total * (stage ? share : 1),
                  sharded = total - L * block * (1 - share) + 2 * block;
     double bytes = b * (stage >= 3 ? sharded : total) + b * (stage >= 2 ? sharded : total) + states_on(p, 0, states);
-    bytes += b * N * C / tp * (3 + L - leaving(p) + inside + 2 * (o->recompute < 2 ? L : 1)) + b * N * C +
+    bytes += b * N * C / tp * (3 + L - leaving(p) + inside + 2 * (o->recompute < 2 ? L : 1)) + b * N * fmax(C, H) +
+             (c->qk_norm ? b * N * W : 0) + (c->embedding_norm ? b * N * C / tp : 0) +
              inside * (b * N * (W + H + before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
     bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size,
                   N * fmax(b * ((in_place ? 0 : before) + da_apart * F + again), b * W + 4 * heads));
@@ -491,10 +493,13 @@ static void check_gathered_fp8(void) {
 }
 
 int main() {
-    const char *const models[] = {"gpt2:124M", "gpt2:124M,layers=2,channels=256,vocab=257,seq=2048",
+    const char *const models[] = {"gpt2:124M",
+                                  "gpt2:124M,layers=2,channels=256,vocab=257,seq=2048",
                                   "llama3.2:1B,layers=3,channels=512,heads=8,kv_heads=4,vocab=500,ffn=1536",
                                   "llama3:8B,layers=2,channels=1024,ffn=2776",
-                                  "qwen2.5:1.5B,layers=4,channels=512,heads=8,kv_heads=2,ffn=2048"};
+                                  "qwen2.5:1.5B,layers=4,channels=512,heads=8,kv_heads=2,ffn=2048",
+                                  "qwen3:0.6B,layers=3,channels=512,heads=8,kv_heads=4,vocab=500,ffn=1536",
+                                  "modern:d4,channels=512,heads=4,vocab=500"};
     for (const char *model : models) {
         const int before = faults, had = layouts, said = hints;
         check_model(model, 1, 1);

@@ -257,7 +257,7 @@ static inline void test_reference(const char *folder, const Options *base) {
         snprintf(name, sizeof name, "grad.%s", p->name);
         const StTensor *t = st_find(&d.file, name);
         require(t, "the debug file has no '%s'\nwrite it again with train_gpt2.py --write-debug", name);
-        const size_t size = (size_t)p->file_rows * p->cols;
+        const size_t size = (size_t)p->file_rows * p->file_cols;
         float *expected = (float *)malloc_or_die(p->size * sizeof(float)),
               *got = (float *)malloc_or_die(p->size * sizeof(float)),
               *scratch = (float *)malloc_or_die(p->size * sizeof(float));
@@ -404,7 +404,8 @@ static inline float *debug_numbers(const DebugFile *d, const ParamTable *t, size
         snprintf(name, sizeof name, "grad.%s", p->name);
         const StTensor *tensor = st_find(&d->file, name);
         require(tensor, "the debug file has no '%s'\nwrite it again with train_gpt2.py --write-debug", name);
-        param_read(&d->file, tensor, p, 0, (size_t)p->file_rows * (size_t)p->cols, all + logits + p->offset, scratch);
+        param_read(&d->file, tensor, p, 0, (size_t)p->file_rows * (size_t)p->file_cols, all + logits + p->offset,
+                   scratch);
     }
     free(read);
     free(scratch);
@@ -616,7 +617,7 @@ static inline void test_recompute(const char *folder, const Options *o) {
     free(all);
 }
 
-// The head on parts of the rows. All losses and every gradient have the same bits, but for the head's weight: its
+// The head on parts of the rows. All losses and every gradient have the same bits, but for the head's: its
 // gradient is a sum over parts, rounded after each. bound: 0 where the sum goes on in the same precision (CPU). exact:
 // 0 where a matmul's order of summation may depend on the number of rows (cuBLASLt in fp32); then losses and other
 // gradients keep the bound too.
@@ -647,7 +648,7 @@ static inline void test_head_chunks(const char *folder, const Options *whole, in
             first_wrong = -1;
         for (int p = 0; p < m.table.count && i; p++) {
             const Param *t = &m.table.params[p];
-            if (t->role == head) {
+            if (t->role == head || t->role == ROLE_HEADB) {
                 worst = fmaxf(worst, (float)difference(grads[1] + t->offset, grads[0] + t->offset, t->size).norm);
                 grads[1][t->offset] += 100 * fabsf(grads[1][t->offset]) + 1;
                 // the bound bites

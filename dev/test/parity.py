@@ -1,6 +1,7 @@
 """C, CUDA and PyTorch train the same steps from the same weights on the same data: are the loss curves the same?
 
-    .venv/bin/python dev/test/parity.py [--steps 50] [--models gpt2,llama,qwen2] [--train-data GLOB --val-data GLOB]
+    .venv/bin/python dev/test/parity.py [--steps 50] [--models gpt2,llama,qwen2,qwen3]
+        [--train-data GLOB --val-data GLOB]
 
 train_gpt2.py writes a Hugging Face folder of random weights for a small model of each family, and every trainer that
 is built here starts from it: train_gpt2.py, ./train_gpt2, and with a GPU ./train_gpt2cu and ./train_gpt2fp32cu. Data:
@@ -33,6 +34,7 @@ MODELS = {
     "gpt2": "d4,channels=128,vocab=256,seq=128",
     "llama": "llama3.1:8B,layers=4,channels=128,heads=2,kv_heads=1,ffn=344,vocab=256,seq=16384",
     "qwen2": "qwen2.5:0.5B,layers=4,channels=128,heads=2,kv_heads=1,ffn=384,vocab=256,seq=128",
+    "qwen3": "qwen3:0.6B,layers=4,channels=96,heads=2,kv_heads=1,head_dim=64,ffn=384,vocab=256,seq=128",
 }
 B, T, MICRO_STEPS, RATE = 4, 64, 2, 4e-4
 # Largest difference of a step's loss, of the validation loss, and relative difference of the gradient norm, by

@@ -31,33 +31,37 @@ static void say_samples(int V, double temperature, uint64_t seed, uint64_t step,
     }
 }
 
+static void say_table(const char *name) {
+    Config c;
+    int vocab_given = config_parse(name, &c);
+    ParamTable t = params_table(&c);
+    printf("= %s %d %s %d %d %d %d %d %d %d %d %.9g %d %.9g %.9g %.9g %.9g %d %d %d %d %d %d %d %.9g %.9g %d "
+           "%d %.9g\n",
+           name, vocab_given, c.model_type, c.num_layers, c.channels, c.num_heads, c.num_kv_heads, c.ffn_dim,
+           c.vocab_size, c.max_seq_len, c.norm == NORM_LAYER, (double)c.norm_eps, c.position == POSITION_LEARNED,
+           (double)c.rope_theta, (double)c.rope_factor, (double)c.rope_low_freq_factor, (double)c.rope_high_freq_factor,
+           c.rope_original_len, c.mlp, c.qkv_bias, c.linear_bias, c.tied, c.head_dim, c.qk_norm,
+           (double)c.rotary_fraction, (double)c.softmax_scale, c.embedding_norm, c.head_bias, (double)c.logit_softcap);
+    for (int i = 0; i < t.count; i++) {
+        const Param *p = &t.params[i];
+        printf("%s %d %d %d %d %d %d %.9g\n", p->name, p->unit, p->file_rows, p->file_cols, p->is_vector, p->transposed,
+               (int)p->decay, (double)p->init_std);
+    }
+    params_free(&t);
+}
+
 int main(int argc, char **argv) {
     (void)argc;
     const char *what = argv[1];
     Config c;
     if (!strcmp(what, "table")) {  // of each model named
-        for (char **name = argv + 2; *name; name++) {
-            int vocab_given = config_parse(*name, &c);
-            ParamTable t = params_table(&c);
-            printf("= %s %d %s %d %d %d %d %d %d %d %d %.9g %d %.9g %.9g %.9g %.9g %d %d %d %d %d\n", *name,
-                   vocab_given, c.model_type, c.num_layers, c.channels, c.num_heads, c.num_kv_heads, c.ffn_dim,
-                   c.vocab_size, c.max_seq_len, c.norm == NORM_LAYER, (double)c.norm_eps,
-                   c.position == POSITION_LEARNED, (double)c.rope_theta, (double)c.rope_factor,
-                   (double)c.rope_low_freq_factor, (double)c.rope_high_freq_factor, c.rope_original_len,
-                   c.mlp == MLP_GELU, c.qkv_bias, c.linear_bias, c.tied);
-            for (int i = 0; i < t.count; i++) {
-                const Param *p = &t.params[i];
-                printf("%s %d %d %d %d %d %d %.9g\n", p->name, p->unit, p->file_rows, p->cols, p->is_vector,
-                       p->transposed, (int)p->decay, (double)p->init_std);
-            }
-            params_free(&t);
-        }
+        for (char **name = argv + 2; *name; name++) say_table(*name);
     } else if (!strcmp(what, "init")) {
         // model, seed: all values of all tensors, those of the vocabulary's padding left out
         config_parse(argv[2], &c);
         ParamTable t = params_table(&c);
         for (int i = 0; i < t.count; i++) {
-            size_t n = (size_t)t.params[i].file_rows * (size_t)t.params[i].cols;
+            size_t n = (size_t)t.params[i].file_rows * (size_t)t.params[i].file_cols;
             float *values = (float *)malloc_or_die(n * sizeof(float));
             param_init(&t, i, strtoull(argv[3], NULL, 10), 0, n, values);
             fwrite(values, sizeof(float), n, stdout);

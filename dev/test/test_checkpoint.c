@@ -80,6 +80,11 @@ static const struct {
     {"llama2", "llama2:7B,layers=1,channels=32,heads=2,ffn=40,vocab=256,seq=64"},
     {"qwen2.5", "qwen2.5:0.5B,layers=2,channels=64,heads=4,kv_heads=2,ffn=96,vocab=300,seq=64"},
     {"qwen2.5-untied", "qwen2.5:7B,layers=1,channels=32,heads=2,kv_heads=2,ffn=40,vocab=300,seq=64"},
+    {"qwen3", "qwen3:0.6B,layers=2,channels=64,heads=4,kv_heads=2,head_dim=32,ffn=96,vocab=300,seq=64"},
+    {"qwen3-untied", "qwen3:32B,layers=1,channels=32,heads=2,kv_heads=1,ffn=40,vocab=300,seq=64"},
+    {"modern", "modern:d2,channels=32,heads=2,head_dim=24,ffn=40,vocab=300,seq=64"},
+    {"llama-wide", "llama2:7B,layers=1,channels=32,heads=2,head_dim=24,ffn=40,vocab=256,seq=64"},
+    {"mistral", "mistral:7B,layers=1,channels=32,heads=2,kv_heads=1,head_dim=24,ffn=40,vocab=300,seq=64"},
 };
 enum { NUM_MODELS = sizeof models / sizeof *models };
 static Config config_of(const char *name) {
@@ -196,7 +201,7 @@ static void write_foreign(const Model *m, Oddity odd) {
             const Param *p = &m->table.params[i < real ? i : 0];  // the head is the embedding again
             model_read(m, SLOT_WEIGHT, p->offset, p->size, values);
             const ParamFile file = {NULL, NULL, &w, i};
-            param_move(&file, p, 0, (size_t)p->file_rows * (size_t)p->cols, values, scratch);
+            param_move(&file, p, 0, (size_t)p->file_rows * (size_t)p->file_cols, values, scratch);
             memset(scratch, 0, 1 << 20);
         }
     }
@@ -790,7 +795,7 @@ static void test_kill(Model *m) {
     int reads = 0, safe = 0, kills = 0;
     for (int i = 0; i < newer.table.count; i++) {
         const Param *p = &newer.table.params[i];
-        for (size_t at = 0, size = (size_t)p->file_rows * (size_t)p->cols; at < size;
+        for (size_t at = 0, size = (size_t)p->file_rows * (size_t)p->file_cols; at < size;
              at += param_piece(p, at, size - at))
             reads += 2 + 1 + newer.master;
     }

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ["gpt2", "gpt2-untied", "gpt2-odd", "llama3.1", "llama3.2-tied", "llama2", "qwen2.5", "qwen2.5-untied"]
+MODELS += ["qwen3", "qwen3-untied", "mistral"]
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 

@@ -236,16 +236,20 @@ def parameters(c):
         get("n_inner", "intermediate_size"),
     )
     up = lambda n, to: -(-n // to) * to
-    W, Vp = C + 2 * c.get("num_key_value_heads", NH) * (C // NH), up(c["vocab_size"], 128)
-    vectors = 6 * C + W + F if gpt2 else 2 * C + (W if c["model_type"] == "qwen2" else 0)  # norms and biases
-    block = W * C + C * C + (2 if gpt2 else 3) * F * C + vectors
+    HD, qwen3 = c.get("head_dim", C // NH), c["model_type"] == "qwen3"
+    H, W, Vp = NH * HD, (NH + 2 * c.get("num_key_value_heads", NH)) * HD, up(c["vocab_size"], 128)
+    # norms and biases
+    vectors = 6 * C + W + F if gpt2 else 2 * C + (W if c["model_type"] == "qwen2" else 2 * HD * qwen3)
+    block = W * C + H * C + (2 if gpt2 else 3) * F * C + vectors
     unit = 8 * 5 * 7 * 3 * 128
     P = (
         up(Vp * C + (c["n_positions"] * C if gpt2 else 0), unit)
         + L * up(block, unit)
         + up((0 if c["tie_word_embeddings"] else Vp * C) + (2 if gpt2 else 1) * C, unit)
     )
-    return dict(L=L, C=C, NH=NH, F=F, W=W, Vp=Vp, P=P, inside=W + (F if gpt2 else 3 * F), before=F if gpt2 else 2 * F)
+    once = 3 * C + max(C, H) + W * qwen3
+    inside, before = W + (F if gpt2 else 3 * F), F if gpt2 else 2 * F
+    return dict(L=L, C=C, H=H, NH=NH, F=F, W=W, Vp=Vp, P=P, once=once, inside=inside, before=before)
 
 
 def memory(s, N, b, gpu, recompute=0, saves=0, cached=0, chunks=0, state=4):
@@ -257,7 +261,7 @@ def memory(s, N, b, gpu, recompute=0, saves=0, cached=0, chunks=0, state=4):
         * (
             4 * s["C"]
             + s["W"]
-            + s["C"]
+            + s["H"]
             + s["before"]
             + s["F"]
             - (s["F"] if r >= 1 else 0)
@@ -275,8 +279,8 @@ def memory(s, N, b, gpu, recompute=0, saves=0, cached=0, chunks=0, state=4):
     copies = 4 + 2 * state if saves else 0
     return (
         (8 + 2 * state + copies) * s["P"]
-        + cached * s["L"] * (s["W"] - s["C"]) * b
-        + N * (layers + b * (4 * s["C"] - again))
+        + cached * s["L"] * (s["W"] - s["H"]) * b
+        + N * (layers + b * (s["once"] - again))
         + (max(inside, logits) if gpu else inside + logits)
     ) / 2**30
 
@@ -286,6 +290,7 @@ SMALL = {
     "llama": "llama3:8B,layers=3,channels=256,heads=4,kv_heads=2,vocab=512,seq=128",
     "llama tied": "llama3.2:1B,layers=2,channels=512,heads=8,kv_heads=2,vocab=300,seq=128",
     "qwen": "qwen2.5:1.5B,layers=2,channels=256,heads=4,kv_heads=2,vocab=400,seq=128",
+    "qwen3": "qwen3:0.6B,layers=2,channels=192,heads=4,kv_heads=2,head_dim=96,vocab=400,seq=128",
 }
 
 
@@ -350,7 +355,7 @@ def test_the_gpu_trainers_table(tmp_path):
         tmp_path / "memory_plan",
         *words["CUDA_LIBS"],
     )
-    assert "21 passed, 0 failed" in succeeds(tmp_path / "memory_plan")
+    assert "23 passed, 0 failed" in succeeds(tmp_path / "memory_plan")
 
 
 def test_memory_on_a_gpu():

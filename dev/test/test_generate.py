@@ -27,6 +27,7 @@ MODELS = {
     "llama3": "llama3:8B,layers=2,channels=64,heads=4,kv_heads=2,vocab=300,seq=64",
     "llama3.2": "llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=1,vocab=300,seq=64",
     "qwen2.5": "qwen2.5:1.5B,layers=2,channels=64,heads=2,kv_heads=2,vocab=300,seq=64",
+    "qwen3": "qwen3:0.6B,layers=2,channels=64,heads=4,kv_heads=2,head_dim=32,vocab=300,seq=64",
 }
 
 

@@ -112,6 +112,8 @@ GRAPHS = {
     "one micro-step": ["-b", "16"],
     "least memory": ["--recompute", "3", "--head-chunks", "3", "--state-dtype", "bf16", "--master-weights", "0"],
     "llama3.2": ["-e", "llama3.2:1B,layers=2,channels=256,heads=4,kv_heads=2,vocab=256,seq=64"],
+    "qwen3": ["-e", "qwen3:0.6B,layers=2,channels=192,heads=4,kv_heads=2,head_dim=64,vocab=256,seq=64"],
+    "modern": ["-e", "modern:d2,channels=192,heads=3,head_dim=64,vocab=256,seq=64"],
     "odd sizes": [
         "-e",
         "qwen2.5:0.5B,layers=3,channels=192,heads=3,kv_heads=1,vocab=257,seq=64",
@@ -478,6 +480,14 @@ SHARED = {
         f"llama3.2:1B,layers=2,channels={64 * HEADS},heads={HEADS},"
         f"kv_heads={max(HEADS // 4, 1)},vocab=256,ffn=256,seq=64",
     ],
+    "qwen3": [
+        "-l",
+        "3e-4",
+        "-e",
+        f"qwen3:0.6B,layers=2,channels={32 * HEADS},heads={HEADS},"
+        f"kv_heads={max(HEADS // 2, 1)},head_dim=64,vocab=256,ffn=256,seq=64",
+    ],
+    "modern": ["-l", "3e-4", "-e", f"modern:d2,channels={64 * HEADS},heads={HEADS},head_dim=64,vocab=256,seq=64"],
 }
 
 

@@ -22,12 +22,14 @@ from test_datasets import hub  # noqa: E402, F401
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev/eval"))
+sys.path.insert(0, str(ROOT))
 import hf  # noqa: E402
+import train_gpt2  # noqa: E402
 import data_common  # noqa: E402
 import tokenizer_json  # noqa: E402
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-FAMILIES = ["gpt2", "llama3.1", "llama3.2-tied", "qwen2.5"]
+FAMILIES = ["gpt2", "llama3.1", "llama3.2-tied", "mistral", "qwen2.5", "qwen3"]
 
 
 def run(*arguments, fails=None, **how):
@@ -183,7 +185,10 @@ def test_old_gpt2_files(program, tmp_path, monkeypatch, kind):  # noqa: F811
             ["rope_type is 'dynamic'"],
         ),
         ("llama2", {"attention_bias": True}, ["attention_bias is true"]),
-        ("llama2", {"head_dim": 64}, ["head_dim 64"]),
+        ("llama2", {"head_dim": 12}, ["head dimension 12"]),
+        ("llama2", {"head_dim": 64}, ["self_attn.q_proj.weight is (32, 32), not (128, 32)"]),
+        ("qwen3", {"attention_bias": True}, ["attention_bias is true"]),
+        ("mistral", {"sliding_window": 32}, ["sliding_window is 32, less than the context of 64"]),
         ("llama2", {"hidden_act": "gelu"}, ["hidden_act is 'gelu'"]),
         ("llama2", {"quantization_config": {"bits": 4}}, ["quantised"]),
         ("gpt2", {"activation_function": "relu"}, ["activation_function is 'relu'"]),
@@ -467,6 +472,10 @@ def test_bad_llmc_bin(program, tmp_path, monkeypatch, capfd, model, spoil, words
         ("gpt2-untied", "tie_word_embeddings false"),
         ("gpt2-odd", "n_inner"),
         ("qwen2.5", "model_type qwen2"),
+        ("qwen3", "model_type qwen3"),
+        ("mistral", "model_type mistral"),
+        ("modern", "model_type modern"),
+        ("llama-wide", "head_dim"),
         ("llama3.2-tied", ["tie_word_embeddings true", "rope_scaling"]),
     ],
 )
@@ -949,6 +958,71 @@ def test_verify(program, tmp_path, capfd, model, dtype):  # noqa: F811
     assert "by transformers" in out and "they agree" in out
 
 
+# hidden_size, heads, intermediate_size, tied of the published config.json files; all have 8 heads of keys and values,
+# of 128
+QWEN3 = {
+    "0.6B": (1024, 16, 3072, True),
+    "1.7B": (2048, 16, 6144, True),
+    "4B": (2560, 32, 9728, True),
+    "8B": (4096, 32, 12288, False),
+    "14B": (5120, 40, 17408, False),
+    "32B": (5120, 64, 25600, False),
+}
+
+
+@pytest.mark.parametrize("size, part", [("0.6B", 1), *((size, 8) for size in QWEN3)])
+def test_qwen3_of_transformers(tmp_path, monkeypatch, capfd, size, part):
+    """Random weights of transformers, with gains that differ: equal logits here, and back bit for bit. The widths of
+    each size, or an eighth of them."""
+    channels, heads, ffn, tied = QWEN3[size]
+    torch.manual_seed(5)
+    config = transformers().Qwen3Config(
+        hidden_size=channels // part,
+        num_attention_heads=heads // part,
+        num_key_value_heads=8 // part,
+        intermediate_size=ffn // part,
+        tie_word_embeddings=tied,
+        num_hidden_layers=2,
+        vocab_size=320,
+        max_position_embeddings=128,
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    )
+    model = transformers().Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.mul_(1 + torch.randn(weight.shape))
+    model.save_pretrained(tmp_path / "theirs")
+    main(monkeypatch, "import", tmp_path / "theirs", tmp_path / "ours", "--verify")
+    out = capfd.readouterr().out
+    assert "by transformers" in out and "they agree" in out
+    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "ours", local_files_only=True)
+    theirs = model.state_dict()
+    assert type(again) is type(model) and all(t.equal(theirs[name]) for name, t in again.state_dict().items())
+    preset = train_gpt2.config_parse(f"qwen3:{size}")[0]
+    assert (preset.channels, preset.num_heads, preset.ffn_dim, preset.tied) == QWEN3[size]
+    assert (preset.num_kv_heads, preset.head_dim, preset.vocab_size, preset.rope_theta) == (8, 128, 151936, 1e6)
+
+
+def test_modern_in_and_out(program, tmp_path, monkeypatch, capfd):  # noqa: F811
+    """transformers has no such model: train_gpt2.py is the other side."""
+    ours = write(program, tmp_path, "modern", "fp32")
+    main(monkeypatch, "import", ours, tmp_path / "new", "--verify")
+    out = capfd.readouterr().out
+    assert "by train_gpt2.py" in out and "they agree" in out
+    assert weights_of(tmp_path / "new") == weights_of(ours)
+    assert (tmp_path / "new/config.json").read_bytes() == (ours / "config.json").read_bytes()
+    refuses(monkeypatch, capfd, "hidden_act is 'silu'", "check", edited(ours, {"hidden_act": "silu"}))
+    refuses(
+        monkeypatch, capfd, "rotary fraction 1.5", "check", edited(ours, {"hidden_act": None, "rotary_fraction": 1.5})
+    )
+
+
+def edited(folder, change):
+    edit(folder / "config.json", change)
+    return folder
+
+
 @pytest.mark.parametrize("model", FAMILIES)
 def test_verify_sees_one_wrong_weight(program, tmp_path, model, capfd):  # noqa: F811
     good, bad = write(program, tmp_path / "a", model, "fp32"), write(program, tmp_path / "b", model, "fp32")
@@ -970,9 +1044,9 @@ def test_verify_of_weights_that_are_not_finite(program, tmp_path, monkeypatch, c
 
 def test_verify_without_transformers(program, tmp_path, monkeypatch, capfd):  # noqa: F811
     monkeypatch.setitem(sys.modules, "transformers", None)
-    for model in FAMILIES:
+    for model in [*FAMILIES, "modern"]:
         hf.verify(str(write(program, tmp_path / model, model, "fp32")))
     out = capfd.readouterr().out
-    assert out.count("by train_gpt2.py") == out.count("they agree") == len(FAMILIES)
+    assert out.count("by train_gpt2.py") == out.count("they agree") == len(FAMILIES) + 1
     main(monkeypatch, "check", write(program, tmp_path / "again", "gpt2", "fp32"), "--verify")
     assert "they agree" in capfd.readouterr().out

@@ -18,8 +18,11 @@ static int same_config(const Config *a, const Config *b) {
            a->norm == b->norm && a->norm_eps == b->norm_eps && a->position == b->position &&
            a->rope_theta == b->rope_theta && a->rope_factor == b->rope_factor &&
            a->rope_low_freq_factor == b->rope_low_freq_factor && a->rope_high_freq_factor == b->rope_high_freq_factor &&
-           a->rope_original_len == b->rope_original_len && a->mlp == b->mlp && a->qkv_bias == b->qkv_bias &&
-           a->linear_bias == b->linear_bias && a->tied == b->tied;
+           a->rope_original_len == b->rope_original_len && a->qk_norm == b->qk_norm && a->mlp == b->mlp &&
+           a->qkv_bias == b->qkv_bias && a->linear_bias == b->linear_bias && a->tied == b->tied &&
+           a->rotary_fraction == b->rotary_fraction && a->softmax_scale == b->softmax_scale &&
+           a->embedding_norm == b->embedding_norm && a->head_bias == b->head_bias &&
+           a->logit_softcap == b->logit_softcap && a->init == b->init;
 }
 static Config config_of_text(const char *text) {
     write_text(text);
@@ -32,11 +35,20 @@ static void read_config_text(void *text) { config_of_text((const char *)text); }
 #define QWEN2 \
     "\"model_type\":\"qwen2\",\"hidden_size\":64,\"num_attention_heads\":4,\"num_key_value_heads\":2,\"num_hidden_" \
     "layers\":2,\"intermediate_size\":96,\"vocab_size\":300"
+#define MISTRAL \
+    "\"model_type\":\"mistral\",\"hidden_size\":64,\"num_attention_heads\":4,\"num_key_value_heads\":2,\"num_hidden_" \
+    "layers\":2,\"intermediate_size\":96,\"vocab_size\":300"
+#define QWEN3 \
+    "\"model_type\":\"qwen3\",\"hidden_size\":64,\"num_attention_heads\":4,\"num_key_value_heads\":2,\"num_hidden_" \
+    "layers\":2,\"intermediate_size\":96,\"vocab_size\":300"
 #define GPT2 "\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":2,\"n_layer\":2,\"vocab_size\":300"
 
 static void test_good(void) {
-    const char *presets[] = {"gpt2:124M",    "gpt2:1558M",  "d6,vocab=256", "gpt3:c2048",   "llama2:7B",  "llama3:8B",
-                             "llama3.1:70B", "llama3.2:1B", "llama3.2:3B",  "qwen2.5:0.5B", "qwen2.5:72B"};
+    const char *presets[] = {
+        "gpt2:124M",   "gpt2:1558M",           "d6,vocab=256", "gpt3:c2048",  "llama2:7B",
+        "llama3:8B",   "llama3.1:70B",         "llama3.2:1B",  "llama3.2:3B", "qwen2.5:0.5B",
+        "qwen2.5:72B", "mistral:7B",           "qwen3:0.6B",   "qwen3:32B",   "llama2:7B,head_dim=64",
+        "modern:124M", "modern:d5,head_dim=64"};
     for (size_t i = 0; i < sizeof presets / sizeof *presets; i++) {
         Config c, back;
         config_parse(presets[i], &c);
@@ -69,6 +81,16 @@ static void test_good(void) {
     check(d.rope_theta == 1e6f && d.rope_factor == 0 && d.qkv_bias && d.tied && !d.linear_bias &&
               strcmp(d.model_type, "qwen2") == 0,
           "Qwen2.5 with an unused sliding window");
+    d = config_of_text("{" MISTRAL ",\"sliding_window\":null,\"head_dim\":null}");
+    check(d.num_kv_heads == 2 && d.head_dim == 16 && d.max_seq_len == 131072 && d.rope_theta == 10000 && !d.qk_norm &&
+              strcmp(d.model_type, "mistral") == 0,
+          "Mistral without a window");
+    d = config_of_text("{" MISTRAL ",\"sliding_window\":4096,\"max_position_embeddings\":4096}");
+    check(d.max_seq_len == 4096, "Mistral whose window is as long as the context");
+    d = config_of_text("{" QWEN3 "}");
+    check(d.head_dim == 128 && d.qk_norm == QK_NORM_GAINS && d.num_kv_heads == 2 && d.rope_theta == 10000 &&
+              d.norm_eps == 1e-6f && !d.qkv_bias && !d.tied,
+          "Qwen3 with transformers' defaults");
 }
 static void test_refused(void) {
     const struct {
@@ -76,7 +98,10 @@ static void test_refused(void) {
     } bad[] = {
         {"no JSON", "{", "cannot read"},
         {"no model_type", "{}", "model_type is 'missing'"},
-        {"another family", "{\"model_type\":\"mistral\"}", "model_type is 'mistral'"},
+        {"another family", "{\"model_type\":\"mixtral\"}", "model_type is 'mixtral'"},
+        {"a window", "{" MISTRAL "}", "sliding_window is 4096, less than the context of 131072"},
+        {"attention bias on Qwen3", "{" QWEN3 ",\"attention_bias\":true}", "attention_bias is true"},
+        {"sliding window on Qwen3", "{" QWEN3 ",\"use_sliding_window\":true}", "use_sliding_window is true"},
         {"a key missing", "{\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":2,\"vocab_size\":300}", "has no n_layer"},
         {"a text for a number", "{" GPT2 ",\"n_positions\":\"24\"}", "n_positions is no whole number"},
         {"a negative size", "{\"model_type\":\"gpt2\",\"n_embd\":-32,\"n_head\":2,\"n_layer\":2,\"vocab_size\":300}",
@@ -115,7 +140,8 @@ static void test_refused(void) {
         {"rope by layer", "{" LLAMA ",\"rope_parameters\":{\"full_attention\":{\"rope_type\":\"default\"}}}",
          "rope differs between layers"},
         {"half of the dimensions rotated", "{" LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5"},
-        {"a head dimension of its own", "{" LLAMA ",\"head_dim\":32}", "head_dim 32"},
+        {"a head dimension without a kernel", "{" LLAMA ",\"head_dim\":12}", "head dimension 12"},
+        {"a head dimension beyond memory", "{" LLAMA ",\"head_dim\":262152}", "4 heads of 262152"},
         {"quantised weights", "{" LLAMA ",\"quantization_config\":{\"bits\":4}}", "quantised"},
         {"a number for tie_word_embeddings", "{" LLAMA ",\"tie_word_embeddings\":1}", "neither true nor false"},
     };

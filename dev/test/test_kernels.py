@@ -252,6 +252,7 @@ def test_options(tmp_path):
 # What the ladders time, at sizes that a CPU does at once.
 HEADS = dict(B=2, T=16, NH=4, NKV=2, HD=16)
 TOKENS = dict(B=2, T=8, C=16, Vp=50)
+CLASSIFIER = ("forward only", "forward and dlogits", "forward and dlogits, softcap", "loss_sum")
 KERNELS = (
     [(f"attention {path} {way}", HEADS) for path in ("wgmma", "mma.sync") for way in ("forward", "backward")]
     + [("attention wgmma backward, rotated", HEADS), ("attention_decode one token", HEADS | {"S": 2})]
@@ -274,9 +275,9 @@ KERNELS = (
         for what in ("forward", "forward with residual", "backward")
     ]
     + [("norm LayerNorm backward with column sums", dict(N=8, C=16))]
-    + [(f"rope {way}", HEADS) for way in ("forward", "backward")]
+    + [(f"{kernel} {way}", HEADS) for kernel in ("rope", "qk_norm") for way in ("forward", "backward")]
     + [(f"rope q, k, v product, {how}", HEADS | {"C": 16}) for how in ("then forward", "rotated")]
-    + [(f"classifier {what}", dict(N=8, V=50, Vp=64)) for what in ("forward only", "forward and dlogits", "loss_sum")]
+    + [(f"classifier {what}", dict(N=8, V=50, Vp=64)) for what in CLASSIFIER]
     + [
         (f"embedding {way}", TOKENS | dict(skew=skew, positions=positions))
         for way in ("forward", "backward")
@@ -363,6 +364,8 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
     [
         ("attention_mma", (), 118),
         ("attention_hopper", (), 38),
+        ("qk_norm", (), 10),
+        ("qk_norm", ("-DFLOAT",), 10),
         ("decode", (), 18),
         ("decode", ("-DPRECISION_FP32",), 2),
         ("draw_on_cpu", ("-pthread",), 34),

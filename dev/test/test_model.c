@@ -71,6 +71,7 @@ static void test_head(const char *folder, const Options *o) {
           *out = (float *)malloc_or_die(area(rows, l.out) * sizeof(float));
     Fp8Counts counts[NUM_FP8_TENSORS];
     l.w.weight = weight;
+    l.w.bias = NULL;
     model_fp8_begin(&m);
     linear_product(&l, out, NULL, inp, rows);
     model_fp8_end(&m, counts);

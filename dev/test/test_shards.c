@@ -89,7 +89,7 @@ static void test_model(const char *text) {
         copy.slots[s] = (float *)malloc_or_die(m.table.total * sizeof(float));
         for (int i = 0; i < m.table.count; i++) {
             const Param *p = &m.table.params[i];  // zeros in the padding of the vocabulary, as in a trainer
-            for (size_t k = 0; k < (size_t)p->file_rows * (size_t)p->cols; k++)
+            for (size_t k = 0; k < (size_t)p->file_rows * (size_t)p->file_cols; k++)
                 m.slots[s][p->offset + k] = rand_normal((uint64_t)s, 5, p->offset + k);
         }
     }
@@ -149,7 +149,7 @@ static void test_layout(const char *text, int dp, int tp) {
         whole.slots[s] = (float *)calloc_or_die(whole.table.total * sizeof(float));
         for (int i = 0; i < whole.table.count; i++) {
             const Param *p = &whole.table.params[i];
-            for (size_t k = 0; k < (size_t)p->file_rows * (size_t)p->cols; k++)
+            for (size_t k = 0; k < (size_t)p->file_rows * (size_t)p->file_cols; k++)
                 whole.slots[s][p->offset + k] = rand_normal((uint64_t)s, 5, p->offset + k);
         }
     }
@@ -209,7 +209,7 @@ static void test_overlap(void) {
         m.slots[k] = (float *)calloc_or_die(bytes);
         m.copies[k] = (float *)calloc_or_die(bytes);
         for (int i = 0; i < m.table.count; i++)
-            for (size_t j = 0; j < (size_t)m.table.params[i].file_rows * (size_t)m.table.params[i].cols; j++)
+            for (size_t j = 0; j < (size_t)m.table.params[i].file_rows * (size_t)m.table.params[i].file_cols; j++)
                 m.slots[k][m.table.params[i].offset + j] = rand_normal((uint64_t)k, 9, m.table.params[i].offset + j);
     }
     s.step = 5;

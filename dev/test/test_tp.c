@@ -27,7 +27,8 @@ static int expected_place(const Config *c, const Param *p, int tp, int index, in
     *copies = 1;
     switch (p->role) {
     case ROLE_WTE:
-    case ROLE_HEADW: return index * (int)round_up((size_t)c->vocab_size, 128 * (size_t)tp) / tp + at;
+    case ROLE_HEADW:
+    case ROLE_HEADB: return index * (int)round_up((size_t)c->vocab_size, 128 * (size_t)tp) / tp + at;
     case ROLE_FCW:
     case ROLE_FCB:
     case ROLE_FCPROJW: return index * (c->ffn_dim / tp) + at;
@@ -136,7 +137,7 @@ static void test_counted(const char *name, int dp, int tp) {
     params_free(&whole);
 }
 
-static void test_classifier(void) {
+static void test_classifier(float softcap) {
     enum { N = 40, V = 700, Vp = 768, RANKS = 3 };
     static float logits[N * Vp], same[N * Vp], parts[RANKS][N * Vp / RANKS], losses[N], losses_one[N], losses_three[N];
     static LogitSums sums[RANKS * N];
@@ -147,16 +148,17 @@ static void test_classifier(void) {
         logits[i] = same[i] = parts[i % Vp / (Vp / RANKS)][i / Vp * (Vp / RANKS) + i % (Vp / RANKS)] =
             i % Vp < V ? 5 * rand_normal(3, 1, (uint64_t)i) + (i / Vp % 2 && i % Vp >= Vp / RANKS ? 150 : 0) : 0;
     for (int n = 0; n < N; n++) targets[n] = n % 7 == 3 ? -1 : (n * 131) % V;
-    classifier_cpu(logits, losses, targets, 0.3f, N, V, Vp, 1);
-    classifier_sums_cpu(sums, same, targets, 0, N, V, Vp);
-    classifier_ranks_cpu(same, losses_one, sums, targets, 0.3f, 1, 0, N, V, Vp, 1);
+    classifier_cpu(logits, losses, targets, 0.3f, N, V, Vp, 1, softcap);
+    classifier_sums_cpu(sums, same, targets, 0, N, V, Vp, softcap);
+    classifier_ranks_cpu(same, losses_one, sums, targets, 0.3f, 1, 0, N, V, Vp, 1, softcap);
     check(memcmp(logits, same, sizeof logits) == 0 && memcmp(losses, losses_one, sizeof losses) == 0,
-          "the classifier of a split vocabulary, on one rank: the same bits");
+          "the classifier of a split vocabulary, softcap %g, on one rank: the same bits", (double)softcap);
     for (int r = 0; r < RANKS; r++)
-        classifier_sums_cpu(sums + r * N, parts[r], targets, r, N, min_int(V - r * Vp / RANKS, Vp / RANKS), Vp / RANKS);
+        classifier_sums_cpu(sums + r * N, parts[r], targets, r, N, min_int(V - r * Vp / RANKS, Vp / RANKS), Vp / RANKS,
+                            softcap);
     for (int r = 0; r < RANKS; r++) {
         classifier_ranks_cpu(parts[r], losses_three, sums, targets, 0.3f, RANKS, r, N,
-                             min_int(V - r * Vp / RANKS, Vp / RANKS), Vp / RANKS, 1);
+                             min_int(V - r * Vp / RANKS, Vp / RANKS), Vp / RANKS, 1, softcap);
         for (int n = 0; n < N; n++) worst_loss = fmax(worst_loss, fabs(losses[n] - losses_three[n]));
         for (int i = 0; i < N * Vp / RANKS; i++)
             worst =
@@ -184,15 +186,18 @@ int main(void) {
                             "llama3:8B,layers=1,channels=96,heads=12,kv_heads=4,ffn=96,vocab=700,seq=64",
                             "llama3.2:1B,layers=1,channels=64,heads=8,kv_heads=1,ffn=64,vocab=256,seq=64",
                             "llama3:8B,layers=1,channels=96,heads=12,kv_heads=3,ffn=288,vocab=257,seq=64",
-                            "qwen2.5:1.5B,layers=1,channels=64,heads=8,kv_heads=2,ffn=192,vocab=1000,seq=64"};
-    for (int i = 0; i < 6; i++) {
+                            "qwen2.5:1.5B,layers=1,channels=64,heads=8,kv_heads=2,ffn=192,vocab=1000,seq=64",
+                            "qwen3:0.6B,layers=1,channels=64,heads=8,kv_heads=2,head_dim=16,ffn=192,vocab=1000,seq=64",
+                            "modern:d1,heads=8,head_dim=16,vocab=700,seq=64"};
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
         const Config c = config_of(models[i]);
         for (int tp = 1; tp <= 8; tp++)
             if (divides(&c, tp)) test_split(models[i], tp);
     }
     test_counted("llama3.2:1B,layers=1,channels=64,heads=8,kv_heads=2,ffn=64,vocab=256,seq=64", 3, 4);
     test_counted("gpt2:124M,layers=1,channels=64,heads=8,vocab=128,seq=24,tied=0", 1, 2);
-    test_classifier();
+    test_classifier(0);
+    test_classifier(15);
     const struct {
         Refused what;
         const char *expected;

@@ -35,6 +35,8 @@ MODELS = {
     "llama3-2": "llama3:8B,layers=2,channels=96,heads=12,kv_heads=2,vocab=300,ffn=96,seq=24",
     "llama3.2": "llama3.2:1B,layers=2,channels=96,heads=12,kv_heads=4,vocab=300,ffn=96,seq=24",
     "qwen2.5": "qwen2.5:1.5B,layers=2,channels=96,heads=12,kv_heads=1,vocab=256,ffn=96,seq=24",
+    "modern": "modern:d2,channels=96,heads=12,head_dim=16,vocab=300,ffn=96,seq=24",
+    "qwen3": "qwen3:0.6B,layers=2,channels=96,heads=12,kv_heads=2,head_dim=16,vocab=256,ffn=96,seq=24",
 }
 
 
@@ -50,10 +52,10 @@ def tp_ranks():
 @pytest.mark.parametrize(
     "ranks, tp, models",
     [
-        (2, 2, ("gpt2", "gpt2-untied", "llama3-2", "qwen2.5")),
+        (2, 2, ("gpt2", "gpt2-untied", "llama3-2", "qwen2.5", "qwen3", "modern")),
         (3, 3, ("gpt2", "llama3-3", "qwen2.5")),
-        (4, 4, ("gpt2-untied", "llama3-2", "llama3.2", "qwen2.5")),
-        (4, 2, ("gpt2", "llama3-2", "qwen2.5")),
+        (4, 4, ("gpt2-untied", "llama3-2", "llama3.2", "qwen2.5", "qwen3", "modern")),
+        (4, 2, ("gpt2", "llama3-2", "qwen2.5", "qwen3")),
         (6, 3, ("llama3-3",)),
     ],
     ids=["1x2", "1x3", "1x4", "2x2", "2x3"],

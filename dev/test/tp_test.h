@@ -62,6 +62,12 @@ static inline void take(const Param *p, float *out, const float *whole) {
         out[e] = q ? whole[param_whole(p, q, e)] : 0;
     }
 }
+// Matrices that begin with zeros would hide what is computed before them.
+static inline void init_all(Model *m) {
+    for (Param *p = m->table.params; p < m->table.params + m->table.count; p++)
+        if (p->init_std == 0 && !p->is_vector) p->init_std = 0.1f;
+    init_weights(m, TP_SEED);
+}
 // A bound for what is all zeros cannot bite; there it is equality.
 static inline void compare(const char *name, float *ours, const float *expected, size_t n, Difference bound,
                            Difference *worst) {
@@ -140,7 +146,7 @@ static inline TpRun train_steps(const Config *c, const Options *o, const Mesh *m
     const int groups = one ? batch_of(one) / TP_B : mesh->dp.world, first = mesh->dp.rank * TP_B * TP_T;
     memset(&r, 0, sizeof r);
     model_open(&m, c, o, mesh);
-    init_weights(&m, TP_SEED);
+    init_all(&m);
     model_tune(&m);
     for (int step = 0; step < TP_STEPS; step++) {
         float loss, norm;
@@ -178,7 +184,7 @@ static inline void check_copies(const Config *c, const Options *o, const Mesh *m
     bf16_states.state_dtype = "bf16";
     bf16_states.master_weights = 0;  // so that weights in bf16 are rounded stochastically as well
     model_open(&m, c, &bf16_states, mesh);
-    init_weights(&m, TP_SEED);
+    init_all(&m);
     for (int step = 0; step < 2; step++) {
         fill_tokens(tokens, targets, mesh->dp.world * TP_B, c->vocab_size, step);
         model_micro_step(&m, tokens + mesh->dp.rank * TP_B * TP_T, targets + mesh->dp.rank * TP_B * TP_T, 0, 1);
@@ -234,7 +240,7 @@ static inline void test_tp(const char *model, const Mesh *mesh, const TpBounds *
     o.head_chunks = 1;
     o.batch_size = TP_B * mesh->dp.world;
     model_open(&one, &c, &o, &alone);
-    init_weights(&one, TP_SEED);
+    init_all(&one);
     model_decode_open(&one, 2, TP_T, c.vocab_size);
     o.batch_size = TP_B;
     const TpRun first = train_steps(&c, &o, mesh, &one, bound, name);

@@ -5,6 +5,7 @@
 //     because (1 + tanh u) / 2 = sigmoid(2u);   gelu'(x) = s + x s (1 - s) 2u',  s = sigmoid(2u)
 //   SwiGLU (Llama, Qwen; Shazeer, arXiv:2002.05202)                   h = silu(gate) * up,  silu(g) = g sigmoid(g)
 //     silu'(g) = s (1 + g (1 - s)),  s = sigmoid(g)
+//   ReLU^2 (So et al., arXiv:2109.08668)                              max(x, 0)^2
 // A policy has INPUTS values for one of its output and a slope by each of them.
 #ifndef LLMC_ACTIVATION_POLICY_CUH
 #define LLMC_ACTIVATION_POLICY_CUH
@@ -43,11 +44,21 @@ struct Swiglu {
     }
 };
 
+struct Relu2 {
+    static constexpr int INPUTS = 1;
+    __device__ static float apply(float (&slopes)[1], const float (&inputs)[1]) {
+        const float x = inputs[0] < 0 ? 0 : inputs[0];  // a NaN stays one
+        slopes[0] = 2 * x;
+        return x * x;
+    }
+};
+
 // The one place where a kind becomes a policy: body(policy).
 template <typename Body> static inline auto with_activation(MlpKind kind, Body body) {
     switch (kind) {
     case MLP_GELU: return body(Gelu());
     case MLP_SWIGLU: return body(Swiglu());
+    case MLP_RELU2: return body(Relu2());
     }
     require(0, "activation %d is not known\nadd its policy to activation_policy.cuh", (int)kind);
     return body(Gelu());

@@ -22,6 +22,8 @@
 // classifier_parts finds of each row what the rank's own words say, (rank, row) maximum, sum and the target's logit;
 // when these were exchanged, classifier_ranks takes them together in the order of the ranks, as above a row's warps,
 // and goes on.
+// With softcap a > 0 all this is of y = a x / sqrt(x^2 + a^2) instead of the logits x, which is computed where they are
+// read; the gradient is that by x, dy/dx = (1 / sqrt((x/a)^2 + 1))^3 times that by y.
 // Ladder: dev/cuda/classifier.cu. Not supported: label smoothing, z-loss; Vp not a multiple of a 16-byte vector.
 #ifndef LLMC_CLASSIFIER_CUH
 #define LLMC_CLASSIFIER_CUH
@@ -50,6 +52,25 @@ __device__ inline void mask_padding(VecX &x, int i, int V) {
     for (int k = 0; k < VecX::size; k++)
         if (i + k >= V) x[k] = (floatX)-INFINITY;
 }
+// What becomes of a logit before the softmax, and its slope.
+struct Capped { float y, slope; };
+struct NoCap {
+    __device__ Capped operator()(float x) const { return {x, 1}; }
+};
+struct Softcap {
+    float at, inverse;
+    explicit Softcap(float a) : at(a), inverse(1 / a) {}
+    __device__ Capped operator()(float x) const {
+        const float t = x * inverse, r = rsqrtf(fmaf(t, t, 1));
+        return {x > -INFINITY ? x * r : x, r * r * r};  // padding stays -inf; a NaN stays one: the sum
+    }
+};
+template <typename Body> static inline void with_softcap(float at, Body body) {
+    if (at > 0)
+        body(Softcap(at));
+    else
+        body(NoCap());
+}
 // sum of exp(x) = 2^offset sum; offset is max log2(e), rounded: off by at most 9 where |max| < MOST_LOGIT, so that
 // nothing overflows.
 constexpr float MOST_LOGIT = 1e8f;
@@ -57,9 +78,9 @@ constexpr float MOST_LOGIT = 1e8f;
 __device__ inline float offset_of(float max) { return __fmul_rn(max, LOG2_E); }
 struct OnlineSum {
     float max = -MOST_LOGIT, offset = -MOST_LOGIT * LOG2_E, sum = 0;  // a finite start: -inf - offset must not be NaN
-    __device__ void add(const VecX &x) {
+    template <typename Cap> __device__ void add(const VecX &x, Cap cap) {
         float e[VecX::size];
-        const float m = vec_max(x);
+        const float m = cap(vec_max(x)).y;
         if (m > max) {  // rare after the first few vectors
             sum *= exp2_approx(offset - offset_of(m));
             max = m;
@@ -67,7 +88,7 @@ struct OnlineSum {
         }
         vec_widen(e, x);
         #pragma unroll
-        for (int k = 0; k < VecX::size; k++) e[k] = exp2_approx(fmaf(e[k], LOG2_E, -offset));
+        for (int k = 0; k < VecX::size; k++) e[k] = exp2_approx(fmaf(cap(e[k]).y, LOG2_E, -offset));
         #pragma unroll
         for (int half = VecX::size / 2; half > 0; half /= 2) {
             #pragma unroll
@@ -83,23 +104,28 @@ struct RowSum {
         return fabsf(max) < MOST_LOGIT ? max - target_logit + logf(sum) - LN_2 * fmaf(max, LOG2_E, -offset) : NAN;
     }
     // The logit's gradient where it is not the target's; factor: dloss / sum
-    __device__ float gradient(float logit, float factor) const {
-        return exp2_approx(fmaf(logit, LOG2_E, -offset)) * factor;
+    template <typename Cap> __device__ float gradient(float logit, float factor, Cap cap) const {
+        const Capped x = cap(logit);
+        return exp2_approx(fmaf(x.y, LOG2_E, -offset)) * factor * x.slope;
     }
-    __device__ VecX gradient(const VecX &x, float factor) const {
+    template <typename Cap> __device__ floatX target_gradient(float logit, float factor, float dloss, Cap cap) const {
+        return (floatX)(gradient(logit, factor, cap) - dloss * cap(logit).slope);
+    }
+    template <typename Cap> __device__ VecX gradient(const VecX &x, float factor, Cap cap) const {
         float p[VecX::size];
         VecX d;
         vec_widen(p, x);
         #pragma unroll
-        for (int k = 0; k < VecX::size; k++) d[k] = (floatX)gradient(p[k], factor);
+        for (int k = 0; k < VecX::size; k++) d[k] = (floatX)gradient(p[k], factor, cap);
         return d;
     }
 };
 
 // `cached` elements of the row, whole vectors, live in shared memory between the passes.
-template <int THREADS, bool WRITE_DLOGITS>
+template <int THREADS, bool WRITE_DLOGITS, typename Cap>
 __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-    classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss, int V, int Vp, int cached) {
+    classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss, int V, int Vp, int cached,
+                      const Cap cap) {
     constexpr int stride = THREADS * VecX::size, unroll = 4;
     extern __shared__ int4 shared_row[];
     __shared__ float scratch[WARP];
@@ -131,14 +157,14 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
             if (i >= Vp) break;
             mask_padding(x[u], i, V);
             if (WRITE_DLOGITS && i < cached) vec_store(cache + i, x[u]);
-            online.add(x[u]);
+            online.add(x[u], cap);
         }
     }
     RowSum all;
     all.max = block_reduce<Max>(online.max, scratch);
     all.offset = offset_of(all.max);
     all.sum = block_reduce<Sum>(online.sum * exp2_approx(online.offset - all.offset), scratch);
-    if (threadIdx.x == 0) losses[blockIdx.x] = all.loss(target_logit);
+    if (threadIdx.x == 0) losses[blockIdx.x] = all.loss(cap(target_logit).y);
     if constexpr (WRITE_DLOGITS) {
         const float factor = dloss / all.sum;
         #pragma unroll 2
@@ -150,10 +176,10 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
                 x = vec_load_streaming(row + i);
                 mask_padding(x, i, V);
             }
-            vec_store_streaming(row + i, all.gradient(x, factor));
+            vec_store_streaming(row + i, all.gradient(x, factor, cap));
         }
         if (target < V && target / VecX::size % THREADS == threadIdx.x)  // the thread that wrote the target's vector
-            row[target] = (floatX)(all.gradient(target_logit, factor) - dloss);
+            row[target] = all.target_gradient(target_logit, factor, dloss, cap);
     }
 }
 
@@ -168,9 +194,9 @@ template <int MATH_, int VECTORS_, int CLUSTER_> struct ClassifierRing {
                          BYTES = STAGES * STAGE_BYTES;
 };
 
-template <typename S>
+template <typename S, typename Cap>
 __device__ inline void classifier_ring(floatX *logits, float *losses, const int *targets, float dloss, int N, int V,
-                                       int Vp) {
+                                       int Vp, Cap cap) {
     extern __shared__ int4 shared_row[];
     __shared__ uint64_t barriers[2 * S::STAGES + 2];
     // maximum and sum of each warp that has a part of the row; of two rows in turns
@@ -236,7 +262,7 @@ __device__ inline void classifier_ring(floatX *logits, float *losses, const int 
                     if (i + at >= end) break;
                     VecX x = vec_load(stage + at);
                     mask_padding(x, i + at, V);
-                    online.add(x);
+                    online.add(x, cap);
                 }
             }
             // Every warp gets the pairs of all warps, and adds them up in the same order.
@@ -280,14 +306,14 @@ __device__ inline void classifier_ring(floatX *logits, float *losses, const int 
                     const int at = i + u * S::MATH * VecX::size + mine;
                     if (at >= end) break;
                     mask_padding(x[u], at, V);
-                    vec_store_streaming(row + at, all.gradient(x[u], factor));
+                    vec_store_streaming(row + at, all.gradient(x[u], factor, cap));
                     if ((unsigned)(written_target - at) < (unsigned)VecX::size) {
                         float target_logit = 0;
                         #pragma unroll
                         for (int k = 0; k < VecX::size; k++)
                             if (at + k == target) target_logit = (float)x[u][k];
-                        losses[n] = all.loss(target_logit);
-                        row[target] = (floatX)(all.gradient(target_logit, factor) - dloss);
+                        losses[n] = all.loss(cap(target_logit).y);
+                        row[target] = all.target_gradient(target_logit, factor, dloss, cap);
                     }
                 }
             }
@@ -296,11 +322,12 @@ __device__ inline void classifier_ring(floatX *logits, float *losses, const int 
     }
     if (S::CLUSTER > 1) cluster_sync();  // nobody leaves while the other may still send
 }
-template <typename S>
+template <typename S, typename Cap>
 __global__ void __launch_bounds__(S::THREADS, 1)
-    classifier_ring_kernel(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp) {
+    classifier_ring_kernel(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
+                           const Cap cap) {
     if constexpr (HOPPER_CODE)
-        classifier_ring<S>(logits, losses, targets, dloss, N, V, Vp);
+        classifier_ring<S>(logits, losses, targets, dloss, N, V, Vp, cap);
     else
         __trap();
 }
@@ -312,10 +339,10 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 typedef struct { float max, sum, target; } ClassifierPart;
 
 // Rank `rank` has the words from rank * Vp on; V of its Vp columns are words, which may be none.
-template <int THREADS>
+template <int THREADS, typename Cap>
 __global__ void __launch_bounds__(THREADS)
     classifier_parts_kernel(ClassifierPart *__restrict__ parts, const floatX *__restrict__ logits,
-                            const int *__restrict__ targets, int rank, int V, int Vp) {
+                            const int *__restrict__ targets, int rank, int V, int Vp, const Cap cap) {
     constexpr int stride = THREADS * VecX::size, unroll = 4;
     __shared__ float scratch[WARP];
     const floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
@@ -332,22 +359,22 @@ __global__ void __launch_bounds__(THREADS)
             const int i = first + u * stride;
             if (i >= V) break;
             mask_padding(x[u], i, V);
-            online.add(x[u]);
+            online.add(x[u], cap);
         }
     }
     ClassifierPart part;
     part.max = block_reduce<Max>(online.max, scratch);
     part.sum = block_reduce<Sum>(online.sum * exp2_approx(online.offset - offset_of(part.max)), scratch);
     const int mine = target / Vp == rank ? target % Vp : -1;
-    part.target = mine < 0 ? 0 : mine < V ? (float)row[mine] : NAN;
+    part.target = mine < 0 ? 0 : mine < V ? cap((float)row[mine]).y : NAN;
     if (threadIdx.x == 0) parts[blockIdx.x] = part;
 }
 // parts (ranks,N), the same on all of them
-template <int THREADS>
+template <int THREADS, typename Cap>
 __global__ void __launch_bounds__(THREADS)
     classifier_ranks_kernel(floatX *logits, float *__restrict__ losses, const ClassifierPart *__restrict__ parts,
                             const int *__restrict__ targets, float dloss, int ranks, int rank, int N, int V, int Vp,
-                            int write_dlogits) {
+                            int write_dlogits, const Cap cap) {
     constexpr int stride = THREADS * VecX::size;
     floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
     const int target = targets[blockIdx.x], owner = target < 0 ? 0 : target / Vp,
@@ -372,10 +399,10 @@ __global__ void __launch_bounds__(THREADS)
         if (target >= 0 && i < V) {
             VecX x = vec_load_streaming(row + i);
             mask_padding(x, i, V);
-            d = all.gradient(x, factor);
+            d = all.gradient(x, factor, cap);
             #pragma unroll
             for (int k = 0; k < VecX::size; k++)
-                if (i + k == mine) d[k] = (floatX)(all.gradient((float)x[k], factor) - dloss);
+                if (i + k == mine) d[k] = all.target_gradient((float)x[k], factor, dloss, cap);
         }
         vec_store(row + i, d);
     }
@@ -391,23 +418,28 @@ __global__ void __launch_bounds__(1024) loss_sum_kernel(float *total, const floa
     if (threadIdx.x == 0) *total += sum * scale;
 }
 
+__global__ void softcap_kernel(float *logits, size_t n, const Softcap cap) {
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) logits[i] = cap(logits[i]).y;
+}
+
 // ---- launchers
 
-template <int THREADS>
+template <int THREADS, typename Cap>
 static inline void classifier_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V,
-                                     int Vp, int cached, cudaStream_t stream) {
+                                     int Vp, int cached, Cap cap, cudaStream_t stream) {
     const size_t bytes = (size_t)cached * sizeof(floatX);
-    cudaCheck(cudaFuncSetAttribute(classifier_kernel<THREADS, true>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   (int)bytes));
-    cudaCheck(cudaFuncSetAttribute(classifier_kernel<THREADS, true>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                   cudaSharedmemCarveoutMaxShared));
-    classifier_kernel<THREADS, true>
-        <<<(unsigned)N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, V, Vp, cached);
+    const auto kernel = classifier_kernel<THREADS, true, Cap>;
+    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    cudaCheck(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+    kernel<<<(unsigned)N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, V, Vp, cached, cap);
 }
-template <typename S>
+template <typename S, typename Cap>
 static inline void classifier_ring_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V,
-                                          int Vp, cudaStream_t stream) {
-    cudaCheck(cudaFuncSetAttribute(classifier_ring_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+                                          int Vp, Cap cap, cudaStream_t stream) {
+    const auto kernel = classifier_ring_kernel<S, Cap>;
+    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     const int most = device_attribute(cudaDevAttrMultiProcessorCount) / S::CLUSTER;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -420,70 +452,88 @@ static inline void classifier_ring_launch(floatX *logits, float *losses, const i
     launch.stream = stream;
     launch.attrs = &attribute;
     launch.numAttrs = S::CLUSTER > 1;
-    cudaCheck(cudaLaunchKernelEx(&launch, classifier_ring_kernel<S>, logits, losses, targets, dloss, N, V, Vp));
+    cudaCheck(cudaLaunchKernelEx(&launch, kernel, logits, losses, targets, dloss, N, V, Vp, cap));
 }
 // A row alone in a ring leaves some of its stages to the next one; else two blocks share it. False if it is too long or
 // too short even so, or the code that was loaded for this GPU is not Hopper's.
+template <typename Cap>
 static inline bool classifier_ring_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V,
-                                       int Vp, cudaStream_t stream) {
+                                       int Vp, Cap cap, cudaStream_t stream) {
     enum { RING_LEAST = 16384, MATH = 640, VECTORS = 2 };  // 768 threads of one vector: 10% slower
     typedef ClassifierRing<MATH, VECTORS, 1> Alone;
     typedef ClassifierRing<MATH, VECTORS, 2> Shared;
-    static const bool available = has_hopper_code(classifier_ring_kernel<Alone>);
+    static const bool available = has_hopper_code(classifier_ring_kernel<Alone, Cap>);
     const int stages = (Vp + Alone::STAGE - 1) / Alone::STAGE,
               half_stages = (Vp / 2 + VecX::size + Alone::STAGE - 1) / Alone::STAGE;
     if (!available || Vp < RING_LEAST || half_stages > Shared::STAGES) return false;
     if (4 * stages <= 3 * Alone::STAGES)
-        classifier_ring_launch<Alone>(logits, losses, targets, dloss, N, V, Vp, stream);
+        classifier_ring_launch<Alone>(logits, losses, targets, dloss, N, V, Vp, cap, stream);
     else
-        classifier_ring_launch<Shared>(logits, losses, targets, dloss, N, V, Vp, stream);
+        classifier_ring_launch<Shared>(logits, losses, targets, dloss, N, V, Vp, cap, stream);
     return true;
 }
 
 inline bool classifier_rings = true;  // false: as on GPUs without them, for dev/cuda/classifier.cu
 
-// logits (N,Vp) become their own gradient if write_dlogits, else they are only read; losses (N) "="
-static inline void classifier(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
-                              int write_dlogits, cudaStream_t stream) {
-    require(V > 0 && V <= Vp && Vp % VecX::size == 0,
-            "%d logits in rows of %d\nrows must be padded to a multiple of %d", V, Vp, VecX::size);
-    require((uintptr_t)logits % 16 == 0, "logits do not begin on 16 bytes\nallocate them with memory_request");
+template <typename Cap>
+static inline void classifier_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
+                                  int write_dlogits, Cap cap, cudaStream_t stream) {
     const int reserved = 2048;  // the kernel's own shared memory and the driver's, per block
     const int per_sm = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     const int per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     const size_t row_bytes = (size_t)Vp * sizeof(floatX);
     const int room = per_block - (int)sizeof(float) * WARP;
-    if (write_dlogits && classifier_rings && classifier_ring_run(logits, losses, targets, dloss, N, V, Vp, stream))
-        ;
-    else if (!write_dlogits)
-        classifier_kernel<512, false><<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, V, Vp, 0);
+    if (write_dlogits && classifier_rings && classifier_ring_run(logits, losses, targets, dloss, N, V, Vp, cap, stream))
+        return;
+    if (!write_dlogits)
+        classifier_kernel<512, false><<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, V, Vp, 0, cap);
     else if (row_bytes + reserved <= (size_t)per_sm / 2)
-        classifier_launch<512>(logits, losses, targets, dloss, N, V, Vp, Vp, stream);
+        classifier_launch<512>(logits, losses, targets, dloss, N, V, Vp, Vp, cap, stream);
     else {
         const size_t cached = row_bytes < (size_t)room ? (size_t)Vp : (size_t)(room / 16 * VecX::size);
-        classifier_launch<1024>(logits, losses, targets, dloss, N, V, Vp, (int)cached, stream);
+        classifier_launch<1024>(logits, losses, targets, dloss, N, V, Vp, (int)cached, cap, stream);
     }
+}
+// logits (N,Vp) become their own gradient if write_dlogits, else they are only read; losses (N) "="
+static inline void classifier(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
+                              int write_dlogits, cudaStream_t stream, float softcap = 0) {
+    require(V > 0 && V <= Vp && Vp % VecX::size == 0,
+            "%d logits in rows of %d\nrows must be padded to a multiple of %d", V, Vp, VecX::size);
+    require((uintptr_t)logits % 16 == 0, "logits do not begin on 16 bytes\nallocate them with memory_request");
+    with_softcap(softcap, [&](auto cap) {
+        classifier_run(logits, losses, targets, dloss, N, V, Vp, write_dlogits, cap, stream);
+    });
     launchCheck();
     timing_lap("classifier", 0, (write_dlogits ? 2.0 : 1.0) * N * Vp * sizeof(floatX), stream);
 }
 // parts (N) of this rank = ; logits (N,Vp), of which V columns are words
 static inline void classifier_parts(ClassifierPart *parts, const floatX *logits, const int *targets, int rank, int N,
-                                    int V, int Vp, cudaStream_t stream) {
+                                    int V, int Vp, cudaStream_t stream, float softcap = 0) {
     require(V >= 0 && V <= Vp && Vp % VecX::size == 0 && (uintptr_t)logits % 16 == 0,
             "%d logits in rows of %d\nrows must be padded to a multiple of %d and begin on 16 bytes", V, Vp,
             VecX::size);
-    classifier_parts_kernel<512><<<(unsigned)N, 512, 0, stream>>>(parts, logits, targets, rank, V, Vp);
+    with_softcap(softcap, [&](auto cap) {
+        classifier_parts_kernel<512><<<(unsigned)N, 512, 0, stream>>>(parts, logits, targets, rank, V, Vp, cap);
+    });
     launchCheck();
     timing_lap("classifier", 0, (double)N * V * sizeof(floatX), stream);
 }
 // losses (N) "=", and logits become their own gradient if write_dlogits. parts (ranks,N): of all ranks
 static inline void classifier_ranks(floatX *logits, float *losses, const ClassifierPart *parts, const int *targets,
                                     float dloss, int ranks, int rank, int N, int V, int Vp, int write_dlogits,
-                                    cudaStream_t stream) {
-    classifier_ranks_kernel<512>
-        <<<(unsigned)N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, ranks, rank, N, V, Vp, write_dlogits);
+                                    cudaStream_t stream, float softcap = 0) {
+    with_softcap(softcap, [&](auto cap) {
+        classifier_ranks_kernel<512><<<(unsigned)N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, ranks,
+                                                                      rank, N, V, Vp, write_dlogits, cap);
+    });
     launchCheck();
     timing_lap("classifier", 0, write_dlogits ? 2.0 * N * Vp * sizeof(floatX) : 0, stream);
+}
+// logits (n) of generation, in place; softcap 0: they stay
+static inline void softcap_logits(float *logits, float softcap, size_t n, cudaStream_t stream) {
+    if (softcap <= 0) return;
+    softcap_kernel<<<blocks_for((int)n, 256), 256, 0, stream>>>(logits, n, Softcap(softcap));
+    launchCheck();
 }
 // total (1) += scale * sum of losses (N)
 static inline void loss_sum(float *total, const float *losses, int N, float scale, cudaStream_t stream) {

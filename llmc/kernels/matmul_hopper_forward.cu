@@ -20,6 +20,8 @@ const HopperVariant *hopper_forward(int *count) {
         HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 1, MLP_GELU, Gelu),
         HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 2, MLP_GELU, Gelu),
         HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 1, MLP_SWIGLU, Swiglu),
+        HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 1, MLP_RELU2, Relu2),
+        HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 2, MLP_RELU2, Relu2),
     };
     return hopper_available<MmaBf16, MATMUL_FORWARD, 256>(variants, count);
 }

@@ -25,8 +25,10 @@ const HopperVariant *hopper_fp8(int *count) {
         HOPPER_ROPE(Fast, 256, 1),
         HOPPER_ACTIVATION_FORWARD(Fast, 256, 1, MLP_GELU, Gelu),
         HOPPER_ACTIVATION_FORWARD(Fast, 256, 1, MLP_SWIGLU, Swiglu),
+        HOPPER_ACTIVATION_FORWARD(Fast, 256, 1, MLP_RELU2, Relu2),
         HOPPER_ACTIVATION_BACKWARD(Fast, 256, 1, MLP_GELU, Gelu),
         HOPPER_ACTIVATION_BACKWARD(Fast, 256, 1, MLP_SWIGLU, Swiglu),
+        HOPPER_ACTIVATION_BACKWARD(Fast, 256, 1, MLP_RELU2, Relu2),
     };
     return hopper_available<Exact, MATMUL_FORWARD, 128>(variants, count);
 }

@@ -256,11 +256,11 @@ __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
     if (absmax) absmax_of_block<floatX>(absmax, most, shared[0][0]);
 }
 
-// dweight and dbias (NULL: not wanted) and behind them the column sums of dinp, (C) each: the sums of the blocks, added
-// in their order. A block of 32x32 threads takes 32 columns.
+// dweight and dbias (LayerNorm only; NULL: not wanted), `of_norm` columns, and behind them the column sums of dinp, (C)
+// each: the sums of the blocks, added in their order. A block of 32x32 threads takes 32 columns.
 __global__ void __launch_bounds__(1024)
     norm_backward_sum_kernel(floatX *dweight, floatX *dbias, float *stream_sums, const float *__restrict__ partials,
-                             int num_partials, int C, int columns, int accumulate) {
+                             int num_partials, int C, int of_norm, int columns, int accumulate) {
     __shared__ float shared[WARP][WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, column = blockIdx.x * WARP + lane;
     float sum = 0;
@@ -271,8 +271,8 @@ __global__ void __launch_bounds__(1024)
     if (warp > 0 || column >= columns) return;
     sum = 0;
     for (int i = 0; i < WARP; i++) sum += shared[i][lane];
-    if (column >= 2 * C) stream_sums[column - 2 * C] = sum;
-    floatX *to = column < C ? dweight : column < 2 * C ? dbias : NULL;
+    if (column >= of_norm) stream_sums[column - of_norm] = sum;
+    floatX *to = column < C ? dweight : column < of_norm ? dbias : NULL;
     if (to) to[column % C] = (floatX)(sum + (accumulate ? (float)to[column % C] : 0.0f));
 }
 
@@ -341,26 +341,26 @@ static inline size_t norm_backward_scratch_bytes(int C) {
     const int blocks = NORM_MAX_SMS * norm_backward_plan<NORM_RMS, false>(C).blocks_per_sm;
     return (size_t)blocks * 3 * (size_t)C * sizeof(float);
 }
-// dinp (N,C) +=; dweight, dbias = or += by `accumulate`. stream_sums (C, LayerNorm only, or NULL) = the column sums of
+// dinp (N,C) +=; dweight, dbias = or += by `accumulate`. stream_sums (C; NULL: not wanted) = the column sums of
 // dinp as it is afterwards: the bias gradient of the linear layer whose output was added to this norm's input.
 static inline void norm_backward(const Norm *n, floatX *dinp, float *stream_sums, const floatX *dout, int N,
                                  int accumulate, void *scratch, cudaStream_t stream) {
     const int C = n->C, layer = n->kind == NORM_LAYER;
     norm_require(n, {dinp, stream_sums, dout, n->x, scratch});
-    assert(layer || !stream_sums);
-    const auto plan_for = !layer        ? norm_backward_plan<NORM_RMS, false>
-                          : stream_sums ? norm_backward_plan<NORM_LAYER, true>
-                                        : norm_backward_plan<NORM_LAYER, false>;
-    const NormBackwardPlan p = plan_for(C);
+    const auto of_layer = stream_sums ? norm_backward_plan<NORM_LAYER, true> : norm_backward_plan<NORM_LAYER, false>;
+    const auto of_rms = stream_sums ? norm_backward_plan<NORM_RMS, true> : norm_backward_plan<NORM_RMS, false>;
+    const NormBackwardPlan p = (layer ? of_layer : of_rms)(C);
     const int sms = device_attribute(cudaDevAttrMultiProcessorCount);
     const int most = (sms < NORM_MAX_SMS ? sms : NORM_MAX_SMS) * p.blocks_per_sm, needed = (int)ceil_div(N, p.rows);
-    const int blocks = needed < most ? needed : most, columns = (1 + layer + (stream_sums != NULL)) * C;
+    const int blocks = needed < most ? needed : most, of_norm = (1 + layer) * C,
+              columns = of_norm + (stream_sums ? C : 0);
     float *partials = (float *)scratch;
     p.kernel<<<blocks, p.threads, p.shared_bytes, stream>>>(dinp, partials, dout, n->x, n->weight, n->mean, n->rstd,
                                                             n->dabsmax, N, C);
     launchCheck();
     norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, stream>>>(n->dweight, n->dbias, stream_sums,
-                                                                             partials, blocks, C, columns, accumulate);
+                                                                             partials, blocks, C, of_norm, columns,
+                                                                             accumulate);
     launchCheck();
     timing_lap("norm backward", 0, 4.0 * N * C * sizeof(floatX), stream);
 }

@@ -51,6 +51,8 @@ typedef struct {
     Span *shards;       // of the gradients: what this rank adds to the norm
     int num_shards;
     // activations
+    floatX *x_tokens;  // the embedding before its norm; the embedding, if that has none
+    float *rstd_tokens;
     floatX *x_embedding, *h_final, *saved_x, *saved_block, *shared_h;
     floatX *host_x;  // (L-2,B,T,C) --offload activations: inputs of all blocks but the first and the last
     float *saved_stats, *mean_final, *rstd_final;
@@ -61,6 +63,7 @@ typedef struct {
     floatX *logits, *dqkv, *df, *da;
     float *attention;  // its D
     AttentionTickets *tickets;
+    floatX *normalised;  // QK-norm: q, k, v of one block as attention reads them
     floatX *dx, *branch;
     float *stream_sums;  // (C) column sums of dx
     float *column_sums;  // partial sums of the columns of df or dqkv
@@ -122,6 +125,7 @@ static inline size_t reduce_bytes(const Plan *p, int spans) {
         global_norm_scratch_bytes(spans),          norm_backward_scratch_bytes(c->channels),
         bias_backward_scratch_bytes(c->channels),  bias_backward_scratch_bytes(fc_width(c)),
         bias_backward_scratch_bytes(qkv_width(c)), embedding_backward_scratch_bytes(p->B, p->T),
+        qk_norm_scratch_bytes(c->head_dim),        c->head_bias ? bias_backward_scratch_bytes(c->padded_vocab_size) : 0,
     };
     return LARGEST(needs);
 }
@@ -307,6 +311,10 @@ static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const char *names[] = {"qkv, y, f, h, a of all layers", "qkv, y, f, h of all layers", "qkv, y, f of all layers",
                            "qkv, y, f, a, recomputed"};
     memory_request(m, &b->x_embedding, "activations", "embedding (B,T,C)", rows * C);
+    if (c->embedding_norm) {
+        memory_request(m, &b->x_tokens, "activations", "embedding before its norm (B,T,C)", rows * C);
+        memory_request(m, &b->rstd_tokens, "activations", "its 1/std (B,T)", rows);
+    }
     memory_request(m, &b->saved_x, "activations",
                    leave                  ? "residuals (3,B,T,C)"
                    : p->recomputes_blocks ? "residuals (L+1,B,T,C)"
@@ -327,6 +335,7 @@ static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
 static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const Region region = region_of(p);
+    const int heads = c->num_heads * c->head_dim;
     const char *df = !region.da ? "a, recomputed" : p->recomputes_activation ? "df; da, a follow" : "df; da follows";
     memory_request(m, &b->region, "scratch", "logits, or a block's backward", region.bytes);
     memory_alias(m, &b->logits, "scratch", p->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)",
@@ -334,7 +343,10 @@ static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_alias(m, &b->dqkv, "scratch", "dqkv; attention follows", &b->region, p->N * (size_t)qkv_width(c));
     memory_alias(m, &b->df, "scratch", df, &b->region, p->N * (size_t)(region.da ? fc_width(c) : c->ffn_dim));
     memory_request(m, &b->dx, "scratch", "residual gradient (B,T,C)", p->rows * (size_t)c->channels);
-    memory_request(m, &b->branch, "scratch", "branch and its gradient (B,T,C)", p->N * (size_t)c->channels);
+    memory_request(m, &b->branch, "scratch", "branch and its gradient (B,T,C)",
+                   p->N * (size_t)(c->channels > heads ? c->channels : heads));
+    if (plan_normalises_qk(p))
+        memory_request(m, &b->normalised, "scratch", "q, k normalised, v", p->N * (size_t)qkv_width(c));
     memory_request(m, &b->tickets, "scratch", "attention's work in turns", 1);
     memory_request(m, &b->stream_sums, "scratch", "column sums of the residual gradient", (size_t)c->channels);
     if (p->trains) memory_request(m, &b->column_sums, "scratch", "partial column sums", column_sums_size(p));
@@ -408,6 +420,7 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
     const Config *c = &p->local;
     const Region region = region_of(p);
     const size_t N = p->N, rows = p->rows, C = (size_t)c->channels;
+    if (!b->x_tokens) b->x_tokens = b->x_embedding;
     floatX *next = b->saved_block, *x = b->saved_x;
     float *stats = b->saved_stats;
     quantised_place(p, &b->quantised);

@@ -1,7 +1,7 @@
 // Steps of generation on a GPU: queued without waiting for the host, each an upload of what its rows are, the model,
 // and the draw. The model is one kernel (kernels/decode.cuh), and the three are a CUDA graph for each number of rows.
-// With --tp, --zero-stage 3, products in fp8 and sizes that the kernel does not have the model runs row by row through
-// the training forward instead (train_gpt2.cu).
+// With --tp, --zero-stage 3, products in fp8 and sizes or models that the kernel does not have (Qwen3, modern), the
+// model runs row by row through the training forward instead (train_gpt2.cu).
 //
 // What a row draws goes to the host, into pinned memory, and to the device's own table of slots. A queued step reads
 // its token there (DECODE_DRAWN).

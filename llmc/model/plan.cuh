@@ -41,6 +41,9 @@ typedef struct {
 } Plan;
 
 static inline int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
+// Then attention reads other rows than the product gave, and its backward neither rotates back nor takes absmax or
+// column sums: the norm's gradient comes between.
+static inline int plan_normalises_qk(const Plan *p) { return p->qkv.output == LINEAR_QK_NORM; }
 
 // Where the activation is part of a product. Our kernel has the bits of a product with the activation apart and is
 // faster (dev/cuda/matmul.cu).
@@ -70,7 +73,10 @@ static inline void plan_layers(Plan *p) {
     p->qkv.split = LINEAR_COLUMNS;
     p->qkv.forward = OVER_QKV;
     p->qkv.backward = OVER_D_QKV;
-    p->qkv.output = c->position == POSITION_ROPE ? LINEAR_ROPE : LINEAR_PLAIN;
+    p->qkv.output = c->qk_norm != QK_NORM_NONE     ? LINEAR_QK_NORM
+                    : c->position == POSITION_ROPE ? LINEAR_ROPE
+                                                   : LINEAR_PLAIN;
+    p->qkv.qk_norm = {NULL, NULL, c->norm_eps, query_scale(c)};
     p->qkv.epilogue = p->rope_fused ? EPILOGUE_ROPE : EPILOGUE_PLAIN;
     p->proj.in = Q;
     p->proj.out = C;
@@ -168,8 +174,8 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     p.offload = plan_offload(&p);
     p.head_rows = (int)head_rows(o, p.B, p.T);
     p.activation_fused = plan_activation_fused(&p);
-    p.rope_fused =
-        p.local.position == POSITION_ROPE && matmul_can_rotate(p.local.head_dim) && p.N >= MATMUL_FUSION_ROWS;
+    p.rope_fused = p.local.position == POSITION_ROPE && p.local.qk_norm == QK_NORM_NONE &&
+                   matmul_can_rotate(p.local.head_dim) && p.N >= MATMUL_FUSION_ROWS;
     p.may_overlap = ranks > 1 && (o->tp_overlap > 0 || (o->tp_overlap < 0 && p.trains));
     p.measures_overlap = p.may_overlap && o->tp_overlap < 0;
     plan_layers(&p);
@@ -201,7 +207,8 @@ static inline void plan_print(const Plan *p, FILE *f) {
             p->fp8_head ? "fp8 (e4m3)" : FLOATX_NAME, p->fp8 && !matmul_has_own_fp8() ? ", fp8 by cuBLASLt" : "",
             fused[p->activation_fused]);
     if (p->weights != WEIGHTS_FP32) fprintf(f, " | weights %s", weight_format_names[p->weights]);
-    if (rope) fprintf(f, " | rope %s", fused[2 * p->rope_fused]);
+    if (plan_normalises_qk(p)) fprintf(f, " | q and k normalised");
+    if (rope) fprintf(f, " | rope %s", plan_normalises_qk(p) ? "with that" : fused[2 * p->rope_fused]);
     fprintf(f, " | attention %s%s",
             paths[attention_plan(p->B, p->T, p->local.num_heads, p->local.num_kv_heads, p->local.head_dim).path],
             p->ranged ? " within documents or a window" : "");

@@ -69,10 +69,14 @@ static inline Decode decode_of_plan(const Plan *p) {
     for (int &dtype : d.dtype) dtype = decode_dtype(p->weights);
     return d;
 }
+static inline int decode_knows(const Config *c) {
+    return c->qk_norm == QK_NORM_NONE && c->mlp != MLP_RELU2 && !c->embedding_norm && !c->head_bias &&
+           c->logit_softcap == 0;
+}
 // Products in fp8 have none: samples are in the arithmetic that trained.
 static inline int plan_has_decode_kernel(const Plan *p) {
     const Decode sizes = decode_of_plan(p);
-    return !plan_is_split(p) && p->zero_stage < 3 && !p->fp8 && decode_fits(&sizes);
+    return !plan_is_split(p) && p->zero_stage < 3 && !p->fp8 && decode_knows(&p->config) && decode_fits(&sizes);
 }
 
 // ---- where

@@ -21,7 +21,7 @@
 #define LLMC_LINEAR_CUH
 
 #include "../kernels/activation.cuh"
-#include "../kernels/rope.cuh"
+#include "../kernels/qk_norm.cuh"
 #include "rows.cuh"
 
 // Partial sums (slices, columns) of the columns of a gradient, which whoever made the gradient left here. slices 0:
@@ -32,7 +32,7 @@ typedef struct {
 } ColumnSums;
 
 typedef enum { LINEAR_COLUMNS, LINEAR_ROWS } LinearSplit;
-typedef enum { LINEAR_PLAIN, LINEAR_ROPE, LINEAR_ACTIVATION } LinearOutput;  // what becomes of the product
+typedef enum { LINEAR_PLAIN, LINEAR_ROPE, LINEAR_QK_NORM, LINEAR_ACTIVATION } LinearOutput;  // of the product
 
 typedef struct {
     // The same in every block (plan.cuh).
@@ -48,7 +48,8 @@ typedef struct {
     MatmulDtype weight_dtype;       // of the product of its weight's gradient
     int tensor_gradient;            // fp8: the output's gradient comes with its absmax, and has one scale
     int keeps_input;                // for backward: what the activation read; else its slopes
-    int heads, kv_heads, head_dim;  // LINEAR_ROPE
+    int heads, kv_heads, head_dim;  // LINEAR_ROPE, LINEAR_QK_NORM
+    QkNorm qk_norm;                 // LINEAR_QK_NORM, with the unit's gains
     // Of the unit.
     const floatX *weight, *bias;  // bias NULL: none
     floatX *dweight, *dbias;
@@ -56,7 +57,7 @@ typedef struct {
     float *in_absmax, *dout_absmax, *weight_absmax;
     ColumnSums sums;  // of the gradient of its output
     // Of the block.
-    floatX *aux;             // LINEAR_ACTIVATION: (N,out) what the activation reads, then perhaps its slopes
+    floatX *aux;             // (N,out) the product, which the norm or the activation reads; then perhaps its slopes
     const floatX *gathered;  // LINEAR_ROWS, between its two gradients: all rows of the gradient of its output
 } Linear;
 
@@ -109,13 +110,16 @@ static inline void linear_weight(const Linear *l, MatmulDtype dtype, MatmulOpera
 
 // ---- forward
 
+static inline QkRows linear_heads(const Pass *p, const Linear *l) {
+    return {p->B * p->T, p->T, l->heads, l->kv_heads, l->head_dim, p->cos_sin};
+}
 // Rows first, ..., first + count - 1 of the product, from rows `in` of the input as linear_rows gives them.
 static inline void linear_product_of(const Pass *p, const Linear *l, floatX *out, Rows in, int first, int count) {
     const int activates = l->epilogue >= EPILOGUE_ACTIVATION;
     const MatmulProblem q = {MATMUL_FORWARD, count, l->in, l->out, l->epilogue, activates ? l->mlp : MLP_GELU,
                              l->dtype};
     const size_t at = (size_t)first * (size_t)l->out;
-    floatX *to = l->output == LINEAR_ACTIVATION ? l->aux : out;
+    floatX *to = l->aux ? l->aux : out;
     MatmulOperands x = {};
     linear_operand(&x, in);
     linear_weight(l, l->dtype, &x, l->weight_fp8);
@@ -129,6 +133,22 @@ static inline void linear_product_of(const Pass *p, const Linear *l, floatX *out
 static inline void linear_product(const Pass *p, const Linear *l, floatX *out, const floatX *in, int first, int count) {
     linear_product_of(p, l, out, linear_rows(p, l->dtype, in, count, l->in, l->in_absmax, p->fp8.inputs), first, count);
 }
+// What becomes of the product, if that is not in its epilogue.
+static inline void linear_output(const Pass *p, const Linear *l, floatX *out) {
+    switch (l->output) {
+    case LINEAR_PLAIN: break;
+    case LINEAR_ROPE: rope_forward(out, p->cos_sin, p->B, p->T, l->heads, l->kv_heads, l->head_dim, p->stream); break;
+    case LINEAR_QK_NORM: {
+        const QkRows rows = linear_heads(p, l);
+        qk_norm_forward(&l->qk_norm, &rows, out, l->aux, p->stream);
+        break;
+    }
+    case LINEAR_ACTIVATION:
+        activation_forward(l->mlp, out, l->keeps_input ? NULL : l->aux, l->aux, p->N,
+                           l->out / activation_inputs(l->mlp), p->stream);
+        break;
+    }
+}
 // LINEAR_COLUMNS: out (N,out) from this rank's rows of the input. With an activation: out is the activation, and aux
 // what backward needs of it.
 static inline void linear_forward(const Pass *p, const Linear *l, floatX *out, const floatX *in) {
@@ -138,12 +158,7 @@ static inline void linear_forward(const Pass *p, const Linear *l, floatX *out, c
         linear_product_of(p, l, out, rows, first, count);
     });
     if (reads_absmax) absmax_tensor(l->in_absmax, all.absmax, (size_t)p->N, p->stream);
-    if (l->epilogue != EPILOGUE_PLAIN) return;
-    if (l->output == LINEAR_ROPE)
-        rope_forward(out, p->cos_sin, p->B, p->T, l->heads, l->kv_heads, l->head_dim, p->stream);
-    if (l->output == LINEAR_ACTIVATION)
-        activation_forward(l->mlp, out, l->keeps_input ? NULL : l->aux, l->aux, p->N,
-                           l->out / activation_inputs(l->mlp), p->stream);
+    if (l->epilogue == EPILOGUE_PLAIN) linear_output(p, l, out);
 }
 // LINEAR_ROWS: this rank's rows (rows,C) of the result, in p->branch.
 static inline const floatX *linear_project(const Pass *p, const Linear *l, const floatX *in) {
@@ -162,6 +177,14 @@ static inline void linear_product_backward(const Pass *p, const Linear *l, float
     linear_gradient(p, l, &x, dout, count);
     linear_weight(l, l->input_dtype, &x, l->weight_turned);
     matmul(p->matmul, &q, &x, p->stream);
+}
+// LINEAR_QK_NORM: in place of the gradient of the output that of the product. (RoPE's is in attention's backward, an
+// activation's in linear_backward_activation.)
+static inline void linear_backward_output(const Pass *p, const Linear *l, floatX *dout) {
+    if (l->output != LINEAR_QK_NORM) return;
+    const QkRows rows = linear_heads(p, l);
+    qk_norm_backward(&l->qk_norm, &rows, dout, l->aux, p->accumulate, p->scratch, p->stream);
+    if (l->tensor_gradient) absmax_tensor(l->dout_absmax, dout, (size_t)p->N * (size_t)l->out, p->stream);
 }
 // LINEAR_COLUMNS: the gradient of its input in p->branch, from dout (N,out); of several ranks a part of a sum.
 // linear_input_gradient must follow.

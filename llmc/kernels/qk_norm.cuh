@@ -1,0 +1,255 @@
+// RMSNorm of each q and k head (Henry et al., arXiv:2010.04245; with gains as in Qwen3), then RoPE, on packed q, k, v
+// rows. For x a head's row, i < HD:
+//   forward    n = x rstd gain scale,  rstd = 1 / sqrt(mean(x^2) + eps);  out = n rotated as in rope.cuh;  v is copied
+//   backward   d = dout rotated back,  g = d gain scale
+//              dx = rstd (g - x rstd mean(g x rstd)),   dgain = sum over rows and heads of d scale x rstd
+// qkv, out, dqkv (B,T,(NH+2*NKV)*HD) floatX; gains, dgains (2,HD) floatX: of all q heads, of all k heads. scale is that
+// of q heads, which gives the softmax a scale of its own.
+//
+// Backward reads what forward read, and out is made again for attention's backward. x cannot be had from out: where a
+// pair of channels has gains of 0.01 and 10, nothing is left of the small one in bf16 when it has been rotated.
+// Bound by memory: a head has `lanes` neighbouring threads, the next power of two above HD/2 / N; each holds the same
+// vector of both halves, as in rope.cuh. Sums over rows are taken by block, then over blocks in order: results depend
+// on shapes alone.
+// Ladder: dev/cuda/qk_norm.cu. Not supported: HD not a multiple of 8, or above 256.
+#ifndef LLMC_QK_NORM_CUH
+#define LLMC_QK_NORM_CUH
+
+#include "../cuda/common.cuh"
+
+enum { QK_NORM_THREADS = 256, QK_NORM_BLOCKS = 512 };  // blocks of the backward pass at most
+
+typedef struct {
+    const floatX *gains;  // NULL: all are 1
+    floatX *dgains;
+    float eps, scale;
+} QkNorm;
+// Rows of packed heads.
+typedef struct {
+    int rows, T, NH, NKV, HD;
+    const float *cos_sin;  // (T,HD/2,2); NULL: nothing is rotated
+} QkRows;
+
+// A thread's part of a head: elements first, ... of either half.
+template <int N> struct HeadPart {
+    struct alignas(N * sizeof(floatX)) Packed { floatX x[N]; };
+    float low[N], high[N];
+    __device__ void load(const floatX *p, int half) {
+        const Packed a = *(const Packed *)p, b = *(const Packed *)(p + half);
+        #pragma unroll
+        for (int k = 0; k < N; k++) {
+            low[k] = (float)a.x[k];
+            high[k] = (float)b.x[k];
+        }
+    }
+    __device__ void store(floatX *p, int half) const {
+        Packed a, b;
+        #pragma unroll
+        for (int k = 0; k < N; k++) {
+            a.x[k] = (floatX)low[k];
+            b.x[k] = (floatX)high[k];
+        }
+        *(Packed *)p = a;
+        *(Packed *)(p + half) = b;
+    }
+    __device__ void fill(float of_low, float of_high) {
+        #pragma unroll
+        for (int k = 0; k < N; k++) {
+            low[k] = of_low;
+            high[k] = of_high;
+        }
+    }
+    // f(this, other) of each element
+    template <typename F> __device__ void each(const HeadPart &other, F f) {
+        #pragma unroll
+        for (int k = 0; k < N; k++) {
+            f(low[k], other.low[k]);
+            f(high[k], other.high[k]);
+        }
+    }
+    // angles: cosines in low, sines in high; sign -1: back
+    __device__ void rotate(const HeadPart &angles, float sign) {
+        #pragma unroll
+        for (int k = 0; k < N; k++) rotate_pair(low[k], high[k], angles.low[k], angles.high[k] * sign);
+    }
+};
+// A thread's place in a row: its lane of a head, and which of the heads that a block holds at a time.
+template <int N> struct HeadThread {
+    int first, slot, at_once, half;
+    bool used;  // else its lane is beyond the head
+    __device__ HeadThread(int lanes, int HD)
+        : first(threadIdx.x % lanes * N), slot(threadIdx.x / lanes), at_once(QK_NORM_THREADS / lanes), half(HD / 2),
+          used(first < HD / 2) {}
+    // of row n's position
+    __device__ HeadPart<N> angles(const QkRows &r, int n) const {
+        HeadPart<N> a;
+        a.fill(1, 0);
+        if (!r.cos_sin || !used) return a;
+        const float4 *table = (const float4 *)(r.cos_sin + ((size_t)(n % r.T) * half + first) * 2);
+        #pragma unroll
+        for (int k = 0; k < N; k += 2) {  // (cos, sin, cos, sin)
+            const float4 f = table[k / 2];
+            a.low[k] = f.x;
+            a.high[k] = f.y;
+            a.low[k + 1] = f.z;
+            a.high[k + 1] = f.w;
+        }
+        return a;
+    }
+    __device__ HeadPart<N> gains(const QkNorm &norm, const QkRows &r, int head) const {
+        HeadPart<N> g;
+        g.fill(1, 1);
+        if (norm.gains) g.load(norm.gains + (head < r.NH ? 0 : r.HD) + first, half);
+        return g;
+    }
+};
+// Over the lanes of a head. All threads of a warp must call it.
+__device__ inline float head_sum(float x, int lanes) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+}
+
+// Block: a row.
+template <int N>
+__global__ void __launch_bounds__(QK_NORM_THREADS)
+    qk_norm_forward_kernel(floatX *out, const floatX *qkv, const QkNorm norm, const QkRows r, int lanes) {
+    const HeadThread<N> t(lanes, r.HD);
+    const int heads = r.NH + 2 * r.NKV;
+    const size_t row = (size_t)blockIdx.x * heads * r.HD + t.first;
+    const HeadPart<N> angles = t.angles(r, blockIdx.x);
+    for (int head = t.slot, passes = (heads + t.at_once - 1) / t.at_once; passes > 0; passes--, head += t.at_once) {
+        const bool mine = head < heads && t.used;
+        const size_t at = row + (size_t)head * r.HD;
+        HeadPart<N> x;
+        float squares = 0;
+        x.fill(0, 0);
+        if (mine) x.load(qkv + at, t.half);
+        x.each(x, [&](float a, float) { squares += a * a; });
+        const float rstd = rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps) * (head < r.NH ? norm.scale : 1);
+        if (!mine) continue;
+        if (head < r.NH + r.NKV) {
+            x.each(t.gains(norm, r, head), [&](float &a, float gain) { a *= rstd * gain; });
+            x.rotate(angles, 1);
+        }
+        x.store(out + at, t.half);
+    }
+}
+
+// The sums of a block's threads in their order: partial (blocks, 2, HD).
+template <int N>
+__device__ inline void store_gain_sums(float *partial, const HeadThread<N> &t, const HeadPart<N> &of_q,
+                                       const HeadPart<N> &of_k) {
+    extern __shared__ int4 qk_norm_shared[];  // (at_once, 2, HD) floats
+    const int HD = 2 * t.half;
+    float *const sums = (float *)qk_norm_shared, *mine = sums + t.slot * 2 * HD + t.first;
+    #pragma unroll
+    for (int k = 0; k < N && t.used; k++) {
+        mine[k] = of_q.low[k];
+        mine[t.half + k] = of_q.high[k];
+        mine[HD + k] = of_k.low[k];
+        mine[HD + t.half + k] = of_k.high[k];
+    }
+    __syncthreads();
+    for (int c = threadIdx.x; c < 2 * HD; c += QK_NORM_THREADS) {
+        float sum = 0;
+        for (int slot = 0; slot < t.at_once; slot++) sum += sums[slot * 2 * HD + c];
+        partial[(size_t)blockIdx.x * 2 * HD + c] = sum;
+    }
+}
+// Block: rows blockIdx.x, blockIdx.x + blocks, ...
+template <int N>
+__global__ void __launch_bounds__(QK_NORM_THREADS)
+    qk_norm_backward_kernel(floatX *dqkv, float *partial /*NULL: no gains*/, const floatX *qkv, const QkNorm norm,
+                            const QkRows r, int lanes, int blocks) {
+    const HeadThread<N> t(lanes, r.HD);
+    const int heads = r.NH + r.NKV;
+    HeadPart<N> of_q, of_k;
+    of_q.fill(0, 0);
+    of_k.fill(0, 0);
+    for (int n = blockIdx.x; n < r.rows; n += blocks) {
+        const HeadPart<N> angles = t.angles(r, n);
+        const size_t row = (size_t)n * (heads + r.NKV) * r.HD + t.first;
+        for (int head = t.slot, passes = (heads + t.at_once - 1) / t.at_once; passes > 0; passes--, head += t.at_once) {
+            const bool mine = head < heads && t.used;
+            const size_t at = row + (size_t)head * r.HD;
+            const float scale = head < r.NH ? norm.scale : 1;
+            HeadPart<N> x, d, g;
+            float squares = 0, dot = 0;
+            x.fill(0, 0);
+            d.fill(0, 0);
+            g.fill(0, 0);
+            if (mine) {
+                x.load(qkv + at, t.half);
+                d.load(dqkv + at, t.half);
+                g = t.gains(norm, r, head);
+            }
+            d.rotate(angles, -1);
+            d.each(d, [&](float &a, float) { a *= scale; });
+            g.each(d, [&](float &a, float b) { a *= b; });
+            x.each(g, [&](float a, float b) {
+                squares += a * a;
+                dot += a * b;
+            });
+            const float rstd = rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps),
+                        along = head_sum(dot, lanes) * rstd * rstd / r.HD;
+            if (!mine) continue;
+            d.each(x, [&](float &a, float b) { a *= b * rstd; });  // the gradient of the gains
+            if (head < r.NH)
+                of_q.each(d, [](float &sum, float a) { sum += a; });
+            else
+                of_k.each(d, [](float &sum, float a) { sum += a; });
+            g.each(x, [&](float &a, float b) { a = rstd * (a - b * along); });
+            g.store(dqkv + at, t.half);
+        }
+    }
+    if (partial) store_gain_sums(partial, t, of_q, of_k);
+}
+
+#ifdef __CUDACC__  // not where a CPU runs the kernels (dev/test/qk_norm.cpp)
+// ---- launchers
+
+#include "bias.cuh"
+
+static inline size_t qk_norm_scratch_bytes(int HD) { return (size_t)QK_NORM_BLOCKS * 2 * (size_t)HD * sizeof(float); }
+// launch(N, lanes): a thread's elements of either half, as a type, and the threads of a head.
+template <typename Launch>
+static inline void qk_norm_launch(const QkRows *r, const void *a, const void *b, const floatX *gains, Launch launch) {
+    const int half = r->HD / 2, vector = half % VecX::size == 0 ? VecX::size : 4;
+    int lanes = 1;
+    while (lanes * vector < half) lanes *= 2;
+    require(r->HD % 8 == 0 && lanes <= WARP,
+            "QK-norm needs a head dimension that is a multiple of 8 up to 256, not %d\nchange head_dim=", r->HD);
+    require(((uintptr_t)a | (uintptr_t)b | (uintptr_t)gains | (uintptr_t)r->cos_sin) % 16 == 0,
+            "QK-norm's buffers do not begin on 16 bytes\nallocate them with memory_request");
+    if (vector == VecX::size)
+        launch(std::integral_constant<int, VecX::size>(), lanes);
+    else
+        launch(std::integral_constant<int, 4>(), lanes);
+    launchCheck();
+}
+// out = qkv with normalised and rotated q and k
+static inline void qk_norm_forward(const QkNorm *norm, const QkRows *r, floatX *out, const floatX *qkv,
+                                   cudaStream_t stream) {
+    qk_norm_launch(r, out, qkv, norm->gains, [&](auto vector, int lanes) {
+        qk_norm_forward_kernel<vector><<<(unsigned)r->rows, QK_NORM_THREADS, 0, stream>>>(out, qkv, *norm, *r, lanes);
+    });
+    timing_lap("QK-norm", 0, 2.0 * r->rows * (r->NH + 2 * r->NKV) * r->HD * sizeof(floatX), stream);
+}
+// dqkv: in place of the gradient of out that of qkv. dgains = or (accumulate) += that of the gains.
+// scratch: qk_norm_scratch_bytes.
+static inline void qk_norm_backward(const QkNorm *norm, const QkRows *r, floatX *dqkv, const floatX *qkv,
+                                    int accumulate, void *scratch, cudaStream_t stream) {
+    const int blocks = r->rows < QK_NORM_BLOCKS ? r->rows : QK_NORM_BLOCKS;
+    float *partial = norm->dgains ? (float *)scratch : NULL;
+    qk_norm_launch(r, dqkv, qkv, norm->gains, [&](auto vector, int lanes) {
+        const size_t sums = (size_t)(QK_NORM_THREADS / lanes) * 2 * (size_t)r->HD * sizeof(float);
+        qk_norm_backward_kernel<vector>
+            <<<(unsigned)blocks, QK_NORM_THREADS, partial ? sums : 0, stream>>>(dqkv, partial, qkv, *norm, *r, lanes,
+                                                                                blocks);
+    });
+    if (partial) bias_finish(norm->dgains, partial, blocks, 2 * r->HD, accumulate, stream);
+    timing_lap("QK-norm backward", 0, 3.0 * r->rows * (r->NH + r->NKV) * r->HD * sizeof(floatX), stream);
+}
+#endif
+
+#endif
