@@ -366,8 +366,8 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
         ("attention_hopper", (), 38),
         ("qk_norm", (), 10),
         ("qk_norm", ("-DFLOAT",), 10),
-        ("decode", (), 18),
-        ("decode", ("-DPRECISION_FP32",), 2),
+        ("decode", (), 40),
+        ("decode", ("-DPRECISION_FP32",), 4),
         ("draw_on_cpu", ("-pthread",), 34),
     ],
 )
