@@ -181,12 +181,10 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     plan_layers(&p);
     return p;
 }
-// Generation: shapes that come once, so nothing is in an epilogue and nothing is kept for backward. A step multiplies
-// by native weights, and so does a prompt.
+// Generation: shapes that come once, so nothing is in an epilogue and nothing is kept for backward.
 static inline Plan plan_decode(const Plan *trained) {
     Plan p = *trained;
     p.activation_fused = p.rope_fused = 0;
-    p.fp8 = p.fp8_weight_gradients = 0;
     p.recomputes_activation = 1;  // the activation's input stays as it is
     plan_layers(&p);
     return p;
