@@ -272,14 +272,15 @@ __device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s,
         if (pass != share.first) pair = DecodePair(d, s, m, share, pass, 0, in.rows);
         float acc[TILES][GROUPS][4] = {};
         decode_accumulate<W, GROUPS, SHARED>(acc, ring, in, tiles, row_bytes);
-        #pragma unroll
-        for (int n = 0; n < GROUPS; n++) {
-            if (n * DECODE_GROUP >= in.rows) break;
+        #pragma unroll 1  // one copy of what finishes sums: with more the compiler takes minutes
+        for (int n = 0; n * DECODE_GROUP < in.rows; n++) {
             if (n) pair = DecodePair(d, s, m, share, pass, n, in.rows);
             decode_sync();  // the sums before are read
             #pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
-                if (tile < tiles) decode_leave_sums(s.sums, acc[tile][n], tile);
+            for (int k = 0; k < GROUPS; k++)
+                #pragma unroll
+                for (int tile = 0; tile < TILES; tile++)
+                    if (k == n && tile < tiles) decode_leave_sums(s.sums, acc[tile][k], tile);
             decode_sync();
             decode_finish(d, s, m, pair);
         }
@@ -470,10 +471,14 @@ static inline size_t decode_workspace(Decode *d, void *memory) {
 }
 #ifdef __CUDACC__  // not where a CPU runs the kernel (dev/test/decode.cpp)
 static inline void decode_launch(const Decode *d, int rows, cudaStream_t stream) {
+    #ifdef PRECISION_FP32  // two of the four: it need not be fast, and compiles in half the time
+    const auto kernel = rows <= 8 ? decode_kernel<1> : decode_kernel<8>;
+    #else
     const auto kernel = rows <= 8    ? decode_kernel<1>
                         : rows <= 16 ? decode_kernel<2>
                         : rows <= 32 ? decode_kernel<4>
                                      : decode_kernel<8>;
+    #endif
     assert(rows >= 1 && rows <= DECODE_MOST_ROWS);
     cudaLaunchAttribute together;
     together.id = cudaLaunchAttributeCooperative;
