@@ -63,8 +63,6 @@ LONGER = {
     "dev/cuda/matmul_own.cuh: bench_own": 72,
     "dev/cuda/norm.cu: check_norm": 70,
     "dev/cuda/tp.cu: check_copies": 77,
-    "dev/test/say.c: main": 72,
-    "dev/test/model_test.h: test_reference": 74,
     "dev/test/test_checkpoint.c: test_damaged_state": 65,
     "dev/test/test_json.c: test_grammar": 89,
     "dev/test/test_tp.c: test_split": 64,
