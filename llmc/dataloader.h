@@ -162,7 +162,7 @@ static inline void shard_leave(DataLoader *d) {
 static inline uint32_t raw_token(const DataLoader *d, int64_t i) {
     return d->token_bytes == 2 ? ((const uint16_t *)d->raw)[i] : ((const uint32_t *)d->raw)[i];
 }
-enum { SCAN_TOKENS = 1 << 18 };  // that are read at a time
+static const int64_t SCAN_TOKENS = 1 << 18;  // that are read at a time
 static inline void packing_add_document(DataLoader *d, const Shard *s, Packing *p, int64_t begin, int64_t end) {
     const int64_t T = d->T, length = end - begin;
     require(d->kind.pack == PACK_CUT || length <= T,
