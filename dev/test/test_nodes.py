@@ -6,6 +6,7 @@ and the file system, as hosts of a cluster share the latter. Slurm is a stand-in
 recorded, and one task is run.
 """
 
+import contextlib
 import fcntl
 import os
 import re
@@ -169,8 +170,9 @@ exit $status
         if how == "frozen":
             left = set(there) & set(job.processes())
             assert left
-            for p in left:
-                os.kill(p, signal.SIGCONT)  # they find that they are alone, and end
+            for p in left:  # they find that they are alone, and end; the first to do so ends others
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(p, signal.SIGCONT)
         text = job.finish(memory_may_stay=True)[1]
         assert status != 0 and seconds < TIMEOUT + MARGIN, (status, seconds, text)
         print(f"{how}: status {status} after {seconds:.1f} s")
