@@ -50,7 +50,6 @@ static void launch(Kernel kernel, HopperLaunch h, bool by_queries, const HopperM
     h.all = h.B * h.heads;
     h.tiles = ((by_queries ? (h.T + 63) / 64 * 64 : h.T) + S::ROWS - 1) / S::ROWS;
     gridDim.x = min(3, h.all * h.tiles);
-    barriers_on_cpu.clear();
     launch_on_cpu(gridDim.x, S::THREADS, S::BYTES, false, [&] { kernel(maps, h); });
     if (tickets.taken || tickets.finished) check(0, "the tickets are not zero after a launch");
 }

@@ -14,11 +14,13 @@
 #include <functional>
 #include <map>
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
+#include <unistd.h>
 #include <vector>
 
 #define __device__
@@ -72,7 +74,9 @@ struct AsyncCopy {
     bool valid;
 };
 struct Fiber {
-    ucontext_t context;
+    ucontext_t begin;
+    jmp_buf place;  // where it goes on. (swapcontext would ask the system at every turn.)
+    bool begun;
     std::vector<char> stack;
     int index;
     bool ended;
@@ -86,8 +90,9 @@ struct Meeting {
 };
 static thread_local std::vector<Fiber> fibers;
 static thread_local Fiber *fiber;  // that runs
-static thread_local ucontext_t scheduler;
-static thread_local Meeting block_meeting, named_meeting, warp_meetings[32];
+static thread_local jmp_buf scheduler;
+static thread_local Meeting block_meeting, named_meetings[16], warp_meetings[32];
+static thread_local size_t progress;  // meetings and arrivals so far
 static bool copies_late;
 static size_t copies_made;  // asynchronous ones, in bytes
 static std::function<void()> fiber_body;
@@ -105,23 +110,37 @@ static inline void require_shared(const char *what, uint32_t at, size_t bytes) {
     }
 }
 
+// The others' turn.
+static inline void pass_on() {
+    Fiber *me = fiber;
+    if (!_setjmp(me->place)) _longjmp(scheduler, 1);
+    fiber = me;
+}
+static __attribute__((noinline)) void take_turn(Fiber *f) {
+    fiber = f;
+    if (_setjmp(scheduler)) return;
+    if (f->begun) _longjmp(f->place, 1);
+    f->begun = true;
+    setcontext(&f->begin);
+}
 static inline void meet(Meeting *m, int count) {
     const unsigned round = m->round;
     if (++m->arrived == count) {
         m->arrived = 0;
         m->round++;
+        progress++;
         return;
     }
-    for (Fiber *me = fiber; m->round == round; fiber = me) swapcontext(&me->context, &scheduler);
+    while (m->round == round) pass_on();
 }
 static inline void __syncthreads() { meet(&block_meeting, (int)fibers.size()); }
-static inline void named_barrier(int, int threads) { meet(&named_meeting, threads); }
+static inline void named_barrier(int id, int threads) { meet(&named_meetings[id], threads); }
 static inline void __syncwarp() { meet(&warp_meetings[fiber->index / WARP], WARP); }
 static inline const uint32_t *words_of(int lane) { return fibers[fiber->index / WARP * WARP + lane].words; }
 static void fiber_entry() {
     fiber_body();
     fiber->ended = true;
-    swapcontext(&fiber->context, &scheduler);
+    _longjmp(scheduler, 1);
 }
 // An mbarrier: arrivals and bytes that are missing in this phase.
 struct Barrier {
@@ -134,27 +153,26 @@ static thread_local std::map<unsigned, Barrier> barriers;  // by address
 // The block `blockIdx` of fiber_body.
 static void run_block(int threads) {
     memset(&block_meeting, 0, sizeof block_meeting);
-    memset(&named_meeting, 0, sizeof named_meeting);
+    memset(named_meetings, 0, sizeof named_meetings);
     barriers.clear();
     memset(warp_meetings, 0, sizeof warp_meetings);
     fibers.resize((size_t)threads);
     for (int i = 0; i < threads; i++) {
         Fiber *f = &fibers[(size_t)i];
         f->index = i;
-        f->ended = false;
+        f->begun = f->ended = false;
         f->groups.clear();
         f->open.clear();
         f->stack.resize(1 << 17);
-        getcontext(&f->context);
-        f->context.uc_stack.ss_sp = f->stack.data();
-        f->context.uc_stack.ss_size = f->stack.size();
-        makecontext(&f->context, fiber_entry, 0);
+        getcontext(&f->begin);
+        f->begin.uc_stack.ss_sp = f->stack.data();
+        f->begin.uc_stack.ss_size = f->stack.size();
+        makecontext(&f->begin, fiber_entry, 0);
     }
     for (int running = threads; running;)
         for (Fiber &f : fibers) {
             if (f.ended) continue;
-            fiber = &f;
-            swapcontext(&scheduler, &f.context);
+            take_turn(&f);
             running -= f.ended;
         }
 }
@@ -254,12 +272,25 @@ template <int PENDING> static inline void copy_async_wait() {
         for (const AsyncCopy &c : fiber->groups.front()) copy_now(c);
 }
 static inline bool elect_one() { return fiber->index % WARP == 0; }
+
+// ---- mbarriers. A phase is over when it is waited for and nothing is missing. Too many arrivals, and a wait that
+// cannot end, are reported.
+
+// Inside a fiber, whose stack no destructor may free.
+[[noreturn]] static inline void end_on_cpu(const char *what) {
+    printf("FAIL  block %d, thread %d: %s\n", blockIdx.x, fiber->index, what);
+    fflush(stdout);
+    _exit(EXIT_FAILURE);
+}
 static inline void mbarrier_init(unsigned barrier, int count) { barriers[barrier] = {count, count, 0, 0, {}}; }
 static inline void mbarrier_init_fence() {}
-static inline void mbarrier_arrive(unsigned barrier) { barriers.at(barrier).missing--; }
+static inline void mbarrier_arrive(unsigned barrier) {
+    if (--barriers.at(barrier).missing < 0) end_on_cpu("a barrier has more arrivals than were announced");
+    progress++;
+}
 static inline void mbarrier_arrive_expect(unsigned barrier, int bytes) {
     barriers.at(barrier).bytes += bytes;
-    barriers.at(barrier).missing--;
+    mbarrier_arrive(barrier);
 }
 static inline void bulk_load(unsigned to, const void *from, int bytes, unsigned barrier) {
     Barrier &b = barriers.at(barrier);
@@ -272,8 +303,9 @@ static inline void bulk_load(unsigned to, const void *from, int bytes, unsigned 
     b.late.pop_back();
 }
 static inline void mbarrier_wait(unsigned barrier, unsigned parity) {
-    Fiber *me = fiber;
-    for (;; fiber = me) {
+    enum { ROUNDS = 1000 };  // of all fibers, without progress
+    size_t before = progress, rounds = 0;
+    for (;;) {
         Barrier &b = barriers.at(barrier);
         if (b.missing == 0 && b.bytes == 0) {
             for (const AsyncCopy &c : b.late) copy_now(c);
@@ -282,7 +314,10 @@ static inline void mbarrier_wait(unsigned barrier, unsigned parity) {
             b.phase++;
         }
         if (b.phase % 2 != parity) return;  // the phase of this parity is over
-        swapcontext(&me->context, &scheduler);
+        pass_on();
+        rounds = progress == before ? rounds + 1 : 0;
+        before = progress;
+        if (rounds == ROUNDS) end_on_cpu("a thread waits for ever");
     }
 }
 

@@ -1,14 +1,11 @@
-// Hopper's tiles on a CPU: mbarriers, TMA and wgmma of llmc/cuda/tile.cuh over the fibers of block_on_cpu.h, for
+// Hopper's tiles on a CPU: rings, TMA and wgmma of llmc/cuda/tile.cuh over the fibers of block_on_cpu.h, for
 // kernels that use no more of it than stands here. Copies and products are complete at once, so this shows what a
 // kernel computes and that producers and consumers agree on every stage; not that it waits for what runs beside it. A
-// tile lies in shared memory as tile.cuh says, but without the swizzle. A wait that cannot end is reported.
+// tile lies in shared memory as tile.cuh says, but without the swizzle.
 //
 // Include it after block_on_cpu.h. From here on __shared__ declares what the fibers of a block share.
 #ifndef HOPPER_ON_CPU_H
 #define HOPPER_ON_CPU_H
-
-#include <unistd.h>
-#include <unordered_map>
 
 #undef __shared__
 #define __shared__ static thread_local
@@ -40,50 +37,6 @@ static inline unsigned load_shared_4(unsigned from) {
     return x;
 }
 
-// Inside a fiber, whose stack no destructor may free.
-[[noreturn]] static inline void end_on_cpu(const char *what) {
-    printf("FAIL  block %d, thread %d: %s\n", blockIdx.x, fiber->index, what);
-    fflush(stdout);
-    _exit(EXIT_FAILURE);
-}
-
-// ---- mbarriers
-
-typedef struct { int count, pending, bytes, phase; } Barrier;
-static std::unordered_map<uint32_t, Barrier> barriers_on_cpu;  // by address
-static size_t arrivals;
-static inline void barrier_count(unsigned address, int arrived, int bytes) {
-    Barrier &b = barriers_on_cpu.at(address);
-    b.pending -= arrived;
-    b.bytes += bytes;
-    arrivals++;
-    if (b.pending < 0) {
-        end_on_cpu("a barrier has more arrivals than were announced");
-    }
-    if (b.pending || b.bytes) return;
-    b.phase ^= 1;
-    b.pending = b.count;
-}
-static inline void mbarrier_init(unsigned address, int count) { barriers_on_cpu[address] = {count, count, 0, 0}; }
-static inline void mbarrier_init_fence() {}
-static inline void mbarrier_arrive(unsigned address) { barrier_count(address, 1, 0); }
-static inline void mbarrier_arrive_expect(unsigned address, int bytes) { barrier_count(address, 1, bytes); }
-static inline void mbarrier_wait(unsigned address, unsigned parity) {
-    enum { ROUNDS = 1000 };  // of all fibers, without any arrival
-    size_t before = arrivals, rounds = 0;
-    for (Fiber *me = fiber; barriers_on_cpu.at(address).phase == (int)parity; fiber = me) {
-        swapcontext(&me->context, &scheduler);
-        if (arrivals != before) rounds = 0;
-        before = arrivals;
-        if (++rounds < ROUNDS) continue;
-        end_on_cpu("a thread waits for ever");
-    }
-}
-static Meeting named_meetings[16];
-static inline void named_barrier(int id, int threads) {
-    meet(&named_meetings[id], threads);
-    arrivals++;
-}
 template <int STAGES> struct Ring {
     unsigned full, empty;
     Ring(unsigned barriers) : full(barriers), empty(barriers + 8 * STAGES) {}
@@ -131,7 +84,7 @@ static inline void tile_fetch(unsigned to, const CUtensorMap *map, unsigned barr
             memcpy(tile_element<ROWS>(to, r, c), from ? from : &zero, sizeof zero);
         }
     bytes_fetched += tile_bytes<ROWS, HD>;
-    barrier_count(barrier, 0, -tile_bytes<ROWS, HD>);
+    barriers.at(barrier).bytes -= tile_bytes<ROWS, HD>;
 }
 static inline void box_store(const CUtensorMap *map, unsigned from, int column, int head, int row, int b) {
     for (int r = 0; r < BOX_ROWS; r++)
