@@ -17,6 +17,7 @@
 // With LLMC_ORACLE defined only the *_cpu functions remain: tests of kernels include this file.
 #include "llmc/bf16.h"
 #include "llmc/fp8.h"
+#include "llmc/muon.h"
 #include "llmc/params.h"
 #include "llmc/quant.h"
 #include "llmc/vectors.h"
@@ -843,6 +844,35 @@ void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float 
     }
 }
 
+// ---- Muon (llmc/muon.h)
+
+// Returns u, which is to be orthogonalised.
+static inline float muon_momentum(float *m, float grad, float momentum, float grad_scale) {
+    const float g = (1 - momentum) * (grad * grad_scale);
+    *m = momentum * *m + g;
+    return momentum * *m + g;
+}
+void muon_momentum_cpu(float *u /*=*/, float *m, const float *grad, size_t n, float momentum, float grad_scale) {
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) u[i] = muon_momentum(&m[i], grad[i], momentum, grad_scale);
+}
+// The same with m in bf16, as in AdamW and with the same random numbers.
+void muon_momentum_bf16_cpu(float *u, uint16_t *m, const float *grad, size_t n, float momentum, float grad_scale,
+                            uint64_t seed, int step, size_t first) {
+    const uint64_t stream = rand_stream(RAND_ROUND, step);
+    PARALLEL_FOR
+    for (size_t i = 0; i < n; i++) {
+        const size_t place = first + i;
+        float wide = bf16_widen(m[i]);
+        u[i] = muon_momentum(&wide, grad[i], momentum, grad_scale);
+        m[i] = bf16_stochastic(wide, rand_three(rand_u64(seed, stream, place >> 32), (uint32_t)place).b);
+    }
+}
+void muon_update_cpu(float *weight, const float *x, size_t n, float lr, float scale, float weight_decay) {
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) weight[i] -= lr * (scale * x[i] + weight_decay * weight[i]);
+}
+
 // For the global gradient norm: sums of pieces are added in double, in the same order for any number of threads.
 static inline double sum_of_squares(const float *x, size_t n) {
     enum { PIECE = 1 << 14 };
@@ -859,6 +889,40 @@ static inline double sum_of_squares(const float *x, size_t n) {
     for (int p = 0; p < pieces; p++) total += sums[p];
     free(sums);
     return total;
+}
+
+// x (rows,cols) with its singular values set to about 1; scratch: (rows,cols) and two small squares. rounds: whatever
+// is stored is rounded to bf16, as on a GPU.
+static inline size_t newton_schulz_scratch(int rows, int cols) {
+    const int small = min_int(rows, cols);
+    return area(rows, cols) + 2 * area(small, small);
+}
+void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon *muon, int rounds) {
+    const int tall = rows > cols, small = min_int(rows, cols), large = tall ? rows : cols;
+    const size_t size = area(rows, cols), square = area(small, small);
+    float *next = scratch, *gram = scratch + size, *p = gram + square;
+    const float norm = sqrt(sum_of_squares(x, size)), inverse = 1 / (muon->safety * norm + 1e-7f);
+    for (size_t i = 0; i < size; i++) x[i] *= inverse;
+    if (rounds) bf16_round_cpu(x, x, size);
+    for (int step = 0; step < muon->steps; step++) {
+        const MuonPolynomial q = muon->polynomials[step];
+        const Matrix X = matrix(x, cols), Xt = transposed(x, cols), G = matrix(gram, small), P = matrix(p, small);
+        multiply((Product){gram, NULL, NULL, small, tall ? Xt : X, tall ? X : Xt, small, small, large});
+        if (rounds) bf16_round_cpu(gram, gram, square);
+        multiply((Product){p, NULL, NULL, small, G, G, small, small, small});
+        if (rounds) bf16_round_cpu(p, p, square);
+        // all three terms in one matrix, so that one product is left: x = (a + b gram + c gram^2) x
+        PARALLEL_FOR
+        for (int i = 0; i < small; i++)
+            for (int j = 0; j < small; j++) {
+                const size_t at = area(i, small) + j;
+                p[at] = q.b * gram[at] + q.c * p[at] + (i == j ? q.a : 0);
+            }
+        if (rounds) bf16_round_cpu(p, p, square);
+        multiply((Product){next, NULL, NULL, cols, tall ? X : P, tall ? P : X, rows, cols, small});
+        copy_floats(x, next, size);
+        if (rounds) bf16_round_cpu(x, x, size);
+    }
 }
 
 #ifndef LLMC_ORACLE
@@ -958,9 +1022,12 @@ struct Model {
     int B, T, recompute, zero_stage;
     float *weights, *grads;  // units in the order of the table, of each what slot_keeps says
     QuantMatrix *quantised;  // --weights: each block's four matrices in the order of roles, and the head; NULL: native
-    void *m, *v;             // the same, fp32 or bf16 (uint16_t)
-    float *block_weights;    // ZeRO 3: all weights of unit block_here (0: of none)
-    float *block_grads;      // ZeRO 2, 3: a block's gradients of one micro-step
+    void *m, *v;             // the same, fp32 or bf16 (uint16_t); of Muon's matrices m alone
+    Muon muon;
+    ParamTable *group;            // Muon: the tables of the tensor-parallel ranks
+    float *directions, *scratch;  // of a block of each of them (tp,block); of one matrix
+    float *block_weights;         // ZeRO 3: all weights of unit block_here (0: of none)
+    float *block_grads;           // ZeRO 2, 3: a block's gradients of one micro-step
     int block_here;
     int bf16_states;
     uint64_t seed;                  // of the states' stochastic rounding
@@ -1018,7 +1085,7 @@ static QuantMatrix *quantised_matrix(const Model *m, int unit, Role role) {
 }
 // Elements that this rank keeps of a slot's units before `unit`.
 static size_t kept_of(const Model *m, Slot s, int unit) {
-    size_t kept = kept_before(&m->mesh->dp, &m->table, slot_keeps(m->zero_stage, s), unit);
+    size_t kept = slot_before(&m->mesh->dp, &m->table, slot_keeps(m->zero_stage, s), s, unit);
     for (int u = 0; u < unit && s == SLOT_WEIGHT; u++) kept -= quantised_elements(m, u);
     return kept;
 }
@@ -1506,7 +1573,7 @@ static void *slot_pointer(const Model *m, Slot s) {
 }
 int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
 Span model_owned(const Model *m, Slot s, int unit) {
-    return kept_span(&m->mesh->dp, &m->table, slot_owns(m->zero_stage, s), unit);
+    return slot_span(&m->mesh->dp, &m->table, slot_owns(m->zero_stage, s), s, unit);
 }
 // Elements [offset, offset + count) of a slot or of its snapshot, which holds this rank's shards.
 static void *slot_place(const Model *m, Slot s, int snapshot, size_t offset, size_t count) {
@@ -1514,10 +1581,10 @@ static void *slot_place(const Model *m, Slot s, int snapshot, size_t offset, siz
     char *buffer = snapshot ? m->snapshots[s] : slot_pointer(m, s);
     Keep keep = snapshot ? KEEP_SHARDS : slot_keeps(m->zero_stage, s);
     int u = param_unit_of(&m->table, offset);
-    Span held = kept_span(dp, &m->table, keep, u);
+    Span held = slot_span(dp, &m->table, keep, s, u);
     assert(buffer && offset >= held.begin && offset + count <= m->table.total);
     assert(keep == KEEP_WHOLE || offset + count <= held.begin + held.count);
-    size_t place = kept_at(dp, &m->table, keep, u, offset);
+    size_t place = slot_at(dp, &m->table, keep, s, u, offset);
     for (int before = 0; before <= u && s == SLOT_WEIGHT; before++) place -= quantised_elements(m, before);
     return buffer + place * slot_bytes(m, s);
 }
@@ -1562,7 +1629,8 @@ void model_write(Model *m, Slot s, size_t offset, size_t count, const float *val
 }
 void model_snapshot(Model *m, Slot s) {
     for (int u = 0; u < m->table.num_units; u++) {
-        Span mine = kept_span(&m->mesh->dp, &m->table, KEEP_SHARDS, u);
+        Span mine = slot_span(&m->mesh->dp, &m->table, KEEP_SHARDS, s, u);
+        if (mine.count == 0) continue;
         memcpy(slot_place(m, s, 1, mine.begin, mine.count), slot_place(m, s, 0, mine.begin, mine.count),
                mine.count * slot_bytes(m, s));
     }
@@ -1583,6 +1651,11 @@ static void loss_and_norm(Model *m, float share, float *loss, float *norm) {
     *norm = share * sqrt(comm_sum(&m->mesh->job, squares));
     if (m->mesh->job.world > 1) lap(TIMING_RANKS, 0);
 }
+// Stochastic rounding has random bits for each element of the whole model.
+static size_t whole_element(const Param *t, size_t element) {
+    const ParamPart *part = param_part_at(t, element);
+    return t->whole_offset + (part ? param_whole(t, part, element) : element);
+}
 // AdamW of what this rank owns of a tensor. Returns how many elements that is.
 static size_t update_param(Model *m, const Param *t, const UpdateParams *p, float grad_scale) {
     Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
@@ -1595,14 +1668,88 @@ static size_t update_param(Model *m, const Param *t, const UpdateParams *p, floa
     if (!m->bf16_states)
         adamw_update_cpu(weight, mm, vv, grad, s.count, a);
     else
-        for (size_t at = 0, n; at < s.count; at += n) {  // random bits belong to the element of the whole tensor
+        for (size_t at = 0, n; at < s.count; at += n) {
             size_t element = s.begin - t->offset + at;
-            const ParamPart *part = param_part_at(t, element);
-            size_t whole = t->whole_offset + (part ? param_whole(t, part, element) : element);
             n = param_run(t, element, s.count - at);
-            adamw_update_bf16_cpu(weight + at, m16 + at, v16 + at, grad + at, n, a, m->seed, whole);
+            adamw_update_bf16_cpu(weight + at, m16 + at, v16 + at, grad + at, n, a, m->seed, whole_element(t, element));
         }
     return s.count;
+}
+
+// ---- Muon, block by block (llmc/muon.h)
+
+// What this rank updates of a matrix.
+static Span muon_owned(const Model *m, const MuonMatrix *x) {
+    const Param *t = &m->table.params[x->param];
+    return span_overlap(model_owned(m, SLOT_M, t->unit), t->offset + t->parts[x->part].begin, t->parts[x->part].count);
+}
+// The momentum of what this rank owns of a matrix, and where it is in `directions`, which begin with the block, what is
+// to be orthogonalised.
+static void muon_direct(Model *m, const MuonMatrix *x, float *directions, const UpdateParams *p, float grad_scale) {
+    const Param *t = &m->table.params[x->param];
+    const Span s = muon_owned(m, x);
+    if (s.count == 0) return;
+    float *u = directions + (s.begin - m->table.unit_begin[t->unit]);
+    const float *grad = slot_place(m, SLOT_GRAD, 0, s.begin, s.count), momentum = m->muon.momentum;
+    void *mm = slot_place(m, SLOT_M, 0, s.begin, s.count);
+    uint16_t *m16 = mm;
+    if (!m->bf16_states) {
+        muon_momentum_cpu(u, mm, grad, s.count, momentum, grad_scale);
+        return;
+    }
+    for (size_t at = 0, n; at < s.count; at += n) {
+        const size_t element = s.begin - t->offset + at;
+        n = param_run(t, element, s.count - at);
+        muon_momentum_bf16_cpu(u + at, m16 + at, grad + at, n, momentum, grad_scale, m->seed, p->step,
+                               whole_element(t, element));
+    }
+}
+// Between a matrix (rows,cols) in scratch and its parts in the blocks of the tensor-parallel ranks.
+static void muon_copy(const Model *m, const MuonMatrix *x, int back) {
+    const size_t block = param_unit(&m->table, 1).count;
+    for (int r = 0; r < m->mesh->tp.world; r++) {
+        const MuonPart q = muon_part(m->group, r, x);
+        float *part = m->directions + r * block + q.at, *whole = m->scratch + area(q.row, x->cols) + q.col;
+        for (int i = 0; i < q.rows; i++, part += q.width, whole += x->cols)
+            copy_floats(back ? part : whole, back ? whole : part, q.width);
+    }
+}
+// This rank's matrices among those of a block; zeros in place of the others.
+static void muon_orthogonalise(Model *m, const MuonMatrix *matrices, int count) {
+    for (const MuonMatrix *x = matrices; x < matrices + count; x++) {
+        const size_t size = area(x->rows, x->cols);
+        if (x->owner == m->mesh->job.rank) {
+            muon_copy(m, x, 0);
+            newton_schulz_cpu(m->scratch, m->scratch + size, x->rows, x->cols, &m->muon, 0);
+            timing_clock_lap("Muon", 2 * m->muon.steps * muon_cost(x), 0);
+        } else
+            memset(m->scratch, 0, size * sizeof(float));
+        muon_copy(m, x, 1);
+    }
+}
+static void muon_update_block(Model *m, int unit, const UpdateParams *p, float grad_scale) {
+    const Comm *dp = &m->mesh->dp, *tp = &m->mesh->tp;
+    const size_t block = param_unit(&m->table, unit).count, shard = shard_size(m, unit);
+    float *mine = m->directions + tp->rank * block;
+    MuonMatrix matrices[MUON_MOST_MATRICES];
+    const int count = muon_matrices(&m->table, tp->world, unit, unit, matrices);
+    muon_deal(matrices, count, m->mesh->job.world);
+    for (int i = 0; i < count; i++) muon_direct(m, &matrices[i], mine, p, grad_scale);
+    if (m->zero_stage) comm_all_gather(dp, mine, shard * sizeof(float));
+    comm_all_gather(tp, m->directions, block * sizeof(float));
+    if (m->mesh->job.world > 1) lap(TIMING_RANKS, 0);
+    muon_orthogonalise(m, matrices, count);
+    comm_reduce_scatter(tp, m->directions, block, m->exchange);
+    comm_reduce_scatter(dp, mine, shard, m->exchange);
+    if (!m->zero_stage) comm_all_gather(dp, mine, shard * sizeof(float));
+    if (m->mesh->job.world > 1) lap(TIMING_RANKS, 0);
+    for (const MuonMatrix *x = matrices; x < matrices + count; x++) {
+        const Param *t = &m->table.params[x->param];
+        const Span s = muon_owned(m, x);
+        if (s.count == 0) continue;
+        muon_update_cpu(slot_place(m, SLOT_WEIGHT, 0, s.begin, s.count), mine + (s.begin - m->table.unit_begin[unit]),
+                        s.count, t->rate * p->lr, muon_scale(x->rows, x->cols), t->decay * p->weight_decay);
+    }
 }
 StepResult model_update(Model *m, const UpdateParams *p) {
     const Comm *dp = &m->mesh->dp;
@@ -1614,9 +1761,14 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     if (r.verdict != STEP_APPLIED) return r;
     watchdog_beat(PHASE_UPDATE, -1);
     float grad_scale = share * step_grad_scale(r.norm, p->clip);
-    for (int i = 0; i < m->table.count; i++) updated += update_param(m, &m->table.params[i], p, grad_scale);
+    for (const Param *t = m->table.params; t < m->table.params + m->table.count; t++)
+        if (t->optimiser == OPTIMISER_ADAMW) updated += update_param(m, t, p, grad_scale);
     // m, v and the weight are read and written, the gradient is read.
     timing_clock_lap("AdamW", 0, updated * (4.0 * slot_bytes(m, SLOT_M) + 3 * sizeof(float)));
+    for (int u = 1; u + 1 < m->table.num_units && m->table.muon; u++) {
+        watchdog_beat(PHASE_UPDATE, u - 1);
+        muon_update_block(m, u, p, grad_scale);
+    }
     if (!m->zero_stage) return r;
     m->block_here = 0;
     for (int u = 0; u < m->table.num_units; u++)
@@ -1848,6 +2000,20 @@ static int rows_of_head(const Model *m, const Options *o, int N) {
     int fit = (1 << 26) / m->local.padded_vocab_size;
     return o->head_chunks ? (int)head_rows(o, m->B, m->T) : min_int(N, fit > 64 ? fit : 64);
 }
+static void open_muon(Model *m) {
+    const int tp = m->mesh->tp.world;
+    MuonMatrix matrices[MUON_MOST_MATRICES];
+    size_t most = 0;
+    m->group = (ParamTable *)malloc_or_die(tp * sizeof(ParamTable));
+    for (int r = 0; r < tp; r++) m->group[r] = params_of_rank(&m->config, tp, r);
+    for (int i = muon_matrices(&m->table, tp, 1, 1, matrices); i-- > 0;) {
+        const size_t size = area(matrices[i].rows, matrices[i].cols);
+        const size_t needed = size + newton_schulz_scratch(matrices[i].rows, matrices[i].cols);
+        most = needed > most ? needed : most;
+    }
+    m->directions = floats(m, tp * param_unit(&m->table, 1).count);
+    m->scratch = floats(m, most);
+}
 static void open_activations(Model *m, const Options *o) {
     const Config *c = &m->local;
     int tp = m->mesh->tp.world, dp = m->mesh->dp.world, most = tp > dp ? tp : dp;
@@ -1892,10 +2058,12 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
                  .recompute = o->recompute,
                  .zero_stage = zero_stage_of(o, &mesh->dp),
                  .bf16_states = !strcmp(o->state_dtype, "bf16"),
+                 .muon = muon_of(o),
                  .seed = o->seed};
     describe_device(m->device, sizeof m->device);
+    params_set_optimiser(&m->table, o);
     int units = m->table.num_units;
-    size_t block = param_unit(&m->table, 1).count, shard = m->table.total / mesh->dp.world;
+    size_t block = param_unit(&m->table, 1).count;
     if (weights_are_quantised(o)) open_quantised(m, quant_format(o->weights));
     m->weights = floats(m, kept_of(m, SLOT_WEIGHT, units));
     if (m->zero_stage >= 3) m->block_weights = floats(m, block);
@@ -1906,9 +2074,11 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     if (m->zero_stage >= 2) m->block_grads = floats(m, block);
     m->m = room(m, kept_of(m, SLOT_M, units) * slot_bytes(m, SLOT_M));
     m->v = room(m, kept_of(m, SLOT_V, units) * slot_bytes(m, SLOT_V));
+    if (m->table.muon) open_muon(m);
     if (!saves_beside_training(o)) return;
     for (Slot s = 0; s < NUM_SLOTS; s++)
-        if (model_has_slot(m, s) && s != SLOT_GRAD) m->snapshots[s] = room(m, shard * slot_bytes(m, s));
+        if (model_has_slot(m, s) && s != SLOT_GRAD)
+            m->snapshots[s] = room(m, slot_before(&mesh->dp, &m->table, KEEP_SHARDS, s, units) * slot_bytes(m, s));
 }
 void model_close(Model *m) {
     for (void *p = m->newest, *before; p; p = before) {
@@ -1916,6 +2086,8 @@ void model_close(Model *m) {
         free(p);
     }
     params_free(&m->table);
+    for (int r = 0; m->group && r < m->mesh->tp.world; r++) params_free(&m->group[r]);
+    free(m->group);
     memset(m, 0, sizeof *m);
 }
 

@@ -542,6 +542,78 @@ static void queue_adamw(Model *m, const UpdateParams *p) {
         piece_release(&m->offload, i);
     }
 }
+// What the data- and tensor-parallel ranks have of a wave's directions, on all of them; or, at the end, what each has
+// made of its own matrices: the others have zeros there.
+static void gather_directions(Model *m, const MuonWave *w, floatX *directions) {
+    Zero *z = &m->links.zero;
+    const Comm *tp = &m->mesh->tp;
+    const size_t block = param_unit(&m->table, 1).count;
+    if (z->nccl.world > 1 && z->stage > 0) {
+        zero_hand_over(z);
+        for (int i = 0; i < w->blocks; i++)
+            nccl_all_gather(&z->nccl, "gather momentum", directions + (size_t)(i * tp->world + tp->rank) * block,
+                            zero_piece(z, w->first));
+        zero_hand_back(z);
+    }
+    for (int i = 0; i < w->blocks; i++)
+        nccl_all_gather(&m->links.rows.nccl, "gather momentum", directions + (size_t)(i * tp->world) * block, block);
+}
+static void return_directions(Model *m, const MuonWave *w, floatX *directions) {
+    Zero *z = &m->links.zero;
+    const Comm *tp = &m->mesh->tp;
+    const size_t block = param_unit(&m->table, 1).count;
+    for (int i = 0; i < w->blocks; i++)
+        nccl_reduce_scatter(&m->links.rows.nccl, "return directions", directions + (size_t)(i * tp->world) * block,
+                            block);
+    if (z->nccl.world == 1) return;
+    zero_hand_over(z);
+    for (int i = 0; i < w->blocks; i++) {
+        floatX *mine = directions + (size_t)(i * tp->world + tp->rank) * block;
+        nccl_reduce_scatter(&z->nccl, "return directions", mine, zero_piece(z, w->first));
+        if (z->stage == 0) nccl_all_gather(&z->nccl, "return directions", mine, zero_piece(z, w->first));
+    }
+    zero_hand_back(z);
+}
+// What this rank orthogonalises of a wave; zeros in place of the others' matrices.
+static void orthogonalise(Model *m, const MuonWave *w, floatX *directions) {
+    const Buffers *b = &m->b;
+    cudaStream_t s = m->gpu.compute;
+    const size_t elements = (size_t)w->blocks * muon_block(&m->plan);
+    floatX *x = directions + elements;
+    for (int i = w->first_batch; i < w->first_batch + w->batches; i++) {
+        const MuonBatch *q = &b->muon.batches[i];
+        const MuonPlace *places = b->muon_places + q->first_place;
+        if (q->count == 0) {
+            muon_copy(MUON_CLEAR, directions, NULL, places, q->places, 0, 0, s);
+            continue;
+        }
+        muon_copy(MUON_TAKE, directions, x, places, q->places, q->rows, q->cols, s);
+        floatX *made = newton_schulz(&m->matmul, &m->plan.muon, x, b->muon_partials, q->count, q->rows, q->cols, s);
+        muon_copy(MUON_RETURN, directions, made, places, q->places, q->rows, q->cols, s);
+    }
+}
+static void queue_muon(Model *m, const UpdateParams *p) {
+    const Buffers *b = &m->b;
+    const uint64_t seed = (uint64_t)m->plan.options.seed;
+    cudaStream_t s = m->gpu.compute;
+    floatX *directions = (floatX *)b->region;
+    for (int i = 0; i < b->muon.num_waves; i++) {
+        const MuonWave *w = &b->muon.waves[i];
+        const MuonChunk *chunks = b->muon_chunks + w->first_chunk;
+        auto momentum = [&](auto *states) {
+            muon_momentum(directions, states, b->grads, chunks, w->chunks, m->plan.muon.momentum, b->step, seed,
+                          p->step, s);
+        };
+        if (m->plan.bf16_states)
+            momentum((__nv_bfloat16 *)b->m);
+        else
+            momentum((float *)b->m);
+        gather_directions(m, w, directions);
+        orthogonalise(m, w, directions);
+        return_directions(m, w, directions);
+        muon_update(b->weights, b->master, directions, chunks, w->chunks, p, b->step, seed, s);
+    }
+}
 // Norm, clipping, the decision and the update are queued; then the host waits for the result, the one wait of a step.
 StepResult model_update(Model *m, const UpdateParams *p) {
     Range range("update");
@@ -553,6 +625,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     cudaCheck(cudaMemcpyAsync(m->b.host_step, m->b.step, sizeof *m->b.step, cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaEventRecord(m->decided, s));
     queue_adamw(m, p);
+    queue_muon(m, p);
     zero_gather(&m->links.zero);
     m->weights_changed = 1;
     cudaCheck(cudaEventSynchronize(m->decided));  // the device goes on with the update
@@ -716,6 +789,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     zero_check(&mesh->job, &mesh->dp);
     tp_require_one_host(mesh);
     m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
+    params_set_optimiser(&m->table, o);
     m->gpu = gpu_open(mesh->dp.local_rank);
     m->plan = plan_make(c, o, mesh, &m->table);
     m->decoding = plan_decode(&m->plan);
@@ -784,6 +858,7 @@ void model_close(Model *m) {
     free(m->b.quantised.matrix);
     free(m->b.blocks);
     free(m->b.piece_chunks);
+    muon_tables_free(&m->b.muon);
     params_free(&m->table);
     gpu_close(&m->gpu);
 }

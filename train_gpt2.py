@@ -779,9 +779,10 @@ def batch(stream, B, device, vocab_size):
 
 
 HONOURED = """train-data val-data model output tokenizer print-every batch-size seq-len total-batch max-steps
-    overfit pack documents window seed schedule learning-rate warmup final-lr-fraction weight-decay
-    grad-clip beta1 beta2 adam-eps eval-every eval-steps hellaswag choice-data evaluate sample-every
-    sample-tokens temperature save-every matmul-dtype head-dtype threads""".split()
+    overfit pack documents window seed schedule learning-rate warmup final-lr-fraction weight-decay grad-clip beta1
+    beta2 adam-eps optimizer lr-matrix lr-embedding lr-head lr-vector decay-matrix decay-vector muon-momentum
+    muon-polynomials muon-steps eval-every eval-steps hellaswag choice-data evaluate sample-every sample-tokens
+    temperature save-every matmul-dtype head-dtype threads""".split()
 
 
 def in_range(of, low, high):
@@ -846,6 +847,18 @@ USAGE = f"""python train_gpt2.py [--name value | --name=value | -x value]...
 
 Names, letters and defaults are those of ./train_gpt2 --help, which says more of them. Models:
 {textwrap.fill("dN, gpt2:dN, " + ", ".join(PRESETS), 96, initial_indent="  ", subsequent_indent="  ")}"""
+
+
+def check_optimizer(o):
+    require(o.optimizer in ("adamw", "muon"), f"unknown --optimizer '{o.optimizer}'", "use adamw or muon")
+    require(
+        o.muon_polynomials in ("polar-express", "simple"),
+        f"unknown --muon-polynomials '{o.muon_polynomials}'",
+        "use polar-express or simple",
+    )
+    for name in ("lr_matrix", "lr_embedding", "lr_head", "lr_vector", "decay_matrix"):
+        value = getattr(o, name)
+        require(value == -1 or value >= 0, f"--{name.replace('_', '-')} {value:g} is below 0", "give 0 or more")
 
 
 def parse_options(argv=None):
@@ -917,6 +930,7 @@ def parse_options(argv=None):
         f"unknown --matmul-dtype '{o.matmul_dtype}'",
         "use native, bf16, fp8 or fp8-dw-bf16",
     )
+    check_optimizer(o)
     require(o.head_dtype in ("native", "fp8"), f"unknown --head-dtype '{o.head_dtype}'", "use native or fp8")
     o.device = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
     require(
@@ -928,21 +942,121 @@ def parse_options(argv=None):
     return o
 
 
-def learning_rate_at(o, steps, step):
-    """llmc/schedule.h; steps count from 0."""
+def learning_rate_at(o, steps, step, peak=None):
+    """llmc/schedule.h; steps count from 0. peak: --learning-rate, or a base of others."""
+    peak = o.learning_rate if peak is None else peak
     if o.schedule == "constant":
-        return o.learning_rate
+        return peak
     if step < o.warmup:
-        return o.learning_rate * (step + 1) / o.warmup
+        return peak * (step + 1) / o.warmup
     begin = int(0.8 * steps) if o.schedule == "wsd" else o.warmup
     if step < begin:
-        return o.learning_rate
+        return peak
     progress = min((step - begin) / (steps - begin), 1.0) if steps > begin else 1.0
     left = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - math.sqrt(progress), "linear": 1 - progress}[
         o.schedule
     ]
-    low = o.learning_rate * o.final_lr_fraction
-    return low + left * (o.learning_rate - low)
+    low = peak * o.final_lr_fraction
+    return low + left * (peak - low)
+
+
+# ---- the optimiser (llmc/muon.h)
+def lr_of_matrices(o):
+    return o.lr_matrix if o.lr_matrix >= 0 or o.optimizer != "muon" else 0.02
+
+
+def base_lr(o):
+    """The rate that those of all tensors are multiples of."""
+    own = max(lr_of_matrices(o), o.lr_embedding, o.lr_head, o.lr_vector) >= 0
+    return o.learning_rate if o.learning_rate > 0 or not own else 1.0
+
+
+def param_groups(model, o):
+    """Weights by what updates them: matrices of blocks, embeddings, head, vectors."""
+    groups = {}
+    for p in model.table:
+        in_block = 0 < p.unit <= model.config.num_layers
+        kind = "vector" if len(p.shape) == 1 else "matrix" if in_block else "head" if p.role == "headw" else "embedding"
+        groups.setdefault(kind, []).append(p)
+    rates = {"matrix": lr_of_matrices(o), "embedding": o.lr_embedding, "head": o.lr_head, "vector": o.lr_vector}
+    decays = {"matrix": o.decay_matrix if o.decay_matrix >= 0 else o.weight_decay, "vector": o.decay_vector}
+    base = base_lr(o)
+    return {
+        kind: {
+            "table": table,
+            "params": [model.get_parameter(p.name) for p in table],
+            "rate": (rates[kind] if rates[kind] >= 0 else o.learning_rate) / base if base else 1.0,
+            "weight_decay": decays.get(kind, o.weight_decay),
+        }
+        for kind, table in groups.items()
+    }
+
+
+# The paper's (arXiv:2505.16932); from the eighth on they are all the same.
+POLAR_EXPRESS = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+]
+
+
+def newton_schulz(x, polynomials, steps):
+    """x with its singular values set to about 1. steps 0: 5 of polar-express, 12 of simple."""
+    simple = polynomials == "simple"
+    margin, tall = 1.0 if simple else 1.01, x.shape[0] > x.shape[1]
+    x = x / (margin * x.norm() + 1e-7)
+    for step in range(steps or (12 if simple else 5)):
+        a, b, c = (2, -1.5, 0.5) if simple else POLAR_EXPRESS[min(step, 7)]
+        if step < 7:
+            a, b, c = a / margin, b / margin**3, c / margin**5
+        gram = x.T @ x if tall else x @ x.T
+        p = b * gram + c * (gram @ gram)
+        p.diagonal().add_(a)
+        x = x @ p if tall else p @ x
+    return x
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised. rows: of a weight, the rows of each matrix in it: q, k and v of GPT-2."""
+
+    def __init__(self, params, rows, weight_decay, o, dtype):
+        super().__init__(params, {"lr": 0.0, "weight_decay": weight_decay})
+        self.rows, self.o, self.dtype = rows, o, dtype
+
+    @torch.no_grad()
+    def step(self):
+        o = self.o
+        for group in self.param_groups:
+            for w, rows in zip(group["params"], self.rows):
+                state = self.state[w]
+                m = state.setdefault("momentum", torch.zeros_like(w))
+                m.lerp_(w.grad, 1 - o.muon_momentum)
+                u = w.grad.lerp(m, o.muon_momentum).to(self.dtype)
+                for x, part in zip(u.split(rows), w.split(rows)):
+                    x = newton_schulz(x, o.muon_polynomials, o.muon_steps)
+                    scale = max(1, x.shape[0] / x.shape[1]) ** 0.5
+                    part.sub_(group["lr"] * (scale * x.to(w.dtype) + group["weight_decay"] * part))
+
+
+def make_optimizers(model, o, dtype):
+    groups = param_groups(model, o)
+    muon = groups.pop("matrix") if o.optimizer == "muon" else None
+    adamw = [{k: g[k] for k in ("params", "weight_decay", "rate")} for g in groups.values()]
+    made = [
+        torch.optim.AdamW(adamw, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.adam_eps, fused=True),
+    ]
+    if muon:
+        c = model.config
+        packed = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+        rows = [packed if p.shape[0] == sum(packed) and p.role == "qkvw" else [p.shape[0]] for p in muon["table"]]
+        made.append(Muon(muon["params"], rows, muon["weight_decay"], o, dtype))
+        made[-1].param_groups[0]["rate"] = muon["rate"]
+    return made
 
 
 def gumbel(seed, stream, position, count):
@@ -963,22 +1077,20 @@ class Trainer:
         self.net = torch.compile(model) if o.compile == 1 or (o.compile < 0 and on_gpu) else model
         self.dtype = ("bf16" if on_gpu else "fp32") if o.dtype == "auto" else o.dtype
         self.autocast = torch.autocast(o.device, torch.bfloat16, enabled=self.dtype == "bf16")
-        matrices, vectors = ([w for w in model.parameters() if (w.dim() >= 2) == flag] for flag in (True, False))
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": o.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=o.learning_rate,
-            betas=(o.beta1, o.beta2),
-            eps=o.adam_eps,
-            fused=True,
+        require(
+            not model.config.tied or o.lr_head < 0,
+            f"--lr-head {o.lr_head:g}: the head of this model is its embedding",
+            "use --lr-embedding, or a model with tied=0",
         )
+        self.optimizers = make_optimizers(model, o, torch.bfloat16 if self.dtype == "bf16" else torch.float32)
 
     def loss(self, inputs, targets):
         with self.autocast:
             return self.net(inputs, self.model.rope_table(inputs.shape[1], inputs.device), targets)
 
     def step(self, batches, lr):
-        """One optimiser step over a list of micro-batches. Returns the learned tokens' mean loss and its gradient's
-        norm."""
+        """One optimiser step over a list of micro-batches. lr: of a rate of 1. Returns the learned tokens' mean loss
+        and its gradient's norm."""
         total, learned = 0.0, [int((targets >= 0).sum()) for _, targets in batches]
         for (inputs, targets), count in zip(batches, learned):
             loss = self.loss(inputs, targets) * (count / max(sum(learned), 1))
@@ -989,10 +1101,11 @@ class Trainer:
         require(torch.isfinite(total + norm), f"loss {total:g}, gradient norm {norm:g}", "lower --learning-rate")
         if self.o.grad_clip > 0:
             torch._foreach_mul_(grads, (self.o.grad_clip / norm).clamp(max=1.0))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["rate"]
+            optimizer.step()
+            optimizer.zero_grad()
         return float(total), float(norm)
 
     def rows(self, shards, eot, seed=None):
@@ -1204,7 +1317,7 @@ def train(o):
         begin, lr = time.perf_counter(), learning_rate_at(o, steps, step - 1)
         if not (o.overfit and batches):
             batches = [batch(stream, B, o.device, c.vocab_size) for _ in range(1 if o.overfit else total // (B * T))]
-        loss, norm = trainer.step(batches, lr)
+        loss, norm = trainer.step(batches, learning_rate_at(o, steps, step - 1, base_lr(o)))
         seconds = time.perf_counter() - begin
         average = 0.95 * average + 0.05 * seconds if step > 2 else seconds  # the first step compiles
         line = (
@@ -1252,7 +1365,7 @@ def disturb(model, seed):
 
 
 def write_debug(o):
-    """Weights, one random batch, its logits, loss and gradients, and the losses of ten AdamW steps on it. With
+    """Weights, one random batch, its logits, loss and gradients, and the losses of ten steps on it. With
     --documents 1 some tokens begin a document, and some are not learned."""
     model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
     model.matmul_dtype, model.head_dtype = o.matmul_dtype, o.head_dtype
@@ -1279,6 +1392,7 @@ def write_debug(o):
         "device": "cpu",
         "dtype": "fp32",
         "compile": 0,
+        "learning_rate": 1e-3,
         "weight_decay": 0.1,
         "beta1": 0.9,
         "beta2": 0.95,
@@ -1288,7 +1402,7 @@ def write_debug(o):
     trainer = Trainer(model, argparse.Namespace(**vars(o) | fixed))
     debug["losses"] = torch.tensor([trainer.step([(inputs, targets)], 1e-3)[0] for _ in range(10)])
     debug |= {name: torch.tensor([getattr(o, name)], dtype=torch.int32) for name in ("documents", "window")}
-    for name in ("matmul_dtype", "head_dtype"):  # characters
+    for name in ("matmul_dtype", "head_dtype", "optimizer"):  # characters
         debug[name] = torch.tensor(list(getattr(o, name).encode()), dtype=torch.int32)
     save_tensors(debug, os.path.join(folder, "debug.safetensors"))
     print(f"wrote {folder}: loss {float(loss.detach()):.6f}, of the tenth step {float(debug['losses'][-1]):.6f}")

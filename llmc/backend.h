@@ -28,9 +28,9 @@ typedef struct Model Model;
 typedef enum {
     SLOT_WEIGHT,  // the weights of forward, in the build's dtype
     SLOT_GRAD,
-    SLOT_M,  // AdamW's first and second moments, fp32 or bf16 (--state-dtype)
-    SLOT_V,
-    SLOT_MASTER,  // fp32 weights that AdamW updates, if those of forward are bf16
+    SLOT_M,       // AdamW's first moment, Muon's momentum, fp32 or bf16 (--state-dtype)
+    SLOT_V,       // AdamW's second moment: of Muon's matrices there is none
+    SLOT_MASTER,  // fp32 weights that are updated, if those of forward are bf16
     NUM_SLOTS
 } Slot;
 
@@ -45,6 +45,25 @@ static inline Keep slot_keeps(int stage, Slot s) {
 // What counts of it: of gradients that are kept whole the shard alone is a sum over ranks.
 static inline Keep slot_owns(int stage, Slot s) {
     return s == SLOT_GRAD && stage >= 1 ? KEEP_SHARDS : slot_keeps(stage, s);
+}
+// Muon's matrices have no second moment.
+static inline int slot_holds(Slot s, const Param *p) { return s != SLOT_V || p->optimiser == OPTIMISER_ADAMW; }
+// What a rank keeps of a unit's elements that the slot holds.
+static inline Span slot_span(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit) {
+    const Span kept = kept_span(dp, t, keep, unit), all = param_unit(t, unit);
+    const size_t muon = s == SLOT_V && unit_is_block(t, unit) ? t->muon : 0;
+    return span_overlap(kept, all.begin + muon, all.count - muon);
+}
+// Elements of a slot that a rank keeps of the units before `unit`; of all, if it is num_units.
+static inline size_t slot_before(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit) {
+    size_t count = 0;
+    if (s != SLOT_V || !t->muon) return kept_before(dp, t, keep, unit);
+    for (int u = 0; u < unit; u++) count += slot_span(dp, t, keep, s, u).count;
+    return count;
+}
+// Where an element of a unit, at `offset` of the table, lies among those.
+static inline size_t slot_at(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit, size_t offset) {
+    return slot_before(dp, t, keep, s, unit) + offset - slot_span(dp, t, keep, s, unit).begin;
 }
 // One data-parallel rank has nothing to share.
 static inline int zero_stage_of(const Options *o, const Comm *dp) { return dp->world > 1 ? (int)o->zero_stage : 0; }

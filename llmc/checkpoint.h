@@ -43,6 +43,7 @@ typedef struct {
 // What a run is, beside its tensors. All zeros is a fresh one.
 typedef struct {
     int64_t step, tokens;              // done so far
+    int64_t optimizer_begin;           // the step after which the optimiser's states began, empty: 0 or of a reset
     int64_t epoch, row;                // place in the data: the next row to train on
     int64_t data_tokens, data_shards;  // size of that data, 0: an old checkpoint that does not say
     uint64_t data_hash;                // of the shards' names and samples of their content, 0: it does not say
@@ -50,7 +51,7 @@ typedef struct {
     int64_t seed;
     StateWindow loss, norm;      // for the z-scores
     char *options[NUM_OPTIONS];  // the run's options as text, to compare or to restore; NULL: not known
-    char precision[64];          // set by loading; see precision_text
+    char precision[96];          // set by loading; see precision_text
 } TrainState;
 // Numbers of train_state.json, and the largest that is accepted: far above what a run can have, low enough that sums
 // and products do not overflow.
@@ -62,7 +63,8 @@ static const struct {
                      {"tokens", offsetof(TrainState, tokens), 1ll << 60},
                      {"epoch", offsetof(TrainState, epoch), 1ll << 40},
                      {"row", offsetof(TrainState, row), 1ll << 55},
-                     {"seed", offsetof(TrainState, seed), INT64_MAX}};
+                     {"seed", offsetof(TrainState, seed), INT64_MAX},
+                     {"optimizer_begin", offsetof(TrainState, optimizer_begin), 1 << 30}};
 enum { NUM_STATE_NUMBERS = sizeof state_numbers / sizeof *state_numbers };
 
 // The place of an option, NULL if there is no option of this name.
@@ -128,9 +130,11 @@ static inline int state_is_sealed(const char *text, size_t length) {
     return memcmp(text + length - size, seal, size) == 0;
 }
 static inline const char *states_dtype(const Model *m) { return model_slot_is_bf16(m, SLOT_M) ? "bf16" : "fp32"; }
+static inline const char *optimizer_name(const Model *m) { return m->table.muon ? "muon" : "adamw"; }
 // What must be the same in a run that goes on. dtype: of the weights; states: of m and v.
-static inline void precision_text(char *text, size_t size, const char *dtype, int master, const char *states) {
-    snprintf(text, size, "%s with%s fp32 masters, m and v in %s", dtype, master ? "" : "out", states);
+static inline void precision_text(char *text, size_t size, const char *dtype, int master, const char *states,
+                                  const char *optimizer) {
+    snprintf(text, size, "%s with%s fp32 masters, states of %s in %s", dtype, master ? "" : "out", optimizer, states);
 }
 static inline int write_train_state(const Model *m, const char *folder, const TrainState *s, const uint64_t *sums) {
     Text text;
@@ -142,6 +146,7 @@ static inline int write_train_state(const Model *m, const char *folder, const Tr
     }
     fprintf(f, "  \"parameters\": %zu,\n  \"dtype\": \"%s\",\n  \"master\": %s,\n  \"states\": \"%s\",\n",
             m->table.num_weights, model_dtype(m), model_has_slot(m, SLOT_MASTER) ? "true" : "false", states_dtype(m));
+    fprintf(f, "  \"optimizer\": \"%s\",\n", optimizer_name(m));
     if (s->data_tokens)
         fprintf(f, "  \"data\": {\"tokens\": %lld, \"shards\": %lld, \"content\": \"%016llx\"},\n",
                 (long long)s->data_tokens, (long long)s->data_shards, (unsigned long long)s->data_hash);
@@ -665,10 +670,13 @@ static inline TokenizerId read_tokenizer_id(const Json *j, const char *path) {
     id.hash = strtoull(hash, NULL, 16);
     return id;
 }
-static inline const char *read_dtype(const Json *j, const char *path, const char *key) {
-    const char *dtype = json_string(j, json_get(j, 0, key));
-    STATE_REQUIRE(dtype && (!strcmp(dtype, "fp32") || !strcmp(dtype, "bf16")), key);
-    return dtype;
+// One of two words. older: what checkpoints without this key are; NULL: all have it.
+static inline const char *read_word(const Json *j, const char *path, const char *key, const char *one,
+                                    const char *other, const char *older) {
+    const char *word = json_string(j, json_get(j, 0, key));
+    if (older && json_get(j, 0, key) == JSON_NONE) return older;
+    STATE_REQUIRE(word && (!strcmp(word, one) || !strcmp(word, other)), key);
+    return word;
 }
 // train_state.json alone, e.g. to know the options before the model is opened. `s` is zeroed or was used before.
 static inline void checkpoint_load_state(const char *folder, TrainState *s) {
@@ -680,16 +688,18 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
     int master;
     require(state_open(&j, folder, -1, NUM_SUMMED_FILES, why), "checkpoint '%s' is not whole: %s" STATE_DAMAGED, folder,
             why);
-    for (int i = 0; i < NUM_STATE_NUMBERS; i++)
-        STATE_REQUIRE(state_number(&j, 0, state_numbers[i].key, state_numbers[i].most,
-                                   (int64_t *)((char *)s + state_numbers[i].offset)),
-                      state_numbers[i].key);
+    for (int i = 0; i < NUM_STATE_NUMBERS; i++) {
+        int64_t *number = (int64_t *)((char *)s + state_numbers[i].offset);
+        if (number == &s->optimizer_begin && json_get(&j, 0, "optimizer_begin") == JSON_NONE) continue;  // an old one
+        STATE_REQUIRE(state_number(&j, 0, state_numbers[i].key, state_numbers[i].most, number), state_numbers[i].key);
+    }
+    STATE_REQUIRE(s->optimizer_begin <= s->step, "optimizer_begin");
     read_data_place(&j, path, s);
     s->tokenizer = read_tokenizer_id(&j, path);
     STATE_REQUIRE(json_bool(&j, json_get(&j, 0, "master"), &master), "master");
-    int old = json_get(&j, 0, "states") == JSON_NONE;  // of before --state-dtype
-    precision_text(s->precision, sizeof s->precision, read_dtype(&j, path, "dtype"), master,
-                   old ? "fp32" : read_dtype(&j, path, "states"));
+    precision_text(s->precision, sizeof s->precision, read_word(&j, path, "dtype", "fp32", "bf16", NULL), master,
+                   read_word(&j, path, "states", "fp32", "bf16", "fp32"),
+                   read_word(&j, path, "optimizer", "adamw", "muon", "adamw"));
     read_window(&j, path, "loss_window", &s->loss);
     read_window(&j, path, "norm_window", &s->norm);
     read_options(&j, path, s);
@@ -699,11 +709,14 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
 // was loaded from the same folder.
 static inline void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
     char precision[sizeof s->precision];
-    precision_text(precision, sizeof precision, model_dtype(m), model_has_slot(m, SLOT_MASTER), states_dtype(m));
-    require(strcmp(s->precision, precision) == 0,
-            "checkpoint '%s' is %s; this run is %s\n"
-            "resume with the same --state-dtype and kind of build; or start a new run from its weights with --model %s",
-            folder, s->precision, precision, folder);
+    precision_text(precision, sizeof precision, model_dtype(m), model_has_slot(m, SLOT_MASTER), states_dtype(m),
+                   optimizer_name(m));
+    require(
+        strcmp(s->precision, precision) == 0,
+        "checkpoint '%s' is %s; this run is %s\n"
+        "resume with the same --optimizer, --state-dtype and kind of build, or with --reset-optimizer 1, which takes "
+        "its weights and begins with empty states; or start a new run from its weights with --model %s",
+        folder, s->precision, precision, folder);
     model_load_weights(m, folder);  // first: this sets the masters too
     load_slots(m, optimizer_slots, num_optimizer_slots(m), path_of("%s/optimizer.safetensors", folder).text);
 }

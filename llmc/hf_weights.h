@@ -114,6 +114,7 @@ static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *sl
     st_create(&f->file, path);
     for (int k = 0; k < num_slots; k++)
         for (int i = 0; i < m->table.count; i++) {
+            if (!slot_holds(slots[k].slot, &m->table.params[i])) continue;
             uint64_t shape[2];
             char name[96];
             int dims = param_shape(&m->table.params[i], shape);
@@ -132,10 +133,12 @@ static inline void slots_write(SlotFile *f, const Model *m, SlotReader *read, in
     const ParamTable *table = &m->table;
     float *piece = (float *)malloc_or_die(2 * HF_PIECE * sizeof(float));
     size_t unflushed = 0;
+    int declared = 0;
     for (int k = 0; k < f->num_slots; k++)
         for (int i = 0; i < table->count; i++) {
             const Param *p = &table->params[i];
-            const ParamFile to = {NULL, NULL, &f->file, k * table->count + i};
+            if (!slot_holds(f->slots[k].slot, p)) continue;
+            const ParamFile to = {NULL, NULL, &f->file, declared++};
             Span mine =
                 span_overlap(param_shard(table, p->unit, m->mesh->dp.rank, m->mesh->dp.world), p->offset, p->size);
             for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {
@@ -211,6 +214,7 @@ static inline void require_same_tensors(const Model *m, const SlotName *slots, i
     for (int k = 0; k < num_slots; k++)
         for (int i = 0; i < m->table.count; i++) {
             const Param *p = &m->table.params[i];
+            if (!slot_holds(slots[k].slot, p)) continue;
             const StTensor *t = find_param(r, slots[k].prefix, p);
             if (!t) {
                 differ(&d, "; no %s%s", slots[k].prefix, p->name);
@@ -246,6 +250,7 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
     for (int k = 0; k < num_slots; k++)
         for (int i = 0; i < m->table.count; i++) {
             const Param *p = &m->table.params[i];
+            if (!slot_holds(slots[k].slot, p)) continue;
             const StTensor *t = find_param(&r, slots[k].prefix, p);
             Span mine = span_overlap(model_owned(m, slots[k].slot, p->unit), p->offset, p->size);
             for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {

@@ -101,10 +101,6 @@ static inline size_t kept_before(const Comm *dp, const ParamTable *t, Keep keep,
     const size_t blocks = begin[unit < last ? unit : last] - begin[1];
     return begin[unit] - blocks + blocks / world;
 }
-// Where an element of a unit, at `offset` of the table, lies among those that are kept.
-static inline size_t kept_at(const Comm *dp, const ParamTable *t, Keep keep, int unit, size_t offset) {
-    return kept_before(dp, t, keep, unit) + offset - kept_span(dp, t, keep, unit).begin;
-}
 // Numbers of ranks that cannot share units stop with a message.
 static inline void zero_check(const Comm *job, const Comm *dp) {
     comm_require(job, UNIT_ALIGN % (8 * dp->world) == 0,

@@ -60,6 +60,19 @@
     FLT(beta1, "", '*', 0.9, 0, 0.999999999, "AdamW beta1") \
     FLT(beta2, "", '*', 0.95, 0, 0.999999999, "AdamW beta2") \
     FLT(adam_eps, "", '*', 1e-8, 1e-30, 1, "AdamW epsilon") \
+    ONE(optimizer, "", '*', "adamw", "adamw|muon", \
+        "of the blocks' matrices: adamw, or muon, which orthogonalises their momentum; all else has AdamW") \
+    FLT(lr_matrix, "", '*', -1.0, -1, 1e3, \
+        "largest learning rate of the blocks' matrices (-1: --learning-rate, with muon 0.02)") \
+    FLT(lr_embedding, "", '*', -1.0, -1, 1e3, "of the embeddings (-1: --learning-rate)") \
+    FLT(lr_head, "", '*', -1.0, -1, 1e3, "of a head that is not tied to the embedding (-1: --learning-rate)") \
+    FLT(lr_vector, "", '*', -1.0, -1, 1e3, "of norms and biases (-1: --learning-rate)") \
+    FLT(decay_matrix, "", '*', -1.0, -1, 1e3, "weight decay of the blocks' matrices (-1: --weight-decay)") \
+    FLT(decay_vector, "", '*', 0.0, 0, 1e3, "weight decay of norms and biases") \
+    FLT(muon_momentum, "", '*', 0.95, 0, 0.999999999, "Muon's momentum, Nesterov's form") \
+    ONE(muon_polynomials, "", '*', "polar-express", "polar-express|simple", \
+        "what Muon's iteration applies to the singular values: polar-express, or simple (2, -1.5, 0.5 in each step)") \
+    INT(muon_steps, "", '*', 0, 0, 32, "steps of that iteration (0: 5 of polar-express, 12 of simple)") \
     FLT(skip_loss_z, "sl", '*', 0.0, 0, 1e30, \
         "skip an update whose loss is this many standard deviations above the last 128 (0: off)") \
     FLT(skip_norm_z, "sg", '*', 0.0, 0, 1e30, "the same for the gradient norm") \
@@ -95,6 +108,9 @@
     INT(save_async, "", '=', 1, 0, 1, "1: train on while a copy in host memory is written; 0: wait for the disk") \
     INT(resume, "y", ' ', 0, 0, 1, \
         "1: go on from the newest checkpoint in --output, with its options unless others are given") \
+    INT(reset_optimizer, "", '*', 0, 0, 1, \
+        "1: with --resume 1, take the checkpoint's weights and place in the data, and begin with empty optimiser " \
+        "states") \
     SECTION("numbers and memory") \
     ONE(matmul_dtype, "", '*', "native", "native|bf16|fp8|fp8-dw-bf16", \
         "what the blocks' matmuls multiply: native (the dtype of the build), bf16, fp8 (e4m3, scaled), or " \

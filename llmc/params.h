@@ -49,6 +49,9 @@ typedef enum {
 // Which dimension of a tensor is divided over the ranks of a tensor-parallel group.
 typedef enum { SPLIT_NONE, SPLIT_ROWS, SPLIT_COLS } Split;
 
+// What updates a tensor: AdamW keeps two moments m and v, Muon the momentum m alone.
+typedef enum { OPTIMISER_ADAMW, OPTIMISER_MUON } OptimiserKind;
+
 // A range of elements of a rank's tensor, in whole rows, that are together in the whole tensor. No part covers the
 // padding of the vocabulary.
 typedef struct {
@@ -66,8 +69,9 @@ typedef struct {
     Split split;
     int num_parts;  // 1; 3 of a split q, k, v in one tensor; 0 where a rank has nothing but padding
     ParamPart parts[3];
-    int is_vector;      // 1-dimensional in files
-    int transposed;     // files hold (cols, rows)
+    int is_vector;   // 1-dimensional in files
+    int transposed;  // files hold (cols, rows)
+    OptimiserKind optimiser;
     float rate, decay;  // factors of the learning rate and of the weight decay: decay 1 for matrices, 0 for vectors
     float init_std;     // initial values; > 0: normal; 0: zeros; < 0: ones
     size_t offset;      // first element, counted from the start of the parameter buffer
@@ -86,6 +90,7 @@ typedef struct {
     size_t *unit_begin;  // num_units + 1 offsets; unit u is [unit_begin[u], unit_begin[u+1])
     size_t total;        // elements of the whole buffer, padding included
     size_t num_weights;  // weights of the model as published: no padding
+    size_t muon;         // elements at the beginning of each block that Muon updates: all of its matrices, or 0
     size_t *first;       // [unit][role] -> offset of the role's first tensor in that unit, or NO_PARAM
 } ParamTable;
 
@@ -283,6 +288,7 @@ static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int i
         p->split = split_of(k->role);
         p->is_vector = k->rows == DIM_1;
         p->transposed = in_block && gpt2 && !p->is_vector;
+        p->optimiser = OPTIMISER_ADAMW;
         p->rate = 1;
         p->decay = !p->is_vector;
         p->init_std = role_init_std(k->role, p->is_vector, c);

@@ -13,7 +13,7 @@ typedef struct {
     float lr, beta1, beta2, eps, weight_decay;
     double clip;                  // largest norm of the gradient; 0: any
     double most_loss, most_norm;  // a step above one of them is skipped
-    int step;                     // from 1, for AdamW's bias correction
+    int step;                     // of the optimiser's states, from 1: for AdamW's bias correction
 } UpdateParams;
 
 typedef enum { STEP_APPLIED, STEP_NOT_FINITE, STEP_LOSS_HIGH, STEP_NORM_HIGH } StepVerdict;

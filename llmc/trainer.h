@@ -184,18 +184,22 @@ static double window_limit(const StateWindow *w, double z) {
     return z > 0 && m.deviation > 0 ? m.mean + z * m.deviation : INFINITY;
 }
 
-static UpdateParams update_params(const Trainer *t, double lr) {
+static double learning_rate(const Trainer *t, double peak) {
+    const Options *o = &t->o;
+    return learning_rate_at(o->schedule, peak, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
+}
+static UpdateParams update_params(const Trainer *t) {
     const Options *o = &t->o;
     UpdateParams p;
-    p.lr = lr;
+    p.lr = learning_rate(t, base_lr(o));
     p.beta1 = o->beta1;
     p.beta2 = o->beta2;
     p.eps = o->adam_eps;
-    p.weight_decay = o->weight_decay;
+    p.weight_decay = base_decay(o);
     p.clip = o->grad_clip;
     p.most_loss = window_limit(&t->state.loss, o->skip_loss_z);
     p.most_norm = window_limit(&t->state.norm, o->skip_norm_z);
-    p.step = t->state.step + 1;
+    p.step = t->state.step + 1 - t->state.optimizer_begin;
     return p;
 }
 
@@ -270,8 +274,8 @@ static int train_step(Trainer *t, double *clock) {
         return stopped;
     }
     StepReport r;
-    r.lr = learning_rate_at(o->schedule, o->learning_rate, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
-    const UpdateParams p = update_params(t, r.lr);
+    r.lr = learning_rate(t, o->learning_rate);
+    const UpdateParams p = update_params(t);
     r.result = model_update(&t->model, &p);
     console_overwrite("");
     int finite = r.result.verdict != STEP_NOT_FINITE;

@@ -8,6 +8,7 @@
 #include "checkpoint.h"
 #include "evaluate.h"
 #include "gpu_monitor.h"
+#include "muon.h"
 #include "serve.h"
 #include "stop.h"
 #include "tokenizer.h"
@@ -52,6 +53,9 @@ typedef struct {
 // Refuses combinations of options.
 static void check_options(const Options *o) {
     offloads(o);  // refuses what it does not know
+    optimiser_check(o);
+    require(!o->reset_optimizer || o->resume, "--reset-optimizer 1 is for a run that goes on\n"
+                                              "add --resume 1, or leave it out: a new run has empty states");
     require(!weights_are_quantised(o) || forward_only(o),
             "--weights %s is for --generate and --evaluate: a training run changes its weights\n"
             "leave it out; --matmul-dtype fp8 trains with fewer bits",
@@ -141,6 +145,9 @@ static inline void choose_config(Trainer *t) {
             "--seq-len %lld is longer than the model's context of %d\n"
             "use a shorter --seq-len, or a model with seq=%lld",
             t->o.seq_len, t->config.max_seq_len, t->o.seq_len);
+    require(!t->config.tied || !is_given(t->o.lr_head),
+            "--lr-head %g: the head of this model is its embedding\nuse --lr-embedding, or a model with tied=0",
+            t->o.lr_head);
 }
 
 static inline void open_data(Trainer *t) {
@@ -320,6 +327,7 @@ static inline void take_options(Trainer *t, int argc, char **argv) {
         const int kept =
             !named || !strcmp(p->name, "tokenizer") || !strcmp(p->name, "train-data") || !strcmp(p->name, "window");
         if (!value || !kept) continue;
+        if (!strcmp(p->name, "reset-optimizer")) continue;  // of that one start
         char *text = printable(st_text(value, "", ""), "\n\t");
         state_set_option(&t->before, p->name, text);  // a copy: those of `state` change during the run
         free(text);
@@ -434,7 +442,11 @@ static inline void load_or_init(Trainer *t) {
     if (*t->resumed_from.text && forward_only(&t->o)) {
         model_load_weights(&t->model, t->resumed_from.text);
     } else if (*t->resumed_from.text) {
-        checkpoint_load(&t->model, t->resumed_from.text, &t->state);
+        if (t->o.reset_optimizer) {
+            model_load_weights(&t->model, t->resumed_from.text);
+            t->state.optimizer_begin = t->state.step;
+        } else
+            checkpoint_load(&t->model, t->resumed_from.text, &t->state);
         // --overfit always trains on the first batch
         if (t->train.num_shards && !t->o.overfit)
             dataloader_seek(&t->train, t->state.epoch, state_row(&t->state, t->o.seq_len));

@@ -72,6 +72,7 @@ typedef struct {
 static void begin(Planned *r, const Options *o) {
     memset(r, 0, sizeof *r);
     r->table = params_of_rank(&config, mesh.tp.world, mesh.tp.rank);
+    params_set_optimiser(&r->table, o);
     r->plan = plan_make(&config, o, &mesh, &r->table);
     run_request(&r->plan, &r->b, &r->links, &r->memory);
     for (int i = 0; i < r->memory.count; i++) {
@@ -418,6 +419,111 @@ static void check_quantised(const char *format) {
     free(q->matrix);
     ::end(&r);
 }
+// Muon's waves: the places of a rank cover the matrices of all tensor-parallel ranks once, each matrix has one rank's
+// work, scratch is inside the region, and chunks cover what the rank updates.
+static void mark(char *marks, size_t at, size_t count, const Options *o) {
+    for (size_t i = at; i < at + count; i++) fault_unless(marks[i]++ == 0, o, "Muon has an element twice");
+}
+static size_t check_muon_wave(const Planned *r, const MuonTables *t, const MuonWave *w, const MuonChunk *chunks,
+                              char *marks) {
+    const Plan *p = &r->plan;
+    const Options *o = &p->options;
+    const MuonRoom room = region_of(p).muon;
+    const size_t size = (size_t)w->blocks * muon_block(p), block = param_unit(p->table, 1).count;
+    size_t owned = 0, matrices = 0, all = 0;
+    memset(marks, 0, size);
+    for (int i = w->first_batch; i < w->first_batch + w->batches; i++) {
+        const MuonBatch *b = &t->batches[i];
+        for (int k = b->first_place; k < b->first_place + b->places; k++)
+            for (int row = 0; row < t->places[k].part.rows; row++) {
+                const MuonPart *q = &t->places[k].part;
+                mark(marks, q->at + (size_t)(row * q->width), (size_t)q->width, o);
+                fault_unless(b->count == 0 || (q->row + row < b->rows && q->col + q->width <= b->cols), o,
+                             "a part leaves its matrix");
+            }
+        fault_unless(muon_batch_bytes(b->rows, b->cols, b->count) <= room.batch && b->count <= t->most, o,
+                     "a batch has no room");
+        matrices += (size_t)b->count;
+    }
+    for (size_t i = 0; i < size; i++) all += (size_t)marks[i];
+    fault_unless(all == r->table.muon * (size_t)(mesh.tp.world * w->blocks), o, "Muon leaves elements out");
+    memset(marks, 0, size);
+    for (int i = w->first_chunk; i < w->first_chunk + w->chunks; i++) {
+        const MuonChunk *c = &chunks[i];
+        const size_t unit = c->direction_offset / block;
+        mark(marks, c->direction_offset, (size_t)c->count, o);
+        fault_unless((int)unit % mesh.tp.world == mesh.tp.rank &&
+                         c->state_offset + (size_t)c->count <= plan_kept(p, SLOT_M) && c->direction_offset % 8 == 0,
+                     o, "a chunk is another rank's");
+        owned += (size_t)c->count;
+    }
+    for (int u = w->first; u < w->first + w->blocks; u++) {
+        const Span mine = plan_owned(p, SLOT_M, u);
+        owned -= span_overlap(mine, r->table.unit_begin[u], r->table.muon).count;
+    }
+    fault_unless(owned == 0, o, "Muon's chunks are not what is updated");
+    return matrices;
+}
+static size_t check_muon_rank(const Options *o) {
+    static Planned r;
+    begin(&r, o);
+    const Plan *p = &r.plan;
+    const Region region = region_of(p);
+    MuonTables t = muon_tables(p, &region.muon);
+    const int count = muon_chunks(p, &t, NULL);
+    MuonChunk *chunks = (MuonChunk *)malloc_or_die((size_t)count * sizeof *chunks);
+    char *marks = (char *)malloc_or_die((size_t)region.muon.blocks * muon_block(p));
+    size_t matrices = 0, v = 0;
+    muon_chunks(p, &t, chunks);
+    fault_unless(region.muon.bytes <= region.bytes && region.muon.blocks >= 1, o, "Muon's scratch leaves the region");
+    for (int w = 0; w < t.num_waves; w++) matrices += check_muon_wave(&r, &t, &t.waves[w], chunks, marks);
+    AdamChunk *adam = (AdamChunk *)malloc_or_die((size_t)r.b.num_chunks * sizeof *adam);
+    int *per_piece = (int *)calloc_or_die((size_t)r.b.num_pieces * sizeof(int));
+    adam_chunks(p, adam, per_piece);
+    for (int i = 0; i < r.b.num_chunks; i++) {
+        const size_t at = adam[i].state_offset - adam[i].v_gap;
+        fault_unless(at >= v && at + (size_t)adam[i].count <= plan_kept(p, SLOT_V), o, "v has another place");
+        v = at + (size_t)adam[i].count;
+    }
+    fault_unless(plan_kept(p, SLOT_V) < plan_kept(p, SLOT_M), o, "Muon's matrices have a v");
+    muon_tables_free(&t);
+    free(chunks);
+    free(marks);
+    free(adam);
+    free(per_piece);
+    end(&r);
+    return matrices;
+}
+static int muon_runs;
+static void check_muon(const char *name, int tp, int dp) {
+    const Comm alone = COMM_ALONE;
+    const int sizes[][2] = {{1, 16}, {4, 1024}};
+    config_parse(name, &config);
+    if (config.ffn_dim % (8 * tp)) return;  // refused
+    mesh.job = mesh.dp = mesh.tp = alone;
+    mesh.job.world = tp * dp;
+    mesh.dp.world = dp;
+    mesh.tp.world = tp;
+    for (int way = 0; way < 8; way++) {
+        Options o = options_default();
+        o.optimizer = "muon";
+        o.zero_stage = way % 4;
+        o.batch_size = sizes[way / 4][0];
+        o.seq_len = sizes[way / 4][1];
+        o.tp = tp;
+        o.state_dtype = way % 3 ? "fp32" : "bf16";
+        size_t matrices = 0;
+        for (int r = 0; r < tp * dp; r++, muon_runs++) {
+            mesh.job.rank = r;
+            mesh.dp.rank = r / tp;
+            mesh.tp.rank = r % tp;
+            matrices += check_muon_rank(&o);
+        }
+        const size_t of_block = config.mlp == MLP_SWIGLU ? 7 : 6;
+        fault_unless(matrices == of_block * (size_t)config.num_layers, &o, "a matrix is not orthogonalised once");
+    }
+    mesh.job.rank = mesh.dp.rank = mesh.tp.rank = 0;
+}
 static void check_fp8_gpus(void) {
     int wrong = 0;
     for (int known : {80, 86, 87, 89, 90, 100, 120}) {
@@ -510,6 +616,14 @@ int main() {
     }
     check(offloaded > 100, "%d hints say --offload", offloaded);
     check(quantised > 40, "%d layouts of quantised weights", quantised);
+    const int before_muon = faults;
+    for (int i = 1; i < 5; i++) {
+        const char *model = models[i];
+        check_muon(model, 1, 1);
+        check_muon(model, 1, 4);
+        check_muon(model, 4, 2);
+    }
+    check(faults == before_muon, "Muon: scratch, parts and chunks of %d ranks", muon_runs);
     check_gathered_fp8();
     check_orders();
     check_fp8_gpus();

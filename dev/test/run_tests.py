@@ -45,6 +45,8 @@ MODELS = {
     "llama3-both": "llama3:8B,layers=2,channels=256,heads=2,kv_heads=1,vocab=512,seq=128 --documents 1 --window 7",
     "qwen3": "qwen3:0.6B,layers=2,channels=192,heads=4,kv_heads=2,head_dim=64,vocab=300,seq=128",
     "modern": "modern:d2,channels=192,heads=3,head_dim=64,vocab=300,seq=128",
+    "gpt2-muon": "d3,channels=192,vocab=500,seq=128 --optimizer muon",
+    "qwen2.5-muon": "qwen2.5:1.5B,layers=2,channels=256,heads=4,kv_heads=2,vocab=400,seq=128 --optimizer muon",
 }
 ASAN_MODELS = {  # ten times smaller, because ASan makes a model many times slower
     "gpt2-small": "d1,channels=64,vocab=100,seq=64",
@@ -52,6 +54,7 @@ ASAN_MODELS = {  # ten times smaller, because ASan makes a model many times slow
     "qwen2.5-small": "qwen2.5:1.5B,layers=2,channels=64,heads=2,kv_heads=1,vocab=100,seq=64",
     "modern-small": "modern:d1,channels=64,heads=2,head_dim=32,vocab=100,seq=64",
     "qwen3-small": "qwen3:0.6B,layers=1,channels=64,heads=2,kv_heads=1,head_dim=48,vocab=100,seq=64",
+    "llama3-small-muon": "llama3:8B,layers=2,channels=64,heads=2,kv_heads=1,ffn=160,vocab=100,seq=64 --optimizer muon",
     "llama3-small-fp8": "llama3:8B,layers=1,channels=64,heads=2,kv_heads=1,ffn=160,vocab=100,seq=64 --matmul-dtype fp8",
 }
 ROUNDED_MODELS = {  # widths in multiples of 16

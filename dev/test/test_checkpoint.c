@@ -412,13 +412,13 @@ static void test_mismatch(void) {
     snprintf(a.folder, sizeof a.folder, "%s", at("mismatch/step_00000007"));
     a.master = 0;
     check_refused("a state with masters into a run without", load_attempt, &a,
-                  "with fp32 masters, m and v in fp32; this run is bf16 without");
+                  "with fp32 masters, states of adamw in fp32; this run is bf16 without");
     a.bf16 = 0;
     check_refused("a bf16 state into an fp32 run", load_attempt, &a,
-                  "is bf16 with fp32 masters, m and v in fp32; this run is fp32");
+                  "is bf16 with fp32 masters, states of adamw in fp32; this run is fp32");
     a.bf16 = a.master = a.bf16_states = 1;
     check_refused("fp32 states into a run with bf16 ones", load_attempt, &a,
-                  "m and v in fp32; this run is bf16 with fp32 masters, m and v in bf16");
+                  "states of adamw in fp32; this run is bf16 with fp32 masters, states of adamw in bf16");
     a.bf16_states = 0;
     a.config = config_of("gpt2-odd");
     check_refused("a state of another model", load_attempt, &a, "does not hold this model");
@@ -428,11 +428,11 @@ static void test_mismatch(void) {
     save(&m, at("mismatch"), 9, 0, 0);
     snprintf(a.folder, sizeof a.folder, "%s", at("mismatch/step_00000009"));
     check_refused("bf16 states into a run with fp32 ones", load_attempt, &a,
-                  "m and v in bf16; this run is bf16 with fp32 masters, m and v in fp32");
+                  "states of adamw in bf16; this run is bf16 with fp32 masters, states of adamw in fp32");
     save(&without, at("mismatch"), 8, 0, 0);
     snprintf(a.folder, sizeof a.folder, "%s", at("mismatch/step_00000008"));
     check_refused("a state without masters into a run with", load_attempt, &a,
-                  "without fp32 masters, m and v in fp32; this run is bf16 with");
+                  "without fp32 masters, states of adamw in fp32; this run is bf16 with");
     require(rename(at("mismatch/step_00000008/optimizer.safetensors"),
                    at("mismatch/step_00000007/optimizer.safetensors")) == 0,
             "cannot rename\ncheck the disk");

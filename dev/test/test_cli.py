@@ -176,6 +176,14 @@ def test_good_input_trains(trainer):
         (["--top-p", "0"], ["--top-p 0"]),
         (["--temperature", "-1"], ["--temperature -1"]),
         (["-z", "4"], ["--zero-stage 4 is outside 0 to 3"]),
+        (["--optimizer", "sgd"], ["--optimizer 'sgd' is not adamw|muon"]),
+        (["--muon-momentum", "1"], ["--muon-momentum 1 is outside 0 to 0.999999999"]),
+        (["--muon-momentum", "-0.1"], ["--muon-momentum -0.1 is outside"]),
+        (["--muon-polynomials", "cubic"], ["'cubic' is not polar-express|simple"]),
+        (["--muon-steps", "33"], ["--muon-steps 33 is outside 0 to 32"]),
+        (["--lr-matrix", "-0.5"], ["--lr-matrix -0.5 is below 0", "leave it out for the common one"]),
+        (["--lr-head", "1e-3"], ["--lr-head 0.001: the head of this model is its embedding", "use --lr-embedding"]),
+        (["--reset-optimizer"], ["--reset-optimizer 1 is for a run that goes on", "add --resume 1"]),
         (["--offload", "states,m"], ["unknown --offload 'm'", "use states, master, activations"]),
         (["-z", "2", "--dp-overlap", "0"], ["--dp-overlap 0 keeps all gradients", "--zero-stage 2"]),
         (["-pi", "tcp"], ["tcp", "mpi"]),
@@ -261,7 +269,7 @@ def test_version(trainer):
         ("--gradient_accumulation_steps", "--total-batch"),
         ("--epochs", "--max-steps"),
         ("--max_iters", "--max-steps"),
-        ("--steps", "--max-steps or --eval-steps"),
+        ("--steps", "--max-steps or --muon-steps or --eval-steps"),
         ("--block_size", "--seq-len"),
         ("--sequence-length", "--seq-len"),
         ("--max_grad_norm", "--grad-clip"),
@@ -334,6 +342,12 @@ CHANGED = {
         "pack": ["cut"],
         "documents": [1],
         "window": [5],
+        "optimizer": ["muon"],
+        "lr-matrix": [1e-3],
+        "lr-embedding": [1e-3],
+        "lr-vector": [0],
+        "decay-matrix": [10],
+        "decay-vector": [10],
     },
     " ": {
         "val-data": ["good.bin"],
@@ -355,11 +369,13 @@ CHANGED = {
         "gpus-per-node": [4],
     },
 }
-# Need ranks or GPUs, more steps, or a NaN.
+# With --optimizer muon.
+MUON = {"muon-momentum": 0.5, "muon-polynomials": "simple", "muon-steps": 3}
+# Need ranks or GPUs, more steps, another model, or a NaN.
 ELSEWHERE = {
     "=": {"offload"},
     "~": {"dp-overlap", "tp"},
-    "*": {"skip-loss-z", "skip-norm-z", "on-nan", "skip-limit", "force"},
+    "*": {"skip-loss-z", "skip-norm-z", "on-nan", "skip-limit", "force", "reset-optimizer", *MUON, "lr-head"},
 }
 
 
@@ -421,6 +437,20 @@ def test_options_that_change_the_run(numbers, name, value):
     run, (steps, weights) = numbers
     new_steps, new_weights = run({name: value})
     assert not np.allclose(new_steps, steps, rtol=1e-6) and new_weights != weights
+
+
+def test_options_of_muon_change_its_run(numbers):
+    run, _ = numbers
+    muon = run({"optimizer": "muon"})
+    untied = {"model": "d2,channels=32,heads=2,vocab=64,seq=64,tied=0"}
+    for name, value in MUON.items():
+        steps, weights = run({"optimizer": "muon", name: value})
+        assert not np.allclose(steps, muon[0], rtol=1e-6) and weights != muon[1], name
+        assert run({name: value}) == run({}), name  # nothing without it
+    assert run({"optimizer": "muon", "lr-matrix": 0.02, "decay-matrix": 0}) == muon
+    assert run({"lr-matrix": 3e-3, "lr-embedding": 3e-3, "lr-vector": 3e-3, "decay-matrix": 0}) == run({})
+    steps, weights = run(untied | {"lr-head": 1e-3})
+    assert not np.allclose(steps, run(untied)[0], rtol=1e-6)
 
 
 def test_counting_what_fp8_loses_changes_no_number(numbers):
@@ -797,6 +827,8 @@ def crafted(trainer, folder, change):
         ("step", 2**31 - 1, "its step is 2147483647"),
         ("row", 2**62, "row is damaged"),
         ("seed", -1, "seed is damaged"),
+        ("optimizer", "sgd", "optimizer is damaged"),
+        ("optimizer_begin", 5, "optimizer_begin is damaged"),
         ("dtype", "\x1b[2J", "dtype is damaged"),
         ("options", ["a"], "options is damaged"),
         ("data", {"tokens": 1}, "data is damaged"),

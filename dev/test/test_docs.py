@@ -355,7 +355,7 @@ def test_the_gpu_trainers_table(tmp_path):
         tmp_path / "memory_plan",
         *words["CUDA_LIBS"],
     )
-    assert "23 passed, 0 failed" in succeeds(tmp_path / "memory_plan")
+    assert "24 passed, 0 failed" in succeeds(tmp_path / "memory_plan")
 
 
 def test_memory_on_a_gpu():

@@ -467,6 +467,70 @@ def test_resume_on_other_numbers_of_gpus(train, tmp_path):
         assert [a[k] for k in ("step", "tokens", "epoch", "row")] == [b[k] for k in ("step", "tokens", "epoch", "row")]
 
 
+MUON = ["--optimizer", "muon", "--lr-matrix", "0.01", "--decay-matrix", "0.1"]
+
+
+@pytest.mark.parametrize("polynomials", ["polar-express", "simple"])
+@pytest.mark.parametrize("kind", ["one micro-step", "llama3.2", "odd sizes"])
+def test_muon_in_fp32_is_that_of_the_cpu(train, tmp_path, kind, polynomials):
+    """Twelve steps, whose matrices have three shapes; then in bf16, which rounds each product."""
+    more = [*GRAPHS[kind], *MUON, "--muon-polynomials", polynomials]
+    succeeds(train(0, "fp32", *more, precision="fp32"), 300)
+    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+    succeeds(train(0, "cpu", *more, precision="cpu"), 300)
+    close(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"), 1e-4)
+    succeeds(train(0, "bf16", *more), 300)
+    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
+    close(*losses, 2e-2)
+    succeeds(train(0, "adamw", *GRAPHS[kind], precision="fp32"), 300)
+    with pytest.raises(AssertionError):  # the bound bites
+        close(curve(tmp_path / "adamw"), curve(tmp_path / "cpu"), 1e-2)
+
+
+@pytest.mark.parametrize("more", [[], ["--state-dtype", "bf16", "--master-weights", "0"]], ids=["fp32", "bf16"])
+def test_muon_resumes_bitwise(train, tmp_path, more):
+    succeeds(train(0, "straight", *MUON, *more, "-n", "4"), 300)
+    for steps, go_on in ((4, 0), (8, 1), (12, 1)):
+        beside = ["--save-async", go_on]
+        succeeds(train(0, "run", *MUON, *more, *beside, "-n", "4", "-x", steps, "-y", go_on), 300)
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "straight", 12)
+
+
+@on_a_gpu
+def test_muon_is_not_offloaded(train):
+    for states in ("states", "master"):
+        status, text = train(0, "run", *MUON, "--offload", states).finish(120)
+        assert status != 0 and "--optimizer muon has whole matrices at a time" in text, text
+
+
+@several
+@pytest.mark.parametrize("kind", ["gpt2", "llama3.2"])
+def test_muon_between_ranks(train, tmp_path, kind):
+    """Whole matrices are dealt out: the same bits with any stage of ZeRO, and near those of one GPU."""
+    more = [*SHARED[kind], *WATCHED, *MUON]
+    for name, stage, others in (("0", 0, []), ("1", 1, []), ("2", 2, ["--save-async", 0]), ("3", 3, ["--timing", 5])):
+        succeeds(train(WORLD, name, *more, *one_micro_step(), "-z", stage, *others), 300)
+    for name in ("0", "2", "3"):
+        same_run(tmp_path / name, tmp_path / "1")
+    succeeds(train(0, "one", *more, precision="fp32"), 300)
+    succeeds(train(WORLD, "ranks", *more, "--reduce-dtype", "fp32", precision="fp32"), 300)
+    close(curve(tmp_path / "ranks"), curve(tmp_path / "one"), 1e-4)
+    for tp in TENSOR:
+        mesh = ["--tp", tp, "--reduce-dtype", "fp32"]
+        succeeds(train(WORLD, f"tp{tp}", *more, *mesh, precision="fp32"), 300)
+        close(curve(tmp_path / f"tp{tp}"), curve(tmp_path / "one"), 1e-4)
+
+
+@several
+def test_muon_resumes_on_other_layouts(train, tmp_path):
+    model = [*SHARED["llama3.2"], *MUON, "-n", "3"]
+    succeeds(train(0, "straight", *model, precision="fp32"), 300)
+    for ranks, tp, steps in ((WORLD, 1, 3), (WORLD, WORLD, 6), (WORLD, 2, 9), (0, 1, 12)):
+        succeeds(train(ranks, "run", *model, "--tp", tp, "-x", steps, "-y", int(steps > 3), precision="fp32"), 300)
+    close(curve(tmp_path / "run"), curve(tmp_path / "straight"), 1e-4)
+
+
 TENSOR = [tp for tp in (2, 4, 8) if tp <= WORLD]
 HEADS = max(WORLD, 2)
 # what all ranks can share; of the second one's heads of keys and values there are copies. A low rate: Adam turns the

@@ -515,7 +515,74 @@ def test_bf16_states_on_any_number_of_ranks(train, tmp_path):
     )
     assert np.mean(a != b) < 0.15 and np.mean(a != other) > 0.4
     status, text = train(0, "fp32", "-n", "12", "-y", "1", "-x", "14", "--state-dtype", "bf16").finish()
-    assert status != 0 and "m and v in fp32; this run is " in text and "resume with the same --state-dtype" in text
+    assert status != 0 and "states of adamw in fp32; this run is " in text and "--state-dtype" in text
+
+
+# ---- Muon: whole matrices dealt out over the ranks
+
+MUON = ["--optimizer", "muon", "--lr-matrix", "0.01", "--decay-matrix", "0.1"]
+
+
+def test_muon_on_any_number_of_ranks(train, tmp_path):
+    """Gradients are summed in another order, and small singular values raise what that changes."""
+    for run, ranks, stage in (("one", 0, 1), ("two", 2, 1), ("three", 3, 0), ("four", 4, 3)):
+        succeeds(train(ranks, run, *MUON, "-z", stage, "-n", "12"))
+    one, *others = (curve(tmp_path / run) for run in ("one", "two", "three", "four"))
+    assert one[12][0] < one[1][0] - 0.05
+    for other in others:
+        print(f"largest relative difference from one rank {same_curve(other, one):.1e}")
+    adamw = succeeds(train(0, "adamw", "-n", "12")) and curve(tmp_path / "adamw")
+    with pytest.raises(AssertionError):
+        same_curve(adamw, one, 100 * BOUND)
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+def test_muon_resumes_bitwise(train, tmp_path, states):
+    """On the same ranks, with any stage of ZeRO, whether saved beside training or not. Its matrices have no v."""
+    more = [*MUON, *SHARDED["gpt2"], "-n", "3", "-b", "6", "--state-dtype", states]
+    succeeds(train(2, "straight", *more, "-z", "0"))
+    for steps, stage in ((3, 3), (6, 1), (9, 2), (12, 3)):
+        succeeds(train(2, "run", *more, "-z", stage, "-x", steps, "-y", int(steps > 3), "--save-async", stage % 2))
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    for step in (3, 6, 9, 12):
+        assert checkpoint(tmp_path / "run", step) == checkpoint(tmp_path / "straight", step)
+    optimizer = checkpoint(tmp_path / "run", 12)[1]["optimizer.safetensors"]
+    header = json.loads(optimizer[8 : 8 + int.from_bytes(optimizer[:8], "little")])
+    names = {name for name in header if name != "__metadata__"}
+    matrices = {n for n in names if n.startswith("m.transformer.h") and len(header[n]["shape"]) == 2}
+    assert len(matrices) == 3 * 4 and {"v" + n[1:] for n in names if n[0] == "m"} - names == {
+        "v" + n[1:] for n in matrices
+    }
+
+
+def test_muon_resumes_on_other_layouts(train, tmp_path):
+    more = [*MUON, *SHARDED["llama"], "--state-dtype", "fp32", "-n", "3"]
+    succeeds(train(0, "straight", *more))
+    for ranks, tp, stage, steps in ((4, 1, 1, 3), (4, 2, 3, 6), (3, 1, 2, 9), (2, 2, 0, 12)):
+        succeeds(train(ranks, "run", *more, "--tp", tp, "-z", stage, "-x", steps, "-y", int(steps > 3)))
+    print(f"largest difference {same_curve(curve(tmp_path / 'run'), curve(tmp_path / 'straight')):.1e}")
+    a, b = (checkpoint(tmp_path / run, 12)[1]["optimizer.safetensors"] for run in ("run", "straight"))
+    header = 8 + int.from_bytes(a[:8], "little")
+    assert a[:header] == b[:header] and len(a) == len(b)
+    m, n = (np.frombuffer(x[header:], np.float32) for x in (a, b))
+    assert np.linalg.norm(m - n) < 1e-3 * np.linalg.norm(n)
+
+
+def test_another_optimiser_needs_empty_states(train, tmp_path):
+    succeeds(train(0, "run", "-n", "3", "-x", "3"))
+    status, text = train(0, "run", "-y", "1", "-x", "6", *MUON).finish()
+    assert status != 0 and "states of adamw in fp32; this run is " in text and "--reset-optimizer 1" in text, text
+    text = succeeds(train(2, "run", "-n", "3", "-y", "1", "-x", "6", *MUON, "--reset-optimizer", "1"))
+    assert "changed since the checkpoint: --optimizer adamw -> muon" in text
+    assert checkpoint(tmp_path / "run", 6)[0]["optimizer_begin"] == 3
+    # it was for that start alone: from here on states are taken again, bit for bit
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    succeeds(train(2, "run", "-n", "3", "-y", "1", "-x", "9"))
+    succeeds(train(2, "other", "-n", "3", "-y", "1", "-x", "8"))
+    succeeds(train(2, "other", "-n", "3", "-y", "1", "-x", "9"))
+    assert checkpoint(tmp_path / "run", 9) == checkpoint(tmp_path / "other", 9)
+    status, text = train(0, "run", "-y", "1", "-x", "12", "--optimizer", "adamw").finish()
+    assert status != 0 and "states of muon in fp32; this run is " in text, text
 
 
 # ---- ZeRO 2 and 3: gradients and weights of blocks are kept as shards

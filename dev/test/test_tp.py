@@ -39,6 +39,8 @@ MODELS = {
     "qwen3": "qwen3:0.6B,layers=2,channels=96,heads=12,kv_heads=2,head_dim=16,vocab=256,ffn=96,seq=24",
 }
 
+MODELS |= {f"muon-{name}": f"muon:{model}" for name, model in MODELS.items()}
+
 
 @pytest.fixture(scope="session")
 def tp_ranks():
@@ -57,8 +59,12 @@ def tp_ranks():
         (4, 4, ("gpt2-untied", "llama3-2", "llama3.2", "qwen2.5", "qwen3", "modern")),
         (4, 2, ("gpt2", "llama3-2", "qwen2.5", "qwen3")),
         (6, 3, ("llama3-3",)),
+        (2, 2, ("muon-gpt2", "muon-llama3-2")),
+        (4, 4, ("muon-qwen2.5",)),
+        (4, 2, ("muon-gpt2", "muon-qwen2.5")),
+        (3, 1, ("muon-llama3-3",)),
     ],
-    ids=["1x2", "1x3", "1x4", "2x2", "2x3"],
+    ids=["1x2", "1x3", "1x4", "2x2", "2x3", "muon-1x2", "muon-1x4", "muon-2x2", "muon-3x1"],
 )
 def test_against_one_rank(tp_ranks, ranks, tp, models):
     text = succeeds(Job(ranks, tp_ranks, tp, *(MODELS[m] for m in models)))

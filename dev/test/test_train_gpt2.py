@@ -266,6 +266,7 @@ def test_wide_shards_and_damaged_ones(tmp_path, capsys):
 def test_learning_rates_are_those_of_c(c_program, schedule, warmup, final, steps):
     theirs = [float(x) for x in c_program("lr", schedule, 6e-4, warmup, final, steps).split()]
     o = argparse.Namespace(schedule=schedule, learning_rate=6e-4, warmup=warmup, final_lr_fraction=final)
+    assert ref.learning_rate_at(o, steps, 1, 1.0) == pytest.approx(ref.learning_rate_at(o, steps, 1) / 6e-4)
     assert [ref.learning_rate_at(o, steps, s) for s in range(steps + 3)] == [
         pytest.approx(x, rel=1e-12, abs=1e-18) for x in theirs
     ]
@@ -328,8 +329,8 @@ def test_options_are_those_of_c(c_program):
         letters, value = theirs[name]
         key = name.replace("-", "_")
         assert str(ours[key]) == value or float(ours[key]) == float(value), name
-        choice = {"matmul-dtype": "fp8", "head-dtype": "fp8", "pack": "cut"}.get(name, "linear")
-        sample = {str: choice, int: "1", float: "0.5"}[type(ours[key])]
+        words = {"matmul-dtype": "fp8", "head-dtype": "fp8", "optimizer": "muon", "muon-polynomials": "simple", "pack": "cut"}
+        sample = words.get(name, {str: "linear", int: "1", float: "0.5"}[type(ours[key])])
         for flag in [f"--{name}"] + [f"-{letters}"] * bool(letters):
             assert getattr(ref.parse_options([flag, sample]), key) == type(ours[key])(sample)
 
@@ -449,7 +450,7 @@ def test_version(capsys):
         ("--wd", "--weight-decay"),
         ("--batch", "--batch-size or --total-batch"),
         ("--epochs", "--max-steps"),
-        ("--lr", "--learning-rate or --final-lr-fraction"),
+        ("--lr", "--learning-rate or --final-lr-fraction or --lr-matrix"),
         ("--zzz", ""),
     ],
 )
@@ -720,6 +721,7 @@ def test_debug_files(kind, tmp_path):
         ("loss", (1,), np.float32),
         ("losses", (10,), np.float32),
         ("matmul_dtype", (len("native"),), np.int32),
+        ("optimizer", (len("adamw"),), np.int32),
         ("targets", (B, T), np.int32),
         ("tokens", (B, T), np.int32),
         ("window", (1,), np.int32),
@@ -742,6 +744,59 @@ def test_debug_files(kind, tmp_path):
     assert np.abs(debug["losses"] - adamw_by_hand(model, tokens, targets, 10, decay=0)).max() > 2e-4  # the bound bites
     model = ref.make_model(str(folder), 0)
     assert np.abs(debug["losses"] - adamw_by_hand(model, tokens, targets, 10, lr=1.01e-3)).max() > 2e-4
+
+
+def muon_by_hand(model, tokens, targets, steps, o, lr):
+    """As llmc/muon.h says it, in float64, by singular value decompositions: the losses before each update. AdamW's
+    tensors stand still."""
+    c, losses = model.config, []
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    matrices = [p for p in model.table if len(p.shape) == 2 and 0 < p.unit <= c.num_layers]
+    w = {p.name: model.get_parameter(p.name).detach().double() for p in matrices}
+    m = {p.name: 0 for p in matrices}
+    for _ in range(steps):
+        with torch.no_grad():
+            for p in matrices:
+                model.get_parameter(p.name).copy_(w[p.name])
+        model.zero_grad()
+        loss = model(tokens, model.rope_table(tokens.shape[1], "cpu"), targets)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norm = sum(float((p.grad.double() ** 2).sum()) for p in model.parameters()) ** 0.5
+        for p in matrices:
+            g = model.get_parameter(p.name).grad.double() * min(1.0, o.grad_clip / norm)
+            m[p.name] = o.muon_momentum * m[p.name] + (1 - o.muon_momentum) * g
+            u = o.muon_momentum * m[p.name] + (1 - o.muon_momentum) * g
+            parts = [queries, keys, keys] if p.name.endswith("c_attn.weight") else [len(u)]
+            after = []
+            for part, old in zip(u.split(parts), w[p.name].split(parts)):
+                left, s, right = torch.linalg.svd(part, full_matrices=False)
+                s = s / ((1.01 if o.muon_polynomials == "polar-express" else 1) * part.norm() + 1e-7)
+                for step in range(5 if o.muon_polynomials == "polar-express" else 12):
+                    a, b, d = ref.POLAR_EXPRESS[step] if o.muon_polynomials == "polar-express" else (2, -1.5, 0.5)
+                    y = s / 1.01 if o.muon_polynomials == "polar-express" else s
+                    s = a * y + b * y**3 + d * y**5
+                scale = max(1, part.shape[0] / part.shape[1]) ** 0.5
+                after.append(old - lr * (scale * (left * s) @ right + o.decay_matrix * old))
+            w[p.name] = torch.cat(after)
+    return losses
+
+
+@pytest.mark.parametrize("polynomials", ["polar-express", "simple"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
+def test_muon_is_that_of_the_formula(kind, polynomials):
+    changes = {"muon_polynomials": polynomials, "muon_momentum": 0.9, "decay_matrix": 0.1, "grad_clip": 0.5}
+    o = options(optimizer="muon", learning_rate=1.0, lr_matrix=0.02, lr_embedding=0, lr_head=0, lr_vector=0, **changes)
+    o.lr_head = -1 if small_model(SMALL[kind]).config.tied else 0
+    tokens, targets = random_tokens(small_model(SMALL[kind]), 4, 16), random_tokens(small_model(SMALL[kind]), 4, 16, 1)
+    trainer = ref.Trainer(small_model(SMALL[kind]), o)
+    losses = [trainer.step([(tokens, targets)], 1.0)[0] for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.1
+    np.testing.assert_allclose(losses, muon_by_hand(small_model(SMALL[kind]), tokens, targets, 6, o, 0.02), atol=2e-5)
+    for lr, name, value in ((0.0201, "", 0), (0.02, "muon_momentum", 0.91), (0.02, "decay_matrix", 0.3)):  # it bites
+        other = argparse.Namespace(**vars(o) | {name: value})
+        wrong = muon_by_hand(small_model(SMALL[kind]), tokens, targets, 6, other, lr)
+        assert np.abs(np.subtract(losses, wrong)).max() > 2e-4, name
 
 
 def test_gradients_are_slopes():
@@ -816,14 +871,13 @@ def test_the_mean_is_over_the_learned_tokens_of_the_whole_step():
 def test_decay_is_for_matrices_and_clipping_for_the_whole_gradient():
     model = small_model(SMALL["gpt2"])
     trainer = ref.Trainer(model, options(weight_decay=0.5))
-    decays = {id(w): g["weight_decay"] for g in trainer.optimizer.param_groups for w in g["params"]}
+    (optimizer,) = trainer.optimizers
+    decays = {id(w): g["weight_decay"] for g in optimizer.param_groups for w in g["params"]}
     assert all(decays[id(w)] == (0.5 if w.dim() == 2 else 0) for w in model.parameters()) and len(decays) == len(
         model.table
     )
     seen = []
-    trainer.optimizer.step = lambda: seen.append(
-        float(torch.nn.utils.get_total_norm([w.grad for w in model.parameters()]))
-    )
+    optimizer.step = lambda: seen.append(float(torch.nn.utils.get_total_norm([w.grad for w in model.parameters()])))
     batches = [(random_tokens(model, 2, 8), random_tokens(model, 2, 8, seed=1))]
     norm = trainer.step(batches, 1e-3)[1]
     trainer.o.grad_clip = norm / 3

@@ -1,5 +1,5 @@
 // Tensor parallelism of the CPU trainer: tp_test.h, for mpirun; test_tp.py calls it.
-//   tp_ranks TP MODEL...     tensor parallelism of TP ranks, the others data parallel
+//   tp_ranks TP MODEL...     tensor parallelism of TP ranks, the others data parallel; muon:MODEL with that optimiser
 #define LLMC_NO_MAIN
 #include "../../train_gpt2.c"
 #include "model_test.h"
@@ -22,7 +22,10 @@ int main(int argc, char **argv) {
     Options o = options_default();
     o.threads = 1;
     omp_set_num_threads(1);
-    for (int i = 2; i < argc; i++) test_tp(argv[i], &mesh, &BOUNDS, &o);
+    for (int i = 2; i < argc; i++) {
+        const char *model = tp_model(argv[i], &o);
+        test_tp(model, &mesh, &BOUNDS, &o);
+    }
     char name[64];
     snprintf(name, sizeof name, "rank %d", job.rank);
     const int status = report_tests(name);

@@ -16,6 +16,14 @@ typedef struct {
     int exact_chunks;
 } TpBounds;
 
+// muon:MODEL is a model with that optimiser. Returns the model.
+static inline const char *tp_model(const char *name, Options *o) {
+    const int muon = strncmp(name, "muon:", 5) == 0;
+    o->optimizer = muon ? "muon" : "adamw";
+    o->learning_rate = 1e-3;  // of debug_update
+    return name + (muon ? 5 : 0);
+}
+
 // The backend's: the sizes of this rank, the sequences of a micro-step, and the logits of all rows, (rows, words of
 // this rank), after model_losses with the head in one part.
 static const Config *local_config(const Model *m);

@@ -27,11 +27,13 @@ enum { ADAM_CHUNK = 8192, ADAM_THREADS = 256 };  // most weights of a chunk; thr
 
 // Weights [weight_offset, weight_offset + count), their gradients from grad_offset, their states from state_offset on.
 // rate, decay: factors of the learning rate and of the weight decay. key: index of the first weight in the whole model,
-// for the random numbers; its neighbours follow. All offsets, key and count are multiples of 8.
+// for the random numbers; its neighbours follow. v_gap: so many elements that have m have no v before these. All
+// offsets, key and count are multiples of 8.
 typedef struct {
     size_t weight_offset, grad_offset, state_offset, key;
     int count;
     float rate, decay;
+    size_t v_gap;
 } AdamChunk;
 
 // grad_scale is read from the device.
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(ADAM_THREADS)
     grads += chunk.grad_offset;
     master += MASTER ? chunk.state_offset : 0;
     m += chunk.state_offset;
-    v += chunk.state_offset;
+    v += chunk.state_offset - chunk.v_gap;
     #pragma unroll(N == 4 ? 2 : 1)
     for (int i = threadIdx.x * N; i + N <= chunk.count; i += ADAM_THREADS * N) {
         const VecW g = *(const VecW *)(grads + i);

@@ -70,6 +70,7 @@ typedef struct Matmul {
     // 0, or: products of a multiple of part_rows are parts of one of whole_rows, and bitwise identical to it.
     int part_rows, whole_rows;
     double tune_seconds;
+    const char *lap;  // of --timing, for products that are no layer's; NULL: by the form
     MatmulPlan *plans;
 } Matmul;
 
@@ -163,7 +164,7 @@ static inline int matmul_vendor_candidates(const Matmul *mm, const MatmulPlan *p
     const uint32_t alignment = MATMUL_ALIGNMENT;
     const int is_weight_gradient = q->form == MATMUL_BACKWARD_WEIGHT;
     const int is_part =
-        !is_weight_gradient && mm->part_rows && q->rows % mm->part_rows == 0 && q->rows < mm->whole_rows;
+        !is_weight_gradient && !q->batch && mm->part_rows && q->rows % mm->part_rows == 0 && q->rows < mm->whole_rows;
     const uint32_t reductions =
         is_weight_gradient ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE;
     cublasLtMatmulPreference_t preference;
@@ -205,7 +206,8 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
     const int vendor = plain && (!fp8 || q->form == MATMUL_BACKWARD_WEIGHT || !matmul_has_own_fp8());
     const int fits = matmul_sizes(q).K * matmul_element(q) % 16 == 0;  // TMA needs rows of whole 16 bytes
     int count = vendor ? matmul_vendor_candidates(mm, p, candidates) : 0, at = 0;
-    while (fits && count < MATMUL_CANDIDATES && (v = matmul_variant(q, &at))) candidates[count++].own = v;
+    while (fits && count < MATMUL_CANDIDATES && (v = matmul_variant(q, &at)))
+        if (matmul_batch(q) == 1 || matmul_sizes(q).M % (128 * v->cluster) == 0) candidates[count++].own = v;
     return count;
 }
 // cuBLASLt's description, complete before it is asked for candidates.
@@ -234,6 +236,15 @@ static inline void matmul_describe(const Matmul *mm, MatmulPlan *p, const void *
     cublasCheck(cublasLtMatrixLayoutCreate(&p->a, factors, turn_a ? k : m, turn_a ? m : k, turn_a ? z.K : z.N));
     cublasCheck(cublasLtMatrixLayoutCreate(&p->b, factors, turn_b ? n : k, turn_b ? k : n, turn_b ? z.M : z.K));
     cublasCheck(cublasLtMatrixLayoutCreate(&p->d, type, m, n, z.N));
+    const int32_t batch = matmul_batch(q);
+    const int64_t strides[] = {(int64_t)z.N * z.K, (int64_t)z.M * z.K, (int64_t)z.M * z.N};
+    const cublasLtMatrixLayout_t layouts[] = {p->a, p->b, p->d};
+    for (int i = 0; i < 3 && batch > 1; i++) {
+        cublasCheck(
+            cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof batch));
+        cublasCheck(cublasLtMatrixLayoutSetAttribute(layouts[i], CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                                                     &strides[i], sizeof *strides));
+    }
 }
 static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const void *bias) {
     MatmulPlan *p = mm->plans, *end = p + mm->count;
@@ -336,7 +347,7 @@ static inline uint64_t matmul_hash(const Matmul *mm, const floatX *data, size_t 
 static inline size_t matmul_out_count(const MatmulProblem *q) {
     const MatmulSizes z = matmul_sizes(q);
     const int inputs = activation_inputs(q->activation);
-    const size_t product = (size_t)z.M * (size_t)z.N;
+    const size_t product = (size_t)z.M * (size_t)z.N * (size_t)matmul_batch(q);
     if (q->epilogue == EPILOGUE_GRADIENT) return product * (size_t)inputs;
     return q->form == MATMUL_FORWARD && q->epilogue >= EPILOGUE_ACTIVATION ? product / (size_t)inputs : product;
 }
@@ -424,6 +435,7 @@ static inline void matmul_report(const Matmul *mm, FILE *f) {
         const MatmulProblem *q = &p->problem;
         fprintf(f, "  %d rows, %d to %d, %s%s%s: ", q->rows, q->in, q->out, forms[q->form],
                 p->with_bias ? ", bias" : "", epilogues[q->epilogue]);
+        if (q->batch) fprintf(f, "%d at once, ", q->batch);
         if (p->use.own)
             fprintf(f, "own kernel, %d columns, clusters of %d", p->use.own->columns, p->use.own->cluster);
         else {
@@ -443,8 +455,8 @@ static inline void matmul_report(const Matmul *mm, FILE *f) {
         }
         if (p->tuned)
             fprintf(f, "; %.4f ms %.0f TFLOP/s, candidate %d of %d (%d identical), first %.4f ms", (double)p->ms,
-                    2e-9 * q->rows * q->in * q->out / (double)p->ms, p->chosen, p->found, p->identical,
-                    (double)p->first_ms);
+                    2e-9 * matmul_batch(q) * q->rows * q->in * q->out / (double)p->ms, p->chosen, p->found,
+                    p->identical, (double)p->first_ms);
         fprintf(f, "\n");
     }
 }
@@ -468,12 +480,12 @@ static inline void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperan
     if (q->epilogue == EPILOGUE_GRADIENT_FROM_INPUT) planned.epilogue = EPILOGUE_GRADIENT;
     // cuBLASLt would add the bias before rows are divided by their scales
     MatmulPlan *p = matmul_plan(mm, &planned, q->dtype == MATMUL_E4M3 ? NULL : x->bias);
-    const double flops = 2.0 * q->rows * q->in * q->out;
+    const double flops = 2.0 * matmul_batch(q) * q->rows * q->in * q->out;
     if (mm->autotune && !p->tuned && p->found > 1 && flops >= MATMUL_TUNE_FLOPS && !x->accumulate)
         matmul_tune(mm, p, x, stream);
     cublasCheck(matmul_launch(mm, p, x->accumulate ? &p->vendor : &p->use, q, x, stream));
     const double elements = (double)q->rows * q->in + (double)q->in * q->out + (double)q->rows * q->out;
-    timing_lap(laps[q->form], flops, elements * sizeof(floatX), stream);
+    timing_lap(mm->lap ? mm->lap : laps[q->form], flops, matmul_batch(q) * elements * sizeof(floatX), stream);
 }
 
 #endif

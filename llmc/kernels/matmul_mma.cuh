@@ -61,10 +61,10 @@ __device__ inline void wgmma_wide(float (&d)[N / 2], unsigned long long a, unsig
 // The box lands at the same place in every block of the cluster, and each block's barrier of that place counts its
 // bytes.
 __device__ inline void box_load_all(unsigned to, const CUtensorMap *map, unsigned barrier, int column, int row,
-                                    unsigned short blocks) {
+                                    int product, unsigned short blocks) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-                 " [%0], [%1, {%3, %4, %5, %4}], [%2], %6;" ::"r"(to),
-                 "l"(map), "r"(barrier), "r"(column), "r"(0), "r"(row), "h"(blocks)
+                 " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(column), "r"(0), "r"(row), "r"(product), "h"(blocks)
                  : "memory");
 }
 
@@ -137,7 +137,7 @@ __device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_
             #pragma unroll
             for (int j = 0; j < S::A_BOXES; j++) {
                 const int at = row + j * BOX_ROWS;
-                box_load(a + j * BOX_BYTES, a_map, barrier, S::MN_A ? at : k, 0, S::MN_A ? k : at, 0);
+                box_load(a + j * BOX_BYTES, a_map, barrier, S::MN_A ? at : k, 0, S::MN_A ? k : at, t.product);
             }
             for (int j = rank; j < S::B_BOXES; j += S::CLUSTER) {
                 constexpr int EACH = S::B_BOXES / S::Epilogue::PRODUCTS;  // boxes of gate, and then of up
@@ -145,9 +145,9 @@ __device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_
                 const unsigned to = b + j * BOX_BYTES;
                 const int x = S::MN_B ? at : k, y = S::MN_B ? k : at;
                 if constexpr (S::CLUSTER > 1)
-                    box_load_all(to, b_map, barrier, x, y, (1 << S::CLUSTER) - 1);
+                    box_load_all(to, b_map, barrier, x, y, t.product, (1 << S::CLUSTER) - 1);
                 else
-                    box_load(to, b_map, barrier, x, 0, y, 0);
+                    box_load(to, b_map, barrier, x, 0, y, t.product);
             }
         }
     }

@@ -41,7 +41,9 @@ typedef struct {  // ints only: compared as bytes
     MatmulEpilogue epilogue;
     MlpKind activation;  // of the epilogues that have one, else 0
     MatmulDtype dtype;
+    int batch;  // PLAIN: so many products at once, whose a, b and out lie one after the other; 0: one
 } MatmulProblem;
+static inline int matmul_batch(const MatmulProblem *q) { return q->batch > 1 ? q->batch : 1; }
 
 // Rows are tokens of sequences of T, the first of them token `first`; the first `columns` are rotated; cos_sin
 // (T,HD/2,2).

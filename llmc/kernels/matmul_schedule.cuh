@@ -1,6 +1,6 @@
 // Which tile of a matmul's output a block computes next. Blocks are persistent, one per multiprocessor: cluster c of n
 // computes tiles c, c + n, ... Tiles are numbered in groups of rows, within a group row by row, then column by column:
-// the group's rows of a stay in L2 while b streams past.
+// the group's rows of a stay in L2 while b streams past. Of a batch one product's tiles follow the other's.
 #ifndef LLMC_MATMUL_SCHEDULE_CUH
 #define LLMC_MATMUL_SCHEDULE_CUH
 
@@ -8,12 +8,15 @@
 
 struct MatmulSchedule {
     int row_tiles, column_tiles, group;  // a row tile is that of a whole cluster; row tiles of a group
-    struct Tile { int row, column; };
-    __host__ __device__ int tiles() const { return row_tiles * column_tiles; }
+    int batch;
+    struct Tile { int row, column, product; };
+    __host__ __device__ int tiles() const { return row_tiles * column_tiles * batch; }
     __device__ Tile tile(int i) const {
+        const int product = batch == 1 ? 0 : i / (row_tiles * column_tiles);
+        i -= product * row_tiles * column_tiles;
         const int first = i / (group * column_tiles) * group, size = min(group, row_tiles - first);
         const int rest = i - first * column_tiles;
-        return {first + rest % size, rest / size};
+        return {first + rest % size, rest / size, product};
     }
     // Clusters to launch where `most` fit at once: as few as finish in as many rounds.
     int clusters(int most) const {
@@ -22,10 +25,10 @@ struct MatmulSchedule {
     }
 };
 inline int matmul_group_rows = 2048;  // dev/cuda/matmul.cu times others
-static inline MatmulSchedule matmul_schedule(int M, int N, int tile_rows, int tile_columns) {
+static inline MatmulSchedule matmul_schedule(int M, int N, int tile_rows, int tile_columns, int batch = 1) {
     const size_t rows = (size_t)tile_rows;
     return {(int)ceil_div((size_t)M, rows), (int)ceil_div((size_t)N, (size_t)tile_columns),
-            (int)ceil_div((size_t)matmul_group_rows, rows)};
+            (int)ceil_div((size_t)matmul_group_rows, rows), batch};
 }
 
 #endif

@@ -16,6 +16,7 @@
 #include "../kernels/norm.cuh"
 #include "../rope_table.h"
 #include "../ranks/zero.cuh"
+#include "muon.cuh"
 #include "quantised.cuh"
 
 // What one block keeps: f is what the activation reads or its slopes, a what it gives. What is recomputed is one buffer
@@ -48,7 +49,12 @@ typedef struct {
     AdamChunk *chunks;
     int num_chunks, num_pieces;
     int *piece_chunks;  // of each piece of the states; host memory
-    Span *shards;       // of the gradients: what this rank adds to the norm
+    MuonTables muon;    // host memory
+    MuonChunk *muon_chunks;
+    MuonPlace *muon_places;
+    float *muon_partials;
+    int num_muon_chunks;
+    Span *shards;  // of the gradients: what this rank adds to the norm
     int num_shards;
     // activations
     floatX *x_tokens;  // the embedding before its norm; the embedding, if that has none
@@ -80,7 +86,11 @@ typedef struct {
 // What is never alive together shares one region: [logits], [df | da | a] of the MLP's backward, [dqkv | attention's
 // scratch]. Where a part begins, in bytes. With the activation computed again inside the gradient's product df takes
 // f's place, and a is alone.
-typedef struct { size_t da /*0: df is not here*/, a, attention, bytes; } Region;
+// After backward it is Muon's scratch.
+typedef struct {
+    size_t da /*0: df is not here*/, a, attention, bytes;
+    MuonRoom muon;
+} Region;
 static inline size_t largest(const size_t *sizes, size_t count) {
     size_t most = 0;
     for (size_t i = 0; i < count; i++) most = sizes[i] > most ? sizes[i] : most;
@@ -104,6 +114,8 @@ static inline Region region_of(const Plan *p) {
         (size_t)p->head_rows * (size_t)c->padded_vocab_size * sizeof(floatX),
     };
     r.bytes = LARGEST(parts);
+    r.muon = muon_room(p, r.bytes);
+    r.bytes = std::max(r.bytes, r.muon.bytes);
     return r;
 }
 
@@ -142,18 +154,20 @@ static inline size_t column_sums_size(const Plan *p) {
 
 // ---- who has what of the parameters
 
-static inline Span plan_shard(const Plan *p, int unit) { return kept_span(&p->mesh->dp, p->table, KEEP_SHARDS, unit); }
+static inline Span plan_shard(const Plan *p, Slot s, int unit) {
+    return slot_span(&p->mesh->dp, p->table, KEEP_SHARDS, s, unit);
+}
 static inline Span plan_owned(const Plan *p, Slot s, int unit) {
-    return kept_span(&p->mesh->dp, p->table, slot_owns(p->zero_stage, s), unit);
+    return slot_span(&p->mesh->dp, p->table, slot_owns(p->zero_stage, s), s, unit);
 }
 // Elements of a slot in this rank's memory, and where that at `offset` of the table lies, which is of `unit`.
 static inline size_t plan_kept(const Plan *p, Slot s) {
-    size_t kept = kept_before(&p->mesh->dp, p->table, slot_keeps(p->zero_stage, s), p->table->num_units);
+    size_t kept = slot_before(&p->mesh->dp, p->table, slot_keeps(p->zero_stage, s), s, p->table->num_units);
     for (int u = 0; u < p->table->num_units && s == SLOT_WEIGHT; u++) kept -= quantised_elements(p, u);
     return kept;
 }
 static inline size_t plan_at(const Plan *p, Slot s, int unit, size_t offset) {
-    size_t at = kept_at(&p->mesh->dp, p->table, slot_keeps(p->zero_stage, s), unit, offset);
+    size_t at = slot_at(&p->mesh->dp, p->table, slot_keeps(p->zero_stage, s), s, unit, offset);
     for (int u = 0; u <= unit && s == SLOT_WEIGHT; u++) at -= quantised_elements(p, u);
     return at;
 }
@@ -214,27 +228,71 @@ static inline size_t plan_piece(const Plan *p) {
 // What this rank updates, in chunks of at most ADAM_CHUNK elements of one tensor, of which no piece has a part; the
 // padding between units is never touched. Where something is rounded stochastically, a chunk's elements are neighbours
 // in the whole tensor too. Returns how many. out, per_piece: NULL, or the chunks and each piece's number of them.
+static inline int rounds_by_runs(const Plan *p) {
+    return plan_is_split(p) && (p->bf16_states || (sizeof(floatX) == 2 && !p->has_master));
+}
+static inline size_t whole_element(const Param *q, size_t element) {
+    const ParamPart *part = param_part_at(q, element);
+    return q->whole_offset + (part ? param_whole(q, part, element) : element);
+}
 static inline int adam_chunks(const Plan *p, AdamChunk *out, int *per_piece) {
     const size_t piece = plan_piece(p);
-    const int by_runs = plan_is_split(p) && (p->bf16_states || (sizeof(floatX) == 2 && !p->has_master));
+    const int by_runs = rounds_by_runs(p);
     int count = 0;
     for (int i = 0; i < p->table->count; i++) {
         const Param *q = &p->table->params[i];
+        if (q->optimiser != OPTIMISER_ADAMW) continue;
         const Span mine = span_overlap(plan_owned(p, SLOT_M, q->unit), q->offset, q->size);
         for (size_t at = mine.begin, n; at < mine.begin + mine.count; at += n, count++) {
             const size_t element = at - q->offset, state = plan_at(p, SLOT_M, q->unit, at);
             n = std::min({(size_t)ADAM_CHUNK, mine.begin + mine.count - at, piece - state % piece});
             if (by_runs) n = param_run(q, element, n);
             if (!out) continue;
-            const ParamPart *part = param_part_at(q, element);
-            const size_t key = q->whole_offset + (part ? param_whole(q, part, element) : element);
-            AdamChunk chunk = {0, 0, 0, key, (int)n, q->rate, q->decay};
+            AdamChunk chunk = {0, 0, 0, whole_element(q, element), (int)n, q->rate, q->decay, 0};
             chunk.weight_offset = plan_at(p, SLOT_WEIGHT, q->unit, at);
             chunk.grad_offset = plan_at(p, SLOT_GRAD, q->unit, at);
             chunk.state_offset = state % piece;
+            chunk.v_gap = p->table->muon ? state - plan_at(p, SLOT_V, q->unit, at) : 0;
             out[count] = chunk;
             per_piece[state / piece]++;
         }
+    }
+    return count;
+}
+
+// Muon's, of a wave after the other: each is of one matrix. out, waves: NULL, or filled.
+static inline int muon_chunks(const Plan *p, const MuonTables *t, MuonChunk *out) {
+    const int tp = p->mesh->tp.world;
+    MuonMatrix matrices[MUON_MOST_MATRICES];
+    int count = 0;
+    for (int w = 0; w < t->num_waves; w++) {
+        MuonWave *wave = &t->waves[w];
+        wave->first_chunk = count;
+        for (int u = wave->first; u < wave->first + wave->blocks; u++) {
+            const size_t base =
+                ((size_t)(u - wave->first) * (size_t)tp + (size_t)p->mesh->tp.rank) * param_unit(p->table, u).count;
+            const int num = muon_matrices(p->table, tp, u, u, matrices);
+            for (const MuonMatrix *m = matrices; m < matrices + num; m++) {
+                const Param *q = &p->table->params[m->param];
+                const ParamPart *part = &q->parts[m->part];
+                const Span mine = span_overlap(plan_owned(p, SLOT_M, u), q->offset + part->begin, part->count);
+                for (size_t at = mine.begin, n; at < mine.begin + mine.count; at += n, count++) {
+                    n = std::min((size_t)ADAM_CHUNK, mine.begin + mine.count - at);
+                    if (rounds_by_runs(p)) n = param_run(q, at - q->offset, n);
+                    if (!out) continue;
+                    out[count] = {plan_at(p, SLOT_WEIGHT, u, at),
+                                  plan_at(p, SLOT_GRAD, u, at),
+                                  plan_at(p, SLOT_M, u, at),
+                                  base + (at - p->table->unit_begin[u]),
+                                  whole_element(q, at - q->offset),
+                                  (int)n,
+                                  q->rate,
+                                  q->decay,
+                                  muon_scale(m->rows, m->cols)};
+                }
+            }
+        }
+        wave->chunks = count - wave->first_chunk;
     }
     return count;
 }
@@ -249,8 +307,8 @@ static inline void request_states(const Plan *p, Buffers *b, Memory *m) {
         const char *name, *pieces;
     } states[] = {
         {SLOT_MASTER, &b->master, "fp32 master weights", "two pieces of masters"},
-        {SLOT_M, &b->m, p->bf16_states ? "AdamW m, bf16" : "AdamW m", "two pieces of m"},
-        {SLOT_V, &b->v, p->bf16_states ? "AdamW v, bf16" : "AdamW v", "two pieces of v"},
+        {SLOT_M, &b->m, p->bf16_states ? "m, bf16" : "m", "two pieces of m"},
+        {SLOT_V, &b->v, p->bf16_states ? "AdamW's v, bf16" : "AdamW's v", "two pieces of v"},
     };
     for (const auto &s : states) {
         const size_t size = plan_slot_bytes(p, s.slot), bytes = plan_kept(p, s.slot) * size;
@@ -262,6 +320,16 @@ static inline void request_states(const Plan *p, Buffers *b, Memory *m) {
         memory_request_pinned(m, (char **)s.where, "optimiser", s.name, bytes);
         memory_request(m, &b->staging[s.slot], "optimiser", s.pieces, 2 * plan_piece(p) * size);
     }
+}
+static inline void request_muon(const Plan *p, Buffers *b, Memory *m) {
+    const MuonRoom room = region_of(p).muon;
+    if (!room.blocks) return;
+    MuonTables t = muon_tables(p, &room);
+    b->num_muon_chunks = muon_chunks(p, &t, NULL);
+    memory_request(m, &b->muon_chunks, "optimiser", "Muon's chunk table", (size_t)b->num_muon_chunks);
+    memory_request(m, &b->muon_places, "optimiser", "Muon's parts of matrices", (size_t)t.num_places);
+    memory_request(m, &b->muon_partials, "optimiser", "Muon's partial norms", (size_t)t.most * MUON_SLICES);
+    muon_tables_free(&t);
 }
 static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     const size_t world = (size_t)p->mesh->dp.world, grads = plan_kept(p, SLOT_GRAD),
@@ -284,6 +352,7 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     if (world > 1 && p->reduces_in_fp32)
         memory_request(m, &b->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(p->table));
     request_states(p, b, m);
+    request_muon(p, b, m);
     if (!saves_beside_training(&p->options)) return;
     static const struct {
         Slot slot;
@@ -297,7 +366,8 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     for (const auto &copy : copies)
         if (copy.slot != SLOT_MASTER || p->has_master)
             memory_request_pinned(m, (char **)&b->snapshots[copy.slot], "optimiser", copy.name,
-                                  p->table->total / world * plan_slot_bytes(p, copy.slot));
+                                  slot_before(&p->mesh->dp, p->table, KEEP_SHARDS, copy.slot, p->table->num_units) *
+                                      plan_slot_bytes(p, copy.slot));
 }
 // Whether a block's input is gone when the next but one has run: it waits in host memory, or nobody asks for it again.
 static inline int inputs_leave(const Plan *p) {
@@ -486,6 +556,16 @@ static inline void upload_rope_table(const Config *c, float *to, int T, cudaStre
     upload(to, cos_sin, count * sizeof(float), stream);
     free(cos_sin);
 }
+static inline void upload_muon(const Plan *p, Buffers *b, cudaStream_t stream) {
+    const MuonRoom room = region_of(p).muon;
+    if (!room.blocks) return;
+    MuonChunk *chunks = (MuonChunk *)malloc_or_die((size_t)b->num_muon_chunks * sizeof(MuonChunk));
+    b->muon = muon_tables(p, &room);
+    muon_chunks(p, &b->muon, chunks);
+    upload(b->muon_chunks, chunks, (size_t)b->num_muon_chunks * sizeof(MuonChunk), stream);
+    upload(b->muon_places, b->muon.places, (size_t)b->muon.num_places * sizeof(MuonPlace), stream);
+    free(chunks);
+}
 // The tables that kernels read.
 static inline void buffers_upload_tables(const Plan *p, Buffers *b, cudaStream_t stream) {
     AdamChunk *chunks = (AdamChunk *)malloc_or_die((size_t)b->num_chunks * sizeof(AdamChunk));
@@ -497,6 +577,7 @@ static inline void buffers_upload_tables(const Plan *p, Buffers *b, cudaStream_t
     upload(b->shards, shards, (size_t)b->num_shards * sizeof(Span), stream);
     free(chunks);
     free(shards);
+    upload_muon(p, b, stream);
     if (p->local.position == POSITION_ROPE) upload_rope_table(&p->local, b->cos_sin, p->T, stream);
 }
 

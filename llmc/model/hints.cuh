@@ -36,7 +36,8 @@ static inline void offload_if_host_has_room(const Plan *p, Options *o, int which
                                            {"states,activations", "states,master,activations"}};
     Options other = *o;
     other.offload = lists[which][p->has_master];
-    if (p->trains && !*p->options.offload && run_bytes(p, &other, B).host <= room.host) *o = other;
+    const int can = p->trains && !(which && p->table->muon);
+    if (can && !*p->options.offload && run_bytes(p, &other, B).host <= room.host) *o = other;
 }
 // Adds options that save memory, one after the other until batch B fits: the cheap ones first, last what changes the
 // numbers.

@@ -10,7 +10,7 @@ static inline char *slot_place(const Plan *p, const Buffers *b, Slot s, size_t o
     assert(slot_pointer(b, s) && offset + count <= p->table->total);
     const Keep keep = slot_keeps(p->zero_stage, s);
     const int unit = param_unit_of(p->table, offset);
-    const Span kept = kept_span(&p->mesh->dp, p->table, keep, unit);
+    const Span kept = slot_span(&p->mesh->dp, p->table, keep, s, unit);
     assert(keep == KEEP_WHOLE || span_overlap(kept, offset, count).count == count);
     return (char *)slot_pointer(b, s) + plan_at(p, s, unit, offset) * plan_slot_bytes(p, s);
 }
@@ -69,12 +69,13 @@ static inline void slot_read(const Plan *p, const Buffers *b, Slot s, size_t off
 }
 // Where this rank's shard of a unit begins in the copy of a slot.
 static inline char *snapshot_place(const Plan *p, const Buffers *b, Slot s, int unit) {
-    return (char *)b->snapshots[s] + p->table->unit_begin[unit] / (size_t)p->mesh->dp.world * plan_slot_bytes(p, s);
+    return (char *)b->snapshots[s] + slot_before(&p->mesh->dp, p->table, KEEP_SHARDS, s, unit) * plan_slot_bytes(p, s);
 }
 static inline void slot_snapshot(const Plan *p, const Buffers *b, Slot s, const Gpu *gpu) {
     gpu_wait(gpu);  // weights may be on their way from other ranks, states to host memory
     for (int u = 0; u < p->table->num_units; u++) {
-        const Span mine = plan_shard(p, u);
+        const Span mine = plan_shard(p, s, u);
+        if (mine.count == 0) continue;
         const char *from = slot_place(p, b, s, mine.begin, mine.count);
         cudaCheck(cudaMemcpyAsync(snapshot_place(p, b, s, u), from, mine.count * plan_slot_bytes(p, s),
                                   cudaMemcpyDefault, gpu->compute));
@@ -84,7 +85,7 @@ static inline void slot_snapshot(const Plan *p, const Buffers *b, Slot s, const 
 static inline void slot_read_snapshot(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count,
                                       float *values) {
     const int u = param_unit_of(p->table, offset);
-    const Span mine = plan_shard(p, u);
+    const Span mine = plan_shard(p, s, u);
     assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);
     slot_widen(p, s, values, snapshot_place(p, b, s, u) + (offset - mine.begin) * plan_slot_bytes(p, s), count);
 }

@@ -3,6 +3,7 @@
 #ifndef LLMC_PLAN_CUH
 #define LLMC_PLAN_CUH
 
+#include "../muon.h"
 #include "../quant.h"
 #include "../ranks/linear.cuh"
 
@@ -16,7 +17,8 @@ typedef struct {
     int trains;               // has gradients and optimiser states
     int ranged;               // tokens see a range of their row: --documents, --window
     // numbers
-    int bf16_states;           // AdamW's m and v; else fp32
+    Muon muon;                 // if table->muon
+    int bf16_states;           // m and v; else fp32
     int has_master;            // fp32 copies of bf16 weights
     int sums_in_fp32;          // gradients over several micro-steps; else in floatX
     int reduces_in_fp32;       // sums of gradients over ranks; else in floatX
@@ -132,6 +134,9 @@ static inline WeightFormat plan_weights(const Plan *p) {
 }
 static inline int plan_offload(const Plan *p) {
     const int asked = p->trains ? offloads(&p->options) : 0;
+    require(!p->table->muon || !(asked & (OFFLOAD_STATES | OFFLOAD_MASTER)),
+            "--optimizer muon has whole matrices at a time, --offload states and master take them in pieces\n"
+            "leave states and master out; --zero-stage 1 shards them over GPUs");
     require(p->has_master || !(asked & OFFLOAD_MASTER),
             "--offload master has none: weights are fp32 already, or --master-weights is 0\nleave master out");
     require(p->recomputes_blocks || !(asked & OFFLOAD_ACTIVATIONS),
@@ -160,6 +165,7 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     attention_require_head(p.local.head_dim);
     plan_fp8(&p);
     p.weights = plan_weights(&p);
+    p.muon = muon_of(o);
     p.bf16_states = !strcmp(o->state_dtype, "bf16");
     p.has_master = sizeof(floatX) != sizeof(float) && o->master_weights && p.trains;
     const int accumulates = o->total_batch > (long long)p.N * mesh->dp.world;
@@ -219,6 +225,7 @@ static inline void plan_print(const Plan *p, FILE *f) {
             ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", FLOATX_NAME, p->has_master ? " and fp32" : "",
             FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "", p->bf16_states ? "bf16" : "fp32");
     for (int stage = 1; stage <= p->zero_stage; stage++) fprintf(f, "%s", shares[stage]);
+    if (p->table->muon) fprintf(f, " | Muon in %d steps of %s", p->muon.steps, p->options.muon_polynomials);
     if (p->offload) fprintf(f, " | in host memory: %s", p->options.offload);
     fprintf(f, "\n");
 }

@@ -173,6 +173,10 @@ static inline void zero_hand_over(Zero *z) {
     cudaCheck(cudaEventRecord(z->compute_done, z->compute));
     cudaCheck(cudaStreamWaitEvent(z->nccl.stream, z->compute_done, 0));
 }
+static inline void zero_hand_back(Zero *z) {
+    cudaCheck(cudaEventRecord(z->reduced, z->nccl.stream));
+    timing_wait(TIMING_RANKS, z->reduced, z->compute);
+}
 static inline void zero_wait_reduced(Zero *z) {
     if (z->nccl.world > 1) timing_wait(TIMING_RANKS, z->reduced, z->compute);
 }
