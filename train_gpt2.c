@@ -2029,7 +2029,7 @@ static void open_activations(Model *m, const Options *o) {
     m->rstd_final = floats(m, rows);
     m->losses = floats(m, N);
     m->cos_sin = rope_of(m, m->T);
-    if (o->documents || o->window > 0) m->ranges = ranges_at(room(m, RANGES_ARRAYS * N * sizeof(int)), N);
+    if (o->documents > 0 || o->window > 0) m->ranges = ranges_at(room(m, RANGES_ARRAYS * N * sizeof(int)), N);
     m->window = o->window;
     m->logits = floats(m, area(m->head_rows, c->padded_vocab_size));
     m->dx = floats(m, stream);

@@ -51,6 +51,7 @@ from dev.data.rows import (
     places,
     read_tokenizer,
     require,
+    row_kind,
     rows,
 )
 from dev.eval.choices import open_sets
@@ -629,7 +630,7 @@ class Model(nn.Module):
         """llmc/documents.h: inputs (B,T) with marks -> ids, positions, and which keys each query sees (B,1,T,T); None:
         all before it."""
         places = torch.arange(inputs.shape[1], device=inputs.device)
-        if not self.documents and self.window < 0:
+        if self.documents <= 0 and self.window < 0:
             return inputs, places, None
         begins = torch.where(inputs < 0, places, 0).cummax(1).values
         first = begins if self.window < 0 else torch.maximum(begins, places - self.window + 1)
@@ -918,7 +919,7 @@ def parse_options(argv=None):
         "--eval-every 0 never scores --choice-data",
         "give a number of steps, or leave --choice-data out",
     )
-    require(o.pack in ("no", "whole", "cut"), f"unknown --pack '{o.pack}'", "use no, whole or cut")
+    require(o.pack in ("auto", "no", "whole", "cut"), f"unknown --pack '{o.pack}'", "use auto, no, whole or cut")
     require(o.window, "--window 0: a token would not see itself", "give a number of tokens, or -1 for all")
     require(
         o.schedule in ("cosine", "linear", "constant", "wsd"),
@@ -1124,6 +1125,11 @@ class Trainer:
             inputs, targets = batch(stream, min(B, count - at), self.o.device, self.vocab_size)
             tokens = int((targets >= 0).sum())
             total, learned = total + tokens * float(self.loss(inputs, targets)), learned + tokens
+        require(
+            learned,
+            f"the first {count} rows of the validation data have no token that is learned",
+            "use more --eval-steps, other --val-data, or --eval-every 0",
+        )
         return total / learned
 
     def logits(self, inputs):
@@ -1247,6 +1253,7 @@ def train(o):
     )
     sets = open_sets(o.hellaswag, o.choice_data, T, c.vocab_size)
     trainer = Trainer(model, o)
+    model.documents = max(row_kind(s, o.pack, o.documents)[1] for s in [*shards, *(val_shards or [])])
     stream = trainer.rows(shards, data_eot, None if o.overfit else o.seed)
     parameters = sum(w.numel() for w in model.parameters())
     device = torch.cuda.get_device_name() if o.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -1368,6 +1375,7 @@ def write_debug(o):
     """Weights, one random batch, its logits, loss and gradients, and the losses of ten steps on it. With
     --documents 1 some tokens begin a document, and some are not learned."""
     model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
+    o.documents = max(o.documents, 0)  # -1: there is no data that decides
     model.matmul_dtype, model.head_dtype = o.matmul_dtype, o.head_dtype
     if model.config.qk_norm:
         disturb(model, o.seed)

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
-import datetime
 import hmac
 import ipaddress
 import json
@@ -35,8 +34,7 @@ missing_package.HINT = "python3 dev/venv.py serve; source .venv/bin/activate"
 # aiohttp: server, streaming, limits of a body and the end of a connection in one well-kept package; starlette with
 # uvicorn would be two and theirs.
 from aiohttp import web  # noqa: E402
-from jinja2 import TemplateError  # noqa: E402
-from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
+from chat_template import TemplateError, compile_template, read_template  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_suffix(".html")
@@ -292,41 +290,25 @@ def understand_chat(f, template):
     f["stops"] = f["stops"] + template.stops
 
 
-def refuse_messages(problem):
-    """A template's raise_exception()."""
-    raise TemplateError(problem)
-
-
 class ChatTemplate:
     """The folder's own way to write a conversation, as transformers reads it."""
 
     def __init__(self, folder):
         self.problem = f"this model has no chat template: {folder}/tokenizer_config.json has no chat_template"
-        read = lambda name: (folder / name).read_text() if (folder / name).exists() else ""
         try:
-            config = json.loads(read("tokenizer_config.json") or "{}")
-            text = read("chat_template.jinja") or config.get("chat_template")
-            if isinstance(text, list):  # several, by name
-                text = {t["name"]: t["template"] for t in text}.get("default")
+            text, self.tokens, config = read_template(folder)
             if text:
-                self.compile(text, config)
+                self.understand_ends(config)
+                self.template, self.problem = compile_template(text), None
         except (OSError, ValueError, TemplateError) as e:
             self.problem = f"the chat template of {folder} cannot be used: {e}"
             log.warning("%s", self.problem)
 
-    def compile(self, text, config):
-        tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
-        self.tokens = {k: v for k, v in tokens.items() if isinstance(v, str)}
-        # What ends a turn: its token, or else its text.
+    def understand_ends(self, config):
+        """What ends a turn: its token, or else its text."""
         eos, added = self.tokens.get("eos_token"), config.get("added_tokens_decoder", {})
         self.ends = [int(token) for token, facts in added.items() if facts["content"] == eos]
         self.stops = [eos] if eos and not self.ends else []
-        extensions = ["jinja2.ext.loopcontrols"]
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        environment.globals["raise_exception"] = refuse_messages
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
-        self.template, self.problem = environment.from_string(text), None
 
     def render(self, messages):
         if self.problem:

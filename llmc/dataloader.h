@@ -1,17 +1,21 @@
 // Token shards -> batches, for both trainers.
 //
-//   dataloader_open(&d, "data/x_train_*.bin", B, T, rank, world, shuffle, seed, vocab_size);
+//   dataloader_open(&d, "data/x_train_*.bin", B, T, row_kind, rank, world, shuffle, seed, vocab_size);
 //   dataloader_next(&d);                       d.inputs, d.targets: this rank's next (B,T)
 //   dataloader_read_ahead(&d);                 a thread reads the next batch while this one is used
 //   dataloader_position, dataloader_seek       (epoch, row) where the next call begins, the same on every rank
 //
 // A shard has llm.c's format: 256 int32 {magic, version, tokens, vocab_size, tokenizer, hash_lo, hash_hi, eot, 0...},
 // then the tokens: uint16 (magic 20240520, version 1) or uint32 (20240801, 7). vocab_size and all after it may be 0:
-// unknown.
+// unknown. A document is an end-of-text token and all until the next one.
+//
+// A shard of conversations has marked tokens, uint32 (20240801, 8): bits 0 to 29 are the id, bit 31 says that a
+// document begins here, bit 30 that this token is not learned. End-of-text has no meaning in it.
 //
 // Row r of a shard is its tokens [r*T, r*T + T]: T inputs, and T targets one position later. Or (RowKind) documents are
 // packed into rows: each token but a document's first is a target once, and so is the end-of-text that follows it. What
-// is left of a row is padding, end-of-text with targets of -1, which are not learned. One epoch visits every row
+// is left of a row is padding, end-of-text with targets of -1, which are not learned. In a shard of conversations
+// targets are -1 as well where a token is not learned, and where a document ends. One epoch visits every row
 // of every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard), the rows of one
 // shard in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of
 // dataloader_next takes the next world * B rows. Rank k takes those from k * B on, so a step's tokens depend on the
@@ -31,17 +35,18 @@
 #include "tokenizer.h"
 
 enum { SHARD_MAGIC_16 = 20240520, SHARD_VERSION_16 = 1, SHARD_MAGIC_32 = 20240801, SHARD_VERSION_32 = 7 };
+enum { SHARD_VERSION_MARKED = 8, TOKEN_ID = (1 << 30) - 1, TOKEN_NOT_LEARNED = 1 << 30 };
 enum { SHARD_SAMPLES = 16, SHARD_SAMPLE_BYTES = 4096 };
 
-// A document is an end-of-text token and all until the next one.
 typedef enum {
     PACK_NO,     // rows are cut from the stream of documents
     PACK_WHOLE,  // rows are documents, packed; one that is longer than a row is refused
-    PACK_CUT     // such a one is cut into rows, and what is left of it is packed
+    PACK_CUT,    // such a one is cut into rows, and what is left of it is packed
+    PACK_AUTO    // conversations are packed whole, other shards not
 } Pack;
 typedef struct {
     Pack pack;
-    int marks;  // an input where a document begins, and padding, is ~id: so a model sees where documents end
+    int marks;  // an input where a document begins, and padding, is ~id: so a model sees where documents end; -1: auto
 } RowKind;
 typedef struct {
     char *path;
@@ -65,7 +70,8 @@ typedef struct DataLoader {
     int eot;
     int64_t cut_documents;  // longer than a row
     // private
-    RowKind kind;
+    RowKind kind;     // never auto once the first shard is open
+    int marked;       // shards of conversations
     Packing packing;  // of the open shard
     Shard *shards;
     int32_t header[HEADER_WORDS];  // of the first shard
@@ -162,6 +168,9 @@ static inline void shard_leave(DataLoader *d) {
 static inline uint32_t raw_token(const DataLoader *d, int64_t i) {
     return d->token_bytes == 2 ? ((const uint16_t *)d->raw)[i] : ((const uint32_t *)d->raw)[i];
 }
+static inline int begins_document(const DataLoader *d, uint32_t token) {
+    return d->marked ? token >> 31 : token == (uint32_t)d->eot;
+}
 static const int64_t SCAN_TOKENS = 1 << 18;  // that are read at a time
 static inline void packing_add_document(DataLoader *d, const Shard *s, Packing *p, int64_t begin, int64_t end) {
     const int64_t T = d->T, length = end - begin;
@@ -180,7 +189,7 @@ static inline int64_t shard_pack(DataLoader *d, const Shard *s, int fd, Packing 
         n = s->tokens - at < SCAN_TOKENS ? s->tokens - at : SCAN_TOKENS;
         pread_or_die(fd, d->raw, n * d->token_bytes, HEADER_BYTES + at * d->token_bytes, s->path);
         for (int64_t i = 0; i < n; i++) {
-            if (raw_token(d, i) != (uint32_t)d->header[7]) continue;
+            if (!begins_document(d, raw_token(d, i))) continue;
             cut += at + i - begin > d->T;
             packing_add_document(d, s, p, begin, at + i);
             begin = at + i;
@@ -191,6 +200,18 @@ static inline int64_t shard_pack(DataLoader *d, const Shard *s, int fd, Packing 
     return cut + (s->tokens - begin > d->T);
 }
 
+// What the first shard says of all.
+static inline void shard_first(DataLoader *d, const Shard *s, const int32_t *h) {
+    memcpy(d->header, h, sizeof d->header);
+    d->marked = h[1] == SHARD_VERSION_MARKED;
+    d->eot = h[7];
+    if (d->kind.pack == PACK_AUTO) d->kind.pack = d->marked ? PACK_WHOLE : PACK_NO;
+    if (d->kind.marks < 0) d->kind.marks = d->marked;
+    require(!d->marked || d->kind.pack,
+            "'%s' holds conversations: rows cannot be cut from it as from a text\n"
+            "use --pack whole or --pack cut",
+            s->path);
+}
 // Checks one shard. All must have the tokenizer of the first.
 static inline void shard_open(DataLoader *d, Shard *s) {
     #define SHARD_REQUIRE(ok, what, ...) require(ok, "'%s' " what, s->path, __VA_ARGS__)
@@ -201,7 +222,8 @@ static inline void shard_open(DataLoader *d, Shard *s) {
                   "is not a token shard (magic %d, not %d or %d)\n" DATA_HINT, h[0], SHARD_MAGIC_16, SHARD_MAGIC_32);
     int narrow = h[0] == SHARD_MAGIC_16, version = narrow ? SHARD_VERSION_16 : SHARD_VERSION_32;
     d->token_bytes = narrow ? 2 : 4;
-    SHARD_REQUIRE(h[1] == version, "is a token shard of version %d, this program reads %d\n" DATA_HINT, h[1], version);
+    SHARD_REQUIRE(h[1] == version || (!narrow && h[1] == SHARD_VERSION_MARKED),
+                  "is a token shard of version %d, this program reads %d\n" DATA_HINT, h[1], version);
     SHARD_REQUIRE(h[2] >= 0,
                   "is no shard: its header counts %d tokens\n"
                   "at most 2^31 - 1 fit: make smaller shards with --shard-tokens 100000000",
@@ -209,6 +231,7 @@ static inline void shard_open(DataLoader *d, Shard *s) {
     int64_t expected = HEADER_BYTES + (int64_t)h[2] * d->token_bytes;
     SHARD_REQUIRE(bytes == expected, "is %s: %lld bytes, its header promises %lld\nmake or download it again",
                   bytes < expected ? "truncated" : "too long", (long long)bytes, (long long)expected);
+    if (s == d->shards) shard_first(d, s, h);
     SHARD_REQUIRE(
         h[2] > (d->kind.pack ? 0 : d->T),
         "has %d tokens: too few for one row of T = %d (T + 1 are needed)\n"
@@ -222,19 +245,21 @@ static inline void shard_open(DataLoader *d, Shard *s) {
             "'%s' does not say which token ends a text: nobody knows where its documents begin\n"
             "make shards with dev/data/prepare.py, or leave --documents and --pack out",
             s->path);
+    SHARD_REQUIRE(h[0] == d->header[0] && h[1] == d->header[1] &&
+                      !memcmp(h + 3, d->header + 3, sizeof h - 3 * sizeof *h),
+                  "and '%s' were made with different tokenizers, or one of them of conversations\n"
+                  "name shards of one kind only",
+                  d->shards[0].path);
     s->tokens = h[2];
     s->hash = shard_hash(fd, bytes, s->path);
-    if (s == d->shards) memcpy(d->header, h, sizeof h);
     if (d->kind.pack) d->cut_documents += shard_pack(d, s, fd, &d->packing);
     s->rows = d->kind.pack ? d->packing.num_rows : (s->tokens - 1) / d->T;
     close(fd);
-    SHARD_REQUIRE(h[0] == d->header[0] && !memcmp(h + 3, d->header + 3, sizeof h - 3 * sizeof *h),
-                  "and '%s' were made with different tokenizers\nname shards of one kind only", d->shards[0].path);
 }
 
 // Stops with a message if anything is wrong with any shard. vocab_size > 0: every token id must be below it.
-static inline void dataloader_open_rows(DataLoader *d, const char *pattern, int B, int T, RowKind kind, int rank,
-                                        int world, int shuffle, uint64_t seed, int vocab_size) {
+static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, RowKind kind, int rank, int world,
+                                   int shuffle, uint64_t seed, int vocab_size) {
     size_t tokens = (size_t)B * T;
     memset(d, 0, sizeof *d);
     require(tokens <= INT32_MAX / 4, "batch size %d times sequence length %d is too large\nuse a smaller --batch-size",
@@ -270,7 +295,6 @@ static inline void dataloader_open_rows(DataLoader *d, const char *pattern, int 
     d->vocab_size = d->header[3];
     d->tokenizer = (TokenizerKind)d->header[4];
     d->hash = header_hash(d->header + 5);
-    d->eot = d->header[7];
     require(!vocab_size || d->vocab_size <= vocab_size,
             "'%s' was made with a vocabulary of %d tokens, the model has %d\n"
             "use a model with that vocabulary, or other shards",
@@ -283,10 +307,15 @@ static inline void dataloader_open_rows(DataLoader *d, const char *pattern, int 
     d->order_epoch = d->open_shard = d->fd = -1;
     d->ahead_next = -1;
 }
-static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, int rank, int world, int shuffle,
-                                   uint64_t seed, int vocab_size) {
-    const RowKind plain = {PACK_NO, 0};
-    dataloader_open_rows(d, pattern, B, T, plain, rank, world, shuffle, seed, vocab_size);
+// The vocabulary that the first shard names; 0: none. dataloader_open says what is wrong with it.
+static inline int shards_vocabulary(const char *pattern) {
+    glob_t found;
+    int32_t h[HEADER_WORDS] = {0};
+    int64_t bytes;
+    if (find_files(pattern, &found)) return 0;
+    close(open_with_header(found.gl_pathv[0], "a token shard", DATA_HINT, h, &bytes));
+    globfree(&found);
+    return h[0] == SHARD_MAGIC_16 || h[0] == SHARD_MAGIC_32 ? h[3] : 0;
 }
 // The share of all places in rows that is padding.
 static inline double dataloader_padding(const DataLoader *d) {
@@ -335,16 +364,17 @@ static inline void dataloader_read_piece(DataLoader *d, Piece piece, int *inputs
     const size_t token_bytes = d->token_bytes;
     pread_or_die(d->fd, d->raw, (n + follows) * token_bytes, HEADER_BYTES + piece.begin * token_bytes, s->path);
     for (int t = 0; t < n + follows; t++) {
-        const uint32_t id = raw_token(d, t);
-        const int begins = d->kind.marks && ((d->kind.pack && t == 0) || id == (uint32_t)d->eot);
+        const uint32_t token = raw_token(d, t), id = d->marked ? token & TOKEN_ID : token;
+        const int begins = begins_document(d, token), marked = d->kind.marks && ((d->kind.pack && t == 0) || begins);
+        const int learned = !d->marked || !(begins || token & TOKEN_NOT_LEARNED);
         require(id < limit,
                 "'%s': token %lld is %u, outside the vocabulary of %u\n"
                 "use a model with the vocabulary that the shards were made for (--model ...,vocab=N)",
                 s->path, (long long)piece.begin + t, id, limit);
-        if (t < n) inputs[t] = begins ? ~(int)id : (int)id;
-        if (t > 0) targets[t - 1] = (int)id;
+        if (t < n) inputs[t] = marked ? ~(int)id : (int)id;
+        if (t > 0) targets[t - 1] = learned ? (int)id : -1;
     }
-    if (!follows) targets[n - 1] = d->eot;
+    if (!follows) targets[n - 1] = d->marked ? -1 : d->eot;
 }
 // Row `r` of the open shard as T inputs and T targets.
 static inline void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, int *targets) {

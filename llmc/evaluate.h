@@ -27,13 +27,15 @@ typedef struct {
 
 // ---- what is evaluated
 
-// What rows the options ask for.
-static inline RowKind rows_of(const Options *o) {
-    const RowKind r = {!strcmp(o->pack, "no")      ? PACK_NO
-                       : !strcmp(o->pack, "whole") ? PACK_WHOLE
-                                                   : PACK_CUT,
-                       (int)o->documents};
-    return r;
+// Opens data in rows as the options ask for. What they leave to conversations, they then say.
+static inline void open_rows(DataLoader *d, Options *o, const char *pattern, const Comm *dp, int shuffle,
+                             int vocab_size) {
+    static const char *const names[] = {"no", "whole", "cut", "auto"};  // by Pack
+    RowKind kind = {PACK_NO, (int)o->documents};
+    while (strcmp(o->pack, names[kind.pack])) kind.pack = (Pack)(kind.pack + 1);
+    dataloader_open(d, pattern, o->batch_size, o->seq_len, kind, dp->rank, dp->world, shuffle, o->seed, vocab_size);
+    if (d->marked) o->pack = names[d->kind.pack];
+    if (d->marked) o->documents = d->kind.marks;
 }
 // `patterns`: files or globs with commas between.
 static void evaluation_add_sets(Evaluation *e, const char *patterns, int vocab_size) {
@@ -68,7 +70,7 @@ static uint64_t evaluation_tokenizer(const Evaluation *e) {
     for (int i = 0; i < e->num_sets && !hash; i++) hash = e->sets[i].hash;
     return hash;
 }
-static inline void evaluation_open(Evaluation *e, const Options *o, const Comm *comm, int vocab_size) {
+static inline void evaluation_open(Evaluation *e, Options *o, const Comm *comm, int vocab_size) {
     const char *hellaswag = "dev/data/hellaswag/hellaswag_val.bin";
     memset(e, 0, sizeof *e);
     e->B = o->batch_size;
@@ -77,8 +79,7 @@ static inline void evaluation_open(Evaluation *e, const Options *o, const Comm *
     e->together = computes_together(o, comm);
     if (!o->eval_every && !o->evaluate) return;
     e->has_val = *o->val_data != 0;
-    if (e->has_val)
-        dataloader_open_rows(&e->val, o->val_data, e->B, e->T, rows_of(o), comm->rank, comm->world, 0, 0, vocab_size);
+    if (e->has_val) open_rows(&e->val, o, o->val_data, comm, 0, vocab_size);
     int found = o->hellaswag && file_exists(hellaswag);
     if (found) evaluation_add_sets(e, hellaswag, vocab_size);
     if (o->hellaswag && !found)
@@ -173,7 +174,11 @@ static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *token
     free(losses);
     evaluation_end(e, m);
     double total = comm_sum(dp, sum), text = comm_sum(dp, bytes), tokens = comm_sum(dp, learned);
-    const ValScore r = {tokens > 0 ? total / tokens : NAN, text > 0 ? total / log(2) / text : NAN};
+    require(tokens > 0 || e->stopped,
+            "the first %lld rows of the validation data have no token that is learned\n"
+            "use more --eval-steps, other --val-data, or --eval-every 0",
+            (long long)rows);
+    const ValScore r = {total / tokens, text > 0 ? total / log(2) / text : NAN};
     return r;
 }
 

@@ -43,10 +43,12 @@
     INT(total_batch, "d", '*', -1, -1, 1ll << 40, "tokens in an optimiser step, in one or more micro-steps (-1: one)") \
     INT(max_steps, "x", '*', -1, -1, 1 << 30, "optimiser steps to run (-1: one epoch)") \
     INT(overfit, "a", '*', 0, 0, 1, "1: train on the first batch of the validation data only") \
-    ONE(pack, "", '*', "no", "no|whole|cut", \
+    ONE(pack, "", '*', "auto", "auto|no|whole|cut", \
         "rows of the data: no: cut from the stream of documents; whole: documents, packed into rows with padding; " \
-        "cut: the same, and those longer than a row are cut first") \
-    INT(documents, "", '*', 0, 0, 1, "1: a token sees its own document alone, from the last end-of-text token on") \
+        "cut: the same, and those longer than a row are cut first; auto: whole for conversations, else no") \
+    INT(documents, "", '*', -1, -1, 1, \
+        "1: a token sees its own document alone, from the last end-of-text token on (-1: 1 for conversations, else " \
+        "0)") \
     INT(window, "", '*', -1, -1, 1 << 24, "a token sees the last N tokens alone, itself among them (-1: all)") \
     INT(seed, "", '*', 1337, 0, 1ll << 53, "seed of weights, data order and samples") \
     SECTION("optimiser") \

@@ -135,10 +135,8 @@ static inline void choose_config(Trainer *t) {
         t->config = config_from_json(model);
         if (*t->resumed_from.text) require_resumed_model(t);
     } else if (!config_parse(model, &t->config) && !t->o.generate && (*data || !t->o.evaluate)) {
-        DataLoader peek;
-        dataloader_open(&peek, data, 1, 1, 0, 1, 0, 0, 0);
-        if (peek.vocab_size > 0) t->config.vocab_size = peek.vocab_size;
-        dataloader_close(&peek);
+        const int vocab_size = shards_vocabulary(data);
+        if (vocab_size > 0) t->config.vocab_size = vocab_size;
         config_finish(&t->config, NULL);
     }
     require(t->o.generate || t->o.seq_len <= t->config.max_seq_len,
@@ -154,9 +152,7 @@ static inline void open_data(Trainer *t) {
     Options *o = &t->o;
     int V = t->config.vocab_size;
     const Comm *dp = &t->mesh.dp;
-    if (!o->evaluate)
-        dataloader_open_rows(&t->train, o->overfit ? o->val_data : o->train_data, o->batch_size, o->seq_len, rows_of(o),
-                             dp->rank, dp->world, !o->overfit, o->seed, V);
+    if (!o->evaluate) open_rows(&t->train, o, o->overfit ? o->val_data : o->train_data, dp, !o->overfit, V);
     evaluation_open(&t->eval, o, dp, V);
     if (o->evaluate) return;
     require(t->train.vocab_size <= V,

@@ -19,7 +19,8 @@ int main(int argc, char **argv) {
     o.total_batch = 1024ll * num_micro;
     o.grad_dtype = argv[2];
     o.tf32 = 0;
-    dataloader_open(&data, argv[4], 4, 256, 0, 1, 1, 1337, c.vocab_size);
+    const RowKind plain = {PACK_NO, 0};
+    dataloader_open(&data, argv[4], 4, 256, plain, 0, 1, 1, 1337, c.vocab_size);
     model_open(m, &c, &o, &mesh);
     init_weights(m, 1337);
     for (int micro = 0; micro < num_micro; micro++) {

@@ -2,7 +2,7 @@
 
 Token shard (llmc/dataloader.h reads it): 256 int32 words {magic, version, tokens, vocab_size, tokenizer, hash_lo,
 hash_hi, eot, 0...}, then the tokens as uint16, or as uint32 where the vocabulary needs it. llm.c's format; it leaves
-the words from vocab_size on at zero.
+the words from vocab_size on at zero. Shards of conversations have marked tokens: rows.py.
 tokenizer.bin (llmc/tokenizer.h reads it): 256 int32 words {magic, 2, vocab_size, eot, kind, 0...}, then for each token
 a length byte and its bytes.
 
@@ -35,6 +35,7 @@ from tool_output import end_with_reader, outlive_reader, reader_is_gone  # noqa:
 HEADER_WORDS = 256
 HEADER_BYTES = 4 * HEADER_WORDS
 SHARD_FORMATS = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}
+MARKED = (20240801, 8)  # of uint32, too: conversations
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 TOKENIZER_MAGIC, TOKENIZER_VERSION = 20240328, 2
 KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3, "qwen2": 4}  # TokenizerKind in llmc/tokenizer.h
@@ -94,19 +95,21 @@ def atomic_write(path, *parts):
             os.remove(temporary)
 
 
-def write_shard(path, tokens, tokenizer, count=None):
-    """tokens: an array, or a generator of arrays that hold `count` tokens together."""
+def write_shard(path, tokens, tokenizer, count=None, marked=False):
+    """tokens: an array, or a generator of arrays that hold `count` tokens together. marked: conversations."""
     count = len(tokens) if count is None else count
     assert 0 < count <= MAX_SHARD_TOKENS
+    dtype = np.dtype(np.uint32) if marked else tokenizer.dtype
     header = np.zeros(HEADER_WORDS, np.int32)
-    header[:5] = *SHARD_FORMATS[tokenizer.dtype], count, tokenizer.vocab_size, KINDS[tokenizer.kind]
+    header[:2] = MARKED if marked else SHARD_FORMATS[dtype]
+    header[2:5] = count, tokenizer.vocab_size, KINDS.get(tokenizer.kind, 0)
     header[5:7] = np.array([tokenizer.hash], np.uint64).view(np.int32)
     header[7] = tokenizer.eot
 
     def checked():
         written = 0
         for part in tokens if isinstance(tokens, types.GeneratorType) else [tokens]:
-            assert part.dtype == tokenizer.dtype
+            assert part.dtype == dtype
             written += len(part)
             yield np.ascontiguousarray(part).data
         assert written == count
@@ -123,13 +126,19 @@ def read_shard(path):
     dtype = next((t for t, (magic, _) in SHARD_FORMATS.items() if magic == h[0]), None)
     if dtype is None:
         raise ValueError(f"is not a token shard (magic {h[0]})")
-    if h[1] != SHARD_FORMATS[dtype][1]:
+    marked = tuple(h[:2].tolist()) == MARKED
+    if h[1] != SHARD_FORMATS[dtype][1] and not marked:
         raise ValueError(f"has version {h[1]}, not {SHARD_FORMATS[dtype][1]}")
     expected = HEADER_BYTES + int(h[2]) * dtype.itemsize
     if h[2] < 1 or size != expected:
         raise ValueError(f"has {size} bytes, its header promises {expected}")
     fields = dict(
-        tokens=int(h[2]), vocab_size=int(h[3]), kind=int(h[4]), hash=int(h[5:7].view(np.uint64)[0]), eot=int(h[7])
+        tokens=int(h[2]),
+        vocab_size=int(h[3]),
+        kind=int(h[4]),
+        hash=int(h[5:7].view(np.uint64)[0]),
+        eot=int(h[7]),
+        marked=marked,
     )
     return fields, np.memmap(path, dtype, "r", HEADER_BYTES, shape=(int(h[2]),))
 

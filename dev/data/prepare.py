@@ -50,6 +50,7 @@ def check(patterns):
     for path in paths:
         try:
             fields, tokens = read_shard(path)
+            marks, tokens = (tokens >> 30, tokens & (1 << 30) - 1) if fields["marked"] else (None, tokens)
             low, high, documents = int(tokens.min()), int(tokens.max()), int(np.count_nonzero(tokens == fields["eot"]))
             if fields["vocab_size"] and high >= fields["vocab_size"]:
                 raise ValueError(
@@ -64,8 +65,12 @@ def check(patterns):
                 f"{path}: {len(tokens):,} tokens, ids {low}..{high}, tokenizer {kind}, vocabulary "
                 f"{fields['vocab_size'] or 'unknown'}"
                 # llm.c's shards name none
-                + f", {documents:,} end-of-text = {100 * documents / len(tokens):.3f}%"
-                * (fields["vocab_size"] > 0)
+                + (
+                    f", {np.count_nonzero(marks > 1):,} conversations, {np.count_nonzero(marks % 2 == 0):,} learned"
+                    if fields["marked"]
+                    else f", {documents:,} end-of-text = {100 * documents / len(tokens):.3f}%"
+                    * (fields["vocab_size"] > 0)
+                )
             )
             print(f"    {excerpt(path, tokens[:40])}")
         except (OSError, ValueError) as e:

@@ -1,17 +1,18 @@
 """Files -> rows, and files -> documents that several processes can read at once.
 
-    rows(path)               records of a .jsonl or .parquet file
+    rows(path)               records of a .jsonl, .json or .parquet file
     find_inputs(patterns)    files, folders and globs -> paths
     plan(paths)              paths -> chunks, each a list of spans: the parts that one process reads at a time
     Reader.documents(span)   a span -> pieces of UTF-8 text
 
-A span is (path, begin, end): bytes of .txt .md .py and .jsonl, row groups of .parquet. What is packed as .gz or .xz can
-only be read from its beginning and is one span. Nothing here depends on how many processes there are.
+A span is (path, begin, end): bytes of .txt .md .py and .jsonl, row groups of .parquet. What is packed as .gz or .xz,
+and .json, can only be read from its beginning and is one span. Nothing here depends on how many processes there are.
 """
 
 import collections
 import functools
 import gzip
+import io
 import json
 import lzma
 import os
@@ -25,7 +26,7 @@ from missing_package import HINT
 
 TEXT, SUFFIXES = (".txt", ".md", ".py"), (".txt", ".md", ".py", ".jsonl", ".parquet")
 ROWS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.xz")
-KNOWN = " ".join(SUFFIXES) + ", also with .gz or .xz, in small letters or in capitals"
+KNOWN = "{}, also with .gz or .xz, in small letters or in capitals"
 PIECE_BYTES = 1 << 15  # long documents are tokenized in pieces of this size
 LONGEST_PIECE = 1 << 18  # where a text may be cut nowhere: tiktoken fails on a run of 2^20 spaces
 BLOCK_BYTES = 1 << 20  # what is read at a time
@@ -46,20 +47,20 @@ def kind_of(path):
 
 
 REFUSALS = {  # of what a user has named
-    "other file": ("is of an unknown kind", f"files end in {KNOWN}"),
+    "other file": ("is of an unknown kind", f"files end in {KNOWN}"),  # of the suffixes
     "special file": ("is a pipe or a device", "write what comes out of it to a file first: its size is not known"),
     "dangling link": ("links to nothing", "name a file that is there"),
 }
 
 
-def reason_to_pass(path):
+def reason_to_pass(path, suffixes=SUFFIXES):
     """What a file is that cannot be read; None for one that can."""
-    if kind_of(path) not in SUFFIXES:
+    if kind_of(path) not in suffixes:
         return "other file"
     return None if os.path.isfile(path) else "special file" if os.path.exists(path) else "dangling link"
 
 
-def walk(folder, skip=(), passed=None):
+def walk(folder, skip=(), passed=None, suffixes=SUFFIXES):
     """The files in a folder that can be read, in the order of their names. passed: {reason: paths} of the others."""
 
     def refuse(e):
@@ -74,7 +75,7 @@ def walk(folder, skip=(), passed=None):
                 folders.remove(name)
         folders[:] = sorted(f for f in folders if f not in skip)
         for path in (os.path.join(parent, name) for name in sorted(files)):
-            if reason := reason_to_pass(path):
+            if reason := reason_to_pass(path, suffixes):
                 passed[reason].append(path)
             else:
                 yield path
@@ -89,28 +90,28 @@ def tell_passed(where, passed):
         print(f"note: '{where}': passed over {'; '.join(part(*item) for item in passed.items())}")
 
 
-def find_inputs(patterns):
+def find_inputs(patterns, suffixes=SUFFIXES):
     """Files, folders and globs -> paths. What is named must be there and be readable.
     What else a folder or a glob holds is passed over, and said."""
-    found = []
+    found, known = [], KNOWN.format(" ".join(suffixes))
     for pattern in patterns:
         names, named = find_files(pattern), len(found)
         passed = collections.defaultdict(list)
         if not names:
-            die(f"no file matches '{pattern}'", f"name files, folders or quoted globs of {KNOWN}")
+            die(f"no file matches '{pattern}'", f"name files, folders or quoted globs of {known}")
         for name in names:
             if os.path.isdir(name):
-                found += walk(name, passed=passed)
-            elif reason := reason_to_pass(name):
+                found += walk(name, passed=passed, suffixes=suffixes)
+            elif reason := reason_to_pass(name, suffixes):
                 passed[reason].append(name)
             else:
                 found.append(name)
-        if names == [pattern] and (reason := reason_to_pass(pattern)) and not os.path.isdir(pattern):
-            die(f"'{pattern}' {REFUSALS[reason][0]}", REFUSALS[reason][1])
+        if names == [pattern] and (reason := reason_to_pass(pattern, suffixes)) and not os.path.isdir(pattern):
+            die(f"'{pattern}' {REFUSALS[reason][0]}", REFUSALS[reason][1].format(" ".join(suffixes)))
         tell_passed(pattern, passed)
         if len(found) == named:
             what = "folder " * os.path.isdir(pattern)
-            die(f"{what}'{pattern}' holds none of the files read here", f"they end in {KNOWN}")
+            die(f"{what}'{pattern}' holds none of the files read here", f"they end in {known}")
     return found
 
 
@@ -145,7 +146,7 @@ def spans(path, size, target):
                 yield (path, begin, i + 1), total
                 begin, total = i + 1, 0
         return
-    parts = max(1, size // target) if base_name(path) == path else 1
+    parts = max(1, size // target) if base_name(path) == path and kind_of(path) != ".json" else 1
     for i in range(parts):
         begin, end = i * size // parts, (i + 1) * size // parts
         yield (path, begin, end), end - begin
@@ -261,6 +262,10 @@ def lines_before(path, begin):
         return sum(f.read(min(BLOCK_BYTES, begin - at)).count(b"\n") for at in range(0, begin, BLOCK_BYTES))
 
 
+def line_of(path, begin, number):
+    return f"'{path}' line {number + (lines_before(path, begin) if begin else 0)}"
+
+
 def die_of(where, what, hint):
     die(f"{where()}{what}", hint)
 
@@ -268,10 +273,6 @@ def die_of(where, what, hint):
 def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of):
     """(record, where) for the lines that begin in [begin, end); where() names the line in messages. errors: None is
     strict, and the user has no choice. bad(where, what, hint): ends the program, or the line is left out."""
-
-    def where():
-        return f"'{path}' line {number + (lines_before(path, begin) if begin else 0)}"
-
     number, at = 0, begin
     while end is None or at < end:
         line = stream.readline(LINE_BYTES)  # never splitlines(): U+2028 may stand inside a string
@@ -279,6 +280,7 @@ def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of):
             return
         number += 1
         at += len(line)
+        where = functools.partial(line_of, path, begin, number)
         if len(line) == LINE_BYTES:
             die(
                 f"{where()} is longer than {LINE_BYTES >> 20} MiB",
@@ -353,23 +355,45 @@ def not_text(path, offset, errors):
     return f": byte {offset} is not UTF-8", f"convert it (iconv -f {encoding} -t UTF-8)" + choice
 
 
-def rows(path):
-    """(record, where) for every row; `where` names it in messages."""
-    kind = kind_of(path)
-    if kind not in (".jsonl", ".parquet"):
-        die(f"'{path}' is of an unknown kind", "rows come from .jsonl and .parquet, also with .gz or .xz")
+def json_array(text, path, bad):
+    """Records of a .json file: those of its list, or one in a line as in .jsonl."""
+    if not text.lstrip().startswith(b"["):
+        return json_rows(io.BytesIO(text), path, bad=bad)
+    try:
+        records = json.loads(text)
+    except UnicodeDecodeError as e:
+        die_of(functools.partial("'{}'".format, path), *not_text(path, e.start, None))
+    except (ValueError, RecursionError) as e:
+        die(f"'{path}' is not JSON: {e}", "a .json file is a list of objects, or has one in each line")
+    return ((record, functools.partial("'{}' entry {}".format, path, i + 1)) for i, record in enumerate(records))
+
+
+def records(span, bad=die_of):
+    """(record, where) for every row of a span; where() names it in messages. bad: see json_rows."""
+    (path, begin, end), kind = span, kind_of(span[0])
+    if kind not in (".jsonl", ".json", ".parquet"):
+        die(f"'{path}' is of an unknown kind", "rows come from .jsonl, .json and .parquet, also with .gz or .xz")
+    end = end if base_name(path) == path else None
     try:
         with opened(path) as raw:
             stream = unpacked(raw, path)
-            if kind == ".jsonl":
-                yield from ((record, where()) for record, where in json_rows(stream, path))
+            if kind == ".parquet":
+                for row, batch in parquet_batches(stream, path, None, begin, end):
+                    for i, record in enumerate(batch.to_pylist()):
+                        yield record, functools.partial("'{}' row {}".format, path, row + i + 1)
+            elif kind == ".json":
+                yield from json_array(stream.read(), path, bad)
             else:
-                for row, batch in parquet_batches(stream, path):
-                    yield from ((record, f"'{path}' row {row + i + 1}") for i, record in enumerate(batch.to_pylist()))
+                yield from json_rows(stream, path, None, line_start(stream, begin) if begin else 0, end, bad)
     except NOT_UNPACKED as e:
         die(f"'{path}' cannot be unpacked: {e}", "it is truncated or damaged: get it again")
     except OSError as e:
         die(f"cannot read '{path}': {e.strerror or e}", "check the file")
+
+
+def rows(path):
+    """(record, where) for every row; `where` names it in messages."""
+    return ((record, where()) for record, where in records((path, 0, None)))
 
 
 # ---- documents: pieces (UTF-8 bytes) of at most LONGEST_PIECE

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from dev.data.data_common import find_files
+from dev.data.data_common import MARKED, find_files
 
 
 def require(condition, what, hint):
@@ -49,6 +49,25 @@ def rand_normal(seed, stream, counters):
 
 
 # ---- data: token shards and the order of rows (llmc/dataloader.h), tokenizer.bin
+TOKEN_BEGINS, TOKEN_NOT_LEARNED = 1 << 31, 1 << 30  # marks of tokens in a shard of conversations
+
+
+class Conversations(np.memmap):
+    """The tokens of a shard of conversations, with their marks."""
+
+
+def row_kind(shard, pack, documents=-1):
+    """--pack and --documents where they are auto and -1: whether the shard holds conversations decides."""
+    marked = isinstance(shard, Conversations)
+    pack = ("whole" if marked else "no") if pack == "auto" else pack
+    require(
+        not marked or pack != "no",
+        f"'{shard.filename}' holds conversations: rows cannot be cut from it as from a text",
+        "use --pack whole or --pack cut",
+    )
+    return pack, int(marked) if documents < 0 else documents
+
+
 def open_shards(pattern, T, pack="no", documents=0):
     """llm.c's files: 256 int32 of header, then tokens. Returns (the shards' tokens in the order of their names, the
     first header)."""
@@ -60,9 +79,14 @@ def open_shards(pattern, T, pack="no", documents=0):
     )
     for path in paths:
         headers.append(np.fromfile(path, "<i4", 256))
-        dtype = {(20240520, 1): "<u2", (20240801, 7): "<u4"}.get(tuple(headers[-1][:2].tolist()))
+        dtype = {(20240520, 1): "<u2", (20240801, 7): "<u4", MARKED: "<u4"}.get(tuple(headers[-1][:2].tolist()))
         require(
             len(headers[-1]) == 256 and dtype, f"'{path}' is not a token shard", "make shards with dev/data/prepare.py"
+        )
+        require(
+            headers[-1][1] == headers[0][1],
+            f"'{path}' and '{paths[0]}' are shards of different kinds",
+            "name shards of one kind only",
         )
         n = int(headers[-1][2])
         require(
@@ -70,6 +94,9 @@ def open_shards(pattern, T, pack="no", documents=0):
             f"'{path}' has not the size that its header states",
             "make it again",
         )
+        kind = Conversations if tuple(headers[-1][:2].tolist()) == MARKED else np.memmap
+        shards.append(kind(path, dtype, "r", 1024, (n,)) if n else np.zeros(0, dtype))
+        pack, documents = row_kind(shards[-1], pack, documents)
         require(
             n > (T if pack == "no" else 0),
             f"'{path}' has {n} tokens: too few for one row of {T} + 1",
@@ -80,7 +107,6 @@ def open_shards(pattern, T, pack="no", documents=0):
             f"'{path}' does not say which token ends a text: nobody knows where its documents begin",
             "make shards with dev/data/prepare.py, or leave --documents and --pack out",
         )
-        shards.append(np.memmap(path, dtype, "r", 1024, (n,)))
     return shards, headers[0]
 
 
@@ -111,12 +137,16 @@ def best_fit(lengths, T):
     return filled
 
 
+def begins_document(tokens, eot):
+    return tokens >= TOKEN_BEGINS if isinstance(tokens, Conversations) else tokens == eot
+
+
 def pieces_of(tokens, T, pack, eot):
     """The rows of a shard, each a list of (begin, length)."""
-    n = len(tokens)
+    n, (pack, _) = len(tokens), row_kind(tokens, pack)
     if pack == "no":
         return [[(r * T, T)] for r in range((n - 1) // T)]
-    begins = np.union1d([0], np.flatnonzero(tokens == eot)).tolist()
+    begins = np.union1d([0], np.flatnonzero(begins_document(tokens, eot))).tolist()
     documents = list(zip(begins, begins[1:] + [n]))
     longest = max(documents, key=lambda d: d[1] - d[0])
     require(
@@ -130,21 +160,24 @@ def pieces_of(tokens, T, pack, eot):
 
 def places(shards, T, pack, eot):
     """Of tokens in an epoch, padding included."""
-    return sum(len(s) if pack == "no" else T * len(pieces_of(s, T, pack, eot)) for s in shards)
+    return sum(len(s) if row_kind(s, pack)[0] == "no" else T * len(pieces_of(s, T, pack, eot)) for s in shards)
 
 
 def read_row(tokens, pieces, T, pack, documents, eot):
     """Inputs and targets of a row: see llmc/dataloader.h."""
+    pack, documents = row_kind(tokens, pack, documents)
     inputs, targets = np.full(T, ~eot if documents else eot), np.full(T, -1)
-    used = 0
+    used, marked = 0, isinstance(tokens, Conversations)
     for begin, length in pieces:
-        ids = np.append(tokens[begin : begin + length + 1].astype(np.int64), eot)
+        part = tokens[begin : begin + length + 1]
+        begins = np.array(begins_document(part, eot))
+        ids = part.astype(np.int64) & (TOKEN_NOT_LEARNED - 1 if marked else -1)
+        learned = np.where(begins | (part & TOKEN_NOT_LEARNED > 0), -1, ids) if marked else ids
         here = slice(used, used + length)
-        inputs[here], targets[here] = ids[:length], ids[1 : length + 1]
+        inputs[here], targets[here] = ids[:length], np.append(learned, -1 if marked else eot)[1 : length + 1]
         if documents:
-            marks = ids[:length] == eot
-            marks[0] |= pack != "no"
-            inputs[here] = np.where(marks, ~ids[:length], ids[:length])
+            begins[0] |= pack != "no"
+            inputs[here] = np.where(begins[:length], ~ids[:length], ids[:length])
         used += length
     return inputs, targets
 
@@ -188,4 +221,4 @@ def bytes_per_token(stream, count, names, eot):
             "give the data's own --tokenizer",
         )
         total, learned = total + int(lengths[targets].sum()), learned + len(targets)
-    return total / learned
+    return total / max(learned, 1)

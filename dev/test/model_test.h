@@ -208,7 +208,7 @@ static inline void append_tokens(Model *m, int slot, const int *tokens, int n, f
     model_logits(m, 0, logits);
 }
 
-static inline int sees_ranges(const Options *o) { return o->documents || o->window > 0; }
+static inline int sees_ranges(const Options *o) { return o->documents > 0 || o->window > 0; }
 // What the gradients that a model keeps are multiplied by: they are sums over all tokens, divided by their number.
 static inline float debug_share(const DebugFile *d) {
     int masked = 0;

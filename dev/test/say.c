@@ -70,7 +70,7 @@ int main(int argc, char **argv) {
     } else if (!strcmp(what, "order")) {  // pattern, B, T, shuffle, seed, batches, pack (its number), documents
         DataLoader d;
         int B = atoi(argv[3]), T = atoi(argv[4]), seed = atoi(argv[6]);
-        dataloader_open_rows(&d, argv[2], B, T, (RowKind){atoi(argv[8]), atoi(argv[9])}, 0, 1, atoi(argv[5]), seed, 0);
+        dataloader_open(&d, argv[2], B, T, (RowKind){atoi(argv[8]), atoi(argv[9])}, 0, 1, atoi(argv[5]), seed, 0);
         for (int i = 0; i < atoi(argv[7]); i++) {
             dataloader_next(&d);
             fwrite(d.inputs, sizeof(int), (size_t)(B * T), stdout);

@@ -150,7 +150,7 @@ def test_good_input_trains(trainer):
         (["-x", "0"], ["--max-steps 0"]),
         (["-v", "1", "-m", "0"], ["--eval-steps 0"]),
         (["--window", "0"], ["--window 0: a token would not see itself", "-1 for all"]),
-        (["--pack", "best"], ["--pack 'best' is not no|whole|cut"]),
+        (["--pack", "best"], ["--pack 'best' is not auto|no|whole|cut"]),
         (["--pack", "whole"], ["the document at token 0 has 4000 tokens, a row 32", "--pack cut"]),
         (["-k", "cubic"], ["--schedule 'cubic' is not cosine|linear|wsd|constant"]),
         (["-k", "cosine|linear"], ["--schedule 'cosine|linear' is not"]),
@@ -669,7 +669,7 @@ def test_bad_shard(trainer, tmp_path, make, words, option):
     fails(trainer(option, make(tmp_path / "bad.bin"), *more), "bad.bin", *words)
 
 
-@pytest.mark.parametrize("option", [["--documents"], ["--pack", "cut"]])
+@pytest.mark.parametrize("option", [["--documents", "1"], ["--pack", "cut"]])
 def test_data_that_do_not_say_what_ends_a_text(trainer, tmp_path, option):
     data = shard(tmp_path / "x.bin", vocab=0)
     words = ["does not say which token ends a text", "leave --documents and --pack out"]

@@ -53,12 +53,18 @@ static int row_is(const DataLoader *d, int b, int begin) {
     return 1;
 }
 
+static void open_plain(DataLoader *d, const char *pattern, int B, int T, int rank, int world, int shuffle,
+                       uint64_t seed, int vocab_size) {
+    const RowKind plain = {PACK_NO, 0};
+    dataloader_open(d, pattern, B, T, plain, rank, world, shuffle, seed, vocab_size);
+}
+
 // ---- what works
 
 static void test_order(void) {
     DataLoader d;
     int ok = 1;
-    dataloader_open(&d, in_folder("abc_train_*.bin"), 5, 4, 0, 1, 0, 1, 0);
+    open_plain(&d, in_folder("abc_train_*.bin"), 5, 4, 0, 1, 0, 1, 0);
     check(d.num_shards == 3 && d.num_tokens == 56 && d.rows_per_epoch == ROWS, "three unequal shards are counted");
     for (int i = 0; i < 60; i++) {
         if (i % 5 == 0) dataloader_next(&d);
@@ -96,7 +102,7 @@ static void test_shuffle(void) {
     DataLoader d;
     int expected[3][ROWS], ok = 1, seen[ROWS] = {0};
     for (int e = 0; e < 3; e++) reference_epoch(7, (uint64_t)e, expected[e]);
-    dataloader_open(&d, in_folder("abc_train_*.bin"), 1, 4, 0, 1, 1, 7, 0);
+    open_plain(&d, in_folder("abc_train_*.bin"), 1, 4, 0, 1, 1, 7, 0);
     for (int i = 0; i < 3 * ROWS; i++) {
         dataloader_next(&d);
         ok &= row_is(&d, 0, expected[i / ROWS][i % ROWS]);
@@ -114,7 +120,7 @@ static void test_shuffle(void) {
 static void collect(int B, int world, int micro_steps, int *out /*[9][6]*/) {
     for (int rank = 0; rank < world; rank++) {
         DataLoader d;
-        dataloader_open(&d, in_folder("abc_train_*.bin"), B, 4, rank, world, 1, 99, 0);
+        open_plain(&d, in_folder("abc_train_*.bin"), B, 4, rank, world, 1, 99, 0);
         for (int step = 0; step < 9; step++)
             for (int m = 0; m < micro_steps; m++) {
                 dataloader_next(&d);
@@ -136,8 +142,8 @@ static void test_world_sizes(void) {
 static void test_resume(void) {
     DataLoader d, e;
     int ok = 1;
-    dataloader_open(&d, in_folder("abc_train_*.bin"), 5, 4, 0, 1, 1, 3, 0);
-    dataloader_open(&e, in_folder("abc_train_*.bin"), 5, 4, 0, 1, 1, 3, 0);
+    open_plain(&d, in_folder("abc_train_*.bin"), 5, 4, 0, 1, 1, 3, 0);
+    open_plain(&e, in_folder("abc_train_*.bin"), 5, 4, 0, 1, 1, 3, 0);
     for (int i = 0; i < 40; i++) {
         int64_t epoch, row;
         dataloader_position(&d, &epoch, &row);
@@ -160,8 +166,8 @@ static void test_resume(void) {
 static void test_read_ahead(void) {
     DataLoader d, e;
     int ok = 1, taken = 0;
-    dataloader_open(&d, in_folder("abc_train_*.bin"), 5, 4, 1, 2, 1, 3, 0);
-    dataloader_open(&e, in_folder("abc_train_*.bin"), 5, 4, 1, 2, 1, 3, 0);
+    open_plain(&d, in_folder("abc_train_*.bin"), 5, 4, 1, 2, 1, 3, 0);
+    open_plain(&e, in_folder("abc_train_*.bin"), 5, 4, 1, 2, 1, 3, 0);
     for (int i = 0; i < 60; i++) {
         // what was read ahead is of another place
         if (i == 20) {
@@ -189,7 +195,7 @@ static void test_read_ahead(void) {
 static void test_wide_tokens(void) {
     DataLoader d;
     write_shard("wide.bin", SHARD_MAGIC_32, 7, 9, 9, 128000, 0);
-    dataloader_open(&d, in_folder("wide.bin"), 1, 4, 0, 1, 0, 1, 128256);
+    open_plain(&d, in_folder("wide.bin"), 1, 4, 0, 1, 0, 1, 128256);
     dataloader_next(&d);
     dataloader_next(&d);
     check(row_is(&d, 0, 128004), "uint32 shards are read");
@@ -201,7 +207,7 @@ static void many_shards_child(void *unused) {
     struct rlimit few = {32, 32};
     require(setrlimit(RLIMIT_NOFILE, &few) == 0, "setrlimit");
     DataLoader d;
-    dataloader_open(&d, in_folder("many_*.bin"), 7, 4, 0, 1, 1, 1, 0);
+    open_plain(&d, in_folder("many_*.bin"), 7, 4, 0, 1, 1, 1, 0);
     int64_t sum = 0;
     for (int i = 0; i < 1500; i++) {
         dataloader_next(&d);
@@ -237,7 +243,7 @@ static uint64_t hash_with(int at, int token) {
     DataLoader d;
     write_good("large.bin", LARGE, 0);
     write_changed("large.bin", LARGE, at, token, 1);
-    dataloader_open(&d, in_folder("large.bin"), 1, 4, 0, 1, 0, 1, 0);
+    open_plain(&d, in_folder("large.bin"), 1, 4, 0, 1, 0, 1, 0);
     const uint64_t hash = d.shards[0].hash;
     dataloader_close(&d);
     return hash;
@@ -266,7 +272,7 @@ static void swapped(void *unused) {
     (void)unused;
     DataLoader d;
     write_good("swap.bin", 29, 0);
-    dataloader_open(&d, in_folder("swap.bin"), 1, 4, 0, 1, 1, 1, 0);
+    open_plain(&d, in_folder("swap.bin"), 1, 4, 0, 1, 1, 1, 0);
     for (int i = 0; i < 28; i++) {
         dataloader_next(&d);
         require(row_is(&d, 0, d.inputs[0]), "a batch of the other tokens was returned\n.");
@@ -308,7 +314,7 @@ static void test_big_shards(void) {
             continue;
         }
         DataLoader d;
-        dataloader_open(&d, path, 1, T, 0, 1, 0, 1, 0);
+        open_plain(&d, path, 1, T, 0, 1, 0, 1, 0);
         dataloader_seek(&d, 0, rows - 1);
         dataloader_next(&d);
         check(d.rows_per_epoch == rows && d.inputs[0] == 777 && d.inputs[1] == 0,
@@ -341,7 +347,7 @@ enum { ROW = 16 };
 static const int short_ones[] = {5, 11, 3, 1, 16, 7, 9, 2, 2, 2, 10, DOCUMENTS_END},
                  long_ones[] = {-4, 40, 16, 17, 33, 1, 6, DOCUMENTS_END};
 static void open_documents(DataLoader *d, const char *name, int B, RowKind kind, int rank, int world) {
-    dataloader_open_rows(d, in_folder(name), B, ROW, kind, rank, world, 1, 5, 0);
+    dataloader_open(d, in_folder(name), B, ROW, kind, rank, world, 1, 5, 0);
 }
 // An epoch in rows: every token once, followed by what follows it in the text; the rest is padding at the rows' ends.
 static void check_epoch(const char *what, const char *name, RowKind kind, int tokens, int rows) {
@@ -413,6 +419,88 @@ static void test_packed_ranks(void) {
     dataloader_close(&again);
     for (int r = 0; r < 3; r++) dataloader_close(&three[r]);
 }
+// Conversations: a token's number says what it is. From 100 on it is learned. A conversation begins with a number that
+// ends in 0, and end-of-text (0) is a word as any other.
+static const int talk[] = {10, 101, 102, 3, 104, 20, 105, 0, 106, 30, 107, 40, 8, 109, 5, 110, 50};
+enum { TALK = sizeof talk / sizeof *talk };
+static void write_conversations(const char *name, int extra) {
+    uint32_t tokens[TALK + 1] = {0};
+    for (int i = 0; i < TALK; i++)
+        tokens[i] = (uint32_t)talk[i] | (talk[i] < 100 ? TOKEN_NOT_LEARNED : 0) |
+                    (talk[i] && talk[i] < 100 && talk[i] % 10 == 0 ? 1u << 31 : 0);
+    const int32_t h[256] = {SHARD_MAGIC_32, SHARD_VERSION_MARKED, TALK + extra, 200, TOKENIZER_GPT2};
+    FILE *f = fopen_or_die(in_folder(name), "wb", "tests need a writable /tmp");
+    fwrite(h, 4, 256, f);
+    fwrite(tokens, 4, (size_t)(TALK + extra), f);
+    fclose(f);
+}
+// Each row by hand: the longest conversation first, in a row of 6.
+static void check_conversations(const char *what, RowKind kind, int rows, const int (*inputs)[6],
+                                const int (*targets)[6]) {
+    DataLoader d;
+    int ok = 1;
+    dataloader_open(&d, in_folder("talk.bin"), 1, 6, kind, 0, 1, 0, 5, 200);
+    check(d.rows_per_epoch == rows, "%s: %d rows", what, rows);
+    for (int r = 0; r < rows; r++) {
+        dataloader_next(&d);
+        ok &= !memcmp(d.inputs, inputs[r], sizeof *inputs) && !memcmp(d.targets, targets[r], sizeof *targets);
+    }
+    check(ok, "%s: what is learned is what the marks say, and nothing across a border", what);
+    dataloader_close(&d);
+}
+static void test_conversations(void) {
+    const RowKind automatic = {PACK_AUTO, -1}, unmarked = {PACK_CUT, 0};
+    static const int inputs[][6] = {{~10, 101, 102, 3, 104, ~0},
+                                    {~40, 8, 109, 5, 110, ~50},
+                                    {~20, 105, 0, 106, ~30, 107}};
+    static const int bare[][6] = {{10, 101, 102, 3, 104, 0}, {40, 8, 109, 5, 110, 50}, {20, 105, 0, 106, 30, 107}};
+    static const int targets[][6] = {{101, 102, -1, 104, -1, -1},
+                                     {-1, 109, -1, 110, -1, -1},
+                                     {105, -1, 106, -1, 107, -1}};
+    write_conversations("talk.bin", 0);
+    check_conversations("conversations", automatic, 3, inputs, targets);
+    check_conversations("conversations without marks", unmarked, 3, bare, targets);
+    check(shards_vocabulary(in_folder("talk.bin")) == 200 && !shards_vocabulary(in_folder("none.bin")),
+          "a vocabulary's size from the header alone");
+}
+// The share of padding of 20,000 documents of which kind: lengths that fall off exponentially, that are all alike, two
+// kinds, and a few as long as a row.
+static int length_of(int kind, int T, uint64_t i) {
+    const double u = rand_u64(3, 0, i) / 18446744073709551616.0, v = rand_u64(4, 0, i) / 18446744073709551616.0;
+    const double lengths[] = {-log(1 - u) * T / 8,
+                              1 + u * T / 2,
+                              u < 0.5 ? T / 40.0 : T / 3.0,
+                              exp(u * log(T)),
+                              u < 0.1 ? T - v * T / 3 : 1 + v * T / 5,
+                              T / 2 + 1 + u * T / 2};
+    return lengths[kind] < 1 ? 1 : lengths[kind] > T ? T : (int)lengths[kind];
+}
+static double padding_of(int kind, int longest, int T) {
+    Packing p = {0};
+    int64_t total = 0;
+    for (int i = 0; i < 20000; i++) {
+        packing_add(&p, i, length_of(kind, longest, (uint64_t)i));
+        total += p.pieces[i].length;
+    }
+    packing_fill(&p, T);
+    const double padding = 1 - total / ((double)p.num_rows * T);
+    packing_free(&p);
+    return padding;
+}
+static void test_padding(void) {
+    static const char *const names[] = {"exponential, T/8 on average", "even up to T/2", "T/40 and T/3",
+                                        "logarithmically even", "a tenth of 2/3 T and more"};
+    for (int kind = 0; kind < 5; kind++)
+        for (int T = 1024; T <= 4096; T *= 4) {
+            const double padding = padding_of(kind, T, T);
+            check(padding < 0.02, "lengths %s, T = %d: %.3f%% padding", names[kind], T, 100 * padding);
+        }
+    const double much = padding_of(5, 1024, 1024), little = padding_of(5, 1024, 16 * 1024);
+    check(much > 0.2 && little < 0.02,
+          "more than half a row each, so that no two fit together: %.1f%% padding, and %.1f%% in rows of 16 times the "
+          "length",
+          100 * much, 100 * little);
+}
 // Many documents of random lengths: little is left over.
 static void test_packing_is_tight(void) {
     enum { COUNT = 20000, T = 1000 };
@@ -441,7 +529,7 @@ static void test_packing_is_tight(void) {
 
 static void open_pattern(const char *name, int B, int T, int vocab_size) {
     DataLoader d;
-    dataloader_open(&d, in_folder(name), B, T, 0, 1, 0, 1, vocab_size);
+    open_plain(&d, in_folder(name), B, T, 0, 1, 0, 1, vocab_size);
     for (int i = 0; i < 8; i++) dataloader_next(&d);
 }
 static void no_match(void *unused) {
@@ -549,13 +637,13 @@ static void bad_header(void *unused) {
 static void bad_seek(void *unused) {
     (void)unused;
     DataLoader d;
-    dataloader_open(&d, in_folder("good.bin"), 1, 4, 0, 1, 0, 1, 0);
+    open_plain(&d, in_folder("good.bin"), 1, 4, 0, 1, 0, 1, 0);
     dataloader_seek(&d, -1, 0);
 }
 static void far_seek(void *unused) {
     (void)unused;
     DataLoader d;
-    dataloader_open(&d, in_folder("good.bin"), 1, 4, 0, 1, 0, 1, 0);
+    open_plain(&d, in_folder("good.bin"), 1, 4, 0, 1, 0, 1, 0);
     dataloader_seek(&d, INT64_MAX / 2, 0);
 }
 static void no_end_of_text(void *unused) {
@@ -570,11 +658,24 @@ static void long_document(void *unused) {
     DataLoader d;
     open_documents(&d, "long.bin", 1, whole, 0, 1);
 }
+static void cut_conversations(void *unused) {
+    (void)unused;
+    const RowKind no = {PACK_NO, 1};
+    DataLoader d;
+    open_documents(&d, "talk.bin", 1, no, 0, 1);
+}
+static void two_kinds(void *unused) {
+    (void)unused;
+    const RowKind automatic = {PACK_AUTO, -1};
+    DataLoader d;
+    write_shard("talk_wide.bin", SHARD_MAGIC_32, 7, 32, 32, 0, 200);
+    open_documents(&d, "talk*.bin", 1, automatic, 0, 1);
+}
 static void shrunk(void *unused) {
     (void)unused;
     DataLoader d;
     write_good("bad.bin", 32, 0);
-    dataloader_open(&d, in_folder("bad.bin"), 1, 4, 0, 1, 0, 1, 0);
+    open_plain(&d, in_folder("bad.bin"), 1, 4, 0, 1, 0, 1, 0);
     dataloader_next(&d);
     require(truncate(in_folder("bad.bin"), 1024 + 20) == 0, "truncate");
     for (int i = 0; i < 6; i++) dataloader_next(&d);
@@ -612,6 +713,8 @@ static void test_refusals(void) {
     REFUSES(no_end_of_text, "does not say which token ends a text");
     REFUSES(long_document, "the document at token 4 has 40 tokens, a row 16");
     REFUSES(long_document, "--pack cut");
+    REFUSES(cut_conversations, "talk.bin' holds conversations: rows cannot be cut from it");
+    REFUSES(two_kinds, "were made with different tokenizers, or one of them of conversations");
     REFUSES(shrunk, "holds other tokens than at the start of this run");
 }
 
@@ -631,6 +734,8 @@ int main(void) {
     test_big_shards();
     test_packing();
     test_packed_ranks();
+    test_conversations();
+    test_padding();
     test_packing_is_tight();
     test_refusals();
     char command[96];

@@ -293,6 +293,12 @@ def data(tmp_path_factory):
     shard("train_1.bin", 6000)  # of different sizes, an epoch shorter than a run
     shard("train_2.bin", 3500)
     shard("val.bin", 3000)
+    chats = []  # conversations of which some have much to learn, some little
+    for _ in range(300):
+        learned, n = r.random(), r.randrange(4, 30)
+        chats += [r.randrange(251) | (r.random() > learned) << 30 | (i == 0) << 31 for i in range(n)]
+    header = struct.pack("<256i", 20240801, 8, len(chats), 256, 1, *[0] * 251)
+    (folder / "chats.bin").write_bytes(header + struct.pack(f"<{len(chats)}I", *chats))
     examples = b""
     for i in range(11):
         parts = [5, *(r.randrange(256) for _ in range(5))]
@@ -434,7 +440,14 @@ def test_any_number_of_ranks_trains_alike(train, tmp_path):
         same_curve(changed, one)
 
 
-@pytest.mark.parametrize("more", [["--pack", "cut", "--documents", "1"], ["--documents", "1", "--window", "9"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--pack", "cut", "--documents", "1"],
+        ["--documents", "1", "--window", "9"],
+        ["-i", "chats.bin", "-j", "chats.bin"],
+    ],
+)
 def test_documents_on_any_number_of_ranks(train, tmp_path, more):
     """Rows have different numbers of learned tokens: the mean is over those of all ranks and micro-steps."""
     model = ["-e", "d2,channels=64,heads=2,vocab=256,seq=32"]

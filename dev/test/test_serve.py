@@ -485,6 +485,8 @@ def test_chat_templates(tmp_path):
     assert rendered() == "<s>say hi" and serve.ChatTemplate(tmp_path).stops == ["</s>"]
     write("chat_template.jinja", "{{ messages | tojson }}{{ 'tools' if tools }}{{ strftime_now('%Y')[:2] }}")
     assert rendered() == json.dumps(ONE) + "20"
+    write("chat_template.jinja", "a{% generation %}b{% endgeneration %}c")  # tags of templates for fine-tuning
+    assert rendered() == "abc"
     # a template from elsewhere reaches nothing of this process
     for attack in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception.__globals__ }}"):
         write("chat_template.jinja", attack + "{{ 1 }}")

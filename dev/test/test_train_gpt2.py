@@ -219,7 +219,8 @@ def test_data_order_is_that_of_c(c_program, shards, seed):
 
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize(
-    "pack, documents, mean", [("no", 1, 9), ("whole", 1, 9), ("whole", 0, 9), ("cut", 1, 40), ("cut", 0, 40)]
+    "pack, documents, mean",
+    [("no", 1, 9), ("whole", 1, 9), ("whole", 0, 9), ("cut", 1, 40), ("cut", 0, 40), ("auto", -1, 9)],
 )
 def test_documents_are_those_of_c(c_program, tmp_path, seed, pack, documents, mean):
     B, T, batches, eot = 4, 24, 40, 3
@@ -230,14 +231,37 @@ def test_documents_are_those_of_c(c_program, tmp_path, seed, pack, documents, me
         tokens[begins[i > 0 :].astype(int)] = eot  # the first shard begins with one
         header = [20240520, 1, n, 256, 1, 0, 0, eot] + [0] * 248
         (tmp_path / f"d_{i}.bin").write_bytes(np.array(header, "<i4").tobytes() + tokens.astype("<u2").tobytes())
-    pattern, number = str(tmp_path / "d_*.bin"), ["no", "whole", "cut"].index(pack)
+    pattern, number = str(tmp_path / "d_*.bin"), ["no", "whole", "cut", "auto"].index(pack)
     words = ("order", pattern, B, T, int(seed is not None), seed or 0, batches, number, documents)
     out = np.frombuffer(c_program(*words), np.int32).reshape(batches, 2, B, T)
     stream = ref.rows(ref.open_shards(pattern, T, pack, documents)[0], T, seed, pack, documents, eot)
     for i in range(batches):
         inputs, targets = ref.batch(stream, B, "cpu", 256)
         assert np.array_equal(inputs, out[i, 0]) and np.array_equal(targets, out[i, 1]), f"batch {i}"
-    assert bool((out[:, 0] < 0).any()) == bool(documents) and bool((out[:, 1] < 0).any()) == (pack != "no")
+    assert bool((out[:, 0] < 0).any()) == (documents > 0) and bool((out[:, 1] < 0).any()) == (pack in ("whole", "cut"))
+
+
+@pytest.mark.parametrize("pack, documents, longest", [("auto", -1, 24), ("cut", 1, 70), ("whole", 0, 24)])
+def test_conversations_are_those_of_c(c_program, tmp_path, pack, documents, longest):
+    """The end-of-text token is a word among others; a conversation may be all to learn, or nothing."""
+    B, T, batches, eot, rng = 4, 24, 40, 3, np.random.default_rng(2)
+    for i in range(2):
+        tokens = rng.integers(0, 200, 2000).astype("<u4")
+        tokens |= ((np.arange(2000) // 7 + rng.integers(0, 2, 2000)) % 2 << 30).astype("<u4")
+        begins = np.cumsum(rng.integers(1, longest + 1, 2000))
+        tokens[[0, *begins[begins < 2000]]] |= 1 << 31
+        header = np.array([20240801, 8, 2000, 256, 1, 0, 0, eot] + [0] * 248, "<i4")
+        (tmp_path / f"c_{i}.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    pattern, number = str(tmp_path / "c_*.bin"), ["no", "whole", "cut", "auto"].index(pack)
+    out = np.frombuffer(c_program("order", pattern, B, T, 1, 5, batches, number, documents), np.int32)
+    out = out.reshape(batches, 2, B, T)
+    stream = ref.rows(ref.open_shards(pattern, T, pack, documents)[0], T, 5, pack, documents, eot)
+    for i in range(batches):
+        inputs, targets = ref.batch(stream, B, "cpu", 256)
+        assert np.array_equal(inputs, out[i, 0]) and np.array_equal(targets, out[i, 1]), f"batch {i}"
+    assert bool((out[:, 0] < 0).any()) == bool(documents) and 0.3 < (out[:, 1] < 0).mean() < 0.8
+    with pytest.raises(SystemExit):
+        ref.open_shards(pattern, T, "no", 0)
 
 
 def test_an_epoch_has_every_row_once(shards):

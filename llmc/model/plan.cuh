@@ -158,7 +158,7 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     p.N = (size_t)p.B * (size_t)p.T;
     p.rows = p.N / (size_t)ranks;
     p.trains = !forward_only(o);
-    p.ranged = o->documents || o->window > 0;
+    p.ranged = o->documents > 0 || o->window > 0;
     matmul_check(&mesh->job, &p.local, o);
     require(strcmp(o->matmul_dtype, "bf16") || sizeof(floatX) == 2,
             "--matmul-dtype bf16 needs a bf16 build\nleave it out");

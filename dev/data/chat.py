@@ -1,0 +1,586 @@
+"""Turns conversations into token shards in which only what the assistant says is learned, its end of turn included:
+<output>/<name>_val_000000.bin, <name>_train_000001.bin ... and tokenizer.bin.
+
+    python dev/data/chat.py --input chats.jsonl --model models/qwen --output dev/data/mychats
+    python dev/data/chat.py --input chats/ --tokenizer bytes --template chatml --output dev/data/tiny
+    python dev/data/chat.py --input chats.jsonl --model models/qwen --check 3    what is learned of the first three
+
+Inputs: files, folders and globs of .jsonl (a conversation in each line), .json (a list of them) and .parquet (one in
+each row), also as .gz and .xz. A conversation is one of
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}    ShareGPT
+    {"prompt": "...", "completion": "..."}                                                     texts, or messages
+with "tools" beside it where the template knows tools.
+
+The template writes a conversation as one text, which becomes tokens at once. A token is learned if any character of it
+is. Which characters are learned: those that the template has between {% generation %} and {% endgeneration %}, as in
+transformers' masks of assistant tokens. Without such tags: what a turn of the assistant adds to the text of the
+conversation before it, which ends with the generation prompt; space behind the end of turn is not learned.
+
+Trainers pack whole conversations into rows of --seq-len tokens, and none sees another. A conversation that is longer
+loses turns at its end. The held-out part is chosen by a hash of each conversation, so equal ones stay together.
+"""
+
+import argparse
+import collections
+import functools
+import glob
+import hashlib
+import itertools
+import json
+import os
+import re
+import sys
+import types
+
+# first: it says what to do where numpy is missing
+from data_common import MAX_SHARD_TOKENS, die, make_folder, make_tokenizer, open_tokenizer, outlive_reader, printable
+
+import numpy as np
+import tokenizers
+
+import shards
+from chat_template import compile_template, read_template
+from data_common import Progress, write_shard
+from reader import die_of, find_inputs, once, plan, records
+from tokenizer_json import add_tokenizer_arguments, read_tokenizer_json, tokenizer_json
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from dev.data.rows import TOKEN_BEGINS, TOKEN_NOT_LEARNED, best_fit  # noqa: E402
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+BATCH = 256  # conversations that are tokenized together
+MOST_PADDING = 0.02  # of the places in rows; beyond it other lengths of rows are proposed
+
+
+class Bad(Exception):
+    """What is wrong with a conversation, and a hint."""
+
+
+# ---- records -> conversations
+
+Conversation = collections.namedtuple("Conversation", "messages tools where")
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+EXAMPLE = 'a conversation is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
+
+
+def text_of(content, name):
+    """A message's content: a text, or a list of parts that are texts."""
+    if isinstance(content, list) and all(isinstance(c, dict) and isinstance(c.get("text"), str) for c in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise Bad(f"{name} has no text", EXAMPLE)
+    return content
+
+
+def call_of(call, name):
+    """A tool call whose arguments are a JSON text, as servers give them, has an object: templates write it as JSON."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise Bad(
+            f"{name} has a tool call that is no object", 'a call is {"function": {"name": ..., "arguments": ...}}'
+        )
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"])
+        except ValueError:
+            pass  # then it is a text
+    return call
+
+
+def message_of(given, name):
+    if not isinstance(given, dict):
+        raise Bad(f"{name} is no object", EXAMPLE)
+    given = {k: v for k, v in given.items() if v is not None}  # columns of .parquet that other messages need
+    role, content = given.pop("from", None), given.pop("value", None)
+    role, content = given.get("role", role), given.get("content", content)
+    if not isinstance(role, str) or role not in ROLES:
+        raise Bad(f"{name} has the unknown role {json.dumps(role, default=str)}", f"roles are {', '.join(ROLES)}")
+    calls = given.get("tool_calls") or []
+    calls = [call_of(call, name) for call in (calls if isinstance(calls, list) else [calls])]
+    content = "" if calls and content is None else text_of(content, name)
+    if not content.strip() and not calls:
+        raise Bad(f"{name} is empty: a turn of the {ROLES[role]} without a text", "leave the turn out")
+    return given | {"role": ROLES[role], "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def messages_of(record):
+    """The list of messages in one of the three forms."""
+    if not isinstance(record, dict):
+        raise Bad("no JSON object", EXAMPLE)
+    for key in "messages", "conversations":
+        if record.get(key) is not None:
+            return record[key]
+    sides = []
+    for key, role in ("prompt", "user"), ("completion", "assistant"):
+        if key not in record:
+            raise Bad('neither "messages" nor "conversations" nor "prompt" and "completion"', EXAMPLE)
+        side = record[key]
+        sides += side if isinstance(side, list) else [{"role": role, "content": side}]
+    return sides
+
+
+def conversation_of(record, where):
+    messages, tools = messages_of(record), record.get("tools")
+    if not isinstance(messages, list) or not messages:
+        raise Bad("no messages", EXAMPLE)
+    messages = [message_of(m, f"message {i}") for i, m in enumerate(messages, 1)]
+    for i, (one, next_one) in enumerate(itertools.pairwise(messages), 1):
+        if one["role"] == next_one["role"] == "assistant":
+            raise Bad(f"two turns of the assistant in a row, messages {i} and {i + 1}", "join them")
+    if not any(m["role"] == "assistant" for m in messages):
+        raise Bad("no turn of the assistant: nothing would be learned", "add its answer")
+    try:
+        return Conversation(messages, json.loads(tools) if isinstance(tools, str) else tools or None, where)
+    except ValueError as e:
+        raise Bad(f"tools that are no JSON: {e}", "tools are a list of objects") from None
+
+
+def shortened(messages):
+    """Without its last turns, so that it still ends with the assistant; []: there is no such turn left."""
+    ends = [i for i, m in enumerate(messages[:-1], 1) if m["role"] == "assistant"]
+    return messages[: ends[-1]] if ends else []
+
+
+# ---- conversations -> text
+
+REFUSE_TOOLS = "{% if tools %}{{ raise_exception('this template knows no tools') }}{% endif %}"
+TEMPLATES = {  # as in llmc/chat.h
+    "chatml": REFUSE_TOOLS + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "llama3": REFUSE_TOOLS
+    + "{{ '<|begin_of_text|>' }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|eot_id|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+}
+MARKS = "\0<learned>\0", "\0</learned>\0"  # around what a template has between its tags
+PROBE = "This is an answer."
+
+
+class Template:
+    """Writes conversations. tokens: {"eos_token": "</s>", ...}, end: what --end-of-turn adds to each answer."""
+
+    def __init__(self, text, tokens, end=""):
+        self.tagged, self.tokens, self.added_end = re.search(r"{%[-+]?\s*generation\b", text), tokens, end
+        try:
+            self.template = compile_template(text, MARKS)
+        except Exception as e:
+            die(f"the chat template cannot be used: {e}", "correct it, or name another with --template")
+        try:
+            self.end = self.end_of_turn()
+        except Bad as e:
+            die(*e.args)
+
+    def render(self, messages, tools, prompt=False):
+        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        try:
+            text = self.template.render(self.tokens | given)
+            text.encode()
+        except UnicodeEncodeError:
+            raise Bad("half a surrogate pair, which is no character", "correct the file") from None
+        except Exception as e:  # of the template's code
+            raise Bad(f"the chat template fails: {e}", "change the conversation, or take another --template") from e
+        return text
+
+    def write(self, messages, tools):
+        """(text, [(begin, end)] of what is learned in it, in characters)."""
+        if self.added_end:
+            add = lambda m: m | {"content": m["content"] + self.added_end} if m["role"] == "assistant" else m
+            messages = [add(m) for m in messages]
+        text, spans = self.render(messages, tools), []
+        if self.tagged:
+            parts = re.split("|".join(map(re.escape, MARKS)), text)  # learned are the second, fourth, ...
+            begins = [0, *itertools.accumulate(map(len, parts))]
+            return "".join(parts), list(zip(begins[1::2], begins[2::2]))
+        for i, m in enumerate(messages, 1):
+            if m["role"] != "assistant":
+                continue
+            before, turn = self.render(messages[: i - 1], tools, True), self.render(messages[:i], tools)
+            if not turn.startswith(before) or not text.startswith(turn):
+                what = "what follows it" if turn.startswith(before) else "the generation prompt"
+                raise Bad(
+                    f"message {i}: the chat template writes the turn in another way where {what} is not there",
+                    "use a --template with {% generation %} tags around what the assistant says: chatml, llama3 or a "
+                    "file",
+                )
+            spans.append((len(before), len(turn.rstrip())))
+        return text, spans
+
+    def end_of_turn(self):
+        """What is learned behind an answer. A model that does not learn it never stops."""
+        question = [{"role": "user", "content": "This is a question."}]
+        text, spans = self.write([*question, {"role": "assistant", "content": PROBE}], None)
+        learned = "".join(text[begin:end] for begin, end in spans)
+        before, found, after = learned.partition(PROBE)
+        if not found:
+            raise Bad("the chat template has no answer to learn", "put {% generation %} tags around it")
+        if not self.tagged and before.strip() and self.render(question, None, True) == self.render(question, None):
+            raise Bad(
+                f"the chat template has no generation prompt: {before!r} would be learned",
+                "write it under {% if add_generation_prompt %}, or put {% generation %} tags around the answer",
+            )
+        if not after.strip():
+            raise Bad(
+                "the chat template does not know its own end of turn: nothing learned follows the answer",
+                "name what ends a turn of this model, as in --end-of-turn '<|im_end|>'",
+            )
+        return after.strip()
+
+
+# ---- text -> tokens
+
+
+class Encoder:
+    """The tokenizer of a model's folder, or one of ours. facts: what shards say of it."""
+
+    def __init__(self, own, path=None):
+        self.own = own
+        if path:
+            try:
+                self.encode = tokenizers.Tokenizer.from_file(path)
+            except Exception as e:  # the package has no class of its own for them
+                die(f"'{path}' is not a tokenizer.json: {e}", "download it again")
+        else:
+            self.encode = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(own)))
+        self.encode.no_truncation()
+        self.encode.no_padding()
+        size = max(self.encode.get_vocab(with_added_tokens=True).values()) + 1
+        self.facts = own or types.SimpleNamespace(kind="unknown", vocab_size=size, hash=0, eot=0)
+        added = self.encode.get_added_tokens_decoder().values()
+        self.special = [t.content for t in added if t.special]
+
+    def __call__(self, texts):
+        """(ids, first character, end) of the tokens of each text."""
+        for e in self.encode.encode_batch(texts, add_special_tokens=False):
+            places = np.array(e.offsets, np.int64).reshape(-1, 2)
+            # a token of space alone may lose its place, which lies between those beside it
+            yield np.array(e.ids, np.uint32), places[:, 0], np.maximum.accumulate(places[:, 1])
+
+
+def own_tokenizer(folder):
+    """The folder's tokenizer as ours; None: it is of a kind that we do not have."""
+    own, published = os.path.join(folder, "tokenizer.bin"), os.path.join(folder, "tokenizer.json")
+    try:
+        return open_tokenizer(own) if os.path.exists(own) else read_tokenizer_json(published)
+    except SystemExit:
+        return None
+    except (OSError, ValueError) as e:
+        die(f"tokenizer '{own}' {getattr(e, 'strerror', None) or e}", "import the model again: dev/eval/hf.py import")
+
+
+def make_encoder(args):
+    if not args.model:
+        return Encoder(make_tokenizer(args.tokenizer, args.tokenizer_file))
+    published = os.path.join(args.model, "tokenizer.json")
+    if os.path.exists(published):
+        return Encoder(own_tokenizer(args.model), published)
+    return Encoder(make_tokenizer(args.model))
+
+
+def make_template(args):
+    """That of --template, else the folder's own."""
+    text, tokens = None, {}
+    if args.model:
+        try:
+            text, tokens, _ = read_template(args.model)
+        except (OSError, ValueError) as e:
+            die(f"the chat template of '{args.model}' cannot be read: {e}", "name another with --template")
+    if args.template in TEMPLATES:
+        text = TEMPLATES[args.template]
+    elif args.template:
+        try:
+            with open(args.template, encoding="utf-8") as f:
+                text = f.read()
+        except (OSError, ValueError) as e:
+            die(f"cannot read template '{args.template}': {e}", f"name a file, or {' or '.join(TEMPLATES)}")
+    if not text:
+        where = f"'{args.model}' has no chat template" if args.model else "a tokenizer alone has no chat template"
+        die(where, f"choose one: --template {', '.join(TEMPLATES)}, or a file")
+    return Template(text, tokens, args.end_of_turn)
+
+
+# ---- conversations -> marked tokens
+
+
+class Converter:
+    """Cheap to pickle: each process reads template and tokenizer when it first needs them."""
+
+    def __init__(self, args):
+        self.args, self.counts = args, collections.Counter()
+
+    def __getstate__(self):
+        return {"args": self.args, "counts": collections.Counter()}
+
+    @functools.cached_property
+    def template(self):
+        return make_template(self.args)
+
+    @functools.cached_property
+    def encoder(self):
+        return make_encoder(self.args)
+
+    @functools.cached_property
+    def forbidden(self):
+        """Texts that are tokens of the template, and would be so in a message, too."""
+        return re.compile("|".join(map(re.escape, {self.template.end, *self.encoder.special, *MARKS})))
+
+    def bad(self, where, what, hint):
+        if not self.args.skip_bad:
+            die_of(where, what, f"{hint}; --skip-bad leaves such conversations out")
+        self.counts["bad"] += 1
+
+    def conversations(self, span):
+        for record, where in records(span, self.bad):
+            try:
+                c = conversation_of(record, where)
+                for i, m in enumerate(c.messages, 1):
+                    if found := self.forbidden.search(m["content"]):
+                        hint = "it would end or begin a turn in the middle of a text: change it"
+                        raise Bad(f"message {i} holds '{found[0]}', which is a token of the template", hint)
+                yield c
+            except Bad as e:
+                self.bad(where, ": " + e.args[0], e.args[1])
+
+    def encode(self, batch):
+        """(conversation, text, marked ids, first characters) of each; None for one that is left out."""
+        written = [None] * len(batch)
+        for i, c in enumerate(batch):
+            try:
+                written[i] = self.template.write(c.messages, c.tools)
+            except Bad as e:
+                self.bad(c.where, ": " + e.args[0], e.args[1])
+        kept = [i for i, w in enumerate(written) if w]
+        results = [None] * len(batch)
+        for i, (ids, first, end) in zip(kept, self.encoder([written[i][0] for i in kept])):
+            text, spans = written[i]
+            learned = np.zeros(len(ids), bool)
+            for begin, stop in spans:
+                learned[np.searchsorted(end, begin, "right") : np.searchsorted(first, stop, "left")] = True
+            if not learned[1:].any():
+                self.bad(batch[i].where, ": the template has nothing to learn in it", "see --check 1")
+                continue
+            ids[~learned] |= TOKEN_NOT_LEARNED
+            ids[0] |= TOKEN_BEGINS
+            results[i] = batch[i], text, ids, first
+        return results
+
+    def fitted(self, batch):
+        """encode(), of conversations that are shortened until they fit into a row."""
+        results, left, T, how = [None] * len(batch), dict(enumerate(batch)), self.args.seq_len, self.args.too_long
+        while left:
+            again = {}
+            for i, found in zip(left, self.encode(list(left.values()))):
+                if found is None or len(found[2]) <= T:
+                    results[i] = found
+                    continue
+                c = found[0]
+                if how == "stop":
+                    hint = "use a longer --seq-len, or --too-long cut or drop"
+                    die(f"{c.where()} has {len(found[2]):,} tokens, a row {T:,}", hint)
+                messages = shortened(c.messages) if how == "cut" else []
+                if messages:
+                    again[i] = c._replace(messages=messages)
+                self.counts["left out"] += not messages
+            left = again
+        self.counts["cut"] += sum(r is not None and r[0] is not c for r, c in zip(results, batch))
+        return [r and (c, *r[1:]) for r, c in zip(results, batch)]
+
+    def held_out(self, c):
+        key = json.dumps([c.messages, c.tools], sort_keys=True, default=str).encode()
+        return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") < self.args.validation * 2**64
+
+
+def convert(spans):
+    """({"train": marked ids, "val": ...}, counts) of a chunk of the inputs."""
+    converter, parts = shards.worker, {"train": [], "val": []}
+    converter.counts.clear()
+    found = itertools.chain.from_iterable(converter.conversations(span) for span in spans)
+    while batch := list(itertools.islice(found, BATCH)):
+        for result in filter(None, converter.fitted(batch)):
+            parts["val" if converter.held_out(result[0]) else "train"].append(result[2])
+    empty = [np.zeros(0, np.uint32)]
+    return {k: np.concatenate(empty + v) for k, v in parts.items()}, collections.Counter(converter.counts)
+
+
+# ---- what is written and said
+
+
+def show(converter, spans, count):
+    """Conversations with their learned tokens in colour, or in brackets."""
+    on, off = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
+    found = itertools.chain.from_iterable(converter.conversations(span) for span in spans)
+    for c, text, ids, first in filter(None, converter.fitted(list(itertools.islice(found, count)))):
+        learned = np.concatenate([[0], ids & TOKEN_NOT_LEARNED == 0, [0]])
+        edges = np.append(first, len(text))[np.flatnonzero(np.diff(learned))]
+        parts = [printable(text[a:b]) for a, b in itertools.pairwise([0, *edges, len(text)])]
+        print(f"---- {c.where()}: {len(ids):,} tokens, {learned.sum():,} learned")
+        print("".join(on + part + off if i % 2 else part for i, part in enumerate(parts)))
+
+
+def padding(lengths, T):
+    """(rows of T tokens, the share of padding in them)."""
+    rows = len(best_fit(lengths, T))
+    return rows, 1 - sum(lengths) / (rows * T)
+
+
+def cut(ids, size):
+    """Parts of about `size` tokens, between conversations."""
+    begins = np.flatnonzero(ids >= TOKEN_BEGINS)
+    count = -(-len(ids) // size)
+    edges = np.unique(begins[np.searchsorted(begins, np.arange(1, count) * len(ids) // count, "right") - 1])
+    return [part for part in np.split(ids, edges) if len(part)]
+
+
+def report(name, parts, pattern, T):
+    """What a part holds; where much of its rows is padding, a length of rows that have less."""
+    begins = [np.flatnonzero(part >= TOKEN_BEGINS) for part in parts]
+    lengths = [np.diff(b, append=len(part)).tolist() for b, part in zip(begins, parts)]
+    tokens, chats = sum(map(len, parts)), sum(map(len, lengths))
+    learned = sum(int((part & TOKEN_NOT_LEARNED == 0).sum()) for part in parts)
+    rows = sum(padding(n, T)[0] for n in lengths)
+    print(
+        f"{name}: {chats:,} conversations, {tokens:,} tokens, {learned:,} learned; {rows:,} rows of {T:,}, "
+        f"{100 * (1 - tokens / (rows * T)):.2f}% padding\n  {pattern}"
+    )
+    if 1 - tokens / (rows * T) <= MOST_PADDING or rows < 2:
+        return
+    some = lengths[0][:: 1 + len(lengths[0]) // 5000]
+    for longer in range(T, min(16 * T, sum(some)) + 1, max(T // 16, 1)):
+        if (share := padding(some, longer)[1]) <= MOST_PADDING:
+            print(f"  rows of {longer:,} would have {100 * share:.2f}%: --seq-len {longer}, if the model can")
+            return
+
+
+def write(converter, results):
+    args, encoder = converter.args, converter.encoder
+    prefix = os.path.join(args.output, args.name)
+    empty = [np.zeros(0, np.uint32)]
+    whole = {k: np.concatenate(empty + [r[k] for r in results]) for k in ("val", "train")}
+    if not len(whole["train"]):
+        die("no conversation is left for training", "give more, a longer --seq-len, or a smaller --validation")
+    if encoder.own:
+        shards.write_tokenizer(encoder.own, args.output, args.overwrite)
+    stale, number = set(existing(prefix)), 0
+    for split, ids in whole.items():
+        parts = cut(ids, args.shard_tokens) if len(ids) else []
+        for part in parts:
+            path = f"{prefix}_{split}_{number:06d}.bin"
+            write_shard(path, part, encoder.facts, marked=True)
+            stale.discard(path)
+            number += 1
+        if parts:
+            report(split, parts, f"{glob.escape(prefix)}_{split}_*.bin", args.seq_len)
+    for path in stale:
+        os.remove(path)
+
+
+def existing(prefix):
+    return [p for s in ("train", "val") for p in glob.glob(f"{glob.escape(prefix)}_{s}_[0-9]*.bin")]
+
+
+def tell(counts, args):
+    for key, what in (
+        ("cut", f"lost turns at their end to fit into {args.seq_len:,} tokens"),
+        ("left out", f"left out: longer than {args.seq_len:,} tokens"),
+        ("bad", "bad ones left out"),
+    ):
+        if counts[key]:
+            print(f"note: {counts[key]:,} conversations {what}")
+
+
+# ---- options
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a = parser.add_argument
+    a("--input", nargs="+", required=True, metavar="PATH", help="files, folders, quoted globs")
+    a("--output", metavar="FOLDER")
+    a("--name", help="first part of the shards' names (the output folder's own name)")
+    a("--model", metavar="FOLDER", help="its tokenizer.json and its chat template")
+    add_tokenizer_arguments(parser)
+    a("--template", metavar="NAME|FILE", help="chatml, llama3, or a file in jinja2, instead of the model's own")
+    a("--end-of-turn", default="", metavar="TEXT", help="what to write behind each answer, if the template does not")
+    a(
+        "--seq-len",
+        "-t",
+        type=int,
+        default=shards.ROW_TOKENS,
+        metavar="T",
+        help="tokens in a row of the trainers (1024)",
+    )
+    a(
+        "--too-long",
+        choices=("cut", "drop", "stop"),
+        default="cut",
+        help="conversations of more tokens: without their last turns (cut), left out (drop), or an error (stop)",
+    )
+    a("--validation", type=float, default=0.05, metavar="F", help="share of the conversations held out (0.05)")
+    a("--shard-tokens", "-s", type=float, default=1e8, metavar="N", help="tokens of a shard (1e8)")
+    a("--skip-bad", action="store_true", help="leave out lines and conversations that are wrong, and count them")
+    a("--workers", type=int, metavar="N", help="processes (as many as the machine has cores)")
+    a("--overwrite", action="store_true", help="replace shards of that name")
+    a("--check", type=int, metavar="N", help="show what is learned of the first N conversations, and write nothing")
+    parser.set_defaults(tokenizer=None)
+    args = parser.parse_args()
+    if args.model and args.tokenizer:
+        die("--model has a tokenizer of its own", "leave --tokenizer out")
+    args.tokenizer = args.tokenizer or "gpt2"
+    if not args.output and args.check is None:
+        die("--output or --check is needed", "see --help")
+    args.name = args.name or os.path.basename(os.path.abspath(args.output or "."))
+    if "/" in args.name:
+        die(f"--name {args.name} is a path", "--output is the folder, --name the first part of the file names in it")
+    if args.model and not os.path.isdir(args.model):
+        die(f"--model '{args.model}' is no folder", "name a model's folder, or a --tokenizer")
+    if min(1 if n is None else n for n in (args.check, args.workers)) < 1:
+        die("--check and --workers are numbers from 1 on", "leave --workers out for one for each core")
+    if args.seq_len < 2 or not 0 <= args.validation < 1:
+        die("--seq-len is less than 2, or --validation is not in [0, 1)", "leave them out for 1024 and 0.05")
+    if not 1024 <= args.shard_tokens <= MAX_SHARD_TOKENS // 2:
+        die(f"--shard-tokens {args.shard_tokens:g} is not between 1024 and 2^30", "1e8 is usual")
+    args.shard_tokens = int(args.shard_tokens)
+    return args
+
+
+def main():
+    args = parse_args()
+    paths, converter = once(find_inputs(args.input, SUFFIXES)), Converter(args)
+    template, encoder = converter.template, converter.encoder  # what is wrong with them is said once, and first
+    planned = plan(paths)
+    sizes, chunks = [size for size, _ in planned], [spans for _, spans in planned]
+    if args.check:
+        return show(converter, itertools.chain.from_iterable(chunks), args.check)
+    prefix = os.path.join(args.output, args.name)
+    if existing(prefix) and not args.overwrite:
+        die(f"'{prefix}_*.bin' exist", "name another --output or --name, or add --overwrite")
+    make_folder(args.output)
+    if not encoder.own:
+        if os.path.exists(os.path.join(args.output, "tokenizer.bin")):
+            die(f"'{args.output}' holds the tokenizer.bin of another tokenizer", "name another --output")
+        print("note: this tokenizer is none that the trainers know: their samples will be token ids")
+    results, counts, done, tokens = [None] * len(chunks), collections.Counter(), 0, 0
+    workers, progress = args.workers or len(os.sched_getaffinity(0)), Progress(sum(sizes))
+    with shards.Workers(min(workers, len(chunks)), converter) as pool:
+        for i, (parts, found) in pool.each(convert, chunks):
+            results[i] = parts
+            counts += found
+            done, tokens = done + sizes[i], tokens + sum(map(len, parts.values()))
+            progress.update(done, tokens)
+    progress.finish()
+    write(converter, results)
+    tell(counts, args)
+    print(f"end of turn {template.end!r}; train with -i '{glob.escape(prefix)}_train_*.bin' -t {args.seq_len}")
+
+
+if __name__ == "__main__":
+    outlive_reader()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted")
+    except OSError as e:
+        die(f"'{e.filename}': {e.strerror or e}", "check that the file is there and may be read")
