@@ -190,7 +190,7 @@ AFTER_BACKEND := chat hf_weights checkpoint engine evaluate generate serve train
 headers: $(HEADERS:llmc/%=$(BUILD)/headers/%.ok)
 $(BUILD)/headers/%.h.ok: llmc/%.h $(C_HEADERS) $(CONFIG)
 	@mkdir -p $(@D)
-	@printf '$(if $(filter $*,$(AFTER_BACKEND)),#include "llmc/backend.h"\nstruct Model { Config config; ParamTable table; const Mesh *mesh; };\n)#include "llmc/$*.h"\n' > $(@:.ok=.c)
+	@printf '$(if $(filter $*,$(AFTER_BACKEND)),#include "llmc/backend.h"\nstruct Model { Config config; Lora lora; ParamTable table; ParamTable frozen; const Mesh *mesh; };\n)#include "llmc/$*.h"\n' > $(@:.ok=.c)
 	@$(CC) -std=gnu11 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c)
 	@$(if $(CXX),$(CXX) -x c++ -std=c++17 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c))
 	@touch $@ && echo 'ok llmc/$*.h'

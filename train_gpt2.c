@@ -229,6 +229,12 @@ void matmul_forward_cpu(float *out, const float *x /*NULL: none*/, const float *
     Product p = {out, x, bias, (size_t)OC, matrix(inp, C), transposed(weight, C), N, OC, C};
     multiply(p);
 }
+// Rows [first, first + rows) of weights in any format as fp32.
+static void quant_widen_rows(const QuantMatrix *q, int first, int rows, float *wide) {
+    PARALLEL_FOR
+    for (int i = 0; i < rows; i++)
+        quant_widen(q->format, wide + area(i, q->cols), quant_codes(q, first + i), quant_scales(q, first + i), q->cols);
+}
 // The same with weights in any format: some rows of them at a time are widened.
 void matmul_forward_quant_cpu(float *out, const float *x, const float *inp, QuantMatrix weight, const float *bias,
                               int N) {
@@ -236,9 +242,7 @@ void matmul_forward_quant_cpu(float *out, const float *x, const float *inp, Quan
     float *wide = (float *)malloc_or_die(area(part, C) * sizeof(float));
     for (int n = 0; n < OC; n += part) {
         const int rows = min_int(OC - n, part);
-        PARALLEL_FOR
-        for (int i = n; i < n + rows; i++)
-            quant_widen(weight.format, wide + area(i - n, C), quant_codes(&weight, i), quant_scales(&weight, i), C);
+        quant_widen_rows(&weight, n, rows, wide);
         Product p = {out, x, bias, (size_t)OC, matrix(inp, C), transposed(wide, C), N, rows, C};
         p.c += n;
         if (x) p.init += n;
@@ -257,6 +261,30 @@ void matmul_backward_weight_cpu(float *dweight, const float *dout, const float *
                                 int OC) {
     Product p = {dweight, accumulate ? dweight : NULL, NULL, (size_t)C, transposed(dout, OC), matrix(inp, C), OC, C, N};
     multiply(p);
+}
+// dinp (N, C) = dout (N, OC) weight, with weights in any format, as the forward product has them.
+void matmul_backward_input_quant_cpu(float *dinp /*=*/, const float *dout, QuantMatrix weight, int N) {
+    const int C = weight.cols, OC = weight.rows, most = (1 << 18) / C, part = most ? most : 1;
+    float *wide = (float *)malloc_or_die(area(part, C) * sizeof(float));
+    for (int n = 0; n < OC; n += part) {
+        const int rows = min_int(OC - n, part);
+        quant_widen_rows(&weight, n, rows, wide);
+        Product p = {dinp, n ? dinp : NULL, NULL, (size_t)C, matrix(dout + n, OC), matrix(wide, C), N, C, rows};
+        multiply(p);
+    }
+    free(wide);
+}
+// Of adapters (llmc/lora.h): dA (rank, C) = [dA +] scale (dout B)^T inp, dB (rows, rank) = [dB +] scale dout^T (inp
+// A^T). dout: `rows` of the OC columns of a gradient. scratch: (2, N, rank).
+void lora_backward_cpu(float *da, float *db, float *scratch, const float *dout, int OC, int rows, const float *inp,
+                       const float *a, const float *b, int rank, float scale, int accumulate, int N, int C) {
+    float *down = scratch, *up = scratch + area(N, rank);
+    multiply((Product){down, NULL, NULL, (size_t)rank, matrix(inp, C), transposed(a, C), N, rank, C});
+    multiply((Product){up, NULL, NULL, (size_t)rank, matrix(dout, OC), matrix(b, rank), N, rank, rows});
+    for (size_t i = 0; i < 2 * area(N, rank); i++) scratch[i] *= scale;
+    multiply((Product){db, accumulate ? db : NULL, NULL, (size_t)rank, transposed(dout, OC), matrix(down, rank), rows,
+                       rank, N});
+    multiply((Product){da, accumulate ? da : NULL, NULL, (size_t)C, transposed(up, rank), matrix(inp, C), rank, C, N});
 }
 // dbias (OC) += sum over rows of dout (N, OC)
 void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
@@ -375,7 +403,7 @@ void norm_forward_cpu(NormKind kind, float *out, float *mean /*NULL for RMS*/, f
 //   dx = rstd * (g - avg(g) [LayerNorm only] - xhat * avg(g * xhat))
 //   dweight = sum over rows of dout * xhat, dbias = sum over rows of dout
 // Sums over rows are taken within each task of ROWS rows, then over tasks in order.
-void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight /*+=*/, float *dbias /*+=, NULL: none*/,
+void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight, float *dbias /*+=, NULL: none*/,
                        const float *dout, const float *inp, const float *weight, const float *mean, const float *rstd,
                        int N, int C) {
     enum { ROWS = 32 };
@@ -403,7 +431,7 @@ void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight /*+=*/,
     for (int task = 0; task < tasks; task++)
         for (int c = 0; c < C; c++) {
             const float *sum = sums + area(task, 2 * C) + c;
-            dweight[c] += sum[0];
+            if (dweight) dweight[c] += sum[0];
             if (dbias) dbias[c] += sum[C];
         }
     free(sums);
@@ -965,13 +993,21 @@ typedef struct {
     float *rounded[NUM_FP8_TENSORS];
     Fp8Counts *counts;  // by Fp8Tensor
 } Operands;
+// An adapter of rows [row, row + rows) of a layer's weight (llmc/lora.h).
+typedef struct {
+    const float *a, *b;
+    float *da, *db;
+    int row, rows;
+} Adapter;
 // A linear layer: weight (out,in), bias (out).
 typedef struct {
-    Weights w;  // the weight: NULL if it is quantised
+    Weights w;  // the weight: NULL if it is quantised; gradients: NULL if it is frozen
     int in, out;
     const Operands *operands;
     QuantMatrix stored;  // the weight as it is stored
     int decodes;         // generation: few rows, each of whose bits do not depend on the others
+    int num_adapters;
+    Adapter adapters[LORA_MOST_PAIRS];
 } Linear;
 // A block's activations. attended: q, k, v as attention reads them.
 typedef struct {
@@ -984,8 +1020,9 @@ typedef struct {
     const ParamTable *table;
     int number;
     UnitUse use;
-    float *weights, *grads;
-    size_t first;  // the element of the table that they begin with: before it are quantised matrices
+    float *weights, *grads;  // with --lora there are no gradients of these, but of adapters
+    size_t first;            // the element of the table that they begin with: before it are quantised matrices
+    float *adapters, *adapter_grads;
 } Unit;
 typedef struct {
     Unit unit;
@@ -1014,19 +1051,22 @@ typedef struct {
 } KvCache;
 
 struct Model {
-    Config config, local;  // the whole model's sizes; this rank's
-    ParamTable table;
+    Config config, local;      // the whole model's sizes; this rank's
+    ParamTable table, frozen;  // what is trained; with --lora the model's weights
     const Mesh *mesh;
+    Lora lora;
+    float *low_rank;                   // scratch of adapters' gradients
     Operands operands, head_operands;  // of the blocks, of the head
     Fp8Counts fp8_counts[NUM_FP8_TENSORS];
     int B, T, recompute, zero_stage;
     float *weights, *grads;  // units in the order of the table, of each what slot_keeps says
+    float *frozen_weights;
     QuantMatrix *quantised;  // --weights: each block's four matrices in the order of roles, and the head; NULL: native
     void *m, *v;             // the same, fp32 or bf16 (uint16_t); of Muon's matrices m alone
     Muon muon;
     ParamTable *group;            // Muon: the tables of the tensor-parallel ranks
     float *directions, *scratch;  // of a block of each of them (tp,block); of one matrix
-    float *block_weights;         // ZeRO 3: all weights of unit block_here (0: of none)
+    float *block_weights;         // ZeRO 3, --lora: all weights of unit block_here (0: of none)
     float *block_grads;           // ZeRO 2, 3: a block's gradients of one micro-step
     int block_here;
     int bf16_states;
@@ -1070,11 +1110,16 @@ static void lap(const char *name, double flops) { timing_clock_lap(name, flops, 
 
 // ---- units
 
-// Elements of a unit that are quantised, not in m->weights: the matrices, which come first. The embedding is in both.
+// The slot of the weights that products read, and the table of a slot.
+static Slot base_slot(const Model *m) { return m->lora.rank ? SLOT_FROZEN : SLOT_WEIGHT; }
+static const ParamTable *slot_table(const Model *m, Slot s) { return s == SLOT_FROZEN ? &m->frozen : &m->table; }
+static const ParamTable *base_table(const Model *m) { return slot_table(m, base_slot(m)); }
+// Elements of a unit that are quantised, not among the weights: the matrices, which come first. The embedding is in
+// both.
 static size_t quantised_elements(const Model *m, int unit) {
+    const ParamTable *t = base_table(m);
     if (!m->quantised || unit == 0) return 0;
-    const Role vector = unit_is_block(&m->table, unit) ? ROLE_LN1W : ROLE_LNFW;
-    return param_at(&m->table, unit, vector) - m->table.unit_begin[unit];
+    return param_at(t, unit, unit_is_block(t, unit) ? ROLE_LN1W : ROLE_LNFW) - t->unit_begin[unit];
 }
 // The matrix of a role, NULL if it is native.
 static QuantMatrix *quantised_matrix(const Model *m, int unit, Role role) {
@@ -1085,8 +1130,9 @@ static QuantMatrix *quantised_matrix(const Model *m, int unit, Role role) {
 }
 // Elements that this rank keeps of a slot's units before `unit`.
 static size_t kept_of(const Model *m, Slot s, int unit) {
-    size_t kept = slot_before(&m->mesh->dp, &m->table, slot_keeps(m->zero_stage, s), s, unit);
-    for (int u = 0; u < unit && s == SLOT_WEIGHT; u++) kept -= quantised_elements(m, u);
+    const ParamTable *t = slot_table(m, s);
+    size_t kept = slot_before(&m->mesh->dp, t, slot_keeps(m->zero_stage, s), s, unit);
+    for (int u = 0; u < unit && s == base_slot(m); u++) kept -= quantised_elements(m, u);
     return kept;
 }
 static size_t shard_size(const Model *m, int unit) { return param_unit(&m->table, unit).count / m->mesh->dp.world; }
@@ -1098,17 +1144,56 @@ static void gather_block(Model *m, int unit) {
     comm_gather_all(&m->mesh->dp, m->weights + kept_of(m, SLOT_WEIGHT, unit), bytes, m->block_weights);
     lap(TIMING_RANKS, 0);
 }
-static Unit unit_get(Model *m, int unit, UnitUse use) {
-    int block = unit_is_block(&m->table, unit);
-    Unit u = {.table = &m->table, .number = unit, .use = use, .weights = m->weights + kept_of(m, SLOT_WEIGHT, unit)};
-    u.first = m->table.unit_begin[unit] + quantised_elements(m, unit);
-    if (block && m->block_weights) {
-        gather_block(m, unit);
-        u.weights = m->block_weights;
+static const LoraPair *pairs_end(const Model *m, int unit, Role role, LoraPair *pairs) {
+    return pairs + (m->lora.rank && unit_is_block(&m->table, unit) ? lora_pairs(&m->table, unit, role, pairs) : 0);
+}
+// All weights of a block: the frozen ones, and what their adapters add.
+static void merge_block(Model *m, int unit) {
+    const ParamTable *t = &m->frozen;
+    const size_t begin = t->unit_begin[unit], skipped = quantised_elements(m, unit);
+    float *adapters = m->weights + kept_of(m, SLOT_WEIGHT, unit) - m->table.unit_begin[unit];
+    LoraPair pairs[LORA_MOST_PAIRS];
+    if (m->block_here == unit) return;
+    m->block_here = unit;
+    copy_floats(m->block_weights + skipped, m->frozen_weights + kept_of(m, SLOT_FROZEN, unit),
+                param_unit(t, unit).count - skipped);
+    for (Role role = ROLE_QKVW; role <= ROLE_FCPROJW; role++) {
+        const QuantMatrix *q = quantised_matrix(m, unit, role);
+        if (q) quant_widen_rows(q, 0, q->rows, m->block_weights + param_at(t, unit, role) - begin);
+        for (const LoraPair *p = pairs, *end = pairs_end(m, unit, role, pairs); p < end; p++) {
+            const Param *weight = &t->params[p->weight];
+            const float *a = adapters + m->table.params[p->a].offset, *b = adapters + m->table.params[p->b].offset;
+            float *w = m->block_weights + weight->offset - begin;
+            PARALLEL_FOR
+            for (int i = 0; i < weight->rows; i++)
+                lora_merge_row(w + area(i, weight->cols), weight->cols, a, weight->cols, b + area(i, m->lora.rank),
+                               m->lora.rank, lora_scale(&m->lora));
+        }
     }
+    lap("adapters", 0);
+}
+static Unit unit_get(Model *m, int unit, UnitUse use) {
+    const ParamTable *t = base_table(m);
+    int block = unit_is_block(t, unit);
+    float *weights = m->lora.rank ? m->frozen_weights : m->weights;
+    Unit u = {.table = t, .number = unit, .use = use, .weights = weights + kept_of(m, base_slot(m), unit)};
+    u.first = t->unit_begin[unit] + quantised_elements(m, unit);
+    if (block && m->block_weights) {
+        if (m->lora.rank)
+            merge_block(m, unit);
+        else
+            gather_block(m, unit);
+        u.weights = m->block_weights;
+        u.first = t->unit_begin[unit];
+    }
+    if (m->lora.rank) u.adapters = m->weights + kept_of(m, SLOT_WEIGHT, unit);
     if (use != UNIT_BACKWARD) return u;
-    u.grads = m->grads + kept_of(m, SLOT_GRAD, unit);
-    if (block && m->block_grads) u.grads = memset(m->block_grads, 0, param_unit(&m->table, unit).count * sizeof(float));
+    float *grads = m->grads + kept_of(m, SLOT_GRAD, unit);
+    if (block && m->block_grads) grads = memset(m->block_grads, 0, param_unit(&m->table, unit).count * sizeof(float));
+    if (m->lora.rank)
+        u.adapter_grads = grads;
+    else
+        u.grads = grads;
     return u;
 }
 static float *param_pointer(const Unit *u, float *buffer, Role role) {
@@ -1120,10 +1205,21 @@ static Weights weights_at(const Unit *u, Role weight, Role bias) {
                      param_pointer(u, u->grads, weight), param_pointer(u, u->grads, bias)};
 }
 static Linear linear_at(const Model *m, const Unit *u, Role weight, Role bias, int in, int out) {
-    const QuantMatrix *q = quantised_matrix(m, u->number, weight);
+    const int is_whole = u->weights == m->block_weights;  // of a quantised block, too
+    const QuantMatrix *q = is_whole ? NULL : quantised_matrix(m, u->number, weight);
     const Weights w = weights_at(u, weight, bias);
     const QuantMatrix native = {WEIGHTS_FP32, out, in, (uint8_t *)w.weight, NULL};
-    return (Linear){w, in, out, &m->operands, q ? *q : native, u->use == UNIT_DECODE};
+    Linear l = {w, in, out, &m->operands, q ? *q : native, u->use == UNIT_DECODE, 0, {{0}}};
+    LoraPair pairs[LORA_MOST_PAIRS];
+    for (const LoraPair *p = pairs, *end = pairs_end(m, u->number, weight, pairs); p < end; p++) {
+        const size_t begin = m->table.unit_begin[u->number];
+        const Param *rows = &m->frozen.params[p->weight];
+        const size_t a = m->table.params[p->a].offset - begin, b = m->table.params[p->b].offset - begin;
+        const int row = (int)((rows->offset - param_at(&m->frozen, u->number, weight)) / in);
+        l.adapters[l.num_adapters++] =
+            (Adapter){u->adapters + a, u->adapters + b, u->adapter_grads + a, u->adapter_grads + b, row, rows->rows};
+    }
+    return l;
 }
 static const float *block_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->blocks[l - 1].x_out; }
 static Block block_get(Model *m, int l, UnitUse use) {
@@ -1148,15 +1244,16 @@ static Block block_get(Model *m, int l, UnitUse use) {
 // of all. A block's that are not kept whole (ZeRO 2, 3) are one micro-step's: they are added to the shard.
 static void unit_release(Model *m, const Pass *p, const Unit *u) {
     const Comm *dp = &m->mesh->dp;
-    int apart = u->grads == m->block_grads;
+    float *grads = m->lora.rank ? u->adapter_grads : u->grads;
+    int apart = grads == m->block_grads;
     size_t shard = shard_size(m, u->number);
     if (!p->reduce && !apart) return;
-    tp_sum_partial(&m->mesh->tp, &m->table, u->number, u->grads, m->partial);
-    comm_reduce_scatter(dp, u->grads, shard, m->exchange);
-    if (!m->zero_stage) comm_all_gather(dp, u->grads, shard * sizeof(float));
+    tp_sum_partial(&m->mesh->tp, &m->table, u->number, grads, m->partial);
+    comm_reduce_scatter(dp, grads, shard, m->exchange);
+    if (!m->zero_stage) comm_all_gather(dp, grads, shard * sizeof(float));
     lap(TIMING_RANKS, 0);
     if (!apart) return;
-    const float *sum = u->grads + dp->rank * shard;
+    const float *sum = grads + dp->rank * shard;
     float *kept = m->grads + kept_of(m, SLOT_GRAD, u->number);
     for (size_t i = 0; i < shard; i++) kept[i] = p->accumulate ? kept[i] + sum[i] : sum[i];
 }
@@ -1237,12 +1334,17 @@ static void linear_product(const Linear *l, float *out, const float *x /*NULL: n
 // dinp (rows,in) = dout (rows,out) weight
 static void linear_product_backward(const Linear *l, float *dinp, const float *dout, int rows) {
     const OperandDtype dtype = l->operands->dinput_dtype;
+    if (l->stored.format != WEIGHTS_FP32) {
+        matmul_backward_input_quant_cpu(dinp, dout, l->stored, rows);
+        return;
+    }
     dout = operand(l, dtype, FP8_GRADIENTS, dout, rows, l->out, l->operands->gradients_by_row);
     matmul_backward_input_cpu(dinp, dout, weight_operand(l, dtype), rows, l->in, l->out);
 }
-// dweight = [dweight +] dout^T inp
+// dweight = [dweight +] dout^T inp, unless the weight is frozen
 static void linear_product_weight(const Linear *l, const float *dout, const float *inp, int rows, int accumulate) {
     const OperandDtype dtype = l->operands->dweight_dtype;
+    if (!l->w.dweight) return;
     dout = operand(l, dtype, FP8_GRADIENTS, dout, rows, l->out, 0);
     inp = operand(l, dtype, FP8_INPUTS, inp, rows, l->in, 0);
     matmul_backward_weight_cpu(l->w.dweight, dout, inp, accumulate, rows, l->in, l->out);
@@ -1428,11 +1530,14 @@ static void linear_backward_input(const Pass *p, const Linear *l, float *dinp, c
     linear_product_backward(l, dinp, dout, p->N);
     lap("block backward", linear_flops(l, p->N));
 }
-// The gradients of weight and bias. The bias sums over `bias_rows` rows of bias_dout: a projection's over this rank's
-// rows of the stream's gradient, of which dout are all rows.
-static void linear_backward_weight(const Pass *p, const Linear *l, const float *dout, const float *inp,
+// The gradients of weight, bias and adapters. The bias sums over `bias_rows` rows of bias_dout: a projection's over
+// this rank's rows of the stream's gradient, of which dout are all rows.
+static void linear_backward_weight(Model *m, const Pass *p, const Linear *l, const float *dout, const float *inp,
                                    const float *bias_dout, int bias_rows) {
     linear_product_weight(l, dout, inp, p->N, p->accumulate);
+    for (const Adapter *x = l->adapters; x < l->adapters + l->num_adapters; x++)
+        lora_backward_cpu(x->da, x->db, m->low_rank, dout + x->row, l->out, x->rows, inp, x->a, x->b, m->lora.rank,
+                          lora_scale(&m->lora), p->accumulate, p->N, l->in);
     if (l->w.dbias) bias_backward_cpu(l->w.dbias, bias_dout, bias_rows, l->out);
     lap("block backward", linear_flops(l, p->N));
 }
@@ -1479,17 +1584,17 @@ static void block_backward(Model *m, const Pass *p, int l) {
     Block b = block_get(m, l, UNIT_BACKWARD);
     block_recompute(m, p, &b, l);
     const float *dx = gather_rows(m, p, m->dx);
-    linear_backward_weight(p, &b.fcproj, dx, b.a.a, m->dx, p->rows);
+    linear_backward_weight(m, p, &b.fcproj, dx, b.a.a, m->dx, p->rows);
     linear_backward_input(p, &b.fcproj, m->da, dx);
     activation_backward(m, p, b.a.f);
-    linear_backward_weight(p, &b.fc, m->df, gather_rows(m, p, b.a.h2), m->df, p->N);
+    linear_backward_weight(m, p, &b.fc, m->df, gather_rows(m, p, b.a.h2), m->df, p->N);
     linear_backward_input(p, &b.fc, m->branch, m->df);
     norm_gradient(m, p, &b.norm2);
     dx = gather_rows(m, p, m->dx);
-    linear_backward_weight(p, &b.proj, dx, b.a.y, m->dx, p->rows);
+    linear_backward_weight(m, p, &b.proj, dx, b.a.y, m->dx, p->rows);
     linear_backward_input(p, &b.proj, m->branch, dx);
     attend_backward(m, p, &b);
-    linear_backward_weight(p, &b.qkv, m->dqkv, gather_rows(m, p, b.a.h1), m->dqkv, p->N);
+    linear_backward_weight(m, p, &b.qkv, m->dqkv, gather_rows(m, p, b.a.h1), m->dqkv, p->N);
     linear_backward_input(p, &b.qkv, m->branch, m->dqkv);
     norm_gradient(m, p, &b.norm1);
     unit_release(m, p, &b.unit);
@@ -1507,7 +1612,7 @@ static void embed_backward(Model *m, const Pass *p, const int *tokens) {
         dx = m->branch;
     }
     dx = gather_rows(m, p, dx);
-    embedding_backward_cpu(dwte, dwpe, dx, words_here(m, p, tokens), p->ranges.position, p->B, p->T, p->C);
+    if (dwte) embedding_backward_cpu(dwte, dwpe, dx, words_here(m, p, tokens), p->ranges.position, p->B, p->T, p->C);
     lap("embedding backward", 0);
     unit_release(m, p, &u);
 }
@@ -1568,24 +1673,25 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
 int model_slot_is_bf16(const Model *m, Slot s) { return m->bf16_states && (s == SLOT_M || s == SLOT_V); }
 static size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? 2 : 4; }  // of an element
 static void *slot_pointer(const Model *m, Slot s) {
-    void *const slots[NUM_SLOTS] = {m->weights, m->grads, m->m, m->v, NULL};
+    void *const slots[NUM_SLOTS] = {m->weights, m->grads, m->m, m->v, NULL, m->frozen_weights};
     return slots[s];
 }
 int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
 Span model_owned(const Model *m, Slot s, int unit) {
-    return slot_span(&m->mesh->dp, &m->table, slot_owns(m->zero_stage, s), s, unit);
+    return slot_span(&m->mesh->dp, slot_table(m, s), slot_owns(m->zero_stage, s), s, unit);
 }
 // Elements [offset, offset + count) of a slot or of its snapshot, which holds this rank's shards.
 static void *slot_place(const Model *m, Slot s, int snapshot, size_t offset, size_t count) {
     const Comm *dp = &m->mesh->dp;
+    const ParamTable *t = slot_table(m, s);
     char *buffer = snapshot ? m->snapshots[s] : slot_pointer(m, s);
     Keep keep = snapshot ? KEEP_SHARDS : slot_keeps(m->zero_stage, s);
-    int u = param_unit_of(&m->table, offset);
-    Span held = slot_span(dp, &m->table, keep, s, u);
-    assert(buffer && offset >= held.begin && offset + count <= m->table.total);
+    int u = param_unit_of(t, offset);
+    Span held = slot_span(dp, t, keep, s, u);
+    assert(buffer && offset >= held.begin && offset + count <= t->total);
     assert(keep == KEEP_WHOLE || offset + count <= held.begin + held.count);
-    size_t place = slot_at(dp, &m->table, keep, s, u, offset);
-    for (int before = 0; before <= u && s == SLOT_WEIGHT; before++) place -= quantised_elements(m, before);
+    size_t place = slot_at(dp, t, keep, s, u, offset);
+    for (int before = 0; before <= u && s == base_slot(m); before++) place -= quantised_elements(m, before);
     return buffer + place * slot_bytes(m, s);
 }
 static void slot_read(const Model *m, Slot s, int snapshot, size_t offset, size_t count, float *values) {
@@ -1605,7 +1711,7 @@ void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, fl
 // Whole rows of a tensor become a part of its matrix.
 static void write_quantised(const Model *m, const Param *t, const QuantMatrix *q, size_t offset, size_t count,
                             const float *values) {
-    const size_t cols = q->cols, first = (offset - param_at(&m->table, t->unit, t->role)) / cols;
+    const size_t cols = q->cols, first = (offset - param_at(base_table(m), t->unit, t->role)) / cols;
     int refused = 0;
     assert((offset - t->offset) % cols == 0 && count % cols == 0 && offset + count <= t->offset + t->size);
     #pragma omp parallel for schedule(static) reduction(| : refused)
@@ -1615,13 +1721,13 @@ static void write_quantised(const Model *m, const Param *t, const QuantMatrix *q
     require(!refused, "%s has weights that are not finite or above 2^100\nonly --weights native takes them", t->name);
 }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
-    const Param *t = s == SLOT_WEIGHT && m->quantised ? param_of(&m->table, offset) : NULL;
+    const Param *t = s == base_slot(m) && m->quantised ? param_of(base_table(m), offset) : NULL;
     const QuantMatrix *q = t ? quantised_matrix(m, t->unit, t->role) : NULL;
     if (q) write_quantised(m, t, q, offset, count, values);
     if (q && t->role != ROLE_WTE) return;
     void *place = slot_place(m, s, 0, offset, count);
     uint16_t *narrow = place;
-    if (s == SLOT_WEIGHT) m->block_here = 0;
+    if (s == SLOT_WEIGHT || s == SLOT_FROZEN) m->block_here = 0;
     if (!model_slot_is_bf16(m, s))
         copy_floats(place, values, count);
     else
@@ -1769,10 +1875,10 @@ StepResult model_update(Model *m, const UpdateParams *p) {
         watchdog_beat(PHASE_UPDATE, u - 1);
         muon_update_block(m, u, p, grad_scale);
     }
-    if (!m->zero_stage) return r;
     m->block_here = 0;
+    if (!m->zero_stage) return r;
     for (int u = 0; u < m->table.num_units; u++)
-        if (!m->block_weights || !unit_is_block(&m->table, u))
+        if (m->zero_stage < 3 || !unit_is_block(&m->table, u))
             comm_all_gather(dp, m->weights + kept_of(m, SLOT_WEIGHT, u), shard_size(m, u) * sizeof(float));
     lap(TIMING_RANKS, 0);
     return r;
@@ -2047,11 +2153,17 @@ static void open_activations(Model *m, const Options *o) {
     m->logit_sums = room(m, area(tp, m->head_rows) * sizeof(LogitSums));
     m->words = room(m, N * sizeof(int));
 }
+static void open_tables(Model *m) {
+    const Comm *tp = &m->mesh->tp;
+    const ParamTable all = params_of_rank(&m->config, tp->world, tp->rank);
+    m->table = m->lora.rank ? lora_table(&m->config, &m->lora, tp->world, tp->rank) : all;
+    if (m->lora.rank) m->frozen = all;
+}
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     check_run(c, o, mesh);
     *m = (Model){.config = *c,
                  .local = tp_config(c, &mesh->tp),
-                 .table = params_of_rank(c, mesh->tp.world, mesh->tp.rank),
+                 .lora = lora_of(c, o),
                  .mesh = mesh,
                  .B = o->batch_size,
                  .T = o->seq_len,
@@ -2061,23 +2173,26 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
                  .muon = muon_of(o),
                  .seed = o->seed};
     describe_device(m->device, sizeof m->device);
+    open_tables(m);
     params_set_optimiser(&m->table, o);
     int units = m->table.num_units;
-    size_t block = param_unit(&m->table, 1).count;
+    size_t block = param_unit(base_table(m), 1).count;
     if (weights_are_quantised(o)) open_quantised(m, quant_format(o->weights));
     m->weights = floats(m, kept_of(m, SLOT_WEIGHT, units));
-    if (m->zero_stage >= 3) m->block_weights = floats(m, block);
+    if (m->zero_stage >= 3 || m->lora.rank) m->block_weights = floats(m, block);
+    if (m->lora.rank) m->frozen_weights = floats(m, kept_of(m, SLOT_FROZEN, units));
+    if (m->lora.rank) m->low_rank = floats(m, 2 * area(m->B * m->T, m->lora.rank));
     open_activations(m, o);
     open_operands(m, o);
     if (forward_only(o)) return;
     m->grads = floats(m, kept_of(m, SLOT_GRAD, units));
-    if (m->zero_stage >= 2) m->block_grads = floats(m, block);
+    if (m->zero_stage >= 2) m->block_grads = floats(m, param_unit(&m->table, 1).count);
     m->m = room(m, kept_of(m, SLOT_M, units) * slot_bytes(m, SLOT_M));
     m->v = room(m, kept_of(m, SLOT_V, units) * slot_bytes(m, SLOT_V));
     if (m->table.muon) open_muon(m);
     if (!saves_beside_training(o)) return;
     for (Slot s = 0; s < NUM_SLOTS; s++)
-        if (model_has_slot(m, s) && s != SLOT_GRAD)
+        if (model_has_slot(m, s) && s != SLOT_GRAD && s != SLOT_FROZEN)
             m->snapshots[s] = room(m, slot_before(&mesh->dp, &m->table, KEEP_SHARDS, s, units) * slot_bytes(m, s));
 }
 void model_close(Model *m) {
@@ -2086,6 +2201,7 @@ void model_close(Model *m) {
         free(p);
     }
     params_free(&m->table);
+    params_free(&m->frozen);
     for (int r = 0; m->group && r < m->mesh->tp.world; r++) params_free(&m->group[r]);
     free(m->group);
     memset(m, 0, sizeof *m);
@@ -2103,6 +2219,7 @@ void model_print_plan(const Model *m, FILE *f) {
     if (p->dtype != p->dweight_dtype) fprintf(f, ", weights' gradients %s", dtypes[p->dweight_dtype]);
     fprintf(f, ", logits %s", dtypes[m->head_operands.dtype]);
     if (m->quantised) fprintf(f, ", weights %s", weight_format_names[m->quantised->format]);
+    if (m->lora.rank) fprintf(f, ", adapters of rank %d", m->lora.rank);
     fprintf(f, ", sums fp32 | head on %d rows at a time", m->head_rows);
     if (m->grads)
         fprintf(f, " | backward recomputes %s | m and v %s", levels[m->recompute], m->bf16_states ? "bf16" : "fp32");

@@ -24,6 +24,8 @@
 struct Model {
     Config config;     // of the whole model
     ParamTable table;  // of this rank
+    Lora lora;
+    ParamTable frozen;  // without tensors: --lora is refused
     const Mesh *mesh;
     Plan plan, decoding;  // of training and evaluation; of generation
     Gpu gpu;
@@ -785,6 +787,9 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     memset(m, 0, sizeof *m);
     m->config = *c;
     m->mesh = mesh;
+    comm_require(&mesh->job, !o->lora,
+                 "--lora trains on CPUs alone so far\nuse ./train_gpt2; a GPU opens its adapters with --generate and "
+                 "--evaluate");
     tp_check(&mesh->job, c, mesh->tp.world, o->batch_size * o->seq_len);
     zero_check(&mesh->job, &mesh->dp);
     tp_require_one_host(mesh);

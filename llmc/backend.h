@@ -1,7 +1,8 @@
 // The interface of a model: train_gpt2.c implements it on the CPU, train_gpt2.cu on a GPU. trainer.h, checkpoint.h and
-// the tests use nothing else of a model. A backend defines `struct Model { Config config; ParamTable table; const Mesh
-// *mesh; ... }` and all functions below. `config` is that of the whole model. `table`, and so every offset and count of
-// elements, is that of this rank's part (params_of_rank).
+// the tests use nothing else of a model. A backend defines `struct Model { Config config; Lora lora; ParamTable
+// table, frozen; const Mesh *mesh; ... }` and all functions below. `config` is that of the whole model. `table` is what
+// is trained, and so every offset and count of elements, of this rank's part (params_of_rank). With --lora these are
+// the adapters (lora.h), and `frozen` is the table of the model's weights; else it has no tensors.
 //
 // All ranks of the mesh call these in the same order, with the same arguments but for the tokens, which are the same in
 // a tensor-parallel group. The gradients of a unit are summed over the data-parallel ranks as soon as the last
@@ -15,6 +16,7 @@
 #define LLMC_BACKEND_H
 
 #include "handshake.h"
+#include "lora.h"
 #include "options.h"
 #include "params.h"
 #include "sampler.h"
@@ -31,6 +33,7 @@ typedef enum {
     SLOT_M,       // AdamW's first moment, Muon's momentum, fp32 or bf16 (--state-dtype)
     SLOT_V,       // AdamW's second moment: of Muon's matrices there is none
     SLOT_MASTER,  // fp32 weights that are updated, if those of forward are bf16
+    SLOT_FROZEN,  // with --lora: the model's weights, in the layout of `frozen`
     NUM_SLOTS
 } Slot;
 
@@ -39,6 +42,7 @@ static inline Keep slot_keeps(int stage, Slot s) {
     switch (s) {
     case SLOT_WEIGHT: return stage >= 3 ? KEEP_BLOCK_SHARDS : KEEP_WHOLE;
     case SLOT_GRAD: return stage >= 2 ? KEEP_BLOCK_SHARDS : KEEP_WHOLE;
+    case SLOT_FROZEN: return KEEP_WHOLE;
     default: return stage >= 1 ? KEEP_SHARDS : KEEP_WHOLE;
     }
 }

@@ -1,6 +1,7 @@
 // Checkpoints: a Hugging Face folder (config.json, model.safetensors) and what training needs to go on bit for bit.
 //
-//   <output>/step_00000100/   config.json, model.safetensors    as transformers, vLLM and llama.cpp open them
+//   <output>/step_00000100/   config.json, model.safetensors    as transformers, vLLM and llama.cpp open them; or
+//                             adapter_config.json, adapter_model.safetensors     of --lora, as peft opens them
 //                             optimizer.safetensors             m.<name>, v.<name> (F32; BF16 with --state-dtype bf16),
 //                                                               and master.<name> where there are masters (F32)
 //                             train_state.json                  step, tokens, place in the data, windows, options,
@@ -97,9 +98,14 @@ static inline void state_free(TrainState *s) {
 
 // ---- writing
 
+// In the order of writing: of weights, of adapters. train_state.json has the checksums of the others.
+enum { NUM_CHECKPOINT_FILES = 4, NUM_SUMMED_FILES = 3 };
 static const char *const checkpoint_files[] = {"config.json", "model.safetensors", "optimizer.safetensors",
-                                               "train_state.json"};  // in the order of writing
-enum { NUM_CHECKPOINT_FILES = 4, NUM_SUMMED_FILES = 3 };             // train_state.json has the checksums of the others
+                                               "train_state.json"};
+static inline const char *checkpoint_file(const char *folder, int i) {
+    static const char *const of_adapters[] = {"adapter_config.json", "adapter_model.safetensors"};
+    return i < 2 && is_adapter_folder(folder) ? of_adapters[i] : checkpoint_files[i];
+}
 #define DIVERGED_MARK "diverged"
 
 static inline Path checkpoint_folder(const char *output, int64_t step, const char *suffix) {
@@ -165,11 +171,11 @@ static inline int write_train_state(const Model *m, const char *folder, const Tr
     }
     fputs("\n  },\n  \"files\": {", f);
     for (int i = 0; i < NUM_SUMMED_FILES; i++)
-        fprintf(f, "%s\"%s\": %lld", i ? ", " : "", checkpoint_files[i],
-                (long long)file_bytes(folder, checkpoint_files[i]));
+        fprintf(f, "%s\"%s\": %lld", i ? ", " : "", checkpoint_file(folder, i),
+                (long long)file_bytes(folder, checkpoint_file(folder, i)));
     fputs("},\n  \"checksums\": {", f);
     for (int i = 0; i < NUM_SUMMED_FILES; i++)
-        fprintf(f, "%s\"%s\": \"%016llx\"", i ? ", " : "", checkpoint_files[i], (unsigned long long)sums[i]);
+        fprintf(f, "%s\"%s\": \"%016llx\"", i ? ", " : "", checkpoint_file(folder, i), (unsigned long long)sums[i]);
     fputs("},\n", f);
     char seal[64];
     text_flush(&text);
@@ -187,7 +193,9 @@ static inline int sync_directory(const char *path) {
 }
 // Removes what we wrote. A folder with other files in it stays.
 static inline void remove_checkpoint(const char *folder) {
-    for (int i = NUM_CHECKPOINT_FILES - 1; i >= 0; i--) unlink(path_of("%s/%s", folder, checkpoint_files[i]).text);
+    for (int i = NUM_CHECKPOINT_FILES - 1; i > 0; i--)
+        unlink(path_of("%s/%s", folder, checkpoint_file(folder, i)).text);
+    unlink(path_of("%s/%s", folder, checkpoint_file(folder, 0)).text);  // last: it says which files these are
     if (file_bytes(folder, DIVERGED_MARK) >= 0) unlink(path_of("%s/" DIVERGED_MARK, folder).text);
     if (rmdir(folder) != 0) fprintf(stderr, "warning: cannot remove '%s': %s\n", folder, strerror(errno));
 }
@@ -211,7 +219,7 @@ static inline const char *edit_hint(int file) {
     return file == 0 ? " (edited: copy it and model.safetensors to a new folder, and start from that with --model)"
                      : "";
 }
-// Opens the train_state.json of a checkpoint and compares the sizes of the first `files` of checkpoint_files. expected:
+// Opens the train_state.json of a checkpoint and compares the sizes of the first `files` of its files. expected:
 // the step in the folder's name, -1 for a folder of any name. Returns the format; or 0 and `why` the checkpoint is not
 // whole. Call json_free in either case.
 static inline int state_open(Json *j, const char *folder, int64_t expected, int files, char *why) {
@@ -230,9 +238,10 @@ static inline int state_open(Json *j, const char *folder, int64_t expected, int 
         snprintf(why, WHY_BYTES, "its step is %lld", (long long)step);
     for (int i = 0; i < files && !*why; i++) {
         int64_t bytes;
-        if (!json_int(j, json_get(j, json_get(j, 0, "files"), checkpoint_files[i]), &bytes) ||
-            file_bytes(folder, checkpoint_files[i]) != bytes)
-            snprintf(why, WHY_BYTES, "%s does not have the size that was written%s", checkpoint_files[i], edit_hint(i));
+        if (!json_int(j, json_get(j, json_get(j, 0, "files"), checkpoint_file(folder, i)), &bytes) ||
+            file_bytes(folder, checkpoint_file(folder, i)) != bytes)
+            snprintf(why, WHY_BYTES, "%s does not have the size that was written%s", checkpoint_file(folder, i),
+                     edit_hint(i));
     }
     return *why ? 0 : format;
 }
@@ -310,9 +319,9 @@ static inline int checkpoint_is_intact(const Comm *c, const char *folder, int fi
         int format = state_open(&j, folder, -1, files, why);
         s.files = !format ? -1 : format == 1 ? 0 : files;
         for (int i = 0; i < s.files; i++) {
-            const char *sum = json_string(&j, json_get(&j, json_get(&j, 0, "checksums"), checkpoint_files[i]));
+            const char *sum = json_string(&j, json_get(&j, json_get(&j, 0, "checksums"), checkpoint_file(folder, i)));
             s.sums[i] = sum ? strtoull(sum, NULL, 16) : 0;
-            s.bytes[i] = file_bytes(folder, checkpoint_files[i]);
+            s.bytes[i] = file_bytes(folder, checkpoint_file(folder, i));
         }
         json_free(&j);
     }
@@ -320,10 +329,10 @@ static inline int checkpoint_is_intact(const Comm *c, const char *folder, int fi
     double begin = now_seconds(), gigabytes = 0;
     int intact = s.files >= 0;
     for (int i = 0; i < s.files && intact; i++) {
-        intact = file_has_checksum(c, path_of("%s/%s", folder, checkpoint_files[i]).text, s.bytes[i], s.sums[i]);
+        intact = file_has_checksum(c, path_of("%s/%s", folder, checkpoint_file(folder, i)).text, s.bytes[i], s.sums[i]);
         gigabytes += 1e-9 * s.bytes[i];
         if (!intact)
-            snprintf(why, WHY_BYTES, "%s is not what was written: damaged or edited%s", checkpoint_files[i],
+            snprintf(why, WHY_BYTES, "%s is not what was written: damaged or edited%s", checkpoint_file(folder, i),
                      edit_hint(i));
     }
     if (intact && s.files)
@@ -539,7 +548,7 @@ static inline void checkpoint_make_folder(Checkpoint *c) {
     if (mkdir(c->writing.text, 0777) != 0 && errno != EEXIST)
         c->error = st_failed(c->writing.text);
     else
-        c->error = write_config(c->m, c->writing.text, &c->sums[0]);
+        c->error = write_config(c->m, c->writing.text, state_option(&c->state, "model"), &c->sums[0]);
 }
 // All ranks call it, with the same arguments. overlap: copy what this rank writes and let a thread write it. Without,
 // all is written when this returns.
@@ -553,7 +562,9 @@ static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output,
     c->folder = checkpoint_folder(output, s->step, "");
     c->writing = checkpoint_folder(output, s->step, ".tmp");
     int first = m->mesh->job.rank == 0;
-    slots_declare(&c->files[0], m, weight_slot, 1, path_of("%s/model.safetensors", c->writing.text).text);
+    slots_declare(
+        &c->files[0], m, weight_slot, 1,
+        path_of(m->frozen.count ? "%s/adapter_model.safetensors" : "%s/model.safetensors", c->writing.text).text);
     slots_declare(&c->files[1], m, optimizer_slots, num_optimizer_slots(m),
                   path_of("%s/optimizer.safetensors", c->writing.text).text);
     if (first) {
@@ -705,6 +716,12 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
     read_options(&j, path, s);
     json_free(&j);
 }
+static inline void checkpoint_load_weights(Model *m, const char *folder) {
+    if (m->frozen.count)
+        model_load_adapters(m, folder);
+    else
+        model_load_weights(m, folder);
+}
 // Weights, masters, m and v, bit for bit: only into the dtypes and kind of masters that were saved. `s`: the state that
 // was loaded from the same folder.
 static inline void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
@@ -717,8 +734,8 @@ static inline void checkpoint_load(Model *m, const char *folder, const TrainStat
         "resume with the same --optimizer, --state-dtype and kind of build, or with --reset-optimizer 1, which takes "
         "its weights and begins with empty states; or start a new run from its weights with --model %s",
         folder, s->precision, precision, folder);
-    model_load_weights(m, folder);  // first: this sets the masters too
-    load_slots(m, optimizer_slots, num_optimizer_slots(m), path_of("%s/optimizer.safetensors", folder).text);
+    checkpoint_load_weights(m, folder);  // first: this sets the masters too
+    load_slots(m, optimizer_slots, num_optimizer_slots(m), path_of("%s/optimizer.safetensors", folder).text, NULL);
 }
 
 #endif

@@ -12,6 +12,7 @@
 
 #include "backend.h"
 #include "hf_config.h"
+#include "hf_lora.h"
 #include "safetensors.h"
 
 #include <fnmatch.h>
@@ -90,7 +91,10 @@ typedef struct {
     Slot slot;
     const char *prefix;
 } SlotName;
-static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}};
+static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}}, frozen_slot[] = {{SLOT_FROZEN, ""}};
+static inline const ParamTable *table_of(const Model *m, const SlotName *slots) {
+    return slots->slot == SLOT_FROZEN ? &m->frozen : &m->table;
+}
 static const SlotName optimizer_slots[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};
 // Not every model has the last ones.
 static inline int num_optimizer_slots(const Model *m) {
@@ -116,7 +120,7 @@ static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *sl
         for (int i = 0; i < m->table.count; i++) {
             if (!slot_holds(slots[k].slot, &m->table.params[i])) continue;
             uint64_t shape[2];
-            char name[96];
+            char name[112];
             int dims = param_shape(&m->table.params[i], shape);
             snprintf(name, sizeof name, "%s%s", slots[k].prefix, m->table.params[i].name);
             st_declare(&f->file, name, model_slot_is_bf16(m, slots[k].slot) ? ST_BF16 : ST_F32, dims, shape);
@@ -183,7 +187,7 @@ static inline ShapeText shape_text(int dims, const uint64_t *shape) {
 }
 // A tensor by its full name, or by GPT-2's without "transformer.", as the base model saves it.
 static inline const StTensor *find_param(const StReader *r, const char *prefix, const Param *p) {
-    char name[96];
+    char name[112];
     snprintf(name, sizeof name, "%s%s", prefix, p->name);
     const StTensor *t = st_find(r, name);
     return t || *prefix || strncmp(p->name, "transformer.", 12) != 0 ? t : st_find(r, p->name + 12);
@@ -196,9 +200,12 @@ static inline int is_redundant(const char *name) {
         if (fnmatch(names[i], name, 0) == 0) return 1;
     return 0;
 }
-// What to do about weights that are not the model's. `prefix`: of their names.
-static inline const char *hint_of_differences(const Model *m, const StReader *r, const char *prefix) {
+// What to do about weights that are not the model's.
+static inline const char *hint_of_differences(const Model *m, const StReader *r, const SlotName *slots) {
     static const char *const of_others[] = {"embed_tokens.weight", "score.weight", "classifier.weight"};
+    if (m->frozen.count && slots->slot != SLOT_FROZEN)
+        return "these adapters are for another base, or were trained with other --lora options";
+    const char *prefix = slots->prefix;
     int headless = !m->config.tied && !st_find(r, "lm_head.weight");
     for (int i = 0; i < 3; i++) headless |= st_find(r, of_others[i]) != NULL;
     if (!headless || *prefix) return "use the config.json that belongs to it";
@@ -207,13 +214,14 @@ static inline const char *hint_of_differences(const Model *m, const StReader *r,
 // Stops unless the file holds exactly the tensors of these slots.
 static inline void require_same_tensors(const Model *m, const SlotName *slots, int num_slots, const StReader *r,
                                         const char *path) {
-    const char *hint = hint_of_differences(m, r, slots[0].prefix);
+    const char *hint = hint_of_differences(m, r, slots);
+    const ParamTable *table = table_of(m, slots);
     Differences d;
     memset(&d, 0, sizeof d);
     char *known = (char *)calloc_or_die(r->count);
     for (int k = 0; k < num_slots; k++)
-        for (int i = 0; i < m->table.count; i++) {
-            const Param *p = &m->table.params[i];
+        for (int i = 0; i < table->count; i++) {
+            const Param *p = &table->params[i];
             if (!slot_holds(slots[k].slot, p)) continue;
             const StTensor *t = find_param(r, slots[k].prefix, p);
             if (!t) {
@@ -235,21 +243,24 @@ static inline void require_same_tensors(const Model *m, const SlotName *slots, i
         if (!known[i] && !is_redundant(r->tensors[i].name))
             differ(&d, "; %.80s is not part of the model", r->tensors[i].name);
     free(known);
-    const StTensor *head = st_find(r, "lm_head.weight"), *embedding = find_param(r, "", &m->table.params[0]);
+    const StTensor *head = st_find(r, "lm_head.weight"), *embedding = find_param(r, "", &table->params[0]);
     if (m->config.tied && head && embedding && !st_same(r, head, embedding))
         differ(&d, "; lm_head.weight is not the embedding, as tie_word_embeddings says");
     require(d.count == 0, "'%s' does not hold this model, %d differences: %s%s\n%s", path, d.count, d.text + 2,
             d.count > 10 ? "; ..." : "", hint);
 }
-// Loads slots from a file, or from a folder of weights. All ranks call it.
-static inline void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path) {
+// Loads slots from a file, or from a folder of weights. All ranks call it. merged: adapters that weights are loaded
+// with; NULL: none.
+static inline void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path,
+                              const Adapters *merged) {
+    const ParamTable *table = table_of(m, slots);
     float *piece = (float *)malloc_or_die(2 * HF_PIECE * sizeof(float));
     StReader r;
     st_open(&r, path);
     require_same_tensors(m, slots, num_slots, &r, path);
     for (int k = 0; k < num_slots; k++)
-        for (int i = 0; i < m->table.count; i++) {
-            const Param *p = &m->table.params[i];
+        for (int i = 0; i < table->count; i++) {
+            const Param *p = &table->params[i];
             if (!slot_holds(slots[k].slot, p)) continue;
             const StTensor *t = find_param(&r, slots[k].prefix, p);
             Span mine = span_overlap(model_owned(m, slots[k].slot, p->unit), p->offset, p->size);
@@ -257,6 +268,7 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
                 watchdog_beat(PHASE_LOAD, p->unit - 1);
                 n = param_piece(p, at, end - at);
                 param_read(&r, t, p, at, n, piece, piece + HF_PIECE);
+                if (merged) adapters_merge(merged, i, p, at, n, piece);
                 model_write(m, slots[k].slot, p->offset + at, n, piece);
             }
         }
@@ -264,7 +276,34 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
     free(piece);
 }
 // Weights (F32, BF16 or F16) of a Hugging Face folder or a safetensors file, into a model of the same shape.
-static inline void model_load_weights(Model *m, const char *folder) { load_slots(m, weight_slot, 1, folder); }
+static inline void model_load_weights(Model *m, const char *folder) { load_slots(m, weight_slot, 1, folder, NULL); }
+// With --lora: what the adapters are for; the adapters.
+static inline void model_load_frozen(Model *m, const char *folder) { load_slots(m, frozen_slot, 1, folder, NULL); }
+static inline void model_load_adapters(Model *m, const char *folder) {
+    load_slots(m, weight_slot, 1, adapter_file(folder).text, NULL);
+}
+// The weights of a base into which adapters are merged.
+static inline void model_load_merged(Model *m, const char *base, const char *folder) {
+    Adapters a;
+    StReader r;
+    a.lora = adapter_config_read(folder, &m->config);
+    a.table = lora_table(&m->config, &a.lora, 1, 0);
+    a.values = new_array(float, a.table.total);
+    st_open(&r, adapter_file(folder).text);
+    for (const Param *p = a.table.params; p < a.table.params + a.table.count; p++) {
+        const StTensor *t = find_param(&r, "", p);
+        require(t && st_is_float(t) && t->dims == 2 && (int64_t)t->shape[0] == p->rows &&
+                    (int64_t)t->shape[1] == p->cols,
+                "'%s' holds no %s of (%d, %d)\nit is for another base, or adapter_config.json is not its own", folder,
+                p->name, p->rows, p->cols);
+        st_read_floats(&r, t, 0, p->size, a.values + p->offset);
+    }
+    require(r.count == a.table.count, "'%s' holds %d tensors, adapter_config.json promises %d\nuse its own", folder,
+            r.count, a.table.count);
+    st_close(&r);
+    load_slots(m, weight_slot, 1, base, &a);
+    adapters_close(&a);
+}
 
 // A small text file, flushed. sum: becomes its checksum, unless NULL. Returns errno of what failed, or 0.
 static inline int write_text_file(const char *folder, const char *name, const char *text, uint64_t *sum) {
@@ -274,12 +313,18 @@ static inline int write_text_file(const char *folder, const char *name, const ch
     int error = fd < 0 ? st_failed(path.text) : st_pwrite(fd, path.text, text, strlen(text), 0);
     return st_flush_and_close(fd, path.text, error);
 }
-static inline int write_config(const Model *m, const char *folder, uint64_t *sum) {
+// Of the model, or with --lora of the adapters to `base`.
+static inline int write_config(const Model *m, const char *folder, const char *base, uint64_t *sum) {
     Text text;
     FILE *f = text_open(&text);
-    config_write(&m->config, model_dtype(m), f, "\n  ");
-    fputc('\n', f);
-    int error = write_text_file(folder, "config.json", text_close(&text), sum);
+    if (m->frozen.count)
+        adapter_config_write(&m->config, &m->lora, base, f);
+    else {
+        config_write(&m->config, model_dtype(m), f, "\n  ");
+        fputc('\n', f);
+    }
+    int error =
+        write_text_file(folder, m->frozen.count ? "adapter_config.json" : "config.json", text_close(&text), sum);
     free(text.bytes);
     return error;
 }

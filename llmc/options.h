@@ -80,6 +80,13 @@
     FLT(skip_norm_z, "sg", '*', 0.0, 0, 1e30, "the same for the gradient norm") \
     ONE(on_nan, "", '*', "stop", "stop|skip", "loss or gradient norm is not finite: stop, or skip the update") \
     INT(skip_limit, "", '*', 10, 1, 1 << 30, "with --on-nan skip: end after N such steps in a row, or 10 N in all") \
+    SECTION("adapters") \
+    INT(lora, "", '*', 0, 0, 4096, \
+        "train adapters of this rank beside the frozen weights of a --model folder (0: train the weights)") \
+    FLT(lora_alpha, "", '*', -1.0, -1, 1e6, "adapters add alpha / rank of their product (-1: 2 * --lora)") \
+    STR(lora_targets, "", '*', "all", \
+        "which matrices of blocks have adapters: all, or peft's names with commas between (q_proj,v_proj)") \
+    INT(lora_rs, "", '*', 0, 0, 1, "1: rank-stabilised: alpha / sqrt(rank)") \
     SECTION("evaluation and samples") \
     INT(eval_every, "v", ' ', 20, 0, 1 << 30, "evaluate every N steps, and at the end (0: never)") \
     INT(eval_steps, "m", ' ', 20, -1, 1 << 30, "batches in a validation loss (-1: the whole set)") \

@@ -61,7 +61,7 @@ typedef struct {
 } ParamPart;
 
 typedef struct {
-    char name[80];  // Hugging Face's name
+    char name[96];  // Hugging Face's name
     Role role;
     int unit;
     int rows, cols;            // as in this rank's memory: (out, in); a vector has rows = 1
@@ -77,6 +77,7 @@ typedef struct {
     size_t offset;      // first element, counted from the start of the parameter buffer
     size_t size;        // rows * cols
     size_t whole_offset, whole_size;  // of the whole tensor, in the table of a single rank
+    int weight;                       // of an adapter: the index of its matrix in the model's table (lora.h)
 } Param;
 
 // Elements. Divides over 1..8, 16, 24, 32, 48, 64 and 128 ranks in whole 16-byte vectors of bf16.
@@ -89,6 +90,7 @@ typedef struct {
     int num_units;       // L + 2
     size_t *unit_begin;  // num_units + 1 offsets; unit u is [unit_begin[u], unit_begin[u+1])
     size_t total;        // elements of the whole buffer, padding included
+    size_t whole;        // those of the table of a single rank
     size_t num_weights;  // weights of the model as published: no padding
     size_t muon;         // elements at the beginning of each block that Muon updates: all of its matrices, or 0
     size_t *first;       // [unit][role] -> offset of the role's first tensor in that unit, or NO_PARAM
@@ -262,62 +264,83 @@ static inline void param_split(Param *p, const Config *c, int tp, int index) {
         *along += share;
     }
 }
-// Adds the tensors of a unit to the table of rank `index` of tp. *whole: elements so far in the table of a single rank.
-static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int index, const ParamKind *kinds,
-                                   size_t count, size_t *whole) {
-    int gpt2 = strcmp(c->model_type, "gpt2") == 0;  // decides names and `transposed`, nothing else
-    int unit = t->num_units++, in_block = kinds == block_kinds;
-    t->unit_begin[unit] = t->total = round_up(t->total, UNIT_ALIGN);
-    *whole = round_up(*whole, UNIT_ALIGN);
-    for (const ParamKind *k = kinds; k < kinds + count; k++) {
-        const char *name = gpt2 ? k->gpt2 : k->other;
-        int is_gate = k->role == ROLE_FCW && !k->gpt2;
-        if (!name || !config_has(c, k->role) || (is_gate && !mlp_is_gated(c->mlp))) continue;
-        Param *p = &t->params[t->count++];
-        memset(p, 0, sizeof *p);
-        if (in_block)
-            snprintf(p->name, sizeof p->name, gpt2 ? "transformer.h.%d.%s" : "model.layers.%d.%s", unit - 1, name);
-        else
-            snprintf(p->name, sizeof p->name, "%s", name);
-        p->role = k->role;
-        p->unit = unit;
-        p->rows = dim_size(c, k->rows);
-        p->file_rows = k->rows == DIM_V ? c->vocab_size : p->rows;
-        p->cols = dim_size(c, k->cols);
-        p->file_cols = k->cols == DIM_V ? c->vocab_size : p->cols;
-        p->split = split_of(k->role);
-        p->is_vector = k->rows == DIM_1;
-        p->transposed = in_block && gpt2 && !p->is_vector;
-        p->optimiser = OPTIMISER_ADAMW;
-        p->rate = 1;
-        p->decay = !p->is_vector;
-        p->init_std = role_init_std(k->role, p->is_vector, c);
-        p->whole_size = (size_t)p->rows * p->cols;
-        p->whole_offset = *whole;
-        *whole += p->whole_size;
-        param_split(p, c, tp, index);
-        p->size = (size_t)p->rows * p->cols;
-        p->offset = t->total;
-        t->total += p->size;
-        t->num_weights += (size_t)p->file_rows * p->file_cols;
-        size_t *first = &t->first[unit * NUM_ROLES + p->role];
-        if (*first == NO_PARAM) *first = p->offset;
-    }
-}
-// The table of rank `index` of a tensor-parallel group of tp.
-static inline ParamTable params_of_rank(const Config *c, int tp, int index) {
+// A table with room for `most` tensors in each of the model's units.
+static inline ParamTable params_begin(const Config *c, size_t most) {
+    const size_t units = c->num_layers + 2;
     ParamTable t;
     memset(&t, 0, sizeof t);
-    #define KINDS(kinds) kinds, sizeof kinds / sizeof *kinds
-    size_t units = c->num_layers + 2, most = sizeof block_kinds / sizeof *block_kinds, whole = 0;
     t.params = (Param *)malloc_or_die(units * most * sizeof *t.params);
     t.unit_begin = (size_t *)malloc_or_die((units + 1) * sizeof *t.unit_begin);
     t.first = (size_t *)malloc_or_die(units * NUM_ROLES * sizeof *t.first);
     for (size_t i = 0; i < units * NUM_ROLES; i++) t.first[i] = NO_PARAM;
-    params_add_unit(&t, c, tp, index, KINDS(embedding_kinds), &whole);
-    for (int l = 0; l < c->num_layers; l++) params_add_unit(&t, c, tp, index, KINDS(block_kinds), &whole);
-    params_add_unit(&t, c, tp, index, KINDS(head_kinds), &whole);
-    t.unit_begin[units] = t.total = round_up(t.total, UNIT_ALIGN);
+    t.unit_begin[0] = 0;
+    return t;
+}
+// Appends a tensor, of which role, rows, cols, file_rows, file_cols, split and init_std are known, to the unit that is
+// not ended, for rank `index` of a tensor-parallel group of tp.
+static inline void params_add(ParamTable *t, const Config *c, int tp, int index, Param *p) {
+    const int unit = t->num_units;
+    size_t *first = &t->first[unit * NUM_ROLES + p->role];
+    p->unit = unit;
+    p->optimiser = OPTIMISER_ADAMW;
+    p->rate = 1;
+    p->decay = !p->is_vector;
+    p->whole_size = (size_t)p->rows * p->cols;
+    p->whole_offset = t->whole;
+    t->whole += p->whole_size;
+    param_split(p, c, tp, index);
+    p->size = (size_t)p->rows * p->cols;
+    p->offset = t->total;
+    t->total += p->size;
+    t->num_weights += (size_t)p->file_rows * p->file_cols;
+    if (*first == NO_PARAM) *first = p->offset;
+    t->params[t->count++] = *p;
+}
+static inline void params_end_unit(ParamTable *t) {
+    t->whole = round_up(t->whole, UNIT_ALIGN);
+    t->unit_begin[++t->num_units] = t->total = round_up(t->total, UNIT_ALIGN);
+}
+// Whether a model has this tensor; its name in files.
+static inline const char *kind_name(const Config *c, const ParamKind *k) {
+    const int gpt2 = strcmp(c->model_type, "gpt2") == 0, is_gate = k->role == ROLE_FCW && !k->gpt2;
+    return config_has(c, k->role) && (!is_gate || mlp_is_gated(c->mlp)) ? (gpt2 ? k->gpt2 : k->other) : NULL;
+}
+static inline void params_name(Param *p, const Config *c, int layer, const char *name) {
+    const int gpt2 = strcmp(c->model_type, "gpt2") == 0;
+    snprintf(p->name, sizeof p->name, gpt2 ? "transformer.h.%d.%s" : "model.layers.%d.%s", layer, name);
+}
+static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int index, const ParamKind *kinds,
+                                   size_t count) {
+    const int gpt2 = strcmp(c->model_type, "gpt2") == 0, in_block = kinds == block_kinds;
+    for (const ParamKind *k = kinds; k < kinds + count; k++) {
+        const char *name = kind_name(c, k);
+        Param p;
+        if (!name) continue;
+        memset(&p, 0, sizeof p);
+        if (in_block)
+            params_name(&p, c, t->num_units - 1, name);
+        else
+            snprintf(p.name, sizeof p.name, "%s", name);
+        p.role = k->role;
+        p.rows = dim_size(c, k->rows);
+        p.file_rows = k->rows == DIM_V ? c->vocab_size : p.rows;
+        p.cols = dim_size(c, k->cols);
+        p.file_cols = k->cols == DIM_V ? c->vocab_size : p.cols;
+        p.split = split_of(k->role);
+        p.is_vector = k->rows == DIM_1;
+        p.transposed = in_block && gpt2 && !p.is_vector;
+        p.init_std = role_init_std(k->role, p.is_vector, c);
+        params_add(t, c, tp, index, &p);
+    }
+    params_end_unit(t);
+}
+// The table of rank `index` of a tensor-parallel group of tp.
+static inline ParamTable params_of_rank(const Config *c, int tp, int index) {
+    #define KINDS(kinds) kinds, sizeof kinds / sizeof *kinds
+    ParamTable t = params_begin(c, sizeof block_kinds / sizeof *block_kinds);
+    params_add_unit(&t, c, tp, index, KINDS(embedding_kinds));
+    for (int l = 0; l < c->num_layers; l++) params_add_unit(&t, c, tp, index, KINDS(block_kinds));
+    params_add_unit(&t, c, tp, index, KINDS(head_kinds));
     return t;
 }
 static inline ParamTable params_table(const Config *c) { return params_of_rank(c, 1, 0); }
@@ -371,16 +394,21 @@ static inline void param_init(const ParamTable *t, int index, uint64_t seed, siz
     }
 }
 
-// FLOPs of training on one token: 6 for every weight that multiplies (the head counts, tied or not; embeddings do not)
-// plus 6 L NH HD T for causal attention. Every MFU is computed from this.
-static inline double flops_per_token(const Config *c, const ParamTable *t, int T) {
+// Weights that multiply: the head's, tied or not, but no embeddings.
+static inline double multiplying_weights(const Config *c, const ParamTable *t) {
     double weights = 0;
     for (int i = 0; i < t->count; i++) {
         const Param *p = &t->params[i];
         int is_embedding = p->role == ROLE_WPE || (p->role == ROLE_WTE && !c->tied);
         if (!p->is_vector && !is_embedding) weights += p->whole_size;
     }
-    return 6 * weights + 6.0 * c->num_layers * dim_size(c, DIM_Q) * T;
+    return weights;
+}
+// FLOPs of training on one token: 6 for every weight that multiplies, 4 for one that stays as it is, plus 6 L NH HD T
+// for causal attention. Every MFU is computed from this. frozen: a table without tensors if all weights are trained.
+static inline double flops_per_token(const Config *c, const ParamTable *trained, const ParamTable *frozen, int T) {
+    return 6 * multiplying_weights(c, trained) + 4 * multiplying_weights(c, frozen) +
+           6.0 * c->num_layers * dim_size(c, DIM_Q) * T;
 }
 
 #endif

@@ -9,11 +9,15 @@ static inline void print_start(const Trainer *t) {
     const Options *o = &t->o;
     printf("llm.cu %s | %s | %s | %s\n", GIT_REVISION, model_device(&t->model), model_dtype(&t->model), o->model);
     options_echo(o, stdout);
+    const double trained = (double)t->model.table.num_weights;
+    char adapters[64] = "";
+    if (o->lora) snprintf(adapters, sizeof adapters, ", of which %.3gM in adapters are trained", 1e-6 * trained);
     printf("model     %s: %d layers, %d channels, %d heads (%d for keys and values), MLP %d, vocabulary %d, context "
-           "%d: %.1fM parameters\n",
+           "%d: %.1fM parameters%s\n",
            c->model_type, c->num_layers, c->channels, c->num_heads, c->num_kv_heads, c->ffn_dim, c->vocab_size,
-           c->max_seq_len, 1e-6 * t->model.table.num_weights);
-    printf("weights   %s\n", is_directory(model_source(t)) ? model_source(t) : "random");
+           c->max_seq_len, 1e-6 * (trained + t->model.frozen.num_weights), adapters);
+    printf("weights   %s%s%s\n", is_directory(model_source(t)) ? model_source(t) : "random",
+           *t->adapters.text ? " with adapters of " : "", t->adapters.text);
     printf("memory    %.2f GiB\n", model_memory_gib(&t->model));
     model_print_plan(&t->model, stdout);
     if (t->comm.world > 1)
@@ -102,7 +106,7 @@ static inline void report_step(Trainer *t, const StepReport *r) {
     float loss = r->result.loss, norm = r->result.norm;
     const char *skipped = reasons[r->result.verdict];
     double tokens = t->o.total_batch, peak = t->comm.world * model_peak_flops(&t->model);
-    double flops = tokens * flops_per_token(&t->config, &t->model.table, t->o.seq_len);
+    double flops = tokens * flops_per_token(&t->config, &t->model.table, &t->model.frozen, t->o.seq_len);
     double mfu = peak > 0 ? flops / (r->seconds * peak) : NAN;
     t->step_seconds = t->steps_timed++ < 2 ? r->seconds : 0.95 * t->step_seconds + 0.05 * r->seconds;
     char eta[32], z[64] = "", share[32] = "";

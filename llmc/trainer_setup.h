@@ -44,22 +44,36 @@ typedef struct {
     int num_micro;                        // micro-steps in a step
     Path newest, newest_draft;            // --model, --draft is a run's folder: its newest checkpoint
     Path resumed_from;                    // checkpoint folder, "" for a fresh run
+    Path adapters, base;                  // generation, evaluation: --model has adapters, and these are for `base`
     char data_changed[400];               // how the data differ from the checkpoint's; "": they do not
     double step_seconds;                  // smoothed; from the second step on, because the first also warms up
     int steps_timed;
     char step_line[256];  // the last step's, shown on a terminal during the next step; "": it was printed for good
 } Trainer;
 
+static void check_lora(const Options *o) {
+    require(!o->lora || !forward_only(o),
+            "--lora trains; a folder with adapters is opened by --model alone\nleave --lora out");
+    require(!o->lora || is_directory(o->model),
+            "--lora trains adapters for weights, and --model '%s' is no folder\nname a Hugging Face folder", o->model);
+    require(!o->lora || o->zero_stage < 3,
+            "--zero-stage 3 shards weights that are trained, and --lora freezes them\nuse --zero-stage 2, or --tp");
+    require(!o->lora || strcmp(o->optimizer, "muon"),
+            "--optimizer muon is for whole matrices, not for adapters\nuse adamw with --lora");
+    require(o->lora || (!o->lora_rs && !strcmp(o->lora_targets, "all") && o->lora_alpha < 0),
+            "--lora-alpha, --lora-targets and --lora-rs say nothing without --lora\nadd --lora 16, or leave them out");
+}
 // Refuses combinations of options.
 static void check_options(const Options *o) {
     offloads(o);  // refuses what it does not know
     optimiser_check(o);
     require(!o->reset_optimizer || o->resume, "--reset-optimizer 1 is for a run that goes on\n"
                                               "add --resume 1, or leave it out: a new run has empty states");
-    require(!weights_are_quantised(o) || forward_only(o),
-            "--weights %s is for --generate and --evaluate: a training run changes its weights\n"
+    require(!weights_are_quantised(o) || forward_only(o) || o->lora,
+            "--weights %s is for --generate, --evaluate and --lora: a training run changes its weights\n"
             "leave it out; --matmul-dtype fp8 trains with fewer bits",
             o->weights);
+    check_lora(o);
     const int native = !strcmp(o->matmul_dtype, "native") && !strcmp(o->head_dtype, "native");
     require(!weights_are_quantised(o) || (native && o->zero_stage < 3),
             "--weights %s goes with none of --matmul-dtype, --head-dtype and --zero-stage 3\nleave them out",
@@ -116,8 +130,11 @@ static void require_resumed_model(Trainer *t) {
             "leave out --model when resuming, or start a new run with another --output",
             t->resumed_from.text, model, before);
 }
-// Where the model comes from: the resumed checkpoint, a Hugging Face folder, or a preset.
-static const char *model_source(const Trainer *t) { return *t->resumed_from.text ? t->resumed_from.text : t->o.model; }
+// Where the model comes from: the resumed checkpoint, a Hugging Face folder, or a preset. (A checkpoint of adapters has
+// no model.)
+static const char *model_source(const Trainer *t) {
+    return *t->resumed_from.text && !t->o.lora && !*t->adapters.text ? t->resumed_from.text : t->o.model;
+}
 // Model sizes: those of the resumed checkpoint, of a Hugging Face folder, or of a preset. A preset without vocab= takes
 // the vocabulary of the data.
 static inline void choose_config(Trainer *t) {
@@ -133,7 +150,7 @@ static inline void choose_config(Trainer *t) {
     if (is_directory(model)) {
         if (!*t->resumed_from.text) checkpoint_require_intact(&t->comm, model, 2);
         t->config = config_from_json(model);
-        if (*t->resumed_from.text) require_resumed_model(t);
+        if (model == t->resumed_from.text) require_resumed_model(t);
     } else if (!config_parse(model, &t->config) && !t->o.generate && (*data || !t->o.evaluate)) {
         const int vocab_size = shards_vocabulary(data);
         if (vocab_size > 0) t->config.vocab_size = vocab_size;
@@ -310,13 +327,29 @@ static void report_changed_options(const Trainer *t) {
     }
 }
 
+// Generation and evaluation of a folder of adapters: with the weights of their base, into which they are merged.
+static void use_adapters(Trainer *t, const char *folder) {
+    require(forward_only(&t->o),
+            "'%s' holds adapters, and a run begins with a whole model\n"
+            "go on with them by --resume 1; or merge them: python dev/eval/hf.py merge %s FOLDER",
+            folder, folder);
+    t->adapters = path_of("%s", folder);
+    t->base = adapter_base(folder);
+    t->o.model = t->base.text;
+    t->o.lora = t->o.lora_rs = 0;
+    t->o.lora_alpha = -1;
+    t->o.lora_targets = "all";
+}
 // Takes over the options of a checkpoint: of a resumed one all, of the --model of --generate those that say where its
 // tokenizer is and what its tokens see. The command line has precedence.
 static inline void take_options(Trainer *t, int argc, char **argv) {
     char why[WHY_BYTES];
-    int named = !*t->resumed_from.text && t->o.generate && checkpoint_is_whole(t->o.model, -1, why);
+    const char *folder = *t->resumed_from.text ? t->resumed_from.text
+                         : *t->adapters.text   ? t->adapters.text
+                                               : t->o.model;
+    int named = !*t->resumed_from.text && t->o.generate && checkpoint_is_whole(folder, -1, why);
     if (!*t->resumed_from.text && !named) return;
-    checkpoint_load_state(model_source(t), &t->state);
+    checkpoint_load_state(folder, &t->state);
     Options o = options_default();
     OPTION_EACH(p) {
         const char *value = state_option(&t->state, p->name);
@@ -331,6 +364,8 @@ static inline void take_options(Trainer *t, int argc, char **argv) {
     }
     t->o = options_parse_over(o, argc, argv);
     if (*t->newest.text) t->o.model = t->newest.text;
+    if (*t->base.text) t->o.model = t->base.text;
+    if (forward_only(&t->o) && *t->resumed_from.text && t->o.lora) use_adapters(t, t->resumed_from.text);
     if (*t->newest_draft.text) t->o.draft = t->newest_draft.text;
     watchdog.timeout = t->o.timeout;
 }
@@ -367,6 +402,7 @@ static inline void find_checkpoint(Trainer *t) {
     const Options *o = &t->o;
     t->o.model = newest_of_run(&t->comm, o->model, &t->newest);
     t->o.draft = newest_of_run(&t->comm, o->draft, &t->newest_draft);
+    if (is_adapter_folder(o->model)) use_adapters(t, o->model);
     int writes = *o->output && !forward_only(o) && t->comm.rank == 0;
     if (writes) make_directory(o->output);  // now, so that an unwritable folder ends the run at once
     if (writes) checkpoint_lock(&t->comm, o->output, o->timeout);
@@ -435,11 +471,14 @@ static inline void handshake(const Trainer *t) {
 
 static inline void load_or_init(Trainer *t) {
     watchdog_beat(PHASE_LOAD, -1);
-    if (*t->resumed_from.text && forward_only(&t->o)) {
+    if (t->o.lora) model_load_frozen(&t->model, t->o.model);
+    if (*t->adapters.text) {
+        model_load_merged(&t->model, t->o.model, t->adapters.text);
+    } else if (*t->resumed_from.text && forward_only(&t->o)) {
         model_load_weights(&t->model, t->resumed_from.text);
     } else if (*t->resumed_from.text) {
         if (t->o.reset_optimizer) {
-            model_load_weights(&t->model, t->resumed_from.text);
+            checkpoint_load_weights(&t->model, t->resumed_from.text);
             t->state.optimizer_begin = t->state.step;
         } else
             checkpoint_load(&t->model, t->resumed_from.text, &t->state);
@@ -447,7 +486,7 @@ static inline void load_or_init(Trainer *t) {
         if (t->train.num_shards && !t->o.overfit)
             dataloader_seek(&t->train, t->state.epoch, state_row(&t->state, t->o.seq_len));
     } else {
-        if (is_directory(t->o.model))
+        if (is_directory(t->o.model) && !t->o.lora)
             model_load_weights(&t->model, t->o.model);
         else
             init_weights(&t->model, t->o.seed);

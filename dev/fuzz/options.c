@@ -4,7 +4,8 @@
 #include "../../llmc/backend.h"
 struct Model {
     Config config;
-    ParamTable table;
+    Lora lora;
+    ParamTable table, frozen;
     const Mesh *mesh;
 };
 #include "../../llmc/trainer.h"

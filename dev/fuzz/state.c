@@ -7,7 +7,8 @@
 #include "../../llmc/backend.h"
 struct Model {
     Config config;
-    ParamTable table;
+    Lora lora;
+    ParamTable table, frozen;
     const Mesh *mesh;
     float *weights;
     int micro_steps;
@@ -195,7 +196,7 @@ static void make_run(const char *state) {
     config_parse("d1,channels=8,heads=1,vocab=256,seq=16", &c);
     model_open(&m, &c, &o, &alone);
     make_directory(in_folder("run/step_00000003"));
-    write_config(&m, in_folder("run/step_00000003"), NULL);
+    write_config(&m, in_folder("run/step_00000003"), NULL, NULL);
     save_slots(&m, weight_slot, 1, in_folder("run/step_00000003/model.safetensors"));
     save_slots(&m, optimizer_slots, 2, in_folder("run/step_00000003/optimizer.safetensors"));
     model_close(&m);

@@ -32,9 +32,10 @@ static int noted_unlink(const char *path);
 // fake_model.h
 struct Model {
     Config config;
-    ParamTable table;
+    Lora lora;
+    ParamTable table, frozen;
     const Mesh *mesh;
-    float *slots[5];
+    float *slots[NUM_SLOTS];
     int bf16, master, bf16_states;
 };
 #include "llmc/checkpoint.h"

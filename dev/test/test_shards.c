@@ -7,9 +7,10 @@
 #include "llmc/backend.h"
 struct Model {
     Config config;
-    ParamTable table;
+    Lora lora;
+    ParamTable table, frozen;
     const Mesh *mesh;
-    float *slots[5], *copies[5];
+    float *slots[NUM_SLOTS], *copies[NUM_SLOTS];
 };
 #include "llmc/checkpoint.h"
 
@@ -108,7 +109,7 @@ static void test_model(const char *text) {
         for (int rank = 0; rank < world; rank++) {  // every rank reads its piece; together they have all
             const Mesh mesh = mesh_turn(rank, world, 1);
             copy.mesh = &mesh;
-            load_slots(&copy, optimizer_slots, 2, at("one"));
+            load_slots(&copy, optimizer_slots, 2, at("one"), NULL);
         }
         int same = 1;
         for (int i = 0; i < m.table.count; i++) {
@@ -172,7 +173,7 @@ static void test_layout(const char *text, int dp, int tp) {
             if (!reading)
                 together += save_slots(&m, optimizer_slots, 2, at("several"));
             else
-                load_slots(&read, optimizer_slots, 2, at("several"));
+                load_slots(&read, optimizer_slots, 2, at("several"), NULL);
             for (int i = 0; i < 2 * m.table.count && reading; i++) {
                 const Param *p = &m.table.params[i / 2];
                 const Slot s = i % 2 ? SLOT_M : SLOT_V;

@@ -1,0 +1,153 @@
+// LoRA (Hu et al., arXiv:2106.09685): the weights of a model are frozen, and chosen matrices of its blocks have
+// adapters, which are trained: A (rank,in) and B (out,rank). A product reads the sum W + scale B A, rounded to the
+// build's dtype; it is made when a block is used. So a run with adapters computes what a model has into which they are
+// merged, bit for bit, and this is what is merged when such a model is opened for generation or evaluation.
+//
+//   scale = alpha / rank, rank-stabilised (Kalajdzievski, arXiv:2312.03732) alpha / sqrt(rank)
+//   A begins as normal numbers with the variance of peft's uniform ones, 1 / (3 in), B as zeros
+//   dA = scale (dout B)^T inp        dB = scale dout^T (inp A^T)
+//
+// q, k and v, gate and up have adapters of their own, though one product computes them; GPT-2's c_attn has one. They
+// are a ParamTable of their own, with the units of the model's: all that belongs to training (gradients, optimiser,
+// ZeRO, checkpoints) sees it alone. In a unit, all A of a role stand before its B.
+//
+// Files are peft's: adapter_config.json and adapter_model.safetensors.
+#ifndef LLMC_LORA_H
+#define LLMC_LORA_H
+
+#include "options.h"
+#include "params.h"
+
+#define LORA_PREFIX "base_model.model."
+enum { LORA_MOST_RANK = 4096, LORA_MOST_TARGETS = 7 };
+typedef struct {
+    int rank;  // 0: no adapters
+    int rank_stabilised;
+    float alpha;
+    unsigned targets;  // bit i: block_kinds[i]
+} Lora;
+static inline float lora_scale(const Lora *l) {
+    return l->alpha / (l->rank_stabilised ? sqrtf((float)l->rank) : (float)l->rank);
+}
+
+// A matrix of a block, by its place in block_kinds, that adapters can be for. Its name in peft, without ".weight".
+typedef struct { char text[64]; } LoraName;
+static inline int lora_name(const Config *c, int kind, LoraName *name) {
+    const ParamKind *k = &block_kinds[kind];
+    const char *full = k->rows == DIM_1 ? NULL : kind_name(c, k);
+    if (full) snprintf(name->text, sizeof name->text, "%.*s", (int)(strlen(full) - strlen(".weight")), full);
+    return full != NULL;
+}
+// As peft: a target is a name, or what follows a dot in it.
+static inline int lora_matches(const char *name, const char *target, size_t length) {
+    const size_t before = strlen(name) - length;
+    return strlen(name) >= length && !strncmp(name + before, target, length) && (!before || name[before - 1] == '.');
+}
+enum { NUM_BLOCK_KINDS = sizeof block_kinds / sizeof *block_kinds };
+// The bits of `targets`: all, or names with commas between. from: who says so.
+static inline unsigned lora_targets(const Config *c, const char *targets, const char *from) {
+    unsigned bits = 0;
+    LoraName name;
+    for (const char *at = targets; *at; at += *at == ',') {
+        const int length = (int)strcspn(at, ",");
+        const int all = (!strncmp(at, "all", 3) && length == 3) || (!strncmp(at, "all-linear", 10) && length == 10);
+        unsigned found = 0;
+        char known[512] = "";
+        for (int i = 0; i < NUM_BLOCK_KINDS; i++) {
+            if (!lora_name(c, i, &name)) continue;
+            if (all || lora_matches(name.text, at, length)) found |= 1u << i;
+            const size_t used = strlen(known);
+            snprintf(known + used, sizeof known - used, "%s%s", used ? ", " : "", name.text);
+        }
+        require(found, "%s: '%.*s' is no matrix of a block of this model\nthese are: %s, or what follows their dot",
+                from, length, at, known);
+        bits |= found;
+        at += length;
+    }
+    require(bits, "%s names no matrices\nuse all, or names with commas between", from);
+    return bits;
+}
+static inline Lora lora_of(const Config *c, const Options *o) {
+    Lora l = {(int)o->lora, (int)o->lora_rs, (float)(o->lora_alpha < 0 ? 2.0 * o->lora : o->lora_alpha), 0};
+    if (l.rank) l.targets = lora_targets(c, o->lora_targets, "--lora-targets");
+    return l;
+}
+
+// ---- the table of adapters
+
+// Tensors of the model's table before the one of block_kinds[kind] in this layer.
+static inline int lora_weight(const Config *c, int layer, int kind) {
+    int before = 0, in_block = 0;
+    for (size_t i = 0; i < sizeof embedding_kinds / sizeof *embedding_kinds; i++)
+        before += kind_name(c, &embedding_kinds[i]) != NULL;
+    for (int i = 0; i < NUM_BLOCK_KINDS; i++) {
+        before += i < kind && kind_name(c, &block_kinds[i]);
+        in_block += kind_name(c, &block_kinds[i]) != NULL;
+    }
+    return before + layer * in_block;
+}
+// Names are peft's. A is split as W's columns are, B as its rows.
+static inline void lora_add(ParamTable *t, const Config *c, const Lora *l, int tp, int index, int kind, int is_b) {
+    const ParamKind *k = &block_kinds[kind];
+    const Split split = split_of(k->role);
+    const int layer = t->num_units - 1;
+    LoraName name;
+    char in_block[80];
+    Param p;
+    memset(&p, 0, sizeof p);
+    lora_name(c, kind, &name);
+    snprintf(in_block, sizeof in_block, "%s.lora_%c.weight", name.text, is_b ? 'B' : 'A');
+    params_name(&p, c, layer, in_block);
+    memmove(p.name + strlen(LORA_PREFIX), p.name, sizeof p.name - strlen(LORA_PREFIX));
+    memcpy(p.name, LORA_PREFIX, strlen(LORA_PREFIX));
+    p.role = k->role;
+    p.weight = lora_weight(c, layer, kind);
+    p.rows = p.file_rows = is_b ? dim_size(c, k->rows) : l->rank;
+    p.cols = p.file_cols = is_b ? l->rank : dim_size(c, k->cols);
+    p.split = split == (is_b ? SPLIT_ROWS : SPLIT_COLS) ? split : SPLIT_NONE;
+    p.init_std = is_b ? 0 : 1 / sqrtf(3.0f * (float)p.cols);
+    params_add(t, c, tp, index, &p);
+}
+// Of rank `index` of a tensor-parallel group of tp.
+static inline ParamTable lora_table(const Config *c, const Lora *l, int tp, int index) {
+    ParamTable t = params_begin(c, 2 * LORA_MOST_TARGETS);
+    params_end_unit(&t);
+    for (int layer = 0; layer < c->num_layers; layer++) {
+        for (int role = ROLE_QKVW; role <= ROLE_FCPROJW; role++)
+            for (int is_b = 0; is_b < 2; is_b++)
+                for (int kind = 0; kind < NUM_BLOCK_KINDS; kind++)
+                    if (l->targets >> kind & 1 && (int)block_kinds[kind].role == role)
+                        lora_add(&t, c, l, tp, index, kind, is_b);
+        params_end_unit(&t);
+    }
+    params_end_unit(&t);
+    return t;
+}
+// The adapters of a block's layer: indices in the model's table and in that of the adapters. Returns how many.
+typedef struct { int weight, a, b; } LoraPair;
+enum { LORA_MOST_PAIRS = 3 };
+static inline int lora_pairs(const ParamTable *adapters, int unit, Role role, LoraPair pairs[LORA_MOST_PAIRS]) {
+    const int in_block = adapters->count / (adapters->num_units - 2), first = (unit - 1) * in_block;
+    int tensors = 0, begin = 0;
+    for (int i = first; i < first + in_block; i++) {
+        begin = adapters->params[i].role == role && tensors++ == 0 ? i : begin;
+    }
+    for (int i = 0; i < tensors / 2; i++) {
+        const LoraPair p = {adapters->params[begin + i].weight, begin + i, begin + tensors / 2 + i};
+        pairs[i] = p;
+    }
+    return tensors / 2;
+}
+
+// ---- merging: w (n) = w + scale b A, a part of one row; a: A's first column of that part, its rows `stride` apart.
+// One order of operations for all programs.
+static inline void lora_merge_row(float *w, size_t n, const float *a, size_t stride, const float *b, int rank,
+                                  float scale) {
+    for (int r = 0; r < rank; r++) {
+        const float *row = a + r * stride, factor = scale * b[r];
+        #pragma omp simd
+        for (size_t i = 0; i < n; i++) w[i] = fmaf(factor, row[i], w[i]);
+    }
+}
+
+#endif
