@@ -50,7 +50,11 @@ typedef struct {
     uint64_t data_hash;                // of the shards' names and samples of their content, 0: it does not say
     TokenizerId tokenizer;             // of the data
     int64_t seed;
-    StateWindow loss, norm;      // for the z-scores
+    StateWindow loss, norm;  // for the z-scores
+    // --patience: the lowest validation loss, the step after which it was measured (0: none yet), that of the latest
+    // evaluation, and how many in a row were not lower
+    double best_loss;
+    int64_t best_step, evaluated_step, worse_evaluations;
     char *options[NUM_OPTIONS];  // the run's options as text, to compare or to restore; NULL: not known
     char precision[96];          // set by loading; see precision_text
 } TrainState;
@@ -65,8 +69,12 @@ static const struct {
                      {"epoch", offsetof(TrainState, epoch), 1ll << 40},
                      {"row", offsetof(TrainState, row), 1ll << 55},
                      {"seed", offsetof(TrainState, seed), INT64_MAX},
-                     {"optimizer_begin", offsetof(TrainState, optimizer_begin), 1 << 30}};
+                     {"optimizer_begin", offsetof(TrainState, optimizer_begin), 1 << 30},
+                     {"best_step", offsetof(TrainState, best_step), 1 << 30},
+                     {"evaluated_step", offsetof(TrainState, evaluated_step), 1 << 30},
+                     {"worse_evaluations", offsetof(TrainState, worse_evaluations), 1 << 30}};
 enum { NUM_STATE_NUMBERS = sizeof state_numbers / sizeof *state_numbers };
+enum { NUM_OLD_STATE_NUMBERS = 5 };  // the first ones, which older checkpoints have, too
 
 // The place of an option, NULL if there is no option of this name.
 static inline char **state_option_place(TrainState *s, const char *name) {
@@ -152,7 +160,9 @@ static inline int write_train_state(const Model *m, const char *folder, const Tr
     }
     fprintf(f, "  \"parameters\": %zu,\n  \"dtype\": \"%s\",\n  \"master\": %s,\n  \"states\": \"%s\",\n",
             m->table.num_weights, model_dtype(m), model_has_slot(m, SLOT_MASTER) ? "true" : "false", states_dtype(m));
-    fprintf(f, "  \"optimizer\": \"%s\",\n", optimizer_name(m));
+    fprintf(f, "  \"optimizer\": \"%s\",\n  \"best_loss\": ", optimizer_name(m));
+    json_write_double(f, s->best_step ? s->best_loss : NAN);
+    fputs(",\n", f);
     if (s->data_tokens)
         fprintf(f, "  \"data\": {\"tokens\": %lld, \"shards\": %lld, \"content\": \"%016llx\"},\n",
                 (long long)s->data_tokens, (long long)s->data_shards, (unsigned long long)s->data_hash);
@@ -483,17 +493,27 @@ static inline void checkpoint_require_fresh(const char *output) {
     free_names(names, count);
 }
 
+// The link `best` of a run (--patience). Without it the checkpoint is there all the same: a file system without links
+// gets a warning.
+static inline void link_best(const char *output, int64_t step) {
+    const Path link = path_of("%s/best", output), fresh = path_of("%s.tmp", link.text);
+    unlink(fresh.text);
+    if (symlink(file_name(checkpoint_folder(output, step, "").text), fresh.text) || rename(fresh.text, link.text))
+        fprintf(stderr, "warning: cannot link '%s': %s\n", link.text, strerror(errno));
+}
 // Keeps the newest `keep` whole checkpoints up to this step (0: all), those at multiples of `major_every` (0: none),
-// and the newest that has not diverged.
+// the one that is linked as the best, and the newest that has not diverged.
 static inline void remove_old_checkpoints(const char *output, int64_t step, int keep, int major_every) {
+    char best[32] = "";
     struct dirent **names = NULL;
     int count = keep > 0 ? scandir(output, &names, is_step_name, by_step) : -1;
+    if (readlink(path_of("%s/best", output).text, best, sizeof best - 1) < 0) *best = 0;
     for (int i = count - 1, kept = 0, goods = 0; i >= 0; i--) {
         int64_t at = atoll(names[i]->d_name + 5);
         Path path = path_of("%s/%s", output, names[i]->d_name), gone = path_of("%s.tmp", path.text);
         char why[WHY_BYTES];
         int whole = at <= step && checkpoint_is_whole(path.text, at, why);
-        int major = major_every > 0 && at % major_every == 0;
+        int major = (major_every > 0 && at % major_every == 0) || !strcmp(names[i]->d_name, best);
         int last_good = whole && !checkpoint_is_diverged(path.text) && goods++ == 0;
         if (!whole || kept++ < keep || major || last_good) continue;
         // renamed first: never half a folder under a whole one's name
@@ -701,10 +721,11 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
             why);
     for (int i = 0; i < NUM_STATE_NUMBERS; i++) {
         int64_t *number = (int64_t *)((char *)s + state_numbers[i].offset);
-        if (number == &s->optimizer_begin && json_get(&j, 0, "optimizer_begin") == JSON_NONE) continue;  // an old one
+        if (i >= NUM_OLD_STATE_NUMBERS && json_get(&j, 0, state_numbers[i].key) == JSON_NONE) continue;
         STATE_REQUIRE(state_number(&j, 0, state_numbers[i].key, state_numbers[i].most, number), state_numbers[i].key);
     }
     STATE_REQUIRE(s->optimizer_begin <= s->step, "optimizer_begin");
+    STATE_REQUIRE(!s->best_step || json_double(&j, json_get(&j, 0, "best_loss"), &s->best_loss), "best_loss");
     read_data_place(&j, path, s);
     s->tokenizer = read_tokenizer_id(&j, path);
     STATE_REQUIRE(json_bool(&j, json_get(&j, 0, "master"), &master), "master");

@@ -263,13 +263,14 @@ static ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
 // ---- everything
 
 // After `step` optimiser steps and `tokens` tokens. tokenizer: of the data, or NULL. Prints nothing that a signal
-// ended.
-static inline void evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, long long step,
-                            long long tokens) {
-    double begin = now_seconds();
+// ended. Returns the validation loss, the same on all ranks; NaN: there is none.
+static inline double evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, long long step,
+                              long long tokens) {
+    double begin = now_seconds(), loss = NAN;
     if (e->has_val) {
         const ValScore v = validation_score(e, m, tokenizer);
-        if (e->stopped) return;
+        if (e->stopped) return NAN;
+        loss = v.loss;
         printf("eval %6lld | val loss %.4f", step, v.loss);
         if (!isnan(v.bpb)) printf(" | %.4f bits/byte", v.bpb);
         printf(" | %.1f s\n", now_seconds() - begin);
@@ -279,13 +280,14 @@ static inline void evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer,
         const EvalSet *s = &e->sets[i];
         begin = now_seconds();
         const ChoiceScore c = choice_score(e, s, m);
-        if (e->stopped) return;
+        if (e->stopped) return NAN;
         printf("eval %6lld | %s acc %.4f, by token %.4f", step, s->name, c.acc, c.acc_norm);
         if (!isnan(c.acc_char)) printf(", by character %.4f", c.acc_char);
         printf(" of %d | loss %.4f | %.1f s\n", s->num_examples, c.loss, now_seconds() - begin);
         logger_event(log, "eval_choice", step, "name %s acc %g acc_norm %g acc_char %f loss %g count %d tokens %lld",
                      s->name, c.acc, c.acc_norm, c.acc_char, c.loss, s->num_examples, tokens);
     }
+    return loss;
 }
 
 #endif

@@ -114,6 +114,9 @@
         "write a checkpoint every N steps, at the end and when a signal stops the run (-1: not every N, 0: never)") \
     INT(save_keep, "nk", ' ', 0, 0, 1 << 30, "keep the newest K checkpoints (0: all)") \
     INT(save_major, "nm", ' ', 0, 0, 1 << 30, "never remove checkpoints of every N-th step (0: off)") \
+    INT(patience, "", ' ', 0, 0, 1 << 30, \
+        "keep the checkpoint of the lowest validation loss, which the link `best` names, and end after N evaluations " \
+        "without a lower one (0: off)") \
     INT(save_async, "", '=', 1, 0, 1, "1: train on while a copy in host memory is written; 0: wait for the disk") \
     INT(resume, "y", ' ', 0, 0, 1, \
         "1: go on from the newest checkpoint in --output, with its options unless others are given") \

@@ -9,8 +9,20 @@
 #include "trainer_report.h"
 
 static void score(Trainer *t) {
-    evaluate(&t->eval, &t->model, t->has_tokenizer ? &t->tokenizer : NULL, &t->log, t->state.step, t->state.tokens);
+    TrainState *s = &t->state;
+    const double loss =
+        evaluate(&t->eval, &t->model, t->has_tokenizer ? &t->tokenizer : NULL, &t->log, s->step, s->tokens);
+    // a resumed run evaluates the same weights again
+    if (!t->o.patience || s->step <= s->evaluated_step || isnan(loss)) return;
+    s->evaluated_step = s->step;
+    s->worse_evaluations++;
+    if (s->best_step && !(loss < s->best_loss)) return;
+    s->best_loss = loss;
+    s->best_step = s->step;
+    s->worse_evaluations = 0;
 }
+static int is_out_of_patience(const Trainer *t) { return t->o.patience && t->state.worse_evaluations >= t->o.patience; }
+static int is_best(const Trainer *t) { return t->o.patience && t->state.best_step == t->state.step; }
 
 // ---- samples
 
@@ -129,6 +141,7 @@ static void save_finish(void *trainer) {
         report_failed_save(t, path.text, step, error);
     else
         report_save(t, path.text, step, now - t->save_begin, t->save_held + now - begin);
+    if (!error && t->o.patience && step == t->state.best_step && t->comm.rank == 0) link_best(t->o.output, step);
     rotate(t);
 }
 static void save(Trainer *t) {
@@ -147,7 +160,7 @@ static void save(Trainer *t) {
 static int save_is_due(const Trainer *t, int ends) {
     int64_t every = t->o.save_every, step = t->state.step;
     if (!every || (step == t->saved_step && !t->retry_step)) return 0;
-    return ends || (every > 0 && step % every == 0) || (t->retry_step && step >= t->retry_step);
+    return ends || (every > 0 && step % every == 0) || (t->retry_step && step >= t->retry_step) || is_best(t);
 }
 // Called when the loss of a step is known: the first loss with a checkpoint's weights shows whether they have diverged.
 static void prove_checkpoint(Trainer *t) {
@@ -349,13 +362,20 @@ static int end_training(Trainer *t, int64_t first, int stopped) {
         printf("stopped by %s after step %lld%s\n", strsignal(stopped), step,
                t->o.save_every ? "; --resume 1 goes on" : "; nothing was saved (--save-every)");
     }
+    if (is_out_of_patience(t))
+        printf("ended after step %lld: %lld evaluations without a lower validation loss (--patience)\n", step,
+               (long long)t->state.worse_evaluations);
+    if (t->o.patience && t->state.best_step)
+        printf("lowest validation loss %.4f after step %lld: %s\n", t->state.best_loss, (long long)t->state.best_step,
+               checkpoint_folder(t->o.output, t->state.best_step, "").text);
     if (unsaved && t->comm.rank == 0)
         fprintf(stderr,
                 "error: the last checkpoint was not written, see above\n  hint: make room in '%s' and go on with "
                 "--resume 1\n",
                 t->o.output);
     if (status == EXIT_SUCCESS && *t->o.output && t->comm.rank == 0) write_done_file(t);
-    logger_event(&t->log, "end", step, "reason %s status %d", stopped ? strsignal(stopped) : "all steps done", status);
+    const char *reason = stopped ? strsignal(stopped) : is_out_of_patience(t) ? "patience" : "all steps done";
+    logger_event(&t->log, "end", step, "reason %s status %d", reason, status);
     return status;
 }
 static int train(Trainer *t) {
@@ -366,10 +386,10 @@ static int train(Trainer *t) {
     background.of = t;
     int stopped = score_if_due(t);
     double clock = now_seconds();
-    while (t->state.step < t->steps && !stopped) {
+    while (t->state.step < t->steps && !stopped && !is_out_of_patience(t)) {
         stopped = train_step(t, &clock);
         if (!stopped) stopped = after_step(t, first);
-        t->ending = stopped || t->state.step == t->steps;
+        t->ending = stopped || t->state.step == t->steps || is_out_of_patience(t);
         if (save_is_due(t, t->ending)) save(t);
         clock = now_seconds();
     }
