@@ -41,7 +41,8 @@
     INT(batch_size, "b", '*', 4, 1, 1 << 20, "sequences in a micro-step of one rank (B)") \
     INT(seq_len, "t", '*', 1024, 1, 1 << 24, "tokens in a sequence (T)") \
     INT(total_batch, "d", '*', -1, -1, 1ll << 40, "tokens in an optimiser step, in one or more micro-steps (-1: one)") \
-    INT(max_steps, "x", '*', -1, -1, 1 << 30, "optimiser steps to run (-1: one epoch)") \
+    INT(max_steps, "x", '*', -1, -1, 1 << 30, "optimiser steps to run (-1: those of --epochs)") \
+    FLT(epochs, "", '*', 1.0, 1e-6, 1e6, "how often the run sees the training data, if --max-steps says nothing else") \
     INT(overfit, "a", '*', 0, 0, 1, "1: train on the first batch of the validation data only") \
     ONE(pack, "", '*', "auto", "auto|no|whole|cut", \
         "rows of the data: no: cut from the stream of documents; whole: documents, packed into rows with padding; " \

@@ -93,7 +93,7 @@ static void check_options(const Options *o) {
             o->total_batch);
     require(o->max_steps != 0 || o->generate || o->evaluate,
             "--max-steps 0 trains nothing\n"
-            "give a number of steps, or -1 for one epoch; --evaluate 1 evaluates and stops");
+            "give a number of steps, or -1 for --epochs; --evaluate 1 evaluates and stops");
     require(!o->generate || !o->evaluate, "--generate 1 and --evaluate 1 are two runs\nleave one of them out");
     require(!o->serve || !*o->prompt, "--serve reads its prompts from standard input\nleave --prompt out");
     require(!o->evaluate || *o->val_data || *o->choice_data || o->hellaswag,
@@ -198,11 +198,11 @@ static inline void open_data(Trainer *t) {
     t->num_micro = total / micro_tokens;
     // As in llm.c, an epoch's last step may end with the next epoch's first rows.
     const int64_t places = t->train.kind.pack ? t->train.rows_per_epoch * o->seq_len : t->train.num_tokens;
-    t->steps = o->max_steps != -1 ? o->max_steps : places / total;
-    require(t->steps > 0,
-            "the training data has %lld tokens, less than one step of %lld\n"
-            "use a smaller --total-batch or give --max-steps",
-            (long long)places, total);
+    t->steps = o->max_steps != -1 ? o->max_steps : (long long)(o->epochs * (double)places / (double)total);
+    require(t->steps > 0 && t->steps <= 1 << 30,
+            "%g epochs of %lld tokens are %lld steps of %lld\n"
+            "use another --total-batch or --epochs, or give --max-steps",
+            o->epochs, (long long)places, t->steps, total);
 }
 
 // The path of --tokenizer, or else the first of these files that exists: tokenizer.bin in the model's folder (with
