@@ -12,6 +12,8 @@ Face's.
   python train_gpt2.py --model d2,channels=64 --write-weights DIR    the initial weights as a Hugging Face folder
   python train_gpt2.py --model d2,channels=64 --write-debug DIR
     and logits, gradients, ten losses: the oracle of whole-model tests
+  python train_gpt2.py --model DIR --lora 16
+    LoRA adapters beside frozen weights; checkpoints are folders of peft
 
 Left out: several GPUs, resuming the optimiser. The C trainers have them.
 """
@@ -19,6 +21,7 @@ Left out: several GPUs, resuming the optimiser. The C trainers have them.
 import argparse
 import difflib
 import functools
+import itertools
 import json
 import math
 import os
@@ -545,6 +548,73 @@ class RoundedLinear(torch.autograd.Function):
         return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None, None
 
 
+# ---- LoRA: a matrix W multiplies as W + scale B A; A (rank, in) and B (out, rank) alone are trained
+@dataclass
+class Lora:
+    rank: int
+    alpha: float
+    rs: bool
+    targets: list  # ends of modules' names, as peft has them: q_proj, attn.c_proj
+    base: str  # the folder, or the name on the hub, of the frozen weights
+
+    @property
+    def scale(self):
+        rank = np.float32(self.rank)
+        return float(np.float32(self.alpha) / (np.sqrt(rank) if self.rs else rank))
+
+
+def lora_table(model, lora):
+    """In the order of the model's table; of the matrices of one role, first each A, then each B."""
+    table = []
+    for (unit, role), matrices in itertools.groupby(block_matrices(model.table), lambda p: (p.unit, p.role)):
+        stems = [(p.name.removesuffix("weight"), *p.shape) for p in matrices]
+        stems = [s for s in stems if any(s[0].endswith(f".{name}.") for name in lora.targets)]
+        role = role.removesuffix("w") + "lora"
+        for stem, _, cols in stems:
+            std = float(1 / np.sqrt(np.float32(3 * cols)))
+            table += [Param(stem + "lora_A.weight", role, unit, (lora.rank, cols), std)]
+        table += [Param(stem + "lora_B.weight", role, unit, (rows, lora.rank), 0) for stem, rows, _ in stems]
+    return table
+
+
+def block_matrices(table):
+    return [p for p in table if len(p.shape) == 2 and 0 < p.unit < table[-1].unit]
+
+
+def module_names(table):
+    """Of a block's matrices, as short as they are unambiguous: q_proj, attn.c_proj."""
+    paths = [p.name.split(".")[3:-1] for p in block_matrices(table) if p.unit == 1]
+    last = [path[-1] for path in paths]
+    return [name if last.count(name) == 1 else ".".join(path) for name, path in zip(last, paths)]
+
+
+def merged(weight, a, b, scale):
+    """weight + scale b a in the order of the C trainers: fmaf(scale b, a, weight) over the rank. In fp64 a product is
+    exact; rounding its sum twice differs from once in some 2^-29 of all."""
+    for k in range(len(a)):
+        factor = scale * b[:, k, None]
+        weight = (factor.double() * a[k].double() + weight.double()).float()
+    return weight
+
+
+class AdapterGradients(torch.autograd.Function):
+    """The identity of a product's output y = x (W + scale b a)^T. Backward adds the gradients of a and b, which cost
+    less than that of W."""
+
+    @staticmethod
+    def forward(ctx, y, x, a, b, scale):
+        ctx.save_for_backward(x, a, b)
+        ctx.scale = scale
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, a, b = (tensor.to(dy.dtype) for tensor in ctx.saved_tensors)
+        rows, x = dy.flatten(0, 1), x.flatten(0, 1)
+        da, db = (rows @ b).T @ x, rows.T @ (x @ a.T)
+        return dy, None, ctx.scale * da.float(), ctx.scale * db.float(), None
+
+
 class Model(nn.Module):
     def __init__(self, config, device=None):
         super().__init__()
@@ -554,13 +624,42 @@ class Model(nn.Module):
         # unit -> role -> its parameters: q, k, v share one role
         self.units = [{} for _ in range(config.num_layers + 2)]
         for p in self.table:
-            parameter = nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device=device))
-            module, (*containers, leaf) = self, p.name.split(".")  # so that the state dict has the files' names
-            for name in containers:
-                module = module._modules.setdefault(name, nn.Module())
-            module.register_parameter(leaf, parameter)
-            self.units[p.unit].setdefault(p.role, []).append(parameter)
+            self.units[p.unit].setdefault(p.role, []).append(self.add_parameter(p, device))
+        self.lora, self.trained = None, self.table
         self.rope = ()  # cos, sin of the longest T so far
+
+    def add_parameter(self, p, device):
+        parameter = nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device=device))
+        module, (*containers, leaf) = self, p.name.split(".")  # so that the state dict has the files' names
+        for name in containers:
+            module = module._modules.setdefault(name, nn.Module())
+        module.register_parameter(leaf, parameter)
+        return parameter
+
+    def add_adapters(self, lora, seed):
+        """Freezes the model and trains adapters alone. From here on, units have the weights that merge makes."""
+        self.requires_grad_(False)
+        self.lora, self.trained, self.adapted = lora, lora_table(self, lora), []
+        added = {p.name: self.add_parameter(p, device=None) for p in self.trained}
+        for p in self.trained:
+            if ".lora_B." in p.name:
+                continue
+            a, b = added[p.name], added[p.name.replace("lora_A", "lora_B")]
+            base = self.get_parameter(p.name.replace("lora_A.", ""))
+            unit, product = self.units[p.unit], p.role.removesuffix("lora")
+            weights = unit[product + "w"]
+            place = next(i for i, w in enumerate(weights) if w is base)
+            unit.setdefault(p.role, [None] * len(weights))[place] = a, b
+            self.adapted.append((weights, place, base, a, b))
+        self.init(seed, self.trained)
+        self.merge()
+        return self
+
+    @torch.no_grad()
+    def merge(self):
+        """To be called whenever adapters have changed."""
+        for weights, place, base, a, b in self.adapted if self.lora else []:
+            weights[place] = merged(base, a, b, self.lora.scale)
 
     def norm(self, x, unit, name):
         c, weight = self.config, unit[name + "w"][0]
@@ -576,6 +675,13 @@ class Model(nn.Module):
         """One output for each weight of this role."""
         weights = unit[name + "w"]
         biases = unit.get(name + "b", [None] * len(weights))
+        adapters = unit.get(name + "lora", [None] * len(weights))
+        outputs = self.product(x, weights, biases)
+        return [
+            y if ab is None else AdapterGradients.apply(y, x, *ab, self.lora.scale) for y, ab in zip(outputs, adapters)
+        ]
+
+    def product(self, x, weights, biases):
         if self.matmul_dtype == "native":
             return [F.linear(x, w, b) for w, b in zip(weights, biases)]
         dtype, *_, dweight_dtype = self.matmul_dtype.split("-") * 2
@@ -656,7 +762,7 @@ class Model(nn.Module):
         return total / (targets >= 0).sum().clamp(min=1)
 
     @torch.no_grad()
-    def init(self, seed):
+    def init(self, seed, table=None):
         """llmc/params.h's param_init: a value depends on (seed, place in the table, element)."""
 
         def fill(job):
@@ -667,7 +773,7 @@ class Model(nn.Module):
             )
 
         jobs = []
-        for index, p in enumerate(self.table):
+        for index, p in enumerate(table or self.table):
             values = self.get_parameter(p.name).fill_(max(-p.std, 0)).view(-1).numpy()
             jobs += [(index, p, values, begin) for begin in range(0, values.size if p.std > 0 else 0, 1 << 18)]
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -676,31 +782,64 @@ class Model(nn.Module):
 
 
 # ---- Hugging Face folders
-def as_file(model, tensors):
+def as_file(table, tensors):
     """Tensors by name, as in memory -> as in files (GPT-2's block matrices transposed)."""
-    return {
-        p.name: (tensors[p.name].T if p.transposed else tensors[p.name]).detach().cpu().contiguous()
-        for p in model.table
-    }
+    return {p.name: (tensors[p.name].T if p.transposed else tensors[p.name]).detach().cpu().contiguous() for p in table}
 
 
-def save_tensors(tensors, path):
+def save_tensors(tensors, path, **facts):
     try:
-        safetensors.torch.save_file(tensors, path + ".tmp", {"format": "pt"})
+        safetensors.torch.save_file(tensors, path + ".tmp", {"format": "pt"} | facts)
     except safetensors.SafetensorError as e:
         raise OSError(0, str(e), path) from None
     os.replace(path + ".tmp", path)  # a killed run leaves no half file under the real name
 
 
 def write_weights(model, folder, dtype=torch.float32):
-    """config.json + model.safetensors."""
+    """config.json + model.safetensors; with LoRA, what write_adapters says."""
     os.makedirs(folder, exist_ok=True)
+    if model.lora:
+        write_adapters(model, folder)
+        return
     save_tensors(
-        as_file(model, {p.name: model.get_parameter(p.name).to(dtype) for p in model.table}),
+        as_file(model.table, {p.name: model.get_parameter(p.name).to(dtype) for p in model.table}),
         os.path.join(folder, "model.safetensors"),
     )
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}, f, indent=2)
+
+
+def write_adapters(model, folder):
+    """A folder of peft: adapter_config.json + adapter_model.safetensors."""
+    lora, prefix = model.lora, "base_model.model."
+    tensors = {prefix + p.name: model.get_parameter(p.name).detach().cpu().contiguous() for p in model.trained}
+    save_tensors(tensors, os.path.join(folder, "adapter_model.safetensors"), base=base_mark(model))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": lora.base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "use_rslora": lora.rs,
+        "target_modules": lora.targets,
+        "fan_in_fan_out": model.config.model_type == "gpt2",  # its files hold block matrices as (in, out)
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
+    with open(os.path.join(folder, "adapter_config.json"), "w") as f:
+        json.dump(config, f, indent=2)
+
+
+def base_mark(model):
+    """Tells models of one shape apart: a hash of the first 16 values, as fp32 and as in files, of each adapted matrix
+    in the order of the table."""
+    adapted, data = {p.name.replace("lora_A.", "") for p in model.trained}, b""
+    for p in model.table:
+        if p.name in adapted:
+            weight = model.get_parameter(p.name).detach()
+            data += (weight.T if p.transposed else weight)[:16].flatten()[:16].cpu().numpy().tobytes()
+    return f"{fnv1a(data):016x}"
 
 
 @torch.no_grad()
@@ -753,16 +892,71 @@ def hub_folder(name):
         )
 
 
+def is_preset(descriptor):
+    return not os.path.isdir(descriptor) and "/" not in descriptor and ("," in descriptor or config_preset(descriptor))
+
+
 def make_model(descriptor, seed, data_vocab=0):
     """A folder, a name on the hub, or a preset; a preset without vocab= takes the vocabulary that the data names."""
-    if not os.path.isdir(descriptor) and ("/" not in descriptor and ("," in descriptor or config_preset(descriptor))):
+    if is_preset(descriptor):
         config, has_vocab = config_parse(descriptor)
         return Model(config if has_vocab or not data_vocab else replace(config, vocab_size=data_vocab)).init(seed)
     folder = descriptor if os.path.isdir(descriptor) else hub_folder(descriptor)
     path = os.path.join(folder, "config.json")
+    if not os.path.exists(path) and os.path.exists(os.path.join(folder, "adapter_config.json")):
+        return load_adapters(folder)
     require(os.path.exists(path), f"'{path}' does not exist", "name a folder with config.json and model.safetensors")
     with open(path) as f:
         return load_weights(Model(config_from_hf(json.load(f), path)), folder)
+
+
+def load_adapters(folder):
+    """The model that a folder of peft says is its base, with its adapters."""
+    merge = f"make a model of them: python dev/eval/hf.py merge {folder} NEW_FOLDER --base BASE"
+    with open(os.path.join(folder, "adapter_config.json")) as f:
+        config = json.load(f)
+    base, targets = (config.get(key) for key in ("base_model_name_or_path", "target_modules"))
+    plain = config.get("peft_type") == "LORA" and isinstance(targets, list) and not config.get("alpha_pattern")
+    require(plain, f"the adapters in '{folder}' are of a kind that does not open here", merge)
+    require(base and not is_preset(base), f"'{folder}' does not say where its base is", merge)
+    model = make_model(base, 0)
+    model.add_adapters(Lora(config["r"], config["lora_alpha"], config.get("use_rslora", False), targets, base), 0)
+    tensors = safetensors.torch.load_file(os.path.join(folder, "adapter_model.safetensors"))
+    table = {"base_model.model." + p.name: p for p in model.trained}
+    fits = {name: p.shape for name, p in table.items()} == {name: tuple(t.shape) for name, t in tensors.items()}
+    require(fits, f"the adapters in '{folder}' are not those that its config and '{base}' ask for", merge)
+    for name, p in table.items():
+        model.get_parameter(p.name).data.copy_(tensors[name])
+    model.merge()
+    return model
+
+
+def add_lora(model, o, base):
+    """What --lora asks for; base: the folder that the frozen weights are of, or their name on the hub."""
+    others = o.lora_alpha >= 0 or o.lora_rs or o.lora_targets != "all"
+    require(o.lora or not others, "--lora-alpha, --lora-targets and --lora-rs need --lora", "give a rank: --lora 16")
+    require(
+        not model.lora or (o.evaluate and not o.lora),
+        f"'{base}' holds adapters, and a run begins with a whole model",
+        f"make a model of them: python dev/eval/hf.py merge {base} NEW_FOLDER",
+    )
+    if not o.lora:
+        return model
+    require(
+        not is_preset(base),
+        f"--lora adapts trained weights, and '{base}' begins with random ones",
+        "name a Hugging Face folder with --model",
+    )
+    names = module_names(model.table)
+    targets = names if o.lora_targets == "all" else [name for name in o.lora_targets.split(",") if name]
+    for target in targets or [o.lora_targets]:
+        found = any(p.name.endswith(f".{target}.weight") for p in block_matrices(model.table))
+        require(found, f"--lora-targets: this model has no matrix '{target}'", f"use all, or some of {','.join(names)}")
+    require(o.optimizer != "muon", "--optimizer muon is for whole matrices, not for adapters", "use adamw with --lora")
+    base = os.path.abspath(base) if os.path.isdir(base) else base
+    alpha = o.lora_alpha if o.lora_alpha >= 0 else 2.0 * o.lora
+    require(alpha > 0, "--lora-alpha 0: adapters would have no effect", "leave it out: twice the rank")
+    return model.add_adapters(Lora(o.lora, alpha, bool(o.lora_rs), targets, base), o.seed)
 
 
 # ---- training
@@ -783,7 +977,8 @@ HONOURED = """train-data val-data model output tokenizer print-every batch-size 
     overfit pack documents window seed schedule learning-rate warmup final-lr-fraction weight-decay grad-clip beta1
     beta2 adam-eps optimizer lr-matrix lr-embedding lr-head lr-vector decay-matrix decay-vector muon-momentum
     muon-polynomials muon-steps eval-every eval-steps hellaswag choice-data evaluate sample-every sample-tokens
-    temperature save-every matmul-dtype head-dtype threads""".split()
+    temperature save-every matmul-dtype head-dtype threads lora lora-alpha
+    lora-targets lora-rs""".split()
 
 
 def in_range(of, low, high):
@@ -975,7 +1170,7 @@ def base_lr(o):
 def param_groups(model, o):
     """Weights by what updates them: matrices of blocks, embeddings, head, vectors."""
     groups = {}
-    for p in model.table:
+    for p in model.trained:
         in_block = 0 < p.unit <= model.config.num_layers
         kind = "vector" if len(p.shape) == 1 else "matrix" if in_block else "head" if p.role == "headw" else "embedding"
         groups.setdefault(kind, []).append(p)
@@ -1083,6 +1278,8 @@ class Trainer:
             f"--lr-head {o.lr_head:g}: the head of this model is its embedding",
             "use --lr-embedding, or a model with tied=0",
         )
+        model.merge()
+        self.trained = [w for w in model.parameters() if w.requires_grad]
         self.optimizers = make_optimizers(model, o, torch.bfloat16 if self.dtype == "bf16" else torch.float32)
 
     def loss(self, inputs, targets):
@@ -1097,7 +1294,7 @@ class Trainer:
             loss = self.loss(inputs, targets) * (count / max(sum(learned), 1))
             loss.backward()
             total += loss.detach()
-        grads = [w.grad for w in self.model.parameters()]
+        grads = [w.grad for w in self.trained]
         norm = torch.nn.utils.get_total_norm(grads)
         require(torch.isfinite(total + norm), f"loss {total:g}, gradient norm {norm:g}", "lower --learning-rate")
         if self.o.grad_clip > 0:
@@ -1107,6 +1304,7 @@ class Trainer:
                 group["lr"] = lr * group["rate"]
             optimizer.step()
             optimizer.zero_grad()
+        self.model.merge()
         return float(total), float(norm)
 
     def rows(self, shards, eot, seed=None):
@@ -1216,7 +1414,7 @@ def train(o):
     shards, header = open_shards(data, *kind) if data or not o.evaluate else ([], [0] * 256)
     data_eot = int(header[7])
     val_shards = open_shards(o.val_data, *kind)[0] if o.val_data and (o.eval_every > 0 or o.evaluate) else None
-    model = make_model(o.model, o.seed, int(header[3]))
+    model = add_lora(make_model(o.model, o.seed, int(header[3])), o, o.model)
     c = model.config
     require(
         T <= c.max_seq_len,
@@ -1255,7 +1453,7 @@ def train(o):
     trainer = Trainer(model, o)
     model.documents = max(row_kind(s, o.pack, o.documents)[1] for s in [*shards, *(val_shards or [])])
     stream = trainer.rows(shards, data_eot, None if o.overfit else o.seed)
-    parameters = sum(w.numel() for w in model.parameters())
+    parameters, trained = (sum(math.prod(p.shape) for p in table) for table in (model.table, model.trained))
     device = torch.cuda.get_device_name() if o.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     started = time.perf_counter()
     file = open_log(o)
@@ -1282,7 +1480,9 @@ def train(o):
     )
     print(
         f"train_gpt2.py | PyTorch {torch.__version__} | {device} | {trainer.dtype} | {o.model}: "
-        f"{1e-6 * parameters:.1f}M parameters, {steps} steps of {total} tokens"
+        f"{1e-6 * parameters:.1f}M parameters, "
+        + f"{1e-6 * trained:.1f}M trained in adapters of rank {o.lora}, " * bool(o.lora)
+        + f"{steps} steps of {total} tokens"
     )
 
     for s in sets:
@@ -1363,23 +1563,30 @@ def train(o):
 
 @torch.no_grad()
 def disturb(model, seed):
-    """What begins as 0 or 1 would hide that it is multiplied with: gains of q and k, and all of a modern model."""
+    """What begins as 0 or 1 would hide that it is multiplied with: gains of q and k, all of a modern model, and
+    adapters."""
     generator = torch.Generator().manual_seed(seed)
-    for p in model.table:
+    for p in model.trained:
         noise = torch.randn(p.shape, generator=generator)
-        if p.role == "qknormw" or model.config.init == "modern":
-            model.get_parameter(p.name).add_(noise * (0.3 if len(p.shape) == 1 else 1 / math.sqrt(p.shape[1])))
+        size = 0.3 if len(p.shape) == 1 else 0.1 if model.lora else 1 / math.sqrt(p.shape[1])
+        if p.role == "qknormw" or model.config.init == "modern" or model.lora:
+            model.get_parameter(p.name).add_(noise * size)
+    model.merge()
 
 
 def write_debug(o):
     """Weights, one random batch, its logits, loss and gradients, and the losses of ten steps on it. With
-    --documents 1 some tokens begin a document, and some are not learned."""
+    --documents 1 some tokens begin a document, and some are not learned. With --lora DIR/adapter has the adapters
+    before the first step, and gradients are theirs."""
     model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
     o.documents = max(o.documents, 0)  # -1: there is no data that decides
     model.matmul_dtype, model.head_dtype = o.matmul_dtype, o.head_dtype
     if model.config.qk_norm:
         disturb(model, o.seed)
     write_weights(model, folder)
+    if add_lora(model, o, folder).lora:
+        disturb(model, o.seed)
+        write_weights(model, os.path.join(folder, "adapter"))
     ids = rand_u64(o.seed, rand_stream(RAND_SAMPLE, 0), np.arange(B * (T + 1))) % np.uint64(model.config.vocab_size)
     ids = torch.from_numpy(ids.astype(np.int64)).view(B, T + 1)
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -1393,7 +1600,8 @@ def write_debug(o):
     loss.backward()
     debug = {"tokens": inputs.int(), "targets": targets.int(), "logits": logits.detach(), "loss": loss.detach().view(1)}
     debug |= {
-        "grad." + name: grad for name, grad in as_file(model, {n: w.grad for n, w in model.named_parameters()}).items()
+        "grad." + name: grad
+        for name, grad in as_file(model.trained, {n: w.grad for n, w in model.named_parameters()}).items()
     }
     model.zero_grad()
     fixed = {
@@ -1426,7 +1634,7 @@ if __name__ == "__main__":
             write_debug(options)
         elif options.write_weights:
             write_weights(
-                make_model(options.model, options.seed),
+                add_lora(make_model(options.model, options.seed), options, options.model),
                 options.write_weights,
                 torch.bfloat16 if options.dtype == "bf16" else torch.float32,
             )

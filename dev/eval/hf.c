@@ -1,9 +1,12 @@
 // What the trainers say of a Hugging Face folder: dev/eval/hf.py builds this program and asks it, so that there is one
 // reader.
 //   hf config FOLDER DTYPE   its config.json as the trainers understand and write it, or why they refuse it
+//   hf adapter FOLDER        that its adapter_model.safetensors is whole; of our checkpoints every byte is read
 //   hf table FOLDER          name and shape of each tensor that its weight files must hold
 //   hf check FOLDER
 //     that they hold these, and nothing else; of our checkpoints every byte is read, of others the headers
+//   hf merge ROWS COLUMNS RANK SCALE
+//     W (rows, columns), A (rank, columns) and B (rows, rank) as fp32 from stdin -> W + scale B A to stdout
 //   hf logits FOLDER         token ids (int32) from stdin -> logits (T, V) as fp32 to stdout, by the CPU trainer
 #define LLMC_NO_MAIN
 #include "../../train_gpt2.c"
@@ -17,6 +20,23 @@ static void print_table(const ParamTable *t) {
         for (int d = 0; d < dims; d++) printf(" %llu", (unsigned long long)shape[d]);
         printf("\n");
     }
+}
+static float *read_matrix(size_t rows, size_t columns) {
+    float *values = (float *)malloc_or_die(rows * columns * sizeof(float));
+    require(fread(values, sizeof(float), rows * columns, stdin) == rows * columns,
+            "too few numbers on standard input\ncall this through dev/eval/hf.py");
+    return values;
+}
+static void merge(size_t rows, size_t columns, int rank, float scale) {
+    float *w = read_matrix(rows, columns), *a = read_matrix((size_t)rank, columns),
+          *b = read_matrix(rows, (size_t)rank);
+    PARALLEL_FOR
+    for (int64_t i = 0; i < (int64_t)rows; i++)
+        lora_merge_row(w + (size_t)i * columns, columns, a, columns, b + i * rank, rank, scale);
+    fwrite(w, sizeof(float), rows * columns, stdout);
+    free(w);
+    free(a);
+    free(b);
 }
 static void print_logits(const Config *c, const char *folder) {
     int *tokens = (int *)malloc_or_die((size_t)c->max_seq_len * sizeof(int));
@@ -42,13 +62,23 @@ static void print_logits(const Config *c, const char *folder) {
 }
 
 int main(int argc, char **argv) {
-    require(argc >= 3, "usage: hf config|table|check|logits FOLDER\ncall this through dev/eval/hf.py");
+    require(argc >= 3, "usage: hf adapter|config|table|check|merge|logits FOLDER\ncall this through dev/eval/hf.py");
     const char *what = argv[1], *folder = argv[2];
+    if (!strcmp(what, "merge") && argc == 6) {
+        merge((size_t)atoll(argv[2]), (size_t)atoll(argv[3]), atoi(argv[4]), strtof(argv[5], NULL));
+        return ferror(stdout) || fflush(stdout) ? EXIT_FAILURE : 0;
+    }
     Model m;
+    StReader r;
     memset(&m, 0, sizeof m);
-    if (!strcmp(what, "check")) {
+    if (!strcmp(what, "check") || !strcmp(what, "adapter")) {
         const Comm alone = COMM_ALONE;
         checkpoint_require_intact(&alone, folder, file_bytes(folder, "optimizer.safetensors") < 0 ? 2 : 3);
+    }
+    if (!strcmp(what, "adapter")) {
+        st_open(&r, path_of("%s/adapter_model.safetensors", folder).text);
+        st_close(&r);
+        return 0;
     }
     m.config = config_from_json(folder);
     m.table = params_table(&m.config);
@@ -58,7 +88,6 @@ int main(int argc, char **argv) {
     } else if (!strcmp(what, "table")) {
         print_table(&m.table);
     } else if (!strcmp(what, "check")) {
-        StReader r;
         st_open(&r, folder);
         require_same_tensors(&m, weight_slot, 1, &r, folder);
         st_close(&r);

@@ -7,6 +7,10 @@
     hf.py export FOLDER FILE.bin     llm.c's .bin (GPT-2; Llama 3.1 as the llama3 branch of llm.c reads it)
     hf.py check FOLDER
       whether the trainers open it, and if not, why; of a checkpoint, whether any file has changed
+    hf.py merge ADAPTER FOLDER       LoRA adapters and their base become a model
+    hf.py check ADAPTER              whether they fit their base
+    --base BASE
+      with adapters: the folder of their base, if adapter_config.json names another place
     --verify
       with import and check: the CPU trainer's logits are those of transformers, or of train_gpt2.py
 
@@ -17,6 +21,8 @@ weight besides.
 """
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import re
@@ -27,6 +33,7 @@ from weights import ROOT, ask, convert, model_weights, read_config, write_safete
 
 import numpy as np
 
+import adapter
 import download
 from data_common import atomic_write, die, make_folder, make_tokenizer, open_tokenizer, outlive_reader, printable
 from llmc_bin import export_bin, import_bin
@@ -60,10 +67,10 @@ def copy_files(names, source, folder):
             shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
 
 
-def import_folder(source, folder, to):
+def import_folder(source, folder, to, make=lambda name, *how: convert(*how)):
     """One weight file with full names and nothing but the model. Bits stay, unless another dtype is asked for.
     config.json stays, with what readers of other versions look for besides: rope_theta, which transformers 5 keeps
-    elsewhere, or n_ctx."""
+    elsewhere, or n_ctx. make(name, array, dtype, to): bits of a tensor."""
     weights, original = model_weights(source), read_json(source, "config.json")
     copy_files(["generation_config.json", "tokenizer.bin", *OTHERS], source, folder)
     dtypes = {to or dtype for dtype, _ in weights.values()}
@@ -80,7 +87,7 @@ def import_folder(source, folder, to):
     write_safetensors(
         os.path.join(folder, "model.safetensors"),
         {
-            name: (to or dtype, array.shape, lambda array=array, dtype=dtype: convert(array, dtype, to or dtype))
+            name: (to or dtype, array.shape, functools.partial(make, name, array, dtype, to or dtype))
             for name, (dtype, array) in weights.items()
         },
     )
@@ -269,10 +276,28 @@ def verify(folder, reference=None):
 # ---- commands
 
 
+@contextlib.contextmanager
+def new_folder(folder, resume=False):
+    """Its contents, in FOLDER.partial until they are whole. resume: what a failure leaves stays, for the next try."""
+    if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
+        die(f"'{folder}' is there already", "name a new folder")
+    partial = folder.rstrip("/") + ".partial"
+    if not resume:
+        shutil.rmtree(partial, ignore_errors=True)
+    make_folder(partial)
+    try:
+        yield partial
+    except BaseException:
+        if not resume or not os.listdir(partial):
+            shutil.rmtree(partial)
+        raise
+    if os.path.isdir(folder):
+        os.rmdir(folder)
+    os.rename(partial, folder)
+
+
 def import_model(args):
-    if os.path.exists(args.folder) and (not os.path.isdir(args.folder) or os.listdir(args.folder)):
-        die(f"'{args.folder}' is there already", "name a new folder")
-    partial, local = args.folder.rstrip("/") + ".partial", os.path.exists(args.source)
+    local = os.path.exists(args.source)
     if not local and (args.source.endswith(".bin") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", args.source)):
         die(
             f"'{args.source}' does not exist",
@@ -280,31 +305,52 @@ def import_model(args):
         )
     if not local and args.dtype:
         die("a model of the hub comes in its own dtype", "import it without --dtype, then import its folder with it")
-    if local:
-        shutil.rmtree(partial, ignore_errors=True)
-    make_folder(partial)
-    try:
+    if adapter.is_adapter(args.source):
+        die(f"'{args.source}' holds LoRA adapters", f"make a model of them: hf.py merge {args.source} {args.folder}")
+    with new_folder(args.folder, resume=not local) as partial:
         if not local:
             import_hub(args.source, partial, args.revision)
         else:
             (import_folder if os.path.isdir(args.source) else import_bin)(args.source, partial, DTYPES[args.dtype])
         ask("check", partial)
-        missing = add_tokenizer(partial, args.tokenizer, args.source)
-    except BaseException:
-        if local or not os.listdir(partial):  # what was downloaded stays, for the next try
-            shutil.rmtree(partial)
-        raise
-    if os.path.isdir(args.folder):
-        os.rmdir(args.folder)
-    os.rename(partial, args.folder)
-    return missing
+        return add_tokenizer(partial, args.tokenizer, args.source)
+
+
+def merge_model(args):
+    """The tokenizer is the base's, unless the adapters' folder has one: with tokens or a chat template of its own."""
+    loaded = adapter.read_adapter(args.source)
+    base = adapter.base_of(loaded, args.base)
+    adapter.check_base(loaded, base)
+    with new_folder(args.folder) as partial:
+        import_folder(base, partial, DTYPES[args.dtype], adapter.merger(loaded, base))
+        tokenizer = ["tokenizer.bin", *OTHERS]
+        if any(os.path.isfile(os.path.join(args.source, name)) for name in tokenizer[:2]):
+            for name in tokenizer:
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(partial, name))
+            copy_files(tokenizer, args.source, partial)
+        ask("check", partial)
+        return add_tokenizer(partial, None, base)
+
+
+def check(args):
+    if not adapter.is_adapter(args.folder):
+        ask("check", args.folder)
+        return
+    if args.verify:
+        die("adapters are no model to verify", f"hf.py merge {args.folder} NEW_FOLDER, then verify that")
+    loaded = adapter.read_adapter(args.folder)
+    base = adapter.base_of(loaded, args.base)
+    adapter.check_base(loaded, base)
+    print(printable(adapter.describe(loaded, base)))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    p = {name: commands.add_parser(name) for name in ("import", "tokenizer", "export", "check")}
-    p["import"].add_argument("source")
+    p = {name: commands.add_parser(name) for name in ("import", "tokenizer", "export", "merge", "check")}
+    for name in ("import", "merge"):
+        p[name].add_argument("source")
     for command in p.values():
         command.add_argument("folder")
     p["export"].add_argument("file")
@@ -316,7 +362,9 @@ def main():
             "folder's, "
             "or that of the run)",
         )
-    for name in ("import", "export"):
+    for name in ("merge", "check"):
+        p[name].add_argument("--base", help="with adapters: the folder of their base")
+    for name in ("import", "export", "merge"):
         p[name].add_argument("--dtype", choices=("fp32", "bf16"), help="convert the weights (default: as they are)")
     for name in ("import", "check"):
         p[name].add_argument("--verify", action="store_true", help="compare logits with transformers or train_gpt2.py")
@@ -328,12 +376,14 @@ def main():
     missing = None
     if args.command == "import":
         missing = import_model(args)
+    elif args.command == "merge":
+        missing = merge_model(args)
     elif args.command == "tokenizer":
         missing = add_tokenizer(args.folder, args.tokenizer, args.folder)
         if missing and missing.startswith("no tokenizer:"):
             die(f"'{args.folder}' has {missing.partition(':')[0]}", missing.partition(": ")[2])
     else:
-        ask("check", args.folder)
+        check(args)
     print(
         printable(
             f"{args.folder}: {', '.join(sorted(os.listdir(args.folder)))}" + (f"\n  {missing}" if missing else "")

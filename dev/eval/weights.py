@@ -56,13 +56,22 @@ def read_weights(folder):
             os.path.join(folder, n) for n in sorted(set(json.load(open(path + ".index.json"))["weight_map"].values()))
         ]
     )
-    for data in (np.memmap(name, np.uint8, "r") for name in names):
-        size = int(data[:8].view("<u8")[0])
-        for name, entry in json.loads(bytes(data[8 : 8 + size])).items():
-            if name != "__metadata__" and entry["dtype"] in DTYPES:
-                begin, end = (8 + size + at for at in entry["data_offsets"])
-                weights[name] = entry["dtype"], data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    for name in names:
+        weights |= read_tensors(name)[1]
     return weights
+
+
+def read_tensors(path):
+    """The metadata and {name: (dtype, array)} of a safetensors file that build/hf has checked."""
+    data, tensors = np.memmap(path, np.uint8, "r"), {}
+    size = int(data[:8].view("<u8")[0])
+    header = json.loads(bytes(data[8 : 8 + size]))
+    facts = header.pop("__metadata__", {})
+    for name, entry in header.items():
+        if entry["dtype"] in DTYPES:
+            begin, end = (8 + size + at for at in entry["data_offsets"])
+            tensors[name] = entry["dtype"], data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return facts, tensors
 
 
 def model_weights(folder):
@@ -87,6 +96,8 @@ def convert(array, dtype, to):
     )
     if to == "F32":
         return wide
+    if to == "F16":
+        return wide.view("<f4").astype("<f2")
     nan = (wide & np.uint32(0x7FFFFFFF)) > 0x7F800000
     rounded = wide + (np.uint32(0x7FFF) + (wide >> np.uint32(16) & np.uint32(1)))
     return (np.where(nan, wide | np.uint32(0x400000), rounded) >> np.uint32(16)).astype("<u2")

@@ -1,0 +1,498 @@
+"""LoRA in train_gpt2.py and hf.py merge, against peft: losses, folders and merged models. And adapters that do not
+fit."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+import numpy as np
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+
+from test_hf import ROOT, edit, main, refuses
+from test_train_gpt2 import SMALL, options, random_tokens, ref, small_model, text_shards  # noqa: F401
+
+import adapter  # test_hf finds dev/eval
+import launcher
+
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+MAKE = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+RANK = 4
+HOW = {  # with the number of matrices in a layer
+    "llama": ({}, 7),
+    "qwen2": ({"lora_targets": "q_proj,v_proj,down_proj", "lora_rs": 1, "lora_alpha": 3.0}, 3),
+    "gpt2": ({"lora_targets": "c_attn,mlp.c_proj,attn.c_proj", "lora_alpha": 5.0}, 3),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """kind -> (folder of a base, folder of adapters as they are in the middle of a training)"""
+    made = {}
+    for kind, (how, _) in HOW.items():
+        base, folder = (str(tmp_path_factory.mktemp(kind) / name) for name in ("base", "adapter"))
+        ref.write_weights(small_model(SMALL[kind]), base)
+        model = adapted(base, how)
+        ref.disturb(model, 3)
+        ref.write_weights(model, folder)
+        made[kind] = base, folder
+    return made
+
+
+def adapted(base, how, **more):
+    return ref.add_lora(ref.make_model(base, 1), options(**{"lora": RANK} | how | more), base)
+
+
+def ours(kind, folders):
+    return ref.make_model(folders[kind][1], 0)
+
+
+def theirs(base, folder, trainable=False):
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return peft.PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+
+
+def logits_of(model, tokens):
+    with torch.no_grad():
+        return (
+            model(tokens).logits
+            if hasattr(model, "generate")
+            else model(tokens, model.rope_table(len(tokens[0]), "cpu"))
+        )
+
+
+# ---- training
+
+
+def twenty_losses(model, batches, lr=1e-3):
+    trainer = ref.Trainer(model, options(weight_decay=0.1, grad_clip=0.0))
+    return np.array([trainer.step([batch], lr)[0] for batch in batches])
+
+
+@pytest.mark.parametrize("kind", HOW)
+def test_twenty_losses_are_those_of_peft(folders, kind):
+    """peft opens the folder, has the same adapters in it, and AdamW of torch goes the same way."""
+    model, their = ours(kind, folders), theirs(*folders[kind], trainable=True)
+    parameters = [w for w in their.parameters() if w.requires_grad]
+    assert len(parameters) == 2 * HOW[kind][1] * model.config.num_layers
+    assert sum(w.numel() for w in parameters) == sum(model.get_parameter(p.name).numel() for p in model.trained)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    batches = [(random_tokens(model, 4, 16, s), random_tokens(model, 4, 16, s % 4)) for s in range(20)]
+    losses = []
+    for tokens, targets in batches:
+        loss = F.cross_entropy(their(tokens).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    off = np.abs(twenty_losses(model, batches) - losses)
+    assert off.max() < 1e-5
+    spoilt = ours(kind, folders)
+    spoilt.lora = replace(spoilt.lora, alpha=1.01 * spoilt.lora.alpha)
+    assert np.abs(twenty_losses(spoilt, batches) - losses).max() > 1e-4
+    frozen = twenty_losses(ours(kind, folders), batches, lr=0)
+    assert np.abs(frozen - losses).max() > 1e-2  # that it learns is seen
+
+
+@pytest.mark.parametrize("blocks", ["native", "fp8"])
+@pytest.mark.parametrize("kind", HOW)
+def test_gradients_are_those_of_the_product(folders, kind, blocks):
+    """Of adapters: from those of W + scale B A as a whole. Of the base: none, and its weights stay."""
+    model = ours(kind, folders)
+    model.matmul_dtype = blocks
+    tokens, targets = random_tokens(model, 2, 12), random_tokens(model, 2, 12, seed=1)
+    before = {p.name: model.get_parameter(p.name).clone() for p in model.table}
+    whole = [w.requires_grad_() for w in (weights[place] for weights, place, *_ in model.adapted)]
+    model(tokens, model.rope_table(12, "cpu"), targets).backward()
+    for w, (_, _, base, a, b) in zip(whole, model.adapted):
+        da, db = model.lora.scale * b.T @ w.grad, model.lora.scale * w.grad @ a.T
+        bound = 1e-4 if blocks == "native" else 0.2  # adapters' gradients are of operands that are not rounded
+        assert float((a.grad - da).norm() / da.norm()) < bound and float((b.grad - db).norm() / db.norm()) < bound
+        assert base.grad is None
+    model.zero_grad()
+    trainer = ref.Trainer(model, options(weight_decay=0.1))
+    old = logits_of(model, tokens)
+    trainer.step([(tokens, targets)], 1e-2)
+    assert not logits_of(model, tokens).equal(old)
+    assert all(before[p.name].equal(model.get_parameter(p.name)) for p in model.table)
+
+
+def test_adapters_begin_as_nothing():
+    """A by the seed and its index among adapters, B with zeros: the model is its base."""
+    base = small_model(SMALL["llama"])
+    model = small_model(SMALL["llama"]).add_adapters(
+        ref.Lora(RANK, 8.0, False, ["k_proj", "q_proj", "down_proj"], ""), seed=11
+    )
+    assert [p.name.split(".", 3)[3] for p in model.trained[:6]] == [
+        "self_attn.q_proj.lora_A.weight",
+        "self_attn.k_proj.lora_A.weight",
+        "self_attn.q_proj.lora_B.weight",
+        "self_attn.k_proj.lora_B.weight",
+        "mlp.down_proj.lora_A.weight",
+        "mlp.down_proj.lora_B.weight",
+    ]
+    for index, p in enumerate(model.trained):
+        values = model.get_parameter(p.name).detach().numpy().ravel()
+        normal = ref.rand_normal(11, ref.rand_stream(ref.RAND_INIT, index), np.arange(values.size))
+        std = 1 / np.sqrt(3 * p.shape[1]) if "lora_A" in p.name else 0
+        np.testing.assert_allclose(values, std * normal, rtol=1e-6)
+    tokens = random_tokens(model, 2, 9)
+    assert logits_of(model, tokens).equal(logits_of(base, tokens))
+
+
+def test_bf16_learns(folders):
+    model = ours("llama", folders)
+    trainer = ref.Trainer(model, options(dtype="bf16"))
+    tokens = random_tokens(model, 2, 12)
+    losses = [trainer.step([(tokens, tokens)], 1e-2)[0] for _ in range(20)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_debug_files(tmp_path):
+    """DIR/adapter and gradients of adapters alone, for the tests of the C trainers."""
+    o = options(model=SMALL["gpt2"], batch_size=2, seq_len=9, write_debug=str(tmp_path), lora=RANK)
+    ref.write_debug(o)
+    debug, kept = load_file(tmp_path / "debug.safetensors"), load_file(tmp_path / "adapter/adapter_model.safetensors")
+    names = {"base_model.model." + n.removeprefix("grad.") for n in debug if n.startswith("grad.")}
+    assert names == set(kept) and all(float(v.abs().max()) > 0 for v in kept.values())
+    tokens = debug["tokens"].long()
+    np.testing.assert_allclose(logits_of(theirs(tmp_path, tmp_path / "adapter"), tokens), debug["logits"], atol=1e-5)
+    assert debug["losses"][-1] < debug["losses"][0] - 0.02
+
+
+# ---- from a run to a merged model
+
+
+def test_from_a_run_to_a_model(text_shards, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """The merged folder has the loss that the run's last evaluation saw."""
+    base, out, whole = tmp_path / "base", tmp_path / "run", tmp_path / "whole"
+    ref.write_weights(small_model("d2,channels=64,seq=32,vocab=256"), base)
+    run = {"train_data": text_shards[1], "val_data": text_shards[3], "batch_size": 4, "seq_len": 32, "eval_steps": 3}
+    run |= {"model": str(base), "sample_every": 0, "learning_rate": 1e-2}
+    ref.train(options(**run, lora=8, max_steps=20, eval_every=20, output=str(out)))
+    assert re.search(r"M parameters, 0\.0M trained in adapters of rank 8", capsys.readouterr().out)
+    log = [json.loads(line) for line in (out / "main.jsonl").read_text().splitlines()]
+    losses = [r["loss"] for r in log if r["event"] == "eval"]
+    assert losses[1] < losses[0] - 0.1
+    made = out / "step_00000020"
+    assert sorted(os.listdir(made)) == ["adapter_config.json", "adapter_model.safetensors"]
+    main(monkeypatch, "check", made)
+    assert "rank 8, scale 2, 8 matrices" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        ref.train(options(**run | {"model": str(made)}))
+    assert "hf.py merge" in capsys.readouterr().err
+    main(monkeypatch, "merge", made, whole)
+    for model in (made, whole):
+        ref.train(options(**run | {"model": str(model)}, evaluate=1))
+        assert f"val loss {losses[1]:.4f}" in capsys.readouterr().out
+    edit(made / "adapter_config.json", {"r": 4})
+    with pytest.raises(SystemExit):
+        ref.train(options(**run | {"model": str(made)}, evaluate=1))
+    assert "are not those that its config" in capsys.readouterr().err
+
+
+# ---- the C trainer
+
+
+@pytest.fixture(scope="module")
+def c_trainer():
+    made = subprocess.run(
+        ["make", f"PYTHON={sys.executable}", "build/train_gpt2"], cwd=ROOT, env=MAKE, capture_output=True
+    )
+    assert made.returncode == 0, made.stderr
+
+    def run(out, options):
+        """The losses in its log."""
+        words = [w for k, v in options.items() for w in (f"--{k.replace('_', '-')}", str(v))]
+        command = [ROOT / "build/train_gpt2", *words, "--output", out]
+        done = subprocess.run(command, capture_output=True, text=True, env=launcher.ENVIRONMENT)
+        assert done.returncode == 0, done.stderr
+        return losses_of(out)
+
+    return run
+
+
+def losses_of(out):
+    lines = [json.loads(line) for path in sorted(out.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    return [r["loss"] for r in lines if r["event"] in ("step", "eval")]
+
+
+@pytest.mark.parametrize("kind", HOW)
+def test_the_c_trainer_is_the_same(c_trainer, text_shards, tmp_path, monkeypatch, kind):  # noqa: F811
+    """From the same seed the same adapters and losses; and its merged folder, to the last digit, the loss of its
+    adapters."""
+    base = tmp_path / "base"
+    ref.write_weights(small_model(re.sub(r"vocab=\d+", "vocab=256", SMALL[kind])), base)
+    run = {"train_data": text_shards[1], "val_data": "", "batch_size": 4, "seq_len": 32, "max_steps": 20}
+    run |= {"model": str(base), "eval_every": 0, "sample_every": 0, "learning_rate": 2e-3, "weight_decay": 0.1}
+    run |= {"lora": RANK, "seed": 7} | HOW[kind][0]
+    losses = c_trainer(tmp_path / "c", run)
+    ref.train(options(**run, output=str(tmp_path / "py")))
+    assert len(losses) == 20 and losses[19] < losses[0] - 0.1
+    np.testing.assert_allclose(losses, losses_of(tmp_path / "py"), atol=1e-5)
+    theirs_, mine = (load_file(tmp_path / f"{x}/step_00000020/adapter_model.safetensors") for x in ("c", "py"))
+    assert {n: t.shape for n, t in theirs_.items()} == {n: t.shape for n, t in mine.items()}
+    made = tmp_path / "c/step_00000020"
+    assert len(theirs(base, made).peft_config["default"].target_modules) == HOW[kind][1]
+    main(monkeypatch, "check", made)
+    main(monkeypatch, "merge", made, tmp_path / "whole")
+    how = {"evaluate": 1, "val_data": text_shards[3], "eval_steps": -1, "batch_size": 4, "seq_len": 32}
+    first, second = (c_trainer(tmp_path / m.name, how | {"model": m}) for m in (made, tmp_path / "whole"))
+    assert first == second and len(first) == 1
+
+
+def test_the_memory_that_the_page_names(c_trainer, text_shards, tmp_path):  # noqa: F811
+    """doc/finetune.md: what adapters take instead of gradients and states of all weights."""
+    base, unit, tokens, rank = tmp_path / "base", 8 * 5 * 7 * 3 * 128, 4 * 32, 24
+    ref.write_weights(ref.make_model("llama3:8B,layers=3,channels=512,heads=8,kv_heads=2,vocab=256,seq=64", 1), base)
+    run = {"train_data": text_shards[1], "val_data": "", "batch_size": 4, "seq_len": 32, "max_steps": 1}
+    run |= {"model": base, "eval_every": 0, "sample_every": 0, "save_every": 0}
+    c_trainer(tmp_path / "full", run)
+    c_trainer(tmp_path / "lora", run | {"lora": rank})
+    logs = [json.loads((tmp_path / f"{x}/main.jsonl").read_text().splitlines()[0]) for x in ("full", "lora")]
+    full, lora = (2**30 * log["memory_gib"] for log in logs)
+    sizes = {u: 0 for u in range(5)}, {u: 0 for u in range(1, 4)}
+    model = adapted(str(base), {}, lora=rank)
+    for table, size in zip((model.table, model.trained), sizes):
+        for p in table:
+            size[p.unit] += int(np.prod(p.shape))
+    P, n = (sum(-(-s // unit) * unit for s in size.values()) for size in sizes)
+    assert lora - full == pytest.approx(4 * P + 16 * n + 4 * sizes[0][1] + 8 * tokens * rank - 16 * P, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", HOW)
+def test_merged_weights(folders, tmp_path, monkeypatch, kind, dtype):
+    """To the bit what training computed with, rounded once to the dtype of the base; other files are the base's."""
+    base, folder, whole = (tmp_path / name for name in ("base", "adapter", "whole"))
+    shutil.copytree(folders[kind][0], base)
+    save_file({n: t.to(dtype) for n, t in load_file(base / "model.safetensors").items()}, base / "model.safetensors")
+    edit(base / "config.json", {"torch_dtype": str(dtype).removeprefix("torch.")})
+    (base / "generation_config.json").write_text('{"eos_token_id": 5}')
+    model = adapted(str(base), HOW[kind][0])
+    ref.disturb(model, 3)
+    ref.write_weights(model, folder)
+    main(monkeypatch, "merge", folder, whole)
+    expected = {p.name: model.get_parameter(p.name).detach() for p in model.table}
+    old = {id(w): name for name, w in model.named_parameters()}
+    expected |= {old[id(before)]: weights[place] for weights, place, before, *_ in model.adapted}
+    for name, got in load_file(whole / "model.safetensors").items():
+        transposed = next(p.transposed for p in model.table if p.name == name)
+        assert got.equal((expected[name].T if transposed else expected[name]).to(dtype)), name
+    assert len(model.adapted) == HOW[kind][1] * model.config.num_layers
+    assert (whole / "generation_config.json").read_text() == '{"eos_token_id": 5}'
+    configs = [json.loads((f / "config.json").read_text()) for f in (base, whole)]
+    assert configs[0].items() <= configs[1].items()
+    main(monkeypatch, "merge", folder, tmp_path / "wide", "--dtype", "fp32")
+    tokens = random_tokens(model, 2, 20)
+    assert logits_of(ref.make_model(str(tmp_path / "wide"), 0), tokens).equal(logits_of(model, tokens))
+
+
+@pytest.mark.parametrize("kind", HOW)
+def test_merged_is_what_peft_merges(folders, tmp_path, monkeypatch, kind):
+    base, folder = folders[kind]
+    main(monkeypatch, "merge", folder, tmp_path / "whole")
+    tokens = random_tokens(ours(kind, folders), 2, 20)
+    their = logits_of(theirs(base, folder).merge_and_unload(), tokens)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert float((logits_of(load(tmp_path / "whole"), tokens) - their).abs().max()) < 1e-6 * max(
+        1, float(their.abs().max())
+    )
+    assert float((logits_of(load(base), tokens) - their).abs().max()) > 0.1
+    monkeypatch.setattr(adapter.Adapter, "scale", lambda self, module: np.float32(1.01))
+    main(monkeypatch, "merge", folder, tmp_path / "spoilt")
+    assert float((logits_of(load(tmp_path / "spoilt"), tokens) - their).abs().max()) > 1e-3
+
+
+def test_the_order_of_a_sum():
+    """hf.py and train_gpt2.py: the same bits, which are not those of a matmul."""
+    rng = np.random.default_rng(0)
+    w, a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((700, 200), (16, 200), (700, 16)))
+    got = adapter.add_product(w, a, b, np.float32(0.3))
+    assert np.array_equal(got, ref.merged(*map(torch.from_numpy, (w, a, b)), float(np.float32(0.3))).numpy())
+    assert not np.array_equal(got, w + np.float32(0.3) * (b @ a))
+
+
+# ---- adapters of peft's own
+
+
+def peft_adapter(base, folder, **how):
+    """Random adapters that peft makes and saves."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.get_peft_model(model, peft.LoraConfig(**{"r": 3, "task_type": "CAUSAL_LM"} | how))
+    generator = torch.Generator().manual_seed(1)
+    for w in model.parameters():
+        if w.requires_grad:
+            w.data = 0.1 * torch.randn(w.shape, generator=generator)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind, how",
+    [
+        ("gpt2", {"target_modules": "all-linear", "lora_dropout": 0.1, "init_lora_weights": "gaussian"}),
+        ("llama", {"target_modules": r".*\.(q|up)_proj", "use_rslora": True, "lora_alpha": 5}),
+        (
+            "qwen2",
+            {
+                "target_modules": ["q_proj", "o_proj", "down_proj"],
+                "rank_pattern": {"down_proj": 2, r"layers\.1\.self_attn\.q_proj": 7},
+                "alpha_pattern": {"o_proj": 9},
+                "layers_to_transform": [1],
+            },
+        ),
+    ],
+    ids=["gpt2", "llama", "patterns"],
+)
+def test_adapters_of_peft_are_merged(folders, tmp_path, monkeypatch, capsys, kind, how):
+    base = folders[kind][0]
+    model = peft_adapter(base, tmp_path / "theirs", **how)
+    main(monkeypatch, "check", tmp_path / "theirs")
+    assert "its weights are not recorded" in capsys.readouterr().out
+    main(monkeypatch, "merge", tmp_path / "theirs", tmp_path / "whole")
+    tokens = random_tokens(ours(kind, folders), 2, 20)
+    their = logits_of(model.merge_and_unload(), tokens)
+    mine = logits_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole"), tokens)
+    assert float((mine - their).abs().max()) < 2e-6 * max(1, float(their.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ({"use_dora": True}, "use_dora is true"),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save is"),
+        ({"bias": "lora_only"}, 'bias is "lora_only"'),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' has changed the base"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
+    ],
+    ids=["dora", "modules", "bias", "pissa", "embedding"],
+)
+def test_what_is_more_than_a_product_is_refused(folders, tmp_path, monkeypatch, capfd, how, words):
+    peft_adapter(folders["llama"][0], tmp_path / "theirs", **{"target_modules": ["q_proj"]} | how)
+    refuses(monkeypatch, capfd, [words, "merge_and_unload"], "merge", tmp_path / "theirs", tmp_path / "whole")
+    assert os.listdir(tmp_path) == ["theirs"]
+
+
+def spoil(change):
+    """change(tensors) of the adapters' file, which then has the mark of another base."""
+
+    def spoil_file(folder):
+        path = folder / "adapter_model.safetensors"
+        tensors = {n: t.clone() for n, t in load_file(path).items()}
+        change(tensors)
+        save_file(tensors, path, {"base": "0" * 16})
+
+    return spoil_file
+
+
+def config(**change):
+    return lambda folder: edit(folder / "adapter_config.json", change)
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (config(base_model_name_or_path="some/model"), "hf.py import some/model models/model"),
+        (config(base_model_name_or_path=None), "name its folder with --base"),
+        (config(peft_type="IA3"), "peft_type is 'IA3'"),
+        (config(r=5), "has A of rank 4 and B of rank 4, its config 5"),
+        (config(r="x"), 'r is "x"'),
+        (config(lora_alpha=0), "lora_alpha is 0"),
+        (config(rank_pattern={"(": 2}), "a pattern of names is none"),
+        (config(target_modules=[7]), "target_modules is [7]"),
+        (config(target_modules=["q_proj"]), "target_modules and weights differ at"),
+        (config(new_idea=True), "new_idea is true"),
+        (lambda f: (f / "adapter_config.json").write_text("[1"), "is no JSON object"),
+        (lambda f: (f / "adapter_config.json").write_text("[1]"), "is no JSON object"),
+        (lambda f: (f / "adapter_model.safetensors").unlink(), "does not exist"),
+        (lambda f: os.truncate(f / "adapter_model.safetensors", 3000), "damaged"),
+        (spoil(lambda t: None), "of the same shape, but with other weights"),
+        (spoil(lambda t: t.pop(FIRST)), "has only B of"),
+        (
+            spoil(lambda t: t.update({FIRST: t[FIRST][:, 1:].contiguous()})),
+            "'model.layers.0.self_attn.q_proj' is 64 x 64",
+        ),
+        (spoil(lambda t: t.update({FIRST + "x": t[FIRST].clone()})), "is not A or B"),
+        (spoil(lambda t: t.clear()), "holds no adapters"),
+    ],
+)
+def test_bad_adapters_are_refused(folders, tmp_path, monkeypatch, capfd, change, words):
+    """By check and by merge, which leaves nothing."""
+    shutil.copytree(folders["llama"][1], tmp_path / "bad")
+    change(tmp_path / "bad")
+    for what in (["check", tmp_path / "bad"], ["merge", tmp_path / "bad", tmp_path / "whole"]):
+        refuses(monkeypatch, capfd, words, *what)
+    assert os.listdir(tmp_path) == ["bad"]
+
+
+def test_another_base_is_refused(folders, tmp_path, monkeypatch, capfd):
+    base, folder = folders["llama"]
+    ref.write_weights(small_model(SMALL["llama"], seed=2), tmp_path / "twin")
+    for other, words in (
+        (tmp_path / "twin", "other weights"),
+        (folders["gpt2"][0], "it has no matrix"),
+        (folders["qwen2"][0], "is not the base"),
+        (folder, "config.json"),
+    ):
+        refuses(monkeypatch, capfd, words, "merge", folder, tmp_path / "whole", "--base", other)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole/mine").touch()
+    refuses(monkeypatch, capfd, "is there already", "merge", folder, tmp_path / "whole")
+    refuses(monkeypatch, capfd, "hf.py merge", "import", folder, tmp_path / "new")
+    refuses(monkeypatch, capfd, "adapters are no model", "check", folder, "--verify")
+    assert sorted(os.listdir(tmp_path)) == ["twin", "whole"]
+
+
+def test_the_tokenizer_of_the_adapters(folders, tmp_path, monkeypatch):
+    """Where a fine-tuned model has a chat template or tokens of its own."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(folders["llama"][0], base)
+    shutil.copytree(folders["llama"][1], folder)
+    (base / "chat_template.jinja").write_text("base")
+    (base / "special_tokens_map.json").write_text("{}")
+    main(monkeypatch, "merge", folder, tmp_path / "one", "--base", base)
+    assert (tmp_path / "one/chat_template.jinja").read_text() == "base"
+    (folder / "chat_template.jinja").write_text("own")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    main(monkeypatch, "merge", folder, tmp_path / "two", "--base", base)
+    assert (tmp_path / "two/chat_template.jinja").read_text() == "own"
+    assert not (tmp_path / "two/special_tokens_map.json").exists()
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ({"lora": 4, "model": "d2,channels=64"}, "begins with random ones"),
+        ({"lora": 4, "lora_targets": "q_proj,w_proj"}, "no matrix 'w_proj'"),
+        ({"lora": 4, "lora_targets": ""}, "no matrix ''"),
+        (
+            {"lora": 4, "lora_targets": "proj"},
+            "use all, or some of q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
+        ),
+        ({"lora": 4, "lora_alpha": 0.0}, "no effect"),
+        ({"lora_alpha": 4.0}, "need --lora"),
+        ({"lora_rs": 1}, "need --lora"),
+        ({"lora_targets": "q_proj"}, "need --lora"),
+    ],
+)
+def test_options_that_make_no_sense(folders, capsys, how, words):
+    base = how.get("model", folders["llama"][0])
+    with pytest.raises(SystemExit) as stop:
+        ref.add_lora(ref.make_model(base, 1), options(**how), base)
+    text = capsys.readouterr().err
+    assert stop.value.code == 1 and words in text and "hint:" in text
