@@ -53,7 +53,7 @@ static inline Lora adapter_config_read(const char *folder, const Config *c) {
     require(type && !strcmp(type, "LORA"), "'%s': peft_type is '%.40s', not LORA\nname a folder of LoRA adapters",
             path.text, type ? type : "missing");
     for (size_t i = 0; i < sizeof unused / sizeof *unused; i++) adapter_require_unused(&j, path.text, unused[i]);
-    Lora l = {0, 0, 8, 0};
+    Lora l = {0, 0, 8, 0, 0};
     int64_t rank = 8;
     double alpha = 8;
     const int r = json_get(&j, 0, "r"), a = json_get(&j, 0, "lora_alpha"), rs = json_get(&j, 0, "use_rslora");

@@ -116,6 +116,7 @@ static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *sl
     f->slots = slots;
     f->num_slots = num_slots;
     st_create(&f->file, path);
+    f->file.base = slots->slot == SLOT_WEIGHT ? m->lora.base : 0;
     for (int k = 0; k < num_slots; k++)
         for (int i = 0; i < m->table.count; i++) {
             if (!slot_holds(slots[k].slot, &m->table.params[i])) continue;
@@ -249,6 +250,34 @@ static inline void require_same_tensors(const Model *m, const SlotName *slots, i
     require(d.count == 0, "'%s' does not hold this model, %d differences: %s%s\n%s", path, d.count, d.text + 2,
             d.count > 10 ? "; ..." : "", hint);
 }
+// Tells models of one shape apart: a hash of the first 16 values, as fp32 and as in files, of each matrix that has
+// adapters. Adapters carry that of their base in the metadata of their file. r: of the base.
+static inline uint64_t base_mark(const StReader *r, const ParamTable *model, const ParamTable *adapters) {
+    enum { VALUES = 16 };
+    float values[VALUES];
+    uint64_t mark = FNV1A;
+    for (int i = 0; i < model->count; i++) {
+        const Param *a = adapters->params, *end = a + adapters->count;
+        const StTensor *t = find_param(r, "", &model->params[i]);
+        while (a < end && a->weight != i) a++;
+        if (a == end || model->params[i].is_vector || !t || t->count < VALUES) continue;
+        st_read_floats(r, t, 0, VALUES, values);
+        mark = fnv1a(mark, values, sizeof values);
+    }
+    return mark;
+}
+// What a file of adapters says that they are for; 0: nothing.
+static inline uint64_t base_of_adapters(const StReader *r) {
+    const Json *j = &r->files[0].header;
+    const char *mark = json_string(j, json_get(j, json_get(j, 0, "__metadata__"), "base"));
+    return mark ? strtoull(mark, NULL, 16) : 0;
+}
+static inline void require_base(uint64_t made_for, uint64_t mark, const char *what) {
+    require(!made_for || made_for == mark,
+            "'%s': these adapters were trained beside other weights than their base has\n"
+            "name their own base: in adapter_config.json, or to resume by --model",
+            what);
+}
 // Loads slots from a file, or from a folder of weights. All ranks call it. merged: adapters that weights are loaded
 // with; NULL: none.
 static inline void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path,
@@ -258,6 +287,9 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
     StReader r;
     st_open(&r, path);
     require_same_tensors(m, slots, num_slots, &r, path);
+    if (slots->slot == SLOT_FROZEN) m->lora.base = base_mark(&r, &m->frozen, &m->table);
+    if (slots->slot == SLOT_WEIGHT && m->lora.base) require_base(base_of_adapters(&r), m->lora.base, path);
+    if (merged) require_base(merged->lora.base, base_mark(&r, table, &merged->table), path);
     for (int k = 0; k < num_slots; k++)
         for (int i = 0; i < table->count; i++) {
             const Param *p = &table->params[i];
@@ -298,6 +330,7 @@ static inline void model_load_merged(Model *m, const char *base, const char *fol
                 p->name, p->rows, p->cols);
         st_read_floats(&r, t, 0, p->size, a.values + p->offset);
     }
+    a.lora.base = base_of_adapters(&r);
     require(r.count == a.table.count, "'%s' holds %d tensors, adapter_config.json promises %d\nuse its own", folder,
             r.count, a.table.count);
     st_close(&r);

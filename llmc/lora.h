@@ -25,6 +25,7 @@ typedef struct {
     int rank_stabilised;
     float alpha;
     unsigned targets;  // bit i: block_kinds[i]
+    uint64_t base;     // the mark of the weights that they are for (hf_weights.h); 0: not known
 } Lora;
 static inline float lora_scale(const Lora *l) {
     return l->alpha / (l->rank_stabilised ? sqrtf((float)l->rank) : (float)l->rank);
@@ -68,7 +69,7 @@ static inline unsigned lora_targets(const Config *c, const char *targets, const 
     return bits;
 }
 static inline Lora lora_of(const Config *c, const Options *o) {
-    Lora l = {(int)o->lora, (int)o->lora_rs, (float)(o->lora_alpha < 0 ? 2.0 * o->lora : o->lora_alpha), 0};
+    Lora l = {(int)o->lora, (int)o->lora_rs, (float)(o->lora_alpha < 0 ? 2.0 * o->lora : o->lora_alpha), 0, 0};
     if (l.rank) l.targets = lora_targets(c, o->lora_targets, "--lora-targets");
     return l;
 }

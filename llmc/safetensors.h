@@ -46,6 +46,7 @@ typedef struct {
     int fd, count;
     int error;          // errno of the first write that failed, 0: none. Nothing is written after it
     StTensor *tensors;  // in the order of declaration
+    uint64_t base;      // of adapters: what they are for (hf_weights.h), in the metadata; 0: of no adapters
     uint64_t sum;       // checksum of what this process wrote. The sums of all ranks add up to the file's checksum
 } StWriter;
 
@@ -320,7 +321,9 @@ static inline void st_begin(StWriter *w, int create) {
     Text text;
     FILE *f = text_open(&text);
     uint64_t offset = 0;
-    fputs("{\"__metadata__\":{\"format\":\"pt\"}", f);  // transformers insists on the format
+    fputs("{\"__metadata__\":{\"format\":\"pt\"", f);  // transformers insists on the format
+    if (w->base) fprintf(f, ",\"base\":\"%016llx\"", (unsigned long long)w->base);
+    fputc('}', f);
     for (int i = 0; i < w->count; i++) {
         StTensor *t = &w->tensors[i];
         fputc(',', f);
