@@ -974,7 +974,7 @@ def batch(stream, B, device, vocab_size):
 
 
 HONOURED = """train-data val-data model output tokenizer print-every batch-size seq-len total-batch max-steps
-    overfit pack documents window seed schedule learning-rate warmup final-lr-fraction weight-decay grad-clip beta1
+    epochs overfit pack documents window seed schedule learning-rate warmup final-lr-fraction weight-decay grad-clip beta1
     beta2 adam-eps optimizer lr-matrix lr-embedding lr-head lr-vector decay-matrix decay-vector muon-momentum
     muon-polynomials muon-steps eval-every eval-steps hellaswag choice-data evaluate sample-every sample-tokens
     temperature save-every matmul-dtype head-dtype threads lora lora-alpha
@@ -1428,11 +1428,13 @@ def train(o):
         f"--total-batch {total} is not a multiple of batch-size * seq-len = {B * T}",
         f"nearest: {nearest}; or choose another --batch-size",
     )
-    steps = 0 if o.evaluate else o.max_steps if o.max_steps > 0 else places(shards, T, o.pack, data_eot) // total
+    steps = 0 if o.evaluate else o.max_steps
+    if steps < 0:
+        steps = int(o.epochs * places(shards, T, o.pack, data_eot) / total)
     require(
         steps or o.evaluate,
-        f"the training data has less than one step of {total} tokens",
-        "use a smaller --total-batch or give --max-steps",
+        f"--epochs {o.epochs:g} of the training data is less than one step of {total} tokens",
+        "use a smaller --total-batch or more --epochs, or give --max-steps",
     )
     path = o.tokenizer or os.path.join(os.path.dirname(shards[0].filename if shards else ""), "tokenizer.bin")
     names, eot, body = (

@@ -348,7 +348,7 @@ __attribute__((noreturn)) static void option_unknown(const char *program, const 
                                             {"wd", "weight-decay"},         {"grad-norm", "grad-clip"},
                                             {"bs", "batch-size"},           {"accumulation", "total-batch"},
                                             {"block-size", "seq-len"},      {"context", "seq-len"},
-                                            {"max-length", "seq-len"},      {"epochs", "max-steps"},
+                                            {"max-length", "seq-len"},      {"num-train-epochs", "epochs"},
                                             {"iters", "max-steps"},         {"log-interval", "print-every"},
                                             {"checkpointing", "recompute"}, {"workers", "threads"},
                                             {"temp", "temperature"}};

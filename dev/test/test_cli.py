@@ -267,7 +267,7 @@ def test_version(trainer):
         ("--bs", "--batch-size"),
         ("--per_device_train_batch_size=4", "--batch-size"),
         ("--gradient_accumulation_steps", "--total-batch"),
-        ("--epochs", "--max-steps"),
+        ("--num_train_epochs", "--epochs"),
         ("--max_iters", "--max-steps"),
         ("--steps", "--max-steps or --muon-steps or --eval-steps"),
         ("--block_size", "--seq-len"),
@@ -375,7 +375,8 @@ MUON = {"muon-momentum": 0.5, "muon-polynomials": "simple", "muon-steps": 3}
 ELSEWHERE = {
     "=": {"offload"},
     "~": {"dp-overlap", "tp"},
-    "*": {"skip-loss-z", "skip-norm-z", "on-nan", "skip-limit", "force", "reset-optimizer", *MUON, "lr-head"},
+    "*": {"skip-loss-z", "skip-norm-z", "on-nan", "skip-limit", "force", "reset-optimizer", *MUON, "lr-head"}
+    | {"epochs", "lora", "lora-alpha", "lora-targets", "lora-rs"},
 }
 
 
@@ -410,6 +411,29 @@ def numbers(tmp_path_factory):
         return steps, max(output.glob("step_*/model.safetensors")).read_bytes()
 
     return run, run({})
+
+
+def test_patience_keeps_the_best_and_ends(trainer, tmp_path):
+    """Noise is learned by heart: the validation loss falls at first, then rises."""
+    for seed, name in enumerate(("train.bin", "val.bin")):
+        shard(tmp_path / name, np.random.default_rng(seed).integers(0, 64, 600), vocab=64)
+    words = "-e d2,channels=32,heads=2,vocab=64,seq=64 -i train.bin -j val.bin -b 4 -t 16 -l 3e-3 -u 4 -s 0 -m -1".split()
+    words += "--epochs 40 -v 4 -nk 1 --patience 3 -o log".split()
+    run = trainer.bare(*words)
+    succeeds(run)
+    log, loss = tmp_path / "log", {e["step"]: e["loss"] for e in events(tmp_path / "log", "eval")}
+    del loss[0]
+    best, last = min(loss, key=loss.get), max(loss)
+    assert last == best + 12 and events(log, "start")[0]["steps"] == 40 * 600 // 64 > last
+    assert sorted(p.name for p in log.glob("step_*")) == [f"step_{s:08}" for s in (best, last)]
+    assert (log / "best").resolve().name == f"step_{best:08}"
+    assert "3 evaluations without a lower" in run.stdout and events(log, "end")[0]["reason"] == "patience"
+    succeeds(trainer.bare("-o", "log", "--resume", "1"))
+    assert max(e["step"] for e in events(log, "step")) == last
+    goes_on = trainer.bare("-o", "log", "--resume", "1", "--patience", "4")
+    succeeds(goes_on)
+    assert max(e["step"] for e in events(log, "step")) == last + 4 and f"after step {best}:" in goes_on.stdout
+    fails(trainer.bare(*words, "-v", "0", "-o", "other"), "--patience compares validation losses", "--eval-every")
 
 
 def test_every_option_that_matters_is_tried():
