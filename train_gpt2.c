@@ -199,6 +199,11 @@ static void multiply_serial(Product p) {
 // The same by all threads, in the grid over c that gives the busiest thread the least work. A tile costs about 4 times
 // as much as packing a strip of a, and as much as packing a panel of b.
 static void multiply(Product p) {
+    enum { ALONE = 1 << 20 };  // multiplications that one thread makes sooner than threads meet
+    if ((double)p.M * p.N * p.K < ALONE) {
+        multiply_serial(p);
+        return;
+    }
     int64_t strips = (p.M + TILE_M - 1) / TILE_M, panels = (p.N + TILE_N - 1) / TILE_N, least = INT64_MAX;
     int threads = 1, across = 1, down = 1;
     #ifdef _OPENMP
@@ -906,7 +911,7 @@ static inline double sum_of_squares(const float *x, size_t n) {
     enum { PIECE = 1 << 14 };
     int pieces = ceil_div(n, PIECE);
     double total = 0, *sums = (double *)malloc_or_die(pieces * sizeof(double));
-    PARALLEL_FOR
+    #pragma omp parallel for schedule(static) if (pieces > 8)
     for (int p = 0; p < pieces; p++) {
         size_t begin = area(p, PIECE), end = begin + PIECE < n ? begin + PIECE : n;
         float sum = 0;
@@ -940,7 +945,7 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
         multiply((Product){p, NULL, NULL, small, G, G, small, small, small});
         if (rounds) bf16_round_cpu(p, p, square);
         // all three terms in one matrix, so that one product is left: x = (a + b gram + c gram^2) x
-        PARALLEL_FOR
+        #pragma omp parallel for schedule(static) if (small > 256)
         for (int i = 0; i < small; i++)
             for (int j = 0; j < small; j++) {
                 const size_t at = area(i, small) + j;

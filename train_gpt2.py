@@ -974,11 +974,11 @@ def batch(stream, B, device, vocab_size):
 
 
 HONOURED = """train-data val-data model output tokenizer print-every batch-size seq-len total-batch max-steps
-    epochs overfit pack documents window seed schedule learning-rate warmup final-lr-fraction weight-decay grad-clip beta1
-    beta2 adam-eps optimizer lr-matrix lr-embedding lr-head lr-vector decay-matrix decay-vector muon-momentum
-    muon-polynomials muon-steps eval-every eval-steps hellaswag choice-data evaluate sample-every sample-tokens
-    temperature save-every matmul-dtype head-dtype threads lora lora-alpha
-    lora-targets lora-rs""".split()
+    epochs overfit pack documents window seed recipe schedule learning-rate warmup final-lr-fraction decay-fraction
+    weight-decay grad-clip beta1 beta2 adam-eps optimizer lr-matrix lr-embedding lr-head lr-vector decay-matrix
+    decay-vector muon-momentum muon-polynomials muon-steps eval-every eval-steps hellaswag choice-data evaluate
+    sample-every sample-tokens temperature save-every matmul-dtype head-dtype threads lora lora-alpha lora-targets
+    lora-rs""".split()
 
 
 def in_range(of, low, high):
@@ -1012,6 +1012,55 @@ def option_table():
         section = title or section
         rows += [(section, kind, field.replace("_", "-"), *others)] * (not title)
     return rows, dict(re.findall(r'{"([\w-]+)", "([\w-]+)"}', text))
+
+
+def read_recipe():
+    """Of llmc/recipe.h: option -> its value for 12 layers, what scales it."""
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "llmc", "recipe.h")) as f:
+        return {option: row for option, *row in re.findall(r'{"([\w-]+)", "([^"]+)", SCALE_(\w+)}', f.read())}
+
+
+def recipe_of(o):
+    """The options of the model's recipe, as text, for its size (llmc/recipe.h); {}: it has none."""
+    known = o.model.startswith("modern:") and not os.path.isdir(o.model)
+    if not known or o.recipe == "none" or o.evaluate or o.write_weights or o.write_debug:
+        return {}
+
+    def weights(c):
+        rows = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + 2 * c.ffn_dim
+        return c.channels * (c.num_layers * rows + c.vocab_size)
+
+    c, of_12 = config_parse(o.model)[0], modern(12)
+    tokens = weights(c) / weights(of_12)
+    best = 2.0 ** round(0.383 * math.log2(tokens))
+    batch = o.total_batch / 2**19 if o.total_batch > 0 else best
+    width, rate = c.channels / of_12.channels, math.sqrt(batch)
+    scales = {"BATCH": best, "STEPS": tokens / batch, "RATE": rate, "DECAY": rate / tokens}
+    scales |= {"RATE_BY_WIDTH": rate / math.sqrt(width), "EPSILON": 1 / batch}
+
+    def scaled(text, scale):
+        if scale == "NONE":
+            return text
+        value = float(text) * scales[scale]
+        return f"{max(1, value):.0f}" if scale in ("BATCH", "STEPS") else f"{value:.4g}"
+
+    return {option: scaled(*row) for option, row in read_recipe().items()}
+
+
+def parse_with_recipe(parser, argv, table):
+    """Options that are not given are those of the model's recipe, if it has one."""
+    recipe, kinds = recipe_of(parser.parse_args(argv)), {name: kind for _, kind, name, *_ in table}
+    types = {"INT": int, "FLT": float}
+    parser.set_defaults(
+        **{name.replace("-", "_"): types.get(kinds[name], str)(value) for name, value in recipe.items()}
+    )
+    o = parser.parse_args(argv)
+    require(
+        o.optimizer == recipe.get("optimizer", o.optimizer),
+        f"--optimizer {o.optimizer}: the rates of {o.model}'s recipe are those of {recipe.get('optimizer')}",
+        "add --recipe none, and give rates",
+    )
+    return o
 
 
 def refuse_unknown(word, table, others):
@@ -1059,9 +1108,10 @@ def check_optimizer(o):
 
 def parse_options(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
-    table, others = option_table()
+    (table, others), recipe = option_table(), read_recipe()
     form = functools.partial(argparse.HelpFormatter, max_help_position=32, width=100)
     p = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, add_help=False, formatter_class=form)
+    at_12 = lambda name: f"; modern:124M {recipe[name][0]}" if name in recipe else ""
     groups = {section: p.add_argument_group(section) for section, _, name, *_ in table if name in HONOURED}
     for section, kind, name, letters, text, number, low, high, about in table:
         if name not in HONOURED:
@@ -1073,7 +1123,7 @@ def parse_options(argv=None):
             type=in_range(of, low, high) if low else of,
             default=of(text or number),
             metavar=kind,
-            help=about + f" [{text or number}]" * bool(text or number),
+            help=about + f" [{text or number}{at_12(name)}]" * bool(text or number),
             **alone,
         )
     g = p.add_argument_group("of this program alone")
@@ -1101,7 +1151,7 @@ def parse_options(argv=None):
             argv[i] = "--help"  # -h 1 is llm.c's: HellaSwag
         if re.match("-+[A-Za-z]", word) and word.split("=")[0] not in p._option_string_actions:
             refuse_unknown(word, table, others)
-    o = p.parse_args(argv)
+    o = parse_with_recipe(p, argv, table)
     trains = o.total_batch and (o.max_steps or o.evaluate)
     require(trains, "--total-batch 0 or --max-steps 0 trains nothing", "leave it out, or give a number")
     require(
@@ -1114,6 +1164,7 @@ def parse_options(argv=None):
         "--eval-every 0 never scores --choice-data",
         "give a number of steps, or leave --choice-data out",
     )
+    require(o.recipe in ("model", "none"), f"unknown --recipe '{o.recipe}'", "use model or none")
     require(o.pack in ("auto", "no", "whole", "cut"), f"unknown --pack '{o.pack}'", "use auto, no, whole or cut")
     require(o.window, "--window 0: a token would not see itself", "give a number of tokens, or -1 for all")
     require(
@@ -1145,7 +1196,8 @@ def learning_rate_at(o, steps, step, peak=None):
         return peak
     if step < o.warmup:
         return peak * (step + 1) / o.warmup
-    begin = int(0.8 * steps) if o.schedule == "wsd" else o.warmup
+    fraction = 0.2 if o.schedule == "wsd" and o.decay_fraction < 0 else o.decay_fraction
+    begin = o.warmup if fraction < 0 else int((1 - fraction) * steps)
     if step < begin:
         return peak
     progress = min((step - begin) / (steps - begin), 1.0) if steps > begin else 1.0
@@ -1486,6 +1538,11 @@ def train(o):
         + f"{1e-6 * trained:.1f}M trained in adapters of rank {o.lora}, " * bool(o.lora)
         + f"{steps} steps of {total} tokens"
     )
+    now = vars(o)
+    recipe = {name.replace("-", "_"): value for name, value in recipe_of(o).items()}
+    kept = [f"--{n.replace('_', '-')} {value}" for n, value in recipe.items() if type(now[n])(value) == now[n]]
+    if kept:
+        print(f"recipe    {' '.join(kept)}")
 
     for s in sets:
         print(

@@ -79,8 +79,6 @@ static inline size_t head_rows(const Options *o, int B, int T) {
     size_t rows = ceil_div((size_t)B * T, o->head_chunks ? o->head_chunks : 1);
     return rows > (size_t)B ? rows : (size_t)B;
 }
-// Runs that only go forward have no gradients and no optimiser states.
-static int forward_only(const Options *o) { return o->generate || o->serve || o->evaluate; }
 static inline int weights_are_quantised(const Options *o) { return strcmp(o->weights, "native") != 0; }
 // Whether checkpoints are written during training, from a copy in host memory. One at the end of a run needs no copy.
 static inline int saves_beside_training(const Options *o) {

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <math.h>
 
-#include "utils.h"
+#include "recipe.h"
 
 // KIND(field, llm.c's letters, effect, default, [choices,] [smallest, largest,] help)
 // The long name is the field's with '-' for '_'. STR is any text, ONE one of the choices, INT and FLT a number in the
@@ -53,11 +53,15 @@
     INT(window, "", '*', -1, -1, 1 << 24, "a token sees the last N tokens alone, itself among them (-1: all)") \
     INT(seed, "", '*', 1337, 0, 1ll << 53, "seed of weights, data order and samples") \
     SECTION("optimiser") \
+    ONE(recipe, "", '*', "model", "model|none", \
+        "options that are not given: model: those of a preset's recipe, where it has one (modern); none: defaults") \
     ONE(schedule, "k", '*', "cosine", "cosine|linear|wsd|constant", \
         "learning rate after warm-up: cosine, linear or wsd; or constant, which has no warm-up") \
     FLT(learning_rate, "l", '*', 3e-4, 0, 1e3, "largest learning rate") \
     INT(warmup, "u", '*', 0, 0, 1 << 30, "steps of linear warm-up") \
     FLT(final_lr_fraction, "q", '*', 1.0, 0, 1, "last learning rate, as a fraction of the largest") \
+    FLT(decay_fraction, "", '*', -1.0, -1, 1, \
+        "share of the run, its last, in which the rate falls (-1: wsd 0.2; cosine and linear all after warm-up)") \
     FLT(weight_decay, "c", '*', 0.0, 0, 1e3, "decoupled weight decay, on matrices only") \
     FLT(grad_clip, "", '*', 1.0, 0, 1e30, "largest global gradient norm (0: no clipping)") \
     FLT(beta1, "", '*', 0.9, 0, 0.999999999, "AdamW beta1") \
@@ -265,6 +269,21 @@ static Options options_default(void) {
     LLMC_OPTIONS(NOTHING, SET_VALUE, SET_VALUE, SET_VALUE, SET_VALUE)
     return o;
 }
+// Runs that only go forward have no gradients and no optimiser states.
+static int forward_only(const Options *o) { return o->generate || o->serve || o->evaluate; }
+// The defaults of a run: those of its model's recipe, if there is one. `given` has the options of the command line.
+static inline Options options_of_recipe(const Options *given) {
+    Options o = options_default();
+    RecipeSizes sizes;
+    char number[OPTION_NUMBER];
+    if (strcmp(given->recipe, "model") || forward_only(given)) return o;
+    if (!recipe_sizes(given->model, given->total_batch, &sizes)) return o;
+    OPTION_EACH(p) {
+        const RecipeRow *row = recipe_row(p->name);
+        if (row) option_set(&o, p, recipe_value(row, &sizes, number, sizeof number));
+    }
+    return o;
+}
 
 // ---- --help and --version
 
@@ -303,7 +322,9 @@ static void options_help(const char *path, FILE *f) {
             fprintf(f, "\n%s\n", o->name);
             continue;
         }
-        snprintf(text, sizeof text, *o->default_text ? "%s [%s]" : "%s", o->help, o->default_text);
+        const RecipeRow *row = recipe_row(o->name);
+        snprintf(text, sizeof text, *o->default_text ? "%s [%s%s%s]" : "%s", o->help, o->default_text,
+                 row ? "; modern:124M " : "", row ? row->value : "");
         int at = fprintf(f, *o->letters ? "%c -%s, " : "%c     ", o->effect, o->letters);
         help_text(f, text, at + fprintf(f, "--%-*s", 25 - at, o->name));
     }
@@ -397,7 +418,14 @@ static Options options_parse_over(Options o, int argc, char **argv) {
     }
     return o;
 }
-static inline Options options_parse(int argc, char **argv) { return options_parse_over(options_default(), argc, argv); }
+static inline Options options_parse(int argc, char **argv) {
+    const Options given = options_parse_over(options_default(), argc, argv), recipe = options_of_recipe(&given),
+                  o = options_parse_over(recipe, argc, argv);
+    require(!strcmp(o.optimizer, recipe.optimizer) || !strcmp(recipe.optimizer, "adamw"),
+            "--optimizer %s: the rates of %s's recipe are those of %s\nadd --recipe none, and give rates", o.optimizer,
+            o.model, recipe.optimizer);
+    return o;
+}
 
 // The value of an option in a if it differs from that in b, else NULL.
 static const char *option_change(const Options *a, const Options *b, const OptionInfo *info, char *number) {
@@ -405,13 +433,15 @@ static const char *option_change(const Options *a, const Options *b, const Optio
     const char *text = option_text(a, info, number);
     return strcmp(text, option_text(b, info, other)) ? text : NULL;
 }
-// Prints the options that differ from their default.
+// Prints the options that differ from their default or from the recipe, and which of them are the recipe's.
 static inline void options_echo(const Options *o, FILE *f) {
-    const Options standard = options_default();
-    char number[OPTION_NUMBER];
+    const Options standard = options_default(), recipe = options_of_recipe(o);
+    char number[OPTION_NUMBER], other[OPTION_NUMBER];
     OPTION_EACH(p) {
-        const char *value = option_change(o, &standard, p, number);
-        if (value) fprintf(f, "  --%-18s %s\n", p->name, value);
+        const int in_recipe = option_change(&recipe, &standard, p, number) != NULL;
+        const int given = option_change(o, in_recipe ? &recipe : &standard, p, other) != NULL;
+        if (in_recipe || given)
+            fprintf(f, "  --%-18s %s%s\n", p->name, option_text(o, p, number), given ? "" : "  (recipe)");
     }
 }
 // " --name value" of each option in which a differs from b.

@@ -1,5 +1,6 @@
 // Learning-rate curves, those of llm.c, so that its runs can be repeated. Steps count from 0. All but "constant" warm
-// up linearly over `warmup` steps to `peak` and end with `peak * final_fraction` at `steps`.
+// up linearly over `warmup` steps to `peak` and end with `peak * final_fraction` at `steps`. decay_fraction: they stay
+// at peak until this share of the steps is left; -1: as below.
 //   cosine, linear   decay over all steps after warm-up; with a final fraction of 1 they stay at peak
 //   constant         peak from the first step on
 //   wsd              warm-up, stable, and over the last fifth decay by 1 - sqrt (Haegele et al., arXiv:2405.18392)
@@ -11,11 +12,12 @@
 #include "utils.h"
 
 static inline double learning_rate_at(const char *name, double peak, int64_t warmup, double final_fraction,
-                                      int64_t steps, int64_t step) {
+                                      double decay_fraction, int64_t steps, int64_t step) {
     int is_wsd = !strcmp(name, "wsd");
     if (!strcmp(name, "constant")) return peak;
     if (step < warmup) return peak * (step + 1) / warmup;
-    int64_t begin = is_wsd ? (int64_t)(0.8 * steps) : warmup;
+    if (is_wsd && decay_fraction < 0) decay_fraction = 0.2;
+    int64_t begin = decay_fraction < 0 ? warmup : (int64_t)((1 - decay_fraction) * steps);
     if (step < begin) return peak;
     double progress = steps > begin ? fmin(1, (double)(step - begin) / (steps - begin)) : 1;
     double left = is_wsd                    ? 1 - sqrt(progress)

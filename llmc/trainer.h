@@ -199,7 +199,8 @@ static double window_limit(const StateWindow *w, double z) {
 
 static double learning_rate(const Trainer *t, double peak) {
     const Options *o = &t->o;
-    return learning_rate_at(o->schedule, peak, o->warmup, o->final_lr_fraction, t->steps, t->state.step);
+    return learning_rate_at(o->schedule, peak, o->warmup, o->final_lr_fraction, o->decay_fraction, t->steps,
+                            t->state.step);
 }
 static UpdateParams update_params(const Trainer *t) {
     const Options *o = &t->o;

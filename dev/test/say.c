@@ -76,9 +76,10 @@ int main(int argc, char **argv) {
             fwrite(d.inputs, sizeof(int), (size_t)(B * T), stdout);
             fwrite(d.targets, sizeof(int), (size_t)(B * T), stdout);
         }
-    } else if (!strcmp(what, "lr")) {  // schedule, peak, warmup, final fraction, steps
-        for (int s = 0; s < atoi(argv[6]) + 3; s++)
-            printf("%.17g\n", learning_rate_at(argv[2], atof(argv[3]), atoi(argv[4]), atof(argv[5]), atoi(argv[6]), s));
+    } else if (!strcmp(what, "lr")) {  // schedule, peak, warmup, final fraction, decay fraction, steps
+        for (int s = 0, steps = atoi(argv[7]); s < steps + 3; s++)
+            printf("%.17g\n",
+                   learning_rate_at(argv[2], atof(argv[3]), atoi(argv[4]), atof(argv[5]), atof(argv[6]), steps, s));
     } else if (!strcmp(what, "rope")) {  // model, T
         config_parse(argv[2], &c);
         int T = atoi(argv[3]);
@@ -96,8 +97,8 @@ int main(int argc, char **argv) {
         gpu_monitor_print(&s);
     } else if (!strcmp(what, "peak")) {  // of each GPU named
         for (char **name = argv + 2; *name; name++) printf("%g\n", 1e-12 * peak_flops(*name, PEAK_BF16));
-    } else if (!strcmp(what, "options")) {
-        Options o = options_default();
+    } else if (!strcmp(what, "options")) {  // a command line
+        Options o = options_parse(argc - 1, argv + 1);
         for (int i = 0; i < NUM_OPTIONS; i++) {
             char number[OPTION_NUMBER];
             if (option_table[i].kind == OPTION_SECTION) continue;

@@ -183,6 +183,9 @@ def test_good_input_trains(trainer):
         (["--muon-steps", "33"], ["--muon-steps 33 is outside 0 to 32"]),
         (["--lr-matrix", "-0.5"], ["--lr-matrix -0.5 is below 0", "leave it out for the common one"]),
         (["--lr-head", "1e-3"], ["--lr-head 0.001: the head of this model is its embedding", "use --lr-embedding"]),
+        (["--recipe", "best"], ["--recipe 'best' is not model|none"]),
+        (["--decay-fraction", "1.1"], ["--decay-fraction 1.1 is outside -1 to 1"]),
+        (["-e", "modern:d2", "--optimizer", "adamw"], ["recipe are those of muon", "add --recipe none"]),
         (["--reset-optimizer"], ["--reset-optimizer 1 is for a run that goes on", "add --resume 1"]),
         (["--offload", "states,m"], ["unknown --offload 'm'", "use states, master, activations"]),
         (["-z", "2", "--dp-overlap", "0"], ["--dp-overlap 0 keeps all gradients", "--zero-stage 2"]),
@@ -334,6 +337,7 @@ CHANGED = {
         "learning-rate": [1e-3],
         "warmup": [3],
         "final-lr-fraction": [0.5],
+        "decay-fraction": [0.5],
         "weight-decay": [10],
         "grad-clip": [0.01],
         "beta1": [0.5],
@@ -375,7 +379,7 @@ MUON = {"muon-momentum": 0.5, "muon-polynomials": "simple", "muon-steps": 3}
 ELSEWHERE = {
     "=": {"offload"},
     "~": {"dp-overlap", "tp"},
-    "*": {"skip-loss-z", "skip-norm-z", "on-nan", "skip-limit", "force", "reset-optimizer", *MUON, "lr-head"}
+    "*": {"skip-loss-z", "skip-norm-z", "on-nan", "skip-limit", "force", "reset-optimizer", *MUON, "lr-head", "recipe"}
     | {"epochs", "lora", "lora-alpha", "lora-targets", "lora-rs"},
 }
 
@@ -475,6 +479,36 @@ def test_options_of_muon_change_its_run(numbers):
     assert run({"lr-matrix": 3e-3, "lr-embedding": 3e-3, "lr-vector": 3e-3, "decay-matrix": 0}) == run({})
     steps, weights = run(untied | {"lr-head": 1e-3})
     assert not np.allclose(steps, run(untied)[0], rtol=1e-6)
+
+
+def test_a_recipe_gives_what_is_not_given(tmp_path):
+    """To a new run of a preset alone. A run that goes on keeps what it had, a run from a folder has none."""
+    shard(tmp_path / "x_train.bin", np.random.default_rng(0).integers(0, 64, 4000), vocab=64)
+    preset = ["-e", "modern:d2,channels=64,heads=2,head_dim=32,vocab=64,seq=64"]
+
+    def options(folder, *words):
+        words = ["-i", "x_train.bin", "-b", 2, "-t", 32, "-d", 64, "-v", 0, "-s", 0, "-n", 9, "-o", folder, *words]
+        words = [PROGRAMS[0], *map(str, words)]
+        run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT)
+        succeeds(run)
+        return events(tmp_path / folder, "start")[-1]["options"], run.stdout
+
+    of_recipe, said = options("a", *preset, "-x", 2, "--beta1", 0.7)
+    assert (of_recipe["optimizer"], of_recipe["beta1"], of_recipe["schedule"]) == ("muon", 0.7, "linear")
+    assert re.search(r"--optimizer +muon  \(recipe\)\n", said) and re.search(r"--beta1 +0.7\n", said)
+    assert re.search(r"--total-batch +64\n", said) and re.search(r"--max-steps +2\n", said)
+    again, said = options("a", "-x", 3, "-y", 1)
+    assert {n for n in again if again[n] != of_recipe[n]} == {"max-steps", "resume"} and "lr-matrix" not in said.split(
+        "run "
+    )[1]
+    plain, said = options("b", *preset, "-x", 2, "--recipe", "none")
+    assert (plain["optimizer"], plain["beta1"], plain["schedule"]) == (
+        "adamw",
+        0.9,
+        "cosine",
+    ) and "(recipe)" not in said
+    folder, said = options("c", "-e", "a/step_00000002", "-x", 2)
+    assert (folder["optimizer"], folder["lr-matrix"]) == ("adamw", -1) and "(recipe)" not in said
 
 
 def test_counting_what_fp8_loses_changes_no_number(numbers):

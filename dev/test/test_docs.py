@@ -18,6 +18,9 @@ import pytest
 
 from test_build import CONFIG, ROOT, copy_tree, tracked
 
+sys.path.insert(0, str(ROOT))
+import train_gpt2 as ref  # noqa: E402
+
 TRAINER = ROOT / "build/train_gpt2"
 PAGES = sorted((ROOT / "doc").glob("*.md"))
 ENVIRONMENT = {k: v for k, v in launcher.ENVIRONMENT.items() if not k.startswith(("MAKE", "MFLAGS"))}
@@ -356,6 +359,24 @@ def test_the_gpu_trainers_table(tmp_path):
         *words["CUDA_LIBS"],
     )
     assert "24 passed, 0 failed" in succeeds(tmp_path / "memory_plan")
+
+
+def test_the_page_of_the_recipe():
+    """Its options and its sizes are those that a run gets."""
+    text, options = (ROOT / "doc/recipe.md").read_text(), lambda model: vars(ref.parse_options(["-e", model]))
+    rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", text, re.M)
+    given = {n: v for names, values in rows for n, v in zip(re.findall(r"--([\w-]+)", names), values.split(", ") * 2)}
+    assert set(given) == set(ref.read_recipe())
+    for name, value in given.items():
+        is_that = options("modern:124M")[name.replace("-", "_")]
+        assert value == str(is_that) or float(value) == pytest.approx(is_that, rel=5e-3), name
+    sizes = re.findall(r"^\| (d\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+)B \| (.*?) \| (.*?) \| (.*?) \|$", text, re.M)
+    assert len(sizes) == 6
+    for depth, batch, steps, tokens, *rates in sizes:
+        o = options(f"modern:{depth}")
+        assert [f"{o['total_batch']:,}", f"{o['max_steps']:,}"] == [batch, steps]
+        assert f"{1e-9 * o['total_batch'] * o['max_steps']:.2f}" == tokens
+        assert [float(x) for x in rates] == [o["lr_matrix"], o["lr_embedding"], o["decay_matrix"]]
 
 
 def test_memory_on_a_gpu():

@@ -113,7 +113,7 @@ GRAPHS = {
     "least memory": ["--recompute", "3", "--head-chunks", "3", "--state-dtype", "bf16", "--master-weights", "0"],
     "llama3.2": ["-e", "llama3.2:1B,layers=2,channels=256,heads=4,kv_heads=2,vocab=256,seq=64"],
     "qwen3": ["-e", "qwen3:0.6B,layers=2,channels=192,heads=4,kv_heads=2,head_dim=64,vocab=256,seq=64"],
-    "modern": ["-e", "modern:d2,channels=192,heads=3,head_dim=64,vocab=256,seq=64"],
+    "modern": ["-e", "modern:d2,channels=192,heads=3,head_dim=64,vocab=256,seq=64", "--recipe", "none"],
     "odd sizes": [
         "-e",
         "qwen2.5:0.5B,layers=3,channels=192,heads=3,kv_heads=1,vocab=257,seq=64",
@@ -551,7 +551,14 @@ SHARED = {
         f"qwen3:0.6B,layers=2,channels={32 * HEADS},heads={HEADS},"
         f"kv_heads={max(HEADS // 2, 1)},head_dim=64,vocab=256,ffn=256,seq=64",
     ],
-    "modern": ["-l", "3e-4", "-e", f"modern:d2,channels={64 * HEADS},heads={HEADS},head_dim=64,vocab=256,seq=64"],
+    "modern": [
+        "--recipe",
+        "none",
+        "-l",
+        "3e-4",
+        "-e",
+        f"modern:d2,channels={64 * HEADS},heads={HEADS},head_dim=64,vocab=256,seq=64",
+    ],
 }
 
 

@@ -30,6 +30,7 @@ SMALL = {
     "llama3": "layers=1,channels=32,heads=2,kv_heads=1,ffn=32,vocab=256",
     "llama3.2": "layers=1,channels=32,heads=2,kv_heads=1,ffn=32,vocab=256",
     "d4": "layers=1,channels=16,heads=2",
+    "modern": "layers=1,channels=16,heads=2,head_dim=16,vocab=256",
 }
 
 

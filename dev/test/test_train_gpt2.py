@@ -286,10 +286,14 @@ def test_wide_shards_and_damaged_ones(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-@pytest.mark.parametrize("warmup,final,steps", [(0, 0.0, 50), (7, 0.1, 50), (10, 1.0, 10), (3, 0.0, 1)])
-def test_learning_rates_are_those_of_c(c_program, schedule, warmup, final, steps):
-    theirs = [float(x) for x in c_program("lr", schedule, 6e-4, warmup, final, steps).split()]
+@pytest.mark.parametrize(
+    "warmup,final,decay,steps",
+    [(0, 0.0, -1, 50), (7, 0.1, -1, 50), (10, 1.0, -1, 10), (3, 0.0, -1, 1), (5, 0.0, 0.7, 50), (0, 0.0, 0.0, 9)],
+)
+def test_learning_rates_are_those_of_c(c_program, schedule, warmup, final, decay, steps):
+    theirs = [float(x) for x in c_program("lr", schedule, 6e-4, warmup, final, decay, steps).split()]
     o = argparse.Namespace(schedule=schedule, learning_rate=6e-4, warmup=warmup, final_lr_fraction=final)
+    o.decay_fraction = decay
     assert ref.learning_rate_at(o, steps, 1, 1.0) == pytest.approx(ref.learning_rate_at(o, steps, 1) / 6e-4)
     assert [ref.learning_rate_at(o, steps, s) for s in range(steps + 3)] == [
         pytest.approx(x, rel=1e-12, abs=1e-18) for x in theirs
@@ -298,6 +302,11 @@ def test_learning_rates_are_those_of_c(c_program, schedule, warmup, final, steps
         assert theirs == [pytest.approx(6e-4)] * (steps + 3)
     elif warmup == 7:
         assert theirs[0] == pytest.approx(6e-4 / 7) and theirs[7] == pytest.approx(6e-4) and theirs[49] < 3e-4
+    elif decay == 0.7:  # stable up to step 15, then down to 0
+        assert theirs[5:16] == [pytest.approx(6e-4)] * 11 and theirs[16] < 6e-4 and theirs[50] == 0
+        assert schedule != "linear" or theirs[15:50] == [pytest.approx(6e-4 * (50 - s) / 35) for s in range(15, 50)]
+    elif decay == 0:
+        assert theirs[:9] == [pytest.approx(6e-4)] * 9
 
 
 @pytest.mark.parametrize("name", ["llama2:7B", "llama3:8B", "llama3.1:8B", "llama3.2:1B", "qwen2.5:7B"])
@@ -353,10 +362,59 @@ def test_options_are_those_of_c(c_program):
         letters, value = theirs[name]
         key = name.replace("-", "_")
         assert str(ours[key]) == value or float(ours[key]) == float(value), name
-        words = {"matmul-dtype": "fp8", "head-dtype": "fp8", "optimizer": "muon", "muon-polynomials": "simple", "pack": "cut"}
+        words = {
+            "matmul-dtype": "fp8",
+            "head-dtype": "fp8",
+            "optimizer": "muon",
+            "muon-polynomials": "simple",
+            "pack": "cut",
+            "recipe": "none",
+        }
         sample = words.get(name, {str: "linear", int: "1", float: "0.5"}[type(ours[key])])
         for flag in [f"--{name}"] + [f"-{letters}"] * bool(letters):
             assert getattr(ref.parse_options([flag, sample]), key) == type(ours[key])(sample)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-e modern:124M",
+        "-e modern:d4 --beta1 0.7 --schedule wsd",
+        "-e modern:d20 -x 100",
+        "-e modern:d6,channels=192,heads=3,vocab=300 -d 65536 --lr-head 0.1",
+        "-e modern:124M --recipe none",
+        "-e modern:d2 --evaluate 1 -j x.bin",
+        "-e d12",
+    ],
+)
+def test_the_recipe_is_that_of_c(c_program, words):
+    theirs = dict(line.split("\t")[::2] for line in c_program("options", *words.split()).decode().splitlines())
+    ours = vars(ref.parse_options(words.split()))
+    for name in ref.HONOURED:
+        value = ours[name.replace("-", "_")]
+        assert theirs[name] == str(value) or float(theirs[name]) == value, name
+
+
+def test_the_recipe_scales_with_the_model():
+    """Written down anew: train_gpt_simple.py's numbers at 12 layers, nanochat's rules for others."""
+    o = ref.parse_options(["-e", "modern:124M"])
+    assert (o.optimizer, o.muon_polynomials, o.muon_steps, o.muon_momentum) == ("muon", "simple", 0, 0.95)
+    assert (o.lr_matrix, o.lr_embedding, o.lr_head, o.learning_rate, o.lr_vector) == (0.025, 0.7, 0.004, 0.015, -1)
+    assert (o.decay_matrix, o.weight_decay, o.decay_vector, o.grad_clip) == (0.05, 0.001, 0.001, 0)
+    assert (o.beta1, o.beta2, o.total_batch, o.max_steps) == (0.8, 0.95, 524288, 3250)
+    assert (o.schedule, o.decay_fraction, o.final_lr_fraction, o.warmup) == ("linear", 0.7, 0, 0)
+    assert o.adam_eps * 524288 == pytest.approx(1e-10, rel=1e-3)
+    o, weights = ref.parse_options(["-e", "modern:d24"]), lambda L: 12 * L * (64 * L) ** 2 + 64 * L * 50257
+    tokens = weights(24) / weights(12)
+    batch = 2 ** round(np.log2(tokens**0.383))
+    assert batch == 2 and o.total_batch == 2 * 524288
+    assert o.max_steps == round(3250 * tokens / batch) and o.beta1 == 0.8
+    scaled = {"lr_matrix": 0.025, "learning_rate": 0.015, "lr_embedding": 0.7 / 2**0.5, "lr_head": 0.004 / 2**0.5}
+    scaled |= {"decay_matrix": 0.05 / tokens}
+    for name, value in scaled.items():
+        assert getattr(o, name) == pytest.approx(value * 2**0.5, rel=1e-3), name
+    given = ref.parse_options(["-e", "modern:d24", "-d", str(524288)])  # rates are those of its batch
+    assert given.max_steps == round(3250 * tokens) and given.lr_matrix == 0.025
 
 
 @pytest.mark.parametrize("scale_rows", [0, 1])
