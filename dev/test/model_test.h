@@ -93,7 +93,7 @@ typedef struct {
     StReader file;
     int B, T;
     int *tokens, *targets;
-    int documents, window;                  // that it was computed with, and these
+    int documents, window;                                 // that it was computed with, and these
     char matmul_dtype[32], head_dtype[32], optimizer[32];  // that it was computed with
 } DebugFile;
 static inline int *read_tokens(const StReader *r, const StTensor *t) {

@@ -21,7 +21,8 @@ static inline uint64_t save_slots(const Model *m, const SlotName *slots, int num
 // A folder that transformers opens.
 static inline void model_save_weights(const Model *m, const char *folder) {
     make_directory(folder);
-    require(write_config(m, folder, NULL, NULL) == 0, "'%s' has no config.json\nmake room or name another place", folder);
+    require(write_config(m, folder, NULL, NULL) == 0, "'%s' has no config.json\nmake room or name another place",
+            folder);
     save_slots(m, weight_slot, 1, path_of("%s/model.safetensors", folder).text);
 }
 static inline int checkpoint_save(Model *m, const char *output, const TrainState *s, int keep, int major_every) {

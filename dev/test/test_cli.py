@@ -421,7 +421,9 @@ def test_patience_keeps_the_best_and_ends(trainer, tmp_path):
     """Noise is learned by heart: the validation loss falls at first, then rises."""
     for seed, name in enumerate(("train.bin", "val.bin")):
         shard(tmp_path / name, np.random.default_rng(seed).integers(0, 64, 600), vocab=64)
-    words = "-e d2,channels=32,heads=2,vocab=64,seq=64 -i train.bin -j val.bin -b 4 -t 16 -l 3e-3 -u 4 -s 0 -m -1".split()
+    words = (
+        "-e d2,channels=32,heads=2,vocab=64,seq=64 -i train.bin -j val.bin -b 4 -t 16 -l 3e-3 -u 4 -s 0 -m -1".split()
+    )
     words += "--epochs 40 -v 4 -nk 1 --patience 3 -o log".split()
     run = trainer.bare(*words)
     succeeds(run)
