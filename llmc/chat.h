@@ -19,17 +19,19 @@ static inline int chat_can_talk(const Options *o) {
 }
 // The template of a model's folder. NULL: it has none.
 static const ChatTemplate *chat_template_of(const char *folder) {
-    Json j;
+    Json j, unparsed;
+    size_t bytes;
+    char *apart = json_read(&unparsed, path_of("%s/chat_template.jinja", folder).text, &bytes);
     int found = json_load(&j, path_of("%s/tokenizer_config.json", folder).text);
-    const char *text = found ? json_string(&j, json_get(&j, 0, "chat_template")) : NULL;
+    if (apart) apart[bytes] = 0;
+    const char *text = apart ? apart : found ? json_string(&j, json_get(&j, 0, "chat_template")) : NULL;
     const ChatTemplate *t = NULL;
     for (int i = 0; i < 2 && text && !t; i++)
         if (strstr(text, chat_templates[i].known_by)) t = &chat_templates[i];
     require(!text || t,
-            "the chat template in '%s/tokenizer_config.json' is neither ChatML nor Llama 3's\n"
-            "use --prompt to complete a text",
-            folder);
+            "the chat template of '%s' is neither ChatML nor Llama 3's\nuse --prompt to complete a text", folder);
     json_free(&j);
+    free(apart);
     return t;
 }
 

@@ -115,6 +115,13 @@ static inline const char *checkpoint_file(const char *folder, int i) {
     return i < 2 && is_adapter_folder(folder) ? of_adapters[i] : checkpoint_files[i];
 }
 #define DIVERGED_MARK "diverged"
+// What a Hugging Face folder has beside config and weights. A checkpoint has copies of those in its --model's folder, so
+// that whoever opens it finds tokenizer and chat template.
+static const char *const companion_files[] = {"tokenizer.json",          "tokenizer_config.json", "tokenizer.model",
+                                              "special_tokens_map.json", "added_tokens.json",     "vocab.json",
+                                              "merges.txt",              "chat_template.jinja",   "tokenizer.bin",
+                                              "generation_config.json"};
+enum { NUM_COMPANION_FILES = sizeof companion_files / sizeof *companion_files };
 
 static inline Path checkpoint_folder(const char *output, int64_t step, const char *suffix) {
     return path_of("%s/step_%08lld%s", output, (long long)step, suffix);
@@ -203,6 +210,7 @@ static inline int sync_directory(const char *path) {
 }
 // Removes what we wrote. A folder with other files in it stays.
 static inline void remove_checkpoint(const char *folder) {
+    for (int i = 0; i < NUM_COMPANION_FILES; i++) unlink(path_of("%s/%s", folder, companion_files[i]).text);
     for (int i = NUM_CHECKPOINT_FILES - 1; i > 0; i--)
         unlink(path_of("%s/%s", folder, checkpoint_file(folder, i)).text);
     unlink(path_of("%s/%s", folder, checkpoint_file(folder, 0)).text);  // last: it says which files these are
@@ -559,7 +567,22 @@ static inline void checkpoint_open_files(Checkpoint *c, int create) {
         c->error = w->error;
     }
 }
+// Returns errno of what failed, or 0.
+static inline int copy_companion(const char *from, const char *to) {
+    const int in = open(from, O_RDONLY | O_CLOEXEC);
+    if (in < 0) return 0;  // there is none
+    const int out = open(to, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    int error = out < 0 ? st_failed(to) : 0;
+    static char piece[1 << 16];
+    ssize_t n = 0;
+    for (int64_t at = 0; !error && (n = pread(in, piece, sizeof piece, at)) > 0; at += n)
+        error = st_pwrite(out, to, piece, (uint64_t)n, (uint64_t)at);
+    if (!error && n < 0) error = st_failed(from);
+    close(in);
+    return st_flush_and_close(out, to, error);
+}
 static inline void checkpoint_make_folder(Checkpoint *c) {
+    const char *model = state_option(&c->state, "model");
     struct dirent **names = NULL;
     make_directory(c->output.text);
     int leftovers = scandir(c->output.text, &names, is_leftover_name, alphasort);
@@ -568,7 +591,10 @@ static inline void checkpoint_make_folder(Checkpoint *c) {
     if (mkdir(c->writing.text, 0777) != 0 && errno != EEXIST)
         c->error = st_failed(c->writing.text);
     else
-        c->error = write_config(c->m, c->writing.text, state_option(&c->state, "model"), &c->sums[0]);
+        c->error = write_config(c->m, c->writing.text, model, &c->sums[0]);
+    for (int i = 0; i < NUM_COMPANION_FILES && model && is_directory(model) && !c->error; i++)
+        c->error = copy_companion(path_of("%s/%s", model, companion_files[i]).text,
+                                  path_of("%s/%s", c->writing.text, companion_files[i]).text);
 }
 // All ranks call it, with the same arguments. overlap: copy what this rank writes and let a thread write it. Without,
 // all is written when this returns.
