@@ -28,8 +28,8 @@ static const ChatTemplate *chat_template_of(const char *folder) {
     const ChatTemplate *t = NULL;
     for (int i = 0; i < 2 && text && !t; i++)
         if (strstr(text, chat_templates[i].known_by)) t = &chat_templates[i];
-    require(!text || t,
-            "the chat template of '%s' is neither ChatML nor Llama 3's\nuse --prompt to complete a text", folder);
+    require(!text || t, "the chat template of '%s' is neither ChatML nor Llama 3's\nuse --prompt to complete a text",
+            folder);
     json_free(&j);
     free(apart);
     return t;

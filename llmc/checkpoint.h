@@ -115,12 +115,13 @@ static inline const char *checkpoint_file(const char *folder, int i) {
     return i < 2 && is_adapter_folder(folder) ? of_adapters[i] : checkpoint_files[i];
 }
 #define DIVERGED_MARK "diverged"
-// What a Hugging Face folder has beside config and weights. A checkpoint has copies of those in its --model's folder, so
-// that whoever opens it finds tokenizer and chat template.
-static const char *const companion_files[] = {"tokenizer.json",          "tokenizer_config.json", "tokenizer.model",
-                                              "special_tokens_map.json", "added_tokens.json",     "vocab.json",
-                                              "merges.txt",              "chat_template.jinja",   "tokenizer.bin",
-                                              "generation_config.json"};
+// What a Hugging Face folder has beside config and weights. A checkpoint has copies of those in its --model's folder,
+// so that whoever opens it finds tokenizer and chat template.
+static const char *const companion_files[] = {"tokenizer.json",    "tokenizer_config.json",
+                                              "tokenizer.model",   "special_tokens_map.json",
+                                              "added_tokens.json", "vocab.json",
+                                              "merges.txt",        "chat_template.jinja",
+                                              "tokenizer.bin",     "generation_config.json"};
 enum { NUM_COMPANION_FILES = sizeof companion_files / sizeof *companion_files };
 
 static inline Path checkpoint_folder(const char *output, int64_t step, const char *suffix) {

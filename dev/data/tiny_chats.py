@@ -75,6 +75,8 @@ def write_tokenizer(folder):
     with open(path) as f:
         config = json.load(f) | {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
     atomic_write(path, json.dumps(config, indent=2).encode())
+    ends = {"eos_token_id": [tokens.index(t) for t in (b"<|endoftext|>", b"<|im_end|>")]}
+    atomic_write(os.path.join(folder, "generation_config.json"), json.dumps(ends).encode())
 
 
 def main():

@@ -1,0 +1,119 @@
+"""scripts/run_finetune.sh: from a folder and a file of conversations to a model that answers. The model is a small one,
+which learns a few facts (dev/data/tiny_chats.py) and is asked in ways that no conversation has."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import launcher
+import pytest
+
+from test_build import ROOT
+
+sys.path.insert(0, str(ROOT / "dev/data"))
+import tiny_chats
+
+SCRIPT = ROOT / "scripts/run_finetune.sh"
+TRAINER = ROOT / "build/train_gpt2"
+# one thread: the model is so small that two would mostly wait for each other
+ENVIRONMENT = launcher.ENVIRONMENT | {"PROGRAM": str(TRAINER), "OMP_NUM_THREADS": "1", "GPUS": "0"}
+MODEL = "llama3.2:1B,layers=3,channels=96,heads=3,kv_heads=3,ffn=256,vocab=259,seq=256"
+
+
+def run(*words, status=0, **env):
+    p = subprocess.run(
+        [str(w) for w in words], cwd=ROOT, capture_output=True, text=True, timeout=300, env=ENVIRONMENT | env
+    )
+    assert p.returncode == status, p.stdout[-3000:] + p.stderr[-3000:]
+    return p.stdout if status == 0 else p.stderr
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """(a model with random weights, a tokenizer and a chat template; conversations)"""
+    folder = tmp_path_factory.mktemp("tiny")
+    run("make", f"PYTHON={sys.executable}", "build/train_gpt2")
+    run(
+        sys.executable,
+        "dev/data/tiny_chats.py",
+        "--output",
+        folder / "chats.jsonl",
+        "--tokenizer",
+        folder / "tokenizer",
+    )
+    text = ["--input", "README.md", "--tokenizer", folder / "tokenizer", "--output", folder / "text"]
+    run(sys.executable, "dev/data/prepare.py", *text)
+    options = ["-i", folder / "text/text_train_*.bin", "-b", 1, "-t", 256, "-x", 1, "-l", 0, "-v", 0, "-s", 0]
+    run(TRAINER, "-e", MODEL, *options, "-o", folder / "run")
+    for path in (folder / "tokenizer").iterdir():
+        shutil.copy(path, folder / "run/step_00000001")
+    return folder / "run/step_00000001", folder / "chats.jsonl"
+
+
+def answers(model, questions):
+    """What the model says to each question, in a conversation of its own."""
+    requests = [
+        {"id": str(i), "special": True, "max_tokens": 30, "temperature": 0}
+        | {"prompt": f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n"}
+        for i, q in enumerate(questions)
+    ]
+    with subprocess.Popen(
+        [TRAINER, "-e", model, "--serve", "8"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    ) as server:
+        server.stdin.write("".join(json.dumps(r) + "\n" for r in requests))
+        server.stdin.flush()
+        said, ended = [""] * len(questions), 0
+        for line in server.stdout:
+            event = json.loads(line)
+            if event["event"] in ("token", "end"):
+                said[int(event["id"])] += event["text"]
+            ended += event["event"] == "end"
+            if ended == len(questions):
+                server.stdin.write('{"quit": true}\n')
+                server.stdin.flush()
+    return said
+
+
+def test_a_model_learns_to_answer(tiny, tmp_path):
+    model, chats = tiny
+    out = tmp_path / "out"
+    told = run(SCRIPT, model, chats, "-o", out, "--optimizer", "muon", "--lr-matrix", "0.02")
+    best = (out / "best").resolve()
+    assert f"-e {out}/best --generate" in told and "epochs" in told and best.parent == out
+    log = [json.loads(line) for line in (out / "main.jsonl").read_text().splitlines()]
+    losses = {e["step"]: e["loss"] for e in log if e["event"] == "eval"}
+    assert best.name == f"step_{min(losses, key=losses.get):08}" and min(losses.values()) < 0.05 < losses[0]
+    for of_held_out, least in ((False, 34), (True, 8)):  # of 36 questions that it was asked, of 12 that it was not
+        asked = tiny_chats.questions(of_held_out)
+        said = answers(out / "best", [q for q, _ in asked])
+        wrong = [(q, s) for (q, answer), s in zip(asked, said) if s != answer]
+        print(f"{len(asked) - len(wrong)} of {len(asked)} answers are right; wrong: {wrong}")
+        assert len(asked) - len(wrong) >= least, wrong
+    # what one talks to has all that it needs
+    assert {"tokenizer.json", "tokenizer_config.json", "tokenizer.bin"} <= set(os.listdir(out / "best"))
+
+
+def test_adapters_by_the_same_script(tiny, tmp_path):
+    model, chats = tiny
+    out = tmp_path / "out"
+    run(SCRIPT, model, chats, "-o", out, "--lora", "8", "--epochs", "0.3", CHAT="--too-long drop")
+    log = [json.loads(line) for line in (out / "main.jsonl").read_text().splitlines()]
+    assert (out / "best/adapter_model.safetensors").exists() and log[0]["options"]["lora"] == 8
+    losses = [e["loss"] for e in log if e["event"] == "eval"]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_what_is_missing_is_said(tiny, tmp_path):
+    model, chats = tiny
+    assert "a model and conversations are needed" in run(SCRIPT, model, status=1)
+    assert "is no Hugging Face folder" in run(SCRIPT, tmp_path, chats, status=1)
+    assert "there is no" in run(SCRIPT, model, tmp_path / "none.jsonl", status=1)
+    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
+    assert "line 1" in run(SCRIPT, model, tmp_path / "bad.jsonl", "-o", tmp_path / "out", status=1)
+    assert not list((tmp_path / "out").glob("step_*"))
