@@ -981,6 +981,15 @@ HONOURED = """train-data val-data model output tokenizer print-every batch-size 
     lora-rs""".split()
 
 
+CHOICES = {
+    "recipe": ["model", "none"],
+    "pack": ["auto", "no", "whole", "cut"],
+    "schedule": ["cosine", "linear", "constant", "wsd"],
+    "matmul-dtype": ["native", "bf16", "fp8", "fp8-dw-bf16"],
+    "head-dtype": ["native", "fp8"],
+}
+
+
 def in_range(of, low, high):
     """The type of an option; low and high as options.h spells them: -1, 1e30, 1 << 20, 1ll << 40."""
     low, high = (
@@ -1164,21 +1173,11 @@ def parse_options(argv=None):
         "--eval-every 0 never scores --choice-data",
         "give a number of steps, or leave --choice-data out",
     )
-    require(o.recipe in ("model", "none"), f"unknown --recipe '{o.recipe}'", "use model or none")
-    require(o.pack in ("auto", "no", "whole", "cut"), f"unknown --pack '{o.pack}'", "use auto, no, whole or cut")
+    for name, choices in CHOICES.items():
+        value = vars(o)[name.replace("-", "_")]
+        require(value in choices, f"unknown --{name} '{value}'", f"use {', '.join(choices[:-1])} or {choices[-1]}")
     require(o.window, "--window 0: a token would not see itself", "give a number of tokens, or -1 for all")
-    require(
-        o.schedule in ("cosine", "linear", "constant", "wsd"),
-        f"unknown schedule '{o.schedule}'",
-        "use cosine, linear, constant or wsd",
-    )
-    require(
-        o.matmul_dtype in ("native", "bf16", "fp8", "fp8-dw-bf16"),
-        f"unknown --matmul-dtype '{o.matmul_dtype}'",
-        "use native, bf16, fp8 or fp8-dw-bf16",
-    )
     check_optimizer(o)
-    require(o.head_dtype in ("native", "fp8"), f"unknown --head-dtype '{o.head_dtype}'", "use native or fp8")
     o.device = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
     require(
         o.device == "cpu" or torch.cuda.is_available(),
@@ -1280,12 +1279,12 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         o = self.o
         for group in self.param_groups:
-            for w, rows in zip(group["params"], self.rows):
+            for w, sizes in zip(group["params"], self.rows):
                 state = self.state[w]
                 m = state.setdefault("momentum", torch.zeros_like(w))
                 m.lerp_(w.grad, 1 - o.muon_momentum)
                 u = w.grad.lerp(m, o.muon_momentum).to(self.dtype)
-                for x, part in zip(u.split(rows), w.split(rows)):
+                for x, part in zip(u.split(sizes), w.split(sizes)):
                     x = newton_schulz(x, o.muon_polynomials, o.muon_steps)
                     scale = max(1, x.shape[0] / x.shape[1]) ** 0.5
                     part.sub_(group["lr"] * (scale * x.to(w.dtype) + group["weight_decay"] * part))
@@ -1458,16 +1457,9 @@ def print_sample(ids, names, step):
     return text
 
 
-def train(o):
+def length_of_run(o, c, shards, data_eot):
+    """(tokens in a step, steps)"""
     B, T = o.batch_size, o.seq_len
-    find_validation_data(o)
-    require(o.output or o.save_every <= 0, "checkpoints need a folder", "add --output FOLDER")
-    kind, data = (T, o.pack, o.documents), o.val_data if o.overfit or o.evaluate else o.train_data
-    shards, header = open_shards(data, *kind) if data or not o.evaluate else ([], [0] * 256)
-    data_eot = int(header[7])
-    val_shards = open_shards(o.val_data, *kind)[0] if o.val_data and (o.eval_every > 0 or o.evaluate) else None
-    model = add_lora(make_model(o.model, o.seed, int(header[3])), o, o.model)
-    c = model.config
     require(
         T <= c.max_seq_len,
         f"--seq-len {T} is longer than the model's context of {c.max_seq_len}",
@@ -1488,6 +1480,20 @@ def train(o):
         f"--epochs {o.epochs:g} of the training data is less than one step of {total} tokens",
         "use a smaller --total-batch or more --epochs, or give --max-steps",
     )
+    return total, steps
+
+
+def train(o):
+    B, T = o.batch_size, o.seq_len
+    find_validation_data(o)
+    require(o.output or o.save_every <= 0, "checkpoints need a folder", "add --output FOLDER")
+    kind, data = (T, o.pack, o.documents), o.val_data if o.overfit or o.evaluate else o.train_data
+    shards, header = open_shards(data, *kind) if data or not o.evaluate else ([], [0] * 256)
+    data_eot = int(header[7])
+    val_shards = open_shards(o.val_data, *kind)[0] if o.val_data and (o.eval_every > 0 or o.evaluate) else None
+    model = add_lora(make_model(o.model, o.seed, int(header[3])), o, o.model)
+    c = model.config
+    total, steps = length_of_run(o, c, shards, data_eot)
     path = o.tokenizer or os.path.join(os.path.dirname(shards[0].filename if shards else ""), "tokenizer.bin")
     names, eot, body = (
         read_tokenizer(path)

@@ -531,7 +531,7 @@ def test_version(capsys):
         ("--learning_rate=1", "--learning-rate"),
         ("--wd", "--weight-decay"),
         ("--batch", "--batch-size or --total-batch"),
-        ("--epochs", "--max-steps"),
+        ("--num_train_epochs", "--epochs"),
         ("--lr", "--learning-rate or --final-lr-fraction or --lr-matrix"),
         ("--zzz", ""),
     ],
