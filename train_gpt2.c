@@ -67,6 +67,9 @@ static inline void copy_floats(float *to, const float *from, size_t n) { memcpy(
 // 6 x 4 accumulators of 32 registers, or 6 x 2 of 16
 enum { TILE_M = 6, TILE_N = LANES == 16 ? 4 * LANES : 2 * LANES };
 enum { BLOCK_M = 96, BLOCK_K = 384, BLOCK_N = 384 };
+// A longer sum is added up by blocks of BLOCK_K, each of which begins with 0. Products of a head whose rows began alike
+// are nearly equal: one sum that runs on would round each of them the same way.
+enum { LONG_SUM = 1 << 14 };
 
 // A view of a matrix: element (i, j) is at[i * row + j * col]. Swapping row and col transposes it.
 typedef struct {
@@ -104,13 +107,13 @@ static inline Product part_of(Product p, int m, int n, int M, int N) {
     return p;
 }
 
-// M = TILE_M, N = TILE_N. panel (K, TILE_N) = b
-static inline void multiply_tile(Product p, const float *panel) {
+// M = TILE_M, N = TILE_N. panel (K, TILE_N) = b. by_block: init is added at the end.
+static inline void multiply_tile(Product p, const float *panel, int by_block) {
     const Vector zero = {0};
     Vector sum[TILE_M][TILE_N / LANES];
     for (int i = 0; i < TILE_M; i++)
         for (int j = 0; j < TILE_N / LANES; j++) {
-            sum[i][j] = p.init ? *(const Vector *)(p.init + i * p.row + j * LANES) : zero;
+            sum[i][j] = p.init && !by_block ? *(const Vector *)(p.init + i * p.row + j * LANES) : zero;
             if (p.bias) sum[i][j] += *(const Vector *)(p.bias + j * LANES);
         }
     for (int k = 0; k < p.K; k++, p.a.at += p.a.col, panel += TILE_N)
@@ -118,10 +121,13 @@ static inline void multiply_tile(Product p, const float *panel) {
             for (int j = 0; j < TILE_N / LANES; j++)
                 sum[i][j] += p.a.at[i * p.a.row] * *(const Vector *)(panel + j * LANES);
     for (int i = 0; i < TILE_M; i++)
-        for (int j = 0; j < TILE_N / LANES; j++) *(Vector *)(p.c + i * p.row + j * LANES) = sum[i][j];
+        for (int j = 0; j < TILE_N / LANES; j++) {
+            if (p.init && by_block) sum[i][j] += *(const Vector *)(p.init + i * p.row + j * LANES);
+            *(Vector *)(p.c + i * p.row + j * LANES) = sum[i][j];
+        }
 }
 // M <= TILE_M, N <= TILE_N: a tile at an edge is computed whole and copied in part.
-static inline void multiply_edge(Product p, const float *panel) {
+static inline void multiply_edge(Product p, const float *panel, int by_block) {
     static __thread float edge[TILE_M * TILE_N], edge_bias[TILE_N];
     Product whole = p;
     whole.c = edge;
@@ -130,7 +136,7 @@ static inline void multiply_edge(Product p, const float *panel) {
     if (p.bias) whole.bias = edge_bias;
     for (int i = 0; i < p.M && p.init; i++) copy_floats(edge + i * TILE_N, p.init + i * p.row, p.N);
     if (p.bias) copy_floats(edge_bias, p.bias, p.N);
-    multiply_tile(whole, panel);
+    multiply_tile(whole, panel, by_block);
     for (int i = 0; i < p.M; i++) copy_floats(p.c + i * p.row, edge + i * TILE_N, p.N);
 }
 
@@ -165,7 +171,7 @@ static void pack_strips(float *strips, Matrix a, int rows, int K) {
 }
 
 // The product of one block of b, (K <= BLOCK_K, N <= BLOCK_N).
-static void multiply_block(Product p) {
+static void multiply_block(Product p, int by_block) {
     static __thread float panels[BLOCK_K * BLOCK_N] __attribute__((aligned(64))), strips[BLOCK_K * BLOCK_M];
     int packed = p.a.col != 1;  // else rows are read in place, but for the last few
     for (int n = 0; n < p.N; n += TILE_N)
@@ -178,9 +184,9 @@ static void multiply_block(Product p) {
         for (int n = 0; n < p.N; n += TILE_N) {
             Product tile = part_of(strip, 0, n, strip.M, min_int(p.N - n, TILE_N));
             if (few || tile.N < TILE_N)
-                multiply_edge(tile, panels + n * p.K);
+                multiply_edge(tile, panels + n * p.K, by_block);
             else
-                multiply_tile(tile, panels + n * p.K);
+                multiply_tile(tile, panels + n * p.K, by_block);
         }
     }
 }
@@ -191,7 +197,8 @@ static void multiply_serial(Product p) {
         slice.a = submatrix(p.a, 0, k);
         slice.b = submatrix(p.b, k, 0);
         slice.K = min_int(p.K - k, BLOCK_K);
-        for (int n = 0; n < p.N; n += BLOCK_N) multiply_block(part_of(slice, 0, n, p.M, min_int(p.N - n, BLOCK_N)));
+        for (int n = 0; n < p.N; n += BLOCK_N)
+            multiply_block(part_of(slice, 0, n, p.M, min_int(p.N - n, BLOCK_N)), p.K > LONG_SUM);
         p.init = p.c;
         p.bias = NULL;
     }

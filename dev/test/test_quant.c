@@ -1,5 +1,5 @@
 // llmc/quant.h: what each format makes of a row. llmc/cpu_decode.h: its products against sums in double, and that a
-// row's bits depend on nothing else.
+// row's bits depend on nothing else. Long sums of the trainer's own products.
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "../../llmc/cpu_decode.h"
@@ -173,6 +173,25 @@ static void test_product(WeightFormat f, int cols, int rows, int N) {
     for (int i = 0; i < 9; i++) free(all[i]);
 }
 
+// A gradient that leaves a head: many products, all nearly equal. One sum that runs on would round each the same way.
+static void test_long_sum(void) {
+    enum { TOKENS = 7, COLS = 70, WORDS = 50257 };
+    float *dout = new_array(float, TOKENS *WORDS), *w = new_array(float, WORDS *COLS), dinp[TOKENS * COLS];
+    double most = 0;
+    for (int i = 0; i < TOKENS * WORDS; i++) dout[i] = (1 + 0.01f * rand_normal(12, 0, i)) / WORDS;
+    for (int i = 0; i < WORDS * COLS; i++) w[i] = 0.003f * (1 + 0.01f * rand_normal(12, 1, i));
+    matmul_backward_input_cpu(dinp, dout, w, TOKENS, COLS, WORDS);
+    for (int n = 0; n < TOKENS; n++)
+        for (int j = 0; j < COLS; j++) {
+            double sum = 0;
+            for (int k = 0; k < WORDS; k++) sum += (double)dout[area(n, WORDS) + k] * w[area(k, COLS) + j];
+            most = fmax(most, fabs(dinp[n * COLS + j] / sum - 1));
+        }
+    check(most < 3e-6, "a sum of %d nearly equal products is off by %.1e", WORDS, most);
+    free(dout);
+    free(w);
+}
+
 static void refuse_columns(void *unused) {
     (void)unused;
     quant_check(WEIGHTS_INT4, "channels", 192);
@@ -191,6 +210,7 @@ int main(void) {
     const int odd[] = {1, 7, 63, 65, 100, 130, 1090};  // no multiples of what is read at once
     for (int f = 0; f < NUM_WEIGHT_FORMATS; f++)
         for (int i = 0; i < 7 && f != WEIGHTS_INT4; i++) test_product((WeightFormat)f, odd[i], 9, 5);
+    test_long_sum();
     check_refused("int4 with columns that do not divide", refuse_columns, NULL,
                   "multiple of 128, but the channels are 192");
     return checks_report("test_quant");
