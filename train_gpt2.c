@@ -1515,7 +1515,7 @@ static void head_losses(Model *m, const int *targets, int n0, int rows, float dl
 }
 // m->h_final -> m->losses; backward: the head's weight gradient, and that of h_final in m->branch (tp: a part of a
 // sum). Runs on head_rows rows at a time to bound the memory of the logits. Each sum over rows continues where the
-// previous chunk ended, so results do not depend on the chunks.
+// previous chunk ended, so results do not depend on the chunks, if a micro-step has no more than LONG_SUM rows.
 static void head(Model *m, const Pass *p, const int *targets, float dloss, int backward) {
     Linear l = head_of(m, backward ? UNIT_BACKWARD : UNIT_FORWARD);
     const float *h_all = gather_rows(m, p, m->h_final);
