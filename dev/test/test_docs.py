@@ -72,7 +72,8 @@ def understand(words):
     elif program == "source":
         assert rest == [".venv/bin/activate"]
     elif program == "python":
-        rest = [ROOT / "doc" if w == "models/qwen" else w for w in rest]  # the reader's folder: any
+        theirs = ("models/qwen", "build/tiny/tokenizer")  # the reader's folders: any
+        rest = [ROOT / "doc" if w in theirs else w for w in rest]
         assert "accepted" in succeeds(sys.executable, "-c", PARSES, *rest)
     elif program == "mpirun":
         understand(rest[next(i for i, w in enumerate(rest) if w.startswith("./") or w == "python") :])
@@ -83,7 +84,9 @@ def understand(words):
     elif program.startswith("scripts/"):
         assert os.access(ROOT / program, os.X_OK)
         succeeds("bash", "-n", program)
-        succeeds(TRAINER, *rest, "--help")
+        succeeds(TRAINER, *(rest[2:] if program.endswith("run_finetune.sh") else rest), "--help")
+    elif program == "cp":
+        assert len(rest) == 2
     elif program.startswith("dev/eval/") and program.endswith(".sh"):
         succeeds("bash", "-n", program)
     elif match := re.fullmatch(r"build/(?:bf16|fp32)-\w+/dev/cuda/(\w+)", program):
