@@ -47,9 +47,9 @@ static Config config;
 static Mesh mesh;
 static int faults, layouts, hints, offloaded;
 static void fault_unless(int condition, const Options *o, const char *what) {
+    if (condition || faults++ > 20) return;
     char options[256];
     const Options standard = options_default();
-    if (condition || faults++ > 20) return;
     options_that_differ(o, &standard, options, sizeof options);
     check(0, "%d layers, %d x %d ranks, B %lld, T %lld,%s: %s", config.num_layers, mesh.dp.world, mesh.tp.world,
           o->batch_size, o->seq_len, options, what);
