@@ -63,6 +63,10 @@ def theirs(base, folder, trainable=False):
     return peft.PeftModel.from_pretrained(model, folder, is_trainable=trainable)
 
 
+def theirs_whole(base):
+    return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
 def logits_of(model, tokens):
     with torch.no_grad():
         return (
@@ -75,8 +79,8 @@ def logits_of(model, tokens):
 # ---- training
 
 
-def twenty_losses(model, batches, lr=1e-3):
-    trainer = ref.Trainer(model, options(weight_decay=0.1, grad_clip=0.0))
+def twenty_losses(model, batches, lr=1e-3, **more):
+    trainer = ref.Trainer(model, options(weight_decay=0.1, grad_clip=0.0, **more))
     return np.array([trainer.step([batch], lr)[0] for batch in batches])
 
 
@@ -103,6 +107,55 @@ def test_twenty_losses_are_those_of_peft(folders, kind):
     assert np.abs(twenty_losses(spoilt, batches) - losses).max() > 1e-4
     frozen = twenty_losses(ours(kind, folders), batches, lr=0)
     assert np.abs(frozen - losses).max() > 1e-2  # that it learns is seen
+
+
+def packed_rows(V, B, T, seed):
+    """Rows of conversations: inputs, ~id where one begins; targets, -1 where nothing is learned; and what transformers
+    has to be told: which conversation a token belongs to, its place in it."""
+    draw = np.random.default_rng(seed)
+    tokens, begins = draw.integers(0, V, (B, T + 1)), draw.random((B, T)) < 0.15
+    begins[:, 0] = True
+    number = begins.cumsum(1)
+    place = np.arange(T) - np.maximum.accumulate(np.where(begins, np.arange(T), 0), 1)
+    ends = np.concatenate([begins[:, 1:], np.ones((B, 1), bool)], 1)
+    targets = np.where(ends | (draw.random((B, T)) < 0.5), -1, tokens[:, 1:])
+    inputs = np.where(begins, ~tokens[:, :T], tokens[:, :T])
+    return tuple(torch.tensor(x) for x in (inputs, targets, number, place))
+
+
+def losses_on_packed_rows(model, optimizer, rows):
+    for inputs, targets, number, place in rows:
+        seen = (number[:, :, None] == number[:, None]) & torch.ones(2 * [inputs.shape[1]], dtype=bool).tril()
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]
+        ids = torch.where(inputs < 0, ~inputs, inputs)
+        logits = model(ids, attention_mask=mask, position_ids=place).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield float(loss.detach())
+
+
+@pytest.mark.parametrize("lora", [0, 1])
+@pytest.mark.parametrize("kind", HOW)
+def test_packed_conversations_beside_transformers(folders, kind, lora):
+    """20 steps on rows of conversations that do not see each other, of which some tokens are learned: all weights, or
+    adapters."""
+    base = folders[kind][0]
+    model = ours(kind, folders) if lora else ref.make_model(base, 1)
+    their = theirs(*folders[kind], trainable=True) if lora else theirs_whole(base)
+    parameters = [w for w in their.parameters() if w.requires_grad]
+    groups = [
+        {"params": [w for w in parameters if (w.ndim > 1) == decays], "weight_decay": 0.1 * decays} for decays in (0, 1)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    rows = [packed_rows(model.config.vocab_size, 4, 24, s % 5) for s in range(20)]
+    expected = np.array(list(losses_on_packed_rows(their, optimizer, rows)))
+    losses = twenty_losses(model, [r[:2] for r in rows], documents=1)
+    assert np.abs(losses - expected).max() < 1e-5 and expected[-5:].mean() < expected[:5].mean() - 0.01
+    unmarked = [(torch.where(x < 0, ~x, x), y) for x, y, *_ in rows]
+    again = ours(kind, folders) if lora else ref.make_model(base, 1)
+    assert np.abs(twenty_losses(again, unmarked) - expected).max() > 1e-3
 
 
 @pytest.mark.parametrize("blocks", ["native", "fp8"])
