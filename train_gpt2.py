@@ -1072,6 +1072,20 @@ def parse_with_recipe(parser, argv, table):
     return o
 
 
+def print_start(o, device, dtype, parameters, trained, steps, total):
+    """The run, and the options that the recipe gave."""
+    print(
+        f"train_gpt2.py | PyTorch {torch.__version__} | {device} | {dtype} | {o.model}: "
+        f"{1e-6 * parameters:.1f}M parameters, "
+        + f"{1e-6 * trained:.1f}M trained in adapters of rank {o.lora}, " * bool(o.lora)
+        + f"{steps} steps of {total} tokens"
+    )
+    recipe = {name: (value, getattr(o, name.replace("-", "_"))) for name, value in recipe_of(o).items()}
+    kept = [f"--{name} {value}" for name, (value, now) in recipe.items() if type(now)(value) == now]
+    if kept:
+        print(f"recipe    {' '.join(kept)}")
+
+
 def refuse_unknown(word, table, others):
     """An option that is not built here, with the names nearest to it."""
     name = word.split("=")[0]
@@ -1115,11 +1129,9 @@ def check_optimizer(o):
         require(value == -1 or value >= 0, f"--{name.replace('_', '-')} {value:g} is below 0", "give 0 or more")
 
 
-def parse_options(argv=None):
-    argv = list(sys.argv[1:] if argv is None else argv)
-    (table, others), recipe = option_table(), read_recipe()
-    form = functools.partial(argparse.HelpFormatter, max_help_position=32, width=100)
-    p = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, add_help=False, formatter_class=form)
+def add_options(p, table):
+    """Those of the table that this program honours."""
+    recipe = read_recipe()
     at_12 = lambda name: f"; modern:124M {recipe[name][0]}" if name in recipe else ""
     groups = {section: p.add_argument_group(section) for section, _, name, *_ in table if name in HONOURED}
     for section, kind, name, letters, text, number, low, high, about in table:
@@ -1135,6 +1147,14 @@ def parse_options(argv=None):
             help=about + f" [{text or number}{at_12(name)}]" * bool(text or number),
             **alone,
         )
+
+
+def parse_options(argv=None):
+    argv = list(sys.argv[1:] if argv is None else argv)
+    table, others = option_table()
+    form = functools.partial(argparse.HelpFormatter, max_help_position=32, width=100)
+    p = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, add_help=False, formatter_class=form)
+    add_options(p, table)
     g = p.add_argument_group("of this program alone")
     g.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     g.add_argument(
@@ -1538,17 +1558,7 @@ def train(o):
         options={k.replace("_", "-"): v for k, v in vars(o).items()},
         config=config_to_hf(c),
     )
-    print(
-        f"train_gpt2.py | PyTorch {torch.__version__} | {device} | {trainer.dtype} | {o.model}: "
-        f"{1e-6 * parameters:.1f}M parameters, "
-        + f"{1e-6 * trained:.1f}M trained in adapters of rank {o.lora}, " * bool(o.lora)
-        + f"{steps} steps of {total} tokens"
-    )
-    now = vars(o)
-    recipe = {name.replace("-", "_"): value for name, value in recipe_of(o).items()}
-    kept = [f"--{n.replace('_', '-')} {value}" for n, value in recipe.items() if type(now[n])(value) == now[n]]
-    if kept:
-        print(f"recipe    {' '.join(kept)}")
+    print_start(o, device, trainer.dtype, parameters, trained, steps, total)
 
     for s in sets:
         print(
