@@ -1058,7 +1058,10 @@ def recipe_of(o):
 
 def parse_with_recipe(parser, argv, table):
     """Options that are not given are those of the model's recipe, if it has one."""
-    recipe, kinds = recipe_of(parser.parse_args(argv)), {name: kind for _, kind, name, *_ in table}
+    given = parser.parse_args(argv, argparse.Namespace(epochs=None))
+    recipe, kinds = recipe_of(given), {name: kind for _, kind, name, *_ in table}
+    if given.epochs is not None and given.max_steps == -1:  # another way to say how long a run is
+        recipe.pop("max-steps", None)
     types = {"INT": int, "FLT": float}
     parser.set_defaults(
         **{name.replace("-", "_"): types.get(kinds[name], str)(value) for name, value in recipe.items()}

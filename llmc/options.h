@@ -419,8 +419,11 @@ static Options options_parse_over(Options o, int argc, char **argv) {
     return o;
 }
 static inline Options options_parse(int argc, char **argv) {
-    const Options given = options_parse_over(options_default(), argc, argv), recipe = options_of_recipe(&given),
-                  o = options_parse_over(recipe, argc, argv);
+    Options none = options_default(), o;
+    none.epochs = 0;
+    const Options given = options_parse_over(none, argc, argv), recipe = options_of_recipe(&given);
+    o = options_parse_over(recipe, argc, argv);
+    if (given.epochs > 0 && given.max_steps == -1) o.max_steps = -1;  // another way to say how long a run is
     require(!strcmp(o.optimizer, recipe.optimizer) || !strcmp(recipe.optimizer, "adamw"),
             "--optimizer %s: the rates of %s's recipe are those of %s\nadd --recipe none, and give rates", o.optimizer,
             o.model, recipe.optimizer);

@@ -383,6 +383,8 @@ def test_options_are_those_of_c(c_program):
         "-e modern:d20 -x 100",
         "-e modern:d6,channels=192,heads=3,vocab=300 -d 65536 --lr-head 0.1",
         "-e modern:124M --recipe none",
+        "-e modern:d4 --epochs 1",
+        "-e modern:d4 --epochs 2 -x 30",
         "-e modern:d2 --evaluate 1 -j x.bin",
         "-e d12",
     ],
