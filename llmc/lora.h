@@ -128,16 +128,15 @@ static inline ParamTable lora_table(const Config *c, const Lora *l, int tp, int 
 typedef struct { int weight, a, b; } LoraPair;
 enum { LORA_MOST_PAIRS = 3 };
 static inline int lora_pairs(const ParamTable *adapters, int unit, Role role, LoraPair pairs[LORA_MOST_PAIRS]) {
-    const int in_block = adapters->count / (adapters->num_units - 2), first = (unit - 1) * in_block;
-    int tensors = 0, begin = 0;
-    for (int i = first; i < first + in_block; i++) {
-        begin = adapters->params[i].role == role && tensors++ == 0 ? i : begin;
-    }
-    for (int i = 0; i < tensors / 2; i++) {
-        const LoraPair p = {adapters->params[begin + i].weight, begin + i, begin + tensors / 2 + i};
+    const int in_block = adapters->count / (adapters->num_units - 2), end = unit * in_block;
+    int begin = end - in_block, count = 0;
+    while (begin < end && adapters->params[begin].role != role) begin++;
+    while (begin + 2 * count < end && adapters->params[begin + 2 * count].role == role) count++;
+    for (int i = 0; i < count; i++) {
+        const LoraPair p = {adapters->params[begin + i].weight, begin + i, begin + count + i};
         pairs[i] = p;
     }
-    return tensors / 2;
+    return count;
 }
 
 // ---- merging: w (n) = w + scale b A, a part of one row; a: A's first column of that part, its rows `stride` apart.

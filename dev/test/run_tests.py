@@ -231,28 +231,16 @@ def build_all(config, wanted):
 
 
 def host_tests(good, wanted, gpus):
-    """Tests in C, plain and under ASan; test_model runs on models that PyTorch wrote."""
+    """[(name, command)]: tests in C, plain and under ASan; test_model runs on models that PyTorch writes here."""
+    tests = []
     models = MODELS if wanted("test_model") or gpus and wanted("test_gpt2cu") else {}
     rounded = ROUNDED_MODELS if wanted("test_model") else {}
     small = ASAN_MODELS if wanted("test_model.asan") else {}
-    for name, model in (models | rounded | small).items():
-        test(
-            f"PyTorch writes {name}",
-            [
-                PYTHON,
-                "train_gpt2.py",
-                "--write-debug",
-                DEBUG / name,
-                "--model",
-                *model.split(),
-                "-b",
-                "8",
-                "-t",
-                "64",
-                "--threads",
-                "1",
-            ],
-        )
+    sizes = "-b 8 -t 64 --threads 1".split()
+    with ThreadPoolExecutor(min(CORES, 8)) as pool:
+        for name, model in (models | rounded | small).items():
+            words = ["--write-debug", DEBUG / name, "--model", *model.split(), *sizes]
+            pool.submit(test, f"PyTorch writes {name}", [PYTHON, "train_gpt2.py", *words])
     for source in sorted(Path("dev/test").glob("test_*.c")):
         for kind in ("", ".asan"):
             name = source.stem + kind
@@ -262,7 +250,8 @@ def host_tests(good, wanted, gpus):
                 else []
             )
             if wanted(name) and f"build {name}" in good:
-                test(name, [f"build/test/{name}", *folders])
+                tests.append((name, [f"build/test/{name}", *folders]))
+    return sorted(tests, key=lambda t: not t[0].startswith("test_model"))  # the long ones first
 
 
 def gpu_tests(config, good, ladder_arch, wanted):
@@ -363,8 +352,10 @@ def main():
         if os.environ.get("CI"):  # CI exists to compile them
             record("CUDA toolkit", 0, 1, 0, 0)
         skip("every CUDA target: compiling and linking", why)
-    host_tests(good, wanted, config["GPUS"] != "0")
+    in_c = host_tests(good, wanted, config["GPUS"] != "0")
     with ThreadPoolExecutor(max(2, CORES // 4)) as pool:  # they wait for time-outs more than they compute
+        for name, command in in_c:
+            pool.submit(test, name, command)
         for source in sorted(Path("dev/test").glob("test_*.py")):
             if wanted(source.name):
                 xml = LOGS / f"{source.stem}.xml"
