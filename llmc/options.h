@@ -54,7 +54,8 @@
     INT(seed, "", '*', 1337, 0, 1ll << 53, "seed of weights, data order and samples") \
     SECTION("optimiser") \
     ONE(recipe, "", '*', "model", "model|none", \
-        "options that are not given: model: those of a preset's recipe, where it has one (modern); none: defaults") \
+        "options that are not given: model: as the recipe of a preset has them, if it has one (modern); none: as " \
+        "in brackets here") \
     ONE(schedule, "k", '*', "cosine", "cosine|linear|wsd|constant", \
         "learning rate after warm-up: cosine, linear or wsd; or constant, which has no warm-up") \
     FLT(learning_rate, "l", '*', 3e-4, 0, 1e3, "largest learning rate") \

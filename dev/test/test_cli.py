@@ -242,7 +242,7 @@ def test_help(trainer, words):
     found = re.findall(r"^([*~= ]) (?:-(\w+),)? +--([\w-]+) (.*\n(?: {12,}.*\n)*)", text, re.M)
     assert len(found) == len(OPTIONS) > 60
     for mark, letters, name, about in found:
-        about = re.fullmatch(r"(.*?)(?: \[(\S+)\])?", " ".join(about.split())).groups()
+        about = re.fullmatch(r"(.*?)(?: \[(\S+)(?:; modern:124M \S+)?\])?", " ".join(about.split())).groups()
         assert OPTIONS[name] == (letters, mark, about[0]) and "default" not in about[0]
 
 
