@@ -143,7 +143,7 @@ template <typename T> static const T *device_filled(size_t n, float x) {
     return p;
 }
 // Returns the bytes of weights that a step reads.
-static double bench_matrices(Decode *d, const Config &c) {
+static double random_matrices(Decode *d, const Config &c) {
     std::vector<DecodeMatrix> table;
     size_t total = 0, at = 0, most = 0;
     for (int m = 0; m <= 4 * d->layers; m++) {
@@ -216,7 +216,7 @@ static void print_phases(Decode *d, int rows) {
     printf(" work + wait\n");
     d->clocks = NULL;
 }
-static void bench_model(const char *name, const char *preset, int dtype) {
+static void bench_model(const char *name, const char *preset, int dtype) try {
     static const char *const dtypes[] = {"native", "int8", "e4m3", "int4"};
     Config c;
     config_parse(preset, &c);
@@ -236,38 +236,35 @@ static void bench_model(const char *name, const char *preset, int dtype) {
     for (int &x : d.dtype) x = dtype;
     const int rotary = position_is_rotary(c.position), longest = c.max_seq_len < 4096 ? 1000 : 4000;
     ladder_case("%s, %s", name, dtypes[dtype]);
-    try {
-        const double weight_bytes = bench_matrices(&d, c);
-        d.wte = device_normal<floatX>((size_t)d.head_columns * d.C, 0.02f);
-        if (!rotary) d.wpe = device_normal<floatX>((size_t)4096 * d.C, 0.02f);
-        if (rotary) d.cos_sin = device_filled<float>((size_t)4096 * d.HD, 0.7f);
-        // One cache for both: 64 slots of 1,024 tokens or 16 of 4,096.
-        const size_t cache = (size_t)d.layers * 64 * 1024 * d.NKV * d.HD;
-        d.keys = device_normal<floatX>(cache, 1.0f);
-        d.values = device_normal<floatX>(cache, 1.0f);
-        place_step(&d);
-        for (int context : {100, longest})
-            for (int rows : {1, 8, 32, 64}) {
-                d.room = context <= 1024 ? 1024 : 4096;
-                d.slots = 64 * 1024 / d.room;
-                if (rows > d.slots) continue;
-                std::vector<DecodeInput> in;
-                for (int r = 0; r < rows; r++) in.push_back({r, context - 1, 17 * r + 5});
-                set_rows(&d, in);
-                snprintf(ladder.title, sizeof ladder.title, "%s, %s, rows=%d context=%d", name, dtypes[dtype], rows,
-                         context);
-                const double bytes =
-                    weight_bytes + 2.0 * rows * context * d.layers * d.NKV * d.HD * (double)sizeof(floatX);
-                if (ladder.bench) {
-                    const double us = step_us(&d, rows, 50);
-                    bench_print("step", us, bytes, 0, NULL, 0);
-                    printf("tokens/s %s | %.0f\n", ladder.title, 1e6 * rows / us);
-                }
-                if (ladder.variants) print_phases(&d, rows);
+    const double weight_bytes = random_matrices(&d, c);
+    d.wte = device_normal<floatX>((size_t)d.head_columns * d.C, 0.02f);
+    if (!rotary) d.wpe = device_normal<floatX>((size_t)4096 * d.C, 0.02f);
+    if (rotary) d.cos_sin = device_filled<float>((size_t)4096 * d.HD, 0.7f);
+    // One cache for both: 64 slots of 1,024 tokens or 16 of 4,096.
+    const size_t cache = (size_t)d.layers * 64 * 1024 * d.NKV * d.HD;
+    d.keys = device_normal<floatX>(cache, 1.0f);
+    d.values = device_normal<floatX>(cache, 1.0f);
+    place_step(&d);
+    for (int context : {100, longest})
+        for (int rows : {1, 8, 32, 64}) {
+            d.room = context <= 1024 ? 1024 : 4096;
+            d.slots = 64 * 1024 / d.room;
+            if (rows > d.slots) continue;
+            std::vector<DecodeInput> in;
+            for (int r = 0; r < rows; r++) in.push_back({r, context - 1, 17 * r + 5});
+            set_rows(&d, in);
+            snprintf(ladder.title, sizeof ladder.title, "%s, %s, rows=%d context=%d", name, dtypes[dtype], rows,
+                     context);
+            const double bytes = weight_bytes + 2.0 * rows * context * d.layers * d.NKV * d.HD * (double)sizeof(floatX);
+            if (ladder.bench) {
+                const double us = step_us(&d, rows, 50);
+                bench_print("step", us, bytes, 0, NULL, 0);
+                printf("tokens/s %s | %.0f\n", ladder.title, 1e6 * rows / us);
             }
-    } catch (const NoRoom &no) {
-        ladder_skip(no);
-    }
+            if (ladder.variants) print_phases(&d, rows);
+        }
+} catch (const NoRoom &no) {
+    ladder_skip(no);
 }
 
 int main(int argc, char **argv) {

@@ -14,7 +14,7 @@ import json
 import os
 import random
 
-from data_common import GPT2_PATTERN, Tokenizer, atomic_write, make_folder
+from data_common import GPT2_PATTERN, Tokenizer, atomic_write, make_folder, outlive_reader
 from tokenizer_json import write_tokenizer_json
 
 TEMPLATE = (
@@ -93,4 +93,5 @@ def main():
 
 
 if __name__ == "__main__":
+    outlive_reader()
     main()
