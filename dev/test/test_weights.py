@@ -136,7 +136,14 @@ def test_memory_falls():
 
 def test_refused(data, tmp_path):
     shards = ["-i", f"{data}/*_train_*.bin", "-x", 1]
-    run("-e", MODELS["gpt2"], *shards, "--weights", "int8", fails="--weights int8 is for --generate, --evaluate and --lora")
+    run(
+        "-e",
+        MODELS["gpt2"],
+        *shards,
+        "--weights",
+        "int8",
+        fails="--weights int8 is for --generate, --evaluate and --lora",
+    )
     generate = ["-e", MODELS["gpt2"], "--generate", "-g", 3]
     run(*generate, "--weights", "int3", fails="--weights 'int3' is not native|bf16|int8|int4|fp8")
     run(*generate, "--weights", "int8", "--matmul-dtype", "fp8", fails="goes with none of --matmul-dtype")
