@@ -352,10 +352,15 @@ def main():
         if os.environ.get("CI"):  # CI exists to compile them
             record("CUDA toolkit", 0, 1, 0, 0)
         skip("every CUDA target: compiling and linking", why)
+    for program in ("train_gpt2cu", "train_gpt2fp32cu") if config["NVCC"] and config["GPUS"] != "0" else ():
+        if wanted("parity"):
+            make(f"install {program}", program, "ARCHS=" + config["FAT_ARCHS"])
     in_c = host_tests(good, wanted, config["GPUS"] != "0")
     with ThreadPoolExecutor(max(2, CORES // 4)) as pool:  # they wait for time-outs more than they compute
         for name, command in in_c:
             pool.submit(test, name, command)
+        if wanted("parity"):
+            pool.submit(test, "parity", [PYTHON, "dev/test/parity.py"])
         for source in sorted(Path("dev/test").glob("test_*.py")):
             if wanted(source.name):
                 xml = LOGS / f"{source.stem}.xml"
@@ -365,10 +370,6 @@ def main():
                     [PYTHON, "-m", "pytest", "-q", "-rfEs", "--tb=short", f"--junitxml={xml}", source],
                     xml=xml,
                 )
-    if Path("dev/test/parity.py").exists() and wanted("parity"):
-        for program in ("train_gpt2cu", "train_gpt2fp32cu") if config["NVCC"] and config["GPUS"] != "0" else ():
-            make(f"install {program}", program, "ARCHS=" + config["FAT_ARCHS"])
-        test("parity", [PYTHON, "dev/test/parity.py"])
     if wanted("demo"):
         test(
             "demo, a short one",
