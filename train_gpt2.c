@@ -1228,8 +1228,10 @@ static Linear linear_at(const Model *m, const Unit *u, Role weight, Role bias, i
         const Param *rows = &m->frozen.params[p->weight];
         const size_t a = m->table.params[p->a].offset - begin, b = m->table.params[p->b].offset - begin;
         const int row = (int)((rows->offset - param_at(&m->frozen, u->number, weight)) / in);
-        l.adapters[l.num_adapters++] =
-            (Adapter){u->adapters + a, u->adapters + b, u->adapter_grads + a, u->adapter_grads + b, row, rows->rows};
+        Adapter x = {u->adapters + a, u->adapters + b, NULL, NULL, row, rows->rows};
+        if (u->adapter_grads) x.da = u->adapter_grads + a;
+        if (u->adapter_grads) x.db = u->adapter_grads + b;
+        l.adapters[l.num_adapters++] = x;
     }
     return l;
 }

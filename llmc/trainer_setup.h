@@ -74,9 +74,9 @@ static void check_options(const Options *o) {
             "leave it out; --matmul-dtype fp8 trains with fewer bits",
             o->weights);
     check_lora(o);
-    require(!o->patience || forward_only(o) || (*o->val_data && o->eval_every && *o->output),
+    require(!o->patience || forward_only(o) || (*o->val_data && o->eval_every && *o->output && o->save_every),
             "--patience compares validation losses and keeps a checkpoint\n"
-            "give --val-data, --eval-every and --output, or leave it out");
+            "give --val-data, --eval-every, --save-every and --output, or leave it out");
     const int native = !strcmp(o->matmul_dtype, "native") && !strcmp(o->head_dtype, "native");
     require(!weights_are_quantised(o) || (native && o->zero_stage < 3),
             "--weights %s goes with none of --matmul-dtype, --head-dtype and --zero-stage 3\nleave them out",

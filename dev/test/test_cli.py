@@ -439,7 +439,9 @@ def test_patience_keeps_the_best_and_ends(trainer, tmp_path):
     goes_on = trainer.bare("-o", "log", "--resume", "1", "--patience", "4")
     succeeds(goes_on)
     assert max(e["step"] for e in events(log, "step")) == last + 4 and f"after step {best}:" in goes_on.stdout
-    fails(trainer.bare(*words, "-v", "0", "-o", "other"), "--patience compares validation losses", "--eval-every")
+    for off in ("-v", "-n"):
+        told = trainer.bare(*words, off, "0", "-o", "other")
+        fails(told, "--patience compares validation losses", "--eval-every")
 
 
 def test_every_option_that_matters_is_tried():

@@ -305,6 +305,81 @@ def test_the_c_trainer_is_the_same(c_trainer, text_shards, tmp_path, monkeypatch
     assert first == second and len(first) == 1
 
 
+@pytest.fixture(scope="module")
+def of_bytes(tmp_path_factory):
+    """A base for text_shards, and adapters."""
+    base, folder = (str(tmp_path_factory.mktemp("of_bytes") / name) for name in ("base", "adapter"))
+    ref.write_weights(small_model(re.sub(r"vocab=\d+", "vocab=256", SMALL["llama"])), base)
+    ref.write_weights(adapted(base, {}), folder)
+    return base, folder
+
+
+def refused(*words):
+    command = [ROOT / "build/train_gpt2", "-b", "2", "-t", "16", "-x", "1", "-v", "0", "-s", "0", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=launcher.ENVIRONMENT)
+    assert done.returncode == 1 and "  hint: " in done.stderr, done.stdout + done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (
+            ["--lora", 4, "--lora-targets", "q_proj,gate"],
+            "--lora-targets: 'gate' is no matrix of a block of this model",
+        ),
+        (["--lora", 4, "--lora-targets", ""], "--lora-targets names no matrices"),
+        (["--lora", 4, "--optimizer", "muon"], "--optimizer muon is for whole matrices"),
+        (["--lora", 4, "-z", 3], "--zero-stage 3 shards weights that are trained"),
+        (["--lora", 4, "--evaluate", 1], "--lora trains"),
+        (["--lora", 4, "-e", "d2"], "--model 'd2' is no folder"),
+        (["--lora-rs", 1], "say nothing without --lora"),
+        (["--weights", "int8"], "--weights int8 is for --generate, --evaluate and --lora"),
+    ],
+)
+def test_the_c_trainer_refuses(c_trainer, of_bytes, text_shards, more, words):  # noqa: F811
+    """A run that begins with adapters, and each option beside which adapters make no sense."""
+    data = ["-i", text_shards[1], "-j", text_shards[3]]
+    assert words in refused("-e", of_bytes[0], *data, *more)
+    assert "holds adapters, and a run begins with a whole model" in refused("-e", of_bytes[1], *data)
+
+
+def test_the_c_trainer_looks_at_the_base(c_trainer, of_bytes, text_shards, tmp_path):  # noqa: F811
+    """Adapters beside other weights of the same shape, of another shape, of a base that has gone, with more than this
+    program has, or with a tensor too few."""
+    base, adapters = (shutil.copytree(f, tmp_path / n) for f, n in zip(of_bytes, ("base", "adapters")))
+    evaluate = ["-e", adapters, "--evaluate", 1, "-v", 1, "-m", 1, "-j", text_shards[3]]
+    path = adapters / "adapter_config.json"
+    good = json.loads(path.read_text()) | {"base_model_name_or_path": str(base)}
+
+    def said(**change):
+        path.write_text(json.dumps(good | change))
+        return refused(*evaluate)
+
+    other = load_file(base / "model.safetensors")
+    name = next(n for n in other if n.endswith("q_proj.weight"))
+    other[name][0, 0] += 1
+    save_file(other, base / "model.safetensors", {"format": "pt"})
+    assert "were trained beside other weights than their base has" in said()
+    assert "is no folder here" in said(base_model_name_or_path=str(tmp_path / "gone"))
+    assert "use_dora" in said(use_dora=True) and "modules_to_save" in said(modules_to_save=["lm_head"])
+    assert "adapter_config.json is not its own" in said(r=RANK + 1)
+    assert "is no list of names" in said(target_modules=".*proj") and "no matrix of a block" in said(
+        target_modules=["x"]
+    )
+    ref.write_weights(small_model(re.sub(r"vocab=\d+", "vocab=256", SMALL["gpt2"])), tmp_path / "gpt2")
+    assert "it is for another base" in said(base_model_name_or_path=str(tmp_path / "gpt2"), target_modules="all-linear")
+
+
+@pytest.mark.parametrize("weights", ["int8", "bf16"])
+def test_a_base_in_fewer_bits(c_trainer, of_bytes, text_shards, tmp_path, weights):  # noqa: F811
+    """Adapters learn beside it, and nearly as beside the base itself."""
+    run = {"train_data": text_shards[1], "val_data": text_shards[3], "batch_size": 4, "seq_len": 32, "max_steps": 12}
+    run |= {"model": of_bytes[0], "lora": RANK, "learning_rate": 5e-3, "sample_every": 0, "eval_every": 12}
+    whole, few = (c_trainer(tmp_path / w, run | {"weights": w}) for w in ("native", weights))
+    assert few[-1] < few[0] - 0.05 and 0 < np.abs(np.subtract(whole, few)).max() < 0.02
+
+
 def test_the_memory_that_the_page_names(c_trainer, text_shards, tmp_path):  # noqa: F811
     """doc/finetune.md: what adapters take instead of gradients and states of all weights."""
     base, unit, tokens, rank = tmp_path / "base", 8 * 5 * 7 * 3 * 128, 4 * 32, 24

@@ -531,6 +531,52 @@ def test_bf16_states_on_any_number_of_ranks(train, tmp_path):
     assert status != 0 and "states of adamw in fp32; this run is " in text and "--state-dtype" in text
 
 
+def resumes_bitwise(train, tmp_path, more, stages):
+    """Two ranks, one micro-step: a run that goes on with other stages of ZeRO, saved beside training or not."""
+    more = [*more, "-n", "3", "-b", "6"]
+    succeeds(train(2, "straight", *more, "-z", "0"))
+    for steps, stage in zip((3, 6, 9, 12), stages):
+        succeeds(train(2, "run", *more, "-z", stage, "-x", steps, "-y", int(steps > 3), "--save-async", stage % 2))
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    for step in (3, 6, 9, 12):
+        assert checkpoint(tmp_path / "run", step) == checkpoint(tmp_path / "straight", step)
+
+
+# ---- adapters: what is trained is a table of its own
+
+BASE = "llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,vocab=256,seq=32,tied=0"
+
+
+def test_adapters_on_any_number_of_ranks(train, tmp_path):
+    succeeds(train(0, "base", "-e", BASE, "-x", "3"))
+    more = ["-e", tmp_path / "base/step_00000003", "--lora", "4", "-n", "12", "-l", "1e-2"]
+    for run, ranks, others in (
+        ("one", 0, []),
+        ("zero 0", 3, ["-z", "0"]),
+        ("zero 2", 2, ["-z", "2"]),
+        ("tp 2", 2, ["--tp", "2", "-b", "2"]),
+        ("tp 4", 4, ["--tp", "4", "-b", "4"]),  # of two heads of keys and values there are copies
+        ("both", 4, ["--tp", "2", "-z", "1", "-b", "2"]),
+        ("blocks again", 0, ["--recompute", "3"]),
+        ("frozen", 0, ["-l", "0"]),
+    ):
+        succeeds(train(ranks, run, *more, *others))
+    one = curve(tmp_path / "one")
+    assert one[12][0] < curve(tmp_path / "frozen")[12][0] - 0.05
+    for run in ("zero 0", "zero 2", "tp 2", "tp 4", "both"):
+        print(f"{run}: largest relative difference from one rank {same_curve(curve(tmp_path / run), one):.1e}")
+    assert curve(tmp_path / "blocks again") == one
+    assert checkpoint(tmp_path / "blocks again", 12) == checkpoint(tmp_path / "one", 12)
+    for run in ("one", "tp 4"):  # adapters are as small as they say
+        weights = (tmp_path / run / "step_00000012/adapter_model.safetensors").stat().st_size
+        assert weights < 0.5 * (tmp_path / "base/step_00000003/model.safetensors").stat().st_size
+
+
+def test_adapters_resume_bitwise(train, tmp_path):
+    succeeds(train(0, "base", "-e", BASE, "-x", "3"))
+    resumes_bitwise(train, tmp_path, ["-e", tmp_path / "base/step_00000003", "--lora", "4"], (2, 1, 0, 2))
+
+
 # ---- Muon: whole matrices dealt out over the ranks
 
 MUON = ["--optimizer", "muon", "--lr-matrix", "0.01", "--decay-matrix", "0.1"]
@@ -552,13 +598,7 @@ def test_muon_on_any_number_of_ranks(train, tmp_path):
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 def test_muon_resumes_bitwise(train, tmp_path, states):
     """On the same ranks, with any stage of ZeRO, whether saved beside training or not. Its matrices have no v."""
-    more = [*MUON, *SHARDED["gpt2"], "-n", "3", "-b", "6", "--state-dtype", states]
-    succeeds(train(2, "straight", *more, "-z", "0"))
-    for steps, stage in ((3, 3), (6, 1), (9, 2), (12, 3)):
-        succeeds(train(2, "run", *more, "-z", stage, "-x", steps, "-y", int(steps > 3), "--save-async", stage % 2))
-    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
-    for step in (3, 6, 9, 12):
-        assert checkpoint(tmp_path / "run", step) == checkpoint(tmp_path / "straight", step)
+    resumes_bitwise(train, tmp_path, [*MUON, *SHARDED["gpt2"], "--state-dtype", states], (3, 1, 2, 3))
     optimizer = checkpoint(tmp_path / "run", 12)[1]["optimizer.safetensors"]
     header = json.loads(optimizer[8 : 8 + int.from_bytes(optimizer[:8], "little")])
     names = {name for name in header if name != "__metadata__"}
@@ -648,14 +688,7 @@ def test_stages_of_zero_with_several_micro_steps(train, tmp_path, ranks, tp):
 
 
 def test_resume_on_other_stages_of_zero(train, tmp_path):
-    """On the same ranks, one micro-step: bit for bit."""
-    more = [*SHARDED["gpt2"], "-n", "3", "-b", "6"]
-    succeeds(train(2, "straight", *more, "-z", "0"))
-    for steps, stage in ((3, 3), (6, 1), (9, 2), (12, 3)):
-        succeeds(train(2, "run", *more, "-z", stage, "-x", steps, "-y", int(steps > 3), "--save-async", stage % 2))
-    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
-    for step in (3, 6, 9, 12):
-        assert checkpoint(tmp_path / "run", step) == checkpoint(tmp_path / "straight", step)
+    resumes_bitwise(train, tmp_path, SHARDED["gpt2"], (3, 1, 2, 3))
 
 
 def test_resume_on_other_stages_and_ranks(train, tmp_path):
