@@ -368,8 +368,8 @@ static int end_training(Trainer *t, int64_t first, int stopped) {
                (long long)t->state.worse_evaluations);
     const Path best = checkpoint_folder(t->o.output, t->state.best_step, "");
     if (t->o.patience && t->state.best_step)
-        printf("lowest validation loss %.4f after step %lld: %s%s\n", t->state.best_loss,
-               (long long)t->state.best_step, best.text, file_exists(best.text) ? "" : ", which could not be saved");
+        printf("lowest validation loss %.4f after step %lld: %s%s\n", t->state.best_loss, (long long)t->state.best_step,
+               best.text, file_exists(best.text) ? "" : ", which could not be saved");
     if (unsaved && t->comm.rank == 0)
         fprintf(stderr,
                 "error: the last checkpoint was not written, see above\n  hint: make room in '%s' and go on with "
