@@ -22,10 +22,9 @@
 // ---- what is kept
 
 struct Model {
-    Config config;     // of the whole model
-    ParamTable table;  // of this rank
+    Config config;             // of the whole model
+    ParamTable table, frozen;  // of this rank: what is trained; with --lora the model's weights
     Lora lora;
-    ParamTable frozen;  // without tensors: --lora is refused
     const Mesh *mesh;
     Plan plan, decoding;  // of training and evaluation; of generation
     Gpu gpu;
@@ -42,6 +41,7 @@ struct Model {
     int slot;
     double step_tokens, masked;  // of all ranks; of this rank, those that are not learned so far
     int weights_changed;         // since their fp8 copies were made
+    int merged;                  // the block whose matrices are in the buffer `merged` as they are now; 0: none
     int counts_fp8;              // what is quantised is counted
 };
 
@@ -63,8 +63,8 @@ typedef struct { const floatX *x, *branch; } Residual;
 // released (ranks/zero.cuh)
 
 static Unit unit_get(Model *m, const Pass *p, int unit, UnitUse use) {
-    if (m->plan.weights != WEIGHTS_FP32) return quantised_unit(&m->plan, &m->b, unit, p->stream);
-    return zero_get(&m->links.zero, unit, use, p->fp8.weights);
+    const Unit u = zero_get(&m->links.zero, unit, use, p->fp8.weights);
+    return plan_merges(&m->plan) ? frozen_unit(&m->plan, &m->b, &u) : u;
 }
 static void unit_release(Model *m, const Pass *p, const Unit *u, UnitUse use) {
     zero_release(&m->links.zero, u, use, (GradSum)p->sum, p->reduce);
@@ -105,10 +105,23 @@ static void linear_fp8(Model *m, const Pass *p, Linear *l, const Unit *u, Role w
     l->weight_turned = turned;
     if (p->quantises && !gathered) linear_quantise(p, l, quantised, turned);
 }
+// The weight of a layer as products read it: what is in few bits or has adapters is made in a buffer.
+static const floatX *merged_weight(Model *m, const Pass *p, const Unit *u, const Linear *l, Role weight) {
+    const int number = quantised_number(&m->plan, u->number, weight), is_block = unit_is_block(u->table, u->number);
+    const QuantMatrix native = {WEIGHTS_FP32, l->out, l->in, (uint8_t *)l->weight, NULL};
+    if (number < 0 && !l->adapters.count) return l->weight;
+    floatX *to = is_block ? param_pointer(u, m->b.merged, weight) : m->b.merged;
+    if (!is_block || m->merged != u->number)
+        lora_merge(to, number < 0 ? &native : &m->b.quantised.matrix[number], &l->adapters, p->stream);
+    if (!is_block) m->merged = 0;
+    return to;
+}
 static Linear linear_of(Model *m, const Pass *p, const Unit *u, const Linear *planned, Role weight, Role bias,
                         ColumnSums sums) {
     Linear l = *planned;
     l.weight = param_pointer(u, u->weights, weight);
+    l.adapters = layer_adapters(&m->plan, u, weight, l.in);
+    l.weight = merged_weight(m, p, u, &l, weight);
     l.bias = param_pointer(u, u->weights, bias);
     l.dweight = param_pointer(u, u->grads, weight);
     l.dbias = param_pointer(u, u->grads, bias);
@@ -129,7 +142,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
                      of_qkv = {m->b.column_sums, attention_column_slices(&p->attention)},
                      attention = normalises_qk ? ColumnSums() : of_qkv;
     // the gradient's product leaves them
-    const int fc_sums = m->config.linear_bias && plan->fcproj.gradient != EPILOGUE_PLAIN;
+    const int fc_sums = m->config.linear_bias && !m->lora.rank && plan->fcproj.gradient != EPILOGUE_PLAIN;
     const ColumnSums activation = {m->b.column_sums, fc_sums ? matmul_sum_slices(p->N) : 0};
     Block b = {};
     b.unit = u;
@@ -139,6 +152,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.proj = linear_of(m, p, &u, &plan->proj, ROLE_PROJW, ROLE_PROJB, stream);
     b.fc = linear_of(m, p, &u, &plan->fc, ROLE_FCW, ROLE_FCB, activation);
     b.fcproj = linear_of(m, p, &u, &plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream);
+    m->merged = u.number;
     b.h1 = a->h1;
     b.q_k_v = normalises_qk ? m->b.normalised : a->qkv;
     b.qkv.aux = normalises_qk ? a->qkv : NULL;
@@ -254,6 +268,7 @@ static void model_forward(Model *m, const Pass *p) {
     Range range("forward");
     const int L = m->config.num_layers;
     clear_absmax(m, p);
+    m->merged = 0;  // adapters may have changed, and a graph makes all that it reads
     embed(m, p);
     Residual x = {m->b.x_embedding, NULL};
     for (int l = 0; l < L; l++) block_forward(m, p, l, &x);
@@ -268,9 +283,7 @@ static void model_forward(Model *m, const Pass *p) {
 static Linear head_of(Model *m, const Pass *p) {
     const int tied = m->config.tied;  // the embedding is its weight, too
     const Unit u = unit_get(m, p, tied ? 0 : m->config.num_layers + 1, UNIT_FORWARD);
-    Linear l = linear_of(m, p, &u, &m->plan.head, tied ? ROLE_WTE : ROLE_HEADW, ROLE_HEADB, {NULL, 0});
-    if (m->plan.weights != WEIGHTS_FP32) l.weight = quantised_head(&m->plan, &m->b.quantised, p->stream);
-    return l;
+    return linear_of(m, p, &u, &m->plan.head, tied ? ROLE_WTE : ROLE_HEADW, ROLE_HEADB, {NULL, 0});
 }
 // Losses of rows from n0 on; m->b.logits becomes their gradient. Of several ranks each has some of the columns.
 static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, int backward) {
@@ -310,7 +323,7 @@ static void head(Model *m, const Pass *p, float dloss, int backward) {
 // The gradient of the stream, m->b.dx, goes on through a norm. Its column sums are left for the bias of the projection
 // that made the norm's input.
 static void norm_gradient(Model *m, const Pass *p, const Norm *n, const floatX *dout) {
-    float *sums = m->config.linear_bias ? m->b.stream_sums : NULL;
+    float *sums = m->config.linear_bias && !m->lora.rank ? m->b.stream_sums : NULL;
     norm_backward(n, m->b.dx, sums, dout, p->rows, p->accumulate, p->scratch, p->stream);
 }
 // What the plan did not keep of a block.
@@ -353,8 +366,7 @@ static void block_backward(Model *m, const Pass *p, int l) {
 }
 
 // dx (rows,C) -> the embedding's gradients, which are added to.
-static void embed_backward(Model *m, const Pass *p) {
-    const Unit u = unit_get(m, p, 0, UNIT_BACKWARD);
+static void embed_gradient(Model *m, const Pass *p, const Unit &u) {
     floatX *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE), *dx = m->b.dx;
     const Norm norm = embedding_norm(m, &u);
     if (norm.weight) {
@@ -363,6 +375,10 @@ static void embed_backward(Model *m, const Pass *p) {
         norm_backward(&norm, dx, NULL, m->b.dx, p->rows, p->accumulate, p->scratch, p->stream);
     }
     embedding_backward(dwte, dwpe, rows_gather(p, dx), token_rows(m, p), p->B, p->T, p->C, p->scratch, p->stream);
+}
+static void embed_backward(Model *m, const Pass *p) {
+    const Unit u = unit_get(m, p, 0, UNIT_BACKWARD);
+    if (u.grads) embed_gradient(m, p, u);
     unit_release(m, p, &u, UNIT_BACKWARD);
 }
 // Zeros where something is added: the stream's gradient, and the embedding's before the first micro-step.
@@ -371,7 +387,7 @@ static void clear_gradients(Model *m, const Pass *p) {
     floatX *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE);
     const size_t row = (size_t)p->C * sizeof(floatX);
     cudaCheck(cudaMemsetAsync(m->b.dx, 0, (size_t)p->rows * row, p->stream));
-    if (p->accumulate) return;
+    if (p->accumulate || !dwte) return;
     if (!m->config.tied) cudaCheck(cudaMemsetAsync(dwte, 0, (size_t)m->plan.local.padded_vocab_size * row, p->stream));
     if (dwpe) cudaCheck(cudaMemsetAsync(dwpe, 0, (size_t)m->config.max_seq_len * row, p->stream));
 }
@@ -787,16 +803,18 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     memset(m, 0, sizeof *m);
     m->config = *c;
     m->mesh = mesh;
-    comm_require(&mesh->job, !o->lora,
-                 "--lora trains on CPUs alone so far\nuse ./train_gpt2; a GPU opens its adapters with --generate and "
-                 "--evaluate");
     tp_check(&mesh->job, c, mesh->tp.world, o->batch_size * o->seq_len);
     zero_check(&mesh->job, &mesh->dp);
     tp_require_one_host(mesh);
+    m->lora = lora_of(c, o);
     m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
+    if (m->lora.rank) {
+        m->frozen = m->table;
+        m->table = lora_table(c, &m->lora, mesh->tp.world, mesh->tp.rank);
+    }
     params_set_optimiser(&m->table, o);
     m->gpu = gpu_open(mesh->dp.local_rank);
-    m->plan = plan_make(c, o, mesh, &m->table);
+    m->plan = plan_make(c, o, mesh, &m->table, m->lora.rank ? &m->frozen : &m->table);
     m->decoding = plan_decode(&m->plan);
     m->links.rows.rank = mesh->tp.rank;
     m->links.rows.ranks = mesh->tp.world;
@@ -865,6 +883,7 @@ void model_close(Model *m) {
     free(m->b.piece_chunks);
     muon_tables_free(&m->b.muon);
     params_free(&m->table);
+    params_free(&m->frozen);
     gpu_close(&m->gpu);
 }
 
@@ -910,7 +929,7 @@ int model_slot_is_bf16(const Model *m, Slot s) { return plan_slot_is_bf16(&m->pl
 Span model_owned(const Model *m, Slot s, int unit) { return plan_owned(&m->plan, s, unit); }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     m->weights_changed |= s == SLOT_WEIGHT;
-    if (s == SLOT_WEIGHT && weight_write_quantised(&m->plan, &m->b, offset, count, values, &m->gpu)) return;
+    if (s == plan_base_slot(&m->plan) && weight_write_quantised(&m->plan, &m->b, offset, count, values, &m->gpu)) return;
     slot_write(&m->plan, &m->b, s, offset, count, values, &m->gpu);
     if (s == SLOT_WEIGHT) zero_forget(&m->links.zero);
 }

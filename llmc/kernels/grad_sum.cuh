@@ -48,6 +48,7 @@ static inline void grad_sum(GradSum step, float *sums, floatX *to, const floatX 
             "a sum of %zu gradients\nuse whole units, in buffers from memory_request", count);
     const size_t vectors = count / VecX::size;
     const unsigned blocks = (unsigned)ceil_div(vectors, 256);
+    if (!count) return;  // --lora has none in embedding and head
     switch (step) {
     case GRAD_SUM_NONE:
         if (to == grads) return;

@@ -341,7 +341,7 @@ static inline size_t norm_backward_scratch_bytes(int C) {
     const int blocks = NORM_MAX_SMS * norm_backward_plan<NORM_RMS, false>(C).blocks_per_sm;
     return (size_t)blocks * 3 * (size_t)C * sizeof(float);
 }
-// dinp (N,C) +=; dweight, dbias = or += by `accumulate`. stream_sums (C; NULL: not wanted) = the column sums of
+// dinp (N,C) +=; dweight, dbias (NULL: not wanted) = or += by `accumulate`. stream_sums (C; NULL: not wanted) = the column sums of
 // dinp as it is afterwards: the bias gradient of the linear layer whose output was added to this norm's input.
 static inline void norm_backward(const Norm *n, floatX *dinp, float *stream_sums, const floatX *dout, int N,
                                  int accumulate, void *scratch, cudaStream_t stream) {
@@ -358,7 +358,8 @@ static inline void norm_backward(const Norm *n, floatX *dinp, float *stream_sums
     p.kernel<<<blocks, p.threads, p.shared_bytes, stream>>>(dinp, partials, dout, n->x, n->weight, n->mean, n->rstd,
                                                             n->dabsmax, N, C);
     launchCheck();
-    norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, stream>>>(n->dweight, n->dbias, stream_sums,
+    if (n->dweight || n->dbias || stream_sums)
+        norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, stream>>>(n->dweight, n->dbias, stream_sums,
                                                                              partials, blocks, C, of_norm, columns,
                                                                              accumulate);
     launchCheck();

@@ -29,7 +29,9 @@ typedef struct {
 typedef struct {
     // parameters: units in the order of the table, of each what slot_keeps says
     floatX *weights, *grads;
-    Quantised quantised;    // --weights: the matrices, which are then not in `weights`
+    floatX *frozen;         // --lora: the model's weights, in the order of their table
+    Quantised quantised;    // --weights: the matrices, which are then not among the model's weights
+    floatX *merged;         // --weights, --lora: a block's matrices as products read them, or the head
     float *grad_sums;       // of the micro-steps so far, in fp32; laid out as grads
     floatX *block_weights;  // ZeRO 3: those of two blocks, gathered
     floatX *block_grads;    // ZeRO 2, 3: those of two blocks, of one micro-step
@@ -131,6 +133,19 @@ static inline size_t saved_block_size(const Plan *p) {
 }
 // Floats of statistics: lse, and mean and 1/std of two norms.
 static inline size_t saved_stats_size(const Plan *p) { return p->N * (size_t)p->local.num_heads + 4 * p->rows; }
+// Of the adapters' products of one layer.
+static inline size_t adapters_scratch_bytes(const Plan *p) {
+    const Linear *layers[] = {&p->qkv, &p->proj, &p->fc, &p->fcproj};
+    LoraPair pairs[LORA_MOST_PAIRS];
+    LayerAdapters adapters = {0, p->lora.rank};
+    size_t most = 0;
+    for (int i = 0; i < 4 && p->lora.rank; i++) {
+        adapters.count = lora_pairs(p->table, 1, (Role)(ROLE_QKVW + i), pairs);
+        const size_t size = linear_adapters_scratch(p->N, layers[i]->in, layers[i]->out, lora_columns(&adapters));
+        most = std::max(most, size * sizeof(floatX));
+    }
+    return most;
+}
 static inline size_t reduce_bytes(const Plan *p, int spans) {
     const Config *c = &p->local;
     const size_t needs[] = {
@@ -138,6 +153,7 @@ static inline size_t reduce_bytes(const Plan *p, int spans) {
         bias_backward_scratch_bytes(c->channels),  bias_backward_scratch_bytes(fc_width(c)),
         bias_backward_scratch_bytes(qkv_width(c)), embedding_backward_scratch_bytes(p->B, p->T),
         qk_norm_scratch_bytes(c->head_dim),        c->head_bias ? bias_backward_scratch_bytes(c->padded_vocab_size) : 0,
+        adapters_scratch_bytes(p),
     };
     return LARGEST(needs);
 }
@@ -158,21 +174,24 @@ static inline Span plan_shard(const Plan *p, Slot s, int unit) {
     return slot_span(&p->mesh->dp, p->table, KEEP_SHARDS, s, unit);
 }
 static inline Span plan_owned(const Plan *p, Slot s, int unit) {
-    return slot_span(&p->mesh->dp, p->table, slot_owns(p->zero_stage, s), s, unit);
+    return slot_span(&p->mesh->dp, plan_table(p, s), slot_owns(p->zero_stage, s), s, unit);
 }
 // Elements of a slot in this rank's memory, and where that at `offset` of the table lies, which is of `unit`.
 static inline size_t plan_kept(const Plan *p, Slot s) {
-    size_t kept = slot_before(&p->mesh->dp, p->table, slot_keeps(p->zero_stage, s), s, p->table->num_units);
-    for (int u = 0; u < p->table->num_units && s == SLOT_WEIGHT; u++) kept -= quantised_elements(p, u);
+    const ParamTable *t = plan_table(p, s);
+    size_t kept = slot_before(&p->mesh->dp, t, slot_keeps(p->zero_stage, s), s, t->num_units);
+    for (int u = 0; u < t->num_units && s == plan_base_slot(p); u++) kept -= quantised_elements(p, u);
     return kept;
 }
 static inline size_t plan_at(const Plan *p, Slot s, int unit, size_t offset) {
-    size_t at = slot_at(&p->mesh->dp, p->table, slot_keeps(p->zero_stage, s), s, unit, offset);
-    for (int u = 0; u <= unit && s == SLOT_WEIGHT; u++) at -= quantised_elements(p, u);
+    const ParamTable *t = plan_table(p, s);
+    size_t at = slot_at(&p->mesh->dp, t, slot_keeps(p->zero_stage, s), s, unit, offset);
+    for (int u = 0; u <= unit && s == plan_base_slot(p); u++) at -= quantised_elements(p, u);
     return at;
 }
 static inline int plan_slot_is_bf16(const Plan *p, Slot s) {
-    return s == SLOT_WEIGHT || s == SLOT_GRAD ? sizeof(floatX) == 2 : (s == SLOT_M || s == SLOT_V) && p->bf16_states;
+    const int of_state = s == SLOT_M || s == SLOT_V;
+    return of_state ? p->bf16_states : s != SLOT_MASTER && sizeof(floatX) == 2;
 }
 static inline size_t plan_slot_bytes(const Plan *p, Slot s) {
     return plan_slot_is_bf16(p, s) ? sizeof(__nv_bfloat16) : sizeof(float);
@@ -183,6 +202,7 @@ static inline void *slot_pointer(const Buffers *b, Slot s) {
     case SLOT_GRAD: return b->grads;
     case SLOT_M: return b->m;
     case SLOT_V: return b->v;
+    case SLOT_FROZEN: return b->frozen;
     default: return b->master;
     }
 }
@@ -337,9 +357,15 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     b->num_chunks = adam_chunks(p, NULL, NULL);
     b->num_pieces = (int)ceil_div(plan_kept(p, SLOT_M), plan_piece(p));
     b->num_shards = norm_spans(p, NULL);
-    memory_request(m, &b->weights, "parameters", p->zero_stage >= 3 ? "weights, of blocks a share" : "weights",
+    memory_request(m, &b->weights, "parameters",
+                   p->lora.rank ? "adapters" : p->zero_stage >= 3 ? "weights, of blocks a share" : "weights",
                    plan_kept(p, SLOT_WEIGHT));
+    if (p->lora.rank) memory_request(m, &b->frozen, "parameters", "weights, frozen", plan_kept(p, SLOT_FROZEN));
     quantised_request(p, &b->quantised, m);
+    if (plan_merges(p))
+        memory_request(m, &b->merged, "parameters",
+                       p->lora.rank ? "one block's matrices, merged" : "one block's matrices, widened",
+                       merged_elements(p));
     if (p->zero_stage >= 3 && !p->fp8_blocks)
         memory_request(m, &b->block_weights, "parameters", "weights of two blocks", two_blocks);
     memory_request(m, &b->chunks, "optimiser", "chunk table", (size_t)b->num_chunks);
@@ -525,23 +551,29 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
         a->rstd2 = values(stats, rows);
     }
 }
-// A unit whose matrices are kept in few bits. Of a block all parameters are in one buffer until the next block's are.
-static inline Unit quantised_unit(const Plan *p, const Buffers *b, int unit, cudaStream_t stream) {
-    const Span span = param_unit(p->table, unit);
-    const size_t matrices = quantised_elements(p, unit);
-    floatX *rest = b->weights + plan_at(p, SLOT_WEIGHT, unit, span.begin + matrices), *whole = b->quantised.widened;
-    if (!unit_is_block(p->table, unit)) return {p->table, unit, rest - matrices, NULL};
-    for (Role role : {ROLE_QKVW, ROLE_PROJW, ROLE_FCW, ROLE_FCPROJW})
-        quantised_widen(whole + (param_at(p->table, unit, role) - span.begin),
-                        &b->quantised.matrix[quantised_number(p, unit, role)], stream);
-    cudaCheck(cudaMemcpyAsync(whole + matrices, rest, (span.count - matrices) * sizeof *whole, cudaMemcpyDeviceToDevice,
-                              stream));
-    return {p->table, unit, whole, NULL};
+// A unit whose weights stay as they are; its matrices in few bits are elsewhere. trained: its adapters, with --lora.
+static inline Unit frozen_unit(const Plan *p, const Buffers *b, const Unit *trained) {
+    const Slot s = plan_base_slot(p);
+    const int unit = trained->number;
+    const size_t begin = p->base->unit_begin[unit], matrices = quantised_elements(p, unit);
+    floatX *weights = (floatX *)slot_pointer(b, s) + plan_at(p, s, unit, begin + matrices) - matrices;
+    if (!p->lora.rank) return {p->base, unit, weights};
+    return {p->base, unit, weights, NULL, NULL, NULL, trained->weights, trained->grads};
 }
-// The head's weight, in that buffer.
-static inline const floatX *quantised_head(const Plan *p, const Quantised *q, cudaStream_t stream) {
-    quantised_widen(q->widened, &q->matrix[quantised_count(p) - 1], stream);
-    return q->widened;
+// The adapters of a layer's weight.
+static inline LayerAdapters layer_adapters(const Plan *p, const Unit *u, Role weight, int in) {
+    LayerAdapters l = {0, p->lora.rank, lora_scale(&p->lora)};
+    LoraPair pairs[LORA_MOST_PAIRS];
+    if (!p->lora.rank || !unit_is_block(p->table, u->number)) return {};
+    l.count = lora_pairs(p->table, u->number, weight, pairs);
+    for (int i = 0; i < l.count; i++) {
+        const size_t begin = p->table->unit_begin[u->number], a = p->table->params[pairs[i].a].offset - begin,
+                     b = p->table->params[pairs[i].b].offset - begin;
+        const Param *rows = &p->base->params[pairs[i].weight];
+        const int row = (int)((rows->offset - param_at(p->base, u->number, weight)) / (size_t)in);
+        l.of[i] = {u->adapters + a, u->adapters + b, u->adapter_grads + a, u->adapter_grads + b, row, rows->rows};
+    }
+    return l;
 }
 // From host memory in the order of a stream, and complete on return. (A plain cudaMemcpy of less than 64 KiB may return
 // before the device has it, and does not order itself before a kernel of a non-blocking stream.)

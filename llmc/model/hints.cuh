@@ -21,7 +21,7 @@ static inline MemoryBytes run_bytes(const Plan *p, const Options *o, int B) {
     Links k = {};
     Memory memory = {};
     other.batch_size = B;
-    const Plan plan = plan_make(&p->config, &other, p->mesh, p->table);
+    const Plan plan = plan_make(&p->config, &other, p->mesh, p->table, p->base);
     run_request(&plan, &b, &k, &memory);
     free(memory.buffers);
     return memory.bytes;
@@ -42,7 +42,7 @@ static inline void offload_if_host_has_room(const Plan *p, Options *o, int which
 // Adds options that save memory, one after the other until batch B fits: the cheap ones first, last what changes the
 // numbers.
 static inline int options_that_fit(const Plan *p, Options *o, MemoryBytes room, int B) {
-    const int most = p->mesh->dp.world == 1 ? 0 : o->dp_overlap ? 3 : 1;  // stage of ZeRO
+    const int most = p->mesh->dp.world == 1 ? 0 : !o->dp_overlap ? 1 : o->lora ? 2 : 3;  // stage of ZeRO
     for (int i = 0; i < 13 && !run_fits(p, o, B, room); i++) {
         const int stage = i == 0 ? 1 : i == 4 ? 2 : i == 5 ? 3 : 0;
         if (stage <= most && o->zero_stage < stage) o->zero_stage = stage;
@@ -66,7 +66,7 @@ static inline int more_ranks_fit(const Plan *p, const Options *o, MemoryBytes ro
     mesh.dp.rank = 0;
     shared.mesh = &mesh;
     options.zero_stage = 3;
-    return UNIT_ALIGN % (8 * mesh.dp.world) == 0 && run_fits(&shared, &options, 1, room);
+    return !o->lora && UNIT_ALIGN % (8 * mesh.dp.world) == 0 && run_fits(&shared, &options, 1, room);
 }
 // Weights and gradients that a rank has whole with ZeRO 3: those of embedding and head, and two blocks', whose weights
 // are perhaps in fp8.

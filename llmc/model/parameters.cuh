@@ -7,10 +7,11 @@
 
 // Where elements [offset, offset + count) of a slot are. This rank keeps all of them.
 static inline char *slot_place(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count) {
-    assert(slot_pointer(b, s) && offset + count <= p->table->total);
+    const ParamTable *t = plan_table(p, s);
+    assert(slot_pointer(b, s) && offset + count <= t->total);
     const Keep keep = slot_keeps(p->zero_stage, s);
-    const int unit = param_unit_of(p->table, offset);
-    const Span kept = slot_span(&p->mesh->dp, p->table, keep, s, unit);
+    const int unit = param_unit_of(t, offset);
+    const Span kept = slot_span(&p->mesh->dp, t, keep, s, unit);
     assert(keep == KEEP_WHOLE || span_overlap(kept, offset, count).count == count);
     return (char *)slot_pointer(b, s) + plan_at(p, s, unit, offset) * plan_slot_bytes(p, s);
 }
@@ -25,11 +26,11 @@ static inline void slot_widen(const Plan *p, Slot s, float *values, const void *
 // is kept as it is, too. Waits for all streams.
 static inline int weight_write_quantised(const Plan *p, const Buffers *b, size_t offset, size_t count,
                                          const float *values, const Gpu *gpu) {
-    const Param *t = param_of(p->table, offset);
+    const Param *t = param_of(p->base, offset);
     const int number = quantised_number(p, t->unit, t->role);
     if (number < 0) return 0;
     const QuantMatrix *q = &b->quantised.matrix[number];
-    const size_t cols = (size_t)q->cols, first = (offset - param_at(p->table, t->unit, t->role)) / cols;
+    const size_t cols = (size_t)q->cols, first = (offset - param_at(p->base, t->unit, t->role)) / cols;
     assert((offset - t->offset) % cols == 0 && count % cols == 0 && offset + count <= t->offset + t->size);
     gpu_wait(gpu);
     quantised_write(q, t, first, count / cols, values, gpu->compute);

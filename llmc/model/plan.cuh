@@ -10,8 +10,10 @@
 typedef struct {
     Options options;  // what plan_make read
     const Mesh *mesh;
-    const ParamTable *table;  // of this rank
+    const ParamTable *table;  // of what is trained, of this rank
+    const ParamTable *base;   // of the model's weights: the same or, with --lora, what is frozen
     Config config, local;     // the whole model's sizes; this rank's
+    Lora lora;
     int B, T;                 // of a micro-step
     size_t N, rows;           // its tokens; rows of the residual stream that are here
     int trains;               // has gradients and optimiser states
@@ -42,6 +44,10 @@ typedef struct {
     Linear qkv, proj, fc, fcproj, head;  // without weights and buffers
 } Plan;
 
+static inline const ParamTable *plan_table(const Plan *p, Slot s) { return s == SLOT_FROZEN ? p->base : p->table; }
+static inline Slot plan_base_slot(const Plan *p) { return p->base == p->table ? SLOT_WEIGHT : SLOT_FROZEN; }
+// Products then read blocks' matrices from a buffer into which they are widened, or merged with adapters.
+static inline int plan_merges(const Plan *p) { return p->weights != WEIGHTS_FP32 || p->lora.rank; }
 static inline int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
 // Then attention reads other rows than the product gave, and its backward neither rotates back nor takes absmax or
 // column sums: the norm's gradient comes between.
@@ -120,6 +126,9 @@ static inline void plan_fp8(Plan *p) {
         "--matmul-dtype %s --head-dtype %s needs a bf16 build and a GPU that multiplies fp8: sm_89, sm_90 or newer\n"
         "leave fp8 out",
         o->matmul_dtype, o->head_dtype);
+    require(!p->fp8 || !p->lora.rank,
+            "--lora trains adapters beside weights whose products are not in fp8\nleave --matmul-dtype and --head-dtype "
+            "out; --weights fp8 keeps the weights in fewer bits");
 }
 static inline WeightFormat plan_weights(const Plan *p) {
     const Config *c = &p->local;
@@ -144,13 +153,17 @@ static inline int plan_offload(const Plan *p) {
             "add --recompute 3, or leave activations out");
     return asked;
 }
-// table, mesh: must outlive the plan. Sizes that cannot be computed stop with a message; nothing is allocated.
-static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const ParamTable *table) {
+// table, base (NULL: the same), mesh: must outlive the plan. Sizes that cannot be computed stop with a message; nothing
+// is allocated.
+static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const ParamTable *table,
+                             const ParamTable *base = NULL) {
     Plan p = {};
     const int ranks = mesh->tp.world;
     p.options = *o;
     p.mesh = mesh;
     p.table = table;
+    p.base = base ? base : table;
+    p.lora = lora_of(c, o);
     p.config = *c;
     p.local = tp_config(c, &mesh->tp);
     p.B = (int)o->batch_size;
@@ -211,6 +224,7 @@ static inline void plan_print(const Plan *p, FILE *f) {
             p->fp8_head ? "fp8 (e4m3)" : FLOATX_NAME, p->fp8 && !matmul_has_own_fp8() ? ", fp8 by cuBLASLt" : "",
             fused[p->activation_fused]);
     if (p->weights != WEIGHTS_FP32) fprintf(f, " | weights %s", weight_format_names[p->weights]);
+    if (p->lora.rank) fprintf(f, " | adapters of rank %d", p->lora.rank);
     if (plan_normalises_qk(p)) fprintf(f, " | q and k normalised");
     if (rope) fprintf(f, " | rope %s", plan_normalises_qk(p) ? "with that" : fused[2 * p->rope_fused]);
     fprintf(f, " | attention %s%s",
@@ -220,9 +234,9 @@ static inline void plan_print(const Plan *p, FILE *f) {
         fprintf(f, "\n");
         return;
     }
-    fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | weights %s%s, gradients %s%s, m and v %s",
+    fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | %s %s%s, gradients %s%s, m and v %s",
             recompute[p->options.recompute], ceil_div(p->N, (size_t)p->head_rows),
-            ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", FLOATX_NAME, p->has_master ? " and fp32" : "",
+            ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", p->lora.rank ? "adapters" : "weights", FLOATX_NAME, p->has_master ? " and fp32" : "",
             FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "", p->bf16_states ? "bf16" : "fp32");
     for (int stage = 1; stage <= p->zero_stage; stage++) fprintf(f, "%s", shares[stage]);
     if (p->table->muon) fprintf(f, " | Muon in %d steps of %s", p->muon.steps, p->options.muon_polynomials);

@@ -1,6 +1,7 @@
 // --weights on a GPU: the blocks' four matrices and the head in few bits (quant.h), quantised on the host while they
 // are loaded. The device keeps codes and scales alone. A step of generation reads them as they are (decode_stream.cuh);
-// prompts and --evaluate widen a block's matrices into one buffer before its products, each weight rounded to floatX.
+// prompts, --evaluate and --lora widen a block's matrices into one buffer before its products, each weight rounded to
+// floatX (kernels/lora.cuh).
 // Everything else stays native: the embedding, which a head that is tied to it has a copy of, norms, biases.
 #ifndef LLMC_QUANTISED_CUH
 #define LLMC_QUANTISED_CUH
@@ -12,27 +13,21 @@
 typedef struct {
     QuantMatrix *matrix;  // (4 L + 1) in the order of use; the array is in host memory
     uint8_t *codes, *scales;
-    floatX *widened;  // a block's parameters, or the head
 } Quantised;
-
-// A row of codes begins on 16 bytes.
-HOST_DEVICE static inline size_t quantised_row_bytes(const QuantMatrix *q) {
-    return (quant_row_bytes(q->format, q->cols) + 15) / 16 * 16;
-}
 
 // ---- which
 
 // Elements of a unit that are quantised: its matrices, which come first. The embedding is kept besides.
 static inline size_t quantised_elements(const Plan *p, int unit) {
     if (p->weights == WEIGHTS_FP32 || unit == 0) return 0;
-    const Role vector = unit_is_block(p->table, unit) ? ROLE_LN1W : ROLE_LNFW;
-    return param_at(p->table, unit, vector) - p->table->unit_begin[unit];
+    const Role vector = unit_is_block(p->base, unit) ? ROLE_LN1W : ROLE_LNFW;
+    return param_at(p->base, unit, vector) - p->base->unit_begin[unit];
 }
 static inline int quantised_count(const Plan *p) { return 4 * p->config.num_layers + 1; }
 // The matrix of a role; -1: it is native.
 static inline int quantised_number(const Plan *p, int unit, Role role) {
     if (p->weights == WEIGHTS_FP32) return -1;
-    if (unit_is_block(p->table, unit) && role >= ROLE_QKVW && role <= ROLE_FCPROJW)
+    if (unit_is_block(p->base, unit) && role >= ROLE_QKVW && role <= ROLE_FCPROJW)
         return 4 * (unit - 1) + (role - ROLE_QKVW);
     return role == (p->config.tied ? ROLE_WTE : ROLE_HEADW) ? quantised_count(p) - 1 : -1;
 }
@@ -73,29 +68,33 @@ static inline int decode_knows(const Config *c) {
     return c->qk_norm == QK_NORM_NONE && c->mlp != MLP_RELU2 && !c->embedding_norm && !c->head_bias &&
            c->logit_softcap == 0;
 }
-// Products in fp8 have none: samples are in the arithmetic that trained.
+// Products in fp8 have none: samples are in the arithmetic that trained. Nor have weights that are merged.
 static inline int plan_has_decode_kernel(const Plan *p) {
     const Decode sizes = decode_of_plan(p);
-    return !plan_is_split(p) && p->zero_stage < 3 && !p->fp8 && decode_knows(&p->config) && decode_fits(&sizes);
+    return !plan_is_split(p) && p->zero_stage < 3 && !p->fp8 && !p->lora.rank && decode_knows(&p->config) && decode_fits(&sizes);
 }
 
 // ---- where
 
 // Names the buffers.
 static inline void quantised_request(const Plan *p, Quantised *q, Memory *m) {
-    size_t codes = 0, scales = 0, widened = param_unit(p->table, 1).count;
+    size_t codes = 0, scales = 0;
     if (p->weights == WEIGHTS_FP32) return;
     for (int i = 0; i < quantised_count(p); i++) {
         const QuantMatrix x = quantised_matrix(p, i);
         codes += (size_t)x.rows * quantised_row_bytes(&x);
         scales += round_up((size_t)x.rows * quant_scale_bytes(x.format, x.cols), 16);
     }
-    // The head is widened for all but the kernel of a step.
-    const size_t head = (size_t)p->head.out * (size_t)p->head.in;
-    if (!p->options.generate || !plan_has_decode_kernel(p)) widened = std::max(widened, head);
     memory_request(m, &q->codes, "parameters", "quantised matrices", codes);
     memory_request(m, &q->scales, "parameters", "their scales", scales);
-    memory_request(m, &q->widened, "parameters", "one block's matrices, widened", widened);
+}
+// Elements of the buffer for matrices that are widened or merged: those of a block, and the head.
+static inline size_t merged_elements(const Plan *p) {
+    const size_t block = param_at(p->base, 1, ROLE_LN1W) - p->base->unit_begin[1],
+                 head = (size_t)p->head.out * (size_t)p->head.in;
+    // The head is widened for all but the kernel of a step.
+    const int has_head = p->weights != WEIGHTS_FP32 && (!p->options.generate || !plan_has_decode_kernel(p));
+    return has_head ? std::max(block, head) : block;
 }
 static inline void quantised_place(const Plan *p, Quantised *q) {
     uint8_t *codes = q->codes, *scales = q->scales;
@@ -128,32 +127,6 @@ static inline void quantised_write(const QuantMatrix *q, const Param *t, size_t 
     cudaCheck(cudaStreamSynchronize(stream));
     free(codes);
     free(scales);
-}
-
-enum { WIDEN_ROW_THREADS = 256 };
-// Block: a row. out (rows,cols)
-static __global__ void __launch_bounds__(WIDEN_ROW_THREADS) widen_rows_kernel(floatX *out, QuantMatrix q) {
-    const size_t row = blockIdx.x;
-    const uint8_t *codes = q.codes + row * quantised_row_bytes(&q);
-    const uint8_t *scales = q.scales + row * quant_scale_bytes(q.format, q.cols);
-    for (int i = threadIdx.x * VecX::size; i < q.cols; i += WIDEN_ROW_THREADS * VecX::size) {
-        VecX x;
-        #pragma unroll
-        for (int k = 0; k < VecX::size; k++) {
-            const int c = i + k;
-            if (q.format == WEIGHTS_INT4)
-                x[k] = (floatX)(((codes[c / 2] >> c % 2 * 4 & 15) - 8) *
-                                bf16_widen(((const uint16_t *)scales)[c / INT4_GROUP]));
-            else
-                x[k] = (floatX)((q.format == WEIGHTS_INT8 ? (int8_t)codes[c] : fp8_to_float(FP8_E4M3, codes[c])) *
-                                *(const float *)scales);
-        }
-        vec_store(out + row * q.cols + i, x);
-    }
-}
-static inline void quantised_widen(floatX *out, const QuantMatrix *q, cudaStream_t stream) {
-    widen_rows_kernel<<<q->rows, WIDEN_ROW_THREADS, 0, stream>>>(out, *q);
-    launchCheck();
 }
 
 #endif

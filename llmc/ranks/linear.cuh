@@ -21,6 +21,7 @@
 #define LLMC_LINEAR_CUH
 
 #include "../kernels/activation.cuh"
+#include "../kernels/lora.cuh"
 #include "../kernels/qk_norm.cuh"
 #include "rows.cuh"
 
@@ -52,7 +53,8 @@ typedef struct {
     QkNorm qk_norm;                 // LINEAR_QK_NORM, with the unit's gains
     // Of the unit.
     const floatX *weight, *bias;  // bias NULL: none
-    floatX *dweight, *dbias;
+    floatX *dweight, *dbias;      // NULL: the weights are frozen
+    LayerAdapters adapters;       // which are merged into `weight`
     const uint8_t *weight_fp8, *weight_turned;  // (out,in), (in,out), quantised
     float *in_absmax, *dout_absmax, *weight_absmax;
     ColumnSums sums;  // of the gradient of its output
@@ -235,6 +237,7 @@ static inline void linear_fetch_input(const Pass *p, const Linear *l, const floa
 }
 static inline void linear_product_weight(const Pass *p, const Linear *l, const floatX *dout, const floatX *in,
                                          int count, int accumulate) {
+    if (!l->dweight) return;
     const MatmulProblem q = {MATMUL_BACKWARD_WEIGHT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU, l->weight_dtype};
     MatmulOperands x = {};
     x.out = l->dweight;
@@ -253,11 +256,43 @@ static inline void linear_product_weight(const Pass *p, const Linear *l, const f
     }
     matmul(p->matmul, &q, &x, p->stream);
 }
-// dweight, dbias from dout (N,out) and the input: this rank's rows of it (LINEAR_COLUMNS) or its columns of all rows
-// (LINEAR_ROWS).
+// What linear_adapters needs, in elements: both packed matrices, their gradients, and two of (N,columns).
+static inline size_t linear_adapters_scratch(size_t N, int in, int out, int columns) {
+    return 2 * (lora_packed(in, out, columns) + N * (size_t)columns);
+}
+// The gradients of the adapters, from all rows of dout (N,out) and in (N,in).
+static inline void linear_adapters(const Pass *p, const Linear *l, const floatX *dout, const floatX *in) {
+    const LayerAdapters *x = &l->adapters;
+    const int N = p->N, columns = lora_columns(x);
+    if (!columns) return;
+    const size_t of_a = (size_t)columns * (size_t)l->in, packed = lora_packed(l->in, l->out, columns);
+    floatX *a = (floatX *)p->scratch, *b = a + of_a, *da = a + packed, *db = da + of_a, *down = da + packed,
+           *up = down + (size_t)N * (size_t)columns;
+    const auto product = [&](MatmulForm form, int of_in, int of_out, floatX *to, const floatX *left,
+                             const floatX *right) {
+        const MatmulProblem q = {form, N, of_in, of_out};
+        MatmulOperands o = {};
+        o.out = to;
+        o.a = left;
+        o.b = right;
+        matmul(p->matmul, &q, &o, p->stream);
+    };
+    lora_pack(a, x, l->in, l->out, p->stream);
+    p->matmul->lap = "adapters";
+    product(MATMUL_FORWARD, l->in, columns, down, in, a);
+    product(MATMUL_BACKWARD_INPUT, columns, l->out, up, dout, b);
+    product(MATMUL_BACKWARD_WEIGHT, l->in, columns, da, up, in);
+    product(MATMUL_BACKWARD_WEIGHT, columns, l->out, db, dout, down);
+    p->matmul->lap = NULL;
+    lora_unpack(x, da, l->in, l->out, p->accumulate, p->stream);
+}
+// dweight, dbias and those of adapters from dout (N,out) and the input: this rank's rows of it (LINEAR_COLUMNS) or its
+// columns of all rows (LINEAR_ROWS).
 static inline void linear_backward_weight(const Pass *p, const Linear *l, const floatX *dout, const floatX *in) {
     const floatX *all_in = l->split == LINEAR_COLUMNS ? rows_fetch_end(p, l->backward, in) : in;
-    linear_product_weight(p, l, l->split == LINEAR_ROWS ? l->gathered : dout, all_in, p->N, p->accumulate);
+    const floatX *all_out = l->split == LINEAR_ROWS ? l->gathered : dout;
+    linear_product_weight(p, l, all_out, all_in, p->N, p->accumulate);
+    linear_adapters(p, l, all_out, all_in);
     if (!l->dbias) return;
     if (l->sums.slices)
         bias_finish(l->dbias, l->sums.partial, l->sums.slices, l->out, p->accumulate, p->stream);

@@ -98,7 +98,7 @@ template <typename T>
 inline void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *to, const T *from, size_t count) {
     size_t bytes = n->world * count * sizeof(T);
     int is_short = nccl_is_short(n, bytes);
-    if (n->world == 1) return;
+    if (n->world == 1 || !count) return;
     uint32_t number = n->bundle ? 0 : lane_begin(n->lane, name, bytes, n->stream);
     if (is_short && kind == NCCL_REDUCE_SCATTER)
         p2p_run(n->p2p, P2P_REDUCE_SCATTER, (T *)from, count);

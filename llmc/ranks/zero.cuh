@@ -54,6 +54,7 @@ typedef struct {
     int number;
     floatX *weights, *grads;
     uint8_t *quantised, *turned;
+    floatX *adapters, *adapter_grads;  // --lora: what is trained of the unit; `weights` are frozen, without gradients
 } Unit;
 // Device memory; NULL: this stage, or a run that only goes forward, has none.
 typedef struct {
@@ -395,7 +396,8 @@ static inline Unit zero_get(Zero *z, int unit, UnitUse use, Fp8Count *count) {
     if (use == UNIT_BACKWARD && zero_passes_fp8(z, unit)) zero_turn(z, unit);
     if (use == UNIT_BACKWARD && zero_passes(z, SLOT_GRAD, unit))
         timing_wait(TIMING_RANKS, z->added[unit % 2], z->compute);
-    return {z->table, unit, zero_weights(z, unit), zero_grads(z, unit), zero_quantised(z, unit), zero_turned(z, unit)};
+    return {z->table, unit, zero_weights(z, unit), zero_grads(z, unit), zero_quantised(z, unit), zero_turned(z, unit),
+            NULL, NULL};
 }
 // sum: what becomes of the gradients. reduce: they are the last micro-step's.
 static inline void zero_release(Zero *z, const Unit *u, UnitUse use, GradSum sum, int reduce) {
@@ -406,7 +408,8 @@ static inline void zero_release(Zero *z, const Unit *u, UnitUse use, GradSum sum
         zero_add(z, u->number, sum);
         return;
     }
-    grad_sum(sum, z->b.sums + at, u->grads, u->grads, count, z->compute);
+    floatX *grads = zero_grads(z, u->number);
+    grad_sum(sum, z->b.sums + at, grads, grads, count, z->compute);
     if (sum != GRAD_SUM_NONE) timing_lap("gradient sum", 0, grad_sum_bytes(sum, count), z->compute);
     if (reduce) zero_reduce(z, u->number);
 }

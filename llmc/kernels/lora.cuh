@@ -1,0 +1,185 @@
+// Weights that stay as they are, as products read them, and what --lora trains beside them (../lora.h).
+//   lora_merge    out (rows,cols) = W + scale B A, added up in fp32 and rounded once. W is in few bits (../quant.h) or in
+//                 floatX. The order of operations is that of lora_merge_row: out is bitwise identical to what a CPU
+//                 merges. Where a row has no adapter it is widened.
+//   lora_pack     the adapters of a layer become two matrices: A (columns,in), behind it B (out,columns)
+//   lora_unpack   the gradients of these matrices become those of the adapters
+//
+// q, k, v are rows of one product and have adapters of their own. In A they lie below each other; in B each has rows
+// and columns of its own, and all else is 0. Ranks are padded with zeros to a multiple of 8. So the gradients of a layer
+// take four products, whatever its adapters are (ranks/linear.cuh):
+//   down (N,columns) = inp A^T        dB (out,columns) = dout^T down
+//   up (N,columns)   = dout B         dA (columns,in)  = up^T inp
+// Of dB only the part is used where B is not 0 for good. Columns are so few that the time is that of reading inp and
+// dout.
+// Ladder: dev/cuda/lora.cu; without a GPU: dev/test/lora.cpp.
+#ifndef LLMC_KERNELS_LORA_CUH
+#define LLMC_KERNELS_LORA_CUH
+
+#include "../cuda/common.cuh"
+#include "../lora.h"
+#include "../quant.h"
+
+enum {
+    LORA_THREADS = 128,
+    LORA_ROWS = 8,    // of a block; that of all weights and adapters is a multiple of it
+    LORA_RANKS = 64,  // whose factors are in shared memory at a time
+    LORA_PADDED = 8,
+    PACK_THREADS = 256
+};
+
+// Of rows [row, row + rows) of a layer's weight: a (rank,in), b (rows,rank), and their gradients.
+typedef struct {
+    const floatX *a, *b;
+    floatX *da, *db;
+    int row, rows;
+} LayerAdapter;
+typedef struct {
+    int count, rank;  // count 0: the layer has none
+    float scale;
+    LayerAdapter of[LORA_MOST_PAIRS];
+} LayerAdapters;
+
+// ---- merging
+
+// A row of codes begins on 16 bytes.
+HOST_DEVICE static inline size_t quantised_row_bytes(const QuantMatrix *q) {
+    return (quant_row_bytes(q->format, q->cols) + 15) / 16 * 16;
+}
+template <int N> struct alignas(N) LoraCodes { uint8_t byte[N]; };  // one load
+// WEIGHTS_FP32: the matrix is floatX.
+__device__ inline void lora_widen(float (&w)[VecX::size], const QuantMatrix &q, size_t row, int col) {
+    constexpr int N = VecX::size;
+    const uint8_t *codes = q.codes + row * quantised_row_bytes(&q);
+    const uint8_t *scales = q.scales + row * quant_scale_bytes(q.format, q.cols);
+    if (q.format == WEIGHTS_INT4) {
+        const LoraCodes<N / 2> c = *(const LoraCodes<N / 2> *)(codes + col / 2);
+        const float scale = bf16_widen(((const uint16_t *)scales)[col / INT4_GROUP]);
+        #pragma unroll
+        for (int k = 0; k < N; k++) w[k] = (float)((c.byte[k / 2] >> k % 2 * 4 & 15) - 8) * scale;
+    } else if (q.format == WEIGHTS_FP32) {
+        vec_widen(w, vec_load((const floatX *)q.codes + row * (size_t)q.cols + col));
+    } else {
+        const LoraCodes<N> c = *(const LoraCodes<N> *)(codes + col);
+        const float scale = *(const float *)scales;
+        #pragma unroll
+        for (int k = 0; k < N; k++)
+            w[k] = (q.format == WEIGHTS_INT8 ? (float)(int8_t)c.byte[k] : fp8_to_float(FP8_E4M3, c.byte[k])) * scale;
+    }
+}
+// Block: LORA_ROWS rows, which one adapter has or none, of a vector of columns for each thread. across: blocks of a row.
+static __global__ void __launch_bounds__(LORA_THREADS)
+    lora_merge_kernel(floatX *out, const QuantMatrix q, const LayerAdapters l, int across) {
+    __shared__ alignas(16) float factors[LORA_RANKS][LORA_ROWS];
+    const int row = (int)blockIdx.x / across * LORA_ROWS,
+              col = ((int)blockIdx.x % across * LORA_THREADS + (int)threadIdx.x) * VecX::size;
+    const bool here = col < q.cols;
+    LayerAdapter mine = {};
+    for (int i = 0; i < l.count; i++)
+        if (row >= l.of[i].row && row < l.of[i].row + l.of[i].rows) mine = l.of[i];
+    const int rank = mine.rows ? l.rank : 0;
+    const floatX *b = mine.b + (size_t)(row - mine.row) * rank;
+    float w[LORA_ROWS][VecX::size];
+    #pragma unroll
+    for (int i = 0; i < LORA_ROWS && here; i++) lora_widen(w[i], q, (size_t)(row + i), col);
+    for (int r0 = 0; r0 < rank; r0 += LORA_RANKS) {
+        const int ranks = min((int)LORA_RANKS, rank - r0);
+        __syncthreads();
+        for (int i = threadIdx.x; i < LORA_ROWS * ranks; i += LORA_THREADS)
+            factors[i % ranks][i / ranks] = l.scale * (float)b[(size_t)(i / ranks) * rank + r0 + i % ranks];
+        __syncthreads();
+        #pragma unroll 4
+        for (int r = 0; r < ranks && here; r++) {
+            float a[VecX::size];
+            vec_widen(a, vec_load(mine.a + (size_t)(r0 + r) * q.cols + col));
+            #pragma unroll
+            for (int i = 0; i < LORA_ROWS; i++) {
+                const float factor = factors[r][i];
+                #pragma unroll
+                for (int k = 0; k < VecX::size; k++) w[i][k] = fmaf(factor, a[k], w[i][k]);
+            }
+        }
+    }
+    #pragma unroll
+    for (int i = 0; i < LORA_ROWS && here; i++)
+        vec_store(out + (size_t)(row + i) * q.cols + col, vec_narrow<floatX>(w[i]));
+}
+
+// ---- packing
+
+// Of all of a layer, padded.
+HOST_DEVICE static inline int lora_columns(const LayerAdapters *l) {
+    return l->count * ((l->rank + LORA_PADDED - 1) / LORA_PADDED * LORA_PADDED);
+}
+// Element i of the packed A and B, as an element of an adapter.
+typedef struct {
+    int adapter, is_b;  // adapter -1: of none
+    size_t at;
+} LoraPlace;
+__device__ inline LoraPlace lora_place(const LayerAdapters &l, int in, int columns, size_t i) {
+    const size_t of_a = (size_t)columns * in;
+    const int is_b = i >= of_a, width = is_b ? columns : in;
+    const size_t at = is_b ? i - of_a : i;
+    const int row = (int)(at / width), col = (int)(at % width), column = is_b ? col : row;
+    const int padded = columns / l.count, adapter = column / padded, r = column % padded;
+    const LayerAdapter &x = l.of[adapter];
+    const int of_b = row - x.row;
+    if (r >= l.rank || (is_b && (of_b < 0 || of_b >= x.rows))) return {-1, 0, 0};
+    return {adapter, is_b, is_b ? (size_t)of_b * l.rank + r : (size_t)r * in + col};
+}
+static __global__ void __launch_bounds__(PACK_THREADS)
+    lora_pack_kernel(floatX *packed, const LayerAdapters l, int in, int columns, size_t size) {
+    const size_t i = (size_t)blockIdx.x * PACK_THREADS + threadIdx.x;
+    if (i >= size) return;
+    const LoraPlace p = lora_place(l, in, columns, i);
+    packed[i] = p.adapter < 0 ? (floatX)0.0f : (p.is_b ? l.of[p.adapter].b : l.of[p.adapter].a)[p.at];
+}
+static __global__ void __launch_bounds__(PACK_THREADS)
+    lora_unpack_kernel(const LayerAdapters l, const floatX *packed, int in, int columns, size_t size, int accumulate) {
+    const size_t i = (size_t)blockIdx.x * PACK_THREADS + threadIdx.x;
+    if (i >= size) return;
+    const LoraPlace p = lora_place(l, in, columns, i);
+    if (p.adapter < 0) return;
+    floatX *to = (p.is_b ? l.of[p.adapter].db : l.of[p.adapter].da) + p.at;
+    *to = (floatX)fmaf(l.scale, (float)packed[i], accumulate ? (float)*to : 0.0f);
+}
+
+#ifdef __CUDACC__  // not where a CPU runs the kernels (dev/test/lora.cpp)
+// ---- launchers
+
+// out (rows,cols) = the matrix and what its adapters add
+static inline void lora_merge(floatX *out, const QuantMatrix *q, const LayerAdapters *l, cudaStream_t stream) {
+    const int across = (int)ceil_div((size_t)q->cols, LORA_THREADS * VecX::size);
+    int fits = q->rows % LORA_ROWS == 0 && q->cols % VecX::size == 0;
+    require_aligned("adapters", {out, q->codes});
+    for (int i = 0; i < l->count; i++) {
+        fits &= l->of[i].row % LORA_ROWS == 0 && l->of[i].rows % LORA_ROWS == 0;
+        require_aligned("adapters", {l->of[i].a});
+    }
+    require(fits, "adapters of a weight of %d by %d\nuse multiples of 8 for all sizes of the model", q->rows, q->cols);
+    lora_merge_kernel<<<(unsigned)(q->rows / LORA_ROWS * across), LORA_THREADS, 0, stream>>>(out, *q, *l, across);
+    launchCheck();
+    const double read = q->format == WEIGHTS_FP32 ? sizeof(floatX) : quant_bits(q->format) / 8.0;
+    timing_lap("weights merged", 0, (read + sizeof(floatX)) * q->rows * q->cols, stream);
+}
+// Elements of the packed A and B of a layer.
+static inline size_t lora_packed(int in, int out, int columns) { return (size_t)columns * (size_t)(in + out); }
+static inline void lora_pack(floatX *packed, const LayerAdapters *l, int in, int out, cudaStream_t stream) {
+    const int columns = lora_columns(l);
+    const size_t size = lora_packed(in, out, columns);
+    lora_pack_kernel<<<blocks_for(size, PACK_THREADS), PACK_THREADS, 0, stream>>>(packed, *l, in, columns, size);
+    launchCheck();
+}
+// The gradients of the adapters = or (accumulate) += scale times those of the packed A and B.
+static inline void lora_unpack(const LayerAdapters *l, const floatX *packed, int in, int out, int accumulate,
+                               cudaStream_t stream) {
+    const int columns = lora_columns(l);
+    const size_t size = lora_packed(in, out, columns);
+    lora_unpack_kernel<<<blocks_for(size, PACK_THREADS), PACK_THREADS, 0, stream>>>(*l, packed, in, columns, size,
+                                                                                    accumulate);
+    launchCheck();
+    timing_lap("adapters", 0, 4.0 * (double)size * sizeof(floatX), stream);
+}
+#endif
+
+#endif
