@@ -70,7 +70,7 @@ __device__ inline void lora_widen(float (&w)[VecX::size], const QuantMatrix &q, 
 // Block: LORA_ROWS rows, which one adapter has or none, of a vector of columns for each thread. across: blocks of a row.
 static __global__ void __launch_bounds__(LORA_THREADS)
     lora_merge_kernel(floatX *out, const QuantMatrix q, const LayerAdapters l, int across) {
-    __shared__ alignas(16) float factors[LORA_RANKS][LORA_ROWS];
+    alignas(16) __shared__ float factors[LORA_RANKS][LORA_ROWS];
     const int row = (int)blockIdx.x / across * LORA_ROWS,
               col = ((int)blockIdx.x % across * LORA_THREADS + (int)threadIdx.x) * VecX::size;
     const bool here = col < q.cols;

@@ -1,0 +1,163 @@
+// The kernels of LoRA without a GPU, against llmc/lora.h and the loops of train_gpt2.c, in bf16 and fp32 (FLOAT): what
+// is merged, bit for bit; and what the packed products give as gradients. test_kernels.py runs it.
+#define LLMC_ORACLE
+#include "train_gpt2.c"
+#undef min
+#define SHARED_MEMORY lora_shared
+#include "dev/test/block_on_cpu.h"
+#undef __shared__
+#define __shared__ static
+#ifdef FLOAT
+typedef float floatX;
+static const double BOUND = 2e-6;
+#else
+typedef bf16 floatX;
+static const double BOUND = 6e-3;
+#endif
+typedef Vec<floatX> VecX;
+static void vec_widen(float (&to)[VecX::size], const VecX &x) {
+    for (int k = 0; k < VecX::size; k++) to[k] = (float)x.v[k];
+}
+template <typename T> static Vec<T> vec_narrow(const float (&x)[Vec<T>::size]) {
+    Vec<T> to;
+    for (int k = 0; k < Vec<T>::size; k++) to.v[k] = (T)x[k];
+    return to;
+}
+static void vec_store(floatX *p, const VecX &x) { memcpy(p, x.v, sizeof x); }
+#include "llmc/kernels/lora.cuh"
+#include "dev/test/check.h"
+
+// Some rows of a weight (out,in) have adapters: {first row, rows}.
+typedef struct {
+    const char *name;
+    int in, out, rank, count, rows[LORA_MOST_PAIRS][2];
+} Case;
+static uint64_t drawn;
+static std::vector<floatX> normal(size_t n, float std) {
+    std::vector<floatX> x(n);
+    const uint64_t stream = drawn++;
+    for (size_t i = 0; i < n; i++) x[i] = (floatX)(std * rand_normal(5, stream, i));
+    return x;
+}
+static std::vector<float> widened(const std::vector<floatX> &x) { return std::vector<float>(x.begin(), x.end()); }
+
+typedef struct {
+    LayerAdapters l;
+    std::vector<floatX> a[LORA_MOST_PAIRS], b[LORA_MOST_PAIRS], da[LORA_MOST_PAIRS], db[LORA_MOST_PAIRS];
+} Layer;
+static void make_layer(Layer *x, const Case *c, float scale) {
+    x->l.count = c->count;
+    x->l.rank = c->rank;
+    x->l.scale = scale;
+    for (int i = 0; i < c->count; i++) {
+        const int row = c->rows[i][0], rows = c->rows[i][1];
+        x->a[i] = normal((size_t)(c->rank * c->in), 0.1f);
+        x->b[i] = normal((size_t)(rows * c->rank), 0.1f);
+        x->da[i] = normal(x->a[i].size(), 1);
+        x->db[i] = normal(x->b[i].size(), 1);
+        x->l.of[i] = {x->a[i].data(), x->b[i].data(), x->da[i].data(), x->db[i].data(), row, rows};
+    }
+}
+
+// The matrix as the device has it: rows of codes begin on 16 bytes.
+static void check_merge(const Case *c, WeightFormat format, float scale) {
+    Layer x;
+    make_layer(&x, c, scale);
+    const size_t cols = (size_t)c->in, rows = (size_t)c->out, size = rows * cols;
+    const std::vector<floatX> native = normal(size, 1);
+    std::vector<float> w = widened(native);
+    QuantMatrix q = {format, c->out, c->in, (uint8_t *)native.data(), NULL};
+    const size_t bytes = quantised_row_bytes(&q), of_scales = quant_scale_bytes(format, c->in);
+    std::vector<int4> codes(rows * bytes / sizeof(int4)), scales(rows * of_scales / sizeof(int4) + 1);
+    if (format != WEIGHTS_FP32) {
+        q.codes = (uint8_t *)codes.data();
+        q.scales = (uint8_t *)scales.data();
+        for (size_t i = 0; i < rows; i++) {
+            uint8_t *row = q.codes + i * bytes, *s = q.scales + i * of_scales;
+            quant_row(format, row, s, w.data() + i * cols, c->in);
+            quant_widen(format, w.data() + i * cols, row, s, c->in);
+        }
+    }
+    for (int i = 0; i < c->count; i++) {
+        const std::vector<float> a = widened(x.a[i]), b = widened(x.b[i]);
+        for (size_t k = 0; k < (size_t)c->rows[i][1]; k++)
+            lora_merge_row(w.data() + (k + (size_t)c->rows[i][0]) * cols, cols, a.data(), cols,
+                           b.data() + k * (size_t)c->rank, c->rank, scale);
+    }
+    std::vector<floatX> out(size, (floatX)NAN), expected(size);
+    for (size_t i = 0; i < size; i++) expected[i] = (floatX)w[i];
+    const int across = (c->in + LORA_THREADS * VecX::size - 1) / (LORA_THREADS * VecX::size);
+    launch_on_cpu(c->out / LORA_ROWS * across, LORA_THREADS, 0, false,
+                  [&] { lora_merge_kernel(out.data(), q, x.l, across); });
+    size_t differ = 0;
+    for (size_t i = 0; i < size; i++) differ += memcmp(&out[i], &expected[i], sizeof(floatX)) != 0;
+    check(!differ, "%s: %zu of %zu weights differ, %s", c->name, differ, size, weight_format_names[format]);
+}
+
+// out (M,N) = a (M,K) b (K,N); turned: it lies as (K,M), (N,K).
+static std::vector<floatX> product(const floatX *a, int turned_a, const floatX *b, int turned_b, int M, int N, int K) {
+    std::vector<floatX> out((size_t)(M * N));
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < N; j++) {
+            float sum = 0;
+            for (int k = 0; k < K; k++)
+                sum += (float)a[turned_a ? k * M + i : i * K + k] * (float)b[turned_b ? j * K + k : k * N + j];
+            out[(size_t)(i * N + j)] = (floatX)sum;
+        }
+    return out;
+}
+static double error_of(const std::vector<floatX> &x, const std::vector<float> &ref) {
+    double d2 = 0, r2 = 0;
+    for (size_t i = 0; i < x.size(); i++) {
+        d2 += pow((double)(float)x[i] - (double)ref[i], 2);
+        r2 += pow((double)ref[i], 2);
+    }
+    return sqrt(d2 / (r2 + 1e-60));
+}
+static void check_gradients(const Case *c, int accumulate, float scale) {
+    enum { N = 40 };
+    Layer x;
+    make_layer(&x, c, scale);
+    const int columns = lora_columns(&x.l), in = c->in, out = c->out;
+    const size_t of_a = (size_t)(columns * in), size = of_a + (size_t)(columns * out);
+    const std::vector<floatX> inp = normal((size_t)(N * in), 1), dout = normal((size_t)(N * out), 1);
+    const std::vector<float> wide_in = widened(inp), wide_out = widened(dout);
+    std::vector<float> da[LORA_MOST_PAIRS], db[LORA_MOST_PAIRS], scratch((size_t)(2 * N * c->rank));
+    for (int i = 0; i < c->count; i++) {
+        da[i] = widened(x.da[i]);
+        db[i] = widened(x.db[i]);
+        lora_backward_cpu(da[i].data(), db[i].data(), scratch.data(), wide_out.data() + c->rows[i][0], out,
+                          c->rows[i][1], wide_in.data(), widened(x.a[i]).data(), widened(x.b[i]).data(), c->rank,
+                          scale, accumulate, N, in);
+    }
+    std::vector<floatX> packed(size, (floatX)NAN);
+    const int blocks = (int)((size + PACK_THREADS - 1) / PACK_THREADS);
+    launch_on_cpu(blocks, PACK_THREADS, 0, false, [&] { lora_pack_kernel(packed.data(), x.l, in, columns, size); });
+    const std::vector<floatX> down = product(inp.data(), 0, packed.data(), 1, N, columns, in),
+                              up = product(dout.data(), 0, packed.data() + of_a, 0, N, columns, out);
+    std::vector<floatX> gradients = product(up.data(), 1, inp.data(), 0, columns, in, N);
+    const std::vector<floatX> of_b = product(dout.data(), 1, down.data(), 0, out, columns, N);
+    gradients.insert(gradients.end(), of_b.begin(), of_b.end());
+    launch_on_cpu(blocks, PACK_THREADS, 0, false,
+                  [&] { lora_unpack_kernel(x.l, gradients.data(), in, columns, size, accumulate); });
+    double error = 0;
+    for (int i = 0; i < c->count; i++) error = fmax(error, fmax(error_of(x.da[i], da[i]), error_of(x.db[i], db[i])));
+    check(error < BOUND, "%s, accumulate %d: gradients' error %.1e (bound %.0e)", c->name, accumulate, error, BOUND);
+}
+
+int main(void) {
+    const Case cases[] = {
+        {"c_attn", 64, 192, 8, 1, {{0, 192}}},
+        {"q, k, v", 264, 96, 16, 3, {{0, 48}, {48, 24}, {72, 24}}},
+        {"q and v of rank 5", 128, 64, 5, 2, {{0, 32}, {48, 16}}},
+        {"up of rank 1", 128, 48, 1, 1, {{24, 24}}},
+        {"rank 130 and many columns", 1152, 16, 130, 1, {{0, 16}}},
+        {"none", 256, 16, 0, 0, {}},
+    };
+    for (const Case &c : cases) {
+        for (const WeightFormat f : {WEIGHTS_FP32, WEIGHTS_INT8, WEIGHTS_FP8, WEIGHTS_INT4})
+            if (f != WEIGHTS_INT4 || c.in % INT4_GROUP == 0) check_merge(&c, f, f == WEIGHTS_FP32 ? 2 : 0.7f);
+        for (int accumulate = 0; accumulate < 2 && c.count; accumulate++) check_gradients(&c, accumulate, 1.3f);
+    }
+    return checks_report("lora");
+}
