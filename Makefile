@@ -130,7 +130,7 @@ $(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(HEADERS) $(wildcard dev/cuda/*.cu
 	mkdir -p $(@D) && $(NVCC) $(subst code=sm_,code=compute_,$(nvflags)) -G --ptx $< -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
 # What takes long to compile is an object that trainer, tests and ladders share.
 MATMUL_OBJECTS := $(patsubst %,$(CU)/llmc/kernels/matmul_hopper_%.o,forward backward fp8)
-$(addprefix $(CU)/,train_gpt2cu test_gpt2cu $(addprefix dev/cuda/,matmul matmul_fp8 muon rope tp)): $(MATMUL_OBJECTS)
+$(addprefix $(CU)/,train_gpt2cu test_gpt2cu $(addprefix dev/cuda/,lora matmul matmul_fp8 muon rope tp)): $(MATMUL_OBJECTS)
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu): $(CU)/llmc/kernels/attention.o
 $(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
 	$(NVCC) $(NVFLAGS) $^ -o $@.$(PARTIAL) $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.$(PARTIAL) $@

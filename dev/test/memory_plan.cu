@@ -62,7 +62,7 @@ static Part part(const char *name, const void *begin, size_t elements) {
 }
 
 typedef struct {
-    ParamTable table;
+    ParamTable table, frozen;
     Plan plan;
     Buffers b;
     Links links;
@@ -72,8 +72,13 @@ typedef struct {
 static void begin(Planned *r, const Options *o) {
     memset(r, 0, sizeof *r);
     r->table = params_of_rank(&config, mesh.tp.world, mesh.tp.rank);
+    const Lora lora = lora_of(&config, o);
+    if (o->lora) {
+        r->frozen = r->table;
+        r->table = lora_table(&config, &lora, mesh.tp.world, mesh.tp.rank);
+    }
     params_set_optimiser(&r->table, o);
-    r->plan = plan_make(&config, o, &mesh, &r->table);
+    r->plan = plan_make(&config, o, &mesh, &r->table, o->lora ? &r->frozen : NULL);
     run_request(&r->plan, &r->b, &r->links, &r->memory);
     for (int i = 0; i < r->memory.count; i++) {
         Buffer *b = &r->memory.buffers[i];
@@ -85,6 +90,7 @@ static void end(Planned *r) {
     free(r->memory.buffers);
     free(r->b.blocks);
     params_free(&r->table);
+    params_free(&r->frozen);
 }
 
 // What is alive together does not overlap, and lies inside; what is saved fills its buffer to the last element.
@@ -419,6 +425,89 @@ static void check_quantised(const char *format) {
     free(q->matrix);
     ::end(&r);
 }
+// --lora: all that is trained is the adapters', the model's weights are there once, without gradients or states. Every
+// element of an adapter belongs to one layer, and rows of adapters are the rows of their matrices.
+static int adapters;
+static void check_lora(const char *format, int rank, const char *targets, int stage) {
+    static Planned r;
+    Options o = options_default();
+    o.weights = format;
+    o.lora = rank;
+    o.lora_targets = targets;
+    o.zero_stage = stage;
+    o.batch_size = 4;
+    o.seq_len = 512;
+    o.total_batch = 1 << 20;
+    const int heads = config.num_heads * config.head_dim;
+    if (!strcmp(format, "int4") && (heads | config.ffn_dim) / mesh.tp.world % INT4_GROUP) return;
+    begin(&r, &o);
+    const Plan *p = &r.plan;
+    const int share = mesh.dp.world > 1 && stage >= 1, shares = mesh.dp.world > 1 && stage >= 2;
+    const double b = sizeof(floatX), total = (double)r.table.total, part = total / mesh.dp.world,
+                 block = (double)param_unit(&r.table, 1).count, grads = shares ? part + 2 * block : total;
+    double base = b * (double)plan_kept(p, SLOT_FROZEN);
+    for (int i = 0; i < quantised_count(p) && p->weights != WEIGHTS_FP32; i++) {
+        const QuantMatrix x = quantised_matrix(p, i);
+        base += (double)x.rows * (double)(quantised_row_bytes(&x) + quant_scale_bytes(x.format, x.cols));
+    }
+    const double reduced = mesh.dp.world > 1 && b == 2 ? 4 * block : 0;
+    const double parameters = base + b * (total + grads) + (b == 2 ? 4 * (shares ? part : total) : 0) + reduced +
+                              b * (double)merged_elements(p),
+                 states = (share ? part : total) * (b == 2 ? 12 : 8),
+                 have = (double)memory_group_bytes(&r.memory, "parameters"),
+                 kept = (double)memory_group_bytes(&r.memory, "optimiser");
+    fault_unless(fabs(have - parameters) < 20e6 && fabs(kept - states) < 20e6, &o, "adapters have another size");
+    fault_unless(p->weights != WEIGHTS_FP32 || plan_kept(p, SLOT_FROZEN) == r.frozen.total, &o, "weights are missing");
+    char *marks = (char *)calloc_or_die(r.table.total);
+    for (int u = 1; u + 1 < r.table.num_units; u++) {
+        const Unit trained = {&r.table, u, r.b.weights + r.table.unit_begin[u], r.b.grads},
+                   unit = frozen_unit(p, &r.b, &trained);
+        fault_unless(unit.grads == NULL && unit.adapter_grads == r.b.grads, &o, "frozen weights have gradients");
+        for (const Linear *l : {&p->qkv, &p->proj, &p->fc, &p->fcproj}) {
+            const Role role = l == &p->qkv  ? ROLE_QKVW
+                              : l == &p->proj ? ROLE_PROJW
+                              : l == &p->fc   ? ROLE_FCW
+                                              : ROLE_FCPROJW;
+            const LayerAdapters x = layer_adapters(p, &unit, role, l->in);
+            for (int i = 0; i < x.count; i++) {
+                const LayerAdapter *a = &x.of[i];
+                const size_t size_a = (size_t)(rank * l->in), size_b = (size_t)(rank * a->rows);
+                fault_unless(a->row % 8 == 0 && a->rows % 8 == 0 && a->row + a->rows <= l->out &&
+                                 (size_t)a->a % 16 == 0 && a->da - r.b.grads == a->a - trained.weights &&
+                                 a->db - r.b.grads == a->b - trained.weights,
+                             &o, "an adapter's rows or gradients are elsewhere");
+                memset(marks + (a->a - r.b.weights), 1, size_a);
+                memset(marks + (a->b - r.b.weights), 1, size_b);
+            }
+        }
+    }
+    for (int i = 0; i < r.table.count; i++)
+        for (size_t k = 0; k < r.table.params[i].size; k++)
+            fault_unless(marks[r.table.params[i].offset + k], &o, "an adapter is in no layer");
+    free(marks);
+    check_hints(&r, &o, 0.6);
+    adapters++;
+    ::end(&r);
+}
+// Llama 3 8B with adapters of all matrices on one GPU of so many GB, with rows of 4,096.
+static void check_lora_8b(const char *format, double gb) {
+    static Planned r;
+    Options o = options_default();
+    config_parse("llama3:8B", &config);
+    mesh = {};
+    mesh.job = mesh.dp = mesh.tp = COMM_ALONE;
+    o.weights = format;
+    o.lora = 16;
+    o.batch_size = 1;
+    o.seq_len = 4096;
+    o.recompute = 3;
+    o.head_chunks = 8;
+    begin(&r, &o);
+    const double need = (double)(r.memory.bytes.device + run_reserve(&r.plan));
+    check(sizeof(floatX) == 4 || need < gb * 1e9, "Llama 3 8B in %s with adapters of rank 16: %.1f of %.0f GB", format,
+          1e-9 * need, gb);
+    end(&r);
+}
 // Muon's waves: the places of a rank cover the matrices of all tensor-parallel ranks once, each matrix has one rank's
 // work, scratch is inside the region, and chunks cover what the rank updates.
 static void mark(char *marks, size_t at, size_t count, const Options *o) {
@@ -543,6 +632,12 @@ static void check_model(const char *name, int tp, int dp) {
     mesh.tp.world = tp;
     mesh.tp.rank = tp - 1;
     for (const char *format : {"int8", "int4", "fp8"}) check_quantised(format);
+    const char *some = strncmp(name, "gpt2", 4) ? "v_proj,up_proj" : "c_attn";
+    if (config.ffn_dim % (8 * tp) == 0) {
+        check_lora("native", 16, "all", 1);
+        check_lora("int8", 3, some, 2);
+        check_lora("int4", 8, "all", 0);
+    }
     const int sizes[][2] = {{2, 24}, {7, 64}, {4, 1024}, {9, 520}};
     for (int way = 0; way < 4 * 4 * 2 * 4 * 2; way++) {
         Options o = options_default();
@@ -616,6 +711,7 @@ int main() {
     }
     check(offloaded > 100, "%d hints say --offload", offloaded);
     check(quantised > 40, "%d layouts of quantised weights", quantised);
+    check(adapters > 60, "%d layouts of adapters", adapters);
     const int before_muon = faults;
     for (int i = 1; i < 5; i++) {
         const char *model = models[i];
@@ -625,6 +721,8 @@ int main() {
     }
     check(faults == before_muon, "Muon: scratch, parts and chunks of %d ranks", muon_runs);
     check_gathered_fp8();
+    check_lora_8b("int8", 24);
+    check_lora_8b("int4", 16);
     check_orders();
     check_fp8_gpus();
     return checks_report("memory_plan");

@@ -315,7 +315,7 @@ def test_every_timed_kernel_is_known():
     names = [
         (ladder, name)
         for ladder, text in ladder_sources()
-        if ladder != "muon"  # of which PyTorch has no kernel
+        if ladder not in ("lora", "muon")  # of which PyTorch has no kernel
         for name in re.findall(
             r'\bbench\((?:named\(|path_name\(a, )?"([^"]+)"',
             re.sub(
@@ -367,6 +367,8 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
         ("attention_hopper", (), 38),
         ("qk_norm", (), 10),
         ("qk_norm", ("-DFLOAT",), 10),
+        ("lora", (), 32),
+        ("lora", ("-DFLOAT",), 32),
         ("decode", (), 40),
         ("decode", ("-DPRECISION_FP32",), 4),
         ("draw_on_cpu", ("-pthread",), 34),
