@@ -531,6 +531,98 @@ def test_muon_resumes_on_other_layouts(train, tmp_path):
     close(curve(tmp_path / "run"), curve(tmp_path / "straight"), 1e-4)
 
 
+# Models whose weights are frozen, by what --weights takes of them.
+BASES = {
+    "gpt2": ["-e", "d3,channels=128,heads=2,vocab=256,seq=64"],
+    "llama3.2": ["-e", "llama3.2:1B,layers=2,channels=256,heads=4,kv_heads=2,ffn=512,vocab=256,seq=64"],
+    "qwen3": GRAPHS["qwen3"],
+}
+
+
+@pytest.fixture
+def lora(train, tmp_path):
+    """lora(ranks, output, kind, options...): a run with adapters for the weights of four steps."""
+
+    def start(ranks, output, kind, *more, **job):
+        base = tmp_path / f"base-{kind}"
+        if not base.exists():
+            succeeds(train(0, base.name, *BASES[kind], "-x", 4, "-n", 4, "-z", 0, precision="fp32"), 300)
+        options = dict(zip(("--lora", "-l", *more[::2]), (8, "1e-2", *more[1::2])))
+        words = [w for pair in options.items() for w in pair]
+        return train(ranks, output, "-e", base / "step_00000004", *words, **job)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "kind, more",
+    [
+        ("gpt2", []),
+        ("llama3.2", ["--lora", 4, "--lora-rs", 1, "-b", 16]),
+        ("qwen3", ["--lora-targets", "q_proj,v_proj,up_proj"]),
+        ("llama3.2", ["--weights", "int8"]),
+        ("llama3.2", ["--weights", "int4"]),
+    ],
+    ids=["gpt2", "llama3.2", "qwen3", "int8", "int4"],
+)
+def test_adapters_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind, more):
+    succeeds(lora(0, "fp32", kind, *more, precision="fp32"), 300)
+    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+    succeeds(lora(0, "cpu", kind, *more, precision="cpu"), 300)
+    close(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"), 1e-4)
+    succeeds(lora(0, "bf16", kind, *more), 300)
+    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
+    close(*losses, 2e-2)
+    succeeds(lora(0, "weaker", kind, *more, "--lora-alpha", 4, precision="fp32"), 300)
+    with pytest.raises(AssertionError):  # the bound bites
+        close(curve(tmp_path / "weaker"), curve(tmp_path / "cpu"), 1e-3)
+
+
+@pytest.mark.parametrize("precision", PROGRAMS)
+@pytest.mark.parametrize("kind, more", [("gpt2", []), ("qwen3", []), ("llama3.2", ["--weights", "int4"])])
+def test_what_saves_time_or_memory_changes_no_bit_of_adapters(lora, tmp_path, kind, more, precision):
+    ways = {
+        "plain": ["--cuda-graphs", 0],
+        "graphs": [],
+        "less": ["--recompute", 2],
+        "least": ["--recompute", 3, "--offload", "states,activations"],
+    }
+    for name, way in ways.items():
+        fusion = ["--gelu-fusion", 0] if precision == "bf16" else []
+        succeeds(lora(0, name, kind, *WATCHED, *more, *fusion, *([] if STAND_IN else way), precision=precision), 300)
+    for name in ways:
+        same_run(tmp_path / name, tmp_path / "plain")
+
+
+@pytest.mark.parametrize("more", [[], ["--state-dtype", "bf16", "--master-weights", "0"]], ids=["fp32", "bf16"])
+def test_adapters_resume_bitwise_and_merge_to_what_was_trained(lora, train, tmp_path, more):
+    beside = ["-n", 4, "-v", 4, "-m", 2, *more]
+    succeeds(lora(0, "straight", "llama3.2", *beside), 300)
+    for steps, go_on in ((4, 0), (8, 1), (12, 1)):
+        succeeds(lora(0, "run", "llama3.2", *beside, "--save-async", go_on, "-x", steps, "-y", go_on), 300)
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "straight", 12)
+    merged = ["-e", tmp_path / "run" / "step_00000012", "--evaluate", 1, "-m", 2]
+    succeeds(train(0, "merged", *merged), 300)
+    log = map(json.loads, (tmp_path / "merged" / "evaluate.jsonl").read_text().splitlines())
+    merged = next(e["loss"] for e in log if e["event"] == "eval")
+    assert events(tmp_path / "run", "eval")[-1]["loss"] == merged
+
+
+@several
+def test_adapters_between_ranks(lora, tmp_path):
+    """The same bits with each stage of ZeRO, and near those of one GPU, with tensor-parallel groups as well."""
+    for name, stage, others in (("0", 0, []), ("1", 1, []), ("2", 2, ["--save-async", 0])):
+        succeeds(lora(WORLD, name, "llama3.2", *WATCHED, "-b", 16 // WORLD, "-z", stage, *others), 300)
+    for name in ("0", "2"):
+        same_run(tmp_path / name, tmp_path / "1")
+    succeeds(lora(0, "one", "llama3.2", *WATCHED, precision="fp32"), 300)
+    for tp in [1, *(tp for tp in TENSOR if tp <= 4)]:
+        mesh = ["--tp", tp, "--reduce-dtype", "fp32", *WATCHED]
+        succeeds(lora(WORLD, f"tp{tp}", "llama3.2", *mesh, precision="fp32"), 300)
+        close(curve(tmp_path / f"tp{tp}"), curve(tmp_path / "one"), 1e-4)
+
+
 TENSOR = [tp for tp in (2, 4, 8) if tp <= WORLD]
 HEADS = max(WORLD, 2)
 # what all ranks can share; of the second one's heads of keys and values there are copies. A low rate: Adam turns the
