@@ -345,6 +345,7 @@ static void test_one_gpu(const char *folder, const char *output) {
     test_bf16_states(folder, &o, sizeof(floatX) == 2 ? 1e-1 : 2e-2);
     test_memory(folder, &o, 512, 10 << 20);
     test_verdict(folder, &o);
+    for (int rank : {8, 5}) test_adapters(folder, &o, rank);
     test_resume(folder, &o, output);
     const Options least = least_memory(o);
     char least_output[4200];

@@ -929,7 +929,8 @@ int model_slot_is_bf16(const Model *m, Slot s) { return plan_slot_is_bf16(&m->pl
 Span model_owned(const Model *m, Slot s, int unit) { return plan_owned(&m->plan, s, unit); }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     m->weights_changed |= s == SLOT_WEIGHT;
-    if (s == plan_base_slot(&m->plan) && weight_write_quantised(&m->plan, &m->b, offset, count, values, &m->gpu)) return;
+    if (s == plan_base_slot(&m->plan) && weight_write_quantised(&m->plan, &m->b, offset, count, values, &m->gpu))
+        return;
     slot_write(&m->plan, &m->b, s, offset, count, values, &m->gpu);
     if (s == SLOT_WEIGHT) zero_forget(&m->links.zero);
 }

@@ -29,8 +29,12 @@ static Adapted adapt(const Layer *c, float scale) {
         x.b[i] = host_normal(of_b, 0.1f);
         x.da[i] = host_normal(of_a, 1.0f);
         x.db[i] = host_normal(of_b, 1.0f);
-        x.l.of[i] = {upload<floatX>(x.a[i], of_a), upload<floatX>(x.b[i], of_b), upload<floatX>(x.da[i], of_a),
-                     upload<floatX>(x.db[i], of_b), c->rows[i][0], rows};
+        x.l.of[i] = {upload<floatX>(x.a[i], of_a),
+                     upload<floatX>(x.b[i], of_b),
+                     upload<floatX>(x.da[i], of_a),
+                     upload<floatX>(x.db[i], of_b),
+                     c->rows[i][0],
+                     rows};
     }
     return x;
 }
@@ -72,8 +76,7 @@ static void check_merge(const Layer *c, WeightFormat format, float scale) {
     size_t wrong = 0;
     for (size_t i = 0; i < n; i++) wrong += as_floatX(w[i]) != out[i];
     check_true(wrong == 0, "%zu of %zu weights are not those of lora_merge_row", wrong, n);
-    check_same_bits("merged", {{d_out, n * sizeof(floatX)}},
-                    [&] { lora_merge(d_out, &q, &x.l, ladder.gpu.compute); });
+    check_same_bits("merged", {{d_out, n * sizeof(floatX)}}, [&] { lora_merge(d_out, &q, &x.l, ladder.gpu.compute); });
 }
 
 static Pass pass_of(Matmul *mm, int N, size_t scratch) {
@@ -109,7 +112,8 @@ static void check_gradients(const Layer *c, int N, int autotune, float scale) {
             lora_backward_cpu(x.da[i], x.db[i], scratch, dout + a->row, c->out, a->rows, inp, x.a[i], x.b[i], c->rank,
                               scale, p.accumulate, N, c->in);
             // bf16: inp A^T and dout B are rounded, then what they are multiplied to
-            check(p.accumulate ? "dA +=" : "dA =", a->da, x.da[i], c->rank, c->in, bound(5e-3, 5e-6), bound(3e-2, 1e-4));
+            check(p.accumulate ? "dA +=" : "dA =", a->da, x.da[i], c->rank, c->in, bound(5e-3, 5e-6),
+                  bound(3e-2, 1e-4));
             check(p.accumulate ? "dB +=" : "dB =", a->db, x.db[i], a->rows, c->rank, bound(5e-3, 5e-6),
                   bound(3e-2, 1e-4));
         }
@@ -117,7 +121,8 @@ static void check_gradients(const Layer *c, int N, int autotune, float scale) {
     p.accumulate = 0;
     const LayerAdapter *a = &x.l.of[c->count - 1];
     check_same_bits("gradients",
-                    {{a->da, (size_t)c->rank * c->in * sizeof(floatX)}, {a->db, (size_t)a->rows * c->rank * sizeof(floatX)}},
+                    {{a->da, (size_t)c->rank * c->in * sizeof(floatX)},
+                     {a->db, (size_t)a->rows * c->rank * sizeof(floatX)}},
                     [&] { linear_adapters(&p, &l, d_dout, d_inp); });
     matmul_close(&mm);
 }
@@ -136,7 +141,9 @@ static void bench_layer(const Layer *c, int N) try {
         const QuantMatrix q = {format, c->out, c->in, (uint8_t *)device_normal<floatX>(codes / sizeof(floatX), 0.02f),
                                (uint8_t *)device_normal<floatX>(scales / sizeof(floatX), 0.02f)};
         const double read = format == WEIGHTS_FP32 ? sizeof(floatX) : quant_bits(format) / 8.0;
-        bench(format == WEIGHTS_FP32 ? "merge" : format == WEIGHTS_INT8 ? "merge int8" : "merge int4",
+        bench(format == WEIGHTS_FP32   ? "merge"
+              : format == WEIGHTS_INT8 ? "merge int8"
+                                       : "merge int4",
               (read + sizeof(floatX)) * (double)n, 0, [&] { lora_merge(merged, &q, &x.l, ladder.gpu.compute); });
     }
     Matmul mm = open_matmul(1);

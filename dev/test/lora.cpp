@@ -127,8 +127,8 @@ static void check_gradients(const Case *c, int accumulate, float scale) {
         da[i] = widened(x.da[i]);
         db[i] = widened(x.db[i]);
         lora_backward_cpu(da[i].data(), db[i].data(), scratch.data(), wide_out.data() + c->rows[i][0], out,
-                          c->rows[i][1], wide_in.data(), widened(x.a[i]).data(), widened(x.b[i]).data(), c->rank,
-                          scale, accumulate, N, in);
+                          c->rows[i][1], wide_in.data(), widened(x.a[i]).data(), widened(x.b[i]).data(), c->rank, scale,
+                          accumulate, N, in);
     }
     std::vector<floatX> packed(size, (floatX)NAN);
     const int blocks = (int)((size + PACK_THREADS - 1) / PACK_THREADS);

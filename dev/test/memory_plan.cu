@@ -464,7 +464,7 @@ static void check_lora(const char *format, int rank, const char *targets, int st
                    unit = frozen_unit(p, &r.b, &trained);
         fault_unless(unit.grads == NULL && unit.adapter_grads == r.b.grads, &o, "frozen weights have gradients");
         for (const Linear *l : {&p->qkv, &p->proj, &p->fc, &p->fcproj}) {
-            const Role role = l == &p->qkv  ? ROLE_QKVW
+            const Role role = l == &p->qkv    ? ROLE_QKVW
                               : l == &p->proj ? ROLE_PROJW
                               : l == &p->fc   ? ROLE_FCW
                                               : ROLE_FCPROJW;

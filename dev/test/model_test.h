@@ -12,6 +12,7 @@
 //     the LM head in parts: the same losses to the bit, the same gradients but for the order of a sum over parts
 //   states      m and v in bf16: near the run with fp32 ones
 //   memory      each of these options saves the bytes that the shapes say
+//   adapters    --lora: the losses to the bit of weights into which they are merged, and the gradients that follow
 //   verdict     a step whose loss or norm is above its limit, or not finite, changes no bit of weights and states
 // A difference is measured twice: ||a - b|| / ||b||, and max|a - b| / max|b|. Each comparison is repeated with the
 // largest element negated and must then fail: a bound that cannot catch one wrong element is no test.
@@ -749,6 +750,99 @@ static inline void test_memory(const char *folder, const Options *base, int B, d
           saved_head / 1048576, seven / 1048576, most / 1048576);
 }
 
+// The gradients of an adapter that follow from those of its matrix dw (rows,cols): da (rank,cols), db (rows,rank).
+static inline void adapter_gradients(float *da, float *db, const float *dw, const float *a, const float *b, int rows,
+                                     int cols, const Lora *l) {
+    for (int r = 0; r < l->rank; r++) {
+        for (int c = 0; c < cols; c++) {
+            double sum = 0;
+            for (int k = 0; k < rows; k++) sum += (double)b[(size_t)k * l->rank + r] * dw[(size_t)k * cols + c];
+            da[(size_t)r * cols + c] = (float)(lora_scale(l) * sum);
+        }
+        for (int k = 0; k < rows; k++) {
+            double sum = 0;
+            for (int c = 0; c < cols; c++) sum += (double)a[(size_t)r * cols + c] * dw[(size_t)k * cols + c];
+            db[(size_t)k * l->rank + r] = (float)(lora_scale(l) * sum);
+        }
+    }
+}
+static inline float *slot_values(const Model *m, Slot s, const Param *p) {
+    float *values = (float *)malloc_or_die(p->size * sizeof(float));
+    model_read(m, s, p->offset, p->size, values);
+    return values;
+}
+// One matrix: it is merged into the weights of `whole`, or (check) the gradients of both models are compared.
+static inline void adapters_of_matrix(Model *whole, const Model *adapted, const LoraPair *pair, int compares,
+                                      Difference bound, Difference *worst) {
+    const Param *w = &adapted->frozen.params[pair->weight], *pa = &adapted->table.params[pair->a],
+                *pb = &adapted->table.params[pair->b];
+    const Lora *l = &adapted->lora;
+    float *a = slot_values(adapted, SLOT_WEIGHT, pa), *b = slot_values(adapted, SLOT_WEIGHT, pb),
+          *values = slot_values(whole, compares ? SLOT_GRAD : SLOT_WEIGHT, w);
+    if (compares) {
+        float *da = slot_values(adapted, SLOT_GRAD, pa), *db = slot_values(adapted, SLOT_GRAD, pb),
+              *expected = (float *)malloc_or_die((pa->size + pb->size) * sizeof(float));
+        adapter_gradients(expected, expected + pa->size, values, a, b, w->rows, w->cols, l);
+        check_close(pa->name, da, expected, pa->size, bound, worst);
+        check_close(pb->name, db, expected + pa->size, pb->size, bound, worst);
+        free(da);
+        free(db);
+        free(expected);
+    } else {
+        for (int k = 0; k < w->rows; k++)
+            lora_merge_row(values + (size_t)k * w->cols, (size_t)w->cols, a, (size_t)w->cols, b + (size_t)k * l->rank,
+                           l->rank, lora_scale(l));
+        model_write(whole, SLOT_WEIGHT, w->offset, w->size, values);
+    }
+    free(a);
+    free(b);
+    free(values);
+}
+static inline void adapters_of_model(Model *whole, const Model *adapted, int compares, Difference bound,
+                                     Difference *worst) {
+    LoraPair pairs[LORA_MOST_PAIRS];
+    for (int unit = 1; unit + 1 < adapted->table.num_units; unit++)
+        for (int role = ROLE_QKVW; role <= ROLE_FCPROJW; role++)
+            for (int i = lora_pairs(&adapted->table, unit, (Role)role, pairs); i-- > 0;)
+                adapters_of_matrix(whole, adapted, &pairs[i], compares, bound, worst);
+}
+// Adapters that are not zero, in two micro-steps, against weights into which they are merged, which are trained whole.
+static inline void test_adapters(const char *folder, const Options *base, int rank) {
+    DebugFile d = debug_open(folder);
+    Options o = *base;
+    Model whole, adapted;
+    const Config c = config_from_json(folder);
+    o.optimizer = "adamw";
+    o.total_batch = 2LL * d.B * d.T;
+    open_reference(&whole, folder, &o);
+    o.lora = rank;
+    model_open(&adapted, &c, &o, &one_rank);
+    model_load_frozen(&adapted, folder);
+    for (int i = 0; i < adapted.table.count; i++) {
+        const Param *p = &adapted.table.params[i];
+        float *values = (float *)malloc_or_die(p->size * sizeof(float));
+        for (size_t k = 0; k < p->size; k++) values[k] = 0.05f * rand_normal(3, (uint64_t)i, k);
+        model_write(&adapted, SLOT_WEIGHT, p->offset, p->size, values);
+        free(values);
+    }
+    const int failed = tests_failed, is_fp32 = !strcmp(model_dtype(&whole), "fp32");
+    const Difference bound = {is_fp32 ? 1e-5 : 2e-2, is_fp32 ? 1e-5 : 2e-2};
+    Difference worst = {0, 0};
+    float losses[2], norms[2];
+    adapters_of_model(&whole, &adapted, 0, bound, &worst);
+    for (int i = 0; i < 2; i++) {
+        Model *m = i ? &adapted : &whole;
+        for (int micro = 0; micro < 2; micro++) model_micro_step(m, d.tokens, d.targets, micro, 2);
+        debug_measure(m, &losses[i], &norms[i]);
+    }
+    adapters_of_model(&whole, &adapted, 1, bound, &worst);
+    check(losses[0] == losses[1] && failed == tests_failed,
+          "%s: adapters of rank %d: loss %.9f, merged %.9f; gradients' worst difference %.1e, largest element %.1e",
+          folder, rank, losses[1], losses[0], worst.norm, worst.largest);
+    model_close(&whole);
+    model_close(&adapted);
+    debug_close(&d);
+}
 // What must not be applied leaves everything as it was, and what may is applied after it.
 static inline void test_verdict(const char *folder, const Options *o) {
     DebugFile d = debug_open(folder);

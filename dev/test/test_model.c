@@ -161,6 +161,7 @@ int main(int argc, char **argv) {
         test_bf16_states(argv[i], &o, strcmp(o.optimizer, "muon") ? 2e-2 : 4e-2);
         test_memory(argv[i], &o, 4, 8192);
         test_verdict(argv[i], &o);
+        test_adapters(argv[i], &o, i % 2 ? 8 : 5);
         test_resume(argv[i], &o, output);
         Options bf16_states = o;
         bf16_states.state_dtype = "bf16";

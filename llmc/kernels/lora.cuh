@@ -1,13 +1,14 @@
 // Weights that stay as they are, as products read them, and what --lora trains beside them (../lora.h).
-//   lora_merge    out (rows,cols) = W + scale B A, added up in fp32 and rounded once. W is in few bits (../quant.h) or in
+//   lora_merge
+//     out (rows,cols) = W + scale B A, added up in fp32 and rounded once. W is in few bits (../quant.h) or in
 //                 floatX. The order of operations is that of lora_merge_row: out is bitwise identical to what a CPU
 //                 merges. Where a row has no adapter it is widened.
 //   lora_pack     the adapters of a layer become two matrices: A (columns,in), behind it B (out,columns)
 //   lora_unpack   the gradients of these matrices become those of the adapters
 //
 // q, k, v are rows of one product and have adapters of their own. In A they lie below each other; in B each has rows
-// and columns of its own, and all else is 0. Ranks are padded with zeros to a multiple of 8. So the gradients of a layer
-// take four products, whatever its adapters are (ranks/linear.cuh):
+// and columns of its own, and all else is 0. Ranks are padded with zeros to a multiple of 8. So the gradients of a
+// layer take four products, whatever its adapters are (ranks/linear.cuh):
 //   down (N,columns) = inp A^T        dB (out,columns) = dout^T down
 //   up (N,columns)   = dout B         dA (columns,in)  = up^T inp
 // Of dB only the part is used where B is not 0 for good. Columns are so few that the time is that of reading inp and
@@ -67,7 +68,8 @@ __device__ inline void lora_widen(float (&w)[VecX::size], const QuantMatrix &q, 
             w[k] = (q.format == WEIGHTS_INT8 ? (float)(int8_t)c.byte[k] : fp8_to_float(FP8_E4M3, c.byte[k])) * scale;
     }
 }
-// Block: LORA_ROWS rows, which one adapter has or none, of a vector of columns for each thread. across: blocks of a row.
+// Block: LORA_ROWS rows, which one adapter has or none, of a vector of columns for each thread. across: blocks of a
+// row.
 static __global__ void __launch_bounds__(LORA_THREADS)
     lora_merge_kernel(floatX *out, const QuantMatrix q, const LayerAdapters l, int across) {
     alignas(16) __shared__ float factors[LORA_RANKS][LORA_ROWS];

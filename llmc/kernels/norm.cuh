@@ -341,8 +341,9 @@ static inline size_t norm_backward_scratch_bytes(int C) {
     const int blocks = NORM_MAX_SMS * norm_backward_plan<NORM_RMS, false>(C).blocks_per_sm;
     return (size_t)blocks * 3 * (size_t)C * sizeof(float);
 }
-// dinp (N,C) +=; dweight, dbias (NULL: not wanted) = or += by `accumulate`. stream_sums (C; NULL: not wanted) = the column sums of
-// dinp as it is afterwards: the bias gradient of the linear layer whose output was added to this norm's input.
+// dinp (N,C) +=; dweight, dbias (NULL: not wanted) = or += by `accumulate`. stream_sums (C; NULL: not wanted) = the
+// column sums of dinp as it is afterwards: the bias gradient of the linear layer whose output was added to this norm's
+// input.
 static inline void norm_backward(const Norm *n, floatX *dinp, float *stream_sums, const floatX *dout, int N,
                                  int accumulate, void *scratch, cudaStream_t stream) {
     const int C = n->C, layer = n->kind == NORM_LAYER;
@@ -360,8 +361,8 @@ static inline void norm_backward(const Norm *n, floatX *dinp, float *stream_sums
     launchCheck();
     if (n->dweight || n->dbias || stream_sums)
         norm_backward_sum_kernel<<<blocks_for(columns, WARP), 1024, 0, stream>>>(n->dweight, n->dbias, stream_sums,
-                                                                             partials, blocks, C, of_norm, columns,
-                                                                             accumulate);
+                                                                                 partials, blocks, C, of_norm, columns,
+                                                                                 accumulate);
     launchCheck();
     timing_lap("norm backward", 0, 4.0 * N * C * sizeof(floatX), stream);
 }

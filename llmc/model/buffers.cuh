@@ -149,10 +149,14 @@ static inline size_t adapters_scratch_bytes(const Plan *p) {
 static inline size_t reduce_bytes(const Plan *p, int spans) {
     const Config *c = &p->local;
     const size_t needs[] = {
-        global_norm_scratch_bytes(spans),          norm_backward_scratch_bytes(c->channels),
-        bias_backward_scratch_bytes(c->channels),  bias_backward_scratch_bytes(fc_width(c)),
-        bias_backward_scratch_bytes(qkv_width(c)), embedding_backward_scratch_bytes(p->B, p->T),
-        qk_norm_scratch_bytes(c->head_dim),        c->head_bias ? bias_backward_scratch_bytes(c->padded_vocab_size) : 0,
+        global_norm_scratch_bytes(spans),
+        norm_backward_scratch_bytes(c->channels),
+        bias_backward_scratch_bytes(c->channels),
+        bias_backward_scratch_bytes(fc_width(c)),
+        bias_backward_scratch_bytes(qkv_width(c)),
+        embedding_backward_scratch_bytes(p->B, p->T),
+        qk_norm_scratch_bytes(c->head_dim),
+        c->head_bias ? bias_backward_scratch_bytes(c->padded_vocab_size) : 0,
         adapters_scratch_bytes(p),
     };
     return LARGEST(needs);
@@ -358,7 +362,9 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     b->num_pieces = (int)ceil_div(plan_kept(p, SLOT_M), plan_piece(p));
     b->num_shards = norm_spans(p, NULL);
     memory_request(m, &b->weights, "parameters",
-                   p->lora.rank ? "adapters" : p->zero_stage >= 3 ? "weights, of blocks a share" : "weights",
+                   p->lora.rank         ? "adapters"
+                   : p->zero_stage >= 3 ? "weights, of blocks a share"
+                                        : "weights",
                    plan_kept(p, SLOT_WEIGHT));
     if (p->lora.rank) memory_request(m, &b->frozen, "parameters", "weights, frozen", plan_kept(p, SLOT_FROZEN));
     quantised_request(p, &b->quantised, m);

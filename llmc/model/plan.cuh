@@ -14,10 +14,10 @@ typedef struct {
     const ParamTable *base;   // of the model's weights: the same or, with --lora, what is frozen
     Config config, local;     // the whole model's sizes; this rank's
     Lora lora;
-    int B, T;                 // of a micro-step
-    size_t N, rows;           // its tokens; rows of the residual stream that are here
-    int trains;               // has gradients and optimiser states
-    int ranged;               // tokens see a range of their row: --documents, --window
+    int B, T;        // of a micro-step
+    size_t N, rows;  // its tokens; rows of the residual stream that are here
+    int trains;      // has gradients and optimiser states
+    int ranged;      // tokens see a range of their row: --documents, --window
     // numbers
     Muon muon;                 // if table->muon
     int bf16_states;           // m and v; else fp32
@@ -126,9 +126,9 @@ static inline void plan_fp8(Plan *p) {
         "--matmul-dtype %s --head-dtype %s needs a bf16 build and a GPU that multiplies fp8: sm_89, sm_90 or newer\n"
         "leave fp8 out",
         o->matmul_dtype, o->head_dtype);
-    require(!p->fp8 || !p->lora.rank,
-            "--lora trains adapters beside weights whose products are not in fp8\nleave --matmul-dtype and --head-dtype "
-            "out; --weights fp8 keeps the weights in fewer bits");
+    require(!p->fp8 || !p->lora.rank, "--lora trains adapters beside weights whose products are not in fp8\n"
+                                      "leave --matmul-dtype and --head-dtype "
+                                      "out; --weights fp8 keeps the weights in fewer bits");
 }
 static inline WeightFormat plan_weights(const Plan *p) {
     const Config *c = &p->local;
@@ -236,8 +236,9 @@ static inline void plan_print(const Plan *p, FILE *f) {
     }
     fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | %s %s%s, gradients %s%s, m and v %s",
             recompute[p->options.recompute], ceil_div(p->N, (size_t)p->head_rows),
-            ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", p->lora.rank ? "adapters" : "weights", FLOATX_NAME, p->has_master ? " and fp32" : "",
-            FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "", p->bf16_states ? "bf16" : "fp32");
+            ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", p->lora.rank ? "adapters" : "weights", FLOATX_NAME,
+            p->has_master ? " and fp32" : "", FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "",
+            p->bf16_states ? "bf16" : "fp32");
     for (int stage = 1; stage <= p->zero_stage; stage++) fprintf(f, "%s", shares[stage]);
     if (p->table->muon) fprintf(f, " | Muon in %d steps of %s", p->muon.steps, p->options.muon_polynomials);
     if (p->offload) fprintf(f, " | in host memory: %s", p->options.offload);

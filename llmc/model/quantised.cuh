@@ -71,7 +71,8 @@ static inline int decode_knows(const Config *c) {
 // Products in fp8 have none: samples are in the arithmetic that trained. Nor have weights that are merged.
 static inline int plan_has_decode_kernel(const Plan *p) {
     const Decode sizes = decode_of_plan(p);
-    return !plan_is_split(p) && p->zero_stage < 3 && !p->fp8 && !p->lora.rank && decode_knows(&p->config) && decode_fits(&sizes);
+    return !plan_is_split(p) && p->zero_stage < 3 && !p->fp8 && !p->lora.rank && decode_knows(&p->config) &&
+           decode_fits(&sizes);
 }
 
 // ---- where

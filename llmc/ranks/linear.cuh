@@ -52,9 +52,9 @@ typedef struct {
     int heads, kv_heads, head_dim;  // LINEAR_ROPE, LINEAR_QK_NORM
     QkNorm qk_norm;                 // LINEAR_QK_NORM, with the unit's gains
     // Of the unit.
-    const floatX *weight, *bias;  // bias NULL: none
-    floatX *dweight, *dbias;      // NULL: the weights are frozen
-    LayerAdapters adapters;       // which are merged into `weight`
+    const floatX *weight, *bias;                // bias NULL: none
+    floatX *dweight, *dbias;                    // NULL: the weights are frozen
+    LayerAdapters adapters;                     // which are merged into `weight`
     const uint8_t *weight_fp8, *weight_turned;  // (out,in), (in,out), quantised
     float *in_absmax, *dout_absmax, *weight_absmax;
     ColumnSums sums;  // of the gradient of its output

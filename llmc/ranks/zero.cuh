@@ -397,7 +397,7 @@ static inline Unit zero_get(Zero *z, int unit, UnitUse use, Fp8Count *count) {
     if (use == UNIT_BACKWARD && zero_passes(z, SLOT_GRAD, unit))
         timing_wait(TIMING_RANKS, z->added[unit % 2], z->compute);
     return {z->table, unit, zero_weights(z, unit), zero_grads(z, unit), zero_quantised(z, unit), zero_turned(z, unit),
-            NULL, NULL};
+            NULL,     NULL};
 }
 // sum: what becomes of the gradients. reduce: they are the last micro-step's.
 static inline void zero_release(Zero *z, const Unit *u, UnitUse use, GradSum sum, int reduce) {
