@@ -178,7 +178,7 @@ int main(int argc, char **argv) {
         for (const Layer &l : layers) {
             for (const WeightFormat f : {WEIGHTS_FP32, WEIGHTS_INT8, WEIGHTS_FP8, WEIGHTS_INT4})
                 if (f != WEIGHTS_INT4 || l.in % INT4_GROUP == 0) check_merge(&l, f, f == WEIGHTS_FP32 ? 2 : 0.7f);
-            for (int autotune = 0; autotune < 2; autotune++) check_gradients(&l, 328 + 696 * autotune, autotune, 1.3f);
+            for (int autotune = 0; autotune < 2; autotune++) check_gradients(&l, autotune ? 1024 : 325, autotune, 1.3f);
         }
         const Layer none = {"none", 768, 264, 0, 0, {}};
         for (const WeightFormat f : {WEIGHTS_FP32, WEIGHTS_INT8, WEIGHTS_INT4}) check_merge(&none, f, 1);

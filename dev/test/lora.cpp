@@ -132,14 +132,16 @@ static void check_gradients(const Case *c, int accumulate, float scale) {
     }
     std::vector<floatX> packed(size, (floatX)NAN);
     const int blocks = (int)((size + PACK_THREADS - 1) / PACK_THREADS);
-    launch_on_cpu(blocks, PACK_THREADS, 0, false, [&] { lora_pack_kernel(packed.data(), x.l, in, columns, size); });
+    launch_on_cpu(blocks, PACK_THREADS, 0, false,
+                  [&] { lora_move_kernel(packed.data(), x.l, in, columns, size, LORA_PACK); });
     const std::vector<floatX> down = product(inp.data(), 0, packed.data(), 1, N, columns, in),
                               up = product(dout.data(), 0, packed.data() + of_a, 0, N, columns, out);
     std::vector<floatX> gradients = product(up.data(), 1, inp.data(), 0, columns, in, N);
     const std::vector<floatX> of_b = product(dout.data(), 1, down.data(), 0, out, columns, N);
     gradients.insert(gradients.end(), of_b.begin(), of_b.end());
-    launch_on_cpu(blocks, PACK_THREADS, 0, false,
-                  [&] { lora_unpack_kernel(x.l, gradients.data(), in, columns, size, accumulate); });
+    launch_on_cpu(blocks, PACK_THREADS, 0, false, [&] {
+        lora_move_kernel(gradients.data(), x.l, in, columns, size, accumulate ? LORA_ADD : LORA_UNPACK);
+    });
     double error = 0;
     for (int i = 0; i < c->count; i++) error = fmax(error, fmax(error_of(x.da[i], da[i]), error_of(x.db[i], db[i])));
     check(error < BOUND, "%s, accumulate %d: gradients' error %.1e (bound %.0e)", c->name, accumulate, error, BOUND);

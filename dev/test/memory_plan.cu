@@ -506,6 +506,13 @@ static void check_lora_8b(const char *format, double gb) {
     const double need = (double)(r.memory.bytes.device + run_reserve(&r.plan));
     check(sizeof(floatX) == 4 || need < gb * 1e9, "Llama 3 8B in %s with adapters of rank 16: %.1f of %.0f GB", format,
           1e-9 * need, gb);
+    char text[320];
+    const MemoryBytes room = {(size_t)12 << 30, (size_t)1 << 30};
+    o.weights = "native";
+    end(&r);
+    begin(&r, &o);
+    run_memory_hint(text, sizeof text, room, NULL, &r.plan);
+    check(strstr(text, "use --weights int8 or int4, ") && !bytes_fit(r.memory.bytes, room), "in 12 GiB: %s", text);
     end(&r);
 }
 // Muon's waves: the places of a rank cover the matrices of all tensor-parallel ranks once, each matrix has one rank's

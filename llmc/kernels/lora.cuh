@@ -3,8 +3,8 @@
 //     out (rows,cols) = W + scale B A, added up in fp32 and rounded once. W is in few bits (../quant.h) or in
 //                 floatX. The order of operations is that of lora_merge_row: out is bitwise identical to what a CPU
 //                 merges. Where a row has no adapter it is widened.
-//   lora_pack     the adapters of a layer become two matrices: A (columns,in), behind it B (out,columns)
-//   lora_unpack   the gradients of these matrices become those of the adapters
+//   lora_move     the adapters of a layer become two matrices: A (columns,in), behind it B (out,columns); and the
+//                 gradients of these matrices become those of the adapters
 //
 // q, k, v are rows of one product and have adapters of their own. In A they lie below each other; in B each has rows
 // and columns of its own, and all else is 0. Ranks are padded with zeros to a multiple of 8. So the gradients of a
@@ -113,37 +113,27 @@ static __global__ void __launch_bounds__(LORA_THREADS)
 HOST_DEVICE static inline int lora_columns(const LayerAdapters *l) {
     return l->count * ((l->rank + LORA_PADDED - 1) / LORA_PADDED * LORA_PADDED);
 }
-// Element i of the packed A and B, as an element of an adapter.
-typedef struct {
-    int adapter, is_b;  // adapter -1: of none
-    size_t at;
-} LoraPlace;
-__device__ inline LoraPlace lora_place(const LayerAdapters &l, int in, int columns, size_t i) {
-    const size_t of_a = (size_t)columns * in;
+typedef enum { LORA_PACK, LORA_UNPACK, LORA_ADD } LoraMove;
+// Element i of the packed A (columns,in) and B (out,columns) from the adapters; or what it is as a gradient, times the
+// scale, to them or added to them.
+static __global__ void __launch_bounds__(PACK_THREADS)
+    lora_move_kernel(floatX *packed, const LayerAdapters l, int in, int columns, size_t size, LoraMove move) {
+    const size_t i = (size_t)blockIdx.x * PACK_THREADS + threadIdx.x, of_a = (size_t)columns * in;
+    if (i >= size) return;
     const int is_b = i >= of_a, width = is_b ? columns : in;
-    const size_t at = is_b ? i - of_a : i;
-    const int row = (int)(at / width), col = (int)(at % width), column = is_b ? col : row;
-    const int padded = columns / l.count, adapter = column / padded, r = column % padded;
-    const LayerAdapter &x = l.of[adapter];
+    const size_t element = is_b ? i - of_a : i;
+    const int row = (int)(element / width), col = (int)(element % width), column = is_b ? col : row;
+    const int padded = columns / l.count, r = column % padded;
+    const LayerAdapter &x = l.of[column / padded];
     const int of_b = row - x.row;
-    if (r >= l.rank || (is_b && (of_b < 0 || of_b >= x.rows))) return {-1, 0, 0};
-    return {adapter, is_b, is_b ? (size_t)of_b * l.rank + r : (size_t)r * in + col};
-}
-static __global__ void __launch_bounds__(PACK_THREADS)
-    lora_pack_kernel(floatX *packed, const LayerAdapters l, int in, int columns, size_t size) {
-    const size_t i = (size_t)blockIdx.x * PACK_THREADS + threadIdx.x;
-    if (i >= size) return;
-    const LoraPlace p = lora_place(l, in, columns, i);
-    packed[i] = p.adapter < 0 ? (floatX)0.0f : (p.is_b ? l.of[p.adapter].b : l.of[p.adapter].a)[p.at];
-}
-static __global__ void __launch_bounds__(PACK_THREADS)
-    lora_unpack_kernel(const LayerAdapters l, const floatX *packed, int in, int columns, size_t size, int accumulate) {
-    const size_t i = (size_t)blockIdx.x * PACK_THREADS + threadIdx.x;
-    if (i >= size) return;
-    const LoraPlace p = lora_place(l, in, columns, i);
-    if (p.adapter < 0) return;
-    floatX *to = (p.is_b ? l.of[p.adapter].db : l.of[p.adapter].da) + p.at;
-    *to = (floatX)fmaf(l.scale, (float)packed[i], accumulate ? (float)*to : 0.0f);
+    const bool here = r < l.rank && (!is_b || (of_b >= 0 && of_b < x.rows));
+    const size_t at = is_b ? (size_t)of_b * l.rank + r : (size_t)r * in + col;
+    if (move == LORA_PACK) {
+        packed[i] = here ? (is_b ? x.b : x.a)[at] : (floatX)0.0f;
+    } else if (here) {
+        floatX *to = (is_b ? x.db : x.da) + at;
+        *to = (floatX)fmaf(l.scale, (float)packed[i], move == LORA_ADD ? (float)*to : 0.0f);
+    }
 }
 
 #ifdef __CUDACC__  // not where a CPU runs the kernels (dev/test/lora.cpp)
@@ -152,13 +142,11 @@ static __global__ void __launch_bounds__(PACK_THREADS)
 // out (rows,cols) = the matrix and what its adapters add
 static inline void lora_merge(floatX *out, const QuantMatrix *q, const LayerAdapters *l, cudaStream_t stream) {
     const int across = (int)ceil_div((size_t)q->cols, LORA_THREADS * VecX::size);
-    int fits = q->rows % LORA_ROWS == 0 && q->cols % VecX::size == 0;
-    require_aligned("adapters", {out, q->codes});
-    for (int i = 0; i < l->count; i++) {
-        fits &= l->of[i].row % LORA_ROWS == 0 && l->of[i].rows % LORA_ROWS == 0;
-        require_aligned("adapters", {l->of[i].a});
-    }
-    require(fits, "adapters of a weight of %d by %d\nuse multiples of 8 for all sizes of the model", q->rows, q->cols);
+    int sizes = q->rows | q->cols;
+    for (int i = 0; i < l->count; i++) sizes |= l->of[i].row | l->of[i].rows;
+    require(sizes % LORA_ROWS == 0, "a weight of %d by %d is merged in rows and columns of 8\nuse multiples of 8",
+            q->rows, q->cols);
+    require_aligned("adapters", {out, q->codes, l->of[0].a, l->of[1].a, l->of[2].a});
     lora_merge_kernel<<<(unsigned)(q->rows / LORA_ROWS * across), LORA_THREADS, 0, stream>>>(out, *q, *l, across);
     launchCheck();
     const double read = q->format == WEIGHTS_FP32 ? sizeof(floatX) : quant_bits(q->format) / 8.0;
@@ -166,21 +154,14 @@ static inline void lora_merge(floatX *out, const QuantMatrix *q, const LayerAdap
 }
 // Elements of the packed A and B of a layer.
 static inline size_t lora_packed(int in, int out, int columns) { return (size_t)columns * (size_t)(in + out); }
-static inline void lora_pack(floatX *packed, const LayerAdapters *l, int in, int out, cudaStream_t stream) {
+// LORA_PACK: packed = the adapters. LORA_UNPACK, LORA_ADD: their gradients = or += the scale times packed ones.
+static inline void lora_move(LoraMove move, floatX *packed, const LayerAdapters *l, int in, int out,
+                             cudaStream_t stream) {
     const int columns = lora_columns(l);
     const size_t size = lora_packed(in, out, columns);
-    lora_pack_kernel<<<blocks_for(size, PACK_THREADS), PACK_THREADS, 0, stream>>>(packed, *l, in, columns, size);
+    lora_move_kernel<<<blocks_for(size, PACK_THREADS), PACK_THREADS, 0, stream>>>(packed, *l, in, columns, size, move);
     launchCheck();
-}
-// The gradients of the adapters = or (accumulate) += scale times those of the packed A and B.
-static inline void lora_unpack(const LayerAdapters *l, const floatX *packed, int in, int out, int accumulate,
-                               cudaStream_t stream) {
-    const int columns = lora_columns(l);
-    const size_t size = lora_packed(in, out, columns);
-    lora_unpack_kernel<<<blocks_for(size, PACK_THREADS), PACK_THREADS, 0, stream>>>(*l, packed, in, columns, size,
-                                                                                    accumulate);
-    launchCheck();
-    timing_lap("adapters", 0, 4.0 * (double)size * sizeof(floatX), stream);
+    timing_lap("adapters", 0, 2.0 * (double)size * sizeof(floatX), stream);
 }
 #endif
 

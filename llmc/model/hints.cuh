@@ -97,9 +97,10 @@ static void run_memory_hint(char *text, size_t size, MemoryBytes room, const Mem
     const Plan *p = (const Plan *)plan;
     const size_t reserve = run_reserve(p);
     const char *ranks = plan_is_split(p) ? "a larger --tp" : "several GPUs with --tp";
+    const char *few_bits = p->weights == WEIGHTS_FP32 ? "--weights int8 or int4, " : "";
     if (p->options.generate) {  // its batch is not asked for, and small
-        snprintf(text, size, "this is the weights and a piece of a prompt: use %sa smaller model, or %s",
-                 p->weights == WEIGHTS_FP32 ? "--weights int8 or int4, " : "", ranks);
+        snprintf(text, size, "this is the weights and a piece of a prompt: use %sa smaller model, or %s", few_bits,
+                 ranks);
         return;
     }
     Options this_batch = p->options, one = p->options;
@@ -119,9 +120,10 @@ static void run_memory_hint(char *text, size_t size, MemoryBytes room, const Mem
                  fits ? with : one_with);
     else {
         const int used = snprintf(text, size,
-                                  "not even --batch-size 1 fits at --seq-len %d, with any option: use a shorter "
+                                  "not even --batch-size 1 fits at --seq-len %d, with any option: use %sa shorter "
                                   "--seq-len or a smaller model, or %s",
-                                  p->T, more_ranks_fit(p, &one, room) ? "more GPUs with --zero-stage 3" : ranks);
+                                  p->T, p->lora.rank ? few_bits : "",
+                                  more_ranks_fit(p, &one, room) ? "more GPUs with --zero-stage 3" : ranks);
         if (p->trains && whole_bytes(p) > room.device && (size_t)used < size)
             snprintf(text + used, size - (size_t)used,
                      ": embedding, head and two blocks, which --zero-stage 3 has whole, take %.0f MiB",

@@ -277,14 +277,14 @@ static inline void linear_adapters(const Pass *p, const Linear *l, const floatX 
         o.b = right;
         matmul(p->matmul, &q, &o, p->stream);
     };
-    lora_pack(a, x, l->in, l->out, p->stream);
+    lora_move(LORA_PACK, a, x, l->in, l->out, p->stream);
     p->matmul->lap = "adapters";
     product(MATMUL_FORWARD, l->in, columns, down, in, a);
     product(MATMUL_BACKWARD_INPUT, columns, l->out, up, dout, b);
     product(MATMUL_BACKWARD_WEIGHT, l->in, columns, da, up, in);
     product(MATMUL_BACKWARD_WEIGHT, columns, l->out, db, dout, down);
     p->matmul->lap = NULL;
-    lora_unpack(x, da, l->in, l->out, p->accumulate, p->stream);
+    lora_move(p->accumulate ? LORA_ADD : LORA_UNPACK, da, x, l->in, l->out, p->stream);
 }
 // dweight, dbias and those of adapters from dout (N,out) and the input: this rank's rows of it (LINEAR_COLUMNS) or its
 // columns of all rows (LINEAR_ROWS).
