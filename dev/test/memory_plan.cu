@@ -425,8 +425,36 @@ static void check_quantised(const char *format) {
     free(q->matrix);
     ::end(&r);
 }
-// --lora: all that is trained is the adapters', the model's weights are there once, without gradients or states. Every
-// element of an adapter belongs to one layer, and rows of adapters are the rows of their matrices.
+// Every element of an adapter belongs to one layer, and rows of adapters are the rows of their matrices.
+static void check_adapters(const Planned *r) {
+    const Plan *p = &r->plan;
+    const Options *o = &p->options;
+    const size_t rank = (size_t)p->lora.rank;
+    char *marks = (char *)calloc_or_die(r->table.total);
+    for (int u = 1; u + 1 < r->table.num_units; u++) {
+        const Unit trained = {&r->table, u, r->b.weights + r->table.unit_begin[u], r->b.grads},
+                   unit = frozen_unit(p, &r->b, &trained);
+        fault_unless(unit.grads == NULL && unit.adapter_grads == r->b.grads, o, "frozen weights have gradients");
+        for (int role = ROLE_QKVW; role <= ROLE_FCPROJW; role++) {
+            const Linear *layers[] = {&p->qkv, &p->proj, &p->fc, &p->fcproj}, *l = layers[role - ROLE_QKVW];
+            const LayerAdapters x = layer_adapters(p, &unit, (Role)role, l->in);
+            for (const LayerAdapter *a = x.of; a < x.of + x.count; a++) {
+                fault_unless(a->row % 8 == 0 && a->rows % 8 == 0 && a->row + a->rows <= l->out, o, "rows of adapters");
+                fault_unless((size_t)a->a % 16 == 0 && a->da - r->b.grads == a->a - trained.weights &&
+                                 a->db - r->b.grads == a->b - trained.weights,
+                             o, "an adapter's gradients are elsewhere");
+                memset(marks + (a->a - r->b.weights), 1, rank * (size_t)l->in);
+                memset(marks + (a->b - r->b.weights), 1, rank * (size_t)a->rows);
+            }
+        }
+    }
+    for (int i = 0; i < r->table.count; i++) {
+        const Param *q = &r->table.params[i];
+        fault_unless(!memchr(marks + q->offset, 0, q->size), o, "an adapter is in no layer");
+    }
+    free(marks);
+}
+// --lora: all that is trained is the adapters', the model's weights are there once, without gradients or states.
 static int adapters;
 static void check_lora(const char *format, int rank, const char *targets, int stage) {
     static Planned r;
@@ -458,33 +486,7 @@ static void check_lora(const char *format, int rank, const char *targets, int st
                  kept = (double)memory_group_bytes(&r.memory, "optimiser");
     fault_unless(fabs(have - parameters) < 20e6 && fabs(kept - states) < 20e6, &o, "adapters have another size");
     fault_unless(p->weights != WEIGHTS_FP32 || plan_kept(p, SLOT_FROZEN) == r.frozen.total, &o, "weights are missing");
-    char *marks = (char *)calloc_or_die(r.table.total);
-    for (int u = 1; u + 1 < r.table.num_units; u++) {
-        const Unit trained = {&r.table, u, r.b.weights + r.table.unit_begin[u], r.b.grads},
-                   unit = frozen_unit(p, &r.b, &trained);
-        fault_unless(unit.grads == NULL && unit.adapter_grads == r.b.grads, &o, "frozen weights have gradients");
-        for (const Linear *l : {&p->qkv, &p->proj, &p->fc, &p->fcproj}) {
-            const Role role = l == &p->qkv    ? ROLE_QKVW
-                              : l == &p->proj ? ROLE_PROJW
-                              : l == &p->fc   ? ROLE_FCW
-                                              : ROLE_FCPROJW;
-            const LayerAdapters x = layer_adapters(p, &unit, role, l->in);
-            for (int i = 0; i < x.count; i++) {
-                const LayerAdapter *a = &x.of[i];
-                const size_t size_a = (size_t)(rank * l->in), size_b = (size_t)(rank * a->rows);
-                fault_unless(a->row % 8 == 0 && a->rows % 8 == 0 && a->row + a->rows <= l->out &&
-                                 (size_t)a->a % 16 == 0 && a->da - r.b.grads == a->a - trained.weights &&
-                                 a->db - r.b.grads == a->b - trained.weights,
-                             &o, "an adapter's rows or gradients are elsewhere");
-                memset(marks + (a->a - r.b.weights), 1, size_a);
-                memset(marks + (a->b - r.b.weights), 1, size_b);
-            }
-        }
-    }
-    for (int i = 0; i < r.table.count; i++)
-        for (size_t k = 0; k < r.table.params[i].size; k++)
-            fault_unless(marks[r.table.params[i].offset + k], &o, "an adapter is in no layer");
-    free(marks);
+    check_adapters(&r);
     check_hints(&r, &o, 0.6);
     adapters++;
     ::end(&r);
