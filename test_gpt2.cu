@@ -256,6 +256,7 @@ static void test_brief(const char *folder) {
     test_weights(folder, &o, 1);
     test_one_step(folder, &o, "plain");
     test_one_step(folder, &least, "least memory");
+    test_adapters(folder, &o, 5);
     o.gelu_fusion = 2;
     if (!can_fuse(folder)) return;
     test_one_step(folder, &o, "activation in the matmuls");

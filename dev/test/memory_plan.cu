@@ -487,6 +487,7 @@ static void check_lora(const char *format, int rank, const char *targets, int st
     fault_unless(fabs(have - parameters) < 20e6 && fabs(kept - states) < 20e6, &o, "adapters have another size");
     fault_unless(p->weights != WEIGHTS_FP32 || plan_kept(p, SLOT_FROZEN) == r.frozen.total, &o, "weights are missing");
     check_adapters(&r);
+    check_pieces(&r);
     check_hints(&r, &o, 0.6);
     adapters++;
     ::end(&r);

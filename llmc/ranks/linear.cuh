@@ -17,6 +17,9 @@
 //                                      it; else a scale for each row
 //   operands of the weight's gradient  that of the tensor
 // The head's gradients stay in floatX: those of its output are too far apart for e4m3 (doc/fp8.md).
+//
+// With --lora `weight` has the adapters merged into it (kernels/lora.cuh) and no gradient; linear_adapters gives
+// theirs.
 #ifndef LLMC_LINEAR_CUH
 #define LLMC_LINEAR_CUH
 
