@@ -541,12 +541,12 @@ BASES = {
 
 @pytest.fixture
 def lora(train, tmp_path):
-    """lora(ranks, output, kind, options...): a run with adapters for the weights of four steps."""
+    """lora(ranks, output, kind, options...): a run with adapters for the weights of four steps, which are in bf16."""
 
     def start(ranks, output, kind, *more, **job):
         base = tmp_path / f"base-{kind}"
         if not base.exists():
-            succeeds(train(0, base.name, *BASES[kind], "-x", 4, "-n", 4, "-z", 0, precision="fp32"), 300)
+            succeeds(train(0, base.name, *BASES[kind], "-x", 4, "-n", 4, "-z", 0), 300)
         options = dict(zip(("--lora", "-l", *more[::2]), (8, "1e-2", *more[1::2])))
         words = [w for pair in options.items() for w in pair]
         return train(ranks, output, "-e", base / "step_00000004", *words, **job)
