@@ -45,10 +45,6 @@ else                                     rows=4 rate=2e-3 room=; fi
 [ "$lora" = 0 ] || rate=${rate%e*}e$((${rate#*e} + 1))
 rows=$(last_value "$rows" b batch-size "$@")
 kind=cpu GPUS=${GPUS:-$(count_gpus)}
-if [ "$GPUS" != 0 ] && [ "$lora" != 0 ]; then
-    echo "adapters train on the CPU: train_gpt2cu does not train them so far"
-    GPUS=0
-fi
 if [ "$GPUS" != 0 ]; then kind=gpu; else GPUS=1; fi
 
 # A step: about a hundredth of an epoch, 65,536 tokens at most. Four evaluations an epoch.

@@ -561,7 +561,7 @@ int main(int argc, char **argv) {
             bench_shape("Llama-3-8B", {1, 8192, 32, 8, 128});
             for (Sight g : {Sight{700, -1}, {0, 1024}, {700, 1024}}) {
                 bench_ranges("12 heads", {4, 8192, 12, 12, 64}, g);
-                bench_ranges("Llama-3-8B", {1, 8192, 32, 8, 128}, g);
+                bench_ranges("Llama-3-8B", {4, 8192, 32, 8, 128}, g);
             }
         }
     }

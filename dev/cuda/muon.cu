@@ -165,7 +165,7 @@ template <typename S> static void check_update(int with_master) {
     // the last bit of an fp32 sum may tip a rounding
     check("m", d_m, m, 1, TOTAL, sizeof(S) == 2 ? 2e-4 : 1e-6, sizeof(S) == 2 ? 1e-2 : 64e-6);
     for (int i = 0; i < TOTAL; i++) u[i] = as_floatX(u[i]);
-    check("u", directions, u, 1, TOTAL, bound(1e-4, 1e-6), bound(1e-2, 64e-6));
+    check("u", directions, u, 1, TOTAL, bound(2e-4, 1e-6), bound(1e-2, 64e-6));
     upload_to(directions, x, TOTAL);
     muon_update(d_weight, d_master, directions, d_chunks, NUM, &p, upload_step(scale), seed, stream);
     for (const MuonChunk &c : chunks) {
