@@ -42,7 +42,7 @@ import train_gpt2 as ref
 from dev.data.rows import open_shards, row_kind, rows
 from dev.tool_output import outlive_reader
 
-IMPLEMENTATIONS = {"flash": "packed_flash", "flex": "flex_attention", "sdpa": "sdpa"}
+IMPLEMENTATIONS = {"flash": "varlen_documents", "flex": "flex_attention", "sdpa": "sdpa"}
 
 
 # ---- attention
@@ -59,7 +59,7 @@ def make_flash():
     def flash(module, query, key, value, mask, **lengths):
         """transformers': (B, heads, T, head dimension), scaled by 1 / sqrt(head dimension). lengths: what it hands to
         flash_attn, of all rows one behind the other."""
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        q, k, v = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
         ends, longest = lengths["cu_seq_lens_q"], lengths["max_length_q"]
         return varlen_attn(q, k, v, ends, ends, longest, longest, **how).unflatten(0, (query.shape[0], -1)), None
 
