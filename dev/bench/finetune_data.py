@@ -39,8 +39,8 @@ def conversation(draw, length, vocab_size):
 
 def conversations(o, vocab_size):
     draw, count = np.random.default_rng(o.seed), round(o.tokens / o.mean)
-    lengths = draw.lognormal(-(SPREAD**2) / 2, SPREAD, count) * o.mean
-    lengths = np.clip(lengths.astype(int), min(SHORTEST, o.mean), o.seq_len)
+    lengths = draw.lognormal(0, SPREAD, count)
+    lengths = np.clip(lengths / lengths.mean() * o.mean, min(SHORTEST, o.mean), o.seq_len).astype(int)
     return np.concatenate([conversation(draw, length, vocab_size) for length in lengths])
 
 
