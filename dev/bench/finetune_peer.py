@@ -48,22 +48,39 @@ IMPLEMENTATIONS = {"flash": "varlen_documents", "flex": "flex_attention", "sdpa"
 # ---- attention
 
 
-def make_flash():
-    """FlashAttention of PyTorch, whose options have changed from version to version."""
+def make_flash(share_heads):
+    """FlashAttention of PyTorch, whose options have changed from version to version. share_heads: heads of keys and
+    values are not repeated first."""
     from torch.nn.attention.varlen import varlen_attn
 
     takes = inspect.signature(varlen_attn).parameters
     how = {"window_size": (-1, 0)} if "window_size" in takes else {"is_causal": True}
-    how |= {"enable_gqa": True} if "enable_gqa" in takes else {}
+    how |= {"enable_gqa": True} if "enable_gqa" in takes and share_heads else {}
 
     def flash(module, query, key, value, mask, **lengths):
         """transformers': (B, heads, T, head dimension), scaled by 1 / sqrt(head dimension). lengths: what it hands to
         flash_attn, of all rows one behind the other."""
+        if not share_heads:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         q, k, v = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
         ends, longest = lengths["cu_seq_lens_q"], lengths["max_length_q"]
         return varlen_attn(q, k, v, ends, ends, longest, longest, **how).unflatten(0, (query.shape[0], -1)), None
 
     return flash
+
+
+def use_flash():
+    for share_heads in True, False:
+        flash = make_flash(share_heads)
+        try:
+            try_flash(flash)
+        except Exception as e:  # of this PyTorch, of this GPU
+            if not share_heads:
+                raise
+            print(f"flash: {type(e).__name__}: {str(e).strip()[:300]}; next: with heads repeated", flush=True)
+            continue
+        transformers.AttentionInterface.register(IMPLEMENTATIONS["flash"], flash)
+        return
 
 
 def try_flash(flash):
@@ -253,9 +270,7 @@ def try_each(o, batches):
     for name in names:
         try:
             if name == "flash":
-                flash = make_flash()
-                try_flash(flash)
-                transformers.AttentionInterface.register(IMPLEMENTATIONS[name], flash)
+                use_flash()
             return measure(o, name, batches)
         except Exception as e:  # of any library below: missing, too old, not for this GPU
             if name == names[-1]:
