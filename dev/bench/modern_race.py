@@ -1,0 +1,433 @@
+"""The modern recipe on one GPU, beside train_gpt_simple.py run from a checkout of its own repository.
+
+    git clone https://github.com/KellerJordan/modded-nanogpt
+    python dev/bench/modern_race.py speed  --peer modded-nanogpt --data dev/data/mine/mine --output log/race
+    python dev/bench/modern_race.py losses --peer modded-nanogpt --data dev/data/mine/mine --output log/race
+    python dev/bench/modern_race.py optimizers --data dev/data/mine/mine --output log/race
+    python dev/bench/modern_race.py share      --data dev/data/mine/mine --output log/race
+
+    speed       tokens/s of modern:124M in bf16 and fp8, and of that program, at the same batch, in turns
+    losses      validation losses of both from the same first weights on the same rows; the recipe's rates
+    optimizers  gpt2:124M: AdamW at several rates, and Muon with 0.7 of its steps
+    share       Muon's part of a step
+
+Its file is read and changed in memory: steps, sizes of batches, how often it validates; for `losses` also its first
+weights and its batches, which are ours. Each change must fit exactly, or nothing runs. With --device cpu: all of it on
+a CPU, in fp32 and without torch.compile, for tiny sizes.
+What has run lies in --output and is not run again: a race that was cut short goes on, and its table is printed.
+"""
+
+import argparse
+import glob
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+import torch  # noqa: E402
+
+import train_gpt2 as ref  # noqa: E402
+from dev.tool_output import outlive_reader  # noqa: E402
+
+PROGRAM = "records/track_3_optimization/train_gpt_simple.py"
+PEER_NAMES = {  # ours -> those of its modules
+    "model.embed_tokens": "embed",
+    "model.embed_norm": "norm1",
+    "model.norm": "norm2",
+    "lm_head": "proj",
+    "self_attn": "attn",
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "proj",
+    "up_proj": "fc",
+    "down_proj": "proj",
+    "input_layernorm": "norm1",
+    "post_attention_layernorm": "norm2",
+}
+
+
+# ---- in that program's process
+
+
+def peer_name(name):
+    """model.layers.3.self_attn.q_proj.weight -> blocks.3.attn.q.weight"""
+    module, kind = name.rsplit(".", 1)
+    parts = [module] if module in PEER_NAMES else module.replace("model.layers", "blocks").split(".")
+    module = ".".join(PEER_NAMES.get(part, part) for part in parts)
+    return f"{module}.{'gains' if 'norm' in module else kind}"
+
+
+def load_first_weights(model, folder):
+    """It rotates the other way round than we do: the two halves of each head of q and k change places."""
+    ours = ref.make_model(folder, 0)
+    theirs, D = dict(model.named_parameters()), ours.config.head_dim
+    with torch.no_grad():
+        for p in ours.table:
+            w, to = ours.get_parameter(p.name), theirs.pop(peer_name(p.name))
+            if ".q_proj." in p.name or ".k_proj." in p.name:
+                w = w.unflatten(0, (-1, 2, D // 2)).flip(1).flatten(0, 2)
+            assert w.shape == to.shape, p.name
+            to.copy_(w)
+    assert not theirs, f"not set: {', '.join(theirs)}"
+
+
+def batches(pattern, seed, batch_size, T, device):
+    """The rows that the trainers draw with --seed."""
+    stream = ref.rows(ref.open_shards(pattern, T)[0], T, seed)
+    while True:
+        inputs, targets = ref.batch(stream, batch_size // T, "cpu", 1 << 16)
+        yield inputs.to(device, torch.int32).contiguous(), targets.to(device).contiguous()
+
+
+# ---- that program, changed
+
+
+def replace_each(text, changes):
+    """changes: [(what stands there, what shall, how often it stands there)]"""
+    for old, new, count in changes:
+        found = text.count(old)
+        ref.require(
+            found == count,
+            f"{PROGRAM} has {found} times, not {count}: {old.strip()}",
+            "use the commit that this was written for: f411b3d3",
+        )
+        text = text.replace(old, new)
+    return text
+
+
+def changed_program(a, losses):
+    changes = [
+        ("train_steps = 3250", f"train_steps = {a.steps}", 1),
+        ("val_tokens = 20 * 524288", f"val_tokens = {a.val_tokens}", 1),
+        ("batch_size = 8 * 64 * 1024", f"batch_size = {a.batch}", 1),
+        ("mbs = 64", f"mbs = {a.micro_batch}", 1),
+        ("seq_len=1024", f"seq_len={a.seq_len}", 1),
+        ("val_step_freq = 125 if step / train_steps < 0.9 else 25", f"val_step_freq = {a.eval_every}", 1),
+    ]
+    if losses:
+        data = f"race.batches({a.data + '_train_*.bin'!r}, seeds[_], batch_size, {a.seq_len}, device)"
+        weights = f"race.load_first_weights(model, f{str(a.output) + '/first_{seeds[_]}'!r})"
+        imports = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport modern_race as race\nseeds = {a.seeds}\n"
+        changes += [
+            ("import torch\n", f"import torch\n{imports}", 1),
+            ("    # create the optimizer(s)\n", f"    {weights}\n\n    # create the optimizer(s)\n", 1),
+            ('distributed_data_generator("data/fineweb10B/fineweb_train_*.bin", batch_size)', data, 1),
+        ]
+    if a.peer_dtype != "own":  # a stream of bf16 follows from an embedding of bf16
+        changes.append(("self.embed = nn.Embedding(vocab_size, model_dim).bfloat16()",
+                        "self.embed = nn.Embedding(vocab_size, model_dim)", 1))
+        if a.peer_dtype == "fp32-embedding":
+            changes.append(("self.norm1(self.embed(inputs))", "self.norm1(self.embed(inputs).bfloat16())", 1))
+        else:
+            changes.append(("X = G.bfloat16()", "X = G.float()", 1))
+    if a.device == "cpu":
+        changes += [
+            ("pin_memory=True", "pin_memory=False", 1),
+            ('device="cuda"', 'device="cpu"', 2),
+            ('torch.device("cuda", int(os.environ["LOCAL_RANK"]))', 'torch.device("cpu")', 1),
+            ("torch.cuda.set_device(device)", "", 1),
+            ('backend="nccl", device_id=device', 'backend="gloo"', 1),
+            ("torch.cuda.get_device_name(device)", "device", 1),
+            (".cuda()", "", 1),
+            ("model.compile(dynamic=False)", "", 1),
+            ("@torch.compile\n", "", 1),
+        ]
+    c = ref.config_parse(a.model)[0]
+    sizes = f"vocab_size={c.vocab_size}, num_layers={c.num_layers}, model_dim={c.channels}"
+    changes.append(("vocab_size=50304, num_layers=12, model_dim=768", sizes, 1))
+    return replace_each((Path(a.peer) / PROGRAM).read_text(), changes)
+
+
+def lay_out(a, folder):
+    """Its working folder: shards under the names that it looks for."""
+    data = folder / "data/fineweb10B"
+    data.mkdir(parents=True, exist_ok=True)
+    for kind in "train", "val":
+        found = sorted(glob.glob(f"{a.data}_{kind}_*.bin"))
+        ref.require(found, f"no file matches '{a.data}_{kind}_*.bin'", "make shards with dev/data/prepare.py")
+        for path in found:
+            link = data / f"fineweb_{kind}_{path[-10:]}"
+            link.unlink(missing_ok=True)
+            link.symlink_to(os.path.abspath(path))
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+# ---- processes
+
+
+def run(a, log, command, more_env=None, cwd=None):
+    """Runs a command unless its log says that it has run. Says its end, and the log's last lines if it failed."""
+    done = Path(f"{log}.done")
+    if done.exists():
+        return True
+    env = {k: v for k, v in os.environ.items() if not (more_env and k == "LD_LIBRARY_PATH")}
+    begin = time.perf_counter()
+    with open(f"{log}.txt", "w") as out:
+        try:
+            status = subprocess.run(
+                command, stdout=out, stderr=subprocess.STDOUT, env=env | (more_env or {}), cwd=cwd, timeout=a.timeout
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = f"no end after {a.timeout:g} s"
+        except OSError as e:
+            status = str(e)
+    print(f"[{time.perf_counter() - begin:.0f} s] {log.name}: {'done' if status == 0 else status}", flush=True)
+    if status == 0:
+        done.touch()
+        return True
+    print("    " + "\n    ".join(" ".join(map(str, command)).split("\n") + tail(f"{log}.txt")), flush=True)
+    return False
+
+
+def tail(path, lines=25):
+    return [line[:300] for line in Path(path).read_text(errors="replace").splitlines()[-lines:]]
+
+
+def run_peer(a, name, losses):
+    folder = Path(a.output).resolve() / name
+    lay_out(a, folder)
+    program = folder / "train_gpt_simple.py"
+    program.write_text(changed_program(a, losses))
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(free_port()), "PYTHONUNBUFFERED": "1"}
+    trials = [str(len(a.seeds))] if losses else []
+    run(a, Path(a.output) / name, [sys.executable, str(program), *trials], env, folder)
+
+
+def read_peer(path):
+    """Of each of its trials: {step: (validation loss, milliseconds of a step since the last one)}"""
+    trials = []
+    if path.exists():
+        for step, loss, ms in re.findall(r"step:(\d+)/\d+ val_loss:(\S+) .*step_avg:(\S+)ms", path.read_text()):
+            if step == "0":
+                trials.append({})
+            trials[-1][int(step)] = float(loss), float(ms)
+    return trials
+
+
+def run_ours(a, name, options):
+    flags = [text for option, value in options.items() for text in (f"--{option}", str(value))]
+    common = ["-i", f"{a.data}_train_*.bin", "-s", "0", "-n", "0", "-b", str(a.micro_batch), "-t", str(a.seq_len)]
+    output = Path(a.output) / name
+    if not Path(f"{output}.done").exists() and output.exists():
+        for file in output.iterdir():  # of a run that was cut short
+            file.unlink()
+    return run(a, output, [a.trainer, *common, "-o", str(output), *flags])
+
+
+def read_ours(a, name, event):
+    path = Path(a.output) / name / "main.jsonl"
+    if not path.exists():
+        return []
+    lines = (json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
+    return [line for line in lines if line["event"] == event]
+
+
+def val_options(a):
+    """As many tokens of validation as that program has: whole batches."""
+    return {
+        "val-data": f"{a.data}_val_*.bin",
+        "eval-every": a.eval_every,
+        "eval-steps": a.val_tokens // (a.micro_batch * a.seq_len),
+    }
+
+
+# ---- speed
+
+
+def our_rate(a, name):
+    """tokens/s, the median of the steps after the first three"""
+    rates = [line["tok_s"] for line in read_ours(a, name, "step")][3:]
+    return statistics.median(rates) if rates else float("nan")
+
+
+def peer_rate(a, trials):
+    """tokens/s between two validations; without the first, which compiles"""
+    times = [ms for step, (_, ms) in sorted(trials[0].items()) if step > a.eval_every] if trials else []
+    return a.batch * 1e3 / min(times) if times else float("nan")
+
+
+def speed(a):
+    bf16 = {"model": a.model, "total-batch": a.batch, "max-steps": a.steps, "eval-every": 0, "matmul-dtype": "native"}
+    fp8 = bf16 | {"matmul-dtype": "fp8"}
+    rows = []
+    for name, options in ("bf16_1", bf16), ("peer", None), ("bf16_2", bf16), ("fp8", fp8):
+        name = f"speed_{name}"
+        if not options:
+            run_peer(a, name, losses=False)
+            rows.append(("train_gpt_simple.py", peer_rate(a, read_peer(Path(a.output) / f"{name}.txt"))))
+        elif a.device != "cpu" or options is bf16:
+            run_ours(a, name, options)
+            rows.append((f"ours, {name[6:]}", our_rate(a, name)))
+    peer = dict(rows)["train_gpt_simple.py"]
+    print(f"\n{a.model}, steps of {a.batch:,} tokens\n\n| | tokens/s | of that program | 1.70B tokens |\n|---|---|---|---|")
+    for name, rate in rows:
+        print(f"| {name} | {rate:,.0f} | {rate / peer:.3f} | {3250 * 524288 / rate / 60:.1f} minutes |", flush=True)
+
+
+# ---- losses
+
+
+def write_first_weights(a, seed):
+    folder = Path(a.output) / f"first_{seed}"
+    if not (folder / "config.json").exists():
+        ref.write_weights(ref.make_model(a.model, seed), str(folder))
+    return folder
+
+
+def recipe_options(a):
+    """The recipe as it stands, at any batch: so does that program. Its loss is a sum, ours a mean."""
+    options = {name: value for name, (value, _) in ref.read_recipe().items()}
+    return options | {"total-batch": a.batch, "max-steps": a.steps, "adam-eps": f"{1e-10 / a.batch:.9g}"}
+
+
+def losses(a):
+    print(f"{a.model}, {a.steps} steps of {a.batch:,} tokens, seeds {a.seeds}", flush=True)
+    kinds = {"ours": {}} if a.device == "cpu" or not a.fp8 else {"ours": {}, "fp8": {"matmul-dtype": "fp8"}}
+    for seed in a.seeds:
+        folder = write_first_weights(a, seed)
+        for kind, more in kinds.items():
+            options = {"model": folder, "seed": seed} | recipe_options(a) | val_options(a) | more
+            run_ours(a, f"losses_{kind}_{seed}", options)
+    run_peer(a, "losses_peer", losses=True)
+    theirs = [{step: loss for step, (loss, _) in t.items()} for t in read_peer(Path(a.output) / "losses_peer.txt")]
+    for kind in kinds:
+        ours = [
+            {line["step"]: line["loss"] for line in read_ours(a, f"losses_{kind}_{seed}", "eval")} for seed in a.seeds
+        ]
+        print_losses(kind, a.seeds, ours, theirs)
+
+
+def print_losses(kind, seeds, ours, theirs):
+    print(f"\n{kind}: validation losses\n\n| step | seed | train_gpt_simple.py | {kind} | difference |\n|---|---|---|---|---|")
+    largest, last = 0, []
+    for seed, mine, its in zip(seeds, ours, theirs):
+        for step in sorted(mine.keys() & its.keys()):
+            difference = mine[step] / its[step] - 1
+            largest = max(largest, abs(difference))
+            print(f"| {step} | {seed} | {its[step]:.5f} | {mine[step]:.5f} | {100 * difference:+.3f}% |")
+        if mine.keys() & its.keys():
+            last.append((mine[max(mine)], its[max(its)]))
+    print(f"\nlargest difference {100 * largest:.3f}%", flush=True)
+    if len(last) > 1:
+        mine, its = zip(*last)
+        apart = statistics.mean(mine) - statistics.mean(its)
+        print(f"last losses: means differ by {apart:+.5f}, one sigma of its is {statistics.stdev(its):.5f}", flush=True)
+
+
+# ---- optimizers
+
+
+def optimizers(a):
+    """A run is as good as its last loss: the rate of each falls over its own steps."""
+    common = {"model": a.model, "total-batch": a.batch, "schedule": "cosine", "final-lr-fraction": 0.05, "weight-decay": 0.1}
+    common |= {"beta2": 0.95, "recipe": "none"} | val_options(a)
+    runs = {}
+    for rate in a.adamw_rates:
+        runs[f"AdamW {rate:g}"] = {"optimizer": "adamw", "learning-rate": rate, "max-steps": a.steps}
+    for rate in a.muon_rates:
+        muon = {"optimizer": "muon", "lr-matrix": rate, "learning-rate": a.muon_adamw_rate}
+        runs[f"Muon {rate:g}"] = muon | {"max-steps": round(a.fraction * a.steps)}
+    final = {}
+    for name, options in runs.items():
+        file = "optimizers_" + name.replace(" ", "_")
+        run_ours(a, file, common | options | {"warmup": a.warmup})
+        curve = [(line["step"], line["loss"]) for line in read_ours(a, file, "eval")]
+        if curve and curve[-1][0] == options["max-steps"]:
+            final[name] = curve[-1][1], options["max-steps"], our_rate(a, file)
+        print(f"{name}: " + " ".join(f"{step}:{loss:.4f}" for step, loss in curve), flush=True)
+    print(f"\n{a.model}, steps of {a.batch:,} tokens\n\n| optimiser | steps | tokens | last loss | tokens/s |\n|---|---|---|---|---|")
+    for name, (loss, steps, rate) in final.items():
+        print(f"| {name} | {steps} | {1e-6 * steps * a.batch:.1f}M | {loss:.4f} | {rate:,.0f} |")
+    best = {kind: min((final[n] for n in final if n.startswith(kind)), default=None) for kind in ("AdamW", "Muon")}
+    if all(best.values()):
+        apart = best["Muon"][0] - best["AdamW"][0]
+        print(f"\nMuon with {a.fraction:g} of the steps, minus the best of AdamW: {apart:+.4f}", flush=True)
+
+
+# ---- share
+
+
+def share(a):
+    """The laps of a timed step, which follow one another on the GPU."""
+    common = {"max-steps": a.steps, "total-batch": a.batch, "eval-every": 0, "timing": a.steps // 2}
+    print(f"steps of {a.batch:,} tokens\n\n| model | polynomials | Muon, ms | AdamW, ms | step, ms | Muon's share |")
+    print("|---|---|---|---|---|---|")
+    for model in a.models:
+        for polynomials in "simple", "polar-express":
+            name = f"share_{re.sub('[^a-z0-9]', '_', model)}_{polynomials}"
+            run_ours(a, name, common | {"model": model, "optimizer": "muon", "muon-polynomials": polynomials})
+            for line in read_ours(a, name, "timing")[-1:]:
+                ms = {lap: group["ms"] for lap, group in line["groups"].items()}
+                total, muon = sum(ms.values()), ms.get("Muon", 0)
+                print(
+                    f"| {model} | {polynomials} | {muon:.2f} | {ms.get('AdamW', 0):.2f} | {total:.1f} | "
+                    f"{100 * muon / total:.2f}% |",
+                    flush=True,
+                )
+
+
+DEFAULTS = {  # of what is None below
+    "speed": {"model": "modern:124M,vocab=50304", "batch": 524288, "steps": 12, "eval_every": 4},
+    "losses": {"model": "modern:124M,vocab=50304", "batch": 65536, "steps": 500, "eval_every": 100},
+    "optimizers": {"model": "gpt2:124M", "batch": 65536, "steps": 946, "eval_every": 100},
+    "share": {"model": "", "batch": 524288, "steps": 8, "eval_every": 0},
+}
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("race", choices=list(DEFAULTS))
+    p.add_argument("--peer", default="modded-nanogpt", help="a checkout of KellerJordan/modded-nanogpt")
+    p.add_argument("--trainer", default=str(ROOT / "train_gpt2cu"), help="ours")
+    p.add_argument("--data", required=True, help="of GPT-2's tokens: before _train_*.bin and _val_*.bin")
+    p.add_argument("--output", required=True, help="folder of logs and first weights")
+    p.add_argument("--model", help="of ours; the other one has its sizes")
+    p.add_argument("--batch", type=int, help="tokens of a step")
+    p.add_argument("--steps", type=int)
+    p.add_argument("--eval-every", type=int)
+    p.add_argument("--val-tokens", type=int, default=15 * 65536)
+    p.add_argument("--micro-batch", type=int, default=64, help="rows")
+    p.add_argument("--seq-len", type=int, default=1024)
+    p.add_argument("--seeds", type=int, nargs="+", default=[1])
+    p.add_argument("--fp8", action="store_true", help="losses: ours in fp8, too")
+    p.add_argument("--peer-dtype", choices=["own", "fp32-embedding", "fp32"], default="own")
+    p.add_argument("--adamw-rates", type=float, nargs="+", default=[1e-3, 2e-3])
+    p.add_argument("--muon-rates", type=float, nargs="+", default=[0.02])
+    p.add_argument("--muon-adamw-rate", type=float, default=2e-3, help="of what Muon does not update")
+    p.add_argument("--fraction", type=float, default=0.7, help="of AdamW's steps that Muon gets")
+    p.add_argument("--warmup", type=int, default=60)
+    p.add_argument("--models", nargs="+", default=["gpt2:124M", "modern:124M"], help="of share")
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    p.add_argument("--timeout", type=float, default=600, help="seconds of one process")
+    a = p.parse_args()
+    for name, value in DEFAULTS[a.race].items():
+        if getattr(a, name) is None:
+            setattr(a, name, value)
+    a.output, a.data, a.trainer = (os.path.abspath(path) for path in (a.output, a.data, a.trainer))
+    rows = a.micro_batch * a.seq_len
+    ref.require(
+        a.batch % rows == 0 and a.val_tokens % rows == 0 and a.val_tokens,
+        f"--batch {a.batch} and --val-tokens {a.val_tokens} are not multiples of {a.micro_batch} rows of {a.seq_len}",
+        "change --micro-batch",
+    )
+    Path(a.output).mkdir(parents=True, exist_ok=True)
+    {"speed": speed, "losses": losses, "optimizers": optimizers, "share": share}[a.race](a)
+
+
+if __name__ == "__main__":
+    outlive_reader()
+    main()
