@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +104,8 @@ def replace_each(text, changes):
     return text
 
 
-def changed_program(a, losses):
+def changed_program(a, seed):
+    """seed: of first weights and batches, which are then ours; None: it draws its own."""
     changes = [
         ("train_steps = 3250", f"train_steps = {a.steps}", 1),
         ("val_tokens = 20 * 524288", f"val_tokens = {a.val_tokens}", 1),
@@ -112,18 +114,23 @@ def changed_program(a, losses):
         ("seq_len=1024", f"seq_len={a.seq_len}", 1),
         ("val_step_freq = 125 if step / train_steps < 0.9 else 25", f"val_step_freq = {a.eval_every}", 1),
     ]
-    if losses:
-        data = f"race.batches({a.data + '_train_*.bin'!r}, seeds[_], batch_size, {a.seq_len}, device)"
-        weights = f"race.load_first_weights(model, f{str(a.output) + '/first_{seeds[_]}'!r})"
-        imports = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport modern_race as race\nseeds = {a.seeds}\n"
+    if seed is not None:
+        data = f"race.batches({a.data + '_train_*.bin'!r}, {seed}, batch_size, {a.seq_len}, device)"
+        weights = f"race.load_first_weights(model, {first_weights(a, seed)!r})"
+        imports = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport modern_race as race\n"
         changes += [
             ("import torch\n", f"import torch\n{imports}", 1),
             ("    # create the optimizer(s)\n", f"    {weights}\n\n    # create the optimizer(s)\n", 1),
             ('distributed_data_generator("data/fineweb10B/fineweb_train_*.bin", batch_size)', data, 1),
         ]
     if a.peer_dtype != "own":  # a stream of bf16 follows from an embedding of bf16
-        changes.append(("self.embed = nn.Embedding(vocab_size, model_dim).bfloat16()",
-                        "self.embed = nn.Embedding(vocab_size, model_dim)", 1))
+        changes.append(
+            (
+                "self.embed = nn.Embedding(vocab_size, model_dim).bfloat16()",
+                "self.embed = nn.Embedding(vocab_size, model_dim)",
+                1,
+            )
+        )
         if a.peer_dtype == "fp32-embedding":
             changes.append(("self.norm1(self.embed(inputs))", "self.norm1(self.embed(inputs).bfloat16())", 1))
         else:
@@ -137,9 +144,9 @@ def changed_program(a, losses):
             ('backend="nccl", device_id=device', 'backend="gloo"', 1),
             ("torch.cuda.get_device_name(device)", "device", 1),
             (".cuda()", "", 1),
-            ("model.compile(dynamic=False)", "", 1),
-            ("@torch.compile\n", "", 1),
         ]
+    if a.device == "cpu" or a.eager:
+        changes += [("model.compile(dynamic=False)", "", 1), ("@torch.compile\n", "", 1)]
     c = ref.config_parse(a.model)[0]
     sizes = f"vocab_size={c.vocab_size}, num_layers={c.num_layers}, model_dim={c.channels}"
     changes.append(("vocab_size=50304, num_layers=12, model_dim=768", sizes, 1))
@@ -168,17 +175,21 @@ def free_port():
 # ---- processes
 
 
-def run(a, log, command, more_env=None, cwd=None):
-    """Runs a command unless its log says that it has run. Says its end, and the log's last lines if it failed."""
+def has_run(log, key):
     done = Path(f"{log}.done")
-    if done.exists():
-        return True
-    env = {k: v for k, v in os.environ.items() if not (more_env and k == "LD_LIBRARY_PATH")}
+    return done.exists() and done.read_text() == key
+
+
+def run(a, log, command, key, more_env=None, cwd=None):
+    """Says how a command ended, and the log's last lines if it failed. key: what this run is known by if it is not."""
+    if has_run(log, key):
+        return
     begin = time.perf_counter()
     with open(f"{log}.txt", "w") as out:
         try:
+            env = os.environ | (more_env or {})
             status = subprocess.run(
-                command, stdout=out, stderr=subprocess.STDOUT, env=env | (more_env or {}), cwd=cwd, timeout=a.timeout
+                command, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=cwd, timeout=a.timeout
             ).returncode
         except subprocess.TimeoutExpired:
             status = f"no end after {a.timeout:g} s"
@@ -186,46 +197,41 @@ def run(a, log, command, more_env=None, cwd=None):
             status = str(e)
     print(f"[{time.perf_counter() - begin:.0f} s] {log.name}: {'done' if status == 0 else status}", flush=True)
     if status == 0:
-        done.touch()
-        return True
-    print("    " + "\n    ".join(" ".join(map(str, command)).split("\n") + tail(f"{log}.txt")), flush=True)
-    return False
+        Path(f"{log}.done").write_text(key)
+    else:
+        print("    " + "\n    ".join([" ".join(command), *tail(f"{log}.txt")]), flush=True)
 
 
 def tail(path, lines=25):
     return [line[:300] for line in Path(path).read_text(errors="replace").splitlines()[-lines:]]
 
 
-def run_peer(a, name, losses):
-    folder = Path(a.output).resolve() / name
+def run_peer(a, name, seed=None):
+    folder, text = Path(a.output) / name, changed_program(a, seed)
     lay_out(a, folder)
     program = folder / "train_gpt_simple.py"
-    program.write_text(changed_program(a, losses))
+    program.write_text(text)
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(free_port()), "PYTHONUNBUFFERED": "1"}
-    trials = [str(len(a.seeds))] if losses else []
-    run(a, Path(a.output) / name, [sys.executable, str(program), *trials], env, folder)
+    run(a, folder, [sys.executable, str(program)], text, env, folder)
 
 
-def read_peer(path):
-    """Of each of its trials: {step: (validation loss, milliseconds of a step since the last one)}"""
-    trials = []
-    if path.exists():
-        for step, loss, ms in re.findall(r"step:(\d+)/\d+ val_loss:(\S+) .*step_avg:(\S+)ms", path.read_text()):
-            if step == "0":
-                trials.append({})
-            trials[-1][int(step)] = float(loss), float(ms)
-    return trials
+def read_peer(a, name):
+    """{step: (validation loss, milliseconds of a step since the last one)}"""
+    path = Path(a.output) / f"{name}.txt"
+    found = re.findall(r"step:(\d+)/\d+ val_loss:(\S+) .*step_avg:(\S+)ms", path.read_text()) if path.exists() else []
+    return {int(step): (float(loss), float(ms)) for step, loss, ms in found}
 
 
 def run_ours(a, name, options):
     flags = [text for option, value in options.items() for text in (f"--{option}", str(value))]
     common = ["-i", f"{a.data}_train_*.bin", "-s", "0", "-n", "0", "-b", str(a.micro_batch), "-t", str(a.seq_len)]
     output = Path(a.output) / name
-    if not Path(f"{output}.done").exists() and output.exists():
-        for file in output.iterdir():  # of a run that was cut short
+    command = [a.trainer, *common, "-o", str(output), *flags]
+    if not has_run(output, " ".join(command)) and output.exists():
+        for file in output.iterdir():  # of a run that was cut short, or had other options
             file.unlink()
-    return run(a, output, [a.trainer, *common, "-o", str(output), *flags])
+    run(a, output, command, " ".join(command))
 
 
 def read_ours(a, name, event):
@@ -234,6 +240,10 @@ def read_ours(a, name, event):
         return []
     lines = (json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
     return [line for line in lines if line["event"] == event]
+
+
+def table_head(title, *columns):
+    print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
 
 
 def val_options(a):
@@ -254,9 +264,9 @@ def our_rate(a, name):
     return statistics.median(rates) if rates else float("nan")
 
 
-def peer_rate(a, trials):
+def peer_rate(a, found):
     """tokens/s between two validations; without the first, which compiles"""
-    times = [ms for step, (_, ms) in sorted(trials[0].items()) if step > a.eval_every] if trials else []
+    times = [ms for step, (_, ms) in found.items() if step > a.eval_every]
     return a.batch * 1e3 / min(times) if times else float("nan")
 
 
@@ -267,13 +277,13 @@ def speed(a):
     for name, options in ("bf16_1", bf16), ("peer", None), ("bf16_2", bf16), ("fp8", fp8):
         name = f"speed_{name}"
         if not options:
-            run_peer(a, name, losses=False)
-            rows.append(("train_gpt_simple.py", peer_rate(a, read_peer(Path(a.output) / f"{name}.txt"))))
+            run_peer(a, name)
+            rows.append(("train_gpt_simple.py", peer_rate(a, read_peer(a, name))))
         elif a.device != "cpu" or options is bf16:
             run_ours(a, name, options)
             rows.append((f"ours, {name[6:]}", our_rate(a, name)))
     peer = dict(rows)["train_gpt_simple.py"]
-    print(f"\n{a.model}, steps of {a.batch:,} tokens\n\n| | tokens/s | of that program | 1.70B tokens |\n|---|---|---|---|")
+    table_head(f"{a.model}, steps of {a.batch:,} tokens", "", "tokens/s", "of that program", "1.70B tokens")
     for name, rate in rows:
         print(f"| {name} | {rate:,.0f} | {rate / peer:.3f} | {3250 * 524288 / rate / 60:.1f} minutes |", flush=True)
 
@@ -281,10 +291,10 @@ def speed(a):
 # ---- losses
 
 
-def write_first_weights(a, seed):
-    folder = Path(a.output) / f"first_{seed}"
-    if not (folder / "config.json").exists():
-        ref.write_weights(ref.make_model(a.model, seed), str(folder))
+def first_weights(a, seed):
+    folder = os.path.join(a.output, f"first_{re.sub('[^a-z0-9]', '_', a.model)}_{seed}")
+    if not os.path.exists(os.path.join(folder, "config.json")):
+        ref.write_weights(ref.make_model(a.model, seed), folder)
     return folder
 
 
@@ -296,31 +306,35 @@ def recipe_options(a):
 
 def losses(a):
     print(f"{a.model}, {a.steps} steps of {a.batch:,} tokens, seeds {a.seeds}", flush=True)
-    kinds = {"ours": {}} if a.device == "cpu" or not a.fp8 else {"ours": {}, "fp8": {"matmul-dtype": "fp8"}}
-    for seed in a.seeds:
-        folder = write_first_weights(a, seed)
-        for kind, more in kinds.items():
-            options = {"model": folder, "seed": seed} | recipe_options(a) | val_options(a) | more
-            run_ours(a, f"losses_{kind}_{seed}", options)
-    run_peer(a, "losses_peer", losses=True)
-    theirs = [{step: loss for step, (loss, _) in t.items()} for t in read_peer(Path(a.output) / "losses_peer.txt")]
+    kinds = {"ours": {}, "fp8": {"matmul-dtype": "fp8"}} if a.fp8 else {"ours": {}}
+    folders = {seed: first_weights(a, seed) for seed in a.seeds}
+    with ThreadPoolExecutor(1) as pool:
+        peers = [pool.submit(run_peer, a, f"losses_peer_{seed}", seed) for seed in a.seeds]
+        if not a.together:
+            wait(peers)
+        for seed, folder in folders.items():
+            for kind, more in kinds.items():
+                options = {"model": folder, "seed": seed} | recipe_options(a) | val_options(a) | more
+                run_ours(a, f"losses_{kind}_{seed}", options)
+        for peer in peers:
+            peer.result()
+    theirs = [{step: loss for step, (loss, _) in read_peer(a, f"losses_peer_{seed}").items()} for seed in a.seeds]
     for kind in kinds:
-        ours = [
-            {line["step"]: line["loss"] for line in read_ours(a, f"losses_{kind}_{seed}", "eval")} for seed in a.seeds
-        ]
-        print_losses(kind, a.seeds, ours, theirs)
+        logs = [read_ours(a, f"losses_{kind}_{seed}", "eval") for seed in a.seeds]
+        print_losses(kind, a.seeds, [{line["step"]: line["loss"] for line in log} for log in logs], theirs)
 
 
 def print_losses(kind, seeds, ours, theirs):
-    print(f"\n{kind}: validation losses\n\n| step | seed | train_gpt_simple.py | {kind} | difference |\n|---|---|---|---|---|")
+    table_head(f"{kind}: validation losses", "step", "seed", "train_gpt_simple.py", kind, "difference")
     largest, last = 0, []
     for seed, mine, its in zip(seeds, ours, theirs):
-        for step in sorted(mine.keys() & its.keys()):
+        steps = sorted(mine.keys() & its.keys())
+        for step in steps:
             difference = mine[step] / its[step] - 1
             largest = max(largest, abs(difference))
             print(f"| {step} | {seed} | {its[step]:.5f} | {mine[step]:.5f} | {100 * difference:+.3f}% |")
-        if mine.keys() & its.keys():
-            last.append((mine[max(mine)], its[max(its)]))
+        if steps:
+            last.append((mine[steps[-1]], its[steps[-1]]))
     print(f"\nlargest difference {100 * largest:.3f}%", flush=True)
     if len(last) > 1:
         mine, its = zip(*last)
@@ -333,14 +347,20 @@ def print_losses(kind, seeds, ours, theirs):
 
 def optimizers(a):
     """A run is as good as its last loss: the rate of each falls over its own steps."""
-    common = {"model": a.model, "total-batch": a.batch, "schedule": "cosine", "final-lr-fraction": 0.05, "weight-decay": 0.1}
+    common = {
+        "model": a.model,
+        "total-batch": a.batch,
+        "schedule": "cosine",
+        "final-lr-fraction": 0.05,
+        "weight-decay": 0.1,
+    }
     common |= {"beta2": 0.95, "recipe": "none"} | val_options(a)
     runs = {}
     for rate in a.adamw_rates:
         runs[f"AdamW {rate:g}"] = {"optimizer": "adamw", "learning-rate": rate, "max-steps": a.steps}
     for rate in a.muon_rates:
         muon = {"optimizer": "muon", "lr-matrix": rate, "learning-rate": a.muon_adamw_rate}
-        runs[f"Muon {rate:g}"] = muon | {"max-steps": round(a.fraction * a.steps)}
+        runs[f"Muon {rate:g}"] = muon | {"decay-matrix": a.muon_decay, "max-steps": round(a.fraction * a.steps)}
     final = {}
     for name, options in runs.items():
         file = "optimizers_" + name.replace(" ", "_")
@@ -349,7 +369,7 @@ def optimizers(a):
         if curve and curve[-1][0] == options["max-steps"]:
             final[name] = curve[-1][1], options["max-steps"], our_rate(a, file)
         print(f"{name}: " + " ".join(f"{step}:{loss:.4f}" for step, loss in curve), flush=True)
-    print(f"\n{a.model}, steps of {a.batch:,} tokens\n\n| optimiser | steps | tokens | last loss | tokens/s |\n|---|---|---|---|---|")
+    table_head(f"{a.model}, steps of {a.batch:,} tokens", "optimiser", "steps", "tokens", "last loss", "tokens/s")
     for name, (loss, steps, rate) in final.items():
         print(f"| {name} | {steps} | {1e-6 * steps * a.batch:.1f}M | {loss:.4f} | {rate:,.0f} |")
     best = {kind: min((final[n] for n in final if n.startswith(kind)), default=None) for kind in ("AdamW", "Muon")}
@@ -364,8 +384,9 @@ def optimizers(a):
 def share(a):
     """The laps of a timed step, which follow one another on the GPU."""
     common = {"max-steps": a.steps, "total-batch": a.batch, "eval-every": 0, "timing": a.steps // 2}
-    print(f"steps of {a.batch:,} tokens\n\n| model | polynomials | Muon, ms | AdamW, ms | step, ms | Muon's share |")
-    print("|---|---|---|---|---|---|")
+    table_head(
+        f"steps of {a.batch:,} tokens", "model", "polynomials", "Muon, ms", "AdamW, ms", "step, ms", "Muon's share"
+    )
     for model in a.models:
         for polynomials in "simple", "polar-express":
             name = f"share_{re.sub('[^a-z0-9]', '_', model)}_{polynomials}"
@@ -405,9 +426,12 @@ def main():
     p.add_argument("--seeds", type=int, nargs="+", default=[1])
     p.add_argument("--fp8", action="store_true", help="losses: ours in fp8, too")
     p.add_argument("--peer-dtype", choices=["own", "fp32-embedding", "fp32"], default="own")
+    p.add_argument("--eager", action="store_true", help="that program without torch.compile")
+    p.add_argument("--together", action="store_true", help="losses: both at once on one GPU, while it compiles")
     p.add_argument("--adamw-rates", type=float, nargs="+", default=[1e-3, 2e-3])
     p.add_argument("--muon-rates", type=float, nargs="+", default=[0.02])
     p.add_argument("--muon-adamw-rate", type=float, default=2e-3, help="of what Muon does not update")
+    p.add_argument("--muon-decay", type=float, default=0.05)
     p.add_argument("--fraction", type=float, default=0.7, help="of AdamW's steps that Muon gets")
     p.add_argument("--warmup", type=int, default=60)
     p.add_argument("--models", nargs="+", default=["gpt2:124M", "modern:124M"], help="of share")
@@ -423,6 +447,11 @@ def main():
         a.batch % rows == 0 and a.val_tokens % rows == 0 and a.val_tokens,
         f"--batch {a.batch} and --val-tokens {a.val_tokens} are not multiples of {a.micro_batch} rows of {a.seq_len}",
         "change --micro-batch",
+    )
+    ref.require(
+        a.race != "losses" or a.steps % 10 == 0,
+        f"--steps {a.steps}: the last 70% begin inside a step, where that program and ours round differently",
+        "use a multiple of 10",
     )
     Path(a.output).mkdir(parents=True, exist_ok=True)
     {"speed": speed, "losses": losses, "optimizers": optimizers, "share": share}[a.race](a)
