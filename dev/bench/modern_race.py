@@ -292,7 +292,7 @@ def speed(a):
 
 
 def first_weights(a, seed):
-    folder = os.path.join(a.output, f"first_{re.sub('[^a-z0-9]', '_', a.model)}_{seed}")
+    folder = os.path.join(a.output, f"first_{re.sub('[^A-Za-z0-9]', '_', a.model)}_{seed}")
     if not os.path.exists(os.path.join(folder, "config.json")):
         ref.write_weights(ref.make_model(a.model, seed), folder)
     return folder
@@ -389,7 +389,7 @@ def share(a):
     )
     for model in a.models:
         for polynomials in "simple", "polar-express":
-            name = f"share_{re.sub('[^a-z0-9]', '_', model)}_{polynomials}"
+            name = f"share_{re.sub('[^A-Za-z0-9]', '_', model)}_{polynomials}"
             run_ours(a, name, common | {"model": model, "optimizer": "muon", "muon-polynomials": polynomials})
             for line in read_ours(a, name, "timing")[-1:]:
                 ms = {lap: group["ms"] for lap, group in line["groups"].items()}
