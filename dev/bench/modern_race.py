@@ -32,6 +32,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+import dev.missing_package  # noqa: E402,F401, before torch
+
 import torch  # noqa: E402
 
 import train_gpt2 as ref  # noqa: E402
