@@ -80,6 +80,12 @@ __device__ inline void stmatrix(unsigned row, const unsigned (&r)[4]) {
                  "r"(r[2]), "r"(r[3])
                  : "memory");
 }
+// Each of the four transposed.
+__device__ inline void stmatrix_transposed(unsigned row, const unsigned (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
 // c(16,8) += a(16,16) b(16,8). With g = lane/4, t = lane%4, a lane holds c[g][2t,2t+1], c[g+8][2t,2t+1].
 __device__ inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile(

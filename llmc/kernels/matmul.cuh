@@ -3,10 +3,11 @@
 // allow_tf32.
 //
 // A problem is planned once. Its candidates are cuBLASLt's best and our variants; an epilogue that is not plain has
-// ours only. The first candidate fixes the numbers: cuBLASLt's, which is asked for with 16 bytes of alignment, whatever
-// the pointers have. Plain products of ours are bitwise identical to it, as all kernels are that sum k in one go; and
-// an epilogue of ours is bitwise identical to the plain product followed by activation.cuh or rope.cuh. So a block
-// gives the same numbers with and without fusion.
+// ours only; a symmetric product has ours or, where there are none, cuBLASLt's, which compute all of it. The first
+// candidate fixes the numbers: cuBLASLt's, which is asked for with 16 bytes of alignment, whatever the pointers have.
+// Plain products of ours are bitwise identical to it, as all kernels are that sum k in one go; and an epilogue of ours
+// is bitwise identical to the plain product followed by activation.cuh or rope.cuh. So a block gives the same numbers
+// with and without fusion.
 //
 // With autotune the first call of a plan runs all candidates on the caller's own operands; "=" calls only. Those whose
 // result differs from the first's in any bit are dropped, and the fastest of the rest is kept: the choice, which
@@ -202,12 +203,13 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
     const MatmulProblem *q = &p->problem;
     const HopperVariant *v;
     memset(candidates, 0, MATMUL_CANDIDATES * sizeof *candidates);
-    const int plain = q->epilogue == EPILOGUE_PLAIN, fp8 = q->dtype == MATMUL_E4M3;
-    const int vendor = plain && (!fp8 || q->form == MATMUL_BACKWARD_WEIGHT || !matmul_has_own_fp8());
     const int fits = matmul_sizes(q).K * matmul_element(q) % 16 == 0;  // TMA needs rows of whole 16 bytes
-    int count = vendor ? matmul_vendor_candidates(mm, p, candidates) : 0, at = 0;
-    while (fits && count < MATMUL_CANDIDATES && (v = matmul_variant(q, &at)))
-        if (matmul_batch(q) == 1 || matmul_sizes(q).M % (128 * v->cluster) == 0) candidates[count++].own = v;
+    int at = 0;
+    const int fp8 = q->dtype == MATMUL_E4M3, symmetric = q->epilogue == EPILOGUE_SYMMETRIC;
+    const int plain = q->epilogue == EPILOGUE_PLAIN || (symmetric && !(fits && matmul_variant(q, &at)));
+    const int vendor = plain && (!fp8 || q->form == MATMUL_BACKWARD_WEIGHT || !matmul_has_own_fp8());
+    int count = vendor ? matmul_vendor_candidates(mm, p, candidates) : 0;
+    for (at = 0; fits && count < MATMUL_CANDIDATES && (v = matmul_variant(q, &at));) candidates[count++].own = v;
     return count;
 }
 // cuBLASLt's description, complete before it is asked for candidates.
@@ -427,8 +429,8 @@ static inline void matmul_tune(Matmul *mm, MatmulPlan *p, const MatmulOperands *
 // Every plan with what was chosen and, where it was timed, how fast it is.
 static inline void matmul_report(const Matmul *mm, FILE *f) {
     static const char *forms[] = {"forward", "input gradient", "weight gradient"};
-    static const char *epilogues[] = {"", ", rope", ", activation", ", activation keeps input",
-                                      ", activation's gradient"};
+    static const char *epilogues[] = {
+        "", ", symmetric", ", rope", ", activation", ", activation keeps input", ", activation's gradient"};
     fprintf(f, "matmul plans: %d, tuned in %.1f s\n", mm->count, mm->tune_seconds);
     for (int i = 0; i < mm->count; i++) {
         const MatmulPlan *p = &mm->plans[i];
@@ -455,8 +457,7 @@ static inline void matmul_report(const Matmul *mm, FILE *f) {
         }
         if (p->tuned)
             fprintf(f, "; %.4f ms %.0f TFLOP/s, candidate %d of %d (%d identical), first %.4f ms", (double)p->ms,
-                    2e-9 * matmul_batch(q) * q->rows * q->in * q->out / (double)p->ms, p->chosen, p->found,
-                    p->identical, (double)p->first_ms);
+                    1e-9 * matmul_flops(q) / (double)p->ms, p->chosen, p->found, p->identical, (double)p->first_ms);
         fprintf(f, "\n");
     }
 }
@@ -475,12 +476,13 @@ static inline void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperan
     assert(x->out != x->a && x->out != x->b && (!x->aux || x->out != x->aux));
     assert((q->epilogue == EPILOGUE_PLAIN || !x->accumulate) && !(x->a_by_row && x->accumulate) &&
            (!x->column_sums || matmul_sums_columns(q)));
+    assert(q->epilogue != EPILOGUE_SYMMETRIC || (x->a == x->b && matmul_sizes(q).M == matmul_sizes(q).N && !x->bias));
     // What writes over its input must not run twice: the choice made with slopes holds for it, too.
     MatmulProblem planned = *q;
     if (q->epilogue == EPILOGUE_GRADIENT_FROM_INPUT) planned.epilogue = EPILOGUE_GRADIENT;
     // cuBLASLt would add the bias before rows are divided by their scales
     MatmulPlan *p = matmul_plan(mm, &planned, q->dtype == MATMUL_E4M3 ? NULL : x->bias);
-    const double flops = 2.0 * matmul_batch(q) * q->rows * q->in * q->out;
+    const double flops = matmul_flops(q);
     if (mm->autotune && !p->tuned && p->found > 1 && flops >= MATMUL_TUNE_FLOPS && !x->accumulate)
         matmul_tune(mm, p, x, stream);
     cublasCheck(matmul_launch(mm, p, x->accumulate ? &p->vendor : &p->use, q, x, stream));

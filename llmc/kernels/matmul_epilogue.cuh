@@ -42,7 +42,7 @@ template <typename S> struct FinishedTile {
     const HopperWork &work;
     unsigned boxes, aux_barriers;  // staged boxes of this warpgroup; a barrier for each
     float *side;                   // this warpgroup's words of shared memory
-    int warpgroup, M, N, row, column;
+    int warpgroup, M, N, row, column, product;
     bool storer = threadIdx.x % WARPGROUP == 0;
     unsigned packed[S::COLUMNS / 4];  // packed[2n + h]: columns 8n+2t,+1 of row g + 8h
 
@@ -70,7 +70,7 @@ template <typename S> struct FinishedTile {
     }
     // By the storer. part: which of the matrices that lie side by side.
     __device__ void store(const CUtensorMap *map, int box, int c, int part = 0) const {
-        box_store(map, boxes + box * BOX_BYTES, part * N + column + c * BOX_COLUMNS, 0, row, 0);
+        box_store(map, boxes + box * BOX_BYTES, part * N + column + c * BOX_COLUMNS, 0, row, product);
     }
     __device__ void put(int c, int k) {
         unsigned r[4];
@@ -78,10 +78,12 @@ template <typename S> struct FinishedTile {
         for (int i = 0; i < 4; i++) r[i] = word(c, k, i);
         stmatrix(address(boxes, k), r);
     }
-    // 32 columns as they are, after prepare(c) before the first of a column block; the last store it.
-    template <typename Prepare> __device__ void put_half(int slot, Prepare prepare) {
-        const int c = slot / 2, begin = slot % 2 * 2;
-        if (outside(c)) return;
+    // 32 columns as they are, after prepare(c) before the first of a column block; the last store it. SYMMETRIC: a box
+    // below the diagonal is stored transposed, too, in place of the one above it, which is left out. A box on the
+    // diagonal is symmetric: its elements (i,j) and (j,i) are sums of the same terms in the same order.
+    template <bool SYMMETRIC = false, typename Prepare> __device__ void put_half(int slot, Prepare prepare) {
+        const int c = slot / 2, begin = slot % 2 * 2, at_column = column + c * BOX_COLUMNS;
+        if (outside(c) || (SYMMETRIC && at_column > row)) return;
         const unsigned box = boxes;
         if (begin == 0) {
             box_free();
@@ -94,16 +96,21 @@ template <typename S> struct FinishedTile {
             #pragma unroll
             for (int i = 0; i < 4; i++) r[i] = word(c, k, i);
             stmatrix(at, r);
+            if constexpr (SYMMETRIC) {
+                const unsigned turned = fragment_address<BOX_ROWS>(box + BOX_BYTES, 16 * k, threadIdx.x / WARP % 4);
+                stmatrix_transposed(turned, {r[0], r[2], r[1], r[3]});
+            }
         }
         if (begin == 0) return;
         box_full();
         if (!storer) return;
         store(out_map, 0, c);
+        if (SYMMETRIC && at_column < row) box_store(out_map, box + BOX_BYTES, row, 0, at_column, product);
         bulk_commit();
     }
 };
 
-// ---- plain, and rotated
+// ---- plain, symmetric, and rotated
 
 struct Plain {
     static constexpr int PRODUCTS = 1, BOXES = 1, OUT_PARTS = 1, AUX_PARTS = 0;
@@ -113,6 +120,12 @@ struct Plain {
     template <typename T> __device__ void end(const T &) {}
     template <typename T> __device__ void finish(T &t, int slot) {
         t.put_half(slot, [](int) {});
+    }
+};
+struct Symmetric : Plain {
+    static constexpr int BOXES = 2;
+    template <typename T> __device__ void finish(T &t, int slot) {
+        t.template put_half<true>(slot, [](int) {});
     }
 };
 // A column block is a head. Both columns of a pair lie in the same thread.

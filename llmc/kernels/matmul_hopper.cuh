@@ -52,8 +52,8 @@ __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, un
         }
         if (!here) break;
         const MatmulSchedule::Tile t = w.schedule.tile(i);
-        // a batch's outputs are one matrix: each has whole row tiles (matmul_candidates)
-        out.row = t.product * w.M + (t.row * S::CLUSTER + rank) * S::ROWS + out.warpgroup * BOX_ROWS;
+        out.product = t.product;
+        out.row = (t.row * S::CLUSTER + rank) * S::ROWS + out.warpgroup * BOX_ROWS;
         out.column = t.column * S::OUT_COLUMNS;
         epilogue.begin(out);
         #pragma unroll 1
@@ -140,20 +140,21 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
     const int M = z.M, N = z.N / E::PRODUCTS, K = z.K, batch = matmul_batch(q);
     require(M > 0 && N % 8 == 0 && K * sizeof(Element) % 16 == 0 && (!S::MN_A || M % 8 == 0),
             "Hopper matmul of M %d N %d K %d\nrows of all matrices must be multiples of 16 bytes", M, N, K);
-    assert(batch == 1 || (q->epilogue == EPILOGUE_PLAIN && !o->bias && M % (S::ROWS * S::CLUSTER) == 0));
+    const int symmetric = q->epilogue == EPILOGUE_SYMMETRIC;
+    assert(batch == 1 || ((q->epilogue == EPILOGUE_PLAIN || symmetric) && !o->bias));
     assert((!E::READS_AUX || !o->bias) && (E::PRODUCTS * E::AUX_PARTS < 2 || N % BOX_COLUMNS == 0));
     static int multiprocessors = 0;
     if (!multiprocessors) {
         multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
         cudaCheck(cudaFuncSetAttribute(matmul_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     }
-    const MatmulSchedule schedule = matmul_schedule(M, N, S::ROWS * S::CLUSTER, S::OUT_COLUMNS, batch);
+    const MatmulSchedule schedule = matmul_schedule(M, N, S::ROWS * S::CLUSTER, S::OUT_COLUMNS, batch, symmetric);
     const HopperWork w = {
         M,       N,           K,           schedule,   (const bf16 *)o->bias, o->absmax, o->column_sums,
         o->rope, o->a_absmax, o->b_absmax, o->a_by_row};
     const CUtensorMap a = S::MN_A ? matrix_map<Element>(o->a, K, M, batch) : matrix_map<Element>(o->a, M, K, batch);
     const CUtensorMap b = S::MN_B ? matrix_map<Element>(o->b, K, N, batch) : matrix_map<Element>(o->b, z.N, K, batch);
-    const CUtensorMap out = matrix_map<bf16>(o->out, batch * M, E::OUT_PARTS * N);
+    const CUtensorMap out = matrix_map<bf16>(o->out, M, E::OUT_PARTS * N, batch);
     const CUtensorMap aux = E::AUX_PARTS ? matrix_map<bf16>(o->aux, M, E::AUX_PARTS * N) : out;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -179,6 +180,8 @@ constexpr HopperVariant hopper_row(MatmulEpilogue epilogue, MlpKind activation =
     return {dtype, FORM, epilogue, activation, COLUMNS, CLUSTER, hopper_launch<Tile>};
 }
 #define HOPPER_PLAIN(Dtype, form, columns, cluster) hopper_row<Dtype, form, columns, cluster, Plain>(EPILOGUE_PLAIN)
+#define HOPPER_SYMMETRIC(Dtype, form, columns, cluster) \
+    hopper_row<Dtype, form, columns, cluster, Symmetric>(EPILOGUE_SYMMETRIC)
 #define HOPPER_ROPE(Dtype, columns, cluster) hopper_row<Dtype, MATMUL_FORWARD, columns, cluster, Rotate>(EPILOGUE_ROPE)
 #define HOPPER_ACTIVATION_FORWARD(Dtype, columns, cluster, kind, Policy) \
     hopper_row<Dtype, MATMUL_FORWARD, columns, cluster, Activate<Policy, false>>(EPILOGUE_ACTIVATION, kind), \

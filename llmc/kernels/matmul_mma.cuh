@@ -39,11 +39,13 @@ __device__ inline void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsig
             : "l"(a), "l"(b), "r"(add)
             : "memory");
 }
-// tile.cuh's wgmma, both operands in shared memory, of 192 or 256 columns.
+// tile.cuh's wgmma, both operands in shared memory, of 128, 192 or 256 columns.
 template <int N, int MN_A, int MN_B>
 __device__ inline void wgmma_wide(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
-    static_assert(N == 192 || N == 256, "write the asm for this width");
-    if constexpr (N == 192)
+    static_assert(N == 128 || N == 192 || N == 256, "write the asm for this width");
+    if constexpr (N == 128)
+        wgmma<N, MN_A, MN_B>(d, a, b, add);
+    else if constexpr (N == 192)
         asm volatile(
             "{ .reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 " WGMMA_D192
             ", %96, %97, p, 1, 1, %99, %100; }"

@@ -5,6 +5,7 @@
 //   BACKWARD_WEIGHT  out (out,in)    = a: dout (rows,out)^T times b: inp (rows,in)
 // and what its epilogue does with the product x, rounded to floatX (activation.cuh has f and its slopes f'):
 //   PLAIN                    x
+//   SYMMETRIC                of a = b in FORWARD, BACKWARD_WEIGHT: x, its own transpose; our kernel computes half
 //   ROPE                     of FORWARD: x rotated as in rope.cuh
 //   ACTIVATION               of FORWARD: f(x), aux = f'(x)
 //   ACTIVATION_KEEPS_INPUT   of FORWARD: f(x), aux = x
@@ -26,6 +27,7 @@
 typedef enum { MATMUL_FORWARD, MATMUL_BACKWARD_INPUT, MATMUL_BACKWARD_WEIGHT } MatmulForm;
 typedef enum {
     EPILOGUE_PLAIN,
+    EPILOGUE_SYMMETRIC,
     EPILOGUE_ROPE,
     EPILOGUE_ACTIVATION,
     EPILOGUE_ACTIVATION_KEEPS_INPUT,
@@ -41,9 +43,13 @@ typedef struct {  // ints only: compared as bytes
     MatmulEpilogue epilogue;
     MlpKind activation;  // of the epilogues that have one, else 0
     MatmulDtype dtype;
-    int batch;  // PLAIN: so many products at once, whose a, b and out lie one after the other; 0: one
+    int batch;  // PLAIN, SYMMETRIC: so many products at once, whose a, b and out lie one after the other; 0: one
 } MatmulProblem;
 static inline int matmul_batch(const MatmulProblem *q) { return q->batch > 1 ? q->batch : 1; }
+static inline double matmul_flops(const MatmulProblem *q) {
+    const double each = q->epilogue == EPILOGUE_SYMMETRIC ? 1 : 2;  // half of a product
+    return each * matmul_batch(q) * q->rows * q->in * q->out;
+}
 
 // Rows are tokens of sequences of T, the first of them token `first`; the first `columns` are rotated; cos_sin
 // (T,HD/2,2).

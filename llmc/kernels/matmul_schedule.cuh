@@ -1,6 +1,8 @@
 // Which tile of a matmul's output a block computes next. Blocks are persistent, one per multiprocessor: cluster c of n
 // computes tiles c, c + n, ... Tiles are numbered in groups of rows, within a group row by row, then column by column:
-// the group's rows of a stay in L2 while b streams past. Of a batch one product's tiles follow the other's.
+// the group's rows of a stay in L2 while b streams past. Of a batch one product's tiles follow the other's. Where the
+// output is symmetric only the tiles that reach the diagonal or lie below it are numbered: column by column, from the
+// diagonal down.
 #ifndef LLMC_MATMUL_SCHEDULE_CUH
 #define LLMC_MATMUL_SCHEDULE_CUH
 
@@ -8,12 +10,20 @@
 
 struct MatmulSchedule {
     int row_tiles, column_tiles, group;  // a row tile is that of a whole cluster; row tiles of a group
-    int batch;
+    int batch, each;                     // tiles of a product
+    int rows, columns;                   // of a tile; columns are 0 if all tiles are wanted
     struct Tile { int row, column, product; };
-    __host__ __device__ int tiles() const { return row_tiles * column_tiles * batch; }
+    __host__ __device__ int tiles() const { return each * batch; }
+    // The first wanted tile of a column of tiles.
+    __host__ __device__ int first_row(int column) const { return column * columns / rows; }
     __device__ Tile tile(int i) const {
-        const int product = batch == 1 ? 0 : i / (row_tiles * column_tiles);
-        i -= product * row_tiles * column_tiles;
+        const int product = batch == 1 ? 0 : i / each;
+        i -= product * each;
+        for (int column = 0; columns > 0; column++) {
+            const int row = first_row(column) + i;
+            if (row < row_tiles) return {row, column, product};
+            i = row - row_tiles;
+        }
         const int first = i / (group * column_tiles) * group, size = min(group, row_tiles - first);
         const int rest = i - first * column_tiles;
         return {first + rest % size, rest / size, product};
@@ -25,10 +35,15 @@ struct MatmulSchedule {
     }
 };
 inline int matmul_group_rows = 2048;  // dev/cuda/matmul.cu times others
-static inline MatmulSchedule matmul_schedule(int M, int N, int tile_rows, int tile_columns, int batch = 1) {
+static inline MatmulSchedule matmul_schedule(int M, int N, int tile_rows, int tile_columns, int batch = 1,
+                                             int symmetric = 0) {
     const size_t rows = (size_t)tile_rows;
-    return {(int)ceil_div((size_t)M, rows), (int)ceil_div((size_t)N, (size_t)tile_columns),
-            (int)ceil_div((size_t)matmul_group_rows, rows), batch};
+    MatmulSchedule s = {(int)ceil_div((size_t)M, rows), (int)ceil_div((size_t)N, (size_t)tile_columns),
+                        (int)ceil_div((size_t)matmul_group_rows, rows), batch};
+    s.rows = tile_rows;
+    s.columns = symmetric ? tile_columns : 0;
+    for (int c = 0; c < s.column_tiles; c++) s.each += s.row_tiles - s.first_row(c);
+    return s;
 }
 
 #endif

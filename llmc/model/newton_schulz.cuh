@@ -2,6 +2,7 @@
 // all in floatX, each a launch for the whole batch. The polynomial's terms are added up in the square, so that no pass
 // over the matrices is left:
 //   gram = x x^T     p = gram gram     p = a + b gram + c p     x = p x     (of a tall matrix gram = x^T x, x = x p)
+// The first two are symmetric: where our kernel runs, half of each is computed.
 // In bf16 each of these is rounded once, as newton_schulz_cpu does when it is told to. Ladder: dev/cuda/muon.cu.
 #ifndef LLMC_NEWTON_SCHULZ_CUH
 #define LLMC_NEWTON_SCHULZ_CUH
@@ -22,7 +23,8 @@ static inline floatX *newton_schulz(Matmul *mm, const Muon *muon, floatX *scratc
     const size_t size = (size_t)rows * (size_t)cols, square = (size_t)small * (size_t)small, n = (size_t)count;
     floatX *x = scratch, *next = x + n * size, *gram = next + n * size, *p = gram + n * square;
     auto multiply = [&](MatmulForm form, floatX *out, const floatX *a, const floatX *b, int M, int in, int out_size) {
-        const MatmulProblem q = {form, M, in, out_size, EPILOGUE_PLAIN, MLP_GELU, MATMUL_FLOATX, count};
+        const MatmulEpilogue epilogue = a == b ? EPILOGUE_SYMMETRIC : EPILOGUE_PLAIN;
+        const MatmulProblem q = {form, M, in, out_size, epilogue, MLP_GELU, MATMUL_FLOATX, count};
         const MatmulOperands operands = {out, a, b};
         matmul(mm, &q, &operands, stream);
     };
