@@ -7,7 +7,7 @@
 
 static const char *form_names[] = {"forward", "dinp", "dweight"};
 static const char *epilogue_names[] = {
-    "", " rotated", " with gelu", " with gelu, keeping its input", " with slopes", " from gelu's input"};
+    "", " symmetric", " rotated", " with gelu", " with gelu, keeping its input", " with slopes", " from gelu's input"};
 static HopperVariant own_matmuls[64];
 static int own_count;
 static void own_open(void) {
@@ -85,7 +85,7 @@ static void check_own(MatmulForm form, int M, int N, int K) {
     for (int v = 0; v < own_count; v++) {
         const HopperVariant &own = own_matmuls[v];
         if (own.form != form || own.activation != MLP_GELU || own.epilogue == EPILOGUE_ROPE ||
-            own.epilogue == EPILOGUE_GRADIENT_FROM_INPUT)
+            own.epilogue == EPILOGUE_GRADIENT_FROM_INPUT || own.epilogue == EPILOGUE_SYMMETRIC)
             continue;
         char text[96];
         #define named(what) \
@@ -215,6 +215,56 @@ static void check_all_own(int M, int N, int K) {
     check_own(MATMUL_FORWARD, M, N, K);
     check_own(MATMUL_BACKWARD_INPUT, M, N, K);
     if (M % 8 == 0) check_own(MATMUL_BACKWARD_WEIGHT, M, N, K);
+}
+// A batch of squares, each of a matrix with itself, plain and symmetric: every bit of the products one by one, which
+// are their own transposes.
+static void check_batch(MatmulForm form, int n, int K, int batch) {
+    const size_t square = (size_t)n * n, size = (size_t)n * K, all = batch * square;
+    ladder_case("own squares %s n=%d K=%d, %d at once", form_names[form], n, K, batch);
+    bf16 *a = device_normal<bf16>(batch * size, 1.0f), *one_by_one = device_new<bf16>(all),
+         *out = device_new<bf16>(all);
+    const HopperVariant *plain = find_own(form, EPILOGUE_PLAIN);
+    for (int i = 0; i < batch; i++)
+        run_own(plain, n, n, K, one_by_one + i * square, NULL, a + i * size, a + i * size, NULL, NULL);
+    const float *expected = download(one_by_one, all);
+    size_t unequal = 0;
+    for (size_t i = 0; i < all; i++) unequal += expected[i] != expected[i / square * square + i % n * n + i / n % n];
+    if (form != MATMUL_BACKWARD_INPUT) check_true(unequal == 0, "%zu elements differ from their transposes", unequal);
+    for (int v = 0; v < own_count; v++) {
+        const HopperVariant &own = own_matmuls[v];
+        if (own.form != form || own.epilogue > EPILOGUE_SYMMETRIC) continue;
+        MatmulProblem q = problem_of(form, n, n, K, own.epilogue);
+        q.batch = batch;
+        const MatmulOperands x = {(floatX *)out, a, a};
+        auto run = [&] { own.run(&q, &x, ladder.gpu.compute); };
+        poison(out, all);
+        run();
+        check_true(!memcmp(download(out, all), expected, all * sizeof(float)), "%d columns, cluster %d%s: every bit",
+                   own.columns, own.cluster, epilogue_names[own.epilogue]);
+        check_same_bits("bits", {{out, all * sizeof(bf16)}}, run);
+    }
+}
+static void check_own_kernels(void) {
+    check_all_own(1000, 768, 768);
+    check_all_own(77, 264, 136);
+    check_all_own(1, 8, 8);
+    check_all_own(264, 1600, 72);
+    check_all_own(4168, 2304, 200);
+    check_all_own(8192, 1600, 320);
+    check_gated(1000, 768, 768);
+    check_gated(77, 64, 136);
+    check_gated(1, 192, 8);
+    check_gated(264, 1600, 72);
+    check_gated(2048, 8960, 320);
+    check_gated(4168, 704, 1544);
+    for (MatmulForm form : {MATMUL_FORWARD, MATMUL_BACKWARD_INPUT, MATMUL_BACKWARD_WEIGHT}) {
+        check_batch(form, 768, 768, 12);
+        check_batch(form, 1600, 200, 2);
+        check_batch(form, 200, 1600, 3);
+        check_batch(form, 8, 8, 5);
+        check_batch(form, 72, 3072, 150);
+        check_batch(form, 4168, 64, 1);
+    }
 }
 
 // How many elements differ, and the largest |x - y| / (|x| + |y| + 0.1).

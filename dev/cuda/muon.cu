@@ -1,6 +1,6 @@
 // Ladder of llmc/kernels/muon.cuh and llmc/model/newton_schulz.cuh: batches of wide, tall and square matrices against
 // the CPU, which rounds where the GPU does; matrices out of the directions and back; momentum and update with and
-// without a master; what is left out; speed of a whole step.
+// without a master; what is left out; speed of symmetric products beside whole ones, and of a whole step.
 // Build and run: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
 #define LLMC_ORACLE
@@ -186,6 +186,32 @@ template <typename S> static void check_update(int with_master) {
 // ---- speed
 
 typedef struct { int count, rows, cols; } Shape;
+// The symmetric products of a matrix with itself beside whole ones. Both count the operations of the whole. With
+// --variants also each variant of ours.
+static void bench_symmetric(const char *name, int count, int n, int K) try {
+    ladder_case("%s, %d of %d x %d", name, count, n, K);
+    floatX *x = device_normal<floatX>((size_t)count * n * K, 0.02f), *out = device_new<floatX>((size_t)count * n * n);
+    const MatmulOperands operands = {out, x, x};
+    Matmul mm = open_matmul(1);
+    for (MatmulForm form : {MATMUL_FORWARD, MATMUL_BACKWARD_WEIGHT}) {
+        const int forward = form == MATMUL_FORWARD;
+        MatmulProblem q = {form, forward ? n : K, forward ? K : n, n, EPILOGUE_SYMMETRIC, MLP_GELU, MATMUL_FLOATX,
+                           count},
+                      whole = q;
+        whole.epilogue = EPILOGUE_PLAIN;
+        auto run = [&](const MatmulProblem *p) { matmul(&mm, p, &operands, ladder.gpu.compute); };
+        bench_beside(
+            forward ? "x x^T" : "x^T x", 0, matmul_flops(&whole), [&] { run(&q); }, "whole", [&] { run(&whole); });
+        const HopperVariant *v;
+        for (int at = 0; ladder.variants && (v = matmul_variant(&q, &at));)
+            printf("  %d columns, cluster %d: %.1f us\n", v->columns, v->cluster,
+                   time_us([&] { v->run(&q, &operands, ladder.gpu.compute); }));
+    }
+    if (ladder.variants) matmul_report(&mm, stdout);
+    matmul_close(&mm);
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
 static void bench_step(const char *name, const Shape *shapes, int num, const char *polynomials) try {
     size_t bytes = 0, elements = 0;
     int most = 0;
@@ -202,20 +228,26 @@ static void bench_step(const char *name, const Shape *shapes, int num, const cha
     ladder_case("%s, n=%zu steps=%d", name, elements, muon.steps);
     char *scratch = device_new<char>(bytes);
     float *partials = device_new<float>(most * MUON_SLICES);
-    Matmul mm = open_matmul(1);
+    Matmul mm = open_matmul(1), vendor = open_matmul(1);
     auto fill = [&](const Shape &s) {
         const size_t n = (size_t)s.count * s.rows * s.cols;
         fill_normal_kernel<<<1024, 256, 0, ladder.gpu.compute>>>((floatX *)scratch, n, 1e-3f, ladder.seed, 1);
         launchCheck();
     };
     fill(shapes[0]);
-    bench("orthogonalise", 0, flops, [&] {
+    auto orthogonalise = [&](Matmul *by, bool own) {
+        hopper_matmuls = own;
         for (int i = 0; i < num; i++)  // of what the last one left: any numbers will do
-            newton_schulz(&mm, &muon, (floatX *)scratch, partials, shapes[i].count, shapes[i].rows, shapes[i].cols,
+            newton_schulz(by, &muon, (floatX *)scratch, partials, shapes[i].count, shapes[i].rows, shapes[i].cols,
                           ladder.gpu.compute);
-    });
+        hopper_matmuls = true;
+    };
+    bench_beside(
+        "orthogonalise", 0, flops, [&] { orthogonalise(&mm, true); }, "whole products of cuBLASLt",
+        [&] { orthogonalise(&vendor, false); });
     if (ladder.variants) matmul_report(&mm, stdout);
     matmul_close(&mm);
+    matmul_close(&vendor);
     const int chunks = (int)ceil_div(elements, ADAM_CHUNK);
     MuonChunk *host = host_new<MuonChunk>(chunks);
     for (int i = 0; i < chunks; i++) {
@@ -247,6 +279,10 @@ int main(int argc, char **argv) {
                 check_batch(2, 200, 72, polynomials, autotune);  // no whole tiles
                 check_batch(1, 64, 192, polynomials, autotune);
             }
+        hopper_matmuls = false;  // as on other GPUs: whole products
+        check_batch(4, 256, 768, "polar-express", 1);
+        check_batch(2, 200, 72, "simple", 1);
+        hopper_matmuls = true;
         check_orthogonal(256, 768, "polar-express", bound(3e-1, 3e-1), bound(1e-2, 1e-2));
         check_orthogonal(256, 768, "simple", bound(5e-2, 1e-3), bound(5e-3, 1e-4));
         check_copy();
@@ -259,6 +295,12 @@ int main(int argc, char **argv) {
         const Shape gpt2_124M[] = {{48, 768, 768}, {12, 3072, 768}, {12, 768, 3072}};
         const Shape gpt2_1558M[] = {{192, 1600, 1600}, {48, 6400, 1600}, {48, 1600, 6400}};
         const Shape llama_block[] = {{2, 4096, 4096}, {2, 1024, 4096}, {2, 14336, 4096}, {1, 4096, 14336}};
+        for (const Shape &s : {Shape{48, 768, 768}, {12, 768, 3072}})
+            bench_symmetric("GPT-2 124M", s.count, s.rows, s.cols);
+        for (const Shape &s : {Shape{192, 1600, 1600}, {48, 1600, 6400}})
+            bench_symmetric("GPT-2 1558M", s.count, s.rows, s.cols);
+        for (const Shape &s : {Shape{2, 4096, 4096}, {2, 4096, 14336}})
+            bench_symmetric("Llama-3-8B", s.count, s.rows, s.cols);
         bench_step("GPT-2 124M", gpt2_124M, 3, "polar-express");
         bench_step("GPT-2 124M", gpt2_124M, 3, "simple");
         bench_step("GPT-2 1558M", gpt2_1558M, 3, "polar-express");
