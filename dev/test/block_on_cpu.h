@@ -229,6 +229,21 @@ static inline void matrices(unsigned (&r)[4], unsigned row, bool transposed) {
     }
     __syncwarp();
 }
+static inline void matrices_store(unsigned row, const unsigned (&r)[4], bool transposed) {
+    fiber->words[0] = row;
+    __syncwarp();
+    const int lane = fiber->index % WARP, g = lane / 4, t = lane % 4 * 2;
+    for (int m = 0; m < 4; m++)
+        for (int e = 0; e < 2; e++) {
+            const uint16_t x = (uint16_t)(r[m] >> 16 * e);
+            const uint32_t at = words_of(m * 8 + (transposed ? t + e : g))[0] + (uint32_t)(transposed ? g : t + e) * 2;
+            require_shared("stmatrix", words_of(m * 8 + g)[0], 16);
+            memcpy(shared_memory + at, &x, 2);
+        }
+    __syncwarp();
+}
+static inline void stmatrix(unsigned row, const unsigned (&r)[4]) { matrices_store(row, r, false); }
+static inline void stmatrix_transposed(unsigned row, const unsigned (&r)[4]) { matrices_store(row, r, true); }
 static inline void ldmatrix(unsigned (&r)[4], unsigned row) { matrices(r, row, false); }
 static inline void ldmatrix_transposed(unsigned (&r)[4], unsigned row) { matrices(r, row, true); }
 static inline float half_of(uint32_t word, int upper) { return float_of_bits(upper ? word & 0xffff0000u : word << 16); }

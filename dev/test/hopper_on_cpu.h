@@ -58,6 +58,18 @@ template <int STAGES> struct Ring {
     void release(unsigned use) const { mbarrier_arrive(empty + 8 * stage(use)); }
 };
 template <int STAGES> constexpr int ring_barriers = 2 * STAGES;
+template <int STAGES> struct RingPlace {
+    int stage = 0;
+    unsigned parity = 0;
+    void next() {
+        stage = (stage + 1) % STAGES;
+        parity ^= stage == 0;
+    }
+};
+// Clusters of one block.
+static inline void cluster_sync() {}
+static inline void cluster_arrive(unsigned) {}
+static inline unsigned cluster_address(unsigned address, int) { return address; }
 
 // ---- TMA
 
@@ -65,7 +77,7 @@ struct CUtensorMap {
     bf16 *base;
     int B, T, heads, HD;
     bf16 *at(int b, int row, int head, int column) const {
-        return row < 0 || row >= T ? NULL : base + (((size_t)b * T + row) * heads + head) * HD + column;
+        return row < 0 || row >= T || column >= HD ? NULL : base + (((size_t)b * T + row) * heads + head) * HD + column;
     }
 };
 template <int ROWS, int HD> constexpr int tile_bytes = ROWS * HD * (int)sizeof(bf16);
@@ -86,12 +98,26 @@ static inline void tile_fetch(unsigned to, const CUtensorMap *map, unsigned barr
     bytes_fetched += tile_bytes<ROWS, HD>;
     barriers.at(barrier).bytes -= tile_bytes<ROWS, HD>;
 }
+static size_t elements_stored;
 static inline void box_store(const CUtensorMap *map, unsigned from, int column, int head, int row, int b) {
     for (int r = 0; r < BOX_ROWS; r++)
         for (int c = 0; c < BOX_COLUMNS; c++)
-            if (bf16 *to = map->at(b, row + r, head, column + c))
+            if (bf16 *to = map->at(b, row + r, head, column + c)) {
                 memcpy(to, tile_element<BOX_ROWS>(from, r, c), sizeof *to);
+                elements_stored++;
+            }
 }
+static inline void box_load(unsigned to, const CUtensorMap *map, unsigned barrier, int column, int head, int row,
+                            int b) {
+    const bf16 zero = 0.0f;
+    for (int r = 0; r < BOX_ROWS; r++)
+        for (int c = 0; c < BOX_COLUMNS; c++) {
+            const bf16 *from = map->at(b, row + r, head, column + c);
+            memcpy(tile_element<BOX_ROWS>(to, r, c), from ? from : &zero, sizeof zero);
+        }
+    barriers.at(barrier).bytes -= BOX_BYTES;
+}
+static inline void tensor_map_prefetch(const CUtensorMap *) {}
 static inline void bulk_commit() {}
 static inline void bulk_wait_read() {}
 static inline void bulk_wait() {}
@@ -104,6 +130,10 @@ template <int REGISTERS> static inline void registers_lower() {}
 // Where element i of a lane's share of D (64, N) is in its warp's 16 rows.
 static inline int fragment_row(int i) { return fiber->index % WARP / 4 + i % 4 / 2 * 8; }
 static inline int fragment_column(int i) { return i / 4 * 8 + fiber->index % 4 * 2 + i % 2; }
+template <int ROWS> static inline unsigned fragment_address(unsigned tile, int row, int k) {
+    const int lane = fiber->index % WARP, r = row + lane % 16;
+    return tile + (unsigned)(k / 4 * (ROWS * 128) + r * 128 + (k % 4 * 2 + lane / 16) * 16);
+}
 template <int ROWS, int N>
 static inline void fragment_store(unsigned tile, int row, const float (&d)[N / 2], float scale0, float scale1) {
     for (int i = 0; i < N / 2; i++) {

@@ -365,6 +365,7 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
     [
         ("attention_mma", (), 118),
         ("attention_hopper", (), 38),
+        ("matmul", (), 71),
         ("qk_norm", (), 10),
         ("qk_norm", ("-DFLOAT",), 10),
         ("lora", (), 32),
@@ -376,13 +377,16 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
 )
 def test_kernels_without_a_gpu(source, flags, passed, tmp_path):
     program = tmp_path / source
-    header = (ROOT / "llmc/kernels/attention_hopper.cuh").read_text()
-    for name in re.findall('#include "(.*)"', header):  # block_on_cpu.h has named the shared memory
-        header = header.replace(f'"{name}"', f'"llmc/kernels/{name}"')
-    header = header.replace("extern __shared__ int4 attention_shared[];", "").replace(
-        "__shared__ alignas(8)", "__shared__"
-    )
-    (tmp_path / "attention_hopper.h").write_text(header)
+    for kernels in "attention_hopper", "matmul_hopper":
+        header = (ROOT / f"llmc/kernels/{kernels}.cuh").read_text()
+        for name in re.findall('#include "(.*)"', header):
+            header = header.replace(f'"{name}"', f'"llmc/kernels/{name}"')
+        # block_on_cpu.h has named the shared memory
+        header = re.sub("extern __shared__ int4 .*;", "", header).replace("__shared__ alignas(8)", "__shared__")
+        if kernels == "matmul_hopper":
+            header = header[: header.index("// ---- the launcher")] + "#endif\n"
+        (tmp_path / f"{kernels}.h").write_text(header)
+    (tmp_path / "cuda_fp8.h").write_text("struct __nv_fp8_e4m3 {};\n")
     build = subprocess.run(
         [CONFIG["CXX"], "-std=c++17", "-O2", "-fno-strict-aliasing", *flags]
         + ["-I.", f"-I{tmp_path}", f"dev/test/{source}.cpp", "-o", program, "-lm"],
