@@ -78,34 +78,31 @@ template <typename S> struct FinishedTile {
         for (int i = 0; i < 4; i++) r[i] = word(c, k, i);
         stmatrix(address(boxes, k), r);
     }
+    // The same, transposed, into the second box: 16 of its rows, of which this warp has 16 columns.
+    __device__ void put_transposed(int c, int k) {
+        const unsigned r[4] = {word(c, k, 0), word(c, k, 2), word(c, k, 1), word(c, k, 3)};
+        stmatrix_transposed(fragment_address<BOX_ROWS>(boxes + BOX_BYTES, 16 * k, threadIdx.x / WARP % 4), r);
+    }
     // 32 columns as they are, after prepare(c) before the first of a column block; the last store it. SYMMETRIC: a box
     // below the diagonal is stored transposed, too, in place of the one above it, which is left out. A box on the
     // diagonal is symmetric: its elements (i,j) and (j,i) are sums of the same terms in the same order.
     template <bool SYMMETRIC = false, typename Prepare> __device__ void put_half(int slot, Prepare prepare) {
         const int c = slot / 2, begin = slot % 2 * 2, at_column = column + c * BOX_COLUMNS;
         if (outside(c) || (SYMMETRIC && at_column > row)) return;
-        const unsigned box = boxes;
         if (begin == 0) {
             box_free();
             prepare(c);
         }
         #pragma unroll
         for (int k = begin; k < begin + 2; k++) {
-            const unsigned at = address(box, k);
-            unsigned r[4];
-            #pragma unroll
-            for (int i = 0; i < 4; i++) r[i] = word(c, k, i);
-            stmatrix(at, r);
-            if constexpr (SYMMETRIC) {
-                const unsigned turned = fragment_address<BOX_ROWS>(box + BOX_BYTES, 16 * k, threadIdx.x / WARP % 4);
-                stmatrix_transposed(turned, {r[0], r[2], r[1], r[3]});
-            }
+            put(c, k);
+            if (SYMMETRIC) put_transposed(c, k);
         }
         if (begin == 0) return;
         box_full();
         if (!storer) return;
         store(out_map, 0, c);
-        if (SYMMETRIC && at_column < row) box_store(out_map, box + BOX_BYTES, row, 0, at_column, product);
+        if (SYMMETRIC && at_column < row) box_store(out_map, boxes + BOX_BYTES, row, 0, at_column, product);
         bulk_commit();
     }
 };

@@ -42,8 +42,8 @@ __device__ inline void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsig
 // tile.cuh's wgmma, both operands in shared memory, of 128, 192 or 256 columns.
 template <int N, int MN_A, int MN_B>
 __device__ inline void wgmma_wide(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
-    static_assert(N == 128 || N == 192 || N == 256, "write the asm for this width");
-    if constexpr (N == 128)
+    static_assert(N <= 128 || N == 192 || N == 256, "write the asm for this width");
+    if constexpr (N <= 128)
         wgmma<N, MN_A, MN_B>(d, a, b, add);
     else if constexpr (N == 192)
         asm volatile(
