@@ -56,7 +56,6 @@ HOST_LINES, DEVICE_LINES, PYTHON_LINES = 60, 100, 80
 LONGER = {
     "dev/cuda/adamw.cu: check_adamw": 70,
     "dev/cuda/adamw.cu: check_exact": 71,
-    "dev/cuda/matmul.cu: main": 73,
     "dev/cuda/matmul_bench.cuh: bench_layer": 65,
     "dev/cuda/matmul_own.cuh: check_own": 74,
     "dev/cuda/matmul_own.cuh: check_gated": 69,

@@ -377,15 +377,15 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
 )
 def test_kernels_without_a_gpu(source, flags, passed, tmp_path):
     program = tmp_path / source
-    for kernels in "attention_hopper", "matmul_hopper":
-        header = (ROOT / f"llmc/kernels/{kernels}.cuh").read_text()
+    for stem in "attention_hopper", "matmul_hopper":
+        header = (ROOT / f"llmc/kernels/{stem}.cuh").read_text()
         for name in re.findall('#include "(.*)"', header):
             header = header.replace(f'"{name}"', f'"llmc/kernels/{name}"')
         # block_on_cpu.h has named the shared memory
         header = re.sub("extern __shared__ int4 .*;", "", header).replace("__shared__ alignas(8)", "__shared__")
-        if kernels == "matmul_hopper":
+        if stem == "matmul_hopper":
             header = header[: header.index("// ---- the launcher")] + "#endif\n"
-        (tmp_path / f"{kernels}.h").write_text(header)
+        (tmp_path / f"{stem}.h").write_text(header)
     (tmp_path / "cuda_fp8.h").write_text("struct __nv_fp8_e4m3 {};\n")
     build = subprocess.run(
         [CONFIG["CXX"], "-std=c++17", "-O2", "-fno-strict-aliasing", *flags]
