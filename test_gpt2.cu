@@ -159,6 +159,8 @@ static void test_fp8_head(const char *folder, const Options *base) {
 }
 // With our kernels, and as on GPUs without them.
 static void test_fp8_all(const char *folder, const Options *o) {
+    Options beside_adapters = *o;
+    beside_adapters.matmul_dtype = "fp8-dw-bf16";
     for (bool own : {true, false}) {
         hopper_matmuls = own;
         test_fp8(folder, o, "fp8", "native");
@@ -166,6 +168,7 @@ static void test_fp8_all(const char *folder, const Options *o) {
         test_fp8(folder, o, "fp8", "fp8");
         test_fp8(folder, o, "native", "fp8");
         test_fp8_head(folder, o);
+        test_adapters(folder, &beside_adapters, 8);
     }
     hopper_matmuls = true;
 }

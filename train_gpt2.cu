@@ -121,7 +121,8 @@ static Linear linear_of(Model *m, const Pass *p, const Unit *u, const Linear *pl
     Linear l = *planned;
     l.weight = param_pointer(u, u->weights, weight);
     l.adapters = layer_adapters(&m->plan, u, weight, l.in);
-    l.weight = merged_weight(m, p, u, &l, weight);
+    // products in fp8 read a copy, which is made when weights have changed
+    if (l.dtype != MATMUL_E4M3 || p->quantises) l.weight = merged_weight(m, p, u, &l, weight);
     l.bias = param_pointer(u, u->weights, bias);
     l.dweight = param_pointer(u, u->grads, weight);
     l.dbias = param_pointer(u, u->grads, bias);
@@ -772,7 +773,7 @@ static void open_links(Model *m) {
         zero_at_once(&m->mesh->dp, &m->mesh->job, p->zero_stage, (int)o->dp_overlap, p->reduces_in_fp32, p->N);
     const Buffers *b = &m->b;
     ZeroBuffers buffers = {b->weights, b->grads, b->grad_sums, b->block_weights, b->block_grads, b->reduce_staging};
-    if (p->fp8_blocks) {
+    if (p->fp8_blocks && !p->lora.rank) {
         buffers.quantised = b->weights_fp8;
         buffers.turned = b->weights_turned;
         buffers.absmax = b->absmax;

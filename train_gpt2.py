@@ -686,7 +686,8 @@ class Model(nn.Module):
             return [F.linear(x, w, b) for w, b in zip(weights, biases)]
         dtype, *_, dweight_dtype = self.matmul_dtype.split("-") * 2
         # one scale for all weights; and where both products of a gradient are fp8 it is rounded once for both
-        out = RoundedLinear.apply(x, torch.cat(weights), dtype, dtype, dweight_dtype, dtype != dweight_dtype)
+        by_row = dtype != dweight_dtype or self.lora is not None
+        out = RoundedLinear.apply(x, torch.cat(weights), dtype, dtype, dweight_dtype, by_row)
         parts = out.split([len(w) for w in weights], -1)
         return [y if b is None else y + b.to(y.dtype) for y, b in zip(parts, biases)]
 

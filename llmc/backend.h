@@ -102,10 +102,13 @@ static inline int offloads(const Options *o) {
 }
 
 // The blocks' products, forward and of the inputs' gradients, round their operands to fp8 / the head's forward does /
-// those of the weights' gradients do. --matmul-dtype has more values: what is neither is native or bf16.
+// those of the weights' gradients do, which adapters have not. --matmul-dtype has more values: what is neither is
+// native or bf16.
 static inline int matmul_is_fp8(const Options *o) { return !strncmp(o->matmul_dtype, "fp8", 3); }
 static inline int head_is_fp8(const Options *o) { return !strcmp(o->head_dtype, "fp8"); }
-static inline int matmul_weight_gradient_is_fp8(const Options *o) { return !strcmp(o->matmul_dtype, "fp8"); }
+static inline int matmul_weight_gradient_is_fp8(const Options *o) {
+    return !o->lora && !strcmp(o->matmul_dtype, "fp8");
+}
 // Instructions take 16 fp8 of a row at a time. local: the sizes of one rank (tp_config).
 static inline void matmul_check(const Comm *job, const Config *local, const Options *o) {
     const int blocks = matmul_is_fp8(o), head = head_is_fp8(o);

@@ -837,8 +837,9 @@ static inline void test_adapters(const char *folder, const Options *base, int ra
     }
     adapters_of_model(&whole, &adapted, 1, bound, &worst);
     check(losses[0] == losses[1] && failed == tests_failed,
-          "%s: adapters of rank %d: loss %.9f, merged %.9f; gradients' worst difference %.1e, largest element %.1e",
-          folder, rank, losses[1], losses[0], worst.norm, worst.largest);
+          "%s: adapters of rank %d, products %s: loss %.9f, merged %.9f; gradients' worst difference %.1e, largest "
+          "element %.1e",
+          folder, rank, o.matmul_dtype, losses[1], losses[0], worst.norm, worst.largest);
     model_close(&whole);
     model_close(&adapted);
     debug_close(&d);

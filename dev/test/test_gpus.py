@@ -609,6 +609,23 @@ def test_adapters_resume_bitwise_and_merge_to_what_was_trained(lora, train, tmp_
     assert events(tmp_path / "run", "eval")[-1]["loss"] == merged
 
 
+def test_adapters_beside_products_in_fp8(lora, tmp_path):
+    ways = {
+        "plain": ["--cuda-graphs", 0],
+        "graphs": [],
+        "one scale": ["--matmul-dtype", "fp8-dw-bf16"],  # there is no gradient of weights for which it differs
+        "least": ["--recompute", 3, "--offload", "states,activations"],
+    }
+    more = ["--matmul-dtype", "fp8", "--gelu-fusion", 0, *WATCHED]
+    for name, way in ways.items():
+        succeeds_in_fp8(lora(0, name, "llama3.2", *more, *([] if STAND_IN else way)))
+        same_run(tmp_path / name, tmp_path / "plain")
+    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+    succeeds(lora(0, "cpu", "llama3.2", "--matmul-dtype", "fp8", *WATCHED, precision="cpu"), 300)
+    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("plain", "cpu"))
+    close(*losses, 2e-2)
+
+
 @several
 def test_adapters_between_ranks(lora, tmp_path):
     """The same bits with each stage of ZeRO, and near those of one GPU, with tensor-parallel groups as well."""

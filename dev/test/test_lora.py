@@ -305,6 +305,22 @@ def test_the_c_trainer_is_the_same(c_trainer, text_shards, tmp_path, monkeypatch
     assert first == second and len(first) == 1
 
 
+def test_products_in_fp8_beside_the_c_trainer(c_trainer, text_shards, tmp_path):  # noqa: F811
+    """There is no gradient of weights, so what rounds those alone changes nothing."""
+    base = tmp_path / "base"
+    ref.write_weights(small_model("llama3:8B,layers=2,channels=64,heads=4,kv_heads=2,ffn=160,vocab=256,seq=32"), base)
+    run = {"train_data": text_shards[1], "val_data": "", "batch_size": 4, "seq_len": 32, "max_steps": 8}
+    run |= {"model": str(base), "eval_every": 0, "sample_every": 0, "learning_rate": 2e-3, "lora": RANK}
+    native, fp8, one = (
+        c_trainer(tmp_path / dtype, run | {"matmul_dtype": dtype}) for dtype in ("native", "fp8", "fp8-dw-bf16")
+    )
+    ref.train(options(**run, matmul_dtype="fp8", output=str(tmp_path / "py")))
+    py = losses_of(tmp_path / "py")
+    np.testing.assert_allclose(fp8[:3], py[:3], atol=1e-5)  # then single roundings tip
+    np.testing.assert_allclose(fp8, py, atol=5e-3)
+    assert fp8 == one and min(np.abs(np.subtract(fp8, native))[:3]) > 1e-3
+
+
 @pytest.fixture(scope="module")
 def of_bytes(tmp_path_factory):
     """A base for text_shards, and adapters."""

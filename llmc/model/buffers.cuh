@@ -458,7 +458,7 @@ static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
 // The blocks' weights in fp8, as they lie or transposed. With ZeRO 3 they are gathered so, block by block.
 static inline size_t plan_fp8_block_weights(const Plan *p, int turned) {
     const size_t blocks = p->zero_stage < 3 ? (size_t)p->config.num_layers : turned ? 1 : 2;
-    return p->fp8_blocks ? blocks * param_unit(p->table, 1).count : 0;
+    return p->fp8_blocks ? blocks * param_unit(p->base, 1).count : 0;
 }
 static inline int plan_fp8_layers(const Plan *p) { return FP8_LAYERS * p->config.num_layers + 1; }
 static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
@@ -564,7 +564,12 @@ static inline Unit frozen_unit(const Plan *p, const Buffers *b, const Unit *trai
     const size_t begin = p->base->unit_begin[unit], matrices = quantised_elements(p, unit);
     floatX *weights = (floatX *)slot_pointer(b, s) + plan_at(p, s, unit, begin + matrices) - matrices;
     if (!p->lora.rank) return {p->base, unit, weights};
-    return {p->base, unit, weights, NULL, NULL, NULL, trained->weights, trained->grads};
+    uint8_t *copies[2] = {NULL, NULL};
+    if (p->fp8_blocks && unit_is_block(p->base, unit)) {
+        copies[0] = b->weights_fp8 + (begin - p->base->unit_begin[1]);
+        copies[1] = b->weights_turned + (begin - p->base->unit_begin[1]);
+    }
+    return {p->base, unit, weights, NULL, copies[0], copies[1], trained->weights, trained->grads};
 }
 // The adapters of a layer's weight.
 static inline LayerAdapters layer_adapters(const Plan *p, const Unit *u, Role weight, int in) {

@@ -126,9 +126,6 @@ static inline void plan_fp8(Plan *p) {
         "--matmul-dtype %s --head-dtype %s needs a bf16 build and a GPU that multiplies fp8: sm_89, sm_90 or newer\n"
         "leave fp8 out",
         o->matmul_dtype, o->head_dtype);
-    require(!p->fp8 || !p->lora.rank, "--lora trains adapters beside weights whose products are not in fp8\n"
-                                      "leave --matmul-dtype and --head-dtype "
-                                      "out; --weights fp8 keeps the weights in fewer bits");
 }
 static inline WeightFormat plan_weights(const Plan *p) {
     const Config *c = &p->local;
