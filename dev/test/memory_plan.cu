@@ -467,6 +467,8 @@ static void check_lora(const char *format, int rank, const char *targets, int st
     o.seq_len = 512;
     o.total_batch = 1 << 20;
     const int heads = config.num_heads * config.head_dim;
+    const int fp8 = sizeof(floatX) == 2 && stage == 2 && config.ffn_dim / mesh.tp.world % 16 == 0;
+    if (fp8) o.matmul_dtype = "fp8";
     if (!strcmp(format, "int4") && (heads | config.ffn_dim) / mesh.tp.world % INT4_GROUP) return;
     begin(&r, &o);
     const Plan *p = &r.plan;
@@ -486,6 +488,11 @@ static void check_lora(const char *format, int rank, const char *targets, int st
                  kept = (double)memory_group_bytes(&r.memory, "optimiser");
     fault_unless(fabs(have - parameters) < 20e6 && fabs(kept - states) < 20e6, &o, "adapters have another size");
     fault_unless(p->weights != WEIGHTS_FP32 || plan_kept(p, SLOT_FROZEN) == r.frozen.total, &o, "weights are missing");
+    // both copies of all blocks, and one product's operand
+    const double copies = fp8 ? 2.0 * config.num_layers * (double)param_unit(p->base, 1).count : 0,
+                 widest = fp8 ? (double)p->N * (fc_width(&p->local) + qkv_width(&p->local)) : 0,
+                 in_fp8 = (double)memory_group_bytes(&r.memory, "fp8") - copies;
+    fault_unless(in_fp8 >= 0 && in_fp8 <= widest + 20e6 * fp8, &o, "copies in fp8 have another size");
     check_adapters(&r);
     check_pieces(&r);
     check_hints(&r, &o, 0.6);
