@@ -11,7 +11,8 @@
 // The sum x + branch is taken by the norm that reads it: the stream travels with the branch that it has not added yet.
 //
 // The first micro-step of a step overwrites gradients, the others add. The head runs in --head-chunks parts, forward
-// and backward of each before the next: losses and the gradient of h are those of one part, bit for bit.
+// and backward of each before the next: losses and the gradient of h are those of one part, bit for bit. Where many
+// targets of a micro-step are not learned, as in conversations, it runs on the rows of the others alone.
 #include "llmc/documents.h"
 #include "llmc/mfu.h"
 #include "llmc/model/decoder.cuh"
@@ -302,21 +303,26 @@ static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, 
                      p->stream, cap);
 }
 // m->b.h_final, m->b.targets -> m->b.losses; backward: the head's weight gradient, and that of h_final in p->branch (a
-// part of a sum over ranks).
+// part of a sum over ranks). With fewer rows than N targets and losses are in m->b.order; so are h in p->branch and its
+// gradient in m->b.dx, which is free until the final norm's backward. Rows that are left out have the gradient 0.
 static void head(Model *m, const Pass *p, float dloss, int backward) {
     Range range("head");
     const Linear l = head_of(m, p);
-    const floatX *h_all = rows_gather(p, m->b.h_final);
-    for (int n0 = 0; n0 < p->N; n0 += m->plan.head_rows) {
-        const int rows = p->N - n0 < m->plan.head_rows ? p->N - n0 : m->plan.head_rows;
+    const int picks = p->logit_rows < p->N;
+    const floatX *h_all = picks ? p->branch : rows_gather(p, m->b.h_final);
+    floatX *dh_all = picks ? m->b.dx : p->branch;
+    if (picks) rows_pick(p->branch, m->b.h_final, m->b.order, p->logit_rows, p->N, p->C, p->stream);
+    for (int n0 = 0; n0 < p->logit_rows; n0 += m->plan.head_rows) {
+        const int rows = std::min(p->logit_rows - n0, m->plan.head_rows);
         const floatX *h = h_all + (size_t)n0 * p->C;
         linear_product(p, &l, m->b.logits, h, 0, rows);
         head_losses(m, p, n0, rows, dloss, backward);
         if (!backward) continue;
         linear_product_weight(p, &l, m->b.logits, h, rows, p->accumulate || n0 > 0);
         if (l.dbias) bias_backward(l.dbias, m->b.logits, rows, l.out, p->accumulate || n0 > 0, p->scratch, p->stream);
-        linear_product_backward(p, &l, p->branch + (size_t)n0 * p->C, m->b.logits, rows);
+        linear_product_backward(p, &l, dh_all + (size_t)n0 * p->C, m->b.logits, rows);
     }
+    if (picks) rows_pick(p->branch, m->b.dx, m->b.order + p->N, p->N, p->logit_rows, p->C, p->stream);
 }
 
 // ---- backward
@@ -425,7 +431,7 @@ static Pass pass_of(Model *m, int B, int T) {
     Pass p = {};
     p.B = B;
     p.T = T;
-    p.N = B * T;
+    p.N = p.logit_rows = B * T;
     p.spread = m->mesh->tp.world;
     p.rows = p.N / p.spread;
     p.C = m->config.channels;
@@ -452,8 +458,8 @@ static Pass pass_of(Model *m, int B, int T) {
     return p;
 }
 // Copies tokens through one of two pinned slots, so that the host may refill the other at once. Those that have targets
-// are rows of T.
-static void upload_tokens(Model *m, const int *inputs, const int *targets, size_t count, int T) {
+// are rows of T. orders: targets in the order of learned_first, and that.
+static void upload_tokens(Model *m, const int *inputs, const int *targets, size_t count, int T, int orders = 0) {
     const size_t N = m->plan.N;
     cudaStream_t s = m->gpu.compute;
     const auto copy = [&](int *to, const int *host, size_t n) {
@@ -470,14 +476,17 @@ static void upload_tokens(Model *m, const int *inputs, const int *targets, size_
     } else
         memcpy(host, inputs, count * sizeof(int));
     copy(m->b.tokens, host, count);
-    if (targets) {
+    if (orders) {
+        int *order = host + plan_token_slot(&m->plan) - 2 * N;
+        learned_first(host + N, order, targets, N);
+        copy(m->b.order, order, 2 * N);
+    } else if (targets)
         memcpy(host + N, targets, count * sizeof(int));
-        copy(m->b.targets, host + N, count);
-    }
+    if (targets) copy(m->b.targets, host + N, count);
     cudaCheck(cudaEventRecord(m->copied[m->slot], s));
 }
 // Forward and backward of the tokens that were uploaded: micro-step `micro` of num_micro.
-static void micro_step(Model *m, int micro, int num_micro, int reduce) {
+static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit_rows) {
     Pass p = pass_of(m, m->plan.B, m->plan.T);
     const int last = micro == num_micro - 1;
     // of one token in the step's loss
@@ -487,12 +496,13 @@ static void micro_step(Model *m, int micro, int num_micro, int reduce) {
     else
         p.accumulate = micro > 0;
     p.reduce = reduce;
+    p.logit_rows = logit_rows;
     if (micro == 0) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
     p.quantises = m->plan.fp8 && micro == 0;
     model_forward(m, &p);
     head(m, &p, share, 1);
     p.quantises = 0;
-    loss_sum(&m->b.step->loss, m->b.losses, p.N, share, p.stream);
+    loss_sum(&m->b.step->loss, m->b.losses, p.logit_rows, share, p.stream);
     model_backward(m, &p);
 }
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
@@ -501,15 +511,18 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     const int dp = m->mesh->dp.world, last = micro == num_micro - 1, reduces = last && dp * m->mesh->tp.world > 1;
     // micro-steps of one kind are the same work
     const int kind = micro == 0 ? 0 : last && m->plan.sums_in_fp32 ? 2 : 1;
-    auto work = [&] { micro_step(m, micro, num_micro, reduces); };
-    upload_tokens(m, inputs, targets, m->plan.N, m->plan.T);
-    m->step_tokens = (double)m->plan.N * num_micro * dp;
-    if (micro == 0) m->masked = 0;
-    for (size_t i = 0; i < m->plan.N; i++) m->masked += targets[i] < 0;
+    const size_t N = m->plan.N, masked = (size_t)std::count_if(targets, targets + N, [](int t) { return t < 0; });
+    const int logit_rows = plan_logit_rows(&m->plan, N - masked), picks = logit_rows < (int)N;
+    auto work = [&] { micro_step(m, micro, num_micro, reduces, logit_rows); };
+    upload_tokens(m, inputs, targets, N, m->plan.T, picks);
+    m->step_tokens = (double)N * num_micro * dp;
+    m->masked = (micro == 0 ? 0 : m->masked) + (double)masked;
     if (micro == 0) memset(&m->links.rows.met, 0, sizeof m->links.rows.met);
     const int meets_ranks =
         m->mesh->tp.world > 1 || m->plan.zero_stage >= 2 || (dp > 1 && (last || !zero_all_arrived(&m->links.zero)));
-    if (!m->plan.options.cuda_graphs || timing.on || m->counts_fp8 || meets_ranks || m->b.host_x)
+    // Picked rows are of another number each time, and a graph for each of them would hold memory. Where the head is
+    // worth it a micro-step's kernels take longer than their launches, so nothing is lost without.
+    if (!m->plan.options.cuda_graphs || timing.on || m->counts_fp8 || meets_ranks || m->b.host_x || picks)
         work();
     else
         graph_run(&m->graphs[kind], num_micro, m->gpu.compute, work);
@@ -853,7 +866,7 @@ static void measure_overlap(Model *m) {
             o->measures = repeat >= 0;
             o->regions = 0;
             upload_tokens(m, tokens, tokens, m->plan.N, m->plan.T);
-            micro_step(m, 0, 1, 0);
+            micro_step(m, 0, 1, 0, (int)m->plan.N);
             if (repeat >= 0) overlap_read(o, repeat, m->gpu.compute);
         }
         zero_wait_reduced(&m->links.zero);

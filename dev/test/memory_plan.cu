@@ -194,7 +194,7 @@ static double sum_of_sizes(const Planned *r) {
                   N * fmax(b * ((in_place ? 0 : before) + da_apart * F + again), b * W + 4 * heads));
     if (tp > 1) bytes += b * N * C * (o->tp_overlap ? 7 : 1);
     if (mesh.dp.world > 1) bytes += 4 * (double)zero_largest_unit(&r->table);
-    return bytes + fp8_sizes(p, stage, block) + MATMUL_WORKSPACE_BYTES + 12 * N;
+    return bytes + fp8_sizes(p, stage, block) + MATMUL_WORKSPACE_BYTES + (tp > 1 ? 12 : 20) * N;
 }
 static void check_sum(const Planned *r) {
     const Plan *p = &r->plan;
@@ -203,9 +203,41 @@ static void check_sum(const Planned *r) {
                  small = 40e6 * mesh.tp.world + 80e6 + 40.0 * r->b.num_chunks;
     fault_unless(have >= sum && have <= sum + small, &p->options, "the table's sum is not that of the sizes");
     const double host = (double)r->memory.bytes.host, states = states_on(p, 1, (double)plan_kept(p, SLOT_M));
-    fault_unless(host >= states + leave && host <= states + leave + 1e6 + 20 * (double)p->N, &p->options,
-                 "host memory is not what is offloaded");
+    fault_unless(host >= states + leave && host <= states + leave + 1e6 + (p->picks_rows ? 36 : 20) * (double)p->N,
+                 &p->options, "host memory is not what is offloaded");
 }
+// The head's rows are all that are learned and less than a sixteenth more, in whole tiles; never none, nor more than N.
+static void check_logit_rows(const Plan *p) {
+    const size_t N = p->N;
+    for (size_t learned = 0; learned <= N; learned += learned + 1 < N ? ceil_div(N - learned, 3) : 1) {
+        const size_t rows = (size_t)plan_logit_rows(p, learned);
+        const int fits = rows >= learned && rows > 0 && rows <= N,
+                  few = rows < learned + N / 16 + 128 || (!learned && rows <= N / 16 + 128);
+        fault_unless(fits && (p->picks_rows ? few && (rows % 128 == 0 || rows == N) : rows == N), &p->options,
+                     "the head has another number of rows");
+    }
+}
+// The learned targets come first, each list in its own order, and the inverse leads back.
+static void check_learned_first(void) {
+    enum { N = 1000 };
+    static int targets[N], ordered[N], order[2 * N];
+    const int before = faults;
+    for (int percent = 0; percent <= 100; percent += 25) {
+        int learned = 0, wrong = 0;
+        for (int i = 0; i < N; i++) {
+            targets[i] = (int)(stream_random() % 100) < percent ? i : -1 - i;
+            learned += targets[i] >= 0;
+        }
+        learned_first(ordered, order, targets, N);
+        for (int i = 0; i < N; i++) {
+            wrong += ordered[i] != targets[order[i]] || order[N + order[i]] != i || (ordered[i] >= 0) != (i < learned);
+            wrong += i > 0 && i != learned && order[i] <= order[i - 1];
+        }
+        faults += wrong;
+    }
+    check(faults == before, "learned rows come first, in their order, and back");
+}
+
 // Every element that is updated is in one piece, whole chunks after each other, at its place in the piece.
 static void check_pieces(const Planned *r) {
     const Plan *p = &r->plan;
@@ -681,6 +713,7 @@ static void check_model(const char *name, int tp, int dp) {
         check_layout(&m);
         check_sum(&m);
         check_pieces(&m);
+        check_logit_rows(&m.plan);
         for (double share = 0.35; share < 1; share += 0.15) check_hints(&m, &o, share);
         end(&m);
     }
@@ -738,6 +771,7 @@ int main() {
     }
     check(faults == before_muon, "Muon: scratch, parts and chunks of %d ranks", muon_runs);
     check_gathered_fp8();
+    check_learned_first();
     check_lora_8b("int8", 24);
     check_lora_8b("int4", 16);
     check_orders();

@@ -361,7 +361,7 @@ def test_the_gpu_trainers_table(tmp_path):
         tmp_path / "memory_plan",
         *words["CUDA_LIBS"],
     )
-    assert "29 passed, 0 failed" in succeeds(tmp_path / "memory_plan")
+    assert "30 passed, 0 failed" in succeeds(tmp_path / "memory_plan")
 
 
 def test_the_page_of_the_recipe():

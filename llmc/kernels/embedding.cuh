@@ -230,6 +230,16 @@ static inline void embedding_forward(floatX *out, TokenRows t, const floatX *wte
     timing_lap("embedding", 0, 2.0 * (double)N * C * sizeof(floatX), stream);
 }
 
+// out[i,:] = in[index[i],:], or zeros where index[i] >= limit. out (count,C); in (limit,C), apart from out
+static inline void rows_pick(floatX *out, const floatX *in, const int *index, int count, int limit, int C,
+                             cudaStream_t stream) {
+    embedding_require(out, in, NULL, 1, count, C);
+    embedding_forward_kernel<<<blocks_for(count, EMBEDDING_WARPS), EMBEDDING_THREADS, 0, stream>>>(
+        out, {index, 0, limit, limit, NULL}, in, NULL, count, count, C);
+    launchCheck();
+    timing_lap("learned rows", 0, 2.0 * (double)count * C * sizeof(floatX), stream);
+}
+
 // The length of the list that is sorted: a power of two.
 static inline size_t embedding_list_length(size_t N) {
     size_t n = SORT_TILE;

@@ -78,7 +78,8 @@ typedef struct {
     void *reduce, *matmul_workspace;
     // tokens and losses
     int *tokens, *targets, *ranges;  // ranges (3,B,T) of documents.h: position, first, last
-    int *host_tokens;                // two slots of (inputs, targets, ranges)
+    int *order;                      // (2,B,T) see learned_first
+    int *host_tokens;                // two slots of (inputs, targets, ranges, order)
     ClassifierPart *parts;           // tp: (ranks, head_rows)
     float *losses, *host_losses;     // (B,T)
     StepScalars *step, *host_step;
@@ -490,7 +491,19 @@ static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->fp8.right, "fp8", "an input, transposed", inputs);
 }
 // Integers of a slot in which tokens wait for the device.
-static inline size_t plan_token_slot(const Plan *p) { return (p->ranged ? 5 : 2) * p->N; }
+static inline size_t plan_token_slot(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->picks_rows) * p->N; }
+// `ordered`: the targets that are learned, then the others. order (2,N): where each was; where each of `targets` is
+// now.
+static inline void learned_first(int *ordered, int *order, const int *targets, size_t N) {
+    size_t n = 0;
+    for (int learned : {1, 0})
+        for (size_t i = 0; i < N; i++) {
+            if ((targets[i] >= 0) != learned) continue;
+            ordered[n] = targets[i];
+            order[n] = (int)i;
+            order[N + i] = (int)n++;
+        }
+}
 static inline void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     const size_t ranks = (size_t)p->mesh->tp.world, world = (size_t)p->mesh->dp.world;
     memory_request(m, &b->tokens, "tokens", "inputs (B,T)", p->N);
@@ -500,6 +513,7 @@ static inline void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->gathered_step, "tokens", "loss, norm of all ranks",
                    STEP_SUMS * (ranks > world ? ranks : world));
     if (p->ranged) memory_request(m, &b->ranges, "tokens", "what each sees (3,B,T)", 3 * p->N);
+    if (p->picks_rows) memory_request(m, &b->order, "tokens", "learned rows first, and back (2,B,T)", 2 * p->N);
     memory_request_pinned(m, &b->host_tokens, "tokens", "two slots of inputs, targets", 2 * plan_token_slot(p));
     memory_request_pinned(m, &b->host_step, "tokens", "loss, norm, clipping", 1);
     memory_request_pinned(m, &b->host_losses, "tokens", "losses", p->N);

@@ -51,6 +51,7 @@ typedef struct {
 typedef struct {
     int B, T, N;           // sequences, tokens of each, all of them
     int rows;              // of the residual stream that are here: N / spread
+    int logit_rows;        // of N: those that the head multiplies. Fewer than N: the learned ones and some others
     int spread;            // ranks that these rows are spread over: the group; 1 while decoding, where all have all
     int C;                 // channels
     int accumulate;        // backward adds to the gradients instead of writing them
