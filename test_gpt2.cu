@@ -181,6 +181,48 @@ static void test_gradient_sums(const char *folder, const Options *o) {
         "%s: gradients of %lld micro-steps are off by %.2e with sums in fp32, %.2e in bf16, of one micro-step by %.2e",
         folder, o->batch_size, wide, narrow, one);
 }
+// Two micro-steps in which some targets are learned: the head on their rows alone, against the head on all rows. What
+// is left out is left out exactly: with nothing learned all is 0, and with all but one learned the head has all rows.
+static void test_learned_rows(const char *folder, const Options *base, int chunks) {
+    DebugFile d = debug_open(folder);
+    Options o = *base;
+    Model m;
+    o.head_chunks = chunks;
+    open_reference(&m, folder, &o);
+    const size_t N = (size_t)d.B * d.T, total = m.table.total;
+    const Bounds bound = bounds_of(&m);
+    int *targets = (int *)malloc_or_die(N * sizeof(int));
+    float *grads[2], loss[2], norm;
+    for (float *&x : grads) x = (float *)malloc_or_die(total * sizeof(float));
+    for (size_t learned : {(size_t)0, (size_t)1, N / 2, N - 1, N}) {
+        // spread over the batch; a single one is the last
+        for (size_t i = 0; i < N; i++) targets[i] = (i + 1) * 389 % N < learned ? d.targets[i] : -1;
+        for (int picks : {0, 1}) {
+            m.plan.picks_rows = picks;
+            for (int micro = 0; micro < 2; micro++) model_micro_step(&m, d.tokens, targets, micro, 2);
+            debug_measure(&m, &loss[picks], &norm);
+            model_read(&m, SLOT_GRAD, 0, total, grads[picks]);
+        }
+        const int rows = plan_logit_rows(&m.plan, learned), fewer = learned <= N / 2, failed = tests_failed;
+        Difference worst = {0, 0};
+        int same = memcmp(loss, loss + 1, sizeof *loss) == 0 && memcmp(grads[0], grads[1], total * sizeof(float)) == 0;
+        for (int i = 0; i < m.table.count && learned; i++) {
+            const Param *p = &m.table.params[i];
+            check_close(p->name, grads[1] + p->offset, grads[0] + p->offset, p->size, bound.gradients, &worst);
+        }
+        int zero = loss[1] == 0;
+        for (size_t i = 0; i < total; i++) zero &= grads[1][i] == 0;
+        check((learned ? fabs((double)loss[1] - loss[0]) <= bound.losses && loss[1] > 1 : zero) &&
+                  (fewer ? rows < (int)N : rows == (int)N && same) && failed == tests_failed,
+              "%s: %zu of %zu tokens learned, --head-chunks %d: the head on %d rows; loss %.6f, on all rows %.6f, "
+              "gradients' worst difference %.1e, largest element %.1e",
+              folder, learned, N, chunks, rows, loss[1], loss[0], worst.norm, worst.largest);
+    }
+    for (float *x : grads) free(x);
+    free(targets);
+    model_close(&m);
+    debug_close(&d);
+}
 // All that saves memory at once.
 static Options least_memory(Options o) {
     o.state_dtype = "bf16";
@@ -346,6 +388,7 @@ static void test_one_gpu(const char *folder, const char *output) {
         if (config_from_json(folder).mlp == MLP_SWIGLU) test_same_bits(folder, &o, &fused, "--gelu-fusion 2");
     }
     test_head_chunks(folder, &o, sizeof(floatX) == 2, sizeof(floatX) == 2 ? 1e-2 : 1e-5);
+    for (int chunks : {1, 3}) test_learned_rows(folder, &o, chunks);
     test_bf16_states(folder, &o, sizeof(floatX) == 2 ? 1e-1 : 2e-2);
     test_memory(folder, &o, 512, 10 << 20);
     test_verdict(folder, &o);

@@ -1655,7 +1655,7 @@ def disturb(model, seed):
 
 def write_debug(o):
     """Weights, one random batch, its logits, loss and gradients, and the losses of ten steps on it. With
-    --documents 1 some tokens begin a document, and some are not learned. With --lora DIR/adapter has the adapters
+    --documents 1 some tokens begin a document, and a third is not learned. With --lora DIR/adapter has the adapters
     before the first step, and gradients are theirs."""
     model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
     o.documents = max(o.documents, 0)  # -1: there is no data that decides
@@ -1672,7 +1672,7 @@ def write_debug(o):
     model.documents, model.window = o.documents, o.window
     if o.documents:
         random = rand_u64(o.seed, rand_stream(RAND_SAMPLE, 1), np.arange(2 * B * T)).view(np.int64).reshape(2, B, T)
-        begins, masked = torch.from_numpy(random % 12 == 0)
+        begins, masked = torch.from_numpy(random[0] % 12 == 0), torch.from_numpy(random[1] % 3 == 0)
         inputs, targets = torch.where(begins, ~inputs, inputs), torch.where(masked, -1, targets)
     logits = model(inputs, model.rope_table(T, "cpu"))
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)

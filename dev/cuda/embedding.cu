@@ -1,4 +1,5 @@
-// Ladder of llmc/kernels/embedding.cuh: the sort alone, forward, backward with rare, frequent and equal tokens, speed.
+// Ladder of llmc/kernels/embedding.cuh: the sort alone, forward, backward with rare, frequent and equal tokens, rows
+// picked and spread again, speed.
 // Build and run: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
 #define LLMC_ORACLE
@@ -125,6 +126,30 @@ static void check_ranks(int B, int T, int C, int V, int Vp, int ranks, double sk
     check_true(known == (int)N, "%d of %zu tokens are some rank's", known, N);
 }
 
+// Some rows to the front, and from there back to their places, with zeros in the others'.
+static void check_pick(int N, int picked, int C) {
+    ladder_case("%d of %d rows, C=%d", picked, N, C);
+    cudaStream_t stream = ladder.gpu.compute;
+    const size_t size = (size_t)N * C;
+    int *order = host_new<int>(N), *place = host_new<int>(N);
+    for (int i = 0; i < N; i++) order[i] = i;
+    for (int i = N - 1; i > 0; i--) std::swap(order[i], order[rand_u64(ladder.seed, 11, (uint64_t)i) % (i + 1)]);
+    for (int i = 0; i < N; i++) place[order[i]] = i;
+    const int *d_order = upload_ints(order, N), *d_place = upload_ints(place, N);
+    float *in = host_normal(size, 0.1f), *front = host_new<float>(size), *back = host_new<float>(size);
+    for (int i = 0; i < N; i++) {
+        if (i < picked) memcpy(front + (size_t)i * C, in + (size_t)order[i] * C, C * sizeof(float));
+        if (place[i] < picked) memcpy(back + (size_t)i * C, in + (size_t)i * C, C * sizeof(float));
+    }
+    floatX *d_in = upload<floatX>(in, size), *d_front = device_new<floatX>(size), *d_back = device_new<floatX>(size);
+    poison(d_front, size);
+    poison(d_back, size);
+    rows_pick(d_front, d_in, d_order, picked, N, C, stream);
+    rows_pick(d_back, d_front, d_place, N, picked, C, stream);
+    check("front", d_front, front, picked, C, 1e-7, 1e-6);
+    check("back", d_back, back, N, C, 1e-7, 1e-6);
+}
+
 static void bench_embedding(const char *name, int B, int T, int C, int Vp, double skew, int positions) try {
     ladder_case("%s, B=%d T=%d C=%d Vp=%d skew=%g positions=%d", name, B, T, C, Vp, skew, positions);
     cudaStream_t stream = ladder.gpu.compute;
@@ -141,6 +166,11 @@ static void bench_embedding(const char *name, int B, int T, int C, int Vp, doubl
           [&] { embedding_forward(out, {d_tokens, 0, Vp, Vp}, wte, wpe, B, T, C, stream); });
     bench("backward", row * ((positions ? 2 : 1) * N + 2.0 * used + (positions ? 2 * T : 0)), 0,
           [&] { embedding_backward(wte, wpe, out, {d_tokens, 0, Vp, Vp}, B, T, C, scratch, stream); });
+    int *rows = host_new<int>(N);
+    for (size_t i = 0; i < N; i++) rows[i] = (int)i;
+    const int *d_rows = upload_ints(rows, N);
+    floatX *half = device_new<floatX>(N / 2 * C);
+    bench("half the rows picked", row * N, 0, [&] { rows_pick(half, out, d_rows, (int)N / 2, (int)N, C, stream); });
     if (!ladder.variants) return;
     bench("of that, the sort", 0, 0,
           [&] { embedding_sort((uint64_t *)scratch, {d_tokens, 0, Vp, Vp}, (int)N, stream); });
@@ -176,6 +206,10 @@ int main(int argc, char **argv) {
         check_ranks(4, 100, 64, 1000, 256, 4, 1, 1);  // few rows
         check_ranks(3, 77, 264, 131072, 65536, 2, 1, 0);
         check_ranks(2, 300, 640, 50257, 25216, 2, -1, 1);  // one token only
+        check_pick(512, 128, 768);
+        check_pick(1000, 999, 136);
+        check_pick(77, 1, 8);
+        check_pick(4096, 2048, 2048);
     }
     if (ladder.bench || ladder.variants) {
         bench_embedding("GPT-2 124M", 64, 1024, 768, 50304, 1, 1);
