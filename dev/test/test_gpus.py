@@ -158,6 +158,35 @@ def test_graphs_change_no_bit(train, tmp_path, kind, precision):
     same_run(tmp_path / "graphs", tmp_path / "kernels")
 
 
+CHATS = ["-i", "chats.bin", "-j", "chats.bin"]  # about half of the tokens are learned
+
+
+@pytest.mark.parametrize("rows", [16, 8], ids=["one micro-step", "two micro-steps"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3.2"])
+def test_rows_that_are_not_learned_need_no_logits(train, tmp_path, kind, rows):
+    """In fp32 as on the CPU, which computes all logits; what saves memory or time changes no bit."""
+    more = [*BASES[kind], *CHATS, "-b", rows, "-n", "12"]
+    for name, precision in (("fp32", "fp32"), ("cpu", "cpu"), ("bf16", "bf16")):
+        PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+        succeeds(train(0, name, *more, precision=precision), 300)
+    close(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"), 1e-4)
+    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
+    close(*losses, 2e-2)
+    if not STAND_IN:
+        text = events(tmp_path / "fp32", "choices")[0]["text"]
+        assert any(int(n) < 64 * rows for n in re.findall(r"(\d+) rows, \d+ to 256, forward", text)), text
+    succeeds(train(0, "parts", *more, "--head-chunks", 3, precision="fp32"), 300)
+    close(curve(tmp_path / "parts"), curve(tmp_path / "cpu"), 1e-4)
+    for i, way in enumerate((["--recompute", 2], ["--cuda-graphs", 0], [])):
+        succeeds(train(0, f"way{i}", *more, *way, precision="fp32"), 300)
+        assert curve(tmp_path / f"way{i}") == curve(tmp_path / "fp32")
+        assert checkpoint(tmp_path / f"way{i}", 12) == checkpoint(tmp_path / "fp32", 12)
+    ordinary = [*BASES[kind], "-b", rows]
+    succeeds(train(0, "all", *ordinary, precision="fp32"), 300)
+    with pytest.raises(AssertionError):  # the bound bites
+        close(curve(tmp_path / "all"), curve(tmp_path / "cpu"), 1e-2)
+
+
 def test_saving_beside_training_saves_the_same(train, tmp_path):
     for name, value in (("beside", 1), ("waiting", 0)):
         succeeds(train(0, name, "-n", "5", "--save-async", value), 300)
