@@ -54,10 +54,11 @@ batch=$((tokens / 100 < 65536 ? tokens / 100 : 65536))
 batch=$(last_value $((batch / micro > 0 ? batch / micro * micro : micro)) d total-batch "$@")
 epochs=$(last_value 3 '' epochs "$@")
 every=$((tokens / batch / 4 > 0 ? tokens / batch / 4 : 1))
-awk -v tokens="$tokens" -v epochs="$epochs" -v weights="$weights" -v gpus="$GPUS" -v kind="$kind" 'BEGIN {
+awk -v tokens="$tokens" -v epochs="$epochs" -v weights="$weights" -v lora="$lora" -v gpus="$GPUS" -v kind="$kind" 'BEGIN {
     printf "tokens    %.2fM in at most %g epochs, model of %.3gB\n", tokens / 1e6, epochs, weights / 1e9
-    # 64k to 70k tokens/s of models of 1.2B to 1.5B: dev/bench/fp8_2026-11-23.md
-    if (kind == "gpu") printf "time      about %.0f minutes on %d H200, by 8e13 / weights tokens/s\n", 1 + epochs * tokens * weights / 8e13 / 60 / gpus, gpus
+    # 65k and 86k tokens/s of models of 1.5B and 1.2B, 19k with adapters at 8B: dev/bench/finetune_h200_2026-11-23.md
+    speed = (lora ? 1.5e14 : 1e14) / weights
+    if (kind == "gpu") printf "time      about %.0f minutes on %d H200, by %.0f tokens/s on each\n", 1 + epochs * tokens / speed / 60 / gpus, gpus, speed
 }'
 train "$kind" -e "$model" -i "$out/data/${name}_train_*.bin" -j "$out/data/${name}_val_*.bin" -o "$out" \
     -b "$rows" -t "$T" -d "$batch" --epochs "$epochs" -l "$rate" -k linear -u $((every / 2)) -q 0.1 $room \
