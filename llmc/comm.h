@@ -96,6 +96,17 @@ static inline void mpi_barrier(int group) { mpiCheck(MPI_Barrier(comm_groups[gro
 static inline void mpi_broadcast(int group, void *data, size_t bytes, int root) {
     mpiCheck(MPI_Bcast(data, bytes, MPI_BYTE, root, comm_groups[group]));
 }
+// For a wait that may be long: MPI's own wait would keep a core busy.
+static inline void mpi_broadcast_idle(int group, void *data, size_t bytes, int root) {
+    MPI_Request request;
+    int done;
+    mpiCheck(MPI_Ibcast(data, bytes, MPI_BYTE, root, comm_groups[group], &request));
+    for (;;) {
+        mpiCheck(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
+        if (done) return;
+        usleep(1000);
+    }
+}
 static inline void mpi_exchange(const Comm *c, int to, const void *send, int from, void *receive, size_t bytes) {
     watchdog_peers(c->first + to * c->stride, c->first + from * c->stride);
     mpiCheck(MPI_Sendrecv(send, bytes, MPI_BYTE, to, 0, receive, bytes, MPI_BYTE, from, 0, comm_groups[c->group],
@@ -110,6 +121,7 @@ static inline void mpi_exchange(const Comm *c, int to, const void *send, int fro
 #define mpi_split(color, rank) 0
 #define mpi_barrier(group) ((void)0)
 #define mpi_broadcast(group, data, bytes, root) ((void)(data), (void)(root))
+#define mpi_broadcast_idle(group, data, bytes, root) ((void)(data), (void)(root))
 #define mpi_exchange(c, to, send, from, receive, bytes) ((void)(to), (void)(send), memset((receive), 0, (bytes)))
 #endif
 
@@ -188,6 +200,13 @@ static inline void comm_broadcast(const Comm *c, void *data, size_t bytes, int r
     uint64_t op = watchdog_op_begin("broadcast", bytes, WATCHDOG_HOST);
     for (size_t at = 0; at < bytes; at += COMM_MESSAGE)
         mpi_broadcast(c->group, (char *)data + at, comm_part(bytes, at, COMM_MESSAGE), root);
+    watchdog_op_done(op);
+}
+// A few bytes, for which the other ranks may wait long: they sleep between two looks.
+static inline void comm_broadcast_idle(const Comm *c, void *data, size_t bytes, int root) {
+    if (c->world == 1) return;
+    uint64_t op = watchdog_op_begin("broadcast", bytes, WATCHDOG_HOST);
+    mpi_broadcast_idle(c->group, data, bytes, root);
     watchdog_op_done(op);
 }
 // Each rank exchanges with every other, with another one in each round. To rank r it sends what lies at send + r *

@@ -252,7 +252,7 @@ static int serve_read(Server *s, int wait_ms) {
         count = (int)read(STDIN_FILENO, to, SERVE_LINE - s->length);
         if (count == 0) count = -1;
     }
-    comm_broadcast(tp, &count, sizeof count, 0);
+    (wait_ms ? comm_broadcast_idle : comm_broadcast)(tp, &count, sizeof count, 0);
     if (count > 0) comm_broadcast(tp, to, count, 0);
     return count;
 }

@@ -446,6 +446,14 @@ def test_bad_lines(runs):
     server.close()
 
 
+def cpu_seconds(parent):
+    """Of the processes that `parent` has started."""
+    children = [pid for p in Path(f"/proc/{parent}/task").glob("*/children") for pid in p.read_text().split()]
+    times = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13] for pid in children]
+    assert times
+    return sum(int(user) + int(system) for user, system in times) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.skipif(not test_ranks.MPIRUN, reason="no MPI (make toolkit)")
 def test_ranks_serve_together(runs):
     command = [test_ranks.MPIRUN, "--oversubscribe", "-np", 3, TRAINER]
@@ -453,6 +461,10 @@ def test_ranks_serve_together(runs):
     server.send(*REQUESTS[:4], b"junk")
     events = server.until_ended(sum(r["n"] for r in REQUESTS[:4]))
     assert len(sequences(events)) == 6 and sum(e["event"] == "error" for e in events) == 1
+    if sys.platform == "linux":  # ranks without work leave the cores to others
+        before = cpu_seconds(server.process.pid)
+        time.sleep(2)
+        assert cpu_seconds(server.process.pid) - before < 0.3
     assert not server.close(quits=True)
 
 
