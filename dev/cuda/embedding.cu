@@ -166,11 +166,6 @@ static void bench_embedding(const char *name, int B, int T, int C, int Vp, doubl
           [&] { embedding_forward(out, {d_tokens, 0, Vp, Vp}, wte, wpe, B, T, C, stream); });
     bench("backward", row * ((positions ? 2 : 1) * N + 2.0 * used + (positions ? 2 * T : 0)), 0,
           [&] { embedding_backward(wte, wpe, out, {d_tokens, 0, Vp, Vp}, B, T, C, scratch, stream); });
-    int *rows = host_new<int>(N);
-    for (size_t i = 0; i < N; i++) rows[i] = (int)i;
-    const int *d_rows = upload_ints(rows, N);
-    floatX *half = device_new<floatX>(N / 2 * C);
-    bench("half the rows picked", row * N, 0, [&] { rows_pick(half, out, d_rows, (int)N / 2, (int)N, C, stream); });
     if (!ladder.variants) return;
     bench("of that, the sort", 0, 0,
           [&] { embedding_sort((uint64_t *)scratch, {d_tokens, 0, Vp, Vp}, (int)N, stream); });
