@@ -42,7 +42,7 @@ struct Model {
     int slot;
     double step_tokens, masked;  // of all ranks; of this rank, those that are not learned so far
     int weights_changed;         // since their fp8 copies were made
-    int merged;                  // the block whose matrices are in the buffer `merged` as they are now; 0: none
+    int merged;                  // the block that was merged last, in this forward or its backward; 0: none
     int counts_fp8;              // what is quantised is counted
 };
 
@@ -942,7 +942,7 @@ int model_has_slot(const Model *m, Slot s) { return slot_pointer(&m->b, s) != NU
 int model_slot_is_bf16(const Model *m, Slot s) { return plan_slot_is_bf16(&m->plan, s); }
 Span model_owned(const Model *m, Slot s, int unit) { return plan_owned(&m->plan, s, unit); }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
-    m->weights_changed |= s == SLOT_WEIGHT;
+    m->weights_changed |= s == SLOT_WEIGHT || s == SLOT_FROZEN;
     if (s == plan_base_slot(&m->plan) && weight_write_quantised(&m->plan, &m->b, offset, count, values, &m->gpu))
         return;
     slot_write(&m->plan, &m->b, s, offset, count, values, &m->gpu);

@@ -102,8 +102,8 @@ static inline int offloads(const Options *o) {
 }
 
 // The blocks' products, forward and of the inputs' gradients, round their operands to fp8 / the head's forward does /
-// those of the weights' gradients do, which adapters have not. --matmul-dtype has more values: what is neither is
-// native or bf16.
+// those of the weights' gradients do (with --lora weights have none). --matmul-dtype has more values: what is neither
+// is native or bf16.
 static inline int matmul_is_fp8(const Options *o) { return !strncmp(o->matmul_dtype, "fp8", 3); }
 static inline int head_is_fp8(const Options *o) { return !strcmp(o->head_dtype, "fp8"); }
 static inline int matmul_weight_gradient_is_fp8(const Options *o) {

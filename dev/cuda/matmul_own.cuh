@@ -257,14 +257,11 @@ static void check_own_kernels(void) {
     check_gated(264, 1600, 72);
     check_gated(2048, 8960, 320);
     check_gated(4168, 704, 1544);
-    for (MatmulForm form : {MATMUL_FORWARD, MATMUL_BACKWARD_INPUT, MATMUL_BACKWARD_WEIGHT}) {
-        check_batch(form, 768, 768, 12);
-        check_batch(form, 1600, 200, 2);
-        check_batch(form, 200, 1600, 3);
-        check_batch(form, 8, 8, 5);
-        check_batch(form, 72, 3072, 150);
-        check_batch(form, 4168, 64, 1);
-    }
+    const int squares[][3] = {{768, 768, 12}, {1600, 200, 2},  {200, 1600, 3},
+                              {8, 8, 5},      {72, 3072, 150}, {4168, 64, 1}};
+    for (const auto &s : squares)
+        for (MatmulForm form : {MATMUL_FORWARD, MATMUL_BACKWARD_INPUT, MATMUL_BACKWARD_WEIGHT})
+            check_batch(form, s[0], s[1], s[2]);
 }
 
 // How many elements differ, and the largest |x - y| / (|x| + |y| + 0.1).

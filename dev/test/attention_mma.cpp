@@ -8,8 +8,6 @@
 #define SHARED_MEMORY attention_shared
 #include "dev/test/block_on_cpu.h"
 #include "llmc/kernels/attention_mma.cuh"
-typedef bf16 floatX;
-typedef Vec<bf16> VecX;
 static void vec_store(bf16 *p, const VecX &x) { memcpy(p, x.v, sizeof x); }
 #include "llmc/documents.h"
 #include "llmc/kernels/kv_cache.cuh"

@@ -56,6 +56,12 @@ template <typename T> struct Vec {
     T v[size];
     T operator[](int i) const { return v[i]; }
 };
+#ifdef PRECISION_FP32
+typedef float floatX;
+#else
+typedef bf16 floatX;
+#endif
+typedef Vec<floatX> VecX;
 template <typename T> static inline Vec<T> vec_load(const T *p) {
     Vec<T> r;
     memcpy(r.v, p, sizeof r);

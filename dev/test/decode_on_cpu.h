@@ -7,12 +7,6 @@
 #define __noinline__
 #define __grid_constant__
 
-#ifdef PRECISION_FP32
-typedef float floatX;
-#else
-typedef bf16 floatX;
-#endif
-typedef Vec<floatX> VecX;
 struct float4 { float x, y, z, w; };
 struct uint2 { unsigned x, y; };
 static Index gridDim = {1};

@@ -1,5 +1,6 @@
-// The kernels of LoRA without a GPU, against llmc/lora.h and the loops of train_gpt2.c, in bf16 and fp32 (FLOAT): what
-// is merged, bit for bit; and what the packed products give as gradients. test_kernels.py runs it.
+// The kernels of LoRA without a GPU, against llmc/lora.h and the loops of train_gpt2.c, in bf16 and fp32
+// (PRECISION_FP32): what is merged, bit for bit; and what the packed products give as gradients. test_kernels.py runs
+// it.
 #define LLMC_ORACLE
 #include "train_gpt2.c"
 #undef min
@@ -7,14 +8,7 @@
 #include "dev/test/block_on_cpu.h"
 #undef __shared__
 #define __shared__ static
-#ifdef FLOAT
-typedef float floatX;
-static const double BOUND = 2e-6;
-#else
-typedef bf16 floatX;
-static const double BOUND = 6e-3;
-#endif
-typedef Vec<floatX> VecX;
+static const double BOUND = sizeof(floatX) == 4 ? 2e-6 : 6e-3;
 static void vec_widen(float (&to)[VecX::size], const VecX &x) {
     for (int k = 0; k < VecX::size; k++) to[k] = (float)x.v[k];
 }

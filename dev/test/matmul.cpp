@@ -16,7 +16,6 @@
 #define LLMC_ABSMAX_CUH
 #define WGMMA_32(i) "+f"(d[i])
 #define WGMMA_D128
-typedef bf16 floatX;
 typedef void *cudaStream_t;
 struct MaxBits {};
 template <typename Op> static float warp_reduce(float x) { return x; }

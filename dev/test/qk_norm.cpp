@@ -1,20 +1,13 @@
 // The kernels of QK-norm without a GPU, against the loops of train_gpt2.c: head dimensions that fill their lanes and
-// those that do not, grouped heads, with and without gains, rotation and a scale of q, in bf16 and fp32 (FLOAT).
-// test_kernels.py runs it.
+// those that do not, grouped heads, with and without gains, rotation and a scale of q, in bf16 and fp32
+// (PRECISION_FP32). test_kernels.py runs it.
 #define LLMC_ORACLE
 #include "train_gpt2.c"
 #include "llmc/rope_table.h"
 #undef min
 #define SHARED_MEMORY qk_norm_shared
 #include "dev/test/block_on_cpu.h"
-#ifdef FLOAT
-typedef float floatX;
-static const double BOUND = 2e-6;
-#else
-typedef bf16 floatX;
-static const double BOUND = 4e-3;
-#endif
-typedef Vec<floatX> VecX;
+static const double BOUND = sizeof(floatX) == 4 ? 2e-6 : 4e-3;
 struct float4 { float x, y, z, w; };
 static void rotate_pair(float &a, float &b, float c, float s) {
     const float x = a * c - b * s;

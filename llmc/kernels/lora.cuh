@@ -11,7 +11,7 @@
 // layer take four products, whatever its adapters are (ranks/linear.cuh):
 //   down (N,columns) = inp A^T        dB (out,columns) = dout^T down
 //   up (N,columns)   = dout B         dA (columns,in)  = up^T inp
-// Of dB only the part is used where B is not 0 for good. Columns are so few that the time is that of reading inp and
+// Of dB only the parts that belong to an adapter are used. Columns are so few that the time is that of reading inp and
 // dout.
 // Ladder: dev/cuda/lora.cu; without a GPU: dev/test/lora.cpp.
 #ifndef LLMC_KERNELS_LORA_CUH
@@ -68,8 +68,8 @@ __device__ inline void lora_widen(float (&w)[VecX::size], const QuantMatrix &q, 
             w[k] = (q.format == WEIGHTS_INT8 ? (float)(int8_t)c.byte[k] : fp8_to_float(FP8_E4M3, c.byte[k])) * scale;
     }
 }
-// Block: LORA_ROWS rows, which one adapter has or none, of a vector of columns for each thread. across: blocks of a
-// row.
+// A block merges LORA_ROWS rows, all of one adapter or of none; each thread has one vector of columns. across: blocks
+// of a row.
 static __global__ void __launch_bounds__(LORA_THREADS)
     lora_merge_kernel(floatX *out, const QuantMatrix q, const LayerAdapters l, int across) {
     alignas(16) __shared__ float factors[LORA_RANKS][LORA_ROWS];
@@ -109,7 +109,7 @@ static __global__ void __launch_bounds__(LORA_THREADS)
 
 // ---- packing
 
-// Of all of a layer, padded.
+// Columns of a layer's packed adapters, each of a padded rank.
 HOST_DEVICE static inline int lora_columns(const LayerAdapters *l) {
     return l->count * ((l->rank + LORA_PADDED - 1) / LORA_PADDED * LORA_PADDED);
 }

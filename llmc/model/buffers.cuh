@@ -492,8 +492,8 @@ static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
 }
 // Integers of a slot in which tokens wait for the device.
 static inline size_t plan_token_slot(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->picks_rows) * p->N; }
-// `ordered`: the targets that are learned, then the others. order (2,N): where each was; where each of `targets` is
-// now.
+// ordered (N): the targets that are learned, then the others. order (2,N): the place in `targets` of each of them; then
+// for each of `targets` its place among them.
 static inline void learned_first(int *ordered, int *order, const int *targets, size_t N) {
     size_t n = 0;
     for (int learned : {1, 0})
