@@ -57,7 +57,8 @@ template <int N> static void check_heads(int HD, int NH, int NKV, int T, bool ha
     std::vector<float> partial(blocks * pair), sums(pair, 0);
     const QkNorm norm = {has_gains ? gains.data() : NULL, NULL, 1e-6f, scale};
     const QkRows heads = {rows, T, NH, NKV, HD, rotates ? cos_sin.data() : NULL};
-    launch_on_cpu(rows, QK_NORM_THREADS, 0, false,
+    const int at_once = QK_NORM_THREADS / lanes;
+    launch_on_cpu((rows * (NH + 2 * NKV) + at_once - 1) / at_once, QK_NORM_THREADS, 0, false,
                   [&] { qk_norm_forward_kernel<N>(out.data(), qkv.data(), norm, heads, lanes); });
     launch_on_cpu(blocks, QK_NORM_THREADS, shared, false, [&] {
         qk_norm_backward_kernel<N>(d.data(), has_gains ? partial.data() : NULL, qkv.data(), norm, heads, lanes, blocks);

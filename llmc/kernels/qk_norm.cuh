@@ -73,7 +73,7 @@ template <int N> struct HeadPart {
         for (int k = 0; k < N; k++) rotate_pair(low[k], high[k], angles.low[k], angles.high[k] * sign);
     }
 };
-// A thread's place in a row: its lane of a head, and which of the heads that a block holds at a time.
+// A thread's lane of a head, and which of the heads that a block holds at a time.
 template <int N> struct HeadThread {
     int first, slot, at_once, half;
     bool used;  // else its lane is beyond the head
@@ -109,30 +109,26 @@ __device__ inline float head_sum(float x, int lanes) {
     return x;
 }
 
-// Block: a row.
+// Block: neighbouring heads, of one row or of several.
 template <int N>
 __global__ void __launch_bounds__(QK_NORM_THREADS)
     qk_norm_forward_kernel(floatX *out, const floatX *qkv, const QkNorm norm, const QkRows r, int lanes) {
     const HeadThread<N> t(lanes, r.HD);
-    const int heads = r.NH + 2 * r.NKV;
-    const size_t row = (size_t)blockIdx.x * heads * r.HD + t.first;
-    const HeadPart<N> angles = t.angles(r, blockIdx.x);
-    for (int head = t.slot, passes = (heads + t.at_once - 1) / t.at_once; passes > 0; passes--, head += t.at_once) {
-        const bool mine = head < heads && t.used;
-        const size_t at = row + (size_t)head * r.HD;
-        HeadPart<N> x;
-        float squares = 0;
-        x.fill(0, 0);
-        if (mine) x.load(qkv + at, t.half);
-        x.each(x, [&](float a, float) { squares += a * a; });
-        const float rstd = rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps) * (head < r.NH ? norm.scale : 1);
-        if (!mine) continue;
-        if (head < r.NH + r.NKV) {
-            x.each(t.gains(norm, r, head), [&](float &a, float gain) { a *= rstd * gain; });
-            x.rotate(angles, 1);
-        }
-        x.store(out + at, t.half);
+    const int heads = r.NH + 2 * r.NKV, item = blockIdx.x * t.at_once + t.slot, row = item / heads, head = item % heads;
+    const bool mine = row < r.rows && t.used;
+    const size_t at = (size_t)item * r.HD + t.first;
+    HeadPart<N> x;
+    float squares = 0;
+    x.fill(0, 0);
+    if (mine) x.load(qkv + at, t.half);
+    x.each(x, [&](float a, float) { squares += a * a; });
+    const float rstd = rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps) * (head < r.NH ? norm.scale : 1);
+    if (!mine) return;
+    if (head < r.NH + r.NKV) {
+        x.each(t.gains(norm, r, head), [&](float &a, float gain) { a *= rstd * gain; });
+        x.rotate(t.angles(r, row), 1);
     }
+    x.store(out + at, t.half);
 }
 
 // The sums of a block's threads in their order: partial (blocks, 2, HD).
@@ -156,7 +152,7 @@ __device__ inline void store_gain_sums(float *partial, const HeadThread<N> &t, c
         partial[(size_t)blockIdx.x * 2 * HD + c] = sum;
     }
 }
-// Block: rows blockIdx.x, blockIdx.x + blocks, ...
+// Block: every `blocks`-th group of neighbouring heads, of one row or of several.
 template <int N>
 __global__ void __launch_bounds__(QK_NORM_THREADS)
     qk_norm_backward_kernel(floatX *dqkv, float *partial /*NULL: no gains*/, const floatX *qkv, const QkNorm norm,
@@ -166,41 +162,38 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
     HeadPart<N> of_q, of_k;
     of_q.fill(0, 0);
     of_k.fill(0, 0);
-    for (int n = blockIdx.x; n < r.rows; n += blocks) {
-        const HeadPart<N> angles = t.angles(r, n);
-        const size_t row = (size_t)n * (heads + r.NKV) * r.HD + t.first;
-        for (int head = t.slot, passes = (heads + t.at_once - 1) / t.at_once; passes > 0; passes--, head += t.at_once) {
-            const bool mine = head < heads && t.used;
-            const size_t at = row + (size_t)head * r.HD;
-            const float scale = head < r.NH ? norm.scale : 1;
-            HeadPart<N> x, d, g;
-            float squares = 0, dot = 0;
-            x.fill(0, 0);
-            d.fill(0, 0);
-            g.fill(0, 0);
-            if (mine) {
-                x.load(qkv + at, t.half);
-                d.load(dqkv + at, t.half);
-                g = t.gains(norm, r, head);
-            }
-            d.rotate(angles, -1);
-            d.each(d, [&](float &a, float) { a *= scale; });
-            g.each(d, [&](float &a, float b) { a *= b; });
-            x.each(g, [&](float a, float b) {
-                squares += a * a;
-                dot += a * b;
-            });
-            const float rstd = rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps),
-                        along = head_sum(dot, lanes) * rstd * rstd / r.HD;
-            if (!mine) continue;
-            d.each(x, [&](float &a, float b) { a *= b * rstd; });  // the gradient of the gains
-            if (head < r.NH)
-                of_q.each(d, [](float &sum, float a) { sum += a; });
-            else
-                of_k.each(d, [](float &sum, float a) { sum += a; });
-            g.each(x, [&](float &a, float b) { a = rstd * (a - b * along); });
-            g.store(dqkv + at, t.half);
+    for (int first = blockIdx.x * t.at_once; first < r.rows * heads; first += blocks * t.at_once) {
+        const int item = first + t.slot, row = item / heads, head = item % heads;
+        const bool mine = row < r.rows && t.used;
+        const size_t at = ((size_t)row * (heads + r.NKV) + head) * r.HD + t.first;
+        const float scale = head < r.NH ? norm.scale : 1;
+        HeadPart<N> x, d, g;
+        float squares = 0, dot = 0;
+        x.fill(0, 0);
+        d.fill(0, 0);
+        g.fill(0, 0);
+        if (mine) {
+            x.load(qkv + at, t.half);
+            d.load(dqkv + at, t.half);
+            g = t.gains(norm, r, head);
+            d.rotate(t.angles(r, row), -1);
         }
+        d.each(d, [&](float &a, float) { a *= scale; });
+        g.each(d, [&](float &a, float b) { a *= b; });
+        x.each(g, [&](float a, float b) {
+            squares += a * a;
+            dot += a * b;
+        });
+        const float rstd = rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps),
+                    along = head_sum(dot, lanes) * rstd * rstd / r.HD;
+        if (!mine) continue;
+        d.each(x, [&](float &a, float b) { a *= b * rstd; });  // the gradient of the gains
+        if (head < r.NH)
+            of_q.each(d, [](float &sum, float a) { sum += a; });
+        else
+            of_k.each(d, [](float &sum, float a) { sum += a; });
+        g.each(x, [&](float &a, float b) { a = rstd * (a - b * along); });
+        g.store(dqkv + at, t.half);
     }
     if (partial) store_gain_sums(partial, t, of_q, of_k);
 }
@@ -231,7 +224,8 @@ static inline void qk_norm_launch(const QkRows *r, const void *a, const void *b,
 static inline void qk_norm_forward(const QkNorm *norm, const QkRows *r, floatX *out, const floatX *qkv,
                                    cudaStream_t stream) {
     qk_norm_launch(r, out, qkv, norm->gains, [&](auto vector, int lanes) {
-        qk_norm_forward_kernel<vector><<<(unsigned)r->rows, QK_NORM_THREADS, 0, stream>>>(out, qkv, *norm, *r, lanes);
+        const unsigned blocks = (unsigned)ceil_div((size_t)r->rows * (r->NH + 2 * r->NKV), QK_NORM_THREADS / lanes);
+        qk_norm_forward_kernel<vector><<<blocks, QK_NORM_THREADS, 0, stream>>>(out, qkv, *norm, *r, lanes);
     });
     timing_lap("QK-norm", 0, 2.0 * r->rows * (r->NH + 2 * r->NKV) * r->HD * sizeof(floatX), stream);
 }
