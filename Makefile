@@ -55,7 +55,7 @@ GENCODE := $(foreach a,$(ARCHS),-gencode arch=compute_$a,code=sm_$a) $(if $(PTX)
 SPLIT := $(if $(NVCC),$(if $(findstring --split-compile,$(shell $(NVCC) --help)),-Xptxas -split-compile=0))
 NVFLAGS := -std=c++17 -O3 --threads 0 $(SPLIT) $(if $(OPENMP),-Xcompiler $(OPENMP)) $(GENCODE) $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) -I. $(CUDA_CFLAGS)
 
-RANKED := dev/cuda/p2p.cu dev/cuda/tp.cu
+RANKED := dev/cuda/p2p.cu dev/cuda/tp.cu dev/cuda/decode.cu
 nvflags = $(NVFLAGS) $(if $(filter-out $(RANKED),$(filter dev/cuda/%,$<)),,$(GPU_RANKS)) $(REVISION_FLAGS)
 LADDERS := $(patsubst dev/cuda/%.cu,%,$(wildcard dev/cuda/*.cu))
 HOST_TESTS := $(patsubst dev/test/%.c,%,$(wildcard dev/test/test_*.c))

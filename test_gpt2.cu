@@ -246,13 +246,14 @@ static void test_weights(const char *folder, const Options *base, int brief) {
         o.weights = weights;
         printf("with --weights %s\n", weights);
         test_slots(folder, &o);
+        test_fp8_cache(folder, &o);
         o.cuda_graphs = 0;
         if (!brief) test_slots(folder, &o);
     }
 }
 // Products and attention of 64 to 1,024 rows, each with the bits of the others. What follows a prompt of 700 tokens is
 // the same alone and as one of 64 rows.
-static void test_long_prompts(const char *model, const char *weights) {
+static void test_long_prompts(const char *model, const char *weights, const char *cache) {
     enum { TOKENS = 1000, SLOTS = 3 };
     int tokens[TOKENS];
     Config c;
@@ -265,13 +266,14 @@ static void test_long_prompts(const char *model, const char *weights) {
     o.batch_size = 1;
     o.tf32 = 0;
     o.weights = weights;
+    o.cache_dtype = cache;
     model_open(&m, &c, &o, &one_rank);
     init_weights(&m, TP_SEED);
     model_decode_open(&m, SLOTS, TOKENS, c.vocab_size);
     for (int i = 0; i < TOKENS; i++) tokens[i] = (int)(rand_u64(TP_SEED, 7, (uint64_t)i) % (uint64_t)c.vocab_size);
     const size_t V = (size_t)c.vocab_size;
     float *alone = (float *)malloc_or_die(2 * V * sizeof(float));
-    printf("%s --weights %s\n", model, weights);
+    printf("%s --weights %s --cache-dtype %s\n", model, weights, cache);
     check_prompts(&m, tokens, TOKENS, alone, alone + V, "1,000 tokens");
     for (int others = 0; others < 2; others++) {
         DecodeRow rows[DECODE_ROWS];
@@ -289,10 +291,12 @@ static void test_long_prompts(const char *model, const char *weights) {
     model_close(&m);
 }
 static void test_all_long_prompts(void) {
-    for (const char *weights : {"native", "int8", "int4"}) {
-        test_long_prompts("gpt2:124M,layers=2,vocab=512", weights);
-        test_long_prompts("llama3:8B,layers=2,channels=1024,heads=8,kv_heads=2,ffn=2816,vocab=512,seq=1024", weights);
-    }
+    const char *const llama = "llama3:8B,layers=2,channels=1024,heads=8,kv_heads=2,ffn=2816,vocab=512,seq=1024";
+    for (const char *weights : {"native", "int8", "int4"})
+        for (const char *cache : {"native", "fp8"}) {
+            test_long_prompts("gpt2:124M,layers=2,vocab=512", weights, cache);
+            test_long_prompts(llama, weights, cache);
+        }
 }
 static void test_brief(const char *folder) {
     DebugFile d = debug_open(folder);

@@ -604,15 +604,31 @@ void attention_forward_cpu(float *out, float *lse, const float *qkv, const int *
 }
 // ---- the same over a cache of keys and values
 
-// The cache of a layer: keys and values (slots,NKV,room,HD).
+// The cache of a layer: rows (slots,NKV,room) of HD keys and as many values, in fp32 or e4m3.
 typedef struct {
-    float *keys, *values;
+    QuantMatrix keys, values;
     int room, NH, NKV, HD;
 } KvLayer;
 // A row is token `at` of the sequence in a slot.
 typedef struct { int slot, at; } KvPlace;
-static inline size_t kv_place(const KvLayer *c, KvPlace p, int kv) {
-    return area(p.slot * c->NKV + kv, c->HD) * (size_t)c->room + area(p.at, c->HD);
+static inline size_t kv_row(const KvLayer *c, KvPlace p, int kv) { return area(p.slot * c->NKV + kv, c->room) + p.at; }
+// In e4m3 a row has the scale of its own largest value, so that it depends on no other token.
+static void kv_store(const QuantMatrix *cache, size_t row, const float *x) {
+    uint8_t *codes = quant_codes(cache, row);
+    if (cache->format == WEIGHTS_FP32) {
+        copy_floats((float *)codes, x, cache->cols);
+        return;
+    }
+    const float up = fp8_scale(FP8_E4M3, quant_absmax(x, cache->cols));
+    for (int i = 0; i < cache->cols; i++) codes[i] = fp8_from_float(FP8_E4M3, x[i] * up);
+    *(float *)quant_scales(cache, row) = 1 / up;
+}
+// A row in fp32: in place, or in `widened` (HD).
+static inline const float *kv_load(const QuantMatrix *cache, size_t row, float *widened) {
+    const uint8_t *codes = quant_codes(cache, row);
+    if (cache->format == WEIGHTS_FP32) return (const float *)codes;
+    quant_widen(cache->format, widened, codes, quant_scales(cache, row), cache->cols);
+    return widened;
 }
 // The keys and values of N rows go to their places.
 void kv_append_cpu(const KvLayer *c, const float *qkv, const KvPlace *places, int N) {
@@ -620,17 +636,33 @@ void kv_append_cpu(const KvLayer *c, const float *qkv, const KvPlace *places, in
     const size_t row = area(c->NH + 2 * NKV, HD);
     for (int i = 0; i < N * NKV; i++) {
         const int n = i / NKV, kv = i % NKV;
-        const size_t place = kv_place(c, places[n], kv);
-        copy_floats(c->keys + place, head_at(qkv, n, 1, row, c->NH + kv, HD), HD);
-        copy_floats(c->values + place, head_at(qkv, n, 1, row, c->NH + NKV + kv, HD), HD);
+        const size_t to = kv_row(c, places[n], kv);
+        kv_store(&c->keys, to, head_at(qkv, n, 1, row, c->NH + kv, HD));
+        kv_store(&c->values, to, head_at(qkv, n, 1, row, c->NH + NKV + kv, HD));
     }
 }
-// T tokens of one slot, whose keys and values are in the cache: as in training, bit for bit.
+// Rows (NKV,seen) of a slot in fp32: in place, or in `widened`, which has the room of all its rows.
+static const float *kv_load_slot(const KvLayer *c, const QuantMatrix *cache, int slot, int seen, float *widened) {
+    const size_t first = kv_row(c, (KvPlace){slot, 0}, 0);
+    if (!widened) return (const float *)quant_codes(cache, first);
+    PARALLEL_FOR
+    for (int i = 0; i < c->NKV * seen; i++) {
+        const size_t row = area(i / seen, c->room) + i % seen;
+        kv_load(cache, first + row, widened + area(row, c->HD));
+    }
+    return widened;
+}
+// T tokens of one slot, whose keys and values are in the cache: as in training, in fp32 bit for bit.
 void attention_prompt_cpu(float *out /*(T,NH*HD)*/, float *lse /*(NH,T)*/, const float *qkv, const KvLayer *c,
                           KvPlace first, int T) {
-    const size_t slot = kv_place(c, (KvPlace){first.slot, 0}, 0);
-    const KeysValues kv = {c->keys + slot, c->values + slot, 0, area(c->room, c->HD), (size_t)c->HD};
+    const size_t head = area(c->room, c->HD), all = c->NKV * head;
+    const int seen = first.at + T;
+    float *widened = c->keys.format == WEIGHTS_FP32 ? NULL : (float *)malloc_or_die(2 * all * sizeof(float));
+    const KeysValues kv = {kv_load_slot(c, &c->keys, first.slot, seen, widened),
+                           kv_load_slot(c, &c->values, first.slot, seen, widened ? widened + all : NULL), 0, head,
+                           (size_t)c->HD};
     attend(out, lse, qkv, kv, NULL, first.at, 1, T, c->NH, c->NKV, c->HD);
+    free(widened);
 }
 // N rows of any slots: each sees the keys of its slot up to its own.
 void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLayer *c, const KvPlace *places, int N) {
@@ -639,19 +671,22 @@ void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLa
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < N * NH; task++) {
         const int n = task / NH, h = task % NH, seen = places[n].at + 1;
-        const size_t first = kv_place(c, (KvPlace){places[n].slot, 0}, h / (NH / c->NKV));
-        const float *q = head_at(qkv, n, 1, row, h, HD), *k = c->keys + first, *v = c->values + first;
-        float *o = out + area(task, HD), *p = (float *)malloc_or_die(seen * sizeof(float));
+        const size_t first = kv_row(c, (KvPlace){places[n].slot, 0}, h / (NH / c->NKV));
+        const float *q = head_at(qkv, n, 1, row, h, HD);
+        float *o = out + area(task, HD), *p = (float *)malloc_or_die((seen + HD) * sizeof(float)), *widened = p + seen;
         for (int s = 0; s < seen; s++) {
+            const float *k = kv_load(&c->keys, first + s, widened);
             float dot = 0;
             #pragma omp simd reduction(+ : dot)
-            for (int i = 0; i < HD; i++) dot += q[i] * k[area(s, HD) + i];
+            for (int i = 0; i < HD; i++) dot += q[i] * k[i];
             p[s] = dot;
         }
         softmax(p, seen, 1.0f / sqrtf(HD));
         for (int i = 0; i < HD; i++) o[i] = 0;
-        for (int s = 0; s < seen; s++)
-            for (int i = 0; i < HD; i++) o[i] += p[s] * v[area(s, HD) + i];
+        for (int s = 0; s < seen; s++) {
+            const float *v = kv_load(&c->values, first + s, widened);
+            for (int i = 0; i < HD; i++) o[i] += p[s] * v[i];
+        }
         free(p);
     }
 }
@@ -1052,12 +1087,13 @@ typedef struct {
     int count, has_run;
 } DecodeStep;
 typedef struct {
-    float *keys, *values;    // (L,slots,NKV,room,HD) each
-    float *cos_sin;          // (room,HD/2,2)
-    float *positions;        // (N,C): of a table of positions, the rows that a pass has
-    float *parts, *logits;   // of the ranks (tp,DECODE_ROWS,Vp); of a step (DECODE_ROWS,V)
-    int slots, room, known;  // see model_decode_open
-    int *length, *drawn;     // (slots) tokens that are there; the token that the latest row drew
+    WeightFormat format;
+    QuantMatrix *keys, *values;  // (L) of rows (slots,NKV,room)
+    float *cos_sin;              // (room,HD/2,2)
+    float *positions;            // (N,C): of a table of positions, the rows that a pass has
+    float *parts, *logits;       // of the ranks (tp,DECODE_ROWS,Vp); of a step (DECODE_ROWS,V)
+    int slots, room, known;      // see model_decode_open
+    int *length, *drawn;         // (slots) tokens that are there; the token that the latest row drew
     DecodeStep steps[DECODE_STEPS];
     int queued;  // steps, the oldest first
 } KvCache;
@@ -1407,8 +1443,7 @@ static const float *of_positions(const Pass *p, const float *table, int width) {
 static void attend_cached(const Model *m, const Pass *p, const Block *b, int l) {
     const Config *c = &m->local;
     const KvCache *k = p->cache;
-    const size_t layer = l * area(k->slots * c->num_kv_heads, c->head_dim) * k->room;
-    const KvLayer kv = {k->keys + layer, k->values + layer, k->room, c->num_heads, c->num_kv_heads, c->head_dim};
+    const KvLayer kv = {k->keys[l], k->values[l], k->room, c->num_heads, c->num_kv_heads, c->head_dim};
     kv_append_cpu(&kv, b->a.attended, p->places, p->N);
     if (p->prompt)
         attention_prompt_cpu(b->a.y, b->a.lse, b->a.attended, &kv, *p->places, p->N);
@@ -1927,15 +1962,28 @@ static float *rope_of(Model *m, int positions) {
     return cos_sin;
 }
 
+// A matrix of zeros.
+static QuantMatrix quantised_zeros(Model *m, WeightFormat f, int rows, int cols) {
+    QuantMatrix q = {f, rows, cols, NULL, NULL};
+    q.codes = (uint8_t *)room(m, rows * quant_row_bytes(f, cols));
+    q.scales = (uint8_t *)room(m, rows * quant_scale_bytes(f, cols));
+    return q;
+}
+// Keys or values of all layers.
+static QuantMatrix *open_cache(Model *m, int rows) {
+    const Config *c = &m->local;
+    QuantMatrix *cache = (QuantMatrix *)room(m, c->num_layers * sizeof *cache);
+    for (int l = 0; l < c->num_layers; l++) cache[l] = quantised_zeros(m, m->cache.format, rows, c->head_dim);
+    return cache;
+}
 // Rows that one pass of generation has at most: every rank has them all.
 static int most_rows(const Model *m) { return m->B * m->T / m->mesh->tp.world; }
 void model_decode_open(Model *m, int slots, int room, int known) {
     const Config *c = &m->local;
     KvCache *k = &m->cache;
-    size_t size = area(c->num_layers * slots, c->num_kv_heads) * area(room, c->head_dim);
     assert(!k->keys && room <= c->max_seq_len && known <= m->config.vocab_size);
-    k->keys = floats(m, size);
-    k->values = floats(m, size);
+    k->keys = open_cache(m, slots * c->num_kv_heads * room);
+    k->values = open_cache(m, slots * c->num_kv_heads * room);
     k->cos_sin = rope_of(m, room);
     k->positions = floats(m, area(most_rows(m), c->channels));
     k->parts = floats(m, m->mesh->tp.world * area(min_int(most_rows(m), DECODE_ROWS), c->padded_vocab_size));
@@ -2072,10 +2120,7 @@ static void open_quantised(Model *m, WeightFormat f) {
     m->quantised = (QuantMatrix *)room(m, (4 * L + 1) * sizeof *m->quantised);
     for (int i = 0; i <= 4 * L; i++) {
         const int *size = sizes[i < 4 * L ? i % 4 : 4];
-        QuantMatrix q = {f, size[0], size[1], NULL, NULL};
-        q.codes = (uint8_t *)room(m, q.rows * quant_row_bytes(f, q.cols));
-        q.scales = (uint8_t *)room(m, q.rows * quant_scale_bytes(f, q.cols));
-        m->quantised[i] = q;
+        m->quantised[i] = quantised_zeros(m, f, size[0], size[1]);
     }
 }
 // Activations of one block. What a block shares with block 0 is recomputed in backward.
@@ -2191,6 +2236,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     params_set_optimiser(&m->table, o);
     int units = m->table.num_units;
     size_t block = param_unit(base_table(m), 1).count;
+    m->cache.format = cache_is_fp8(o) ? WEIGHTS_FP8 : WEIGHTS_FP32;
     if (weights_are_quantised(o)) open_quantised(m, quant_format(o->weights));
     m->weights = floats(m, kept_of(m, SLOT_WEIGHT, units));
     if (m->zero_stage >= 3 || m->lora.rank) m->block_weights = floats(m, block);

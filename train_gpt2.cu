@@ -200,13 +200,13 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
         return;
     }
     const KvCache *k = p->cache;
-    const size_t place = ((size_t)l * k->slots + k->slot) * NKV * k->room * HD;
-    floatX *keys = k->keys + place, *values = k->values + place;
+    const size_t first = ((size_t)l * k->slots + k->slot) * NKV * k->room;
+    const KvRows cache = KvRows{k->keys, k->values, k->scales}.from(first, HD);
     if (!k->prompt) {
-        attention_decode(b->y, keys, values, b->q_k_v, 1, p->T, k->at, k->room, NH, NKV, HD, p->stream);
+        attention_decode(b->y, cache, b->q_k_v, 1, p->T, k->at, k->room, NH, NKV, HD, p->stream);
         return;
     }
-    kv_prompt(k->qkv, keys, values, k->at, p->T, p->attention.T, k->room, NH, NKV, HD, p->stream);
+    kv_prompt(k->qkv, cache, k->at, p->T, p->attention.T, k->room, NH, NKV, HD, p->stream);
     attention_forward(&p->attention, k->y, k->lse, k->qkv, p->stream);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
@@ -681,7 +681,8 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
 }
 
 void model_decode_open(Model *m, int slots, int room, int known) {
-    decoder_open(&m->decoder, &m->plan, &m->b, slots, room, known, m->gpu.compute);
+    const int reaches = m->links.p2p[SHORT_TENSOR].opened;
+    decoder_open(&m->decoder, &m->plan, &m->b, reaches, slots, room, known, m->gpu.compute);
 }
 int model_length(const Model *m, int slot) { return m->decoder.length[slot]; }
 void model_forget(Model *m, int slot, int length) { m->decoder.length[slot] = length; }
@@ -703,10 +704,23 @@ static Pass decode_pass(Model *m, int slot, int at, int count, int prompt) {
     p.cos_sin = k->cos_sin ? k->cos_sin + (size_t)at * m->config.head_dim : NULL;
     return p;
 }
+// The models of a process, one a draft of the other, have streams of their own. Where they exchange with other ranks
+// they take turns in the order of these calls, which is that of all ranks. Beside each other, one could hold the SMs
+// that the other one needs on this rank, and the other way round on another rank.
+static cudaEvent_t exchanged;
+static void begin_turn(const Model *m) {
+    if (!plan_is_split(&m->plan)) return;
+    if (!exchanged) cudaCheck(cudaEventCreateWithFlags(&exchanged, cudaEventDisableTiming));
+    cudaCheck(cudaStreamWaitEvent(m->gpu.compute, exchanged, 0));
+}
+static void end_turn(const Model *m) {
+    if (plan_is_split(&m->plan)) cudaCheck(cudaEventRecord(exchanged, m->gpu.compute));
+}
 void model_prompt(Model *m, int slot, const int *tokens, int n) {
     int *length = &m->decoder.length[slot];
     const int most = m->decode_matmul.whole_rows;
     assert(*length + n <= m->decoder.cache.room);
+    begin_turn(m);
     for (int i = 0, count; i < n; i += count) {
         count = n - i < most ? n - i : most;
         watchdog_beat(PHASE_SAMPLE, -1);
@@ -715,6 +729,7 @@ void model_prompt(Model *m, int slot, const int *tokens, int n) {
         model_forward(m, &p);
         *length += count;
     }
+    end_turn(m);
 }
 // The row's token -> its logits, in fp32.
 static void decode_row(Model *m, const DecodeInput *row, float *logits) {
@@ -750,11 +765,13 @@ void model_decode(Model *m, const DecodeRow *rows, int count) {
     Decoder *d = &m->decoder;
     const int step = decoder_begin(d, rows, count);
     watchdog_beat(PHASE_SAMPLE, -1);
+    begin_turn(m);
     if (d->has_kernel) {
         for (int u = 0; u < m->table.num_units; u++) zero_wait(&m->links.zero, u);  // weights may be on their way
         decoder_run(d, step, (int)m->plan.options.cuda_graphs, m->gpu.compute);
     } else
         decode_rows(m, step);
+    end_turn(m);
     cudaCheck(cudaEventRecord(d->done[step], m->gpu.compute));
 }
 void model_drawn(Model *m, Drawn *drawn) {

@@ -80,6 +80,8 @@ static inline size_t head_rows(const Options *o, int B, int T) {
     return rows > (size_t)B ? rows : (size_t)B;
 }
 static inline int weights_are_quantised(const Options *o) { return strcmp(o->weights, "native") != 0; }
+static inline int writes_text(const Options *o) { return o->generate || (o->sample_every && !o->evaluate); }
+static inline int cache_is_fp8(const Options *o) { return strcmp(o->cache_dtype, "native") != 0; }
 // Whether checkpoints are written during training, from a copy in host memory. One at the end of a run needs no copy.
 static inline int saves_beside_training(const Options *o) {
     return o->save_every > 0 && o->save_async && !forward_only(o);

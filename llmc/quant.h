@@ -153,8 +153,12 @@ static inline void quant_widen(WeightFormat f, float *x, const void *codes, cons
     case WEIGHTS_INT8:
         for (int i = 0; i < cols; i++) x[i] = (int8_t)bytes[i] * scale;
         break;
+    // bits of an fp32 that is 2^120 times smaller, subnormals too; a row with a NaN has a NaN as scale
     case WEIGHTS_FP8:
-        for (int i = 0; i < cols; i++) x[i] = fp8_to_float(FP8_E4M3, bytes[i]) * scale;
+        for (int i = 0; i < cols; i++) {
+            const uint32_t code = bytes[i];
+            x[i] = bits_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f * scale;
+        }
         break;
     case WEIGHTS_INT4:
         for (int i = 0; i < cols; i++)

@@ -425,8 +425,9 @@ static void open_models(Trainer *t) {
     const Options *o = &t->o;
     const Options model_options = options_of_model(t);
     model_open(&t->model, &t->config, &model_options, &t->mesh);
-    if (samples_here(t) && (o->generate || (o->sample_every && !o->evaluate)))
+    if (samples_here(t) && writes_text(o))
         model_decode_open(&t->model, generation_slots(o), t->window, known_tokens(t));
+    comm_align(&t->comm);  // not all ranks have opened it
     load_or_init(t);
     if (*o->draft) open_draft(t, &model_options);
 }

@@ -81,6 +81,10 @@ static void check_options(const Options *o) {
     require(!weights_are_quantised(o) || (native && o->zero_stage < 3),
             "--weights %s goes with none of --matmul-dtype, --head-dtype and --zero-stage 3\nleave them out",
             o->weights);
+    require(!cache_is_fp8(o) || writes_text(o),
+            "--cache-dtype %s is for text that is written, and this run writes none\n"
+            "leave it out, or add --generate, --serve or --sample-every",
+            o->cache_dtype);
     require(o->tp_overlap < 1 || o->tp > 1,
             "--tp-overlap 1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
     require(o->zero_stage < 2 || o->dp_overlap != 0,

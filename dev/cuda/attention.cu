@@ -415,16 +415,18 @@ static void check_alone(Shape s, int document) {
 }
 
 // A prompt of s.T tokens (a multiple of PROMPT_ROWS) in pieces, by a cache: the bits of one piece.
-static void check_pieces(Shape s, float std) {
-    ladder_case("pieces of T=%d NH=%d NKV=%d HD=%d std=%g", s.T, s.NH, s.NKV, s.HD, std);
+static void check_pieces(Shape s, float std, int fp8) {
+    ladder_case("pieces of T=%d NH=%d NKV=%d HD=%d std=%g%s", s.T, s.NH, s.NKV, s.HD, std, fp8 ? " in e4m3" : "");
     const size_t stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD, rows = prompt_rows(s.T),
                  cached = (size_t)(s.NKV * s.T * s.HD);
-    const floatX *whole = device_normal<floatX>(rows * stride, std);
-    floatX *qkv = device_normal<floatX>(rows * stride, std), *expected = device_new<floatX>(rows * width),
-           *out = device_new<floatX>(rows * width), *keys = device_zero<floatX>(cached),
-           *values = device_zero<floatX>(cached);
+    floatX *whole = device_normal<floatX>(rows * stride, std), *qkv = device_normal<floatX>(rows * stride, std),
+           *expected = device_new<floatX>(rows * width), *out = device_new<floatX>(rows * width);
+    const KvRows cache = {device_zero<floatX>(cached), device_zero<floatX>(cached),
+                          fp8 ? device_zero<float2>(cached / (size_t)s.HD) : NULL};
     float *lse = device_new<float>(rows * s.NH);
     cudaStream_t stream = ladder.gpu.compute;
+    // e4m3: queries see rounded keys and values. What was rounded once stays.
+    if (fp8) kv_prompt(whole, cache, 0, s.T, s.T, s.T, s.NH, s.NKV, s.HD, stream);
     for (AttentionProblem a : paths(s)) {
         attention_forward(&a, expected, lse, whole, stream);
         for (int at = 0, n, piece = 0; at < s.T; at += n, piece++) {
@@ -433,7 +435,7 @@ static void check_pieces(Shape s, float std) {
             a.T = (int)round_up((size_t)(at + n), PROMPT_ROWS);
             cudaCheck(cudaMemcpyAsync(qkv + at * stride, whole + at * stride, n * stride * sizeof(floatX),
                                       cudaMemcpyDeviceToDevice, stream));
-            kv_prompt(qkv, keys, values, at, n, a.T, s.T, s.NH, s.NKV, s.HD, stream);
+            kv_prompt(qkv, cache, at, n, a.T, s.T, s.NH, s.NKV, s.HD, stream);
             poison(out, rows * width);
             attention_forward(&a, out, lse, qkv, stream);
             const float *mine = download(out + at * width, n * width),
@@ -534,7 +536,8 @@ int main(int argc, char **argv) {
         check_variants<floatX>({2, 700, 4, 2, 64});
         check_variants<floatX>({1, 700, 4, 2, 128});
         for (float std : {1.0f, 3.0f})
-            for (int HD : {64, 128, 80, 256}) check_pieces({1, 512, 4, 2, HD}, std);
+            for (int HD : {64, 128, 80, 256})
+                for (int fp8 = 0; fp8 < 2; fp8++) check_pieces({1, 512, 4, 2, HD}, std, fp8);
         check_shape({1, 385, 2, 1, 64}, 3.0f);
         check_shape({1, 385, 2, 1, 128}, 3.0f);
         // documents shorter than a tile and longer, windows within a tile and beyond, and documents of one token

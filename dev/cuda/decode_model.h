@@ -82,12 +82,38 @@ struct HostMatrix {
                 values[(size_t)row * s.K + k] =
                     one(row, k, rand_u64(model_seed, stream, (uint64_t)row * s.K + k) >> 8, std);
     }
+    // Some of its rows, and of these the elements from first_k on.
+    HostMatrix part(const DecodeShape &to, const std::vector<int> &rows, int first_k) const {
+        HostMatrix p;
+        const bool grouped = shape.dtype == DECODE_INT4;
+        const size_t scale = grouped ? (size_t)decode_scale_bytes(to.K) : 4;
+        p.shape = to;
+        p.bytes.assign((size_t)to.columns * decode_row_bytes(to), 0);
+        p.scales.assign((size_t)to.columns * scale, 0);
+        p.gain = gain;
+        p.norm_bias = norm_bias;
+        for (size_t i = 0; i < rows.size(); i++) {
+            const size_t row = (size_t)rows[i];
+            const uint8_t *weights = &bytes[row * decode_row_bytes(shape)] + bytes_of(first_k);
+            memcpy(&p.bytes[i * decode_row_bytes(to)], weights, bytes_of(to.K));
+            const uint8_t *scales_from = &scales[row * (grouped ? decode_scale_bytes(shape.K) : 4)];
+            const int groups = to.K / DECODE_INT4_GROUP, first = first_k / DECODE_INT4_GROUP;
+            memcpy(&p.scales[i * scale], scales_from + (grouped ? first * 2 : 0), grouped ? (size_t)groups * 2 : 4);
+            if (!bias.empty()) p.bias.push_back(bias[row]);
+        }
+        return p;
+    }
+    size_t bytes_of(int K) const {
+        return (size_t)K / 2 * (shape.dtype == DECODE_NATIVE ? 2 * sizeof(floatX) : shape.dtype == DECODE_INT4 ? 1 : 2);
+    }
 };
 struct HostModel {
     ModelSizes z;
     int slots, room;
     std::vector<HostMatrix> matrix;
     std::vector<floatX> wte, wpe, keys, values;
+    std::vector<uint8_t> codes[2];  // e4m3: of keys, of values; those have what codes and scales stand for
+    std::vector<float> scales;      // (rows,2)
     std::vector<float> cos_sin;
 
     // What the kernel is told of sizes.
@@ -132,6 +158,91 @@ struct HostModel {
                 cos_sin.push_back((float)cos(angle));
                 cos_sin.push_back((float)sin(angle));
             }
+    }
+
+    void round_row(int value, size_t row) {
+        floatX *x = &(value ? values : keys)[row * z.HD];
+        float most = 0;
+        for (int i = 0; i < z.HD; i++) most = fmaxf(most, fabsf((float)x[i]));
+        const float up = fp8_scale(FP8_E4M3, most);
+        for (int i = 0; i < z.HD; i++) {
+            const uint8_t code = fp8_from_float(FP8_E4M3, (float)x[i] * up);
+            codes[value][row * z.HD + i] = code;
+            x[i] = (floatX)(fp8_to_float(FP8_E4M3, code) / up);
+        }
+        scales[2 * row + value] = 1 / up;
+    }
+    // From now on the cache is in e4m3.
+    void round_cache(void) {
+        scales.resize(2 * keys.size() / z.HD);
+        for (int value = 0; value < 2; value++) {
+            codes[value].resize(keys.size());
+            for (size_t row = 0; row < keys.size() / z.HD; row++) round_row(value, row);
+        }
+    }
+
+    // keys and values become what codes and scales stand for.
+    void widen_cache(void) {
+        for (size_t i = 0; i < keys.size(); i++)
+            for (int value = 0; value < 2; value++)
+                (value ? values : keys)[i] =
+                    (floatX)(fp8_to_float(FP8_E4M3, codes[value][i]) * scales[i / z.HD * 2 + value]);
+    }
+    // Whether the last layer has the codes and scales of `fresh` (rows,2 NKV,HD), bit for bit.
+    bool has_rounded(const floatX *fresh, const std::vector<DecodeInput> &in) const {
+        HostModel expected = *this;
+        const size_t heads = (size_t)z.NKV, HD = (size_t)z.HD;
+        for (size_t i = 0; i < in.size() * 2 * heads; i++) {
+            const size_t head = i % heads, value = i / heads % 2, r = i / heads / 2,
+                         slot = (size_t)(z.L - 1) * slots + in[r].slot,
+                         row = (slot * heads + head) * room + in[r].position;
+            std::copy(fresh + i * HD, fresh + (i + 1) * HD, &(value ? expected.values : expected.keys)[row * HD]);
+            expected.round_row((int)value, row);
+        }
+        return expected.codes[0] == codes[0] && expected.codes[1] == codes[1] && expected.scales == scales;
+    }
+    // What rank `rank` of `ranks` has of it: heads, columns of the MLP and rows of the vocabulary.
+    HostModel part(int rank, int ranks) const {
+        HostModel p = *this;
+        const auto range = [&](std::vector<int> &rows, int first, int count) {
+            for (int i = 0; i < count / ranks; i++) rows.push_back(first + rank * (count / ranks) + i);
+        };
+        p.z.NH /= ranks;
+        p.z.NKV /= ranks;
+        p.z.F /= ranks;
+        p.z.V /= ranks;
+        int dtype[DECODE_KINDS];
+        for (size_t m = 0; m < matrix.size(); m++)
+            dtype[m + 1 == matrix.size() ? DECODE_HEAD : m % 4] = matrix[m].shape.dtype;
+        const Decode d = p.sizes(dtype);
+        for (size_t m = 0; m < matrix.size(); m++) {
+            const DecodeKind kind = m + 1 == matrix.size() ? DECODE_HEAD : (DecodeKind)(m % 4);
+            const DecodeShape to = decode_shape(&d, kind);
+            const bool by_k = kind == DECODE_PROJ || kind == DECODE_FCPROJ;
+            std::vector<int> rows;
+            if (kind == DECODE_QKV) {
+                range(rows, 0, z.NH * z.HD);
+                range(rows, z.NH * z.HD, z.NKV * z.HD);
+                range(rows, (z.NH + z.NKV) * z.HD, z.NKV * z.HD);
+            } else if (by_k)
+                for (int i = 0; i < z.C; i++) rows.push_back(i);
+            else if (kind == DECODE_HEAD)
+                range(rows, 0, z.V);
+            else
+                for (int first = 0; first < matrix[m].shape.columns; first += z.F) range(rows, first, z.F);
+            p.matrix[m] = matrix[m].part(to, rows, by_k ? rank * to.K : 0);
+        }
+        const size_t vocabulary = (size_t)p.z.V * z.C, head = (size_t)p.z.NKV * room * z.HD;
+        p.wte.assign(wte.begin() + rank * vocabulary, wte.begin() + (rank + 1) * vocabulary);
+        p.keys.clear();
+        p.values.clear();
+        for (size_t i = 0; i < (size_t)z.L * slots; i++) {
+            const size_t at = (i * ranks + rank) * head;
+            p.keys.insert(p.keys.end(), keys.begin() + at, keys.begin() + at + head);
+            p.values.insert(p.values.end(), values.begin() + at, values.begin() + at + head);
+        }
+        if (!scales.empty()) p.round_cache();  // what was rounded stays
+        return p;
     }
 
     // ---- the oracle
@@ -189,12 +300,12 @@ struct HostModel {
                 a = x;
             }
         qkv = rounded(qkv);
-        for (int h = 0; h < 2 * z.NKV; h++)
-            for (int i = 0; i < z.HD; i++) {
-                std::vector<floatX> &to = h < z.NKV ? keys : values;
-                to[((((size_t)layer * slots + slot) * z.NKV + h % z.NKV) * room + position) * z.HD + i] =
-                    (floatX)qkv[(size_t)(z.NH + h) * z.HD + i];
-            }
+        for (int h = 0; h < 2 * z.NKV; h++) {
+            std::vector<floatX> &to = h < z.NKV ? keys : values;
+            const size_t row = (((size_t)layer * slots + slot) * z.NKV + h % z.NKV) * room + position;
+            for (int i = 0; i < z.HD; i++) to[row * z.HD + i] = (floatX)qkv[(size_t)(z.NH + h) * z.HD + i];
+            if (!scales.empty()) round_row(h / z.NKV, row);
+        }
     }
     std::vector<float> activate(const std::vector<float> &f) const {
         std::vector<float> h((size_t)z.F);

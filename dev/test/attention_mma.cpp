@@ -151,13 +151,38 @@ template <int W> static void check_alone(int HD) {
           "heads of %d: %zu bytes are read, by documents alone %zu, without documents %zu", HD, read[0], read[1],
           read[2]);
 }
-// A prompt of T tokens in pieces, by a cache: each has the bits of the whole.
-template <int W> static void check_pieces(int HD, float std) {
+// What the CPU trainer keeps of T tokens, and the rounded keys and values in qkv.
+static void round_prompt(std::vector<bf16> &qkv, int T, int HD, const KvRows &cache) {
+    const size_t stride = (size_t)(NH + 2 * NKV) * HD;
+    std::vector<float> x(qkv.begin(), qkv.end()), scales(2 * (size_t)(NKV * T)), row((size_t)HD);
+    QuantMatrix rows[2];
+    for (int value = 0; value < 2; value++)
+        rows[value] = {WEIGHTS_FP8, NKV * T, HD, (uint8_t *)cache.part(value),
+                       (uint8_t *)&scales[(size_t)(value * NKV * T)]};
+    const KvLayer layer = {rows[0], rows[1], T, NH, NKV, HD};
+    std::vector<KvPlace> places;
+    for (int t = 0; t < T; t++) places.push_back({0, t});
+    kv_append_cpu(&layer, x.data(), places.data(), T);
+    for (int i = 0; i < 2 * NKV * T; i++) {
+        const int value = i / (NKV * T), kv = i / T % NKV, t = i % T;
+        bf16 *to = &qkv[t * stride + (size_t)((NH + value * NKV + kv) * HD)];
+        const float *from = kv_load(&rows[value], (size_t)(i % (NKV * T)), row.data());
+        std::copy(from, from + HD, to);
+        *cache.scale((size_t)(i % (NKV * T)), value) = scales[(size_t)i];
+    }
+}
+// A prompt of T tokens in pieces, by a cache: each has the bits of the whole. fp8: the cache is in e4m3, with the codes
+// and scales of the CPU trainer.
+template <int W> static void check_pieces(int HD, float std, bool fp8) {
     const int T = 320, stride = (NH + 2 * NKV) * HD, width = NH * HD, pieces[] = {0, 70, 111, 112, 320};
     const size_t all = prompt_rows(T), cached = (size_t)(NKV * T * HD);
     std::vector<bf16> whole((size_t)(T * stride)), qkv(all * stride, (bf16)NAN), keys(cached), values(cached),
         expected((size_t)(T * width)), out(all * width);
     std::vector<float> lse(all * NH);
+    std::vector<uint8_t> codes[2] = {std::vector<uint8_t>(cached), std::vector<uint8_t>(cached)};
+    std::vector<float2> scales(cached / (size_t)HD);
+    const KvRows cache =
+        fp8 ? KvRows{codes[0].data(), codes[1].data(), scales.data()} : KvRows{keys.data(), values.data(), NULL};
     int same = 1;
     for (size_t i = 0; i < whole.size(); i++) whole[i] = std * rand_normal(19, 0, i);
     const auto attend = [&](std::vector<bf16> &to, std::vector<bf16> &from, int rows) {
@@ -170,23 +195,36 @@ template <int W> static void check_pieces(int HD, float std) {
         a.tiles = (rows + S::FIXED - 1) / S::FIXED;
         launch_on_cpu(a.all * a.tiles, S::THREADS, S::BYTES, false, [&] { attention_forward_bf16<W>(a); });
     };
-    attend(expected, whole, T);
+    std::vector<bf16> rounded = whole;
+    if (fp8) round_prompt(rounded, T, HD, cache);
+    attend(expected, rounded, T);
+    if (fp8) codes[0].assign(cached, 0), codes[1].assign(cached, 0), scales.assign(scales.size(), {});
     for (int i = 0; i < 4; i++) {
         const int at = pieces[i], n = pieces[i + 1] - at, rows = (int)round_up((size_t)(at + n), PROMPT_ROWS);
         memcpy(&qkv[(size_t)(at * stride)], &whole[(size_t)(at * stride)], (size_t)(n * stride) * sizeof(bf16));
         launch_on_cpu(rows, PROMPT_THREADS, 0, false,
-                      [&] { kv_prompt_kernel(qkv.data(), keys.data(), values.data(), at, n, T, NH, NKV, HD); });
+                      [&] { kv_prompt_kernel(qkv.data(), cache, at, n, T, NH, NKV, HD); });
         attend(out, qkv, rows);
         same &=
             !memcmp(&out[(size_t)(at * width)], &expected[(size_t)(at * width)], (size_t)(n * width) * sizeof(bf16));
         std::fill(qkv.begin(), qkv.end(), (bf16)NAN);  // nothing is left of it but the cache
     }
-    check(same, "heads of %d, std %.0f: a prompt's pieces have the bits of the whole", HD, (double)std);
+    check(same, "heads of %d, std %.0f%s: a prompt's pieces have the bits of the whole", HD, (double)std,
+          fp8 ? ", in e4m3" : "");
+    if (!fp8) return;
+    const std::vector<uint8_t> before[2] = {codes[0], codes[1]};
+    const std::vector<float2> scales_before = scales;
+    round_prompt(whole, T, HD, cache);
+    check(codes[0] == before[0] && codes[1] == before[1] &&
+              !memcmp(scales.data(), scales_before.data(), scales.size() * sizeof(float2)),
+          "heads of %d, std %.0f: codes and scales are those of the CPU trainer", HD, (double)std);
 }
 int main(void) {
     for (float std : {1.0f, 4.0f}) {
-        check_pieces<64>(64, std);
-        check_pieces<128>(128, std);
+        for (int fp8 = 0; fp8 < 2; fp8++) {
+            check_pieces<64>(64, std, fp8);
+            check_pieces<128>(128, std, fp8);
+        }
     }
     check_alone<64>(64);
     check_alone<128>(128);

@@ -23,6 +23,7 @@
 #include <unistd.h>
 #include <vector>
 
+#define __host__
 #define __device__
 #define __global__
 #define __launch_bounds__(...)
@@ -67,6 +68,13 @@ template <typename T> static inline Vec<T> vec_load(const T *p) {
     memcpy(r.v, p, sizeof r);
     return r;
 }
+template <typename T> static inline void vec_store(T *p, const Vec<T> &x) { memcpy(p, x.v, sizeof x); }
+static inline int4 load_past_l1(const void *p) {
+    int4 x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+template <int N> static inline void load_past_l1(unsigned (&x)[N], const void *p) { memcpy(x, p, sizeof x); }
 static inline float exp2_approx(float x) { return exp2f(x); }
 static inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 static inline float __uint_as_float(unsigned u) { return float_of_bits(u); }

@@ -1,8 +1,8 @@
 // What the kernel of a step of generation uses of CUDA beside what block_on_cpu.h has.
 #ifndef DECODE_ON_CPU_H
 #define DECODE_ON_CPU_H
+#include <sched.h>
 #define LLMC_ACTIVATION_POLICY_CUH
-#define __host__
 #define __forceinline__ inline
 #define __noinline__
 #define __grid_constant__
@@ -19,7 +19,6 @@ template <typename T> static inline Vec<T> vec_narrow(const float (&x)[Vec<T>::s
     for (int k = 0; k < Vec<T>::size; k++) to.v[k] = (T)x[k];
     return to;
 }
-template <typename T> static inline void vec_store(T *p, const Vec<T> &x) { memcpy(p, x.v, sizeof x); }
 
 struct Sum {
     static float apply(float a, float b) { return a + b; }
@@ -58,11 +57,6 @@ static inline void rotate_pair(float &a, float &b, float c, float s) {
     const float x = fmaf(a, c, -(b * s));
     b = fmaf(b, c, a * s);
     a = x;
-}
-static inline int4 load_past_l1(const void *p) {
-    int4 x;
-    memcpy(&x, p, sizeof x);
-    return x;
 }
 static inline int4 load_shared_16(unsigned from) {
     require_shared("load", from, 16);
@@ -109,6 +103,55 @@ enum { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin }
 static int shared_room = 232448;
 static inline int device_attribute(int which) {
     return which == cudaDevAttrMultiProcessorCount ? gridDim.x : shared_room;
+}
+
+// ---- what decode_lines.cuh uses of peers.cuh. Ranks are processes, which share the lines.
+#define LLMC_PEERS_CUH
+enum { P2P_RANKS = 8 };
+enum P2pKind { P2P_GENERATION };
+struct P2pSignals { uint32_t epoch; };
+struct P2pView {
+    P2pSignals *signals[P2P_RANKS];
+    int rank, world;
+};
+struct P2pCall {
+    P2pKind kind;
+    uint32_t epoch;
+    int meeting;
+    unsigned long long bytes;
+};
+struct P2p {
+    P2pView view;
+    size_t behind_at;
+};
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline void p2p_store_line(char *to, const uint2 &x, uint32_t epoch) {
+    const uint64_t tag = (uint64_t)epoch << 32;
+    __atomic_store_n((uint64_t *)to, tag | x.x, __ATOMIC_RELAXED);
+    __atomic_store_n((uint64_t *)to + 1, tag | x.y, __ATOMIC_RELAXED);
+}
+// A line of a later exchange has come too early.
+static inline bool line_is_here(uint64_t line, const P2pCall &call) {
+    if ((uint32_t)(line >> 32) - call.epoch - 1 < 2) {
+        printf("a line of exchange %u was overwritten by that of %u\n", call.epoch, (uint32_t)(line >> 32));
+        exit(EXIT_FAILURE);
+    }
+    return (uint32_t)(line >> 32) == call.epoch;
+}
+static inline void p2p_wait_lines(uint2 (&x)[P2P_RANKS], const P2pView &v, const P2pCall &call, const char *from,
+                                  size_t stride, unsigned ranks) {
+    for (int r = 0; r < v.world; r++) {
+        uint64_t line[2] = {};
+        while (ranks >> r & 1) {
+            for (int i = 0; i < 2; i++)
+                line[i] = __atomic_load_n((uint64_t *)(from + r * stride) + i, __ATOMIC_RELAXED);
+            if (line_is_here(line[0], call) && line_is_here(line[1], call)) break;
+            sched_yield();
+            progress++;  // elsewhere
+            pass_on();   // others of this block may have to send
+        }
+        x[r] = {(unsigned)line[0], (unsigned)line[1]};
+    }
 }
 
 #endif

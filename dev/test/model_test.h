@@ -377,6 +377,33 @@ static inline void test_slots(const char *folder, const Options *o) {
     debug_close(&d);
 }
 
+// Logits (d->T,V) of the debug file's first sequence.
+static inline float *first_logits(const char *folder, const DebugFile *d, const Options *o, size_t *count) {
+    Model m;
+    open_reference(&m, folder, o);
+    const int V = m.config.vocab_size;
+    *count = (size_t)(d->T * V);
+    float *logits = (float *)malloc_or_die(*count * sizeof(float));
+    model_decode_open(&m, 1, d->T, V);
+    for (int t = 0; t < d->T; t++) append_tokens(&m, 0, d->tokens + t, 1, logits + (size_t)(t * V));
+    model_close(&m);
+    return logits;
+}
+// --cache-dtype fp8: bits as with a native cache, and logits that rounded keys and values move a little.
+static inline void test_fp8_cache(const char *folder, const Options *o) {
+    DebugFile d = debug_open(folder);
+    Options fp8 = *o;
+    size_t count;
+    fp8.cache_dtype = "fp8";
+    test_slots(folder, &fp8);
+    float *exact = first_logits(folder, &d, o, &count), *rounded = first_logits(folder, &d, &fp8, &count);
+    const double off = difference(rounded, exact, count).norm;
+    check(off > 1e-5 && off < 5e-2, "%s: --cache-dtype fp8: logits are off by %.2e", folder, off);
+    free(exact);
+    free(rounded);
+    debug_close(&d);
+}
+
 // All logits of the debug batch, as generation computes them, then all gradients.
 static inline float *model_numbers(const char *folder, const DebugFile *d, const Options *o) {
     Model m;

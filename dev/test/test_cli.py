@@ -366,6 +366,7 @@ CHANGED = {
         "top-k": [3],
         "top-p": [0.5],
         "samples": [2],
+        "cache-dtype": ["fp8"],
         "save-every": [2],
         "save-keep": [1],
         "save-major": [3],

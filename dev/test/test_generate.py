@@ -19,6 +19,7 @@ from pathlib import Path
 import launcher
 import pytest
 import test_ranks
+import test_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "build/train_gpt2"
@@ -65,12 +66,14 @@ def bytes_tokenizer(tmp_path_factory):
     return path
 
 
+@pytest.mark.parametrize("cache", ["native", "fp8"])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_cache_changes_no_token(model):
+def test_the_cache_changes_no_token(model, cache):
     """150 tokens of a window of 64: past the window, too."""
     lengths = []
     for seed, temperature in ((3, 1.3), (4, 1.3), (5, 1.0), (6, 0)):
         options = ["-e", MODELS[model], "--generate", "-g", 150, "--temperature", temperature, "--seed", seed]
+        options += ["--cache-dtype", cache]
         cached, anew = samples(run(*options)), samples(run(*options, "--kv-cache", 0))
         assert cached == anew and len(cached) == 1
         lengths.append(len(cached[0].split()))
@@ -83,6 +86,14 @@ def test_samples_beside_each_other(bytes_tokenizer):
     four, one = samples(text), samples(run(*options))
     assert len(four) == 4 and len(set(four)) == 4 and four[0] == one[0] and all(s.startswith("To be, or") for s in four)
     assert re.search(r"---- \d+ tokens in all, [\d.]+ tokens/s", text)
+
+
+def test_memory_of_the_cache():
+    """Of 8 slots with 4,096 tokens each; a head of 64 has 4 bytes more."""
+    options = ["-e", "d4,channels=128,heads=2,vocab=300,seq=4096", "-t", 4096, "--serve", 8]
+    values = 8 * 4096 * 4 * 2 * 128
+    native, fp8 = (test_weights.most_memory(*options, "--cache-dtype", dtype) for dtype in ("native", "fp8"))
+    assert abs((native - fp8) / values - (4 - 1 - 4 / 64)) < 0.1
 
 
 def test_a_prompt_longer_than_the_window(bytes_tokenizer):
@@ -144,6 +155,10 @@ def test_a_tokenizer_that_nobody_named_is_that_of_the_model_or_none(bytes_tokeni
 def test_refused():
     assert "--prompt needs a tokenizer" in run("-e", MODELS["gpt2"], "--generate", "--prompt", "x", status=1)
     assert "--samples" in run("-e", MODELS["gpt2"], "--generate", "--samples", 0, status=1)
+    cache = ["-e", MODELS["gpt2"], "--cache-dtype"]
+    assert "'int8' is not native|fp8" in run(*cache, "int8", "--generate", status=1)
+    for silent in (["-s", 0], ["--evaluate"]):
+        assert "--cache-dtype fp8 is for text that is written" in run(*cache, "fp8", *silent, status=1)
 
 
 def test_a_demo_leaves_a_model_to_generate_from(tmp_path):
@@ -214,7 +229,9 @@ def test_more_samples_than_slots():
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("more", [[], ["--samples", 15], ["--draft-tokens", 9], ["--top-k", 5, "--top-p", 0.9]])
+@pytest.mark.parametrize(
+    "more", [[], ["--samples", 15], ["--draft-tokens", 9], ["--top-k", 5, "--top-p", 0.9], ["--cache-dtype", "fp8"]]
+)
 def test_a_draft_changes_no_token(runs, temperature, more):
     """Past the window of 64, too."""
     options = ["-e", runs / "big", "--generate", "-g", 150, "--temperature", temperature, *more, "--prompt", "static "]
@@ -245,6 +262,7 @@ def test_drafts_that_are_refused(runs, tmp_path):
 def test_ranks_that_share_a_model(runs, ranks):
     """Sampled, past the window, several at a time, with and without a draft: one result."""
     options = ["-e", runs / "big", "--generate", "-g", 100, "--samples", 4, "--prompt", "int ", "--tp", ranks]
+    options += ["--cache-dtype", "fp8" if ranks == 3 else "native"]
     start = lambda *more: test_ranks.succeeds(test_ranks.Job(ranks, TRAINER, *options, *more, cwd=runs), 120)
     alone, drafted = start(), start("--draft", runs / "small")
     assert samples(alone) == samples(drafted) and len(set(samples(alone))) == 4

@@ -44,6 +44,7 @@ PROGRAMS = {
     for p in ("bf16", "fp32")
 }
 TIMEOUT = 5
+TENSOR = [tp for tp in (2, 4, 8) if tp <= WORLD]
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU")
 several = pytest.mark.skipif(WORLD < 2 or not MULTI, reason="fewer than two GPUs, or no MPI or NCCL")
@@ -272,16 +273,19 @@ def test_timing_adds_up(train, tmp_path):
 # ---- generation
 
 
-def write(program, *options):
+def write(program, *options, ranks=0):
     options = [*options, "--generate", "-g", "100", "--tf32", "0", "--seed", "3"]
-    return samples(succeeds(Job(0, program, *options, cwd=ROOT), 300))
+    if ranks:
+        options += ["--tp", ranks]
+    return samples(succeeds(Job(ranks, program, *options, cwd=ROOT), 300))
 
 
 @pytest.mark.parametrize("precision", PROGRAMS)
+@pytest.mark.parametrize("cache", ["native", "fp8"])
 @pytest.mark.parametrize("model", MODELS)
-def test_tokens_depend_on_no_cache_no_graph_and_no_neighbour(model, precision):
+def test_tokens_depend_on_no_cache_no_graph_and_no_neighbour(model, cache, precision):
     """Samples go on beyond the context, from prompts of half of it."""
-    options = [PROGRAMS[precision], "-e", MODELS[model].replace("channels=64", "channels=128")]
+    options = [PROGRAMS[precision], "-e", MODELS[model].replace("channels=64", "channels=128"), "--cache-dtype", cache]
     cached = write(*options)
     assert len(cached[0].split()) > 10
     assert cached == write(*options, "--kv-cache", "0") == write(*options, "--cuda-graphs", "0")
@@ -291,9 +295,10 @@ def test_tokens_depend_on_no_cache_no_graph_and_no_neighbour(model, precision):
 
 
 @pytest.mark.parametrize("weights", ["native", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("cache", ["native", "fp8"])
 @pytest.mark.parametrize("model", test_weights.MODELS)
-def test_tokens_in_fp32_are_those_of_the_cpu(model, weights):
-    options = ["-e", test_weights.MODELS[model], "--weights", weights]
+def test_tokens_in_fp32_are_those_of_the_cpu(model, cache, weights):
+    options = ["-e", test_weights.MODELS[model], "--weights", weights, "--cache-dtype", cache]
     assert write(PROGRAMS["fp32"], *options) == write(test_weights.TRAINER, *options)
 
 
@@ -330,9 +335,60 @@ def test_a_draft_changes_no_token(data, tmp_path, precision):  # noqa: F811
     options = [PROGRAMS[precision], "-e", tmp_path / "large", "--samples", "3"]
     alone = write(*options)
     assert len(set(alone)) == 3
-    for weights in ("native", "int8"):
-        expected = alone if weights == "native" else write(*options, "--weights", weights)
-        assert write(*options, "--weights", weights, "--draft", tmp_path / "small") == expected
+    for more in (["--weights", "native"], ["--weights", "int8"], ["--cache-dtype", "fp8"]):
+        expected = alone if "native" in more else write(*options, *more)
+        assert write(*options, *more, "--draft", tmp_path / "small") == expected
+    if MULTI and WORLD > 1:
+        assert write(*options, "--draft", tmp_path / "small", ranks=2) == write(*options, ranks=2)
+
+
+DIVIDED = {
+    "gpt2": "d2,channels=256,heads=8,vocab=300,seq=64",
+    "llama3.2": "llama3.2:1B,layers=2,channels=256,heads=8,kv_heads=2,vocab=300,ffn=512,seq=64",
+}
+
+
+@several
+@pytest.mark.parametrize("tp", TENSOR)
+@pytest.mark.parametrize("model", DIVIDED)
+def test_tokens_of_ranks_that_share_a_model(model, tp):
+    """Those of the CPU's ranks, whatever carries sums and logits; past the context, several samples at a time."""
+    for more in ([], ["--samples", "5"], ["--weights", "int8"]):
+        options = [PROGRAMS["fp32"], "-e", DIVIDED[model], *more]
+        tokens = write(*options, ranks=tp)
+        assert len(tokens[0].split()) > 10
+        assert tokens == write(test_weights.TRAINER, *options[1:], ranks=tp)
+        assert tokens == write(*options, "--p2p", "0", ranks=tp) == write(*options, "--cuda-graphs", "0", ranks=tp)
+        if "--weights" not in more:  # a rank quantises its part of a row
+            assert tokens == write(*options)
+    options = [PROGRAMS["bf16"], "-e", DIVIDED[model]]
+    tokens = write(*options, ranks=tp)
+    assert tokens == write(*options, "--kv-cache", "0", ranks=tp) == write(*options, "--cuda-graphs", "0", ranks=tp)
+    assert tokens[0] == write(*options, "--samples", "40", ranks=tp)[0]
+
+
+def endless(tp):
+    """A job that goes on generating, and a rank of it that is about to be lost."""
+    options = ["-e", DIVIDED["gpt2"], "--generate", "-g", 1 << 22, "--tp", tp, "--timeout", 10]
+    job = Job(tp, PROGRAMS["bf16"], *options, cwd=ROOT).wait_for("---- sample of step", 300)
+    time.sleep(1 + random.random())
+    assert STAND_IN or "exchanges of a step" in job.text(), job.text()
+    return job, random.randrange(tp)
+
+
+@several
+@pytest.mark.parametrize("tp", TENSOR)
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_losing_a_rank_that_generates(how, tp):
+    job, rank = endless(tp)
+    os.kill(job.ranks()[rank], how)
+    status, text = job.finish(40 + MARGIN)
+    expected = (
+        rf"rank {rank} \(process \d+\) gives no sign of life|waited [\d.]+ s for rank {rank}, which has not come"
+        if how == signal.SIGSTOP
+        else rf"rank {rank}\b.*(has ended: it was killed|signal 9|terminated)"
+    )
+    assert status != 0 and re.search(expected, text), text
 
 
 @on_a_gpu

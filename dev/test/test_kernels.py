@@ -363,15 +363,15 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
 @pytest.mark.parametrize(
     "source, flags, passed",
     [
-        ("attention_mma", (), 118),
+        ("attention_mma", (), 126),
         ("attention_hopper", (), 38),
         ("matmul", (), 71),
         ("qk_norm", (), 10),
         ("qk_norm", ("-DPRECISION_FP32",), 10),
         ("lora", (), 32),
         ("lora", ("-DPRECISION_FP32",), 32),
-        ("decode", (), 40),
-        ("decode", ("-DPRECISION_FP32",), 4),
+        ("decode", (), 69),
+        ("decode", ("-DPRECISION_FP32",), 12),
         ("draw_on_cpu", ("-pthread",), 34),
     ],
 )

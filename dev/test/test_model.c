@@ -153,6 +153,7 @@ int main(int argc, char **argv) {
         }
         test_reference(argv[i], &o);
         test_slots(argv[i], &o);
+        test_fp8_cache(argv[i], &o);
         test_short_rows(argv[i], &o);
         test_accumulation(argv[i], &o, 2e-5);
         test_same_bits(argv[i], &o, &o, "run twice");

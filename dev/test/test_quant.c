@@ -1,5 +1,6 @@
 // llmc/quant.h: what each format makes of a row. llmc/cpu_decode.h: its products against sums in double, and that a
-// row's bits depend on nothing else. Long sums of the trainer's own products.
+// row's bits depend on nothing else. Attention over a cache of keys and values in e4m3. Long sums of the trainer's own
+// products.
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "../../llmc/cpu_decode.h"
@@ -191,6 +192,57 @@ static void test_long_sum(void) {
     free(dout);
     free(w);
 }
+// Keys and values of T tokens in a cache. Of each row the absmax becomes 224 to 448.
+static void test_cache(int HD, int T) {
+    enum { NH = 4, NKV = 2, SLOT = 1 };
+    const size_t row = area(NH + 2 * NKV, HD), rows = area(2 * NKV, T), heads = area(NKV * T, HD);
+    float *qkv = new_array(float, T *row), *out = new_array(float, T * NH * HD), *ours = new_array(float, T * NH * HD),
+          *lse = new_array(float, NH *T), *values = new_array(float, 4 * heads);
+    KvPlace *places = new_array(KvPlace, T);
+    KvLayer cache[2] = {{.room = T, .NH = NH, .NKV = NKV, .HD = HD}, {.room = T, .NH = NH, .NKV = NKV, .HD = HD}};
+    for (int i = 0; i < 4; i++) {  // the second one in fp32 has what the first one stands for
+        const WeightFormat f = i < 2 ? WEIGHTS_FP8 : WEIGHTS_FP32;
+        QuantMatrix q = {f, rows, HD, calloc_or_die(rows * quant_row_bytes(f, HD)), calloc_or_die(rows * 4)};
+        *(i % 2 ? &cache[i / 2].values : &cache[i / 2].keys) = q;
+    }
+    fill(qkv, T * row, 5, 1);
+    for (int t = 0; t < T; t++) {
+        places[t] = (KvPlace){SLOT, t};
+        for (int i = NH * HD; i < (int)row; i++) qkv[t * row + i] *= ldexpf(1, t % 60 - 30);
+    }
+    memset(qkv + 2 * row + NH * HD, 0, HD * sizeof(float));  // a key of zeros
+    kv_append_cpu(&cache[0], qkv, places, T);
+    int wrong = 0;
+    for (int i = 0; i < 2 * NKV * T; i++) {
+        const int t = i % T, head = i / T;
+        const QuantMatrix *q = head < NKV ? &cache[0].keys : &cache[0].values;
+        const float *x = qkv + t * row + (NH + head) * HD, most = largest(x, HD);
+        const size_t place = kv_row(&cache[0], places[t], head % NKV);
+        const float *y = kv_load(q, place, values), scale = *(float *)quant_scales(q, place);
+        wrong += most > 0 ? !(most / scale > 224 && most / scale <= 448) : scale != 1;
+        for (int d = 0; d < HD; d++) wrong += !(fabsf(y[d] - x[d]) <= fmaxf(fabsf(x[d]) / 16, scale * 0x1p-10f));
+        copy_floats((float *)quant_codes(head < NKV ? &cache[1].keys : &cache[1].values, place), y, HD);
+    }
+    for (int f = 0; f < 2; f++) {
+        float *to = f ? out : ours;
+        attention_prompt_cpu(to, lse, qkv, &cache[f], (KvPlace){SLOT, 0}, T - 1);
+        attention_decode_cpu(to + area(T - 1, NH * HD), qkv + (T - 1) * row, &cache[f], places + T - 1, 1);
+    }
+    const int same = !memcmp(ours, out, area(T, NH * HD) * sizeof(float));
+    qkv[3 * row + (NH + 1) * HD + 5] = NAN;
+    qkv[4 * row + (NH + NKV) * HD + 6] = -INFINITY;
+    kv_append_cpu(&cache[0], qkv, places, T);
+    int shown = isnan(kv_load(&cache[0].keys, kv_row(&cache[0], places[3], 1), values)[0]);
+    shown &= isnan(kv_load(&cache[0].values, kv_row(&cache[0], places[4], 0), values)[0]);
+    check(!wrong && same && shown, "cache, heads of %d: %d values too far or scales wrong, %s, what is not finite %s",
+          HD, wrong, same ? "attention sees them" : "ATTENTION DIFFERS", shown ? "stays" : "IS LOST");
+    void *all[] = {qkv, out, ours, lse, values, places};
+    for (int i = 0; i < 6; i++) free(all[i]);
+    for (int i = 0; i < 2; i++) {
+        void *parts[] = {cache[i].keys.codes, cache[i].keys.scales, cache[i].values.codes, cache[i].values.scales};
+        for (int k = 0; k < 4; k++) free(parts[k]);
+    }
+}
 
 static void refuse_columns(void *unused) {
     (void)unused;
@@ -211,6 +263,8 @@ int main(void) {
     for (int f = 0; f < NUM_WEIGHT_FORMATS; f++)
         for (int i = 0; i < 7 && f != WEIGHTS_INT4; i++) test_product((WeightFormat)f, odd[i], 9, 5);
     test_long_sum();
+    test_cache(64, 100);
+    test_cache(24, 7);
     check_refused("int4 with columns that do not divide", refuse_columns, NULL,
                   "multiple of 128, but the channels are 192");
     return checks_report("test_quant");

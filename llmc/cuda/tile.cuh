@@ -114,6 +114,12 @@ __device__ inline float load_float_past_l1(const float *p) {
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
     return x;
 }
+__device__ inline void load_past_l1(unsigned (&x)[2], const void *p) {
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "l"(p) : "memory");
+}
+__device__ inline void load_past_l1(unsigned (&x)[1], const void *p) {
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x[0]) : "l"(p) : "memory");
+}
 // From shared memory that an asynchronous copy has written; stays behind the wait that stands before it.
 __device__ inline int4 load_shared_16(unsigned from) {
     int4 x;

@@ -11,7 +11,9 @@
 // it.
 //
 //   decode_prepare(&d);  memory (decode_workspace(&d, NULL)) of zeros;  decode_workspace(&d, memory);
-//   decode_launch(&d, rows, stream);    any number of times, also in a graph
+//   decode_launch(&d, ranks, rows, stream);    any number of times, also in a graph
+//
+// ranks: several may have a part of the model each, and exchange what ranks/decode_lines.cuh says. One has all of it.
 //
 // decode_stream.cuh has how weights arrive, decode_product.cuh how they are multiplied. Ladder: dev/cuda/decode.cu.
 // decode_fits says which sizes it does not have.
@@ -38,16 +40,18 @@ typedef struct {
     const DecodeMatrix *matrix;  // (4 layers + 1), in device memory
     const floatX *wte, *wpe;     // (V,C); (T,C) or NULL
     const float *cos_sin;        // (room,HD/2,2) or NULL: no RoPE
-    floatX *keys, *values;       // (L,slots,NKV,room,HD)
+    floatX *keys, *values;       // (L,slots,NKV,room,HD); with scales they are e4m3 in truth: void * costs registers
+    float2 *scales;              // (L,slots,NKV,room) or NULL
     const DecodeInput *inputs;   // (rows)
     const int *drawn;            // (slots)
-    float *logits;               // (rows,head_columns)
+    float *logits;               // (rows,head_columns of all ranks)
     long long *clocks;           // NULL, or where block 0 leaves the clock at both ends of each phase
 
     DecodePlan plan;
     int blocks, shared_bytes;
     float *x;                    // (64,C): residual stream
     floatX *normed, *q, *y, *h;  // (64,C); (64,NH HD) twice; (64,F)
+    floatX *fresh;               // as DecodeAttention has it
     float *parts;                // as DecodeAttention has it
     unsigned *arrived;
     unsigned long long *meetings;
@@ -65,6 +69,7 @@ struct DecodeShared {
     };
     unsigned long long barriers[2 * DECODE_STAGES];
     DecodeMatrix matrix[2];  // of even and odd number
+    uint32_t epoch;          // before those of this step's exchanges
     float norm_sums[DECODE_OWN_ROWS][2][DECODE_BLOCK_WARPS];
     int slots[DECODE_MOST_ROWS], positions[DECODE_MOST_ROWS], spans_before[DECODE_MOST_ROWS + 1];
 };
@@ -74,18 +79,50 @@ static inline __host__ __device__ bool decode_is_normed(DecodeKind kind) {
     return kind != DECODE_PROJ && kind != DECODE_FCPROJ;
 }
 
+// What is a partial sum of the stream, or a part of the logits.
+static inline __host__ __device__ bool decode_is_exchanged(DecodeKind kind) {
+    return kind == DECODE_HEAD || !decode_is_normed(kind);
+}
+
 // ---- the rows that are multiplied
 
-// Blocks take turns of the residual stream.
-__device__ inline void decode_embed(const Decode &d, const DecodeShared &s, int rows) {
-    const int step = gridDim.x * DECODE_BLOCK_THREADS;
-    for (int i = blockIdx.x * DECODE_BLOCK_THREADS + threadIdx.x; i < rows * d.C; i += step) {
-        const int row = i / d.C, c = i % d.C;
+// Threads of all blocks take turns of the residual stream, two columns at a time: as a line has them.
+template <typename Body> __device__ inline void decode_each_pair(const Decode &d, int rows, Body body) {
+    const int pairs = d.C / 2, step = gridDim.x * DECODE_BLOCK_THREADS;
+    for (int i = blockIdx.x * DECODE_BLOCK_THREADS + threadIdx.x; i < rows * pairs; i += step)
+        body(i / pairs, i % pairs / 8 * DECODE_COLUMNS + i % 8);
+}
+__device__ inline void decode_store_embedding(const Decode &d, const DecodeShared &s, int row, int column, float a,
+                                              float b) {
+    const floatX *position = d.wpe ? d.wpe + (size_t)s.positions[row] * d.C + column : NULL;
+    float *x = d.x + (size_t)row * d.C + column;
+    x[0] = position ? __fadd_rn(a, (float)position[0]) : a;
+    x[8] = position ? __fadd_rn(b, (float)position[8]) : b;
+}
+// What all ranks have pushed of the embedding.
+template <typename Ranks>
+__device__ __noinline__ void decode_join_embedding(const Decode &d, const DecodeShared &s, const Ranks &ranks,
+                                                   int rows) {
+    decode_each_pair(d, rows, [&](int row, int column) {
+        float sum[2];
+        ranks.sum(d, -1, s.epoch, row, column, sum);
+        decode_store_embedding(d, s, row, column, sum[0], sum[1]);
+    });
+}
+template <typename Ranks>
+__device__ inline void decode_embed(const Decode &d, const DecodeShared &s, const Ranks &ranks, int rows) {
+    decode_each_pair(d, rows, [&](int row, int column) {
         const int given = d.inputs[row].token, token = given < 0 ? d.drawn[s.slots[row]] : given;
-        float x = (float)d.wte[(size_t)token * d.C + c];
-        if (d.wpe) x = __fadd_rn(x, (float)d.wpe[(size_t)s.positions[row] * d.C + c]);
-        d.x[i] = x;
-    }
+        const int at = token - ranks.first_token(d);
+        const bool here = at >= 0 && at < d.head_columns;
+        const floatX *from = d.wte + (size_t)at * d.C + column;
+        const float a = here ? (float)from[0] : 0, b = here ? (float)from[8] : 0;
+        if (ranks.several())
+            ranks.push(d, -1, s.epoch, row, column, a, b);
+        else
+            decode_store_embedding(d, s, row, column, a, b);
+    });
+    if (ranks.several()) decode_join_embedding(d, s, ranks, rows);
 }
 // Four neighbouring elements, as they are in memory.
 #ifdef PRECISION_FP32
@@ -117,10 +154,9 @@ __device__ inline void decode_prefetch_norm(const DecodeMatrix &m, int C) {
         if (m.norm_bias) prefetch_l2(m.norm_bias + c);
     }
 }
-// Normalises a row by all threads of the block, in registers. store(c, four elements from c on).
-template <typename Store>
+// Normalises a row by all threads of the block, in registers. to: in global or in shared memory.
 __device__ __forceinline__ void decode_normalise(const Decode &d, const DecodeMatrix &m,
-                                                 float (*sums)[DECODE_BLOCK_WARPS], int row, Store store) {
+                                                 float (*sums)[DECODE_BLOCK_WARPS], int row, floatX *to) {
     const float share = __fdiv_rn(1, (float)d.C);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     float x[DECODE_NORM_TURNS][4] = {}, mean = 0, squares = 0;
@@ -168,7 +204,7 @@ __device__ __forceinline__ void decode_normalise(const Decode &d, const DecodeMa
         decode_widen_four(b, bias[turn]);
         #pragma unroll
         for (int k = 0; k < 4; k++) y[k] = fmaf(__fmul_rn(__fsub_rn(x[turn][k], mean), rstd), g[k], b[k]);
-        store(c, decode_narrow_four(y));
+        *(DecodeFour *)(to + c) = decode_narrow_four(y);
     });
 }
 
@@ -217,6 +253,7 @@ __device__ inline void decode_finish_qkv(const Decode &d, const DecodeShared &s,
         const int kv = (head - d.NH) % d.NKV;
         to = head < d.NH + d.NKV ? d.keys : d.values;
         to += ((((size_t)layer * d.slots + s.slots[p.row]) * d.NKV + kv) * d.room + s.positions[p.row]) * d.HD;
+        if (d.scales) to = d.fresh + ((size_t)p.row * 2 * d.NKV + head - d.NH) * d.HD;
     }
     to[i] = (floatX)a;
     to[i + d.HD / 2] = (floatX)b;
@@ -232,18 +269,28 @@ __device__ inline void decode_finish_fc(const Decode &d, const DecodePair &p, fl
     h[0] = (floatX)Gelu::apply(slope, {a});
     h[8] = (floatX)Gelu::apply(slope, {b});
 }
-// The sum over ranks of a projection's partial sum.
-__device__ inline float decode_join_ranks(float x) { return x; }
-__device__ inline void decode_finish(const Decode &d, const DecodeShared &s, int m, const DecodePair &p) {
+// A complete sum and what is added to it.
+__device__ inline void decode_finish_projection(const Decode &d, const DecodePair &p, float a, float b) {
+    float *x = d.x + (size_t)p.row * d.C + p.column;
+    x[0] = __fadd_rn(p.other[0], __fadd_rn(a, p.bias[0]));
+    x[8] = __fadd_rn(p.other[1], __fadd_rn(b, p.bias[1]));
+}
+template <typename Ranks>
+__device__ inline void decode_finish(const Decode &d, const DecodeShared &s, const Ranks &ranks, int m,
+                                     const DecodePair &p) {
     constexpr int WARPS_APART = DECODE_TILES * DECODE_GROUP * DECODE_SUM_STRIDE;
     const DecodeKind kind = d.plan.kind(m);
     if (!p.valid) return;
     const float *sums = decode_sum_place((float *)s.sums, 0, p.tile, p.row % DECODE_GROUP, p.n);
     float a = __fmul_rn(decode_sum_of_warps(sums, WARPS_APART), p.scale[0]);
     float b = __fmul_rn(decode_sum_of_warps(sums + 8, WARPS_APART), p.scale[1]);
+    if (ranks.several() && decode_is_exchanged(kind)) {
+        ranks.push(d, m, s.epoch, p.row, p.column, a, b);
+        return;
+    }
     if (!decode_is_normed(kind)) {
-        a = decode_join_ranks(a);
-        b = decode_join_ranks(b);
+        decode_finish_projection(d, p, a, b);
+        return;
     }
     a = __fadd_rn(a, p.bias[0]);
     b = __fadd_rn(b, p.bias[1]);
@@ -252,27 +299,55 @@ __device__ inline void decode_finish(const Decode &d, const DecodeShared &s, int
     else if (kind == DECODE_FC)
         decode_finish_fc(d, p, a, b);
     else {
-        const bool head = kind == DECODE_HEAD;
-        float *to = (head ? d.logits : d.x) + (size_t)p.row * (head ? d.head_columns : d.C) + p.column;
-        to[0] = head ? a : __fadd_rn(p.other[0], a);
-        to[8] = head ? b : __fadd_rn(p.other[1], b);
+        float *to = d.logits + (size_t)p.row * d.head_columns + p.column;
+        to[0] = a;
+        to[8] = b;
     }
+}
+// What all ranks have pushed of this block's columns, once it has pushed its own.
+template <typename Ranks>
+__device__ __noinline__ void decode_join(const Decode &d, const DecodeShared &s, const Ranks &ranks, int m,
+                                         DecodeShare share, int rows) {
+    for (int pass = share.first; pass < share.end; pass += share.each)
+        for (int group = 0; group * DECODE_GROUP < rows; group++) {
+            const DecodePair p(d, s, m, share, pass, group, rows);
+            if (!p.valid) continue;
+            if (d.plan.kind(m) == DECODE_HEAD) {
+                ranks.take(d, m, s.epoch, p.row, p.column, [&](int rank, float a, float b) {
+                    float *to = d.logits + ((size_t)p.row * ranks.count() + rank) * d.head_columns + p.column;
+                    to[0] = a;
+                    to[8] = b;
+                });
+                continue;
+            }
+            float sum[2];
+            ranks.sum(d, m, s.epoch, p.row, p.column, sum);
+            decode_finish_projection(d, p, sum[0], sum[1]);
+        }
 }
 
 // ---- phases
 
 // A block's share of matrix m. pair: of the first pass and rows.
-template <typename W, int GROUPS, bool SHARED>
-__device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s, DecodeRing &ring, int m,
-                                               const DecodeRows &in, const DecodeShare &share, DecodePair pair) {
-    constexpr int TILES = decode_tiles_at_once(W::DTYPE, GROUPS);
-    const int row_bytes = decode_row_bytes(d.plan.shape[d.plan.kind(m)]);
+template <int GROUPS, typename Ranks>
+__device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s, const Ranks &ranks, DecodeRing &ring,
+                                               int m, const DecodeRows &in, const DecodeShare &share, DecodePair pair) {
+    constexpr int TILES = decode_tiles_at_once(DECODE_NATIVE, GROUPS);  // the most of all dtypes
+    const DecodeShape &shape = d.plan.shape[d.plan.kind(m)];
+    const int row_bytes = decode_row_bytes(shape);
     for (int pass = share.first; pass < share.end; pass += share.each) {
         const int tiles = min(share.each, share.end - pass);
         if (pass != share.first) pair = DecodePair(d, s, m, share, pass, 0, in.rows);
         float acc[TILES][GROUPS][4] = {};
-        decode_accumulate<W, GROUPS, SHARED>(acc, ring, in, tiles, row_bytes);
-        #pragma unroll 1  // one copy of what finishes sums: with more the compiler takes minutes
+        switch (shape.dtype) {
+        case DECODE_INT8: decode_accumulate<WeightsInt8, GROUPS>(acc, ring, in, tiles, row_bytes); break;
+        case DECODE_E4M3: decode_accumulate<WeightsE4m3, GROUPS>(acc, ring, in, tiles, row_bytes); break;
+        case DECODE_INT4: decode_accumulate<WeightsInt4, GROUPS>(acc, ring, in, tiles, row_bytes); break;
+        default: decode_accumulate<WeightsNative, GROUPS>(acc, ring, in, tiles, row_bytes);
+        }
+        // One copy of what finishes sums: with more the compiler takes minutes, and a phase of a small model lasts only
+        // as long as its code takes to come to the instruction cache.
+        #pragma unroll 1
         for (int n = 0; n * DECODE_GROUP < in.rows; n++) {
             if (n) pair = DecodePair(d, s, m, share, pass, n, in.rows);
             decode_sync();  // the sums before are read
@@ -282,33 +357,13 @@ __device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s,
                 for (int tile = 0; tile < TILES; tile++)
                     if (k == n && tile < tiles) decode_leave_sums(s.sums, acc[tile][k], tile);
             decode_sync();
-            decode_finish(d, s, m, pair);
+            decode_finish(d, s, ranks, m, pair);
         }
     }
 }
-template <int GROUPS, bool SHARED>
-__device__ __forceinline__ void decode_matrix(const Decode &d, DecodeShared &s, DecodeRing &ring, int m,
-                                              const DecodeRows &in, const DecodeShare &share, const DecodePair &pair) {
-    switch (d.plan.shape[d.plan.kind(m)].dtype) {
-    case DECODE_INT8: decode_product<WeightsInt8, GROUPS, SHARED>(d, s, ring, m, in, share, pair); break;
-    case DECODE_E4M3: decode_product<WeightsE4m3, GROUPS, SHARED>(d, s, ring, m, in, share, pair); break;
-    case DECODE_INT4: decode_product<WeightsInt4, GROUPS, SHARED>(d, s, ring, m, in, share, pair); break;
-    default: decode_product<WeightsNative, GROUPS, SHARED>(d, s, ring, m, in, share, pair);
-    }
-}
 __device__ inline DecodeAttention decode_layer_attention(const Decode &d, int layer) {
-    const size_t cache = (size_t)layer * d.slots * d.NKV * d.room * d.HD;
-    return {d.NH, d.NKV,   d.HD,     d.room, LOG2E * rsqrtf((float)d.HD), d.q, d.keys + cache, d.values + cache,
-            d.y,  d.parts, d.arrived};
-}
-__device__ __forceinline__ void decode_attention(const Decode &d, DecodeShared &s, const DecodeAttention &a,
-                                                 const DecodeAttended &in, const DecodeTurn &first) {
-    if (d.HD == 64)
-        decode_attend<64>(a, s.attention, in, first);
-    else if (d.HD == 128)
-        decode_attend<128>(a, s.attention, in, first);
-    else
-        decode_attend<256>(a, s.attention, in, first);
+    const KvRows cache = KvRows{d.keys, d.values, d.scales}.from((size_t)layer * d.slots * d.NKV * d.room, d.HD);
+    return {d.NH, d.NKV, d.HD, d.room, LOG2E * rsqrtf((float)d.HD), d.q, cache, d.fresh, d.y, d.parts, d.arrived};
 }
 __device__ inline void decode_mark(const Decode &d, int &marks) {
     if (d.clocks && blockIdx.x == 0 && threadIdx.x == 0) d.clocks[marks++] = clock64();
@@ -327,9 +382,10 @@ __device__ inline void decode_read_inputs(const Decode &d, DecodeShared &s, int 
     decode_sync();
 }
 
-// One block on each SM. GROUPS: of 8 rows.
-template <int GROUPS>
-__global__ void __launch_bounds__(DECODE_ALL_THREADS, 1) decode_kernel(const __grid_constant__ Decode d, int rows) {
+// One block on each SM. GROUPS: of 8 rows. All else is found out while it runs: a variant takes seconds to compile.
+template <int GROUPS, typename Ranks>
+__global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
+    decode_kernel(const __grid_constant__ Decode d, const __grid_constant__ Ranks ranks, int rows) {
     extern __shared__ int4 decode_shared[];
     DecodeShared &s = *(DecodeShared *)decode_shared;
     const unsigned own_rows = shared_address(decode_shared) + DECODE_SHARED_BYTES;
@@ -354,9 +410,12 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1) decode_kernel(const __g
         decode_mark(d, marks);
     };
     decode_mark(d, marks);
-    if (threadIdx.x == 0) s.matrix[0] = d.matrix[0];
+    if (threadIdx.x == 0) {
+        s.matrix[0] = d.matrix[0];
+        if (ranks.several()) s.epoch = ranks.begin(d);
+    }
     decode_read_inputs(d, s, rows);
-    decode_embed(d, s, rows);
+    decode_embed(d, s, ranks, rows);
     const bool own = GROUPS == 1 && rows <= DECODE_OWN_ROWS;
     for (int m = 0; m < d.plan.matrices; m++) {
         const DecodeKind kind = d.plan.kind(m);
@@ -369,7 +428,7 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1) decode_kernel(const __g
             const DecodeTurn first(a, attended);
             decode_prefetch(a, first);
             wait();
-            decode_attention(d, s, a, attended, first);
+            decode_attention(a, s.attention, attended, first);
         }
         // While the other blocks arrive: what does not depend on them.
         arrive();
@@ -378,30 +437,32 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1) decode_kernel(const __g
         if (decode_is_normed(kind)) decode_prefetch_norm(matrix, d.C);
         if (threadIdx.x == DECODE_BLOCK_THREADS - 1 && m + 1 < d.plan.matrices) s.matrix[(m + 1) % 2] = d.matrix[m + 1];
         wait();
-        DecodeRows in = {kind == DECODE_PROJ ? d.y : kind == DECODE_FCPROJ ? d.h : d.normed, own_rows, rows, shape.K};
-        if (!decode_is_normed(kind)) {
-            decode_matrix<GROUPS, false>(d, s, ring, m, in, share, pair);
-            continue;
+        const DecodeRows in = {kind == DECODE_PROJ     ? d.y
+                               : kind == DECODE_FCPROJ ? d.h
+                                                       : d.normed,
+                               own && decode_is_normed(kind) ? own_rows : 0, rows, shape.K};
+        if (decode_is_normed(kind)) {
+            for (int row = own ? 0 : blockIdx.x; row < rows; row += own ? 1 : gridDim.x) {
+                char *mine = (char *)decode_shared + DECODE_SHARED_BYTES + row * decode_shared_row(d.C);
+                decode_normalise(d, matrix, s.norm_sums[own ? row : 0], row,
+                                 own ? (floatX *)mine : d.normed + (size_t)row * d.C);
+            }
+            if (own)
+                decode_sync();
+            else {
+                arrive();
+                wait();
+            }
         }
-        if (own) {
-            for (int row = 0; row < rows; row++)
-                decode_normalise(d, matrix, s.norm_sums[row], row, [&](int c, const DecodeFour &y) {
-                    char *to = (char *)decode_shared + DECODE_SHARED_BYTES + row * decode_shared_row(d.C);
-                    *(DecodeFour *)((floatX *)to + c) = y;
-                });
-            decode_sync();
-            if constexpr (GROUPS == 1) decode_matrix<GROUPS, true>(d, s, ring, m, in, share, pair);
-            continue;
+        decode_product<GROUPS>(d, s, ranks, ring, m, in, share, pair);
+        if (ranks.several()) {
+            decode_mark(d, marks);
+            decode_mark(d, marks);
+            if (decode_is_exchanged(kind)) decode_join(d, s, ranks, m, share, rows);
         }
-        for (int row = blockIdx.x; row < rows; row += gridDim.x)
-            decode_normalise(d, matrix, s.norm_sums[0], row, [&](int c, const DecodeFour &y) {
-                *(DecodeFour *)(d.normed + (size_t)row * d.C + c) = y;
-            });
-        arrive();
-        wait();
-        decode_matrix<GROUPS, false>(d, s, ring, m, in, share, pair);
     }
     decode_mark(d, marks);
+    if (ranks.several() && blockIdx.x == 0 && threadIdx.x == 0) ranks.end(d, s.epoch);
 }
 
 // ---- host
@@ -466,19 +527,25 @@ static inline size_t decode_workspace(Decode *d, void *memory) {
     place(&d->q, rows * width);
     place(&d->y, rows * width);
     place(&d->h, rows * d->F);
+    place(&d->fresh, rows * 2 * d->NKV * d->HD);
     place(&d->parts, rows * d->NH * DECODE_SPANS * (d->HD + 2));
     return at;
 }
-#ifdef __CUDACC__  // not where a CPU runs the kernel (dev/test/decode.cpp)
-static inline void decode_launch(const Decode *d, int rows, cudaStream_t stream) {
+template <typename Ranks> static inline auto decode_kernel_of(int rows) {
     #ifdef PRECISION_FP32  // two of the four: it need not be fast, and compiles in half the time
-    const auto kernel = rows <= 8 ? decode_kernel<1> : decode_kernel<8>;
+    return rows <= 8 ? decode_kernel<1, Ranks> : decode_kernel<8, Ranks>;
     #else
-    const auto kernel = rows <= 8    ? decode_kernel<1>
-                        : rows <= 16 ? decode_kernel<2>
-                        : rows <= 32 ? decode_kernel<4>
-                                     : decode_kernel<8>;
+    return rows <= 8    ? decode_kernel<1, Ranks>
+           : rows <= 16 ? decode_kernel<2, Ranks>
+           : rows <= 32 ? decode_kernel<4, Ranks>
+                        : decode_kernel<8, Ranks>;
     #endif
+}
+#ifdef __CUDACC__  // not where a CPU runs the kernel (dev/test/decode.cpp)
+// Of several ranks each launches it, for the same rows.
+template <typename Ranks>
+static inline void decode_launch(const Decode *d, const Ranks &ranks, int rows, cudaStream_t stream) {
+    const auto kernel = decode_kernel_of<Ranks>(rows);
     assert(rows >= 1 && rows <= DECODE_MOST_ROWS);
     cudaLaunchAttribute together;
     together.id = cudaLaunchAttributeCooperative;
@@ -491,7 +558,7 @@ static inline void decode_launch(const Decode *d, int rows, cudaStream_t stream)
     launch.attrs = &together;
     launch.numAttrs = 1;
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, d->shared_bytes));
-    cudaCheck(cudaLaunchKernelEx(&launch, kernel, *d, rows));
+    cudaCheck(cudaLaunchKernelEx(&launch, kernel, *d, ranks, rows));
 }
 #endif
 

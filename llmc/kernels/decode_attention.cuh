@@ -2,20 +2,22 @@
 // An item is a row, a head of keys, up to 8 of its queries and a span of chunks of 128 keys. A block has an item, each
 // of its warps 16 keys of each chunk (a turn), for all queries, on tensor cores: scores (queries x keys), weights
 // (exp2, online: Milakov and Gimelshein, arXiv:1805.02867), then values (dimensions x queries). Weights are rounded to
-// bf16. While a turn is computed, the next one's keys and values are on their way to L2. In the end the warps' sums are
-// joined in shared memory. What several spans give is written to scratch, and who finishes last joins them in their
-// order. The spans follow from the position alone, so a row's bits do not depend on the rows beside it.
+// bf16. Keys and values in e4m3 (kv_cache.cuh) are widened to bf16; scales of keys multiply the scores, those of values
+// the weights. While a turn is computed, the next one's keys and values are on their way to L2. In the end the warps'
+// sums are joined in shared memory. What several spans give is written to scratch, and who finishes last joins them in
+// their order. The spans follow from the position alone, so a row's bits do not depend on the rows beside it.
 #ifndef LLMC_DECODE_ATTENTION_CUH
 #define LLMC_DECODE_ATTENTION_CUH
 
 #include "decode_product.cuh"
+#include "kv_cache.cuh"
 
 enum {
     DECODE_WARP_KEYS = 16,
     DECODE_CHUNK_KEYS = DECODE_BLOCK_WARPS * DECODE_WARP_KEYS,
     DECODE_SPANS = 32,   // of a row, at most
     DECODE_QUERIES = 8,  // of an item
-    DECODE_MOST_HD = 256,
+    DECODE_MOST_HD = KV_MOST_HD,
     DECODE_JOIN = 64,  // dimensions that are joined at once
 };
 
@@ -30,10 +32,11 @@ struct DecodeSpans {
 };
 struct DecodeAttention {
     int NH, NKV, HD, room;
-    float scale;            // 1 / sqrt(HD) and log2 e
-    const floatX *q;        // (rows, NH * HD)
-    floatX *keys, *values;  // (slots, NKV, room, HD) of a layer
-    floatX *out;            // (rows, NH * HD)
+    float scale;          // 1 / sqrt(HD) and log2 e
+    const floatX *q;      // (rows, NH * HD)
+    KvRows cache;         // (slots, NKV, room) of a layer
+    const floatX *fresh;  // e4m3: (rows, 2 NKV, HD), keys and values of this step before they are rounded
+    floatX *out;          // (rows, NH * HD)
     // (rows, NH, DECODE_SPANS, HD + 2): the sum weighted by exp2, then maximum and sum of exp2
     float *parts;
     unsigned *arrived;  // (rows, NKV), zeros
@@ -85,45 +88,88 @@ struct DecodeTurn {
     }
 };
 
+// The cached row of a key.
+__device__ inline size_t decode_cached_row(const DecodeAttention &a, const DecodeTurn &turn, int key) {
+    return ((size_t)turn.slot * a.NKV + turn.kv) * a.room + key;
+}
+// e4m3: an item's keys and values of this step go to the cache. A row's scale needs all of the row, which the blocks
+// that finish it do not have. So every block that reads a row stores it, the same bytes, and need not meet the others.
+__device__ inline void decode_store_fresh(const DecodeAttention &a, const DecodeAttended &in, const DecodeTurn &turn) {
+    const int begin = turn.chunk * DECODE_CHUNK_KEYS, end = min(turn.end * DECODE_CHUNK_KEYS, turn.position + 1);
+    if (end + in.rows <= turn.position) return;  // too far behind
+    for (int row = threadIdx.x / WARP; row < in.rows; row += DECODE_BLOCK_WARPS) {
+        const int key = in.positions[row];
+        if (in.slots[row] != turn.slot || key < begin || key >= end) continue;
+        for (int value = 0; value < 2; value++)
+            kv_store_rounded(a.cache, decode_cached_row(a, turn, key), value,
+                             a.fresh + ((size_t)(row * 2 + value) * a.NKV + turn.kv) * a.HD, NULL, a.HD);
+    }
+    decode_sync();
+}
 // Lets a warp's keys and values of a turn come to L2.
 __device__ inline void decode_prefetch(const DecodeAttention &a, const DecodeTurn &turn) {
     const int lane = threadIdx.x % WARP, key = turn.first_key() + lane / 2;
     if (!turn.valid || key > turn.position) return;
-    const size_t at = (((size_t)turn.slot * a.NKV + turn.kv) * a.room + key) * a.HD * sizeof(floatX);
-    for (int i = lane % 2 * 128; i < a.HD * (int)sizeof(floatX); i += 256) {
-        prefetch_l2((const char *)a.keys + at + i);
-        prefetch_l2((const char *)a.values + at + i);
+    const KvRows row = a.cache.from(decode_cached_row(a, turn, key), a.HD);
+    for (int i = lane % 2 * 128; i < (int)row.bytes((size_t)a.HD); i += 256) {
+        prefetch_l2((const char *)row.keys + i);
+        prefetch_l2((const char *)row.values + i);
     }
+    if (row.scales && lane % 2) prefetch_l2(row.scales);
+}
+// What a lane has of a cache at once: 16 bytes of floatX, or as many elements of e4m3, which are widened where they are
+// used.
+struct DecodeCodes { unsigned x[VecX::size / 4]; };
+__device__ inline void decode_load_cached(int4 &x, const void *from, size_t at) {
+    x = load_past_l1((const floatX *)from + at);
+}
+__device__ inline void decode_load_cached(DecodeCodes &x, const void *from, size_t at) {
+    load_past_l1(x.x, (const uint8_t *)from + at);
+}
+__device__ inline void decode_words(unsigned (&w)[4], const DecodeCodes &codes) {
+    const unsigned x[4] = {codes.x[0], codes.x[VecX::size / 4 - 1]};
+    WeightsE4m3::widen(w, x, 0);
 }
 // A warp's part of an item. ROOM: for HD dimensions, precisely so many up to 128. With g = lane / 4 and t = lane % 4 a
 // lane has of each 4 vectors of query g and of keys g and g + 8 the one with number t, of each 8 vectors of the values
 // of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 the one with number g.
-template <int ROOM> struct DecodeWarp {
+template <int ROOM, typename Cached> struct DecodeWarp {
     static constexpr int EACH = VecX::size, PIECES = ROOM / (4 * EACH), BLOCKS = ROOM / (8 * EACH), TILES = EACH / 2;
     static constexpr bool EXACT = ROOM <= 128;  // otherwise there are registers for a part of the keys and values only
+    static constexpr bool FP8 = sizeof(Cached) < sizeof(int4);
     const DecodeAttention &a;
-    int4 k[2][PIECES], v[4][BLOCKS];
+    Cached k[2][PIECES], v[4][BLOCKS];
     float acc[BLOCKS][TILES][4];  // of two neighbouring dimensions, each for queries 2 t and 2 t + 1
     float highest, sum;           // of query g; sum: over this lane's keys
     float score[2][4];            // of query g and keys 2 t and 2 t + 1, then 8 further
+    float scale;                  // e4m3: of key lane / 2; of its values if the lane's number is odd
 
     __device__ int HD() const { return EXACT ? ROOM : a.HD; }
     // Vectors `vector` + i * step of a key; zeros behind the position.
     template <int STEP, int COUNT, typename Put>
-    __device__ void load(const floatX *from, const DecodeTurn &turn, int key, int vector, Put put) const {
-        const floatX *row = from + (((size_t)turn.slot * a.NKV + turn.kv) * a.room + key) * HD();
+    __device__ void load(const void *from, const DecodeTurn &turn, int key, int vector, Put put) const {
+        const size_t row = decode_cached_row(a, turn, key) * HD();
         const bool seen = turn.valid && key <= turn.position;
         #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            int4 bits = {0, 0, 0, 0};
+            Cached bits = {};
             const int d = (vector + i * STEP) * EACH;
-            if (seen && (EXACT || d < HD())) bits = load_past_l1(row + d);
+            if (seen && (EXACT || d < HD())) decode_load_cached(bits, from, row + d);
             put(i, bits);
         }
     }
     __device__ void load_keys(const DecodeTurn &turn, int i) {
-        load<4, PIECES>(a.keys, turn, turn.first_key() + threadIdx.x % WARP / 4 + 8 * i, threadIdx.x % 4,
-                        [&](int p, const int4 &x) { k[i][p] = x; });
+        load<4, PIECES>(a.cache.keys, turn, turn.first_key() + threadIdx.x % WARP / 4 + 8 * i, threadIdx.x % 4,
+                        [&](int p, const Cached &x) { k[i][p] = x; });
+    }
+    __device__ void load_scales(const DecodeTurn &turn) {
+        const int lane = threadIdx.x % WARP, key = turn.first_key() + lane / 2;
+        scale = 0;
+        if (key <= turn.position) scale = load_float_past_l1(a.cache.scale(decode_cached_row(a, turn, key), lane % 2));
+    }
+    // A score's key.
+    __device__ float scale_of(int i, int e, int value) const {
+        return __shfl_sync(0xffffffffu, scale, 2 * (8 * i + threadIdx.x % 4 * 2 + e) + value);
     }
     // Block b; all of them: -1.
     __device__ void load_values(const DecodeTurn &turn, int b) {
@@ -131,9 +177,9 @@ template <int ROOM> struct DecodeWarp {
         for (int i = 0; i < 4; i++) {
             const int key = turn.first_key() + threadIdx.x % 4 * 2 + i % 2 + i / 2 * 8, g = threadIdx.x % WARP / 4;
             if (b < 0)
-                load<8, BLOCKS>(a.values, turn, key, g, [&](int block, const int4 &x) { v[i][block] = x; });
+                load<8, BLOCKS>(a.cache.values, turn, key, g, [&](int block, const Cached &x) { v[i][block] = x; });
             else
-                load<8, 1>(a.values, turn, key, 8 * b + g, [&](int, const int4 &x) { v[i][b] = x; });
+                load<8, 1>(a.cache.values, turn, key, 8 * b + g, [&](int, const Cached &x) { v[i][b] = x; });
         }
     }
     __device__ void open() {
@@ -152,6 +198,8 @@ template <int ROOM> struct DecodeWarp {
         const floatX *from = a.q + ((size_t)turn.row * a.NH + turn.query + g) * HD();
         load_keys(turn, 0);
         load_keys(turn, 1);
+        if (FP8) load_scales(turn);
+        if (FP8 && EXACT) load_values(turn, -1);
         #pragma unroll
         for (int i = 0; i < 2; i++)
             #pragma unroll
@@ -166,9 +214,10 @@ template <int ROOM> struct DecodeWarp {
             const unsigned rows[2][4] = {{x[0], 0, x[1], 0}, {x[2], 0, x[3], 0}};
             #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const int4 &key = k[i][p];
-                decode_mma(score[i], rows[0], (unsigned)key.x, (unsigned)key.y);
-                decode_mma(score[i], rows[1], (unsigned)key.z, (unsigned)key.w);
+                unsigned key[4];
+                decode_words(key, k[i][p]);
+                decode_mma(score[i], rows[0], key[0], key[1]);
+                decode_mma(score[i], rows[1], key[2], key[3]);
             }
         }
     }
@@ -181,6 +230,7 @@ template <int ROOM> struct DecodeWarp {
             #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const bool seen = turn.first_key() + 8 * i + 2 * t + e <= turn.position;
+                if (FP8) score[i][e] = __fmul_rn(score[i][e], scale_of(i, e, 0));
                 score[i][e] = seen ? __fmul_rn(score[i][e], a.scale) : -INFINITY;
                 top = fmaxf(top, score[i][e]);
             }
@@ -195,6 +245,7 @@ template <int ROOM> struct DecodeWarp {
             for (int e = 0; e < 2; e++) {
                 score[i][e] = exp2_approx(__fsub_rn(score[i][e], top));
                 sum = __fadd_rn(sum, score[i][e]);
+                if (FP8) score[i][e] = __fmul_rn(score[i][e], scale_of(i, e, 1));
             }
         const float keeps[2] = {__shfl_sync(0xffffffffu, keep, 8 * t), __shfl_sync(0xffffffffu, keep, 8 * t + 4)};
         #pragma unroll
@@ -309,20 +360,26 @@ __device__ inline void decode_join_spans(const DecodeAttention &a, int HD, int r
         a.out[query * HD + d] = (floatX)__fdiv_rn(x, total);
     }
 }
-template <int ROOM>
-__device__ __forceinline__ void decode_attend(const DecodeAttention &a, DecodeAttentionShared &shared,
-                                              const DecodeAttended &in, DecodeTurn turn) {
-    DecodeWarp<ROOM> warp = {a};
+// A function of its own for each, which then has registers for many loads at once. Arguments are copies: a reference
+// would keep them in local memory for all that is around a call.
+template <int ROOM, typename Cached>
+__device__ __noinline__ void decode_attend(DecodeAttention a, DecodeAttentionShared &shared, DecodeAttended in,
+                                           DecodeTurn turn) {
+    DecodeWarp<ROOM, Cached> warp = {a};
     bool opens = true;
     while (turn.valid) {
-        if (opens) warp.open();
+        if (opens) {
+            if (warp.FP8) decode_store_fresh(a, in, turn);
+            warp.open();
+        }
         const bool has_keys = turn.first_key() <= turn.position;
         if (has_keys) warp.take_scores(turn);
         DecodeTurn next = turn;
         next.next(a, in);
         decode_prefetch(a, next);
         if (has_keys) {
-            if (warp.EXACT) warp.load_values(turn, -1);  // not before: keys and values together are too many registers
+            // Not before: keys and values together are too many registers, but for e4m3.
+            if (warp.EXACT && !warp.FP8) warp.load_values(turn, -1);
             warp.weigh(turn);
             warp.add_values(turn);
         }
@@ -337,6 +394,22 @@ __device__ __forceinline__ void decode_attend(const DecodeAttention &a, DecodeAt
         }
         turn = next;
     }
+}
+__device__ inline void decode_attention(const DecodeAttention &a, DecodeAttentionShared &shared,
+                                        const DecodeAttended &in, const DecodeTurn &first) {
+    const bool fp8 = a.cache.scales != NULL;
+    if (fp8 && a.HD == 64)
+        decode_attend<64, DecodeCodes>(a, shared, in, first);
+    else if (fp8 && a.HD == 128)
+        decode_attend<128, DecodeCodes>(a, shared, in, first);
+    else if (fp8)
+        decode_attend<DECODE_MOST_HD, DecodeCodes>(a, shared, in, first);
+    else if (a.HD == 64)
+        decode_attend<64, int4>(a, shared, in, first);
+    else if (a.HD == 128)
+        decode_attend<128, int4>(a, shared, in, first);
+    else
+        decode_attend<DECODE_MOST_HD, int4>(a, shared, in, first);
 }
 
 #endif

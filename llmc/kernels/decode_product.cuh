@@ -82,9 +82,11 @@ struct WeightsE4m3 {
     static constexpr bool GROUPED = false, SPREAD = false;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const unsigned y = spread_bytes(x[2 * v + i / 2], i % 2, 0);
-            w[i] = fma_bf16((y & 0x007f007f) << 4 | (y & 0x00800080) << 8, 0x7b807b80, 0x80008000);
+        for (int i = 0; i < 2; i++) {
+            const unsigned codes = x[2 * v + i], lower = codes << 4 & 0xf0f0f0f0,
+                           upper = (codes >> 4 & 0x07070707) | (codes & 0x80808080);
+            w[2 * i] = fma_bf16(__byte_perm(lower, upper, 0x5140), 0x7b807b80, 0x80008000);
+            w[2 * i + 1] = fma_bf16(__byte_perm(lower, upper, 0x7362), 0x7b807b80, 0x80008000);
         }
     }
 };
@@ -151,7 +153,8 @@ __device__ inline void decode_mma(float (&c)[4], const unsigned (&a)[4], unsigne
 
 // ---- the rows that are multiplied
 
-// Rows of floatX, in global memory or, if they have room there, in shared memory: then DECODE_PAD bytes apart.
+// Rows of floatX, in global memory or, if they are one group and have room there, in shared memory: then DECODE_PAD
+// bytes apart.
 struct DecodeRows {
     const floatX *from;  // (rows, K)
     unsigned shared;     // 0: global
@@ -163,13 +166,13 @@ static inline __host__ __device__ unsigned decode_shared_row(int K) {
 
 // What a lane needs of GROUPS groups of 8 rows for a warp's pieces of a segment: of its row 4 t.. vectors that go with
 // its 16 bytes of weights.
-template <typename W, int GROUPS, bool SHARED> struct DecodeOperand {
+template <typename W, int GROUPS> struct DecodeOperand {
     static constexpr int PIECES = decode_segment(W::DTYPE, GROUPS) / DECODE_BLOCK_WARPS / DECODE_PIECE;
     static constexpr int STEPS = W::ELEMENTS / VecX::size;
     int4 x[PIECES][GROUPS][STEPS];
 
-    // first: piece of the row. Behind `pieces` there are zeros.
-    __device__ void load(const DecodeRows &in, int first, int pieces) {
+    // get(row, vector). first: piece of the row. Behind `pieces` there are zeros.
+    template <typename Get> __device__ void load_by(const DecodeRows &in, int first, int pieces, Get get) {
         const int t = threadIdx.x % 4, g = threadIdx.x % WARP / 4;
         #pragma unroll
         for (int i = 0; i < PIECES; i++)
@@ -179,23 +182,39 @@ template <typename W, int GROUPS, bool SHARED> struct DecodeOperand {
                 const bool there = row < in.rows && piece < pieces;
                 #pragma unroll
                 for (int v = 0; v < STEPS; v++) {
-                    const int vector = (piece * 4 + t) * STEPS + v;
-                    int4 bits = {0, 0, 0, 0};
-                    if (there && SHARED) bits = load_shared_16(in.shared + row * decode_shared_row(in.K) + vector * 16);
-                    if (there && !SHARED) bits = load_past_l1(in.from + (size_t)row * in.K + vector * VecX::size);
-                    x[i][n][v] = W::SPREAD ? decode_spread(bits) : bits;
+                    x[i][n][v] = {0, 0, 0, 0};
+                    if (there) x[i][n][v] = get(row, (piece * 4 + t) * STEPS + v);
                 }
             }
+    }
+    __device__ void load(const DecodeRows &in, int first, int pieces) {
+        if (GROUPS == 1 && in.shared)
+            load_by(in, first, pieces, [&](int row, int vector) {
+                return load_shared_16(in.shared + row * decode_shared_row(in.K) + vector * 16);
+            });
+        else
+            load_by(in, first, pieces, [&](int row, int vector) {
+                return load_past_l1(in.from + (size_t)row * in.K + vector * VecX::size);
+            });
+    }
+    // In the order of W. Apart from the load, which it would wait for.
+    __device__ void order() {
+        if (!W::SPREAD) return;
+        #pragma unroll
+        for (int i = 0; i < PIECES * GROUPS * STEPS; i++) {
+            int4 &vector = x[i / STEPS / GROUPS][i / STEPS % GROUPS][i % STEPS];
+            vector = decode_spread(vector);
+        }
     }
 };
 
 // ---- the sums of a pass
 
 // A warp's piece of a stage. at: this lane's 16 bytes of row g; scales: the piece's of row g.
-template <typename W, int GROUPS, bool SHARED>
+template <typename W, int GROUPS>
 __device__ __forceinline__ void decode_multiply(float (&acc)[GROUPS][4], unsigned at, unsigned stride, unsigned scales,
-                                                const int4 (&rows)[GROUPS][DecodeOperand<W, GROUPS, SHARED>::STEPS]) {
-    constexpr int STEPS = DecodeOperand<W, GROUPS, SHARED>::STEPS;
+                                                const int4 (&rows)[GROUPS][DecodeOperand<W, GROUPS>::STEPS]) {
+    constexpr int STEPS = DecodeOperand<W, GROUPS>::STEPS;
     constexpr int SCALES = decode_scale_segment(decode_segment(W::DTYPE, GROUPS));
     unsigned x[2][4];
     float sum[GROUPS][4] = {};
@@ -232,10 +251,10 @@ __device__ __forceinline__ void decode_multiply(float (&acc)[GROUPS][4], unsigne
 }
 // tiles: of this pass. The rows' part of the next segment is loaded while this one is multiplied, if there are
 // registers.
-template <typename W, int GROUPS, bool SHARED, int TILES>
+template <typename W, int GROUPS, int TILES>
 __device__ __forceinline__ void decode_accumulate(float (&acc)[TILES][GROUPS][4], DecodeRing &ring,
                                                   const DecodeRows &in, int tiles, int row_bytes) {
-    typedef DecodeOperand<W, GROUPS, SHARED> Operand;
+    typedef DecodeOperand<W, GROUPS> Operand;
     constexpr int SEGMENT = decode_segment(W::DTYPE, GROUPS), STRIDE = SEGMENT + DECODE_PAD;
     constexpr bool AHEAD = sizeof(Operand) <= (GROUPS == 1 ? 128 : 64);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, pieces = row_bytes / DECODE_PIECE;
@@ -244,17 +263,18 @@ __device__ __forceinline__ void decode_accumulate(float (&acc)[TILES][GROUPS][4]
     Operand rows, next;
     int piece = warp;
     rows.load(in, piece, pieces);
+    rows.order();
     for (int at = 0; at < row_bytes; at += SEGMENT) {
         if (AHEAD) next.load(in, piece + SEGMENT / DECODE_PIECE, pieces);
         #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
+        for (int tile = 0; tile < decode_tiles_at_once(W::DTYPE, GROUPS); tile++) {
             if (tile >= tiles) break;
             ring.wait_full();
             #pragma unroll
             for (int i = 0; i < Operand::PIECES; i++)
                 if (piece + i * DECODE_BLOCK_WARPS < pieces)
-                    decode_multiply<W, GROUPS, SHARED>(acc[tile], ring.address + offset + i * (SEGMENT / 2), STRIDE,
-                                                       ring.address + scales + i * DECODE_BLOCK_WARPS * 2, rows.x[i]);
+                    decode_multiply<W, GROUPS>(acc[tile], ring.address + offset + i * (SEGMENT / 2), STRIDE,
+                                               ring.address + scales + i * DECODE_BLOCK_WARPS * 2, rows.x[i]);
             ring.release();
         }
         piece += SEGMENT / DECODE_PIECE;
@@ -262,6 +282,7 @@ __device__ __forceinline__ void decode_accumulate(float (&acc)[TILES][GROUPS][4]
             rows = next;
         else
             rows.load(in, piece, pieces);
+        rows.order();
     }
 }
 

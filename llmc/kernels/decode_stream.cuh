@@ -118,11 +118,11 @@ __device__ inline void decode_release(unsigned barrier) { mbarrier_arrive(barrie
 struct DecodeRing {
     unsigned barriers, first, address;  // of full and empty, stage by stage; of stage 0; of this stage
     unsigned barrier, parity;
-    int stage, stages, bytes;
+    int stages, bytes;
 
     __device__ DecodeRing(const DecodePlan &plan, unsigned barriers_, unsigned first_)
-        : barriers(barriers_), first(first_), address(first_), barrier(barriers_), parity(0), stage(0),
-          stages(plan.stages), bytes(plan.stage_bytes) {}
+        : barriers(barriers_), first(first_), address(first_), barrier(barriers_), parity(0), stages(plan.stages),
+          bytes(plan.stage_bytes) {}
     __device__ void init() const {
         for (int i = 0; i < stages; i++) {
             mbarrier_init(barriers + 16 * i, DECODE_BULK ? 1 : WARP);
@@ -134,8 +134,7 @@ struct DecodeRing {
     __device__ void next() {
         address += bytes;
         barrier += 16;
-        if (++stage < stages) return;
-        stage = 0;
+        if (barrier < barriers + 16 * stages) return;
         parity ^= 1;
         address = first;
         barrier = barriers;

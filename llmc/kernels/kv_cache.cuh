@@ -4,16 +4,22 @@
 // the keys and values of the rows before come from the cache. Then attention.cuh runs over all rows. A query's sums
 // go over tiles of keys that lie at fixed places, so its bits do not depend on how the prompt is divided, if the
 // number of rows is a multiple of PROMPT_ROWS.
+//
+// In e4m3 (--cache-dtype fp8) a row of keys or of values has a scale of its own, the power of two that fp8.h makes of
+// its absmax: no other token and no calibration decides it, and nothing saturates. Rounded keys and values are what all
+// queries see, those of the same prompt, too. train_gpt2.c's kv_store gives the same codes and scales.
 #ifndef LLMC_KV_CACHE_CUH
 #define LLMC_KV_CACHE_CUH
 
-#include "../cuda/common.cuh"
+#include "../cuda/tile.cuh"
+#include "../fp8.h"
 
-enum { PROMPT_ROWS = 64, PROMPT_THREADS = 256 };
+enum { PROMPT_ROWS = 64, PROMPT_THREADS = 256, KV_MOST_HD = 256 };
 typedef struct {
-    floatX *keys, *values;  // (L,slots,NKV,room,HD) each
-    float *cos_sin;         // (room,HD/2,2) or NULL
-    int slots, room;        // room: tokens of a slot
+    void *keys, *values;  // (L,slots,NKV,room,HD) each: floatX, or e4m3 if there are scales
+    float2 *scales;       // (L,slots,NKV,room): of a row of keys, of a row of values
+    float *cos_sin;       // (room,HD/2,2) or NULL
+    int slots, room;      // room: tokens of a slot
     // Of the pass that runs:
     int slot, at;  // its slot, and how many tokens that has
     int prompt;    // its tokens are a prompt's; else one token of a step
@@ -22,33 +28,117 @@ typedef struct {
     float *lse;
 } KvCache;
 
+// A part of such a cache: consecutive rows.
+struct KvRows {
+    void *keys, *values;
+    float2 *scales;
+
+    __host__ __device__ size_t bytes(size_t elements) const { return scales ? elements : elements * sizeof(floatX); }
+    __host__ __device__ KvRows from(size_t row, int HD) const {
+        const size_t at = bytes(row * HD);
+        return {(char *)keys + at, (char *)values + at, scales ? scales + row : NULL};
+    }
+    __host__ __device__ void *part(int value) const { return value ? values : keys; }
+    __device__ float *scale(size_t row, int value) const { return (float *)(scales + row) + value; }
+};
+// A warp rounds a row of HD elements, which another SM may have written. Returns its scale. rounded: NULL, or where the
+// values go that are left, code times scale.
+__device__ inline float kv_round(uint8_t *codes, const floatX *row, floatX *rounded, int HD) {
+    constexpr int EACH = VecX::size, TURNS = KV_MOST_HD / (WARP * EACH);
+    const int first = threadIdx.x % WARP * EACH;
+    VecX x[TURNS] = {};
+    uint32_t most = 0;  // bits: those of Inf and NaN are above all others
+    #pragma unroll
+    for (int i = 0; i < TURNS; i++)
+        if (first + i * WARP * EACH < HD) *(int4 *)x[i].v = load_past_l1(row + first + i * WARP * EACH);
+    #pragma unroll
+    for (int i = 0; i < TURNS * EACH; i++) {
+        const uint32_t size = float_bits((float)x[i / EACH].v[i % EACH]) & 0x7fffffff;
+        most = size > most ? size : most;
+    }
+    #pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, most, step);
+        most = other > most ? other : most;
+    }
+    const float up = fp8_scale(FP8_E4M3, bits_float(most)), scale = 1 / up;
+    #pragma unroll
+    for (int i = 0; i < TURNS * EACH; i += 4) {
+        const int at = first + i / EACH * WARP * EACH + i % EACH;
+        uint32_t four = 0;
+        if (at >= HD) break;
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const uint8_t code = fp8_from_float(FP8_E4M3, (float)x[i / EACH].v[i % EACH + k] * up);
+            four |= (uint32_t)code << 8 * k;
+            if (rounded) rounded[at + k] = (floatX)(fp8_to_float(FP8_E4M3, code) * scale);
+        }
+        *(uint32_t *)(codes + at) = four;
+    }
+    return scale;
+}
+// The same into row `to` of the keys or values.
+__device__ inline void kv_store_rounded(const KvRows &cache, size_t to, int value, const floatX *row, floatX *rounded,
+                                        int HD) {
+    const float scale = kv_round((uint8_t *)cache.part(value) + to * HD, row, rounded, HD);
+    if (threadIdx.x % WARP == 0) *cache.scale(to, value) = scale;
+}
+// A vector of it, from element d on.
+__device__ inline VecX kv_load(const KvRows &cache, size_t row, int value, int d, int HD) {
+    const size_t at = row * HD + d;
+    if (!cache.scales) return vec_load((const floatX *)cache.part(value) + at);
+    VecX x;
+    #pragma unroll
+    for (int i = 0; i < VecX::size; i++) {
+        const float code = fp8_to_float(FP8_E4M3, ((const uint8_t *)cache.part(value))[at + i]);
+        x.v[i] = (floatX)(code * *cache.scale(row, value));
+    }
+    return x;
+}
+
 // Rows of a sequence of `tokens`, with those behind them that a pass may write.
 static inline size_t prompt_rows(int tokens) { return round_up((size_t)tokens, PROMPT_ROWS) + PROMPT_ROWS; }
 
+// The keys and values of a token's row of qkv go to row kv * room + t of each head; e4m3: and are rounded in qkv.
+template <int THREADS>
+__device__ inline void kv_append(const KvRows &cache, floatX *qkv, int t, int room, int NH, int NKV, int HD) {
+    floatX *rows = qkv + (size_t)NH * HD;
+    if (cache.scales) {
+        for (int i = threadIdx.x / WARP; i < 2 * NKV; i += THREADS / WARP)
+            kv_store_rounded(cache, (size_t)(i % NKV) * room + t, i / NKV, rows + (size_t)i * HD, rows + (size_t)i * HD,
+                             HD);
+        return;
+    }
+    for (int i = threadIdx.x * VecX::size; i < 2 * NKV * HD; i += THREADS * VecX::size) {
+        const int head = i / HD;
+        floatX *to = (floatX *)cache.part(head / NKV) + ((size_t)(head % NKV) * room + t) * HD;
+        vec_store(to + i % HD, vec_load(rows + i));
+    }
+}
 // Block: a row. Those of the n new tokens go to the cache. Those before come from it, their queries are zeros. Those
 // behind become zeros, because a masked key still counts 0 times its value.
 __global__ void __launch_bounds__(PROMPT_THREADS)
-    kv_prompt_kernel(floatX *qkv, floatX *keys, floatX *values, int at, int n, int room, int NH, int NKV, int HD) {
+    kv_prompt_kernel(floatX *qkv, KvRows cache, int at, int n, int room, int NH, int NKV, int HD) {
     const int t = blockIdx.x, vectors = HD / VecX::size, all = (NH + 2 * NKV) * vectors;
     floatX *row = qkv + (size_t)t * all * VecX::size;
+    if (t >= at && t < at + n) {
+        kv_append<PROMPT_THREADS>(cache, row, t, room, NH, NKV, HD);
+        return;
+    }
     for (int i = threadIdx.x; i < all; i += PROMPT_THREADS) {
-        const int head = i / vectors, kv = (head - NH) % NKV, d = i % vectors * VecX::size;
-        floatX *cached = (head < NH + NKV ? keys : values) + ((size_t)kv * room + t) * HD + d;
-        if (t >= at && t < at + n) {
-            if (head >= NH) vec_store(cached, vec_load(row + i * VecX::size));
-            continue;
-        }
+        const int head = i / vectors - NH;
         VecX x = {};
-        if (t < at && head >= NH) x = vec_load(cached);
+        if (t < at && head >= 0)
+            x = kv_load(cache, (size_t)(head % NKV) * room + t, head / NKV, i % vectors * VecX::size, HD);
         vec_store(row + i * VecX::size, x);
     }
 }
 #ifdef __CUDACC__  // not where a CPU runs the kernel (dev/test/attention_mma.cpp)
-// keys, values (NKV,room,HD): the slot's, of one layer. `rows` of qkv are complete afterwards.
-static inline void kv_prompt(floatX *qkv, floatX *keys, floatX *values, int at, int n, int rows, int room, int NH,
-                             int NKV, int HD, cudaStream_t stream) {
+// cache (NKV,room): the slot's, of one layer. `rows` of qkv are complete afterwards.
+static inline void kv_prompt(floatX *qkv, const KvRows &cache, int at, int n, int rows, int room, int NH, int NKV,
+                             int HD, cudaStream_t stream) {
     assert(at + n <= room && at + n <= rows);
-    kv_prompt_kernel<<<rows, PROMPT_THREADS, 0, stream>>>(qkv, keys, values, at, n, room, NH, NKV, HD);
+    kv_prompt_kernel<<<rows, PROMPT_THREADS, 0, stream>>>(qkv, cache, at, n, room, NH, NKV, HD);
     launchCheck();
 }
 #endif

@@ -1,7 +1,9 @@
 // Steps of generation on a GPU: queued without waiting for the host, each an upload of what its rows are, the model,
 // and the draw. The model is one kernel (kernels/decode.cuh), and the three are a CUDA graph for each number of rows.
-// With --tp, --zero-stage 3, products in fp8 and sizes or models that the kernel does not have (Qwen3, modern), the
-// model runs row by row through the training forward instead (train_gpt2.cu).
+// With --tp every rank runs them on its part of the model: the kernels exchange sums and logits
+// (ranks/decode_lines.cuh), and all draw the same. With --zero-stage 3, products in fp8, sizes and models that the
+// kernel does not have (Qwen3, modern), and where ranks of --tp cannot write to each other's memory, the model runs row
+// by row through the training forward instead (train_gpt2.cu).
 //
 // What a row draws goes to the host, into pinned memory, and to the device's own table of slots. A queued step reads
 // its token there (DECODE_DRAWN).
@@ -9,8 +11,9 @@
 #define LLMC_DECODER_CUH
 
 #include "../cuda/graph.cuh"
-#include "../kernels/decode.cuh"
 #include "../kernels/draw.cuh"
+#include "../ranks/decode_lines.cuh"
+#include "../ranks/p2p.cuh"
 #include "buffers.cuh"
 
 // What a step is told.
@@ -26,9 +29,10 @@ typedef struct {
     KvCache cache;
     Decode kernel;
     int has_kernel;                // else row by row
+    P2p p2p;                       // --tp: the workspace of the kernel's exchanges
     int known, width;              // see model_decode_open; floats from row to row of the logits
     float *logits;                 // (DECODE_ROWS,width) of the last step
-    floatX *gathered;              // --tp: a row's logits of all ranks
+    floatX *gathered;              // --tp, row by row: a row's logits of all ranks
     int *drawn;                    // (slots) on the device
     DecodeTold *told, *host_told;  // (1), pinned (DECODE_STEPS)
     Drawn *host_drawn;             // pinned (DECODE_STEPS,DECODE_ROWS)
@@ -47,16 +51,19 @@ static inline void decoder_request(const Plan *p, Decoder *d) {
     KvCache *k = &d->cache;
     Memory *m = &d->memory;
     const size_t heads = (size_t)c->num_kv_heads * (size_t)c->head_dim, rows = prompt_rows(k->room),
-                 size = (size_t)c->num_layers * (size_t)k->slots * (size_t)k->room * heads;
-    memory_request(m, &k->keys, "samples", "keys (L,slots,NKV,room,HD)", size);
-    memory_request(m, &k->values, "samples", "values (L,slots,NKV,room,HD)", size);
+                 size = (size_t)c->num_layers * (size_t)k->slots * (size_t)k->room * heads,
+                 fp8 = (size_t)cache_is_fp8(&p->options), bytes = fp8 ? size : size * sizeof(floatX);
+    memory_request(m, (char **)&k->keys, "samples", "keys (L,slots,NKV,room,HD)", bytes);
+    memory_request(m, (char **)&k->values, "samples", "values (L,slots,NKV,room,HD)", bytes);
+    if (fp8) memory_request(m, &k->scales, "samples", "their scales (L,slots,NKV,room,2)", size / (size_t)c->head_dim);
     memory_request(m, &k->qkv, "samples", "a prompt's q, k, v", rows * (size_t)qkv_width(c));
     memory_request(m, &k->y, "samples", "a prompt's attention", rows * (size_t)(c->num_heads * c->head_dim));
     memory_request(m, &k->lse, "samples", "a prompt's lse", rows * (size_t)c->num_heads);
     if (c->position == POSITION_ROPE)
         memory_request(m, &k->cos_sin, "samples", "rope table (room,HD/2,2)", (size_t)k->room * (size_t)c->head_dim);
     memory_request(m, &d->logits, "samples", "logits (64,Vp)", (size_t)DECODE_ROWS * (size_t)d->width);
-    if (plan_is_split(p)) memory_request(m, &d->gathered, "samples", "a row's logits (Vp)", (size_t)d->width);
+    if (plan_is_split(p) && !d->has_kernel)
+        memory_request(m, &d->gathered, "samples", "a row's logits (Vp)", (size_t)d->width);
     memory_request(m, &d->drawn, "samples", "what was drawn", (size_t)k->slots);
     memory_request(m, &d->told, "samples", "rows of a step", 1);
     memory_request(m, &d->draw_scratch, "samples", "draws", draw_scratch_bytes(DECODE_ROWS, d->known));
@@ -65,6 +72,8 @@ static inline void decoder_request(const Plan *p, Decoder *d) {
     if (!d->has_kernel) return;
     memory_request(m, &d->matrices, "samples", "table of matrices", (size_t)quantised_count(p));
     memory_request(m, &d->workspace, "samples", "rows inside a step", decode_workspace(&d->kernel, NULL));
+    const int ranks = p->mesh->tp.world;
+    if (ranks > 1) p2p_request(&d->p2p, m, ranks, 0, decode_lines_bytes(&d->kernel, ranks), "exchanges of a step");
 }
 static inline const floatX *weights_of_role(const Plan *p, const Buffers *b, int unit, Role role) {
     const size_t at = param_at(p->table, unit, role);
@@ -96,12 +105,21 @@ static inline void decoder_upload_matrices(const Plan *p, const Buffers *b, Deco
     free(table);
 }
 static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memory *, void *plan) {
-    const char *less = ((const Plan *)plan)->options.generate ? "a shorter --seq-len" : "a smaller --batch-size";
-    snprintf(text, size, "this is beside the model, for samples alone: use fewer --samples or --sample-tokens, or %s",
-             less);
+    const Options *o = &((const Plan *)plan)->options;
+    snprintf(text, size, "this is beside the model, for samples alone: use fewer --samples or --sample-tokens, %sor %s",
+             cache_is_fp8(o) ? "" : "--cache-dtype fp8, ",
+             o->generate ? "a shorter --seq-len" : "a smaller --batch-size");
 }
-static inline void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int slots, int room, int known,
-                                cudaStream_t stream) {
+// A wait is given up before the watchdog's time-out, because its message names the rank that did not come.
+static inline void decoder_open_exchange(Decoder *d, const Plan *p, cudaStream_t stream) {
+    char why[256];
+    require(p2p_open(&d->p2p, &p->mesh->tp, stream, 30 /*s*/, why, sizeof why),
+            "ranks of --tp cannot exchange what a step of generation needs: %s\nuse --p2p 0", why);
+    p2p_patience(&d->p2p, 0.8 * watchdog.timeout);
+}
+// reaches: ranks of --tp write to each other's memory.
+static inline void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reaches, int slots, int room,
+                                int known, cudaStream_t stream) {
     static const Comm alone = COMM_ALONE;  // other ranks may not sample
     const Config *c = &p->local;
     KvCache *k = &d->cache;
@@ -114,7 +132,7 @@ static inline void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int
     *kernel = decode_of_plan(p);
     kernel->slots = slots;
     kernel->room = room;
-    d->has_kernel = plan_has_decode_kernel(p);
+    d->has_kernel = plan_has_decode_kernel(p) && (!plan_is_split(p) || reaches);
     decoder_request(p, d);
     memory_allocate(&d->memory, &alone, decode_memory_hint, (void *)p);
     if (k->cos_sin) upload_rope_table(c, k->cos_sin, room, stream);
@@ -125,16 +143,19 @@ static inline void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int
     kernel->wte = weights_of_role(p, b, 0, ROLE_WTE);
     kernel->wpe = weights_of_role(p, b, 0, ROLE_WPE);
     kernel->cos_sin = k->cos_sin;
-    kernel->keys = k->keys;
-    kernel->values = k->values;
+    kernel->keys = (floatX *)k->keys;
+    kernel->values = (floatX *)k->values;
+    kernel->scales = k->scales;
     kernel->inputs = d->told->inputs;
     kernel->drawn = d->drawn;
     kernel->logits = d->logits;
     decode_prepare(kernel);
     decode_workspace(kernel, d->workspace);
+    if (plan_is_split(p)) decoder_open_exchange(d, p, stream);
 }
 static inline void decoder_close(Decoder *d) {
     if (!d->cache.keys) return;
+    p2p_close(&d->p2p);
     for (auto &step : d->graphs)
         for (Graph &g : step) graph_close(&g);
     for (cudaEvent_t e : d->done) cudaCheck(cudaEventDestroy(e));
@@ -170,7 +191,8 @@ template <typename Work> static inline void decoder_queue(Decoder *d, int step, 
 }
 static inline void decoder_run(Decoder *d, int step, int graphs, cudaStream_t stream) {
     const int count = d->count[step];
-    const auto work = [&] { decoder_queue(d, step, stream, [&] { decode_launch(&d->kernel, count, stream); }); };
+    const auto model = [&] { decode_launch(&d->kernel, decode_lines(&d->p2p), count, stream); };
+    const auto work = [&] { decoder_queue(d, step, stream, model); };
     if (graphs)
         graph_run(&d->graphs[step][count - 1], count, stream, work);
     else

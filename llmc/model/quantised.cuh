@@ -68,11 +68,11 @@ static inline int decode_knows(const Config *c) {
     return c->qk_norm == QK_NORM_NONE && c->mlp != MLP_RELU2 && !c->embedding_norm && !c->head_bias &&
            c->logit_softcap == 0;
 }
-// Products in fp8 have none: samples are in the arithmetic that trained. Nor have weights that are merged.
+// Products in fp8 have none: samples are in the arithmetic that trained. Nor have weights that are merged. With --tp it
+// is used if ranks can write to each other's memory, too, which is known when links are open.
 static inline int plan_has_decode_kernel(const Plan *p) {
     const Decode sizes = decode_of_plan(p);
-    return !plan_is_split(p) && p->zero_stage < 3 && !p->fp8 && !p->lora.rank && decode_knows(&p->config) &&
-           decode_fits(&sizes);
+    return p->zero_stage < 3 && !p->fp8 && !p->lora.rank && decode_knows(&p->config) && decode_fits(&sizes);
 }
 
 // ---- where
@@ -94,7 +94,8 @@ static inline size_t merged_elements(const Plan *p) {
     const size_t block = param_at(p->base, 1, ROLE_LN1W) - p->base->unit_begin[1],
                  head = (size_t)p->head.out * (size_t)p->head.in;
     // The head is widened for all but the kernel of a step.
-    const int has_head = p->weights != WEIGHTS_FP32 && (!p->options.generate || !plan_has_decode_kernel(p));
+    const int has_kernel = plan_has_decode_kernel(p) && !plan_is_split(p);
+    const int has_head = p->weights != WEIGHTS_FP32 && (!p->options.generate || !has_kernel);
     return has_head ? std::max(block, head) : block;
 }
 static inline void quantised_place(const Plan *p, Quantised *q) {

@@ -181,20 +181,7 @@ __global__ void __launch_bounds__(P2P_LINE_THREADS + WARP)
         const uint2 own = p2p_read<uint2>(piece, i);
         const char *line = slots(v.rank) + i * 16;
         uint2 x[P2P_RANKS];
-        p2p_wait(v, call, [&] {
-            ulonglong2 found[P2P_RANKS] = {};
-            unsigned peers = 0;
-            #pragma unroll
-            for (int r = 0; r < P2P_RANKS; r++)
-                if (r < v.world) found[r] = p2p_load_line(line + r * v.line_slot);
-            #pragma unroll
-            for (int r = 0; r < P2P_RANKS; r++) {
-                x[r] = make_uint2((uint32_t)found[r].x, (uint32_t)found[r].y);
-                uint32_t first_epoch = (uint32_t)(found[r].x >> 32), second_epoch = (uint32_t)(found[r].y >> 32);
-                if (first_epoch != call.epoch || second_epoch != call.epoch) peers |= 1u << r;
-            }
-            return peers & others;
-        });
+        p2p_wait_lines(x, v, call, line, v.line_slot, others);
         p2p_write(piece, i, p2p_sum<T>(v, x, own));
     }
 }
@@ -241,8 +228,10 @@ template <typename T> inline void p2p_all_reduce(const P2p *p, T *data, size_t c
 
 // ---- life
 
-// For messages of up to max_bytes among `world` ranks. `behind` more bytes are shared for push.cuh. p must not move.
-inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, size_t behind) {
+// For messages of up to max_bytes among `world` ranks. `behind` more bytes are shared for push.cuh or decode_lines.cuh.
+// p must not move.
+inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, size_t behind,
+                        const char *name = "short messages; pushed rows (6,B,T,C)") {
     assert(world <= P2P_RANKS && max_bytes <= P2P_MOST_BYTES);
     memset(p, 0, sizeof *p);
     p->max_bytes = round_up(std::max(max_bytes, (size_t)P2P_LEAST_BYTES), 16);
@@ -252,8 +241,8 @@ inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, size_t b
     p->view.line_slot = 2 * p2p_lines_bytes(world);
     p->payload_at = round_up(sizeof(P2pSignals) + 2 * world * p->view.line_slot, 512);
     p->behind_at = p->payload_at + 4 * (size_t)p->view.half;
-    const char *name = behind ? "short messages; pushed rows (6,B,T,C)" : "short messages";
-    memory_request(m, &p->memory, "peer-to-peer", name, round_up(p->behind_at + behind, P2P_ALLOCATION));
+    memory_request(m, &p->memory, "peer-to-peer", behind ? name : "short messages",
+                   round_up(p->behind_at + behind, P2P_ALLOCATION));
     memory_request_pinned(m, &p->record, "peer-to-peer", "record", 1);
 }
 // Sums known numbers by each kind of all-reduce: on some hosts stores to a peer's memory do not arrive there.

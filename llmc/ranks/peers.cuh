@@ -47,7 +47,8 @@ enum {
     P2P_TEST = 1000,      // floats of a trial
 };
 
-// From P2P_PUSHED on: the classes of push.cuh, whose waits are reported like those of p2p.cuh.
+// From P2P_PUSHED on: the three classes of push.cuh, then decode_lines.cuh. Their waits are reported like those of
+// p2p.cuh.
 enum P2pKind {
     P2P_LINES,
     P2P_ONE_SHOT,
@@ -55,7 +56,8 @@ enum P2pKind {
     P2P_REDUCE_SCATTER,
     P2P_ALL_GATHER,
     P2P_KINDS,
-    P2P_PUSHED = P2P_KINDS
+    P2P_PUSHED = P2P_KINDS,
+    P2P_GENERATION = P2P_PUSHED + 3
 };
 static const char *const p2p_names[] = {
     "all-reduce (lines)",
@@ -66,6 +68,7 @@ static const char *const p2p_names[] = {
     "push of rows",
     "push of rows for weight gradients",
     "push of parts of sums",
+    "exchange in a step of generation",
 };
 
 // The begin of a workspace. The lines follow it: [odd or even][rank][line] of 16 bytes.
@@ -219,6 +222,24 @@ template <typename Missing> __device__ inline void p2p_wait(const P2pView &v, co
             p2p_stop(v, call, P2P_LATE, __ffs((int)peers) - 1, 0, now - begin);
     }
 }
+// Waits for a line of each of `ranks` (a bit each) in this rank's memory, `stride` bytes from rank to rank: x.
+__device__ inline void p2p_wait_lines(uint2 (&x)[P2P_RANKS], const P2pView &v, const P2pCall &call, const char *line,
+                                      size_t stride, unsigned ranks) {
+    p2p_wait(v, call, [&] {
+        ulonglong2 found[P2P_RANKS] = {};
+        unsigned late = 0;
+        #pragma unroll
+        for (int r = 0; r < P2P_RANKS; r++)
+            if (r < v.world) found[r] = p2p_load_line(line + r * stride);
+        #pragma unroll
+        for (int r = 0; r < P2P_RANKS; r++) {
+            x[r] = make_uint2((uint32_t)found[r].x, (uint32_t)found[r].y);
+            const uint32_t first = (uint32_t)(found[r].x >> 32), second = (uint32_t)(found[r].y >> 32);
+            if (first != call.epoch || second != call.epoch) late |= 1u << r;
+        }
+        return late & ranks;
+    });
+}
 // Steps 2 to 5 of the protocol, with all peers. Afterwards what this block has stored is in their memory, and what
 // their blocks of this number have stored is here.
 __device__ inline void p2p_meet(const P2pView &v, const P2pCall &call, uint32_t signature, bool advance) {
@@ -253,7 +274,7 @@ inline int p2p_describe(const P2p *p, char *text, size_t size) {
     int rank = p2p_job_rank(p, r->rank), peer = p2p_job_rank(p, r->peer);
     const P2pCall call = r->call;
     if (state == P2P_RUNS) return 0;
-    snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: ", p2p_names[call.kind & 7], call.bytes, call.epoch);
+    snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: ", p2p_names[call.kind], call.bytes, call.epoch);
     if (state == P2P_APART)
         watchdog_print(text, size, "rank %d met rank %d in another one: %s, or another count or type (block %d)", rank,
                        peer, p2p_names[r->other & 7], r->block);
