@@ -59,6 +59,7 @@ typedef struct {
 
 enum {
     DECODE_OWN_ROWS = 2,    // at most so many are normalised by each block for itself
+    DECODE_L1 = 32 << 10,   // bytes that the ring leaves to L1, which is what an SM has beside shared memory
     DECODE_NORM_TURNS = 8,  // of four elements of a row that a thread normalises, at most
 };
 
@@ -328,7 +329,8 @@ __device__ __noinline__ void decode_join(const Decode &d, const DecodeShared &s,
 
 // ---- phases
 
-// A block's share of matrix m. pair: of the first pass and rows.
+// A block's share of matrix m. pair: of the first pass. With more than one group there are no registers for it during
+// the product.
 template <int GROUPS, typename Ranks>
 __device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s, const Ranks &ranks, DecodeRing &ring,
                                                int m, const DecodeRows &in, const DecodeShare &share, DecodePair pair) {
@@ -337,7 +339,7 @@ __device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s,
     const int row_bytes = decode_row_bytes(shape);
     for (int pass = share.first; pass < share.end; pass += share.each) {
         const int tiles = min(share.each, share.end - pass);
-        if (pass != share.first) pair = DecodePair(d, s, m, share, pass, 0, in.rows);
+        if (GROUPS == 1 && pass != share.first) pair = DecodePair(d, s, m, share, pass, 0, in.rows);
         float acc[TILES][GROUPS][4] = {};
         switch (shape.dtype) {
         case DECODE_INT8: decode_accumulate<WeightsInt8, GROUPS>(acc, ring, in, tiles, row_bytes); break;
@@ -349,7 +351,7 @@ __device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s,
         // as long as its code takes to come to the instruction cache.
         #pragma unroll 1
         for (int n = 0; n * DECODE_GROUP < in.rows; n++) {
-            if (n) pair = DecodePair(d, s, m, share, pass, n, in.rows);
+            if (GROUPS > 1) pair = DecodePair(d, s, m, share, pass, n, in.rows);
             decode_sync();  // the sums before are read
             #pragma unroll
             for (int k = 0; k < GROUPS; k++)
@@ -433,7 +435,7 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
         // While the other blocks arrive: what does not depend on them.
         arrive();
         const DecodeShare share(shape, GROUPS, turn);
-        const DecodePair pair(d, s, m, share, share.first, 0, rows);
+        const DecodePair pair(d, s, m, share, share.first, 0, GROUPS == 1 ? rows : 0);
         if (decode_is_normed(kind)) decode_prefetch_norm(matrix, d.C);
         if (threadIdx.x == DECODE_BLOCK_THREADS - 1 && m + 1 < d.plan.matrices) s.matrix[(m + 1) % 2] = d.matrix[m + 1];
         wait();
@@ -509,7 +511,8 @@ static inline void decode_prepare(Decode *d) {
         p->stage_bytes = p->stage_bytes > decode_stage_bytes(s->dtype) ? p->stage_bytes : decode_stage_bytes(s->dtype);
     }
     const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - decode_fixed_bytes(d);
-    p->stages = room / p->stage_bytes < DECODE_STAGES ? room / p->stage_bytes : DECODE_STAGES;
+    const int most = min(room / p->stage_bytes, (int)DECODE_STAGES);
+    p->stages = min(most, max(4, (room - DECODE_L1) / p->stage_bytes));
     d->shared_bytes = decode_fixed_bytes(d) + p->stages * p->stage_bytes;
 }
 // Places the buffers of a step in `memory`, which holds zeros; returns the bytes that they take. NULL: only these.

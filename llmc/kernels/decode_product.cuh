@@ -171,15 +171,16 @@ template <typename W, int GROUPS> struct DecodeOperand {
     static constexpr int STEPS = W::ELEMENTS / VecX::size;
     int4 x[PIECES][GROUPS][STEPS];
 
-    // get(row, vector). first: piece of the row. Behind `pieces` there are zeros.
+    // get(row, vector). first: piece of the row. Behind `pieces` there are zeros. Behind the last row, too, if there is
+    // one group; of several the last row is loaded again, which takes fewer registers. Nobody reads its sums.
     template <typename Get> __device__ void load_by(const DecodeRows &in, int first, int pieces, Get get) {
         const int t = threadIdx.x % 4, g = threadIdx.x % WARP / 4;
         #pragma unroll
         for (int i = 0; i < PIECES; i++)
             #pragma unroll
             for (int n = 0; n < GROUPS; n++) {
-                const int row = n * DECODE_GROUP + g, piece = first + i * DECODE_BLOCK_WARPS;
-                const bool there = row < in.rows && piece < pieces;
+                const int piece = first + i * DECODE_BLOCK_WARPS, row = min(n * DECODE_GROUP + g, in.rows - 1);
+                const bool there = piece < pieces && (GROUPS > 1 || g < in.rows);
                 #pragma unroll
                 for (int v = 0; v < STEPS; v++) {
                     x[i][n][v] = {0, 0, 0, 0};
@@ -194,17 +195,18 @@ template <typename W, int GROUPS> struct DecodeOperand {
             });
         else
             load_by(in, first, pieces, [&](int row, int vector) {
-                return load_past_l1(in.from + (size_t)row * in.K + vector * VecX::size);
+                // 32 bits: fewer registers
+                return load_past_l1(in.from + (unsigned)(row * in.K + vector * VecX::size));
             });
     }
     // In the order of W. Apart from the load, which it would wait for.
     __device__ void order() {
-        if (!W::SPREAD) return;
-        #pragma unroll
-        for (int i = 0; i < PIECES * GROUPS * STEPS; i++) {
-            int4 &vector = x[i / STEPS / GROUPS][i / STEPS % GROUPS][i % STEPS];
-            vector = decode_spread(vector);
-        }
+        if constexpr (W::SPREAD)
+            #pragma unroll
+            for (int i = 0; i < PIECES * GROUPS * STEPS; i++) {
+                int4 &vector = x[i / STEPS / GROUPS][i / STEPS % GROUPS][i % STEPS];
+                vector = decode_spread(vector);
+            }
     }
 };
 

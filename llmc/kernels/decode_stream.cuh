@@ -18,11 +18,11 @@ enum {
     DECODE_BLOCK_WARPS = 8,  // that compute
     DECODE_BLOCK_THREADS = DECODE_BLOCK_WARPS * WARP,
     DECODE_ALL_THREADS = DECODE_BLOCK_THREADS + WARP,
-    DECODE_COLUMNS = 16,  // of a tile
-    DECODE_PIECE = 64,    // bytes
-    DECODE_PAD = 64,      // bytes behind a row in shared memory: two rows at once have all banks
-    DECODE_STAGES = 20,   // at most
-    DECODE_FLYING = 3,    // stages that are on their way at a time; with more, all else waits longer for L2
+    DECODE_COLUMNS = 16,   // of a tile
+    DECODE_PIECE = 64,     // bytes
+    DECODE_PAD = 64,       // bytes behind a row in shared memory: two rows at once have all banks
+    DECODE_STAGES = 20,    // at most
+    DECODE_FLYING = 3072,  // bytes of a row that are on their way at a time; with more, all else waits longer for L2
     DECODE_INT4_GROUP = 128,
 };
 
@@ -49,9 +49,10 @@ static inline __host__ __device__ int decode_row_bytes(const DecodeShape &s) {
     return s.dtype == DECODE_NATIVE ? s.K * (int)sizeof(floatX) : s.dtype == DECODE_INT4 ? s.K / 2 : s.K;
 }
 static inline __host__ __device__ int decode_scale_bytes(int K) { return (K / DECODE_INT4_GROUP + 15) / 16 * 32; }
-// Bytes of a row in a stage, for so many groups of 8 rows: a warp has one or two pieces of it.
+// Bytes of a row in a stage, for so many groups of 8 rows: a warp has one or two pieces of it. Rows that are multiplied
+// have as many elements in registers, of int4 four times as many as of bf16.
 static inline __host__ __device__ constexpr int decode_segment(int dtype, int groups) {
-    return dtype == DECODE_INT4 && groups > 1 ? 512 : 1024;
+    return (dtype == DECODE_INT4 && groups > 1) || (dtype != DECODE_NATIVE && groups > 2) ? 512 : 1024;
 }
 // Of its scales, a bf16 for each piece.
 static inline __host__ __device__ constexpr int decode_scale_segment(int segment) { return segment / DECODE_PIECE * 2; }
@@ -116,17 +117,17 @@ __device__ inline void decode_release(unsigned barrier) { mbarrier_arrive(barrie
 #endif
 
 struct DecodeRing {
-    unsigned barriers, first, address;  // of full and empty, stage by stage; of stage 0; of this stage
-    unsigned barrier, parity;
+    unsigned address, barrier, parity;  // of this stage; its barrier of full, behind which is that of empty
+    unsigned end;                       // behind the barriers
     int stages, bytes;
 
-    __device__ DecodeRing(const DecodePlan &plan, unsigned barriers_, unsigned first_)
-        : barriers(barriers_), first(first_), address(first_), barrier(barriers_), parity(0), stages(plan.stages),
+    __device__ DecodeRing(const DecodePlan &plan, unsigned barriers, unsigned first)
+        : address(first), barrier(barriers), parity(0), end(barriers + 16 * plan.stages), stages(plan.stages),
           bytes(plan.stage_bytes) {}
     __device__ void init() const {
-        for (int i = 0; i < stages; i++) {
-            mbarrier_init(barriers + 16 * i, DECODE_BULK ? 1 : WARP);
-            mbarrier_init(barriers + 16 * i + 8, DECODE_BLOCK_WARPS);
+        for (unsigned at = barrier; at < end; at += 16) {
+            mbarrier_init(at, DECODE_BULK ? 1 : WARP);
+            mbarrier_init(at + 8, DECODE_BLOCK_WARPS);
         }
     }
     __device__ void wait_full() const { decode_wait(barrier, parity); }
@@ -134,10 +135,10 @@ struct DecodeRing {
     __device__ void next() {
         address += bytes;
         barrier += 16;
-        if (barrier < barriers + 16 * stages) return;
+        if (barrier < end) return;
         parity ^= 1;
-        address = first;
-        barrier = barriers;
+        address -= stages * bytes;
+        barrier -= stages * 16;
     }
     // A warp has read this stage.
     __device__ void release() {
@@ -196,7 +197,7 @@ __device__ inline void decode_load(const DecodePlan &plan, DecodeRing ring, int 
                 for (int tile = pass; tile < min(pass + share.each, share.end); tile++) {
                     const size_t row = (size_t)decode_column(s, tile);
                     ring.wait_empty();
-                    if (count++ >= DECODE_FLYING) {
+                    if (count++ >= DECODE_FLYING / segment) {
                         landed.wait_full();
                         landed.next();
                     }

@@ -281,7 +281,7 @@ inline int p2p_describe(const P2p *p, char *text, size_t size) {
     else
         watchdog_print(text, size, "rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)",
                        rank, 1e-9 * r->elapsed_ns, peer, r->block, call.meeting);
-    if (state == P2P_LATE && call.kind < P2P_TRIALS && call.epoch <= P2P_TRIALS)
+    if (state == P2P_LATE && (int)call.kind < P2P_TRIALS && call.epoch <= P2P_TRIALS)
         watchdog_print(
             text, size,
             "; a first trial: maybe stores to another GPU's memory do not arrive, look for IOMMU and PCIe ACS,"
