@@ -68,6 +68,11 @@ static void chat_end_turn(Chat *c) {
     chat_append(c, c->style->end, 1);
     chat_append(c, c->style->between, 1);
 }
+static void chat_turn(Chat *c, const char *role, const char *text) {
+    chat_begin_turn(c, role);
+    chat_append(c, text, 0);
+    chat_end_turn(c);
+}
 // Forgets the oldest two turns while less than a quarter of the context is left for the answer. Returns 0 if the last
 // message alone is too long, and forgets that.
 static int chat_make_room(Chat *c) {
@@ -95,9 +100,7 @@ static int chat_ask(Chat *c, const char *text) {
         fputs(text, stdout);
         return 1;
     }
-    chat_begin_turn(c, "user");
-    chat_append(c, text, 0);
-    chat_end_turn(c);
+    chat_turn(c, "user", text);
     chat_begin_turn(c, "assistant");
     return chat_make_room(c);
 }
@@ -139,6 +142,8 @@ static void chat_open(Chat *c, Generation *g, const char *folder) {
     generation_open(g, 1);
     chat_room(c, 0);
     c->tokens[0] = e->eot;
+    require(c->style || !*g->o->system, "--system needs a chat template, and '%s' has none\nleave --system out",
+            folder);
     if (!c->style) return;
     const char *end_name = c->style->end;
     int end = tokenizer_special(e->tokenizer, end_name, (int)strlen(end_name));
@@ -148,6 +153,9 @@ static void chat_open(Chat *c, Generation *g, const char *folder) {
             end_name);
     add_end_token(&e->ends, end);
     chat_append(c, c->style->start, 1);
+    if (!*g->o->system) return;
+    chat_turn(c, "system", g->o->system);
+    c->num_turns = 0;  // it is never forgotten
 }
 static inline void chat(Generation *g, const char *folder) {
     Chat c;

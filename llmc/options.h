@@ -103,6 +103,7 @@
     INT(sample_every, "s", ' ', 20, 0, 1 << 30, "print a sample every N steps, and at the end (0: never)") \
     INT(sample_tokens, "g", ' ', 64, 1, 1 << 24, "tokens in a sample") \
     STR(prompt, "", ' ', "", "beginning of the samples ('': the end-of-text token)") \
+    STR(system, "", ' ', "", "system prompt of a conversation on a terminal ('': none)") \
     FLT(temperature, "", ' ', 1.0, 0, 100, "sampling temperature (0: the likeliest token)") \
     INT(top_k, "", ' ', 0, 0, 1 << 24, "sample from the k likeliest tokens (0: all)") \
     FLT(top_p, "", ' ', 1.0, 1e-9, 1, "sample from the likeliest tokens that together have this probability") \

@@ -456,6 +456,8 @@ static inline int trainer_main(int argc, char **argv) {
                  "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun",
                  comm->world);
     t->talks = o->generate && !o->serve && chat_can_talk(o) && comm->world == 1;
+    require(t->talks || !*o->system, "--system begins a conversation on a terminal, and this is none\n"
+                                     "use --generate on a terminal, without --prompt and mpirun; or leave it out");
     comm_use_cores(comm, o->threads);
     t->mesh = mesh_open(comm, o->tp);
     choose_config(t);

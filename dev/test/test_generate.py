@@ -555,9 +555,18 @@ def test_a_conversation_on_a_terminal(runs, tmp_path):
     options = ["--temperature", 0]
     status, parts = talk(folder, "Hi", "Yo", "z" * 100, options=options)
     assert status == 0 and "Talk to the model" in parts[0], parts
+    status, advised = talk(folder, "Hi", "Yo", options=[*options, "--system", "Be"])
+    assert status == 0 and advised[1] != parts[1]
+    system = "<|im_start|>system\nBe<|im_end|>\n"
     server = Server(1, "-e", folder)
-    for user, part in (("Hi", parts[1]), ("Yo", parts[2])):  # 64 tokens have no room for both
-        prompt = f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
+    # 64 tokens have no room for both questions
+    for before, user, part in (
+        ("", "Hi", parts[1]),
+        ("", "Yo", parts[2]),
+        (system, "Hi", advised[1]),
+        (system, "Yo", advised[2]),
+    ):
+        prompt = f"{before}<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
         server.send({"id": user, "prompt": prompt, "special": True, "temperature": 0, "ends": [258]})
         said = "".join(e["text"] for e in server.until_ended(1) if e["event"] in ("token", "end"))
         assert part.endswith(re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda c: f"\\x{ord(c[0]):02x}", said)), part
@@ -566,3 +575,6 @@ def test_a_conversation_on_a_terminal(runs, tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "[INST] {{ m.content }} [/INST]"}))
     status, parts = talk(folder, options=options)
     assert status == 1 and "neither ChatML nor Llama 3's" in parts[0]
+    status, parts = talk(runs / "big", options=["--system", "Be"])
+    assert status == 1 and "--system needs a chat template" in parts[0]
+    assert "use --generate on a terminal" in run("-e", folder, "--generate", "--system", "Be", status=1)
