@@ -9,6 +9,7 @@
 // goes, phase by phase; of several ranks also what it waits for the others. Build: make bench, or see
 // dev/cuda/common.cuh.
 #include "common.cuh"
+#include "ranks.cuh"
 
 // In one exchange of 16 a quarter of the blocks is up to 100 us late.
 __constant__ uint64_t delay_seed;  // 0: never
@@ -41,7 +42,6 @@ template <typename T> static std::vector<T> download_vector(const T *p, size_t n
 // ---- ranks
 
 static const double PATIENCE = 20;  // seconds
-static bool ranks_share_gpu;
 static struct {
     Comm comm;
     Memory memory;
@@ -215,7 +215,7 @@ static void check_ranks(const ModelSizes &z, std::vector<int> dtype, int rows, c
     check("logits", d.logits, want, (size_t)rows, V, bound(2e-2, 2e-5), bound(0.2, 2e-4));
     check_same_on_all_ranks(logits);
     set_delays(ladder.seed | 1);
-    check_same_bits("late blocks", {{d.logits, bytes}}, [&] { launch(&d, rows); }, ranks_share_gpu ? 5 : 100);
+    check_same_bits("late blocks", {{d.logits, bytes}}, [&] { launch(&d, rows); }, ranks_on_one_gpu ? 5 : 100);
     check_true(download_vector((const float *)d.logits, logits.size()) == logits, "late blocks change bits");
     set_delays(0);
     check_graph(&d, rows, logits);
@@ -424,25 +424,12 @@ static void check_all(void) {
     check_model(llama, {DECODE_INT8}, 2, 18000, {17800, 8200}, true);
 }
 int main(int argc, char **argv) {
-    int expires = 0;
-    for (int i = argc - 1; i > 0; i--) {
-        const int one_gpu = !strcmp(argv[i], "--one-gpu"), late = !strcmp(argv[i], "--expire");
-        if (one_gpu) {
-            ranks_share_gpu = true;
-            setenv("CUDA_VISIBLE_DEVICES", "0", 1);
-        }
-        expires |= late;
-        if (one_gpu || late) memmove(argv + i, argv + i + 1, (size_t)(argc-- - i) * sizeof *argv);
-    }
+    ranks_options(&argc, argv);
     group.comm = comm_open(&argc, &argv, 0);
-    if (group.comm.rank > 0)
-        require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\nis /dev mounted?", strerror(errno));
-    comm_use_cores(&group.comm, 0);
     watchdog_watch(p2p_hook, NULL);
-    ladder_open("decode", argc, argv, group.comm.local_rank);
-    comm_broadcast(&group.comm, &ladder.seed, sizeof ladder.seed, 0);
+    ranks_open("decode", &group.comm, argc, argv);
     model_seed = ladder.seed;
-    if (expires) return expire();
+    if (ranks_expire) return expire();
     if (ladder.check) check_all();
     if (ladder.bench || ladder.variants)
         for (int dtype : {DECODE_NATIVE, DECODE_INT8, DECODE_INT4})

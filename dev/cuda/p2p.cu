@@ -9,6 +9,7 @@
 // Numbers are made and compared on the device, each call's anew, also when a graph is replayed; a loop on the host
 // vouches for that.
 #include "common.cuh"
+#include "ranks.cuh"
 #include "../../llmc/rand.h"
 
 // In one call of 32, a quarter of the blocks sleep for up to 2 ms at each place; half of those with every other warp
@@ -652,12 +653,8 @@ int main(int argc, char **argv) {
     group.comm = comm_open(&argc, &argv, 0);
     require(group.comm.world <= P2P_RANKS && only <= P2P_RANKS && (only == 0 || only > 1), "%d ranks\n2 to %d",
             only ? only : group.comm.world, P2P_RANKS);
-    if (group.comm.rank > 0)
-        require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\nis /dev mounted?", strerror(errno));
-    comm_use_cores(&group.comm, 0);
     if (how && others == 1) rest[others++] = (char *)"--check";
-    ladder_open("p2p", others, rest, group.comm.local_rank);
-    comm_broadcast(&group.comm, &ladder.seed, sizeof ladder.seed, 0);
+    ranks_open("p2p", &group.comm, others, rest);
     if (how) return expire(how);
     if (ladder.check && group.comm.world > 1) check_all(group.comm.world, stress);
     if (ladder.check && group.comm.world == 1) {

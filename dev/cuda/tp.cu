@@ -9,6 +9,7 @@
 // What carries rows by NCCL is not tested here: test_gpt2.cu --tp does that. Build: make bench, or see
 // dev/cuda/common.cuh.
 #include "common.cuh"
+#include "ranks.cuh"
 #include "matmul_calls.cuh"
 #include "../test/nccl_for_tests.cuh"
 #include "../../llmc/kernels/matmul.cuh"
@@ -434,9 +435,9 @@ static int expire(void) {
     cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
     die("rank %d did not wait for rank 1\nlook at push_wait_kernel", group.comm.rank);
 }
-static int main_ranks(int expires) {
+static int main_ranks(void) {
     require(group.comm.world <= P2P_RANKS, "%d ranks\nat most %d", group.comm.world, P2P_RANKS);
-    if (expires) return expire();
+    if (ranks_expire) return expire();
     if (ladder.check) {
         for (size_t bytes : {4096, 1 << 20, 64 << 20}) {
             group_open(bytes, 20);
@@ -452,23 +453,11 @@ static int main_ranks(int expires) {
 }
 
 int main(int argc, char **argv) {
-    int expires = 0;
-    for (int i = argc - 1; i > 0; i--) {
-        const int one_gpu = !strcmp(argv[i], "--one-gpu"), late = !strcmp(argv[i], "--expire");
-        if (one_gpu) {
-            ranks_share_gpu = true;
-            setenv("CUDA_VISIBLE_DEVICES", "0", 1);
-        }
-        expires |= late;
-        if (one_gpu || late) memmove(argv + i, argv + i + 1, (size_t)(argc-- - i) * sizeof *argv);
-    }
+    ranks_options(&argc, argv);
+    ranks_share_gpu = ranks_on_one_gpu;
     group.comm = comm_open(&argc, &argv, 0);
-    if (group.comm.rank > 0)
-        require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\nis /dev mounted?", strerror(errno));
-    comm_use_cores(&group.comm, 0);
-    ladder_open("tp", argc, argv, group.comm.local_rank);
-    comm_broadcast(&group.comm, &ladder.seed, sizeof ladder.seed, 0);
-    if (group.comm.world > 1) return main_ranks(expires);
+    ranks_open("tp", &group.comm, argc, argv);
+    if (group.comm.world > 1) return main_ranks();
     if (ladder.check) {
         for (int ranks : {2, 3, 4, 5, 8}) {
             check_sum(ranks, 1, 8, 0, 1);

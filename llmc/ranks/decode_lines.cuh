@@ -12,9 +12,8 @@
 // A step of L layers has 2 L + 2 exchanges, and each has an epoch. Places of the stream are those of even and odd
 // exchanges; logits have places of their own.
 // (a) No line is overwritten before it is read: a rank's exchange n + 2 begins when all its blocks have met behind
-//     exchange n + 1, for which a peer's blocks sent lines after they had met behind n. The number of exchanges of a
-//     step
-//     is even; and between the logits of two steps there are other exchanges.
+//     exchange n + 1, for which a peer's blocks sent lines after they had met behind n. A step has an even number of
+//     exchanges. Between the logits of two steps there are other exchanges.
 // (b) The first block writes the last epoch into the workspace when all have read it. A graph goes on counting.
 #ifndef LLMC_DECODE_LINES_CUH
 #define LLMC_DECODE_LINES_CUH
