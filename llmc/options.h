@@ -111,9 +111,8 @@
     INT(kv_cache, "", '=', 1, 0, 1, \
         "keep keys and values of earlier tokens while sampling; 0: recompute them for every token") \
     ONE(cache_dtype, "", ' ', "native", "native|fp8", \
-        "what these keys and values are kept in: native (the dtype of the build), or fp8 (e4m3, a scale for each " \
-        "token " \
-        "and head)") \
+        "what these keys and values are kept in: native (the dtype of the build), or fp8 (e4m3, a scale for each row " \
+        "of a head)") \
     INT(generate, "", ' ', 0, 0, 1, \
         "1: print samples, without training; on a terminal and without --prompt: talk to the model") \
     STR(draft, "", ' ', "", "folder of a small model that proposes tokens: the same samples, sooner ('': none)") \

@@ -1,6 +1,5 @@
 // What the ranks of a tensor-parallel group exchange within a step of generation (kernels/decode.cuh), from kernel to
-// kernel. Heads, MLP and vocabulary are divided as in training. Each rank has the whole residual stream, to which all
-// add
+// kernel. Heads, MLP and vocabulary are divided as in training. Each rank has the whole residual stream, and all add:
 //   the embedding        the rank that has the token sends its row, the others zeros
 //   proj and fcproj      each rank's share of K gives a part of the sum
 // and each gets all logits, so that all draw the same from the same bits.
