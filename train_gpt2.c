@@ -982,9 +982,9 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
     for (int step = 0; step < muon->steps; step++) {
         const MuonPolynomial q = muon->polynomials[step];
         const Matrix X = matrix(x, cols), Xt = transposed(x, cols), G = matrix(gram, small), P = matrix(p, small);
-        multiply((Product){gram, NULL, NULL, small, tall ? Xt : X, tall ? X : Xt, small, small, large});
+        multiply((Product){gram, NULL, NULL, (size_t)small, tall ? Xt : X, tall ? X : Xt, small, small, large});
         if (rounds) bf16_round_cpu(gram, gram, square);
-        multiply((Product){p, NULL, NULL, small, G, G, small, small, small});
+        multiply((Product){p, NULL, NULL, (size_t)small, G, G, small, small, small});
         if (rounds) bf16_round_cpu(p, p, square);
         // all three terms in one matrix, so that one product is left: x = (a + b gram + c gram^2) x
         #pragma omp parallel for schedule(static) if (small > 256)
@@ -994,7 +994,7 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
                 p[at] = q.b * gram[at] + q.c * p[at] + (i == j ? q.a : 0);
             }
         if (rounds) bf16_round_cpu(p, p, square);
-        multiply((Product){next, NULL, NULL, cols, tall ? X : P, tall ? P : X, rows, cols, small});
+        multiply((Product){next, NULL, NULL, (size_t)cols, tall ? X : P, tall ? P : X, rows, cols, small});
         copy_floats(x, next, size);
         if (rounds) bf16_round_cpu(x, x, size);
     }
