@@ -5,7 +5,7 @@
 #include "../../llmc/comm.h"
 
 static bool ranks_on_one_gpu;  // --one-gpu: all ranks take turns on the first GPU
-static bool ranks_expire;     // --expire: rank 1 does not come, and the job must end with a message that names it
+static bool ranks_expire;      // --expire: rank 1 does not come, and the job must end with a message that names it
 
 // Takes both options away from argv. Before comm_open.
 static inline void ranks_options(int *argc, char **argv) {
