@@ -348,6 +348,9 @@ DIVIDED = {
 }
 
 
+INSIDE = ["--p2p", "2"]  # ranks exchange inside the kernel
+
+
 @several
 @pytest.mark.parametrize("tp", TENSOR)
 @pytest.mark.parametrize("model", DIVIDED)
@@ -355,13 +358,14 @@ def test_tokens_of_ranks_that_share_a_model(model, tp):
     """Those of the CPU's ranks, whatever carries sums and logits; past the context, several samples at a time."""
     for more in ([], ["--samples", "5"], ["--weights", "int8"]):
         options = [PROGRAMS["fp32"], "-e", DIVIDED[model], *more]
-        tokens = write(*options, ranks=tp)
+        tokens = write(*options, *INSIDE, ranks=tp)
         assert len(tokens[0].split()) > 10
         assert tokens == write(test_weights.TRAINER, *options[1:], ranks=tp)
-        assert tokens == write(*options, "--p2p", "0", ranks=tp) == write(*options, "--cuda-graphs", "0", ranks=tp)
+        assert tokens == write(*options, ranks=tp) == write(*options, "--p2p", "0", ranks=tp)
+        assert tokens == write(*options, *INSIDE, "--cuda-graphs", "0", ranks=tp)
         if "--weights" not in more:  # a rank quantises its part of a row
             assert tokens == write(*options)
-    options = [PROGRAMS["bf16"], "-e", DIVIDED[model]]
+    options = [PROGRAMS["bf16"], "-e", DIVIDED[model], *INSIDE]
     tokens = write(*options, ranks=tp)
     assert tokens == write(*options, "--kv-cache", "0", ranks=tp) == write(*options, "--cuda-graphs", "0", ranks=tp)
     assert tokens[0] == write(*options, "--samples", "40", ranks=tp)[0]
@@ -369,7 +373,7 @@ def test_tokens_of_ranks_that_share_a_model(model, tp):
 
 def endless(tp):
     """A job that goes on generating, and a rank of it that is about to be lost."""
-    options = ["-e", DIVIDED["gpt2"], "--generate", "-g", 1 << 22, "--tp", tp, "--timeout", 10]
+    options = ["-e", DIVIDED["gpt2"], "--generate", "-g", 1 << 22, "--tp", tp, "--timeout", 10, *INSIDE]
     job = Job(tp, PROGRAMS["bf16"], *options, cwd=ROOT).wait_for("---- sample of step", 300)
     time.sleep(1 + random.random())
     assert STAND_IN or "exchanges of a step" in job.text(), job.text()

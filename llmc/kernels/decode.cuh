@@ -511,6 +511,7 @@ static inline void decode_prepare(Decode *d) {
         p->stage_bytes = p->stage_bytes > decode_stage_bytes(s->dtype) ? p->stage_bytes : decode_stage_bytes(s->dtype);
     }
     const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - decode_fixed_bytes(d);
+    // Where there is little room, L1 has less: 4 stages are one more than fly.
     const int most = min(room / p->stage_bytes, (int)DECODE_STAGES);
     p->stages = min(most, max(4, (room - DECODE_L1) / p->stage_bytes));
     d->shared_bytes = decode_fixed_bytes(d) + p->stages * p->stage_bytes;

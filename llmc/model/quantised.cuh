@@ -69,7 +69,7 @@ static inline int decode_knows(const Config *c) {
            c->logit_softcap == 0;
 }
 // Products in fp8 have none: samples are in the arithmetic that trained. Nor have weights that are merged. With --tp it
-// is used if ranks can write to each other's memory, too, which is known when links are open.
+// takes --p2p 2, and ranks that can write to each other's memory, which is known when links are open.
 static inline int plan_has_decode_kernel(const Plan *p) {
     const Decode sizes = decode_of_plan(p);
     return p->zero_stage < 3 && !p->fp8 && !p->lora.rank && decode_knows(&p->config) && decode_fits(&sizes);
