@@ -768,7 +768,7 @@ void model_decode(Model *m, const DecodeRow *rows, int count) {
     begin_turn(m);
     if (d->has_kernel) {
         for (int u = 0; u < m->table.num_units; u++) zero_wait(&m->links.zero, u);  // weights may be on their way
-        decoder_run(d, step, (int)m->plan.options.cuda_graphs, m->gpu.compute);
+        decoder_run(d, step, m->config.logit_softcap, (int)m->plan.options.cuda_graphs, m->gpu.compute);
     } else
         decode_rows(m, step);
     end_turn(m);

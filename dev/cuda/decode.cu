@@ -80,10 +80,11 @@ static Decode upload_model(const HostModel &m, const int *dtype) {
     std::vector<DecodeMatrix> table;
     for (const HostMatrix &x : m.matrix)
         table.push_back({upload_vector(x.bytes), upload_vector(x.scales), upload_vector(x.bias), upload_vector(x.gain),
-                         upload_vector(x.norm_bias)});
+                         upload_vector(x.norm_bias), upload_vector(x.head_gains)});
     d.matrix = upload_vector(table);
     d.wte = upload_vector(m.wte);
     d.wpe = upload_vector(m.wpe);
+    d.stream_gain = upload_vector(m.stream_gain);
     d.cos_sin = upload_vector(m.cos_sin);
     const bool fp8 = !m.scales.empty();
     d.keys = fp8 ? (floatX *)upload_vector(m.codes[0]) : (floatX *)upload_vector(m.keys);
@@ -224,7 +225,7 @@ static void check_ranks(const ModelSizes &z, std::vector<int> dtype, int rows, c
     group_close();
 }
 static int expire(void) {
-    const ModelSizes z = {"a model", 1, 64, 8, 8, 32, 512, 512, NORM_RMS, 1, MLP_SWIGLU, 0, 0};
+    const ModelSizes z = {"a model", 1, 64, 8, 8, 32, 512, 512, NORM_RMS, 1, MLP_SWIGLU, 0, 0, QK_NORM_NONE, 0};
     const int dtype[DECODE_KINDS] = {};
     HostModel m(z, dtype, 1, 8);
     const Decode d = upload_model(m.part(group.comm.rank, group.comm.world), dtype);
@@ -267,17 +268,19 @@ static double random_matrices(Decode *d, const Config &c) {
     char *weights = device_new<char>(total);
     const float *scales = device_filled<float>((size_t)d->head_columns + 4 * (size_t)d->F, 1e-3f);
     const __nv_bfloat16 *group_scales = device_filled<__nv_bfloat16>(most / 64, 4e-3f);
-    const floatX *gain = device_filled<floatX>((size_t)d->C, 1), *zeros = device_filled<floatX>((size_t)d->F * 4, 0);
+    const floatX *head_gains = device_filled<floatX>(2 * (size_t)d->HD, 1);
+    const floatX *gain = device_filled<floatX>((size_t)d->C, 1),
+                 *zeros = device_filled<floatX>((size_t)d->F * 4 + (size_t)d->head_columns, 0);
     for (int m = 0; m <= 4 * d->layers; m++) {
         const DecodeKind kind = m == 4 * d->layers ? DECODE_HEAD : (DecodeKind)(m % 4);
         const DecodeShape s = decode_shape(d, kind);
         const size_t bytes = (size_t)s.columns * decode_row_bytes(s);
-        const bool biased = kind == DECODE_QKV ? c.qkv_bias : kind != DECODE_HEAD && c.linear_bias;
+        const bool biased = kind == DECODE_QKV ? c.qkv_bias : kind == DECODE_HEAD ? c.head_bias : c.linear_bias;
         const bool normed = kind != DECODE_PROJ && kind != DECODE_FCPROJ;
         fill_bytes(weights + at, bytes, s.dtype, 0.02f);
         table.push_back({weights + at, s.dtype == DECODE_INT4 ? (const void *)group_scales : scales,
-                         biased ? zeros : NULL, normed ? gain : NULL,
-                         normed && norm_is_centred(c.norm) ? zeros : NULL});
+                         biased ? zeros : NULL, normed ? gain : NULL, normed && norm_is_centred(c.norm) ? zeros : NULL,
+                         c.qk_norm == QK_NORM_GAINS ? head_gains : NULL});
         at += round_up(bytes, 256);
     }
     d->matrix = upload_vector(table);
@@ -302,6 +305,7 @@ static double step_us(const Decode *d, int rows, int runs) {
 // Several ranks: `join` is the wait for the others' parts of the sums, and what is done with them.
 static void print_phases(Decode *d, int rows) {
     std::vector<std::string> phases = {"embedding"};
+    if (d->stream_gain) phases.push_back("its norm");
     const auto norm = [&](DecodeKind kind) {
         if (decode_is_normed(kind) && rows > DECODE_OWN_ROWS) phases.push_back("norm");
     };
@@ -314,6 +318,7 @@ static void print_phases(Decode *d, int rows) {
         norm(head ? DECODE_HEAD : DECODE_QKV);
         product(head ? "head" : "qkv");
         if (head) break;
+        if (d->qk_norm) phases.push_back("QK-norm");
         phases.push_back("attention");
         product("proj");
         norm(DECODE_FC);
@@ -334,11 +339,8 @@ static void print_phases(Decode *d, int rows) {
     printf(" work + wait\n");
     d->clocks = NULL;
 }
-static void bench_model(const char *name, const char *preset, int dtype, bool fp8_cache) try {
-    static const char *const dtypes[] = {"native", "int8", "e4m3", "int4"};
-    const int ranks = group.comm.world;
-    Config c;
-    config_parse(preset, &c);
+// The sizes of one rank's part of the model.
+static Decode sizes_of_part(const Config &c, int ranks, int dtype) {
     Decode d = {};
     d.layers = c.num_layers;
     d.C = c.channels;
@@ -352,7 +354,17 @@ static void bench_model(const char *name, const char *preset, int dtype, bool fp
     d.norm = c.norm;
     d.norm_eps = c.norm_eps;
     d.mlp = c.mlp;
+    d.qk_norm = c.qk_norm != QK_NORM_NONE;
+    d.query_scale = query_scale(&c);
     for (int &x : d.dtype) x = dtype;
+    return d;
+}
+static void bench_model(const char *name, const char *preset, int dtype, bool fp8_cache) try {
+    static const char *const dtypes[] = {"native", "int8", "e4m3", "int4"};
+    const int ranks = group.comm.world;
+    Config c;
+    config_parse(preset, &c);
+    Decode d = sizes_of_part(c, ranks, dtype);
     const int rotary = position_is_rotary(c.position), longest = c.max_seq_len < 4096 ? 1000 : 4000;
     if (c.num_kv_heads % ranks || !decode_fits(&d)) return;  // not on so many ranks
     const char *cached = fp8_cache ? ", cache e4m3" : "";
@@ -361,6 +373,7 @@ static void bench_model(const char *name, const char *preset, int dtype, bool fp
     ladder_case("%s%s, %s%s", name, of_ranks, dtypes[dtype], cached);
     const double weight_bytes = random_matrices(&d, c);
     d.wte = device_normal<floatX>((size_t)d.head_columns * d.C, 0.02f);
+    if (c.embedding_norm) d.stream_gain = device_filled<floatX>((size_t)d.C, 1);
     if (!rotary) d.wpe = device_normal<floatX>((size_t)4096 * d.C, 0.02f);
     if (rotary) d.cos_sin = device_filled<float>((size_t)4096 * d.HD, 0.7f);
     // One cache for both: 64 slots of 2,048 tokens or 32 of 4,096.
@@ -397,20 +410,24 @@ static void bench_model(const char *name, const char *preset, int dtype, bool fp
 }
 
 static void check_all(void) {
-    const ModelSizes gpt2 = {"GPT-2", 2, 768, 12, 12, 64, 3072, 1024, NORM_LAYER, 0, MLP_GELU, 1, 1},
-                     llama = {"Llama", 2, 1024, 8, 2, 128, 2816, 1024, NORM_RMS, 1, MLP_SWIGLU, 0, 0},
-                     qwen = {"Qwen", 2, 896, 14, 2, 64, 4864, 1152, NORM_RMS, 1, MLP_SWIGLU, 1, 0},
-                     odd = {"Llama of odd sizes", 1, 96, 4, 1, 48, 224, 144, NORM_RMS, 1, MLP_SWIGLU, 0, 0};
+    const ModelSizes gpt2 = {"GPT-2", 2, 768, 12, 12, 64, 3072, 1024, NORM_LAYER, 0, MLP_GELU, 1, 1, QK_NORM_NONE, 0},
+                     llama = {"Llama", 2, 1024, 8, 2, 128, 2816, 1024, NORM_RMS, 1, MLP_SWIGLU, 0, 0, QK_NORM_NONE, 0},
+                     qwen = {"Qwen", 2, 896, 14, 2, 64, 4864, 1152, NORM_RMS, 1, MLP_SWIGLU, 1, 0, QK_NORM_NONE, 0},
+                     odd = {"Llama of odd sizes", 1, 96, 4, 1, 48, 224, 144, NORM_RMS, 1, MLP_SWIGLU, 0, 0,
+                            QK_NORM_NONE,         0},
+                     qwen3 = {"Qwen3",  2, 1024,       16, 8, 128,           3072, 1152,
+                              NORM_RMS, 1, MLP_SWIGLU, 0,  0, QK_NORM_GAINS, 0},
+                     modern = {"modern", 1, 96, 4, 4, 48, 224, 144, NORM_RMS, 1, MLP_RELU2, 1, 1, QK_NORM_PLAIN, 1};
     const std::vector<int> borders = {0, 1000, 126, 127, 128, 129, 255, 256, 30};
     if (group.comm.world > 1) {
-        for (const ModelSizes &z : {gpt2, llama, qwen})
+        for (const ModelSizes &z : {gpt2, llama, qwen, qwen3})
             for (int rows : {1, 7, 20, 64}) check_ranks(z, {DECODE_NATIVE}, rows, borders);
         for (int dtype : {DECODE_INT8, DECODE_E4M3, DECODE_INT4})
             for (int rows : {1, 33}) check_ranks(llama, {dtype}, rows, borders);
         for (int rows : {1, 20}) check_ranks(llama, {DECODE_NATIVE}, rows, borders, true);
         return;
     }
-    for (const ModelSizes &z : {gpt2, llama, qwen, odd})
+    for (const ModelSizes &z : {gpt2, llama, qwen, odd, qwen3, modern})
         for (int rows : {1, 7, 20, 64}) check_model(z, {DECODE_NATIVE}, rows, rows < 10 ? 1100 : 300, borders);
     for (int rows : {2, 16, 32, 33}) check_model(llama, {DECODE_NATIVE}, rows, 300, borders);
     check_model(llama, {DECODE_NATIVE}, 2, 18000, {17800, 8200});
@@ -419,7 +436,7 @@ static void check_all(void) {
             for (const ModelSizes &z : {gpt2, llama}) check_model(z, {dtype}, rows, 300, borders);
     check_model(qwen, {DECODE_INT4}, 20, 300, borders);
     check_model(llama, {DECODE_INT4, DECODE_INT4, DECODE_NATIVE, DECODE_E4M3, DECODE_INT8}, 5, 300, borders);
-    for (const ModelSizes &z : {gpt2, llama, qwen, odd})
+    for (const ModelSizes &z : {gpt2, llama, qwen, odd, qwen3, modern})
         for (int rows : {1, 7, 20, 64}) check_model(z, {DECODE_NATIVE}, rows, rows < 10 ? 1100 : 300, borders, true);
     check_model(llama, {DECODE_INT8}, 2, 18000, {17800, 8200}, true);
 }
@@ -437,6 +454,10 @@ int main(int argc, char **argv) {
                 bench_model("GPT-2 124M", "gpt2:124M", dtype, fp8_cache);
                 bench_model("Llama-3.2-1B", "llama3.2:1B", dtype, fp8_cache);
                 bench_model("Llama-3-8B", "llama3:8B", dtype, fp8_cache);
+                if (fp8_cache) continue;
+                bench_model("Qwen3-0.6B", "qwen3:0.6B", dtype, fp8_cache);
+                bench_model("Qwen3-8B", "qwen3:8B", dtype, fp8_cache);
+                bench_model("modern 124M", "modern:124M", dtype, fp8_cache);
             }
     const int status = ladder_close();
     comm_close(&group.comm);

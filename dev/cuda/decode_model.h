@@ -12,6 +12,8 @@ typedef struct {
     int rope;
     MlpKind mlp;
     int qkv_bias, linear_bias;
+    QkNormKind qk_norm;
+    int modern;  // a norm behind the embedding, and a head with bias
 } ModelSizes;
 
 static uint64_t model_seed = 1, model_draws;
@@ -26,7 +28,7 @@ struct HostMatrix {
     DecodeShape shape;
     std::vector<uint8_t> bytes, scales;
     std::vector<float> values;  // what bytes and scales stand for
-    std::vector<floatX> bias, gain, norm_bias;
+    std::vector<floatX> bias, gain, norm_bias, head_gains;
 
     void put(int row, int k, const void *value, size_t size) {
         memcpy(&bytes[(size_t)row * decode_row_bytes(shape) + k * size], value, size);
@@ -92,6 +94,7 @@ struct HostMatrix {
         p.scales.assign((size_t)to.columns * scale, 0);
         p.gain = gain;
         p.norm_bias = norm_bias;
+        p.head_gains = head_gains;
         for (size_t i = 0; i < rows.size(); i++) {
             const size_t row = (size_t)rows[i];
             const uint8_t *weights = &bytes[row * decode_row_bytes(shape)] + bytes_of(first_k);
@@ -111,7 +114,7 @@ struct HostModel {
     ModelSizes z;
     int slots, room;
     std::vector<HostMatrix> matrix;
-    std::vector<floatX> wte, wpe, keys, values;
+    std::vector<floatX> wte, wpe, stream_gain, keys, values;
     std::vector<uint8_t> codes[2];  // e4m3: of keys, of values; those have what codes and scales stand for
     std::vector<float> scales;      // (rows,2)
     std::vector<float> cos_sin;
@@ -131,6 +134,8 @@ struct HostModel {
         d.norm = z.norm;
         d.norm_eps = 1e-5f;
         d.mlp = z.mlp;
+        d.qk_norm = z.qk_norm != QK_NORM_NONE;
+        d.query_scale = z.qk_norm == QK_NORM_PLAIN ? 1.3f : 1;
         for (int k = 0; k < DECODE_KINDS; k++) d.dtype[k] = dtype[k];
         return d;
     }
@@ -141,13 +146,16 @@ struct HostModel {
         for (size_t m = 0; m < matrix.size(); m++) {
             const DecodeKind kind = m + 1 == matrix.size() ? DECODE_HEAD : (DecodeKind)(m % 4);
             matrix[m].fill(decode_shape(&d, kind));
-            const int biased = kind == DECODE_QKV ? z.qkv_bias : kind == DECODE_HEAD ? 0 : z.linear_bias;
+            const int biased = kind == DECODE_QKV ? z.qkv_bias : kind == DECODE_HEAD ? z.modern : z.linear_bias;
             if (biased) matrix[m].bias = random_vector((size_t)matrix[m].shape.columns, 0.2f, 0);
+            if (kind == DECODE_QKV && z.qk_norm == QK_NORM_GAINS)
+                matrix[m].head_gains = random_vector(2 * (size_t)z.HD, 0.2f, 1);
             if (kind == DECODE_PROJ || kind == DECODE_FCPROJ) continue;
             matrix[m].gain = random_vector((size_t)z.C, 0.2f, 1);
             if (z.norm == NORM_LAYER) matrix[m].norm_bias = random_vector((size_t)z.C, 0.2f, 0);
         }
         wte = random_vector((size_t)z.V * z.C, 1, 0.3f);
+        if (z.modern) stream_gain = random_vector((size_t)z.C, 0.2f, 1);
         if (!z.rope) wpe = random_vector((size_t)room * z.C, 0.5f, 0);
         const size_t cache = (size_t)z.L * slots * z.NKV * room * z.HD;
         keys = random_vector(cache, 1, 0);
@@ -261,15 +269,19 @@ struct HostModel {
         }
         return y;
     }
-    std::vector<float> norm(const HostMatrix &m, std::vector<float> x) const {
+    std::vector<float> norm(const std::vector<floatX> &gain, const std::vector<floatX> &bias,
+                            std::vector<float> x) const {
         double mean = 0, squares = 0;
         if (z.norm == NORM_LAYER)
             for (float v : x) mean += v / (double)z.C;
         for (float v : x) squares += (v - mean) * (v - mean) / z.C;
         const double rstd = 1 / sqrt(squares + 1e-5);
         for (size_t i = 0; i < x.size(); i++)
-            x[i] = (float)((x[i] - mean) * rstd * (float)m.gain[i] + (m.norm_bias.empty() ? 0 : (float)m.norm_bias[i]));
+            x[i] = (float)((x[i] - mean) * rstd * (float)gain[i] + (bias.empty() ? 0 : (float)bias[i]));
         return rounded(x);
+    }
+    std::vector<float> norm(const HostMatrix &m, const std::vector<float> &x) const {
+        return norm(m.gain, m.norm_bias, x);
     }
     void attend(std::vector<float> &y, const std::vector<float> &qkv, int layer, int slot, int position) {
         for (int h = 0; h < z.NH; h++) {
@@ -288,6 +300,20 @@ struct HostModel {
                 for (int t = 0; t <= position; t++) x += p[(size_t)t] * (float)values[at + (size_t)t * z.HD + i];
                 y[(size_t)h * z.HD + i] = (float)(x / sum);
             }
+        }
+    }
+    void normalise_heads(std::vector<float> &qkv, const HostMatrix &m) {
+        if (z.qk_norm == QK_NORM_NONE) return;
+        qkv = rounded(qkv);
+        for (int h = 0; h < z.NH + z.NKV; h++) {
+            float *x = &qkv[(size_t)h * z.HD];
+            const size_t gains = h < z.NH ? 0 : (size_t)z.HD;
+            double squares = 0;
+            for (int i = 0; i < z.HD; i++) squares += x[i] * (double)x[i] / z.HD;
+            const double scale = h < z.NH && z.qk_norm == QK_NORM_PLAIN ? 1.3f : 1;
+            for (size_t i = 0; i < (size_t)z.HD; i++)
+                x[i] = (float)(x[i] * scale / sqrt(squares + 1e-5) *
+                               (m.head_gains.empty() ? 1 : (float)m.head_gains[gains + i]));
         }
     }
     void rotate_and_append(std::vector<float> &qkv, int layer, int slot, int position) {
@@ -311,8 +337,9 @@ struct HostModel {
         std::vector<float> h((size_t)z.F);
         for (int i = 0; i < z.F; i++) {
             const double x = f[(size_t)i];
-            h[(size_t)i] = z.mlp == MLP_SWIGLU
-                               ? (float)(x / (1 + exp(-x)) * f[(size_t)(z.F + i)])
+            h[(size_t)i] = z.mlp == MLP_SWIGLU ? (float)(x / (1 + exp(-x)) * f[(size_t)(z.F + i)])
+                           : z.mlp == MLP_RELU2
+                               ? (float)(x > 0 ? x * x : 0)
                                : (float)(x / (1 + exp(-2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))));
         }
         return rounded(h);
@@ -324,12 +351,14 @@ struct HostModel {
             x[(size_t)i] = (float)wte[(size_t)token * z.C + i];
             if (!z.rope) x[(size_t)i] += (float)wpe[(size_t)position * z.C + i];
         }
+        if (z.modern) x = norm(stream_gain, {}, x);
         const auto add = [&](const std::vector<float> &more) {
             for (size_t i = 0; i < x.size(); i++) x[i] += more[i];
         };
         for (int l = 0; l < z.L; l++) {
             const HostMatrix *m = &matrix[4 * (size_t)l];
             std::vector<float> qkv = product(m[0], norm(m[0], x));
+            normalise_heads(qkv, m[0]);
             rotate_and_append(qkv, l, slot, position);
             attend(y, qkv, l, slot, position);
             add(product(m[1], rounded(y)));

@@ -30,10 +30,12 @@ struct Step {
     Step(HostModel &m, const int *dtype) : d(m.sizes(dtype)) {
         for (const HostMatrix &x : m.matrix)
             table.push_back({x.bytes.data(), x.scales.data(), x.bias.empty() ? NULL : x.bias.data(),
-                             x.gain.empty() ? NULL : x.gain.data(), x.norm_bias.empty() ? NULL : x.norm_bias.data()});
+                             x.gain.empty() ? NULL : x.gain.data(), x.norm_bias.empty() ? NULL : x.norm_bias.data(),
+                             x.head_gains.empty() ? NULL : x.head_gains.data()});
         d.matrix = table.data();
         d.wte = m.wte.data();
         d.wpe = m.z.rope ? NULL : m.wpe.data();
+        d.stream_gain = m.z.modern ? m.stream_gain.data() : NULL;
         d.cos_sin = m.z.rope ? m.cos_sin.data() : NULL;
         d.keys = m.scales.empty() ? m.keys.data() : (floatX *)m.codes[0].data();
         d.values = m.scales.empty() ? m.values.data() : (floatX *)m.codes[1].data();
@@ -48,7 +50,7 @@ struct Step {
         d.inputs = in.data();
         d.logits = logits;
         launch_on_cpu(1, DECODE_ALL_THREADS, d.shared_bytes, late,
-                      [&] { decode_kernel_of<DecodeLines>(groups * DECODE_GROUP)(d, ranks, (int)in.size()); });
+                      [&] { decode_kernel_of<DecodeLines>(&d, groups * DECODE_GROUP)(d, ranks, (int)in.size()); });
     }
 };
 static std::vector<float> run(HostModel &m, const int *dtype, const std::vector<DecodeInput> &in, int groups,
@@ -192,18 +194,28 @@ static int finish(void) {
 }
 int main(void) {
     setvbuf(stdout, NULL, _IOLBF, 0);
-    const ModelSizes gpt2 = {"GPT-2", 2, 192, 3, 3, 64, 1152, 144, NORM_LAYER, 0, MLP_GELU, 1, 1},
-                     llama = {"Llama", 2, 160, 4, 1, 128, 320, 144, NORM_RMS, 1, MLP_SWIGLU, 0, 0},
-                     qwen = {"Qwen", 1, 128, 7, 1, 128, 128, 128, NORM_RMS, 1, MLP_SWIGLU, 1, 0},
-                     wide = {"Llama for int4", 1, 128, 4, 1, 32, 2176, 128, NORM_RMS, 1, MLP_SWIGLU, 0, 0};
-    const ModelSizes split = {"a divided Llama", 2, 64, 8, 4, 32, 256, 192, NORM_RMS, 1, MLP_SWIGLU, 1, 0},
-                     odd = {"a divided GPT-2", 2, 96, 6, 6, 16, 192, 144, NORM_LAYER, 0, MLP_GELU, 1, 1},
-                     grouped = {"a divided Llama for int4", 1, 128, 8, 2, 32, 256, 160, NORM_RMS, 1, MLP_SWIGLU, 0, 0};
+    const ModelSizes gpt2 = {"GPT-2", 2, 192, 3, 3, 64, 1152, 144, NORM_LAYER, 0, MLP_GELU, 1, 1, QK_NORM_NONE, 0},
+                     llama = {"Llama", 2, 160, 4, 1, 128, 320, 144, NORM_RMS, 1, MLP_SWIGLU, 0, 0, QK_NORM_NONE, 0},
+                     qwen = {"Qwen", 1, 128, 7, 1, 128, 128, 128, NORM_RMS, 1, MLP_SWIGLU, 1, 0, QK_NORM_NONE, 0},
+                     wide = {"Llama for int4", 1, 128,        4, 1, 32,           2176, 128,
+                             NORM_RMS,         1, MLP_SWIGLU, 0, 0, QK_NORM_NONE, 0};
+    const ModelSizes
+        split = {"a divided Llama", 2, 64, 8, 4, 32, 256, 192, NORM_RMS, 1, MLP_SWIGLU, 1, 0, QK_NORM_NONE, 0},
+        odd = {"a divided GPT-2", 2, 96, 6, 6, 16, 192, 144, NORM_LAYER, 0, MLP_GELU, 1, 1, QK_NORM_NONE, 0},
+        grouped = {
+            "a divided Llama for int4", 1, 128, 8, 2, 32, 256, 160, NORM_RMS, 1, MLP_SWIGLU, 0, 0, QK_NORM_NONE, 0};
+    const ModelSizes qwen3 = {"Qwen3", 2, 128, 4, 2, 64, 192, 160, NORM_RMS, 1, MLP_SWIGLU, 0, 0, QK_NORM_GAINS, 0},
+                     modern = {"modern", 1, 96, 4, 4, 48, 128, 96, NORM_RMS, 1, MLP_RELU2, 1, 1, QK_NORM_PLAIN, 1};
     if (sizeof(floatX) == 4) {  // its products are shuffles, which take a CPU long
-        const ModelSizes small = {"a small Llama", 1, 64, 2, 1, 32, 64, 64, NORM_RMS, 1, MLP_SWIGLU, 1, 0};
+        const ModelSizes small = {"a small Llama", 1, 64,         2, 1, 32,           64, 64,
+                                  NORM_RMS,        1, MLP_SWIGLU, 1, 0, QK_NORM_NONE, 0};
         check_model(small, {DECODE_NATIVE}, 2, 300, {127, 200}, true, 1);
         check_model(small, {DECODE_NATIVE}, 3, 300, {127, 200}, false, 0, true);
-        const ModelSizes half = {"a small Llama", 1, 64, 2, 2, 32, 64, 64, NORM_RMS, 1, MLP_SWIGLU, 1, 0};
+        const ModelSizes normal = {"a small Qwen3", 1, 64, 2, 1, 48, 64, 64, NORM_RMS, 1, MLP_SWIGLU, 0, 0,
+                                   QK_NORM_GAINS,   0};
+        check_model(normal, {DECODE_NATIVE}, 3, 300, {127, 200}, true, 1);
+        const ModelSizes half = {"a small Llama", 1, 64,         2, 2, 32,           64, 64,
+                                 NORM_RMS,        1, MLP_SWIGLU, 1, 0, QK_NORM_NONE, 0};
         check_ranks(half, {DECODE_NATIVE}, 1, 16, {5}, 2, 1, 7);
         return finish();
     }
@@ -219,7 +231,12 @@ int main(void) {
     check_model(gpt2, {DECODE_NATIVE}, 3, 16, {0, 5}, true, 0, true);
     check_model(llama, {DECODE_NATIVE}, 8, 300, {126, 127, 128, 129, 258}, true, 3, true);
     check_model(qwen, {DECODE_NATIVE}, 33, 200, {127, 3}, false, 18, true);
+    check_model(qwen3, {DECODE_NATIVE}, 7, 300, {126, 127, 128, 129, 258}, true, 3);
+    check_model(qwen3, {DECODE_INT8}, 33, 40, {3, 30, 17}, false, 18, true);
+    check_model(modern, {DECODE_NATIVE}, 17, 40, {3, 30, 17}, true, 9);
     check_ranks(split, {DECODE_NATIVE}, 3, 40, {9, 5}, 2, 1, 3);
+    check_ranks(qwen3, {DECODE_NATIVE}, 3, 40, {9, 5}, 2, 0, 3);
+    check_ranks(modern, {DECODE_NATIVE}, 3, 40, {9, 5}, 2, 0, 3);
     check_ranks(odd, {DECODE_NATIVE}, 17, 80, {9, 0, 30}, 3, 0, ~0u - 9);  // epochs wrap in the second step
     check_ranks(split, {DECODE_INT8}, 2, 40, {9, 5}, 4, -1, 3);
     check_ranks(grouped, {DECODE_INT4}, 2, 40, {9, 5}, 2, -1, 3, true);

@@ -53,6 +53,7 @@ static inline unsigned fma_bf16(unsigned a, unsigned b, unsigned c) {
     return pack_bf16(fmaf(half_of(a, 0), half_of(b, 0), half_of(c, 0)),
                      fmaf(half_of(a, 1), half_of(b, 1), half_of(c, 1)));
 }
+static inline unsigned mask_and_set(unsigned x, unsigned mask, unsigned bits) { return (x & mask) | bits; }
 static inline void rotate_pair(float &a, float &b, float c, float s) {
     const float x = fmaf(a, c, -(b * s));
     b = fmaf(b, c, a * s);
@@ -90,6 +91,10 @@ template <typename Sync> static inline bool last_to_arrive(unsigned *counter, un
 }
 static inline float load_float_past_l1(const float *p) { return *p; }
 static inline void copy_async_arrive(unsigned) {}
+static inline void copy_async_arrive_besides(unsigned barrier) {
+    for (const AsyncCopy &c : fiber->open) barriers.at(barrier).late.push_back(c);
+    fiber->open.clear();
+}
 struct Gelu {
     static float apply(float (&)[1], const float (&x)[1]) {
         const float u = 0.79788456f * (x[0] + 0.044715f * x[0] * x[0] * x[0]);
@@ -98,6 +103,9 @@ struct Gelu {
 };
 struct Swiglu {
     static float apply(float (&)[2], const float (&x)[2]) { return x[0] / (1 + expf(-x[0])) * x[1]; }
+};
+struct Relu2 {
+    static float apply(float (&)[1], const float (&x)[1]) { return x[0] < 0 ? 0 : x[0] * x[0]; }
 };
 enum { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
 static int shared_room = 232448;

@@ -71,7 +71,7 @@ LONGER = {
     "train_gpt2.py: train": 131,
 }
 # Of llmc, train_gpt2.cu and train_gpt2.c, without comments and indentation: every KB must earn its place.
-CORE_KB = 916
+CORE_KB = 920
 # Includes go one way: a file of llmc may include those of its own folder and of those before it.
 FOLDERS = ("llmc", "llmc/cuda", "llmc/kernels", "llmc/ranks", "llmc/model", ".")
 # Kernels know no other operation than their own (the first word of their name), but for these.
@@ -82,6 +82,7 @@ SHARED_BY_KERNELS = {
     "activation_policy.cuh": "an activation's formulas, which matmuls apply, too",
     "adamw.cuh": "what an optimiser rounds stochastically, and the scalars of a step",
     "global_norm.cuh": "the scalars of a step, which the optimiser reads",
+    "qk_norm.cuh": "the norm of a head, which a step of generation does where the head is kept",
     "rope.cuh": "attention's backward turns gradients back where it stores them",
 }
 

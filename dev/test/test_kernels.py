@@ -370,8 +370,8 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
         ("qk_norm", ("-DPRECISION_FP32",), 10),
         ("lora", (), 32),
         ("lora", ("-DPRECISION_FP32",), 32),
-        ("decode", (), 69),
-        ("decode", ("-DPRECISION_FP32",), 12),
+        ("decode", (), 85),
+        ("decode", ("-DPRECISION_FP32",), 16),
         ("draw_on_cpu", ("-pthread",), 34),
     ],
 )

@@ -60,6 +60,10 @@ __device__ inline void copy_async_4(unsigned to, const void *from, bool valid) {
 __device__ inline void copy_async_arrive(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
+// The same, besides the arrivals that the barrier counts: the phase ends when these copies are there as well.
+__device__ inline void copy_async_arrive_besides(unsigned barrier) {
+    asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ inline void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -144,6 +148,12 @@ __device__ inline unsigned fma_bf16(unsigned a, unsigned b, unsigned c) {
     unsigned d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
+}
+// (x & mask) | bits as one instruction, which the compiler does not find if both are constants.
+__device__ inline unsigned mask_and_set(unsigned x, unsigned mask, unsigned bits) {
+    unsigned y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
+    return y;
 }
 // All blocks of a cooperative launch meet: after grid_wait each sees what the others have written before their
 // grid_arrive. `counter` is never set back: 64 bits do not run over. The number of blocks is the same in every launch.

@@ -2,7 +2,8 @@
 // it. A slot holds the keys and values of a sequence; several rows may continue the same slot, one position after
 // another.
 //
-//   embedding | for each layer: q, k, v | attention | proj | fc | fcproj | and at last the head
+//   embedding (and a norm) | for each layer: q, k, v (| QK-norm) | attention | proj | fc | fcproj | and at last the
+//   head
 //
 // Between the phases all blocks meet. One or two rows of the residual stream (fp32) are normalised by each block for
 // itself, into its shared memory; with more rows the norm is a phase of its own. Everything else that is done to single
@@ -22,6 +23,7 @@
 
 #include "activation_policy.cuh"
 #include "decode_attention.cuh"
+#include "qk_norm.cuh"
 
 // What a row is: in device memory, read when a step begins.
 typedef struct {
@@ -36,9 +38,12 @@ typedef struct {
     NormKind norm;
     float norm_eps;
     MlpKind mlp;
+    int qk_norm;        // q and k are normalised before RoPE
+    float query_scale;  // with that: as QkNorm has it
     int dtype[DECODE_KINDS];
     const DecodeMatrix *matrix;  // (4 layers + 1), in device memory
     const floatX *wte, *wpe;     // (V,C); (T,C) or NULL
+    const floatX *stream_gain;   // (C), of the norm behind the embedding, or NULL: there is none
     const float *cos_sin;        // (room,HD/2,2) or NULL: no RoPE
     floatX *keys, *values;       // (L,slots,NKV,room,HD); with scales they are e4m3 in truth: void * costs registers
     float2 *scales;              // (L,slots,NKV,room) or NULL
@@ -69,9 +74,9 @@ struct DecodeShared {
         DecodeAttentionShared attention;
     };
     unsigned long long barriers[2 * DECODE_STAGES];
-    DecodeMatrix matrix[2];  // of even and odd number
-    uint32_t epoch;          // before those of this step's exchanges
-    float norm_sums[DECODE_OWN_ROWS][2][DECODE_BLOCK_WARPS];
+    DecodeMatrix matrix[2];                     // of even and odd number
+    uint32_t epoch;                             // before those of this step's exchanges
+    float norm_sums[2][2][DECODE_BLOCK_WARPS];  // for even and odd rows
     int slots[DECODE_MOST_ROWS], positions[DECODE_MOST_ROWS], spans_before[DECODE_MOST_ROWS + 1];
 };
 constexpr int DECODE_SHARED_BYTES = (int)((sizeof(DecodeShared) + 127) / 128 * 128);
@@ -156,7 +161,7 @@ __device__ inline void decode_prefetch_norm(const DecodeMatrix &m, int C) {
     }
 }
 // Normalises a row by all threads of the block, in registers. to: in global or in shared memory.
-__device__ __forceinline__ void decode_normalise(const Decode &d, const DecodeMatrix &m,
+__device__ __forceinline__ void decode_normalise(const Decode &d, const floatX *gains, const floatX *biases,
                                                  float (*sums)[DECODE_BLOCK_WARPS], int row, floatX *to) {
     const float share = __fdiv_rn(1, (float)d.C);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -181,8 +186,8 @@ __device__ __forceinline__ void decode_normalise(const Decode &d, const DecodeMa
         x[turn][1] = bits_float((uint32_t)bits.y);
         x[turn][2] = bits_float((uint32_t)bits.z);
         x[turn][3] = bits_float((uint32_t)bits.w);
-        gain[turn] = *(const DecodeFour *)(m.gain + c);
-        if (m.norm_bias) bias[turn] = *(const DecodeFour *)(m.norm_bias + c);
+        gain[turn] = *(const DecodeFour *)(gains + c);
+        if (biases) bias[turn] = *(const DecodeFour *)(biases + c);
     });
     if (d.norm == NORM_LAYER) {
         each([&](int turn, int) {
@@ -207,6 +212,16 @@ __device__ __forceinline__ void decode_normalise(const Decode &d, const DecodeMa
         for (int k = 0; k < 4; k++) y[k] = fmaf(__fmul_rn(__fsub_rn(x[turn][k], mean), rstd), g[k], b[k]);
         *(DecodeFour *)(to + c) = decode_narrow_four(y);
     });
+}
+
+// The norm behind the embedding, of whole rows.
+__device__ __noinline__ void decode_normalise_stream(const Decode &d, DecodeShared &s, int rows) {
+    for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+        floatX *normed = d.normed + (size_t)row * d.C;
+        decode_normalise(d, d.stream_gain, NULL, s.norm_sums[0], row, normed);
+        decode_sync();
+        for (int c = threadIdx.x; c < d.C; c += DECODE_BLOCK_THREADS) d.x[(size_t)row * d.C + c] = (float)normed[c];
+    }
 }
 
 // ---- where sums are finished
@@ -245,30 +260,32 @@ struct DecodePair {
         }
     }
 };
+// Where a head of q, k or v of a row goes.
+__device__ inline floatX *decode_head(const Decode &d, const DecodeShared &s, int layer, int row, int head) {
+    if (head < d.NH) return d.q + ((size_t)row * d.NH + head) * d.HD;
+    if (d.scales) return d.fresh + ((size_t)row * 2 * d.NKV + head - d.NH) * d.HD;
+    const int kv = (head - d.NH) % d.NKV;
+    floatX *to = head < d.NH + d.NKV ? d.keys : d.values;
+    return to + ((((size_t)layer * d.slots + s.slots[row]) * d.NKV + kv) * d.room + s.positions[row]) * d.HD;
+}
 __device__ inline void decode_finish_qkv(const Decode &d, const DecodeShared &s, int layer, const DecodePair &p,
                                          float a, float b) {
     const int head = p.column / d.HD, i = p.column % d.HD;
-    if (d.cos_sin && head < d.NH + d.NKV) rotate_pair(a, b, p.other[0], p.other[1]);
-    floatX *to = d.q + ((size_t)p.row * d.NH + head) * d.HD;
-    if (head >= d.NH) {
-        const int kv = (head - d.NH) % d.NKV;
-        to = head < d.NH + d.NKV ? d.keys : d.values;
-        to += ((((size_t)layer * d.slots + s.slots[p.row]) * d.NKV + kv) * d.room + s.positions[p.row]) * d.HD;
-        if (d.scales) to = d.fresh + ((size_t)p.row * 2 * d.NKV + head - d.NH) * d.HD;
-    }
+    if (d.cos_sin && !d.qk_norm && head < d.NH + d.NKV) rotate_pair(a, b, p.other[0], p.other[1]);
+    floatX *to = decode_head(d, s, layer, p.row, head);
     to[i] = (floatX)a;
     to[i + d.HD / 2] = (floatX)b;
 }
 __device__ inline void decode_finish_fc(const Decode &d, const DecodePair &p, float a, float b) {
     floatX *h = d.h + (size_t)p.row * d.F + p.column;
-    float slopes[2];
+    float slopes[2], slope[1];
     if (d.mlp == MLP_SWIGLU) {
         h[0] = (floatX)Swiglu::apply(slopes, {a, b});
         return;
     }
-    float slope[1];
-    h[0] = (floatX)Gelu::apply(slope, {a});
-    h[8] = (floatX)Gelu::apply(slope, {b});
+    const bool gelu = d.mlp == MLP_GELU;
+    h[0] = (floatX)(gelu ? Gelu::apply(slope, {a}) : Relu2::apply(slope, {a}));
+    h[8] = (floatX)(gelu ? Gelu::apply(slope, {b}) : Relu2::apply(slope, {b}));
 }
 // A complete sum and what is added to it.
 __device__ inline void decode_finish_projection(const Decode &d, const DecodePair &p, float a, float b) {
@@ -285,6 +302,10 @@ __device__ inline void decode_finish(const Decode &d, const DecodeShared &s, con
     const float *sums = decode_sum_place((float *)s.sums, 0, p.tile, p.row % DECODE_GROUP, p.n);
     float a = __fmul_rn(decode_sum_of_warps(sums, WARPS_APART), p.scale[0]);
     float b = __fmul_rn(decode_sum_of_warps(sums + 8, WARPS_APART), p.scale[1]);
+    if (decode_is_normed(kind)) {  // the others' bias is added once, to the sum of all ranks
+        a = __fadd_rn(a, p.bias[0]);
+        b = __fadd_rn(b, p.bias[1]);
+    }
     if (ranks.several() && decode_is_exchanged(kind)) {
         ranks.push(d, m, s.epoch, p.row, p.column, a, b);
         return;
@@ -293,8 +314,6 @@ __device__ inline void decode_finish(const Decode &d, const DecodeShared &s, con
         decode_finish_projection(d, p, a, b);
         return;
     }
-    a = __fadd_rn(a, p.bias[0]);
-    b = __fadd_rn(b, p.bias[1]);
     if (kind == DECODE_QKV)
         decode_finish_qkv(d, s, m / 4, p, a, b);
     else if (kind == DECODE_FC)
@@ -331,7 +350,7 @@ __device__ __noinline__ void decode_join(const Decode &d, const DecodeShared &s,
 
 // A block's share of matrix m. pair: of the first pass. With more than one group there are no registers for it during
 // the product.
-template <int GROUPS, typename Ranks>
+template <int GROUPS, bool INTEGERS, typename Ranks>
 __device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s, const Ranks &ranks, DecodeRing &ring,
                                                int m, const DecodeRows &in, const DecodeShare &share, DecodePair pair) {
     constexpr int TILES = decode_tiles_at_once(DECODE_NATIVE, GROUPS);  // the most of all dtypes
@@ -342,9 +361,13 @@ __device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s,
         if (GROUPS == 1 && pass != share.first) pair = DecodePair(d, s, m, share, pass, 0, in.rows);
         float acc[TILES][GROUPS][4] = {};
         switch (shape.dtype) {
-        case DECODE_INT8: decode_accumulate<WeightsInt8, GROUPS>(acc, ring, in, tiles, row_bytes); break;
+        case DECODE_INT8:
+            if constexpr (INTEGERS) decode_accumulate<WeightsInt8, GROUPS>(acc, ring, in, tiles, row_bytes);
+            break;
         case DECODE_E4M3: decode_accumulate<WeightsE4m3, GROUPS>(acc, ring, in, tiles, row_bytes); break;
-        case DECODE_INT4: decode_accumulate<WeightsInt4, GROUPS>(acc, ring, in, tiles, row_bytes); break;
+        case DECODE_INT4:
+            if constexpr (INTEGERS) decode_accumulate<WeightsInt4, GROUPS>(acc, ring, in, tiles, row_bytes);
+            break;
         default: decode_accumulate<WeightsNative, GROUPS>(acc, ring, in, tiles, row_bytes);
         }
         // One copy of what finishes sums: with more the compiler takes minutes, and a phase of a small model lasts only
@@ -361,6 +384,28 @@ __device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s,
             decode_sync();
             decode_finish(d, s, ranks, m, pair);
         }
+    }
+}
+// QK-norm and RoPE, in place. A block that finishes columns of a head has not all of them, so this is a phase.
+__device__ __noinline__ void decode_normalise_heads(const Decode &d, const DecodeShared &s, const floatX *gains,
+                                                    int layer, int rows) {
+    constexpr int N = VecX::size;
+    static_assert((int)DECODE_BLOCK_THREADS == (int)QK_NORM_THREADS, "HeadThread counts them");
+    const int lanes = head_lanes(d.HD, N), heads = d.NH + d.NKV;
+    const HeadThread<N> t(lanes, d.HD);
+    const QkNorm norm = {gains, NULL, d.norm_eps, d.query_scale};
+    const QkRows r = {rows, d.room, d.NH, d.NKV, d.HD, d.cos_sin};
+    for (int first = blockIdx.x * t.at_once; first < rows * heads; first += gridDim.x * t.at_once) {
+        const int item = first + t.slot, row = item / heads, head = item % heads;
+        const bool mine = row < rows && t.used;
+        floatX *at = mine ? decode_head(d, s, layer, row, head) + t.first : NULL;
+        HeadPart<N> x;
+        x.fill(0, 0);
+        if (mine) x.load(at, t.half);
+        const float rstd = head_rstd(x, norm, r, head, lanes);
+        if (!mine) continue;
+        head_normalise(x, t, norm, r, head, s.positions[row], rstd);
+        x.store(at, t.half);
     }
 }
 __device__ inline DecodeAttention decode_layer_attention(const Decode &d, int layer) {
@@ -384,8 +429,9 @@ __device__ inline void decode_read_inputs(const Decode &d, DecodeShared &s, int 
     decode_sync();
 }
 
-// One block on each SM. GROUPS: of 8 rows. All else is found out while it runs: a variant takes seconds to compile.
-template <int GROUPS, typename Ranks>
+// One block on each SM. GROUPS: of 8 rows. INTEGERS: some weights may be int8 or int4; with many rows the registers
+// that they take would be missing for others. All else is found out while it runs: a variant takes seconds to compile.
+template <int GROUPS, bool INTEGERS, typename Ranks>
 __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
     decode_kernel(const __grid_constant__ Decode d, const __grid_constant__ Ranks ranks, int rows) {
     extern __shared__ int4 decode_shared[];
@@ -418,6 +464,11 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
     }
     decode_read_inputs(d, s, rows);
     decode_embed(d, s, ranks, rows);
+    if (d.stream_gain) {
+        arrive();
+        wait();
+        decode_normalise_stream(d, s, rows);
+    }
     const bool own = GROUPS == 1 && rows <= DECODE_OWN_ROWS;
     for (int m = 0; m < d.plan.matrices; m++) {
         const DecodeKind kind = d.plan.kind(m);
@@ -444,9 +495,10 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
                                                        : d.normed,
                                own && decode_is_normed(kind) ? own_rows : 0, rows, shape.K};
         if (decode_is_normed(kind)) {
-            for (int row = own ? 0 : blockIdx.x; row < rows; row += own ? 1 : gridDim.x) {
+            int odd = 0;  // rows use two places in turns: a slow thread may still read the sums of the row before
+            for (int row = own ? 0 : blockIdx.x; row < rows; row += own ? 1 : gridDim.x, odd ^= 1) {
                 char *mine = (char *)decode_shared + DECODE_SHARED_BYTES + row * decode_shared_row(d.C);
-                decode_normalise(d, matrix, s.norm_sums[own ? row : 0], row,
+                decode_normalise(d, matrix.gain, matrix.norm_bias, s.norm_sums[odd], row,
                                  own ? (floatX *)mine : d.normed + (size_t)row * d.C);
             }
             if (own)
@@ -456,11 +508,16 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
                 wait();
             }
         }
-        decode_product<GROUPS>(d, s, ranks, ring, m, in, share, pair);
+        decode_product<GROUPS, INTEGERS>(d, s, ranks, ring, m, in, share, pair);
         if (ranks.several()) {
             decode_mark(d, marks);
             decode_mark(d, marks);
             if (decode_is_exchanged(kind)) decode_join(d, s, ranks, m, share, rows);
+        }
+        if (d.qk_norm && kind == DECODE_QKV) {
+            arrive();
+            wait();
+            decode_normalise_heads(d, s, matrix.head_gains, m / 4, rows);
         }
     }
     decode_mark(d, marks);
@@ -535,21 +592,23 @@ static inline size_t decode_workspace(Decode *d, void *memory) {
     place(&d->parts, rows * d->NH * DECODE_SPANS * (d->HD + 2));
     return at;
 }
-template <typename Ranks> static inline auto decode_kernel_of(int rows) {
-    #ifdef PRECISION_FP32  // two of the four: it need not be fast, and compiles in half the time
-    return rows <= 8 ? decode_kernel<1, Ranks> : decode_kernel<8, Ranks>;
+template <typename Ranks> static inline auto decode_kernel_of(const Decode *d, int rows) {
+    #ifdef PRECISION_FP32  // two variants are enough: it need not be fast
+    (void)d;
+    return rows <= 8 ? decode_kernel<1, true, Ranks> : decode_kernel<8, true, Ranks>;
     #else
-    return rows <= 8    ? decode_kernel<1, Ranks>
-           : rows <= 16 ? decode_kernel<2, Ranks>
-           : rows <= 32 ? decode_kernel<4, Ranks>
-                        : decode_kernel<8, Ranks>;
+    bool integers = false;
+    for (int dtype : d->dtype) integers |= dtype == DECODE_INT8 || dtype == DECODE_INT4;
+    if (rows <= 16) return rows <= 8 ? decode_kernel<1, true, Ranks> : decode_kernel<2, true, Ranks>;
+    if (integers) return rows <= 32 ? decode_kernel<4, true, Ranks> : decode_kernel<8, true, Ranks>;
+    return rows <= 32 ? decode_kernel<4, false, Ranks> : decode_kernel<8, false, Ranks>;
     #endif
 }
 #ifdef __CUDACC__  // not where a CPU runs the kernel (dev/test/decode.cpp)
 // Of several ranks each launches it, for the same rows.
 template <typename Ranks>
 static inline void decode_launch(const Decode *d, const Ranks &ranks, int rows, cudaStream_t stream) {
-    const auto kernel = decode_kernel_of<Ranks>(rows);
+    const auto kernel = decode_kernel_of<Ranks>(d, rows);
     assert(rows >= 1 && rows <= DECODE_MOST_ROWS);
     cudaLaunchAttribute together;
     together.id = cudaLaunchAttributeCooperative;

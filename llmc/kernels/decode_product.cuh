@@ -19,38 +19,39 @@ enum {
 __device__ inline void decode_sync() { named_barrier(1, DECODE_BLOCK_THREADS); }
 
 // ---- how weights are widened: of 16 bytes, step `v` becomes the 4 registers that go with 16 bytes of a row
-// GROUPED: scales are those of groups, of 128 weights each. SPREAD: the 8 elements of a step are in another order.
 
-struct WeightsNative {
+struct WeightsAny {
+    static constexpr bool GROUPED = false;  // scales are those of groups, of 128 weights each
+    static constexpr bool SPREAD = false;   // the 8 elements of a step are in another order
+    static constexpr unsigned OFFSET = 0;   // a pair of bf16 to be added to every pair of weights
+};
+struct WeightsNative : WeightsAny {
     static constexpr int DTYPE = DECODE_NATIVE;
     static constexpr int ELEMENTS = 16 / sizeof(floatX);
-    static constexpr bool GROUPED = false, SPREAD = false;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int) {
         #pragma unroll
         for (int i = 0; i < 4; i++) w[i] = x[i];
     }
 };
 #ifdef PRECISION_FP32  // need not be fast
-struct WeightsInt8 {
+struct WeightsInt8 : WeightsAny {
     static constexpr int DTYPE = DECODE_INT8;
     static constexpr int ELEMENTS = 16;
-    static constexpr bool GROUPED = false, SPREAD = false;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         for (int i = 0; i < 4; i++) w[i] = float_bits((float)(int8_t)(x[v] >> i * 8));
     }
 };
-struct WeightsE4m3 {
+struct WeightsE4m3 : WeightsAny {
     static constexpr int DTYPE = DECODE_E4M3;
     static constexpr int ELEMENTS = 16;
-    static constexpr bool GROUPED = false, SPREAD = false;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         for (int i = 0; i < 4; i++) w[i] = float_bits(fp8_to_float(FP8_E4M3, (uint8_t)(x[v] >> i * 8)));
     }
 };
-struct WeightsInt4 {
+struct WeightsInt4 : WeightsAny {
     static constexpr int DTYPE = DECODE_INT4;
     static constexpr int ELEMENTS = 32;
-    static constexpr bool GROUPED = true, SPREAD = false;
+    static constexpr bool GROUPED = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         for (int i = 0; i < 4; i++) w[i] = float_bits((float)(x[v / 2] >> (v % 2 * 4 + i) * 4 & 15) - 8);
     }
@@ -63,23 +64,21 @@ __device__ inline unsigned spread_bytes(unsigned word, unsigned pair, unsigned u
 }
 // With m the low 7 bits and s the sign bit of a byte, its value is m - s. 128 + m and 128 + s are bf16s that have these
 // bits as their mantissa (s: the last bit of the exponent, 256).
-struct WeightsInt8 {
+struct WeightsInt8 : WeightsAny {
     static constexpr int DTYPE = DECODE_INT8;
     static constexpr int ELEMENTS = 16;
-    static constexpr bool GROUPED = false, SPREAD = false;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             const unsigned y = spread_bytes(x[2 * v + i / 2], i % 2, 0x43);
-            w[i] = fma_bf16(y & 0xff7fff7f, BF16_ONE, (y & 0xff80ff80) | 0x80008000);
+            w[i] = fma_bf16(y & 0xff7fff7f, BF16_ONE, mask_and_set(y, 0xff80ff80, 0x80008000));
         }
     }
 };
 // The bits of an e4m3 are those of a bf16 that is 2^120 times smaller: both steps are exact, subnormals too.
-struct WeightsE4m3 {
+struct WeightsE4m3 : WeightsAny {
     static constexpr int DTYPE = DECODE_E4M3;
     static constexpr int ELEMENTS = 16;
-    static constexpr bool GROUPED = false, SPREAD = false;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -90,15 +89,16 @@ struct WeightsE4m3 {
         }
     }
 };
-// 128 + n is a bf16 with n in its mantissa; n - 8 is the value. Of 8 elements, register i gets i and i + 4.
-struct WeightsInt4 {
+// A code n stands for n - 8. 128 + n is a bf16 with n in its mantissa, of which a sum takes 136 off at once. Of 8
+// elements, register i gets i and i + 4.
+struct WeightsInt4 : WeightsAny {
     static constexpr int DTYPE = DECODE_INT4;
     static constexpr int ELEMENTS = 32;
     static constexpr bool GROUPED = true, SPREAD = true;
+    static constexpr unsigned OFFSET = 0xc308c308;  // -136
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         #pragma unroll
-        for (int i = 0; i < 4; i++)
-            w[i] = fma_bf16((x[v] >> i * 4 & 0x000f000f) | 0x43004300, BF16_ONE, 0xc308c308);  // - 136
+        for (int i = 0; i < 4; i++) w[i] = mask_and_set(x[v] >> i * 4, 0x000f000f, 0x43004300);
     }
 };
 #endif
@@ -170,6 +170,7 @@ template <typename W, int GROUPS> struct DecodeOperand {
     static constexpr int PIECES = decode_segment(W::DTYPE, GROUPS) / DECODE_BLOCK_WARPS / DECODE_PIECE;
     static constexpr int STEPS = W::ELEMENTS / VecX::size;
     int4 x[PIECES][GROUPS][STEPS];
+    float begin[W::OFFSET ? PIECES : 1][GROUPS][2];  // of a piece's sums, for rows 2 t and 2 t + 1
 
     // get(row, vector). first: piece of the row. Behind `pieces` there are zeros. Behind the last row, too, if there is
     // one group; of several the last row is loaded again, which takes fewer registers. Nobody reads its sums.
@@ -199,13 +200,28 @@ template <typename W, int GROUPS> struct DecodeOperand {
                 return load_past_l1(in.from + (unsigned)(row * in.K + vector * VecX::size));
             });
     }
-    // In the order of W. Apart from the load, which it would wait for.
+    // In the order of W, and the offset's part of sums. Apart from the load, which it would wait for.
     __device__ void order() {
         if constexpr (W::SPREAD)
             #pragma unroll
             for (int i = 0; i < PIECES * GROUPS * STEPS; i++) {
                 int4 &vector = x[i / STEPS / GROUPS][i / STEPS % GROUPS][i % STEPS];
                 vector = decode_spread(vector);
+            }
+        if constexpr (W::OFFSET != 0)
+            #pragma unroll
+            for (int i = 0; i < PIECES * GROUPS; i++) {
+                const unsigned a[4] = {W::OFFSET, W::OFFSET, W::OFFSET, W::OFFSET};
+                float sum[4] = {};
+                #pragma unroll
+                for (int v = 0; v < STEPS; v++) {
+                    unsigned b[4];
+                    decode_words(b, x[i / GROUPS][i % GROUPS][v]);
+                    decode_mma(sum, a, b[0], b[1]);
+                    decode_mma(sum, a, b[2], b[3]);
+                }
+                begin[i / GROUPS][i % GROUPS][0] = sum[0];
+                begin[i / GROUPS][i % GROUPS][1] = sum[1];
             }
     }
 };
@@ -215,11 +231,17 @@ template <typename W, int GROUPS> struct DecodeOperand {
 // A warp's piece of a stage. at: this lane's 16 bytes of row g; scales: the piece's of row g.
 template <typename W, int GROUPS>
 __device__ __forceinline__ void decode_multiply(float (&acc)[GROUPS][4], unsigned at, unsigned stride, unsigned scales,
-                                                const int4 (&rows)[GROUPS][DecodeOperand<W, GROUPS>::STEPS]) {
+                                                const int4 (&rows)[GROUPS][DecodeOperand<W, GROUPS>::STEPS],
+                                                const float (&begin)[GROUPS][2]) {
     constexpr int STEPS = DecodeOperand<W, GROUPS>::STEPS;
     constexpr int SCALES = decode_scale_segment(decode_segment(W::DTYPE, GROUPS));
     unsigned x[2][4];
     float sum[GROUPS][4] = {};
+    if (W::OFFSET)
+        #pragma unroll
+        for (int n = 0; n < GROUPS; n++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) sum[n][e] = begin[n][e % 2];
     decode_words(x[0], load_shared_16(at));
     decode_words(x[1], load_shared_16(at + 8 * stride));
     #pragma unroll
@@ -258,11 +280,11 @@ __device__ __forceinline__ void decode_accumulate(float (&acc)[TILES][GROUPS][4]
                                                   const DecodeRows &in, int tiles, int row_bytes) {
     typedef DecodeOperand<W, GROUPS> Operand;
     constexpr int SEGMENT = decode_segment(W::DTYPE, GROUPS), STRIDE = SEGMENT + DECODE_PAD;
-    constexpr bool AHEAD = sizeof(Operand) <= (GROUPS == 1 ? 128 : 64);
+    Operand rows, next;
+    constexpr bool AHEAD = sizeof rows.x <= (GROUPS == 1 ? 128 : 64);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, pieces = row_bytes / DECODE_PIECE;
     const unsigned offset = g * STRIDE + warp * DECODE_PIECE + lane % 4 * 16;
     const unsigned scales = DECODE_COLUMNS * STRIDE + g * decode_scale_segment(SEGMENT) + warp * 2;
-    Operand rows, next;
     int piece = warp;
     rows.load(in, piece, pieces);
     rows.order();
@@ -276,7 +298,8 @@ __device__ __forceinline__ void decode_accumulate(float (&acc)[TILES][GROUPS][4]
             for (int i = 0; i < Operand::PIECES; i++)
                 if (piece + i * DECODE_BLOCK_WARPS < pieces)
                     decode_multiply<W, GROUPS>(acc[tile], ring.address + offset + i * (SEGMENT / 2), STRIDE,
-                                               ring.address + scales + i * DECODE_BLOCK_WARPS * 2, rows.x[i]);
+                                               ring.address + scales + i * DECODE_BLOCK_WARPS * 2, rows.x[i],
+                                               rows.begin[W::OFFSET ? i : 0]);
             ring.release();
         }
         piece += SEGMENT / DECODE_PIECE;

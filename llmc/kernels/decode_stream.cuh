@@ -43,6 +43,7 @@ typedef struct {
     const void *weights, *scales;
     const floatX *bias;              // (columns) or NULL
     const floatX *gain, *norm_bias;  // (K), of the norm before it; NULL: none
+    const floatX *head_gains;        // (2,HD) of QK-norm, of q and of k; NULL: all are 1
 } DecodeMatrix;
 
 static inline __host__ __device__ int decode_row_bytes(const DecodeShape &s) {
@@ -155,25 +156,25 @@ __device__ inline void decode_load_stage(const DecodeRing &ring, const char *row
                                          const char *scales, size_t scale_bytes, size_t more_scales, int bytes,
                                          int segment) {
     const int stride = segment + DECODE_PAD, part = decode_scale_segment(segment);
-    const unsigned to_scales = ring.address + DECODE_COLUMNS * stride;
+    const int lane = threadIdx.x % WARP, r = lane % DECODE_COLUMNS, at = lane / DECODE_COLUMNS * 16;
+    // 16 or 32 bytes of each row: a bulk copy takes as long to start for them as for 1 KB.
+    if (scales && at < part)
+        copy_async_16(ring.address + DECODE_COLUMNS * stride + r * part + at,
+                      scales + r % 8 * scale_bytes + r / 8 * more_scales + at, true);
     if constexpr (DECODE_BULK) {
+        if (scales) {
+            copy_async_arrive_besides(ring.barrier);
+            __syncwarp();  // before the arrival that may end the phase
+        }
         if (!elect_one()) return;
-        mbarrier_arrive_expect(ring.barrier, DECODE_COLUMNS * (bytes + (scales ? part : 0)));
+        mbarrier_arrive_expect(ring.barrier, DECODE_COLUMNS * bytes);
         #pragma unroll
-        for (int r = 0; r < DECODE_COLUMNS; r++)
-            bulk_load(ring.address + r * stride, rows + r % 8 * row_bytes + r / 8 * more, bytes, ring.barrier);
-        if (!scales) return;
-        #pragma unroll
-        for (int r = 0; r < DECODE_COLUMNS; r++)
-            bulk_load(to_scales + r * part, scales + r % 8 * scale_bytes + r / 8 * more_scales, part, ring.barrier);
+        for (int i = 0; i < DECODE_COLUMNS; i++)
+            bulk_load(ring.address + i * stride, rows + i % 8 * row_bytes + i / 8 * more, bytes, ring.barrier);
     } else {
-        const int lane = threadIdx.x % WARP, r = lane % DECODE_COLUMNS;
         for (int i = 0; i < DECODE_COLUMNS; i++)
             for (int b = lane * 16; b < bytes; b += WARP * 16)
                 copy_async_16(ring.address + i * stride + b, rows + i % 8 * row_bytes + i / 8 * more + b, true);
-        if (scales && lane / DECODE_COLUMNS * 16 < part)
-            copy_async_16(to_scales + r * part + lane / DECODE_COLUMNS * 16,
-                          scales + r % 8 * scale_bytes + r / 8 * more_scales + lane / DECODE_COLUMNS * 16, true);
         copy_async_arrive(ring.barrier);
     }
 }
@@ -197,7 +198,9 @@ __device__ inline void decode_load(const DecodePlan &plan, DecodeRing ring, int 
                 for (int tile = pass; tile < min(pass + share.each, share.end); tile++) {
                     const size_t row = (size_t)decode_column(s, tile);
                     ring.wait_empty();
-                    if (count++ >= DECODE_FLYING / segment) {
+                    // Fewer loads ago than there are stages: a stage that was loaded twice since would be two phases
+                    // further, and a barrier tells only odd phases from even ones.
+                    if (count++ >= min(DECODE_FLYING / segment, ring.stages - 1)) {
                         landed.wait_full();
                         landed.next();
                     }

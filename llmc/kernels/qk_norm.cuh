@@ -30,6 +30,12 @@ typedef struct {
     const float *cos_sin;  // (T,HD/2,2); NULL: nothing is rotated
 } QkRows;
 
+// The threads of a head, each of which has so many elements of either half.
+static inline __host__ __device__ int head_lanes(int HD, int each) {
+    int lanes = 1;
+    while (lanes * each < HD / 2) lanes *= 2;
+    return lanes;
+}
 // A thread's part of a head: elements first, ... of either half.
 template <int N> struct HeadPart {
     struct alignas(N * sizeof(floatX)) Packed { floatX x[N]; };
@@ -109,6 +115,21 @@ __device__ inline float head_sum(float x, int lanes) {
     return x;
 }
 
+// All threads of a warp must call it.
+template <int N>
+__device__ inline float head_rstd(HeadPart<N> &x, const QkNorm &norm, const QkRows &r, int head, int lanes) {
+    float squares = 0;
+    x.each(x, [&](float a, float) { squares += a * a; });
+    return rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps) * (head < r.NH ? norm.scale : 1);
+}
+// What forward makes of q and k. at: the row of the table of angles.
+template <int N>
+__device__ inline void head_normalise(HeadPart<N> &x, const HeadThread<N> &t, const QkNorm &norm, const QkRows &r,
+                                      int head, int at, float rstd) {
+    x.each(t.gains(norm, r, head), [&](float &a, float gain) { a *= rstd * gain; });
+    x.rotate(t.angles(r, at), 1);
+}
+
 // Block: neighbouring heads, of one row or of several.
 template <int N>
 __global__ void __launch_bounds__(QK_NORM_THREADS)
@@ -118,16 +139,11 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
     const bool mine = row < r.rows && t.used;
     const size_t at = (size_t)item * r.HD + t.first;
     HeadPart<N> x;
-    float squares = 0;
     x.fill(0, 0);
     if (mine) x.load(qkv + at, t.half);
-    x.each(x, [&](float a, float) { squares += a * a; });
-    const float rstd = rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps) * (head < r.NH ? norm.scale : 1);
+    const float rstd = head_rstd(x, norm, r, head, lanes);
     if (!mine) return;
-    if (head < r.NH + r.NKV) {
-        x.each(t.gains(norm, r, head), [&](float &a, float gain) { a *= rstd * gain; });
-        x.rotate(t.angles(r, row), 1);
-    }
+    if (head < r.NH + r.NKV) head_normalise(x, t, norm, r, head, row, rstd);
     x.store(out + at, t.half);
 }
 
@@ -208,8 +224,7 @@ static inline size_t qk_norm_scratch_bytes(int HD) { return (size_t)QK_NORM_BLOC
 template <typename Launch>
 static inline void qk_norm_launch(const QkRows *r, const void *a, const void *b, const floatX *gains, Launch launch) {
     const int half = r->HD / 2, vector = half % VecX::size == 0 ? VecX::size : 4;
-    int lanes = 1;
-    while (lanes * vector < half) lanes *= 2;
+    const int lanes = head_lanes(r->HD, vector);
     require(r->HD % 8 == 0 && lanes <= WARP,
             "QK-norm needs a head dimension that is a multiple of 8 up to 256, not %d\nchange head_dim=", r->HD);
     require(((uintptr_t)a | (uintptr_t)b | (uintptr_t)gains | (uintptr_t)r->cos_sin) % 16 == 0,

@@ -1,9 +1,8 @@
 // Steps of generation on a GPU: queued without waiting for the host, each an upload of what its rows are, the model,
 // and the draw. The model is one kernel (kernels/decode.cuh), and the three are a CUDA graph for each number of rows.
 // With --tp and --p2p 2 every rank runs them on its part of the model: the kernels exchange sums and logits
-// (ranks/decode_lines.cuh), and all draw the same. Otherwise with --tp, with --zero-stage 3, products in fp8, sizes and
-// models that the kernel does not have (Qwen3, modern), the model runs row by row through the training forward instead
-// (train_gpt2.cu).
+// (ranks/decode_lines.cuh), and all draw the same. Otherwise with --tp, with --zero-stage 3, products in fp8 and sizes
+// that the kernel does not have, the model runs row by row through the training forward instead (train_gpt2.cu).
 //
 // What a row draws goes to the host, into pinned memory, and to the device's own table of slots. A queued step reads
 // its token there (DECODE_DRAWN).
@@ -81,19 +80,19 @@ static inline const floatX *weights_of_role(const Plan *p, const Buffers *b, int
 }
 static inline void decoder_upload_matrices(const Plan *p, const Buffers *b, DecodeMatrix *to, cudaStream_t stream) {
     static const struct {
-        Role weight, bias, gain, norm_bias;
-    } roles[] = {{ROLE_QKVW, ROLE_QKVB, ROLE_LN1W, ROLE_LN1B},
-                 {ROLE_PROJW, ROLE_PROJB, NUM_ROLES, NUM_ROLES},
-                 {ROLE_FCW, ROLE_FCB, ROLE_LN2W, ROLE_LN2B},
-                 {ROLE_FCPROJW, ROLE_FCPROJB, NUM_ROLES, NUM_ROLES},
-                 {ROLE_HEADW, NUM_ROLES, ROLE_LNFW, ROLE_LNFB}};
+        Role weight, bias, gain, norm_bias, head_gains;
+    } roles[] = {{ROLE_QKVW, ROLE_QKVB, ROLE_LN1W, ROLE_LN1B, ROLE_QKNORMW},
+                 {ROLE_PROJW, ROLE_PROJB, NUM_ROLES, NUM_ROLES, NUM_ROLES},
+                 {ROLE_FCW, ROLE_FCB, ROLE_LN2W, ROLE_LN2B, NUM_ROLES},
+                 {ROLE_FCPROJW, ROLE_FCPROJB, NUM_ROLES, NUM_ROLES, NUM_ROLES},
+                 {ROLE_HEADW, ROLE_HEADB, ROLE_LNFW, ROLE_LNFB, NUM_ROLES}};
     const int count = quantised_count(p), final = p->table->num_units - 1;
     DecodeMatrix *table = new_array(DecodeMatrix, count);
     for (int i = 0; i < count; i++) {
         const int head = i == count - 1, unit = head ? final : 1 + i / 4, tied = head && p->config.tied;
         const auto &r = roles[head ? 4 : i % 4];
         const auto vector = [&](Role role) { return role == NUM_ROLES ? NULL : weights_of_role(p, b, unit, role); };
-        table[i] = {NULL, NULL, vector(r.bias), vector(r.gain), vector(r.norm_bias)};
+        table[i] = {NULL, NULL, vector(r.bias), vector(r.gain), vector(r.norm_bias), vector(r.head_gains)};
         if (p->weights == WEIGHTS_FP32) {
             table[i].weights = weights_of_role(p, b, tied ? 0 : unit, tied ? ROLE_WTE : r.weight);
         } else {
@@ -142,6 +141,7 @@ static inline void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int
     kernel->matrix = d->matrices;
     kernel->wte = weights_of_role(p, b, 0, ROLE_WTE);
     kernel->wpe = weights_of_role(p, b, 0, ROLE_WPE);
+    kernel->stream_gain = weights_of_role(p, b, 0, ROLE_LNEW);
     kernel->cos_sin = k->cos_sin;
     kernel->keys = (floatX *)k->keys;
     kernel->values = (floatX *)k->values;
@@ -189,9 +189,12 @@ template <typename Work> static inline void decoder_queue(Decoder *d, int step, 
     draw_rows(d->host_drawn + step * DECODE_ROWS, d->logits, (size_t)d->width, d->known, d->told->draws,
               d->told->positions, d->count[step], d->draw_scratch, stream, d->drawn, d->told->keeps);
 }
-static inline void decoder_run(Decoder *d, int step, int graphs, cudaStream_t stream) {
+static inline void decoder_run(Decoder *d, int step, float softcap, int graphs, cudaStream_t stream) {
     const int count = d->count[step];
-    const auto model = [&] { decode_launch(&d->kernel, decode_lines(&d->p2p), count, stream); };
+    const auto model = [&] {
+        decode_launch(&d->kernel, decode_lines(&d->p2p), count, stream);
+        softcap_logits(d->logits, softcap, (size_t)count * (size_t)d->width, stream);
+    };
     const auto work = [&] { decoder_queue(d, step, stream, model); };
     if (graphs)
         graph_run(&d->graphs[step][count - 1], count, stream, work);

@@ -61,18 +61,16 @@ static inline Decode decode_of_plan(const Plan *p) {
     d.norm = c->norm;
     d.norm_eps = c->norm_eps;
     d.mlp = c->mlp;
+    d.qk_norm = c->qk_norm != QK_NORM_NONE;
+    d.query_scale = query_scale(c);
     for (int &dtype : d.dtype) dtype = decode_dtype(p->weights);
     return d;
-}
-static inline int decode_knows(const Config *c) {
-    return c->qk_norm == QK_NORM_NONE && c->mlp != MLP_RELU2 && !c->embedding_norm && !c->head_bias &&
-           c->logit_softcap == 0;
 }
 // Products in fp8 have none: samples are in the arithmetic that trained. Nor have weights that are merged. With --tp it
 // takes --p2p 2, and ranks that can write to each other's memory, which is known when links are open.
 static inline int plan_has_decode_kernel(const Plan *p) {
     const Decode sizes = decode_of_plan(p);
-    return p->zero_stage < 3 && !p->fp8 && !p->lora.rank && decode_knows(&p->config) && decode_fits(&sizes);
+    return p->zero_stage < 3 && !p->fp8 && !p->lora.rank && decode_fits(&sizes);
 }
 
 // ---- where
