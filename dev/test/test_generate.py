@@ -486,6 +486,25 @@ def test_ranks_serve_together(runs):
     assert not server.close(quits=True)
 
 
+@pytest.mark.skipif(not test_ranks.MPIRUN, reason="no MPI (make toolkit)")
+def test_random_requests_on_ranks():
+    """A million tokens take minutes: the program's own first lines say how."""
+    command = [
+        sys.executable,
+        ROOT / "dev/test/stress_generate.py",
+        "--program",
+        TRAINER,
+        "--ranks",
+        3,
+        "--requests",
+        40,
+    ]
+    said = [launcher.run([*command, *more], timeout=300) for more in ([], ["--draft"], ["--", "--weights", "int8"])]
+    assert not any(done.returncode for done in said), said
+    told = [re.search(r"(\d{4}) tokens on 3 ranks .*; all answers: (\w+)$", done.stdout).groups() for done in said]
+    assert told[0] == told[1] and told[1][1] != told[2][1]
+
+
 # ---- on a terminal
 
 
