@@ -17,6 +17,9 @@
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
 enum { SUMS = 4 };  // an addition takes up to four cycles
+// Bytes between what is widened and what is asked for. The processor's own look ahead counts instructions, and the more
+// of them a byte takes, the fewer bytes it sees.
+enum { DECODE_AHEAD = 2048 };
 // Rows of activations at a time: as many as registers have room for their sums.
 #if defined __AVX512F__ || defined __aarch64__
 enum { DECODE_TILE = 4 };
@@ -103,8 +106,11 @@ DECODE_INLINE void multiply_weight_row(WeightFormat f, int R, const DecodeProduc
         Vector sum[DECODE_TILE * SUMS];
         DECODE_UNROLL
         for (int i = 0; i < R * SUMS; i++) sum[i] = zero;
-        for (int b = 0; b < blocks; b++, codes += bytes, inp += R * block)
+        for (int b = 0; b < blocks; b++, codes += bytes, inp += R * block) {
+            DECODE_UNROLL
+            for (int i = 0; i < bytes; i += (int)sizeof(Words)) __builtin_prefetch(codes + i + DECODE_AHEAD);
             multiply_block_of_codes(f, R, sum, codes, inp);
+        }
         if (f != WEIGHTS_INT4 && codes < end) {
             uint8_t last[SUMS * sizeof(Words)] = {0};
             memcpy(last, codes, end - codes);

@@ -31,8 +31,20 @@ PATIENCE = 120  # seconds without an event, after which the ranks count as hangi
 def train_model(program, folder, layers):
     text = (ROOT / "train_gpt2.c").read_bytes()[:60000]
     data = folder.with_suffix(".bin")
-    data.write_bytes(struct.pack("<256i", 20240520, 1, len(text), 257, *[0] * 252) + struct.pack(f"<{len(text)}H", *text))
-    command = [program, "-e", f"d{layers},heads=12,channels=192,vocab=257,seq={WINDOW}", "-i", data, "-j", "", "-o", folder]
+    data.write_bytes(
+        struct.pack("<256i", 20240520, 1, len(text), 257, *[0] * 252) + struct.pack(f"<{len(text)}H", *text)
+    )
+    command = [
+        program,
+        "-e",
+        f"d{layers},heads=12,channels=192,vocab=257,seq={WINDOW}",
+        "-i",
+        data,
+        "-j",
+        "",
+        "-o",
+        folder,
+    ]
     command += ["-b", 4, "-t", WINDOW, "-x", 60, "-n", 60, "-l", 3e-3, "-v", 0, "-s", 0]
     subprocess.run([str(c) for c in command], check=True, stdout=subprocess.DEVNULL, env=launcher.ENVIRONMENT)
 
@@ -50,7 +62,8 @@ def request_of(number):
 
 
 def jobs_of(count):
-    """[(id, request)]: each request twice, "7" and some time after it "7 again", and now and then one to be cancelled."""
+    """[(id, request)]: each request twice, "7" and some time after it "7 again", and now and then one to be
+    cancelled."""
     draw, jobs, waiting = random.Random(count), [], []
     for number in range(count):
         jobs.append((str(number), request_of(number)))
@@ -86,8 +99,8 @@ class Ranks:
         return event
 
     def answers(self, jobs):
-        """Yields (id, answer) as each job ends; some 24 are on their way at a time. An answer is a list of (token, logprob)
-        for each of its sequences."""
+        """Yields (id, answer) as each job ends; some 24 are on their way at a time. An answer is a list of (token,
+        logprob) for each of its sequences."""
         jobs, running, left = list(reversed(jobs)), {}, {}
         while jobs or running:
             while jobs and len(running) < 24:
