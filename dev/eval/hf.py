@@ -206,21 +206,20 @@ def add_tokenizer(folder, given, source):
 
 
 def add_generation_config(folder, config, tokenizer):
-    """Generation ends at config.json's end-of-text and at the token that separates documents in our training data."""
-    ends = sorted({config["eos_token_id"], tokenizer.eot if tokenizer else None} - {None})
+    """Generation ends at config.json's end-of-text, or at each of several, and at the token that separates documents in
+    our training data. transformers prefers this file to config.json, so nothing that config.json says may be lost."""
+    config |= read_json(folder, "config.json")
+    eos, bos = config["eos_token_id"], config["bos_token_id"]
+    ends = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eot if tokenizer else None]
+    ends = sorted({token for token in ends if isinstance(token, int)})
     path = os.path.join(folder, "generation_config.json")
     if ends and not os.path.exists(path):
-        bos = ends[0] if config["bos_token_id"] is None else config["bos_token_id"]
-        atomic_write(
-            path,
-            (
-                json.dumps(
-                    {"bos_token_id": bos, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": ends[-1]},
-                    indent=2,
-                )
-                + "\n"
-            ).encode(),
-        )
+        facts = {
+            "bos_token_id": ends[0] if bos is None else bos,
+            "eos_token_id": ends if len(ends) > 1 else ends[0],
+            "pad_token_id": ends[-1],
+        }
+        atomic_write(path, (json.dumps(facts, indent=2) + "\n").encode())
 
 
 # ---- logits

@@ -644,6 +644,20 @@ def test_a_checkpoint_that_changed_is_noticed(program, tmp_path, monkeypatch, ca
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.partial").exists()
 
 
+@pytest.mark.parametrize("model", ["gpt2", "qwen2.5"])
+@pytest.mark.parametrize("eos, ends", [(7, [0, 7]), ([7, 9], [0, 7, 9]), (None, 0)])
+def test_ends_of_config_are_kept(program, tmp_path, monkeypatch, model, eos, ends):  # noqa: F811
+    """A folder whose config.json alone says where generation ends: transformers reads generation_config.json first."""
+    ours, folder = make("bytes", tmp_path), write(program, tmp_path, model, "fp32")
+    edit(folder / "config.json", {"vocab_size": ours.vocab_size + 7, "bos_token_id": 5})
+    facts = json.loads((folder / "config.json").read_text()) | {"eos_token_id": eos}
+    (folder / "config.json").write_text(json.dumps(facts))
+    ours.write(folder)
+    main(monkeypatch, "tokenizer", folder)
+    made = json.loads((folder / "generation_config.json").read_text())
+    assert (made["bos_token_id"], made["eos_token_id"]) == (5, ends)
+
+
 def test_what_files_say_commands_no_terminal(program, tmp_path):  # noqa: F811
     """Names of files and tensors and what a tokenizer.json says of itself."""
     folder, evil = write(program, tmp_path / "run", "gpt2", "fp32"), "\x1b]0;x\x07\x9b2J\u202e"
