@@ -918,6 +918,9 @@ def load_adapters(folder):
         config = json.load(f)
     base, targets = (config.get(key) for key in ("base_model_name_or_path", "target_modules"))
     plain = config.get("peft_type") == "LORA" and isinstance(targets, list) and not config.get("alpha_pattern")
+    # others, as pissa, have changed the base
+    plain = plain and config.get("init_lora_weights", True) in (True, False, None, "gaussian", "eva", "orthogonal")
+    plain = plain and not config.get("alora_invocation_tokens")
     require(plain, f"the adapters in '{folder}' are of a kind that does not open here", merge)
     require(base and not is_preset(base), f"'{folder}' does not say where its base is", merge)
     model = make_model(base, 0)

@@ -215,7 +215,7 @@ static inline void remove_checkpoint(const char *folder) {
     for (int i = NUM_CHECKPOINT_FILES - 1; i > 0; i--)
         unlink(path_of("%s/%s", folder, checkpoint_file(folder, i)).text);
     unlink(path_of("%s/%s", folder, checkpoint_file(folder, 0)).text);  // last: it says which files these are
-    if (file_bytes(folder, DIVERGED_MARK) >= 0) unlink(path_of("%s/" DIVERGED_MARK, folder).text);
+    unlink(path_of("%s/" DIVERGED_MARK, folder).text);
     if (rmdir(folder) != 0) fprintf(stderr, "warning: cannot remove '%s': %s\n", folder, strerror(errno));
 }
 static inline int is_step_name(const struct dirent *e) {

@@ -31,28 +31,32 @@ static inline Path adapter_base(const char *folder) {
     json_free(&j);
     return found;
 }
-// What a key must not be: anything but absent, null, false, "none" or empty.
-static inline void adapter_require_unused(const Json *j, const char *path, const char *key) {
-    const int value = json_get(j, 0, key);
-    int used = 0;
-    const char *text = value == JSON_NONE ? "" : json_string(j, value);
-    const int unused = value == JSON_NONE || json_is(j, value, JSON_NULL) || (json_bool(j, value, &used) && !used) ||
-                       (text && (!*text || !strcmp(text, "none"))) ||
-                       ((json_is(j, value, JSON_ARRAY) || json_is(j, value, JSON_OBJECT)) && !json_items(j, value));
-    require(unused, "'%s' uses %s, which these adapters have not\nmerge it with peft's merge_and_unload instead", path,
-            key);
+// Keys that may say something: they are read below, or W + scale B A does not depend on them.
+static const char adapter_keys[] =
+    " auto_mapping base_model_name_or_path eva_config fan_in_fan_out inference_mode lora_alpha lora_dropout "
+    "megatron_core peft_type peft_version qalora_group_size r revision target_modules task_type use_rslora ";
+static inline int adapter_has_word(const char *words, const char *word) {
+    return strstr(words, path_of(" %s ", word).text) != NULL;
+}
+// The other keys, of which peft invents new ones, must be null, false, "none" or empty. init_lora_weights must not have
+// changed the base, as pissa, olora, corda, loftq and lora_ga do.
+static inline void adapter_require_plain(const Json *j, const char *path, int key) {
+    const char *name = json_string(j, key), *text = json_string(j, key + 1);
+    const int is_init = !strcmp(name, "init_lora_weights");
+    int used = json_is(j, key + 1, JSON_NUMBER) || json_items(j, key + 1);
+    if (json_bool(j, key + 1, &used)) used &= !is_init;
+    if (text) used = *text && !adapter_has_word(is_init ? " gaussian eva orthogonal " : " none ", text);
+    require(!used || adapter_has_word(adapter_keys, name),
+            "'%s' uses %s, which these adapters have not\nmerge it with peft's merge_and_unload instead", path, name);
 }
 static inline Lora adapter_config_read(const char *folder, const Config *c) {
-    static const char *const unused[] = {"use_dora",       "modules_to_save",     "rank_pattern",    "alpha_pattern",
-                                         "layers_pattern", "layers_to_transform", "exclude_modules", "lora_bias",
-                                         "bias",           "target_parameters",   "use_qalora"};
     Json j;
     Path path;
     adapter_config_open(&j, folder, &path);
     const char *type = json_string(&j, json_get(&j, 0, "peft_type"));
     require(type && !strcmp(type, "LORA"), "'%s': peft_type is '%.40s', not LORA\nname a folder of LoRA adapters",
             path.text, type ? type : "missing");
-    for (size_t i = 0; i < sizeof unused / sizeof *unused; i++) adapter_require_unused(&j, path.text, unused[i]);
+    JSON_EACH(&j, key, 0) adapter_require_plain(&j, path.text, key);
     Lora l = {0, 0, 8, 0, 0};
     int64_t rank = 8;
     double alpha = 8;
@@ -70,7 +74,7 @@ static inline Lora adapter_config_read(const char *folder, const Config *c) {
     require((all && !strcmp(all, "all-linear")) || json_is(&j, targets, JSON_ARRAY),
             "'%s': target_modules is no list of names\nwrite the names of the modules as a list", path.text);
     if (all) l.targets = lora_targets(c, "all", path.text);
-    JSON_EACH(&j, name, all ? JSON_NONE : targets) {
+    JSON_EACH(&j, name, targets) {
         const char *text = json_string(&j, name);
         require(text && *text, "'%s': target_modules is no list of names\ncorrect it", path.text);
         l.targets |= lora_targets(c, text, path.text);

@@ -253,6 +253,10 @@ def test_from_a_run_to_a_model(text_shards, tmp_path, monkeypatch, capsys):  # n
     with pytest.raises(SystemExit):
         ref.train(options(**run | {"model": str(made)}, evaluate=1))
     assert "are not those that its config" in capsys.readouterr().err
+    edit(made / "adapter_config.json", {"r": 8, "init_lora_weights": "pissa"})  # which has changed the base
+    with pytest.raises(SystemExit):
+        ref.train(options(**run | {"model": str(made)}, evaluate=1))
+    assert "of a kind that does not open here" in capsys.readouterr().err
 
 
 # ---- the C trainer
@@ -380,6 +384,10 @@ def test_the_c_trainer_looks_at_the_base(c_trainer, of_bytes, text_shards, tmp_p
     assert "is no folder here" in said(base_model_name_or_path=str(tmp_path / "gone"))
     assert "use_dora" in said(use_dora=True) and "modules_to_save" in said(modules_to_save=["lm_head"])
     assert "adapter_config.json is not its own" in said(r=RANK + 1)
+    assert "alora_invocation_tokens" in said(alora_invocation_tokens=[3])  # any key that is not known
+    assert "init_lora_weights" in said(init_lora_weights="pissa")  # which has changed the base
+    for plain in ({"init_lora_weights": init} for init in (True, False, None, "gaussian", "eva")):
+        assert "were trained beside other weights" in said(**plain, new_in_peft=None, lora_dropout=0.1, bias="none")
     assert "is no list of names" in said(target_modules=".*proj") and "no matrix of a block" in said(
         target_modules=["x"]
     )
