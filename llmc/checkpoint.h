@@ -116,7 +116,7 @@ static inline const char *checkpoint_file(const char *folder, int i) {
 }
 #define DIVERGED_MARK "diverged"
 // What a Hugging Face folder has beside config and weights. A checkpoint has copies of those in its --model's folder,
-// so that whoever opens it finds tokenizer and chat template.
+// or if that has gone of those in the newest checkpoint, so that whoever opens it finds tokenizer and chat template.
 static const char *const companion_files[] = {"tokenizer.json",    "tokenizer_config.json",
                                               "tokenizer.model",   "special_tokens_map.json",
                                               "added_tokens.json", "vocab.json",
@@ -577,24 +577,30 @@ static inline int copy_companion(const char *from, const char *to) {
     static char piece[1 << 16];
     ssize_t n = 0;
     for (int64_t at = 0; !error && (n = pread(in, piece, sizeof piece, at)) > 0; at += n)
-        error = st_pwrite(out, to, piece, (uint64_t)n, (uint64_t)at);
+        error = st_pwrite(out, to, piece, n, at);
     if (!error && n < 0) error = st_failed(from);
     close(in);
     return st_flush_and_close(out, to, error);
 }
 static inline void checkpoint_make_folder(Checkpoint *c) {
-    const char *model = state_option(&c->state, "model");
+    const char *model = state_option(&c->state, "model"), *output = c->output.text;
     struct dirent **names = NULL;
-    make_directory(c->output.text);
-    int leftovers = scandir(c->output.text, &names, is_leftover_name, alphasort);
-    for (int i = 0; i < leftovers; i++) remove_checkpoint(path_of("%s/%s", c->output.text, names[i]->d_name).text);
-    free_names(names, leftovers);
+    make_directory(output);
+    int count = scandir(output, &names, is_leftover_name, alphasort);
+    for (int i = 0; i < count; i++) remove_checkpoint(path_of("%s/%s", output, names[i]->d_name).text);
+    free_names(names, count);
+    names = NULL;
+    count = scandir(output, &names, is_step_name, by_step);
+    const Path from = model && is_directory(model)
+                          ? path_of("%s", model)
+                          : path_of("%s/%s", output, count > 0 ? names[count - 1]->d_name : ".");
+    free_names(names, count);
     if (mkdir(c->writing.text, 0777) != 0 && errno != EEXIST)
         c->error = st_failed(c->writing.text);
     else
         c->error = write_config(c->m, c->writing.text, model, &c->sums[0]);
-    for (int i = 0; i < NUM_COMPANION_FILES && model && is_directory(model) && !c->error; i++)
-        c->error = copy_companion(path_of("%s/%s", model, companion_files[i]).text,
+    for (int i = 0; i < NUM_COMPANION_FILES && !c->error; i++)
+        c->error = copy_companion(path_of("%s/%s", from.text, companion_files[i]).text,
                                   path_of("%s/%s", c->writing.text, companion_files[i]).text);
 }
 // All ranks call it, with the same arguments. overlap: copy what this rank writes and let a thread write it. Without,

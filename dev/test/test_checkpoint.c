@@ -697,6 +697,29 @@ static void test_keep(Model *m) {
               !file_exists(at("keep/step_00000100.tmp/model.safetensors")),
           "a user's file in an old checkpoint is not removed");
 }
+// What lies beside the weights of --model goes from checkpoint to checkpoint, also when that folder has gone.
+static void test_companions(Model *m) {
+    char run[600], model[600];
+    snprintf(run, sizeof run, "%s", at("companions"));
+    snprintf(model, sizeof model, "%s", at("companions_of"));
+    make_directory(model);
+    write_text(at("companions_of/tokenizer.json"), "tokens");
+    write_text(at("companions_of/unknown.txt"), "x");
+    for (int step = 1; step <= 3; step++) {
+        TrainState s = example_state(step);
+        state_set_option(&s, "model", model);
+        check(checkpoint_save(m, run, &s, 1, 0) == 0 && count_names(run, "step_") == 1 &&
+                  file_bytes(checkpoint_folder(run, step, "").text, "tokenizer.json") == 6 &&
+                  file_bytes(checkpoint_folder(run, step, "").text, "unknown.txt") < 0,
+              "checkpoint %d has the tokenizer%s", step, step > 1 ? ", without the model's folder" : "");
+        unlink(at("companions_of/tokenizer.json"));
+        unlink(at("companions_of/unknown.txt"));
+        rmdir(model);
+        state_free(&s);
+    }
+    save(m, at("without"), 1, 1, 0);
+    check(file_bytes(at("without/step_00000001"), "tokenizer.json") < 0, "a preset has none");
+}
 static void save_third_attempt(void *step) {
     save((Model *)((void **)step)[0], (const char *)((void **)step)[1], 3, 1, 0);
 }
@@ -987,6 +1010,7 @@ int main(int argc, char **argv) {
     test_old_format(&m);
     test_speed();
     test_keep(&m);
+    test_companions(&m);
     test_kill(&m);
     test_full_disk(&m);
     test_diverged(&m);
