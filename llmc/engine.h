@@ -26,12 +26,13 @@ static inline void add_end_token(EndTokens *e, int64_t token) {
     if (token >= 0 && token <= INT32_MAX && e->count < END_TOKENS && !is_end_token(e, (int)token))
         e->ids[e->count++] = (int)token;
 }
-// End-of-text, and what generation_config.json in the model's folder names.
+// End-of-text, and what generation_config.json in the model's folder names, or where there is none its config.json.
 static inline EndTokens end_tokens(int eot, const char *folder) {
     EndTokens e = {{eot}, 1};
     Json j;
     int64_t id;
-    if (json_load(&j, path_of("%s/generation_config.json", folder).text)) {
+    const int own = file_exists(path_of("%s/generation_config.json", folder).text);
+    if (json_load(&j, path_of("%s/%sconfig.json", folder, own ? "generation_" : "").text)) {
         int value = json_get(&j, 0, "eos_token_id");
         if (json_int(&j, value, &id)) add_end_token(&e, id);
         JSON_EACH(&j, item, value) if (json_int(&j, item, &id)) add_end_token(&e, id);

@@ -221,6 +221,20 @@ def test_the_folder_of_a_run_is_its_newest_checkpoint(runs, tmp_path):
     assert "config.json" in run("-e", tmp_path / "empty", "--generate", status=1)
 
 
+def test_what_ends_a_sample(runs, tmp_path):
+    """The tokens of generation_config.json; where there is none those of config.json, one or several."""
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(runs / "big/step_00000040" / file, tmp_path)
+    options = ["-e", tmp_path, "--generate", "-g", 20, "--temperature", 0]
+    config, ids = json.loads((tmp_path / "config.json").read_text()), samples(run(*options))[0].split()
+    assert len(ids) == 20
+    for ends in (int(ids[7]), [258, int(ids[7])]):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": ends}))
+        assert samples(run(*options))[0].split() == ids[: ids.index(ids[7])]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 258}))
+    assert samples(run(*options))[0].split() == ids
+
+
 def test_more_samples_than_slots():
     """As one ends another begins, and each is what it is beside two."""
     options = ["-e", "d1,channels=64,vocab=40,seq=64", "--generate", "-g", 12, "--samples"]
