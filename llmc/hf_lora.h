@@ -71,7 +71,7 @@ static inline Lora adapter_config_read(const char *folder, const Config *c) {
     l.alpha = (float)alpha;
     const int targets = json_get(&j, 0, "target_modules");
     const char *all = targets == JSON_NONE ? NULL : json_string(&j, targets);
-    require((all && !strcmp(all, "all-linear")) || json_is(&j, targets, JSON_ARRAY),
+    require((all && !strcmp(all, "all-linear")) || (json_is(&j, targets, JSON_ARRAY) && json_items(&j, targets)),
             "'%s': target_modules is no list of names\nwrite the names of the modules as a list", path.text);
     if (all) l.targets = lora_targets(c, "all", path.text);
     JSON_EACH(&j, name, targets) {
@@ -79,7 +79,6 @@ static inline Lora adapter_config_read(const char *folder, const Config *c) {
         require(text && *text, "'%s': target_modules is no list of names\ncorrect it", path.text);
         l.targets |= lora_targets(c, text, path.text);
     }
-    require(l.targets, "'%s': target_modules is empty\nname a folder with adapters", path.text);
     json_free(&j);
     return l;
 }
