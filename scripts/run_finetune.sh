@@ -11,7 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 [ $# -ge 2 ] || fail "a model and conversations are needed" "scripts/run_finetune.sh MODEL CONVERSATIONS [options]; it begins with what they are"
 model=${1%/} chats=${2%/}; shift 2
 [ -f "$model/config.json" ] || fail "'$model' is no Hugging Face folder: it has no config.json" "python dev/eval/hf.py import NAME $model"
-[ -e "$chats" ] || fail "there is no '$chats'" "name a .jsonl, .json or .parquet file of conversations, or a folder of them"
+[ -e "$chats" ] || fail "there is no '$chats'" "name a .jsonl, .json or .parquet file of conversations, or a folder of them; paths begin at $PWD"
 name=$(basename "$chats"); name=${name%%.*}
 out=$(last_value "log/$(basename "$model")-$name" o output "$@")
 lora=$(last_value 0 '' lora "$@")
@@ -32,9 +32,16 @@ END
 [ "${weights:-0}" -gt 0 ] || fail "'$model' holds no model*.safetensors" "python dev/eval/hf.py import NAME $model"
 
 T=$(last_value $((context < 2048 ? context : 2048)) t seq-len "$@")
-if ! compgen -G "$out/data/${name}_train_*.bin" > /dev/null; then
-    "$python" dev/data/chat.py --input "$chats" --model "$model" --output "$out/data" --name "$name" --seq-len "$T" ${CHAT:-}
+made=$out/data/$name.made  # since when the shards are whole
+if [ ! -e "$made" ]; then
+    mkdir -p "$out/data" && touch "$made.partial"
+    "$python" dev/data/chat.py --input "$chats" --model "$model" --output "$out/data" --name "$name" --seq-len "$T" --overwrite ${CHAT:-}
+    compgen -G "$out/data/${name}_val_*.bin" > /dev/null || [ -n "$(last_value '' j val-data "$@")" ] \
+        || fail "of so few conversations none is held out" "CHAT='--validation 0.3' and the same command hold out more; or give more conversations"
+    mv "$made.partial" "$made"
 fi
+[ -z "$(find -L "$chats" -newer "$made" -print -quit)" ] || fail "'$chats' is newer than the shards of it in '$out/data'" \
+    "another -o trains on what it holds now; or: touch '$made', and this run goes on with its shards"
 
 # By size: rows of a micro-step, the rate (a tenth of an adapter's), and what makes a large model fit.
 if   [ "$weights" -gt 5000000000 ]; then rows=1 rate=1e-5 room="--recompute 2 --state-dtype bf16"

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import launcher
 import pytest
@@ -117,3 +118,21 @@ def test_what_is_missing_is_said(tiny, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
     assert "line 1" in run(SCRIPT, model, tmp_path / "bad.jsonl", "-o", tmp_path / "out", status=1)
     assert not list((tmp_path / "out").glob("step_*"))
+
+
+def test_shards_that_are_not_of_these_conversations(tiny, tmp_path):
+    """Too few for one to be held out, and a file that changed since: both are said, and the same command goes on."""
+    model, chats = tiny
+    mine, out = tmp_path / "mine.jsonl", tmp_path / "out"
+    mine.write_text("".join(chats.read_text().splitlines(keepends=True)[:4]))
+    command = [SCRIPT, model, mine, "-o", out, "-x", "1"]
+    for _ in range(2):
+        assert "none is held out" in run(*command, status=1)
+    for _ in range(2):
+        assert "talk to it" in run(*command, CHAT="--validation 0.4")
+    shutil.copy(chats, mine)
+    os.utime(mine, (time.time() + 60,) * 2)
+    assert "is newer than the shards of it" in run(*command, status=1)
+    (out / "data/mine.made").touch()
+    os.utime(out / "data/mine.made", (time.time() + 60,) * 2)
+    assert "talk to it" in run(*command)
