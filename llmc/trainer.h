@@ -22,7 +22,11 @@ static void score(Trainer *t) {
     s->worse_evaluations = 0;
 }
 static int is_out_of_patience(const Trainer *t) { return t->o.patience && t->state.worse_evaluations >= t->o.patience; }
-static int is_best(const Trainer *t) { return t->o.patience && t->state.best_step == t->state.step; }
+static int is_best(const Trainer *t, int64_t step) { return t->o.patience && step && step == t->state.best_step; }
+// The checkpoint of this step is on the disk.
+static void link_if_best(const Trainer *t, int64_t step) {
+    if (is_best(t, step) && t->comm.rank == 0) link_best(t->o.output, step);
+}
 
 // ---- samples
 
@@ -141,7 +145,7 @@ static void save_finish(void *trainer) {
         report_failed_save(t, path.text, step, error);
     else
         report_save(t, path.text, step, now - t->save_begin, t->save_held + now - begin);
-    if (!error && t->o.patience && step == t->state.best_step && t->comm.rank == 0) link_best(t->o.output, step);
+    if (!error) link_if_best(t, step);
     rotate(t);
 }
 static void save(Trainer *t) {
@@ -160,7 +164,7 @@ static void save(Trainer *t) {
 static int save_is_due(const Trainer *t, int ends) {
     int64_t every = t->o.save_every, step = t->state.step;
     if (!every || (step == t->saved_step && !t->retry_step)) return 0;
-    return ends || (every > 0 && step % every == 0) || (t->retry_step && step >= t->retry_step) || is_best(t);
+    return ends || (every > 0 && step % every == 0) || (t->retry_step && step >= t->retry_step) || is_best(t, step);
 }
 // Called when the loss of a step is known: the first loss with a checkpoint's weights shows whether they have diverged.
 static void prove_checkpoint(Trainer *t) {
@@ -387,6 +391,7 @@ static int train(Trainer *t) {
     background.end = save_finish;
     background.of = t;
     int stopped = score_if_due(t);
+    link_if_best(t, first);  // a resumed checkpoint, whose evaluation a signal cut off, or that --patience is new for
     double clock = now_seconds();
     while (t->state.step < t->steps && !stopped && !is_out_of_patience(t)) {
         stopped = train_step(t, &clock);

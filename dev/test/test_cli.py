@@ -445,6 +445,17 @@ def test_patience_keeps_the_best_and_ends(trainer, tmp_path):
         fails(told, "--patience compares validation losses", "--eval-every")
 
 
+def test_the_checkpoint_that_is_resumed_may_be_the_best(trainer, tmp_path):
+    """--patience is new, and the steps that follow only do harm: rotation must not remove what the run began with."""
+    words = "-e d2,channels=32,heads=2,vocab=64,seq=64 -i train.bin -j val.bin -b 4 -t 16 -s 0 -nk 1 -o log".split()
+    for seed, name in enumerate(("train.bin", "val.bin")):
+        shard(tmp_path / name, np.random.default_rng(seed).integers(0, 64, 600), vocab=64)
+    succeeds(trainer.bare(*words, "-x", "4", "-v", "4", "-l", "1e-3"))
+    succeeds(trainer.bare(*words, "-x", "9", "-v", "2", "-l", "3e-2", "--patience", "2", "--resume", "1"))
+    assert sorted(p.name for p in (tmp_path / "log").glob("step_*")) == ["step_00000004", "step_00000008"]
+    assert (tmp_path / "log/best").resolve().name == "step_00000004"
+
+
 def test_every_option_that_matters_is_tried():
     for mark in "=~*":
         assert CHANGED[mark].keys() | ELSEWHERE[mark] == {name for name, option in OPTIONS.items() if option[1] == mark}
