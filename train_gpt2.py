@@ -1004,6 +1004,8 @@ def in_range(of, low, high):
     def number(text):
         if not low <= of(text) <= high:
             raise argparse.ArgumentTypeError(f"{text} is outside {low:.10g} to {high:.10g}")
+        if of(text) < 0 and of(text) != low:  # -1 has a meaning
+            raise argparse.ArgumentTypeError(f"{text} is below 0")
         return of(text)
 
     number.__name__ = of.__name__  # for argparse's message
@@ -1131,9 +1133,6 @@ def check_optimizer(o):
         f"unknown --muon-polynomials '{o.muon_polynomials}'",
         "use polar-express or simple",
     )
-    for name in ("lr_matrix", "lr_embedding", "lr_head", "lr_vector", "decay_matrix"):
-        value = getattr(o, name)
-        require(value == -1 or value >= 0, f"--{name.replace('_', '-')} {value:g} is below 0", "give 0 or more")
 
 
 def add_options(p, table):

@@ -98,19 +98,6 @@ static inline void params_set_optimiser(ParamTable *t, const Options *o) {
         if (p->unit == 1 && p->optimiser == OPTIMISER_MUON) t->muon += p->size;
     }
 }
-static inline void optimiser_check(const Options *o) {
-    const struct {
-        const char *name;
-        double value;
-    } own[] = {{"lr-matrix", o->lr_matrix},
-               {"lr-embedding", o->lr_embedding},
-               {"lr-head", o->lr_head},
-               {"lr-vector", o->lr_vector},
-               {"decay-matrix", o->decay_matrix}};
-    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
-        require(own[i].value == -1 || is_given(own[i].value),
-                "--%s %g is below 0\ngive 0 or more, or leave it out for the common one", own[i].name, own[i].value);
-}
 
 // ---- matrices, and who has the work
 

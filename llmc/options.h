@@ -262,6 +262,8 @@ static void option_set(Options *o, const OptionInfo *info, const char *text) {
             whole ? "whole " : "", text, info->help);
     require(number >= info->low && number <= info->high, "--%s %s is outside %.10g to %.10g\n%s", info->name, text,
             info->low, info->high, info->help);
+    // -1 has a meaning
+    require(number >= 0 || number == info->low, "--%s %s is below 0\n%s", info->name, text, info->help);
     if (whole)
         *(long long *)field = integer;
     else

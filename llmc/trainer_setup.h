@@ -60,13 +60,13 @@ static void check_lora(const Options *o) {
             "--zero-stage 3 shards weights that are trained, and --lora freezes them\nuse --zero-stage 2, or --tp");
     require(!o->lora || strcmp(o->optimizer, "muon"),
             "--optimizer muon is for whole matrices, not for adapters\nuse adamw with --lora");
+    require(!o->lora || o->lora_alpha, "--lora-alpha 0: adapters would have no effect\nleave it out: twice the rank");
     require(o->lora || (!o->lora_rs && !strcmp(o->lora_targets, "all") && o->lora_alpha < 0),
             "--lora-alpha, --lora-targets and --lora-rs say nothing without --lora\nadd --lora 16, or leave them out");
 }
 // Refuses combinations of options.
 static void check_options(const Options *o) {
     offloads(o);  // refuses what it does not know
-    optimiser_check(o);
     require(!o->reset_optimizer || o->resume, "--reset-optimizer 1 is for a run that goes on\n"
                                               "add --resume 1, or leave it out: a new run has empty states");
     require(!weights_are_quantised(o) || forward_only(o) || o->lora,

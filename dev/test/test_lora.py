@@ -349,6 +349,7 @@ def refused(*words):
             "--lora-targets: 'gate' is no matrix of a block of this model",
         ),
         (["--lora", 4, "--lora-targets", ""], "--lora-targets names no matrices"),
+        (["--lora", 4, "--lora-alpha", 0], "--lora-alpha 0: adapters would have no effect"),
         (["--lora", 4, "--optimizer", "muon"], "--optimizer muon is for whole matrices"),
         (["--lora", 4, "-z", 3], "--zero-stage 3 shards weights that are trained"),
         (["--lora", 4, "--evaluate", 1], "--lora trains"),

@@ -307,8 +307,6 @@ static void test_deal(const char *model, int layers, int ranks) {
     params_free(&t);
 }
 
-static void refuse(void *options) { optimiser_check((const Options *)options); }
-
 int main(void) {
     const int sizes[][2] = {{48, 48}, {40, 120}, {120, 40}, {97, 64}, {1, 30}, {30, 1}};
     for (int i = 0; i < 6; i++) test_matrix(sizes[i][0], sizes[i][1]);
@@ -326,8 +324,5 @@ int main(void) {
     test_parts("qwen2.5:1.5B,layers=2,channels=96,heads=12,kv_heads=1,vocab=256,ffn=96,seq=24", 4, 7);
     for (int ranks = 1; ranks <= 64; ranks *= 2) test_deal("gpt2:124M", 12, ranks);
     test_deal("llama3:8B", 32, 8);
-    Options o = options_default();
-    o.lr_head = -0.5;
-    check_refused("a rate below 0", refuse, &o, "--lr-head -0.5 is below 0");
     return checks_report("test_muon");
 }

@@ -544,6 +544,13 @@ def test_near_names(capsys, typed, near):
     assert f"hint: did you mean {near}? --help" in text if near else "hint: --help" in text
 
 
+@pytest.mark.parametrize("name", ["--decay-fraction", "--lr-matrix"])
+def test_only_minus_one_has_a_meaning(capsys, name):
+    status, text = parse(capsys, name, "-0.3")
+    assert status == 2 and f"{name}: -0.3 is below 0" in text
+    assert vars(ref.parse_options([name, "-1"]))[name[2:].replace("-", "_")] == -1
+
+
 @pytest.mark.parametrize("typed", ["--recompute", "-nk"])
 def test_options_of_c_alone(capsys, typed):
     status, text = parse(capsys, typed, "1")
