@@ -58,7 +58,11 @@ if [ "$GPUS" != 0 ]; then kind=gpu; else GPUS=1; fi
 tokens=$((($(cat "$out/data/${name}"_train_*.bin | wc -c)) / 4))
 micro=$((rows * T * GPUS))
 batch=$((tokens / 100 < 65536 ? tokens / 100 : 65536))
-batch=$(last_value $((batch / micro > 0 ? batch / micro * micro : micro)) d total-batch "$@")
+batch=$((batch / micro > 0 ? batch / micro * micro : micro))
+# A run keeps its steps on another number of GPUs: with larger ones it would be at its end too early.
+before=$(sed -n 's/^ *"total-batch": "\([0-9]*\)",*$/\1/p' "$out/$(newest_checkpoint)/train_state.json" 2> /dev/null || true)
+batch=$(last_value "${before:-$batch}" d total-batch "$@")
+while [ "$rows" -gt 1 ] && [ $((batch % (rows * T * GPUS))) != 0 ]; do rows=$((rows / 2)); done
 epochs=$(last_value 3 '' epochs "$@")
 every=$((tokens / batch / 4 > 0 ? tokens / batch / 4 : 1))
 awk -v tokens="$tokens" -v epochs="$epochs" -v weights="$weights" -v lora="$lora" -v gpus="$GPUS" -v kind="$kind" 'BEGIN {
