@@ -9,6 +9,7 @@ A span is (path, begin, end): bytes of .txt .md .py and .jsonl, row groups of .p
 and .json, can only be read from its beginning and is one span. Nothing here depends on how many processes there are.
 """
 
+import codecs
 import collections
 import functools
 import gzip
@@ -288,7 +289,8 @@ def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of):
             )
         if begin == 0 and number == 1 and wide_encoding(line):
             die_of(where, *not_text(path, 0, errors))
-        if line.isspace():
+        line = line.removeprefix(codecs.BOM_UTF8)  # also where files that begin with one were joined
+        if not line or line.isspace():
             continue
         try:
             line = line.decode("utf-8", errors or "strict")
@@ -357,6 +359,7 @@ def not_text(path, offset, errors):
 
 def json_array(text, path, bad):
     """Records of a .json file: those of its list, or one in a line as in .jsonl."""
+    text = text.removeprefix(codecs.BOM_UTF8)
     if not text.lstrip().startswith(b"["):
         return json_rows(io.BytesIO(text), path, bad=bad)
     try:
@@ -443,7 +446,7 @@ class Reader:
             left = BLOCK_BYTES if end is None else min(BLOCK_BYTES, end - start - len(text))
             block = stream.read(left)
             text, start, at = text[at:] + block, start + at, 0
-            if first and start == 0 and text.startswith(b"\xef\xbb\xbf"):  # the byte order mark that some editors write
+            if first and start == 0 and text.startswith(codecs.BOM_UTF8):  # the byte order mark that some editors write
                 text, start = text[3:], 3
             if first and start == 0 and self.errors == "strict" and (encoding := wide_encoding(text)):
                 die(f"'{path}' is {encoding}: byte 0 is not UTF-8", f"convert it: iconv -f {encoding} -t UTF-8")

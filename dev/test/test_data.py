@@ -170,6 +170,16 @@ def test_every_kind_of_file(tmp_path):
     assert "2 empty documents" in out and not shards(tmp_path / "out", "val")
 
 
+def test_byte_order_marks_of_lines(tmp_path):
+    """Some editors write one at a file's beginning. Where such files are joined it stands in the middle."""
+    mark, lines = b"\xef\xbb\xbf", [b'{"text": "a"}\n', b'{"text": "b"}\n']
+    (tmp_path / "a.jsonl").write_bytes(mark + lines[0] + mark + lines[1] + mark)
+    prepare("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--val-fraction", 0)
+    assert sorted(documents(tmp_path / "out")) == [b"a", b"b"]
+    (tmp_path / "list.json").write_bytes(mark + b"[1, 2]")
+    assert [record for record, _ in reader.rows(str(tmp_path / "list.json"))] == [1, 2]
+
+
 def test_jsonl_is_split_at_newlines_only(tmp_path):
     texts = ["a\u2028b", "c\u0085d", "e\x0cf\x1cg", "h\r\ni"]
     (tmp_path / "a.jsonl").write_bytes(
