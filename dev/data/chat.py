@@ -92,7 +92,7 @@ def call_of(call, name):
 def message_of(given, name):
     if not isinstance(given, dict):
         raise Bad(f"{name} is no object", EXAMPLE)
-    given = {k: v for k, v in given.items() if v is not None}  # columns of .parquet that other messages need
+    given = {k: v for k, v in given.items() if v is not None}
     role, content = given.pop("from", None), given.pop("value", None)
     role, content = given.get("role", role), given.get("content", content)
     if not isinstance(role, str) or role not in ROLES:

@@ -371,6 +371,13 @@ def json_array(text, path, bad):
     return ((record, functools.partial("'{}' entry {}".format, path, i + 1)) for i, record in enumerate(records))
 
 
+def without_nulls(value):
+    """Columns of .parquet hold the fields of all rows' objects: null stands for those that a row's own has not."""
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
 def records(span, bad=die_of):
     """(record, where) for every row of a span; where() names it in messages. bad: see json_rows."""
     (path, begin, end), kind = span, kind_of(span[0])
@@ -383,7 +390,7 @@ def records(span, bad=die_of):
             if kind == ".parquet":
                 for row, batch in parquet_batches(stream, path, None, begin, end):
                     for i, record in enumerate(batch.to_pylist()):
-                        yield record, functools.partial("'{}' row {}".format, path, row + i + 1)
+                        yield without_nulls(record), functools.partial("'{}' row {}".format, path, row + i + 1)
             elif kind == ".json":
                 yield from json_array(stream.read(), path, bad)
             else:

@@ -247,6 +247,34 @@ def test_tools_are_the_templates(tmp_path, monkeypatch):
     call(monkeypatch, *args, "--overwrite", fails="this template knows no tools")
 
 
+def test_arguments_of_one_tool_are_not_those_of_others(tmp_path, monkeypatch):
+    """A column of .parquet has the fields of all its objects, as null where an object does not have them."""
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    arguments = [{"city": "Paris"}, {"days": [1, None], "unit": {"name": "C"}}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": a}}]},
+            ]
+        }
+        for a in arguments
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "t.jinja").write_text(
+        TEMPLATES["chatml"].replace(
+            "{{ m.content }}<",
+            "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}<",
+        )
+    )
+    args = ("--input", tmp_path / "rows.parquet", "--output", tmp_path / "out", *BYTES)
+    call(monkeypatch, *args, "--template", tmp_path / "t.jinja")
+    said = [bytes(i for i, yes in zip(*c) if yes).removesuffix(b"<|im_end|>") for c in chats_of(tmp_path / "out")]
+    assert [json.loads(text) for text in said] == arguments
+
+
 # ---- long ones, the held-out part, processes
 
 
