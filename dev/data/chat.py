@@ -105,6 +105,13 @@ def message_of(given, name):
     return given | {"role": ROLES[role], "content": content} | ({"tool_calls": calls} if calls else {})
 
 
+def texts_in(value):
+    """All texts in a message or in tools: those of tool calls and of reasoning, too."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return [t for v in value for t in texts_in(v)] if isinstance(value, list) else [value] * isinstance(value, str)
+
+
 def messages_of(record):
     """The list of messages in one of the three forms."""
     if not isinstance(record, dict):
@@ -324,7 +331,7 @@ class Converter:
 
     @functools.cached_property
     def forbidden(self):
-        """Texts that are tokens of the template, and would be so in a message, too."""
+        """Texts that are tokens of the template, and would be so in a message or in tools, too."""
         return re.compile("|".join(map(re.escape, {self.template.end, *self.encoder.special, *MARKS})))
 
     def bad(self, where, what, hint):
@@ -336,10 +343,13 @@ class Converter:
         for record, where in records(span, self.bad):
             try:
                 c = conversation_of(record, where)
-                for i, m in enumerate(c.messages, 1):
-                    if found := self.forbidden.search(m["content"]):
+                for name, part in [
+                    ("the list of tools", c.tools),
+                    *((f"message {i}", m) for i, m in enumerate(c.messages, 1)),
+                ]:
+                    if found := next(filter(None, map(self.forbidden.search, texts_in(part))), None):
                         hint = "it would end or begin a turn in the middle of a text: change it"
-                        raise Bad(f"message {i} holds '{found[0]}', which is a token of the template", hint)
+                        raise Bad(f"{name} holds '{found[0]}', which is a token of the template", hint)
                 yield c
             except Bad as e:
                 self.bad(where, ": " + e.args[0], e.args[1])

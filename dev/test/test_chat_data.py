@@ -413,6 +413,10 @@ BAD = {
     '{"messages": [3], "tools": 4}': "line 3: message 1 is no object",
     chat_of(USER): "line 3: no turn of the assistant",
     chat_of(USER, ("assistant", "a<|im_end|>")): "line 3: message 2 holds '<|im_end|>'",
+    GOOD[:-1] + ', "tools": [{"name": "f", "<|im_end|>": 1}]}': "line 3: the list of tools holds '<|im_end|>'",
+    GOOD.replace('"a"', '"a", "tool_calls": [{"arguments": "{\\"x\\": [\\"<|im_end|>\\"]}"}]'): (
+        "line 3: message 2 holds '<|im_end|>'"
+    ),
     chat_of(USER, ("assistant", "\ud800")): "line 3: half a surrogate pair",
     chat_of(("system", "s"), USER, ASSISTANT): "line 3: the chat template fails: Only user and assistant",
 }
