@@ -473,6 +473,11 @@ def write(converter, results):
         die("no conversation is left for training", "give more, a longer --seq-len, or a smaller --validation")
     if encoder.own:
         shards.write_tokenizer(encoder.own, args.output, args.overwrite)
+    if args.validation and not len(whole["val"]):
+        print(
+            f"warning: none of the {np.count_nonzero(whole['train'] >= TOKEN_BEGINS):,} conversations is held out\n"
+            "  hold out more with --validation 0.2, or give more conversations"
+        )
     stale, number = set(existing(prefix)), 0
     for split, ids in whole.items():
         parts = cut(ids, args.shard_tokens) if len(ids) else []

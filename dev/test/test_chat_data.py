@@ -326,6 +326,14 @@ def test_held_out_by_hash_on_any_number_of_processes(tmp_path, monkeypatch):
     assert texts_of(tmp_path / "out1") == train
 
 
+def test_none_held_out_is_said(tmp_path, monkeypatch, capsys):
+    data = write_lines(tmp_path / "c.jsonl", [{"prompt": "q", "completion": "a"}] * 3)
+    call(monkeypatch, "--input", data, *BYTES[:4], "--output", tmp_path / "out")
+    assert "warning: none of the 3 conversations is held out" in capsys.readouterr().out
+    call(monkeypatch, "--input", data, *BYTES[:4], "--output", tmp_path / "meant", "--validation", 0)
+    assert "warning" not in capsys.readouterr().out
+
+
 def test_padding_is_said_and_a_remedy(tmp_path, monkeypatch, capsys):
     """Conversations of 0.6 rows leave 0.4 of each free, however they are packed."""
     rng = np.random.default_rng(1)
