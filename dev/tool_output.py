@@ -7,7 +7,8 @@ too.
       of a tool that only tells: ends without a word, with the status that a shell gives to what SIGPIPE ended
     outlive_reader()     of one that makes something: goes on to its end without a word
 
-Either is called once, where a program starts. Standard library only.
+Either is called once, where a program starts. From then on a character that the output's encoding lacks is escaped,
+such as half of one in the name of a file: Python would end there. Standard library only.
 """
 
 import os
@@ -47,6 +48,8 @@ def reader_may_leave(end):
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Output):  # None: closed
+            if stream.errors == "strict":
+                stream.reconfigure(errors="backslashreplace")
             stream = Output(stream)
             setattr(sys, name, stream)
         if stream is not None:

@@ -70,6 +70,16 @@ def test_what_only_tells_ends(tmp_path, unbuffered):
     assert unread("dev/doctor.py", PYTHONUNBUFFERED="1") == (SIGPIPE_STATUS, "")
 
 
+def test_names_that_are_no_text_are_escaped(tmp_path):
+    """Old archives have names in Latin 1. Most locales write them as they are, or refuse to."""
+    for name in "a.txt", "\udcff.txt", "\udcff.pdf":  # a byte that is not UTF-8
+        (tmp_path / name).write_text("some words")
+    command = f"dev/data/prepare.py --tokenizer bytes --output {tmp_path}/out --input {tmp_path}".split()
+    environment = ENVIRONMENT | {"PYTHONIOENCODING": "utf-8:strict"}
+    result = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "") and r"/\udcff.pdf')" in result.stdout
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_makes_something_makes_it(tmp_path, unbuffered):
     for i in range(3):
