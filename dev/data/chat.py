@@ -586,8 +586,8 @@ def main():
             done, tokens = done + sizes[i], tokens + sum(map(len, parts.values()))
             progress.update(done, tokens)
     progress.finish()
+    tell(counts, args)  # before write() may find that none is left
     write(converter, results)
-    tell(counts, args)
     print(f"end of turn {template.end!r}; train with -i '{glob.escape(prefix)}_train_*.bin' -t {args.seq_len}")
 
 

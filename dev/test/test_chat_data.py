@@ -304,6 +304,9 @@ def test_too_long_conversations(tmp_path, monkeypatch, capsys):
         fails="line 2 has 260 tokens, a row 250",
     )
     assert not list(tmp_path.glob("stop/*.bin"))
+    capsys.readouterr()
+    call(monkeypatch, *args[:-1], 50, "--output", tmp_path / "none", fails="no conversation is left")
+    assert "5 conversations left out: longer than 50" in capsys.readouterr().out
 
 
 def test_held_out_by_hash_on_any_number_of_processes(tmp_path, monkeypatch):
