@@ -208,7 +208,7 @@ def add_tokenizer(folder, given, source):
 def add_generation_config(folder, config, tokenizer):
     """Generation ends at config.json's end-of-text, or at each of several, and at the token that separates documents in
     our training data. transformers prefers this file to config.json, so nothing that config.json says may be lost."""
-    config |= read_json(folder, "config.json")
+    config = config | read_json(folder, "config.json")
     eos, bos = config["eos_token_id"], config["bos_token_id"]
     ends = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eot if tokenizer else None]
     ends = sorted({token for token in ends if isinstance(token, int)})

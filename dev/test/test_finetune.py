@@ -122,7 +122,7 @@ def test_what_is_missing_is_said(tiny, tmp_path):
     assert "line 1" in run(SCRIPT, model, tmp_path / "bad.jsonl", "-o", tmp_path / "out", status=1)
     (tmp_path / "few.jsonl").write_text('{"prompt": "?", "completion": "!"}\n' * 3)
     few = (SCRIPT, model, tmp_path / "few.jsonl", "-o", tmp_path / "out")
-    assert "no conversation of" in run(*few, status=1)
+    assert "none is held out" in run(*few, status=1)
     assert "error" not in run(*few, "-j", tmp_path / "out/data/few_train_*.bin", DRY_RUN="1")
     assert not list((tmp_path / "out").glob("step_*"))
 
