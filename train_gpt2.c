@@ -251,7 +251,7 @@ static void quant_widen_rows(const QuantMatrix *q, int first, int rows, float *w
 void matmul_forward_quant_cpu(float *out, const float *x, const float *inp, QuantMatrix weight, const float *bias,
                               int N) {
     const int C = weight.cols, OC = weight.rows, most = (1 << 18) / C / TILE_N * TILE_N, part = most ? most : TILE_N;
-    float *wide = (float *)malloc_or_die(area(part, C) * sizeof(float));
+    float *wide = new_array(float, area(part, C));
     for (int n = 0; n < OC; n += part) {
         const int rows = min_int(OC - n, part);
         quant_widen_rows(&weight, n, rows, wide);
@@ -277,7 +277,7 @@ void matmul_backward_weight_cpu(float *dweight, const float *dout, const float *
 // dinp (N, C) = dout (N, OC) weight, with weights in any format, as the forward product has them.
 void matmul_backward_input_quant_cpu(float *dinp /*=*/, const float *dout, QuantMatrix weight, int N) {
     const int C = weight.cols, OC = weight.rows, most = (1 << 18) / C, part = most ? most : 1;
-    float *wide = (float *)malloc_or_die(area(part, C) * sizeof(float));
+    float *wide = new_array(float, area(part, C));
     for (int n = 0; n < OC; n += part) {
         const int rows = min_int(OC - n, part);
         quant_widen_rows(&weight, n, rows, wide);
@@ -320,7 +320,7 @@ void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
 // x rounded to fp8 and divided by its scale again, which is exact. scale_rows: each row has a scale of its own. counts,
 // added to: [0] values that were not 0 and became it, [1] values above the largest fp8.
 void fp8_round_cpu(float *out, const float *x, Fp8Kind kind, int rows, int cols, int scale_rows, double counts[2]) {
-    uint32_t *absmax = (uint32_t *)malloc_or_die(rows * sizeof(uint32_t)), largest = 0;
+    uint32_t *absmax = new_array(uint32_t, rows), largest = 0;
     int64_t flushed = 0, saturated = 0;
     PARALLEL_FOR
     for (int i = 0; i < rows; i++) {
@@ -420,7 +420,7 @@ void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight, float 
                        int N, int C) {
     enum { ROWS = 32 };
     int tasks = (N + ROWS - 1) / ROWS, centred = norm_is_centred(kind);
-    float *sums = (float *)calloc_or_die(area(tasks, 2 * C) * sizeof(float));
+    float *sums = new_zeros(float, area(tasks, 2 * C));
     PARALLEL_FOR
     for (int task = 0; task < tasks; task++) {
         float *dw = sums + area(task, 2 * C), *db = dw + C;
@@ -507,7 +507,7 @@ void qk_norm_backward_cpu(float *dqkv, const float *qkv, HeadNorm norm, int N, i
     enum { ROWS = 32 };
     const int tasks = (N + ROWS - 1) / ROWS, heads = NH + NKV;
     const size_t row = area(NH + 2 * NKV, HD);
-    float *sums = (float *)calloc_or_die(area(tasks, 2 * HD) * sizeof(float));
+    float *sums = new_zeros(float, area(tasks, 2 * HD));
     PARALLEL_FOR
     for (int task = 0; task < tasks; task++)
         for (int i = task * ROWS * heads; i < min_int((task + 1) * ROWS, N) * heads; i++) {
@@ -578,7 +578,7 @@ static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const fl
         size_t head = b * kv.sequence + h / (NH / NKV) * kv.head;
         Matrix keys_transposed = transposed(kv.keys + head, kv.token), values = matrix(kv.values + head, kv.token);
         const int *sees_from = first ? first + area(b, T) : NULL;
-        float *p = (float *)malloc_or_die(area(min_int(T, QUERIES), at + T) * sizeof(float));  // (rows, keys)
+        float *p = new_array(float, area(min_int(T, QUERIES), at + T));  // (rows, keys)
         for (int t0 = 0; t0 < T; t0 += QUERIES) {
             int rows = min_int(T - t0, QUERIES), begin = first ? sees_from[t0] : 0, keys = at + t0 + rows - begin;
             Matrix q = matrix(head_at(qkv, b, T, row, h, HD) + t0 * row, row);
@@ -657,7 +657,7 @@ void attention_prompt_cpu(float *out /*(T,NH*HD)*/, float *lse /*(NH,T)*/, const
                           KvPlace first, int T) {
     const size_t head = area(c->room, c->HD), all = c->NKV * head;
     const int seen = first.at + T;
-    float *widened = c->keys.format == WEIGHTS_FP32 ? NULL : (float *)malloc_or_die(2 * all * sizeof(float));
+    float *widened = c->keys.format == WEIGHTS_FP32 ? NULL : new_array(float, 2 * all);
     const KeysValues kv = {kv_load_slot(c, &c->keys, first.slot, seen, widened),
                            kv_load_slot(c, &c->values, first.slot, seen, widened ? widened + all : NULL), 0, head,
                            (size_t)c->HD};
@@ -673,7 +673,7 @@ void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLa
         const int n = task / NH, h = task % NH, seen = places[n].at + 1;
         const size_t first = kv_row(c, (KvPlace){places[n].slot, 0}, h / (NH / c->NKV));
         const float *q = head_at(qkv, n, 1, row, h, HD);
-        float *o = out + area(task, HD), *p = (float *)malloc_or_die((seen + HD) * sizeof(float)), *widened = p + seen;
+        float *o = out + area(task, HD), *p = new_array(float, seen + HD), *widened = p + seen;
         for (int s = 0; s < seen; s++) {
             const float *k = kv_load(&c->keys, first + s, widened);
             float dot = 0;
@@ -704,8 +704,8 @@ void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *q
         int b = task / NKV, kv = task % NKV, group = NH / NKV;
         const float *k = head_at(qkv, b, T, row, NH + kv, HD), *v = head_at(qkv, b, T, row, NH + NKV + kv, HD);
         float *dk = dqkv + (k - qkv), *dv = dqkv + (v - qkv);
-        float *p = (float *)malloc_or_die(2 * area(QUERIES, T) * sizeof(float));  // (rows, keys)
-        float *ds = p + area(QUERIES, T);                                         // the same
+        float *p = new_array(float, 2 * area(QUERIES, T));  // (rows, keys)
+        float *ds = p + area(QUERIES, T);                   // the same
         for (int t = 0; t < T; t++)
             for (int i = 0; i < HD; i++) dk[t * row + i] = dv[t * row + i] = 0;
         for (int step = 0; step < group * T;) {
@@ -952,7 +952,7 @@ void muon_update_cpu(float *weight, const float *x, size_t n, float lr, float sc
 static inline double sum_of_squares(const float *x, size_t n) {
     enum { PIECE = 1 << 14 };
     int pieces = ceil_div(n, PIECE);
-    double total = 0, *sums = (double *)malloc_or_die(pieces * sizeof(double));
+    double total = 0, *sums = new_array(double, pieces);
     #pragma omp parallel for schedule(static) if (pieces > 8)
     for (int p = 0; p < pieces; p++) {
         size_t begin = area(p, PIECE), end = begin + PIECE < n ? begin + PIECE : n;
@@ -2169,7 +2169,7 @@ static void open_muon(Model *m) {
     const int tp = m->mesh->tp.world;
     MuonMatrix matrices[MUON_MOST_MATRICES];
     size_t most = 0;
-    m->group = (ParamTable *)malloc_or_die(tp * sizeof(ParamTable));
+    m->group = new_array(ParamTable, tp);
     for (int r = 0; r < tp; r++) m->group[r] = params_of_rank(&m->config, tp, r);
     for (int i = muon_matrices(&m->table, tp, 1, 1, matrices); i-- > 0;) {
         const size_t size = area(matrices[i].rows, matrices[i].cols);

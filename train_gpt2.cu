@@ -818,7 +818,7 @@ static void open_links(Model *m) {
     links_patience(k);
     const int copies = plan_is_split(p) && p->trains ? gradient_copies(p, NULL, &k->copies.total) : 0;
     if (!copies) return;
-    k->copies.host_list = (Copy *)malloc_or_die((size_t)copies * sizeof(Copy));
+    k->copies.host_list = new_array(Copy, copies);
     gradient_copies(p, k->copies.host_list, &k->copies.total);
     upload(k->copies.list, k->copies.host_list, (size_t)copies * sizeof(Copy), m->gpu.compute);
 }
@@ -871,7 +871,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
 static void measure_overlap(Model *m) {
     OverlapChoice *o = &m->links.rows.overlap;
     const Comm *job = &m->mesh->job;
-    int *tokens = (int *)malloc_or_die(m->plan.N * sizeof(int)), differs = 0;
+    int *tokens = new_array(int, m->plan.N), differs = 0;
     uint64_t synchronous = 0;
     for (size_t i = 0; i < m->plan.N; i++)
         tokens[i] = (int)(rand_u64((uint64_t)m->plan.options.seed, (uint64_t)m->mesh->dp.rank, i) %

@@ -48,9 +48,7 @@ static void chat_on_interrupt(int number) {
     chat_interrupted = 1;
 }
 
-static void chat_room(Chat *c, size_t more) {
-    c->tokens = (int *)realloc_or_die(c->tokens, (c->count + more + 1) * sizeof *c->tokens);
-}
+static void chat_room(Chat *c, size_t more) { grow_array(c->tokens, c->count + more + 1); }
 // special: the text is the template's, and names of special tokens in it are these tokens. The user's text has none.
 static void chat_append(Chat *c, const char *text, int special) {
     int bytes = (int)strlen(text);
@@ -58,7 +56,7 @@ static void chat_append(Chat *c, const char *text, int special) {
     c->count += tokenizer_encode_text(c->g->engine.tokenizer, text, bytes, special, c->tokens + c->count);
 }
 static void chat_begin_turn(Chat *c, const char *role) {
-    c->turns = (int *)realloc_or_die(c->turns, (c->num_turns + 1) * sizeof *c->turns);
+    grow_array(c->turns, c->num_turns + 1);
     c->turns[c->num_turns++] = c->count;
     chat_append(c, c->style->before, 1);
     chat_append(c, role, 0);

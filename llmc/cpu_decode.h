@@ -162,7 +162,7 @@ static inline void decode_product_cpu(float *out, const float *x /*NULL: none*/,
                                       const float *bias /*NULL: none*/, int N) {
     const WeightFormat f = weight.format;
     const size_t arranged = round_up(weight.cols, codes_of_block(f));
-    float *scratch = (float *)malloc_or_die(N * arranged * sizeof(float));
+    float *scratch = new_array(float, (N * arranged));
     const DecodeProduct p = {out, x, bias, scratch, arranged, N, weight};
     #pragma omp parallel for schedule(static) if (N > DECODE_TILE)
     for (int n = 0; n < N; n++) DECODE_FORMAT(f, arrange, scratch, arranged, inp, n, N, weight.cols)

@@ -116,7 +116,7 @@ static inline void fill_order(ShuffleKey *order, int64_t n, int shuffle, uint64_
 // glob(), sorted. The name of an existing file means that file, whatever characters it has.
 static inline int find_files(const char *pattern, glob_t *found) {
     int literal = file_exists(pattern);
-    char *escaped = (char *)malloc_or_die(2 * strlen(pattern) + 1), *to = escaped;
+    char *escaped = new_array(char, 2 * strlen(pattern) + 1), *to = escaped;
     for (const char *from = pattern; *from; *to++ = *from++)
         if (literal && strchr("\\*?[{~", *from)) *to++ = '\\';
     *to = 0;
@@ -282,7 +282,7 @@ static inline void dataloader_open(DataLoader *d, const char *pattern, int B, in
     size_t n = found.gl_pathc, most = kind.pack && T < SCAN_TOKENS ? SCAN_TOKENS : T + 1;
     d->num_shards = n;
     d->raw = malloc_or_die(most * sizeof(uint32_t));
-    d->shards = (Shard *)malloc_or_die(n * sizeof(Shard));
+    d->shards = new_array(Shard, n);
     for (size_t i = 0; i < n; i++)
         require((d->shards[i].path = strdup(found.gl_pathv[i])), "out of memory\nuse fewer shards");
     globfree(&found);
@@ -299,11 +299,11 @@ static inline void dataloader_open(DataLoader *d, const char *pattern, int B, in
             "'%s' was made with a vocabulary of %d tokens, the model has %d\n"
             "use a model with that vocabulary, or other shards",
             d->shards[0].path, d->vocab_size, vocab_size);
-    d->inputs = (int *)malloc_or_die(2 * tokens * sizeof(int));
+    d->inputs = new_array(int, 2 * tokens);
     d->targets = d->inputs + tokens;
-    d->ahead = (int *)malloc_or_die(2 * tokens * sizeof(int));
-    d->shard_order = (ShuffleKey *)malloc_or_die(n * sizeof(ShuffleKey));
-    d->slot_begin = (int64_t *)malloc_or_die((n + 1) * sizeof(int64_t));
+    d->ahead = new_array(int, 2 * tokens);
+    d->shard_order = new_array(ShuffleKey, n);
+    d->slot_begin = new_array(int64_t, n + 1);
     d->order_epoch = d->open_shard = d->fd = -1;
     d->ahead_next = -1;
 }
@@ -347,7 +347,7 @@ static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t ro
         if (d->kind.pack) shard_pack(d, s, d->fd, &d->packing);
         if (d->shuffle) {
             free(d->row_order);
-            d->row_order = (ShuffleKey *)malloc_or_die(s->rows * sizeof(ShuffleKey));
+            d->row_order = new_array(ShuffleKey, s->rows);
             fill_order(d->row_order, s->rows, 1, d->seed, ((uint64_t)epoch << 24) + index + 1);
         }
     }

@@ -58,8 +58,7 @@ static const char *eval_parse(EvalSet *s, int i, size_t *at, int wide) {
     const EvalExample x = {(int)p[3], (int)p[4], s->num_choices, (int)p[5], p + 6};
     const uint32_t *next = x.context + x.context_len;
     s->examples[i] = x;
-    s->choices = (EvalChoice *)realloc(s->choices, (s->num_choices + x.num_choices) * sizeof(EvalChoice));
-    if (!s->choices) return "does not fit into memory";
+    grow_array(s->choices, s->num_choices + x.num_choices);
     for (int c = 0; c < x.num_choices; c++, next += *next + 1 + wide) {
         int64_t left = end - next - 1 - wide;
         if (left < 0 || *next < 1 || *next > left || *next > INT32_MAX / 4) return "has an ending of impossible length";

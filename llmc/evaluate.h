@@ -48,8 +48,7 @@ static void evaluation_add_sets(Evaluation *e, const char *patterns, int vocab_s
                 "no file matches '%s'\n"
                 "make multiple-choice sets with: python dev/data/multiple_choice.py",
                 pattern);
-        e->sets = (EvalSet *)realloc(e->sets, (e->num_sets + found.gl_pathc) * sizeof(EvalSet));
-        require(e->sets, "out of memory\nname fewer sets");
+        grow_array(e->sets, e->num_sets + found.gl_pathc);
         for (size_t i = 0; i < found.gl_pathc; i++) {
             EvalSet *added = &e->sets[e->num_sets];
             eval_open(added, found.gl_pathv[i], e->T, vocab_size);
@@ -130,8 +129,8 @@ static int evaluation_goes_on(Evaluation *e, const Model *m, int on) {
 // A batch in which nothing is scored.
 static void empty_batch(const Evaluation *e, Model *m) {
     const size_t count = (size_t)e->B * e->T;
-    int *inputs = (int *)calloc_or_die(count * sizeof(int)), *targets = (int *)malloc_or_die(count * sizeof(int));
-    float *losses = (float *)malloc_or_die(count * sizeof(float));
+    int *inputs = new_zeros(int, count), *targets = new_array(int, count);
+    float *losses = new_array(float, count);
     memset(targets, -1, count * sizeof(int));
     model_losses(m, inputs, targets, e->T, losses);
     free(inputs);
@@ -155,7 +154,7 @@ static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *token
     int B = e->B, T = e->T, step = B * dp->world;
     int64_t rows = e->val.rows_per_epoch, bytes = 0, learned = 0;
     if (e->val_batches > 0 && e->val_batches * step < rows) rows = e->val_batches * step;
-    float *losses = new_array(float, B *(size_t)T);
+    float *losses = new_array(float, (B * (size_t)T));
     double sum = 0;
     dataloader_reset(&e->val);
     for (int64_t row = 0; row < rows && evaluation_goes_on(e, m, MEET_ON); row += step) {
@@ -234,7 +233,7 @@ static int choice_is_right(const EvalExample *x, const double *measure) {
 }
 static ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
     const Comm *dp = &m->mesh->dp;
-    double *sums = (double *)calloc_or_die(s->num_choices * sizeof(double));
+    double *sums = new_zeros(double, s->num_choices);
     double total[5] = {0};  // right by each measure; loss and tokens of right choices
     choice_losses(e, s, m, sums);
     for (int i = dp->rank; i < s->num_examples; i += dp->world) {

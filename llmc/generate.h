@@ -93,7 +93,7 @@ static void generation_print(const Generation *g, const Sequence *samples, int64
 static inline char *generate(Generation *g, int64_t step, int streams) {
     const Options *o = g->o;
     const size_t bytes = strlen(o->prompt);
-    Sequence *samples = (Sequence *)calloc_or_die(o->samples * sizeof *samples);
+    Sequence *samples = new_zeros(Sequence, o->samples);
     generation_open(g, streams && o->samples == 1);
     for (int i = 0; i < o->samples; i++) {
         Sequence *s = &samples[i];

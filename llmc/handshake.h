@@ -31,7 +31,7 @@ static inline HandshakeRecord comm_record(const Comm *c) {
     snprintf(r.host, sizeof r.host, "%s", c->host);
     r.local_rank = c->local_rank;
     int fd = open_data_file("/proc/self/exe", "is /proc mounted?", &bytes);
-    char *program = (char *)malloc_or_die(bytes);
+    char *program = new_array(char, bytes);
     pread_or_die(fd, program, bytes, 0, "/proc/self/exe");
     snprintf(r.build, sizeof r.build, "%s, file %016llx", GIT_REVISION,
              (unsigned long long)comm_hash(COMM_HASH, program, bytes));
@@ -50,7 +50,7 @@ static inline uint64_t hash_of_files(const DataFile *files, int count) {
 static inline void handshake_compare_files(const Comm *c, HandshakeRecord *mine, const DataFile *files, int count) {
     int first = count, i = 0;  // first: rank 0's count
     comm_broadcast(c, &first, sizeof first, 0);
-    uint64_t *hashes = (uint64_t *)malloc_or_die(first * sizeof *hashes);
+    uint64_t *hashes = new_array(uint64_t, first);
     for (int k = 0; k < first && c->rank == 0; k++) hashes[k] = hash_of_files(files + k, 1);
     comm_broadcast(c, hashes, first * sizeof *hashes, 0);
     while (i < count && i < first && hash_of_files(files + i, 1) == hashes[i]) i++;

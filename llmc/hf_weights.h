@@ -136,7 +136,7 @@ static inline int slots_meet(const Model *m, int on) {
 // since it then neither meets other ranks nor touches the watchdog. progress counts the pieces that are written.
 static inline void slots_write(SlotFile *f, const Model *m, SlotReader *read, int64_t *progress) {
     const ParamTable *table = &m->table;
-    float *piece = (float *)malloc_or_die(2 * HF_PIECE * sizeof(float));
+    float *piece = new_array(float, 2 * HF_PIECE);
     size_t unflushed = 0;
     int declared = 0;
     for (int k = 0; k < f->num_slots; k++)
@@ -219,7 +219,7 @@ static inline void require_same_tensors(const Model *m, const SlotName *slots, i
     const ParamTable *table = table_of(m, slots);
     Differences d;
     memset(&d, 0, sizeof d);
-    char *known = (char *)calloc_or_die(r->count);
+    char *known = new_zeros(char, r->count);
     for (int k = 0; k < num_slots; k++)
         for (int i = 0; i < table->count; i++) {
             const Param *p = &table->params[i];
@@ -283,7 +283,7 @@ static inline void require_base(uint64_t made_for, uint64_t mark, const char *wh
 static inline void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path,
                               const Adapters *merged) {
     const ParamTable *table = table_of(m, slots);
-    float *piece = (float *)malloc_or_die(2 * HF_PIECE * sizeof(float));
+    float *piece = new_array(float, 2 * HF_PIECE);
     StReader r;
     st_open(&r, path);
     require_same_tensors(m, slots, num_slots, &r, path);

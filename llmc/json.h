@@ -124,7 +124,7 @@ static inline int json_parse_string(Json *j) {
 static inline int json_push(Json *j, JsonKind kind, int begin) {
     if (j->count == j->capacity) {
         j->capacity = j->capacity ? 2 * j->capacity : 64;
-        j->tokens = (JsonToken *)realloc_or_die(j->tokens, j->capacity * sizeof(JsonToken));
+        grow_array(j->tokens, j->capacity);
     }
     const JsonToken t = {kind, begin, 0, j->count + 1};
     j->tokens[j->count] = t;
@@ -207,7 +207,7 @@ static inline char *json_read(Json *j, const char *path, size_t *length) {
     else if (s.st_size > JSON_MAX_BYTES)
         strcpy(j->error, "more than 100 MiB of JSON");
     else {
-        text = (char *)malloc_or_die(s.st_size + 1);
+        text = new_array(char, s.st_size + 1);
         *length = fread(text, 1, s.st_size, f);
     }
     if (f) fclose(f);

@@ -132,8 +132,8 @@ static inline int muon_matrices(const ParamTable *t, int tp, int first, int last
 }
 // Deals them out: the costliest first, each to the rank with the least work so far.
 static inline void muon_deal(MuonMatrix *matrices, int count, int ranks) {
-    double *work = (double *)calloc_or_die(ranks * sizeof(double));
-    char *dealt = (char *)calloc_or_die(count);
+    double *work = new_zeros(double, ranks);
+    char *dealt = new_zeros(char, count);
     for (int n = 0; n < count; n++) {
         int costliest = -1, idlest = 0;
         for (int i = 0; i < count; i++)

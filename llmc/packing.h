@@ -20,8 +20,7 @@ typedef struct {
 static inline void packing_add(Packing *p, int begin, int length) {
     if (p->num_pieces == p->room) {
         p->room = p->room ? 2 * p->room : 1024;
-        p->pieces = (Piece *)realloc(p->pieces, p->room * sizeof(Piece));
-        require(p->pieces, "out of memory\nuse smaller shards");
+        grow_array(p->pieces, p->room);
     }
     const Piece piece = {begin, length};
     p->pieces[p->num_pieces++] = piece;
@@ -53,9 +52,9 @@ static inline int smallest_in_set(const uint64_t *set, int from, int end) {
 // row[i]: where piece i goes, of pieces whose lengths fall. Returns the number of rows. Of equally full rows the newest
 // is taken.
 static inline int packing_assign(const Piece *pieces, int64_t n, int T, int *row) {
-    int rows = 0, *newest = (int *)malloc_or_die(((size_t)T + 1) * sizeof(int));  // by the room that a row has left
-    int *before = (int *)malloc_or_die((n + 1) * sizeof(int));                    // the next newest
-    uint64_t *rooms = (uint64_t *)calloc_or_die(((size_t)T / 64 + 1) * sizeof(uint64_t));  // that rows have
+    int rows = 0, *newest = new_array(int, (size_t)T + 1);      // by the room that a row has left
+    int *before = new_array(int, n + 1);                        // the next newest
+    uint64_t *rooms = new_zeros(uint64_t, (size_t)T / 64 + 1);  // that rows have
     for (int64_t i = 0; i < n; i++) {
         const int length = pieces[i].length, room = smallest_in_set(rooms, length, T + 1);
         const int left = (room > T ? T : room) - length;
@@ -77,16 +76,16 @@ static inline int packing_assign(const Piece *pieces, int64_t n, int T, int *row
 }
 static inline void packing_fill(Packing *p, int T) {
     const int64_t n = p->num_pieces;
-    int *key = (int *)malloc_or_die((n + 1) * sizeof(int));
-    int64_t *first = (int64_t *)malloc_or_die(((size_t)T + 2) * sizeof(int64_t));
-    Piece *sorted = (Piece *)malloc_or_die((n + 1) * sizeof(Piece));
+    int *key = new_array(int, n + 1);
+    int64_t *first = new_array(int64_t, (size_t)T + 2);
+    Piece *sorted = new_array(Piece, n + 1);
     for (int64_t i = 0; i < n; i++) {
         assert(p->pieces[i].length > 0 && p->pieces[i].length <= T);
         key[i] = T - p->pieces[i].length;
     }
     packing_sort(p->pieces, sorted, key, n, first, T + 1);
     p->num_rows = packing_assign(sorted, n, T, key);
-    p->row_begin = (int64_t *)malloc_or_die((p->num_rows + 1) * sizeof(int64_t));
+    p->row_begin = new_array(int64_t, p->num_rows + 1);
     packing_sort(sorted, p->pieces, key, n, p->row_begin, (int)p->num_rows);
     free(key);
     free(first);

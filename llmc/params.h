@@ -269,9 +269,9 @@ static inline ParamTable params_begin(const Config *c, size_t most) {
     const size_t units = c->num_layers + 2;
     ParamTable t;
     memset(&t, 0, sizeof t);
-    t.params = (Param *)malloc_or_die(units * most * sizeof *t.params);
-    t.unit_begin = (size_t *)malloc_or_die((units + 1) * sizeof *t.unit_begin);
-    t.first = (size_t *)malloc_or_die(units * NUM_ROLES * sizeof *t.first);
+    t.params = new_array(Param, units * most);
+    t.unit_begin = new_array(size_t, units + 1);
+    t.first = new_array(size_t, (units * NUM_ROLES));
     for (size_t i = 0; i < units * NUM_ROLES; i++) t.first[i] = NO_PARAM;
     t.unit_begin[0] = 0;
     return t;

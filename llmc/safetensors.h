@@ -50,13 +50,8 @@ typedef struct {
     uint64_t sum;       // checksum of what this process wrote. The sums of all ranks add up to the file's checksum
 } StWriter;
 
-static inline StTensor *st_push(StTensor *tensors, int *count, const StTensor *t) {
-    tensors = (StTensor *)realloc_or_die(tensors, (*count + 1) * sizeof(StTensor));
-    tensors[(*count)++] = *t;
-    return tensors;
-}
 static inline char *st_text(const char *a, const char *b, const char *c) {
-    char *text = (char *)malloc_or_die(strlen(a) + strlen(b) + strlen(c) + 1);
+    char *text = new_array(char, strlen(a) + strlen(b) + strlen(c) + 1);
     return strcat(strcat(strcpy(text, a), b), c);
 }
 
@@ -122,7 +117,7 @@ static inline void st_open_file(StReader *r, const char *path) {
     int64_t size;
     uint64_t length = 0;
     int number = r->num_files++, first = r->count;
-    r->files = (StFile *)realloc_or_die(r->files, r->num_files * sizeof(StFile));
+    grow_array(r->files, r->num_files);
     StFile *f = &r->files[number];
     f->path = path_of("%s", path);
     f->fd = open_data_file(path, "check the name and its permissions", &size);
@@ -132,7 +127,7 @@ static inline void st_open_file(StReader *r, const char *path) {
     require(length <= JSON_MAX_BYTES && data <= (uint64_t)size,
             "'%s': the header's length %llu does not fit a file of %lld bytes, or is above %d" ST_BROKEN, path,
             (unsigned long long)length, (long long)size, JSON_MAX_BYTES);
-    char *text = (char *)malloc_or_die(length + 1);
+    char *text = new_array(char, length + 1);
     pread_or_die(f->fd, text, length, 8, path);
     const Json *j = &f->header;
     require(json_parse_owned(&f->header, text, length) && json_is(j, 0, JSON_OBJECT),
@@ -141,7 +136,8 @@ static inline void st_open_file(StReader *r, const char *path) {
         if (strcmp(json_string(j, key), "__metadata__") == 0) continue;
         StTensor t = st_parse_tensor(j, key, path, data, size);
         t.file = number;
-        r->tensors = st_push(r->tensors, &r->count, &t);
+        grow_array(r->tensors, r->count + 1);
+        r->tensors[r->count++] = t;
     }
     if (r->count > first) qsort(r->tensors + first, r->count - first, sizeof(StTensor), st_by_begin);
     for (int i = first; i < r->count; i++) {
@@ -279,8 +275,9 @@ static inline int st_declare(StWriter *w, const char *name, StType type, int dim
     t.count = 1;
     for (int i = 0; i < dims; i++) t.count *= t.shape[i] = shape[i];
     t.bytes = t.count * st_types[type].bytes;
-    w->tensors = st_push(w->tensors, &w->count, &t);
-    return w->count - 1;
+    grow_array(w->tensors, w->count + 1);
+    w->tensors[w->count] = t;
+    return w->count++;
 }
 // Warns that writing failed and returns errno. The caller decides whether the program ends.
 static inline int st_failed(const char *path) {

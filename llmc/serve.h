@@ -176,7 +176,7 @@ static void serve_add(Server *s, const Asked *a, const int *prompt, int count, c
     FILE *f = serve_event(s, "start", r->id);
     logger_fields(f, "prompt_tokens %d", count);
     fputs("}\n", f);
-    int *tokens = new_array(int, n *most);
+    int *tokens = new_array(int, (n * most));
     for (int i = 0; i < n; i++) {
         Sequence *q = &r->sequences[i];
         q->tokens = tokens + i * most;
@@ -281,7 +281,7 @@ static void serve_ready(const Server *s, const char *model) {
 }
 // Until the end of standard input, which some versions of mpirun do not pass on, or {"quit":true}.
 static inline void serve(Server *s, const char *model) {
-    s->input = (char *)malloc_or_die(SERVE_LINE);
+    s->input = new_array(char, SERVE_LINE);
     s->engine.hear = serve_hear;
     s->engine.caller = s;
     serve_ready(s, model);

@@ -97,14 +97,14 @@ static inline void tokenizer_open(Tokenizer *t, const char *path) {
     TOKENIZER_REQUIRE(bytes <= 1 << 30, "is no tokenizer file: larger than 1 GiB");
     size_t size = bytes - HEADER_BYTES;
     tokenizer_read_header(t, path, h, size);
-    t->file = (unsigned char *)malloc_or_die(size);
+    t->file = new_array(unsigned char, size);
     pread_or_die(fd, t->file, size, HEADER_BYTES, path);
     close(fd);
     t->hash = fnv1a(FNV1A, t->file, size);
     t->map_mask = 1;
     while (t->map_mask / 2 < (uint32_t)t->vocab_size) t->map_mask = 2 * t->map_mask + 1;
     size_t map_bytes = ((size_t)t->map_mask + 1) * sizeof *t->map;
-    t->begin = (uint32_t *)malloc_or_die(t->vocab_size * sizeof *t->begin);
+    t->begin = new_array(uint32_t, t->vocab_size);
     t->map = (int *)memset(malloc_or_die(map_bytes), -1, map_bytes);
     size_t at = 0;
     for (int id = 0; id < t->vocab_size; id++) {
@@ -150,7 +150,7 @@ static inline Path tokenizer_path(const char *shard_path) {
 // Bytes as valid UTF-8, with U+FFFD for what is not. escape: safe to print and to log, control characters are escaped;
 // else only NUL becomes U+FFFD, too. free() it.
 static inline char *text_of_bytes(const unsigned char *bytes, size_t count, int escape) {
-    char *text = (char *)malloc_or_die(4 * count + 1), *to = text;  // the longest form of a byte is four, e.g. \x1b
+    char *text = new_array(char, 4 * count + 1), *to = text;  // the longest form of a byte is four, e.g. \x1b
     int length;
     for (const unsigned char *p = bytes; p < bytes + count; p += length) {
         int c = utf8_next(p, bytes + count, &length), control = c < 32 || (c >= 127 && c < 160);
@@ -168,7 +168,7 @@ static inline char *text_of_bytes(const unsigned char *bytes, size_t count, int 
 static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n, int escape) {
     size_t total = 0;
     int length = 0;
-    char *raw = (char *)malloc_or_die((size_t)n * UINT8_MAX);
+    char *raw = new_array(char, ((size_t)n * UINT8_MAX));
     for (int i = 0; i < n; i++, total += length) {
         const unsigned char *token = t ? tokenizer_token(t, ids[i], &length) : NULL;
         if (token)
@@ -346,8 +346,8 @@ static inline int tokenizer_encode(const Tokenizer *t, const char *text, int byt
     require(t->kind != TOKENIZER_UNKNOWN, "this tokenizer file does not say how to split text\n" TOKENIZER_HINT);
     const unsigned char *end = (const unsigned char *)text + bytes;
     Merging m = {(const unsigned char *)text, 0, NULL, NULL, NULL, 0};
-    m.heap = (uint64_t *)malloc_or_die(2 * sizeof *m.heap * bytes);  // each merge takes one and offers two
-    m.end = (int *)malloc_or_die(2 * sizeof *m.end * bytes);
+    m.heap = new_array(uint64_t, 2 * (size_t)bytes);  // each merge takes one and offers two
+    m.end = new_array(int, 2 * (size_t)bytes);
     m.before = m.end + bytes;
     int n = 0;
     for (; m.text < end; m.text += m.bytes) {

@@ -439,7 +439,7 @@ static void open_models(Trainer *t) {
 
 static inline int trainer_main(int argc, char **argv) {
     open_standard_streams();
-    Trainer *t = (Trainer *)calloc_or_die(sizeof(Trainer));
+    Trainer *t = new_zeros(Trainer, 1);
     t->o = options_parse(argc, argv);
     const Options *o = &t->o;
     t->out = o->serve ? serve_take_output() : NULL;

@@ -99,11 +99,13 @@ static void *malloc_or_die(size_t bytes) {
 }
 static inline void *calloc_or_die(size_t bytes) { return memset(malloc_or_die(bytes), 0, bytes); }
 #define new_array(type, count) ((type *)malloc_or_die((size_t)(count) * sizeof(type)))
+#define new_zeros(type, count) ((type *)calloc_or_die((size_t)(count) * sizeof(type)))
 static inline void *realloc_or_die(void *p, size_t bytes) {
     p = realloc(p, bytes);
     require(p, "out of memory: %zu bytes were asked for\nclose other programs", bytes);
     return p;
 }
+#define grow_array(array, count) ((array) = (__typeof__(array))realloc_or_die(array, (size_t)(count) * sizeof *(array)))
 
 // The name of a file or folder, by value: pass path_of("%s/%s", folder, name).text.
 typedef struct { char text[4096]; } Path;

@@ -229,7 +229,7 @@ static inline int norm_spans(const Plan *p, Span *out) {
 }
 // Kept gradients that ranks of the tensor-parallel group have copies of. *total: their elements.
 static inline int gradient_copies(const Plan *p, Copy *out, size_t *total) {
-    Span *owned = (Span *)malloc_or_die((size_t)p->table->num_units * sizeof(Span));
+    Span *owned = new_array(Span, p->table->num_units);
     for (int u = 0; u < p->table->num_units; u++) owned[u] = plan_owned(p, SLOT_GRAD, u);
     const int count = copies_find(p->mesh, p->table, owned, COPY_BATCH, out, total);
     for (int i = 0; out && i < count; i++)
@@ -548,7 +548,7 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
     // GELU's gradient is computed in place
     b->da = activation_inputs(c->mlp) > 1 ? (floatX *)(b->region + region.da) : b->df;
     b->attention = (float *)(b->region + region.attention);
-    b->blocks = (BlockActs *)malloc_or_die((size_t)c->num_layers * sizeof(BlockActs));
+    b->blocks = new_array(BlockActs, c->num_layers);
     for (int l = 0; l < c->num_layers; l++) {
         BlockActs *a = &b->blocks[l];
         if (p->recomputes_blocks && l > 0) {  // all but x'' are those of block 0
@@ -608,7 +608,7 @@ static inline void upload(void *to, const void *from, size_t bytes, cudaStream_t
 }
 static inline void upload_rope_table(const Config *c, float *to, int T, cudaStream_t stream) {
     const size_t count = (size_t)T * (size_t)c->head_dim;
-    float *cos_sin = (float *)malloc_or_die(count * sizeof(float));
+    float *cos_sin = new_array(float, count);
     rope_table(c, T, cos_sin);
     upload(to, cos_sin, count * sizeof(float), stream);
     free(cos_sin);
@@ -616,7 +616,7 @@ static inline void upload_rope_table(const Config *c, float *to, int T, cudaStre
 static inline void upload_muon(const Plan *p, Buffers *b, cudaStream_t stream) {
     const MuonRoom room = region_of(p).muon;
     if (!room.blocks) return;
-    MuonChunk *chunks = (MuonChunk *)malloc_or_die((size_t)b->num_muon_chunks * sizeof(MuonChunk));
+    MuonChunk *chunks = new_array(MuonChunk, b->num_muon_chunks);
     b->muon = muon_tables(p, &room);
     muon_chunks(p, &b->muon, chunks);
     upload(b->muon_chunks, chunks, (size_t)b->num_muon_chunks * sizeof(MuonChunk), stream);
@@ -625,9 +625,9 @@ static inline void upload_muon(const Plan *p, Buffers *b, cudaStream_t stream) {
 }
 // The tables that kernels read.
 static inline void buffers_upload_tables(const Plan *p, Buffers *b, cudaStream_t stream) {
-    AdamChunk *chunks = (AdamChunk *)malloc_or_die((size_t)b->num_chunks * sizeof(AdamChunk));
-    Span *shards = (Span *)malloc_or_die((size_t)b->num_shards * sizeof(Span));
-    b->piece_chunks = (int *)calloc_or_die((size_t)b->num_pieces * sizeof(int));
+    AdamChunk *chunks = new_array(AdamChunk, b->num_chunks);
+    Span *shards = new_array(Span, b->num_shards);
+    b->piece_chunks = new_zeros(int, b->num_pieces);
     adam_chunks(p, chunks, b->piece_chunks);
     norm_spans(p, shards);
     upload(b->chunks, chunks, (size_t)b->num_chunks * sizeof(AdamChunk), stream);

@@ -73,7 +73,7 @@ static inline void muon_add_own(const Plan *p, const MuonRoom *room, const Param
 }
 static inline void muon_fill(const Plan *p, const MuonRoom *room, const ParamTable *group, MuonTables *t) {
     const int L = p->config.num_layers, tp = p->mesh->tp.world, rank = p->mesh->job.rank;
-    MuonMatrix *matrices = (MuonMatrix *)malloc_or_die((size_t)L * MUON_MOST_MATRICES * sizeof(MuonMatrix));
+    MuonMatrix *matrices = new_array(MuonMatrix, (size_t)L * MUON_MOST_MATRICES);
     for (int first = 1; first <= L; first += room->blocks) {
         const int blocks = std::min(room->blocks, L + 1 - first), batch = t->num_batches;
         const int count = muon_matrices(p->table, tp, first, first + blocks - 1, matrices);
@@ -92,11 +92,11 @@ static inline MuonTables muon_tables(const Plan *p, const MuonRoom *room) {
     const int tp = p->mesh->tp.world;
     const size_t L = (size_t)p->config.num_layers, matrices = L * MUON_MOST_MATRICES;
     MuonTables t = {};
-    ParamTable *group = (ParamTable *)malloc_or_die((size_t)tp * sizeof(ParamTable));
+    ParamTable *group = new_array(ParamTable, tp);
     for (int r = 0; r < tp; r++) group[r] = params_of_rank(&p->config, tp, r);
-    t.waves = (MuonWave *)malloc_or_die(L * sizeof(MuonWave));
-    t.batches = (MuonBatch *)malloc_or_die((matrices + L) * sizeof(MuonBatch));  // and the others' of each wave
-    t.places = (MuonPlace *)malloc_or_die(matrices * (size_t)tp * sizeof(MuonPlace));
+    t.waves = new_array(MuonWave, L);
+    t.batches = new_array(MuonBatch, matrices + L);  // and the others' of each wave
+    t.places = new_array(MuonPlace, matrices * (size_t)tp);
     muon_fill(p, room, group, &t);
     for (int r = 0; r < tp; r++) params_free(&group[r]);
     free(group);

@@ -43,7 +43,7 @@ static inline void slot_write(const Plan *p, const Buffers *b, Slot s, size_t of
     char *place = slot_place(p, b, s, offset, count);
     gpu_wait(gpu);
     if (plan_slot_is_bf16(p, s)) {
-        __nv_bfloat16 *rounded = (__nv_bfloat16 *)malloc_or_die(count * sizeof *rounded);
+        __nv_bfloat16 *rounded = new_array(__nv_bfloat16, count);
         PARALLEL_FOR
         for (size_t i = 0; i < count; i++) rounded[i] = __float2bfloat16(values[i]);
         upload(place, rounded, count * sizeof *rounded, stream);

@@ -99,7 +99,7 @@ static inline size_t merged_elements(const Plan *p) {
 static inline void quantised_place(const Plan *p, Quantised *q) {
     uint8_t *codes = q->codes, *scales = q->scales;
     if (p->weights == WEIGHTS_FP32) return;
-    q->matrix = (QuantMatrix *)malloc_or_die((size_t)quantised_count(p) * sizeof *q->matrix);
+    q->matrix = new_array(QuantMatrix, quantised_count(p));
     for (int i = 0; i < quantised_count(p); i++) {
         QuantMatrix *x = &q->matrix[i];
         *x = quantised_matrix(p, i);
@@ -116,7 +116,7 @@ static inline void quantised_place(const Plan *p, Quantised *q) {
 static inline void quantised_write(const QuantMatrix *q, const Param *t, size_t first, size_t rows, const float *values,
                                    cudaStream_t stream) {
     const size_t cols = (size_t)q->cols, width = quantised_row_bytes(q), scale = quant_scale_bytes(q->format, q->cols);
-    uint8_t *codes = (uint8_t *)calloc_or_die(rows * width), *scales = (uint8_t *)calloc_or_die(rows * scale);
+    uint8_t *codes = new_zeros(uint8_t, (rows * width)), *scales = new_zeros(uint8_t, (rows * scale));
     int refused = 0;
     #pragma omp parallel for schedule(static) reduction(| : refused)
     for (size_t i = 0; i < rows; i++)

@@ -143,7 +143,7 @@ static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gp
     z.wide = wide;
     z.at_once = at_once;
     z.b = *buffers;
-    z.gathered = (cudaEvent_t *)malloc_or_die((size_t)table->num_units * sizeof(cudaEvent_t));
+    z.gathered = new_array(cudaEvent_t, table->num_units);
     zero_events(&z, [](cudaEvent_t *e) { cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming)); });
     return z;
 }
