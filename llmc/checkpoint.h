@@ -73,7 +73,7 @@ static const struct {
                      {"best_step", offsetof(TrainState, best_step), 1 << 30},
                      {"evaluated_step", offsetof(TrainState, evaluated_step), 1 << 30},
                      {"worse_evaluations", offsetof(TrainState, worse_evaluations), 1 << 30}};
-enum { NUM_STATE_NUMBERS = sizeof state_numbers / sizeof *state_numbers };
+enum { NUM_STATE_NUMBERS = COUNT_OF(state_numbers) };
 enum { NUM_OLD_STATE_NUMBERS = 5 };  // the first ones, which older checkpoints have, too
 
 // The place of an option, NULL if there is no option of this name.
@@ -122,7 +122,7 @@ static const char *const companion_files[] = {"tokenizer.json",    "tokenizer_co
                                               "added_tokens.json", "vocab.json",
                                               "merges.txt",        "chat_template.jinja",
                                               "tokenizer.bin",     "generation_config.json"};
-enum { NUM_COMPANION_FILES = sizeof companion_files / sizeof *companion_files };
+enum { NUM_COMPANION_FILES = COUNT_OF(companion_files) };
 
 static inline Path checkpoint_folder(const char *output, int64_t step, const char *suffix) {
     return path_of("%s/step_%08lld%s", output, (long long)step, suffix);

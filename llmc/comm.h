@@ -46,7 +46,7 @@ enum {
 static inline int comm_launched(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE",
                                         "SLURM_STEP_NUM_TASKS"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    for (int i = 0; i < COUNT_OF(names); i++) {
         const char *value = getenv(names[i]);
         if (value) return i < 3 || atoi(value) > 1 ? atoi(value) : 0;
     }
@@ -139,7 +139,7 @@ static inline void comm_end_launcher(void) {
     snprintf(path, sizeof path, "/proc/%d/comm", launcher);
     int file = open(path, O_RDONLY | O_CLOEXEC);
     if (file >= 0 && read(file, name, sizeof name - 1) > 0) name[strcspn(name, "\n")] = 0;
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) known |= strcmp(name, names[i]) == 0;
+    for (int i = 0; i < COUNT_OF(names); i++) known |= strcmp(name, names[i]) == 0;
     if (!known || syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0) != 0) return;
     setsid();
     for (int fd = 0; fd < 1 << 16; fd++) close(fd);

@@ -168,7 +168,7 @@ static Config config_gpt2_depth(int depth) {
     static const int shapes[][3] = {// layers, channels, heads
                                     {24, 1024, 16}, {36, 1280, 20}, {48, 1600, 25},
                                     {60, 1920, 30}, {72, 2880, 30}, {84, 3456, 36}};
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+    for (int i = 0; i < COUNT_OF(shapes); i++)
         if (shapes[i][0] == depth) return config_gpt2(depth, shapes[i][1], shapes[i][2], 1024);
     return config_gpt2(depth, 64 * depth, depth, 1024);
 }
@@ -233,7 +233,7 @@ static int config_preset(const char *name, Config *c) {
         {"qwen3:32B", config_qwen3(64, 5120, 64, 25600, 0)},
         {"modern:124M", config_modern(12)},
     };
-    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+    for (int i = 0; i < COUNT_OF(table); i++) {
         if (strcmp(table[i].name, name) != 0) continue;
         *c = table[i].config;
         return 1;
@@ -302,14 +302,13 @@ static inline int config_parse(const char *descriptor, Config *c) {
     } keys[] = {{"layers", &c->num_layers},     {"channels", &c->channels}, {"heads", &c->num_heads},
                 {"kv_heads", &c->num_kv_heads}, {"head_dim", &c->head_dim}, {"ffn", &c->ffn_dim},
                 {"vocab", &c->vocab_size},      {"seq", &c->max_seq_len},   {"tied", &c->tied}};
-    size_t num_keys = sizeof keys / sizeof *keys;
     for (char *item; (item = strsep(&rest, ","));) {
         char *value = strchr(item, '='), *end = NULL;
         require(value, "'%s' in model '%s' is not key=value\n" CONFIG_KEYS, item, descriptor);
         *value++ = 0;
-        size_t k = 0;
-        while (k < num_keys && strcmp(keys[k].key, item) != 0) k++;
-        require(k < num_keys, "unknown key '%s' in model '%s'\n" CONFIG_KEYS, item, descriptor);
+        int k = 0;
+        while (k < COUNT_OF(keys) && strcmp(keys[k].key, item) != 0) k++;
+        require(k < COUNT_OF(keys), "unknown key '%s' in model '%s'\n" CONFIG_KEYS, item, descriptor);
         long number = strtol(value, &end, 10);
         int is_flag = keys[k].value == &c->tied;
         require(end != value && !*end && number >= !is_flag && number <= (is_flag ? 1 : 1 << 24),

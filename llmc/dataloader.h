@@ -449,7 +449,7 @@ static inline void dataloader_close(DataLoader *d) {
     if (d->fd >= 0) close(d->fd);
     packing_free(&d->packing);
     void *const owned[] = {d->inputs, d->ahead, d->shards, d->raw, d->shard_order, d->slot_begin, d->row_order};
-    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
+    for (int i = 0; i < COUNT_OF(owned); i++) free(owned[i]);
     memset(d, 0, sizeof *d);
 }
 

@@ -69,7 +69,7 @@ static const char *gpu_held_back(unsigned long long bits, char *text, size_t siz
     };
     size_t used = 0;
     snprintf(text, size, "nothing");
-    for (size_t i = 0; i < sizeof reasons / sizeof *reasons; i++)
+    for (int i = 0; i < COUNT_OF(reasons); i++)
         if ((bits & reasons[i].bit) && used < size)
             used += (size_t)snprintf(text + used, size - used, "%s%s", used ? ", " : "", reasons[i].what);
     return text;

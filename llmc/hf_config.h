@@ -35,7 +35,7 @@ static const ConfigKey config_modern_numbers[] = {KEY(NULL, "head_dim", head_dim
                                                   KEY(NULL, "softmax_scale", softmax_scale, 1),
                                                   KEY(NULL, "logit_softcap", logit_softcap, 1)};
 #undef KEY
-#define CONFIG_EACH(k, keys) for (const ConfigKey *k = keys; k < keys + sizeof keys / sizeof *keys; k++)
+#define CONFIG_EACH(k, keys) for (const ConfigKey *k = keys; k < keys + COUNT_OF(keys); k++)
 static inline int config_same(const Config *a, const Config *b) { return memcmp(a, b, sizeof *a) == 0; }
 static inline int config_is(const Config *c, const char *type) { return strcmp(c->model_type, type) == 0; }
 static inline const char *config_key_of(const Config *c, const ConfigKey *k) {
@@ -46,7 +46,7 @@ static const struct {
     const char *type, *architecture;
 } hf_families[] = {{"gpt2", "GPT2LMHeadModel"},     {"llama", "LlamaForCausalLM"}, {"mistral", "MistralForCausalLM"},
                    {"modern", "ModernForCausalLM"}, {"qwen2", "Qwen2ForCausalLM"}, {"qwen3", "Qwen3ForCausalLM"}};
-enum { HF_FAMILIES = sizeof hf_families / sizeof *hf_families };
+enum { HF_FAMILIES = COUNT_OF(hf_families) };
 static inline const char *hf_architecture(const Config *c) {
     int i = 0;
     while (!config_is(c, hf_families[i].type)) i++;
@@ -68,7 +68,7 @@ static inline void config_special_tokens(int vocab_size, int *bos, int *eos) {
                                    {151936, 151643, 151643},
                                    {152064, 151643, 151643}};
     *bos = *eos = -1;
-    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+    for (int i = 0; i < COUNT_OF(table); i++) {
         if (table[i][0] != vocab_size) continue;
         *bos = table[i][1];
         *eos = table[i][2];

@@ -44,7 +44,7 @@ static inline int lora_matches(const char *name, const char *target, size_t leng
     const size_t before = strlen(name) - length;
     return strlen(name) >= length && !strncmp(name + before, target, length) && (!before || name[before - 1] == '.');
 }
-enum { NUM_BLOCK_KINDS = sizeof block_kinds / sizeof *block_kinds };
+enum { NUM_BLOCK_KINDS = COUNT_OF(block_kinds) };
 // The bits of `targets`: all, or names with commas between. from: who says so.
 static inline unsigned lora_targets(const Config *c, const char *targets, const char *from) {
     unsigned bits = 0;
@@ -79,8 +79,7 @@ static inline Lora lora_of(const Config *c, const Options *o) {
 // Tensors of the model's table before the one of block_kinds[kind] in this layer.
 static inline int lora_weight(const Config *c, int layer, int kind) {
     int before = 0, in_block = 0;
-    for (size_t i = 0; i < sizeof embedding_kinds / sizeof *embedding_kinds; i++)
-        before += kind_name(c, &embedding_kinds[i]) != NULL;
+    for (int i = 0; i < COUNT_OF(embedding_kinds); i++) before += kind_name(c, &embedding_kinds[i]) != NULL;
     for (int i = 0; i < NUM_BLOCK_KINDS; i++) {
         before += i < kind && kind_name(c, &block_kinds[i]);
         in_block += kind_name(c, &block_kinds[i]) != NULL;

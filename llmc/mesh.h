@@ -53,7 +53,7 @@ static inline void tp_check(const Comm *job, const Config *c, int tp, int64_t ro
         {c->ffn_dim % (8 * tp) == 0, c->ffn_dim, "columns of the MLP, in multiples of 8,", "--tp"},
         {rows % tp == 0, rows, "tokens of a micro-step", "--batch-size or --seq-len"},
     };
-    for (size_t i = 0; i < sizeof checks / sizeof *checks; i++)
+    for (int i = 0; i < COUNT_OF(checks); i++)
         comm_require(job, checks[i].divides, "%lld %s do not divide over --tp %d ranks\nuse another %s",
                      checks[i].count, checks[i].what, tp, checks[i].option);
 }

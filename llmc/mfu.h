@@ -39,9 +39,9 @@ static inline double peak_flops(const char *device, PeakKind kind) {
         {"RTX 3080", {59.5, 29.8, 29.8}},
     };
     static const char *const others[] = {" MIG ", " Laptop", " Ti", " SUPER", " D"};
-    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+    for (int i = 0; i < COUNT_OF(others); i++)
         if (strstr(device, others[i])) return 0;
-    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+    for (int i = 0; i < COUNT_OF(table); i++) {
         const char *found = strstr(device, table[i].name);
         if (found && !isalnum((unsigned char)found[strlen(table[i].name)])) return 1e12 * table[i].peaks[kind];
     }

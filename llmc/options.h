@@ -212,7 +212,7 @@ typedef struct {
 #define ROW_INT(...) ROW_NUM(OPTION_INT, __VA_ARGS__)
 #define ROW_FLT(...) ROW_NUM(OPTION_FLT, __VA_ARGS__)
 static OptionInfo option_table[] = {LLMC_OPTIONS(ROW_SECTION, ROW_STR, ROW_ONE, ROW_INT, ROW_FLT)};
-enum { NUM_OPTIONS = sizeof option_table / sizeof *option_table };
+enum { NUM_OPTIONS = COUNT_OF(option_table) };
 #define OPTION_EACH(p) \
     for (const OptionInfo *p = option_table; p < option_table + NUM_OPTIONS; p++) \
         if (p->kind != OPTION_SECTION)
@@ -381,7 +381,7 @@ __attribute__((noreturn)) static void option_unknown(const char *program, const 
                                             {"iters", "max-steps"},         {"log-interval", "print-every"},
                                             {"checkpointing", "recompute"}, {"workers", "threads"},
                                             {"temp", "temperature"}};
-    enum { OTHERS = sizeof others / sizeof *others };
+    enum { OTHERS = COUNT_OF(others) };
     size_t dashes = strspn(argument, "-");
     char typed[64], names[128] = "";
     snprintf(typed, sizeof typed, "%.*s", (int)(length - dashes), argument + dashes);

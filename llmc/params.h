@@ -336,8 +336,8 @@ static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int i
 }
 // The table of rank `index` of a tensor-parallel group of tp.
 static inline ParamTable params_of_rank(const Config *c, int tp, int index) {
-    #define KINDS(kinds) kinds, sizeof kinds / sizeof *kinds
-    ParamTable t = params_begin(c, sizeof block_kinds / sizeof *block_kinds);
+    #define KINDS(kinds) kinds, COUNT_OF(kinds)
+    ParamTable t = params_begin(c, COUNT_OF(block_kinds));
     params_add_unit(&t, c, tp, index, KINDS(embedding_kinds));
     for (int l = 0; l < c->num_layers; l++) params_add_unit(&t, c, tp, index, KINDS(block_kinds));
     params_add_unit(&t, c, tp, index, KINDS(head_kinds));

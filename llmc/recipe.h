@@ -48,7 +48,7 @@ static const RecipeRow modern_recipe[] = {
     {"adam-eps", "1.907e-16", SCALE_EPSILON},  // 1e-10 of the gradient of a loss that is a sum over the batch's tokens
 };
 static inline const RecipeRow *recipe_row(const char *option) {
-    for (size_t i = 0; i < sizeof modern_recipe / sizeof *modern_recipe; i++)
+    for (int i = 0; i < COUNT_OF(modern_recipe); i++)
         if (!strcmp(modern_recipe[i].option, option)) return &modern_recipe[i];
     return NULL;
 }

@@ -227,7 +227,7 @@ static inline CharClass char_class(int c) {
         {0xfdfc, 0xfe6b},   {0xfeff, 0xff20}, {0xff3b, 0xff40}, {0xff5b, 0xff65}, {0xffe0, 0xffff}, {0x1f000, 0x1faff},
         {0xe0000, 0x10ffff}};
     #define IN_TABLE(table) \
-        for (size_t i = 0; i < sizeof table / sizeof *table; i++) \
+        for (int i = 0; i < COUNT_OF(table); i++) \
             if (table[i][0] <= c && c <= table[i][1])
     if (c < 0x80) {  // -1, for bytes that are not UTF-8, is OTHER
         if ((c | 32) >= 'a' && (c | 32) <= 'z') return CHAR_LETTER;

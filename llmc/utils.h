@@ -98,6 +98,7 @@ static void *malloc_or_die(size_t bytes) {
     return p;
 }
 static inline void *calloc_or_die(size_t bytes) { return memset(malloc_or_die(bytes), 0, bytes); }
+#define COUNT_OF(array) ((int)(sizeof(array) / sizeof *(array)))
 #define new_array(type, count) ((type *)malloc_or_die((size_t)(count) * sizeof(type)))
 #define new_zeros(type, count) ((type *)calloc_or_die((size_t)(count) * sizeof(type)))
 static inline void *realloc_or_die(void *p, size_t bytes) {

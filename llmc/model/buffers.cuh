@@ -94,12 +94,7 @@ typedef struct {
     size_t da /*0: df is not here*/, a, attention, bytes;
     MuonRoom muon;
 } Region;
-static inline size_t largest(const size_t *sizes, size_t count) {
-    size_t most = 0;
-    for (size_t i = 0; i < count; i++) most = sizes[i] > most ? sizes[i] : most;
-    return most;
-}
-#define LARGEST(sizes) largest((sizes), sizeof(sizes) / sizeof *(sizes))
+#define LARGEST(sizes) (*std::max_element(sizes, sizes + COUNT_OF(sizes)))
 static inline Region region_of(const Plan *p) {
     enum { ALIGN = 1024 };
     const Config *c = &p->local;
