@@ -67,11 +67,10 @@ static const char *gpu_held_back(unsigned long long bits, char *text, size_t siz
         {0x10, "other GPUs"},   {0x20, "temperature"}, {0x40, "temperature (hardware)"},
         {0x80, "power brake"},  {0x100, "display"},
     };
-    size_t used = 0;
-    snprintf(text, size, "nothing");
+    *text = 0;
     for (int i = 0; i < COUNT_OF(reasons); i++)
-        if ((bits & reasons[i].bit) && used < size)
-            used += (size_t)snprintf(text + used, size - used, "%s%s", used ? ", " : "", reasons[i].what);
+        if (bits & reasons[i].bit) append_text(text, size, "%s%s", *text ? ", " : "", reasons[i].what);
+    if (!*text) append_text(text, size, "nothing");
     return text;
 }
 static inline void gpu_monitor_print(const GpuState *s) {

@@ -84,18 +84,16 @@ static inline void comm_handshake(const Comm *c, HandshakeRecord *mine, const Da
         const HandshakeFacts kth = handshake_facts(b);
         for (int i = 0; i < HANDSHAKE_FACTS; i++)
             if (strcmp(kth.text[i], first.text[i]) != 0)
-                watchdog_print(text, sizeof text, "; rank %d on %s has %s, rank 0 on %s has %s", k, b->host,
-                               kth.text[i], a->host, first.text[i]);
-        if (*b->other_file)
-            watchdog_print(text, sizeof text, "; rank %d on %s: %s of rank 0 on %s", k, b->host, b->other_file,
-                           a->host);
+                APPEND(text, "; rank %d on %s has %s, rank 0 on %s has %s", k, b->host, kth.text[i], a->host,
+                       first.text[i]);
+        if (*b->other_file) APPEND(text, "; rank %d on %s: %s of rank 0 on %s", k, b->host, b->other_file, a->host);
         if (b->devices > 1 && b->local_rank >= b->devices)
-            watchdog_print(text, sizeof text, "; rank %d is process %d of host %s, which shows it %d GPUs", k,
-                           b->local_rank + 1, b->host, b->devices);
+            APPEND(text, "; rank %d is process %d of host %s, which shows it %d GPUs", k, b->local_rank + 1, b->host,
+                   b->devices);
         for (int i = 0; i < k; i++)
             if (*b->device && strcmp(all[i].device, b->device) == 0)  // a UUID: containers may give a host two names
-                watchdog_print(text, sizeof text, "; rank %d on %s and rank %d on %s have the same GPU %s", i,
-                               all[i].host, k, b->host, b->device);
+                APPEND(text, "; rank %d on %s and rank %d on %s have the same GPU %s", i, all[i].host, k, b->host,
+                       b->device);
     }
     comm_require(c, !*text,
                  "the ranks do not fit together: %s\nstart the same program with the same options, model and data "

@@ -171,19 +171,12 @@ typedef struct {
     int count;
     char text[1536];
 } Differences;
-__attribute__((format(printf, 2, 3))) static inline void differ(Differences *d, const char *format, ...) {
-    const size_t used = strlen(d->text);
-    va_list args;
-    va_start(args, format);
-    if (d->count++ < 10) vsnprintf(d->text + used, sizeof d->text - used, format, args);
-    va_end(args);
-}
+#define differ(d, ...) ((d)->count++ < 10 ? APPEND((d)->text, __VA_ARGS__) : (void)0)
 typedef struct { char text[200]; } ShapeText;
 static inline ShapeText shape_text(int dims, const uint64_t *shape) {
     ShapeText s = {"("};
-    for (int i = 0; i < dims; i++)
-        sprintf(s.text + strlen(s.text), "%s%llu", i ? ", " : "", (unsigned long long)shape[i]);
-    strcat(s.text, ")");
+    for (int i = 0; i < dims; i++) APPEND(s.text, "%s%llu", i ? ", " : "", (unsigned long long)shape[i]);
+    APPEND(s.text, ")");
     return s;
 }
 // A tensor by its full name, or by GPT-2's without "transformer.", as the base model saves it.

@@ -57,8 +57,7 @@ static inline unsigned lora_targets(const Config *c, const char *targets, const 
         for (int i = 0; i < NUM_BLOCK_KINDS; i++) {
             if (!lora_name(c, i, &name)) continue;
             if (all || lora_matches(name.text, at, length)) found |= 1u << i;
-            const size_t used = strlen(known);
-            snprintf(known + used, sizeof known - used, "%s%s", used ? ", " : "", name.text);
+            APPEND(known, "%s%s", *known ? ", " : "", name.text);
         }
         require(found, "%s: '%.*s' is no matrix of a block of this model\nthese are: %s, or what follows their dot",
                 from, length, at, known);

@@ -395,7 +395,7 @@ __attribute__((noreturn)) static void option_unknown(const char *program, const 
             int likeness = name_likeness(typed, p ? name : others[i][0]);
             if (!listing && likeness > best) best = likeness;
             if (!listing || likeness < LEAST || likeness < best - SPREAD || strstr(names, name)) continue;
-            sprintf(names + strlen(names), "%s--%s", found++ ? " or " : "did you mean ", name);
+            APPEND(names, "%s--%s", found++ ? " or " : "did you mean ", name);
         }
     die("unknown option '%.*s'\n%s%s%s --help lists all", (int)length, argument, names, found ? "? " : "", program);
 }
@@ -457,12 +457,11 @@ static inline void options_echo(const Options *o, FILE *f) {
 }
 // " --name value" of each option in which a differs from b.
 static inline char *options_that_differ(const Options *a, const Options *b, char *text, size_t size) {
-    size_t used = 0;
     char number[OPTION_NUMBER];
     *text = 0;
     OPTION_EACH(p) {
         const char *value = option_change(a, b, p, number);
-        if (value && used < size) used += snprintf(text + used, size - used, " --%s %s", p->name, value);
+        if (value) append_text(text, size, " --%s %s", p->name, value);
     }
     return text;
 }

@@ -282,9 +282,7 @@ static inline int st_declare(StWriter *w, const char *name, StType type, int dim
 // Warns that writing failed and returns errno. The caller decides whether the program ends.
 static inline int st_failed(const char *path) {
     int error = errno;
-    char rank[32] = "";
-    if (die_rank >= 0) snprintf(rank, sizeof rank, "[rank %d] ", die_rank);
-    fprintf(stderr, "%swarning: cannot write '%s': %s\n", rank, path, strerror(error));
+    fprintf(stderr, "%swarning: cannot write '%s': %s\n", rank_prefix(), path, strerror(error));
     return error;
 }
 static inline int st_pwrite(int fd, const char *path, const void *source, uint64_t bytes, uint64_t offset) {

@@ -47,6 +47,11 @@ HOST_DEVICE static inline float bits_float(uint32_t u) {
 // The rank that messages name, -1 for a single process; and what die calls before it exits.
 static int die_rank = -1;
 static void (*die_hook)(void) = NULL;
+static const char *rank_prefix(void) {
+    static __thread char text[32];
+    if (die_rank >= 0) snprintf(text, sizeof text, "[rank %d] ", die_rank);
+    return text;
+}
 
 // A terminal executes control characters. In names and texts that come from files they become '?', except those in
 // `except`. UTF-8 has control characters, too: c2 80 to c2 9f.
@@ -60,7 +65,8 @@ static char *printable(char *text, const char *except) {
 
 __attribute__((noreturn, cold, format(printf, 3, 4))) static void die_at(const char *file, int line, const char *format,
                                                                          ...) {
-    char text[2048], what[2048], rank[32] = "";
+    char text[2048], what[2048];
+    const char *rank = rank_prefix();
     va_list args, again;
     va_start(args, format);
     va_copy(again, args);
@@ -70,7 +76,6 @@ __attribute__((noreturn, cold, format(printf, 3, 4))) static void die_at(const c
     int length = vsnprintf(NULL, 0, what, again);
     va_end(args);
     va_end(again);
-    if (die_rank >= 0) snprintf(rank, sizeof rank, "[rank %d] ", die_rank);
     char *hint = length < (int)sizeof text && text[length] ? text + length : NULL;
     if (hint) *hint++ = 0;
     fflush(stdout);
@@ -87,6 +92,16 @@ __attribute__((noreturn, cold, format(printf, 3, 4))) static void die_at(const c
     do { \
         if (!(condition)) die(__VA_ARGS__); \
     } while (0)
+
+// Appends to a text of `size` bytes; what has no room is left out.
+__attribute__((format(printf, 3, 4))) static inline void append_text(char *text, size_t size, const char *format, ...) {
+    const size_t used = strlen(text);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text + used, size - used, format, args);
+    va_end(args);
+}
+#define APPEND(array, ...) append_text(array, sizeof(array), __VA_ARGS__)
 
 // ---- memory and files: each call succeeds, or ends the process with a message
 

@@ -131,15 +131,7 @@ static inline void watchdog_watch(int (*hook)(char *text, size_t size), const vo
 
 // ---- the report
 
-__attribute__((format(printf, 3, 4))) static inline void watchdog_print(char *text, size_t size, const char *format,
-                                                                        ...) {  // appends
-    size_t used = strlen(text);
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text + used, size - used, format, args);
-    va_end(args);
-}
-#define watchdog_report(...) watchdog_print(watchdog.report, sizeof watchdog.report, __VA_ARGS__)
+#define watchdog_report(...) APPEND(watchdog.report, __VA_ARGS__)
 static inline void watchdog_report_place(const char *before, const WatchdogSlot *s) {
     watchdog_report("%sstep %lld, %s, layer %d", before, s->step, phase_names[s->phase], s->layer);
 }
@@ -247,8 +239,7 @@ static inline void watchdog_report_ops(const char *who, double now) {
 // ends the process. Uses no malloc and no stdio: the main thread may hang with their locks.
 __attribute__((noreturn)) static inline void watchdog_end(const char *why) {
     double now = now_seconds();
-    char who[32] = "";
-    if (die_rank >= 0) snprintf(who, sizeof who, "[rank %d] ", die_rank);
+    const char *who = rank_prefix();
     watchdog_report("\n%serror: %s: ", who, why);
     int named = watchdog_report_culprit(now);
     watchdog_report("\n%s  this rank: ", who);

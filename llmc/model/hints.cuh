@@ -119,15 +119,14 @@ static void run_memory_hint(char *text, size_t size, MemoryBytes room, const Mem
         snprintf(text, size, "--batch-size %d would fit at --seq-len %d with%s", fits ? p->B : 1, p->T,
                  fits ? with : one_with);
     else {
-        const int used = snprintf(text, size,
-                                  "not even --batch-size 1 fits at --seq-len %d, with any option: use %sa shorter "
-                                  "--seq-len or a smaller model, or %s",
-                                  p->T, p->lora.rank ? few_bits : "",
-                                  more_ranks_fit(p, &one, room) ? "more GPUs with --zero-stage 3" : ranks);
-        if (p->trains && whole_bytes(p) > room.device && (size_t)used < size)
-            snprintf(text + used, size - (size_t)used,
-                     ": embedding, head and two blocks, which --zero-stage 3 has whole, take %.0f MiB",
-                     mib(whole_bytes(p)));
+        snprintf(text, size,
+                 "not even --batch-size 1 fits at --seq-len %d, with any option: use %sa shorter "
+                 "--seq-len or a smaller model, or %s",
+                 p->T, p->lora.rank ? few_bits : "",
+                 more_ranks_fit(p, &one, room) ? "more GPUs with --zero-stage 3" : ranks);
+        if (p->trains && whole_bytes(p) > room.device)
+            append_text(text, size, ": embedding, head and two blocks, which --zero-stage 3 has whole, take %.0f MiB",
+                        mib(whole_bytes(p)));
     }
 }
 

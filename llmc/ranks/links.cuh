@@ -78,16 +78,16 @@ inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, int may
             snprintf(why, sizeof k->why_not[i], "%s", not_tried);
         else
             p2p_open(&k->p2p[i], group, stream, 30 /*s*/, why, sizeof k->why_not[i]);
-        watchdog_print(text, size, "%s%s: ", *text ? "; " : "", short_messages[i].name);
+        append_text(text, size, "%s%s: ", *text ? "; " : "", short_messages[i].name);
         if (*why)
-            watchdog_print(text, size, "NCCL (%s)", why);
+            append_text(text, size, "NCCL (%s)", why);
         else if (i == SHORT_LOSS)
-            watchdog_print(text, size, "peer to peer");
+            append_text(text, size, "peer to peer");
         else
-            watchdog_print(text, size, "peer to peer up to %zu KiB", short_messages[i].bytes >> 10);
+            append_text(text, size, "peer to peer up to %zu KiB", short_messages[i].bytes >> 10);
     }
     const char *when = k->zero.at_once ? "all at once after backward" : "unit by unit under backward";
-    if (*text && k->mesh->dp.world > 1) watchdog_print(text, size, "; gradients: NCCL, %s", when);
+    if (*text && k->mesh->dp.world > 1) append_text(text, size, "; gradients: NCCL, %s", when);
     nccl_shorten(&k->zero.nccl, &k->p2p[SHORT_DATA]);
     if (!ranks_share_gpu) nccl_shorten(&k->rows.nccl, &k->p2p[SHORT_TENSOR]);
     comm_align(&k->mesh->job);  // p2p_open has a different number of collectives where it fails

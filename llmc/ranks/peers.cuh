@@ -276,16 +276,15 @@ inline int p2p_describe(const P2p *p, char *text, size_t size) {
     if (state == P2P_RUNS) return 0;
     snprintf(text, size, "peer-to-peer %s of %llu bytes, epoch %u: ", p2p_names[call.kind], call.bytes, call.epoch);
     if (state == P2P_APART)
-        watchdog_print(text, size, "rank %d met rank %d in another one: %s, or another count or type (block %d)", rank,
-                       peer, p2p_names[r->other & 7], r->block);
+        append_text(text, size, "rank %d met rank %d in another one: %s, or another count or type (block %d)", rank,
+                    peer, p2p_names[r->other & 7], r->block);
     else
-        watchdog_print(text, size, "rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)",
-                       rank, 1e-9 * r->elapsed_ns, peer, r->block, call.meeting);
+        append_text(text, size, "rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)",
+                    rank, 1e-9 * r->elapsed_ns, peer, r->block, call.meeting);
     if (state == P2P_LATE && (int)call.kind < P2P_TRIALS && call.epoch <= P2P_TRIALS)
-        watchdog_print(
-            text, size,
-            "; a first trial: maybe stores to another GPU's memory do not arrive, look for IOMMU and PCIe ACS,"
-            " or use --p2p 0");
+        append_text(text, size,
+                    "; a first trial: maybe stores to another GPU's memory do not arrive, look for IOMMU and PCIe ACS,"
+                    " or use --p2p 0");
     return 1;
 }
 // The watchdog's thread calls it: whether a wait was given up, and a message in `text`.
