@@ -125,7 +125,7 @@ static const char *const companion_files[] = {"tokenizer.json",    "tokenizer_co
 enum { NUM_COMPANION_FILES = COUNT_OF(companion_files) };
 
 static inline Path checkpoint_folder(const char *output, int64_t step, const char *suffix) {
-    return path_of("%s/step_%08lld%s", output, (long long)step, suffix);
+    return path_of("%s/step_%08ld%s", output, step, suffix);
 }
 static inline int64_t file_bytes(const char *folder, const char *name) {  // -1: there is none
     struct stat s;
@@ -133,7 +133,7 @@ static inline int64_t file_bytes(const char *folder, const char *name) {  // -1:
 }
 static inline int window_values(const StateWindow *w) { return w->count < STATE_WINDOW ? w->count : (int)STATE_WINDOW; }
 static inline void write_window(FILE *f, const char *name, const StateWindow *w) {
-    fprintf(f, "  \"%s\": {\"count\": %lld, \"values\": [", name, (long long)w->count);
+    fprintf(f, "  \"%s\": {\"count\": %ld, \"values\": [", name, w->count);
     for (int i = 0; i < window_values(w); i++) {
         if (i) fputs(", ", f);
         json_write_double(f, w->values[i]);
@@ -142,7 +142,7 @@ static inline void write_window(FILE *f, const char *name, const StateWindow *w)
 }
 // The last line of a train_state.json: the checksum of the text before it.
 static inline int state_seal(const char *text, size_t length, char *seal, size_t size) {
-    return snprintf(seal, size, "  \"checksum\": \"%016llx\"\n}\n", (unsigned long long)checksum(text, length, 0));
+    return snprintf(seal, size, "  \"checksum\": \"%016lx\"\n}\n", checksum(text, length, 0));
 }
 static inline int state_is_sealed(const char *text, size_t length) {
     char seal[64];
@@ -164,7 +164,7 @@ static inline int write_train_state(const Model *m, const char *folder, const Tr
     fprintf(f, "{\n  \"format\": %d,\n", STATE_FORMAT);
     for (int i = 0; i < NUM_STATE_NUMBERS; i++) {
         const int64_t *number = (const int64_t *)((const char *)s + state_numbers[i].offset);
-        fprintf(f, "  \"%s\": %lld,\n", state_numbers[i].key, (long long)*number);
+        fprintf(f, "  \"%s\": %ld,\n", state_numbers[i].key, *number);
     }
     fprintf(f, "  \"parameters\": %zu,\n  \"dtype\": \"%s\",\n  \"master\": %s,\n  \"states\": \"%s\",\n",
             m->table.num_weights, model_dtype(m), model_has_slot(m, SLOT_MASTER) ? "true" : "false", states_dtype(m));
@@ -172,11 +172,11 @@ static inline int write_train_state(const Model *m, const char *folder, const Tr
     json_write_double(f, s->best_step ? s->best_loss : NAN);
     fputs(",\n", f);
     if (s->data_tokens)
-        fprintf(f, "  \"data\": {\"tokens\": %lld, \"shards\": %lld, \"content\": \"%016llx\"},\n",
-                (long long)s->data_tokens, (long long)s->data_shards, (unsigned long long)s->data_hash);
+        fprintf(f, "  \"data\": {\"tokens\": %ld, \"shards\": %ld, \"content\": \"%016lx\"},\n", s->data_tokens,
+                s->data_shards, s->data_hash);
     if (s->tokenizer.hash)
-        fprintf(f, "  \"tokenizer\": {\"kind\": %d, \"tokens\": %d, \"hash\": \"%016llx\"},\n", s->tokenizer.kind,
-                s->tokenizer.vocab_size, (unsigned long long)s->tokenizer.hash);
+        fprintf(f, "  \"tokenizer\": {\"kind\": %d, \"tokens\": %d, \"hash\": \"%016lx\"},\n", s->tokenizer.kind,
+                s->tokenizer.vocab_size, s->tokenizer.hash);
     write_window(f, "loss_window", &s->loss);
     write_window(f, "norm_window", &s->norm);
     fputs("  \"options\": {", f);
@@ -189,11 +189,11 @@ static inline int write_train_state(const Model *m, const char *folder, const Tr
     }
     fputs("\n  },\n  \"files\": {", f);
     for (int i = 0; i < NUM_SUMMED_FILES; i++)
-        fprintf(f, "%s\"%s\": %lld", i ? ", " : "", checkpoint_file(folder, i),
-                (long long)file_bytes(folder, checkpoint_file(folder, i)));
+        fprintf(f, "%s\"%s\": %ld", i ? ", " : "", checkpoint_file(folder, i),
+                file_bytes(folder, checkpoint_file(folder, i)));
     fputs("},\n  \"checksums\": {", f);
     for (int i = 0; i < NUM_SUMMED_FILES; i++)
-        fprintf(f, "%s\"%s\": \"%016llx\"", i ? ", " : "", checkpoint_file(folder, i), (unsigned long long)sums[i]);
+        fprintf(f, "%s\"%s\": \"%016lx\"", i ? ", " : "", checkpoint_file(folder, i), sums[i]);
     fputs("},\n", f);
     char seal[64];
     text_flush(&text);
@@ -254,7 +254,7 @@ static inline int state_open(Json *j, const char *folder, int64_t expected, int 
     else if (format > 1 && !sealed)
         snprintf(why, WHY_BYTES, "train_state.json is not what was written: damaged or edited");
     else if (!json_int(j, json_get(j, 0, "step"), &step) || (expected >= 0 && step != expected))
-        snprintf(why, WHY_BYTES, "its step is %lld", (long long)step);
+        snprintf(why, WHY_BYTES, "its step is %ld", step);
     for (int i = 0; i < files && !*why; i++) {
         int64_t bytes;
         if (!json_int(j, json_get(j, json_get(j, 0, "files"), checkpoint_file(folder, i)), &bytes) ||

@@ -175,9 +175,9 @@ static const int64_t SCAN_TOKENS = 1 << 18;  // that are read at a time
 static inline void packing_add_document(DataLoader *d, const Shard *s, Packing *p, int64_t begin, int64_t end) {
     const int64_t T = d->T, length = end - begin;
     require(d->kind.pack == PACK_CUT || length <= T,
-            "'%s': the document at token %lld has %lld tokens, a row %lld\n"
+            "'%s': the document at token %ld has %ld tokens, a row %ld\n"
             "use a longer --seq-len, or --pack cut, which cuts such a document into rows",
-            s->path, (long long)begin, (long long)length, (long long)T);
+            s->path, begin, length, T);
     for (; begin + T < end; begin += T) packing_add(p, (int)begin, (int)T);
     if (begin < end) packing_add(p, (int)begin, (int)(end - begin));
 }
@@ -229,8 +229,8 @@ static inline void shard_open(DataLoader *d, Shard *s) {
                   "at most 2^31 - 1 fit: make smaller shards with --shard-tokens 100000000",
                   h[2]);
     int64_t expected = HEADER_BYTES + (int64_t)h[2] * d->token_bytes;
-    SHARD_REQUIRE(bytes == expected, "is %s: %lld bytes, its header promises %lld\nmake or download it again",
-                  bytes < expected ? "truncated" : "too long", (long long)bytes, (long long)expected);
+    SHARD_REQUIRE(bytes == expected, "is %s: %ld bytes, its header promises %ld\nmake or download it again",
+                  bytes < expected ? "truncated" : "too long", bytes, expected);
     if (s == d->shards) shard_first(d, s, h);
     SHARD_REQUIRE(
         h[2] > (d->kind.pack ? 0 : d->T),
@@ -368,9 +368,9 @@ static inline void dataloader_read_piece(DataLoader *d, Piece piece, int *inputs
         const int begins = begins_document(d, token), marked = d->kind.marks && ((d->kind.pack && t == 0) || begins);
         const int learned = !d->marked || !(begins || token & TOKEN_NOT_LEARNED);
         require(id < limit,
-                "'%s': token %lld is %u, outside the vocabulary of %u\n"
+                "'%s': token %d is %u, outside the vocabulary of %u\n"
                 "use a model with the vocabulary that the shards were made for (--model ...,vocab=N)",
-                s->path, (long long)piece.begin + t, id, limit);
+                s->path, piece.begin + t, id, limit);
         if (t < n) inputs[t] = marked ? ~(int)id : (int)id;
         if (t > 0) targets[t - 1] = learned ? (int)id : -1;
     }
@@ -425,9 +425,9 @@ static inline void dataloader_position(const DataLoader *d, int64_t *epoch, int6
 }
 static inline void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row) {
     require(epoch >= 0 && row >= 0 && epoch <= (INT64_MAX - row) / d->rows_per_epoch,
-            "epoch %lld, row %lld is no place in the data\n"
+            "epoch %ld, row %ld is no place in the data\n"
             "the saved training state is damaged: use an older one",
-            (long long)epoch, (long long)row);
+            epoch, row);
     d->next = epoch * d->rows_per_epoch + row;
 }
 static inline void dataloader_next(DataLoader *d) {

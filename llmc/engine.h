@@ -250,7 +250,7 @@ static inline void engine_clear(Engine *e) {
 // The end of a line for people: how the draft did.
 static inline void engine_print_end(const Engine *e) {
     if (e->draft)
-        printf("; of %lld drafted tokens %.1f%% accepted", (long long)e->proposed,
+        printf("; of %ld drafted tokens %.1f%% accepted", e->proposed,
                e->proposed ? 100.0 * e->accepted / e->proposed : 0);
     putchar('\n');
 }

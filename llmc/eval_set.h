@@ -111,10 +111,9 @@ static inline void eval_open(EvalSet *s, const char *path, int T, int vocab_size
     memset(s, 0, sizeof *s);
     s->words = (bytes - HEADER_BYTES) / word;
     s->num_examples = h[2];
-    EVAL_REQUIRE(bytes <= INT32_MAX, "has %lld bytes, more than 2 GiB\nsplit the set into several files",
-                 (long long)bytes);
+    EVAL_REQUIRE(bytes <= INT32_MAX, "has %ld bytes, more than 2 GiB\nsplit the set into several files", bytes);
     EVAL_REQUIRE(bytes % word == 0 && h[2] > 0 && (size_t)h[2] <= s->words / 6,
-                 "is truncated: %d examples do not fit into %lld bytes\n" EVAL_HINT, h[2], (long long)bytes);
+                 "is truncated: %d examples do not fit into %ld bytes\n" EVAL_HINT, h[2], bytes);
     EVAL_REQUIRE(!wide || (h[4] > 0 && (!vocab_size || h[4] <= vocab_size)),
                  "was made with a vocabulary of %d tokens, the model has %d\n"
                  "make it with the model's tokenizer: python dev/data/multiple_choice.py --tokenizer",

@@ -174,9 +174,9 @@ static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *token
     evaluation_end(e, m);
     double total = comm_sum(dp, sum), text = comm_sum(dp, bytes), tokens = comm_sum(dp, learned);
     require(tokens > 0 || e->stopped,
-            "the first %lld rows of the validation data have no token that is learned\n"
+            "the first %ld rows of the validation data have no token that is learned\n"
             "use more --eval-steps, other --val-data, or --eval-every 0",
-            (long long)rows);
+            rows);
     const ValScore r = {total / tokens, text > 0 ? total / log(2) / text : NAN};
     return r;
 }

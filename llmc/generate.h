@@ -71,13 +71,13 @@ static void generation_print(const Generation *g, const Sequence *samples, int64
     const int S = g->o->samples;
     const double rate = g->made > S ? (g->made - S) / (now_seconds() - g->clock) : 0;
     if (g->stopped) {
-        printf("---- the sample of step %lld was ended by a signal\n", (long long)step);
+        printf("---- the sample of step %ld was ended by a signal\n", step);
         return;
     }
     for (int i = 0; i < S && !g->streams; i++) {
         char *text = generation_text(g, &samples[i]), which[48] = "";
         if (S > 1) snprintf(which, sizeof which, ", %d of %d", i + 1, S);
-        printf("---- sample of step %lld%s (%d tokens, %.1f tokens/s)\n%s\n", (long long)step, which,
+        printf("---- sample of step %ld%s (%d tokens, %.1f tokens/s)\n%s\n", step, which,
                samples[i].count - samples[i].prompt, rate / S, text);
         free(text);
     }
@@ -106,7 +106,7 @@ static inline char *generate(Generation *g, int64_t step, int streams) {
         engine_add(&g->engine, s);
     }
     char *first = generation_text(g, samples);
-    if (g->streams) printf("---- sample of step %lld\n%s", (long long)step, first);
+    if (g->streams) printf("---- sample of step %ld\n%s", step, first);
     free(first);
     generation_run(g);
     generation_print(g, samples, step);

@@ -33,8 +33,7 @@ static inline HandshakeRecord comm_record(const Comm *c) {
     int fd = open_data_file("/proc/self/exe", "is /proc mounted?", &bytes);
     char *program = new_array(char, bytes);
     pread_or_die(fd, program, bytes, 0, "/proc/self/exe");
-    snprintf(r.build, sizeof r.build, "%s, file %016llx", GIT_REVISION,
-             (unsigned long long)comm_hash(COMM_HASH, program, bytes));
+    snprintf(r.build, sizeof r.build, "%s, file %016lx", GIT_REVISION, comm_hash(COMM_HASH, program, bytes));
     close(fd);
     free(program);
     return r;
@@ -69,8 +68,8 @@ static inline HandshakeFacts handshake_facts(const HandshakeRecord *r) {
     snprintf(f.text[0], sizeof f.text[0], "build %s", r->build);
     snprintf(f.text[1], sizeof f.text[1], "a GPU of sm_%d", r->sm);
     snprintf(f.text[2], sizeof f.text[2], "GPU driver %d", r->driver);
-    snprintf(f.text[3], sizeof f.text[3], "model configuration %016llx", (unsigned long long)r->config);
-    snprintf(f.text[4], sizeof f.text[4], "options %016llx", (unsigned long long)r->options);
+    snprintf(f.text[3], sizeof f.text[3], "model configuration %016lx", r->config);
+    snprintf(f.text[4], sizeof f.text[4], "options %016lx", r->options);
     return f;
 }
 // files: all that this rank reads, in its order.

@@ -175,7 +175,7 @@ typedef struct {
 typedef struct { char text[200]; } ShapeText;
 static inline ShapeText shape_text(int dims, const uint64_t *shape) {
     ShapeText s = {"("};
-    for (int i = 0; i < dims; i++) APPEND(s.text, "%s%llu", i ? ", " : "", (unsigned long long)shape[i]);
+    for (int i = 0; i < dims; i++) APPEND(s.text, "%s%lu", i ? ", " : "", shape[i]);
     APPEND(s.text, ")");
     return s;
 }

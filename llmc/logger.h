@@ -42,9 +42,7 @@ static inline void logger_close(Logger *g) {
 // Begins an event's line; returns NULL when nothing is logged. End it with logger_end.
 static inline FILE *logger_begin(Logger *g, const char *event, int64_t step) {
     FILE *f = g->lines.file;
-    if (f)
-        fprintf(f, "{\"event\":\"%s\",\"step\":%lld,\"elapsed\":%.3f", event, (long long)step,
-                now_seconds() - g->opened);
+    if (f) fprintf(f, "{\"event\":\"%s\",\"step\":%ld,\"elapsed\":%.3f", event, step, now_seconds() - g->opened);
     return f;
 }
 static inline void logger_end(Logger *g) {
@@ -77,8 +75,8 @@ static inline int logger_has_steps(const char *folder, const char *name) {
     if (f) fclose(f);
     return found;
 }
-// Adds fields to an event's line: "name %d other %s ...". %d and %lld: whole numbers, %g, %e: a number, a float. %f: a
-// number, left out if it is NaN. %s: a text, left out if it is NULL.
+// Adds fields to an event's line: "name %d other %s ...". %d, %ld and %lld: whole numbers, %g, %e: a number, a float.
+// %f: a number, left out if it is NaN. %s: a text, left out if it is NULL.
 __attribute__((format(printf, 2, 3))) static inline void logger_fields(FILE *f, const char *format, ...) {
     char name[32], kind[8];
     va_list args;

@@ -106,8 +106,8 @@ static inline StTensor st_parse_tensor(const Json *j, int key, const char *path,
     ST_REQUIRE(json_is(j, offsets, JSON_ARRAY) && json_items(j, offsets) == 2 && json_int(j, offsets + 1, &begin) &&
                    json_int(j, offsets + 2, &end) && begin >= 0 && begin <= end && (uint64_t)end <= size - data,
                "has data that do not lie in the file" ST_BROKEN);
-    ST_REQUIRE((uint64_t)(end - begin) == t.bytes, "has %lld bytes of data, its shape needs %llu" ST_BROKEN,
-               (long long)(end - begin), (unsigned long long)t.bytes);
+    ST_REQUIRE((uint64_t)(end - begin) == t.bytes, "has %ld bytes of data, its shape needs %lu" ST_BROKEN, end - begin,
+               t.bytes);
     t.begin = data + begin;
     return t;
     #undef ST_REQUIRE
@@ -121,12 +121,12 @@ static inline void st_open_file(StReader *r, const char *path) {
     StFile *f = &r->files[number];
     f->path = path_of("%s", path);
     f->fd = open_data_file(path, "check the name and its permissions", &size);
-    require(size >= 10, "'%s' has %lld bytes, too few for a safetensors file" ST_BROKEN, path, (long long)size);
+    require(size >= 10, "'%s' has %ld bytes, too few for a safetensors file" ST_BROKEN, path, size);
     pread_or_die(f->fd, &length, 8, 0, path);
     uint64_t data = 8 + length, end = data;
     require(length <= JSON_MAX_BYTES && data <= (uint64_t)size,
-            "'%s': the header's length %llu does not fit a file of %lld bytes, or is above %d" ST_BROKEN, path,
-            (unsigned long long)length, (long long)size, JSON_MAX_BYTES);
+            "'%s': the header's length %lu does not fit a file of %ld bytes, or is above %d" ST_BROKEN, path, length,
+            size, JSON_MAX_BYTES);
     char *text = new_array(char, length + 1);
     pread_or_die(f->fd, text, length, 8, path);
     const Json *j = &f->header;
@@ -146,8 +146,7 @@ static inline void st_open_file(StReader *r, const char *path) {
                 t->begin < end ? "overlap another tensor's" : "follow a hole");
         end += t->bytes;
     }
-    require(end == (uint64_t)size, "'%s' has %llu bytes behind its last tensor" ST_BROKEN, path,
-            (unsigned long long)(size - end));
+    require(end == (uint64_t)size, "'%s' has %lu bytes behind its last tensor" ST_BROKEN, path, size - end);
 }
 
 static inline const StTensor *st_find(const StReader *r, const char *name) {
@@ -317,17 +316,17 @@ static inline void st_begin(StWriter *w, int create) {
     FILE *f = text_open(&text);
     uint64_t offset = 0;
     fputs("{\"__metadata__\":{\"format\":\"pt\"", f);  // transformers insists on the format
-    if (w->base) fprintf(f, ",\"base\":\"%016llx\"", (unsigned long long)w->base);
+    if (w->base) fprintf(f, ",\"base\":\"%016lx\"", w->base);
     fputc('}', f);
     for (int i = 0; i < w->count; i++) {
         StTensor *t = &w->tensors[i];
         fputc(',', f);
         json_write_string(f, t->name);
         fprintf(f, ":{\"dtype\":\"%s\",\"shape\":[", st_types[t->type].name);
-        for (int d = 0; d < t->dims; d++) fprintf(f, "%s%llu", d ? "," : "", (unsigned long long)t->shape[d]);
+        for (int d = 0; d < t->dims; d++) fprintf(f, "%s%lu", d ? "," : "", t->shape[d]);
         t->begin = offset;
         offset += t->bytes;
-        fprintf(f, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)t->begin, (unsigned long long)offset);
+        fprintf(f, "],\"data_offsets\":[%lu,%lu]}", t->begin, offset);
     }
     fputc('}', f);
     while (ftell(f) % 8) fputc(' ', f);  // data begin at a multiple of 8

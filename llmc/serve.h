@@ -296,7 +296,7 @@ static inline void serve(Server *s, const char *model) {
     }
     engine_clear(&s->engine);
     fflush(s->out);
-    printf("served %lld requests", (long long)s->accepted);
+    printf("served %ld requests", s->accepted);
     engine_print_end(&s->engine);
     free(s->input);
 }

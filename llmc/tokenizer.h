@@ -137,7 +137,7 @@ static inline const char *tokenizer_name(const TokenizerId *id, char *text, size
     static const char *const kinds[] = {"a tokenizer of unknown kind", "bytes", "gpt2", "llama3", "qwen2"};
     char tokens[32] = "";
     if (id->vocab_size > 0) snprintf(tokens, sizeof tokens, "%d tokens, ", id->vocab_size);
-    snprintf(text, size, "%s (%shash %016llx)", kinds[id->kind], tokens, (unsigned long long)id->hash);
+    snprintf(text, size, "%s (%shash %016lx)", kinds[id->kind], tokens, id->hash);
     return text;
 }
 // tokenizer.bin in the folder of a shard, where the scripts put it.

@@ -252,8 +252,8 @@ static void end_diverged(Trainer *t, const char *reason) {
     save_finish(t);
     int saved = checkpoint_is_diverged(checkpoint_folder(t->o.output, t->state.step, "").text);
     logger_event(&t->log, "end", t->state.step, "reason %s status %d", t->diverged, EXIT_FAILURE);
-    comm_require(&t->comm, 0, "%s; %s. The weights are those of step %lld%s\nlower --learning-rate%s", t->diverged,
-                 reason, (long long)t->state.step,
+    comm_require(&t->comm, 0, "%s; %s. The weights are those of step %ld%s\nlower --learning-rate%s", t->diverged,
+                 reason, t->state.step,
                  saved ? ", saved and marked as diverged: --resume 1 prefers an older checkpoint" : "",
                  strcmp(t->o.on_nan, "stop") ? ", or look at the data" : ", or --on-nan skip to leave such steps out");
 }
@@ -359,8 +359,8 @@ static int end_training(Trainer *t, int64_t first, int stopped) {
     long long step = t->state.step;
     if (first >= t->steps)
         printf("nothing was left to train: the run has %lld steps, as --max-steps or the data say, and the checkpoint "
-               "is of step %lld\n",
-               t->steps, (long long)first);
+               "is of step %ld\n",
+               t->steps, first);
     if (stopped) {
         console_overwrite("");
         if (*t->step_line) puts(t->step_line);
@@ -368,12 +368,12 @@ static int end_training(Trainer *t, int64_t first, int stopped) {
                t->o.save_every ? "; --resume 1 goes on" : "; nothing was saved (--save-every)");
     }
     if (is_out_of_patience(t))
-        printf("ended after step %lld: %lld evaluations without a lower validation loss (--patience)\n", step,
-               (long long)t->state.worse_evaluations);
+        printf("ended after step %lld: %ld evaluations without a lower validation loss (--patience)\n", step,
+               t->state.worse_evaluations);
     const Path best = checkpoint_folder(t->o.output, t->state.best_step, "");
     if (t->o.patience && t->state.best_step)
-        printf("lowest validation loss %.4f after step %lld: %s%s\n", t->state.best_loss, (long long)t->state.best_step,
-               best.text, file_exists(best.text) ? "" : ", which could not be saved");
+        printf("lowest validation loss %.4f after step %ld: %s%s\n", t->state.best_loss, t->state.best_step, best.text,
+               file_exists(best.text) ? "" : ", which could not be saved");
     if (unsaved && t->comm.rank == 0)
         fprintf(stderr,
                 "error: the last checkpoint was not written, see above\n  hint: make room in '%s' and go on with "

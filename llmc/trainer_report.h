@@ -37,11 +37,11 @@ static inline void print_start(const Trainer *t) {
                *o->output ? "--save-every 0" : "there is no --output");
     if (!strcmp(o->schedule, "constant") && o->warmup)
         printf("no warm-up: --schedule constant has none; use linear with --final-lr-fraction 1\n");
-    printf("data      %lld tokens in %d shards, %lld sequences of %lld an epoch\n", (long long)t->train.num_tokens,
-           t->train.num_shards, (long long)t->train.rows_per_epoch, o->seq_len);
+    printf("data      %ld tokens in %d shards, %ld sequences of %lld an epoch\n", t->train.num_tokens,
+           t->train.num_shards, t->train.rows_per_epoch, o->seq_len);
     if (t->train.kind.pack)
-        printf("rows      documents, packed: %.2f%% of the places are padding; %lld documents are longer than a row\n",
-               100 * dataloader_padding(&t->train), (long long)t->train.cut_documents);
+        printf("rows      documents, packed: %.2f%% of the places are padding; %ld documents are longer than a row\n",
+               100 * dataloader_padding(&t->train), t->train.cut_documents);
     printf("run       %lld steps of %lld tokens (%d micro-steps of %d x %lld x %lld): %.2f epochs\n\n", t->steps,
            o->total_batch, t->num_micro, t->mesh.dp.world, o->batch_size, o->seq_len,
            (double)t->steps * (o->total_batch / o->seq_len) / t->train.rows_per_epoch);
@@ -57,12 +57,11 @@ static inline void log_start(Trainer *t) {
     char *plan = model_text(&t->model, model_print_plan);
     FILE *f = logger_begin(&t->log, "start", t->state.step);
     if (f) {
-        logger_fields(f, "time %lld git %s device %s dtype %s messages %s build %s plan %s", (long long)time(NULL),
-                      GIT_REVISION, model_device(&t->model), model_dtype(&t->model), model_carriers(&t->model),
-                      __VERSION__, plan);
-        logger_fields(f, "resumed_from %s data_changed %s parameters %lld steps %lld num_micro %d ranks %d tp %d",
-                      t->resumed_from.text, *t->data_changed ? t->data_changed : NULL,
-                      (long long)t->model.table.num_weights, t->steps, t->num_micro, t->comm.world, t->mesh.tp.world);
+        logger_fields(f, "time %ld git %s device %s dtype %s messages %s build %s plan %s", time(NULL), GIT_REVISION,
+                      model_device(&t->model), model_dtype(&t->model), model_carriers(&t->model), __VERSION__, plan);
+        logger_fields(f, "resumed_from %s data_changed %s parameters %ld steps %lld num_micro %d ranks %d tp %d",
+                      t->resumed_from.text, *t->data_changed ? t->data_changed : NULL, t->model.table.num_weights,
+                      t->steps, t->num_micro, t->comm.world, t->mesh.tp.world);
         logger_fields(f, "memory_gib %g", model_memory_gib(&t->model));
         logger_options(f, &t->o);
         fputs(",\"config\":", f);
@@ -80,8 +79,8 @@ static inline void report_gpu(Trainer *t) {
 }
 static inline void report_save(Trainer *t, const char *path, int64_t step, double seconds, double held) {
     printf("checkpoint %s | written in %.1f s, training stood still for %.2f s\n", path, seconds, held);
-    logger_event(&t->log, "checkpoint", step, "path %s at_step %lld seconds %g held_seconds %g", path,
-                 (long long)t->state.step, seconds, held);
+    logger_event(&t->log, "checkpoint", step, "path %s at_step %ld seconds %g held_seconds %g", path, t->state.step,
+                 seconds, held);
 }
 static inline void report_failed_save(Trainer *t, const char *path, int64_t step, int error) {
     const char *reason =
@@ -91,8 +90,8 @@ static inline void report_failed_save(Trainer *t, const char *path, int64_t step
         printf(", and --resume 1 goes on from the newest of them\n");
     else
         printf("; it is tried again after step %lld\n", t->retry_step);
-    logger_event(&t->log, "checkpoint_failed", step, "path %s reason %s at_step %lld retry_step %f", path, reason,
-                 (long long)t->state.step, t->ending ? NAN : (double)t->retry_step);
+    logger_event(&t->log, "checkpoint_failed", step, "path %s reason %s at_step %ld retry_step %f", path, reason,
+                 t->state.step, t->ending ? NAN : (double)t->retry_step);
 }
 
 typedef struct {
@@ -114,18 +113,17 @@ static inline void report_step(Trainer *t, const StepReport *r) {
     if (peak > 0) snprintf(share, sizeof share, " | %.1f%% MFU", 100 * mfu);
     duration_text((t->steps - t->state.step) * t->step_seconds, eta, sizeof eta);
     snprintf(t->step_line, sizeof t->step_line,
-             "step %6lld/%lld | loss %.4f | norm %.4f%s | lr %.2e | %.1f ms%s | %.0f tok/s | ETA %s%s%s",
-             (long long)t->state.step, t->steps, loss, norm, z, r->lr, 1e3 * r->seconds, share,
-             tokens / t->step_seconds, eta, skipped ? " | update skipped: " : "", skipped ? skipped : "");
+             "step %6ld/%lld | loss %.4f | norm %.4f%s | lr %.2e | %.1f ms%s | %.0f tok/s | ETA %s%s%s", t->state.step,
+             t->steps, loss, norm, z, r->lr, 1e3 * r->seconds, share, tokens / t->step_seconds, eta,
+             skipped ? " | update skipped: " : "", skipped ? skipped : "");
     int64_t every = t->o.print_every ? t->o.print_every : console_columns() ? t->steps : 1;
     if (skipped || t->state.step % every == 0 || t->state.step == t->steps) {
         puts(t->step_line);
         *t->step_line = 0;
     }
     logger_event(&t->log, "step", t->state.step,
-                 "loss %g norm %g lr %g ms %g tok_s %g mfu %g tokens %lld mem_gib %g skipped %s", loss, norm, r->lr,
-                 1e3 * r->seconds, tokens / r->seconds, mfu, (long long)t->state.tokens, model_memory_gib(&t->model),
-                 skipped);
+                 "loss %g norm %g lr %g ms %g tok_s %g mfu %g tokens %ld mem_gib %g skipped %s", loss, norm, r->lr,
+                 1e3 * r->seconds, tokens / r->seconds, mfu, t->state.tokens, model_memory_gib(&t->model), skipped);
 }
 // After the first step: what it chose by measuring. The first line, how long that took, goes to the console, too.
 static inline void report_choices(Trainer *t) {

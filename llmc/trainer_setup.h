@@ -204,9 +204,9 @@ static inline void open_data(Trainer *t) {
     const int64_t places = t->train.kind.pack ? t->train.rows_per_epoch * o->seq_len : t->train.num_tokens;
     t->steps = o->max_steps != -1 ? o->max_steps : (long long)(o->epochs * (double)places / (double)total);
     require(t->steps > 0 && t->steps <= 1 << 30,
-            "%g epochs of %lld tokens are %lld steps of %lld\n"
+            "%g epochs of %ld tokens are %lld steps of %lld\n"
             "use another --total-batch or --epochs, or give --max-steps",
-            o->epochs, (long long)places, t->steps, total);
+            o->epochs, places, t->steps, total);
 }
 
 // The path of --tokenizer, or else the first of these files that exists: tokenizer.bin in the model's folder (with
@@ -445,11 +445,10 @@ static void compare_data(Trainer *t) {
     int same_size = s->data_tokens == d->num_tokens && s->data_shards == d->num_shards;
     if (s->data_tokens && (!same_size || (s->data_hash && s->data_hash != hash))) {
         snprintf(t->data_changed, sizeof t->data_changed,
-                 "%lld tokens in %lld shards -> %lld in %d%s; the order of sequences differs: from number %lld of "
-                 "%lld, where this run goes on, to the end of the epoch some are seen again and others not at all",
-                 (long long)s->data_tokens, (long long)s->data_shards, (long long)d->num_tokens, d->num_shards,
-                 same_size ? ", with other names or other tokens" : "", (long long)(d->next % d->rows_per_epoch),
-                 (long long)d->rows_per_epoch);
+                 "%ld tokens in %ld shards -> %ld in %d%s; the order of sequences differs: from number %ld of "
+                 "%ld, where this run goes on, to the end of the epoch some are seen again and others not at all",
+                 s->data_tokens, s->data_shards, d->num_tokens, d->num_shards,
+                 same_size ? ", with other names or other tokens" : "", d->next % d->rows_per_epoch, d->rows_per_epoch);
         printf("changed since the checkpoint: the training data, %s\n", t->data_changed);
     }
     s->data_tokens = d->num_tokens;

@@ -1,5 +1,6 @@
 // What every other file uses: errors with hints, checked memory and files, UTF-8, a clock.
-// C11 that also compiles as C++17, because the CPU and the GPU trainer share it.
+// C11 that also compiles as C++17, because the CPU and the GPU trainer share it. Of Linux with 64 bits: an int64_t is a
+// long, which %ld prints.
 //
 //   require(condition, "what is wrong %d\nwhat to do about it", value)   for anything that a user can cause
 //   assert(condition)                                                   for mistakes of the program itself
@@ -182,7 +183,7 @@ static int open_data_file(const char *path, const char *hint, int64_t *bytes) {
 enum { HEADER_BYTES = 1024, HEADER_WORDS = 8 };
 static inline int open_with_header(const char *path, const char *what, const char *hint, int32_t *h, int64_t *bytes) {
     int fd = open_data_file(path, hint, bytes);
-    require(*bytes >= HEADER_BYTES, "'%s' has %lld bytes: too short for %s\n%s", path, (long long)*bytes, what, hint);
+    require(*bytes >= HEADER_BYTES, "'%s' has %ld bytes: too short for %s\n%s", path, *bytes, what, hint);
     pread_or_die(fd, h, HEADER_WORDS * sizeof *h, 0, path);
     return fd;
 }
