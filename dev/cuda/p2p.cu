@@ -174,9 +174,10 @@ static void group_open(int world, size_t max_bytes, double timeout) {
         m->comm.rank = m->rank;
         m->comm.world = world;
         p2p_request(&m->p2p, &m->memory, world, max_bytes, 0);
-        memory_request(&m->memory, &m->data, "test", "data", max_bytes + (2 * STRIP + SHIFTS) * sizeof(float));
-        memory_request(&m->memory, &m->from, "test", "a piece", max_bytes / (size_t)world + SHIFTS * sizeof(float));
-        memory_request(&m->memory, &m->progress, "test", "progress", 1);
+        memory_group(&m->memory, "test");
+        memory_request(&m->memory, &m->data, "data", max_bytes + (2 * STRIP + SHIFTS) * sizeof(float));
+        memory_request(&m->memory, &m->from, "a piece", max_bytes / (size_t)world + SHIFTS * sizeof(float));
+        memory_request(&m->memory, &m->progress, "progress", 1);
         memory_allocate(&m->memory, NULL, NULL, NULL);
         cudaCheck(cudaStreamCreateWithFlags(&m->stream, cudaStreamNonBlocking));
         if (apart)

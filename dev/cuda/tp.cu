@@ -177,10 +177,11 @@ static void group_open(size_t bytes, double patience) {
     group.bytes = bytes;
     group.nccl = nccl_open(&group.comm, ladder.gpu.compute, 32, LANE_TENSOR);
     p2p_request(&group.p2p, &group.memory, group.comm.world, 0, push_bytes(bytes));
-    memory_request(&group.memory, &group.mine, "test", "rows, or parts", bytes);
-    memory_request(&group.memory, &group.rows, "test", "rows, or slots, of NCCL", bytes);
-    memory_request(&group.memory, &group.workspace, "test", "matmul workspace", MATMUL_WORKSPACE_BYTES);
-    memory_request(&group.memory, &group.wrong, "test", "wrong words", 1);
+    memory_group(&group.memory, "test");
+    memory_request(&group.memory, &group.mine, "rows, or parts", bytes);
+    memory_request(&group.memory, &group.rows, "rows, or slots, of NCCL", bytes);
+    memory_request(&group.memory, &group.workspace, "matmul workspace", MATMUL_WORKSPACE_BYTES);
+    memory_request(&group.memory, &group.wrong, "wrong words", 1);
     memory_allocate(&group.memory, NULL, NULL, NULL);
     const int opened = p2p_open(&group.p2p, &group.comm, ladder.gpu.compute, patience, why, sizeof why);
     require(opened, "%s\nstart this on GPUs that reach each other, one for each rank", why);

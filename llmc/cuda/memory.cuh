@@ -1,8 +1,9 @@
 // The only allocator. Everything is declared by name first; then one call checks that it fits, prints one table and
 // allocates. Nothing is allocated after that, so a run that starts does not die of memory in its tenth hour.
 //
-//   memory_request(&memory, &acts.qkv, "activations", "qkv (L,B,T,3C)", count);   // acts must not move
-//   memory_alias(&memory, &acts.scratch, "scratch", "logits", &acts.qkv, count);  // the same bytes under another name
+//   memory_group(&memory, "activations");                                         // what follows belongs to it
+//   memory_request(&memory, &acts.qkv, "qkv (L,B,T,3C)", count);                  // acts must not move
+//   memory_alias(&memory, &acts.scratch, "logits", &acts.qkv, count);             // the same bytes under another name
 //   memory_allocate(&memory, job, hint, context);                                 // fills every pointer; all bytes 0
 //   memory_free(&memory);
 //
@@ -30,6 +31,7 @@ typedef struct {
     Buffer *buffers;
     int count;
     MemoryBytes bytes;  // with the driver's rounding
+    const char *group;  // of what is requested next
 } Memory;
 
 // Writes one line: what to do when it does not fit into the GPU.
@@ -49,28 +51,26 @@ static inline size_t host_bytes_free(void) {
     return bytes;
 }
 
-static inline Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, const char *group, const char *name,
-                                     size_t bytes) {
+static inline void memory_group(Memory *m, const char *group) { m->group = group; }
+static inline Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, const char *name, size_t bytes) {
     if (m->count % 64 == 0) m->buffers = (Buffer *)realloc(m->buffers, (size_t)(m->count + 64) * sizeof(Buffer));
     require(m->buffers, "out of host memory\nclose other programs");
     Buffer *b = &m->buffers[m->count++];
-    *b = {kind, group, name, bytes ? bytes : 16, where, NULL, -1};
+    *b = {kind, m->group, name, bytes ? bytes : 16, where, NULL, -1};
     if (kind == MEMORY_DEVICE) m->bytes.device += round_up(b->bytes, b->bytes >= (1 << 20) ? 2 << 20 : 512);
     if (kind == MEMORY_PINNED) m->bytes.host += b->bytes;
     return b;
 }
-template <typename T>
-inline void memory_request(Memory *m, T **pointer, const char *group, const char *name, size_t count) {
-    memory_declare(m, MEMORY_DEVICE, pointer, group, name, count * sizeof(T));
+template <typename T> inline void memory_request(Memory *m, T **pointer, const char *name, size_t count) {
+    memory_declare(m, MEMORY_DEVICE, pointer, name, count * sizeof(T));
 }
 // Host memory that the GPU copies to and from without waiting.
-template <typename T>
-inline void memory_request_pinned(Memory *m, T **pointer, const char *group, const char *name, size_t count) {
-    memory_declare(m, MEMORY_PINNED, pointer, group, name, count * sizeof(T));
+template <typename T> inline void memory_request_pinned(Memory *m, T **pointer, const char *name, size_t count) {
+    memory_declare(m, MEMORY_PINNED, pointer, name, count * sizeof(T));
 }
 template <typename T, typename U>
-inline void memory_alias(Memory *m, T **pointer, const char *group, const char *name, U **original, size_t count) {
-    Buffer *b = memory_declare(m, MEMORY_ALIAS, pointer, group, name, count * sizeof(T));
+inline void memory_alias(Memory *m, T **pointer, const char *name, U **original, size_t count) {
+    Buffer *b = memory_declare(m, MEMORY_ALIAS, pointer, name, count * sizeof(T));
     for (int i = 0; i < m->count - 1; i++)
         if (m->buffers[i].where == (void *)original) b->alias_of = i;
     assert(b->alias_of >= 0 && b->bytes <= m->buffers[b->alias_of].bytes);

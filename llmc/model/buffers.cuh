@@ -330,15 +330,16 @@ static inline void request_states(const Plan *p, Buffers *b, Memory *m) {
         {SLOT_M, &b->m, p->bf16_states ? "m, bf16" : "m", "two pieces of m"},
         {SLOT_V, &b->v, p->bf16_states ? "AdamW's v, bf16" : "AdamW's v", "two pieces of v"},
     };
+    memory_group(m, "optimiser");
     for (const auto &s : states) {
         const size_t size = plan_slot_bytes(p, s.slot), bytes = plan_kept(p, s.slot) * size;
         if (s.slot == SLOT_MASTER && !p->has_master) continue;
         if (!plan_offloads(p, s.slot)) {
-            memory_request(m, (char **)s.where, "optimiser", s.name, bytes);
+            memory_request(m, (char **)s.where, s.name, bytes);
             continue;
         }
-        memory_request_pinned(m, (char **)s.where, "optimiser", s.name, bytes);
-        memory_request(m, &b->staging[s.slot], "optimiser", s.pieces, 2 * plan_piece(p) * size);
+        memory_request_pinned(m, (char **)s.where, s.name, bytes);
+        memory_request(m, &b->staging[s.slot], s.pieces, 2 * plan_piece(p) * size);
     }
 }
 static inline void request_muon(const Plan *p, Buffers *b, Memory *m) {
@@ -346,9 +347,10 @@ static inline void request_muon(const Plan *p, Buffers *b, Memory *m) {
     if (!room.blocks) return;
     MuonTables t = muon_tables(p, &room);
     b->num_muon_chunks = muon_chunks(p, &t, NULL);
-    memory_request(m, &b->muon_chunks, "optimiser", "Muon's chunk table", (size_t)b->num_muon_chunks);
-    memory_request(m, &b->muon_places, "optimiser", "Muon's parts of matrices", (size_t)t.num_places);
-    memory_request(m, &b->muon_partials, "optimiser", "Muon's partial norms", (size_t)t.most * MUON_SLICES);
+    memory_group(m, "optimiser");
+    memory_request(m, &b->muon_chunks, "Muon's chunk table", (size_t)b->num_muon_chunks);
+    memory_request(m, &b->muon_places, "Muon's parts of matrices", (size_t)t.num_places);
+    memory_request(m, &b->muon_partials, "Muon's partial norms", (size_t)t.most * MUON_SLICES);
     muon_tables_free(&t);
 }
 static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
@@ -357,28 +359,29 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     b->num_chunks = adam_chunks(p, NULL, NULL);
     b->num_pieces = (int)ceil_div(plan_kept(p, SLOT_M), plan_piece(p));
     b->num_shards = norm_spans(p, NULL);
-    memory_request(m, &b->weights, "parameters",
+    memory_group(m, "parameters");
+    memory_request(m, &b->weights,
                    p->lora.rank         ? "adapters"
                    : p->zero_stage >= 3 ? "weights, of blocks a share"
                                         : "weights",
                    plan_kept(p, SLOT_WEIGHT));
-    if (p->lora.rank) memory_request(m, &b->frozen, "parameters", "weights, frozen", plan_kept(p, SLOT_FROZEN));
+    if (p->lora.rank) memory_request(m, &b->frozen, "weights, frozen", plan_kept(p, SLOT_FROZEN));
     quantised_request(p, &b->quantised, m);
+    memory_group(m, "parameters");
     if (plan_merges(p))
-        memory_request(m, &b->merged, "parameters",
-                       p->lora.rank ? "one block's matrices, merged" : "one block's matrices, widened",
+        memory_request(m, &b->merged, p->lora.rank ? "one block's matrices, merged" : "one block's matrices, widened",
                        merged_elements(p));
-    if (p->zero_stage >= 3 && !p->fp8_blocks)
-        memory_request(m, &b->block_weights, "parameters", "weights of two blocks", two_blocks);
-    memory_request(m, &b->chunks, "optimiser", "chunk table", (size_t)b->num_chunks);
-    memory_request(m, &b->shards, "optimiser", "shard table", (size_t)b->num_shards);
+    if (p->zero_stage >= 3 && !p->fp8_blocks) memory_request(m, &b->block_weights, "weights of two blocks", two_blocks);
+    memory_group(m, "optimiser");
+    memory_request(m, &b->chunks, "chunk table", (size_t)b->num_chunks);
+    memory_request(m, &b->shards, "shard table", (size_t)b->num_shards);
     if (!p->trains) return;
-    memory_request(m, &b->grads, "parameters", p->zero_stage >= 2 ? "gradients, of blocks a share" : "gradients",
-                   grads);
-    if (p->zero_stage >= 2) memory_request(m, &b->block_grads, "parameters", "gradients of two blocks", two_blocks);
-    if (p->sums_in_fp32) memory_request(m, &b->grad_sums, "parameters", "gradients over micro-steps, fp32", grads);
+    memory_group(m, "parameters");
+    memory_request(m, &b->grads, p->zero_stage >= 2 ? "gradients, of blocks a share" : "gradients", grads);
+    if (p->zero_stage >= 2) memory_request(m, &b->block_grads, "gradients of two blocks", two_blocks);
+    if (p->sums_in_fp32) memory_request(m, &b->grad_sums, "gradients over micro-steps, fp32", grads);
     if (world > 1 && p->reduces_in_fp32)
-        memory_request(m, &b->reduce_staging, "parameters", "a unit's gradients in fp32", zero_largest_unit(p->table));
+        memory_request(m, &b->reduce_staging, "a unit's gradients in fp32", zero_largest_unit(p->table));
     request_states(p, b, m);
     request_muon(p, b, m);
     if (!saves_beside_training(&p->options)) return;
@@ -391,9 +394,10 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
         {SLOT_V, "copy of v, to be saved"},
         {SLOT_MASTER, "copy of masters, to be saved"},
     };
+    memory_group(m, "optimiser");
     for (const auto &copy : copies)
         if (copy.slot != SLOT_MASTER || p->has_master)
-            memory_request_pinned(m, (char **)&b->snapshots[copy.slot], "optimiser", copy.name,
+            memory_request_pinned(m, (char **)&b->snapshots[copy.slot], copy.name,
                                   slot_before(&p->mesh->dp, p->table, KEEP_SHARDS, copy.slot, p->table->num_units) *
                                       plan_slot_bytes(p, copy.slot));
 }
@@ -408,48 +412,47 @@ static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
                  kept = p->recomputes_blocks ? 1 : L, streams = leave ? 2 : L;
     const char *names[] = {"qkv, y, f, h, a of all layers", "qkv, y, f, h of all layers", "qkv, y, f of all layers",
                            "qkv, y, f, a, recomputed"};
-    memory_request(m, &b->x_embedding, "activations", "embedding (B,T,C)", rows * C);
+    memory_group(m, "activations");
+    memory_request(m, &b->x_embedding, "embedding (B,T,C)", rows * C);
     if (c->embedding_norm) {
-        memory_request(m, &b->x_tokens, "activations", "embedding before its norm (B,T,C)", rows * C);
-        memory_request(m, &b->rstd_tokens, "activations", "its 1/std (B,T)", rows);
+        memory_request(m, &b->x_tokens, "embedding before its norm (B,T,C)", rows * C);
+        memory_request(m, &b->rstd_tokens, "its 1/std (B,T)", rows);
     }
-    memory_request(m, &b->saved_x, "activations",
+    memory_request(m, &b->saved_x,
                    leave                  ? "residuals (3,B,T,C)"
                    : p->recomputes_blocks ? "residuals (L+1,B,T,C)"
                                           : "residuals (L,2,B,T,C)",
                    (streams + kept) * rows * C);
-    if (leave && p->trains)
-        memory_request_pinned(m, &b->host_x, "activations", "residuals (L-2,B,T,C)", (L - 2) * rows * C);
-    memory_request(m, &b->saved_block, "activations", names[p->options.recompute], kept * saved_block_size(p));
-    if (p->recomputes_norms)
-        memory_request(m, &b->shared_h, "activations", "h1, h2 (2,B,T,C), recomputed", 2 * rows * C);
-    memory_request(m, &b->saved_stats, "activations", "lse, mean, 1/std", kept * saved_stats_size(p));
-    memory_request(m, &b->h_final, "activations", "final norm (B,T,C)", rows * C);
-    memory_request(m, &b->mean_final, "activations", "final mean (B,T)", rows);
-    memory_request(m, &b->rstd_final, "activations", "final 1/std (B,T)", rows);
+    if (leave && p->trains) memory_request_pinned(m, &b->host_x, "residuals (L-2,B,T,C)", (L - 2) * rows * C);
+    memory_request(m, &b->saved_block, names[p->options.recompute], kept * saved_block_size(p));
+    if (p->recomputes_norms) memory_request(m, &b->shared_h, "h1, h2 (2,B,T,C), recomputed", 2 * rows * C);
+    memory_request(m, &b->saved_stats, "lse, mean, 1/std", kept * saved_stats_size(p));
+    memory_request(m, &b->h_final, "final norm (B,T,C)", rows * C);
+    memory_request(m, &b->mean_final, "final mean (B,T)", rows);
+    memory_request(m, &b->rstd_final, "final 1/std (B,T)", rows);
     if (c->position == POSITION_ROPE)
-        memory_request(m, &b->cos_sin, "activations", "rope table (T,HD/2,2)", (size_t)p->T * (size_t)c->head_dim);
+        memory_request(m, &b->cos_sin, "rope table (T,HD/2,2)", (size_t)p->T * (size_t)c->head_dim);
 }
 static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const Region region = region_of(p);
     const int heads = c->num_heads * c->head_dim;
     const char *df = !region.da ? "a, recomputed" : p->recomputes_activation ? "df; da, a follow" : "df; da follows";
-    memory_request(m, &b->region, "scratch", "logits, or a block's backward", region.bytes);
-    memory_alias(m, &b->logits, "scratch", p->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)",
-                 &b->region, (size_t)p->head_rows * (size_t)c->padded_vocab_size);
-    memory_alias(m, &b->dqkv, "scratch", "dqkv; attention follows", &b->region, p->N * (size_t)qkv_width(c));
-    memory_alias(m, &b->df, "scratch", df, &b->region, p->N * (size_t)(region.da ? fc_width(c) : c->ffn_dim));
-    memory_request(m, &b->dx, "scratch", "residual gradient (B,T,C)", p->rows * (size_t)c->channels);
-    memory_request(m, &b->branch, "scratch", "branch and its gradient (B,T,C)",
+    memory_group(m, "scratch");
+    memory_request(m, &b->region, "logits, or a block's backward", region.bytes);
+    memory_alias(m, &b->logits, p->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)", &b->region,
+                 (size_t)p->head_rows * (size_t)c->padded_vocab_size);
+    memory_alias(m, &b->dqkv, "dqkv; attention follows", &b->region, p->N * (size_t)qkv_width(c));
+    memory_alias(m, &b->df, df, &b->region, p->N * (size_t)(region.da ? fc_width(c) : c->ffn_dim));
+    memory_request(m, &b->dx, "residual gradient (B,T,C)", p->rows * (size_t)c->channels);
+    memory_request(m, &b->branch, "branch and its gradient (B,T,C)",
                    p->N * (size_t)(c->channels > heads ? c->channels : heads));
-    if (plan_normalises_qk(p))
-        memory_request(m, &b->normalised, "scratch", "q, k normalised, v", p->N * (size_t)qkv_width(c));
-    memory_request(m, &b->tickets, "scratch", "attention's work in turns", 1);
-    memory_request(m, &b->stream_sums, "scratch", "column sums of the residual gradient", (size_t)c->channels);
-    if (p->trains) memory_request(m, &b->column_sums, "scratch", "partial column sums", column_sums_size(p));
-    memory_request(m, (char **)&b->reduce, "scratch", "partial sums, sorting", reduce_bytes(p, b->num_shards));
-    memory_request(m, (char **)&b->matmul_workspace, "scratch", "matmul workspace", MATMUL_WORKSPACE_BYTES);
+    if (plan_normalises_qk(p)) memory_request(m, &b->normalised, "q, k normalised, v", p->N * (size_t)qkv_width(c));
+    memory_request(m, &b->tickets, "attention's work in turns", 1);
+    memory_request(m, &b->stream_sums, "column sums of the residual gradient", (size_t)c->channels);
+    if (p->trains) memory_request(m, &b->column_sums, "partial column sums", column_sums_size(p));
+    memory_request(m, (char **)&b->reduce, "partial sums, sorting", reduce_bytes(p, b->num_shards));
+    memory_request(m, (char **)&b->matmul_workspace, "matmul workspace", MATMUL_WORKSPACE_BYTES);
 }
 // The blocks' weights in fp8, as they lie or transposed. With ZeRO 3 they are gathered so, block by block.
 static inline size_t plan_fp8_block_weights(const Plan *p, int turned) {
@@ -467,23 +470,24 @@ static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
     const size_t inputs = LARGEST(in), gradients = LARGEST(out);
     const int passes = p->fp8_blocks && p->zero_stage >= 3;
     if (!p->fp8) return;
-    memory_request(m, &b->weights_fp8, "fp8", passes ? "weights, of two blocks" : "weights",
+    memory_group(m, "fp8");
+    memory_request(m, &b->weights_fp8, passes ? "weights, of two blocks" : "weights",
                    plan_fp8_block_weights(p, 0) + head);
     if (p->trains && p->fp8_blocks)
-        memory_request(m, &b->weights_turned, "fp8",
+        memory_request(m, &b->weights_turned,
                        passes ? "one block's weights, transposed" : "blocks' weights, transposed",
                        plan_fp8_block_weights(p, 1));
     if (passes)
-        memory_request(m, &b->vectors, "fp8", "blocks' norms and biases",
+        memory_request(m, &b->vectors, "blocks' norms and biases",
                        (size_t)c->num_layers * unit_vectors(p->table).count);
-    memory_request(m, &b->absmax, "fp8", "largest values", 3 * (size_t)plan_fp8_layers(p));
-    memory_request(m, &b->fp8_counts, "fp8", "counts", NUM_FP8_TENSORS);
-    memory_request(m, &b->fp8.rows, "fp8", "a product's input or gradient",
+    memory_request(m, &b->absmax, "largest values", 3 * (size_t)plan_fp8_layers(p));
+    memory_request(m, &b->fp8_counts, "counts", NUM_FP8_TENSORS);
+    memory_request(m, &b->fp8.rows, "a product's input or gradient",
                    p->trains && gradients > inputs ? gradients : inputs);
-    memory_request(m, &b->fp8.row_absmax, "fp8", "largest values of its rows", p->N);
+    memory_request(m, &b->fp8.row_absmax, "largest values of its rows", p->N);
     if (!p->fp8_weight_gradients) return;
-    memory_request(m, &b->fp8.left, "fp8", "an output's gradient, transposed", gradients);
-    memory_request(m, &b->fp8.right, "fp8", "an input, transposed", inputs);
+    memory_request(m, &b->fp8.left, "an output's gradient, transposed", gradients);
+    memory_request(m, &b->fp8.right, "an input, transposed", inputs);
 }
 // Integers of a slot in which tokens wait for the device.
 static inline size_t plan_token_slot(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->picks_rows) * p->N; }
@@ -501,19 +505,20 @@ static inline void learned_first(int *ordered, int *order, const int *targets, s
 }
 static inline void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     const size_t ranks = (size_t)p->mesh->tp.world, world = (size_t)p->mesh->dp.world;
-    memory_request(m, &b->tokens, "tokens", "inputs (B,T)", p->N);
-    memory_request(m, &b->targets, "tokens", "targets (B,T)", p->N);
-    memory_request(m, &b->losses, "tokens", "losses (B,T)", p->N);
-    memory_request(m, &b->step, "tokens", "loss, norm, clipping", 1);
-    memory_request(m, &b->gathered_step, "tokens", "loss, norm of all ranks",
-                   STEP_SUMS * (ranks > world ? ranks : world));
-    if (p->ranged) memory_request(m, &b->ranges, "tokens", "what each sees (3,B,T)", 3 * p->N);
-    if (p->picks_rows) memory_request(m, &b->order, "tokens", "learned rows first, and back (2,B,T)", 2 * p->N);
-    memory_request_pinned(m, &b->host_tokens, "tokens", "two slots of inputs, targets", 2 * plan_token_slot(p));
-    memory_request_pinned(m, &b->host_step, "tokens", "loss, norm, clipping", 1);
-    memory_request_pinned(m, &b->host_losses, "tokens", "losses", p->N);
+    memory_group(m, "tokens");
+    memory_request(m, &b->tokens, "inputs (B,T)", p->N);
+    memory_request(m, &b->targets, "targets (B,T)", p->N);
+    memory_request(m, &b->losses, "losses (B,T)", p->N);
+    memory_request(m, &b->step, "loss, norm, clipping", 1);
+    memory_request(m, &b->gathered_step, "loss, norm of all ranks", STEP_SUMS * (ranks > world ? ranks : world));
+    if (p->ranged) memory_request(m, &b->ranges, "what each sees (3,B,T)", 3 * p->N);
+    if (p->picks_rows) memory_request(m, &b->order, "learned rows first, and back (2,B,T)", 2 * p->N);
+    memory_request_pinned(m, &b->host_tokens, "two slots of inputs, targets", 2 * plan_token_slot(p));
+    memory_request_pinned(m, &b->host_step, "loss, norm, clipping", 1);
+    memory_request_pinned(m, &b->host_losses, "losses", p->N);
     if (ranks == 1) return;
-    memory_request(m, &b->parts, "tensor parallel", "classifier's sums (ranks,rows,3)", ranks * (size_t)p->head_rows);
+    memory_group(m, "tensor parallel");
+    memory_request(m, &b->parts, "classifier's sums (ranks,rows,3)", ranks * (size_t)p->head_rows);
 }
 // Names every buffer; the pointers are filled when memory_allocate is called, so b must not move.
 static inline void buffers_request(const Plan *p, Buffers *b, Memory *m) {

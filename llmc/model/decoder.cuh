@@ -52,25 +52,25 @@ static inline void decoder_request(const Plan *p, Decoder *d) {
     const size_t heads = (size_t)c->num_kv_heads * (size_t)c->head_dim, rows = prompt_rows(k->room),
                  size = (size_t)c->num_layers * (size_t)k->slots * (size_t)k->room * heads,
                  fp8 = (size_t)cache_is_fp8(&p->options), bytes = fp8 ? size : size * sizeof(floatX);
-    memory_request(m, (char **)&k->keys, "samples", "keys (L,slots,NKV,room,HD)", bytes);
-    memory_request(m, (char **)&k->values, "samples", "values (L,slots,NKV,room,HD)", bytes);
-    if (fp8) memory_request(m, &k->scales, "samples", "their scales (L,slots,NKV,room,2)", size / (size_t)c->head_dim);
-    memory_request(m, &k->qkv, "samples", "a prompt's q, k, v", rows * (size_t)qkv_width(c));
-    memory_request(m, &k->y, "samples", "a prompt's attention", rows * (size_t)(c->num_heads * c->head_dim));
-    memory_request(m, &k->lse, "samples", "a prompt's lse", rows * (size_t)c->num_heads);
+    memory_group(m, "samples");
+    memory_request(m, (char **)&k->keys, "keys (L,slots,NKV,room,HD)", bytes);
+    memory_request(m, (char **)&k->values, "values (L,slots,NKV,room,HD)", bytes);
+    if (fp8) memory_request(m, &k->scales, "their scales (L,slots,NKV,room,2)", size / (size_t)c->head_dim);
+    memory_request(m, &k->qkv, "a prompt's q, k, v", rows * (size_t)qkv_width(c));
+    memory_request(m, &k->y, "a prompt's attention", rows * (size_t)(c->num_heads * c->head_dim));
+    memory_request(m, &k->lse, "a prompt's lse", rows * (size_t)c->num_heads);
     if (c->position == POSITION_ROPE)
-        memory_request(m, &k->cos_sin, "samples", "rope table (room,HD/2,2)", (size_t)k->room * (size_t)c->head_dim);
-    memory_request(m, &d->logits, "samples", "logits (64,Vp)", (size_t)DECODE_ROWS * (size_t)d->width);
-    if (plan_is_split(p) && !d->has_kernel)
-        memory_request(m, &d->gathered, "samples", "a row's logits (Vp)", (size_t)d->width);
-    memory_request(m, &d->drawn, "samples", "what was drawn", (size_t)k->slots);
-    memory_request(m, &d->told, "samples", "rows of a step", 1);
-    memory_request(m, &d->draw_scratch, "samples", "draws", draw_scratch_bytes(DECODE_ROWS, d->known));
-    memory_request_pinned(m, &d->host_told, "samples", "rows of two steps", DECODE_STEPS);
-    memory_request_pinned(m, &d->host_drawn, "samples", "what they drew", (size_t)(DECODE_STEPS * DECODE_ROWS));
+        memory_request(m, &k->cos_sin, "rope table (room,HD/2,2)", (size_t)k->room * (size_t)c->head_dim);
+    memory_request(m, &d->logits, "logits (64,Vp)", (size_t)DECODE_ROWS * (size_t)d->width);
+    if (plan_is_split(p) && !d->has_kernel) memory_request(m, &d->gathered, "a row's logits (Vp)", (size_t)d->width);
+    memory_request(m, &d->drawn, "what was drawn", (size_t)k->slots);
+    memory_request(m, &d->told, "rows of a step", 1);
+    memory_request(m, &d->draw_scratch, "draws", draw_scratch_bytes(DECODE_ROWS, d->known));
+    memory_request_pinned(m, &d->host_told, "rows of two steps", DECODE_STEPS);
+    memory_request_pinned(m, &d->host_drawn, "what they drew", (size_t)(DECODE_STEPS * DECODE_ROWS));
     if (!d->has_kernel) return;
-    memory_request(m, &d->matrices, "samples", "table of matrices", (size_t)quantised_count(p));
-    memory_request(m, &d->workspace, "samples", "rows inside a step", decode_workspace(&d->kernel, NULL));
+    memory_request(m, &d->matrices, "table of matrices", (size_t)quantised_count(p));
+    memory_request(m, &d->workspace, "rows inside a step", decode_workspace(&d->kernel, NULL));
     const int ranks = p->mesh->tp.world;
     if (ranks > 1) p2p_request(&d->p2p, m, ranks, 0, decode_lines_bytes(&d->kernel, ranks), "exchanges of a step");
 }

@@ -84,8 +84,9 @@ static inline void quantised_request(const Plan *p, Quantised *q, Memory *m) {
         codes += (size_t)x.rows * quantised_row_bytes(&x);
         scales += round_up((size_t)x.rows * quant_scale_bytes(x.format, x.cols), 16);
     }
-    memory_request(m, &q->codes, "parameters", "quantised matrices", codes);
-    memory_request(m, &q->scales, "parameters", "their scales", scales);
+    memory_group(m, "parameters");
+    memory_request(m, &q->codes, "quantised matrices", codes);
+    memory_request(m, &q->scales, "their scales", scales);
 }
 // Elements of the buffer for matrices that are widened or merged: those of a block, and the head.
 static inline size_t merged_elements(const Plan *p) {

@@ -53,10 +53,11 @@ inline void links_request(Links *k, const Options *o, const Mesh *mesh, int trai
         p2p_request(&k->p2p[i], memory, short_group(mesh, i)->world, short_messages[i].bytes, rows);
     }
     if (ranks == 1) return;
-    memory_request(memory, &k->rows.gathered, "tensor parallel", "all rows, or parts of a sum (B,T,C)", row_elements);
+    memory_group(memory, "tensor parallel");
+    memory_request(memory, &k->rows.gathered, "all rows, or parts of a sum (B,T,C)", row_elements);
     if (!trains) return;
-    memory_request(memory, &k->copies.batch, "tensor parallel", "gradients of copies", ranks * batch);
-    memory_request(memory, &k->copies.list, "tensor parallel", "table of copies", copies);
+    memory_request(memory, &k->copies.batch, "gradients of copies", ranks * batch);
+    memory_request(memory, &k->copies.list, "table of copies", copies);
 }
 
 // A wait is given up before the watchdog's time-out, because its message names the rank that did not come. The bound is

@@ -241,9 +241,9 @@ inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, size_t b
     p->view.line_slot = 2 * p2p_lines_bytes(world);
     p->payload_at = round_up(sizeof(P2pSignals) + 2 * world * p->view.line_slot, 512);
     p->behind_at = p->payload_at + 4 * (size_t)p->view.half;
-    memory_request(m, &p->memory, "peer-to-peer", behind ? name : "short messages",
-                   round_up(p->behind_at + behind, P2P_ALLOCATION));
-    memory_request_pinned(m, &p->record, "peer-to-peer", "record", 1);
+    memory_group(m, "peer-to-peer");
+    memory_request(m, &p->memory, behind ? name : "short messages", round_up(p->behind_at + behind, P2P_ALLOCATION));
+    memory_request_pinned(m, &p->record, "record", 1);
 }
 // Sums known numbers by each kind of all-reduce: on some hosts stores to a peer's memory do not arrive there.
 inline void p2p_try(P2p *p, const P2pCard *, P2pCard *mine) {
