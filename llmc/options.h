@@ -400,8 +400,9 @@ __attribute__((noreturn)) static void option_unknown(const char *program, const 
     die("unknown option '%.*s'\n%s%s%s --help lists all", (int)length, argument, names, found ? "? " : "", program);
 }
 
-// The options of the command line; o holds the others.
+// The options of the command line; o holds the others. --epochs alone takes the place of their --max-steps.
 static Options options_parse_over(Options o, int argc, char **argv) {
+    int epochs = 0, steps = 0;
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];
         int last = i + 1 == argc, alone = last || argv[i + 1][0] == '-';
@@ -423,15 +424,15 @@ static Options options_parse_over(Options o, int argc, char **argv) {
         const char *value = argument[length] ? argument + length + 1 : is_switch && alone ? "1" : NULL;
         require(value || !last, "option %s needs a value\n%s", argument, p->help);
         option_set(&o, p, value ? value : argv[++i]);
+        epochs |= p->offset == offsetof(Options, epochs);
+        steps |= p->offset == offsetof(Options, max_steps);
     }
+    if (epochs && !steps) o.max_steps = -1;
     return o;
 }
 static inline Options options_parse(int argc, char **argv) {
-    Options none = options_default(), o;
-    none.epochs = 0;
-    const Options given = options_parse_over(none, argc, argv), recipe = options_of_recipe(&given);
-    o = options_parse_over(recipe, argc, argv);
-    if (given.epochs > 0 && given.max_steps == -1) o.max_steps = -1;  // another way to say how long a run is
+    const Options given = options_parse_over(options_default(), argc, argv), recipe = options_of_recipe(&given);
+    const Options o = options_parse_over(recipe, argc, argv);
     require(!strcmp(o.optimizer, recipe.optimizer) || !strcmp(recipe.optimizer, "adamw"),
             "--optimizer %s: the rates of %s's recipe are those of %s\nadd --recipe none, and give rates", o.optimizer,
             o.model, recipe.optimizer);

@@ -446,6 +446,15 @@ def test_patience_keeps_the_best_and_ends(trainer, tmp_path):
         fails(told, "--patience compares validation losses", "--eval-every")
 
 
+def test_epochs_for_a_run_that_had_steps(trainer, tmp_path):
+    shard(tmp_path / "train.bin", np.random.default_rng(0).integers(0, 64, 641), vocab=64)
+    words = "-e d2,channels=32,heads=2,vocab=64,seq=64 -i train.bin -b 4 -t 16 -v 0 -s 0 -o log".split()
+    succeeds(trainer.bare(*words, "-x", "2"))
+    for more, last in ((("--epochs", "1"), 10), (("--epochs", "3", "-x", "11"), 11), ((), 11), (("--epochs", "2"), 20)):
+        succeeds(trainer.bare("-o", "log", "--resume", "1", *more))
+        assert max(e["step"] for e in events(tmp_path / "log", "step")) == last
+
+
 def test_the_checkpoint_that_is_resumed_may_be_the_best(trainer, tmp_path):
     """--patience is new, and the steps that follow only do harm: rotation must not remove what the run began with."""
     words = "-e d2,channels=32,heads=2,vocab=64,seq=64 -i train.bin -j val.bin -b 4 -t 16 -s 0 -nk 1 -o log".split()
