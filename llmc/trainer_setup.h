@@ -325,12 +325,16 @@ static void record_options(Trainer *t) {
     OPTION_EACH(p) state_set_option(&t->state, p->name, option_text(&t->o, p, number));
     if (t->o.val_data == t->val_data.text) state_set_option(&t->state, "val-data", "auto");
 }
-// Prints what a resumed run changes, because its loss curve will show it.
-static void report_changed_options(const Trainer *t) {
+// Prints what a resumed run changes, because its loss curve will show it. --patience begins anew where validation
+// losses no longer compare with those before.
+static void report_changed_options(Trainer *t) {
+    TrainState *s = &t->state;
     OPTION_EACH(p) {
-        const char *before = state_option(&t->before, p->name), *now = state_option(&t->state, p->name);
-        if (before && strcmp(before, now) != 0 && strcmp(p->name, "resume") != 0 && strcmp(p->name, "output") != 0)
-            printf("changed since the checkpoint: --%s %s -> %s\n", p->name, before, now);
+        const char *before = state_option(&t->before, p->name), *now = state_option(s, p->name);
+        if (!before || !strcmp(before, now) || !strcmp(p->name, "resume") || !strcmp(p->name, "output")) continue;
+        printf("changed since the checkpoint: --%s %s -> %s\n", p->name, before, now);
+        if (!strcmp(p->name, "val-data") || !strcmp(p->name, "eval-steps") || !strcmp(p->name, "seq-len"))
+            s->best_step = s->evaluated_step = s->worse_evaluations = 0;
     }
 }
 

@@ -446,6 +446,19 @@ def test_patience_keeps_the_best_and_ends(trainer, tmp_path):
         fails(told, "--patience compares validation losses", "--eval-every")
 
 
+def test_patience_begins_anew_with_other_validation_data(trainer, tmp_path):
+    """Zeros are easier than the data, most of which are zeros: on these no loss is as low, though it falls."""
+    for seed, name, share in ((0, "train", 0.5), (1, "val", 0.5), (2, "easy", 0)):
+        random = np.random.default_rng(seed)
+        shard(tmp_path / f"{name}.bin", random.integers(0, 16, 600) * (random.random(600) < share), vocab=64)
+    words = "-e d2,channels=32,heads=2,vocab=64,seq=64 -i train.bin -b 4 -t 16 -l 3e-3 -s 0 -m -1 -v 5 -o log".split()
+    succeeds(trainer.bare(*words, "-j", "easy.bin", "-x", "20", "--patience", "2"))
+    succeeds(trainer.bare("-o", "log", "--resume", "1", "-j", "val.bin", "-x", "35"))
+    *_, zeros, first, second, third, last = (e["loss"] for e in events(tmp_path / "log", "eval"))
+    assert zeros < last < third < second < first
+    assert (tmp_path / "log/best").resolve().name == "step_00000035"
+
+
 def test_epochs_for_a_run_that_had_steps(trainer, tmp_path):
     shard(tmp_path / "train.bin", np.random.default_rng(0).integers(0, 64, 641), vocab=64)
     words = "-e d2,channels=32,heads=2,vocab=64,seq=64 -i train.bin -b 4 -t 16 -v 0 -s 0 -o log".split()
