@@ -20,10 +20,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import launcher
-import test_ranks
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+import dev.missing_package  # noqa: E402,F401, before pytest
+
+import launcher  # noqa: E402
+from dev.tool_output import outlive_reader  # noqa: E402
+
 EOT, WINDOW = 256, 128
 PATIENCE = 120  # seconds without an event, after which the ranks count as hanging
 
@@ -163,11 +166,17 @@ def main():
     parser.add_argument("--program", type=Path, default=ROOT / "train_gpt2")
     parser.add_argument("options", nargs="*", metavar="OPTIONS", help="behind --: for the program")
     o = parser.parse_args()
+    if not o.program.exists():
+        sys.exit(f"error: there is no '{o.program}'\n  hint: make {o.program.name}")
+    from test_ranks import MPIRUN  # of the build
+
+    if o.ranks > 1 and not MPIRUN:
+        sys.exit("error: there is no MPI\n  hint: make mpi")
     with tempfile.TemporaryDirectory() as folder:
         big, small = Path(folder) / "big", Path(folder) / "small"
         train_model(o.program, big, 2)
         train_model(o.program, small, 1)
-        command = [test_ranks.MPIRUN, "--oversubscribe", "--bind-to", "none", "-np", o.ranks] if o.ranks > 1 else []
+        command = [MPIRUN, "--oversubscribe", "--bind-to", "none", "-np", o.ranks] if o.ranks > 1 else []
         command += [o.program, "-e", big, "--tp", o.ranks, "--serve", o.slots, *o.options]
         ranks = Ranks(command + (["--draft", small] if o.draft else []))
         begin = time.monotonic()
@@ -178,4 +187,5 @@ def main():
 
 
 if __name__ == "__main__":
+    outlive_reader()
     main()
