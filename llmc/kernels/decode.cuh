@@ -165,15 +165,18 @@ __device__ __forceinline__ void decode_normalise(const Decode &d, const floatX *
                                                  float (*sums)[DECODE_BLOCK_WARPS], int row, floatX *to) {
     const float share = __fdiv_rn(1, (float)d.C);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    float x[DECODE_NORM_TURNS][4] = {}, mean = 0, squares = 0;
+    unsigned bits[DECODE_NORM_TURNS][4] = {};
+    float mean = 0, squares = 0;
     DecodeFour gain[DECODE_NORM_TURNS] = {}, bias[DECODE_NORM_TURNS] = {};
     const auto each = [&](auto body) {
         #pragma unroll
         for (int turn = 0; turn < DECODE_NORM_TURNS; turn++) {
             const int c = (turn * DECODE_BLOCK_THREADS + (int)threadIdx.x) * 4;
-            if (c < d.C) body(turn, c);
+            if (c >= d.C) break;
+            body(turn, c);
         }
     };
+    const auto x = [&](int turn, int k) { return bits_float(bits[turn][k]); };
     const auto total = [&](float part, int which) {
         part = warp_reduce<Sum>(part);
         if (lane == 0) sums[which][warp] = part;
@@ -181,25 +184,21 @@ __device__ __forceinline__ void decode_normalise(const Decode &d, const floatX *
         return decode_sum_of_warps(sums[which], 1);
     };
     each([&](int turn, int c) {
-        const int4 bits = load_past_l1(d.x + (size_t)row * d.C + c);
-        x[turn][0] = bits_float((uint32_t)bits.x);
-        x[turn][1] = bits_float((uint32_t)bits.y);
-        x[turn][2] = bits_float((uint32_t)bits.z);
-        x[turn][3] = bits_float((uint32_t)bits.w);
+        decode_words(bits[turn], load_past_l1(d.x + (size_t)row * d.C + c));
         gain[turn] = *(const DecodeFour *)(gains + c);
         if (biases) bias[turn] = *(const DecodeFour *)(biases + c);
     });
     if (d.norm == NORM_LAYER) {
         each([&](int turn, int) {
             #pragma unroll
-            for (int k = 0; k < 4; k++) mean = __fadd_rn(mean, x[turn][k]);
+            for (int k = 0; k < 4; k++) mean = __fadd_rn(mean, x(turn, k));
         });
         mean = __fmul_rn(total(mean, 0), share);
     }
     each([&](int turn, int) {
         #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const float delta = __fsub_rn(x[turn][k], mean);
+            const float delta = __fsub_rn(x(turn, k), mean);
             squares = fmaf(delta, delta, squares);
         }
     });
@@ -209,7 +208,7 @@ __device__ __forceinline__ void decode_normalise(const Decode &d, const floatX *
         decode_widen_four(g, gain[turn]);
         decode_widen_four(b, bias[turn]);
         #pragma unroll
-        for (int k = 0; k < 4; k++) y[k] = fmaf(__fmul_rn(__fsub_rn(x[turn][k], mean), rstd), g[k], b[k]);
+        for (int k = 0; k < 4; k++) y[k] = fmaf(__fmul_rn(__fsub_rn(x(turn, k), mean), rstd), g[k], b[k]);
         *(DecodeFour *)(to + c) = decode_narrow_four(y);
     });
 }
@@ -231,8 +230,8 @@ __device__ __noinline__ void decode_normalise_stream(const Decode &d, DecodeShar
 struct DecodePair {
     int tile, row, n, column;  // tile of the pass; n: column of the tile, the other one is n + 8
     bool valid;
-    float scale[2], bias[2];
-    float other[2];  // the residual stream, or RoPE's angle
+    float scale[2] = {}, bias[2] = {};
+    float other[2] = {};  // the residual stream, or RoPE's angle
 
     __device__ DecodePair(const Decode &d, const DecodeShared &s, int m, const DecodeShare &share, int pass, int group,
                           int rows) {
@@ -242,6 +241,7 @@ struct DecodePair {
         tile = threadIdx.x / (DECODE_GROUP * 8);
         row = group * DECODE_GROUP + threadIdx.x / 8 % DECODE_GROUP;
         n = threadIdx.x % 8;
+        column = 0;
         valid = row < rows && tile < min(share.each, share.end - pass);
         if (!valid) return;
         column = decode_column(shape, pass + tile) + n;
@@ -277,15 +277,12 @@ __device__ inline void decode_finish_qkv(const Decode &d, const DecodeShared &s,
     to[i + d.HD / 2] = (floatX)b;
 }
 __device__ inline void decode_finish_fc(const Decode &d, const DecodePair &p, float a, float b) {
+    const bool gated = d.mlp == MLP_SWIGLU;
     floatX *h = d.h + (size_t)p.row * d.F + p.column;
     float slopes[2], slope[1];
-    if (d.mlp == MLP_SWIGLU) {
-        h[0] = (floatX)Swiglu::apply(slopes, {a, b});
-        return;
-    }
-    const bool gelu = d.mlp == MLP_GELU;
-    h[0] = (floatX)(gelu ? Gelu::apply(slope, {a}) : Relu2::apply(slope, {a}));
-    h[8] = (floatX)(gelu ? Gelu::apply(slope, {b}) : Relu2::apply(slope, {b}));
+    const auto f = [&](float x) { return d.mlp == MLP_GELU ? Gelu::apply(slope, {x}) : Relu2::apply(slope, {x}); };
+    h[0] = (floatX)(gated ? Swiglu::apply(slopes, {a, b}) : f(a));
+    if (!gated) h[8] = (floatX)f(b);
 }
 // A complete sum and what is added to it.
 __device__ inline void decode_finish_projection(const Decode &d, const DecodePair &p, float a, float b) {
@@ -298,7 +295,6 @@ __device__ inline void decode_finish(const Decode &d, const DecodeShared &s, con
                                      const DecodePair &p) {
     constexpr int WARPS_APART = DECODE_TILES * DECODE_GROUP * DECODE_SUM_STRIDE;
     const DecodeKind kind = d.plan.kind(m);
-    if (!p.valid) return;
     const float *sums = decode_sum_place((float *)s.sums, 0, p.tile, p.row % DECODE_GROUP, p.n);
     float a = __fmul_rn(decode_sum_of_warps(sums, WARPS_APART), p.scale[0]);
     float b = __fmul_rn(decode_sum_of_warps(sums + 8, WARPS_APART), p.scale[1]);
@@ -306,6 +302,7 @@ __device__ inline void decode_finish(const Decode &d, const DecodeShared &s, con
         a = __fadd_rn(a, p.bias[0]);
         b = __fadd_rn(b, p.bias[1]);
     }
+    if (!p.valid) return;
     if (ranks.several() && decode_is_exchanged(kind)) {
         ranks.push(d, m, s.epoch, p.row, p.column, a, b);
         return;
@@ -370,8 +367,7 @@ __device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s,
             break;
         default: decode_accumulate<WeightsNative, GROUPS>(acc, ring, in, tiles, row_bytes);
         }
-        // One copy of what finishes sums: with more the compiler takes minutes, and a phase of a small model lasts only
-        // as long as its code takes to come to the instruction cache.
+        // One copy of what finishes sums: with more the compiler takes minutes.
         #pragma unroll 1
         for (int n = 0; n * DECODE_GROUP < in.rows; n++) {
             if (GROUPS > 1) pair = DecodePair(d, s, m, share, pass, n, in.rows);
@@ -430,8 +426,9 @@ __device__ inline void decode_read_inputs(const Decode &d, DecodeShared &s, int 
 }
 
 // One block on each SM. GROUPS: of 8 rows. INTEGERS: some weights may be int8 or int4; with many rows the registers
-// that they take would be missing for others. All else is found out while it runs: a variant takes seconds to compile.
-template <int GROUPS, bool INTEGERS, typename Ranks>
+// that they take would be missing for others. OWN: each block normalises the rows for itself. All else is found out
+// while it runs: a variant takes seconds to compile.
+template <int GROUPS, bool INTEGERS, bool OWN, typename Ranks>
 __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
     decode_kernel(const __grid_constant__ Decode d, const __grid_constant__ Ranks ranks, int rows) {
     extern __shared__ int4 decode_shared[];
@@ -469,7 +466,6 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
         wait();
         decode_normalise_stream(d, s, rows);
     }
-    const bool own = GROUPS == 1 && rows <= DECODE_OWN_ROWS;
     for (int m = 0; m < d.plan.matrices; m++) {
         const DecodeKind kind = d.plan.kind(m);
         const DecodeShape &shape = d.plan.shape[kind];
@@ -493,15 +489,15 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
         const DecodeRows in = {kind == DECODE_PROJ     ? d.y
                                : kind == DECODE_FCPROJ ? d.h
                                                        : d.normed,
-                               own && decode_is_normed(kind) ? own_rows : 0, rows, shape.K};
+                               OWN && decode_is_normed(kind) ? own_rows : 0, rows, shape.K};
         if (decode_is_normed(kind)) {
             int odd = 0;  // rows use two places in turns: a slow thread may still read the sums of the row before
-            for (int row = own ? 0 : blockIdx.x; row < rows; row += own ? 1 : gridDim.x, odd ^= 1) {
+            for (int row = OWN ? 0 : blockIdx.x; row < rows; row += OWN ? 1 : gridDim.x, odd ^= 1) {
                 char *mine = (char *)decode_shared + DECODE_SHARED_BYTES + row * decode_shared_row(d.C);
                 decode_normalise(d, matrix.gain, matrix.norm_bias, s.norm_sums[odd], row,
-                                 own ? (floatX *)mine : d.normed + (size_t)row * d.C);
+                                 OWN ? (floatX *)mine : d.normed + (size_t)row * d.C);
             }
-            if (own)
+            if (OWN)
                 decode_sync();
             else {
                 arrive();
@@ -593,15 +589,16 @@ static inline size_t decode_workspace(Decode *d, void *memory) {
     return at;
 }
 template <typename Ranks> static inline auto decode_kernel_of(const Decode *d, int rows) {
-    #ifdef PRECISION_FP32  // two variants are enough: it need not be fast
+    if (rows <= DECODE_OWN_ROWS) return decode_kernel<1, true, true, Ranks>;
+    #ifdef PRECISION_FP32  // two variants more are enough: it need not be fast
     (void)d;
-    return rows <= 8 ? decode_kernel<1, true, Ranks> : decode_kernel<8, true, Ranks>;
+    return rows <= 8 ? decode_kernel<1, true, false, Ranks> : decode_kernel<8, true, false, Ranks>;
     #else
     bool integers = false;
     for (int dtype : d->dtype) integers |= dtype == DECODE_INT8 || dtype == DECODE_INT4;
-    if (rows <= 16) return rows <= 8 ? decode_kernel<1, true, Ranks> : decode_kernel<2, true, Ranks>;
-    if (integers) return rows <= 32 ? decode_kernel<4, true, Ranks> : decode_kernel<8, true, Ranks>;
-    return rows <= 32 ? decode_kernel<4, false, Ranks> : decode_kernel<8, false, Ranks>;
+    if (rows <= 16) return rows <= 8 ? decode_kernel<1, true, false, Ranks> : decode_kernel<2, true, false, Ranks>;
+    if (integers) return rows <= 32 ? decode_kernel<4, true, false, Ranks> : decode_kernel<8, true, false, Ranks>;
+    return rows <= 32 ? decode_kernel<4, false, false, Ranks> : decode_kernel<8, false, false, Ranks>;
     #endif
 }
 #ifdef __CUDACC__  // not where a CPU runs the kernel (dev/test/decode.cpp)

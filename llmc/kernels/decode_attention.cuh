@@ -47,6 +47,10 @@ struct DecodeAttentionShared {
     float highest[DECODE_BLOCK_WARPS][DECODE_QUERIES], sum[DECODE_BLOCK_WARPS][DECODE_QUERIES];
     int last;
 };
+__device__ inline void decode_store_two(floatX *to, float x, float y) {
+    to[0] = (floatX)x;
+    to[1] = (floatX)y;
+}
 // The rows of a step, in shared memory. spans_before (rows + 1): spans of the rows before.
 struct DecodeAttended {
     const int *slots, *positions, *spans_before;
@@ -55,7 +59,9 @@ struct DecodeAttended {
 
 // A chunk of an item.
 struct DecodeTurn {
-    int item, row, slot, position, kv, query, queries, span, chunk, end;
+    int item, row;
+    // Zeros where there is no item: registers without a value cost more than these.
+    int slot = 0, position = 0, kv = 0, query = 0, queries = 0, span = 0, chunk = 0, end = 0;
     bool valid;
 
     __device__ DecodeTurn(const DecodeAttention &a, const DecodeAttended &in) : item(blockIdx.x), row(0) {
@@ -298,66 +304,72 @@ template <int ROOM, typename Cached> struct DecodeWarp {
                 for (int e = 0; e < 2; e++)
                     *(float2 *)&shared.acc[warp][2 * t + e][g * EACH + 2 * j] = float2{acc[b][j][e], acc[b][j][2 + e]};
             decode_sync();
-            for (int i = threadIdx.x; i < turn.queries * WIDTH; i += DECODE_BLOCK_THREADS)
+            for (int i = threadIdx.x * 2; i < turn.queries * WIDTH; i += DECODE_BLOCK_THREADS * 2)
                 if (b * WIDTH + i % WIDTH < HD()) join_warps(turn, shared, i / WIDTH, i % WIDTH, b * WIDTH, whole);
         }
     }
+    // Dimensions d and d + 1.
     __device__ void join_warps(const DecodeTurn &turn, const DecodeAttentionShared &shared, int query, int d, int first,
                                bool whole) const {
-        float top = -INFINITY, x = 0, total = 0;
+        float top = -INFINITY, x = 0, y = 0, total = 0;
         #pragma unroll
         for (int w = 0; w < DECODE_BLOCK_WARPS; w++) top = fmaxf(top, shared.highest[w][query]);
         #pragma unroll
         for (int w = 0; w < DECODE_BLOCK_WARPS; w++) {
             const float add = exp2_approx(__fsub_rn(shared.highest[w][query], top));
             x = fmaf(shared.acc[w][query][d], add, x);
+            y = fmaf(shared.acc[w][query][d + 1], add, y);
             total = fmaf(shared.sum[w][query], add, total);
         }
         const size_t at = (size_t)turn.row * a.NH + turn.query + query;
         if (whole) {
-            a.out[at * HD() + first + d] = (floatX)__fdiv_rn(x, total);
+            decode_store_two(a.out + at * HD() + first + d, __fdiv_rn(x, total), __fdiv_rn(y, total));
             return;
         }
         float *part = a.parts + (at * DECODE_SPANS + turn.span) * (HD() + 2);
         part[first + d] = x;
+        part[first + d + 1] = y;
         if (first + d == 0) {
             part[HD()] = top;
             part[HD() + 1] = total;
         }
     }
 };
-// All spans of a row and head are in scratch.
+// All spans of a row and head are in scratch. A thread has two neighbouring dimensions, as in join_warps.
 __device__ inline void decode_join_spans(const DecodeAttention &a, int HD, int row, int kv, int spans) {
     constexpr int AT_ONCE = 8;
     const int group = a.NH / a.NKV, stride = HD + 2;
-    for (int i = threadIdx.x; i < group * HD; i += DECODE_BLOCK_THREADS) {
+    for (int i = threadIdx.x * 2; i < group * HD; i += DECODE_BLOCK_THREADS * 2) {
         const int d = i % HD;
         const size_t query = (size_t)row * a.NH + kv * group + i / HD;
         const float *part = a.parts + query * DECODE_SPANS * stride;
-        float top = -INFINITY, x = 0, total = 0;
+        float top = -INFINITY, x = 0, y = 0, total = 0;
         for (int first = 0; first < spans; first += AT_ONCE, part += AT_ONCE * stride) {
-            float highest[AT_ONCE], sum[AT_ONCE], value[AT_ONCE];
+            float highest[AT_ONCE], sum[AT_ONCE];
+            float2 value[AT_ONCE];
             #pragma unroll
             for (int s = 0; s < AT_ONCE; s++) {
                 const bool there = first + s < spans;
                 highest[s] = there ? part[s * stride + HD] : -INFINITY;
                 sum[s] = there ? part[s * stride + HD + 1] : 0;
-                value[s] = there ? part[s * stride + d] : 0;
+                value[s] = there ? *(const float2 *)(part + s * stride + d) : float2{0, 0};
             }
             const float before = top;
             #pragma unroll
             for (int s = 0; s < AT_ONCE; s++) top = fmaxf(top, highest[s]);
             const float keep = exp2_approx(__fsub_rn(before, top));
             x = __fmul_rn(x, keep);
+            y = __fmul_rn(y, keep);
             total = __fmul_rn(total, keep);
             #pragma unroll
             for (int s = 0; s < AT_ONCE; s++) {
                 const float add = exp2_approx(__fsub_rn(highest[s], top));
-                x = fmaf(value[s], add, x);
+                x = fmaf(value[s].x, add, x);
+                y = fmaf(value[s].y, add, y);
                 total = fmaf(sum[s], add, total);
             }
         }
-        a.out[query * HD + d] = (floatX)__fdiv_rn(x, total);
+        decode_store_two(a.out + query * HD + d, __fdiv_rn(x, total), __fdiv_rn(y, total));
     }
 }
 // A function of its own for each, which then has registers for many loads at once. Arguments are copies: a reference
