@@ -471,25 +471,29 @@ def write(converter, results):
     whole = {k: np.concatenate(empty + [r[k] for r in results]) for k in ("val", "train")}
     if not len(whole["train"]):
         die("no conversation is left for training", "give more, a longer --seq-len, or a smaller --validation")
-    if encoder.own:
-        shards.write_tokenizer(encoder.own, args.output, args.overwrite)
     if args.validation and not len(whole["val"]):
         print(
             f"warning: none of the {np.count_nonzero(whole['train'] >= TOKEN_BEGINS):,} conversations is held out\n"
             "  hold out more with --validation 0.2, or give more conversations"
         )
-    stale, number = set(existing(prefix)), 0
-    for split, ids in whole.items():
-        parts = cut(ids, args.shard_tokens) if len(ids) else []
-        for part in parts:
-            path = f"{prefix}_{split}_{number:06d}.bin"
-            write_shard(path, part, encoder.facts, marked=True)
-            stale.discard(path)
-            number += 1
-        if parts:
-            report(split, parts, f"{glob.escape(prefix)}_{split}_*.bin", args.seq_len)
-    for path in stale:
-        os.remove(path)
+    parts = {split: cut(ids, args.shard_tokens) if len(ids) else [] for split, ids in whole.items()}
+    names = [f"{prefix}_{split}_" for split in parts for _ in parts[split]]
+    written = {f"{name}{number:06d}.bin": f"{name}{number:06d}.new" for number, name in enumerate(names)}
+    try:  # all beside the old ones first: these stay whole until the last one is written
+        for beside, part in zip(written.values(), itertools.chain(*parts.values()), strict=True):
+            write_shard(beside, part, encoder.facts, marked=True)
+        if encoder.own:
+            shards.write_tokenizer(encoder.own, args.output, args.overwrite)
+        stale = set(existing(prefix)) - set(written)
+        for path, beside in written.items():
+            os.replace(beside, path)
+        for path in stale:
+            os.remove(path)
+    finally:
+        for beside in filter(os.path.exists, written.values()):
+            os.remove(beside)
+    for split in filter(parts.get, parts):
+        report(split, parts[split], f"{glob.escape(prefix)}_{split}_*.bin", args.seq_len)
 
 
 def existing(prefix):

@@ -329,6 +329,23 @@ def test_held_out_by_hash_on_any_number_of_processes(tmp_path, monkeypatch):
     assert texts_of(tmp_path / "out1") == train
 
 
+def test_a_failure_leaves_the_earlier_shards_whole(tmp_path, monkeypatch):
+    """--overwrite with a disk that is full at the second shard."""
+    data = write_lines(tmp_path / "c.jsonl", [{"prompt": "q", "completion": f"{i} " * 400} for i in range(200)])
+    args, out = ("--input", data, *BYTES[:2], "--validation", 0.2), tmp_path / "out"
+    call(monkeypatch, *args, "--template", "chatml", "-t", 4096, "--output", out)
+    before, write_shard = {p.name: p.read_bytes() for p in out.iterdir()}, chat.write_shard
+
+    def until_full(path, *more, **named):
+        if "_train_" in path:
+            data_common.die("cannot write: no space left", "free some")
+        write_shard(path, *more, **named)
+
+    monkeypatch.setattr(chat, "write_shard", until_full)
+    call(monkeypatch, *args, "--template", "llama3", "-t", 4096, "--output", out, "--overwrite", fails="no space")
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
 def test_none_held_out_is_said(tmp_path, monkeypatch, capsys):
     data = write_lines(tmp_path / "c.jsonl", [{"prompt": "q", "completion": "a"}] * 3)
     call(monkeypatch, "--input", data, *BYTES[:4], "--output", tmp_path / "out")
