@@ -937,8 +937,6 @@ def load_adapters(folder):
 
 def add_lora(model, o, base):
     """What --lora asks for; base: the folder that the frozen weights are of, or their name on the hub."""
-    others = o.lora_alpha >= 0 or o.lora_rs or o.lora_targets != "all"
-    require(o.lora or not others, "--lora-alpha, --lora-targets and --lora-rs need --lora", "give a rank: --lora 16")
     require(
         not model.lora or (o.evaluate and not o.lora),
         f"'{base}' holds adapters, and a run begins with a whole model",
@@ -1066,6 +1064,7 @@ def parse_with_recipe(parser, argv, table):
     """Options that are not given are those of the model's recipe, if it has one."""
     given = parser.parse_args(argv, argparse.Namespace(epochs=None))
     recipe, kinds = recipe_of(given), {name: kind for _, kind, name, *_ in table}
+    changed = [name for name, value in vars(given).items() if value != parser.get_default(name)]
     if given.epochs is not None and given.max_steps == -1:  # another way to say how long a run is
         recipe.pop("max-steps", None)
     types = {"INT": int, "FLT": float}
@@ -1078,7 +1077,18 @@ def parse_with_recipe(parser, argv, table):
         f"--optimizer {o.optimizer}: the rates of {o.model}'s recipe are those of {recipe.get('optimizer')}",
         "add --recipe none, and give rates",
     )
+    require_effects(changed, o)
     return o
+
+
+def require_effects(changed, o):
+    """Refuses options that were given, and that another one leaves without effect."""
+    for name in changed:
+        needs = "--optimizer muon" if name.startswith("muon_") and o.optimizer != "muon" else None
+        needs = "--lora 16" if name.startswith("lora_") and not o.lora else needs
+        needs = "a --schedule that falls" if name == "decay_fraction" and o.schedule == "constant" else needs
+        option = "--" + name.replace("_", "-")
+        require(not needs, f"{option} says nothing without {needs}", f"add that, or leave {option} out")
 
 
 def print_start(o, device, dtype, parameters, trained, steps, total):

@@ -430,21 +430,35 @@ static Options options_parse_over(Options o, int argc, char **argv) {
     if (epochs && !steps) o.max_steps = -1;
     return o;
 }
-static inline Options options_parse(int argc, char **argv) {
-    const Options given = options_parse_over(options_default(), argc, argv), recipe = options_of_recipe(&given);
-    const Options o = options_parse_over(recipe, argc, argv);
-    require(!strcmp(o.optimizer, recipe.optimizer) || !strcmp(recipe.optimizer, "adamw"),
-            "--optimizer %s: the rates of %s's recipe are those of %s\nadd --recipe none, and give rates", o.optimizer,
-            o.model, recipe.optimizer);
-    return o;
-}
-
 // The value of an option in a if it differs from that in b, else NULL.
 static const char *option_change(const Options *a, const Options *b, const OptionInfo *info, char *number) {
     char other[OPTION_NUMBER];
     const char *text = option_text(a, info, number);
     return strcmp(text, option_text(b, info, other)) ? text : NULL;
 }
+// Refuses options that were given, and that another one leaves without effect.
+static void require_effects(const Options *given, const Options *o) {
+    const Options standard = options_default();
+    char number[OPTION_NUMBER];
+    OPTION_EACH(p) {
+        const char *needs = NULL;
+        if (!strncmp(p->name, "muon-", 5) && strcmp(o->optimizer, "muon")) needs = "--optimizer muon";
+        if (!strncmp(p->name, "lora-", 5) && !o->lora) needs = "--lora 16";
+        if (!strcmp(p->name, "decay-fraction") && !strcmp(o->schedule, "constant")) needs = "a --schedule that falls";
+        require(!needs || !option_change(given, &standard, p, number),
+                "--%s says nothing without %s\nadd that, or leave --%s out", p->name, needs, p->name);
+    }
+}
+static inline Options options_parse(int argc, char **argv) {
+    const Options given = options_parse_over(options_default(), argc, argv), recipe = options_of_recipe(&given);
+    const Options o = options_parse_over(recipe, argc, argv);
+    require(!strcmp(o.optimizer, recipe.optimizer) || !strcmp(recipe.optimizer, "adamw"),
+            "--optimizer %s: the rates of %s's recipe are those of %s\nadd --recipe none, and give rates", o.optimizer,
+            o.model, recipe.optimizer);
+    if (!o.resume) require_effects(&given, &o);  // else the checkpoint's options come first
+    return o;
+}
+
 // Prints the options that differ from their default or from the recipe, and which of them are the recipe's.
 static inline void options_echo(const Options *o, FILE *f) {
     const Options standard = options_default(), recipe = options_of_recipe(o);

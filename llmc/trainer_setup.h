@@ -52,17 +52,15 @@ typedef struct {
 } Trainer;
 
 static void check_lora(const Options *o) {
-    require(!o->lora || !forward_only(o),
-            "--lora trains; a folder with adapters is opened by --model alone\nleave --lora out");
-    require(!o->lora || is_directory(o->model),
+    if (!o->lora) return;
+    require(!forward_only(o), "--lora trains; a folder with adapters is opened by --model alone\nleave --lora out");
+    require(is_directory(o->model),
             "--lora trains adapters for weights, and --model '%s' is no folder\nname a Hugging Face folder", o->model);
-    require(!o->lora || o->zero_stage < 3,
+    require(o->zero_stage < 3,
             "--zero-stage 3 shards weights that are trained, and --lora freezes them\nuse --zero-stage 2, or --tp");
-    require(!o->lora || strcmp(o->optimizer, "muon"),
+    require(strcmp(o->optimizer, "muon"),
             "--optimizer muon is for whole matrices, not for adapters\nuse adamw with --lora");
-    require(!o->lora || o->lora_alpha, "--lora-alpha 0: adapters would have no effect\nleave it out: twice the rank");
-    require(o->lora || (!o->lora_rs && !strcmp(o->lora_targets, "all") && o->lora_alpha < 0),
-            "--lora-alpha, --lora-targets and --lora-rs say nothing without --lora\nadd --lora 16, or leave them out");
+    require(o->lora_alpha, "--lora-alpha 0: adapters would have no effect\nleave it out: twice the rank");
 }
 // Refuses combinations of options.
 static void check_options(const Options *o) {
@@ -374,6 +372,10 @@ static inline void take_options(Trainer *t, int argc, char **argv) {
         option_set(&o, p, state_option(&t->before, p->name));
     }
     t->o = options_parse_over(o, argc, argv);
+    require(named || !t->o.lora || is_adapter_folder(folder),
+            "'%s' has whole weights, and --lora trains adapters\n"
+            "begin another run: --model %s and an --output of its own",
+            folder, folder);
     if (*t->newest.text) t->o.model = t->newest.text;
     if (*t->base.text) t->o.model = t->base.text;
     if (forward_only(&t->o) && *t->resumed_from.text && t->o.lora) use_adapters(t, t->resumed_from.text);

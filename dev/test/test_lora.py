@@ -354,7 +354,7 @@ def refused(*words):
         (["--lora", 4, "-z", 3], "--zero-stage 3 shards weights that are trained"),
         (["--lora", 4, "--evaluate", 1], "--lora trains"),
         (["--lora", 4, "-e", "d2"], "--model 'd2' is no folder"),
-        (["--lora-rs", 1], "say nothing without --lora"),
+        (["--lora-rs", 1], "--lora-rs says nothing without --lora 16"),
         (["--weights", "int8"], "--weights int8 is for --generate, --evaluate and --lora"),
     ],
 )
@@ -363,6 +363,14 @@ def test_the_c_trainer_refuses(c_trainer, of_bytes, text_shards, more, words):  
     data = ["-i", text_shards[1], "-j", text_shards[3]]
     assert words in refused("-e", of_bytes[0], *data, *more)
     assert "holds adapters, and a run begins with a whole model" in refused("-e", of_bytes[1], *data)
+
+
+def test_a_run_of_whole_weights_does_not_go_on_in_adapters(c_trainer, of_bytes, text_shards, tmp_path):  # noqa: F811
+    data = ["-i", text_shards[1], "-j", text_shards[3], "-o", tmp_path / "run"]
+    words = ["-e", of_bytes[0], "-b", 2, "-t", 16, "-x", 1, "-v", 0, "-s", 0, *data]
+    subprocess.run([ROOT / "build/train_gpt2", *map(str, words)], check=True, env=launcher.ENVIRONMENT)
+    said = refused("--resume", 1, "--lora", 4, *data)
+    assert "step_00000001' has whole weights, and --lora trains adapters" in said and "an --output of its own" in said
 
 
 def test_the_c_trainer_looks_at_the_base(c_trainer, of_bytes, text_shards, tmp_path):  # noqa: F811
@@ -638,9 +646,6 @@ def test_the_tokenizer_of_the_adapters(folders, tmp_path, monkeypatch):
             "use all, or some of q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
         ),
         ({"lora": 4, "lora_alpha": 0.0}, "no effect"),
-        ({"lora_alpha": 4.0}, "need --lora"),
-        ({"lora_rs": 1}, "need --lora"),
-        ({"lora_targets": "q_proj"}, "need --lora"),
     ],
 )
 def test_options_that_make_no_sense(folders, capsys, how, words):

@@ -372,7 +372,8 @@ def test_options_are_those_of_c(c_program):
         }
         sample = words.get(name, {str: "linear", int: "1", float: "0.5"}[type(ours[key])])
         for flag in [f"--{name}"] + [f"-{letters}"] * bool(letters):
-            assert getattr(ref.parse_options([flag, sample]), key) == type(ours[key])(sample)
+            beside = {"muon": ["--optimizer", "muon"], "lora": ["--lora", "4"]}.get(name.split("-")[0], [])
+            assert getattr(ref.parse_options([*beside, flag, sample]), key) == type(ours[key])(sample)
 
 
 @pytest.mark.parametrize(
@@ -549,6 +550,22 @@ def test_only_minus_one_has_a_meaning(capsys, name):
     status, text = parse(capsys, name, "-0.3")
     assert status == 2 and f"{name}: -0.3 is below 0" in text
     assert vars(ref.parse_options([name, "-1"]))[name[2:].replace("-", "_")] == -1
+
+
+@pytest.mark.parametrize(
+    "words, needed",
+    [
+        ("--muon-steps 3", "--muon-steps says nothing without --optimizer muon"),
+        ("--muon-polynomials simple", "--muon-polynomials says nothing without --optimizer muon"),
+        ("--lora-alpha 4", "--lora-alpha says nothing without --lora 16"),
+        ("--lora-targets q_proj", "--lora-targets says nothing without --lora 16"),
+        ("-k constant --decay-fraction 0.2", "--decay-fraction says nothing without a --schedule that falls"),
+    ],
+)
+def test_options_that_another_leaves_without_effect(capsys, words, needed):
+    status, text = parse(capsys, *words.split())
+    assert status == 1 and needed in text and "hint: add that, or leave" in text
+    ref.parse_options(["-e", "modern:d2", "-k", "constant"])  # the recipe's decay fraction was not given
 
 
 @pytest.mark.parametrize("typed", ["--recompute", "-nk"])
