@@ -582,6 +582,22 @@ static inline int copy_companion(const char *from, const char *to) {
     close(in);
     return st_flush_and_close(out, to, error);
 }
+// Where generation ends, if a model's folder says so in config.json alone: ours is written anew.
+static inline int write_ends(const char *model, const char *folder) {
+    Json j;
+    Text text;
+    const int ends = json_load(&j, path_of("%s/config.json", model).text) ? json_get(&j, 0, "eos_token_id") : JSON_NONE;
+    const char *ids = ends == JSON_NONE ? "" : j.text + j.tokens[ends].begin;
+    const int length = *ids == '[' ? strcspn(ids, "]") + 1 : strspn(ids, "0123456789");
+    int error = 0;
+    if (length) {
+        fprintf(text_open(&text), "{\n  \"eos_token_id\": %.*s\n}\n", length, ids);
+        error = write_text_file(folder, "generation_config.json", text_close(&text), NULL);
+        free(text.bytes);
+    }
+    json_free(&j);
+    return error;
+}
 static inline void checkpoint_make_folder(Checkpoint *c) {
     const char *model = state_option(&c->state, "model"), *output = c->output.text;
     struct dirent **names = NULL;
@@ -602,6 +618,8 @@ static inline void checkpoint_make_folder(Checkpoint *c) {
     for (int i = 0; i < NUM_COMPANION_FILES && !c->error; i++)
         c->error = copy_companion(path_of("%s/%s", from.text, companion_files[i]).text,
                                   path_of("%s/%s", c->writing.text, companion_files[i]).text);
+    if (!c->error && model && file_bytes(model, "generation_config.json") < 0)
+        c->error = write_ends(model, c->writing.text);
 }
 // All ranks call it, with the same arguments. overlap: copy what this rank writes and let a thread write it. Without,
 // all is written when this returns.

@@ -235,6 +235,22 @@ def test_what_ends_a_sample(runs, tmp_path):
     assert samples(run(*options))[0].split() == ids
 
 
+@pytest.mark.parametrize("ends", [7, [258, 9], None])
+def test_a_checkpoint_ends_where_its_base_does(runs, tmp_path, ends):
+    """Its config.json is written anew, so another file says it; and so it goes on in a model trained from it."""
+    base, trained = tmp_path / "base", ["-i", runs / "train.bin", "-b", 1, "-t", 16, "-x", 1, "-v", 0, "-s", 0]
+    base.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(runs / "big/step_00000040" / file, base)
+    config = json.loads((base / "config.json").read_text()) | {"eos_token_id": ends}
+    (base / "config.json").write_text(json.dumps(config, indent=2))
+    run("-e", base, *trained, "-o", tmp_path / "first")
+    run("-e", tmp_path / "first", *trained, "-o", tmp_path / "second")
+    for name in ("first", "second"):
+        file = tmp_path / name / "step_00000001/generation_config.json"
+        assert (json.loads(file.read_text())["eos_token_id"] if file.exists() else None) == ends
+
+
 def test_more_samples_than_slots():
     """As one ends another begins, and each is what it is beside two."""
     options = ["-e", "d1,channels=64,vocab=40,seq=64", "--generate", "-g", 12, "--samples"]
