@@ -166,7 +166,8 @@ def main():
     parser.add_argument("--program", type=Path, default=ROOT / "train_gpt2")
     parser.add_argument("options", nargs="*", metavar="OPTIONS", help="behind --: for the program")
     o = parser.parse_args()
-    if not o.program.exists():
+    program = o.program.resolve()  # a bare name would be looked for in PATH
+    if not program.exists():
         sys.exit(f"error: there is no '{o.program}'\n  hint: make {o.program.name}")
     from test_ranks import MPIRUN  # of the build
 
@@ -174,10 +175,10 @@ def main():
         sys.exit("error: there is no MPI\n  hint: make mpi")
     with tempfile.TemporaryDirectory() as folder:
         big, small = Path(folder) / "big", Path(folder) / "small"
-        train_model(o.program, big, 2)
-        train_model(o.program, small, 1)
+        train_model(program, big, 2)
+        train_model(program, small, 1)
         command = [MPIRUN, "--oversubscribe", "--bind-to", "none", "-np", o.ranks] if o.ranks > 1 else []
-        command += [o.program, "-e", big, "--tp", o.ranks, "--serve", o.slots, *o.options]
+        command += [program, "-e", big, "--tp", o.ranks, "--serve", o.slots, *o.options]
         ranks = Ranks(command + (["--draft", small] if o.draft else []))
         begin = time.monotonic()
         tokens, answers = stress(ranks, o.requests)
