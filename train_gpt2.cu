@@ -681,7 +681,7 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
 }
 
 void model_decode_open(Model *m, int slots, int room, int known) {
-    const int reaches = m->plan.options.p2p == 2 && m->links.p2p[SHORT_TENSOR].opened;
+    const int reaches = m->links.p2p[SHORT_TENSOR].opened;
     decoder_open(&m->decoder, &m->plan, &m->b, reaches, slots, room, known, m->gpu.compute);
 }
 int model_length(const Model *m, int slot) { return m->decoder.length[slot]; }

@@ -175,9 +175,9 @@
         "on GPUs: exchange --tp's rows during matmuls: 0 no, 1 always (-1: where it is measured to be faster)") \
     ONE(reduce_dtype, "", '~', "bf16", "fp32|bf16", \
         "sums of gradients over GPUs: bf16, or fp32 with one rounding (twice the bytes)") \
-    INT(p2p, "", '~', 1, 0, 2, \
-        "up to 8 GPUs of a host write short messages into each other's memory; 0: NCCL sends them; 2: also from " \
-        "inside the kernel that generates with --tp, which CPUs have run, and GPUs not yet") \
+    INT(p2p, "", '~', 1, 0, 1, \
+        "up to 8 GPUs of a host write short messages, and what a step of generation with --tp exchanges, into each " \
+        "other's memory; 0: NCCL sends them") \
     ONE(init_method, "pi", ' ', "mpi", "mpi", "how ranks find each other: mpi; start them with mpirun or srun") \
     INT(num_processes, "pn", ' ', 1, 1, 1 << 20, "llm.c's; mpirun sets it") \
     INT(process_rank, "pr", ' ', 0, 0, 1 << 20, "llm.c's; mpirun sets it") \

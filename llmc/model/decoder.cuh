@@ -1,8 +1,9 @@
 // Steps of generation on a GPU: queued without waiting for the host, each an upload of what its rows are, the model,
 // and the draw. The model is one kernel (kernels/decode.cuh), and the three are a CUDA graph for each number of rows.
-// With --tp and --p2p 2 every rank runs them on its part of the model: the kernels exchange sums and logits
-// (ranks/decode_lines.cuh), and all draw the same. Otherwise with --tp, with --zero-stage 3, products in fp8 and sizes
-// that the kernel does not have, the model runs row by row through the training forward instead (train_gpt2.cu).
+// With --tp every rank runs them on its part of the model: the kernels exchange sums and logits by peer-to-peer lines
+// (ranks/decode_lines.cuh), and all draw the same. Where ranks do not reach each other's memory, with --zero-stage 3,
+// products in fp8 and sizes that the kernel does not have, the model runs row by row through the training forward
+// instead (train_gpt2.cu).
 //
 // What a row draws goes to the host, into pinned memory, and to the device's own table of slots. A queued step reads
 // its token there (DECODE_DRAWN).
@@ -113,7 +114,7 @@ static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memor
 static inline void decoder_open_exchange(Decoder *d, const Plan *p, cudaStream_t stream) {
     char why[256];
     require(p2p_open(&d->p2p, &p->mesh->tp, stream, 30 /*s*/, why, sizeof why),
-            "ranks of --tp cannot exchange what a step of generation needs: %s\nuse --p2p 1", why);
+            "ranks of --tp cannot exchange what a step of generation needs: %s\nuse --p2p 0", why);
     p2p_patience(&d->p2p, 0.8 * watchdog.timeout);
 }
 // reaches: ranks of --tp write to each other's memory from inside the kernel.

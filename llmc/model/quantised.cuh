@@ -66,8 +66,8 @@ static inline Decode decode_of_plan(const Plan *p) {
     for (int &dtype : d.dtype) dtype = decode_dtype(p->weights);
     return d;
 }
-// Products in fp8 have none: samples are in the arithmetic that trained. Nor have weights that are merged. With --tp it
-// takes --p2p 2, and ranks that can write to each other's memory, which is known when links are open.
+// Products in fp8 have none: samples are in the arithmetic that trained. Nor have weights that are merged. With --tp
+// ranks must be able to write to each other's memory, which is known when links are open.
 static inline int plan_has_decode_kernel(const Plan *p) {
     const Decode sizes = decode_of_plan(p);
     return p->zero_stage < 3 && !p->fp8 && !p->lora.rank && decode_fits(&sizes);
