@@ -16,6 +16,9 @@ static inline void print_start(const Trainer *t) {
            "%d: %.1fM parameters%s\n",
            c->model_type, c->num_layers, c->channels, c->num_heads, c->num_kv_heads, c->ffn_dim, c->vocab_size,
            c->max_seq_len, 1e-6 * (trained + t->model.frozen.num_weights), adapters);
+    if (t->preset_vocab)
+        printf("the vocabulary is the data's: the preset has %d, which vocab=%d keeps\n", t->preset_vocab,
+               t->preset_vocab);
     printf("weights   %s%s%s\n", is_directory(model_source(t)) ? model_source(t) : "random",
            *t->adapters.text ? " with adapters of " : "", t->adapters.text);
     printf("memory    %.2f GiB\n", model_memory_gib(&t->model));

@@ -18,6 +18,7 @@ typedef struct {
     Comm comm;  // the job
     Mesh mesh;
     Config config;
+    int preset_vocab;    // of the preset, where the model has that of the data instead; else 0
     Model model, draft;  // draft: if --draft names one
     Config draft_config;
     DataLoader train;
@@ -158,7 +159,10 @@ static inline void choose_config(Trainer *t) {
         if (model == t->resumed_from.text) require_resumed_model(t);
     } else if (!config_parse(model, &t->config) && !t->o.generate && (*data || !t->o.evaluate)) {
         const int vocab_size = shards_vocabulary(data);
-        if (vocab_size > 0) t->config.vocab_size = vocab_size;
+        if (vocab_size > 0 && vocab_size != t->config.vocab_size) {
+            t->preset_vocab = t->config.vocab_size;
+            t->config.vocab_size = vocab_size;
+        }
         config_finish(&t->config, NULL);
     }
     require(t->o.generate || t->o.seq_len <= t->config.max_seq_len,

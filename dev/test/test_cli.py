@@ -791,6 +791,14 @@ def test_shards_of_different_tokenizers_do_not_mix(trainer, tmp_path):
     fails(trainer("-i", tmp_path / "mixed_*.bin"), "different tokenizers")
 
 
+@pytest.mark.parametrize("model, said", [("d1,channels=32", True), ("d1,channels=32,vocab=300", False)])
+def test_a_vocabulary_that_the_data_decide_is_said(trainer, model, said):
+    """Else speed and memory of a large preset are mistaken for those of the model that it is named after."""
+    text = succeeds(trainer("-e", model)).stdout
+    assert ("\nthe vocabulary is the data's: the preset has 50257, which vocab=50257 keeps\n" in text) == said
+    assert f", vocabulary {256 if said else 300}, " in text
+
+
 # ---- folders and checkpoints
 
 
