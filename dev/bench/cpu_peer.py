@@ -21,21 +21,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 sys.path.insert(0, ROOT)
 import dev.missing_package  # noqa: E402,F401, before numpy
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import train_gpt2 as ref  # noqa: E402
+from dev.bench.turns import write_shard  # noqa: E402
 from dev.tool_output import end_with_reader  # noqa: E402
-
-
-def write_shard(path, vocab_size, tokens):
-    """Random ids in llm.c's format; 32-bit ones where 16 bits do not hold the vocabulary."""
-    wide = vocab_size > 1 << 16
-    header = np.zeros(256, "<i4")
-    header[:4] = [20240801, 7, tokens, vocab_size] if wide else [20240520, 1, tokens, vocab_size]
-    ids = np.random.default_rng(0).integers(0, vocab_size, tokens)
-    with open(path, "wb") as f:
-        f.write(header.tobytes() + ids.astype("<u4" if wide else "<u2").tobytes())
 
 
 def c_round(a, folder):
