@@ -14,6 +14,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -1066,3 +1067,12 @@ def test_a_diverged_run_on_several_ranks(train, tmp_path):
         and [p.parent.name for p in (tmp_path / "run").glob("step_*/diverged")] == [f"step_{newest[1]:08}"]
     )
     assert "step     21/22" in succeeds(train(4, "run", "-x", "22", "-y", "1"))
+
+
+def test_random_faults():
+    """One of each kind; a hundred take a quarter of an hour, and the program's own first lines say how."""
+    tool = [sys.executable, ROOT / "dev/test/stress_faults.py", "--program", TRAINER, "--ranks", 3, "--faults", 4]
+    done = launcher.run([*tool, "--seed", 15], timeout=300)
+    kinds = re.findall(r"^ +\d  (\w+) +rank \d of 3, .*: \w", done.stdout, re.M)
+    assert done.returncode == 0 and sorted(kinds) == ["disk", "killed", "shard", "stopped"], done
+    assert done.stdout.endswith("\n4 faults on 3 ranks: none went wrong\n"), done
