@@ -950,10 +950,10 @@ void muon_update_cpu(float *weight, const float *x, size_t n, float lr, float sc
 
 // For the global gradient norm: sums of pieces are added in double, in the same order for any number of threads.
 static inline double sum_of_squares(const float *x, size_t n) {
-    enum { PIECE = 1 << 14 };
+    enum { PIECE = 1 << 10 };  // longer sums in fp32 would be off by some 1e-6
     int pieces = ceil_div(n, PIECE);
     double total = 0, *sums = new_array(double, pieces);
-    #pragma omp parallel for schedule(static) if (pieces > 8)
+    #pragma omp parallel for schedule(static) if (pieces > 128)
     for (int p = 0; p < pieces; p++) {
         size_t begin = area(p, PIECE), end = begin + PIECE < n ? begin + PIECE : n;
         float sum = 0;
