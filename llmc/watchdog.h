@@ -173,16 +173,25 @@ static inline OpState watchdog_state_now(const WatchdogOp *op) {
     return (int32_t)(lane[0] - (uint32_t)op->number) >= 0 ? OP_STARTED : OP_ENQUEUED;
 }
 
-// Reports which rank of this host the others wait for: one that has ended, else one that is stopped, else the one with
-// the fewest collectives, else the one whose device has the fewest. On several hosts, a rank that waits in a collective
-// may wait for another host. Returns 0 if the rank is on another host, as far as is known.
+// The rank whose slot a place is: this host's ranks have them in their order.
+static inline int watchdog_rank_of_place(int place) {
+    if (!watchdog.hosts) return place;
+    for (int r = 0; r < watchdog.world; r++)
+        if (strcmp(watchdog.hosts[r], watchdog.hosts[watchdog_mine->rank]) == 0 && place-- == 0) return r;
+    return -1;
+}
+// Reports which rank of this host the others wait for: one that has ended, else one that is stopped, else one that has
+// not come so far as to have a slot, else the one with the fewest collectives, else the one whose device has the
+// fewest. On several hosts, a rank that waits in a collective may wait for another host. Returns 0 if the rank is on
+// another host, as far as is known.
 static inline int watchdog_report_culprit(double now) {
-    const WatchdogSlot *behind = NULL, *asleep = NULL, *slow = NULL;
+    const WatchdogSlot *behind = NULL, *asleep = NULL, *slow = NULL, *missing = NULL;
     unsigned long long most_ops = 0, most_device_ops = 0;
     int all_wait = watchdog.hosts != NULL;
     for (int i = 0; i < watchdog.count; i++) {
         const WatchdogSlot *s = &watchdog.slots[i];
         int state = s->state, waits = s->done < s->ops;
+        if (state == RANK_UNKNOWN) missing = s;
         if (state == RANK_UNKNOWN || state == RANK_ENDED) continue;
         if (state != RANK_REPORTED && watchdog_is_gone(s)) {
             watchdog_report("rank %d has ended: %s", s->rank,
@@ -202,6 +211,11 @@ static inline int watchdog_report_culprit(double now) {
                         "hangs",
                         asleep->rank, asleep->pid, now - asleep->life);
         watchdog_report_place("; it is at ", asleep);
+        return 1;
+    }
+    if (missing) {
+        watchdog_report("rank %d has not begun: it was stopped (SIGSTOP) or hangs behind the start of MPI",
+                        watchdog_rank_of_place((int)(missing - watchdog.slots)));
         return 1;
     }
     if (behind && behind->ops < most_ops) {

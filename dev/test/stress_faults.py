@@ -37,8 +37,9 @@ MARGIN = 15  # all must be gone within the time-out and this
 PATIENCE = 120  # for what a job does by itself
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 NAMED = {
-    "killed": r"rank {0}\b.*(has ended: it was killed|signal 9|terminated)",
-    "stopped": r"rank {0} \(process \d+\) gives no sign of life|waited [\d.]+ s for rank {0}, which has not come",
+    "killed": r"rank {0}\b.*(has ended: it was killed|signal 9|exited on\s+signal 9|terminated)",
+    "stopped": r"rank {0} (\(process \d+\) gives no sign of life|has not begun)"
+    r"|waited [\d.]+ s for rank {0}, which has not come",
     "shard": r"rank {0} on \S+: data file \d of \d, 'train_2.bin', is not that of rank 0",
     "disk": r"\[rank {0}\] warning: cannot write '.*\.safetensors': File too large",
 }

@@ -259,6 +259,33 @@ def test_a_rank_that_stops_at_the_start(comm, tmp_path):
     ), text
 
 
+JOINED = """
+#include <dlfcn.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+int pthread_join(pthread_t thread, void **result) {
+    int error = ((int (*)(pthread_t, void **))dlsym(RTLD_NEXT, "pthread_join"))(thread, result);
+    const char *rank = getenv("OMPI_COMM_WORLD_RANK");
+    if (rank && atoi(rank) == 1) raise(SIGSTOP);
+    return error;
+}"""
+
+
+def test_a_rank_that_stops_before_it_can_be_missed(comm, tmp_path):
+    """Between the watchdog of MPI's start and the one that other ranks see."""
+    subprocess.run(
+        [CONFIG["CC"], "-D_GNU_SOURCE", "-shared", "-fPIC", "-o", tmp_path / "stop.so", "-x", "c", "-", "-ldl"],
+        input=JOINED,
+        text=True,
+        check=True,
+    )
+    job = Job(3, comm, "loop", TIMEOUT, environment={"LD_PRELOAD": str(tmp_path / "stop.so")})
+    status, text = job.finish(4 * TIMEOUT + MARGIN + 5, memory_may_stay=True)
+    named = re.findall(r"\[rank (\d)\] error: no progress for 8 s .*: rank 1 has not begun: it was stopped", text)
+    assert status != 0 and sorted(named) == ["0", "2"], text
+
+
 def test_a_pause_is_no_hang(comm):
     """A whole job that is suspended for longer than the time-out goes on afterwards."""
     job = Job(3, comm, "loop", TIMEOUT).wait_for("started")
