@@ -29,7 +29,7 @@ def test_a_table_of_commands_in_turns(tmp_path):
     ]
     table = (tmp_path / "table.md").read_text()
     assert done.stdout.endswith(table)
-    assert f"    1  {ours}\n" in table and f"| 2 |  | 1000 1000 | 2.5 |  |\n" in table
+    assert f"    1  {ours}\n" in table and "| 2 |  | 1000 1000 | 2.5 |  |\n" in table
     parameters, first, second, ratio = re.search(
         r"^\| 1 \| ([\d.]+)M \| (\d+) (\d+) \| 0\.\d \| ([\d.]+) \|$", table, re.M
     ).groups()
