@@ -1127,9 +1127,8 @@ struct Model {
     float *x_tokens, *rstd_tokens;  // the embedding before its norm, if it has one
     float *x_embedding, *h_final, *mean_final, *rstd_final, *losses, *cos_sin;
     BlockActs *blocks;
-    float *normalised;  // QK-norm: q and k normalised, and v, of one block
-    float *logits;      // (head_rows,Vp)
-    int head_rows;      // rows that the head runs on at a time
+    float *logits;  // (head_rows,Vp)
+    int head_rows;  // rows that the head runs on at a time
     // gradients: of the residual stream, of a block's branch, and inside the branch
     float *dx, *branch, *dqkv, *df, *da;
     double loss;            // sum over the step's micro-steps
@@ -1621,9 +1620,9 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     int level = m->recompute;
     // the last block's values are still there
     if (level == 3 && l + 1 < m->config.num_layers) block_inside(m, p, b, l);
-    if (level < 3 && m->config.qk_norm) normalise_and_rotate(m, p, b);
     if (level == 1 || level == 2) activation_forward(m, p, b->a.a, b->a.f);
     if (level != 2) return;
+    if (m->config.qk_norm) normalise_and_rotate(m, p, b);
     norm_rows(m, p, &b->norm1, b->a.h1);
     norm_rows(m, p, &b->norm2, b->a.h2);
 }
@@ -2138,7 +2137,10 @@ static BlockActs block_acts(Model *m, int N, int rows, const BlockActs *shared) 
     for (int i = 0; i < 4; i++) *statistics[i] = floats(m, rows);
     a.x_mid = floats(m, stream);
     a.qkv = floats(m, area(N, qkv_width(c)));
-    a.attended = m->normalised ? m->normalised : a.qkv;
+    if (!c->qk_norm)
+        a.attended = a.qkv;
+    else if (level < 2)
+        a.attended = floats(m, area(N, qkv_width(c)));
     a.y = floats(m, area(N, c->num_heads * c->head_dim));
     a.lse = floats(m, area(N, c->num_heads));
     a.f = floats(m, area(N, fc_width(c)));
@@ -2199,7 +2201,6 @@ static void open_activations(Model *m, const Options *o) {
     m->logits = floats(m, area(m->head_rows, c->padded_vocab_size));
     m->dx = floats(m, stream);
     m->branch = floats(m, area(N, branch));
-    if (c->qk_norm) m->normalised = floats(m, area(N, qkv_width(c)));
     m->dqkv = floats(m, area(N, qkv_width(c)));
     m->df = floats(m, area(N, fc_width(c)));
     m->da = mlp_is_gated(c->mlp) ? floats(m, area(N, c->ffn_dim)) : m->df;  // GELU's backward works in place

@@ -156,7 +156,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.fcproj = linear_of(m, p, &u, &plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream);
     m->merged = u.number;
     b.h1 = a->h1;
-    b.q_k_v = normalises_qk ? m->b.normalised : a->qkv;
+    b.q_k_v = a->q_k_v;
     b.qkv.aux = normalises_qk ? a->qkv : NULL;
     b.qkv.qk_norm.gains = param_pointer(&u, u.weights, ROLE_QKNORMW);
     b.qkv.qk_norm.dgains = param_pointer(&u, u.grads, ROLE_QKNORMW);
@@ -339,8 +339,8 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
     // the last block's values are still there
     if (plan->recomputes_blocks && l + 1 < m->config.num_layers) block_inside(m, p, b, l, &x);
-    if (plan_normalises_qk(plan) && !plan->recomputes_blocks) linear_output(p, &b->qkv, b->q_k_v);
     if (plan->recomputes_norms) {
+        if (plan_normalises_qk(plan)) linear_output(p, &b->qkv, b->q_k_v);
         residual_norm(p, &b->norm1, b->h1, NULL, &x);
         residual_norm(p, &b->norm2, b->h2, NULL, &x_mid);
     }

@@ -115,22 +115,26 @@ static void check_layout(Planned *run) {
                      p->name);
     fault_unless(apart(&df, &da) && apart(&df, &a) && apart(&da, &a), o, "df, da, a overlap");
     fault_unless(apart(&dqkv, &D), o, "dqkv and attention's scratch overlap");
-    size_t used = 0;
+    size_t used = 0, used_once = 0;
+    auto follows = [&](const floatX *buffer, size_t &used, const Part &p) {
+        fault_unless(p.begin == p.end || (p.begin == (size_t)buffer + used && p.begin % 16 == 0), o, p.name);
+        used += p.end - p.begin;
+    };
     for (int l = 0; l < inside; l++) {
         const BlockActs *y = &m->blocks[l];
         const Part saved[] = {part("qkv", y->qkv, N * (size_t)qkv_width(c)),
                               part("y", y->y, N * (size_t)(c->num_heads * c->head_dim)),
-                              part("f", y->f, N * (size_t)fc_width(c)),
-                              part("a", y->a, again ? 0 : N * F),
-                              part("h1", y->h1, o->recompute != 2 ? rows * C : 0),
-                              part("h2", y->h2, o->recompute != 2 ? rows * C : 0)};
-        for (const Part &p : saved) {
-            fault_unless(p.begin == p.end || (p.begin == (size_t)m->saved_block + used && p.begin % 16 == 0), o,
-                         p.name);
-            used += p.end - p.begin;
-        }
+                              part("f", y->f, N * (size_t)fc_width(c)), part("a", y->a, again ? 0 : N * F)};
+        const Part norms[] = {part("h1", y->h1, rows * C), part("h2", y->h2, rows * C),
+                              part("q_k_v", y->q_k_v, c->qk_norm ? N * (size_t)qkv_width(c) : 0)};
+        for (const Part &p : saved) follows(m->saved_block, used, p);
+        used_once = 0;
+        for (const Part &p : norms)
+            o->recompute == 2 ? follows(m->shared_norms, used_once, p) : follows(m->saved_block, used, p);
+        fault_unless(c->qk_norm || y->q_k_v == y->qkv, o, "attention reads other rows than the product gave");
     }
     fault_unless(used == (size_t)inside * saved_block_size(p) * sizeof(floatX), o, "saved layers have another size");
+    fault_unless(used_once == (o->recompute == 2) * norms_size(p) * sizeof(floatX), o, "norms have another size");
     const int L = c->num_layers, leave = m->host_x != NULL, last = leave ? 1 + (L - 1) % 2 : L + inside - 1;
     fault_unless(m->blocks[L - 1].x_out == m->saved_x + (size_t)last * rows * C &&
                      (!leave || m->blocks[L - 3].x_out == m->blocks[L - 1].x_out),
@@ -187,8 +191,9 @@ static double sum_of_sizes(const Planned *r) {
                  share = 1.0 / mesh.dp.world, states = total * (stage ? share : 1),
                  sharded = total - L * block * (1 - share) + 2 * block;
     double bytes = b * (stage >= 3 ? sharded : total) + b * (stage >= 2 ? sharded : total) + states_on(p, 0, states);
-    bytes += b * N * C / tp * (3 + L - leaving(p) + inside + 2 * (o->recompute < 2 ? L : 1)) + b * N * fmax(C, H) +
-             (c->qk_norm ? b * N * W : 0) + (c->embedding_norm ? b * N * C / tp : 0) +
+    const double norms = 2 * C / tp + (c->qk_norm ? W : 0);
+    bytes += b * N * C / tp * (3 + L - leaving(p) + inside) + b * N * norms * (o->recompute < 2 ? L : 1) +
+             b * N * fmax(C, H) + (c->embedding_norm ? b * N * C / tp : 0) +
              inside * (b * N * (W + H + before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
     bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size,
                   N * fmax(b * ((in_place ? 0 : before) + da_apart * F + again), b * W + 4 * heads));

@@ -253,9 +253,10 @@ def parameters(c):
         + L * up(block, unit)
         + up((0 if c["tie_word_embeddings"] else Vp * C) + (2 if gpt2 else 1) * C, unit)
     )
-    once = 3 * C + max(C, H) + W * qwen3
+    once = 3 * C + max(C, H)
     inside, before = W + (F if gpt2 else 3 * F), F if gpt2 else 2 * F
-    return dict(L=L, C=C, H=H, NH=NH, F=F, W=W, Vp=Vp, P=P, once=once, inside=inside, before=before)
+    norms = 2 * C + W * qwen3
+    return dict(L=L, C=C, H=H, NH=NH, F=F, W=W, Vp=Vp, P=P, once=once, norms=norms, inside=inside, before=before)
 
 
 def memory(s, N, b, gpu, recompute=0, saves=0, cached=0, chunks=0, state=4):
@@ -265,13 +266,14 @@ def memory(s, N, b, gpu, recompute=0, saves=0, cached=0, chunks=0, state=4):
     layer = lambda r: (
         b
         * (
-            4 * s["C"]
+            2 * s["C"]
+            + s["norms"]
             + s["W"]
             + s["H"]
             + s["before"]
             + s["F"]
             - (s["F"] if r >= 1 else 0)
-            - (2 * s["C"] if r >= 2 else 0)
+            - (s["norms"] if r >= 2 else 0)
         )
         + 4 * (s["NH"] + 4)
     )
@@ -315,6 +317,7 @@ def start_of(tmp_path, *words):
         ("llama", {"recompute": 2}),
         ("gpt2", {"recompute": 3, "chunks": 4}),
         ("qwen", {"recompute": 3}),
+        *(("qwen3", {"recompute": r}) for r in (1, 2, 3)),
         ("gpt2", {"saves": 1, "cached": 8 * 101}),
         ("llama", {"saves": 1, "state": 2}),
     ],

@@ -2,8 +2,8 @@
 // scratch, tokens. buffers_request names them all from a plan; memory.cuh prints the table and allocates.
 //
 // Kept for backward, per block: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms'
-// statistics: 8C + 2F (GELU) values a token. --recompute 1 keeps f and no a, 2 h1 and h2 once and not per block, 3 all
-// but x''.
+// statistics: 8C + 2F (GELU) values a token; with QK-norm also q_k_v, which attention reads. --recompute 1 keeps f and
+// no a, 2 h1, h2 and q_k_v once and not per block, 3 all but x''.
 #ifndef LLMC_BUFFERS_CUH
 #define LLMC_BUFFERS_CUH
 
@@ -22,7 +22,7 @@
 // What one block keeps: f is what the activation reads or its slopes, a what it gives. What is recomputed is one buffer
 // for all blocks.
 typedef struct {
-    floatX *h1, *qkv, *y, *x_mid, *h2, *f, *a, *x_out;
+    floatX *h1, *qkv, *q_k_v, *y, *x_mid, *h2, *f, *a, *x_out;
     float *lse, *mean1, *rstd1, *mean2, *rstd2;
 } BlockActs;
 
@@ -61,7 +61,7 @@ typedef struct {
     // activations
     floatX *x_tokens;  // the embedding before its norm; the embedding, if that has none
     float *rstd_tokens;
-    floatX *x_embedding, *h_final, *saved_x, *saved_block, *shared_h;
+    floatX *x_embedding, *h_final, *saved_x, *saved_block, *shared_norms;
     floatX *host_x;  // (L-2,B,T,C) --offload activations: inputs of all blocks but the first and the last
     float *saved_stats, *mean_final, *rstd_final;
     float *cos_sin;
@@ -71,7 +71,6 @@ typedef struct {
     floatX *logits, *dqkv, *df, *da;
     float *attention;  // its D
     AttentionTickets *tickets;
-    floatX *normalised;  // QK-norm: q, k, v of one block as attention reads them
     floatX *dx, *branch;
     float *stream_sums;  // (C) column sums of dx
     float *column_sums;  // partial sums of the columns of df or dqkv
@@ -119,12 +118,17 @@ static inline Region region_of(const Plan *p) {
 
 // ---- sizes
 
+// Elements of h1, h2 and, with QK-norm, q_k_v.
+static inline size_t norms_size(const Plan *p) {
+    const size_t of_qk = plan_normalises_qk(p) ? p->N * (size_t)qkv_width(&p->local) : 0;
+    return 2 * p->rows * (size_t)p->local.channels + of_qk;
+}
 // Elements that a block keeps.
 static inline size_t saved_block_size(const Plan *p) {
     const Config *c = &p->local;
     size_t size = p->N * (size_t)(qkv_width(c) + c->num_heads * c->head_dim + fc_width(c));
     if (!p->recomputes_activation) size += p->N * (size_t)c->ffn_dim;
-    if (!p->recomputes_norms) size += 2 * p->rows * (size_t)c->channels;
+    if (!p->recomputes_norms) size += norms_size(p);
     return size;
 }
 // Floats of statistics: lse, and mean and 1/std of two norms.
@@ -410,8 +414,8 @@ static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const int leave = inputs_leave(p);
     const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers,
                  kept = p->recomputes_blocks ? 1 : L, streams = leave ? 2 : L;
-    const char *names[] = {"qkv, y, f, h, a of all layers", "qkv, y, f, h of all layers", "qkv, y, f of all layers",
-                           "qkv, y, f, a, recomputed"};
+    const char *names[] = {"qkv, y, f, norms, a of all layers", "qkv, y, f, norms of all layers",
+                           "qkv, y, f of all layers", "qkv, y, f, a, recomputed"};
     memory_group(m, "activations");
     memory_request(m, &b->x_embedding, "embedding (B,T,C)", rows * C);
     if (c->embedding_norm) {
@@ -425,7 +429,7 @@ static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
                    (streams + kept) * rows * C);
     if (leave && p->trains) memory_request_pinned(m, &b->host_x, "residuals (L-2,B,T,C)", (L - 2) * rows * C);
     memory_request(m, &b->saved_block, names[p->options.recompute], kept * saved_block_size(p));
-    if (p->recomputes_norms) memory_request(m, &b->shared_h, "h1, h2 (2,B,T,C), recomputed", 2 * rows * C);
+    if (p->recomputes_norms) memory_request(m, &b->shared_norms, "what norms give, recomputed", norms_size(p));
     memory_request(m, &b->saved_stats, "lse, mean, 1/std", kept * saved_stats_size(p));
     memory_request(m, &b->h_final, "final norm (B,T,C)", rows * C);
     memory_request(m, &b->mean_final, "final mean (B,T)", rows);
@@ -447,7 +451,6 @@ static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->dx, "residual gradient (B,T,C)", p->rows * (size_t)c->channels);
     memory_request(m, &b->branch, "branch and its gradient (B,T,C)",
                    p->N * (size_t)(c->channels > heads ? c->channels : heads));
-    if (plan_normalises_qk(p)) memory_request(m, &b->normalised, "q, k normalised, v", p->N * (size_t)qkv_width(c));
     memory_request(m, &b->tickets, "attention's work in turns", 1);
     memory_request(m, &b->stream_sums, "column sums of the residual gradient", (size_t)c->channels);
     if (p->trains) memory_request(m, &b->column_sums, "partial column sums", column_sums_size(p));
@@ -562,8 +565,11 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
         a->y = values(next, N * (size_t)(c->num_heads * c->head_dim));
         a->f = values(next, N * (size_t)fc_width(c));
         a->a = p->recomputes_activation ? (floatX *)(b->region + region.a) : values(next, N * (size_t)c->ffn_dim);
-        a->h1 = p->recomputes_norms ? b->shared_h : values(next, rows * C);
-        a->h2 = p->recomputes_norms ? b->shared_h + rows * C : values(next, rows * C);
+        floatX *shared = b->shared_norms;
+        floatX *&norms = p->recomputes_norms ? shared : next;
+        a->h1 = values(norms, rows * C);
+        a->h2 = values(norms, rows * C);
+        a->q_k_v = plan_normalises_qk(p) ? values(norms, N * (size_t)qkv_width(c)) : a->qkv;
         a->lse = values(stats, N * (size_t)c->num_heads);
         a->mean1 = values(stats, rows);
         a->rstd1 = values(stats, rows);

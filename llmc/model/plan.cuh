@@ -32,7 +32,7 @@ typedef struct {
     // memory
     int zero_stage;             // what a rank keeps a share of; 0 if there is no other data-parallel rank
     int recomputes_activation;  // backward makes the activation again, from what it read
-    int recomputes_norms;       // and h1, h2
+    int recomputes_norms;       // and h1, h2, normalised q and k
     int recomputes_blocks;      // all of a block but its input
     int offload;                // what is in host memory while it is not used: bits of backend.h
     int head_rows;              // the head runs on so many rows at a time
