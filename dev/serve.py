@@ -439,6 +439,13 @@ def sse(value):
 # ---- the server
 
 
+def name_of(folder):
+    """A folder's name; of a run's checkpoint the run's."""
+    path = Path(folder).absolute()
+    is_checkpoint = re.fullmatch(r"best|step_\d+", path.name)
+    return (path.parent if is_checkpoint else path).name or folder
+
+
 class Server:
     # The page loads nothing and sends only to this server.
     POLICY = (
@@ -448,7 +455,7 @@ class Server:
 
     def __init__(self, args, key, commands):
         self.args, self.key, self.children = args, key, [Child(*command) for command in commands]
-        self.name = args.name or Path(args.model).name or args.model
+        self.name = args.name or name_of(args.model)
 
     def application(self):
         app = web.Application(middlewares=[self.guard], client_max_size=self.args.max_body)
@@ -601,7 +608,7 @@ def parse(arguments):
     p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     p.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
     p.add_argument("--api-key", help=f"what clients must send; better in {KEY_VARIABLE}, which other users cannot see")
-    p.add_argument("--name", help="the model's name (default: that of its folder)")
+    p.add_argument("--name", help="the model's name (default: that of its folder, or of its run)")
     p.add_argument("--slots", type=whole(1), default=16, help="sequences at a time on each copy (default: 16)")
     p.add_argument("--context", type=whole(2), help="tokens of prompt and answer (default: the program's)")
     p.add_argument("--queue", type=whole(1), default=256, help="sequences that may wait (default: 256), then: 429")

@@ -741,6 +741,12 @@ def test_commands():
     assert command[4:] == ["-e", "m", "--serve", "4", "--weights", "int8", "-t", "99", "--tp", "2"]
 
 
+def test_the_name_of_a_model():
+    names = {"models/qwen/": "qwen", "log/mine": "mine", "log/mine/best": "mine", "log/mine/step_00000270": "mine",
+             "models/bestial": "bestial", "/": "/"}  # fmt: skip
+    assert {folder: serve.name_of(folder) for folder in names} == names
+
+
 def test_the_examples_of_the_page(server):
     text = (ROOT / "doc/serve.md").read_text()
     blocks = dict(block.split("\n", 1) for block in text.split("```")[1::2])
