@@ -866,8 +866,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     open_links(m);
 }
 // --tp-overlap -1: a micro-step with nothing and with everything overlapped, in parts of all sizes. Its tokens are any;
-// gradients are overwritten
-// later. The first run of each makes the matmuls' plans.
+// gradients are overwritten later. The first run of each makes the matmuls' plans.
 static void measure_overlap(Model *m) {
     OverlapChoice *o = &m->links.rows.overlap;
     const Comm *job = &m->mesh->job;
