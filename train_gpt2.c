@@ -1008,7 +1008,7 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
 //   h1 = norm1(x)     q,k,v = h1 Wqkv^T + b           y = attention(q,k,v)     x_mid = x + y Wproj^T + b
 //                     q,k = rope(norm(q,k))
 //   h2 = norm2(x_mid) f = h2 Wfc^T + b                a = activation(f)        x_out = x_mid + a Wfcproj^T + b
-// Backward reads all of these. --recompute 1 keeps one `a` for all blocks, 2 also one h1 and h2, 3 one of everything
+// Backward reads all of these. --recompute 1 keeps one `a` for all blocks, 2 also one of what norms give, 3 one of all
 // but x_out; backward recomputes what was not kept.
 //
 // With --tp (llmc/mesh.h) `local` has this rank's sizes. x, h and their statistics are this rank's N/tp rows of N. All

@@ -750,7 +750,7 @@ static inline void test_memory(const char *folder, const Options *base, int B, d
                  KV = c.num_kv_heads * c.head_dim, F = c.ffn_dim, C = c.channels;
     double expected = 0;
     // a token's; each level saves these besides
-    const double more[] = {F * value, 2 * C * value,
+    const double more[] = {F * value, (2 * C + (c.qk_norm ? Q + 2 * KV : 0)) * value,
                            (2 * Q + 2 * KV + (c.mlp == MLP_SWIGLU ? 2 : 1) * F + C) * value + (c.num_heads + 4) * 4.0};
     for (int level = 1; level <= 3; level++) {
         less = o;

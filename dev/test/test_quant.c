@@ -174,6 +174,41 @@ static void test_product(WeightFormat f, int cols, int rows, int N) {
     for (int i = 0; i < 9; i++) free(all[i]);
 }
 
+// Activations that are far from normal: sums are off by little of the row's largest, and what is not finite shows in
+// its own row alone.
+static void test_activations(WeightFormat f) {
+    enum { ROWS = 6, COLS = 256, N = 6 };
+    float inp[N * COLS], w[ROWS * COLS], out[N * ROWS];
+    QuantMatrix q = {f, ROWS, COLS, malloc_or_die(ROWS * quant_row_bytes(f, COLS)), malloc_or_die(ROWS * 4 * COLS)};
+    int shown = 1;
+    double most = 0;
+    fill(w, ROWS * COLS, 7, 1);
+    fill(inp, N * COLS, 8, 1);
+    memset(inp, 0, COLS * sizeof(float));
+    inp[1 * COLS + 130] = NAN;
+    inp[2 * COLS + 255] = -INFINITY;
+    inp[3 * COLS + 3] = 1e6f;                                                   // an outlier
+    for (int k = 0; k < COLS; k++) inp[4 * COLS + k] *= 0x1p-90f;               // all small
+    for (int k = 0; k < COLS; k++) inp[5 * COLS + k] = k % 2 ? 3e34f : -3e34f;  // all large
+    for (int i = 0; i < ROWS; i++) quant_row(f, quant_codes(&q, i), quant_scales(&q, i), w + i * COLS, COLS);
+    for (int i = 0; i < ROWS; i++) quant_widen(f, w + i * COLS, quant_codes(&q, i), quant_scales(&q, i), COLS);
+    decode_product_cpu(out, NULL, inp, q, NULL, N);
+    for (int n = 0; n < N; n++)
+        for (int i = 0; i < ROWS; i++) {
+            double sum = 0, size = 0x1p-149;
+            for (int k = 0; k < COLS; k++) sum += (double)inp[n * COLS + k] * w[i * COLS + k];
+            for (int k = 0; k < COLS; k++) size += fabs((double)largest(inp + n * COLS, COLS) * w[i * COLS + k]);
+            if (n == 1 || n == 2)
+                shown &= !isfinite(out[n * ROWS + i]);
+            else
+                most = fmax(most, fabs(out[n * ROWS + i] - sum) / size);
+        }
+    check(shown && most < 1e-7, "%s: zeros, outliers, very small and very large activations: off by %.1e, %s",
+          weight_format_names[f], most, shown ? "NaN and Inf show" : "NaN OR INF IS LOST");
+    free(q.codes);
+    free(q.scales);
+}
+
 // A gradient that leaves a head: many products, all nearly equal. One sum that runs on would round each the same way.
 static void test_long_sum(void) {
     enum { TOKENS = 7, COLS = 70, WORDS = 50257 };
@@ -262,6 +297,7 @@ int main(void) {
     const int odd[] = {1, 7, 63, 65, 100, 130, 1090};  // no multiples of what is read at once
     for (int f = 0; f < NUM_WEIGHT_FORMATS; f++)
         for (int i = 0; i < 7 && f != WEIGHTS_INT4; i++) test_product((WeightFormat)f, odd[i], 9, 5);
+    for (int f = 0; f < NUM_WEIGHT_FORMATS; f++) test_activations((WeightFormat)f);
     test_long_sum();
     test_cache(64, 100);
     test_cache(24, 7);

@@ -2,6 +2,7 @@
 should."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -132,6 +133,14 @@ def test_memory_falls():
     for f, size in (("bf16", 2), ("int8", 1), ("fp8", 1), ("int4", 0.52)):
         saved = (native - most_memory(*options, "--weights", f)) / weights
         assert abs(saved - (4 - size)) < 0.15, (f, saved)
+
+
+def test_products_of_any_processor(tmp_path):
+    """The products of generation in vectors of four floats, as where none are wider."""
+    command = [os.environ.get("CC", "cc"), "-std=gnu11", "-O1", "-w", "dev/test/test_quant.c"]
+    subprocess.run([*command, "-o", tmp_path / "test_quant", "-lm"], cwd=ROOT, check=True)
+    done = subprocess.run([tmp_path / "test_quant"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_refused(data, tmp_path):
