@@ -395,7 +395,7 @@ static void test_one_gpu(const char *folder, const char *output) {
     }
     test_head_chunks(folder, &o, sizeof(floatX) == 2, sizeof(floatX) == 2 ? 1e-2 : 1e-5);
     for (int chunks : {1, 3}) test_learned_rows(folder, &o, chunks);
-    test_bf16_states(folder, &o, sizeof(floatX) == 2 ? 1e-1 : 2e-2);
+    test_bf16_states(folder, &o, sizeof(floatX) == 2);
     test_memory(folder, &o, 512, 10 << 20);
     test_verdict(folder, &o);
     for (int rank : {8, 5}) test_adapters(folder, &o, rank);

@@ -159,7 +159,7 @@ int main(int argc, char **argv) {
         test_same_bits(argv[i], &o, &o, "run twice");
         test_recompute(argv[i], &o);
         test_head_chunks(argv[i], &o, 1, 0);
-        test_bf16_states(argv[i], &o, strcmp(o.optimizer, "muon") ? 2e-2 : 4e-2);
+        test_bf16_states(argv[i], &o, 0);
         test_memory(argv[i], &o, 4, 8192);
         test_verdict(argv[i], &o);
         test_adapters(argv[i], &o, i % 2 ? 8 : 5);
