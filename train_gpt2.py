@@ -72,6 +72,7 @@ class Config:
     ffn_dim: int
     vocab_size: int
     max_seq_len: int
+    window: int = 0  # a token sees its last `window` tokens, itself among them; 0: all
     norm: str = "rms"  # or "layer"
     norm_eps: float = 1e-5
     position: str = "rope"  # or "learned"
@@ -374,7 +375,7 @@ def config_to_hf(c):
     hf |= {name: getattr(c, name) for name in HF_MODERN if c.model_type == "modern"}
     hf |= {theirs: getattr(c, ours) for ours, theirs in (HF_GPT2 if c.model_type == "gpt2" else HF_LLAMA).items()}
     if c.model_type == "mistral":
-        hf["sliding_window"] = None
+        hf["sliding_window"] = c.window or None
     if c.rope_factor > 0:
         hf["rope_scaling"] = {"rope_type": "llama3"} | {theirs: getattr(c, ours) for ours, theirs in HF_ROPE.items()}
     return hf
@@ -413,11 +414,10 @@ def config_from_hf(hf, where):
         f"{where}: biases beyond Qwen2's",
         "such models are not built",
     )
-    window = (hf.get("sliding_window", 4096) or math.inf) if kind == "mistral" else math.inf
     require(
-        not hf.get("use_sliding_window") and window >= hf.get("max_position_embeddings", 131072),
-        f"{where}: sliding-window attention is not built",
-        "use a model without it",
+        not hf.get("use_sliding_window"),
+        f"{where}: windows in some layers alone are not built",
+        "use a model without them",
     )
     base = Config(kind, 1, 64, 1, 0, 0, 2, 2048, norm_eps=1e-6, rope_theta=1e4, qkv_bias=kind == "qwen2")
     base = replace(base, **HF_DEFAULTS.get(kind, {})) if kind != "gpt2" else gpt2(1, 64, 1)
@@ -429,6 +429,10 @@ def config_from_hf(hf, where):
     c.num_kv_heads = c.num_heads if kind == "gpt2" else c.num_kv_heads
     c.ffn_dim = c.ffn_dim if kind != "gpt2" or values.get("n_inner") else 4 * c.channels
     c = replace(c, **{ours: rope[theirs] for ours, theirs in HF_ROPE.items()}) if rope_type == "llama3" else c
+    # in use unless it is null; it hides nothing if it is as long as the context
+    window = hf.get("sliding_window", 4096) if kind == "mistral" else None
+    require(window != 0, f"{where}: sliding_window is 0", "use null for none")
+    c = replace(c, window=window) if window and window < c.max_seq_len else c
     return config_check(c, where)
 
 
@@ -1349,6 +1353,11 @@ def gumbel(seed, stream, position, count):
     return -np.log(-np.log1p(-np.minimum(high * 2.0**-31 + low * 2.0**-62, 1 - 2.0**-24)))
 
 
+def window_of(config, o):
+    """--window, or where it says nothing the model's. One that is as long as a row hides nothing."""
+    return config.window if o.window < 0 and 0 < config.window < o.seq_len else o.window
+
+
 class Trainer:
     """Model, optimiser and precision: what a step needs besides data."""
 
@@ -1356,6 +1365,7 @@ class Trainer:
         on_gpu = o.device == "cuda"
         self.o, self.model, self.vocab_size = o, model.to(o.device), model.config.vocab_size
         model.matmul_dtype, model.head_dtype = o.matmul_dtype, o.head_dtype
+        o.window = window_of(model.config, o)
         model.documents, model.window = o.documents, o.window
         self.net = torch.compile(model) if o.compile == 1 or (o.compile < 0 and on_gpu) else model
         self.dtype = ("bf16" if on_gpu else "fp32") if o.dtype == "auto" else o.dtype
@@ -1670,7 +1680,7 @@ def write_debug(o):
     --documents 1 some tokens begin a document, and a third is not learned. With --lora DIR/adapter has the adapters
     before the first step, and gradients are theirs."""
     model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
-    o.documents = max(o.documents, 0)  # -1: there is no data that decides
+    o.documents, o.window = max(o.documents, 0), window_of(model.config, o)  # -1: there is no data that decides
     model.matmul_dtype, model.head_dtype = o.matmul_dtype, o.head_dtype
     if model.config.qk_norm:
         disturb(model, o.seed)

@@ -28,6 +28,7 @@ typedef struct {
     int vocab_size;         // V: token ids are 0..V-1
     int padded_vocab_size;  // Vp: V rounded up to 128, to align the rows of the head's matmul; derived
     int max_seq_len;        // longest T
+    int window;             // a token sees its last `window` tokens, itself among them; 0: all
     int num_layers;         // L
     int channels;           // C
     int num_heads;          // NH

@@ -107,7 +107,9 @@ static inline void config_write(const Config *c, const char *dtype, FILE *f, con
         CONFIG_EACH(k, config_rope_scaling) config_write_key(c, f, " ", k);
         fputc('}', f);
     }
-    if (config_is(c, "mistral")) fprintf(f, ",%s\"sliding_window\": null", s);
+    if (config_is(c, "mistral"))
+        c->window ? fprintf(f, ",%s\"sliding_window\": %d", s, c->window)
+                  : fprintf(f, ",%s\"sliding_window\": null", s);
     if (config_is(c, "qwen2") || config_is(c, "qwen3")) fprintf(f, ",%s\"use_sliding_window\": false", s);
     if (config_is(c, "qwen3")) fprintf(f, ",%s\"attention_bias\": false", s);
     config_special_tokens(c->vocab_size, &bos, &eos);
@@ -199,12 +201,12 @@ static inline void config_read_rope(const ConfigFile *f, Config *c) {
             "'%s': the llama3 rope scaling makes no sense\ncorrect its four numbers", f->path);
 }
 // Mistral's is in use unless it is null; absent, it has 4,096 tokens. It hides nothing if it is as long as the context.
-static inline void config_read_window(const ConfigFile *f, const Config *c) {
+static inline void config_read_window(const ConfigFile *f, Config *c) {
     int window = 4096, value = json_get(&f->json, 0, "sliding_window");
     if (!config_is(c, "mistral") || (value != JSON_NONE && json_is(&f->json, value, JSON_NULL))) return;
     config_read_int(f, 0, "sliding_window", &window);
-    config_require(window >= c->max_seq_len, f->path, "", "sliding_window is %d, less than the context of %d", window,
-                   c->max_seq_len);
+    config_require(window > 0, f->path, "", "sliding_window is 0");
+    if (window < c->max_seq_len) c->window = window;
 }
 static inline void config_read_llama(const ConfigFile *f, Config *c) {
     config_read_rope(f, c);

@@ -50,7 +50,8 @@
     INT(documents, "", '*', -1, -1, 1, \
         "1: a token sees its own document alone, from the last end-of-text token on (-1: 1 for conversations, else " \
         "0)") \
-    INT(window, "", '*', -1, -1, 1 << 24, "a token sees the last N tokens alone, itself among them (-1: all)") \
+    INT(window, "", '*', -1, -1, 1 << 24, \
+        "a token sees the last N tokens alone, itself among them (-1: the model's, else all)") \
     INT(seed, "", '*', 1337, 0, 1ll << 53, "seed of weights, data order and samples") \
     SECTION("optimiser") \
     ONE(recipe, "", '*', "model", "model|none", \

@@ -151,7 +151,7 @@ def pieces_of(tokens, T, pack, eot):
     longest = max(documents, key=lambda d: d[1] - d[0])
     require(
         pack == "cut" or longest[1] - longest[0] <= T,
-        f"the document at token {longest[0]} has {longest[1] - longest[0]} tokens, a row {T}",
+        f"'{tokens.filename}': the document at token {longest[0]} has {longest[1] - longest[0]} tokens, a row {T}",
         "use a longer --seq-len, or --pack cut, which cuts such a document into rows",
     )
     pieces = [(at, min(T, end - at)) for begin, end in documents for at in range(begin, end, T)]

@@ -46,11 +46,12 @@ static void print_logits(const Config *c, const char *folder) {
     Options o = options_default();
     o.batch_size = 1;
     o.seq_len = T;
+    if (c->window && c->window < T) o.window = c->window;
     Model m;
     model_open(&m, c, &o, &one_rank);
     model_load_weights(&m, folder);
-    const Pass pass = pass_of(&m, 1, T);
-    model_forward(&m, &pass, tokens);
+    Pass pass = pass_of(&m, 1, T);
+    model_forward(&m, &pass, read_marks(&m, &pass, tokens));
     float *logits = (float *)malloc_or_die((size_t)T * (size_t)c->vocab_size * sizeof(float));
     const Weights head = head_of(&m, UNIT_FORWARD).w;
     matmul_forward_cpu(logits, NULL, m.h_final, head.weight, head.bias, T, c->channels, c->vocab_size);

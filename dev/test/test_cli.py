@@ -802,6 +802,29 @@ def test_a_vocabulary_that_the_data_decide_is_said(trainer, model, said):
 # ---- folders and checkpoints
 
 
+def test_the_window_of_a_model(trainer, tmp_path):
+    """That of its config.json, where --window says nothing and rows are longer. It stays in its checkpoints."""
+    model = "mistral:7B,layers=1,channels=32,heads=2,kv_heads=1,ffn=40,vocab=256,seq=64"
+    succeeds(trainer("-e", model, "-x", "1", "-o", "first"))
+    folder = tmp_path / "first/step_00000001"
+    (folder / "train_state.json").unlink()
+
+    def with_window(n):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"sliding_window": n}))
+
+    def losses(*arguments):
+        text = succeeds(trainer("-e", folder, *arguments)).stdout
+        return re.findall(r"loss ([\d.]+)", text), "--window " in text
+
+    without, short = losses("--window", "32"), losses("-t", "4")
+    with_window(5)
+    narrow = losses("-o", "narrow")
+    assert narrow[1] and narrow == losses("--window", "5") and narrow[0] != without[0]
+    assert losses("--window", "32") == without and losses("-t", "4") == short and not short[1]
+    assert json.loads((tmp_path / "narrow/step_00000002/config.json").read_text())["sliding_window"] == 5
+
+
 def test_unwritable_output(trainer, tmp_path):
     (tmp_path / "file").write_text("mine")
     fails(trainer("-o", tmp_path / "file/run"), "cannot make folder")

@@ -188,7 +188,7 @@ def test_old_gpt2_files(program, tmp_path, monkeypatch, kind):  # noqa: F811
         ("llama2", {"head_dim": 12}, ["head dimension 12"]),
         ("llama2", {"head_dim": 64}, ["self_attn.q_proj.weight is (32, 32), not (128, 32)"]),
         ("qwen3", {"attention_bias": True}, ["attention_bias is true"]),
-        ("mistral", {"sliding_window": 32}, ["sliding_window is 32, less than the context of 64"]),
+        ("mistral", {"sliding_window": 0}, ["sliding_window is 0"]),
         ("llama2", {"hidden_act": "gelu"}, ["hidden_act is 'gelu'"]),
         ("llama2", {"quantization_config": {"bits": 4}}, ["quantised"]),
         ("gpt2", {"activation_function": "relu"}, ["activation_function is 'relu'"]),
@@ -1016,6 +1016,29 @@ def test_qwen3_of_transformers(tmp_path, monkeypatch, capfd, size, part):
     preset = train_gpt2.config_parse(f"qwen3:{size}")[0]
     assert (preset.channels, preset.num_heads, preset.ffn_dim, preset.tied) == QWEN3[size]
     assert (preset.num_kv_heads, preset.head_dim, preset.vocab_size, preset.rope_theta) == (8, 128, 151936, 1e6)
+
+
+def test_mistral_with_a_window(tmp_path, monkeypatch, capfd):
+    """Of 64 tokens each sees 7: the logits of transformers, and not those without the window."""
+    torch.manual_seed(6)
+    config = transformers().MistralConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        vocab_size=320,
+        max_position_embeddings=128,
+        sliding_window=7,
+        initializer_range=0.2,
+    )
+    transformers().MistralForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    main(monkeypatch, "import", tmp_path / "theirs", tmp_path / "ours", "--verify")
+    assert "they agree" in capfd.readouterr().out
+    assert json.loads((tmp_path / "ours/config.json").read_text())["sliding_window"] == 7
+    edit(tmp_path / "theirs/config.json", {"sliding_window": 128})
+    with pytest.raises(SystemExit, match="do not agree"):
+        hf.verify(str(tmp_path / "ours"), str(tmp_path / "theirs"))
 
 
 def test_modern_in_and_out(program, tmp_path, monkeypatch, capfd):  # noqa: F811

@@ -12,7 +12,7 @@ static void write_text(const char *text) {
 }
 static int same_config(const Config *a, const Config *b) {
     return strcmp(a->model_type, b->model_type) == 0 && a->vocab_size == b->vocab_size &&
-           a->padded_vocab_size == b->padded_vocab_size && a->max_seq_len == b->max_seq_len &&
+           a->padded_vocab_size == b->padded_vocab_size && a->max_seq_len == b->max_seq_len && a->window == b->window &&
            a->num_layers == b->num_layers && a->channels == b->channels && a->num_heads == b->num_heads &&
            a->num_kv_heads == b->num_kv_heads && a->head_dim == b->head_dim && a->ffn_dim == b->ffn_dim &&
            a->norm == b->norm && a->norm_eps == b->norm_eps && a->position == b->position &&
@@ -82,11 +82,19 @@ static void test_good(void) {
               strcmp(d.model_type, "qwen2") == 0,
           "Qwen2.5 with an unused sliding window");
     d = config_of_text("{" MISTRAL ",\"sliding_window\":null,\"head_dim\":null}");
-    check(d.num_kv_heads == 2 && d.head_dim == 16 && d.max_seq_len == 131072 && d.rope_theta == 10000 && !d.qk_norm &&
-              strcmp(d.model_type, "mistral") == 0,
+    check(d.num_kv_heads == 2 && d.head_dim == 16 && d.max_seq_len == 131072 && !d.window && d.rope_theta == 10000 &&
+              !d.qk_norm && strcmp(d.model_type, "mistral") == 0,
           "Mistral without a window");
     d = config_of_text("{" MISTRAL ",\"sliding_window\":4096,\"max_position_embeddings\":4096}");
-    check(d.max_seq_len == 4096, "Mistral whose window is as long as the context");
+    check(d.max_seq_len == 4096 && !d.window, "Mistral whose window is as long as the context");
+    d = config_of_text("{" MISTRAL "}");
+    check(d.window == 4096, "Mistral with the window of transformers' defaults");
+    d = config_of_text("{" MISTRAL ",\"sliding_window\":17}");
+    FILE *f = fopen_or_die(path, "wb", "check the disk");
+    config_to_json(&d, "bf16", f);
+    fclose(f);
+    c = config_from_json(path);
+    check(c.window == 17 && same_config(&c, &d), "Mistral with a window, read and written");
     d = config_of_text("{" QWEN3 "}");
     check(d.head_dim == 128 && d.qk_norm == QK_NORM_GAINS && d.num_kv_heads == 2 && d.rope_theta == 10000 &&
               d.norm_eps == 1e-6f && !d.qkv_bias && !d.tied,
@@ -99,7 +107,7 @@ static void test_refused(void) {
         {"no JSON", "{", "cannot read"},
         {"no model_type", "{}", "model_type is 'missing'"},
         {"another family", "{\"model_type\":\"mixtral\"}", "model_type is 'mixtral'"},
-        {"a window", "{" MISTRAL "}", "sliding_window is 4096, less than the context of 131072"},
+        {"a window of nothing", "{" MISTRAL ",\"sliding_window\":0}", "sliding_window is 0"},
         {"attention bias on Qwen3", "{" QWEN3 ",\"attention_bias\":true}", "attention_bias is true"},
         {"sliding window on Qwen3", "{" QWEN3 ",\"use_sliding_window\":true}", "use_sliding_window is true"},
         {"a key missing", "{\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":2,\"vocab_size\":300}", "has no n_layer"},

@@ -758,14 +758,23 @@ def test_folders_as_the_hub_has_them(tmp_path, capsys):
     for change, words in (
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
         ({"head_dim": 4}, "multiple of 8"),
-        ({"model_type": "mistral"}, "sliding"),
-        ({"model_type": "mistral", "sliding_window": 64}, "sliding"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding"),
         ({"attention_bias": True}, "biases"),
-        ({"use_sliding_window": True}, "sliding"),
+        ({"use_sliding_window": True}, "windows"),
     ):
         with pytest.raises(SystemExit):
             ref.config_from_hf(ref.config_to_hf(ref.config_parse(SMALL["llama"])[0]) | change, "x")
         assert words in capsys.readouterr().err
+
+
+def test_the_window_of_a_model():
+    theirs = ref.config_to_hf(ref.config_parse(SMALL["mistral"])[0])
+    assert theirs["sliding_window"] is None and ref.config_from_hf(theirs, "x").window == 0
+    assert ref.config_from_hf(theirs | {"sliding_window": 64}, "x").window == 0  # the context's length
+    c = ref.config_from_hf(theirs | {"sliding_window": 5}, "x")
+    assert c.window == 5 and ref.config_to_hf(c)["sliding_window"] == 5
+    for words, window in (("-t 6", 5), ("-t 5", -1), ("-t 6 --window 3", 3), ("-t 6 --window 6", 6)):
+        assert ref.window_of(c, ref.parse_options(words.split())) == window
 
 
 def test_unknown_models_are_refused(capsys):
