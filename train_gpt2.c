@@ -1090,7 +1090,7 @@ typedef struct {
     WeightFormat format;
     QuantMatrix *keys, *values;  // (L) of rows (slots,NKV,room)
     float *cos_sin;              // (room,HD/2,2)
-    float *positions;            // (N,C): of a table of positions, the rows that a pass has
+    float *positions;            // (N,C), of RoPE (N,HD): the rows of a table that a pass has
     float *parts, *logits;       // of the ranks (tp,DECODE_ROWS,Vp); of a step (DECODE_ROWS,V)
     int slots, room, known;      // see model_decode_open
     int *length, *drawn;         // (slots) tokens that are there; the token that the latest row drew
@@ -1984,7 +1984,7 @@ void model_decode_open(Model *m, int slots, int room, int known) {
     k->keys = open_cache(m, slots * c->num_kv_heads * room);
     k->values = open_cache(m, slots * c->num_kv_heads * room);
     k->cos_sin = rope_of(m, room);
-    k->positions = floats(m, area(most_rows(m), c->channels));
+    k->positions = floats(m, area(most_rows(m), position_is_rotary(c->position) ? c->head_dim : c->channels));
     k->parts = floats(m, m->mesh->tp.world * area(min_int(most_rows(m), DECODE_ROWS), c->padded_vocab_size));
     k->logits = floats(m, area(DECODE_ROWS, m->config.vocab_size));
     k->length = (int *)floats(m, slots);

@@ -1464,6 +1464,15 @@ def test_nobody_reads_the_output(trainer, tmp_path):
     assert end["reason"] == "Broken pipe" and (tmp_path / f"run/step_{end['step']:08}").exists()
 
 
+@pytest.mark.parametrize("positions", ["qwen3:0.6B,layers=1,channels=16,head_dim=64", "d1,channels=64"])
+def test_rows_of_positions_fit(trainer, positions):
+    """Generation copies what turns or marks each position: rows of a head, which may be wider than the model, or of the
+    model."""
+    model = f"{positions},heads=1,kv_heads=1,vocab=256,seq=16"
+    for cache in (0, 1):
+        succeeds(trainer("-e", model, "-t", "16", "--generate", "1", "-g", "40", "--kv-cache", cache))
+
+
 def test_a_signal_ends_generation(trainer):
     process = trainer.start("--generate", "1", "-g", 1 << 23, "--temperature", "0")
     while "---- sample" not in process.stdout.readline():
