@@ -1262,3 +1262,12 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
             ref.parse_options(arguments)
         assert e.value.code != 0
     assert ref.parse_options(["--overfit", "--max-steps", "3"]).overfit == 1  # a switch alone means 1, as in C
+
+
+def test_random_models():
+    """Two; a hundred take a quarter of an hour, and the program's own first lines say how."""
+    program = os.path.join(ROOT, "build/train_gpt2")
+    tool = [sys.executable, os.path.join(ROOT, "dev/test/stress_models.py"), "--models", "2", "--program", program]
+    done = subprocess.run(tool, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.endswith("\n2 models: none went wrong\n"), done
+    assert done.stdout.count(": all agree\n") == 2
