@@ -1090,7 +1090,7 @@ typedef struct {
     WeightFormat format;
     QuantMatrix *keys, *values;  // (L) of rows (slots,NKV,room)
     float *cos_sin;              // (room,HD/2,2)
-    float *positions;            // (N,C), of RoPE (N,HD): the rows of a table that a pass has
+    float *positions;            // rows of wpe (N,C), or of cos_sin (N,HD), for the places of a pass
     float *parts, *logits;       // of the ranks (tp,DECODE_ROWS,Vp); of a step (DECODE_ROWS,V)
     int slots, room, known;      // see model_decode_open
     int *length, *drawn;         // (slots) tokens that are there; the token that the latest row drew

@@ -429,7 +429,7 @@ def config_from_hf(hf, where):
     c.num_kv_heads = c.num_heads if kind == "gpt2" else c.num_kv_heads
     c.ffn_dim = c.ffn_dim if kind != "gpt2" or values.get("n_inner") else 4 * c.channels
     c = replace(c, **{ours: rope[theirs] for ours, theirs in HF_ROPE.items()}) if rope_type == "llama3" else c
-    # in use unless it is null; it hides nothing if it is as long as the context
+    # Mistral's is in use unless it is null. One that is as long as the context hides nothing.
     window = hf.get("sliding_window", 4096) if kind == "mistral" else None
     require(window != 0, f"{where}: sliding_window is 0", "use null for none")
     c = replace(c, window=window) if window and window < c.max_seq_len else c
@@ -1354,7 +1354,7 @@ def gumbel(seed, stream, position, count):
 
 
 def window_of(config, o):
-    """--window, or where it says nothing the model's. One that is as long as a row hides nothing."""
+    """--window, or where it says nothing the model's, unless that is as long as a row and hides nothing."""
     return config.window if o.window < 0 and 0 < config.window < o.seq_len else o.window
 
 
@@ -1680,7 +1680,8 @@ def write_debug(o):
     --documents 1 some tokens begin a document, and a third is not learned. With --lora DIR/adapter has the adapters
     before the first step, and gradients are theirs."""
     model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
-    o.documents, o.window = max(o.documents, 0), window_of(model.config, o)  # -1: there is no data that decides
+    o.documents = max(o.documents, 0)  # -1: there is no data that decides
+    o.window = window_of(model.config, o)
     model.matmul_dtype, model.head_dtype = o.matmul_dtype, o.head_dtype
     if model.config.qk_norm:
         disturb(model, o.seed)

@@ -286,6 +286,11 @@ static void config_finish(Config *c, const char *path) {
     c->padded_vocab_size = round_up(V, 128);
 }
 
+// --window, or where it says nothing (-1) the model's, unless that is as long as a row of T tokens and hides nothing.
+static inline long long config_window(const Config *c, long long window, long long T) {
+    return window < 0 && c->window && c->window < T ? c->window : window;
+}
+
 // "preset[,key=value...]", e.g. "d6,vocab=256" or "llama3.2:1B,layers=2,tied=0". Returns 1 if vocab= was given. Other
 // sizes keep the preset's proportions: heads, kv_heads and ffn their ratios. head_dim is channels / heads, unless the
 // preset has one of its own or head_dim= is given.

@@ -107,9 +107,10 @@ static inline void config_write(const Config *c, const char *dtype, FILE *f, con
         CONFIG_EACH(k, config_rope_scaling) config_write_key(c, f, " ", k);
         fputc('}', f);
     }
-    if (config_is(c, "mistral"))
-        c->window ? fprintf(f, ",%s\"sliding_window\": %d", s, c->window)
-                  : fprintf(f, ",%s\"sliding_window\": null", s);
+    if (config_is(c, "mistral") && c->window)
+        fprintf(f, ",%s\"sliding_window\": %d", s, c->window);
+    else if (config_is(c, "mistral"))
+        fprintf(f, ",%s\"sliding_window\": null", s);
     if (config_is(c, "qwen2") || config_is(c, "qwen3")) fprintf(f, ",%s\"use_sliding_window\": false", s);
     if (config_is(c, "qwen3")) fprintf(f, ",%s\"attention_bias\": false", s);
     config_special_tokens(c->vocab_size, &bos, &eos);

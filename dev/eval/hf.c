@@ -46,7 +46,7 @@ static void print_logits(const Config *c, const char *folder) {
     Options o = options_default();
     o.batch_size = 1;
     o.seq_len = T;
-    if (c->window && c->window < T) o.window = c->window;
+    o.window = config_window(c, o.window, T);
     Model m;
     model_open(&m, c, &o, &one_rank);
     model_load_weights(&m, folder);

@@ -35,7 +35,10 @@ PRESETS = "gpt2:124M gpt3:c384 llama2:7B llama3:8B llama3.1:8B llama3.2:1B mistr
 PRESETS += " modern:124M"
 WITHOUT_GROUPS = ("gpt2", "gpt3", "llama2", "modern")  # of queries
 EOT, VOCAB = 256, 257  # bytes and an end of text
-STEPS, NEAR = 5, 2e-4  # NEAR: of losses that are sums in another order
+STEPS = 5
+# Differences of losses that are sums in another order. Muon makes small directions of a gradient as large as the
+# others, and with them what rounding added.
+NEAR, NEAR_WITH_MUON = 5e-5, 2e-4
 TIMEOUT = 300
 
 
@@ -61,6 +64,11 @@ class Wrong(Exception):
     """Two ways do not agree, or one does not work."""
 
 
+def must_agree(way, losses, expected, bound):
+    if not np.abs(losses - expected).max() <= bound:
+        raise Wrong(f"{way}: losses {losses}, not {expected}")
+
+
 class Trial:
     """One model and its options."""
 
@@ -71,13 +79,15 @@ class Trial:
         kv_heads, head_dim = choose([1, 2, 3]), choose([8, 16, 24, 32, 40, 64])
         heads = kv_heads * (1 if family in WITHOUT_GROUPS else choose([1, 2, 3]))
         channels = choose([8, 24, 48, 96]) if family == "qwen3" else heads * head_dim
-        self.T, self.divides = choose([16, 33, 64]), kv_heads % 2 == 0
+        self.T, ffn = choose([16, 33, 64]), choose([48, 96, 128, 200])
         self.model = f"{preset},layers={choose([1, 2, 3])},channels={channels},heads={heads},kv_heads={kv_heads}"
         self.model += f",head_dim={head_dim},seq=128"
-        self.model += f",vocab={choose([VOCAB, 300, 511])},ffn={choose([48, 96, 128, 200])}"
+        self.model += f",vocab={choose([VOCAB, 300, 511])},ffn={ffn}"
         if family != "modern" and draw.random() < 0.3:
             self.model += f",tied={choose([0, 1])}"
         self.rows, self.micro_steps = choose([1, 2, 4]), choose([1, 3])
+        # what --tp 2 asks for: heads, the MLP in multiples of 8, and a micro-step's tokens
+        self.divides = kv_heads % 2 == 0 and ffn % 16 == 0 and 3 * self.rows * self.T % 2 == 0
         self.options = {
             "--recipe": choose(["none", "model"]),
             "--seq-len": self.T,
@@ -106,20 +116,20 @@ class Trial:
             "--decay-vector": [0.1],
         }
         self.options |= {name: choose(values) for name, values in more.items() if draw.random() < 0.3}
+        recipe = family == "modern" and self.options["--recipe"] == "model"
+        self.has_muon = recipe or "--optimizer" in self.options
 
     def __str__(self):
         left_out = ("--tokenizer", "--max-steps", "--sample-every")
         return " ".join([self.model, *(f"{k} {v}" for k, v in self.options.items() if k not in left_out)])
 
-    def run(self, *words, ranks=1, fails=None):
-        """Returns what it prints. fails: words of an error that is no fault; then returns nothing."""
+    def run(self, *words, ranks=1):
+        """Returns what it prints."""
         words = [*([self.mpirun, "--oversubscribe", "-np", ranks] if ranks > 1 else []), *words]
         try:
             done = start(words, cwd=ROOT, env=ENVIRONMENT | {"OMP_NUM_THREADS": "2"}, timeout=TIMEOUT, errors="replace")
         except subprocess.TimeoutExpired:
             raise Wrong(f"not done within {TIMEOUT} s: {' '.join(map(str, words))}")
-        if done.returncode and fails and fails in done.stderr:
-            return None
         if done.returncode:
             said = done.stdout[-500:] + done.stderr[-3000:]
             raise Wrong(f"status {done.returncode}: {' '.join(map(str, words))}\n{said}")
@@ -133,40 +143,33 @@ class Trial:
             raise Wrong(f"{name} has {sorted(found)}")
         return np.array([found[key] for key in sorted(found)])
 
-    def train(self, name, *more, program=None, ranks=1, rows=None, fails=None):
+    def train(self, name, *more, program=None, ranks=1, rows=None):
         data = ["-i", self.data / "train.bin", "-j", self.data / "val.bin", "-b", rows or 3 * self.rows]
         words = [word for option in self.options.items() for word in option]
-        program = program or [self.program]
-        text = self.run(
-            *program, "-e", self.folder / "weights", *data, *words, "-o", self.folder / name, *more,
-            ranks=ranks, fails=fails,
-        )  # fmt: skip
-        return self.losses(name) if text is not None else None
-
-    def must_agree(self, name, losses, expected, bound):
-        if losses is not None and not np.abs(losses - expected).max() <= bound:
-            raise Wrong(f"{name}: losses {losses}, not {expected}")
+        weights, output = ["-e", self.folder / "weights"], ["-o", self.folder / name]
+        self.run(*(program or [self.program]), *weights, *data, *words, *output, *more, ranks=ranks)
+        return self.losses(name)
 
     def check_training(self):
         torch = [sys.executable, "train_gpt2.py", "--device", "cpu", "--dtype", "fp32", "--compile", "0"]
         self.run(*torch, "-e", self.model, "--seed", 1, "--write-weights", self.folder / "weights")
+        near = NEAR_WITH_MUON if self.has_muon else NEAR
         expected = self.train("once", "-n", 2)
-        self.must_agree("train_gpt2.py", self.train("torch", program=torch), expected, NEAR)
+        must_agree("train_gpt2.py", self.train("torch", program=torch), expected, near)
         level, parts, stage = self.draw.randint(1, 3), self.draw.choice([2, 3, 5]), self.draw.randint(0, 3)
-        self.must_agree(f"--recompute {level}", self.train("recompute", "-r", level), expected, 0)
-        self.must_agree(f"--head-chunks {parts}", self.train("parts", "--head-chunks", parts), expected, NEAR)
+        must_agree(f"--recompute {level}", self.train("recompute", "-r", level), expected, 0)
+        must_agree(f"--head-chunks {parts}", self.train("parts", "--head-chunks", parts), expected, near)
         for path in (self.folder / "once").glob("step_*[0-9]"):
             if path.name != "step_00000002":
                 shutil.rmtree(path)
         self.run(self.program, "-o", self.folder / "once", "-y", 1)
-        self.must_agree("resumed", self.losses("once"), expected, 0)
+        must_agree("resumed", self.losses("once"), expected, 0)
         if not self.mpirun:
             return
         ranks = self.train("ranks", "-z", stage, ranks=3, rows=self.rows)
-        self.must_agree(f"three ranks, --zero-stage {stage}", ranks, expected, NEAR)
+        must_agree(f"three ranks, --zero-stage {stage}", ranks, expected, near)
         if self.divides:
-            parallel = self.train("tp", "--tp", 2, ranks=2, fails="do not divide")
-            self.must_agree("--tp 2", parallel, expected, NEAR)
+            must_agree("--tp 2", self.train("tp", "--tp", 2, ranks=2), expected, near)
 
     def check_text(self):
         draw, choose = self.draw, self.draw.choice
