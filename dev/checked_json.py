@@ -1,0 +1,88 @@
+"""JSON files of folders from elsewhere. What is wrong with one is said in a line, never as a traceback.
+
+    config = read_object("model/tokenizer_config.json")    {} where there is no such file
+    config.read("eos_token", (str, dict))                  None where it is absent or null; BadFile where it is a list
+    config.read_list("added_tokens", dict)                 [] where it is absent or null
+
+Objects inside are such objects, too. BadFile is a ValueError whose text names the file and the field.
+Only Python's standard library.
+"""
+
+import json
+import math
+import os
+
+MOST_BYTES = 256 << 20
+KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a whole number"}
+KINDS |= {float: "a number"}
+
+
+class BadFile(ValueError):
+    """The text names the file and what is wrong with it."""
+
+
+def kind_of(value):
+    """The key of KINDS that a parsed value belongs to: true is no number."""
+    return next((kind for kind in (bool, int, float, str, list, dict) if isinstance(value, kind)), type(None))
+
+
+class Object(dict):
+    """A JSON object that knows where it stands. where: "path" or "path: field"."""
+
+    def __init__(self, values, where):
+        super().__init__(values)
+        self.where = where
+
+    def checked(self, value, name, kinds):
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        where, kind = f"{self.where}: {name}", kind_of(value)
+        if kind is int and float in kinds:
+            kind, value = float, float(value) if abs(value) < 1 << 1023 else math.inf
+        if kind not in kinds:
+            shown = json.dumps(value)
+            shown = shown if len(shown) <= 60 else shown[:57] + "..."
+            raise BadFile(f"{where} is {shown}, not {' or '.join(KINDS[k] for k in kinds)}")
+        if kind is float and not math.isfinite(value):
+            raise BadFile(f"{where} is no finite number")
+        return Object(value, where) if kind is dict else value
+
+    def read(self, name, kinds, default=None):
+        """The value of a field: one of the types in `kinds` (float takes whole numbers, too; int takes no bool), or
+        `default` where it is absent or null."""
+        value = self.get(name)
+        return default if value is None else self.checked(value, name, kinds)
+
+    def read_list(self, name, kinds):
+        """The items of a list, each of one of the types in `kinds`."""
+        return [self.checked(v, f"{name}[{i}]", kinds) for i, v in enumerate(self.read(name, list, []))]
+
+
+def parse_object(text, where):
+    """The object that a text holds. where: how errors name it."""
+
+    def refuse(constant):
+        raise BadFile(f"{where}: {constant} is no JSON")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except BadFile:
+        raise
+    except ValueError as e:  # also bytes that are not UTF-8
+        raise BadFile(f"{where} is not JSON: {e}") from None
+    except RecursionError:
+        raise BadFile(f"{where} is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise BadFile(f"{where} holds no JSON object")
+    return Object(value, where)
+
+
+def read_object(path, required=False):
+    """The object of a file. A file that is not there is {}, or with `required` an OSError."""
+    path = os.fspath(path)
+    if not required and not os.path.lexists(path):
+        return Object({}, path)
+    with open(path, "rb") as f:
+        if os.fstat(f.fileno()).st_size > MOST_BYTES:
+            raise BadFile(f"{path} is larger than {MOST_BYTES >> 20} MiB")
+        text = f.read()
+    return parse_object(text, path)

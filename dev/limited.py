@@ -1,0 +1,148 @@
+"""Runs code or patterns from elsewhere (chat templates, patterns of adapters) in a child process with limits.
+
+    render = Limited("chat_template:renderer", text, seconds=5)    calls renderer(text) in the child, once
+    render(messages)                                               calls what that returned
+
+Arguments and results are JSON. A call that takes too long or too much memory ends the child, raises Exceeded, and the
+next call starts another child. An exception in the child is a Failed with its text. Threads may share a Limited; calls
+wait for each other. Only Python's standard library; Linux.
+"""
+
+import importlib
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import threading
+import time
+
+MOST_ANSWER = 64 << 20  # bytes
+
+
+class Failed(Exception):
+    """The text of an exception in the child."""
+
+
+class Exceeded(Failed):
+    """A limit of time or memory was reached."""
+
+
+class Limited:
+    """target: "module:function" of the folders on `path` (dev/ by default). seconds: for one call, the start of the
+    child not counted. memory: bytes of address space of the child."""
+
+    def __init__(self, target, *setup, seconds=5, memory=1 << 30, path=(os.path.dirname(os.path.abspath(__file__)),)):
+        self.start = [target, list(setup), seconds, memory, list(path)]
+        self.seconds, self.memory = seconds, memory
+        self.child, self.owner, self.lock, self.rest = None, os.getpid(), threading.Lock(), b""
+
+    def __call__(self, *given):
+        with self.lock:
+            if self.owner != os.getpid():  # this process was forked: the child is its parent's
+                self.child, self.owner = None, os.getpid()
+            if not self.child or self.child.poll() is not None:
+                self.close()
+                self.open()
+            return self.exchange(list(given), self.seconds)
+
+    def open(self):
+        command = [sys.executable, os.path.abspath(__file__)]
+        how = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
+        self.child, self.rest = subprocess.Popen(command, **how), b""
+        try:
+            self.exchange(self.start, 60)
+        except Failed:
+            self.close()
+            raise
+
+    def exchange(self, message, seconds):
+        """Sends a line and returns what the child answers."""
+        try:
+            out = self.child.stdin
+            out.write(json.dumps(message).encode() + b"\n")
+            line = self.read_line(time.monotonic() + seconds)
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            slow = self.child.poll() is None
+            self.close()
+            limit = f"{seconds:g} s" if slow else f"{self.memory >> 20} MiB or {seconds:g} s of computing"
+            raise Exceeded(f"it takes more than {limit}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise (Exceeded if answer["exceeded"] else Failed)(answer["error"])
+        return answer["result"]
+
+    def read_line(self, until):
+        """A line of the child; b"" if it ends or the time is over."""
+        parts, source = [self.rest], self.child.stdout.fileno()
+        while b"\n" not in parts[-1]:
+            ready, _, _ = select.select([source], [], [], max(0, until - time.monotonic()))
+            piece = os.read(source, 1 << 16) if ready else b""
+            if not piece:
+                return b""
+            parts.append(piece)
+        line, _, self.rest = b"".join(parts).partition(b"\n")
+        return line
+
+    def close(self):
+        """Ends the child. A later call starts another."""
+        if self.child:
+            self.child.kill()
+            self.child.wait()
+            self.child.stdin.close()
+            self.child.stdout.close()
+        self.child = None
+
+    def __del__(self):
+        if getattr(self, "child", None) and self.owner == os.getpid():
+            self.close()
+
+
+def answer(function, given, memory):
+    """What is sent back of a call, as one line."""
+    try:
+        line = json.dumps({"result": function(*given)})
+        if len(line) <= MOST_ANSWER:
+            return line
+        problem, exceeded = f"the result is larger than {MOST_ANSWER >> 20} MiB", True
+    except MemoryError:
+        problem, exceeded = f"it takes more than {memory >> 20} MiB", True
+    except RecursionError:
+        problem, exceeded = "it is nested too deeply", False
+    except Exception as e:
+        problem, exceeded = str(e)[:2000] or type(e).__name__, False
+    return json.dumps({"error": problem, "exceeded": exceeded})
+
+
+def main():
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the code prints is no answer
+    lines = sys.stdin.buffer
+    target, setup, seconds, memory, path = json.loads(lines.readline())
+    sys.path[:0] = path
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    module, _, name = target.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+    def say(call, given):
+        # also where the parent has been killed and nobody ends this process
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 2, resource.RLIM_INFINITY))
+        out.write(answer(call, given, memory) + "\n")
+        out.flush()
+
+    made = []
+
+    def prepare(*given):
+        made.append(function(*given))
+
+    say(prepare, setup)
+    for line in lines:
+        say(made[0], json.loads(line))
+
+
+if __name__ == "__main__":
+    main()

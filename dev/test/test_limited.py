@@ -1,0 +1,103 @@
+"""dev/limited.py and dev/checked_json.py: code and files from elsewhere neither hang nor end a program."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from checked_json import BadFile, Object, parse_object, read_object  # noqa: E402
+from limited import Exceeded, Failed, Limited  # noqa: E402
+
+HOSTILE = """
+import os, re
+
+def make(name):
+    if name == "broken":
+        raise ValueError("no setup")
+
+    def call(what):
+        if what == "loop":
+            while True:
+                pass
+        if what == "memory":
+            return len("a" * 3_000_000_000)
+        if what == "pattern":  # does not look for signals while it matches
+            return bool(re.fullmatch(r"((\\w|\\.)*)*Z", "model.layers.0.self_attn.q_proj" * 4))
+        if what == "long":
+            return "a" * (65 << 20)
+        if what == "end":
+            os._exit(3)
+        if what == "print":
+            print("this is no answer")
+        return [name, what]
+
+    return call
+"""
+
+
+@pytest.fixture
+def child(tmp_path):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    made = Limited("hostile:make", "name", seconds=0.5, path=[str(tmp_path)])
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("what", ("loop", "memory", "pattern", "long", "end"))
+def test_what_exceeds_a_limit_is_ended_and_the_next_call_works(child, what):
+    begin = time.monotonic()
+    with pytest.raises(Exceeded):
+        child(what)
+    assert time.monotonic() - begin < 10
+    assert child("again") == ["name", "again"]
+
+
+def test_answers_are_those_of_their_calls(child):
+    assert child("print") == ["name", "print"]
+    assert child("half \ud800, é") == ["name", "half \ud800, é"]
+
+
+def test_a_setup_that_fails_says_so_each_time(tmp_path):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    child = Limited("hostile:make", "broken", path=[str(tmp_path)])
+    for _ in range(2):
+        with pytest.raises(Failed, match="no setup"):
+            child("anything")
+
+
+def test_a_forked_process_has_a_child_of_its_own(child):
+    assert child(1) == ["name", 1]
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if all(child(i) == ["name", i] for i in range(50)) else 1)
+    assert all(child(i) == ["name", i] for i in range(50))
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("text", ("", "[]", "5", "{", "[" * 100000, '{"a": NaN}', '{"a": ' * 100000, b"\xff\xfe"))
+def test_what_is_no_object_is_refused_in_a_line(text):
+    with pytest.raises(BadFile, match="^file") as e:
+        parse_object(text, "file")
+    assert "\n" not in str(e.value)
+
+
+def test_fields_have_their_types(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"text": "t", "flag": true, "whole": 3, "inside": {"list": [1, "2"]}, "none": null, "big": 1e999}')
+    found = read_object(path)
+    assert (found.read("text", str), found.read("whole", float), found.read("none", int, 7)) == ("t", 3.0, 7)
+    assert found.read("inside", dict).read_list("list", (int, str)) == [1, "2"]
+    for name, kind in (("text", int), ("flag", int), ("flag", float), ("whole", str), ("inside", list), ("big", float)):
+        with pytest.raises(BadFile, match=name):
+            found.read(name, kind)
+    with pytest.raises(BadFile, match=r"inside: list\[1\]"):
+        found.read("inside", dict).read_list("list", int)
+    assert read_object(tmp_path / "none.json") == {}
+    with pytest.raises(OSError):
+        read_object(tmp_path / "none.json", required=True)
+    assert Object({"n": 1 << 5000}, "x").read("n", int) == 1 << 5000
+    with pytest.raises(BadFile):
+        Object({"n": 1 << 5000}, "x").read("n", float)
