@@ -85,7 +85,7 @@ help:
 	@echo 'make fuzz          broken files for every reader, with clang (ONLY="json config" SECONDS=600)'
 	@echo 'make headers       each header compiles alone'
 	@echo 'make format        C, CUDA and Python in the layout of .clang-format and ruff.toml'
-	@echo 'make venv          .venv with everything the Python tools use;  make toolkit: CUDA, NCCL and MPI into .venv'
+	@echo 'make venv          .venv with everything the Python tools use;  make toolkit: CUDA and NCCL into .toolkit, MPI into .venv'
 	@echo 'make clean         removes build products, keeps .venv, data and logs'
 
 all: train_gpt2 $(if $(NVCC),train_gpt2cu test_gpt2cu)
@@ -119,7 +119,7 @@ $(BUILD)/train_gpt2.asan: train_gpt2.c $(C_HEADERS) $(BUILD)/revision.o $(CONFIG
 $(BUILD)/hf: dev/eval/hf.c train_gpt2.c $(C_HEADERS) $(CONFIG) Makefile
 	$(CC) $(CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
 
-need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doctor shows what is missing; make toolkit puts one into .venv\n' '$(CUDA_OFF)' >&2; exit 1;)
+need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doctor shows what is missing; make toolkit puts one into .toolkit\n' '$(CUDA_OFF)' >&2; exit 1;)
 $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 	$(need_cuda)
 	@mkdir -p $(@D)
@@ -208,9 +208,10 @@ demo:
 	@$(MAKE) --no-print-directory $(if $(and $(NVCC),$(filter-out 0,$(GPUS))),train_gpt2cu,train_gpt2)
 	@$(VENV_PYTHON) dev/demo.py ./$(if $(and $(NVCC),$(filter-out 0,$(GPUS))),train_gpt2cu,train_gpt2)
 
+# A toolkit is fetched where there is a GPU; to compile the GPU programs elsewhere: make toolkit, then make test.
 test:
 	@$(PYTHON) dev/venv.py test
-	@$(if $(NVCC),,$(PYTHON) dev/venv.py toolkit || true)
+	@$(if $(NVCC),,$(if $(filter-out 0,$(GPUS)),$(PYTHON) dev/venv.py toolkit || true))
 	@$(if $(MPI_LIBS),,$(PYTHON) dev/venv.py mpi || true)
 	@$(VENV_PYTHON) dev/test/run_tests.py
 

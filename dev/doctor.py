@@ -28,7 +28,7 @@ from tool_output import end_with_reader
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_CUDA = (12, 1)  # st.async of Hopper's clusters
-VENV_CUDA = 13  # what make toolkit installs; CUDA 12's nvcc is not among pip's packages
+TOOLKIT_CUDA = 13  # what make toolkit installs; CUDA 12's nvcc is not among pip's packages
 FAT_ARCHS = ["80", "89", "90a", "100"]  # A100, L4/4090, H100/H200, B200: what a binary for "any" machine carries
 # the loader looks here anyway
 SYSTEM_LIBRARIES = [f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib"]
@@ -141,8 +141,8 @@ def cxx_compiler(build):
 
 
 def site_packages():
-    """Every site-packages that may hold CUDA wheels: .venv's, then this Python's own and the user's."""
-    found = sorted(glob.glob(str(ROOT / ".venv/lib/python3*/site-packages")))
+    """Folders that may hold CUDA wheels: make toolkit's, .venv's site-packages, this Python's own and the user's."""
+    found = [str(ROOT / ".toolkit"), *sorted(glob.glob(str(ROOT / ".venv/lib/python3*/site-packages")))]
     found += [sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
     try:
         import site
@@ -168,31 +168,32 @@ def find_file(name, folders):
     return next((folder for folder in folders if (folder / name).exists()), None)
 
 
-def package_folders(kind, roots):
-    """Where an NVIDIA package may have put its headers ("include") or its libraries ("lib")."""
+def package_folders(kind, roots, alone):
+    """Where an NVIDIA package may have put its headers ("include") or its libraries ("lib"); alone: no wheels but those
+    of the roots."""
     folders = []
     for root in roots:
         folders += [root / "include"] if kind == "include" else [root / "lib64", root / "lib"]
         folders += sorted(root.glob(f"targets/*-linux/{kind}"))
-    for site in site_packages():
+    for site in [] if alone else site_packages():
         folders += sorted(site.glob(f"nvidia/*/{kind}"))
     return folders + ([Path("/usr/include")] if kind == "include" else [Path(p) for p in SYSTEM_LIBRARIES])
 
 
-def find_library(headers, libraries, major, roots):
+def find_library(headers, libraries, major, roots, alone=False):
     """Flags for libraries found by file; headers and libraries may come from different places, but every library must
     have the major version that its headers were written for. Returns (compile flags, link flags, where, why it is
     off)."""
     compile_flags, link_flags, missing, where = [], [], [], ""
     for header in headers:
-        folder = find_file(header, package_folders("include", roots))
+        folder = find_file(header, package_folders("include", roots, alone))
         # -isystem: the toolkit's own headers, which nvcc adds with -I, must win over a second copy lying beside cuBLAS.
         flags = ["-isystem", str(folder)] if folder and str(folder) != "/usr/include" else []
         compile_flags += flags if str(folder) not in compile_flags else []
         missing += [] if folder else [header]
     for library in libraries:
         name = f"{library}.so.{major}"  # wheels have no unversioned .so
-        folder = find_file(name, package_folders("lib", roots))
+        folder = find_file(name, package_folders("lib", roots, alone))
         if folder:
             where = where or str(folder / name)
             path = linked(folder)
@@ -235,19 +236,20 @@ def gpus():
 
 
 def glibc_clash(cuda_version):
-    """glibc 2.41 and later declare functions (cospi, rsqrt, ...) that the headers of older toolkits declare
+    """glibc 2.41 (cospi, ...) and 2.42 (rsqrt) declare functions that the headers of older toolkits declare
     differently."""
     name, version = platform.libc_ver()
     number = tuple(int(x) for x in re.findall(r"\d+", version)[:2])
-    if name == "glibc" and number >= (2, 41) and cuda_version <= (13, 0):
+    least = (13, 2) if number >= (2, 42) else (13, 1) if number >= (2, 41) else (0, 0)
+    if name == "glibc" and cuda_version < least:
         return (
             f"glibc {version} clashes with the math headers of CUDA {cuda_version[0]}.{cuda_version[1]}: "
-            "use a newer toolkit, or an image with glibc 2.40 or older"
+            f"use CUDA {least[0]}.{least[1]} or newer"
         )
     return ""
 
 
-def try_toolkit(root, build, devices, driver_major):
+def try_toolkit(root, build, devices, driver_major, alone):
     """(what to build with, why this toolkit cannot be used): one of the two is empty."""
     nvcc = root / "bin/nvcc"
     if not nvcc.exists():
@@ -266,10 +268,12 @@ def try_toolkit(root, build, devices, driver_major):
             f"{nvcc} is CUDA {version[0]}.{version[1]}, but the driver runs programs of CUDA {driver_major} at most"
         )
     cflags, libs, where, why = find_library(
-        ["cublasLt.h", "cublas_v2.h", "nvtx3/nvToolsExt.h"], ["libcublasLt", "libcublas"], version[0], [root]
+        ["cublasLt.h", "cublas_v2.h", "nvtx3/nvToolsExt.h"], ["libcublasLt", "libcublas"], version[0], [root], alone
     )
     if why:
         return None, f"{nvcc} has {why}"
+    if not cxx_compiler(build):
+        return None, f"{nvcc} needs g++, and there is none"
     if (root / "lib/libcudart_static.a").exists():
         libs.append(f"-L{root / 'lib'}")  # wheels have lib; nvcc itself searches lib64 only
     known = set(re.findall(r"compute_(\w+)", run([str(nvcc), "--list-gpu-arch"])[1]))
@@ -283,6 +287,7 @@ def try_toolkit(root, build, devices, driver_major):
         spaced = next(
             (f"nvcc takes no path with a space, such as {f[f.index('/') :]}" for f in [*cflags, *libs] if " " in f), ""
         )
+        text += "; NVCC_CCBIN=g++-15 names an older one" * ("unsupported GNU version" in text)
         return None, f"{nvcc} does not build a small program: " + (spaced or glibc_clash(version) or text)
     sanitizers = [
         str(root / "bin/compute-sanitizer"),
@@ -304,20 +309,23 @@ def try_toolkit(root, build, devices, driver_major):
 
 def no_toolkit_for(devices, driver_major):
     """Why make toolkit's CUDA would be of no use here; "" where it runs."""
-    if not devices or driver_major >= VENV_CUDA:
+    if not devices or driver_major >= TOOLKIT_CUDA:
         return ""
-    return f"make toolkit installs CUDA {VENV_CUDA}, and this driver runs programs of CUDA {driver_major} at most"
+    return f"make toolkit installs CUDA {TOOLKIT_CUDA}, and this driver runs programs of CUDA {driver_major} at most"
 
 
 def cuda_toolkit(build, devices, driver_major):
     """The first toolkit that compiles, links and starts a cuBLASLt program (None: there is none), and why those before
-    it were passed over."""
-    passed = []
-    for root in toolkit_roots():
-        found, why = try_toolkit(root, build, devices, driver_major)
-        if found:
-            return found, passed
-        passed += [why] if why else []
+    it were passed over. One that is whole comes before one that takes cuBLAS from a wheel of another version, unless
+    CUDA_HOME asks for it."""
+    for alone in (True, False):
+        passed = []
+        for root in toolkit_roots():
+            asked = str(root) == os.environ.get("CUDA_HOME")
+            found, why = try_toolkit(root, build, devices, driver_major, alone and not asked)
+            if found:
+                return found, passed
+            passed += [why] if why else []
     return None, passed or ["no nvcc"]
 
 
@@ -472,7 +480,7 @@ def report(build):
         f"{useless}: install a newer driver"
         + f", or a toolkit of CUDA {driver}, 12.1 or newer, and set CUDA_HOME" * (driver >= LEAST_CUDA[0])
         if useless
-        else "make toolkit   (a CUDA toolkit in .venv, 1.1 GB, no root needed)",
+        else "make toolkit   (a CUDA toolkit in .toolkit, 1.2 GB, no root needed)" + "; first g++" * (not cxx),
     )
     rows.extend(("", f"passed over: {reason}") for reason in passed)
     if cuda and cuda["left_out"]:
@@ -527,9 +535,6 @@ def report(build):
     ):
         if missing:
             row("", "", f"{', '.join(missing)}", command)
-    clash = glibc_clash((13, 0))
-    if clash:
-        rows.append(("warning", clash))
     for name, value in rows:
         print(f"{name:>10}  {value}")
     if advice:

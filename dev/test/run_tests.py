@@ -351,7 +351,7 @@ def main():
         why = f"no CUDA toolkit: {config['CUDA_OFF']}"
         if os.environ.get("CI"):  # CI exists to compile them
             record("CUDA toolkit", 0, 1, 0, 0)
-        skip("every CUDA target: compiling and linking", why)
+        skip("every CUDA target: compiling and linking", f"{why} (make toolkit, then make test: 1.2 GB)")
     for program in ("train_gpt2cu", "train_gpt2fp32cu") if config["NVCC"] and config["GPUS"] != "0" else ():
         if wanted("parity"):
             make(f"install {program}", program, "ARCHS=" + config["FAT_ARCHS"])

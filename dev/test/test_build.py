@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def tracked(*suffixes):
         files = [Path(f) for f in listing.stdout.split("\0") if f]
     else:
         files = [p.relative_to(ROOT) for p in ROOT.rglob("*") if p.is_file()]
-        files = [f for f in files if f.parts[0] not in (".git", ".venv", "build")]
+        files = [f for f in files if f.parts[0] not in (".git", ".venv", ".toolkit", "build")]
     files = [f for f in files if (ROOT / f).exists()]
     return [f for f in files if not suffixes or f.suffix in suffixes]
 
@@ -580,7 +581,7 @@ def test_a_toolkit_that_the_driver_cannot_run_is_not_installed(tmp_path, monkeyp
     monkeypatch.syspath_prepend(ROOT / "dev")
     import doctor
 
-    assert f"-cu{doctor.VENV_CUDA}==" in (ROOT / "dev/venv.py").read_text()
+    assert f"-cu{doctor.TOOLKIT_CUDA}==" in (ROOT / "dev/venv.py").read_text()
     (tmp_path / "dev").mkdir()
     copy_tools(tmp_path, "doctor.py", "venv.py")
     environment = driver_in(tmp_path, 2) | {"PATH": "/nonexistent", "CUDA_HOME": "/nonexistent"}
@@ -655,3 +656,50 @@ def test_venv_refuses_a_folder_that_is_not_one(tmp_path):
     run = subprocess.run([sys.executable, tmp_path / "dev/venv.py", "demo"], capture_output=True, text=True)
     assert run.returncode != 0 and "hint:" in run.stderr
     assert (tmp_path / ".venv/precious").read_text() == "mine"
+
+
+def write_wheel(folder, name, version, requires=(), extras=(), file=None):
+    """A package of one file, whose text is its version."""
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    lines = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"]
+    lines += [f"Provides-Extra: {e}" for e in extras] + [f"Requires-Dist: {r}" for r in requires]
+    files = {f"{info}/METADATA": "\n".join(lines) + "\n", file or f"{name}.txt": version}
+    files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{info}/RECORD"] = "".join(f"{f},,\n" for f in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{info.removesuffix('.dist-info')}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+
+
+def test_toolkit_and_torch_have_parts_of_their_own(tmp_path, monkeypatch):
+    """torch comes with an NCCL and a CUDA, and so does the toolkit, in other versions. A .venv in which the one lies
+    over the other is put right."""
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    wheels, nccl = tmp_path / "wheels", "nvidia/nccl/lib/libnccl.so.2"
+    (tmp_path / "dev").mkdir()
+    wheels.mkdir()
+    copy_tools(tmp_path, "doctor.py", "venv.py")
+    (tmp_path / "requirements.txt").write_text("# test: torch\ntorch==2.13.0\n")
+    pins = dict(re.findall(r'"([\w-]+)(?:\[[\w,]+\])?==([\d.]+)"', (ROOT / "dev/venv.py").read_text()))
+    extras = re.search(r"cuda-toolkit\[([\w,]+)\]", (ROOT / "dev/venv.py").read_text())[1].split(",")
+    for name, version in pins.items():
+        write_wheel(wheels, name, version, extras=extras, file=nccl if "nccl" in name else None)
+    write_wheel(wheels, "nvidia-nccl-cu13", "1.2.0", file=nccl)
+    write_wheel(wheels, "cuda-toolkit", "13.0.3.0", extras=["cublas"])
+    write_wheel(wheels, "torch", "2.13.0", ["nvidia-nccl-cu13==1.2", "cuda-toolkit[cublas]==13.0.3", "mpi4py==4.*"])
+    bare = tmp_path / "bare/bin/python"  # a Python without torch
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    environment = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+    run = lambda *command: subprocess.run(command, env=environment, capture_output=True, text=True)
+    ours = lambda: next(tmp_path.glob(".venv/lib/python3*/site-packages")) / nccl
+
+    for task in ("test", "toolkit", "test", "toolkit"):
+        done = run(bare, tmp_path / "dev/venv.py", task)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ours().read_text() == "1.2.0" and not (tmp_path / ".toolkit-unfinished").exists()
+    assert done.stdout == "" and (tmp_path / ".toolkit" / nccl).read_text() == pins["nvidia-nccl-cu13"]
+    over = f"nvidia-nccl-cu13=={pins['nvidia-nccl-cu13']}"
+    assert run(tmp_path / ".venv/bin/python", "-m", "pip", "install", over).returncode == 0
+    assert ours().read_text() == pins["nvidia-nccl-cu13"]
+    assert run(bare, tmp_path / "dev/venv.py", "test").returncode == 0 and ours().read_text() == "1.2.0"
