@@ -188,19 +188,39 @@ def string_cuts(body, raw, formatted):
     return cuts
 
 
+def python_strings(text):
+    """((row, column) of its begin, of its end, brackets around it) of each string. An f-string is one token before
+    Python 3.12 and several from then on, of which those within its braces may be strings, too."""
+    depth, inside, start = 0, 0, None
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind.endswith("STRING_START"):
+            start = start if inside else token.start
+            inside += 1
+        elif kind.endswith("STRING_END"):
+            inside -= 1
+            if not inside:
+                yield start, token.end, depth
+        elif inside:
+            continue
+        elif token.type == tokenize.STRING:
+            yield token.start, token.end, depth
+        elif token.type == tokenize.OP:
+            depth += (token.string in "([{") - (token.string in ")]}")
+
+
 def split_python_strings(text):
     """A string that makes its line too long becomes several, cut behind line feeds or else where the line is full."""
-    lines, depth, cut = text.split("\n"), 0, []
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.OP:
-            depth += (token.string in "([{") - (token.string in ")]}")
-        elif token.type == tokenize.STRING and token.start[0] == token.end[0] and len(token.line.rstrip("\n")) > WIDTH:
-            prefix, quote = re.match(r"(\w*)(\"\"\"|'''|.)", token.string).groups()
+    lines, cut = text.split("\n"), []
+    for (row, start), (last, end), depth in python_strings(text):
+        line = lines[row - 1]
+        if row == last and len(line) > WIDTH:
+            prefix, quote = re.match(r"(\w*)(\"\"\"|'''|.)", line[start:end]).groups()
             if len(quote) == 1:
-                cut.append((token, prefix, quote, depth))
-    for token, prefix, quote, depth in reversed(cut):
-        start, end, line = token.start[1], token.end[1], token.line
-        body = token.string[len(prefix) + 1 : -1]
+                cut.append((row, start, end, prefix, quote, depth))
+    for row, start, end, prefix, quote, depth in reversed(cut):
+        line = lines[row - 1]
+        body = line[start + len(prefix) + 1 : end - 1]
         indent = len(line) - len(line.lstrip())
         room = max(40, WIDTH - 4 - len(prefix) - (start if start - indent < 20 else indent + 4))
         cuts, parts, begin = string_cuts(body, "r" in prefix.lower(), "f" in prefix.lower()), [], 0
@@ -213,8 +233,7 @@ def split_python_strings(text):
                 begin = at
         if len(parts) > 1:
             whole = " ".join(f"{prefix}{quote}{part}{quote}" for part in parts)
-            row = lines[token.start[0] - 1]
-            lines[token.start[0] - 1] = row[:start] + (whole if depth else f"({whole})") + row[end:]
+            lines[row - 1] = line[:start] + (whole if depth else f"({whole})") + line[end:]
     return "\n".join(lines)
 
 

@@ -1,8 +1,11 @@
 """The environment in which tests start programs and jobs: nothing of a job around the tests reaches them."""
 
 import os
+import pty
+import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +32,26 @@ def skip_without_vocab_bpe(text):
     """text: what a program said that failed."""
     if "GPT-2's vocab.bpe was not found" in text:
         pytest.skip("GPT-2's vocab.bpe is not to be had here")
+
+
+def open_terminal():
+    """pty.openpty(), or the test is skipped: a chroot or a container may have none."""
+    try:
+        return pty.openpty()
+    except OSError as e:
+        pytest.skip(f"no pseudo-terminal here: {e}")
+
+
+def children_of(pid):
+    """The processes that this one started and that were not waited for yet."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = re.search(r"^PPid:\s*(\d+)", (folder / "status").read_text(), re.M)[1]
+        except OSError:  # it ended
+            continue
+        found += [int(folder.name)] if parent == str(pid) else []
+    return found
 
 
 def run(command, **options):

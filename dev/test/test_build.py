@@ -259,9 +259,11 @@ def test_format_wraps_what_the_formatters_leave(monkeypatch):
     ]
     message = 'require(x, "' + "a" * 60 + r"\n" + "b" * 60 + r'\n");'
     assert format.split_c_strings([message]) == [message.replace(r"\nb", r'\n" "b')]
-    python = 'print(f"' + "a {b + 1} " * 14 + 'end")'
+    python = 'print(f"' + "a {b['c'] + 1} " * 14 + 'end")\nd = "' + "{ (" * 14 + "e " * 40 + '"'
     split = format.split_python_strings(python)
-    assert split.count('f"') == 2 and ast.dump(ast.parse(split)) == ast.dump(ast.parse(python))
+    assert (
+        split.count('f"') == 2 and split.count('"') == 8 and ast.dump(ast.parse(split)) == ast.dump(ast.parse(python))
+    )
 
 
 def test_one_place_chooses_the_device():

@@ -7,7 +7,6 @@ the GPU trainer where there is a GPU: both share options.h, trainer.h, dataloade
 import fcntl
 import json
 import os
-import pty
 import re
 import resource
 import shlex
@@ -656,7 +655,7 @@ def rows_of(text, columns):
 
 def on_a_terminal(trainer, columns, *arguments):
     """(what the terminal got, the rows that it shows in the end)"""
-    ours, theirs = pty.openpty()
+    ours, theirs = launcher.open_terminal()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = trainer.start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -701,7 +700,7 @@ def test_a_terminal_without_a_size_gets_a_line_a_step(trainer):
 
 
 def test_a_stopped_run_leaves_its_last_line(trainer, tmp_path):
-    ours, theirs = pty.openpty()
+    ours, theirs = launcher.open_terminal()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
     process = trainer.start("-o", tmp_path / "run", "-x", "1000000", stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -1376,7 +1375,7 @@ def test_a_signal_together_with_the_end_of_the_output(trainer, tmp_path):
 @pytest.mark.parametrize("nohup", [False, True])
 def test_the_terminal_is_closed(trainer, tmp_path, nohup):
     """Saved; behind nohup the run goes on."""
-    ours, theirs = pty.openpty()
+    ours, theirs = launcher.open_terminal()
 
     def begin():
         os.setsid()

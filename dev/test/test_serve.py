@@ -24,7 +24,7 @@ openai = pytest.importorskip("openai")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev"))
 import serve  # noqa: E402
-from launcher import ENVIRONMENT  # noqa: E402
+from launcher import ENVIRONMENT, children_of  # noqa: E402
 from test_build import CONFIG  # noqa: E402
 from test_generate import bytes_tokenizer  # noqa: E402,F401
 
@@ -589,8 +589,8 @@ def test_a_program_that_dies(tmp_path):
 
 def test_one_of_two_programs_dies(tmp_path):
     with Server(tmp_path, "--slots", "1", "--gpus", "0,3", "--queue", "8") as s:
-        facts = subprocess.run(["pgrep", "-P", str(s.process.pid)], capture_output=True, text=True).stdout.split()
-        gpus = [re.search(rb"CUDA_VISIBLE_DEVICES=(\d)", Path(f"/proc/{p}/environ").read_bytes())[1] for p in facts]
+        programs = children_of(s.process.pid)
+        gpus = [re.search(rb"CUDA_VISIBLE_DEVICES=(\d)", Path(f"/proc/{p}/environ").read_bytes())[1] for p in programs]
         assert sorted(gpus) == [b"0", b"3"]
         slow = threading.Thread(
             target=lambda: results.append(s.post("completions", {"prompt": "slow", "max_tokens": 60}))
@@ -619,10 +619,6 @@ def test_a_program_that_does_not_start(tmp_path):
         assert s.process.wait(30) == 1 and "hint: make train_gpt2cu" in s.text
 
 
-def children(s):
-    return subprocess.run(["pgrep", "-P", str(s.process.pid)], capture_output=True, text=True).stdout.split()
-
-
 def is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -634,7 +630,7 @@ def is_running(pid):
 def test_the_end(tmp_path, signum):
     """The program ends with the server, whatever ends it, in the midst of a request, too."""
     with Server(tmp_path) as s:
-        (child,) = children(s)
+        (child,) = children_of(s.process.pid)
         with s.raw(b""):
             stream = s.client().completions.create(model="model", prompt="slow", max_tokens=500, stream=True)
             next(iter(stream))
@@ -649,7 +645,7 @@ def test_the_end(tmp_path, signum):
 
 def test_a_program_that_does_not_end(tmp_path):
     with Server(tmp_path, "--", "--stubborn") as s:
-        (child,) = children(s)
+        (child,) = children_of(s.process.pid)
         s.process.send_signal(signal.SIGTERM)
         assert s.process.wait(30) == 0 and not is_running(child)
 
@@ -695,7 +691,7 @@ def test_the_key(tmp_path, how):
             assert answer_of(c)[0] == 200
         with s.raw(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as c:  # the page asks for the key
             assert answer_of(c)[0] == 200
-        (child,) = children(s)
+        (child,) = children_of(s.process.pid)
         assert b"SERVE_API_KEY" not in Path(f"/proc/{child}/environ").read_bytes() and key not in s.text
 
 
@@ -820,8 +816,8 @@ def test_ranks_end_with_a_server_that_is_killed(run_folder, bytes_tokenizer, tmp
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
     options = ["--tp", "2", "--", "--tokenizer", bytes_tokenizer]
     with Server(tmp_path, *options, child=TRAINER, model=run_folder, environment=environment) as s:
-        (launcher,) = children(s)
-        ranks = subprocess.run(["pgrep", "-P", launcher], capture_output=True, text=True).stdout.split()
+        (launcher,) = children_of(s.process.pid)
+        ranks = children_of(launcher)
         assert len(ranks) == 2
         s.process.kill()
         s.wait(lambda: not any(map(is_running, [launcher, *ranks])))
