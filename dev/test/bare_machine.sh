@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# make demo and make test on a bare Debian or Ubuntu: one that has what README.md installs with apt, and nothing else.
+#
+#   dev/test/bare_machine.sh [RELEASE [FOLDER [COMMAND ...]]]
+#
+# RELEASE (trixie) is installed into FOLDER (build/bare-RELEASE, 10 GB after make test) by debootstrap. A user without
+# rights then clones this checkout's last commit and runs each COMMAND ('make demo' 'make test') there. A second call
+# goes on with what is in FOLDER. Needs root, debootstrap, a mirror and a package index.
+#
+# From the caller's environment: MIRROR and COMPONENTS for debootstrap; proxies; PIP_* and certificates' files, which are
+# copied. Not taken: pip's configuration and folders of packages.
+set -euo pipefail
+
+checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+release=${1:-trixie}
+folder=$(realpath -m "${2:-$checkout/build/bare-$release}")
+shift $(($# < 2 ? $# : 2))
+[ $# -gt 0 ] || set -- 'make demo' 'make test'
+
+die() {
+    printf 'error: %s\n  hint: %s\n' "$1" "$2" >&2
+    exit 1
+}
+[ "$(id -u)" = 0 ] || die 'a system can only be installed by root' 'sudo -E dev/test/bare_machine.sh'
+command -v debootstrap >/dev/null || die 'no debootstrap' 'Debian, Ubuntu: apt install debootstrap'
+# What is mounted or left running ends with this script.
+[ -n "${BARE_MACHINE:-}" ] || BARE_MACHINE=1 exec unshare --mount --pid --fork --kill-child "$0" "$release" "$folder" "$@"
+
+packages=$(sed -n 's/^sudo apt install //p' "$checkout/README.md")
+[ -n "$packages" ] || die 'README.md has no line "sudo apt install ..."' 'it names what a bare machine lacks'
+if [ ! -e "$folder/etc/debian_version" ] || [ -e "$folder/debootstrap" ]; then
+    debootstrap --variant=minbase --components="${COMPONENTS:-main}" "$release" "$folder" ${MIRROR:+"$MIRROR"}
+fi
+mount -t proc proc "$folder/proc"
+mount --rbind /sys "$folder/sys"
+mount --rbind /dev "$folder/dev"
+cp -L /etc/resolv.conf /etc/hosts "$folder/etc/"
+
+environment=(LANG=C.UTF-8 PIP_CONFIG_FILE=/dev/null)
+for name in $(compgen -e | grep -E '^PIP_|^(SSL_CERT_FILE|REQUESTS_CA_BUNDLE)$|^(https?|no|all)_proxy$' -i); do
+    case $name in PIP_CONFIG_FILE | PIP_FIND_LINKS | PIP_EXTRA_INDEX_URL | PIP_NO_INDEX) continue ;; esac
+    value=${!name}
+    if [ -f "$value" ]; then  # under a name that no package writes
+        install -D -m 644 "$value" "$folder/opt/caller/$name"
+        value=/opt/caller/$name
+    fi
+    environment+=("$name=$value")
+done
+as_root() { chroot "$folder" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND=noninteractive "${environment[@]}" "$@"; }
+as_user() {
+    chroot --userspec=someone:someone "$folder" env -i PATH=/usr/local/bin:/usr/bin:/bin HOME=/home/someone \
+        "${environment[@]}" bash -c "cd ~/llm.cu && $1"
+}
+
+as_root apt-get update -q
+as_root apt-get install -q -y $packages
+as_root id someone >/dev/null 2>&1 || as_root useradd --create-home someone
+clone=$folder/home/someone/llm.cu
+[ -e "$clone/.git" ] || git -c safe.directory='*' clone --no-hardlinks "$checkout" "$clone"
+git -c safe.directory='*' -C "$clone" fetch --quiet "$checkout" HEAD
+git -c safe.directory='*' -C "$clone" checkout --quiet --force --detach FETCH_HEAD
+as_root chown -R someone:someone /home/someone/llm.cu
+
+status=0
+for command; do
+    printf '\n== %s: %s\n' "$release" "$command"
+    begin=$SECONDS
+    as_user "$command" || status=1
+    printf '== %d s; %s\n' $((SECONDS - begin)) "$(du -sh --apparent-size "$clone" | cut -f 1)"
+done
+exit $status
