@@ -4,8 +4,8 @@
       dev/data/choice/arc_easy.bin, .../piqa.bin
     ./train_gpt2 ... --choice-data 'dev/data/choice/*.bin'
 
-Inputs: .jsonl and .parquet, also as .gz and .xz, in the format of llm-foundry's evaluation sets: `query` is a text,
-`choices` are texts, `gold` is the number of the right one, from 0.
+Inputs: .jsonl, .json and .parquet, also as .gz .bz2 .xz and .zst, in the format of llm-foundry's evaluation sets:
+`query` is a text, `choices` are texts, `gold` is the number of the right one, from 0.
 Text: query and choices lose the space around them, as in llm-foundry; --delimiter comes between, and its trailing space
 belongs to the choice, as in llm.c and lm-eval: " warm" is one token of GPT-2, "Answer: " would end in half of one. So
 the context is query + delimiter without that space, the ending is the space + choice, and each is encoded by itself. An

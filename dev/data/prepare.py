@@ -7,14 +7,15 @@
     mpirun -np 64 python dev/data/prepare.py ...                                              on several machines
 
 Inputs: files, folders (searched below) and globs of .txt .md .py (a file is a document), .jsonl (a line is one) and
-.parquet (a row is one), also as .gz and .xz (such a file is read by one process). What else a folder holds is passed
-over and counted: other files, hidden and linked folders, links to nothing, pipes. Every document follows an end-of-text
-token, as in llm.c.
+.parquet (a row is one), also as .gz .bz2 .xz and .zst (such a file is read by one process). A .json file, of lines or
+one list of objects, is read where it is named, alone or by a pattern that ends in .json or .json.gz; in folders it is
+mostly no data. What else a folder holds is passed over and counted: other files, hidden and linked folders, links to
+nothing, pipes. Every document follows an end-of-text token, as in llm.c.
 Documents are shuffled by --seed, long ones in parts of 64k tokens (shards.py says how); trainers shuffle again. The
-first
---val-fraction of the tokens, or --val-tokens of them, or all of --val-input, is for validation.
-The shards are the same bits for any number of processes and ranks. A run that was killed goes on where it was when the
-same command is given again.
+first --val-fraction of the tokens, or --val-tokens of them, or all of --val-input, is for validation.
+The shards are the same bits for any number of processes and ranks. They get their names when all are written, and
+shards that they replace stay until then. A run that was killed goes on where it was when the same command is given
+again.
 """
 
 import argparse

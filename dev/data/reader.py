@@ -5,12 +5,15 @@
     plan(paths)              paths -> chunks, each a list of spans: the parts that one process reads at a time
     Reader.documents(span)   a span -> pieces of UTF-8 text
 
-A span is (path, begin, end): bytes of .txt .md .py and .jsonl, row groups of .parquet. What is packed as .gz or .xz,
-and .json, can only be read from its beginning and is one span. Nothing here depends on how many processes there are.
+A span is (path, begin, end): bytes of .txt .md .py and .jsonl, row groups of .parquet. What is packed as .gz .bz2 .xz
+or .zst, and .json, can only be read from its beginning and is one span. Nothing here depends on how many processes
+there are.
 """
 
+import bz2
 import codecs
 import collections
+import contextlib
 import functools
 import gzip
 import io
@@ -18,7 +21,9 @@ import json
 import lzma
 import os
 import re
+import shutil
 import sys
+import tempfile
 import unicodedata
 import zlib
 
@@ -26,29 +31,42 @@ from data_common import die, find_files
 from missing_package import HINT
 
 TEXT, SUFFIXES = (".txt", ".md", ".py"), (".txt", ".md", ".py", ".jsonl", ".parquet")
-ROWS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.xz")
-KNOWN = "{}, also with .gz or .xz, in small letters or in capitals"
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+ROWS = tuple(kind + packed for kind in (".parquet", ".jsonl") for packed in ("", *PACKED))
+SAME_KIND = {".ndjson": ".jsonl"}
+ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br", ".lzma", ".lz", ".z", ".zstd", ".snappy")
+KNOWN = f"{{}}, also with {' '.join(PACKED)}, in small letters or in capitals"
 PIECE_BYTES = 1 << 15  # long documents are tokenized in pieces of this size
 LONGEST_PIECE = 1 << 18  # where a text may be cut nowhere: tiktoken fails on a run of 2^20 spaces
 BLOCK_BYTES = 1 << 20  # what is read at a time
 LINE_BYTES = 128 << 20  # a row must fit into memory several times
 MIN_CHUNK, MAX_CHUNK, CHUNKS = 1 << 20, 64 << 20, 256
-NOT_UNPACKED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
 # ---- inputs
 
 
 def base_name(path):
-    return path[:-3] if path.lower().endswith((".gz", ".xz")) else path
+    """The path without .gz or the like at its end."""
+    base, ending = os.path.splitext(path)
+    return base if ending.lower() in PACKED else path
 
 
 def kind_of(path):
-    return os.path.splitext(base_name(path))[1].lower()
+    kind = os.path.splitext(base_name(path))[1].lower()
+    return SAME_KIND.get(kind, kind)
 
 
 REFUSALS = {  # of what a user has named
     "other file": ("is of an unknown kind", f"files end in {KNOWN}"),  # of the suffixes
+    "packed file": (
+        "is packed, and its name does not say what is in it",
+        "rename it, as in x.jsonl.zst; files end in {}",
+    ),
+    "archive": (
+        "is packed in a form that is not read here",
+        f"unpack it first; what ends in {' '.join(PACKED)} is read",
+    ),
     "special file": ("is a pipe or a device", "write what comes out of it to a file first: its size is not known"),
     "dangling link": ("links to nothing", "name a file that is there"),
 }
@@ -56,8 +74,11 @@ REFUSALS = {  # of what a user has named
 
 def reason_to_pass(path, suffixes=SUFFIXES):
     """What a file is that cannot be read; None for one that can."""
-    if kind_of(path) not in suffixes:
-        return "other file"
+    kind = kind_of(path)
+    if kind in ARCHIVES:
+        return "archive"
+    if kind not in suffixes:
+        return "packed file" if base_name(path) != path else "other file"
     return None if os.path.isfile(path) else "special file" if os.path.exists(path) else "dangling link"
 
 
@@ -93,21 +114,23 @@ def tell_passed(where, passed):
 
 def find_inputs(patterns, suffixes=SUFFIXES):
     """Files, folders and globs -> paths. What is named must be there and be readable.
-    What else a folder or a glob holds is passed over, and said."""
+    What else a folder or a glob holds is passed over, and said. Many a .json is no data: only what is named so is read.
+    """
     found, known = [], KNOWN.format(" ".join(suffixes))
     for pattern in patterns:
         names, named = find_files(pattern), len(found)
+        readable = (*suffixes, ".json") if kind_of(pattern) == ".json" else suffixes
         passed = collections.defaultdict(list)
         if not names:
             die(f"no file matches '{pattern}'", f"name files, folders or quoted globs of {known}")
         for name in names:
             if os.path.isdir(name):
                 found += walk(name, passed=passed, suffixes=suffixes)
-            elif reason := reason_to_pass(name, suffixes):
+            elif reason := reason_to_pass(name, readable):
                 passed[reason].append(name)
             else:
                 found.append(name)
-        if names == [pattern] and (reason := reason_to_pass(pattern, suffixes)) and not os.path.isdir(pattern):
+        if names == [pattern] and (reason := reason_to_pass(pattern, readable)) and not os.path.isdir(pattern):
             die(f"'{pattern}' {REFUSALS[reason][0]}", REFUSALS[reason][1].format(" ".join(suffixes)))
         tell_passed(pattern, passed)
         if len(found) == named:
@@ -254,8 +277,39 @@ def opened(path):
         die(f"cannot read '{path}': {e.strerror}", "check the file")
 
 
-def unpacked(raw, path):
-    return {".gz": gzip.open, ".xz": lzma.open}.get(os.path.splitext(path)[1].lower(), lambda f: f)(raw)
+def import_pyarrow(path):
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        die(f"'{path}': reading {os.path.splitext(path)[1]} needs the package pyarrow", HINT)
+    return pyarrow
+
+
+def unzstd(raw):
+    pyarrow = import_pyarrow(raw.name)
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"), BLOCK_BYTES)
+
+
+UNPACK = dict(zip(PACKED, (gzip.open, bz2.open, lzma.open, unzstd)))
+
+
+@contextlib.contextmanager
+def unpacked(path):
+    """The bytes of a file, as it was before it was packed. What goes wrong with it is a message."""
+    unpack = UNPACK.get(os.path.splitext(path)[1].lower())
+    try:
+        with opened(path) as raw:
+            if unpack and os.fstat(raw.fileno()).st_size == 0:
+                raise EOFError("it is empty")
+            yield unpack(raw) if unpack else raw
+    except (EOFError, lzma.LZMAError, zlib.error, OSError) as e:
+        if getattr(e, "errno", None) or not unpack:
+            die(f"cannot read '{path}': {getattr(e, 'strerror', None) or e}", "check the file")
+        hint = "it is truncated or damaged: get it again"
+        if "too much memory" in str(e):  # the package's limit of 128 MiB, so that no file can take it all
+            hint = "it is packed with a long window: unpack it first (zstd -d --long=31)"
+        die(f"'{path}' cannot be unpacked: {e}", hint)
 
 
 def lines_before(path, begin):
@@ -271,9 +325,10 @@ def die_of(where, what, hint):
     die(f"{where()}{what}", hint)
 
 
-def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of):
+def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of, decode=bytes.decode):
     """(record, where) for the lines that begin in [begin, end); where() names the line in messages. errors: None is
-    strict, and the user has no choice. bad(where, what, hint): ends the program, or the line is left out."""
+    strict, and the user has no choice. bad(where, what, hint): ends the program, or the line is left out. decode: a
+    function that may replace what is not UTF-8."""
     number, at = 0, begin
     while end is None or at < end:
         line = stream.readline(LINE_BYTES)  # never splitlines(): U+2028 may stand inside a string
@@ -293,8 +348,7 @@ def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of):
         if not line or line.isspace():
             continue
         try:
-            line = line.decode("utf-8", errors or "strict")
-            line = json.loads(line)
+            line = json.loads(decode(line))
         except UnicodeDecodeError as e:
             bad(where, *not_text(path, e.start, errors))
             continue
@@ -305,23 +359,43 @@ def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of):
 
 
 def parquet_file(stream, path):
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        die(f"'{path}': reading .parquet needs the package pyarrow", HINT)
+    pyarrow = import_pyarrow(path)
+    if base_name(path) != path:  # such a file is read from its end
+        packed, stream = stream, tempfile.TemporaryFile()
+        shutil.copyfileobj(packed, stream, BLOCK_BYTES)
     try:
         return pyarrow.parquet.ParquetFile(stream)
     except (pyarrow.ArrowException, OSError) as e:
         die(f"'{path}' is not a good Parquet file: {e}", "it is damaged or of another kind: delete it and get it again")
 
 
-def parquet_batches(stream, path, columns=None, begin=0, end=None):
-    """(row number, batch) of row groups begin..end-1, with little in memory at a time however long the rows are."""
+def holds_text(kind):
+    """Whether a column of an Arrow type can hold text: bytes are checked as those of other files are."""
+    from pyarrow import types
+
+    kind = getattr(kind, "storage_type", kind)  # of JSON
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    text = types.is_string, types.is_large_string, types.is_string_view
+    return any(test(kind) for test in (*text, types.is_binary, types.is_large_binary, types.is_binary_view))
+
+
+def require_text(path, schema, name):
+    kinds = {field.name: field.type for field in schema}
+    texts = ", ".join(n for n, kind in kinds.items() if holds_text(kind)) or "none"
+    hint = f"choose one with --text-field; text is in: {texts}"
+    if name not in kinds:
+        die(f"'{path}' has no column '{name}'", hint)
+    if str(kinds[name]) != "null" and not holds_text(kinds[name]):
+        die(f"'{path}': column '{name}' holds {kinds[name]}, which is not text", hint)
+
+
+def parquet_batches(stream, path, text=None, begin=0, end=None):
+    """(row number, batch) of row groups begin..end-1, with little in memory at a time however long the rows are.
+    text: the only column that is read."""
     file = parquet_file(stream, path)
-    meta, names = file.metadata, file.schema_arrow.names
-    if columns and columns[0] not in names:
-        die(f"'{path}' has no column '{columns[0]}'", f"choose one with --text-field: {', '.join(names)}")
+    meta = file.metadata
+    if text:
+        require_text(path, file.schema_arrow, text)
     import pyarrow
 
     try:
@@ -329,7 +403,7 @@ def parquet_batches(stream, path, columns=None, begin=0, end=None):
         for i in range(begin, meta.num_row_groups if end is None else end):
             group = meta.row_group(i)
             at_a_time = max(1, min(1024, BLOCK_BYTES * group.num_rows // max(1, group.total_byte_size)))
-            for batch in file.iter_batches(batch_size=at_a_time, row_groups=[i], columns=columns):
+            for batch in file.iter_batches(batch_size=at_a_time, row_groups=[i], columns=text and [text]):
                 yield row, batch
                 row += len(batch)
     except (pyarrow.ArrowException, OSError) as e:
@@ -351,24 +425,77 @@ def wide_encoding(head):
 
 def not_text(path, offset, errors):
     """(what is wrong, hint) of bytes that are not UTF-8."""
-    with open(path, "rb") as raw:
-        encoding = wide_encoding(unpacked(raw, path).read(256)) or "LATIN1"
     choice = ", or pass --encoding-errors replace" if errors else ""
+    if kind_of(path) == ".parquet":
+        return f": byte {offset} is not UTF-8", "is this column text? Choose another with --text-field" + choice
+    with unpacked(path) as stream:
+        encoding = wide_encoding(stream.read(256)) or "LATIN1"
     return f": byte {offset} is not UTF-8", f"convert it (iconv -f {encoding} -t UTF-8)" + choice
 
 
-def json_array(text, path, bad):
-    """Records of a .json file: those of its list, or one in a line as in .jsonl."""
-    text = text.removeprefix(codecs.BOM_UTF8)
-    if not text.lstrip().startswith(b"["):
-        return json_rows(io.BytesIO(text), path, bad=bad)
-    try:
-        records = json.loads(text)
-    except UnicodeDecodeError as e:
-        die_of(functools.partial("'{}'".format, path), *not_text(path, e.start, None))
-    except (ValueError, RecursionError) as e:
-        die(f"'{path}' is not JSON: {e}", "a .json file is a list of objects, or has one in each line")
-    return ((record, functools.partial("'{}' entry {}".format, path, i + 1)) for i, record in enumerate(records))
+def json_records(stream, path, errors=None, bad=die_of, decode=bytes.decode):
+    """(record, where) of a .json file: of its list, or of its lines as in .jsonl."""
+    head = stream.peek(256).removeprefix(codecs.BOM_UTF8).lstrip()
+    if head.startswith(b"["):
+        return json_list(stream, path, errors, decode)
+    return json_rows(stream, path, errors, bad=bad, decode=decode)
+
+
+def json_list(stream, path, errors, decode):
+    """Entries of a list, with one of them and a block in memory at a time."""
+    parse, text, left, at, number, offset = json.JSONDecoder().raw_decode, "", b"", 0, 0, 0
+    hint = "a .json file is a list of objects, or has one in each line"
+    space = re.compile(r"[ \t\r\n]*")
+
+    def more():
+        """Reads as much again as is held. False: there is no more."""
+        nonlocal text, left, at, offset
+        data = left + (block := stream.read(max(BLOCK_BYTES, len(text) - at)))
+        whole = len(data)
+        while block and whole and len(data) - whole < 4 and data[whole - 1] & 0xC0 == 0x80:
+            whole -= 1  # before the character that the block may have cut
+        whole -= bool(block and whole and data[whole - 1] >= 0xC0)
+        try:
+            text, at = text[at:] + decode(data[:whole]), 0
+        except UnicodeDecodeError as e:
+            die_of(functools.partial("'{}'".format, path), *not_text(path, offset + e.start, errors))
+        left, offset = data[whole:], offset + whole
+        return bool(block)
+
+    def next_character():
+        nonlocal at
+        while (at := space.match(text, at).end()) == len(text):
+            if not more():
+                die(f"'{path}' is not JSON: its list has no end", "it is truncated: get it again")
+        return text[at]
+
+    while not text and more():
+        pass
+    text = text.removeprefix("\ufeff")
+    next_character()
+    at += 1
+    if next_character() == "]":
+        return
+    while True:
+        next_character()
+        problem = None
+        try:
+            record, end = parse(text, at)
+        except (ValueError, RecursionError) as e:
+            problem, end = e, len(text)
+        if end == len(text):  # perhaps what is held ends inside the entry
+            if len(text) - at > LINE_BYTES:
+                die(f"'{path}' entry {number + 1} is longer than {LINE_BYTES >> 20} MiB, or not JSON", hint)
+            if more():
+                continue
+            die(f"'{path}' entry {number + 1} is not JSON: {problem or 'the list has no end'}", hint)
+        number, at = number + 1, end
+        yield record, functools.partial("'{}' entry {}".format, path, number)
+        if next_character() == "]":
+            return
+        if text[at] != ",":
+            die(f"'{path}' is not JSON: no comma behind entry {number}", hint)
+        at += 1
 
 
 def without_nulls(value):
@@ -382,23 +509,22 @@ def records(span, bad=die_of):
     """(record, where) for every row of a span; where() names it in messages. bad: see json_rows."""
     (path, begin, end), kind = span, kind_of(span[0])
     if kind not in (".jsonl", ".json", ".parquet"):
-        die(f"'{path}' is of an unknown kind", "rows come from .jsonl, .json and .parquet, also with .gz or .xz")
+        hint = f"rows come from .jsonl, .json and .parquet, also with {' '.join(PACKED)}"
+        die(f"'{path}' is of an unknown kind", hint)
     end = end if base_name(path) == path else None
-    try:
-        with opened(path) as raw:
-            stream = unpacked(raw, path)
-            if kind == ".parquet":
-                for row, batch in parquet_batches(stream, path, None, begin, end):
-                    for i, record in enumerate(batch.to_pylist()):
-                        yield without_nulls(record), functools.partial("'{}' row {}".format, path, row + i + 1)
-            elif kind == ".json":
-                yield from json_array(stream.read(), path, bad)
-            else:
-                yield from json_rows(stream, path, None, line_start(stream, begin) if begin else 0, end, bad)
-    except NOT_UNPACKED as e:
-        die(f"'{path}' cannot be unpacked: {e}", "it is truncated or damaged: get it again")
-    except OSError as e:
-        die(f"cannot read '{path}': {e.strerror or e}", "check the file")
+    with unpacked(path) as stream:
+        if kind == ".parquet":
+            for row, batch in parquet_batches(stream, path, None, begin, end):
+                try:
+                    batch = batch.to_pylist()
+                except (ValueError, OverflowError) as e:
+                    die(f"'{path}' row {row + 1} or one of the next cannot be read: {e}", "correct the file")
+                for i, record in enumerate(batch):
+                    yield without_nulls(record), functools.partial("'{}' row {}".format, path, row + i + 1)
+        elif kind == ".json":
+            yield from json_records(stream, path, None, bad)
+        else:
+            yield from json_rows(stream, path, None, line_start(stream, begin) if begin else 0, end, bad)
 
 
 def rows(path):
@@ -411,40 +537,47 @@ def rows(path):
 
 class Reader:
     """Opens spans, unpacks them and checks that they hold text. no_nul: the tokenizer has another use for that byte.
-    skip_bad: lines of .jsonl that are no documents are left out."""
+    skip_bad: rows of .jsonl and .json that are no documents are left out. It counts empty documents, rows left out, and
+    characters replaced or dropped."""
 
     def __init__(self, field, errors, no_nul, skip_bad=False):
         self.field, self.errors, self.no_nul, self.skip_bad = field, errors, no_nul, skip_bad
-        self.empty = self.skipped = 0
+        self.empty = self.skipped = self.replaced = 0
 
     def documents(self, span):
         """Yields (first, piece): first is true where a document begins."""
         path, begin, end = span
-        kind, packed = kind_of(path), base_name(path) != path
-        end = None if packed else end
-        try:
-            with opened(path) as raw:
-                stream = unpacked(raw, path)
-                if kind in TEXT:
-                    yield from self.text(stream, path, begin, end, os.fstat(raw.fileno()).st_size)
-                    return
-                if kind == ".parquet":
-                    records = self.parquet(stream, path, begin, end)
-                else:
-                    records = self.jsonl(stream, path, line_start(stream, begin) if begin else 0, end)
-                for text, where in records:
-                    at = 0
-                    for piece in pieces_of(text):
-                        yield at == 0, self.checked(piece, path, where, at)
-                        at += len(piece)
-                    self.empty += not text
-        except NOT_UNPACKED as e:
-            die(f"'{path}' cannot be unpacked: {e}", "it is truncated or damaged: get it again")
-        except OSError as e:
-            die(f"cannot read '{path}': {e.strerror or e}", "check the file")
+        kind = kind_of(path)
+        end = None if base_name(path) != path else end
+        with unpacked(path) as stream:
+            if kind in TEXT:
+                yield from self.text(stream, path, begin, end)
+                return
+            if kind == ".parquet":
+                found = self.parquet(stream, path, begin, end)
+            elif kind == ".json":
+                found = self.texts(json_records(stream, path, self.errors, self.bad, self.decode))
+            else:
+                begin = line_start(stream, begin) if begin else 0
+                found = self.texts(json_rows(stream, path, self.errors, begin, end, self.bad, self.decode))
+            for text, where in found:
+                at = 0
+                for piece in pieces_of(text):
+                    yield at == 0, self.checked(piece, path, where, at)
+                    at += len(piece)
+                self.empty += not text
 
-    def text(self, stream, path, begin, end, size):
+    def decode(self, data):
+        """str of UTF-8, or of what is nearly so where the user has asked for it."""
+        if self.errors == "strict":
+            return data.decode()
+        text = data.decode("utf-8", "replace")
+        self.replaced += text.count("\ufffd") - data.count("\ufffd".encode())
+        return text
+
+    def text(self, stream, path, begin, end):
         if end is not None:
+            size = os.fstat(stream.fileno()).st_size
             begin, end = text_start(stream, begin, size), text_start(stream, end, size)
             stream.seek(begin)
         text, at, start, first = b"", 0, begin, begin == 0  # text[0] is byte `start` of the file
@@ -465,15 +598,15 @@ class Reader:
                 return
 
     def bad(self, where, what, hint):
-        """A line of .jsonl that is no document. The first ones that are left out are named."""
+        """A row that is no document. The first ones that are left out are named."""
         if not self.skip_bad:
-            die_of(where, what, hint + "; or leave such lines out with --skip-bad")
+            die_of(where, what, hint + "; or leave such rows out with --skip-bad")
         self.skipped += 1
         if self.skipped <= 3:
             print(f"note: left out: {where()}{what}", file=sys.stderr, flush=True)
 
-    def jsonl(self, stream, path, begin, end):
-        for record, where in json_rows(stream, path, self.errors, begin, end, self.bad):
+    def texts(self, rows):
+        for record, where in rows:
             text = record.get(self.field) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 items = record.items() if isinstance(record, dict) else ()
@@ -483,25 +616,21 @@ class Reader:
                 continue
             record = None  # a long one would be in memory once more
             try:
-                text = text.encode("utf-8", "strict" if self.errors == "strict" else "replace")
+                data = text.encode()
             except UnicodeEncodeError:  # JSON can spell such a thing
-                hint = "--encoding-errors replace puts '?' there"
-                self.bad(where, " holds half a surrogate pair, which is no character", hint)
-                continue
-            yield text, where
+                if self.errors == "strict":
+                    hint = "--encoding-errors replace puts '?' there"
+                    self.bad(where, " holds half a surrogate pair, which is no character", hint)
+                    continue
+                data = text.encode("utf-8", "replace")
+                self.replaced += data.count(b"?") - text.count("?")
+            yield data, where
 
     def parquet(self, stream, path, begin, end):
-        for row, batch in parquet_batches(stream, path, [self.field], begin, end):
-            import pyarrow.types as types
-
+        for row, batch in parquet_batches(stream, path, self.field, begin, end):
             column = batch.column(0)
-            if types.is_dictionary(column.type):
-                column = column.dictionary_decode()
-            if not (types.is_string(column.type) or types.is_large_string(column.type) or types.is_null(column.type)):
-                die(
-                    f"'{path}' row {row + 1}: column '{self.field}' is not text",
-                    "choose one with --text-field: " + ", ".join(batch.schema.names),
-                )
+            column = getattr(column, "storage", column)
+            column = column.dictionary_decode() if hasattr(column, "dictionary") else column
             for i, text in enumerate(column.cast("large_binary").to_pylist()):  # bytes: checked like all other text
                 yield text or b"", functools.partial("'{}' row {}".format, path, row + i + 1)
 
@@ -511,7 +640,7 @@ class Reader:
         except UnicodeDecodeError as e:
             if self.errors == "strict":
                 die_of(where, *not_text(path, start + e.start, self.errors))
-            text = text.decode("utf-8", "replace").encode()
+            text = self.decode(text).encode()
         if self.no_nul and b"\0" in text:
             if self.errors == "strict":
                 die(
@@ -519,5 +648,6 @@ class Reader:
                     f"end-of-text",
                     "is this a text file? --encoding-errors replace drops NULs",
                 )
+            self.replaced += text.count(0)
             text = text.replace(b"\0", b"")
         return text

@@ -1,6 +1,8 @@
 """The data scripts on real small files: what they write, what they refuse, and what a killed run leaves behind."""
 
 import base64
+import bz2
+import codecs
 import collections
 import gzip
 import hashlib
@@ -206,6 +208,145 @@ def test_parquet(tmp_path):
     prepare("--input", path, "--output", tmp_path / "out2", "--text-field", "id", fails="is not text")
     path.write_bytes(path.read_bytes()[:1000])
     prepare("--input", path, "--output", tmp_path / "out2", fails="is not a good Parquet file")
+
+
+def texts_of(path, field="text", **more):
+    """The documents of a file, as one process reads it."""
+    texts, source = [], reader.Reader(field, "strict", False, **more)
+    for span in (span for _, spans in reader.plan([str(path)]) for span in spans):
+        for first, piece in source.documents(span):
+            texts = [*texts, piece] if first else [*texts[:-1], texts[-1] + piece]
+    return texts
+
+
+def refusal(call, *args):
+    with pytest.raises(SystemExit) as stopped:
+        call(*args)
+    return str(stopped.value)
+
+
+def test_every_type_of_text_column(tmp_path):
+    """Whatever Arrow calls it: views, long ones, bytes, dictionaries. What is no text is named with its type."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    texts, path = ["é" * 300, "", "b", "é" * 300, None], tmp_path / "a.parquet"
+    plain = [pa.string(), pa.large_string(), pa.string_view(), pa.json_()]
+    raw = [pa.binary(), pa.large_binary(), pa.binary_view()]
+    for kind in (
+        plain + raw + [pa.dictionary(pa.int32(), k) for k in plain[:2] + raw[:2]]
+    ):  # no writer has views in them
+        values = pa.array(texts).cast(pa.binary() if "binary" in str(kind) else pa.string())
+        storage = getattr(kind, "storage_type", kind)
+        if pa.types.is_dictionary(kind):
+            values = values.dictionary_encode()
+            values = pa.DictionaryArray.from_arrays(values.indices, values.dictionary.cast(kind.value_type))
+        else:
+            values = values.cast(storage)
+        values = values if storage == kind else pa.ExtensionArray.from_storage(kind, values)
+        pyarrow.parquet.write_table(pa.table({"n": range(5), "text": values}), path)
+        assert texts_of(path) == [t.encode() for t in texts if t], kind
+    pyarrow.parquet.write_table(pa.table({"text": pa.nulls(3)}), path)
+    assert texts_of(path) == []
+    none = {"ids": [[1]], "struct": [{"text": "a"}], "list": [["a"]], "n": [1], "day": pa.array([1], pa.date32())}
+    none["fixed"] = pa.array([b"ab"], pa.binary(2))
+    pyarrow.parquet.write_table(pa.table({**none, "body": ["x"], "view": pa.array(["y"], pa.string_view())}), path)
+    for name, kind in (
+        ("ids", "list<"),
+        ("struct", "struct<"),
+        ("list", "list<"),
+        ("n", "int64"),
+        ("fixed", "fixed_size"),
+    ):
+        said = refusal(texts_of, path, name)
+        assert f"column '{name}' holds {kind}" in said and "text is in: body, view" in said
+    assert "has no column 'text'" in refusal(texts_of, path) and "text is in: body, view" in refusal(texts_of, path)
+    pyarrow.parquet.write_table(pa.table({"image": [b"good", b"\xff\xd8\xff"]}), path)
+    said = refusal(texts_of, path, "image")
+    assert "row 2: byte 0 is not UTF-8" in said and "iconv" not in said and "--text-field" in said
+
+
+def packed(data, ending):
+    if ending == ".zst":
+        pa = pytest.importorskip("pyarrow")
+        with pa.BufferOutputStream() as out:
+            with pa.CompressedOutputStream(out, "zstd") as stream:
+                stream.write(data)
+            return out.getvalue().to_pybytes()
+    return {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[ending](data)
+
+
+@pytest.mark.parametrize("ending", reader.PACKED)
+def test_packed_files(tmp_path, ending):
+    """Every kind of file in every packing, in several frames, too; and what is cut or spoilt names the file."""
+    texts = ["a \u2028" * 5000, "b\r\n", "c\n\n\n"]
+    lines = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+    for name, data in (
+        ("a.jsonl", lines),
+        ("A.NDJSON", lines),
+        ("b.json", lines),
+        ("c.json", json.dumps([{"text": t} for t in texts]).encode()),
+    ):
+        path = tmp_path / (name + ending)
+        path.write_bytes(packed(data, ending))
+        assert texts_of(path) == [t.encode() for t in texts], name
+        assert [record["text"] for record, _ in reader.rows(str(path))] == texts
+    path = tmp_path / ("d.txt" + ending.upper())
+    path.write_bytes(packed(b"first " * 100000, ending) + packed(b"second", ending))
+    assert texts_of(path) == [b"first " * 100000 + b"second"]
+    whole = packed(np.random.default_rng(1).integers(97, 120, 100000, np.uint8).tobytes(), ending)
+    for data in b"", whole[:-1], whole[: len(whole) // 2], b"not packed at all":
+        path.write_bytes(data)
+        assert f"'{path}' cannot be unpacked: " in refusal(texts_of, path)
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        pa.parquet.write_table(pa.table({"text": texts}), tmp_path / "e.parquet", row_group_size=1)
+        path = tmp_path / ("e.parquet" + ending)
+        path.write_bytes(packed((tmp_path / "e.parquet").read_bytes(), ending))
+        assert texts_of(path) == [t.encode() for t in texts]
+        path.write_bytes(path.read_bytes()[:-9])
+        assert f"'{path}' cannot be unpacked: " in refusal(texts_of, path)
+
+
+def test_names_of_inputs(tmp_path, monkeypatch, capsys):
+    """What is not read is refused by its name; .json is read where it is named so."""
+    monkeypatch.chdir(tmp_path)
+    find = lambda *patterns: reader.find_inputs(patterns)
+    for name in "a.txt", "config.json", "c4.json.gz", "d.tar.gz", "e.zip", "f.zst", "g.lz4", "h.pdf.xz":
+        (tmp_path / name).write_bytes(b"x")
+    assert find(".") == ["./a.txt"] and find("*") == ["a.txt"]
+    said = capsys.readouterr().out
+    assert said.count("3 archives ('") == 2 and said.count("3 packed files ('") == 2
+    assert find("*.json") == ["config.json"] and find("*.json.gz", "config.json") == ["c4.json.gz", "config.json"]
+    for name in "d.tar.gz", "e.zip", "g.lz4":
+        assert f"'{name}' is packed in a form that is not read here\n  hint: unpack it first" in refusal(find, name)
+    assert "its name does not say what is in it\n  hint: rename it" in refusal(find, "f.zst")
+
+
+def test_json_lists_are_read_in_parts(tmp_path, monkeypatch):
+    """At any size of a block the same, which no character and no entry stops."""
+    records = [{"text": "é — 日本 😀\n" * n, "n": [n, {"a": 1.5e3}]} for n in range(40)] + [12, "a", None, [], 7]
+    for spelt in json.dumps(records), json.dumps(records, ensure_ascii=False, indent=1), " \n[\r\n]\t", "[12]":
+        data = spelt.encode()
+        (tmp_path / "a.json").write_bytes(codecs.BOM_UTF8 + data)
+        for size in 1, 2, 7, 100, 1 << 20:
+            monkeypatch.setattr(reader, "BLOCK_BYTES", size)
+            assert [record for record, _ in reader.rows(str(tmp_path / "a.json"))] == json.loads(data)
+    read = lambda: list(reader.rows(str(tmp_path / "a.json")))
+    for spelt, words in (
+        (b'[{"a": 1}, {"a": ', "entry 2 is not JSON"),
+        (b'[{"a": 1}, {"a": x}]', "entry 2 is not JSON"),
+        (b"[1, 2", "entry 2 is not JSON: the list has no end"),
+        (b"[1, 2\n\n", "its list has no end"),
+        (b"[1 2]", "no comma behind entry 1"),
+        (b"[" * 100000, "entry 1 is not JSON"),
+        (b'["caf\xe9"]', "byte 5 is not UTF-8"),
+        ('["a"]'.encode("utf-16"), "byte 0 is not UTF-8"),
+    ):
+        (tmp_path / "a.json").write_bytes(spelt)
+        assert words in refusal(read), spelt
 
 
 # ---- order, splits, shards
