@@ -57,6 +57,7 @@ typedef struct {
     int64_t best_step, evaluated_step, worse_evaluations;
     char *options[NUM_OPTIONS];  // the run's options as text, to compare or to restore; NULL: not known
     char precision[96];          // set by loading; see precision_text
+    Path data_folder;            // of the first training shard; not in the file
 } TrainState;
 // Numbers of train_state.json, and the largest that is accepted: far above what a run can have, low enough that sums
 // and products do not overflow.
@@ -117,12 +118,14 @@ static inline const char *checkpoint_file(const char *folder, int i) {
 #define DIVERGED_MARK "diverged"
 // What a Hugging Face folder has beside config and weights. A checkpoint has copies of those in its --model's folder,
 // or if that has gone of those in the newest checkpoint, so that whoever opens it finds tokenizer and chat template.
-static const char *const companion_files[] = {"tokenizer.json",    "tokenizer_config.json",
-                                              "tokenizer.model",   "special_tokens_map.json",
-                                              "added_tokens.json", "vocab.json",
-                                              "merges.txt",        "chat_template.jinja",
-                                              "tokenizer.bin",     "generation_config.json"};
-enum { NUM_COMPANION_FILES = COUNT_OF(companion_files) };
+// The last two are what the run teaches: first those beside its data, where dev/data/chat.py writes them, then those of
+// the newest checkpoint.
+static const char *const companion_files[] = {"tokenizer.json",      "tokenizer_config.json",
+                                              "tokenizer.model",     "special_tokens_map.json",
+                                              "added_tokens.json",   "vocab.json",
+                                              "merges.txt",          "tokenizer.bin",
+                                              "chat_template.jinja", "generation_config.json"};
+enum { NUM_COMPANION_FILES = COUNT_OF(companion_files), NUM_TAUGHT_FILES = 2 };
 
 static inline Path checkpoint_folder(const char *output, int64_t step, const char *suffix) {
     return path_of("%s/step_%08ld%s", output, step, suffix);
@@ -607,18 +610,22 @@ static inline void checkpoint_make_folder(Checkpoint *c) {
     free_names(names, count);
     names = NULL;
     count = scandir(output, &names, is_step_name, by_step);
-    const Path from = model && is_directory(model)
-                          ? path_of("%s", model)
-                          : path_of("%s/%s", output, count > 0 ? names[count - 1]->d_name : ".");
+    const Path newest = path_of("%s/%s", output, count > 0 ? names[count - 1]->d_name : ".");
+    const char *const folders[] = {c->state.data_folder.text, newest.text,
+                                   model && is_directory(model) ? model : newest.text};
     free_names(names, count);
     if (mkdir(c->writing.text, 0777) != 0 && errno != EEXIST)
         c->error = st_failed(c->writing.text);
     else
         c->error = write_config(c->m, c->writing.text, model, &c->sums[0]);
-    for (int i = 0; i < NUM_COMPANION_FILES && !c->error; i++)
-        c->error = copy_companion(path_of("%s/%s", from.text, companion_files[i]).text,
-                                  path_of("%s/%s", c->writing.text, companion_files[i]).text);
-    if (!c->error && model && file_bytes(model, "generation_config.json") < 0)
+    for (int i = 0; i < NUM_COMPANION_FILES && !c->error; i++) {
+        const char *name = companion_files[i];
+        int from = i < NUM_COMPANION_FILES - NUM_TAUGHT_FILES ? 2 : 0;
+        while (from < 2 && (!*folders[from] || file_bytes(folders[from], name) < 0)) from++;
+        c->error = copy_companion(path_of("%s/%s", folders[from], name).text,
+                                  path_of("%s/%s", c->writing.text, name).text);
+    }
+    if (!c->error && model && file_bytes(c->writing.text, "generation_config.json") < 0)
         c->error = write_ends(model, c->writing.text);
 }
 // All ranks call it, with the same arguments. overlap: copy what this rank writes and let a thread write it. Without,

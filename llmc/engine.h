@@ -11,37 +11,18 @@
 #define LLMC_ENGINE_H
 
 #include "backend.h"
-#include "json.h"
+#include "ends.h"
 #include "tokenizer.h"
 
-// Tokens that end a sequence.
-enum { END_TOKENS = 16 };
-typedef struct { int ids[END_TOKENS], count; } EndTokens;
-static inline int is_end_token(const EndTokens *e, int token) {
-    for (int i = 0; i < e->count; i++)
-        if (e->ids[i] == token) return 1;
-    return 0;
-}
-static inline void add_end_token(EndTokens *e, int64_t token) {
-    if (token >= 0 && token <= INT32_MAX && e->count < END_TOKENS && !is_end_token(e, (int)token))
-        e->ids[e->count++] = (int)token;
-}
-// End-of-text, and what generation_config.json in the model's folder names, or where there is none its config.json.
-static inline EndTokens end_tokens(int eot, const char *folder) {
-    EndTokens e = {{eot}, 1};
-    Json j;
-    int64_t id;
-    const int own = file_exists(path_of("%s/generation_config.json", folder).text);
-    if (json_load(&j, path_of("%s/%sconfig.json", folder, own ? "generation_" : "").text)) {
-        int value = json_get(&j, 0, "eos_token_id");
-        if (json_int(&j, value, &id)) add_end_token(&e, id);
-        JSON_EACH(&j, item, value) if (json_int(&j, item, &id)) add_end_token(&e, id);
-    }
-    json_free(&j);
-    return e;
-}
-
-typedef enum { SEQUENCE_RUNS, SEQUENCE_STOP, SEQUENCE_LENGTH, SEQUENCE_CANCELLED } SequenceEnd;
+typedef enum {
+    SEQUENCE_RUNS,
+    SEQUENCE_STOP,
+    SEQUENCE_LENGTH,
+    SEQUENCE_CANCELLED,
+    SEQUENCE_NOT_FINITE  // no token can be drawn (sampler.h)
+} SequenceEnd;
+#define NOT_FINITE "no token can be drawn: the model's logits are not finite"
+#define NOT_FINITE_HINT "its weights hold NaN or infinity, or lead to them: use another checkpoint"
 
 // The caller sets the first fields, and frees `tokens` after the end.
 typedef struct Sequence {
@@ -49,9 +30,9 @@ typedef struct Sequence {
     int count;    // tokens so far: at first those of the prompt, at least one
     int most;     // tokens at which it ends
     Draw draw;
-    EndTokens ends;  // beside those of the engine
-    void *of;        // for the caller
-    TextTail tail;   // for the caller, zero at first
+    const Ends *ends;  // tokens beside those of the engine; NULL: none
+    void *of;          // for the caller
+    TextTail tail;     // for the caller, zero at first
     // private
     int prompt;    // tokens of the prompt
     int slot;      // -1: it waits
@@ -63,7 +44,8 @@ typedef struct Sequence {
 } Sequence;
 
 // Called for each generated token, and at the end with drawn NULL. A token that ends the sequence is not reported.
-typedef void EngineHear(void *caller, Sequence *s, const Drawn *drawn, SequenceEnd end);
+// Returns whether the sequence ends with this token.
+typedef int EngineHear(void *caller, Sequence *s, const Drawn *drawn, SequenceEnd end);
 typedef struct {
     Model *m, *draft;            // draft NULL: there is none
     int drafted;                 // tokens that it proposes at a time; slots * (drafted + 1) <= DECODE_ROWS
@@ -71,7 +53,7 @@ typedef struct {
     int keeps;                   // keys and values; 0: each token recomputes them (--kv-cache 0)
     int eot;                     // token before every text
     const Tokenizer *tokenizer;  // NULL: token ids are printed
-    EndTokens ends;
+    Ends *ends;  // the texts are looked for by `hear`
     EngineHear *hear;
     void *caller;
     // private
@@ -109,13 +91,13 @@ static inline void engine_end(Engine *e, Sequence *s, SequenceEnd end) {
     e->hear(e->caller, s, NULL, end);
 }
 static void engine_heard(Engine *e, Sequence *s, const Drawn *drawn) {
-    if (is_end_token(&e->ends, drawn->token) || is_end_token(&s->ends, drawn->token)) {
-        engine_end(e, s, SEQUENCE_STOP);
-        return;
+    SequenceEnd end = isnan(drawn->logprob) ? SEQUENCE_NOT_FINITE : SEQUENCE_STOP;
+    if (end == SEQUENCE_STOP && !is_end_token(e->ends, drawn->token) &&
+        !(s->ends && is_end_token(s->ends, drawn->token))) {
+        s->tokens[s->count++] = drawn->token;
+        if (!e->hear(e->caller, s, drawn, SEQUENCE_RUNS)) end = s->count == s->most ? SEQUENCE_LENGTH : SEQUENCE_RUNS;
     }
-    s->tokens[s->count++] = drawn->token;
-    e->hear(e->caller, s, drawn, SEQUENCE_RUNS);
-    if (s->count == s->most) engine_end(e, s, SEQUENCE_LENGTH);
+    if (end) engine_end(e, s, end);
 }
 
 // The tokens before the last go into the empty slot. What exceeds the window is left out, and half of it stays free, so

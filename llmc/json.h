@@ -220,6 +220,15 @@ static inline int json_load(Json *j, const char *path) {
     return text && json_parse_owned(j, text, length);
 }
 
+// The object in a file, which may be missing: then this returns 0. A damaged one ends the program.
+static inline int json_open(Json *j, const char *path) {
+    memset(j, 0, sizeof *j);
+    if (!file_exists(path)) return 0;
+    require(json_load(j, path) && j->tokens->kind == JSON_OBJECT,
+            "'%s' cannot be used: %s\nget the file again, or remove it", path, *j->error ? j->error : "no JSON object");
+    return 1;
+}
+
 static inline int json_is(const Json *j, int value, JsonKind kind) {
     return value != JSON_NONE && j->tokens[value].kind == kind;
 }

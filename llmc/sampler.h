@@ -12,7 +12,8 @@
 //   - The ids are processed in parts of DRAW_PART. A part knows its own largest logit before any other part's, so one
 //     pass suffices: its masses and scores are relative to that; then the parts' results are joined.
 //   - The order of the ids is that of a 64-bit key: the logit, then the id, the smaller first.
-// A NaN is never drawn, and -inf only if there is nothing else. If all are NaN, token 0 is "drawn".
+// A logit of -inf is never drawn or reported. With a NaN or +inf among a row's logits, or without a finite one, there is
+// no draw: its logprob is NaN.
 #ifndef LLMC_SAMPLER_H
 #define LLMC_SAMPLER_H
 
@@ -40,7 +41,7 @@ typedef struct {
 } Draw;
 typedef struct {
     int token;
-    float logprob;            // of `token`, at temperature 1 over all known ids; NaN if all logits are
+    float logprob;            // of `token`, at temperature 1 over all known ids; NaN: none could be drawn, `token` is 0
     int top_token[DRAW_TOP];  // the likeliest first; -1: there is none
     float top_logprob[DRAW_TOP];
 } Drawn;
@@ -87,19 +88,26 @@ HOST_DEVICE static inline uint64_t draw_exp2(float x, float scale, float least) 
 
 // ---- keys: an order of the ids
 
-// The larger, the likelier; 0 for NaN.
+// The larger, the likelier. A NaN is the largest, so that no maximum hides it.
 HOST_DEVICE static inline uint32_t draw_order(float x) {
     const uint32_t u = float_bits(x + 0.0f);                                  // -0 becomes 0
     const uint32_t order = u ^ ((uint32_t)((int32_t)u >> 31) | 0x80000000u);  // negative: ~u
-    return order & -(uint32_t)(x == x);
+    return order | -(uint32_t)(x != x);
+}
+static const uint32_t DRAW_LOWEST = 0x007fffff /* of -inf */, DRAW_HIGHEST = 0xff800000 /* of +inf */;
+// Whether a row can be drawn from, by its largest order.
+HOST_DEVICE static inline int draw_is_finite(uint32_t largest) {
+    return largest > DRAW_LOWEST && largest < DRAW_HIGHEST;
 }
 HOST_DEVICE static inline float draw_value(uint32_t order) {
-    return bits_float(order >> 31 ? order & 0x7fffffffu : ~order);  // 0: a NaN
+    return bits_float(order >> 31 ? order & 0x7fffffffu : ~order);
 }
-// Different for all ids; 0 for NaN.
-HOST_DEVICE static inline uint64_t draw_key(float x, int id) {
-    const uint32_t order = draw_order(x);
-    return order ? (uint64_t)order << 32 | (uint32_t)~id : 0;
+// Different for all ids, and not 0.
+HOST_DEVICE static inline uint64_t draw_key(float x, int id) { return (uint64_t)draw_order(x) << 32 | (uint32_t)~id; }
+// Of what may be drawn and reported.
+HOST_DEVICE static inline uint64_t draw_least(uint64_t key) {
+    const uint64_t least = (uint64_t)(DRAW_LOWEST + 1) << 32;
+    return key > least ? key : least;
 }
 HOST_DEVICE static inline int draw_id(uint64_t key) { return (int)~(uint32_t)key; }
 // How far below the largest; equal infinities are not apart.
@@ -202,7 +210,7 @@ static void draw_top(const float *logits, int known, const DrawRule *r, float mo
     uint64_t keys[DRAW_TOP + 1] = {0};
     for (int id = 0; id < known && r->top; id++) {
         const uint64_t key = draw_key(logits[id], id);
-        if (key <= keys[r->top - 1]) continue;
+        if (key <= draw_least(keys[r->top - 1])) continue;
         int at = r->top - 1;
         for (; at > 0 && keys[at - 1] < key; at--) keys[at] = keys[at - 1];
         keys[at] = key;
@@ -229,35 +237,38 @@ static inline int draw_part(const float *logits, int first, int count, const Dra
     for (int i = 0; i < count; i++) scores[i] = draw_below(x[i], most);
     if (r->inverse > 0)
         for (int i = 0; i < count; i++) scores[i] = draw_noisy(r, d, position, first + i, scores[i]);
-    for (int i = 0; i < count; i++) scores[i] = draw_key(x[i], first + i) >= least ? scores[i] : NAN;
+    for (int i = 0; i < count; i++) scores[i] = draw_key(x[i], first + i) >= least ? scores[i] : -INFINITY;
     const uint32_t best = draw_largest(scores, count);
-    for (int i = 0; i < count && best; i++)
+    for (int i = 0; i < count && best > DRAW_LOWEST; i++)
         if (draw_order(scores[i]) == best) return first + i;
     return -1;
 }
 // logits (known), at most 2^DRAW_MOST_IDS.
 static inline void draw_token(const float *logits, int known, const Draw *d, uint64_t position, Drawn *out) {
-    const DrawRule r = draw_rule(d, known);
+    DrawRule r = draw_rule(d, known);
     const uint32_t largest = draw_largest(logits, known);
     const float most = draw_value(largest);
+    const int finite = draw_is_finite(largest);
     uint64_t least = 0, total = 0, winner = 0;
-    if (largest && r.count) least = draw_select(logits, known, &r, most, least, 0);
-    if (largest && r.share < 1) least = draw_select(logits, known, &r, most, least, 1);
-    for (int first = 0; first < known; first += DRAW_PART) {
+    if (finite && r.count) least = draw_select(logits, known, &r, most, least, 0);
+    if (finite && r.share < 1) least = draw_select(logits, known, &r, most, least, 1);
+    least = draw_least(least);
+    for (int first = 0; first < known && finite; first += DRAW_PART) {
         const int count = known - first < DRAW_PART ? known - first : DRAW_PART;
         const uint32_t part_largest = draw_largest(logits + first, count);
         const float part_most = draw_value(part_largest);
         uint64_t mass = 0;
         for (int i = 0; i < count; i++) mass += draw_mass(draw_below(logits[first + i], part_most));
-        if (part_largest) total += draw_join(mass, draw_below(part_most, most));
+        total += draw_join(mass, draw_below(part_most, most));
         if (part_largest < least >> 32) continue;
         const int id = draw_part(logits, first, count, &r, d, position, least, part_most);
         if (id < 0) continue;
         const uint64_t key = draw_key(draw_score(&r, d, position, id, draw_below(logits[id], most)), id);
         winner = key > winner ? key : winner;
     }
-    out->token = winner ? draw_id(winner) : 0;
-    out->logprob = winner ? draw_logprob(draw_below(logits[out->token], most), total) : NAN;
+    out->token = finite ? draw_id(winner) : 0;
+    out->logprob = finite ? draw_logprob(draw_below(logits[out->token], most), total) : NAN;
+    if (!finite) r.top = 0;
     draw_top(logits, known, &r, most, total, out);
 }
 

@@ -12,6 +12,7 @@ enum {
     SERVE_LINE = 16 << 20,  // bytes of a line, less than
     SERVE_WAITING = 1024,   // sequences that wait for a slot
     SERVE_MOST_N = 128,
+    SERVE_MOST_ENDS = 1024,
     SERVE_ID = 200
 };
 
@@ -19,6 +20,9 @@ enum {
 typedef struct {
     char id[SERVE_ID + 1];
     int n, left;          // sequences; those that have not ended
+    int failed;           // nothing more is said of it
+    int bytes;            // reports the bytes of tokens
+    Ends ends;            // beside the model's
     Sequence *sequences;  // (n), behind this struct
 } Request;
 typedef struct {
@@ -48,7 +52,14 @@ static FILE *serve_event(Server *s, const char *event, const char *id) {
     json_write_string(s->out, id);
     return s->out;
 }
-// The format: "message\nhint". Returns 0.
+// The request with this id; NULL: it does not run.
+static const Request *serve_find(const Server *s, const char *id) {
+    for (const Sequence *q = s->engine.first; q; q = q->next)
+        if (!strcmp(((const Request *)q->of)->id, id)) return (const Request *)q->of;
+    return NULL;
+}
+// id NULL: it is not known. A request that runs has not failed with another line of its id. The format:
+// "message\nhint". Returns 0.
 __attribute__((format(printf, 3, 4))) static int serve_refuse(Server *s, const char *id, const char *format, ...) {
     char message[600];
     va_list args;
@@ -57,10 +68,17 @@ __attribute__((format(printf, 3, 4))) static int serve_refuse(Server *s, const c
     va_end(args);
     char *hint = strrchr(message, '\n');
     *hint++ = 0;
-    FILE *f = serve_event(s, "error", id);
+    FILE *f = serve_event(s, "error", id && serve_find(s, id) ? NULL : id);
     logger_fields(f, "message %s hint %s", message, hint);
     fputs("}\n", f);
     return 0;
+}
+// The bytes of a token, in hexadecimal digits.
+static void serve_bytes(const Server *s, int token) {
+    const Tokenizer *t = s->engine.tokenizer;
+    int length;
+    const unsigned char *bytes = t ? tokenizer_token(t, token, &length) : NULL;
+    for (int i = 0; bytes && i < length; i++) fprintf(s->out, "%02x", bytes[i]);
 }
 static void serve_top(Server *s, const Drawn *drawn, int count) {
     fputs(",\"top\":[", s->out);
@@ -70,15 +88,15 @@ static void serve_top(Server *s, const Drawn *drawn, int count) {
         json_write_string(s->out, text);
         fputc(',', s->out);
         json_write_float(s->out, drawn->top_logprob[i]);
-        fputc(']', s->out);
+        fputs(",\"", s->out);
+        serve_bytes(s, drawn->top_token[i]);
+        fputs("\"]", s->out);
         free(text);
     }
     fputc(']', s->out);
 }
-static void serve_hear(void *server, Sequence *q, const Drawn *drawn, SequenceEnd end) {
+static void serve_tell(Server *s, const Request *r, Sequence *q, const Drawn *drawn, SequenceEnd end) {
     static const char *const reasons[] = {"", "stop", "length", "cancelled"};
-    Server *s = (Server *)server;
-    Request *r = (Request *)q->of;
     char *text = tokenizer_stream(s->engine.tokenizer, &q->tail, drawn ? drawn->token : -1, 0);
     FILE *f = serve_event(s, drawn ? "token" : "end", r->id);
     logger_fields(f, "index %d text %s", (int)(q - r->sequences), text);
@@ -87,11 +105,37 @@ static void serve_hear(void *server, Sequence *q, const Drawn *drawn, SequenceEn
         logger_fields(f, "token %d logprob %e", drawn->token, drawn->logprob);
     else
         logger_fields(f, "reason %s tokens %d", reasons[end], q->count - q->prompt);
+    if (drawn && r->bytes) {
+        fputs(",\"bytes\":\"", f);
+        serve_bytes(s, drawn->token);
+        fputc('"', f);
+    }
     if (drawn && q->draw.top) serve_top(s, drawn, q->draw.top);
     fputs("}\n", f);
-    if (drawn || --r->left) return;
+}
+// Ends one sequence of a request that runs, or all.
+static void serve_end(Server *s, const Request *r, const Sequence *one) {
+    for (Sequence *q = s->engine.first, *next; q; q = next) {
+        next = q->next;
+        if (q->of == r && (!one || q == one)) engine_end(&s->engine, q, SEQUENCE_CANCELLED);
+    }
+}
+static int serve_hear(void *server, Sequence *q, const Drawn *drawn, SequenceEnd end) {
+    Server *s = (Server *)server;
+    Request *r = (Request *)q->of;
+    if (end == SEQUENCE_NOT_FINITE && !r->failed) {
+        FILE *f = serve_event(s, "error", r->id);
+        logger_fields(f, "message %s hint %s status %d", NOT_FINITE, NOT_FINITE_HINT, 500);
+        fputs("}\n", f);
+        r->failed = 1;
+        serve_end(s, r, NULL);
+    }
+    if (!r->failed) serve_tell(s, r, q, drawn, end);
+    if (drawn || --r->left) return 0;
     free(r->sequences->tokens);  // one array
+    ends_free(&r->ends);
     free(r);
+    return 0;
 }
 
 // ---- requests
@@ -119,7 +163,7 @@ static int asked_field(const Json *j, int value, const char *key, Asked *a) {
     if (!strcmp(key, "id")) return 1;
     if (!strcmp(key, "prompt")) return (a->prompt = json_string(j, value)) != NULL;
     if (!strcmp(key, "tokens")) return json_is(j, a->tokens = value, JSON_ARRAY) && json_items(j, value) > 0;
-    if (!strcmp(key, "ends")) return json_is(j, a->ends = value, JSON_ARRAY) && json_items(j, value) <= END_TOKENS;
+    if (!strcmp(key, "ends")) return json_is(j, a->ends = value, JSON_ARRAY) && json_items(j, value) <= SERVE_MOST_ENDS;
     if (!strcmp(key, "special")) return json_bool(j, value, &a->special);
     if (!strcmp(key, "cancel")) return json_bool(j, value, &a->cancel);
     return -1;
@@ -127,7 +171,7 @@ static int asked_field(const Json *j, int value, const char *key, Asked *a) {
 // Returns 0 if the line was refused.
 static int asked_read(Server *s, const Json *j, Asked *a) {
     const Asked nothing = {
-        json_string(j, json_get(j, 0, "id")), NULL, JSON_NONE, JSON_NONE, 0, 0, 1 << 30, 1, 0, 1, -1, 1, 0, -1};
+        json_string(j, json_get(j, 0, "id")), NULL, JSON_NONE, JSON_NONE, 0, 0, 1 << 30, 1, 0, 1, -1, 1, -1, -1};
     *a = nothing;
     if (!json_is(j, 0, JSON_OBJECT)) return serve_refuse(s, NULL, "a line is no JSON object\nsend one object a line");
     if (!a->id || !*a->id || strlen(a->id) > SERVE_ID)
@@ -151,27 +195,23 @@ static int serve_ids(const Server *s, const Json *j, int array, int *ids) {
     }
     return n;
 }
+// special: the ids of exactly this text, as a conversation was trained; else of a document, behind end-of-text.
 static int serve_encode(const Server *s, const char *text, int special, int *ids) {
-    const Tokenizer *t = s->engine.tokenizer;
-    const int bytes = (int)strlen(text), begins = special && tokenizer_special(t, text, bytes) >= 0;
+    const int behind = !special || !*text;  // a model needs a token
     ids[0] = s->engine.eot;
-    return !begins + tokenizer_encode_text(t, text, bytes, special, ids + !begins);
+    return behind + tokenizer_encode_text(s->engine.tokenizer, text, (int)strlen(text), special, ids + behind);
 }
-// The request with this id; NULL: it does not run.
-static const Request *serve_find(const Server *s, const char *id) {
-    for (const Sequence *q = s->engine.first; q; q = q->next)
-        if (!strcmp(((const Request *)q->of)->id, id)) return (const Request *)q->of;
-    return NULL;
-}
-static void serve_add(Server *s, const Asked *a, const int *prompt, int count, const EndTokens *ends) {
+static void serve_add(Server *s, const Asked *a, const int *prompt, int count, Ends ends) {
     const int n = (int)a->n, left = s->engine.window - count;
     const int most = count + (a->max_tokens < left ? (int)a->max_tokens : left);
     Request *r = (Request *)calloc_or_die(sizeof *r + n * sizeof *r->sequences);
-    Draw draw = {(float)a->temperature, (int)a->top_k, (float)a->top_p, 0, 0, (int)a->logprobs};
+    Draw draw = {(float)a->temperature, (int)a->top_k, (float)a->top_p, 0, 0, a->logprobs > 0 ? (int)a->logprobs : 0};
     draw.seed = a->seed >= 0 ? (uint64_t)a->seed : rand_u64(s->seed, RAND_SAMPLE, s->accepted);
     s->accepted++;
     strcpy(r->id, a->id);
     r->n = r->left = n;
+    r->bytes = a->logprobs >= 0;
+    r->ends = ends;
     r->sequences = (Sequence *)(r + 1);
     FILE *f = serve_event(s, "start", r->id);
     logger_fields(f, "prompt_tokens %d", count);
@@ -185,29 +225,25 @@ static void serve_add(Server *s, const Asked *a, const int *prompt, int count, c
         q->most = most;
         q->draw = draw;
         q->draw.stream = i;
-        q->ends = *ends;
+        q->ends = &r->ends;
         q->of = r;
         engine_add(&s->engine, q);
     }
 }
 static void serve_cancel(Server *s, const Json *j, const Asked *a) {
     (void)j;
-    for (Sequence *q = s->engine.first, *next; q; q = next) {
-        const Request *r = (const Request *)q->of;
-        next = q->next;
-        if (!strcmp(r->id, a->id) && (a->index < 0 || q == r->sequences + (int)a->index))
-            engine_end(&s->engine, q, SEQUENCE_CANCELLED);
-    }
+    const Request *r = serve_find(s, a->id);
+    if (r && a->index < r->n) serve_end(s, r, a->index < 0 ? NULL : r->sequences + (int)a->index);
 }
 static void serve_request(Server *s, const Json *j, const Asked *a) {
     const Engine *e = &s->engine;
     const char *id = a->id, *text = a->prompt;
     const int has_text = e->tokenizer && e->tokenizer->kind != TOKENIZER_UNKNOWN;
     int *ids = new_array(int, text ? 1 + strlen(text) : (size_t)json_items(j, a->tokens)), count = 0;
-    EndTokens ends;
+    Ends ends = {new_array(int, json_items(j, a->ends)), 0, NULL, 0};
     ends.count = serve_ids(s, j, a->ends, ends.ids);
     if (serve_find(s, id))
-        serve_refuse(s, NULL, "the id '%s' is running\nchoose another id, or cancel that one first", id);
+        serve_refuse(s, id, "the id '%s' is running\nchoose another id, or cancel that one first", id);
     else if ((text != NULL) == (a->tokens != JSON_NONE))
         serve_refuse(s, id, "a request needs a \"prompt\" or \"tokens\"\ngive one of them");
     else if (a->index >= 0)
@@ -225,16 +261,41 @@ static void serve_request(Server *s, const Json *j, const Asked *a) {
                      "the prompt of %d tokens does not fit into the context of %d with a token to follow\n"
                      "shorten it, or start with a larger --seq-len if the model's context allows",
                      count, e->window);
-    else
-        serve_add(s, a, ids, count, &ends);
+    else {
+        serve_add(s, a, ids, count, ends);
+        ends.ids = NULL;
+    }
+    free(ends.ids);
     free(ids);
+}
+// The id of a line that cannot be read, if it begins with it: {"id":"...". It goes to `id` (SERVE_ID + 1). Returns it,
+// or NULL.
+static const char *serve_id_of(const char *line, size_t length, char *id) {
+    const size_t most = 6 * SERVE_ID + 32;  // as \\u0000
+    char *text = new_array(char, most + 2);
+    size_t at = 0, quotes = 0;
+    Json j;
+    for (; at < length && at < most && quotes < 4; at++) {
+        text[at] = line[at];
+        if (line[at] == '\\' && at + 1 < length && at + 1 < most) {
+            at++;
+            text[at] = line[at];
+        } else
+            quotes += line[at] == '"';
+    }
+    text[at] = '}';
+    const char *found = json_parse_owned(&j, text, at + 1) ? json_string(&j, json_get(&j, 0, "id")) : NULL;
+    if (found && (!*found || strlen(found) > SERVE_ID)) found = NULL;
+    if (found) strcpy(id, found);
+    json_free(&j);
+    return found ? id : NULL;
 }
 static void serve_line(Server *s, const char *line, size_t length) {
     Json j;
     Asked a;
-    char *text = (char *)memcpy(malloc_or_die(length + 1), line, length);
+    char id[SERVE_ID + 1], *text = (char *)memcpy(malloc_or_die(length + 1), line, length);
     if (!json_parse_owned(&j, text, length))
-        serve_refuse(s, NULL, "a line is no JSON: %s\nsend one JSON object a line", j.error);
+        serve_refuse(s, serve_id_of(line, length, id), "a line is no JSON: %s\nsend one JSON object a line", j.error);
     else if (!json_bool(&j, json_get(&j, 0, "quit"), &s->ended) && asked_read(s, &j, &a))
         (a.cancel ? serve_cancel : serve_request)(s, &j, &a);
     json_free(&j);
@@ -266,7 +327,9 @@ static void serve_lines(Server *s) {
     s->length = (int)(end - at);
     if (at > s->input) memmove(s->input, at, s->length);
     if (s->length < SERVE_LINE) return;
-    if (!s->skips) serve_refuse(s, NULL, "a line is longer than %d MiB\nsend less", SERVE_LINE >> 20);
+    char id[SERVE_ID + 1];
+    if (!s->skips)
+        serve_refuse(s, serve_id_of(s->input, s->length, id), "a line is longer than %d MiB\nsend less", SERVE_LINE >> 20);
     s->skips = 1;
     s->length = 0;
 }
@@ -275,7 +338,12 @@ static void serve_ready(const Server *s, const char *model) {
     fputs("{\"event\":\"ready\"", s->out);
     logger_fields(s->out, "model %s context %d vocab %d slots %d waiting %d eot %d", model, e->window, s->vocab,
                   e->slots, SERVE_WAITING, e->eot);
-    for (int i = 0; i < e->ends.count; i++) fprintf(s->out, "%s%d", i ? "," : ",\"ends\":[", e->ends.ids[i]);
+    for (int i = 0; i < e->ends->count; i++) fprintf(s->out, "%s%d", i ? "," : ",\"ends\":[", e->ends->ids[i]);
+    fputs("],\"stop_strings\":[", s->out);
+    for (int i = 0; i < e->ends->num_texts; i++) {
+        if (i) fputc(',', s->out);
+        json_write_string(s->out, e->ends->texts[i].bytes);
+    }
     fputs("]}\n", s->out);
     fflush(s->out);
 }

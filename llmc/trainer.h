@@ -62,6 +62,14 @@ static int known_tokens(const Trainer *t) {
     int V = t->config.vocab_size;
     return t->has_tokenizer && t->tokenizer.vocab_size < V ? t->tokenizer.vocab_size : V;
 }
+// By the first of these folders with a generation_config.json: of the training data, where dev/data/chat.py writes one,
+// of adapters, of the model.
+static Ends ends_of(const Trainer *t) {
+    const char *const folders[] = {t->state.data_folder.text, t->adapters.text, model_source(t)};
+    int i = 0;
+    while (i < 2 && (!*folders[i] || file_bytes(folders[i], "generation_config.json") < 0)) i++;
+    return ends_of_folder(first_token(t), folders[i], t->has_tokenizer);
+}
 static Engine engine_of(Trainer *t) {
     Engine e;
     memset(&e, 0, sizeof e);
@@ -73,7 +81,7 @@ static Engine engine_of(Trainer *t) {
     e.keeps = (int)t->o.kv_cache;
     e.eot = first_token(t);
     e.tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
-    e.ends = end_tokens(e.eot, model_source(t));
+    e.ends = &t->ends;
     return e;
 }
 static void sample(Trainer *t) {
@@ -82,7 +90,8 @@ static void sample(Trainer *t) {
     g.engine = engine_of(t);
     g.o = &t->o;
     if (t->talks) {
-        chat(&g, model_source(t));
+        const ChatTemplate *style = *t->adapters.text ? chat_template_of(t->adapters.text) : NULL;
+        chat(&g, style ? style : chat_template_of(model_source(t)));
         return;
     }
     char *text = generate(&g, t->state.step, t->o.generate);
@@ -432,6 +441,7 @@ static void open_models(Trainer *t) {
     model_open(&t->model, &t->config, &model_options, &t->mesh);
     if (samples_here(t) && writes_text(o))
         model_decode_open(&t->model, generation_slots(o), t->window, known_tokens(t));
+    if (writes_text(o)) t->ends = ends_of(t);
     comm_align(&t->comm);  // not all ranks have opened it
     load_or_init(t);
     if (*o->draft) open_draft(t, &model_options);
@@ -481,6 +491,7 @@ static inline int trainer_main(int argc, char **argv) {
     model_close(&t->model);
     if (*o->draft) model_close(&t->draft);
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
+    ends_free(&t->ends);
     evaluation_close(&t->eval);
     if (!o->generate && !o->evaluate) dataloader_close(&t->train);
     state_free(&t->state);

@@ -28,6 +28,7 @@ typedef struct {
     int talks;   // --generate asks for prompts on a terminal
     FILE *out;   // --serve: of events
     Tokenizer tokenizer;
+    Ends ends;  // of generated texts
     Logger log;
     TrainState state;                     // what a checkpoint holds beside the parameters
     TrainState before;                    // options of the checkpoint that is resumed or generates; o points into them
@@ -182,6 +183,8 @@ static inline void open_data(Trainer *t) {
     if (!o->evaluate) open_rows(&t->train, o, o->overfit ? o->val_data : o->train_data, dp, !o->overfit, V);
     evaluation_open(&t->eval, o, dp, V);
     if (o->evaluate) return;
+    const char *shard = t->train.shards[0].path;
+    t->state.data_folder = path_of("%.*s.", (int)(file_name(shard) - shard), shard);
     require(t->train.vocab_size <= V,
             "the training data has a vocabulary of %d and the model of %d\nuse data made with the model's tokenizer",
             t->train.vocab_size, V);

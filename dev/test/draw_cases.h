@@ -10,12 +10,13 @@ enum {
     DRAW_TIED,      // few values
     DRAW_EQUAL,     // one value
     DRAW_ZEROS,     // of both signs
-    DRAW_HOLES,     // a third NaN, a third -inf
-    DRAW_ONE_LEFT,  // NaN and -inf but for one id
-    DRAW_INFINITE,  // some are +inf
+    DRAW_HOLES,     // a third -inf
+    DRAW_ONE_LEFT,  // -inf but for one id
+    DRAW_INFINITE,  // one id is +inf
     DRAW_HUGE,      // over the whole range of a float
     DRAW_TINY,      // denormals
-    DRAW_NO_MASS,   // -inf and NaN
+    DRAW_NO_MASS,   // -inf
+    DRAW_ONE_NAN,   // of either sign
     DRAW_ALL_NAN,
     NUM_DRAW_KINDS
 };
@@ -23,17 +24,18 @@ enum {
 static inline float draw_case_logit(int kind, uint64_t seed, int row, int id, int known) {
     const uint64_t stream = 1000 + (uint64_t)row, random = rand_u64(seed, stream, (uint64_t)id);
     const float x = rand_normal(seed, stream + 1000000, (uint64_t)id);
+    const int chosen = id == (int)(rand_u64(seed, stream, 1u << 30) % (uint64_t)known);
     switch (kind) {
     case DRAW_TIED: return floorf(2 * x);
     case DRAW_EQUAL: return 0.7f;
     case DRAW_ZEROS: return random & 1 ? 0.0f : -0.0f;
-    case DRAW_HOLES: return random % 3 == 0 ? NAN : random % 3 == 1 ? -INFINITY : 3 * x;
-    case DRAW_ONE_LEFT:
-        return id == (int)(rand_u64(seed, stream, 1u << 30) % (uint64_t)known) ? x : random & 1 ? NAN : -INFINITY;
-    case DRAW_INFINITE: return random % 50 == 0 ? INFINITY : x;
+    case DRAW_HOLES: return random % 3 == 0 ? -INFINITY : 3 * x;
+    case DRAW_ONE_LEFT: return chosen ? x : -INFINITY;
+    case DRAW_INFINITE: return chosen ? INFINITY : x;
     case DRAW_HUGE: return x * exp2f((float)(random % 250) - 125);
     case DRAW_TINY: return x * 1e-40f;
-    case DRAW_NO_MASS: return random & 1 ? NAN : -INFINITY;
+    case DRAW_NO_MASS: return -INFINITY;
+    case DRAW_ONE_NAN: return chosen ? bits_float(row % 2 ? 0x7fc00000u : 0xffc00000u) : random & 1 ? -INFINITY : x;
     case DRAW_ALL_NAN: return NAN;
     default: return 3 * x;
     }

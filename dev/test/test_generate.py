@@ -251,6 +251,140 @@ def test_a_checkpoint_ends_where_its_base_does(runs, tmp_path, ends):
         assert (json.loads(file.read_text())["eos_token_id"] if file.exists() else None) == ends
 
 
+def folder_of(run, folder, files=("config.json", "model.safetensors", "../../tokenizer.bin")):
+    """A model without the rest of its run."""
+    folder.mkdir()
+    for file in files:
+        shutil.copy(run / "step_00000040" / file, folder)
+    return folder
+
+
+def test_more_than_16_ends(runs, tmp_path):
+    folder = folder_of(runs / "big", tmp_path / "m", ("config.json", "model.safetensors"))
+    options = ["-e", folder, "--generate", "-g", 20, "--temperature", 0]
+    ids = samples(run(*options))[0].split()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257] * 40 + [258, int(ids[7])]}))
+    assert samples(run(*options))[0].split() == ids[: ids.index(ids[7])]
+
+
+def test_texts_that_end_a_sample(runs, tmp_path):
+    """stop_strings: one or several, streamed or not. What might have begun one is said in the end."""
+    folder = folder_of(runs / "big", tmp_path / "m")
+    options = ["-e", folder, "--generate", "-g", 120, "--temperature", 1, "--top-k", 8, "--prompt", "static "]
+    body = lambda text: re.search("---- sample of step 0[^\n]*\n(.*?)\n----", text, re.S)[1]
+    whole = body(run(*options))
+    assert len(whole) > 100
+    written = whole[len("static ") :]
+    for stops in (written[40:46], [written[60:63], "nowhere"], ["nowhere", written[-5:] + "?"], [written[0]], ["static"]):
+        (folder / "generation_config.json").write_text(json.dumps({"stop_strings": stops}))
+        found = [at for stop in ([stops] if isinstance(stops, str) else stops) if (at := written.find(stop)) >= 0]
+        said = run(*options)
+        assert body(said) == "static " + written[: min(found, default=None)], stops
+        assert body(run(*options, "--samples", 2)) == body(said)
+        assert int(re.search(r"---- (\d+) tokens, ", said)[1]) <= 120
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('{"eos_token_id": [2, 258', "cannot be used: ',' or ']' is missing"),
+        ("", "cannot be used: "),
+        ("[" * 100, "cannot be used: nested too deeply"),
+        ("[258]", "no JSON object"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id of "),
+        ('{"eos_token_id": [1, [2]]}', "eos_token_id of "),
+        ('{"eos_token_id": 2.5}', "eos_token_id of "),
+        ('{"stop_strings": [1]}', "stop_strings of "),
+        ('{"stop_strings": ""}', "stop_strings of "),
+        ('{"stop_strings": {"a": 1}}', "stop_strings of "),
+    ],
+)
+def test_damaged_ends_are_refused(runs, tmp_path, text, words):
+    folder = folder_of(runs / "big", tmp_path / "m")
+    options = ["-e", folder, "--generate", "-g", 2]
+    (folder / "generation_config.json").write_text('{"eos_token_id": null, "stop_strings": null}')
+    run(*options)
+    (folder / "generation_config.json").write_text(text)
+    said = run(*options, status=1)
+    assert words in said and f"'{folder}/generation_config.json'" in said and "hint: " in said
+
+
+def with_logit(folder, value):
+    """Sets one weight of the first row of the embedding, which is the head, too."""
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    at = 8 + size + next(t for name, t in header.items() if name.endswith("wte.weight"))["data_offsets"][0]
+    data[at : at + 4] = struct.pack("<f", value)
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("draft", [False, True])
+def test_logits_that_are_not_finite_are_an_error(runs, tmp_path, value, draft):
+    """Of one token suffices. A server goes on with other requests."""
+    folder = folder_of(runs / "big", tmp_path / "m")
+    with_logit(folder, value)
+    options = ["-e", folder, *(["--draft", runs / "small"] if draft else [])]
+    for more in ([], ["--temperature", 0], ["--samples", 3], ["--top-k", 5, "--top-p", 0.5]):
+        said = run(*options, "--generate", "-g", 8, "--prompt", "int", *more, status=1)
+        assert "the model's logits are not finite" in said and "hint: " in said
+    server = Server(2, *options)
+    for name in "ab":
+        server.send({"id": name, "prompt": "int", "max_tokens": 8, "n": 3, "logprobs": 5})
+        start, error = server.event(), server.event()
+        assert (start["event"], error["event"], error["id"], error["status"]) == ("start", "error", name, 500)
+        assert "not finite" in error["message"] and error["hint"]
+    assert not server.close()  # nothing else was said of them
+
+
+def test_training_goes_on_after_a_sample_that_is_not_finite(runs, tmp_path):
+    """Of a token that never comes in the data: the loss is finite until its logit is looked at."""
+    folder = folder_of(runs / "big", tmp_path / "m")
+    with_logit(folder, float("nan"))
+    options = ["-e", folder, "-i", runs / "train.bin", "-j", "", "-b", 1, "-t", 16, "-x", 3, "-v", 0, "-g", 4]
+    said = run(*options, "-s", 1, "--on-nan", "skip", "--skip-limit", 100)
+    assert said.count("no token can be drawn") >= 1 and "step      3/3" in said, said
+
+
+def test_what_training_teaches_travels_with_the_model(runs, tmp_path):
+    """The template and the ends beside the training shards have precedence over those of the model, also for samples of
+    the run itself; and where they are gone the run's own checkpoint has them."""
+    base = folder_of(runs / "big", tmp_path / "base")
+    for name, text in (("chat_template.jinja", "base"), ("generation_config.json", '{"eos_token_id": 1}')):
+        (base / name).write_text(text)
+    (base / "special_tokens_map.json").write_text("{}")
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("train.bin", "tokenizer.bin"):
+        shutil.copy(runs / name, data)
+    taught = {"chat_template.jinja": "taught", "generation_config.json": '{"stop_strings": ["<|im_end|>"]}'}
+    options = ["-j", "", "-b", 1, "-t", 16, "-v", 0, "-s", 0]
+    has = lambda step, out: {name: (tmp_path / out / f"step_{step:08d}" / name).read_text() for name in taught}
+    of_base = {name: (base / name).read_text() for name in taught}
+    run("-e", base, "-i", data / "train.bin", *options, "-x", 1, "-o", tmp_path / "plain")
+    assert has(1, "plain") == of_base
+    for name, text in taught.items():
+        (data / name).write_text(text)
+    run("-e", base, "-i", data / "train.bin", *options, "-x", 1, "-o", tmp_path / "tuned")
+    run("-e", base, "-i", data / "train.bin", *options, "-x", 1, "-o", tmp_path / "adapters", "--lora", 2)
+    assert has(1, "tuned") == taught == has(1, "adapters")
+    for out in ("tuned", "adapters"):
+        assert (tmp_path / out / "step_00000001/special_tokens_map.json").exists()
+        server = Server(1, "-e", tmp_path / out)
+        assert server.ready["stop_strings"] == ["<|im_end|>"] and server.ready["ends"] == [256] and not server.close()
+    (data / "generation_config.json").write_text('{"stop_strings": 7}')
+    assert "stop_strings" in run("-e", base, "-i", data / "train.bin", *options[:-1], 1, "-x", 1, status=1)
+    for name in taught:
+        (data / name).unlink()
+    for away in (False, True):  # the folders of base and data
+        if away:
+            shutil.rmtree(base)
+        run("-i", data / "train.bin", "-o", tmp_path / "tuned", "-y", 1, "-x", 2 + away)
+        assert has(2 + away, "tuned") == taught
+
+
 def test_more_samples_than_slots():
     """As one ends another begins, and each is what it is beside two."""
     options = ["-e", "d1,channels=64,vocab=40,seq=64", "--generate", "-g", 12, "--samples"]
@@ -394,29 +528,40 @@ def test_what_the_server_says(runs):
         "waiting": 1024,
         "eot": 256,
         "ends": [256],
+        "stop_strings": [],
     }
     server.send({"id": "a", "prompt": "int", "logprobs": 3, "max_tokens": 6, "temperature": 0})
     start, *tokens, end = server.until_ended(1)
     assert start == {"event": "start", "id": "a", "prompt_tokens": 4}
     assert end == {"event": "end", "id": "a", "index": 0, "reason": "length", "tokens": 6, "text": ""}
     for t in tokens:
-        assert t["top"][0] == [t["token"], t["text"], t["logprob"]] and len(t["top"]) == 3
+        assert t["top"][0] == [t["token"], t["text"], t["logprob"], t["bytes"]] and len(t["top"]) == 3
+        assert all(bytes.fromhex(hexadecimal) == (bytes([i]) if i < 256 else b"<|endoftext|>") for i, *_, hexadecimal in t["top"])
         assert t["top"][0][2] >= t["top"][1][2] >= t["top"][2][2]
     # the same as tokens, and as --generate; then ending at what was drawn third
     server.send({"id": "b", "tokens": [256, *b"int"], "max_tokens": 6, "temperature": 0})
     again = server.until_ended(1)
     assert sequences(again)["b", 0] == sequences(tokens)["a", 0]
+    assert not any("bytes" in event or "top" in event for event in again)
+    server.send({"id": "b", "prompt": "int", "max_tokens": 1, "logprobs": 0})
+    _, token, _ = server.until_ended(1)
+    assert bytes.fromhex(token["bytes"]) and "top" not in token
     said = samples(run("-e", runs / "big", "--generate", "-g", 6, "--temperature", 0, "--prompt", "int"))
     assert said == [("int" + "".join(t["text"] for t in tokens)).strip()]
     third = tokens[2]["token"]
     server.send({"id": "c", "prompt": "int", "max_tokens": 6, "temperature": 0, "ends": [third]})
     *_, end = server.until_ended(1)
     assert end["reason"] == "stop" and end["tokens"] == [t["token"] for t in tokens].index(third)
-    # names of special tokens are text, or tokens
-    server.send({"id": "d", "prompt": "<|im_start|>x", "max_tokens": 1})
-    server.send({"id": "e", "prompt": "<|im_start|>x<|im_end|><|im", "max_tokens": 1, "special": True})
-    starts = {e["id"]: e["prompt_tokens"] for e in server.until_ended(2) if e["event"] == "start"}
-    assert starts == {"d": 14, "e": 7}
+    # names of special tokens are text behind end-of-text; or tokens, and then the ids are those of the text alone
+    texts = {"d": "<|im_start|>x", "e": "<|im_start|>x<|im_end|><|im", "ordinary": "x<|im_end|>", "empty": ""}
+    for name, text in texts.items():
+        server.send({"id": name, "prompt": text, "max_tokens": 1, "special": name != "d"})
+    starts = {e["id"]: e["prompt_tokens"] for e in server.until_ended(4) if e["event"] == "start"}
+    assert starts == {"d": 14, "e": 7, "ordinary": 2, "empty": 1}
+    for prompt in ({"prompt": "x<|im_end|>", "special": True}, {"tokens": [ord("x"), 258]}):
+        server.send({"id": "same", "max_tokens": 5, "temperature": 0} | prompt)
+        texts[len(prompt)] = sequences(server.until_ended(1))
+    assert texts[1] == texts[2]
     server.send(
         {"id": "f", "prompt": "x", "n": 3}, {"id": "f", "cancel": True, "index": 2}, {"id": "no", "cancel": True}
     )
@@ -425,7 +570,7 @@ def test_what_the_server_says(runs):
     server.send({"id": "g", "prompt": "x"}, {"id": "h", "prompt": "x"}, {"id": "i", "prompt": "x"})
     events = server.close()
     assert [e["reason"] for e in events if e["event"] == "end"] == ["cancelled"] * 3
-    assert "served 9 requests" in server.process.stderr.read().decode()
+    assert "served 14 requests" in server.process.stderr.read().decode()
 
 
 def test_more_logprobs_than_tokens():
@@ -434,12 +579,39 @@ def test_more_logprobs_than_tokens():
     server.send({"id": "a", "tokens": [1], "max_tokens": 1, "logprobs": 20, "ends": [4], "temperature": 0})
     token = next(e for e in server.until_ended(1) if e["event"] == "token")
     assert sorted(t[:2] for t in token["top"]) == [[i, f"{i} "] for i in range(5)]
-    assert token["top"][0] == [token["token"], token["text"], token["logprob"]] and not server.close()
+    assert token["top"][0] == [token["token"], token["text"], token["logprob"], ""] and not server.close()
+
+
+def test_many_ends_of_a_request(runs):
+    """The last of 1,024 counts, and each sequence has them."""
+    server = Server(2, "-e", runs / "big")
+    request = {"prompt": "int", "max_tokens": 9, "n": 2, "seed": 3, "temperature": 2}
+    server.send({"id": "a"} | request)
+    drawn = {index: [t for t, _ in tokens] for (_, index), tokens in sequences(server.until_ended(2)).items()}
+    end = drawn[1][4]
+    server.send({"id": "b", "ends": [257] * 1023 + [end]} | request)
+    again = {index: [t for t, _ in tokens] for (_, index), tokens in sequences(server.until_ended(2)).items()}
+    until = lambda tokens: tokens[: tokens.index(end)] if end in tokens else tokens
+    assert again == {index: until(tokens) for index, tokens in drawn.items() if until(tokens)} and not server.close()
 
 
 BAD = [
     (b"junk", None, "no JSON"),
-    (b'{"id":"x","prompt":"\xff"}', None, "not UTF-8"),
+    # a line that cannot be read is of the request that it begins with
+    (b'{"id":"x","prompt":"\xff"}', "x", "not UTF-8"),
+    (b' { "id" : "x\\"\\u00e4" , "prompt":"a\\u0000b"}', "x\"\u00e4", "bad escape"),
+    (b'{"id":"' + b"\\u00e4" * 100 + b'","prompt"', "\u00e4" * 100, "no JSON"),
+    (b'{"id":"x","prompt":"\\ud800"}', "x", "bad escape"),
+    (b'{"id":"x"', "x", "no JSON"),
+    (b'{"id":"x', None, "no JSON"),
+    (b'{"id":["x","', None, "no JSON"),
+    (b'{"id":"","', None, "no JSON"),
+    (b'{"id":"' + b"x" * 201 + b'","', None, "no JSON"),
+    (b'{"id":"\\', None, "no JSON"),
+    (b'{"prompt":"x","id":"x', None, "no JSON"),
+    # nor has a request that runs failed with another line
+    ({"id": "good", "prompt": "x"}, None, "the id 'good' is running"),
+    (b'{"id":"good","prompt":"\xff"}', None, "not UTF-8"),
     (b"[]", None, "no JSON object"),
     ({"prompt": "x"}, None, "no id"),
     ({"id": "", "prompt": "x"}, None, "no id"),
@@ -455,7 +627,8 @@ BAD = [
     ({"id": "x", "prompt": "x", "stop": "y"}, "x", "unknown field 'stop'"),
     ({"id": "x", "prompt": "x", "index": 0}, "x", '"index" belongs to "cancel"'),
     ({"id": "x", "prompt": "x", "ends": [1000]}, "x", '"ends" is not in the vocabulary'),
-    (b'{"id":"x","prompt":"' + b"y" * (17 << 20) + b'"}', None, "a line is longer than 16 MiB"),
+    (b'{"id":"x","prompt":"' + b"y" * (17 << 20) + b'"}', "x", "a line is longer than 16 MiB"),
+    (b'{"prompt":"' + b"y" * (17 << 20) + b'"}', None, "a line is longer than 16 MiB"),
 ] + [
     ({"id": "x", "prompt": "x"} | {key: value}, "x", f"bad value of '{key}'")
     for key, values in {
@@ -467,7 +640,7 @@ BAD = [
         "seed": [-1],
         "logprobs": [21],
         "special": [1],
-        "ends": [list(range(17))],
+        "ends": [[1] * 1025],
     }.items()
     for value in values
 ]

@@ -103,10 +103,10 @@ struct DrawRow {
         }
         __syncthreads();
     }
-    // A thread's logits of a part; NaN where there is none.
+    // A thread's logits of a part; -inf where there is none.
     __device__ void load(float (&x)[DRAW_EACH], int part) const {
         #pragma unroll
-        for (int k = 0; k < DRAW_EACH; k++) x[k] = id_of(part, k) < l.known ? logits[id_of(part, k)] : NAN;
+        for (int k = 0; k < DRAW_EACH; k++) x[k] = id_of(part, k) < l.known ? logits[id_of(part, k)] : -INFINITY;
     }
     // The best score of a part's ids whose keys are at least `least`.
     __device__ uint64_t winner(const float (&x)[DRAW_EACH], int part, float most, uint64_t least) {
@@ -135,7 +135,7 @@ struct DrawRow {
             #pragma unroll
             for (int k = 0; k < DRAW_EACH; k++) p.mass += draw_mass(draw_below(x[k], most));
             p.mass = block_reduce<DrawSum>(p.mass, s.sums);
-            if (!ranked()) p.winner = winner(x, part, most, 0);
+            if (!ranked()) p.winner = winner(x, part, most, draw_least(0));
             if (threadIdx.x == 0) parts[part] = p;
             load(x, part += (int)gridDim.x);
         } while (part < l.num_parts);
@@ -239,11 +239,13 @@ struct DrawRow {
         clear(histograms);
         meet();
         const uint32_t most = largest();
-        if (most == 0) return;
+        if (!draw_is_finite(most)) return;
         uint64_t least = 0, least_listed = ~0ull;
         if (rule.count) least = select(least, 0, rule.count, draw_value(most));
         if (rule.share < 1) least = select(least, 1, 0, draw_value(most));
         if (rule.top) least_listed = rule.top < l.known ? select(0, 0, rule.top, draw_value(most)) : 0;
+        least = draw_least(least);
+        least_listed = draw_least(least_listed);
         for (int part = (int)blockIdx.x; part < l.num_parts; part += (int)gridDim.x) {
             const uint32_t of_part = __ldcg(&parts[part].largest);
             if (of_part < least >> 32 && of_part < least_listed >> 32) continue;
@@ -253,7 +255,7 @@ struct DrawRow {
             if (threadIdx.x == 0) parts[part].winner = best;
             for (int k = 0; k < DRAW_EACH; k++) {
                 const uint64_t key = draw_key(x[k], id_of(part, k));
-                if (key && key >= least_listed) state->list[atomicAdd(&state->listed, 1)] = key;
+                if (key >= least_listed) state->list[atomicAdd(&state->listed, 1)] = key;
             }
         }
     }
@@ -287,13 +289,13 @@ struct DrawRow {
         for (int part = (int)threadIdx.x; part < l.num_parts; part += DRAW_THREADS) {
             const uint32_t of_part = __ldcg(&parts[part].largest);
             const uint64_t of_winner = __ldcg(&parts[part].winner);
-            if (of_part) total += draw_join(__ldcg(&parts[part].mass), draw_below(draw_value(of_part), most));
+            total += draw_join(__ldcg(&parts[part].mass), draw_below(draw_value(of_part), most));
             if (of_winner == 0) continue;
             const int id = draw_id(of_winner);
             best = max(best, draw_key(draw_score(&rule, &d, position, id, draw_below(logits[id], most)), id));
         }
         total = block_reduce<DrawSum>(total, s.sums);
-        best = block_reduce<DrawMax>(best, s.sums);
+        best = draw_is_finite(order) ? block_reduce<DrawMax>(best, s.sums) : 0;
         Drawn *out = l.out + row;
         if (threadIdx.x == 0) {
             out->token = best ? draw_id(best) : 0;
