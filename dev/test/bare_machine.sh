@@ -26,7 +26,7 @@ command -v debootstrap >/dev/null || die 'no debootstrap' 'Debian, Ubuntu: apt i
 # What is mounted or left running ends with this script.
 [ -n "${BARE_MACHINE:-}" ] || BARE_MACHINE=1 exec unshare --mount --pid --fork --kill-child "$0" "$release" "$folder" "$@"
 
-packages=$(sed -n 's/^sudo apt install //p' "$checkout/README.md")
+packages=$(sed -n 's/^sudo apt install \([^#]*\).*/\1/p' "$checkout/README.md")
 [ -n "$packages" ] || die 'README.md has no line "sudo apt install ..."' 'it names what a bare machine lacks'
 if [ ! -e "$folder/etc/debian_version" ] || [ -e "$folder/debootstrap" ]; then
     debootstrap --variant=minbase --components="${COMPONENTS:-main}" "$release" "$folder" ${MIRROR:+"$MIRROR"}

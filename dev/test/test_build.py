@@ -1,6 +1,7 @@
 """Rules of the house that a machine can check, and the build: what it makes, how it survives, what it finds."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -705,3 +706,28 @@ def test_toolkit_and_torch_have_parts_of_their_own(tmp_path, monkeypatch):
     assert run(tmp_path / ".venv/bin/python", "-m", "pip", "install", over).returncode == 0
     assert ours().read_text() == pins["nvidia-nccl-cu13"]
     assert run(bare, tmp_path / "dev/venv.py", "test").returncode == 0 and ours().read_text() == "1.2.0"
+
+
+def test_pins_resolve(tmp_path, monkeypatch):
+    """What goes into .venv together fits together, and so do the parts of the toolkit: pip says so without installing
+    them, from the index that it is set up for, whatever lies in folders of this machine."""
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    spec = importlib.util.spec_from_file_location("llmcu_venv", ROOT / "dev/venv.py")
+    venv = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(venv)
+    pip = lambda *words: subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", *words], capture_output=True, text=True
+    )
+    # older ones download all that they look at
+    if pip("--retries", "1", "--target", tmp_path, "pip>=26").returncode != 0:
+        pytest.skip("no package index is reachable")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for wanted, least in ((venv.requirements("test") + venv.MPI, "torch-2."), (venv.CUDA, "nvidia-cuda-nvcc-13.")):
+        resolved = pip("--dry-run", "--ignore-installed", "--use-feature=fast-deps", "--report", "-", *wanted)
+        assert resolved.returncode == 0, resolved.stderr
+        assert least in " ".join(
+            f"{p['metadata']['name']}-{p['metadata']['version']}" for p in json.loads(resolved.stdout)["install"]
+        )

@@ -69,6 +69,8 @@ def understand(words):
     program, rest = words[0], [w for w in words[1:] if w != "..."]
     if program == "make":
         succeeds("make", "-n", f"PYTHON={sys.executable}", *rest)
+    elif program == "sudo":
+        assert rest[:2] == ["apt", "install"]
     elif program == "source":
         assert rest == [".venv/bin/activate"]
     elif program == "python":
@@ -100,7 +102,7 @@ def understand(words):
         raise AssertionError(f"nothing is known of '{program}'")
 
 
-COMMAND = r"(\w+=\S+ )*(make|python|mpirun|scripts/|dev/|\./train_gpt2)"
+COMMAND = r"(\w+=\S+ )*(sudo|make|python|mpirun|scripts/|dev/|\./train_gpt2)"
 README = [line for _, lines in blocks(ROOT / "README.md", COMMAND) for line in lines]
 
 
