@@ -479,16 +479,19 @@ def write(converter, results):
     parts = {split: cut(ids, args.shard_tokens) if len(ids) else [] for split, ids in whole.items()}
     names = [f"{prefix}_{split}_" for split in parts for _ in parts[split]]
     written = {f"{name}{number:06d}.bin": f"{name}{number:06d}.new" for number, name in enumerate(names)}
+    for path in shards.left_over(prefix) + shards.numbered(prefix, ".new"):  # by a program that was killed
+        os.remove(path)
     try:  # all beside the old ones first: these stay whole until the last one is written
         for beside, part in zip(written.values(), itertools.chain(*parts.values()), strict=True):
             write_shard(beside, part, encoder.facts, marked=True)
-        if encoder.own:
-            shards.write_tokenizer(encoder.own, args.output, args.overwrite)
-        stale = set(existing(prefix)) - set(written)
-        for path, beside in written.items():
-            os.replace(beside, path)
-        for path in stale:
-            os.remove(path)
+        with shards.unfinished(prefix):
+            if encoder.own:
+                shards.write_tokenizer(encoder.own, args.output, args.overwrite)
+            stale = set(existing(prefix)) - set(written)
+            for path, beside in written.items():
+                os.replace(beside, path)
+            for path in stale:
+                os.remove(path)
     finally:
         for beside in filter(os.path.exists, written.values()):
             os.remove(beside)
@@ -574,7 +577,7 @@ def main():
     if args.check:
         return show(converter, itertools.chain.from_iterable(chunks), args.check)
     prefix = os.path.join(args.output, args.name)
-    if existing(prefix) and not args.overwrite:
+    if existing(prefix) and not args.overwrite and not shards.is_unfinished(prefix):
         die(f"'{prefix}_*.bin' exist", "name another --output or --name, or add --overwrite")
     make_folder(args.output)
     if not encoder.own:

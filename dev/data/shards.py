@@ -6,22 +6,23 @@
 1. The inputs are split into chunks (reader.py): some documents, or a part of a large file. What a chunk is depends on
    the inputs alone.
 2. Each chunk is tokenized by whoever is free, into <output>/<name>_work/<key>.piece, with the length of every document.
-   The key
-   stands for the input and all that changes its tokens, so that an interrupted run finds what it has done.
+   The key stands for the input and all that changes its tokens, so that an interrupted run finds what it has done.
 3. The lengths tell where everything goes. Shuffled, the order is: pieces (up to PIECE_TOKENS of a chunk) in random
-   order; then,
-   in windows of WINDOW_TOKENS of them, all documents in random order. A document of more than UNIT_TOKENS is cut, and
-   its parts
-   are shuffled as documents are. With --keep-order nothing is cut or moved.
-4. That one stream, validation first, is cut into shards, each written by whoever is free.
+   order; then, in windows of WINDOW_TOKENS of them, all documents in random order. A document of more than UNIT_TOKENS
+   is cut, and its parts are shuffled as documents are. With --keep-order nothing is cut or moved.
+4. That one stream, validation first, is cut into shards, each written by whoever is free, as <name>_train_000001.new.
+5. When all are there they are renamed, and shards that they replace go. Meanwhile <name>_train_unfinished.bin lies
+   there, which the trainers' patterns match and which is no shard: no run starts on a part of a set.
 
-Every document follows an end-of-text token, as in llm.c. Disk: the tokens twice, until the end. Memory: a few hundred
-MB a process. Under mpirun all ranks share one file system; rank r has every n-th chunk.
+Every document follows an end-of-text token, as in llm.c. Disk: the tokens twice, until the end, beside the shards that
+they replace. Memory: a few hundred MB a process. Under mpirun all ranks share one file system; rank r has every n-th
+chunk.
 """
 
 import array
 import collections
 import concurrent.futures
+import contextlib
 import fcntl
 import glob
 import hashlib
@@ -83,7 +84,11 @@ def add_arguments(parser):
         default="strict",
         help="what is not UTF-8 stops the run, or becomes U+FFFD",
     )
-    a("--skip-bad", action="store_true", help="leave out lines of .jsonl that are no JSON or have no text in the field")
+    a(
+        "--skip-bad",
+        action="store_true",
+        help="leave out rows of .jsonl and .json that are no JSON or have no text in the field",
+    )
     a(
         "--workers",
         "--processes",
@@ -243,10 +248,11 @@ class Workers:
 # ---- chunks -> pieces
 
 # tokens as they are in shards; the length of every unit (a document, or a part of a long one) as int64;
-# then seven int64: units, tokens, empty documents, bad lines left out, item size, format, magic.
+# then eight int64: units, tokens, empty documents, bad rows left out, characters replaced, item size, format, magic.
 PIECE_MAGIC = 0x50494543453A6C6D
 Piece = collections.namedtuple("Piece", "path lengths_at unit units token tokens val")  # a run of units in a file
-File = collections.namedtuple("File", "path units tokens empty skipped")
+File = collections.namedtuple("File", "path units tokens empty skipped replaced")
+TRAILER_BYTES = 64
 
 
 def piece_trailer(path, itemsize):
@@ -254,11 +260,13 @@ def piece_trailer(path, itemsize):
     try:
         with open(path, "rb") as f:
             size = f.seek(0, os.SEEK_END)
-            f.seek(max(size - 56, 0))
-            units, tokens, empty, skipped, *rest = np.frombuffer(f.read(), np.int64)
-            if list(rest) == [itemsize, FORMAT, PIECE_MAGIC] and size == tokens * itemsize + units * 8 + 56:
-                return File(path, int(units), int(tokens), int(empty), int(skipped))
-    except (OSError, ValueError):
+            f.seek(max(size - TRAILER_BYTES, 0))
+            *counts, item, form, magic = np.frombuffer(f.read(), np.int64).tolist()
+            file = File(path, *counts)
+            whole = file.tokens * itemsize + file.units * 8 + TRAILER_BYTES
+            if (item, form, magic, size) == (itemsize, FORMAT, PIECE_MAGIC, whole):
+                return file
+    except (OSError, ValueError, TypeError):
         pass
     return None
 
@@ -320,8 +328,9 @@ def tokenize_chunk(task):
                     yield np.concatenate(held).data
                     held, total = [], 0
             yield np.concatenate(held).data if held else b""
-            trailer = [len(lengths), sum(lengths), reader.empty, reader.skipped, itemsize, FORMAT, PIECE_MAGIC]
-            yield np.concatenate([np.array(lengths, np.int64), np.array(trailer, np.int64)]).data
+            counts = [len(lengths), sum(lengths), reader.empty, reader.skipped, reader.replaced]
+            trailer = np.array([*counts, itemsize, FORMAT, PIECE_MAGIC], np.int64)
+            yield np.concatenate([np.array(lengths, np.int64), trailer]).data
 
         atomic_write(path, body())
     file = piece_trailer(path, itemsize)
@@ -428,14 +437,53 @@ def cuts(total, val, size):
     return shards
 
 
+def new_name(path):
+    """Of a shard until its set is whole."""
+    return path.removesuffix(".bin") + ".new"
+
+
 def write_cut(task):
-    path, start, count, windows = task
-    if not is_whole(path, count, worker.tokenizer):
-        write_shard(path, stream(windows, start, count, worker.tokenizer.dtype), worker.tokenizer, count)
+    path, start, count, windows, moving = task
+    if not is_whole(new_name(path), count, worker.tokenizer) and not (
+        moving and is_whole(path, count, worker.tokenizer)
+    ):
+        tokens = stream(windows, start, count, worker.tokenizer.dtype)
+        write_shard(new_name(path), tokens, worker.tokenizer, count)
 
 
 def is_whole(path, count, tokenizer):
     return os.path.exists(path) and os.path.getsize(path) == HEADER_BYTES + count * tokenizer.dtype.itemsize
+
+
+def numbered(prefix, ending):
+    """The files of a set of shards whose names end so."""
+    names = (f"{glob.escape(prefix)}_{split}_[0-9]*{ending}" for split in ("train", "val"))
+    return [path for name in names for path in glob.glob(name)]
+
+
+def left_over(prefix):
+    """What a killed program leaves of a set of shards and cannot go on with."""
+    begun = (f"{glob.escape(prefix)}_{what}*.tmp" for what in ("train_", "val_", "manifest.json"))
+    return [path for name in begun for path in glob.glob(name)]
+
+
+def marks(prefix):
+    return [f"{prefix}_{split}_unfinished.bin" for split in ("train", "val")]
+
+
+def is_unfinished(prefix):
+    """Whether a program was stopped while it put this set of shards in place."""
+    return any(map(os.path.exists, marks(prefix)))
+
+
+@contextlib.contextmanager
+def unfinished(prefix):
+    """While a set of shards is put in place, and for ever if that is stopped, the trainers refuse it."""
+    for path in marks(prefix):
+        atomic_write(path, b"Not all shards of this name are here: give the command that makes them once more.\n")
+    yield
+    for path in marks(prefix):
+        os.remove(path)
 
 
 class Job:
@@ -466,56 +514,61 @@ class Job:
             skip_bad=args.skip_bad,
         )
 
-    def files(self):
-        return [p for s in ("train", "val") for p in glob.glob(f"{glob.escape(self.prefix)}_{s}_[0-9]*.bin*")]
-
-    def earlier(self):
-        """What the run before this one recorded."""
-        for path in os.path.join(self.work, "settings.json"), self.manifest:
-            try:
-                return json.load(open(path))
-            except FileNotFoundError:
-                pass
-            except (OSError, ValueError) as e:
-                print(f"note: the record of an earlier run cannot be read: {e}")
+    def record(self, path):
+        """What an earlier run wrote there."""
+        try:
+            with open(path) as f:
+                found = json.load(f)
+            if isinstance(found, dict) and isinstance(found.get("settings"), dict):
+                return found
+            print(f"note: '{path}' is not the record of an earlier run")
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as e:
+            print(f"note: the record of an earlier run cannot be read: {e}")
         return None
+
+    def is_done(self, record):
+        """Whether the shards in place are those of this job."""
+        if not record or record["settings"] != self.settings or is_unfinished(self.prefix):
+            return False
+        shards = record.get("shards") or [("none", 0)]
+        return all(is_whole(os.path.join(self.args.output, name), n, self.tokenizer) for name, n in shards)
 
     def resume(self):
         """Takes up an earlier run of the same settings. True: it was finished."""
-        old, overwrite = self.earlier(), self.args.overwrite
-        shards = [p for p in self.files() if not p.endswith(".tmp")]
-        if not overwrite and not old and shards:
+        started = os.path.join(self.work, "settings.json")
+        done, begun, overwrite = self.record(self.manifest), self.record(started), self.args.overwrite
+        same = begun and begun["settings"] == self.settings
+        if not overwrite and self.is_done(done):
+            if os.path.exists(self.work) and (same or not begun):
+                self.lock()
+                shutil.rmtree(self.work)  # it was killed at its very end
+            return True
+        self.moving = bool(same and is_unfinished(self.prefix))
+        old = begun if is_unfinished(self.prefix) else done
+        shards = numbered(self.prefix, ".bin")
+        if shards and not overwrite and not old:
             die(
                 f"'{self.prefix}_*.bin' exist, and no record says how they were made",
                 "name another --output or --name, or add --overwrite",
             )
-        same = old and old["settings"] == self.settings
-        if not overwrite and old and not same and shards:
+        if shards and not overwrite and old["settings"] != self.settings:
             other = ", ".join(k for k in self.settings if old["settings"].get(k) != self.settings[k])
             die(
-                f"'{self.prefix}_*' was made with another {other}",
+                f"'{self.prefix}_*' was made with another {other or 'setting'}",
                 "name another --output or --name, or add --overwrite",
             )
-        done = old and old.get("shards")
-        if (
-            same
-            and done
-            and not overwrite
-            and all(is_whole(os.path.join(self.args.output, name), n, self.tokenizer) for name, n in done)
-        ):
-            return True
         self.lock()
-        for path in self.files() if overwrite or not same or done else [p for p in self.files() if p.endswith(".tmp")]:
+        for path in left_over(self.prefix) + glob.glob(glob.escape(self.work) + "/*.tmp"):
             os.remove(path)
-        if os.path.exists(self.manifest):
-            os.remove(self.manifest)
-        for path in glob.glob(glob.escape(self.work) + "/*.tmp"):
-            os.remove(path)
+        if not same:
+            parts = shards if is_unfinished(self.prefix) else []
+            for path in numbered(self.prefix, ".new") + parts + list(filter(os.path.exists, marks(self.prefix))):
+                os.remove(path)
         if count := len(glob.glob(glob.escape(self.work) + "/*.piece")):
             print(f"going on: {count} tokenized parts of the input are there already")
-        atomic_write(
-            os.path.join(self.work, "settings.json"), json.dumps(dict(settings=self.settings), indent=1).encode()
-        )
+        atomic_write(started, json.dumps(dict(settings=self.settings), indent=1).encode())
         return False
 
     def lock(self):
@@ -529,8 +582,18 @@ class Job:
             pass  # a file system without locks
 
     def finish(self, shards):
+        """shards: [(path, tokens)]. A kill at any moment leaves what the same command goes on with."""
+        paths = [path for path, _ in shards]
         record = dict(settings=self.settings, shards=[[os.path.basename(path), count] for path, count in shards])
-        atomic_write(self.manifest, json.dumps(record, indent=1).encode())
+        for path in paths:
+            see(path if self.moving and os.path.exists(path) else new_name(path))
+        with unfinished(self.prefix):
+            for path in filter(os.path.exists, map(new_name, paths)):
+                os.replace(path, path.removesuffix(".new") + ".bin")
+            for path in set(numbered(self.prefix, ".bin")) - set(paths):
+                os.remove(path)
+            write_tokenizer(self.tokenizer, self.args.output, self.args.overwrite)
+            atomic_write(self.manifest, json.dumps(record, indent=1).encode())
         shutil.rmtree(self.work)
 
 
@@ -566,18 +629,20 @@ def begin(job, ranks, workers):
         write_tokenizer(job.tokenizer, job.args.output, False)  # it may have been lost since
         print(f"{job.prefix}_*.bin are up to date")
         return None
-    write_tokenizer(job.tokenizer, job.args.output, job.args.overwrite)
+    if not job.args.overwrite:  # else it replaces the old one together with the shards
+        write_tokenizer(job.tokenizer, job.args.output, False)
     chunks = [
         (size, spans, val) for paths, val in ((job.val_paths, True), (job.paths, False)) for size, spans in plan(paths)
     ]
+    files = len(job.paths) + len(job.val_paths)
     print(
-        f"{len(job.paths) + len(job.val_paths):,} files, {sum(c[0] for c in chunks) / 1e6:,.1f} MB, tokenizer "
+        f"{files:,} file{'s' * (files != 1)}, {sum(c[0] for c in chunks) / 1e6:,.1f} MB, tokenizer "
         f"{job.tokenizer.kind}, "
         + (f"{ranks.size} ranks of " if ranks.size > 1 else "")
         + f"{workers} process{'es' * (workers > 1)}",
         flush=True,
     )
-    return job.tokenizer, chunks
+    return job.tokenizer, chunks, job.moving
 
 
 def die_of_no_text(total, val):
@@ -613,7 +678,7 @@ def build(ranks, args, paths, val_paths=()):
     shared = ranks.share(begin(job, ranks, workers) if job else None)
     if shared is None:
         return
-    tokenizer, chunks = shared
+    tokenizer, chunks, moving = shared
     work = os.path.join(args.output, args.name + "_work")
     see(os.path.join(work, "settings.json"))
     # the largest first: no one is left with much at the end
@@ -643,7 +708,7 @@ def build(ranks, args, paths, val_paths=()):
             for split, number, at, count in cuts(total, val, args.shard_tokens)
         ]
         tasks = [
-            (path, at, count, [w for w in windows if w.start < at + count and at < w.start + w.tokens])
+            (path, at, count, [w for w in windows if w.start < at + count and at < w.start + w.tokens], moving)
             for path, at, count in shards
         ]
         for _ in pool.each(write_cut, tasks[ranks.rank :: ranks.size]):
@@ -658,9 +723,13 @@ def build(ranks, args, paths, val_paths=()):
             f"{name}: {count:,} tokens in {number} shard{'s' * (number != 1)}  {glob.escape(job.prefix)}_{name}_*.bin"
         )
     warn_of_short(total - val, val)
-    if empty := sum(file.empty for file, _ in results.values()):
-        print(f"note: {empty:,} empty documents left out")
-    if skipped := sum(file.skipped for file, _ in results.values()):
-        print(f"note: {skipped:,} bad lines left out")
+    files = [file for file, _ in results.values()]
+    for count, what in (
+        (sum(file.empty for file in files), "empty documents left out"),
+        (sum(file.skipped for file in files), "bad rows left out"),
+        (sum(file.replaced for file in files), "characters that were not UTF-8, or NUL, replaced"),
+    ):
+        if count:
+            print(f"note: {count:,} {what}")
     seconds = time.time() - start
     print(f"{seconds:.1f} s, {total / seconds / 1e6:.2f} M tokens/s")

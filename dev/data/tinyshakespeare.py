@@ -8,6 +8,7 @@ The text is cut at its blank lines; every piece (its blank line included) is one
 """
 
 import argparse
+import contextlib
 import hashlib
 import os
 
@@ -16,6 +17,7 @@ import download  # first: what if numpy is missing
 import numpy as np
 
 from data_common import die, make_folder, make_tokenizer, outlive_reader, write_shard
+from shards import new_name
 from tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -59,11 +61,14 @@ def main():
             f"the text has {len(tokens):,} tokens, the validation set alone takes {VAL_TOKENS:,}",
             "give the whole text, or use dev/data/prepare.py",
         )
+    train, val = (os.path.join(folder, f"tiny_shakespeare_{split}.bin") for split in ("train", "val"))
+    write_shard(new_name(train), tokens[VAL_TOKENS:], tokenizer)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(train)  # so that nothing is trained on with another's validation shard or tokenizer
     tokenizer.write(folder)
-    for split, part in ("val", tokens[:VAL_TOKENS]), ("train", tokens[VAL_TOKENS:]):
-        path = os.path.join(folder, f"tiny_shakespeare_{split}.bin")
-        write_shard(path, part, tokenizer)
-        print(f"{path}: {len(part):,} tokens")
+    write_shard(val, tokens[:VAL_TOKENS], tokenizer)
+    os.replace(new_name(train), train)
+    print(f"{val}: {VAL_TOKENS:,} tokens\n{train}: {len(tokens) - VAL_TOKENS:,} tokens")
 
 
 if __name__ == "__main__":

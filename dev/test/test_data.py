@@ -13,6 +13,7 @@ import lzma
 import os
 import re
 import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -26,10 +27,12 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev/data"))
+sys.path[:0] = [str(ROOT / "dev/data"), str(ROOT)]
 import data_common
 import reader
 import tokenizer_json
+
+from dev.data import rows  # noqa: E402
 
 ASSETS = Path(os.environ.get("LLMC_ASSETS", "/nonexistent"))
 needs_tiktoken = pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="tiktoken is not installed")
@@ -468,7 +471,7 @@ def test_killed_run_goes_on(tmp_path):
         "--output",
         tmp_path / "killed",
     ]
-    made = lambda: (len(list(tmp_path.glob("killed/x_work/*.piece"))), len(list((tmp_path / "killed").glob("x_*.bin"))))
+    made = lambda: (len(list(tmp_path.glob("killed/x_work/*.piece"))), len(list((tmp_path / "killed").glob("x_*.new"))))
     kept = {}
     for wait_for in (2, 0), (7, 0), (0, 2), (0, 40):
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -477,26 +480,126 @@ def test_killed_run_goes_on(tmp_path):
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split() if run.poll() is None else []
         run.kill()
         assert run.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-        for path in (tmp_path / "killed").glob("x_*.bin"):
+        assert not list((tmp_path / "killed").glob("x_*.bin"))  # a part of a set is nothing to train on
+        for path in (tmp_path / "killed").glob("x_*.new"):
             data_common.read_shard(path)  # whole, or not there
         deadline = time.time() + 10
         while any(alive(c) for c in children):
             assert time.time() < deadline, "worker processes outlive a killed run"
             time.sleep(0.1)
-        now = {
-            p: p.stat().st_mtime_ns
-            for p in (tmp_path / "killed").rglob("*")
-            if p.suffix in (".piece", ".bin") and p.name != "tokenizer.bin"
-        }
+        now = {p: p.stat().st_mtime_ns for p in (tmp_path / "killed").rglob("*") if p.suffix in (".piece", ".new")}
         assert kept.items() <= now.items()  # nothing is done twice
         kept = now
     (tmp_path / "killed/x_work/0.piece.host.7.tmp").write_text("what a killed process leaves")
-    (tmp_path / "killed/x_train_000007.bin.host.7.tmp").write_text("what a killed process leaves")
+    (tmp_path / "killed/x_train_000007.new.host.7.tmp").write_text("what a killed process leaves")
     assert "going on" in prepare(*args, "--output", tmp_path / "killed")
     assert bits(tmp_path / "killed") == bits(tmp_path / "whole")
     assert sorted(p.name for p in (tmp_path / "killed").iterdir()) == sorted(
         p.name for p in (tmp_path / "whole").iterdir()
     )
+
+
+def killed_at(change, name, *args):
+    """Runs a data script that is killed instead of its nth change of a name. Returns whether it was."""
+    if (child := os.fork()) == 0:
+        left = iter(range(change))
+
+        def counted(function):
+            def call(*args, **kwargs):
+                if next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **kwargs)
+
+            return call
+
+        os.replace, os.remove, os.rmdir = map(counted, (os.replace, os.remove, os.rmdir))
+        os.unlink = os.remove  # which shutil.rmtree calls
+        sys.argv = [name, *map(str, args)]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        try:
+            runpy.run_path(str(ROOT / "dev/data" / name), run_name="__main__")
+        finally:
+            os._exit(1 if sys.exc_info()[0] not in (None, SystemExit) or getattr(sys.exc_info()[1], "code", 0) else 0)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), change
+    return status != 0
+
+
+def read_as_trainers_do(folder, train, val):
+    """All bits of what the trainers' patterns find; None where they refuse it."""
+    found = {}
+    try:
+        for pattern in train, val:
+            rows.open_shards(f"{folder}/{pattern}", 16, "auto", -1)
+            found |= {p.name: p.read_bytes() for p in folder.glob(pattern)}
+    except SystemExit:
+        return None
+    return found | {"tokenizer.bin": (folder / "tokenizer.bin").read_bytes()}
+
+
+SETS = {  # script, options of two sets of one name, the trainers' patterns
+    "prepare": (
+        ("prepare.py", "--name", "x", "--workers", 1, "--val-fraction", 0.2, "--overwrite", "--tokenizer", "bytes"),
+        (("--shard-tokens", 4000), ("--shard-tokens", 2500, "--seed", 7)),
+        ("x_train_*.bin", "x_val_*.bin"),
+    ),
+    "chat": (
+        ("chat.py", "--name", "x", "--workers", 1, "--validation", 0.3, "--overwrite", "--template", "chatml"),
+        (("--tokenizer", "bytes", "--shard-tokens", 3000), ("--tokenizer", "bytes", "--shard-tokens", 2000)),
+        ("x_train_*.bin", "x_val_*.bin"),
+    ),
+    "tinyshakespeare": (
+        ("tinyshakespeare.py",),
+        (("--tokenizer", "bytes"), ("--tokenizer", "bytes")),
+        ("tiny_shakespeare_train.bin", "tiny_shakespeare_val.bin"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_a_kill_at_any_moment_leaves_a_whole_set_or_none(tmp_path, kind):
+    """What the trainers would read is the old set, the new one, or refused; and the same command heals it."""
+    (name, *common), options, patterns = SETS[kind]
+    texts = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for i, path in enumerate(texts):
+        if kind == "chat":
+            pytest.importorskip("tokenizers")
+            records = [{"prompt": f"{j} + {i}?", "completion": f"It is {j + i}. " * 20} for j in range(20)]
+        else:
+            records = [{"text": f"{j} " + text_of(j + i, 150)} for j in range(20)]
+        path.write_text("".join(json.dumps(r) + "\n" for r in records))
+        if kind == "tinyshakespeare":
+            path.write_text(f"{i} line\n\n" * 5000)
+    source = "--file" if kind == "tinyshakespeare" else "--input"
+    commands = [(name, *common, source, text, *more) for text, more in zip(texts, options)]
+    whole = []
+    for i, command in enumerate(commands):
+        assert not killed_at(1 << 30, *command, "--output", tmp_path / f"whole{i}")
+        whole.append(read_as_trainers_do(tmp_path / f"whole{i}", *patterns))
+    assert None not in whole and whole[0] != whole[1]
+    change, seen = 0, []
+    while True:
+        out = tmp_path / f"out{change}"
+        shutil.copytree(tmp_path / "whole0", out)
+        killed = killed_at(change, *commands[1], "--output", out)
+        seen.append(read_as_trainers_do(out, *patterns))
+        assert seen[-1] in (None, *whole), change
+        if not killed:
+            break
+        again = commands[1] if change % 2 else [a for a in commands[1] if a != "--overwrite" or seen[-1] is not None]
+        assert not killed_at(1 << 30, *again, "--output", out)
+        assert read_as_trainers_do(out, *patterns) == whole[1], change
+        left = {n for n in os.listdir(out) if kind != "tinyshakespeare" and not n.startswith("tokenizer.bin.")}
+        assert left <= set(os.listdir(tmp_path / "whole1")), change
+        change += 1
+    assert seen[0] == whole[0] and seen[-1] == whole[1] and None in seen and change > 3
+    # the other command, with what was killed lying there
+    for change in range(1, change, 3):
+        out = tmp_path / f"other{change}"
+        shutil.copytree(tmp_path / "whole0", out)
+        assert killed_at(change, *commands[1], "--output", out)
+        assert not killed_at(1 << 30, *commands[0], "--output", out)
+        assert read_as_trainers_do(out, *patterns) == whole[0], change
 
 
 def alive(pid):
@@ -561,7 +664,7 @@ def test_interrupt(corpus, tmp_path, number):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not shards(tmp_path / "out", "train") and run.poll() is None:
+    while not list(tmp_path.glob("out/out_train_*.new")) and run.poll() is None:
         time.sleep(0.001)
     run.send_signal(number)
     _, errors = run.communicate(timeout=60)
@@ -692,7 +795,7 @@ def test_bad_lines_are_left_out_when_asked(tmp_path):
     assert "--skip-bad" in prepare(*args, "--output", tmp_path / "out", fails="line 6 is not JSON")
     out = prepare(*args, "--output", tmp_path / "out", "--skip-bad")
     assert sorted(documents(tmp_path / "out")) == [f"good {i}".encode() for i in range(5)]
-    assert "note: 7 bad lines left out" in out and out.count("note: left out: ") == 3
+    assert "note: 7 bad rows left out" in out and out.count("note: left out: ") == 3
     assert "a.jsonl' line 6 is not JSON" in out and "a.jsonl' line 8 has no text in field 'text'" in out
     prepare(*args, "--output", tmp_path / "out", fails="was made with another skip_bad")
     (tmp_path / "a.jsonl").write_text("\n".join(bad))
@@ -734,7 +837,7 @@ def test_parts_shorter_than_a_row(tmp_path):
 def test_encoding_errors_replace(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"abc\xff\0def")
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "x\\ud800\xffy"}')
-    prepare(
+    out = prepare(
         "--input",
         tmp_path / "a.txt",
         tmp_path / "b.jsonl",
@@ -745,6 +848,7 @@ def test_encoding_errors_replace(tmp_path):
         "--encoding-errors",
         "replace",
     )
+    assert "note: 4 characters that were not UTF-8, or NUL, replaced" in out
     assert sorted(documents(tmp_path / "out")) == ["abc\ufffddef".encode(), "x?\ufffdy".encode()]
 
 

@@ -612,7 +612,7 @@ def test_killed_on_ranks(fineweb, tmp_path, victim):
     while process.poll() is None and len(found := ranks()) < 2:
         time.sleep(0.001)
     while process.poll() is None and not list(
-        out.glob("fineweb_work/*.piece" if victim == "mpirun" else "fineweb_train_*.bin")
+        out.glob("fineweb_work/*.piece" if victim == "mpirun" else "fineweb_train_*.new")
     ):
         time.sleep(0.001)
     os.kill(process.pid if victim == "mpirun" else found[1], signal.SIGKILL)
@@ -622,7 +622,7 @@ def test_killed_on_ranks(fineweb, tmp_path, victim):
         assert time.time() < deadline, "ranks outlive a killed mpirun"
         time.sleep(0.05)
     assert process.returncode != 0
-    for path in out.glob("fineweb_*.bin"):
+    for path in out.glob("fineweb_*.new"):
         data_common.read_shard(path)
     # ranks that were nearly done may end their work before they see that mpirun is gone
     if not (out / "fineweb_work").exists():
