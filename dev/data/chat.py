@@ -1,5 +1,6 @@
 """Turns conversations into token shards in which only what the assistant says is learned, its end of turn included:
-<output>/<name>_val_000000.bin, <name>_train_000001.bin ... and tokenizer.bin.
+<output>/<name>_val_000000.bin, <name>_train_000001.bin ... and tokenizer.bin; with them chat_template.jinja and
+generation_config.json, which trainers copy into their checkpoints: how to talk to the model, and what ends an answer.
 
     python dev/data/chat.py --input chats.jsonl --model models/qwen --output dev/data/mychats
     python dev/data/chat.py --input chats/ --tokenizer bytes --template chatml --output dev/data/tiny
@@ -10,7 +11,10 @@ each row), also as .gz and .xz. A conversation is one of
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}    ShareGPT
     {"prompt": "...", "completion": "..."}                                                     texts, or messages
-with "tools" beside it where the template knows tools.
+    {"instruction": "...", "input": "...", "output": "..."}                                    Alpaca
+Beside it may stand "system", a text; "tools", where the template knows tools; and what else the template reads, such as
+"enable_thinking". A turn of the assistant with "weight": 0 or "train": false is not learned. Fields that nothing reads
+are counted.
 
 The template writes a conversation as one text, which becomes tokens at once. A token is learned if any character of it
 is. Which characters are learned: those that the template has between {% generation %} and {% endgeneration %}, as in
@@ -22,6 +26,7 @@ loses turns at its end. The held-out part is chosen by a hash of each conversati
 """
 
 import argparse
+import bisect
 import collections
 import functools
 import glob
@@ -40,8 +45,10 @@ import numpy as np
 import tokenizers
 
 import shards
-from chat_template import compile_template, read_template
-from data_common import Progress, write_shard
+from chat_template import Renderer, Task, TemplateError, end_of_turn, ends_of_folder, first_token
+from chat_template import read_template, read_text, with_end
+from checked_json import read_object
+from data_common import Progress, atomic_write, write_shard
 from reader import die_of, find_inputs, once, plan, records
 from tokenizer_json import add_tokenizer_arguments, read_tokenizer_json, tokenizer_json
 
@@ -59,10 +66,13 @@ class Bad(Exception):
 
 # ---- records -> conversations
 
-Conversation = collections.namedtuple("Conversation", "messages tools where")
+# where() names it. unread: fields of it that nothing reads.
+Conversation = collections.namedtuple("Conversation", (*Task._fields, "where", "unread"))
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 EXAMPLE = 'a conversation is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
+FORMS = {"messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history"}
+FORMS |= {"system", "tools"}
 
 
 def text_of(content, name):
@@ -105,6 +115,18 @@ def message_of(given, name):
     return given | {"role": ROLES[role], "content": content} | ({"tool_calls": calls} if calls else {})
 
 
+def is_learned(message, name):
+    """Takes "weight" and "train" out of a message of the assistant."""
+    given = [(key, message.pop(key)) for key in ("weight", "train") if key in message]
+    for key, value in given:
+        if value not in (0, 1):
+            hint = "weight is 0 or 1, train is true or false: a turn is learned or not"
+            raise Bad(f'{name} has "{key}": {json.dumps(value, default=str)[:60]}', hint)
+    if len({bool(value) for _, value in given}) > 1:
+        raise Bad(f'{name} has a "weight" and a "train" that contradict each other', "leave one of them out")
+    return all(value for _, value in given)
+
+
 def texts_in(value):
     """All texts in a message or in tools: those of tool calls and of reasoning, too."""
     if isinstance(value, dict):
@@ -113,41 +135,73 @@ def texts_in(value):
 
 
 def messages_of(record):
-    """The list of messages in one of the three forms."""
+    """The list of messages in one of the four forms."""
     if not isinstance(record, dict):
         raise Bad("no JSON object", EXAMPLE)
     for key in "messages", "conversations":
         if record.get(key) is not None:
             return record[key]
+    if "instruction" in record and "output" in record:
+        return alpaca_messages(record)
     sides = []
     for key, role in ("prompt", "user"), ("completion", "assistant"):
         if key not in record:
-            raise Bad('neither "messages" nor "conversations" nor "prompt" and "completion"', EXAMPLE)
+            forms = (
+                'neither "messages" nor "conversations" nor "prompt" and "completion" nor "instruction" and "output"'
+            )
+            raise Bad(forms, EXAMPLE)
         side = record[key]
         sides += side if isinstance(side, list) else [{"role": role, "content": side}]
     return sides
 
 
-def conversation_of(record, where):
-    messages, tools = messages_of(record), record.get("tools")
-    if not isinstance(messages, list) or not messages:
+def alpaca_messages(record):
+    """history: earlier [instruction, output], as LLaMA-Factory has them."""
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise Bad('"history" is no list of pairs', 'it is [["an instruction", "its output"], ...]')
+    asked = text_of(record["instruction"], '"instruction"')
+    if record.get("input"):
+        asked += "\n\n" + text_of(record["input"], '"input"')
+    pairs = [*history, [asked, record["output"]]]
+    return [{"role": role, "content": t} for pair in pairs for role, t in zip(("user", "assistant"), pair)]
+
+
+def with_system(messages, system):
+    """The messages with the record's "system" in front."""
+    system = text_of(system, '"system"') if system is not None else ""
+    others = [m["content"] for m in messages if m["role"] in ("system", "developer")]
+    if not system.strip() or others == [system]:
+        return messages
+    if others:
+        raise Bad('"system" and a message of the system, which is another', "leave one of them out")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def conversation_of(record, where, template):
+    given, tools = messages_of(record), record.get("tools")
+    if not isinstance(given, list) or not given:
         raise Bad("no messages", EXAMPLE)
-    messages = [message_of(m, f"message {i}") for i, m in enumerate(messages, 1)]
+    messages = [message_of(m, f"message {i}") for i, m in enumerate(given, 1)]
+    learned = [m["role"] == "assistant" and is_learned(m, f"message {i}") for i, m in enumerate(messages, 1)]
     for i, (one, next_one) in enumerate(itertools.pairwise(messages), 1):
         if one["role"] == next_one["role"] == "assistant":
             raise Bad(f"two turns of the assistant in a row, messages {i} and {i + 1}", "join them")
     if not any(m["role"] == "assistant" for m in messages):
         raise Bad("no turn of the assistant: nothing would be learned", "add its answer")
+    if not any(learned):
+        raise Bad("no turn of the assistant that is learned", "leave the conversation out")
+    unread = [f"messages' {name}" for m in messages for name in m.keys() - template.fields - {"role", "content"}]
+    messages, count = with_system(messages, record.get("system")), len(messages)
+    shift = len(messages) - count
+    unlearned = [i + shift for i, m in enumerate(messages[shift:]) if m["role"] == "assistant" and not learned[i]]
     try:
-        return Conversation(messages, json.loads(tools) if isinstance(tools, str) else tools or None, where)
+        tools = json.loads(tools) if isinstance(tools, str) else tools or None
     except ValueError as e:
         raise Bad(f"tools that are no JSON: {e}", "tools are a list of objects") from None
-
-
-def shortened(messages):
-    """Without its last turns, so that it still ends with the assistant; []: there is no such turn left."""
-    ends = [i for i, m in enumerate(messages[:-1], 1) if m["role"] == "assistant"]
-    return messages[: ends[-1]] if ends else []
+    others = {name: value for name, value in record.items() if name not in FORMS and value is not None}
+    more = {name: value for name, value in others.items() if name in template.variables}
+    return Conversation(messages, tools, more, unlearned, where, unread + [n for n in others if n not in more])
 
 
 # ---- conversations -> text
@@ -163,80 +217,6 @@ TEMPLATES = {  # as in llmc/chat.h
     "{% else %}{{ m.content + '<|eot_id|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
 }
-MARKS = "\0<learned>\0", "\0</learned>\0"  # around what a template has between its tags
-PROBE = "This is an answer."
-
-
-class Template:
-    """Writes conversations. tokens: {"eos_token": "</s>", ...}, end: what --end-of-turn adds to each answer."""
-
-    def __init__(self, text, tokens, end=""):
-        self.tagged, self.tokens, self.added_end = re.search(r"{%[-+]?\s*generation\b", text), tokens, end
-        try:
-            self.template = compile_template(text, MARKS)
-        except Exception as e:
-            die(f"the chat template cannot be used: {e}", "correct it, or name another with --template")
-        try:
-            self.end = self.end_of_turn()
-        except Bad as e:
-            die(*e.args)
-
-    def render(self, messages, tools, prompt=False):
-        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-        try:
-            text = self.template.render(self.tokens | given)
-            text.encode()
-        except UnicodeEncodeError:
-            raise Bad("half a surrogate pair, which is no character", "correct the file") from None
-        except Exception as e:  # of the template's code
-            raise Bad(f"the chat template fails: {e}", "change the conversation, or take another --template") from e
-        return text
-
-    def write(self, messages, tools):
-        """(text, [(begin, end)] of what is learned in it, in characters)."""
-        if self.added_end:
-            add = lambda m: m | {"content": m["content"] + self.added_end} if m["role"] == "assistant" else m
-            messages = [add(m) for m in messages]
-        text, spans = self.render(messages, tools), []
-        if self.tagged:
-            parts = re.split("|".join(map(re.escape, MARKS)), text)  # learned are the second, fourth, ...
-            begins = [0, *itertools.accumulate(map(len, parts))]
-            return "".join(parts), list(zip(begins[1::2], begins[2::2]))
-        for i, m in enumerate(messages, 1):
-            if m["role"] != "assistant":
-                continue
-            before, turn = self.render(messages[: i - 1], tools, True), self.render(messages[:i], tools)
-            if not turn.startswith(before) or not text.startswith(turn):
-                what = "what follows it" if turn.startswith(before) else "the generation prompt"
-                raise Bad(
-                    f"message {i}: the chat template writes the turn in another way where {what} is not there",
-                    "use a --template with {% generation %} tags around what the assistant says: chatml, llama3 or a "
-                    "file",
-                )
-            spans.append((len(before), len(turn.rstrip())))
-        return text, spans
-
-    def end_of_turn(self):
-        """What is learned behind an answer. A model that does not learn it never stops."""
-        question = [{"role": "user", "content": "This is a question."}]
-        text, spans = self.write([*question, {"role": "assistant", "content": PROBE}], None)
-        learned = "".join(text[begin:end] for begin, end in spans)
-        before, found, after = learned.partition(PROBE)
-        if not found:
-            raise Bad("the chat template has no answer to learn", "put {% generation %} tags around it")
-        if not self.tagged and before.strip() and self.render(question, None, True) == self.render(question, None):
-            raise Bad(
-                f"the chat template has no generation prompt: {before!r} would be learned",
-                "write it under {% if add_generation_prompt %}, or put {% generation %} tags around the answer",
-            )
-        if not after.strip():
-            raise Bad(
-                "the chat template does not know its own end of turn: nothing learned follows the answer",
-                "name what ends a turn of this model, as in --end-of-turn '<|im_end|>'",
-            )
-        return after.strip()
-
-
 # ---- text -> tokens
 
 
@@ -288,25 +268,21 @@ def make_encoder(args):
 
 
 def make_template(args):
-    """That of --template, else the folder's own."""
+    """(the text of --template, else of the folder's own; {"eos_token": "</s>", ...})"""
     text, tokens = None, {}
-    if args.model:
-        try:
-            text, tokens, _ = read_template(args.model)
-        except (OSError, ValueError) as e:
-            die(f"the chat template of '{args.model}' cannot be read: {e}", "name another with --template")
-    if args.template in TEMPLATES:
-        text = TEMPLATES[args.template]
-    elif args.template:
-        try:
-            with open(args.template, encoding="utf-8") as f:
-                text = f.read()
-        except (OSError, ValueError) as e:
-            die(f"cannot read template '{args.template}': {e}", f"name a file, or {' or '.join(TEMPLATES)}")
+    try:
+        if args.model:
+            text, tokens = read_template(args.model)
+        if args.template:
+            text = TEMPLATES.get(args.template) or read_text(args.template)
+    except OSError as e:
+        die(f"cannot read template '{e.filename}': {e.strerror}", f"name a file, or {' or '.join(TEMPLATES)}")
+    except ValueError as e:
+        die(str(e), "correct it, or get the model again")
     if not text:
         where = f"'{args.model}' has no chat template" if args.model else "a tokenizer alone has no chat template"
         die(where, f"choose one: --template {', '.join(TEMPLATES)}, or a file")
-    return Template(text, tokens, args.end_of_turn)
+    return with_end(text, args.end_of_turn), tokens
 
 
 # ---- conversations -> marked tokens
@@ -326,13 +302,27 @@ class Converter:
         return make_template(self.args)
 
     @functools.cached_property
+    def renderer(self):
+        try:
+            return Renderer(*self.template)
+        except TemplateError as e:
+            die(str(e), e.hint)
+
+    @functools.cached_property
+    def end(self):
+        try:
+            return end_of_turn(self.renderer)
+        except TemplateError as e:
+            die(str(e), e.hint)
+
+    @functools.cached_property
     def encoder(self):
         return make_encoder(self.args)
 
     @functools.cached_property
     def forbidden(self):
-        """Texts that are tokens of the template, and would be so in a message or in tools, too."""
-        return re.compile("|".join(map(re.escape, {self.template.end, *self.encoder.special, *MARKS})))
+        """Texts that are tokens of the template, and would be so in a message or in tools, too; and NUL."""
+        return re.compile("|".join(map(re.escape, {self.end, *self.encoder.special, "\0"})))
 
     def bad(self, where, what, hint):
         if not self.args.skip_bad:
@@ -342,36 +332,39 @@ class Converter:
     def conversations(self, span):
         for record, where in records(span, self.bad):
             try:
-                c = conversation_of(record, where)
+                c = conversation_of(record, where, self.renderer)
                 for name, part in [
                     ("the list of tools", c.tools),
                     *((f"message {i}", m) for i, m in enumerate(c.messages, 1)),
                 ]:
                     if found := next(filter(None, map(self.forbidden.search, texts_in(part))), None):
                         hint = "it would end or begin a turn in the middle of a text: change it"
-                        raise Bad(f"{name} holds '{found[0]}', which is a token of the template", hint)
+                        raise Bad(f"{name} holds {found[0]!r}, which is a token of the template", hint)
+                self.counts.update(("unread", name) for name in c.unread)
                 yield c
             except Bad as e:
                 self.bad(where, ": " + e.args[0], e.args[1])
 
     def encode(self, batch):
         """(conversation, text, marked ids, first characters) of each; None for one that is left out."""
-        written = [None] * len(batch)
-        for i, c in enumerate(batch):
-            try:
-                written[i] = self.template.write(c.messages, c.tools)
-            except Bad as e:
-                self.bad(c.where, ": " + e.args[0], e.args[1])
+        written = self.renderer.write([Task(*c[: len(Task._fields)]) for c in batch])
+        for i, error in enumerate(written):
+            if isinstance(error, TemplateError):
+                self.bad(batch[i].where, f": {error}", error.hint)
+                written[i] = None
         kept = [i for i, w in enumerate(written) if w]
         results = [None] * len(batch)
         for i, (ids, first, end) in zip(kept, self.encoder([written[i][0] for i in kept])):
             text, spans = written[i]
-            learned = np.zeros(len(ids), bool)
+            learned, joined = np.zeros(len(ids), bool), False
             for begin, stop in spans:
-                learned[np.searchsorted(end, begin, "right") : np.searchsorted(first, stop, "left")] = True
+                at = np.searchsorted(end, begin, "right")
+                learned[at : np.searchsorted(first, stop, "left")] = True
+                joined |= at < len(ids) and first[at] < begin
             if not learned[1:].any():
                 self.bad(batch[i].where, ": the template has nothing to learn in it", "see --check 1")
                 continue
+            self.counts["joined"] += joined
             ids[~learned] |= TOKEN_NOT_LEARNED
             ids[0] |= TOKEN_BEGINS
             results[i] = batch[i], text, ids, first
@@ -379,24 +372,35 @@ class Converter:
 
     def fitted(self, batch):
         """encode(), of conversations that are shortened until they fit into a row."""
-        results, left, T, how = [None] * len(batch), dict(enumerate(batch)), self.args.seq_len, self.args.too_long
-        while left:
-            again = {}
-            for i, found in zip(left, self.encode(list(left.values()))):
-                if found is None or len(found[2]) <= T:
-                    results[i] = found
-                    continue
-                c = found[0]
-                if how == "stop":
-                    hint = "use a longer --seq-len, or --too-long cut or drop"
-                    die(f"{c.where()} has {len(found[2]):,} tokens, a row {T:,}", hint)
-                messages = shortened(c.messages) if how == "cut" else []
-                if messages:
-                    again[i] = c._replace(messages=messages)
-                self.counts["left out"] += not messages
-            left = again
-        self.counts["cut"] += sum(r is not None and r[0] is not c for r, c in zip(results, batch))
+        results, T, how = self.encode(batch), self.args.seq_len, self.args.too_long
+        for i, found in enumerate(results):
+            if found is None or len(found[2]) <= T:
+                continue
+            if how == "stop":
+                hint = "use a longer --seq-len, or --too-long cut or drop"
+                die(f"{found[0].where()} has {len(found[2]):,} tokens, a row {T:,}", hint)
+            shorter = self.shortened(found[0]) if how == "cut" else None
+            [results[i]] = self.encode([shorter]) if shorter else [None]
+            self.counts["cut" if results[i] else "left out"] += 1
         return [r and (c, *r[1:]) for r, c in zip(results, batch)]
+
+    def shortened(self, c):
+        """Without its last turns: the longest that fits into a row and ends with the assistant; or None."""
+        learned = [i for i, m in enumerate(c.messages) if m["role"] == "assistant" and i not in c.unlearned]
+        ends = [i for i, m in enumerate(c.messages[:-1], 1) if m["role"] == "assistant" and i > learned[0]]
+
+        def tokens(end):
+            text = self.renderer.render(c.messages[:end], c.tools, False, **c.more)
+            return sum(len(ids) for ids, _, _ in self.encoder([text]))
+
+        try:
+            count = bisect.bisect_right(ends, self.args.seq_len, key=tokens)
+        except TemplateError:  # of an earlier part of what it has written as a whole
+            return None
+        if not count:
+            return None
+        unlearned = [i for i in c.unlearned if i < ends[count - 1]]
+        return c._replace(messages=c.messages[: ends[count - 1]], unlearned=unlearned)
 
     def held_out(self, c):
         key = json.dumps([c.messages, c.tools], sort_keys=True, default=str).encode()
@@ -464,7 +468,7 @@ def report(name, parts, pattern, T):
             return
 
 
-def write(converter, results):
+def write(converter, results, companions):
     args, encoder = converter.args, converter.encoder
     prefix = os.path.join(args.output, args.name)
     empty = [np.zeros(0, np.uint32)]
@@ -487,6 +491,8 @@ def write(converter, results):
         with shards.unfinished(prefix):
             if encoder.own:
                 shards.write_tokenizer(encoder.own, args.output, args.overwrite)
+            for path, content in companions.items():
+                atomic_write(path, content)
             stale = set(existing(prefix)) - set(written)
             for path, beside in written.items():
                 os.replace(beside, path)
@@ -499,6 +505,42 @@ def write(converter, results):
         report(split, parts[split], f"{glob.escape(prefix)}_{split}_*.bin", args.seq_len)
 
 
+def companions_of(converter):
+    """{path: content} of what the trained model needs to talk: the template; its model's ends and the end of turn."""
+    args, encoder, end = converter.args, converter.encoder, converter.end
+    generation, several = {}, lambda value: value if isinstance(value, list) else [] if value is None else [value]
+    if args.model:
+        try:
+            path = os.path.join(args.model, "generation_config.json")
+            generation = read_object(path)
+            if not os.path.exists(path):
+                generation["eos_token_id"] = read_object(os.path.join(args.model, "config.json")).get("eos_token_id")
+            ends_of_folder(args.model)  # what is wrong with them
+        except ValueError as e:
+            die(str(e), "correct it, or get the model again")
+    elif encoder.own:
+        generation["eos_token_id"] = encoder.own.eot
+    ids, texts = several(generation.get("eos_token_id")), several(generation.get("stop_strings"))
+    token = first_token(end, {t.content: i for i, t in encoder.encode.get_added_tokens_decoder().items()})
+    if token is None:
+        texts = [*dict.fromkeys([*texts, end])]
+    else:
+        ids = [*dict.fromkeys([*ids, token])]
+    generation |= {"eos_token_id": ids} | ({"stop_strings": texts} if texts else {})
+    content = {"chat_template.jinja": converter.template[0], "generation_config.json": json.dumps(generation, indent=2)}
+    return {os.path.join(args.output, name): text.encode() for name, text in content.items()}
+
+
+def require_same(companions, args):
+    """Shards of another name in the folder belong to what lies there already."""
+    for path, content in companions.items():
+        if os.path.exists(path) and not args.overwrite:
+            with open(path, "rb") as f:
+                if f.read() != content:
+                    what = f"'{args.output}' holds the {os.path.basename(path)} of other conversations"
+                    die(what, "one folder, one template: name another --output, or add --overwrite")
+
+
 def existing(prefix):
     return [p for s in ("train", "val") for p in glob.glob(f"{glob.escape(prefix)}_{s}_[0-9]*.bin")]
 
@@ -508,9 +550,14 @@ def tell(counts, args):
         ("cut", f"lost turns at their end to fit into {args.seq_len:,} tokens"),
         ("left out", f"left out: longer than {args.seq_len:,} tokens"),
         ("bad", "bad ones left out"),
+        ("joined", "have an answer that shares a token with the generation prompt: a served model sees another there"),
     ):
         if counts[key]:
             print(f"note: {counts[key]:,} conversations {what}")
+    unread = sorted((-count, key[1]) for key, count in counts.items() if isinstance(key, tuple))
+    if unread:
+        named = ", ".join(f"{name} ({-count:,})" for count, name in unread[:9]) + ", ..." * (len(unread) > 9)
+        print(f"note: fields that neither this program nor the chat template reads: {named}")
 
 
 # ---- options
@@ -571,15 +618,18 @@ def parse_args():
 def main():
     args = parse_args()
     paths, converter = once(find_inputs(args.input, SUFFIXES)), Converter(args)
-    template, encoder = converter.template, converter.encoder  # what is wrong with them is said once, and first
+    end, encoder = converter.end, converter.encoder  # what is wrong with them is said once, and first
     planned = plan(paths)
     sizes, chunks = [size for size, _ in planned], [spans for _, spans in planned]
     if args.check:
-        return show(converter, itertools.chain.from_iterable(chunks), args.check)
+        show(converter, itertools.chain.from_iterable(chunks), args.check)
+        return tell(converter.counts, args)
     prefix = os.path.join(args.output, args.name)
     if existing(prefix) and not args.overwrite and not shards.is_unfinished(prefix):
         die(f"'{prefix}_*.bin' exist", "name another --output or --name, or add --overwrite")
     make_folder(args.output)
+    companions = companions_of(converter)
+    require_same(companions, args)
     if not encoder.own:
         if os.path.exists(os.path.join(args.output, "tokenizer.bin")):
             die(f"'{args.output}' holds the tokenizer.bin of another tokenizer", "name another --output")
@@ -594,8 +644,8 @@ def main():
             progress.update(done, tokens)
     progress.finish()
     tell(counts, args)  # before write() may find that none is left
-    write(converter, results)
-    print(f"end of turn {template.end!r}; train with -i '{glob.escape(prefix)}_train_*.bin' -t {args.seq_len}")
+    write(converter, results, companions)
+    print(f"end of turn {end!r}; train with -i '{glob.escape(prefix)}_train_*.bin' -t {args.seq_len}")
 
 
 if __name__ == "__main__":

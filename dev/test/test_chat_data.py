@@ -317,15 +317,16 @@ def test_held_out_by_hash_on_any_number_of_processes(tmp_path, monkeypatch):
     for n in 1, 2:
         call(monkeypatch, *args, "--output", tmp_path / f"out{n}", "--workers", n)
     names = sorted(p.name for p in (tmp_path / "out1").iterdir())
-    assert names == sorted(p.name for p in (tmp_path / "out2").iterdir()) and len(names) == 5
-    assert names[-1] == "x_val_000000.bin" and names[1] == "x_train_000001.bin"
+    assert names == sorted(p.name for p in (tmp_path / "out2").iterdir()) and len(names) == 7
+    assert names[:3] == ["chat_template.jinja", "generation_config.json", "tokenizer.bin"]
+    assert names[-1] == "x_val_000000.bin" and names[3] == "x_train_000001.bin"
     for name in names:
         assert (tmp_path / "out1" / name).read_bytes() == (tmp_path / "out2" / name).read_bytes()
     train, val = texts_of(tmp_path / "out1"), texts_of(tmp_path / "out1", "val")
     assert len(train) + len(val) == 500 and not set(train) & set(val) and 15 < len(set(val)) < 50
     call(monkeypatch, *args, "--output", tmp_path / "out1", fails="x_*.bin' exist")
     call(monkeypatch, *args, "--output", tmp_path / "out1", "--overwrite", "-s", 1e6)
-    assert sorted(p.name for p in (tmp_path / "out1").iterdir()) == [names[0], "x_train_000001.bin", names[-1]]
+    assert sorted(p.name for p in (tmp_path / "out1").iterdir()) == [*names[:4], names[-1]]
     assert texts_of(tmp_path / "out1") == train
 
 
