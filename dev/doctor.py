@@ -287,7 +287,8 @@ def try_toolkit(root, build, devices, driver_major, alone):
         spaced = next(
             (f"nvcc takes no path with a space, such as {f[f.index('/') :]}" for f in [*cflags, *libs] if " " in f), ""
         )
-        text += "; NVCC_CCBIN=g++-15 names an older one" * ("unsupported GNU version" in text)
+        if newest := re.search(r"gcc versions later than (\d+) are not supported", text):
+            text = f"it takes g++ up to {newest[1]}: install g++-{newest[1]} and export NVCC_CCBIN=g++-{newest[1]}"
         return None, f"{nvcc} does not build a small program: " + (spaced or glibc_clash(version) or text)
     sanitizers = [
         str(root / "bin/compute-sanitizer"),
@@ -430,6 +431,18 @@ def package_versions():
     return {p: found.get(p) for p in PACKAGES}
 
 
+def cuda_advice(useless, devices, driver, cxx):
+    """What to do where no toolkit works; useless: why make toolkit's would not, either."""
+    if useless:
+        other = f", or a toolkit of CUDA {driver}, 12.1 or newer, and set CUDA_HOME" * (driver >= LEAST_CUDA[0])
+        return f"{useless}: install a newer driver{other}"
+    if not cxx:
+        return "install g++ (Debian, Ubuntu: apt install g++), then make toolkit"
+    if (ROOT / ".toolkit").exists():
+        return "what the line about .toolkit says"
+    return "make toolkit   (a CUDA toolkit in .toolkit, 1.2 GB, no root needed)" + "; to compile alone" * (not devices)
+
+
 def report(build):
     global failure_holds
     failure_holds = 0
@@ -477,10 +490,7 @@ def report(build):
         "CUDA",
         cuda and f"{cuda['version']} ({cuda['nvcc']}, for sm_{' sm_'.join(cuda['archs'])})",
         "" if cuda else "no toolkit works",
-        f"{useless}: install a newer driver"
-        + f", or a toolkit of CUDA {driver}, 12.1 or newer, and set CUDA_HOME" * (driver >= LEAST_CUDA[0])
-        if useless
-        else "make toolkit   (a CUDA toolkit in .toolkit, 1.2 GB, no root needed)" + "; first g++" * (not cxx),
+        cuda_advice(useless, devices, driver, cxx),
     )
     rows.extend(("", f"passed over: {reason}") for reason in passed)
     if cuda and cuda["left_out"]:
@@ -511,7 +521,7 @@ def report(build):
         "NCCL",
         where,
         why and f"{why}: the GPU trainer uses one GPU",
-        f".venv/bin/pip install nvidia-nccl-cu{driver}" if useless else "make toolkit",
+        "" if not cuda else f"pip install --target .toolkit nvidia-nccl-cu{driver}" if useless else "make toolkit",
     )
     row("GPUs", ", ".join(f"{name} (sm_{arch})" for name, arch in devices) + f", driver for CUDA {driver}", no_gpu)
     sanitizer = cuda["sanitizer"] if cuda else ""

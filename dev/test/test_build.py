@@ -69,7 +69,7 @@ LONGER = {
     "dev/test/test_tp.c: test_split": 64,
     "llmc/kernels/classifier.cuh: classifier_ring": 128,
     "llmc/kernels/norm.cuh: norm_backward_kernel": 105,
-    "dev/doctor.py: report": 115,
+    "dev/doctor.py: report": 109,
     "train_gpt2.py: train": 131,
 }
 # Of llmc, train_gpt2.cu and train_gpt2.c, without comments and indentation: every KB must earn its place.
@@ -514,7 +514,20 @@ def test_doctor_says_what_is_off(tmp_path):
     assert report.returncode == 0, report.stderr
     assert "CUDA_HOME=/nonexistent has no bin/nvcc" in report.stdout
     assert re.search(r"compiler +off", report.stdout) and re.search(r"CUDA +off", report.stdout)
-    assert "make toolkit" in report.stdout and "will train on the CPU" in report.stdout
+    assert re.search(r"CUDA +install g\+\+.*, then make toolkit", report.stdout), report.stdout
+    assert "will train on the CPU" in report.stdout
+
+
+@pytest.mark.parametrize("glibc, least", [("2.40", (12, 1)), ("2.41", (13, 1)), ("2.43", (13, 2))])
+def test_glibc_that_clashes_with_a_toolkit_is_named(monkeypatch, glibc, least):
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    import doctor
+
+    monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("glibc", glibc))
+    works = [v for v in ((12, 1), (12, 9), (13, 0), (13, 1), (13, 2), (13, 5)) if not doctor.glibc_clash(v)]
+    assert works[0] == least and len(works) == 6 - sum(v < least for v in ((12, 1), (12, 9), (13, 0), (13, 1)))
+    pin = tuple(map(int, re.search(r"cuda-toolkit\[.*\]==(\d+)\.(\d+)", (ROOT / "dev/venv.py").read_text()).groups()))
+    assert pin in works
 
 
 @pytest.mark.parametrize("release, old", [("11.8", True), ("12.0", True), ("12.1", False)])
