@@ -3,8 +3,9 @@ calls it. The model stays in the output folder; what an earlier demo left there 
 
     .venv/bin/python dev/demo.py ./train_gpt2 [--seconds 110] [--output log/demo]
 
-A few steps measure the speed of the machine; the run is then as long as the time allows. What is run is printed, so
-that the same command works by hand.
+Some seconds of training measure the machine as busy as it is; steps and evaluations are then planned to fit into the
+time. Where it becomes slower than that, the run ends at that time all the same, before its last step. What is run is
+printed, so that the same command works by hand.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,7 +24,11 @@ from tool_output import end_with_reader
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = "dev/data/python"
-PROBE_STEPS = 20
+PROBE_SECONDS, PROBE_STEPS = 6, 4  # at least so long, and so many steps
+EVALS, EVAL_BATCHES = 8, 20  # evaluations after the first, and batches in each where that takes a tenth of the time
+PLANNED = 0.85  # of the time: what is left is for the text, and for what slows the machine down
+STOPPED = 75  # the trainer's exit status when a signal has ended a run that can go on (llmc/stop.h)
+PROMPT = ["-g", 600, "--temperature", 0.7, "--prompt", "def "]
 # What writes recognisable Python after two minutes: on two CPU cores, and on one data-centre GPU. On the CPU a short
 # context is what lets so few tokens go far: each learned position is seen the more often.
 CPU = {"-e": "d6,channels=128,heads=4,vocab=256,seq=64", "-b": "16", "-t": "64", "-l": "0.003"}
@@ -39,35 +45,55 @@ def run(command, **more):
         sys.exit(status)
 
 
-def follow(command, steps):
-    """Runs the trainer; its step lines replace each other on a terminal, and are thinned out elsewhere."""
-    live = sys.stdout.isatty()
+def follow(command, steps, seconds):
+    """Runs the trainer, no longer than `seconds`; its step lines replace each other on a terminal, and are thinned out
+    elsewhere. Returns (exit status, whether Ctrl-C was pressed, whether the model has written its text)."""
+    live, interrupted, written = sys.stdout.isatty(), False, False
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as p:
-        try:
-            for line in p.stdout:
-                step = re.match(r"step +(\d+)/", line)
-                if step and live:
-                    print("\r\x1b[K" + line.rstrip()[: shutil.get_terminal_size().columns - 1], end="", flush=True)
-                elif not step or int(step[1]) % max(1, steps // 20) in (0, steps) or int(step[1]) == 1:
+        timer = threading.Timer(seconds, p.terminate)
+        timer.daemon = True
+        timer.start()
+        while True:
+            try:
+                for line in p.stdout:
+                    step = re.match(r"step +(\d+)/", line)
+                    written = written or line.startswith("---- sample of step")
+                    if step and live:
+                        line = "\r\x1b[K" + line.rstrip()[: shutil.get_terminal_size().columns - 1]
+                    elif step and int(step[1]) % max(1, steps // 20) not in (0, steps) and int(step[1]) != 1:
+                        continue
                     print(("\n" if live and line.startswith("eval") else "") + line, end="", flush=True)
-        except KeyboardInterrupt:
-            p.wait()
-            sys.exit(130)
-    if p.returncode != 0:
-        sys.exit(p.returncode)
+                break
+            except KeyboardInterrupt:  # the trainer saves; what it says is read to its end
+                (p.kill if interrupted else p.terminate)()
+                interrupted = True
+        timer.cancel()
+    return p.returncode, interrupted, written
 
 
 def events(folder, kind):
-    lines = (Path(folder) / "main.jsonl").read_text().splitlines()
-    return [e for e in map(json.loads, lines) if e["event"] == kind]
+    lines = (Path(folder) / "main.jsonl").read_text().splitlines(keepends=True)
+    return [e for e in (json.loads(line) for line in lines if line.endswith("\n")) if e["event"] == kind]
 
 
-def measured_speed(command, folder):
-    """Tokens per second of a few steps; the first one, which touches memory for the first time, is not counted."""
-    quiet = {"stdout": subprocess.DEVNULL}
-    run([*command, "-o", folder, "-x", PROBE_STEPS, "-v", 0, "-s", 0, "-n", 0], **quiet)
-    steps = events(folder, "step")
-    return (steps[-1]["tokens"] - steps[0]["tokens"]) / sum(1e-3 * s["ms"] for s in steps[1:])
+def measure(command, folder, seconds):
+    """(seconds of a step, seconds of a batch evaluated), by the clock on the wall of a run of some seconds."""
+    command = [*command, "-o", folder, "-x", 1 << 30, "-v", 1 << 30, "-m", EVAL_BATCHES, "-s", 0, "-n", 0]
+    with subprocess.Popen([str(c) for c in command], stdout=subprocess.DEVNULL) as p:
+        steps = []
+        try:
+            while len(steps) < PROBE_STEPS or steps[-1]["elapsed"] - steps[0]["elapsed"] < seconds:
+                time.sleep(0.1)
+                if p.poll() is not None:
+                    sys.exit(p.returncode)
+                if os.path.exists(f"{folder}/main.jsonl"):
+                    steps = events(folder, "step")
+        except KeyboardInterrupt:
+            sys.exit(130)
+        finally:
+            p.terminate()
+    step = (steps[-1]["elapsed"] - steps[0]["elapsed"]) / (len(steps) - 1)
+    return step, events(folder, "eval")[0]["elapsed"] / EVAL_BATCHES
 
 
 def remove_earlier(folder):
@@ -94,50 +120,43 @@ def main():
 
     remove_earlier(Path(args.output))
     print("\nmeasuring this machine's speed ...", flush=True)
-    speed = measured_speed(command, f"{args.output}/probe")
-    steps = max(24, round(speed * args.seconds / (int(options["-b"]) * int(options["-t"])) / 8) * 8)
-    print(f"{speed:,.0f} tokens/s: {steps} steps will take about {args.seconds:.0f} s\n")
+    step_seconds, batch_seconds = measure(command, f"{args.output}/probe", min(PROBE_SECONDS, args.seconds / 10))
+    batches = min(max(round(0.1 * args.seconds / (EVALS + 1) / batch_seconds), 1), EVAL_BATCHES)
+    evaluating = (EVALS + 1) * batches * batch_seconds
+    steps = max(24, round((PLANNED * args.seconds - evaluating) / step_seconds / EVALS) * EVALS)
+    seconds = max(args.seconds, (steps * step_seconds + evaluating) / PLANNED)
+    speed = int(options["-b"]) * int(options["-t"]) / step_seconds
+    print(f"{speed:,.0f} tokens/s: {steps} steps and {EVALS + 1} evaluations will take about {seconds:.0f} s\n")
 
-    command += [
-        "-x",
-        steps,
-        "-u",
-        steps // 30,
-        "-q",
-        0.05,
-        "-k",
-        "cosine",
-        "-c",
-        0.1,
-        "-v",
-        steps // 8,
-        "-m",
-        -1,
-        "-s",
-        steps,
-        "-g",
-        600,
-        "--temperature",
-        0.7,
-        "--prompt",
-        "def ",
-        "-o",
-        args.output,
-    ]
+    command += ["-x", steps, "-u", steps // 30, "-q", 0.05, "-k", "cosine", "-c", 0.1]
+    command += ["-v", steps // EVALS, "-m", batches, "-s", steps, *PROMPT, "-o", args.output]
     command = [str(word) for word in command]
     print("$ " + shlex.join(command) + "\n", flush=True)
     begin = time.time()
-    follow(command, steps)
+    status, interrupted, written = follow(command, steps, seconds)
+    if interrupted:
+        print(
+            "\nstopped with Ctrl-C. " + (f"It goes on with:\n  {shlex.join(command)} -y 1" if status == STOPPED else "")
+        )
+        print("make demo begins anew")
+        sys.exit(130)
+    if status not in (0, STOPPED):
+        sys.exit(status)
+    done = events(args.output, "step")
+    model = f"{args.output}/step_{done[-1]['step']:08d}"
+    if not written:
+        print("\nthe machine has become slower: the run ended before its last step. What the model writes now:\n")
+        run([args.trainer, "-e", model, "--generate", *PROMPT])
     picture = f"{args.output}/loss.png"
     run([sys.executable, "dev/plot.py", args.output, "-o", picture, "--title", "make demo: GPT-2 on Python source"])
     evals = events(args.output, "eval")
+    kind, losses = ("Validation", evals) if len(evals) > 1 else ("Training", done)
     print(
         f"\n"
-        f"{steps} steps in {time.time() - begin:.0f} s. Validation loss {evals[0]['loss']:.2f} -> "
-        f"{evals[-1]['loss']:.2f} nats a byte; "
+        f"{done[-1]['step']} steps in {time.time() - begin:.0f} s. {kind} loss {losses[0]['loss']:.2f} -> "
+        f"{losses[-1]['loss']:.2f} nats a byte; "
         f'the text above is what the model wrote after "def ".'
     )
-    model = f"{args.output}/step_{steps:08d}"
     print(f"loss curve:  {picture}\nlog:         {args.output}/main.jsonl\nmodel:       {model}\n\nnext:")
     print(f"  {args.trainer} -e {model} --generate -g 400 --prompt 'import '       more text")
     print("  make test                        every check that this machine can run")

@@ -14,6 +14,7 @@ import os
 import re
 import resource
 import runpy
+import shlex
 import shutil
 import signal
 import socket
@@ -1018,6 +1019,50 @@ def test_tinyshakespeare_is_llmc_split(tmp_path):
     val, train = (data_common.read_shard(tmp_path / f"tiny_shakespeare_{s}.bin") for s in ("val", "train"))
     assert (val[0]["tokens"], train[0]["tokens"]) == (32768, 305260)
     assert val[0]["vocab_size"] == 50257 and val[0]["eot"] == 50256 and list(val[1][:4]) == [50256, 5962, 22307, 25]
+
+
+# ---- the demo
+
+needs_trainer = pytest.mark.skipif(not (ROOT / "train_gpt2").exists(), reason="make train_gpt2 has not run")
+
+
+@needs_trainer
+def test_the_demo_keeps_to_its_time_where_the_machine_becomes_slower(tmp_path):
+    """Measured a hundred times too fast: it ends when it said, with a curve, a text and a model."""
+    program = """import sys; sys.path.insert(0, "dev"); import demo
+measure = demo.measure
+demo.measure = lambda *args: [t / 100 for t in measure(*args)]
+demo.main()"""
+    command = [sys.executable, "-c", program, "./train_gpt2", "--seconds", "12", "--output", tmp_path]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    steps, planned = (
+        re.search(p, run.stdout, re.M) for p in (r"^(\d+) steps in \d+ s", r": (\d+) steps and .* about 12 s$")
+    )
+    assert int(steps[1]) < int(planned[1]) and "before its last step" in run.stdout
+    begin, *_, last = [json.loads(line) for line in (tmp_path / "main.jsonl").read_text().splitlines()]
+    assert last["event"] == "end" and 8 < last["elapsed"] < 12 + 15  # a step, and a checkpoint, on a busy machine
+    assert (tmp_path / "loss.png").stat().st_size > 10000 and "---- sample of step" in run.stdout
+    assert (tmp_path / f"step_{int(steps[1]):08d}/config.json").exists()
+
+
+@needs_trainer
+def test_ctrl_c_in_the_demo_says_how_it_goes_on(tmp_path):
+    command = [sys.executable, "dev/demo.py", "./train_gpt2", "--seconds", "100", "--output", tmp_path]
+    demo = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not (line := demo.stdout.readline()).startswith("step "):
+        assert line, "it ended before its first step"
+    demo.send_signal(signal.SIGINT)
+    said = demo.communicate(timeout=120)[0]
+    assert demo.returncode == 130 and "Traceback" not in said
+    again = re.search(r"goes on with:\n  (.* -y 1)$", said, re.M)[1]
+    saved = int(max(p.name for p in tmp_path.glob("step_*"))[5:])
+    on = subprocess.Popen(shlex.split(again), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    while not (line := on.stdout.readline()).startswith("step "):
+        assert line, "it does not go on"
+    on.kill()
+    on.communicate()
+    assert int(line.split()[1].split("/")[0]) == saved + 1
 
 
 # ---- tokenizers
