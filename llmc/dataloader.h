@@ -113,12 +113,15 @@ static inline void fill_order(ShuffleKey *order, int64_t n, int shuffle, uint64_
     }
     if (shuffle) qsort(order, n, sizeof *order, compare_keys);
 }
-// glob(), sorted. The name of an existing file means that file, whatever characters it has.
+// glob(), sorted. The name of an existing file means that file, whatever characters it has, and so do the names of
+// folders in front of a pattern.
 static inline int find_files(const char *pattern, glob_t *found) {
-    int literal = file_exists(pattern);
-    char *escaped = new_array(char, 2 * strlen(pattern) + 1), *to = escaped;
+    char *escaped = new_array(char, 2 * strlen(pattern) + 1), *to = escaped, *slash = strcpy(escaped, pattern);
+    while (slash && !file_exists(escaped))
+        if ((slash = strrchr(escaped, '/'))) *slash = 0;
+    const char *literal = pattern + (slash ? strlen(escaped) : 0);
     for (const char *from = pattern; *from; *to++ = *from++)
-        if (literal && strchr("\\*?[{~", *from)) *to++ = '\\';
+        if (from < literal && strchr("\\*?[{~", *from)) *to++ = '\\';
     *to = 0;
     int status = glob(escaped, GLOB_TILDE | GLOB_BRACE, NULL, found);
     free(escaped);

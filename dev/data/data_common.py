@@ -52,8 +52,15 @@ def die(what, hint):
 
 def find_files(pattern):
     """What a glob matches, sorted; but the name of something that is there means just that, whatever characters it
-    has."""
-    return [pattern] if os.path.exists(pattern) else sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    has, and so do the names of folders in front of a pattern."""
+    for path in pattern, os.path.expanduser(pattern):
+        if os.path.lexists(path):
+            return [path]
+    folder, rest = os.path.split(path)
+    while folder and not os.path.isdir(folder):
+        folder, name = os.path.split(folder)
+        rest = os.path.join(name, rest)
+    return sorted(glob.glob(os.path.join(glob.escape(folder), rest), recursive=True))
 
 
 # ---- files: whole or not at all

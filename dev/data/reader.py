@@ -130,7 +130,8 @@ def find_inputs(patterns, suffixes=SUFFIXES):
                 passed[reason].append(name)
             else:
                 found.append(name)
-        if names == [pattern] and (reason := reason_to_pass(pattern, readable)) and not os.path.isdir(pattern):
+        if len(names) == 1 and passed and os.path.lexists(os.path.expanduser(pattern)) and not os.path.isdir(names[0]):
+            reason = next(iter(passed))
             die(f"'{pattern}' {REFUSALS[reason][0]}", REFUSALS[reason][1].format(" ".join(suffixes)))
         tell_passed(pattern, passed)
         if len(found) == named:
