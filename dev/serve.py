@@ -11,10 +11,12 @@ by token. doc/serve.md has the options, the limits and examples.
 
 import argparse
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import hmac
 import ipaddress
+import itertools
 import json
 import logging
 import os
@@ -34,11 +36,17 @@ missing_package.HINT = "python3 dev/venv.py serve; source .venv/bin/activate"
 # aiohttp: server, streaming, limits of a body and the end of a connection in one well-kept package; starlette with
 # uvicorn would be two and theirs.
 from aiohttp import web  # noqa: E402
-from chat_template import TemplateError, compile_template, read_template  # noqa: E402
+from chat_template import Renderer, TemplateError, ends_of_folder, read_template  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_suffix(".html")
 KEY_VARIABLE = "SERVE_API_KEY"
+MOST_LINE = (16 << 20) - 1  # bytes of a line that the program takes
+MOST_EVENT = 1 << 22  # bytes of a line of the program
+MOST_HELD = 32 << 20  # bytes of the program's events that wait in an answer
+MOST_STOPS, MOST_STOP = 16, 1000  # stop strings of a request, characters of one
+CLIENT_SECONDS = 60  # for a client to send a request, or to take what is sent
+RENDER_SECONDS = 30  # for a chat to be written, the wait for others included
 log = logging.getLogger("serve")
 
 
@@ -62,22 +70,28 @@ def end_with_server():
 
 
 class Job:
-    """One prompt and its choices. The program's events about it go to the queue `events`, as (job, event)."""
+    """One prompt and its choices. What the program tells about it goes to answer.hear(job, event)."""
 
-    def __init__(self, request, choices, events):
+    def __init__(self, request, choices, answer):
         self.id = uuid.uuid4().hex
-        self.request, self.choices, self.events = {"id": self.id, **request}, choices, events
+        # Text as it is: \u escapes could make the line larger than the program takes. The id first: so an error has it.
+        self.line = json.dumps({"id": self.id, **request}, ensure_ascii=False).encode() + b"\n"  # None: it is sent
+        if len(self.line) > MOST_LINE:
+            raise Refusal(413, f"the prompt has more than {MOST_LINE} bytes", "send less")
+        self.choices, self.answer = choices, answer
         self.running = len(choices)  # sequences that the program has not ended
-        self.child, self.accepted = None, False
+        self.child, self.accepted, self.dropped = None, False, False
 
 
 class Child:
     """The program with one copy of the model. It writes its messages to the server's standard error."""
 
-    def __init__(self, command, environment):
-        self.command, self.environment, self.process = command, environment, None
+    def __init__(self, command, environment, patience):
+        self.command, self.environment, self.patience, self.process = command, environment, patience, None
         self.facts = None  # the program's first line; None: it is not ready
-        self.jobs = {}
+        self.jobs = {}  # also dropped ones, until the program has ended them
+        self.heard, self.silent = 0, False  # when the program last spoke; it has work and says nothing
+        self.work = asyncio.Event()  # there is something to send
 
     def waiting(self):
         """Sequences beyond the slots; negative: free slots."""
@@ -87,25 +101,58 @@ class Child:
         self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
     def submit(self, job):
+        if not self.jobs:
+            self.heard = time.monotonic()
         job.child, self.jobs[job.id] = self, job
-        self.send(job.request)
+        self.work.set()
 
     def drop(self, job):
         """Its client wants nothing more."""
-        if self.jobs.pop(job.id, None):
+        if job.id not in self.jobs or job.dropped:
+            return
+        job.dropped = True
+        if job.line:  # the program knows nothing of it
+            job.line = None
+            del self.jobs[job.id]
+        else:
             self.send({"id": job.id, "cancel": True})
+
+    async def write(self):
+        """Sends the jobs, no faster than the program reads."""
+        while True:
+            await self.work.wait()
+            self.work.clear()
+            with contextlib.suppress(ConnectionError):  # the program has ended: run() sees it, too
+                while job := next((job for job in self.jobs.values() if job.line), None):
+                    await self.process.stdin.drain()
+                    if job.line:  # not dropped meanwhile
+                        self.process.stdin.write(job.line)
+                        job.line = None
+
+    async def watch(self):
+        """Gives up the jobs of a program that is stopped or hangs. When it speaks again, it gets new ones."""
+        while True:
+            await asyncio.sleep(min(self.patience / 8, 10))
+            if self.jobs and not self.silent and time.monotonic() - self.heard > self.patience:
+                self.silent = True
+                log.error("%s has said nothing for %d seconds", self.command[0], self.patience)
+                self.fail(503, "the model's program does not answer", "try again later; the server's log says more")
+
+    def fail(self, status, problem, hint):
+        for job in list(self.jobs.values()):
+            job.answer.hear(job, {"event": "error", "status": status, "message": problem, "hint": hint})
 
     async def read(self):
         """The next event; None: the program has ended."""
         async for line in self.process.stdout:
             if line.startswith(b"{"):  # else it comes from MPI or a driver
-                return json.loads(line)
+                return json.loads(line) | {"size": len(line)}
 
     async def start(self):
         """Starts the program and waits until it has loaded the model."""
         # In a session of its own: Ctrl-C reaches the server alone, which then ends the program.
         how = dict(env=self.environment, start_new_session=True, preexec_fn=end_with_server)
-        how |= dict(stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+        how |= dict(stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MOST_EVENT)
         self.process = await asyncio.create_subprocess_exec(*self.command, **how)
         self.facts = await self.read()
         if not self.facts:
@@ -116,11 +163,8 @@ class Child:
         while True:
             while event := await self.read():
                 self.take(event)
-            self.facts = None
-            hint = "it is being started again; the server's log has the reason"
-            for job in self.jobs.values():
-                error = {"event": "error", "status": 500, "message": "the model's program ended", "hint": hint}
-                job.events.put_nowait((job, error))
+            self.facts, self.silent = None, False
+            self.fail(500, "the model's program ended", "it is being started again; the server's log has the reason")
             self.jobs.clear()
             log.error("%s ended: %s", self.command[0], await self.end(1))
             pause = 1
@@ -134,14 +178,17 @@ class Child:
 
     def take(self, event):
         """An event without an id: the program did not understand a line, the oldest that it has not answered."""
-        unanswered = (job for job in self.jobs.values() if not job.accepted)
+        self.heard, self.silent = time.monotonic(), False
+        unanswered = (job for job in self.jobs.values() if not job.line and not job.accepted)
         job = self.jobs.get(event["id"]) if event["id"] else next(unanswered, None)
-        if job:  # not dropped
-            job.accepted = True
-            job.running -= {"end": 1, "error": job.running}.get(event["event"], 0)
-            if job.running == 0:
-                del self.jobs[job.id]
-            job.events.put_nowait((job, event))
+        if not job:
+            return
+        job.accepted = True
+        job.running -= {"end": 1, "error": job.running}.get(event["event"], 0)
+        if job.running == 0:
+            del self.jobs[job.id]
+        if not job.dropped:
+            job.answer.hear(job, event)
 
     async def end(self, patience):
         """Asks the program to end, then tells it to; returns how it ended. mpirun does not always pass on the end of
@@ -177,7 +224,8 @@ def is_part(value):
 
 
 def is_stop(value):
-    return value == [] or is_list([value] if isinstance(value, str) else value, lambda s: is_text(s) and s, 16)
+    one = lambda s: is_text(s) and 0 < len(s) <= MOST_STOP
+    return value == [] or is_list([value] if isinstance(value, str) else value, one, MOST_STOPS)
 
 
 # What a value must be: a check, and words for a message.
@@ -199,7 +247,7 @@ NEUTRAL |= dict(tools=[], tool_choice="none", response_format={"type": "text"})
 
 def fields(context, vocab):
     """The fields of (completions, chats) for a model."""
-    tokens = lambda v: is_list(v, lambda token: type(token) is int and 0 <= token < vocab)
+    tokens = lambda v: is_list(v, lambda token: type(token) is int and 0 <= token < vocab, context)
     prompt = lambda v: is_text(v) or tokens(v) or is_list(v, is_text, 128) or is_list(v, tokens, 128)
     limit = whole(1, context)[0], f"a whole number from 1 to {context}, the model's context"
     both = {
@@ -210,12 +258,12 @@ def fields(context, vocab):
         "top_k": (0, *whole(0, 1 << 24)),
         "seed": (None, *whole(-(1 << 63), (1 << 63) - 1)),
         "n": (1, *whole(1, 128)),
-        "stop": ([], is_stop, "a string or at most 16, none of them empty"),
+        "stop": ([], is_stop, f"a string or at most {MOST_STOPS}, each of 1 to {MOST_STOP} characters"),
         "stream": (False, *BOOLEAN),
         "stream_options": (None, lambda v: True, ""),
     }
     completion = {
-        "prompt": ("", prompt, f"a text, a list of tokens (0 to {vocab - 1}), or at most 128 of one kind"),
+        "prompt": ("", prompt, f"a text, at most {context} tokens (0 to {vocab - 1}), or at most 128 of one kind"),
         "max_tokens": (16, *limit),
         "logprobs": (None, *whole(0, 20)),
         "echo": (False, *BOOLEAN),
@@ -254,19 +302,21 @@ def check(given, table, where=""):
 
 
 def understand(body, chat, server):
-    """The fields of a request. prompts, stops: lists; options: what the program gets with each prompt."""
+    """The fields of a request. prompts, stops: lists; options: what the program gets with each prompt. A chat has
+    messages instead of prompts."""
     f = check(body, server.fields[chat])
     if f["model"] not in (None, server.name):
         raise Refusal(404, f"there is no model '{f['model'][:60]}'", f"this server has '{server.name}'", "model")
     if f["stream_options"] is not None and not f["stream"]:
         raise Refusal(400, "stream_options is given without stream", "leave it out", "stream_options")
     f |= check(f["stream_options"] or {}, STREAM_OPTIONS, "stream_options.")
-    f["stops"] = [f["stop"]] if isinstance(f["stop"], str) else f["stop"]
+    ends = server.template if chat else server
+    f["ends"], f["stops"] = ends.ends, ([f["stop"]] if isinstance(f["stop"], str) else f["stop"]) + ends.stops
     # the program reads numbers as doubles
     f["seed"] = (random.getrandbits(53) if f["seed"] is None else f["seed"]) % (1 << 53)
-    understand_chat(f, server.template) if chat else understand_completion(f)
+    understand_chat(f) if chat else understand_completion(f)
     names = ("max_tokens", "temperature", "top_k", "top_p", "n", "seed", "logprobs", "special", "ends")
-    f["options"] = {name: f[name] for name in names if f.get(name) is not None}
+    f["options"] = {name: f[name] for name in names if f.get(name) not in (None, [])}
     return f
 
 
@@ -276,130 +326,194 @@ def understand_completion(f):
         raise Refusal(400, "echo goes with prompts of text alone, without logprobs", "leave one of them out", "echo")
 
 
-def understand_chat(f, template):
+def understand_chat(f):
     if f["top_logprobs"] is not None and not f["logprobs"]:
         problem = f"top_logprobs is {f['top_logprobs']} and logprobs is not true"
         raise Refusal(400, problem, "set logprobs to true", "top_logprobs")
     f["logprobs"] = (f["top_logprobs"] or 0) if f["logprobs"] else None
     f["max_tokens"] = f["max_completion_tokens"] or f["max_tokens"]
-    messages = [check(message, MESSAGE, f"messages[{i}].") for i, message in enumerate(f["messages"])]
-    for message in messages:
+    f["messages"] = [check(message, MESSAGE, f"messages[{i}].") for i, message in enumerate(f["messages"])]
+    for message in f["messages"]:
         if isinstance(message["content"], list):
             message["content"] = "".join(part["text"] for part in message["content"])
-    f |= {"prompts": [template.render(messages)], "special": True, "ends": template.ends}
-    f["stops"] = f["stops"] + template.stops
+    f["special"] = True
 
 
 class ChatTemplate:
-    """The folder's own way to write a conversation, as transformers reads it."""
+    """The folder's own way to write a conversation, and what ends an answer in it. It runs in a process of its own, for
+    which a thread waits. stops: texts that end any answer of this model."""
 
-    def __init__(self, folder):
-        self.problem = f"this model has no chat template: {folder}/tokenizer_config.json has no chat_template"
+    def __init__(self, folder, vocab, stops):
+        self.thread = concurrent.futures.ThreadPoolExecutor(1)
+        self.folder, self.vocab, self.ends, self.stops, self.renderer = folder, vocab, [], stops, None
+        self.problem = f"this model has no chat template: {folder} has no chat_template.jinja and no tokenizer_config."
+        self.problem += "json with a chat_template"
+
+    async def open(self):
         try:
-            text, self.tokens, config = read_template(folder)
-            if text:
-                self.understand_ends(config)
-                self.template, self.problem = compile_template(text), None
+            await asyncio.get_running_loop().run_in_executor(self.thread, self.read)
         except (OSError, ValueError, TemplateError) as e:
-            self.problem = f"the chat template of {folder} cannot be used: {e}"
+            self.problem = f"the chat template of {self.folder} cannot be used: {e}"
             log.warning("%s", self.problem)
 
-    def understand_ends(self, config):
-        """What ends a turn: its token, or else its text."""
-        eos, added = self.tokens.get("eos_token"), config.get("added_tokens_decoder", {})
-        self.ends = [int(token) for token, facts in added.items() if facts["content"] == eos]
-        self.stops = [eos] if eos and not self.ends else []
+    def read(self):
+        text, tokens = read_template(self.folder)
+        if text:
+            self.renderer = Renderer(text, tokens)
+            ends, stops = ends_of_folder(self.folder, self.renderer)
+            self.ends = [token for token in ends if token < self.vocab]
+            self.stops, self.problem = merged(self.stops, stops), None
+            self.renderer.close()  # until there is a conversation
 
-    def render(self, messages):
+    async def render(self, messages):
         if self.problem:
             raise Refusal(400, self.problem, "use /v1/completions, or a model that was tuned to chat", "messages")
-        given = self.tokens | {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
+        work = asyncio.get_running_loop().run_in_executor(self.thread, self.renderer.render, messages)
         try:
-            return self.template.render(given)
-        except Exception as e:  # of the model's code, about the client's messages
-            problem = f"the chat template does not take these messages: {e}"
-            raise Refusal(400, problem, "see the model's description", "messages")
+            return await asyncio.wait_for(work, RENDER_SECONDS)
+        except asyncio.TimeoutError:
+            raise Refusal(503, "the chat template is busy with other conversations", "try again later") from None
+        except TemplateError as e:
+            problem = f"the messages cannot be written as a conversation: {e}"
+            raise Refusal(400, problem, "see the model's description for what its template takes", "messages") from None
+
+    def close(self):
+        """Ends what is being rendered, too."""
+        self.thread.shutdown(wait=False, cancel_futures=True)
+        if self.renderer:
+            self.renderer.close()
+
+
+def merged(*lists):
+    """Texts, each once."""
+    return list(dict.fromkeys(text for texts in lists for text in texts if text and is_text(text)))
 
 
 # ---- what is answered
 
 
-class Choice:
-    """One sequence: its text and tokens that are not sent yet."""
+class Stop:
+    """A stop string. back[i]: of its first i + 1 characters, the longest end, but for all of them, that is a beginning,
+    too (Knuth, Morris, Pratt 1977). So a text takes time in its length, whatever is looked for."""
 
-    def __init__(self, index, stops, text=""):
-        self.index, self.stops = index, stops
-        self.text, self.ready = text, len(text)  # behind `ready` a stop string may begin
-        self.sent = 0  # characters
-        self.tokens = []  # (event, the character at which its text begins)
+    def __init__(self, text):
+        self.text, self.back = text, [0]
+        for c in text[1:]:
+            self.back.append(self.advance(self.back[-1], c))
+
+    def advance(self, matched, c):
+        """How many first characters of it a text ends with after one that ended with `matched`, and c."""
+        while matched and self.text[matched] != c:
+            matched = self.back[matched - 1]
+        return matched + (self.text[matched] == c)
+
+
+class Choice:
+    """One sequence: its text and tokens that are not sent yet. Places are characters of the whole text."""
+
+    def __init__(self, index, stops, text="", keeps=False):
+        self.index, self.stops, self.keeps = index, stops, keeps  # keeps: the tokens, for log-probabilities
+        self.matched = [0] * len(stops)
+        self.parts, self.sent, self.length = [text], 0, len(text)
+        self.ready = self.length  # behind it a stop string may begin
+        self.tokens = []  # (event, where its text begins)
         self.finish = None  # finish_reason
         self.role = {"role": "assistant"}  # a chat says it once
 
     def add(self, event):
-        """The stop string that is complete first ends the text."""
-        if event["event"] == "token":
-            self.tokens.append((event, self.sent + len(self.text)))
-        self.text += event["text"]
-        found = [(at + len(stop), at) for stop in self.stops if (at := self.text.find(stop, self.ready)) >= 0]
+        """The stop string that is complete first ends the text; of two the longer one."""
+        if event["event"] == "token" and self.keeps:
+            self.tokens.append((event, self.length))
+        self.parts.append(event["text"])
+        found = 0
+        for c in event["text"] if self.stops else ():
+            self.length += 1
+            self.matched = [stop.advance(matched, c) for stop, matched in zip(self.stops, self.matched)]
+            found = max((m for stop, m in zip(self.stops, self.matched) if m == len(stop.text)), default=0)
+            if found:
+                break
+        self.length += 0 if self.stops else len(event["text"])
         if found:
-            self.finish, self.ready = "stop", min(found)[1]
-            self.tokens = [(event, at) for event, at in self.tokens if at < self.sent + self.ready]
+            self.finish, self.ready = "stop", self.length - found
+            self.tokens = [(event, at) for event, at in self.tokens if at < self.ready]
         elif event["event"] == "end":
-            self.finish, self.ready = "length" if event["reason"] == "length" else "stop", len(self.text)
+            self.finish, self.ready = "length" if event["reason"] == "length" else "stop", self.length
         else:
-            beginnings = (k for stop in self.stops for k in range(1, len(stop))
-                          if self.text.endswith(stop[:k], self.ready))  # fmt: skip
-            self.ready = len(self.text) - max(beginnings, default=0)
+            self.ready = self.length - max(self.matched, default=0)
 
     def take(self):
         """(text, tokens) that can be sent now."""
-        text, self.text, self.ready = self.text[: self.ready], self.text[self.ready :], 0
-        self.sent += len(text)
-        count = sum(at < self.sent or self.finish is not None for _, at in self.tokens)
-        tokens, self.tokens = self.tokens[:count], self.tokens[count:]
+        text = "".join(self.parts)
+        text, rest = text[: self.ready - self.sent], text[self.ready - self.sent :]
+        self.parts, self.sent = [rest], self.ready
+        is_sent = lambda token: token[1] < self.sent or self.finish is not None
+        tokens = list(itertools.takewhile(is_sent, self.tokens))
+        self.tokens = self.tokens[len(tokens) :]
         return text, tokens
 
 
 class Answer:
     """A request and its choices, and the JSON of what they say."""
 
-    def __init__(self, body, chat, server):
-        self.chat, self.asked = chat, understand(body, chat, server)
-        self.jobs, self.choices, self.events = [], [], asyncio.Queue()
-        for prompt in self.asked["prompts"]:
-            begin = prompt if self.asked.get("echo") else ""
+    def __init__(self, asked, chat, server):
+        self.chat, self.asked, self.jobs, self.choices = chat, asked, [], []
+        stops, keeps = [Stop(text) for text in asked["stops"]], asked["logprobs"] is not None
+        for prompt in asked["prompts"]:
+            begin = prompt if asked.get("echo") else ""
             first = len(self.choices)
-            self.choices += [Choice(first + i, self.asked["stops"], begin) for i in range(self.asked["n"])]
-            request = self.asked["options"] | {"prompt" if isinstance(prompt, str) else "tokens": prompt}
-            self.jobs.append(Job(request, self.choices[first:], self.events))
+            self.choices += [Choice(first + i, stops, begin, keeps) for i in range(asked["n"])]
+            request = asked["options"] | {"prompt" if isinstance(prompt, str) else "tokens": prompt}
+            self.jobs.append(Job(request, self.choices[first:], self))
+        self.problem, self.accepted, self.finished, self.held = None, 0, 0, 0  # Refusal, jobs, choices, bytes
+        self.changed = {}  # choices that have something to say; a dict keeps the order
+        self.news = asyncio.Event()
         self.prompt_tokens = self.made_tokens = 0
-        kind = "chat.completion" + ".chunk" * self.asked["stream"] if chat else "text_completion"
+        kind = "chat.completion" + ".chunk" * asked["stream"] if chat else "text_completion"
         id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self.head = {"id": id, "object": kind, "created": int(time.time()), "model": server.name}
+
+    def hear(self, job, event):
+        """What the program tells."""
+        if self.problem:
+            return
+        self.news.set()
+        if event["event"] == "error":
+            self.problem = Refusal(event.get("status", 400), event["message"], event["hint"])
+        elif event["event"] == "start":
+            self.accepted += 1
+            self.prompt_tokens += event["prompt_tokens"]
+        elif not (choice := job.choices[event["index"]]).finish:  # else a stop string has ended it already
+            choice.add(event)
+            if choice.ready > choice.sent or choice.finish:
+                self.changed[choice] = True
+            self.made_tokens += event["event"] == "token"
+            self.finished += choice.finish is not None
+            if choice.finish and event["event"] == "token":
+                job.child.send({"id": job.id, "cancel": True, "index": event["index"]})
+            self.held += event["size"] if choice.keeps else 0
+            if self.held > MOST_HELD:
+                problem = f"the log-probabilities take more than {MOST_HELD >> 20} MiB"
+                self.problem = Refusal(400, problem, "ask for less, or for a stream, and read it", "logprobs")
+        if self.problem:  # the client may take long to hear of it
+            self.end()
 
     async def rounds(self):
         """Again and again the choices that have something to say, once all prompts are accepted: until then a refusal
         is the whole answer. Tokens that come fast go together."""
-        accepted, finished, changed = 0, 0, {}  # jobs, choices; a dict keeps the order
-        while finished < len(self.choices):
-            job, event = await self.events.get()
-            if event["event"] == "error":
-                raise Refusal(event.get("status", 400), event["message"], event["hint"])
-            if event["event"] == "start":
-                accepted += 1
-                self.prompt_tokens += event["prompt_tokens"]
-            elif not (choice := job.choices[event["index"]]).finish:  # else a stop string has ended it already
-                choice.add(event)
-                if choice.ready or choice.finish:
-                    changed[choice] = True
-                self.made_tokens += event["event"] == "token"
-                finished += choice.finish is not None
-                if choice.finish and event["event"] == "token":
-                    job.child.send({"id": job.id, "cancel": True, "index": event["index"]})
-            if self.events.empty() and accepted == len(self.jobs):
+        done = False
+        while not done:
+            await self.news.wait()
+            self.news.clear()
+            if self.problem:
+                raise self.problem
+            if self.accepted == len(self.jobs):
+                done, changed, self.changed = self.finished == len(self.choices), self.changed, {}
                 yield changed
-                changed = {}
-        yield changed
+
+    def end(self):
+        for job in self.jobs:
+            if job.child:
+                job.child.drop(job)
 
     def usage(self):
         made, prompt = self.made_tokens, self.prompt_tokens
@@ -408,17 +522,20 @@ class Answer:
     def logprobs(self, tokens):
         if not tokens or self.asked["logprobs"] is None:
             return None
+        self.held -= sum(event["size"] for event, _ in tokens)
         if self.chat:
-            fact = lambda text, logprob: {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-            top = lambda event: {"top_logprobs": [fact(text, p) for _, text, p in event.get("top", [])]}
-            return {"content": [fact(event["text"], event["logprob"]) | top(event) for event, _ in tokens]}
-        top = lambda event: {text: p for _, text, p in reversed(event.get("top", []))}
+            fact = lambda text, p, hexed: {"token": text, "logprob": p, "bytes": list(bytes.fromhex(hexed))}
+            mine = lambda event: fact(event["text"], event["logprob"], event["bytes"])
+            top = lambda event: {"top_logprobs": [fact(*entry) for _, *entry in event.get("top", [])]}
+            return {"content": [mine(event) | top(event) for event, _ in tokens]}
+        top = lambda event: {spelling(text, hexed): p for _, text, p, hexed in reversed(event.get("top", []))}
         return {
             "tokens": [event["text"] for event, _ in tokens],
             "token_logprobs": [event["logprob"] for event, _ in tokens],
-            "top_logprobs": [top(event) | {event["text"]: event["logprob"]} for event, _ in tokens],
+            "top_logprobs": [top(event) | {spelling(event["text"], event["bytes"]): event["logprob"]}
+                             for event, _ in tokens],
             "text_offset": [at for _, at in tokens],
-        }
+        }  # fmt: skip
 
     def said(self, choice):
         """What is new of a choice: all of it, if the answer is not streamed."""
@@ -429,6 +546,12 @@ class Answer:
 
     def json(self, choices, more):
         return self.head | {"choices": [self.said(choice) for choice in choices]} | more
+
+
+def spelling(text, hexed):
+    """A name of a token that no other one has: OpenAI's "bytes:\\xc3" of a part of a character."""
+    raw = bytes.fromhex(hexed)
+    return text if raw == text.encode() else "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
 
 def sse(value):
@@ -454,8 +577,9 @@ class Server:
     )
 
     def __init__(self, args, key, commands):
-        self.args, self.key, self.children = args, key, [Child(*command) for command in commands]
+        self.args, self.key, self.children = args, key, [Child(*command, args.patience) for command in commands]
         self.name = args.name or name_of(args.model)
+        self.fresh = {}  # connections without a request -> what hangs them up
 
     def application(self):
         app = web.Application(middlewares=[self.guard], client_max_size=self.args.max_body)
@@ -470,24 +594,59 @@ class Server:
         tasks = []
         try:
             await asyncio.gather(*(child.start() for child in self.children))
-            tasks += [asyncio.create_task(child.run()) for child in self.children]
+            works = [work() for child in self.children for work in (child.run, child.write, child.watch)]
+            tasks += [asyncio.create_task(work) for work in works]
             facts = self.children[0].facts
             self.fields = fields(facts["context"], facts["vocab"])
-            self.template = ChatTemplate(Path(facts["model"]))
+            self.ends, self.stops = [], merged(facts.get("stop_strings", []))
+            self.template = ChatTemplate(Path(facts["model"]), facts["vocab"], self.stops)
+            await self.template.open()
             self.model = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "llm.cu"}
             self.model |= {"context": facts["context"], "chat": self.template.problem is None}
             log.info("%s is ready: %s (Ctrl-C ends)", self.name, self.args.url)
             yield
         finally:
+            if hasattr(self, "template"):
+                self.template.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*(child.end(3) for child in self.children))
 
+    async def listen(self, listener):
+        """Until SIGINT or SIGTERM."""
+        loop, ended = asyncio.get_running_loop(), asyncio.current_task()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, ended.cancel)
+        # When a client goes away, the task that works for it is cancelled.
+        how = {"handler_cancellation": True, "shutdown_timeout": 1, "keepalive_timeout": CLIENT_SECONDS}
+        how |= {"access_log": log, "access_log_format": '%a "%r" %s %b bytes %Tf s'}
+        runner = web.AppRunner(self.application(), **how)
+        with contextlib.suppress(asyncio.CancelledError):
+            await runner.setup()
+            try:
+                site = await loop.create_server(lambda: self.connection(runner.server()), sock=listener, backlog=1024)
+                try:
+                    await loop.create_future()
+                finally:
+                    site.close()
+            finally:
+                await runner.cleanup()
+
+    def connection(self, protocol):
+        """A new one: without a request it ends after a time."""
+        self.fresh[protocol] = asyncio.get_running_loop().call_later(CLIENT_SECONDS, self.hang_up, protocol)
+        return protocol
+
+    def hang_up(self, protocol):
+        del self.fresh[protocol]
+        protocol.force_close()
+
     def submit(self, job):
         """Gives a job to the child with the least to do; the program lets it wait for a slot."""
-        ready = [child for child in self.children if child.facts]
+        ready = [child for child in self.children if child.facts and not child.silent]
         if not ready:
-            raise Refusal(503, "the model is being started again", "try again in a few seconds")
+            problem = "does not answer" if any(child.silent for child in self.children) else "is being started again"
+            raise Refusal(503, f"the model's program {problem}", "try again later; the server's log says more")
         child = min(ready, key=Child.waiting)
         if child.waiting() + job.running > min(self.args.queue, child.facts["waiting"]):
             hint = "try again later, or start the server with a larger --queue or more --slots"
@@ -496,8 +655,15 @@ class Server:
 
     @web.middleware
     async def guard(self, request, handler):
-        """The key, and one form for all errors."""
+        """Hosts, the key, and one form for all errors."""
+        if timer := self.fresh.pop(request.protocol, None):
+            timer.cancel()
         try:
+            # A page of another site can get its name to mean this machine, and then read what it asks for.
+            host = re.sub(r":\d+$", "", request.headers.get("Host", "")).lower()
+            if self.args.hosts and host not in self.args.hosts:
+                hint = f"open {self.args.url}, give this name as --host, or set {KEY_VARIABLE}"
+                raise Refusal(403, f"this server does not answer as {host[:60]!r}", hint)
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if self.key and request.path.startswith("/v1/") and not hmac.compare_digest(given, b"Bearer " + self.key):
                 raise Refusal(401, "the API key is missing or wrong", "send the header Authorization: Bearer KEY")
@@ -536,13 +702,19 @@ class Server:
         if (request.content_length or 0) > self.args.max_body:  # do not wait for it
             raise web.HTTPRequestEntityTooLarge(self.args.max_body)
         try:
-            return json.loads(await request.read())
+            return json.loads(await asyncio.wait_for(request.read(), CLIENT_SECONDS))
+        except asyncio.TimeoutError:
+            request.protocol.force_close()
+            raise Refusal(408, f"the body did not come within {CLIENT_SECONDS} seconds", "send it again") from None
         except ValueError as e:
             raise Refusal(400, f"the body is not JSON: {e}", 'send {"...": ...} in UTF-8')
 
     async def complete(self, request):
-        answer = Answer(await self.read(request), request.path == "/v1/chat/completions", self)
-        asked = answer.asked
+        chat = request.path == "/v1/chat/completions"
+        asked = understand(await self.read(request), chat, self)
+        if chat:
+            asked["prompts"] = [await self.template.render(asked.pop("messages"))]
+        answer = Answer(asked, chat, self)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             for job in answer.jobs:
@@ -562,9 +734,7 @@ class Server:
                 raise
             await stream.write(sse(refusal.body))
         finally:  # also where the client has gone: this task is cancelled then
-            for job in answer.jobs:
-                if job.child:
-                    job.child.drop(job)
+            answer.end()
         await stream.write_eof()
         return stream
 
@@ -586,7 +756,7 @@ def commands(args, options):
     command = [str(program.resolve()), "-e", args.model, "--serve", str(args.slots), *options]
     if args.context:
         command += ["-t", str(args.context)]
-    environment = {k: v for k, v in os.environ.items() if k != KEY_VARIABLE}
+    environment = dict(os.environ)
     if args.tp > 1:
         config = ROOT / "build/config.mk"
         found = re.search(r"^MPIRUN := (\S+)", config.read_text() if config.exists() else "", re.M)
@@ -612,6 +782,8 @@ def parse(arguments):
     p.add_argument("--slots", type=whole(1), default=16, help="sequences at a time on each copy (default: 16)")
     p.add_argument("--context", type=whole(2), help="tokens of prompt and answer (default: the program's)")
     p.add_argument("--queue", type=whole(1), default=256, help="sequences that may wait (default: 256), then: 429")
+    p.add_argument("--patience", type=whole(1), default=300,
+                   help="seconds without a word of a program that has work (default: 300), then: 503")  # fmt: skip
     p.add_argument("--max-body", type=whole(1), default=1 << 20, help="bytes of a request (default: 1 MiB), then: 413")
     p.add_argument("--gpus", type=lambda text: text.split(","), help="0,1: a copy of the model on each")
     p.add_argument("--tp", type=whole(1), default=1, help="GPUs (or CPU ranks) that share one copy, under mpirun")
@@ -623,7 +795,8 @@ def main():
     args, options = parse(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%F %T")
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each client that sends nonsense
-    key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE)
+    key = os.environ.pop(KEY_VARIABLE, None)  # child processes do not get it
+    key = args.api_key if args.api_key is not None else key
     if key == "":
         stop("the API key is empty", f"give --api-key or {KEY_VARIABLE} a value, or leave it out")
     try:  # before the model is loaded, which takes long
@@ -631,17 +804,18 @@ def main():
         listener = socket.create_server((args.host, args.port), family=family, backlog=1024)
     except (OSError, OverflowError) as e:
         stop(f"cannot listen on {args.host}, port {args.port}: {e}", "give another --host or --port")
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * CLIENT_SECONDS)  # ends who does not read
     address, port = listener.getsockname()[:2]
     host = socket.gethostname() if ipaddress.ip_address(address).is_unspecified else args.host
     args.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    if not key and not ipaddress.ip_address(address).is_loopback:
+    local = ipaddress.ip_address(address).is_loopback
+    names = {"localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host.lower()}
+    args.hosts = names if local and not key else None
+    if not key and not local:
         log.warning("anybody who reaches %s can use this model: %s is not set", args.url, KEY_VARIABLE)
     server = Server(args, key and key.encode(), commands(args, options))
-    # When a client goes away, the task that works for it is cancelled.
-    how = {"handler_cancellation": True, "shutdown_timeout": 1, "print": None}
-    how |= {"access_log": log, "access_log_format": '%a "%r" %s %b bytes %Tf s'}
     try:
-        web.run_app(server.application(), sock=listener, **how)
+        asyncio.run(server.listen(listener))
     except (OSError, RuntimeError) as e:  # the program's own words are above
         stop(f"the model did not start: {e}", "the lines above say why")
 

@@ -16,7 +16,7 @@ import threading
 import time
 
 CONTEXT, EOT = 512, 256
-DEFAULTS = {"max_tokens": CONTEXT, "n": 1, "logprobs": 0, "seed": 0, "temperature": 1, "special": False, "ends": []}
+DEFAULTS = {"max_tokens": CONTEXT, "n": 1, "logprobs": None, "seed": 0, "temperature": 1, "special": False, "ends": []}
 KNOWN = {"id", "prompt", "tokens", "top_k", "top_p", *DEFAULTS}
 
 
@@ -53,8 +53,9 @@ class Sequence:
             os._exit(3)
         token = self.answer[self.made]
         self.made += 1
-        top = [[id, chr(id), -0.5 - i] for i, id in enumerate(range(65, 65 + self.top))]
-        more = {"top": top} if top else {}
+        top = [[id, chr(id), -0.5 - i, f"{id:02x}"] for i, id in enumerate(range(65, 65 + (self.top or 0)))]
+        more = {"bytes": f"{token:02x}"} if self.top is not None else {}
+        more |= {"top": top} if top else {}
         text = self.decoder.decode(bytes([token]))
         tell("token", id=self.id, index=self.index, text=text, token=token, logprob=-token / 64, **more)
         return True

@@ -96,8 +96,9 @@ class Server:
         """(status, headers, text) of a request whose body may be anything."""
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Content-Length": str(len(body))} | headers
+        headers = {"Host": "[::1]:80", "Connection": "close"} | headers
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        with self.raw(f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{head}\r\n".encode() + body) as s:
+        with self.raw(f"POST /v1/{path} HTTP/1.1\r\n{head}\r\n".encode() + body) as s:
             return answer_of(s)
 
     def __enter__(self):
@@ -287,7 +288,7 @@ def test_a_stop_string_does_not_depend_on_tokens():
         stops = ["".join(draw.choices("abc", k=draw.randint(1, 4))) for _ in range(draw.randint(1, 3))]
         ends = [(at + len(s), at) for s in stops if (at := text.find(s)) >= 0]
         expected = text[: min(ends)[1]] if ends else text
-        choice, sent, at = serve.Choice(0, stops), "", 0
+        choice, sent, at = serve.Choice(0, [serve.Stop(s) for s in stops]), "", 0
         while at < len(text) and not choice.finish:
             n = draw.randint(0, 4)
             choice.add({"event": "token", "text": text[at : at + n]})
@@ -312,6 +313,7 @@ def test_logprobs_of_completions(client):
     assert facts.tokens == ["h", "", "é"] and facts.text_offset == [0, 1, 1]
     assert facts.token_logprobs == [-b / 64 for b in "hé".encode()]
     assert facts.top_logprobs[0] == {"A": -0.5, "B": -1.5, "h": -104 / 64}
+    assert facts.top_logprobs[2] == {"A": -0.5, "B": -1.5, "bytes:\\xa9": -0xA9 / 64}
     assert complete(client, "say h", logprobs=0).choices[0].logprobs.top_logprobs == [{"h": -104 / 64}]
     chunks = list(complete(client, "say hé, x", logprobs=2, stop=" x", stream=True))
     tokens = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.tokens]
@@ -320,7 +322,7 @@ def test_logprobs_of_completions(client):
 
 def test_logprobs_of_chats(client):
     content = talk(client, "say hé", logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    assert [t.token for t in content] == ["h", "", "é"] and content[2].bytes == list("é".encode())
+    assert [t.token for t in content] == ["h", "", "é"] and [b for t in content for b in t.bytes] == [*"hé".encode()]
     assert content[0].logprob == -104 / 64 and [(t.token, t.logprob) for t in content[0].top_logprobs] == [
         ("A", -0.5),
         ("B", -1.5),
@@ -365,7 +367,7 @@ BAD = [
     ({"prompt": []}, "prompt is []"),
     ({"prompt": [[]]}, "prompt is [[]]"),
     ({"prompt": ["a", 5]}, 'prompt is ["a", 5]'),
-    ({"prompt": [257]}, "prompt is [257]\nhint: prompt must be a text, a list of tokens (0 to 256)"),
+    ({"prompt": [257]}, "prompt is [257]\nhint: prompt must be a text, at most 512 tokens (0 to 256)"),
     ({"prompt": [-1]}, "prompt is [-1]"),
     ({"prompt": ["a"] * 129}, "prompt is"),
     ({"prompt": "\ud83d"}, "prompt is"),
@@ -402,7 +404,7 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content is 5"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages[0].content is"),
     ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name is unknown"),
-    ({"messages": ONE + [{"role": "system", "content": "a"}]}, "chat template does not take these messages: system"),
+    ({"messages": ONE + [{"role": "system", "content": "a"}]}, "the chat template fails: system comes first"),
     ({"messages": ONE, "top_logprobs": 2}, "top_logprobs is 2"),
     ({"messages": ONE, "logprobs": 2}, "logprobs is 2"),
     ({"messages": ONE, "tools": [{"type": "function"}]}, "tools is not supported"),
@@ -447,7 +449,7 @@ def memory(pid):
 
 
 def test_a_body_that_is_too_large(server):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
     with server.raw(head + b"Content-Length: 104857600\r\n\r\n" + b"x" * 1000) as s:  # the rest is not waited for
         assert s.recv(4096).startswith(b"HTTP/1.1 413 ")
     before = memory(server.process.pid)
@@ -478,15 +480,29 @@ def test_a_model_without_a_chat_template(tmp_path):
 
 def test_chat_templates(tmp_path):
     write = lambda name, value: (tmp_path / name).write_text(value if isinstance(value, str) else json.dumps(value))
-    rendered = lambda: serve.ChatTemplate(tmp_path).render(ONE)
+
+    def opened():
+        template = serve.ChatTemplate(tmp_path, 300, ["###"])
+        asyncio.run(template.open())
+        return template
+
+    def rendered():
+        template = opened()
+        try:
+            return asyncio.run(template.render(ONE))
+        finally:
+            template.close()
+
     loop = "{% for m in messages %}\n  {% if loop.last %}{{ m.content }}{% break %}{% endif %}{% endfor %}"
     named = [{"name": "tool", "template": "no"}, {"name": "default", "template": "{{ bos_token }}" + loop}]
     write("tokenizer_config.json", {"chat_template": named, "bos_token": "<s>", "eos_token": "</s>"})
-    assert rendered() == "<s>say hi" and serve.ChatTemplate(tmp_path).stops == ["</s>"]
+    assert rendered() == "<s>say hi" and opened().stops == ["###", "</s>"] and opened().ends == []
+    added = {str(i): {"content": f"<{i}>"} for i in (7, 8, 9, 400)}
+    write("tokenizer_config.json", {"chat_template": TEMPLATE, "eos_token": "<8>", "added_tokens_decoder": added})
+    write("generation_config.json", {"eos_token_id": [*range(20, 40), 400], "stop_strings": ["User:", "###"]})
+    assert opened().ends == [*range(20, 40), 8] and opened().stops == ["###", "User:", "<|end|>"]
     write("chat_template.jinja", "{{ messages | tojson }}{{ 'tools' if tools }}{{ strftime_now('%Y')[:2] }}")
     assert rendered() == json.dumps(ONE) + "20"
-    write("chat_template.jinja", "a{% generation %}b{% endgeneration %}c")  # tags of templates for fine-tuning
-    assert rendered() == "abc"
     # a template from elsewhere reaches nothing of this process
     for attack in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception.__globals__ }}"):
         write("chat_template.jinja", attack + "{{ 1 }}")
@@ -494,8 +510,14 @@ def test_chat_templates(tmp_path):
             assert rendered() == "1"
         except serve.Refusal as refusal:
             assert refusal.status == 400
-    for broken in ("{% if %}", "{{ "):
+    for broken in ("{% if %}", "{{ ", "{{ '\\0' }}", "{{ '\\ud800' }}", "{{ 'a' * 3000000000 }}"):
         write("chat_template.jinja", broken)
+        with pytest.raises(serve.Refusal, match="(?i)chat template|cannot be written"):
+            rendered()
+    (tmp_path / "chat_template.jinja").unlink()
+    for config in ("[]", "{", "[" * 100000, {"chat_template": 5}, {"chat_template": TEMPLATE, "eos_token": [1]},
+                   {"chat_template": TEMPLATE, "added_tokens_decoder": [1], "eos_token": "x"}):  # fmt: skip
+        write("tokenizer_config.json", config)
         with pytest.raises(serve.Refusal, match="the chat template of .* cannot be used"):
             rendered()
 
@@ -544,7 +566,7 @@ def test_a_client_that_goes_away(tmp_path, stream):
         body = json.dumps({"prompt": "slow", "max_tokens": 500, "stream": stream}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\n"
-            f"Host: x\r\n"
+            f"Host: [::1]\r\n"
             f"Content-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n"
             f"\r\n"
@@ -675,7 +697,7 @@ def test_the_key(tmp_path, how):
     with Server(tmp_path, *option, environment=environment) as s:
         for given in (None, "Bearer s3cret", key, f"bearer {key}", f"Bearer {key}!", "Bearer \udcff"):
             wrong = {"Authorization": given} if given else {}
-            data = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 100000000\r\n"
+            data = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\nContent-Length: 100000000\r\n"
             data += "".join(f"{k}: {v}\r\n" for k, v in wrong.items()).encode(errors="surrogateescape") + b"\r\n"
             with s.raw(data) as connection:
                 _, status, text = connection.recv(4096).decode().split(" ", 2)
@@ -684,12 +706,12 @@ def test_the_key(tmp_path, how):
         body = b'{"prompt": "say hi"}'
         with s.raw(
             b"POST /v1/completions HTTP/1.1\r\n"
-            b"Host: x\r\n"
+            b"Host: [::1]\r\n"
             b"Connection: close\r\n"
             b"Content-Length: 20\r\n" + head + b"\r\n" + body
         ) as c:
             assert answer_of(c)[0] == 200
-        with s.raw(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as c:  # the page asks for the key
+        with s.raw(b"GET / HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\n\r\n") as c:  # the page asks for the key
             assert answer_of(c)[0] == 200
         (child,) = children_of(s.process.pid)
         assert b"SERVE_API_KEY" not in Path(f"/proc/{child}/environ").read_bytes() and key not in s.text
