@@ -5,6 +5,8 @@
 #ifndef LLMC_CHAT_H
 #define LLMC_CHAT_H
 
+#include <dlfcn.h>
+
 #include "generate.h"
 #include "json.h"
 
@@ -14,6 +16,31 @@ static const ChatTemplate chat_templates[] = {
     {"<|im_start|>", "", "<|im_start|>", "\n", "<|im_end|>", "\n"},
     {"<|start_header_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", ""},
 };
+
+// Waits for standard input. People may take their time: the watchdog sees progress. Returns 0 after a second without.
+static int input_wait(void) {
+    struct pollfd in = {STDIN_FILENO, POLLIN, 0};
+    watchdog_beat(PHASE_SAMPLE, -1);
+    return poll(&in, 1, 1000);
+}
+// The prompt of --generate where standard input is a file or a pipe: all of it, but for a newline at the end. "": none.
+static inline const char *piped_prompt(void) {
+    enum { MOST = 16 << 20 };
+    static char text[MOST + 2];
+    ssize_t n = 0, got = 1;
+    for (int told = 0; got > 0 && n <= MOST; n += got) {
+        for (; !input_wait(); told = 1)
+            if (!told) fprintf(stderr, "the prompt is what standard input holds, to its end; < /dev/null: none\n");
+        got = read(STDIN_FILENO, text + n, MOST + 1 - n);
+        require(got >= 0, "cannot read the prompt from standard input: %s\ngive --prompt, or < /dev/null for none",
+                strerror(errno));
+    }
+    require(n <= MOST && !memchr(text, 0, n),
+            "standard input holds no text of up to %d MiB to be the prompt\ngive --prompt, or < /dev/null for none",
+            MOST >> 20);
+    text[n - (n && text[n - 1] == '\n')] = 0;
+    return text;
+}
 
 static inline int chat_can_talk(const Options *o) {
     return !*o->prompt && o->samples == 1 && isatty(STDIN_FILENO) && isatty(STDOUT_FILENO);
@@ -31,13 +58,13 @@ static const ChatTemplate *chat_template_of(const char *folder) {
         const char *name = json_string(&j, json_get(&j, item, "name"));
         if (name && !strcmp(name, "default")) several = json_get(&j, item, "template");
     }
-    if (json_is(&j, value, JSON_ARRAY)) value = several;
+    if (several != JSON_NONE) value = several;
     const char *text = bytes ? apart : json_string(&j, value);
     const ChatTemplate *t = NULL;
     for (int i = 0; i < 2 && text && !t; i++)
         if (strstr(text, chat_templates[i].known_by)) t = &chat_templates[i];
     require(text || value == JSON_NONE || json_is(&j, value, JSON_NULL),
-            "chat_template of '%s' is no text\nmend the file, or get it again", config.text);
+            "chat_template of '%s' is neither a text nor a list with one that is named default\nmend the file, or get it again", config.text);
     require(!text || t, "the chat template of '%s' is neither ChatML nor Llama 3's\nuse --prompt to complete a text",
             folder);
     if (!bytes) json_free(&j);
@@ -126,52 +153,78 @@ static int chat_ask(Chat *c, const char *text) {
 static void chat_answer(Chat *c) {
     Engine *e = &c->g->engine;
     const Options *o = c->g->o;
-    Sample a;
-    memset(&a, 0, sizeof a);
-    sample_open(c->g, &a);
-    a.s.count = c->count;
-    a.s.most = c->style ? e->window : c->count + (int)o->sample_tokens;
-    a.s.draw = generation_draw(o, c->count);
-    grow_array(c->tokens, a.s.most);
-    a.s.tokens = c->tokens;
+    Sequence s;
+    memset(&s, 0, sizeof s);
+    s.count = c->count;
+    s.most = c->style ? e->window : c->count + (int)o->sample_tokens;
+    s.draw = generation_draw(o, c->count);
+    grow_array(c->tokens, s.most);
+    s.tokens = c->tokens;
     chat_interrupted = 0;
     signal(SIGINT, chat_on_interrupt);
-    engine_add(e, &a.s);
+    engine_add(e, &s);
     while (engine_step(e))
         if (chat_interrupted) engine_clear(e);
     signal(SIGINT, SIG_DFL);
     putchar('\n');
     generation_require_finite(c->g);
-    char *text = sample_text(&a, 0);
-    if (c->style) {
-        chat_append(c, text);
-        chat_end_turn(c);
-    }
+    if (!c->style) return;
+    char *text = generation_text(c->g, &s, s.prompt, 0);
+    chat_append(c, text);
+    chat_end_turn(c);
     free(text);
-    sample_close(&a);
 }
-// Asks for a line. Returns 0 at the end. People may take their time: the watchdog sees progress.
-static int chat_read(char **line, size_t *size) {
-    struct pollfd in = {STDIN_FILENO, POLLIN, 0};
+
+// ---- lines: with readline where the machine has it, which edits them and remembers those before
+
+static char *(*chat_edit)(const char *prompt);
+static void (*chat_remember)(const char *line);
+static int chat_on_wait(void) {
+    watchdog_beat(PHASE_SAMPLE, -1);
+    return 0;
+}
+static void chat_find_editor(void) {
+    void *library = dlopen("libreadline.so.8", RTLD_LAZY);
+    if (!library) return;
+    int (**on_wait)(void) = (int (**)(void))dlsym(library, "rl_event_hook");
+    int *no_file_names = (int *)dlsym(library, "rl_inhibit_completion");
+    *(void **)&chat_edit = dlsym(library, "readline");
+    *(void **)&chat_remember = dlsym(library, "add_history");
+    assert(on_wait && no_file_names && chat_edit && chat_remember);
+    *on_wait = chat_on_wait;  // ten times a second
+    *no_file_names = 1;       // for the tab key
+}
+// Asks for a line. free() it. NULL at the end.
+static char *chat_read(void) {
+    char *line = NULL;
+    size_t size = 0;
+    if (chat_edit) {
+        line = chat_edit("> ");
+        if (line && *line) chat_remember(line);
+        return line;
+    }
     fputs("> ", stdout);
     fflush(stdout);
-    while (poll(&in, 1, 1000) == 0) watchdog_beat(PHASE_SAMPLE, -1);
-    return getline(line, size, stdin) >= 0;
+    while (!input_wait()) {
+    }
+    if (getline(&line, &size, stdin) < 0) return NULL;
+    line[strcspn(line, "\n")] = 0;
+    return line;
 }
+
+// ---- the conversation
+
 // What ends an answer: a token, or a text where the tokenizer has no such token.
 static void chat_add_end(Engine *e, const char *end) {
-    const int bytes = (int)strlen(end), id = tokenizer_special(e->tokenizer, end, bytes);
-    int length = 0;
-    if (id >= 0) tokenizer_token(e->tokenizer, id, &length);
-    if (length == bytes)
-        add_end_token(e->ends, id);
-    else
-        add_stop_text(e->ends, end);
+    int ids[32];
+    tokenizer_encode_text(e->tokenizer, end, (int)strlen(end), 1, ids) == 1 ? add_end_token(e->ends, *ids)
+                                                                            : add_stop_text(e->ends, end);
 }
 static void chat_open(Chat *c, Generation *g, const ChatTemplate *style) {
     Engine *e = &g->engine;
     require(e->tokenizer, "talking to a model needs a tokenizer, and none lies beside it\ngive --tokenizer FILE");
     setvbuf(stdin, NULL, _IONBF, 0);  // so that poll sees all lines
+    chat_find_editor();
     memset(c, 0, sizeof *c);
     c->g = g;
     c->style = style;
@@ -188,17 +241,12 @@ static void chat_open(Chat *c, Generation *g, const ChatTemplate *style) {
 // style NULL: each text is continued.
 static inline void chat(Generation *g, const ChatTemplate *style) {
     Chat c;
-    char *line = NULL;
-    size_t size = 0;
     chat_open(&c, g, style);
     printf("%s. Ctrl-C stops an answer, Ctrl-D ends.\n",
            c.style ? "Talk to the model" : "The model continues your text");
-    while (chat_read(&line, &size)) {
-        line[strcspn(line, "\n")] = 0;
+    for (char *line; (line = chat_read()); free(line))
         if (*line && chat_ask(&c, line)) chat_answer(&c);
-    }
     putchar('\n');
-    free(line);
     free(c.text);
     free(c.tokens);
     free(c.turns);

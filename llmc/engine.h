@@ -33,6 +33,7 @@ typedef struct Sequence {
     const Ends *ends;  // tokens beside those of the engine; NULL: none
     void *of;          // for the caller
     TextTail tail;     // for the caller, zero at first
+    StopSearch search;  // as well
     // private
     int prompt;    // tokens of the prompt
     int slot;      // -1: it waits

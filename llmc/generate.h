@@ -17,12 +17,6 @@ typedef struct {
     int made;             // tokens of all samples
     double begin, clock;  // when it began; when the first token was there
 } Generation;
-// A text as it grows.
-typedef struct {
-    Sequence s;
-    StopSearch search;
-    Text text;
-} Sample;
 
 // Bounds the tokens of a sample: a token of text has at least one byte.
 static int64_t generation_longest(const Options *o) { return 1 + strlen(o->prompt) + o->sample_tokens; }
@@ -36,42 +30,28 @@ static Draw generation_draw(const Options *o, uint64_t part) {
         (float)o->temperature, (int)o->top_k, (float)o->top_p, (uint64_t)o->seed, rand_stream(RAND_SAMPLE, part), 0};
     return d;
 }
-static void sample_open(const Generation *g, Sample *a) {
-    a->s.of = a;
-    stop_search_open(g->engine.ends, &a->search);
-    text_open(&a->text);
-}
-static void sample_close(Sample *a) {
-    free(a->search.matched);
-    free(text_close(&a->text));
-}
-static char *sample_text(Sample *a, int escape) {
-    text_flush(&a->text);
-    return text_of_bytes((const unsigned char *)a->text.bytes, a->text.length, escape);
-}
-// Takes over `text`.
-static void sample_say(const Generation *g, Sample *a, char *text) {
-    char *shown = text_of_bytes((const unsigned char *)text, strlen(text), 1);
-    fputs(text, a->text.file);
-    if (g->streams) {
-        fputs(shown, stdout);
-        fflush(stdout);
-    }
-    free(shown);
-    free(text);
+// The text of a sequence from one of its tokens on, where `said` begins. free() it.
+static char *generation_text(const Generation *g, const Sequence *s, int from, int escape) {
+    char *raw = tokenizer_text(g->engine.tokenizer, s->tokens + from, s->count - from, 0);
+    if (s->search.found) raw[s->search.said] = 0;
+    char *text = text_of_bytes((unsigned char *)raw, strlen(raw), escape);
+    free(raw);
+    return text;
 }
 static int generation_hear(void *generation, Sequence *s, const Drawn *drawn, SequenceEnd end) {
     Generation *g = (Generation *)generation;
-    const Engine *e = &g->engine;
-    Sample *a = (Sample *)s->of;
     if (g->clock == 0) g->clock = now_seconds();
     g->made += drawn != NULL;
     g->not_finite |= end == SEQUENCE_NOT_FINITE;
-    char *piece = tokenizer_stream(e->tokenizer, &s->tail, drawn ? drawn->token : -1, 0);
-    sample_say(g, a, stop_search(e->ends, &a->search, piece));
+    char *piece = tokenizer_stream(g->engine.tokenizer, &s->tail, drawn ? drawn->token : -1, 0);
+    char *text = stop_search(g->engine.ends, &s->search, piece, !drawn);
+    char *shown = text_of_bytes((unsigned char *)text, g->streams ? strlen(text) : 0, 1);
+    fputs(shown, stdout);
+    fflush(stdout);
     free(piece);
-    if (!drawn) sample_say(g, a, stop_search(e->ends, &a->search, NULL));
-    return a->search.found;
+    free(text);
+    free(shown);
+    return s->search.found;
 }
 static void generation_open(Generation *g, int streams) {
     g->engine.hear = generation_hear;
@@ -96,7 +76,7 @@ static void generation_run(Generation *g) {
 }
 // Prints how it went, and the samples that were not streamed. A rate leaves out each sample's first token, which is
 // part of the prompt's time.
-static void generation_print(const Generation *g, Sample *samples, int64_t step) {
+static void generation_print(const Generation *g, const Sequence *samples, int64_t step) {
     const int S = g->o->samples;
     const double rate = g->made > S ? (g->made - S) / (now_seconds() - g->clock) : 0;
     if (g->stopped) {
@@ -104,15 +84,14 @@ static void generation_print(const Generation *g, Sample *samples, int64_t step)
         return;
     }
     for (int i = 0; i < S && !g->streams; i++) {
-        char *text = sample_text(&samples[i], 1), which[48] = "";
-        const Sequence *s = &samples[i].s;
+        char *text = generation_text(g, &samples[i], 1, 1), which[48] = "";
         if (S > 1) snprintf(which, sizeof which, ", %d of %d", i + 1, S);
-        printf("---- sample of step %ld%s (%d tokens, %.1f tokens/s)\n%s\n", step, which, s->count - s->prompt, rate / S,
-               text);
+        printf("---- sample of step %ld%s (%d tokens, %.1f tokens/s)\n%s\n", step, which,
+               samples[i].count - samples[i].prompt, rate / S, text);
         free(text);
     }
     if (g->streams)
-        printf("\n---- %d tokens, %.1f tokens/s; prompt of %d tokens %.0f ms", g->made, rate, samples->s.prompt - 1,
+        printf("\n---- %d tokens, %.1f tokens/s; prompt of %d tokens %.0f ms", g->made, rate, samples->prompt - 1,
                1e3 * (g->clock - g->begin));
     else
         printf(S > 1 ? "---- %d tokens in all, %.1f tokens/s" : "----", g->made, rate);
@@ -128,29 +107,29 @@ static void generation_require_finite(const Generation *g) {
 static inline char *generate(Generation *g, int64_t step, int streams) {
     const Options *o = g->o;
     const size_t bytes = strlen(o->prompt);
-    Sample *samples = new_zeros(Sample, o->samples);
+    Sequence *samples = new_zeros(Sequence, o->samples);
     generation_open(g, streams && o->samples == 1);
     for (int i = 0; i < o->samples; i++) {
-        Sequence *s = &samples[i].s;
+        Sequence *s = &samples[i];
         s->tokens = new_array(int, generation_longest(o));
         s->tokens[0] = g->engine.eot;
         s->count = 1;
         if (bytes) s->count += tokenizer_encode(g->engine.tokenizer, o->prompt, (int)bytes, s->tokens + 1);
         s->most = s->count + (int)o->sample_tokens;
         s->draw = generation_draw(o, (uint64_t)i << 40 | (uint64_t)step);
-        if (g->streams) printf("---- sample of step %ld\n", step);
-        sample_open(g, &samples[i]);
-        sample_say(g, &samples[i], tokenizer_text(g->engine.tokenizer, s->tokens + 1, s->count - 1, 0));
+        char *prompt = generation_text(g, s, 1, 0);
+        s->search.said = strlen(prompt);
+        free(prompt);
         engine_add(&g->engine, s);
     }
+    char *first = generation_text(g, samples, 1, 1);
+    if (g->streams) printf("---- sample of step %ld\n%s", step, first);
+    free(first);
     generation_run(g);
     generation_print(g, samples, step);
     generation_require_finite(g);
-    char *first = g->stopped ? NULL : sample_text(samples, 1);
-    for (int i = 0; i < o->samples; i++) {
-        free(samples[i].s.tokens);
-        sample_close(&samples[i]);
-    }
+    first = g->stopped ? NULL : generation_text(g, samples, 1, 1);
+    for (int i = 0; i < o->samples; i++) free(samples[i].tokens);
     free(samples);
     return first;
 }

@@ -32,7 +32,7 @@ typedef struct {
     FILE *out;
     // private
     int64_t accepted;   // requests
-    char *input;        // (SERVE_LINE) what was read of a line
+    char *input;        // (SERVE_LINE + 1) what was read of a line; the last byte is 0
     int length, skips;  // bytes of it; the line is too long, and its rest is dropped
     int ended;
 } Server;
@@ -133,7 +133,7 @@ static int serve_hear(void *server, Sequence *q, const Drawn *drawn, SequenceEnd
     if (!r->failed) serve_tell(s, r, q, drawn, end);
     if (drawn || --r->left) return 0;
     free(r->sequences->tokens);  // one array
-    ends_free(&r->ends);
+    free(r->ends.ids);
     free(r);
     return 0;
 }
@@ -268,34 +268,19 @@ static void serve_request(Server *s, const Json *j, const Asked *a) {
     free(ends.ids);
     free(ids);
 }
-// The id of a line that cannot be read, if it begins with it: {"id":"...". It goes to `id` (SERVE_ID + 1). Returns it,
-// or NULL.
-static const char *serve_id_of(const char *line, size_t length, char *id) {
-    const size_t most = 6 * SERVE_ID + 32;  // as \\u0000
-    char *text = new_array(char, most + 2);
-    size_t at = 0, quotes = 0;
-    Json j;
-    for (; at < length && at < most && quotes < 4; at++) {
-        text[at] = line[at];
-        if (line[at] == '\\' && at + 1 < length && at + 1 < most) {
-            at++;
-            text[at] = line[at];
-        } else
-            quotes += line[at] == '"';
-    }
-    text[at] = '}';
-    const char *found = json_parse_owned(&j, text, at + 1) ? json_string(&j, json_get(&j, 0, "id")) : NULL;
-    if (found && (!*found || strlen(found) > SERVE_ID)) found = NULL;
-    if (found) strcpy(id, found);
-    json_free(&j);
-    return found ? id : NULL;
+// The id that a line which cannot be read begins with, {"id":"..." without escapes. It goes to `id` (SERVE_ID + 1).
+// Returns it, or NULL. A NUL follows, at some place.
+static const char *serve_id_of(const char *line, char *id) {
+    int length = 0;
+    sscanf(line, " { \"id\" : \"%200[^\"\\]%n", id, &length);
+    return length && line[length] == '"' ? id : NULL;
 }
 static void serve_line(Server *s, const char *line, size_t length) {
     Json j;
     Asked a;
     char id[SERVE_ID + 1], *text = (char *)memcpy(malloc_or_die(length + 1), line, length);
     if (!json_parse_owned(&j, text, length))
-        serve_refuse(s, serve_id_of(line, length, id), "a line is no JSON: %s\nsend one JSON object a line", j.error);
+        serve_refuse(s, serve_id_of(line, id), "a line is no JSON: %s\nsend one JSON object a line", j.error);
     else if (!json_bool(&j, json_get(&j, 0, "quit"), &s->ended) && asked_read(s, &j, &a))
         (a.cancel ? serve_cancel : serve_request)(s, &j, &a);
     json_free(&j);
@@ -329,7 +314,7 @@ static void serve_lines(Server *s) {
     if (s->length < SERVE_LINE) return;
     char id[SERVE_ID + 1];
     if (!s->skips)
-        serve_refuse(s, serve_id_of(s->input, s->length, id), "a line is longer than %d MiB\nsend less", SERVE_LINE >> 20);
+        serve_refuse(s, serve_id_of(s->input, id), "a line is longer than %d MiB\nsend less", SERVE_LINE >> 20);
     s->skips = 1;
     s->length = 0;
 }
@@ -349,7 +334,8 @@ static void serve_ready(const Server *s, const char *model) {
 }
 // Until the end of standard input, which some versions of mpirun do not pass on, or {"quit":true}.
 static inline void serve(Server *s, const char *model) {
-    s->input = new_array(char, SERVE_LINE);
+    s->input = new_array(char, SERVE_LINE + 1);
+    s->input[SERVE_LINE] = 0;
     s->engine.hear = serve_hear;
     s->engine.caller = s;
     serve_ready(s, model);

@@ -64,11 +64,14 @@ static int known_tokens(const Trainer *t) {
 }
 // By the first of these folders with a generation_config.json: of the training data, where dev/data/chat.py writes one,
 // of adapters, of the model.
-static Ends ends_of(const Trainer *t) {
+static void find_ends(Trainer *t) {
+    static Ends ends;
     const char *const folders[] = {t->state.data_folder.text, t->adapters.text, model_source(t)};
     int i = 0;
     while (i < 2 && (!*folders[i] || file_bytes(folders[i], "generation_config.json") < 0)) i++;
-    return ends_of_folder(first_token(t), folders[i], t->has_tokenizer);
+    add_end_token(&ends, first_token(t));
+    ends_read(&ends, folders[i], t->has_tokenizer);
+    t->ends = &ends;
 }
 static Engine engine_of(Trainer *t) {
     Engine e;
@@ -81,7 +84,7 @@ static Engine engine_of(Trainer *t) {
     e.keeps = (int)t->o.kv_cache;
     e.eot = first_token(t);
     e.tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
-    e.ends = &t->ends;
+    e.ends = t->ends;
     return e;
 }
 static void sample(Trainer *t) {
@@ -441,7 +444,7 @@ static void open_models(Trainer *t) {
     model_open(&t->model, &t->config, &model_options, &t->mesh);
     if (samples_here(t) && writes_text(o))
         model_decode_open(&t->model, generation_slots(o), t->window, known_tokens(t));
-    if (writes_text(o)) t->ends = ends_of(t);
+    if (writes_text(o)) find_ends(t);
     comm_align(&t->comm);  // not all ranks have opened it
     load_or_init(t);
     if (*o->draft) open_draft(t, &model_options);
@@ -471,6 +474,12 @@ static inline int trainer_main(int argc, char **argv) {
                  "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun",
                  comm->world);
     t->talks = o->generate && !o->serve && chat_can_talk(o) && comm->world == 1;
+    if (o->generate && !o->serve && !*o->prompt && !isatty(STDIN_FILENO)) {
+        int waiting = 0;  // some versions of mpirun never pass on the end
+        if (comm->world > 1 && comm->rank == 0) ioctl(STDIN_FILENO, FIONREAD, &waiting);
+        require(!waiting, "a prompt on standard input is for one process\ngive --prompt");
+        if (comm->world == 1) t->o.prompt = piped_prompt();
+    }
     require(t->talks || !*o->system, "--system begins a conversation on a terminal, and this is none\n"
                                      "use --generate on a terminal, without --prompt and mpirun; or leave it out");
     comm_use_cores(comm, o->threads);
@@ -491,7 +500,6 @@ static inline int trainer_main(int argc, char **argv) {
     model_close(&t->model);
     if (*o->draft) model_close(&t->draft);
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
-    ends_free(&t->ends);
     evaluation_close(&t->eval);
     if (!o->generate && !o->evaluate) dataloader_close(&t->train);
     state_free(&t->state);

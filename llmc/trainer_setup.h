@@ -28,7 +28,7 @@ typedef struct {
     int talks;   // --generate asks for prompts on a terminal
     FILE *out;   // --serve: of events
     Tokenizer tokenizer;
-    Ends ends;  // of generated texts
+    Ends *ends;  // of generated texts
     Logger log;
     TrainState state;                     // what a checkpoint holds beside the parameters
     TrainState before;                    // options of the checkpoint that is resumed or generates; o points into them

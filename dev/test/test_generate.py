@@ -1,6 +1,7 @@
 """Text from a model: the cache of keys and values changes no token, samples beside each other do not meet, a long
 sample slides."""
 
+import ctypes
 import fcntl
 import json
 import os
@@ -711,6 +712,26 @@ def test_random_requests_on_ranks():
 # ---- on a terminal
 
 
+@pytest.fixture(params=["readline", "plain"])
+def editor(request, tmp_path, monkeypatch):
+    """With the machine's readline, if it has one, and where it cannot be loaded."""
+    monkeypatch.setenv("TERM", "dumb")
+    if request.param == "plain":
+        (tmp_path / "none").mkdir()
+        (tmp_path / "none/libreadline.so.8").touch()
+        monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/none")
+    elif not has_readline():
+        pytest.skip("no libreadline.so.8")
+    return request.param
+
+
+def has_readline():
+    try:
+        return bool(ctypes.CDLL("libreadline.so.8"))
+    except OSError:
+        return False
+
+
 def talk(folder, *lines, options=()):
     """What a terminal shows after each line, which is typed when the program asks. [line]: Ctrl-C when the answer has
     begun."""
@@ -727,7 +748,7 @@ def talk(folder, *lines, options=()):
         stderr=theirs,
         preexec_fn=begin,
         cwd=ROOT,
-        env=launcher.ENVIRONMENT,
+        env=launcher.ENVIRONMENT | {k: os.environ[k] for k in ("TERM", "LD_LIBRARY_PATH") if k in os.environ},
     )
     os.close(theirs)
     shown, parts = b"", []
@@ -755,7 +776,7 @@ def talk(folder, *lines, options=()):
     return status, parts
 
 
-def test_a_text_goes_on_on_a_terminal(runs):
+def test_a_text_goes_on_on_a_terminal(runs, editor):
     """What is shown is what --prompt makes of it. Ctrl-C stops an answer, Ctrl-D ends."""
     options = ["-g", 30, "--temperature", 0]
     status, parts = talk(runs / "big", "static int", "", "const ", options=options)
@@ -768,7 +789,7 @@ def test_a_text_goes_on_on_a_terminal(runs):
     assert status == 0 and parts[1].startswith("int\nint") and time.time() - begin < 60
 
 
-def test_a_conversation_on_a_terminal(runs, tmp_path):
+def test_a_conversation_on_a_terminal(runs, tmp_path, editor):
     """With ChatML's template: what --serve makes of the same text."""
     folder = tmp_path / "chat"
     shutil.copytree(runs / "big/step_00000040", folder)
@@ -794,9 +815,118 @@ def test_a_conversation_on_a_terminal(runs, tmp_path):
         assert part.endswith(re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda c: f"\\x{ord(c[0]):02x}", said)), part
     server.close()
     assert "no longer fits" in parts[2] and "too long for the context of 64 tokens" in parts[3]
+    # chat_template.jinja has precedence; of several templates "default" counts
+    config, other = folder / "tokenizer_config.json", "[INST] {{ m.content }} [/INST]"
+    named = [{"name": "tool_use", "template": other}, {"name": "default", "template": template}]
+    for written, apart in ((named, ""), (template, ""), (other, template), ([], template), ({"a": "b"}, template)):
+        config.write_text(json.dumps({"chat_template": written}))
+        (folder / "chat_template.jinja").write_text(apart)
+        status, again = talk(folder, "Hi", options=options)
+        assert status == 0 and again[1] == parts[1], again
+    (folder / "chat_template.jinja").unlink()
+    for written, words in (
+        ([named[0]], "chat_template of "),
+        ({"a": "b"}, "chat_template of "),
+        (7, "chat_template of "),
+        ([7], "chat_template of "),
+    ):
+        config.write_text(json.dumps({"chat_template": written}))
+        status, parts = talk(folder, options=options)
+        assert status == 1 and words in parts[0] and "tokenizer_config.json" in parts[0], parts
+    config.write_text('{"chat_template": "')
+    status, parts = talk(folder, options=options)
+    assert status == 1 and "cannot be used" in parts[0], parts
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "[INST] {{ m.content }} [/INST]"}))
     status, parts = talk(folder, options=options)
     assert status == 1 and "neither ChatML nor Llama 3's" in parts[0]
     status, parts = talk(runs / "big", options=["--system", "Be"])
     assert status == 1 and "--system needs a chat template" in parts[0]
     assert "use --generate on a terminal" in run("-e", folder, "--generate", "--system", "Be", status=1)
+
+
+def test_an_end_of_several_tokens_ends_an_answer(tmp_path, monkeypatch):
+    """A tokenizer of bytes has no <|im_end|>: the text ends it, and the conversation goes on as it was trained."""
+    monkeypatch.setenv("TERM", "dumb")
+    write_tokenizer(tmp_path / "tokenizer.bin", [b"<|endoftext|>"])
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    text = "".join(turn.format(q) + a + "<|im_end|>\n" for q, a in [("a", "x"), ("b", "y")] * 300).encode()
+    header = struct.pack("<256i", 20240520, 1, len(text), 257, *[0] * 252)
+    (tmp_path / "train.bin").write_bytes(header + struct.pack(f"<{len(text)}H", *text))
+    (tmp_path / "chat_template.jinja").write_text("ChatML has <|im_start|>")
+    run(
+        *("-e", "d1,channels=64,heads=2,vocab=257,seq=96", "-i", tmp_path / "train.bin", "-j", "", "-b", 2, "-t", 96),
+        *("-x", 120, "-l", 1e-2, "-v", 0, "-s", 0, "-o", tmp_path / "run"),
+    )
+    status, parts = talk(tmp_path / "run", "a", "b", options=["--temperature", 0])
+    assert status == 0 and "Talk to the model" in parts[0], parts
+    server = Server(1, "-e", tmp_path / "run")
+    said, answers = "", []
+    for question in "ab":
+        said += turn.format(question)
+        server.send({"id": "x", "prompt": said, "special": True, "temperature": 0})
+        answers.append("".join(e["text"] for e in server.until_ended(1) if e["event"] in ("token", "end")))
+        said += answers[-1].partition("<|im_end|>")[0] + "<|im_end|>\n"
+    assert not server.close() and all("<|im_end|>" in answer for answer in answers), answers
+    shown = [answer.partition("<|im_end|>")[0] for answer in answers]
+    assert [part.partition("\n")[2].rstrip("\n") for part in parts[1:3]] == shown
+
+
+@pytest.mark.skipif(not has_readline(), reason="no libreadline.so.8")
+def test_a_line_can_be_edited_and_comes_again(runs, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    options = ["-g", 5, "--temperature", 0]
+    status, parts = talk(runs / "big", "int", "stxatix\x7fc\x01\x06\x06\x04", "\x10\x10", options=options)
+    assert status == 0
+    for prompt, part in (("int", parts[1]), ("static", parts[2]), ("int", parts[3])):
+        said = samples(run("-e", runs / "big", "--generate", *options, "--prompt", prompt))[0]
+        assert part.splitlines()[-1].startswith(prompt) and said.splitlines()[0] in part, (prompt, part)
+
+
+# ---- a prompt that is piped
+
+
+def piped(*options, **how):
+    return subprocess.run(
+        [str(TRAINER), *map(str, options)], cwd=ROOT, env=launcher.ENVIRONMENT, capture_output=True, timeout=100, **how
+    )
+
+
+def test_a_prompt_from_standard_input(runs, tmp_path):
+    """All of it but for one newline at the end; --prompt has precedence, and no input is no prompt."""
+    options = ["-e", runs / "big", "--generate", "-g", 6, "--temperature", 0]
+    said = lambda text: samples(run(*options, *(["--prompt", text] if text else [])))
+    sample = lambda p: samples(p.stdout.decode())
+    for text in ("static int", "\n\u00e4 {\n\n  int x;\n", "a" * 5000):
+        assert sample(piped(*options, input=text.encode() + b"\n")) == said(text)
+        assert sample(piped(*options, input=text.rstrip("\n").encode())) == said(text.rstrip("\n"))
+    nothing = said("")
+    assert sample(piped(*options, input=b"")) == sample(piped(*options, input=b"\n")) == nothing
+    assert sample(piped(*options, stdin=subprocess.DEVNULL)) == nothing
+    assert sample(piped(*options, preexec_fn=lambda: os.close(0))) == nothing
+    assert sample(piped(*options, "--prompt", "int", input=b"other")) == said("int")
+    for bad in (b"a\0b", b"a" * ((16 << 20) + 1)):
+        p = piped(*options, input=bad)
+        assert p.returncode == 1 and b"holds no text" in p.stderr and b"hint: " in p.stderr, p.stderr
+    folder = os.open(runs, os.O_RDONLY)
+    p = piped(*options, stdin=folder)
+    assert p.returncode == 1 and b"cannot read the prompt" in p.stderr
+    os.close(folder)
+    p = piped("-e", "d1,channels=32,vocab=5,seq=16", "--generate", input=b"x")
+    assert p.returncode == 1 and b"needs a tokenizer" in p.stderr
+    # a training run leaves it alone
+    ours, theirs = os.pipe()
+    os.write(theirs, b"mine")
+    run_it = ["-e", runs / "big", "-i", runs / "train.bin", "-j", "", "-b", 1, "-t", 16, "-x", 1, "-v", 0, "-s", 1, "-g", 3]
+    assert piped(*run_it, stdin=ours).returncode == 0 and os.read(ours, 9) == b"mine"
+    os.close(ours)
+    os.close(theirs)
+
+
+@pytest.mark.skipif(not test_ranks.MPIRUN, reason="no MPI (make toolkit)")
+def test_a_piped_prompt_for_several_ranks_is_refused(runs):
+    """Some versions of mpirun never say that the input has ended."""
+    command = [test_ranks.MPIRUN, "--oversubscribe", "-np", 2, TRAINER, "-e", runs / "big", "--generate", "--tp", 2]
+    p = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=launcher.ENVIRONMENT, capture_output=True, timeout=100, input=b"x" * 9999
+    )
+    assert p.returncode and b"is for one process" in p.stdout + p.stderr, p
