@@ -329,6 +329,28 @@ def test_names_of_inputs(tmp_path, monkeypatch, capsys):
     assert "its name does not say what is in it\n  hint: rename it" in refusal(find, "f.zst")
 
 
+def test_what_is_there_by_a_name_is_no_pattern(tmp_path, monkeypatch):
+    """Nor are the folders in front of a pattern. llmc/dataloader.h has the same rule, and its own test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in "a[1].txt", "a1.txt", "n[1]/s[0].txt", "n[1]/s0.txt", "n1/s0.txt", "n[1]/deep/[x]/y.txt":
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "l[1].txt").symlink_to("nowhere")
+    for pattern, names in (
+        ("a[1].txt", ["a[1].txt"]),
+        ("~/a[1].txt", [f"{tmp_path}/a[1].txt"]),
+        ("a[[]1].txt", ["a[1].txt"]),
+        ("n[1]/*.txt", ["n[1]/s0.txt", "n[1]/s[0].txt"]),
+        ("n[1]/s[0].*", ["n[1]/s0.txt"]),
+        ("n[1]/deep/[x]/*", ["n[1]/deep/[x]/y.txt"]),
+        (f"{tmp_path}/n[1]/s[0].txt", [f"{tmp_path}/n[1]/s[0].txt"]),
+        ("n[12]/*.txt", ["n1/s0.txt"]),
+    ):
+        assert reader.find_inputs([pattern]) == data_common.find_files(pattern) == names, pattern
+    assert "'l[1].txt' links to nothing" in refusal(reader.find_inputs, ["l[1].txt"])
+
+
 def test_json_lists_are_read_in_parts(tmp_path, monkeypatch):
     """At any size of a block the same, which no character and no entry stops."""
     records = [{"text": "é — 日本 😀\n" * n, "n": [n, {"a": 1.5e3}]} for n in range(40)] + [12, "a", None, [], 7]

@@ -61,6 +61,25 @@ static void open_plain(DataLoader *d, const char *pattern, int B, int T, int ran
 
 // ---- what works
 
+// What is there by a name is no pattern, nor are folders in front of one.
+static void test_names(void) {
+    const struct {
+        const char *pattern;
+        int shards;
+    } cases[] = {{"n[1]/s*.bin", 2}, {"n[1]/s[0].bin", 1}, {"n[1]/s[0]*", 1}, {"n1/s[0].bin", 1}, {"n[12]/s*.bin", 1}};
+    mkdir(in_folder("n[1]"), 0700);
+    mkdir(in_folder("n1"), 0700);
+    write_good("n[1]/s[0].bin", 9, 0);
+    write_good("n[1]/s0.bin", 9, 0);
+    write_good("n1/s0.bin", 9, 0);
+    for (int i = 0; i < COUNT_OF(cases); i++) {
+        DataLoader d;
+        open_plain(&d, in_folder(cases[i].pattern), 1, 4, 0, 1, 0, 1, 0);
+        check(d.num_shards == cases[i].shards, "'%s' is %d shards", cases[i].pattern, d.num_shards);
+        dataloader_close(&d);
+    }
+}
+
 static void test_order(void) {
     DataLoader d;
     int ok = 1;
@@ -722,6 +741,7 @@ int main(void) {
     strcpy(folder, "/tmp/test_dataloader_XXXXXX");
     require(mkdtemp(folder), "cannot make a folder in /tmp\ntests need one");
     write_three();
+    test_names();
     test_order();
     test_shuffle();
     test_world_sizes();
