@@ -4,8 +4,8 @@ calls it. The model stays in the output folder; what an earlier demo left there 
     .venv/bin/python dev/demo.py ./train_gpt2 [--seconds 110] [--output log/demo]
 
 Some seconds of training measure the machine as busy as it is; steps and evaluations are then planned to fit into the
-time. Where it becomes slower than that, the run ends at that time all the same, before its last step. What is run is
-printed, so that the same command works by hand.
+time. Where it becomes much slower than that, the run ends soon after that time all the same, before its last step. What
+is run is printed, so that the same command works by hand.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def main():
     command = [str(word) for word in command]
     print("$ " + shlex.join(command) + "\n", flush=True)
     begin = time.time()
-    status, interrupted, written = follow(command, steps, seconds)
+    status, interrupted, written = follow(command, steps, max(1.1 * seconds, seconds + 10))
     if interrupted:
         print(
             "\nstopped with Ctrl-C. " + (f"It goes on with:\n  {shlex.join(command)} -y 1" if status == STOPPED else "")

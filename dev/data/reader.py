@@ -354,7 +354,12 @@ def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of, decode=b
             bad(where, *not_text(path, e.start, errors))
             continue
         except (ValueError, RecursionError) as e:
-            bad(where, f" is not JSON: {e}", "a .jsonl file has one JSON object a line")
+            hint = "a .json file is a list of objects, or has one in each line"
+            bad(
+                where,
+                f" is not JSON: {e}",
+                hint if kind_of(path) == ".json" else "a .jsonl file has one JSON object a line",
+            )
             continue
         yield line, where
 

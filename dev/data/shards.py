@@ -725,11 +725,11 @@ def build(ranks, args, paths, val_paths=()):
     warn_of_short(total - val, val)
     files = [file for file, _ in results.values()]
     for count, what in (
-        (sum(file.empty for file in files), "empty documents left out"),
-        (sum(file.skipped for file in files), "bad rows left out"),
-        (sum(file.replaced for file in files), "characters that were not UTF-8, or NUL, replaced"),
+        (sum(file.empty for file in files), "empty document{} left out"),
+        (sum(file.skipped for file in files), "bad row{} left out"),
+        (sum(file.replaced for file in files), "character{} replaced: not UTF-8, or NUL"),
     ):
         if count:
-            print(f"note: {count:,} {what}")
+            print(f"note: {count:,} {what.format('s' * (count != 1))}")
     seconds = time.time() - start
     print(f"{seconds:.1f} s, {total / seconds / 1e6:.2f} M tokens/s")

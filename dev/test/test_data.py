@@ -871,7 +871,7 @@ def test_encoding_errors_replace(tmp_path):
         "--encoding-errors",
         "replace",
     )
-    assert "note: 4 characters that were not UTF-8, or NUL, replaced" in out
+    assert "note: 4 characters replaced" in out
     assert sorted(documents(tmp_path / "out")) == ["abc\ufffddef".encode(), "x?\ufffdy".encode()]
 
 
@@ -1063,7 +1063,7 @@ demo.main()"""
     )
     assert int(steps[1]) < int(planned[1]) and "before its last step" in run.stdout
     begin, *_, last = [json.loads(line) for line in (tmp_path / "main.jsonl").read_text().splitlines()]
-    assert last["event"] == "end" and 8 < last["elapsed"] < 12 + 15  # a step, and a checkpoint, on a busy machine
+    assert last["event"] == "end" and 8 < last["elapsed"] < 22 + 15  # a step, and a checkpoint, on a busy machine
     assert (tmp_path / "loss.png").stat().st_size > 10000 and "---- sample of step" in run.stdout
     assert (tmp_path / f"step_{int(steps[1]):08d}/config.json").exists()
 

@@ -184,8 +184,9 @@ def test_a_demo_leaves_a_model_to_generate_from(tmp_path):
     assert status == 0 and parts[1].startswith("import \nimport "), parts
     step = int(re.search(r"^model: +.*/step_(\d+)$", demo.stdout, re.M)[1])
     assert said.returncode == 0 and f"---- sample of step {step}\nimport " in said.stdout, said.stderr
+    done = [f"DONE_{step:08d}"] * ("before its last step" not in demo.stdout)  # which a busy machine may not reach
     assert sorted(os.listdir(left)) == sorted(
-        [".lock.train", f"DONE_{step:08d}", "loss.png", "main.jsonl", "mine.txt", "probe", f"step_{step:08d}"]
+        [".lock.train", *done, "loss.png", "main.jsonl", "mine.txt", "probe", f"step_{step:08d}"]
     )
 
 
