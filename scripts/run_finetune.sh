@@ -2,46 +2,74 @@
 # Fine-tunes a model on conversations, and keeps the checkpoint that does best on those held out (doc/finetune.md).
 #   scripts/run_finetune.sh MODEL CONVERSATIONS [more options of the trainer; the last of two counts]
 #   scripts/run_finetune.sh models/qwen chats.jsonl --lora 16 -o log/mine
-#   MODEL          a Hugging Face folder with tokenizer and chat template (python dev/eval/hf.py import)
-#   CONVERSATIONS  a file or folder for python dev/data/chat.py, to which CHAT="--template chatml" passes options on
+#   MODEL          what -e of the trainer takes, with tokenizer and chat template: a Hugging Face folder (python dev/eval/hf.py import), or a run's
+#   CONVERSATIONS  a file or folder for python dev/data/chat.py; its options go into CHAT, as in CHAT="--template chatml"
 #   expected  a held-out loss that falls, and an end after an epoch (4 evaluations) without a lower one; at most 3 epochs
 #   time      printed before it starts
 #   memory    doc/finetune.md; with too little: -b 1, --recompute 2, --lora 16
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-[ $# -ge 2 ] || fail "a model and conversations are needed" "scripts/run_finetune.sh MODEL CONVERSATIONS [options]; it begins with what they are"
+literal() { sed 's/[][*?]/[&]/g' <<< "$1"; }  # a path as a glob that means just it
+[ $# -ge 2 ] || fail "a model and conversations are needed" "scripts/run_finetune.sh MODEL CONVERSATIONS [options]; the script's first lines explain them"
 model=${1%/} chats=${2%/}; shift 2
-[ -f "$model/config.json" ] || fail "'$model' is no Hugging Face folder: it has no config.json" "python dev/eval/hf.py import NAME $model"
+called=$model
+if [ ! -f "$model/config.json" ]; then  # a run: its newest checkpoint that has not diverged
+    for step in $(ls "$model" 2> /dev/null | grep -E '^step_[0-9]+$' | sort -r); do
+        [ -e "$called/$step/diverged" ] || { model=$called/$step; break; }
+    done
+fi
+[[ ! $(basename "$called") =~ ^(best|step_[0-9]+)$ ]] || called=$(dirname "$called")
+[ ! -f "$model/adapter_config.json" ] || fail "'$model' holds adapters, and training begins with a whole model" "merge them first: python dev/eval/hf.py merge $model FOLDER"
+[ -f "$model/config.json" ] || fail "'$model' is neither a Hugging Face folder nor a run's: it has no config.json" "python dev/eval/hf.py import NAME $model"
 [ -e "$chats" ] || fail "there is no '$chats'" "name a .jsonl, .json or .parquet file of conversations, or a folder of them; paths begin at $PWD"
-name=$(basename "$chats"); name=${name%%.*}
-out=$(last_value "log/$(basename "$model")-$name" o output "$@")
+# The shards' name has nothing that a glob would not take literally.
+name=$(basename "$chats" | sed -E 's/\.(gz|xz|zst|bz2)$//; s/\.(jsonl|ndjson|json|parquet)$//; s/[^A-Za-z0-9._-]/_/g')
+out=$(last_value "log/$(basename "$called")-$name" o output "$@")
 lora=$(last_value 0 '' lora "$@")
 
 # Weights and context of the model.
 read -r weights context < <("$python" - "$model" << 'END'
 import glob, json, math, struct, sys
-with open(sys.argv[1] + "/config.json") as f:
-    config = json.load(f)
+sys.path.append("dev")
+from checked_json import read_object
 weights = 0
-for path in glob.glob(sys.argv[1] + "/model*.safetensors"):
-    with open(path, "rb") as f:
-        tensors = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
-    weights += sum(math.prod(t["shape"]) for name, t in tensors.items() if name != "__metadata__")
-print(weights, config.get("max_position_embeddings", config.get("n_positions", 1024)))
+try:
+    config = read_object(sys.argv[1] + "/config.json")
+    for path in glob.glob(glob.escape(sys.argv[1]) + "/model*.safetensors"):
+        with open(path, "rb") as f:
+            tensors = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+        weights += sum(math.prod(t["shape"]) for name, t in tensors.items() if name != "__metadata__")
+    print(weights, config.read("max_position_embeddings", int) or config.read("n_positions", int, 1024))
+except Exception as e:  # of a damaged file
+    print(f"{sys.argv[1]}: {e}", file=sys.stderr)
 END
-)
-[ "${weights:-0}" -gt 0 ] || fail "'$model' holds no model*.safetensors" "python dev/eval/hf.py import NAME $model"
+) || true
+[ "${weights:-0}" -gt 0 ] || fail "'$model' holds no whole model*.safetensors" "python dev/eval/hf.py import NAME $model"
 
 T=$(last_value $((context < 2048 ? context : 2048)) t seq-len "$@")
-made=$out/data/$name.made  # since when the shards are whole
-if [ ! -e "$made" ]; then
-    mkdir -p "$out/data" && touch "$made.partial"
-    "$python" dev/data/chat.py --input "$chats" --model "$model" --output "$out/data" --name "$name" --seq-len "$T" --overwrite ${CHAT:-}
-    compgen -G "$out/data/${name}_val_*.bin" > /dev/null || [ -n "$(last_value '' j val-data "$@")" ] \
-        || fail "of so few conversations none is held out" "CHAT='--validation 0.3' and the same command hold out more; or give more conversations"
-    mv "$made.partial" "$made"
+# What the shards are made of: conversations, options, the length of rows, and the model's tokenizer, template and ends.
+made=$out/data/shards.made
+made_of() {
+    echo "CHAT=${CHAT:-} --seq-len $T"
+    for file in "$chats" ${CHAT:-}; do
+        [ ! -e "$file" ] || find -L "$(realpath "$file")" -type f -printf '%p, %s bytes, %T@\n' | sort
+    done
+    for file in tokenizer.bin tokenizer.json tokenizer_config.json chat_template.jinja generation_config.json; do
+        [ ! -e "$model/$file" ] || echo "$file $(cksum < "$model/$file")"
+    done
+}
+mkdir -p "$out/data"
+made_of > "$made.new"
+if ! cmp -s "$made" "$made.new"; then
+    [ ! -e "$made" ] || [ -z "$(newest_checkpoint)" ] || fail "the shards in '$out/data' were made of something else: $(diff "$made" "$made.new" | grep -m 1 '^[<>]')" \
+        "another -o trains on what there is now; or: mv '$made.new' '$made', and this run goes on with its shards"
+    rm -f "$made"
+    "$python" dev/data/chat.py --input "$chats" --model "$model" --output "$out/data" --name "$name" --seq-len "$T" --overwrite ${CHAT:-} \
+        || { echo "  options of chat.py go into CHAT, as in CHAT=\"--template chatml\" scripts/run_finetune.sh ..." >&2; exit 1; }
+    compgen -G "$(literal "$out")/data/${name}_val_*.bin" > /dev/null || [ -n "$(last_value '' j val-data "$@")" ] \
+        || fail "none of so few conversations is held out" "hold out more with CHAT='--validation 0.3', or give more conversations"
+    mv "$made.new" "$made"
 fi
-[ -z "$(find -L "$chats" -newer "$made" -print -quit)" ] || fail "'$chats' is newer than the shards of it in '$out/data'" \
-    "another -o trains on what it holds now; or: touch '$made', and this run goes on with its shards"
+rm -f "$made.new"
 
 # By size: rows of a micro-step, the rate (a tenth of an adapter's), and what makes a large model fit.
 if   [ "$weights" -gt 5000000000 ]; then rows=1 rate=1e-5 room="--recompute 2 --state-dtype bf16"
@@ -72,7 +100,7 @@ awk -v tokens="$tokens" -v epochs="$epochs" -v weights="$weights" -v lora="$lora
     if (speed > 5e5) speed = 5e5
     if (kind == "gpu") printf "time      about %.0f minutes on %d H200, by %.0f tokens/s on each\n", 1 + epochs * tokens / speed / 60 / gpus, gpus, speed
 }'
-train "$kind" -e "$model" -i "$out/data/${name}_train_*.bin" -j "$out/data/${name}_val_*.bin" -o "$out" \
+train "$kind" -e "$model" -i "$(literal "$out")/data/${name}_train_*.bin" -j "$(literal "$out")/data/${name}_val_*.bin" -o "$out" \
     -b "$rows" -t "$T" -d "$batch" --epochs "$epochs" -l "$rate" -k linear -u $((every / 2)) -q 0.1 $room \
     -v "$every" -m -1 --patience 4 -n "$every" -nk 1 -s 0 "$@"
 [ -n "${DRY_RUN:-}" ] && exit

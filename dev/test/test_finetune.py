@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 import launcher
 import pytest
@@ -116,13 +115,13 @@ def test_adapters_by_the_same_script(tiny, tmp_path):
 def test_what_is_missing_is_said(tiny, tmp_path):
     model, chats = tiny
     assert "a model and conversations are needed" in run(SCRIPT, model, status=1)
-    assert "is no Hugging Face folder" in run(SCRIPT, tmp_path, chats, status=1)
+    assert "has no config.json" in run(SCRIPT, tmp_path, chats, status=1)
     assert "there is no" in run(SCRIPT, model, tmp_path / "none.jsonl", status=1)
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
     assert "line 1" in run(SCRIPT, model, tmp_path / "bad.jsonl", "-o", tmp_path / "out", status=1)
     (tmp_path / "few.jsonl").write_text('{"prompt": "?", "completion": "!"}\n' * 3)
     few = (SCRIPT, model, tmp_path / "few.jsonl", "-o", tmp_path / "out")
-    assert "none is held out" in run(*few, status=1)
+    assert "so few conversations" in run(*few, status=1)
     assert "error" not in run(*few, "-j", tmp_path / "out/data/few_train_*.bin", DRY_RUN="1")
     assert not list((tmp_path / "out").glob("step_*"))
 
@@ -134,12 +133,56 @@ def test_shards_that_are_not_of_these_conversations(tiny, tmp_path):
     mine.write_text("".join(chats.read_text().splitlines(keepends=True)[:4]))
     command = [SCRIPT, model, mine, "-o", out, "-x", "1"]
     for _ in range(2):
-        assert "none is held out" in run(*command, status=1)
+        assert "so few conversations" in run(*command, status=1)
     for _ in range(2):
         assert "talk to it" in run(*command, CHAT="--validation 0.4")
     shutil.copy(chats, mine)
-    os.utime(mine, (time.time() + 60,) * 2)
-    assert "is newer than the shards of it" in run(*command, status=1)
-    (out / "data/mine.made").touch()
-    os.utime(out / "data/mine.made", (time.time() + 60,) * 2)
+    for _ in range(2):
+        assert "were made of something else" in run(*command, status=1)
+    (out / "data/shards.made.new").rename(out / "data/shards.made")
     assert "talk to it" in run(*command)
+
+
+def test_shards_are_made_of_what_is_named(tiny, tmp_path):
+    """Other conversations under the same name, other options, another template: never the shards of before."""
+    model, chats = tiny
+    lines = chats.read_text().splitlines(keepends=True)
+    out, train, val = tmp_path / "out", "*_train_*.bin", "*_val_*.bin"
+    files = [tmp_path / "a/chats[1].v1.jsonl", tmp_path / "b/chats[1].v1.jsonl", tmp_path / "b/chats[1].v2.jsonl"]
+    for i, path in enumerate(files):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(lines[i * 150 : i * 150 + 150]))
+
+    def shards(chats, name, status=0, **env):
+        run(SCRIPT, model, chats, "-o", out, status=status, DRY_RUN="1", **env)
+        return b"".join(p.read_bytes() for kind in (train, val) for p in sorted((out / "data").glob(name + kind)))
+
+    first, again, other = (shards(path, "chats_1_.v1") for path in (files[0], files[0], files[1]))
+    assert first == again != other
+    assert shards(files[2], "chats_1_.v2") not in (first, other)
+    assert shards(files[0], "chats_1_.v1", CHAT="--validation 0.3") not in (first, other)
+    template = tmp_path / "t.jinja"
+    made = []
+    for end in "<|im_end|>", "<|endoftext|>":
+        template.write_text(tiny_chats.TEMPLATE.replace("<|im_end|>", end))
+        made.append(shards(files[0], "chats_1_.v1", CHAT=f"--template {template}"))
+    assert made[0] != made[1]
+
+
+def test_the_model_is_what_the_trainer_takes(tiny, tmp_path):
+    """A run's folder, its newest checkpoint and its best; adapters are none, and a file that is cut is said."""
+    model, chats = tiny
+    run_folder = tmp_path / "mine"
+    shutil.copytree(model, run_folder / "step_00000001")
+    shutil.copytree(model, run_folder / "step_00000002")
+    (run_folder / "step_00000002/diverged").write_text("")
+    os.symlink("step_00000001", run_folder / "best")
+    for name, found in ("", "step_00000001"), ("best", "best"), ("step_00000002", "step_00000002"):
+        told = run(SCRIPT, run_folder / name, chats, "-o", tmp_path / "out[1]", DRY_RUN="1")
+        assert f"-e {run_folder / found} " in told and "out" in told
+    (run_folder / "best/model.safetensors").write_bytes(b"\1\0")
+    assert "holds no whole model" in run(SCRIPT, run_folder, chats, "-o", tmp_path / "out[1]", status=1)
+    (run_folder / "best/config.json").rename(run_folder / "best/adapter_config.json")
+    assert "holds adapters" in run(SCRIPT, run_folder / "best", chats, "-o", tmp_path / "out", status=1)
+    told = run(SCRIPT, model, chats, "-o", tmp_path / "new", CHAT="--template nothing", status=1)
+    assert "cannot read template" in told and 'CHAT="--template' in told
