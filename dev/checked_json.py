@@ -63,8 +63,15 @@ def parse_object(text, where):
     def refuse(constant):
         raise BadFile(f"{where}: {constant} is no JSON")
 
+    def unique(pairs):  # of a name that comes twice, readers of other programs take the first, or the last
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise BadFile(f"{where} names {next(n for n in names if names.count(n) > 1)[:60]!r} twice")
+        return fields
+
     try:
-        value = json.loads(text, parse_constant=refuse)
+        value = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
     except BadFile:
         raise
     except ValueError as e:  # also bytes that are not UTF-8

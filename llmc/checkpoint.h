@@ -459,6 +459,11 @@ static inline int checkpoint_latest(const Comm *comm, const char *output, int fi
     free_names(names, count);
     return found;
 }
+// The folder of a run stands for its newest checkpoint. All ranks call it.
+static inline const char *newest_of_run(const Comm *comm, const char *model, Path *newest) {
+    if (!is_directory(model) || file_exists(path_of("%s/config.json", model).text)) return model;
+    return checkpoint_latest(comm, model, 0, newest) ? newest->text : model;
+}
 // One job at a time trains into a folder: two would write into each other's log and checkpoints. There are two locks:
 // on the folder itself, which holds whatever is deleted inside of it; and on a file in it by byte range, which file
 // servers know too. The kernel holds both and releases them when the process ends, however it ends.

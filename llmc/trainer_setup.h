@@ -414,11 +414,6 @@ static inline void settle_options(Trainer *t) {
     check_options(o);
 }
 
-// The folder of a run stands for its newest checkpoint. All ranks call it.
-static const char *newest_of_run(const Comm *comm, const char *model, Path *newest) {
-    if (!is_directory(model) || file_exists(path_of("%s/config.json", model).text)) return model;
-    return checkpoint_latest(comm, model, 0, newest) ? newest->text : model;
-}
 static inline void find_checkpoint(Trainer *t) {
     const Options *o = &t->o;
     t->o.model = newest_of_run(&t->comm, o->model, &t->newest);

@@ -31,6 +31,7 @@ TIMEOUT = 30  # seconds of silence
 BLOCK = 1 << 20
 THREADS, RANKS = 4, 8  # downloads at a time in a process; processes that download
 OFFLINE = "without a network, copy the files here and name their folder with --local"
+REFUSED = None  # the hint where the server refuses, if another
 REPORT = 30  # seconds between lines that say how far it is
 stopping = threading.Event()
 received = 0  # bytes in this process, about
@@ -76,7 +77,7 @@ def retried(what, attempt):
         try:
             return attempt(moved.set)
         except Refused as e:
-            die(f"{what}: {e}", OFFLINE)
+            die(f"{what}: {e}", REFUSED or OFFLINE)
         except (OSError, http.client.HTTPException) as e:
             failed = 1 if moved.is_set() else failed + 1
             problem = str(getattr(e, "reason", None) or e) or type(e).__name__

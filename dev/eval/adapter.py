@@ -5,15 +5,18 @@ matrix W. The model computes with W + scale B A, where scale = alpha / rank, or 
 """
 
 import json
+import math
 import os
 import re
 from dataclasses import dataclass
 
-from weights import ask, convert, model_weights, read_config, read_tensors  # first: it finds dev/data
+from weights import ask, convert, model_weights, opened, read_config, read_tensors  # first: it finds dev/
 
 import numpy as np
 
+from checked_json import read_object
 from data_common import die, fnv1a
+from limited import Failed, Limited
 
 PREFIX = "base_model.model."
 # What decides W + scale B A, and what does not change it. Whatever else an adapter has is refused, as peft goes on
@@ -24,9 +27,12 @@ IGNORED = """task_type auto_mapping peft_version revision inference_mode lora_dr
     megatron_core loftq_config eva_config corda_config lora_ga_config qalora_group_size ensure_weight_tying
     runtime_config""".split()
 # The others change the base: pissa, olora, corda, loftq, lora_ga.
-KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
+KEEPS_BASE = ("gaussian", "eva", "orthogonal")
 WITH_PEFT = "load it with peft and save merge_and_unload()"
+AGAIN = "make or download it again"
+MOST_RANK = 4096  # as in llmc/lora.h
 MARKED_VALUES = 16  # of each adapted matrix, in the mark of the base
+find_patterns = Limited("patterns:finder", seconds=5, path=[os.path.dirname(os.path.abspath(__file__))])
 
 
 @dataclass
@@ -34,72 +40,101 @@ class Adapter:
     folder: str
     config: dict
     pairs: dict  # module -> A, B as fp32 arrays
+    ranks: dict  # module -> what the config says
+    scales: dict  # module -> np.float32
     mark: str  # of the base's weights; "": not recorded
-
-    def rank(self, module):
-        return by_pattern(self.config.get("rank_pattern"), module, self.config.get("r"))
-
-    def scale(self, module):
-        alpha, rank = by_pattern(self.config.get("alpha_pattern"), module, self.config["lora_alpha"]), self.rank(module)
-        rank = np.float32(rank)
-        return np.float32(alpha) / (np.sqrt(rank) if self.config.get("use_rslora") else rank)
 
 
 def is_adapter(folder):
     return os.path.isfile(os.path.join(folder, "adapter_config.json"))
 
 
-def by_pattern(patterns, module, otherwise):
-    """peft's rule: the first pattern that is the end of the module's name."""
-    return next((v for key, v in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
-
-
 # ---- read
 
 
 def read_adapter(folder):
-    path = os.path.join(folder, "adapter_config.json")
-    try:
-        with open(path, encoding="utf-8") as f:
-            config = json.load(f)
-        kind = config.get("peft_type")
-    except (ValueError, AttributeError) as e:
-        die(f"'{path}' is no JSON object: {e}", "make or download it again")
+    path, weights = (os.path.join(folder, name) for name in ("adapter_config.json", "adapter_model.safetensors"))
+    ask("adapter", folder)
+    config = read_object(path)
+    kind = config.read("peft_type", str)
     if kind != "LORA":
         die(f"'{path}': peft_type is {kind!r}, not LORA", WITH_PEFT)
     check_options(path, config)
-    weights = os.path.join(folder, "adapter_model.safetensors")
     if not os.path.isfile(weights):
         die(f"'{weights}' does not exist", "adapters in another format must be saved by peft again, as safetensors")
-    ask("adapter", folder)
-    facts, tensors = read_tensors(weights)
-    return Adapter(folder, config, pairs_of(weights, tensors), facts.get("base", ""))
+    mark, tensors = read_tensors(weights)
+    ask("finite", weights)
+    pairs = pairs_of(weights, tensors)
+    ranks = by_pattern(config, "rank_pattern", pairs, config.get("r", 8))
+    alphas = by_pattern(config, "alpha_pattern", pairs, config.get("lora_alpha", 8))
+    scales = {module: scale_of(path, config, alphas[module], ranks[module]) for module in pairs}
+    return Adapter(folder, config, pairs, ranks, scales, mark)
+
+
+def says_nothing(value):
+    return value is None or value is False or (isinstance(value, (str, list, dict)) and value in ("", "none", [], {}))
 
 
 def check_options(path, config):
+    """The rules of llmc/hf_lora.h, and what it does not have: patterns and layers_to_transform."""
     for key, value in config.items():
-        if key not in USED + IGNORED and value not in (None, False, "none", [], {}):
-            die(f"'{path}': {key} is {json.dumps(value)}, which is more than W + scale B A", WITH_PEFT)
+        if key not in USED + IGNORED and not says_nothing(value):
+            die(f"'{path}': {key} is {json.dumps(value)[:80]}, which is more than W + scale B A", WITH_PEFT)
     init = config.get("init_lora_weights", True)
-    if init not in KEEPS_BASE:
+    if not (init is True or says_nothing(init) or init in KEEPS_BASE):
         die(f"'{path}': init_lora_weights {init!r} has changed the base before training", WITH_PEFT)
-    targets = config.get("target_modules")
-    if not (isinstance(targets, (str, list)) and targets and all(isinstance(name, str) for name in targets)):
-        die(f"'{path}': target_modules is {json.dumps(targets)}, not names of matrices", "make or download it again")
-    number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < 1e9
-    for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern"):
-        value, is_pattern = config.get(key), "_pattern" in key
-        good = (
-            isinstance(value or {}, dict) and all(map(number, (value or {}).values())) if is_pattern else number(value)
-        )
-        if not good:
-            die(f"'{path}': {key} is {json.dumps(value)}, not a number above 0", "make or download it again")
+    targets = config.read("target_modules", (str, list))
+    if not targets or not all(name and isinstance(name, str) for name in [*targets]):
+        die(f"'{path}': target_modules is {json.dumps(targets)[:80]}, not names of matrices", AGAIN)
+    if not isinstance(config.get("use_rslora", False), bool):
+        die(f"'{path}': use_rslora is {json.dumps(config['use_rslora'])[:80]}, neither true nor false", AGAIN)
+    for name, key, good, what in (
+        ("r", "rank_pattern", is_rank, f"no rank from 1 to {MOST_RANK}"),
+        ("lora_alpha", "alpha_pattern", is_alpha, "no number above 0 of fp32"),
+    ):
+        patterns = config.get(key)
+        if not says_nothing(patterns) and not isinstance(patterns, dict):
+            die(f"'{path}': {key} is {json.dumps(patterns)[:80]}, not numbers by pattern", AGAIN)
+        values = {f"{key} of {k[:60]!r}": v for k, v in (patterns or {}).items()}
+        for what_is, value in (values | ({name: config[name]} if name in config else {})).items():
+            if not good(value):
+                die(f"'{path}': {what_is} is {json.dumps(value)[:80]}, {what}", AGAIN)
+
+
+def is_rank(value):
+    return type(value) is int and 1 <= value <= MOST_RANK
+
+
+def is_alpha(value):
+    """Also as fp32, with which the trainers compute."""
     try:
-        for key in [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]:
-            re.compile(key)
-        re.compile(targets if isinstance(targets, str) else "")
-    except re.error as e:
-        die(f"'{path}': a pattern of names is none: {e}", "make or download it again")
+        return type(value) in (int, float) and 0 < float(np.float32(value)) < math.inf
+    except OverflowError:
+        return False
+
+
+def by_pattern(config, key, modules, otherwise):
+    """{module: its number}. peft's rule: the first pattern that is the end of the module's name."""
+    patterns = config.get(key) or {}
+    found = matches(config, key, list(patterns), list(modules), True) if patterns else [None] * len(modules)
+    values = list(patterns.values())
+    return {module: otherwise if i is None else values[i] for module, i in zip(modules, found)}
+
+
+def matches(config, key, patterns, names, suffix):
+    try:
+        return find_patterns(patterns, names, suffix)
+    except Failed as e:
+        die(f"'{config.where}': {key} cannot be used as a pattern of names: {e}", "write names instead of patterns")
+
+
+def scale_of(path, config, alpha, rank):
+    rank = np.float32(rank)
+    with np.errstate(over="ignore"):
+        scale = np.float32(alpha) / (np.sqrt(rank) if config.get("use_rslora") else rank)
+    if not 0 < scale < math.inf:
+        die(f"'{path}': the scale {alpha:g} / {rank:g} is no number of fp32 above 0", AGAIN)
+    return scale
 
 
 def pairs_of(path, tensors):
@@ -112,9 +147,9 @@ def pairs_of(path, tensors):
         halves.setdefault(match[1], {})[match[2]] = convert(array, dtype, "F32").view("<f4")
     for module, pair in halves.items():
         if len(pair) < 2:
-            die(f"'{path}' has only {next(iter(pair))} of '{module}'", "make or download it again")
+            die(f"'{path}' has only {next(iter(pair))} of '{module}'", AGAIN)
     if not halves:
-        die(f"'{path}' holds no adapters", "make or download it again")
+        die(f"'{path}' holds no adapters", AGAIN)
     return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
 
 
@@ -122,7 +157,7 @@ def pairs_of(path, tensors):
 
 
 def base_of(adapter, given):
-    base = given or adapter.config.get("base_model_name_or_path")
+    base = opened(given) if given else adapter.config.read("base_model_name_or_path", str)
     if not base or not os.path.isdir(base):
         hint = "name its folder with --base"
         if base and re.fullmatch(r"[\w.-]+/[\w.-]+", base):
@@ -146,7 +181,7 @@ def check_base(adapter, base):
             die(
                 f"{other}: '{module}' is {shape[0]} x {shape[1]}, adapted {theirs}", "name the right folder with --base"
             )
-        rank = adapter.rank(module)
+        rank = adapter.ranks[module]
         if not a.shape[0] == b.shape[1] == rank:
             die(
                 f"'{adapter.folder}': '{module}' has A of rank {a.shape[0]} and B of rank {b.shape[1]}, its config "
@@ -160,16 +195,17 @@ def check_base(adapter, base):
 
 
 def check_targets(adapter, matrices):
-    targets = adapter.config.get("target_modules")
-    if adapter.config.get("layers_to_transform") is not None or adapter.config.get("exclude_modules"):
+    config, targets = adapter.config, adapter.config["target_modules"]
+    if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
         return
-    wanted = (
-        (lambda module: re.fullmatch(targets, module))
-        if isinstance(targets, str)
-        else (lambda module: any(module == t or module.endswith("." + t) for t in targets))
-    )
-    for module in matrices:
-        if bool(wanted(module)) != (module in adapter.pairs):
+    if targets == "all-linear":
+        wanted = [re.search(r"\.(h|layers)\.[0-9]+\.", module) for module in matrices]
+    elif isinstance(targets, str):
+        wanted = [i is not None for i in matches(config, "target_modules", [targets], list(matrices), False)]
+    else:
+        wanted = [any(module == t or module.endswith("." + t) for t in targets) for module in matrices]
+    for module, is_wanted in zip(matrices, wanted):
+        if bool(is_wanted) != (module in adapter.pairs):
             die(
                 f"'{adapter.folder}': target_modules and weights differ at '{module}'",
                 "config and weights do not belong together",
@@ -208,7 +244,7 @@ def merger(adapter, base):
         module = name.removesuffix(".weight")
         if module not in adapter.pairs:
             return convert(array, dtype, to)
-        (a, b), scale = adapter.pairs[module], adapter.scale(module)
+        (a, b), scale = adapter.pairs[module], adapter.scales[module]
         weight = convert(array, dtype, "F32").view("<f4")
         sums = add_product(weight.T, a, b, scale).T if is_transposed(module, gpt2) else add_product(weight, a, b, scale)
         return convert(np.ascontiguousarray(sums).view("<u4"), "F32", to)
@@ -217,8 +253,7 @@ def merger(adapter, base):
 
 
 def describe(adapter, base):
-    ranks = sorted({adapter.rank(m) for m in adapter.pairs})
-    scales = sorted({float(adapter.scale(m)) for m in adapter.pairs})
+    ranks, scales = sorted(set(adapter.ranks.values())), sorted(set(map(float, adapter.scales.values())))
     names = sorted({m.rpartition(".")[2] for m in adapter.pairs})
     weights = sum(a.size + b.size for a, b in adapter.pairs.values())
     return (

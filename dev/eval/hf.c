@@ -1,8 +1,14 @@
 // What the trainers say of a Hugging Face folder: dev/eval/hf.py builds this program and asks it, so that there is one
 // reader.
 //   hf config FOLDER DTYPE   its config.json as the trainers understand and write it, or why they refuse it
-//   hf adapter FOLDER        that its adapter_model.safetensors is whole; of our checkpoints every byte is read
+//   hf newest FOLDER         the folder that --model opens for it: of a run its newest checkpoint
+//   hf adapter FOLDER        that its adapter_config.json is JSON; of our checkpoints every byte is read
 //   hf table FOLDER          name and shape of each tensor that its weight files must hold
+//   hf tensors FILE|FOLDER   what is in safetensors files; after the first two lines, all of them JSON, of each tensor
+//                            [name, dtype, number of its file, first byte, [shape]]
+//                              {"base": "..."}     of adapters: the mark of the base that they are for; or ""
+//                              [name of a file, ...]
+//   hf finite FILE|FOLDER    that its tensors are finite numbers; of a folder those of the model alone
 //   hf check FOLDER
 //     that they hold these, and nothing else; of our checkpoints every byte is read, of others the headers
 //   hf merge ROWS COLUMNS RANK SCALE
@@ -20,6 +26,51 @@ static void print_table(const ParamTable *t) {
         for (int d = 0; d < dims; d++) printf(" %llu", (unsigned long long)shape[d]);
         printf("\n");
     }
+}
+static void print_tensors(const char *path) {
+    StReader r;
+    st_open(&r, path);
+    printf("{\"base\": \"");
+    if (base_of_adapters(&r)) printf("%016lx", base_of_adapters(&r));
+    printf("\"}\n[");
+    for (int i = 0; i < r.num_files; i++) {
+        if (i) printf(", ");
+        json_write_string(stdout, file_name(r.files[i].path.text));
+    }
+    printf("]\n");
+    for (const StTensor *t = r.tensors; t < r.tensors + r.count; t++) {
+        printf("[");
+        json_write_string(stdout, t->name);
+        printf(", \"%s\", %d, %lu, [", st_types[t->type].name, t->file, t->begin);
+        for (int i = 0; i < t->dims; i++) printf("%s%lu", i ? ", " : "", t->shape[i]);
+        printf("]]\n");
+    }
+    st_close(&r);
+}
+static int is_finite(const StReader *r, const StTensor *t) {
+    enum { PIECE = 1 << 16 };
+    int finite = 1;
+    #pragma omp parallel for reduction(&& : finite) schedule(static)
+    for (uint64_t at = 0; at < t->count; at += PIECE) {
+        float values[PIECE];
+        const uint64_t n = t->count - at < PIECE ? t->count - at : PIECE;
+        st_read_floats(r, t, at, n, values);
+        for (uint64_t i = 0; i < n; i++) finite = finite && isfinite(values[i]);
+    }
+    return finite;
+}
+// table: of the model; NULL: all tensors are meant.
+static void require_finite(const char *path, const ParamTable *table) {
+    StReader r;
+    st_open(&r, path);
+    for (int i = 0; i < (table ? table->count : r.count); i++) {
+        const StTensor *t = table ? find_param(&r, "", &table->params[i]) : &r.tensors[i];
+        require(!t || !st_is_float(t) || is_finite(&r, t),
+                "'%s': tensor '%.100s' holds NaN or infinity\n"
+                "the run has diverged, or the file is damaged: take an earlier checkpoint, or download it again",
+                path, t->name);
+    }
+    st_close(&r);
 }
 static float *read_matrix(size_t rows, size_t columns) {
     float *values = (float *)malloc_or_die(rows * columns * sizeof(float));
@@ -63,7 +114,7 @@ static void print_logits(const Config *c, const char *folder) {
 }
 
 int main(int argc, char **argv) {
-    require(argc >= 3, "usage: hf adapter|config|table|check|merge|logits FOLDER\ncall this through dev/eval/hf.py");
+    require(argc >= 3, "usage: hf QUESTION FOLDER\ncall this through dev/eval/hf.py");
     const char *what = argv[1], *folder = argv[2];
     if (!strcmp(what, "merge") && argc == 6) {
         merge((size_t)atoll(argv[2]), (size_t)atoll(argv[3]), atoi(argv[4]), strtof(argv[5], NULL));
@@ -71,14 +122,29 @@ int main(int argc, char **argv) {
     }
     Model m;
     StReader r;
+    Json j;
+    Path path;
+    const Comm alone = COMM_ALONE;
     memset(&m, 0, sizeof m);
+    if (!strcmp(what, "newest")) {
+        Path newest;
+        printf("%s", newest_of_run(&alone, folder, &newest));
+        return 0;
+    }
     if (!strcmp(what, "check") || !strcmp(what, "adapter")) {
-        const Comm alone = COMM_ALONE;
         checkpoint_require_intact(&alone, folder, file_bytes(folder, "optimizer.safetensors") < 0 ? 2 : 3);
     }
     if (!strcmp(what, "adapter")) {
-        st_open(&r, path_of("%s/adapter_model.safetensors", folder).text);
-        st_close(&r);
+        adapter_config_open(&j, folder, &path);
+        json_free(&j);
+        return 0;
+    }
+    if (!strcmp(what, "tensors")) {
+        print_tensors(folder);
+        return ferror(stdout) || fflush(stdout) ? EXIT_FAILURE : 0;
+    }
+    if (!strcmp(what, "finite") && !is_directory(folder)) {
+        require_finite(folder, NULL);
         return 0;
     }
     m.config = config_from_json(folder);
@@ -92,6 +158,8 @@ int main(int argc, char **argv) {
         st_open(&r, folder);
         require_same_tensors(&m, weight_slot, 1, &r, folder);
         st_close(&r);
+    } else if (!strcmp(what, "finite")) {
+        require_finite(folder, &m.table);
     } else if (!strcmp(what, "logits")) {
         print_logits(&m.config, folder);
     } else

@@ -14,10 +14,11 @@
     --verify
       with import and check: the CPU trainer's logits are those of transformers, or of train_gpt2.py
 
+A checkpoint stands for itself, a run's folder for its newest checkpoint, as for the trainers' -e.
 Whether a model can be trained is asked of the trainers' own reader, of a model of the hub before its weights are
 downloaded. FOLDER has its name when it is whole; an interrupted download goes on. HF_TOKEN opens gated models,
-HF_ENDPOINT names another hub. Needs numpy, a C compiler and make; --verify needs torch, and 16 bytes of memory for each
-weight besides.
+HF_ENDPOINT names another hub. Needs numpy, jinja2, a C compiler and make; --verify needs torch, and 16 bytes of memory
+for each weight besides.
 """
 
 import argparse
@@ -29,12 +30,22 @@ import re
 import shutil
 import sys
 
-from weights import ROOT, ask, convert, model_weights, read_config, write_safetensors  # first: it finds dev/data
+from weights import (
+    ROOT,
+    ask,
+    convert,
+    model_weights,
+    opened,
+    read_config,
+    write_safetensors,
+)  # first: it finds dev/data
 
 import numpy as np
 
 import adapter
 import download
+from chat_template import Renderer, TemplateError, ends_of_folder, read_template
+from checked_json import BadFile, read_object
 from data_common import atomic_write, die, make_folder, make_tokenizer, open_tokenizer, outlive_reader, printable
 from llmc_bin import export_bin, import_bin
 from tokenizer_json import files_folder, read_tokenizer_json, trained_with, write_tokenizer_json
@@ -56,9 +67,8 @@ VERIFY_TOKENS, VERIFY_BOUND = 64, 1e-4  # the bound grows with logits above 1, a
 # ---- folders and the hub
 
 
-def read_json(folder, name):
-    with open(os.path.join(folder, name), encoding="utf-8") as f:
-        return json.load(f)
+def write_json(folder, name, facts):
+    atomic_write(os.path.join(folder, name), (json.dumps(facts, indent=2) + "\n").encode())
 
 
 def copy_files(names, source, folder):
@@ -71,7 +81,7 @@ def import_folder(source, folder, to, make=lambda name, *how: convert(*how)):
     """One weight file with full names and nothing but the model. Bits stay, unless another dtype is asked for.
     config.json stays, with what readers of other versions look for besides: rope_theta, which transformers 5 keeps
     elsewhere, or n_ctx. make(name, array, dtype, to): bits of a tensor."""
-    weights, original = model_weights(source), read_json(source, "config.json")
+    weights, original = model_weights(source), read_object(os.path.join(source, "config.json"))
     copy_files(["generation_config.json", "tokenizer.bin", *OTHERS], source, folder)
     dtypes = {to or dtype for dtype, _ in weights.values()}
     word = {"BF16": "bfloat16", "F16": "float16"}.get(dtypes.pop() if len(dtypes) == 1 else "F32", "float32")
@@ -83,7 +93,7 @@ def import_folder(source, folder, to, make=lambda name, *how: convert(*how)):
     if config == original:
         copy_files(["config.json"], source, folder)
     else:
-        atomic_write(os.path.join(folder, "config.json"), (json.dumps(config, indent=2) + "\n").encode())
+        write_json(folder, "config.json", config)
     write_safetensors(
         os.path.join(folder, "model.safetensors"),
         {
@@ -96,6 +106,10 @@ def import_folder(source, folder, to, make=lambda name, *how: convert(*how)):
 def import_hub(model, folder, revision):
     """Downloads what is needed. What an earlier try left is kept only if it is what the hub has now."""
     download.OFFLINE = "without a network, copy the model's files into a folder and import that"
+    download.REFUSED = (
+        f"is the name right, and its --revision? There is no folder '{model}' here, and this is its page: "
+        f"{download.endpoint()}/{model}; if it is gated, accept its terms there and give your token as HF_TOKEN"
+    )
     commit, listed = download.hub_list(model, "", "models", revision)
     files = {path: (size, sha256) for path, size, sha256 in listed}  # every name is plain
 
@@ -118,13 +132,12 @@ def import_hub(model, folder, revision):
     if "model.safetensors" in files or index not in files:
         weights = ["model.safetensors"]
     else:
-        get(index)
-        try:
-            weights = sorted(set(read_json(folder, index)["weight_map"].values()))
-            if any("/" in name for name in weights):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError):
+        places = read_object(get(index)).read("weight_map", dict, {})
+        if not places or not all(
+            isinstance(name, str) and re.fullmatch(r"[^./][^/]*", name) for name in places.values()
+        ):
             die(f"{model}: {index} is damaged", "its weight_map must name, for every tensor, a file beside it")
+        weights = sorted(set(places.values()))
         small.append(index)
     for name in weights:
         require_file(name)
@@ -201,25 +214,46 @@ def add_tokenizer(folder, given, source):
         elif given != own:
             make_folder(theirs)
             copy_files(OTHERS, os.path.dirname(given) or ".", theirs)
-    add_generation_config(folder, config, tokenizer)
-    return missing
+        if theirs != folder:
+            copy_files(["chat_template.jinja"], folder, theirs)
+    return "\n  ".join(filter(None, [missing, add_ends(folder, config, tokenizer)])) or None
 
 
-def add_generation_config(folder, config, tokenizer):
-    """Generation ends at config.json's end-of-text, or at each of several, and at the token that separates documents in
-    our training data. transformers prefers this file to config.json, so nothing that config.json says may be lost."""
-    config = config | read_json(folder, "config.json")
-    eos, bos = config["eos_token_id"], config["bos_token_id"]
-    ends = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eot if tokenizer else None]
-    ends = sorted({token for token in ends if isinstance(token, int)})
+def listed(value):
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def add_ends(folder, config, tokenizer):
+    """What ends an answer goes to generation_config.json, where transformers, vLLM and the trainers look: ids, and
+    under stop_strings what is no single token. Where there is no such file, config.json's ends count, and the token
+    that separates documents in our training data. Returns what to say."""
+    template, tokens = read_template(folder)
+    problem, renderer = None, None
+    try:
+        renderer = Renderer(template, tokens) if template else None
+    except TemplateError as e:
+        problem = f"what ends a turn is not known: {e}"
+    ids, texts = ends_of_folder(folder, renderer)
     path = os.path.join(folder, "generation_config.json")
-    if ends and not os.path.exists(path):
-        facts = {
-            "bos_token_id": ends[0] if bos is None else bos,
-            "eos_token_id": ends if len(ends) > 1 else ends[0],
-            "pad_token_id": ends[-1],
-        }
-        atomic_write(path, (json.dumps(facts, indent=2) + "\n").encode())
+    facts, is_new = read_object(path), not os.path.exists(path)
+    if is_new:
+        config = config | read_object(os.path.join(folder, "config.json"))
+        own = [config["eos_token_id"], tokenizer.eot if tokenizer else None]  # config: of published tokenizers
+        ids = sorted({*ids, *(i for i in own if type(i) is int)})
+    before = listed(facts.get("eos_token_id"))
+    ids = before + [i for i in ids if i not in before and i < config["vocab_size"]]
+    more = {}
+    if is_new and ids:
+        more["bos_token_id"] = config["bos_token_id"] if type(config["bos_token_id"]) is int else ids[0]
+    if len(ids) > len(before):
+        more["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+    if is_new and ids:
+        more["pad_token_id"] = ids[-1]
+    if texts != listed(facts.get("stop_strings")):
+        more["stop_strings"] = texts
+    if more:
+        write_json(folder, "generation_config.json", facts | more)
+    return problem
 
 
 # ---- logits
@@ -296,7 +330,7 @@ def new_folder(folder, resume=False):
 
 
 def import_model(args):
-    local = os.path.exists(args.source)
+    local = os.path.lexists(args.source)
     if not local and (args.source.endswith(".bin") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", args.source)):
         die(
             f"'{args.source}' does not exist",
@@ -312,11 +346,13 @@ def import_model(args):
         else:
             (import_folder if os.path.isdir(args.source) else import_bin)(args.source, partial, DTYPES[args.dtype])
         ask("check", partial)
+        ask("finite", partial)
         return add_tokenizer(partial, args.tokenizer, args.source)
 
 
 def merge_model(args):
-    """The tokenizer is the base's, unless the adapters' folder has one: with tokens or a chat template of its own."""
+    """The tokenizer is the base's, unless the adapters' folder has one; so are the chat template and what ends an
+    answer."""
     loaded = adapter.read_adapter(args.source)
     base = adapter.base_of(loaded, args.base)
     adapter.check_base(loaded, base)
@@ -328,13 +364,16 @@ def merge_model(args):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(os.path.join(partial, name))
             copy_files(tokenizer, args.source, partial)
+        copy_files(["chat_template.jinja", "generation_config.json"], args.source, partial)
         ask("check", partial)
+        ask("finite", partial)
         return add_tokenizer(partial, None, base)
 
 
 def check(args):
     if not adapter.is_adapter(args.folder):
         ask("check", args.folder)
+        ask("finite", args.folder)
         return
     if args.verify:
         die("adapters are no model to verify", f"hf.py merge {args.folder} NEW_FOLDER, then verify that")
@@ -369,6 +408,9 @@ def main():
         p[name].add_argument("--verify", action="store_true", help="compare logits with transformers or train_gpt2.py")
     p["import"].add_argument("--revision", default="main", help="branch, tag or commit on the hub (main)")
     args = parser.parse_args()
+    given = "source" if args.command in ("import", "merge") else "folder"
+    if os.path.isdir(getattr(args, given)):
+        setattr(args, given, opened(getattr(args, given)))
     if args.command == "export":
         export_bin(args.folder, args.file, DTYPES[args.dtype])
         return
@@ -396,6 +438,8 @@ if __name__ == "__main__":
     outlive_reader()
     try:
         main()
+    except BadFile as e:
+        die(e, "correct the file, or download it again")
     except OSError as e:
         die(
             f"'{e.filename2 or e.filename or 'output'}': {e.strerror or e}",

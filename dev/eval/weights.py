@@ -5,6 +5,7 @@ mapped and pass one at a time; F32 and BF16 are patterns of bits, so that nothin
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -36,6 +37,11 @@ def ask(*question, data=None):
     return run.stdout
 
 
+def opened(folder):
+    """The folder that the trainers' --model opens for this one: of a run its newest checkpoint."""
+    return os.fsdecode(ask("newest", folder))
+
+
 def read_config(folder):
     """config.json as the trainers understand it: every key is there, every value is one that they can train."""
     return json.loads(ask("config", folder, "fp32"))
@@ -46,39 +52,24 @@ def tensor_names(folder):
     return [line.split()[0] for line in ask("table", folder).decode().splitlines()]
 
 
-def read_weights(folder):
-    """{name: (dtype, array)} of a folder that build/hf has checked."""
-    path, weights = os.path.join(folder, "model.safetensors"), {}
-    names = (
-        [path]
-        if os.path.exists(path)
-        else [
-            os.path.join(folder, n) for n in sorted(set(json.load(open(path + ".index.json"))["weight_map"].values()))
-        ]
-    )
-    for name in names:
-        weights |= read_tensors(name)[1]
-    return weights
-
-
 def read_tensors(path):
-    """The metadata and {name: (dtype, array)} of a safetensors file that build/hf has checked."""
-    data, tensors = np.memmap(path, np.uint8, "r"), {}
-    size = int(data[:8].view("<u8")[0])
-    header = json.loads(bytes(data[8 : 8 + size]))
-    facts = header.pop("__metadata__", {})
-    for name, entry in header.items():
-        if entry["dtype"] in DTYPES:
-            begin, end = (8 + size + at for at in entry["data_offsets"])
-            tensors[name] = entry["dtype"], data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return facts, tensors
+    """(the mark of the base of adapters or "", {name: (dtype, array)}) of a safetensors file, or of those of a folder.
+    Tensors of other dtypes are left out."""
+    facts, files, *entries = (json.loads(line) for line in ask("tensors", path).splitlines())
+    place = lambda file: os.path.join(path, file) if os.path.isdir(path) else path
+    mapped, tensors = [np.memmap(place(file), np.uint8, "r") for file in files], {}
+    for name, dtype, file, begin, shape in entries:
+        if dtype in DTYPES:
+            end = begin + DTYPES[dtype].itemsize * math.prod(shape)
+            tensors[name] = dtype, mapped[file][begin:end].view(DTYPES[dtype]).reshape(shape)
+    return facts["base"], tensors
 
 
 def model_weights(folder):
     """{full name: (dtype, array)} of the model's tensors, without what old files hold beside them. Refuses what is not
     the model."""
     ask("check", folder)
-    weights, table = read_weights(folder), tensor_names(folder)
+    weights, table = read_tensors(folder)[1], tensor_names(folder)
     return {name: weights.get(name) or weights[name.removeprefix("transformer.")] for name in table}
 
 
