@@ -66,8 +66,8 @@ def parse_object(text, where):
     def unique(pairs):  # of a name that comes twice, readers of other programs take the first, or the last
         fields = dict(pairs)
         if len(fields) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise BadFile(f"{where} names {next(n for n in names if names.count(n) > 1)[:60]!r} twice")
+            twice = next(name for name, _ in pairs if fields.pop(name, fields) is fields)
+            raise BadFile(f"{where} names {twice[:60]!r} twice")
         return fields
 
     try:

@@ -108,8 +108,9 @@ def is_rank(value):
 def is_alpha(value):
     """Also as fp32, with which the trainers compute."""
     try:
-        return type(value) in (int, float) and 0 < float(np.float32(value)) < math.inf
-    except OverflowError:
+        with np.errstate(over="ignore"):
+            return type(value) in (int, float) and 0 < float(np.float32(value)) < math.inf
+    except OverflowError:  # of a whole number
         return False
 
 

@@ -383,7 +383,7 @@ def check(args):
     print(printable(adapter.describe(loaded, base)))
 
 
-def main():
+def run_command():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     p = {name: commands.add_parser(name) for name in ("import", "tokenizer", "export", "merge", "check")}
@@ -434,10 +434,9 @@ def main():
         verify(args.folder)
 
 
-if __name__ == "__main__":
-    outlive_reader()
+def main():
     try:
-        main()
+        run_command()
     except BadFile as e:
         die(e, "correct the file, or download it again")
     except OSError as e:
@@ -445,3 +444,8 @@ if __name__ == "__main__":
             f"'{e.filename2 or e.filename or 'output'}': {e.strerror or e}",
             "name files that are there and may be read, and a folder that you may write to and that has room",
         )
+
+
+if __name__ == "__main__":
+    outlive_reader()
+    main()

@@ -4,6 +4,7 @@ network."""
 import json
 import os
 import resource
+import shutil
 import struct
 import subprocess
 import sys
@@ -656,6 +657,134 @@ def test_ends_of_config_are_kept(program, tmp_path, monkeypatch, model, eos, end
     main(monkeypatch, "tokenizer", folder)
     made = json.loads((folder / "generation_config.json").read_text())
     assert (made["bos_token_id"], made["eos_token_id"]) == (5, ends)
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def chat_model(program, folder, end="<|im_end|>", **tokenizer_config):  # noqa: F811
+    """A llama of bytes with <|endoftext|> 256, <|im_start|> 257 and `end` 258, whose own end is <|endoftext|>."""
+    folder = write(program, folder, "llama2", "fp32")
+    with np.errstate(all="ignore"):
+        weights = load(folder)
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            weights[name] = torch.cat([weights[name], 0.01 * torch.ones(8, weights[name].shape[1])])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    edit(folder / "config.json", {"vocab_size": 264, "eos_token_id": 256, "bos_token_id": 256})
+    special = [b"<|endoftext|>", b"<|im_start|>", end.encode()]
+    ours = data_common.Tokenizer("gpt2", [bytes([b]) for b in range(256)] + special, 256)
+    tokenizer_json.write_tokenizer_json(ours, str(folder), 64, "llama")
+    edit(folder / "tokenizer_config.json", {"chat_template": CHATML} | tokenizer_config)
+    return folder
+
+
+GENERATION = {"eos_token_id": 256, "temperature": 0.6}
+
+
+@pytest.mark.parametrize(
+    "generation, template, end, ids, texts",
+    [
+        (GENERATION, CHATML, "<|im_end|>", [256, 258], None),
+        (GENERATION, [{"name": "default", "template": CHATML}], "<|im_end|>", [256, 258], None),
+        (GENERATION, None, "<|im_end|>", 256, None),
+        (None, CHATML, "<|im_end|>", [256, 258], None),
+        ({"eos_token_id": [258, 256]}, CHATML, "<|im_end|>", [258, 256], None),
+        ({"eos_token_id": [*range(40)]}, CHATML, "<|im_end|>", [*range(40), 256, 258], None),
+        (GENERATION, CHATML, "<|other|>", 256, ["<|im_end|>"]),
+        (GENERATION | {"stop_strings": "User:"}, CHATML, "<|other|>", 256, ["User:", "<|im_end|>"]),
+        (GENERATION, "{{ raise_exception('no') }}", "<|im_end|>", 256, None),
+        (GENERATION, "{% for", "<|im_end|>", 256, None),
+    ],
+)
+def test_what_ends_an_answer(program, tmp_path, monkeypatch, generation, template, end, ids, texts):  # noqa: F811
+    """The end of turn of the template is an id of generation_config.json, or a text; nothing else of it changes."""
+    folder = chat_model(program, tmp_path / "base", end, chat_template=template)
+    if generation:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    main(monkeypatch, "import", folder, tmp_path / "new")
+    made = json.loads((tmp_path / "new/generation_config.json").read_text())
+    assert (made["eos_token_id"], made.get("stop_strings")) == (ids, texts)
+    rest = {k: v for k, v in (generation or {}).items() if k not in ("eos_token_id", "stop_strings")}
+    assert made.items() >= rest.items()
+    main(monkeypatch, "import", tmp_path / "new", tmp_path / "again")
+    assert (tmp_path / "again/generation_config.json").read_bytes() == (
+        tmp_path / "new/generation_config.json"
+    ).read_bytes()
+    if generation and (ids, texts) == (generation["eos_token_id"], None):
+        assert (tmp_path / "new/generation_config.json").read_text() == json.dumps(generation)
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|other|>"])
+def test_transformers_stops_at_the_end_of_a_turn(program, tmp_path, monkeypatch, end):  # noqa: F811
+    """A model that says nothing but the end of a turn, as one token or as several, stops behind it."""
+    folder = chat_model(program, tmp_path / "base", end)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 256}))
+    main(monkeypatch, "import", folder, tmp_path / "new")
+    auto = transformers()
+    tokenizer = auto.AutoTokenizer.from_pretrained(tmp_path / "new")
+    model = auto.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    said = tokenizer("yes<|im_end|>more", add_special_tokens=False)["input_ids"]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    begin = prompt["input_ids"].shape[1]
+
+    def say(ids, scores):
+        scores[:] = -1e9
+        scores[:, said[ids.shape[1] - begin]] = 0
+        return scores
+
+    processors = auto.LogitsProcessorList([say])
+    how = {"tokenizer": tokenizer} if end == "<|other|>" else {}
+    made = model.generate(**prompt, logits_processor=processors, max_new_tokens=len(said), do_sample=False, **how)
+    assert tokenizer.decode(made[0, begin:]) == "yes<|im_end|>" and len(said) > made.shape[1] - begin
+
+
+def test_a_run_stands_for_its_newest_checkpoint(program, tmp_path, monkeypatch, capfd):  # noqa: F811
+    """As with -e; its newest that has not diverged."""
+    run_folder = tmp_path / "run"
+    test_checkpoint_hf.write(program, run_folder, "gpt2", "fp32")
+    (run_folder / "main.jsonl").write_text("")
+    (run_folder / "best").symlink_to("step_00000001")
+    for name, source in (("one", run_folder), ("two", run_folder / "best"), ("three", run_folder / "step_00000001")):
+        main(monkeypatch, "check", source)
+        main(monkeypatch, "import", source, tmp_path / name)
+        main(monkeypatch, "export", source, tmp_path / f"{name}.bin")
+        assert weights_of(tmp_path / name) == weights_of(tmp_path / "one")
+    make("bytes", tmp_path).write(tmp_path)
+    edit(run_folder / "step_00000001/train_state.json", {"format": 1})
+    main(monkeypatch, "tokenizer", run_folder, "--tokenizer", tmp_path / "tokenizer.bin")
+    assert (run_folder / "step_00000001/tokenizer.json").exists() and not (run_folder / "tokenizer.json").exists()
+    (tmp_path / "empty").mkdir()
+    refuses(monkeypatch, capfd, "config.json", "check", tmp_path / "empty")
+
+
+ODD = [None, [], {}, 5, "x", True, [[1]], {"a": 1}, [None], ["x"], 10**400, -1, 1.5]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_odd_json(program, tmp_path, monkeypatch, capfd, name):  # noqa: F811
+    """Each field in turn is something else: success, or an error that names the file."""
+    folder = chat_model(program, tmp_path / "base")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 256, "stop_strings": ["x"]}))
+    whole = json.loads((folder / name).read_text())
+    texts = [json.dumps(whole | {key: value}) for i, key in enumerate(whole) for value in ODD[i % 3 :: 3]]
+    texts += [f'{{"eos_token_id": {deep}, "x": {deep}}}' for deep in ("[" * 10**5 + "]" * 10**5, "NaN", "1e999")]
+    texts += ["", "[]", "null", "{", json.dumps(whole)[:-1] + ', "eos_token_id": 1, "eos_token_id": 2}']
+    refused = 0
+    for text in texts:
+        (folder / name).write_text(text)
+        try:
+            main(monkeypatch, "import", folder, tmp_path / "new")
+            shutil.rmtree(tmp_path / "new")
+        except SystemExit as stop:
+            said = capfd.readouterr().err + str(stop.code)
+            assert said.count("error: ") == 1 and "hint: " in said and name in said, (text[:300], said)
+            refused += 1
+    assert 8 <= refused < len(texts)
 
 
 def test_what_files_say_commands_no_terminal(program, tmp_path):  # noqa: F811

@@ -553,7 +553,7 @@ def spoil(change):
         path = folder / "adapter_model.safetensors"
         tensors = {n: t.clone() for n, t in load_file(path).items()}
         change(tensors)
-        save_file(tensors, path, {"base": "0" * 16})
+        save_file(tensors, path, {"base": "1" * 16})
 
     return spoil_file
 
@@ -574,11 +574,10 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (config(r=5), "has A of rank 4 and B of rank 4, its config 5"),
         (config(r="x"), 'r is "x"'),
         (config(lora_alpha=0), "lora_alpha is 0"),
-        (config(rank_pattern={"(": 2}), "a pattern of names is none"),
         (config(target_modules=[7]), "target_modules is [7]"),
         (config(target_modules=["q_proj"]), "target_modules and weights differ at"),
         (config(new_idea=True), "new_idea is true"),
-        (lambda f: (f / "adapter_config.json").write_text("[1"), "is no JSON object"),
+        (lambda f: (f / "adapter_config.json").write_text("[1"), "cannot read"),
         (lambda f: (f / "adapter_config.json").write_text("[1]"), "is no JSON object"),
         (lambda f: (f / "adapter_model.safetensors").unlink(), "does not exist"),
         (lambda f: os.truncate(f / "adapter_model.safetensors", 3000), "damaged"),
@@ -598,6 +597,103 @@ def test_bad_adapters_are_refused(folders, tmp_path, monkeypatch, capfd, change,
     change(tmp_path / "bad")
     for what in (["check", tmp_path / "bad"], ["merge", tmp_path / "bad", tmp_path / "whole"]):
         refuses(monkeypatch, capfd, words, *what)
+    assert os.listdir(tmp_path) == ["bad"]
+
+
+FIRST_B = FIRST.replace("lora_A", "lora_B")
+BOTH, MERGE, NEITHER = "hf.py and -e", "hf.py alone", "nobody"
+# Of an adapter of rank 4 for all matrices: who opens it with this change of its config.
+CONFIGS = [
+    (BOTH, [{}, {"lora_alpha": 1e38}, {"lora_alpha": 0.5}, {"use_rslora": True}, {"target_modules": "all-linear"}]),
+    (BOTH, [{"rank_pattern": None}, {"rank_pattern": {}}, {"alpha_pattern": []}, {"bias": "none"}, {"bias": None}]),
+    (BOTH, [{"fan_in_fan_out": "yes"}, {"lora_dropout": 7}, {"revision": [1]}, {"init_lora_weights": None}]),
+    (BOTH, [{"new_idea": None}, {"new_idea": ""}, {"new_idea": []}, {"lora_alpha": ...}, {"use_rslora": ...}]),
+    (MERGE, [{"target_modules": r".*_proj"}, {"alpha_pattern": {"q_proj": 3}}, {"rank_pattern": {"nothing": 3}}]),
+    (NEITHER, [{"r": r} for r in (0, -1, 10**9, "4", 4.0, 4.5, True, None, [4], 3, 10**400)]),
+    (NEITHER, [{"lora_alpha": a} for a in (0, -4, 1e39, 10**400, "8", None, True, [8])]),
+    (NEITHER, [{"use_rslora": u} for u in ("yes", 1, 0, None, "", {})]),
+    (NEITHER, [{"target_modules": t} for t in (None, ..., [], "", 5, True, [5], [""], ["q_proj"], {"q_proj": 1})]),
+    (NEITHER, [{"rank_pattern": 5}, {"rank_pattern": 0}, {"rank_pattern": "x"}, {"alpha_pattern": [1]}]),
+    (NEITHER, [{"bias": "all"}, {"bias": 0}, {"new_idea": 1}, {"new_idea": {"a": 0}}, {"init_lora_weights": 1}]),
+    (NEITHER, [{"init_lora_weights": "pissa"}, {"init_lora_weights": [1]}, {"use_dora": True}]),
+    (NEITHER, [{"base_model_name_or_path": b} for b in (None, ..., 5, "", "no/such", [1])]),
+    (NEITHER, [{"peft_type": t} for t in (None, ..., "IA3", 5, ["LORA"])]),
+]
+
+
+@pytest.mark.parametrize("who, change", [(who, change) for who, changes in CONFIGS for change in changes], ids=repr)
+def test_one_rule_for_configs_of_adapters(c_trainer, folders, tmp_path, monkeypatch, capfd, who, change):
+    """hf.py and the C trainers refuse the same; what hf.py alone can merge is named."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(folders["llama"][1], folder)
+    facts = json.loads((folder / "adapter_config.json").read_text()) | change
+    facts = {k: v for k, v in facts.items() if v is not ...}
+    (folder / "adapter_config.json").write_text(json.dumps(facts))
+    try:
+        main(monkeypatch, "check", folder)
+        checked = True
+    except SystemExit as e:
+        text = capfd.readouterr().err + str(e.code)
+        checked = False
+        assert text.count("error: ") == 1 and "hint: " in text
+    command = [ROOT / "build/train_gpt2", "-e", folder, "--generate", "-g", "1", "-t", "8"]
+    opened = subprocess.run(command, capture_output=True, text=True, env=launcher.ENVIRONMENT)
+    assert opened.returncode in (0, 1) and (opened.returncode == 0 or "error: " in opened.stderr), opened.stderr
+    assert (checked, opened.returncode == 0) == {BOTH: (True, True), MERGE: (True, False), NEITHER: (False, False)}[who]
+
+
+def bad_number(name, place, value):
+    """One element of a tensor, in the file of weights of a folder."""
+
+    def change(folder):
+        path = next(folder.glob("*model.safetensors"))
+        tensors = {n: t.clone() for n, t in load_file(path).items()}
+        tensors[name].view(-1)[place] = value
+        save_file(tensors, path, {"format": "pt"})
+
+    return change
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_named(folders, tmp_path, monkeypatch, capfd, value):
+    """In adapters and in models, by the name of the tensor; also what becomes infinite by merging."""
+    base, bad, model = (tmp_path / name for name in ("base", "bad", "model"))
+    shutil.copytree(folders["llama"][0], base)
+    shutil.copytree(folders["llama"][1], bad)
+    edit(bad / "adapter_config.json", {"base_model_name_or_path": str(base)})
+    main(monkeypatch, "check", bad)
+    bad_number(FIRST_B, -1, value)(bad)
+    for what in (["check", bad], ["merge", bad, model]):
+        refuses(monkeypatch, capfd, [FIRST_B, "holds NaN or infinity"], *what)
+    bad_number(FIRST_B, -1, 3e38)(bad)
+    edit(bad / "adapter_config.json", {"lora_alpha": 1e30})
+    main(monkeypatch, "check", bad)
+    refuses(monkeypatch, capfd, ["model.layers.0.self_attn.q_proj.weight", "holds NaN"], "merge", bad, model)
+    bad_number("model.norm.weight", 2, value)(base)
+    for what in (["check", base], ["import", base, model]):
+        refuses(monkeypatch, capfd, ["model.norm.weight", "holds NaN or infinity"], *what)
+    assert not model.exists() and not (tmp_path / "model.partial").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": r"((\w|\.)*)*Z"},
+        {"rank_pattern": {r"((\w|\.)*)*Z": 4}},
+        {"alpha_pattern": {r"(.*)*(.*)*(.*)*(.*)*Z": 4}},
+        {"rank_pattern": {"(" * 3000 + ")" * 3000: 4}},
+        {"rank_pattern": {"(": 4}},
+        {"target_modules": r"(?<=a+)b"},
+    ],
+    ids=["targets", "ranks", "alphas", "deep", "broken", "lookbehind"],
+)
+def test_patterns_that_never_end(folders, tmp_path, monkeypatch, capfd, change):
+    """By check and merge, in some seconds."""
+    shutil.copytree(folders["llama"][1], tmp_path / "bad")
+    edit(tmp_path / "bad/adapter_config.json", change)
+    monkeypatch.setattr(adapter.find_patterns, "seconds", 0.5)
+    for what in (["check", tmp_path / "bad"], ["merge", tmp_path / "bad", tmp_path / "whole"]):
+        refuses(monkeypatch, capfd, [next(iter(change)), "cannot be used as a pattern of names"], *what)
     assert os.listdir(tmp_path) == ["bad"]
 
 
