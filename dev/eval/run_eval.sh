@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Scores a checkpoint with EleutherAI's lm-evaluation-harness, in a virtual environment of its own (dev/eval/.venv, about 3 GB).
-#   dev/eval/run_eval.sh FOLDER [TASK ...] [-- more options of lm_eval]     e.g. log/mine/step_00001000 hellaswag arc_easy -- --limit 100
+#   dev/eval/run_eval.sh FOLDER [TASK ...] [-- more options of lm_eval]     e.g. log/mine hellaswag arc_easy -- --limit 100
 # Results: FOLDER/lm_eval/TASK/. Started again, it leaves out the tasks that are done, unless weights or options have changed.
 #   PYTHON=python3.12            makes the environment with a certain Python
 #   LM_EVAL_PYTHON=/my/python    uses one that has lm-eval, transformers and torch, and installs nothing
@@ -20,6 +20,10 @@ done
 [ $# -eq 0 ] || shift
 [ ${#tasks[@]} -gt 0 ] || tasks=(hellaswag arc_easy piqa winogrande lambada_openai)
 
+if [ -d "$folder" ]; then  # of a run its newest checkpoint, as with -e
+    made=$(make -C "$here/../.." --no-print-directory build/hf 2>&1) || fail "build/hf could not be made: $made" "make doctor shows what is missing"
+    folder=$("$here/../../build/hf" newest "$folder") || exit 1
+fi
 [ -f "$folder/config.json" ] || fail "'$folder' is no checkpoint: it has no config.json" "name a folder that a trainer wrote, e.g. log/mine/step_00001000"
 weights=("$folder"/*.safetensors)
 [ -f "${weights[0]}" ] || fail "'$folder' has no weights: no *.safetensors" "name a whole checkpoint"

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -691,6 +692,18 @@ def test_run_eval(tmp_path):
     os.utime(folder / "model.safetensors", (1, 1))  # other weights
     run_eval("model", "arc_easy", **more)
     assert len(asked()) == 5
+    run_eval("runs", fails="has no config.json", **more)
+    shutil.copytree(folder, tmp_path / "runs/step_00000002")
+    state = {
+        "format": 1,
+        "step": 2,
+        "files": {n: (folder / n).stat().st_size for n in ("config.json", "model.safetensors")},
+    }
+    state["files"]["optimizer.safetensors"] = 0
+    (tmp_path / "runs/step_00000002/optimizer.safetensors").touch()
+    (tmp_path / "runs/step_00000002/train_state.json").write_text(json.dumps(state))
+    run_eval("runs", "piqa", **more)  # its newest checkpoint
+    assert "pretrained=runs/step_00000002 " in asked()[-1]
     folder.rename(tmp_path / "a [1]")  # which as a pattern is another folder
     assert "acc 0.2500  acc_norm 0.5000" in run_eval("a [1]", "piqa", **more)
 

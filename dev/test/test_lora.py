@@ -22,6 +22,8 @@ from test_hf import ROOT, edit, main, refuses
 from test_train_gpt2 import SMALL, options, random_tokens, ref, small_model, text_shards  # noqa: F401
 
 import adapter  # test_hf finds dev/eval
+import data_common
+import hf
 import launcher
 
 transformers.utils.logging.disable_progress_bar()
@@ -695,6 +697,57 @@ def test_patterns_that_never_end(folders, tmp_path, monkeypatch, capfd, change):
     for what in (["check", tmp_path / "bad"], ["merge", tmp_path / "bad", tmp_path / "whole"]):
         refuses(monkeypatch, capfd, [next(iter(change)), "cannot be used as a pattern of names"], *what)
     assert os.listdir(tmp_path) == ["bad"]
+
+
+@pytest.fixture
+def chat_checkpoints(c_trainer, text_shards, tmp_path_factory):  # noqa: F811
+    """A checkpoint of a model and one of adapters, by the C trainer, with tokenizer files and what ends an answer."""
+    base = tmp_path_factory.mktemp("base")
+    ref.write_weights(small_model("d1,channels=64,seq=32,vocab=256"), base)
+    data_common.make_tokenizer("bytes").write(base)
+    hf.add_tokenizer(str(base), None, str(base))
+    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\\n{% endfor %}")
+    run = {"train_data": text_shards[1], "val_data": "", "batch_size": 4, "seq_len": 32, "max_steps": 1}
+    run |= {"model": str(base), "eval_every": 0, "sample_every": 0}
+    made = {}
+    for name, how in (("model", {}), ("adapter", {"lora": 2})):
+        out = tmp_path_factory.mktemp(name)
+        c_trainer(out, run | how)
+        made[name] = out / "step_00000001"
+    return made
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_any_flipped_bit_is_noticed(chat_checkpoints, tmp_path, monkeypatch, capfd, kind):
+    """Of every file, by every command. Of what people edit, the chat template and generation_config.json, a change is
+    said."""
+    folder = tmp_path / "step_00000001"
+    shutil.copytree(chat_checkpoints[kind], folder)
+    commands = [["check", folder]]
+    commands += [["merge", folder, tmp_path / "new"] if kind == "adapter" else ["import", folder, tmp_path / "new"]]
+    for command in commands:
+        main(monkeypatch, *command)
+    shutil.rmtree(tmp_path / "new")
+    draw, names = np.random.default_rng(0), sorted(os.listdir(folder))
+    assert {"train_state.json", "optimizer.safetensors", "tokenizer.bin", "generation_config.json"} < set(names)
+    for name in names:
+        path, whole = folder / name, (folder / name).read_bytes()
+        for bit in draw.integers(0, 8 * len(whole), 10):
+            spoilt = bytearray(whole)
+            spoilt[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(spoilt)
+            for command in commands:
+                capfd.readouterr()
+                try:
+                    main(monkeypatch, *command)
+                    shutil.rmtree(tmp_path / "new", ignore_errors=True)
+                    refused = False
+                except SystemExit as stop:
+                    refused = stop.code != 0
+                said = capfd.readouterr()
+                assert refused or name in ("chat_template.jinja", "generation_config.json"), (command[0], name, bit)
+                assert refused or name in said.err, (command[0], name, bit)
+        path.write_bytes(whole)
 
 
 def test_another_base_is_refused(folders, tmp_path, monkeypatch, capfd):
