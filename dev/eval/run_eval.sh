@@ -20,8 +20,8 @@ done
 [ $# -eq 0 ] || shift
 [ ${#tasks[@]} -gt 0 ] || tasks=(hellaswag arc_easy piqa winogrande lambada_openai)
 
-if [ -d "$folder" ]; then  # of a run its newest checkpoint, as with -e
-    made=$(make -C "$here/../.." --no-print-directory build/hf 2>&1) || fail "build/hf could not be made: $made" "make doctor shows what is missing"
+if [ -d "$folder" ] && [ ! -f "$folder/config.json" ]; then  # of a run its newest checkpoint, as with -e
+    made=$(env -u PYTHON make -C "$here/../.." --no-print-directory build/hf 2>&1) || fail "build/hf could not be made: $made" "make doctor shows what is missing"
     folder=$("$here/../../build/hf" newest "$folder") || exit 1
 fi
 [ -f "$folder/config.json" ] || fail "'$folder' is no checkpoint: it has no config.json" "name a folder that a trainer wrote, e.g. log/mine/step_00001000"
